@@ -1,0 +1,1 @@
+"""Finds Mixture-of-Experts blocks in captured graphs and rewrites them onto fp4 operators."""

@@ -1,0 +1,45 @@
+// Every operator schema of fp4_ops, in one place. All are functional: no argument is ever mutated.
+//
+// Shapes: a [M, K] activations, b [G, N, K/2] (or [N, K/2]) packed weights, b_scale [G, N, ceil(K/block)],
+// b_global_scale float32 [G] (or []). `format` names the weight format, `layout` the order of the bytes
+// inside b and b_scale ("plain", or a kernel layout made by prepack). Meta kernels: meta/fakes.py.
+#include <torch/csrc/stable/library.h>
+
+STABLE_TORCH_LIBRARY(fp4, m) {
+  // --- formats ---
+  m.def("quantize(Tensor x, str format, Tensor? global_scale=None) -> (Tensor, Tensor, Tensor)");
+  m.def(
+      "dequantize(Tensor packed, Tensor block_scale, Tensor? global_scale, str format, ScalarType dtype, *, "
+      "str layout='plain') -> Tensor");
+  m.def("quantize_int8(Tensor x) -> (Tensor, Tensor)");
+  m.def("prepack(Tensor packed, Tensor block_scale, str format, str layout) -> (Tensor, Tensor)");
+  m.def("unpack(Tensor packed, Tensor block_scale, str format, str layout) -> (Tensor, Tensor)");
+
+  // --- matrix products ---
+  m.def(
+      "mm(Tensor a, Tensor b, Tensor b_scale, Tensor? b_global_scale, Tensor? a_scale=None, "
+      "Tensor? bias=None, *, str format, str layout='plain', ScalarType? out_dtype=None) -> Tensor");
+  m.def(
+      "grouped_mm(Tensor a, Tensor b, Tensor b_scale, Tensor? b_global_scale, Tensor offs, "
+      "Tensor? a_scale=None, Tensor? bias=None, *, str format, str layout='plain', "
+      "ScalarType? out_dtype=None) -> Tensor");
+  m.def(
+      "grouped_mm_masked(Tensor a, Tensor b, Tensor b_scale, Tensor? b_global_scale, Tensor masked_m, "
+      "Tensor? a_scale=None, Tensor? bias=None, *, str format, str layout='plain', "
+      "ScalarType? out_dtype=None) -> Tensor");
+  m.def(
+      "indexed_mm(Tensor a, Tensor b, Tensor b_scale, Tensor? b_global_scale, Tensor expert_ids, "
+      "Tensor? a_scale=None, Tensor? bias=None, *, str format, str layout='plain', "
+      "ScalarType? out_dtype=None) -> Tensor");
+  m.def(
+      "moe(Tensor x, Tensor topk_ids, Tensor topk_weights, Tensor w13, Tensor w13_scale, "
+      "Tensor? w13_global_scale, Tensor w2, Tensor w2_scale, Tensor? w2_global_scale, "
+      "Tensor? w13_bias=None, Tensor? w2_bias=None, *, str format, str layout='plain', "
+      "str activation='silu', str a_format='none', ScalarType? out_dtype=None) -> Tensor");
+
+  // --- layouts of the rows ---
+  m.def("offs_to_m_indices(Tensor offs, SymInt m) -> Tensor");
+  m.def("m_indices_to_offs(Tensor m_indices, SymInt num_groups) -> Tensor");
+  m.def("to_masked(Tensor a, Tensor offs, SymInt max_m) -> (Tensor, Tensor)");
+  m.def("from_masked(Tensor a, Tensor masked_m, SymInt m) -> (Tensor, Tensor)");
+}

@@ -1,0 +1,34 @@
+"""Loads the compiled operators and registers what belongs to them: fakes, and kernels written in Python."""
+
+from __future__ import annotations
+
+import importlib.util
+from pathlib import Path
+
+import torch
+
+
+def library_path() -> Path | None:
+    found = sorted(Path(__file__).parent.glob("_C*.so"))
+    return found[0] if found else None
+
+
+def load() -> None:
+    path = library_path()
+    if path is None:
+        raise ImportError(
+            "fp4_ops: the compiled operators are missing (no _C*.so beside fp4_ops/__init__.py). "
+            "Build them with: pip install --no-build-isolation -e ."
+        )
+    try:
+        torch.ops.load_library(str(path))
+    except OSError as error:
+        raise ImportError(
+            f"fp4_ops: {path.name} does not load in torch {torch.__version__} (needs torch 2.11 or later, built "
+            f"for this platform). Rebuild with: pip install --no-build-isolation -e . -- {error}"
+        ) from None
+
+    from .meta import fakes  # noqa: F401  registers the fake kernels
+
+    if importlib.util.find_spec("triton") is not None:
+        from .triton import register  # noqa: F401  registers the CUDA kernels

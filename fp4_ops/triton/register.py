@@ -1,0 +1,1 @@
+"""Registers the Triton kernels of every operator for CUDA."""

@@ -1,0 +1,163 @@
+"""One fake kernel for each schema of csrc/schema.cpp, in the same order: checks, then shape and dtype.
+
+All outputs are contiguous. Importing this registers them; `fp4_ops` does so after loading the schemas.
+Every operator also gets a backward that raises: a missing gradient is never silent.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch.library import register_autograd, register_fake
+
+from . import checks
+from .formats import INT8_BLOCK
+
+
+@register_fake("fp4::quantize")
+def _quantize(x, format, global_scale=None):
+    fmt = checks.check_format(format)
+    checks.check_quantize(x, global_scale, fmt)
+    k = x.shape[-1]
+    return (
+        x.new_empty((*x.shape[:-1], k // 2), dtype=torch.uint8),
+        x.new_empty((*x.shape[:-1], fmt.num_blocks(k)), dtype=fmt.scale_dtype),
+        x.new_empty(x.shape[:-2] if fmt.has_global_scale else (0,), dtype=torch.float32),
+    )
+
+
+@register_fake("fp4::dequantize")
+def _dequantize(packed, block_scale, global_scale, format, dtype, *, layout="plain"):
+    checks.check_dequantize(packed, block_scale, global_scale, format, dtype, layout)
+    return packed.new_empty((*packed.shape[:-1], packed.shape[-1] * 2), dtype=dtype)
+
+
+@register_fake("fp4::quantize_int8")
+def _quantize_int8(x):
+    checks.check_quantize_int8(x)
+    blocks = (x.shape[-1] + INT8_BLOCK - 1) // INT8_BLOCK
+    return (
+        x.new_empty(x.shape, dtype=torch.int8),
+        x.new_empty((*x.shape[:-1], blocks), dtype=torch.float32),
+    )
+
+
+@register_fake("fp4::prepack")
+def _prepack(packed, block_scale, format, layout):
+    checks.check_prepack(packed, block_scale, format, layout)
+    return packed.new_empty(packed.shape, dtype=torch.uint8), block_scale.new_empty(block_scale.shape)
+
+
+@register_fake("fp4::unpack")
+def _unpack(packed, block_scale, format, layout):
+    checks.check_prepack(packed, block_scale, format, layout)
+    return packed.new_empty(packed.shape, dtype=torch.uint8), block_scale.new_empty(block_scale.shape)
+
+
+@register_fake("fp4::mm")
+def _mm(a, b, b_scale, b_global_scale, a_scale=None, bias=None, *, format, layout="plain", out_dtype=None):
+    w = checks.check_mm(a, b, b_scale, b_global_scale, format, layout, a_scale, bias)
+    return a.new_empty((a.shape[0], w.n), dtype=checks.resolve_out_dtype(a, out_dtype))
+
+
+@register_fake("fp4::grouped_mm")
+def _grouped_mm(
+    a, b, b_scale, b_global_scale, offs, a_scale=None, bias=None, *, format, layout="plain", out_dtype=None
+):
+    w = checks.check_grouped_mm(a, b, b_scale, b_global_scale, offs, format, layout, a_scale, bias)
+    return a.new_empty((a.shape[0], w.n), dtype=checks.resolve_out_dtype(a, out_dtype))
+
+
+@register_fake("fp4::grouped_mm_masked")
+def _grouped_mm_masked(
+    a,
+    b,
+    b_scale,
+    b_global_scale,
+    masked_m,
+    a_scale=None,
+    bias=None,
+    *,
+    format,
+    layout="plain",
+    out_dtype=None,
+):
+    w = checks.check_grouped_mm_masked(a, b, b_scale, b_global_scale, masked_m, format, layout, a_scale, bias)
+    return a.new_empty((a.shape[0], a.shape[1], w.n), dtype=checks.resolve_out_dtype(a, out_dtype))
+
+
+@register_fake("fp4::indexed_mm")
+def _indexed_mm(
+    a,
+    b,
+    b_scale,
+    b_global_scale,
+    expert_ids,
+    a_scale=None,
+    bias=None,
+    *,
+    format,
+    layout="plain",
+    out_dtype=None,
+):
+    w = checks.check_indexed_mm(a, b, b_scale, b_global_scale, expert_ids, format, layout, a_scale, bias)
+    return a.new_empty((a.shape[0], w.n), dtype=checks.resolve_out_dtype(a, out_dtype))
+
+
+@register_fake("fp4::moe")
+def _moe(
+    x, topk_ids, topk_weights, w13, w13_scale, w13_global_scale, w2, w2_scale, w2_global_scale,
+    w13_bias=None, w2_bias=None, *, format, layout="plain", activation="silu", a_format="none", out_dtype=None,
+):  # fmt: skip
+    _, down = checks.check_moe(
+        x, topk_ids, topk_weights, w13, w13_scale, w13_global_scale, w2, w2_scale, w2_global_scale,
+        format, layout, activation, a_format, w13_bias, w2_bias,
+    )  # fmt: skip
+    return x.new_empty((x.shape[0], down.n), dtype=checks.resolve_out_dtype(x, out_dtype))
+
+
+@register_fake("fp4::offs_to_m_indices")
+def _offs_to_m_indices(offs, m):
+    checks.check_offsets("offs", offs)
+    return offs.new_empty((m,))
+
+
+@register_fake("fp4::m_indices_to_offs")
+def _m_indices_to_offs(m_indices, num_groups):
+    checks.check_offsets("m_indices", m_indices)
+    return m_indices.new_empty((num_groups,))
+
+
+@register_fake("fp4::to_masked")
+def _to_masked(a, offs, max_m):
+    checks.check_dim("a", a, 2)
+    checks.check_offsets("offs", offs, a)
+    return a.new_empty((offs.shape[0], max_m, a.shape[1])), offs.new_empty(offs.shape)
+
+
+@register_fake("fp4::from_masked")
+def _from_masked(a, masked_m, m):
+    checks.check_dim("a", a, 3)
+    checks.check_offsets("masked_m", masked_m, a)
+    checks.check_shape("masked_m", masked_m, (a.shape[0],))
+    return a.new_empty((m, a.shape[2])), masked_m.new_empty(masked_m.shape)
+
+
+OPERATORS = (
+    "quantize", "dequantize", "quantize_int8", "prepack", "unpack",
+    "mm", "grouped_mm", "grouped_mm_masked", "indexed_mm", "moe",
+    "offs_to_m_indices", "m_indices_to_offs", "to_masked", "from_masked",
+)  # fmt: skip
+
+
+def _no_gradient(name: str):
+    def backward(ctx, *grads):
+        raise RuntimeError(
+            f"fp4::{name} has no gradient: 4-bit weights are for inference. Run it under torch.no_grad(), or "
+            "train with the original weights."
+        )
+
+    return backward
+
+
+for _name in OPERATORS:
+    register_autograd(f"fp4::{_name}", _no_gradient(_name))

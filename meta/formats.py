@@ -1,0 +1,75 @@
+"""The 4-bit formats and the activation functions, as data. The C++ twin is csrc/common/formats.h.
+
+A new format is a new row here and there, not a new branch.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+
+E2M1_VALUES = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
+"""The magnitudes an e2m1 code stands for, by its low three bits; bit 3 is the sign."""
+
+INT8_BLOCK = 32
+"""Elements along K that share one float32 scale in int8 activations (as ggml's Q8_0)."""
+
+
+@dataclass(frozen=True)
+class Format:
+    """One 4-bit weight format: value = e2m1 code x block scale (x global scale)."""
+
+    name: str
+    block: int
+    """Elements along K that share one block scale; the last block of a row may be short."""
+    scale_dtype: torch.dtype
+    has_global_scale: bool
+    """Whether a float32 factor for each matrix multiplies the block scales."""
+
+    def num_blocks(self, k: int) -> int:
+        return (k + self.block - 1) // self.block
+
+    def bytes_per_weight(self) -> float:
+        return 0.5 + self.scale_dtype.itemsize / self.block
+
+
+FORMATS = {
+    f.name: f
+    for f in (
+        Format("nvfp4", block=16, scale_dtype=torch.float8_e4m3fn, has_global_scale=True),
+        Format("mxfp4", block=32, scale_dtype=torch.float8_e8m0fnu, has_global_scale=False),
+    )
+}
+
+
+@dataclass(frozen=True)
+class Activation:
+    """A gated activation h = f(gate) * up over the output of the gate/up product.
+
+    `interleaved`: columns are gate0, up0, gate1, up1, ...; otherwise the first half is gate.
+    """
+
+    name: str
+    interleaved: bool = False
+    alpha: float = 1.0
+    """f(g) = g * sigmoid(alpha * g) for the silu family."""
+    limit: float | None = None
+    """Clamp gate to at most, and up to within, this bound."""
+    up_offset: float = 0.0
+    """Added to up before the product."""
+
+
+ACTIVATIONS = {
+    a.name: a
+    for a in (
+        Activation("silu"),
+        Activation("gelu"),  # exact, erf
+        Activation("gelu_tanh"),
+        # GPT-OSS: gate.clamp(max=7) * sigmoid(1.702 gate) * (up.clamp(-7, 7) + 1), interleaved.
+        Activation("swigluoai", interleaved=True, alpha=1.702, limit=7.0, up_offset=1.0),
+    )
+}
+
+A_FORMATS = ("none", "int8")
+"""How `moe` quantises activations in front of each product, by the caller's explicit choice."""

@@ -1,0 +1,83 @@
+"""Builds the one extension of fp4_ops against libtorch's stable ABI.
+
+The result is not a Python extension module: it holds operators only, knows nothing of CPython, and loads
+in every torch from 2.11 on. So one binary serves all Python versions too, and the wheel is tagged so.
+"""
+
+from pathlib import Path
+
+from setuptools import setup
+from setuptools.command.bdist_wheel import bdist_wheel
+from torch.utils.cpp_extension import BuildExtension, CppExtension
+
+# The oldest torch whose stable ABI the sources use: (major << 56) | (minor << 48).
+TORCH_TARGET = "0x020b000000000000"
+
+# A kernel file's instruction set is in its name; everything else is built for the baseline, and
+# csrc/cpu/dispatch.cpp picks at run time. Nothing is built with -march=native.
+ISA_FLAGS = {
+    "avx2": ["-mavx2", "-mfma", "-mf16c"],
+    "avx512": [
+        "-mavx512f",
+        "-mavx512bw",
+        "-mavx512vl",
+        "-mavx512dq",
+        "-mavx512vnni",
+        "-mfma",
+        "-mf16c",
+        "-mprefer-vector-width=512",
+    ],
+}
+
+
+class BuildByIsa(BuildExtension):
+    """Adds the flags of `ISA_FLAGS` to the sources whose name ends in that instruction set."""
+
+    def build_extensions(self) -> None:
+        compile_one = self.compiler._compile
+
+        def compile_with_isa(obj, src, ext, cc_args, extra, pp_opts):
+            isa = next((flags for name, flags in ISA_FLAGS.items() if Path(src).stem.endswith(name)), [])
+            compile_one(obj, src, ext, cc_args, [*extra, *isa], pp_opts)
+
+        self.compiler._compile = compile_with_isa
+        super().build_extensions()
+
+
+class AnyPythonWheel(bdist_wheel):
+    def finalize_options(self) -> None:
+        super().finalize_options()
+        self.root_is_pure = False
+
+    def get_tag(self) -> tuple[str, str, str]:
+        return "py3", "none", super().get_tag()[2]
+
+
+setup(
+    packages=["fp4_ops", "fp4_ops.triton", "fp4_ops.meta", "fp4_ops.compile_passes"],
+    package_dir={
+        "fp4_ops": "fp4_ops",
+        "fp4_ops.meta": "meta",
+        "fp4_ops.compile_passes": "compile_passes",
+    },
+    ext_modules=[
+        CppExtension(
+            "fp4_ops._C",
+            sorted(str(p) for p in [*Path("csrc").glob("*.cpp"), *Path("csrc/cpu").glob("*.cpp")]),
+            include_dirs=[str(Path(__file__).parent.resolve() / "csrc")],
+            extra_compile_args=[
+                "-O3",
+                "-std=c++20",
+                "-Wall",
+                "-Wno-unknown-pragmas",
+                "-fvisibility=hidden",
+                f"-DTORCH_TARGET_VERSION={TORCH_TARGET}",
+            ],
+            py_limited_api=True,
+        )
+    ],
+    cmdclass={
+        "build_ext": BuildByIsa.with_options(use_ninja=False, no_python_abi_suffix=True),
+        "bdist_wheel": AnyPythonWheel,
+    },
+)
