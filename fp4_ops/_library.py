@@ -24,8 +24,8 @@ def load() -> None:
         torch.ops.load_library(str(path))
     except OSError as error:
         raise ImportError(
-            f"fp4_ops: {path.name} does not load in torch {torch.__version__} (needs torch 2.11 or later, built "
-            f"for this platform). Rebuild with: pip install --no-build-isolation -e . -- {error}"
+            f"fp4_ops: {path.name} does not load in torch {torch.__version__} (it needs 2.11 or later "
+            f"on the platform it was built for). Rebuild: pip install --no-build-isolation -e . -- {error}"
         ) from None
 
     from .meta import fakes  # noqa: F401  registers the fake kernels

@@ -106,7 +106,8 @@ def _indexed_mm(
 @register_fake("fp4::moe")
 def _moe(
     x, topk_ids, topk_weights, w13, w13_scale, w13_global_scale, w2, w2_scale, w2_global_scale,
-    w13_bias=None, w2_bias=None, *, format, layout="plain", activation="silu", a_format="none", out_dtype=None,
+    w13_bias=None, w2_bias=None, *, format, layout="plain", activation="silu", a_format="none",
+    out_dtype=None,
 ):  # fmt: skip
     _, down = checks.check_moe(
         x, topk_ids, topk_weights, w13, w13_scale, w13_global_scale, w2, w2_scale, w2_global_scale,

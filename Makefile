@@ -1,0 +1,63 @@
+# make demo   sets everything up, then runs a small MoE language model in bf16 and in 4 bits side by side
+# make test   sets everything up, then runs all tests this machine can run
+# make lint   ruff, clang-format, mypy
+# make wheel  builds a wheel and tries it in a new virtual environment
+
+PYTHON ?= python3
+VENV   ?= .venv
+TORCH  ?= torch==2.13.0
+# Installed only where torch did not bring a Triton of its own (CPU builds): for the interpreter tests.
+TRITON ?= triton==3.6.0
+
+BIN := $(VENV)/bin
+PIP := $(BIN)/python -m pip --disable-pip-version-check
+SOURCES := $(shell find csrc -type f) setup.py pyproject.toml
+
+.PHONY: demo test lint wheel bench clean
+.DELETE_ON_ERROR:
+
+demo: $(VENV)/built
+	$(BIN)/python examples/demo.py
+
+test: $(VENV)/built
+	$(BIN)/python -m pytest -q
+
+lint: $(VENV)/linters
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	find csrc -name '*.cpp' -o -name '*.h' -o -name '*.cu' -o -name '*.cuh' | xargs $(BIN)/clang-format --dry-run -Werror
+	$(BIN)/mypy
+
+# A wheel must work where nothing of this repository is: a new environment, another working directory.
+wheel: $(VENV)/built
+	rm -rf build/wheel && mkdir -p build/wheel
+	$(PIP) wheel -q --no-build-isolation --no-deps -w build/wheel .
+	$(PYTHON) -m venv --clear build/wheel/venv
+	build/wheel/venv/bin/python -m pip -q --disable-pip-version-check install '$(TORCH)' numpy build/wheel/*.whl
+	cp tests/smoke.py build/wheel/ && cd build/wheel && venv/bin/python -m fp4_ops info && venv/bin/python smoke.py
+
+bench: $(VENV)/built
+	$(PIP) install -q -c constraints.txt '.[bench]' --no-build-isolation
+	$(BIN)/python benchmarks/cpu_vs_ggml.py
+
+clean:
+	rm -rf build $(VENV) fp4_ops/_C*.so *.egg-info
+
+# A torch that is already there (2.11 or later) is used, and nothing is downloaded for it.
+$(VENV)/deps: pyproject.toml constraints.txt
+	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' || { echo "fp4_ops needs Python 3.11 or later"; exit 1; }
+	@if $(PYTHON) -c 'import torch, sys; sys.exit(tuple(map(int, torch.__version__.split(".")[:2])) < (2, 11))' 2>/dev/null; \
+	then echo "== using the torch of $(PYTHON)"; $(PYTHON) -m venv --clear --system-site-packages $(VENV); \
+	else echo "== installing $(TORCH) into $(VENV) (a minute or more)"; $(PYTHON) -m venv --clear $(VENV); $(PIP) install -q '$(TORCH)'; fi
+	$(PIP) install -q -c constraints.txt 'setuptools>=77' wheel ninja numpy expecttest pytest transformers
+	$(BIN)/python -c 'import triton' 2>/dev/null || $(PIP) install -q '$(TRITON)'
+	@touch $@
+
+$(VENV)/built: $(VENV)/deps $(SOURCES)
+	@echo "== building fp4_ops"
+	$(PIP) install -q --no-build-isolation --no-deps -e .
+	@touch $@
+
+$(VENV)/linters: $(VENV)/deps
+	$(PIP) install -q -c constraints.txt ruff mypy clang-format
+	@touch $@
