@@ -73,26 +73,19 @@ def check_layout(layout: str) -> None:
     )
 
 
-def check_packed(
-    name: str, packed: torch.Tensor, block_scale: torch.Tensor, global_scale: torch.Tensor | None, fmt: Format
+def check_block_scale(
+    scale_name: str, scale: torch.Tensor, name: str, packed: torch.Tensor, fmt: Format
 ) -> None:
-    """packed [..., K/2], block_scale [..., ceil(K/block)], global_scale packed.shape[:-2]."""
-    check_dtype(name, packed, PACKED)
-    torch._check(packed.dim() >= 1, lambda: f"{name} has 0 dimensions; it must have 1 or more")
-    check_block_scale(name, packed, block_scale, fmt)
-    check_global_scale(f"{name}_global_scale", global_scale, name, packed, fmt)
-
-
-def check_block_scale(name: str, packed: torch.Tensor, block_scale: torch.Tensor, fmt: Format) -> None:
-    check_dtype(f"{name}_scale", block_scale, (fmt.scale_dtype,))
-    check_device(f"{name}_scale", block_scale, name, packed)
-    k = packed.shape[-1] * 2
-    check_shape(f"{name}_scale", block_scale, (*packed.shape[:-1], fmt.num_blocks(k)))
+    """scale [..., ceil(K/block)] for packed [..., K/2]."""
+    check_dtype(scale_name, scale, (fmt.scale_dtype,))
+    check_device(scale_name, scale, name, packed)
+    check_shape(scale_name, scale, (*packed.shape[:-1], fmt.num_blocks(packed.shape[-1] * 2)))
 
 
 def check_global_scale(
     scale_name: str, scale: torch.Tensor | None, name: str, packed: torch.Tensor, fmt: Format
 ) -> None:
+    """scale float32 packed.shape[:-2], one factor a matrix, for the formats that have one."""
     if not fmt.has_global_scale:
         torch._check(
             scale is None or scale.numel() == 0,
@@ -121,7 +114,8 @@ def check_weight(
     check_layout(layout)
     check_dtype(name, b, PACKED)
     check_dim(name, b, 3 if grouped else 2)
-    check_packed(name, b, b_scale, b_global_scale, fmt)
+    check_block_scale(f"{name}_scale", b_scale, name, b, fmt)
+    check_global_scale(f"{name}_global_scale", b_global_scale, name, b, fmt)
     return Weight(b.shape[0] if grouped else None, b.shape[-2], b.shape[-1] * 2)
 
 
@@ -145,20 +139,19 @@ def check_a(
         torch._check(a_scale is None, lambda: f"{name}_scale was given; only int8 activations have one")
 
 
-def check_bias(name: str, bias: torch.Tensor | None, b: torch.Tensor, shape: tuple[int, ...]) -> None:
-    """bias float32, bfloat16 or float16, one row of N for each expert."""
-    if bias is not None:
-        check_dtype(name, bias, FLOATING)
-        check_device(name, bias, "b", b)
-        check_shape(name, bias, shape)
-
-
-def check_index(
-    name: str, t: torch.Tensor, b: torch.Tensor, shape: tuple[int, ...], dtypes: tuple[torch.dtype, ...]
+def check_operand(
+    name: str,
+    t: torch.Tensor | None,
+    like_name: str,
+    like: torch.Tensor,
+    shape: tuple[int, ...],
+    dtypes: tuple[torch.dtype, ...],
 ) -> None:
-    check_dtype(name, t, dtypes)
-    check_device(name, t, "b", b)
-    check_shape(name, t, shape)
+    """A bias (float, one row of N for each expert; may be None), routing weights, offsets or expert ids."""
+    if t is not None:
+        check_dtype(name, t, dtypes)
+        check_device(name, t, like_name, like)
+        check_shape(name, t, shape)
 
 
 def resolve_out_dtype(a: torch.Tensor, out_dtype: torch.dtype | None) -> torch.dtype:
@@ -206,7 +199,10 @@ def check_dequantize(packed, block_scale, global_scale, format, dtype, layout) -
         dtype in allowed,
         lambda: f"dtype is {str(dtype).removeprefix('torch.')}; it must be {_names(allowed)}",
     )
-    check_packed("packed", packed, block_scale, global_scale, fmt)
+    check_dtype("packed", packed, PACKED)
+    torch._check(packed.dim() >= 1, lambda: "packed has 0 dimensions; it must have 1 or more")
+    check_block_scale("block_scale", block_scale, "packed", packed, fmt)
+    check_global_scale("global_scale", global_scale, "packed", packed, fmt)
     return fmt
 
 
@@ -220,8 +216,12 @@ def check_prepack(packed, block_scale, format, layout) -> Format:
     check_layout(layout)
     check_dtype("packed", packed, PACKED)
     torch._check(packed.dim() in (2, 3), lambda: f"packed has {packed.dim()} dimensions; it must have 2 or 3")
-    check_block_scale("packed", packed, block_scale, fmt)
+    check_block_scale("block_scale", block_scale, "packed", packed, fmt)
     return fmt
+
+
+def check_count(name: str, count: int) -> None:
+    torch._check(count >= 0, lambda: f"{name} is {count}; it must be 0 or more")
 
 
 def check_offsets(name: str, t: torch.Tensor, a: torch.Tensor | None = None) -> None:
@@ -234,15 +234,15 @@ def check_offsets(name: str, t: torch.Tensor, a: torch.Tensor | None = None) -> 
 def check_mm(a, b, b_scale, b_global_scale, format, layout, a_scale, bias) -> Weight:
     w = check_weight("b", b, b_scale, b_global_scale, format, layout, grouped=False)
     check_a(a, a_scale, b, w.k)
-    check_bias("bias", bias, b, (w.n,))
+    check_operand("bias", bias, "b", b, (w.n,), FLOATING)
     return w
 
 
 def check_grouped_mm(a, b, b_scale, b_global_scale, offs, format, layout, a_scale, bias) -> Weight:
     w = check_weight("b", b, b_scale, b_global_scale, format, layout, grouped=True)
     check_a(a, a_scale, b, w.k)
-    check_index("offs", offs, b, (w.groups,), (torch.int32,))
-    check_bias("bias", bias, b, (w.groups, w.n))
+    check_operand("offs", offs, "b", b, (w.groups,), (torch.int32,))
+    check_operand("bias", bias, "b", b, (w.groups, w.n), FLOATING)
     return w
 
 
@@ -252,16 +252,16 @@ def check_grouped_mm_masked(a, b, b_scale, b_global_scale, masked_m, format, lay
     torch._check(
         a.shape[0] == w.groups, lambda: f"a has {a.shape[0]} groups; b has {w.groups}, and they must be equal"
     )
-    check_index("masked_m", masked_m, b, (w.groups,), (torch.int32,))
-    check_bias("bias", bias, b, (w.groups, w.n))
+    check_operand("masked_m", masked_m, "b", b, (w.groups,), (torch.int32,))
+    check_operand("bias", bias, "b", b, (w.groups, w.n), FLOATING)
     return w
 
 
 def check_indexed_mm(a, b, b_scale, b_global_scale, expert_ids, format, layout, a_scale, bias) -> Weight:
     w = check_weight("b", b, b_scale, b_global_scale, format, layout, grouped=True)
     check_a(a, a_scale, b, w.k)
-    check_index("expert_ids", expert_ids, b, (a.shape[0],), INDEX)
-    check_bias("bias", bias, b, (w.groups, w.n))
+    check_operand("expert_ids", expert_ids, "b", b, (a.shape[0],), INDEX)
+    check_operand("bias", bias, "b", b, (w.groups, w.n), FLOATING)
     return w
 
 
@@ -282,8 +282,8 @@ def check_moe(
         x.shape[1] == up.k, lambda: f"x has {x.shape[1]} columns; w13 has K = {up.k}, and they must be equal"
     )
     check_dim("topk_ids", topk_ids, 2)
-    check_index("topk_ids", topk_ids, w13, (x.shape[0], topk_ids.shape[1]), INDEX)
-    check_index("topk_weights", topk_weights, w13, (x.shape[0], topk_ids.shape[1]), FLOATING)
+    check_operand("topk_ids", topk_ids, "w13", w13, (x.shape[0], topk_ids.shape[1]), INDEX)
+    check_operand("topk_weights", topk_weights, "w13", w13, (x.shape[0], topk_ids.shape[1]), FLOATING)
     torch._check(
         up.n == 2 * down.k,
         lambda: f"w13 has {up.n} rows; w2 has K = {down.k}, and w13 must have twice that (gate and up)",
@@ -292,6 +292,6 @@ def check_moe(
         up.groups == down.groups,
         lambda: f"w2 has {down.groups} experts; w13 has {up.groups}, and they must be equal",
     )
-    check_bias("w13_bias", w13_bias, w13, (up.groups, up.n))
-    check_bias("w2_bias", w2_bias, w13, (down.groups, down.n))
+    check_operand("w13_bias", w13_bias, "w13", w13, (up.groups, up.n), FLOATING)
+    check_operand("w2_bias", w2_bias, "w13", w13, (down.groups, down.n), FLOATING)
     return up, down

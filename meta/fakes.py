@@ -119,12 +119,14 @@ def _moe(
 @register_fake("fp4::offs_to_m_indices")
 def _offs_to_m_indices(offs, m):
     checks.check_offsets("offs", offs)
+    checks.check_count("m", m)
     return offs.new_empty((m,))
 
 
 @register_fake("fp4::m_indices_to_offs")
 def _m_indices_to_offs(m_indices, num_groups):
     checks.check_offsets("m_indices", m_indices)
+    checks.check_count("num_groups", num_groups)
     return m_indices.new_empty((num_groups,))
 
 
@@ -132,6 +134,7 @@ def _m_indices_to_offs(m_indices, num_groups):
 def _to_masked(a, offs, max_m):
     checks.check_dim("a", a, 2)
     checks.check_offsets("offs", offs, a)
+    checks.check_count("max_m", max_m)
     return a.new_empty((offs.shape[0], max_m, a.shape[1])), offs.new_empty(offs.shape)
 
 
@@ -140,6 +143,7 @@ def _from_masked(a, masked_m, m):
     checks.check_dim("a", a, 3)
     checks.check_offsets("masked_m", masked_m, a)
     checks.check_shape("masked_m", masked_m, (a.shape[0],))
+    checks.check_count("m", m)
     return a.new_empty((m, a.shape[2])), masked_m.new_empty(masked_m.shape)
 
 
