@@ -1,0 +1,149 @@
+"""Dynamo's graph -> a functional aten graph in which `silu`, `_softmax`, `_grouped_mm` are still whole.
+
+Inductor decomposes while it traces, so an FFN is hard to see in its graphs. Here Dynamo's graph is
+interpreted once more under its own fake tensors with no decompositions; the result is handed back to
+Inductor as if Dynamo had produced it. Dynamo's graph itself is never changed.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch import fx
+from torch._dispatch.python import enable_python_dispatcher
+from torch._guards import TracingContext, detect_fake_mode
+from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
+from torch._subclasses.functional_tensor import FunctionalTensor, FunctionalTensorMode
+from torch.fx.experimental.proxy_tensor import make_fx
+from torch.fx.experimental.symbolic_shapes import PropagateUnbackedSymInts
+from torch.utils import _pytree as pytree
+from torch.utils._python_dispatch import is_traceable_wrapper_subclass
+
+aten = torch.ops.aten
+
+
+class CannotCapture(Exception):
+    """The graph is left to Inductor as it is; the message says why."""
+
+
+def fake_inputs(fake_mode: FakeTensorMode, inputs: Sequence[Any]) -> list[Any]:
+    """The fakes Dynamo used for these inputs: same symbols, so nothing is guarded or recompiled anew."""
+    context = TracingContext.try_get()
+    known = context.tensor_to_context if context is not None else {}
+
+    def convert(x: Any) -> Any:
+        if not isinstance(x, torch.Tensor):
+            return x
+        if isinstance(x, FakeTensor):
+            return x if x.fake_mode is fake_mode else fake_mode.from_tensor(x)
+        symbolic = known.get(x)
+        source = symbolic.tensor_source if symbolic is not None else None
+        return fake_mode.from_tensor(x, symbolic_context=symbolic, source=source, trace=symbolic is None)
+
+    return [convert(x) for x in inputs]
+
+
+def capture(gm: fx.GraphModule, inputs: Sequence[Any]) -> tuple[fx.GraphModule, FakeTensorMode]:
+    """Trace `gm`. Writes to inputs become a `copy_` epilogue, which Inductor's AOTAutograd understands."""
+    if any(True for _ in gm.parameters()) or any(True for _ in gm.buffers()):
+        raise CannotCapture("the graph holds tensors as attributes (inline_inbuilt_nn_modules is off?)")
+    for x in inputs:
+        if isinstance(x, torch.Tensor) and is_traceable_wrapper_subclass(x):
+            raise CannotCapture(f"an input is a tensor subclass, {type(x).__name__}")
+
+    context = TracingContext.try_get()
+    fake_mode = (context.fake_mode if context is not None else None) or detect_fake_mode(inputs)
+    if fake_mode is None:
+        fake_mode = FakeTensorMode()
+    fakes = fake_inputs(fake_mode, inputs)
+    # Memoised fake outputs of Dynamo's own run must not be taken for those of this one.
+    fake_mode.epoch += 1
+
+    interpreter = PropagateUnbackedSymInts(gm)
+    with contextlib.ExitStack() as stack:
+        stack.enter_context(fake_mode)
+        stack.enter_context(enable_python_dispatcher())
+        stack.enter_context(torch.no_grad())
+        stack.enter_context(fx.traceback.preserve_node_meta())
+        traced = make_fx(_functional(interpreter.run), decomposition_table={})(*fakes)
+    _restore_dynamo_metadata(gm, traced)
+    return traced, fake_mode
+
+
+def _placeholders(gm: fx.GraphModule) -> list[fx.Node]:
+    return list(gm.graph.find_nodes(op="placeholder"))
+
+
+def mutated_inputs(graph: fx.Graph) -> set[fx.Node]:
+    """Placeholders that the graph writes to."""
+    writes = graph.find_nodes(op="call_function", target=aten.copy_.default)
+    return {n.args[0] for n in writes if isinstance(n.args[0], fx.Node) and n.args[0].op == "placeholder"}
+
+
+def _functional(run: Callable[..., Any]) -> Callable[..., Any]:
+    """`run` without writes: what it wrote to an input is copied there at the end.
+
+    AOTAutograd's functional tensors, since `torch.func.functionalize` turns symbolic sizes into numbers in
+    some composite operators (a linear layer with a bias).
+    """
+
+    def inner(*args: Any) -> Any:
+        keep_out = torch._C._ExcludeDispatchKeyGuard(
+            torch._C.DispatchKeySet(torch._C.DispatchKey.Functionalize)
+        )
+        with keep_out, FunctionalTensorMode():
+            wrapped = [FunctionalTensor.to_functional(a) if isinstance(a, torch.Tensor) else a for a in args]
+            outputs = run(*wrapped)
+            flat, spec = pytree.tree_flatten(outputs)
+            inputs = [(a, w) for a, w in zip(args, wrapped) if isinstance(w, FunctionalTensor)]
+            _check_aliases(inputs, flat)
+            flat = [_current(o) for o in flat]
+            writes = [(a, _current(w)) for a, w in inputs if _is_written(w)]
+        for target, new in writes:
+            target.copy_(new)
+        return pytree.tree_unflatten(flat, spec)
+
+    return inner
+
+
+def _current(t: Any) -> Any:
+    if not isinstance(t, FunctionalTensor):
+        return t
+    torch._sync(t)
+    return torch._from_functional_tensor(t.elem)
+
+
+def _is_written(t: FunctionalTensor) -> bool:
+    torch._sync(t)
+    return torch._functionalize_has_data_mutation(t.elem)
+
+
+def _check_aliases(inputs: list[tuple[torch.Tensor, FunctionalTensor]], outputs: list[Any]) -> None:
+    """A second view of a mutated input would be taken for separate memory once the graph is functional."""
+    if any(torch._functionalize_has_metadata_mutation(w.elem) for _, w in inputs):
+        raise CannotCapture("the graph changes the shape or strides of an input in place")
+    written = [(_storage(a), _storage(w.elem)) for a, w in inputs if _is_written(w)]
+    memory = {m for m, _ in written}
+    if len(written) < sum(_storage(a) in memory for a, _ in inputs):
+        raise CannotCapture("two inputs share memory and the graph writes to it")
+    results = [_storage(o.elem) for o in outputs if isinstance(o, FunctionalTensor)]
+    if any(storage in results for _, storage in written):
+        raise CannotCapture("an output shares memory with an input that the graph writes to")
+
+
+def _storage(t: torch.Tensor) -> int:
+    return t.untyped_storage()._cdata
+
+
+def _restore_dynamo_metadata(gm: fx.GraphModule, traced: fx.GraphModule) -> None:
+    """What AOTAutograd reads from Dynamo's graph: sources, and which inputs have fixed addresses."""
+    for old, new in zip(_placeholders(gm), _placeholders(traced), strict=True):
+        new._dynamo_source = getattr(old, "_dynamo_source", None)  # type: ignore[attr-defined]
+        if "tensor_dict" in old.meta:
+            new.meta["tensor_dict"] = dict(old.meta["tensor_dict"])
+    if hasattr(gm, "_param_name_to_source"):
+        traced._param_name_to_source = {}  # type: ignore[assignment]
+    traced.meta.update(gm.meta)
