@@ -1,0 +1,108 @@
+"""What `torch.compile(model, backend="fp4", mode=..., options={...})` accepts."""
+
+from __future__ import annotations
+
+import functools
+import hashlib
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from .. import _library
+from ..meta import formats
+from ..meta.formats import FORMATS
+
+ACTIVATION_CHOICES = ("auto", "bf16", "int8")
+
+
+@dataclass(frozen=True)
+class Options:
+    format: str = "nvfp4"
+    activation: str = "auto"
+    """"bf16" leaves activations in the model's own dtype, "int8" quantises them, "auto" picks by device."""
+    inductor: dict[str, Any] = field(default_factory=dict)
+
+    def a_format(self, device_type: str) -> tuple[str, str]:
+        """(a_format as the operators name it, why)."""
+        if self.activation == "auto":
+            if device_type == "cpu":
+                return "int8", "auto: int8 is the fast path on CPU"
+            return "none", f"auto: activations stay in the model's dtype on {device_type}"
+        if self.activation == "int8":
+            if device_type != "cpu":
+                raise ValueError(
+                    f"fp4: activation='int8' runs on CPU only; the model is on {device_type}. "
+                    "Use activation='bf16' or 'auto'."
+                )
+            return "int8", "asked for"
+        return "none", "asked for"
+
+
+def parse(mode: str | None, options: Mapping[str, Any] | None) -> Options:
+    """Options of the backend; what is not fp4's own must be Inductor's."""
+    given = dict(options or {})
+    format = given.pop("format", "nvfp4")
+    if format not in FORMATS:
+        raise ValueError(f"fp4: format is {format!r}; it must be one of: {', '.join(FORMATS)}")
+    activation = given.pop("activation", "auto")
+    if activation not in ACTIVATION_CHOICES:
+        raise ValueError(
+            f"fp4: activation is {activation!r}; it must be one of: {', '.join(ACTIVATION_CHOICES)}"
+        )
+
+    from torch._inductor import config, list_mode_options
+
+    # Inductor ignores a bare `mode` that reaches it from another backend, so it is expanded here.
+    inductor = dict(list_mode_options(mode)) if mode else {}
+    known = config.get_config_copy()
+    for key, value in given.items():
+        name = key.replace("-", "_")
+        if name not in known:
+            raise ValueError(
+                f"fp4: unknown option {key!r}. fp4's own options are format and activation; all others must "
+                "be Inductor's (torch._inductor.list_options())."
+            )
+        inductor[name] = value
+    return Options(format, activation, inductor)
+
+
+@functools.cache
+def version_hash() -> str:
+    """Changes when the operators or the passes do: Inductor's caches know nothing of either."""
+    meta, passes = Path(str(formats.__file__)).parent, Path(__file__).parent
+    package = Path(str(_library.__file__)).parent
+    digest = hashlib.sha256(torch.__version__.encode())
+    files = {p for root in (meta, passes, package) for p in (*root.rglob("*.py"), *root.glob("_C*.so"))}
+    for path in sorted(files):
+        digest.update(path.name.encode())
+        digest.update(path.read_bytes())
+    return digest.hexdigest()
+
+
+def inductor_patches(options: Options) -> dict[str, Any]:
+    """Inductor's options for one compilation, with `version_hash` made part of its cache keys."""
+    from torch._inductor import config
+    from torch._inductor.custom_graph_pass import CustomGraphPass
+
+    slot = "post_grad_custom_pre_pass"
+    users_own = options.inductor.get(slot, getattr(config, slot))
+    if users_own is not None and not isinstance(users_own, CustomGraphPass):
+        return options.inductor  # a pass without uuid: Inductor does not cache at all then
+
+    class CacheKey(CustomGraphPass):
+        """Changes nothing in the graph; its uuid is what counts."""
+
+        def __call__(self, graph: torch.fx.Graph) -> None:
+            if users_own is not None:
+                users_own(graph)
+
+        def uuid(self) -> Any:
+            theirs = users_own.uuid() if users_own is not None else ""
+            if theirs is None:
+                return None
+            return f"fp4_ops {version_hash()} {theirs}"
+
+    return {**options.inductor, slot: CacheKey()}

@@ -1,0 +1,101 @@
+"""The backend: gradients? -> capture -> recognise, rewrite -> Inductor -> swap weights at run time."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch import fx
+from torch._guards import TracingContext
+
+from .capture import CannotCapture, capture
+from .options import Options, inductor_patches
+from .report import Frame
+from .rewrite import Rewritten, rewrite
+from .weights import runtime
+
+log = logging.getLogger("fp4_ops")
+
+Compile = Callable[..., Callable[..., Any]]
+"""(gm, example_inputs, *, config_patches) -> callable; Inductor's compile_fx unless a test replaces it."""
+
+
+def analyse(gm: fx.GraphModule, inputs: Sequence[Any], options: Options) -> tuple[Rewritten | None, Frame]:
+    """What becomes of one graph of Dynamo's. `gm` itself is never changed."""
+    frame = Frame(_frame_name())
+    if torch.is_grad_enabled() and any(isinstance(x, torch.Tensor) and x.requires_grad for x in inputs):
+        frame.note = (
+            "left to Inductor, because gradients may be asked for and 4-bit weights have none "
+            "(run the model under torch.no_grad() or torch.inference_mode())"
+        )
+        return None, frame
+    if not any(_is_fixed(n, x) and x.dim() == 3 for n, x in _pairs(gm, inputs)) and not _calls_fp4(gm):
+        return None, frame
+    for device in {x.device.type for x in inputs if isinstance(x, torch.nn.Parameter)}:
+        options.a_format(device)  # an activation this device cannot take is the user's error
+    try:
+        traced, fake_mode = capture(gm, inputs)
+        fixed = {n for n, x in _pairs(traced, inputs) if _is_fixed(n, x)}
+        rewritten, frame.sites = rewrite(traced, fixed, options, fake_mode)
+    except CannotCapture as reason:
+        frame.note = f"left to Inductor: {reason}"
+        return None, frame
+    except Exception as error:  # a model that Inductor compiles must not fail because of these passes
+        log.debug("the passes failed", exc_info=True)
+        frame.note = f"left to Inductor, the passes failed: {type(error).__name__}: {error}"
+        return None, frame
+    return rewritten, frame
+
+
+def compile_graph(
+    gm: fx.GraphModule, inputs: Sequence[Any], options: Options, compile_fx: Compile
+) -> Callable[..., Any]:
+    """Compile one graph of Dynamo's, with 4-bit experts where they were proved."""
+    rewritten, frame = analyse(gm, inputs, options)
+    _tell(frame, _has_expert_weights(gm, inputs))
+    if rewritten is None:
+        return compile_fx(gm, inputs, config_patches=options.inductor)
+    examples = [*(inputs[i] for i in rewritten.keep), *rewritten.fakes]
+    compiled = compile_fx(rewritten.gm, examples, config_patches=inductor_patches(options))
+    return runtime(compiled, rewritten.keep, rewritten.swaps)
+
+
+def _pairs(gm: fx.GraphModule, inputs: Sequence[Any]) -> list[tuple[fx.Node, Any]]:
+    return list(zip(gm.graph.find_nodes(op="placeholder"), inputs, strict=True))
+
+
+def _is_fixed(node: fx.Node, x: Any) -> bool:
+    """A parameter, or a buffer that Dynamo found on a module: the same tensor call after call."""
+    if not isinstance(x, torch.Tensor):
+        return False
+    static = node.meta.get("tensor_dict", {}).get("_dynamo_static_input_type")
+    return isinstance(x, torch.nn.Parameter) or static is not None
+
+
+def _has_expert_weights(gm: fx.GraphModule, inputs: Sequence[Any]) -> bool:
+    return any(_is_fixed(n, x) and x.dim() == 3 and x.shape[0] > 1 for n, x in _pairs(gm, inputs))
+
+
+def _calls_fp4(gm: fx.GraphModule) -> bool:
+    return any(getattr(n.target, "namespace", "") == "fp4" or "fp4." in str(n.target) for n in gm.graph.nodes)
+
+
+def _frame_name() -> str:
+    context = TracingContext.try_get()
+    codes = getattr(context, "traced_code", None)
+    if not codes:
+        return "(unnamed)"
+    code = codes[0]
+    return f"{code.co_name} ({'/'.join(code.co_filename.split('/')[-3:])}:{code.co_firstlineno})"
+
+
+def _tell(frame: Frame, has_weights: bool) -> None:
+    done = [s for s in frame.sites if s.rewritten]
+    if (frame.sites and not done) or (frame.note and has_weights):
+        log.warning("%s", frame)
+    elif frame.sites:
+        log.info("%s", frame)
+    else:
+        log.debug("%s", frame)

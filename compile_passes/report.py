@@ -1,0 +1,135 @@
+"""What the passes did and why: the data behind `fp4_ops.explain` and the log."""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass, field
+
+import torch
+from torch import fx
+
+_TORCH = str(torch.__file__).removesuffix("__init__.py")
+
+
+@dataclass(frozen=True)
+class Site:
+    """One place that looks like experts. Rewritten if `op` is set, else left alone because of `reason`."""
+
+    op: str | None
+    """The operator it became, such as "fp4::moe"."""
+    reason: str
+    """Why it was left alone, or why it became this and no more."""
+    where: str
+    """The line of the model that it comes from."""
+    weights: tuple[str, ...] = ()
+    """The parameters, as Dynamo names them."""
+    shape: str = ""
+    form: str = ""
+    kernel: str = ""
+    format: str = ""
+    layout: str = ""
+    activation: str = ""
+    """The gate's activation function, for a whole block."""
+    a_format: str = ""
+    """How activations enter the products, and why."""
+    bytes_before: int = 0
+    bytes_after: int = 0
+
+    @property
+    def rewritten(self) -> bool:
+        return self.op is not None
+
+    def __str__(self) -> str:
+        weights = ", ".join(self.weights)
+        if self.op is None:
+            return f"left alone: {self.reason}\n    at {self.where}" + (
+                f"\n    weights {weights}" if weights else ""
+            )
+        lines = [
+            f"{self.op}  {self.shape}  from {self.form}",
+            f"    kernel {self.kernel}, {self.format}, layout {self.layout}, activations {self.a_format}"
+            + (f", gate {self.activation}" if self.activation else ""),
+            f"    weights {weights}: {_mib(self.bytes_before)} -> {_mib(self.bytes_after)}",
+            f"    at {self.where}",
+        ]
+        return "\n".join(lines + ([f"    {self.reason}"] if self.reason else []))
+
+
+@dataclass
+class Frame:
+    """One graph that Dynamo captured."""
+
+    name: str
+    sites: list[Site] = field(default_factory=list)
+    note: str = ""
+    """Why the whole graph was left to Inductor, if it was."""
+
+    def __str__(self) -> str:
+        head = f"graph {self.name}: "
+        if self.note:
+            head += self.note
+        elif not self.sites:
+            head += "nothing that looks like experts"
+        else:
+            done = sum(s.rewritten for s in self.sites)
+            head += f"{done} rewritten, {len(self.sites) - done} left alone"
+        return "\n".join([head, *("  " + str(s).replace("\n", "\n  ") for s in self.sites)])
+
+
+@dataclass
+class Report:
+    """Everything that was found in one run of a model."""
+
+    frames: list[Frame] = field(default_factory=list)
+    graph_breaks: list[str] = field(default_factory=list)
+    """Why Dynamo left the graph: what runs between two graphs runs as it always did."""
+
+    @property
+    def sites(self) -> list[Site]:
+        return [s for f in self.frames for s in f.sites]
+
+    @property
+    def bytes_before(self) -> int:
+        """Bytes of all weights that were rewritten, each counted once."""
+        return sum(dict(self._weight_bytes(after=False)).values())
+
+    @property
+    def bytes_after(self) -> int:
+        return sum(dict(self._weight_bytes(after=True)).values())
+
+    def _weight_bytes(self, after: bool) -> list[tuple[tuple[str, ...], int]]:
+        return [(s.weights, s.bytes_after if after else s.bytes_before) for s in self.sites if s.rewritten]
+
+    def __str__(self) -> str:
+        done = sum(s.rewritten for s in self.sites)
+        out = [str(f) for f in self.frames]
+        out += [f"graph break: {reason}" for reason in self.graph_breaks]
+        total = f"{done} rewritten, {len(self.sites) - done} left alone in {len(self.frames)} graphs"
+        if done:
+            total += f"; expert weights {_mib(self.bytes_before)} -> {_mib(self.bytes_after)}"
+        return "\n".join([*out, total])
+
+
+def _mib(n: int) -> str:
+    return f"{n / 2**20:.2f} MiB"
+
+
+def location(node: fx.Node) -> str:
+    """The innermost line outside torch that a node comes from."""
+    frames = re.findall(r'File "([^"]+)", line (\d+), in (\S+)', node.meta.get("stack_trace") or "")
+    frames = [f for f in frames if not f[0].startswith(_TORCH)]
+    if not frames:
+        return node.name
+    path, line, function = frames[-1]
+    return f"{'/'.join(path.split('/')[-3:])}:{line} in {function}"
+
+
+def input_name(placeholder: fx.Node) -> str:
+    """A graph input's name in the model, such as model.layers[0].mlp.experts.down_proj."""
+    source = getattr(placeholder, "_dynamo_source", None)
+    if source is None:
+        return placeholder.name
+    name = source.name if isinstance(source.name, str) else source.name()
+    name = re.sub(r"\._(?:modules|parameters|buffers)\['([^']+)'\]", r".\1", name)
+    name = re.sub(r"^L\['(?:self|[a-z_]+)'\]\.?", "", name)
+    return re.sub(r"\.(\d+)(?=\.|$)", r"[\1]", name) or placeholder.name

@@ -1,0 +1,251 @@
+"""Puts fp4 operators where recognition proved them, best tier first: whole blocks, then single products."""
+
+from __future__ import annotations
+
+import operator
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import fx
+from torch._dynamo.source import AttrSource
+from torch._subclasses.fake_tensor import FakeTensorMode
+
+from ..meta.layouts import preferred_layout
+from .block import Block, ends_a_block, match_block
+from .capture import mutated_inputs
+from .graph import Canon, Refusal, WeightRef, Weights, aten, shape, value
+from .options import Options
+from .products import IndexedRows, Product, find_products, nonnegative
+from .report import Site, input_name, location
+from .weights import PackSpec, Swap
+
+fp4 = torch.ops.fp4
+
+
+@dataclass
+class Rewritten:
+    """The new graph's inputs are the old ones at `keep`, then the packed tensors of `swaps`, as `fakes`."""
+
+    gm: fx.GraphModule
+    keep: list[int]
+    swaps: list[Swap]
+    fakes: list[torch.Tensor] = field(default_factory=list)
+
+
+def rewrite(
+    gm: fx.GraphModule, fixed: set[fx.Node], options: Options, fake_mode: FakeTensorMode
+) -> tuple[Rewritten | None, list[Site]]:
+    """Rewrite `gm` in place; (None, sites) if nothing was. `fixed`: inputs that are parameters or buffers."""
+    gm.graph.eliminate_dead_code()
+    canon = Canon(gm.graph)
+    found = list(find_products(gm.graph, Weights(gm.graph, fixed, mutated_inputs(gm.graph)), canon))
+    sites = [Site(None, r.reason, location(r.node)) for r in found if isinstance(r, Refusal)]
+    products = {p.node: p for p in found if isinstance(p, Product)}
+
+    blocks: list[Block] = []
+    why_not: dict[fx.Node, str] = {}
+    for product in products.values():
+        try:
+            blocks.append(match_block(product, products, canon))
+        except Refusal as refusal:
+            if ends_a_block(product, products, canon):
+                why_not[product.node] = f"not a whole block: {refusal.reason} ({location(refusal.node)})"
+
+    writer = _Writer(gm, options)
+    for block in blocks:
+        sites.append(writer.block(block))
+    gm.graph.eliminate_dead_code()
+    alive = set(gm.graph.nodes)
+    for product in products.values():
+        if product.node in alive:
+            sites.append(writer.product(product, why_not.get(product.node, "")))
+    sites += [_already(n) for n in gm.graph.nodes if _is_fp4(n) and n not in writer.written]
+    if not writer.slots:
+        return None, sites
+    gm.graph.eliminate_dead_code()
+    return writer.finish(fake_mode), sites
+
+
+def _is_fp4(node: fx.Node) -> bool:
+    return node.op == "call_function" and getattr(node.target, "namespace", "") == "fp4"
+
+
+def _already(node: fx.Node) -> Site:
+    op = str(node.target).replace(".", "::", 1).removesuffix(".default")
+    return Site(
+        op, "", location(node), form="the model itself, which calls the operator", kernel=_kernel(node)
+    )
+
+
+def _kernel(node: fx.Node) -> str:
+    val = node.meta.get("val")
+    device = val.device.type if isinstance(val, torch.Tensor) else "cpu"
+    return {"cpu": "cpu (C++)", "cuda": "cuda (Triton)"}.get(device, device)
+
+
+class _Writer:
+    def __init__(self, gm: fx.GraphModule, options: Options) -> None:
+        self.gm, self.options = gm, options
+        self.slots: dict[tuple[fx.Node, PackSpec], tuple[fx.Node, ...]] = {}
+        self.written: set[fx.Node] = set()
+        self._inputs = list(gm.graph.find_nodes(op="placeholder"))
+        self._last_input = self._inputs[-1]
+
+    # --- tiers ---
+
+    def block(self, b: Block) -> Site:
+        """fp4::moe in place of the block's root."""
+        spec, a_format, why = self._choices(b.down.weight)
+        up, down = (self._packed(p.weight) for p in (b.up, b.down))
+        with self.gm.graph.inserting_before(b.root):
+            hidden = b.up.weight.k
+            x = b.x if len(shape(b.x)) == 2 else self._call(aten.reshape.default, b.x, [-1, hidden])
+            out = self._call(
+                fp4.moe.default,
+                x,
+                self._call(aten.reshape.default, self._safe_ids(b.ids, b.rows, b.up.weight), [-1, b.k]),
+                self._call(aten.reshape.default, b.weights, [-1, b.k]),
+                *up,
+                *down,
+                b.up_bias,
+                b.down_bias,
+                format=spec.format,
+                layout=spec.layout,
+                activation=b.activation.name,
+                a_format=a_format,
+                out_dtype=value(b.root).dtype,
+            )
+        where = location(b.up.node)
+        self._replace(b.root, out)
+        w = b.up.weight
+        return self._site(
+            "fp4::moe", "", where, [b.up.weight, b.down.weight], b.rows.form, why, b.activation.name,
+            f"{w.experts} experts, top {b.k}, hidden {w.k}, intermediate {b.down.weight.k}",
+        )  # fmt: skip
+
+    def product(self, p: Product, reason: str) -> Site:
+        """fp4::grouped_mm or fp4::indexed_mm in place of one product."""
+        spec, a_format, why = self._choices(p.weight)
+        packed = self._packed(p.weight)
+        out_dtype = value(p.node).dtype
+        name = "indexed_mm" if p.offs is None else "grouped_mm"
+        with self.gm.graph.inserting_before(p.node):
+            a, a_scale = p.a, None
+            if len(shape(a)) != 2:
+                a = self._call(aten.reshape.default, a, [-1, p.weight.k])
+            if a_format == "int8":
+                both = self._call(fp4.quantize_int8.default, a)
+                a, a_scale = (self._call(operator.getitem, both, i) for i in (0, 1))
+            route = p.offs if p.offs is not None else self._safe_ids(p.ids, p.rows(), p.weight)
+            out = self._call(
+                getattr(fp4, name).default,
+                a,
+                *packed,
+                route,
+                a_scale,
+                None,
+                format=spec.format,
+                layout=spec.layout,
+                out_dtype=out_dtype,
+            )
+            if p.unit_dim is not None:
+                out = self._call(aten.unsqueeze.default, out, p.unit_dim)
+        where = location(p.node)
+        self._replace(p.node, out)
+        w = p.weight
+        form = "rows sorted by expert (grouped_mm)" if p.offs is not None else IndexedRows.form
+        return self._site(
+            f"fp4::{name}", reason, where, [w], form, why, "", f"{w.experts} experts, N {w.n}, K {w.k}"
+        )
+
+    # --- pieces ---
+
+    def _call(self, target: Any, *args: Any, **kwargs: Any) -> fx.Node:
+        node = self.gm.graph.call_function(target, args, kwargs)
+        self.written.add(node)
+        return node
+
+    def _replace(self, old: fx.Node, new: fx.Node) -> None:
+        for key in ("stack_trace", "nn_module_stack", "source_fn_stack"):
+            if key in old.meta:
+                new.meta[key] = old.meta[key]
+        old.replace_all_uses_with(new)
+
+    def _safe_ids(self, ids: Any, rows: Any, weight: WeightRef) -> fx.Node:
+        """Indexing counts negative ids from the end, the operators skip them: keep the model's meaning."""
+        if not isinstance(rows, IndexedRows) or nonnegative(ids):
+            return ids
+        wrapped = self._call(aten.add.Tensor, ids, weight.experts)
+        return self._call(aten.where.self, self._call(aten.lt.Scalar, ids, 0), wrapped, ids)
+
+    def _spec(self, w: WeightRef) -> PackSpec:
+        device = value(w.placeholder).device.type
+        return PackSpec(self.options.format, preferred_layout(device), w.transposed)
+
+    def _choices(self, w: WeightRef) -> tuple[PackSpec, str, str]:
+        a_format, why = self.options.a_format(value(w.placeholder).device.type)
+        return self._spec(w), a_format, f"{a_format} ({why})"
+
+    def _packed(self, w: WeightRef) -> tuple[fx.Node | None, ...]:
+        """(packed, block_scale, global_scale or None) as graph inputs, made once for each weight."""
+        spec = self._spec(w)
+        key = (w.placeholder, spec)
+        if key not in self.slots:
+            nodes = []
+            for i in range(spec.tensors):
+                with self.gm.graph.inserting_after(self._last_input):
+                    node = self.gm.graph.placeholder(f"{w.placeholder.name}_fp4_{len(self.slots)}_{i}")
+                source = getattr(w.placeholder, "_dynamo_source", None)
+                attribute = f"_fp4_{spec.layout}_{int(spec.transposed)}_{i}"
+                node._dynamo_source = AttrSource(source, attribute) if source is not None else None
+                # Fixed addresses until the weight changes: CUDA graphs need not copy these inputs.
+                node.meta["tensor_dict"] = {"_dynamo_static_input_type": "unguarded"}
+                self._last_input = node
+                nodes.append(node)
+            self.slots[key] = tuple(nodes)
+        nodes = self.slots[key]
+        return (*nodes, None)[:3]
+
+    def _site(self, op, reason, where, weights, form, a_format, activation, shape_text) -> Site:
+        specs = [self._spec(w) for w in weights]
+        values = [value(w.placeholder) for w in weights]
+        return Site(
+            op=op,
+            reason=reason,
+            where=where,
+            weights=tuple(input_name(w.placeholder) for w in weights),
+            shape=shape_text,
+            form=form,
+            kernel=_kernel(weights[0].placeholder),
+            format=specs[0].format,
+            layout=specs[0].layout,
+            activation=activation,
+            a_format=a_format,
+            bytes_before=sum(v.numel() * v.dtype.itemsize for v in values),
+            bytes_after=sum(s.num_bytes(tuple(v.shape)) for s, v in zip(specs, values)),
+        )
+
+    def finish(self, fake_mode: FakeTensorMode) -> Rewritten:
+        """Drop inputs that nothing uses any more, so that the graph does not keep the originals alive."""
+        swaps, fakes = [], []
+        for (placeholder, spec), nodes in self.slots.items():
+            swaps.append(Swap(self._inputs.index(placeholder), spec))
+            like = value(placeholder)
+            with fake_mode:
+                made = [
+                    torch.empty(s, dtype=d, device=like.device) for s, d in spec.shapes(tuple(like.shape))
+                ]
+            for node, fake in zip(nodes, made, strict=True):
+                node.meta["val"] = fake
+            fakes += made
+        swapped = {p for p, _ in self.slots}
+        keep = []
+        for index, node in enumerate(self._inputs):
+            if node in swapped and not node.users:
+                self.gm.graph.erase_node(node)
+            else:
+                keep.append(index)
+        self.gm.graph.lint()
+        self.gm.recompile()
+        return Rewritten(self.gm, keep, swaps, fakes)

@@ -1,0 +1,41 @@
+"""The torch.compile backend `fp4`; torch finds it by its entry point, without an import of fp4_ops."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import torch
+
+
+def fp4(
+    gm: torch.fx.GraphModule,
+    example_inputs: Sequence[Any],
+    *,
+    mode: str | None = None,
+    options: Mapping[str, Any] | None = None,
+) -> Callable[..., Any]:
+    """Inductor with 4-bit experts: `torch.compile(model, backend="fp4", options={...})`.
+
+    options: "format" ("nvfp4" or "mxfp4"), "activation" ("auto", "bf16" or "int8"; "bf16" leaves activations
+    in the model's dtype), and any of Inductor's own. `mode` is Inductor's.
+    Expert blocks become `fp4::moe`, or else single products; what cannot be proved stays as it is, and
+    `fp4_ops.explain` or the log ("fp4_ops") says why. With gradients the graph is Inductor's own.
+    """
+    from torch._inductor.compile_fx import compile_fx
+
+    from .compile_passes.options import parse
+    from .compile_passes.pipeline import compile_graph
+
+    return compile_graph(gm, example_inputs, parse(mode, options), compile_fx)
+
+
+def _reset() -> None:
+    """torch.compiler.reset() ends recorded CUDA graphs, as it does for Inductor's own backend."""
+    if torch.cuda.is_available():
+        from torch._inductor.cudagraph_trees import reset_cudagraph_trees
+
+        reset_cudagraph_trees()
+
+
+fp4.reset = _reset  # type: ignore[attr-defined]
