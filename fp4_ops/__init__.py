@@ -5,6 +5,16 @@
 Operators are `torch.ops.fp4.*` (schemas: csrc/schema.cpp); what each argument means is in docs/operators.md.
 """
 
+from typing import Any
+
 from . import _library
 
 _library.load()
+
+
+def __getattr__(name: str) -> Any:
+    if name == "explain":  # only with the compile passes, which are loaded when they are needed
+        from .compile_passes.explain import explain
+
+        return explain
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
