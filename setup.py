@@ -68,6 +68,7 @@ setup(
             extra_compile_args=[
                 "-O3",
                 "-std=c++20",
+                "-g0",  # whatever flags Python itself was built with
                 "-Wall",
                 "-Wno-unknown-pragmas",
                 "-fvisibility=hidden",

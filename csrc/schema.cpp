@@ -6,6 +6,9 @@
 #include <torch/csrc/stable/library.h>
 
 STABLE_TORCH_LIBRARY(fp4, m) {
+  // The kernel family this process uses on CPUs: "scalar", "avx2" or "avx512" (csrc/cpu/dispatch.cpp).
+  m.def("cpu_capability() -> str");
+
   // --- formats ---
   m.def("quantize(Tensor x, str format, Tensor? global_scale=None) -> (Tensor, Tensor, Tensor)");
   m.def(

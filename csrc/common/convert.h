@@ -1,0 +1,65 @@
+// Conversions between float32 and the narrow types, in portable code that a compiler can vectorise.
+//
+// Everything here has internal linkage on purpose: these functions are compiled once for each instruction
+// set, and a shared inline symbol would let the linker hand AVX-512 code to a machine without it.
+#pragma once
+
+#include <bit>
+#include <cmath>
+#include <cstdint>
+
+namespace fp4 {
+namespace {
+
+inline float bf16_to_float(uint16_t v) { return std::bit_cast<float>(uint32_t(v) << 16); }
+
+inline uint16_t float_to_bf16(float v) {
+  const uint32_t bits = std::bit_cast<uint32_t>(v);
+  const uint32_t rounded = (bits + 0x7fff + ((bits >> 16) & 1)) >> 16;
+  return uint16_t((bits & 0x7fffffff) > 0x7f800000 ? 0x7fc0 : rounded);
+}
+
+inline float f16_to_float(uint16_t v) {
+  const uint32_t sign = uint32_t(v & 0x8000) << 16;
+  const uint32_t magnitude = uint32_t(v & 0x7fff) << 13;
+  // Exponent bias 15 -> 127 by a multiplication, which makes subnormals right too.
+  const float finite = std::bit_cast<float>(magnitude) * 0x1p112f;
+  const uint32_t bits = (v & 0x7c00) == 0x7c00 ? (magnitude | 0x7f800000) : std::bit_cast<uint32_t>(finite);
+  return std::bit_cast<float>(bits | sign);
+}
+
+inline uint16_t float_to_f16(float v) {
+  const uint32_t bits = std::bit_cast<uint32_t>(v);
+  const uint32_t sign = (bits >> 16) & 0x8000;
+  const uint32_t magnitude = bits & 0x7fffffff;
+  if (magnitude > 0x7f800000) return uint16_t(sign | 0x7e00);
+  if (magnitude >= 0x477ff000) return uint16_t(sign | 0x7c00);  // rounds past 65504
+  if (magnitude < 0x38800000) {                                 // subnormal: let one addition round it
+    const float shifted = std::bit_cast<float>(magnitude) + 0.5f;
+    return uint16_t(sign | (std::bit_cast<uint32_t>(shifted) - 0x3f000000));
+  }
+  const uint32_t rounded = magnitude - (112u << 23) + 0xfff + ((magnitude >> 13) & 1);
+  return uint16_t(sign | (rounded >> 13));
+}
+
+inline float e4m3_to_float(uint8_t v) {
+  if ((v & 0x7f) == 0x7f) return std::bit_cast<float>(0x7fc00000u);
+  const float magnitude = std::bit_cast<float>(uint32_t(v & 0x7f) << 20) * 0x1p120f;
+  return v & 0x80 ? -magnitude : magnitude;
+}
+
+// Round to nearest even, saturating at 448; v is finite and not negative.
+inline uint8_t float_to_e4m3(float v) {
+  if (v >= 448.f) return 0x7e;
+  if (v < 0x1p-6f) return uint8_t(std::nearbyint(v * 0x1p9f));  // subnormal, in steps of 2^-9
+  const uint32_t bits = std::bit_cast<uint32_t>(v);
+  return uint8_t((bits - (120u << 23) + 0x7ffff + ((bits >> 20) & 1)) >> 20);
+}
+
+inline float e8m0_to_float(uint8_t v) {
+  if (v == 255) return std::bit_cast<float>(0x7fc00000u);
+  return std::bit_cast<float>(v == 0 ? 0x00400000u : uint32_t(v) << 23);
+}
+
+}  // namespace
+}  // namespace fp4

@@ -1,0 +1,171 @@
+#include "cpu/gemm.h"
+
+#include <torch/csrc/stable/ops.h>
+
+#include <algorithm>
+#include <cstdlib>
+#include <new>
+
+namespace fp4::cpu {
+
+namespace {
+
+// A thread should get this many multiply-adds, or bytes to convert, before it is worth waking.
+constexpr int64_t kWorkPerThread = 1 << 18;
+constexpr int64_t kBytesPerThread = 1 << 15;
+
+int64_t rows_per_thread(int64_t row_bytes) { return std::max<int64_t>(1, kBytesPerThread / (row_bytes + 1)); }
+
+// The panels of one expert's matrix: in place where the layout stores panels, else packed into `scratch`.
+class PanelReader {
+ public:
+  explicit PanelReader(const Weight& weight) : w_(weight), kp_(padded_k(weight.k)) {}
+
+  Panel read(int64_t expert, int64_t row) {
+    const int64_t blocks = (w_.k + w_.format->block - 1) / w_.format->block;
+    const int64_t first = expert * w_.n + row;
+    const uint8_t* codes = w_.codes + first * (w_.k / 2);
+    const uint8_t* scales = w_.scales + first * blocks;
+    if (w_.layout == Layout::tile16 && is_panel(row, w_.n, w_.k)) return {codes, scales, kp_};
+    if (!scratch_.data()) scratch_ = Buffer((kp_ / 2 + kp_ / w_.format->block) * kPanelRows);
+    uint8_t* panel_scales = scratch_.data() + kp_ / 2 * kPanelRows;
+    const int64_t count = std::min<int64_t>(kPanelRows, w_.n - row);
+    pack_panel(codes, scales, count, w_.k, w_.format->block, scratch_.data(), panel_scales);
+    return {scratch_.data(), panel_scales, kp_};
+  }
+
+ private:
+  const Weight& w_;
+  int64_t kp_;
+  Buffer scratch_;
+};
+
+PanelKernel panel_kernel(const Kernels& kernels, bool int8, Scale scale) {
+  if (int8) return scale == Scale::e4m3 ? kernels.int8_e4m3 : kernels.int8_e8m0;
+  return scale == Scale::e4m3 ? kernels.float_e4m3 : kernels.float_e8m0;
+}
+
+}  // namespace
+
+Buffer::Buffer(int64_t bytes) {
+  void* p = std::aligned_alloc(64, (std::max<int64_t>(bytes, 1) + 63) / 64 * 64);
+  if (p == nullptr) throw std::bad_alloc();
+  data_.reset(static_cast<uint8_t*>(p));
+}
+
+void Buffer::Free::operator()(uint8_t* p) const { std::free(p); }
+
+Activations prepare_float(const void* x, DType dtype, int64_t rows, int64_t k) {
+  const int64_t kp = padded_k(k), stride = kp * sizeof(float);
+  if (dtype == DType::f32 && k == kp) return {false, static_cast<const uint8_t*>(x), stride, Buffer()};
+  Buffer owned(rows * stride);
+  const Kernels& kn = kernels();
+  torch::stable::parallel_for(0, rows, rows_per_thread(stride), [&](int64_t begin, int64_t end) {
+    for (int64_t i = begin; i < end; ++i)
+      kn.prepare_float(static_cast<const uint8_t*>(x) + i * k * dtype_size(dtype), dtype, k,
+                       owned.floats() + i * kp);
+  });
+  return {false, owned.data(), stride, std::move(owned)};
+}
+
+Activations prepare_int8(const int8_t* codes, const float* scales, int64_t rows, int64_t k, int block) {
+  const int64_t kp = padded_k(k), stride = (Int8Row::bytes(kp, block) + 63) / 64 * 64;
+  Buffer owned(rows * stride);
+  const Kernels& kn = kernels();
+  torch::stable::parallel_for(0, rows, rows_per_thread(k), [&](int64_t begin, int64_t end) {
+    for (int64_t i = begin; i < end; ++i)
+      kn.prepare_int8(codes + i * k, scales + i * (kp / kInt8Block), k, block, owned.data() + i * stride);
+  });
+  return {true, owned.data(), stride, std::move(owned)};
+}
+
+Activations quantize_and_prepare(const void* x, DType dtype, int64_t rows, int64_t k, int block) {
+  const int64_t kp = padded_k(k), stride = (Int8Row::bytes(kp, block) + 63) / 64 * 64;
+  Buffer owned(rows * stride);
+  const Kernels& kn = kernels();
+  torch::stable::parallel_for(0, rows, rows_per_thread(k), [&](int64_t begin, int64_t end) {
+    Buffer scratch(kp + kp / kInt8Block * sizeof(float));
+    int8_t* codes = reinterpret_cast<int8_t*>(scratch.data());
+    float* scales = reinterpret_cast<float*>(scratch.data() + kp);
+    for (int64_t i = begin; i < end; ++i) {
+      kn.quantize_int8(static_cast<const uint8_t*>(x) + i * k * dtype_size(dtype), dtype, k, codes, scales);
+      kn.prepare_int8(codes, scales, k, block, owned.data() + i * stride);
+    }
+  });
+  return {true, owned.data(), stride, std::move(owned)};
+}
+
+Rows sort_by_expert(const int64_t* ids, int64_t count, int64_t groups, int64_t rows_per_a,
+                    std::vector<int64_t>* position) {
+  std::vector<int64_t> next(groups + 1);  // where each expert's next row goes
+  const auto valid = [&](int64_t id) { return id >= 0 && id < groups; };
+  for (int64_t i = 0; i < count; ++i)
+    if (valid(ids[i])) ++next[ids[i] + 1];
+  Rows rows;
+  for (int64_t e = 0; e < groups; ++e) {
+    if (next[e + 1] > 0) rows.segments.push_back({e, next[e], next[e + 1]});
+    next[e + 1] += next[e];
+  }
+  rows.a_index.resize(next[groups]);
+  rows.out_index.resize(next[groups]);
+  if (position != nullptr) position->assign(count, -1);
+  for (int64_t i = 0; i < count; ++i) {
+    if (!valid(ids[i])) continue;
+    const int64_t p = next[ids[i]]++;
+    rows.a_index[p] = i / rows_per_a;
+    rows.out_index[p] = i;
+    if (position != nullptr) (*position)[i] = p;
+  }
+  return rows;
+}
+
+void gemm(const Activations& a, const Weight& weight, const Rows& rows, void* out, DType out_dtype) {
+  if (weight.n == 0) return;
+  const Kernels& kn = kernels();
+  const PanelKernel multiply = panel_kernel(kn, a.int8, weight.format->scale);
+  const int64_t panels = (weight.n + kPanelRows - 1) / kPanelRows;
+  // One unit of work: a panel and at most kTokenBlock rows. Units are ordered by segment, then panel, so a
+  // thread's run of units meets each panel once and in the order of memory.
+  std::vector<int64_t> first_unit = {0};
+  for (const Segment& s : rows.segments)
+    first_unit.push_back(first_unit.back() + panels * ((s.count + kTokenBlock - 1) / kTokenBlock));
+
+  const int64_t out_size = dtype_size(out_dtype), bias_size = dtype_size(weight.bias_dtype);
+  const auto run = [&](int64_t begin, int64_t end) {
+    PanelReader reader(weight);
+    Panel panel{};
+    int64_t loaded_segment = -1, loaded_panel = -1;
+    size_t s = std::upper_bound(first_unit.begin(), first_unit.end(), begin) - first_unit.begin() - 1;
+    for (int64_t unit = begin; unit < end; ++unit) {
+      while (unit >= first_unit[s + 1]) ++s;
+      const Segment& segment = rows.segments[s];
+      const int64_t blocks = (segment.count + kTokenBlock - 1) / kTokenBlock;
+      const int64_t p = (unit - first_unit[s]) / blocks, block = (unit - first_unit[s]) % blocks;
+      const int64_t n0 = p * kPanelRows, columns = std::min<int64_t>(kPanelRows, weight.n - n0);
+      if (loaded_segment != int64_t(s) || loaded_panel != p) panel = reader.read(segment.expert, n0);
+      loaded_segment = s, loaded_panel = p;
+
+      const int64_t at = segment.begin + block * kTokenBlock;
+      const int count = int(std::min<int64_t>(kTokenBlock, segment.count - block * kTokenBlock));
+      const uint8_t* a_rows[kTokenBlock];
+      for (int i = 0; i < count; ++i)
+        a_rows[i] = a.data + (rows.a_index.empty() ? at + i : rows.a_index[at + i]) * a.stride;
+      alignas(64) float tile[kTokenBlock * kPanelRows];
+      multiply(panel, a_rows, count, tile);
+
+      const float factor = weight.global_scale ? weight.global_scale[segment.expert] : 1.f;
+      const void* bias = weight.bias == nullptr ? nullptr
+                                                : static_cast<const uint8_t*>(weight.bias) +
+                                                      (segment.expert * weight.n + n0) * bias_size;
+      for (int i = 0; i < count; ++i) {
+        const int64_t row = rows.out_index.empty() ? at + i : rows.out_index[at + i];
+        kn.store(tile + i * kPanelRows, factor, bias, weight.bias_dtype,
+                 static_cast<uint8_t*>(out) + (row * weight.n + n0) * out_size, out_dtype, columns);
+      }
+    }
+  };
+  const int64_t unit_work = (weight.k + 1) * kPanelRows;
+  torch::stable::parallel_for(0, first_unit.back(), std::max<int64_t>(1, kWorkPerThread / unit_work), run);
+}
+
+}  // namespace fp4::cpu

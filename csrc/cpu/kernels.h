@@ -1,0 +1,61 @@
+// The kernels of one instruction set. Each kernels_<isa>.cpp fills one table, and dispatch.cpp picks one.
+//
+// No torch here: rows and panels are pointers, so a kernel file compiles in seconds.
+#pragma once
+
+#include <cstdint>
+
+#include "common/formats.h"
+#include "cpu/layout.h"
+
+namespace fp4::cpu {
+
+enum class DType : uint8_t { f32, bf16, f16 };
+
+inline int64_t dtype_size(DType dtype) { return dtype == DType::f32 ? 4 : 2; }
+
+// The most activation rows one panel kernel takes at a time.
+inline constexpr int kTokenBlock = 8;
+
+// One activation row as the panel kernels read it, k padded with zeros to a multiple of 32:
+//   float    k float32
+//   int8     k codes, each group of eight ordered 0 2 4 6 1 3 5 7 to meet the low and then the high nibbles
+//   of
+//            a panel word; then float32 scales, one per 32; then int32 corrections -12 * sum(codes), one per
+//            weight block (the kernels multiply by 2 * e2m1 + 12, an unsigned byte).
+struct Int8Row {
+  static int64_t bytes(int64_t k, int block) { return k + k / 32 * 4 + k / block * 4; }
+  static int64_t scales_at(int64_t k) { return k; }
+  static int64_t corrections_at(int64_t k) { return k + k / 32 * 4; }
+};
+
+// tile[m][16] = rows[m] . panel, m < count <= kTokenBlock, with block scales and without the global scale.
+using PanelKernel = void (*)(const Panel& panel, const uint8_t* const* rows, int count, float* tile);
+
+struct Kernels {
+  const char* name;
+  PanelKernel int8_e4m3, int8_e8m0, float_e4m3, float_e8m0;
+
+  // x [k] -> codes int8 [k], scales [ceil(k / 32)].
+  void (*quantize_int8)(const void* x, DType dtype, int64_t k, int8_t* codes, float* scales);
+  // int8 codes [k] and their scales -> an Int8Row.
+  void (*prepare_int8)(const int8_t* codes, const float* scales, int64_t k, int block, uint8_t* row);
+  // x [k] -> a float row.
+  void (*prepare_float)(const void* x, DType dtype, int64_t k, float* row);
+  // out[0..count) = tile * factor + bias; bias may be null.
+  void (*store)(const float* tile, float factor, const void* bias, DType bias_dtype, void* out,
+                DType out_dtype, int64_t count);
+  // h [k] = the gated activation of gate_up [2k].
+  void (*activate)(const float* gate_up, const Activation& activation, int64_t k, float* h);
+  // out [n] = x, rounded.
+  void (*convert)(const float* x, int64_t n, void* out, DType out_dtype);
+  // sum [n] += weight * x.
+  void (*accumulate)(const float* x, float weight, int64_t n, float* sum);
+};
+
+extern const Kernels kScalarKernels;
+
+// The table for this machine: the best it supports, or what FP4_CPU_CAPABILITY asks for.
+const Kernels& kernels();
+
+}  // namespace fp4::cpu

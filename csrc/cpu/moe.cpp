@@ -1,0 +1,98 @@
+// The whole expert block on the CPU: out[t] = sum_j weight[t, j] * down(act(gate_up(x[t]))) over the experts
+// of token t, with x made ready once per token and the sum always taken in the order of j.
+#include <torch/csrc/stable/library.h>
+
+#include <algorithm>
+#include <cstring>
+
+#include "cpu/tensors.h"
+
+namespace fp4::cpu {
+namespace {
+
+// Tokens are taken in chunks whose intermediate rows stay this few, so that scratch memory is bounded.
+constexpr int64_t kMaxRows = 4096;
+
+struct Block {
+  Weight up, down;
+  const Activation& activation;
+  bool int8;
+  int64_t top_k;
+};
+
+Activations prepare(const Block& block, const void* x, DType dtype, int64_t rows, const Weight& weight) {
+  return block.int8 ? quantize_and_prepare(x, dtype, rows, weight.k, weight.format->block)
+                    : prepare_float(x, dtype, rows, weight.k);
+}
+
+void run_tokens(const Block& block, const void* x, DType x_dtype, int64_t tokens, const int64_t* ids,
+                const float* weights, void* out, DType out_dtype) {
+  const Kernels& kn = kernels();
+  const int64_t hidden = block.down.n, inter = block.down.k;
+  std::vector<int64_t> position;
+  Rows rows = sort_by_expert(ids, tokens * block.top_k, block.up.groups, block.top_k, &position);
+  const int64_t count = rows.a_index.size();
+  const Buffer gate_up(count * 2 * inter * sizeof(float)), h(count * inter * sizeof(float)),
+      y(count * hidden * sizeof(float));
+
+  rows.out_index.clear();  // products stay in sorted order until they are combined
+  if (count > 0) {
+    gemm(prepare(block, x, x_dtype, tokens, block.up), block.up, rows, gate_up.data(), DType::f32);
+    const int64_t grain = std::max<int64_t>(1, 8192 / (inter + 1));
+    torch::stable::parallel_for(0, count, grain, [&](int64_t begin, int64_t end) {
+      for (int64_t i = begin; i < end; ++i)
+        kn.activate(gate_up.floats() + i * 2 * inter, block.activation, inter, h.floats() + i * inter);
+    });
+    rows.a_index.clear();
+    gemm(prepare(block, h.data(), DType::f32, count, block.down), block.down, rows, y.data(), DType::f32);
+  }
+
+  torch::stable::parallel_for(
+      0, tokens, std::max<int64_t>(1, 16384 / (hidden + 1)), [&](int64_t begin, int64_t end) {
+        const Buffer sum(hidden * sizeof(float));
+        for (int64_t t = begin; t < end; ++t) {
+          std::memset(sum.data(), 0, hidden * sizeof(float));
+          for (int64_t i = t * block.top_k; i < (t + 1) * block.top_k; ++i)
+            if (position[i] >= 0)
+              kn.accumulate(y.floats() + position[i] * hidden, weights[i], hidden, sum.floats());
+          kn.convert(sum.floats(), hidden, static_cast<uint8_t*>(out) + t * hidden * dtype_size(out_dtype),
+                     out_dtype);
+        }
+      });
+}
+
+Tensor moe(const Tensor& x, const Tensor& topk_ids, const Tensor& topk_weights, const Tensor& w13,
+           const Tensor& w13_scale, const OptionalTensor& w13_global_scale, const Tensor& w2,
+           const Tensor& w2_scale, const OptionalTensor& w2_global_scale, const OptionalTensor& w13_bias,
+           const OptionalTensor& w2_bias, const std::string& format, const std::string& layout,
+           const std::string& activation, const std::string& a_format, std::optional<ScalarType> out_dtype) {
+  const MoeShape shape = check_moe(x, topk_ids, topk_weights, w13, w13_scale, w13_global_scale, w2, w2_scale,
+                                   w2_global_scale, w13_bias, w2_bias, format, layout, activation, a_format);
+  const ScalarType dtype = resolve_out_dtype(x, out_dtype);
+  const int64_t tokens = x.size(0), hidden = shape.down.n, top_k = topk_ids.size(1);
+  const Tensor out = empty({tokens, hidden}, dtype);
+  if (tokens == 0) return out;
+
+  const WeightOperand up(shape.up, w13, w13_scale, w13_global_scale, w13_bias);
+  const WeightOperand down(shape.down, w2, w2_scale, w2_global_scale, w2_bias);
+  const Block block{up.view(), down.view(), check_activation(activation), check_a_format_is_int8(a_format),
+                    top_k};
+  const Tensor rows = as_contiguous(x), route = as_contiguous(topk_weights);
+  const DType x_dtype = dtype_of(rows.scalar_type()), out_kind = dtype_of(dtype);
+  const std::vector<int64_t> ids = indices(topk_ids);
+  std::vector<float> weights(padded_k(tokens * top_k));
+  kernels().prepare_float(route.data_ptr(), dtype_of(route.scalar_type()), tokens * top_k, weights.data());
+
+  const int64_t chunk = std::max<int64_t>(1, kMaxRows / std::max<int64_t>(1, top_k));
+  for (int64_t t = 0; t < tokens; t += chunk)
+    run_tokens(block, data<uint8_t>(rows) + t * shape.up.k * dtype_size(x_dtype), x_dtype,
+               std::min(chunk, tokens - t), ids.data() + t * top_k, weights.data() + t * top_k,
+               mutable_data<uint8_t>(out) + t * hidden * dtype_size(out_kind), out_kind);
+  return out;
+}
+
+}  // namespace
+
+STABLE_TORCH_LIBRARY_IMPL(fp4, CPU, m) { m.impl("moe", TORCH_BOX(&moe)); }
+
+}  // namespace fp4::cpu

@@ -1,0 +1,27 @@
+// Packing and unpacking of weights on the CPU. Torch-free; rows are independent and callers split them.
+#pragma once
+
+#include <cstdint>
+
+#include "cpu/kernels.h"
+
+namespace fp4::cpu {
+
+// The largest magnitude in x [count]; *finite is cleared if x holds a NaN or an infinity.
+float max_magnitude(const void* x, DType dtype, int64_t count, bool* finite);
+
+// The global scale that formats with one use for a matrix of this largest magnitude.
+float global_scale_for(float amax);
+
+// x [k] -> packed [k / 2], scales [ceil(k / block)].
+void quantize_row(const Format& format, const void* x, DType dtype, int64_t k, float global_scale,
+                  uint8_t* packed, uint8_t* scales);
+
+// The exact values of one row [k], in double: e2m1 * block scale * global scale.
+void dequantize_row(const Format& format, const uint8_t* packed, const uint8_t* scales, int64_t k,
+                    double global_scale, double* values);
+
+// Rounds once.
+void store_values(const double* values, int64_t k, DType dtype, void* out);
+
+}  // namespace fp4::cpu

@@ -1,0 +1,164 @@
+// Kernels over single rows, in portable code that every kernels_<isa>.cpp compiles for itself (see
+// common/convert.h on linkage).
+#pragma once
+
+#include <bit>
+#include <cmath>
+#include <cstring>
+#include <type_traits>
+
+#include "common/convert.h"
+#include "cpu/kernels.h"
+
+namespace fp4::cpu {
+namespace {
+
+template <DType dtype>
+inline float load_as_float(const void* p, int64_t i) {
+  if constexpr (dtype == DType::f32) return static_cast<const float*>(p)[i];
+  const uint16_t v = static_cast<const uint16_t*>(p)[i];
+  return dtype == DType::bf16 ? bf16_to_float(v) : f16_to_float(v);
+}
+
+template <DType dtype>
+inline void store_float(void* p, int64_t i, float v) {
+  if constexpr (dtype == DType::f32)
+    static_cast<float*>(p)[i] = v;
+  else
+    static_cast<uint16_t*>(p)[i] = dtype == DType::bf16 ? float_to_bf16(v) : float_to_f16(v);
+}
+
+// Calls f with the dtype as a compile-time constant.
+template <typename F>
+inline void with_dtype(DType dtype, F f) {
+  switch (dtype) {
+    case DType::f32:
+      return f(std::integral_constant<DType, DType::f32>());
+    case DType::bf16:
+      return f(std::integral_constant<DType, DType::bf16>());
+    case DType::f16:
+      return f(std::integral_constant<DType, DType::f16>());
+  }
+}
+
+// scale = amax / 127 for each 32, codes to nearest even; a block of zeros gets scale 0. A NaN in x makes the
+// scale NaN: compared as integers, the bits of a NaN are above those of every number.
+inline void quantize_block_int8(const float* x, int64_t count, int8_t* codes, float* scale) {
+  uint32_t top = 0;
+  for (int64_t i = 0; i < count; ++i) {
+    const uint32_t magnitude = std::bit_cast<uint32_t>(x[i]) & 0x7fffffff;
+    top = magnitude > top ? magnitude : top;
+  }
+  const float s = std::bit_cast<float>(top) / 127.f;
+  *scale = s;
+  if (!(s > 0.f && top < 0x7f800000)) {
+    std::memset(codes, 0, count);
+    return;
+  }
+  for (int64_t i = 0; i < count; ++i) {
+    // Adding 1.5 * 2^23 rounds to nearest even and leaves the integer in the low bits.
+    codes[i] = int8_t(std::bit_cast<int32_t>(x[i] / s + 0x1.8p23f));
+  }
+}
+
+inline void quantize_int8_row(const void* x, DType dtype, int64_t k, int8_t* codes, float* scales) {
+  with_dtype(dtype, [&](auto d) {
+    for (int64_t b = 0; b < k; b += kInt8Block) {
+      const int64_t count = k - b < kInt8Block ? k - b : kInt8Block;
+      float block[kInt8Block] = {};
+      for (int64_t i = 0; i < count; ++i) block[i] = load_as_float<d.value>(x, b + i);
+      quantize_block_int8(block, count, codes + b, scales + b / kInt8Block);
+    }
+  });
+}
+
+inline void prepare_int8_row(const int8_t* codes, const float* scales, int64_t k, int block, uint8_t* row) {
+  const int64_t kp = padded_k(k);
+  int8_t* to = reinterpret_cast<int8_t*>(row);
+  float* to_scales = reinterpret_cast<float*>(row + Int8Row::scales_at(kp));
+  int32_t* corrections = reinterpret_cast<int32_t*>(row + Int8Row::corrections_at(kp));
+  std::memcpy(to_scales, scales, kp / kInt8Block * sizeof(float));
+  for (int64_t b = 0; b < kp; b += kInt8Block) {
+    int8_t padded[kInt8Block] = {};
+    const int64_t count = k - b < kInt8Block ? k - b : kInt8Block;
+    std::memcpy(padded, codes + b, count);
+    for (int g = 0; g < kInt8Block; g += 8)
+      for (int i = 0; i < 4; ++i) {
+        to[b + g + i] = padded[g + 2 * i];
+        to[b + g + 4 + i] = padded[g + 2 * i + 1];
+      }
+    for (int s = 0; s < kInt8Block; s += block) {
+      int32_t sum = 0;
+      for (int i = 0; i < block; ++i) sum += padded[s + i];
+      corrections[(b + s) / block] = -12 * sum;
+    }
+  }
+}
+
+inline void prepare_float_row(const void* x, DType dtype, int64_t k, float* row) {
+  with_dtype(dtype, [&](auto d) {
+    for (int64_t i = 0; i < k; ++i) row[i] = load_as_float<d.value>(x, i);
+  });
+  for (int64_t i = k; i < padded_k(k); ++i) row[i] = 0.f;
+}
+
+inline void store_row(const float* tile, float factor, const void* bias, DType bias_dtype, void* out,
+                      DType out_dtype, int64_t count) {
+  float sum[kPanelRows];
+  for (int64_t i = 0; i < count; ++i) sum[i] = tile[i] * factor;
+  if (bias != nullptr) {
+    with_dtype(bias_dtype, [&](auto d) {
+      for (int64_t i = 0; i < count; ++i) sum[i] += load_as_float<d.value>(bias, i);
+    });
+  }
+  with_dtype(out_dtype, [&](auto d) {
+    for (int64_t i = 0; i < count; ++i) store_float<d.value>(out, i, sum[i]);
+  });
+}
+
+template <Activation::Function function>
+inline float apply(float gate, float alpha) {
+  if constexpr (function == Activation::Function::silu) return gate / (1.f + std::exp(-alpha * gate));
+  if constexpr (function == Activation::Function::gelu)
+    return .5f * gate * (1.f + std::erf(gate * 0.70710678118654752f));
+  const float inner = 0.79788456080286536f * (gate + 0.044715f * gate * gate * gate);
+  return .5f * gate * (1.f + std::tanh(inner));
+}
+
+template <Activation::Function function>
+inline void activate_as(const float* gate_up, const Activation& a, int64_t k, float* h) {
+  const int64_t step = a.interleaved ? 2 : 1, up_at = a.interleaved ? 1 : k;
+  for (int64_t i = 0; i < k; ++i) {
+    float gate = gate_up[i * step], up = gate_up[i * step + up_at];
+    if (a.limit > 0.f) {  // written so that a NaN stays one
+      gate = gate > a.limit ? a.limit : gate;
+      up = up > a.limit ? a.limit : up < -a.limit ? -a.limit : up;
+    }
+    h[i] = apply<function>(gate, a.alpha) * (up + a.up_offset);
+  }
+}
+
+inline void activate_row(const float* gate_up, const Activation& a, int64_t k, float* h) {
+  using F = Activation::Function;
+  switch (a.function) {
+    case F::silu:
+      return activate_as<F::silu>(gate_up, a, k, h);
+    case F::gelu:
+      return activate_as<F::gelu>(gate_up, a, k, h);
+    case F::gelu_tanh:
+      return activate_as<F::gelu_tanh>(gate_up, a, k, h);
+  }
+}
+
+inline void convert_row(const float* x, int64_t n, void* out, DType out_dtype) {
+  with_dtype(out_dtype, [&](auto d) {
+    for (int64_t i = 0; i < n; ++i) store_float<d.value>(out, i, x[i]);
+  });
+}
+
+inline void accumulate_row(const float* x, float weight, int64_t n, float* sum) {
+  for (int64_t i = 0; i < n; ++i) sum[i] += weight * x[i];
+}
+
+}  // namespace
+}  // namespace fp4::cpu

@@ -1,0 +1,105 @@
+// From tensors to the plain pointers that the kernels take.
+#pragma once
+
+#include <torch/csrc/stable/ops.h>
+
+#include <vector>
+
+#include "common/checks.h"
+#include "cpu/gemm.h"
+
+namespace fp4::cpu {
+
+inline Tensor as_contiguous(const Tensor& t) { return t.is_contiguous() ? t : torch::stable::contiguous(t); }
+
+inline OptionalTensor as_contiguous(const OptionalTensor& t) {
+  return t ? OptionalTensor(as_contiguous(*t)) : std::nullopt;
+}
+
+// A new CPU tensor, not initialised: the direct call, without the dispatcher.
+inline Tensor empty(const Shape& shape, ScalarType dtype) {
+  Shape strides(shape.size());
+  int64_t stride = 1;
+  for (size_t i = shape.size(); i-- > 0; stride *= std::max<int64_t>(1, shape[i])) strides[i] = stride;
+  using torch::stable::detail::from;
+  using torch::stable::detail::to;
+  AtenTensorHandle handle;
+  TORCH_ERROR_CODE_CHECK(aoti_torch_empty_strided(int64_t(shape.size()), shape.data(), strides.data(),
+                                                  to<int32_t>(from(dtype)), aoti_torch_device_type_cpu(), 0,
+                                                  &handle));
+  return Tensor(handle);
+}
+
+inline Shape shape_of(const Tensor& t) {
+  const auto sizes = t.sizes();
+  return Shape(sizes.begin(), sizes.end());
+}
+
+template <typename T>
+const T* data(const Tensor& t) {
+  return static_cast<const T*>(t.data_ptr());
+}
+
+template <typename T>
+T* mutable_data(const Tensor& t) {
+  return static_cast<T*>(t.data_ptr());
+}
+
+inline DType dtype_of(ScalarType dtype) {
+  return dtype == ScalarType::Float ? DType::f32 : dtype == ScalarType::BFloat16 ? DType::bf16 : DType::f16;
+}
+
+// A weight operand made contiguous, and the view of it that gemm takes.
+class WeightOperand {
+ public:
+  WeightOperand(const WeightShape& shape, const Tensor& b, const Tensor& b_scale,
+                const OptionalTensor& b_global_scale, const OptionalTensor& bias)
+      : b_(as_contiguous(b)),
+        scale_(as_contiguous(b_scale)),
+        global_(as_contiguous(b_global_scale)),
+        bias_(as_contiguous(bias)) {
+    view_ = {.format = shape.format,
+             .layout = shape.layout,
+             .groups = shape.groups,
+             .n = shape.n,
+             .k = shape.k,
+             .codes = data<uint8_t>(b_),
+             .scales = data<uint8_t>(scale_),
+             .global_scale = shape.format->has_global_scale ? data<float>(*global_) : nullptr,
+             .bias = bias_ ? bias_->data_ptr() : nullptr,
+             .bias_dtype = bias_ ? dtype_of(bias_->scalar_type()) : DType::f32};
+  }
+  const Weight& view() const { return view_; }
+
+ private:
+  Tensor b_, scale_;
+  OptionalTensor global_, bias_;
+  Weight view_;
+};
+
+// Activations made contiguous and ready for the panel kernels.
+class ActivationOperand {
+ public:
+  ActivationOperand(const Tensor& a, const OptionalTensor& a_scale, const WeightShape& w)
+      : a_(as_contiguous(a)), scale_(as_contiguous(a_scale)) {
+    const int64_t rows = num_rows(a_);
+    view_ = scale_ ? prepare_int8(data<int8_t>(a_), data<float>(*scale_), rows, w.k, w.format->block)
+                   : prepare_float(a_.data_ptr(), dtype_of(a_.scalar_type()), rows, w.k);
+  }
+  const Activations& view() const { return view_; }
+
+ private:
+  Tensor a_;
+  OptionalTensor scale_;
+  Activations view_;
+};
+
+// int32 or int64 indices, widened.
+inline std::vector<int64_t> indices(const Tensor& t) {
+  const Tensor c = as_contiguous(t);
+  const int64_t n = c.numel();
+  if (c.scalar_type() == ScalarType::Long) return {data<int64_t>(c), data<int64_t>(c) + n};
+  return {data<int32_t>(c), data<int32_t>(c) + n};
+}
+
+}  // namespace fp4::cpu
