@@ -1,0 +1,76 @@
+"""Shared by all tests: a fresh seed each run, devices, poisoned allocations."""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import os
+import zlib
+
+import pytest
+import torch
+
+import fp4_ops  # noqa: F401  loads the operators
+
+SEED = int(os.environ.get("FP4_TEST_SEED") or int.from_bytes(os.urandom(4), "little"))
+
+
+def pytest_report_header(config) -> str:
+    return f"fp4_ops: torch {torch.__version__}, FP4_TEST_SEED={SEED}"
+
+
+def pytest_collection_modifyitems(config, items) -> None:
+    if torch.cuda.is_available():
+        return
+    skip = pytest.mark.skip(reason="needs an NVIDIA GPU")
+    for item in items:
+        if "gpu" in item.keywords:
+            item.add_marker(skip)
+
+
+@pytest.hookimpl(hookwrapper=True)
+def pytest_runtest_makereport(item, call):
+    report = (yield).get_result()
+    if report.failed:
+        report.sections.append(("seed", f"fails again with FP4_TEST_SEED={SEED}"))
+
+
+@pytest.fixture(autouse=True)
+def fresh_data(request) -> None:
+    """Every test draws its own data; FP4_TEST_SEED and the name of the test decide which."""
+    torch.manual_seed(SEED ^ zlib.crc32(request.node.nodeid.encode()))
+
+
+@pytest.fixture(params=["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
+def device(request) -> str:
+    return request.param
+
+
+M_PERTURB = -6  # glibc: malloc.h
+
+
+def poison_malloc(on: bool) -> bool:
+    """Every byte the C library hands out starts as 0xfe (-1.7e38 as a float32), wherever it is asked for."""
+    try:
+        return bool(ctypes.CDLL(None).mallopt(M_PERTURB, 0x01 if on else 0))
+    except AttributeError:  # not glibc
+        return False
+
+
+@contextlib.contextmanager
+def poisoned():
+    """What kernels allocate starts as garbage: through malloc on the CPU, through at::empty on a GPU."""
+    before = (
+        torch.are_deterministic_algorithms_enabled(),
+        torch.is_deterministic_algorithms_warn_only_enabled(),
+        torch.utils.deterministic.fill_uninitialized_memory,
+    )
+    torch.use_deterministic_algorithms(True, warn_only=True)
+    torch.utils.deterministic.fill_uninitialized_memory = True
+    poison_malloc(True)
+    try:
+        yield
+    finally:
+        poison_malloc(False)
+        torch.use_deterministic_algorithms(before[0], warn_only=before[1])
+        torch.utils.deterministic.fill_uninitialized_memory = before[2]

@@ -1,0 +1,267 @@
+"""What every operator means, in float64 and plain torch, written from the definitions.
+
+Uses nothing of fp4_ops, not even its tables, so that a wrong table fails a test.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+F64 = torch.float64
+E2M1 = torch.tensor([0, 0.5, 1, 1.5, 2, 3, 4, 6, -0.0, -0.5, -1, -1.5, -2, -3, -4, -6], dtype=F64)
+BLOCK = {"nvfp4": 16, "mxfp4": 32}
+SCALE_DTYPE = {"nvfp4": torch.float8_e4m3fn, "mxfp4": torch.float8_e8m0fnu}
+FORMATS = tuple(BLOCK)
+
+
+def ceil_div(a: int, b: int) -> int:
+    return (a + b - 1) // b
+
+
+def blocks(x: Tensor, block: int) -> Tensor:
+    """[..., K] -> [..., ceil(K / block), block], padded with zeros."""
+    pad = ceil_div(x.shape[-1], block) * block - x.shape[-1]
+    x = torch.nn.functional.pad(x, (0, pad))
+    return x.unflatten(-1, (x.shape[-1] // block, block))
+
+
+# --- formats ---
+
+
+def scale_values(scale: Tensor) -> Tensor:
+    """e4m3 or e8m0 bytes as float64, decoded bit by bit."""
+    byte = scale.view(torch.uint8).to(torch.int64)
+    if scale.dtype == torch.float8_e8m0fnu:
+        value = torch.exp2((byte - 127).to(F64))
+        return torch.where(byte == 255, torch.nan, value)
+    exponent, mantissa = (byte >> 3) & 15, (byte & 7).to(F64)
+    normal = torch.exp2((exponent - 7).to(F64)) * (1 + mantissa / 8)
+    value = torch.where(exponent == 0, mantissa * 2.0**-9, normal)
+    value = torch.where((byte & 127) == 127, torch.nan, value)
+    return torch.where(byte > 127, -value, value)
+
+
+def unpack_codes(packed: Tensor) -> Tensor:
+    return torch.stack((packed & 15, packed >> 4), -1).flatten(-2)
+
+
+def pack_codes(codes: Tensor) -> Tensor:
+    pairs = codes.to(torch.uint8).unflatten(-1, (codes.shape[-1] // 2, 2))
+    return pairs[..., 0] | pairs[..., 1] << 4
+
+
+def dequantize(packed: Tensor, scale: Tensor, global_scale: Tensor | None, format: str) -> Tensor:
+    """Exact, in float64: e2m1 x block scale x global scale."""
+    codes = unpack_codes(packed.view(torch.uint8))
+    value = E2M1.to(packed.device)[codes.long()]
+    steps = scale_values(scale).repeat_interleave(BLOCK[format], -1)[..., : value.shape[-1]]
+    value = value * steps
+    if format == "nvfp4":
+        factor = global_scale.to(F64)
+        value = value * (factor[..., None, None] if packed.dim() > 1 else factor)
+    return value
+
+
+def nearest_e2m1(x: Tensor) -> Tensor:
+    """Codes of the nearest e2m1, ties to the even code, saturating at 6; the sign of zero is kept."""
+    distance = (x.abs()[..., None].to(F64) - E2M1[:8].to(x.device)).abs()
+    nearest = distance == distance.min(-1, keepdim=True).values
+    even = torch.arange(8, device=x.device) % 2 == 0
+    score = nearest * 2 + (nearest & even)
+    return (score.argmax(-1) + 8 * x.signbit()).to(torch.uint8)
+
+
+def round_e4m3(x: Tensor) -> Tensor:
+    """float32 -> nearest e4m3 (ties to even), saturating at 448."""
+    return x.clamp(max=448.0).to(torch.float8_e4m3fn)
+
+
+def quantize(x: Tensor, format: str, global_scale: Tensor | None = None):
+    """The definition, in float32 and in this order of operations, so that bits are comparable."""
+    x = x.float()
+    k, block = x.shape[-1], BLOCK[format]
+    amax = blocks(x, block).abs().amax(-1)
+    if format == "nvfp4":
+        if global_scale is None:
+            top = (
+                x.abs().flatten(-2 if x.dim() > 1 else -1).amax(-1)
+                if x.numel()
+                else x.new_zeros(x.shape[:-2])
+            )
+            global_scale = torch.where(top == 0, 1.0, top / (6 * 448))
+        factor = global_scale[..., None, None] if x.dim() > 1 else global_scale
+        scale = round_e4m3(amax / 6 / factor)
+        step = scale_values(scale).float() * factor
+    else:
+        exponent = torch.frexp(amax.to(F64)).exponent - 1 - 2
+        byte = torch.where(amax == 0, 0, exponent.clamp(-127, 127) + 127)
+        scale = byte.to(torch.uint8).view(torch.float8_e8m0fnu)
+        step = scale_values(scale).float()
+        global_scale = x.new_empty(0)
+    step = step.repeat_interleave(block, -1)[..., :k]
+    value = torch.where(step == 0, torch.copysign(torch.zeros_like(x), x), x / step)
+    return pack_codes(nearest_e2m1(value)), scale, global_scale
+
+
+def quantize_int8(x: Tensor) -> tuple[Tensor, Tensor]:
+    """scale = amax / 127 for each block of 32, codes to nearest even; float32."""
+    x = x.float()
+    b = blocks(x, 32)
+    scale = b.abs().amax(-1) / 127
+    codes = torch.where(scale[..., None] > 0, b / scale[..., None], 0.0).round().to(torch.int8)
+    return codes.flatten(-2)[..., : x.shape[-1]], scale
+
+
+def dequantize_int8(codes: Tensor, scale: Tensor) -> Tensor:
+    return codes.to(F64) * scale.to(F64).repeat_interleave(32, -1)[..., : codes.shape[-1]]
+
+
+# --- operands ---
+
+
+@dataclass
+class Weight:
+    """A random packed weight and the exact values it stands for."""
+
+    format: str
+    packed: Tensor
+    scale: Tensor
+    global_scale: Tensor | None
+    dense: Tensor
+    layout: str = "plain"
+
+    def operands(self) -> tuple[Tensor, Tensor, Tensor | None]:
+        return self.packed, self.scale, self.global_scale
+
+    def options(self) -> dict:
+        return {"format": self.format, "layout": self.layout}
+
+
+def random_weight(format: str, *shape: int, device: str = "cpu", layout: str = "plain") -> Weight:
+    """shape is logical: [..., N, K]. Every code, ordinary scales, and now and then a tiny or zero one."""
+    *lead, n, k = shape
+    packed = torch.randint(0, 256, (*lead, n, k // 2), dtype=torch.uint8)
+    scale_shape = (*lead, n, ceil_div(k, BLOCK[format]))
+    common, tiny = ((0x30, 0x48), (0x00, 0x30)) if format == "nvfp4" else ((118, 125), (95, 118))
+    scale = torch.where(
+        torch.rand(scale_shape) < 0.9, torch.randint(*common, scale_shape), torch.randint(*tiny, scale_shape)
+    )
+    scale = scale.to(torch.uint8).view(SCALE_DTYPE[format])
+    global_scale = torch.rand(tuple(lead)) * 0.01 + 0.002 if format == "nvfp4" else None
+    dense = dequantize(packed, scale, global_scale, format)
+    packed, scale = packed.to(device), scale.to(device)
+    global_scale = None if global_scale is None else global_scale.to(device)
+    if layout != "plain":
+        packed, scale = torch.ops.fp4.prepack(packed, scale, format, layout)
+    return Weight(format, packed, scale, global_scale, dense.to(device), layout)
+
+
+def random_activations(*shape: int, dtype: torch.dtype, device: str = "cpu"):
+    """(a, a_scale or None, the exact values in float64)."""
+    x = torch.randn(shape)
+    if dtype == torch.int8:
+        codes, scale = quantize_int8(x)
+        return codes.to(device), scale.to(device), dequantize_int8(codes, scale).to(device)
+    a = x.to(dtype).to(device)
+    return a, None, a.to(F64)
+
+
+# --- matrix products ---
+
+
+def mm(a: Tensor, w: Tensor, bias: Tensor | None = None) -> Tensor:
+    out = a @ w.transpose(-2, -1)
+    return out if bias is None else out + bias.to(F64)
+
+
+def indexed_mm(a: Tensor, w: Tensor, ids: Tensor, bias: Tensor | None = None) -> Tensor:
+    out = a.new_zeros(a.shape[0], w.shape[1])
+    for e in range(w.shape[0]):
+        rows = ids == e
+        out[rows] = mm(a[rows], w[e], None if bias is None else bias[e])
+    return out
+
+
+def m_indices(offs: Tensor, m: int) -> Tensor:
+    """The expert of each row, -1 past the end."""
+    out = torch.full((m,), -1, dtype=torch.int32, device=offs.device)
+    start = 0
+    for e, end in enumerate(offs.tolist()):
+        out[start:end] = e
+        start = end
+    return out
+
+
+def masked_indices(masked_m: Tensor, max_m: int) -> Tensor:
+    """[G, max_m]: the group of each row that counts, else -1."""
+    groups = torch.arange(len(masked_m), device=masked_m.device)[:, None]
+    return torch.where(torch.arange(max_m, device=masked_m.device) < masked_m[:, None], groups, -1)
+
+
+def activate(h: Tensor, activation: str) -> Tensor:
+    if activation == "swigluoai":
+        gate, up = h[..., 0::2].clamp(max=7), h[..., 1::2].clamp(-7, 7)
+        return gate * torch.sigmoid(1.702 * gate) * (up + 1)
+    gate, up = h.chunk(2, -1)
+    if activation == "silu":
+        return gate * torch.sigmoid(gate) * up
+    tanh = {"gelu": "none", "gelu_tanh": "tanh"}[activation]
+    return torch.nn.functional.gelu(gate, approximate=tanh) * up
+
+
+def moe(
+    x, ids, weights, w13, w2, w13_bias=None, w2_bias=None, *, activation="silu", a_format="none"
+) -> Tensor:
+    """out[t] = sum_j weights[t, j] * (w2[e] act(w13[e] x[t] + b13[e]) + b2[e]), e = ids[t, j]."""
+    out = x.new_zeros(x.shape[0], w2.shape[1], dtype=F64)
+    a = dequantize_int8(*quantize_int8(x)) if a_format == "int8" else x.to(F64)
+    for j in range(ids.shape[1]):
+        h = activate(indexed_mm(a, w13, ids[:, j], w13_bias), activation)
+        if a_format == "int8":
+            h = dequantize_int8(*quantize_int8(h))
+        out += weights[:, j, None].to(F64) * indexed_mm(h, w2, ids[:, j], w2_bias)
+    return out
+
+
+# --- comparison ---
+
+ROUNDING = {torch.bfloat16: 4e-3, torch.float16: 1e-3}
+"""Largest relative error (norm over norm) that rounding the output once explains."""
+STEP = {torch.float16: 2.0**-25}
+"""Largest absolute error of one element below the normal range, where that range matters."""
+
+
+def relative_error(got: Tensor, want: Tensor) -> float:
+    norm = want.norm().item()
+    return (got.to(F64) - want).norm().item() / norm if norm else float(got.to(F64).norm() != 0)
+
+
+def assert_close(got: Tensor, want: Tensor, dtype: torch.dtype, k: int, factor: float = 1.0) -> None:
+    """Norm over norm: 4e-3 for bf16, 1e-3 for f16, 2e-6 sqrt(K) for float32 output; and no NaN anywhere."""
+    assert got.dtype == dtype and got.shape == want.shape
+    assert got.is_contiguous()
+    assert torch.isfinite(got.float()).all(), "not finite"
+    bound = factor * ROUNDING.get(dtype, 2e-6 * k**0.5)
+    norm = want.norm().item()
+    error = (got.to(F64) - want).norm().item()
+    slack = STEP.get(dtype, 0) * want.numel() ** 0.5
+    assert error <= bound * norm + slack, f"relative error {error / max(norm, 1e-300):.3g} > {bound:.3g}"
+
+
+def assert_rows_close(got: Tensor, a: Tensor, w: Tensor, want: Tensor, dtype: torch.dtype) -> None:
+    """Row by row, so that one wrong row cannot hide: rounding of the output plus that of the accumulation.
+
+    `a` [M, K] and `w` [M, N, K] or [N, K] are exact; accumulating K products in float32 loses at most about
+    2^-23 sqrt(K) of the sum of their magnitudes.
+    """
+    k = a.shape[-1]
+    mass = torch.einsum("mk,mnk->mn" if w.dim() == 3 else "mk,nk->mn", a.abs(), w.abs())
+    rounding = {torch.bfloat16: 2**-8, torch.float16: 2**-10, torch.float32: 2**-23}[dtype]
+    slack = rounding * want.norm(dim=-1) + 2**-23 * max(k, 1) ** 0.5 * (mass.norm(dim=-1) + want.norm(dim=-1))
+    slack += STEP.get(dtype, 0) * want.shape[-1] ** 0.5
+    error = (got.to(F64) - want).norm(dim=-1)
+    bad = error > slack
+    assert not bad.any(), f"rows {bad.nonzero().flatten().tolist()[:8]} wrong: {error[bad][:8].tolist()}"

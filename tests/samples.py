@@ -1,0 +1,151 @@
+"""Random good calls of every operator: what opcheck, the fakes and the bad-input tests start from."""
+
+from __future__ import annotations
+
+import random
+
+import torch
+from reference import FORMATS, random_activations, random_weight
+
+FLOATS = (torch.float32, torch.bfloat16, torch.float16)
+WEIGHT_OPS = ("mm", "grouped_mm", "grouped_mm_masked", "indexed_mm", "moe")
+
+
+def sample(op: str, device: str = "cpu", rng: random.Random | None = None) -> tuple[tuple, dict]:
+    """(args, kwargs) of one good call with random shapes, dtypes and options."""
+    rng = rng or random.Random(int(torch.randint(0, 2**31, ())))
+    return SAMPLES[op](rng, device)
+
+
+def _sizes(rng: random.Random) -> tuple[int, int]:
+    return rng.choice((1, 5, 16, 33)), 2 * rng.choice((1, 8, 16, 24, 47))
+
+
+def _layout(rng: random.Random, device: str) -> str:
+    return rng.choice(("plain", "tile16")) if device == "cpu" else "plain"
+
+
+def _a(rng, device, *shape):
+    dtypes = (*FLOATS, torch.int8) if device == "cpu" else FLOATS
+    a, a_scale, _ = random_activations(*shape, dtype=rng.choice(dtypes), device=device)
+    return a, a_scale
+
+
+def _bias(rng, device, *shape):
+    return rng.choice((None, torch.randn(shape, device=device).to(rng.choice(FLOATS))))
+
+
+def _offs(rng, groups: int, m: int, device: str):
+    return torch.tensor(sorted(rng.randint(0, m) for _ in range(groups)), dtype=torch.int32, device=device)
+
+
+def _x(rng, device):
+    lead = [rng.randint(1, 5) for _ in range(rng.randint(0, 3))]
+    return torch.randn(*lead, _sizes(rng)[1], device=device).to(rng.choice(FLOATS))
+
+
+def _matmul(rng, device, w, rows, a, a_scale, bias):
+    kwargs = {**w.options(), "out_dtype": rng.choice((None, *FLOATS))}
+    rows = () if rows is None else (rows,)
+    return (a, *w.operands(), *rows, a_scale, bias), kwargs
+
+
+def _mm(rng, device):
+    n, k = _sizes(rng)
+    w = random_weight(rng.choice(FORMATS), n, k, device=device, layout=_layout(rng, device))
+    a, a_scale = _a(rng, device, rng.randint(0, 9), k)
+    return _matmul(rng, device, w, None, a, a_scale, _bias(rng, device, n))
+
+
+def _grouped(rng, device, kind):
+    groups, m, (n, k) = rng.randint(1, 4), rng.randint(0, 9), _sizes(rng)
+    w = random_weight(rng.choice(FORMATS), groups, n, k, device=device, layout=_layout(rng, device))
+    if kind == "masked":
+        a, a_scale = _a(rng, device, groups, m, k)
+        rows = torch.randint(0, m + 1, (groups,), dtype=torch.int32, device=device)
+    else:
+        a, a_scale = _a(rng, device, m, k)
+        rows = _offs(rng, groups, m, device)
+    if kind == "indexed":
+        dtype = rng.choice((torch.int32, torch.int64))
+        rows = torch.randint(-1, groups + 1, (m,), dtype=dtype, device=device)
+    return _matmul(rng, device, w, rows, a, a_scale, _bias(rng, device, groups, n))
+
+
+def _moe(rng, device):
+    experts, tokens, top_k = rng.randint(1, 5), rng.randint(0, 6), rng.randint(1, 3)
+    hidden, inner = _sizes(rng)[1], _sizes(rng)[1]
+    format, layout = rng.choice(FORMATS), _layout(rng, device)
+    w13 = random_weight(format, experts, 2 * inner, hidden, device=device, layout=layout)
+    w2 = random_weight(format, experts, hidden, inner, device=device, layout=layout)
+    ids = torch.randint(-1, experts + 1, (tokens, top_k), device=device)
+    args = (
+        torch.randn(tokens, hidden, device=device).to(rng.choice(FLOATS)),
+        ids.to(rng.choice((torch.int32, torch.int64))),
+        torch.rand(tokens, top_k, device=device).to(rng.choice(FLOATS)),
+        *w13.operands(),
+        *w2.operands(),
+        _bias(rng, device, experts, 2 * inner),
+        _bias(rng, device, experts, hidden),
+    )
+    kwargs = {
+        **w13.options(),
+        "activation": rng.choice(("silu", "gelu", "gelu_tanh", "swigluoai")),
+        "a_format": rng.choice(("none", "int8")) if device == "cpu" else "none",
+        "out_dtype": rng.choice((None, *FLOATS)),
+    }
+    return args, kwargs
+
+
+def _quantize(rng, device):
+    x, format = _x(rng, device), rng.choice(FORMATS)
+    given = format == "nvfp4" and rng.random() < 0.3
+    return (x, format, torch.rand(x.shape[:-2], device=device) + 0.5 if given else None), {}
+
+
+def _dequantize(rng, device):
+    shape = [rng.randint(1, 4) for _ in range(rng.randint(0, 1))] + list(_sizes(rng))
+    w = random_weight(rng.choice(FORMATS), *shape, device=device, layout=_layout(rng, device))
+    return (*w.operands(), w.format, rng.choice((*FLOATS, torch.float64))), {"layout": w.layout}
+
+
+def _prepack(rng, device):
+    shape = [rng.randint(1, 4) for _ in range(rng.randint(0, 1))] + list(_sizes(rng))
+    w = random_weight(rng.choice(FORMATS), *shape, device=device)
+    return (w.packed, w.scale, w.format, _layout(rng, device)), {}
+
+
+def _to_masked(rng, device):
+    groups, m = rng.randint(1, 4), rng.randint(0, 9)
+    a = torch.randn(m, 6, device=device).to(rng.choice(FLOATS))
+    return (a, _offs(rng, groups, m, device), m + rng.randint(0, 2)), {}
+
+
+def _from_masked(rng, device):
+    groups, max_m = rng.randint(1, 4), rng.randint(0, 5)
+    masked_m = torch.randint(0, max_m + 1, (groups,), dtype=torch.int32, device=device)
+    a = torch.randn(groups, max_m, 6, device=device).to(rng.choice(FLOATS))
+    return (a, masked_m, groups * max_m + rng.randint(0, 2)), {}
+
+
+def _m_indices(rng, device):
+    ids = sorted(rng.randrange(4) for _ in range(rng.randint(0, 9))) + [-1] * rng.randint(0, 3)
+    return (torch.tensor(ids, dtype=torch.int32, device=device), 4), {}
+
+
+SAMPLES = {
+    "quantize": _quantize,
+    "dequantize": _dequantize,
+    "quantize_int8": lambda rng, device: ((_x(rng, device),), {}),
+    "prepack": _prepack,
+    "unpack": _prepack,
+    "mm": _mm,
+    "grouped_mm": lambda rng, device: _grouped(rng, device, "sorted"),
+    "grouped_mm_masked": lambda rng, device: _grouped(rng, device, "masked"),
+    "indexed_mm": lambda rng, device: _grouped(rng, device, "indexed"),
+    "moe": _moe,
+    "offs_to_m_indices": lambda rng, device: ((_offs(rng, rng.randint(1, 4), 9, device), 9), {}),
+    "m_indices_to_offs": _m_indices,
+    "to_masked": _to_masked,
+    "from_masked": _from_masked,
+}

@@ -1,0 +1,72 @@
+"""The format tables, Python and C++, say what the reference says."""
+
+from __future__ import annotations
+
+import fp4_ops.meta.fakes
+import reference
+import torch
+from fp4_ops.meta.formats import A_FORMATS, ACTIVATIONS, E2M1_VALUES, FORMATS
+from fp4_ops.meta.layouts import LAYOUTS
+
+fp4 = torch.ops.fp4
+
+
+def test_the_python_table():
+    assert sorted(FORMATS) == sorted(reference.FORMATS)
+    assert torch.equal(torch.tensor(E2M1_VALUES, dtype=torch.float64), reference.E2M1[:8])
+    for name, fmt in FORMATS.items():
+        assert fmt.name == name
+        assert fmt.block == reference.BLOCK[name] and fmt.scale_dtype == reference.SCALE_DTYPE[name]
+        assert fmt.has_global_scale == (name == "nvfp4")
+        assert [fmt.num_blocks(k) for k in (1, fmt.block, fmt.block + 1)] == [1, 1, 2]
+        assert fmt.bytes_per_weight() == {"nvfp4": 0.5625, "mxfp4": 0.53125}[name]
+
+
+def test_the_cpp_table_is_its_twin():
+    """Every format the Python table has, the C++ kernels know with the same block, scale and second scale."""
+    for name, fmt in FORMATS.items():
+        x = torch.randn(3, 4, 2 * fmt.block + 2)
+        packed, scale, global_scale = fp4.quantize(x, name)
+        assert scale.dtype == fmt.scale_dtype and scale.shape[-1] == fmt.num_blocks(x.shape[-1]) == 3
+        assert (global_scale.numel() > 0) == fmt.has_global_scale
+        # one block's scale moves that block's values and no others
+        scale.view(torch.uint8)[..., 1] += 1
+        before = fp4.dequantize(packed, *fp4.quantize(x, name)[1:], name, torch.float64)
+        after = fp4.dequantize(packed, scale, global_scale, name, torch.float64)
+        changed = (before != after).any(0).any(0).nonzero().flatten()
+        assert fmt.block <= changed.min() and changed.max() < 2 * fmt.block
+
+
+def test_the_cpp_names():
+    """The C++ kernels list the same formats, layouts, activations and activation formats."""
+    codes, scale = torch.zeros(2, 8, dtype=torch.uint8), torch.zeros(2, 1).to(torch.float8_e4m3fn)
+
+    def message(call) -> str:
+        try:
+            call()
+        except RuntimeError as error:
+            return str(error)
+        raise AssertionError("no error")
+
+    one = torch.ones(())
+    text = message(lambda: fp4.dequantize(codes, scale, one, "no", torch.float32))
+    assert text == f"format is 'no'; it must be one of: {', '.join(sorted(FORMATS))}"
+    text = message(lambda: fp4.dequantize(codes, scale, one, "nvfp4", torch.float32, layout="no"))
+    assert text == f"layout is 'no'; it must be one of: {', '.join(sorted(LAYOUTS))}"
+
+    w13 = fp4.quantize(torch.randn(1, 32, 16), "nvfp4")
+    w2 = fp4.quantize(torch.randn(1, 16, 16), "nvfp4")
+    x, ids, weights = torch.randn(1, 16), torch.zeros(1, 1, dtype=torch.int64), torch.ones(1, 1)
+    for what, names in (("activation", ACTIVATIONS), ("a_format", A_FORMATS)):
+        text = message(lambda what=what: fp4.moe(x, ids, weights, *w13, *w2, format="nvfp4", **{what: "no"}))
+        assert text == f"{what} is 'no'; it must be one of: {', '.join(sorted(names))}"
+        for name in names:
+            assert fp4.moe(x, ids, weights, *w13, *w2, format="nvfp4", **{what: name}).shape == (1, 16)
+
+
+def test_every_schema_has_a_fake_in_the_same_order():
+    names = [n for n in torch._C._dispatch_get_all_op_names() if n.startswith("fp4::")]
+    computing = {n.removeprefix("fp4::") for n in names} - {"cpu_capability"}
+    assert computing == set(fp4_ops.meta.fakes.OPERATORS)
+    for name in computing:
+        assert torch._C._dispatch_has_kernel_for_dispatch_key(f"fp4::{name}", "CPU"), name

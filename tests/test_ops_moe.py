@@ -1,0 +1,163 @@
+"""fp4::moe, the whole expert block, against float64."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import pytest
+import torch
+from conftest import poisoned
+from reference import FORMATS, assert_close, moe, random_weight
+
+fp4 = torch.ops.fp4
+
+
+@dataclass(frozen=True)
+class Case:
+    name: str
+    tokens: int
+    top_k: int
+    experts: int
+    hidden: int
+    inner: int
+    outside: bool = False  # some ids are on no expert of this rank
+
+    def __str__(self) -> str:
+        return self.name
+
+
+CASES = (
+    Case("odd", tokens=11, top_k=3, experts=7, hidden=94, inner=62, outside=True),
+    Case("decode", tokens=1, top_k=2, experts=8, hidden=128, inner=96),
+    Case("short_block", tokens=5, top_k=2, experts=3, hidden=48, inner=40),
+    Case("no_tokens", tokens=0, top_k=2, experts=3, hidden=64, inner=32),
+    Case("one_expert", tokens=9, top_k=1, experts=1, hidden=64, inner=64),
+    Case("prefill", tokens=67, top_k=4, experts=5, hidden=128, inner=64, outside=True),
+)
+LAYOUTS = ("plain", "tile16")
+DTYPES = {"f32": torch.float32, "bf16": torch.bfloat16, "f16": torch.float16}
+BOUND = {torch.float32: 2e-5, torch.bfloat16: 8e-3, torch.float16: 2e-3}
+"""Two products and an activation; with int8 activations a code may land on its neighbour (see `bound`)."""
+
+
+def bound(dtype: torch.dtype, a_format: str) -> float:
+    # The second quantisation sees a hidden state with float32 rounding, so a few codes differ by one step of
+    # amax / 127 from those of the float64 reference.
+    return max(BOUND[dtype], 2e-3) if a_format == "int8" else BOUND[dtype]
+
+
+def assert_moe_close(got, want, dtype, a_format):
+    assert_close(
+        got,
+        want,
+        dtype,
+        1,
+        factor=bound(dtype, a_format)
+        / {torch.float32: 2e-6, torch.bfloat16: 4e-3, torch.float16: 1e-3}[dtype],
+    )
+
+
+def make(case, format, dtype, device, layout, bias):
+    x = torch.randn(case.tokens, case.hidden).to(dtype).to(device)
+    low, high = (-1, case.experts + 1) if case.outside else (0, case.experts)
+    ids = torch.randint(low, high, (case.tokens, case.top_k), device=device)
+    weights = torch.rand(case.tokens, case.top_k).to(device)
+    w13 = random_weight(format, case.experts, 2 * case.inner, case.hidden, device=device, layout=layout)
+    w2 = random_weight(format, case.experts, case.hidden, case.inner, device=device, layout=layout)
+    biases = (None, None)
+    if bias:
+        biases = (
+            torch.randn(case.experts, 2 * case.inner).to(dtype).to(device),
+            torch.randn(case.experts, case.hidden).to(device),
+        )
+    return x, ids, weights, w13, w2, biases
+
+
+@pytest.fixture(params=CASES, ids=str)
+def case(request) -> Case:
+    return request.param
+
+
+@pytest.fixture(params=LAYOUTS)
+def layout(request, device) -> str:
+    if device == "cuda" and request.param == "tile16":
+        pytest.skip("tile16 is a CPU layout")
+    return request.param
+
+
+@pytest.mark.parametrize("a_format", ["none", "int8"])
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("format", FORMATS)
+def test_moe(case, format, dtype, a_format, layout, device):
+    if device == "cuda" and a_format == "int8":
+        pytest.skip("int8 activations run on the CPU only")
+    dtype = DTYPES[dtype]
+    for activation, bias in (("silu", False), ("swigluoai", True)):
+        x, ids, weights, w13, w2, biases = make(case, format, dtype, device, layout, bias)
+        with poisoned():
+            out = fp4.moe(
+                x, ids, weights, *w13.operands(), *w2.operands(), *biases,
+                **w13.options(), activation=activation, a_format=a_format,
+            )  # fmt: skip
+        inside = torch.where((ids >= 0) & (ids < case.experts), ids, -1)
+        want = moe(x, inside, weights, w13.dense, w2.dense, *biases, activation=activation, a_format=a_format)
+        assert_moe_close(out, want, dtype, a_format)
+        assert (out[(inside < 0).all(-1)] == 0).all()
+
+
+@pytest.mark.parametrize("activation", ["silu", "gelu", "gelu_tanh", "swigluoai"])
+def test_activations(activation, device):
+    case = Case("", tokens=13, top_k=2, experts=4, hidden=64, inner=96)
+    x, ids, weights, w13, w2, biases = make(case, "nvfp4", torch.float32, device, "plain", True)
+    x = x * 20  # far enough out that the clamp of swigluoai matters
+    out = fp4.moe(
+        x, ids, weights, *w13.operands(), *w2.operands(), *biases, **w13.options(), activation=activation
+    )
+    want = moe(x, ids, weights, w13.dense, w2.dense, *biases, activation=activation)
+    assert_moe_close(out, want, torch.float32, "none")
+
+
+@pytest.mark.parametrize("ids", [torch.int32, torch.int64], ids=["ids32", "ids64"])
+@pytest.mark.parametrize("out", [torch.float32, torch.bfloat16, torch.float16], ids=str)
+@pytest.mark.parametrize("weight", [torch.float32, torch.bfloat16, torch.float16], ids=str)
+def test_dtypes(ids, out, weight, device):
+    case = Case("", tokens=6, top_k=2, experts=4, hidden=64, inner=32)
+    x, topk, weights, w13, w2, _ = make(case, "mxfp4", torch.bfloat16, device, "plain", False)
+    topk, weights = topk.to(ids), weights.to(weight)
+    got = fp4.moe(x, topk, weights, *w13.operands(), *w2.operands(), **w13.options(), out_dtype=out)
+    assert_moe_close(got, moe(x, topk, weights, w13.dense, w2.dense), out, "none")
+
+
+def test_the_same_expert_twice_counts_twice(device):
+    case = Case("", tokens=4, top_k=2, experts=3, hidden=64, inner=32)
+    x, ids, weights, w13, w2, _ = make(case, "nvfp4", torch.float32, device, "plain", False)
+    ids[:, 1] = ids[:, 0]
+    got = fp4.moe(x, ids, weights, *w13.operands(), *w2.operands(), **w13.options())
+    assert_moe_close(got, moe(x, ids, weights, w13.dense, w2.dense), torch.float32, "none")
+
+
+@pytest.mark.parametrize("a_format", ["none", "int8"])
+def test_deterministic(a_format, device):
+    if device == "cuda" and a_format == "int8":
+        pytest.skip("int8 activations run on the CPU only")
+    x, ids, weights, w13, w2, biases = make(CASES[-1], "nvfp4", torch.bfloat16, device, "plain", True)
+
+    def run():
+        return fp4.moe(
+            x, ids, weights, *w13.operands(), *w2.operands(), *biases, **w13.options(), a_format=a_format
+        )
+
+    first = run()
+    assert all(torch.equal(first, run()) for _ in range(3))
+
+
+def test_a_token_does_not_depend_on_its_batch(device):
+    """Routing of other tokens changes tiles, not values beyond rounding; nor does a NaN token spread."""
+    case = Case("", tokens=20, top_k=2, experts=4, hidden=64, inner=64)
+    x, ids, weights, w13, w2, _ = make(case, "nvfp4", torch.float32, device, "plain", False)
+    x[7] = torch.nan
+    out = fp4.moe(x, ids, weights, *w13.operands(), *w2.operands(), **w13.options())
+    assert out[7].isnan().all()
+    rows = [t for t in range(20) if t != 7]
+    want = moe(x[rows], ids[rows], weights[rows], w13.dense, w2.dense)
+    assert_moe_close(out[rows], want, torch.float32, "none")
