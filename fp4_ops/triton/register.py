@@ -1,1 +1,194 @@
-"""Registers the Triton kernels of every operator for CUDA."""
+"""Registers the Triton kernels of every operator in csrc/schema.cpp for CUDA.
+
+Arguments are checked by meta/checks.py, as the fakes do. What only the data could show (bad offsets or
+ids) is clamped on the device. Hand-written kernels of one architecture replace these by
+registering after them.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch.library import Library
+
+from ..meta import checks
+from ..meta.formats import FORMATS
+from . import ops
+
+LIBRARY = Library("fp4", "IMPL")
+
+
+def cuda_kernel(function):
+    """Registers a function under its own name, run on the device of its first argument."""
+
+    def on_device(first, *args, **kwargs):
+        with torch.cuda.device(first.device):
+            return function(first, *args, **kwargs)
+
+    LIBRARY.impl(function.__name__, on_device, "CUDA")
+    return function
+
+
+@cuda_kernel
+def quantize(x, format, global_scale=None):
+    fmt = checks.check_format(format)
+    checks.check_quantize(x, global_scale, fmt)
+    return ops.quantize_matrix(x, fmt, global_scale)
+
+
+@cuda_kernel
+def dequantize(packed, block_scale, global_scale, format, dtype, *, layout="plain"):
+    fmt = checks.check_dequantize(packed, block_scale, global_scale, format, dtype, layout)
+    ops.refuse_layout("dequantize", layout)
+    return ops.dequantize(packed, block_scale, global_scale, fmt, dtype)
+
+
+@cuda_kernel
+def quantize_int8(x):
+    checks.check_quantize_int8(x)
+    return ops.quantize_int8(x)
+
+
+@cuda_kernel
+def prepack(packed, block_scale, format, layout):
+    checks.check_prepack(packed, block_scale, format, layout)
+    ops.refuse_layout("prepack", layout)
+    return packed.view(torch.uint8).clone(memory_format=torch.contiguous_format), block_scale.clone()
+
+
+@cuda_kernel
+def unpack(packed, block_scale, format, layout):
+    """From any layout; `tile16` by way of the CPU, which owns it (weights are loaded once, not per step)."""
+    checks.check_prepack(packed, block_scale, format, layout)
+    if layout == "plain":
+        return packed.view(torch.uint8).clone(memory_format=torch.contiguous_format), block_scale.clone()
+    plain = torch.ops.fp4.unpack(packed.cpu(), block_scale.cpu(), format, layout)
+    return tuple(t.to(packed.device) for t in plain)
+
+
+@cuda_kernel
+def mm(a, b, b_scale, b_global_scale, a_scale=None, bias=None, *, format, layout="plain", out_dtype=None):
+    w = checks.check_mm(a, b, b_scale, b_global_scale, format, layout, a_scale, bias)
+    ops.refuse_layout("mm", layout)
+    ops.refuse_int8("mm", a.dtype)
+    wt = ops.weight(b, b_scale, b_global_scale, bias, w, FORMATS[format])
+    return ops.run_product(ops.prepare_dense, a, a.shape[0], wt, checks.resolve_out_dtype(a, out_dtype))
+
+
+@cuda_kernel
+def grouped_mm(
+    a, b, b_scale, b_global_scale, offs, a_scale=None, bias=None, *, format, layout="plain", out_dtype=None
+):
+    w = checks.check_grouped_mm(a, b, b_scale, b_global_scale, offs, format, layout, a_scale, bias)
+    ops.refuse_layout("grouped_mm", layout)
+    ops.refuse_int8("grouped_mm", a.dtype)
+    wt = ops.weight(b, b_scale, b_global_scale, bias, w, FORMATS[format])
+    dtype = checks.resolve_out_dtype(a, out_dtype)
+    if w.groups == 0:
+        return a.new_zeros((a.shape[0], w.n), dtype=dtype)
+    return ops.run_product(ops.prepare_grouped, a, a.shape[0], wt, dtype, offs)
+
+
+@cuda_kernel
+def grouped_mm_masked(
+    a,
+    b,
+    b_scale,
+    b_global_scale,
+    masked_m,
+    a_scale=None,
+    bias=None,
+    *,
+    format,
+    layout="plain",
+    out_dtype=None,
+):
+    w = checks.check_grouped_mm_masked(a, b, b_scale, b_global_scale, masked_m, format, layout, a_scale, bias)
+    ops.refuse_layout("grouped_mm_masked", layout)
+    ops.refuse_int8("grouped_mm_masked", a.dtype)
+    wt = ops.weight(b, b_scale, b_global_scale, bias, w, FORMATS[format])
+    groups, max_m, _ = a.shape
+    dtype = checks.resolve_out_dtype(a, out_dtype)
+    out = ops.run_product(ops.prepare_masked, a, groups * max_m, wt, dtype, masked_m)
+    return out.view(groups, max_m, w.n)
+
+
+@cuda_kernel
+def indexed_mm(
+    a,
+    b,
+    b_scale,
+    b_global_scale,
+    expert_ids,
+    a_scale=None,
+    bias=None,
+    *,
+    format,
+    layout="plain",
+    out_dtype=None,
+):
+    w = checks.check_indexed_mm(a, b, b_scale, b_global_scale, expert_ids, format, layout, a_scale, bias)
+    ops.refuse_layout("indexed_mm", layout)
+    ops.refuse_int8("indexed_mm", a.dtype)
+    wt = ops.weight(b, b_scale, b_global_scale, bias, w, FORMATS[format])
+    dtype = checks.resolve_out_dtype(a, out_dtype)
+    if w.groups == 0:
+        return a.new_zeros((a.shape[0], w.n), dtype=dtype)
+    return ops.run_product(ops.prepare_indexed, a, a.shape[0], wt, dtype, expert_ids, w.groups, tail=True)
+
+
+@cuda_kernel
+def moe(
+    x, topk_ids, topk_weights, w13, w13_scale, w13_global_scale, w2, w2_scale, w2_global_scale,
+    w13_bias=None, w2_bias=None, *, format, layout="plain", activation="silu", a_format="none",
+    out_dtype=None,
+):  # fmt: skip
+    up, down = checks.check_moe(
+        x, topk_ids, topk_weights, w13, w13_scale, w13_global_scale, w2, w2_scale, w2_global_scale,
+        format, layout, activation, a_format, w13_bias, w2_bias,
+    )  # fmt: skip
+    ops.refuse_layout("moe", layout)
+    if a_format != "none":
+        raise RuntimeError(
+            f"fp4::moe: a_format is '{a_format}'; it runs on CPU only, on CUDA it must be 'none'"
+        )
+    fmt = FORMATS[format]
+    return ops.moe(
+        x, topk_ids, topk_weights,
+        ops.weight(w13, w13_scale, w13_global_scale, w13_bias, up, fmt),
+        ops.weight(w2, w2_scale, w2_global_scale, w2_bias, down, fmt),
+        activation, checks.resolve_out_dtype(x, out_dtype),
+    )  # fmt: skip
+
+
+@cuda_kernel
+def offs_to_m_indices(offs, m):
+    checks.check_offsets("offs", offs)
+    # A row's expert is how many ends are at or before it; the running maximum keeps bad offsets in order.
+    ends = offs.cummax(0).values if offs.numel() else offs
+    rows = torch.arange(m, dtype=torch.int32, device=offs.device)
+    ids = torch.searchsorted(ends, rows, right=True, out_int32=True)
+    return torch.where(ids < offs.shape[0], ids, -1)
+
+
+@cuda_kernel
+def m_indices_to_offs(m_indices, num_groups):
+    checks.check_offsets("m_indices", m_indices)
+    groups = torch.arange(num_groups, dtype=torch.int32, device=m_indices.device)
+    valid = (m_indices >= 0) & (m_indices < num_groups)
+    ids = torch.where(valid, m_indices, num_groups).sort().values
+    return torch.searchsorted(ids, groups, right=True, out_int32=True)
+
+
+@cuda_kernel
+def to_masked(a, offs, max_m):
+    checks.check_dim("a", a, 2)
+    checks.check_offsets("offs", offs, a)
+    return ops.copy_groups(a, offs, a.shape[0], max_m, to_masked=True)
+
+
+@cuda_kernel
+def from_masked(a, masked_m, m):
+    checks.check_dim("a", a, 3)
+    checks.check_offsets("masked_m", masked_m, a)
+    checks.check_shape("masked_m", masked_m, (a.shape[0],))
+    return ops.copy_groups(a, masked_m, m, a.shape[1], to_masked=False)

@@ -1,0 +1,351 @@
+"""The one matrix-product kernel behind every fp4 operator on a GPU.
+
+    out[row, n] = global[e] * sum_k (e2m1[e, n, k] * block_scale[e, n, k // block]) * a[source(row), k]
+                  + bias[e, n]
+
+The weights are `tl.dot`'s *left* operand: a tile is BLOCK_N weight rows by BLOCK_M tokens, so that a few
+tokens waste little, and codes are expanded in registers, where Hopper's wgmma can read its left operand.
+
+Order of k: a thread holds 32-bit words of eight codes, so a tile's k runs plane by plane: plane i is nibble i
+of every word, k % 8 == i. The activations have been put into that order inside chunks of BLOCK_K
+(`routing.py`, and this kernel's own gated epilogue), so both operands are read with wide loads.
+
+Activations are sums of bfloat16 terms (one for bfloat16, two for float16, three for float32), so every
+product is exact and one kernel serves every dtype.
+"""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+# e2m1 bits moved into a bfloat16 exponent mean value * 2^-126. The missing factor goes into the block
+# scale; all of it would overflow for e4m3 scales of 4 and more, so 2^119 does and the epilogue adds 2^7.
+NVFP4_LIFT = 2.0**119
+NVFP4_REST = 2.0**7
+
+# Two words a, b (16 codes) and their scales as bfloat16 pairs -> plane i as the pair (nibble i of a, of b).
+# Multiplying by 65 << s copies the sign six places above the magnitude, where bfloat16 has its sign.
+# fma with -0 is an exact product and, unlike mul.bf16x2, exists from sm_80 on.
+
+
+def _expand_asm(scale_steps: str) -> str:
+    def plane(out: int, src: str, nibble: int) -> str:
+        move = {
+            0: f"and.b32 t, {src}, 0x000F000F; mul.lo.u32 t, t, 4160; and.b32 t, t, 0x81C081C0;",
+            1: f"and.b32 t, {src}, 0x00F000F0; mul.lo.u32 t, t, 260; and.b32 t, t, 0x81C081C0;",
+            2: f"shr.u32 u, {src}, 8; and.b32 t, u, 0x000F000F; mul.lo.u32 t, t, 4160; "
+            "and.b32 t, t, 0x81C081C0;",
+            3: f"shr.u32 t, {src}, 6; and.b32 t, t, 0x01C001C0; and.b32 u, {src}, 0x80008000; "
+            "or.b32 t, t, u;",
+        }[nibble]
+        return move + scale_steps.replace("OUT", f"${out}")
+
+    body = "".join(plane(i, "p" if i < 4 else "q", i % 4) for i in range(8))
+    return (
+        "{ .reg .b32 p, q, t, u, z; mov.b32 z, 0x80008000;"
+        "prmt.b32 p, $8, $9, 0x5410; prmt.b32 q, $8, $9, 0x7632;" + body + "}"
+    )
+
+
+EXPAND_ASM = {
+    "nvfp4": tl.constexpr(_expand_asm("fma.rn.bf16x2 OUT, t, $10, z;")),
+    # A power of two from 2^-127 to 2^127 cannot take 2^126 (0x7E80) with it: two exact products.
+    "mxfp4": tl.constexpr(
+        _expand_asm("mov.b32 u, 0x7E807E80; fma.rn.bf16x2 t, t, u, z; fma.rn.bf16x2 OUT, t, $10, z;")
+    ),
+}
+NVFP4_ASM: tl.constexpr = EXPAND_ASM["nvfp4"]
+MXFP4_ASM: tl.constexpr = EXPAND_ASM["mxfp4"]
+EXPAND_CONSTRAINTS: tl.constexpr = tl.constexpr("=r,=r,=r,=r,=r,=r,=r,=r,r,r,r")
+
+
+@triton.jit
+def decode_e4m3(byte):
+    """float32 value of an e4m3 byte (NaN kept). In integers: not every GPU converts float8."""
+    b = byte.to(tl.int32)
+    bits = ((b & 0x7F) << 20) | ((b & 0x80) << 24)
+    value = bits.to(tl.float32, bitcast=True) * 1.329227995784916e36  # 2^120, from exponent bias 7 to 127
+    return tl.where((b & 0x7F) == 0x7F, float("nan"), value)
+
+
+@triton.jit
+def decode_e8m0(byte):
+    """float32 value 2^(byte - 127); 255 is NaN, 0 the subnormal 2^-127."""
+    b = byte.to(tl.int32)
+    bits = tl.where(b == 0, 0x00400000, tl.where(b == 255, 0x7FC00000, b << 23))
+    return bits.to(tl.float32, bitcast=True)
+
+
+@triton.jit
+def decode_e2m1(code):
+    """float32 value of a 4-bit code: its bits moved into a float32 exponent are the value times 2^-126."""
+    c = code.to(tl.int32)
+    bits = ((c & 7) << 22) | ((c & 8) << 28)
+    return bits.to(tl.float32, bitcast=True) * 8.507059173023462e37  # 2^126
+
+
+@triton.jit
+def _plane(w, scale, i: tl.constexpr, COMPUTE: tl.constexpr):
+    return (decode_e2m1((w >> (4 * i)) & 15) * scale).to(COMPUTE)
+
+
+@triton.jit
+def expand(w, scale_byte, NVFP4: tl.constexpr, ASM: tl.constexpr, COMPUTE: tl.constexpr):
+    """int32 words [BN, W] and scale bytes [BN, B] -> eight planes [BN, W], nibble i times its block scale.
+
+    With ASM, nvfp4 planes are too small by NVFP4_REST, which the epilogue restores.
+    """
+    BN: tl.constexpr = w.shape[0]
+    W: tl.constexpr = w.shape[1]
+    B: tl.constexpr = scale_byte.shape[1]
+    if NVFP4:
+        scale = decode_e4m3(scale_byte)
+        if ASM:
+            scale = scale * 6.646139978924579e35  # 2^119
+    else:
+        scale = decode_e8m0(scale_byte)
+    if ASM:
+        scale = scale.to(tl.bfloat16)
+    scale = tl.reshape(tl.broadcast_to(scale[:, :, None], (BN, B, W // B)), (BN, W))
+    if ASM:
+        types: tl.constexpr = (
+            tl.bfloat16, tl.bfloat16, tl.bfloat16, tl.bfloat16,
+            tl.bfloat16, tl.bfloat16, tl.bfloat16, tl.bfloat16,
+        )  # fmt: skip
+        return tl.inline_asm_elementwise(
+            NVFP4_ASM if NVFP4 else MXFP4_ASM,
+            EXPAND_CONSTRAINTS,
+            [w, scale],
+            dtype=types,
+            is_pure=True,
+            pack=2,
+        )
+    else:
+        return (
+            _plane(w, scale, 0, COMPUTE), _plane(w, scale, 1, COMPUTE),
+            _plane(w, scale, 2, COMPUTE), _plane(w, scale, 3, COMPUTE),
+            _plane(w, scale, 4, COMPUTE), _plane(w, scale, 5, COMPUTE),
+            _plane(w, scale, 6, COMPUTE), _plane(w, scale, 7, COMPUTE),
+        )  # fmt: skip
+
+
+@triton.jit
+def _load_words(ptr, offs_n, mask_n, word, K: tl.constexpr, BYTES: tl.constexpr, EVEN_K: tl.constexpr):
+    """int32 words of eight codes: rows offs_n, words `word`. BYTES: rows start at any byte (K % 8 != 0)."""
+    if BYTES:
+        byte = 4 * word
+        row = ptr + offs_n[:, None] * (K // 2)
+        w = tl.zeros((offs_n.shape[0], word.shape[0]), dtype=tl.int32)
+        for i in tl.static_range(4):
+            m = mask_n[:, None] & (byte[None, :] + i < K // 2)
+            w |= tl.load(row + byte[None, :] + i, mask=m, other=0).to(tl.int32) << (8 * i)
+    else:
+        p = ptr.to(tl.pointer_type(tl.int32)) + offs_n[:, None] * (K // 8) + word[None, :]
+        if EVEN_K:
+            w = tl.load(p, mask=mask_n[:, None], other=0)
+        else:
+            w = tl.load(p, mask=mask_n[:, None] & (word[None, :] < K // 8), other=0)
+    return w
+
+
+@triton.jit
+def _swizzle(pid, tiles, n_blocks):
+    """Program -> (tile of tokens, block of weight rows): eight tiles of tokens pass over all the weights
+    together, so that what they read, an expert's weights and their own tokens, stays in L2."""
+    group = pid // (8 * n_blocks)
+    size = tl.minimum(tiles - group * 8, 8)
+    i = pid % (8 * n_blocks)
+    return group * 8 + i % size, i // size
+
+
+@triton.jit
+def activate(gate, up, ACT: tl.constexpr, ALPHA: tl.constexpr, LIMIT: tl.constexpr, UP_OFFSET: tl.constexpr):
+    """f(gate) * (up + UP_OFFSET) in float32; see meta.formats.ACTIVATIONS."""
+    if LIMIT is not None:
+        gate = tl.minimum(gate, LIMIT)
+        up = tl.minimum(tl.maximum(up, -LIMIT), LIMIT)
+    if ACT == "gelu":
+        f = 0.5 * gate * (1.0 + tl.math.erf(gate * 0.7071067811865476))
+    elif ACT == "gelu_tanh":
+        inner = 0.7978845608028654 * (gate + 0.044715 * gate * gate * gate)
+        f = gate / (1.0 + tl.exp(-2.0 * inner))
+    else:
+        f = gate / (1.0 + tl.exp(-ALPHA * gate))
+    return f * (up + UP_OFFSET)
+
+
+@triton.jit
+def store_terms(ptr, offset, value, mask, stride, TERMS: tl.constexpr):
+    """Writes a float32 value as TERMS bfloat16 values that add up to it (exactly, for three)."""
+    if ptr.dtype.element_ty == tl.float32:  # the interpreter's path: one exact term
+        tl.store(ptr + offset, value, mask=mask)
+    else:
+        for t in tl.static_range(TERMS):
+            part = value.to(tl.bfloat16)
+            tl.store(ptr + t * stride + offset, part, mask=mask)
+            value = value - part.to(tl.float32)
+
+
+@triton.jit(do_not_specialize=["a_rows", "out_rows", "n_blocks", "m", "m_tiles"])
+def gemm_kernel(
+    a_ptr,  # [TERMS, rows, KP] bfloat16 (float32 under the interpreter), in plane order
+    b_ptr,  # [G, N, K/2] uint8
+    s_ptr,  # [G, N, ceil(K/BLOCK)] uint8
+    gs_ptr,  # [G] float32
+    bias_ptr,  # [G, N]
+    out_ptr,  # [rows, N]; GATED: [TERMS, rows, OUT_KP] in plane order; split: [SPLIT_K, rows, N] float32
+    tiles_ptr,  # MAPPED: see routing.py; MASKED: masked_m [G]
+    rows_ptr,  # sorted position -> row of the output; HAS_ROWS
+    a_rows,  # rows of a
+    out_rows,  # rows of out
+    n,  # rows of the weight matrix
+    n_blocks,
+    m,  # rows of the output; MASKED: rows of one group
+    m_tiles,  # tiles along tokens when neither MAPPED; MASKED: of one group
+    MODE: tl.constexpr,  # "dense", "masked", "mapped"
+    HAS_ROWS: tl.constexpr,
+    A_DIV: tl.constexpr,  # row r of the output reads row r // A_DIV of a
+    NVFP4: tl.constexpr,
+    BLOCK: tl.constexpr,
+    K: tl.constexpr,
+    KP: tl.constexpr,
+    TERMS: tl.constexpr,
+    HAS_BIAS: tl.constexpr,
+    GATED: tl.constexpr,
+    INTERLEAVED: tl.constexpr,
+    ACT: tl.constexpr,
+    ALPHA: tl.constexpr,
+    LIMIT: tl.constexpr,
+    UP_OFFSET: tl.constexpr,
+    OUT_KP: tl.constexpr,
+    OUT_CHUNK: tl.constexpr,
+    SPLIT_K: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+    BLOCK_K: tl.constexpr,
+    STAGES: tl.constexpr,
+    BYTES: tl.constexpr,
+    ASM: tl.constexpr,
+    COMPUTE: tl.constexpr,
+):
+    pid = tl.program_id(0)
+    split = tl.program_id(1)
+    # --- which tokens, which expert ---
+    if MODE == "mapped":
+        count = tl.load(tiles_ptr)
+        if pid >= count * n_blocks:
+            return
+        tile, pid_n = _swizzle(pid, count, n_blocks)
+        entry = tiles_ptr + 4 + 4 * tile
+        expert = tl.load(entry)
+        start = tl.load(entry + 1)
+        valid_end = tl.load(entry + 2)
+        write_end = tl.load(entry + 3)
+    elif MODE == "masked":
+        tile, pid_n = _swizzle(pid, tl.num_programs(0) // n_blocks, n_blocks)
+        expert = tile // m_tiles
+        start = expert * m + (tile % m_tiles) * BLOCK_M
+        valid_end = expert * m + tl.minimum(tl.maximum(tl.load(tiles_ptr + expert), 0), m)
+        write_end = (expert + 1) * m
+    else:
+        tile, pid_n = _swizzle(pid, m_tiles, n_blocks)
+        expert = 0
+        start = tile * BLOCK_M
+        valid_end = m
+        write_end = m
+    pos = start + tl.arange(0, BLOCK_M)
+    valid = pos < valid_end
+    written = pos < write_end
+    if HAS_ROWS:
+        row = tl.load(rows_ptr + pos, mask=written, other=0)
+    else:
+        row = pos
+    source = tl.where(valid, row // A_DIV, 0).to(tl.int64)
+
+    # --- which weight rows: GATED tiles hold eight gate rows, then their eight up rows, and so on, so that
+    # both halves of a pair land in one thread ---
+    i_n = tl.arange(0, BLOCK_N)
+    if GATED:
+        pair = pid_n * (BLOCK_N // 2) + (i_n // 16) * 8 + i_n % 8
+        is_up = (i_n // 8) % 2
+        mask_n = pair < n // 2
+        if INTERLEAVED:
+            offs_n = 2 * pair + is_up
+        else:
+            offs_n = pair + is_up * (n // 2)
+    else:
+        offs_n = pid_n * BLOCK_N + i_n
+        mask_n = offs_n < n
+    offs_n = tl.where(mask_n, offs_n, 0)
+
+    BLOCKS: tl.constexpr = (K + BLOCK - 1) // BLOCK
+    K_TILES: tl.constexpr = (K + BLOCK_K - 1) // BLOCK_K
+    WORDS: tl.constexpr = BLOCK_K // 8
+    EVEN_K: tl.constexpr = K % BLOCK_K == 0
+    e = tl.maximum(expert, 0).to(tl.int64)
+    b_base = b_ptr + e * n * (K // 2)
+    s_base = s_ptr + e * n * BLOCKS
+    i_word = tl.arange(0, WORDS)
+    i_block = tl.arange(0, BLOCK_K // BLOCK)
+    a_base = a_ptr + source[None, :] * KP + tl.arange(0, BLOCK_K)[:, None]
+
+    k_tiles = tl.where(start < valid_end, K_TILES, 0)
+    first = split * ((K_TILES + SPLIT_K - 1) // SPLIT_K)
+    last = tl.minimum(k_tiles, first + (K_TILES + SPLIT_K - 1) // SPLIT_K)
+    a_stride = a_rows.to(tl.int64) * KP
+    acc = tl.zeros((BLOCK_N, BLOCK_M), dtype=tl.float32)
+    for kk in tl.range(first, last, num_stages=STAGES):
+        w = _load_words(b_base, offs_n, mask_n, kk * WORDS + i_word, K, BYTES, EVEN_K)
+        block = kk * (BLOCK_K // BLOCK) + i_block
+        s_ptrs = s_base + offs_n[:, None] * BLOCKS + block[None, :]
+        if EVEN_K:
+            s = tl.load(s_ptrs, mask=mask_n[:, None], other=0)
+        else:
+            s = tl.load(s_ptrs, mask=mask_n[:, None] & (block[None, :] < BLOCKS), other=0)
+        w0, w1, w2, w3, w4, w5, w6, w7 = expand(w, s, NVFP4, ASM, COMPUTE)
+        planes = tl.join(tl.join(tl.join(w0, w4), tl.join(w2, w6)), tl.join(tl.join(w1, w5), tl.join(w3, w7)))
+        planes = tl.reshape(tl.permute(planes, (0, 2, 3, 4, 1)), (BLOCK_N, BLOCK_K))
+        if TERMS == 1:
+            acc = tl.dot(planes, tl.load(a_base + kk * BLOCK_K), acc, input_precision="ieee")
+        else:
+            # Tensor cores truncate as they accumulate: a new sum for each tile keeps float32's accuracy.
+            part = tl.zeros((BLOCK_N, BLOCK_M), dtype=tl.float32)
+            for t in tl.static_range(TERMS):
+                a = tl.load(a_base + t * a_stride + kk * BLOCK_K)
+                part = tl.dot(planes, a, part, input_precision="ieee")
+            acc += part
+
+    # --- epilogue ---
+    out_row = row.to(tl.int64)
+    if NVFP4:
+        factor = tl.load(gs_ptr + e)
+        if ASM:
+            factor = factor * 128.0
+        acc = acc * factor
+    if SPLIT_K > 1:
+        # Padding is masked and the bias added where the parts are summed.
+        o = out_ptr + split * out_rows.to(tl.int64) * n + out_row[None, :] * n + offs_n[:, None]
+        tl.store(o, acc, mask=mask_n[:, None] & written[None, :])
+        return
+    if HAS_BIAS:
+        bias = tl.load(bias_ptr + e * n + offs_n, mask=mask_n, other=0.0).to(tl.float32)
+        acc = acc + bias[:, None]
+    acc = tl.where(valid[None, :], acc, 0.0)
+    if GATED:
+        pairs = tl.permute(tl.reshape(acc, (BLOCK_N // 16, 2, 8, BLOCK_M)), (0, 2, 3, 1))
+        gate, up = tl.split(pairs)
+        h = activate(gate, up, ACT, ALPHA, LIMIT, UP_OFFSET)
+        h = tl.permute(h, (2, 1, 0))  # [token, plane, word]: the order the next product reads
+        word = pid_n * (BLOCK_N // 16) + tl.arange(0, BLOCK_N // 16)
+        plane = tl.arange(0, 8)
+        CW: tl.constexpr = OUT_CHUNK // 8
+        col = (word // CW * OUT_CHUNK + word % CW)[None, None, :] + plane[None, :, None] * CW
+        # Columns from I to OUT_KP are padding that the next product reads: zeros, which h is there.
+        keep = written[:, None, None] & (word < OUT_KP // 8)[None, None, :]
+        store_terms(
+            out_ptr, out_row[:, None, None] * OUT_KP + col, h, keep, out_rows.to(tl.int64) * OUT_KP, TERMS
+        )
+    else:
+        o = out_ptr + out_row[:, None] * n + (pid_n * BLOCK_N + i_n)[None, :]
+        tl.store(o, tl.trans(acc).to(out_ptr.dtype.element_ty), mask=written[:, None] & mask_n[None, :])

@@ -1,0 +1,129 @@
+"""Elementwise kernels: quantize, dequantize, quantize_int8. Bit for bit what csrc/cpu does."""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+from .gemm import decode_e2m1, decode_e4m3, decode_e8m0
+
+
+@triton.jit
+def _encode_e4m3(v):
+    """e4m3 byte of v >= 0: nearest even, saturating at 448 (0x7E); NaN stays NaN."""
+    bits = v.to(tl.int32, bitcast=True)
+    normal = ((bits + 0x7FFFF + ((bits >> 20) & 1)) >> 20) - 960  # rebias the exponent, 120 << 3
+    # Below 2^-6 the grid is uniform, 2^-9: adding 2^14 leaves the rounded multiple in the low bits.
+    subnormal = (v + 16384.0).to(tl.int32, bitcast=True) - 0x46800000
+    byte = tl.where(bits < 0x3C800000, subnormal, tl.minimum(normal, 0x7E))
+    return tl.where(bits > 0x7F800000, 0x7F, byte)
+
+
+@triton.jit
+def _encode_e2m1(v):
+    """Nearest e2m1 code, ties to the even code; saturates at 6, NaN becomes code 0."""
+    a = tl.abs(v)
+    # The midpoints between neighbours; a tie goes down where the lower code is even.
+    code = (a > 0.25).to(tl.int32) + (a >= 0.75).to(tl.int32) + (a > 1.25).to(tl.int32)
+    code += (
+        (a >= 1.75).to(tl.int32) + (a > 2.5).to(tl.int32) + (a >= 3.5).to(tl.int32) + (a > 5.0).to(tl.int32)
+    )
+    sign = (v.to(tl.int32, bitcast=True) >> 28) & 8
+    return tl.where(code > 0, code | sign, 0)
+
+
+@triton.jit(do_not_specialize=["rows", "rows_per_matrix"])
+def quantize_kernel(
+    x_ptr,  # [rows, K]
+    gs_ptr,  # [rows / rows_per_matrix] float32, NVFP4
+    packed_ptr,  # [rows, K/2]
+    scale_ptr,  # [rows, BLOCKS] uint8
+    rows,
+    rows_per_matrix,
+    K: tl.constexpr,
+    BLOCK: tl.constexpr,
+    NVFP4: tl.constexpr,
+    TILE: tl.constexpr,  # scale blocks a program
+):
+    BLOCKS: tl.constexpr = (K + BLOCK - 1) // BLOCK
+    i = tl.program_id(0).to(tl.int64) * TILE + tl.arange(0, TILE)
+    row = i // BLOCKS
+    block = i % BLOCKS
+    inside = row < rows
+    k = block[:, None] * BLOCK + tl.arange(0, BLOCK)[None, :]
+    mask = inside[:, None] & (k < K)
+    x = tl.load(x_ptr + row[:, None] * K + k, mask=mask, other=0.0).to(tl.float32)
+    amax = tl.max(tl.abs(x), 1)
+    if NVFP4:
+        gs = tl.load(gs_ptr + row // rows_per_matrix, mask=inside, other=1.0)
+        byte = _encode_e4m3(tl.div_rn(tl.div_rn(amax, 6.0), gs))
+        scale = decode_e4m3(byte) * gs
+    else:
+        # floor(log2(amax)) - 2 in the e8m0 bias is the float32 exponent field less 2.
+        byte = tl.maximum((amax.to(tl.int32, bitcast=True) >> 23) - 2, 0)
+        scale = decode_e8m0(byte)
+    tl.store(scale_ptr + i, byte.to(tl.uint8), mask=inside)
+    # A block whose scale is zero holds zeros, or values too small for any scale.
+    usable = scale > 0.0
+    code = _encode_e2m1(tl.div_rn(x, tl.where(usable, scale, 1.0)[:, None]))
+    code = tl.where(usable[:, None], code, 0)
+    low, high = tl.split(tl.reshape(code, (TILE, BLOCK // 2, 2)))
+    byte_k = block[:, None] * (BLOCK // 2) + tl.arange(0, BLOCK // 2)[None, :]
+    out = packed_ptr + row[:, None] * (K // 2) + byte_k
+    tl.store(out, (low | (high << 4)).to(tl.uint8), mask=inside[:, None] & (byte_k < K // 2))
+
+
+@triton.jit(do_not_specialize=["rows", "rows_per_matrix"])
+def dequantize_kernel(
+    packed_ptr,
+    scale_ptr,
+    gs_ptr,
+    out_ptr,
+    rows,
+    rows_per_matrix,
+    K: tl.constexpr,
+    BLOCK: tl.constexpr,
+    NVFP4: tl.constexpr,
+    TILE: tl.constexpr,
+):
+    """value = (e2m1 * block scale, exact) * global scale in float32, rounded once to the output dtype."""
+    BLOCKS: tl.constexpr = (K + BLOCK - 1) // BLOCK
+    i = tl.program_id(0).to(tl.int64) * TILE + tl.arange(0, TILE)
+    row = i // BLOCKS
+    block = i % BLOCKS
+    inside = row < rows
+    byte_k = block[:, None] * (BLOCK // 2) + tl.arange(0, BLOCK // 2)[None, :]
+    mask = inside[:, None] & (byte_k < K // 2)
+    packed = tl.load(packed_ptr + row[:, None] * (K // 2) + byte_k, mask=mask, other=0).to(tl.int32)
+    byte = tl.load(scale_ptr + i, mask=inside, other=0)
+    code = tl.reshape(tl.join(packed & 15, packed >> 4), (TILE, BLOCK))
+    if NVFP4:
+        gs = tl.load(gs_ptr + row // rows_per_matrix, mask=inside, other=1.0)
+        value = decode_e2m1(code) * decode_e4m3(byte)[:, None] * gs[:, None]
+    else:
+        value = decode_e2m1(code) * decode_e8m0(byte)[:, None]
+    k = block[:, None] * BLOCK + tl.arange(0, BLOCK)[None, :]
+    out = out_ptr + row[:, None] * K + k
+    tl.store(out, value.to(out_ptr.dtype.element_ty), mask=inside[:, None] & (k < K))
+
+
+@triton.jit(do_not_specialize=["rows"])
+def quantize_int8_kernel(x_ptr, codes_ptr, scale_ptr, rows, K: tl.constexpr, TILE: tl.constexpr):
+    """scale = amax / 127 for each 32, codes to nearest even; a block of zeros gets scale 0."""
+    BLOCK: tl.constexpr = 32
+    BLOCKS: tl.constexpr = (K + BLOCK - 1) // BLOCK
+    i = tl.program_id(0).to(tl.int64) * TILE + tl.arange(0, TILE)
+    row = i // BLOCKS
+    inside = row < rows
+    k = (i % BLOCKS)[:, None] * BLOCK + tl.arange(0, BLOCK)[None, :]
+    mask = inside[:, None] & (k < K)
+    x = tl.load(x_ptr + row[:, None] * K + k, mask=mask, other=0.0).to(tl.float32)
+    # As integers, the bits of a NaN are above those of every number, so a NaN reaches the scale.
+    top = tl.max(x.to(tl.int32, bitcast=True) & 0x7FFFFFFF, 1)
+    scale = tl.div_rn(top.to(tl.float32, bitcast=True), 127.0)
+    tl.store(scale_ptr + i, scale, mask=inside)
+    usable = ((scale > 0.0) & (top < 0x7F800000))[:, None]
+    # Adding 1.5 * 2^23 rounds to nearest even and leaves the integer in the low bits.
+    rounded = tl.div_rn(tl.where(usable, x, 0.0), tl.where(usable, scale[:, None], 1.0)) + 12582912.0
+    code = rounded.to(tl.int32, bitcast=True).to(tl.int8)
+    tl.store(codes_ptr + row[:, None] * K + k, tl.where(usable, code, 0).to(tl.int8), mask=mask)
