@@ -221,7 +221,7 @@ def check_prepack(packed, block_scale, format, layout) -> Format:
 
 
 def check_count(name: str, count: int) -> None:
-    torch._check(count >= 0, lambda: f"{name} is {count}; it must not be negative")
+    torch._check(count >= 0, lambda: f"{name} is {count}; it must be 0 or more")
 
 
 def check_offsets(name: str, t: torch.Tensor, a: torch.Tensor | None = None) -> None:

@@ -207,17 +207,17 @@ BAD = (
     Bad("moe", {"out_dtype": torch.float64}, f"out_dtype is float64; it must be {FLOAT_NAMES}"),
     Bad("offs_to_m_indices", {"offs": to(torch.int64)}, "offs has dtype int64; it must be int32"),
     Bad("offs_to_m_indices", {"offs": first}, "offs has 0 dimensions; it must have 1"),
-    Bad("offs_to_m_indices", {"m": -1}, "m is -1; it must not be negative"),
+    Bad("offs_to_m_indices", {"m": -1}, "m is -1; it must be 0 or more"),
     Bad("m_indices_to_offs", {"m_indices": to(torch.int64)}, "m_indices has dtype int64; it must be int32"),
     Bad("m_indices_to_offs", {"m_indices": first}, "m_indices has 0 dimensions; it must have 1"),
-    Bad("m_indices_to_offs", {"num_groups": -2}, "num_groups is -2; it must not be negative"),
+    Bad("m_indices_to_offs", {"num_groups": -2}, "num_groups is -2; it must be 0 or more"),
     Bad("to_masked", {"a": first}, "a has 1 dimensions; it must have 2"),
     Bad("to_masked", {"offs": to(torch.float32)}, "offs has dtype float32; it must be int32"),
-    Bad("to_masked", {"max_m": -1}, "max_m is -1; it must not be negative"),
+    Bad("to_masked", {"max_m": -1}, "max_m is -1; it must be 0 or more"),
     Bad("from_masked", {"a": first}, "a has 2 dimensions; it must have 3"),
     Bad("from_masked", {"masked_m": to(torch.int64)}, "masked_m has dtype int64; it must be int32"),
     Bad("from_masked", {"masked_m": cut}, f"masked_m has shape [{G - 1}]; it must be [{G}]"),
-    Bad("from_masked", {"m": -1}, "m is -1; it must not be negative"),
+    Bad("from_masked", {"m": -1}, "m is -1; it must be 0 or more"),
 )  # fmt: skip
 
 
