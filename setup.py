@@ -26,6 +26,7 @@ ISA_FLAGS = {
         "-mfma",
         "-mf16c",
         "-mprefer-vector-width=512",
+        *["-Wno-uninitialized", "-Wno-maybe-uninitialized"],  # gcc 12 warns about its own intrinsics
     ],
 }
 

@@ -34,6 +34,7 @@ using PanelKernel = void (*)(const Panel& panel, const uint8_t* const* rows, int
 
 struct Kernels {
   const char* name;
+  bool (*supported)();  // by this machine and its operating system
   PanelKernel int8_e4m3, int8_e8m0, float_e4m3, float_e8m0;
 
   // x [k] -> codes int8 [k], scales [ceil(k / 32)].
@@ -53,7 +54,7 @@ struct Kernels {
   void (*accumulate)(const float* x, float weight, int64_t n, float* sum);
 };
 
-extern const Kernels kScalarKernels;
+extern const Kernels kScalarKernels, kAvx2Kernels, kAvx512Kernels;
 
 // The table for this machine: the best it supports, or what FP4_CPU_CAPABILITY asks for.
 const Kernels& kernels();

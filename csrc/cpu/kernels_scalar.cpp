@@ -56,6 +56,7 @@ void panel_int8(const Panel& panel, const uint8_t* const* rows, int count, float
 
 const Kernels kScalarKernels = {
     .name = "scalar",
+    .supported = [] { return true; },
     .int8_e4m3 = panel_int8<Scale::e4m3, 16>,
     .int8_e8m0 = panel_int8<Scale::e8m0, 32>,
     .float_e4m3 = panel_float<Scale::e4m3, 16>,
