@@ -11,6 +11,13 @@ from . import _library
 
 _library.load()
 
+# After the operators, which these use.
+from .info import Info, info  # noqa: E402
+from .quantize import quantize  # noqa: E402
+from .tensor import FP4Tensor  # noqa: E402
+
+__all__ = ["FP4Tensor", "Info", "explain", "info", "quantize"]
+
 
 def __getattr__(name: str) -> Any:
     if name == "explain":  # only with the compile passes, which are loaded when they are needed

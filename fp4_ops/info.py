@@ -1,0 +1,146 @@
+"""`fp4_ops.info()`: what was built, what this machine has, and which kernels will therefore run."""
+
+from __future__ import annotations
+
+import importlib.metadata
+import platform
+from dataclasses import dataclass, fields
+from pathlib import Path
+
+import torch
+
+from ._library import library_path
+from .meta.formats import FORMATS
+from .meta.layouts import preferred_layout
+
+
+@dataclass(frozen=True)
+class Gpu:
+    name: str
+    compute_capability: str
+    """As in "9.0"."""
+
+    def __str__(self) -> str:
+        return f"{self.name} (compute capability {self.compute_capability})"
+
+
+@dataclass(frozen=True)
+class Kernels:
+    """What runs on one kind of device."""
+
+    device: str
+    family: str
+    """"scalar", "avx2" or "avx512" on a CPU; "triton" on a GPU; "none" with the reason."""
+    activations: str
+    """The activations its operators take."""
+    preferred_layout: str
+
+    def __str__(self) -> str:
+        return f"{self.device}: {self.family}; activations {self.activations}; layout {self.preferred_layout}"
+
+
+@dataclass(frozen=True)
+class Info:
+    fp4_ops: str
+    torch: str
+    python: str
+    triton: str
+    library: str
+    """The compiled operators: path, and the oldest torch whose stable ABI it uses."""
+    formats: tuple[str, ...]
+    operators: tuple[str, ...]
+    cpu: str
+    cpu_features: tuple[str, ...]
+    """Those that fp4_ops has kernels for."""
+    gpus: tuple[Gpu, ...]
+    kernels: tuple[Kernels, ...]
+
+    def __str__(self) -> str:
+        lines = []
+        for field in fields(self):
+            value = getattr(self, field.name)
+            label = field.name.replace("_", " ") if field.name != "fp4_ops" else field.name
+            if field.name in ("gpus", "kernels"):
+                items = [str(v) for v in value] or ["none"]
+            else:
+                items = [", ".join(value) or "none" if isinstance(value, tuple) else value]
+            for i, item in enumerate(items):
+                lines.append(f"{label if i == 0 else '':<14}{item}")
+        return "\n".join(lines)
+
+
+def info() -> Info:
+    """Everything that decides which kernels run here: a dataclass that prints itself."""
+    return Info(
+        fp4_ops=_version("fp4_ops"),
+        torch=torch.__version__,
+        python=platform.python_version(),
+        triton=_version("triton"),
+        library=f"{_library()} (stable ABI of torch 2.11 and later)",
+        formats=tuple(FORMATS),
+        operators=_operators(),
+        cpu=_cpu_name(),
+        cpu_features=_cpu_features(),
+        gpus=_gpus(),
+        kernels=(_cpu_kernels(), *_gpu_kernels()),
+    )
+
+
+def _version(package: str) -> str:
+    try:
+        return importlib.metadata.version(package)
+    except importlib.metadata.PackageNotFoundError:
+        return "not installed"
+
+
+def _library() -> str:
+    path = library_path()
+    return str(path) if path else "not built"
+
+
+def _operators() -> tuple[str, ...]:
+    from .meta.fakes import OPERATORS
+
+    return OPERATORS
+
+
+def _cpu_name() -> str:
+    try:
+        for line in Path("/proc/cpuinfo").read_text().splitlines():
+            if line.startswith("model name"):
+                return f"{line.split(':', 1)[1].strip()}, {torch.get_num_threads()} threads"
+    except OSError:
+        pass
+    return f"{platform.machine()}, {torch.get_num_threads()} threads"
+
+
+def _cpu_features() -> tuple[str, ...]:
+    capabilities = torch.cpu.get_capabilities() if hasattr(torch.cpu, "get_capabilities") else {}
+    wanted = ("avx2", "avx512_f", "avx512_vl", "avx512_vnni", "avx512_bf16", "amx_int8")
+    return tuple(name for name in wanted if capabilities.get(name))
+
+
+def _cpu_kernels() -> Kernels:
+    try:
+        family = torch.ops.fp4.cpu_capability()
+    except RuntimeError as error:  # FP4_CPU_CAPABILITY asks for what this machine lacks
+        family = f"none: {str(error).splitlines()[0]}"
+    return Kernels("cpu", family, "float32, bfloat16, float16, int8", preferred_layout("cpu"))
+
+
+def _gpus() -> tuple[Gpu, ...]:
+    if not torch.cuda.is_available():
+        return ()
+    found = []
+    for i in range(torch.cuda.device_count()):
+        properties = torch.cuda.get_device_properties(i)
+        found.append(Gpu(properties.name, f"{properties.major}.{properties.minor}"))
+    return tuple(found)
+
+
+def _gpu_kernels() -> tuple[Kernels, ...]:
+    if not torch.cuda.is_available():
+        return ()
+    registered = torch._C._dispatch_has_kernel_for_dispatch_key("fp4::grouped_mm", "CUDA")
+    family = "triton" if registered else "none: Triton is not installed"
+    return (Kernels("cuda", family, "float32, bfloat16, float16", preferred_layout("cuda")),)

@@ -1,0 +1,293 @@
+"""FP4Tensor: packed codes, scales and format as one tensor of the original's shape and dtype."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, NoReturn
+
+import torch
+from torch import Tensor
+
+aten = torch.ops.aten
+
+
+class FP4Tensor(torch.Tensor):
+    """A 4-bit tensor that stands in for the weight it was quantised from in the products of fp4 operators.
+
+    packed uint8 [..., N, K/2], block_scale [..., N, ceil(K/block)], global_scale float32 [...] (None for
+    formats without one), format and weight_layout: the operands of `torch.ops.fp4.*`. `shape` and `dtype`
+    are the original's; `transposed` says that the last two dimensions have changed places.
+
+    Works: `x @ w.t()`, `F.linear(x, w, b)`, `torch.bmm(x, w.mT)`, `F.grouped_mm(x, w.mT, offs=offs)`,
+    `w[i]`, `.to()`, `clone`, `detach`, `copy_`, `torch.save`, `nn.Parameter(w, requires_grad=False)`,
+    `torch.compile`. Anything else raises NotImplementedError and names the function: nothing is ever
+    dequantised silently.
+    """
+
+    packed: Tensor
+    block_scale: Tensor
+    global_scale: Tensor | None
+    format: str
+    weight_layout: str
+    transposed: bool
+
+    __torch_function__ = torch._C._disabled_torch_function_impl  # type: ignore[assignment]
+
+    @staticmethod
+    def __new__(
+        cls,
+        packed: Tensor,
+        block_scale: Tensor,
+        global_scale: Tensor | None,
+        *,
+        format: str,
+        dtype: torch.dtype,
+        layout: str = "plain",
+        transposed: bool = False,
+    ) -> FP4Tensor:
+        shape = [*packed.shape[:-1], packed.shape[-1] * 2]
+        strides = [1] * len(shape)
+        for i in range(len(shape) - 2, -1, -1):
+            strides[i] = strides[i + 1] * shape[i + 1]
+        if transposed:
+            for sizes in (shape, strides):
+                sizes[-2], sizes[-1] = sizes[-1], sizes[-2]
+        return torch.Tensor._make_wrapper_subclass(
+            cls, shape, strides=strides, dtype=dtype, device=packed.device, requires_grad=False
+        )
+
+    def __init__(
+        self,
+        packed: Tensor,
+        block_scale: Tensor,
+        global_scale: Tensor | None,
+        *,
+        format: str,
+        dtype: torch.dtype,
+        layout: str = "plain",
+        transposed: bool = False,
+    ) -> None:
+        self.packed = packed
+        self.block_scale = block_scale
+        self.global_scale = global_scale
+        self.format = format
+        self.weight_layout = layout  # `Tensor.layout` itself is torch's (strided)
+        self.transposed = transposed
+
+    def __tensor_flatten__(self) -> tuple[list[str], dict[str, Any]]:
+        tensors = ["packed", "block_scale"] + (["global_scale"] if self.global_scale is not None else [])
+        return tensors, {**self._options(), "dtype": self.dtype, "transposed": self.transposed}
+
+    @staticmethod
+    def __tensor_unflatten__(
+        tensors: dict[str, Tensor], context: dict[str, Any], outer_size: Any, outer_stride: Any
+    ) -> FP4Tensor:
+        return FP4Tensor(tensors["packed"], tensors["block_scale"], tensors.get("global_scale"), **context)
+
+    def __repr__(self, *, tensor_contents: object = None) -> str:  # type: ignore[override]
+        notes = (
+            f", layout={self.weight_layout}" * (self.weight_layout != "plain")
+            + ", transposed" * self.transposed
+        )
+        dtype = str(self.dtype).removeprefix("torch.")
+        return f"FP4Tensor({self.format}, {list(self.shape)}, {dtype}, {self.device}{notes})"
+
+    def _stable_hash_for_caching(self) -> str:
+        """Asked for by AOTAutograd's cache: everything a graph can depend on."""
+        held = [(t.dtype, t.shape, t.stride(), t.device) for t in self._operands() if t is not None]
+        own = (self.dtype, self.shape, self.stride(), self.transposed, self.requires_grad)
+        return repr((self._options(), own, held))
+
+    def _options(self) -> dict[str, str]:
+        return {"format": self.format, "layout": self.weight_layout}
+
+    def _operands(self) -> tuple[Tensor, Tensor, Tensor | None]:
+        return self.packed, self.block_scale, self.global_scale
+
+    def _map(self, function: Callable[[Tensor], Tensor], **changes: Any) -> FP4Tensor:
+        """The same tensor with `function` applied to what it holds."""
+        context = {**self._options(), "dtype": self.dtype, "transposed": self.transposed, **changes}
+        held = (None if t is None else function(t) for t in self._operands())
+        return FP4Tensor(*held, **context)  # type: ignore[arg-type, misc]
+
+    @property
+    def nbytes(self) -> int:  # type: ignore[override]
+        """Bytes actually held: codes and scales."""
+        return sum(t.nbytes for t in self._operands() if t is not None)
+
+    def dequantize(self, dtype: torch.dtype | None = None) -> Tensor:  # type: ignore[override]
+        """The values the codes stand for, in `dtype` (default: the original's): a plain tensor."""
+        if self.requires_grad and torch.is_grad_enabled():
+            raise RuntimeError("FP4Tensor.dequantize has no gradient: 4-bit weights are for inference")
+        dtype = dtype or self.dtype
+        values = torch.ops.fp4.dequantize(*self._operands(), self.format, dtype, layout=self.weight_layout)
+        return values.transpose(-2, -1) if self.transposed else values
+
+    def prepack(self, layout: str) -> FP4Tensor:
+        """The same values with the bytes in `layout` ("plain", or "tile16" for the CPU kernels)."""
+        packed, block_scale = self.packed, self.block_scale
+        if layout == self.weight_layout:
+            return self
+        if self.weight_layout != "plain":
+            packed, block_scale = torch.ops.fp4.unpack(packed, block_scale, self.format, self.weight_layout)
+        if layout != "plain":
+            packed, block_scale = torch.ops.fp4.prepack(packed, block_scale, self.format, layout)
+        return FP4Tensor(
+            packed, block_scale, self.global_scale,
+            format=self.format, dtype=self.dtype, layout=layout, transposed=self.transposed,
+        )  # fmt: skip
+
+    @classmethod
+    def __torch_dispatch__(  # type: ignore[override]
+        cls, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        implementation = IMPLEMENTATIONS.get(func)
+        if implementation is None:
+            _refuse(func, "it is not one of the functions FP4Tensor has")
+        return implementation(func, *args, **(kwargs or {}))
+
+
+def _refuse(func: Any, why: str) -> NoReturn:
+    raise NotImplementedError(
+        f"{func} on an FP4Tensor: {why}. Use torch.ops.fp4.* with its packed, block_scale and global_scale, "
+        "or call .dequantize() first."
+    )
+
+
+IMPLEMENTATIONS: dict[Any, Callable[..., Any]] = {}
+
+
+def _implements(*functions: Any) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
+    def register(implementation: Callable[..., Any]) -> Callable[..., Any]:
+        IMPLEMENTATIONS.update(dict.fromkeys(functions, implementation))
+        return implementation
+
+    return register
+
+
+# --- moving and viewing ---
+
+
+@_implements(aten.detach.default, aten.alias.default, aten.clone.default)
+def _same(func: Any, w: FP4Tensor, **kwargs: Any) -> FP4Tensor:
+    kwargs.pop("memory_format", None)  # the packed order is what it is
+    return w._map(lambda t: func(t, **kwargs))
+
+
+@_implements(aten._to_copy.default)
+def _to_copy(func: Any, w: FP4Tensor, *, dtype: torch.dtype | None = None, **kwargs: Any) -> FP4Tensor:
+    """A new device moves what is held; a new dtype is the one that products and `dequantize` give."""
+    kwargs.pop("memory_format", None)
+    dtype = dtype or w.dtype
+    if dtype not in (torch.float32, torch.bfloat16, torch.float16):
+        _refuse(func, f"its dtype cannot be {str(dtype).removeprefix('torch.')}")
+    device = torch.device(kwargs.get("device") or w.device)
+    if device.type != w.device.type:  # a kernel layout belongs to one kind of device
+        w = w.prepack("plain")
+    return w._map(lambda t: func(t, **kwargs), dtype=dtype)
+
+
+@_implements(aten.copy_.default)
+def _copy(func: Any, w: FP4Tensor, source: Tensor, non_blocking: bool = False) -> FP4Tensor:
+    if not isinstance(w, FP4Tensor) or not isinstance(source, FP4Tensor):
+        _refuse(func, "one of the two is not an FP4Tensor")
+    if w.shape != source.shape or w.format != source.format or w.transposed != source.transposed:
+        _refuse(func, f"{source} does not fit {w}")
+    source = source.prepack(w.weight_layout)
+    for to, value in zip(w._operands(), source._operands(), strict=True):
+        if to is not None and value is not None:
+            to.copy_(value, non_blocking)
+    return w
+
+
+@_implements(aten.t.default)
+def _t(func: Any, w: FP4Tensor) -> FP4Tensor:
+    return w._map(aten.alias.default, transposed=not w.transposed)
+
+
+@_implements(aten.transpose.int)
+def _transpose(func: Any, w: FP4Tensor, dim0: int, dim1: int) -> FP4Tensor:
+    if w.dim() < 2 or {dim0 % w.dim(), dim1 % w.dim()} != {w.dim() - 2, w.dim() - 1}:
+        _refuse(func, "only the last two dimensions can change places")
+    return _t(func, w)
+
+
+@_implements(aten.select.int)
+def _select(func: Any, w: FP4Tensor, dim: int, index: int) -> FP4Tensor:
+    if w.dim() < 3 or dim % w.dim() >= w.dim() - 2:
+        _refuse(func, "only whole matrices can be taken out of it")
+    return w._map(lambda t: func(t, dim % w.dim(), index))
+
+
+@_implements(aten.expand.default, aten.view.default, aten._unsafe_view.default)
+def _same_shape(func: Any, w: FP4Tensor, size: list[int], **kwargs: Any) -> FP4Tensor:
+    # torch.matmul of two 3D operands makes these calls on its way to bmm.
+    if list(w.shape) != [s if s != -1 else d for s, d in zip(size, w.shape)] or len(size) != w.dim():
+        _refuse(func, f"its shape {list(w.shape)} cannot become {list(size)}")
+    return w._map(aten.alias.default)
+
+
+# --- products ---
+
+
+def _check_product(func: Any, a: Any, w: Any, *, transposed: bool = True) -> None:
+    """a is an ordinary tensor, and the product sums over the quantised dimension of w."""
+    if not isinstance(w, FP4Tensor) or isinstance(a, FP4Tensor):
+        _refuse(func, "only the right operand of a product can be one")
+    if w.transposed != transposed:
+        _refuse(
+            func,
+            "it is quantised along its last dimension, and only products that sum over that one (x @ w.mT) "
+            "are computed; gradients need the other one, and do not exist",
+        )
+
+
+def _mm_rows(a: Tensor, w: FP4Tensor, bias: Tensor | None) -> Tensor:
+    """a [..., K] x w [N, K] -> [..., N]."""
+    out = torch.ops.fp4.mm(a.reshape(-1, a.shape[-1]), *w._operands(), None, bias, **w._options())
+    return out.view(*a.shape[:-1], out.shape[-1])
+
+
+@_implements(aten.mm.default)
+def _mm(func: Any, a: Tensor, w: FP4Tensor) -> Tensor:
+    _check_product(func, a, w)
+    return _mm_rows(a, w, None)
+
+
+@_implements(aten.addmm.default)
+def _addmm(func: Any, bias: Tensor, a: Tensor, w: FP4Tensor, *, beta: float = 1, alpha: float = 1) -> Tensor:
+    _check_product(func, a, w)
+    if beta != 1 or alpha != 1 or tuple(bias.shape) != (w.shape[-1],):
+        _refuse(func, "the sum must be a bias of one row, with beta = alpha = 1")
+    return _mm_rows(a, w, bias)
+
+
+@_implements(aten.linear.default)
+def _linear(func: Any, a: Tensor, w: FP4Tensor, bias: Tensor | None = None) -> Tensor:
+    _check_product(func, a, w, transposed=False)
+    return _mm_rows(a, w, bias)
+
+
+@_implements(aten.bmm.default)
+def _bmm(func: Any, a: Tensor, w: FP4Tensor) -> Tensor:
+    _check_product(func, a, w)
+    every_row = torch.full((a.shape[0],), a.shape[1], dtype=torch.int32, device=a.device)
+    return torch.ops.fp4.grouped_mm_masked(a, *w._operands(), every_row, **w._options())
+
+
+@_implements(aten._grouped_mm.default)
+def _grouped_mm(
+    func: Any,
+    a: Tensor,
+    w: FP4Tensor,
+    offs: Tensor | None = None,
+    bias: Tensor | None = None,
+    out_dtype: torch.dtype | None = None,
+) -> Tensor:
+    _check_product(func, a, w)
+    if a.dim() != 2 or w.dim() != 3 or offs is None:
+        _refuse(func, "a must have 2 dimensions, the weight 3, and offs must be given")
+    return torch.ops.fp4.grouped_mm(a, *w._operands(), offs, None, bias, **w._options(), out_dtype=out_dtype)
+
+
+torch.serialization.add_safe_globals([FP4Tensor])

@@ -1,0 +1,81 @@
+"""fp4_ops.info() and `python -m fp4_ops info`: what they say is true."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+import fp4_ops
+
+
+def run(*arguments: str, **environment: str) -> subprocess.CompletedProcess:
+    return subprocess.run(
+        [sys.executable, "-m", "fp4_ops", *arguments],
+        capture_output=True, text=True, env={**os.environ, **environment},
+    )  # fmt: skip
+
+
+def test_info():
+    info = fp4_ops.info()
+    assert info.torch == torch.__version__
+    assert Path(info.library.split(" (")[0]).exists()
+    assert info.formats == ("nvfp4", "mxfp4")
+    assert set(info.operators) >= {"quantize", "mm", "grouped_mm", "indexed_mm", "moe"}
+    kernels = {k.device: k for k in info.kernels}
+    assert kernels["cpu"].family == torch.ops.fp4.cpu_capability()
+    assert ("cuda" in kernels) == torch.cuda.is_available() == bool(info.gpus)
+    for k in info.kernels:
+        assert k.preferred_layout in ("plain", "tile16")
+
+
+@pytest.mark.gpu
+def test_info_names_the_gpu():
+    info = fp4_ops.info()
+    assert info.gpus[0].name == torch.cuda.get_device_name(0)
+    assert {k.device: k.family for k in info.kernels}["cuda"] == "triton"
+
+
+def test_the_command_prints_it():
+    result = run("info")
+    assert result.returncode == 0, result.stderr
+    text = str(fp4_ops.info())
+    assert [line.split(", ")[0] for line in result.stdout.splitlines()] == [
+        line.split(", ")[0] for line in text.splitlines()
+    ]
+    for word in (torch.__version__, "nvfp4", "cpu:", "layout tile16"):
+        assert word in result.stdout
+
+
+def test_a_forced_capability_shows():
+    assert "cpu: scalar;" in run("info", FP4_CPU_CAPABILITY="scalar").stdout
+    wrong = run("info", FP4_CPU_CAPABILITY="sse9")
+    assert wrong.returncode == 0 and "FP4_CPU_CAPABILITY is 'sse9'" in wrong.stdout
+
+
+def test_no_command_shows_the_commands():
+    result = run()
+    assert result.returncode == 2 and "info" in result.stderr
+
+
+def test_a_missing_library_is_one_readable_line(tmp_path):
+    """What a user sees whose wheel was built for another platform, or not built at all."""
+    package = tmp_path / "fp4_ops"
+    package.mkdir()
+    for name in ("__init__.py", "_library.py"):
+        (package / name).write_text((Path(fp4_ops.__file__).parent / name).read_text())
+
+    def stderr() -> str:
+        result = subprocess.run(
+            [sys.executable, "-c", "import fp4_ops"], cwd=tmp_path, capture_output=True, text=True
+        )
+        assert result.returncode == 1
+        return result.stderr.strip().splitlines()[-1]
+
+    assert stderr().startswith("ImportError: fp4_ops: the compiled operators are missing")
+    (package / "_C.so").write_bytes(b"not a library")
+    assert stderr().startswith("ImportError: fp4_ops: _C.so does not load in torch")
