@@ -62,7 +62,7 @@ def capture(gm: fx.GraphModule, inputs: Sequence[Any]) -> tuple[fx.GraphModule, 
     # Memoised fake outputs of Dynamo's own run must not be taken for those of this one.
     fake_mode.epoch += 1
 
-    interpreter = PropagateUnbackedSymInts(gm)
+    interpreter = _Interpreter(gm)
     with contextlib.ExitStack() as stack:
         stack.enter_context(fake_mode)
         stack.enter_context(enable_python_dispatcher())
@@ -81,6 +81,38 @@ def mutated_inputs(graph: fx.Graph) -> set[fx.Node]:
     """Placeholders that the graph writes to."""
     writes = graph.find_nodes(op="call_function", target=aten.copy_.default)
     return {n.args[0] for n in writes if isinstance(n.args[0], fx.Node) and n.args[0].op == "placeholder"}
+
+
+def source_name(source: Any) -> str:
+    """Where Dynamo found an input, such as L['self']._modules['experts']._parameters['down_proj']."""
+    name = getattr(source, "name", "")
+    return name if isinstance(name, str) else name()  # a method in older torch
+
+
+class _Interpreter(PropagateUnbackedSymInts):
+    """Takes Python floats beside expert weights in a module (alpha, limit) for the constants they are.
+
+    With `dynamic=True` Dynamo makes symbols of them, and an activation could not be told. They are guarded
+    on, so another value compiles anew; all other floats stay symbols.
+    """
+
+    def __init__(self, gm: fx.GraphModule) -> None:
+        super().__init__(gm)
+        weights = [n for n in _placeholders(gm) if _rank(n) == 3]
+        self._expert_weights = [source_name(getattr(n, "_dynamo_source", None)) for n in weights]
+
+    def run_node(self, n: fx.Node) -> Any:
+        symbol = n.meta.get("example_value")
+        if isinstance(symbol, torch.SymFloat) and n.op == "call_method" and n.target == "item":
+            module = source_name(getattr(getattr(n.args[0], "_dynamo_source", None), "base", None))
+            if module and any(w.startswith(module + ".") for w in self._expert_weights):
+                return float(symbol)
+        return super().run_node(n)
+
+
+def _rank(node: fx.Node) -> int:
+    example = node.meta.get("example_value")
+    return example.dim() if isinstance(example, torch.Tensor) else 0
 
 
 def _functional(run: Callable[..., Any]) -> Callable[..., Any]:

@@ -50,11 +50,17 @@ def analyse(gm: fx.GraphModule, inputs: Sequence[Any], options: Options) -> tupl
 
 
 def compile_graph(
-    gm: fx.GraphModule, inputs: Sequence[Any], options: Options, compile_fx: Compile
+    gm: fx.GraphModule,
+    inputs: Sequence[Any],
+    options: Options,
+    compile_fx: Compile,
+    tell: Callable[[Frame], None] | None = None,
 ) -> Callable[..., Any]:
-    """Compile one graph of Dynamo's, with 4-bit experts where they were proved."""
+    """Compile one graph of Dynamo's, with 4-bit experts where they were proved; `tell` gets the findings."""
     rewritten, frame = analyse(gm, inputs, options)
-    _tell(frame, _has_expert_weights(gm, inputs))
+    if tell is not None:
+        tell(frame)
+    _log(frame, _has_expert_weights(gm, inputs))
     if rewritten is None:
         return compile_fx(gm, inputs, config_patches=options.inductor)
     examples = [*(inputs[i] for i in rewritten.keep), *rewritten.fakes]
@@ -91,7 +97,7 @@ def _frame_name() -> str:
     return f"{code.co_name} ({'/'.join(code.co_filename.split('/')[-3:])}:{code.co_firstlineno})"
 
 
-def _tell(frame: Frame, has_weights: bool) -> None:
+def _log(frame: Frame, has_weights: bool) -> None:
     done = [s for s in frame.sites if s.rewritten]
     if (frame.sites and not done) or (frame.note and has_weights):
         log.warning("%s", frame)

@@ -429,8 +429,8 @@ def _touches_weight(bmm: fx.Node, weights: Weights) -> bool:
     for operand in bmm.args:
         source, _ = unswap(operand)  # type: ignore[arg-type]
         table, _ = gathered(source)
-        if table is not None:
-            source, _ = unswap(table)
+        if table is not None and len(shape(table)) == 3:
+            return True
         if weights.is_candidate(source):
             return True
     return False

@@ -8,6 +8,8 @@ from dataclasses import dataclass, field
 import torch
 from torch import fx
 
+from .capture import source_name
+
 _TORCH = str(torch.__file__).removesuffix("__init__.py")
 
 
@@ -126,10 +128,7 @@ def location(node: fx.Node) -> str:
 
 def input_name(placeholder: fx.Node) -> str:
     """A graph input's name in the model, such as model.layers[0].mlp.experts.down_proj."""
-    source = getattr(placeholder, "_dynamo_source", None)
-    if source is None:
-        return placeholder.name
-    name = source.name if isinstance(source.name, str) else source.name()
+    name = source_name(getattr(placeholder, "_dynamo_source", None))
     name = re.sub(r"\._(?:modules|parameters|buffers)\['([^']+)'\]", r".\1", name)
     name = re.sub(r"^L\['(?:self|[a-z_]+)'\]\.?", "", name)
     return re.sub(r"\.(\d+)(?=\.|$)", r"[\1]", name) or placeholder.name
