@@ -1,0 +1,288 @@
+"""After compilation: packed weights follow their parameters; gradients, options, Inductor's caches."""
+
+from __future__ import annotations
+
+import copy
+import gc
+import json
+import logging
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from fp4_ops.compile_passes import weights as packed_weights
+from fp4_ops.compile_passes.options import inductor_patches, parse
+from fp4_ops.compile_passes.weights import PackSpec, store
+from moe_models import Block, Recorder, relative_error
+
+EXACT = 1e-5
+
+
+@pytest.fixture(autouse=True)
+def fresh_dynamo():
+    torch._dynamo.reset()
+    torch.set_num_threads(1)
+
+
+@pytest.fixture
+def compiled_block():
+    block, recorder = Block("grouped_mm"), Recorder(activation="bf16")
+    compiled = torch.compile(block, backend=recorder)
+    x = torch.randn(10, Block.H)
+    with torch.no_grad():
+        compiled(x)
+    return block, compiled, recorder, x
+
+
+def check(block: Block, compiled, x: torch.Tensor) -> None:
+    with torch.no_grad():
+        assert relative_error(compiled(x), block.twin()(x)) < EXACT
+
+
+# --- weights that change ---
+
+
+def test_in_place_updates_are_noticed(compiled_block):
+    block, compiled, recorder, x = compiled_block
+    check(block, compiled, x)
+    with torch.no_grad():
+        block.w13.mul_(-1.5)
+    check(block, compiled, x)
+    block.load_state_dict(Block("grouped_mm").state_dict())
+    check(block, compiled, x)
+    assert recorder.compilations == 1
+
+
+def test_new_data_is_noticed(compiled_block):
+    block, compiled, recorder, x = compiled_block
+    block.w2.data = torch.randn_like(block.w2)
+    check(block, compiled, x)
+    assert recorder.compilations == 1
+
+
+def test_a_new_parameter_is_noticed(compiled_block):
+    block, compiled, _, x = compiled_block
+    block.w13 = torch.nn.Parameter(torch.randn_like(block.w13))
+    check(block, compiled, x)
+
+
+def test_each_weight_is_packed_once_for_all_graphs(compiled_block, monkeypatch):
+    block, compiled, _, x = compiled_block
+    packed = []
+    original = PackSpec.pack
+    monkeypatch.setattr(PackSpec, "pack", lambda spec, w: packed.append(w) or original(spec, w))
+    other = torch.compile(block, backend=Recorder(activation="int8"), dynamic=True)
+    with torch.inference_mode():
+        other(torch.randn(3, Block.H))
+        compiled(x)
+        compiled(torch.randn(1, Block.H))
+    assert packed == []
+    with torch.no_grad():
+        block.w2.add_(1.0)
+        compiled(x)
+        other(x)
+    assert len(packed) == 1 and packed[0] is block.w2
+
+
+def test_packed_weights_die_with_their_parameter():
+    block = Block("batched_mm")
+    x = torch.randn(4, Block.H)
+    with torch.no_grad():
+        torch.compile(block, backend=Recorder())(x)
+    stores = [s for s in packed_weights._stores.values() if s._entries]
+    before = sum(len(s) for s in stores)
+    ids = {id(block.w13), id(block.w2)}
+    assert len(ids & {key for s in stores for key in s._entries}) == 2
+    del block
+    torch._dynamo.reset()
+    gc.collect()
+    assert sum(len(s) for s in stores) == before - 2
+
+
+def test_weights_made_in_inference_mode_work():
+    with torch.inference_mode():
+        block = Block("grouped_mm")
+        x = torch.randn(4, Block.H)
+        got = torch.compile(block, backend=Recorder(activation="bf16"))(x)
+        assert relative_error(got, block.twin()(x)) < EXACT
+
+
+def test_packing_in_inference_mode_does_not_taint_later_calls():
+    block = Block("grouped_mm")
+    x = torch.randn(4, Block.H)
+    compiled = torch.compile(block, backend=Recorder(activation="bf16"))
+    with torch.inference_mode():
+        compiled(x)
+    spec = next(spec for spec, s in packed_weights._stores.items() if id(block.w13) in s._entries)
+    assert not any(t.is_inference() for t in store(spec).get(block.w13))
+    check(block, compiled, x)
+
+
+def test_the_compiled_graph_does_not_need_the_originals(compiled_block):
+    _, _, recorder, _ = compiled_block
+    (graph,) = recorder.graphs
+    shapes = [tuple(n.meta["val"].shape) for n in graph.graph.find_nodes(op="placeholder")]
+    assert (Block.E, 2 * Block.I, Block.H) not in shapes and (Block.E, 2 * Block.I, Block.H // 2) in shapes
+
+
+# --- mutated inputs and aliases ---
+
+
+def test_a_mutated_input_is_written_to():
+    class Accumulate(torch.nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.block = Block("grouped_mm")
+            self.register_buffer("seen", torch.zeros(6, Block.H))
+
+        def forward(self, x, cache):
+            y = self.block(x)
+            cache[2:5].copy_(y[:3])
+            self.seen.add_(y)
+            return y * 2
+
+    module, recorder = Accumulate(), Recorder(activation="bf16")
+    x, cache = torch.randn(6, Block.H), torch.zeros(8, Block.H)
+    compiled = torch.compile(module, backend=recorder)
+    with torch.no_grad():
+        y = compiled(x, cache)
+        assert recorder.ops == ["fp4::moe"]
+        assert torch.equal(cache[2:5], y[:3] / 2) and not cache[:2].any()
+        compiled(x, cache)
+    assert torch.equal(module.seen, y)
+
+
+def test_an_output_that_aliases_a_mutated_input_is_left_to_inductor():
+    class Alias(Block):
+        def forward(self, x, cache):
+            cache.add_(super().forward(x))
+            return cache[1:], cache.view(-1)
+
+    module, recorder = Alias("grouped_mm"), Recorder(activation="bf16")
+    x, cache = torch.randn(6, Block.H), torch.zeros(6, Block.H)
+    with torch.no_grad():
+        tail, flat = torch.compile(module, backend=recorder)(x, cache)
+    assert "shares memory" in recorder.frames[0].note
+    cache.fill_(3.0)
+    assert (tail == 3).all() and (flat == 3).all()
+
+
+# --- gradients ---
+
+
+@pytest.mark.parametrize("form", ["grouped_mm", "batched_mm"])
+def test_gradients_are_the_original_ones(form, caplog):
+    block = Block(form)
+    x = torch.randn(6, Block.H)
+    want = copy.deepcopy(block)
+    want(x).square().sum().backward()
+    with caplog.at_level(logging.WARNING, "fp4_ops"):
+        torch.compile(block, backend="fp4")(x).square().sum().backward()
+    for got, expected in zip(block.parameters(), want.parameters()):
+        torch.testing.assert_close(got.grad, expected.grad, rtol=1e-3, atol=1e-4)
+    assert "gradients may be asked for" in caplog.text
+
+
+def test_the_same_module_changes_over_when_gradients_are_off():
+    block, recorder = Block("grouped_mm"), Recorder(activation="bf16")
+    compiled = torch.compile(block, backend=recorder)
+    x = torch.randn(6, Block.H)
+    torch.testing.assert_close(compiled(x), block(x))
+    check(block, compiled, x)
+    assert [bool(f.note) for f in recorder.frames] == [True, False]
+
+
+# --- options ---
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"format": "fp4"}, "format is 'fp4'; it must be one of: nvfp4, mxfp4"),
+        ({"activation": "fp8"}, "activation is 'fp8'; it must be one of: auto, bf16, int8"),
+        ({"no_such_thing": 1}, "unknown option 'no_such_thing'"),
+    ],
+)
+def test_wrong_options_are_named(options, message):
+    compiled = torch.compile(Block("batched_mm"), backend="fp4", options=options)
+    with torch.no_grad(), pytest.raises(Exception, match="fp4: " + message):
+        compiled(torch.randn(2, Block.H))
+
+
+def test_inductors_options_and_modes_reach_it():
+    assert parse("reduce-overhead", None).inductor == {"triton.cudagraphs": True}
+    chosen = parse("max-autotune-no-cudagraphs", {"epilogue_fusion": False, "format": "mxfp4"})
+    assert chosen.inductor["max_autotune"] and chosen.inductor["epilogue_fusion"] is False
+    assert (chosen.format, chosen.activation) == ("mxfp4", "auto")
+    with pytest.raises(RuntimeError, match="Unrecognized mode=fast"):
+        parse("fast", None)
+
+
+def test_int8_is_refused_off_the_cpu():
+    assert parse(None, None).a_format("cuda")[0] == "none"
+    with pytest.raises(ValueError, match="activation='int8' runs on CPU only; the model is on cuda"):
+        parse(None, {"activation": "int8"}).a_format("cuda")
+
+
+# --- Inductor's caches ---
+
+CACHED = """
+import json, sys, torch
+sys.path.insert(0, {tests!r})
+from moe_models import Block, relative_error
+from torch._dynamo.utils import counters
+torch.set_num_threads(1)
+torch.manual_seed(int(sys.argv[1]))
+block, x = Block("grouped_mm"), torch.randn(5, Block.H)
+options = json.loads(sys.argv[2])
+with torch.no_grad():
+    y = torch.compile(block, backend="fp4", options=options)(x)
+    error = relative_error(y, block.twin(options["format"])(x))
+keys = ("autograd_cache_hit", "autograd_cache_miss")
+hit = counters["aot_autograd"]["autograd_cache_hit"] + counters["inductor"]["fxgraph_cache_hit"]
+miss = counters["aot_autograd"]["autograd_cache_miss"] + counters["inductor"]["fxgraph_cache_miss"]
+print("RESULT", json.dumps([hit, miss, error]))
+"""
+
+
+def in_a_fresh_process(folder: Path, seed: int, **options) -> tuple[int, int, float]:
+    code = CACHED.format(tests=str(Path(__file__).parent))
+    env = {**os.environ, "TORCHINDUCTOR_CACHE_DIR": str(folder), "OMP_NUM_THREADS": "1"}
+    command = [sys.executable, "-W", "ignore", "-c", code, str(seed), json.dumps(options)]
+    out = subprocess.run(command, env=env, capture_output=True, text=True, timeout=300, check=False)
+    assert out.returncode == 0, out.stderr
+    return tuple(json.loads(out.stdout.split("RESULT")[1]))
+
+
+@pytest.mark.slow
+def test_caches_across_processes(tmp_path):
+    """A second process hits and computes with its own weights; another option misses."""
+    options = {"format": "nvfp4", "activation": "bf16"}
+    hits, misses, error = in_a_fresh_process(tmp_path, 1, **options)
+    assert (hits, error < EXACT) == (0, True) and misses > 0
+    hits, misses, error = in_a_fresh_process(tmp_path, 2, **options)
+    assert (misses, error < EXACT) == (0, True) and hits > 0
+    hits, misses, error = in_a_fresh_process(tmp_path, 2, **{**options, "format": "mxfp4"})
+    assert (hits, error < EXACT) == (0, True) and misses > 0
+
+
+def test_the_version_is_part_of_the_cache_key():
+    (key,) = inductor_patches(parse(None, None)).values()
+    assert key.uuid() == next(iter(inductor_patches(parse(None, None)).values())).uuid()
+    assert len(key.uuid().split()[1]) == 64
+
+    class Mine(type(key).__base__):
+        seen = 0
+
+        def __call__(self, graph):
+            Mine.seen += 1
+
+        def uuid(self):
+            return "mine"
+
+    mine = inductor_patches(parse(None, {"post_grad_custom_pre_pass": Mine()}))["post_grad_custom_pre_pass"]
+    mine(torch.fx.Graph())
+    assert Mine.seen == 1 and mine.uuid() == f"{key.uuid()}mine"

@@ -1,0 +1,241 @@
+# ruff: noqa: E501  golden graphs
+"""`fp4_ops.explain`, the log, and golden graphs of the main forms."""
+
+from __future__ import annotations
+
+import logging
+import subprocess
+import sys
+
+import pytest
+import torch
+from moe_models import Block, Recorder, build, tokens
+
+import fp4_ops
+
+expecttest = pytest.importorskip("expecttest")
+
+
+@pytest.fixture(autouse=True)
+def fresh_dynamo():
+    torch._dynamo.reset()
+    torch.set_num_threads(1)
+
+
+def test_a_model_that_is_rewritten():
+    model = build("deepseek_v3", torch.bfloat16, "grouped_mm")
+    report = fp4_ops.explain(model, tokens(1, 5), use_cache=False, options={"format": "mxfp4"})
+    (site,) = report.sites
+    assert site.rewritten and site.op == "fp4::moe"
+    assert site.weights == tuple(f"model.layers[1].mlp.experts.{n}_proj" for n in ("gate_up", "down"))
+    assert (site.format, site.layout, site.activation) == ("mxfp4", "tile16", "silu")
+    assert site.a_format == "int8 (auto: int8 is the fast path on CPU)"
+    assert "integrations/moe.py" in site.where
+    elements = 8 * (2 * 32 * 64 + 64 * 32)
+    assert report.bytes_before == site.bytes_before == 2 * elements
+    assert report.bytes_after == elements // 2 + elements // 32
+    text = str(report)
+    for part in (
+        "fp4::moe",
+        "8 experts, top 2, hidden 64, intermediate 32",
+        "mxfp4",
+        "1 rewritten, 0 left alone",
+    ):
+        assert part in text
+
+
+def test_what_is_left_alone_is_said_with_its_place():
+    report = fp4_ops.explain(Block("grouped_mm", "rows scaled twice"), torch.randn(4, Block.H))
+    assert [s.op for s in report.sites] == ["fp4::grouped_mm"] * 2
+    assert "scales the rows a second time" in str(report)
+    assert "moe_models.py" in report.sites[1].reason
+
+    class Odd(torch.nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.w = torch.nn.Parameter(torch.randn(3, 8, 7))
+
+        def forward(self, a, ids):
+            return torch.bmm(self.w[ids], a.unsqueeze(-1))
+
+    report = fp4_ops.explain(Odd(), torch.randn(2, 7), torch.tensor([0, 2]))
+    (site,) = report.sites
+    assert not site.rewritten and "K = 7 is odd" in site.reason and "test_explain.py" in site.where
+    assert "left alone: K = 7 is odd" in str(report)
+
+
+def test_frames_without_experts_and_graph_breaks_are_told():
+    class Broken(torch.nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.block = Block("batched_mm")
+
+        def forward(self, x):
+            x = x + 1
+            torch._dynamo.graph_break()
+            return self.block(x)
+
+    report = fp4_ops.explain(Broken(), torch.randn(4, Block.H))
+    assert len(report.frames) == 2 and len(report.graph_breaks) == 1
+    assert "nothing that looks like experts" in str(report.frames[0])
+    assert [s.op for s in report.frames[1].sites] == ["fp4::moe"]
+
+
+def test_explaining_again_and_again_neither_packs_nor_wears_off():
+    block, x = Block("batched_mm"), torch.randn(4, Block.H)
+    want = block(x)
+    for _ in range(10):
+        assert len(fp4_ops.explain(block, x).sites) == 1
+    assert torch.equal(block(x), want)
+    compiled = torch.compile(block, backend=Recorder())
+    assert len(fp4_ops.explain(compiled, x).sites) == 1
+
+
+def test_the_log_says_what_was_done_and_warns_when_nothing_was(caplog):
+    x = torch.randn(4, Block.H)
+    with caplog.at_level(logging.INFO, "fp4_ops"), torch.no_grad():
+        torch.compile(Block("batched_mm"), backend=Recorder())(x)
+    assert [r.levelname for r in caplog.records if r.name == "fp4_ops"] == ["INFO"]
+    assert "fp4::moe" in caplog.text
+    caplog.clear()
+    with caplog.at_level(logging.INFO, "fp4_ops"), torch.no_grad():
+        torch.compile(Block("batched_mm").double(), backend=Recorder())(x.double())
+    assert [r.levelname for r in caplog.records if r.name == "fp4_ops"] == ["WARNING"]
+    assert "torch.float64" in caplog.text
+
+
+def test_importing_fp4_ops_is_light():
+    code = "import fp4_ops, sys; print([m for m in sys.modules if 'compile_passes' in m or m == 'torch._inductor.compile_fx'])"
+    out = subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, check=True, timeout=120
+    )
+    assert out.stdout.strip() == "[]"
+
+
+# --- golden graphs ---
+
+
+def graph_of(block: Block, **options) -> str:
+    """From the router's topk on; inputs and values are numbered, since torch's names change with versions."""
+    recorder = Recorder(**options)
+    with torch.no_grad():
+        torch.compile(block, backend=recorder, dynamic=True)(torch.randn(5, Block.H))
+    (gm,) = recorder.graphs
+    names, lines = {}, []
+    for n in gm.graph.nodes:
+        kind = "in" if n.op == "placeholder" else "v"
+        names[n] = f"{kind}{sum(v.startswith(kind) for v in names.values())}"
+        if n.op == "call_function":
+            args, kwargs = torch.fx.node.map_aggregate((n.args, n.kwargs), lambda a: Name(names.get(a, a)))
+            shown = ", ".join([*map(str, args), *(f"{k}={v}" for k, v in kwargs.items())])
+            target = n.target if isinstance(n.target, torch._ops.OpOverload) else n.target.__name__
+            lines.append(f"{names[n]} = {target}({shown})")
+    start = next(i for i, line in enumerate(lines) if "topk" in line)
+    return "\n".join(["", *lines[start:], ""])
+
+
+class Name(str):
+    __repr__ = str.__str__
+
+
+class TestGolden(expecttest.TestCase):
+    def test_block(self) -> None:
+        self.assertExpectedInline(
+            graph_of(Block("grouped_mm")),
+            """\
+
+v3 = aten.topk.default(v2, 2)
+v4 = getitem(v3, 0)
+v5 = getitem(v3, 1)
+v6 = aten.view.default(v5, [-1])
+v7 = aten.view.default(v4, [-1])
+v8 = aten.reshape.default(v6, [-1, 2])
+v9 = aten.reshape.default(v7, [-1, 2])
+v10 = fp4.moe.default(in2, v8, v9, in3, in4, in5, in6, in7, in8, None, None, format=nvfp4, layout=tile16, activation=silu, a_format=int8, out_dtype=torch.float32)
+""",
+        )
+
+    def test_products_of_sorted_rows(self) -> None:
+        self.assertExpectedInline(
+            graph_of(Block("grouped_mm", "alpha"), activation="bf16"),
+            """\
+
+v3 = aten.topk.default(v2, 2)
+v4 = getitem(v3, 0)
+v5 = getitem(v3, 1)
+v6 = aten.view.default(v5, [-1])
+v7 = aten.sort.default(v6)
+v8 = getitem(v7, 0)
+v9 = getitem(v7, 1)
+v10 = aten._to_copy.default(v8, dtype=torch.float32)
+v11 = aten.histc.default(v10, 6, 0, 5)
+v12 = aten.cumsum.default(v11, 0, dtype=torch.int32)
+v13 = aten.floor_divide.default(v9, 2)
+v14 = aten.index.Tensor(in2, [v13])
+v15 = fp4.grouped_mm.default(v14, in3, in4, in5, v12, None, None, format=nvfp4, layout=tile16, out_dtype=torch.float32)
+v16 = aten.split.Tensor(v15, 48, -1)
+v17 = getitem(v16, 0)
+v18 = getitem(v16, 1)
+v19 = aten.mul.Tensor(v17, 1.5)
+v20 = aten.sigmoid.default(v19)
+v21 = aten.mul.Tensor(v17, v20)
+v22 = aten.mul.Tensor(v21, v18)
+v23 = fp4.grouped_mm.default(v22, in6, in7, in8, v12, None, None, format=nvfp4, layout=tile16, out_dtype=torch.float32)
+v24 = aten.view.default(v4, [-1])
+v25 = aten.index.Tensor(v24, [v9])
+v26 = aten.unsqueeze.default(v25, -1)
+v27 = aten.mul.Tensor(v23, v26)
+v28 = aten.empty_like.default(v9, pin_memory=False)
+v29 = mul(2, in1)
+v30 = aten.arange.default(v29, device=cpu, pin_memory=False)
+v31 = aten.index_put.default(v28, [v9], v30)
+v32 = aten.index.Tensor(v27, [v31])
+v33 = aten.view.default(v32, [in1, 2, -1])
+v34 = aten.sum.dim_IntList(v33, [1])
+""",
+        )
+
+    def test_products_of_gathered_weights(self) -> None:
+        self.assertExpectedInline(
+            graph_of(Block("batched_mm", "alpha"), format="mxfp4"),
+            """\
+
+v3 = aten.topk.default(v2, 2)
+v4 = getitem(v3, 0)
+v5 = getitem(v3, 1)
+v6 = aten.view.default(v5, [-1])
+v7 = aten.unsqueeze.default(in2, 1)
+v8 = aten.expand.default(v7, [in1, 2, 32])
+v9 = aten.clone.default(v8, memory_format=torch.contiguous_format)
+v10 = mul(in1, 2)
+v11 = aten.view.default(v9, [v10, 32])
+v12 = aten.unsqueeze.default(v11, -1)
+v13 = aten.reshape.default(v12, [-1, 32])
+v14 = fp4.quantize_int8.default(v13)
+v15 = getitem(v14, 0)
+v16 = getitem(v14, 1)
+v17 = fp4.indexed_mm.default(v15, in3, in4, None, v6, v16, None, format=mxfp4, layout=tile16, out_dtype=torch.float32)
+v18 = aten.unsqueeze.default(v17, 2)
+v19 = aten.squeeze.dim(v18, -1)
+v20 = aten.split.Tensor(v19, 48, -1)
+v21 = getitem(v20, 0)
+v22 = getitem(v20, 1)
+v23 = aten.mul.Tensor(v21, 1.5)
+v24 = aten.sigmoid.default(v23)
+v25 = aten.mul.Tensor(v21, v24)
+v26 = aten.mul.Tensor(v25, v22)
+v27 = aten.unsqueeze.default(v26, -1)
+v28 = aten.reshape.default(v27, [-1, 48])
+v29 = fp4.quantize_int8.default(v28)
+v30 = getitem(v29, 0)
+v31 = getitem(v29, 1)
+v32 = fp4.indexed_mm.default(v30, in5, in6, None, v6, v31, None, format=mxfp4, layout=tile16, out_dtype=torch.float32)
+v33 = aten.unsqueeze.default(v32, 2)
+v34 = aten.squeeze.dim(v33, -1)
+v35 = aten.view.default(v4, [-1])
+v36 = aten.unsqueeze.default(v35, -1)
+v37 = aten.mul.Tensor(v34, v36)
+v38 = aten.view.default(v37, [in1, 2, -1])
+v39 = aten.sum.dim_IntList(v38, [1])
+""",
+        )
