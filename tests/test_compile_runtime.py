@@ -9,6 +9,7 @@ import logging
 import os
 import subprocess
 import sys
+import weakref
 from pathlib import Path
 
 import pytest
@@ -89,17 +90,15 @@ def test_each_weight_is_packed_once_for_all_graphs(compiled_block, monkeypatch):
 
 def test_packed_weights_die_with_their_parameter():
     block = Block("batched_mm")
-    x = torch.randn(4, Block.H)
     with torch.no_grad():
-        torch.compile(block, backend=Recorder())(x)
-    stores = [s for s in packed_weights._stores.values() if s._entries]
-    before = sum(len(s) for s in stores)
-    ids = {id(block.w13), id(block.w2)}
-    assert len(ids & {key for s in stores for key in s._entries}) == 2
+        torch.compile(block, backend=Recorder())(torch.randn(4, Block.H))
+    stores = [s for s in packed_weights._stores.values() if id(block.w13) in s._entries]
+    packed = [weakref.ref(t) for s in stores for w in (block.w13, block.w2) for t in s._entries[id(w)].packed]
+    assert len(packed) == 3 * 2
     del block
     torch._dynamo.reset()
     gc.collect()
-    assert sum(len(s) for s in stores) == before - 2
+    assert [ref() for ref in packed] == [None] * len(packed)
 
 
 def test_weights_made_in_inference_mode_work():
