@@ -1,0 +1,164 @@
+"""Every kernel family of the CPU (FP4_CPU_CAPABILITY), not only the one this machine would choose.
+
+The family is fixed at a process's first call, so each runs in a process of its own: this file, run as a
+script, computes every case and prints one JSON object of failures and of the number of comparisons made.
+"""
+
+from __future__ import annotations
+
+import itertools
+import json
+import os
+import subprocess
+import sys
+import traceback
+
+import pytest
+import reference
+import torch
+
+import fp4_ops  # noqa: F401  loads the operators
+
+CAPABILITIES = ("scalar", "avx2", "avx512")
+LAYOUTS = ("plain", "tile16")
+A_DTYPES = {"f32": torch.float32, "bf16": torch.bfloat16, "f16": torch.float16, "int8": torch.int8}
+CALLS = (
+    # M, N, K: panels of 16 rows with and without a rest, K = 32 x odd, K that no block divides.
+    (0, 37, 96),
+    (1, 16, 32),
+    (1, 50, 70),
+    (2, 33, 192),
+    (7, 5, 34),
+    (7, 80, 160),
+    (65, 31, 66),
+    (65, 37, 96),
+)
+ACTIVATIONS = ("silu", "gelu", "gelu_tanh", "swigluoai")
+
+
+def check_products(format: str, a_dtype: torch.dtype, layout: str) -> int:
+    """grouped_mm and indexed_mm with an empty expert in the middle; returns the comparisons made."""
+    for m, n, k in CALLS:
+        w = reference.random_weight(format, 3, n, k, layout=layout)
+        a, a_scale, exact = reference.random_activations(m, k, dtype=a_dtype)
+        bias = torch.randn(3, n, dtype=torch.bfloat16)
+        first = int(torch.randint(0, m + 1, ()))
+        offs = torch.tensor([first, first, m], dtype=torch.int32)
+        ids = reference.m_indices(offs, m)
+        want = reference.indexed_mm(exact, w.dense, ids, bias)
+        for out_dtype in (torch.float32, torch.bfloat16):
+            options = dict(w.options(), out_dtype=out_dtype)
+            got = torch.ops.fp4.grouped_mm(a, *w.operands(), offs, a_scale, bias, **options)
+            reference.assert_close(got, want, out_dtype, k)
+            reference.assert_rows_close(got, exact, w.dense[ids.long()], want, out_dtype)
+            shuffled = torch.randperm(m)
+            scale = None if a_scale is None else a_scale[shuffled]
+            got = torch.ops.fp4.indexed_mm(a[shuffled], *w.operands(), ids[shuffled], scale, bias, **options)
+            reference.assert_close(got, want[shuffled], out_dtype, k)
+    return 4 * len(CALLS)
+
+
+def check_moe(format: str, a_dtype: torch.dtype, layout: str) -> int:
+    """The whole block for each activation function, with an id that no expert has."""
+    int8 = a_dtype == torch.int8
+    for activation, tokens in itertools.product(ACTIVATIONS, (1, 19)):
+        w13 = reference.random_weight(format, 4, 2 * 48, 64, layout=layout)
+        w2 = reference.random_weight(format, 4, 64, 48, layout=layout)
+        x = (torch.randn(tokens, 64) * 4).to(torch.float32 if int8 else a_dtype)
+        ids = torch.randint(0, 5, (tokens, 3))
+        weights = torch.rand(tokens, 3)
+        options = {"activation": activation, "a_format": "int8" if int8 else "none"}
+        want = reference.moe(x, ids, weights, w13.dense, w2.dense, **options)
+        got = torch.ops.fp4.moe(
+            x,
+            ids,
+            weights,
+            *w13.operands(),
+            *w2.operands(),
+            out_dtype=torch.float32,
+            **w13.options(),
+            **options,
+        )
+        # A hidden value at the middle between two int8 codes may land on either.
+        reference.assert_close(got, want, torch.float32, 64, factor=500 if int8 else 1)
+    return 2 * len(ACTIVATIONS)
+
+
+CHECKS = {"products": check_products, "moe": check_moe}
+CASES = tuple(itertools.product(CHECKS, reference.FORMATS, A_DTYPES, LAYOUTS))
+
+
+def main(seed: str) -> None:
+    results = {"capability": torch.ops.fp4.cpu_capability()}
+    for case in CASES:
+        check, format, a_dtype, layout = case
+        torch.manual_seed(int(seed))
+        try:
+            results[":".join(case)] = CHECKS[check](format, A_DTYPES[a_dtype], layout)
+        except (AssertionError, RuntimeError):
+            results[":".join(case)] = traceback.format_exc()
+    print(json.dumps(results))
+
+
+def run(capability: str, *arguments: str) -> subprocess.CompletedProcess:
+    environment = dict(os.environ, FP4_CPU_CAPABILITY=capability, OMP_NUM_THREADS="1")
+    return subprocess.run(
+        [sys.executable, *arguments], env=environment, capture_output=True, text=True, timeout=600
+    )
+
+
+@pytest.fixture(scope="module", params=CAPABILITIES)
+def results(request) -> dict:
+    """What one family computed, or a skip that names it."""
+    child = run(request.param, __file__, str(torch.randint(0, 2**31, ()).item()))
+    if child.returncode != 0 and "FP4_CPU_CAPABILITY" in child.stderr:
+        pytest.skip(f"this machine cannot run the {request.param} kernels")
+    assert child.returncode == 0, child.stderr
+    found = json.loads(child.stdout)
+    assert found["capability"] == request.param
+    return found
+
+
+@pytest.mark.parametrize("case", CASES, ids=":".join)
+def test_kernels(results, case) -> None:
+    outcome = results[":".join(case)]
+    assert isinstance(outcome, int) and outcome > 0, outcome
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize("format", reference.FORMATS)
+def test_threads_do_not_change_a_bit(format, layout) -> None:
+    """Work enough for several threads, whose shares begin and end inside an expert."""
+    w = reference.random_weight(format, 3, 171, 1024, layout=layout)
+    a = torch.randn(50, 1024)
+    offs = torch.tensor([9, 9, 47], dtype=torch.int32)
+    before = torch.get_num_threads()
+    try:
+        torch.set_num_threads(1)
+        alone = torch.ops.fp4.grouped_mm(a, *w.operands(), offs, **w.options())
+        torch.set_num_threads(3)
+        shared = torch.ops.fp4.grouped_mm(a, *w.operands(), offs, **w.options())
+    finally:
+        torch.set_num_threads(before)
+    assert torch.equal(alone, shared)
+    want = reference.indexed_mm(a.double(), w.dense, reference.m_indices(offs, 50))
+    reference.assert_close(shared, want, torch.float32, 1024)
+
+
+def test_scalar_runs_anywhere() -> None:
+    child = run("scalar", "-c", "import torch, fp4_ops; print(torch.ops.fp4.cpu_capability())")
+    assert child.stdout.strip() == "scalar", child.stderr
+
+
+def test_unknown_capability_names_the_variable() -> None:
+    child = run("sse9", "-c", "import torch, fp4_ops; torch.ops.fp4.cpu_capability()")
+    assert child.returncode != 0
+    assert (
+        "the environment variable FP4_CPU_CAPABILITY is 'sse9'; on this machine it must be one of:"
+        in child.stderr
+    )
+    assert "scalar" in child.stderr
+
+
+if __name__ == "__main__":
+    main(*sys.argv[1:])
