@@ -194,7 +194,7 @@ def gemm_kernel(
     s_ptr,  # [G, N, ceil(K/BLOCK)] uint8
     gs_ptr,  # [G] float32
     bias_ptr,  # [G, N]
-    out_ptr,  # [rows, N]; GATED: [TERMS, rows, OUT_KP] in plane order; split: [SPLIT_K, rows, N] float32
+    out_ptr,  # [rows, N]; GATED: [OUT_TERMS, rows, OUT_KP] in plane order; split: [SPLIT_K, rows, N] float32
     tiles_ptr,  # MAPPED: see routing.py; MASKED: masked_m [G]
     rows_ptr,  # sorted position -> row of the output; HAS_ROWS
     a_rows,  # rows of a
@@ -220,6 +220,7 @@ def gemm_kernel(
     UP_OFFSET: tl.constexpr,
     OUT_KP: tl.constexpr,
     OUT_CHUNK: tl.constexpr,
+    OUT_TERMS: tl.constexpr,
     SPLIT_K: tl.constexpr,
     BLOCK_N: tl.constexpr,
     BLOCK_M: tl.constexpr,
@@ -343,9 +344,8 @@ def gemm_kernel(
         col = (word // CW * OUT_CHUNK + word % CW)[None, None, :] + plane[None, :, None] * CW
         # Columns from I to OUT_KP are padding that the next product reads: zeros, which h is there.
         keep = written[:, None, None] & (word < OUT_KP // 8)[None, None, :]
-        store_terms(
-            out_ptr, out_row[:, None, None] * OUT_KP + col, h, keep, out_rows.to(tl.int64) * OUT_KP, TERMS
-        )
+        at = out_row[:, None, None] * OUT_KP + col
+        store_terms(out_ptr, at, h, keep, out_rows.to(tl.int64) * OUT_KP, OUT_TERMS)
     else:
         o = out_ptr + out_row[:, None] * n + (pid_n * BLOCK_N + i_n)[None, :]
         tl.store(o, tl.trans(acc).to(out_ptr.dtype.element_ty), mask=written[:, None] & mask_n[None, :])

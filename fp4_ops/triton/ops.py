@@ -50,11 +50,10 @@ class Activations(NamedTuple):
 
 
 class Gate(NamedTuple):
-    """The gated epilogue: which activation, and the order of its output."""
+    """The gated epilogue: which activation, and its output, in plane order for the next product."""
 
     activation: str
-    chunk: int
-    kp: int
+    h: Activations
 
 
 def _pow2(n: int) -> int:
@@ -201,7 +200,7 @@ def product(
     assert tile.block_k == a.chunk, "the activations were permuted for another tile"
     act = ACTIVATIONS[gate.activation] if gate is not None else ACTIVATIONS["silu"]
     # Columns of a gated output up to its padded width are written too, as zeros: the next product reads them.
-    columns = 2 * gate.kp if gate is not None else w.n
+    columns = 2 * gate.h.kp if gate is not None else w.n
     n_blocks = triton.cdiv(columns, tile.block_n)
     count = route.tiles * (w.groups if route.mode == "masked" else 1)
     asm = _use_asm(a.data.device)
@@ -212,7 +211,8 @@ def product(
         NVFP4=w.fmt.has_global_scale, BLOCK=w.fmt.block, K=w.k, KP=a.kp, TERMS=a.terms,
         HAS_BIAS=w.bias is not None and split_k == 1,
         GATED=gate is not None, INTERLEAVED=act.interleaved, ACT=act.name, ALPHA=act.alpha, LIMIT=act.limit,
-        UP_OFFSET=act.up_offset, OUT_KP=gate.kp if gate else 0, OUT_CHUNK=gate.chunk if gate else 8,
+        UP_OFFSET=act.up_offset, OUT_KP=gate.h.kp if gate else 0, OUT_CHUNK=gate.h.chunk if gate else 8,
+        OUT_TERMS=gate.h.terms if gate else 1,
         SPLIT_K=split_k, BLOCK_N=tile.block_n, BLOCK_M=tile.block_m, BLOCK_K=tile.block_k, STAGES=tile.stages,
         # int32 loads of whole words need rows that start at a word.
         BYTES=w.k % 8 != 0 or w.codes.data_ptr() % 4 != 0, ASM=asm, COMPUTE=_compute(asm)[1],
@@ -244,15 +244,16 @@ def moe(x, topk_ids, topk_weights, up: Weight, down: Weight, activation: str, ou
     asm = _use_asm(x.device)
     terms = _terms(x.dtype, asm)
     up_tile = tiles.choose(rows, up.groups, up.n, up.k, terms)
-    down_tile = tiles.choose(rows, up.groups, down.n, down.k, terms)
+    down_tile = tiles.choose(rows, up.groups, down.n, down.k, _terms(out_dtype, asm))
     # One tile map serves both products, so they agree on the tokens of a tile.
     if down_tile.block_m != up_tile.block_m:
         down_tile = up_tile
     a = _permuted(tokens, up.k, up_tile.block_k, x.dtype, x.device)
     topk_ids = topk_ids.contiguous()
     route = prepare_indexed(x, a, topk_ids, up.groups, up_tile, tail=False)
-    h = _permuted(rows, down.k, down_tile.block_k, x.dtype, x.device)
-    product(a, up, route, h.data, rows, up_tile, a_div=top_k, gate=Gate(activation, h.chunk, h.kp))
+    # The hidden state is as exact as the output.
+    h = _permuted(rows, down.k, down_tile.block_k, out_dtype, x.device)
+    product(a, up, route, h.data, rows, up_tile, a_div=top_k, gate=Gate(activation, h))
     y = torch.empty((rows, down.n), dtype=torch.float32, device=x.device)
     product(h, down._replace(bias=None), route, y, rows, down_tile)
     block = min(1024, _pow2(down.n)) if tokens > 64 else min(256, _pow2(down.n))
@@ -280,7 +281,8 @@ def quantize_matrix(x: torch.Tensor, fmt: Format, global_scale: torch.Tensor | N
         # Max is exact in any dtype, so no float32 copy of x is made.
         dims = tuple(range(max(0, x.dim() - 2), x.dim()))
         amax = torch.maximum(x.amax(dims), -x.amin(dims)).float()
-        gs = torch.where(amax == 0, 1.0, amax / (6.0 * 448.0)).contiguous()
+        # By a tensor: torch turns a division by a number into a product, which rounds differently.
+        gs = torch.where(amax == 0, 1.0, amax / torch.full_like(amax, 6.0 * 448.0)).contiguous()
     if rows:
         per_matrix = x.shape[-2] if x.dim() >= 2 else 1
         tile = 64

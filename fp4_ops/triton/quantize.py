@@ -21,7 +21,7 @@ def _encode_e4m3(v):
 
 @triton.jit
 def _encode_e2m1(v):
-    """Nearest e2m1 code, ties to the even code; saturates at 6, NaN becomes code 0."""
+    """Nearest e2m1 code, ties to the even code; saturates at 6 and keeps the sign of zero."""
     a = tl.abs(v)
     # The midpoints between neighbours; a tie goes down where the lower code is even.
     code = (a > 0.25).to(tl.int32) + (a >= 0.75).to(tl.int32) + (a > 1.25).to(tl.int32)
@@ -29,7 +29,7 @@ def _encode_e2m1(v):
         (a >= 1.75).to(tl.int32) + (a > 2.5).to(tl.int32) + (a >= 3.5).to(tl.int32) + (a > 5.0).to(tl.int32)
     )
     sign = (v.to(tl.int32, bitcast=True) >> 28) & 8
-    return tl.where(code > 0, code | sign, 0)
+    return code | sign
 
 
 @triton.jit(do_not_specialize=["rows", "rows_per_matrix"])
@@ -63,10 +63,10 @@ def quantize_kernel(
         byte = tl.maximum((amax.to(tl.int32, bitcast=True) >> 23) - 2, 0)
         scale = decode_e8m0(byte)
     tl.store(scale_ptr + i, byte.to(tl.uint8), mask=inside)
-    # A block whose scale is zero holds zeros, or values too small for any scale.
+    # A block whose scale is zero holds zeros, or values too small for any scale: only their signs stay.
     usable = scale > 0.0
     code = _encode_e2m1(tl.div_rn(x, tl.where(usable, scale, 1.0)[:, None]))
-    code = tl.where(usable[:, None], code, 0)
+    code = tl.where(usable[:, None], code, code & 8)
     low, high = tl.split(tl.reshape(code, (TILE, BLOCK // 2, 2)))
     byte_k = block[:, None] * (BLOCK // 2) + tl.arange(0, BLOCK // 2)[None, :]
     out = packed_ptr + row[:, None] * (K // 2) + byte_k
@@ -86,7 +86,7 @@ def dequantize_kernel(
     NVFP4: tl.constexpr,
     TILE: tl.constexpr,
 ):
-    """value = (e2m1 * block scale, exact) * global scale in float32, rounded once to the output dtype."""
+    """value = (e2m1 * block scale, exact) * global scale, rounded once to float32 (float64: not at all)."""
     BLOCKS: tl.constexpr = (K + BLOCK - 1) // BLOCK
     i = tl.program_id(0).to(tl.int64) * TILE + tl.arange(0, TILE)
     row = i // BLOCKS
@@ -97,11 +97,13 @@ def dequantize_kernel(
     packed = tl.load(packed_ptr + row[:, None] * (K // 2) + byte_k, mask=mask, other=0).to(tl.int32)
     byte = tl.load(scale_ptr + i, mask=inside, other=0)
     code = tl.reshape(tl.join(packed & 15, packed >> 4), (TILE, BLOCK))
+    # float32 holds every e2m1 times e4m3 exactly, but six times the largest e8m0 only as infinity.
+    WIDE: tl.constexpr = tl.float64 if out_ptr.dtype.element_ty == tl.float64 else tl.float32
     if NVFP4:
-        gs = tl.load(gs_ptr + row // rows_per_matrix, mask=inside, other=1.0)
-        value = decode_e2m1(code) * decode_e4m3(byte)[:, None] * gs[:, None]
+        gs = tl.load(gs_ptr + row // rows_per_matrix, mask=inside, other=1.0).to(WIDE)
+        value = decode_e2m1(code).to(WIDE) * decode_e4m3(byte).to(WIDE)[:, None] * gs[:, None]
     else:
-        value = decode_e2m1(code) * decode_e8m0(byte)[:, None]
+        value = decode_e2m1(code).to(WIDE) * decode_e8m0(byte).to(WIDE)[:, None]
     k = block[:, None] * BLOCK + tl.arange(0, BLOCK)[None, :]
     out = out_ptr + row[:, None] * K + k
     tl.store(out, value.to(out_ptr.dtype.element_ty), mask=inside[:, None] & (k < K))

@@ -163,6 +163,7 @@ def moe(
 @cuda_kernel
 def offs_to_m_indices(offs, m):
     checks.check_offsets("offs", offs)
+    checks.check_count("m", m)
     # A row's expert is how many ends are at or before it; the running maximum keeps bad offsets in order.
     ends = offs.cummax(0).values if offs.numel() else offs
     rows = torch.arange(m, dtype=torch.int32, device=offs.device)
@@ -173,6 +174,7 @@ def offs_to_m_indices(offs, m):
 @cuda_kernel
 def m_indices_to_offs(m_indices, num_groups):
     checks.check_offsets("m_indices", m_indices)
+    checks.check_count("num_groups", num_groups)
     groups = torch.arange(num_groups, dtype=torch.int32, device=m_indices.device)
     valid = (m_indices >= 0) & (m_indices < num_groups)
     ids = torch.where(valid, m_indices, num_groups).sort().values
@@ -183,6 +185,7 @@ def m_indices_to_offs(m_indices, num_groups):
 def to_masked(a, offs, max_m):
     checks.check_dim("a", a, 2)
     checks.check_offsets("offs", offs, a)
+    checks.check_count("max_m", max_m)
     return ops.copy_groups(a, offs, a.shape[0], max_m, to_masked=True)
 
 
@@ -191,4 +194,5 @@ def from_masked(a, masked_m, m):
     checks.check_dim("a", a, 3)
     checks.check_offsets("masked_m", masked_m, a)
     checks.check_shape("masked_m", masked_m, (a.shape[0],))
+    checks.check_count("m", m)
     return ops.copy_groups(a, masked_m, m, a.shape[1], to_masked=False)

@@ -23,16 +23,22 @@ class Tile:
         return f"{self.block_n}x{self.block_m}x{self.block_k} w{self.warps} s{self.stages}"
 
 
-# By tokens: weights are read once for each tile of tokens, so decode wants the fewest tokens that hold an
-# expert's rows; prefill wants many, so that each expanded weight is used often.
+# Weights are read once for each tile of tokens, so decode wants the fewest tokens that hold an expert's rows;
+# prefill wants many, so that each expanded weight is used often. In order of preference.
 CANDIDATES = (
+    Tile(128, 16, 256, 8, 3),
+    Tile(128, 16, 128, 8, 4),
     Tile(64, 16, 256, 4, 4),
     Tile(64, 16, 128, 4, 4),
-    Tile(64, 32, 256, 4, 3),
-    Tile(64, 32, 128, 4, 4),
-    Tile(128, 64, 128, 8, 4),
-    Tile(128, 128, 128, 8, 3),
+    Tile(128, 32, 128, 8, 4),
+    Tile(256, 64, 128, 8, 3),
+    Tile(128, 64, 128, 8, 3),
+    Tile(256, 128, 128, 16, 3),
+    Tile(128, 128, 64, 8, 3),
 )
+
+# Fewer programs than this leave multiprocessors of a large GPU idle.
+ENOUGH_PROGRAMS = 132
 
 _forced: Tile | None = None
 
@@ -43,32 +49,45 @@ def force(tile: Tile | None) -> None:
     _forced = tile
 
 
+def tokens(rows_per_expert: int) -> int:
+    """Tokens of a tile. Routing is uneven: a 16-token tile still holds most experts that have 10 on average."""
+    for limit, block_m in ((10, 16), (20, 32), (80, 64)):
+        if rows_per_expert <= limit:
+            return block_m
+    return 128
+
+
 @lru_cache(maxsize=4096)
-def _choose(rows_per_expert: int, k: int, terms: int) -> Tile:
+def _choose(rows_per_expert: int, experts: int, n: int, k: int, terms: int) -> Tile:
+    block_m = tokens(rows_per_expert)
     fits = [
         t
         for t in CANDIDATES
-        # A tile of tokens that the usual expert fills, and no bigger one: its empty columns cost time.
-        if t.block_m >= min(rows_per_expert * 5 // 4, 128)
-        # Deep tiles amortise the loop, but K must have two of them for the pipeline to overlap anything.
-        and (t.block_k <= 128 or k >= 2 * t.block_k)
-        # Every term of the activations is another tile in shared memory.
-        and (terms == 1 or t.block_m * t.block_k <= 64 * 128)
+        if t.block_m == block_m
+        # Deep tiles amortise the loop, but the pipeline needs several of them to overlap anything.
+        and (t.block_k <= 128 or k >= 3 * t.block_k)
+        # Every term of the activations is one more tile in shared memory and in registers.
+        and t.block_m * t.block_k * terms * t.stages <= 128 * 128 * 3 * min(terms, 2)
+        and (terms == 1 or t.block_n <= 128)
     ]
-    return fits[0] if fits else Tile(128, 64, 128, 8, 3)
+    # Halve the rows of a tile where that brings more multiprocessors to work.
+    crowded = [t for t in fits if experts * -(-n // t.block_n) >= ENOUGH_PROGRAMS]
+    return (crowded or fits[::-1])[0]
 
 
 def choose(rows: int, experts: int, n: int, k: int, terms: int) -> Tile:
     """The tile for `rows` rows over `experts` experts (each row one expert) of [n, k] weights."""
     if _forced is not None:
         return _forced
-    return _choose(-(-rows // max(1, min(experts, rows))), k, terms)
+    hit = max(1, min(experts, rows))
+    return _choose(-(-rows // hit), hit, n, k, terms)
 
 
 if __name__ == "__main__":
     print("candidates (weight rows x tokens x k, warps, stages):")
     for tile in CANDIDATES:
         print(f"  {tile}")
-    print("rows an expert -> tile, K = 2048, bfloat16")
-    for rows in (1, 4, 8, 16, 32, 64, 128, 512):
-        print(f"  {rows:4d}  {choose(rows, 1, 2048, 2048, 1)}")
+    for name, experts, n, k in (("qwen3-30b gate/up", 128, 1536, 2048), ("down", 128, 2048, 768)):
+        print(f"{name}: rows -> tile")
+        for rows in (8, 64, 512, 1024, 4096, 16384, 32768):
+            print(f"  {rows:6d}  {choose(rows, experts, n, k, 1)}")

@@ -1,0 +1,252 @@
+"""The Triton kernels without a GPU: indexing, masks and offsets in Triton's interpreter, in float32 (its
+bfloat16 dot is not to be trusted), and what they compile to for Hopper and Blackwell."""
+
+from __future__ import annotations
+
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+triton = pytest.importorskip("triton")
+
+ON_CPU = os.environ.get("TRITON_INTERPRET") == "1"
+inside = pytest.mark.skipif(not ON_CPU, reason="run by test_in_the_interpreter, in a process of its own")
+
+if ON_CPU:
+    import numpy
+
+    import reference
+    from fp4_ops.meta import checks
+    from fp4_ops.meta.formats import FORMATS
+    from fp4_ops.triton import ops, tiles
+
+    pytestmark = pytest.mark.skipif(
+        tuple(map(int, numpy.__version__.split(".")[:2])) >= (2, 4),
+        reason="Triton's interpreter needs numpy < 2.4",
+    )
+
+
+@pytest.mark.skipif(ON_CPU, reason="this is the interpreter")
+@pytest.mark.slow
+def test_in_the_interpreter():
+    """Everything marked `inside` below, with kernels run by the interpreter on CPU tensors."""
+    result = subprocess.run(
+        [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", __file__],
+        env={**os.environ, "TRITON_INTERPRET": "1", "OMP_NUM_THREADS": "1"},
+        capture_output=True,
+        text=True,
+        cwd=Path(__file__).parent.parent,
+    )
+    print(result.stdout[-4000:], result.stderr[-2000:])
+    assert result.returncode == 0
+    assert re.search(r"\d+ passed", result.stdout)
+
+
+@pytest.fixture
+def small_tiles():
+    if ON_CPU:
+        tiles.force(tiles.Tile(32, 16, 128, 4, 2))
+    yield
+    if ON_CPU:
+        tiles.force(None)
+
+
+def weight(format: str, g: int, n: int, k: int, bias=None):
+    w = reference.random_weight(format, g, n, k)
+    return w.dense, ops.weight(*w.operands(), bias, checks.Weight(g, n, k), FORMATS[format])
+
+
+def rows_of(a, dense, ids, bias):
+    out = [
+        dense[e] @ a[r].double() + bias[e]
+        if 0 <= e < dense.shape[0]
+        else torch.zeros(dense.shape[1]).double()
+        for r, e in enumerate(ids)
+    ]
+    return torch.stack(out)
+
+
+def assert_close(got, want):
+    assert torch.isfinite(got).all()
+    assert (got.double() - want).norm() <= 2e-6 * want.norm()
+
+
+# K: one tile and a bit; not a multiple of a word, so that rows start at any byte; a short last block.
+SHAPES = [(3, 40, 144), (2, 17, 50), (5, 33, 72)]
+
+
+@inside
+@pytest.mark.parametrize("format", ["nvfp4", "mxfp4"])
+@pytest.mark.parametrize("g, n, k", SHAPES)
+def test_products(g, n, k, format, small_tiles):
+    m = 21
+    bias = torch.randn(g, n)
+    dense, w = weight(format, g, n, k, bias)
+    a = torch.randn(m, k)
+
+    ids = torch.randint(-1, g + 1, (m,))
+    got = ops.run_product(ops.prepare_indexed, a, m, w, torch.float32, ids, g, tail=True)
+    assert_close(got, rows_of(a, dense, ids.tolist(), bias))
+
+    offs = torch.randint(1, m, (g,)).sort().values.int()
+    got = ops.run_product(ops.prepare_grouped, a, m, w, torch.float32, offs)
+    of_row = torch.searchsorted(offs, torch.arange(m), right=True).tolist()
+    assert_close(got, rows_of(a, dense, of_row, bias))
+    assert not got[int(offs[-1]) :].any()
+
+    masked_m = torch.randint(0, 6, (g,)).int()
+    masked_m[0] = 3
+    b = torch.randn(g, 5, k)
+    got = ops.run_product(ops.prepare_masked, b, g * 5, w, torch.float32, masked_m)
+    of_row = [e if i < masked_m[e] else -1 for e in range(g) for i in range(5)]
+    assert_close(got, rows_of(b.reshape(g * 5, k), dense, of_row, bias))
+
+    one = w._replace(codes=w.codes[0], groups=1, bias=bias[0])
+    got = ops.run_product(ops.prepare_dense, a, m, one, torch.float32)
+    assert_close(got, rows_of(a, dense, [0] * m, bias))
+
+
+@inside
+@pytest.mark.parametrize("offs", [[-5, 9, 4], [30, 40, 50], [7, 3, 30]])
+def test_bad_offsets_are_clamped(offs, small_tiles):
+    """As if each were at least the one before and at most M."""
+    dense, w = weight("nvfp4", 3, 20, 64)
+    a = torch.randn(12, 64)
+    got = ops.run_product(ops.prepare_grouped, a, 12, w, torch.float32, torch.tensor(offs, dtype=torch.int32))
+    ends = torch.tensor(offs).clamp(0, 12).cummax(0).values
+    of_row = torch.searchsorted(ends, torch.arange(12), right=True).tolist()
+    assert_close(got, rows_of(a, dense, of_row, torch.zeros(3, 20)))
+
+
+@inside
+@pytest.mark.parametrize("activation", ["silu", "gelu", "gelu_tanh", "swigluoai"])
+@pytest.mark.parametrize("format", ["nvfp4", "mxfp4"])
+def test_moe(format, activation, small_tiles):
+    g, hidden, inter, tokens, top_k = 4, 48, 34, 7, 2
+    b13, b2 = torch.randn(g, 2 * inter), torch.randn(g, hidden)
+    d13, up = weight(format, g, 2 * inter, hidden, b13)
+    d2, down = weight(format, g, hidden, inter, b2)
+    x = torch.randn(tokens, hidden)
+    ids = torch.randint(-1, g + 1, (tokens, top_k))
+    topk = torch.rand(tokens, top_k)
+    got = ops.moe(x, ids, topk, up, down, activation, torch.float32)
+    assert_close(got, reference.moe(x, ids, topk, d13, d2, b13, b2, activation=activation))
+
+
+@inside
+def test_sorting_by_count(small_tiles, monkeypatch):
+    monkeypatch.setattr(ops, "SORT_BY_COMPARISON", 0)
+    monkeypatch.setattr(ops, "SCAN", 64)
+    g, m = 4, 200
+    dense, w = weight("mxfp4", g, 16, 32)
+    a, ids = torch.randn(m, 32), torch.randint(-1, g + 1, (m,))
+    got = ops.run_product(ops.prepare_indexed, a, m, w, torch.float32, ids, g, tail=True)
+    assert_close(got, rows_of(a, dense, ids.tolist(), torch.zeros(g, 16)))
+
+
+@inside
+@pytest.mark.parametrize("format", ["nvfp4", "mxfp4"])
+@pytest.mark.parametrize("shape", [(3, 5, 50), (7, 64), (30,)], ids=str)
+def test_quantize_and_dequantize(shape, format):
+    x = torch.randn(shape) * torch.exp(2 * torch.randn(*shape[:-1], 1))
+    x.view(-1)[3] = -0.0
+    got, want = ops.quantize_matrix(x, FORMATS[format], None), reference.quantize(x, format)
+    assert torch.equal(got[0], want[0])
+    assert torch.equal(got[1].view(torch.uint8), want[1].view(torch.uint8))
+    assert torch.equal(got[2].flatten(), want[2].flatten())
+    back = ops.dequantize(*got, FORMATS[format], torch.float64)
+    assert torch.equal(back, reference.dequantize(*want, format))
+    codes, scale = ops.quantize_int8(x)
+    want = reference.quantize_int8(x)
+    assert torch.equal(codes, want[0]) and torch.equal(scale, want[1])
+
+
+@inside
+def test_rows_to_masked_and_back():
+    a, offs = torch.randn(13, 5), torch.tensor([3, 3, 9], dtype=torch.int32)
+    out, count = ops.copy_groups(a, offs, 13, 4, to_masked=True)
+    assert count.tolist() == [3, 0, 4]  # two of the last group's rows do not fit
+    want = torch.zeros(3, 4, 5)
+    want[0, :3], want[2] = a[:3], a[3:7]
+    assert torch.equal(out, want)
+    back, ends = ops.copy_groups(out, count, 13, 4, to_masked=False)
+    assert ends.tolist() == [3, 3, 7]
+    assert torch.equal(back, torch.cat((a[:7], torch.zeros(6, 5))))
+
+
+# --- what the kernel compiles to ---
+
+
+def compiled(capability: int, tile, *, nvfp4: bool, gated: bool):
+    """gemm_kernel for a GPU that need not be there."""
+    import triton.language as tl
+    from triton.backends.compiler import GPUTarget
+    from triton.compiler import ASTSource
+
+    from fp4_ops.triton.gemm import gemm_kernel
+
+    pointers = {
+        "a_ptr": "*bf16", "b_ptr": "*u8", "s_ptr": "*u8", "gs_ptr": "*fp32", "bias_ptr": "*bf16",
+        "out_ptr": "*bf16", "tiles_ptr": "*i32", "rows_ptr": "*i32",
+    }  # fmt: skip
+    numbers = dict.fromkeys(("a_rows", "out_rows", "n", "n_blocks", "m", "m_tiles"), "i32")
+    constants = dict(
+        MODE="mapped", HAS_ROWS=True, A_DIV=8, NVFP4=nvfp4, BLOCK=16 if nvfp4 else 32, K=2048, KP=2048, TERMS=1,
+        HAS_BIAS=True, GATED=gated, INTERLEAVED=False, ACT="silu", ALPHA=1.0, LIMIT=None, UP_OFFSET=0.0,
+        OUT_KP=768, OUT_CHUNK=tile.block_k, OUT_TERMS=1, SPLIT_K=1, BLOCK_N=tile.block_n, BLOCK_M=tile.block_m,
+        BLOCK_K=tile.block_k, STAGES=tile.stages, BYTES=False, ASM=True, COMPUTE=tl.bfloat16,
+    )  # fmt: skip
+    names = gemm_kernel.arg_names
+    signature = {**pointers, **numbers}
+    source = ASTSource(
+        fn=gemm_kernel,
+        signature={name: signature.get(name, "constexpr") for name in names},
+        constexprs={(names.index(name),): value for name, value in constants.items()},
+        attrs={(names.index(name),): [["tt.divisibility", 16]] for name in (*pointers, "n")},
+    )
+    return triton.compile(source, target=GPUTarget("cuda", capability, 32), options={"num_warps": tile.warps})
+
+
+def nvidia_tool(name: str) -> Path:
+    return Path(triton.__file__).parent / "backends" / "nvidia" / "bin" / name
+
+
+@pytest.mark.skipif(ON_CPU, reason="needs the compiler")
+@pytest.mark.skipif(not nvidia_tool("ptxas").exists(), reason="this Triton has no ptxas")
+@pytest.mark.parametrize("gated", [False, True])
+@pytest.mark.parametrize("nvfp4", [False, True])
+@pytest.mark.parametrize("index", range(9))
+def test_hopper_code(index, nvfp4, gated, tmp_path):
+    """Weights go to wgmma from registers, weights and activations arrive 16 bytes at a time, nothing spills."""
+    from fp4_ops.triton.tiles import CANDIDATES
+
+    assert len(CANDIDATES) == 9, "keep the range above in step"
+    kernel = compiled(90, CANDIDATES[index], nvfp4=nvfp4, gated=gated)
+    ptx = kernel.asm["ptx"]
+    instructions = re.findall(r"wgmma\.mma_async[^;]*;", ptx)
+    assert instructions, "no wgmma"
+    # The left operand in registers is a list of four; in shared memory it would be one descriptor.
+    assert all(re.search(r"\},\s*\{[^}]*\},", i) for i in instructions)
+    assert "cp.async.cg.shared.global" in ptx
+    cubin = tmp_path / "kernel.cubin"
+    cubin.write_bytes(kernel.asm["cubin"])
+    usage = subprocess.run(
+        [nvidia_tool("cuobjdump"), "-res-usage", cubin], capture_output=True, text=True, check=True
+    )
+    stack = int(re.search(r"STACK:(\d+)", usage.stdout + usage.stderr).group(1))
+    # The largest tile keeps a few words of its epilogue there.
+    assert stack <= 64, f"{stack} bytes of stack: registers spill"
+
+
+@pytest.mark.skipif(ON_CPU, reason="needs the compiler")
+@pytest.mark.skipif(not nvidia_tool("ptxas").exists(), reason="this Triton has no ptxas")
+@pytest.mark.parametrize("capability, instruction", [(80, r"mma\.sync"), (100, r"tcgen05\.mma|mma\.sync")])
+def test_other_gpus_compile(capability, instruction):
+    from fp4_ops.triton.tiles import CANDIDATES
+
+    assert re.search(instruction, compiled(capability, CANDIDATES[1], nvfp4=True, gated=True).asm["ptx"])
