@@ -19,10 +19,10 @@ inside = pytest.mark.skipif(not ON_CPU, reason="run by test_in_the_interpreter, 
 
 if ON_CPU:
     import numpy
-
     import reference
     from fp4_ops.meta import checks
     from fp4_ops.meta.formats import FORMATS
+
     from fp4_ops.triton import ops, tiles
 
     pytestmark = pytest.mark.skipif(
@@ -196,10 +196,10 @@ def compiled(capability: int, tile, *, nvfp4: bool, gated: bool):
     }  # fmt: skip
     numbers = dict.fromkeys(("a_rows", "out_rows", "n", "n_blocks", "m", "m_tiles"), "i32")
     constants = dict(
-        MODE="mapped", HAS_ROWS=True, A_DIV=8, NVFP4=nvfp4, BLOCK=16 if nvfp4 else 32, K=2048, KP=2048, TERMS=1,
-        HAS_BIAS=True, GATED=gated, INTERLEAVED=False, ACT="silu", ALPHA=1.0, LIMIT=None, UP_OFFSET=0.0,
-        OUT_KP=768, OUT_CHUNK=tile.block_k, OUT_TERMS=1, SPLIT_K=1, BLOCK_N=tile.block_n, BLOCK_M=tile.block_m,
-        BLOCK_K=tile.block_k, STAGES=tile.stages, BYTES=False, ASM=True, COMPUTE=tl.bfloat16,
+        MODE="mapped", HAS_ROWS=True, A_DIV=8, NVFP4=nvfp4, BLOCK=16 if nvfp4 else 32, K=2048, KP=2048,
+        TERMS=1, HAS_BIAS=True, GATED=gated, INTERLEAVED=False, ACT="silu", ALPHA=1.0, LIMIT=None, UP_OFFSET=0.0,
+        OUT_KP=768, OUT_CHUNK=tile.block_k, OUT_TERMS=1, SPLIT_K=1, BLOCK_N=tile.block_n,
+        BLOCK_M=tile.block_m, BLOCK_K=tile.block_k, STAGES=tile.stages, BYTES=False, ASM=True, COMPUTE=tl.bfloat16,
     )  # fmt: skip
     names = gemm_kernel.arg_names
     signature = {**pointers, **numbers}
@@ -222,7 +222,7 @@ def nvidia_tool(name: str) -> Path:
 @pytest.mark.parametrize("nvfp4", [False, True])
 @pytest.mark.parametrize("index", range(9))
 def test_hopper_code(index, nvfp4, gated, tmp_path):
-    """Weights go to wgmma from registers, weights and activations arrive 16 bytes at a time, nothing spills."""
+    """Weights reach wgmma from registers, loads are 16 bytes and asynchronous, nothing spills."""
     from fp4_ops.triton.tiles import CANDIDATES
 
     assert len(CANDIDATES) == 9, "keep the range above in step"

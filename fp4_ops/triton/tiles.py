@@ -50,7 +50,7 @@ def force(tile: Tile | None) -> None:
 
 
 def tokens(rows_per_expert: int) -> int:
-    """Tokens of a tile. Routing is uneven: a 16-token tile still holds most experts that have 10 on average."""
+    """Tokens of a tile. Routing is uneven: one of 16 still holds most experts that have 10 on average."""
     for limit, block_m in ((10, 16), (20, 32), (80, 64)):
         if rows_per_expert <= limit:
             return block_m

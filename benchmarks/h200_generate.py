@@ -1,0 +1,231 @@
+"""transformers' `generate` with a static cache, stock against fp4_ops: a Qwen3-MoE with 30B-A3B layer shapes.
+
+    python benchmarks/h200_generate.py [--variants stock,stock-grouped,backend,prepared] [--batches 1,8,64]
+
+Random bfloat16 weights, 16 of the 48 layers. Every variant is compiled by `generate` itself (static cache,
+CompileConfig), in mode "reduce-overhead"; a step's time is the median between CUDA events on consecutive
+tokens, in the second call. First the answer is checked: logits against a copy of the model whose expert
+weights were quantised and dequantised, run as stock. Expert bytes are what the parameters and packed tensors occupy.
+
+    stock          the default: decode through `batched_mm`
+    stock-grouped  decode kept on `grouped_mm`
+    backend        the model as it is, CompileConfig(backend="fp4")
+    prepared       fp4_ops.prepare(model), which frees the bfloat16 experts; the default backend
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import gc
+import statistics
+import time
+
+import torch
+import transformers
+import triton
+from transformers import (
+    CompileConfig,
+    LogitsProcessor,
+    LogitsProcessorList,
+    Qwen3MoeConfig,
+    Qwen3MoeForCausalLM,
+)
+
+import fp4_ops
+
+PROMPT, STEPS, SKIP = 32, 72, 16
+PREFILL = 4096
+CONFIG = Qwen3MoeConfig(
+    hidden_size=2048, num_hidden_layers=16, num_attention_heads=32, num_key_value_heads=4, head_dim=128,
+    num_experts=128, num_experts_per_tok=8, moe_intermediate_size=768, norm_topk_prob=True, vocab_size=151936,
+    max_position_embeddings=40960, pad_token_id=0, eos_token_id=None, bos_token_id=None,
+)  # fmt: skip
+
+
+class Clock(LogitsProcessor):
+    """Records a CUDA event at every token."""
+
+    def __init__(self) -> None:
+        self.events: list[torch.cuda.Event] = []
+
+    def __call__(self, ids, scores):
+        event = torch.cuda.Event(enable_timing=True)
+        event.record()
+        self.events.append(event)
+        return scores
+
+    def step_ms(self) -> float:
+        torch.cuda.synchronize()
+        pairs = list(zip(self.events, self.events[1:]))[SKIP:]
+        return statistics.median(a.elapsed_time(b) for a, b in pairs)
+
+
+def new_model() -> Qwen3MoeForCausalLM:
+    torch.manual_seed(0)
+    with torch.device("cuda"):
+        torch.set_default_dtype(torch.bfloat16)
+        model = Qwen3MoeForCausalLM(CONFIG).eval()
+        torch.set_default_dtype(torch.float32)
+    return model
+
+
+def expert_weights(model):
+    return [(n, p) for n, p in model.named_parameters() if ".experts." in n]
+
+
+def fake_quantise(model, format: str) -> None:
+    """The values four bits keep, in bfloat16, run by stock code: what ours must agree with."""
+    for _, p in expert_weights(model):
+        packed = torch.ops.fp4.quantize(p.detach(), format)
+        p.data.copy_(torch.ops.fp4.dequantize(*packed, format, torch.bfloat16))
+
+
+def expert_bytes(model) -> int:
+    """Everything under an `experts` module, packed or not."""
+    seen = {}
+    for name, module in model.named_modules():
+        if name.endswith(".experts"):
+            for t in (*module.parameters(), *module.buffers()):
+                for part in fp4_ops_parts(t):
+                    seen[part.data_ptr()] = part.numel() * part.element_size()
+    return sum(seen.values())
+
+
+def fp4_ops_parts(t):
+    if isinstance(t, torch.Tensor) and hasattr(type(t), "__tensor_flatten__"):
+        names, _ = t.__tensor_flatten__()
+        return [getattr(t, n) for n in names if getattr(t, n).numel()]
+    return [t] if t.numel() else []
+
+
+@torch.no_grad()
+def generate_ms(model, batch: int, backend: str, format: str) -> tuple[float, float]:
+    """Milliseconds a step, and seconds of the first call (compilation)."""
+    ids = torch.randint(1, CONFIG.vocab_size, (batch, PROMPT), device="cuda")
+    if backend == "fp4":
+        # torch takes a mode or options; triton.cudagraphs is what mode="reduce-overhead" means.
+        options = {"format": format, "triton.cudagraphs": True}
+        config = CompileConfig(backend=backend, mode=None, options=options)
+    else:
+        config = CompileConfig()
+    spent = []
+    for _ in range(2):
+        clock = Clock()
+        start = time.perf_counter()
+        model.generate(
+            ids, max_new_tokens=STEPS, min_new_tokens=STEPS, do_sample=False, cache_implementation="static",
+            compile_config=config, logits_processor=LogitsProcessorList([clock]),
+        )  # fmt: skip
+        torch.cuda.synchronize()
+        spent.append(time.perf_counter() - start)
+    return clock.step_ms(), spent[0]
+
+
+@torch.no_grad()
+def prefill_ms(model, backend: str, format: str) -> float:
+    ids = torch.randint(1, CONFIG.vocab_size, (1, PREFILL), device="cuda")
+    options = {"options": {"format": format}} if backend == "fp4" else {}
+    compiled = torch.compile(model, backend=backend, **options)
+    for _ in range(3):
+        compiled(ids, use_cache=False)
+    times = []
+    for _ in range(15):
+        start, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
+        start.record()
+        compiled(ids, use_cache=False)
+        end.record()
+        end.synchronize()
+        times.append(start.elapsed_time(end))
+    return statistics.median(times)
+
+
+@torch.no_grad()
+def check(format: str, variant: str) -> None:
+    """Logits of ours against the fake-quantised model, both from the same random weights."""
+    ids = torch.randint(1, CONFIG.vocab_size, (2, 100), device="cuda")
+    model = new_model()
+    full = model(ids).logits.double()
+    fake_quantise(model, format)
+    want = model(ids).logits.double()
+    del model
+    torch.cuda.empty_cache()
+    ours = new_model()
+    if variant == "prepared":
+        fp4_ops.prepare(ours, format=format)
+        got = ours(ids).logits.double()
+    else:
+        got = torch.compile(ours, backend="fp4", options={"format": format})(ids).logits.double()
+    error = ((got - want).norm() / want.norm()).item()
+    lost = ((want - full).norm() / full.norm()).item()
+    print(f"check {variant} {format}: logits differ by {error:.2e} from the fake-quantised model", end="; ")
+    print(f"4 bits themselves cost {lost:.2e}", flush=True)
+    assert error < 0.25 * lost, "ours does not compute what its weights say"
+
+
+def keep_grouped(model):
+    """Decode stays on grouped_mm: no switch to batched_mm."""
+    if hasattr(model, "_optimize_model_for_decode"):
+        model._optimize_model_for_decode = contextlib.nullcontext
+
+
+def run(variant: str, batches: list[int], format: str, prefill: bool, results: dict) -> None:
+    torch._dynamo.reset()
+    if variant in ("backend", "prepared"):
+        check(format, variant)
+        torch._dynamo.reset()
+        gc.collect()
+        torch.cuda.empty_cache()
+    model = new_model()
+    before = expert_bytes(model)
+    if variant == "prepared":
+        fp4_ops.prepare(model, format=format)
+        gc.collect()
+        torch.cuda.empty_cache()
+    if variant == "stock-grouped":
+        keep_grouped(model)
+    after = expert_bytes(model)
+    print(f"{variant}: expert bytes {after / 1e9:.2f} GB, {after / before:.3f} of bfloat16", flush=True)
+    backend = "fp4" if variant == "backend" else "inductor"
+    for batch in batches:
+        ms, compile_s = generate_ms(model, batch, backend, format)
+        results[variant, batch] = ms
+        print(
+            f"{variant:14} batch {batch:3d}: {ms:7.2f} ms a step   (first call {compile_s:.0f} s)", flush=True
+        )
+        torch._dynamo.reset()
+    if prefill and variant != "stock-grouped":
+        results[variant, "prefill"] = prefill_ms(model, backend, format)
+        print(f"{variant:14} prefill of {PREFILL}: {results[variant, 'prefill']:.1f} ms", flush=True)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--variants", default="stock,stock-grouped,backend,prepared")
+    parser.add_argument("--batches", default="1,8,64")
+    parser.add_argument("--format", default="nvfp4")
+    parser.add_argument("--no-prefill", action="store_true")
+    args = parser.parse_args()
+    print(
+        f"{torch.cuda.get_device_name()}, torch {torch.__version__}, triton {triton.__version__}, "
+        f"transformers {transformers.__version__}"
+    )
+    batches = [int(b) for b in args.batches.split(",")]
+    results: dict = {}
+    for variant in args.variants.split(","):
+        only_big = variant == "stock-grouped"
+        run(variant, batches[-1:] if only_big else batches, args.format, not args.no_prefill, results)
+        gc.collect()
+        torch.cuda.empty_cache()
+    print("\nratio to stock (and, at the largest batch, to the better of its two)")
+    for (variant, what), ms in results.items():
+        stock = results.get(("stock", what))
+        if stock is not None and not variant.startswith("stock"):
+            better = min(stock, results.get(("stock-grouped", what), stock))
+            print(f"{variant:14} {what!s:>8}: {stock / ms:5.2f}x   {better / ms:5.2f}x")
+
+
+if __name__ == "__main__":
+    main()
