@@ -1,6 +1,10 @@
 // Quantisation, dequantisation and weight layouts on the CPU.
 #include <torch/csrc/stable/library.h>
 
+#if defined(__linux__)
+#include <sys/mman.h>
+#endif
+
 #include <atomic>
 #include <cstring>
 #include <tuple>
@@ -79,12 +83,23 @@ std::tuple<Tensor, Tensor> quantize_int8(const Tensor& x) {
   return {codes, scales};
 }
 
+// Asks for huge pages under a large new tensor: weights are streamed, and page walks would slow that down.
+void advise_huge_pages(const Tensor& t) {
+#if defined(__linux__)
+  constexpr uintptr_t page = 2 << 20;
+  const uintptr_t begin = (reinterpret_cast<uintptr_t>(t.data_ptr()) + page - 1) / page * page;
+  const uintptr_t end = (reinterpret_cast<uintptr_t>(t.data_ptr()) + t.numel()) / page * page;
+  if (end > begin) madvise(reinterpret_cast<void*>(begin), end - begin, MADV_HUGEPAGE);  // may be refused
+#endif
+}
+
 // The same bytes in the other order. f(codes, scales, to_codes, to_scales) moves one panel of 16 rows; what
 // tile16 keeps plain is copied.
 template <typename F>
 std::tuple<Tensor, Tensor> reorder(const Tensor& packed, const Tensor& block_scale, FormatAndLayout target,
                                    const F& f) {
   const Tensor to = empty(shape_of(packed), ScalarType::Byte);
+  advise_huge_pages(to);
   const Tensor to_scale = empty(shape_of(block_scale), scale_dtype(*target.format));
   const Tensor from = as_contiguous(packed), from_scale = as_contiguous(block_scale);
   const int64_t dim = packed.dim(), n = packed.size(dim - 2), row_bytes = packed.size(dim - 1);
