@@ -1,0 +1,133 @@
+"""One Mixtral-like MoE layer on the CPU: transformers' block against the same router and fp4::moe.
+
+    python benchmarks/cpu_layer.py [--threads 1 2] [--tokens 1 32] [--blocks 9]
+
+Both run under stock torch.compile in bf16, in one process, block of calls for block of calls. Hidden 2048,
+8 experts of which each token meets 2, intermediate 4096. Every call takes other tokens, and so other experts.
+The stock block runs in each of transformers' ways to run experts that compiles; the ratio is against the
+fastest. Ours is first checked against float64 over the dequantised weights.
+"""
+
+from __future__ import annotations
+
+import argparse
+import statistics
+import time
+
+import torch
+import transformers
+from cpu_vs_ggml import copy_bandwidth, cpu_name
+from transformers import MixtralConfig
+from transformers.models.mixtral.modeling_mixtral import MixtralSparseMoeBlock
+
+import fp4_ops  # noqa: F401  loads the operators
+
+fp4 = torch.ops.fp4
+HIDDEN, EXPERTS, TOP_K, INTER = 2048, 8, 2, 4096
+STOCK = ("eager", "grouped_mm", "batched_mm")
+OURS = (("mxfp4", "int8"), ("nvfp4", "int8"), ("mxfp4", "none"))
+"""(format, a_format of fp4::moe)."""
+
+
+def stock_block(implementation: str) -> MixtralSparseMoeBlock:
+    config = MixtralConfig(
+        hidden_size=HIDDEN, intermediate_size=INTER, num_local_experts=EXPERTS, num_experts_per_tok=TOP_K
+    )
+    config._experts_implementation = implementation
+    return MixtralSparseMoeBlock(config).to(torch.bfloat16).eval()
+
+
+class Fp4Block(torch.nn.Module):
+    def __init__(self, block: MixtralSparseMoeBlock, format: str, a_format: str) -> None:
+        super().__init__()
+        self.gate, self.options = block.gate, {"format": format, "a_format": a_format, "layout": "tile16"}
+        self.plain = [
+            fp4.quantize(w.detach(), format) for w in (block.experts.gate_up_proj, block.experts.down_proj)
+        ]
+        self.weights = [(*fp4.prepack(*w[:2], format, "tile16"), w[2]) for w in self.plain]
+
+    def forward(self, hidden: torch.Tensor) -> torch.Tensor:
+        x = hidden.view(-1, HIDDEN)
+        _, weights, ids = self.gate(x)
+        return fp4.moe(x, ids, weights, *self.weights[0], *self.weights[1], **self.options).view_as(hidden)
+
+    def exact(self, hidden: torch.Tensor) -> torch.Tensor:
+        """In float64 over the dequantised weights and the unquantised activations."""
+        x = hidden.view(-1, HIDDEN)
+        _, weights, ids = self.gate(x)
+        w13, w2 = (fp4.dequantize(*w, self.options["format"], torch.float32) for w in self.plain)
+        out = torch.zeros(len(x), HIDDEN, dtype=torch.float64)
+        for t, j in torch.cartesian_prod(torch.arange(len(x)), torch.arange(TOP_K)).tolist():
+            gate, up = (w13[ids[t, j]].double() @ x[t].double()).chunk(2)
+            h = torch.nn.functional.silu(gate) * up
+            out[t] += weights[t, j].double() * (w2[ids[t, j]].double() @ h)
+        return out.view_as(hidden)
+
+
+def paired(runners: dict, inputs: list[torch.Tensor], blocks: int) -> dict[str, list[float]]:
+    """Milliseconds a call in each block, the sides in alternation."""
+    times: dict[str, list[float]] = {name: [] for name in runners}
+    for block in range(blocks):
+        for name in runners if block % 2 == 0 else reversed(runners):
+            runners[name](inputs[-1])
+            start = time.perf_counter()
+            for x in inputs:
+                runners[name](x)
+            times[name].append((time.perf_counter() - start) / len(inputs) * 1e3)
+    return times
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--threads", type=int, nargs="+", default=sorted({1, torch.get_num_threads()}))
+    parser.add_argument("--tokens", type=int, nargs="+", default=[1])
+    parser.add_argument("--blocks", type=int, default=9)
+    options = parser.parse_args()
+    print(f"cpu      {cpu_name()}")
+    print(f"versions torch {torch.__version__}, transformers {transformers.__version__}, ", end="")
+    print(f"fp4_ops kernels {fp4.cpu_capability()}")
+    print(f"layer    hidden {HIDDEN}, {EXPERTS} experts, top {TOP_K}, intermediate {INTER}\n")
+
+    stock = {name: stock_block(name) for name in STOCK}
+    first = stock[STOCK[0]]
+    for parameter in first.parameters():
+        torch.nn.init.normal_(parameter, std=0.02)
+    for block in stock.values():
+        block.load_state_dict(first.state_dict())
+    ours = {f"fp4 {f}, activations {a}": Fp4Block(first, f, a) for f, a in OURS}
+    bytes_of = {n: sum(t.nbytes for w in b.weights for t in w) for n, b in ours.items()}
+    x = torch.randn(1, 4, HIDDEN, dtype=torch.bfloat16)
+    for name, block in ours.items():
+        error = ((block(x).double() - block.exact(x)).norm() / block.exact(x).norm()).item()
+        assert error < 0.02, f"{name}: relative error {error}"
+        print(f"  {name:28} relative error {error:.2g}, {bytes_of[name] / 1e6:.0f} MB")
+    print(f"  {'bf16':28} {sum(p.nbytes for p in first.experts.parameters()) / 1e6:.0f} MB")
+
+    for threads in options.threads:
+        torch.set_num_threads(threads)
+        print(f"\nthreads {threads}: copy bandwidth {copy_bandwidth():.1f} GB/s (read + written)")
+        for tokens in options.tokens:
+            torch.compiler.reset()
+            inputs = [torch.randn(1, tokens, HIDDEN, dtype=torch.bfloat16) for _ in range(8)]
+            runners = {f"stock {n}": torch.compile(b) for n, b in stock.items()}
+            runners |= {n: torch.compile(b) for n, b in ours.items()}
+            for runner in runners.values():
+                for x in inputs:
+                    runner(x)
+            report(tokens, paired(runners, inputs, options.blocks))
+
+
+def report(tokens: int, times: dict[str, list[float]]) -> None:
+    stock = [n for n in times if n.startswith("stock")]
+    fastest = min(stock, key=lambda n: statistics.median(times[n]))
+    for name, values in times.items():
+        line = f"  {tokens:3} token{'s' if tokens > 1 else ' '} {name:28} {statistics.median(values):8.3f} ms"
+        if name not in stock:
+            ratios = [theirs / mine for theirs, mine in zip(times[fastest], values)]
+            line += f"   against {fastest:18} {statistics.median(ratios):6.2f}x"
+        print(line, flush=True)
+
+
+if __name__ == "__main__":
+    with torch.no_grad():
+        main()

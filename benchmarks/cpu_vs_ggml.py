@@ -1,0 +1,287 @@
+"""fp4::grouped_mm against ggml's ggml_mul_mat_id on this CPU, in one process, call for call.
+
+    pip install ggml-python==0.0.38        (a source build of a few minutes, for the machine at hand)
+    python benchmarks/cpu_vs_ggml.py [--threads 1 2] [--blocks 11]
+
+Both multiply float32 activations [tokens, 2048] with the same 8 experts of [2048, 2048], each quantising the
+activations to int8 within its time (ours by fp4::quantize_int8). Rows meet experts in the same way on both
+sides: of 64 tokens, token i meets expert i // 8; a single token meets one expert, another one at each call.
+Weights are either `cached` (one set of 8 experts, which a large L3 may hold) or `streamed` (each call takes
+the next of several sets, more than an L3 holds, as a model's layers do).
+
+ggml runs every 4-bit type it has a claim with: MXFP4 (with our own codes, so that the values are equal) and
+Q4_0, both plain and in its repacked buffer type, and NVFP4; the ratio is against the fastest of them.
+"""
+
+from __future__ import annotations
+
+import argparse
+import ctypes
+import itertools
+import math
+import platform
+import statistics
+import time
+from pathlib import Path
+
+import ggml
+import torch
+
+import fp4_ops  # noqa: F401  loads the operators
+
+fp4 = torch.ops.fp4
+EXPERTS, N, K = 8, 2048, 2048
+PEERS = (("mxfp4", False), ("mxfp4", True), ("q4_0", False), ("q4_0", True), ("nvfp4", False))
+"""(ggml type, repacked)."""
+TYPES = {"mxfp4": ggml.GGML_TYPE_MXFP4, "q4_0": ggml.GGML_TYPE_Q4_0, "nvfp4": ggml.GGML_TYPE_NVFP4}
+
+
+@ctypes.CFUNCTYPE(None, ctypes.c_int, ctypes.c_char_p, ctypes.c_void_p)
+def quiet(level, text, data) -> None:
+    """ggml's log, which would name every tensor it repacks."""
+
+
+def routing(tokens: int, turn: int) -> list[int]:
+    """The expert of each token, in rising order."""
+    return [turn * 3 % EXPERTS] if tokens == 1 else [i * EXPERTS // tokens for i in range(tokens)]
+
+
+class Ggml:
+    """One mul_mat_id graph for each set of weights."""
+
+    def __init__(self, kind: str, repacked: bool, tokens: int, sets: int, weights, threads: int) -> None:
+        self.name = f"ggml {kind}{' repacked' if repacked else ''}"
+        library = ctypes.CDLL(str(Path(ggml.__file__).parent / "lib" / "libggml-cpu.so"))
+        for function in (library.ggml_backend_cpu_reg, library.ggml_backend_cpu_init):
+            function.restype = ctypes.c_void_p
+        registry = library.ggml_backend_cpu_reg()
+        self.backend = library.ggml_backend_cpu_init()
+        ggml.ggml_backend_cpu_set_n_threads(self.backend, threads)
+        plain = ggml.ggml_backend_get_default_buffer_type(self.backend)
+        self.buffer_type = self._repack_type(registry) if repacked else plain
+        self.tokens, self.keep = tokens, []
+        self.rows = self._context()
+        ggml_type = TYPES[kind]
+        self.x = ggml.ggml_new_tensor_3d(self.rows, ggml.GGML_TYPE_F32, K, 1, tokens)
+        self.ids = ggml.ggml_new_tensor_2d(self.rows, ggml.GGML_TYPE_I32, 1, tokens)
+        self.outputs, self.graphs, stacks = [], [], []
+        for _ in range(sets):
+            context = self._context()
+            stack = ggml.ggml_new_tensor_3d(context, ggml_type, K, N, EXPERTS)
+            self._allocate(context, self.buffer_type)
+            self.outputs.append(ggml.ggml_mul_mat_id(self.rows, stack, self.x, self.ids))
+            stacks.append(stack)
+        self._allocate(self.rows, plain)
+        for stack, output in zip(stacks, self.outputs):
+            data = weights(kind)
+            ggml.ggml_backend_tensor_set(stack, data.data_ptr(), 0, data.numel())
+            graph = ggml.ggml_new_graph(self.rows)
+            ggml.ggml_build_forward_expand(graph, output)
+            self.graphs.append(graph)
+
+    def _context(self):
+        self.keep.append(
+            ggml.ggml_init(ggml.ggml_init_params(mem_size=1 << 22, mem_buffer=None, no_alloc=True))
+        )
+        return self.keep[-1]
+
+    @staticmethod
+    def _allocate(context, buffer_type) -> None:
+        if not ggml.ggml_backend_alloc_ctx_tensors_from_buft(context, buffer_type):
+            raise MemoryError("ggml could not allocate")
+
+    @staticmethod
+    def _repack_type(registry: int):
+        """The repacked buffer type, found as llama.cpp finds it."""
+        address = ggml.ggml_backend_reg_get_proc_address(registry, b"ggml_backend_dev_get_extra_bufts")
+        device = ggml.ggml_backend_reg_dev_get(registry, 0)
+        found = ctypes.CFUNCTYPE(ctypes.POINTER(ctypes.c_void_p), ctypes.c_void_p)(address)(device)
+        for buffer_type in itertools.takewhile(bool, found):
+            if b"REPACK" in ggml.ggml_backend_buft_name(buffer_type):
+                return buffer_type
+        raise LookupError("this build of ggml has no repacked buffer type")
+
+    def set_input(self, x: torch.Tensor) -> None:
+        ggml.ggml_backend_tensor_set(self.x, x.data_ptr(), 0, x.numel() * 4)
+
+    def __call__(self, turn: int) -> None:
+        ids = (ctypes.c_int32 * self.tokens)(*routing(self.tokens, turn))
+        ctypes.memmove(ggml.ggml_get_data(self.ids), ids, ctypes.sizeof(ids))
+        ggml.ggml_backend_graph_compute(self.backend, self.graphs[turn % len(self.graphs)])
+
+    def output(self, turn: int) -> torch.Tensor:
+        out = torch.empty(self.tokens, N)
+        ggml.ggml_backend_tensor_get(
+            self.outputs[turn % len(self.outputs)], out.data_ptr(), 0, out.numel() * 4
+        )
+        return out
+
+
+class Ours:
+    def __init__(
+        self, format: str, layout: str, tokens: int, sets: int, quantized, int8: bool = True
+    ) -> None:
+        self.name, self.tokens, self.int8 = f"fp4_ops {format}", tokens, int8
+        packed, scale, self.global_scale = quantized
+        self.sets = [fp4.prepack(packed, scale, format, layout) for _ in range(sets)]
+        self.options = {"format": format, "layout": layout}
+        # As in ggml, the routing is ready before the call.
+        self.offs = []
+        for turn in range(EXPERTS):
+            experts = torch.tensor(routing(tokens, turn))
+            self.offs.append(torch.bincount(experts, minlength=EXPERTS).cumsum(0).int())
+
+    def set_input(self, x: torch.Tensor) -> None:
+        self.x = x if self.int8 else x.bfloat16()
+
+    def __call__(self, turn: int) -> None:
+        a, a_scale = fp4.quantize_int8(self.x) if self.int8 else (self.x, None)
+        packed, scale = self.sets[turn % len(self.sets)]
+        self.out = fp4.grouped_mm(
+            a, packed, scale, self.global_scale, self.offs[turn % EXPERTS], a_scale, **self.options,
+            out_dtype=torch.float32,
+        )  # fmt: skip
+
+    def output(self, turn: int) -> torch.Tensor:
+        return self.out
+
+
+def to_ggml(weight: torch.Tensor, mxfp4: tuple[torch.Tensor, ...]):
+    """The bytes of the weight in a ggml type: MXFP4 from our own codes, the others by ggml's quantiser."""
+
+    def make(kind: str) -> torch.Tensor:
+        if kind == "mxfp4":  # a block: the scale byte, then 16 bytes, element j below element j + 16
+            packed, scale, _ = mxfp4
+            codes = torch.stack((packed & 15, packed >> 4), -1).reshape(EXPERTS, N, K // 32, 2, 16)
+            return torch.cat(
+                (scale.view(torch.uint8)[..., None], codes[..., 0, :] | codes[..., 1, :] << 4), -1
+            )
+        row = ggml.ggml_row_size(TYPES[kind], K)
+        data = torch.empty(EXPERTS, N, row, dtype=torch.uint8)
+        source = ctypes.cast(weight.data_ptr(), ctypes.POINTER(ctypes.c_float))
+        ggml.ggml_quantize_chunk(TYPES[kind], source, data.data_ptr(), 0, EXPERTS * N, K, None)
+        return data
+
+    return make
+
+
+def check(runner, x: torch.Tensor, dense: torch.Tensor, bound: float) -> str:
+    """Against float64 over `dense`: the weights both share, or the unquantised ones with a bound to match."""
+    runner.set_input(x)
+    worst = 0.0
+    for turn in range(3):
+        runner(turn)
+        experts = routing(len(x), turn)
+        want = torch.stack([dense[e] @ row for e, row in zip(experts, x.double())])
+        worst = max(worst, ((runner.output(turn).double() - want).norm() / want.norm()).item())
+    if not worst <= bound:
+        raise SystemExit(f"{runner.name}: relative error {worst:.3g} is over {bound}")
+    return f"{runner.name} {worst:.2g}"
+
+
+def paired(runners: list, blocks: int, seconds: float = 0.02) -> dict[str, list[float]]:
+    """Blocks of calls in alternation; the time of a call in each block. A pause lets the other's idle threads
+    stop spinning."""
+    times: dict[str, list[float]] = {r.name: [] for r in runners}
+    counts, turn = {}, 0
+    for r in runners:
+        start = time.perf_counter()
+        for turn in range(3):
+            r(turn)
+        counts[r.name] = max(3, math.ceil(seconds * 3 / (time.perf_counter() - start)))
+    for block in range(blocks):
+        for r in runners if block % 2 == 0 else runners[::-1]:
+            time.sleep(0.005)
+            r(turn := turn + 1)
+            start = time.perf_counter()
+            for _ in range(counts[r.name]):
+                r(turn := turn + 1)
+            times[r.name].append((time.perf_counter() - start) / counts[r.name])
+    return times
+
+
+def copy_bandwidth() -> float:
+    """GB/s read plus written, copying 128 MiB."""
+    a = torch.zeros(1 << 25)
+    b = torch.empty_like(a)
+    best = math.inf
+    for _ in range(8):
+        start = time.perf_counter()
+        b.copy_(a)
+        best = min(best, time.perf_counter() - start)
+    return 2 * a.numel() * 4 / best / 1e9
+
+
+def cpu_name() -> str:
+    lines = Path("/proc/cpuinfo").read_text().splitlines() if Path("/proc/cpuinfo").exists() else []
+    fields = dict(line.split(":", 1) for line in lines if ":" in line)
+    found = {key.strip(): value.strip() for key, value in fields.items()}
+    return (
+        f"{found.get('model name', platform.processor())}, family {found.get('cpu family')} "
+        f"model {found.get('model')}, {torch.get_num_threads()} threads"
+    )
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--threads", type=int, nargs="+", default=sorted({1, torch.get_num_threads()}))
+    parser.add_argument("--blocks", type=int, default=11)
+    parser.add_argument("--sets", type=int, default=6, help="sets of weights for the streamed case")
+    options = parser.parse_args()
+    ggml.ggml_log_set(quiet, None)
+    print(f"cpu      {cpu_name()}")
+    print(f"versions torch {torch.__version__}, fp4_ops kernels {fp4.cpu_capability()},")
+    print(f"         ggml {ggml.ggml_version().decode()} (ggml-python {ggml.__version__})")
+    isa = ("avx2", "avx512", "avx512_vnni", "avx512_vbmi", "avx512_bf16", "amx_int8")
+    print(f"ggml     built with {' '.join(n for n in isa if getattr(ggml, f'ggml_cpu_has_{n}')())}")
+    print(
+        f"shape    {EXPERTS} experts of [{N}, {K}], float32 activations quantised to int8 within the time\n"
+    )
+
+    weight = torch.randn(EXPERTS, N, K)
+    quantized = {f: fp4.quantize(weight, f) for f in ("mxfp4", "nvfp4")}
+    dense = {f: fp4.dequantize(*q, f, torch.float64) for f, q in quantized.items()}
+    make = to_ggml(weight, quantized["mxfp4"])
+
+    for threads in options.threads:
+        torch.set_num_threads(threads)
+        print(f"threads {threads}: copy bandwidth {copy_bandwidth():.1f} GB/s (read + written)")
+        for tokens, sets in itertools.product((1, 64), (1, options.sets)):
+            x = torch.randn(tokens, K)
+            ours = [Ours(f, "tile16", tokens, sets, quantized[f]) for f in quantized]
+            bf16 = [Ours(f, "tile16", tokens, sets, quantized[f], int8=False) for f in quantized]
+            for r in bf16:
+                r.name += " bf16"
+            peers = [Ggml(kind, repacked, tokens, sets, make, threads) for kind, repacked in PEERS]
+            checked = [check(r, x, dense[f], 0.02) for r, f in zip((*ours, *bf16), (*quantized, *quantized))]
+            for peer, (kind, _) in zip(peers, PEERS):
+                exact = kind == "mxfp4"
+                checked.append(
+                    check(peer, x, dense["mxfp4"] if exact else weight.double(), 0.02 if exact else 0.2)
+                )
+            times = paired([*ours, *bf16, *peers], options.blocks)
+            report(tokens, sets, times, [p.name for p in peers], checked)
+    print("\nratio: the fastest ggml type's time over ours, the median over blocks; above 1 we are faster.")
+
+
+def report(
+    tokens: int, sets: int, times: dict[str, list[float]], peers: list[str], checked: list[str]
+) -> None:
+    fastest = min(peers, key=lambda name: statistics.median(times[name]))
+    rows = min(tokens, EXPERTS) * N * K
+    where = "cached" if sets == 1 else "streamed"
+    print(f"  {tokens} token{'s' * (tokens > 1)}, {where}; relative errors: {', '.join(checked)}")
+    for name, values in times.items():
+        median = statistics.median(values)
+        bits = 4.5 if "nvfp4" in name or "q4_0" in name else 4.25
+        line = f"    {name:22} {median * 1e6:9.1f} us {rows * bits / 8 / median / 1e9:7.1f} GB/s"
+        line += f" {2 * tokens * N * K / median / 1e9:8.1f} GFLOP/s"
+        if name not in peers:
+            ratios = [theirs / mine for theirs, mine in zip(times[fastest], values)]
+            line += f"   against {fastest:18} {statistics.median(ratios):6.2f}x"
+        print(line, flush=True)
+
+
+if __name__ == "__main__":
+    with torch.inference_mode():
+        main()
