@@ -133,3 +133,23 @@ def test_unbacked_counts():
     offs = counts.cumsum(0).int()
     graph = make_fx(convert, tracing_mode="symbolic")(offs, counts)
     assert torch.equal(graph(offs, counts), convert(offs, counts))
+
+
+@pytest.mark.parametrize("op", ["mm", "grouped_mm", "indexed_mm", "moe"])
+def test_unbacked_tokens(op):
+    """A number of tokens that only the data decides (`x[mask]`) needs no hint."""
+    args, kwargs = floating_sample(op)
+    positions = TOKENS[op]
+
+    class Module(torch.nn.Module):
+        def forward(self, mask, *tokens):
+            rows = mask.nonzero().flatten()
+            full = list(args)
+            for i, t in zip(positions, tokens):
+                full[i] = t[rows]
+            return getattr(fp4, op)(*full, **kwargs)
+
+    tokens = tuple(args[i] for i in positions)
+    mask = torch.ones(tokens[0].shape[0], dtype=torch.bool)
+    program = torch.export.export(Module(), (mask, *tokens))
+    assert same(program.module()(mask, *tokens), getattr(fp4, op)(*args, **kwargs))
