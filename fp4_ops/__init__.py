@@ -13,10 +13,11 @@ _library.load()
 
 # After the operators, which these use.
 from .info import Info, info  # noqa: E402
+from .prepare import PrepareReport, prepare  # noqa: E402
 from .quantize import quantize  # noqa: E402
 from .tensor import FP4Tensor  # noqa: E402
 
-__all__ = ["FP4Tensor", "Info", "explain", "info", "quantize"]
+__all__ = ["FP4Tensor", "Info", "PrepareReport", "explain", "info", "prepare", "quantize"]
 
 
 def __getattr__(name: str) -> Any:

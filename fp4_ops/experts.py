@@ -1,0 +1,158 @@
+"""Experts that hold 4-bit weights, and the implementation `fp4` in transformers' registry that runs them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from .meta.formats import FORMATS
+from .meta.layouts import LAYOUTS, preferred_layout
+
+IMPLEMENTATION = "fp4"
+"""Our name among transformers' experts implementations ("eager", "grouped_mm", ...)."""
+
+
+@dataclass(frozen=True)
+class ExpertsForm:
+    """Where a family of experts modules keeps its weights: [E, 2 I, H] and [E, H, I], or each transposed."""
+
+    gate_up: str
+    down: str
+    gate_up_bias: str
+    down_bias: str
+
+
+@dataclass(frozen=True)
+class Recipe:
+    """How one experts module runs: stays on the module, read by `experts_forward`."""
+
+    form: ExpertsForm
+    gate: str
+    """The activation function, a name of meta.formats.ACTIVATIONS."""
+    a_format: str | None
+    """How activations enter the products; None picks by device when it runs."""
+
+
+def auto_a_format(device_type: str) -> str:
+    """int8 is the fast path on CPU; elsewhere activations stay in the model's dtype."""
+    return "int8" if device_type == "cpu" else "none"
+
+
+class PackedWeight(nn.Module):
+    """The 4-bit form of an expert weight [E, N, K], where the Parameter was.
+
+    Buffers: packed uint8 [E, N, K/2], block_scale [E, N, ceil(K/block)], global_scale float32 [E] (nvfp4).
+    `.to(device)` moves them and reorders them for that device; `.to(dtype)` and `.half()` leave them alone.
+    The state dict carries format and layout along, so that weights saved on one device load on another.
+    """
+
+    packed: Tensor
+    block_scale: Tensor
+    global_scale: Tensor | None
+
+    def __init__(
+        self, packed: Tensor, block_scale: Tensor, global_scale: Tensor | None, format: str, layout: str
+    ) -> None:
+        super().__init__()
+        self.format, self.layout = format, layout
+        self.register_buffer("packed", packed)
+        self.register_buffer("block_scale", block_scale)
+        self.register_buffer("global_scale", global_scale)
+
+    @property
+    def num_bytes(self) -> int:
+        return sum(b.nbytes for b in self.buffers())
+
+    def dequantize(self, dtype: torch.dtype = torch.float32) -> Tensor:
+        """The weight [E, N, K] that the codes stand for."""
+        return torch.ops.fp4.dequantize(
+            self.packed, self.block_scale, self.global_scale, self.format, dtype, layout=self.layout
+        )
+
+    def set_layout(self, layout: str) -> None:
+        """Reorders the bytes in place of the old ones."""
+        if layout == self.layout:
+            return
+        packed, block_scale = self.packed, self.block_scale
+        if self.layout != "plain":
+            packed, block_scale = torch.ops.fp4.unpack(packed, block_scale, self.format, self.layout)
+        if layout != "plain":
+            packed, block_scale = torch.ops.fp4.prepack(packed, block_scale, self.format, layout)
+        self.packed, self.block_scale, self.layout = packed, block_scale, layout
+
+    def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> PackedWeight:
+        old, new = self.packed.device.type, fn(self.packed.new_empty(0)).device.type
+        if old != new:
+            self.set_layout("plain")  # where the old layout's kernels are
+        for name, buffer in list(self._buffers.items()):
+            if buffer is not None:  # as bytes: a change of dtype is for the model's own numbers
+                self._buffers[name] = fn(buffer.view(torch.uint8)).view(buffer.dtype)
+        if old != new and new != "meta":
+            self.set_layout(preferred_layout(new))
+        return self
+
+    def get_extra_state(self) -> Tensor:
+        """Format and layout, as a tensor so that any checkpoint file can hold them."""
+        return torch.tensor(
+            [sorted(FORMATS).index(self.format), LAYOUTS.index(self.layout)], dtype=torch.uint8
+        )
+
+    def set_extra_state(self, state: Tensor) -> None:
+        """Called once the buffers are loaded: says what they hold."""
+        format, layout = sorted(FORMATS)[int(state[0])], LAYOUTS[int(state[1])]
+        if format != self.format:
+            raise ValueError(
+                f"fp4: the weights to load are {format}; this model was prepared as {self.format}"
+            )
+        own, self.layout = self.layout, layout
+        self.set_layout(own)
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        super().__setstate__(state)
+        register()  # a model that was pickled whole may be the first use of fp4_ops in its process
+
+    def extra_repr(self) -> str:
+        e, n, half = self.packed.shape
+        return f"experts={e}, n={n}, k={2 * half}, format={self.format!r}, layout={self.layout!r}"
+
+
+def experts_forward(
+    self: nn.Module, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor
+) -> Tensor:
+    """The implementation `fp4`: hidden_states [T, H], top_k_index and top_k_weights [T, k] -> [T, H].
+
+    Modules that were not prepared share the model's config and so come here too: they run as before.
+    """
+    recipe: Recipe | None = getattr(self, "_fp4_recipe", None)
+    if recipe is None:
+        return _previous_forward(self)(self, hidden_states, top_k_index, top_k_weights)
+    form = recipe.form
+    w13, w2 = getattr(self, form.gate_up), getattr(self, form.down)
+    a_format = recipe.a_format
+    if a_format is None:
+        a_format = auto_a_format(hidden_states.device.type)
+    return torch.ops.fp4.moe(
+        hidden_states, top_k_index, top_k_weights,
+        w13.packed, w13.block_scale, w13.global_scale, w2.packed, w2.block_scale, w2.global_scale,
+        getattr(self, form.gate_up_bias, None), getattr(self, form.down_bias, None),
+        format=w13.format, layout=w13.layout, activation=recipe.gate, a_format=a_format,
+    )  # fmt: skip
+
+
+def _previous_forward(module: nn.Module) -> Callable[..., Tensor]:
+    from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS
+
+    own = type(module).forward.__wrapped__  # type: ignore[attr-defined]  # under transformers' decorator
+    previous = getattr(module, "_fp4_previous", "eager")
+    return own if previous == "eager" else ALL_EXPERTS_FUNCTIONS[previous]
+
+
+def register() -> None:
+    """Makes `fp4` known to transformers."""
+    from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS
+
+    ALL_EXPERTS_FUNCTIONS.register(IMPLEMENTATION, experts_forward)
