@@ -154,16 +154,16 @@ def _operands(node: fx.Node) -> list[tuple[fx.Node, fx.Node]]:
     a, b = node.args[:2]
     if not (is_tensor(a) and is_tensor(b)) or node.kwargs.get("alpha", 1) != 1:
         return []
-    if not (same_shape(shape(a), shape(node)) and same_shape(shape(b), shape(node))):  # type: ignore[arg-type]
+    if not (same_shape(shape(a), shape(node)) and same_shape(shape(b), shape(node))):
         return []
-    return [(a, b), (b, a)]  # type: ignore[list-item]
+    return [(a, b), (b, a)]
 
 
 def _scalar(node: fx.Node) -> tuple[fx.Node, float] | None:
     """(tensor, number) of a product or sum with a Python number."""
     a, b = node.args[:2]
     if isinstance(b, (int, float)) and node.kwargs.get("alpha", 1) == 1:
-        return a, float(b)  # type: ignore[return-value]
+        return a, float(b)
     return None
 
 
@@ -180,7 +180,7 @@ def _gate(node: fx.Node, canon: Canon) -> tuple[str, float, fx.Node, float | Non
             s = uncast(s)
             if not is_op(s, aten.sigmoid):
                 continue
-            inner, alpha = uncast(s.args[0]), 1.0  # type: ignore[arg-type]
+            inner, alpha = uncast(s.args[0]), 1.0
             if is_op(inner, aten.mul) and (scaled := _scalar(inner)) is not None:
                 inner, alpha = scaled
             if canon.same(uncast(inner), uncast(base)):
@@ -291,11 +291,11 @@ def _combine(down: Product, rows: Rows, k: int) -> tuple[fx.Node, fx.Node, fx.No
             need(weights is None, f"{user.name} scales the rows a second time", user)
             (other,) = [a for a in user.all_input_nodes if a is not node] or [None]
             need(
-                is_tensor(other) and same_shape(shape(other), (*shape(node)[:-1], 1)),  # type: ignore[arg-type]
+                is_tensor(other) and same_shape(shape(other), (*shape(node)[:-1], 1)),
                 f"{user.name} scales the rows by something other than one routing weight each",
                 user,
             )
-            weights = rows.weights_in_token_order(uncast(other), in_order)  # type: ignore[arg-type]
+            weights = rows.weights_in_token_order(uncast(other), in_order)
         elif gathered(user)[0] is node:
             need(not in_order and rows.restored(user) is node, f"{user.name} reorders the rows", user)
             in_order = True

@@ -173,9 +173,9 @@ def _storage(t: torch.Tensor) -> int:
 def _restore_dynamo_metadata(gm: fx.GraphModule, traced: fx.GraphModule) -> None:
     """What AOTAutograd reads from Dynamo's graph: sources, and which inputs have fixed addresses."""
     for old, new in zip(_placeholders(gm), _placeholders(traced), strict=True):
-        new._dynamo_source = getattr(old, "_dynamo_source", None)  # type: ignore[attr-defined]
+        new._dynamo_source = getattr(old, "_dynamo_source", None)
         if "tensor_dict" in old.meta:
             new.meta["tensor_dict"] = dict(old.meta["tensor_dict"])
     if hasattr(gm, "_param_name_to_source"):
-        traced._param_name_to_source = {}  # type: ignore[assignment]
+        traced._param_name_to_source = {}
     traced.meta.update(gm.meta)

@@ -47,7 +47,7 @@ def is_op(node: Any, *packets: Any) -> bool:
 
 def arguments(node: fx.Node) -> dict[str, Any]:
     """All arguments of an operator call by their schema names, defaults filled in."""
-    schema = node.target._schema  # type: ignore[union-attr]
+    schema = node.target._schema
     out = {a.name: a.default_value for a in schema.arguments}
     out.update(zip((a.name for a in schema.arguments), node.args))
     out.update(node.kwargs)
@@ -56,7 +56,7 @@ def arguments(node: fx.Node) -> dict[str, Any]:
 
 def item(node: Any) -> tuple[fx.Node, int] | None:
     """(producer, index) of one output of a multi-output operator."""
-    if isinstance(node, fx.Node) and node.op == "call_function" and node.target.__name__ == "getitem":  # type: ignore[union-attr]
+    if isinstance(node, fx.Node) and node.op == "call_function" and node.target.__name__ == "getitem":
         producer, index = node.args
         if isinstance(producer, fx.Node) and isinstance(index, int):
             return producer, index
@@ -99,9 +99,9 @@ def passes_order(node: fx.Node) -> bool:
     if is_op(node, *_RESHAPES):
         return True
     if is_op(node, aten._to_copy):
-        return value(node).dtype == value(node.args[0]).dtype  # type: ignore[arg-type]
+        return value(node).dtype == value(node.args[0]).dtype
     if is_op(node, aten.expand):
-        return same_shape(shape(node), shape(node.args[0]))  # type: ignore[arg-type]
+        return same_shape(shape(node), shape(node.args[0]))
     if is_op(node, aten.slice):
         a = arguments(node)
         return a["start"] in (0, None) and a["end"] in (_MAX, None) and a["step"] == 1
@@ -111,7 +111,7 @@ def passes_order(node: fx.Node) -> bool:
 def strip(node: fx.Node) -> fx.Node:
     """Back through reshapes and copies: same elements, same row-major order, same dtype."""
     while passes_order(node):
-        node = node.args[0]  # type: ignore[assignment]
+        node = node.args[0]
     return node
 
 
@@ -128,7 +128,7 @@ def uncast(node: fx.Node) -> fx.Node:
     """`strip`, and back through casts between float32, bfloat16 and float16, which only round."""
     node = strip(node)
     while is_float_cast(node):
-        node = strip(node.args[0])  # type: ignore[arg-type]
+        node = strip(node.args[0])
     return node
 
 
@@ -136,8 +136,8 @@ def exact_int(node: fx.Node) -> fx.Node:
     """`strip`, and back through casts of integers to a type that holds small ones exactly (ids, counts)."""
     node = strip(node)
     exact = (torch.int64, torch.int32, torch.float32, torch.float64)
-    while is_op(node, aten._to_copy) and value(node).dtype in exact and value(node.args[0]).dtype in exact:  # type: ignore[arg-type]
-        node = strip(node.args[0])  # type: ignore[arg-type]
+    while is_op(node, aten._to_copy) and value(node).dtype in exact and value(node.args[0]).dtype in exact:
+        node = strip(node.args[0])
     return node
 
 
@@ -168,7 +168,7 @@ class Canon:
             if node.op == "call_function" and _is_pure(node):
                 parts = fx.node.map_aggregate(
                     (node.args, dict(node.kwargs)),
-                    lambda a: ("node", self._numbers[a]) if isinstance(a, fx.Node) else (type(a).__name__, a),  # type: ignore[arg-type]
+                    lambda a: ("node", self._numbers[a]) if isinstance(a, fx.Node) else (type(a).__name__, a),
                 )
                 key = (node.target, repr(parts))
             self._numbers[node] = table.setdefault(key, len(table))
@@ -218,7 +218,7 @@ def unswap(node: fx.Node) -> tuple[fx.Node, bool]:
             swapped = not swapped
         elif not (is_float_cast(node) or is_op(node, aten.clone, aten.alias, aten.detach, aten.contiguous)):
             return node, swapped
-        node = node.args[0]  # type: ignore[assignment]
+        node = node.args[0]
 
 
 def _swaps_last_two(node: fx.Node) -> bool:
@@ -226,8 +226,8 @@ def _swaps_last_two(node: fx.Node) -> bool:
     if is_op(node, aten.t):
         return True
     if is_op(node, aten.transpose):
-        return {d % dims for d in node.args[1:3]} == {dims - 2, dims - 1}  # type: ignore[operator,union-attr]
-    order = [d % dims for d in node.args[1]]  # type: ignore[union-attr,operator]
+        return {d % dims for d in node.args[1:3]} == {dims - 2, dims - 1}
+    order = [d % dims for d in node.args[1]]
     return order == [*range(dims - 2), dims - 1, dims - 2]
 
 

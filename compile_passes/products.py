@@ -93,7 +93,7 @@ class Product:
 def is_grouped_mm(node: fx.Node) -> bool:
     return is_op(node, aten._grouped_mm) or (
         getattr(node.target, "_schema", None) is not None
-        and node.target._schema.name == "transformers::grouped_mm_fallback"  # type: ignore[union-attr]
+        and node.target._schema.name == "transformers::grouped_mm_fallback"
     )
 
 
@@ -131,7 +131,7 @@ class SortedRows(Rows):
             "the cumsum is not over experts",
             offs,
         )
-        counts = exact_int(node.args[0])  # type: ignore[arg-type]
+        counts = exact_int(node.args[0])
         counted = _counted_ids(counts, experts)
         sort = item(counted)
         if sort is None or not _is_id_sort(sort[0]) or sort[1] != 0:
@@ -142,8 +142,8 @@ class SortedRows(Rows):
         else:
             node = sort[0]
         ids = node.args[0]
-        need(len(shape(ids)) == 1, "the sorted ids are not one-dimensional", node)  # type: ignore[arg-type]
-        return SortedRows(offs, node, ids, experts, canon)  # type: ignore[arg-type]
+        need(len(shape(ids)) == 1, "the sorted ids are not one-dimensional", node)
+        return SortedRows(offs, node, ids, experts, canon)
 
     def expert_ids(self) -> fx.Node:
         return self.ids
@@ -184,7 +184,7 @@ class SortedRows(Rows):
             perm = source
         else:
             need(_is_floor_divide(source), f"the rows are gathered by {source.name}, not by perm // k", a)
-            perm, k = source.args[0], source.args[1]  # type: ignore[assignment]
+            perm, k = source.args[0], source.args[1]
             need(static_int(k) is not None, "k is symbolic", a)
             need(
                 self._is_perm(perm),
@@ -210,7 +210,7 @@ class SortedRows(Rows):
         bound = {aten.ge: self.experts, aten.gt: self.experts - 1}
         for op, limit in bound.items():
             if is_op(mask, op) and mask.args[1] == limit:
-                found = item(strip(mask.args[0]))  # type: ignore[arg-type]
+                found = item(strip(mask.args[0]))
                 if found is not None and found[1] == 0 and self.canon.same(found[0], self.sort):
                     return a["self"]
         return None
@@ -309,7 +309,7 @@ def _below(ids: fx.Node, experts: int) -> bool:
         return False
     producer, index = found
     if is_op(producer, aten.sort) and index == 0:
-        return _below(exact_int(producer.args[0]), experts)  # type: ignore[arg-type]
+        return _below(exact_int(producer.args[0]), experts)
     if is_op(producer, aten.topk) and index == 1:
         a = arguments(producer)
         return static_int(shape(a["self"])[a["dim"]]) == experts
@@ -328,19 +328,19 @@ def nonnegative(ids: fx.Node) -> bool:
 
 def gathered(node: fx.Node) -> tuple[fx.Node | None, fx.Node | None]:
     """(table, index) if node is table[index], whole rows of the first dimension."""
-    if is_op(node, aten.index) and len(node.args[1]) == 1 and is_tensor(node.args[1][0]):  # type: ignore[arg-type,index]
-        table, index = node.args[0], node.args[1][0]  # type: ignore[index]
-        if value(index).dtype in (torch.int64, torch.int32) and len(shape(index)) == 1:  # type: ignore[arg-type]
-            return table, index  # type: ignore[return-value]
+    if is_op(node, aten.index) and len(node.args[1]) == 1 and is_tensor(node.args[1][0]):
+        table, index = node.args[0], node.args[1][0]
+        if value(index).dtype in (torch.int64, torch.int32) and len(shape(index)) == 1:
+            return table, index
     if is_op(node, aten.index_select) and arguments(node)["dim"] == 0:
-        return node.args[0], node.args[2]  # type: ignore[return-value]
+        return node.args[0], node.args[2]
     if is_op(node, aten.gather) and arguments(node)["dim"] == 0 and len(shape(node)) == 2:
         # gather(x, 0, index[:, None].expand(-1, H)) with H all columns of x
         table, index = node.args[0], node.args[2]
-        rows = index.args[0] if is_op(index, aten.expand) else None  # type: ignore[union-attr]
-        whole_rows = same_shape(shape(node)[1:], shape(table)[1:])  # type: ignore[arg-type]
+        rows = index.args[0] if is_op(index, aten.expand) else None
+        whole_rows = same_shape(shape(node)[1:], shape(table)[1:])
         if whole_rows and rows is not None and same_shape(shape(rows), (shape(node)[0], 1)):
-            return table, strip(rows)  # type: ignore[return-value]
+            return table, strip(rows)
     return None, None
 
 
@@ -351,7 +351,7 @@ def indexed_product(bmm: fx.Node, weights: Weights, canon: Canon) -> Product:
     """bmm of W[ids] [S, N, K] and rows [S, K, 1], or of rows [S, 1, K] and W[ids] [S, K, N]."""
     left, right = bmm.args
     for operand, rows, weight_first in ((left, right, True), (right, left, False)):
-        gather, swapped = unswap(operand)  # type: ignore[arg-type]
+        gather, swapped = unswap(operand)
         table, index = gathered(gather)
         if table is None or len(shape(gather)) != 3:
             continue
@@ -360,12 +360,12 @@ def indexed_product(bmm: fx.Node, weights: Weights, canon: Canon) -> Product:
         # As the right operand the gathered weight must be [S, K, N]; as the left one it is [S, N, K].
         swapped = swapped ^ swapped_before ^ weight_first
         weight = weights.resolve(source, swapped, bmm)
-        vector = shape(rows)[2 if weight_first else 1]  # type: ignore[arg-type]
+        vector = shape(rows)[2 if weight_first else 1]
         need(vector == 1, "each gathered weight must meet one row", bmm)
-        need(shape(rows)[0] == shape(index)[0], "one expert id for each row is needed", bmm)  # type: ignore[arg-type]
+        need(shape(rows)[0] == shape(index)[0], "one expert id for each row is needed", bmm)
         return Product(
             bmm,
-            rows,  # type: ignore[arg-type]
+            rows,
             weight,
             rows=lambda: IndexedRows(index, canon),  # noqa: B023  returned at once
             ids=index,
@@ -392,14 +392,14 @@ class IndexedRows(Rows):
         if is_op(repeat, aten.expand) and len(shape(repeat)) == 3:
             # x [T, 1, H] -> [T, k, H] -> [T * k, H]
             source, (tokens, k, width) = repeat.args[0], shape(repeat)
-            if same_shape(shape(source), (tokens, 1, width)):  # type: ignore[arg-type]
+            if same_shape(shape(source), (tokens, 1, width)):
                 need(static_int(k) is not None, "k is symbolic", repeat)
                 need(
                     shape(self.ids)[0] == tokens * k,
                     f"{k} choices a token do not make the ids",
                     repeat,
                 )
-                return source, k  # type: ignore[return-value]
+                return source, k
         return a, 1
 
     def is_expert_row(self, node: fx.Node) -> fx.Node | None:
@@ -427,7 +427,7 @@ def find_products(graph: fx.Graph, weights: Weights, canon: Canon) -> Iterator[P
 
 def _touches_weight(bmm: fx.Node, weights: Weights) -> bool:
     for operand in bmm.args:
-        source, _ = unswap(operand)  # type: ignore[arg-type]
+        source, _ = unswap(operand)
         table, _ = gathered(source)
         if table is not None and len(shape(table)) == 3:
             return True

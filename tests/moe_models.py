@@ -177,7 +177,11 @@ class Block(nn.Module):
         counted = (flat + 1) % self.E if self.is_("offs of other ids") else sorted_ids
         offs = self.offsets(counted)
         mask = (sorted_ids >= self.E).unsqueeze(-1)
-        a = x[torch.arange(perm.numel()) // k] if self.is_("rows not sorted") else x[perm // k]
+        a = (
+            x[torch.arange(perm.numel(), device=x.device) // k]
+            if self.is_("rows not sorted")
+            else x[perm // k]
+        )
         if self.is_("expert-parallel masks"):
             a = a.masked_fill(mask, 0.0)
         if self.is_("weight is written to"):
@@ -203,7 +207,7 @@ class Block(nn.Module):
         if self.is_("rows scaled twice"):
             y = y * flat_weights[perm].unsqueeze(-1)
         inverse = torch.empty_like(perm)
-        inverse[perm] = torch.arange(perm.numel())
+        inverse[perm] = torch.arange(perm.numel(), device=x.device)
         if self.is_("argsort inverse"):
             inverse = perm.argsort()
         y = y[perm if self.is_("permuted again") else inverse]

@@ -1,0 +1,47 @@
+"""The backend on an NVIDIA GPU: CUDA graphs, generate(), changed routing and changed weights at replay."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from moe_models import Block, build, fake_quantised_model, relative_error
+
+transformers = pytest.importorskip("transformers")
+pytestmark = pytest.mark.gpu
+
+
+@pytest.fixture(autouse=True)
+def fresh_dynamo():
+    torch._dynamo.reset()
+
+
+@pytest.mark.parametrize("form", ["grouped_mm", "batched_mm"])
+@pytest.mark.parametrize("mode", [None, "reduce-overhead"])
+def test_replays_follow_routing_and_weights(form, mode):
+    block = Block(form, dtype=torch.bfloat16).cuda()
+    compiled = torch.compile(block, backend="fp4", mode=mode)
+    with torch.inference_mode():
+        for step in range(6):
+            x = torch.randn(8, Block.H, dtype=torch.bfloat16, device="cuda")
+            if step == 4:
+                block.w13.mul_(-0.5)  # recorded graphs must see the new packed weights
+            assert relative_error(compiled(x).clone(), block.twin()(x)) < 1.5e-2
+
+
+@pytest.mark.parametrize("family", ["mixtral", "gpt_oss"])
+def test_generate_with_cuda_graphs(family):
+    """transformers compiles decode steps with mode="reduce-overhead" and switches them to batched_mm."""
+    model = fake_quantised_model(build(family, torch.float32, "grouped_mm")).cuda()
+    ids = torch.randint(1, 128, (2, 5), device="cuda")
+    mask = torch.ones_like(ids)
+    options = {"max_new_tokens": 8, "do_sample": False, "pad_token_id": 0, "attention_mask": mask}
+    want = model.generate(ids, **options)
+    config = transformers.CompileConfig(backend="fp4")
+    got = model.generate(ids, **options, cache_implementation="static", compile_config=config)
+    assert torch.equal(got, want)
+
+
+def test_int8_is_refused_by_name():
+    compiled = torch.compile(Block("batched_mm").cuda(), backend="fp4", options={"activation": "int8"})
+    with torch.no_grad(), pytest.raises(Exception, match="activation='int8' runs on CPU only"):
+        compiled(torch.randn(2, Block.H, device="cuda"))
