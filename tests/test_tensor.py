@@ -238,3 +238,13 @@ def test_a_compiled_function_may_quantize(format):
     want_w, want = function(x)
     assert isinstance(w, FP4Tensor) and torch.equal(w.packed, want_w.packed)
     assert torch.equal(out, want)
+
+
+def test_export_keeps_the_operators(format):
+    module = Module(format)
+    x, offs = torch.randn(7, K), torch.tensor([2, 3, 7], dtype=torch.int32)
+    with torch.no_grad():
+        program = torch.export.export(module, (x, offs)).run_decompositions()
+        targets = {node.target for node in program.graph.nodes}
+        assert {torch.ops.fp4.mm.default, torch.ops.fp4.grouped_mm.default} <= targets
+        assert torch.equal(program.module()(x, offs), module(x, offs))
