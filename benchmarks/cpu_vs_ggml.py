@@ -1,7 +1,7 @@
 """fp4::grouped_mm against ggml's ggml_mul_mat_id on this CPU, in one process, call for call.
 
     pip install ggml-python==0.0.38        (a source build of a few minutes, for the machine at hand)
-    python benchmarks/cpu_vs_ggml.py [--threads 1 2] [--blocks 11]
+    python benchmarks/cpu_vs_ggml.py [--threads 1 2] [--tokens 1 64] [--blocks 11]
 
 Both multiply float32 activations [tokens, 2048] with the same 8 experts of [2048, 2048], each quantising the
 activations to int8 within its time (ours by fp4::quantize_int8). Rows meet experts in the same way on both
@@ -41,6 +41,11 @@ def quiet(level, text, data) -> None:
     """ggml's log, which would name every tensor it repacks."""
 
 
+def library(part: str) -> ctypes.CDLL:
+    """One of ggml's shared libraries, for the functions that its bindings leave out."""
+    return ctypes.CDLL(str(Path(ggml.__file__).parent / "lib" / f"libggml-{part}.so"))
+
+
 def routing(tokens: int, turn: int) -> list[int]:
     """The expert of each token, in rising order."""
     return [turn * 3 % EXPERTS] if tokens == 1 else [i * EXPERTS // tokens for i in range(tokens)]
@@ -51,11 +56,11 @@ class Ggml:
 
     def __init__(self, kind: str, repacked: bool, tokens: int, sets: int, weights, threads: int) -> None:
         self.name = f"ggml {kind}{' repacked' if repacked else ''}"
-        library = ctypes.CDLL(str(Path(ggml.__file__).parent / "lib" / "libggml-cpu.so"))
-        for function in (library.ggml_backend_cpu_reg, library.ggml_backend_cpu_init):
+        cpu = library("cpu")
+        for function in (cpu.ggml_backend_cpu_reg, cpu.ggml_backend_cpu_init):
             function.restype = ctypes.c_void_p
-        registry = library.ggml_backend_cpu_reg()
-        self.backend = library.ggml_backend_cpu_init()
+        registry = cpu.ggml_backend_cpu_reg()
+        self.backend = cpu.ggml_backend_cpu_init()
         ggml.ggml_backend_cpu_set_n_threads(self.backend, threads)
         plain = ggml.ggml_backend_get_default_buffer_type(self.backend)
         self.buffer_type = self._repack_type(registry) if repacked else plain
@@ -225,13 +230,16 @@ def cpu_name() -> str:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--threads", type=int, nargs="+", default=sorted({1, torch.get_num_threads()}))
+    parser.add_argument("--tokens", type=int, nargs="+", default=[1, 64])
     parser.add_argument("--blocks", type=int, default=11)
     parser.add_argument("--sets", type=int, default=6, help="sets of weights for the streamed case")
     options = parser.parse_args()
-    ggml.ggml_log_set(quiet, None)
+    library("base").ggml_log_set(quiet, None)
     print(f"cpu      {cpu_name()}")
-    print(f"versions torch {torch.__version__}, fp4_ops kernels {fp4.cpu_capability()},")
-    print(f"         ggml {ggml.ggml_version().decode()} (ggml-python {ggml.__version__})")
+    print(
+        f"versions torch {torch.__version__}, fp4_ops kernels {fp4.cpu_capability()}, "
+        f"ggml {ggml.ggml_version().decode()} (ggml-python {ggml.__version__})"
+    )
     isa = ("avx2", "avx512", "avx512_vnni", "avx512_vbmi", "avx512_bf16", "amx_int8")
     print(f"ggml     built with {' '.join(n for n in isa if getattr(ggml, f'ggml_cpu_has_{n}')())}")
     print(
@@ -246,7 +254,7 @@ def main() -> None:
     for threads in options.threads:
         torch.set_num_threads(threads)
         print(f"threads {threads}: copy bandwidth {copy_bandwidth():.1f} GB/s (read + written)")
-        for tokens, sets in itertools.product((1, 64), (1, options.sets)):
+        for tokens, sets in itertools.product(options.tokens, (1, options.sets)):
             x = torch.randn(tokens, K)
             ours = [Ours(f, "tile16", tokens, sets, quantized[f]) for f in quantized]
             bf16 = [Ours(f, "tile16", tokens, sets, quantized[f], int8=False) for f in quantized]

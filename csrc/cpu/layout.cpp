@@ -1,8 +1,63 @@
 #include "cpu/layout.h"
 
+#if defined(__SSE2__)
+#include <emmintrin.h>
+#endif
+
 #include <cstring>
 
 namespace fp4::cpu {
+namespace {
+
+#if defined(__SSE2__)
+
+__m128i load(const uint8_t* p) { return _mm_loadu_si128(reinterpret_cast<const __m128i*>(p)); }
+void store(uint8_t* p, __m128i v) { _mm_storeu_si128(reinterpret_cast<__m128i*>(p), v); }
+
+// Four words of each of 16 rows: to[w][row] = from[row][w].
+void transpose_words(const uint8_t* from, int64_t row_bytes, uint8_t* to) {
+  for (int r = 0; r < kPanelRows; r += 4, from += 4 * row_bytes) {
+    const __m128i a = load(from), b = load(from + row_bytes), c = load(from + 2 * row_bytes),
+                  d = load(from + 3 * row_bytes);
+    const __m128i ab_low = _mm_unpacklo_epi32(a, b), ab_high = _mm_unpackhi_epi32(a, b);
+    const __m128i cd_low = _mm_unpacklo_epi32(c, d), cd_high = _mm_unpackhi_epi32(c, d);
+    store(to + 4 * r, _mm_unpacklo_epi64(ab_low, cd_low));
+    store(to + 4 * r + 64, _mm_unpackhi_epi64(ab_low, cd_low));
+    store(to + 4 * r + 128, _mm_unpacklo_epi64(ab_high, cd_high));
+    store(to + 4 * r + 192, _mm_unpackhi_epi64(ab_high, cd_high));
+  }
+}
+
+// 16 bytes of each of 16 rows: to[b][row] = from[row][b]. Four rounds, each of which interleaves the rows of
+// the first half with those of the second.
+void transpose_bytes(const uint8_t* from, int64_t row_bytes, uint8_t* to) {
+  __m128i rows[16], next[16];
+  for (int r = 0; r < 16; ++r) rows[r] = load(from + r * row_bytes);
+  for (int round = 0; round < 4; ++round) {
+    for (int r = 0; r < 8; ++r) {
+      next[2 * r] = _mm_unpacklo_epi8(rows[r], rows[r + 8]);
+      next[2 * r + 1] = _mm_unpackhi_epi8(rows[r], rows[r + 8]);
+    }
+    std::memcpy(rows, next, sizeof(rows));
+  }
+  for (int b = 0; b < 16; ++b) store(to + 16 * b, rows[b]);
+}
+
+#else
+
+void transpose_words(const uint8_t* from, int64_t row_bytes, uint8_t* to) {
+  for (int r = 0; r < kPanelRows; ++r)
+    for (int w = 0; w < 4; ++w) std::memcpy(to + 64 * w + 4 * r, from + r * row_bytes + 4 * w, 4);
+}
+
+void transpose_bytes(const uint8_t* from, int64_t row_bytes, uint8_t* to) {
+  for (int r = 0; r < kPanelRows; ++r)
+    for (int b = 0; b < 16; ++b) to[16 * b + r] = from[r * row_bytes + b];
+}
+
+#endif
+
+}  // namespace
 
 void pack_panel(const uint8_t* codes, const uint8_t* scales, int64_t rows, int64_t k, int block,
                 uint8_t* panel_codes, uint8_t* panel_scales) {
@@ -12,13 +67,21 @@ void pack_panel(const uint8_t* codes, const uint8_t* scales, int64_t rows, int64
     std::memset(panel_codes, 0, words * 4 * kPanelRows);
     std::memset(panel_scales, 0, panel_blocks * kPanelRows);
   }
+  // What whole vectors do not cover, and panels of fewer rows, go word by word and byte by byte.
+  int64_t word = 0, block_at = 0;
+  if (rows == kPanelRows) {
+    for (; (word + 4) * 4 <= row_bytes; word += 4)
+      transpose_words(codes + word * 4, row_bytes, panel_codes + word * 4 * kPanelRows);
+    for (; block_at + 16 <= blocks; block_at += 16)
+      transpose_bytes(scales + block_at, blocks, panel_scales + block_at * kPanelRows);
+  }
   const int64_t whole_words = row_bytes / 4;
   for (int64_t r = 0; r < rows; ++r) {
     const uint8_t* row = codes + r * row_bytes;
     uint8_t* to = panel_codes + r * 4;
-    for (int64_t w = 0; w < whole_words; ++w) std::memcpy(to + w * 4 * kPanelRows, row + w * 4, 4);
+    for (int64_t w = word; w < whole_words; ++w) std::memcpy(to + w * 4 * kPanelRows, row + w * 4, 4);
     std::memcpy(to + whole_words * 4 * kPanelRows, row + whole_words * 4, row_bytes % 4);
-    for (int64_t b = 0; b < blocks; ++b) panel_scales[b * kPanelRows + r] = scales[r * blocks + b];
+    for (int64_t b = block_at; b < blocks; ++b) panel_scales[b * kPanelRows + r] = scales[r * blocks + b];
   }
 }
 
