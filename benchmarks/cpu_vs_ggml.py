@@ -224,7 +224,8 @@ def cpu_name() -> str:
     found = {key.strip(): value.strip() for key, value in fields.items()}
     return (
         f"{found.get('model name', platform.processor())}, family {found.get('cpu family')} "
-        f"model {found.get('model')}, {torch.get_num_threads()} threads, load average {os.getloadavg()[0]:.1f}"
+        f"model {found.get('model')}, {torch.get_num_threads()} threads, "
+        f"load average {os.getloadavg()[0]:.1f}"
     )
 
 
