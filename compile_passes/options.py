@@ -12,6 +12,7 @@ from typing import Any
 import torch
 
 from .. import _library
+from ..experts import auto_a_format
 from ..meta import formats
 from ..meta.formats import FORMATS
 
@@ -28,9 +29,9 @@ class Options:
     def a_format(self, device_type: str) -> tuple[str, str]:
         """(a_format as the operators name it, why)."""
         if self.activation == "auto":
-            if device_type == "cpu":
-                return "int8", "auto: int8 is the fast path on CPU"
-            return "none", f"auto: activations stay in the model's dtype on {device_type}"
+            chosen = auto_a_format(device_type)
+            fast = "the fast path" if chosen == "int8" else "the model's own dtype"
+            return chosen, f"auto: {fast} on {device_type}"
         if self.activation == "int8":
             if device_type != "cpu":
                 raise ValueError(

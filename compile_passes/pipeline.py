@@ -13,7 +13,7 @@ from torch._guards import TracingContext
 from .capture import CannotCapture, capture
 from .options import Options, inductor_patches
 from .report import Frame
-from .rewrite import Rewritten, rewrite
+from .rewrite import Rewritten, fp4_calls, rewrite
 from .weights import runtime
 
 log = logging.getLogger("fp4_ops")
@@ -31,7 +31,8 @@ def analyse(gm: fx.GraphModule, inputs: Sequence[Any], options: Options) -> tupl
             "(run the model under torch.no_grad() or torch.inference_mode())"
         )
         return None, frame
-    if not any(_is_fixed(n, x) and x.dim() == 3 for n, x in _pairs(gm, inputs)) and not _calls_fp4(gm):
+    if not _has_expert_weights(gm, inputs):
+        frame.sites = fp4_calls(gm.graph)
         return None, frame
     for device in {x.device.type for x in inputs if isinstance(x, torch.nn.Parameter)}:
         options.a_format(device)  # an activation this device cannot take is the user's error
@@ -81,11 +82,11 @@ def _is_fixed(node: fx.Node, x: Any) -> bool:
 
 
 def _has_expert_weights(gm: fx.GraphModule, inputs: Sequence[Any]) -> bool:
-    return any(_is_fixed(n, x) and x.dim() == 3 and x.shape[0] > 1 for n, x in _pairs(gm, inputs))
-
-
-def _calls_fp4(gm: fx.GraphModule) -> bool:
-    return any(getattr(n.target, "namespace", "") == "fp4" or "fp4." in str(n.target) for n in gm.graph.nodes)
+    """Whether any weight could be one of experts; float8 ones are the scales of packed weights."""
+    return any(
+        _is_fixed(n, x) and x.dim() == 3 and x.dtype.is_floating_point and x.dtype.itemsize > 1
+        for n, x in _pairs(gm, inputs)
+    )
 
 
 def _frame_name() -> str:

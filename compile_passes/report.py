@@ -15,7 +15,10 @@ _TORCH = str(torch.__file__).removesuffix("__init__.py")
 
 @dataclass(frozen=True)
 class Site:
-    """One place that looks like experts. Rewritten if `op` is set, else left alone because of `reason`."""
+    """One place that looks like experts: rewritten to `op`, or left alone because of `reason` (`op` is None).
+
+    A call of an fp4 operator that the model makes itself has an `op` too, and no `weights`.
+    """
 
     op: str | None
     """The operator it became, such as "fp4::moe"."""
@@ -43,6 +46,8 @@ class Site:
 
     def __str__(self) -> str:
         weights = ", ".join(self.weights)
+        if self.op is not None and not self.weights:
+            return f"{self.op}  from {self.form}\n    kernel {self.kernel}\n    at {self.where}"
         if self.op is None:
             return f"left alone: {self.reason}\n    at {self.where}" + (
                 f"\n    weights {weights}" if weights else ""
@@ -73,8 +78,7 @@ class Frame:
         elif not self.sites:
             head += "nothing that looks like experts"
         else:
-            done = sum(s.rewritten for s in self.sites)
-            head += f"{done} rewritten, {len(self.sites) - done} left alone"
+            head += _count(self.sites)
         return "\n".join([head, *("  " + str(s).replace("\n", "\n  ") for s in self.sites)])
 
 
@@ -103,13 +107,19 @@ class Report:
         return [(s.weights, s.bytes_after if after else s.bytes_before) for s in self.sites if s.rewritten]
 
     def __str__(self) -> str:
-        done = sum(s.rewritten for s in self.sites)
         out = [str(f) for f in self.frames]
         out += [f"graph break: {reason}" for reason in self.graph_breaks]
-        total = f"{done} rewritten, {len(self.sites) - done} left alone in {len(self.frames)} graphs"
-        if done:
+        total = f"{_count(self.sites)} in {len(self.frames)} graphs"
+        if self.bytes_before:
             total += f"; expert weights {_mib(self.bytes_before)} -> {_mib(self.bytes_after)}"
         return "\n".join([*out, total])
+
+
+def _count(sites: list[Site]) -> str:
+    own = sum(s.rewritten and not s.weights for s in sites)
+    done = sum(s.rewritten for s in sites) - own
+    text = f"{done} rewritten, {len(sites) - done - own} left alone"
+    return f"{text}, {own} as the model has it" if own else text
 
 
 def _mib(n: int) -> str:

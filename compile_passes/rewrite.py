@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import operator
+from collections.abc import Collection
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -60,28 +61,31 @@ def rewrite(
     for product in products.values():
         if product.node in alive:
             sites.append(writer.product(product, why_not.get(product.node, "")))
-    sites += [_already(n) for n in gm.graph.nodes if _is_fp4(n) and n not in writer.written]
+    sites += fp4_calls(gm.graph, writer.written)
     if not writer.slots:
         return None, sites
     gm.graph.eliminate_dead_code()
     return writer.finish(fake_mode), sites
 
 
-def _is_fp4(node: fx.Node) -> bool:
-    return node.op == "call_function" and getattr(node.target, "namespace", "") == "fp4"
+def fp4_calls(graph: fx.Graph, known: Collection[fx.Node] = ()) -> list[Site]:
+    """The fp4 operators that the model calls itself, as a prepared model does."""
+    sites = []
+    for node in graph.nodes:
+        is_operator = isinstance(node.target, (torch._ops.OpOverload, torch._ops.OpOverloadPacket))
+        if is_operator and str(node.target).startswith("fp4.") and node not in known:
+            name = str(node.target).split(".")[1]
+            out = node.meta.get("val", node.meta.get("example_value"))
+            kernel = _kernel(out.device.type) if isinstance(out, torch.Tensor) else ""
+            sites.append(Site(f"fp4::{name}", "", location(node), form=OWN_CALL, kernel=kernel))
+    return sites
 
 
-def _already(node: fx.Node) -> Site:
-    op = str(node.target).replace(".", "::", 1).removesuffix(".default")
-    return Site(
-        op, "", location(node), form="the model itself, which calls the operator", kernel=_kernel(node)
-    )
+OWN_CALL = "the model, which calls it itself"
 
 
-def _kernel(node: fx.Node) -> str:
-    val = node.meta.get("val")
-    device = val.device.type if isinstance(val, torch.Tensor) else "cpu"
-    return {"cpu": "cpu (C++)", "cuda": "cuda (Triton)"}.get(device, device)
+def _kernel(device_type: str) -> str:
+    return f"cpu {torch.ops.fp4.cpu_capability()}" if device_type == "cpu" else "triton"
 
 
 class _Writer:
@@ -217,7 +221,7 @@ class _Writer:
             weights=tuple(input_name(w.placeholder) for w in weights),
             shape=shape_text,
             form=form,
-            kernel=_kernel(weights[0].placeholder),
+            kernel=_kernel(values[0].device.type),
             format=specs[0].format,
             layout=specs[0].layout,
             activation=activation,
