@@ -1,0 +1,200 @@
+"""A small Mixture-of-Experts language model in bfloat16 and in 4 bits, side by side.
+
+    python examples/demo.py
+
+The model (examples/demo_model: a Qwen3-MoE over bytes, trained on Python's standard library) runs four ways:
+bf16 eager, bf16 under stock torch.compile, and with its experts in nvfp4 and mxfp4 under
+torch.compile(backend="fp4"). Speeds are medians over rounds in which the four take turns. Uses an NVIDIA GPU
+if there is one.
+"""
+
+from __future__ import annotations
+
+import copy
+import logging
+import math
+import platform
+import statistics
+import time
+import warnings
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import torch
+from torch import Tensor
+from transformers import AutoModelForCausalLM, StaticCache
+from transformers.utils import logging as transformers_logging
+
+import fp4_ops
+
+HERE = Path(__file__).parent / "demo_model"
+DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
+BATCHES = (1, 32)
+PROMPT, STEPS, ROUNDS = 128, 24, 7
+WINDOW, HELDOUT_BYTES = 512, 50_000
+SAMPLE_PROMPT, SAMPLE_BYTES = b"class Queue:\n    def ", 160
+# Inductor compiles one-token sdpa on a CPU poorly (3x slower at batch 32): all rows use plain attention.
+ATTENTION = "sdpa" if DEVICE == "cuda" else "eager"
+COMPILE = {"dynamic": False, "mode": "reduce-overhead" if DEVICE == "cuda" else None}
+
+
+@dataclass
+class Variant:
+    name: str
+    model: torch.nn.Module
+    step: Callable[[torch.nn.Module, Tensor, StaticCache], Tensor]
+    caches: dict[int, StaticCache] = field(default_factory=dict)
+    loss: float = 0.0
+    prefill: dict[int, list[float]] = field(default_factory=dict)
+    """Tokens a second, one entry a round."""
+    decode: dict[int, list[float]] = field(default_factory=dict)
+
+
+def step(model: torch.nn.Module, tokens: Tensor, cache: StaticCache) -> Tensor:
+    """tokens [B, T] -> the most likely next token [B, 1]."""
+    logits = model(input_ids=tokens, past_key_values=cache, logits_to_keep=1).logits
+    return logits[:, -1].argmax(-1, keepdim=True)
+
+
+def synchronize() -> None:
+    if DEVICE == "cuda":
+        torch.cuda.synchronize()
+
+
+def progress(text: str) -> None:
+    print(f"  {time.monotonic() - START:5.0f} s  {text}", flush=True)
+
+
+def build() -> list[Variant]:
+    model = AutoModelForCausalLM.from_pretrained(HERE, dtype=torch.bfloat16, attn_implementation=ATTENTION)
+    model = model.to(DEVICE).eval()
+    variants = [
+        Variant("bf16 eager", model, step),
+        Variant("bf16 torch.compile", model, torch.compile(step, **COMPILE)),
+    ]
+    for format in ("nvfp4", "mxfp4"):
+        packed = copy.deepcopy(model)
+        report = fp4_ops.prepare(packed, format)
+        if format == "nvfp4":
+            print(report, "\n")
+        variants.append(Variant(f"{format} (ours)", packed, torch.compile(step, backend="fp4", **COMPILE)))
+    return variants
+
+
+def weight_bytes(model: torch.nn.Module) -> tuple[int, int]:
+    """(all weights, expert weights) as they lie in memory."""
+    named = [*model.named_parameters(), *model.named_buffers()]
+    sizes = {t.data_ptr(): (name, t.nbytes) for name, t in named}.values()
+    return sum(n for _, n in sizes), sum(n for name, n in sizes if ".experts." in name)
+
+
+def heldout_loss(variant: Variant) -> float:
+    """Mean negative log-likelihood of a byte of text that the training did not see."""
+    text = (HERE / "heldout.txt").read_bytes()[:HELDOUT_BYTES]
+    tokens = torch.frombuffer(bytearray(text), dtype=torch.uint8).long().to(DEVICE)
+    windows = tokens[: len(tokens) // WINDOW * WINDOW].view(-1, WINDOW).split(8)
+    losses = [variant.model(input_ids=w, labels=w, use_cache=False).loss * len(w) for w in windows]
+    return (sum(losses) / sum(len(w) for w in windows)).item()
+
+
+def warm_up(variant: Variant, prompts: dict[int, Tensor]) -> None:
+    for batch, prompt in prompts.items():
+        cache = variant.caches[batch] = StaticCache(variant.model.config, max_cache_len=PROMPT + STEPS + 8)
+        step(variant.model, prompt[:, :1], cache)  # the cache takes its memory here, outside compiled code
+        for shape, tokens in (("prefill", prompt), ("decode", prompt[:, :1])):
+            if variant.step is not step:
+                progress(f"{variant.name}: compiling {shape}, batch {batch}")
+            for _ in range(3):
+                cache.reset()
+                variant.step(variant.model, tokens, cache)
+
+
+def measure(variant: Variant, batch: int, prompt: Tensor) -> None:
+    cache = variant.caches[batch]
+    cache.reset()
+    synchronize()
+    start = time.perf_counter()
+    token = variant.step(variant.model, prompt, cache)
+    synchronize()
+    prefilled = time.perf_counter()
+    for _ in range(STEPS):
+        token = variant.step(variant.model, token.clone(), cache)
+    synchronize()
+    variant.prefill.setdefault(batch, []).append(batch * PROMPT / (prefilled - start))
+    variant.decode.setdefault(batch, []).append(batch * STEPS / (time.perf_counter() - prefilled))
+
+
+def sample(variant: Variant) -> str:
+    """Greedy continuation, through the same compiled one-token step that was timed."""
+    cache = variant.caches[1]
+    cache.reset()
+    out = list(SAMPLE_PROMPT)
+    for i in range(len(SAMPLE_PROMPT) + SAMPLE_BYTES):
+        token = variant.step(variant.model, torch.tensor([[out[i]]], device=DEVICE), cache)
+        if i + 1 == len(out):
+            out.append(token.item())
+    return bytes(out).decode(errors="replace")
+
+
+def print_table(variants: list[Variant]) -> None:
+    stock = variants[1]
+
+    def speed(values: dict[int, list[float]], base: dict[int, list[float]], batch: int) -> str:
+        ratio = statistics.median(a / b for a, b in zip(values[batch], base[batch]))
+        return f"{statistics.median(values[batch]):>9,.0f} {ratio:>5.2f}x"
+
+    print(f"\n{'':20}{'weights':>9}{'experts':>9}{'bits per':>10}{'perplexity':>12}", end="")
+    print("".join(f"{f'{what}, batch {b}':>19}" for what in ("prefill", "decode") for b in BATCHES))
+    note = "tokens/s, and times stock torch.compile"
+    print(f"{'':20}{'MB':>9}{'MB':>9}{'byte':>10}{'of a byte':>12}{note:>76}")
+    for v in variants:
+        total, experts = weight_bytes(v.model)
+        print(f"{v.name:20}{total / 1e6:9.2f}{experts / 1e6:9.2f}", end="")
+        print(f"{v.loss / math.log(2):10.4f}{math.exp(v.loss):12.4f}", end="")
+        cells = [speed(v.prefill, stock.prefill, b) for b in BATCHES]
+        cells += [speed(v.decode, stock.decode, b) for b in BATCHES]
+        print("".join(f"{cell:>19}" for cell in cells))
+
+
+@torch.no_grad()
+def main() -> None:
+    warnings.filterwarnings("ignore")
+    logging.getLogger("torch").setLevel(logging.ERROR)
+    transformers_logging.set_verbosity_error()
+    transformers_logging.disable_progress_bar()
+    torch.manual_seed(0)
+    where = torch.cuda.get_device_name() if DEVICE == "cuda" else f"{platform.machine()} CPU"
+    print(f"torch {torch.__version__} on {where}, {torch.get_num_threads()} threads\n")
+
+    variants = build()
+    for v in variants:
+        progress(f"{v.name}: perplexity on {HELDOUT_BYTES // 1000} kB of held-out text")
+        v.loss = heldout_loss(v)
+    text = (
+        torch.frombuffer(bytearray((HERE / "heldout.txt").read_bytes()), dtype=torch.uint8).long().to(DEVICE)
+    )
+    prompts = {b: text[: b * PROMPT].view(b, PROMPT) for b in BATCHES}
+    for v in variants:
+        warm_up(v, prompts)
+    for i in range(ROUNDS):
+        progress(f"measuring, round {i + 1} of {ROUNDS}")
+        for batch, prompt in prompts.items():
+            for v in variants:
+                measure(v, batch, prompt)
+    print_table(variants)
+
+    print("\nGreedy samples:")
+    for v in variants:
+        print(f"\n--- {v.name}\n{sample(v)}")
+    print(
+        "\nOurs is fp4_ops.prepare(model, format), which frees the bf16 experts, under "
+        'torch.compile(..., backend="fp4").\nWithout prepare, torch.compile(model, backend="fp4") makes the '
+        "same 4-bit weights itself and keeps the bf16 ones."
+    )
+
+
+START = time.monotonic()
+
+if __name__ == "__main__":
+    main()
