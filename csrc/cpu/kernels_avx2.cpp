@@ -122,14 +122,18 @@ void panel_float(const Panel& panel, const uint8_t* const* rows, int count, floa
     for (int m = 0; m < count; ++m) {
       const float* a = reinterpret_cast<const float*>(rows[m]) + k0;
       float* to = tile + m * kPanelRows;
-      __m256 sum[2][2] = {{_mm256_loadu_ps(to), _mm256_loadu_ps(to + 8)},
-                          {_mm256_setzero_ps(), _mm256_setzero_ps()}};
-#pragma GCC unroll 8
-      for (int k = 0; k < block; ++k)
-        for (int half = 0; half < 2; ++half)
-          sum[k % 2][half] = _mm256_fmadd_ps(b[k][half], _mm256_set1_ps(a[k]), sum[k % 2][half]);
-      _mm256_storeu_ps(to, _mm256_add_ps(sum[0][0], sum[1][0]));
-      _mm256_storeu_ps(to + 8, _mm256_add_ps(sum[0][1], sum[1][1]));
+      __m256 sum[4][2] = {};  // four chains of additions a half, so that none is waited for
+      for (int k = 0; k < block; k += 4)
+#pragma GCC unroll 4
+        for (int c = 0; c < 4; ++c)
+#pragma GCC unroll 2
+          for (int half = 0; half < 2; ++half)
+            sum[c][half] = _mm256_fmadd_ps(b[k + c][half], _mm256_set1_ps(a[k + c]), sum[c][half]);
+      for (int half = 0; half < 2; ++half) {
+        const __m256 all = _mm256_add_ps(_mm256_add_ps(sum[0][half], sum[1][half]),
+                                         _mm256_add_ps(sum[2][half], sum[3][half]));
+        _mm256_storeu_ps(to + 8 * half, _mm256_add_ps(_mm256_loadu_ps(to + 8 * half), all));
+      }
     }
   }
 }
