@@ -30,6 +30,7 @@ from .graph import (
     shape,
     static_int,
     strip,
+    uncast,
     unswap,
     value,
 )
@@ -174,7 +175,8 @@ class SortedRows(Rows):
         return found is not None and found[1] == 0 and self.canon.same(found[0], self.sort)
 
     def tokens(self, a: fx.Node) -> tuple[fx.Node, int]:
-        a = self.unmask(a) or a
+        a = uncast(a)  # autocast rounds the rows for the product
+        a = uncast(self.unmask(a) or a)
         x, index = gathered(a)
         need(x is not None, f"the rows ({a.name}) are not gathered from the tokens", a)
         assert x is not None and index is not None
@@ -388,7 +390,7 @@ class IndexedRows(Rows):
         return isinstance(other, IndexedRows) and self.canon.same(self.ids, other.ids)
 
     def tokens(self, a: fx.Node) -> tuple[fx.Node, int]:
-        repeat = strip(a)
+        repeat = uncast(a)  # autocast rounds the rows for the product
         if is_op(repeat, aten.expand) and len(shape(repeat)) == 3:
             # x [T, 1, H] -> [T, k, H] -> [T * k, H]
             source, (tokens, k, width) = repeat.args[0], shape(repeat)

@@ -115,6 +115,19 @@ def test_bf16(form):
     assert relative_error(got.float(), want) < 6e-3
 
 
+@pytest.mark.parametrize("form", FORMS)
+def test_autocast_over_float32_weights(form):
+    """The casts around each product only round; the block is found through them."""
+    block, recorder = Block(form), Recorder(activation="bf16")
+    twin = block.twin()
+    x = torch.randn(9, Block.H)
+    compiled = torch.compile(block, backend=recorder)
+    with torch.no_grad(), torch.autocast("cpu", torch.bfloat16):
+        error = relative_error(compiled(x).float(), twin(x).float())
+    assert recorder.ops == ["fp4::moe"], recorder.reasons
+    assert error < 1.5e-2
+
+
 def test_weights_that_cannot_be_packed_are_refused():
     class Odd(torch.nn.Module):
         def __init__(self, k: int) -> None:
