@@ -197,9 +197,10 @@ def compiled(capability: int, tile, *, nvfp4: bool, gated: bool):
     numbers = dict.fromkeys(("a_rows", "out_rows", "n", "n_blocks", "m", "m_tiles"), "i32")
     constants = dict(
         MODE="mapped", HAS_ROWS=True, A_DIV=8, NVFP4=nvfp4, BLOCK=16 if nvfp4 else 32, K=2048, KP=2048,
-        TERMS=1, HAS_BIAS=True, GATED=gated, INTERLEAVED=False, ACT="silu", ALPHA=1.0, LIMIT=None, UP_OFFSET=0.0,
-        OUT_KP=768, OUT_CHUNK=tile.block_k, OUT_TERMS=1, SPLIT_K=1, BLOCK_N=tile.block_n,
-        BLOCK_M=tile.block_m, BLOCK_K=tile.block_k, STAGES=tile.stages, BYTES=False, ASM=True, COMPUTE=tl.bfloat16,
+        TERMS=1, HAS_BIAS=True, GATED=gated, INTERLEAVED=False, ACT="silu", ALPHA=1.0, LIMIT=None,
+        UP_OFFSET=0.0, OUT_KP=768, OUT_CHUNK=tile.block_k, OUT_TERMS=1, SPLIT_K=1, BLOCK_N=tile.block_n,
+        BLOCK_M=tile.block_m, BLOCK_K=tile.block_k, STAGES=tile.stages, BYTES=False, ASM=True,
+        COMPUTE=tl.bfloat16,
     )  # fmt: skip
     names = gemm_kernel.arg_names
     signature = {**pointers, **numbers}

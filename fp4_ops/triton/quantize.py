@@ -10,13 +10,13 @@ from .gemm import decode_e2m1, decode_e4m3, decode_e8m0
 
 @triton.jit
 def _encode_e4m3(v):
-    """e4m3 byte of v >= 0: nearest even, saturating at 448 (0x7E); NaN stays NaN."""
+    """e4m3 byte of v >= 0: nearest even, saturating at 448 (0x7E); 0 for NaN, the 0 / 0 of tiny matrices."""
     bits = v.to(tl.int32, bitcast=True)
     normal = ((bits + 0x7FFFF + ((bits >> 20) & 1)) >> 20) - 960  # rebias the exponent, 120 << 3
     # Below 2^-6 the grid is uniform, 2^-9: adding 2^14 leaves the rounded multiple in the low bits.
     subnormal = (v + 16384.0).to(tl.int32, bitcast=True) - 0x46800000
     byte = tl.where(bits < 0x3C800000, subnormal, tl.minimum(normal, 0x7E))
-    return tl.where(bits > 0x7F800000, 0x7F, byte)
+    return tl.where(bits > 0x7F800000, 0, byte)
 
 
 @triton.jit
