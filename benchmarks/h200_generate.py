@@ -82,21 +82,10 @@ def fake_quantise(model, format: str) -> None:
 
 
 def expert_bytes(model) -> int:
-    """Everything under an `experts` module, packed or not."""
-    seen = {}
-    for name, module in model.named_modules():
-        if name.endswith(".experts"):
-            for t in (*module.parameters(), *module.buffers()):
-                for part in fp4_ops_parts(t):
-                    seen[part.data_ptr()] = part.numel() * part.element_size()
-    return sum(seen.values())
-
-
-def fp4_ops_parts(t):
-    if isinstance(t, torch.Tensor) and hasattr(type(t), "__tensor_flatten__"):
-        names, _ = t.__tensor_flatten__()
-        return [getattr(t, n) for n in names if getattr(t, n).numel()]
-    return [t] if t.numel() else []
+    """Everything under the `experts` modules, packed or not."""
+    experts = [m for name, m in model.named_modules() if name.endswith(".experts")]
+    tensors = {t.data_ptr(): t for m in experts for t in (*m.parameters(), *m.buffers())}
+    return sum(t.nbytes for t in tensors.values())
 
 
 @torch.no_grad()
