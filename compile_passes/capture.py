@@ -70,7 +70,32 @@ def capture(gm: fx.GraphModule, inputs: Sequence[Any]) -> tuple[fx.GraphModule, 
         stack.enter_context(fx.traceback.preserve_node_meta())
         traced = make_fx(_functional(interpreter.run), decomposition_table={})(*fakes)
     _restore_dynamo_metadata(gm, traced)
+    _inline_constants(traced)
     return traced, fake_mode
+
+
+def _inline_constants(gm: fx.GraphModule) -> None:
+    """`torch.tensor([...])` in the model became an attribute; Inductor expects Dynamo's graphs to have none.
+
+    An empty DynamicCache starts with one, so every call of a transformers model that fills a cache does.
+    """
+    for node in list(gm.graph.find_nodes(op="get_attr")):
+        value = getattr(gm, node.target)
+        if not isinstance(value, torch.Tensor):
+            continue
+        for user in list(node.users):
+            if user.target is not aten.lift_fresh_copy.default or isinstance(value, FakeTensor):
+                raise CannotCapture(f"the graph holds a tensor as an attribute ({node.target})")
+            with gm.graph.inserting_before(user):
+                new = gm.graph.call_function(
+                    torch.tensor, (value.tolist(),), {"dtype": value.dtype, "device": value.device}
+                )
+            new.meta.update(user.meta)
+            user.replace_all_uses_with(new)
+            gm.graph.erase_node(user)
+        gm.graph.erase_node(node)
+        delattr(gm, node.target)
+    gm.recompile()
 
 
 def _placeholders(gm: fx.GraphModule) -> list[fx.Node]:
