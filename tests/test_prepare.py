@@ -1,0 +1,271 @@
+"""fp4_ops.prepare: same answers as the dequantised weights, less memory, and clear refusals."""
+
+from __future__ import annotations
+
+import copy
+import gc
+import subprocess
+import sys
+import weakref
+
+import pytest
+import torch
+from moe_models import FAMILIES, build, fake_quantised, tokens
+from torch import nn
+
+import fp4_ops
+from fp4_ops.experts import PackedWeight
+from fp4_ops.prepare import is_experts, recognise_gate
+
+FORMATS = ("nvfp4", "mxfp4")
+
+
+def experts_of(model: nn.Module) -> list[nn.Module]:
+    return [m for m in model.modules() if is_experts(m)]
+
+
+def dequantised(model: nn.Module, format: str) -> nn.Module:
+    """The same model with each expert weight replaced by what its four bits stand for."""
+    model = copy.deepcopy(model)
+    for module in experts_of(model):
+        for name in ("gate_up_proj", "down_proj"):
+            weight = getattr(module, name)
+            weight.data = fake_quantised(weight, format, module.is_transposed)
+    return model
+
+
+@torch.no_grad()
+def logits(model: nn.Module, ids: torch.Tensor) -> torch.Tensor:
+    return model(input_ids=ids, use_cache=False).logits
+
+
+def close(got: torch.Tensor, want: torch.Tensor, bound: float) -> None:
+    error = ((got.double() - want.double()).norm() / want.double().norm()).item()
+    assert error < bound, f"relative error {error:.2e}, bound {bound:.0e}"
+
+
+@pytest.mark.parametrize("format", FORMATS)
+@pytest.mark.parametrize("family", FAMILIES)
+def test_the_answer_is_that_of_the_dequantised_weights(family, format):
+    model = build(family, torch.float32, "grouped_mm")
+    want = dequantised(model, format)
+    report = fp4_ops.prepare(model, format, activation="bf16")
+    assert len(report.prepared) == len(report.modules) == len(experts_of(model)) > 0
+    assert {m.gate for m in report.prepared} == {"swigluoai" if family == "gpt_oss" else "silu"}
+    for length in (1, 13):
+        ids = tokens(2, length)
+        close(logits(model, ids), logits(want, ids), 1e-4)
+
+
+def test_int8_activations_are_automatic_on_a_cpu():
+    model = build("mixtral", torch.float32, "grouped_mm")
+    explicit = copy.deepcopy(model)
+    assert "int8 (auto)" in str(fp4_ops.prepare(model))
+    fp4_ops.prepare(explicit, activation="int8")
+    ids = tokens(2, 9)
+    assert torch.equal(logits(model, ids), logits(explicit, ids))
+
+
+class QuickGelu(nn.Module):
+    def forward(self, gate: torch.Tensor) -> torch.Tensor:
+        return gate * torch.sigmoid(1.702 * gate)
+
+
+def test_each_gate_is_known_by_what_it_computes():
+    model = build("mixtral", torch.float32, "grouped_mm")
+    module = experts_of(model)[0]
+    for act_fn, name in (
+        (nn.SiLU(), "silu"),
+        (nn.GELU(), "gelu"),
+        (nn.GELU(approximate="tanh"), "gelu_tanh"),
+        (nn.ReLU(), None),
+        (QuickGelu(), None),
+    ):
+        module.act_fn = act_fn
+        assert recognise_gate(module) == name
+    oss = experts_of(build("gpt_oss", torch.float32, "grouped_mm"))[0]
+    assert recognise_gate(oss) == "swigluoai"
+    oss.limit = 6.0
+    assert recognise_gate(oss) is None
+
+
+@pytest.mark.parametrize("previous", ["eager", "grouped_mm", "batched_mm"])
+def test_what_cannot_be_prepared_runs_as_before_and_says_why(previous):
+    model = build("mixtral", torch.float32, previous)
+    experts_of(model)[1].act_fn = nn.ReLU()
+    want = copy.deepcopy(model)
+    for name in ("gate_up_proj", "down_proj"):
+        weight = getattr(experts_of(want)[0], name)
+        weight.data = fake_quantised(weight, "nvfp4")
+    report = fp4_ops.prepare(model, activation="bf16")
+    assert [bool(m.reason) for m in report.modules] == [False, True]
+    assert "gate is none of fp4::moe's activations" in str(report)
+    ids = tokens(2, 7)
+    close(logits(model, ids), logits(want, ids), 1e-4)
+
+
+def test_originals_are_freed_and_the_report_counts_bytes():
+    model = build("qwen3_moe", torch.bfloat16, "grouped_mm")
+    originals = [weakref.ref(p) for m in experts_of(model) for p in m.parameters()]
+    before = sum(p().nbytes for p in originals)
+    report = fp4_ops.prepare(model)
+    gc.collect()
+    assert all(p() is None for p in originals)
+    after = sum(b.nbytes for m in experts_of(model) for b in m.buffers())
+    assert (report.bytes_before, report.bytes_after) == (before, after)
+    assert after < 0.3 * before
+
+
+MEMORY = """
+import resource, torch, transformers, fp4_ops
+def peak(): return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
+def resident():
+    with open("/proc/self/statm") as f: return int(f.read().split()[1]) * resource.getpagesize()
+config = transformers.MixtralConfig(vocab_size=64, hidden_size=1024, intermediate_size=1024,
+    num_local_experts=8, num_hidden_layers=5, num_attention_heads=4, num_key_value_heads=1)
+with torch.device("meta"):
+    model = transformers.MixtralForCausalLM(config).to(torch.bfloat16)
+small = transformers.MixtralForCausalLM(transformers.MixtralConfig(vocab_size=64, hidden_size=64,
+    intermediate_size=64, num_hidden_layers=1, num_attention_heads=1, num_key_value_heads=1))
+fp4_ops.prepare(small)  # whatever the first use loads
+model.to_empty(device="cpu")
+with torch.no_grad():
+    for p in model.parameters(): p.uniform_(-1, 1)
+weights = [p.nbytes for p in model.parameters() if p.dim() == 3]
+before, high = resident(), peak()
+fp4_ops.prepare(model)
+print(sum(weights), max(weights), before - resident(), peak() - high)
+"""
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
+def test_resident_memory_falls_and_its_peak_is_not_another_model():
+    run = subprocess.run(
+        [sys.executable, "-W", "ignore", "-c", MEMORY], capture_output=True, text=True, check=True
+    )
+    total, largest, freed, extra = map(int, run.stdout.split())
+    assert total == 5 * 1.5 * largest
+    assert freed > 0.6 * total, f"{freed} bytes of {total} came back"
+    assert extra < 1.5 * largest, f"{extra} bytes more at the peak; the largest weight has {largest}"
+
+
+def test_a_shared_parameter_is_packed_once():
+    model = build("mixtral", torch.float32, "grouped_mm")
+    first, second = experts_of(model)
+    second.gate_up_proj = first.gate_up_proj
+    want = dequantised(model, "nvfp4")
+    report = fp4_ops.prepare(model, activation="bf16")
+    assert first.gate_up_proj is second.gate_up_proj
+    assert first.down_proj is not second.down_proj
+    shared = first.gate_up_proj.num_bytes
+    assert report.bytes_after == shared + first.down_proj.num_bytes + second.down_proj.num_bytes
+    ids = tokens(1, 5)
+    close(logits(model, ids), logits(want, ids), 1e-4)
+
+
+@pytest.mark.parametrize("format", FORMATS)
+def test_state_dict_and_deepcopy(format):
+    model = build("gpt_oss", torch.float32, "grouped_mm")
+    other = build("gpt_oss", torch.float32, "grouped_mm")
+    ids = tokens(2, 6)
+    fp4_ops.prepare(model, format)
+    fp4_ops.prepare(other, format)
+    want = logits(model, ids)
+    assert torch.equal(logits(copy.deepcopy(model), ids), want)
+    assert not torch.equal(logits(other, ids), want)
+    plain = copy.deepcopy(model)
+    for weight in plain.modules():
+        if isinstance(weight, PackedWeight):
+            weight.set_layout("plain")
+    assert torch.equal(logits(plain, ids), want)
+    for source in (model, plain):  # a checkpoint written in another layout is put in order on loading
+        other.load_state_dict(source.state_dict())
+        assert experts_of(other)[0].down_proj.layout == "tile16"
+        assert torch.equal(logits(other, ids), want)
+
+
+def test_a_state_dict_of_another_format_is_refused():
+    model = build("mixtral", torch.float32, "grouped_mm")
+    other = copy.deepcopy(model)
+    fp4_ops.prepare(model, "nvfp4")
+    fp4_ops.prepare(other, "mxfp4")
+    with pytest.raises(ValueError, match="the weights to load are nvfp4; this model was prepared as mxfp4"):
+        other.load_state_dict(model.state_dict())
+
+
+def test_dtype_changes_leave_the_four_bits_alone():
+    model = build("mixtral", torch.float32, "grouped_mm")
+    fp4_ops.prepare(model)
+    before = {n: b.clone() for n, b in model.named_buffers() if ".experts." in n}
+    model.to(torch.bfloat16).half().float()
+    after = dict(model.named_buffers())
+    for name, buffer in before.items():
+        assert after[name].dtype == buffer.dtype
+        assert torch.equal(after[name].view(torch.uint8), buffer.view(torch.uint8))
+
+
+@pytest.mark.parametrize("backend", ["inductor", "fp4"])
+def test_torch_compile_gives_the_eager_answer(backend):
+    torch.compiler.reset()
+    model = build("qwen3_moe", torch.float32, "grouped_mm")
+    fp4_ops.prepare(model, activation="bf16")
+    compiled = torch.compile(model, backend=backend, fullgraph=True, dynamic=True)
+    for length in (5, 11):
+        ids = tokens(2, length)
+        close(logits(compiled, ids), logits(model, ids), 1e-5)
+
+
+@pytest.mark.parametrize("cache", ["dynamic", "static"])
+def test_generate(cache):
+    torch.compiler.reset()
+    model = build("mixtral", torch.float32, "grouped_mm")
+    want = dequantised(model, "nvfp4")
+    fp4_ops.prepare(model, activation="bf16")
+    ids = tokens(2, 4)
+    args = dict(max_new_tokens=6, do_sample=False, pad_token_id=0, cache_implementation=cache)
+    assert torch.equal(model.generate(ids, **args), want.generate(ids, **args))
+    assert model.config._experts_implementation == "fp4"
+
+
+def test_a_gradient_is_an_error():
+    model = build("mixtral", torch.float32, "grouped_mm")
+    fp4_ops.prepare(model)
+    with pytest.raises(RuntimeError, match="fp4::moe has no gradient"):
+        model(input_ids=tokens(1, 3)).logits.sum().backward()
+
+
+def test_errors():
+    def model() -> nn.Module:
+        return build("mixtral", torch.float32, "grouped_mm")
+
+    with pytest.raises(ValueError, match="no experts modules"):
+        fp4_ops.prepare(nn.Linear(4, 4))
+    with pytest.raises(ValueError, match="format is 'int3'; it must be one of: nvfp4, mxfp4"):
+        fp4_ops.prepare(model(), "int3")
+    with pytest.raises(ValueError, match="activation is 'fp8'; it must be one of: auto, bf16, int8"):
+        fp4_ops.prepare(model(), activation="fp8")
+    with pytest.raises(ValueError, match=r"gate_up_proj is on the meta device"):
+        fp4_ops.prepare(model().to("meta"))
+    broken = model()
+    with torch.no_grad():
+        experts_of(broken)[1].down_proj[2, 1, 0] = float("nan")
+    with pytest.raises(ValueError, match=r"layers\.1\..*down_proj holds NaN or infinity in expert 2"):
+        fp4_ops.prepare(broken)
+    assert isinstance(experts_of(broken)[0].down_proj, nn.Parameter)  # nothing was changed
+    twice = model()
+    fp4_ops.prepare(twice)
+    with pytest.raises(ValueError, match="prepared already"):
+        fp4_ops.prepare(twice)
+
+
+@pytest.mark.gpu
+@torch.no_grad()
+def test_a_prepared_model_moves_to_a_gpu_and_back():
+    model = build("mixtral", torch.float32, "grouped_mm")
+    fp4_ops.prepare(model, activation="auto")
+    there = copy.deepcopy(model).to("cuda")
+    assert experts_of(there)[0].down_proj.layout == "plain"
+    ids = tokens(2, 9)
+    close(logits(there, ids.cuda()).cpu(), logits(model, ids), 5e-2)  # float32 activations there, int8 here
+    back = there.to("cpu")
+    assert torch.equal(logits(back, ids), logits(model, ids))
