@@ -1,0 +1,102 @@
+"""torch.export and AOTInductor on a prepared model: the operators stay, and so do the answers."""
+
+from __future__ import annotations
+
+import shutil
+import subprocess
+import sys
+
+import pytest
+import torch
+from moe_models import build, tokens
+from torch import nn
+
+import fp4_ops
+
+PER_LAYER = 2  # layers of every tiny model
+
+
+class Logits(nn.Module):
+    """ids -> logits, without a cache: what one exports."""
+
+    def __init__(self, model: nn.Module) -> None:
+        super().__init__()
+        self.model = model
+
+    def forward(self, ids: torch.Tensor) -> torch.Tensor:
+        return self.model(input_ids=ids, use_cache=False).logits
+
+
+def prepared(family: str) -> Logits:
+    # float32, where a decomposition's other rounding cannot send a token to another expert
+    model = build(family, torch.float32, "grouped_mm")
+    fp4_ops.prepare(model)
+    return Logits(model).eval()
+
+
+def export(model: nn.Module, strict: bool) -> torch.export.ExportedProgram:
+    length = torch.export.Dim("length", min=2, max=256)
+    with torch.no_grad():
+        return torch.export.export(model, (tokens(2, 8),), dynamic_shapes=({1: length},), strict=strict)
+
+
+def moe_calls(program: torch.export.ExportedProgram) -> int:
+    return sum(n.target is torch.ops.fp4.moe.default for n in program.graph.nodes)
+
+
+@torch.no_grad()
+def agree(got: nn.Module, want: nn.Module) -> None:
+    for length in (2, 8, 21):
+        ids = tokens(2, length)
+        torch.testing.assert_close(got(ids), want(ids), rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.parametrize("strict", [False, True])
+@pytest.mark.parametrize("family", ["mixtral", "qwen3_moe", "gpt_oss"])
+def test_export_keeps_the_operator_for_any_token_count(family, strict):
+    model = prepared(family)
+    program = export(model, strict)
+    assert moe_calls(program) == PER_LAYER
+    agree(program.module(), model)
+    lower = program.run_decompositions()
+    assert moe_calls(lower) == PER_LAYER
+    agree(lower.module(), model)
+
+
+FRESH = """
+import sys, torch, fp4_ops
+program = torch.export.load(sys.argv[1])
+ids, want = torch.load(sys.argv[2])
+with torch.no_grad():
+    torch.testing.assert_close(program.module()(ids), want, rtol=1e-4, atol=1e-4)
+assert "transformers" not in sys.modules
+"""
+
+
+def test_a_saved_program_runs_in_a_fresh_process(tmp_path):
+    model = prepared("mixtral")
+    torch.export.save(export(model, strict=False), tmp_path / "model.pt2")
+    ids = tokens(2, 17)
+    with torch.no_grad():
+        torch.save((ids, model(ids)), tmp_path / "want.pt")
+    run = [
+        sys.executable,
+        "-W",
+        "ignore",
+        "-c",
+        FRESH,
+        str(tmp_path / "model.pt2"),
+        str(tmp_path / "want.pt"),
+    ]
+    done = subprocess.run(run, cwd=tmp_path, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr[-2000:]
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(shutil.which("g++") is None, reason="AOTInductor compiles C++ on a CPU")
+def test_aotinductor_packages_and_runs_it(tmp_path):
+    model = prepared("mixtral")
+    path = torch._inductor.aoti_compile_and_package(
+        export(model, strict=False), package_path=str(tmp_path / "model.pt2")
+    )
+    agree(torch._inductor.aoti_load_package(path), model)
