@@ -50,6 +50,28 @@ def test_it_predicts_unseen_code_almost_as_well_in_4_bits():
         assert sizes[format][0] < 0.4 * sizes["bf16"][0] and sizes[format][1] < 0.29 * sizes["bf16"][1]
 
 
+@torch.no_grad()
+def test_the_demo_measures_samples_and_prints(capsys):
+    module = demo()
+    model = transformers.AutoModelForCausalLM.from_pretrained(
+        EXAMPLES / "demo_model", dtype=torch.bfloat16
+    ).eval()
+    variants = [module.Variant("stock", model, module.step), module.Variant("again", model, module.step)]
+    prompts = {batch: torch.randint(32, 127, (batch, module.PROMPT)) for batch in module.BATCHES}
+    for variant in variants:
+        module.warm_up(variant, prompts)
+        for batch, prompt in prompts.items():
+            module.measure(variant, batch, prompt)
+    module.print_table(variants)
+    assert "7.81     7.08" in capsys.readouterr().out
+    text = module.sample(variants[0])
+    assert len(text) == len(module.SAMPLE_PROMPT) + module.SAMPLE_BYTES
+    want = model.generate(
+        torch.tensor([list(module.SAMPLE_PROMPT)]), max_new_tokens=8, do_sample=False, pad_token_id=0
+    )
+    assert text.startswith(bytes(want[0].tolist()).decode())
+
+
 @pytest.mark.slow
 def test_the_quickstart_runs():
     command = [sys.executable, "-W", "ignore", str(EXAMPLES / "quickstart.py")]
