@@ -203,7 +203,7 @@ def compiled(capability: int, tile, *, nvfp4: bool, gated: bool):
         COMPUTE=tl.bfloat16,
     )  # fmt: skip
     names = gemm_kernel.arg_names
-    signature = {**pointers, **numbers}
+    signature = {**pointers, **numbers, "one": "fp32"}
     source = ASTSource(
         fn=gemm_kernel,
         signature={name: signature.get(name, "constexpr") for name in names},
@@ -211,6 +211,27 @@ def compiled(capability: int, tile, *, nvfp4: bool, gated: bool):
         attrs={(names.index(name),): [["tt.divisibility", 16]] for name in (*pointers, "n")},
     )
     return triton.compile(source, target=GPUTarget("cuda", capability, 32), options={"num_warps": tile.warps})
+
+
+def read_too_early(sass: str) -> list[str]:
+    """Instructions after the last wgmma that touch its accumulators before the wait for all of them."""
+    code = [
+        re.sub(r"^\s*/\*\w+\*/\s*", "", line)
+        for line in sass.splitlines()
+        if re.match(r"\s+/\*\w{4,}\*/\s", line)
+    ]
+    products = [i for i, line in enumerate(code) if "HGMMA" in line]
+    accumulators: set[int] = set()
+    for i in products:
+        found = re.search(r"HGMMA\.64x(\d+)x\d+\S* R(\d+),", code[i])
+        accumulators |= set(range(int(found[2]), int(found[2]) + int(found[1]) // 2))
+    early = []
+    for line in code[products[-1] + 1 :]:
+        if re.search(r"WARPGROUP\.DEPBAR\.LE gsb0, 0x0\b", line):
+            return early
+        if accumulators & {int(r) for r in re.findall(r"\bR(\d+)", line)}:
+            early.append(line)
+    raise AssertionError("no wait for wgmma")
 
 
 def nvidia_tool(name: str) -> Path:
@@ -242,6 +263,8 @@ def test_hopper_code(index, nvfp4, gated, tmp_path):
     stack = int(re.search(r"STACK:(\d+)", usage.stdout + usage.stderr).group(1))
     # The largest tile keeps a few words of its epilogue there.
     assert stack <= 64, f"{stack} bytes of stack: registers spill"
+    sass = subprocess.run([nvidia_tool("nvdisasm"), "-c", cubin], capture_output=True, text=True, check=True)
+    assert not read_too_early(sass.stdout), "accumulators are read while wgmma still writes them"
 
 
 @pytest.mark.skipif(ON_CPU, reason="needs the compiler")

@@ -203,6 +203,7 @@ def gemm_kernel(
     n_blocks,
     m,  # rows of the output; MASKED: rows of one group
     m_tiles,  # tiles along tokens when neither MAPPED; MASKED: of one group
+    one,  # 1.0
     MODE: tl.constexpr,  # "dense", "masked", "mapped"
     HAS_ROWS: tl.constexpr,
     A_DIV: tl.constexpr,  # row r of the output reads row r // A_DIV of a
@@ -319,11 +320,14 @@ def gemm_kernel(
 
     # --- epilogue ---
     out_row = row.to(tl.int64)
+    # Triton 3.6's ptxas converts accumulators to bfloat16 before it has waited for wgmma to write them, if
+    # that is their first use; never if it is a product. tests/test_triton_interpret.py looks for it.
+    factor = one
     if NVFP4:
         factor = tl.load(gs_ptr + e)
         if ASM:
             factor = factor * 128.0
-        acc = acc * factor
+    acc = acc * factor
     if SPLIT_K > 1:
         # Padding is masked and the bias added where the parts are summed.
         o = out_ptr + split * out_rows.to(tl.int64) * n + out_row[None, :] * n + offs_n[:, None]

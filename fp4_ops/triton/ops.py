@@ -206,7 +206,7 @@ def product(
     asm = _use_asm(a.data.device)
     gemm.gemm_kernel[(count * n_blocks, split_k)](
         a.data, w.codes, w.scale, w.global_scale, w.bias if split_k == 1 else None, out, route.map,
-        route.sorted_rows, a.rows, out_rows, w.n, n_blocks, route.m, route.tiles,
+        route.sorted_rows, a.rows, out_rows, w.n, n_blocks, route.m, route.tiles, 1.0,
         MODE=route.mode, HAS_ROWS=route.sorted_rows is not None, A_DIV=a_div,
         NVFP4=w.fmt.has_global_scale, BLOCK=w.fmt.block, K=w.k, KP=a.kp, TERMS=a.terms,
         HAS_BIAS=w.bias is not None and split_k == 1,
