@@ -65,7 +65,7 @@ def _choose(rows_per_expert: int, experts: int, n: int, k: int, terms: int) -> T
         for t in CANDIDATES
         if t.block_m == block_m
         # Deep tiles amortise the loop, but the pipeline needs several of them to overlap anything.
-        and (t.block_k <= 128 or k >= 3 * t.block_k)
+        and (t.block_k <= 128 or k >= 4 * t.block_k)
         # Every term of the activations is one more tile in shared memory and in registers.
         and t.block_m * t.block_k * terms * t.stages <= 128 * 128 * 3 * min(terms, 2)
         and (terms == 1 or t.block_n <= 128)
