@@ -65,14 +65,15 @@ def _choose(rows_per_expert: int, experts: int, n: int, k: int, terms: int) -> T
         for t in CANDIDATES
         if t.block_m == block_m
         # Deep tiles amortise the loop, but the pipeline needs several of them to overlap anything.
-        and (t.block_k <= 128 or k >= 4 * t.block_k)
+        and (t.block_k <= 128 or k >= 3 * t.block_k)
         # Every term of the activations is one more tile in shared memory and in registers.
         and t.block_m * t.block_k * terms * t.stages <= 128 * 128 * 3 * min(terms, 2)
         and (terms == 1 or t.block_n <= 128)
     ]
-    # Halve the rows of a tile where that brings more multiprocessors to work.
-    crowded = [t for t in fits if experts * -(-n // t.block_n) >= ENOUGH_PROGRAMS]
-    return (crowded or fits[::-1])[0]
+    # Fewer weight rows a tile where that brings more multiprocessors to work.
+    token_tiles = experts * -(-rows_per_expert // block_m)
+    crowded = [t for t in fits if token_tiles * -(-n // t.block_n) >= ENOUGH_PROGRAMS]
+    return crowded[0] if crowded else min(fits, key=lambda t: t.block_n)
 
 
 def choose(rows: int, experts: int, n: int, k: int, terms: int) -> Tile:
