@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -123,6 +124,8 @@ def prepare(model: nn.Module, format: str = "nvfp4", activation: str = "auto") -
     for name, p in plans.items():
         found[name]._fp4_recipe = Recipe(p.form, p.gate, _A_FORMATS[activation])
     _choose_implementation(found, plans)
+    if device == "cpu":
+        _return_freed_memory()
 
     a_format = _A_FORMATS[activation] or f"{auto_a_format(device)} (auto)"
     report = PrepareReport(format, layout, a_format)
@@ -135,6 +138,13 @@ def prepare(model: nn.Module, format: str = "nvfp4", activation: str = "auto") -
         else:
             report.modules.append(PreparedModule(name, refusals[name]))
     return report
+
+
+def _return_freed_memory() -> None:
+    """glibc keeps freed blocks below its mmap threshold, up to 32 MiB each, unless asked to return them."""
+    trim = getattr(ctypes.CDLL(None), "malloc_trim", None)
+    if trim is not None:
+        trim(0)
 
 
 @dataclass(frozen=True)

@@ -28,9 +28,10 @@ class Logits(nn.Module):
 
 
 def prepared(family: str) -> Logits:
-    # float32, where a decomposition's other rounding cannot send a token to another expert
+    # float32 and no int8 activations: the other rounding of a decomposition must not send a token elsewhere,
+    # or an activation to the next int8 code.
     model = build(family, torch.float32, "grouped_mm")
-    fp4_ops.prepare(model)
+    fp4_ops.prepare(model, activation="bf16")  # "bf16": activations stay in the model's own dtype
     return Logits(model).eval()
 
 
