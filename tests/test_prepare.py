@@ -262,10 +262,13 @@ def test_errors():
 @torch.no_grad()
 def test_a_prepared_model_moves_to_a_gpu_and_back():
     model = build("mixtral", torch.float32, "grouped_mm")
+    unquantised = copy.deepcopy(model)
     fp4_ops.prepare(model, activation="auto")
+    fp4_ops.prepare(unquantised, activation="bf16")
     there = copy.deepcopy(model).to("cuda")
     assert experts_of(there)[0].down_proj.layout == "plain"
     ids = tokens(2, 9)
-    close(logits(there, ids.cuda()).cpu(), logits(model, ids), 5e-2)  # float32 activations there, int8 here
+    # "auto" is int8 here and float32 there; int8 could send a token to another expert.
+    close(logits(there, ids.cuda()).cpu(), logits(unquantised, ids), 1e-3)
     back = there.to("cpu")
     assert torch.equal(logits(back, ids), logits(model, ids))
