@@ -165,7 +165,7 @@ def main() -> None:
     transformers_logging.set_verbosity_error()
     transformers_logging.disable_progress_bar()
     torch.manual_seed(0)
-    # All variants share the code of `step`: three of them, prefill and decode, two batches are more graphs than
+    # All variants share the code of `step`: with prefill and decode at two batches that is more graphs than
     # Dynamo's limit of 8, after which it would run the rest uncompiled.
     torch._dynamo.config.recompile_limit = 64
     where = torch.cuda.get_device_name() if DEVICE == "cuda" else f"{platform.machine()} CPU"
