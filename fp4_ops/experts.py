@@ -25,6 +25,11 @@ class ExpertsForm:
     gate_up_bias: str
     down_bias: str
 
+    @property
+    def weights(self) -> tuple[tuple[str, str], ...]:
+        """(which matrix, its attribute)."""
+        return ("gate_up", self.gate_up), ("down", self.down)
+
 
 @dataclass(frozen=True)
 class Recipe:

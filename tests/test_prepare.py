@@ -15,7 +15,7 @@ from torch import nn
 
 import fp4_ops
 from fp4_ops.experts import PackedWeight
-from fp4_ops.prepare import is_experts, recognise_gate
+from fp4_ops.find_experts import is_experts, recognise_gate
 
 FORMATS = ("nvfp4", "mxfp4")
 

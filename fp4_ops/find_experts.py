@@ -1,0 +1,132 @@
+"""Which modules of a transformers model hold experts, and how they become `fp4::moe`."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from .experts import ExpertsForm
+from .meta.formats import ACTIVATIONS, Activation
+
+SOURCE_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
+
+# transformers' experts modules all name their weights so; is_transposed on the module says the rest.
+FORMS = (ExpertsForm("gate_up_proj", "down_proj", "gate_up_proj_bias", "down_proj_bias"),)
+
+
+def find_experts(model: nn.Module) -> tuple[dict[str, Any], dict[str, Plan], dict[str, str]]:
+    """A model's experts modules by name, in order; what to do with them; and why some are left alone.
+
+    Raises ValueError if there is nothing to do.
+    """
+    found: dict[str, Any] = {name: m for name, m in model.named_modules() if is_experts(m)}
+    if not found:
+        raise ValueError(
+            "fp4: the model has no experts modules (transformers' Mixture-of-Experts layers, which hold 3D "
+            "expert weights). Use torch.compile(model, backend='fp4') for other code."
+        )
+    plans: dict[str, Plan] = {}
+    refusals: dict[str, str] = {}
+    for name, module in found.items():
+        try:
+            plans[name] = plan(module)
+        except _Refusal as refusal:
+            refusals[name] = str(refusal)
+    if not plans:
+        reasons = "".join(f"\n  {name}: {reason}" for name, reason in refusals.items())
+        raise ValueError(f"fp4: no experts module could be prepared:{reasons}")
+    return found, plans, refusals
+
+
+@dataclass(frozen=True)
+class Plan:
+    """What `prepare` will do with one experts module."""
+
+    form: ExpertsForm
+    gate: str
+    transposed: bool
+    shape: str
+
+
+class _Refusal(Exception):
+    """Why an experts module stays as it is."""
+
+
+def is_experts(module: nn.Module) -> bool:
+    """A module under transformers' `use_experts_implementation`, known by what the decorator leaves on it."""
+    marks = ("config", "has_gate", "has_bias", "is_transposed", "_apply_gate")
+    return all(hasattr(module, mark) for mark in marks) and hasattr(type(module).forward, "__wrapped__")
+
+
+def plan(module: Any) -> Plan:
+    """How an experts module becomes `fp4::moe`. Raises _Refusal where it cannot."""
+
+    def need(condition: bool, reason: str) -> None:
+        if not condition:
+            raise _Refusal(reason)
+
+    need(not hasattr(module, "_fp4_recipe"), "it is prepared already")
+    need(module.has_gate, "its experts have no gate; fp4::moe computes gate and up")
+    need(not getattr(module, "has_post_expert_norm", False), "it has a norm after each expert")
+    forms = [f for f in FORMS if f.gate_up in module._parameters and f.down in module._parameters]
+    need(bool(forms), f"its weights are not the parameters {' or '.join(f.gate_up for f in FORMS)} and down")
+    form = forms[0]
+    up, down = module._parameters[form.gate_up], module._parameters[form.down]
+    for name, w in ((form.gate_up, up), (form.down, down)):
+        need(w.dim() == 3, f"{name} has {w.dim()} dimensions, not 3")
+        need(w.dtype in SOURCE_DTYPES, f"{name} is {w.dtype}; it must be float32, bfloat16 or float16")
+    (e, n13, h), (e2, n2, i) = (
+        logical_shape(up, module.is_transposed),
+        logical_shape(down, module.is_transposed),
+    )
+    need((e, n13, h) == (e2, 2 * i, n2), f"{form.gate_up} {tuple(up.shape)} does not fit {tuple(down.shape)}")
+    need(h % 2 == 0 and i % 2 == 0, f"hidden size {h} or intermediate size {i} is odd")
+    gate = recognise_gate(module)
+    if gate is None:
+        raise _Refusal(f"its gate is none of fp4::moe's activations ({', '.join(ACTIVATIONS)})")
+    return Plan(form, gate, module.is_transposed, f"{e} experts, hidden {h}, intermediate {i}")
+
+
+def logical_shape(weight: Tensor, transposed: bool) -> tuple[int, int, int]:
+    """[E, N, K], however it is stored."""
+    e, a, b = weight.shape
+    return (e, b, a) if transposed else (e, a, b)
+
+
+def recognise_gate(module: Any) -> str | None:
+    """The entry of ACTIVATIONS that computes what the module's own gate does, found by trying them on data.
+
+    A name would not do: clamps, scales and the order of gate and up are all in the code.
+    """
+    generator = torch.Generator().manual_seed(0)
+    # A few large values reach every clamp, most small ones tell erf from tanh.
+    x = torch.randn(64, 128, generator=generator) * torch.logspace(-1, 1.3, 64)[:, None]
+    try:
+        with torch.no_grad():
+            want = module._apply_gate(x)
+    except Exception:  # whatever it needs, it is not the gate we know
+        return None
+    for name, activation in ACTIVATIONS.items():
+        got = apply_gate(x, activation)
+        if got.shape == want.shape and torch.allclose(got, want, rtol=1e-4, atol=1e-5):
+            return name
+    return None
+
+
+_CURVES = {
+    "gelu": F.gelu,
+    "gelu_tanh": lambda gate: F.gelu(gate, approximate="tanh"),
+}
+
+
+def apply_gate(x: Tensor, activation: Activation) -> Tensor:
+    """f(gate) * (up + up_offset) in plain torch, as meta.formats.Activation defines it."""
+    gate, up = (x[..., ::2], x[..., 1::2]) if activation.interleaved else x.chunk(2, dim=-1)
+    if activation.limit is not None:
+        gate, up = gate.clamp(max=activation.limit), up.clamp(-activation.limit, activation.limit)
+    curve = _CURVES.get(activation.name, lambda gate: gate * torch.sigmoid(activation.alpha * gate))
+    return curve(gate) * (up + activation.up_offset)

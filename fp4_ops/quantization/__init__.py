@@ -1,0 +1,13 @@
+"""Quantising weights well: methods, calibration, what it costs in accuracy.
+
+    quantize_weight(w, "nvfp4", "search")    one weight, by any method of METHODS
+    calibrate(model, tokens)                 what the methods that look at text need
+
+`fp4_ops.prepare(model, method=..., calibration=...)` does it to a model; docs/accuracy.md compares methods.
+"""
+
+from .calibration import Calibration, calibrate
+from .methods import METHODS, Method, find_method
+from .weight import quantize_weight
+
+__all__ = ["METHODS", "Calibration", "Method", "calibrate", "find_method", "quantize_weight"]

@@ -1,0 +1,95 @@
+"""The expert weights of a transformers model: where they are, and the experts' arithmetic in plain torch."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from ..experts import ExpertsForm
+from ..find_experts import find_experts
+
+
+@dataclass(frozen=True)
+class ExpertsModule:
+    """One experts module of a model: weights gate_up [E, 2 I, H] and down [E, H, I]."""
+
+    name: str
+    module: Any
+    form: ExpertsForm
+    transposed: bool
+
+    def weight(self, matrix: str) -> Tensor:
+        """The weight [E, N, K] of `matrix`, one of MATRICES."""
+        stored = getattr(self.module, getattr(self.form, matrix)).detach()
+        return stored.transpose(1, 2) if self.transposed else stored
+
+    def bias(self, matrix: str) -> Tensor | None:
+        return getattr(self.module, getattr(self.form, f"{matrix}_bias"), None)
+
+
+MATRICES = ("gate_up", "down")
+
+
+def experts_modules(model: nn.Module) -> list[ExpertsModule]:
+    """The modules that `prepare` would prepare, in the order of the model. Raises ValueError if none."""
+    found, plans, _ = find_experts(model)
+    return [ExpertsModule(name, found[name], p.form, p.transposed) for name, p in plans.items()]
+
+
+class Arithmetic:
+    """How an experts module computes: here in float32 and without rounding; subclasses round or look on."""
+
+    def __init__(self, experts: ExpertsModule) -> None:
+        self.experts = experts
+
+    def quantize_input(self, x: Tensor) -> Tensor:
+        """All inputs of a product at once, float32 [rows, K], as the operators get them."""
+        return x
+
+    def weight(self, matrix: str, expert: int) -> Tensor:
+        """float32 [N, K]."""
+        return self.experts.weight(matrix)[expert].float()
+
+    def product(self, matrix: str, expert: int, x: Tensor, routing: Tensor) -> Tensor:
+        """x [M, K], the inputs of one expert, times its weight. routing [M]: the tokens' routing weights."""
+        return x @ self.weight(matrix, expert).T
+
+    def forward(self, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor) -> Tensor:
+        """What `fp4::moe` computes, with everything between the roundings in float32."""
+        experts = self.experts
+        tokens, top_k = top_k_index.shape
+        ids, order = top_k_index.flatten().sort(stable=True)
+        rows = torch.bincount(ids, minlength=len(experts.weight("down"))).tolist()
+        routing = top_k_weights.flatten()[order].float()
+
+        def multiply(matrix: str, x: Tensor) -> Tensor:
+            bias, out = experts.bias(matrix), []
+            for expert, (part, weights) in enumerate(zip(x.split(rows), routing.split(rows))):
+                y = self.product(matrix, expert, part, weights)
+                out.append(y if bias is None else y + bias[expert].float())
+            return torch.cat(out)
+
+        x = self.quantize_input(hidden_states.float())[order // top_k]
+        h = self.quantize_input(experts.module._apply_gate(multiply("gate_up", x)))
+        y = multiply("down", h) * routing[:, None]
+        in_order = torch.empty_like(y)
+        in_order[order] = y
+        return in_order.view(tokens, top_k, -1).sum(1).to(hidden_states.dtype)
+
+
+@contextmanager
+def computing(arithmetics: Iterable[Arithmetic]) -> Iterator[None]:
+    """Within, every experts module that has an arithmetic here computes by it."""
+    arithmetics = list(arithmetics)
+    try:
+        for arithmetic in arithmetics:
+            arithmetic.experts.module.forward = arithmetic.forward
+        yield
+    finally:
+        for arithmetic in arithmetics:
+            arithmetic.experts.module.__dict__.pop("forward", None)

@@ -1,0 +1,78 @@
+"""GPTQ (Frantar et al., 2022) for block-scaled 4-bit formats, many experts at once.
+
+Minimises E |W x - Q x|^2 = tr((W - Q) H (W - Q)^T), H = E[x x^T], column by column: column j is rounded, and
+what it lost is made up for by the columns still to come. With U the upper Cholesky factor of H^-1, the error
+e_j = (w_j - q_j) / U_jj costs e_j^2, and w_i -= e_j U_ji for all i > j.
+
+A block's scale is chosen when its turn comes, on the weights as compensated so far: every candidate goes
+through the recursion inside the block, and the one that costs least is kept.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+
+import torch
+from torch import Tensor
+
+from ..meta.formats import Format
+from .grid import quantize_magnitude, scale_value
+
+DAMPING = 0.01
+"""Added to the diagonal of H, as a share of its mean: few calibration tokens leave H singular."""
+
+Candidates = Callable[[Tensor], Iterable[tuple[Tensor, Tensor | None]]]
+
+
+def gptq(w: Tensor, moments: Tensor, fmt: Format, candidates: Candidates) -> tuple[Tensor, Tensor]:
+    """w [E, N, K], moments [E, K, K] = H -> (e2m1 values [E, N, K], scale codes [E, N, blocks]).
+
+    candidates: magnitudes [E, N, 1, block] -> scale codes [E, N, 1] to try, and which of them are allowed.
+    """
+    w = w.clone()
+    k = w.shape[-1]
+    factor = _inverse_factor(moments)
+    values = torch.empty_like(w)
+    codes = w.new_empty((*w.shape[:2], fmt.num_blocks(k)), dtype=torch.uint8)
+    for index, start in enumerate(range(0, k, fmt.block)):
+        end = min(start + fmt.block, k)
+        inside = factor[:, start:end, start:end]
+        block = w[..., start:end]
+        tried = list(candidates(block.abs()[:, :, None]))
+        code = torch.stack([c for c, _ in tried])  # [C, E, N, 1]
+        step = scale_value(code, fmt)
+        rounded, lost = _round_block(block, inside, step)
+        cost = lost.square().sum(-1)  # [C, E, N]
+        for i, (_, allowed) in enumerate(tried):
+            if allowed is not None:
+                cost[i].masked_fill_(~allowed[..., 0], torch.inf)
+        best = cost.argmin(0, keepdim=True)  # [1, E, N]
+        codes[..., index] = code[..., 0].gather(0, best)[0]
+        pick = best[..., None].expand(1, *block.shape)
+        values[..., start:end] = rounded.gather(0, pick)[0]
+        w[..., end:] -= lost.gather(0, pick)[0] @ factor[:, start:end, end:]
+    return values, codes
+
+
+def _round_block(block: Tensor, factor: Tensor, step: Tensor) -> tuple[Tensor, Tensor]:
+    """The recursion inside a block [E, N, b] for each candidate step [C, E, N, 1]: (e2m1 values, e)."""
+    work = block.expand(len(step), *block.shape).clone()
+    values, lost = torch.empty_like(work), torch.empty_like(work)
+    for j in range(block.shape[-1]):
+        column = work[..., j : j + 1]
+        value = torch.copysign(quantize_magnitude(column.abs(), step), column)
+        values[..., j : j + 1] = value
+        error = (column - value * step) / factor[:, None, j : j + 1, j]
+        lost[..., j : j + 1] = error
+        work[..., j + 1 :] -= error * factor[:, None, j, j + 1 :]
+    return values, lost
+
+
+def _inverse_factor(moments: Tensor) -> Tensor:
+    """U, upper triangular, with U^T U = (H + damping)^-1."""
+    h = moments.clone()
+    diagonal = h.diagonal(dim1=-2, dim2=-1)
+    mean = diagonal.mean(-1, keepdim=True)
+    # An expert that saw no token has H = 0: then all columns count the same.
+    diagonal += torch.where(mean == 0, 1.0, DAMPING * mean)
+    return torch.linalg.cholesky(torch.cholesky_inverse(torch.linalg.cholesky(h)), upper=True)
