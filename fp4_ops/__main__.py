@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 
 from .info import info
+from .quantization import cli as quantization_cli
 
 
 def main(arguments: list[str] | None = None) -> None:
@@ -12,11 +13,13 @@ def main(arguments: list[str] | None = None) -> None:
         prog="python -m fp4_ops", description="4-bit Mixture-of-Experts for PyTorch"
     )
     commands = parser.add_subparsers(dest="command", required=True)
-    commands.add_parser(
+    command = commands.add_parser(
         "info", help="print versions, what was built, this machine, and which kernels will run"
     )
-    parser.parse_args(arguments)
-    print(info())
+    command.set_defaults(run=lambda args: print(info()))
+    quantization_cli.add_commands(commands)
+    args = parser.parse_args(arguments)
+    args.run(args)
 
 
 if __name__ == "__main__":

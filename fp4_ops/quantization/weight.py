@@ -130,9 +130,8 @@ class _Candidates:
     def _allowed(self, code: Tensor) -> Tensor | None:
         if len(self.mantissas) == 8:
             return None
-        table = torch.zeros(8, dtype=torch.bool)
-        table[list(self.mantissas)] = True
-        return table.to(code.device)[(code & 7).int()]
+        bits = torch.full_like(code, sum(1 << m for m in self.mantissas))
+        return (bits >> (code & 7) & 1).bool()
 
 
 def _candidates(magnitude: Tensor, fmt: Format, method: Method, factor: Tensor) -> _Candidates:

@@ -1,0 +1,68 @@
+"""How long the experts of a large model take to quantise: Qwen3-30B-A3B, 48 layers of 128 experts.
+
+    python benchmarks/quantize_speed.py [--layers 48]
+
+Random bf16 weights, made layer by layer on the device outside the clock. Calibration-free methods; the goal
+is a minute for each on one H200. Extra memory: what `quantize_weight` held at its peak besides its result.
+"""
+
+from __future__ import annotations
+
+import argparse
+import time
+
+import torch
+from fp4_ops.meta.formats import FORMATS
+
+from fp4_ops.quantization import METHODS, quantize_weight
+from fp4_ops.quantization.methods import Method
+
+SHAPES = ((128, 1536, 2048), (128, 2048, 768))  # gate_up and down
+
+
+def measure(method: Method, format: str, layers: int, device: torch.device) -> tuple[float, int]:
+    """(seconds, extra bytes)."""
+    seconds, extra = 0.0, 0
+    on_gpu = device.type == "cuda"
+    for _ in range(layers):
+        for shape in SHAPES:
+            w = torch.randn(shape, dtype=torch.bfloat16, device=device)
+            if on_gpu:
+                torch.cuda.synchronize()
+                torch.cuda.reset_peak_memory_stats()
+                before = torch.cuda.memory_allocated()
+            start = time.perf_counter()
+            result = quantize_weight(w, format, method.name)
+            if on_gpu:
+                torch.cuda.synchronize()
+            seconds += time.perf_counter() - start
+            if on_gpu:
+                kept = sum(t.nbytes for t in result if t is not None)
+                extra = max(extra, torch.cuda.max_memory_allocated() - before - kept)
+            del w, result
+    return seconds, extra
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--layers", type=int, default=48)
+    parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
+    args = parser.parse_args()
+    device = torch.device(args.device)
+    name = torch.cuda.get_device_name() if device.type == "cuda" else "CPU"
+    count = args.layers * sum(e * n * k for e, n, k in SHAPES)
+    print(f"{name}, torch {torch.__version__}: {args.layers} layers, {count / 1e9:.1f} G weights")
+    print(f"{'format':8} {'method':15} {'seconds':>8} {'G weights/s':>12} {'extra GiB':>10}")
+    for format in FORMATS:
+        for method in METHODS.values():
+            if method.calibration != "none" or format not in method.formats:
+                continue
+            measure(method, format, 1, device)  # the allocator's first time
+            seconds, extra = measure(method, format, args.layers, device)
+            rate = count / seconds / 1e9
+            line = f"{format:8} {method.name:15} {seconds:8.2f} {rate:12.2f} {extra / 2**30:10.2f}"
+            print(line, flush=True)
+
+
+if __name__ == "__main__":
+    main()

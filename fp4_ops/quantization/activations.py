@@ -1,0 +1,64 @@
+"""How activations enter the products, emulated: values are rounded to the grid and stay float32."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from ..meta.formats import FORMATS, INT8_BLOCK
+from .grid import E4M3_MAX, dequantize_weight, join_blocks, split_blocks
+from .weight import quantize_weight
+
+
+def _unchanged(x: Tensor) -> Tensor:
+    return x
+
+
+def round_fp8(x: Tensor) -> Tensor:
+    """e4m3 with one float32 scale a token: amax / 448."""
+    scale = x.abs().amax(-1, keepdim=True) / E4M3_MAX
+    scale = scale.masked_fill(scale == 0, 1.0)
+    return (x / scale).to(torch.float8_e4m3fn).float() * scale
+
+
+def round_int8(x: Tensor) -> Tensor:
+    """`fp4::quantize_int8`: one float32 scale, amax / 127, for each block of 32."""
+    blocks = split_blocks(x, INT8_BLOCK)
+    scale = blocks.abs().amax(-1, keepdim=True) / 127
+    codes = (blocks / scale.masked_fill(scale == 0, 1.0)).round()
+    return join_blocks(codes * scale, x.shape[-1])
+
+
+def _round_fp4(format: str) -> Callable[[Tensor], Tensor]:
+    def round_fp4(x: Tensor) -> Tensor:
+        """`fp4::quantize` of all rows together."""
+        return dequantize_weight(*quantize_weight(x, format), FORMATS[format])
+
+    return round_fp4
+
+
+@dataclass(frozen=True)
+class ActivationMode:
+    """One way to feed the products. `round`: float32 [rows, K] -> the values that enter."""
+
+    name: str
+    label: str
+    round: Callable[[Tensor], Tensor]
+    weight_bits: int | None = None
+    """Significant bits that code x block scale is rounded to on the way into the product."""
+
+
+ACTIVATION_MODES = {
+    m.name: m
+    for m in (
+        ActivationMode("bf16", "W4A16", _unchanged),
+        # FP8 tensor cores take the weights as e4m3 too; scales with mantissas 0, 2, 4 lose nothing by it.
+        ActivationMode("fp8", "W4A8 fp8", round_fp8, weight_bits=4),
+        ActivationMode("int8", "W4A8 int8", round_int8),
+        ActivationMode("nvfp4", "W4A4 nvfp4", _round_fp4("nvfp4")),
+        ActivationMode("mxfp4", "W4A4 mxfp4", _round_fp4("mxfp4")),
+    )
+}

@@ -1,0 +1,114 @@
+"""`python -m fp4_ops eval` and `python -m fp4_ops report`."""
+
+from __future__ import annotations
+
+import argparse
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from ..meta.formats import FORMATS
+from .activations import ACTIVATION_MODES
+from .calibration import Calibration, calibrate
+from .evaluation import evaluate
+from .methods import METHODS
+from .report import error_report
+
+
+def add_commands(commands: Any) -> None:
+    """commands: what `ArgumentParser.add_subparsers` returned."""
+    parser = commands.add_parser(
+        "eval", help="perplexity and agreement with bf16 of every format, method and activation mode"
+    )
+    _add_common(parser)
+    parser.add_argument("--text", type=Path, required=True, help="UTF-8 text to evaluate on")
+    parser.add_argument("--formats", nargs="+", choices=list(FORMATS), default=list(FORMATS))
+    parser.add_argument("--methods", nargs="+", choices=list(METHODS), default=list(METHODS))
+    parser.add_argument(
+        "--activations", nargs="+", choices=list(ACTIVATION_MODES), default=list(ACTIVATION_MODES)
+    )
+    parser.add_argument("--windows", type=int, default=64, help="pieces of text to evaluate on, at most")
+    parser.add_argument("--json", type=Path, help="also write the table here")
+    parser.set_defaults(run=_eval)
+
+    parser = commands.add_parser("report", help="weight errors of every layer and expert")
+    _add_common(parser)
+    parser.add_argument("--format", choices=list(FORMATS), default="nvfp4")
+    parser.add_argument("--method", choices=list(METHODS), default="rtn")
+    parser.add_argument("--json", type=Path, help="write every expert's errors here")
+    parser.add_argument("--picture", type=Path, help="write a heat map, experts x layers, here (matplotlib)")
+    parser.set_defaults(run=_report)
+
+
+def _add_common(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("model", metavar="MODEL", help="a folder or name for from_pretrained")
+    parser.add_argument(
+        "--calibration", type=Path, metavar="FILE", help="UTF-8 text for the methods that need it; not --text"
+    )
+    parser.add_argument("--calibration-windows", type=int, default=128)
+    parser.add_argument("--length", type=int, default=512, help="tokens in a window")
+    parser.add_argument("--batch", type=int, default=8, help="windows run at a time")
+    parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
+
+
+def _eval(args: argparse.Namespace) -> None:
+    model = _load(args)
+    table = evaluate(
+        model,
+        _windows(args, model, args.text, args.windows),
+        formats=args.formats,
+        methods=args.methods,
+        activations=args.activations,
+        calibration=_calibration(args, model, args.methods),
+        batch=args.batch,
+    )
+    print(table)
+    if args.json:
+        args.json.write_text(table.to_json() + "\n")
+
+
+def _report(args: argparse.Namespace) -> None:
+    model = _load(args)
+    report = error_report(model, args.format, args.method, _calibration(args, model, [args.method]))
+    print(report)
+    if args.json:
+        args.json.write_text(report.to_json() + "\n")
+    if args.picture:
+        report.save_picture(args.picture)
+
+
+def _load(args: argparse.Namespace) -> nn.Module:
+    from transformers import AutoModelForCausalLM
+
+    return AutoModelForCausalLM.from_pretrained(args.model, dtype=torch.bfloat16).to(args.device).eval()
+
+
+def _calibration(args: argparse.Namespace, model: nn.Module, methods: list[str]) -> Calibration | None:
+    kinds = {METHODS[m].calibration for m in methods} - {"none"}
+    if not kinds:
+        return None
+    if args.calibration is None:
+        left_out = ", ".join(m for m in methods if METHODS[m].calibration != "none")
+        print(f"no --calibration text: without {left_out}")
+        return None
+    windows = _windows(args, model, args.calibration, args.calibration_windows)
+    return calibrate(model, windows, full="full" in kinds, batch=args.batch)
+
+
+def _windows(args: argparse.Namespace, model: nn.Module, file: Path, count: int) -> Tensor:
+    """The text's tokens, int64 [windows, length]."""
+    ids = torch.tensor(_tokenize(args.model, model, file), dtype=torch.int64)
+    count = min(count, len(ids) // args.length)
+    if count == 0:
+        raise SystemExit(f"{file} has {len(ids)} tokens; one window is {args.length} (--length)")
+    return ids[: count * args.length].view(count, args.length).to(args.device)
+
+
+def _tokenize(name: str, model: Any, file: Path) -> list[int]:
+    if model.config.vocab_size == 256:  # a model of bytes
+        return list(file.read_bytes())
+    from transformers import AutoTokenizer
+
+    return AutoTokenizer.from_pretrained(name)(file.read_text(encoding="utf-8"), verbose=False).input_ids

@@ -1,0 +1,222 @@
+"""What 4 bits cost a language model: perplexity, and how far its next tokens are from the original's."""
+
+from __future__ import annotations
+
+import json
+import math
+import time
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass, field
+
+import torch
+from torch import Tensor, nn
+
+from ..meta.formats import FORMATS
+from .activations import ACTIVATION_MODES, ActivationMode
+from .calibration import Calibration
+from .experts import MATRICES, Arithmetic, ExpertsModule, computing, experts_modules
+from .grid import dequantize_weight
+from .methods import METHODS, find_method
+from .weight import quantize_weight
+
+CACHED_LOGITS = 4 << 30
+"""Bytes of the original model's logits to keep; where they are more, it runs again for every row."""
+
+
+@dataclass(frozen=True)
+class Row:
+    """One configuration; the fields `ratio` and on compare with the model as it was."""
+
+    format: str
+    method: str
+    activations: str
+    perplexity: float
+    ratio: float
+    """Of the perplexities."""
+    ratio_error: float
+    """Standard error of the ratio, from how much the windows differ from each other."""
+    kl: float
+    """Mean over positions of KL(original || this), in nats."""
+    agreement: float
+    """Share of positions where both think the same next token the likeliest."""
+    seconds: float
+    """To quantise the weights."""
+
+
+@dataclass
+class Evaluation:
+    """The table that `evaluate` makes."""
+
+    tokens: int
+    dtype: str
+    rows: list[Row] = field(default_factory=list)
+
+    def __str__(self) -> str:
+        head = (
+            f"{'weights':8} {'method':15} {'activations':11} {'perplexity':>10} {'ratio':>8} {'+-':>7} "
+            f"{'KL':>9} {'same top':>8} {'quantise':>9}"
+        )
+        lines = [f"{self.tokens} tokens; compared with the model in {self.dtype}", head, "-" * len(head)]
+        for r in self.rows:
+            lines.append(
+                f"{r.format:8} {r.method:15} {r.activations:11} {r.perplexity:10.4f} {r.ratio:8.5f} "
+                f"{r.ratio_error:7.5f} {r.kl:9.6f} {100 * r.agreement:7.2f}% {r.seconds:7.2f} s"
+            )
+        return "\n".join(lines)
+
+    def to_json(self) -> str:
+        return json.dumps(asdict(self), indent=1)
+
+
+@torch.no_grad()
+def evaluate(
+    model: nn.Module,
+    tokens: Tensor,
+    *,
+    formats: Sequence[str] = tuple(FORMATS),
+    methods: Sequence[str] = tuple(METHODS),
+    activations: Sequence[str] = tuple(ACTIVATION_MODES),
+    calibration: Calibration | None = None,
+    batch: int = 8,
+) -> Evaluation:
+    """Perplexity and agreement on tokens (int64 [windows, length], on the model's device) for every
+    combination of format, method and activations, with the model itself as the first row.
+
+    Experts are emulated in float32 with the very weights and activations that the operators would use, so
+    that every combination can be had on any device; the rest of the model runs in its own dtype. The second
+    row, experts in float32 and nothing quantised, shows how much of a difference is only rounding.
+
+    Methods that need calibration are left out without it. W4A4 is done in the weights' own format.
+    The model is unchanged. Extra memory: the packed weights, and up to 4 GiB of logits.
+    """
+    combinations = _combinations(formats, methods, activations, calibration)
+    modules = experts_modules(model)
+    comparison = _Comparison(model, tokens, batch)
+    dtype = str(modules[0].weight("down").dtype).removeprefix("torch.")
+    result = Evaluation(comparison.positions, dtype)
+
+    def add(names: tuple[str, str, str], arithmetics: list[Arithmetic], seconds: float) -> None:
+        result.rows.append(Row(*names, *comparison.score(arithmetics), seconds))
+
+    add((dtype, "-", "-"), [], 0.0)
+    add(("float32", "-", "-"), [Arithmetic(m) for m in modules], 0.0)
+    for format, method, modes in combinations:
+        start = time.perf_counter()
+        packed = [_quantized(m, format, method, calibration) for m in modules]
+        if tokens.is_cuda:
+            torch.cuda.synchronize()
+        seconds = time.perf_counter() - start
+        for mode in modes:
+            arithmetics: list[Arithmetic] = [
+                Emulated(m, format, weights, mode) for m, weights in zip(modules, packed)
+            ]
+            add((format, method, mode.label), arithmetics, seconds)
+    return result
+
+
+def _combinations(
+    formats: Sequence[str],
+    methods: Sequence[str],
+    activations: Sequence[str],
+    calibration: Calibration | None,
+) -> list[tuple[str, str, list[ActivationMode]]]:
+    for name in activations:
+        if name not in ACTIVATION_MODES:
+            raise ValueError(
+                f"fp4: activations is {name!r}; it must be one of: {', '.join(ACTIVATION_MODES)}"
+            )
+    found = []
+    for format in formats:
+        if format not in FORMATS:
+            raise ValueError(f"fp4: format is {format!r}; it must be one of: {', '.join(FORMATS)}")
+        modes = [ACTIVATION_MODES[a] for a in activations if a not in FORMATS or a == format]
+        for name in methods:
+            if name in METHODS and format not in METHODS[name].formats:
+                continue
+            if find_method(name, format).calibration == "none" or calibration is not None:
+                found.append((format, name, modes))
+    return found
+
+
+Packed = tuple[Tensor, Tensor, Tensor | None]
+
+
+def _quantized(
+    experts: ExpertsModule, format: str, method: str, calibration: Calibration | None
+) -> dict[str, Packed]:
+    needs = METHODS[method].calibration != "none"
+    return {
+        matrix: quantize_weight(
+            experts.weight(matrix),
+            format,
+            method,
+            calibration=calibration.get(experts.name, matrix) if needs and calibration else None,
+        )
+        for matrix in MATRICES
+    }
+
+
+class Emulated(Arithmetic):
+    """Experts with packed weights and rounded activations."""
+
+    def __init__(
+        self, experts: ExpertsModule, format: str, packed: dict[str, Packed], mode: ActivationMode
+    ) -> None:
+        super().__init__(experts)
+        self.format, self.packed, self.mode = FORMATS[format], packed, mode
+
+    def quantize_input(self, x: Tensor) -> Tensor:
+        return self.mode.round(x)
+
+    def weight(self, matrix: str, expert: int) -> Tensor:
+        codes, scale, factor = self.packed[matrix]
+        return dequantize_weight(
+            codes[expert],
+            scale[expert],
+            None if factor is None else factor[expert],
+            self.format,
+            significant_bits=self.mode.weight_bits,
+        )
+
+
+class _Comparison:
+    """Scores of the model with other experts against its own logits, which are kept where they are few."""
+
+    def __init__(self, model: nn.Module, tokens: Tensor, batch: int) -> None:
+        self.model, self.batches = model, tokens.split(batch)
+        self.positions = tokens.shape[0] * (tokens.shape[1] - 1)
+        self._kept: dict[int, Tensor] = {}
+        self._nll: Tensor | None = None  # the original's, by window
+
+    def _logits(self, windows: Tensor) -> Tensor:
+        return self.model(input_ids=windows, use_cache=False).logits
+
+    def _original(self, index: int) -> Tensor:
+        if index in self._kept:
+            return self._kept[index]
+        logits = self._logits(self.batches[index])
+        if logits.nbytes * len(self.batches) <= CACHED_LOGITS:
+            self._kept[index] = logits
+        return logits
+
+    def score(self, arithmetics: Sequence[Arithmetic]) -> tuple[float, float, float, float, float]:
+        """(perplexity, ratio, its standard error, KL, agreement) with these experts. First: with none."""
+        sums = []
+        for index, windows in enumerate(self.batches):
+            want = self._original(index)
+            with computing(arithmetics):
+                got = self._logits(windows)
+            for ids, p, q in zip(windows, want, got):  # one window at a time: vocabularies are large
+                log_p, log_q = p[:-1].float().log_softmax(-1), q[:-1].float().log_softmax(-1)
+                nll = -log_q.gather(-1, ids[1:, None])
+                kl = log_p.exp() * (log_p - log_q)
+                same = log_p.argmax(-1) == log_q.argmax(-1)
+                sums.append(torch.stack([nll.double().sum(), kl.double().sum(), same.double().sum()]))
+        means = torch.stack(sums) * len(sums) / self.positions  # [windows, 3]
+        nll, kl, same = means.mean(0).tolist()
+        if self._nll is None:
+            self._nll = means[:, 0]
+        more = means[:, 0] - self._nll
+        ratio = math.exp(more.mean().item())
+        error = ratio * (more.std() / math.sqrt(len(more))).item() if len(more) > 1 else math.nan
+        return math.exp(nll), ratio, error, kl, same

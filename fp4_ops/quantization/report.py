@@ -1,0 +1,149 @@
+"""What quantisation does to each expert's weights: a table, JSON, and a picture."""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Iterator
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+
+import torch
+from torch import Tensor, nn
+
+from ..meta.formats import FORMATS
+from .calibration import Calibration
+from .experts import MATRICES, experts_modules
+from .grid import E2M1_MAX, decode, scale_value, split_blocks
+from .methods import METHODS
+from .weight import matrices_at_once, quantize_weight
+
+
+@dataclass(frozen=True)
+class ExpertError:
+    """One weight matrix of one expert."""
+
+    module: str
+    matrix: str
+    expert: int
+    sqnr: float
+    """10 log10(sum w^2 / sum (w - quantised)^2), in dB; infinite where nothing is lost."""
+    saturated: float
+    """Share of blocks with a value more than half a step above the largest code: |w| > 7 x scale."""
+
+
+@dataclass
+class ErrorReport:
+    """One entry for each matrix of each expert, in the order of the model."""
+
+    format: str
+    method: str
+    errors: list[ExpertError] = field(default_factory=list)
+
+    def worst(self, count: int = 10) -> list[ExpertError]:
+        """Those with the lowest SQNR."""
+        return sorted(self.errors, key=lambda e: e.sqnr)[:count]
+
+    def _groups(self) -> dict[tuple[str, str], list[ExpertError]]:
+        groups: dict[tuple[str, str], list[ExpertError]] = {}
+        for e in self.errors:
+            groups.setdefault((e.module, e.matrix), []).append(e)
+        return groups
+
+    def __str__(self) -> str:
+        width = max((len(e.module) for e in self.errors), default=6)
+        head = f"{'module':{width}} {'matrix':8} {'experts':>7} {'SQNR dB: min':>12} {'median':>7} saturated"
+        lines = [f"weight errors, {self.format}, method {self.method}", head, "-" * len(head)]
+        for (module, matrix), errors in self._groups().items():
+            sqnr = sorted(e.sqnr for e in errors)
+            saturated = sum(e.saturated for e in errors) / len(errors)
+            lines.append(
+                f"{module:{width}} {matrix:8} {len(errors):7} {sqnr[0]:12.2f} {sqnr[len(sqnr) // 2]:7.2f} "
+                f"{100 * saturated:8.2f}%"
+            )
+        lines.append("worst experts:")
+        for e in self.worst():
+            where = f"{e.module:{width}} {e.matrix:8}"
+            lines.append(f"{where} {e.expert:7} {e.sqnr:12.2f} {'':7} {100 * e.saturated:8.2f}%")
+        return "\n".join(lines)
+
+    def to_json(self) -> str:
+        """Infinite SQNR becomes null."""
+        report = asdict(self)
+        for e in report["errors"]:
+            e["sqnr"] = e["sqnr"] if math.isfinite(e["sqnr"]) else None
+        return json.dumps(report, indent=1)
+
+    def save_picture(self, path: str | Path) -> None:
+        """A heat map of the SQNR for each matrix, experts x layers. Needs matplotlib."""
+        try:
+            from matplotlib.figure import Figure
+        except ImportError:
+            raise ImportError("fp4_ops: the picture needs matplotlib: pip install fp4_ops[report]") from None
+        groups = self._groups()
+        present = [m for m in MATRICES if any(matrix == m for _, matrix in groups)]
+        figure = Figure(figsize=(1 + 5 * len(present), 5), layout="constrained")
+        finite = [e.sqnr for e in self.errors if math.isfinite(e.sqnr)]
+        for axes, matrix in zip(figure.subplots(1, len(present), squeeze=False)[0], present):
+            layers = [errors for (_, m), errors in groups.items() if m == matrix]
+            experts = max(len(errors) for errors in layers)
+            values = torch.full((experts, len(layers)), math.nan)
+            for layer, errors in enumerate(layers):
+                values[: len(errors), layer] = torch.tensor([e.sqnr for e in errors])
+            image = axes.imshow(
+                values.numpy(), aspect="auto", origin="lower", vmin=min(finite), vmax=max(finite)
+            )
+            axes.set(title=matrix, xlabel="layer", ylabel="expert")
+        figure.colorbar(image, ax=figure.axes, label="SQNR (dB)")
+        figure.suptitle(f"Weight error of each expert: {self.format}, {self.method}")
+        figure.savefig(path, dpi=120)
+
+
+def weight_errors(
+    w: Tensor, packed: Tensor, block_scale: Tensor, global_scale: Tensor | None, format: str
+) -> tuple[Tensor, Tensor]:
+    """w [E, N, K] and its plain-layout 4-bit form -> (SQNR in dB [E], share of saturated blocks [E])."""
+    fmt = FORMATS[format]
+    sqnr, saturated = [], []
+    for part in _parts(w):
+        original = split_blocks(w[part].float(), fmt.block)
+        step = scale_value(block_scale[part].view(torch.uint8), fmt)[..., None]
+        if global_scale is not None and global_scale.numel():
+            step = step * global_scale[part, None, None, None]
+        error = split_blocks(decode(packed[part]), fmt.block) * step - original
+        # In units of the largest weight: the squares of small ones would vanish.
+        unit = original.abs().flatten(1).amax(-1)
+        unit = torch.where(unit == 0, 1.0, unit)[:, None]
+        signal, noise = ((x.flatten(1) / unit).double().square().sum(-1) for x in (original, error))
+        sqnr.append(torch.where(noise == 0, torch.inf, 10 * torch.log10(signal / noise)))
+        saturated.append((original.abs().amax(-1) > (E2M1_MAX + 1) * step[..., 0]).float().mean((-2, -1)))
+    return torch.cat(sqnr).float(), torch.cat(saturated)
+
+
+def _parts(w: Tensor) -> Iterator[slice]:
+    at_once = matrices_at_once(w.device.type, *w.shape[1:])
+    return (slice(start, start + at_once) for start in range(0, len(w), at_once))
+
+
+@torch.no_grad()
+def error_report(
+    model: nn.Module, format: str = "nvfp4", method: str = "rtn", calibration: Calibration | None = None
+) -> ErrorReport:
+    """The weight errors that `prepare` with these arguments would make. The model is unchanged.
+
+    Methods that use calibration minimise the error of outputs, and so lose SQNR here: compare them with
+    `evaluate`.
+    """
+    report = ErrorReport(format, method)
+    for m in experts_modules(model):
+        for matrix in MATRICES:
+            w = m.weight(matrix)
+            needs = method in METHODS and METHODS[method].calibration != "none"
+            moments = calibration.get(m.name, matrix) if needs and calibration else None
+            q = quantize_weight(w, format, method, calibration=moments)
+            sqnr, saturated = weight_errors(w, *q, format)
+            report.errors += [
+                ExpertError(m.name, matrix, expert, *pair)
+                for expert, pair in enumerate(zip(sqnr.tolist(), saturated.tolist()))
+            ]
+    return report

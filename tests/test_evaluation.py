@@ -1,0 +1,224 @@
+"""Emulated activations, the evaluation table, the error report and their commands."""
+
+from __future__ import annotations
+
+import copy
+import json
+import math
+
+import moe_models
+import pytest
+import reference as ref
+import torch
+from fp4_ops.meta.formats import FORMATS
+
+import fp4_ops
+from fp4_ops.__main__ import main
+from fp4_ops.quantization import calibrate, quantize_weight
+from fp4_ops.quantization.activations import ACTIVATION_MODES
+from fp4_ops.quantization.evaluation import evaluate
+from fp4_ops.quantization.experts import MATRICES, experts_modules
+from fp4_ops.quantization.report import error_report, weight_errors
+
+F64 = torch.float64
+
+
+@pytest.fixture
+def model():
+    return moe_models.build("qwen3_moe", torch.float32, "eager")
+
+
+def test_activations_are_what_the_operators_make(device):
+    x = torch.randn(37, 72, device=device) * torch.exp(torch.randn(37, 1, device=device))
+    x[3] = 0
+    assert torch.equal(ACTIVATION_MODES["bf16"].round(x), x)
+    want = ref.dequantize_int8(*ref.quantize_int8(x))
+    assert torch.allclose(ACTIVATION_MODES["int8"].round(x).to(F64), want, rtol=1e-6, atol=0)
+    for format in ref.FORMATS:
+        q = torch.ops.fp4.quantize(x, format)
+        assert torch.equal(
+            ACTIVATION_MODES[format].round(x), torch.ops.fp4.dequantize(*q, format, torch.float32)
+        )
+
+
+def test_fp8_activations_are_scaled_by_token():
+    x = torch.randn(19, 64) * torch.exp(4 * torch.randn(19, 1))
+    x[5] = 0
+    got = ACTIVATION_MODES["fp8"].round(x)
+    assert torch.equal(got[5], x[5])
+    assert torch.allclose(got.abs().amax(-1), x.abs().amax(-1), rtol=1e-6)
+    error = ((got - x).abs() / x.abs().amax(-1, keepdim=True).clamp(min=1e-30)).amax(-1)
+    assert (error <= 16 / 448 * 1.001).all() and error.max() > 2**-7  # below 448, e4m3 goes in steps of 32
+    large = x.abs() > x.abs().amax(-1, keepdim=True) / 64
+    assert ((got - x).abs()[large] / x.abs()[large]).max() <= 2**-4 * 1.001
+
+
+def perplexity(model, tokens) -> float:
+    return math.exp(
+        torch.stack([model(input_ids=t[None], labels=t[None]).loss for t in tokens]).mean().item()
+    )
+
+
+@torch.no_grad()
+def test_rows_are_those_of_prepared_models(model):
+    tokens, text = moe_models.tokens(5, 24), moe_models.tokens(4, 24)
+    calibration = calibrate(model, text)
+    before = {name: p.clone() for name, p in model.named_parameters()}
+    table = evaluate(
+        model, tokens, methods=["rtn", "fp8_exact", "gptq"], activations=["bf16", "int8"],
+        calibration=calibration, batch=2,
+    )  # fmt: skip
+    assert table.tokens == 5 * 23
+    assert all(torch.equal(p, before[name]) for name, p in model.named_parameters())
+    first, second, *rows = table.rows
+    want = model(input_ids=tokens).logits
+    assert first.perplexity == pytest.approx(perplexity(model, tokens), rel=1e-5)
+    assert (first.ratio, first.kl, first.agreement) == (1, 0, 1)
+    assert second.ratio == pytest.approx(1, abs=1e-5) and second.kl < 1e-6
+    configurations = [(f, m) for f, m in (("nvfp4", "rtn"), ("nvfp4", "fp8_exact"), ("nvfp4", "gptq"))]
+    configurations += [("mxfp4", "rtn"), ("mxfp4", "gptq")]
+    assert [(r.format, r.method, r.activations) for r in rows] == [
+        (f, m, a) for f, m in configurations for a in ("W4A16", "W4A8 int8")
+    ]
+    for r in rows:
+        prepared = copy.deepcopy(model)
+        activation = {"W4A16": "bf16", "W4A8 int8": "int8"}[r.activations]
+        fp4_ops.prepare(prepared, r.format, activation, method=r.method, calibration=calibration)
+        got = prepared(input_ids=tokens).logits
+        assert r.perplexity == pytest.approx(perplexity(prepared, tokens), rel=1e-4)
+        assert r.ratio == pytest.approx(r.perplexity / first.perplexity, rel=1e-6)
+        p, q = (x[:, :-1].to(F64).log_softmax(-1) for x in (want, got))
+        kl = (p.exp() * (p - q)).sum(-1)
+        assert r.kl == pytest.approx(kl.mean().item(), rel=0.02)
+        agreement = (p.argmax(-1) == q.argmax(-1)).double().mean().item()
+        assert r.agreement == pytest.approx(agreement, abs=1.5 / kl.numel())
+        nll = [
+            torch.nn.functional.cross_entropy(x[:, :-1].mT, tokens[:, 1:], reduction="none").mean(-1)
+            for x in (want, got)
+        ]
+        error = (nll[1] - nll[0]).std().item() / 5**0.5
+        assert r.ratio_error == pytest.approx(error, rel=0.05)
+
+
+@torch.no_grad()
+def test_logits_need_not_be_kept(model, monkeypatch):
+    tokens = moe_models.tokens(4, 12)
+    arguments = {"formats": ["nvfp4"], "methods": ["rtn"], "activations": ["nvfp4"], "batch": 2}
+    kept = evaluate(model, tokens, **arguments)
+    monkeypatch.setattr("fp4_ops.quantization.evaluation.CACHED_LOGITS", 0)
+    again = evaluate(model, tokens, **arguments)
+    for a, b in zip(kept.rows, again.rows, strict=True):
+        assert (a.activations, a.perplexity, a.kl) == (b.activations, b.perplexity, b.kl)
+    assert kept.rows[2].kl > 0
+
+
+@torch.no_grad()
+def test_fp8_products_round_weights_unless_their_scales_are_exact(model, monkeypatch):
+    """With activations left alone, only the rounding of the weights remains."""
+    exact = ACTIVATION_MODES["bf16"].round
+    mode = ACTIVATION_MODES["fp8"]
+    monkeypatch.setitem(ACTIVATION_MODES, "fp8", type(mode)(mode.name, mode.label, exact, mode.weight_bits))
+    table = evaluate(
+        model, moe_models.tokens(3, 16), formats=["nvfp4"], methods=["search", "fp8_exact"],
+        activations=["bf16", "fp8"],
+    )  # fmt: skip
+    search, search_fp8, exact_, exact_fp8 = table.rows[2:]
+    assert search.kl != search_fp8.kl
+    assert (exact_.perplexity, exact_.kl) == (exact_fp8.perplexity, exact_fp8.kl)
+
+
+def test_unknown_names_are_refused(model):
+    tokens = moe_models.tokens(2, 8)
+    for message, arguments in (
+        ("activations is 'int9'; it must be one of: bf16", {"activations": ["int9"]}),
+        ("format is 'fp4'", {"formats": ["fp4"]}),
+        ("method is 'best'", {"methods": ["best"]}),
+    ):
+        with pytest.raises(ValueError) as error:
+            evaluate(model, tokens, **arguments)
+        assert message in str(error.value)
+
+
+@pytest.mark.parametrize("format", ref.FORMATS)
+def test_weight_errors(format, device):
+    w = torch.randn(3, 20, 56, device=device) * torch.exp(torch.randn(3, 20, 1, device=device))
+    w[1] *= 1e-25
+    q = quantize_weight(w, format)
+    sqnr, saturated = weight_errors(w, *q, format)
+    error = w.to(F64) - ref.dequantize(*q, format)
+    want = 10 * (w.to(F64).square().sum((1, 2)) / error.square().sum((1, 2))).log10()
+    if format == "mxfp4":  # whose scales reach 2**-127 only
+        assert (saturated > 0.05).all()
+    else:
+        assert (saturated == 0).all()  # e4m3 scales are off by a sixteenth at most
+    assert torch.allclose(sqnr.to(F64), want, atol=1e-3)
+    packed, scale, factor = q
+    if format == "nvfp4":  # halved scales clip what was above 3.5
+        _, clipped = weight_errors(w, packed, scale, factor / 2, format)
+        assert (clipped > 0.9).all()
+    # Weights that are just what the codes stand for lose nothing.
+    one = torch.ones(1, device=device) if format == "nvfp4" else None
+    exact = ref.dequantize(packed[:1], scale[:1], one, format).float()
+    assert weight_errors(exact, packed[:1], scale[:1], one, format)[0].isinf()
+
+
+@torch.no_grad()
+def test_report_names_the_bad_expert(model, tmp_path):
+    bad = experts_modules(model)[1]
+    weight = bad.weight("down")
+    weight[5] = weight[5].sign() * 2.5  # half-way between two codes,
+    weight[5, :, ::16] = 6.0  # since each block has a 6
+    report = error_report(model, "nvfp4", "rtn")
+    assert len(report.errors) == 2 * 2 * 8
+    worst = report.worst(1)[0]
+    assert (worst.module, worst.matrix, worst.expert) == (bad.name, "down", 5)
+    assert f"{bad.name} down           5" in str(report).split("worst experts:")[1].splitlines()[1]
+    loaded = json.loads(report.to_json())
+    assert loaded["format"] == "nvfp4" and loaded["errors"][0]["sqnr"] == report.errors[0].sqnr
+    for m in experts_modules(model):
+        for matrix in MATRICES:
+            q = quantize_weight(m.weight(matrix), "nvfp4")
+            sqnr, _ = weight_errors(m.weight(matrix), *q, "nvfp4")
+            mine = [e.sqnr for e in report.errors if (e.module, e.matrix) == (m.name, matrix)]
+            assert mine == sqnr.tolist()
+
+
+@torch.no_grad()
+def test_picture(model, tmp_path):
+    pytest.importorskip("matplotlib")
+    experts_modules(model)[0].weight("down")[0] = 0  # nothing is lost: infinite
+    report = error_report(model, "mxfp4", "search")
+    assert json.loads(report.to_json())["errors"][8]["sqnr"] is None
+    report.save_picture(tmp_path / "errors.png")
+    assert (tmp_path / "errors.png").read_bytes().startswith(b"\x89PNG")
+
+
+def test_commands(tmp_path, capsys):
+    model = moe_models.build("qwen3_moe", torch.bfloat16, "grouped_mm", vocab_size=256)
+    model.save_pretrained(tmp_path / "model")
+    text = tmp_path / "text"
+    text.write_bytes(bytes(torch.randint(0, 256, (400,)).tolist()))
+    common = [str(tmp_path / "model"), "--length", "32", "--device", "cpu"]
+    calibration = ["--calibration", str(text), "--calibration-windows", "4"]
+
+    table = tmp_path / "table.json"
+    main(
+        ["eval", *common, "--text", str(text), "--windows", "3", "--methods", "rtn", "weighted",
+         "--activations", "bf16", "fp8", "nvfp4", "--json", str(table), *calibration]
+    )  # fmt: skip
+    out = capsys.readouterr().out
+    rows = json.loads(table.read_text())["rows"]
+    assert len(rows) == 2 + 2 * 3 + 2 * 2
+    assert out.count("W4A8 fp8") == 4 and out.count("weighted") == 5 and "W4A4 nvfp4" in out
+    assert json.loads(table.read_text())["tokens"] == 3 * 31
+
+    main(["eval", *common, "--text", str(text), "--methods", "rtn", "gptq", "--activations", "bf16"])
+    out = capsys.readouterr().out
+    assert "no --calibration text: without gptq" in out and out.count("rtn") == len(FORMATS)
+
+    main(["report", *common, "--method", "gptq", "--json", str(tmp_path / "r.json"), *calibration])
+    assert "worst experts:" in capsys.readouterr().out
+    assert len(json.loads((tmp_path / "r.json").read_text())["errors"]) == 32
+
+    with pytest.raises(SystemExit, match="has 400 tokens; one window is 512"):
+        main(["eval", str(tmp_path / "model"), "--text", str(text)])
