@@ -55,7 +55,14 @@ class AnyPythonWheel(bdist_wheel):
 
 
 setup(
-    packages=["fp4_ops", "fp4_ops.quantization", "fp4_ops.triton", "fp4_ops.meta", "fp4_ops.compile_passes"],
+    packages=[
+        "fp4_ops",
+        "fp4_ops.checkpoints",
+        "fp4_ops.quantization",
+        "fp4_ops.triton",
+        "fp4_ops.meta",
+        "fp4_ops.compile_passes",
+    ],
     package_dir={
         "fp4_ops": "fp4_ops",
         "fp4_ops.meta": "meta",

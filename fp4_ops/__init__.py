@@ -5,6 +5,7 @@
 Operators are `torch.ops.fp4.*` (schemas: csrc/schema.cpp); what each argument means is in docs/operators.md.
 """
 
+import importlib
 from typing import Any
 
 from . import _library
@@ -17,12 +18,27 @@ from .prepare import PrepareReport, prepare  # noqa: E402
 from .quantize import quantize  # noqa: E402
 from .tensor import FP4Tensor  # noqa: E402
 
-__all__ = ["FP4Tensor", "Info", "PrepareReport", "explain", "info", "prepare", "quantize"]
+__all__ = [
+    "FP4Tensor",
+    "Info",
+    "PrepareReport",
+    "explain",
+    "info",
+    "load_checkpoint",
+    "prepare",
+    "quantize",
+    "register_with_transformers",
+]
+
+# Loaded when they are needed: the compile passes, and what imports transformers.
+_LAZY = {
+    "explain": ".compile_passes.explain",
+    "load_checkpoint": ".checkpoints.hf",
+    "register_with_transformers": ".checkpoints.hf",
+}
 
 
 def __getattr__(name: str) -> Any:
-    if name == "explain":  # only with the compile passes, which are loaded when they are needed
-        from .compile_passes.explain import explain
-
-        return explain
+    if name in _LAZY:
+        return getattr(importlib.import_module(_LAZY[name], __name__), name)
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

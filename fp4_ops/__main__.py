@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 
+from .checkpoints import cli as checkpoints_cli
 from .info import info
 from .quantization import cli as quantization_cli
 
@@ -17,6 +18,7 @@ def main(arguments: list[str] | None = None) -> None:
         "info", help="print versions, what was built, this machine, and which kernels will run"
     )
     command.set_defaults(run=lambda args: print(info()))
+    checkpoints_cli.add_commands(commands)
     quantization_cli.add_commands(commands)
     args = parser.parse_args(arguments)
     args.run(args)

@@ -78,16 +78,20 @@ class PackedWeight(nn.Module):
             self.packed, self.block_scale, self.global_scale, self.format, dtype, layout=self.layout
         )
 
+    def in_layout(self, layout: str) -> tuple[Tensor, Tensor, Tensor | None]:
+        """packed, block_scale and global_scale in another order of the bytes."""
+        packed, block_scale = self.packed, self.block_scale
+        if layout != self.layout:
+            if self.layout != "plain":
+                packed, block_scale = torch.ops.fp4.unpack(packed, block_scale, self.format, self.layout)
+            if layout != "plain":
+                packed, block_scale = torch.ops.fp4.prepack(packed, block_scale, self.format, layout)
+        return packed, block_scale, self.global_scale
+
     def set_layout(self, layout: str) -> None:
         """Reorders the bytes in place of the old ones."""
-        if layout == self.layout:
-            return
-        packed, block_scale = self.packed, self.block_scale
-        if self.layout != "plain":
-            packed, block_scale = torch.ops.fp4.unpack(packed, block_scale, self.format, self.layout)
-        if layout != "plain":
-            packed, block_scale = torch.ops.fp4.prepack(packed, block_scale, self.format, layout)
-        self.packed, self.block_scale, self.layout = packed, block_scale, layout
+        self.packed, self.block_scale, self.global_scale = self.in_layout(layout)
+        self.layout = layout
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> PackedWeight:
         old, new = self.packed.device.type, fn(self.packed.new_empty(0)).device.type

@@ -34,7 +34,7 @@ def find_experts(model: nn.Module) -> tuple[dict[str, Any], dict[str, Plan], dic
     for name, module in found.items():
         try:
             plans[name] = plan(module)
-        except _Refusal as refusal:
+        except Refusal as refusal:
             refusals[name] = str(refusal)
     if not plans:
         reasons = "".join(f"\n  {name}: {reason}" for name, reason in refusals.items())
@@ -52,7 +52,7 @@ class Plan:
     shape: str
 
 
-class _Refusal(Exception):
+class Refusal(Exception):
     """Why an experts module stays as it is."""
 
 
@@ -63,11 +63,11 @@ def is_experts(module: nn.Module) -> bool:
 
 
 def plan(module: Any) -> Plan:
-    """How an experts module becomes `fp4::moe`. Raises _Refusal where it cannot."""
+    """How an experts module becomes `fp4::moe`. Raises Refusal where it cannot."""
 
     def need(condition: bool, reason: str) -> None:
         if not condition:
-            raise _Refusal(reason)
+            raise Refusal(reason)
 
     need(not hasattr(module, "_fp4_recipe"), "it is prepared already")
     need(module.has_gate, "its experts have no gate; fp4::moe computes gate and up")
@@ -87,7 +87,7 @@ def plan(module: Any) -> Plan:
     need(h % 2 == 0 and i % 2 == 0, f"hidden size {h} or intermediate size {i} is odd")
     gate = recognise_gate(module)
     if gate is None:
-        raise _Refusal(f"its gate is none of fp4::moe's activations ({', '.join(ACTIVATIONS)})")
+        raise Refusal(f"its gate is none of fp4::moe's activations ({', '.join(ACTIVATIONS)})")
     return Plan(form, gate, module.is_transposed, f"{e} experts, hidden {h}, intermediate {i}")
 
 
@@ -104,7 +104,8 @@ def recognise_gate(module: Any) -> str | None:
     """
     generator = torch.Generator().manual_seed(0)
     # A few large values reach every clamp, most small ones tell erf from tanh.
-    x = torch.randn(64, 128, generator=generator) * torch.logspace(-1, 1.3, 64)[:, None]
+    here: Any = {"device": "cpu", "dtype": torch.float32}  # whatever the defaults are while models are built
+    x = torch.randn(64, 128, generator=generator, **here) * torch.logspace(-1, 1.3, 64, **here)[:, None]
     try:
         with torch.no_grad():
             want = module._apply_gate(x)

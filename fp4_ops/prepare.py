@@ -11,14 +11,14 @@ from torch import Tensor, nn
 
 from . import experts
 from .experts import PackedWeight, Recipe, auto_a_format
-from .find_experts import Plan, find_experts, logical_shape
+from .find_experts import Plan, find_experts, is_experts, logical_shape
 from .meta.formats import FORMATS
 from .meta.layouts import preferred_layout
 from .quantization import Calibration, Method, find_method, quantize_weight
 from .quantization.weight import check_calibration, matrices_at_once
 
 # What `activation` means to the operators; None: by device, when it runs.
-_A_FORMATS = {"auto": None, "bf16": "none", "int8": "int8"}
+A_FORMATS = {"auto": None, "bf16": "none", "int8": "int8"}
 
 
 @dataclass(frozen=True)
@@ -99,8 +99,8 @@ def prepare(
     """
     if format not in FORMATS:
         raise ValueError(f"fp4: format is {format!r}; it must be one of: {', '.join(FORMATS)}")
-    if activation not in _A_FORMATS:
-        raise ValueError(f"fp4: activation is {activation!r}; it must be one of: {', '.join(_A_FORMATS)}")
+    if activation not in A_FORMATS:
+        raise ValueError(f"fp4: activation is {activation!r}; it must be one of: {', '.join(A_FORMATS)}")
     chosen = find_method(method, format)
     found, plans, refusals = find_experts(model)
     for name, p in plans.items():
@@ -118,12 +118,13 @@ def prepare(
         quantizer.check(name, found[name], p)
     sizes = _replace_weights(found, plans, quantizer)
     for name, p in plans.items():
-        found[name]._fp4_recipe = Recipe(p.form, p.gate, _A_FORMATS[activation])
-    _choose_implementation(found, plans)
+        found[name]._fp4_recipe = Recipe(p.form, p.gate, A_FORMATS[activation])
+    choose_implementation(model)
+    _make_saveable(model, format, activation)
     if device == "cpu":
         _return_freed_memory()
 
-    a_format = _A_FORMATS[activation] or f"{auto_a_format(device)} (auto)"
+    a_format = A_FORMATS[activation] or f"{auto_a_format(device)} (auto)"
     report = PrepareReport(format, layout, a_format)
     for name in found:
         if name in plans:
@@ -134,6 +135,14 @@ def prepare(
         else:
             report.modules.append(PreparedModule(name, refusals[name]))
     return report
+
+
+def _make_saveable(model: nn.Module, format: str, activation: str) -> None:
+    """`save_pretrained` asks the model's quantizer what to write."""
+    if hasattr(model, "save_pretrained"):
+        from .checkpoints.hf import attach
+
+        attach(model, format, activation)
 
 
 def _return_freed_memory() -> None:
@@ -235,15 +244,17 @@ def _replace_weights(
     return sizes
 
 
-def _choose_implementation(found: dict[str, Any], plans: dict[str, Plan]) -> None:
+def choose_implementation(model: nn.Module) -> None:
     """Sets `fp4` on the config, which modules share: those left alone note what they ran before.
 
     generate() leaves a name that it does not know in place, where it would switch `grouped_mm` for decoding.
     """
     experts.register()
-    for name, module in found.items():
+    modules: list[Any] = [m for m in model.modules() if is_experts(m)]
+    for module in modules:
         previous = module.config._experts_implementation
-        if name not in plans and previous != experts.IMPLEMENTATION:
+        if not hasattr(module, "_fp4_recipe") and previous != experts.IMPLEMENTATION:
             module._fp4_previous = previous or "eager"
-    for name in plans:
-        found[name].config._experts_implementation = experts.IMPLEMENTATION
+    for module in modules:
+        if hasattr(module, "_fp4_recipe"):
+            module.config._experts_implementation = experts.IMPLEMENTATION

@@ -1,0 +1,421 @@
+"""A bf16 checkpoint to a 4-bit one, file by file, in bounded memory, resumable.
+
+Each file of the source becomes the file of that name in the result. One thread reads ahead, the calling one
+quantises, one writes. A file of the result has its name only when it is whole; config.json comes last, so a
+folder that has one is whole. What is done already is kept in a progress file, and a run that was killed goes
+on with the first file that is not.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import shutil
+from collections import deque
+from collections.abc import Callable, Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ..meta.formats import FORMATS
+from ..quantization import find_method, quantize_weight
+from .dialects import EXPERTS_TARGET, Codes, Dialect, describe, encode, quantization_config, writing_dialect
+from .files import (
+    INDEX,
+    CheckpointError,
+    Folder,
+    Reader,
+    TensorInfo,
+    Writer,
+    read_header,
+    read_json,
+    write_json,
+)
+
+PROGRESS = ".fp4_quantize.json"
+SOURCE_DTYPES = (torch.bfloat16, torch.float16, torch.float32)
+IN_FLIGHT = 128 << 20
+"""Bytes read ahead of the quantiser, and as many written behind it."""
+
+_MATRIX = re.compile(r"^(.*experts\.\d+\.)(gate_proj|up_proj|down_proj|w1|w2|w3)\.weight$")
+_PARTNER = {"gate_proj": "up_proj", "up_proj": "gate_proj", "w1": "w3", "w3": "w1"}
+_STACK = re.compile(r"^(.*experts)\.(gate_up_proj|down_proj)$")
+
+_WEIGHTS = (".safetensors", ".bin", ".pt", ".pth", ".gguf")
+"""Files that hold weights, and are not copied along."""
+
+
+@dataclass(frozen=True)
+class ConvertReport:
+    """What `quantize_checkpoint` made."""
+
+    out: Path
+    format: str
+    dialect: str
+    matrices: int
+    files: int
+    resumed: int
+    """Files that an earlier run had finished."""
+    bytes_before: int
+    bytes_after: int
+
+    def __str__(self) -> str:
+        resumed = f" ({self.resumed} from an earlier run)" if self.resumed else ""
+        return (
+            f"{self.out}: {self.matrices} expert matrices in {self.format}, stored as {self.dialect}, "
+            f"{self.files} files{resumed}, {self.bytes_before / 1e9:.3f} -> {self.bytes_after / 1e9:.3f} GB"
+        )
+
+
+Header = tuple[str, torch.dtype, tuple[int, ...]]
+
+
+@dataclass(frozen=True)
+class Unit:
+    """A step of the work: what is read, and the tensors of the result that come of it."""
+
+    reads: list[tuple[TensorInfo, ...]]
+    """Each entry is one matrix [N, K], or two that are quantised as one [gate; up]."""
+    names: list[str]
+    """The weights that result: one, or gate and up, or one of them and "" for the other, which another file
+    has. Empty: `reads` is one tensor, copied as it is."""
+    outputs: list[Header]
+    transposed: bool = False
+    """The matrices are stored [K, N]."""
+
+    @property
+    def nbytes(self) -> int:
+        """Of the source, counting only what becomes part of this file."""
+        kept = sum(bool(n) for n in self.names) or 1
+        return sum(sum(t.nbytes for t in read[:1]) * kept for read in self.reads)
+
+
+class Plan:
+    """What `quantize_checkpoint` will write, from the source's headers alone."""
+
+    def __init__(self, folder: Folder, format: str) -> None:
+        self.folder, self.format = folder, FORMATS[format]
+        tensors = folder.tensors
+        self.stacks = {n: self._is_transposed(n) for n in tensors if _STACK.match(n)}
+        singles = [n for n in tensors if _MATRIX.match(n)]
+        if not singles and not self.stacks:
+            raise CheckpointError(
+                f"fp4: {folder.path} has no expert weights (...experts.N.gate_proj.weight and the like, "
+                "or ...experts.gate_up_proj)"
+            )
+        k = {self._check(tensors[n]) for n in (*singles, *self.stacks)}
+        self.dialect = writing_dialect(format, folder.config.get("model_type"), k)
+        if self.dialect.stacked and singles:
+            raise CheckpointError(f"fp4: {folder.path} has expert weights both stacked and one by one")
+        self.matrices = len(singles) + sum(tensors[n].shape[0] for n in self.stacks)
+
+    def _is_transposed(self, name: str) -> bool:
+        """Whether a stack is [E, K, N]: the sizes of gate_up and down, taken together, tell."""
+        owner = name.rpartition(".")[0]
+        up, down = (self.folder.tensors.get(f"{owner}.{part}") for part in ("gate_up_proj", "down_proj"))
+        if up is None or down is None:
+            raise CheckpointError(f"fp4: {up or down} has no counterpart (gate_up_proj, down_proj) beside it")
+        if len(up.shape) == len(down.shape) == 3:
+            (e, a, b), (e2, c, d) = up.shape, down.shape
+            if e == e2 and (a, b) == (2 * d, c):
+                return False
+            if e == e2 and (b, a) == (2 * c, d):
+                return True
+        raise CheckpointError(f"fp4: {up} {list(up.shape)} does not fit {down.name} {list(down.shape)}")
+
+    def _check(self, info: TensorInfo) -> int:
+        """K of an expert weight."""
+        if info.dtype not in SOURCE_DTYPES:
+            raise CheckpointError(f"fp4: {info} is {info.dtype}; it must be bfloat16, float16 or float32")
+        if len(info.shape) != (3 if info.name in self.stacks else 2):
+            raise CheckpointError(f"fp4: {info} has shape {list(info.shape)}; it must be [N, K]")
+        k = info.shape[-2 if self.stacks.get(info.name) else -1]
+        if k % self.format.block:
+            raise CheckpointError(
+                f"fp4: {info} has K = {k}; {self.format.name} files need a multiple of {self.format.block}"
+            )
+        self._partner(info)
+        return k
+
+    def _partner(self, info: TensorInfo) -> TensorInfo | None:
+        """The up matrix of a gate, and the other way round."""
+        match = _MATRIX.match(info.name)
+        if match is None or match[2] not in _PARTNER:
+            return None
+        name = f"{match[1]}{_PARTNER[match[2]]}.weight"
+        partner = self.folder.tensors.get(name)
+        if partner is None:
+            raise CheckpointError(f"fp4: {info} has no {name} beside it")
+        if partner.shape != info.shape or partner.dtype != info.dtype:
+            raise CheckpointError(f"fp4: {info} and {name} differ in shape or dtype")
+        return partner
+
+    def units(self, file: Path) -> Iterator[Unit]:
+        """The work for one source file, in the order in which its result is written."""
+        taken = set()
+        for info in self.folder.of_file(file):
+            if info.name in taken:
+                continue
+            if info.name in self.stacks:
+                yield from self._stack(info)
+            elif _MATRIX.match(info.name):
+                partner = self._partner(info)
+                pair = [info, partner] if partner else [info]
+                pair.sort(key=lambda t: t.name.endswith((".up_proj.weight", ".w3.weight")))
+                taken.update(t.name for t in pair)
+                names = [t.name.removesuffix(".weight") if t.file == file else "" for t in pair]
+                outputs = [o for name in names if name for o in self._outputs(name, info.shape)]
+                yield Unit([tuple(pair)], names, outputs)
+            else:
+                yield Unit([(info,)], [], [(info.name, info.dtype, info.shape)])
+
+    def _stack(self, info: TensorInfo) -> Iterator[Unit]:
+        e, a, b = info.shape
+        transposed = self.stacks[info.name]
+        shape = (b, a) if transposed else (a, b)
+        rows = [(info.row(i),) for i in range(e)]
+        if self.dialect.stacked:
+            yield Unit(rows, [info.name], self._outputs(info.name, (e, *shape)), transposed)
+            return
+        owner, _, attribute = info.name.rpartition(".")
+        for i, row in enumerate(rows):
+            name = f"{owner}.{i}.{attribute}"
+            yield Unit([row], [name], self._outputs(name, shape), transposed)
+
+    def _outputs(self, name: str, shape: tuple[int, ...]) -> list[Header]:
+        *rows, k = shape
+        with torch.device("meta"):
+            packed = torch.empty((*rows, k // 2), dtype=torch.uint8)
+            block_scale = torch.empty((*rows, self.format.num_blocks(k)), dtype=self.format.scale_dtype)
+        codes = Codes(packed, block_scale, torch.ones(()) if self.format.has_global_scale else None)
+        return [(key, t.dtype, tuple(t.shape)) for key, t in encode(name, codes, self.dialect).items()]
+
+
+def quantize_checkpoint(
+    source: str | os.PathLike[str],
+    out: str | os.PathLike[str],
+    format: str = "nvfp4",
+    *,
+    method: str = "rtn",
+    device: str | torch.device = "cpu",
+    progress: bool = True,
+) -> ConvertReport:
+    """Quantises the expert weights of a checkpoint folder; everything else is copied as it is.
+
+    source: a folder of safetensors files in bfloat16, float16 or float32, and its config.json.
+    out: a folder that does not exist, is empty, or holds what an earlier run of the same command left.
+    method: one of fp4_ops.quantization.METHODS that need no calibration text. The gate and up matrices of an
+        expert are quantised as one, so that they have one global scale.
+    device: where matrices are quantised.
+
+    The memory needed is a few matrices, whatever the size of the files. Raises CheckpointError naming file
+    and tensor for what cannot be read or quantised; `out` has no config.json then.
+    """
+    if format not in FORMATS:
+        raise ValueError(f"fp4: format is {format!r}; it must be one of: {', '.join(FORMATS)}")
+    if find_method(method, format).calibration != "none":
+        raise ValueError(
+            f"fp4: method {method!r} needs calibration text; use fp4_ops.prepare(calibration=...)"
+        )
+    folder, to = Folder(source), Path(out)
+    if quantization_config(folder.config):
+        raise CheckpointError(f"fp4: {folder.path} is quantised already (its config.json says so)")
+    plan = Plan(folder, format)
+    resumable = _Progress(folder, to, format, method)
+    total = sum(t.nbytes for t in folder.tensors.values())
+    with (
+        _bar(total, progress) as bar,
+        _Pipeline(format, method, device) as pipeline,
+    ):
+        for file in folder.files:
+            if resumable.is_done(file):
+                bar.update(sum(t.nbytes for t in folder.of_file(file)))
+                continue
+            pipeline.convert(list(plan.units(file)), to / file.name, plan.dialect, bar.update)
+            pipeline.then(partial(resumable.done, file))
+        pipeline.flush()
+    return _finish(plan, to, resumable)
+
+
+class _Progress:
+    """Which files of the result are whole, and of what source and options."""
+
+    def __init__(self, folder: Folder, to: Path, format: str, method: str) -> None:
+        stats = {f.name: f.stat() for f in folder.files}
+        self.to, self.file = to, to / PROGRESS
+        self.job = {
+            "source": {name: [s.st_size, s.st_mtime_ns] for name, s in stats.items()},
+            "format": format,
+            "method": method,
+        }
+        self.files: list[str] = []
+        if self.file.exists():
+            state = read_json(self.file)
+            if state.get("job") != self.job:
+                raise CheckpointError(
+                    f"fp4: {to} holds the beginning of a run on another source, format or method; remove it"
+                )
+            self.files = state["done"]
+        elif to.exists() and any(to.iterdir()):
+            raise CheckpointError(f"fp4: {to} is not empty")
+        to.mkdir(parents=True, exist_ok=True)
+        self.resumed = len(self.files)
+        write_json(self.file, {"job": self.job, "done": self.files})
+
+    def is_done(self, file: Path) -> bool:
+        return file.name in self.files and bool(read_header(self.to / file.name))
+
+    def done(self, file: Path) -> None:
+        self.files.append(file.name)
+        write_json(self.file, {"job": self.job, "done": self.files})
+
+
+class _Pipeline:
+    """Reads ahead, quantises, writes behind; never more than IN_FLIGHT bytes waiting on either side."""
+
+    def __init__(self, format: str, method: str, device: str | torch.device) -> None:
+        self.format, self.method, self.device = format, method, device
+        self._reading, self._writing = ThreadPoolExecutor(1), ThreadPoolExecutor(1)
+        self._behind: deque[tuple[int, Future[Any]]] = deque()
+        self._reader = Reader()
+
+    def __enter__(self) -> _Pipeline:
+        return self
+
+    def __exit__(self, *exc: object) -> None:
+        self._reading.shutdown(cancel_futures=True)
+        self._writing.shutdown(cancel_futures=True)
+        self._reader.close()
+
+    def convert(self, units: list[Unit], file: Path, dialect: Dialect, update: Callable[[int], Any]) -> None:
+        """Writes one file of the result. It may still be on its way to the disk when this returns."""
+        writer = Writer(file, [o for unit in units for o in unit.outputs])
+        matrices = self._ahead([read for unit in units if unit.names for read in unit.reads])
+        try:
+            for unit in units:
+                if not unit.names:
+                    self._write(0, writer.copy, unit.reads[0][0])
+                else:
+                    codes = [self._quantize(*next(matrices), unit.transposed) for _ in unit.reads]
+                    for name, tensor in _encode(unit, codes, dialect):
+                        self._write(tensor.nbytes, writer.write, name, tensor)
+                update(unit.nbytes)
+            self.then(writer.close)
+        except BaseException:
+            self._writing.submit(writer.abandon).result()  # after whatever is on its way to it
+            raise
+
+    def then(self, function: Callable[[], Any]) -> None:
+        """Runs it after everything that is to be written so far."""
+        self._write(0, function)
+
+    def flush(self) -> None:
+        while self._behind:
+            self._behind.popleft()[1].result()
+
+    def _write(self, nbytes: int, function: Callable[..., Any], *args: Any) -> None:
+        self._behind.append((nbytes, self._writing.submit(function, *args)))
+        while self._behind and (self._behind[0][1].done() or sum(n for n, _ in self._behind) > IN_FLIGHT):
+            self._behind.popleft()[1].result()
+
+    def _ahead(
+        self, reads: list[tuple[TensorInfo, ...]]
+    ) -> Iterator[tuple[tuple[TensorInfo, ...], list[Tensor]]]:
+        """Each entry with its tensors, read while those before it are worked on."""
+        waiting: deque[tuple[tuple[TensorInfo, ...], Future[list[Tensor]]]] = deque()
+        held = 0
+        todo = iter(reads)
+        while True:
+            while held < IN_FLIGHT and (infos := next(todo, None)) is not None:
+                held += sum(t.nbytes for t in infos)
+                waiting.append(
+                    (infos, self._reading.submit(lambda i: [self._reader.read(t) for t in i], infos))
+                )
+            if not waiting:
+                return
+            infos, tensors = waiting.popleft()
+            yield infos, tensors.result()
+            held -= sum(t.nbytes for t in infos)
+
+    def _read(self, infos: tuple[TensorInfo, ...]) -> list[Tensor]:
+        return [self._reader.read(info) for info in infos]
+
+    def _quantize(self, infos: tuple[TensorInfo, ...], matrices: list[Tensor], transposed: bool) -> Codes:
+        matrix = torch.cat(matrices) if len(matrices) > 1 else matrices[0]
+        matrix = (matrix.T if transposed else matrix).to(self.device).contiguous()
+        try:
+            if self.method == "rtn":
+                packed, block_scale, factor = torch.ops.fp4.quantize(matrix, self.format)
+            else:
+                packed, block_scale, factor = quantize_weight(matrix, self.format, self.method)
+        except (RuntimeError, ValueError) as error:
+            names = " and ".join(map(str, infos))
+            raise CheckpointError(f"fp4: {names} cannot be quantised: {error}") from None
+        global_scale = factor.cpu() if factor is not None and factor.numel() else None
+        return Codes(packed.cpu(), block_scale.cpu(), global_scale)
+
+
+def _encode(unit: Unit, codes: list[Codes], dialect: Dialect) -> Iterator[tuple[str, Tensor]]:
+    if dialect.stacked:
+        scales = torch.stack([c.block_scale.view(torch.uint8) for c in codes]).view(
+            codes[0].block_scale.dtype
+        )
+        whole = Codes(torch.stack([c.packed for c in codes]), scales, None)
+        yield from encode(unit.names[0], whole, dialect).items()
+        return
+    (joint,) = codes
+    rows = joint.packed.shape[0] // len(unit.names)
+    for i, name in enumerate(unit.names):
+        if name:
+            part = slice(i * rows, (i + 1) * rows)
+            one = Codes(joint.packed[part], joint.block_scale[part], joint.global_scale)
+            yield from encode(name, one, dialect).items()
+
+
+def _finish(plan: Plan, to: Path, progress: _Progress) -> ConvertReport:
+    """What makes the folder one: the index, the files beside the weights, and last the config."""
+    folder = plan.folder
+    weight_map = {name: f.name for f in folder.files for name in read_header(to / f.name)}
+    after = sum((to / f.name).stat().st_size for f in folder.files)
+    if (folder.path / INDEX).exists():
+        write_json(
+            to / INDEX, {"metadata": {"total_size": after}, "weight_map": dict(sorted(weight_map.items()))}
+        )
+    skip = {"config.json", INDEX, *(f.name for f in folder.files)}
+    for file in sorted(folder.path.iterdir()):
+        if (
+            file.is_file()
+            and file.name not in skip
+            and file.suffix not in (".safetensors", ".bin", ".pt", ".pth")
+        ):
+            shutil.copyfile(file, to / file.name)
+    dense = sorted(
+        n.removesuffix(".weight")
+        for n, t in folder.tensors.items()
+        if n.endswith(".weight") and len(t.shape) == 2 and not _MATRIX.match(n) and "embed" not in n
+    )
+    config = {**folder.config, "quantization_config": describe(plan.dialect, [EXPERTS_TARGET], dense)}
+    write_json(to / "config.json", config)
+    progress.file.unlink()
+    before = sum(t.nbytes for t in folder.tensors.values())
+    return ConvertReport(
+        to,
+        plan.format.name,
+        plan.dialect.name,
+        plan.matrices,
+        len(folder.files),
+        progress.resumed,
+        before,
+        after,
+    )
+
+
+def _bar(total: int, show: bool) -> Any:
+    from tqdm.auto import tqdm
+
+    return tqdm(total=total, unit="B", unit_scale=True, desc="quantizing", disable=None if show else True)

@@ -1,0 +1,275 @@
+"""Checkpoint folders of safetensors files, read and written one tensor at a time.
+
+safetensors' own reader maps whole files (every page touched counts as resident) and its writer wants every
+tensor of a file at once. Both are avoided here, because the checkpoints are larger than the memory: tensors
+are read with pread straight into their destination, and written as they come behind a header made from the
+shapes alone.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+from math import prod
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+INDEX = "model.safetensors.index.json"
+SINGLE = "model.safetensors"
+
+_DTYPES = {
+    "F64": torch.float64,
+    "F32": torch.float32,
+    "F16": torch.float16,
+    "BF16": torch.bfloat16,
+    "F8_E4M3": torch.float8_e4m3fn,
+    "F8_E5M2": torch.float8_e5m2,
+    "F8_E8M0": torch.float8_e8m0fnu,
+    "I64": torch.int64,
+    "I32": torch.int32,
+    "I16": torch.int16,
+    "I8": torch.int8,
+    "U8": torch.uint8,
+    "BOOL": torch.bool,
+}
+_NAMES = {dtype: name for name, dtype in _DTYPES.items()}
+_MAX_HEADER = 100 << 20  # safetensors' own limit
+_READ_CHUNK = 64 << 20
+_COPY_CHUNK = 16 << 20
+_SYNC_EVERY = 128 << 20
+
+
+class CheckpointError(ValueError):
+    """A checkpoint that cannot be read as what it says it is. Names the file and the tensor."""
+
+
+@dataclass(frozen=True)
+class TensorInfo:
+    """One tensor of a safetensors file: what its header says."""
+
+    name: str
+    dtype: torch.dtype
+    shape: tuple[int, ...]
+    file: Path
+    offset: int
+    """Where its bytes start in the file."""
+
+    @property
+    def nbytes(self) -> int:
+        return prod(self.shape) * self.dtype.itemsize
+
+    def row(self, i: int) -> TensorInfo:
+        """Entry i along the first dimension, as a tensor of its own."""
+        row = replace(self, name=f"{self.name}[{i}]", shape=self.shape[1:])
+        return replace(row, offset=self.offset + i * row.nbytes)
+
+    def __str__(self) -> str:
+        return f"tensor {self.name} of {self.file}"
+
+
+def read_header(file: Path) -> dict[str, TensorInfo]:
+    """The tensors of a safetensors file. Raises CheckpointError if it is truncated or not one."""
+    try:
+        size = file.stat().st_size
+        with file.open("rb") as f:
+            length = int.from_bytes(f.read(8), "little")
+            if size < 8 or length > min(size - 8, _MAX_HEADER):
+                raise CheckpointError(f"fp4: {file} is truncated or not a safetensors file ({size} bytes)")
+            header = json.loads(f.read(length))
+    except OSError as error:
+        raise CheckpointError(f"fp4: {file} cannot be read: {error.strerror}") from None
+    except ValueError as error:
+        if isinstance(error, CheckpointError):
+            raise
+        raise CheckpointError(f"fp4: {file} is not a safetensors file: its header is no JSON") from None
+    start, end = 8 + length, 8 + length
+    tensors = {}
+    for name, entry in header.items():
+        if name == "__metadata__":
+            continue
+        try:
+            dtype, shape = _DTYPES.get(entry["dtype"]), tuple(map(int, entry["shape"]))
+            first, last = map(int, entry["data_offsets"])
+        except (KeyError, TypeError, ValueError):
+            raise CheckpointError(f"fp4: {file}: the header's entry for {name} is malformed") from None
+        if dtype is None:
+            raise CheckpointError(
+                f"fp4: tensor {name} of {file} has dtype {entry['dtype']}, which is unknown"
+            )
+        info = TensorInfo(name, dtype, shape, file, start + first)
+        if last - first != info.nbytes or first < 0:
+            raise CheckpointError(
+                f"fp4: {info} has {last - first} bytes; {dtype} {list(shape)} needs {info.nbytes}"
+            )
+        if start + last > size:
+            raise CheckpointError(f"fp4: {file} is truncated: {name} ends at byte {start + last} of {size}")
+        end = max(end, start + last)
+        tensors[name] = info
+    if end != size:
+        raise CheckpointError(f"fp4: {file} has {size - end} bytes that belong to no tensor")
+    return tensors
+
+
+class Reader:
+    """Reads tensors by pread; keeps the file it read from last open."""
+
+    def __init__(self) -> None:
+        self._file: Path | None = None
+        self._fd = -1
+
+    def __enter__(self) -> Reader:
+        return self
+
+    def __exit__(self, *exc: object) -> None:
+        self.close()
+
+    def close(self) -> None:
+        if self._file is not None:
+            os.close(self._fd)
+            self._file = None
+
+    def read(self, info: TensorInfo, device: torch.device | str = "cpu") -> Tensor:
+        """The tensor, in memory that is its own."""
+        if self._file != info.file:
+            self.close()
+            self._fd, self._file = os.open(info.file, os.O_RDONLY), info.file
+        data = torch.empty(info.nbytes, dtype=torch.uint8)
+        view = memoryview(data.numpy())
+        done = 0
+        while done < info.nbytes:
+            n = os.preadv(self._fd, [view[done : done + _READ_CHUNK]], info.offset + done)
+            if n == 0:
+                raise CheckpointError(f"fp4: {info} is truncated")
+            done += n
+        return data.view(info.dtype).view(info.shape).to(device)
+
+
+class Folder:
+    """A checkpoint folder: its config, and what its files say they hold.
+
+    Every header is read and checked here, so that a truncated shard or a missing file is found before
+    anything is loaded or written.
+    """
+
+    def __init__(self, path: str | os.PathLike[str]) -> None:
+        self.path = Path(path)
+        if not self.path.is_dir():
+            raise CheckpointError(f"fp4: {self.path} is not a folder")
+        self.config = self.json("config.json")
+        self.files = self._files()
+        self.tensors: dict[str, TensorInfo] = {}
+        for file in self.files:
+            for name, info in read_header(file).items():
+                if name in self.tensors:
+                    raise CheckpointError(f"fp4: {info} is in {self.tensors[name].file.name} too")
+                self.tensors[name] = info
+        for name, file_name in self._weight_map.items():
+            if name not in self.tensors or self.tensors[name].file.name != file_name:
+                raise CheckpointError(f"fp4: {INDEX} says that {file_name} holds {name}, which it does not")
+
+    def json(self, name: str) -> dict[str, Any]:
+        return read_json(self.path / name)
+
+    def _files(self) -> list[Path]:
+        self._weight_map: dict[str, str] = {}
+        if (self.path / INDEX).exists():
+            self._weight_map = self.json(INDEX).get("weight_map", {})
+            return [self.path / name for name in sorted(set(self._weight_map.values()))]
+        if (self.path / SINGLE).exists():
+            return [self.path / SINGLE]
+        raise CheckpointError(f"fp4: {self.path} has neither {SINGLE} nor {INDEX}")
+
+    def of_file(self, file: Path) -> Iterator[TensorInfo]:
+        """The file's tensors in the order in which they lie there."""
+        return iter(sorted((t for t in self.tensors.values() if t.file == file), key=lambda t: t.offset))
+
+
+class Writer:
+    """Writes one safetensors file, tensor by tensor, in the order of `tensors`.
+
+    The file has its name only once it is whole and on the disk: until then it ends in ".partial".
+    """
+
+    def __init__(self, file: Path, tensors: list[tuple[str, torch.dtype, tuple[int, ...]]]) -> None:
+        self.file = file
+        self.partial = file.with_name(file.name + ".partial")
+        self._expected = list(reversed(tensors))
+        header: dict[str, Any] = {"__metadata__": {"format": "pt"}}
+        offset = 0
+        for name, dtype, shape in tensors:
+            end = offset + prod(shape) * dtype.itemsize
+            header[name] = {"dtype": _NAMES[dtype], "shape": list(shape), "data_offsets": [offset, end]}
+            offset = end
+        text = json.dumps(header, separators=(",", ":")).encode()
+        text += b" " * (-len(text) % 8)  # data starts aligned
+        self._f = self.partial.open("wb", buffering=0)
+        self._dirty = 0
+        self._put(memoryview(len(text).to_bytes(8, "little") + text))
+
+    def write(self, name: str, tensor: Tensor) -> None:
+        self._next(name, tensor.dtype, tuple(tensor.shape))
+        self._put(memoryview(tensor.detach().cpu().contiguous().view(-1).view(torch.uint8).numpy()))
+
+    def copy(self, info: TensorInfo) -> None:
+        """Writes a tensor of another file without holding all of it."""
+        self._next(info.name, info.dtype, info.shape)
+        with info.file.open("rb", buffering=0) as f:
+            f.seek(info.offset)
+            left = info.nbytes
+            while left:
+                data = f.read(min(left, _COPY_CHUNK))
+                if not data:
+                    raise CheckpointError(f"fp4: {info} is truncated")
+                self._put(memoryview(data))
+                left -= len(data)
+
+    def close(self) -> None:
+        """Gives the file its name."""
+        assert not self._expected, f"{self._expected[-1][0]} was not written"
+        os.fsync(self._f.fileno())
+        self._f.close()
+        os.replace(self.partial, self.file)
+
+    def abandon(self) -> None:
+        self._f.close()
+        self.partial.unlink(missing_ok=True)
+
+    def _next(self, name: str, dtype: torch.dtype, shape: tuple[int, ...]) -> None:
+        expected = self._expected.pop()
+        assert (name, dtype, shape) == expected, f"{name} {dtype} {shape} is written where {expected} belongs"
+
+    def _put(self, data: memoryview) -> None:
+        self._dirty += len(data)
+        while data:
+            data = data[self._f.write(data) :]
+        if self._dirty >= _SYNC_EVERY:
+            # The disk works while the next tensors are made, not all at once in close().
+            os.fdatasync(self._f.fileno())
+            self._dirty = 0
+
+
+def read_json(file: Path) -> dict[str, Any]:
+    try:
+        value = json.loads(file.read_text())
+    except OSError as error:
+        raise CheckpointError(f"fp4: {file} cannot be read: {error.strerror}") from None
+    except ValueError:
+        raise CheckpointError(f"fp4: {file} is not JSON") from None
+    if not isinstance(value, dict):
+        raise CheckpointError(f"fp4: {file} is not a JSON object")
+    return value
+
+
+def write_json(file: Path, value: dict[str, Any]) -> None:
+    """Whole or not at all."""
+    partial = file.with_name(file.name + ".partial")
+    with partial.open("w") as f:
+        f.write(json.dumps(value, indent=2) + "\n")
+        f.flush()
+        os.fsync(f.fileno())
+    os.replace(partial, file)

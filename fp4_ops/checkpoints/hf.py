@@ -1,0 +1,253 @@
+"""transformers: `from_pretrained` of 4-bit folders, and `save_pretrained` of prepared models."""
+
+from __future__ import annotations
+
+import copy
+import os
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+from transformers import AutoConfig, AutoModelForCausalLM, PretrainedConfig, PreTrainedModel
+from transformers.quantizers import auto
+from transformers.quantizers.base import HfQuantizer
+from transformers.utils.quantization_config import QuantizationConfigMixin
+
+from ..prepare import A_FORMATS, prepare
+from .dialects import Dialect, dialect_of, quantization_config, stored_weights
+from .files import CheckpointError, Folder
+from .load import LoadReport, detach_places, fill
+from .placement import Placement, place
+from .save import state_dict_for_saving
+
+METHOD = "fp4"
+"""Our quant_method among transformers' quantizers."""
+
+
+class FP4Config(QuantizationConfigMixin):
+    """4-bit experts by fp4_ops, for `from_pretrained(..., quantization_config=FP4Config("nvfp4"))`.
+
+    format: quantise a checkpoint that is not in 4 bits to this format when it is loaded.
+    activation: as in `fp4_ops.prepare`.
+    stored: the quantization_config of a folder that is in 4 bits already; its format counts then.
+    device: where a folder in 4 bits goes; None leaves that to transformers' device_map.
+    """
+
+    def __init__(
+        self,
+        format: str = "nvfp4",
+        activation: str = "auto",
+        stored: dict[str, Any] | None = None,
+        device: str | None = None,
+        **_: Any,
+    ) -> None:
+        self.quant_method = METHOD
+        if activation not in A_FORMATS:
+            raise ValueError(f"fp4: activation is {activation!r}; it must be one of: {', '.join(A_FORMATS)}")
+        self.format, self.activation, self.stored, self.device = format, activation, stored, device
+
+    def to_dict(self) -> dict[str, Any]:
+        """What a saved folder's config says: the dialect of its files, which others read too."""
+        return copy.deepcopy(self.stored) if self.stored else {**self.__dict__}
+
+    def to_diff_dict(self) -> dict[str, Any]:
+        return self.to_dict()
+
+
+class FP4HfQuantizer(HfQuantizer):
+    """Experts and linear layers that a folder stores in 4 bits go into the model as they are.
+
+    The rest is left to transformers.
+    """
+
+    requires_calibration = False
+    quantization_config: FP4Config
+
+    report: LoadReport | None = None
+    _dialect: Dialect
+    _placement: Placement
+
+    @property
+    def stored(self) -> dict[str, Any] | None:
+        return self.quantization_config.stored if self.pre_quantized else None
+
+    def validate_environment(self, *args: Any, device_map: Any = None, **kwargs: Any) -> None:
+        if self.stored is not None:
+            self._dialect = dialect_of(self.stored)
+
+    def _process_model_before_weight_loading(
+        self, model: Any, checkpoint_files: list[str] | None = None, dtype: Any = None, **kwargs: Any
+    ) -> None:
+        if self.stored is None:
+            return
+        if not checkpoint_files:
+            raise CheckpointError("fp4: a 4-bit checkpoint must be loaded from safetensors files")
+        folder = Folder(Path(checkpoint_files[0]).parent)
+        weights = stored_weights(folder.tensors, self._dialect)
+        self._placement = place(model, weights)
+        detach_places(model, self._placement)
+        # Read by us, not by transformers: not unexpected.
+        places = [f"{n}.{a}" for n, p in self._placement.experts.items() for a in p.shapes]
+        places += [f"{n}.weight" for n in self._placement.linears]
+        patterns = {f"{s}$".replace(".", r"\.") for s in self._dialect.suffixes if s != ".weight"}
+        patterns |= {p.replace(".", r"\.") for p in places}
+        model._keys_to_ignore_on_load_unexpected = (
+            set(model._keys_to_ignore_on_load_unexpected or ()) | patterns
+        )
+
+    def _process_model_after_weight_loading(self, model: Any, **kwargs: Any) -> Any:
+        config = self.quantization_config
+        if self.stored is None:
+            prepare(model, config.format, config.activation)
+            return model
+        if config.device is not None:
+            model.to(config.device)
+        self.report = fill(
+            model,
+            self._placement,
+            self._dialect,
+            a_format=A_FORMATS[config.activation],
+            dtype=model.dtype,
+            device_of=_device_of(model),
+        )
+        return model
+
+    def get_state_dict_and_metadata(self, model: Any) -> tuple[dict[str, torch.Tensor], dict[str, str]]:
+        state, stored = state_dict_for_saving(model)
+        self.quantization_config.stored = stored
+        model.config.quantization_config = self.quantization_config
+        return state, {}
+
+    def is_serializable(self, **_: Any) -> bool:
+        return True
+
+    @property
+    def is_trainable(self) -> bool:
+        return False
+
+    @property
+    def is_compileable(self) -> bool:
+        return True
+
+
+def _device_of(model: nn.Module) -> Any:
+    """A module's name to the device that transformers gave it."""
+    devices: dict[str, Any] = getattr(model, "hf_device_map", None) or {}
+    kinds = {str(d) for d in devices.values()}
+    if "disk" in kinds or ("cpu" in kinds and len(kinds) > 1):
+        raise ValueError(
+            "fp4: 4-bit experts cannot be offloaded to the CPU or to disk; change the device_map"
+        )
+    only = next(iter(model.parameters())).device
+
+    def device_of(name: str) -> torch.device:
+        while name and name not in devices:
+            name = name.rpartition(".")[0]
+        return torch.device(devices[name]) if name in devices else only
+
+    return device_of
+
+
+class _Dispatch:
+    """Stands for a config class of transformers: folders that fp4_ops runs become FP4Config, others stay."""
+
+    def __init__(self, other: Any) -> None:
+        self.other = other
+
+    def from_dict(self, config: dict[str, Any], **kwargs: Any) -> Any:
+        try:
+            dialect_of(config)
+        except CheckpointError:
+            if self.other is None:
+                raise
+            return self.other.from_dict(config, **kwargs)
+        return FP4Config(stored=config)
+
+
+def register_quantizer() -> None:
+    """Makes quant_method "fp4" known to transformers; nothing else changes."""
+    auto.AUTO_QUANTIZATION_CONFIG_MAPPING[METHOD] = FP4Config
+    auto.AUTO_QUANTIZER_MAPPING[METHOD] = FP4HfQuantizer
+
+
+def register_with_transformers() -> None:
+    """From now on `from_pretrained` loads 4-bit folders with fp4_ops.
+
+    That is: ModelOpt's NVFP4 (which transformers itself does not read), and in place of transformers' own
+    loaders compressed-tensors' nvfp4-pack-quantized and mxfp4-pack-quantized, and GPT-OSS's mxfp4. Other
+    folders of compressed-tensors are left to transformers.
+    """
+    register_quantizer()
+    mapping: dict[str, Any] = auto.AUTO_QUANTIZATION_CONFIG_MAPPING
+    for method in ("modelopt", "compressed-tensors", "mxfp4"):
+        if not isinstance(mapping.get(method), _Dispatch):
+            mapping[method] = _Dispatch(mapping.get(method))
+        auto.AUTO_QUANTIZER_MAPPING.setdefault(method, FP4HfQuantizer)
+
+
+def load_checkpoint(
+    model_or_config: PreTrainedModel | PretrainedConfig | None,
+    path: str | os.PathLike[str],
+    *,
+    activation: str = "auto",
+    device: str | torch.device = "cpu",
+    dtype: torch.dtype | str = "auto",
+) -> PreTrainedModel:
+    """A model whose expert weights are the 4-bit ones of a checkpoint folder.
+
+    model_or_config: what to build: a transformers config, or a model of which class and config count (not its
+        weights; it may be on the meta device). None: what the folder's config says.
+    path: a folder of safetensors files and a config.json that names its dialect (docs/checkpoints.md).
+    activation: as in `fp4_ops.prepare`. device, dtype: of the model; dtype is that of what is not quantised.
+
+    Every file is checked first: a truncated one, a missing scale, a wrong shape or an unknown dialect is a
+    CheckpointError that names file and tensor, and nothing is loaded. Weights are read one expert at a time,
+    straight to `device`. What was loaded stands in `model.hf_quantizer.report`.
+    """
+    folder = Folder(path)
+    stored = quantization_config(folder.config)
+    if stored is None and (folder.path / "hf_quant_config.json").exists():
+        # ModelOpt's older exports keep it in a file of its own
+        stored = {"quant_method": "modelopt", **folder.json("hf_quant_config.json").get("quantization", {})}
+    if stored is None:
+        raise CheckpointError(
+            f"fp4: {folder.path} is not quantised (its config.json has no quantization_config). Use "
+            "`python -m fp4_ops quantize`, or load it and call fp4_ops.prepare"
+        )
+    stored_weights(folder.tensors, dialect_of(stored, str(folder.path / "config.json")))
+
+    if isinstance(model_or_config, PreTrainedModel):
+        cls: Any = type(model_or_config)
+        config = copy.deepcopy(model_or_config.config)
+    else:
+        config = (
+            copy.deepcopy(model_or_config) if model_or_config else AutoConfig.from_pretrained(folder.path)
+        )
+        cls = _model_class(config)
+    register_quantizer()
+    config.quantization_config = {
+        "quant_method": METHOD, "activation": activation, "stored": stored, "device": str(device)
+    }  # fmt: skip
+    model, info = cls.from_pretrained(folder.path, config=config, dtype=dtype, output_loading_info=True)
+    for key in ("missing_keys", "mismatched_keys", "error_msgs"):
+        if info.get(key):
+            raise CheckpointError(
+                f"fp4: {folder.path}: {key.replace('_', ' ')}: {sorted(map(str, info[key]))}"
+            )
+    return model
+
+
+def _model_class(config: PretrainedConfig) -> Any:
+    import transformers
+
+    for name in config.architectures or ():
+        if hasattr(transformers, name):
+            return getattr(transformers, name)
+    return AutoModelForCausalLM
+
+
+def attach(model: nn.Module, format: str, activation: str) -> None:
+    """Makes `save_pretrained` of a model that `prepare` changed write a 4-bit folder."""
+    if isinstance(model, PreTrainedModel):
+        model.hf_quantizer = FP4HfQuantizer(FP4Config(format, activation), pre_quantized=False)

@@ -1,0 +1,207 @@
+"""Stored weights into a model, one expert at a time."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from ..experts import PackedWeight, Recipe
+from ..meta.formats import FORMATS
+from ..meta.layouts import preferred_layout
+from ..prepare import choose_implementation
+from ..tensor import FP4Tensor
+from .dialects import Codes, Dialect, StoredWeight, decode
+from .files import Reader
+from .placement import HALVES, ExpertsPlacement, Placement
+
+E4M3_MAX = 448.0
+
+
+@dataclass
+class Folds:
+    """Experts whose gate and up had different global scales, now one: the ratio went into block scales."""
+
+    exact: int = 0
+    rounded: int = 0
+    worst: float = 0.0
+    """Largest relative change of a block scale."""
+
+
+@dataclass
+class LoadReport:
+    """What a checkpoint held and what became of it."""
+
+    dialect: str
+    format: str
+    experts: list[str] = field(default_factory=list)
+    linears: list[str] = field(default_factory=list)
+    left: dict[str, str] = field(default_factory=dict)
+    folds: Folds = field(default_factory=Folds)
+    nbytes: int = 0
+    """Of the 4-bit weights: codes and scales."""
+
+    def __str__(self) -> str:
+        lines = [
+            f"loaded {self.dialect} as {self.format}: {len(self.experts)} experts modules, "
+            f"{len(self.linears)} linear layers, {self.nbytes / 2**20:.2f} MiB in 4 bits"
+        ]
+        lines += [f"  {name}: left alone: {why}" for name, why in self.left.items()]
+        f = self.folds
+        if f.exact or f.rounded:
+            lines.append(
+                f"  gate and up had different global scales in {f.exact + f.rounded} experts: {f.exact} "
+                f"folded exactly, {f.rounded} to the nearest block scale (largest change {f.worst:.2%})"
+            )
+        return "\n".join(lines)
+
+
+def join_rows(gate: Codes, up: Codes, folds: Folds) -> Codes:
+    """The two as one matrix [gate; up] with one global scale.
+
+    Where the two differ, the ratio goes into the block scales of one half: exactly if e4m3 can hold every
+    product, else rounded to the nearest. Either half's may become the common one; the one that changes the
+    block scales least does.
+    """
+    packed = torch.cat([gate.packed, up.packed])
+    a, b = gate.global_scale, up.global_scale
+    if a is None or b is None or a == b:
+        return Codes(packed, _cat(gate.block_scale, up.block_scale), a)
+    to_b, to_a = _rescale(gate.block_scale, a, b), _rescale(up.block_scale, b, a)
+    # With the larger one the block scales shrink, and none can overflow: it wins a tie.
+    if (to_a[1], bool(a < b)) <= (to_b[1], bool(b < a)):
+        worst, joined = to_a[1], Codes(packed, _cat(gate.block_scale, to_a[0]), a)
+    else:
+        worst, joined = to_b[1], Codes(packed, _cat(to_b[0], up.block_scale), b)
+    if worst == 0:
+        folds.exact += 1
+    else:
+        folds.rounded += 1
+        folds.worst = max(folds.worst, worst)
+    return joined
+
+
+def _rescale(block_scale: Tensor, old: Tensor, new: Tensor) -> tuple[Tensor, float]:
+    """Block scales that mean with `new` what they meant with `old`, and their largest relative change."""
+    wanted = block_scale.double() * old.double() / new.double()
+    rounded = wanted.clamp(max=E4M3_MAX).float().to(torch.float8_e4m3fn)
+    # Both sides by multiplication: a quotient would call an exact fold inexact.
+    change = (rounded.double() * new.double() - block_scale.double() * old.double()).abs()
+    whole = block_scale.double() * old.double()
+    return rounded, (change / whole).nan_to_num(0.0).max().item()
+
+
+def _cat(*tensors: Tensor) -> Tensor:
+    """torch.cat, for dtypes that it does not know."""
+    return torch.cat([t.view(torch.uint8) for t in tensors]).view(tensors[0].dtype)
+
+
+def load_experts(
+    placed: ExpertsPlacement, format: str, device: torch.device, reader: Reader, folds: Folds, progress: Any
+) -> dict[str, PackedWeight]:
+    """The packed weights of one experts module, each read expert by expert straight into its place."""
+    fmt = FORMATS[format]
+    result = {}
+    for attribute, (e, n, k) in placed.shapes.items():
+        packed = torch.empty((e, n, k // 2), dtype=torch.uint8, device=device)
+        block_scale = torch.empty((e, n, fmt.num_blocks(k)), dtype=torch.uint8, device=device)
+        global_scale = torch.empty((e,), device=device) if fmt.has_global_scale else None
+
+        def read(key: tuple[int | None, str], attribute: str = attribute) -> Codes:
+            stored = placed.parts[attribute, *key]
+            codes = decode(stored, lambda info: reader.read(info, device))
+            progress.update(stored.packed.nbytes + stored.block_scale.nbytes)
+            return codes
+
+        def put(index: Any, codes: Codes) -> None:
+            packed[index] = codes.packed  # noqa: B023
+            block_scale[index] = codes.block_scale.view(torch.uint8)  # noqa: B023
+            if global_scale is not None:  # noqa: B023
+                global_scale[index] = codes.global_scale  # noqa: B023
+
+        if (attribute, None, "") in placed.parts:
+            put(..., read((None, "")))
+        else:
+            for expert in range(e):
+                if (attribute, expert, "") in placed.parts:
+                    put(expert, read((expert, "")))
+                else:
+                    gate, up = (read((expert, half)) for half in HALVES)
+                    put(expert, join_rows(gate, up, folds))
+        weight = PackedWeight(packed, block_scale.view(fmt.scale_dtype), global_scale, format, "plain")
+        weight.set_layout(preferred_layout(device.type))
+        result[attribute] = weight
+    return result
+
+
+def load_linear(
+    stored: StoredWeight, format: str, dtype: torch.dtype, device: torch.device, reader: Reader
+) -> nn.Parameter:
+    codes = decode(stored, lambda info: reader.read(info, device))
+    weight = FP4Tensor(codes.packed, codes.block_scale, codes.global_scale, format=format, dtype=dtype)
+    return nn.Parameter(weight.prepack(preferred_layout(device.type)), requires_grad=False)
+
+
+def detach_places(model: nn.Module, placement: Placement) -> None:
+    """Takes the Parameters away that 4-bit weights will replace, so that nothing else fills them."""
+    for name, placed in placement.experts.items():
+        module = model.get_submodule(name)
+        for attribute in placed.shapes:
+            module._parameters[attribute] = None
+        module._is_hf_initialized = True  # type: ignore[assignment]  # transformers: not at random
+    for name in placement.linears:
+        module = model.get_submodule(name)
+        module._parameters["weight"] = None
+        module._is_hf_initialized = True  # type: ignore[assignment]
+
+
+def fill(
+    model: nn.Module,
+    placement: Placement,
+    dialect: Dialect,
+    *,
+    a_format: str | None,
+    dtype: torch.dtype,
+    device_of: Any,
+    progress: bool = True,
+) -> LoadReport:
+    """Puts the stored weights where `detach_places` made room. device_of: a module's name to its device."""
+    report = LoadReport(dialect.name, dialect.format, left=dict(placement.left))
+    total = sum(p.packed.nbytes + p.block_scale.nbytes for p in _stored(placement))
+    with torch.inference_mode(False), torch.no_grad(), Reader() as reader, _bar(total, progress) as bar:
+        for name, placed in placement.experts.items():
+            module: Any = model.get_submodule(name)
+            device = torch.device(device_of(name))
+            weights = load_experts(placed, dialect.format, device, reader, report.folds, bar)
+            for attribute, weight in weights.items():
+                del module._parameters[attribute]
+                module.add_module(attribute, weight)
+                report.nbytes += weight.num_bytes
+            module._fp4_recipe = Recipe(placed.plan.form, placed.plan.gate, a_format)
+            report.experts.append(name)
+        for name, stored in placement.linears.items():
+            linear: Any = model.get_submodule(name)
+            linear.weight = load_linear(stored, dialect.format, dtype, torch.device(device_of(name)), reader)
+            bar.update(stored.packed.nbytes + stored.block_scale.nbytes)
+            report.linears.append(name)
+            report.nbytes += linear.weight.nbytes
+    choose_implementation(model)
+    if report.folds.rounded:
+        warnings.warn(f"fp4: {report}", stacklevel=2)
+    return report
+
+
+def _stored(placement: Placement) -> Iterable[StoredWeight]:
+    for placed in placement.experts.values():
+        yield from placed.parts.values()
+    yield from placement.linears.values()
+
+
+def _bar(total: int, show: bool) -> Any:
+    from tqdm.auto import tqdm
+
+    return tqdm(total=total, unit="B", unit_scale=True, desc="4-bit weights", disable=None if show else True)

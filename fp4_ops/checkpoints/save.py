@@ -1,0 +1,101 @@
+"""A prepared model as the tensors of a 4-bit folder that others read too."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable
+from typing import Any
+
+from torch import Tensor, nn
+
+from ..experts import PackedWeight
+from ..tensor import FP4Tensor
+from .dialects import EXPERTS_TARGET, Codes, Dialect, describe, encode, writing_dialect
+from .placement import HALVES, Target, rules
+
+
+def state_dict_for_saving(model: nn.Module) -> tuple[dict[str, Tensor], dict[str, Any]]:
+    """(tensors by name, quantization_config). Names are transformers' own: `save_pretrained` turns them back
+    into those of the family's checkpoints."""
+    packed = {n: m for n, m in model.named_modules(remove_duplicate=False) if isinstance(m, PackedWeight)}
+    linears = {
+        n: m
+        for n, m in model.named_modules(remove_duplicate=False)
+        if isinstance(m, nn.Linear) and isinstance(m.weight, FP4Tensor)
+    }
+    formats = {m.format for m in packed.values()} | {m.weight.format for m in linears.values()}
+    if len(formats) != 1:
+        raise ValueError(
+            f"fp4: the model holds {sorted(formats) or 'no 4-bit weights'}; one format can be saved"
+        )
+    config: Any = model.config
+    k = {2 * m.packed.shape[-1] for m in packed.values()} | {m.in_features for m in linears.values()}
+    dialect = writing_dialect(formats.pop(), getattr(config, "model_type", None), k)
+
+    ours = tuple(f"{n}." for n in packed) + tuple(f"{n}.weight" for n in linears)
+    state = {name: t for name, t in model.state_dict().items() if not name.startswith(ours)}
+    names = stored_names(model)
+    for name, weight in packed.items():
+        state.update(_experts(name, weight, dialect, names))
+    for name, linear in linears.items():
+        weight = linear.weight.prepack("plain")
+        state.update(encode(name, _codes(*weight._operands()), dialect))
+
+    dense = [n for n, m in model.named_modules() if isinstance(m, nn.Linear) and n not in linears]
+    targets = ([EXPERTS_TARGET] if packed else []) + list(linears)
+    return state, describe(dialect, targets, dense)
+
+
+def _codes(packed: Tensor, block_scale: Tensor, global_scale: Tensor | None) -> Codes:
+    return Codes(packed.detach().cpu(), block_scale.detach().cpu(), global_scale)
+
+
+def _experts(
+    name: str, weight: PackedWeight, dialect: Dialect, names: Callable[[str, int], list[str]]
+) -> dict[str, Tensor]:
+    plain = weight.in_layout("plain")
+    if dialect.stacked:
+        return encode(name, _codes(*plain), dialect)
+    state: dict[str, Tensor] = {}
+    for expert in range(plain[0].shape[0]):
+        parts = names(name, expert)
+        codes = _codes(*(None if t is None else t[expert] for t in plain))  # type: ignore[arg-type]
+        rows = codes.packed.shape[0] // len(parts)
+        for i, part in enumerate(parts):
+            half = slice(i * rows, (i + 1) * rows)
+            one = Codes(codes.packed[half], codes.block_scale[half], codes.global_scale)
+            # safetensors wants tensors that own their memory
+            state.update({k: t.clone() for k, t in encode(part, one, dialect).items()})
+    return state
+
+
+def stored_names(model: nn.Module) -> Callable[[str, int], list[str]]:
+    """An experts weight and an expert's number to the names of its stored matrices: one, or gate and up.
+
+    Read backwards off transformers' rules, and checked forwards; a weight that the family's checkpoints stack
+    gets the expert's number between the two.
+    """
+    from transformers.conversion_mapping import get_model_conversion_mapping
+    from transformers.core_model_loading import WeightConverter
+
+    mapping = get_model_conversion_mapping(model, add_legacy=False)  # type: ignore[arg-type]
+    converters = [t for t in mapping if isinstance(t, WeightConverter)]
+    target = rules(model)
+
+    def plain(pattern: str) -> str:
+        return re.sub(r"[\\^$]", "", pattern)
+
+    def names(parameter: str, expert: int) -> list[str]:
+        for converter in converters:
+            end = plain(converter.target_patterns[0])
+            if len(converter.target_patterns) != 1 or not parameter.endswith(end):
+                continue
+            start = parameter.removesuffix(end)
+            sources = [start + plain(s).replace("*", str(expert)) for s in converter.source_patterns]
+            halves = HALVES if len(sources) == 2 else ("",)
+            if [target(s) for s in sources] == [Target(parameter, expert, half) for half in halves]:
+                return [s.removesuffix(".weight") for s in sources]
+        owner, _, attribute = parameter.rpartition(".")
+        return [f"{owner}.{expert}.{attribute}"]
+
+    return names
