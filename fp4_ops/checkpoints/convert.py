@@ -157,7 +157,7 @@ class Plan:
 
     def units(self, file: Path) -> Iterator[Unit]:
         """The work for one source file, in the order in which its result is written."""
-        taken = set()
+        taken: set[str] = set()
         for info in self.folder.of_file(file):
             if info.name in taken:
                 continue
@@ -178,7 +178,7 @@ class Plan:
         e, a, b = info.shape
         transposed = self.stacks[info.name]
         shape = (b, a) if transposed else (a, b)
-        rows = [(info.row(i),) for i in range(e)]
+        rows: list[tuple[TensorInfo, ...]] = [(info.row(i),) for i in range(e)]
         if self.dialect.stacked:
             yield Unit(rows, [info.name], self._outputs(info.name, (e, *shape)), transposed)
             return

@@ -88,13 +88,11 @@ def dialect_of(config: dict[str, Any], where: str = "the config") -> Dialect:
             return MODELOPT_NVFP4
         raise _unknown(where, f"ModelOpt's quant_algo {algorithm!r}")
     if method == "compressed-tensors":
-        formats = {config.get("format")} | {g.get("format") for g in config.get("config_groups", {}).values()}
-        formats -= {None, "mixed-precision"}
-        if len(formats) == 1:
-            dialect = DIALECTS.get(next(iter(formats)))
-            if dialect is not None:
-                return dialect
-        raise _unknown(where, f"compressed-tensors' format {', '.join(map(str, sorted(formats))) or None!r}")
+        groups = config.get("config_groups", {}).values()
+        formats = {str(part.get("format")) for part in (config, *groups)} - {"None", "mixed-precision"}
+        if len(formats) == 1 and formats <= {NVFP4_PACK.name, MXFP4_PACK.name}:
+            return DIALECTS[formats.pop()]
+        raise _unknown(where, f"compressed-tensors' format {' and '.join(sorted(formats)) or None!r}")
     if method == "mxfp4":
         return GPT_OSS_MXFP4
     raise _unknown(where, f"quant_method {method!r}")
@@ -171,7 +169,7 @@ def _stored_weight(
         if len(packed.shape) != 4 or packed.shape[-1] != format.block // 2:
             want = f"[E, N, K/{format.block}, {format.block // 2}]"
             raise CheckpointError(f"fp4: {packed} has shape {list(packed.shape)}; it must be {want}")
-        scale_shape = packed.shape[:-1]
+        scale_shape: tuple[int, ...] = packed.shape[:-1]
     else:
         if len(packed.shape) != 2:
             raise CheckpointError(f"fp4: {packed} has {len(packed.shape)} dimensions; it must have 2")

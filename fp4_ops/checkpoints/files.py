@@ -115,6 +115,12 @@ def read_header(file: Path) -> dict[str, TensorInfo]:
     return tensors
 
 
+def _bytes_of(tensor: Tensor) -> memoryview:
+    """The memory of a contiguous CPU tensor."""
+    array: Any = tensor.view(-1).view(torch.uint8).numpy()
+    return memoryview(array)
+
+
 class Reader:
     """Reads tensors by pread; keeps the file it read from last open."""
 
@@ -139,7 +145,7 @@ class Reader:
             self.close()
             self._fd, self._file = os.open(info.file, os.O_RDONLY), info.file
         data = torch.empty(info.nbytes, dtype=torch.uint8)
-        view = memoryview(data.numpy())
+        view = _bytes_of(data)
         done = 0
         while done < info.nbytes:
             n = os.preadv(self._fd, [view[done : done + _READ_CHUNK]], info.offset + done)
@@ -213,7 +219,7 @@ class Writer:
 
     def write(self, name: str, tensor: Tensor) -> None:
         self._next(name, tensor.dtype, tuple(tensor.shape))
-        self._put(memoryview(tensor.detach().cpu().contiguous().view(-1).view(torch.uint8).numpy()))
+        self._put(_bytes_of(tensor.detach().cpu().contiguous()))
 
     def copy(self, info: TensorInfo) -> None:
         """Writes a tensor of another file without holding all of it."""

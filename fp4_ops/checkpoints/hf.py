@@ -42,7 +42,7 @@ class FP4Config(QuantizationConfigMixin):
         device: str | None = None,
         **_: Any,
     ) -> None:
-        self.quant_method = METHOD
+        self.quant_method: Any = METHOD
         if activation not in A_FORMATS:
             raise ValueError(f"fp4: activation is {activation!r}; it must be one of: {', '.join(A_FORMATS)}")
         self.format, self.activation, self.stored, self.device = format, activation, stored, device
@@ -250,4 +250,5 @@ def _model_class(config: PretrainedConfig) -> Any:
 def attach(model: nn.Module, format: str, activation: str) -> None:
     """Makes `save_pretrained` of a model that `prepare` changed write a 4-bit folder."""
     if isinstance(model, PreTrainedModel):
-        model.hf_quantizer = FP4HfQuantizer(FP4Config(format, activation), pre_quantized=False)
+        quantizer = FP4HfQuantizer(FP4Config(format, activation), pre_quantized=False)
+        model.hf_quantizer = quantizer  # type: ignore[assignment]

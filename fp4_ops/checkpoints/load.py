@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -17,7 +17,7 @@ from ..prepare import choose_implementation
 from ..tensor import FP4Tensor
 from .dialects import Codes, Dialect, StoredWeight, decode
 from .files import Reader
-from .placement import HALVES, ExpertsPlacement, Placement
+from .placement import HALVES, Placement
 
 E4M3_MAX = 448.0
 
@@ -100,50 +100,41 @@ def _cat(*tensors: Tensor) -> Tensor:
     return torch.cat([t.view(torch.uint8) for t in tensors]).view(tensors[0].dtype)
 
 
-def load_experts(
-    placed: ExpertsPlacement, format: str, device: torch.device, reader: Reader, folds: Folds, progress: Any
-) -> dict[str, PackedWeight]:
-    """The packed weights of one experts module, each read expert by expert straight into its place."""
-    fmt = FORMATS[format]
-    result = {}
-    for attribute, (e, n, k) in placed.shapes.items():
+def load_weight(
+    parts: dict[tuple[int | None, str], StoredWeight],
+    shape: tuple[int, int, int],
+    format: str,
+    device: torch.device,
+    read: Callable[[StoredWeight], Codes],
+    folds: Folds,
+) -> PackedWeight:
+    """One weight [E, N, K] of an experts module, each expert read straight into its place."""
+    fmt, (e, n, k) = FORMATS[format], shape
+    if (None, "") in parts:
+        stack = read(parts[None, ""])
+        weight = PackedWeight(stack.packed, stack.block_scale, stack.global_scale, format, "plain")
+    else:
         packed = torch.empty((e, n, k // 2), dtype=torch.uint8, device=device)
         block_scale = torch.empty((e, n, fmt.num_blocks(k)), dtype=torch.uint8, device=device)
-        global_scale = torch.empty((e,), device=device) if fmt.has_global_scale else None
-
-        def read(key: tuple[int | None, str], attribute: str = attribute) -> Codes:
-            stored = placed.parts[attribute, *key]
-            codes = decode(stored, lambda info: reader.read(info, device))
-            progress.update(stored.packed.nbytes + stored.block_scale.nbytes)
-            return codes
-
-        def put(index: Any, codes: Codes) -> None:
-            packed[index] = codes.packed  # noqa: B023
-            block_scale[index] = codes.block_scale.view(torch.uint8)  # noqa: B023
-            if global_scale is not None:  # noqa: B023
-                global_scale[index] = codes.global_scale  # noqa: B023
-
-        if (attribute, None, "") in placed.parts:
-            put(..., read((None, "")))
-        else:
-            for expert in range(e):
-                if (attribute, expert, "") in placed.parts:
-                    put(expert, read((expert, "")))
-                else:
-                    gate, up = (read((expert, half)) for half in HALVES)
-                    put(expert, join_rows(gate, up, folds))
-        weight = PackedWeight(packed, block_scale.view(fmt.scale_dtype), global_scale, format, "plain")
-        weight.set_layout(preferred_layout(device.type))
-        result[attribute] = weight
-    return result
+        global_scale = torch.empty((e,), dtype=torch.float32, device=device)
+        for expert in range(e):
+            if (expert, "") in parts:
+                codes = read(parts[expert, ""])
+            else:
+                gate, up = (read(parts[expert, half]) for half in HALVES)
+                codes = join_rows(gate, up, folds)
+            packed[expert], block_scale[expert] = codes.packed, codes.block_scale.view(torch.uint8)
+            if codes.global_scale is not None:
+                global_scale[expert] = codes.global_scale
+        factor = global_scale if fmt.has_global_scale else None
+        weight = PackedWeight(packed, block_scale.view(fmt.scale_dtype), factor, format, "plain")
+    weight.set_layout(preferred_layout(device.type))
+    return weight
 
 
-def load_linear(
-    stored: StoredWeight, format: str, dtype: torch.dtype, device: torch.device, reader: Reader
-) -> nn.Parameter:
-    codes = decode(stored, lambda info: reader.read(info, device))
+def load_linear(codes: Codes, format: str, dtype: torch.dtype) -> nn.Parameter:
     weight = FP4Tensor(codes.packed, codes.block_scale, codes.global_scale, format=format, dtype=dtype)
-    return nn.Parameter(weight.prepack(preferred_layout(device.type)), requires_grad=False)
+    return nn.Parameter(weight.prepack(preferred_layout(codes.packed.device.type)), requires_grad=False)
 
 
 def detach_places(model: nn.Module, placement: Placement) -> None:
@@ -166,18 +157,27 @@ def fill(
     *,
     a_format: str | None,
     dtype: torch.dtype,
-    device_of: Any,
+    device_of: Callable[[str], torch.device],
     progress: bool = True,
 ) -> LoadReport:
     """Puts the stored weights where `detach_places` made room. device_of: a module's name to its device."""
     report = LoadReport(dialect.name, dialect.format, left=dict(placement.left))
     total = sum(p.packed.nbytes + p.block_scale.nbytes for p in _stored(placement))
     with torch.inference_mode(False), torch.no_grad(), Reader() as reader, _bar(total, progress) as bar:
+
+        def reading(device: torch.device) -> Callable[[StoredWeight], Codes]:
+            def read(stored: StoredWeight) -> Codes:
+                bar.update(stored.packed.nbytes + stored.block_scale.nbytes)
+                return decode(stored, lambda info: reader.read(info, device))
+
+            return read
+
         for name, placed in placement.experts.items():
             module: Any = model.get_submodule(name)
-            device = torch.device(device_of(name))
-            weights = load_experts(placed, dialect.format, device, reader, report.folds, bar)
-            for attribute, weight in weights.items():
+            device = device_of(name)
+            for attribute, shape in placed.shapes.items():
+                parts = {key[1:]: w for key, w in placed.parts.items() if key[0] == attribute}
+                weight = load_weight(parts, shape, dialect.format, device, reading(device), report.folds)
                 del module._parameters[attribute]
                 module.add_module(attribute, weight)
                 report.nbytes += weight.num_bytes
@@ -185,8 +185,7 @@ def fill(
             report.experts.append(name)
         for name, stored in placement.linears.items():
             linear: Any = model.get_submodule(name)
-            linear.weight = load_linear(stored, dialect.format, dtype, torch.device(device_of(name)), reader)
-            bar.update(stored.packed.nbytes + stored.block_scale.nbytes)
+            linear.weight = load_linear(reading(device_of(name))(stored), dialect.format, dtype)
             report.linears.append(name)
             report.nbytes += linear.weight.nbytes
     choose_implementation(model)

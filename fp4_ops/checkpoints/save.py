@@ -19,17 +19,17 @@ def state_dict_for_saving(model: nn.Module) -> tuple[dict[str, Tensor], dict[str
     into those of the family's checkpoints."""
     packed = {n: m for n, m in model.named_modules(remove_duplicate=False) if isinstance(m, PackedWeight)}
     linears = {
-        n: m
+        n: m.weight
         for n, m in model.named_modules(remove_duplicate=False)
         if isinstance(m, nn.Linear) and isinstance(m.weight, FP4Tensor)
     }
-    formats = {m.format for m in packed.values()} | {m.weight.format for m in linears.values()}
+    formats = {m.format for m in packed.values()} | {w.format for w in linears.values()}
     if len(formats) != 1:
         raise ValueError(
             f"fp4: the model holds {sorted(formats) or 'no 4-bit weights'}; one format can be saved"
         )
     config: Any = model.config
-    k = {2 * m.packed.shape[-1] for m in packed.values()} | {m.in_features for m in linears.values()}
+    k = {2 * m.packed.shape[-1] for m in packed.values()} | {w.shape[-1] for w in linears.values()}
     dialect = writing_dialect(formats.pop(), getattr(config, "model_type", None), k)
 
     ours = tuple(f"{n}." for n in packed) + tuple(f"{n}.weight" for n in linears)
@@ -37,9 +37,8 @@ def state_dict_for_saving(model: nn.Module) -> tuple[dict[str, Tensor], dict[str
     names = stored_names(model)
     for name, weight in packed.items():
         state.update(_experts(name, weight, dialect, names))
-    for name, linear in linears.items():
-        weight = linear.weight.prepack("plain")
-        state.update(encode(name, _codes(*weight._operands()), dialect))
+    for name, matrix in linears.items():
+        state.update(encode(name, _codes(*matrix.prepack("plain")._operands()), dialect))
 
     dense = [n for n, m in model.named_modules() if isinstance(m, nn.Linear) and n not in linears]
     targets = ([EXPERTS_TARGET] if packed else []) + list(linears)
