@@ -36,6 +36,7 @@ from .files import (
     read_json,
     write_json,
 )
+from .progress import progress_bar
 
 PROGRESS = ".fp4_quantize.json"
 SOURCE_DTYPES = (torch.bfloat16, torch.float16, torch.float32)
@@ -229,7 +230,7 @@ def quantize_checkpoint(
     resumable = _Progress(folder, to, format, method)
     total = sum(t.nbytes for t in folder.tensors.values())
     with (
-        _bar(total, progress) as bar,
+        progress_bar(total, "quantizing", progress) as bar,
         _Pipeline(format, method, device) as pipeline,
     ):
         for file in folder.files:
@@ -413,9 +414,3 @@ def _finish(plan: Plan, to: Path, progress: _Progress) -> ConvertReport:
         before,
         after,
     )
-
-
-def _bar(total: int, show: bool) -> Any:
-    from tqdm.auto import tqdm
-
-    return tqdm(total=total, unit="B", unit_scale=True, desc="quantizing", disable=None if show else True)

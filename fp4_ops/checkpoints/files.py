@@ -8,6 +8,7 @@ shapes alone.
 
 from __future__ import annotations
 
+import ctypes
 import json
 import os
 from collections.abc import Iterator
@@ -116,9 +117,8 @@ def read_header(file: Path) -> dict[str, TensorInfo]:
 
 
 def _bytes_of(tensor: Tensor) -> memoryview:
-    """The memory of a contiguous CPU tensor."""
-    array: Any = tensor.view(-1).view(torch.uint8).numpy()
-    return memoryview(array)
+    """The memory of a contiguous CPU tensor, for as long as the tensor lives."""
+    return memoryview((ctypes.c_char * tensor.nbytes).from_address(tensor.data_ptr())).cast("B")
 
 
 class Reader:

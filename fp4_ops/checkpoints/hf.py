@@ -232,9 +232,8 @@ def load_checkpoint(
     model, info = cls.from_pretrained(folder.path, config=config, dtype=dtype, output_loading_info=True)
     for key in ("missing_keys", "mismatched_keys", "error_msgs"):
         if info.get(key):
-            raise CheckpointError(
-                f"fp4: {folder.path}: {key.replace('_', ' ')}: {sorted(map(str, info[key]))}"
-            )
+            what = f"{key.replace('_', ' ')}: {', '.join(sorted(map(str, info[key])))}"
+            raise CheckpointError(f"fp4: {folder.path}: {what}")
     return model
 
 

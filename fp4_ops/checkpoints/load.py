@@ -18,6 +18,7 @@ from ..tensor import FP4Tensor
 from .dialects import Codes, Dialect, StoredWeight, decode
 from .files import Reader
 from .placement import HALVES, Placement
+from .progress import progress_bar
 
 E4M3_MAX = 448.0
 
@@ -163,7 +164,12 @@ def fill(
     """Puts the stored weights where `detach_places` made room. device_of: a module's name to its device."""
     report = LoadReport(dialect.name, dialect.format, left=dict(placement.left))
     total = sum(p.packed.nbytes + p.block_scale.nbytes for p in _stored(placement))
-    with torch.inference_mode(False), torch.no_grad(), Reader() as reader, _bar(total, progress) as bar:
+    with (
+        torch.inference_mode(False),
+        torch.no_grad(),
+        Reader() as reader,
+        progress_bar(total, "4-bit weights", progress) as bar,
+    ):
 
         def reading(device: torch.device) -> Callable[[StoredWeight], Codes]:
             def read(stored: StoredWeight) -> Codes:
@@ -198,9 +204,3 @@ def _stored(placement: Placement) -> Iterable[StoredWeight]:
     for placed in placement.experts.values():
         yield from placed.parts.values()
     yield from placement.linears.values()
-
-
-def _bar(total: int, show: bool) -> Any:
-    from tqdm.auto import tqdm
-
-    return tqdm(total=total, unit="B", unit_scale=True, desc="4-bit weights", disable=None if show else True)

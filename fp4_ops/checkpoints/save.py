@@ -25,9 +25,8 @@ def state_dict_for_saving(model: nn.Module) -> tuple[dict[str, Tensor], dict[str
     }
     formats = {m.format for m in packed.values()} | {w.format for w in linears.values()}
     if len(formats) != 1:
-        raise ValueError(
-            f"fp4: the model holds {sorted(formats) or 'no 4-bit weights'}; one format can be saved"
-        )
+        held = " and ".join(sorted(formats)) or "no 4-bit weights"
+        raise ValueError(f"fp4: the model holds {held}; one format can be saved")
     config: Any = model.config
     k = {2 * m.packed.shape[-1] for m in packed.values()} | {w.shape[-1] for w in linears.values()}
     dialect = writing_dialect(formats.pop(), getattr(config, "model_type", None), k)
