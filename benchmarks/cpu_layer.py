@@ -44,7 +44,7 @@ class Fp4Block(torch.nn.Module):
         self.plain = [
             fp4.quantize(w.detach(), format) for w in (block.experts.gate_up_proj, block.experts.down_proj)
         ]
-        self.weights = [(*fp4.prepack(*w[:2], format, "tile16"), w[2]) for w in self.plain]
+        self.weights = [fp4.prepack(*w, format, "tile16") for w in self.plain]
 
     def forward(self, hidden: torch.Tensor) -> torch.Tensor:
         x = hidden.view(-1, HIDDEN)

@@ -128,8 +128,7 @@ class Ours:
         self, format: str, layout: str, tokens: int, sets: int, quantized, int8: bool = True
     ) -> None:
         self.name, self.tokens, self.int8 = f"fp4_ops {format}", tokens, int8
-        packed, scale, self.global_scale = quantized
-        self.sets = [fp4.prepack(packed, scale, format, layout) for _ in range(sets)]
+        self.sets = [fp4.prepack(*quantized, format, layout) for _ in range(sets)]
         self.options = {"format": format, "layout": layout}
         # As in ggml, the routing is ready before the call.
         self.offs = []
@@ -142,9 +141,8 @@ class Ours:
 
     def __call__(self, turn: int) -> None:
         a, a_scale = fp4.quantize_int8(self.x) if self.int8 else (self.x, None)
-        packed, scale = self.sets[turn % len(self.sets)]
         self.out = fp4.grouped_mm(
-            a, packed, scale, self.global_scale, self.offs[turn % EXPERTS], a_scale, **self.options,
+            a, *self.sets[turn % len(self.sets)], self.offs[turn % EXPERTS], a_scale, **self.options,
             out_dtype=torch.float32,
         )  # fmt: skip
 

@@ -135,7 +135,7 @@ def gated_activation(h: fx.Node, width: int, canon: Canon) -> tuple[Activation, 
         )
         found = (kind, gate_half.interleaved, alpha, gate_limit, up_offset)
         for a in ACTIVATIONS.values():
-            if (_kind(a), a.interleaved, a.alpha, a.limit, a.up_offset) == found:
+            if (a.function, a.interleaved, a.alpha, a.limit, a.up_offset) == found:
                 return a, gate_half.whole
         refuse(
             f"activation {kind} with interleaved={found[1]}, alpha={alpha}, limit={gate_limit}, "
@@ -143,10 +143,6 @@ def gated_activation(h: fx.Node, width: int, canon: Canon) -> tuple[Activation, 
             node,
         )
     refuse(f"the down product's rows ({node.name}) do not gate one half of a product by the other", node)
-
-
-def _kind(a: Activation) -> str:
-    return a.name if a.name.startswith("gelu") else "silu"
 
 
 def _operands(node: fx.Node) -> list[tuple[fx.Node, fx.Node]]:

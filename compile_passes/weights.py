@@ -11,6 +11,7 @@ from typing import Any
 import torch
 
 from ..meta.formats import FORMATS
+from ..meta.layouts import LAYOUTS, packed_spec
 
 
 @dataclass(frozen=True)
@@ -23,14 +24,12 @@ class PackSpec:
 
     @property
     def tensors(self) -> int:
-        return 3 if FORMATS[self.format].has_global_scale else 2
+        return len(packed_spec(FORMATS[self.format], LAYOUTS[self.layout], (1,), 1, 1))
 
     def shapes(self, stored: tuple[int, ...]) -> list[tuple[tuple[int, ...], torch.dtype]]:
         """Shape and dtype of the packed tensors of a weight stored with this shape."""
-        fmt = FORMATS[self.format]
         e, n, k = (stored[0], stored[2], stored[1]) if self.transposed else stored
-        packed = [((e, n, k // 2), torch.uint8), ((e, n, fmt.num_blocks(k)), fmt.scale_dtype)]
-        return [*packed, ((e,), torch.float32)] if fmt.has_global_scale else packed
+        return packed_spec(FORMATS[self.format], LAYOUTS[self.layout], (e,), n, k)
 
     def num_bytes(self, stored: tuple[int, ...]) -> int:
         return sum(torch.Size(s).numel() * d.itemsize for s, d in self.shapes(stored))
@@ -43,7 +42,9 @@ class PackSpec:
                 w = w.transpose(1, 2)
             packed, scale, global_scale = torch.ops.fp4.quantize(w, self.format)
             if self.layout != "plain":
-                packed, scale = torch.ops.fp4.prepack(packed, scale, self.format, self.layout)
+                packed, scale, global_scale = torch.ops.fp4.prepack(
+                    packed, scale, global_scale, self.format, self.layout
+                )
         return (packed, scale, global_scale)[: self.tensors]
 
 

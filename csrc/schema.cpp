@@ -2,7 +2,8 @@
 //
 // Shapes: a [M, K] activations, b [G, N, K/2] (or [N, K/2]) packed weights, b_scale [G, N, ceil(K/block)],
 // b_global_scale float32 [G] (or []). `format` names the weight format, `layout` the order of the bytes
-// inside b and b_scale ("plain", or a kernel layout made by prepack). Meta kernels: meta/fakes.py.
+// inside b and b_scale ("plain", or a kernel layout made by prepack). `a_format` names the format of packed
+// activations; for others it is '' (in moe: what activations are quantised to). Meta kernels: meta/fakes.py.
 #include <torch/csrc/stable/library.h>
 
 STABLE_TORCH_LIBRARY(fp4, m) {
@@ -15,25 +16,35 @@ STABLE_TORCH_LIBRARY(fp4, m) {
       "dequantize(Tensor packed, Tensor block_scale, Tensor? global_scale, str format, ScalarType dtype, *, "
       "str layout='plain') -> Tensor");
   m.def("quantize_int8(Tensor x) -> (Tensor, Tensor)");
-  m.def("prepack(Tensor packed, Tensor block_scale, str format, str layout) -> (Tensor, Tensor)");
-  m.def("unpack(Tensor packed, Tensor block_scale, str format, str layout) -> (Tensor, Tensor)");
+  m.def("quantize_fp8(Tensor x, *, str layout='plain') -> (Tensor, Tensor)");
+  m.def(
+      "prepack(Tensor packed, Tensor block_scale, Tensor? global_scale, str format, str layout) -> "
+      "(Tensor, Tensor, Tensor)");
+  m.def(
+      "unpack(Tensor packed, Tensor block_scale, Tensor? global_scale, str format, str layout) -> "
+      "(Tensor, Tensor, Tensor)");
 
   // --- matrix products ---
   m.def(
-      "mm(Tensor a, Tensor b, Tensor b_scale, Tensor? b_global_scale, Tensor? a_scale=None, "
-      "Tensor? bias=None, *, str format, str layout='plain', ScalarType? out_dtype=None) -> Tensor");
+      "mm(Tensor a, Tensor b, Tensor b_scale, Tensor? b_global_scale, "
+      "Tensor? a_scale=None, Tensor? bias=None, Tensor? a_global_scale=None, *, str format, "
+      "str layout='plain', str a_format='', ScalarType? out_dtype=None) -> Tensor");
   m.def(
       "grouped_mm(Tensor a, Tensor b, Tensor b_scale, Tensor? b_global_scale, Tensor offs, "
-      "Tensor? a_scale=None, Tensor? bias=None, *, str format, str layout='plain', "
-      "ScalarType? out_dtype=None) -> Tensor");
+      "Tensor? a_scale=None, Tensor? bias=None, Tensor? a_global_scale=None, *, str format, "
+      "str layout='plain', str a_format='', ScalarType? out_dtype=None) -> Tensor");
   m.def(
       "grouped_mm_masked(Tensor a, Tensor b, Tensor b_scale, Tensor? b_global_scale, Tensor masked_m, "
-      "Tensor? a_scale=None, Tensor? bias=None, *, str format, str layout='plain', "
-      "ScalarType? out_dtype=None) -> Tensor");
+      "Tensor? a_scale=None, Tensor? bias=None, Tensor? a_global_scale=None, *, str format, "
+      "str layout='plain', str a_format='', ScalarType? out_dtype=None) -> Tensor");
   m.def(
       "indexed_mm(Tensor a, Tensor b, Tensor b_scale, Tensor? b_global_scale, Tensor expert_ids, "
-      "Tensor? a_scale=None, Tensor? bias=None, *, str format, str layout='plain', "
-      "ScalarType? out_dtype=None) -> Tensor");
+      "Tensor? a_scale=None, Tensor? bias=None, Tensor? a_global_scale=None, *, str format, "
+      "str layout='plain', str a_format='', ScalarType? out_dtype=None) -> Tensor");
+  m.def(
+      "grouped_mm_k(Tensor a, Tensor b, Tensor b_scale, Tensor? b_global_scale, Tensor offs, "
+      "Tensor? a_scale=None, Tensor? a_global_scale=None, *, str format, str layout='plain', "
+      "str a_format='', ScalarType? out_dtype=None) -> Tensor");
   m.def(
       "moe(Tensor x, Tensor topk_ids, Tensor topk_weights, Tensor w13, Tensor w13_scale, "
       "Tensor? w13_global_scale, Tensor w2, Tensor w2_scale, Tensor? w2_global_scale, "

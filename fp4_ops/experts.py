@@ -11,6 +11,7 @@ from torch import Tensor, nn
 
 from .meta.formats import FORMATS
 from .meta.layouts import LAYOUTS, preferred_layout
+from .relayout import relayout
 
 IMPLEMENTATION = "fp4"
 """Our name among transformers' experts implementations ("eager", "grouped_mm", ...)."""
@@ -51,6 +52,7 @@ class PackedWeight(nn.Module):
     """The 4-bit form of an expert weight [E, N, K], where the Parameter was.
 
     Buffers: packed uint8 [E, N, K/2], block_scale [E, N, ceil(K/block)], global_scale float32 [E] (nvfp4).
+    A kernel layout may pad K: `k` is the weight's own.
     `.to(device)` moves them and reorders them for that device; `.to(dtype)` and `.half()` leave them alone.
     The state dict carries format and layout along, so that weights saved on one device load on another.
     """
@@ -60,10 +62,17 @@ class PackedWeight(nn.Module):
     global_scale: Tensor | None
 
     def __init__(
-        self, packed: Tensor, block_scale: Tensor, global_scale: Tensor | None, format: str, layout: str
+        self,
+        packed: Tensor,
+        block_scale: Tensor,
+        global_scale: Tensor | None,
+        format: str,
+        layout: str,
+        k: int | None = None,
     ) -> None:
         super().__init__()
         self.format, self.layout = format, layout
+        self.k = 2 * packed.shape[-1] if k is None else k
         self.register_buffer("packed", packed)
         self.register_buffer("block_scale", block_scale)
         self.register_buffer("global_scale", global_scale)
@@ -74,19 +83,15 @@ class PackedWeight(nn.Module):
 
     def dequantize(self, dtype: torch.dtype = torch.float32) -> Tensor:
         """The weight [E, N, K] that the codes stand for."""
-        return torch.ops.fp4.dequantize(
+        values = torch.ops.fp4.dequantize(
             self.packed, self.block_scale, self.global_scale, self.format, dtype, layout=self.layout
         )
+        return values[..., : self.k]
 
     def in_layout(self, layout: str) -> tuple[Tensor, Tensor, Tensor | None]:
         """packed, block_scale and global_scale in another order of the bytes."""
-        packed, block_scale = self.packed, self.block_scale
-        if layout != self.layout:
-            if self.layout != "plain":
-                packed, block_scale = torch.ops.fp4.unpack(packed, block_scale, self.format, self.layout)
-            if layout != "plain":
-                packed, block_scale = torch.ops.fp4.prepack(packed, block_scale, self.format, layout)
-        return packed, block_scale, self.global_scale
+        operands = (self.packed, self.block_scale, self.global_scale)
+        return relayout(operands, self.format, self.k, self.layout, layout)
 
     def set_layout(self, layout: str) -> None:
         """Reorders the bytes in place of the old ones."""
@@ -107,12 +112,12 @@ class PackedWeight(nn.Module):
     def get_extra_state(self) -> Tensor:
         """Format and layout, as a tensor so that any checkpoint file can hold them."""
         return torch.tensor(
-            [sorted(FORMATS).index(self.format), LAYOUTS.index(self.layout)], dtype=torch.uint8
+            [sorted(FORMATS).index(self.format), list(LAYOUTS).index(self.layout)], dtype=torch.uint8
         )
 
     def set_extra_state(self, state: Tensor) -> None:
         """Called once the buffers are loaded: says what they hold."""
-        format, layout = sorted(FORMATS)[int(state[0])], LAYOUTS[int(state[1])]
+        format, layout = sorted(FORMATS)[int(state[0])], list(LAYOUTS)[int(state[1])]
         if format != self.format:
             raise ValueError(
                 f"fp4: the weights to load are {format}; this model was prepared as {self.format}"
@@ -125,8 +130,8 @@ class PackedWeight(nn.Module):
         register()  # a model that was pickled whole may be the first use of fp4_ops in its process
 
     def extra_repr(self) -> str:
-        e, n, half = self.packed.shape
-        return f"experts={e}, n={n}, k={2 * half}, format={self.format!r}, layout={self.layout!r}"
+        e, n, _ = self.packed.shape
+        return f"experts={e}, n={n}, k={self.k}, format={self.format!r}, layout={self.layout!r}"
 
 
 def experts_forward(

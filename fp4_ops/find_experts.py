@@ -129,5 +129,5 @@ def apply_gate(x: Tensor, activation: Activation) -> Tensor:
     gate, up = (x[..., ::2], x[..., 1::2]) if activation.interleaved else x.chunk(2, dim=-1)
     if activation.limit is not None:
         gate, up = gate.clamp(max=activation.limit), up.clamp(-activation.limit, activation.limit)
-    curve = _CURVES.get(activation.name, lambda gate: gate * torch.sigmoid(activation.alpha * gate))
+    curve = _CURVES.get(activation.function, lambda gate: gate * torch.sigmoid(activation.alpha * gate))
     return curve(gate) * (up + activation.up_offset)

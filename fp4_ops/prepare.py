@@ -13,9 +13,10 @@ from . import experts
 from .experts import PackedWeight, Recipe, auto_a_format
 from .find_experts import Plan, find_experts, is_experts, logical_shape
 from .meta.formats import FORMATS
-from .meta.layouts import preferred_layout
+from .meta.layouts import LAYOUTS, packed_spec, preferred_layout
 from .quantization import Calibration, Method, find_method, quantize_weight
 from .quantization.weight import check_calibration, matrices_at_once
+from .relayout import relayout
 
 # What `activation` means to the operators; None: by device, when it runs.
 A_FORMATS = {"auto": None, "bf16": "none", "int8": "int8"}
@@ -189,27 +190,23 @@ class Quantizer:
 
     def pack(self, weight: Tensor, name: str, matrix: str, *, transposed: bool = False) -> PackedWeight:
         """The weight [E, N, K] (stored [E, K, N] if transposed) in 4 bits, made a few experts at a time."""
-        fmt = FORMATS[self.format]
         moments = self._moments(name, matrix)
         # No inference tensors: they could not be loaded into or moved later.
         with torch.inference_mode(False), torch.no_grad():
             weight = weight.detach()
             e, n, k = logical_shape(weight, transposed)
-            packed = weight.new_empty((e, n, k // 2), dtype=torch.uint8)
-            block_scale = weight.new_empty((e, n, fmt.num_blocks(k)), dtype=fmt.scale_dtype)
-            global_scale = weight.new_empty((e,), dtype=torch.float32) if fmt.has_global_scale else None
+            spec = packed_spec(FORMATS[self.format], LAYOUTS[self.layout], (e,), n, k)
+            stacks = [weight.new_empty(shape, dtype=dtype) for shape, dtype in spec]
             at_once = matrices_at_once(weight.device.type, n, k)
             for start in range(0, e, at_once):
                 part = slice(start, start + at_once)
                 matrices = weight[part].transpose(1, 2).contiguous() if transposed else weight[part]
                 inputs = moments[part] if moments is not None else None
-                codes, scales, factor = self._quantize(matrices, inputs)
-                if self.layout != "plain":
-                    codes, scales = torch.ops.fp4.prepack(codes, scales, self.format, self.layout)
-                packed[part], block_scale[part] = codes, scales
-                if global_scale is not None and factor is not None:
-                    global_scale[part] = factor
-        return PackedWeight(packed, block_scale, global_scale, self.format, self.layout)
+                operands = relayout(self._quantize(matrices, inputs), self.format, k, "plain", self.layout)
+                for stack, made in zip(stacks, operands):
+                    stack[part] = made  # type: ignore[assignment]
+        global_scale = stacks[2] if len(stacks) == 3 else None
+        return PackedWeight(stacks[0], stacks[1], global_scale, self.format, self.layout, k)
 
     def _quantize(self, w: Tensor, moments: Tensor | None) -> tuple[Tensor, Tensor, Tensor | None]:
         if self.method.name == "rtn":  # the same bits from a kernel

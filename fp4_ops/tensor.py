@@ -8,6 +8,8 @@ from typing import Any, NoReturn
 import torch
 from torch import Tensor
 
+from .relayout import relayout
+
 aten = torch.ops.aten
 
 
@@ -30,6 +32,7 @@ class FP4Tensor(torch.Tensor):
     format: str
     weight_layout: str
     transposed: bool
+    k: int
 
     __torch_function__ = torch._C._disabled_torch_function_impl  # type: ignore[assignment]
 
@@ -44,8 +47,9 @@ class FP4Tensor(torch.Tensor):
         dtype: torch.dtype,
         layout: str = "plain",
         transposed: bool = False,
+        k: int | None = None,
     ) -> FP4Tensor:
-        shape = [*packed.shape[:-1], packed.shape[-1] * 2]
+        shape = [*packed.shape[:-1], packed.shape[-1] * 2 if k is None else k]
         strides = [1] * len(shape)
         for i in range(len(shape) - 2, -1, -1):
             strides[i] = strides[i + 1] * shape[i + 1]
@@ -66,6 +70,7 @@ class FP4Tensor(torch.Tensor):
         dtype: torch.dtype,
         layout: str = "plain",
         transposed: bool = False,
+        k: int | None = None,
     ) -> None:
         self.packed = packed
         self.block_scale = block_scale
@@ -73,10 +78,11 @@ class FP4Tensor(torch.Tensor):
         self.format = format
         self.weight_layout = layout  # `Tensor.layout` itself is torch's (strided)
         self.transposed = transposed
+        self.k = packed.shape[-1] * 2 if k is None else k  # kernel layouts may pad it
 
     def __tensor_flatten__(self) -> tuple[list[str], dict[str, Any]]:
         tensors = ["packed", "block_scale"] + (["global_scale"] if self.global_scale is not None else [])
-        return tensors, {**self._options(), "dtype": self.dtype, "transposed": self.transposed}
+        return tensors, self._context()
 
     @staticmethod
     def __tensor_unflatten__(
@@ -95,18 +101,21 @@ class FP4Tensor(torch.Tensor):
     def _stable_hash_for_caching(self) -> str:
         """Asked for by AOTAutograd's cache: everything a graph can depend on."""
         held = [(t.dtype, t.shape, t.stride(), t.device) for t in self._operands() if t is not None]
-        own = (self.dtype, self.shape, self.stride(), self.transposed, self.requires_grad)
+        own = (self.dtype, self.shape, self.stride(), self.transposed, self.k, self.requires_grad)
         return repr((self._options(), own, held))
 
     def _options(self) -> dict[str, str]:
         return {"format": self.format, "layout": self.weight_layout}
+
+    def _context(self) -> dict[str, Any]:
+        return {**self._options(), "dtype": self.dtype, "transposed": self.transposed, "k": self.k}
 
     def _operands(self) -> tuple[Tensor, Tensor, Tensor | None]:
         return self.packed, self.block_scale, self.global_scale
 
     def _map(self, function: Callable[[Tensor], Tensor], **changes: Any) -> FP4Tensor:
         """The same tensor with `function` applied to what it holds."""
-        context = {**self._options(), "dtype": self.dtype, "transposed": self.transposed, **changes}
+        context = {**self._context(), **changes}
         held = (None if t is None else function(t) for t in self._operands())
         return FP4Tensor(*held, **context)  # type: ignore[arg-type, misc]
 
@@ -121,21 +130,16 @@ class FP4Tensor(torch.Tensor):
             raise RuntimeError("FP4Tensor.dequantize has no gradient: 4-bit weights are for inference")
         dtype = dtype or self.dtype
         values = torch.ops.fp4.dequantize(*self._operands(), self.format, dtype, layout=self.weight_layout)
+        values = values[..., : self.k]
         return values.transpose(-2, -1) if self.transposed else values
 
     def prepack(self, layout: str) -> FP4Tensor:
-        """The same values with the bytes in `layout` ("plain", or "tile16" for the CPU kernels)."""
-        packed, block_scale = self.packed, self.block_scale
+        """The same values with the bytes in `layout` ("plain", or a kernel layout: meta/layouts.py)."""
         if layout == self.weight_layout:
             return self
-        if self.weight_layout != "plain":
-            packed, block_scale = torch.ops.fp4.unpack(packed, block_scale, self.format, self.weight_layout)
-        if layout != "plain":
-            packed, block_scale = torch.ops.fp4.prepack(packed, block_scale, self.format, layout)
-        return FP4Tensor(
-            packed, block_scale, self.global_scale,
-            format=self.format, dtype=self.dtype, layout=layout, transposed=self.transposed,
-        )  # fmt: skip
+        operands = relayout(self._operands(), self.format, self.k, self.weight_layout, layout)
+        context = {**self._context(), "layout": layout}
+        return FP4Tensor(*operands, **context)
 
     @classmethod
     def __torch_dispatch__(  # type: ignore[override]

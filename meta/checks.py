@@ -12,19 +12,21 @@ from typing import NamedTuple
 import torch
 
 from .formats import A_FORMATS, ACTIVATIONS, FORMATS, INT8_BLOCK, Format
-from .layouts import LAYOUTS
+from .layouts import A_LAYOUTS, LAYOUTS, Layout
 
 FLOATING = (torch.float32, torch.bfloat16, torch.float16)
 PACKED = (torch.uint8, torch.float4_e2m1fn_x2)
 INDEX = (torch.int32, torch.int64)
+ACTIVATION = (*FLOATING, torch.int8, torch.float8_e4m3fn, *PACKED)
 
 
 class Weight(NamedTuple):
-    """The logical shape of a packed weight: `groups` is None for a single matrix."""
+    """The shape of a packed weight: `groups` is None for a single matrix, k is as its layout pads it."""
 
     groups: int | None
     n: int
     k: int
+    layout: Layout
 
 
 def _names(dtypes: tuple[torch.dtype, ...]) -> str:
@@ -67,9 +69,17 @@ def check_format(format: str) -> Format:
     return FORMATS[format]
 
 
-def check_layout(layout: str) -> None:
+def check_layout(layout: str) -> Layout:
     torch._check(
         layout in LAYOUTS, lambda: f"layout is '{layout}'; it must be one of: {', '.join(sorted(LAYOUTS))}"
+    )
+    return LAYOUTS[layout]
+
+
+def check_multiple(name: str, what: str, count: int, multiple: int, layout: Layout) -> None:
+    torch._check(
+        count % multiple == 0,
+        lambda: f"{name} has {count} {what}; layout '{layout.name}' needs a multiple of {multiple}",
     )
 
 
@@ -94,9 +104,43 @@ def check_global_scale(
         return
     torch._check(scale is not None, lambda: f"{scale_name} is missing; format {fmt.name} needs one")
     assert scale is not None
+    check_factor(scale_name, scale, name, packed)
+
+
+def check_factor(scale_name: str, scale: torch.Tensor, name: str, packed: torch.Tensor) -> None:
+    """scale float32 packed.shape[:-2]: one factor a matrix."""
     check_dtype(scale_name, scale, (torch.float32,))
     check_device(scale_name, scale, name, packed)
     check_shape(scale_name, scale, tuple(packed.shape[:-2]))
+
+
+def check_scales(
+    prefix: str,
+    block_scale: torch.Tensor,
+    global_scale: torch.Tensor | None,
+    name: str,
+    packed: torch.Tensor,
+    fmt: Format,
+    layout: Layout,
+) -> None:
+    """The scales of packed [..., N, K/2] (K padded) in the form the layout gives them."""
+    scale_name = f"{prefix}_scale" if prefix else "block_scale"
+    global_name = f"{prefix}_global_scale" if prefix else "global_scale"
+    if layout.block is None:
+        check_block_scale(scale_name, block_scale, name, packed, fmt)
+        check_global_scale(global_name, global_scale, name, packed, fmt)
+        return
+    k = packed.shape[-1] * 2
+    check_multiple(name, "rows", packed.shape[-2], layout.n_multiple, layout)
+    check_multiple(name, "columns", k, layout.k_padding, layout)
+    check_dtype(scale_name, block_scale, (torch.uint8,))
+    check_device(scale_name, block_scale, name, packed)
+    check_shape(scale_name, block_scale, (*packed.shape[:-1], k // layout.block))
+    torch._check(
+        global_scale is not None, lambda: f"{global_name} is missing; layout '{layout.name}' needs one"
+    )
+    assert global_scale is not None
+    check_factor(global_name, global_scale, name, packed)
 
 
 def check_weight(
@@ -111,32 +155,119 @@ def check_weight(
 ) -> Weight:
     """A weight operand: b [G, N, K/2] if grouped, else [N, K/2]."""
     fmt = check_format(format)
-    check_layout(layout)
+    order = check_layout(layout)
     check_dtype(name, b, PACKED)
     check_dim(name, b, 3 if grouped else 2)
-    check_block_scale(f"{name}_scale", b_scale, name, b, fmt)
-    check_global_scale(f"{name}_global_scale", b_global_scale, name, b, fmt)
-    return Weight(b.shape[0] if grouped else None, b.shape[-2], b.shape[-1] * 2)
+    check_scales(name, b_scale, b_global_scale, name, b, fmt, order)
+    return Weight(b.shape[0] if grouped else None, b.shape[-2], b.shape[-1] * 2, order)
+
+
+def check_a_dtype(name: str, a: torch.Tensor, layout: Layout, among: tuple[torch.dtype, ...]) -> None:
+    """The activations, of those `among`, that the kernels of a layout read; plain and tile16 take all."""
+    if layout.a_dtypes is None:
+        return
+    allowed = tuple(d for d in layout.a_dtypes if d in among)
+    torch._check(
+        a.dtype in allowed,
+        lambda: (
+            f"{name} has dtype {str(a.dtype).removeprefix('torch.')}; "
+            f"layout '{layout.name}' reads {_names(allowed)}"
+        ),
+    )
+
+
+def check_columns(name: str, columns: int, b_name: str, b: Weight, *, padded: bool = False) -> None:
+    """As many columns as the weight, `padded` already or to be padded as the weight is."""
+    note = "" if b.layout.k_padding == 1 else f" (padded to a multiple of {b.layout.k_padding})"
+    check_multiple(name, "columns", columns, b.layout.k_multiple, b.layout)
+    k = columns if padded else b.layout.padded(columns)
+    torch._check(
+        k == b.k,
+        lambda: f"{name} has {columns} columns; {b_name} has K = {b.k}{note}, and they must be equal",
+    )
+
+
+def check_a_scale(a: torch.Tensor, a_scale: torch.Tensor | None, shape: tuple[int, ...]) -> None:
+    """The float32 scales of int8 or fp8 activations."""
+    kind = "int8" if a.dtype == torch.int8 else "float8_e4m3fn"
+    torch._check(a_scale is not None, lambda: f"a_scale is missing; {kind} activations need one")
+    assert a_scale is not None
+    check_dtype("a_scale", a_scale, (torch.float32,))
+    check_device("a_scale", a_scale, "a", a)
+    check_shape("a_scale", a_scale, shape)
+
+
+def check_a_packed(
+    a: torch.Tensor, a_scale: torch.Tensor | None, a_global_scale: torch.Tensor | None, fmt: Format
+) -> None:
+    """Packed activations [..., K/2]: block scales, and for nvfp4 a factor for all, a group or a row."""
+    torch._check(a_scale is not None, lambda: f"a_scale is missing; {fmt.name} activations need one")
+    assert a_scale is not None
+    check_block_scale("a_scale", a_scale, "a", a, fmt)
+    if not fmt.has_global_scale:
+        check_no_a_global_scale(a_global_scale)
+        return
+    torch._check(
+        a_global_scale is not None, lambda: f"a_global_scale is missing; {fmt.name} activations need one"
+    )
+    assert a_global_scale is not None
+    check_dtype("a_global_scale", a_global_scale, (torch.float32,))
+    check_device("a_global_scale", a_global_scale, "a", a)
+    dim, most = a_global_scale.dim(), a.dim() - 1
+    torch._check(dim <= most, lambda: f"a_global_scale has {dim} dimensions; it must have at most {most}")
+    check_shape("a_global_scale", a_global_scale, tuple(a.shape[:dim]))
+
+
+def check_no_a_global_scale(a_global_scale: torch.Tensor | None) -> None:
+    torch._check(
+        a_global_scale is None or a_global_scale.numel() == 0,
+        lambda: "a_global_scale was given; only nvfp4 activations have one",
+    )
 
 
 def check_a(
-    a: torch.Tensor, a_scale: torch.Tensor | None, b: torch.Tensor, k: int, *, dim: int = 2, name: str = "a"
+    a: torch.Tensor,
+    a_scale: torch.Tensor | None,
+    a_global_scale: torch.Tensor | None,
+    a_format: str,
+    b: torch.Tensor,
+    w: Weight,
+    *,
+    dim: int = 2,
 ) -> None:
-    """Activations [..., K]: floating without a scale, or int8 with a_scale float32 [..., ceil(K/32)]."""
-    check_dtype(name, a, (*FLOATING, torch.int8))
-    check_dim(name, a, dim)
-    check_device(name, a, "b", b)
+    """Activations [..., K] of one of these kinds:
+
+    float32, bfloat16, float16: no scales.
+    int8: a_scale float32 [..., ceil(K/32)].
+    float8_e4m3fn: a_scale float32 [...], one a row.
+    packed e2m1 [..., K/2]: a_scale [..., ceil(K/block)] and a_global_scale as `a_format` says.
+    """
+    check_dtype("a", a, ACTIVATION)
+    check_a_dtype("a", a, w.layout, ACTIVATION)
+    check_dim("a", a, dim)
+    check_device("a", a, "b", b)
+    if a.dtype in PACKED:
+        torch._check(
+            a_format in FORMATS,
+            lambda: f"a_format is '{a_format}'; for packed a it must be one of: {', '.join(sorted(FORMATS))}",
+        )
+        check_columns("a", a.shape[-1] * 2, "b", w)
+        check_a_packed(a, a_scale, a_global_scale, FORMATS[a_format])
+        return
     torch._check(
-        a.shape[-1] == k, lambda: f"{name} has {a.shape[-1]} columns; b has K = {k}, and they must be equal"
+        a_format == "", lambda: f"a_format is '{a_format}'; only packed a has one, for others it must be ''"
     )
+    # quantize_fp8 pads its rows itself where the layout asks for it.
+    check_columns("a", a.shape[-1], "b", w, padded=a.dtype == torch.float8_e4m3fn)
+    check_no_a_global_scale(a_global_scale)
     if a.dtype == torch.int8:
-        torch._check(a_scale is not None, lambda: f"{name}_scale is missing; int8 activations need one")
-        assert a_scale is not None
-        check_dtype(f"{name}_scale", a_scale, (torch.float32,))
-        check_device(f"{name}_scale", a_scale, name, a)
-        check_shape(f"{name}_scale", a_scale, (*a.shape[:-1], (k + INT8_BLOCK - 1) // INT8_BLOCK))
+        check_a_scale(a, a_scale, (*a.shape[:-1], (w.k + INT8_BLOCK - 1) // INT8_BLOCK))
+    elif a.dtype == torch.float8_e4m3fn:
+        check_a_scale(a, a_scale, tuple(a.shape[:-1]))
     else:
-        torch._check(a_scale is None, lambda: f"{name}_scale was given; only int8 activations have one")
+        torch._check(
+            a_scale is None, lambda: f"a_scale was given; {_names((a.dtype,))} activations have none"
+        )
 
 
 def check_operand(
@@ -193,16 +324,18 @@ def check_quantize(x: torch.Tensor, global_scale: torch.Tensor | None, fmt: Form
 
 def check_dequantize(packed, block_scale, global_scale, format, dtype, layout) -> Format:
     fmt = check_format(format)
-    check_layout(layout)
+    order = check_layout(layout)
     allowed = (*FLOATING, torch.float64)
     torch._check(
         dtype in allowed,
         lambda: f"dtype is {str(dtype).removeprefix('torch.')}; it must be {_names(allowed)}",
     )
     check_dtype("packed", packed, PACKED)
-    torch._check(packed.dim() >= 1, lambda: "packed has 0 dimensions; it must have 1 or more")
-    check_block_scale("block_scale", block_scale, "packed", packed, fmt)
-    check_global_scale("global_scale", global_scale, "packed", packed, fmt)
+    if order.block is None:
+        torch._check(packed.dim() >= 1, lambda: "packed has 0 dimensions; it must have 1 or more")
+    else:
+        check_matrices(packed)
+    check_scales("", block_scale, global_scale, "packed", packed, fmt, order)
     return fmt
 
 
@@ -211,13 +344,38 @@ def check_quantize_int8(x: torch.Tensor) -> None:
     torch._check(x.dim() >= 1, lambda: "x has 0 dimensions; it must have 1 or more")
 
 
-def check_prepack(packed, block_scale, format, layout) -> Format:
-    fmt = check_format(format)
-    check_layout(layout)
-    check_dtype("packed", packed, PACKED)
+def check_quantize_fp8(x: torch.Tensor, layout: str) -> Layout:
+    torch._check(
+        layout in A_LAYOUTS, lambda: f"layout is '{layout}'; it must be one of: {', '.join(A_LAYOUTS)}"
+    )
+    check_quantize_int8(x)
+    return LAYOUTS[layout]
+
+
+def check_matrices(packed: torch.Tensor) -> None:
     torch._check(packed.dim() in (2, 3), lambda: f"packed has {packed.dim()} dimensions; it must have 2 or 3")
-    check_block_scale("block_scale", block_scale, "packed", packed, fmt)
-    return fmt
+
+
+def check_prepack(packed, block_scale, global_scale, format, layout) -> tuple[Format, Layout]:
+    """A plain weight, that `layout` can hold."""
+    fmt = check_format(format)
+    order = check_layout(layout)
+    check_dtype("packed", packed, PACKED)
+    check_matrices(packed)
+    check_scales("", block_scale, global_scale, "packed", packed, fmt, LAYOUTS["plain"])
+    check_multiple("packed", "rows", packed.shape[-2], order.n_multiple, order)
+    check_multiple("packed", "columns", packed.shape[-1] * 2, order.k_multiple, order)
+    return fmt, order
+
+
+def check_unpack(packed, block_scale, global_scale, format, layout) -> tuple[Format, Layout]:
+    """A weight in `layout`."""
+    fmt = check_format(format)
+    order = check_layout(layout)
+    check_dtype("packed", packed, PACKED)
+    check_matrices(packed)
+    check_scales("", block_scale, global_scale, "packed", packed, fmt, order)
+    return fmt, order
 
 
 def check_count(name: str, count: int) -> None:
@@ -231,24 +389,30 @@ def check_offsets(name: str, t: torch.Tensor, a: torch.Tensor | None = None) -> 
         check_device(name, t, "a", a)
 
 
-def check_mm(a, b, b_scale, b_global_scale, format, layout, a_scale, bias) -> Weight:
+def check_mm(
+    a, b, b_scale, b_global_scale, format, layout, a_scale, bias, a_global_scale, a_format
+) -> Weight:
     w = check_weight("b", b, b_scale, b_global_scale, format, layout, grouped=False)
-    check_a(a, a_scale, b, w.k)
+    check_a(a, a_scale, a_global_scale, a_format, b, w)
     check_operand("bias", bias, "b", b, (w.n,), FLOATING)
     return w
 
 
-def check_grouped_mm(a, b, b_scale, b_global_scale, offs, format, layout, a_scale, bias) -> Weight:
+def check_grouped_mm(
+    a, b, b_scale, b_global_scale, offs, format, layout, a_scale, bias, a_global_scale, a_format
+) -> Weight:
     w = check_weight("b", b, b_scale, b_global_scale, format, layout, grouped=True)
-    check_a(a, a_scale, b, w.k)
+    check_a(a, a_scale, a_global_scale, a_format, b, w)
     check_operand("offs", offs, "b", b, (w.groups,), (torch.int32,))
     check_operand("bias", bias, "b", b, (w.groups, w.n), FLOATING)
     return w
 
 
-def check_grouped_mm_masked(a, b, b_scale, b_global_scale, masked_m, format, layout, a_scale, bias) -> Weight:
+def check_grouped_mm_masked(
+    a, b, b_scale, b_global_scale, masked_m, format, layout, a_scale, bias, a_global_scale, a_format
+) -> Weight:
     w = check_weight("b", b, b_scale, b_global_scale, format, layout, grouped=True)
-    check_a(a, a_scale, b, w.k, dim=3)
+    check_a(a, a_scale, a_global_scale, a_format, b, w, dim=3)
     torch._check(
         a.shape[0] == w.groups, lambda: f"a has {a.shape[0]} groups; b has {w.groups}, and they must be equal"
     )
@@ -257,11 +421,23 @@ def check_grouped_mm_masked(a, b, b_scale, b_global_scale, masked_m, format, lay
     return w
 
 
-def check_indexed_mm(a, b, b_scale, b_global_scale, expert_ids, format, layout, a_scale, bias) -> Weight:
+def check_indexed_mm(
+    a, b, b_scale, b_global_scale, expert_ids, format, layout, a_scale, bias, a_global_scale, a_format
+) -> Weight:
     w = check_weight("b", b, b_scale, b_global_scale, format, layout, grouped=True)
-    check_a(a, a_scale, b, w.k)
+    check_a(a, a_scale, a_global_scale, a_format, b, w)
     check_operand("expert_ids", expert_ids, "b", b, (a.shape[0],), INDEX)
     check_operand("bias", bias, "b", b, (w.groups, w.n), FLOATING)
+    return w
+
+
+def check_grouped_mm_k(
+    a, b, b_scale, b_global_scale, offs, format, layout, a_scale, a_global_scale, a_format
+) -> Weight:
+    """a [M, T], b [N, T/2]: offs int32 [G] are ends within T."""
+    w = check_weight("b", b, b_scale, b_global_scale, format, layout, grouped=False)
+    check_a(a, a_scale, a_global_scale, a_format, b, w)
+    check_offsets("offs", offs, a)
     return w
 
 
@@ -272,20 +448,25 @@ def check_moe(
     """x [T, H], topk_ids and topk_weights [T, top_k], w13 [E, 2 I, H/2], w2 [E, H, I/2]."""
     up = check_weight("w13", w13, w13_scale, w13_global_scale, format, layout, grouped=True)
     down = check_weight("w2", w2, w2_scale, w2_global_scale, format, layout, grouped=True)
+    a_formats = up.layout.a_formats
     check_activation(activation)
     check_a_format(a_format)
+    torch._check(
+        a_formats is None or a_format in a_formats,
+        lambda: f"a_format is '{a_format}'; with layout '{layout}' it must be one of: {', '.join(a_formats)}",
+    )
     check_dtype("x", x, FLOATING)
+    if a_format == "none":
+        check_a_dtype("x", x, up.layout, FLOATING)
     check_dim("x", x, 2)
     check_device("x", x, "w13", w13)
     check_device("w2", w2, "w13", w13)
-    torch._check(
-        x.shape[1] == up.k, lambda: f"x has {x.shape[1]} columns; w13 has K = {up.k}, and they must be equal"
-    )
+    check_columns("x", x.shape[1], "w13", up)
     check_dim("topk_ids", topk_ids, 2)
     check_operand("topk_ids", topk_ids, "w13", w13, (x.shape[0], topk_ids.shape[1]), INDEX)
     check_operand("topk_weights", topk_weights, "w13", w13, (x.shape[0], topk_ids.shape[1]), FLOATING)
     torch._check(
-        up.n == 2 * down.k,
+        up.n % 2 == 0 and up.layout.padded(up.n // 2) == down.k,
         lambda: f"w13 has {up.n} rows; w2 has K = {down.k}, and w13 must have twice that (gate and up)",
     )
     torch._check(

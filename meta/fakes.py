@@ -11,6 +11,7 @@ from torch.library import register_autograd, register_fake
 
 from . import checks
 from .formats import INT8_BLOCK
+from .layouts import LAYOUTS, packed_spec
 
 
 @register_fake("fp4::quantize")
@@ -41,66 +42,89 @@ def _quantize_int8(x):
     )
 
 
+@register_fake("fp4::quantize_fp8")
+def _quantize_fp8(x, *, layout="plain"):
+    order = checks.check_quantize_fp8(x, layout)
+    return (
+        x.new_empty((*x.shape[:-1], order.padded(x.shape[-1])), dtype=torch.float8_e4m3fn),
+        x.new_empty(x.shape[:-1], dtype=torch.float32),
+    )
+
+
+def _weight(packed, fmt, order):
+    """Empty tensors for the weight `packed` in a layout; what is no global scale has no elements."""
+    *lead, n, half = packed.shape
+    spec = packed_spec(fmt, order, tuple(lead), n, half * 2)
+    if len(spec) == 2:
+        spec.append(((0,), torch.float32))
+    return tuple(packed.new_empty(shape, dtype=dtype) for shape, dtype in spec)
+
+
 @register_fake("fp4::prepack")
-def _prepack(packed, block_scale, format, layout):
-    checks.check_prepack(packed, block_scale, format, layout)
-    return packed.new_empty(packed.shape, dtype=torch.uint8), block_scale.new_empty(block_scale.shape)
+def _prepack(packed, block_scale, global_scale, format, layout):
+    fmt, order = checks.check_prepack(packed, block_scale, global_scale, format, layout)
+    return _weight(packed, fmt, order)
 
 
 @register_fake("fp4::unpack")
-def _unpack(packed, block_scale, format, layout):
-    checks.check_prepack(packed, block_scale, format, layout)
-    return packed.new_empty(packed.shape, dtype=torch.uint8), block_scale.new_empty(block_scale.shape)
+def _unpack(packed, block_scale, global_scale, format, layout):
+    fmt, _ = checks.check_unpack(packed, block_scale, global_scale, format, layout)
+    return _weight(packed, fmt, LAYOUTS["plain"])
 
 
 @register_fake("fp4::mm")
-def _mm(a, b, b_scale, b_global_scale, a_scale=None, bias=None, *, format, layout="plain", out_dtype=None):
-    w = checks.check_mm(a, b, b_scale, b_global_scale, format, layout, a_scale, bias)
+def _mm(
+    a, b, b_scale, b_global_scale, a_scale=None, bias=None, a_global_scale=None, *,
+    format, layout="plain", a_format="", out_dtype=None,
+):  # fmt: skip
+    w = checks.check_mm(
+        a, b, b_scale, b_global_scale, format, layout, a_scale, bias, a_global_scale, a_format
+    )
     return a.new_empty((a.shape[0], w.n), dtype=checks.resolve_out_dtype(a, out_dtype))
 
 
 @register_fake("fp4::grouped_mm")
 def _grouped_mm(
-    a, b, b_scale, b_global_scale, offs, a_scale=None, bias=None, *, format, layout="plain", out_dtype=None
-):
-    w = checks.check_grouped_mm(a, b, b_scale, b_global_scale, offs, format, layout, a_scale, bias)
+    a, b, b_scale, b_global_scale, offs, a_scale=None, bias=None, a_global_scale=None, *,
+    format, layout="plain", a_format="", out_dtype=None,
+):  # fmt: skip
+    w = checks.check_grouped_mm(
+        a, b, b_scale, b_global_scale, offs, format, layout, a_scale, bias, a_global_scale, a_format
+    )
     return a.new_empty((a.shape[0], w.n), dtype=checks.resolve_out_dtype(a, out_dtype))
 
 
 @register_fake("fp4::grouped_mm_masked")
 def _grouped_mm_masked(
-    a,
-    b,
-    b_scale,
-    b_global_scale,
-    masked_m,
-    a_scale=None,
-    bias=None,
-    *,
-    format,
-    layout="plain",
-    out_dtype=None,
-):
-    w = checks.check_grouped_mm_masked(a, b, b_scale, b_global_scale, masked_m, format, layout, a_scale, bias)
+    a, b, b_scale, b_global_scale, masked_m, a_scale=None, bias=None, a_global_scale=None, *,
+    format, layout="plain", a_format="", out_dtype=None,
+):  # fmt: skip
+    w = checks.check_grouped_mm_masked(
+        a, b, b_scale, b_global_scale, masked_m, format, layout, a_scale, bias, a_global_scale, a_format
+    )
     return a.new_empty((a.shape[0], a.shape[1], w.n), dtype=checks.resolve_out_dtype(a, out_dtype))
 
 
 @register_fake("fp4::indexed_mm")
 def _indexed_mm(
-    a,
-    b,
-    b_scale,
-    b_global_scale,
-    expert_ids,
-    a_scale=None,
-    bias=None,
-    *,
-    format,
-    layout="plain",
-    out_dtype=None,
-):
-    w = checks.check_indexed_mm(a, b, b_scale, b_global_scale, expert_ids, format, layout, a_scale, bias)
+    a, b, b_scale, b_global_scale, expert_ids, a_scale=None, bias=None, a_global_scale=None, *,
+    format, layout="plain", a_format="", out_dtype=None,
+):  # fmt: skip
+    w = checks.check_indexed_mm(
+        a, b, b_scale, b_global_scale, expert_ids, format, layout, a_scale, bias, a_global_scale, a_format
+    )
     return a.new_empty((a.shape[0], w.n), dtype=checks.resolve_out_dtype(a, out_dtype))
+
+
+@register_fake("fp4::grouped_mm_k")
+def _grouped_mm_k(
+    a, b, b_scale, b_global_scale, offs, a_scale=None, a_global_scale=None, *,
+    format, layout="plain", a_format="", out_dtype=None,
+):  # fmt: skip
+    w = checks.check_grouped_mm_k(
+        a, b, b_scale, b_global_scale, offs, format, layout, a_scale, a_global_scale, a_format
+    )
+    return a.new_empty((offs.shape[0], a.shape[0], w.n), dtype=checks.resolve_out_dtype(a, out_dtype))
 
 
 @register_fake("fp4::moe")
@@ -148,8 +172,8 @@ def _from_masked(a, masked_m, m):
 
 
 OPERATORS = (
-    "quantize", "dequantize", "quantize_int8", "prepack", "unpack",
-    "mm", "grouped_mm", "grouped_mm_masked", "indexed_mm", "moe",
+    "quantize", "dequantize", "quantize_int8", "quantize_fp8", "prepack", "unpack",
+    "mm", "grouped_mm", "grouped_mm_masked", "indexed_mm", "grouped_mm_k", "moe",
     "offs_to_m_indices", "m_indices_to_offs", "to_masked", "from_masked",
 )  # fmt: skip
 

@@ -51,6 +51,8 @@ class Activation:
     """
 
     name: str
+    function: str = "silu"
+    """f: "silu", "gelu" (exact, erf) or "gelu_tanh"."""
     interleaved: bool = False
     alpha: float = 1.0
     """f(g) = g * sigmoid(alpha * g) for the silu family."""
@@ -63,13 +65,15 @@ class Activation:
 ACTIVATIONS = {
     a.name: a
     for a in (
-        Activation("silu"),
-        Activation("gelu"),  # exact, erf
-        Activation("gelu_tanh"),
+        *(Activation(f, f) for f in ("silu", "gelu", "gelu_tanh")),
+        *(Activation(f"{f}_interleaved", f, interleaved=True) for f in ("silu", "gelu", "gelu_tanh")),
         # GPT-OSS: gate.clamp(max=7) * sigmoid(1.702 gate) * (up.clamp(-7, 7) + 1), interleaved.
         Activation("swigluoai", interleaved=True, alpha=1.702, limit=7.0, up_offset=1.0),
     )
 }
 
-A_FORMATS = ("none", "int8")
-"""How `moe` quantises activations in front of each product, by the caller's explicit choice."""
+A_FORMATS = ("none", "int8", "fp8", *FORMATS)
+"""How `moe` quantises activations in front of each product, by the caller's explicit choice.
+
+"nvfp4" gives every row a global scale of its own, so that no token depends on its batch.
+"""

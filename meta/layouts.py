@@ -1,15 +1,84 @@
-"""Orders of the bytes inside a packed weight. A layout never changes shapes, dtypes or the byte count.
+"""Orders of the bytes inside a packed weight, as data. The C++ twin is csrc/common/formats.h.
 
 `plain`: row n, byte j holds the codes of k = 2j (low nibble) and k = 2j + 1 (high nibble); always accepted.
 
 `tile16`: made by `fp4::prepack` for the CPU kernels: panels of 16 rows, interleaved so that one vector
 register holds the same few k of 16 rows. Rows past the last whole panel, and matrices whose K no
-`TILE16_K` divides, keep the plain order. csrc/cpu/layout.h defines the order inside a panel.
+`TILE16_K` divides, keep the plain order. csrc/cpu/layout.h defines the order inside a panel. Shapes, dtypes
+and byte counts are those of `plain`.
+
+`sm90`: made by `fp4::prepack` for the Hopper kernels. It holds every format in one shape: e2m1 codes, one
+scale byte a block of 16, one float32 factor a matrix; K, a multiple of 16, is padded to Kp, a multiple of
+128, with zero codes and zero scales. So packed is uint8 [..., N, Kp/2], block_scale uint8 [..., N, Kp/16] and
+global_scale float32 [...], for mxfp4 too. csrc/cpu/sm90_layout.h defines the order of the bits.
 """
 
 from __future__ import annotations
 
-LAYOUTS = ("plain", "tile16")
+from dataclasses import dataclass
+
+import torch
+
+from .formats import Format
+
+
+@dataclass(frozen=True)
+class Layout:
+    """What a layout asks of the operands, beyond the order of the bytes."""
+
+    name: str
+    n_multiple: int = 1
+    """N must be a multiple of this."""
+    k_multiple: int = 1
+    """K must be a multiple of this, ..."""
+    k_padding: int = 1
+    """... and is padded with zeros to a multiple of this."""
+    block: int | None = None
+    """If set, every format has one uint8 scale a block of this many k and one float32 factor a matrix."""
+    a_dtypes: tuple[torch.dtype, ...] | None = None
+    """The activations that its kernels read; None: all."""
+    a_formats: tuple[str, ...] | None = None
+    """The `a_format`s of `fp4::moe` that give such activations; None: all."""
+
+    def padded(self, k: int) -> int:
+        return (k + self.k_padding - 1) // self.k_padding * self.k_padding
+
+
+LAYOUTS = {
+    layout.name: layout
+    for layout in (
+        Layout("plain"),
+        Layout("tile16"),
+        Layout(
+            "sm90",
+            n_multiple=64,
+            k_multiple=16,
+            k_padding=128,
+            block=16,
+            a_dtypes=(torch.bfloat16, torch.float16, torch.float8_e4m3fn),
+            a_formats=("none", "fp8"),
+        ),
+    )
+}
+
+
+def packed_spec(
+    fmt: Format, layout: Layout, lead: tuple[int, ...], n: int, k: int
+) -> list[tuple[tuple[int, ...], torch.dtype]]:
+    """Shape and dtype of packed, block_scale and, if there is one, global_scale of a weight [*lead, n, k]."""
+    k = layout.padded(k)
+    if layout.block is None:
+        scale = ((*lead, n, fmt.num_blocks(k)), fmt.scale_dtype)
+    else:
+        scale = ((*lead, n, k // layout.block), torch.uint8)
+    spec = [((*lead, n, k // 2), torch.uint8), scale]
+    if fmt.has_global_scale or layout.block is not None:
+        spec.append((lead, torch.float32))
+    return spec
+
+
+A_LAYOUTS = ("plain", "sm90")
+"""The orders in which `fp4::quantize_fp8` can write a row."""
 
 TILE16_ROWS = 16
 TILE16_K = 32

@@ -119,7 +119,34 @@ def dequantize_int8(codes: Tensor, scale: Tensor) -> Tensor:
     return codes.to(F64) * scale.to(F64).repeat_interleave(32, -1)[..., : codes.shape[-1]]
 
 
+def quantize_fp8(x: Tensor) -> tuple[Tensor, Tensor]:
+    """scale = amax / 448 for each row, codes to nearest even; float32."""
+    x = x.float()
+    top = x.abs().amax(-1) if x.shape[-1] else x.new_zeros(x.shape[:-1])
+    scale = top / 448
+    value = torch.where(scale[..., None] > 0, x / scale[..., None], 0.0)
+    return value.clamp(-448, 448).to(torch.float8_e4m3fn), scale
+
+
+def dequantize_fp8(codes: Tensor, scale: Tensor) -> Tensor:
+    return scale_values(codes) * scale.to(F64)[..., None]
+
+
+def sm90_order(codes: Tensor) -> Tensor:
+    """Rows padded to a multiple of 128; element 16t + 8s + 4q + i of each 64 is at 32s + 16q + 4t + i."""
+    kp = ceil_div(codes.shape[-1], 128) * 128
+    out = codes.new_zeros((*codes.shape[:-1], kp))
+    for k in range(codes.shape[-1]):
+        t, s, q, i = k // 16 % 4, k // 8 % 2, k // 4 % 2, k % 4
+        out[..., k // 64 * 64 + 32 * s + 16 * q + 4 * t + i] = codes[..., k]
+    return out
+
+
 # --- operands ---
+
+GATES = (
+    "silu", "gelu", "gelu_tanh", "silu_interleaved", "gelu_interleaved", "gelu_tanh_interleaved", "swigluoai",
+)  # fmt: skip
 
 
 @dataclass
@@ -140,12 +167,19 @@ class Weight:
         return {"format": self.format, "layout": self.layout}
 
 
-def random_weight(format: str, *shape: int, device: str = "cpu", layout: str = "plain") -> Weight:
-    """shape is logical: [..., N, K]. Every code, ordinary scales, and now and then a tiny or zero one."""
+def random_weight(
+    format: str, *shape: int, device: str = "cpu", layout: str = "plain", narrow: bool = False
+) -> Weight:
+    """shape is logical: [..., N, K]. Every code, ordinary scales, and now and then a tiny or zero one.
+
+    `narrow`: mxfp4 scales within 17 binades, which is what layout sm90 holds.
+    """
     *lead, n, k = shape
     packed = torch.randint(0, 256, (*lead, n, k // 2), dtype=torch.uint8)
     scale_shape = (*lead, n, ceil_div(k, BLOCK[format]))
     common, tiny = ((0x30, 0x48), (0x00, 0x30)) if format == "nvfp4" else ((118, 125), (95, 118))
+    if format == "mxfp4" and (narrow or layout == "sm90"):
+        tiny = (107, 118)
     scale = torch.where(
         torch.rand(scale_shape) < 0.9, torch.randint(*common, scale_shape), torch.randint(*tiny, scale_shape)
     )
@@ -155,18 +189,58 @@ def random_weight(format: str, *shape: int, device: str = "cpu", layout: str = "
     packed, scale = packed.to(device), scale.to(device)
     global_scale = None if global_scale is None else global_scale.to(device)
     if layout != "plain":
-        packed, scale = torch.ops.fp4.prepack(packed, scale, format, layout)
+        packed, scale, global_scale = torch.ops.fp4.prepack(packed, scale, global_scale, format, layout)
     return Weight(format, packed, scale, global_scale, dense.to(device), layout)
 
 
-def random_activations(*shape: int, dtype: torch.dtype, device: str = "cpu"):
-    """(a, a_scale or None, the exact values in float64)."""
+@dataclass
+class Activations:
+    """Random activations of one kind as operands, and the exact values they stand for."""
+
+    data: Tensor
+    scale: Tensor | None
+    global_scale: Tensor | None
+    exact: Tensor
+    a_format: str = ""
+
+    def options(self) -> dict:
+        return {"a_format": self.a_format}
+
+    def rows(self, index) -> Activations:
+        """Some of the rows of 2D activations."""
+        scale = None if self.scale is None else self.scale[index]
+        factor = self.global_scale
+        factor = factor[index] if factor is not None and factor.dim() else factor
+        return Activations(self.data[index], scale, factor, self.exact[index], self.a_format)
+
+
+ACTIVATIONS = (torch.float32, torch.bfloat16, torch.float16, torch.int8, torch.float8_e4m3fn, *FORMATS)
+"""The kinds of activations: a dtype, or the format of packed ones."""
+
+
+def random_activations(*shape: int, kind: torch.dtype | str, device: str = "cpu") -> Activations:
     x = torch.randn(shape)
-    if dtype == torch.int8:
-        codes, scale = quantize_int8(x)
-        return codes.to(device), scale.to(device), dequantize_int8(codes, scale).to(device)
-    a = x.to(dtype).to(device)
-    return a, None, a.to(F64)
+    scale = factor = None
+    if kind == torch.int8:
+        data, scale = quantize_int8(x)
+        exact = dequantize_int8(data, scale)
+    elif kind == torch.float8_e4m3fn:
+        data, scale = quantize_fp8(x)
+        exact = dequantize_fp8(data, scale)
+    elif isinstance(kind, str):
+        lead = shape[: int(torch.randint(0, len(shape), ()))]  # one for all, one a group, or one a row
+        factor = torch.rand(lead) * 0.01 + 0.001 if kind == "nvfp4" else None
+        each = None if factor is None else factor.view(*lead, *[1] * (len(shape) - 1 - len(lead)))
+        each = None if each is None else each.expand(shape[:-1]).contiguous()
+        data, scale, _ = quantize(x[..., None, :], kind, each)
+        exact = dequantize(data, scale, each, kind).squeeze(-2)
+        data, scale = data.squeeze(-2), scale.squeeze(-2)
+    else:
+        data = x.to(kind)
+        exact = data.to(F64)
+    scale, factor = (None if t is None else t.to(device) for t in (scale, factor))
+    a_format = kind if isinstance(kind, str) else ""
+    return Activations(data.to(device), scale, factor, exact.to(device), a_format)
 
 
 # --- matrix products ---
@@ -205,11 +279,25 @@ def activate(h: Tensor, activation: str) -> Tensor:
     if activation == "swigluoai":
         gate, up = h[..., 0::2].clamp(max=7), h[..., 1::2].clamp(-7, 7)
         return gate * torch.sigmoid(1.702 * gate) * (up + 1)
-    gate, up = h.chunk(2, -1)
+    interleaved = activation.endswith("_interleaved")
+    gate, up = (h[..., 0::2], h[..., 1::2]) if interleaved else h.chunk(2, -1)
+    activation = activation.removesuffix("_interleaved")
     if activation == "silu":
         return gate * torch.sigmoid(gate) * up
     tanh = {"gelu": "none", "gelu_tanh": "tanh"}[activation]
     return torch.nn.functional.gelu(gate, approximate=tanh) * up
+
+
+def quantized(x: Tensor, a_format: str) -> Tensor:
+    """The values that activations stand for once quantised; FP4 takes each row as a matrix of its own."""
+    if a_format == "int8":
+        return dequantize_int8(*quantize_int8(x))
+    if a_format == "fp8":
+        return dequantize_fp8(*quantize_fp8(x))
+    if a_format in FORMATS:
+        packed, scale, factor = quantize(x[:, None], a_format)
+        return dequantize(packed, scale, factor, a_format).squeeze(1)
+    return x.to(F64)
 
 
 def moe(
@@ -217,11 +305,10 @@ def moe(
 ) -> Tensor:
     """out[t] = sum_j weights[t, j] * (w2[e] act(w13[e] x[t] + b13[e]) + b2[e]), e = ids[t, j]."""
     out = x.new_zeros(x.shape[0], w2.shape[1], dtype=F64)
-    a = dequantize_int8(*quantize_int8(x)) if a_format == "int8" else x.to(F64)
+    a = quantized(x, a_format)
     for j in range(ids.shape[1]):
         h = activate(indexed_mm(a, w13, ids[:, j], w13_bias), activation)
-        if a_format == "int8":
-            h = dequantize_int8(*quantize_int8(h))
+        h = quantized(h, a_format)
         out += weights[:, j, None].to(F64) * indexed_mm(h, w2, ids[:, j], w2_bias)
     return out
 

@@ -5,9 +5,10 @@ from __future__ import annotations
 import random
 
 import torch
-from reference import FORMATS, random_activations, random_weight
+from reference import ACTIVATIONS, FORMATS, GATES, Activations, random_activations, random_weight
 
 FLOATS = (torch.float32, torch.bfloat16, torch.float16)
+A_FORMATS = ("none", "int8", "fp8", "nvfp4", "mxfp4")
 WEIGHT_OPS = ("mm", "grouped_mm", "grouped_mm_masked", "indexed_mm", "moe")
 
 
@@ -25,10 +26,9 @@ def _layout(rng: random.Random, device: str) -> str:
     return rng.choice(("plain", "tile16")) if device == "cpu" else "plain"
 
 
-def _a(rng, device, *shape):
-    dtypes = (*FLOATS, torch.int8) if device == "cpu" else FLOATS
-    a, a_scale, _ = random_activations(*shape, dtype=rng.choice(dtypes), device=device)
-    return a, a_scale
+def _a(rng, device, *shape) -> Activations:
+    kinds = ACTIVATIONS if device == "cpu" else FLOATS
+    return random_activations(*shape, kind=rng.choice(kinds), device=device)
 
 
 def _bias(rng, device, *shape):
@@ -44,32 +44,41 @@ def _x(rng, device):
     return torch.randn(*lead, _sizes(rng)[1], device=device).to(rng.choice(FLOATS))
 
 
-def _matmul(rng, device, w, rows, a, a_scale, bias):
-    kwargs = {**w.options(), "out_dtype": rng.choice((None, *FLOATS))}
+def _matmul(rng, device, w, rows, a, bias):
+    kwargs = {**w.options(), **a.options(), "out_dtype": rng.choice((None, *FLOATS))}
     rows = () if rows is None else (rows,)
-    return (a, *w.operands(), *rows, a_scale, bias), kwargs
+    return (a.data, *w.operands(), *rows, a.scale, bias, a.global_scale), kwargs
 
 
 def _mm(rng, device):
     n, k = _sizes(rng)
     w = random_weight(rng.choice(FORMATS), n, k, device=device, layout=_layout(rng, device))
-    a, a_scale = _a(rng, device, rng.randint(0, 9), k)
-    return _matmul(rng, device, w, None, a, a_scale, _bias(rng, device, n))
+    return _matmul(rng, device, w, None, _a(rng, device, rng.randint(0, 9), k), _bias(rng, device, n))
 
 
 def _grouped(rng, device, kind):
     groups, m, (n, k) = rng.randint(1, 4), rng.randint(0, 9), _sizes(rng)
     w = random_weight(rng.choice(FORMATS), groups, n, k, device=device, layout=_layout(rng, device))
     if kind == "masked":
-        a, a_scale = _a(rng, device, groups, m, k)
+        a = _a(rng, device, groups, m, k)
         rows = torch.randint(0, m + 1, (groups,), dtype=torch.int32, device=device)
     else:
-        a, a_scale = _a(rng, device, m, k)
+        a = _a(rng, device, m, k)
         rows = _offs(rng, groups, m, device)
     if kind == "indexed":
         dtype = rng.choice((torch.int32, torch.int64))
         rows = torch.randint(-1, groups + 1, (m,), dtype=dtype, device=device)
-    return _matmul(rng, device, w, rows, a, a_scale, _bias(rng, device, groups, n))
+    return _matmul(rng, device, w, rows, a, _bias(rng, device, groups, n))
+
+
+def _grouped_k(rng, device):
+    n, t = rng.choice((1, 5, 16, 33)), 32 * rng.randint(0, 5) + rng.choice((0, 2, 18))
+    w = random_weight(rng.choice(FORMATS), n, t, device=device, layout=_layout(rng, device))
+    a = _a(rng, device, rng.randint(0, 9), t)
+    ends = sorted(min(t, 32 * rng.randint(0, 6)) for _ in range(rng.randint(1, 4)))
+    args = (a.data, *w.operands(), torch.tensor(ends, dtype=torch.int32, device=device), a.scale)
+    kwargs = {**w.options(), **a.options(), "out_dtype": rng.choice((None, *FLOATS))}
+    return (*args, a.global_scale), kwargs
 
 
 def _moe(rng, device):
@@ -90,8 +99,8 @@ def _moe(rng, device):
     )
     kwargs = {
         **w13.options(),
-        "activation": rng.choice(("silu", "gelu", "gelu_tanh", "swigluoai")),
-        "a_format": rng.choice(("none", "int8")) if device == "cpu" else "none",
+        "activation": rng.choice(GATES),
+        "a_format": rng.choice(A_FORMATS) if device == "cpu" else "none",
         "out_dtype": rng.choice((None, *FLOATS)),
     }
     return args, kwargs
@@ -105,14 +114,25 @@ def _quantize(rng, device):
 
 def _dequantize(rng, device):
     shape = [rng.randint(1, 4) for _ in range(rng.randint(0, 1))] + list(_sizes(rng))
-    w = random_weight(rng.choice(FORMATS), *shape, device=device, layout=_layout(rng, device))
+    layout = _layout(rng, device)
+    if device == "cpu" and rng.random() < 0.3:
+        layout, shape[-2:] = "sm90", [64, 16 * rng.randint(1, 9)]
+    w = random_weight(rng.choice(FORMATS), *shape, device=device, layout=layout)
     return (*w.operands(), w.format, rng.choice((*FLOATS, torch.float64))), {"layout": w.layout}
 
 
-def _prepack(rng, device):
+def _prepack(rng, device, undo=False):
     shape = [rng.randint(1, 4) for _ in range(rng.randint(0, 1))] + list(_sizes(rng))
-    w = random_weight(rng.choice(FORMATS), *shape, device=device)
-    return (w.packed, w.scale, w.format, _layout(rng, device)), {}
+    layout = rng.choice((_layout(rng, device), "sm90"))
+    if layout == "sm90":
+        shape[-2:] = rng.choice((64, 128)), 16 * rng.randint(1, 9)
+    held = layout if undo else "plain"
+    w = random_weight(rng.choice(FORMATS), *shape, device=device, layout=held, narrow=True)
+    return (*w.operands(), w.format, layout), {}
+
+
+def _quantize_fp8(rng, device):
+    return (_x(rng, device),), {"layout": rng.choice(("plain", "sm90"))}
 
 
 def _to_masked(rng, device):
@@ -137,12 +157,14 @@ SAMPLES = {
     "quantize": _quantize,
     "dequantize": _dequantize,
     "quantize_int8": lambda rng, device: ((_x(rng, device),), {}),
+    "quantize_fp8": _quantize_fp8,
     "prepack": _prepack,
-    "unpack": _prepack,
+    "unpack": lambda rng, device: _prepack(rng, device, undo=True),
     "mm": _mm,
     "grouped_mm": lambda rng, device: _grouped(rng, device, "sorted"),
     "grouped_mm_masked": lambda rng, device: _grouped(rng, device, "masked"),
     "indexed_mm": lambda rng, device: _grouped(rng, device, "indexed"),
+    "grouped_mm_k": _grouped_k,
     "moe": _moe,
     "offs_to_m_indices": lambda rng, device: ((_offs(rng, rng.randint(1, 4), 9, device), 9), {}),
     "m_indices_to_offs": _m_indices,

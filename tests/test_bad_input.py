@@ -15,6 +15,8 @@ fp4 = torch.ops.fp4
 
 G, N, K, M = 3, 20, 64, 6
 I32 = torch.int32
+DENSE = ("mm", "grouped_mm_k")
+PRODUCTS = ("mm", "grouped_mm", "grouped_mm_masked", "indexed_mm", "grouped_mm_k")
 
 
 @dataclass(frozen=True)
@@ -38,6 +40,8 @@ def good(op: str, device: str, case: str = "") -> dict:
         return {"x": torch.randn(G, N, K, device=device), "format": format, "global_scale": None}
     if op == "quantize_int8":
         return {"x": x}
+    if op == "quantize_fp8":
+        return {"x": x, "layout": "plain"}
     if op in ("offs_to_m_indices", "m_indices_to_offs"):
         offs = torch.tensor([2, 2, 5], dtype=I32, device=device)
         if op == "offs_to_m_indices":
@@ -59,27 +63,41 @@ def good(op: str, device: str, case: str = "") -> dict:
             "w13_bias": torch.randn(G, 64, device=device), "w2_bias": torch.randn(G, K, device=device),
             "format": format, "layout": "plain", "activation": "silu", "a_format": "none", "out_dtype": None,
         }  # fmt: skip
-    w = random_weight(format, *(() if op == "mm" else (G,)), N, K, device=device)
+    w = random_weight(format, *(() if op in DENSE else (G,)), N, K, device=device)
     if op == "dequantize":
         return {
             "packed": w.packed, "block_scale": w.scale, "global_scale": w.global_scale,
             "format": format, "dtype": torch.float32, "layout": "plain",
         }  # fmt: skip
     if op in ("prepack", "unpack"):
-        return {"packed": w.packed, "block_scale": w.scale, "format": format, "layout": "plain"}
+        return {
+            "packed": w.packed, "block_scale": w.scale, "global_scale": w.global_scale,
+            "format": format, "layout": "plain",
+        }  # fmt: skip
     a = x.expand(G, M, K).contiguous() if op == "grouped_mm_masked" else x
-    a_scale = None
+    a_scale = a_global_scale = None
+    a_format = ""
     if case == "int8":
         a, a_scale = fp4.quantize_int8(a)
+    if case == "fp8":
+        a, a_scale = fp4.quantize_fp8(a)
+    if case in ("w4a4", "w4a4 mxfp4"):
+        a_format = case.removeprefix("w4a4 ").replace("w4a4", "nvfp4")
+        a, a_scale, a_global_scale = fp4.quantize(a, a_format)
+    rest = {"a_scale": a_scale, "a_global_scale": a_global_scale, "a_format": a_format}
     args = {"a": a, "b": w.packed, "b_scale": w.scale, "b_global_scale": w.global_scale}
+    if op == "grouped_mm_k":
+        args["offs"] = torch.tensor([32, 32, 64], dtype=I32, device=device)
     if op == "grouped_mm":
         args["offs"] = torch.tensor([2, 2, 5], dtype=I32, device=device)
     if op == "grouped_mm_masked":
         args["masked_m"] = torch.tensor([2, 0, 6], dtype=I32, device=device)
     if op == "indexed_mm":
         args["expert_ids"] = torch.randint(0, G, (M,), device=device)
-    bias = torch.randn(*(() if op == "mm" else (G,)), N, device=device)
-    return {**args, "a_scale": a_scale, "bias": bias, "format": format, "layout": "plain", "out_dtype": None}
+    bias = torch.randn(*(() if op in DENSE else (G,)), N, device=device)
+    if op != "grouped_mm_k":
+        rest["bias"] = bias
+    return {**args, **rest, "format": format, "layout": "plain", "out_dtype": None}
 
 
 def to(dtype):
@@ -96,12 +114,13 @@ def first(t):
 
 FLOAT_NAMES = "float32 or bfloat16 or float16"
 FORMAT_NAMES = "it must be one of: mxfp4, nvfp4"
-LAYOUT_NAMES = "it must be one of: plain, tile16"
+LAYOUT_NAMES = "it must be one of: plain, sm90, tile16"
+ACTIVATION_NAMES = f"{FLOAT_NAMES} or int8 or float8_e4m3fn or uint8 or float4_e2m1fn_x2"
 
 
 def weight_cases(op: str, b: str, device_like: str = "") -> list[Bad]:
     """What can be wrong with a packed weight called `b`."""
-    grouped = op != "mm"
+    grouped = op not in DENSE
     rows, k = (N, K) if b == "b" else {"w13": (64, K), "w2": (K, 32)}[b]
     lead = f"{G}, " if grouped else ""
     dim = 3 if grouped else 2
@@ -124,26 +143,101 @@ def matmul_cases(op: str) -> list[Bad]:
     masked = op == "grouped_mm_masked"
     dim = 3 if masked else 2
     lead = f"{G}, " if masked else ""
-    bias = f"[{N}]" if op == "mm" else f"[{G}, {N}]"
-    shorter = f"[{N - 1}]" if op == "mm" else f"[{G}, {N - 1}]"
+    rows = f"[{G}, {M}]" if masked else f"[{M}]"
     return [
         Bad(op, {"format": "fp4"}, f"format is 'fp4'; {FORMAT_NAMES}"),
         Bad(op, {"layout": "tiles"}, f"layout is 'tiles'; {LAYOUT_NAMES}"),
         *weight_cases(op, "b"),
-        Bad(op, {"a": to(torch.float64)}, f"a has dtype float64; it must be {FLOAT_NAMES} or int8"),
+        Bad(op, {"a": to(torch.float64)}, f"a has dtype float64; it must be {ACTIVATION_NAMES}"),
         Bad(op, {"a": first}, f"a has {dim - 1} dimensions; it must have {dim}"),
         Bad(
             op, {"a": lambda a: a[..., :-2]}, f"a has {K - 2} columns; b has K = {K}, and they must be equal"
         ),
         Bad(op, {"a": to(torch.int8)}, "a_scale is missing; int8 activations need one"),
-        Bad(op, {"a_scale": lambda _: torch.ones(M, 2)}, "a_scale was given; only int8 activations have one"),
+        Bad(op, {"a_scale": lambda _: torch.ones(M, 2)}, "a_scale was given; float32 activations have none"),
         Bad(op, {"a_scale": to(torch.float16)}, "a_scale has dtype float16; it must be float32", "int8"),
         Bad(op, {"a_scale": cut}, f"a_scale has shape [{lead}{M}, 1]; it must be [{lead}{M}, 2]", "int8"),
-        Bad(op, {"bias": to(torch.int32)}, f"bias has dtype int32; it must be {FLOAT_NAMES}"),
-        Bad(op, {"bias": cut}, f"bias has shape {shorter}; it must be {bias}"),
+        Bad(op, {"a": to(torch.float8_e4m3fn)}, "a_scale is missing; float8_e4m3fn activations need one"),
+        Bad(op, {"a_scale": to(torch.float64)}, "a_scale has dtype float64; it must be float32", "fp8"),
+        Bad(op, {"a_scale": lambda s: s[..., None]}, f"a_scale has shape {rows[:-1]}, 1]; it must be {rows}", "fp8"),
+        Bad(op, {"a_format": "nvfp4"}, "a_format is 'nvfp4'; only packed a has one, for others it must be ''"),
+        Bad(op, {"a_format": ""}, "a_format is ''; for packed a it must be one of: mxfp4, nvfp4", "w4a4"),
+        Bad(op, {"a_format": "mxfp4"}, "a_scale has dtype float8_e4m3fn; it must be float8_e8m0fnu", "w4a4"),
+        Bad(op, {"a": cut}, f"a has {K - 2} columns; b has K = {K}, and they must be equal", "w4a4"),
+        Bad(op, {"a_scale": None}, "a_scale is missing; mxfp4 activations need one", "w4a4 mxfp4"),
+        Bad(op, {"a_scale": cut}, f"a_scale has shape [{lead}{M}, 3]; it must be [{lead}{M}, 4]", "w4a4"),
+        Bad(op, {"a_global_scale": None}, "a_global_scale is missing; nvfp4 activations need one", "w4a4"),
+        Bad(op, {"a_global_scale": to(torch.float16)}, "a_global_scale has dtype float16; it must be float32", "w4a4"),
+        Bad(op, {"a_global_scale": lambda _: torch.ones(7)}, f"a_global_scale has shape [7]; it must be [{G if masked else M}]", "w4a4"),
+        Bad(op, {"a_global_scale": lambda _: torch.ones(2, 2, 2)}, f"a_global_scale has 3 dimensions; it must have at most {dim - 1}", "w4a4"),
+        Bad(op, {"a_global_scale": lambda _: torch.ones(())}, "a_global_scale was given; only nvfp4 activations have one", "w4a4 mxfp4"),
+        Bad(op, {"a_global_scale": lambda _: torch.ones(())}, "a_global_scale was given; only nvfp4 activations have one", "int8"),
         Bad(op, {"out_dtype": torch.int8}, f"out_dtype is int8; it must be {FLOAT_NAMES}"),
         Bad(op, {"out_dtype": torch.float64}, f"out_dtype is float64; it must be {FLOAT_NAMES}"),
+        *(() if op == "grouped_mm_k" else bias_cases(op)),
+    ]  # fmt: skip
+
+
+def bias_cases(op: str) -> list[Bad]:
+    bias = f"[{N}]" if op == "mm" else f"[{G}, {N}]"
+    shorter = f"[{N - 1}]" if op == "mm" else f"[{G}, {N - 1}]"
+    return [
+        Bad(op, {"bias": to(torch.int32)}, f"bias has dtype int32; it must be {FLOAT_NAMES}"),
+        Bad(op, {"bias": cut}, f"bias has shape {shorter}; it must be {bias}"),
     ]
+
+
+def sm90(**changes):
+    """Operands in the shapes of layout sm90, some of them changed."""
+    kp = 128
+    good = {
+        "b": torch.zeros(G, 64, kp // 2, dtype=torch.uint8),
+        "b_scale": torch.zeros(G, 64, kp // 16, dtype=torch.uint8),
+        "b_global_scale": torch.ones(G),
+        "bias": None,
+        "layout": "sm90",
+        "a": torch.randn(M, K).bfloat16(),
+    }
+    return {**good, **changes}
+
+
+def moe_sm90(**changes):
+    w13, w2 = (random_weight("nvfp4", G, *s, layout="sm90") for s in ((2 * 32, K), (K, 32)))
+    good = {
+        "w13": w13.packed, "w13_scale": w13.scale, "w13_global_scale": w13.global_scale,
+        "w2": w2.packed, "w2_scale": w2.scale, "w2_global_scale": w2.global_scale, "layout": "sm90",
+    }  # fmt: skip
+    return {**good, **changes}
+
+
+def sm90_cases() -> list[Bad]:
+    """What layout sm90 asks for: its shapes, with any format, and its activations."""
+    op, u8, fp8 = "grouped_mm", torch.uint8, torch.zeros(M, 128, dtype=torch.float8_e4m3fn)
+    needs, padded = (
+        "layout 'sm90' needs a multiple of",
+        "b has K = 128 (padded to a multiple of 128), and they must be equal",
+    )
+    return [
+        Bad(op, sm90(b=torch.zeros(G, 80, 64, dtype=u8)), f"b has 80 rows; {needs} 64"),
+        Bad(op, sm90(b=torch.zeros(G, 64, 32, dtype=u8)), f"b has 64 columns; {needs} 128"),
+        Bad(op, sm90(b_scale=torch.zeros(G, 64, 8).to(torch.float8_e4m3fn)), "b_scale has dtype float8_e4m3fn; it must be uint8"),
+        Bad(op, sm90(b_scale=torch.zeros(G, 64, 4, dtype=u8)), f"b_scale has shape [{G}, 64, 4]; it must be [{G}, 64, 8]", "mxfp4"),
+        Bad(op, sm90(b_global_scale=None), "b_global_scale is missing; layout 'sm90' needs one", "mxfp4"),
+        Bad(op, sm90(b_global_scale=torch.ones(2)), f"b_global_scale has shape [2]; it must be [{G}]"),
+        Bad(op, sm90(a=torch.randn(M, K)), "a has dtype float32; layout 'sm90' reads bfloat16 or float16 or float8_e4m3fn"),
+        Bad(op, sm90(a=torch.randn(M, 72).half()), f"a has 72 columns; {needs} 16"),
+        Bad(op, sm90(a=torch.randn(M, 144).half()), f"a has 144 columns; {padded}"),
+        Bad(op, sm90(a=fp8), "a_scale is missing; float8_e4m3fn activations need one"),
+        Bad(op, sm90(a=fp8[:, :64]), f"a has 64 columns; {padded}"),
+        Bad("prepack", {"layout": "sm90"}, f"packed has {N} rows; {needs} 64"),
+        Bad("prepack", {"layout": "sm90", "packed": torch.zeros(G, 64, 36, dtype=u8), "block_scale": torch.zeros(G, 64, 5).to(torch.float8_e4m3fn)},
+            f"packed has 72 columns; {needs} 16"),
+        Bad("unpack", {"layout": "sm90"}, f"packed has {N} rows; {needs} 64"),
+        Bad("dequantize", {"layout": "sm90"}, f"packed has {N} rows; {needs} 64"),
+        Bad("moe", moe_sm90(a_format="int8"), "a_format is 'int8'; with layout 'sm90' it must be one of: none, fp8"),
+        Bad("moe", moe_sm90(), "x has dtype float32; layout 'sm90' reads bfloat16 or float16"),
+        Bad("moe", moe_sm90(a_format="fp8", x=torch.randn(M, 72)), f"x has 72 columns; {needs} 16"),
+    ]  # fmt: skip
 
 
 BAD = (
@@ -174,11 +268,19 @@ BAD = (
             Bad(op, {"layout": "x"}, f"layout is 'x'; {LAYOUT_NAMES}"),
             Bad(op, {"packed": to(torch.float32)}, "packed has dtype float32; it must be uint8 or float4_e2m1fn_x2"),
             Bad(op, {"packed": lambda p: p[0, 0]}, "packed has 1 dimensions; it must have 2 or 3"),
+            Bad(op, {"global_scale": None}, "global_scale is missing; format nvfp4 needs one"),
+            Bad(op, {"global_scale": first}, f"global_scale has shape []; it must be [{G}]"),
             Bad(op, {"block_scale": to(torch.uint8)}, "block_scale has dtype uint8; it must be float8_e4m3fn"),
             Bad(op, {"block_scale": cut}, f"block_scale has shape [{G}, {N}, 3]; it must be [{G}, {N}, 4]"),
         )
     ),
-    *(bad for op in ("mm", "grouped_mm", "grouped_mm_masked", "indexed_mm") for bad in matmul_cases(op)),
+    Bad("quantize_fp8", {"x": to(torch.float64)}, f"x has dtype float64; it must be {FLOAT_NAMES}"),
+    Bad("quantize_fp8", {"x": lambda x: x[0, 0]}, "x has 0 dimensions; it must have 1 or more"),
+    Bad("quantize_fp8", {"layout": "tile16"}, "layout is 'tile16'; it must be one of: plain, sm90"),
+    *(bad for op in PRODUCTS for bad in matmul_cases(op)),
+    *sm90_cases(),
+    Bad("grouped_mm_k", {"offs": to(torch.int64)}, "offs has dtype int64; it must be int32"),
+    Bad("grouped_mm_k", {"offs": first}, "offs has 0 dimensions; it must have 1"),
     Bad("grouped_mm", {"offs": to(torch.int64)}, "offs has dtype int64; it must be int32"),
     Bad("grouped_mm", {"offs": cut}, f"offs has shape [{G - 1}]; it must be [{G}]"),
     Bad("grouped_mm_masked", {"masked_m": to(torch.int64)}, "masked_m has dtype int64; it must be int32"),
@@ -188,8 +290,8 @@ BAD = (
     Bad("indexed_mm", {"expert_ids": cut}, f"expert_ids has shape [{M - 1}]; it must be [{M}]"),
     *weight_cases("moe", "w13"),
     *weight_cases("moe", "w2"),
-    Bad("moe", {"activation": "relu"}, "activation is 'relu'; it must be one of: gelu, gelu_tanh, silu, swigluoai"),
-    Bad("moe", {"a_format": "fp8"}, "a_format is 'fp8'; it must be one of: int8, none"),
+    Bad("moe", {"activation": "relu"}, "activation is 'relu'; it must be one of: gelu, gelu_interleaved, gelu_tanh, gelu_tanh_interleaved, silu, silu_interleaved, swigluoai"),
+    Bad("moe", {"a_format": "fp16"}, "a_format is 'fp16'; it must be one of: fp8, int8, mxfp4, none, nvfp4"),
     Bad("moe", {"x": to(torch.int8)}, f"x has dtype int8; it must be {FLOAT_NAMES}"),
     Bad("moe", {"x": first}, "x has 1 dimensions; it must have 2"),
     Bad("moe", {"x": lambda x: x[:, :-2]}, f"x has {K - 2} columns; w13 has K = {K}, and they must be equal"),
@@ -245,7 +347,7 @@ def test_real_and_fake_say_the_same(bad, device):
 
 def test_the_good_calls_are_good(device):
     for bad in BAD:
-        if device == "cuda" and bad.case == "int8":
+        if device == "cuda" and (bad.case not in ("", "mxfp4") or bad.op in ("quantize_fp8", "grouped_mm_k")):
             continue
         getattr(fp4, bad.op)(**good(bad.op, device, bad.case))
 
@@ -256,6 +358,23 @@ DATA = (
     Bad("grouped_mm", {"offs": torch.tensor([2, 3, 7], dtype=I32)}, r"offs .*7.*6"),
     Bad("grouped_mm", {"offs": torch.tensor([-1, 3, 4], dtype=I32)}, r"offs .*-1"),
     Bad("grouped_mm_masked", {"masked_m": torch.tensor([2, 7, 0], dtype=I32)}, r"masked_m.*7.*6"),
+    Bad(
+        "grouped_mm_k",
+        {"offs": torch.tensor([32, 16, 64], dtype=I32)},
+        r"offs decreases from 32 to 16 at index 1",
+    ),
+    Bad(
+        "grouped_mm_k",
+        {"offs": torch.tensor([32, 96], dtype=I32)},
+        r"offs is 96 at index 1; a has only 64 columns",
+    ),
+    Bad(
+        "grouped_mm_k",
+        {"offs": torch.tensor([24], dtype=I32)},
+        r"offs is 24 at index 0; it must be a multiple of 16 \(a block of scales\) or 64",
+    ),
+    Bad("grouped_mm_k", {"offs": torch.tensor([48], dtype=I32)}, r"offs is 48 .* multiple of 32", "mxfp4"),
+    Bad("grouped_mm_k", {"offs": torch.tensor([48], dtype=I32)}, r"offs is 48 .* multiple of 32", "int8"),
     Bad("grouped_mm_masked", {"masked_m": torch.tensor([2, -1, 0], dtype=I32)}, r"masked_m.*-1"),
     Bad("offs_to_m_indices", {"offs": torch.tensor([2, 1, 5], dtype=I32)}, r"offs .*decrease"),
     Bad("offs_to_m_indices", {"offs": torch.tensor([2, 3, 7], dtype=I32)}, r"offs .*7.*6"),

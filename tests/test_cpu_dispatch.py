@@ -21,7 +21,15 @@ import fp4_ops  # noqa: F401  loads the operators
 
 CAPABILITIES = ("scalar", "avx2", "avx512")
 LAYOUTS = ("plain", "tile16")
-A_DTYPES = {"f32": torch.float32, "bf16": torch.bfloat16, "f16": torch.float16, "int8": torch.int8}
+KINDS = {
+    "f32": torch.float32,
+    "bf16": torch.bfloat16,
+    "f16": torch.float16,
+    "int8": torch.int8,
+    "fp8": torch.float8_e4m3fn,
+    "nvfp4": "nvfp4",
+    "mxfp4": "mxfp4",
+}
 CALLS = (
     # M, N, K: panels of 16 rows with and without a rest, K = 32 x odd, K that no block divides.
     (0, 37, 96),
@@ -33,41 +41,46 @@ CALLS = (
     (65, 31, 66),
     (65, 37, 96),
 )
-ACTIVATIONS = ("silu", "gelu", "gelu_tanh", "swigluoai")
+# In units of the bound for float32: one step of the codes of a few hidden values.
+STEP = {"int8": 500, "fp8": 1000, "nvfp4": 5000, "mxfp4": 5000}
 
 
-def check_products(format: str, a_dtype: torch.dtype, layout: str) -> int:
+def check_products(format: str, a_kind: str, layout: str) -> int:
     """grouped_mm and indexed_mm with an empty expert in the middle; returns the comparisons made."""
     for m, n, k in CALLS:
         w = reference.random_weight(format, 3, n, k, layout=layout)
-        a, a_scale, exact = reference.random_activations(m, k, dtype=a_dtype)
+        a = reference.random_activations(m, k, kind=KINDS[a_kind])
         bias = torch.randn(3, n, dtype=torch.bfloat16)
         first = int(torch.randint(0, m + 1, ()))
         offs = torch.tensor([first, first, m], dtype=torch.int32)
         ids = reference.m_indices(offs, m)
-        want = reference.indexed_mm(exact, w.dense, ids, bias)
+        want = reference.indexed_mm(a.exact, w.dense, ids, bias)
         for out_dtype in (torch.float32, torch.bfloat16):
-            options = dict(w.options(), out_dtype=out_dtype)
-            got = torch.ops.fp4.grouped_mm(a, *w.operands(), offs, a_scale, bias, **options)
+            options = {**w.options(), **a.options(), "out_dtype": out_dtype}
+            got = torch.ops.fp4.grouped_mm(
+                a.data, *w.operands(), offs, a.scale, bias, a.global_scale, **options
+            )
             reference.assert_close(got, want, out_dtype, k)
-            reference.assert_rows_close(got, exact, w.dense[ids.long()], want, out_dtype)
+            reference.assert_rows_close(got, a.exact, w.dense[ids.long()], want, out_dtype)
             shuffled = torch.randperm(m)
-            scale = None if a_scale is None else a_scale[shuffled]
-            got = torch.ops.fp4.indexed_mm(a[shuffled], *w.operands(), ids[shuffled], scale, bias, **options)
+            r = a.rows(shuffled)
+            got = torch.ops.fp4.indexed_mm(
+                r.data, *w.operands(), ids[shuffled], r.scale, bias, r.global_scale, **options
+            )
             reference.assert_close(got, want[shuffled], out_dtype, k)
     return 4 * len(CALLS)
 
 
-def check_moe(format: str, a_dtype: torch.dtype, layout: str) -> int:
+def check_moe(format: str, a_kind: str, layout: str) -> int:
     """The whole block for each activation function, with an id that no expert has."""
-    int8 = a_dtype == torch.int8
-    for activation, tokens in itertools.product(ACTIVATIONS, (1, 19)):
+    quantised = a_kind in ("int8", "fp8", "nvfp4", "mxfp4")
+    for activation, tokens in itertools.product(reference.GATES, (1, 19)):
         w13 = reference.random_weight(format, 4, 2 * 48, 64, layout=layout)
         w2 = reference.random_weight(format, 4, 64, 48, layout=layout)
-        x = (torch.randn(tokens, 64) * 4).to(torch.float32 if int8 else a_dtype)
+        x = (torch.randn(tokens, 64) * 4).to(torch.float32 if quantised else KINDS[a_kind])
         ids = torch.randint(0, 5, (tokens, 3))
         weights = torch.rand(tokens, 3)
-        options = {"activation": activation, "a_format": "int8" if int8 else "none"}
+        options = {"activation": activation, "a_format": a_kind if quantised else "none"}
         want = reference.moe(x, ids, weights, w13.dense, w2.dense, **options)
         got = torch.ops.fp4.moe(
             x,
@@ -79,22 +92,22 @@ def check_moe(format: str, a_dtype: torch.dtype, layout: str) -> int:
             **w13.options(),
             **options,
         )
-        # A hidden value at the middle between two int8 codes may land on either.
-        reference.assert_close(got, want, torch.float32, 64, factor=500 if int8 else 1)
-    return 2 * len(ACTIVATIONS)
+        # A hidden value at the middle between two codes may land on either.
+        reference.assert_close(got, want, torch.float32, 64, factor=STEP.get(a_kind, 1))
+    return 2 * len(reference.GATES)
 
 
 CHECKS = {"products": check_products, "moe": check_moe}
-CASES = tuple(itertools.product(CHECKS, reference.FORMATS, A_DTYPES, LAYOUTS))
+CASES = tuple(itertools.product(CHECKS, reference.FORMATS, KINDS, LAYOUTS))
 
 
 def main(seed: str) -> None:
     results = {"capability": torch.ops.fp4.cpu_capability()}
     for case in CASES:
-        check, format, a_dtype, layout = case
+        check, format, a_kind, layout = case
         torch.manual_seed(int(seed))
         try:
-            results[":".join(case)] = CHECKS[check](format, A_DTYPES[a_dtype], layout)
+            results[":".join(case)] = CHECKS[check](format, a_kind, layout)
         except (AssertionError, RuntimeError):
             results[":".join(case)] = traceback.format_exc()
     print(json.dumps(results))

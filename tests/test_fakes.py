@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
-from samples import SAMPLES, sample
+from samples import FLOATS, SAMPLES, sample
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.fx.experimental.proxy_tensor import make_fx
 from torch.utils import _pytree as pytree
@@ -43,6 +43,7 @@ def test_meta_device(op):
 TOKENS = {
     "quantize": (0,),
     "quantize_int8": (0,),
+    "quantize_fp8": (0,),
     "mm": (0,),
     "grouped_mm": (0,),
     "indexed_mm": (0, 4),
@@ -56,7 +57,7 @@ def floating_sample(op: str):
     while True:
         args, kwargs = sample(op)
         first = args[0]
-        if first.dim() == 2 and first.dtype != torch.int8 and first.shape[0] >= 2:
+        if first.dim() == 2 and first.dtype in FLOATS and first.shape[0] >= 2:
             return args, kwargs
 
 

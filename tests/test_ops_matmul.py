@@ -48,7 +48,10 @@ CASES = (
     Case("two_k", rows=(3, 2), n=16, k=2),
     Case("tiles", rows=(64, 0, 33), n=128, k=256),
 )
-DTYPES = {"f32": torch.float32, "bf16": torch.bfloat16, "f16": torch.float16, "int8": torch.int8}
+KINDS = {
+    "f32": torch.float32, "bf16": torch.bfloat16, "f16": torch.float16, "int8": torch.int8,
+    "fp8": torch.float8_e4m3fn, "nvfp4": "nvfp4", "mxfp4": "mxfp4",
+}  # fmt: skip
 OUT_DTYPES = (None, torch.float32, torch.bfloat16, torch.float16)
 LAYOUTS = ("plain", "tile16")
 
@@ -70,61 +73,90 @@ def layout(request, device) -> str:
     return request.param
 
 
-@pytest.fixture(params=DTYPES)
-def a_dtype(request, device) -> torch.dtype:
-    if device == "cuda" and request.param == "int8":
-        pytest.skip("int8 activations run on the CPU only")
-    return DTYPES[request.param]
+@pytest.fixture(params=KINDS)
+def kind(request, device) -> torch.dtype | str:
+    if device == "cuda" and request.param in ("int8", "fp8", "nvfp4", "mxfp4"):
+        pytest.skip("quantised activations run on the CPU only")
+    return KINDS[request.param]
 
 
-def variants(a_dtype: torch.dtype, *bias_shape: int, device: str):
+def options(w, a) -> dict:
+    return {**w.options(), **a.options()}
+
+
+def variants(kind: torch.dtype | str, *bias_shape: int, device: str):
     """Every out_dtype, with and without a bias of every dtype in turn."""
     biases = (None, torch.float32, torch.bfloat16, torch.float16)
     for (out_dtype, with_bias), bias_dtype in zip(
         itertools.product(OUT_DTYPES, (False, True)), itertools.cycle(biases[1:])
     ):
         bias = torch.randn(bias_shape).to(bias_dtype).to(device) if with_bias else None
-        want = out_dtype or (torch.bfloat16 if a_dtype == torch.int8 else a_dtype)
+        own = kind in (torch.float32, torch.bfloat16, torch.float16)
+        want = out_dtype or (kind if own else torch.bfloat16)
         yield bias, out_dtype, want
 
 
-def test_mm(case, format, a_dtype, layout, device):
+def test_mm(case, format, kind, layout, device):
     w = random_weight(format, case.n, case.k, device=device, layout=layout)
-    a, a_scale, exact = random_activations(sum(case.rows), case.k, dtype=a_dtype, device=device)
-    for bias, out_dtype, dtype in variants(a_dtype, case.n, device=device):
+    a = random_activations(sum(case.rows), case.k, kind=kind, device=device)
+    for bias, out_dtype, dtype in variants(kind, case.n, device=device):
         with poisoned():
-            out = fp4.mm(a, *w.operands(), a_scale, bias, **w.options(), out_dtype=out_dtype)
-        want = mm(exact, w.dense, bias)
+            out = fp4.mm(
+                a.data,
+                *w.operands(),
+                a.scale,
+                bias,
+                a.global_scale,
+                **options(w, a),
+                out_dtype=out_dtype,
+            )
+        want = mm(a.exact, w.dense, bias)
         assert_close(out, want, dtype, case.k)
-        assert_rows_close(out, exact, w.dense, want, dtype)
+        assert_rows_close(out, a.exact, w.dense, want, dtype)
 
 
-def test_grouped_mm(case, format, a_dtype, layout, device):
+def test_grouped_mm(case, format, kind, layout, device):
     groups, m = len(case.rows), sum(case.rows) + case.past
     w = random_weight(format, groups, case.n, case.k, device=device, layout=layout)
-    a, a_scale, exact = random_activations(m, case.k, dtype=a_dtype, device=device)
+    a = random_activations(m, case.k, kind=kind, device=device)
     offs = torch.tensor(case.rows, dtype=torch.int32, device=device).cumsum(0, dtype=torch.int32)
     ids = m_indices(offs, m)
-    for bias, out_dtype, dtype in variants(a_dtype, groups, case.n, device=device):
+    for bias, out_dtype, dtype in variants(kind, groups, case.n, device=device):
         with poisoned():
-            out = fp4.grouped_mm(a, *w.operands(), offs, a_scale, bias, **w.options(), out_dtype=out_dtype)
-        want = indexed_mm(exact, w.dense, ids, bias)
+            out = fp4.grouped_mm(
+                a.data,
+                *w.operands(),
+                offs,
+                a.scale,
+                bias,
+                a.global_scale,
+                **options(w, a),
+                out_dtype=out_dtype,
+            )
+        want = indexed_mm(a.exact, w.dense, ids, bias)
         assert_close(out, want, dtype, case.k)
-        assert_rows_close(out, exact, w.dense[ids], want, dtype)
+        assert_rows_close(out, a.exact, w.dense[ids], want, dtype)
         assert (out[ids < 0] == 0).all()
 
 
-def test_grouped_mm_masked(case, format, a_dtype, layout, device):
+def test_grouped_mm_masked(case, format, kind, layout, device):
     groups, max_m = len(case.rows), max(case.rows) + case.past
     w = random_weight(format, groups, case.n, case.k, device=device, layout=layout)
-    a, a_scale, exact = random_activations(groups, max_m, case.k, dtype=a_dtype, device=device)
+    a = random_activations(groups, max_m, case.k, kind=kind, device=device)
     masked_m = torch.tensor(case.rows, dtype=torch.int32, device=device)
     ids = masked_indices(masked_m, max_m)
-    flat = exact.flatten(0, 1)
-    for bias, out_dtype, dtype in variants(a_dtype, groups, case.n, device=device):
+    flat = a.exact.flatten(0, 1)
+    for bias, out_dtype, dtype in variants(kind, groups, case.n, device=device):
         with poisoned():
             out = fp4.grouped_mm_masked(
-                a, *w.operands(), masked_m, a_scale, bias, **w.options(), out_dtype=out_dtype
+                a.data,
+                *w.operands(),
+                masked_m,
+                a.scale,
+                bias,
+                a.global_scale,
+                **options(w, a),
+                out_dtype=out_dtype,
             )
         assert out.shape == (groups, max_m, case.n)
         want = indexed_mm(flat, w.dense, ids.flatten(), bias)
@@ -134,36 +166,80 @@ def test_grouped_mm_masked(case, format, a_dtype, layout, device):
 
 
 @pytest.mark.parametrize("id_dtype", [torch.int32, torch.int64], ids=["ids32", "ids64"])
-def test_indexed_mm(case, format, a_dtype, layout, device, id_dtype):
+def test_indexed_mm(case, format, kind, layout, device, id_dtype):
     groups, m = len(case.rows), sum(case.rows) + case.past
     w = random_weight(format, groups, case.n, case.k, device=device, layout=layout)
-    a, a_scale, exact = random_activations(m, case.k, dtype=a_dtype, device=device)
+    a = random_activations(m, case.k, kind=kind, device=device)
     ids = torch.randint(-1, groups + 1, (m,), dtype=id_dtype, device=device)  # -1 and G: not on this rank
     inside = torch.where(ids < groups, ids, -1)
-    for bias, out_dtype, dtype in variants(a_dtype, groups, case.n, device=device):
+    for bias, out_dtype, dtype in variants(kind, groups, case.n, device=device):
         with poisoned():
-            out = fp4.indexed_mm(a, *w.operands(), ids, a_scale, bias, **w.options(), out_dtype=out_dtype)
-        want = indexed_mm(exact, w.dense, inside, bias)
+            out = fp4.indexed_mm(
+                a.data,
+                *w.operands(),
+                ids,
+                a.scale,
+                bias,
+                a.global_scale,
+                **options(w, a),
+                out_dtype=out_dtype,
+            )
+        want = indexed_mm(a.exact, w.dense, inside, bias)
         assert_close(out, want, dtype, case.k)
-        assert_rows_close(out, exact, w.dense[inside], want, dtype)
+        assert_rows_close(out, a.exact, w.dense[inside], want, dtype)
         assert (out[inside < 0] == 0).all()
+
+
+@pytest.mark.parametrize("ends", [(32, 32, 96), (64,), (0, 94), (96, 96, 160, 178), (0, 0), ()], ids=str)
+def test_grouped_mm_k(ends, format, kind, layout, device):
+    """out[g] = a[:, begin:end] @ b[:, begin:end].T; a group without columns is zeros."""
+    if device == "cuda":
+        pytest.skip("runs on the CPU only")
+    m, n, t = 5, 37, max(ends, default=0) + 34  # columns past the last end belong to no group
+    if 94 in ends or 178 in ends:
+        t -= 34  # the last group may end at the end of K, which no block divides
+    w = random_weight(format, n, t, device=device, layout=layout)
+    a = random_activations(m, t, kind=kind, device=device)
+    offs = torch.tensor(ends, dtype=torch.int32, device=device)
+    for out_dtype in (torch.float32, torch.bfloat16):
+        with poisoned():
+            out = fp4.grouped_mm_k(
+                a.data, *w.operands(), offs, a.scale, a.global_scale,
+                **options(w, a), out_dtype=out_dtype,
+            )  # fmt: skip
+        assert out.shape == (len(ends), m, n)
+        for g, (begin, end) in enumerate(itertools.pairwise((0, *ends))):
+            exact, dense = a.exact[:, begin:end], w.dense[:, begin:end]
+            want = mm(exact, dense)
+            assert_close(out[g], want, out_dtype, max(1, end - begin))
+            assert_rows_close(out[g], exact, dense, want, out_dtype)
+
+
+def test_columns_of_other_groups_do_not_leak(format, layout):
+    """NaN in one group's columns stays in that group, short last block or not."""
+    w = random_weight(format, 8, 80, layout=layout)
+    a = random_activations(3, 80, kind=torch.float32)
+    a.data[:, 64:] = torch.nan
+    offs = torch.tensor([32, 64, 80], dtype=torch.int32)
+    out = fp4.grouped_mm_k(a.data, *w.operands(), offs, **w.options())
+    assert torch.isfinite(out[:2]).all() and out[2].isnan().all()
 
 
 def test_extreme_ids_give_zero_rows(format, device):
     w = random_weight(format, 3, 20, 64, device=device)
     big = torch.iinfo(torch.int64)
     ids = torch.tensor([big.min, -(2**32), 2**32, 2**32 + 1, big.max, 2], device=device)
-    a, _, exact = random_activations(len(ids), 64, dtype=torch.float32, device=device)
-    out = fp4.indexed_mm(a, *w.operands(), ids, **w.options())
+    a = random_activations(len(ids), 64, kind=torch.float32, device=device)
+    out = fp4.indexed_mm(a.data, *w.operands(), ids, **w.options())
     assert (out[:-1] == 0).all()
-    assert_close(out[-1:], mm(exact[-1:], w.dense[2]), torch.float32, 64)
+    assert_close(out[-1:], mm(a.exact[-1:], w.dense[2]), torch.float32, 64)
 
 
-def test_noncontiguous_operands(format, a_dtype, layout, device):
+def test_noncontiguous_operands(format, kind, layout, device):
     """Strides are honoured: transposed, sliced and expanded inputs give what their copies give."""
     groups, n, k, m = 3, 33, 64, 8
     w = random_weight(format, groups, n, k, device=device, layout=layout)
-    a, a_scale, _ = random_activations(m, k, dtype=a_dtype, device=device)
+    a = random_activations(m, k, kind=kind, device=device)
     offs = torch.tensor([2, 2, 7], dtype=torch.int32, device=device)
     bias = torch.randn(groups, n, device=device)
 
@@ -177,33 +253,32 @@ def test_noncontiguous_operands(format, a_dtype, layout, device):
         assert t.numel() < 2 or not view.is_contiguous()
         return view
 
-    want = fp4.grouped_mm(a, *w.operands(), offs, a_scale, bias, **w.options())
-    got = fp4.grouped_mm(
-        strided(a), *map(strided, w.operands()), strided(offs), strided(a_scale), strided(bias), **w.options()
-    )
+    want = fp4.grouped_mm(a.data, *w.operands(), offs, a.scale, bias, a.global_scale, **options(w, a))
+    rows = (strided(offs), strided(a.scale), strided(bias), strided(a.global_scale))
+    got = fp4.grouped_mm(strided(a.data), *map(strided, w.operands()), *rows, **options(w, a))
     assert torch.equal(got, want)
-    transposed = a.t().contiguous().t()
-    assert torch.equal(fp4.grouped_mm(transposed, *w.operands(), offs, a_scale, bias, **w.options()), want)
+    transposed = a.data.t().contiguous().t()
+    assert torch.equal(fp4.grouped_mm(transposed, *w.operands(), *rows, **options(w, a)), want)
 
 
 def test_float4_dtype_is_accepted(format, device):
     w = random_weight(format, 24, 64, device=device)
-    a, _, _ = random_activations(3, 64, dtype=torch.bfloat16, device=device)
+    a = random_activations(3, 64, kind=torch.bfloat16, device=device)
     packed = w.packed.view(torch.float4_e2m1fn_x2)
-    got = fp4.mm(a, packed, w.scale, w.global_scale, **w.options())
-    assert torch.equal(got, fp4.mm(a, *w.operands(), **w.options()))
+    got = fp4.mm(a.data, packed, w.scale, w.global_scale, **w.options())
+    assert torch.equal(got, fp4.mm(a.data, *w.operands(), **w.options()))
 
 
 def test_infinity_and_nan_stay_in_their_row(format, layout, device):
     """What one token holds never reaches another: rows are tiled, and a tile must not mix them."""
     w = random_weight(format, 2, 40, 64, device=device, layout=layout)
-    a, _, exact = random_activations(9, 64, dtype=torch.bfloat16, device=device)
-    a[4] = torch.nan
+    a = random_activations(9, 64, kind=torch.bfloat16, device=device)
+    a.data[4] = torch.nan
     offs = torch.tensor([3, 9], dtype=torch.int32, device=device)
-    out = fp4.grouped_mm(a, *w.operands(), offs, **w.options())
+    out = fp4.grouped_mm(a.data, *w.operands(), offs, **w.options())
     assert out[4].isnan().all()
     rows = [r for r in range(9) if r != 4]
-    want = indexed_mm(exact, w.dense, m_indices(offs, 9))
+    want = indexed_mm(a.exact, w.dense, m_indices(offs, 9))
     assert_close(out[rows], want[rows], torch.bfloat16, 64)
 
 
@@ -222,17 +297,26 @@ def test_poison_works(count, device):
             del memory
 
 
-def test_threads_do_not_change_the_result(format, a_dtype):
+def test_threads_do_not_change_the_result(format, kind):
     threads = torch.get_num_threads()
     w = random_weight(format, 3, 100, 192)
-    a, a_scale, _ = random_activations(50, 192, dtype=a_dtype)
+    a = random_activations(50, 192, kind=kind)
     offs = torch.tensor([20, 21, 50], dtype=torch.int32)
     try:
         outs = []
         for n in (1, 2, 3):
             torch.set_num_threads(n)
             outs.append(
-                fp4.grouped_mm(a, *w.operands(), offs, a_scale, **w.options(), out_dtype=torch.float32)
+                fp4.grouped_mm(
+                    a.data,
+                    *w.operands(),
+                    offs,
+                    a.scale,
+                    None,
+                    a.global_scale,
+                    **options(w, a),
+                    out_dtype=torch.float32,
+                )
             )
     finally:
         torch.set_num_threads(threads)

@@ -124,7 +124,7 @@ def test_bad_offsets_are_clamped(offs, small_tiles):
 
 
 @inside
-@pytest.mark.parametrize("activation", ["silu", "gelu", "gelu_tanh", "swigluoai"])
+@pytest.mark.parametrize("activation", ["silu", "gelu", "gelu_tanh", "swigluoai", "gelu_interleaved"])
 @pytest.mark.parametrize("format", ["nvfp4", "mxfp4"])
 def test_moe(format, activation, small_tiles):
     g, hidden, inter, tokens, top_k = 4, 48, 34, 7, 2

@@ -36,9 +36,17 @@ template <typename... Parts>
 inline constexpr Dtypes kFloating = {ScalarType::Float, ScalarType::BFloat16, ScalarType::Half};
 inline constexpr Dtypes kFloatingOrDouble = {ScalarType::Float, ScalarType::BFloat16, ScalarType::Half,
                                              ScalarType::Double};
-inline constexpr Dtypes kActivation = {ScalarType::Float, ScalarType::BFloat16, ScalarType::Half,
-                                       ScalarType::Char};
+inline constexpr Dtypes kActivation = {ScalarType::Float,
+                                       ScalarType::BFloat16,
+                                       ScalarType::Half,
+                                       ScalarType::Char,
+                                       ScalarType::Float8_e4m3fn,
+                                       ScalarType::Byte,
+                                       ScalarType::Float4_e2m1fn_x2};
 inline constexpr Dtypes kPacked = {ScalarType::Byte, ScalarType::Float4_e2m1fn_x2};
+// What the Hopper kernels read, of all activations and of floating ones.
+inline constexpr Dtypes kSm90Activation = {ScalarType::BFloat16, ScalarType::Half, ScalarType::Float8_e4m3fn};
+inline constexpr Dtypes kSm90Floating = {ScalarType::BFloat16, ScalarType::Half};
 inline constexpr Dtypes kIndex = {ScalarType::Int, ScalarType::Long};
 inline constexpr Dtypes kInt32 = {ScalarType::Int};
 inline constexpr Dtypes kFloat32 = {ScalarType::Float};
@@ -147,35 +155,46 @@ inline void check_device(std::string_view name, const Tensor& t, std::string_vie
        "; they must be on one device");
 }
 
-// `value` must be one of `names`, which are sorted.
+// `value` must be one of `names`, which are sorted; returns its place.
 template <size_t n>
-void check_name(std::string_view what, std::string_view value, const std::array<std::string_view, n>& names) {
-  if (std::find(names.begin(), names.end(), value) != names.end()) return;
+size_t check_name(std::string_view what, std::string_view value, const std::array<std::string_view, n>& names,
+                  std::string_view when = "") {
+  const auto at = std::find(names.begin(), names.end(), value);
+  if (at != names.end()) return at - names.begin();
   std::string text;
   for (std::string_view name : names) text += (text.empty() ? "" : ", ") + std::string(name);
-  fail(what, " is '", value, "'; it must be one of: ", text);
+  fail(what, " is '", value, "'; ", when, "it must be one of: ", text);
+}
+
+// The entry of a table with this name, which must be there.
+template <typename T, size_t n>
+const T& entry(const T (&table)[n], std::string_view name) {
+  return *std::find_if(std::begin(table), std::end(table), [&](const T& t) { return t.name == name; });
 }
 
 inline const Format& check_format(std::string_view format) {
   check_name("format", format, kFormatNames);
-  return *std::find_if(std::begin(kFormats), std::end(kFormats),
-                       [&](const Format& f) { return f.name == format; });
+  return entry(kFormats, format);
 }
 
-inline Layout check_layout(std::string_view layout) {
+inline const Layout& check_layout(std::string_view layout) {
   check_name("layout", layout, kLayoutNames);
-  return layout == "tile16" ? Layout::tile16 : Layout::plain;
+  return entry(kLayouts, layout);
 }
 
 inline const Activation& check_activation(std::string_view activation) {
   check_name("activation", activation, kActivationNames);
-  return *std::find_if(std::begin(kActivations), std::end(kActivations),
-                       [&](const Activation& a) { return a.name == activation; });
+  return entry(kActivations, activation);
 }
 
-inline bool check_a_format_is_int8(std::string_view a_format) {
-  check_name("a_format", a_format, kAFormatNames);
-  return a_format == "int8";
+inline AFormat check_a_format(std::string_view a_format) {
+  return AFormat(check_name("a_format", a_format, kAFormatNames));
+}
+
+inline void check_multiple(std::string_view name, std::string_view what, int64_t count, int multiple,
+                           const Layout& layout) {
+  if (count % multiple != 0)
+    fail(name, " has ", count, " ", what, "; layout '", layout.name, "' needs a multiple of ", multiple);
 }
 
 inline ScalarType scale_dtype(const Format& fmt) {
@@ -193,7 +212,16 @@ inline void check_block_scale(std::string_view scale_name, const Tensor& scale, 
   check_shape(scale_name, scale, shape);
 }
 
-// scale float32 packed.shape[:-2], one factor a matrix, for the formats that have one.
+// scale float32 packed.shape[:-2]: one factor a matrix.
+inline void check_factor(std::string_view scale_name, const Tensor& scale, std::string_view name,
+                         const Tensor& packed) {
+  check_dtype(scale_name, scale, kFloat32);
+  check_device(scale_name, scale, name, packed);
+  const auto sizes = packed.sizes();
+  check_shape(scale_name, scale, Shape(sizes.begin(), sizes.end() - std::min<size_t>(2, sizes.size())));
+}
+
+// The global scale of the formats that have one.
 inline void check_global_scale(std::string_view scale_name, const OptionalTensor& scale,
                                std::string_view name, const Tensor& packed, const Format& fmt) {
   if (!fmt.has_global_scale) {
@@ -202,16 +230,38 @@ inline void check_global_scale(std::string_view scale_name, const OptionalTensor
     return;
   }
   if (!scale) fail(scale_name, " is missing; format ", fmt.name, " needs one");
-  check_dtype(scale_name, *scale, kFloat32);
-  check_device(scale_name, *scale, name, packed);
-  const auto sizes = packed.sizes();
-  check_shape(scale_name, *scale, Shape(sizes.begin(), sizes.end() - std::min<size_t>(2, sizes.size())));
+  check_factor(scale_name, *scale, name, packed);
 }
 
-// A weight operand: b [G, N, K/2] if grouped, else [N, K/2].
+// The scales of packed [..., N, K/2] (K padded) in the form the layout gives them; `prefix` is the weight's
+// name, or empty where the scales are called block_scale and global_scale.
+inline void check_scales(const std::string& prefix, const Tensor& block_scale,
+                         const OptionalTensor& global_scale, std::string_view name, const Tensor& packed,
+                         const Format& fmt, const Layout& layout) {
+  const std::string scale_name = prefix.empty() ? "block_scale" : prefix + "_scale";
+  const std::string global_name = prefix.empty() ? "global_scale" : prefix + "_global_scale";
+  if (layout.block == 0) {
+    check_block_scale(scale_name, block_scale, name, packed, fmt);
+    check_global_scale(global_name, global_scale, name, packed, fmt);
+    return;
+  }
+  const auto sizes = packed.sizes();
+  Shape shape(sizes.begin(), sizes.end());
+  const int64_t k = shape.back() * 2;
+  check_multiple(name, "rows", shape[shape.size() - 2], layout.n_multiple, layout);
+  check_multiple(name, "columns", k, layout.k_padding, layout);
+  check_dtype(scale_name, block_scale, {ScalarType::Byte});
+  check_device(scale_name, block_scale, name, packed);
+  shape.back() = k / layout.block;
+  check_shape(scale_name, block_scale, shape);
+  if (!global_scale) fail(global_name, " is missing; layout '", layout.name, "' needs one");
+  check_factor(global_name, *global_scale, name, packed);
+}
+
+// A weight operand: b [G, N, K/2] if grouped, else [N, K/2]; k is as its layout pads it.
 struct WeightShape {
   const Format* format;
-  Layout layout;
+  const Layout* layout;
   int64_t groups, n, k;
 };
 
@@ -219,33 +269,101 @@ inline WeightShape check_weight(const std::string& name, const Tensor& b, const 
                                 const OptionalTensor& b_global_scale, const std::string& format,
                                 const std::string& layout, bool grouped) {
   const Format& fmt = check_format(format);
-  const Layout order = check_layout(layout);
+  const Layout& order = check_layout(layout);
   check_dtype(name, b, kPacked);
   check_dim(name, b, grouped ? 3 : 2);
-  check_block_scale(name + "_scale", b_scale, name, b, fmt);
-  check_global_scale(name + "_global_scale", b_global_scale, name, b, fmt);
+  check_scales(name, b_scale, b_global_scale, name, b, fmt, order);
   const int64_t dim = b.dim();
-  return {&fmt, order, grouped ? b.size(0) : 1, b.size(dim - 2), b.size(dim - 1) * 2};
+  return {&fmt, &order, grouped ? b.size(0) : 1, b.size(dim - 2), b.size(dim - 1) * 2};
 }
 
-// Activations [..., K]: floating without a scale, or int8 with a_scale float32 [..., ceil(K/32)].
-inline void check_a(const Tensor& a, const OptionalTensor& a_scale, const Tensor& b, int64_t k, int64_t dim) {
+// The activations that the kernels of a layout read; plain and tile16 take all.
+inline void check_a_dtype(std::string_view name, const Tensor& a, const Layout& layout, Dtypes allowed) {
+  if (layout.order != Order::sm90 || contains(allowed, a.scalar_type())) return;
+  fail(name, " has dtype ", dtype_name(a.scalar_type()), "; layout '", layout.name, "' reads ",
+       dtype_names(allowed));
+}
+
+// As many columns as the weight, `padded` already or to be padded as the weight is.
+inline void check_columns(std::string_view name, int64_t columns, std::string_view b_name,
+                          const WeightShape& b, bool padded = false) {
+  const Layout& layout = *b.layout;
+  check_multiple(name, "columns", columns, layout.k_multiple, layout);
+  if ((padded ? columns : layout.padded(columns)) == b.k) return;
+  const std::string note =
+      layout.k_padding == 1 ? "" : " (padded to a multiple of " + std::to_string(layout.k_padding) + ")";
+  fail(name, " has ", columns, " columns; ", b_name, " has K = ", b.k, note, ", and they must be equal");
+}
+
+// The activations of a product. `format` is set for packed ones.
+struct Operand {
+  const Tensor& a;
+  const OptionalTensor &scale, &global_scale;
+  const Format* format = nullptr;
+};
+
+inline void check_no_a_global_scale(const OptionalTensor& a_global_scale) {
+  if (a_global_scale && a_global_scale->numel() != 0)
+    fail("a_global_scale was given; only nvfp4 activations have one");
+}
+
+// The float32 scales of int8 or fp8 activations.
+inline void check_a_scale(const Operand& op, const Shape& shape) {
+  if (!op.scale) fail("a_scale is missing; ", dtype_name(op.a.scalar_type()), " activations need one");
+  check_dtype("a_scale", *op.scale, kFloat32);
+  check_device("a_scale", *op.scale, "a", op.a);
+  check_shape("a_scale", *op.scale, shape);
+}
+
+// Packed activations [..., K/2]: block scales, and for nvfp4 a factor for all, one a group or one a row.
+inline void check_a_packed(const Operand& op) {
+  const Format& fmt = *op.format;
+  if (!op.scale) fail("a_scale is missing; ", fmt.name, " activations need one");
+  check_block_scale("a_scale", *op.scale, "a", op.a, fmt);
+  if (!fmt.has_global_scale) return check_no_a_global_scale(op.global_scale);
+  if (!op.global_scale) fail("a_global_scale is missing; ", fmt.name, " activations need one");
+  check_dtype("a_global_scale", *op.global_scale, kFloat32);
+  check_device("a_global_scale", *op.global_scale, "a", op.a);
+  const int64_t dim = op.global_scale->dim(), most = op.a.dim() - 1;
+  if (dim > most) fail("a_global_scale has ", dim, " dimensions; it must have at most ", most);
+  const auto sizes = op.a.sizes();
+  check_shape("a_global_scale", *op.global_scale, Shape(sizes.begin(), sizes.begin() + dim));
+}
+
+// Activations [..., K] of one of the kinds that meta/checks.py, check_a lists.
+inline Operand check_a(const Tensor& a, const OptionalTensor& a_scale, const OptionalTensor& a_global_scale,
+                       const std::string& a_format, const Tensor& b, const WeightShape& w, int64_t dim) {
+  Operand op{a, a_scale, a_global_scale};
   check_dtype("a", a, kActivation);
+  check_a_dtype("a", a, *w.layout, kSm90Activation);
   check_dim("a", a, dim);
   check_device("a", a, "b", b);
-  if (a.size(dim - 1) != k)
-    fail("a has ", a.size(dim - 1), " columns; b has K = ", k, ", and they must be equal");
-  if (a.scalar_type() == ScalarType::Char) {
-    if (!a_scale) fail("a_scale is missing; int8 activations need one");
-    check_dtype("a_scale", *a_scale, kFloat32);
-    check_device("a_scale", *a_scale, "a", a);
-    const auto sizes = a.sizes();
-    Shape shape(sizes.begin(), sizes.end());
-    shape.back() = ceil_div(k, kInt8Block);
-    check_shape("a_scale", *a_scale, shape);
-  } else if (a_scale) {
-    fail("a_scale was given; only int8 activations have one");
+  const ScalarType dtype = a.scalar_type();
+  const int64_t columns = a.size(dim - 1);
+  if (contains(kPacked, dtype)) {
+    check_name("a_format", a_format, kFormatNames, "for packed a ");
+    op.format = &entry(kFormats, a_format);
+    check_columns("a", columns * 2, "b", w);
+    check_a_packed(op);
+    return op;
   }
+  if (!a_format.empty())
+    fail("a_format is '", a_format, "'; only packed a has one, for others it must be ''");
+  // quantize_fp8 pads its rows itself where the layout asks for it.
+  const bool fp8 = dtype == ScalarType::Float8_e4m3fn;
+  check_columns("a", columns, "b", w, fp8);
+  check_no_a_global_scale(a_global_scale);
+  const auto sizes = a.sizes();
+  Shape shape(sizes.begin(), sizes.end() - 1);
+  if (dtype == ScalarType::Char) {
+    shape.push_back(ceil_div(w.k, kInt8Block));
+    check_a_scale(op, shape);
+  } else if (fp8) {
+    check_a_scale(op, shape);
+  } else if (a_scale) {
+    fail("a_scale was given; ", dtype_name(dtype), " activations have none");
+  }
+  return op;
 }
 
 // A bias (one row of N for each expert), routing weights, offsets or expert ids.
@@ -287,34 +405,62 @@ inline void check_quantize_int8(const Tensor& x) {
   check_min_dim("x", x);
 }
 
+inline const Layout& check_quantize_fp8(const Tensor& x, const std::string& layout) {
+  check_name("layout", layout, kALayoutNames);
+  check_quantize_int8(x);
+  return entry(kLayouts, layout);
+}
+
 struct FormatAndLayout {
   const Format* format;
-  Layout layout;
+  const Layout* layout;
 };
+
+inline void check_matrices(const Tensor& packed) {
+  if (packed.dim() != 2 && packed.dim() != 3)
+    fail("packed has ", packed.dim(), " dimensions; it must have 2 or 3");
+}
 
 inline FormatAndLayout check_dequantize(const Tensor& packed, const Tensor& block_scale,
                                         const OptionalTensor& global_scale, const std::string& format,
                                         ScalarType dtype, const std::string& layout) {
   const Format& fmt = check_format(format);
-  const Layout order = check_layout(layout);
+  const Layout& order = check_layout(layout);
   if (!contains(kFloatingOrDouble, dtype))
     fail("dtype is ", dtype_name(dtype), "; it must be ", dtype_names(kFloatingOrDouble));
   check_dtype("packed", packed, kPacked);
-  check_min_dim("packed", packed);
-  check_block_scale("block_scale", block_scale, "packed", packed, fmt);
-  check_global_scale("global_scale", global_scale, "packed", packed, fmt);
-  return {&fmt, order};
+  if (order.block == 0)
+    check_min_dim("packed", packed);
+  else
+    check_matrices(packed);
+  check_scales("", block_scale, global_scale, "packed", packed, fmt, order);
+  return {&fmt, &order};
 }
 
+// A plain weight, that `layout` can hold.
 inline FormatAndLayout check_prepack(const Tensor& packed, const Tensor& block_scale,
-                                     const std::string& format, const std::string& layout) {
+                                     const OptionalTensor& global_scale, const std::string& format,
+                                     const std::string& layout) {
   const Format& fmt = check_format(format);
-  const Layout order = check_layout(layout);
+  const Layout& order = check_layout(layout);
   check_dtype("packed", packed, kPacked);
-  if (packed.dim() != 2 && packed.dim() != 3)
-    fail("packed has ", packed.dim(), " dimensions; it must have 2 or 3");
-  check_block_scale("block_scale", block_scale, "packed", packed, fmt);
-  return {&fmt, order};
+  check_matrices(packed);
+  check_scales("", block_scale, global_scale, "packed", packed, fmt, kPlain);
+  check_multiple("packed", "rows", packed.size(packed.dim() - 2), order.n_multiple, order);
+  check_multiple("packed", "columns", packed.size(packed.dim() - 1) * 2, order.k_multiple, order);
+  return {&fmt, &order};
+}
+
+// A weight in `layout`.
+inline FormatAndLayout check_unpack(const Tensor& packed, const Tensor& block_scale,
+                                    const OptionalTensor& global_scale, const std::string& format,
+                                    const std::string& layout) {
+  const Format& fmt = check_format(format);
+  const Layout& order = check_layout(layout);
+  check_dtype("packed", packed, kPacked);
+  check_matrices(packed);
+  check_scales("", block_scale, global_scale, "packed", packed, fmt, order);
+  return {&fmt, &order};
 }
 
 inline void check_count(std::string_view name, int64_t count) {
@@ -325,6 +471,14 @@ inline void check_offsets(std::string_view name, const Tensor& t, const Tensor* 
   check_dtype(name, t, kInt32);
   check_dim(name, t, 1);
   if (a != nullptr) check_device(name, t, "a", *a);
+}
+
+// The CPU products read plain and tile16.
+inline void refuse_layout(std::string_view op, const Layout& layout) {
+  if (layout.block != 0)
+    fail(
+        "fp4::", op, ": layout is '", layout.name,
+        "', which only CUDA kernels read; on CPU it must be plain or tile16 (torch.ops.fp4.unpack converts)");
 }
 
 struct MoeShape {
@@ -340,18 +494,21 @@ inline MoeShape check_moe(const Tensor& x, const Tensor& topk_ids, const Tensor&
   const WeightShape up = check_weight("w13", w13, w13_scale, w13_global_scale, format, layout, true);
   const WeightShape down = check_weight("w2", w2, w2_scale, w2_global_scale, format, layout, true);
   check_activation(activation);
-  check_a_format_is_int8(a_format);
+  check_a_format(a_format);
+  const Layout& order = *up.layout;
+  if (order.order == Order::sm90 && a_format != "none" && a_format != "fp8")
+    fail("a_format is '", a_format, "'; with layout 'sm90' it must be one of: none, fp8");
   check_dtype("x", x, kFloating);
+  if (a_format == "none") check_a_dtype("x", x, order, kSm90Floating);
   check_dim("x", x, 2);
   check_device("x", x, "w13", w13);
   check_device("w2", w2, "w13", w13);
-  if (x.size(1) != up.k)
-    fail("x has ", x.size(1), " columns; w13 has K = ", up.k, ", and they must be equal");
+  check_columns("x", x.size(1), "w13", up);
   check_dim("topk_ids", topk_ids, 2);
   const Shape routed = {x.size(0), topk_ids.size(1)};
   check_operand("topk_ids", topk_ids, "w13", w13, routed, kIndex);
   check_operand("topk_weights", topk_weights, "w13", w13, routed, kFloating);
-  if (up.n != 2 * down.k)
+  if (up.n % 2 != 0 || order.padded(up.n / 2) != down.k)
     fail("w13 has ", up.n, " rows; w2 has K = ", down.k, ", and w13 must have twice that (gate and up)");
   if (up.groups != down.groups)
     fail("w2 has ", down.groups, " experts; w13 has ", up.groups, ", and they must be equal");

@@ -27,9 +27,29 @@ inline constexpr Format kFormats[] = {
 // The names in the order in which error messages list them.
 inline constexpr std::array<std::string_view, 2> kFormatNames = {"mxfp4", "nvfp4"};
 
-// The order of the bytes inside a packed weight: meta/layouts.py.
-enum class Layout : uint8_t { plain, tile16 };
-inline constexpr std::array<std::string_view, 2> kLayoutNames = {"plain", "tile16"};
+// The order of the bytes inside a packed weight, and what it asks of the operands: meta/layouts.py, Layout.
+enum class Order : uint8_t { plain, tile16, sm90 };
+
+struct Layout {
+  std::string_view name;
+  Order order;
+  int n_multiple = 1;  // N must be a multiple of this
+  int k_multiple = 1;  // K must be a multiple of this, ...
+  int k_padding = 1;   // ... and is padded with zeros to a multiple of this
+  int block = 0;       // if set, a uint8 scale for each this many k and a float32 factor for each matrix
+
+  int64_t padded(int64_t k) const { return (k + k_padding - 1) / k_padding * k_padding; }
+};
+
+inline constexpr Layout kLayouts[] = {
+    {"plain", Order::plain},
+    {"tile16", Order::tile16},
+    {"sm90", Order::sm90, 64, 16, 128, 16},
+};
+inline constexpr const Layout& kPlain = kLayouts[0];
+inline constexpr std::array<std::string_view, 3> kLayoutNames = {"plain", "sm90", "tile16"};
+// The orders in which quantize_fp8 can write a row.
+inline constexpr std::array<std::string_view, 2> kALayoutNames = {"plain", "sm90"};
 
 // A gated activation h = f(gate) * up: see meta/formats.py, Activation.
 struct Activation {
@@ -45,11 +65,18 @@ inline constexpr Activation kActivations[] = {
     {"silu", Activation::Function::silu},
     {"gelu", Activation::Function::gelu},
     {"gelu_tanh", Activation::Function::gelu_tanh},
+    {"silu_interleaved", Activation::Function::silu, true},
+    {"gelu_interleaved", Activation::Function::gelu, true},
+    {"gelu_tanh_interleaved", Activation::Function::gelu_tanh, true},
     {"swigluoai", Activation::Function::silu, true, 1.702f, 7.f, 1.f},
 };
-inline constexpr std::array<std::string_view, 4> kActivationNames = {"gelu", "gelu_tanh", "silu",
-                                                                     "swigluoai"};
-inline constexpr std::array<std::string_view, 2> kAFormatNames = {"int8", "none"};
+inline constexpr std::array<std::string_view, 7> kActivationNames = {
+    "gelu", "gelu_interleaved", "gelu_tanh", "gelu_tanh_interleaved",
+    "silu", "silu_interleaved", "swigluoai"};
+
+// How `moe` quantises activations in front of each product.
+enum class AFormat : uint8_t { fp8, int8, mxfp4, none, nvfp4 };
+inline constexpr std::array<std::string_view, 5> kAFormatNames = {"fp8", "int8", "mxfp4", "none", "nvfp4"};
 
 // e2m1: sign in bit 3, two exponent bits, one mantissa bit.
 inline constexpr float kE2m1[16] = {0.f,  .5f,  1.f,  1.5f,  2.f,  3.f,  4.f,  6.f,

@@ -3,18 +3,13 @@
 #include <torch/csrc/stable/ops.h>
 
 #include <algorithm>
-#include <cstdlib>
-#include <new>
 
 namespace fp4::cpu {
 
 namespace {
 
-// A thread should get this many multiply-adds, or bytes to convert, before it is worth waking.
+// A thread should get this many multiply-adds before it is worth waking.
 constexpr int64_t kWorkPerThread = 1 << 18;
-constexpr int64_t kBytesPerThread = 1 << 15;
-
-int64_t rows_per_thread(int64_t row_bytes) { return std::max<int64_t>(1, kBytesPerThread / (row_bytes + 1)); }
 
 // The panels of one expert's matrix: in place where the layout stores panels, else packed into `scratch`.
 class PanelReader {
@@ -26,7 +21,7 @@ class PanelReader {
     const int64_t first = expert * w_.n + row;
     const uint8_t* codes = w_.codes + first * (w_.k / 2);
     const uint8_t* scales = w_.scales + first * blocks;
-    if (w_.layout == Layout::tile16 && is_panel(row, w_.n, w_.k)) return {codes, scales, kp_};
+    if (w_.order == Order::tile16 && is_panel(row, w_.n, w_.k)) return {codes, scales, kp_};
     if (!scratch_.data()) scratch_ = Buffer((kp_ / 2 + kp_ / w_.format->block) * kPanelRows);
     uint8_t* panel_scales = scratch_.data() + kp_ / 2 * kPanelRows;
     const int64_t count = std::min<int64_t>(kPanelRows, w_.n - row);
@@ -46,54 +41,6 @@ PanelKernel panel_kernel(const Kernels& kernels, bool int8, Scale scale) {
 }
 
 }  // namespace
-
-Buffer::Buffer(int64_t bytes) {
-  void* p = std::aligned_alloc(64, (std::max<int64_t>(bytes, 1) + 63) / 64 * 64);
-  if (p == nullptr) throw std::bad_alloc();
-  data_.reset(static_cast<uint8_t*>(p));
-}
-
-void Buffer::Free::operator()(uint8_t* p) const { std::free(p); }
-
-Activations prepare_float(const void* x, DType dtype, int64_t rows, int64_t k) {
-  const int64_t kp = padded_k(k), stride = kp * sizeof(float);
-  if (dtype == DType::f32 && k == kp) return {false, static_cast<const uint8_t*>(x), stride, Buffer()};
-  Buffer owned(rows * stride);
-  const Kernels& kn = kernels();
-  torch::stable::parallel_for(0, rows, rows_per_thread(stride), [&](int64_t begin, int64_t end) {
-    for (int64_t i = begin; i < end; ++i)
-      kn.prepare_float(static_cast<const uint8_t*>(x) + i * k * dtype_size(dtype), dtype, k,
-                       owned.floats() + i * kp);
-  });
-  return {false, owned.data(), stride, std::move(owned)};
-}
-
-Activations prepare_int8(const int8_t* codes, const float* scales, int64_t rows, int64_t k, int block) {
-  const int64_t kp = padded_k(k), stride = (Int8Row::bytes(kp, block) + 63) / 64 * 64;
-  Buffer owned(rows * stride);
-  const Kernels& kn = kernels();
-  torch::stable::parallel_for(0, rows, rows_per_thread(k), [&](int64_t begin, int64_t end) {
-    for (int64_t i = begin; i < end; ++i)
-      kn.prepare_int8(codes + i * k, scales + i * (kp / kInt8Block), k, block, owned.data() + i * stride);
-  });
-  return {true, owned.data(), stride, std::move(owned)};
-}
-
-Activations quantize_and_prepare(const void* x, DType dtype, int64_t rows, int64_t k, int block) {
-  const int64_t kp = padded_k(k), stride = (Int8Row::bytes(kp, block) + 63) / 64 * 64;
-  Buffer owned(rows * stride);
-  const Kernels& kn = kernels();
-  torch::stable::parallel_for(0, rows, rows_per_thread(k), [&](int64_t begin, int64_t end) {
-    Buffer scratch(kp + kp / kInt8Block * sizeof(float));
-    int8_t* codes = reinterpret_cast<int8_t*>(scratch.data());
-    float* scales = reinterpret_cast<float*>(scratch.data() + kp);
-    for (int64_t i = begin; i < end; ++i) {
-      kn.quantize_int8(static_cast<const uint8_t*>(x) + i * k * dtype_size(dtype), dtype, k, codes, scales);
-      kn.prepare_int8(codes, scales, k, block, owned.data() + i * stride);
-    }
-  });
-  return {true, owned.data(), stride, std::move(owned)};
-}
 
 Rows sort_by_expert(const int64_t* ids, int64_t count, int64_t groups, int64_t rows_per_a,
                     std::vector<int64_t>* position) {

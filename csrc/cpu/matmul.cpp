@@ -3,7 +3,7 @@
 
 #include <cstring>
 
-#include "cpu/tensors.h"
+#include "cpu/prepack.h"
 
 namespace fp4::cpu {
 namespace {
@@ -14,30 +14,34 @@ void zero_rows(const Tensor& out, int64_t begin, int64_t end, int64_t n, ScalarT
 }
 
 Tensor mm(const Tensor& a, const Tensor& b, const Tensor& b_scale, const OptionalTensor& b_global_scale,
-          const OptionalTensor& a_scale, const OptionalTensor& bias, const std::string& format,
-          const std::string& layout, std::optional<ScalarType> out_dtype) {
+          const OptionalTensor& a_scale, const OptionalTensor& bias, const OptionalTensor& a_global_scale,
+          const std::string& format, const std::string& layout, const std::string& a_format,
+          std::optional<ScalarType> out_dtype) {
   const WeightShape w = check_weight("b", b, b_scale, b_global_scale, format, layout, false);
-  check_a(a, a_scale, b, w.k, 2);
+  const Operand operand = check_a(a, a_scale, a_global_scale, a_format, b, w, 2);
   check_operand("bias", bias, "b", b, {w.n}, kFloating);
+  refuse_layout("mm", *w.layout);
   const ScalarType dtype = resolve_out_dtype(a, out_dtype);
   const int64_t m = a.size(0);
   const Tensor out = empty({m, w.n}, dtype);
   if (m == 0) return out;
   const WeightOperand weight(w, b, b_scale, b_global_scale, bias);
   const Rows rows{.segments = {{0, 0, m}}, .a_index = {}, .out_index = {}};
-  const ActivationOperand ready(a, a_scale, w);
+  const ActivationOperand ready(operand, w);
   gemm(ready.view(), weight.view(), rows, out.data_ptr(), dtype_of(dtype));
   return out;
 }
 
 Tensor grouped_mm(const Tensor& a, const Tensor& b, const Tensor& b_scale,
                   const OptionalTensor& b_global_scale, const Tensor& offs, const OptionalTensor& a_scale,
-                  const OptionalTensor& bias, const std::string& format, const std::string& layout,
+                  const OptionalTensor& bias, const OptionalTensor& a_global_scale, const std::string& format,
+                  const std::string& layout, const std::string& a_format,
                   std::optional<ScalarType> out_dtype) {
   const WeightShape w = check_weight("b", b, b_scale, b_global_scale, format, layout, true);
-  check_a(a, a_scale, b, w.k, 2);
+  const Operand operand = check_a(a, a_scale, a_global_scale, a_format, b, w, 2);
   check_operand("offs", offs, "b", b, {w.groups}, kInt32);
   check_operand("bias", bias, "b", b, {w.groups, w.n}, kFloating);
+  refuse_layout("grouped_mm", *w.layout);
   const ScalarType dtype = resolve_out_dtype(a, out_dtype);
   const int64_t m = a.size(0);
   Rows rows;
@@ -53,21 +57,24 @@ Tensor grouped_mm(const Tensor& a, const Tensor& b, const Tensor& b_scale,
   zero_rows(out, begin, m, w.n, dtype);
   if (rows.segments.empty()) return out;
   const WeightOperand weight(w, b, b_scale, b_global_scale, bias);
-  const ActivationOperand ready(a, a_scale, w);
+  const ActivationOperand ready(operand, w);
   gemm(ready.view(), weight.view(), rows, out.data_ptr(), dtype_of(dtype));
   return out;
 }
 
 Tensor grouped_mm_masked(const Tensor& a, const Tensor& b, const Tensor& b_scale,
                          const OptionalTensor& b_global_scale, const Tensor& masked_m,
-                         const OptionalTensor& a_scale, const OptionalTensor& bias, const std::string& format,
-                         const std::string& layout, std::optional<ScalarType> out_dtype) {
+                         const OptionalTensor& a_scale, const OptionalTensor& bias,
+                         const OptionalTensor& a_global_scale, const std::string& format,
+                         const std::string& layout, const std::string& a_format,
+                         std::optional<ScalarType> out_dtype) {
   const WeightShape w = check_weight("b", b, b_scale, b_global_scale, format, layout, true);
-  check_a(a, a_scale, b, w.k, 3);
+  const Operand operand = check_a(a, a_scale, a_global_scale, a_format, b, w, 3);
   if (a.size(0) != w.groups)
     fail("a has ", a.size(0), " groups; b has ", w.groups, ", and they must be equal");
   check_operand("masked_m", masked_m, "b", b, {w.groups}, kInt32);
   check_operand("bias", bias, "b", b, {w.groups, w.n}, kFloating);
+  refuse_layout("grouped_mm_masked", *w.layout);
   const ScalarType dtype = resolve_out_dtype(a, out_dtype);
   const int64_t max_m = a.size(1);
   const Tensor out = empty({w.groups, max_m, w.n}, dtype);
@@ -81,19 +88,21 @@ Tensor grouped_mm_masked(const Tensor& a, const Tensor& b, const Tensor& b_scale
   }
   if (rows.segments.empty()) return out;
   const WeightOperand weight(w, b, b_scale, b_global_scale, bias);
-  const ActivationOperand ready(a, a_scale, w);
+  const ActivationOperand ready(operand, w);
   gemm(ready.view(), weight.view(), rows, out.data_ptr(), dtype_of(dtype));
   return out;
 }
 
 Tensor indexed_mm(const Tensor& a, const Tensor& b, const Tensor& b_scale,
                   const OptionalTensor& b_global_scale, const Tensor& expert_ids,
-                  const OptionalTensor& a_scale, const OptionalTensor& bias, const std::string& format,
-                  const std::string& layout, std::optional<ScalarType> out_dtype) {
+                  const OptionalTensor& a_scale, const OptionalTensor& bias,
+                  const OptionalTensor& a_global_scale, const std::string& format, const std::string& layout,
+                  const std::string& a_format, std::optional<ScalarType> out_dtype) {
   const WeightShape w = check_weight("b", b, b_scale, b_global_scale, format, layout, true);
-  check_a(a, a_scale, b, w.k, 2);
+  const Operand operand = check_a(a, a_scale, a_global_scale, a_format, b, w, 2);
   check_operand("expert_ids", expert_ids, "b", b, {a.size(0)}, kIndex);
   check_operand("bias", bias, "b", b, {w.groups, w.n}, kFloating);
+  refuse_layout("indexed_mm", *w.layout);
   const ScalarType dtype = resolve_out_dtype(a, out_dtype);
   const int64_t m = a.size(0);
   const Tensor out = empty({m, w.n}, dtype);
@@ -102,8 +111,73 @@ Tensor indexed_mm(const Tensor& a, const Tensor& b, const Tensor& b_scale,
   if (int64_t(rows.out_index.size()) < m) zero_rows(out, 0, m, w.n, dtype);
   if (rows.segments.empty()) return out;
   const WeightOperand weight(w, b, b_scale, b_global_scale, bias);
-  const ActivationOperand ready(a, a_scale, w);
+  const ActivationOperand ready(operand, w);
   gemm(ready.view(), weight.view(), rows, out.data_ptr(), dtype_of(dtype));
+  return out;
+}
+
+Tensor grouped_mm_k(const Tensor& a, const Tensor& b, const Tensor& b_scale,
+                    const OptionalTensor& b_global_scale, const Tensor& offs, const OptionalTensor& a_scale,
+                    const OptionalTensor& a_global_scale, const std::string& format,
+                    const std::string& layout, const std::string& a_format,
+                    std::optional<ScalarType> out_dtype) {
+  const WeightShape w = check_weight("b", b, b_scale, b_global_scale, format, layout, false);
+  const Operand operand = check_a(a, a_scale, a_global_scale, a_format, b, w, 2);
+  check_offsets("offs", offs, &a);
+  refuse_layout("grouped_mm_k", *w.layout);
+  const ScalarType dtype = resolve_out_dtype(a, out_dtype);
+  // No group may begin inside a block of scales.
+  int block = w.format->block;
+  if (operand.format != nullptr) block = std::max(block, operand.format->block);
+  if (a.scalar_type() == ScalarType::Char) block = std::max(block, kInt8Block);
+  const std::vector<int64_t> ends = indices(offs);
+  for (size_t g = 0; g < ends.size(); ++g) {
+    const int64_t begin = g > 0 ? ends[g - 1] : 0;
+    if (ends[g] < begin) fail("offs decreases from ", begin, " to ", ends[g], " at index ", g);
+    if (ends[g] > w.k) fail("offs is ", ends[g], " at index ", g, "; a has only ", w.k, " columns");
+    if (ends[g] % block != 0 && ends[g] != w.k)
+      fail("offs is ", ends[g], " at index ", g, "; it must be a multiple of ", block,
+           " (a block of scales) or ", w.k, " (all of K)");
+  }
+
+  const int64_t m = a.size(0), groups = ends.size(), bytes = dtype_size(dtype_of(dtype));
+  const Tensor out = empty({groups, m, w.n}, dtype);
+  if (m == 0 || w.n == 0 || groups == 0) return out;
+  const auto [packed, scales, factor] = to_plain(b, b_scale, b_global_scale, {w.format, w.layout});
+  const ActivationOperand ready(operand, w, /*as_float=*/true);
+  const Activations& rows = ready.view();
+  const int64_t blocks = ceil_div(w.k, w.format->block);
+  int64_t begin = 0;
+  for (int64_t g = 0; g < groups; begin = ends[g++]) {
+    const int64_t k = ends[g] - begin, group_blocks = ceil_div(k, w.format->block);
+    if (k == 0) {
+      zero_rows(out, g * m, (g + 1) * m, w.n, dtype);
+      continue;
+    }
+    // The group's columns as operands of their own.
+    const Buffer codes(w.n * (k / 2)), group_scales(w.n * group_blocks), group_rows(m * k * sizeof(float));
+    for (int64_t i = 0; i < w.n; ++i) {
+      std::memcpy(codes.data() + i * (k / 2), data<uint8_t>(packed) + (i * w.k + begin) / 2, k / 2);
+      std::memcpy(group_scales.data() + i * group_blocks,
+                  data<uint8_t>(scales) + i * blocks + begin / w.format->block, group_blocks);
+    }
+    for (int64_t i = 0; i < m; ++i)
+      std::memcpy(group_rows.floats() + i * k, rows.data + i * rows.stride + begin * sizeof(float),
+                  k * sizeof(float));
+    const Weight weight{.format = w.format,
+                        .order = Order::plain,
+                        .groups = 1,
+                        .n = w.n,
+                        .k = k,
+                        .codes = codes.data(),
+                        .scales = group_scales.data(),
+                        .global_scale = w.format->has_global_scale ? data<float>(factor) : nullptr,
+                        .bias = nullptr,
+                        .bias_dtype = DType::f32};
+    const Rows all{.segments = {{0, 0, m}}, .a_index = {}, .out_index = {}};
+    gemm(prepare_float(group_rows.data(), DType::f32, m, k), weight, all,
+         mutable_data<uint8_t>(out) + g * m * w.n * bytes, dtype_of(dtype));
+  }
   return out;
 }
 
@@ -114,6 +188,7 @@ STABLE_TORCH_LIBRARY_IMPL(fp4, CPU, m) {
   m.impl("grouped_mm", TORCH_BOX(&grouped_mm));
   m.impl("grouped_mm_masked", TORCH_BOX(&grouped_mm_masked));
   m.impl("indexed_mm", TORCH_BOX(&indexed_mm));
+  m.impl("grouped_mm_k", TORCH_BOX(&grouped_mm_k));
 }
 
 }  // namespace fp4::cpu

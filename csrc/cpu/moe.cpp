@@ -16,13 +16,12 @@ constexpr int64_t kMaxRows = 4096;
 struct Block {
   Weight up, down;
   const Activation& activation;
-  bool int8;
+  AFormat a_format;
   int64_t top_k;
 };
 
 Activations prepare(const Block& block, const void* x, DType dtype, int64_t rows, const Weight& weight) {
-  return block.int8 ? quantize_and_prepare(x, dtype, rows, weight.k, weight.format->block)
-                    : prepare_float(x, dtype, rows, weight.k);
+  return quantize_and_prepare(block.a_format, x, dtype, rows, weight.k, weight.format->block);
 }
 
 void run_tokens(const Block& block, const void* x, DType x_dtype, int64_t tokens, const int64_t* ids,
@@ -68,6 +67,7 @@ Tensor moe(const Tensor& x, const Tensor& topk_ids, const Tensor& topk_weights, 
            const std::string& activation, const std::string& a_format, std::optional<ScalarType> out_dtype) {
   const MoeShape shape = check_moe(x, topk_ids, topk_weights, w13, w13_scale, w13_global_scale, w2, w2_scale,
                                    w2_global_scale, w13_bias, w2_bias, format, layout, activation, a_format);
+  refuse_layout("moe", *shape.up.layout);
   const ScalarType dtype = resolve_out_dtype(x, out_dtype);
   const int64_t tokens = x.size(0), hidden = shape.down.n, top_k = topk_ids.size(1);
   const Tensor out = empty({tokens, hidden}, dtype);
@@ -75,8 +75,7 @@ Tensor moe(const Tensor& x, const Tensor& topk_ids, const Tensor& topk_weights, 
 
   const WeightOperand up(shape.up, w13, w13_scale, w13_global_scale, w13_bias);
   const WeightOperand down(shape.down, w2, w2_scale, w2_global_scale, w2_bias);
-  const Block block{up.view(), down.view(), check_activation(activation), check_a_format_is_int8(a_format),
-                    top_k};
+  const Block block{up.view(), down.view(), check_activation(activation), check_a_format(a_format), top_k};
   const Tensor rows = as_contiguous(x), route = as_contiguous(topk_weights);
   const DType x_dtype = dtype_of(rows.scalar_type()), out_kind = dtype_of(dtype);
   const std::vector<int64_t> ids = indices(topk_ids);

@@ -1,16 +1,12 @@
-// Quantisation, dequantisation and weight layouts on the CPU.
+// Quantisation and dequantisation on the CPU.
 #include <torch/csrc/stable/library.h>
 
-#if defined(__linux__)
-#include <sys/mman.h>
-#endif
-
 #include <atomic>
-#include <cstring>
 #include <tuple>
 
+#include "cpu/prepack.h"
 #include "cpu/quantize.h"
-#include "cpu/tensors.h"
+#include "cpu/sm90_layout.h"
 
 namespace fp4::cpu {
 namespace {
@@ -83,87 +79,36 @@ std::tuple<Tensor, Tensor> quantize_int8(const Tensor& x) {
   return {codes, scales};
 }
 
-// Asks for huge pages under a large new tensor: weights are streamed, and page walks would slow that down.
-void advise_huge_pages(const Tensor& t) {
-#if defined(__linux__)
-  constexpr uintptr_t page = 2 << 20;
-  const uintptr_t begin = (reinterpret_cast<uintptr_t>(t.data_ptr()) + page - 1) / page * page;
-  const uintptr_t end = (reinterpret_cast<uintptr_t>(t.data_ptr()) + t.numel()) / page * page;
-  if (end > begin) madvise(reinterpret_cast<void*>(begin), end - begin, MADV_HUGEPAGE);  // may be refused
-#endif
-}
-
-// The same bytes in the other order. f(codes, scales, to_codes, to_scales) moves one panel of 16 rows; what
-// tile16 keeps plain is copied.
-template <typename F>
-std::tuple<Tensor, Tensor> reorder(const Tensor& packed, const Tensor& block_scale, FormatAndLayout target,
-                                   const F& f) {
-  const Tensor to = empty(shape_of(packed), ScalarType::Byte);
-  advise_huge_pages(to);
-  const Tensor to_scale = empty(shape_of(block_scale), scale_dtype(*target.format));
-  const Tensor from = as_contiguous(packed), from_scale = as_contiguous(block_scale);
-  const int64_t dim = packed.dim(), n = packed.size(dim - 2), row_bytes = packed.size(dim - 1);
-  const int64_t k = row_bytes * 2, blocks = ceil_div(k, target.format->block);
-  const int64_t matrices = dim == 3 ? packed.size(0) : 1, panels = ceil_div(n, kPanelRows);
-  const uint8_t *codes = data<uint8_t>(from), *scales = data<uint8_t>(from_scale);
-  uint8_t *to_codes = mutable_data<uint8_t>(to), *to_scales = mutable_data<uint8_t>(to_scale);
-  torch::stable::parallel_for(0, matrices * panels, grain_for(k * kPanelRows),
-                              [&](int64_t begin, int64_t end) {
-                                for (int64_t i = begin; i < end; ++i) {
-                                  const int64_t row = i % panels * kPanelRows, first = i / panels * n + row;
-                                  const int64_t at = first * row_bytes, scale_at = first * blocks;
-                                  if (target.layout == Layout::tile16 && is_panel(row, n, k)) {
-                                    f(codes + at, scales + scale_at, to_codes + at, to_scales + scale_at, k);
-                                  } else {
-                                    const int64_t count = std::min<int64_t>(kPanelRows, n - row);
-                                    std::memcpy(to_codes + at, codes + at, count * row_bytes);
-                                    std::memcpy(to_scales + scale_at, scales + scale_at, count * blocks);
-                                  }
-                                }
-                              });
-  return {to, to_scale};
-}
-
-// The scale bytes that stand for NaN: a weight with one is damaged, and kernel layouts refuse it.
-void check_scales_finite(const Tensor& block_scale, const Format& fmt) {
-  const Tensor c = as_contiguous(block_scale);
-  const uint8_t* bytes = data<uint8_t>(c);
-  std::atomic<bool> damaged = false;
-  torch::stable::parallel_for(0, c.numel(), 1 << 16, [&](int64_t begin, int64_t end) {
-    bool nan = false;
-    for (int64_t i = begin; i < end; ++i)
-      nan |= fmt.scale == Scale::e4m3 ? (bytes[i] & 0x7f) == 0x7f : bytes[i] == 0xff;
-    if (nan) damaged = true;
+std::tuple<Tensor, Tensor> quantize_fp8(const Tensor& x, const std::string& layout) {
+  const Layout& order = check_quantize_fp8(x, layout);
+  const int64_t k = x.size(x.dim() - 1), kp = order.padded(k), rows = num_rows(x);
+  Shape shape = shape_of(x);
+  const Tensor scales = empty(Shape(shape.begin(), shape.end() - 1), ScalarType::Float);
+  shape.back() = kp;
+  const Tensor codes = empty(shape, ScalarType::Float8_e4m3fn);
+  const Tensor source = as_contiguous(x);
+  const DType dtype = dtype_of(source.scalar_type());
+  torch::stable::parallel_for(0, rows, grain_for(k), [&](int64_t begin, int64_t end) {
+    std::vector<uint8_t> row(kp, 0);
+    for (int64_t i = begin; i < end; ++i) {
+      const uint8_t* from = data<uint8_t>(source) + i * k * dtype_size(dtype);
+      uint8_t* to = mutable_data<uint8_t>(codes) + i * kp;
+      mutable_data<float>(scales)[i] = quantize_row_fp8(from, dtype, k, row.data());
+      for (int64_t j = 0; j < kp; ++j) to[order.order == Order::plain ? j : sm90_position(j)] = row[j];
+    }
   });
-  if (damaged) fail("block_scale has NaN values; the weight is damaged");
-}
-
-std::tuple<Tensor, Tensor> prepack(const Tensor& packed, const Tensor& block_scale, const std::string& format,
-                                   const std::string& layout) {
-  const FormatAndLayout target = check_prepack(packed, block_scale, format, layout);
-  check_scales_finite(block_scale, *target.format);
-  return reorder(
-      packed, block_scale, target,
-      [&](const uint8_t* codes, const uint8_t* scales, uint8_t* to, uint8_t* to_scales, int64_t k) {
-        pack_panel(codes, scales, kPanelRows, k, target.format->block, to, to_scales);
-      });
-}
-
-std::tuple<Tensor, Tensor> unpack(const Tensor& packed, const Tensor& block_scale, const std::string& format,
-                                  const std::string& layout) {
-  const FormatAndLayout target = check_prepack(packed, block_scale, format, layout);
-  return reorder(packed, block_scale, target,
-                 [&](const uint8_t* codes, const uint8_t* scales, uint8_t* to, uint8_t* to_scales,
-                     int64_t k) { unpack_panel(codes, scales, k, target.format->block, to, to_scales); });
+  return {codes, scales};
 }
 
 Tensor dequantize(const Tensor& packed, const Tensor& block_scale, const OptionalTensor& global_scale,
                   const std::string& format, ScalarType dtype, const std::string& layout) {
   const auto [fmt, order] = check_dequantize(packed, block_scale, global_scale, format, dtype, layout);
   Tensor codes = packed, block_scales = block_scale;
-  if (order != Layout::plain) std::tie(codes, block_scales) = unpack(packed, block_scale, format, layout);
+  OptionalTensor factors = global_scale;
+  if (order->order != Order::plain)
+    std::tie(codes, block_scales, factors) = to_plain(packed, block_scale, global_scale, {fmt, order});
   const Tensor from = as_contiguous(codes), from_scale = as_contiguous(block_scales);
-  const OptionalTensor global = as_contiguous(global_scale);
+  const OptionalTensor global = as_contiguous(factors);
   const int64_t k = packed.size(packed.dim() - 1) * 2, rows = num_rows(packed),
                 blocks = ceil_div(k, fmt->block);
   const int64_t per_matrix = packed.dim() >= 2 ? packed.size(packed.dim() - 2) : 1;
@@ -194,8 +139,7 @@ STABLE_TORCH_LIBRARY_IMPL(fp4, CPU, m) {
   m.impl("quantize", TORCH_BOX(&quantize));
   m.impl("dequantize", TORCH_BOX(&dequantize));
   m.impl("quantize_int8", TORCH_BOX(&quantize_int8));
-  m.impl("prepack", TORCH_BOX(&prepack));
-  m.impl("unpack", TORCH_BOX(&unpack));
+  m.impl("quantize_fp8", TORCH_BOX(&quantize_fp8));
 }
 
 // It takes no tensor, so no backend's key would lead here.

@@ -1,7 +1,9 @@
 #include "cpu/quantize.h"
 
 #include <algorithm>
+#include <array>
 #include <cmath>
+#include <vector>
 
 #include "cpu/rowwise.h"
 
@@ -69,6 +71,38 @@ void dequantize_row(const Format& format, const uint8_t* packed, const uint8_t* 
     for (int64_t i = k0; i < std::min<int64_t>(k, k0 + format.block); ++i)
       values[i] = table[packed[i / 2] >> (4 * (i % 2)) & 15];
   }
+}
+
+void dequantize_row_to_float(const Format& format, const uint8_t* packed, const uint8_t* scales, int64_t k,
+                             float global_scale, float* row) {
+  std::vector<double> values(k);
+  dequantize_row(format, packed, scales, k, double(global_scale), values.data());
+  std::copy(values.begin(), values.end(), row);
+}
+
+float quantize_row_fp8(const void* x, DType dtype, int64_t k, uint8_t* codes) {
+  bool finite = true;
+  const float scale = max_magnitude(x, dtype, k, &finite) / kE4m3Max;
+  if (!finite || scale == 0.f) {
+    std::fill(codes, codes + k, uint8_t(0));
+    return scale;
+  }
+  with_dtype(dtype, [&](auto d) {
+    for (int64_t i = 0; i < k; ++i) {
+      const float v = load_as_float<d.value>(x, i) / scale;
+      codes[i] = uint8_t(float_to_e4m3(std::fabs(v)) | (std::signbit(v) ? 0x80 : 0));
+    }
+  });
+  return scale;
+}
+
+void dequantize_row_fp8(const uint8_t* codes, int64_t k, float scale, float* row) {
+  static const std::array<float, 256> table = [] {
+    std::array<float, 256> values;
+    for (int code = 0; code < 256; ++code) values[code] = e4m3_to_float(uint8_t(code));
+    return values;
+  }();
+  for (int64_t i = 0; i < k; ++i) row[i] = table[codes[i]] * scale;
 }
 
 void store_values(const double* values, int64_t k, DType dtype, void* out) {

@@ -21,6 +21,17 @@ void quantize_row(const Format& format, const void* x, DType dtype, int64_t k, f
 void dequantize_row(const Format& format, const uint8_t* packed, const uint8_t* scales, int64_t k,
                     double global_scale, double* values);
 
+// The same rounded to float32.
+void dequantize_row_to_float(const Format& format, const uint8_t* packed, const uint8_t* scales, int64_t k,
+                             float global_scale, float* row);
+
+// x [k] -> e4m3 codes [k]; returns their scale, amax / 448. A row of zeros has scale 0; a row with a NaN or
+// an infinity has a scale that is not finite, and codes 0, so that all of it becomes NaN.
+float quantize_row_fp8(const void* x, DType dtype, int64_t k, uint8_t* codes);
+
+// e4m3 codes [k] times scale.
+void dequantize_row_fp8(const uint8_t* codes, int64_t k, float scale, float* row);
+
 // Rounds once.
 void store_values(const double* values, int64_t k, DType dtype, void* out);
 

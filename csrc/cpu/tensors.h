@@ -59,7 +59,7 @@ class WeightOperand {
         global_(as_contiguous(b_global_scale)),
         bias_(as_contiguous(bias)) {
     view_ = {.format = shape.format,
-             .layout = shape.layout,
+             .order = shape.layout->order,
              .groups = shape.groups,
              .n = shape.n,
              .k = shape.k,
@@ -77,20 +77,35 @@ class WeightOperand {
   Weight view_;
 };
 
-// Activations made contiguous and ready for the panel kernels.
+// Activations made contiguous and ready for the panel kernels; `as_float`: float32 rows, int8 codes too.
 class ActivationOperand {
  public:
-  ActivationOperand(const Tensor& a, const OptionalTensor& a_scale, const WeightShape& w)
-      : a_(as_contiguous(a)), scale_(as_contiguous(a_scale)) {
+  ActivationOperand(const Operand& operand, const WeightShape& w, bool as_float = false)
+      : a_(as_contiguous(operand.a)),
+        scale_(as_contiguous(operand.scale)),
+        global_(as_contiguous(operand.global_scale)) {
     const int64_t rows = num_rows(a_);
-    view_ = scale_ ? prepare_int8(data<int8_t>(a_), data<float>(*scale_), rows, w.k, w.format->block)
-                   : prepare_float(a_.data_ptr(), dtype_of(a_.scalar_type()), rows, w.k);
+    const ScalarType dtype = a_.scalar_type();
+    if (operand.format != nullptr) {
+      const bool factors = operand.format->has_global_scale;
+      const int64_t per_factor =
+          factors ? std::max<int64_t>(1, rows / std::max<int64_t>(1, global_->numel())) : 1;
+      view_ = prepare_packed(*operand.format, data<uint8_t>(a_), data<uint8_t>(*scale_),
+                             factors ? data<float>(*global_) : nullptr, per_factor, rows, w.k);
+    } else if (dtype == ScalarType::Char) {
+      view_ = as_float ? prepare_int8_as_float(data<int8_t>(a_), data<float>(*scale_), rows, w.k)
+                       : prepare_int8(data<int8_t>(a_), data<float>(*scale_), rows, w.k, w.format->block);
+    } else if (dtype == ScalarType::Float8_e4m3fn) {
+      view_ = prepare_fp8(data<uint8_t>(a_), data<float>(*scale_), rows, w.k);
+    } else {
+      view_ = prepare_float(a_.data_ptr(), dtype_of(dtype), rows, w.k);
+    }
   }
   const Activations& view() const { return view_; }
 
  private:
   Tensor a_;
-  OptionalTensor scale_;
+  OptionalTensor scale_, global_;
   Activations view_;
 };
 

@@ -68,17 +68,35 @@ def _bytes(t: torch.Tensor) -> torch.Tensor:
 def refuse_layout(op: str, layout: str) -> None:
     if layout != "plain":
         raise RuntimeError(
-            f"fp4::{op}: layout is '{layout}', which only the CPU kernels read; on CUDA it must be 'plain' "
+            f"fp4::{op}: layout is '{layout}', which these kernels do not read; on CUDA it must be 'plain' "
             "(convert with torch.ops.fp4.unpack)"
         )
 
 
-def refuse_int8(op: str, dtype: torch.dtype) -> None:
-    if dtype == torch.int8:
+def refuse_quantized(op: str, dtype: torch.dtype) -> None:
+    if dtype not in checks.FLOATING:
+        name = str(dtype).removeprefix("torch.")
         raise RuntimeError(
-            f"fp4::{op}: a has dtype int8; int8 activations run on CPU only. On CUDA a must be "
+            f"fp4::{op}: a has dtype {name}; {name} activations run on CPU only. On CUDA a must be "
             "float32, bfloat16 or float16"
         )
+
+
+def copy_weight(packed, block_scale, global_scale):
+    """New tensors: no output of an operator shares memory with an input."""
+    contiguous = torch.contiguous_format
+    if global_scale is None:
+        global_scale = packed.new_empty(0, dtype=torch.float32)
+    packed = packed.view(torch.uint8)
+    return tuple(t.clone(memory_format=contiguous) for t in (packed, block_scale, global_scale))
+
+
+def on_cpu(convert, packed, block_scale, global_scale, format, layout):
+    """A conversion that the CPU owns, for tensors of this device."""
+    factor = None if global_scale is None else global_scale.cpu()
+    return tuple(
+        t.to(packed.device) for t in convert(packed.cpu(), block_scale.cpu(), factor, format, layout)
+    )
 
 
 def weight(b, b_scale, b_global_scale, bias, w: checks.Weight, fmt: Format) -> Weight:
@@ -210,8 +228,9 @@ def product(
         MODE=route.mode, HAS_ROWS=route.sorted_rows is not None, A_DIV=a_div,
         NVFP4=w.fmt.has_global_scale, BLOCK=w.fmt.block, K=w.k, KP=a.kp, TERMS=a.terms,
         HAS_BIAS=w.bias is not None and split_k == 1,
-        GATED=gate is not None, INTERLEAVED=act.interleaved, ACT=act.name, ALPHA=act.alpha, LIMIT=act.limit,
-        UP_OFFSET=act.up_offset, OUT_KP=gate.h.kp if gate else 0, OUT_CHUNK=gate.h.chunk if gate else 8,
+        GATED=gate is not None, INTERLEAVED=act.interleaved, ACT=act.function, ALPHA=act.alpha,
+        LIMIT=act.limit, UP_OFFSET=act.up_offset,
+        OUT_KP=gate.h.kp if gate else 0, OUT_CHUNK=gate.h.chunk if gate else 8,
         OUT_TERMS=gate.h.terms if gate else 1,
         SPLIT_K=split_k, BLOCK_N=tile.block_n, BLOCK_M=tile.block_m, BLOCK_K=tile.block_k, STAGES=tile.stages,
         # int32 loads of whole words need rows that start at a word.

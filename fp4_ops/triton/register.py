@@ -49,38 +49,54 @@ def quantize_int8(x):
 
 
 @cuda_kernel
-def prepack(packed, block_scale, format, layout):
-    checks.check_prepack(packed, block_scale, format, layout)
-    ops.refuse_layout("prepack", layout)
-    return packed.view(torch.uint8).clone(memory_format=torch.contiguous_format), block_scale.clone()
+def prepack(packed, block_scale, global_scale, format, layout):
+    """`plain` is a copy; `tile16` is for CPUs; the others are made there (weights are loaded once)."""
+    _, order = checks.check_prepack(packed, block_scale, global_scale, format, layout)
+    if order.block is None:
+        ops.refuse_layout("prepack", layout)
+        return ops.copy_weight(packed, block_scale, global_scale)
+    return ops.on_cpu(torch.ops.fp4.prepack, packed, block_scale, global_scale, format, layout)
 
 
 @cuda_kernel
-def unpack(packed, block_scale, format, layout):
-    """From any layout; `tile16` by way of the CPU, which owns it (weights are loaded once, not per step)."""
-    checks.check_prepack(packed, block_scale, format, layout)
+def unpack(packed, block_scale, global_scale, format, layout):
+    """From any layout, by way of the CPU."""
+    checks.check_unpack(packed, block_scale, global_scale, format, layout)
     if layout == "plain":
-        return packed.view(torch.uint8).clone(memory_format=torch.contiguous_format), block_scale.clone()
-    plain = torch.ops.fp4.unpack(packed.cpu(), block_scale.cpu(), format, layout)
-    return tuple(t.to(packed.device) for t in plain)
+        return ops.copy_weight(packed, block_scale, global_scale)
+    return ops.on_cpu(torch.ops.fp4.unpack, packed, block_scale, global_scale, format, layout)
 
 
 @cuda_kernel
-def mm(a, b, b_scale, b_global_scale, a_scale=None, bias=None, *, format, layout="plain", out_dtype=None):
-    w = checks.check_mm(a, b, b_scale, b_global_scale, format, layout, a_scale, bias)
+def quantize_fp8(x, *, layout="plain"):
+    checks.check_quantize_fp8(x, layout)
+    raise RuntimeError("fp4::quantize_fp8: not on CUDA yet; use it on CPU")
+
+
+@cuda_kernel
+def mm(
+    a, b, b_scale, b_global_scale, a_scale=None, bias=None, a_global_scale=None, *,
+    format, layout="plain", a_format="", out_dtype=None,
+):  # fmt: skip
+    w = checks.check_mm(
+        a, b, b_scale, b_global_scale, format, layout, a_scale, bias, a_global_scale, a_format
+    )
     ops.refuse_layout("mm", layout)
-    ops.refuse_int8("mm", a.dtype)
+    ops.refuse_quantized("mm", a.dtype)
     wt = ops.weight(b, b_scale, b_global_scale, bias, w, FORMATS[format])
     return ops.run_product(ops.prepare_dense, a, a.shape[0], wt, checks.resolve_out_dtype(a, out_dtype))
 
 
 @cuda_kernel
 def grouped_mm(
-    a, b, b_scale, b_global_scale, offs, a_scale=None, bias=None, *, format, layout="plain", out_dtype=None
-):
-    w = checks.check_grouped_mm(a, b, b_scale, b_global_scale, offs, format, layout, a_scale, bias)
+    a, b, b_scale, b_global_scale, offs, a_scale=None, bias=None, a_global_scale=None, *,
+    format, layout="plain", a_format="", out_dtype=None,
+):  # fmt: skip
+    w = checks.check_grouped_mm(
+        a, b, b_scale, b_global_scale, offs, format, layout, a_scale, bias, a_global_scale, a_format
+    )
     ops.refuse_layout("grouped_mm", layout)
-    ops.refuse_int8("grouped_mm", a.dtype)
+    ops.refuse_quantized("grouped_mm", a.dtype)
     wt = ops.weight(b, b_scale, b_global_scale, bias, w, FORMATS[format])
     dtype = checks.resolve_out_dtype(a, out_dtype)
     if w.groups == 0:
@@ -90,21 +106,14 @@ def grouped_mm(
 
 @cuda_kernel
 def grouped_mm_masked(
-    a,
-    b,
-    b_scale,
-    b_global_scale,
-    masked_m,
-    a_scale=None,
-    bias=None,
-    *,
-    format,
-    layout="plain",
-    out_dtype=None,
-):
-    w = checks.check_grouped_mm_masked(a, b, b_scale, b_global_scale, masked_m, format, layout, a_scale, bias)
+    a, b, b_scale, b_global_scale, masked_m, a_scale=None, bias=None, a_global_scale=None, *,
+    format, layout="plain", a_format="", out_dtype=None,
+):  # fmt: skip
+    w = checks.check_grouped_mm_masked(
+        a, b, b_scale, b_global_scale, masked_m, format, layout, a_scale, bias, a_global_scale, a_format
+    )
     ops.refuse_layout("grouped_mm_masked", layout)
-    ops.refuse_int8("grouped_mm_masked", a.dtype)
+    ops.refuse_quantized("grouped_mm_masked", a.dtype)
     wt = ops.weight(b, b_scale, b_global_scale, bias, w, FORMATS[format])
     groups, max_m, _ = a.shape
     dtype = checks.resolve_out_dtype(a, out_dtype)
@@ -114,26 +123,30 @@ def grouped_mm_masked(
 
 @cuda_kernel
 def indexed_mm(
-    a,
-    b,
-    b_scale,
-    b_global_scale,
-    expert_ids,
-    a_scale=None,
-    bias=None,
-    *,
-    format,
-    layout="plain",
-    out_dtype=None,
-):
-    w = checks.check_indexed_mm(a, b, b_scale, b_global_scale, expert_ids, format, layout, a_scale, bias)
+    a, b, b_scale, b_global_scale, expert_ids, a_scale=None, bias=None, a_global_scale=None, *,
+    format, layout="plain", a_format="", out_dtype=None,
+):  # fmt: skip
+    w = checks.check_indexed_mm(
+        a, b, b_scale, b_global_scale, expert_ids, format, layout, a_scale, bias, a_global_scale, a_format
+    )
     ops.refuse_layout("indexed_mm", layout)
-    ops.refuse_int8("indexed_mm", a.dtype)
+    ops.refuse_quantized("indexed_mm", a.dtype)
     wt = ops.weight(b, b_scale, b_global_scale, bias, w, FORMATS[format])
     dtype = checks.resolve_out_dtype(a, out_dtype)
     if w.groups == 0:
         return a.new_zeros((a.shape[0], w.n), dtype=dtype)
     return ops.run_product(ops.prepare_indexed, a, a.shape[0], wt, dtype, expert_ids, w.groups, tail=True)
+
+
+@cuda_kernel
+def grouped_mm_k(
+    a, b, b_scale, b_global_scale, offs, a_scale=None, a_global_scale=None, *,
+    format, layout="plain", a_format="", out_dtype=None,
+):  # fmt: skip
+    checks.check_grouped_mm_k(
+        a, b, b_scale, b_global_scale, offs, format, layout, a_scale, a_global_scale, a_format
+    )
+    raise RuntimeError("fp4::grouped_mm_k: not on CUDA yet; use it on CPU")
 
 
 @cuda_kernel

@@ -1,0 +1,51 @@
+// Activation rows made ready for the panel kernels. int8 codes stay int8, the fast path; everything else
+// becomes float32, which holds fp8 and FP4 values exactly up to the rounding of their float32 factor.
+#pragma once
+
+#include <cstdint>
+#include <memory>
+
+#include "cpu/kernels.h"
+
+namespace fp4::cpu {
+
+// A 64-byte aligned block of memory, not initialised.
+class Buffer {
+ public:
+  Buffer() = default;
+  explicit Buffer(int64_t bytes);
+  uint8_t* data() const { return data_.get(); }
+  float* floats() const { return reinterpret_cast<float*>(data_.get()); }
+
+ private:
+  struct Free {
+    void operator()(uint8_t* p) const;
+  };
+  std::unique_ptr<uint8_t[], Free> data_;
+};
+
+// Activation rows [rows, k] as the panel kernels read them.
+struct Activations {
+  bool int8;
+  const uint8_t* data;
+  int64_t stride;  // bytes from row to row
+  Buffer owned;    // holds data, unless the caller's own rows serve as they are
+};
+
+Activations prepare_float(const void* x, DType dtype, int64_t rows, int64_t k);
+Activations prepare_int8(const int8_t* codes, const float* scales, int64_t rows, int64_t k, int block);
+// int8 codes as float32, for products that cut K elsewhere than the int8 kernels can.
+Activations prepare_int8_as_float(const int8_t* codes, const float* scales, int64_t rows, int64_t k);
+// e4m3 codes with one scale a row.
+Activations prepare_fp8(const uint8_t* codes, const float* scales, int64_t rows, int64_t k);
+// Packed rows; row r has factor factors[r / rows_per_factor], or 1 if there are none.
+Activations prepare_packed(const Format& format, const uint8_t* codes, const uint8_t* scales,
+                           const float* factors, int64_t rows_per_factor, int64_t rows, int64_t k);
+// Floating x, quantised on the way; `block` is that of the weight.
+Activations quantize_and_prepare(AFormat a_format, const void* x, DType dtype, int64_t rows, int64_t k,
+                                 int block);
+
+// The number of rows that are worth a thread of their own, if each has this many bytes.
+int64_t rows_per_thread(int64_t row_bytes);
+
+}  // namespace fp4::cpu

@@ -1,0 +1,303 @@
+#include "cpu/prepack.h"
+
+#include <torch/csrc/stable/library.h>
+
+#if defined(__linux__)
+#include <sys/mman.h>
+#endif
+
+#include <atomic>
+#include <cmath>
+#include <cstring>
+
+#include "common/convert.h"
+#include "cpu/sm90_layout.h"
+
+namespace fp4::cpu {
+namespace {
+
+using Packed = std::tuple<Tensor, Tensor, Tensor>;
+
+int64_t grain_for(int64_t k) { return std::max<int64_t>(1, 8192 / (k + 1)); }
+
+// Asks for huge pages under a large new tensor: weights are streamed, and page walks would slow that down.
+void advise_huge_pages(const Tensor& t) {
+#if defined(__linux__)
+  constexpr uintptr_t page = 2 << 20;
+  const uintptr_t begin = (reinterpret_cast<uintptr_t>(t.data_ptr()) + page - 1) / page * page;
+  const uintptr_t end = (reinterpret_cast<uintptr_t>(t.data_ptr()) + t.numel()) / page * page;
+  if (end > begin) madvise(reinterpret_cast<void*>(begin), end - begin, MADV_HUGEPAGE);  // may be refused
+#endif
+}
+
+// No output may share memory with an input.
+Tensor copy_of(const OptionalTensor& t) {
+  if (!t) return empty({0}, ScalarType::Float);
+  const Tensor from = as_contiguous(*t), to = empty(shape_of(*t), ScalarType::Float);
+  std::memcpy(to.data_ptr(), from.data_ptr(), from.numel() * sizeof(float));
+  return to;
+}
+
+struct Sizes {
+  int64_t matrices, n, k;
+  explicit Sizes(const Tensor& packed)
+      : matrices(packed.dim() == 3 ? packed.size(0) : 1),
+        n(packed.size(packed.dim() - 2)),
+        k(packed.size(packed.dim() - 1) * 2) {}
+};
+
+// --- tile16 ---
+
+// The same bytes in the other order. f(codes, scales, to_codes, to_scales) moves one panel of 16 rows; what
+// tile16 keeps plain is copied.
+template <typename F>
+std::tuple<Tensor, Tensor> reorder(const Tensor& packed, const Tensor& block_scale, FormatAndLayout target,
+                                   const F& f) {
+  const Tensor to = empty(shape_of(packed), ScalarType::Byte);
+  advise_huge_pages(to);
+  const Tensor to_scale = empty(shape_of(block_scale), scale_dtype(*target.format));
+  const Tensor from = as_contiguous(packed), from_scale = as_contiguous(block_scale);
+  const auto [matrices, n, k] = Sizes(packed);
+  const int64_t row_bytes = k / 2, blocks = ceil_div(k, target.format->block);
+  const int64_t panels = ceil_div(n, kPanelRows);
+  const uint8_t *codes = data<uint8_t>(from), *scales = data<uint8_t>(from_scale);
+  uint8_t *to_codes = mutable_data<uint8_t>(to), *to_scales = mutable_data<uint8_t>(to_scale);
+  const bool tiled = target.layout->order == Order::tile16;
+  torch::stable::parallel_for(0, matrices * panels, grain_for(k * kPanelRows),
+                              [&](int64_t begin, int64_t end) {
+                                for (int64_t i = begin; i < end; ++i) {
+                                  const int64_t row = i % panels * kPanelRows, first = i / panels * n + row;
+                                  const int64_t at = first * row_bytes, scale_at = first * blocks;
+                                  if (tiled && is_panel(row, n, k)) {
+                                    f(codes + at, scales + scale_at, to_codes + at, to_scales + scale_at, k);
+                                  } else {
+                                    const int64_t count = std::min<int64_t>(kPanelRows, n - row);
+                                    std::memcpy(to_codes + at, codes + at, count * row_bytes);
+                                    std::memcpy(to_scales + scale_at, scales + scale_at, count * blocks);
+                                  }
+                                }
+                              });
+  return {to, to_scale};
+}
+
+// --- sm90 ---
+
+constexpr int kE4m3Exponents = 17;  // binades below the largest power of two, 2^8, down to 2^-9
+constexpr int kEmaxBias = 135;      // the factor of a matrix is 2^(Emax - 135), so that Emax becomes 2^8
+
+// 2^x as e4m3, -9 <= x <= 8.
+uint8_t power_to_e4m3(int x) { return uint8_t(x >= -6 ? (x + 7) << 3 : 1 << (x + 9)); }
+
+bool all_zero(const uint8_t* codes, int64_t bytes) {
+  uint8_t any = 0;
+  for (int64_t i = 0; i < bytes; ++i) any |= codes[i];
+  return (any & 0x77) == 0;
+}
+
+// The blocks of 16 of one plain row, K a multiple of 16, as sm90 holds them.
+struct PlainRow {
+  const Format& format;
+  const uint8_t *codes, *scales;
+  int64_t k;
+  int emax;  // of the matrix, for e8m0
+
+  // mxfp4: whether block b of 32 has a value that is not zero; if not, its exponent does not matter.
+  bool counts(int64_t b) const {
+    const int64_t begin = b * format.block / 2;
+    return !all_zero(codes + begin, std::min<int64_t>(format.block / 2, k / 2 - begin));
+  }
+
+  Block16 block(int64_t i) const {
+    Block16 out{};
+    if (i * kSm90Block >= k) return out;  // padding
+    const int64_t begin = i * kSm90Block / 2, b = i * kSm90Block / format.block;
+    if (format.scale == Scale::e4m3) {
+      out.scale = scales[b];
+    } else {
+      if (!counts(b)) return out;
+      out.scale = power_to_e4m3(scales[b] - emax + 8);
+    }
+    std::memcpy(out.codes, codes + begin, sizeof(out.codes));
+    return out;
+  }
+};
+
+// mxfp4: the largest exponent of each matrix, where some value is not zero.
+std::vector<int> largest_exponents(const Format& fmt, const Layout& layout, const uint8_t* codes,
+                                   const uint8_t* scales, const Sizes& s) {
+  const int64_t blocks = ceil_div(s.k, fmt.block);
+  std::vector<int> low(s.matrices * s.n, 255), high(s.matrices * s.n, -1), emax(s.matrices);
+  torch::stable::parallel_for(0, s.matrices * s.n, grain_for(s.k), [&](int64_t begin, int64_t end) {
+    for (int64_t r = begin; r < end; ++r) {
+      const PlainRow row{fmt, codes + r * (s.k / 2), scales + r * blocks, s.k, 0};
+      for (int64_t b = 0; b < blocks; ++b)
+        if (row.counts(b)) {
+          low[r] = std::min<int>(low[r], row.scales[b]);
+          high[r] = std::max<int>(high[r], row.scales[b]);
+        }
+    }
+  });
+  for (int64_t g = 0; g < s.matrices; ++g) {
+    int least = 255;
+    emax[g] = -1;
+    for (int64_t r = g * s.n; r < (g + 1) * s.n; ++r) {
+      least = std::min(least, low[r]);
+      emax[g] = std::max(emax[g], high[r]);
+    }
+    if (emax[g] < 0) emax[g] = kEmaxBias;  // all zeros: a factor of 1
+    if (emax[g] - least > kE4m3Exponents)
+      fail("block_scale of matrix ", g, " spreads over ", emax[g] - least, " binades; layout '", layout.name,
+           "' holds at most ", kE4m3Exponents);
+  }
+  return emax;
+}
+
+void check_not_negative(const Tensor& block_scale, const Layout& layout) {
+  const uint8_t* bytes = data<uint8_t>(block_scale);
+  for (int64_t i = 0, count = block_scale.numel(); i < count; ++i)
+    if (bytes[i] & 0x80) fail("block_scale has negative values; layout '", layout.name, "' cannot hold them");
+}
+
+Packed to_sm90(const Tensor& packed, const Tensor& block_scale, const OptionalTensor& global_scale,
+               FormatAndLayout target) {
+  const Format& fmt = *target.format;
+  const Layout& layout = *target.layout;
+  const Sizes s(packed);
+  const int64_t kp = layout.padded(s.k), blocks = ceil_div(s.k, fmt.block), tiles = s.n / kSm90Rows;
+  Shape shape = shape_of(packed), scale_shape = shape;
+  shape.back() = kp / 2;
+  scale_shape.back() = kp / kSm90Block;
+  const Tensor to = empty(shape, ScalarType::Byte), to_scale = empty(scale_shape, ScalarType::Byte);
+  const Tensor from = as_contiguous(packed), from_scale = as_contiguous(block_scale);
+  const uint8_t *codes = data<uint8_t>(from), *scales = data<uint8_t>(from_scale);
+  std::vector<int> emax(s.matrices, 0);
+  Tensor factor = copy_of(global_scale);
+  if (fmt.scale == Scale::e4m3) {
+    check_not_negative(from_scale, layout);
+  } else {
+    emax = largest_exponents(fmt, layout, codes, scales, s);
+    factor = empty(Shape(shape.begin(), shape.end() - 2), ScalarType::Float);
+    for (int64_t g = 0; g < s.matrices; ++g)
+      mutable_data<float>(factor)[g] = std::ldexp(1.f, emax[g] - kEmaxBias);
+  }
+  uint8_t *to_codes = mutable_data<uint8_t>(to), *to_scales = mutable_data<uint8_t>(to_scale);
+  torch::stable::parallel_for(
+      0, s.matrices * tiles, grain_for(s.k * kSm90Rows), [&](int64_t begin, int64_t end) {
+        for (int64_t row = begin * kSm90Rows; row < end * kSm90Rows; ++row) {
+          const int64_t g = row / s.n;
+          const PlainRow plain{fmt, codes + row * (s.k / 2), scales + row * blocks, s.k, emax[g]};
+          for (int64_t b = 0; b < kp / kSm90Block; ++b) {
+            const Sm90Place at = sm90_place(row % s.n, b, kp);
+            sm90_encode(plain.block(b), to_codes + g * s.n * (kp / 2) + at.codes,
+                        to_scales + g * s.n * (kp / kSm90Block) + at.scale);
+          }
+        }
+      });
+  return {to, to_scale, factor};
+}
+
+// The exponent byte of an mxfp4 block whose halves have these e4m3 scales, or -1 if there is none.
+int to_e8m0(uint8_t first, uint8_t second, int emax) {
+  if (first == 0 && second == 0) return 0;
+  if (first != 0 && second != 0 && first != second) return -1;
+  int exponent;
+  if (std::frexp(e4m3_to_float(first | second), &exponent) != .5f) return -1;
+  const int byte = exponent - 1 + emax - 8;
+  return byte >= 0 && byte < 255 ? byte : -1;
+}
+
+Packed from_sm90(const Tensor& packed, const Tensor& block_scale, const Tensor& global_scale,
+                 FormatAndLayout source) {
+  const Format& fmt = *source.format;
+  const Sizes s(packed);
+  const int64_t blocks = s.k / fmt.block, tiles = s.n / kSm90Rows;
+  const bool mx = fmt.scale == Scale::e8m0;
+  Shape scale_shape = shape_of(packed);
+  scale_shape.back() = blocks;
+  const Tensor to = empty(shape_of(packed), ScalarType::Byte),
+               to_scale = empty(scale_shape, scale_dtype(fmt));
+  const Tensor from = as_contiguous(packed), from_scale = as_contiguous(block_scale);
+  const Tensor factor = as_contiguous(global_scale);
+  std::atomic<bool> exact = true;
+  torch::stable::parallel_for(
+      0, s.matrices * tiles, grain_for(s.k * kSm90Rows), [&](int64_t begin, int64_t end) {
+        for (int64_t row = begin * kSm90Rows; row < end * kSm90Rows; ++row) {
+          const int64_t g = row / s.n, per_block = fmt.block / kSm90Block;
+          uint8_t* codes = mutable_data<uint8_t>(to) + row * (s.k / 2);
+          uint8_t* scales = mutable_data<uint8_t>(to_scale) + row * blocks;
+          int exponent = 0;
+          if (mx && std::frexp(data<float>(factor)[g], &exponent) != .5f) exact = false;
+          for (int64_t b = 0; b < blocks; ++b) {
+            uint8_t halves[2] = {};
+            for (int64_t h = 0; h < per_block; ++h) {
+              const int64_t i = b * per_block + h;
+              const Sm90Place at = sm90_place(row % s.n, i, s.k);
+              const Block16 block =
+                  sm90_decode(data<uint8_t>(from) + g * s.n * (s.k / 2) + at.codes,
+                              data<uint8_t>(from_scale)[g * s.n * (s.k / kSm90Block) + at.scale]);
+              std::memcpy(codes + i * kSm90Block / 2, block.codes, kSm90Block / 2);
+              halves[h] = block.scale;
+            }
+            const int byte = mx ? to_e8m0(halves[0], halves[1], exponent - 1 + kEmaxBias) : halves[0];
+            if (byte < 0) exact = false;
+            scales[b] = uint8_t(byte);
+          }
+        }
+      });
+  if (!exact) fail("packed is no mxfp4 weight: its scales are not all powers of two, one for each 32");
+  return {to, to_scale, copy_of(mx ? OptionalTensor() : OptionalTensor(factor))};
+}
+
+// --- operators ---
+
+// The scale bytes that stand for NaN: a weight with one is damaged, and kernel layouts refuse it.
+void check_scales_finite(const Tensor& block_scale, const Format& fmt) {
+  const Tensor c = as_contiguous(block_scale);
+  const uint8_t* bytes = data<uint8_t>(c);
+  std::atomic<bool> damaged = false;
+  torch::stable::parallel_for(0, c.numel(), 1 << 16, [&](int64_t begin, int64_t end) {
+    bool nan = false;
+    for (int64_t i = begin; i < end; ++i)
+      nan |= fmt.scale == Scale::e4m3 ? (bytes[i] & 0x7f) == 0x7f : bytes[i] == 0xff;
+    if (nan) damaged = true;
+  });
+  if (damaged) fail("block_scale has NaN values; the weight is damaged");
+}
+
+Packed prepack(const Tensor& packed, const Tensor& block_scale, const OptionalTensor& global_scale,
+               const std::string& format, const std::string& layout) {
+  const FormatAndLayout target = check_prepack(packed, block_scale, global_scale, format, layout);
+  check_scales_finite(block_scale, *target.format);
+  if (target.layout->block != 0) return to_sm90(packed, block_scale, global_scale, target);
+  const auto [codes, scales] = reorder(
+      packed, block_scale, target,
+      [&](const uint8_t* from, const uint8_t* from_scales, uint8_t* to, uint8_t* to_scales, int64_t k) {
+        pack_panel(from, from_scales, kPanelRows, k, target.format->block, to, to_scales);
+      });
+  return {codes, scales, copy_of(global_scale)};
+}
+
+Packed unpack(const Tensor& packed, const Tensor& block_scale, const OptionalTensor& global_scale,
+              const std::string& format, const std::string& layout) {
+  return to_plain(packed, block_scale, global_scale,
+                  check_unpack(packed, block_scale, global_scale, format, layout));
+}
+
+}  // namespace
+
+Packed to_plain(const Tensor& packed, const Tensor& block_scale, const OptionalTensor& global_scale,
+                FormatAndLayout from) {
+  if (from.layout->block != 0) return from_sm90(packed, block_scale, *global_scale, from);
+  const auto [codes, scales] =
+      reorder(packed, block_scale, from,
+              [&](const uint8_t* panel, const uint8_t* panel_scales, uint8_t* to, uint8_t* to_scales,
+                  int64_t k) { unpack_panel(panel, panel_scales, k, from.format->block, to, to_scales); });
+  return {codes, scales, copy_of(global_scale)};
+}
+
+STABLE_TORCH_LIBRARY_IMPL(fp4, CPU, m) {
+  m.impl("prepack", TORCH_BOX(&prepack));
+  m.impl("unpack", TORCH_BOX(&unpack));
+}
+
+}  // namespace fp4::cpu

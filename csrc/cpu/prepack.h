@@ -1,0 +1,14 @@
+// Weights from the plain layout to the others and back.
+#pragma once
+
+#include <tuple>
+
+#include "cpu/tensors.h"
+
+namespace fp4::cpu {
+
+// packed, block_scale and global_scale in the plain layout, K still padded as `from.layout` pads it.
+std::tuple<Tensor, Tensor, Tensor> to_plain(const Tensor& packed, const Tensor& block_scale,
+                                            const OptionalTensor& global_scale, FormatAndLayout from);
+
+}  // namespace fp4::cpu

@@ -1,0 +1,51 @@
+// The weight layout of the Hopper kernels (csrc/sm90), made and undone on the CPU. Torch-free.
+//
+// A matrix is e2m1 codes with one e4m3 scale a block of 16 along K, and K padded to a multiple of 128 with
+// zero codes and zero scales. In 16-row tiles, in steps of 64 k, each lane of a warp reads 16 bytes of codes
+// in one load and owns whole scale blocks:
+//
+//   codes   [N/16][K/64][lane][16 B]    scales  [N/16][K/128][lane][4 B]
+//
+// Lane 4g + t holds rows 2g and 2g + 1 (rows g and g + 8 of the mma, so that a token's two accumulators are
+// neighbours in N) and block t of the step. Its 16 bytes are four words: two for row 2g, two for row 2g + 1.
+// Its scale bytes are {even step: row 2g, row 2g + 1; odd step: row 2g, row 2g + 1}.
+//
+// Word s of a block holds its codes 8s + 4q + i (q < 2, i < 4): the magnitude at bits 16q + 4i to 16q + 4i +
+// 2, the sign of q = 0 at bit 8i + 7, of q = 1 at bit 8i + 3. The scale byte is the e4m3 byte, which has no
+// sign, with bit 7 set where its mantissa is 0 or 7 (where 1.5 times the scale needs no extra step).
+#pragma once
+
+#include <cstdint>
+
+namespace fp4::cpu {
+
+inline constexpr int kSm90Rows = 16, kSm90Block = 16;
+
+// 16 codes (8 bytes, the lower k in the lower nibble) and their e4m3 scale, which is not negative.
+struct Block16 {
+  uint8_t codes[8];
+  uint8_t scale;
+};
+
+// Where a row's block is: bytes into the codes and into the scales of its matrix.
+struct Sm90Place {
+  int64_t codes, scale;
+};
+
+inline Sm90Place sm90_place(int64_t row, int64_t block, int64_t padded_k) {
+  const int64_t tile = row / 16, step = block / 4, lane = row % 16 / 2 * 4 + block % 4, parity = row % 2;
+  return {((tile * (padded_k / 64) + step) * 32 + lane) * 16 + parity * 8,
+          ((tile * (padded_k / 128) + step / 2) * 32 + lane) * 4 + step % 2 * 2 + parity};
+}
+
+// One block into, or out of, two words and a scale byte.
+void sm90_encode(const Block16& block, uint8_t* words, uint8_t* scale);
+Block16 sm90_decode(const uint8_t* words, uint8_t scale);
+
+// Where logical element k of an e4m3 activation row lies.
+inline int64_t sm90_position(int64_t k) {
+  const int64_t t = k / 16 % 4, s = k / 8 % 2, q = k / 4 % 2, i = k % 4;
+  return k / 64 * 64 + 32 * s + 16 * q + 4 * t + i;
+}
+
+}  // namespace fp4::cpu

@@ -1,0 +1,32 @@
+"""Packed weights from one layout to another."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from .meta.formats import FORMATS
+from .meta.layouts import LAYOUTS
+
+Operands = tuple[Tensor, Tensor, Tensor | None]
+
+
+def relayout(operands: Operands, format: str, k: int, source: str, target: str) -> Operands:
+    """(packed, block_scale, global_scale) of a weight [..., N, k] in another layout.
+
+    `k` is its own K: the layouts of Hopper pad it, and the padding is cut off on the way back. A global scale
+    that the result does not have is None.
+    """
+    packed, block_scale, global_scale = operands
+    if source not in (target, "plain"):
+        packed, block_scale, global_scale = torch.ops.fp4.unpack(
+            packed, block_scale, global_scale, format, source
+        )
+        if LAYOUTS[source].padded(k) != k:
+            blocks = FORMATS[format].num_blocks(k)
+            packed, block_scale = packed[..., : k // 2].contiguous(), block_scale[..., :blocks].contiguous()
+    if target not in (source, "plain"):
+        packed, block_scale, global_scale = torch.ops.fp4.prepack(
+            packed, block_scale, global_scale, format, target
+        )
+    return packed, block_scale, global_scale if global_scale is not None and global_scale.numel() else None
