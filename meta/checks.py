@@ -26,7 +26,7 @@ class Weight(NamedTuple):
     groups: int | None
     n: int
     k: int
-    layout: Layout
+    layout: Layout = LAYOUTS["plain"]
 
 
 def _names(dtypes: tuple[torch.dtype, ...]) -> str:
