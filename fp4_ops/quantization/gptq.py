@@ -18,9 +18,6 @@ from torch import Tensor
 from ..meta.formats import Format
 from .grid import quantize_magnitude, scale_value
 
-DAMPING = 0.01
-"""Added to the diagonal of H, as a share of its mean: few calibration tokens leave H singular."""
-
 Candidates = Callable[[Tensor], Iterable[tuple[Tensor, Tensor | None]]]
 
 
@@ -68,11 +65,21 @@ def _round_block(block: Tensor, factor: Tensor, step: Tensor) -> tuple[Tensor, T
     return values, lost
 
 
+def damping(diagonal: Tensor) -> Tensor:
+    """What to add to the diagonal [E, K] of H: a twentieth of its mean.
+
+    Few calibration tokens leave H singular. An expert that saw none has H = 0: its columns count the same.
+    From 0.01 to 0.3 the share made no difference that the demo model could show.
+    """
+    mean = diagonal.mean(-1, keepdim=True)
+    return torch.where(mean == 0, 1.0, 0.05 * mean)
+
+
 def _inverse_factor(moments: Tensor) -> Tensor:
     """U, upper triangular, with U^T U = (H + damping)^-1."""
     h = moments.clone()
     diagonal = h.diagonal(dim1=-2, dim2=-1)
-    mean = diagonal.mean(-1, keepdim=True)
-    # An expert that saw no token has H = 0: then all columns count the same.
-    diagonal += torch.where(mean == 0, 1.0, DAMPING * mean)
-    return torch.linalg.cholesky(torch.cholesky_inverse(torch.linalg.cholesky(h)), upper=True)
+    diagonal += damping(diagonal)
+    # Cholesky from the last row up, H = R R^T with R upper triangular: then U = R^-1.
+    r = torch.linalg.cholesky(h.flip(-2, -1)).flip(-2, -1)
+    return torch.linalg.solve_triangular(r, torch.eye(len(r[0]), device=r.device), upper=True)

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from ..meta.formats import FORMATS, Format
-from .gptq import gptq
+from .gptq import damping, gptq
 from .grid import (
     E2M1_MAX,
     codes_per_octave,
@@ -168,7 +168,9 @@ def _quantize(w: Tensor, fmt: Format, method: Method, inputs: Tensor | None) -> 
         values, code = gptq(w, inputs, fmt, lambda magnitude: _candidates(magnitude, fmt, method, one))
         return encode(values.abs(), values.signbit()), code, global_scale
     magnitude = split_blocks(w.abs(), fmt.block)
-    weights = split_blocks(inputs, fmt.block)[:, None] if inputs is not None else None
+    weights = None
+    if inputs is not None:
+        weights = split_blocks(inputs + damping(inputs), fmt.block)[:, None]
     code = _search(magnitude, _candidates(magnitude, fmt, method, one), weights)
     nearest = join_blocks(quantize_magnitude(magnitude, scale_value(code, fmt)[..., None]), k)
     return encode(nearest, w.signbit()), code, global_scale
