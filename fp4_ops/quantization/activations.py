@@ -18,7 +18,7 @@ def _unchanged(x: Tensor) -> Tensor:
 
 
 def round_fp8(x: Tensor) -> Tensor:
-    """e4m3 with one float32 scale a token: amax / 448."""
+    """`fp4::quantize_fp8`: e4m3 with one float32 scale a token, amax / 448."""
     scale = x.abs().amax(-1, keepdim=True) / E4M3_MAX
     scale = scale.masked_fill(scale == 0, 1.0)
     return (x / scale).to(torch.float8_e4m3fn).float() * scale
@@ -34,8 +34,8 @@ def round_int8(x: Tensor) -> Tensor:
 
 def _round_fp4(format: str) -> Callable[[Tensor], Tensor]:
     def round_fp4(x: Tensor) -> Tensor:
-        """`fp4::quantize` of all rows together."""
-        return dequantize_weight(*quantize_weight(x, format), FORMATS[format])
+        """`fp4::quantize`; every row is a matrix of its own, with its own global scale."""
+        return dequantize_weight(*quantize_weight(x[:, None], format), FORMATS[format])[:, 0]
 
     return round_fp4
 
