@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import fx
 
-from .options import parse
+from .options import CAPTURE, parse
 from .pipeline import analyse
 from .report import Report
 
@@ -33,7 +33,8 @@ def explain(
     breaks = torch._dynamo.utils.counters["graph_break"]
     before = Counter(breaks)
     # The graphs made here stay in Dynamo's cache beside the user's own: don't let them use up the limit.
-    with torch._dynamo.config.patch(recompile_limit=1024, accumulated_recompile_limit=4096), torch.no_grad():
+    settings = {"recompile_limit": 1024, "accumulated_recompile_limit": 4096, **CAPTURE}
+    with torch._dynamo.config.patch(settings), torch.no_grad():
         torch.compile(model, backend=backend)(*args, **kwargs)
     report.graph_breaks = [reason.strip().splitlines()[0] for reason in Counter(breaks) - before]
     return report

@@ -173,6 +173,9 @@ class Canon:
                 key = (node.target, repr(parts))
             self._numbers[node] = table.setdefault(key, len(table))
 
+    def number(self, node: fx.Node) -> int:
+        return self._numbers[node]
+
     def same(self, a: fx.Node, b: fx.Node) -> bool:
         """Equal up to reshapes and copies."""
         return self._numbers[strip(a)] == self._numbers[strip(b)]

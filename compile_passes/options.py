@@ -16,6 +16,9 @@ from ..experts import auto_a_format
 from ..meta import formats
 from ..meta.formats import FORMATS
 
+CAPTURE = {"capture_dynamic_output_shape_ops": True}
+"""What Dynamo needs to capture loops over experts, whose `nonzero` and boolean masks have unknown sizes."""
+
 ACTIVATION_CHOICES = ("auto", "bf16", "int8")
 
 

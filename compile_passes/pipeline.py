@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from torch import fx
 from torch._guards import TracingContext
+from torch.fx.experimental.symbolic_shapes import free_unbacked_symbols
 
 from .capture import CannotCapture, capture
 from .options import Options, inductor_patches
@@ -63,10 +64,21 @@ def compile_graph(
         tell(frame)
     _log(frame, _has_expert_weights(gm, inputs))
     if rewritten is None:
-        return compile_fx(gm, inputs, config_patches=options.inductor)
+        return _or_as_captured(gm, lambda: compile_fx(gm, inputs, config_patches=options.inductor))
     examples = [*(inputs[i] for i in rewritten.keep), *rewritten.fakes]
     compiled = compile_fx(rewritten.gm, examples, config_patches=inductor_patches(options))
     return runtime(compiled, rewritten.keep, rewritten.swaps)
+
+
+def _or_as_captured(gm: fx.GraphModule, compile: Callable[[], Callable[..., Any]]) -> Callable[..., Any]:
+    """A loop over experts reaches Inductor only because Dynamo captures it for this backend: no failure."""
+    try:
+        return compile()
+    except Exception:
+        if not any(free_unbacked_symbols(n.meta.get("example_value")) for n in gm.graph.nodes):
+            raise
+        log.warning("Inductor cannot compile %s, which runs uncompiled", _frame_name(), exc_info=True)
+        return gm.forward
 
 
 def _pairs(gm: fx.GraphModule, inputs: Sequence[Any]) -> list[tuple[fx.Node, Any]]:
@@ -82,11 +94,23 @@ def _is_fixed(node: fx.Node, x: Any) -> bool:
 
 
 def _has_expert_weights(gm: fx.GraphModule, inputs: Sequence[Any]) -> bool:
-    """Whether any weight could be one of experts; float8 ones are the scales of packed weights."""
-    return any(
-        _is_fixed(n, x) and x.dim() == 3 and x.dtype.is_floating_point and x.dtype.itemsize > 1
-        for n, x in _pairs(gm, inputs)
-    )
+    """Whether any weight could be one of experts: 3D, or a matrix in a graph that also routes."""
+    weights = [x for n, x in _pairs(gm, inputs) if _is_fixed(n, x) and x.dtype.is_floating_point]
+    weights = [x for x in weights if x.dtype.itemsize > 1]
+    if any(x.dim() == 3 for x in weights):
+        return True
+    matrices = [x for x in weights if x.dim() == 2]
+    return bool(matrices) and any(_routes(n) for n in gm.graph.nodes)
+
+
+_ROUTING = ("topk", "softmax", "argmax", "one_hot", "sort", "argsort", "nonzero", "max")
+
+
+def _routes(node: fx.Node) -> bool:
+    """Whether a call may choose experts."""
+    target = node.target
+    name = target if isinstance(target, str) else getattr(target, "__name__", "")
+    return node.op in ("call_function", "call_method") and name.split(".")[0] in _ROUTING
 
 
 def _frame_name() -> str:

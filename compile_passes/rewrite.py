@@ -15,11 +15,15 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from ..meta.layouts import preferred_layout
 from .block import Block, ends_a_block, match_block
 from .capture import mutated_inputs
-from .graph import Canon, Refusal, WeightRef, Weights, aten, shape, value
+from .graph import FLOATING, Canon, Refusal, WeightRef, Weights, aten, is_op, is_tensor, shape, value
 from .options import Options
 from .products import IndexedRows, Product, find_products, nonnegative
+from .reading import Reader
 from .report import Site, input_name, location
-from .weights import PackSpec, Swap
+from .search import Search
+from .terms import interning
+from .weights import JoinSpec, PackSpec, Swap
+from .write_mixture import write_mixture
 
 fp4 = torch.ops.fp4
 
@@ -40,8 +44,9 @@ def rewrite(
     """Rewrite `gm` in place; (None, sites) if nothing was. `fixed`: inputs that are parameters or buffers."""
     gm.graph.eliminate_dead_code()
     canon = Canon(gm.graph)
-    found = list(find_products(gm.graph, Weights(gm.graph, fixed, mutated_inputs(gm.graph)), canon))
-    sites = [Site(None, r.reason, location(r.node)) for r in found if isinstance(r, Refusal)]
+    mutated = mutated_inputs(gm.graph)
+    found = list(find_products(gm.graph, Weights(gm.graph, fixed, mutated), canon))
+    sites: list[Site] = []
     products = {p.node: p for p in found if isinstance(p, Product)}
 
     blocks: list[Block] = []
@@ -56,16 +61,73 @@ def rewrite(
     writer = _Writer(gm, options)
     for block in blocks:
         sites.append(writer.block(block))
-    gm.graph.eliminate_dead_code()
+    sweep(gm.graph)
+    refused = _mixtures(gm.graph, writer, sites, fixed, mutated)
+    sweep(gm.graph)
     alive = set(gm.graph.nodes)
+    sites += [
+        Site(None, r.reason, location(r.node)) for r in found if isinstance(r, Refusal) and r.node in alive
+    ]
+    refused = [r for downs, r in refused if not any(n in products or n not in alive for n in downs)]
+    sites += [Site(None, r.reason, location(r.node)) for r in refused]
     for product in products.values():
         if product.node in alive:
             sites.append(writer.product(product, why_not.get(product.node, "")))
     sites += fp4_calls(gm.graph, writer.written)
     if not writer.slots:
         return None, sites
-    gm.graph.eliminate_dead_code()
+    sweep(gm.graph)
     return writer.finish(fake_mode), sites
+
+
+def _mixtures(
+    graph: fx.Graph, writer: _Writer, sites: list[Site], fixed: set[fx.Node], mutated: set[fx.Node]
+) -> list[tuple[list[fx.Node], Refusal]]:
+    """Blocks written in any other way, read in index notation; the refused come back with their products."""
+    refused = []
+    with interning():
+        reader = Reader(graph, Canon(graph), lambda n: n in fixed and value(n).dtype in FLOATING)
+        for downs, found in Search(graph, reader).run():
+            try:
+                if isinstance(found, Refusal):
+                    raise found
+                sites.append(write_mixture(writer, found, mutated))
+            except Refusal as refusal:
+                refused.append((downs, refusal))
+    return refused
+
+
+def sweep(graph: fx.Graph) -> None:
+    """Dead code, and assertions about the sizes of tensors that nothing needs any more."""
+    graph.eliminate_dead_code()
+    live: set[fx.Node] = set()
+    todo = [n for n in graph.nodes if n.op == "output" or (n.is_impure() and not is_op(n, *_ASSERTIONS))]
+    while todo:
+        node = todo.pop()
+        if node not in live:
+            live.add(node)
+            todo.extend(node.all_input_nodes)
+    for node in reversed(graph.nodes):
+        if is_op(node, *_ASSERTIONS) and not (_tensors_behind(node) & live):
+            graph.erase_node(node)
+    graph.eliminate_dead_code()
+
+
+_ASSERTIONS = (
+    aten._assert_scalar, aten._assert_async, aten.sym_constrain_range, aten.sym_constrain_range_for_size,
+)  # fmt: skip
+
+
+def _tensors_behind(node: fx.Node) -> set[fx.Node]:
+    """The tensors that a scalar, or a condition on all of a tensor, is computed from."""
+    found, todo = set(), list(node.all_input_nodes)
+    while todo:
+        n = todo.pop()
+        if is_tensor(n) and len(shape(n)) > 0:
+            found.add(n)
+        else:
+            todo.extend(n.all_input_nodes)
+    return found
 
 
 def fp4_calls(graph: fx.Graph, known: Collection[fx.Node] = ()) -> list[Site]:
@@ -91,7 +153,7 @@ def _kernel(device_type: str) -> str:
 class _Writer:
     def __init__(self, gm: fx.GraphModule, options: Options) -> None:
         self.gm, self.options = gm, options
-        self.slots: dict[tuple[fx.Node, PackSpec], tuple[fx.Node, ...]] = {}
+        self.slots: dict[tuple[tuple[fx.Node, ...], PackSpec | JoinSpec], tuple[fx.Node, ...]] = {}
         self.written: set[fx.Node] = set()
         self._inputs = list(gm.graph.find_nodes(op="placeholder"))
         self._last_input = self._inputs[-1]
@@ -104,12 +166,12 @@ class _Writer:
         up, down = (self._packed(p.weight) for p in (b.up, b.down))
         with self.gm.graph.inserting_before(b.root):
             hidden = b.up.weight.k
-            x = b.x if len(shape(b.x)) == 2 else self._call(aten.reshape.default, b.x, [-1, hidden])
-            out = self._call(
+            x = b.x if len(shape(b.x)) == 2 else self.call(aten.reshape.default, b.x, [-1, hidden])
+            out = self.call(
                 fp4.moe.default,
                 x,
-                self._call(aten.reshape.default, self._safe_ids(b.ids, b.rows, b.up.weight), [-1, b.k]),
-                self._call(aten.reshape.default, b.weights, [-1, b.k]),
+                self.call(aten.reshape.default, self._safe_ids(b.ids, b.rows, b.up.weight), [-1, b.k]),
+                self.call(aten.reshape.default, b.weights, [-1, b.k]),
                 *up,
                 *down,
                 b.up_bias,
@@ -121,7 +183,7 @@ class _Writer:
                 out_dtype=value(b.root).dtype,
             )
         where = location(b.up.node)
-        self._replace(b.root, out)
+        self.replace(b.root, out)
         w = b.up.weight
         return self._site(
             "fp4::moe", "", where, [b.up.weight, b.down.weight], b.rows.form, why, b.activation.name,
@@ -137,12 +199,12 @@ class _Writer:
         with self.gm.graph.inserting_before(p.node):
             a, a_scale = p.a, None
             if len(shape(a)) != 2:
-                a = self._call(aten.reshape.default, a, [-1, p.weight.k])
+                a = self.call(aten.reshape.default, a, [-1, p.weight.k])
             if a_format == "int8":
-                both = self._call(fp4.quantize_int8.default, a)
-                a, a_scale = (self._call(operator.getitem, both, i) for i in (0, 1))
+                both = self.call(fp4.quantize_int8.default, a)
+                a, a_scale = (self.call(operator.getitem, both, i) for i in (0, 1))
             route = p.offs if p.offs is not None else self._safe_ids(p.ids, p.rows(), p.weight)
-            out = self._call(
+            out = self.call(
                 getattr(fp4, name).default,
                 a,
                 *packed,
@@ -154,9 +216,9 @@ class _Writer:
                 out_dtype=out_dtype,
             )
             if p.unit_dim is not None:
-                out = self._call(aten.unsqueeze.default, out, p.unit_dim)
+                out = self.call(aten.unsqueeze.default, out, p.unit_dim)
         where = location(p.node)
-        self._replace(p.node, out)
+        self.replace(p.node, out)
         w = p.weight
         form = "rows sorted by expert (grouped_mm)" if p.offs is not None else IndexedRows.form
         return self._site(
@@ -165,13 +227,13 @@ class _Writer:
 
     # --- pieces ---
 
-    def _call(self, target: Any, *args: Any, **kwargs: Any) -> fx.Node:
+    def call(self, target: Any, *args: Any, **kwargs: Any) -> fx.Node:
         node = self.gm.graph.call_function(target, args, kwargs)
         self.written.add(node)
         return node
 
-    def _replace(self, old: fx.Node, new: fx.Node) -> None:
-        for key in ("stack_trace", "nn_module_stack", "source_fn_stack"):
+    def replace(self, old: fx.Node, new: fx.Node) -> None:
+        for key in ("val", "stack_trace", "nn_module_stack", "source_fn_stack"):
             if key in old.meta:
                 new.meta[key] = old.meta[key]
         old.replace_all_uses_with(new)
@@ -180,8 +242,8 @@ class _Writer:
         """Indexing counts negative ids from the end, the operators skip them: keep the model's meaning."""
         if not isinstance(rows, IndexedRows) or nonnegative(ids):
             return ids
-        wrapped = self._call(aten.add.Tensor, ids, weight.experts)
-        return self._call(aten.where.self, self._call(aten.lt.Scalar, ids, 0), wrapped, ids)
+        wrapped = self.call(aten.add.Tensor, ids, weight.experts)
+        return self.call(aten.where.self, self.call(aten.lt.Scalar, ids, 0), wrapped, ids)
 
     def _spec(self, w: WeightRef) -> PackSpec:
         device = value(w.placeholder).device.type
@@ -193,32 +255,42 @@ class _Writer:
 
     def _packed(self, w: WeightRef) -> tuple[fx.Node | None, ...]:
         """(packed, block_scale, global_scale or None) as graph inputs, made once for each weight."""
-        spec = self._spec(w)
-        key = (w.placeholder, spec)
+        return (*self.slot((w.placeholder,), self._spec(w)), None)[:3]
+
+    def slot(self, sources: tuple[fx.Node, ...], spec: PackSpec | JoinSpec) -> tuple[fx.Node, ...]:
+        """The graph inputs that hold what `spec` makes of these parameters."""
+        key = (sources, spec)
         if key not in self.slots:
-            nodes = []
+            first, nodes = sources[0], []
             for i in range(spec.tensors):
                 with self.gm.graph.inserting_after(self._last_input):
-                    node = self.gm.graph.placeholder(f"{w.placeholder.name}_fp4_{len(self.slots)}_{i}")
-                source = getattr(w.placeholder, "_dynamo_source", None)
+                    node = self.gm.graph.placeholder(f"{first.name}_fp4_{len(self.slots)}_{i}")
+                source = getattr(first, "_dynamo_source", None)
                 attribute = f"_fp4_{spec.layout}_{int(spec.transposed)}_{i}"
+                if len(sources) > 1 or getattr(spec, "assembly", None) is not None:
+                    attribute += f"_{len(self.slots)}"
                 node._dynamo_source = AttrSource(source, attribute) if source is not None else None
                 # Fixed addresses until the weight changes: CUDA graphs need not copy these inputs.
                 node.meta["tensor_dict"] = {"_dynamo_static_input_type": "unguarded"}
                 self._last_input = node
                 nodes.append(node)
             self.slots[key] = tuple(nodes)
-        nodes = self.slots[key]
-        return (*nodes, None)[:3]
+        return self.slots[key]
 
     def _site(self, op, reason, where, weights, form, a_format, activation, shape_text) -> Site:
-        specs = [self._spec(w) for w in weights]
-        values = [value(w.placeholder) for w in weights]
+        packed = [((w.placeholder,), self._spec(w)) for w in weights]
+        return self.site(op, reason, where, packed, form, a_format, activation, shape_text)
+
+    def site(self, op, reason, where, packed, form, a_format, activation, shape_text) -> Site:
+        """What was done; `packed`: for each weight the parameters it is made of, and how."""
+        specs = [spec for _, spec in packed]
+        sources = list(dict.fromkeys(n for nodes, _ in packed for n in nodes))
+        values = [value(n) for n in sources]
         return Site(
             op=op,
             reason=reason,
             where=where,
-            weights=tuple(input_name(w.placeholder) for w in weights),
+            weights=tuple(map(input_name, sources)),
             shape=shape_text,
             form=form,
             kernel=_kernel(values[0].device.type),
@@ -227,15 +299,16 @@ class _Writer:
             activation=activation,
             a_format=a_format,
             bytes_before=sum(v.numel() * v.dtype.itemsize for v in values),
-            bytes_after=sum(s.num_bytes(tuple(v.shape)) for s, v in zip(specs, values)),
+            bytes_after=sum(s.num_bytes(tuple(value(nodes[0]).shape)) for nodes, s in packed),
         )
 
     def finish(self, fake_mode: FakeTensorMode) -> Rewritten:
         """Drop inputs that nothing uses any more, so that the graph does not keep the originals alive."""
         swaps, fakes = [], []
-        for (placeholder, spec), nodes in self.slots.items():
-            swaps.append(Swap(self._inputs.index(placeholder), spec))
-            like = value(placeholder)
+        position = {n: i for i, n in enumerate(self._inputs)}
+        for (sources, spec), nodes in self.slots.items():
+            swaps.append(Swap(tuple(position[n] for n in sources), spec))
+            like = value(sources[0])
             with fake_mode:
                 made = [
                     torch.empty(s, dtype=d, device=like.device) for s, d in spec.shapes(tuple(like.shape))
@@ -243,7 +316,7 @@ class _Writer:
             for node, fake in zip(nodes, made, strict=True):
                 node.meta["val"] = fake
             fakes += made
-        swapped = {p for p, _ in self.slots}
+        swapped = {p for sources, _ in self.slots for p in sources}
         keep = []
         for index, node in enumerate(self._inputs):
             if node in swapped and not node.users:

@@ -15,12 +15,78 @@ from ..meta.layouts import LAYOUTS, packed_spec
 
 
 @dataclass(frozen=True)
+class Piece:
+    """A part of parameter `source`, [n, k] or for a bias [n].
+
+    `at` says what each of the parameter's dimensions is: ("at", i), one place; ("n", start, step) or
+    ("k", start, step), a slice that becomes that dimension of the piece.
+    """
+
+    source: int
+    at: tuple[tuple[Any, ...], ...]
+
+    def take(self, weights: tuple[torch.Tensor, ...], sizes: dict[str, int]) -> torch.Tensor:
+        w, order = weights[self.source].detach(), []
+        for what, *rest in self.at:
+            d = len(order)
+            if what == "at":
+                w = w.select(d, rest[0])
+            else:
+                start, step = rest
+                w = w[(slice(None),) * d + (slice(start, start + step * (sizes[what] - 1) + 1, step),)]
+                order.append(what)
+        return w.t() if order == ["k", "n"] else w
+
+
+@dataclass(frozen=True)
+class Assembly:
+    """A weight [E, parts * n, k] put together from many parameters: for each expert its parts, in order."""
+
+    experts: tuple[tuple[Piece, ...], ...]
+    n: int
+    k: int
+    interleaved: bool = False
+    """Rows of the parts alternate, as a fused activation may want gate and up."""
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        rows = len(self.experts[0]) * self.n
+        return (len(self.experts), rows, self.k) if self.k else (len(self.experts), rows)
+
+    def build(self, *weights: torch.Tensor) -> torch.Tensor:
+        sizes = {"n": self.n, "k": self.k}
+        rows = []
+        for parts in self.experts:
+            taken = [p.take(weights, sizes) for p in parts]
+            rows.append(torch.stack(taken, 1).flatten(0, 1) if self.interleaved else torch.cat(taken))
+        return torch.stack(rows)
+
+    def whole(self, shapes: list[tuple[int, ...]]) -> bool | None:
+        """None unless it is one 3D parameter as it is; then whether that is stored transposed, [E, K, N]."""
+        if len(shapes) != 1 or len(shapes[0]) != 3 or not self.k:
+            return None
+        count, order = len(self.experts[0]), [what for what, *_ in self.experts[0][0].at[1:]]
+        transposed = order == ["k", "n"]
+        e, n, k = self.shape
+        if shapes[0] != ((e, k, n) if transposed else (e, n, k)):
+            return None
+        for i, parts in enumerate(self.experts):
+            for p, part in enumerate(parts):
+                rows = ("n", p, count) if self.interleaved else ("n", p * self.n, 1)
+                both = (("k", 0, 1), rows) if transposed else (rows, ("k", 0, 1))
+                if part.at != (("at", i), *both):
+                    return None
+        return transposed
+
+
+@dataclass(frozen=True)
 class PackSpec:
-    """How one weight is packed. `transposed`: stored as [E, K, N]."""
+    """How a weight is packed. `transposed`: stored as [E, K, N]. `assembly`: put together first."""
 
     format: str
     layout: str
     transposed: bool
+    assembly: Assembly | None = None
 
     @property
     def tensors(self) -> int:
@@ -28,16 +94,18 @@ class PackSpec:
 
     def shapes(self, stored: tuple[int, ...]) -> list[tuple[tuple[int, ...], torch.dtype]]:
         """Shape and dtype of the packed tensors of a weight stored with this shape."""
+        if self.assembly is not None:
+            stored = self.assembly.shape
         e, n, k = (stored[0], stored[2], stored[1]) if self.transposed else stored
         return packed_spec(FORMATS[self.format], LAYOUTS[self.layout], (e,), n, k)
 
     def num_bytes(self, stored: tuple[int, ...]) -> int:
         return sum(torch.Size(s).numel() * d.itemsize for s, d in self.shapes(stored))
 
-    def pack(self, weight: torch.Tensor) -> tuple[torch.Tensor, ...]:
+    def pack(self, *weights: torch.Tensor) -> tuple[torch.Tensor, ...]:
         """Quantise and reorder; the result is no inference tensor whatever mode the caller is in."""
         with torch.inference_mode(False), torch.no_grad():
-            w = weight.detach()
+            w = self.assembly.build(*weights) if self.assembly is not None else weights[0].detach()
             if self.transposed:
                 w = w.transpose(1, 2)
             packed, scale, global_scale = torch.ops.fp4.quantize(w, self.format)
@@ -48,68 +116,90 @@ class PackSpec:
         return (packed, scale, global_scale)[: self.tensors]
 
 
-class _Entry:
-    __slots__ = ("data_ptr", "packed", "ref", "version")
+@dataclass(frozen=True)
+class JoinSpec:
+    """Biases of many parameters as one tensor [E, N], not packed."""
 
-    def __init__(self, ref: Any, version: int, data_ptr: int, packed: tuple[torch.Tensor, ...]) -> None:
-        self.ref, self.version, self.data_ptr, self.packed = ref, version, data_ptr, packed
+    assembly: Assembly
+    dtype: torch.dtype
+    layout = "bias"
+    transposed = False
+    tensors = 1
+
+    def shapes(self, stored: tuple[int, ...]) -> list[tuple[tuple[int, ...], torch.dtype]]:
+        return [(self.assembly.shape, self.dtype)]
+
+    def pack(self, *weights: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        with torch.inference_mode(False), torch.no_grad():
+            return (self.assembly.build(*weights),)
+
+
+class _Entry:
+    __slots__ = ("packed", "refs", "states")
+
+    def __init__(
+        self, refs: list[Any], states: list[tuple[int, int]], packed: tuple[torch.Tensor, ...]
+    ) -> None:
+        self.refs, self.states, self.packed = refs, states, packed
+
+
+def _state(weight: torch.Tensor) -> tuple[int, int]:
+    return (weight.data_ptr(), -1 if weight.is_inference() else weight._version)
 
 
 class PackedWeights:
-    """Parameter -> packed tensors under one PackSpec.
+    """Parameters -> packed tensors under one spec.
 
-    An entry holds while the Parameter is the same object, unwritten (`_version`; inference tensors have none)
-    and in the same memory (`p.data = ...` does not count as a write). `p.data.mul_(2)` is seen by neither.
+    An entry holds while the Parameters are the same objects, unwritten (`_version`; inference tensors have
+    none) and in the same memory (`p.data = ...` does not count as a write). `p.data.mul_(2)` is not seen.
     """
 
-    def __init__(self, spec: PackSpec) -> None:
+    def __init__(self, spec: PackSpec | JoinSpec) -> None:
         self._spec = spec
-        self._entries: dict[int, _Entry] = {}
+        self._entries: dict[tuple[int, ...], _Entry] = {}
         self._lock = threading.Lock()
 
-    def get(self, weight: torch.Tensor) -> tuple[torch.Tensor, ...]:
-        entry = self._entries.get(id(weight))
-        if (
-            entry is not None
-            and entry.ref() is weight
-            and entry.data_ptr == weight.data_ptr()
-            and entry.version == (-1 if weight.is_inference() else weight._version)
+    def get(self, *weights: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        entry = self._entries.get(tuple(map(id, weights)))
+        if entry is not None and all(
+            ref() is weight and state == _state(weight)
+            for ref, state, weight in zip(entry.refs, entry.states, weights)
         ):
             return entry.packed
-        return self._pack(weight)
+        return self._pack(weights)
 
-    def _pack(self, weight: torch.Tensor) -> tuple[torch.Tensor, ...]:
+    def _pack(self, weights: tuple[torch.Tensor, ...]) -> tuple[torch.Tensor, ...]:
         with self._lock:
-            version = -1 if weight.is_inference() else weight._version
-            key = id(weight)
-            ref = weakref.ref(weight, lambda dead: self._forget(key, dead))
-            entry = _Entry(ref, version, weight.data_ptr(), self._spec.pack(weight))
+            states = [_state(w) for w in weights]
+            key = tuple(map(id, weights))
+            refs = [weakref.ref(w, lambda dead: self._forget(key, dead)) for w in weights]
+            entry = _Entry(refs, states, self._spec.pack(*weights))
             self._entries[key] = entry
             return entry.packed
 
-    def _forget(self, key: int, dead: Any) -> None:
+    def _forget(self, key: tuple[int, ...], dead: Any) -> None:
         entry = self._entries.get(key)
-        if entry is not None and entry.ref is dead:
+        if entry is not None and any(ref is dead for ref in entry.refs):
             del self._entries[key]
 
     def __len__(self) -> int:
         return len(self._entries)
 
 
-_stores: dict[PackSpec, PackedWeights] = {}
+_stores: dict[PackSpec | JoinSpec, PackedWeights] = {}
 
 
-def store(spec: PackSpec) -> PackedWeights:
+def store(spec: PackSpec | JoinSpec) -> PackedWeights:
     """The one cache for this spec: prefill, decode and regional graphs share their packed weights."""
     return _stores.setdefault(spec, PackedWeights(spec))
 
 
 @dataclass(frozen=True)
 class Swap:
-    """Graph input `index` is a weight; its packed tensors follow the other inputs, in order."""
+    """Graph inputs `indices` make up a weight; its packed tensors follow the other inputs, in order."""
 
-    index: int
-    spec: PackSpec
+    indices: tuple[int, ...]
+    spec: PackSpec | JoinSpec
 
 
 def runtime(compiled: Callable[..., Any], keep: list[int], swaps: list[Swap]) -> Callable[..., Any]:
@@ -118,13 +208,13 @@ def runtime(compiled: Callable[..., Any], keep: list[int], swaps: list[Swap]) ->
     Dynamo guards that no gradient can be asked for here, so autograd is skipped as a whole: the kernel that
     refuses gradients is Python and costs each operator call 8 us.
     """
-    lookups = [(s.index, store(s.spec).get) for s in swaps]
+    lookups = [(s.indices, store(s.spec).get) for s in swaps]
     below_autograd = torch._C._AutoDispatchBelowAutograd
 
     def run(*args: Any) -> Any:
         inputs = [args[i] for i in keep]
-        for index, get in lookups:
-            inputs += get(args[index])
+        for indices, get in lookups:
+            inputs += get(*[args[i] for i in indices])
         with below_autograd():
             return compiled(*inputs)
 

@@ -19,6 +19,7 @@ def fp4(
 
     options: "format" ("nvfp4" or "mxfp4"), "activation" ("auto", "bf16" or "int8"; "bf16" leaves activations
     in the model's dtype), and any of Inductor's own. `mode` is Inductor's.
+    Loading this backend turns torch._dynamo.config.capture_dynamic_output_shape_ops on: see `_capture_loops`.
     Expert blocks become `fp4::moe`, or else single products; what cannot be proved stays as it is, and
     `fp4_ops.explain` or the log ("fp4_ops") says why. With gradients the graph is Inductor's own.
     """
@@ -28,6 +29,21 @@ def fp4(
     from .compile_passes.pipeline import compile_graph
 
     return compile_graph(gm, example_inputs, parse(mode, options), compile_fx)
+
+
+def _capture_loops() -> None:
+    """Let Dynamo capture loops over experts: otherwise it skips such frames silently, before any backend.
+
+    Dynamo reads this setting before it calls a backend and has none for a single backend, so it is made when
+    this module is loaded, which `torch.compile(backend="fp4")` does, and for the whole process.
+    """
+    from .compile_passes.options import CAPTURE
+
+    for name, value in CAPTURE.items():
+        setattr(torch._dynamo.config, name, value)
+
+
+_capture_loops()
 
 
 def _reset() -> None:

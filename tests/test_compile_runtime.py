@@ -92,8 +92,10 @@ def test_packed_weights_die_with_their_parameter():
     block = Block("batched_mm")
     with torch.no_grad():
         torch.compile(block, backend=Recorder())(torch.randn(4, Block.H))
-    stores = [s for s in packed_weights._stores.values() if id(block.w13) in s._entries]
-    packed = [weakref.ref(t) for s in stores for w in (block.w13, block.w2) for t in s._entries[id(w)].packed]
+    stores = [s for s in packed_weights._stores.values() if (id(block.w13),) in s._entries]
+    packed = [
+        weakref.ref(t) for s in stores for w in (block.w13, block.w2) for t in s._entries[id(w),].packed
+    ]
     assert len(packed) == 3 * 2
     del block
     torch._dynamo.reset()
@@ -115,7 +117,7 @@ def test_packing_in_inference_mode_does_not_taint_later_calls():
     compiled = torch.compile(block, backend=Recorder(activation="bf16"))
     with torch.inference_mode():
         compiled(x)
-    spec = next(spec for spec, s in packed_weights._stores.items() if id(block.w13) in s._entries)
+    spec = next(spec for spec, s in packed_weights._stores.items() if (id(block.w13),) in s._entries)
     assert not any(t.is_inference() for t in store(spec).get(block.w13))
     check(block, compiled, x)
 

@@ -56,10 +56,10 @@ BATCHED = [
     ("", ["fp4::moe"], ""),
     ("clamped ids", ["fp4::moe"], ""),
     ("ids from the end", ["fp4::moe"], ""),
-    ("alpha", PAIR, "alpha=1.5"),
+    ("alpha", ["fp4::indexed_mm"], "sigmoid(gate*1.5)"),  # the block, with the model's own activation
     ("rows in another order", PAIR, "choices"),
     ("down routes otherwise", PAIR, "route their rows differently"),
-    ("rows scaled twice", PAIR, "scales the rows a second time"),
+    ("rows scaled twice", ["fp4::moe"], ""),  # by the product of both
     ("weight is written to", ["fp4::indexed_mm"], "is computed in the graph"),
 ]
 

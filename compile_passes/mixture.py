@@ -1,0 +1,498 @@
+"""A mixture of experts in index notation, whatever way its program was written:
+
+    out[t] = sum over e of c(t, e) * down_e(act(up_e(s(t, e) * x[t])))
+
+`Matcher.match` takes a node's term (reading.py) apart into one branch for each expert, and proves that the
+branches differ in nothing but the expert: same x, same activation, same routing, each expert exactly once.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+from torch import fx
+
+from .activations import Act, read_activation
+from .graph import aten, need, shape, static_int, value
+from .reading import Reader, is_eq, is_indicator, same
+from .terms import (
+    Add,
+    Affine,
+    AnyOf,
+    Apply,
+    Axis,
+    Composite,
+    Const,
+    Mix,
+    Mul,
+    Ref,
+    Sum,
+    Term,
+    flatten,
+    free_axes,
+    rebuild,
+    substitute,
+)
+
+N, K, E, J = Axis(0, "n"), Axis(0, "k"), Axis(0, "e"), Axis(0, "j")
+"""In matched terms: row and column of a weight, the expert, a token's choice."""
+
+
+@dataclass(frozen=True)
+class Matrix:
+    """A weight [n, k] of one expert, or its bias [n]: an element is `ref`, over the axes N and K."""
+
+    ref: Ref
+    n: int
+    k: int
+
+
+@dataclass(frozen=True)
+class Linear:
+    """sum over `inner` of weight * input, plus bias."""
+
+    weight: Ref
+    inner: Axis
+    input: tuple[Term, ...]
+    bias: Ref | None
+
+
+@dataclass(frozen=True)
+class Branch:
+    """One expert's addend of the output."""
+
+    expert: int
+    choice: int | None
+    """The one choice j that this branch serves, if it serves not all of them."""
+    ids: Ref | None
+    masked: Ref | None
+    """The ids that a mask over tokens is made of; only where `ids` is None."""
+    sums_choices: bool
+    factors: tuple[Term, ...]
+    """What scales the output, over tokens, J and E."""
+    x: Ref
+    scales: tuple[Term, ...]
+    """What scales the input."""
+    act: Act
+    up: tuple[Matrix, ...]
+    up_bias: tuple[Matrix | None, ...]
+    down: Matrix
+    down_bias: Matrix | None
+
+    @property
+    def common(self) -> tuple[Any, ...]:
+        """What must be the same for all experts."""
+        return (self.ids, self.masked, self.sums_choices, self.factors, self.x, self.scales, self.act)
+
+
+@dataclass
+class Mixture:
+    """The block that `root` computes; `rest` is added to it."""
+
+    root: fx.Node
+    tokens: tuple[Axis, ...]
+    hidden: Axis
+    branches: list[Branch]
+    """In the order of the experts `first`, `first` + 1, ..."""
+    first: int
+    k: int | None
+    """Choices a token; None: every expert serves every token."""
+    rest: list[Ref] = field(default_factory=list)
+    wraps: bool = False
+    """Ids index a tensor of weights, so negative ones count from the end."""
+    form: str = ""
+
+    @property
+    def common(self) -> Branch:
+        return self.branches[0]
+
+
+class Matcher:
+    def __init__(self, reader: Reader) -> None:
+        self.reader = reader
+        self._linear: dict[Term, Linear | None] = {}
+        self._has_down: dict[Term, bool] = {}
+        self.branches = 0
+
+    # --- pieces of a term ---
+
+    def linear(self, term: Term) -> Linear | None:
+        if term not in self._linear:
+            self._linear[term] = self._read_linear(term)
+        return self._linear[term]
+
+    def _read_linear(self, term: Term) -> Linear | None:
+        bias = None
+        if isinstance(term, Add) and len(term.args) == 2:
+            for product, other in (term.args, term.args[::-1]):
+                if isinstance(product, Sum) and isinstance(other, Ref) and self.reader.is_weight(other.node):
+                    term, bias = product, other
+                    break
+        if not isinstance(term, Sum) or len(term.axes) != 1:
+            return None
+        (inner,) = term.axes
+        factors = flatten(term.body, Mul)
+        weights = [f for f in factors if isinstance(f, Ref) and self.reader.is_weight(f.node)]
+        weights = [w for w in weights if inner in free_axes(w) and value(w.node).dim() >= 2]
+        if len(weights) != 1:
+            return None
+        rest = tuple(f for f in factors if f is not weights[0])
+        return Linear(weights[0], inner, rest, bias) if rest else None
+
+    def leaves(self, terms: tuple[Term, ...]) -> list[Term]:
+        """The innermost products below pointwise operators, each once."""
+        found: list[Term] = []
+        todo = list(reversed(terms))
+        while todo:
+            t = todo.pop()
+            if self.linear(t) is not None:
+                if t not in found:
+                    found.append(t)
+            elif isinstance(t, (Apply, Mul, Add)):
+                todo.extend(a for a in reversed(t.args) if isinstance(a, Term))
+        return found
+
+    def is_down(self, term: Term) -> bool:
+        """Whether a term is a product whose input is made of products."""
+        lin = self.linear(term)
+        return lin is not None and bool(self.leaves(lin.input))
+
+    def has_down(self, term: Term) -> bool:
+        if term not in self._has_down:
+            self._has_down[term] = self.is_down(term) or (
+                isinstance(term, (Mul, Add, Sum)) and any(self.has_down(c) for c in _arguments(term))
+            )
+        return self._has_down[term]
+
+    def expand(self, term: Term) -> Iterator[tuple[tuple[Axis, ...], tuple[Term, ...], Term | None]]:
+        """The addends of a term as (summed axes, factors, the down product or None)."""
+        if not self.has_down(term):
+            yield (), (term,), None
+        elif self.is_down(term):
+            yield (), (), term
+        elif isinstance(term, Add):
+            for t in term.args:
+                yield from self.expand(t)
+        elif isinstance(term, Sum):
+            for axes, factors, core in self.expand(term.body):
+                yield (*term.axes, *axes), factors, core
+        else:
+            assert isinstance(term, Mul)
+            a, b = term.args if self.has_down(term.args[0]) else term.args[::-1]
+            for axes, factors, core in self.expand(a):
+                yield axes, (*factors, *flatten(b, Mul)), core
+
+    # --- the whole ---
+
+    def match(self, root: fx.Node, allow_rest: bool) -> Mixture:
+        """The mixture that `root` computes, or a Refusal; `branches`: how many experts were told apart."""
+        self.branches = 0
+        v = self.reader.value(root, 2)
+        need(len(v.dims) >= 1 and len(v.dims[-1]) == 1, "the last dimension is not the hidden one", root)
+        hidden, tokens = v.dims[-1][0], tuple(a for g in v.dims[:-1] for a in g)
+        mixture = Mixture(root, tokens, hidden, [], 0, None)
+        branches: list[Branch] = []
+        for axes, factors, core in self.expand(v.term):
+            if core is None:
+                if all(isinstance(f, Const) and not f.value for f in factors):
+                    continue
+                whole = _product_ref(factors)
+                need(allow_rest and whole is not None and not axes, "something else is added to it", root)
+                mixture.rest.append(whole)  # type: ignore[arg-type]
+                continue
+            for branch in self._branches(axes, factors, core, mixture):
+                branches.append(branch)
+                self.branches = len(branches)
+        need(len(branches) > 1, "there is only one expert", root)
+        self._prove(branches, mixture)
+        return mixture
+
+    def _branches(
+        self, axes: tuple[Axis, ...], factors: tuple[Term, ...], core: Term, m: Mixture
+    ) -> Iterator[Branch]:
+        """One addend is one expert's, or all experts' at once: over an axis, or by ids that index weights."""
+        lin = self.linear(core)
+        assert lin is not None
+        ids = [i for i in _indices(lin.weight) if isinstance(i, Ref)]
+        over = [a for a in axes if a in free_axes(lin.weight) and a is not lin.inner]
+        if ids:
+            need(len(ids) == 1, "the weights are indexed twice", m.root)
+            count = _indexed_size(lin.weight, ids[0])
+            need(count is not None, "the weights are not indexed by expert", m.root)
+            m.wraps = True
+            for e in range(count):  # type: ignore[arg-type]
+                at = substitute(core, {ids[0]: Const(e)})
+                mask = _eq(ids[0], e)
+                yield self._branch(axes, (*factors, mask), at, m)
+        elif over:
+            need(len(over) == 1 and isinstance(over[0].size, int), "experts lie along several axes", m.root)
+            rest = tuple(a for a in axes if a is not over[0])
+            for e in range(over[0].size):
+                at = {over[0]: Const(e)}
+                yield self._branch(
+                    rest, tuple(substitute(f, at) for f in factors), substitute(core, at), m, e
+                )
+        else:
+            yield self._branch(axes, factors, core, m)
+
+    def _branch(
+        self, axes: tuple[Axis, ...], factors: tuple[Term, ...], core: Term, m: Mixture, e: int | None = None
+    ) -> Branch:
+        lin = self.linear(core)
+        assert lin is not None
+        down, down_bias = self._matrix(lin, m.hidden, m.root)
+        x, scales, act, up, up_bias = self._ffn(lin, m)
+
+        axes, factors = _open_sums(axes, factors)
+        ids, masked, weights = None, None, []
+        for f in factors:
+            inside = f.body if isinstance(f, AnyOf) else f
+            if is_eq(inside):
+                at, expert = inside.args  # type: ignore[attr-defined]
+                need(isinstance(at, Ref) and isinstance(expert, Const), "a mask is not of expert ids", m.root)
+                need(e is None or e == expert.value, f"expert {e}'s output is masked for another", m.root)
+                e = int(expert.value)
+                if isinstance(f, AnyOf):
+                    masked = substitute(at, {a: J for a in f.axes})
+                else:
+                    need(ids is None or ids is at, "rows are selected by two masks", m.root)
+                    ids = at
+            else:
+                need(not is_indicator(f), f"rows are selected by {f!r}, not by expert ids", m.root)
+                weights.append(_demote(f))
+        if e is None:
+            e = _expert_column((*weights, *map(_demote, scales)), m)
+        need(e is not None, "nothing says which expert's output this is", m.root)
+        assert e is not None
+        choice = _fixed_choice(ids)
+        need(len(axes) <= 1, "an expert's rows are summed over several axes", m.root)
+        names: dict[Term, Term] = {a: J for a in axes}
+        if ids is not None:
+            need(
+                not axes or axes[0] in ids.index,
+                "rows are summed over something other than a token's choices",
+                m.root,
+            )
+            masked = None  # any choice of a token follows from one
+            ids = substitute(ids, names) if choice is None else Ref(ids.node, (*ids.index[:-1], J))
+        else:
+            need(not axes, "rows are summed without a mask of expert ids", m.root)
+        general = tuple(_general(substitute(w, names), e, choice) for w in weights)
+        return Branch(
+            e, choice, ids, masked, bool(axes) or choice is not None, tuple(sorted(general, key=repr)), x,
+            tuple(_general(_demote(s), e, None) for s in scales), act, up, up_bias, down, down_bias,
+        )  # fmt: skip
+
+    def _ffn(self, lin: Linear, m: Mixture) -> Any:
+        """(x, what scales it, activation, gate and up or just up, their biases) of a down product's input."""
+        leaves = self.leaves(lin.input)
+        need(len(leaves) in (1, 2), f"{len(leaves)} products make the activation", m.root)
+        act, leaves = read_activation(lin.input, leaves, m.root)
+        found = []
+        for leaf in leaves:
+            up = self.linear(leaf)
+            assert up is not None
+            matrix, bias = self._matrix(up, lin.inner, m.root)
+            rows = [_demote(substitute(f, {up.inner: K})) for f in up.input]
+            rows = [f for r in rows for f in flatten(r, Mul)]
+            xs = [f for f in rows if K in free_axes(f)]
+            need(len(xs) == 1 and isinstance(xs[0], Ref), "the rows of gate/up are not x's", m.root)
+            scales = tuple(f for f in rows if f is not xs[0])
+            found.append((matrix, bias, xs[0], scales))
+        first = found[0]
+        for other in found[1:]:
+            need(other[2:] == first[2:], "gate and up read different rows", m.root)
+            need((other[0].n, other[0].k) == (first[0].n, first[0].k), "gate and up differ in shape", m.root)
+        return first[2], first[3], act, tuple(f[0] for f in found), tuple(f[1] for f in found)
+
+    def _matrix(self, lin: Linear, out: Axis, site: fx.Node) -> tuple[Matrix, Matrix | None]:
+        n, k = static_int(out.size), static_int(lin.inner.size)
+        need(n is not None and k is not None, "a weight has a symbolic shape", site)
+        assert n is not None and k is not None
+        ref = substitute(lin.weight, {out: N, lin.inner: K})
+        need(free_axes(ref) == {N, K}, f"{lin.weight!r} is no expert's matrix", site)
+        bias = None
+        if lin.bias is not None:
+            bias = Matrix(substitute(lin.bias, {out: N}), n, 0)
+            need(free_axes(bias.ref) == {N}, f"{lin.bias!r} is no expert's bias", site)
+        return Matrix(ref, n, k), bias
+
+    # --- the proof ---
+
+    def _prove(self, branches: list[Branch], m: Mixture) -> None:
+        first = branches[0]
+        for b in branches[1:]:
+            why = _difference(first, b)
+            need(not why, f"experts {first.expert} and {b.expert} {why}", m.root)
+        serves: dict[int, list[Any]] = {}
+        for b in branches:
+            serves.setdefault(b.expert, []).append(b.choice)
+        experts = sorted(serves)
+        m.first = experts[0]
+        need(
+            experts == list(range(m.first, m.first + len(experts))),
+            f"experts {experts} are not consecutive",
+            m.root,
+        )
+        m.k = self._choices(first, m)
+        for e, choices in serves.items():
+            if first.choice is None:
+                need(len(choices) == 1, f"expert {e} is added {len(choices)} times", m.root)
+            else:
+                complete = sorted(choices) == list(range(m.k or 0))
+                need(complete, f"expert {e} serves choices {choices} of {m.k}", m.root)
+        one = {b.expert: b for b in branches}
+        for b in branches:
+            need(
+                b.up == one[b.expert].up and b.down == one[b.expert].down, "choices differ in weights", m.root
+            )
+        m.branches = [replace(one[e], choice=None) for e in experts]
+        x_tokens = set(m.tokens) & free_axes(first.x)
+        need(free_axes(first.x) == x_tokens | {K}, "x is not one row for each token", m.root)
+
+    def _choices(self, b: Branch, m: Mixture) -> int | None:
+        """How many ids each token has; None if the routing weights are a matrix over all experts."""
+        ids = b.ids if b.ids is not None else b.masked
+        if ids is None:
+            return None
+        at = set(m.tokens)
+        if not b.sums_choices and b.masked is None:  # a row of the output is one choice
+            need(free_axes(ids) <= at, "the ids are not one for each row", m.root)
+            return 1
+        need(free_axes(ids) == at | {J}, "the ids are not some for each token", m.root)
+        where = [d for d, i in enumerate(ids.index) if i is J]
+        need(len(where) == 1, "a token's choices are not one dimension of the ids", m.root)
+        k = static_int(shape(ids.node)[where[0]])
+        need(k is not None, "k is symbolic", m.root)
+        return k
+
+
+def _difference(a: Branch, b: Branch) -> str:
+    """How two experts differ in what they must have in common."""
+    shapes = [[(w.n, w.k) for w in (*x.up, x.down)] for x in (a, b)]
+    checks = (
+        (a.x is b.x, f"read different inputs ({a.x!r} and {b.x!r})"),
+        (a.scales == b.scales, "scale their inputs differently"),
+        (a.act == b.act, "have different activations"),
+        (shapes[0] == shapes[1], f"have different shapes ({shapes[0]} and {shapes[1]})"),
+        (a.ids is b.ids and a.masked is b.masked, "are routed by different ids"),
+        (a.sums_choices == b.sums_choices, "serve a token's choices differently"),
+        (a.factors == b.factors, f"are weighted differently ({a.factors} and {b.factors})"),
+        ([x is None for x in a.up_bias] == [x is None for x in b.up_bias], "differ in biases"),
+        ((a.down_bias is None) == (b.down_bias is None), "differ in biases"),
+        ((a.choice is None) == (b.choice is None), "serve different choices"),
+    )
+    return next((why for fine, why in checks if not fine), "")
+
+
+# --- terms ---
+
+
+def _arguments(term: Term) -> tuple[Term, ...]:
+    return (term.body,) if isinstance(term, Sum) else term.args  # type: ignore[attr-defined]
+
+
+def _indices(ref: Ref) -> Iterator[Term]:
+    """Coordinates of an element, those inside a composed one too."""
+    for i in ref.index:
+        if isinstance(i, Mix):
+            yield from i.parts
+        else:
+            yield i.base if isinstance(i, Affine) else i
+
+
+def _indexed_size(ref: Ref, ids: Ref) -> int | None:
+    for d, i in enumerate(ref.index):
+        if i is ids:
+            return static_int(shape(ref.node)[d])
+        if isinstance(i, Mix) and i.parts[0] is ids:
+            return static_int(i.sizes[0])
+    return None
+
+
+def _eq(ids: Ref, e: int) -> Term:
+    return Apply(aten.eq, (ids, Const(e)))
+
+
+def _open_sums(
+    axes: tuple[Axis, ...], factors: tuple[Term, ...]
+) -> tuple[tuple[Axis, ...], tuple[Term, ...]]:
+    """A factor sum over j of w[t, j] * [ids[t, j] == e] becomes its factors, summed with the rest."""
+    out: list[Term] = []
+    for f in factors:
+        inside = flatten(f.body, Mul) if isinstance(f, Sum) else []
+        if not axes and isinstance(f, Sum) and any(is_eq(i) for i in inside):
+            axes = f.axes
+            out.extend(inside)
+        else:
+            out.append(f)
+    return axes, tuple(out)
+
+
+def _demote(term: Term) -> Term:
+    """A computed term as an element of the node that computes it; routing need not be known further."""
+    if isinstance(term, Composite) and term.ref is not None and not _masks(term):
+        return term.ref
+    if isinstance(term, (Apply, Mul)):
+        return rebuild(term, lambda t: _demote(t) if isinstance(t, Term) else t)
+    return term
+
+
+def _masks(term: Term) -> bool:
+    """Whether a term tells experts apart by a mask."""
+    return any(is_eq(t) for t in _walk(term))
+
+
+def _walk(term: Term) -> Iterator[Term]:
+    seen: set[Term] = set()
+    todo = [term]
+    while todo:
+        t = todo.pop()
+        if t in seen:
+            continue
+        seen.add(t)
+        yield t
+        if isinstance(t, Composite):
+            todo.extend(c for c in t.children() if c is not t.ref)
+
+
+def _product_ref(factors: tuple[Term, ...]) -> Ref | None:
+    if len(factors) != 1:
+        return None
+    found = _demote(factors[0])
+    return found if isinstance(found, Ref) else None
+
+
+def _expert_column(terms: tuple[Term, ...], m: Mixture) -> int | None:
+    """e of C[t, e], where a matrix over all experts weights them."""
+    columns = set()
+    for t in terms:
+        if isinstance(t, Ref) and set(m.tokens) <= free_axes(t):
+            sizes = shape(t.node)
+            columns |= {i.value for i, s in zip(t.index, sizes) if isinstance(i, Const) and not same(s, 1)}
+    return columns.pop() if len(columns) == 1 else None
+
+
+def _fixed_choice(ids: Ref | None) -> int | None:
+    """j of a mask ids[t, j] == e for one choice j."""
+    if ids is None or len(ids.index) < 2 or not isinstance(ids.index[-1], Const):
+        return None
+    return None if same(shape(ids.node)[-1], 1) else ids.index[-1].value
+
+
+def _general(term: Term, e: int, choice: int | None) -> Term:
+    """`term` with this branch's expert and choice named E and J, so that branches compare equal."""
+    if isinstance(term, Ref):
+        index = list(term.index)
+        fixed = [d for d, i in enumerate(index) if isinstance(i, Const) and not same(shape(term.node)[d], 1)]
+        for d in fixed:
+            if choice is not None and d == len(index) - 1 and index[d].value == choice:  # type: ignore[attr-defined]
+                index[d] = J
+            elif index[d].value == e:  # type: ignore[attr-defined]
+                index[d] = E
+        return Ref(term.node, index)
+    if isinstance(term, (Apply, Mul)):
+        return rebuild(term, lambda t: _general(t, e, choice) if isinstance(t, Term) else t)
+    return term

@@ -1,0 +1,103 @@
+"""Where in a graph mixtures of experts may be, and which node is the whole of one."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import torch
+from torch import fx
+
+from .graph import Refusal, aten, is_op, is_tensor, shape
+from .mixture import Matcher, Mixture
+from .products import is_grouped_mm
+from .reading import Reader
+from .terms import free_axes
+
+_PRODUCTS = (aten.mm, aten.bmm, aten.addmm, aten.baddbmm)
+_STEPS_AFTER = 24
+"""How many nodes after the last expert's a block may end: scaling, a view, the sum over choices."""
+
+
+class Search:
+    """Finds mixtures in topological order; what was found is opaque to those after it."""
+
+    def __init__(self, graph: fx.Graph, reader: Reader) -> None:
+        self.graph, self.reader, self.matcher = graph, reader, Matcher(reader)
+        self._order = {n: i for i, n in enumerate(graph.nodes)}
+        self._downs: list[fx.Node] = []
+        self._near: dict[fx.Node, int] = {}
+        """Bit d: down product d enters the node through operators that a block may end with."""
+
+    def run(self) -> Iterator[tuple[list[fx.Node], Mixture | Refusal]]:
+        """(down products, what became of them)."""
+        for bits in self._groups():
+            found = self._match(bits)
+            if found is not None:
+                yield [n for d, n in enumerate(self._downs) if bits >> d & 1], found
+            if isinstance(found, Mixture):
+                self.reader.cut(found.root)
+
+    def _groups(self) -> list[int]:
+        """Down products of one block: of one shape, whose inputs depend on the same earlier ones."""
+        downs = self._downs
+        before: dict[fx.Node, int] = {}
+        groups: dict[tuple[object, ...], int] = {}
+        for node in self.graph.nodes:
+            inputs = node.all_input_nodes
+            earlier = 0
+            for n in inputs:
+                earlier |= before.get(n, 0)
+            before[node] = earlier
+            near = 0
+            if self._continues(node):
+                for n in inputs:
+                    near |= self._near.get(n, 0)
+            key = self._is_down(node)
+            if key is not None:
+                bit = 1 << len(downs)
+                downs.append(node)
+                before[node], near = earlier | bit, bit
+                groups[(*key, earlier)] = groups.get((*key, earlier), 0) | bit
+            self._near[node] = near
+        return list(groups.values())
+
+    def _is_down(self, node: fx.Node) -> tuple[object, ...] | None:
+        if not (is_op(node, *_PRODUCTS) or is_grouped_mm(node)):
+            return None
+        term = self.reader.value(node, 2).term
+        if not self.matcher.is_down(term):
+            return None
+        lin = self.matcher.linear(term)
+        assert lin is not None
+        return tuple(str(s) for s in (shape(node)[-1], lin.inner.size))
+
+    def _continues(self, node: fx.Node) -> bool:
+        if not is_tensor(node):
+            return False
+        target = getattr(node.target, "overloadpacket", None)
+        pointwise = torch.Tag.pointwise in getattr(node.target, "tags", ())
+        return target in self.reader.understood or pointwise
+
+    def _match(self, bits: int) -> Mixture | Refusal | None:
+        """The furthest node that is a mixture of these down products; None if they are no experts."""
+        ends = [n for n in self.graph.nodes if self._near[n] & bits == bits][:_STEPS_AFTER]
+        told: list[tuple[bool, int, Refusal]] = []
+        for allow_rest in (False, True):
+            for node in reversed(ends):
+                if self._near[node] != bits and not allow_rest:
+                    continue  # another block's experts enter too
+                try:
+                    return self.matcher.match(node, allow_rest)
+                except Refusal as refusal:
+                    told.append((refusal.reason not in _DULL, self.matcher.branches, refusal))
+        if not ends or not (self._is_indexed(ends[0]) or any(branches > 1 for _, branches, _ in told)):
+            return None  # a dense FFN
+        return max(told, key=lambda t: t[:2])[2]
+
+    def _is_indexed(self, node: fx.Node) -> bool:
+        """Whether a product's weight holds several experts."""
+        lin = self.matcher.linear(self.reader.value(node, 2).term)
+        return lin is not None and len(free_axes(lin.weight)) > 2
+
+
+_DULL = ("there is only one expert", "something else is added to it")

@@ -1,0 +1,451 @@
+"""Emits a Mixture: routing and rows as the operators want them, weights as packed inputs, then one operator.
+
+A block whose activation the operator knows becomes `fp4::moe`. Any other becomes two `fp4::indexed_mm` over
+(token, choice) rows with the activation, as the model has it, between them.
+"""
+
+from __future__ import annotations
+
+import operator
+from typing import Any
+
+import torch
+from torch import fx
+
+from ..meta.formats import ACTIVATIONS
+from ..meta.layouts import preferred_layout
+from .activations import GATE, UP
+from .graph import (
+    FLOATING,
+    aten,
+    is_op,
+    item,
+    need,
+    same_shape,
+    shape,
+    static_int,
+    strip,
+    value,
+)
+from .mixture import E, J, K, Matrix, Mixture, N
+from .products import nonnegative
+from .reading import same
+from .report import Site, location
+from .terms import Add, Affine, Apply, Axis, Const, Mix, Mul, Ref, Term, free_axes
+from .weights import Assembly, JoinSpec, PackSpec, Piece
+
+fp4 = torch.ops.fp4
+
+
+def write_mixture(writer: Any, m: Mixture, mutated: set[fx.Node]) -> Site:
+    """Put the operator in place of `m.root`; a Refusal leaves the graph as it was."""
+    return _Emitter(writer, m, mutated).run()
+
+
+class _Emitter:
+    def __init__(self, writer: Any, m: Mixture, mutated: set[fx.Node]) -> None:
+        self.w, self.m, self.call = writer, m, writer.call
+        self.mutated = mutated
+        self.common = m.common
+        self.experts = len(m.branches)
+
+    def run(self) -> Site:
+        m, b = self.m, self.common
+        options = self.w.options
+        act = b.act
+        device = value(b.down.ref.node).device.type
+        need(value(m.root).dtype in FLOATING, f"the output is {value(m.root).dtype}", m.root)
+        need(device in ("cpu", "cuda"), f"no kernels for device {device}", m.root)
+        fused = bool(act.name)
+        interleaved = fused and ACTIVATIONS[act.name].interleaved
+        up = self._spec([x.up for x in m.branches], device, interleaved)
+        down = self._spec([(x.down,) for x in m.branches], device, False)
+        up_bias = self._bias([x.up_bias for x in m.branches], interleaved)
+        down_bias = self._bias([(x.down_bias,) for x in m.branches], False)
+        routing = self.routing = _Routing(self)
+        a_format, why = options.a_format(device)
+
+        with self.w.gm.graph.inserting_before(m.root):
+            x = self._reshape(self._expanded(self.element(b.x, (*m.tokens, K))), [-1, b.up[0].k])
+            ids, weights = routing.emit(x)
+            k = routing.k
+            if b.scales:  # rows differ among a token's choices: each is a token of its own
+                scale = self._reshape(routing.weighted(b.scales, ids), [-1, k, 1])
+                x = self._call(aten.mul.Tensor, self._call(aten.unsqueeze.default, x, 1), scale)
+                x = self._cast(self._reshape(x, [-1, b.up[0].k]), value(b.x.node).dtype)
+                ids, weights = self._reshape(ids, [-1, 1]), self._reshape(weights, [-1, 1])
+            packed = (self._slot(up), self._slot(down))
+            biases = (self._slot(up_bias), self._slot(down_bias))
+            emit = self._moe if fused else self._products
+            out = emit(x, ids, weights, packed, biases, down[1], a_format)
+            if b.scales and k > 1:
+                out = self._call(aten.sum.dim_IntList, self._reshape(out, [-1, k, b.down.n]), [1])
+            out = self._reshape(out, self._sizes(m.root))
+            for rest in m.rest:
+                out = self._call(aten.add.Tensor, out, self._tensor(rest))
+            out = self._cast(out, value(m.root).dtype)
+        where = location(m.root)
+        self.w.replace(m.root, out)
+        gate = "x 2 (gate, up)" if act.gated else ""
+        return self.w.site(
+            "fp4::moe" if fused else "fp4::indexed_mm",
+            "" if fused else f"activation {act.term!r} is none of: {', '.join(ACTIVATIONS)}",
+            where, [up, down], self._form(routing), f"{a_format} ({why})", act.name or repr(act.term),
+            f"{self.experts} experts, top {k}, hidden {b.up[0].k}, intermediate {b.down.k}{gate and ''}",
+        )  # fmt: skip
+
+    def _form(self, routing: _Routing) -> str:
+        how = "dense" if routing.dense else "routed"
+        n = len(set(p.ref.node for x in self.m.branches for p in (*x.up, x.down)))
+        return f"{how} experts in index notation, from {n} parameters"
+
+    # --- operators ---
+
+    def _moe(self, x, ids, weights, packed, biases, spec: PackSpec, a_format: str) -> fx.Node:
+        return self._call(
+            fp4.moe.default, x, ids, weights, *_three(packed[0]), *_three(packed[1]),
+            *(b[0] if b else None for b in biases), format=spec.format, layout=spec.layout,
+            activation=self.common.act.name, a_format=a_format, out_dtype=value(self.m.root).dtype,
+        )  # fmt: skip
+
+    def _products(self, x, ids, weights, packed, biases, spec: PackSpec, a_format: str) -> fx.Node:
+        """The two products over (token, choice) rows, in float32 between and after."""
+        b = self.common
+        k = 1 if b.scales else self.routing.k
+        dtype = value(b.x.node).dtype
+        rows = self._call(aten.expand.default, self._call(aten.unsqueeze.default, x, 1), [-1, k, -1])
+        rows = self._reshape(rows, [-1, b.up[0].k])
+        flat = self._reshape(ids, [-1])
+
+        def product(a: fx.Node, weight: Any, bias: Any) -> fx.Node:
+            scale = None
+            if a_format == "int8":
+                both = self._call(fp4.quantize_int8.default, a)
+                a, scale = (self._call(operator.getitem, both, i) for i in (0, 1))
+            return self._call(
+                fp4.indexed_mm.default, a, *_three(weight), flat, scale, bias[0] if bias else None,
+                format=spec.format, layout=spec.layout, out_dtype=torch.float32,
+            )  # fmt: skip
+
+        h = product(rows, packed[0], biases[0])
+        inter = b.down.k
+        values: dict[Term, fx.Node] = {UP: h}
+        if b.act.gated:
+            values = {
+                GATE: self._call(aten.slice.Tensor, h, 1, 0, inter),
+                UP: self._call(aten.slice.Tensor, h, 1, inter, 2 * inter),
+            }
+        h = self._cast(self._pointwise(b.act.term, values), dtype)
+        y = product(h, packed[1], biases[1])
+        y = self._reshape(y, [-1, k, b.down.n])
+        scale = self._cast(self._call(aten.unsqueeze.default, weights, 2), torch.float32)
+        y = self._call(aten.sum.dim_IntList, self._call(aten.mul.Tensor, y, scale), [1])
+        return self._cast(y, value(self.m.root).dtype)
+
+    def _pointwise(self, term: Any, values: dict[Term, fx.Node]) -> Any:
+        """A term of pointwise operators over given tensors."""
+        if not isinstance(term, Term):
+            return term
+        if term in values:
+            return values[term]
+        if isinstance(term, Const):
+            return term.value
+        args = [self._pointwise(a, values) for a in term.args]  # type: ignore[attr-defined]
+        if isinstance(term, Apply):
+            return self._call(term.op, *args, **term.kwargs)
+        op = aten.mul if isinstance(term, Mul) else aten.add
+        out = args[0]
+        for a in args[1:]:
+            first, second = (a, out) if not isinstance(out, fx.Node) else (out, a)
+            out = self._call(op.Tensor if isinstance(second, fx.Node) else op.Scalar, first, second)
+        return out
+
+    # --- weights ---
+
+    def _spec(self, experts: list[tuple[Matrix, ...]], device: str, interleaved: bool) -> Any:
+        sources, assembly = self._assembly(experts, interleaved)
+        need(assembly.k % 2 == 0, f"K = {assembly.k} is odd; two codes share a byte", self.m.root)
+        layout, format = preferred_layout(device), self.w.options.format
+        for s in sources:
+            need(s not in self.mutated, f"the graph writes to the weight {s.name}", self.m.root)
+            dtype = value(s).dtype
+            need(dtype == value(sources[0]).dtype, "weights of one block differ in dtype", self.m.root)
+        whole = assembly.whole([tuple(shape(s)) for s in sources])
+        if whole is not None:
+            return sources, PackSpec(format, layout, whole)
+        return sources, PackSpec(format, layout, False, assembly)
+
+    def _bias(self, experts: list[tuple[Matrix | None, ...]], interleaved: bool) -> Any:
+        if all(p is None for parts in experts for p in parts):
+            return None
+        need(all(p is not None for parts in experts for p in parts), "only some have biases", self.m.root)
+        sources, assembly = self._assembly(experts, interleaved)  # type: ignore[arg-type]
+        return sources, JoinSpec(assembly, value(sources[0]).dtype)
+
+    def _assembly(
+        self, experts: list[tuple[Matrix, ...]], interleaved: bool
+    ) -> tuple[tuple[fx.Node, ...], Assembly]:
+        sources: dict[fx.Node, int] = {}
+        pieces = []
+        for parts in experts:
+            taken = []
+            for p in parts:
+                at = tuple(_place(i, self.m.root) for i in p.ref.index)
+                taken.append(Piece(sources.setdefault(p.ref.node, len(sources)), at))
+            pieces.append(tuple(taken))
+        first = experts[0][0]
+        return tuple(sources), Assembly(tuple(pieces), first.n, first.k, interleaved)
+
+    def _slot(self, packed: Any) -> tuple[fx.Node, ...] | None:
+        return None if packed is None else self.w.slot(*packed)
+
+    # --- tensors of terms ---
+
+    def _call(self, target: Any, *args: Any, **kwargs: Any) -> fx.Node:
+        return self.call(target, *args, **kwargs)
+
+    def _reshape(self, node: fx.Node, sizes: list[Any]) -> fx.Node:
+        return self._call(aten.reshape.default, node, sizes)
+
+    def _cast(self, node: fx.Node, dtype: torch.dtype) -> fx.Node:
+        return self._call(aten._to_copy.default, node, dtype=dtype)
+
+    def _size(self, node: fx.Node, d: int) -> Any:
+        size = static_int(shape(node)[d])
+        return size if size is not None else self._call(aten.sym_size.int, node, d)
+
+    def _sizes(self, like: fx.Node) -> list[Any]:
+        """A shape for reshape: at most one size may be symbolic."""
+        sizes = [static_int(s) for s in shape(like)]
+        need(sizes.count(None) <= 1, "several dimensions of the output are symbolic", like)
+        return [-1 if s is None else s for s in sizes]
+
+    def _tensor(self, ref: Ref) -> fx.Node:
+        """A term over the tokens and the hidden axis, in the root's shape."""
+        m = self.m
+        return self._reshape(self.element(ref, (*m.tokens, m.hidden)), self._sizes(m.root))
+
+    def _expanded(self, node: fx.Node) -> fx.Node:
+        """x once for each token, where a row of the output is one choice of a token."""
+        free = free_axes(self.common.x)
+        sizes = [-1 if t in free else static_int(t.size) for t in self.m.tokens]
+        need(None not in sizes, "x is shared by a symbolic number of rows", self.m.root)
+        if all(s == -1 for s in sizes):
+            return node
+        return self._call(aten.expand.default, node, [*sizes, -1])
+
+    def element(self, term: Term, axes: tuple[Axis, ...]) -> Any:
+        """A tensor whose dimensions are `axes` (size 1 where the term lacks one), or a Python number."""
+        if isinstance(term, Const):
+            return term.value
+        if isinstance(term, Ref):
+            return self._ref(term, axes)
+        need(isinstance(term, (Apply, Mul, Add)), f"{term!r} cannot be computed apart", self.m.root)
+        parts = {a: self.element(a, axes) for a in term.args if isinstance(a, Term)}  # type: ignore[attr-defined]
+        return self._pointwise(term, parts)
+
+    def _ref(self, ref: Ref, axes: tuple[Axis, ...]) -> fx.Node:
+        node, labels, sizes = ref.node, [], []
+        for d, i in enumerate(ref.index):
+            if isinstance(i, Mix):
+                need(all(isinstance(p, Axis) for p in i.parts), f"{ref!r} is indexed oddly", self.m.root)
+                labels += i.parts
+                sizes += [static_int(s) for s in i.sizes]
+            else:
+                need(isinstance(i, (Axis, Const)), f"{ref!r} is indexed oddly", self.m.root)
+                labels.append(i)
+                sizes.append(self._size(node, d))
+        if len(labels) != len(ref.index):
+            need(sum(s is None for s in sizes) <= 1, f"{ref!r} has several symbolic sizes", self.m.root)
+            need(
+                not any(isinstance(s, fx.Node) for s in sizes),
+                f"{ref!r} has several symbolic sizes",
+                self.m.root,
+            )
+            node = self._reshape(node, [-1 if s is None else s for s in sizes])
+        for d in reversed(range(len(labels))):
+            if isinstance(labels[d], Const):
+                node = self._call(aten.select.int, node, d, labels[d].value)
+                del labels[d]
+        need(
+            set(labels) <= set(axes) and len(set(labels)) == len(labels),
+            f"{ref!r} has axes of its own",
+            self.m.root,
+        )
+        order = [labels.index(a) for a in axes if a in labels]
+        if order != sorted(order):
+            node = self._call(aten.permute.default, node, order)
+        for d, a in enumerate(axes):
+            if a not in labels:
+                node = self._call(aten.unsqueeze.default, node, d)
+        return node
+
+
+class _Routing:
+    """Ids and weights [T, k] of a mixture."""
+
+    def __init__(self, emitter: _Emitter) -> None:
+        self.e, self.m, self.b = emitter, emitter.m, emitter.common
+        self.support: Support | None = None
+        self.dense = False
+        if self.m.k is None:
+            self.support = self._support()
+            self.dense = self.support is None
+            self.k = self.e.experts if self.support is None else self.support.k
+        else:
+            self.k = self.m.k
+            if self.b.ids is None:
+                assert self.b.masked is not None
+                need(distinct(self.b.masked.node), "a token may have one expert twice", self.m.root)
+
+    def emit(self, rows: fx.Node) -> tuple[fx.Node, fx.Node]:
+        call, m = self.e.call, self.m
+        ids = self._expert_ids(rows)
+        weights = self.weighted(self.b.factors, ids)
+        if m.first:
+            ids = call(aten.sub.Tensor, ids, m.first)
+        return ids, weights
+
+    def _expert_ids(self, rows: fx.Node) -> fx.Node:
+        m, b = self.m, self.b
+        if self.support is not None:
+            return self.e._reshape(self.support.ids, [-1, self.k])
+        if self.dense:
+            every = self.e.call(aten.arange.start, m.first, m.first + self.k, device=value(b.x.node).device)
+            return self.e.call(aten.expand.default, every, [self.e.call(aten.sym_size.int, rows, 0), self.k])
+        ref = b.ids if b.ids is not None else b.masked
+        assert ref is not None
+        axes = (*m.tokens, J) if J in free_axes(ref) else m.tokens
+        ids = self.e._reshape(self.e.element(ref, axes), [-1, self.k])
+        if m.wraps and not nonnegative(ref.node):  # indexing counts negative ids from the end
+            wrapped = self.e.call(aten.add.Tensor, ids, self.e.experts)
+            ids = self.e.call(aten.where.self, self.e.call(aten.lt.Scalar, ids, 0), wrapped, ids)
+        return ids
+
+    def weighted(self, factors: tuple[Term, ...], ids: fx.Node) -> fx.Node:
+        """The product of factors over tokens, choices and experts, as [T, k]."""
+        out = None
+        for f in factors:
+            part = self._factor(f, ids)
+            out = part if out is None else self.e.call(aten.mul.Tensor, out, part)
+        if out is None:
+            return self.e.call(aten.ones_like.default, ids, dtype=torch.float32)
+        if not isinstance(out, fx.Node):
+            return self.e.call(aten.full_like.default, ids, out, dtype=torch.float32)
+        return self.e.call(aten.expand.default, out, [-1, self.k])
+
+    def _factor(self, term: Term, ids: fx.Node) -> Any:
+        m = self.m
+        if isinstance(term, Const):
+            return term.value
+        if E not in free_axes(term):
+            axes = (*m.tokens, J)
+            last = self.k if J in free_axes(term) else 1
+            return self.e._reshape(self.e.element(term, axes), [-1, last])
+        need(J not in free_axes(term), f"{term!r} varies with expert and choice", m.root)
+        table = self.e.element(term, (*m.tokens, E))
+        columns = _columns(term)
+        need(columns is not None, f"{term!r} is not a matrix over experts", m.root)
+        table = self.e._reshape(table, [-1, columns])
+        if self.dense and m.first == 0 and columns == self.k:
+            return table
+        inside = self.e.call(aten.clamp.default, ids, 0, columns - 1)
+        inside = self.e.call(aten._to_copy.default, inside, dtype=torch.int64)
+        if not set(m.tokens) & free_axes(term):
+            return self.e.call(aten.index.Tensor, self.e._reshape(table, [-1]), [inside])
+        return self.e.call(aten.gather.default, table, 1, inside)
+
+    def _support(self) -> Support | None:
+        """The ids outside which some factor is zero, so that the other experts need not run."""
+        quiet = bool(self.b.act.name) and not any((*self.b.up_bias, self.b.down_bias))
+        for f in (*self.b.factors, *(self.b.scales if quiet else ())):
+            if not isinstance(f, Ref) or len(f.index) != 2:
+                continue
+            index = tuple(i for i, s in zip(f.index, shape(f.node)) if not same(s, 1))
+            if index == (*self.m.tokens, E):
+                found = support(f.node)
+                if found is not None:
+                    return found
+        return None
+
+
+def _columns(term: Term) -> int | None:
+    """The size of the expert axis of a term."""
+    found = set()
+    for t in [term, *term.children()]:
+        if isinstance(t, Ref) and E in t.index:
+            found.add(static_int(shape(t.node)[t.index.index(E)]))
+    return found.pop() if len(found) == 1 else None
+
+
+# --- which experts a matrix of routing weights leaves out ---
+
+
+class Support:
+    """A matrix [T, E] is zero but at `ids` [T, k], which name no expert twice."""
+
+    def __init__(self, ids: fx.Node) -> None:
+        self.ids = ids
+        self.k = int(shape(ids)[1])
+
+
+def support(node: fx.Node) -> Support | None:
+    """The ids that a matrix of routing weights was made from, or None."""
+    found = _background(node)
+    return Support(found[0]) if found is not None and found[1] == 0 else None
+
+
+def _background(node: fx.Node) -> tuple[fx.Node, float] | None:
+    """(ids, value everywhere else) of a matrix [T, E]."""
+    node = strip(node)
+    if is_op(node, aten.scatter):
+        base, dim, ids = node.args[:3]
+        fill = _constant(base)
+        if (
+            fill is not None
+            and dim % 2 == 1
+            and len(shape(ids)) == 2
+            and static_int(shape(ids)[1])
+            and distinct(ids)
+        ):
+            return (strip(ids), fill) if same_shape(shape(strip(ids)), shape(ids)) else None
+        return None
+    if is_op(node, aten._to_copy) and value(node).dtype in FLOATING:
+        return _background(node.args[0])
+    if is_op(node, aten.sigmoid) or (is_op(node, aten._softmax) and node.args[1] % 2 == 1):
+        found = _background(node.args[0])
+        return (found[0], 0.0) if found is not None and found[1] == float("-inf") else None
+    if is_op(node, aten.mul, aten.div):
+        for a in node.args[: 2 if is_op(node, aten.mul) else 1]:
+            if isinstance(a, fx.Node) and same_shape(shape(a), shape(node)):
+                found = _background(a)
+                if found is not None and found[1] == 0:
+                    return found
+    return None
+
+
+def _constant(node: fx.Node) -> float | None:
+    if is_op(node, aten.zeros, aten.zeros_like, aten.new_zeros):
+        return 0.0
+    if is_op(node, aten.full, aten.full_like):
+        return float(node.args[1])
+    return None
+
+
+def distinct(ids: fx.Node) -> bool:
+    """Whether no token has one expert twice: ids [T, k] of a topk."""
+    found = item(strip(ids))
+    return found is not None and found[1] == 1 and is_op(found[0], aten.topk)
+
+
+def _place(index: Term, site: fx.Node) -> tuple[Any, ...]:
+    """One dimension of a parameter in a Piece."""
+    if isinstance(index, Const):
+        return ("at", index.value)
+    base, start, step = (index.base, index.start, index.step) if isinstance(index, Affine) else (index, 0, 1)
+    need(base is N or base is K, f"a weight is indexed by {index!r}", site)
+    return ("n" if base is N else "k", start, step)
+
+
+def _three(packed: tuple[fx.Node, ...]) -> tuple[Any, ...]:
+    return (*packed, None)[:3]

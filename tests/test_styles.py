@@ -1,0 +1,120 @@
+"""Every way of writing a Mixture-of-Experts layer becomes one operator and computes what the layer does."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+import torch.nn.functional as F
+from moe_models import Recorder, relative_error
+from moe_styles import STYLES, ListStyle, relu2
+from torch import nn
+
+MOE, PAIR = "fp4::moe", "fp4::indexed_mm"
+
+
+@pytest.fixture(autouse=True)
+def fresh_dynamo():
+    torch._dynamo.reset()
+    torch.set_num_threads(1)
+
+
+def check(module: nn.Module, op: str, lengths=(11, 7, 1), format: str = "nvfp4") -> Recorder:
+    """Prefill, another length under the same compilation, and a single token."""
+    recorder = Recorder(activation="bf16", format=format)
+    twin = module.twin(format)
+    compiled = torch.compile(module, backend=recorder, dynamic=True, fullgraph=True)
+    with torch.no_grad():
+        for n in lengths:
+            x = torch.randn(n, module.H)
+            assert relative_error(compiled(x), twin(x)) < 1e-5, recorder.reasons
+    assert recorder.compilations == 2
+    assert recorder.ops == [op] * 2, recorder.reasons
+    return recorder
+
+
+@pytest.mark.parametrize("name", STYLES)
+def test_every_style(name):
+    if name.startswith("capacity"):
+        pytest.skip("becomes single products")
+    recorder = check(STYLES[name](), MOE)
+    for graph in recorder.graphs:
+        names = {str(n.target) for n in graph.graph.nodes if n.op == "call_function"}
+        assert not names & {"aten.nonzero.default", "aten._assert_scalar.default", "aten.bmm.default"}
+
+
+@pytest.mark.parametrize(
+    "name", ["where loop", "slot mask loop (boolean masks)", "gather + bmm", "dense einsum"]
+)
+def test_odd_sizes_and_mxfp4(name):
+    check(STYLES[name](experts=7, k=3, hidden=34, inter=22), MOE, format="mxfp4")
+
+
+@pytest.mark.parametrize(
+    "name", ["one-hot loop (transformers 4)", "flat mask loop (index_put)", "dense stack"]
+)
+def test_one_choice_a_token(name):
+    check(STYLES[name](k=1), MOE)
+
+
+@pytest.mark.parametrize(
+    ("act", "gated", "op"),
+    [
+        (F.gelu, True, MOE),
+        (lambda x: F.gelu(x, approximate="tanh"), True, MOE),
+        (lambda x: x * torch.sigmoid(x), True, MOE),
+        (F.relu, True, PAIR),
+        (F.relu, False, PAIR),
+        (relu2, False, PAIR),
+        (F.gelu, False, PAIR),
+        (lambda x: torch.tanh(x).clamp(max=0.5), True, PAIR),
+    ],
+    ids=[
+        "gelu",
+        "gelu tanh",
+        "silu spelled out",
+        "relu gated",
+        "relu",
+        "relu2",
+        "gelu ungated",
+        "tanh clamped",
+    ],
+)
+@pytest.mark.parametrize("bias", [False, True])
+def test_activations_and_biases(act, gated, op, bias):
+    check(STYLES["where loop"](act=act, gated=gated, bias=bias), op)
+
+
+@pytest.mark.parametrize("name", ["dense loop, scattered weights", "soft mixture of all experts"])
+@pytest.mark.parametrize("bias", [False, True])
+def test_dense_loops_with_an_activation_of_the_models_own(name, bias):
+    check(STYLES[name](act=F.relu, gated=False, bias=bias), PAIR)
+
+
+def test_experts_may_share_a_parameter():
+    module = STYLES["where loop"]()
+    module.list[3] = module.list[1]
+    recorder = check(module, MOE)
+    assert len(recorder.sites[0].weights) == (module.E - 1) * 3
+
+
+def test_lists_are_packed_once_for_prefill_and_decode_and_again_when_one_changes():
+    module = STYLES["where loop"]()
+    recorder = check(module, MOE)
+    compiled = torch.compile(module, backend=recorder, dynamic=True, fullgraph=True)
+    with torch.no_grad():
+        module.list[2].w2.weight.mul_(-1.0)
+        x = torch.randn(9, module.H)
+        assert relative_error(compiled(x), module.twin()(x)) < 1e-5
+
+
+def test_an_ordinary_ffn_is_no_expert():
+    class Dense(ListStyle):
+        def forward(self, x):
+            weights, _ = torch.topk(torch.softmax(self.router(x), -1), 2)
+            return self.list[0](x) + self.list[1](x) * weights.sum(-1, keepdim=True)
+
+    module, recorder = Dense(), Recorder()
+    x = torch.randn(5, module.H)
+    with torch.no_grad():
+        torch.testing.assert_close(torch.compile(module, backend=recorder)(x), module(x))
+    assert recorder.sites == []
