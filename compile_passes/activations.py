@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from torch import fx
@@ -79,10 +79,17 @@ def _name(term: Term) -> str:
     if (low, high) != ((None, None) if limit is None else (-limit, limit)):
         return ""
     for a in ACTIVATIONS.values():
-        own = a.name if a.name.startswith("gelu") else "silu"
-        if (own, a.alpha, a.limit, a.up_offset) == (kind, alpha, limit, offset):
+        if (a.function, a.alpha, a.limit, a.up_offset) == (kind, alpha, limit, offset):
             return a.name
     return ""
+
+
+def same_function(name: str) -> list[str]:
+    """The activations that differ from this one at most in where gate and up lie."""
+    if not name:
+        return []
+    own = ACTIVATIONS[name]
+    return [a.name for a in ACTIVATIONS.values() if replace(a, name=name, interleaved=own.interleaved) == own]
 
 
 def _gate(factors: list[Term]) -> tuple[str, float, float | None] | None:

@@ -2,8 +2,8 @@
 
 `Reader.value(node, level)` reads back through a bounded part of the graph: `level` says how many products
 with weights may lie between the node and the block's input. 2: the output side (down product, routing
-weights, sums); 1: inside the FFN (activation, gate/up product); 0: rows and routing, where only re-indexing is read.
-What is not understood is opaque: a `Ref` to the node itself. Reading is always right, if not always useful.
+weights, sums); 1: inside the FFN (activation, gate/up product); 0: rows and routing, where only re-indexing is
+read. What is not understood is opaque: a `Ref` to the node itself. Reading is always right, if not always useful.
 """
 
 from __future__ import annotations
@@ -227,7 +227,7 @@ class Reader:
         return self.value(node.args[0], level)
 
     def _cast(self, node: fx.Node, level: int) -> Value:
-        """Casts between floats only round; indicators are 0 and 1 in any type; ids fit where they are cast."""
+        """Casts between floats only round; indicators are 0 and 1 in any type, and ids fit theirs."""
         source, dtype = node.args[0], value(node).dtype
         was = value(source).dtype
         if was in FLOATING and dtype in FLOATING:

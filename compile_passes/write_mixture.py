@@ -14,7 +14,7 @@ from torch import fx
 
 from ..meta.formats import ACTIVATIONS
 from ..meta.layouts import preferred_layout
-from .activations import GATE, UP
+from .activations import GATE, UP, same_function
 from .graph import (
     FLOATING,
     aten,
@@ -57,8 +57,7 @@ class _Emitter:
         need(value(m.root).dtype in FLOATING, f"the output is {value(m.root).dtype}", m.root)
         need(device in ("cpu", "cuda"), f"no kernels for device {device}", m.root)
         fused = bool(act.name)
-        interleaved = fused and ACTIVATIONS[act.name].interleaved
-        up = self._spec([x.up for x in m.branches], device, interleaved)
+        up, interleaved = self._gate_up(device)
         down = self._spec([(x.down,) for x in m.branches], device, False)
         up_bias = self._bias([x.up_bias for x in m.branches], interleaved)
         down_bias = self._bias([(x.down_bias,) for x in m.branches], False)
@@ -90,7 +89,7 @@ class _Emitter:
         return self.w.site(
             "fp4::moe" if fused else "fp4::indexed_mm",
             "" if fused else f"activation {act.term!r} is none of: {', '.join(ACTIVATIONS)}",
-            where, [up, down], self._form(routing), f"{a_format} ({why})", act.name or repr(act.term),
+            where, [up, down], self._form(routing), f"{a_format} ({why})", self.activation or repr(act.term),
             f"{self.experts} experts, top {k}, hidden {b.up[0].k}, intermediate {b.down.k}{gate and ''}",
         )  # fmt: skip
 
@@ -105,7 +104,7 @@ class _Emitter:
         return self._call(
             fp4.moe.default, x, ids, weights, *_three(packed[0]), *_three(packed[1]),
             *(b[0] if b else None for b in biases), format=spec.format, layout=spec.layout,
-            activation=self.common.act.name, a_format=a_format, out_dtype=value(self.m.root).dtype,
+            activation=self.activation, a_format=a_format, out_dtype=value(self.m.root).dtype,
         )  # fmt: skip
 
     def _products(self, x, ids, weights, packed, biases, spec: PackSpec, a_format: str) -> fx.Node:
@@ -174,6 +173,18 @@ class _Emitter:
         if whole is not None:
             return sources, PackSpec(format, layout, whole)
         return sources, PackSpec(format, layout, False, assembly)
+
+    def _gate_up(self, device: str) -> tuple[Any, bool]:
+        """The weight of gate and up, rows in the order the parameter has or else the activation wants."""
+        experts = [x.up for x in self.m.branches]
+        self.activation = self.common.act.name
+        for name in same_function(self.activation):
+            spec = self._spec(experts, device, ACTIVATIONS[name].interleaved)
+            if spec[1].assembly is None:
+                self.activation = name
+                return spec, ACTIVATIONS[name].interleaved
+        interleaved = bool(self.activation) and ACTIVATIONS[self.activation].interleaved
+        return self._spec(experts, device, interleaved), interleaved
 
     def _bias(self, experts: list[tuple[Matrix | None, ...]], interleaved: bool) -> Any:
         if all(p is None for parts in experts for p in parts):
