@@ -15,8 +15,10 @@ from typing import Any
 from torch import fx
 
 from .activations import Act, read_activation
+from .axes import same
 from .graph import aten, need, shape, static_int, value
-from .reading import Reader, is_eq, is_indicator, same
+from .read_indexing import is_eq, is_indicator
+from .reading import Reader
 from .terms import (
     Add,
     Affine,

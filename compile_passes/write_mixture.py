@@ -15,6 +15,7 @@ from torch import fx
 from ..meta.formats import ACTIVATIONS
 from ..meta.layouts import preferred_layout
 from .activations import GATE, UP, same_function
+from .axes import same
 from .graph import (
     FLOATING,
     aten,
@@ -29,7 +30,6 @@ from .graph import (
 )
 from .mixture import E, J, K, Matrix, Mixture, N
 from .products import nonnegative
-from .reading import same
 from .report import Site, location
 from .terms import Add, Affine, Apply, Axis, Const, Mix, Mul, Ref, Term, free_axes
 from .weights import Assembly, JoinSpec, PackSpec, Piece

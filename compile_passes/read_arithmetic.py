@@ -1,0 +1,390 @@
+"""Arithmetic in terms: pointwise operators, products, sums, and results that are put together row by row."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import fx
+
+from .axes import Opaque, same
+from .graph import FLOATING, arguments, aten, exact_int, is_op, is_tensor, shape, value
+from .products import SortedRows
+from .read_indexing import Indexing, as_boolean, indicator, is_eq, is_indicator
+from .terms import (
+    Add,
+    AnyOf,
+    Apply,
+    Axis,
+    Choose,
+    Const,
+    Mix,
+    Mul,
+    Ref,
+    Rows,
+    Sum,
+    Term,
+    Value,
+    coordinate,
+    flatten,
+    free_axes,
+    substitute,
+)  # fmt: skip
+
+
+class Arithmetic(Indexing):
+    # --- arithmetic ---
+
+    def _operands(self, node: fx.Node, level: int) -> list[Value]:
+        tensors = [n for n in node.args if is_tensor(n)]
+        return self.broadcast([self.value(n, level) for n in tensors])
+
+    @staticmethod
+    def _joined(values: list[Value]) -> tuple[tuple[Axis, ...], ...]:
+        return tuple(max((v.dims[d] for v in values), key=len) for d in range(len(values[0].dims)))
+
+    def _pointwise(self, node: fx.Node, level: int) -> Value:
+        if level == 0 or value(node).dtype not in FLOATING:
+            raise Opaque
+        values = self._operands(node, level)
+        if not values:
+            raise Opaque
+        terms = iter(values)
+        args = [next(terms).term if is_tensor(a) else a for a in node.args]
+        if any(isinstance(a, (fx.Node, list, tuple)) for a in args):
+            raise Opaque
+        kwargs = tuple(node.kwargs.items())
+        if any(isinstance(v, fx.Node) for _, v in kwargs):
+            raise Opaque
+        dims = self._joined(values)
+        return Value(dims, Apply(node.target, args, kwargs, self.ref(node, dims)))
+
+    def _mul(self, node: fx.Node, level: int) -> Value:
+        a, b = node.args[:2]
+        if level == 0 and not (is_tensor(a) and is_tensor(b) and _scales_rows(a, b)):
+            inner = [self.value(n, 0) for n in (a, b) if is_tensor(n)]
+            if not any(is_indicator(v.term) for v in inner):
+                raise Opaque
+        values = self._operands(node, level)
+        dims = self._joined(values)
+        terms = iter(values)
+        factors = [next(terms).term if is_tensor(n) else _number(n) for n in (a, b)]
+        return Value(dims, Mul(factors[0], factors[1], self.ref(node, dims)))
+
+    def _add(self, node: fx.Node, level: int) -> Value:
+        if level == 0 or node.kwargs.get("alpha", 1) != 1 or value(node).dtype not in FLOATING:
+            raise Opaque
+        values = self._operands(node, level)
+        dims = self._joined(values)
+        terms = iter(values)
+        args = [next(terms).term if is_tensor(n) else _number(n) for n in node.args[:2]]
+        args = [t for a in args for t in flatten(a, Add)]
+        args = [t for t in args if not (isinstance(t, Const) and t.value == 0)] or [Const(0.0)]
+        return Value(dims, args[0] if len(args) == 1 else Add(args, self.ref(node, dims)))
+
+    def _compare(self, node: fx.Node, level: int) -> Value:
+        """Comparisons of ids with experts, or of routing weights with zero: indicators, 0 or 1."""
+        a, b = node.args[:2]
+        if is_tensor(b):
+            values = self.broadcast([self.value(a, 0), self.value(b, 0)])
+            return Value(self._joined(values), indicator(node, values[0].term, values[1].term))
+        if not isinstance(b, (int, float)):
+            raise Opaque
+        v = self.value(a, 0)
+        if is_op(node, aten.gt, aten.ne) and b == 0 and is_indicator(v.term):
+            return Value(v.dims, as_boolean(v.term))
+        return Value(v.dims, indicator(node, v.term, _number(b)))
+
+    def _where(self, node: fx.Node, level: int) -> Value:
+        """where(mask, a, 0) and masked_fill(a, mask, 0): a times an indicator."""
+        if is_op(node, aten.masked_fill):
+            raise Opaque
+        mask, a, other = node.args
+        if not (is_tensor(mask) and is_tensor(a)):
+            raise Opaque
+        if is_tensor(other) and self.value(other, 0).term is not Const(0.0):
+            raise Opaque
+        values = self.broadcast([self.value(mask, 0), self.value(a, level)])
+        if not is_indicator(values[0].term):
+            raise Opaque
+        dims = self._joined(values)
+        return Value(dims, Mul(values[0].term, values[1].term, self.ref(node, dims)))
+
+    def _sum(self, node: fx.Node, level: int) -> Value:
+        a = arguments(node)
+        source = a["self"]
+        inner = self.value(source, level if level == 2 else 0)
+        if level < 2 and not is_indicator(inner.term):
+            raise Opaque
+        dims = a.get("dim") or list(range(len(shape(source))))
+        return self._reduced(node, inner, [d % len(shape(source)) for d in dims], a.get("keepdim"), Sum)
+
+    def _any(self, node: fx.Node, level: int) -> Value:
+        a = arguments(node)
+        v = self.value(a["self"], 0)
+        if a.get("dim") is None or not is_indicator(v.term):
+            raise Opaque
+        dims = a["dim"] if isinstance(a["dim"], (list, tuple)) else [a["dim"]]
+        return self._reduced(node, v, [d % len(v.dims) for d in dims], a.get("keepdim"), AnyOf)
+
+    def _reduced(self, node: fx.Node, v: Value, over: list[int], keepdim: Any, kind: Any) -> Value:
+        axes = [x for d in over for x in v.dims[d]]
+        if any(isinstance(x, Rows) for x in axes):
+            raise Opaque
+        v, fresh = self._fresh(v, axes)
+        kept = [() if d in over else g for d, g in enumerate(v.dims) if keepdim or d not in over]
+        return Value(tuple(kept), summed(kind, fresh, v.term, self.ref(node, tuple(kept))))
+
+    @staticmethod
+    def _fresh(v: Value, axes: list[Axis]) -> tuple[Value, tuple[Axis, ...]]:
+        """Axes that are summed over get names of their own."""
+        new = {a: Axis(a.size) for a in axes}
+        return Value(
+            tuple(tuple(new.get(a, a) for a in g) for g in v.dims), substitute(v.term, dict(new))
+        ), tuple(new.values())
+
+    # --- products ---
+
+    def _product(self, node: fx.Node, level: int) -> Value:
+        if level == 0:
+            raise Opaque
+        args = list(node.args)
+        bias = args.pop(0) if is_op(node, aten.addmm, aten.baddbmm) else None
+        if any(node.kwargs.get(n, 1) != 1 for n in ("alpha", "beta")):
+            raise Opaque
+        left, right = self._factors(args[0], args[1], level)
+        batch = [(d, d) for d in range(len(left.dims) - 2)]
+        left, right = self.together(left, right, [*batch, (-1, -2)])
+        inner = left.dims[-1] or right.dims[-2]
+        if any(isinstance(x, Rows) for x in inner):
+            raise Opaque
+        lead = tuple(a or b for a, b in zip(left.dims[:-2], right.dims[:-2]))
+        dims = (*lead, left.dims[-2], right.dims[-1])
+        fresh = {a: Axis(a.size) for a in inner}
+        body = substitute(Mul(left.term, right.term), dict(fresh))
+        term = summed(Sum, tuple(fresh.values()), body, self.ref(node, dims) if bias is None else None)
+        if bias is not None:
+            b = self.value(bias, 0)
+            b = Value(((),) * (len(dims) - len(b.dims)) + b.dims, b.term)
+            whole, b = self.together(Value(dims, term), b, [(d, d) for d in range(len(dims))])
+            return Value(whole.dims, Add((whole.term, b.term), self.ref(node, whole.dims)))
+        return Value(dims, term)
+
+    def _factors(self, a: fx.Node, b: fx.Node, level: int) -> tuple[Value, Value]:
+        """Operands of a product; one with a weight lowers the level of what it multiplies."""
+        left, right = self.value(a, 0), self.value(b, 0)
+        if self._is_weight(right.term):
+            return self.value(a, level - 1), right
+        if self._is_weight(left.term):
+            return left, self.value(b, level - 1)
+        if level == 2:
+            return self.value(a, 2), self.value(b, 2)
+        raise Opaque
+
+    def _is_weight(self, term: Term) -> bool:
+        return isinstance(term, Ref) and self.is_weight(term.node)
+
+    def _grouped_mm(self, node: fx.Node, level: int) -> Value:
+        """Rows sorted by expert: each meets the weight of its own id."""
+        a, weight, offs = node.args[:3] if len(node.args) > 2 else (*node.args, node.kwargs["offs"])
+        if level == 0 or len(shape(a)) != 2 or len(shape(weight)) != 3 or not is_tensor(offs):
+            raise Opaque
+        if is_op(node, aten._grouped_mm) and arguments(node)["bias"] is not None:
+            raise Opaque
+        w = self.value(weight, 0)
+        if not self._is_weight(w.term) or len(w.dims[0]) != 1:
+            raise Opaque
+        x = self.value(a, level - 1)
+        if len(x.dims[0]) != 1 or not isinstance(x.dims[0][0], Rows) or x.dims[0][0].key is None:
+            raise Opaque
+        rows = x.dims[0][0]
+        if not self._ends_of(offs, rows, shape(weight)[0]):
+            raise Opaque
+        w = Value(w.dims[1:], substitute(w.term, self._assign(w.dims[0], rows.key)))
+        x, w = self.together(x, w, [(1, 0)])
+        fresh = {k: Axis(k.size) for k in x.dims[1]}
+        body = substitute(Mul(x.term, w.term), dict(fresh))
+        return Value(((rows,), w.dims[1]), summed(Sum, tuple(fresh.values()), body, None))
+
+    def _ends_of(self, offs: fx.Node, rows: Rows, experts: Any) -> bool:
+        """Whether offs [E] is where the rows of each expert end, rows being sorted by expert."""
+        cumsum = exact_int(offs)
+        if not is_op(cumsum, aten.cumsum) or len(shape(cumsum)) != 1 or not isinstance(experts, int):
+            return False
+        counts = self.value(exact_int(cumsum.args[0]), 0)
+        if isinstance(counts.term, Sum) and is_eq(counts.term.body):  # of a one-hot matrix
+            ids, expert = counts.term.body.args  # type: ignore[attr-defined]
+            axes = counts.term.axes
+            renamed = substitute(ids, dict(zip(axes, rows.bound)))
+            return counts.dims == ((expert,),) and len(axes) == len(rows.bound) and renamed is rows.key
+        proof = SortedRows.prove(offs, experts, self.canon)
+        return self._sorted(proof.sort, 0).dims == ((rows,),)
+
+    # --- results put together ---
+
+    def _stack(self, node: fx.Node, level: int) -> Value:
+        if level < 2:
+            raise Opaque
+        a = arguments(node)
+        parts, rank = a["tensors"], len(shape(node))
+        d = a["dim"] % rank
+        values = [self.value(n, level) for n in parts]
+        if is_op(node, aten.cat):
+            if any(v.dims[d] for v in values):
+                raise Opaque  # joined along a dimension that is longer than one
+            values = [Value(v.dims[:d] + v.dims[d + 1 :], v.term) for v in values]
+        first = values[0]
+        terms = [first.term]
+        for v in values[1:]:
+            head, v = self.together(first, v, [(i, i) for i in range(len(first.dims))])
+            if head is not first:
+                raise Opaque
+            terms.append(v.term)
+        axis = Axis(len(parts))
+        return Value((*first.dims[:d], (axis,), *first.dims[d:]), Choose(axis, terms))
+
+    def _index_add(self, node: fx.Node, level: int) -> Value:
+        a = arguments(node)
+        if a["dim"] != 0 or a["alpha"] != 1:
+            raise Opaque
+        return self._accumulate(node, level, a["self"], self.value(a["index"], 0), a["source"])
+
+    def _scatter_add(self, node: fx.Node, level: int) -> Value:
+        a = arguments(node)
+        if a["dim"] != 0 or not same(shape(a["index"])[0], shape(a["src"])[0]):
+            raise Opaque
+        index = self.value(a["index"], 0)
+        if free_axes(index.term) & {x for g in index.dims[1:] for x in g}:
+            raise Opaque  # columns of a row go to different places
+        if not all(same(s, t) for s, t in zip(shape(a["index"])[1:], shape(a["self"])[1:])):
+            raise Opaque
+        return self._accumulate(node, level, a["self"], Value(index.dims[:1], index.term), a["src"])
+
+    def _index_put(self, node: fx.Node, level: int) -> Value:
+        a = arguments(node)
+        if len(a["indices"]) != 1 or a["indices"][0] is None:
+            raise Opaque
+        (index,) = a["indices"]
+        if value(index).dtype == torch.bool:
+            rows, mask = self._mask_rows(index, shape(a["values"])[0])
+            if len(mask.dims) != 1:
+                raise Opaque
+            place = substitute(coordinate(mask.dims[0]), dict(zip(mask.axes, rows.bound)))
+            where = Value(((rows,),), place)
+        else:
+            where = self.value(index, 0)
+        if a["accumulate"]:
+            return self._accumulate(node, level, a["self"], where, a["values"])
+        added = self._increment(a["self"], index, a["values"])
+        if added is not None and (value(index).dtype == torch.bool or _visits_once(where)):
+            return self._accumulate(node, level, a["self"], where, added)
+        return self._overwrite(node, level, a["self"], where, a["values"])
+
+    def _increment(self, base: fx.Node, index: fx.Node, new: fx.Node) -> fx.Node | None:
+        """y if new is base[index] + y: what `out[mask] += y` becomes."""
+        if not is_op(new, aten.add) or new.kwargs.get("alpha", 1) != 1:
+            return None
+        for old, y in ((new.args[0], new.args[1]), (new.args[1], new.args[0])):
+            taken = is_op(old, aten.index) and is_tensor(y) and len(old.args[1]) == 1
+            if taken and old.args[0] is base and self.canon.same(old.args[1][0], index):
+                return y
+        return None
+
+    def _index_copy(self, node: fx.Node, level: int) -> Value:
+        a = arguments(node)
+        if a["dim"] != 0:
+            raise Opaque
+        return self._overwrite(node, level, a["self"], self.value(a["index"], 0), a["source"])
+
+    def _placed(
+        self, level: int, base: Value, where: Value, source: fx.Node
+    ) -> tuple[Value, Term, Term | None]:
+        """base; `source` over base's axes, summed over whatever else its rows range over; the rows' mask."""
+        if level < 2 or len(where.dims) != 1:
+            raise Opaque
+        src = self.value(source, level)
+        if len(where.dims[0]) == 1 and isinstance(where.dims[0][0], Rows):
+            rows = where.dims[0][0]
+            if src.dims[0] != (rows,):
+                raise Opaque
+            bound, mask = rows.bound, rows.mask
+            src = Value(((), *src.dims[1:]), src.term)
+        else:
+            src, where = self.together(src, where, [(0, 0)])
+            bound, mask = where.dims[0], None
+            src = Value(((), *src.dims[1:]), src.term)
+        place = substitute(where.term, self._cuts)
+        target = place.parts if isinstance(place, Mix) else () if place is Const(0) else (place,)
+        if not all(isinstance(t, Axis) and t in bound for t in target) or len(set(target)) != len(target):
+            raise Opaque
+        term = src.term if mask is None else Mul(mask, src.term)
+        carried = Value((tuple(target), *src.dims[1:]), substitute(term, self._cuts))  # type: ignore[arg-type]
+        carried, fresh = self._fresh(carried, [b for b in bound if b not in target])
+        base, carried = self.together(base, carried, [(d, d) for d in range(len(base.dims))])
+        return base, summed(Sum, fresh, carried.term, None), mask
+
+    def _accumulate(self, node: fx.Node, level: int, base: fx.Node, where: Value, source: fx.Node) -> Value:
+        old, new, _ = self._placed(level, self.value(base, level), where, source)
+        if isinstance(old.term, Const):
+            if old.term.value is None:
+                raise Opaque
+            return Value(old.dims, new)
+        return Value(old.dims, Add([*flatten(old.term, Add), new], self.ref(node, old.dims)))
+
+    def _overwrite(self, node: fx.Node, level: int, base: fx.Node, where: Value, source: fx.Node) -> Value:
+        """Rows that nobody wrote before are written: then to write is to add."""
+        if not _visits_once(where):
+            raise Opaque
+        old, new, mask = self._placed(level, self.value(base, level), where, source)
+        if isinstance(old.term, Const) and not old.term.value:
+            return Value(old.dims, new)
+        before = flatten(old.term, Add)
+        ours = expert_mask(new)
+        if mask is None or ours is None:
+            raise Opaque
+        for t in before:
+            theirs = expert_mask(t)
+            if theirs is None or theirs[0] is not ours[0] or theirs[1] == ours[1]:
+                raise Opaque
+        return Value(old.dims, Add([*before, new], self.ref(node, old.dims)))
+
+
+def _number(x: Any) -> Const:
+    if not isinstance(x, (int, float)):
+        raise Opaque
+    return Const(x)
+
+
+def _scales_rows(a: fx.Node, b: fx.Node) -> bool:
+    """One number for each row of the other."""
+    sizes = shape(a), shape(b)
+    return len(sizes[0]) == len(sizes[1]) and any(same(s[-1], 1) for s in sizes)
+
+
+def _visits_once(where: Value) -> bool:
+    """Whether no two rows have the same place."""
+    if len(where.dims) != 1 or len(where.dims[0]) != 1 or not isinstance(where.dims[0][0], Rows):
+        return isinstance(where.term, (Axis, Mix))
+    rows = where.dims[0][0]
+    return set(rows.bound) <= free_axes(where.term)
+
+
+def expert_mask(term: Term) -> tuple[Term, Any] | None:
+    """(ids, e) if the term is something times [ids == e], in its first factors."""
+    for f in flatten(term, Mul):
+        if is_eq(f):
+            ids, e = f.args  # type: ignore[attr-defined]
+            if isinstance(e, Const):
+                return ids, e.value
+    return None
+
+
+def summed(kind: Any, axes: tuple[Axis, ...], body: Term, ref: Ref | None) -> Term:
+    """Sum or any, with a choice among stacked tensors written out."""
+    if kind is Sum and any(isinstance(t, Choose) for t in flatten(body, Mul)):
+        for axis in axes:
+            if any(isinstance(t, Choose) and t.index is axis for t in flatten(body, Mul)):
+                rest = tuple(a for a in axes if a is not axis)
+                each = [substitute(body, {axis: Const(i)}) for i in range(axis.size)]
+                return Add([summed(kind, rest, b, None) for b in each], ref)
+    return kind(axes, body, ref)
