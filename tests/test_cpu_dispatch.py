@@ -97,8 +97,25 @@ def check_moe(format: str, a_kind: str, layout: str) -> int:
     return 2 * len(reference.GATES)
 
 
-CHECKS = {"products": check_products, "moe": check_moe}
-CASES = tuple(itertools.product(CHECKS, reference.FORMATS, KINDS, LAYOUTS))
+def check_quantize(format: str, a_kind: str, layout: str) -> int:
+    """The definition's bits: short blocks, zeros of both signs, ties, scales from subnormal to saturated."""
+    shapes = ((3, 2), (5, 14), (7, 94), (4, 1100))
+    for k in shapes:
+        x = torch.randn(k) * torch.exp2(torch.randint(-24, 12, k).float())
+        x[0], x[1] = torch.randint(-24, 25, k[1:]) / 4, 0.0
+        x[1, ::2] = -0.0
+        x = x.to(KINDS[a_kind])
+        for got, want in zip(torch.ops.fp4.quantize(x, format), reference.quantize(x, format)):
+            got, want = got.reshape(-1).view(torch.uint8), want.reshape(-1).view(torch.uint8)
+            assert torch.equal(got, want), k
+    return len(shapes)
+
+
+CHECKS = {"products": check_products, "moe": check_moe, "quantize": check_quantize}
+CASES = (
+    *itertools.product(("products", "moe"), reference.FORMATS, KINDS, LAYOUTS),
+    *itertools.product(("quantize",), reference.FORMATS, ("f32", "bf16", "f16"), ("plain",)),
+)
 
 
 def main(seed: str) -> None:

@@ -37,6 +37,11 @@ struct Kernels {
   bool (*supported)();  // by this machine and its operating system
   PanelKernel int8_e4m3, int8_e8m0, float_e4m3, float_e8m0;
 
+  // The largest magnitude in x [count]; *finite is cleared if x holds a NaN or an infinity.
+  float (*max_magnitude)(const void* x, DType dtype, int64_t count, bool* finite);
+  // x [k] -> packed [k / 2], scales [ceil(k / block)]; x is finite.
+  void (*quantize_fp4)(const Format& format, const void* x, DType dtype, int64_t k, float global_scale,
+                       uint8_t* packed, uint8_t* scales);
   // x [k] -> codes int8 [k], scales [ceil(k / 32)].
   void (*quantize_int8)(const void* x, DType dtype, int64_t k, int8_t* codes, float* scales);
   // int8 codes [k] and their scales -> an Int8Row.

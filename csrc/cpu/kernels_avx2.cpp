@@ -6,6 +6,7 @@
 // the sums are widened.
 #include <immintrin.h>
 
+#include "cpu/quantize_row.h"
 #include "cpu/rowwise.h"
 
 namespace fp4::cpu {
@@ -151,6 +152,8 @@ const Kernels kAvx2Kernels = {
     .int8_e8m0 = panel_int8<Scale::e8m0, 32>,
     .float_e4m3 = panel_float<Scale::e4m3, 16>,
     .float_e8m0 = panel_float<Scale::e8m0, 32>,
+    .max_magnitude = max_magnitude_row,
+    .quantize_fp4 = quantize_fp4_row,
     .quantize_int8 = quantize_int8_row,
     .prepare_int8 = prepare_int8_row,
     .prepare_float = prepare_float_row,

@@ -8,6 +8,7 @@
 
 #include <utility>
 
+#include "cpu/quantize_row.h"
 #include "cpu/rowwise.h"
 
 namespace fp4::cpu {
@@ -166,6 +167,8 @@ const Kernels kAvx512Kernels = {
     .int8_e8m0 = panel_kernel<Int8Tile<Scale::e8m0, 32>>,
     .float_e4m3 = panel_kernel<FloatTile<Scale::e4m3, 16>>,
     .float_e8m0 = panel_kernel<FloatTile<Scale::e8m0, 32>>,
+    .max_magnitude = max_magnitude_row,
+    .quantize_fp4 = quantize_fp4_row,
     .quantize_int8 = quantize_int8_row,
     .prepare_int8 = prepare_int8_row,
     .prepare_float = prepare_float_row,

@@ -1,4 +1,5 @@
 // The reference kernels: no vector instructions beyond what the compiler finds for the baseline.
+#include "cpu/quantize_row.h"
 #include "cpu/rowwise.h"
 
 namespace fp4::cpu {
@@ -61,6 +62,8 @@ const Kernels kScalarKernels = {
     .int8_e8m0 = panel_int8<Scale::e8m0, 32>,
     .float_e4m3 = panel_float<Scale::e4m3, 16>,
     .float_e8m0 = panel_float<Scale::e8m0, 32>,
+    .max_magnitude = max_magnitude_row,
+    .quantize_fp4 = quantize_fp4_row,
     .quantize_int8 = quantize_int8_row,
     .prepare_int8 = prepare_int8_row,
     .prepare_float = prepare_float_row,

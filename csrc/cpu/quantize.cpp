@@ -12,53 +12,17 @@ namespace {
 
 constexpr float kE2m1Max = 6.f, kE4m3Max = 448.f;
 
-// The nearest e2m1 to v, ties to the even code; the sign of zero is kept.
-uint8_t nearest_e2m1(float v) {
-  // The midpoints between neighbours. A tie goes up where the code above is even.
-  const float m = std::fabs(v);
-  const int code =
-      (m > .25f) + (m >= .75f) + (m > 1.25f) + (m >= 1.75f) + (m > 2.5f) + (m >= 3.5f) + (m > 5.f);
-  return uint8_t(code | (std::signbit(v) ? 8 : 0));
-}
-
-// OCP MX v1: the largest power of two in the block, less e2m1's largest exponent (2), saturating.
-uint8_t e8m0_for(float amax) {
-  if (amax == 0.f) return 0;
-  return uint8_t(std::clamp(std::ilogb(amax) - 2, -127, 127) + 127);
-}
-
 }  // namespace
 
 float max_magnitude(const void* x, DType dtype, int64_t count, bool* finite) {
-  uint32_t top = 0;  // compared as integers, NaN and infinity are above every number
-  with_dtype(dtype, [&](auto d) {
-    for (int64_t i = 0; i < count; ++i)
-      top = std::max(top, std::bit_cast<uint32_t>(load_as_float<d.value>(x, i)) & 0x7fffffff);
-  });
-  if (top >= 0x7f800000) *finite = false;
-  return std::bit_cast<float>(top);
+  return kernels().max_magnitude(x, dtype, count, finite);
 }
 
 float global_scale_for(float amax) { return amax == 0.f ? 1.f : amax / (kE2m1Max * kE4m3Max); }
 
 void quantize_row(const Format& format, const void* x, DType dtype, int64_t k, float global_scale,
                   uint8_t* packed, uint8_t* scales) {
-  with_dtype(dtype, [&](auto d) {
-    for (int64_t k0 = 0; k0 < k; k0 += format.block) {
-      const int64_t end = std::min<int64_t>(k, k0 + format.block);
-      float amax = 0;
-      for (int64_t i = k0; i < end; ++i) amax = std::max(amax, std::fabs(load_as_float<d.value>(x, i)));
-      const bool e4m3 = format.scale == Scale::e4m3;
-      const uint8_t scale = e4m3 ? float_to_e4m3(amax / kE2m1Max / global_scale) : e8m0_for(amax);
-      scales[k0 / format.block] = scale;
-      const float step = e4m3 ? e4m3_to_float(scale) * global_scale : e8m0_to_float(scale);
-      const auto code = [&](int64_t i) {
-        const float v = load_as_float<d.value>(x, i);
-        return nearest_e2m1(step == 0.f ? std::copysign(0.f, v) : v / step);
-      };
-      for (int64_t i = k0; i < end; i += 2) packed[i / 2] = uint8_t(code(i) | code(i + 1) << 4);
-    }
-  });
+  kernels().quantize_fp4(format, x, dtype, k, global_scale, packed, scales);
 }
 
 void dequantize_row(const Format& format, const uint8_t* packed, const uint8_t* scales, int64_t k,

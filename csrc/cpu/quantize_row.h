@@ -1,0 +1,106 @@
+// Quantisation of one row to FP4, in portable loops that every kernels_<isa>.cpp compiles for itself (see
+// common/convert.h on linkage). No branch depends on the data, so that compilers turn the loops into vectors.
+#pragma once
+
+#include <algorithm>
+#include <bit>
+#include <cmath>
+#include <limits>
+
+#include "cpu/rowwise.h"
+
+namespace fp4::cpu {
+namespace {
+
+inline constexpr float kE2m1Max = 6.f;
+inline constexpr int kBlocksAtOnce = 32, kMaxBlock = 32;
+
+// The bits of the largest magnitude: compared as integers, NaN and infinity are above every number.
+template <DType dtype>
+inline uint32_t top_bits(const void* x, int64_t begin, int64_t end) {
+  uint32_t top = 0;
+  for (int64_t i = begin; i < end; ++i) {
+    const uint32_t bits = std::bit_cast<uint32_t>(load_as_float<dtype>(x, i)) & 0x7fffffff;
+    top = bits > top ? bits : top;
+  }
+  return top;
+}
+
+inline float max_magnitude_row(const void* x, DType dtype, int64_t count, bool* finite) {
+  uint32_t top = 0;
+  with_dtype(dtype, [&](auto d) { top = top_bits<d.value>(x, 0, count); });
+  if (top >= 0x7f800000) *finite = false;
+  return std::bit_cast<float>(top);
+}
+
+// float_to_e4m3 without its branches: v is finite and not negative.
+inline uint32_t e4m3_code(float v) {
+  const float capped = v < 448.f ? v : 448.f;
+  const uint32_t bits = std::bit_cast<uint32_t>(capped);
+  const uint32_t normal = (bits - (120u << 23) + 0x7ffff + ((bits >> 20) & 1)) >> 20;
+  // Steps of 2^-9; adding 1.5 * 2^23 rounds to nearest even and leaves the integer in the low bits.
+  const uint32_t subnormal = std::bit_cast<uint32_t>(capped * 0x1p9f + 0x1.8p23f) & 0xf;
+  return capped < 0x1p-6f ? subnormal : normal;
+}
+
+// OCP MX v1: the exponent of the block's largest magnitude, less e2m1's largest (2), saturating.
+inline uint32_t e8m0_code(float amax) {
+  const int32_t code = int32_t(std::bit_cast<uint32_t>(amax) >> 23) - 2;
+  return uint32_t(code > 0 ? code : 0);
+}
+
+// The nearest e2m1 to v, ties to the even code; the sign of zero is kept.
+inline uint32_t e2m1_code(float v) {
+  // The midpoints between neighbours. A tie goes up where the code above is even.
+  const float m = std::fabs(v);
+  const uint32_t code =
+      (m > .25f) + (m >= .75f) + (m > 1.25f) + (m >= 1.75f) + (m > 2.5f) + (m >= 3.5f) + (m > 5.f);
+  return code | (std::bit_cast<uint32_t>(v) >> 28 & 8);
+}
+
+template <DType dtype, Scale scale, int block>
+inline void quantize_fp4_as(const void* x, int64_t k, float global_scale, uint8_t* packed, uint8_t* scales) {
+  for (int64_t b0 = 0; b0 * block < k; b0 += kBlocksAtOnce) {
+    const int64_t count = std::min<int64_t>(kBlocksAtOnce, (k + block - 1) / block - b0);
+    float amax[kBlocksAtOnce] = {}, step[kBlocksAtOnce];
+    for (int64_t b = 0; b < count; ++b) {
+      const int64_t begin = (b0 + b) * block;
+      amax[b] = std::bit_cast<float>(top_bits<dtype>(x, begin, std::min<int64_t>(k, begin + block)));
+    }
+    for (int b = 0; b < kBlocksAtOnce; ++b) {
+      const uint32_t code =
+          scale == Scale::e4m3 ? e4m3_code(amax[b] / kE2m1Max / global_scale) : e8m0_code(amax[b]);
+      const float value = scale == Scale::e4m3 ? std::bit_cast<float>(code << 20) * 0x1p120f * global_scale
+                                               : std::bit_cast<float>(code == 0 ? 0x00400000u : code << 23);
+      // What is divided by infinity is a zero of its own sign: the codes of a block whose scale is zero.
+      step[b] = value == 0.f ? std::numeric_limits<float>::infinity() : value;
+      if (b < count) scales[b0 + b] = uint8_t(code);
+    }
+    for (int64_t b = 0; b < count; ++b) {
+      const int64_t begin = (b0 + b) * block, length = std::min<int64_t>(k - begin, block);
+      float values[block] = {};
+      uint32_t codes[block];
+      if (length == block)
+        for (int i = 0; i < block; ++i) values[i] = load_as_float<dtype>(x, begin + i);
+      else
+        for (int i = 0; i < length; ++i) values[i] = load_as_float<dtype>(x, begin + i);
+      for (int i = 0; i < block; ++i) codes[i] = e2m1_code(values[i] / step[b]);
+      uint8_t bytes[block / 2];
+      for (int i = 0; i < block / 2; ++i) bytes[i] = uint8_t(codes[2 * i] | codes[2 * i + 1] << 4);
+      std::memcpy(packed + begin / 2, bytes, length / 2);
+    }
+  }
+}
+
+inline void quantize_fp4_row(const Format& format, const void* x, DType dtype, int64_t k, float global_scale,
+                             uint8_t* packed, uint8_t* scales) {
+  with_dtype(dtype, [&](auto d) {
+    if (format.scale == Scale::e4m3)
+      quantize_fp4_as<d.value, Scale::e4m3, 16>(x, k, global_scale, packed, scales);
+    else
+      quantize_fp4_as<d.value, Scale::e8m0, 32>(x, k, global_scale, packed, scales);
+  });
+}
+
+}  // namespace
+}  // namespace fp4::cpu
