@@ -40,7 +40,7 @@ from .progress import progress_bar
 
 PROGRESS = ".fp4_quantize.json"
 SOURCE_DTYPES = (torch.bfloat16, torch.float16, torch.float32)
-IN_FLIGHT = 128 << 20
+IN_FLIGHT = 64 << 20
 """Bytes read ahead of the quantiser, and as many written behind it."""
 
 _MATRIX = re.compile(r"^(.*experts\.\d+\.)(gate_proj|up_proj|down_proj|w1|w2|w3)\.weight$")
@@ -277,32 +277,42 @@ class _Progress:
 
 
 class _Pipeline:
-    """Reads ahead, quantises, writes behind; never more than IN_FLIGHT bytes waiting on either side."""
+    """One thread reads ahead, some quantise a matrix each, one writes behind.
+
+    No more than IN_FLIGHT bytes wait on either side. The quantising threads use no others in turn: threads
+    that wait for one another by spinning would take the time of those that read and write.
+    """
 
     def __init__(self, format: str, method: str, device: str | torch.device) -> None:
-        self.format, self.method, self.device = format, method, device
-        self._reading, self._writing = ThreadPoolExecutor(1), ThreadPoolExecutor(1)
-        self._behind: deque[tuple[int, Future[Any]]] = deque()
+        self.format, self.method, self.device = format, method, torch.device(device)
         self._reader = Reader()
+        self._threads = torch.get_num_threads()
+        workers = self._threads if self.device.type == "cpu" else 1
+        self._reading, self._writing = ThreadPoolExecutor(1), ThreadPoolExecutor(1)
+        self._working = ThreadPoolExecutor(workers, initializer=torch.set_num_threads, initargs=(1,))
+        self._behind: deque[tuple[int, Future[Any]]] = deque()
 
     def __enter__(self) -> _Pipeline:
         return self
 
     def __exit__(self, *exc: object) -> None:
-        self._reading.shutdown(cancel_futures=True)
-        self._writing.shutdown(cancel_futures=True)
+        for pool in (self._reading, self._working, self._writing):
+            pool.shutdown(cancel_futures=True)
         self._reader.close()
+        torch.set_num_threads(self._threads)  # for threads that start from now on
 
     def convert(self, units: list[Unit], file: Path, dialect: Dialect, update: Callable[[int], Any]) -> None:
         """Writes one file of the result. It may still be on its way to the disk when this returns."""
         writer = Writer(file, [o for unit in units for o in unit.outputs])
-        matrices = self._ahead([read for unit in units if unit.names for read in unit.reads])
+        matrices = self._ahead(
+            [(read, unit.transposed) for unit in units if unit.names for read in unit.reads]
+        )
         try:
             for unit in units:
                 if not unit.names:
                     self._write(0, writer.copy, unit.reads[0][0])
                 else:
-                    codes = [self._quantize(*next(matrices), unit.transposed) for _ in unit.reads]
+                    codes = [next(matrices) for _ in unit.reads]
                     for name, tensor in _encode(unit, codes, dialect):
                         self._write(tensor.nbytes, writer.write, name, tensor)
                 update(unit.nbytes)
@@ -324,30 +334,26 @@ class _Pipeline:
         while self._behind and (self._behind[0][1].done() or sum(n for n, _ in self._behind) > IN_FLIGHT):
             self._behind.popleft()[1].result()
 
-    def _ahead(
-        self, reads: list[tuple[TensorInfo, ...]]
-    ) -> Iterator[tuple[tuple[TensorInfo, ...], list[Tensor]]]:
-        """Each entry with its tensors, read while those before it are worked on."""
-        waiting: deque[tuple[tuple[TensorInfo, ...], Future[list[Tensor]]]] = deque()
+    def _ahead(self, reads: list[tuple[tuple[TensorInfo, ...], bool]]) -> Iterator[Codes]:
+        """Each entry quantised, in order."""
+        waiting: deque[tuple[int, Future[Codes]]] = deque()
         held = 0
         todo = iter(reads)
         while True:
-            while held < IN_FLIGHT and (infos := next(todo, None)) is not None:
-                held += sum(t.nbytes for t in infos)
-                waiting.append(
-                    (infos, self._reading.submit(lambda i: [self._reader.read(t) for t in i], infos))
-                )
+            while held < IN_FLIGHT and (read := next(todo, None)) is not None:
+                infos, transposed = read
+                nbytes = sum(t.nbytes for t in infos)
+                matrix = self._reading.submit(self._reader.read_joint, infos)
+                waiting.append((nbytes, self._working.submit(self._quantize, infos, matrix, transposed)))
+                held += nbytes
             if not waiting:
                 return
-            infos, tensors = waiting.popleft()
-            yield infos, tensors.result()
-            held -= sum(t.nbytes for t in infos)
+            nbytes, codes = waiting.popleft()
+            yield codes.result()
+            held -= nbytes
 
-    def _read(self, infos: tuple[TensorInfo, ...]) -> list[Tensor]:
-        return [self._reader.read(info) for info in infos]
-
-    def _quantize(self, infos: tuple[TensorInfo, ...], matrices: list[Tensor], transposed: bool) -> Codes:
-        matrix = torch.cat(matrices) if len(matrices) > 1 else matrices[0]
+    def _quantize(self, infos: tuple[TensorInfo, ...], read: Future[Tensor], transposed: bool) -> Codes:
+        matrix = read.result()
         matrix = (matrix.T if transposed else matrix).to(self.device).contiguous()
         try:
             if self.method == "rtn":
@@ -363,10 +369,8 @@ class _Pipeline:
 
 def _encode(unit: Unit, codes: list[Codes], dialect: Dialect) -> Iterator[tuple[str, Tensor]]:
     if dialect.stacked:
-        scales = torch.stack([c.block_scale.view(torch.uint8) for c in codes]).view(
-            codes[0].block_scale.dtype
-        )
-        whole = Codes(torch.stack([c.packed for c in codes]), scales, None)
+        scales = torch.stack([c.block_scale.view(torch.uint8) for c in codes])
+        whole = Codes(torch.stack([c.packed for c in codes]), scales.view(codes[0].block_scale.dtype), None)
         yield from encode(unit.names[0], whole, dialect).items()
         return
     (joint,) = codes

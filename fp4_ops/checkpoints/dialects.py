@@ -263,9 +263,10 @@ def describe(dialect: Dialect, targets: list[str], ignore: list[str]) -> dict[st
 def _reciprocal(factor: Tensor) -> Tensor:
     """The float32 whose reciprocal is `factor`; where there is none, one whose reciprocal is next to it."""
     near = 1.0 / factor
-    for candidate in (near, near.nextafter(torch.zeros_like(near)), near.nextafter(2 * near)):
-        if 1.0 / candidate == factor:
-            return candidate
+    if 1.0 / near != factor:
+        for candidate in (near.nextafter(torch.zeros_like(near)), near.nextafter(2 * near)):
+            if 1.0 / candidate == factor:
+                return candidate
     return near
 
 

@@ -11,7 +11,7 @@ from __future__ import annotations
 import ctypes
 import json
 import os
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from math import prod
 from pathlib import Path
@@ -141,18 +141,30 @@ class Reader:
 
     def read(self, info: TensorInfo, device: torch.device | str = "cpu") -> Tensor:
         """The tensor, in memory that is its own."""
+        return self.read_joint((info,)).to(device)
+
+    def read_joint(self, infos: Sequence[TensorInfo]) -> Tensor:
+        """Tensors of one dtype, joined along their first dimension."""
+        first = infos[0]
+        data = torch.empty(sum(t.nbytes for t in infos), dtype=torch.uint8)
+        view = _bytes_of(data)
+        for info in infos:
+            self._fill(view[: info.nbytes], info)
+            view = view[info.nbytes :]
+        if len(infos) == 1:
+            return data.view(first.dtype).view(first.shape)
+        return data.view(first.dtype).view(-1, *first.shape[1:])
+
+    def _fill(self, view: memoryview, info: TensorInfo) -> None:
         if self._file != info.file:
             self.close()
             self._fd, self._file = os.open(info.file, os.O_RDONLY), info.file
-        data = torch.empty(info.nbytes, dtype=torch.uint8)
-        view = _bytes_of(data)
         done = 0
         while done < info.nbytes:
             n = os.preadv(self._fd, [view[done : done + _READ_CHUNK]], info.offset + done)
             if n == 0:
                 raise CheckpointError(f"fp4: {info} is truncated")
             done += n
-        return data.view(info.dtype).view(info.shape).to(device)
 
 
 class Folder:

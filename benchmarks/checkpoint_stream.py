@@ -1,0 +1,210 @@
+"""Quantising a checkpoint that is larger than memory: peak memory, rate, and a kill half-way.
+
+    python benchmarks/checkpoint_stream.py --gb 20 --dir DIR
+
+Makes a bf16 checkpoint of random weights in DIR, in the layout of a Qwen3-MoE. Then, with the page cache of
+the files dropped before each step:
+
+1. reads the source and writes as many bytes as the result has, nothing else: what the disk costs, one after
+   the other (the sum of both) and at the same time;
+2. `python -m fp4_ops quantize` in a process of its own: seconds, and its peak resident memory;
+3. the same, killed (SIGKILL) when half of the files are done, and run again: is the result the same?
+"""
+
+from __future__ import annotations
+
+import argparse
+import filecmp
+import json
+import os
+import platform
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+import torch
+
+from fp4_ops.checkpoints.convert import PROGRESS
+from fp4_ops.checkpoints.files import INDEX, Writer, write_json
+
+HIDDEN, INTERMEDIATE, EXPERTS, VOCAB = 2048, 768, 128, 151_936
+CHUNK = 16 << 20
+
+Header = tuple[str, torch.dtype, tuple[int, ...]]
+
+
+def layer_tensors(layer: int) -> Iterator[Header]:
+    for expert in range(EXPERTS):
+        name = f"model.layers.{layer}.mlp.experts.{expert}"
+        yield f"{name}.down_proj.weight", torch.bfloat16, (HIDDEN, INTERMEDIATE)
+        yield f"{name}.gate_proj.weight", torch.bfloat16, (INTERMEDIATE, HIDDEN)
+        yield f"{name}.up_proj.weight", torch.bfloat16, (INTERMEDIATE, HIDDEN)
+    for projection in "qkvo":
+        yield f"model.layers.{layer}.self_attn.{projection}_proj.weight", torch.bfloat16, (HIDDEN, HIDDEN)
+
+
+def make_source(folder: Path, gb: float) -> None:
+    """Files of about 2.5 GB each: two layers."""
+    folder.mkdir(parents=True)
+    per_layer = sum(2 * a * b for _, _, (a, b) in layer_tensors(0))
+    layers = max(2, round((gb * 1e9 - 2 * VOCAB * HIDDEN) / per_layer))
+    groups = [list(range(i, min(i + 2, layers))) for i in range(0, layers, 2)]
+    weight_map = {}
+    for number, group in enumerate(groups, 1):
+        tensors = [t for layer in group for t in layer_tensors(layer)]
+        if number == 1:
+            tensors.append(("model.embed_tokens.weight", torch.bfloat16, (VOCAB, HIDDEN)))
+        file = folder / f"model-{number:05}-of-{len(groups):05}.safetensors"
+        writer = Writer(file, tensors)
+        for name, dtype, shape in tensors:
+            writer.write(name, torch.empty(shape, dtype=dtype).normal_(0, 0.02))
+            weight_map[name] = file.name
+        writer.close()
+    write_json(folder / INDEX, {"metadata": {}, "weight_map": weight_map})
+    sizes = {"hidden_size": HIDDEN, "moe_intermediate_size": INTERMEDIATE, "num_experts": EXPERTS}
+    write_json(folder / "config.json", {"model_type": "qwen3_moe", "num_hidden_layers": layers, **sizes})
+
+
+def weights(folder: Path) -> list[Path]:
+    return sorted(folder.glob("*.safetensors"))
+
+
+def drop_cache(folder: Path) -> None:
+    for file in weights(folder):
+        with file.open("rb") as f:
+            os.fsync(f.fileno())
+            os.posix_fadvise(f.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
+
+
+def read_all(folder: Path) -> None:
+    buffer = bytearray(CHUNK)
+    for file in weights(folder):
+        with file.open("rb", buffering=0) as f:
+            while f.readinto(buffer):
+                pass
+
+
+def write_all(folder: Path, sizes: list[int]) -> None:
+    data = os.urandom(CHUNK)
+    folder.mkdir()
+    for number, size in enumerate(sizes):
+        with (folder / f"{number}.safetensors").open("wb", buffering=0) as f:
+            for start in range(0, size, CHUNK):
+                f.write(data[: size - start])
+                if start % (8 * CHUNK) == 0:
+                    os.fdatasync(f.fileno())
+            os.fsync(f.fileno())
+
+
+def timed(what, *args) -> float:
+    start = time.perf_counter()
+    what(*args)
+    return time.perf_counter() - start
+
+
+def plain_copy(source: Path, scratch: Path, sizes: list[int]) -> tuple[float, float, float]:
+    """Seconds to read, to write, and to do both at the same time."""
+    drop_cache(source)
+    reading = timed(read_all, source)
+    writing = timed(write_all, scratch, sizes)
+    shutil.rmtree(scratch)
+    drop_cache(source)
+
+    def both() -> None:
+        with ThreadPoolExecutor(2) as pool:
+            for job in [pool.submit(read_all, source), pool.submit(write_all, scratch, sizes)]:
+                job.result()
+
+    together = timed(both)
+    shutil.rmtree(scratch)
+    return reading, writing, together
+
+
+def quantize(source: Path, out: Path, kill_after: int | None = None) -> tuple[float, float, str]:
+    """Runs the command: seconds, peak resident GB, what it printed. kill_after: so many files are done."""
+    drop_cache(source)
+    start = time.perf_counter()
+    command = [sys.executable, "-m", "fp4_ops", "quantize", str(source), "-o", str(out)]
+    process = subprocess.Popen(command, stdout=subprocess.PIPE, text=True)
+    while kill_after is not None:
+        state = out / PROGRESS
+        if state.exists() and len(json.loads(state.read_text())["done"]) >= kill_after:
+            process.send_signal(signal.SIGKILL)
+            break
+        time.sleep(0.05)
+    text = process.stdout.read()
+    _, status, usage = os.wait4(process.pid, 0)
+    assert os.waitstatus_to_exitcode(status) == (0 if kill_after is None else -signal.SIGKILL), status
+    return time.perf_counter() - start, usage.ru_maxrss * 1024 / 1e9, text.strip()
+
+
+def same(a: Path, b: Path) -> bool:
+    names = sorted(f.name for f in a.iterdir())
+    if names != sorted(f.name for f in b.iterdir()):
+        return False
+    return filecmp.cmpfiles(a, b, names, shallow=False)[0] == names
+
+
+def machine() -> str:
+    with open("/proc/cpuinfo") as f:
+        cpu = next((line.split(":")[1].strip() for line in f if line.startswith("model name")), "?")
+    memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") / 2**30
+    versions = f"Python {platform.python_version()}, torch {torch.__version__}"
+    return f"{cpu}, {os.cpu_count()} cores, {memory:.0f} GiB, load {os.getloadavg()[0]:.1f}, {versions}"
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
+    parser.add_argument("--gb", type=float, default=20)
+    parser.add_argument("--dir", type=Path, required=True, help="scratch space: 1.6 x gb, removed afterwards")
+    parser.add_argument("--repeat", type=int, default=3, help="pairs of plain copy and quantisation")
+    args = parser.parse_args()
+    print(machine(), flush=True)
+    source, whole, resumed = (args.dir / name for name in ("bf16", "whole", "resumed"))
+    try:
+        make_source(source, args.gb)
+        size = sum(f.stat().st_size for f in weights(source))
+        print(f"source: {len(weights(source))} files, {size / 1e9:.2f} GB", flush=True)
+        quantize(source, whole)  # the sizes that plain_copy writes
+        sizes = [f.stat().st_size for f in weights(whole)]
+        plain, runs = [], []
+        for _ in range(args.repeat):
+            plain.append(plain_copy(source, args.dir / "plain", sizes))
+            shutil.rmtree(whole)
+            runs.append(quantize(source, whole))
+            took, peak, text = runs[-1]
+            reading, writing, together = plain[-1]
+            print(
+                f"plain: read {reading:.1f} s, write {writing:.1f} s, both at once {together:.1f} s; "
+                f"quantize: {took:.1f} s, peak resident {peak:.2f} GB",
+                flush=True,
+            )
+        print(text.partition(": ")[2])
+        reading, writing, together = (min(column) for column in zip(*plain, strict=True))
+        took = min(run[0] for run in runs)
+        print(
+            f"best of each: read {reading:.1f} s + write {writing:.1f} s = {reading + writing:.1f} s; "
+            f"quantize {took:.1f} s, {size / took / 1e9:.2f} GB/s: rate against read + write "
+            f"{(reading + writing) / took:.0%}, against both at once {together / took:.0%}; "
+            f"peak resident {max(run[1] for run in runs):.2f} GB",
+            flush=True,
+        )
+        half = len(weights(source)) // 2
+        quantize(source, resumed, kill_after=half)
+        left = len(weights(resumed))
+        took, _, _ = quantize(source, resumed)
+        print(f"killed with {left} of {len(weights(source))} files done, resumed in {took:.1f} s: ", end="")
+        print("identical" if same(whole, resumed) else "DIFFERENT")
+        assert same(whole, resumed)
+    finally:
+        for folder in (source, whole, resumed, args.dir / "plain"):
+            shutil.rmtree(folder, ignore_errors=True)
+
+
+if __name__ == "__main__":
+    main()
