@@ -28,7 +28,7 @@ def state_dict_for_saving(model: nn.Module) -> tuple[dict[str, Tensor], dict[str
         held = " and ".join(sorted(formats)) or "no 4-bit weights"
         raise ValueError(f"fp4: the model holds {held}; one format can be saved")
     config: Any = model.config
-    k = {2 * m.packed.shape[-1] for m in packed.values()} | {w.shape[-1] for w in linears.values()}
+    k = {m.k for m in packed.values()} | {w.shape[-1] for w in linears.values()}
     dialect = writing_dialect(formats.pop(), getattr(config, "model_type", None), k)
 
     ours = tuple(f"{n}." for n in packed) + tuple(f"{n}.weight" for n in linears)
