@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from ..meta.formats import FORMATS, INT8_BLOCK
-from .grid import E4M3_MAX, dequantize_weight, join_blocks, split_blocks
+from .grid import E4M3_MAX, dequantize_weight, divide, join_blocks, split_blocks
 from .weight import quantize_weight
 
 
@@ -19,7 +19,7 @@ def _unchanged(x: Tensor) -> Tensor:
 
 def round_fp8(x: Tensor) -> Tensor:
     """`fp4::quantize_fp8`: e4m3 with one float32 scale a token, amax / 448."""
-    scale = x.abs().amax(-1, keepdim=True) / E4M3_MAX
+    scale = divide(x.abs().amax(-1, keepdim=True), E4M3_MAX)
     scale = scale.masked_fill(scale == 0, 1.0)
     return (x / scale).to(torch.float8_e4m3fn).float() * scale
 
@@ -27,7 +27,7 @@ def round_fp8(x: Tensor) -> Tensor:
 def round_int8(x: Tensor) -> Tensor:
     """`fp4::quantize_int8`: one float32 scale, amax / 127, for each block of 32."""
     blocks = split_blocks(x, INT8_BLOCK)
-    scale = blocks.abs().amax(-1, keepdim=True) / 127
+    scale = divide(blocks.abs().amax(-1, keepdim=True), 127.0)
     codes = (blocks / scale.masked_fill(scale == 0, 1.0)).round()
     return join_blocks(codes * scale, x.shape[-1])
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +13,7 @@ from torch import Tensor, nn
 from ..meta.formats import FORMATS
 from .activations import ACTIVATION_MODES
 from .calibration import Calibration, calibrate
-from .evaluation import evaluate
+from .evaluation import HEAD, evaluate
 from .methods import METHODS
 from .report import error_report
 
@@ -55,16 +56,19 @@ def _add_common(parser: argparse.ArgumentParser) -> None:
 
 def _eval(args: argparse.Namespace) -> None:
     model = _load(args)
+    windows = _windows(args, model, args.text, args.windows)
+    calibration = _calibration(args, model, args.methods)
+    print(f"{len(windows)} windows of {args.length} tokens\n{HEAD}\n{'-' * len(HEAD)}")
     table = evaluate(
         model,
-        _windows(args, model, args.text, args.windows),
+        windows,
         formats=args.formats,
         methods=args.methods,
         activations=args.activations,
-        calibration=_calibration(args, model, args.methods),
+        calibration=calibration,
         batch=args.batch,
+        on_row=partial(print, flush=True),
     )
-    print(table)
     if args.json:
         args.json.write_text(table.to_json() + "\n")
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import math
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, field
 
 import torch
@@ -42,6 +42,19 @@ class Row:
     seconds: float
     """To quantise the weights."""
 
+    def __str__(self) -> str:
+        return (
+            f"{self.format:8} {self.method:15} {self.activations:11} {self.perplexity:10.4f} "
+            f"{self.ratio:8.5f} {self.ratio_error:7.5f} {self.kl:9.6f} {100 * self.agreement:7.2f}% "
+            f"{self.seconds:7.2f} s"
+        )
+
+
+HEAD = (
+    f"{'weights':8} {'method':15} {'activations':11} {'perplexity':>10} {'ratio':>8} {'+-':>7} "
+    f"{'KL':>9} {'same top':>8} {'quantise':>9}"
+)
+
 
 @dataclass
 class Evaluation:
@@ -52,17 +65,8 @@ class Evaluation:
     rows: list[Row] = field(default_factory=list)
 
     def __str__(self) -> str:
-        head = (
-            f"{'weights':8} {'method':15} {'activations':11} {'perplexity':>10} {'ratio':>8} {'+-':>7} "
-            f"{'KL':>9} {'same top':>8} {'quantise':>9}"
-        )
-        lines = [f"{self.tokens} tokens; compared with the model in {self.dtype}", head, "-" * len(head)]
-        for r in self.rows:
-            lines.append(
-                f"{r.format:8} {r.method:15} {r.activations:11} {r.perplexity:10.4f} {r.ratio:8.5f} "
-                f"{r.ratio_error:7.5f} {r.kl:9.6f} {100 * r.agreement:7.2f}% {r.seconds:7.2f} s"
-            )
-        return "\n".join(lines)
+        about = f"{self.tokens} tokens; compared with the model in {self.dtype}"
+        return "\n".join([about, HEAD, "-" * len(HEAD), *map(str, self.rows)])
 
     def to_json(self) -> str:
         return json.dumps(asdict(self), indent=1)
@@ -78,6 +82,7 @@ def evaluate(
     activations: Sequence[str] = tuple(ACTIVATION_MODES),
     calibration: Calibration | None = None,
     batch: int = 8,
+    on_row: Callable[[Row], None] | None = None,
 ) -> Evaluation:
     """Perplexity and agreement on tokens (int64 [windows, length], on the model's device) for every
     combination of format, method and activations, with the model itself as the first row.
@@ -87,6 +92,7 @@ def evaluate(
     row, experts in float32 and nothing quantised, shows how much of a difference is only rounding.
 
     Methods that need calibration are left out without it. W4A4 is done in the weights' own format.
+    on_row is called with each row as it comes.
     The model is unchanged. Extra memory: the packed weights, and up to 4 GiB of logits.
     """
     combinations = _combinations(formats, methods, activations, calibration)
@@ -97,6 +103,8 @@ def evaluate(
 
     def add(names: tuple[str, str, str], arithmetics: list[Arithmetic], seconds: float) -> None:
         result.rows.append(Row(*names, *comparison.score(arithmetics), seconds))
+        if on_row is not None:
+            on_row(result.rows[-1])
 
     add((dtype, "-", "-"), [], 0.0)
     add(("float32", "-", "-"), [Arithmetic(m) for m in modules], 0.0)

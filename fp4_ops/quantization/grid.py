@@ -16,6 +16,11 @@ from ..meta.formats import E2M1_VALUES, Format
 E2M1_MAX, E4M3_MAX = 6.0, 448.0
 
 
+def divide(x: Tensor, by: float) -> Tensor:
+    """x / by, rounded once. With a number, torch multiplies by its reciprocal on CUDA: other last bits."""
+    return x / torch.full_like(x, by)
+
+
 def split_blocks(w: Tensor, block: int) -> Tensor:
     """[..., K] -> [..., ceil(K / block), block]."""
     k = w.shape[-1]
@@ -76,7 +81,7 @@ def nearest_scale_code(amax: Tensor, target: float, fmt: Format, global_scale: T
     e4m3: rounded to nearest. e8m0: floor(log2(amax)) - 2 (OCP MX v1), whatever the target: from 4 to 8.
     """
     if fmt.scale_dtype == torch.float8_e4m3fn:
-        return (amax / target / global_scale).clamp(max=E4M3_MAX).to(fmt.scale_dtype).view(torch.uint8)
+        return (divide(amax, target) / global_scale).clamp(max=E4M3_MAX).to(fmt.scale_dtype).view(torch.uint8)
     exponent = torch.frexp(amax).exponent - 3  # amax = fraction * 2**exponent, fraction < 1
     code = exponent.clamp(-127, 127) + 127
     return code.masked_fill(amax == 0, 0).to(torch.uint8)

@@ -14,6 +14,7 @@ from .gptq import damping, gptq
 from .grid import (
     E2M1_MAX,
     codes_per_octave,
+    divide,
     encode,
     join_blocks,
     max_scale_code,
@@ -24,8 +25,10 @@ from .grid import (
 )
 from .methods import Method, find_method
 
-# Elements quantised at a time; the float32 copies made meanwhile are about eight times as large.
+# Elements taken together, whole matrices of them: as few as keep the device busy.
 CHUNK = {"cpu": 1 << 21, "cuda": 1 << 27}
+# Of those, elements rounded at a time: a CPU's cache holds them, and the eight or so float32 copies.
+ROUNDED = {"cpu": 1 << 17, "cuda": 1 << 27}
 SOURCE_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 
 
@@ -70,7 +73,14 @@ def quantize_weight(
     for start in range(0, count, at_once):
         part = slice(start, start + at_once)
         inputs = calibration[part].float() if calibration is not None else None
-        packed[part], codes[part], global_scale[part] = _quantize(w[part].float(), fmt, chosen, inputs)
+        global_scale[part] = _global_scale(w[part], fmt, chosen)
+        if chosen.compensate:
+            rows = [slice(None)]  # H is factored once for all rows
+        else:
+            rows = _slices(n, ROUNDED.get(w.device.type, ROUNDED["cpu"]) // max(1, len(w[part]) * k))
+        for row in rows:
+            made = _quantize(w[part, row].float(), fmt, chosen, global_scale[part], inputs)
+            packed[part, row], codes[part, row] = made
 
     lead = shape[:-2]
     block_scale = codes.view(fmt.scale_dtype).view(*lead, n, blocks)
@@ -142,38 +152,48 @@ def _candidates(magnitude: Tensor, fmt: Format, method: Method, factor: Tensor) 
     return _Candidates(base.to(torch.int16), range(-reach, reach + 1), fmt, method.mantissas)
 
 
-def _quantize(w: Tensor, fmt: Format, method: Method, inputs: Tensor | None) -> tuple[Tensor, Tensor, Tensor]:
-    """float32 w [E, N, K] -> (packed, scale codes, global_scale [E])."""
-    k, one = w.shape[-1], w.new_ones(())
-    amax = w.abs().flatten(1).amax(-1) if w[0].numel() else w.new_zeros(len(w))
+def _slices(count: int, size: int) -> list[slice]:
+    size = max(1, size)
+    return [slice(start, start + size) for start in range(0, count, size)]
+
+
+def _global_scale(w: Tensor, fmt: Format, method: Method) -> Tensor:
+    """float32 [E] of w [E, N, K]; ones where the format has none."""
+    amax = w.abs().flatten(1).amax(-1).float() if w[0].numel() else w.new_zeros(len(w), dtype=torch.float32)
     if not amax.isfinite().all():
         raise ValueError("fp4: w holds NaN or infinity")
-    global_scale = torch.ones_like(amax)
-    if fmt.has_global_scale:
-        global_scale = torch.where(amax == 0, 1.0, amax / (E2M1_MAX * method.largest_scale))
-    factor = global_scale[:, None, None]
+    if not fmt.has_global_scale:
+        return torch.ones_like(amax)
+    return torch.where(amax == 0, 1.0, divide(amax, E2M1_MAX * method.largest_scale))
 
+
+def _quantize(
+    w: Tensor, fmt: Format, method: Method, global_scale: Tensor, inputs: Tensor | None
+) -> tuple[Tensor, Tensor]:
+    """float32 w [E, N, K] -> (packed, scale codes)."""
+    k, one = w.shape[-1], w.new_ones(())
+    factor = global_scale[:, None, None]
     if not method.chooses:
         # As the operator: divided by block scale x global scale, and by nothing before.
         magnitude = split_blocks(w.abs(), fmt.block)
         code = _candidates(magnitude, fmt, method, factor).base[0].to(torch.uint8)
         step = scale_value(code, fmt) * factor
         nearest = join_blocks(quantize_magnitude(magnitude, step[..., None]), k)
-        return encode(nearest, w.signbit()), code, global_scale
+        return encode(nearest, w.signbit()), code
 
     # In units of the global scale, where squared errors neither underflow nor overflow.
     w = w / factor
     if method.compensate:
         assert inputs is not None
         values, code = gptq(w, inputs, fmt, lambda magnitude: _candidates(magnitude, fmt, method, one))
-        return encode(values.abs(), values.signbit()), code, global_scale
+        return encode(values.abs(), values.signbit()), code
     magnitude = split_blocks(w.abs(), fmt.block)
     weights = None
     if inputs is not None:
         weights = split_blocks(inputs + damping(inputs), fmt.block)[:, None]
     code = _search(magnitude, _candidates(magnitude, fmt, method, one), weights)
     nearest = join_blocks(quantize_magnitude(magnitude, scale_value(code, fmt)[..., None]), k)
-    return encode(nearest, w.signbit()), code, global_scale
+    return encode(nearest, w.signbit()), code
 
 
 def _search(magnitude: Tensor, candidates: _Candidates, weights: Tensor | None) -> Tensor:
