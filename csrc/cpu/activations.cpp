@@ -21,11 +21,13 @@ template <typename F>
 Activations float_rows(int64_t rows, int64_t k, const F& fill) {
   const int64_t kp = padded_k(k), stride = kp * sizeof(float);
   Buffer owned(rows * stride);
+  const auto arrange = kernels().arrange_float;
   torch::stable::parallel_for(0, rows, rows_per_thread(stride), [&](int64_t begin, int64_t end) {
     for (int64_t i = begin; i < end; ++i) {
       float* row = owned.floats() + i * kp;
       fill(i, row);
       std::fill(row + k, row + kp, 0.f);
+      if (arrange != nullptr) arrange(row, kp);
     }
   });
   return {false, owned.data(), stride, std::move(owned)};
@@ -67,9 +69,9 @@ Buffer::Buffer(int64_t bytes) {
 void Buffer::Free::operator()(uint8_t* p) const { std::free(p); }
 
 Activations prepare_float(const void* x, DType dtype, int64_t rows, int64_t k) {
-  if (dtype == DType::f32 && k == padded_k(k))
-    return {false, static_cast<const uint8_t*>(x), k * int64_t(sizeof(float)), Buffer()};
   const Kernels& kn = kernels();
+  if (dtype == DType::f32 && k == padded_k(k) && kn.arrange_float == nullptr)
+    return {false, static_cast<const uint8_t*>(x), k * int64_t(sizeof(float)), Buffer()};
   return float_rows(rows, k, [&](int64_t i, float* row) {
     kn.prepare_float(static_cast<const uint8_t*>(x) + i * k * dtype_size(dtype), dtype, k, row);
   });

@@ -18,7 +18,7 @@ inline int64_t dtype_size(DType dtype) { return dtype == DType::f32 ? 4 : 2; }
 inline constexpr int kTokenBlock = 8;
 
 // One activation row as the panel kernels read it, k padded with zeros to a multiple of 32:
-//   float    k float32
+//   float    k float32, in the order of Kernels::arrange_float, which moves them within groups of eight
 //   int8     k codes, each group of eight ordered 0 2 4 6 1 3 5 7 to meet the low and then the high nibbles
 //   of
 //            a panel word; then float32 scales, one per 32; then int32 corrections -12 * sum(codes), one per
@@ -46,8 +46,10 @@ struct Kernels {
   void (*quantize_int8)(const void* x, DType dtype, int64_t k, int8_t* codes, float* scales);
   // int8 codes [k] and their scales -> an Int8Row.
   void (*prepare_int8)(const int8_t* codes, const float* scales, int64_t k, int block, uint8_t* row);
-  // x [k] -> a float row.
+  // x [k] -> float32 [k], padded with zeros.
   void (*prepare_float)(const void* x, DType dtype, int64_t k, float* row);
+  // float32 [k] -> a float row, in place; null where that is the same.
+  void (*arrange_float)(float* row, int64_t k);
   // out[0..count) = tile * factor + bias; bias may be null.
   void (*store)(const float* tile, float factor, const void* bias, DType bias_dtype, void* out,
                 DType out_dtype, int64_t count);

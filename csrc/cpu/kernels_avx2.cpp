@@ -3,23 +3,19 @@
 // A panel's 16 rows are two registers of eight. The weights of one scale block are widened once to a small
 // buffer and then met by every activation row. For int8 activations they become the unsigned bytes
 // 2 * e2m1 + 12, and vpmaddubsw adds pairs in 16 bits: at most 4 * 2 * 24 * 127 = 24384, so 16 k fit before
-// the sums are widened.
+// the sums are widened. For float activations see for_each_weight.
 #include <immintrin.h>
 
-#include "cpu/quantize_row.h"
-#include "cpu/rowwise.h"
+#include "cpu/row_kernels.h"
 
 namespace fp4::cpu {
 namespace {
 
 inline __m256i table_of(__m128i bytes) { return _mm256_broadcastsi128_si256(bytes); }
 
-// 2 * e2m1 + 12 by code, and 2 * e2m1.
+// 2 * e2m1 + 12 by code.
 inline __m256i unsigned_table() {
   return table_of(_mm_setr_epi8(12, 13, 14, 15, 16, 18, 20, 24, 12, 11, 10, 9, 8, 6, 4, 0));
-}
-inline __m256i signed_table() {
-  return table_of(_mm_setr_epi8(0, 1, 2, 3, 4, 6, 8, 12, 0, -1, -2, -3, -4, -6, -8, -12));
 }
 
 inline __m256i load32(const uint8_t* p) { return _mm256_loadu_si256(reinterpret_cast<const __m256i*>(p)); }
@@ -38,11 +34,7 @@ inline __m256 load_scales(const uint8_t* p) {
   }
 }
 
-inline __m256i broadcast4(const uint8_t* p) {
-  int32_t four;
-  std::memcpy(&four, p, 4);
-  return _mm256_set1_epi32(four);
-}
+inline __m256i broadcast4(const uint8_t* p) { return _mm256_set1_epi32(load_word(p)); }
 
 // The codes of `words` panel words, looked up: for each word the low nibbles of rows 0-7 and 8-15, then the
 // high nibbles of both.
@@ -98,45 +90,103 @@ void panel_int8(const Panel& panel, const uint8_t* const* rows, int count, float
   }
 }
 
-template <Scale scale, int block>
-void panel_float(const Panel& panel, const uint8_t* const* rows, int count, float* tile) {
-  const __m256i table = signed_table();
-  std::memset(tile, 0, count * kPanelRows * sizeof(float));
-  for (int64_t k0 = 0; k0 < panel.k; k0 += block) {
-    __m256i bytes[block / 2];
-    look_up<block / 8>(panel.codes + k0 * 8, table, bytes);
-    const uint8_t* scales = panel.scales + k0 / block * kPanelRows;
-    const __m256 half_unit = _mm256_set1_ps(.5f);
-    const __m256 b_scale[2] = {_mm256_mul_ps(load_scales<scale>(scales), half_unit),
-                               _mm256_mul_ps(load_scales<scale>(scales + 8), half_unit)};
-    // b[k][half]: the weights as float32, scaled.
-    __m256 b[block][2];
-    for (int w = 0; w < block / 8; ++w)
+// Calls f(pair, group, b) for the weights of one scale block as float32. A vector b holds two k of four rows:
+//
+//   pair   p of a word is k = {0, 4}, {2, 6}, {1, 5}, {3, 7}: the order of an arranged activation row
+//   group  2 * half + u; lanes 4 l to 4 l + 3 are rows 8 * half + 4 l + 2 u (twice) and the next one (twice)
+//
+// e2m1 is exact in bf16, the upper half of a float32: two look-ups make its two bytes, and an unpack joins
+// them.
+template <int block, typename F>
+inline void for_each_weight(const uint8_t* codes, const F& f) {
+  const __m256i upper =
+      table_of(_mm_setr_epi8(0x00, 0x3f, 0x3f, 0x3f, 0x40, 0x40, 0x40, 0x40, char(0x80), char(0xbf),
+                             char(0xbf), char(0xbf), char(0xc0), char(0xc0), char(0xc0), char(0xc0)));
+  const __m256i lower =
+      table_of(_mm_setr_epi8(0, 0, char(0x80), char(0xc0), 0, 0x40, char(0x80), char(0xc0), 0, 0, char(0x80),
+                             char(0xc0), 0, 0x40, char(0x80), char(0xc0)));
+  const __m256i nibble = _mm256_set1_epi8(15), high_half = _mm256_set1_epi32(int32_t(0xffff0000));
 #pragma GCC unroll 4
-      for (int i = 0; i < 4; ++i)
-        for (int half = 0; half < 2; ++half)
-          for (int high = 0; high < 2; ++high) {
-            const __m256i lane = _mm256_slli_epi32(bytes[4 * w + 2 * high + half], 24 - 8 * i);
-            b[8 * w + 2 * i + high][half] =
-                _mm256_mul_ps(_mm256_cvtepi32_ps(_mm256_srai_epi32(lane, 24)), b_scale[half]);
-          }
-    for (int m = 0; m < count; ++m) {
-      const float* a = reinterpret_cast<const float*>(rows[m]) + k0;
-      float* to = tile + m * kPanelRows;
-      __m256 sum[4][2] = {};  // four chains of additions a half, so that none is waited for
-      for (int k = 0; k < block; k += 4)
-#pragma GCC unroll 4
-        for (int c = 0; c < 4; ++c)
+  for (int w = 0; w < block / 8; ++w)
 #pragma GCC unroll 2
-          for (int half = 0; half < 2; ++half)
-            sum[c][half] = _mm256_fmadd_ps(b[k + c][half], _mm256_set1_ps(a[k + c]), sum[c][half]);
-      for (int half = 0; half < 2; ++half) {
-        const __m256 all = _mm256_add_ps(_mm256_add_ps(sum[0][half], sum[1][half]),
-                                         _mm256_add_ps(sum[2][half], sum[3][half]));
-        _mm256_storeu_ps(to + 8 * half, _mm256_add_ps(_mm256_loadu_ps(to + 8 * half), all));
+    for (int half = 0; half < 2; ++half) {
+      const __m256i packed = load32(codes + w * 64 + half * 32);
+#pragma GCC unroll 2
+      for (int high = 0; high < 2; ++high) {
+        const __m256i code = _mm256_and_si256(high ? _mm256_srli_epi16(packed, 4) : packed, nibble);
+        const __m256i bytes[2] = {_mm256_shuffle_epi8(lower, code), _mm256_shuffle_epi8(upper, code)};
+        const __m256i bf16[2] = {_mm256_unpacklo_epi8(bytes[0], bytes[1]),
+                                 _mm256_unpackhi_epi8(bytes[0], bytes[1])};
+#pragma GCC unroll 2
+        for (int u = 0; u < 2; ++u) {
+          f(4 * w + 2 * high, 2 * half + u, _mm256_castsi256_ps(_mm256_slli_epi32(bf16[u], 16)));
+          f(4 * w + 2 * high + 1, 2 * half + u, _mm256_castsi256_ps(_mm256_and_si256(bf16[u], high_half)));
+        }
       }
     }
+}
+
+inline __m256 broadcast_pair(const float* p) {
+  return _mm256_castpd_ps(_mm256_broadcast_sd(reinterpret_cast<const double*>(p)));
+}
+
+// to [16] += the sums of one scale block, by group, times the scales of the rows.
+inline void add_scaled(const __m256 sum[4], const __m256 b_scale[2], float* to) {
+  for (int half = 0; half < 2; ++half) {
+    const __m256 rows = _mm256_hadd_ps(sum[2 * half], sum[2 * half + 1]);  // adds the two k of each row
+    _mm256_storeu_ps(to + 8 * half, _mm256_fmadd_ps(rows, b_scale[half], _mm256_loadu_ps(to + 8 * half)));
   }
+}
+
+// `count` activation rows times the weights b[pair][group] of one block.
+template <int block, int count>
+inline void multiply_block(const __m256 (*b)[4], const uint8_t* const* rows, int64_t k0,
+                           const __m256 b_scale[2], float* tile) {
+  __m256 sum[count][4] = {};
+#pragma GCC unroll 4
+  for (int pair = 0; pair < block / 2; ++pair) {
+    __m256 a[count];
+    for (int m = 0; m < count; ++m)
+      a[m] = broadcast_pair(reinterpret_cast<const float*>(rows[m]) + k0 + 2 * pair);
+    for (int g = 0; g < 4; ++g)
+      for (int m = 0; m < count; ++m) sum[m][g] = _mm256_fmadd_ps(b[pair][g], a[m], sum[m][g]);
+  }
+  for (int m = 0; m < count; ++m) add_scaled(sum[m], b_scale, tile + m * kPanelRows);
+}
+
+template <Scale scale, int block>
+void panel_float(const Panel& panel, const uint8_t* const* rows, int count, float* tile) {
+  std::memset(tile, 0, count * kPanelRows * sizeof(float));
+  for (int64_t k0 = 0; k0 < panel.k; k0 += block) {
+    const uint8_t* codes = panel.codes + k0 * 8;
+    const uint8_t* scales = panel.scales + k0 / block * kPanelRows;
+    const __m256 b_scale[2] = {load_scales<scale>(scales), load_scales<scale>(scales + 8)};
+    if (count == 1) {  // weights are used as they are made
+      const float* a = reinterpret_cast<const float*>(rows[0]) + k0;
+      __m256 sum[2][4] = {};  // two chains of additions, so that none is waited for
+      for_each_weight<block>(codes, [&](int pair, int group, __m256 b) {
+        __m256& to = sum[pair % 2][group];
+        to = _mm256_fmadd_ps(b, broadcast_pair(a + 2 * pair), to);
+      });
+      for (int g = 0; g < 4; ++g) sum[0][g] = _mm256_add_ps(sum[0][g], sum[1][g]);
+      add_scaled(sum[0], b_scale, tile);
+      continue;
+    }
+    __m256 b[block / 2][4];
+    for_each_weight<block>(codes, [&](int pair, int group, __m256 value) { b[pair][group] = value; });
+    int m = 0;
+    for (; count - m >= 3; m += 3)  // three rows fill the registers
+      multiply_block<block, 3>(b, rows + m, k0, b_scale, tile + m * kPanelRows);
+    if (count - m == 2) multiply_block<block, 2>(b, rows + m, k0, b_scale, tile + m * kPanelRows);
+    if (count - m == 1) multiply_block<block, 1>(b, rows + m, k0, b_scale, tile + m * kPanelRows);
+  }
+}
+
+// Pairs of for_each_weight side by side: each group of eight ordered 0 4 2 6 1 5 3 7.
+void arrange_row(float* row, int64_t k) {
+  const __m256i order = _mm256_setr_epi32(0, 4, 2, 6, 1, 5, 3, 7);
+  for (int64_t i = 0; i < k; i += 8)
+    _mm256_storeu_ps(row + i, _mm256_permutevar8x32_ps(_mm256_loadu_ps(row + i), order));
 }
 
 bool supported() {
@@ -145,22 +195,14 @@ bool supported() {
 
 }  // namespace
 
-const Kernels kAvx2Kernels = {
+const Kernels kAvx2Kernels = with_row_kernels({
     .name = "avx2",
     .supported = supported,
     .int8_e4m3 = panel_int8<Scale::e4m3, 16>,
     .int8_e8m0 = panel_int8<Scale::e8m0, 32>,
     .float_e4m3 = panel_float<Scale::e4m3, 16>,
     .float_e8m0 = panel_float<Scale::e8m0, 32>,
-    .max_magnitude = max_magnitude_row,
-    .quantize_fp4 = quantize_fp4_row,
-    .quantize_int8 = quantize_int8_row,
-    .prepare_int8 = prepare_int8_row,
-    .prepare_float = prepare_float_row,
-    .store = store_row,
-    .activate = activate_row,
-    .convert = convert_row,
-    .accumulate = accumulate_row,
-};
+    .arrange_float = arrange_row,
+});
 
 }  // namespace fp4::cpu

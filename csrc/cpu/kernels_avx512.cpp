@@ -8,8 +8,7 @@
 
 #include <utility>
 
-#include "cpu/quantize_row.h"
-#include "cpu/rowwise.h"
+#include "cpu/row_kernels.h"
 
 namespace fp4::cpu {
 namespace {
@@ -43,11 +42,7 @@ inline __m512 load_scales(const uint8_t* p) {
   }
 }
 
-inline __m512i broadcast4(const void* p) {
-  int32_t four;
-  std::memcpy(&four, p, 4);
-  return _mm512_set1_epi32(four);
-}
+inline __m512i broadcast4(const uint8_t* p) { return _mm512_set1_epi32(load_word(p)); }
 
 template <Scale scale, int block, int count>
 void int8_tile(const Panel& panel, const uint8_t* const* rows, float* tile) {
@@ -160,22 +155,14 @@ bool supported() {
 
 }  // namespace
 
-const Kernels kAvx512Kernels = {
+const Kernels kAvx512Kernels = with_row_kernels({
     .name = "avx512",
     .supported = supported,
     .int8_e4m3 = panel_kernel<Int8Tile<Scale::e4m3, 16>>,
     .int8_e8m0 = panel_kernel<Int8Tile<Scale::e8m0, 32>>,
     .float_e4m3 = panel_kernel<FloatTile<Scale::e4m3, 16>>,
     .float_e8m0 = panel_kernel<FloatTile<Scale::e8m0, 32>>,
-    .max_magnitude = max_magnitude_row,
-    .quantize_fp4 = quantize_fp4_row,
-    .quantize_int8 = quantize_int8_row,
-    .prepare_int8 = prepare_int8_row,
-    .prepare_float = prepare_float_row,
-    .store = store_row,
-    .activate = activate_row,
-    .convert = convert_row,
-    .accumulate = accumulate_row,
-};
+    .arrange_float = nullptr,
+});
 
 }  // namespace fp4::cpu

@@ -1,6 +1,5 @@
 // The reference kernels: no vector instructions beyond what the compiler finds for the baseline.
-#include "cpu/quantize_row.h"
-#include "cpu/rowwise.h"
+#include "cpu/row_kernels.h"
 
 namespace fp4::cpu {
 namespace {
@@ -55,22 +54,14 @@ void panel_int8(const Panel& panel, const uint8_t* const* rows, int count, float
 
 }  // namespace
 
-const Kernels kScalarKernels = {
+const Kernels kScalarKernels = with_row_kernels({
     .name = "scalar",
     .supported = [] { return true; },
     .int8_e4m3 = panel_int8<Scale::e4m3, 16>,
     .int8_e8m0 = panel_int8<Scale::e8m0, 32>,
     .float_e4m3 = panel_float<Scale::e4m3, 16>,
     .float_e8m0 = panel_float<Scale::e8m0, 32>,
-    .max_magnitude = max_magnitude_row,
-    .quantize_fp4 = quantize_fp4_row,
-    .quantize_int8 = quantize_int8_row,
-    .prepare_int8 = prepare_int8_row,
-    .prepare_float = prepare_float_row,
-    .store = store_row,
-    .activate = activate_row,
-    .convert = convert_row,
-    .accumulate = accumulate_row,
-};
+    .arrange_float = nullptr,
+});
 
 }  // namespace fp4::cpu

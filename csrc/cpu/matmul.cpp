@@ -154,16 +154,21 @@ Tensor grouped_mm_k(const Tensor& a, const Tensor& b, const Tensor& b_scale,
       zero_rows(out, g * m, (g + 1) * m, w.n, dtype);
       continue;
     }
-    // The group's columns as operands of their own.
-    const Buffer codes(w.n * (k / 2)), group_scales(w.n * group_blocks), group_rows(m * k * sizeof(float));
+    // The group's columns as operands of their own: it begins at a multiple of a block of scales, so
+    // activation rows may be cut in the order that the kernels read.
+    const int64_t kp = padded_k(k), whole = ceil_div(k, 8) * 8;
+    const Buffer codes(w.n * (k / 2)), group_scales(w.n * group_blocks);
+    Buffer group_rows(m * kp * sizeof(float));
     for (int64_t i = 0; i < w.n; ++i) {
       std::memcpy(codes.data() + i * (k / 2), data<uint8_t>(packed) + (i * w.k + begin) / 2, k / 2);
       std::memcpy(group_scales.data() + i * group_blocks,
                   data<uint8_t>(scales) + i * blocks + begin / w.format->block, group_blocks);
     }
-    for (int64_t i = 0; i < m; ++i)
-      std::memcpy(group_rows.floats() + i * k, rows.data + i * rows.stride + begin * sizeof(float),
-                  k * sizeof(float));
+    for (int64_t i = 0; i < m; ++i) {
+      const float* from = reinterpret_cast<const float*>(rows.data + i * rows.stride) + begin;
+      float* to = group_rows.floats() + i * kp;
+      std::fill(std::copy(from, from + whole, to), to + kp, 0.f);
+    }
     const Weight weight{.format = w.format,
                         .order = Order::plain,
                         .groups = 1,
@@ -175,7 +180,8 @@ Tensor grouped_mm_k(const Tensor& a, const Tensor& b, const Tensor& b_scale,
                         .bias = nullptr,
                         .bias_dtype = DType::f32};
     const Rows all{.segments = {{0, 0, m}}, .a_index = {}, .out_index = {}};
-    gemm(prepare_float(group_rows.data(), DType::f32, m, k), weight, all,
+    const uint8_t* first = group_rows.data();
+    gemm({false, first, kp * int64_t(sizeof(float)), std::move(group_rows)}, weight, all,
          mutable_data<uint8_t>(out) + g * m * w.n * bytes, dtype_of(dtype));
   }
   return out;

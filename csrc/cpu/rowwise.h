@@ -13,6 +13,12 @@
 namespace fp4::cpu {
 namespace {
 
+inline int32_t load_word(const uint8_t* p) {
+  int32_t word;
+  std::memcpy(&word, p, sizeof(word));
+  return word;
+}
+
 template <DType dtype>
 inline float load_as_float(const void* p, int64_t i) {
   if constexpr (dtype == DType::f32) return static_cast<const float*>(p)[i];

@@ -1,0 +1,26 @@
+// All kernels over single rows, which every kernels_<isa>.cpp compiles for itself (see common/convert.h on
+// linkage).
+#pragma once
+
+#include "cpu/quantize_row.h"
+#include "cpu/rowwise.h"
+
+namespace fp4::cpu {
+namespace {
+
+// A table of panel kernels, completed with the row kernels.
+constexpr Kernels with_row_kernels(Kernels kernels) {
+  kernels.max_magnitude = max_magnitude_row;
+  kernels.quantize_fp4 = quantize_fp4_row;
+  kernels.quantize_int8 = quantize_int8_row;
+  kernels.prepare_int8 = prepare_int8_row;
+  kernels.prepare_float = prepare_float_row;
+  kernels.store = store_row;
+  kernels.activate = activate_row;
+  kernels.convert = convert_row;
+  kernels.accumulate = accumulate_row;
+  return kernels;
+}
+
+}  // namespace
+}  // namespace fp4::cpu
