@@ -85,7 +85,7 @@ def prepare(
 
     Afterwards every experts module calls `torch.ops.fp4.moe`, in eager mode, under torch.compile,
     torch.export and generate() alike. Weights are taken one expert at a time, so the extra memory needed
-    meanwhile is less than one weight tensor.
+    meanwhile is less than one weight tensor; with a calibrated method, that of all packed weights.
 
     model: a model, or a part of one, with transformers experts modules; weights float32, bfloat16 or float16.
     format: "nvfp4" or "mxfp4".
@@ -181,7 +181,8 @@ class Quantizer:
             return
         for matrix, attribute in p.form.weights:
             shape = logical_shape(getattr(module, attribute), p.transposed)
-            check_calibration(shape, self.method, self._moments(name, matrix))
+            given = self.calibration.shape(name, matrix) if self.calibration else None
+            check_calibration(shape, self.method, given)
 
     def _moments(self, name: str, matrix: str) -> Tensor | None:
         if self.method.calibration == "none" or self.calibration is None:
@@ -220,18 +221,25 @@ def _replace_weights(
     """Puts a PackedWeight in place of each Parameter: {module: (bytes before, bytes after)}.
 
     A Parameter may serve several modules. Each is packed once, counted where it comes first, and its last
-    reference is dropped before the next one is touched.
+    reference is dropped before the next one is touched. Calibrated methods run the model in between, so that
+    there all are packed before the first is replaced.
     """
     places: dict[Tensor, list[tuple[str, str, str]]] = {}
     for name, p in plans.items():
         for matrix, attribute in p.form.weights:
             places.setdefault(getattr(found[name], attribute), []).append((name, matrix, attribute))
+
+    def pack(weight: Tensor) -> PackedWeight:
+        name, matrix, _ = places[weight][0]
+        return quantizer.pack(weight, name, matrix, transposed=plans[name].transposed)
+
+    early = {w: pack(w) for w in places} if quantizer.method.calibration != "none" else {}
     sizes = dict.fromkeys(plans, (0, 0))
     while places:
         weight = next(iter(places))
+        packed = early.pop(weight) if early else pack(weight)
         users = places.pop(weight)
-        first, matrix, _ = users[0]
-        packed = quantizer.pack(weight, first, matrix, transposed=plans[first].transposed)
+        first = users[0][0]
         before, after = sizes[first]
         sizes[first] = (before + weight.nbytes, after + packed.num_bytes)
         for name, _, attribute in users:

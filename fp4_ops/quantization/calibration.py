@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection
+import math
 
 import torch
 from torch import Tensor, nn
@@ -11,43 +11,77 @@ from .experts import MATRICES, Arithmetic, ExpertsModule, computing, experts_mod
 
 
 class Calibration:
-    """Second moments of the inputs of expert weights, by name of the experts module and matrix."""
+    """Second moments of the inputs of a model's expert weights; `calibrate` makes it.
 
-    def __init__(self, moments: dict[tuple[str, str], Tensor], tokens: dict[str, Tensor]) -> None:
-        self.moments = moments
-        self.tokens = tokens
-        """How many tokens each expert of a module saw, int64 [E]."""
+    Where they fit in `max_bytes` together they are measured once. Otherwise as many modules are measured at a
+    time as fit, when they are asked for, and those before are forgotten: the model must not change meanwhile.
+    """
+
+    def __init__(self, model: nn.Module, tokens: Tensor, full: bool, batch: int, max_bytes: int) -> None:
+        self._model, self._tokens, self._batch = model, tokens, batch
+        self._full = full
+        self._moments: dict[tuple[str, str], Tensor] = {}
+        self.tokens: dict[str, Tensor] = {}
+        """How many tokens each expert of a module saw, int64 [E], once it was measured."""
+        self._shapes: dict[tuple[str, str], tuple[int, ...]] = {}
+        self._groups: list[list[ExpertsModule]] = []
+        free = 0
+        for experts in experts_modules(model):
+            shapes = {(experts.name, m): _shape(experts, m, full) for m in MATRICES}
+            self._shapes |= shapes
+            needed = sum(4 * math.prod(shape) for shape in shapes.values())
+            if needed > free:
+                self._groups.append([])
+                free = max(max_bytes, needed)
+            self._groups[-1].append(experts)
+            free -= needed
+        if len(self._groups) == 1:
+            self._measure(self._groups[0])
+
+    def shape(self, name: str, matrix: str) -> tuple[int, ...]:
+        """That of `get(name, matrix)`, without measuring it."""
+        if (name, matrix) not in self._shapes:
+            raise ValueError(f"fp4: the calibration says nothing about {name} ({matrix})")
+        return self._shapes[name, matrix]
 
     def get(self, name: str, matrix: str) -> Tensor:
         """The argument `calibration` of `quantize_weight` for a module's "gate_up" or "down"."""
-        if (name, matrix) not in self.moments:
-            raise ValueError(f"fp4: the calibration says nothing about {name} ({matrix})")
-        return self.moments[name, matrix]
+        self.shape(name, matrix)  # raises where there is none
+        if (name, matrix) not in self._moments:
+            self._measure(next(g for g in self._groups if any(m.name == name for m in g)))
+        return self._moments[name, matrix]
+
+    @torch.no_grad()
+    def _measure(self, group: list[ExpertsModule]) -> None:
+        self._moments.clear()
+        recorders = [_Recorder(experts, self._full) for experts in group]
+        with computing(recorders):
+            for windows in self._tokens.split(self._batch):
+                self._model(input_ids=windows, use_cache=False)
+        for recorder in recorders:
+            self.tokens[recorder.experts.name] = recorder.tokens
+            for matrix in MATRICES:
+                self._moments[recorder.experts.name, matrix] = recorder.moments(matrix)
 
 
-@torch.no_grad()
 def calibrate(
-    model: nn.Module,
-    tokens: Tensor,
-    *,
-    full: bool = True,
-    names: Collection[str] | None = None,
-    batch: int = 8,
+    model: nn.Module, tokens: Tensor, *, full: bool = True, batch: int = 8, max_bytes: int = 8 << 30
 ) -> Calibration:
     """Runs the model on tokens (int64 [windows, length]) and takes the moments of what its experts are given.
 
     full: E[x x^T], float32 [E, K, K], which "gptq" needs; otherwise E[x_k^2], [E, K], for "weighted".
-    names: the experts modules to look at; by default all. The full moments of a large model do not fit in
-        memory together (2.5 GB for one layer of Qwen3-30B-A3B): take some layers at a time.
+    batch: windows run at a time.
+    max_bytes: memory for moments. The full ones of a large model take more (2.5 GB for each layer of
+        Qwen3-30B-A3B); the model then runs again for every few layers, whenever these are asked for.
 
     A token counts by its routing weight squared, as its error does in what the layer puts out.
     """
-    recorders = [_Recorder(m, full) for m in experts_modules(model) if names is None or m.name in names]
-    with computing(recorders):
-        for windows in tokens.split(batch):
-            model(input_ids=windows)
-    moments = {(r.experts.name, matrix): r.moments(matrix) for r in recorders for matrix in MATRICES}
-    return Calibration(moments, {r.experts.name: r.tokens for r in recorders})
+    return Calibration(model, tokens, full, batch, max_bytes)
+
+
+def _shape(experts: ExpertsModule, matrix: str, full: bool) -> tuple[int, ...]:
+    e, _, k = experts.weight(matrix).shape
+    return (e, k, k) if full else (e, k)
 
 
 class _Recorder(Arithmetic):
@@ -56,13 +90,10 @@ class _Recorder(Arithmetic):
     def __init__(self, experts: ExpertsModule, full: bool) -> None:
         super().__init__(experts)
         self.full = full
-        self.sums: dict[str, Tensor] = {}
-        for matrix in MATRICES:
-            weight = experts.weight(matrix)
-            e, _, k = weight.shape
-            self.sums[matrix] = torch.zeros((e, k, k) if full else (e, k), device=weight.device)
-        self.tokens = torch.zeros(e, dtype=torch.int64, device=weight.device)
-        self.total = torch.zeros(e, device=weight.device)
+        down = experts.weight("down")
+        self.sums = {m: down.new_zeros(_shape(experts, m, full), dtype=torch.float32) for m in MATRICES}
+        self.tokens = down.new_zeros(len(down), dtype=torch.int64)
+        self.total = down.new_zeros(len(down), dtype=torch.float32)
 
     def product(self, matrix: str, expert: int, x: Tensor, routing: Tensor) -> Tensor:
         weighted = x * routing.square()[:, None]
@@ -74,6 +105,6 @@ class _Recorder(Arithmetic):
 
     def moments(self, matrix: str) -> Tensor:
         """The means; zeros for an expert that saw no token."""
-        sums = self.sums[matrix]
+        sums = self.sums.pop(matrix)
         total = torch.where(self.total == 0, 1.0, self.total)
-        return sums / total.view(-1, *[1] * (sums.dim() - 1))
+        return sums.div_(total.view(-1, *[1] * (sums.dim() - 1)))

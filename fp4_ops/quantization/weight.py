@@ -55,7 +55,7 @@ def quantize_weight(
     """
     fmt = _check(w, format)
     chosen = find_method(method, format)
-    check_calibration(w.shape, chosen, calibration)
+    check_calibration(w.shape, chosen, None if calibration is None else calibration.shape)
     shape, (n, k) = w.shape, w.shape[-2:]
     w = w.detach().reshape(math.prod(shape[:-2]), n, k)
     if calibration is None or chosen.calibration == "none":
@@ -93,14 +93,14 @@ def matrices_at_once(device_type: str, n: int, k: int) -> int:
     return max(1, CHUNK.get(device_type, CHUNK["cpu"]) // max(1, n * k))
 
 
-def check_calibration(shape: Sequence[int], method: Method, calibration: Tensor | None) -> None:
-    """Raises ValueError unless the calibration is what the method needs for a weight [..., N, K]."""
+def check_calibration(shape: Sequence[int], method: Method, calibration: Sequence[int] | None) -> None:
+    """Raises ValueError unless a calibration of that shape is what the method needs for w [..., N, K]."""
     *lead, _, k = shape
     shapes = {"none": [], "diagonal": [(*lead, k), (*lead, k, k)], "full": [(*lead, k, k)]}[
         method.calibration
     ]
-    if shapes and (calibration is None or tuple(calibration.shape) not in shapes):
-        got = "missing" if calibration is None else f"{tuple(calibration.shape)}"
+    if shapes and (calibration is None or tuple(calibration) not in shapes):
+        got = "missing" if calibration is None else f"{tuple(calibration)}"
         raise ValueError(
             f"fp4: calibration is {got}; method {method.name!r} needs {' or '.join(map(str, shapes))}, "
             "see fp4_ops.quantization.calibrate"
