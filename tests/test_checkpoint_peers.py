@@ -15,14 +15,12 @@ from torch import Tensor
 
 import fp4_ops
 from fp4_ops.checkpoints import quantize_checkpoint
+from fp4_ops.checkpoints.codec import Codes, decode, encode
 from fp4_ops.checkpoints.dialects import (
     DIALECTS,
     GPT_OSS_MXFP4,
     MODELOPT_NVFP4,
     NVFP4_PACK,
-    Codes,
-    decode,
-    encode,
     stored_weights,
 )
 from fp4_ops.checkpoints.files import Reader, read_header

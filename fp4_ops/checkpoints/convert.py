@@ -24,7 +24,8 @@ from torch import Tensor
 
 from ..meta.formats import FORMATS
 from ..quantization import find_method, quantize_weight
-from .dialects import EXPERTS_TARGET, Codes, Dialect, describe, encode, quantization_config, writing_dialect
+from .codec import Codes, encode
+from .dialects import EXPERTS_TARGET, Dialect, describe, quantization_config, writing_dialect
 from .files import (
     INDEX,
     CheckpointError,

@@ -7,11 +7,10 @@ reciprocals of one another, under different names, and no number tells which is 
 from __future__ import annotations
 
 from collections.abc import Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
-from torch import Tensor
 
 from ..meta.formats import FORMATS
 from .files import CheckpointError, TensorInfo
@@ -27,6 +26,7 @@ class Dialect:
 
     name: str
     format: str
+    """A name of FORMATS, or "int4": two's complement codes, stored plus 8 where they are packed."""
     packed: str
     block_scale: str
     global_scale: str | None = None
@@ -36,6 +36,23 @@ class Dialect:
     """What else may lie beside a weight: scales for activations, which the operators choose when they run."""
     stacked: bool = False
     """One tensor holds all experts, packed [E, N, K/block, block/2] and block_scale [E, N, K/block]."""
+    code_dtypes: tuple[torch.dtype, ...] = (torch.uint8, torch.int8)
+    """Of the tensor of codes. int32 holds eight."""
+    codes_per_byte: int = 2
+    group: int = 0
+    """int4: elements along K that share a block scale; the config says how many."""
+
+    @property
+    def block(self) -> int:
+        return FORMATS[self.format].block if self.format in FORMATS else self.group
+
+    @property
+    def scale_dtypes(self) -> tuple[torch.dtype, ...]:
+        if self.format not in FORMATS:
+            return (torch.bfloat16, torch.float16, torch.float32)
+        dtype = FORMATS[self.format].scale_dtype
+        # e8m0 is stored as its bytes by those whose torch had no such dtype
+        return (dtype, torch.uint8) if dtype == torch.float8_e8m0fnu else (dtype,)
 
     @property
     def suffixes(self) -> tuple[str, ...]:
@@ -52,7 +69,7 @@ class Dialect:
 
     def is_packed(self, info: TensorInfo) -> bool:
         """Whether a tensor holds codes. ModelOpt calls them `weight` too: there the file's dtype decides."""
-        return self.base(info.name) is not None and info.dtype in (torch.uint8, torch.int8)
+        return self.base(info.name) is not None and info.dtype in self.code_dtypes
 
 
 MODELOPT_NVFP4 = Dialect(
@@ -66,8 +83,15 @@ MXFP4_PACK = Dialect(
     "mxfp4-pack-quantized", "mxfp4", ".weight_packed", ".weight_scale", unused=(".input_global_scale",)
 )
 GPT_OSS_MXFP4 = Dialect("gpt-oss-mxfp4", "mxfp4", "_blocks", "_scales", stacked=True)
+PACK_INT4 = Dialect(
+    "pack-quantized", "int4", ".weight_packed", ".weight_scale",
+    unused=(".weight_shape",), code_dtypes=(torch.int32,),
+)  # fmt: skip
+NAIVE_INT4 = Dialect(  # what compressed-tensors makes of int4 weights that meet fp8 activations (W4AFP8)
+    "naive-quantized", "int4", ".weight", ".weight_scale", code_dtypes=(torch.int8,), codes_per_byte=1
+)
 
-DIALECTS = {d.name: d for d in (MODELOPT_NVFP4, NVFP4_PACK, MXFP4_PACK, GPT_OSS_MXFP4)}
+DIALECTS = {d.name: d for d in (MODELOPT_NVFP4, NVFP4_PACK, MXFP4_PACK, GPT_OSS_MXFP4, PACK_INT4, NAIVE_INT4)}
 
 
 def quantization_config(config: dict[str, Any]) -> dict[str, Any] | None:
@@ -92,10 +116,36 @@ def dialect_of(config: dict[str, Any], where: str = "the config") -> Dialect:
         formats = {str(part.get("format")) for part in (config, *groups)} - {"None", "mixed-precision"}
         if len(formats) == 1 and formats <= {NVFP4_PACK.name, MXFP4_PACK.name}:
             return DIALECTS[formats.pop()]
+        if len(formats) == 1 and formats <= {PACK_INT4.name, NAIVE_INT4.name}:
+            return _int4(DIALECTS[formats.pop()], [g.get("weights") or {} for g in groups], where)
         raise _unknown(where, f"compressed-tensors' format {' and '.join(sorted(formats)) or None!r}")
     if method == "mxfp4":
         return GPT_OSS_MXFP4
     raise _unknown(where, f"quant_method {method!r}")
+
+
+def check_requantize(dialect: Dialect, requantize: str | None) -> None:
+    """Raises ValueError unless the format to quantise to is given exactly where one is needed."""
+    formats = " or ".join(map(repr, FORMATS))
+    if dialect.format in FORMATS and requantize is not None:
+        raise ValueError(
+            f"fp4: requantize is {requantize!r}; {dialect.name} holds {dialect.format}: not converted"
+        )
+    if dialect.format not in FORMATS and requantize not in FORMATS:
+        raise ValueError(
+            f"fp4: {dialect.name} holds {dialect.format}, which no operator computes with: requantize is "
+            f"{requantize!r}; it must be {formats} (lossy: the report says how much)"
+        )
+
+
+def _int4(dialect: Dialect, weights: list[dict[str, Any]], where: str) -> Dialect:
+    """The dialect with the group size that the config says."""
+    kinds = {(w.get("num_bits"), w.get("type"), w.get("symmetric", True), w.get("actorder")) for w in weights}
+    sizes = {w.get("group_size") or -1 for w in weights}
+    if kinds != {(4, "int", True, None)} or len(sizes) != 1:
+        raise _unknown(where, f"{dialect.name} weights other than symmetric int4 of one group size")
+    size = sizes.pop()
+    return replace(dialect, group=size if size > 0 else 1 << 62)  # one scale a row
 
 
 def _unknown(where: str, what: str) -> CheckpointError:
@@ -113,12 +163,17 @@ class StoredWeight:
     global_scale: TensorInfo | None
 
     @property
+    def tensors(self) -> tuple[TensorInfo, ...]:
+        return (self.packed, self.block_scale, *((self.global_scale,) if self.global_scale else ()))
+
+    @property
     def shape(self) -> tuple[int, ...]:
         """[N, K], or [E, N, K] where all experts are stacked."""
         if self.dialect.stacked:
             e, n, blocks, half = self.packed.shape
             return e, n, blocks * half * 2
-        return *self.packed.shape[:-1], self.packed.shape[-1] * 2
+        per_element = self.packed.dtype.itemsize * self.dialect.codes_per_byte
+        return *self.packed.shape[:-1], self.packed.shape[-1] * per_element
 
 
 def stored_weights(tensors: dict[str, TensorInfo], dialect: Dialect) -> dict[str, StoredWeight]:
@@ -148,8 +203,6 @@ def stored_weights(tensors: dict[str, TensorInfo], dialect: Dialect) -> dict[str
 def _stored_weight(
     base: str, packed: TensorInfo, tensors: dict[str, TensorInfo], dialect: Dialect
 ) -> StoredWeight:
-    format = FORMATS[dialect.format]
-
     def beside(suffix: str) -> TensorInfo:
         if base + suffix not in tensors:
             raise CheckpointError(f"fp4: {packed} has no scale beside it: {base + suffix} is missing")
@@ -166,60 +219,22 @@ def _stored_weight(
             raise CheckpointError(f"fp4: {info} is {info.dtype}; it must be {wanted}")
 
     if dialect.stacked:
-        if len(packed.shape) != 4 or packed.shape[-1] != format.block // 2:
-            want = f"[E, N, K/{format.block}, {format.block // 2}]"
+        if len(packed.shape) != 4 or packed.shape[-1] != dialect.block // 2:
+            want = f"[E, N, K/{dialect.block}, {dialect.block // 2}]"
             raise CheckpointError(f"fp4: {packed} has shape {list(packed.shape)}; it must be {want}")
         scale_shape: tuple[int, ...] = packed.shape[:-1]
     else:
         if len(packed.shape) != 2:
             raise CheckpointError(f"fp4: {packed} has {len(packed.shape)} dimensions; it must have 2")
-        scale_shape = (packed.shape[0], format.num_blocks(packed.shape[1] * 2))
+        k = packed.shape[1] * packed.dtype.itemsize * dialect.codes_per_byte
+        scale_shape = (packed.shape[0], -(-k // dialect.block))
     block_scale = beside(dialect.block_scale)
-    # e8m0 is stored as its bytes by those whose torch had no such dtype
-    raw = (torch.uint8,) if format.scale_dtype == torch.float8_e8m0fnu else ()
-    check(block_scale, scale_shape, (format.scale_dtype, *raw))
+    check(block_scale, scale_shape, dialect.scale_dtypes)
     global_scale = None
     if dialect.global_scale:
         global_scale = beside(dialect.global_scale)
         check(global_scale, (1,) if global_scale.shape else (), (torch.float32,))
     return StoredWeight(base, dialect, packed, block_scale, global_scale)
-
-
-@dataclass
-class Codes:
-    """One weight in the operators' terms: value = e2m1 code * block_scale * global_scale."""
-
-    packed: Tensor
-    """uint8 [..., N, K/2]"""
-    block_scale: Tensor
-    """[..., N, K/block] in the format's scale dtype"""
-    global_scale: Tensor | None
-    """float32 [] or None"""
-
-
-def decode(stored: StoredWeight, read: Any) -> Codes:
-    """Reads a weight and turns it into the operators' terms; `read` maps a TensorInfo to a tensor.
-
-    Raises CheckpointError for scales that are NaN, and for a global scale that is not a positive number.
-    """
-    format = FORMATS[stored.dialect.format]
-    packed = read(stored.packed).view(torch.uint8).reshape(*stored.shape[:-1], stored.shape[-1] // 2)
-    block_scale = read(stored.block_scale).view(format.scale_dtype)
-    raw = block_scale.view(torch.uint8)
-    # NaN is 0xff in e8m0 and s1111111 in e4m3
-    nan = raw == 0xFF if format.scale_dtype == torch.float8_e8m0fnu else (raw & 0x7F) == 0x7F
-    if nan.any():
-        raise CheckpointError(f"fp4: {stored.block_scale} holds NaN")
-    global_scale = None
-    if stored.global_scale is not None:
-        global_scale = read(stored.global_scale).reshape(())
-        if not (global_scale.isfinite() and global_scale > 0):
-            raise CheckpointError(
-                f"fp4: {stored.global_scale} is {global_scale.item()}; it must be positive and finite"
-            )
-        if stored.dialect.reciprocal:
-            global_scale = 1.0 / global_scale
-    return Codes(packed, block_scale, global_scale)
 
 
 def writing_dialect(format: str, model_type: str | None, k: Iterable[int]) -> Dialect:
@@ -258,28 +273,3 @@ def describe(dialect: Dialect, targets: list[str], ignore: list[str]) -> dict[st
         "ignore": ignore,
         "kv_cache_scheme": None,
     }
-
-
-def _reciprocal(factor: Tensor) -> Tensor:
-    """The float32 whose reciprocal is `factor`; where there is none, one whose reciprocal is next to it."""
-    near = 1.0 / factor
-    if 1.0 / near != factor:
-        for candidate in (near.nextafter(torch.zeros_like(near)), near.nextafter(2 * near)):
-            if 1.0 / candidate == factor:
-                return candidate
-    return near
-
-
-def encode(name: str, codes: Codes, dialect: Dialect) -> dict[str, Tensor]:
-    """The tensors that hold a weight in a dialect that is written: `decode` backwards."""
-    packed, block_scale = codes.packed, codes.block_scale
-    if block_scale.dtype == torch.float8_e8m0fnu:
-        block_scale = block_scale.view(torch.uint8)  # as all of its writers do
-    if dialect.stacked:
-        packed = packed.view(*block_scale.shape, -1)
-    tensors = {name + dialect.packed: packed, name + dialect.block_scale: block_scale}
-    if dialect.global_scale:
-        assert codes.global_scale is not None
-        stored = _reciprocal(codes.global_scale) if dialect.reciprocal else codes.global_scale
-        tensors[name + dialect.global_scale] = stored.detach().cpu().reshape(1)
-    return tensors

@@ -14,8 +14,9 @@ from transformers.quantizers import auto
 from transformers.quantizers.base import HfQuantizer
 from transformers.utils.quantization_config import QuantizationConfigMixin
 
+from ..meta.formats import FORMATS
 from ..prepare import A_FORMATS, prepare
-from .dialects import Dialect, dialect_of, quantization_config, stored_weights
+from .dialects import Dialect, check_requantize, dialect_of, quantization_config, stored_weights
 from .files import CheckpointError, Folder
 from .load import LoadReport, detach_places, fill
 from .placement import Placement, place
@@ -32,6 +33,7 @@ class FP4Config(QuantizationConfigMixin):
     activation: as in `fp4_ops.prepare`.
     stored: the quantization_config of a folder that is in 4 bits already; its format counts then.
     device: where a folder in 4 bits goes; None leaves that to transformers' device_map.
+    requantize: as in `fp4_ops.load_checkpoint`.
     """
 
     def __init__(
@@ -40,12 +42,14 @@ class FP4Config(QuantizationConfigMixin):
         activation: str = "auto",
         stored: dict[str, Any] | None = None,
         device: str | None = None,
+        requantize: str | None = None,
         **_: Any,
     ) -> None:
         self.quant_method: Any = METHOD
         if activation not in A_FORMATS:
             raise ValueError(f"fp4: activation is {activation!r}; it must be one of: {', '.join(A_FORMATS)}")
         self.format, self.activation, self.stored, self.device = format, activation, stored, device
+        self.requantize = requantize
 
     def to_dict(self) -> dict[str, Any]:
         """What a saved folder's config says: the dialect of its files, which others read too."""
@@ -75,6 +79,7 @@ class FP4HfQuantizer(HfQuantizer):
     def validate_environment(self, *args: Any, device_map: Any = None, **kwargs: Any) -> None:
         if self.stored is not None:
             self._dialect = dialect_of(self.stored)
+            check_requantize(self._dialect, self.quantization_config.requantize)
 
     def _process_model_before_weight_loading(
         self, model: Any, checkpoint_files: list[str] | None = None, dtype: Any = None, **kwargs: Any
@@ -107,6 +112,7 @@ class FP4HfQuantizer(HfQuantizer):
             model,
             self._placement,
             self._dialect,
+            requantize=config.requantize,
             a_format=A_FORMATS[config.activation],
             dtype=model.dtype,
             device_of=_device_of(model),
@@ -157,12 +163,12 @@ class _Dispatch:
 
     def from_dict(self, config: dict[str, Any], **kwargs: Any) -> Any:
         try:
-            dialect_of(config)
+            ours = dialect_of(config).format in FORMATS
         except CheckpointError:
             if self.other is None:
                 raise
-            return self.other.from_dict(config, **kwargs)
-        return FP4Config(stored=config)
+            ours = False
+        return FP4Config(stored=config) if ours else self.other.from_dict(config, **kwargs)
 
 
 def register_quantizer() -> None:
@@ -193,6 +199,7 @@ def load_checkpoint(
     activation: str = "auto",
     device: str | torch.device = "cpu",
     dtype: torch.dtype | str = "auto",
+    requantize: str | None = None,
 ) -> PreTrainedModel:
     """A model whose expert weights are the 4-bit ones of a checkpoint folder.
 
@@ -200,6 +207,8 @@ def load_checkpoint(
         weights; it may be on the meta device). None: what the folder's config says.
     path: a folder of safetensors files and a config.json that names its dialect (docs/checkpoints.md).
     activation: as in `fp4_ops.prepare`. device, dtype: of the model; dtype is that of what is not quantised.
+    requantize: for int4 folders, which no operator computes with: the format to quantise them to, matrix by
+        matrix. Weights in nvfp4 or mxfp4 are never converted to another format.
 
     Every file is checked first: a truncated one, a missing scale, a wrong shape or an unknown dialect is a
     CheckpointError that names file and tensor, and nothing is loaded. Weights are read one expert at a time,
@@ -215,7 +224,9 @@ def load_checkpoint(
             f"fp4: {folder.path} is not quantised (its config.json has no quantization_config). Use "
             "`python -m fp4_ops quantize`, or load it and call fp4_ops.prepare"
         )
-    stored_weights(folder.tensors, dialect_of(stored, str(folder.path / "config.json")))
+    dialect = dialect_of(stored, str(folder.path / "config.json"))
+    check_requantize(dialect, requantize)
+    stored_weights(folder.tensors, dialect)
 
     if isinstance(model_or_config, PreTrainedModel):
         cls: Any = type(model_or_config)
@@ -227,7 +238,8 @@ def load_checkpoint(
         cls = _model_class(config)
     register_quantizer()
     config.quantization_config = {
-        "quant_method": METHOD, "activation": activation, "stored": stored, "device": str(device)
+        "quant_method": METHOD, "activation": activation, "stored": stored, "device": str(device),
+        "requantize": requantize,
     }  # fmt: skip
     model, info = cls.from_pretrained(folder.path, config=config, dtype=dtype, output_loading_info=True)
     for key in ("missing_keys", "mismatched_keys", "error_msgs"):

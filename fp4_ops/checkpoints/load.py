@@ -15,8 +15,9 @@ from ..meta.formats import FORMATS
 from ..meta.layouts import preferred_layout
 from ..prepare import choose_implementation
 from ..tensor import FP4Tensor
-from .dialects import Codes, Dialect, StoredWeight, decode
-from .files import Reader
+from .codec import Codes, Read, decode, int4_values
+from .dialects import Dialect, StoredWeight
+from .files import Reader, TensorInfo
 from .placement import HALVES, Placement
 from .progress import progress_bar
 
@@ -43,6 +44,8 @@ class LoadReport:
     linears: list[str] = field(default_factory=list)
     left: dict[str, str] = field(default_factory=dict)
     folds: Folds = field(default_factory=Folds)
+    requantized: float = 0.0
+    """Largest relative error of a matrix (norm of the difference over the norm) that was quantised anew."""
     nbytes: int = 0
     """Of the 4-bit weights: codes and scales."""
 
@@ -52,6 +55,8 @@ class LoadReport:
             f"{len(self.linears)} linear layers, {self.nbytes / 2**20:.2f} MiB in 4 bits"
         ]
         lines += [f"  {name}: left alone: {why}" for name, why in self.left.items()]
+        if self.requantized:
+            lines.append(f"  quantised anew: relative error of a matrix at most {self.requantized:.4f}")
         f = self.folds
         if f.exact or f.rounded:
             lines.append(
@@ -101,18 +106,50 @@ def _cat(*tensors: Tensor) -> Tensor:
     return torch.cat([t.view(torch.uint8) for t in tensors]).view(tensors[0].dtype)
 
 
+class Source:
+    """Reads stored weights as codes of the operators' format."""
+
+    def __init__(self, read: Read, report: LoadReport) -> None:
+        self.read, self.report = read, report
+
+    def one(self, stored: StoredWeight) -> Codes:
+        return decode(stored, self.read)
+
+    def pair(self, gate: StoredWeight, up: StoredWeight) -> Codes:
+        """[gate; up] as one matrix."""
+        return join_rows(self.one(gate), self.one(up), self.report.folds)
+
+
+class Requantized(Source):
+    """Of formats that no operator computes with: quantised anew, gate and up as one."""
+
+    def one(self, stored: StoredWeight) -> Codes:
+        return self._quantize([stored])
+
+    def pair(self, gate: StoredWeight, up: StoredWeight) -> Codes:
+        return self._quantize([gate, up])
+
+    def _quantize(self, parts: list[StoredWeight]) -> Codes:
+        values = torch.cat([int4_values(part, self.read) for part in parts])
+        format = self.report.format
+        packed, block_scale, factor = torch.ops.fp4.quantize(values, format)
+        again = torch.ops.fp4.dequantize(packed, block_scale, factor, format, torch.float32)
+        error = ((again - values).norm() / values.norm()).nan_to_num(0.0).item()
+        self.report.requantized = max(self.report.requantized, error)
+        return Codes(packed, block_scale, factor if factor.numel() else None)
+
+
 def load_weight(
     parts: dict[tuple[int | None, str], StoredWeight],
     shape: tuple[int, int, int],
     format: str,
     device: torch.device,
-    read: Callable[[StoredWeight], Codes],
-    folds: Folds,
+    source: Source,
 ) -> PackedWeight:
     """One weight [E, N, K] of an experts module, each expert read straight into its place."""
     fmt, (e, n, k) = FORMATS[format], shape
     if (None, "") in parts:
-        stack = read(parts[None, ""])
+        stack = source.one(parts[None, ""])
         weight = PackedWeight(stack.packed, stack.block_scale, stack.global_scale, format, "plain")
     else:
         packed = torch.empty((e, n, k // 2), dtype=torch.uint8, device=device)
@@ -120,10 +157,9 @@ def load_weight(
         global_scale = torch.empty((e,), dtype=torch.float32, device=device)
         for expert in range(e):
             if (expert, "") in parts:
-                codes = read(parts[expert, ""])
+                codes = source.one(parts[expert, ""])
             else:
-                gate, up = (read(parts[expert, half]) for half in HALVES)
-                codes = join_rows(gate, up, folds)
+                codes = source.pair(*(parts[expert, half] for half in HALVES))
             packed[expert], block_scale[expert] = codes.packed, codes.block_scale.view(torch.uint8)
             if codes.global_scale is not None:
                 global_scale[expert] = codes.global_scale
@@ -156,14 +192,16 @@ def fill(
     placement: Placement,
     dialect: Dialect,
     *,
+    requantize: str | None,
     a_format: str | None,
     dtype: torch.dtype,
     device_of: Callable[[str], torch.device],
     progress: bool = True,
 ) -> LoadReport:
     """Puts the stored weights where `detach_places` made room. device_of: a module's name to its device."""
-    report = LoadReport(dialect.name, dialect.format, left=dict(placement.left))
-    total = sum(p.packed.nbytes + p.block_scale.nbytes for p in _stored(placement))
+    format = requantize or dialect.format
+    report = LoadReport(dialect.name, format, left=dict(placement.left))
+    total = sum(info.nbytes for stored in _stored(placement) for info in stored.tensors)
     with (
         torch.inference_mode(False),
         torch.no_grad(),
@@ -171,19 +209,19 @@ def fill(
         progress_bar(total, "4-bit weights", progress) as bar,
     ):
 
-        def reading(device: torch.device) -> Callable[[StoredWeight], Codes]:
-            def read(stored: StoredWeight) -> Codes:
-                bar.update(stored.packed.nbytes + stored.block_scale.nbytes)
-                return decode(stored, lambda info: reader.read(info, device))
+        def source(device: torch.device) -> Source:
+            def read(info: TensorInfo) -> Tensor:
+                bar.update(info.nbytes)
+                return reader.read(info, device)
 
-            return read
+            return (Requantized if requantize else Source)(read, report)
 
         for name, placed in placement.experts.items():
             module: Any = model.get_submodule(name)
             device = device_of(name)
             for attribute, shape in placed.shapes.items():
                 parts = {key[1:]: w for key, w in placed.parts.items() if key[0] == attribute}
-                weight = load_weight(parts, shape, dialect.format, device, reading(device), report.folds)
+                weight = load_weight(parts, shape, format, device, source(device))
                 del module._parameters[attribute]
                 module.add_module(attribute, weight)
                 report.nbytes += weight.num_bytes
@@ -191,7 +229,7 @@ def fill(
             report.experts.append(name)
         for name, stored in placement.linears.items():
             linear: Any = model.get_submodule(name)
-            linear.weight = load_linear(reading(device_of(name))(stored), dialect.format, dtype)
+            linear.weight = load_linear(source(device_of(name)).one(stored), format, dtype)
             report.linears.append(name)
             report.nbytes += linear.weight.nbytes
     choose_implementation(model)
