@@ -1,0 +1,94 @@
+// Folds NVFP4 weights of layout sm90_w4a8 into e4m3 fragments of wgmma's A operand.
+//
+// A weight is e2m1 x block scale; with the scale divided by 8 (the epilogue multiplies by 8), the eight
+// magnitudes {0, .5, 1, 1.5, 2, 3, 4, 6} times the scale become eight e4m3 bytes: a table in two registers in
+// which one PRMT looks four codes up. With s the byte of scale / 8, multiplying by a power of two adds 8 to the
+// byte, and 1.5 s is t = s + 5, or s + 4 where the mantissa of s is 0 or 7 (the layout's flag bit): the nearest
+// e4m3 value. That needs 0.5 s to be a normal number; blocks of smaller scales get their table by arithmetic.
+#pragma once
+
+#include <cuda_fp16.h>
+
+#include "ptx.cuh"
+
+namespace fp4::sm90 {
+
+constexpr uint32_t kEighth = 24;               // e4m3 byte distance of a factor 8
+constexpr uint32_t kFirstFastScale = 40;       // the byte of scale 0.25: half its eighth is the least normal e4m3
+constexpr uint32_t kEveryByte = 0x01010101u;
+
+struct FoldTable {
+  uint32_t low, high;  // e4m3 bytes of {0, .5, 1, 1.5} and {2, 3, 4, 6} times scale / 8
+};
+
+__device__ __forceinline__ FoldTable fast_table(uint32_t once, uint32_t once_half, uint32_t index) {
+  // Selectors for byte 0; adding the index to each nibble takes another byte. A selector of 8 | i replicates the
+  // sign of byte i, which is 0: the zero of the table.
+  constexpr uint32_t kLow = 0x4008, kHigh = 0x4040, kEveryNibble = 0x1111;
+  return {permute_bytes(once, once_half, kLow + index * kEveryNibble) - 0x00000800u,
+          permute_bytes(once, once_half, kHigh + index * kEveryNibble) + 0x10100808u};
+}
+
+// Any scale, zero and subnormal ones too: products in float, rounded to the nearest e4m3.
+__device__ __forceinline__ FoldTable exact_table(uint32_t byte) {
+  __half_raw half;
+  asm("{\n.reg .b32 pair;\n.reg .b16 low, high;\ncvt.rn.f16x2.e4m3x2 pair, %1;\nmov.b32 {%0, high}, pair;\n}\n"
+      : "=h"(half.x)
+      : "h"(static_cast<uint16_t>(byte)));
+  float s = __half2float(__half(half)) * 0.125f;
+  auto pack = [](float a, float b, float c, float d) {
+    uint16_t low, high;
+    asm("cvt.rn.satfinite.e4m3x2.f32 %0, %1, %2;" : "=h"(low) : "f"(b), "f"(a));
+    asm("cvt.rn.satfinite.e4m3x2.f32 %0, %1, %2;" : "=h"(high) : "f"(d), "f"(c));
+    return static_cast<uint32_t>(low) | static_cast<uint32_t>(high) << 16;
+  };
+  return {pack(0.0f, 0.5f * s, s, 1.5f * s), pack(2.0f * s, 3.0f * s, 4.0f * s, 6.0f * s)};
+}
+
+// The table of the scale in the lowest byte, whatever it is.
+__device__ __forceinline__ FoldTable any_table(uint32_t scale) {
+  uint32_t plain = scale & 0x7F;
+  if (plain < kFirstFastScale) return exact_table(plain);
+  uint32_t once = plain - kEighth;
+  return fast_table(once, once + 5 - (scale >> 7 & 1), 0);
+}
+
+// One word = 8 codes: the two A registers of K 4t..4t+3 and 16+4t..16+4t+3.
+__device__ __forceinline__ void fold_word(uint32_t word, FoldTable table, uint32_t& first, uint32_t& second) {
+  constexpr uint32_t kSigns = 0x80808080u;
+  uint32_t codes = word & 0x77777777u;
+  first = permute_bytes(table.low, table.high, codes) | (word & kSigns);
+  second = permute_bytes(table.low, table.high, codes >> 16) | ((word << 4) & kSigns);
+}
+
+// What folding a half step (64 K) takes: one lane's codes and the tables of its two rows.
+struct FoldInput {
+  uint4 codes;
+  FoldTable even, odd;
+};
+
+// `scales` are a lane's bytes for 128 K: {half 0: even row, odd row; half 1: even row, odd row}.
+template <int Half>
+__device__ __forceinline__ FoldInput prepare_fold(uint4 codes, uint32_t scales) {
+  uint32_t plain = scales & (0x7F * kEveryByte);
+  uint32_t once = plain - kEighth * kEveryByte;
+  uint32_t once_half = once + 5 * kEveryByte - ((scales >> 7) & kEveryByte);
+  FoldInput input = {codes, fast_table(once, once_half, 2 * Half), fast_table(once, once_half, 2 * Half + 1)};
+  constexpr uint32_t kLarge = 0x8080u << (16 * Half);
+  uint32_t large = (plain + (0x80 - kFirstFastScale) * kEveryByte) & kLarge;
+  if (__any_sync(~0u, large != kLarge)) {  // some byte may have borrowed from its neighbour above
+    input.even = any_table(scales >> (16 * Half));
+    input.odd = any_table(scales >> (16 * Half + 8));
+  }
+  return input;
+}
+
+// The A operands of the two K = 32 steps: fragment[4 s ..] for step s.
+__device__ __forceinline__ void fold_fragments(const FoldInput& input, uint32_t (&fragment)[8]) {
+  fold_word(input.codes.x, input.even, fragment[0], fragment[2]);
+  fold_word(input.codes.y, input.even, fragment[4], fragment[6]);
+  fold_word(input.codes.z, input.odd, fragment[1], fragment[3]);
+  fold_word(input.codes.w, input.odd, fragment[5], fragment[7]);
+}
+
+}  // namespace fp4::sm90

@@ -1,0 +1,487 @@
+// Grouped GEMM, NVFP4 weights x FP8 activations, for many tokens: out[r, n] = scale[r] * sum_k w[n, k] x[r, k].
+//
+// The operands are swapped: weights are wgmma's A, folded into e4m3 in registers by the warps that multiply (so a
+// dequantised weight never touches shared memory), tokens are wgmma's N, up to 256 wide. The table fold costs 1.2
+// instructions a weight, which hides behind the products of the other half step: at 256 tokens the tensor cores
+// run at their full FP8 rate.
+//
+// A persistent block of one producer warpgroup and `Warpgroups` consumer warpgroups:
+//   producer warps 0, 2 walk the tiles and copy X and W into two rings of stages of 128 K;
+//   producer warp 1     walks them too and leaves each tile's place, token scales and bias to the consumers;
+//   producer warp 3     zeroes the output rows of no group;
+//   consumers           64 rows of weights each, all tokens of the tile. Each step of 128 K is two half steps with
+//                       their own fragments: while one half's products run, the other half is folded. Over the
+//                       end of a tile the first half of the next is folded before the epilogue.
+// Results leave through shared memory by bulk tensor copies that clip at the group's last row (see store_chunk).
+// With Cluster = 2, two blocks take neighbouring weight tiles and each fetches half of X for both.
+#pragma once
+
+#include <cuda_bf16.h>
+#include <cuda_fp16.h>
+
+#include <type_traits>
+
+#include "prefill_fold.cuh"
+#include "prefill_schedule.cuh"
+
+namespace fp4::sm90 {
+
+constexpr int kStepK = 128;         // K of a stage
+constexpr int kTileRows = 16;       // weight rows of one tile of the layout
+constexpr int kTileCodes = 1024;    // bytes of codes of a tile in one step
+constexpr int kTileScales = 128;    // and of scales
+constexpr int kXBoxes = 4;          // a copy of X brings 32, 64, 128 or 256 rows
+constexpr int kChunkTokens = 64;    // rows of the output a copy takes
+constexpr int kChunkBytes = kChunkTokens * 128;
+constexpr int kWarpgroup = 128;
+constexpr int kWarpgroupRows = 64;  // weight rows of a warpgroup
+constexpr int kInfoSlots = 2;
+constexpr float kFoldScale = 8.0f;  // the fold divides block scales by this
+
+enum class FloatType : int { kFloat32 = 0, kBfloat16 = 1, kFloat16 = 2 };
+
+struct Problem {
+  Rows rows;
+  const float* x_scale;
+  const float* global_scale;
+  const void* bias;  // or null
+  FloatType bias_type;
+  void* out;
+  FloatType out_type;
+  int n;
+  int steps;  // of 128 K
+};
+
+struct Maps {
+  CUtensorMap x[kXBoxes], codes, scales, out;
+};
+
+struct TileInfo {
+  int width;   // 0: no more tiles
+  int row;
+  int rows;
+  int column;  // the first weight row, in the group
+};
+
+template <int Warpgroups_, int MaxTokens_, int Cluster_, int XStages_, int WStages_, int StoreBuffers_>
+struct PrefillConfig {
+  static constexpr int Warpgroups = Warpgroups_, MaxTokens = MaxTokens_, Cluster = Cluster_;
+  static constexpr int XStages = XStages_, WStages = WStages_, StoreBuffers = StoreBuffers_;
+  static constexpr int Rows = Warpgroups * kWarpgroupRows;
+  static constexpr int Threads = (Warpgroups + 1) * kWarpgroup;
+  static constexpr int ConsumerWarps = Warpgroups * 4;
+  // A block is born with equal registers a thread; the producers hand most of theirs to the consumers.
+  static constexpr int BirthRegisters = 65536 / Threads / 8 * 8;
+  static constexpr int ProducerRegisters = Warpgroups == 2 ? 40 : 32;
+  static constexpr int ConsumerRegisters = (BirthRegisters + (BirthRegisters - ProducerRegisters) / Warpgroups) / 8 * 8;
+  static constexpr int XBytes = MaxTokens * kStepK;
+  static constexpr int CodeBytes = Rows / kTileRows * kTileCodes;
+  static constexpr int ScaleBytes = Rows / kTileRows * kTileScales;
+};
+
+template <class Config>
+struct alignas(1024) SharedStorage {
+  uint8_t x[Config::XStages][Config::XBytes];
+  uint8_t store[Config::Warpgroups][Config::StoreBuffers][kChunkBytes];
+  uint8_t codes[Config::WStages][Config::CodeBytes];
+  uint8_t scales[Config::WStages][Config::ScaleBytes];
+  float token_scale[kInfoSlots][Config::MaxTokens];
+  float bias[kInfoSlots][Config::Rows];
+  TileInfo info[kInfoSlots];
+  uint64_t x_full[Config::XStages], x_empty[Config::XStages];
+  uint64_t w_full[Config::WStages], w_empty[Config::WStages];
+  uint64_t info_full[kInfoSlots], info_empty[kInfoSlots];
+};
+
+// A position in a ring of `Slots` and the parity of its round.
+template <int Slots>
+struct RingPosition {
+  int slot = 0;
+  uint32_t round = 0;
+
+  __device__ __forceinline__ void advance() {
+    if (++slot == Slots) {
+      slot = 0;
+      round ^= 1;
+    }
+  }
+};
+
+template <class Config>
+class PrefillBlock {
+ public:
+  using Shared = SharedStorage<Config>;
+
+  __device__ PrefillBlock(Shared& shared, const Problem& problem, const Maps& maps)
+      : shared_(shared), problem_(problem), maps_(maps), rank_(Config::Cluster > 1 ? cluster_rank() : 0) {}
+
+  __device__ void init_barriers() {
+    for (int i = 0; i < Config::XStages; ++i) {
+      barrier_init(smem_address(&shared_.x_full[i]), 1);
+      barrier_init(smem_address(&shared_.x_empty[i]), Config::ConsumerWarps * Config::Cluster);
+    }
+    for (int i = 0; i < Config::WStages; ++i) {
+      barrier_init(smem_address(&shared_.w_full[i]), 1);
+      barrier_init(smem_address(&shared_.w_empty[i]), Config::ConsumerWarps);
+    }
+    for (int i = 0; i < kInfoSlots; ++i) {
+      barrier_init(smem_address(&shared_.info_full[i]), 1);
+      barrier_init(smem_address(&shared_.info_empty[i]), Config::ConsumerWarps);
+    }
+    barrier_init_fence();
+  }
+
+  // Producer warp 0: activations. Each block of a cluster fetches an equal part for all of them.
+  __device__ void copy_activations() {
+    auto walk = make_walk();
+    RingPosition<Config::XStages> ring;
+    Tile tile;
+    while (walk.next(tile)) {
+      int part = ceil_div(tile.width, kTokenStep * Config::Cluster) * kTokenStep;
+      for (int step = 0; step < problem_.steps; ++step, ring.advance()) {
+        barrier_wait(smem_address(&shared_.x_empty[ring.slot]), ring.round ^ 1);
+        if (elect_lane()) {
+          uint32_t full = smem_address(&shared_.x_full[ring.slot]);
+          barrier_expect_bytes(full, part * Config::Cluster * kStepK);
+          int first = part * rank_;
+#pragma unroll
+          for (int box = 0; box < kXBoxes; ++box) {  // the part in powers of two
+            int tokens = kTokenStep << box;
+            if (tokens > Config::MaxTokens / Config::Cluster || (part & tokens) == 0) continue;
+            uint32_t target = smem_address(shared_.x[ring.slot]) + first * kStepK;
+            if constexpr (Config::Cluster > 1) {
+              load_box_multicast(target, &maps_.x[box], full, step * kStepK, tile.row + first, (1 << Config::Cluster) - 1);
+            } else {
+              load_box(target, &maps_.x[box], full, step * kStepK, tile.row + first);
+            }
+            first += tokens;
+          }
+        }
+        __syncwarp();
+      }
+    }
+  }
+
+  // Producer warp 2: weights. Their ring is deeper, since they come from memory and X mostly from L2.
+  __device__ void copy_weights() {
+    auto walk = make_walk();
+    RingPosition<Config::WStages> ring;
+    Tile tile;
+    while (walk.next(tile)) {
+      int weight_tile = (tile.group * problem_.n + first_column(tile)) / kTileRows;
+      for (int step = 0; step < problem_.steps; ++step, ring.advance()) {
+        barrier_wait(smem_address(&shared_.w_empty[ring.slot]), ring.round ^ 1);
+        if (elect_lane()) {
+          uint32_t full = smem_address(&shared_.w_full[ring.slot]);
+          barrier_expect_bytes(full, Config::CodeBytes + Config::ScaleBytes);
+          load_box(smem_address(shared_.codes[ring.slot]), &maps_.codes, full, step * (kTileCodes / 8), weight_tile);
+          load_box(smem_address(shared_.scales[ring.slot]), &maps_.scales, full, step * kTileScales, weight_tile);
+        }
+        __syncwarp();
+      }
+    }
+  }
+
+  // Producer warp 1: what the epilogue needs.
+  __device__ void describe_tiles() {
+    auto walk = make_walk();
+    RingPosition<kInfoSlots> ring;
+    int lane = threadIdx.x % kWarp;
+    Tile tile;
+    bool more = true;
+    while (more) {
+      more = walk.next(tile);
+      barrier_wait(smem_address(&shared_.info_empty[ring.slot]), ring.round ^ 1);
+      TileInfo info = {};
+      if (more) {
+        info = {tile.width, tile.row, tile.rows, first_column(tile)};
+        float factor = kFoldScale * problem_.global_scale[tile.group];
+#pragma unroll 4
+        for (int i = lane; i < tile.rows; i += kWarp) {
+          shared_.token_scale[ring.slot][i] = factor * problem_.x_scale[tile.row + i];
+        }
+        int64_t first_bias = static_cast<int64_t>(tile.group) * problem_.n + info.column;
+#pragma unroll 1
+        for (int i = lane; i < Config::Rows; i += kWarp) {
+          shared_.bias[ring.slot][i] = info.column + i < problem_.n ? load_bias(first_bias + i) : 0.0f;
+        }
+      }
+      if (lane == 0) shared_.info[ring.slot] = info;
+      __syncwarp();
+      if (lane == 0) barrier_arrive(smem_address(&shared_.info_full[ring.slot]));
+      ring.advance();
+    }
+  }
+
+  __device__ void zero_rows(int thread, int threads) {
+    int row_bytes = problem_.n * (problem_.out_type == FloatType::kFloat32 ? 4 : 2);
+    zero_unused_rows(problem_.rows, static_cast<uint4*>(problem_.out), row_bytes / 16, thread, threads);
+  }
+
+  // A consumer warp.
+  __device__ void multiply_tiles() {
+    float sums[Config::MaxTokens / 2];
+    TileInfo tile = wait_info();
+    if (tile.width > 0) {
+      wait_weights();
+      fold_fragments(load_half<0>(), fragments_[0]);
+      wait_activations();
+    }
+    while (tile.width > 0) {
+      TileInfo next;
+      multiply_width<Config::MaxTokens>(sums, tile.width, next);
+      store_tile(sums, tile);
+      tile = next;
+    }
+    store_wait_read<0>();
+  }
+
+ private:
+  __device__ TileWalk<Config::MaxTokens> make_walk() {
+    int columns = ceil_div(problem_.n, Config::Rows * Config::Cluster);
+    return {problem_.rows, columns, static_cast<int>(blockIdx.x) / Config::Cluster,
+            static_cast<int>(gridDim.x) / Config::Cluster};
+  }
+
+  __device__ int first_column(const Tile& tile) const {
+    return (tile.column * Config::Cluster + rank_) * Config::Rows;
+  }
+
+  __device__ float load_bias(int64_t i) const {
+    if (problem_.bias == nullptr) return 0.0f;
+    switch (problem_.bias_type) {
+      case FloatType::kFloat32: return static_cast<const float*>(problem_.bias)[i];
+      case FloatType::kBfloat16: return __bfloat162float(static_cast<const __nv_bfloat16*>(problem_.bias)[i]);
+      default: return __half2float(static_cast<const __half*>(problem_.bias)[i]);
+    }
+  }
+
+  // ---- consumers ----
+
+  __device__ __forceinline__ void wait_activations() {
+    barrier_wait(smem_address(&shared_.x_full[x_.slot]), x_.round);
+  }
+
+  __device__ __forceinline__ void wait_weights() {
+    barrier_wait(smem_address(&shared_.w_full[w_.slot]), w_.round);
+  }
+
+  __device__ __forceinline__ void release_activations(int slot) {
+    int lane = threadIdx.x % kWarp;
+    if constexpr (Config::Cluster > 1) {
+      if (lane < Config::Cluster) barrier_arrive_remote(smem_address(&shared_.x_empty[slot]), lane);
+    } else {
+      if (lane == 0) barrier_arrive(smem_address(&shared_.x_empty[slot]));
+    }
+  }
+
+  __device__ __forceinline__ void release_weights() {
+    if (threadIdx.x % kWarp == 0) barrier_arrive(smem_address(&shared_.w_empty[w_.slot]));
+  }
+
+  // The info of the next tile in the walk; its slot is given back by store_tile.
+  __device__ __forceinline__ TileInfo wait_info() {
+    barrier_wait(smem_address(&shared_.info_full[info_.slot]), info_.round);
+    TileInfo info = shared_.info[info_.slot];
+    info_.advance();
+    return info;
+  }
+
+  // Reads codes and scales of a half step and makes its tables: all that need not wait for free fragments.
+  template <int Half>
+  __device__ __forceinline__ FoldInput load_half() {
+    int lane = threadIdx.x % kWarp, warp = threadIdx.x / kWarp;
+    const uint8_t* codes = shared_.codes[w_.slot] + warp * kTileCodes + Half * (kTileCodes / 2) + lane * 16;
+    const uint8_t* scales = shared_.scales[w_.slot] + warp * kTileScales + lane * 4;
+    if constexpr (Half == 0) scale_bytes_ = *reinterpret_cast<const uint32_t*>(scales);
+    return prepare_fold<Half>(*reinterpret_cast<const uint4*>(codes), scale_bytes_);
+  }
+
+  // Starts the products of 64 K: two instructions of 32.
+  template <int Tokens, int Half>
+  __device__ __forceinline__ void issue_half(float* sums, int keep) {
+    uint64_t x = swizzled_descriptor(smem_address(shared_.x[x_.slot])) + Half * 2 * kDescriptorK32;
+    wgmma_fence();
+    Wgmma<Tokens>::run(sums, fragments_[Half], x, keep);
+    Wgmma<Tokens>::run(sums, fragments_[Half] + 4, x + kDescriptorK32, 1);
+    wgmma_commit();
+  }
+
+  // All K of a tile. Enters with the first half step folded, and leaves so for the next tile, if any.
+  template <int Tokens>
+  __device__ __forceinline__ void multiply(float* sums, TileInfo& next) {
+    for (int step = 0; step < problem_.steps; ++step) {
+      issue_half<Tokens, 0>(sums, step > 0);
+      FoldInput second = load_half<1>();
+      wgmma_wait<1>();  // the last step's second half: its activations are read, its fragments are free
+      if (step > 0) release_activations(previous_);
+      fold_fragments(second, fragments_[1]);
+      release_weights();
+      issue_half<Tokens, 1>(sums, 1);
+      previous_ = x_.slot;
+      x_.advance();
+      w_.advance();
+      bool more = true;
+      if (step + 1 == problem_.steps) {
+        next = wait_info();
+        more = next.width > 0;
+      }
+      if (more) wait_weights();
+      FoldInput first = load_half<0>();
+      if (more) wait_activations();
+      wgmma_wait<1>();
+      fold_fragments(first, fragments_[0]);
+    }
+    wgmma_wait<0>();
+    release_activations(previous_);
+  }
+
+  // Runs the instance that is as wide as the tile.
+  template <int Tokens>
+  __device__ __forceinline__ void multiply_width(float* sums, int width, TileInfo& next) {
+    if constexpr (Tokens > kTokenStep) {
+      if (width < Tokens) return multiply_width<Tokens - kTokenStep>(sums, width, next);
+    }
+    multiply<Tokens>(sums, next);
+  }
+
+  __device__ void store_tile(float (&sums)[Config::MaxTokens / 2], const TileInfo& tile) {
+#pragma unroll
+    for (float& sum : sums) asm volatile("" : "+f"(sum)::"memory");  // no use of a sum moves before the wait
+    int slot = (info_.slot + kInfoSlots - 2) % kInfoSlots;
+    int warpgroup = threadIdx.x / kWarpgroup;
+    int column = tile.column + warpgroup * kWarpgroupRows;
+    if (column < problem_.n) {
+      const float* token_scale = shared_.token_scale[slot];
+      float2 bias = reinterpret_cast<const float2*>(shared_.bias[slot])[threadIdx.x / 4];
+      if (problem_.out_type == FloatType::kFloat32) {
+        store_float32(sums, tile, token_scale, bias);
+      } else {
+        if (threadIdx.x % kWarpgroup == 0) store_wait_read<0>();
+        named_barrier(1 + warpgroup, kWarpgroup);
+        constexpr int kChunks = (Config::MaxTokens + kChunkTokens - 1) / kChunkTokens;
+#pragma unroll
+        for (int chunk = 0; chunk < kChunks; ++chunk) {
+          if (chunk * kChunkTokens < tile.rows) {
+            const float* chunk_sums = sums + chunk * (kChunkTokens / 2);
+            const float* chunk_scale = token_scale + chunk * kChunkTokens;
+            if (problem_.out_type == FloatType::kBfloat16) {
+              store_chunk<__nv_bfloat162>(chunk_sums, chunk, tile, chunk_scale, bias, column);
+            } else {
+              store_chunk<__half2>(chunk_sums, chunk, tile, chunk_scale, bias, column);
+            }
+          }
+        }
+      }
+    }
+    __syncwarp();
+    if (threadIdx.x % kWarp == 0) barrier_arrive(smem_address(&shared_.info_empty[slot]));
+  }
+
+  // 64 tokens x 64 weight rows through shared memory. The map of the output has the rows twice, as y and z: row
+  // r0 + i is (y, z) = (64 - count + i, r0 + count), and y ends at 64, so exactly `count` rows are written.
+  template <class Pair>
+  __device__ __forceinline__ void store_chunk(const float* sums, int chunk, const TileInfo& tile,
+                                              const float* token_scale, float2 bias, int column) {
+    int warpgroup = threadIdx.x / kWarpgroup, warp = threadIdx.x / kWarp % 4, lane = threadIdx.x % kWarp;
+    int g = lane / 4, t = lane % 4;
+    int buffer = chunk % Config::StoreBuffers;
+    if (chunk >= Config::StoreBuffers) {
+      if (threadIdx.x % kWarpgroup == 0) store_wait_read<Config::StoreBuffers - 1>();
+      named_barrier(1 + warpgroup, kWarpgroup);
+    }
+    uint8_t* target = shared_.store[warpgroup][buffer];
+    // Token 8 j + 2 t + e, weight rows 16 warp + 2 g and the next; 16-byte pieces swizzled by the token.
+    int piece = 2 * warp + g / 4;
+    int even = 2 * t * 128 + ((piece ^ (2 * t)) * 16) + g % 4 * 4;
+    int odd = (2 * t + 1) * 128 + ((piece ^ (2 * t + 1)) * 16) + g % 4 * 4;
+#pragma unroll
+    for (int j = 0; j < kChunkTokens / 8 && chunk * kChunkTokens + 8 * j < Config::MaxTokens; ++j) {
+      float2 scale = *reinterpret_cast<const float2*>(token_scale + 8 * j + 2 * t);
+      const float* d = sums + 4 * j;
+      float2 first = make_float2(d[0] * scale.x + bias.x, d[2] * scale.x + bias.y);
+      float2 second = make_float2(d[1] * scale.y + bias.x, d[3] * scale.y + bias.y);
+      *reinterpret_cast<uint32_t*>(target + even + j * 1024) = round_pair<Pair>(first);
+      *reinterpret_cast<uint32_t*>(target + odd + j * 1024) = round_pair<Pair>(second);
+    }
+    fence_async_proxy();
+    named_barrier(1 + warpgroup, kWarpgroup);
+    if (threadIdx.x % kWarpgroup == 0) {
+      int row = tile.row + chunk * kChunkTokens;
+      int count = min(kChunkTokens, tile.rows - chunk * kChunkTokens);
+      store_box(&maps_.out, smem_address(target), column, kChunkTokens - count, row + count);
+      store_commit();
+    }
+  }
+
+  template <class Pair>
+  static __device__ __forceinline__ uint32_t round_pair(float2 values) {
+    Pair pair;
+    if constexpr (std::is_same_v<Pair, __half2>) {
+      pair = __float22half2_rn(values);
+    } else {
+      pair = __float22bfloat162_rn(values);
+    }
+    return *reinterpret_cast<uint32_t*>(&pair);
+  }
+
+  __device__ __forceinline__ void store_float32(const float* sums, const TileInfo& tile, const float* token_scale,
+                                                float2 bias) {
+    int lane = threadIdx.x % kWarp;
+    int column = tile.column + threadIdx.x / kWarp * kTileRows + lane / 4 * 2;
+    float* out = static_cast<float*>(problem_.out) + static_cast<int64_t>(tile.row) * problem_.n + column;
+#pragma unroll
+    for (int i = 0; i < Config::MaxTokens / 4; ++i) {  // token 8 j + 2 t + e
+      int token = i / 2 * 8 + lane % 4 * 2 + i % 2;
+      const float* d = sums + i / 2 * 4 + i % 2;
+      if (token < tile.rows) {
+        float scale = token_scale[token];
+        *reinterpret_cast<float2*>(out + static_cast<int64_t>(token) * problem_.n) =
+            make_float2(d[0] * scale + bias.x, d[2] * scale + bias.y);
+      }
+    }
+  }
+
+  Shared& shared_;
+  const Problem& problem_;
+  const Maps& maps_;
+  uint32_t rank_;
+  RingPosition<Config::XStages> x_;
+  RingPosition<Config::WStages> w_;
+  RingPosition<kInfoSlots> info_;
+  int previous_ = 0;          // the stage of X whose products may still run
+  uint32_t scale_bytes_ = 0;  // of the step being folded
+  uint32_t fragments_[2][8];
+};
+
+template <class Config>
+__global__ void __launch_bounds__(Config::Threads, 1)
+    prefill_kernel(const __grid_constant__ Problem problem, const __grid_constant__ Maps maps) {
+  extern __shared__ __align__(1024) uint8_t memory[];
+  auto& shared = *reinterpret_cast<SharedStorage<Config>*>(memory);
+  PrefillBlock<Config> block(shared, problem, maps);
+  int warpgroup = threadIdx.x / kWarpgroup, warp = threadIdx.x / kWarp % 4;
+  if (threadIdx.x == 0) block.init_barriers();
+  __syncthreads();
+  if constexpr (Config::Cluster > 1) cluster_sync();
+
+  if (warpgroup == Config::Warpgroups) {
+    register_give<Config::ProducerRegisters>();
+    if (warp == 0) {
+      block.copy_activations();
+    } else if (warp == 1) {
+      block.describe_tiles();
+    } else if (warp == 2) {
+      block.copy_weights();
+    } else {
+      block.zero_rows(blockIdx.x * kWarp + threadIdx.x % kWarp, gridDim.x * kWarp);
+    }
+  } else {
+    register_take<Config::ConsumerRegisters>();
+    block.multiply_tiles();
+  }
+  // A block stays until its peer sends nothing more to its shared memory.
+  if constexpr (Config::Cluster > 1) cluster_sync();
+}
+
+}  // namespace fp4::sm90

@@ -1,0 +1,205 @@
+// Thin wrappers around the sm_90a instructions the kernels use: mbarriers, bulk tensor copies, RS wgmma.
+#pragma once
+
+#include <cuda.h>
+#include <cuda_runtime.h>
+
+#include <cstdint>
+
+namespace fp4::sm90 {
+
+__device__ __forceinline__ uint32_t smem_address(const void* pointer) {
+  return static_cast<uint32_t>(__cvta_generic_to_shared(pointer));
+}
+
+// ---- mbarriers (addresses are 32-bit shared memory addresses) ----
+
+__device__ __forceinline__ void barrier_init(uint32_t barrier, uint32_t arrivals) {
+  asm volatile("mbarrier.init.shared::cta.b64 [%0], %1;" ::"r"(barrier), "r"(arrivals));
+}
+
+__device__ __forceinline__ void barrier_init_fence() {
+  asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory");
+}
+
+__device__ __forceinline__ void barrier_arrive(uint32_t barrier) {
+  asm volatile("mbarrier.arrive.shared::cta.b64 _, [%0];" ::"r"(barrier) : "memory");
+}
+
+// Arrives on the same barrier of the cluster's block `rank`. Without .release.cluster, which would cost a
+// GPU-wide memory barrier; the arriving threads only read what the barrier protects.
+__device__ __forceinline__ void barrier_arrive_remote(uint32_t barrier, uint32_t rank) {
+  asm volatile(
+      "{\n.reg .b32 remote;\n"
+      "mapa.shared::cluster.u32 remote, %0, %1;\n"
+      "mbarrier.arrive.shared::cluster.b64 _, [remote];\n}\n" ::"r"(barrier),
+      "r"(rank)
+      : "memory");
+}
+
+__device__ __forceinline__ void barrier_expect_bytes(uint32_t barrier, uint32_t bytes) {
+  asm volatile("mbarrier.arrive.expect_tx.shared::cta.b64 _, [%0], %1;" ::"r"(barrier), "r"(bytes) : "memory");
+}
+
+__device__ __forceinline__ void barrier_wait(uint32_t barrier, uint32_t parity) {
+  asm volatile(
+      "{\n.reg .pred done;\n"
+      "WAIT:\n"
+      "mbarrier.try_wait.parity.shared::cta.b64 done, [%0], %1;\n"
+      "@done bra DONE;\n"
+      "bra WAIT;\n"
+      "DONE:\n}\n" ::"r"(barrier),
+      "r"(parity)
+      : "memory");
+}
+
+// A barrier among `threads` threads of the block (id 0 is __syncthreads).
+__device__ __forceinline__ void named_barrier(int id, int threads) {
+  asm volatile("bar.sync %0, %1;" ::"r"(id), "r"(threads) : "memory");
+}
+
+// ---- clusters ----
+
+__device__ __forceinline__ uint32_t cluster_rank() {
+  uint32_t rank;
+  asm("mov.u32 %0, %%cluster_ctarank;" : "=r"(rank));
+  return rank;
+}
+
+__device__ __forceinline__ void cluster_sync() {
+  asm volatile("barrier.cluster.arrive.aligned;\nbarrier.cluster.wait.aligned;" ::: "memory");
+}
+
+// ---- bulk tensor copies ----
+
+__device__ __forceinline__ void prefetch_map(const CUtensorMap* map) {
+  asm volatile("prefetch.tensormap [%0];" ::"l"(map) : "memory");
+}
+
+__device__ __forceinline__ void load_box(uint32_t smem, const CUtensorMap* map, uint32_t barrier, int x, int y) {
+  asm volatile(
+      "cp.async.bulk.tensor.2d.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1, {%3, %4}], [%2];" ::"r"(
+          smem),
+      "l"(map), "r"(barrier), "r"(x), "r"(y)
+      : "memory");
+}
+
+// The same box into the same place of every block in `blocks` (a bit mask); each one's barrier is told.
+__device__ __forceinline__ void load_box_multicast(uint32_t smem, const CUtensorMap* map, uint32_t barrier, int x,
+                                                   int y, uint16_t blocks) {
+  asm volatile(
+      "cp.async.bulk.tensor.2d.shared::cluster.global.mbarrier::complete_tx::bytes.multicast::cluster"
+      " [%0], [%1, {%3, %4}], [%2], %5;" ::"r"(smem),
+      "l"(map), "r"(barrier), "r"(x), "r"(y), "h"(blocks)
+      : "memory");
+}
+
+__device__ __forceinline__ void store_box(const CUtensorMap* map, uint32_t smem, int x, int y, int z) {
+  asm volatile("cp.async.bulk.tensor.3d.global.shared::cta.bulk_group [%0, {%2, %3, %4}], [%1];" ::"l"(map),
+               "r"(smem), "r"(x), "r"(y), "r"(z)
+               : "memory");
+}
+
+__device__ __forceinline__ void store_commit() { asm volatile("cp.async.bulk.commit_group;" ::: "memory"); }
+
+// Until at most `Pending` committed groups of stores still read shared memory.
+template <int Pending>
+__device__ __forceinline__ void store_wait_read() {
+  asm volatile("cp.async.bulk.wait_group.read %0;" ::"n"(Pending) : "memory");
+}
+
+// Makes this thread's writes to shared memory visible to the copy engine.
+__device__ __forceinline__ void fence_async_proxy() { asm volatile("fence.proxy.async.shared::cta;" ::: "memory"); }
+
+// ---- registers ----
+
+template <int Registers>
+__device__ __forceinline__ void register_take() {
+  asm volatile("setmaxnreg.inc.sync.aligned.u32 %0;" ::"n"(Registers));
+}
+
+template <int Registers>
+__device__ __forceinline__ void register_give() {
+  asm volatile("setmaxnreg.dec.sync.aligned.u32 %0;" ::"n"(Registers));
+}
+
+// True in one lane of a warp that has converged.
+__device__ __forceinline__ bool elect_lane() {
+  uint32_t elected;
+  asm volatile(
+      "{\n.reg .pred one;\nelect.sync _|one, 0xFFFFFFFF;\nselp.u32 %0, 1, 0, one;\n}\n" : "=r"(elected));
+  return elected != 0;
+}
+
+// ---- bytes ----
+
+// PRMT with a run-time selector. Unlike __byte_perm, a selector's top bit replicates the byte's sign.
+__device__ __forceinline__ uint32_t permute_bytes(uint32_t low, uint32_t high, uint32_t selector) {
+  uint32_t result;
+  asm("prmt.b32 %0, %1, %2, %3;" : "=r"(result) : "r"(low), "r"(high), "r"(selector));
+  return result;
+}
+
+// ---- wgmma: D[64, Tokens] (+)= A[64, 32] (registers) x B[Tokens, 32] (shared memory), e4m3 to float32 ----
+
+__device__ __forceinline__ void wgmma_fence() { asm volatile("wgmma.fence.sync.aligned;" ::: "memory"); }
+
+__device__ __forceinline__ void wgmma_commit() { asm volatile("wgmma.commit_group.sync.aligned;" ::: "memory"); }
+
+template <int Pending>
+__device__ __forceinline__ void wgmma_wait() {
+  asm volatile("wgmma.wait_group.sync.aligned %0;" ::"n"(Pending) : "memory");
+}
+
+// K-major rows of 128 bytes with 128-byte swizzle; 8 rows are 1024 bytes apart. K advances by 32 bytes = 2.
+__device__ __forceinline__ uint64_t swizzled_descriptor(uint32_t smem) {
+  constexpr uint64_t kSwizzle128 = 1ull << 62, kEightRows = uint64_t(1024 >> 4) << 32, kLeading = 1ull << 16;
+  return kSwizzle128 | kEightRows | kLeading | ((smem & 0x3FFFF) >> 4);
+}
+
+constexpr int kDescriptorK32 = 2;
+
+template <int Tokens>
+struct Wgmma;
+
+// The operand lists of wgmma, 16 accumulators (32 tokens) at a time.
+#define FP4_D16(i) FP4_D8(i), FP4_D8(i + 8)
+#define FP4_D8(i)                                                                                              \
+  "+f"(d[i]), "+f"(d[i + 1]), "+f"(d[i + 2]), "+f"(d[i + 3]), "+f"(d[i + 4]), "+f"(d[i + 5]), "+f"(d[i + 6]), \
+      "+f"(d[i + 7])
+#define FP4_D32(i) FP4_D16(i), FP4_D16(i + 16)
+#define FP4_D64(i) FP4_D32(i), FP4_D32(i + 32)
+
+#define FP4_S16 "%0,%1,%2,%3,%4,%5,%6,%7,%8,%9,%10,%11,%12,%13,%14,%15"
+#define FP4_S32 FP4_S16 ",%16,%17,%18,%19,%20,%21,%22,%23,%24,%25,%26,%27,%28,%29,%30,%31"
+#define FP4_S48 FP4_S32 ",%32,%33,%34,%35,%36,%37,%38,%39,%40,%41,%42,%43,%44,%45,%46,%47"
+#define FP4_S64 FP4_S48 ",%48,%49,%50,%51,%52,%53,%54,%55,%56,%57,%58,%59,%60,%61,%62,%63"
+#define FP4_S80 FP4_S64 ",%64,%65,%66,%67,%68,%69,%70,%71,%72,%73,%74,%75,%76,%77,%78,%79"
+#define FP4_S96 FP4_S80 ",%80,%81,%82,%83,%84,%85,%86,%87,%88,%89,%90,%91,%92,%93,%94,%95"
+#define FP4_S112 FP4_S96 ",%96,%97,%98,%99,%100,%101,%102,%103,%104,%105,%106,%107,%108,%109,%110,%111"
+#define FP4_S128 FP4_S112 ",%112,%113,%114,%115,%116,%117,%118,%119,%120,%121,%122,%123,%124,%125,%126,%127"
+
+// a0..p are the numbers of the operands that follow the accumulators.
+#define FP4_WGMMA(tokens, list, outputs, a0, a1, a2, a3, b, p)                                            \
+  template <>                                                                                             \
+  struct Wgmma<tokens> {                                                                                  \
+    static __device__ __forceinline__ void run(float* d, const uint32_t* a, uint64_t b_desc, int keep) {  \
+      asm volatile("{\n.reg .pred keep;\nsetp.ne.b32 keep, %" #p                                          \
+                   ", 0;\nwgmma.mma_async.sync.aligned.m64n" #tokens "k32.f32.e4m3.e4m3 {" list "}, {%" #a0 \
+                   ",%" #a1 ",%" #a2 ",%" #a3 "}, %" #b ", keep, 1, 1;\n}\n"                              \
+                   : outputs                                                                              \
+                   : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(b_desc), "r"(keep));                 \
+    }                                                                                                     \
+  };
+
+#define FP4_LIST(...) __VA_ARGS__
+FP4_WGMMA(32, FP4_S16, FP4_LIST(FP4_D16(0)), 16, 17, 18, 19, 20, 21)
+FP4_WGMMA(64, FP4_S32, FP4_LIST(FP4_D32(0)), 32, 33, 34, 35, 36, 37)
+FP4_WGMMA(96, FP4_S48, FP4_LIST(FP4_D32(0), FP4_D16(32)), 48, 49, 50, 51, 52, 53)
+FP4_WGMMA(128, FP4_S64, FP4_LIST(FP4_D64(0)), 64, 65, 66, 67, 68, 69)
+FP4_WGMMA(160, FP4_S80, FP4_LIST(FP4_D64(0), FP4_D16(64)), 80, 81, 82, 83, 84, 85)
+FP4_WGMMA(192, FP4_S96, FP4_LIST(FP4_D64(0), FP4_D32(64)), 96, 97, 98, 99, 100, 101)
+FP4_WGMMA(224, FP4_S112, FP4_LIST(FP4_D64(0), FP4_D32(64), FP4_D16(96)), 112, 113, 114, 115, 116, 117)
+FP4_WGMMA(256, FP4_S128, FP4_LIST(FP4_D64(0), FP4_D64(64)), 128, 129, 130, 131, 132, 133)
+
+}  // namespace fp4::sm90
