@@ -47,10 +47,10 @@ __device__ __forceinline__ FoldTable exact_table(uint32_t byte) {
 
 // The table of the scale in the lowest byte, whatever it is.
 __device__ __forceinline__ FoldTable any_table(uint32_t scale) {
-  uint32_t plain = scale & 0x7F;
-  if (plain < kFirstFastScale) return exact_table(plain);
-  uint32_t once = plain - kEighth;
-  return fast_table(once, once + 5 - (scale >> 7 & 1), 0);
+  uint32_t plain = scale & 0x7F, once = plain - kEighth;
+  FoldTable exact = exact_table(plain), fast = fast_table(once, once + 5 - (scale >> 7 & 1), 0);
+  bool small = plain < kFirstFastScale;
+  return {small ? exact.low : fast.low, small ? exact.high : fast.high};
 }
 
 // One word = 8 codes: the two A registers of K 4t..4t+3 and 16+4t..16+4t+3.
@@ -61,34 +61,43 @@ __device__ __forceinline__ void fold_word(uint32_t word, FoldTable table, uint32
   second = permute_bytes(table.low, table.high, codes >> 16) | ((word << 4) & kSigns);
 }
 
-// What folding a half step (64 K) takes: one lane's codes and the tables of its two rows.
-struct FoldInput {
-  uint4 codes;
+// The tables of a lane's two rows for a half step (64 K).
+struct FoldTables {
   FoldTable even, odd;
 };
 
-// `scales` are a lane's bytes for 128 K: {half 0: even row, odd row; half 1: even row, odd row}.
+// A lane's scale bytes for 128 K: {half 0: even row, odd row; half 1: even row, odd row}, and what tables share.
+struct FoldScales {
+  uint32_t bytes, once, once_half;
+  bool small;  // some lane's table needs arithmetic
+};
+
+__device__ __forceinline__ FoldScales prepare_scales(uint32_t bytes) {
+  FoldScales scales;
+  uint32_t plain = bytes & (0x7F * kEveryByte);
+  scales.bytes = bytes;
+  scales.once = plain - kEighth * kEveryByte;
+  scales.once_half = scales.once + 5 * kEveryByte - ((bytes >> 7) & kEveryByte);
+  uint32_t large = (plain + (0x80 - kFirstFastScale) * kEveryByte) & (0x80 * kEveryByte);
+  scales.small = __any_sync(~0u, large != 0x80 * kEveryByte);
+  return scales;
+}
+
 template <int Half>
-__device__ __forceinline__ FoldInput prepare_fold(uint4 codes, uint32_t scales) {
-  uint32_t plain = scales & (0x7F * kEveryByte);
-  uint32_t once = plain - kEighth * kEveryByte;
-  uint32_t once_half = once + 5 * kEveryByte - ((scales >> 7) & kEveryByte);
-  FoldInput input = {codes, fast_table(once, once_half, 2 * Half), fast_table(once, once_half, 2 * Half + 1)};
-  constexpr uint32_t kLarge = 0x8080u << (16 * Half);
-  uint32_t large = (plain + (0x80 - kFirstFastScale) * kEveryByte) & kLarge;
-  if (__any_sync(~0u, large != kLarge)) {  // some byte may have borrowed from its neighbour above
-    input.even = any_table(scales >> (16 * Half));
-    input.odd = any_table(scales >> (16 * Half + 8));
+__device__ __forceinline__ FoldTables make_tables(const FoldScales& scales) {
+  if (__builtin_expect(scales.small, 0)) {  // some byte may have borrowed from its neighbour above
+    return {any_table(scales.bytes >> (16 * Half)), any_table(scales.bytes >> (16 * Half + 8))};
   }
-  return input;
+  return {fast_table(scales.once, scales.once_half, 2 * Half),
+          fast_table(scales.once, scales.once_half, 2 * Half + 1)};
 }
 
 // The A operands of the two K = 32 steps: fragment[4 s ..] for step s.
-__device__ __forceinline__ void fold_fragments(const FoldInput& input, uint32_t (&fragment)[8]) {
-  fold_word(input.codes.x, input.even, fragment[0], fragment[2]);
-  fold_word(input.codes.y, input.even, fragment[4], fragment[6]);
-  fold_word(input.codes.z, input.odd, fragment[1], fragment[3]);
-  fold_word(input.codes.w, input.odd, fragment[5], fragment[7]);
+__device__ __forceinline__ void fold_fragments(uint4 codes, const FoldTables& tables, uint32_t (&fragment)[8]) {
+  fold_word(codes.x, tables.even, fragment[0], fragment[2]);
+  fold_word(codes.y, tables.even, fragment[4], fragment[6]);
+  fold_word(codes.z, tables.odd, fragment[1], fragment[3]);
+  fold_word(codes.w, tables.odd, fragment[5], fragment[7]);
 }
 
 }  // namespace fp4::sm90

@@ -99,11 +99,8 @@ struct RingPosition {
   int slot = 0;
   uint32_t round = 0;
 
-  __device__ __forceinline__ void advance() {
-    if (++slot == Slots) {
-      slot = 0;
-      round ^= 1;
-    }
+  __device__ __forceinline__ RingPosition next() const {
+    return slot + 1 == Slots ? RingPosition{0, round ^ 1} : RingPosition{slot + 1, round};
   }
 };
 
@@ -138,7 +135,7 @@ class PrefillBlock {
     Tile tile;
     while (walk.next(tile)) {
       int part = ceil_div(tile.width, kTokenStep * Config::Cluster) * kTokenStep;
-      for (int step = 0; step < problem_.steps; ++step, ring.advance()) {
+      for (int step = 0; step < problem_.steps; ++step, ring = ring.next()) {
         barrier_wait(smem_address(&shared_.x_empty[ring.slot]), ring.round ^ 1);
         if (elect_lane()) {
           uint32_t full = smem_address(&shared_.x_full[ring.slot]);
@@ -169,7 +166,7 @@ class PrefillBlock {
     Tile tile;
     while (walk.next(tile)) {
       int weight_tile = (tile.group * problem_.n + first_column(tile)) / kTileRows;
-      for (int step = 0; step < problem_.steps; ++step, ring.advance()) {
+      for (int step = 0; step < problem_.steps; ++step, ring = ring.next()) {
         barrier_wait(smem_address(&shared_.w_empty[ring.slot]), ring.round ^ 1);
         if (elect_lane()) {
           uint32_t full = smem_address(&shared_.w_full[ring.slot]);
@@ -209,7 +206,7 @@ class PrefillBlock {
       if (lane == 0) shared_.info[ring.slot] = info;
       __syncwarp();
       if (lane == 0) barrier_arrive(smem_address(&shared_.info_full[ring.slot]));
-      ring.advance();
+      ring = ring.next();
     }
   }
 
@@ -221,11 +218,16 @@ class PrefillBlock {
   // A consumer warp.
   __device__ void multiply_tiles() {
     float sums[Config::MaxTokens / 2];
+    // Through a shuffle, so that the compiler keeps the addresses instead of computing them again in every step.
+    int lane = threadIdx.x % kWarp, warp = threadIdx.x / kWarp;
+    lane_codes_ = __shfl_sync(~0u, smem_address(shared_.codes) + warp * kTileCodes + lane * 16, lane);
+    lane_scales_ = __shfl_sync(~0u, smem_address(shared_.scales) + warp * kTileScales + lane * 4, lane);
     TileInfo tile = wait_info();
     if (tile.width > 0) {
-      wait_weights();
-      fold_fragments(load_half<0>(), fragments_[0]);
-      wait_activations();
+      wait_weights(false);
+      load_weights();
+      fold_fragments(codes_[0], make_tables<0>(scales_), fragments_[0]);
+      wait_activations(false);
     }
     while (tile.width > 0) {
       TileInfo next;
@@ -258,12 +260,13 @@ class PrefillBlock {
 
   // ---- consumers ----
 
-  __device__ __forceinline__ void wait_activations() {
-    barrier_wait(smem_address(&shared_.x_full[x_.slot]), x_.round);
+  // Waits for the current stage unless an earlier test found it there.
+  __device__ __forceinline__ void wait_activations(bool ready) {
+    if (!ready) barrier_wait(smem_address(&shared_.x_full[x_.slot]), x_.round);
   }
 
-  __device__ __forceinline__ void wait_weights() {
-    barrier_wait(smem_address(&shared_.w_full[w_.slot]), w_.round);
+  __device__ __forceinline__ void wait_weights(bool ready) {
+    if (!ready) barrier_wait(smem_address(&shared_.w_full[w_.slot]), w_.round);
   }
 
   __device__ __forceinline__ void release_activations(int slot) {
@@ -283,54 +286,58 @@ class PrefillBlock {
   __device__ __forceinline__ TileInfo wait_info() {
     barrier_wait(smem_address(&shared_.info_full[info_.slot]), info_.round);
     TileInfo info = shared_.info[info_.slot];
-    info_.advance();
+    info_ = info_.next();
     return info;
   }
 
-  // Reads codes and scales of a half step and makes its tables: all that need not wait for free fragments.
-  template <int Half>
-  __device__ __forceinline__ FoldInput load_half() {
-    int lane = threadIdx.x % kWarp, warp = threadIdx.x / kWarp;
-    const uint8_t* codes = shared_.codes[w_.slot] + warp * kTileCodes + Half * (kTileCodes / 2) + lane * 16;
-    const uint8_t* scales = shared_.scales[w_.slot] + warp * kTileScales + lane * 4;
-    if constexpr (Half == 0) scale_bytes_ = *reinterpret_cast<const uint32_t*>(scales);
-    return prepare_fold<Half>(*reinterpret_cast<const uint4*>(codes), scale_bytes_);
+  __device__ __forceinline__ void load_weights() {
+    uint32_t codes = lane_codes_ + w_.slot * Config::CodeBytes;
+    scales_ = prepare_scales(load_shared_4(lane_scales_ + w_.slot * Config::ScaleBytes));
+    codes_[0] = load_shared_16(codes);
+    codes_[1] = load_shared_16(codes + kTileCodes / 2);
   }
 
   // Starts the products of 64 K: two instructions of 32.
   template <int Tokens, int Half>
   __device__ __forceinline__ void issue_half(float* sums, int keep) {
-    uint64_t x = swizzled_descriptor(smem_address(shared_.x[x_.slot])) + Half * 2 * kDescriptorK32;
+    uint32_t x = swizzled_base(smem_address(shared_.x)) + x_.slot * (Config::XBytes / 16) + Half * 2 * kDescriptorK32;
+#pragma unroll
+    for (uint32_t& fragment : fragments_[Half]) asm volatile("" : "+r"(fragment));  // folded before the first starts
     wgmma_fence();
-    Wgmma<Tokens>::run(sums, fragments_[Half], x, keep);
-    Wgmma<Tokens>::run(sums, fragments_[Half] + 4, x + kDescriptorK32, 1);
+    Wgmma<Tokens>::run(sums, fragments_[Half], swizzled_descriptor(x), keep);
+    Wgmma<Tokens>::run(sums, fragments_[Half] + 4, swizzled_descriptor(x + kDescriptorK32), 1);
     wgmma_commit();
   }
 
   // All K of a tile. Enters with the first half step folded, and leaves so for the next tile, if any.
   template <int Tokens>
   __device__ __forceinline__ void multiply(float* sums, TileInfo& next) {
-    for (int step = 0; step < problem_.steps; ++step) {
+    for (int step = 0;; ++step) {
       issue_half<Tokens, 0>(sums, step > 0);
-      FoldInput second = load_half<1>();
+      FoldTables tables = make_tables<1>(scales_);
+      auto x_next = x_.next();
+      auto w_next = w_.next();
+      bool x_ready = barrier_test(smem_address(&shared_.x_full[x_next.slot]), x_next.round);
+      bool w_ready = barrier_test(smem_address(&shared_.w_full[w_next.slot]), w_next.round);
       wgmma_wait<1>();  // the last step's second half: its activations are read, its fragments are free
       if (step > 0) release_activations(previous_);
-      fold_fragments(second, fragments_[1]);
+      fold_fragments(codes_[1], tables, fragments_[1]);
       release_weights();
       issue_half<Tokens, 1>(sums, 1);
       previous_ = x_.slot;
-      x_.advance();
-      w_.advance();
-      bool more = true;
+      x_ = x_next;
+      w_ = w_next;
       if (step + 1 == problem_.steps) {
         next = wait_info();
-        more = next.width > 0;
+        if (next.width == 0) break;
       }
-      if (more) wait_weights();
-      FoldInput first = load_half<0>();
-      if (more) wait_activations();
+      wait_weights(w_ready);
+      load_weights();
+      tables = make_tables<0>(scales_);
+      wait_activations(x_ready);
       wgmma_wait<1>();
-      fold_fragments(first, fragments_[0]);
+      fold_fragments(codes_[0], tables, fragments_[0]);
+      if (step + 1 == problem_.steps) break;
     }
     wgmma_wait<0>();
     release_activations(previous_);
@@ -450,7 +457,10 @@ class PrefillBlock {
   RingPosition<Config::WStages> w_;
   RingPosition<kInfoSlots> info_;
   int previous_ = 0;          // the stage of X whose products may still run
-  uint32_t scale_bytes_ = 0;  // of the step being folded
+  // Shared memory addresses of this lane's codes and scales in stage 0 of the ring.
+  uint32_t lane_codes_, lane_scales_;
+  uint4 codes_[2];  // of the step being folded, as the scales
+  FoldScales scales_;
   uint32_t fragments_[2][8];
 };
 

@@ -55,6 +55,7 @@ constexpr Candidate kCandidates[] = {
     candidate<PrefillConfig<2, 64, 1, 8, 14, 1>>("rows 128, tokens 64, cluster 1"),
     candidate<PrefillConfig<2, 192, 1, 5, 7, 2>>("rows 128, tokens 192, cluster 1"),
     candidate<PrefillConfig<2, 192, 2, 5, 7, 2>>("rows 128, tokens 192, cluster 2"),
+    candidate<PrefillConfig<3, 64, 1, 8, 9, 1>>("rows 192, tokens 64, cluster 1"),
 };
 constexpr int kCandidateCount = sizeof(kCandidates) / sizeof(kCandidates[0]);
 

@@ -53,6 +53,19 @@ __device__ __forceinline__ void barrier_wait(uint32_t barrier, uint32_t parity) 
       : "memory");
 }
 
+// Whether that phase is over, without waiting.
+__device__ __forceinline__ bool barrier_test(uint32_t barrier, uint32_t parity) {
+  uint32_t over;
+  asm volatile(
+      "{\n.reg .pred over;\n"
+      "mbarrier.test_wait.parity.shared::cta.b64 over, [%1], %2;\n"
+      "selp.u32 %0, 1, 0, over;\n}\n"
+      : "=r"(over)
+      : "r"(barrier), "r"(parity)
+      : "memory");
+  return over != 0;
+}
+
 // A barrier among `threads` threads of the block (id 0 is __syncthreads).
 __device__ __forceinline__ void named_barrier(int id, int threads) {
   asm volatile("bar.sync %0, %1;" ::"r"(id), "r"(threads) : "memory");
@@ -133,6 +146,20 @@ __device__ __forceinline__ bool elect_lane() {
 
 // ---- bytes ----
 
+__device__ __forceinline__ uint4 load_shared_16(uint32_t smem) {
+  uint4 value;
+  asm volatile("ld.shared.v4.u32 {%0, %1, %2, %3}, [%4];"
+               : "=r"(value.x), "=r"(value.y), "=r"(value.z), "=r"(value.w)
+               : "r"(smem));
+  return value;
+}
+
+__device__ __forceinline__ uint32_t load_shared_4(uint32_t smem) {
+  uint32_t value;
+  asm volatile("ld.shared.u32 %0, [%1];" : "=r"(value) : "r"(smem));
+  return value;
+}
+
 // PRMT with a run-time selector. Unlike __byte_perm, a selector's top bit replicates the byte's sign.
 __device__ __forceinline__ uint32_t permute_bytes(uint32_t low, uint32_t high, uint32_t selector) {
   uint32_t result;
@@ -151,10 +178,13 @@ __device__ __forceinline__ void wgmma_wait() {
   asm volatile("wgmma.wait_group.sync.aligned %0;" ::"n"(Pending) : "memory");
 }
 
-// K-major rows of 128 bytes with 128-byte swizzle; 8 rows are 1024 bytes apart. K advances by 32 bytes = 2.
-__device__ __forceinline__ uint64_t swizzled_descriptor(uint32_t smem) {
-  constexpr uint64_t kSwizzle128 = 1ull << 62, kEightRows = uint64_t(1024 >> 4) << 32, kLeading = 1ull << 16;
-  return kSwizzle128 | kEightRows | kLeading | ((smem & 0x3FFFF) >> 4);
+// K-major rows of 128 bytes with 128-byte swizzle; 8 rows are 1024 bytes apart. `low` is swizzled_base() of the
+// matrix plus distances in units of 16 bytes; K advances by 32 bytes.
+__device__ __forceinline__ uint32_t swizzled_base(uint32_t smem) { return 1u << 16 | smem >> 4; }
+
+__device__ __forceinline__ uint64_t swizzled_descriptor(uint32_t low) {
+  constexpr uint64_t kSwizzle128 = 1ull << 62, kEightRows = uint64_t(1024 >> 4) << 32;
+  return kSwizzle128 | kEightRows | low;
 }
 
 constexpr int kDescriptorK32 = 2;
