@@ -1,9 +1,13 @@
-"""Builds the one extension of fp4_ops against libtorch's stable ABI.
+"""Builds the extension of fp4_ops against libtorch's stable ABI, and with nvcc the Hopper kernels.
 
 The result is not a Python extension module: it holds operators only, knows nothing of CPython, and loads
 in every torch from 2.11 on. So one binary serves all Python versions too, and the wheel is tagged so.
+The Hopper kernels know no torch at all: nvcc makes one shared library of them, which Python loads by ctypes.
 """
 
+import os
+import shutil
+import subprocess
 from pathlib import Path
 
 from setuptools import setup
@@ -31,8 +35,23 @@ ISA_FLAGS = {
 }
 
 
-class BuildByIsa(BuildExtension):
-    """Adds the flags of `ISA_FLAGS` to the sources whose name ends in that instruction set."""
+NVCC_FLAGS = [
+    "-gencode=arch=compute_90a,code=sm_90a",  # wgmma and setmaxnreg exist for sm_90a alone
+    "-O3",
+    "-std=c++17",
+    "-Xcompiler=-fPIC",
+    "-shared",
+]
+
+
+def find_nvcc() -> str | None:
+    homes = [os.environ.get("CUDA_HOME"), os.environ.get("CUDA_PATH"), "/usr/local/cuda"]
+    found = [str(Path(home) / "bin" / "nvcc") for home in homes if home]
+    return next((nvcc for nvcc in found if Path(nvcc).is_file()), shutil.which("nvcc"))
+
+
+class Build(BuildExtension):
+    """Adds the flags of `ISA_FLAGS` to the sources whose name ends in that instruction set, and runs nvcc."""
 
     def build_extensions(self) -> None:
         compile_one = self.compiler._compile
@@ -43,6 +62,19 @@ class BuildByIsa(BuildExtension):
 
         self.compiler._compile = compile_with_isa
         super().build_extensions()
+        self._build_hopper()
+
+    def _build_hopper(self) -> None:
+        nvcc = find_nvcc()
+        if nvcc is None:
+            print("fp4_ops: no nvcc (set CUDA_HOME), so no Hopper kernels are built; the others work without")
+            return
+        target = Path(self.get_ext_fullpath("fp4_ops._C")).parent / "_sm90.so"
+        folder = Path("csrc/sm90")
+        sources = sorted(folder.glob("*.cu"))
+        if target.exists() and target.stat().st_mtime > max(p.stat().st_mtime for p in folder.iterdir()):
+            return
+        subprocess.run([nvcc, *NVCC_FLAGS, *map(str, sources), "-o", str(target)], check=True)
 
 
 class AnyPythonWheel(bdist_wheel):
@@ -59,6 +91,7 @@ setup(
         "fp4_ops",
         "fp4_ops.checkpoints",
         "fp4_ops.quantization",
+        "fp4_ops.sm90",
         "fp4_ops.triton",
         "fp4_ops.meta",
         "fp4_ops.compile_passes",
@@ -86,7 +119,7 @@ setup(
         )
     ],
     cmdclass={
-        "build_ext": BuildByIsa.with_options(use_ninja=False, no_python_abi_suffix=True),
+        "build_ext": Build.with_options(use_ninja=False, no_python_abi_suffix=True),
         "bdist_wheel": AnyPythonWheel,
     },
 )

@@ -15,26 +15,33 @@ from .. import _library
 from ..experts import auto_a_format
 from ..meta import formats
 from ..meta.formats import FORMATS
+from ..meta.layouts import LAYOUTS
 
 CAPTURE = {"capture_dynamic_output_shape_ops": True}
 """What Dynamo needs to capture loops over experts, whose `nonzero` and boolean masks have unknown sizes."""
 
-ACTIVATION_CHOICES = ("auto", "bf16", "int8")
+ACTIVATION_CHOICES = ("auto", "bf16", "fp8", "int8")
 
 
 @dataclass(frozen=True)
 class Options:
     format: str = "nvfp4"
     activation: str = "auto"
-    """"bf16" leaves activations in the model's own dtype, "int8" quantises them, "auto" picks by device."""
+    """Of activations: "bf16" leaves them in the model's dtype, "fp8" and "int8" quantise, "auto" picks."""
     inductor: dict[str, Any] = field(default_factory=dict)
 
-    def a_format(self, device_type: str) -> tuple[str, str]:
+    def a_format(self, device_type: str, layout: str = "plain") -> tuple[str, str]:
         """(a_format as the operators name it, why)."""
         if self.activation == "auto":
-            chosen = auto_a_format(device_type)
-            fast = "the fast path" if chosen == "int8" else "the model's own dtype"
-            return chosen, f"auto: {fast} on {device_type}"
+            chosen = auto_a_format(device_type, layout)
+            return chosen, f"auto: {_AUTO[chosen]} on {device_type}"
+        if self.activation == "fp8":
+            if device_type != "cpu" and "fp8" not in (LAYOUTS[layout].a_formats or ()):
+                raise ValueError(
+                    "fp4: activation='fp8' needs the Hopper kernels, which this device or these weights "
+                    "do not have. Use activation='bf16' or 'auto'."
+                )
+            return "fp8", "asked for"
         if self.activation == "int8":
             if device_type != "cpu":
                 raise ValueError(
@@ -43,6 +50,13 @@ class Options:
                 )
             return "int8", "asked for"
         return "none", "asked for"
+
+
+_AUTO = {
+    "int8": "the fast path",
+    "none": "the model's own dtype",
+    "auto": "the model's own dtype for few tokens, fp8 for many,",
+}
 
 
 def parse(mode: str | None, options: Mapping[str, Any] | None) -> Options:

@@ -12,7 +12,7 @@ from torch import fx
 from torch._dynamo.source import AttrSource
 from torch._subclasses.fake_tensor import FakeTensorMode
 
-from ..meta.layouts import preferred_layout
+from ..meta.layouts import A_LAYOUTS, preferred_layout
 from .block import Block, ends_a_block, match_block
 from .capture import mutated_inputs
 from .graph import FLOATING, Canon, Refusal, WeightRef, Weights, aten, is_op, is_tensor, shape, value
@@ -146,8 +146,10 @@ def fp4_calls(graph: fx.Graph, known: Collection[fx.Node] = ()) -> list[Site]:
 OWN_CALL = "the model, which calls it itself"
 
 
-def _kernel(device_type: str) -> str:
-    return f"cpu {torch.ops.fp4.cpu_capability()}" if device_type == "cpu" else "triton"
+def _kernel(device_type: str, layout: str = "plain") -> str:
+    if device_type == "cpu":
+        return f"cpu {torch.ops.fp4.cpu_capability()}"
+    return "hopper" if layout == "sm90" else "triton"
 
 
 class _Writer:
@@ -162,8 +164,10 @@ class _Writer:
 
     def block(self, b: Block) -> Site:
         """fp4::moe in place of the block's root."""
-        spec, a_format, why = self._choices(b.down.weight)
-        up, down = (self._packed(p.weight) for p in (b.up, b.down))
+        both = (b.up.weight, b.down.weight)
+        layout = self._layout(*both)
+        a_format, why = self._a_format(layout, b.down.weight)
+        up, down = (self._packed(w, layout) for w in both)
         with self.gm.graph.inserting_before(b.root):
             hidden = b.up.weight.k
             x = b.x if len(shape(b.x)) == 2 else self.call(aten.reshape.default, b.x, [-1, hidden])
@@ -176,8 +180,8 @@ class _Writer:
                 *down,
                 b.up_bias,
                 b.down_bias,
-                format=spec.format,
-                layout=spec.layout,
+                format=self.options.format,
+                layout=layout,
                 activation=b.activation.name,
                 a_format=a_format,
                 out_dtype=value(b.root).dtype,
@@ -186,22 +190,23 @@ class _Writer:
         self.replace(b.root, out)
         w = b.up.weight
         return self._site(
-            "fp4::moe", "", where, [b.up.weight, b.down.weight], b.rows.form, why, b.activation.name,
+            "fp4::moe", "", where, both, layout, b.rows.form, why, b.activation.name,
             f"{w.experts} experts, top {b.k}, hidden {w.k}, intermediate {b.down.weight.k}",
         )  # fmt: skip
 
     def product(self, p: Product, reason: str) -> Site:
         """fp4::grouped_mm or fp4::indexed_mm in place of one product."""
-        spec, a_format, why = self._choices(p.weight)
-        packed = self._packed(p.weight)
+        layout = self._layout(p.weight)
+        a_format, why = self._a_format(layout, p.weight)
+        packed = self._packed(p.weight, layout)
         out_dtype = value(p.node).dtype
         name = "indexed_mm" if p.offs is None else "grouped_mm"
         with self.gm.graph.inserting_before(p.node):
             a, a_scale = p.a, None
             if len(shape(a)) != 2:
                 a = self.call(aten.reshape.default, a, [-1, p.weight.k])
-            if a_format == "int8":
-                both = self.call(fp4.quantize_int8.default, a)
+            if a_format in ("int8", "fp8"):
+                both = self.quantize(a, a_format, layout)
                 a, a_scale = (self.call(operator.getitem, both, i) for i in (0, 1))
             route = p.offs if p.offs is not None else self._safe_ids(p.ids, p.rows(), p.weight)
             out = self.call(
@@ -211,8 +216,8 @@ class _Writer:
                 route,
                 a_scale,
                 None,
-                format=spec.format,
-                layout=spec.layout,
+                format=self.options.format,
+                layout=layout,
                 out_dtype=out_dtype,
             )
             if p.unit_dim is not None:
@@ -222,7 +227,15 @@ class _Writer:
         w = p.weight
         form = "rows sorted by expert (grouped_mm)" if p.offs is not None else IndexedRows.form
         return self._site(
-            f"fp4::{name}", reason, where, [w], form, why, "", f"{w.experts} experts, N {w.n}, K {w.k}"
+            f"fp4::{name}",
+            reason,
+            where,
+            [w],
+            layout,
+            form,
+            why,
+            "",
+            f"{w.experts} experts, N {w.n}, K {w.k}",
         )
 
     # --- pieces ---
@@ -245,17 +258,27 @@ class _Writer:
         wrapped = self.call(aten.add.Tensor, ids, weight.experts)
         return self.call(aten.where.self, self.call(aten.lt.Scalar, ids, 0), wrapped, ids)
 
-    def _spec(self, w: WeightRef) -> PackSpec:
-        device = value(w.placeholder).device.type
-        return PackSpec(self.options.format, preferred_layout(device), w.transposed)
+    def quantize(self, a: fx.Node, a_format: str, layout: str) -> fx.Node:
+        """The activations of one product in int8 or fp8: a pair."""
+        if a_format == "int8":
+            return self.call(fp4.quantize_int8.default, a)
+        return self.call(fp4.quantize_fp8.default, a, layout=layout if layout in A_LAYOUTS else "plain")
 
-    def _choices(self, w: WeightRef) -> tuple[PackSpec, str, str]:
-        a_format, why = self.options.a_format(value(w.placeholder).device.type)
-        return self._spec(w), a_format, f"{a_format} ({why})"
+    def _layout(self, *weights: WeightRef) -> str:
+        """One layout for the weights of one operator."""
+        like = value(weights[0].placeholder)
+        return preferred_layout(like.device.type, *((w.n, w.k) for w in weights), dtype=like.dtype)
 
-    def _packed(self, w: WeightRef) -> tuple[fx.Node | None, ...]:
+    def _spec(self, w: WeightRef, layout: str) -> PackSpec:
+        return PackSpec(self.options.format, layout, w.transposed)
+
+    def _a_format(self, layout: str, w: WeightRef) -> tuple[str, str]:
+        a_format, why = self.options.a_format(value(w.placeholder).device.type, layout)
+        return a_format, f"{a_format} ({why})"
+
+    def _packed(self, w: WeightRef, layout: str) -> tuple[fx.Node | None, ...]:
         """(packed, block_scale, global_scale or None) as graph inputs, made once for each weight."""
-        return (*self.slot((w.placeholder,), self._spec(w)), None)[:3]
+        return (*self.slot((w.placeholder,), self._spec(w, layout)), None)[:3]
 
     def slot(self, sources: tuple[fx.Node, ...], spec: PackSpec | JoinSpec) -> tuple[fx.Node, ...]:
         """The graph inputs that hold what `spec` makes of these parameters."""
@@ -277,8 +300,8 @@ class _Writer:
             self.slots[key] = tuple(nodes)
         return self.slots[key]
 
-    def _site(self, op, reason, where, weights, form, a_format, activation, shape_text) -> Site:
-        packed = [((w.placeholder,), self._spec(w)) for w in weights]
+    def _site(self, op, reason, where, weights, layout, form, a_format, activation, shape_text) -> Site:
+        packed = [((w.placeholder,), self._spec(w, layout)) for w in weights]
         return self.site(op, reason, where, packed, form, a_format, activation, shape_text)
 
     def site(self, op, reason, where, packed, form, a_format, activation, shape_text) -> Site:
@@ -293,7 +316,7 @@ class _Writer:
             weights=tuple(map(input_name, sources)),
             shape=shape_text,
             form=form,
-            kernel=_kernel(values[0].device.type),
+            kernel=_kernel(values[0].device.type, specs[0].layout),
             format=specs[0].format,
             layout=specs[0].layout,
             activation=activation,

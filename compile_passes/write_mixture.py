@@ -62,7 +62,7 @@ class _Emitter:
         up_bias = self._bias([x.up_bias for x in m.branches], interleaved)
         down_bias = self._bias([(x.down_bias,) for x in m.branches], False)
         routing = self.routing = _Routing(self)
-        a_format, why = options.a_format(device)
+        a_format, why = options.a_format(device, down[1].layout)
 
         with self.w.gm.graph.inserting_before(m.root):
             x = self._reshape(self._expanded(self.element(b.x, (*m.tokens, K))), [-1, b.up[0].k])
@@ -118,8 +118,8 @@ class _Emitter:
 
         def product(a: fx.Node, weight: Any, bias: Any) -> fx.Node:
             scale = None
-            if a_format == "int8":
-                both = self._call(fp4.quantize_int8.default, a)
+            if a_format in ("int8", "fp8"):
+                both = self.w.quantize(a, a_format, spec.layout)
                 a, scale = (self._call(operator.getitem, both, i) for i in (0, 1))
             return self._call(
                 fp4.indexed_mm.default, a, *_three(weight), flat, scale, bias[0] if bias else None,
@@ -164,7 +164,7 @@ class _Emitter:
     def _spec(self, experts: list[tuple[Matrix, ...]], device: str, interleaved: bool) -> Any:
         sources, assembly = self._assembly(experts, interleaved)
         need(assembly.k % 2 == 0, f"K = {assembly.k} is odd; two codes share a byte", self.m.root)
-        layout, format = preferred_layout(device), self.w.options.format
+        layout, format = self._layout(device, value(sources[0]).dtype), self.w.options.format
         for s in sources:
             need(s not in self.mutated, f"the graph writes to the weight {s.name}", self.m.root)
             dtype = value(s).dtype
@@ -173,6 +173,11 @@ class _Emitter:
         if whole is not None:
             return sources, PackSpec(format, layout, whole)
         return sources, PackSpec(format, layout, False, assembly)
+
+    def _layout(self, device: str, dtype: torch.dtype) -> str:
+        """One layout for all weights of the block."""
+        parts = {(p.n, p.k) for branch in self.m.branches for p in (*branch.up, *branch.down)}
+        return preferred_layout(device, *parts, dtype=dtype)
 
     def _gate_up(self, device: str) -> tuple[Any, bool]:
         """The weight of gate and up, rows in the order the parameter has or else the activation wants."""

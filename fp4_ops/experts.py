@@ -43,9 +43,11 @@ class Recipe:
     """How activations enter the products; None picks by device when it runs."""
 
 
-def auto_a_format(device_type: str) -> str:
-    """int8 is the fast path on CPU; elsewhere activations stay in the model's dtype."""
-    return "int8" if device_type == "cpu" else "none"
+def auto_a_format(device_type: str, layout: str = "plain") -> str:
+    """int8 is the fast path on CPU, the Hopper kernels choose by the tokens; else the model's own dtype."""
+    if device_type == "cpu":
+        return "int8"
+    return "auto" if "auto" in (LAYOUTS[layout].a_formats or ()) else "none"
 
 
 class PackedWeight(nn.Module):
@@ -106,7 +108,7 @@ class PackedWeight(nn.Module):
             if buffer is not None:  # as bytes: a change of dtype is for the model's own numbers
                 self._buffers[name] = fn(buffer.view(torch.uint8)).view(buffer.dtype)
         if old != new and new != "meta":
-            self.set_layout(preferred_layout(new))
+            self.set_layout(preferred_layout(new, (self.packed.shape[-2], self.k)))
         return self
 
     def get_extra_state(self) -> Tensor:
@@ -148,7 +150,7 @@ def experts_forward(
     w13, w2 = getattr(self, form.gate_up), getattr(self, form.down)
     a_format = recipe.a_format
     if a_format is None:
-        a_format = auto_a_format(hidden_states.device.type)
+        a_format = auto_a_format(hidden_states.device.type, w13.layout)
     return torch.ops.fp4.moe(
         hidden_states, top_k_index, top_k_weights,
         w13.packed, w13.block_scale, w13.global_scale, w2.packed, w2.block_scale, w2.global_scale,

@@ -19,7 +19,7 @@ from .quantization.weight import check_calibration, matrices_at_once
 from .relayout import relayout
 
 # What `activation` means to the operators; None: by device, when it runs.
-A_FORMATS = {"auto": None, "bf16": "none", "int8": "int8"}
+A_FORMATS = {"auto": None, "bf16": "none", "fp8": "fp8", "int8": "int8"}
 
 
 @dataclass(frozen=True)
@@ -106,14 +106,23 @@ def prepare(
     found, plans, refusals = find_experts(model)
     for name, p in plans.items():
         _check_weights(name, found[name], p)
-    device = getattr(found[next(iter(plans))], next(iter(plans.values())).form.down).device.type
+    weights = [
+        (getattr(found[name], a), p.transposed) for name, p in plans.items() for _, a in p.form.weights
+    ]
+    device = weights[0][0].device.type
     if activation == "int8" and device != "cpu":
         raise ValueError(
             f"fp4: activation='int8' runs on CPU only; the model is on {device}. "
             "Use activation='bf16' or 'auto'."
         )
 
-    layout = preferred_layout(device)
+    shapes = {logical_shape(w, transposed)[1:] for w, transposed in weights}
+    layout = preferred_layout(device, *shapes, dtype=weights[0][0].dtype)
+    if activation == "fp8" and device != "cpu" and layout != "sm90":
+        raise ValueError(
+            "fp4: activation='fp8' needs the Hopper kernels, which this device or these weights do not have. "
+            "Use activation='bf16' or 'auto'."
+        )
     quantizer = Quantizer(format, chosen, calibration, layout)
     for name, p in plans.items():
         quantizer.check(name, found[name], p)
@@ -125,7 +134,7 @@ def prepare(
     if device == "cpu":
         _return_freed_memory()
 
-    a_format = A_FORMATS[activation] or f"{auto_a_format(device)} (auto)"
+    a_format = A_FORMATS[activation] or f"{auto_a_format(device, layout)} (auto)"
     report = PrepareReport(format, layout, a_format)
     for name in found:
         if name in plans:

@@ -456,7 +456,7 @@ def check_moe(
         lambda: f"a_format is '{a_format}'; with layout '{layout}' it must be one of: {', '.join(a_formats)}",
     )
     check_dtype("x", x, FLOATING)
-    if a_format == "none":
+    if a_format in ("none", "auto"):
         check_a_dtype("x", x, up.layout, FLOATING)
     check_dim("x", x, 2)
     check_device("x", x, "w13", w13)

@@ -15,6 +15,7 @@ global_scale float32 [...], for mxfp4 too. csrc/cpu/sm90_layout.h defines the or
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
@@ -56,7 +57,7 @@ LAYOUTS = {
             k_padding=128,
             block=16,
             a_dtypes=(torch.bfloat16, torch.float16, torch.float8_e4m3fn),
-            a_formats=("none", "fp8"),
+            a_formats=("none", "fp8", "auto"),
         ),
     )
 }
@@ -84,6 +85,22 @@ TILE16_ROWS = 16
 TILE16_K = 32
 
 
-def preferred_layout(device_type: str) -> str:
-    """The layout this device's kernels read fastest."""
-    return "tile16" if device_type == "cpu" else "plain"
+_preferred: dict[str, Callable[[], str]] = {"cpu": lambda: "tile16"}
+
+
+def prefer(device_type: str, layout: Callable[[], str]) -> None:
+    """Kernels of one device say which layout they read fastest, asked for when weights are packed."""
+    _preferred[device_type] = layout
+
+
+def preferred_layout(device_type: str, *weights: tuple[int, int], dtype: torch.dtype | None = None) -> str:
+    """The layout this device's kernels read fastest, if it can hold all these weights (N, K).
+
+    `dtype`: of the activations, where it is known.
+    """
+    name = _preferred.get(device_type, lambda: "plain")()
+    layout = LAYOUTS[name]
+    fits = all(n % layout.n_multiple == 0 and k % layout.k_multiple == 0 for n, k in weights)
+    if layout.a_dtypes is not None and dtype is not None:
+        fits = fits and dtype in layout.a_dtypes
+    return name if fits else "plain"

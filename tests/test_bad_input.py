@@ -234,7 +234,7 @@ def sm90_cases() -> list[Bad]:
             f"packed has 72 columns; {needs} 16"),
         Bad("unpack", {"layout": "sm90"}, f"packed has {N} rows; {needs} 64"),
         Bad("dequantize", {"layout": "sm90"}, f"packed has {N} rows; {needs} 64"),
-        Bad("moe", moe_sm90(a_format="int8"), "a_format is 'int8'; with layout 'sm90' it must be one of: none, fp8"),
+        Bad("moe", moe_sm90(a_format="int8"), "a_format is 'int8'; with layout 'sm90' it must be one of: none, fp8, auto"),
         Bad("moe", moe_sm90(), "x has dtype float32; layout 'sm90' reads bfloat16 or float16"),
         Bad("moe", moe_sm90(a_format="fp8", x=torch.randn(M, 72)), f"x has 72 columns; {needs} 16"),
     ]  # fmt: skip
@@ -291,7 +291,7 @@ BAD = (
     *weight_cases("moe", "w13"),
     *weight_cases("moe", "w2"),
     Bad("moe", {"activation": "relu"}, "activation is 'relu'; it must be one of: gelu, gelu_interleaved, gelu_tanh, gelu_tanh_interleaved, silu, silu_interleaved, swigluoai"),
-    Bad("moe", {"a_format": "fp16"}, "a_format is 'fp16'; it must be one of: fp8, int8, mxfp4, none, nvfp4"),
+    Bad("moe", {"a_format": "fp16"}, "a_format is 'fp16'; it must be one of: auto, fp8, int8, mxfp4, none, nvfp4"),
     Bad("moe", {"x": to(torch.int8)}, f"x has dtype int8; it must be {FLOAT_NAMES}"),
     Bad("moe", {"x": first}, "x has 1 dimensions; it must have 2"),
     Bad("moe", {"x": lambda x: x[:, :-2]}, f"x has {K - 2} columns; w13 has K = {K}, and they must be equal"),

@@ -242,8 +242,8 @@ def test_errors():
         fp4_ops.prepare(nn.Linear(4, 4))
     with pytest.raises(ValueError, match="format is 'int3'; it must be one of: nvfp4, mxfp4"):
         fp4_ops.prepare(model(), "int3")
-    with pytest.raises(ValueError, match="activation is 'fp8'; it must be one of: auto, bf16, int8"):
-        fp4_ops.prepare(model(), activation="fp8")
+    with pytest.raises(ValueError, match="activation is 'fp6'; it must be one of: auto, bf16, fp8, int8"):
+        fp4_ops.prepare(model(), activation="fp6")
     with pytest.raises(ValueError, match=r"gate_up_proj is on the meta device"):
         fp4_ops.prepare(model().to("meta"))
     broken = model()

@@ -496,10 +496,10 @@ inline MoeShape check_moe(const Tensor& x, const Tensor& topk_ids, const Tensor&
   check_activation(activation);
   check_a_format(a_format);
   const Layout& order = *up.layout;
-  if (order.order == Order::sm90 && a_format != "none" && a_format != "fp8")
-    fail("a_format is '", a_format, "'; with layout 'sm90' it must be one of: none, fp8");
+  if (order.order == Order::sm90 && a_format != "none" && a_format != "fp8" && a_format != "auto")
+    fail("a_format is '", a_format, "'; with layout 'sm90' it must be one of: none, fp8, auto");
   check_dtype("x", x, kFloating);
-  if (a_format == "none") check_a_dtype("x", x, order, kSm90Floating);
+  if (a_format == "none" || a_format == "auto") check_a_dtype("x", x, order, kSm90Floating);
   check_dim("x", x, 2);
   check_device("x", x, "w13", w13);
   check_device("w2", w2, "w13", w13);

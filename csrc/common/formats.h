@@ -75,8 +75,9 @@ inline constexpr std::array<std::string_view, 7> kActivationNames = {
     "silu", "silu_interleaved", "swigluoai"};
 
 // How `moe` quantises activations in front of each product.
-enum class AFormat : uint8_t { fp8, int8, mxfp4, none, nvfp4 };
-inline constexpr std::array<std::string_view, 5> kAFormatNames = {"fp8", "int8", "mxfp4", "none", "nvfp4"};
+enum class AFormat : uint8_t { automatic, fp8, int8, mxfp4, none, nvfp4 };
+inline constexpr std::array<std::string_view, 6> kAFormatNames = {"auto",  "fp8",  "int8",
+                                                                  "mxfp4", "none", "nvfp4"};
 
 // e2m1: sign in bit 3, two exponent bits, one mantissa bit.
 inline constexpr float kE2m1[16] = {0.f,  .5f,  1.f,  1.5f,  2.f,  3.f,  4.f,  6.f,

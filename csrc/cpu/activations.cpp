@@ -113,6 +113,7 @@ Activations quantize_and_prepare(AFormat a_format, const void* x, DType dtype, i
   switch (a_format) {
     case AFormat::none:
       return prepare_float(x, dtype, rows, k);
+    case AFormat::automatic:  // the fast path here
     case AFormat::int8:
       return int8_rows(rows, k, block, [&](int64_t i, uint8_t* row) {
         std::vector<int8_t> codes(padded_k(k));

@@ -165,13 +165,14 @@ def load_weight(
                 global_scale[expert] = codes.global_scale
         factor = global_scale if fmt.has_global_scale else None
         weight = PackedWeight(packed, block_scale.view(fmt.scale_dtype), factor, format, "plain")
-    weight.set_layout(preferred_layout(device.type))
+    weight.set_layout(preferred_layout(device.type, (weight.packed.shape[-2], weight.k)))
     return weight
 
 
 def load_linear(codes: Codes, format: str, dtype: torch.dtype) -> nn.Parameter:
     weight = FP4Tensor(codes.packed, codes.block_scale, codes.global_scale, format=format, dtype=dtype)
-    return nn.Parameter(weight.prepack(preferred_layout(codes.packed.device.type)), requires_grad=False)
+    layout = preferred_layout(codes.packed.device.type, tuple(weight.shape), dtype=dtype)
+    return nn.Parameter(weight.prepack(layout), requires_grad=False)
 
 
 def detach_places(model: nn.Module, placement: Placement) -> None:

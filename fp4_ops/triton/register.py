@@ -1,8 +1,7 @@
-"""Registers the Triton kernels of every operator in csrc/schema.cpp for CUDA.
+"""Registers the CUDA kernels of every operator in csrc/schema.cpp: Triton's, and Hopper's for layout sm90.
 
 Arguments are checked by meta/checks.py, as the fakes do. What only the data could show (bad offsets or
-ids) is clamped on the device. Hand-written kernels of one architecture replace these by
-registering after them.
+ids) is clamped on the device.
 """
 
 from __future__ import annotations
@@ -12,9 +11,16 @@ from torch.library import Library
 
 from ..meta import checks
 from ..meta.formats import FORMATS
+from ..meta.layouts import prefer
+from ..sm90 import library as sm90_library
+from ..sm90 import ops as sm90
+from ..sm90 import rows as sm90_rows
 from . import ops
 
 LIBRARY = Library("fp4", "IMPL")
+SM90 = "sm90"
+
+prefer("cuda", lambda: SM90 if sm90_library.available(torch.cuda.current_device()) else "plain")
 
 
 def cuda_kernel(function):
@@ -38,6 +44,9 @@ def quantize(x, format, global_scale=None):
 @cuda_kernel
 def dequantize(packed, block_scale, global_scale, format, dtype, *, layout="plain"):
     fmt = checks.check_dequantize(packed, block_scale, global_scale, format, dtype, layout)
+    if layout == SM90:
+        sm90.require("dequantize", packed.device)
+        return sm90_rows.dequantize(packed.contiguous(), block_scale.contiguous(), global_scale, dtype)
     ops.refuse_layout("dequantize", layout)
     return ops.dequantize(packed, block_scale, global_scale, fmt, dtype)
 
@@ -50,8 +59,10 @@ def quantize_int8(x):
 
 @cuda_kernel
 def prepack(packed, block_scale, global_scale, format, layout):
-    """`plain` is a copy; `tile16` is for CPUs; the others are made there (weights are loaded once)."""
-    _, order = checks.check_prepack(packed, block_scale, global_scale, format, layout)
+    """`plain` is a copy; `tile16` is for CPUs; the others are made there if this GPU has no kernel for it."""
+    fmt, order = checks.check_prepack(packed, block_scale, global_scale, format, layout)
+    if layout == SM90 and sm90_library.available(packed.device.index):
+        return sm90_rows.prepack(packed, block_scale, global_scale, fmt)
     if order.block is None:
         ops.refuse_layout("prepack", layout)
         return ops.copy_weight(packed, block_scale, global_scale)
@@ -70,6 +81,8 @@ def unpack(packed, block_scale, global_scale, format, layout):
 @cuda_kernel
 def quantize_fp8(x, *, layout="plain"):
     checks.check_quantize_fp8(x, layout)
+    if layout == SM90 and sm90_library.available(x.device.index):
+        return sm90_rows.quantize_fp8_rows(x)
     raise RuntimeError("fp4::quantize_fp8: not on CUDA yet; use it on CPU")
 
 
@@ -81,6 +94,10 @@ def mm(
     w = checks.check_mm(
         a, b, b_scale, b_global_scale, format, layout, a_scale, bias, a_global_scale, a_format
     )
+    if layout == SM90:
+        sm90.require("mm", b.device)
+        wt = sm90.weight(b, b_scale, b_global_scale, bias, w)
+        return sm90.mm(a, a_scale, wt, checks.resolve_out_dtype(a, out_dtype))
     ops.refuse_layout("mm", layout)
     ops.refuse_quantized("mm", a.dtype)
     wt = ops.weight(b, b_scale, b_global_scale, bias, w, FORMATS[format])
@@ -95,6 +112,10 @@ def grouped_mm(
     w = checks.check_grouped_mm(
         a, b, b_scale, b_global_scale, offs, format, layout, a_scale, bias, a_global_scale, a_format
     )
+    if layout == SM90:
+        sm90.require("grouped_mm", b.device)
+        wt = sm90.weight(b, b_scale, b_global_scale, bias, w)
+        return sm90.grouped_mm(a, a_scale, wt, offs, checks.resolve_out_dtype(a, out_dtype))
     ops.refuse_layout("grouped_mm", layout)
     ops.refuse_quantized("grouped_mm", a.dtype)
     wt = ops.weight(b, b_scale, b_global_scale, bias, w, FORMATS[format])
@@ -112,6 +133,10 @@ def grouped_mm_masked(
     w = checks.check_grouped_mm_masked(
         a, b, b_scale, b_global_scale, masked_m, format, layout, a_scale, bias, a_global_scale, a_format
     )
+    if layout == SM90:
+        sm90.require("grouped_mm_masked", b.device)
+        wt = sm90.weight(b, b_scale, b_global_scale, bias, w)
+        return sm90.grouped_mm_masked(a, a_scale, wt, masked_m, checks.resolve_out_dtype(a, out_dtype))
     ops.refuse_layout("grouped_mm_masked", layout)
     ops.refuse_quantized("grouped_mm_masked", a.dtype)
     wt = ops.weight(b, b_scale, b_global_scale, bias, w, FORMATS[format])
@@ -129,6 +154,10 @@ def indexed_mm(
     w = checks.check_indexed_mm(
         a, b, b_scale, b_global_scale, expert_ids, format, layout, a_scale, bias, a_global_scale, a_format
     )
+    if layout == SM90:
+        sm90.require("indexed_mm", b.device)
+        wt = sm90.weight(b, b_scale, b_global_scale, bias, w)
+        return sm90.indexed_mm(a, a_scale, wt, expert_ids, checks.resolve_out_dtype(a, out_dtype))
     ops.refuse_layout("indexed_mm", layout)
     ops.refuse_quantized("indexed_mm", a.dtype)
     wt = ops.weight(b, b_scale, b_global_scale, bias, w, FORMATS[format])
@@ -159,17 +188,26 @@ def moe(
         x, topk_ids, topk_weights, w13, w13_scale, w13_global_scale, w2, w2_scale, w2_global_scale,
         format, layout, activation, a_format, w13_bias, w2_bias,
     )  # fmt: skip
+    out_dtype = checks.resolve_out_dtype(x, out_dtype)
+    if layout == SM90:
+        sm90.require("moe", w13.device)
+        return sm90.moe(
+            x, topk_ids, topk_weights,
+            sm90.weight(w13, w13_scale, w13_global_scale, w13_bias, up),
+            sm90.weight(w2, w2_scale, w2_global_scale, w2_bias, down),
+            activation, a_format, out_dtype,
+        )  # fmt: skip
     ops.refuse_layout("moe", layout)
-    if a_format != "none":
+    if a_format not in ("none", "auto"):
         raise RuntimeError(
-            f"fp4::moe: a_format is '{a_format}'; it runs on CPU only, on CUDA it must be 'none'"
+            f"fp4::moe: a_format is '{a_format}'; with layout 'plain' on CUDA it must be 'none' or 'auto'"
         )
     fmt = FORMATS[format]
     return ops.moe(
         x, topk_ids, topk_weights,
         ops.weight(w13, w13_scale, w13_global_scale, w13_bias, up, fmt),
         ops.weight(w2, w2_scale, w2_global_scale, w2_bias, down, fmt),
-        activation, checks.resolve_out_dtype(x, out_dtype),
+        activation, out_dtype,
     )  # fmt: skip
 
 

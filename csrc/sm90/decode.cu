@@ -1,0 +1,71 @@
+// Launches the decode kernels; a plain C interface, so that nothing here knows torch.
+#include "decode.cuh"
+
+namespace fp4::sm90 {
+
+template <DType kType, int NT>
+int launch(const DecodeParams& p, int blocks, bool dependent, cudaStream_t stream) {
+  auto* kernel = decode_kernel<kType, NT>;
+  constexpr int kMaxShared = 227 * 1024;
+  const int shared = DecodeBuffers<NT>::bytes(p);
+  if (shared > kMaxShared) return cudaErrorInvalidValue;
+  static const cudaError_t allowed =
+      cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, kMaxShared);
+  if (allowed != cudaSuccess) return allowed;
+  cudaLaunchConfig_t config{};
+  config.gridDim = blocks;
+  config.blockDim = kDecodeThreads;
+  config.dynamicSmemBytes = shared;
+  config.stream = stream;
+  cudaLaunchAttribute attribute{};
+  attribute.id = cudaLaunchAttributeProgrammaticStreamSerialization;
+  attribute.val.programmaticStreamSerializationAllowed = 1;
+  config.attrs = &attribute;
+  config.numAttrs = dependent ? 1 : 0;
+  return cudaLaunchKernelEx(&config, kernel, p);
+}
+
+template <DType kType>
+int launch_tokens(const DecodeParams& p, int nt, int blocks, bool dependent, cudaStream_t stream) {
+  switch (nt) {
+    case 1:
+      return launch<kType, 1>(p, blocks, dependent, stream);
+    case 2:
+      return launch<kType, 2>(p, blocks, dependent, stream);
+    case 3:
+      return launch<kType, 3>(p, blocks, dependent, stream);
+    default:
+      return cudaErrorInvalidValue;
+  }
+}
+
+// d's multiplier and shift for `divide`.
+void set_divisor(uint32_t d, uint32_t& mul, uint32_t& shift) {
+  shift = 0;
+  while ((1u << shift) < d) ++shift;
+  mul = static_cast<uint32_t>(((uint64_t(1) << 32) * ((uint64_t(1) << shift) - d)) / d + 1);
+}
+
+}  // namespace fp4::sm90
+
+extern "C" int fp4_sm90_decode(const fp4::sm90::DecodeParams* params, int token_tiles, int blocks,
+                               int dependent, void* stream) {
+  using namespace fp4::sm90;
+  DecodeParams p = *params;
+  set_divisor(blocks, p.grid_mul, p.grid_shift);
+  set_divisor(p.n / kTileRows, p.tiles_mul, p.tiles_shift);
+  set_divisor(p.a_div, p.a_div_mul, p.a_div_shift);
+  p.k_warps_inverse = 1.f / p.k_warps;
+  p.row_warps_inverse = 1.f / p.row_warps;
+  auto* s = static_cast<cudaStream_t>(stream);
+  switch (p.x_type) {
+    case DType::kBFloat16:
+      return launch_tokens<DType::kBFloat16>(p, token_tiles, blocks, dependent, s);
+    case DType::kFloat16:
+      return launch_tokens<DType::kFloat16>(p, token_tiles, blocks, dependent, s);
+    case DType::kFloat8:
+      return launch_tokens<DType::kFloat8>(p, token_tiles, blocks, dependent, s);
+    default:
+      return cudaErrorInvalidValue;
+  }
+}

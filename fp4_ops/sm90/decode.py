@@ -1,0 +1,190 @@
+"""Launches csrc/sm90/decode.cu: grouped products with a few rows an expert, bound by the weights' bytes."""
+
+from __future__ import annotations
+
+import ctypes
+import functools
+from dataclasses import dataclass
+from enum import IntEnum
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from ..meta.formats import Activation
+from .library import DTYPE_CODES, address, call, multiprocessors, stream
+
+COMPUTE_WARPS = 16
+SLICE_K = 256
+"""K that one warp owns in a pass."""
+MAX_SEGMENTS = 32
+MAX_GROUPS = 640
+MAX_IDS = 2048
+"""Rows up to which the kernel sorts expert ids itself."""
+SHARED_BYTES = 227 * 1024
+TOKEN_TILES = (1, 2, 3)
+"""Candidates: activation rows of a chunk, in eights."""
+MAX_PASSES = 8
+
+
+class Routing(IntEnum):
+    OFFS = 0
+    IDS32 = 1
+    IDS64 = 2
+    MASKED = 3
+    DENSE = 4
+
+
+FUNCTIONS = {"silu": 1, "gelu": 2, "gelu_tanh": 3}
+"""Act in the kernels; 0 is none."""
+
+
+class Weight(NamedTuple):
+    """A weight in layout sm90: [groups, n, kp]; k is its own K, before padding."""
+
+    codes: Tensor
+    scales: Tensor
+    global_scale: Tensor
+    bias: Tensor | None
+    groups: int
+    n: int
+    kp: int
+
+
+@dataclass(frozen=True)
+class Config:
+    """`token_tiles` eights of rows a chunk; `k_warps` share K in `passes`, `row_warps` tiles of N a step."""
+
+    token_tiles: int
+    k_warps: int
+    row_warps: int
+    passes: int
+
+    def __str__(self) -> str:
+        return (
+            f"decode: {8 * self.token_tiles} tokens, {self.k_warps} x {self.row_warps} warps (K x rows), "
+            f"{self.passes} pass{'es' * (self.passes > 1)}"
+        )
+
+    @property
+    def shared_bytes(self) -> int:
+        """As DecodeBuffers in csrc/sm90/decode.cuh adds them up, with room for the fixed part."""
+        nt = self.token_tiles
+        stages = 2 if nt > 2 else 4
+        vectors = self.k_warps * nt * 256 + stages * self.k_warps * self.row_warps * nt * 32
+        vectors += 32 * nt * 32 if self.passes > 1 else 0
+        return 16 * vectors + MAX_SEGMENTS * 8 * nt * 4 + 14 * 1024
+
+
+@functools.cache
+def warps_for(kp: int, token_tiles: int) -> Config | None:
+    """The split of the warps that keeps most of them busy; a pass more costs as much as an eighth of them."""
+    slices = -(-kp // SLICE_K)
+    best: tuple[float, Config] | None = None
+    for passes in range(1, MAX_PASSES + 1):
+        k_warps = -(-slices // passes)
+        if k_warps > COMPUTE_WARPS:
+            continue
+        row_warps = COMPUTE_WARPS // k_warps
+        config = Config(token_tiles, k_warps, row_warps, passes)
+        if config.shared_bytes > SHARED_BYTES:
+            continue
+        busy = slices / (passes * k_warps) * (k_warps * row_warps) / COMPUTE_WARPS - (passes - 1) / 8
+        if best is None or busy > best[0]:
+            best = busy, config
+    return best[1] if best is not None else None
+
+
+def rows_per_expert(rows: int, groups: int) -> float:
+    """Expected rows of an expert that has any, under uniform routing."""
+    if rows == 0 or groups == 0:
+        return 0.0
+    return rows / (groups * (1 - (1 - 1 / groups) ** rows))
+
+
+def choose(rows: int, groups: int, kp: int, blocks: int) -> Config | None:
+    """The configuration for `rows` activation rows, or None where the kernel cannot run them.
+
+    More rows a chunk read a weight fewer times, but cost instructions where most experts have few.
+    """
+    if groups > MAX_GROUPS:
+        return None
+    average = rows_per_expert(rows, groups)
+    tiles = 1 if average <= 5 else 2 if average <= 14 else 3
+    config = warps_for(kp, tiles)
+    chunks = min(rows, groups) + rows // (8 * tiles)
+    if config is None or chunks // blocks + 2 > MAX_SEGMENTS:
+        return None
+    return config
+
+
+class _Params(ctypes.Structure):
+    """DecodeParams of csrc/sm90/decode.cuh; what the launcher fills in comes last but one."""
+
+    _fields_ = [
+        *((name, ctypes.c_void_p) for name in ("x", "x_scale", "codes", "scales", "global_scale")),
+        *((name, ctypes.c_void_p) for name in ("bias", "out", "route", "sorted_rows")),
+        *((name, ctypes.c_int) for name in ("rows", "groups", "n", "k", "kp", "a_div", "max_m", "routing")),
+        *((name, ctypes.c_int) for name in ("x_type", "out_type", "bias_type", "act")),
+        *((name, ctypes.c_float) for name in ("act_alpha", "act_limit", "act_up_offset")),
+        *((name, ctypes.c_int) for name in ("k_warps", "row_warps", "passes")),
+        ("launcher", ctypes.c_uint32 * 8),
+        ("early", ctypes.c_bool),
+    ]
+
+
+def run(
+    x: Tensor,
+    w: Weight,
+    route: Tensor | None,
+    routing: Routing,
+    rows: int,
+    out: Tensor,
+    *,
+    x_scale: Tensor | None = None,
+    sorted_rows: Tensor | None = None,
+    a_div: int = 1,
+    max_m: int = 0,
+    gate: Activation | None = None,
+    early: bool = False,
+    config: Config | None = None,
+) -> None:
+    """out [rows, n] (or [rows, n / 2] with `gate`, whose weight has gate and up rows interleaved).
+
+    Row r reads row r // a_div of x, rows of no expert become zeros. `early`: the routing was known before the
+    kernel launched before this one began, so the weights may be requested before that one ends.
+    """
+    blocks = multiprocessors(x.device.index)
+    config = config or choose(rows, w.groups, w.kp, blocks)
+    assert config is not None, "the caller asks `choose` first"
+    params = _Params(
+        x=address(x),
+        x_scale=address(x_scale),
+        codes=address(w.codes),
+        scales=address(w.scales),
+        global_scale=address(w.global_scale),
+        bias=address(w.bias),
+        out=address(out),
+        route=address(route),
+        sorted_rows=address(sorted_rows),
+        rows=rows,
+        groups=w.groups,
+        n=w.n,
+        k=x.shape[-1],
+        kp=w.kp,
+        a_div=a_div,
+        max_m=max_m,
+        routing=routing,
+        x_type=3 if x.dtype == torch.float8_e4m3fn else DTYPE_CODES[x.dtype],
+        out_type=DTYPE_CODES[out.dtype],
+        bias_type=DTYPE_CODES[w.bias.dtype] if w.bias is not None else 0,
+        act=FUNCTIONS[gate.function] if gate is not None else 0,
+        act_alpha=gate.alpha if gate is not None else 1.0,
+        act_limit=(gate.limit or 0.0) if gate is not None else 0.0,
+        act_up_offset=gate.up_offset if gate is not None else 0.0,
+        k_warps=config.k_warps,
+        row_warps=config.row_warps,
+        passes=config.passes,
+        early=early,
+    )
+    call("fp4_sm90_decode", ctypes.byref(params), config.token_tiles, blocks, 1, stream())

@@ -1,0 +1,80 @@
+"""Loads `_sm90.so`, the kernels of csrc/sm90 behind a plain C interface.
+
+It knows neither torch nor Python, so one file serves all versions of both. Tensors cross as addresses; the
+callers in this package have checked them (meta/checks.py).
+"""
+
+from __future__ import annotations
+
+import ctypes
+import functools
+from pathlib import Path
+
+import torch
+
+FILE = "_sm90.so"
+
+POINTER, INT, LONG, FLOAT = ctypes.c_void_p, ctypes.c_int, ctypes.c_int64, ctypes.c_float
+
+SIGNATURES = {
+    "fp4_sm90_decode": [POINTER, INT, INT, INT, POINTER],
+    "fp4_sm90_prefill_w4a8": [
+        *(POINTER, POINTER, POINTER, POINTER, POINTER, POINTER, INT, POINTER, POINTER),
+        *(INT, INT, INT, INT, INT, INT, INT, POINTER),
+    ],
+    "fp4_sm90_route": [POINTER, INT, INT, INT, POINTER, POINTER, POINTER, POINTER, POINTER],
+    "fp4_sm90_rows": [
+        *(POINTER, INT, POINTER, INT, INT, INT, INT),
+        *(FLOAT, FLOAT, FLOAT, INT, INT, POINTER, POINTER, POINTER),
+    ],
+    "fp4_sm90_combine": [
+        *(POINTER, INT, POINTER, POINTER, INT, POINTER, INT, POINTER, INT, POINTER, INT),
+        *(INT, INT, INT, INT, POINTER),
+    ],
+    "fp4_sm90_pack": [POINTER, POINTER, LONG, INT, INT, POINTER, POINTER, POINTER],
+    "fp4_sm90_dequantize": [POINTER, POINTER, POINTER, LONG, LONG, INT, POINTER, INT, POINTER],
+}
+"""The arguments of each launcher; all return a cudaError_t."""
+
+
+@functools.cache
+def library() -> ctypes.CDLL | None:
+    """The kernels, or None where they were not built (no nvcc)."""
+    path = Path(__file__).parent.parent / FILE
+    if not path.exists():
+        return None
+    loaded = ctypes.CDLL(str(path))
+    for name, arguments in SIGNATURES.items():
+        getattr(loaded, name).argtypes = arguments
+    return loaded
+
+
+@functools.cache
+def available(device_index: int) -> bool:
+    """Whether this GPU runs them: they use instructions that only compute capability 9.0 has."""
+    return torch.cuda.get_device_capability(device_index) == (9, 0) and library() is not None
+
+
+@functools.cache
+def multiprocessors(device_index: int) -> int:
+    return torch.cuda.get_device_properties(device_index).multi_processor_count
+
+
+DTYPE_CODES = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}
+"""DType in csrc/sm90, as far as all kernels agree."""
+
+
+def address(t: torch.Tensor | None) -> int | None:
+    return None if t is None else t.data_ptr()
+
+
+def stream() -> int:
+    return torch.cuda.current_stream().cuda_stream
+
+
+def call(name: str, *args: object) -> None:
+    loaded = library()
+    assert loaded is not None
+    error = getattr(loaded, name)(*args)
+    if error != 0:
+        raise RuntimeError(f"fp4: {name} failed with CUDA error {error}")

@@ -1,0 +1,244 @@
+"""The operators on layout sm90: which kernel runs, and what lies between. Nothing here reads device memory.
+
+Few rows an expert: decode (csrc/sm90/decode.cu), with the activations as they are. Many rows of fp8:
+prefill (csrc/sm90/prefill_w4a8.cu). Many rows of 16 bits: the weights are dequantised to a scratch tensor
+and multiplied by torch's own kernels.
+"""
+
+from __future__ import annotations
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from ..meta import checks
+from ..meta.formats import ACTIVATIONS, Activation
+from . import decode, prefill, rows
+from .decode import Routing, Weight
+from .library import available, multiprocessors
+
+PREFILL_ROWS = 20.0
+"""fp8 rows an expert from which the prefill kernel is faster than decode."""
+DEQUANTIZE_ROWS = 96.0
+"""16-bit rows an expert from which dequantising first is faster than decode."""
+FP8_TOKENS = 256
+"""Tokens from which `moe` with a_format 'auto' quantises activations to fp8."""
+
+
+def require(op: str, device: torch.device) -> None:
+    if not available(device.index):
+        name = torch.cuda.get_device_name(device)
+        raise RuntimeError(
+            f"fp4::{op}: layout is 'sm90', whose kernels need compute capability 9.0 and a build with nvcc; "
+            f"this is {name}. Use layout 'plain' (convert with torch.ops.fp4.unpack)"
+        )
+
+
+def weight(
+    b: Tensor, b_scale: Tensor, b_global_scale: Tensor, bias: Tensor | None, w: checks.Weight
+) -> Weight:
+    return Weight(
+        b.contiguous(),
+        b_scale.contiguous(),
+        b_global_scale.contiguous(),
+        bias.contiguous() if bias is not None else None,
+        1 if w.groups is None else w.groups,
+        w.n,
+        w.k,
+    )
+
+
+def _dequantized(a: Tensor, w: Weight, out: Tensor, route: Tensor | None, routing: Routing) -> None:
+    """For 16-bit rows too many for decode: W rounded to a's dtype, then torch's product."""
+    k = a.shape[-1]
+    values = rows.dequantize(
+        w.codes.view(-1, w.n, w.kp // 2), w.scales.view(-1, w.n, w.kp // 16), w.global_scale.view(-1), a.dtype
+    )
+    values = values[..., :k]
+    if routing == Routing.DENSE:
+        product = a @ values[0].t()
+        if w.bias is not None:
+            product = product + w.bias.view(-1)
+    elif routing == Routing.OFFS:
+        assert route is not None
+        ends = route.clamp(0, a.shape[0]).cummax(0).values.int()
+        product = F.grouped_mm(a.bfloat16(), values.bfloat16().mT, offs=ends).float()
+        row = torch.arange(a.shape[0], device=a.device, dtype=torch.int32)
+        expert = torch.searchsorted(ends, row, right=True)
+        live = (expert < w.groups)[:, None]
+        if w.bias is not None:
+            product = product + w.bias[expert.clamp(max=w.groups - 1)]
+        product = torch.where(live, product, 0)
+    else:
+        assert route is not None
+        groups, max_m = w.groups, a.shape[0] // w.groups
+        product = torch.bmm(a.view(groups, max_m, k), values.mT)
+        if w.bias is not None:
+            product = product + w.bias[:, None]
+        live = torch.arange(max_m, device=a.device)[None, :, None] < route[:, None, None]
+        product = torch.where(live, product, 0).view(-1, w.n)
+    out.copy_(product)
+
+
+def _product(
+    a: Tensor,
+    a_scale: Tensor | None,
+    w: Weight,
+    route: Tensor | None,
+    routing: Routing,
+    per_group: int,
+    out: Tensor,
+) -> None:
+    """a [M, K], sorted by expert, masked or dense, -> out [M, n]. per_group: rows of a masked group, or M."""
+    m = a.shape[0]
+    groups = 1 if routing == Routing.DENSE else w.groups
+    average = decode.rows_per_expert(m, groups)
+    fits = decode.choose(m, w.groups, w.kp, multiprocessors(a.device.index)) is not None
+    if a_scale is not None and (average >= PREFILL_ROWS or not fits):
+        prefill.run(a, a_scale, w, route, routing, per_group, out)
+    elif a_scale is None and (average >= DEQUANTIZE_ROWS or not fits):
+        _dequantized(a, w, out, route, routing)
+    else:
+        decode.run(a, w, route, routing, m, out, x_scale=a_scale, max_m=per_group)
+
+
+def mm(a: Tensor, a_scale: Tensor | None, w: Weight, out_dtype: torch.dtype) -> Tensor:
+    out = torch.empty((a.shape[0], w.n), dtype=out_dtype, device=a.device)
+    if out.numel():
+        _product(a.contiguous(), _contiguous(a_scale), w, None, Routing.DENSE, a.shape[0], out)
+    return out
+
+
+def grouped_mm(a: Tensor, a_scale: Tensor | None, w: Weight, offs: Tensor, out_dtype: torch.dtype) -> Tensor:
+    out = torch.empty((a.shape[0], w.n), dtype=out_dtype, device=a.device)
+    if w.groups == 0:
+        return out.zero_()
+    if out.numel():
+        _product(a.contiguous(), _contiguous(a_scale), w, offs.contiguous(), Routing.OFFS, a.shape[0], out)
+    return out
+
+
+def grouped_mm_masked(
+    a: Tensor, a_scale: Tensor | None, w: Weight, masked_m: Tensor, out_dtype: torch.dtype
+) -> Tensor:
+    groups, max_m, k = a.shape
+    out = torch.empty((groups, max_m, w.n), dtype=out_dtype, device=a.device)
+    if out.numel():
+        flat = a.contiguous().view(groups * max_m, k)
+        scale = a_scale.reshape(-1) if a_scale is not None else None
+        _product(flat, scale, w, masked_m.contiguous(), Routing.MASKED, max_m, out.view(groups * max_m, w.n))
+    return out
+
+
+def indexed_mm(
+    a: Tensor, a_scale: Tensor | None, w: Weight, expert_ids: Tensor, out_dtype: torch.dtype
+) -> Tensor:
+    m = a.shape[0]
+    out = torch.empty((m, w.n), dtype=out_dtype, device=a.device)
+    if w.groups == 0:
+        return out.zero_()
+    if out.numel() == 0:
+        return out
+    a, a_scale, ids = a.contiguous(), _contiguous(a_scale), expert_ids.contiguous()
+    blocks = multiprocessors(a.device.index)
+    average = decode.rows_per_expert(m, w.groups)
+    few = average < (PREFILL_ROWS if a_scale is not None else DEQUANTIZE_ROWS)
+    if few and decode.choose(m, w.groups, w.kp, blocks) is not None:
+        _decode_by_id(a, a_scale, w, ids, 1, out)
+        return out
+    offs, sorted_rows, position = rows.route(ids, w.groups)
+    order = sorted_rows.long()
+    sorted_scale = a_scale[order] if a_scale is not None else None
+    product = torch.empty_like(out)
+    _product(a[order], sorted_scale, w, offs, Routing.OFFS, m, product)
+    torch.index_select(product, 0, position, out=out)
+    return out
+
+
+def _contiguous(t: Tensor | None) -> Tensor | None:
+    return None if t is None else t.contiguous()
+
+
+def _decode_by_id(
+    a: Tensor, a_scale: Tensor | None, w: Weight, ids: Tensor, a_div: int, out: Tensor, early: bool = False
+) -> None:
+    """Decode with one expert id a row; the kernel sorts few ids itself."""
+    m = ids.numel()
+    if m <= decode.MAX_IDS:
+        routing = Routing.IDS64 if ids.dtype == torch.int64 else Routing.IDS32
+        decode.run(a, w, ids, routing, m, out, x_scale=a_scale, a_div=a_div, early=early)
+        return
+    offs, sorted_rows, _ = rows.route(ids, w.groups)
+    decode.run(a, w, offs, Routing.OFFS, m, out, x_scale=a_scale, a_div=a_div, sorted_rows=sorted_rows)
+
+
+def resolve_a_format(a_format: str, tokens: int) -> str:
+    """'auto': as they are while the weights' bytes are the cost, fp8 where the tensor cores are."""
+    if a_format != "auto":
+        return a_format
+    return "fp8" if tokens >= FP8_TOKENS else "none"
+
+
+def moe(
+    x: Tensor, topk_ids: Tensor, topk_weights: Tensor, up: Weight, down: Weight, activation: str,
+    a_format: str, out_dtype: torch.dtype,
+) -> Tensor:  # fmt: skip
+    """Route, gate/up, activation, down, combine. `down.bias` is added where the experts are combined."""
+    tokens, top_k = topk_ids.shape
+    m, width = tokens * top_k, up.n // 2
+    out = torch.empty((tokens, down.n), dtype=out_dtype, device=x.device)
+    if out.numel() == 0:
+        return out
+    if m == 0 or up.groups == 0 or width == 0:
+        return out.zero_()
+    x, ids, weights = x.contiguous(), topk_ids.contiguous(), topk_weights.contiguous()
+    gate = ACTIVATIONS[activation]
+    bare = down._replace(bias=None)
+    fp8 = resolve_a_format(a_format, tokens) == "fp8"
+    if fp8 and x.dtype == torch.float32:
+        x = x.bfloat16()
+    blocks = multiprocessors(x.device.index)
+    average = decode.rows_per_expert(m, up.groups)
+    fits = all(decode.choose(m, w.groups, w.kp, blocks) is not None for w in (up, down))
+    if fits and average < (PREFILL_ROWS if fp8 else DEQUANTIZE_ROWS):
+        position = None
+        y = _moe_decode(x, ids, up, bare, gate, fp8)
+    else:
+        y, position = _moe_sorted(x, ids, up, bare, gate, fp8)
+    rows.combine(y, position, ids, weights, down.bias, up.groups, out)
+    return out
+
+
+def _moe_decode(x: Tensor, ids: Tensor, up: Weight, down: Weight, gate: Activation, fp8: bool) -> Tensor:
+    """The experts' outputs, one row a (token, slot), in float32."""
+    m, top_k = ids.numel(), ids.shape[1]
+    x_scale = None
+    if fp8:
+        x, x_scale = rows.quantize_fp8(x)
+    dtype = torch.bfloat16 if fp8 else x.dtype
+    both = torch.empty((m, up.n), dtype=dtype, device=x.device)
+    _decode_by_id(x, x_scale, up, ids, top_k, both)
+    h, h_scale = rows.quantize_fp8(both, gate) if fp8 else (rows.apply_gate(both, gate), None)
+    y = torch.empty((m, down.n), dtype=torch.float32, device=x.device)
+    _decode_by_id(h, h_scale, down, ids, 1, y, early=True)
+    return y
+
+
+def _moe_sorted(
+    x: Tensor, ids: Tensor, up: Weight, down: Weight, gate: Activation, fp8: bool
+) -> tuple[Tensor, Tensor]:
+    """The experts' outputs sorted by expert, in bfloat16, and the position of each (token, slot)."""
+    m, top_k = ids.numel(), ids.shape[1]
+    offs, sorted_rows, position = rows.route(ids, up.groups)
+    both = torch.empty((m, up.n), dtype=torch.bfloat16 if fp8 else x.dtype, device=x.device)
+    y = torch.empty((m, down.n), dtype=torch.bfloat16, device=x.device)
+    if fp8:
+        a, a_scale = rows.quantize_fp8(x, rows=sorted_rows, div=top_k)
+        _product(a, a_scale, up, offs, Routing.OFFS, m, both)
+        h, h_scale = rows.quantize_fp8(both, gate)
+        _product(h, h_scale, down, offs, Routing.OFFS, m, y)
+    else:
+        a = x[sorted_rows.long() // top_k]
+        _product(a, None, up, offs, Routing.OFFS, m, both)
+        _product(rows.apply_gate(both, gate), None, down, offs, Routing.OFFS, m, y)
+    return y, position

@@ -1,0 +1,35 @@
+"""Launches csrc/sm90/prefill_w4a8.cu: grouped products with many rows an expert, bound by tensor cores."""
+
+from __future__ import annotations
+
+from torch import Tensor
+
+from .decode import Routing, Weight
+from .library import DTYPE_CODES, address, call, stream
+
+MODES = {Routing.DENSE: 0, Routing.OFFS: 1, Routing.MASKED: 2}
+CHOOSE = -1
+"""Lets the launcher take a candidate from the sizes."""
+
+
+def run(
+    x: Tensor,
+    x_scale: Tensor,
+    w: Weight,
+    route: Tensor | None,
+    routing: Routing,
+    rows: int,
+    out: Tensor,
+    *,
+    config: int = CHOOSE,
+) -> None:
+    """x e4m3 [M, kp] in the layout's order, sorted by expert; out [M, n], rows of no expert as zeros.
+
+    `rows`: M, or the rows of each group where masked. `config`: an index of csrc/sm90's candidates.
+    """
+    call(
+        "fp4_sm90_prefill_w4a8", address(x), address(x_scale), address(w.codes), address(w.scales),
+        address(w.global_scale), address(w.bias), DTYPE_CODES[w.bias.dtype] if w.bias is not None else 0,
+        address(route), address(out), DTYPE_CODES[out.dtype], MODES[routing], w.groups, rows, w.n, w.kp,
+        config, stream(),
+    )  # fmt: skip

@@ -1,0 +1,164 @@
+"""Launches csrc/sm90/rows.cu and weights.cu: routing, quantisation, gates, combine, and the layout itself."""
+
+from __future__ import annotations
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from ..meta.formats import Activation, Format
+from ..meta.layouts import LAYOUTS
+from .decode import FUNCTIONS
+from .library import DTYPE_CODES, address, call, stream
+
+LAYOUT = LAYOUTS["sm90"]
+ROUTE_CHUNK = 1024
+FP8_MAX = 448.0
+MAX_WIDTH = 16384
+"""Columns that one block of the row kernels holds."""
+E8M0_BINADES = 17
+"""mxfp4: how far below the largest exponent of a matrix the layout's e4m3 scales reach."""
+
+
+def route(ids: Tensor, groups: int) -> tuple[Tensor, Tensor, Tensor]:
+    """A stable sort by expert: offs [groups], the row at each position, the position of each row.
+
+    Ids outside [0, groups) come last and count in no offset.
+    """
+    rows = ids.numel()
+    chunks = -(-rows // ROUTE_CHUNK)
+    made = torch.empty(chunks * (groups + 1) + groups + 2 * rows, dtype=torch.int32, device=ids.device)
+    counts, offs, sorted_rows, position = made.split([chunks * (groups + 1), groups, rows, rows])
+    call(
+        "fp4_sm90_route", address(ids), ids.dtype == torch.int64, rows, groups,
+        address(counts), address(offs), address(sorted_rows), address(position), stream(),
+    )  # fmt: skip
+    return offs, sorted_rows, position
+
+
+def _rows(
+    x: Tensor, width: int, gate: Activation | None, rows: Tensor | None, div: int, count: int,
+    out: Tensor, scale: Tensor | None,
+) -> None:  # fmt: skip
+    call(
+        "fp4_sm90_rows", address(x), DTYPE_CODES[x.dtype], address(rows), count, div,
+        FUNCTIONS[gate.function] if gate is not None else 0, gate.interleaved if gate is not None else False,
+        gate.alpha if gate is not None else 1.0, (gate.limit or 0.0) if gate is not None else 0.0,
+        gate.up_offset if gate is not None else 0.0, width, LAYOUT.padded(width), address(out),
+        address(scale), stream(),
+    )  # fmt: skip
+
+
+def quantize_fp8(
+    x: Tensor, gate: Activation | None = None, rows: Tensor | None = None, div: int = 1
+) -> tuple[Tensor, Tensor]:
+    """x [M, K] (16-bit) -> e4m3 [.., Kp] in the layout's order, float32 scales: one fused pass.
+
+    Row r of the result is row rows[r] // div of x (r itself without `rows`); with `gate`, gate(x [M, 2 K]).
+    """
+    count = x.shape[0] if rows is None else rows.shape[0]
+    width = x.shape[1] if gate is None else x.shape[1] // 2
+    out = torch.empty((count, LAYOUT.padded(width)), dtype=torch.float8_e4m3fn, device=x.device)
+    scale = torch.empty(count, dtype=torch.float32, device=x.device)
+    _rows(x, width, gate, rows, div, count, out, scale)
+    return out, scale
+
+
+def quantize_fp8_rows(x: Tensor) -> tuple[Tensor, Tensor]:
+    """`fp4::quantize_fp8` with layout sm90: x [..., K] of any dtype and K."""
+    k = x.shape[-1]
+    if x.dtype != torch.float32 and k % 16 == 0 and 0 < k <= MAX_WIDTH and x.numel():
+        codes, scale = quantize_fp8(x.contiguous().view(-1, k))
+        return codes.view(*x.shape[:-1], -1), scale.view(x.shape[:-1])
+    values = x.float()
+    largest = values.abs().amax(-1) if k else values.new_zeros(x.shape[:-1])
+    scale = largest / torch.full_like(largest, FP8_MAX)
+    codes = torch.where(scale[..., None] > 0, values / scale[..., None], 0).clamp(-FP8_MAX, FP8_MAX)
+    codes = F.pad(codes.to(torch.float8_e4m3fn).view(torch.uint8), (0, LAYOUT.padded(k) - k))
+    codes = codes.view(*x.shape[:-1], -1, 4, 4, 4).transpose(-2, -3)  # block t, word 2s + q -> word, block
+    return codes.reshape(*x.shape[:-1], -1).view(torch.float8_e4m3fn), scale
+
+
+def apply_gate(x: Tensor, gate: Activation) -> Tensor:
+    """gate(x [M, 2 K]) -> [M, K], in x's dtype."""
+    out = x.new_empty((x.shape[0], x.shape[1] // 2))
+    _rows(x, out.shape[1], gate, None, 1, x.shape[0], out, None)
+    return out
+
+
+def combine(
+    y: Tensor, position: Tensor | None, ids: Tensor, weights: Tensor, bias: Tensor | None, groups: int,
+    out: Tensor,
+) -> None:  # fmt: skip
+    """out[t] = sum over j of weights[t, j] * (y[position[t * k + j]] + bias[ids[t, j]]), in float32."""
+    tokens, top_k = ids.shape
+    call(
+        "fp4_sm90_combine", address(y), DTYPE_CODES[y.dtype], address(position), address(ids),
+        ids.dtype == torch.int64, address(weights), DTYPE_CODES[weights.dtype], address(bias),
+        DTYPE_CODES[bias.dtype] if bias is not None else 0, address(out), DTYPE_CODES[out.dtype],
+        tokens, top_k, groups, y.shape[1], stream(),
+    )  # fmt: skip
+
+
+def prepack(
+    packed: Tensor, block_scale: Tensor, global_scale: Tensor | None, fmt: Format
+) -> tuple[Tensor, Tensor, Tensor]:
+    """A plain weight [..., N, K/2] into the layout; the same bytes as the CPU's `fp4::prepack` makes."""
+    *lead, n, half = packed.shape
+    k, kp = 2 * half, LAYOUT.padded(2 * half)
+    packed = packed.contiguous().view(torch.uint8)
+    scale = block_scale.contiguous().view(torch.uint8)
+    if fmt.has_global_scale:
+        assert global_scale is not None
+        if bool((scale & 0x80).any()):
+            raise RuntimeError("block_scale has negative values; layout 'sm90' cannot hold them")
+        factor = global_scale.clone()
+    else:
+        scale, factor = _e4m3_from_e8m0(packed, scale, fmt)
+    to_packed = packed.new_empty((*lead, n, kp // 2))
+    to_scale = packed.new_empty((*lead, n, kp // 16))
+    rows = to_packed.numel() // (kp // 2) if kp else 0
+    call(
+        "fp4_sm90_pack", address(packed), address(scale), rows, k, kp,
+        address(to_packed), address(to_scale), stream(),
+    )  # fmt: skip
+    return to_packed, to_scale, factor
+
+
+def _e4m3_from_e8m0(packed: Tensor, scale: Tensor, fmt: Format) -> tuple[Tensor, Tensor]:
+    """Powers of two as e4m3 bytes, one a block of 16, and one factor a matrix: exact, or an error."""
+    *lead, n, blocks = scale.shape
+    half = packed.shape[-1]
+    padding = blocks * (fmt.block // 2) - half
+    codes = torch.nn.functional.pad(packed & 0x77, (0, padding)) if padding else packed & 0x77
+    counts = codes.view(*lead, n, blocks, fmt.block // 2).amax(-1) > 0
+    exponent = scale.to(torch.int16)
+    largest = torch.where(counts, exponent, -1).amax((-2, -1))
+    least = torch.where(counts, exponent, 255).amin((-2, -1))
+    spread = torch.where(largest < 0, 0, largest - least)
+    if int(spread.max()) > E8M0_BINADES:
+        matrix = int(spread.flatten().argmax())
+        raise RuntimeError(
+            f"block_scale of matrix {matrix} spreads over {int(spread.max())} binades; "
+            f"layout 'sm90' holds at most {E8M0_BINADES}"
+        )
+    largest = torch.where(largest < 0, 135, largest)
+    power = exponent - largest[..., None, None] + 8
+    byte = torch.where(power >= -6, (power + 7) << 3, 1 << (power + 9).clamp(0, 2))
+    byte = torch.where(counts, byte, 0).to(torch.uint8)
+    byte = byte.repeat_interleave(fmt.block // 16, -1)[..., : half // 8].contiguous()
+    factor = torch.ldexp(torch.ones_like(largest, dtype=torch.float32), largest.int() - 135)
+    return byte, factor
+
+
+def dequantize(packed: Tensor, block_scale: Tensor, global_scale: Tensor, dtype: torch.dtype) -> Tensor:
+    """The values [..., N, Kp]."""
+    *lead, n, half = packed.shape
+    out = torch.empty((*lead, n, 2 * half), dtype=dtype, device=packed.device)
+    rows = out.numel() // (2 * half) if half else 0
+    code = 3 if dtype == torch.float64 else DTYPE_CODES[dtype]
+    call(
+        "fp4_sm90_dequantize", address(packed), address(block_scale), address(global_scale.contiguous()),
+        rows, n, 2 * half, address(out), code, stream(),
+    )  # fmt: skip
+    return out

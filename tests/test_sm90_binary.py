@@ -1,0 +1,99 @@
+"""The Hopper kernels as machine code, read without a GPU: the instructions they stand on, and no spills."""
+
+import re
+import shutil
+import subprocess
+from pathlib import Path
+
+import pytest
+
+import fp4_ops
+from fp4_ops.sm90 import decode, library
+
+BINARY = Path(fp4_ops.__file__).parent / library.FILE
+MAX_SHARED = 227 * 1024
+
+
+def tool(name: str) -> str:
+    triton = pytest.importorskip("triton")
+    bundled = Path(triton.__file__).parent / "backends/nvidia/bin" / name
+    return str(bundled) if bundled.exists() else shutil.which(name) or pytest.skip(f"no {name}")
+
+
+def run(command: list[str], **kwargs) -> str:
+    done = subprocess.run(command, capture_output=True, text=True, check=True, **kwargs)
+    return done.stdout + done.stderr
+
+
+pytestmark = pytest.mark.skipif(not BINARY.exists(), reason="the Hopper kernels are not built (no nvcc)")
+
+
+@pytest.fixture(scope="module")
+def functions(tmp_path_factory) -> dict[str, str]:
+    """Kernel -> its SASS."""
+    folder = tmp_path_factory.mktemp("sm90")
+    subprocess.run(
+        [tool("cuobjdump"), "-xelf", "all", str(BINARY)], cwd=folder, check=True, capture_output=True
+    )
+    found = {}
+    for cubin in folder.glob("*.cubin"):
+        text = subprocess.run(
+            [tool("nvdisasm"), "-c", str(cubin)], capture_output=True, text=True, check=True
+        ).stdout
+        for name, body in re.findall(r"\.section\s+\.text\.(\S+?),(.*?)(?=\.section|\Z)", text, re.S):
+            found[name] = body
+    assert found
+    return found
+
+
+@pytest.fixture(scope="module")
+def resources() -> dict[str, dict[str, int]]:
+    out = subprocess.run(
+        [tool("cuobjdump"), "-res-usage", str(BINARY)], capture_output=True, text=True, check=True
+    )
+    text = out.stdout + out.stderr
+    found = re.findall(r"Function (\S+):\s*\n\s*(.*)", text)
+    return {
+        name: {k: int(v) for k, v in re.findall(r"(\w+)(?:\[\d+\])?:(\d+)", line)} for name, line in found
+    }
+
+
+def kernels(found: dict, part: str) -> dict:
+    chosen = {name: value for name, value in found.items() if part in name}
+    assert chosen, f"no kernel named {part}"
+    return chosen
+
+
+def test_prefill_multiplies_in_fp8_with_weights_from_registers(functions):
+    for name, body in kernels(functions, "prefill_kernel").items():
+        # QGMMA dst, A (a register: RS form), descriptor of B
+        assert re.search(r"QGMMA\.64x\d+x32\.F32\.E4M3\.E4M3\s+R\d+, R\d+, gdesc", body), name
+        assert "UTMALDG" in body, name
+
+
+def test_decode_streams_weights_into_registers(functions):
+    for name, body in kernels(functions, "decode_kernel").items():
+        assert re.search(r"HMMA\.16816\.F32\s", body), name
+        assert re.search(r"LDG\.E\.NA\.128\.CONSTANT", body), name
+        assert "QMMA" not in body, name
+
+
+@pytest.mark.parametrize("kernel", ["decode_kernel", "prefill_kernel"])
+def test_nothing_spills(functions, resources, kernel):
+    for name, used in kernels(resources, kernel).items():
+        assert used["LOCAL"] == 0, (name, used)
+    for name, body in kernels(functions, kernel).items():
+        spills = re.findall(r"\b(?:LDL|STL)\S*", body)
+        # Two words outside the loops of one prefill candidate.
+        assert len(spills) <= (4 if kernel == "prefill_kernel" else 0), (name, spills)
+
+
+@pytest.mark.parametrize("token_tiles", decode.TOKEN_TILES)
+@pytest.mark.parametrize("kp", [128, 768, 2048, 2944, 4096, 7168, 14336, 16384])
+def test_decode_configurations_fit(kp, token_tiles):
+    config = decode.warps_for(kp, token_tiles)
+    assert config is not None
+    assert config.shared_bytes <= MAX_SHARED
+    assert config.k_warps * config.row_warps <= decode.COMPUTE_WARPS
+    assert config.k_warps * config.passes * decode.SLICE_K >= kp
+    assert str(config).startswith(f"decode: {8 * token_tiles} tokens")

@@ -1,0 +1,281 @@
+"""The Hopper kernels (layout sm90) against float64 over the exactly dequantised operands."""
+
+import pytest
+import reference
+import torch
+from fp4_ops.meta.layouts import LAYOUTS
+
+from fp4_ops.sm90 import decode, library, ops, rows
+
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(
+        not torch.cuda.is_available() or not library.available(0),
+        reason="needs a Hopper GPU and a build with nvcc",
+    ),
+]
+
+FORMATS = ["nvfp4", "mxfp4"]
+DTYPES = [torch.bfloat16, torch.float16]
+BOUND = {torch.bfloat16: 4e-3, torch.float16: 1e-3, torch.float32: 2e-6}
+FP8_BOUND = 2.5e-2
+"""Against float64 over the quantised activations: the prefill kernel rounds weight x block scale to e4m3."""
+SHAPES = [
+    (8, 192, 768),
+    (3, 128, 2880),
+    (5, 64, 64),
+    (60, 128, 256),
+    (4, 256, 1040),
+    (1, 64, 16),
+    (256, 64, 128),
+]
+ROWS = [1, 7, 33, 150, 1500]
+
+
+class Weights:
+    """Random weights in layout sm90 and the values they stand for."""
+
+    def __init__(self, *shape: int, format: str, exact_scales: bool = False) -> None:
+        spread = torch.rand(*shape[:-1], 1, device="cuda") * 4 + 0.01
+        plain = torch.ops.fp4.quantize(torch.randn(*shape, device="cuda") * spread, format)
+        if exact_scales:  # mantissas 0, 2, 4: the products with 1.5 need no rounding in e4m3
+            byte = plain[1].view(torch.uint8)
+            mantissa = torch.tensor([0, 0, 2, 2, 4, 4, 4, 4], device="cuda", dtype=torch.uint8)[
+                (byte & 7).long()
+            ]
+            plain = plain[0], ((byte & 0xF8) | mantissa).clamp(min=40).view(plain[1].dtype), plain[2]
+        self.format = format
+        self.plain = plain[0], plain[1], (plain[2] if plain[2].numel() else None)
+        self.packed = torch.ops.fp4.prepack(*plain, format, "sm90")
+        self.values = torch.ops.fp4.dequantize(*self.plain, format, torch.float64)
+        self.options = {"format": format, "layout": "sm90"}
+
+
+def by_row(values: torch.Tensor, a: torch.Tensor, ids: torch.Tensor) -> torch.Tensor:
+    """values [G, N, K], a [M, K], ids [M]; rows of no expert are zeros."""
+    out = torch.zeros(a.shape[0], values.shape[1], dtype=torch.float64, device="cuda")
+    for e in range(values.shape[0]):
+        mine = ids == e
+        out[mine] = a[mine].double() @ values[e].T
+    return out
+
+
+def error(got: torch.Tensor, want: torch.Tensor) -> float:
+    return ((got.double() - want).norm() / want.norm().clamp(min=1e-300)).item()
+
+
+def routed(m: int, groups: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Random ids with some of no expert, the same sorted, and their offsets; the first row has an expert."""
+    ids = torch.randint(-1, groups, (m,), device="cuda")
+    ids[0] = groups - 1
+    ordered = torch.where(ids < 0, groups, ids).sort().values
+    offs = torch.bincount(ordered, minlength=groups + 1)[:groups].cumsum(0).int()
+    return ids, ordered, offs
+
+
+def plain_order(codes: torch.Tensor) -> torch.Tensor:
+    """fp8 rows back from the layout's order."""
+    return codes.view(*codes.shape[:-1], -1, 4, 4, 4).transpose(-2, -3).reshape(codes.shape)
+
+
+@pytest.mark.parametrize("format", FORMATS)
+@pytest.mark.parametrize("shape", SHAPES, ids=str)
+def test_the_layout_is_the_cpus(shape, format):
+    w = Weights(*shape, format=format)
+    here = torch.ops.fp4.prepack(*(t.cpu() if t is not None else None for t in w.plain), format, "sm90")
+    for name, a, b in zip(("packed", "block_scale", "global_scale"), w.packed, here, strict=True):
+        assert torch.equal(a.cpu(), b), name
+    for dtype in (torch.float32, torch.bfloat16, torch.float16, torch.float64):
+        got = torch.ops.fp4.dequantize(*w.packed, format, dtype, layout="sm90")[..., : shape[-1]]
+        assert torch.equal(got, torch.ops.fp4.dequantize(*w.plain, format, dtype))
+
+
+def test_mxfp4_that_spreads_too_far_is_refused():
+    packed, scale, _ = torch.ops.fp4.quantize(torch.randn(2, 64, 64, device="cuda"), "mxfp4")
+    scale.view(torch.uint8)[1, 3, 1] = 127 - 40
+    with pytest.raises(RuntimeError, match=r"of matrix 1 spreads over \d+ binades; layout 'sm90'"):
+        torch.ops.fp4.prepack(packed, scale, None, "mxfp4", "sm90")
+
+
+@pytest.mark.parametrize("format", FORMATS)
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("shape", SHAPES, ids=str)
+def test_products_of_16_bit_rows(shape, dtype, format):
+    w = Weights(*shape, format=format)
+    groups, n, k = shape
+    for m in ROWS:
+        a = (torch.randn(m, k, device="cuda") * 10 ** torch.empty(m, 1, device="cuda").uniform_(-3, 3)).to(
+            dtype
+        )
+        bias = torch.randn(groups, n, device="cuda", dtype=dtype)
+        ids, ordered, offs = routed(m, groups)
+        got = torch.ops.fp4.grouped_mm(a, *w.packed, offs, **w.options)
+        assert error(got, by_row(w.values, a, ordered)) < BOUND[dtype]
+        assert not got[int(offs[-1]) :].any()
+        want = by_row(w.values, a, ids) + torch.where((ids >= 0)[:, None], bias[ids.clamp(min=0)], 0).double()
+        assert (
+            error(torch.ops.fp4.indexed_mm(a, *w.packed, ids, None, bias, **w.options), want) < BOUND[dtype]
+        )
+        last = [t[groups - 1] for t in w.packed]
+        want = a.double() @ w.values[-1].T + bias[-1].double()
+        assert error(torch.ops.fp4.mm(a, *last, None, bias[-1], **w.options), want) < BOUND[dtype]
+    max_m = 21
+    a = torch.randn(groups, max_m, k, device="cuda").to(dtype)
+    masked_m = torch.randint(0, max_m + 1, (groups,), device="cuda").int()
+    masked_m[0] = max_m
+    got = torch.ops.fp4.grouped_mm_masked(a, *w.packed, masked_m, **w.options)
+    live = (torch.arange(max_m, device="cuda") < masked_m[:, None])[..., None]
+    assert error(got, torch.where(live, a.double() @ w.values.mT, 0)) < BOUND[dtype]
+    assert not got[~live.expand_as(got)].any()
+
+
+@pytest.mark.parametrize("token_tiles", decode.TOKEN_TILES)
+@pytest.mark.parametrize("k", [64, 768, 2880, 4096, 7168, 14336])
+def test_every_decode_candidate_in_float32(k, token_tiles):
+    config = decode.warps_for(LAYOUTS["sm90"].padded(k), token_tiles)
+    assert config is not None
+    groups, n = 3, 192
+    w = Weights(groups, n, k, format="nvfp4")
+    for m in (1, 50):
+        a = torch.randn(m, k, device="cuda").bfloat16()
+        _, ordered, offs = routed(m, groups)
+        out = torch.full((m, n), float("nan"), device="cuda")
+        weight = decode.Weight(*w.packed, None, groups, n, LAYOUTS["sm90"].padded(k))
+        decode.run(a, weight, offs, decode.Routing.OFFS, m, out, config=config)
+        assert error(out, by_row(w.values, a, ordered)) < BOUND[torch.float32], config
+
+
+@pytest.mark.parametrize("exact_scales", [False, True], ids=["any scales", "fp8-exact scales"])
+@pytest.mark.parametrize("shape", [*SHAPES, (2, 24576, 256)], ids=str)
+def test_products_of_fp8_rows(shape, exact_scales):
+    w = Weights(*shape, format="nvfp4", exact_scales=exact_scales)
+    groups, _, k = shape
+    bound = 4e-3 if exact_scales else FP8_BOUND
+    for m in ROWS:
+        a, a_scale = torch.ops.fp4.quantize_fp8(torch.randn(m, k, device="cuda").bfloat16(), layout="sm90")
+        values = plain_order(a)[:, :k].double() * a_scale[:, None].double()
+        _, ordered, offs = routed(m, groups)
+        got = torch.ops.fp4.grouped_mm(a, *w.packed, offs, a_scale, **w.options)
+        assert error(got, by_row(w.values, values, ordered)) < bound
+        assert not got[int(offs[-1]) :].any()
+        got = torch.ops.fp4.mm(a, *(t[0] for t in w.packed), a_scale, **w.options)
+        assert error(got, values @ w.values[0].T) < bound
+
+
+def test_small_block_scales_in_fp8():
+    """Scales below 0.25 leave the range of the table and take the slow path."""
+    groups, n, k, m = 2, 128, 512, 300
+    w = Weights(groups, n, k, format="nvfp4")
+    scale = torch.randint(1, 60, (groups, n, k // 16), device="cuda", dtype=torch.uint8).view(
+        torch.float8_e4m3fn
+    )
+    plain = w.plain[0], scale, w.plain[2]
+    packed = torch.ops.fp4.prepack(*plain, "nvfp4", "sm90")
+    values = torch.ops.fp4.dequantize(*plain, "nvfp4", torch.float64)
+    a, a_scale = torch.ops.fp4.quantize_fp8(torch.randn(m, k, device="cuda").bfloat16(), layout="sm90")
+    _, ordered, offs = routed(m, groups)
+    got = torch.ops.fp4.grouped_mm(a, *packed, offs, a_scale, **w.options)
+    want = by_row(values, plain_order(a).double() * a_scale[:, None].double(), ordered)
+    assert error(got, want) < FP8_BOUND
+
+
+@pytest.mark.parametrize("dtype", [*DTYPES, torch.float32])
+@pytest.mark.parametrize("shape", [(3, 64), (70, 768), (2, 3, 2880), (5, 40), (4, 16384)], ids=str)
+def test_quantize_fp8_equals_the_cpu(shape, dtype):
+    x = torch.randn(shape, dtype=dtype) * 5
+    x.view(-1, shape[-1])[0] = 0
+    codes, scale = torch.ops.fp4.quantize_fp8(x.cuda(), layout="sm90")
+    want_codes, want_scale = torch.ops.fp4.quantize_fp8(x, layout="sm90")
+    torch.testing.assert_close(scale.cpu(), want_scale, rtol=1e-6, atol=0)
+    # x * (448 / amax) and x / (amax / 448) differ in the last bit, which decides ties.
+    a, b = codes.cpu().view(torch.uint8).int(), want_codes.view(torch.uint8).int()
+    assert int((a - b).abs().max()) <= 1
+    assert (a != b).float().mean() < 5e-3
+
+
+@pytest.mark.parametrize("m", [1, 1000, 1025, 70000])
+def test_route_is_a_stable_sort(m):
+    groups = 37
+    ids = torch.randint(-2, groups + 2, (m,), device="cuda")
+    offs, sorted_rows, position = rows.route(ids, groups)
+    key = torch.where((ids >= 0) & (ids < groups), ids, groups)
+    assert torch.equal(sorted_rows.long(), key.argsort(stable=True))
+    assert torch.equal(sorted_rows[position.long()].long(), torch.arange(m, device="cuda"))
+    assert torch.equal(offs.long(), torch.bincount(key, minlength=groups + 1)[:groups].cumsum(0))
+
+
+GATES = ["silu", "gelu", "gelu_tanh", "swigluoai", "silu_interleaved"]
+
+
+@pytest.mark.parametrize("gate", GATES)
+@pytest.mark.parametrize("format", FORMATS)
+@pytest.mark.parametrize("a_format", ["none", "fp8", "auto"])
+def test_moe(a_format, format, gate):
+    experts, hidden, inter, top_k = 16, 512, 192, 4
+    up, down = (
+        Weights(experts, 2 * inter, hidden, format=format),
+        Weights(experts, hidden, inter, format=format),
+    )
+    b13, b2 = torch.randn(experts, 2 * inter, device="cuda"), torch.randn(experts, hidden, device="cuda")
+    for tokens in (1, 9, 40, 700):
+        x = torch.randn(tokens, hidden, device="cuda").bfloat16() / 16
+        ids = torch.randint(-1, experts + 1, (tokens, top_k), device="cuda")
+        ids[0, 0] = 0
+        weights = torch.rand(tokens, top_k, device="cuda")
+        want = reference.moe(
+            x.double().cpu(), ids.cpu(), weights.double().cpu(), up.values.cpu(), down.values.cpu(),
+            b13.double().cpu(), b2.double().cpu(), activation=gate, a_format="none",
+        ).cuda()  # fmt: skip
+        args = (x, ids, weights, *up.packed, *down.packed, b13, b2)
+        options = {"activation": gate, "a_format": a_format, **up.options}
+        got = torch.ops.fp4.moe(*args, **options)
+        exact = ops.resolve_a_format(a_format, tokens) == "none"
+        assert error(got, want) < (6e-3 if exact else 8e-2)
+        assert torch.equal(got, torch.ops.fp4.moe(*args, **options)), "not deterministic"
+
+
+def test_two_streams_at_once():
+    w = Weights(16, 256, 512, format="nvfp4")
+    inputs = [torch.randn(m, 512, device="cuda").bfloat16() for m in (16, 300)]
+    routes = [routed(len(a), 16)[2] for a in inputs]
+    want = [torch.ops.fp4.grouped_mm(a, *w.packed, o, **w.options) for a, o in zip(inputs, routes)]
+    torch.cuda.synchronize()
+    streams = [torch.cuda.Stream() for _ in inputs]
+    for _ in range(20):
+        got = []
+        for stream, a, offs in zip(streams, inputs, routes):
+            with torch.cuda.stream(stream):
+                got.append(torch.ops.fp4.grouped_mm(a, *w.packed, offs, **w.options))
+        torch.cuda.synchronize()
+        for a, b in zip(got, want):
+            assert torch.equal(a, b)
+
+
+@pytest.mark.parametrize("tokens", [1, 30, 600])
+def test_replay_with_changed_routing(tokens):
+    up, down = Weights(32, 256, 256, format="nvfp4"), Weights(32, 256, 128, format="nvfp4")
+    x = torch.randn(tokens, 256, device="cuda").bfloat16()
+    ids = torch.zeros(tokens, 4, dtype=torch.int64, device="cuda")
+    weights = torch.rand(tokens, 4, device="cuda")
+    call = lambda: torch.ops.fp4.moe(x, ids, weights, *up.packed, *down.packed, a_format="auto", **up.options)  # noqa: E731
+    call()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        out = call()
+    for _ in range(5):
+        ids.random_(-1, 33)
+        x.normal_()
+        out.fill_(float("nan"))
+        graph.replay()
+        assert torch.equal(out, call())
+
+
+def test_bad_offsets_do_not_fault():
+    w = Weights(4, 64, 128, format="nvfp4")
+    a = torch.randn(50, 128, device="cuda").bfloat16()
+    fp8 = torch.ops.fp4.quantize_fp8(a, layout="sm90")
+    for ends in ([60, 3, -5, 1000], [-1, -1, -1, -1], [50, 50, 50, 10**9]):
+        offs = torch.tensor(ends, dtype=torch.int32, device="cuda")
+        torch.ops.fp4.grouped_mm(a, *w.packed, offs, **w.options)
+        torch.ops.fp4.grouped_mm(fp8[0], *w.packed, offs, fp8[1], **w.options)
+    torch.cuda.synchronize()
