@@ -6,13 +6,13 @@
 // run at their full FP8 rate.
 //
 // A persistent block of one producer warpgroup and `Warpgroups` consumer warpgroups:
-//   producer warps 0, 2 walk the tiles and copy X and W into two rings of stages of 128 K;
-//   producer warp 1     walks them too and leaves each tile's place, token scales and bias to the consumers;
-//   producer warp 3     zeroes the output rows of no group;
-//   consumers           64 rows of weights each, all tokens of the tile. Each step of 128 K is two half steps with
-//                       their own fragments: while one half's products run, the other half is folded. Over the
-//                       end of a tile the first half of the next is folded before the epilogue.
-// Results leave through shared memory by bulk tensor copies that clip at the group's last row (see store_chunk).
+//   producer warps 0, 2  walk the tiles and copy X and W into two rings of stages of 128 K;
+//   producer warp 1      walks them too and leaves each tile's place, token scales and bias to the consumers;
+//   producer warp 3      zeroes the output rows of no group;
+//   consumers            64 rows of weights each, all tokens of the tile. Each step of 128 K is two half steps with
+//                        their own fragments: while one half's products run, the other half is folded. Over the end
+//                        of a tile the first half of the next is folded before the epilogue.
+// Results leave through shared memory by bulk tensor copies that clip at the group's last row (see store_halves).
 // With Cluster = 2, two blocks take neighbouring weight tiles and each fetches half of X for both.
 #pragma once
 
@@ -30,11 +30,13 @@ constexpr int kStepK = 128;         // K of a stage
 constexpr int kTileRows = 16;       // weight rows of one tile of the layout
 constexpr int kTileCodes = 1024;    // bytes of codes of a tile in one step
 constexpr int kTileScales = 128;    // and of scales
-constexpr int kXBoxes = 4;          // a copy of X brings 32, 64, 128 or 256 rows
+constexpr int kTokenStep = 16;      // tokens come in multiples of this
+constexpr int kXBoxes = 5;          // a copy of X brings 16, 32, 64, 128 or 256 rows
 constexpr int kChunkTokens = 64;    // rows of the output a copy takes
 constexpr int kChunkBytes = kChunkTokens * 128;
 constexpr int kWarpgroup = 128;
-constexpr int kWarpgroupRows = 64;  // weight rows of a warpgroup
+constexpr int kMmaRows = 64;        // weight rows of a wgmma
+constexpr int kMmaTokens = 256;     // most tokens of one
 constexpr int kInfoSlots = 2;
 constexpr float kFoldScale = 8.0f;  // the fold divides block scales by this
 
@@ -63,13 +65,15 @@ struct TileInfo {
   int column;  // the first weight row, in the group
 };
 
-template <int Warpgroups_, int MaxTokens_, int Cluster_, int XStages_, int WStages_, int StoreBuffers_>
+// Widths_: WidthList of the token tiles there are instances for. ptxas gives every instance 8 registers of its own.
+template <int Warpgroups_, class Widths_, int Cluster_, int XStages_, int WStages_, int StoreBuffers_>
 struct PrefillConfig {
-  static constexpr int Warpgroups = Warpgroups_, MaxTokens = MaxTokens_, Cluster = Cluster_;
+  using Widths = Widths_;
+  static constexpr int Warpgroups = Warpgroups_, MaxTokens = Widths::kMost, Cluster = Cluster_;
   static constexpr int XStages = XStages_, WStages = WStages_, StoreBuffers = StoreBuffers_;
-  static constexpr int Rows = Warpgroups * kWarpgroupRows;
-  static constexpr int Threads = (Warpgroups + 1) * kWarpgroup;
+  static constexpr int Rows = Warpgroups * kMmaRows;
   static constexpr int ConsumerWarps = Warpgroups * 4;
+  static constexpr int Threads = (Warpgroups + 1) * kWarpgroup;
   // A block is born with equal registers a thread; the producers hand most of theirs to the consumers.
   static constexpr int BirthRegisters = 65536 / Threads / 8 * 8;
   static constexpr int ProducerRegisters = Warpgroups == 2 ? 40 : 32;
@@ -128,7 +132,8 @@ class PrefillBlock {
     barrier_init_fence();
   }
 
-  // Producer warp 0: activations. Each block of a cluster fetches an equal part for all of them.
+  // Producer warp 0: activations. Each block of a cluster fetches an equal part for all of them, in boxes of powers
+  // of two.
   __device__ void copy_activations() {
     auto walk = make_walk();
     RingPosition<Config::XStages> ring;
@@ -142,7 +147,7 @@ class PrefillBlock {
           barrier_expect_bytes(full, part * Config::Cluster * kStepK);
           int first = part * rank_;
 #pragma unroll
-          for (int box = 0; box < kXBoxes; ++box) {  // the part in powers of two
+          for (int box = kXBoxes - 1; box >= 0; --box) {
             int tokens = kTokenStep << box;
             if (tokens > Config::MaxTokens / Config::Cluster || (part & tokens) == 0) continue;
             uint32_t target = smem_address(shared_.x[ring.slot]) + first * kStepK;
@@ -165,14 +170,14 @@ class PrefillBlock {
     RingPosition<Config::WStages> ring;
     Tile tile;
     while (walk.next(tile)) {
-      int weight_tile = (tile.group * problem_.n + first_column(tile)) / kTileRows;
+      int row_tile = (tile.group * problem_.n + first_column(tile)) / kTileRows;
       for (int step = 0; step < problem_.steps; ++step, ring = ring.next()) {
         barrier_wait(smem_address(&shared_.w_empty[ring.slot]), ring.round ^ 1);
         if (elect_lane()) {
           uint32_t full = smem_address(&shared_.w_full[ring.slot]);
           barrier_expect_bytes(full, Config::CodeBytes + Config::ScaleBytes);
-          load_box(smem_address(shared_.codes[ring.slot]), &maps_.codes, full, step * (kTileCodes / 8), weight_tile);
-          load_box(smem_address(shared_.scales[ring.slot]), &maps_.scales, full, step * kTileScales, weight_tile);
+          load_box(smem_address(shared_.codes[ring.slot]), &maps_.codes, full, step * (kTileCodes / 8), row_tile);
+          load_box(smem_address(shared_.scales[ring.slot]), &maps_.scales, full, step * kTileScales, row_tile);
         }
         __syncwarp();
       }
@@ -210,14 +215,15 @@ class PrefillBlock {
     }
   }
 
+  // Producer warp 3.
   __device__ void zero_rows(int thread, int threads) {
     int row_bytes = problem_.n * (problem_.out_type == FloatType::kFloat32 ? 4 : 2);
     zero_unused_rows(problem_.rows, static_cast<uint4*>(problem_.out), row_bytes / 16, thread, threads);
   }
 
   // A consumer warp.
-  __device__ void multiply_tiles() {
-    float sums[Config::MaxTokens / 2];
+  __device__ __forceinline__ void multiply_tiles() {
+    Sums sums;
     // Through a shuffle, so that the compiler keeps the addresses instead of computing them again in every step.
     int lane = threadIdx.x % kWarp, warp = threadIdx.x / kWarp;
     lane_codes_ = __shfl_sync(~0u, smem_address(shared_.codes) + warp * kTileCodes + lane * 16, lane);
@@ -231,7 +237,7 @@ class PrefillBlock {
     }
     while (tile.width > 0) {
       TileInfo next;
-      multiply_width<Config::MaxTokens>(sums, tile.width, next);
+      multiply_width(typename Config::Widths(), sums, tile.width, next);
       store_tile(sums, tile);
       tile = next;
     }
@@ -239,7 +245,9 @@ class PrefillBlock {
   }
 
  private:
-  __device__ TileWalk<Config::MaxTokens> make_walk() {
+  using Sums = float[Config::MaxTokens / 2];
+
+  __device__ TileWalk<typename Config::Widths> make_walk() {
     int columns = ceil_div(problem_.n, Config::Rows * Config::Cluster);
     return {problem_.rows, columns, static_cast<int>(blockIdx.x) / Config::Cluster,
             static_cast<int>(gridDim.x) / Config::Cluster};
@@ -297,21 +305,31 @@ class PrefillBlock {
     codes_[1] = load_shared_16(codes + kTileCodes / 2);
   }
 
-  // Starts the products of 64 K: two instructions of 32.
+  // Starts the products of 64 K: steps of 32, each with one instruction for the first 256 tokens and one for the rest.
   template <int Tokens, int Half>
-  __device__ __forceinline__ void issue_half(float* sums, int keep) {
+  __device__ __forceinline__ void issue_half(Sums& sums, int keep) {
+    constexpr int kFirst = Tokens < kMmaTokens ? Tokens : kMmaTokens;
+    constexpr int kRestOffset = kMmaTokens * kStepK / 16;
     uint32_t x = swizzled_base(smem_address(shared_.x)) + x_.slot * (Config::XBytes / 16) + Half * 2 * kDescriptorK32;
 #pragma unroll
     for (uint32_t& fragment : fragments_[Half]) asm volatile("" : "+r"(fragment));  // folded before the first starts
     wgmma_fence();
-    Wgmma<Tokens>::run(sums, fragments_[Half], swizzled_descriptor(x), keep);
-    Wgmma<Tokens>::run(sums, fragments_[Half] + 4, swizzled_descriptor(x + kDescriptorK32), 1);
+#pragma unroll
+    for (int k32 = 0; k32 < 2; ++k32) {
+      const uint32_t* fragment = fragments_[Half] + 4 * k32;
+      uint32_t x32 = x + k32 * kDescriptorK32;
+      int keep32 = k32 == 0 ? keep : 1;
+      Wgmma<kFirst>::run(sums, fragment, swizzled_descriptor(x32), keep32);
+      if constexpr (Tokens > kFirst) {
+        Wgmma<Tokens - kFirst>::run(sums + kFirst / 2, fragment, swizzled_descriptor(x32 + kRestOffset), keep32);
+      }
+    }
     wgmma_commit();
   }
 
   // All K of a tile. Enters with the first half step folded, and leaves so for the next tile, if any.
   template <int Tokens>
-  __device__ __forceinline__ void multiply(float* sums, TileInfo& next) {
+  __device__ __forceinline__ void multiply(Sums& sums, TileInfo& next) {
     for (int step = 0;; ++step) {
       issue_half<Tokens, 0>(sums, step > 0);
       FoldTables tables = make_tables<1>(scales_);
@@ -327,7 +345,8 @@ class PrefillBlock {
       previous_ = x_.slot;
       x_ = x_next;
       w_ = w_next;
-      if (step + 1 == problem_.steps) {
+      bool last = step + 1 == problem_.steps;
+      if (last) {
         next = wait_info();
         if (next.width == 0) break;
       }
@@ -337,87 +356,73 @@ class PrefillBlock {
       wait_activations(x_ready);
       wgmma_wait<1>();
       fold_fragments(codes_[0], tables, fragments_[0]);
-      if (step + 1 == problem_.steps) break;
+      if (last) break;
     }
     wgmma_wait<0>();
     release_activations(previous_);
   }
 
   // Runs the instance that is as wide as the tile.
-  template <int Tokens>
-  __device__ __forceinline__ void multiply_width(float* sums, int width, TileInfo& next) {
-    if constexpr (Tokens > kTokenStep) {
-      if (width < Tokens) return multiply_width<Tokens - kTokenStep>(sums, width, next);
-    }
-    multiply<Tokens>(sums, next);
+  template <int... Widths>
+  __device__ __forceinline__ void multiply_width(WidthList<Widths...>, Sums& sums, int width, TileInfo& next) {
+    ((width == Widths ? (multiply<Widths>(sums, next), true) : false) || ...);
   }
 
-  __device__ void store_tile(float (&sums)[Config::MaxTokens / 2], const TileInfo& tile) {
+  __device__ __forceinline__ void store_tile(Sums& sums, const TileInfo& tile) {
 #pragma unroll
     for (float& sum : sums) asm volatile("" : "+f"(sum)::"memory");  // no use of a sum moves before the wait
     int slot = (info_.slot + kInfoSlots - 2) % kInfoSlots;
-    int warpgroup = threadIdx.x / kWarpgroup;
-    int column = tile.column + warpgroup * kWarpgroupRows;
+    const float* token_scale = shared_.token_scale[slot];
+    int row = threadIdx.x / 4 * 2;  // and the next
+    float2 bias = *reinterpret_cast<const float2*>(shared_.bias[slot] + row);
+    int column = tile.column + threadIdx.x / kWarpgroup * kMmaRows;
     if (column < problem_.n) {
-      const float* token_scale = shared_.token_scale[slot];
-      float2 bias = reinterpret_cast<const float2*>(shared_.bias[slot])[threadIdx.x / 4];
-      if (problem_.out_type == FloatType::kFloat32) {
-        store_float32(sums, tile, token_scale, bias);
-      } else {
-        if (threadIdx.x % kWarpgroup == 0) store_wait_read<0>();
-        named_barrier(1 + warpgroup, kWarpgroup);
-        constexpr int kChunks = (Config::MaxTokens + kChunkTokens - 1) / kChunkTokens;
-#pragma unroll
-        for (int chunk = 0; chunk < kChunks; ++chunk) {
-          if (chunk * kChunkTokens < tile.rows) {
-            const float* chunk_sums = sums + chunk * (kChunkTokens / 2);
-            const float* chunk_scale = token_scale + chunk * kChunkTokens;
-            if (problem_.out_type == FloatType::kBfloat16) {
-              store_chunk<__nv_bfloat162>(chunk_sums, chunk, tile, chunk_scale, bias, column);
-            } else {
-              store_chunk<__half2>(chunk_sums, chunk, tile, chunk_scale, bias, column);
-            }
-          }
-        }
+      switch (problem_.out_type) {
+        case FloatType::kFloat32: store_float32(sums, tile, token_scale, bias, tile.column + row); break;
+        case FloatType::kBfloat16: store_halves<__nv_bfloat162>(sums, tile, token_scale, bias, column); break;
+        default: store_halves<__half2>(sums, tile, token_scale, bias, column);
       }
     }
     __syncwarp();
     if (threadIdx.x % kWarp == 0) barrier_arrive(smem_address(&shared_.info_empty[slot]));
   }
 
-  // 64 tokens x 64 weight rows through shared memory. The map of the output has the rows twice, as y and z: row
-  // r0 + i is (y, z) = (64 - count + i, r0 + count), and y ends at 64, so exactly `count` rows are written.
+  // All tokens x 64 weight rows of 16-bit results through shared memory, 64 tokens at a time. The map of the output
+  // has the rows twice, as y and z: row r0 + i is (y, z) = (64 - count + i, r0 + count), and y ends at 64, so
+  // exactly `count` rows are written.
   template <class Pair>
-  __device__ __forceinline__ void store_chunk(const float* sums, int chunk, const TileInfo& tile,
-                                              const float* token_scale, float2 bias, int column) {
+  __device__ __forceinline__ void store_halves(const float* sums, const TileInfo& tile, const float* token_scale,
+                                              float2 bias, int column) {
     int warpgroup = threadIdx.x / kWarpgroup, warp = threadIdx.x / kWarp % 4, lane = threadIdx.x % kWarp;
     int g = lane / 4, t = lane % 4;
-    int buffer = chunk % Config::StoreBuffers;
-    if (chunk >= Config::StoreBuffers) {
-      if (threadIdx.x % kWarpgroup == 0) store_wait_read<Config::StoreBuffers - 1>();
-      named_barrier(1 + warpgroup, kWarpgroup);
-    }
-    uint8_t* target = shared_.store[warpgroup][buffer];
     // Token 8 j + 2 t + e, weight rows 16 warp + 2 g and the next; 16-byte pieces swizzled by the token.
     int piece = 2 * warp + g / 4;
     int even = 2 * t * 128 + ((piece ^ (2 * t)) * 16) + g % 4 * 4;
     int odd = (2 * t + 1) * 128 + ((piece ^ (2 * t + 1)) * 16) + g % 4 * 4;
+    bool leader = threadIdx.x % kWarpgroup == 0;
 #pragma unroll
-    for (int j = 0; j < kChunkTokens / 8 && chunk * kChunkTokens + 8 * j < Config::MaxTokens; ++j) {
-      float2 scale = *reinterpret_cast<const float2*>(token_scale + 8 * j + 2 * t);
-      const float* d = sums + 4 * j;
-      float2 first = make_float2(d[0] * scale.x + bias.x, d[2] * scale.x + bias.y);
-      float2 second = make_float2(d[1] * scale.y + bias.x, d[3] * scale.y + bias.y);
-      *reinterpret_cast<uint32_t*>(target + even + j * 1024) = round_pair<Pair>(first);
-      *reinterpret_cast<uint32_t*>(target + odd + j * 1024) = round_pair<Pair>(second);
-    }
-    fence_async_proxy();
-    named_barrier(1 + warpgroup, kWarpgroup);
-    if (threadIdx.x % kWarpgroup == 0) {
-      int row = tile.row + chunk * kChunkTokens;
-      int count = min(kChunkTokens, tile.rows - chunk * kChunkTokens);
-      store_box(&maps_.out, smem_address(target), column, kChunkTokens - count, row + count);
-      store_commit();
+    for (int first = 0; first < Config::MaxTokens; first += kChunkTokens) {
+      if (first >= tile.rows) break;
+      uint8_t* target = shared_.store[warpgroup][store_buffer_];
+      if (leader) store_wait_read<Config::StoreBuffers - 1>();
+      named_barrier(1 + warpgroup, kWarpgroup);
+#pragma unroll
+      for (int token = first; token < first + kChunkTokens && token < Config::MaxTokens; token += 8) {
+        float2 scale = *reinterpret_cast<const float2*>(token_scale + token + 2 * t);
+        const float* d = sums + token / 2;
+        float2 one = make_float2(d[0] * scale.x + bias.x, d[2] * scale.x + bias.y);
+        float2 two = make_float2(d[1] * scale.y + bias.x, d[3] * scale.y + bias.y);
+        *reinterpret_cast<uint32_t*>(target + even + (token - first) * 128) = round_pair<Pair>(one);
+        *reinterpret_cast<uint32_t*>(target + odd + (token - first) * 128) = round_pair<Pair>(two);
+      }
+      fence_async_proxy();
+      named_barrier(1 + warpgroup, kWarpgroup);
+      if (leader) {
+        int count = min(kChunkTokens, tile.rows - first);
+        store_box(&maps_.out, smem_address(target), column, kChunkTokens - count, tile.row + first + count);
+        store_commit();
+      }
+      store_buffer_ = (store_buffer_ + 1) % Config::StoreBuffers;
     }
   }
 
@@ -433,9 +438,8 @@ class PrefillBlock {
   }
 
   __device__ __forceinline__ void store_float32(const float* sums, const TileInfo& tile, const float* token_scale,
-                                                float2 bias) {
+                                                float2 bias, int column) {
     int lane = threadIdx.x % kWarp;
-    int column = tile.column + threadIdx.x / kWarp * kTileRows + lane / 4 * 2;
     float* out = static_cast<float*>(problem_.out) + static_cast<int64_t>(tile.row) * problem_.n + column;
 #pragma unroll
     for (int i = 0; i < Config::MaxTokens / 4; ++i) {  // token 8 j + 2 t + e
@@ -462,6 +466,7 @@ class PrefillBlock {
   uint4 codes_[2];  // of the step being folded, as the scales
   FoldScales scales_;
   uint32_t fragments_[2][8];
+  int store_buffer_ = 0;
 };
 
 template <class Config>
@@ -470,21 +475,17 @@ __global__ void __launch_bounds__(Config::Threads, 1)
   extern __shared__ __align__(1024) uint8_t memory[];
   auto& shared = *reinterpret_cast<SharedStorage<Config>*>(memory);
   PrefillBlock<Config> block(shared, problem, maps);
-  int warpgroup = threadIdx.x / kWarpgroup, warp = threadIdx.x / kWarp % 4;
   if (threadIdx.x == 0) block.init_barriers();
   __syncthreads();
   if constexpr (Config::Cluster > 1) cluster_sync();
 
-  if (warpgroup == Config::Warpgroups) {
+  if (threadIdx.x >= Config::Warpgroups * kWarpgroup) {
     register_give<Config::ProducerRegisters>();
-    if (warp == 0) {
-      block.copy_activations();
-    } else if (warp == 1) {
-      block.describe_tiles();
-    } else if (warp == 2) {
-      block.copy_weights();
-    } else {
-      block.zero_rows(blockIdx.x * kWarp + threadIdx.x % kWarp, gridDim.x * kWarp);
+    switch (threadIdx.x / kWarp % 4) {
+      case 0: block.copy_activations(); break;
+      case 1: block.describe_tiles(); break;
+      case 2: block.copy_weights(); break;
+      default: block.zero_rows(blockIdx.x * kWarp + threadIdx.x % kWarp, gridDim.x * kWarp);
     }
   } else {
     register_take<Config::ConsumerRegisters>();

@@ -1,7 +1,7 @@
 // Which tiles a block computes: a static walk over (group, token tile, weight tile), done by one warp.
 //
-// A group's rows are cut into the fewest token tiles and those made equally wide (a multiple of 32), so that 300
-// rows are 160 + 140 and not 256 + 44. Within a group the tiles go in bands of token tiles, token tiles fastest:
+// A group's rows are cut into the fewest token tiles and those made equally wide, so that 300 rows are 160 + 140
+// and not 256 + 44. Within a group the tiles go in bands of token tiles, token tiles fastest:
 // blocks that run together share a band's activations and a few rows of weights in L2.
 #pragma once
 
@@ -27,14 +27,26 @@ struct Tile {
 };
 
 constexpr int kWarp = 32;
-constexpr int kTokenStep = 32;  // token tiles are multiples of this
 constexpr int kBandTiles = 8;
 
 __device__ __forceinline__ int clamp_rows(int rows, int m) { return max(0, min(rows, m)); }
 
 __device__ __forceinline__ int ceil_div(int a, int b) { return (a + b - 1) / b; }
 
-template <int MaxTokens>
+// The widths a token tile can have, in falling order.
+template <int Most, int... Others>
+struct WidthList {
+  static constexpr int kMost = Most;
+
+  // The least of them that holds `rows`.
+  static __device__ __forceinline__ int round_up(int rows) {
+    int width = Most;
+    ((width = rows <= Others ? Others : width), ...);
+    return width;
+  }
+};
+
+template <class Widths>
 class TileWalk {
  public:
   __device__ TileWalk(const Rows& rows, int columns, int first, int stride)
@@ -52,24 +64,22 @@ class TileWalk {
     local -= __shfl_sync(~0u, first_, lane);
     tile.group = chunk_ + lane;
     int count = __shfl_sync(~0u, count_, lane);
-    int token_tiles = ceil_div(count, MaxTokens);
+    int token_tiles = ceil_div(count, Widths::kMost);
     int band_size = kBandTiles * columns_;
     int band = local / band_size;
     local -= band * band_size;
     int band_tiles = min(kBandTiles, token_tiles - band * kBandTiles);
     tile.column = local / band_tiles;
     int token_tile = band * kBandTiles + local - tile.column * band_tiles;
-    int width = round_up(ceil_div(count, token_tiles));
+    int width = Widths::round_up(ceil_div(count, token_tiles));
     tile.row = __shfl_sync(~0u, row_, lane) + token_tile * width;
     tile.rows = min(width, count - token_tile * width);
-    tile.width = round_up(tile.rows);
+    tile.width = Widths::round_up(tile.rows);
     index_ += stride_;
     return true;
   }
 
  private:
-  static __device__ int round_up(int rows) { return ceil_div(rows, kTokenStep) * kTokenStep; }
-
   // Lane i takes group chunk_ + i. Ends that decrease or pass m are clamped, never trusted.
   __device__ void load_chunk() {
     int lane = threadIdx.x % kWarp, group = chunk_ + lane;
@@ -88,7 +98,7 @@ class TileWalk {
                : rows_.mode == RowMode::kMasked ? clamp_rows(rows_.group_rows[group], rows_.m)
                                                      : rows_.m;
     }
-    int tiles = ceil_div(count_, MaxTokens) * columns_;
+    int tiles = ceil_div(count_, Widths::kMost) * columns_;
     int sum = tiles;
     for (int step = 1; step < kWarp; step *= 2) {
       int below = __shfl_up_sync(~0u, sum, step);

@@ -44,18 +44,26 @@ constexpr Candidate candidate(const char* name) {
   return {name, Config::Rows, Config::MaxTokens, Config::Cluster, launch<Config>};
 }
 
-// PrefillConfig<warpgroups, tokens, cluster, stages of X, stages of W, store buffers>
+// Stages are what fits into shared memory; how many widths a kernel can have, its registers say.
+using WideOver = WidthList<288, 256, 208, 160, 128, 64>;
+using Wide = WidthList<256, 224, 192, 160, 144, 128, 96, 64>;
+using Middle = WidthList<192, 160, 128>;
+using MiddleFine = WidthList<176, 144, 112, 64>;
+using Narrow = WidthList<96, 80, 64>;
+using NarrowFine = WidthList<80, 64, 48, 32>;
+using Small = WidthList<64, 32>;
+
+// PrefillConfig<warpgroups, widths, cluster, stages of X, stages of W, store buffers>
 constexpr Candidate kCandidates[] = {
-    candidate<PrefillConfig<2, 256, 2, 4, 6, 2>>("rows 128, tokens 256, cluster 2"),
-    candidate<PrefillConfig<2, 256, 1, 4, 6, 2>>("rows 128, tokens 256, cluster 1"),
-    candidate<PrefillConfig<3, 160, 1, 5, 6, 1>>("rows 192, tokens 160, cluster 1"),
-    candidate<PrefillConfig<3, 128, 1, 5, 7, 1>>("rows 192, tokens 128, cluster 1"),
-    candidate<PrefillConfig<4, 64, 1, 7, 7, 1>>("rows 256, tokens 64, cluster 1"),
-    candidate<PrefillConfig<2, 128, 1, 6, 10, 1>>("rows 128, tokens 128, cluster 1"),
-    candidate<PrefillConfig<2, 64, 1, 8, 14, 1>>("rows 128, tokens 64, cluster 1"),
-    candidate<PrefillConfig<2, 192, 1, 5, 7, 2>>("rows 128, tokens 192, cluster 1"),
-    candidate<PrefillConfig<2, 192, 2, 5, 7, 2>>("rows 128, tokens 192, cluster 2"),
-    candidate<PrefillConfig<3, 64, 1, 8, 9, 1>>("rows 192, tokens 64, cluster 1"),
+    candidate<PrefillConfig<2, WideOver, 2, 4, 6, 1>>("rows 128, tokens 288, cluster 2"),
+    candidate<PrefillConfig<2, WideOver, 1, 4, 6, 1>>("rows 128, tokens 288, cluster 1"),
+    candidate<PrefillConfig<2, Wide, 2, 4, 6, 2>>("rows 128, tokens 256, cluster 2"),
+    candidate<PrefillConfig<3, Middle, 1, 4, 6, 1>>("rows 192, tokens 192, cluster 1"),
+    candidate<PrefillConfig<3, MiddleFine, 1, 4, 6, 1>>("rows 192, tokens 176, cluster 1"),
+    candidate<PrefillConfig<4, Narrow, 1, 5, 6, 1>>("rows 256, tokens 96, cluster 1"),
+    candidate<PrefillConfig<4, NarrowFine, 1, 6, 7, 1>>("rows 256, tokens 80, cluster 1"),
+    candidate<PrefillConfig<4, Small, 1, 7, 7, 1>>("rows 256, tokens 64, cluster 1"),
+    candidate<PrefillConfig<3, NarrowFine, 1, 7, 9, 1>>("rows 192, tokens 80, cluster 1"),
 };
 constexpr int kCandidateCount = sizeof(kCandidates) / sizeof(kCandidates[0]);
 
@@ -95,12 +103,12 @@ bool encode_matrix(CUtensorMap* map, CUtensorMapDataType type, int element, cons
   return encode_map(map, type, 2, const_cast<void*>(base), sizes, strides, box, swizzle);
 }
 
-// The rows appear twice, so that a copy can end at any row: see PrefillBlock::store_chunk.
+// The rows appear twice, so that a copy can end at any row: see PrefillBlock::store_halves.
 bool encode_output(CUtensorMap* map, FloatType type, void* out, uint64_t n, uint64_t rows) {
   if (type == FloatType::kFloat32) return true;  // stored without copies
   const uint64_t row_bytes = n * 2;
   const cuuint64_t sizes[3] = {n, kChunkTokens, rows + 1}, strides[2] = {row_bytes, row_bytes};
-  const cuuint32_t box[3] = {kWarpgroupRows, kChunkTokens, 1};
+  const cuuint32_t box[3] = {kMmaRows, kChunkTokens, 1};
   auto data_type = type == FloatType::kBfloat16 ? CU_TENSOR_MAP_DATA_TYPE_BFLOAT16 : CU_TENSOR_MAP_DATA_TYPE_FLOAT16;
   void* base = reinterpret_cast<void*>(reinterpret_cast<uintptr_t>(out) - kChunkTokens * row_bytes);
   return encode_map(map, data_type, 3, base, sizes, strides, box, CU_TENSOR_MAP_SWIZZLE_128B);

@@ -124,7 +124,7 @@ __device__ __forceinline__ void store_wait_read() {
 // Makes this thread's writes to shared memory visible to the copy engine.
 __device__ __forceinline__ void fence_async_proxy() { asm volatile("fence.proxy.async.shared::cta;" ::: "memory"); }
 
-// ---- registers ----
+// ---- warps and registers ----
 
 template <int Registers>
 __device__ __forceinline__ void register_take() {
@@ -192,22 +192,31 @@ constexpr int kDescriptorK32 = 2;
 template <int Tokens>
 struct Wgmma;
 
-// The operand lists of wgmma, 16 accumulators (32 tokens) at a time.
-#define FP4_D16(i) FP4_D8(i), FP4_D8(i + 8)
+// The operand lists of wgmma, 8 accumulators (16 tokens) at a time.
 #define FP4_D8(i)                                                                                              \
   "+f"(d[i]), "+f"(d[i + 1]), "+f"(d[i + 2]), "+f"(d[i + 3]), "+f"(d[i + 4]), "+f"(d[i + 5]), "+f"(d[i + 6]), \
       "+f"(d[i + 7])
+#define FP4_D16(i) FP4_D8(i), FP4_D8(i + 8)
 #define FP4_D32(i) FP4_D16(i), FP4_D16(i + 16)
 #define FP4_D64(i) FP4_D32(i), FP4_D32(i + 32)
+#define FP4_D128(i) FP4_D64(i), FP4_D64(i + 64)
 
-#define FP4_S16 "%0,%1,%2,%3,%4,%5,%6,%7,%8,%9,%10,%11,%12,%13,%14,%15"
-#define FP4_S32 FP4_S16 ",%16,%17,%18,%19,%20,%21,%22,%23,%24,%25,%26,%27,%28,%29,%30,%31"
-#define FP4_S48 FP4_S32 ",%32,%33,%34,%35,%36,%37,%38,%39,%40,%41,%42,%43,%44,%45,%46,%47"
-#define FP4_S64 FP4_S48 ",%48,%49,%50,%51,%52,%53,%54,%55,%56,%57,%58,%59,%60,%61,%62,%63"
-#define FP4_S80 FP4_S64 ",%64,%65,%66,%67,%68,%69,%70,%71,%72,%73,%74,%75,%76,%77,%78,%79"
-#define FP4_S96 FP4_S80 ",%80,%81,%82,%83,%84,%85,%86,%87,%88,%89,%90,%91,%92,%93,%94,%95"
-#define FP4_S112 FP4_S96 ",%96,%97,%98,%99,%100,%101,%102,%103,%104,%105,%106,%107,%108,%109,%110,%111"
-#define FP4_S128 FP4_S112 ",%112,%113,%114,%115,%116,%117,%118,%119,%120,%121,%122,%123,%124,%125,%126,%127"
+#define FP4_S8 "%0,%1,%2,%3,%4,%5,%6,%7"
+#define FP4_S16 FP4_S8 ",%8,%9,%10,%11,%12,%13,%14,%15"
+#define FP4_S24 FP4_S16 ",%16,%17,%18,%19,%20,%21,%22,%23"
+#define FP4_S32 FP4_S24 ",%24,%25,%26,%27,%28,%29,%30,%31"
+#define FP4_S40 FP4_S32 ",%32,%33,%34,%35,%36,%37,%38,%39"
+#define FP4_S48 FP4_S40 ",%40,%41,%42,%43,%44,%45,%46,%47"
+#define FP4_S56 FP4_S48 ",%48,%49,%50,%51,%52,%53,%54,%55"
+#define FP4_S64 FP4_S56 ",%56,%57,%58,%59,%60,%61,%62,%63"
+#define FP4_S72 FP4_S64 ",%64,%65,%66,%67,%68,%69,%70,%71"
+#define FP4_S80 FP4_S72 ",%72,%73,%74,%75,%76,%77,%78,%79"
+#define FP4_S88 FP4_S80 ",%80,%81,%82,%83,%84,%85,%86,%87"
+#define FP4_S96 FP4_S88 ",%88,%89,%90,%91,%92,%93,%94,%95"
+#define FP4_S104 FP4_S96 ",%96,%97,%98,%99,%100,%101,%102,%103"
+#define FP4_S112 FP4_S104 ",%104,%105,%106,%107,%108,%109,%110,%111"
+#define FP4_S120 FP4_S112 ",%112,%113,%114,%115,%116,%117,%118,%119"
+#define FP4_S128 FP4_S120 ",%120,%121,%122,%123,%124,%125,%126,%127"
 
 // a0..p are the numbers of the operands that follow the accumulators.
 #define FP4_WGMMA(tokens, list, outputs, a0, a1, a2, a3, b, p)                                            \
@@ -223,13 +232,21 @@ struct Wgmma;
   };
 
 #define FP4_LIST(...) __VA_ARGS__
+FP4_WGMMA(16, FP4_S8, FP4_LIST(FP4_D8(0)), 8, 9, 10, 11, 12, 13)
 FP4_WGMMA(32, FP4_S16, FP4_LIST(FP4_D16(0)), 16, 17, 18, 19, 20, 21)
+FP4_WGMMA(48, FP4_S24, FP4_LIST(FP4_D16(0), FP4_D8(16)), 24, 25, 26, 27, 28, 29)
 FP4_WGMMA(64, FP4_S32, FP4_LIST(FP4_D32(0)), 32, 33, 34, 35, 36, 37)
+FP4_WGMMA(80, FP4_S40, FP4_LIST(FP4_D32(0), FP4_D8(32)), 40, 41, 42, 43, 44, 45)
 FP4_WGMMA(96, FP4_S48, FP4_LIST(FP4_D32(0), FP4_D16(32)), 48, 49, 50, 51, 52, 53)
+FP4_WGMMA(112, FP4_S56, FP4_LIST(FP4_D32(0), FP4_D16(32), FP4_D8(48)), 56, 57, 58, 59, 60, 61)
 FP4_WGMMA(128, FP4_S64, FP4_LIST(FP4_D64(0)), 64, 65, 66, 67, 68, 69)
+FP4_WGMMA(144, FP4_S72, FP4_LIST(FP4_D64(0), FP4_D8(64)), 72, 73, 74, 75, 76, 77)
 FP4_WGMMA(160, FP4_S80, FP4_LIST(FP4_D64(0), FP4_D16(64)), 80, 81, 82, 83, 84, 85)
+FP4_WGMMA(176, FP4_S88, FP4_LIST(FP4_D64(0), FP4_D16(64), FP4_D8(80)), 88, 89, 90, 91, 92, 93)
 FP4_WGMMA(192, FP4_S96, FP4_LIST(FP4_D64(0), FP4_D32(64)), 96, 97, 98, 99, 100, 101)
+FP4_WGMMA(208, FP4_S104, FP4_LIST(FP4_D64(0), FP4_D32(64), FP4_D8(96)), 104, 105, 106, 107, 108, 109)
 FP4_WGMMA(224, FP4_S112, FP4_LIST(FP4_D64(0), FP4_D32(64), FP4_D16(96)), 112, 113, 114, 115, 116, 117)
-FP4_WGMMA(256, FP4_S128, FP4_LIST(FP4_D64(0), FP4_D64(64)), 128, 129, 130, 131, 132, 133)
+FP4_WGMMA(240, FP4_S120, FP4_LIST(FP4_D64(0), FP4_D32(64), FP4_D16(96), FP4_D8(112)), 120, 121, 122, 123, 124, 125)
+FP4_WGMMA(256, FP4_S128, FP4_LIST(FP4_D128(0)), 128, 129, 130, 131, 132, 133)
 
 }  // namespace fp4::sm90
