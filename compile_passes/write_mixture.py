@@ -176,7 +176,7 @@ class _Emitter:
 
     def _layout(self, device: str, dtype: torch.dtype) -> str:
         """One layout for all weights of the block."""
-        parts = {(p.n, p.k) for branch in self.m.branches for p in (*branch.up, *branch.down)}
+        parts = {(p.n, p.k) for branch in self.m.branches for p in (*branch.up, branch.down)}
         return preferred_layout(device, *parts, dtype=dtype)
 
     def _gate_up(self, device: str) -> tuple[Any, bool]:

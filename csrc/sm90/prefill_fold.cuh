@@ -2,9 +2,10 @@
 //
 // A weight is e2m1 x block scale; with the scale divided by 8 (the epilogue multiplies by 8), the eight
 // magnitudes {0, .5, 1, 1.5, 2, 3, 4, 6} times the scale become eight e4m3 bytes: a table in two registers in
-// which one PRMT looks four codes up. With s the byte of scale / 8, multiplying by a power of two adds 8 to the
-// byte, and 1.5 s is t = s + 5, or s + 4 where the mantissa of s is 0 or 7 (the layout's flag bit): the nearest
-// e4m3 value. That needs 0.5 s to be a normal number; blocks of smaller scales get their table by arithmetic.
+// which one PRMT looks four codes up. With s the byte of scale / 8, multiplying by a power of two adds 8 to
+// the byte, and 1.5 s is t = s + 5, or s + 4 where the mantissa of s is 0 or 7 (the layout's flag bit): the
+// nearest e4m3 value. That needs 0.5 s to be a normal number; blocks of smaller scales get their table by
+// arithmetic.
 #pragma once
 
 #include <cuda_fp16.h>
@@ -13,8 +14,8 @@
 
 namespace fp4::sm90 {
 
-constexpr uint32_t kEighth = 24;               // e4m3 byte distance of a factor 8
-constexpr uint32_t kFirstFastScale = 40;       // the byte of scale 0.25: half its eighth is the least normal e4m3
+constexpr uint32_t kEighth = 24;          // e4m3 byte distance of a factor 8
+constexpr uint32_t kFirstFastScale = 40;  // the byte of scale 0.25: half its eighth is the least normal e4m3
 constexpr uint32_t kEveryByte = 0x01010101u;
 
 struct FoldTable {
@@ -22,8 +23,8 @@ struct FoldTable {
 };
 
 __device__ __forceinline__ FoldTable fast_table(uint32_t once, uint32_t once_half, uint32_t index) {
-  // Selectors for byte 0; adding the index to each nibble takes another byte. A selector of 8 | i replicates the
-  // sign of byte i, which is 0: the zero of the table.
+  // Selectors for byte 0; adding the index to each nibble takes another byte. A selector of 8 | i replicates
+  // the sign of byte i, which is 0: the zero of the table.
   constexpr uint32_t kLow = 0x4008, kHigh = 0x4040, kEveryNibble = 0x1111;
   return {permute_bytes(once, once_half, kLow + index * kEveryNibble) - 0x00000800u,
           permute_bytes(once, once_half, kHigh + index * kEveryNibble) + 0x10100808u};
@@ -32,7 +33,8 @@ __device__ __forceinline__ FoldTable fast_table(uint32_t once, uint32_t once_hal
 // Any scale, zero and subnormal ones too: products in float, rounded to the nearest e4m3.
 __device__ __forceinline__ FoldTable exact_table(uint32_t byte) {
   __half_raw half;
-  asm("{\n.reg .b32 pair;\n.reg .b16 low, high;\ncvt.rn.f16x2.e4m3x2 pair, %1;\nmov.b32 {%0, high}, pair;\n}\n"
+  asm("{\n.reg .b32 pair;\n.reg .b16 low, high;\ncvt.rn.f16x2.e4m3x2 pair, %1;\nmov.b32 {%0, high}, "
+      "pair;\n}\n"
       : "=h"(half.x)
       : "h"(static_cast<uint16_t>(byte)));
   float s = __half2float(__half(half)) * 0.125f;
@@ -66,7 +68,8 @@ struct FoldTables {
   FoldTable even, odd;
 };
 
-// A lane's scale bytes for 128 K: {half 0: even row, odd row; half 1: even row, odd row}, and what tables share.
+// A lane's scale bytes for 128 K: {half 0: even row, odd row; half 1: even row, odd row}, and what tables
+// share.
 struct FoldScales {
   uint32_t bytes, once, once_half;
   bool small;  // some lane's table needs arithmetic
@@ -93,7 +96,8 @@ __device__ __forceinline__ FoldTables make_tables(const FoldScales& scales) {
 }
 
 // The A operands of the two K = 32 steps: fragment[4 s ..] for step s.
-__device__ __forceinline__ void fold_fragments(uint4 codes, const FoldTables& tables, uint32_t (&fragment)[8]) {
+__device__ __forceinline__ void fold_fragments(uint4 codes, const FoldTables& tables,
+                                               uint32_t (&fragment)[8]) {
   fold_word(codes.x, tables.even, fragment[0], fragment[2]);
   fold_word(codes.y, tables.even, fragment[4], fragment[6]);
   fold_word(codes.z, tables.odd, fragment[1], fragment[3]);

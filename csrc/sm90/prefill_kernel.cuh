@@ -1,19 +1,22 @@
-// Grouped GEMM, NVFP4 weights x FP8 activations, for many tokens: out[r, n] = scale[r] * sum_k w[n, k] x[r, k].
+// Grouped GEMM, NVFP4 weights x FP8 activations, for many tokens: out[r, n] = scale[r] * sum_k w[n, k] x[r,
+// k].
 //
-// The operands are swapped: weights are wgmma's A, folded into e4m3 in registers by the warps that multiply (so a
-// dequantised weight never touches shared memory), tokens are wgmma's N, up to 256 wide. The table fold costs 1.2
-// instructions a weight, which hides behind the products of the other half step: at 256 tokens the tensor cores
-// run at their full FP8 rate.
+// The operands are swapped: weights are wgmma's A, folded into e4m3 in registers by the warps that multiply
+// (so a dequantised weight never touches shared memory), tokens are wgmma's N, up to 256 wide. The table fold
+// costs 1.2 instructions a weight, which hides behind the products of the other half step: at 256 tokens the
+// tensor cores run at their full FP8 rate.
 //
 // A persistent block of one producer warpgroup and `Warpgroups` consumer warpgroups:
 //   producer warps 0, 2  walk the tiles and copy X and W into two rings of stages of 128 K;
 //   producer warp 1      walks them too and leaves each tile's place, token scales and bias to the consumers;
 //   producer warp 3      zeroes the output rows of no group;
-//   consumers            64 rows of weights each, all tokens of the tile. Each step of 128 K is two half steps with
-//                        their own fragments: while one half's products run, the other half is folded. Over the end
-//                        of a tile the first half of the next is folded before the epilogue.
-// Results leave through shared memory by bulk tensor copies that clip at the group's last row (see store_halves).
-// With Cluster = 2, two blocks take neighbouring weight tiles and each fetches half of X for both.
+//   consumers            64 rows of weights each, all tokens of the tile. Each step of 128 K is two half
+//   steps with
+//                        their own fragments: while one half's products run, the other half is folded. Over
+//                        the end of a tile the first half of the next is folded before the epilogue.
+// Results leave through shared memory by bulk tensor copies that clip at the group's last row (see
+// store_halves). With Cluster = 2, two blocks take neighbouring weight tiles and each fetches half of X for
+// both.
 #pragma once
 
 #include <cuda_bf16.h>
@@ -26,17 +29,17 @@
 
 namespace fp4::sm90 {
 
-constexpr int kStepK = 128;         // K of a stage
-constexpr int kTileRows = 16;       // weight rows of one tile of the layout
-constexpr int kTileCodes = 1024;    // bytes of codes of a tile in one step
-constexpr int kTileScales = 128;    // and of scales
-constexpr int kTokenStep = 16;      // tokens come in multiples of this
-constexpr int kXBoxes = 5;          // a copy of X brings 16, 32, 64, 128 or 256 rows
-constexpr int kChunkTokens = 64;    // rows of the output a copy takes
+constexpr int kStepK = 128;       // K of a stage
+constexpr int kTileRows = 16;     // weight rows of one tile of the layout
+constexpr int kTileCodes = 1024;  // bytes of codes of a tile in one step
+constexpr int kTileScales = 128;  // and of scales
+constexpr int kTokenStep = 16;    // tokens come in multiples of this
+constexpr int kXBoxes = 5;        // a copy of X brings 16, 32, 64, 128 or 256 rows
+constexpr int kChunkTokens = 64;  // rows of the output a copy takes
 constexpr int kChunkBytes = kChunkTokens * 128;
 constexpr int kWarpgroup = 128;
-constexpr int kMmaRows = 64;        // weight rows of a wgmma
-constexpr int kMmaTokens = 256;     // most tokens of one
+constexpr int kMmaRows = 64;     // weight rows of a wgmma
+constexpr int kMmaTokens = 256;  // most tokens of one
 constexpr int kInfoSlots = 2;
 constexpr float kFoldScale = 8.0f;  // the fold divides block scales by this
 
@@ -59,13 +62,14 @@ struct Maps {
 };
 
 struct TileInfo {
-  int width;   // 0: no more tiles
+  int width;  // 0: no more tiles
   int row;
   int rows;
   int column;  // the first weight row, in the group
 };
 
-// Widths_: WidthList of the token tiles there are instances for. ptxas gives every instance 8 registers of its own.
+// Widths_: WidthList of the token tiles there are instances for. ptxas gives every instance 8 registers of
+// its own.
 template <int Warpgroups_, class Widths_, int Cluster_, int XStages_, int WStages_, int StoreBuffers_>
 struct PrefillConfig {
   using Widths = Widths_;
@@ -77,7 +81,8 @@ struct PrefillConfig {
   // A block is born with equal registers a thread; the producers hand most of theirs to the consumers.
   static constexpr int BirthRegisters = 65536 / Threads / 8 * 8;
   static constexpr int ProducerRegisters = Warpgroups == 2 ? 40 : 32;
-  static constexpr int ConsumerRegisters = (BirthRegisters + (BirthRegisters - ProducerRegisters) / Warpgroups) / 8 * 8;
+  static constexpr int ConsumerRegisters =
+      (BirthRegisters + (BirthRegisters - ProducerRegisters) / Warpgroups) / 8 * 8;
   static constexpr int XBytes = MaxTokens * kStepK;
   static constexpr int CodeBytes = Rows / kTileRows * kTileCodes;
   static constexpr int ScaleBytes = Rows / kTileRows * kTileScales;
@@ -132,8 +137,8 @@ class PrefillBlock {
     barrier_init_fence();
   }
 
-  // Producer warp 0: activations. Each block of a cluster fetches an equal part for all of them, in boxes of powers
-  // of two.
+  // Producer warp 0: activations. Each block of a cluster fetches an equal part for all of them, in boxes of
+  // powers of two.
   __device__ void copy_activations() {
     auto walk = make_walk();
     RingPosition<Config::XStages> ring;
@@ -152,7 +157,8 @@ class PrefillBlock {
             if (tokens > Config::MaxTokens / Config::Cluster || (part & tokens) == 0) continue;
             uint32_t target = smem_address(shared_.x[ring.slot]) + first * kStepK;
             if constexpr (Config::Cluster > 1) {
-              load_box_multicast(target, &maps_.x[box], full, step * kStepK, tile.row + first, (1 << Config::Cluster) - 1);
+              load_box_multicast(target, &maps_.x[box], full, step * kStepK, tile.row + first,
+                                 (1 << Config::Cluster) - 1);
             } else {
               load_box(target, &maps_.x[box], full, step * kStepK, tile.row + first);
             }
@@ -176,8 +182,10 @@ class PrefillBlock {
         if (elect_lane()) {
           uint32_t full = smem_address(&shared_.w_full[ring.slot]);
           barrier_expect_bytes(full, Config::CodeBytes + Config::ScaleBytes);
-          load_box(smem_address(shared_.codes[ring.slot]), &maps_.codes, full, step * (kTileCodes / 8), row_tile);
-          load_box(smem_address(shared_.scales[ring.slot]), &maps_.scales, full, step * kTileScales, row_tile);
+          load_box(smem_address(shared_.codes[ring.slot]), &maps_.codes, full, step * (kTileCodes / 8),
+                   row_tile);
+          load_box(smem_address(shared_.scales[ring.slot]), &maps_.scales, full, step * kTileScales,
+                   row_tile);
         }
         __syncwarp();
       }
@@ -224,7 +232,8 @@ class PrefillBlock {
   // A consumer warp.
   __device__ __forceinline__ void multiply_tiles() {
     Sums sums;
-    // Through a shuffle, so that the compiler keeps the addresses instead of computing them again in every step.
+    // Through a shuffle, so that the compiler keeps the addresses instead of computing them again in every
+    // step.
     int lane = threadIdx.x % kWarp, warp = threadIdx.x / kWarp;
     lane_codes_ = __shfl_sync(~0u, smem_address(shared_.codes) + warp * kTileCodes + lane * 16, lane);
     lane_scales_ = __shfl_sync(~0u, smem_address(shared_.scales) + warp * kTileScales + lane * 4, lane);
@@ -260,9 +269,12 @@ class PrefillBlock {
   __device__ float load_bias(int64_t i) const {
     if (problem_.bias == nullptr) return 0.0f;
     switch (problem_.bias_type) {
-      case FloatType::kFloat32: return static_cast<const float*>(problem_.bias)[i];
-      case FloatType::kBfloat16: return __bfloat162float(static_cast<const __nv_bfloat16*>(problem_.bias)[i]);
-      default: return __half2float(static_cast<const __half*>(problem_.bias)[i]);
+      case FloatType::kFloat32:
+        return static_cast<const float*>(problem_.bias)[i];
+      case FloatType::kBfloat16:
+        return __bfloat162float(static_cast<const __nv_bfloat16*>(problem_.bias)[i]);
+      default:
+        return __half2float(static_cast<const __half*>(problem_.bias)[i]);
     }
   }
 
@@ -305,14 +317,17 @@ class PrefillBlock {
     codes_[1] = load_shared_16(codes + kTileCodes / 2);
   }
 
-  // Starts the products of 64 K: steps of 32, each with one instruction for the first 256 tokens and one for the rest.
+  // Starts the products of 64 K: steps of 32, each with one instruction for the first 256 tokens and one for
+  // the rest.
   template <int Tokens, int Half>
   __device__ __forceinline__ void issue_half(Sums& sums, int keep) {
     constexpr int kFirst = Tokens < kMmaTokens ? Tokens : kMmaTokens;
     constexpr int kRestOffset = kMmaTokens * kStepK / 16;
-    uint32_t x = swizzled_base(smem_address(shared_.x)) + x_.slot * (Config::XBytes / 16) + Half * 2 * kDescriptorK32;
+    uint32_t x =
+        swizzled_base(smem_address(shared_.x)) + x_.slot * (Config::XBytes / 16) + Half * 2 * kDescriptorK32;
 #pragma unroll
-    for (uint32_t& fragment : fragments_[Half]) asm volatile("" : "+r"(fragment));  // folded before the first starts
+    for (uint32_t& fragment : fragments_[Half])
+      asm volatile("" : "+r"(fragment));  // folded before the first starts
     wgmma_fence();
 #pragma unroll
     for (int k32 = 0; k32 < 2; ++k32) {
@@ -321,7 +336,8 @@ class PrefillBlock {
       int keep32 = k32 == 0 ? keep : 1;
       Wgmma<kFirst>::run(sums, fragment, swizzled_descriptor(x32), keep32);
       if constexpr (Tokens > kFirst) {
-        Wgmma<Tokens - kFirst>::run(sums + kFirst / 2, fragment, swizzled_descriptor(x32 + kRestOffset), keep32);
+        Wgmma<Tokens - kFirst>::run(sums + kFirst / 2, fragment, swizzled_descriptor(x32 + kRestOffset),
+                                    keep32);
       }
     }
     wgmma_commit();
@@ -364,7 +380,8 @@ class PrefillBlock {
 
   // Runs the instance that is as wide as the tile.
   template <int... Widths>
-  __device__ __forceinline__ void multiply_width(WidthList<Widths...>, Sums& sums, int width, TileInfo& next) {
+  __device__ __forceinline__ void multiply_width(WidthList<Widths...>, Sums& sums, int width,
+                                                 TileInfo& next) {
     ((width == Widths ? (multiply<Widths>(sums, next), true) : false) || ...);
   }
 
@@ -378,21 +395,26 @@ class PrefillBlock {
     int column = tile.column + threadIdx.x / kWarpgroup * kMmaRows;
     if (column < problem_.n) {
       switch (problem_.out_type) {
-        case FloatType::kFloat32: store_float32(sums, tile, token_scale, bias, tile.column + row); break;
-        case FloatType::kBfloat16: store_halves<__nv_bfloat162>(sums, tile, token_scale, bias, column); break;
-        default: store_halves<__half2>(sums, tile, token_scale, bias, column);
+        case FloatType::kFloat32:
+          store_float32(sums, tile, token_scale, bias, tile.column + row);
+          break;
+        case FloatType::kBfloat16:
+          store_halves<__nv_bfloat162>(sums, tile, token_scale, bias, column);
+          break;
+        default:
+          store_halves<__half2>(sums, tile, token_scale, bias, column);
       }
     }
     __syncwarp();
     if (threadIdx.x % kWarp == 0) barrier_arrive(smem_address(&shared_.info_empty[slot]));
   }
 
-  // All tokens x 64 weight rows of 16-bit results through shared memory, 64 tokens at a time. The map of the output
-  // has the rows twice, as y and z: row r0 + i is (y, z) = (64 - count + i, r0 + count), and y ends at 64, so
-  // exactly `count` rows are written.
+  // All tokens x 64 weight rows of 16-bit results through shared memory, 64 tokens at a time. The map of the
+  // output has the rows twice, as y and z: row r0 + i is (y, z) = (64 - count + i, r0 + count), and y ends at
+  // 64, so exactly `count` rows are written.
   template <class Pair>
-  __device__ __forceinline__ void store_halves(const float* sums, const TileInfo& tile, const float* token_scale,
-                                              float2 bias, int column) {
+  __device__ __forceinline__ void store_halves(const float* sums, const TileInfo& tile,
+                                               const float* token_scale, float2 bias, int column) {
     int warpgroup = threadIdx.x / kWarpgroup, warp = threadIdx.x / kWarp % 4, lane = threadIdx.x % kWarp;
     int g = lane / 4, t = lane % 4;
     // Token 8 j + 2 t + e, weight rows 16 warp + 2 g and the next; 16-byte pieces swizzled by the token.
@@ -437,8 +459,8 @@ class PrefillBlock {
     return *reinterpret_cast<uint32_t*>(&pair);
   }
 
-  __device__ __forceinline__ void store_float32(const float* sums, const TileInfo& tile, const float* token_scale,
-                                                float2 bias, int column) {
+  __device__ __forceinline__ void store_float32(const float* sums, const TileInfo& tile,
+                                                const float* token_scale, float2 bias, int column) {
     int lane = threadIdx.x % kWarp;
     float* out = static_cast<float*>(problem_.out) + static_cast<int64_t>(tile.row) * problem_.n + column;
 #pragma unroll
@@ -460,7 +482,7 @@ class PrefillBlock {
   RingPosition<Config::XStages> x_;
   RingPosition<Config::WStages> w_;
   RingPosition<kInfoSlots> info_;
-  int previous_ = 0;          // the stage of X whose products may still run
+  int previous_ = 0;  // the stage of X whose products may still run
   // Shared memory addresses of this lane's codes and scales in stage 0 of the ring.
   uint32_t lane_codes_, lane_scales_;
   uint4 codes_[2];  // of the step being folded, as the scales
@@ -482,10 +504,17 @@ __global__ void __launch_bounds__(Config::Threads, 1)
   if (threadIdx.x >= Config::Warpgroups * kWarpgroup) {
     register_give<Config::ProducerRegisters>();
     switch (threadIdx.x / kWarp % 4) {
-      case 0: block.copy_activations(); break;
-      case 1: block.describe_tiles(); break;
-      case 2: block.copy_weights(); break;
-      default: block.zero_rows(blockIdx.x * kWarp + threadIdx.x % kWarp, gridDim.x * kWarp);
+      case 0:
+        block.copy_activations();
+        break;
+      case 1:
+        block.describe_tiles();
+        break;
+      case 2:
+        block.copy_weights();
+        break;
+      default:
+        block.zero_rows(blockIdx.x * kWarp + threadIdx.x % kWarp, gridDim.x * kWarp);
     }
   } else {
     register_take<Config::ConsumerRegisters>();

@@ -1,8 +1,8 @@
 // Which tiles a block computes: a static walk over (group, token tile, weight tile), done by one warp.
 //
-// A group's rows are cut into the fewest token tiles and those made equally wide, so that 300 rows are 160 + 140
-// and not 256 + 44. Within a group the tiles go in bands of token tiles, token tiles fastest:
-// blocks that run together share a band's activations and a few rows of weights in L2.
+// A group's rows are cut into the fewest token tiles and those made equally wide, so that 300 rows are 160 +
+// 140 and not 256 + 44. Within a group the tiles go in bands of token tiles, token tiles fastest: blocks that
+// run together share a band's activations and a few rows of weights in L2.
 #pragma once
 
 #include "ptx.cuh"
@@ -94,9 +94,9 @@ class TileWalk {
       last_end_ = __shfl_sync(~0u, end, kWarp - 1);
     } else {
       row_ = group * rows_.m;
-      count_ = !valid                                ? 0
+      count_ = !valid                           ? 0
                : rows_.mode == RowMode::kMasked ? clamp_rows(rows_.group_rows[group], rows_.m)
-                                                     : rows_.m;
+                                                : rows_.m;
     }
     int tiles = ceil_div(count_, Widths::kMost) * columns_;
     int sum = tiles;
@@ -116,18 +116,22 @@ class TileWalk {
   int row_ = 0, count_ = 0, first_ = 0;  // this lane's group: first row, rows, first tile in the chunk
 };
 
-// Zeroes the output rows that belong to no group. `row_vectors` is a row's 16-byte vectors; thread of `threads`.
+// Zeroes the output rows that belong to no group. `row_vectors` is a row's 16-byte vectors; thread of
+// `threads`.
 __device__ __forceinline__ void zero_unused_rows(const Rows& rows, uint4* out, int row_vectors, int thread,
                                                  int threads) {
   auto zero = [&](int64_t begin, int64_t end) {
-    for (int64_t i = begin * row_vectors + thread; i < end * row_vectors; i += threads) out[i] = make_uint4(0, 0, 0, 0);
+    for (int64_t i = begin * row_vectors + thread; i < end * row_vectors; i += threads)
+      out[i] = make_uint4(0, 0, 0, 0);
   };
   if (rows.mode == RowMode::kContiguous) {
     int last = 0;
-    for (int g = threadIdx.x % kWarp; g < rows.groups; g += kWarp) last = max(last, clamp_rows(rows.group_rows[g], rows.m));
+    for (int g = threadIdx.x % kWarp; g < rows.groups; g += kWarp)
+      last = max(last, clamp_rows(rows.group_rows[g], rows.m));
     zero(__reduce_max_sync(~0u, last), rows.m);
   } else if (rows.mode == RowMode::kMasked) {
-    for (int64_t g = 0; g < rows.groups; ++g) zero(g * rows.m + clamp_rows(rows.group_rows[g], rows.m), (g + 1) * rows.m);
+    for (int64_t g = 0; g < rows.groups; ++g)
+      zero(g * rows.m + clamp_rows(rows.group_rows[g], rows.m), (g + 1) * rows.m);
   }
 }
 

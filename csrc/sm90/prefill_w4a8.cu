@@ -1,7 +1,7 @@
 // Host side of the prefill GEMM: the candidates, the choice among them, tensor maps and launch.
 
-#include <cstdint>
 #include <cstddef>
+#include <cstdint>
 
 #include "prefill_kernel.cuh"
 
@@ -81,8 +81,8 @@ Encode driver_encode() {
   static Encode encode = [] {
     void* function = nullptr;
     cudaDriverEntryPointQueryResult result;
-    cudaError_t error =
-        cudaGetDriverEntryPointByVersion("cuTensorMapEncodeTiled", &function, 12000, cudaEnableDefault, &result);
+    cudaError_t error = cudaGetDriverEntryPointByVersion("cuTensorMapEncodeTiled", &function, 12000,
+                                                         cudaEnableDefault, &result);
     return error == cudaSuccess && result == cudaDriverEntryPointSuccess ? reinterpret_cast<Encode>(function)
                                                                          : nullptr;
   }();
@@ -92,12 +92,14 @@ Encode driver_encode() {
 bool encode_map(CUtensorMap* map, CUtensorMapDataType type, int rank, void* base, const cuuint64_t* sizes,
                 const cuuint64_t* strides, const cuuint32_t* box, CUtensorMapSwizzle swizzle) {
   const cuuint32_t ones[3] = {1, 1, 1};
-  return driver_encode()(map, type, rank, base, sizes, strides, box, ones, CU_TENSOR_MAP_INTERLEAVE_NONE, swizzle,
-                         CU_TENSOR_MAP_L2_PROMOTION_L2_256B, CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE) == CUDA_SUCCESS;
+  return driver_encode()(map, type, rank, base, sizes, strides, box, ones, CU_TENSOR_MAP_INTERLEAVE_NONE,
+                         swizzle, CU_TENSOR_MAP_L2_PROMOTION_L2_256B,
+                         CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE) == CUDA_SUCCESS;
 }
 
-bool encode_matrix(CUtensorMap* map, CUtensorMapDataType type, int element, const void* base, uint64_t columns,
-                   uint64_t rows, uint32_t box_columns, uint32_t box_rows, CUtensorMapSwizzle swizzle) {
+bool encode_matrix(CUtensorMap* map, CUtensorMapDataType type, int element, const void* base,
+                   uint64_t columns, uint64_t rows, uint32_t box_columns, uint32_t box_rows,
+                   CUtensorMapSwizzle swizzle) {
   const cuuint64_t sizes[2] = {columns, rows}, strides[1] = {columns * element};
   const cuuint32_t box[2] = {box_columns, box_rows};
   return encode_map(map, type, 2, const_cast<void*>(base), sizes, strides, box, swizzle);
@@ -109,7 +111,8 @@ bool encode_output(CUtensorMap* map, FloatType type, void* out, uint64_t n, uint
   const uint64_t row_bytes = n * 2;
   const cuuint64_t sizes[3] = {n, kChunkTokens, rows + 1}, strides[2] = {row_bytes, row_bytes};
   const cuuint32_t box[3] = {kMmaRows, kChunkTokens, 1};
-  auto data_type = type == FloatType::kBfloat16 ? CU_TENSOR_MAP_DATA_TYPE_BFLOAT16 : CU_TENSOR_MAP_DATA_TYPE_FLOAT16;
+  auto data_type =
+      type == FloatType::kBfloat16 ? CU_TENSOR_MAP_DATA_TYPE_BFLOAT16 : CU_TENSOR_MAP_DATA_TYPE_FLOAT16;
   void* base = reinterpret_cast<void*>(reinterpret_cast<uintptr_t>(out) - kChunkTokens * row_bytes);
   return encode_map(map, data_type, 3, base, sizes, strides, box, CU_TENSOR_MAP_SWIZZLE_128B);
 }
@@ -131,10 +134,10 @@ extern "C" int fp4_sm90_prefill_w4a8_choose(int mode, int groups, int m, int n, 
 
 // Returns 0, a cudaError_t, or a negative number: -1 bad argument, -2 no driver entry for tensor maps.
 // All pointers are device pointers, 16-byte aligned; shapes as in the header of prefill_kernel.cuh.
-extern "C" int fp4_sm90_prefill_w4a8(const void* x, const float* x_scale, const void* packed, const void* block_scale,
-                                     const float* global_scale, const void* bias, int bias_dtype,
-                                     const int32_t* group_rows, void* out, int out_dtype, int mode, int groups, int m,
-                                     int n, int kp, int config, void* stream) {
+extern "C" int fp4_sm90_prefill_w4a8(const void* x, const float* x_scale, const void* packed,
+                                     const void* block_scale, const float* global_scale, const void* bias,
+                                     int bias_dtype, const int32_t* group_rows, void* out, int out_dtype,
+                                     int mode, int groups, int m, int n, int kp, int config, void* stream) {
   if (mode < 0 || mode > 2 || groups < 1 || m < 0 || n < 64 || n % 64 != 0 || kp < 128 || kp % 128 != 0 ||
       config >= kCandidateCount || (mode == 0 && groups != 1)) {
     return kBadArgument;
@@ -166,11 +169,12 @@ extern "C" int fp4_sm90_prefill_w4a8(const void* x, const float* x_scale, const 
   Maps maps;
   bool encoded = true;
   for (int box = 0; box < kXBoxes; ++box) {
-    encoded &= encode_matrix(&maps.x[box], CU_TENSOR_MAP_DATA_TYPE_UINT8, 1, x, kp, rows, kStepK, kTokenStep << box,
-                             CU_TENSOR_MAP_SWIZZLE_128B);
+    encoded &= encode_matrix(&maps.x[box], CU_TENSOR_MAP_DATA_TYPE_UINT8, 1, x, kp, rows, kStepK,
+                             kTokenStep << box, CU_TENSOR_MAP_SWIZZLE_128B);
   }
-  encoded = encoded &&
-            // 8-byte elements, since a box has at most 256 elements in a row
+  encoded =
+      encoded &&
+      // 8-byte elements, since a box has at most 256 elements in a row
       encode_matrix(&maps.codes, CU_TENSOR_MAP_DATA_TYPE_INT64, 8, packed, problem.steps * (kTileCodes / 8),
                     weight_tiles, kTileCodes / 8, box_tiles, CU_TENSOR_MAP_SWIZZLE_NONE) &&
       encode_matrix(&maps.scales, CU_TENSOR_MAP_DATA_TYPE_UINT8, 1, block_scale, problem.steps * kTileScales,

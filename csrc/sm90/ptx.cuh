@@ -38,7 +38,8 @@ __device__ __forceinline__ void barrier_arrive_remote(uint32_t barrier, uint32_t
 }
 
 __device__ __forceinline__ void barrier_expect_bytes(uint32_t barrier, uint32_t bytes) {
-  asm volatile("mbarrier.arrive.expect_tx.shared::cta.b64 _, [%0], %1;" ::"r"(barrier), "r"(bytes) : "memory");
+  asm volatile("mbarrier.arrive.expect_tx.shared::cta.b64 _, [%0], %1;" ::"r"(barrier), "r"(bytes)
+               : "memory");
 }
 
 __device__ __forceinline__ void barrier_wait(uint32_t barrier, uint32_t parity) {
@@ -89,17 +90,18 @@ __device__ __forceinline__ void prefetch_map(const CUtensorMap* map) {
   asm volatile("prefetch.tensormap [%0];" ::"l"(map) : "memory");
 }
 
-__device__ __forceinline__ void load_box(uint32_t smem, const CUtensorMap* map, uint32_t barrier, int x, int y) {
+__device__ __forceinline__ void load_box(uint32_t smem, const CUtensorMap* map, uint32_t barrier, int x,
+                                         int y) {
   asm volatile(
-      "cp.async.bulk.tensor.2d.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1, {%3, %4}], [%2];" ::"r"(
-          smem),
+      "cp.async.bulk.tensor.2d.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1, {%3, %4}], "
+      "[%2];" ::"r"(smem),
       "l"(map), "r"(barrier), "r"(x), "r"(y)
       : "memory");
 }
 
 // The same box into the same place of every block in `blocks` (a bit mask); each one's barrier is told.
-__device__ __forceinline__ void load_box_multicast(uint32_t smem, const CUtensorMap* map, uint32_t barrier, int x,
-                                                   int y, uint16_t blocks) {
+__device__ __forceinline__ void load_box_multicast(uint32_t smem, const CUtensorMap* map, uint32_t barrier,
+                                                   int x, int y, uint16_t blocks) {
   asm volatile(
       "cp.async.bulk.tensor.2d.shared::cluster.global.mbarrier::complete_tx::bytes.multicast::cluster"
       " [%0], [%1, {%3, %4}], [%2], %5;" ::"r"(smem),
@@ -122,7 +124,9 @@ __device__ __forceinline__ void store_wait_read() {
 }
 
 // Makes this thread's writes to shared memory visible to the copy engine.
-__device__ __forceinline__ void fence_async_proxy() { asm volatile("fence.proxy.async.shared::cta;" ::: "memory"); }
+__device__ __forceinline__ void fence_async_proxy() {
+  asm volatile("fence.proxy.async.shared::cta;" ::: "memory");
+}
 
 // ---- warps and registers ----
 
@@ -139,8 +143,8 @@ __device__ __forceinline__ void register_give() {
 // True in one lane of a warp that has converged.
 __device__ __forceinline__ bool elect_lane() {
   uint32_t elected;
-  asm volatile(
-      "{\n.reg .pred one;\nelect.sync _|one, 0xFFFFFFFF;\nselp.u32 %0, 1, 0, one;\n}\n" : "=r"(elected));
+  asm volatile("{\n.reg .pred one;\nelect.sync _|one, 0xFFFFFFFF;\nselp.u32 %0, 1, 0, one;\n}\n"
+               : "=r"(elected));
   return elected != 0;
 }
 
@@ -171,15 +175,17 @@ __device__ __forceinline__ uint32_t permute_bytes(uint32_t low, uint32_t high, u
 
 __device__ __forceinline__ void wgmma_fence() { asm volatile("wgmma.fence.sync.aligned;" ::: "memory"); }
 
-__device__ __forceinline__ void wgmma_commit() { asm volatile("wgmma.commit_group.sync.aligned;" ::: "memory"); }
+__device__ __forceinline__ void wgmma_commit() {
+  asm volatile("wgmma.commit_group.sync.aligned;" ::: "memory");
+}
 
 template <int Pending>
 __device__ __forceinline__ void wgmma_wait() {
   asm volatile("wgmma.wait_group.sync.aligned %0;" ::"n"(Pending) : "memory");
 }
 
-// K-major rows of 128 bytes with 128-byte swizzle; 8 rows are 1024 bytes apart. `low` is swizzled_base() of the
-// matrix plus distances in units of 16 bytes; K advances by 32 bytes.
+// K-major rows of 128 bytes with 128-byte swizzle; 8 rows are 1024 bytes apart. `low` is swizzled_base() of
+// the matrix plus distances in units of 16 bytes; K advances by 32 bytes.
 __device__ __forceinline__ uint32_t swizzled_base(uint32_t smem) { return 1u << 16 | smem >> 4; }
 
 __device__ __forceinline__ uint64_t swizzled_descriptor(uint32_t low) {
@@ -193,9 +199,9 @@ template <int Tokens>
 struct Wgmma;
 
 // The operand lists of wgmma, 8 accumulators (16 tokens) at a time.
-#define FP4_D8(i)                                                                                              \
-  "+f"(d[i]), "+f"(d[i + 1]), "+f"(d[i + 2]), "+f"(d[i + 3]), "+f"(d[i + 4]), "+f"(d[i + 5]), "+f"(d[i + 6]), \
-      "+f"(d[i + 7])
+#define FP4_D8(i)                                                                             \
+  "+f"(d[i]), "+f"(d[i + 1]), "+f"(d[i + 2]), "+f"(d[i + 3]), "+f"(d[i + 4]), "+f"(d[i + 5]), \
+      "+f"(d[i + 6]), "+f"(d[i + 7])
 #define FP4_D16(i) FP4_D8(i), FP4_D8(i + 8)
 #define FP4_D32(i) FP4_D16(i), FP4_D16(i + 16)
 #define FP4_D64(i) FP4_D32(i), FP4_D32(i + 32)
@@ -219,16 +225,16 @@ struct Wgmma;
 #define FP4_S128 FP4_S120 ",%120,%121,%122,%123,%124,%125,%126,%127"
 
 // a0..p are the numbers of the operands that follow the accumulators.
-#define FP4_WGMMA(tokens, list, outputs, a0, a1, a2, a3, b, p)                                            \
-  template <>                                                                                             \
-  struct Wgmma<tokens> {                                                                                  \
-    static __device__ __forceinline__ void run(float* d, const uint32_t* a, uint64_t b_desc, int keep) {  \
-      asm volatile("{\n.reg .pred keep;\nsetp.ne.b32 keep, %" #p                                          \
+#define FP4_WGMMA(tokens, list, outputs, a0, a1, a2, a3, b, p)                                              \
+  template <>                                                                                               \
+  struct Wgmma<tokens> {                                                                                    \
+    static __device__ __forceinline__ void run(float* d, const uint32_t* a, uint64_t b_desc, int keep) {    \
+      asm volatile("{\n.reg .pred keep;\nsetp.ne.b32 keep, %" #p                                            \
                    ", 0;\nwgmma.mma_async.sync.aligned.m64n" #tokens "k32.f32.e4m3.e4m3 {" list "}, {%" #a0 \
-                   ",%" #a1 ",%" #a2 ",%" #a3 "}, %" #b ", keep, 1, 1;\n}\n"                              \
-                   : outputs                                                                              \
-                   : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(b_desc), "r"(keep));                 \
-    }                                                                                                     \
+                   ",%" #a1 ",%" #a2 ",%" #a3 "}, %" #b ", keep, 1, 1;\n}\n"                                \
+                   : outputs                                                                                \
+                   : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(b_desc), "r"(keep));                   \
+    }                                                                                                       \
   };
 
 #define FP4_LIST(...) __VA_ARGS__
@@ -246,7 +252,8 @@ FP4_WGMMA(176, FP4_S88, FP4_LIST(FP4_D64(0), FP4_D16(64), FP4_D8(80)), 88, 89, 9
 FP4_WGMMA(192, FP4_S96, FP4_LIST(FP4_D64(0), FP4_D32(64)), 96, 97, 98, 99, 100, 101)
 FP4_WGMMA(208, FP4_S104, FP4_LIST(FP4_D64(0), FP4_D32(64), FP4_D8(96)), 104, 105, 106, 107, 108, 109)
 FP4_WGMMA(224, FP4_S112, FP4_LIST(FP4_D64(0), FP4_D32(64), FP4_D16(96)), 112, 113, 114, 115, 116, 117)
-FP4_WGMMA(240, FP4_S120, FP4_LIST(FP4_D64(0), FP4_D32(64), FP4_D16(96), FP4_D8(112)), 120, 121, 122, 123, 124, 125)
+FP4_WGMMA(240, FP4_S120, FP4_LIST(FP4_D64(0), FP4_D32(64), FP4_D16(96), FP4_D8(112)), 120, 121, 122, 123, 124,
+          125)
 FP4_WGMMA(256, FP4_S128, FP4_LIST(FP4_D128(0)), 128, 129, 130, 131, 132, 133)
 
 }  // namespace fp4::sm90
