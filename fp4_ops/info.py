@@ -125,7 +125,7 @@ def _cpu_kernels() -> Kernels:
         family = torch.ops.fp4.cpu_capability()
     except RuntimeError as error:  # FP4_CPU_CAPABILITY asks for what this machine lacks
         family = f"none: {str(error).splitlines()[0]}"
-    return Kernels("cpu", family, "float32, bfloat16, float16, int8", preferred_layout("cpu"))
+    return Kernels("cpu", family, "float32, bfloat16, float16, int8, fp8, FP4", preferred_layout("cpu"))
 
 
 def _gpus() -> tuple[Gpu, ...]:
@@ -143,4 +143,4 @@ def _gpu_kernels() -> tuple[Kernels, ...]:
         return ()
     registered = torch._C._dispatch_has_kernel_for_dispatch_key("fp4::grouped_mm", "CUDA")
     family = "triton" if registered else "none: Triton is not installed"
-    return (Kernels("cuda", family, "float32, bfloat16, float16", preferred_layout("cuda")),)
+    return (Kernels("cuda", family, "float32, bfloat16, float16, fp8, FP4", preferred_layout("cuda")),)

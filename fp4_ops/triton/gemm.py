@@ -1,6 +1,7 @@
 """The one matrix-product kernel behind every fp4 operator on a GPU.
 
-    out[row, n] = global[e] * sum_k (e2m1[e, n, k] * block_scale[e, n, k // block]) * a[source(row), k]
+    out[row, n] = global[e] * a_factor[source(row)]
+                  * sum_k (e2m1[e, n, k] * block_scale[e, n, k // block]) * a[source(row), k]
                   + bias[e, n]
 
 The weights are `tl.dot`'s *left* operand: a tile is BLOCK_N weight rows by BLOCK_M tokens, so that a few
@@ -194,6 +195,7 @@ def gemm_kernel(
     s_ptr,  # [G, N, ceil(K/BLOCK)] uint8
     gs_ptr,  # [G] float32
     bias_ptr,  # [G, N]
+    af_ptr,  # [rows of a] float32; HAS_A_FACTOR
     out_ptr,  # [rows, N]; GATED: [OUT_TERMS, rows, OUT_KP] in plane order; split: [SPLIT_K, rows, N] float32
     tiles_ptr,  # MAPPED: see routing.py; MASKED: masked_m [G]
     rows_ptr,  # sorted position -> row of the output; HAS_ROWS
@@ -213,6 +215,7 @@ def gemm_kernel(
     KP: tl.constexpr,
     TERMS: tl.constexpr,
     HAS_BIAS: tl.constexpr,
+    HAS_A_FACTOR: tl.constexpr,
     GATED: tl.constexpr,
     INTERLEAVED: tl.constexpr,
     ACT: tl.constexpr,
@@ -327,7 +330,10 @@ def gemm_kernel(
         factor = tl.load(gs_ptr + e)
         if ASM:
             factor = factor * 128.0
-    acc = acc * factor
+    if HAS_A_FACTOR:
+        acc = acc * (tl.load(af_ptr + source, mask=valid, other=0.0) * factor)[None, :]
+    else:
+        acc = acc * factor
     if SPLIT_K > 1:
         # Padding is masked and the bias added where the parts are summed.
         o = out_ptr + split * out_rows.to(tl.int64) * n + out_row[None, :] * n + offs_n[:, None]

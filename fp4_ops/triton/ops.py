@@ -14,6 +14,7 @@ import triton.language as tl
 
 from ..meta import checks
 from ..meta.formats import ACTIVATIONS, Format
+from ..meta.layouts import LAYOUTS, Layout
 from . import gemm, quantize, routing, tiles
 from .tiles import Tile
 
@@ -67,18 +68,18 @@ def _bytes(t: torch.Tensor) -> torch.Tensor:
 
 def refuse_layout(op: str, layout: str) -> None:
     if layout != "plain":
+        readers = "CPU" if layout == "tile16" else "Hopper"
         raise RuntimeError(
-            f"fp4::{op}: layout is '{layout}', which these kernels do not read; on CUDA it must be 'plain' "
-            "(convert with torch.ops.fp4.unpack)"
+            f"fp4::{op}: layout is '{layout}', which only the {readers} kernels read; here it must be "
+            "'plain' (convert with torch.ops.fp4.unpack)"
         )
 
 
-def refuse_quantized(op: str, dtype: torch.dtype) -> None:
-    if dtype not in checks.FLOATING:
-        name = str(dtype).removeprefix("torch.")
+def refuse_int8(op: str, dtype: torch.dtype) -> None:
+    if dtype == torch.int8:
         raise RuntimeError(
-            f"fp4::{op}: a has dtype {name}; {name} activations run on CPU only. On CUDA a must be "
-            "float32, bfloat16 or float16"
+            f"fp4::{op}: a has dtype int8; int8 activations run on CPU only. On CUDA a must be float32, "
+            "bfloat16, float16, float8_e4m3fn or packed FP4"
         )
 
 
@@ -212,7 +213,7 @@ def prepare_indexed(
 
 def product(
     a: Activations, w: Weight, route: Route, out: torch.Tensor, out_rows: int, tile: Tile, *,
-    a_div: int = 1, split_k: int = 1, gate: Gate | None = None,
+    a_div: int = 1, split_k: int = 1, gate: Gate | None = None, a_factor: torch.Tensor | None = None,
 ) -> None:  # fmt: skip
     """Launches the kernel into `out`. Row r of the output reads row r // a_div of a."""
     assert tile.block_k == a.chunk, "the activations were permuted for another tile"
@@ -223,11 +224,11 @@ def product(
     count = route.tiles * (w.groups if route.mode == "masked" else 1)
     asm = _use_asm(a.data.device)
     gemm.gemm_kernel[(count * n_blocks, split_k)](
-        a.data, w.codes, w.scale, w.global_scale, w.bias if split_k == 1 else None, out, route.map,
-        route.sorted_rows, a.rows, out_rows, w.n, n_blocks, route.m, route.tiles, 1.0,
+        a.data, w.codes, w.scale, w.global_scale, w.bias if split_k == 1 else None, a_factor, out,
+        route.map, route.sorted_rows, a.rows, out_rows, w.n, n_blocks, route.m, route.tiles, 1.0,
         MODE=route.mode, HAS_ROWS=route.sorted_rows is not None, A_DIV=a_div,
         NVFP4=w.fmt.has_global_scale, BLOCK=w.fmt.block, K=w.k, KP=a.kp, TERMS=a.terms,
-        HAS_BIAS=w.bias is not None and split_k == 1,
+        HAS_BIAS=w.bias is not None and split_k == 1, HAS_A_FACTOR=a_factor is not None,
         GATED=gate is not None, INTERLEAVED=act.interleaved, ACT=act.function, ALPHA=act.alpha,
         LIMIT=act.limit, UP_OFFSET=act.up_offset,
         OUT_KP=gate.h.kp if gate else 0, OUT_CHUNK=gate.h.chunk if gate else 8,
@@ -239,15 +240,18 @@ def product(
     )  # fmt: skip
 
 
-def run_product(prepare, x: torch.Tensor, rows: int, w: Weight, out_dtype: torch.dtype, *args, **kwargs):
-    """Prepare, multiply: out [rows, w.n], every row written."""
+def run_product(
+    prepare, x: torch.Tensor, rows: int, w: Weight, out_dtype: torch.dtype, *args,
+    a_factor: torch.Tensor | None = None, **kwargs,
+):  # fmt: skip
+    """Prepare, multiply: out [rows, w.n], every row written. `a_factor` float32: one for each row of x."""
     out = torch.empty((rows, w.n), dtype=out_dtype, device=x.device)
     if out.numel() == 0:
         return out
     terms = _terms(x.dtype, _use_asm(x.device))
     tile = tiles.choose(rows, w.groups, w.n, w.k, terms)
     a = _permuted(rows, w.k, tile.block_k, x.dtype, x.device)
-    product(a, w, prepare(x, a, *args, tile, **kwargs), out, rows, tile)
+    product(a, w, prepare(x, a, *args, tile, **kwargs), out, rows, tile, a_factor=a_factor)
     return out
 
 
@@ -275,12 +279,18 @@ def moe(x, topk_ids, topk_weights, up: Weight, down: Weight, activation: str, ou
     product(a, up, route, h.data, rows, up_tile, a_div=top_k, gate=Gate(activation, h))
     y = torch.empty((rows, down.n), dtype=torch.float32, device=x.device)
     product(h, down._replace(bias=None), route, y, rows, down_tile)
+    combine(y, topk_ids, topk_weights, down, out)
+    return out
+
+
+def combine(y: torch.Tensor, topk_ids: torch.Tensor, topk_weights: torch.Tensor, down: Weight, out):
+    """out[t] = sum over j of weights[t, j] * (y[t, j] + bias[ids[t, j]]) in float32, in the order of j."""
+    tokens, top_k = topk_ids.shape
     block = min(1024, _pow2(down.n)) if tokens > 64 else min(256, _pow2(down.n))
     routing.combine_kernel[(tokens, triton.cdiv(down.n, block))](
-        y, topk_ids, topk_weights.contiguous(), down.bias, out, tokens, rows, down.n, G=up.groups,
+        y, topk_ids, topk_weights.contiguous(), down.bias, out, tokens, tokens * top_k, down.n, G=down.groups,
         TOP_K=top_k, PARTS=1, HAS_BIAS=down.bias is not None, BLOCK=block,
     )  # fmt: skip
-    return out
 
 
 def quantize_matrix(x: torch.Tensor, fmt: Format, global_scale: torch.Tensor | None):
@@ -345,6 +355,20 @@ def quantize_int8(x: torch.Tensor):
         rows = x.numel() // k
         quantize.quantize_int8_kernel[(triton.cdiv(rows * blocks, 64),)](x, codes, scale, rows, K=k, TILE=64)
     return codes, scale
+
+
+def quantize_fp8(x: torch.Tensor, layout: Layout = LAYOUTS["plain"]):
+    x = x.contiguous()
+    k = x.shape[-1]
+    kp = layout.padded(k)
+    codes = torch.empty((*x.shape[:-1], kp), dtype=torch.uint8, device=x.device)
+    scale = torch.empty(x.shape[:-1], dtype=torch.float32, device=x.device)
+    if scale.numel():
+        chunk = min(1024, _pow2(kp))
+        quantize.quantize_fp8_kernel[(scale.numel(),)](
+            x, codes, scale, K=k, KP=kp, SM90=layout.name == "sm90", CHUNK=chunk
+        )
+    return codes.view(torch.float8_e4m3fn), scale
 
 
 def copy_groups(src: torch.Tensor, ends: torch.Tensor, m: int, max_m: int, *, to_masked: bool):

@@ -1,4 +1,4 @@
-"""Elementwise kernels: quantize, dequantize, quantize_int8. Bit for bit what csrc/cpu does."""
+"""Elementwise kernels: quantize, dequantize, quantize_int8, quantize_fp8. Bit for bit what csrc/cpu does."""
 
 from __future__ import annotations
 
@@ -129,3 +129,40 @@ def quantize_int8_kernel(x_ptr, codes_ptr, scale_ptr, rows, K: tl.constexpr, TIL
     rounded = tl.div_rn(tl.where(usable, x, 0.0), tl.where(usable, scale[:, None], 1.0)) + 12582912.0
     code = rounded.to(tl.int32, bitcast=True).to(tl.int8)
     tl.store(codes_ptr + row[:, None] * K + k, tl.where(usable, code, 0).to(tl.int8), mask=mask)
+
+
+@triton.jit
+def quantize_fp8_kernel(
+    x_ptr,  # [rows, K]
+    codes_ptr,  # [rows, KP] uint8
+    scale_ptr,  # [rows] float32
+    K: tl.constexpr,
+    KP: tl.constexpr,
+    SM90: tl.constexpr,  # the order of layout sm90 inside each 64: csrc/cpu/sm90_layout.h
+    CHUNK: tl.constexpr,
+):
+    """One program a row: scale = amax / 448, codes to nearest even; a row of zeros gets scale 0."""
+    row = tl.program_id(0).to(tl.int64)
+    # As integers, the bits of a NaN are above those of every number, so a NaN reaches the scale.
+    top = tl.zeros((CHUNK,), dtype=tl.int32)
+    for start in range(0, K, CHUNK):
+        k = start + tl.arange(0, CHUNK)
+        x = tl.load(x_ptr + row * K + k, mask=k < K, other=0.0).to(tl.float32)
+        top = tl.maximum(top, x.to(tl.int32, bitcast=True) & 0x7FFFFFFF)
+    amax = tl.max(top, 0)
+    scale = tl.div_rn(amax.to(tl.float32, bitcast=True), 448.0)
+    tl.store(scale_ptr + row, scale)
+    # Zero where the row has no usable scale: its codes are then zeros.
+    usable = tl.where(amax < 0x7F800000, scale, 0.0)
+    divisor = tl.zeros((CHUNK,), dtype=tl.float32) + tl.where(usable > 0.0, usable, 1.0)
+    for start in range(0, KP, CHUNK):
+        k = start + tl.arange(0, CHUNK)
+        x = tl.load(x_ptr + row * K + k, mask=k < K, other=0.0).to(tl.float32)
+        value = tl.div_rn(x, divisor)
+        sign = (value.to(tl.int32, bitcast=True) >> 24) & 0x80
+        code = tl.where(usable > 0.0, _encode_e4m3(tl.abs(value)) | sign, 0)
+        if SM90:  # k = 16 t + 8 s + 4 q + i lies at 32 s + 16 q + 4 t + i
+            at = k // 64 * 64 + k // 8 % 2 * 32 + k // 4 % 2 * 16 + k // 16 % 4 * 4 + k % 4
+        else:
+            at = k
+        tl.store(codes_ptr + row * KP + at, code.to(tl.uint8), mask=k < KP)

@@ -6,6 +6,8 @@ ids) is clamped on the device.
 
 from __future__ import annotations
 
+from functools import partial
+
 import torch
 from torch.library import Library
 
@@ -16,6 +18,7 @@ from ..sm90 import library as sm90_library
 from ..sm90 import ops as sm90
 from ..sm90 import rows as sm90_rows
 from . import ops
+from .activations import moe_quantized, rows_of
 
 LIBRARY = Library("fp4", "IMPL")
 SM90 = "sm90"
@@ -80,10 +83,10 @@ def unpack(packed, block_scale, global_scale, format, layout):
 
 @cuda_kernel
 def quantize_fp8(x, *, layout="plain"):
-    checks.check_quantize_fp8(x, layout)
+    order = checks.check_quantize_fp8(x, layout)
     if layout == SM90 and sm90_library.available(x.device.index):
         return sm90_rows.quantize_fp8_rows(x)
-    raise RuntimeError("fp4::quantize_fp8: not on CUDA yet; use it on CPU")
+    return ops.quantize_fp8(x, order)
 
 
 @cuda_kernel
@@ -99,9 +102,11 @@ def mm(
         wt = sm90.weight(b, b_scale, b_global_scale, bias, w)
         return sm90.mm(a, a_scale, wt, checks.resolve_out_dtype(a, out_dtype))
     ops.refuse_layout("mm", layout)
-    ops.refuse_quantized("mm", a.dtype)
+    ops.refuse_int8("mm", a.dtype)
     wt = ops.weight(b, b_scale, b_global_scale, bias, w, FORMATS[format])
-    return ops.run_product(ops.prepare_dense, a, a.shape[0], wt, checks.resolve_out_dtype(a, out_dtype))
+    dtype = checks.resolve_out_dtype(a, out_dtype)
+    x, factor = rows_of(a, a_scale, a_global_scale, a_format)
+    return ops.run_product(ops.prepare_dense, x, a.shape[0], wt, dtype, a_factor=factor)
 
 
 @cuda_kernel
@@ -117,12 +122,13 @@ def grouped_mm(
         wt = sm90.weight(b, b_scale, b_global_scale, bias, w)
         return sm90.grouped_mm(a, a_scale, wt, offs, checks.resolve_out_dtype(a, out_dtype))
     ops.refuse_layout("grouped_mm", layout)
-    ops.refuse_quantized("grouped_mm", a.dtype)
+    ops.refuse_int8("grouped_mm", a.dtype)
     wt = ops.weight(b, b_scale, b_global_scale, bias, w, FORMATS[format])
     dtype = checks.resolve_out_dtype(a, out_dtype)
     if w.groups == 0:
         return a.new_zeros((a.shape[0], w.n), dtype=dtype)
-    return ops.run_product(ops.prepare_grouped, a, a.shape[0], wt, dtype, offs)
+    x, factor = rows_of(a, a_scale, a_global_scale, a_format)
+    return ops.run_product(ops.prepare_grouped, x, a.shape[0], wt, dtype, offs, a_factor=factor)
 
 
 @cuda_kernel
@@ -138,11 +144,12 @@ def grouped_mm_masked(
         wt = sm90.weight(b, b_scale, b_global_scale, bias, w)
         return sm90.grouped_mm_masked(a, a_scale, wt, masked_m, checks.resolve_out_dtype(a, out_dtype))
     ops.refuse_layout("grouped_mm_masked", layout)
-    ops.refuse_quantized("grouped_mm_masked", a.dtype)
+    ops.refuse_int8("grouped_mm_masked", a.dtype)
     wt = ops.weight(b, b_scale, b_global_scale, bias, w, FORMATS[format])
     groups, max_m, _ = a.shape
     dtype = checks.resolve_out_dtype(a, out_dtype)
-    out = ops.run_product(ops.prepare_masked, a, groups * max_m, wt, dtype, masked_m)
+    x, factor = rows_of(a, a_scale, a_global_scale, a_format)
+    out = ops.run_product(ops.prepare_masked, x, groups * max_m, wt, dtype, masked_m, a_factor=factor)
     return out.view(groups, max_m, w.n)
 
 
@@ -159,12 +166,15 @@ def indexed_mm(
         wt = sm90.weight(b, b_scale, b_global_scale, bias, w)
         return sm90.indexed_mm(a, a_scale, wt, expert_ids, checks.resolve_out_dtype(a, out_dtype))
     ops.refuse_layout("indexed_mm", layout)
-    ops.refuse_quantized("indexed_mm", a.dtype)
+    ops.refuse_int8("indexed_mm", a.dtype)
     wt = ops.weight(b, b_scale, b_global_scale, bias, w, FORMATS[format])
     dtype = checks.resolve_out_dtype(a, out_dtype)
     if w.groups == 0:
         return a.new_zeros((a.shape[0], w.n), dtype=dtype)
-    return ops.run_product(ops.prepare_indexed, a, a.shape[0], wt, dtype, expert_ids, w.groups, tail=True)
+    x, factor = rows_of(a, a_scale, a_global_scale, a_format)
+    return ops.run_product(
+        ops.prepare_indexed, x, a.shape[0], wt, dtype, expert_ids, w.groups, tail=True, a_factor=factor
+    )
 
 
 @cuda_kernel
@@ -198,12 +208,11 @@ def moe(
             activation, a_format, out_dtype,
         )  # fmt: skip
     ops.refuse_layout("moe", layout)
-    if a_format not in ("none", "auto"):
-        raise RuntimeError(
-            f"fp4::moe: a_format is '{a_format}'; with layout 'plain' on CUDA it must be 'none' or 'auto'"
-        )
+    if a_format == "int8":
+        raise RuntimeError("fp4::moe: a_format is 'int8', which runs on CPU only; on CUDA it can be 'fp8'")
     fmt = FORMATS[format]
-    return ops.moe(
+    run = ops.moe if a_format in ("none", "auto") else partial(moe_quantized, a_format=a_format)
+    return run(
         x, topk_ids, topk_weights,
         ops.weight(w13, w13_scale, w13_global_scale, w13_bias, up, fmt),
         ops.weight(w2, w2_scale, w2_global_scale, w2_bias, down, fmt),

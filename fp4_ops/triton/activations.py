@@ -1,0 +1,105 @@
+"""Quantised activations as bfloat16 rows and a float32 factor for each row, which the epilogue multiplies in.
+
+Nothing is rounded: an e4m3 code, and an e2m1 code times its block scale, are bfloat16 values.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+import triton
+import triton.language as tl
+
+from ..meta.formats import ACTIVATIONS, FORMATS
+from . import ops
+from .gemm import activate
+
+
+class Rows(NamedTuple):
+    """a[r, k] = values[r, k] * factor[r]; values [..., K], factor float32 [rows] or None for ones."""
+
+    values: torch.Tensor
+    factor: torch.Tensor | None
+
+
+def rows_of(
+    a: torch.Tensor, a_scale: torch.Tensor | None, a_global_scale: torch.Tensor | None, a_format: str
+) -> Rows:
+    """The activations of a product, checked by meta.checks.check_a; int8 has been refused."""
+    if a_format:
+        return _packed_rows(a, a_scale, a_global_scale, a_format)
+    if a.dtype == torch.float8_e4m3fn:
+        assert a_scale is not None
+        return Rows(a.to(torch.bfloat16), a_scale.reshape(-1).contiguous())
+    return Rows(a, None)
+
+
+def _packed_rows(packed, block_scale, factor, format: str) -> Rows:
+    fmt = FORMATS[format]
+    ones = packed.new_ones(packed.shape[:-2], dtype=torch.float32) if fmt.has_global_scale else None
+    values = ops.dequantize(packed, block_scale, ones, fmt, torch.bfloat16)
+    if not fmt.has_global_scale:
+        return Rows(values, None)
+    lead = packed.shape[:-1]  # the factor is one for all, one a group or one a row
+    each = factor.reshape(*factor.shape, *[1] * (len(lead) - factor.dim())).expand(lead)
+    return Rows(values, each.reshape(-1).contiguous())
+
+
+def quantized_rows(x: torch.Tensor, a_format: str) -> Rows:
+    """x [rows, K] quantised as `fp4::moe` does it: every row by itself; one with a NaN or infinity is NaN."""
+    if a_format == "fp8":
+        codes, scale = ops.quantize_fp8(x)
+        return Rows(codes.to(torch.bfloat16), scale)
+    packed, block_scale, factor = ops.quantize_matrix(x[:, None], FORMATS[a_format], None)
+    ones = torch.ones(x.shape[0], dtype=torch.float32, device=x.device)
+    factor = torch.where(x.abs().amax(-1).isfinite(), factor if factor.numel() else ones, torch.nan)
+    values = ops.dequantize(packed, block_scale, ones, FORMATS[a_format], torch.bfloat16)
+    return Rows(values[:, 0], factor)
+
+
+@triton.jit
+def gate_kernel(
+    y_ptr, h_ptr, n, INTERLEAVED: tl.constexpr, ACT: tl.constexpr, ALPHA: tl.constexpr, LIMIT: tl.constexpr,
+    UP_OFFSET: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
+    """h [rows, n] = the gated activation of y [rows, 2 n]; one program a row and BLOCK columns."""
+    row = tl.program_id(0).to(tl.int64)
+    i = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    y = y_ptr + row * 2 * n
+    gate = tl.load(y + (2 * i if INTERLEAVED else i), mask=i < n, other=0.0)
+    up = tl.load(y + (2 * i + 1 if INTERLEAVED else i + n), mask=i < n, other=0.0)
+    tl.store(h_ptr + row * n + i, activate(gate, up, ACT, ALPHA, LIMIT, UP_OFFSET), mask=i < n)
+
+
+def moe_quantized(
+    x: torch.Tensor, topk_ids: torch.Tensor, topk_weights: torch.Tensor, up: ops.Weight, down: ops.Weight,
+    activation: str, out_dtype: torch.dtype, *, a_format: str,
+) -> torch.Tensor:  # fmt: skip
+    """ops.moe with x and the hidden state quantised: not fused, the latter is float32 in between."""
+    tokens, top_k = topk_ids.shape
+    out = torch.zeros((tokens, down.n), dtype=out_dtype, device=x.device)
+    if out.numel() == 0 or top_k == 0 or up.groups == 0 or down.k == 0:
+        return out
+    topk_ids = topk_ids.contiguous()
+    ids = topk_ids.view(-1)
+
+    def product(a: Rows, w: ops.Weight) -> torch.Tensor:
+        return ops.run_product(
+            ops.prepare_indexed, a.values, ids.numel(), w, torch.float32, ids, w.groups,
+            tail=True, a_factor=a.factor,
+        )  # fmt: skip
+
+    values, factor = quantized_rows(x, a_format)
+    assert factor is not None
+    y = product(Rows(values.repeat_interleave(top_k, 0), factor.repeat_interleave(top_k)), up)
+    h = y.new_empty((ids.numel(), down.k))
+    act = ACTIVATIONS[activation]
+    block = min(1024, triton.next_power_of_2(down.k))
+    gate_kernel[(ids.numel(), triton.cdiv(down.k, block))](
+        y, h, down.k, INTERLEAVED=act.interleaved, ACT=act.function, ALPHA=act.alpha, LIMIT=act.limit,
+        UP_OFFSET=act.up_offset, BLOCK=block,
+    )  # fmt: skip
+    y = product(quantized_rows(h, a_format), down._replace(bias=None))
+    ops.combine(y, topk_ids, topk_weights, down, out)
+    return out
