@@ -102,6 +102,8 @@ class Mixture:
     k: int | None
     """Choices a token; None: every expert serves every token."""
     rest: list[Ref] = field(default_factory=list)
+    downs: int = 0
+    """How many down products of the graph it is made of."""
     wraps: bool = False
     """Ids index a tensor of weights, so negative ones count from the end."""
     form: str = ""
@@ -201,9 +203,12 @@ class Matcher:
                 if all(isinstance(f, Const) and not f.value for f in factors):
                     continue
                 whole = _product_ref(factors)
+                opaque = whole is not None and whole.node is root
+                need(not opaque, f"{root.name} ({root.target}) is not understood", root)
                 need(allow_rest and whole is not None and not axes, "something else is added to it", root)
                 mixture.rest.append(whole)  # type: ignore[arg-type]
                 continue
+            mixture.downs += 1
             for branch in self._branches(axes, factors, core, mixture):
                 branches.append(branch)
                 self.branches = len(branches)

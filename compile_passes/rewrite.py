@@ -69,7 +69,7 @@ def rewrite(
         Site(None, r.reason, location(r.node)) for r in found if isinstance(r, Refusal) and r.node in alive
     ]
     refused = [r for downs, r in refused if not any(n in products or n not in alive for n in downs)]
-    sites += [Site(None, r.reason, location(r.node)) for r in refused]
+    sites += dict.fromkeys(Site(None, r.reason, location(r.node)) for r in refused)
     for product in products.values():
         if product.node in alive:
             sites.append(writer.product(product, why_not.get(product.node, "")))
@@ -87,7 +87,7 @@ def _mixtures(
     refused = []
     with interning():
         reader = Reader(graph, Canon(graph), lambda n: n in fixed and value(n).dtype in FLOATING)
-        for downs, found in Search(graph, reader).run():
+        for downs, found in list(Search(graph, reader).run()):
             try:
                 if isinstance(found, Refusal):
                     raise found
@@ -157,6 +157,7 @@ class _Writer:
         self.gm, self.options = gm, options
         self.slots: dict[tuple[tuple[fx.Node, ...], PackSpec | JoinSpec], tuple[fx.Node, ...]] = {}
         self.written: set[fx.Node] = set()
+        self.replaced: dict[fx.Node, fx.Node] = {}
         self._inputs = list(gm.graph.find_nodes(op="placeholder"))
         self._last_input = self._inputs[-1]
 
@@ -250,6 +251,7 @@ class _Writer:
             if key in old.meta:
                 new.meta[key] = old.meta[key]
         old.replace_all_uses_with(new)
+        self.replaced[old] = new
 
     def _safe_ids(self, ids: Any, rows: Any, weight: WeightRef) -> fx.Node:
         """Indexing counts negative ids from the end, the operators skip them: keep the model's meaning."""

@@ -7,7 +7,7 @@ from collections.abc import Iterator
 import torch
 from torch import fx
 
-from .graph import Refusal, aten, is_op, is_tensor, shape
+from .graph import Refusal, aten, is_op, is_tensor, need, shape
 from .mixture import Matcher, Mixture
 from .products import is_grouped_mm
 from .reading import Reader
@@ -16,6 +16,8 @@ from .terms import free_axes
 _PRODUCTS = (aten.mm, aten.bmm, aten.addmm, aten.baddbmm)
 _STEPS_AFTER = 24
 """How many nodes after the last expert's a block may end: scaling, a view, the sum over choices."""
+_MANY = 4
+"""So many FFNs of one shape, side by side, are experts."""
 
 
 class Search:
@@ -81,16 +83,27 @@ class Search:
     def _match(self, bits: int) -> Mixture | Refusal | None:
         """The furthest node that is a mixture of these down products; None if they are no experts."""
         ends = [n for n in self.graph.nodes if self._near[n] & bits == bits][:_STEPS_AFTER]
+        count = bits.bit_count()
         told: list[tuple[bool, int, Refusal]] = []
         for allow_rest in (False, True):
             for node in reversed(ends):
                 if self._near[node] != bits and not allow_rest:
                     continue  # another block's experts enter too
                 try:
-                    return self.matcher.match(node, allow_rest)
+                    found = self.matcher.match(node, allow_rest)
+                    for r in found.rest:
+                        experts = self._near.get(r.node, 0) & bits
+                        need(
+                            not experts,
+                            f"{r.node.name} ({r.node.target}) has experts and is not understood",
+                            r.node,
+                        )
+                    need(found.downs == count, f"it is the sum of {found.downs} of {count} experts", node)
+                    return found
                 except Refusal as refusal:
                     told.append((refusal.reason not in _DULL, self.matcher.branches, refusal))
-        if not ends or not (self._is_indexed(ends[0]) or any(branches > 1 for _, branches, _ in told)):
+        experts = count >= _MANY or any(branches > 1 for _, branches, _ in told)
+        if not ends or not (experts or self._is_indexed(ends[0])):
             return None  # a dense FFN
         return max(told, key=lambda t: t[:2])[2]
 
@@ -101,3 +114,4 @@ class Search:
 
 
 _DULL = ("there is only one expert", "something else is added to it")
+"""What is wrong with every node that is not the whole of a block."""

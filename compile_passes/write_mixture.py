@@ -228,7 +228,7 @@ class _Emitter:
 
     def _size(self, node: fx.Node, d: int) -> Any:
         size = static_int(shape(node)[d])
-        return size if size is not None else self._call(aten.sym_size.int, node, d)
+        return size if size is not None else self._call(aten.sym_size.int, self.w.replaced.get(node, node), d)
 
     def _sizes(self, like: fx.Node) -> list[Any]:
         """A shape for reshape: at most one size may be symbolic."""
@@ -261,7 +261,7 @@ class _Emitter:
         return self._pointwise(term, parts)
 
     def _ref(self, ref: Ref, axes: tuple[Axis, ...]) -> fx.Node:
-        node, labels, sizes = ref.node, [], []
+        node, labels, sizes = self.w.replaced.get(ref.node, ref.node), [], []
         for d, i in enumerate(ref.index):
             if isinstance(i, Mix):
                 need(all(isinstance(p, Axis) for p in i.parts), f"{ref!r} is indexed oddly", self.m.root)
@@ -270,7 +270,7 @@ class _Emitter:
             else:
                 need(isinstance(i, (Axis, Const)), f"{ref!r} is indexed oddly", self.m.root)
                 labels.append(i)
-                sizes.append(self._size(node, d))
+                sizes.append(self._size(ref.node, d))
         if len(labels) != len(ref.index):
             need(sum(s is None for s in sizes) <= 1, f"{ref!r} has several symbolic sizes", self.m.root)
             need(

@@ -1,0 +1,305 @@
+"""Programs that look like a mixture of experts and are none: never rewritten into something else.
+
+Each is a style of moe_styles with one thing changed. A change that is understood may be rewritten; the
+result must be the changed program's either way.
+"""
+
+from __future__ import annotations
+
+import pytest
+import torch
+import torch.nn.functional as F
+from moe_models import Recorder, fake_quantised, relative_error
+from moe_styles import FusedStyle, ListStyle, grouped_mm
+from torch import Tensor, nn
+
+CHANGES: dict[str, tuple[type[nn.Module], str]] = {}
+
+
+@pytest.fixture(autouse=True)
+def fresh_dynamo():
+    torch._dynamo.reset()
+    torch.set_num_threads(1)
+
+
+def lookalike(reason: str):
+    """`reason`: what the report must say; "" if the change is understood, and so rewritten."""
+
+    def add(cls):
+        CHANGES[cls.__name__] = (cls, reason)
+        return cls
+
+    return add
+
+
+class Loop(ListStyle):
+    """A where loop, each of whose steps a look-alike may replace."""
+
+    def masked(self, ids: Tensor, e: int) -> Tensor:
+        return ids == e
+
+    def rows(self, x: Tensor, token: Tensor, e: int) -> Tensor:
+        return x[token]
+
+    def scale(self, weights: Tensor, token: Tensor, slot: Tensor, e: int) -> Tensor:
+        return weights[token, slot, None]
+
+    def steps(self) -> list[tuple[int, nn.Module]]:
+        return list(enumerate(self.list))
+
+    def experts_of(self, x: Tensor, ids: Tensor, weights: Tensor) -> Tensor:
+        out = torch.zeros_like(x)
+        for e, expert in self.steps():
+            token, slot = torch.where(self.masked(ids, e))
+            y = expert(self.rows(x, token, e)) * self.scale(weights, token, slot, e)
+            out = out.index_add(0, token, y)
+        return out
+
+
+@lookalike("is added 2 times")
+class OneExpertTwice(Loop):
+    def steps(self):
+        return [*enumerate(self.list), (2, self.list[2])]
+
+
+@lookalike("not consecutive")
+class OneExpertMissing(Loop):
+    def steps(self):
+        return [s for s in enumerate(self.list) if s[0] != 2]
+
+
+@lookalike("")
+class TheLastExpertsMissing(Loop):
+    """Ids of E or more contribute nothing, as on one rank of expert parallelism."""
+
+    def steps(self):
+        return list(enumerate(self.list))[:4]
+
+
+@lookalike("")
+class TheFirstExpertsMissing(Loop):
+    def steps(self):
+        return list(enumerate(self.list))[2:]
+
+
+@lookalike("")
+class WeightsInAnotherOrder(Loop):
+    def steps(self):
+        return [(e, self.list[(e + 1) % self.E]) for e in range(self.E)]
+
+
+@lookalike("is added 2 times")
+class TwoExpertsForOneId(Loop):
+    def masked(self, ids, e):
+        return ids == (1 if e == 0 else e)
+
+
+@lookalike("read different inputs")
+class OneReadsAnotherInput(Loop):
+    def rows(self, x, token, e):
+        return x.roll(1, 0)[token] if e == 3 else x[token]
+
+
+@lookalike("has experts and is not understood")
+class OneReadsTwiceItsInput(Loop):
+    def rows(self, x, token, e):
+        return x[token] * x[token].new_ones(token.shape[0], 1) if e == 3 else x[token]
+
+
+@lookalike("has experts and is not understood")
+class OneWeightFromTheWrongSlot(Loop):
+    def scale(self, weights, token, slot, e):
+        return weights[token, 1 - slot, None] if e == 3 else weights[token, slot, None]
+
+
+@lookalike("weighted differently")
+class OneExpertIsDoubled(Loop):
+    def scale(self, weights, token, slot, e):
+        return weights[token, slot, None] * (2.0 if e == 3 else 1.0)
+
+
+@lookalike("")
+class EveryExpertIsDoubled(Loop):
+    def scale(self, weights, token, slot, e):
+        return 2.0 * weights[token, slot, None]
+
+
+@lookalike("routed by different ids")
+class OneIsRoutedOtherwise(Loop):
+    def masked(self, ids, e):
+        return ids.flip(1) == e if e == 3 else ids == e
+
+
+@lookalike("not by expert ids")
+class SelectedByInequality(Loop):
+    def masked(self, ids, e):
+        return ids >= e
+
+
+@lookalike("different shapes")
+class DifferentShapes(Loop):
+    def build(self):
+        super().build()
+        self.list[3].w1 = nn.Linear(self.H, 32, bias=False)
+        self.list[3].w3 = nn.Linear(self.H, 32, bias=False)
+        self.list[3].w2 = nn.Linear(32, self.H, bias=False)
+
+
+@lookalike("different activations")
+class OneOtherActivation(Loop):
+    def build(self):
+        super().build()
+        self.list[3].act = F.gelu
+
+
+@lookalike("differ in biases")
+class OneHasABias(Loop):
+    def build(self):
+        super().build()
+        self.list[3].w2 = nn.Linear(self.I, self.H, bias=True)
+
+
+class LoRA(nn.Module):
+    def __init__(self, base: nn.Linear) -> None:
+        super().__init__()
+        self.base = base
+        self.a = nn.Linear(base.in_features, 4, bias=False)
+        self.b = nn.Linear(4, base.out_features, bias=False)
+
+    @property
+    def weight(self) -> Tensor:
+        return self.base.weight
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.base(x) + self.b(self.a(x))
+
+
+@lookalike("experts")
+class LoRAOnOneExpert(Loop):
+    def build(self):
+        super().build()
+        self.list[3].w1 = LoRA(self.list[3].w1)
+
+
+@lookalike("the graph writes to the weight")
+class AWeightIsWrittenTo(Loop):
+    def experts_of(self, x, ids, weights):
+        out = super().experts_of(x, ids, weights)
+        self.list[1].w2.weight.data.mul_(1.0)
+        return out
+
+
+@lookalike("read different inputs")
+class ASideEffectBetweenExperts(Loop):
+    """x changes on the way: later experts read other rows."""
+
+    def experts_of(self, x, ids, weights):
+        out, x = torch.zeros_like(x), x.clone()
+        for e, expert in enumerate(self.list):
+            token, slot = torch.where(ids == e)
+            out.index_add_(0, token, expert(x[token]) * weights[token, slot, None])
+            if e == 3:
+                x.mul_(0.5)
+        return out
+
+
+@lookalike("read different inputs")
+class ExpertsFollowEachOther(Loop):
+    """Each expert refines what the ones before have left."""
+
+    def experts_of(self, x, ids, weights):
+        for e, expert in enumerate(self.list):
+            token, slot = torch.where(ids == e)
+            x = x.index_add(0, token, expert(x[token]) * weights[token, slot, None])
+        return x
+
+
+@lookalike("")
+class TheOutputIsUsedTwice(Loop):
+    def experts_of(self, x, ids, weights):
+        out = super().experts_of(x, ids, weights)
+        return out * out.sum()
+
+
+@lookalike("")
+class AddedToTheInput(Loop):
+    def experts_of(self, x, ids, weights):
+        out = x.clone()
+        for e, expert in enumerate(self.list):
+            token, slot = torch.where(ids == e)
+            out.index_add_(0, token, expert(x[token]) * weights[token, slot, None])
+        return out
+
+
+@lookalike("is not understood")
+class ExpertChoice(FusedStyle):
+    """Experts choose tokens: their row sets overlap as they please."""
+
+    def forward(self, x):
+        scores = torch.softmax(self.router(x), -1)
+        weights, tokens = torch.topk(scores.T, 3)
+        out = torch.zeros_like(x)
+        for e in range(self.E):
+            out.index_add_(0, tokens[e], self.expert(e, x[tokens[e]]) * weights[e, :, None])
+        return out
+
+
+@lookalike("offs")
+class OffsetsOfOtherIds(FusedStyle):
+    def experts_of(self, x, ids, weights):
+        flat = ids.flatten()
+        offs = F.one_hot((flat + 1) % self.E, self.E).sum(0).cumsum(0).to(torch.int32)
+        perm = torch.argsort(flat, stable=True)
+        gate, up = grouped_mm(x.index_select(0, perm // self.k), self.w13, offs).chunk(2, -1)
+        y = grouped_mm(F.silu(gate) * up, self.w2, offs)
+        y = torch.zeros_like(y).index_copy(0, perm, y)
+        return (y.view(-1, self.k, self.H) * weights.unsqueeze(-1)).sum(dim=1)
+
+
+@lookalike("")
+class TransposedSum(FusedStyle):
+    """The tokens' choices are taken for tokens."""
+
+    def experts_of(self, x, ids, weights):
+        y = torch.bmm(x.repeat(self.k, 1).unsqueeze(1), self.w13[ids.flatten()])
+        gate, up = y.chunk(2, -1)
+        y = torch.bmm(F.silu(gate) * up, self.w2[ids.flatten()]).view(-1, self.k, self.H)
+        return (y * weights.unsqueeze(-1)).sum(1)
+
+
+@pytest.mark.parametrize("name", CHANGES)
+def test_lookalikes(name):
+    cls, reason = CHANGES[name]
+    module, recorder = cls(), Recorder(activation="bf16")
+    compiled = torch.compile(module, backend=recorder, dynamic=True, fullgraph=True)
+    with torch.no_grad():
+        for n in (10, 8):
+            x = torch.randn(n, module.H)
+            want, exact = module.twin()(x), module(x)
+            got = compiled(x)
+            blocks = [s.op for s in recorder.sites if s.op in ("fp4::moe", "fp4::indexed_mm")]
+            if recorder.ops:
+                assert relative_error(got, want) < 1e-5
+            else:
+                assert relative_error(got, exact) < 1e-5
+    if not reason:
+        assert recorder.ops, recorder.reasons
+    else:
+        assert "fp4::moe" not in blocks, blocks
+        assert reason in recorder.reasons
+
+
+def test_a_graph_with_gradients_is_left_alone():
+    module, recorder = Loop(), Recorder()
+    x = torch.randn(6, module.H)
+    out = torch.compile(module, backend=recorder, fullgraph=True)(x)
+    out.sum().backward()
+    assert module.list[0].w1.weight.grad is not None
+    assert "gradients" in recorder.frames[0].note
+
+
+def test_quantised_twins_differ_from_the_originals():
+    """Otherwise none of the comparisons here could fail."""
+    module = Loop()
+    w = module.list[0].w1.weight
+    assert relative_error(fake_quantised(w[None], "nvfp4")[0], w) > 0.05
