@@ -13,6 +13,7 @@ from torch._dynamo.source import AttrSource
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from ..meta.layouts import A_LAYOUTS, preferred_layout
+from .batched import batched_products
 from .block import Block, ends_a_block, match_block
 from .capture import mutated_inputs
 from .graph import FLOATING, Canon, Refusal, WeightRef, Weights, aten, is_op, is_tensor, shape, value
@@ -94,6 +95,8 @@ def _mixtures(
                 sites.append(write_mixture(writer, found, mutated))
             except Refusal as refusal:
                 refused.append((downs, refusal))
+        sweep(graph)
+        sites += batched_products(writer, graph, reader, mutated)
     return refused
 
 

@@ -162,17 +162,8 @@ class _Emitter:
     # --- weights ---
 
     def _spec(self, experts: list[tuple[Matrix, ...]], device: str, interleaved: bool) -> Any:
-        sources, assembly = self._assembly(experts, interleaved)
-        need(assembly.k % 2 == 0, f"K = {assembly.k} is odd; two codes share a byte", self.m.root)
-        layout, format = self._layout(device, value(sources[0]).dtype), self.w.options.format
-        for s in sources:
-            need(s not in self.mutated, f"the graph writes to the weight {s.name}", self.m.root)
-            dtype = value(s).dtype
-            need(dtype == value(sources[0]).dtype, "weights of one block differ in dtype", self.m.root)
-        whole = assembly.whole([tuple(shape(s)) for s in sources])
-        if whole is not None:
-            return sources, PackSpec(format, layout, whole)
-        return sources, PackSpec(format, layout, False, assembly)
+        layout = self._layout(device, value(experts[0][0].ref.node).dtype)
+        return packing(experts, self.w.options.format, layout, interleaved, self.mutated, self.m.root)
 
     def _layout(self, device: str, dtype: torch.dtype) -> str:
         """One layout for all weights of the block."""
@@ -195,22 +186,8 @@ class _Emitter:
         if all(p is None for parts in experts for p in parts):
             return None
         need(all(p is not None for parts in experts for p in parts), "only some have biases", self.m.root)
-        sources, assembly = self._assembly(experts, interleaved)  # type: ignore[arg-type]
+        sources, assembly = assemble(experts, interleaved, self.m.root)  # type: ignore[arg-type]
         return sources, JoinSpec(assembly, value(sources[0]).dtype)
-
-    def _assembly(
-        self, experts: list[tuple[Matrix, ...]], interleaved: bool
-    ) -> tuple[tuple[fx.Node, ...], Assembly]:
-        sources: dict[fx.Node, int] = {}
-        pieces = []
-        for parts in experts:
-            taken = []
-            for p in parts:
-                at = tuple(_place(i, self.m.root) for i in p.ref.index)
-                taken.append(Piece(sources.setdefault(p.ref.node, len(sources)), at))
-            pieces.append(tuple(taken))
-        first = experts[0][0]
-        return tuple(sources), Assembly(tuple(pieces), first.n, first.k, interleaved)
 
     def _slot(self, packed: Any) -> tuple[fx.Node, ...] | None:
         return None if packed is None else self.w.slot(*packed)
@@ -295,6 +272,41 @@ class _Emitter:
             if a not in labels:
                 node = self._call(aten.unsqueeze.default, node, d)
         return node
+
+
+def packing(
+    experts: list[tuple[Matrix, ...]],
+    format: str,
+    layout: str,
+    interleaved: bool,
+    mutated: set[fx.Node],
+    site: fx.Node,
+) -> tuple[tuple[fx.Node, ...], PackSpec]:
+    """(parameters, how they become one packed operand): for each expert its parts, one below the other."""
+    sources, assembly = assemble(experts, interleaved, site)
+    need(assembly.k % 2 == 0, f"K = {assembly.k} is odd; two codes share a byte", site)
+    for s in sources:
+        need(s not in mutated, f"the graph writes to the weight {s.name}", site)
+        need(value(s).dtype == value(sources[0]).dtype, "weights of one block differ in dtype", site)
+    whole = assembly.whole([tuple(shape(s)) for s in sources])
+    if whole is not None:
+        return sources, PackSpec(format, layout, whole)
+    return sources, PackSpec(format, layout, False, assembly)
+
+
+def assemble(
+    experts: list[tuple[Matrix, ...]], interleaved: bool, site: fx.Node
+) -> tuple[tuple[fx.Node, ...], Assembly]:
+    sources: dict[fx.Node, int] = {}
+    pieces = []
+    for parts in experts:
+        taken = []
+        for p in parts:
+            at = tuple(_place(i, site) for i in p.ref.index)
+            taken.append(Piece(sources.setdefault(p.ref.node, len(sources)), at))
+        pieces.append(tuple(taken))
+    first = experts[0][0]
+    return tuple(sources), Assembly(tuple(pieces), first.n, first.k, interleaved)
 
 
 class _Routing:

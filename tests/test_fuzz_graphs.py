@@ -1,4 +1,4 @@
-"""Graph surgery: a graph of experts with random changes is rewritten into what it now computes, or left alone.
+"""Graph surgery: a graph of experts with random changes is rewritten into what it computes, or left alone.
 
 Each round rewires edges of a captured graph or changes constants, and compares the graph with what
 the passes make of it. The weights are exact in mxfp4 whichever way they are cut into blocks, so that a right
