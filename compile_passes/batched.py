@@ -14,7 +14,7 @@ from torch import fx
 
 from ..meta.layouts import preferred_layout
 from .graph import Refusal, aten, is_op, shape, static_int, value
-from .mixture import K, Matrix, N
+from .mixture import K, Matrix, N, indices
 from .reading import Reader
 from .report import Site, location
 from .terms import Axis, Const, Ref, Value, free_axes, substitute
@@ -44,6 +44,8 @@ def _experts(v: Value, left: bool, reader: Reader) -> list[tuple[Matrix, ...]] |
     """The matrices of a weight [E, K, N], or [E, N, K] as the left operand."""
     if not isinstance(v.term, Ref) or not reader.is_weight(v.term.node):
         return None
+    if any(isinstance(i, Ref) for i in indices(v.term)):
+        return None  # gathered by ids
     if any(len(g) != 1 for g in v.dims) or free_axes(v.term) != set(v.axes):
         return None
     e, inner, out = v.axes if not left else (v.axes[0], v.axes[2], v.axes[1])

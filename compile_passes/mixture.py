@@ -222,7 +222,7 @@ class Matcher:
         """One addend is one expert's, or all experts' at once: over an axis, or by ids that index weights."""
         lin = self.linear(core)
         assert lin is not None
-        ids = [i for i in _indices(lin.weight) if isinstance(i, Ref)]
+        ids = [i for i in indices(lin.weight) if isinstance(i, Ref)]
         over = [a for a in axes if a in free_axes(lin.weight) and a is not lin.inner]
         if ids:
             need(len(ids) == 1, "the weights are indexed twice", m.root)
@@ -401,7 +401,7 @@ def _arguments(term: Term) -> tuple[Term, ...]:
     return (term.body,) if isinstance(term, Sum) else term.args  # type: ignore[attr-defined]
 
 
-def _indices(ref: Ref) -> Iterator[Term]:
+def indices(ref: Ref) -> Iterator[Term]:
     """Coordinates of an element, those inside a composed one too."""
     for i in ref.index:
         if isinstance(i, Mix):

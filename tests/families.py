@@ -1,0 +1,75 @@
+"""Tiny models of transformers' Mixture-of-Experts families, from the families' own config classes."""
+
+from __future__ import annotations
+
+import inspect
+from typing import Any
+
+import torch
+from torch import nn
+
+# A config takes the sizes that it has names for.
+_SIZES = {
+    "vocab_size": 128, "hidden_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4,
+    "num_key_value_heads": 2, "head_dim": 16, "max_position_embeddings": 256, "intermediate_size": 64,
+    "moe_intermediate_size": 32, "num_experts": 8, "num_local_experts": 8, "n_routed_experts": 8,
+    "num_experts_per_tok": 2, "moe_k": 2, "moe_num_experts": 8, "moe_topk": 2, "n_group": 2, "topk_group": 1,
+    "n_shared_experts": 1, "first_k_dense_replace": 1, "q_lora_rank": 32, "kv_lora_rank": 16,
+    "qk_rope_head_dim": 8, "qk_nope_head_dim": 8, "v_head_dim": 16, "shared_expert_intermediate_size": 32,
+    "num_dense_layers": 1, "pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2, "sliding_window": 16,
+    "decoder_sparse_step": 1, "moe_layer_start_index": 1, "moe_num_shared_experts": 1,
+    "num_shared_experts": 1,
+    "shared_intermediate_size": 32, "moe_shared_expert_intermediate_size": 32, "mamba_n_heads": 8,
+    "mamba_d_head": 16, "mamba_d_state": 8, "mamba_num_heads": 8, "mamba_head_dim": 16, "ssm_state_size": 8,
+    "n_groups": 2, "mamba_n_groups": 1, "linear_num_key_heads": 2, "linear_num_value_heads": 4,
+    "linear_key_head_dim": 16, "linear_value_head_dim": 16, "attention_chunk_size": 16, "num_mtp_layers": 0,
+}  # fmt: skip
+
+_NOTHING = (
+    "mixtral", "qwen2_moe", "qwen3_moe", "olmoe", "phimoe", "granitemoe", "granitemoeshared", "ernie4_5_moe",
+    "glm4_moe", "glm4_moe_lite", "hunyuan_v1_moe", "minimax_m2", "dots1", "flex_olmo", "exaone_moe",
+    "solar_open", "afmoe", "cohere2_moe", "mimo_v2_flash", "hy_v3",
+)  # fmt: skip
+
+# Family -> what its tiny config needs beyond the sizes.
+FAMILIES: dict[str, dict[str, Any]] = {
+    **{family: {} for family in _NOTHING},
+    "deepseek_v2": {"num_key_value_heads": 4, "topk_method": "greedy", "n_group": 1},
+    "deepseek_v3": {"num_key_value_heads": 4},
+    "gpt_oss": {"rope_parameters": {"rope_type": "default", "rope_theta": 10000.0}},
+    "granitemoehybrid": {"layer_types": ["attention", "attention"]},
+    "jamba": {
+        "expert_layer_period": 1, "expert_layer_offset": 0, "attn_layer_period": 1, "attn_layer_offset": 0,
+        "use_mamba_kernels": False,
+    },
+    "lfm2_moe": {"layer_types": ["full_attention", "full_attention"]},
+    "llama4_text": {"interleave_moe_layer_step": 1, "no_rope_layers": [1, 1]},
+    "minimax": {"layer_types": ["full_attention", "full_attention"]},
+    "nemotron_h": {"layers_block_type": ["attention", "moe"]},
+    "qwen3_next": {"layer_types": ["full_attention", "full_attention"]},
+}  # fmt: skip
+TRANSPOSED = ("gpt_oss", "llama4_text")
+
+
+def tiny(family: str, implementation: str = "") -> nn.Module:
+    """A float32 model with random weights, biases too."""
+    import transformers
+
+    cls = transformers.CONFIG_MAPPING[family]
+    names = {*inspect.signature(cls.__init__).parameters, *getattr(cls, "__annotations__", {}), *dir(cls)}
+    sizes = {k: v for k, v in _SIZES.items() if k in names}
+    config = cls(**{**sizes, **FAMILIES[family]})
+    model = transformers.AutoModelForCausalLM.from_config(config, dtype=torch.float32).eval()
+    if implementation:
+        model.set_experts_implementation(implementation)
+    with torch.no_grad():
+        for name, p in model.named_parameters():
+            if p.dim() == 3 or "bias" in name:
+                p.normal_(0, 0.1)
+    return model
+
+
+def expert_block(model: nn.Module) -> nn.Module:
+    """The module that routes and runs the experts of the last layer that has any."""
+    weights = [name for name, p in model.named_parameters() if p.dim() == 3 and "conv" not in name]
+    return model.get_submodule(weights[-1].rsplit(".", 2)[0])

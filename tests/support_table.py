@@ -1,0 +1,87 @@
+"""Runs every family and style and writes what became of each: python tests/support_table.py > docs/support.md
+
+Each row is a run: 9 tokens, then 5 under the same compilation (symbolic length), then one token. `error` is
+the largest relative error of the three against the same module over the dequantised weights (mxfp4, float32,
+activations not quantised); where nothing was rewritten it shows how far 4 bits are from the original. Graphs
+are run as rewritten, without Inductor.
+"""
+
+from __future__ import annotations
+
+import copy
+import sys
+from collections import Counter
+from collections.abc import Callable, Iterator
+
+import torch
+from families import FAMILIES, TRANSPOSED, expert_block, tiny
+from moe_models import Recorder, fake_quantised, relative_error
+from moe_styles import STYLES
+from torch import nn
+
+HEAD = "| what | experts as | becomes | graphs | graph breaks | error |\n|---|---|---|---|---|---|"
+
+
+def first(out: object) -> torch.Tensor:
+    return out[0] if isinstance(out, tuple) else out  # type: ignore[return-value]
+
+
+def row(what: str, form: str, module: nn.Module, twin: nn.Module, make: Callable[[int], torch.Tensor]) -> str:
+    torch._dynamo.reset()
+    torch._dynamo.utils.counters.clear()
+    recorder = Recorder(activation="bf16", format="mxfp4")
+    compiled = torch.compile(module, backend=recorder, dynamic=True)
+    errors = []
+    with torch.no_grad(), torch._dynamo.config.patch(capture_dynamic_output_shape_ops=True):
+        for n in (9, 5, 1):
+            x = make(n)
+            errors.append(relative_error(first(compiled(x)), first(twin(x))))
+    sites = [s for f in recorder.frames for s in f.sites]
+    ops = Counter(s.op for s in sites if s.op)
+    became = ", ".join(f"`{op}`" + (f" x{n}" if n > 2 else "") for op, n in ops.items())
+    if not became:
+        became = next((f"left alone: {s.reason}" for s in sites), "nothing: Dynamo captures no experts")
+    breaks = sum(torch._dynamo.utils.counters["graph_break"].values())
+    return f"| {what} | {form} | {became} | {recorder.compilations} | {breaks} | {max(errors):.0e} |"
+
+
+def families() -> Iterator[str]:
+    for family in sorted(FAMILIES):
+        forms = ("eager",) if family in ("llama4_text",) else ("grouped_mm", "batched_mm", "eager")
+        for form in forms:
+            try:
+                model = tiny(family, form if len(forms) > 1 else "")
+                twin = copy.deepcopy(model)
+                with torch.no_grad():
+                    for p in twin.parameters():
+                        if p.dim() == 3:
+                            p.copy_(fake_quantised(p, "mxfp4", family in TRANSPOSED))
+                block = expert_block(model)
+                yield row(family, form, block, expert_block(twin), lambda n: torch.randn(1, n, 64))
+            except Exception as error:
+                print(f"{family} {form}: {type(error).__name__}: {error}", file=sys.stderr)
+
+
+def styles() -> Iterator[str]:
+    for name, style in STYLES.items():
+        module = style()
+        yield row(name, "", module, module.twin("mxfp4"), lambda n: torch.randn(n, 32))
+
+
+def main() -> None:
+    torch.set_num_threads(1)
+    torch.manual_seed(0)
+    import transformers
+
+    print("# What is recognised\n")
+    print((__doc__ or "").strip() + "\n")
+    print(f"torch {torch.__version__}, transformers {transformers.__version__}, on CPU.\n")
+    for title, rows in (("Families of transformers", families), ("Styles (tests/moe_styles.py)", styles)):
+        print(f"## {title}\n\n{HEAD}")
+        for line in rows():
+            print(line, flush=True)
+        print()
+
+
+if __name__ == "__main__":
+    main()
