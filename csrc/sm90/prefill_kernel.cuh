@@ -7,7 +7,7 @@
 // tensor cores run at their full FP8 rate.
 //
 // A persistent block of one producer warpgroup and `Warpgroups` consumer warpgroups:
-//   producer warps 0, 2  walk the tiles and copy X and W into two rings of stages of 128 K;
+//   producer warps 0, 2  walk the tiles and copy X and W into a ring of stages of 128 K;
 //   producer warp 1      walks them too and leaves each tile's place, token scales and bias to the consumers;
 //   producer warp 3      zeroes the output rows of no group;
 //   consumers            64 rows of weights each, all tokens of the tile. Each step of 128 K is two half
@@ -35,12 +35,11 @@ constexpr int kTileCodes = 1024;  // bytes of codes of a tile in one step
 constexpr int kTileScales = 128;  // and of scales
 constexpr int kTokenStep = 16;    // tokens come in multiples of this
 constexpr int kXBoxes = 5;        // a copy of X brings 16, 32, 64, 128 or 256 rows
-constexpr int kChunkTokens = 64;  // rows of the output a copy takes
-constexpr int kChunkBytes = kChunkTokens * 128;
 constexpr int kWarpgroup = 128;
 constexpr int kMmaRows = 64;     // weight rows of a wgmma
 constexpr int kMmaTokens = 256;  // most tokens of one
 constexpr int kInfoSlots = 2;
+constexpr int kStoreBuffers = 2;
 constexpr float kFoldScale = 8.0f;  // the fold divides block scales by this
 
 enum class FloatType : int { kFloat32 = 0, kBfloat16 = 1, kFloat16 = 2 };
@@ -70,11 +69,11 @@ struct TileInfo {
 
 // Widths_: WidthList of the token tiles there are instances for. ptxas gives every instance 8 registers of
 // its own.
-template <int Warpgroups_, class Widths_, int Cluster_, int XStages_, int WStages_, int StoreBuffers_>
+template <int Warpgroups_, class Widths_, int Cluster_, int Stages_>
 struct PrefillConfig {
   using Widths = Widths_;
   static constexpr int Warpgroups = Warpgroups_, MaxTokens = Widths::kMost, Cluster = Cluster_;
-  static constexpr int XStages = XStages_, WStages = WStages_, StoreBuffers = StoreBuffers_;
+  static constexpr int Stages = Stages_;
   static constexpr int Rows = Warpgroups * kMmaRows;
   static constexpr int ConsumerWarps = Warpgroups * 4;
   static constexpr int Threads = (Warpgroups + 1) * kWarpgroup;
@@ -83,6 +82,8 @@ struct PrefillConfig {
   static constexpr int ProducerRegisters = Warpgroups == 2 ? 40 : 32;
   static constexpr int ConsumerRegisters =
       (BirthRegisters + (BirthRegisters - ProducerRegisters) / Warpgroups) / 8 * 8;
+  static constexpr int StoreTokens = Warpgroups == 2 ? 64 : 32;  // rows of the output a copy takes
+  static constexpr int StoreBytes = StoreTokens * kMmaRows * 2;
   static constexpr int XBytes = MaxTokens * kStepK;
   static constexpr int CodeBytes = Rows / kTileRows * kTileCodes;
   static constexpr int ScaleBytes = Rows / kTileRows * kTileScales;
@@ -90,15 +91,14 @@ struct PrefillConfig {
 
 template <class Config>
 struct alignas(1024) SharedStorage {
-  uint8_t x[Config::XStages][Config::XBytes];
-  uint8_t store[Config::Warpgroups][Config::StoreBuffers][kChunkBytes];
-  uint8_t codes[Config::WStages][Config::CodeBytes];
-  uint8_t scales[Config::WStages][Config::ScaleBytes];
-  float token_scale[kInfoSlots][Config::MaxTokens];
+  uint8_t x[Config::Stages][Config::XBytes];
+  uint8_t store[Config::Warpgroups][kStoreBuffers][Config::StoreBytes];
+  uint8_t codes[Config::Stages][Config::CodeBytes];
+  uint8_t scales[Config::Stages][Config::ScaleBytes];
+  float token_scale[kInfoSlots][(Config::MaxTokens + 63) / 64 * 64];
   float bias[kInfoSlots][Config::Rows];
   TileInfo info[kInfoSlots];
-  uint64_t x_full[Config::XStages], x_empty[Config::XStages];
-  uint64_t w_full[Config::WStages], w_empty[Config::WStages];
+  uint64_t full[Config::Stages], empty[Config::Stages];
   uint64_t info_full[kInfoSlots], info_empty[kInfoSlots];
 };
 
@@ -122,13 +122,9 @@ class PrefillBlock {
       : shared_(shared), problem_(problem), maps_(maps), rank_(Config::Cluster > 1 ? cluster_rank() : 0) {}
 
   __device__ void init_barriers() {
-    for (int i = 0; i < Config::XStages; ++i) {
-      barrier_init(smem_address(&shared_.x_full[i]), 1);
-      barrier_init(smem_address(&shared_.x_empty[i]), Config::ConsumerWarps * Config::Cluster);
-    }
-    for (int i = 0; i < Config::WStages; ++i) {
-      barrier_init(smem_address(&shared_.w_full[i]), 1);
-      barrier_init(smem_address(&shared_.w_empty[i]), Config::ConsumerWarps);
+    for (int i = 0; i < Config::Stages; ++i) {
+      barrier_init(smem_address(&shared_.full[i]), 2);
+      barrier_init(smem_address(&shared_.empty[i]), Config::ConsumerWarps * Config::Cluster);
     }
     for (int i = 0; i < kInfoSlots; ++i) {
       barrier_init(smem_address(&shared_.info_full[i]), 1);
@@ -141,14 +137,14 @@ class PrefillBlock {
   // powers of two.
   __device__ void copy_activations() {
     auto walk = make_walk();
-    RingPosition<Config::XStages> ring;
+    RingPosition<Config::Stages> ring;
     Tile tile;
     while (walk.next(tile)) {
       int part = ceil_div(tile.width, kTokenStep * Config::Cluster) * kTokenStep;
       for (int step = 0; step < problem_.steps; ++step, ring = ring.next()) {
-        barrier_wait(smem_address(&shared_.x_empty[ring.slot]), ring.round ^ 1);
+        barrier_wait(smem_address(&shared_.empty[ring.slot]), ring.round ^ 1);
         if (elect_lane()) {
-          uint32_t full = smem_address(&shared_.x_full[ring.slot]);
+          uint32_t full = smem_address(&shared_.full[ring.slot]);
           barrier_expect_bytes(full, part * Config::Cluster * kStepK);
           int first = part * rank_;
 #pragma unroll
@@ -170,17 +166,17 @@ class PrefillBlock {
     }
   }
 
-  // Producer warp 2: weights. Their ring is deeper, since they come from memory and X mostly from L2.
+  // Producer warp 2: weights.
   __device__ void copy_weights() {
     auto walk = make_walk();
-    RingPosition<Config::WStages> ring;
+    RingPosition<Config::Stages> ring;
     Tile tile;
     while (walk.next(tile)) {
       int row_tile = (tile.group * problem_.n + first_column(tile)) / kTileRows;
       for (int step = 0; step < problem_.steps; ++step, ring = ring.next()) {
-        barrier_wait(smem_address(&shared_.w_empty[ring.slot]), ring.round ^ 1);
+        barrier_wait(smem_address(&shared_.empty[ring.slot]), ring.round ^ 1);
         if (elect_lane()) {
-          uint32_t full = smem_address(&shared_.w_full[ring.slot]);
+          uint32_t full = smem_address(&shared_.full[ring.slot]);
           barrier_expect_bytes(full, Config::CodeBytes + Config::ScaleBytes);
           load_box(smem_address(shared_.codes[ring.slot]), &maps_.codes, full, step * (kTileCodes / 8),
                    row_tile);
@@ -206,7 +202,7 @@ class PrefillBlock {
       if (more) {
         info = {tile.width, tile.row, tile.rows, first_column(tile)};
         float factor = kFoldScale * problem_.global_scale[tile.group];
-#pragma unroll 4
+#pragma unroll 2
         for (int i = lane; i < tile.rows; i += kWarp) {
           shared_.token_scale[ring.slot][i] = factor * problem_.x_scale[tile.row + i];
         }
@@ -239,10 +235,9 @@ class PrefillBlock {
     lane_scales_ = __shfl_sync(~0u, smem_address(shared_.scales) + warp * kTileScales + lane * 4, lane);
     TileInfo tile = wait_info();
     if (tile.width > 0) {
-      wait_weights(false);
+      wait_stage(false);
       load_weights();
       fold_fragments(codes_[0], make_tables<0>(scales_), fragments_[0]);
-      wait_activations(false);
     }
     while (tile.width > 0) {
       TileInfo next;
@@ -281,25 +276,17 @@ class PrefillBlock {
   // ---- consumers ----
 
   // Waits for the current stage unless an earlier test found it there.
-  __device__ __forceinline__ void wait_activations(bool ready) {
-    if (!ready) barrier_wait(smem_address(&shared_.x_full[x_.slot]), x_.round);
+  __device__ __forceinline__ void wait_stage(bool ready) {
+    if (!ready) barrier_wait(smem_address(&shared_.full[ring_.slot]), ring_.round);
   }
 
-  __device__ __forceinline__ void wait_weights(bool ready) {
-    if (!ready) barrier_wait(smem_address(&shared_.w_full[w_.slot]), w_.round);
-  }
-
-  __device__ __forceinline__ void release_activations(int slot) {
+  __device__ __forceinline__ void release_stage(int slot) {
     int lane = threadIdx.x % kWarp;
     if constexpr (Config::Cluster > 1) {
-      if (lane < Config::Cluster) barrier_arrive_remote(smem_address(&shared_.x_empty[slot]), lane);
+      if (lane < Config::Cluster) barrier_arrive_remote(smem_address(&shared_.empty[slot]), lane);
     } else {
-      if (lane == 0) barrier_arrive(smem_address(&shared_.x_empty[slot]));
+      if (lane == 0) barrier_arrive(smem_address(&shared_.empty[slot]));
     }
-  }
-
-  __device__ __forceinline__ void release_weights() {
-    if (threadIdx.x % kWarp == 0) barrier_arrive(smem_address(&shared_.w_empty[w_.slot]));
   }
 
   // The info of the next tile in the walk; its slot is given back by store_tile.
@@ -311,8 +298,8 @@ class PrefillBlock {
   }
 
   __device__ __forceinline__ void load_weights() {
-    uint32_t codes = lane_codes_ + w_.slot * Config::CodeBytes;
-    scales_ = prepare_scales(load_shared_4(lane_scales_ + w_.slot * Config::ScaleBytes));
+    uint32_t codes = lane_codes_ + ring_.slot * Config::CodeBytes;
+    scales_ = prepare_scales(load_shared_4(lane_scales_ + ring_.slot * Config::ScaleBytes));
     codes_[0] = load_shared_16(codes);
     codes_[1] = load_shared_16(codes + kTileCodes / 2);
   }
@@ -323,8 +310,8 @@ class PrefillBlock {
   __device__ __forceinline__ void issue_half(Sums& sums, int keep) {
     constexpr int kFirst = Tokens < kMmaTokens ? Tokens : kMmaTokens;
     constexpr int kRestOffset = kMmaTokens * kStepK / 16;
-    uint32_t x =
-        swizzled_base(smem_address(shared_.x)) + x_.slot * (Config::XBytes / 16) + Half * 2 * kDescriptorK32;
+    uint32_t x = swizzled_base(smem_address(shared_.x)) + ring_.slot * (Config::XBytes / 16) +
+                 Half * 2 * kDescriptorK32;
 #pragma unroll
     for (uint32_t& fragment : fragments_[Half])
       asm volatile("" : "+r"(fragment));  // folded before the first starts
@@ -349,33 +336,28 @@ class PrefillBlock {
     for (int step = 0;; ++step) {
       issue_half<Tokens, 0>(sums, step > 0);
       FoldTables tables = make_tables<1>(scales_);
-      auto x_next = x_.next();
-      auto w_next = w_.next();
-      bool x_ready = barrier_test(smem_address(&shared_.x_full[x_next.slot]), x_next.round);
-      bool w_ready = barrier_test(smem_address(&shared_.w_full[w_next.slot]), w_next.round);
-      wgmma_wait<1>();  // the last step's second half: its activations are read, its fragments are free
-      if (step > 0) release_activations(previous_);
+      auto ring_next = ring_.next();
+      bool ready = barrier_test(smem_address(&shared_.full[ring_next.slot]), ring_next.round);
+      wgmma_wait<1>();  // the last step's second half: its stage is read, its fragments are free
+      if (step > 0) release_stage(previous_);
       fold_fragments(codes_[1], tables, fragments_[1]);
-      release_weights();
       issue_half<Tokens, 1>(sums, 1);
-      previous_ = x_.slot;
-      x_ = x_next;
-      w_ = w_next;
+      previous_ = ring_.slot;
+      ring_ = ring_next;
       bool last = step + 1 == problem_.steps;
       if (last) {
         next = wait_info();
         if (next.width == 0) break;
       }
-      wait_weights(w_ready);
+      wait_stage(ready);
       load_weights();
       tables = make_tables<0>(scales_);
-      wait_activations(x_ready);
       wgmma_wait<1>();
       fold_fragments(codes_[0], tables, fragments_[0]);
       if (last) break;
     }
     wgmma_wait<0>();
-    release_activations(previous_);
+    release_stage(previous_);
   }
 
   // Runs the instance that is as wide as the tile.
@@ -409,42 +391,50 @@ class PrefillBlock {
     if (threadIdx.x % kWarp == 0) barrier_arrive(smem_address(&shared_.info_empty[slot]));
   }
 
-  // All tokens x 64 weight rows of 16-bit results through shared memory, 64 tokens at a time. The map of the
-  // output has the rows twice, as y and z: row r0 + i is (y, z) = (64 - count + i, r0 + count), and y ends at
-  // 64, so exactly `count` rows are written.
+  // All tokens x 64 weight rows of 16-bit results through two buffers of StoreTokens tokens. The map of the
+  // output has the rows twice, as y and z: row r0 + i is (y, z) = (StoreTokens - count + i, r0 + count), and
+  // y ends at StoreTokens, so exactly `count` rows are written.
   template <class Pair>
   __device__ __forceinline__ void store_halves(const float* sums, const TileInfo& tile,
                                                const float* token_scale, float2 bias, int column) {
+    constexpr int kTokens = Config::StoreTokens, kBatch = 2;
     int warpgroup = threadIdx.x / kWarpgroup, warp = threadIdx.x / kWarp % 4, lane = threadIdx.x % kWarp;
     int g = lane / 4, t = lane % 4;
     // Token 8 j + 2 t + e, weight rows 16 warp + 2 g and the next; 16-byte pieces swizzled by the token.
     int piece = 2 * warp + g / 4;
     int even = 2 * t * 128 + ((piece ^ (2 * t)) * 16) + g % 4 * 4;
     int odd = (2 * t + 1) * 128 + ((piece ^ (2 * t + 1)) * 16) + g % 4 * 4;
-    bool leader = threadIdx.x % kWarpgroup == 0;
 #pragma unroll
-    for (int first = 0; first < Config::MaxTokens; first += kChunkTokens) {
+    for (int first = 0; first < Config::MaxTokens; first += kTokens) {
       if (first >= tile.rows) break;
       uint8_t* target = shared_.store[warpgroup][store_buffer_];
-      if (leader) store_wait_read<Config::StoreBuffers - 1>();
-      named_barrier(1 + warpgroup, kWarpgroup);
 #pragma unroll
-      for (int token = first; token < first + kChunkTokens && token < Config::MaxTokens; token += 8) {
-        float2 scale = *reinterpret_cast<const float2*>(token_scale + token + 2 * t);
-        const float* d = sums + token / 2;
-        float2 one = make_float2(d[0] * scale.x + bias.x, d[2] * scale.x + bias.y);
-        float2 two = make_float2(d[1] * scale.y + bias.x, d[3] * scale.y + bias.y);
-        *reinterpret_cast<uint32_t*>(target + even + (token - first) * 128) = round_pair<Pair>(one);
-        *reinterpret_cast<uint32_t*>(target + odd + (token - first) * 128) = round_pair<Pair>(two);
+      for (int part = first; part < first + kTokens && part < Config::MaxTokens; part += 8 * kBatch) {
+        float2 scales[kBatch];  // read before the stores, which the compiler thinks could change them
+#pragma unroll
+        for (int j = 0; j < kBatch; ++j) {
+          scales[j] = *reinterpret_cast<const float2*>(token_scale + part + 8 * j + 2 * t);
+        }
+#pragma unroll
+        for (int j = 0; j < kBatch && part + 8 * j < Config::MaxTokens; ++j) {
+          const float* d = sums + part / 2 + 4 * j;
+          float2 one = make_float2(d[0] * scales[j].x + bias.x, d[2] * scales[j].x + bias.y);
+          float2 two = make_float2(d[1] * scales[j].y + bias.x, d[3] * scales[j].y + bias.y);
+          int offset = (part - first + 8 * j) * 128;
+          *reinterpret_cast<uint32_t*>(target + even + offset) = round_pair<Pair>(one);
+          *reinterpret_cast<uint32_t*>(target + odd + offset) = round_pair<Pair>(two);
+        }
       }
       fence_async_proxy();
+      bool leader = threadIdx.x % kWarpgroup == 0;
+      if (leader) store_wait_read<0>();  // so that after the barrier the other buffer is free
       named_barrier(1 + warpgroup, kWarpgroup);
       if (leader) {
-        int count = min(kChunkTokens, tile.rows - first);
-        store_box(&maps_.out, smem_address(target), column, kChunkTokens - count, tile.row + first + count);
+        int count = min(kTokens, tile.rows - first);
+        store_box(&maps_.out, smem_address(target), column, kTokens - count, tile.row + first + count);
         store_commit();
       }
-      store_buffer_ = (store_buffer_ + 1) % Config::StoreBuffers;
+      store_buffer_ ^= 1;
     }
   }
 
@@ -479,10 +469,9 @@ class PrefillBlock {
   const Problem& problem_;
   const Maps& maps_;
   uint32_t rank_;
-  RingPosition<Config::XStages> x_;
-  RingPosition<Config::WStages> w_;
+  RingPosition<Config::Stages> ring_;
   RingPosition<kInfoSlots> info_;
-  int previous_ = 0;  // the stage of X whose products may still run
+  int previous_ = 0;  // the stage whose products may still run
   // Shared memory addresses of this lane's codes and scales in stage 0 of the ring.
   uint32_t lane_codes_, lane_scales_;
   uint4 codes_[2];  // of the step being folded, as the scales

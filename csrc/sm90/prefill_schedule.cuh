@@ -31,7 +31,7 @@ constexpr int kBandTiles = 8;
 
 __device__ __forceinline__ int clamp_rows(int rows, int m) { return max(0, min(rows, m)); }
 
-__device__ __forceinline__ int ceil_div(int a, int b) { return (a + b - 1) / b; }
+__host__ __device__ __forceinline__ constexpr int ceil_div(int a, int b) { return (a + b - 1) / b; }
 
 // The widths a token tile can have, in falling order.
 template <int Most, int... Others>

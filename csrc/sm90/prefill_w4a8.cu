@@ -1,5 +1,7 @@
 // Host side of the prefill GEMM: the candidates, the choice among them, tensor maps and launch.
 
+#include <algorithm>
+#include <cmath>
 #include <cstddef>
 #include <cstdint>
 
@@ -33,44 +35,106 @@ int launch(const Problem& problem, const Maps& maps, int sms, cudaStream_t strea
   return cudaLaunchKernelEx(&config, kernel, problem, maps);
 }
 
+// Measured cycles of a kernel at the clock below: a step of 128 K takes base + slope x width, but at least
+// full x width, the tensor cores' rate; the rest of a tile tile_base + tile_slope x width.
+struct Cost {
+  double base, slope, full, tile_base, tile_slope;
+};
+constexpr Cost kTwoWarpgroups = {580, 2.35, 4.7, 1000, 9}, kThreeWarpgroups = {580, 4.3, 7, 1000, 12},
+               kFourWarpgroups = {600, 6.5, 9.4, 1000, 16};
+constexpr double kClock = 1.755e9, kMemoryRate = 4e12, kBytesPerWeight = 0.5625;
+
 struct Candidate {
   const char* name;
-  int rows, tokens, cluster;
+  int rows, cluster, store_tokens;
+  const int* widths;
+  int width_count;
+  Cost cost;
   Launch run;
+};
+
+template <class Widths>
+struct WidthTable;
+
+template <int... Widths>
+struct WidthTable<WidthList<Widths...>> {
+  static constexpr int kCount = sizeof...(Widths);
+  static constexpr int kValues[kCount] = {Widths...};
 };
 
 template <class Config>
 constexpr Candidate candidate(const char* name) {
-  return {name, Config::Rows, Config::MaxTokens, Config::Cluster, launch<Config>};
+  using Table = WidthTable<typename Config::Widths>;
+  return {name,
+          Config::Rows,
+          Config::Cluster,
+          Config::StoreTokens,
+          Table::kValues,
+          Table::kCount,
+          Config::Warpgroups == 2   ? kTwoWarpgroups
+          : Config::Warpgroups == 3 ? kThreeWarpgroups
+                                    : kFourWarpgroups,
+          launch<Config>};
 }
 
-// Stages are what fits into shared memory; how many widths a kernel can have, its registers say.
-using WideOver = WidthList<288, 256, 208, 160, 128, 64>;
-using Wide = WidthList<256, 224, 192, 160, 144, 128, 96, 64>;
+// The number of widths is limited by registers, the stages by shared memory.
+using Wide = WidthList<288, 272, 256, 192, 128, 64>;
 using Middle = WidthList<192, 160, 128>;
-using MiddleFine = WidthList<176, 144, 112, 64>;
-using Narrow = WidthList<96, 80, 64>;
-using NarrowFine = WidthList<80, 64, 48, 32>;
+using Narrow = WidthList<80, 64, 48, 32>;
+using NarrowPair = WidthList<80, 64>;
 using Small = WidthList<64, 32>;
 
-// PrefillConfig<warpgroups, widths, cluster, stages of X, stages of W, store buffers>
+// PrefillConfig<warpgroups, widths, cluster, stages>
 constexpr Candidate kCandidates[] = {
-    candidate<PrefillConfig<2, WideOver, 2, 4, 6, 1>>("rows 128, tokens 288, cluster 2"),
-    candidate<PrefillConfig<2, WideOver, 1, 4, 6, 1>>("rows 128, tokens 288, cluster 1"),
-    candidate<PrefillConfig<2, Wide, 2, 4, 6, 2>>("rows 128, tokens 256, cluster 2"),
-    candidate<PrefillConfig<3, Middle, 1, 4, 6, 1>>("rows 192, tokens 192, cluster 1"),
-    candidate<PrefillConfig<3, MiddleFine, 1, 4, 6, 1>>("rows 192, tokens 176, cluster 1"),
-    candidate<PrefillConfig<4, Narrow, 1, 5, 6, 1>>("rows 256, tokens 96, cluster 1"),
-    candidate<PrefillConfig<4, NarrowFine, 1, 6, 7, 1>>("rows 256, tokens 80, cluster 1"),
-    candidate<PrefillConfig<4, Small, 1, 7, 7, 1>>("rows 256, tokens 64, cluster 1"),
-    candidate<PrefillConfig<3, NarrowFine, 1, 7, 9, 1>>("rows 192, tokens 80, cluster 1"),
+    candidate<PrefillConfig<2, Wide, 2, 4>>("rows 128, tokens 288, cluster 2"),
+    candidate<PrefillConfig<2, Wide, 1, 4>>("rows 128, tokens 288, cluster 1"),
+    candidate<PrefillConfig<3, Middle, 1, 5>>("rows 192, tokens 192, cluster 1"),
+    candidate<PrefillConfig<3, Narrow, 1, 8>>("rows 192, tokens 80, cluster 1"),
+    candidate<PrefillConfig<4, NarrowPair, 1, 6>>("rows 256, tokens 80, cluster 1"),
+    candidate<PrefillConfig<4, Small, 1, 7>>("rows 256, tokens 64, cluster 1"),
 };
 constexpr int kCandidateCount = sizeof(kCandidates) / sizeof(kCandidates[0]);
 
-int choose(RowMode mode, int groups, int m, int n, int kp) {
-  int average = mode == RowMode::kContiguous ? m / groups : m;
-  if (average > 160) return kp >= 4096 ? 0 : 1;
-  return average > 48 ? 3 : 4;
+// The tiles of a group of `rows`, as the device cuts it, and their cycles; columns of weights that are read.
+struct Load {
+  double tiles = 0, cycles = 0, columns = 0;
+};
+
+void add_group(const Candidate& candidate, int rows, int steps, Load* load) {
+  if (rows == 0) return;
+  int token_tiles = ceil_div(rows, candidate.widths[0]), share = ceil_div(rows, token_tiles);
+  int width = candidate.widths[0];
+  for (int i = 1; i < candidate.width_count && candidate.widths[i] >= share; ++i) width = candidate.widths[i];
+  const Cost& cost = candidate.cost;
+  double step = std::max(cost.base + cost.slope * width, cost.full * width);
+  load->tiles += token_tiles;
+  load->cycles += token_tiles * (steps * step + cost.tile_base + cost.tile_slope * width);
+  load->columns += 1;
+}
+
+// The candidate with the least time for groups of equal expected size: waves of tiles, but no less than the
+// weights take to arrive. How full the groups are is known on the device only: half of them are taken one
+// standard deviation below the mean, half above.
+int choose(RowMode mode, int groups, int m, int n, int kp, int sms) {
+  double mean = mode == RowMode::kContiguous ? static_cast<double>(m) / groups : m;
+  double deviation = mode == RowMode::kContiguous && groups > 1 ? std::sqrt(mean) : 0;
+  int best = 0;
+  double least = 0;
+  for (int i = 0; i < kCandidateCount; ++i) {
+    const Candidate& candidate = kCandidates[i];
+    Load load;
+    add_group(candidate, static_cast<int>(std::lround(mean - deviation)), kp / kStepK, &load);
+    add_group(candidate, std::max(1, static_cast<int>(std::lround(mean + deviation))), kp / kStepK, &load);
+    int rows = candidate.rows * candidate.cluster, columns = ceil_div(n, rows);
+    double waves = std::ceil(load.tiles / 2 * groups * columns / (sms / candidate.cluster));
+    double bytes = load.columns / 2 * groups * columns * rows * kp * kBytesPerWeight;
+    double time = std::max(waves * load.cycles / load.tiles / kClock, bytes / kMemoryRate);
+    if (i == 0 || time < least) {
+      best = i;
+      least = time;
+    }
+  }
+  return best;
 }
 
 // ---- tensor maps ----
@@ -106,14 +170,15 @@ bool encode_matrix(CUtensorMap* map, CUtensorMapDataType type, int element, cons
 }
 
 // The rows appear twice, so that a copy can end at any row: see PrefillBlock::store_halves.
-bool encode_output(CUtensorMap* map, FloatType type, void* out, uint64_t n, uint64_t rows) {
+bool encode_output(CUtensorMap* map, FloatType type, void* out, uint64_t n, uint64_t rows,
+                   uint32_t store_tokens) {
   if (type == FloatType::kFloat32) return true;  // stored without copies
   const uint64_t row_bytes = n * 2;
-  const cuuint64_t sizes[3] = {n, kChunkTokens, rows + 1}, strides[2] = {row_bytes, row_bytes};
-  const cuuint32_t box[3] = {kMmaRows, kChunkTokens, 1};
+  const cuuint64_t sizes[3] = {n, store_tokens, rows + 1}, strides[2] = {row_bytes, row_bytes};
+  const cuuint32_t box[3] = {kMmaRows, store_tokens, 1};
   auto data_type =
       type == FloatType::kBfloat16 ? CU_TENSOR_MAP_DATA_TYPE_BFLOAT16 : CU_TENSOR_MAP_DATA_TYPE_FLOAT16;
-  void* base = reinterpret_cast<void*>(reinterpret_cast<uintptr_t>(out) - kChunkTokens * row_bytes);
+  void* base = reinterpret_cast<void*>(reinterpret_cast<uintptr_t>(out) - store_tokens * row_bytes);
   return encode_map(map, data_type, 3, base, sizes, strides, box, CU_TENSOR_MAP_SWIZZLE_128B);
 }
 
@@ -128,8 +193,9 @@ extern "C" const char* fp4_sm90_prefill_w4a8_config_name(int config) {
   return config >= 0 && config < kCandidateCount ? kCandidates[config].name : "";
 }
 
-extern "C" int fp4_sm90_prefill_w4a8_choose(int mode, int groups, int m, int n, int kp) {
-  return choose(static_cast<RowMode>(mode), groups, m, n, kp);
+// The index that config = -1 takes on a GPU of `sms` multiprocessors.
+extern "C" int fp4_sm90_prefill_w4a8_choose(int mode, int groups, int m, int n, int kp, int sms) {
+  return choose(static_cast<RowMode>(mode), groups, m, n, kp, sms);
 }
 
 // Returns 0, a cudaError_t, or a negative number: -1 bad argument, -2 no driver entry for tensor maps.
@@ -150,7 +216,7 @@ extern "C" int fp4_sm90_prefill_w4a8(const void* x, const float* x_scale, const 
   if (error != cudaSuccess) return error;
 
   auto row_mode = static_cast<RowMode>(mode);
-  if (config < 0) config = choose(row_mode, groups, m, n, kp);
+  if (config < 0) config = choose(row_mode, groups, m, n, kp, sms);
   const Candidate& choice = kCandidates[config];
   Problem problem = {};
   problem.rows = {row_mode, group_rows, groups, m};
@@ -179,7 +245,7 @@ extern "C" int fp4_sm90_prefill_w4a8(const void* x, const float* x_scale, const 
                     weight_tiles, kTileCodes / 8, box_tiles, CU_TENSOR_MAP_SWIZZLE_NONE) &&
       encode_matrix(&maps.scales, CU_TENSOR_MAP_DATA_TYPE_UINT8, 1, block_scale, problem.steps * kTileScales,
                     weight_tiles, kTileScales, box_tiles, CU_TENSOR_MAP_SWIZZLE_NONE) &&
-      encode_output(&maps.out, problem.out_type, out, n, rows);
+      encode_output(&maps.out, problem.out_type, out, n, rows, choice.store_tokens);
   if (!encoded) return kBadArgument;
   return choice.run(problem, maps, sms, static_cast<cudaStream_t>(stream));
 }
