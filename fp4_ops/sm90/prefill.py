@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import ctypes
+import functools
+
 from torch import Tensor
 
 from .decode import Routing, Weight
-from .library import DTYPE_CODES, address, call, stream
+from .library import DTYPE_CODES, address, call, library, stream
 
 MODES = {Routing.DENSE: 0, Routing.OFFS: 1, Routing.MASKED: 2}
 CHOOSE = -1
@@ -33,3 +36,20 @@ def run(
         address(route), address(out), DTYPE_CODES[out.dtype], MODES[routing], w.groups, rows, w.n, w.kp,
         config, stream(),
     )  # fmt: skip
+
+
+@functools.cache
+def candidates() -> list[str]:
+    """What `config` of `run` counts, in words."""
+    loaded = library()
+    assert loaded is not None
+    name = loaded.fp4_sm90_prefill_w4a8_config_name
+    name.restype = ctypes.c_char_p
+    return [name(i).decode() for i in range(loaded.fp4_sm90_prefill_w4a8_configs())]
+
+
+def choose(routing: Routing, groups: int, rows: int, n: int, kp: int, sms: int) -> int:
+    """The candidate that CHOOSE takes on a GPU of `sms` multiprocessors."""
+    loaded = library()
+    assert loaded is not None
+    return loaded.fp4_sm90_prefill_w4a8_choose(MODES[routing], groups, rows, n, kp, sms)

@@ -1,0 +1,129 @@
+"""NVFP4 weights x FP8 activations with many rows an expert on one H200: csrc/sm90/prefill_w4a8.cu alone.
+
+    python benchmarks/h200_prefill_w4a8.py [--tokens 512,2048,8192] [--all-candidates]
+
+Microseconds a launch, and the ratios to the floor max(bytes / 4.3 TB/s, flops / 1450 TFLOP/s) and to the best
+of vLLM's CUTLASS int4 x fp8 and Humming's mxfp4 x fp8, measured on another H200 of the same kind. Median of
+replays of a CUDA graph, each after a pause, with four routings (uniformly random) in turn; weights are Gaussian.
+"""
+
+from __future__ import annotations
+
+import argparse
+import functools
+import time
+
+import torch
+
+from fp4_ops.sm90 import prefill
+from fp4_ops.sm90.decode import Routing, Weight
+
+SHAPES = {  # experts, N, K, top-k; best peer at 512, 2048, 8192 tokens
+    "qwen3-30b gate/up": (128, 1536, 2048, 8, (73.4, 148, 399)),
+    "qwen3-30b down": (128, 2048, 768, 8, (55.0, 98.4, 284)),
+    "gpt-oss-120b gate/up": (128, 5760, 2880, 4, (307, 415, 1231)),
+    "gpt-oss-120b down": (128, 2880, 2880, 4, (166, 225, 642)),
+    "dsv3 gate/up": (32, 4096, 7168, 1, (132, 178, 460)),
+    "dsv3 down": (32, 7168, 2048, 1, (75.4, 105, 278)),
+    "mixtral-8x7b gate/up": (8, 28672, 4096, 2, (327, 868, 2848)),
+    "mixtral-8x7b down": (8, 4096, 14336, 2, (142, 385, 1319)),
+}
+PEER_TOKENS = (512, 2048, 8192)
+ROUTINGS = 4
+
+
+def gaussian_codes(count: int) -> torch.Tensor:
+    """Packed bytes with the codes' frequencies in a Gaussian weight; where a code lies makes no difference."""
+    edges = torch.tensor([0.25, 0.75, 1.25, 1.75, 2.5, 3.5, 5.0], device="cuda")
+    packed = torch.empty(count, dtype=torch.uint8, device="cuda")
+    for part in packed.split(1 << 26):
+        nibbles = []
+        for _ in range(2):
+            magnitude = torch.bucketize(torch.randn(part.numel(), device="cuda").mul_(2.6).abs_(), edges)
+            sign = torch.randint(0, 2, (part.numel(),), device="cuda") << 3
+            nibbles.append((magnitude | sign).to(torch.uint8))
+        part.copy_(nibbles[0] | nibbles[1] << 4)
+    return packed
+
+
+def random_weight(groups: int, n: int, k: int) -> Weight:
+    kp = -(-k // 128) * 128
+    scales = torch.randint(80, 127, (groups * n * kp // 16,), device="cuda").to(torch.uint8)
+    mantissa = scales & 7
+    scales |= ((mantissa == 0) | (mantissa == 7)).to(torch.uint8) << 7
+    codes = gaussian_codes(groups * n * kp // 2)
+    return Weight(codes, scales, torch.rand(groups, device="cuda") + 0.5, None, groups, n, kp)
+
+
+def random_routing(tokens: int, groups: int, top_k: int) -> torch.Tensor:
+    ids = torch.rand(tokens, groups, device="cuda").topk(top_k, 1).indices.flatten()
+    return torch.bincount(ids, minlength=groups).cumsum(0).to(torch.int32)
+
+
+def microseconds(launch, burst_ms: float = 8, repeats: int = 7) -> float:
+    """Bursts of about `burst_ms`, each after a pause, since a power cap slows sustained runs."""
+    start, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
+    launch(0)
+    start.record()
+    launch(1)
+    end.record()
+    torch.cuda.synchronize()
+    count = max(4, min(100, int(burst_ms / start.elapsed_time(end))))
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        for i in range(count):
+            launch(i)
+    graph.replay()
+    times = []
+    for _ in range(repeats):
+        torch.cuda.synchronize()
+        time.sleep(0.04)
+        start.record()
+        graph.replay()
+        end.record()
+        torch.cuda.synchronize()
+        times.append(start.elapsed_time(end) / count * 1e3)
+    return sorted(times)[repeats // 2]
+
+
+def measure(w: Weight, tokens: int, top_k: int, configs: list[int]) -> tuple[float, list[float]]:
+    """The floor and each candidate's time."""
+    m = tokens * top_k
+    routings = [random_routing(tokens, w.groups, top_k) for _ in range(ROUTINGS)]
+    x = (torch.randn(m, w.kp, device="cuda") * 100).clamp_(-448, 448).to(torch.float8_e4m3fn)
+    x_scale = torch.rand(m, device="cuda")
+    out = torch.empty(m, w.n, dtype=torch.bfloat16, device="cuda")
+    hit = sum((r.diff(prepend=r.new_zeros(1)) > 0).sum().item() for r in routings) / ROUTINGS
+    floor = max(2 * m * w.n * w.kp / 1450e6, (hit * w.n * w.kp * 0.5625 + m * w.kp + 2 * m * w.n) / 4.3e6)
+
+    def launch(config: int, i: int) -> None:
+        prefill.run(x, x_scale, w, routings[i % ROUTINGS], Routing.OFFS, m, out, config=config)
+
+    return floor, [microseconds(functools.partial(launch, config)) for config in configs]
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
+    parser.add_argument("--tokens", default="512,2048,8192")
+    parser.add_argument("--all-candidates", action="store_true")
+    args = parser.parse_args()
+    torch.manual_seed(1)
+    sms = torch.cuda.get_device_properties(0).multi_processor_count
+    print(torch.cuda.get_device_name(), "torch", torch.__version__, "CUDA", torch.version.cuda)
+    names = prefill.candidates()
+    for name, (groups, n, k, top_k, peers) in SHAPES.items():
+        w = random_weight(groups, n, k)
+        for tokens in map(int, args.tokens.split(",")):
+            chosen = prefill.choose(Routing.OFFS, groups, tokens * top_k, n, w.kp, sms)
+            configs = list(range(len(names))) if args.all_candidates else [chosen]
+            floor, times = measure(w, tokens, top_k, configs)
+            for config, us in zip(configs, times, strict=True):
+                line = f"{name:20} T={tokens:5} {us:7.1f} us, {us / floor:5.2f} x floor"
+                if tokens in PEER_TOKENS:
+                    line += f", {peers[PEER_TOKENS.index(tokens)] / us:.2f} x as fast as the peer"
+                mark = "*" if len(configs) > 1 and config == chosen else " "
+                print(f"{line} {mark} {names[config]}", flush=True)
+
+
+if __name__ == "__main__":
+    main()
