@@ -16,7 +16,7 @@ from ..meta.layouts import preferred_layout
 from .graph import Refusal, aten, is_op, shape, static_int, value
 from .mixture import K, Matrix, N, indices
 from .reading import Reader
-from .report import Site, location
+from .report import Site, location, module_path
 from .terms import Axis, Const, Ref, Value, free_axes, substitute
 from .write_mixture import packing
 
@@ -36,7 +36,7 @@ def batched_products(writer: Any, graph: fx.Graph, reader: Reader, mutated: set[
             try:
                 yield _write(writer, node, other, experts, left, mutated)
             except Refusal as refusal:
-                yield Site(None, refusal.reason, location(refusal.node))
+                yield Site(None, refusal.reason, location(refusal.node), module_path(refusal.node))
             break
 
 
@@ -89,7 +89,7 @@ def _write(
         )  # fmt: skip
         if left:
             out = call(aten.transpose.int, out, 1, 2)
-    where = location(node)
+    where = location(node), module_path(node)
     writer.replace(node, out)
     text = f"{len(experts)} experts, N {matrix.n}, K {matrix.k}"
     return writer.site("fp4::grouped_mm_masked", "", where, [packed], FORM, f"{a_format} ({why})", "", text)

@@ -30,11 +30,37 @@ def explain(
         return gm.forward
 
     model = getattr(model, "_orig_mod", model)
-    breaks = torch._dynamo.utils.counters["graph_break"]
-    before = Counter(breaks)
+    counters = torch._dynamo.utils.counters
+    before = {name: Counter(counters[name]) for name in _COUNTERS}
     # The graphs made here stay in Dynamo's cache beside the user's own: don't let them use up the limit.
     settings = {"recompile_limit": 1024, "accumulated_recompile_limit": 4096, **CAPTURE}
     with torch._dynamo.config.patch(settings), torch.no_grad():
         torch.compile(model, backend=backend)(*args, **kwargs)
-    report.graph_breaks = [reason.strip().splitlines()[0] for reason in Counter(breaks) - before]
+    new = {name: Counter(counters[name]) - before[name] for name in _COUNTERS}
+    reasons = (new["graph_break"] | new["unimplemented"]).keys()
+    report.graph_breaks = list(dict.fromkeys(reason.strip().splitlines()[0] for reason in reasons))
+    report.skipped = new["frames"]["total"] - new["frames"]["ok"]
+    report.hints = _hints(model, report)
     return report
+
+
+_COUNTERS = ("graph_break", "unimplemented", "frames")
+
+
+def _hints(model: Any, report: Report) -> list[str]:
+    """What the user could change, for what is known to keep experts out of the graphs."""
+    hints = []
+    config = getattr(model, "config", None)
+    if getattr(config, "_experts_implementation", None) == "eager" and not report.bytes_before:
+        hints.append(
+            "transformers' eager experts are a loop that Dynamo does not capture: "
+            "model.set_experts_implementation('grouped_mm'), or fp4_ops.prepare(model)"
+        )
+    if any("branching" in reason for reason in report.graph_breaks):
+        hints.append(
+            "a branch on data keeps a function out of the graphs; if it is `if rows.numel() == 0: continue` "
+            "in a loop over experts, drop it: an expert without rows costs nothing"
+        )
+    if any(frame.note.startswith("left to Inductor, because gradients") for frame in report.frames):
+        hints.append("run the model under torch.no_grad() or torch.inference_mode()")
+    return hints

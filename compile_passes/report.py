@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import re
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
+from typing import Any
 
 import torch
 from torch import fx
@@ -26,6 +27,8 @@ class Site:
     """Why it was left alone, or why it became this and no more."""
     where: str
     """The line of the model that it comes from."""
+    module: str = ""
+    """The path of the module whose code that is, such as model.layers.0.mlp."""
     weights: tuple[str, ...] = ()
     """The parameters, as Dynamo names them."""
     shape: str = ""
@@ -44,12 +47,18 @@ class Site:
     def rewritten(self) -> bool:
         return self.op is not None
 
+    @property
+    def place(self) -> str:
+        return f"{self.where}, module {self.module}" if self.module else self.where
+
     def __str__(self) -> str:
-        weights = ", ".join(self.weights)
+        weights = ", ".join(self.weights[:4])
+        if len(self.weights) > 4:
+            weights += f", ... ({len(self.weights)} parameters)"
         if self.op is not None and not self.weights:
-            return f"{self.op}  from {self.form}\n    kernel {self.kernel}\n    at {self.where}"
+            return f"{self.op}  from {self.form}\n    kernel {self.kernel}\n    at {self.place}"
         if self.op is None:
-            return f"left alone: {self.reason}\n    at {self.where}" + (
+            return f"left alone: {self.reason}\n    at {self.place}" + (
                 f"\n    weights {weights}" if weights else ""
             )
         lines = [
@@ -57,7 +66,7 @@ class Site:
             f"    kernel {self.kernel}, {self.format}, layout {self.layout}, activations {self.a_format}"
             + (f", gate {self.activation}" if self.activation else ""),
             f"    weights {weights}: {_mib(self.bytes_before)} -> {_mib(self.bytes_after)}",
-            f"    at {self.where}",
+            f"    at {self.place}",
         ]
         return "\n".join(lines + ([f"    {self.reason}"] if self.reason else []))
 
@@ -89,6 +98,10 @@ class Report:
     frames: list[Frame] = field(default_factory=list)
     graph_breaks: list[str] = field(default_factory=list)
     """Why Dynamo left the graph: what runs between two graphs runs as it always did."""
+    skipped: int = 0
+    """Frames that Dynamo did not capture at all."""
+    hints: list[str] = field(default_factory=list)
+    """The smallest changes that would let more be rewritten."""
 
     @property
     def sites(self) -> list[Site]:
@@ -109,10 +122,18 @@ class Report:
     def __str__(self) -> str:
         out = [str(f) for f in self.frames]
         out += [f"graph break: {reason}" for reason in self.graph_breaks]
+        if self.skipped:
+            out.append(f"{self.skipped} functions that Dynamo could not capture run as they always did")
+        out += [f"hint: {hint}" for hint in self.hints]
         total = f"{_count(self.sites)} in {len(self.frames)} graphs"
         if self.bytes_before:
             total += f"; expert weights {_mib(self.bytes_before)} -> {_mib(self.bytes_after)}"
         return "\n".join([*out, total])
+
+    def to_dict(self) -> dict[str, Any]:
+        """Everything as plain data, for JSON."""
+        totals = {"bytes_before": self.bytes_before, "bytes_after": self.bytes_after}
+        return {**asdict(self), **totals}
 
 
 def _count(sites: list[Site]) -> str:
@@ -134,6 +155,16 @@ def location(node: fx.Node) -> str:
         return node.name
     path, line, function = frames[-1]
     return f"{'/'.join(path.split('/')[-3:])}:{line} in {function}"
+
+
+def module_path(node: fx.Node) -> str:
+    """The module whose code a node comes from, as the model's own paths name it."""
+    stack = node.meta.get("nn_module_stack")
+    if not stack:
+        return ""
+    path = list(stack.values())[-1][0]
+    path = re.sub(r"\._(?:modules|parameters|buffers)\['([^']+)'\]", r".\1", path)
+    return re.sub(r"^L\['(?:self|[a-z_]+)'\]\.?|^L__self___?", "", path)
 
 
 def input_name(placeholder: fx.Node) -> str:

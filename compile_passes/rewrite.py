@@ -20,7 +20,7 @@ from .graph import FLOATING, Canon, Refusal, WeightRef, Weights, aten, is_op, is
 from .options import Options
 from .products import IndexedRows, Product, find_products, nonnegative
 from .reading import Reader
-from .report import Site, input_name, location
+from .report import Site, input_name, location, module_path
 from .search import Search
 from .terms import interning
 from .weights import JoinSpec, PackSpec, Swap
@@ -67,10 +67,10 @@ def rewrite(
     sweep(gm.graph)
     alive = set(gm.graph.nodes)
     sites += [
-        Site(None, r.reason, location(r.node)) for r in found if isinstance(r, Refusal) and r.node in alive
+        Site(None, r.reason, *_where(r.node)) for r in found if isinstance(r, Refusal) and r.node in alive
     ]
     refused = [r for downs, r in refused if not any(n in products or n not in alive for n in downs)]
-    sites += dict.fromkeys(Site(None, r.reason, location(r.node)) for r in refused)
+    sites += dict.fromkeys(Site(None, r.reason, *_where(r.node)) for r in refused)
     for product in products.values():
         if product.node in alive:
             sites.append(writer.product(product, why_not.get(product.node, "")))
@@ -142,11 +142,16 @@ def fp4_calls(graph: fx.Graph, known: Collection[fx.Node] = ()) -> list[Site]:
             name = str(node.target).split(".")[1]
             out = node.meta.get("val", node.meta.get("example_value"))
             kernel = _kernel(out.device.type) if isinstance(out, torch.Tensor) else ""
-            sites.append(Site(f"fp4::{name}", "", location(node), form=OWN_CALL, kernel=kernel))
+            sites.append(Site(f"fp4::{name}", "", *_where(node), form=OWN_CALL, kernel=kernel))
     return sites
 
 
 OWN_CALL = "the model, which calls it itself"
+
+
+def _where(node: fx.Node) -> tuple[str, str]:
+    """(line, module) that a node comes from."""
+    return location(node), module_path(node)
 
 
 def _kernel(device_type: str, layout: str = "plain") -> str:
@@ -190,7 +195,7 @@ class _Writer:
                 a_format=a_format,
                 out_dtype=value(b.root).dtype,
             )
-        where = location(b.up.node)
+        where = _where(b.up.node)
         self.replace(b.root, out)
         w = b.up.weight
         return self._site(
@@ -226,7 +231,7 @@ class _Writer:
             )
             if p.unit_dim is not None:
                 out = self.call(aten.unsqueeze.default, out, p.unit_dim)
-        where = location(p.node)
+        where = _where(p.node)
         self.replace(p.node, out)
         w = p.weight
         form = "rows sorted by expert (grouped_mm)" if p.offs is not None else IndexedRows.form
@@ -315,9 +320,10 @@ class _Writer:
         sources = list(dict.fromkeys(n for nodes, _ in packed for n in nodes))
         values = [value(n) for n in sources]
         return Site(
+            module=where[1],
             op=op,
             reason=reason,
-            where=where,
+            where=where[0],
             weights=tuple(map(input_name, sources)),
             shape=shape_text,
             form=form,

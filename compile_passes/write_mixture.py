@@ -30,7 +30,7 @@ from .graph import (
 )
 from .mixture import E, J, K, Matrix, Mixture, N
 from .products import nonnegative
-from .report import Site, location
+from .report import Site, location, module_path
 from .terms import Add, Affine, Apply, Axis, Const, Mix, Mul, Ref, Term, free_axes
 from .weights import Assembly, JoinSpec, PackSpec, Piece
 
@@ -83,7 +83,7 @@ class _Emitter:
             for rest in m.rest:
                 out = self._call(aten.add.Tensor, out, self._tensor(rest))
             out = self._cast(out, value(m.root).dtype)
-        where = location(m.root)
+        where = location(m.root), module_path(m.root)
         self.w.replace(m.root, out)
         gate = "x 2 (gate, up)" if act.gated else ""
         return self.w.site(

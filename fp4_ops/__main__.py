@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 
 from .checkpoints import cli as checkpoints_cli
+from .compile_passes import cli as compile_cli
 from .info import info
 from .quantization import cli as quantization_cli
 
@@ -19,6 +20,7 @@ def main(arguments: list[str] | None = None) -> None:
     )
     command.set_defaults(run=lambda args: print(info()))
     checkpoints_cli.add_commands(commands)
+    compile_cli.add_commands(commands)
     quantization_cli.add_commands(commands)
     args = parser.parse_args(arguments)
     args.run(args)

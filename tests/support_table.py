@@ -41,7 +41,8 @@ def row(what: str, form: str, module: nn.Module, twin: nn.Module, make: Callable
     became = ", ".join(f"`{op}`" + (f" x{n}" if n > 2 else "") for op, n in ops.items())
     if not became:
         became = next((f"left alone: {s.reason}" for s in sites), "nothing: Dynamo captures no experts")
-    breaks = sum(torch._dynamo.utils.counters["graph_break"].values())
+    counters = torch._dynamo.utils.counters
+    breaks = sum(counters["graph_break"].values()) + sum(counters["unimplemented"].values())
     return f"| {what} | {form} | {became} | {recorder.compilations} | {breaks} | {max(errors):.0e} |"
 
 

@@ -1,0 +1,48 @@
+"""`python -m fp4_ops explain MODULE:FACTORY`."""
+
+from __future__ import annotations
+
+import argparse
+import importlib
+import json
+import sys
+from typing import Any
+
+import torch
+
+from ..meta.formats import FORMATS
+from .options import ACTIVATION_CHOICES
+
+
+def add_commands(commands: Any) -> None:
+    """commands: what `ArgumentParser.add_subparsers` returned."""
+    parser = commands.add_parser(
+        "explain", help="say what torch.compile(backend='fp4') would rewrite in a model, and what not and why"
+    )
+    parser.add_argument(
+        "factory",
+        metavar="MODULE:FACTORY",
+        help="a function without arguments that returns (model, args) or (model, args, kwargs)",
+    )
+    parser.add_argument("--format", choices=list(FORMATS), default="nvfp4")
+    parser.add_argument("--activation", choices=ACTIVATION_CHOICES, default="auto")
+    parser.add_argument("--json", action="store_true", help="print the report as JSON")
+    parser.set_defaults(run=_explain)
+
+
+def _explain(args: argparse.Namespace) -> None:
+    from .explain import explain
+
+    name, _, function = args.factory.partition(":")
+    if not function:
+        raise SystemExit(f"fp4: {args.factory!r} is not of the form MODULE:FACTORY")
+    sys.path.insert(0, "")  # as `python -m` itself does
+    made = getattr(importlib.import_module(name), function)()
+    if not isinstance(made, tuple) or len(made) not in (2, 3) or not isinstance(made[1], (tuple, list)):
+        raise SystemExit(f"fp4: {args.factory} must return (model, args) or (model, args, kwargs)")
+    model, inputs, kwargs = (*made, {})[:3]
+    if isinstance(model, torch.nn.Module):
+        model.eval()
+    options = {"format": args.format, "activation": args.activation}
+    report = explain(model, *inputs, options=options, **kwargs)
+    print(json.dumps(report.to_dict(), indent=1) if args.json else report)

@@ -1,0 +1,89 @@
+"""What explain says of experts that reach no graph, and `python -m fp4_ops explain`."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from families import tiny
+from moe_styles import ListStyle
+
+import fp4_ops
+
+FACTORY = """
+from moe_styles import STYLES
+import torch
+
+def loop():
+    return STYLES["where loop"](), (torch.randn(5, 32),)
+
+def wrong():
+    return STYLES["where loop"]()
+"""
+
+
+@pytest.fixture(autouse=True)
+def fresh_dynamo():
+    torch._dynamo.reset()
+    torch._dynamo.utils.counters.clear()
+
+
+class Skips(ListStyle):
+    def experts_of(self, x, ids, weights):
+        out = torch.zeros_like(x)
+        for e, expert in enumerate(self.list):
+            token, slot = torch.where(ids == e)
+            if token.numel() == 0:
+                continue
+            out.index_add_(0, token, expert(x[token]) * weights[token, slot, None])
+        return out
+
+
+def test_a_loop_that_branches_on_data_is_told_with_the_change_that_helps():
+    report = fp4_ops.explain(Skips(), torch.randn(5, 32))
+    assert not report.sites and report.skipped == 1
+    assert any("branching" in reason for reason in report.graph_breaks)
+    assert "numel() == 0" in str(report)
+
+
+def test_eager_experts_are_told():
+    report = fp4_ops.explain(tiny("mixtral", "eager"), torch.randint(3, 128, (1, 5)), use_cache=False)
+    assert not report.bytes_before
+    assert "set_experts_implementation('grouped_mm')" in str(report)
+
+
+def test_the_settings_of_dynamo_are_as_they_were():
+    with torch._dynamo.config.patch(capture_dynamic_output_shape_ops=False):
+        fp4_ops.explain(Skips(), torch.randn(5, 32))
+        assert torch._dynamo.config.capture_dynamic_output_shape_ops is False
+
+
+def explain(tmp_path: Path, *arguments: str) -> subprocess.CompletedProcess:
+    (tmp_path / "factories.py").write_text(FACTORY)
+    paths = os.pathsep.join([str(tmp_path), str(Path(__file__).parent)])
+    return subprocess.run(
+        [sys.executable, "-m", "fp4_ops", "explain", *arguments],
+        capture_output=True, text=True, env={**os.environ, "PYTHONPATH": paths, "OMP_NUM_THREADS": "1"},
+    )  # fmt: skip
+
+
+def test_the_command_prints_json(tmp_path):
+    done = explain(tmp_path, "factories:loop", "--format", "mxfp4", "--json")
+    assert done.returncode == 0, done.stderr
+    report = json.loads(done.stdout)
+    (site,) = report["frames"][0]["sites"]
+    assert site["op"] == "fp4::moe" and site["format"] == "mxfp4" and len(site["weights"]) == 18
+    assert report["bytes_before"] > 6 * report["bytes_after"] > 0
+
+
+@pytest.mark.parametrize(
+    ("factory", "message"), [("factories", "MODULE:FACTORY"), ("factories:wrong", "must return")]
+)
+def test_the_command_refuses_what_it_cannot_use(tmp_path, factory, message):
+    done = explain(tmp_path, factory)
+    assert done.returncode != 0 and message in done.stderr
