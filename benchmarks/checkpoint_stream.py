@@ -85,6 +85,7 @@ def read_all(folder: Path) -> None:
     buffer = bytearray(CHUNK)
     for file in weights(folder):
         with file.open("rb", buffering=0) as f:
+            os.posix_fadvise(f.fileno(), 0, 0, os.POSIX_FADV_SEQUENTIAL)
             while f.readinto(buffer):
                 pass
 

@@ -42,7 +42,7 @@ def assert_holds(model: torch.nn.Module, values: dict[str, Tensor]) -> None:
     got = dequantised(model)
     assert got.keys() == values.keys()
     for name, value in values.items():
-        assert torch.equal(got[name], value.float()), name
+        assert torch.equal(got[name].cpu(), value.float()), name
 
 
 # --- values ---
@@ -60,6 +60,20 @@ def test_each_dialect_is_read_exactly(dialect, shards, tmp_path):
     report = model.hf_quantizer.report
     assert (report.dialect, len(report.experts), report.linears) == (dialect, 2, [])
     assert f"loaded {dialect} as {report.format}: 2 experts modules" in str(report)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("dialect", STORED)
+def test_weights_are_read_to_the_gpu(dialect, tmp_path):
+    original = tiny("gpt_oss" if dialect == "gpt-oss-mxfp4" else "qwen3_moe")
+    values = write_folder(tmp_path, original, dialect)
+    model = fp4_ops.load_checkpoint(None, tmp_path, device="cuda")
+    assert {t.device.type for t in (*model.parameters(), *model.buffers())} == {"cuda"}
+    assert_holds(model, values)
+    on_cpu = fp4_ops.load_checkpoint(None, tmp_path, activation="bf16")
+    ids = tokens(2, 9)
+    got, want = logits(model, ids.cuda()).cpu().float(), logits(on_cpu, ids).float()
+    assert ((got - want).norm() / want.norm()).item() < 2e-2
 
 
 @pytest.mark.parametrize("dialect", STORED)
@@ -385,6 +399,19 @@ def test_from_pretrained_reads_every_dialect(dialect, registered, tmp_path):
     assert not any(info.values())
     assert_holds(model, values)
     assert logits(model, tokens(1, 4)).isfinite().all()
+
+
+def test_from_pretrained_with_a_device_map(registered, tmp_path):
+    pytest.importorskip("accelerate")
+    values = write_folder(tmp_path, tiny(), "modelopt-nvfp4")
+    auto_model = transformers.AutoModelForCausalLM
+    assert_holds(auto_model.from_pretrained(tmp_path, device_map="cpu"), values)
+    layers = {f"model.layers.{i}": "cpu" for i in range(2)}
+    rest = dict.fromkeys(("model.embed_tokens", "model.norm", "model.rotary_emb", "lm_head"), "cpu")
+    assert_holds(auto_model.from_pretrained(tmp_path, device_map=layers | rest), values)
+    offloaded = layers | rest | {"model.layers.1": "disk"}
+    with pytest.raises(ValueError, match="4-bit weights cannot be offloaded to the CPU or to disk"):
+        auto_model.from_pretrained(tmp_path, device_map=offloaded, offload_folder=tmp_path / "offload")
 
 
 def test_from_pretrained_quantises(registered, tmp_path):

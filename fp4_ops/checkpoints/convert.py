@@ -1,9 +1,8 @@
 """A bf16 checkpoint to a 4-bit one, file by file, in bounded memory, resumable.
 
-Each file of the source becomes the file of that name in the result. One thread reads ahead, the calling one
-quantises, one writes. A file of the result has its name only when it is whole; config.json comes last, so a
-folder that has one is whole. What is done already is kept in a progress file, and a run that was killed goes
-on with the first file that is not.
+Each file of the source becomes the file of that name in the result. A file of the result has its name only
+when it is whole; config.json comes last, so a folder that has one is whole. What is done already is kept in a
+progress file, and a run that was killed goes on with the first file that is not.
 """
 
 from __future__ import annotations
@@ -92,9 +91,10 @@ class Unit:
 
     @property
     def nbytes(self) -> int:
-        """Of the source, counting only what becomes part of this file."""
-        kept = sum(bool(n) for n in self.names) or 1
-        return sum(sum(t.nbytes for t in read[:1]) * kept for read in self.reads)
+        """Of the source's file that this is a step of: not those of a partner in another one."""
+        if self.names and not all(self.names):
+            return self.reads[0][self.names.index("") ^ 1].nbytes
+        return sum(info.nbytes for read in self.reads for info in read)
 
 
 class Plan:

@@ -106,8 +106,8 @@ def quantization_config(config: dict[str, Any]) -> dict[str, Any] | None:
 def dialect_of(config: dict[str, Any], where: str = "the config") -> Dialect:
     """The dialect that a `quantization_config` describes. Raises CheckpointError if none does."""
     method = config.get("quant_method")
-    if method == "modelopt" or config.get("quant_algo"):
-        algorithm = config.get("quant_algo")
+    algorithm = config.get("quant_algo") or config.get("quantization", {}).get("quant_algo")
+    if method == "modelopt" or algorithm:
         if algorithm in ("NVFP4", "W4A16_NVFP4"):
             return MODELOPT_NVFP4
         raise _unknown(where, f"ModelOpt's quant_algo {algorithm!r}")

@@ -143,7 +143,7 @@ def _device_of(model: nn.Module) -> Any:
     kinds = {str(d) for d in devices.values()}
     if "disk" in kinds or ("cpu" in kinds and len(kinds) > 1):
         raise ValueError(
-            "fp4: 4-bit experts cannot be offloaded to the CPU or to disk; change the device_map"
+            "fp4: 4-bit weights cannot be offloaded to the CPU or to disk; change the device_map"
         )
     only = next(iter(model.parameters())).device
 
@@ -218,7 +218,7 @@ def load_checkpoint(
     stored = quantization_config(folder.config)
     if stored is None and (folder.path / "hf_quant_config.json").exists():
         # ModelOpt's older exports keep it in a file of its own
-        stored = {"quant_method": "modelopt", **folder.json("hf_quant_config.json").get("quantization", {})}
+        stored = folder.json("hf_quant_config.json")
     if stored is None:
         raise CheckpointError(
             f"fp4: {folder.path} is not quantised (its config.json has no quantization_config). Use "
