@@ -1,6 +1,6 @@
 // The argument checks of every operator, for the C++ kernels: the twin of meta/checks.py, with the same
-// words. Each failure throws std::runtime_error, which reaches Python as a RuntimeError with this message
-// and nothing else (STD_TORCH_CHECK would put this file's path in front of it).
+// words. Each failure throws std::runtime_error, which reaches Python as a RuntimeError (common/boxed.h) with
+// this message and nothing else (STD_TORCH_CHECK would put this file's path in front of it).
 #pragma once
 
 #include <torch/csrc/stable/tensor.h>

@@ -1,8 +1,7 @@
 // The matrix products on the CPU: check, allocate, turn the routing into segments, call gemm.
-#include <torch/csrc/stable/library.h>
-
 #include <cstring>
 
+#include "common/boxed.h"
 #include "cpu/prepack.h"
 
 namespace fp4::cpu {
@@ -190,11 +189,11 @@ Tensor grouped_mm_k(const Tensor& a, const Tensor& b, const Tensor& b_scale,
 }  // namespace
 
 STABLE_TORCH_LIBRARY_IMPL(fp4, CPU, m) {
-  m.impl("mm", TORCH_BOX(&mm));
-  m.impl("grouped_mm", TORCH_BOX(&grouped_mm));
-  m.impl("grouped_mm_masked", TORCH_BOX(&grouped_mm_masked));
-  m.impl("indexed_mm", TORCH_BOX(&indexed_mm));
-  m.impl("grouped_mm_k", TORCH_BOX(&grouped_mm_k));
+  m.impl("mm", FP4_BOX(mm));
+  m.impl("grouped_mm", FP4_BOX(grouped_mm));
+  m.impl("grouped_mm_masked", FP4_BOX(grouped_mm_masked));
+  m.impl("indexed_mm", FP4_BOX(indexed_mm));
+  m.impl("grouped_mm_k", FP4_BOX(grouped_mm_k));
 }
 
 }  // namespace fp4::cpu

@@ -1,10 +1,9 @@
 // The whole expert block on the CPU: out[t] = sum_j weight[t, j] * down(act(gate_up(x[t]))) over the experts
 // of token t, with x made ready once per token and the sum always taken in the order of j.
-#include <torch/csrc/stable/library.h>
-
 #include <algorithm>
 #include <cstring>
 
+#include "common/boxed.h"
 #include "cpu/tensors.h"
 
 namespace fp4::cpu {
@@ -92,6 +91,6 @@ Tensor moe(const Tensor& x, const Tensor& topk_ids, const Tensor& topk_weights, 
 
 }  // namespace
 
-STABLE_TORCH_LIBRARY_IMPL(fp4, CPU, m) { m.impl("moe", TORCH_BOX(&moe)); }
+STABLE_TORCH_LIBRARY_IMPL(fp4, CPU, m) { m.impl("moe", FP4_BOX(moe)); }
 
 }  // namespace fp4::cpu

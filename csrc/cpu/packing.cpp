@@ -1,9 +1,8 @@
 // Quantisation and dequantisation on the CPU.
-#include <torch/csrc/stable/library.h>
-
 #include <atomic>
 #include <tuple>
 
+#include "common/boxed.h"
 #include "cpu/prepack.h"
 #include "cpu/quantize.h"
 #include "cpu/sm90_layout.h"
@@ -136,15 +135,15 @@ std::string cpu_capability() { return kernels().name; }
 }  // namespace
 
 STABLE_TORCH_LIBRARY_IMPL(fp4, CPU, m) {
-  m.impl("quantize", TORCH_BOX(&quantize));
-  m.impl("dequantize", TORCH_BOX(&dequantize));
-  m.impl("quantize_int8", TORCH_BOX(&quantize_int8));
-  m.impl("quantize_fp8", TORCH_BOX(&quantize_fp8));
+  m.impl("quantize", FP4_BOX(quantize));
+  m.impl("dequantize", FP4_BOX(dequantize));
+  m.impl("quantize_int8", FP4_BOX(quantize_int8));
+  m.impl("quantize_fp8", FP4_BOX(quantize_fp8));
 }
 
 // It takes no tensor, so no backend's key would lead here.
 STABLE_TORCH_LIBRARY_IMPL(fp4, CompositeExplicitAutograd, m) {
-  m.impl("cpu_capability", TORCH_BOX(&cpu_capability));
+  m.impl("cpu_capability", FP4_BOX(cpu_capability));
 }
 
 }  // namespace fp4::cpu

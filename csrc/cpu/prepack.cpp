@@ -1,7 +1,5 @@
 #include "cpu/prepack.h"
 
-#include <torch/csrc/stable/library.h>
-
 #if defined(__linux__)
 #include <sys/mman.h>
 #endif
@@ -10,6 +8,7 @@
 #include <cmath>
 #include <cstring>
 
+#include "common/boxed.h"
 #include "common/convert.h"
 #include "cpu/sm90_layout.h"
 
@@ -296,8 +295,8 @@ Packed to_plain(const Tensor& packed, const Tensor& block_scale, const OptionalT
 }
 
 STABLE_TORCH_LIBRARY_IMPL(fp4, CPU, m) {
-  m.impl("prepack", TORCH_BOX(&prepack));
-  m.impl("unpack", TORCH_BOX(&unpack));
+  m.impl("prepack", FP4_BOX(prepack));
+  m.impl("unpack", FP4_BOX(unpack));
 }
 
 }  // namespace fp4::cpu

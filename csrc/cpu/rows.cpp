@@ -1,9 +1,8 @@
 // The layouts of activation rows on the CPU: offs, m_indices and masked groups.
-#include <torch/csrc/stable/library.h>
-
 #include <cstring>
 #include <tuple>
 
+#include "common/boxed.h"
 #include "cpu/tensors.h"
 
 namespace fp4::cpu {
@@ -109,10 +108,10 @@ std::tuple<Tensor, Tensor> from_masked(const Tensor& a, const Tensor& masked_m, 
 }  // namespace
 
 STABLE_TORCH_LIBRARY_IMPL(fp4, CPU, m) {
-  m.impl("offs_to_m_indices", TORCH_BOX(&offs_to_m_indices));
-  m.impl("m_indices_to_offs", TORCH_BOX(&m_indices_to_offs));
-  m.impl("to_masked", TORCH_BOX(&to_masked));
-  m.impl("from_masked", TORCH_BOX(&from_masked));
+  m.impl("offs_to_m_indices", FP4_BOX(offs_to_m_indices));
+  m.impl("m_indices_to_offs", FP4_BOX(m_indices_to_offs));
+  m.impl("to_masked", FP4_BOX(to_masked));
+  m.impl("from_masked", FP4_BOX(from_masked));
 }
 
 }  // namespace fp4::cpu

@@ -1,0 +1,30 @@
+// Registration of a kernel: m.impl("name", FP4_BOX(kernel)).
+#pragma once
+
+#include <torch/csrc/inductor/aoti_torch/c/shim.h>
+#include <torch/csrc/stable/library.h>
+
+#include <exception>
+#include <string>
+
+namespace fp4 {
+
+// A kernel in the stable ABI's calling convention, which has no way to return an error: it must throw. No
+// exception object of this library may reach libtorch, though, since the two need not share a C++ runtime, so
+// ours end here and libtorch throws its own with the same message: a RuntimeError in Python.
+template <auto kernel>
+void boxed(StableIValue* stack, uint64_t num_args, uint64_t num_outputs) {
+  std::string message;
+  try {
+    return TORCH_BOX(kernel)(stack, num_args, num_outputs);
+  } catch (const std::exception& error) {
+    message = error.what();
+  } catch (...) {
+    message = "an exception of unknown type";
+  }
+  aoti_torch_check(false, "", "", 0, message.c_str());
+}
+
+}  // namespace fp4
+
+#define FP4_BOX(kernel) fp4::boxed<&kernel>
