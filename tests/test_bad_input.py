@@ -395,7 +395,7 @@ def test_bad_data_is_an_error_on_cpu(bad):
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("bad", DATA, ids=str)
+@pytest.mark.parametrize("bad", [bad for bad in DATA if bad.case != "int8"], ids=str)
 def test_bad_data_is_clamped_on_a_gpu(bad):
     """No fault, no read-back: the call returns, and the device still works after it."""
     getattr(fp4, bad.op)(**mutated(bad, "cuda"))

@@ -77,6 +77,20 @@ def test_layouts_are_undone(format):
         w.prepack("tile8")
 
 
+def test_a_layout_that_pads_k(format):
+    """sm90 holds more columns than the tensor has: its shape and values stay, and so does the way back."""
+    w = weight(format, 2, 64, 80)
+    packed = w.prepack("sm90")
+    assert packed.packed.shape == (2, 64, 64) and packed.global_scale.shape == (2,)
+    assert packed.shape == w.shape and packed.mT.shape == w.mT.shape
+    assert torch.equal(packed.dequantize(torch.float64), w.dequantize(torch.float64))
+    assert torch.equal(packed[1].mT.dequantize(), w[1].mT.dequantize())
+    back = packed.prepack("tile16").prepack("plain")
+    assert back.packed.shape == w.packed.shape and (back.global_scale is None) == (format == "mxfp4")
+    assert torch.equal(back.dequantize(torch.float64), w.dequantize(torch.float64))
+    torch.testing.assert_close(packed.clone().dequantize(), w.dequantize(), rtol=0, atol=0)
+
+
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
 def test_products(format, layout, dtype, device):
     w2, w3 = (weight(format, *s, device=device, layout=layout) for s in ((N, K), (G, N, K)))

@@ -3,6 +3,7 @@ bfloat16 dot is not to be trusted), and what they compile to for Hopper and Blac
 
 from __future__ import annotations
 
+import itertools
 import os
 import re
 import subprocess
@@ -159,6 +160,26 @@ def test_quantised_activations(g, n, k, format, kind, small_tiles):
 
 
 @inside
+@pytest.mark.parametrize("format", ["nvfp4", "mxfp4"])
+@pytest.mark.parametrize("offs", [[32, 32, 160, 288], [300], [0, 64], [-7, 400, 64], []], ids=str)
+def test_groups_of_columns(offs, format, small_tiles):
+    """Groups that begin and end inside a tile of k; offsets are clamped; NaN stays in its group."""
+    m, n, k = 19, 40, 300
+    dense, w = weight(format, 1, n, k)
+    a, factor = torch.randn(m, k), torch.rand(m)
+    got = ops.grouped_mm_k(a, w, torch.tensor(offs, dtype=torch.int32), torch.float32, factor)
+    assert got.shape == (len(offs), m, n)
+    ends = torch.tensor(offs).clamp(0, k).cummax(0).values.tolist() if offs else []
+    for g, (begin, end) in enumerate(itertools.pairwise((0, *ends))):
+        want = (a * factor[:, None]).double()[:, begin:end] @ dense[0, :, begin:end].T
+        assert_close(got[g], want)
+    if ends and 0 < ends[0] < k:
+        a[:, ends[0] :] = torch.nan
+        again = ops.grouped_mm_k(a, w, torch.tensor(offs, dtype=torch.int32), torch.float32, factor)
+        assert torch.equal(again[0], got[0])
+
+
+@inside
 @pytest.mark.parametrize("a_format, bound", [("fp8", 4e-3), ("nvfp4", 2e-2), ("mxfp4", 2e-2)])
 @pytest.mark.parametrize("activation", reference.GATES if ON_CPU else [])
 def test_moe_with_quantised_activations(activation, a_format, bound, small_tiles):
@@ -238,7 +259,7 @@ def test_rows_to_masked_and_back():
 # --- what the kernel compiles to ---
 
 
-def compiled(capability: int, tile, *, nvfp4: bool, gated: bool, a_factor: bool = False):
+def compiled(capability: int, tile, *, nvfp4: bool, gated: bool, a_factor: bool = False, mode="mapped"):
     """gemm_kernel for a GPU that need not be there."""
     import triton.language as tl
     from triton.backends.compiler import GPUTarget
@@ -252,7 +273,8 @@ def compiled(capability: int, tile, *, nvfp4: bool, gated: bool, a_factor: bool 
     }  # fmt: skip
     numbers = dict.fromkeys(("a_rows", "out_rows", "n", "n_blocks", "m", "m_tiles"), "i32")
     constants = dict(
-        MODE="mapped", HAS_ROWS=True, A_DIV=8, NVFP4=nvfp4, BLOCK=16 if nvfp4 else 32, K=2048, KP=2048,
+        MODE=mode, HAS_ROWS=mode == "mapped", A_DIV=8, NVFP4=nvfp4, BLOCK=16 if nvfp4 else 32,
+        K=2048, KP=2048,
         TERMS=1, HAS_BIAS=True, HAS_A_FACTOR=a_factor, GATED=gated, INTERLEAVED=False, ACT="silu",
         ALPHA=1.0, LIMIT=None, UP_OFFSET=0.0, OUT_KP=768, OUT_CHUNK=tile.block_k,
         OUT_TERMS=1, SPLIT_K=1, BLOCK_N=tile.block_n, BLOCK_M=tile.block_m, BLOCK_K=tile.block_k,
@@ -320,6 +342,20 @@ def test_hopper_code(index, nvfp4, epilogue, tmp_path):
     stack = int(re.search(r"STACK:(\d+)", usage.stdout + usage.stderr).group(1))
     # The largest tile keeps some of its epilogue there, more with a factor for each token.
     assert stack <= (256 if a_factor else 64), f"{stack} bytes of stack: registers spill"
+    sass = subprocess.run([nvidia_tool("nvdisasm"), "-c", cubin], capture_output=True, text=True, check=True)
+    assert not read_too_early(sass.stdout), "accumulators are read while wgmma still writes them"
+
+
+@pytest.mark.skipif(ON_CPU, reason="needs the compiler")
+@pytest.mark.skipif(not nvidia_tool("ptxas").exists(), reason="this Triton has no ptxas")
+@pytest.mark.parametrize("index", [0, 5])
+def test_hopper_code_of_groups_of_columns(index, tmp_path):
+    from fp4_ops.triton.tiles import CANDIDATES
+
+    kernel = compiled(90, CANDIDATES[index], nvfp4=True, gated=False, mode="k")
+    assert "wgmma.mma_async" in kernel.asm["ptx"]
+    cubin = tmp_path / "kernel.cubin"
+    cubin.write_bytes(kernel.asm["cubin"])
     sass = subprocess.run([nvidia_tool("nvdisasm"), "-c", cubin], capture_output=True, text=True, check=True)
     assert not read_too_early(sass.stdout), "accumulators are read while wgmma still writes them"
 

@@ -197,16 +197,16 @@ def gemm_kernel(
     bias_ptr,  # [G, N]
     af_ptr,  # [rows of a] float32; HAS_A_FACTOR
     out_ptr,  # [rows, N]; GATED: [OUT_TERMS, rows, OUT_KP] in plane order; split: [SPLIT_K, rows, N] float32
-    tiles_ptr,  # MAPPED: see routing.py; MASKED: masked_m [G]
+    tiles_ptr,  # MAPPED: see routing.py; MASKED: masked_m [G]; K: the ends of the groups along K [G]
     rows_ptr,  # sorted position -> row of the output; HAS_ROWS
     a_rows,  # rows of a
     out_rows,  # rows of out
     n,  # rows of the weight matrix
     n_blocks,
     m,  # rows of the output; MASKED: rows of one group
-    m_tiles,  # tiles along tokens when neither MAPPED; MASKED: of one group
+    m_tiles,  # tiles along tokens when not MAPPED; MASKED, K: of one group
     one,  # 1.0
-    MODE: tl.constexpr,  # "dense", "masked", "mapped"
+    MODE: tl.constexpr,  # "dense", "masked", "mapped", "k": groups of columns, out [G, rows, N]
     HAS_ROWS: tl.constexpr,
     A_DIV: tl.constexpr,  # row r of the output reads row r // A_DIV of a
     NVFP4: tl.constexpr,
@@ -254,9 +254,9 @@ def gemm_kernel(
         valid_end = expert * m + tl.minimum(tl.maximum(tl.load(tiles_ptr + expert), 0), m)
         write_end = (expert + 1) * m
     else:
-        tile, pid_n = _swizzle(pid, m_tiles, n_blocks)
+        tile, pid_n = _swizzle(pid, tl.num_programs(0) // n_blocks, n_blocks)
         expert = 0
-        start = tile * BLOCK_M
+        start = tile % m_tiles * BLOCK_M
         valid_end = m
         write_end = m
     pos = start + tl.arange(0, BLOCK_M)
@@ -298,6 +298,15 @@ def gemm_kernel(
     k_tiles = tl.where(start < valid_end, K_TILES, 0)
     first = split * ((K_TILES + SPLIT_K - 1) // SPLIT_K)
     last = tl.minimum(k_tiles, first + (K_TILES + SPLIT_K - 1) // SPLIT_K)
+    if MODE == "k":
+        group = tile // m_tiles
+        k_end = tl.load(tiles_ptr + group)
+        k_begin = tl.load(tiles_ptr + group - 1, mask=group > 0, other=0)
+        first = k_begin // BLOCK_K
+        last = tl.where(k_end > k_begin, (k_end + BLOCK_K - 1) // BLOCK_K, first)
+        # The k at each place of a tile, in plane order.
+        place = tl.arange(0, BLOCK_K)
+        k_of = 8 * (place % WORDS) + place // WORDS
     a_stride = a_rows.to(tl.int64) * KP
     acc = tl.zeros((BLOCK_N, BLOCK_M), dtype=tl.float32)
     for kk in tl.range(first, last, num_stages=STAGES):
@@ -311,7 +320,15 @@ def gemm_kernel(
         w0, w1, w2, w3, w4, w5, w6, w7 = expand(w, s, NVFP4, ASM, COMPUTE)
         planes = tl.join(tl.join(tl.join(w0, w4), tl.join(w2, w6)), tl.join(tl.join(w1, w5), tl.join(w3, w7)))
         planes = tl.reshape(tl.permute(planes, (0, 2, 3, 4, 1)), (BLOCK_N, BLOCK_K))
-        if TERMS == 1:
+        if MODE == "k":
+            k = kk * BLOCK_K + k_of
+            inside = ((k >= k_begin) & (k < k_end))[:, None]
+            part = tl.zeros((BLOCK_N, BLOCK_M), dtype=tl.float32)
+            for t in tl.static_range(TERMS):
+                a = tl.load(a_base + t * a_stride + kk * BLOCK_K, mask=inside, other=0.0)
+                part = tl.dot(planes, a, part, input_precision="ieee")
+            acc += part
+        elif TERMS == 1:
             acc = tl.dot(planes, tl.load(a_base + kk * BLOCK_K), acc, input_precision="ieee")
         else:
             # Tensor cores truncate as they accumulate: a new sum for each tile keeps float32's accuracy.
@@ -323,6 +340,8 @@ def gemm_kernel(
 
     # --- epilogue ---
     out_row = row.to(tl.int64)
+    if MODE == "k":
+        out_row += (tile // m_tiles).to(tl.int64) * m
     # Triton 3.6's ptxas converts accumulators to bfloat16 before it has waited for wgmma to write them, if
     # that is their first use; never if it is a product. tests/test_triton_interpret.py looks for it.
     factor = one

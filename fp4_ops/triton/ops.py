@@ -140,13 +140,14 @@ def _permute_programs(a: Activations) -> int:
 
 
 class Route(NamedTuple):
-    """Which tile serves which rows. `tiles` bounds the grid; the device knows the true number."""
+    """Which tile serves which rows. `tiles` bounds those of each of `groups`; the device knows the number."""
 
     mode: str
     map: torch.Tensor | None
     sorted_rows: torch.Tensor | None
     tiles: int
     m: int
+    groups: int = 1
 
 
 def _map(bound: int, device: torch.device) -> torch.Tensor:
@@ -166,7 +167,13 @@ def prepare_dense(x: torch.Tensor, a: Activations, tile: Tile) -> Route:
 def prepare_masked(x: torch.Tensor, a: Activations, masked_m: torch.Tensor, tile: Tile) -> Route:
     groups, max_m, k = x.shape
     prepare_dense(x.reshape(groups * max_m, k), a, tile)
-    return Route("masked", masked_m.contiguous(), None, triton.cdiv(max_m, tile.block_m), max_m)
+    return Route("masked", masked_m.contiguous(), None, triton.cdiv(max_m, tile.block_m), max_m, groups)
+
+
+def prepare_columns(x: torch.Tensor, a: Activations, ends: torch.Tensor, tile: Tile) -> Route:
+    """Groups along K; `ends` rise and stay within it."""
+    prepare_dense(x, a, tile)
+    return Route("k", ends, None, triton.cdiv(x.shape[0], tile.block_m), x.shape[0], ends.shape[0])
 
 
 def prepare_grouped(x: torch.Tensor, a: Activations, offs: torch.Tensor, tile: Tile) -> Route:
@@ -221,7 +228,7 @@ def product(
     # Columns of a gated output up to its padded width are written too, as zeros: the next product reads them.
     columns = 2 * gate.h.kp if gate is not None else w.n
     n_blocks = triton.cdiv(columns, tile.block_n)
-    count = route.tiles * (w.groups if route.mode == "masked" else 1)
+    count = route.tiles * route.groups
     asm = _use_asm(a.data.device)
     gemm.gemm_kernel[(count * n_blocks, split_k)](
         a.data, w.codes, w.scale, w.global_scale, w.bias if split_k == 1 else None, a_factor, out,
@@ -252,6 +259,20 @@ def run_product(
     tile = tiles.choose(rows, w.groups, w.n, w.k, terms)
     a = _permuted(rows, w.k, tile.block_k, x.dtype, x.device)
     product(a, w, prepare(x, a, *args, tile, **kwargs), out, rows, tile, a_factor=a_factor)
+    return out
+
+
+def grouped_mm_k(x, w: Weight, offs: torch.Tensor, out_dtype: torch.dtype, a_factor: torch.Tensor | None):
+    """out[g] = x[:, offs[g-1]:offs[g]] @ w[:, offs[g-1]:offs[g]].T: [G, M, N]."""
+    m, groups = x.shape[0], offs.shape[0]
+    out = torch.zeros((groups, m, w.n), dtype=out_dtype, device=x.device)
+    if out.numel() == 0 or w.k == 0:
+        return out
+    ends = offs.clamp(0, w.k).cummax(0).values
+    terms = _terms(x.dtype, _use_asm(x.device))
+    tile = tiles.choose(m, 1, w.n, w.k, terms)
+    a = _permuted(m, w.k, tile.block_k, x.dtype, x.device)
+    product(a, w, prepare_columns(x, a, ends, tile), out, m, tile, a_factor=a_factor)
     return out
 
 

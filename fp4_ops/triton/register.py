@@ -182,10 +182,14 @@ def grouped_mm_k(
     a, b, b_scale, b_global_scale, offs, a_scale=None, a_global_scale=None, *,
     format, layout="plain", a_format="", out_dtype=None,
 ):  # fmt: skip
-    checks.check_grouped_mm_k(
+    w = checks.check_grouped_mm_k(
         a, b, b_scale, b_global_scale, offs, format, layout, a_scale, a_global_scale, a_format
     )
-    raise RuntimeError("fp4::grouped_mm_k: not on CUDA yet; use it on CPU")
+    ops.refuse_layout("grouped_mm_k", layout)
+    ops.refuse_int8("grouped_mm_k", a.dtype)
+    wt = ops.weight(b, b_scale, b_global_scale, None, w, FORMATS[format])
+    x, factor = rows_of(a, a_scale, a_global_scale, a_format)
+    return ops.grouped_mm_k(x, wt, offs, checks.resolve_out_dtype(a, out_dtype), factor)
 
 
 @cuda_kernel
