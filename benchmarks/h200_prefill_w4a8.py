@@ -4,7 +4,7 @@
 
 Microseconds a launch, and the ratios to the floor max(bytes / 4.3 TB/s, flops / 1450 TFLOP/s) and to the best
 of vLLM's CUTLASS int4 x fp8 and Humming's mxfp4 x fp8, measured on another H200 of the same kind. Median of
-replays of a CUDA graph, each after a pause, with four routings (uniformly random) in turn; weights are Gaussian.
+replays of a CUDA graph, each after a pause, with four routings (uniformly random) in turn; Gaussian weights.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ ROUTINGS = 4
 
 
 def gaussian_codes(count: int) -> torch.Tensor:
-    """Packed bytes with the codes' frequencies in a Gaussian weight; where a code lies makes no difference."""
+    """Packed bytes with the codes' frequencies in a Gaussian weight; their places make no difference."""
     edges = torch.tensor([0.25, 0.75, 1.25, 1.75, 2.5, 3.5, 5.0], device="cuda")
     packed = torch.empty(count, dtype=torch.uint8, device="cuda")
     for part in packed.split(1 << 26):
