@@ -86,7 +86,7 @@ def microseconds(launch, burst_ms: float = 8, repeats: int = 7) -> float:
     return sorted(times)[repeats // 2]
 
 
-def measure(w: Weight, tokens: int, top_k: int, configs: list[int]) -> tuple[float, list[float]]:
+def measure(w: Weight, k: int, tokens: int, top_k: int, configs: list[int]) -> tuple[float, list[float]]:
     """The floor and each candidate's time."""
     m = tokens * top_k
     routings = [random_routing(tokens, w.groups, top_k) for _ in range(ROUTINGS)]
@@ -94,7 +94,7 @@ def measure(w: Weight, tokens: int, top_k: int, configs: list[int]) -> tuple[flo
     x_scale = torch.rand(m, device="cuda")
     out = torch.empty(m, w.n, dtype=torch.bfloat16, device="cuda")
     hit = sum((r.diff(prepend=r.new_zeros(1)) > 0).sum().item() for r in routings) / ROUTINGS
-    floor = max(2 * m * w.n * w.kp / 1450e6, (hit * w.n * w.kp * 0.5625 + m * w.kp + 2 * m * w.n) / 4.3e6)
+    floor = max(2 * m * w.n * k / 1450e6, (hit * w.n * w.kp * 0.5625 + m * w.kp + 2 * m * w.n) / 4.3e6)
 
     def launch(config: int, i: int) -> None:
         prefill.run(x, x_scale, w, routings[i % ROUTINGS], Routing.OFFS, m, out, config=config)
@@ -116,7 +116,7 @@ def main() -> None:
         for tokens in map(int, args.tokens.split(",")):
             chosen = prefill.choose(Routing.OFFS, groups, tokens * top_k, n, w.kp, sms)
             configs = list(range(len(names))) if args.all_candidates else [chosen]
-            floor, times = measure(w, tokens, top_k, configs)
+            floor, times = measure(w, k, tokens, top_k, configs)
             for config, us in zip(configs, times, strict=True):
                 line = f"{name:20} T={tokens:5} {us:7.1f} us, {us / floor:5.2f} x floor"
                 if tokens in PEER_TOKENS:
