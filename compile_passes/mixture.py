@@ -14,7 +14,7 @@ from typing import Any
 
 from torch import fx
 
-from .activations import Act, read_activation
+from .activations import UP, Act, bare, read_activation
 from .axes import same
 from .graph import aten, need, shape, static_int, value
 from .read_indexing import is_eq, is_indicator
@@ -117,6 +117,7 @@ class Matcher:
     def __init__(self, reader: Reader) -> None:
         self.reader = reader
         self._linear: dict[Term, Linear | None] = {}
+        self._is_down: dict[Term, bool] = {}
         self._has_down: dict[Term, bool] = {}
         self.branches = 0
 
@@ -159,9 +160,14 @@ class Matcher:
         return found
 
     def is_down(self, term: Term) -> bool:
-        """Whether a term is a product whose input is made of products."""
-        lin = self.linear(term)
-        return lin is not None and bool(self.leaves(lin.input))
+        """Whether a term is a product whose input is made of products, and of nothing else."""
+        if term not in self._is_down:
+            lin = self.linear(term)
+            leaves = self.leaves(lin.input) if lin is not None else []
+            rest = [bare(substitute(t, dict.fromkeys(leaves, UP))) for t in lin.input] if leaves else []
+            others = [t for r in rest for t in _walk(r) if isinstance(t, (Ref, Sum))]
+            self._is_down[term] = bool(leaves) and not others
+        return self._is_down[term]
 
     def has_down(self, term: Term) -> bool:
         if term not in self._has_down:
@@ -195,6 +201,8 @@ class Matcher:
         self.branches = 0
         v = self.reader.value(root, 2)
         need(len(v.dims) >= 1 and len(v.dims[-1]) == 1, "the last dimension is not the hidden one", root)
+        symbolic = sum(static_int(s) is None for s in shape(root))
+        need(symbolic <= 1, "several sizes of the output are symbolic", root)
         hidden, tokens = v.dims[-1][0], tuple(a for g in v.dims[:-1] for a in g)
         mixture = Mixture(root, tokens, hidden, [], 0, None)
         branches: list[Branch] = []

@@ -101,7 +101,8 @@ class Search:
                     need(found.downs == count, f"it is the sum of {found.downs} of {count} experts", node)
                     return found
                 except Refusal as refusal:
-                    told.append((refusal.reason not in _DULL, self.matcher.branches, refusal))
+                    own = self.matcher.branches if self._near[node] == bits else 0
+                    told.append((refusal.reason not in _DULL, own, refusal))
         experts = count >= _MANY or any(branches > 1 for _, branches, _ in told)
         if not ends or not (experts or self._is_indexed(ends[0])):
             return None  # a dense FFN

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import copy
+
 import pytest
 import torch
 import torch.nn.functional as F
@@ -123,3 +125,77 @@ def test_an_ordinary_ffn_is_no_expert():
     with torch.no_grad():
         torch.testing.assert_close(torch.compile(module, backend=recorder)(x), module(x))
     assert recorder.sites == []
+
+
+class Layers(nn.Module):
+    """Blocks of several styles one after the other, with norms, residuals and an FFN that is no expert."""
+
+    def __init__(self, names: list[str]) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(STYLES[n]() for n in names)
+        self.norm = nn.RMSNorm(32)
+        self.dense = nn.Sequential(nn.Linear(32, 64), nn.SiLU(), nn.Linear(64, 32))
+
+    def forward(self, x):
+        for block in self.blocks:
+            h = self.norm(x)
+            x = x + block(h) + self.dense(h)
+        return x
+
+    def twin(self) -> nn.Module:
+        twin = copy.deepcopy(self)
+        twin.blocks = nn.ModuleList(b.twin() for b in self.blocks)
+        return twin
+
+
+LAYERS = ["where loop", "dense einsum", "gather + bmm", "slot mask loop (boolean masks)", "where loop"]
+
+
+def test_a_model_of_many_styles():
+    model, recorder = Layers(LAYERS), Recorder(activation="bf16")
+    compiled = torch.compile(model, backend=recorder, dynamic=True, fullgraph=True)
+    twin = model.twin()
+    with torch.inference_mode():
+        for n in (9, 5):
+            x = torch.randn(n, 32)
+            assert relative_error(compiled(x), twin(x)) < 1e-4
+    assert recorder.ops == [MOE] * len(LAYERS), recorder.reasons
+    assert recorder.compilations == 1
+
+
+def test_layers_that_share_code_share_one_compilation():
+    model, recorder = Layers(["where loop"] * 3), Recorder(activation="bf16")
+    for block in model.blocks:
+        block.compile(backend=recorder, dynamic=True, fullgraph=True)
+    twin = Layers(["where loop"] * 3)
+    twin.load_state_dict(model.state_dict())
+    with torch.no_grad():
+        x = torch.randn(9, 32)
+        assert relative_error(model(x), twin.twin()(x)) < 1e-4
+    assert recorder.compilations == 1
+
+
+def test_inputs_with_a_batch_dimension():
+    class Batched(STYLES["where loop"]):
+        def forward(self, x):
+            return super().forward(x.view(-1, self.H)).view(x.shape)
+
+    module, recorder = Batched(), Recorder(activation="bf16")
+    compiled, twin = torch.compile(module, backend=recorder, dynamic=True, fullgraph=True), module.twin()
+    with torch.no_grad():
+        for shape in ((2, 5, 32), (3, 4, 32)):
+            x = torch.randn(shape)
+            assert relative_error(compiled(x), twin(x)) < 1e-5
+    assert recorder.ops == [MOE], recorder.reasons
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["where loop", "flat mask loop (index_put)", "dense bmm"])
+def test_through_inductor_without_fullgraph(name):
+    """The backend by its name captures loops by itself, and int8 activations are its default on CPU."""
+    module = STYLES[name](experts=4)
+    compiled, twin = torch.compile(module, backend="fp4", dynamic=True), module.twin()
+    with torch.no_grad():
+        for n in (9, 6):
+            x = torch.randn(n, module.H)
+            assert 1e-4 < relative_error(compiled(x), twin(x)) < 3e-2
