@@ -28,6 +28,7 @@ __all__ = [
     "prepare",
     "quantize",
     "register_with_transformers",
+    "rewrite",
 ]
 
 # Loaded when they are needed: the compile passes, and what imports transformers.
@@ -35,6 +36,7 @@ _LAZY = {
     "explain": ".compile_passes.explain",
     "load_checkpoint": ".checkpoints.hf",
     "register_with_transformers": ".checkpoints.hf",
+    "rewrite": ".compile_passes.program",
 }
 
 

@@ -1,0 +1,107 @@
+"""`fp4_ops.rewrite`: an exported program with 4-bit experts, as a module to run, compile or export again."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch import fx, nn
+from torch.export import ExportedProgram
+from torch.export.graph_signature import InputKind, OutputKind
+from torch.utils import _pytree as pytree
+
+from .capture import capture, mutated_inputs
+from .options import parse
+from .report import Frame
+from .rewrite import rewrite as rewrite_graph
+
+_CONSTANT = (InputKind.PARAMETER, InputKind.BUFFER, InputKind.CONSTANT_TENSOR)
+
+
+class RewrittenProgram(nn.Module):
+    """Takes the program's arguments. Packed experts and all other parameters are its buffers.
+
+    `report`: what was rewritten, as `fp4_ops.explain` tells it.
+    """
+
+    def __init__(
+        self, graph: fx.GraphModule, constants: dict[str, torch.Tensor], spec: Any, report: Frame
+    ) -> None:
+        super().__init__()
+        self.graph_module, self.report, self._out_spec = graph, report, spec
+        self._names = list(constants)
+        for name, tensor in constants.items():
+            self.register_buffer(name, tensor)
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        given = pytree.tree_leaves((args, kwargs))
+        out = self.graph_module(*(getattr(self, name) for name in self._names), *given)
+        return pytree.tree_unflatten(list(out), self._out_spec)
+
+
+def rewrite(program: ExportedProgram, options: Mapping[str, Any] | None = None) -> RewrittenProgram:
+    """`program` with its experts in 4 bits; `options`: "format" and "activation", as for the backend.
+
+    Raises ValueError if the program writes to its buffers or inputs, or if nothing in it could be rewritten
+    (the message says why). The program is not changed. The result can be exported again.
+    """
+    chosen = parse(None, options)
+    source = program.graph_module
+    fakes = [n.meta["val"] for n in source.graph.find_nodes(op="placeholder")]
+    gm, fake_mode = capture(source, fakes)
+    if mutated_inputs(gm.graph) or any(s.kind is not OutputKind.USER_OUTPUT for s in _outputs(program)):
+        raise ValueError("fp4: the program writes to its buffers or inputs; only pure ones are rewritten")
+    values = [
+        _value(program, spec) if spec.kind in _CONSTANT else None
+        for spec in program.graph_signature.input_specs
+    ]
+    placeholders = gm.graph.find_nodes(op="placeholder")
+    fixed = {n for n, v in zip(placeholders, values, strict=True) if v is not None}
+    report = Frame("exported program")
+    rewritten, report.sites = rewrite_graph(gm, fixed, chosen, fake_mode)
+    if rewritten is None:
+        reasons = "; ".join(s.reason for s in report.sites) or "nothing in it looks like experts"
+        raise ValueError(f"fp4: nothing was rewritten: {reasons}")
+
+    constants: dict[str, torch.Tensor] = {}
+    order: list[fx.Node] = []
+    inputs = rewritten.gm.graph.find_nodes(op="placeholder")
+    for node, index in zip(inputs, rewritten.keep):
+        value = values[index]
+        if value is not None:
+            constants[node.name] = value.detach()
+            order.append(node)
+    packed = iter(inputs[len(rewritten.keep) :])
+    for swap in rewritten.swaps:
+        for tensor in swap.spec.pack(*(values[i] for i in swap.indices)):  # type: ignore[arg-type]
+            node = next(packed)
+            constants[node.name] = tensor
+            order.append(node)
+    _constants_first(rewritten.gm, order)
+    return RewrittenProgram(rewritten.gm, constants, program.call_spec.out_spec, report)
+
+
+def _outputs(program: ExportedProgram) -> list[Any]:
+    return program.graph_signature.output_specs
+
+
+def _value(program: ExportedProgram, spec: Any) -> torch.Tensor:
+    if spec.target in program.state_dict:
+        return program.state_dict[spec.target]
+    return program.constants[spec.target]
+
+
+def _constants_first(gm: fx.GraphModule, constants: list[fx.Node]) -> None:
+    """Placeholders in the order in which RewrittenProgram passes them."""
+    first = gm.graph.find_nodes(op="placeholder")[0]
+    anchor = None
+    for node in constants:
+        if anchor is None:
+            if node is not first:
+                first.prepend(node)
+        else:
+            anchor.append(node)
+        anchor = node
+    gm.graph.lint()
+    gm.recompile()

@@ -1,0 +1,86 @@
+"""export -> fp4_ops.rewrite -> run, export again, compile."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from families import TRANSPOSED, expert_block, tiny
+from fp4_ops.compile_passes.program import RewrittenProgram
+from moe_models import fake_quantised, relative_error
+from moe_styles import STYLES
+
+import fp4_ops
+
+OPTIONS = {"format": "mxfp4", "activation": "bf16"}
+
+
+@pytest.fixture(autouse=True)
+def one_thread():
+    torch._dynamo.reset()
+    torch.set_num_threads(1)
+
+
+def export(module: torch.nn.Module, x: torch.Tensor, dim: int = 0):
+    shapes: tuple = ({dim: torch.export.Dim("tokens", min=2, max=64)},)
+    if isinstance(module, RewrittenProgram):
+        shapes = (shapes,)  # its forward takes *args
+    with torch.no_grad():
+        return torch.export.export(module.eval(), (x,), dynamic_shapes=shapes, strict=False)
+
+
+def first(out):
+    return out[0] if isinstance(out, tuple) else out
+
+
+STYLES_HERE = ["where loop", "dense einsum", "gather + bmm", "sorted grouped_mm (torchtitan)"]
+
+
+@pytest.mark.parametrize(
+    "name", ["where loop", "dense einsum", "gather + bmm", "sorted grouped_mm (torchtitan)"]
+)
+def test_styles_survive_export_rewrite_and_another_export(name):
+    module = STYLES[name]()
+    twin = module.twin("mxfp4")
+    rewritten = fp4_ops.rewrite(export(module, torch.randn(9, 32)), OPTIONS)
+    assert [s.op for s in rewritten.report.sites] == ["fp4::moe"]
+    again = export(rewritten, torch.randn(9, 32)).module()
+    targets = {str(n.target) for n in again.graph.nodes}
+    assert "fp4.moe.default" in targets and "aten.nonzero.default" not in targets
+    for n in (9, 5, 14):
+        x = torch.randn(n, 32)
+        with torch.no_grad():
+            want = twin(x)
+            assert relative_error(rewritten(x), want) < 1e-5
+            assert relative_error(again(x), want) < 1e-5
+
+
+@pytest.mark.parametrize("family", ["mixtral", "gpt_oss"])
+def test_families(family):
+    block = expert_block(tiny(family, "grouped_mm"))
+    x = torch.randn(1, 9, 64)
+    rewritten = fp4_ops.rewrite(export(block, x, dim=1), OPTIONS)
+    with torch.no_grad():
+        for p in block.parameters():
+            if p.dim() == 3:
+                p.copy_(fake_quantised(p, "mxfp4", family in TRANSPOSED))
+        got, want = first(rewritten(x)), first(block(x))
+    assert relative_error(got, want) < 1e-5
+    assert sum(b.nbytes for b in rewritten.buffers()) < sum(p.nbytes for p in block.parameters()) / 4
+
+
+def test_what_cannot_be_rewritten_is_an_error():
+    program = export(torch.nn.Linear(32, 8), torch.randn(4, 32))
+    with pytest.raises(ValueError, match="nothing was rewritten: nothing in it looks like experts"):
+        fp4_ops.rewrite(program)
+
+    class Writes(torch.nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.register_buffer("count", torch.zeros(()))
+
+        def forward(self, x):
+            self.count.add_(1)
+            return x * self.count
+
+    with pytest.raises(ValueError, match="writes to its buffers"):
+        fp4_ops.rewrite(export(Writes(), torch.randn(4, 32)))
