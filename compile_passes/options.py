@@ -28,6 +28,8 @@ class Options:
     format: str = "nvfp4"
     activation: str = "auto"
     """Of activations: "bf16" leaves them in the model's dtype, "fp8" and "int8" quantise, "auto" picks."""
+    linear: bool = False
+    """Whether linear layers outside experts run in 4 bits too."""
     inductor: dict[str, Any] = field(default_factory=dict)
 
     def a_format(self, device_type: str, layout: str = "plain") -> tuple[str, str]:
@@ -70,6 +72,9 @@ def parse(mode: str | None, options: Mapping[str, Any] | None) -> Options:
         raise ValueError(
             f"fp4: activation is {activation!r}; it must be one of: {', '.join(ACTIVATION_CHOICES)}"
         )
+    linear = given.pop("linear", False)
+    if not isinstance(linear, bool):
+        raise ValueError(f"fp4: linear is {linear!r}; it must be True or False")
 
     from torch._inductor import config, list_mode_options
 
@@ -80,11 +85,11 @@ def parse(mode: str | None, options: Mapping[str, Any] | None) -> Options:
         name = key.replace("-", "_")
         if name not in known:
             raise ValueError(
-                f"fp4: unknown option {key!r}. fp4's own options are format and activation; all others must "
-                "be Inductor's (torch._inductor.list_options())."
+                f"fp4: unknown option {key!r}. fp4's own options are format, activation and linear; all "
+                "others must be Inductor's (torch._inductor.list_options())."
             )
         inductor[name] = value
-    return Options(format, activation, inductor)
+    return Options(format, activation, linear, inductor)
 
 
 @functools.cache

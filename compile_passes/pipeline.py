@@ -32,7 +32,7 @@ def analyse(gm: fx.GraphModule, inputs: Sequence[Any], options: Options) -> tupl
             "(run the model under torch.no_grad() or torch.inference_mode())"
         )
         return None, frame
-    if not _has_expert_weights(gm, inputs):
+    if not options.linear and not _has_expert_weights(gm, inputs):
         frame.sites = fp4_calls(gm.graph)
         return None, frame
     for device in {x.device.type for x in inputs if isinstance(x, torch.nn.Parameter)}:

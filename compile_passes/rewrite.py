@@ -17,6 +17,7 @@ from .batched import batched_products
 from .block import Block, ends_a_block, match_block
 from .capture import mutated_inputs
 from .graph import FLOATING, Canon, Refusal, WeightRef, Weights, aten, is_op, is_tensor, shape, value
+from .linears import linear_layers
 from .options import Options
 from .products import IndexedRows, Product, find_products, nonnegative
 from .reading import Reader
@@ -97,6 +98,8 @@ def _mixtures(
                 refused.append((downs, refusal))
         sweep(graph)
         sites += batched_products(writer, graph, reader, mutated)
+        if writer.options.linear:
+            sites += linear_layers(writer, graph, reader, mutated)
     return refused
 
 
@@ -117,7 +120,8 @@ def sweep(graph: fx.Graph) -> None:
 
 
 _ASSERTIONS = (
-    aten._assert_scalar, aten._assert_async, aten.sym_constrain_range, aten.sym_constrain_range_for_size,
+    aten._assert_scalar, aten._assert_async, aten._assert_tensor_metadata, aten.sym_constrain_range,
+    aten.sym_constrain_range_for_size,
 )  # fmt: skip
 
 
