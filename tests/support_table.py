@@ -42,7 +42,8 @@ def row(what: str, form: str, module: nn.Module, twin: nn.Module, make: Callable
     if not became:
         became = next((f"left alone: {s.reason}" for s in sites), "nothing: Dynamo captures no experts")
     counters = torch._dynamo.utils.counters
-    breaks = sum(counters["graph_break"].values()) + sum(counters["unimplemented"].values())
+    told = sum(counters["graph_break"].values()) + sum(counters["unimplemented"].values())
+    breaks = max(told, sum(counters["resumes"].values()))
     return f"| {what} | {form} | {became} | {recorder.compilations} | {breaks} | {max(errors):.0e} |"
 
 

@@ -203,7 +203,7 @@ def test_the_same_module_changes_over_when_gradients_are_off():
     ("options", "message"),
     [
         ({"format": "fp4"}, "format is 'fp4'; it must be one of: nvfp4, mxfp4"),
-        ({"activation": "fp8"}, "activation is 'fp8'; it must be one of: auto, bf16, int8"),
+        ({"activation": "fp16"}, "activation is 'fp16'; it must be one of: auto, bf16, fp8, int8"),
         ({"no_such_thing": 1}, "unknown option 'no_such_thing'"),
     ],
 )
