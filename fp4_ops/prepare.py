@@ -110,19 +110,9 @@ def prepare(
         (getattr(found[name], a), p.transposed) for name, p in plans.items() for _, a in p.form.weights
     ]
     device = weights[0][0].device.type
-    if activation == "int8" and device != "cpu":
-        raise ValueError(
-            f"fp4: activation='int8' runs on CPU only; the model is on {device}. "
-            "Use activation='bf16' or 'auto'."
-        )
-
     shapes = {logical_shape(w, transposed)[1:] for w, transposed in weights}
     layout = preferred_layout(device, *shapes, dtype=weights[0][0].dtype)
-    if activation == "fp8" and device != "cpu" and layout != "sm90":
-        raise ValueError(
-            "fp4: activation='fp8' needs the Hopper kernels, which this device or these weights do not have. "
-            "Use activation='bf16' or 'auto'."
-        )
+    check_activation(activation, device, layout)
     quantizer = Quantizer(format, chosen, calibration, layout)
     for name, p in plans.items():
         quantizer.check(name, found[name], p)
@@ -145,6 +135,20 @@ def prepare(
         else:
             report.modules.append(PreparedModule(name, refusals[name]))
     return report
+
+
+def check_activation(activation: str, device: str, layout: str) -> None:
+    """Raises ValueError unless weights in this layout on this device meet such activations."""
+    if activation == "int8" and device != "cpu":
+        raise ValueError(
+            f"fp4: activation='int8' runs on CPU only; the model is on {device}. "
+            "Use activation='bf16' or 'auto'."
+        )
+    if activation == "fp8" and device != "cpu" and layout != "sm90":
+        raise ValueError(
+            "fp4: activation='fp8' needs the Hopper kernels, which this device or these weights do not have. "
+            "Use activation='bf16' or 'auto'."
+        )
 
 
 def _make_saveable(model: nn.Module, format: str, activation: str) -> None:

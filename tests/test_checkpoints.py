@@ -145,6 +145,24 @@ def test_experts_that_are_not_in_4_bits_stay(tmp_path):
     assert logits(model, tokens(1, 3)).isfinite().all()
 
 
+def test_weights_that_the_layout_cannot_hold_stay_plain(tmp_path, monkeypatch):
+    """Both weights of a module have one layout, and the report says why it is not the device's own."""
+    values = write_folder(tmp_path, tiny(), "mxfp4-pack-quantized")
+    set_layout = PackedWeight.set_layout
+
+    def refuse(self: PackedWeight, layout: str) -> None:
+        if layout != "plain" and self.k == 96:  # the second one, down
+            raise RuntimeError("block_scale spreads over 40 binades")
+        set_layout(self, layout)
+
+    monkeypatch.setattr(PackedWeight, "set_layout", refuse)
+    model = fp4_ops.load_checkpoint(None, tmp_path)
+    assert {m.layout for m in model.modules() if isinstance(m, PackedWeight)} == {"plain"}
+    assert_holds(model, values)
+    report = str(model.hf_quantizer.report)
+    assert "model.layers.1.mlp.experts: layout plain: block_scale spreads over 40 binades" in report
+
+
 # --- gate and up with different global scales ---
 
 

@@ -113,7 +113,7 @@ class FP4HfQuantizer(HfQuantizer):
             self._placement,
             self._dialect,
             requantize=config.requantize,
-            a_format=A_FORMATS[config.activation],
+            activation=config.activation,
             dtype=model.dtype,
             device_of=_device_of(model),
         )

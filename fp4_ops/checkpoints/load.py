@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from ..experts import PackedWeight, Recipe
 from ..meta.formats import FORMATS
 from ..meta.layouts import preferred_layout
-from ..prepare import choose_implementation
+from ..prepare import A_FORMATS, check_activation, choose_implementation
 from ..tensor import FP4Tensor
 from .codec import Codes, Read, decode, int4_values
 from .dialects import Dialect, StoredWeight
@@ -43,6 +43,8 @@ class LoadReport:
     experts: list[str] = field(default_factory=list)
     linears: list[str] = field(default_factory=list)
     left: dict[str, str] = field(default_factory=dict)
+    plain: dict[str, str] = field(default_factory=dict)
+    """Experts modules that stay in the plain layout, and why the device's own cannot hold them."""
     folds: Folds = field(default_factory=Folds)
     requantized: float = 0.0
     """Largest relative error of a matrix (norm of the difference over the norm) that was quantised anew."""
@@ -55,6 +57,7 @@ class LoadReport:
             f"{len(self.linears)} linear layers, {self.nbytes / 2**20:.2f} MiB in 4 bits"
         ]
         lines += [f"  {name}: left alone: {why}" for name, why in self.left.items()]
+        lines += [f"  {name}: layout plain: {why}" for name, why in self.plain.items()]
         if self.requantized:
             lines.append(f"  quantised anew: relative error of a matrix at most {self.requantized:.4f}")
         f = self.folds
@@ -165,8 +168,25 @@ def load_weight(
                 global_scale[expert] = codes.global_scale
         factor = global_scale if fmt.has_global_scale else None
         weight = PackedWeight(packed, block_scale.view(fmt.scale_dtype), factor, format, "plain")
-    weight.set_layout(preferred_layout(device.type, (weight.packed.shape[-2], weight.k)))
     return weight
+
+
+def choose_layout(weights: dict[str, PackedWeight], dtype: torch.dtype) -> tuple[str, str]:
+    """Puts the weights of one module into the layout that their device reads fastest, if it holds them all.
+
+    Returns the layout, and why it is not that one.
+    """
+    shapes = [(w.packed.shape[-2], w.k) for w in weights.values()]
+    device = next(iter(weights.values())).packed.device.type
+    layout, reason = preferred_layout(device, *shapes, dtype=dtype), ""
+    try:
+        for weight in weights.values():
+            weight.set_layout(layout)
+    except (RuntimeError, ValueError) as error:  # scales that the layout cannot express
+        layout, reason = "plain", str(error)
+        for weight in weights.values():
+            weight.set_layout(layout)
+    return layout, reason
 
 
 def load_linear(codes: Codes, format: str, dtype: torch.dtype) -> nn.Parameter:
@@ -194,7 +214,7 @@ def fill(
     dialect: Dialect,
     *,
     requantize: str | None,
-    a_format: str | None,
+    activation: str,
     dtype: torch.dtype,
     device_of: Callable[[str], torch.device],
     progress: bool = True,
@@ -220,13 +240,19 @@ def fill(
         for name, placed in placement.experts.items():
             module: Any = model.get_submodule(name)
             device = device_of(name)
+            weights = {}
             for attribute, shape in placed.shapes.items():
                 parts = {key[1:]: w for key, w in placed.parts.items() if key[0] == attribute}
-                weight = load_weight(parts, shape, format, device, source(device))
+                weights[attribute] = load_weight(parts, shape, format, device, source(device))
+            layout, reason = choose_layout(weights, dtype)
+            if reason:
+                report.plain[name] = reason
+            check_activation(activation, device.type, layout)
+            for attribute, weight in weights.items():
                 del module._parameters[attribute]
                 module.add_module(attribute, weight)
                 report.nbytes += weight.num_bytes
-            module._fp4_recipe = Recipe(placed.plan.form, placed.plan.gate, a_format)
+            module._fp4_recipe = Recipe(placed.plan.form, placed.plan.gate, A_FORMATS[activation])
             report.experts.append(name)
         for name, stored in placement.linears.items():
             linear: Any = model.get_submodule(name)
