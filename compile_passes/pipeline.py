@@ -95,8 +95,10 @@ def _is_fixed(node: fx.Node, x: Any) -> bool:
 
 def _has_expert_weights(gm: fx.GraphModule, inputs: Sequence[Any]) -> bool:
     """Whether any weight could be one of experts: 3D, or a matrix in a graph that also routes."""
-    weights = [x for n, x in _pairs(gm, inputs) if _is_fixed(n, x) and x.dtype.is_floating_point]
-    weights = [x for x in weights if x.dtype.itemsize > 1]
+    weights = [x for n, x in _pairs(gm, inputs) if _is_fixed(n, x)]
+    if any(x.dim() == 3 and x.dtype == torch.uint8 for x in weights):
+        return any("dequantize" in str(n.target) for n in gm.graph.nodes)
+    weights = [x for x in weights if x.dtype.is_floating_point and x.dtype.itemsize > 1]
     if any(x.dim() == 3 for x in weights):
         return True
     matrices = [x for x in weights if x.dim() == 2]

@@ -24,7 +24,7 @@ from .reading import Reader
 from .report import Site, input_name, location, module_path
 from .search import Search
 from .terms import interning
-from .weights import JoinSpec, PackSpec, Swap
+from .weights import GivenSpec, JoinSpec, PackSpec, Swap
 from .write_mixture import write_mixture
 
 fp4 = torch.ops.fp4
@@ -76,7 +76,7 @@ def rewrite(
         if product.node in alive:
             sites.append(writer.product(product, why_not.get(product.node, "")))
     sites += fp4_calls(gm.graph, writer.written)
-    if not writer.slots:
+    if not writer.written:
         return None, sites
     sweep(gm.graph)
     return writer.finish(fake_mode), sites
@@ -88,7 +88,7 @@ def _mixtures(
     """Blocks written in any other way, read in index notation; the refused come back with their products."""
     refused = []
     with interning():
-        reader = Reader(graph, Canon(graph), lambda n: n in fixed and value(n).dtype in FLOATING)
+        reader = Reader(graph, Canon(graph), lambda n: _is_weight(n, fixed))
         for downs, found in list(Search(graph, reader).run()):
             try:
                 if isinstance(found, Refusal):
@@ -101,6 +101,13 @@ def _mixtures(
         if writer.options.linear:
             sites += linear_layers(writer, graph, reader, mutated)
     return refused
+
+
+def _is_weight(node: fx.Node, fixed: set[fx.Node]) -> bool:
+    """A parameter, or one that the model holds packed and dequantises in the graph."""
+    if is_op(node, fp4.dequantize):
+        return node.args[0] in fixed and node.args[1] in fixed
+    return node in fixed and value(node).dtype in FLOATING
 
 
 def sweep(graph: fx.Graph) -> None:
@@ -294,8 +301,12 @@ class _Writer:
         """(packed, block_scale, global_scale or None) as graph inputs, made once for each weight."""
         return (*self.slot((w.placeholder,), self._spec(w, layout)), None)[:3]
 
-    def slot(self, sources: tuple[fx.Node, ...], spec: PackSpec | JoinSpec) -> tuple[fx.Node, ...]:
+    def slot(
+        self, sources: tuple[fx.Node, ...], spec: PackSpec | JoinSpec | GivenSpec
+    ) -> tuple[fx.Node, ...]:
         """The graph inputs that hold what `spec` makes of these parameters."""
+        if isinstance(spec, GivenSpec):
+            return tuple(n for n in sources[0].args[:3] if n is not None)
         key = (sources, spec)
         if key not in self.slots:
             first, nodes = sources[0], []
@@ -328,7 +339,7 @@ class _Writer:
             op=op,
             reason=reason,
             where=where[0],
-            weights=tuple(map(input_name, sources)),
+            weights=tuple(input_name(n.args[0] if is_op(n, fp4.dequantize) else n) for n in sources),
             shape=shape_text,
             form=form,
             kernel=_kernel(values[0].device.type, specs[0].layout),

@@ -117,6 +117,18 @@ class PackSpec:
 
 
 @dataclass(frozen=True)
+class GivenSpec:
+    """A weight that the model itself holds packed and dequantises: its tensors are taken as they are."""
+
+    format: str
+    layout: str
+    assembly = None
+
+    def num_bytes(self, stored: tuple[int, ...]) -> int:
+        return PackSpec(self.format, self.layout, False).num_bytes(stored)
+
+
+@dataclass(frozen=True)
 class JoinSpec:
     """Biases of many parameters as one tensor [E, N], not packed."""
 

@@ -18,6 +18,7 @@ from .activations import GATE, UP, same_function
 from .axes import same
 from .graph import (
     FLOATING,
+    arguments,
     aten,
     is_op,
     item,
@@ -32,7 +33,7 @@ from .mixture import E, J, K, Matrix, Mixture, N
 from .products import nonnegative
 from .report import Site, location, module_path
 from .terms import Add, Affine, Apply, Axis, Const, Mix, Mul, Ref, Term, free_axes
-from .weights import Assembly, JoinSpec, PackSpec, Piece
+from .weights import Assembly, GivenSpec, JoinSpec, PackSpec, Piece
 
 fp4 = torch.ops.fp4
 
@@ -59,6 +60,8 @@ class _Emitter:
         fused = bool(act.name)
         up, interleaved = self._gate_up(device)
         down = self._spec([(x.down,) for x in m.branches], device, False)
+        same_kind = (up[1].format, up[1].layout) == (down[1].format, down[1].layout)
+        need(same_kind, "gate/up and down are packed in different formats or layouts", m.root)
         up_bias = self._bias([x.up_bias for x in m.branches], interleaved)
         down_bias = self._bias([(x.down_bias,) for x in m.branches], False)
         routing = self.routing = _Routing(self)
@@ -281,7 +284,7 @@ def packing(
     interleaved: bool,
     mutated: set[fx.Node],
     site: fx.Node,
-) -> tuple[tuple[fx.Node, ...], PackSpec]:
+) -> tuple[tuple[fx.Node, ...], PackSpec | GivenSpec]:
     """(parameters, how they become one packed operand): for each expert its parts, one below the other."""
     sources, assembly = assemble(experts, interleaved, site)
     need(assembly.k % 2 == 0, f"K = {assembly.k} is odd; two codes share a byte", site)
@@ -289,6 +292,10 @@ def packing(
         need(s not in mutated, f"the graph writes to the weight {s.name}", site)
         need(value(s).dtype == value(sources[0]).dtype, "weights of one block differ in dtype", site)
     whole = assembly.whole([tuple(shape(s)) for s in sources])
+    if is_op(sources[0], fp4.dequantize):
+        given = arguments(sources[0])
+        need(whole is False, "a packed weight is not used as it is, [E, N, K]", site)
+        return sources, GivenSpec(given["format"], given["layout"])
     if whole is not None:
         return sources, PackSpec(format, layout, whole)
     return sources, PackSpec(format, layout, False, assembly)
