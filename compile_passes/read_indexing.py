@@ -317,7 +317,7 @@ class Indexing(Values):
             rows, mask = self._mask_rows(mask_node, shape(node)[first])
             table, mask = self.together(table, mask, [(first + i, i) for i in range(count)])
             return self._selected(table, mask, rows, first, count)
-        values = self.broadcast([self.value(i, 0) for _, i in given])
+        values = self._own_axes(table, self.broadcast([self.value(i, 0) for _, i in given]))
         dims = tuple(max((v.dims[d] for v in values), key=len) for d in range(len(values[0].dims)))
         if any(v.term is Const(None) for v in values):
             raise Opaque
@@ -325,6 +325,15 @@ class Indexing(Values):
         for (d, _), v in zip(given, values):
             mapping.update(self._assign(*self._fit(table, d, v.term)))
         return Value((*lead, *dims, *rest), substitute(table.term, mapping))
+
+    @staticmethod
+    def _own_axes(table: Value, indices: list[Value]) -> list[Value]:
+        """Indices over axes that the table does not have, so that no row meets its own column by accident."""
+        shared = set(table.axes) & {a for v in indices for a in v.axes}
+        if any(isinstance(a, Rows) for a in shared):
+            raise Opaque
+        fresh: dict[Axis, Any] = {a: Axis(a.size) for a in shared}
+        return [v.rename(fresh) for v in indices]
 
     def _fit(self, table: Value, d: int, index: Term) -> tuple[tuple[Axis, ...], Term]:
         """The axes of dimension d, and the index in as many parts as there are axes."""
