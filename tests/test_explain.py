@@ -10,6 +10,7 @@ import sys
 import pytest
 import torch
 from moe_models import Block, Recorder, build, tokens
+from moe_styles import STYLES
 
 import fp4_ops
 
@@ -115,11 +116,11 @@ def test_importing_fp4_ops_is_light():
 # --- golden graphs ---
 
 
-def graph_of(block: Block, **options) -> str:
+def graph_of(block: torch.nn.Module, **options) -> str:
     """From the router's topk on; inputs and values are numbered, since torch's names change with versions."""
     recorder = Recorder(**options)
     with torch.no_grad():
-        torch.compile(block, backend=recorder, dynamic=True)(torch.randn(5, Block.H))
+        torch.compile(block, backend=recorder, dynamic=True, fullgraph=True)(torch.randn(5, Block.H))
     (gm,) = recorder.graphs
     names, lines = {}, []
     for n in gm.graph.nodes:
@@ -241,4 +242,105 @@ v40 = aten.mul.Tensor(v37, v39)
 v41 = aten.view.default(v40, [in1, 2, -1])
 v42 = aten.sum.dim_IntList(v41, [1])
 """,
+        )
+
+    def test_a_loop_over_experts(self) -> None:
+        self.assertExpectedInline(
+            graph_of(STYLES["where loop"](), activation="bf16"),
+            """\
+
+v3 = aten.topk.default(v2, 2)
+v4 = getitem(v3, 0)
+v5 = getitem(v3, 1)
+v6 = aten.sum.dim_IntList(v4, [-1], True)
+v7 = aten.div.Tensor(v4, v6)
+v8 = aten.reshape.default(in2, [-1, 32])
+v9 = aten.reshape.default(v5, [-1, 2])
+v10 = aten.reshape.default(v7, [-1, 2])
+v11 = aten.expand.default(v10, [-1, 2])
+v12 = fp4.moe.default(v8, v9, v11, in3, in4, in5, in6, in7, in8, None, None, format=nvfp4, layout=tile16, activation=silu, a_format=none, out_dtype=torch.float32)
+v13 = aten.reshape.default(v12, [-1, 32])
+v14 = aten._to_copy.default(v13, dtype=torch.float32)
+""",
+        )
+
+    def test_experts_with_an_activation_of_their_own(self) -> None:
+        module = STYLES["where loop"](act=torch.relu, gated=False)
+        self.assertExpectedInline(
+            graph_of(module, activation="bf16"),
+            """\
+
+v3 = aten.topk.default(v2, 2)
+v4 = getitem(v3, 0)
+v5 = getitem(v3, 1)
+v6 = aten.sum.dim_IntList(v4, [-1], True)
+v7 = aten.div.Tensor(v4, v6)
+v8 = aten.reshape.default(in2, [-1, 32])
+v9 = aten.reshape.default(v5, [-1, 2])
+v10 = aten.reshape.default(v7, [-1, 2])
+v11 = aten.expand.default(v10, [-1, 2])
+v12 = aten.unsqueeze.default(v8, 1)
+v13 = aten.expand.default(v12, [-1, 2, -1])
+v14 = aten.reshape.default(v13, [-1, 32])
+v15 = aten.reshape.default(v9, [-1])
+v16 = fp4.indexed_mm.default(v14, in3, in4, in5, v15, None, None, format=nvfp4, layout=tile16, out_dtype=torch.float32)
+v17 = aten.relu.default(v16)
+v18 = aten._to_copy.default(v17, dtype=torch.float32)
+v19 = fp4.indexed_mm.default(v18, in6, in7, in8, v15, None, None, format=nvfp4, layout=tile16, out_dtype=torch.float32)
+v20 = aten.reshape.default(v19, [-1, 2, 32])
+v21 = aten.unsqueeze.default(v11, 2)
+v22 = aten._to_copy.default(v21, dtype=torch.float32)
+v23 = aten.mul.Tensor(v20, v22)
+v24 = aten.sum.dim_IntList(v23, [1])
+v25 = aten._to_copy.default(v24, dtype=torch.float32)
+v26 = aten.reshape.default(v25, [-1, 32])
+v27 = aten._to_copy.default(v26, dtype=torch.float32)
+""",
+        )
+
+    def test_scaled_inputs(self) -> None:
+        module = STYLES["dense bmm, scaled inputs (Llama 4)"]()
+        self.assertExpectedInline(
+            graph_of(module, activation="bf16"),
+            """\
+
+v2 = aten.topk.default(v1, 2, 1)
+v3 = getitem(v2, 0)
+v4 = getitem(v2, 1)
+v5 = aten.full_like.default(v1, -inf, pin_memory=False)
+v6 = aten.scatter.src(v5, 1, v4, v3)
+v7 = aten.sigmoid.default(v6)
+v8 = aten.reshape.default(in2, [-1, 32])
+v9 = aten.reshape.default(v4, [-1, 2])
+v10 = aten.ones_like.default(v9, dtype=torch.float32)
+v11 = aten.reshape.default(v7, [-1, 6])
+v12 = aten.clamp.default(v9, 0, 5)
+v13 = aten._to_copy.default(v12, dtype=torch.int64)
+v14 = aten.gather.default(v11, 1, v13)
+v15 = aten.expand.default(v14, [-1, 2])
+v16 = aten.reshape.default(v15, [-1, 2, 1])
+v17 = aten.unsqueeze.default(v8, 1)
+v18 = aten.mul.Tensor(v17, v16)
+v19 = aten.reshape.default(v18, [-1, 32])
+v20 = aten._to_copy.default(v19, dtype=torch.float32)
+v21 = aten.reshape.default(v9, [-1, 1])
+v22 = aten.reshape.default(v10, [-1, 1])
+v23 = fp4.moe.default(v20, v21, v22, in3, in4, in5, in6, in7, in8, None, None, format=nvfp4, layout=tile16, activation=silu, a_format=none, out_dtype=torch.float32)
+v24 = aten.reshape.default(v23, [-1, 2, 32])
+v25 = aten.sum.dim_IntList(v24, [1])
+v26 = aten.reshape.default(v25, [-1, 32])
+v27 = aten._to_copy.default(v26, dtype=torch.float32)
+""",
+        )
+
+    def test_buffers_of_fixed_capacity(self) -> None:
+        module = STYLES["capacity dispatch/combine (GShard)"](k=1)
+        graph = graph_of(module, activation="bf16")
+        products = [line for line in graph.splitlines() if "fp4." in line]
+        self.assertExpectedInline(
+            "\n".join(products),
+            """\
+v50 = fp4.grouped_mm_masked.default(v48, in3, in4, in5, v49, None, None, format=nvfp4, layout=tile16, out_dtype=torch.float32)
+v60 = fp4.grouped_mm_masked.default(v58, in6, in7, in8, v59, None, None, format=nvfp4, layout=tile16, out_dtype=torch.float32)
+v70 = fp4.grouped_mm_masked.default(v68, in9, in10, in11, v69, None, None, format=nvfp4, layout=tile16, out_dtype=torch.float32)""",
         )
