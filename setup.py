@@ -69,7 +69,9 @@ class Build(BuildExtension):
         if nvcc is None:
             print("fp4_ops: no nvcc (set CUDA_HOME), so no Hopper kernels are built; the others work without")
             return
-        target = Path(self.get_ext_fullpath("fp4_ops._C")).parent / "_sm90.so"
+        in_place = self.inplace or getattr(self, "editable_mode", False)
+        target = (Path() if in_place else Path(self.build_lib)) / "fp4_ops" / "_sm90.so"
+        target.parent.mkdir(parents=True, exist_ok=True)
         folder = Path("csrc/sm90")
         sources = sorted(folder.glob("*.cu"))
         if target.exists() and target.stat().st_mtime > max(p.stat().st_mtime for p in folder.iterdir()):

@@ -187,7 +187,12 @@ class _Writer:
         both = (b.up.weight, b.down.weight)
         layout = self._layout(*both)
         a_format, why = self._a_format(layout, b.down.weight)
-        up, down = (self._packed(w, layout) for w in both)
+        # The Hopper kernels apply the gate to a gate and an up row that lie side by side.
+        gate = b.activation.name
+        split = layout == "sm90" and not b.activation.interleaved
+        if split:
+            gate += "_interleaved"
+        up, down = self._packed(b.up.weight, layout, interleave=split), self._packed(b.down.weight, layout)
         with self.gm.graph.inserting_before(b.root):
             hidden = b.up.weight.k
             x = b.x if len(shape(b.x)) == 2 else self.call(aten.reshape.default, b.x, [-1, hidden])
@@ -198,11 +203,11 @@ class _Writer:
                 self.call(aten.reshape.default, b.weights, [-1, b.k]),
                 *up,
                 *down,
-                b.up_bias,
+                self._interleaved(b.up_bias) if split and b.up_bias is not None else b.up_bias,
                 b.down_bias,
                 format=self.options.format,
                 layout=layout,
-                activation=b.activation.name,
+                activation=gate,
                 a_format=a_format,
                 out_dtype=value(b.root).dtype,
             )
@@ -290,16 +295,22 @@ class _Writer:
         like = value(weights[0].placeholder)
         return preferred_layout(like.device.type, *((w.n, w.k) for w in weights), dtype=like.dtype)
 
-    def _spec(self, w: WeightRef, layout: str) -> PackSpec:
-        return PackSpec(self.options.format, layout, w.transposed)
+    def _interleaved(self, bias: fx.Node) -> fx.Node:
+        """A bias [E, 2 I] in the order of interleaved rows."""
+        e, n = shape(bias)
+        halves = self.call(aten.reshape.default, bias, [e, 2, n // 2])
+        return self.call(aten.reshape.default, self.call(aten.transpose.int, halves, 1, 2), [e, n])
+
+    def _spec(self, w: WeightRef, layout: str, interleave: bool = False) -> PackSpec:
+        return PackSpec(self.options.format, layout, w.transposed, interleave=interleave)
 
     def _a_format(self, layout: str, w: WeightRef) -> tuple[str, str]:
         a_format, why = self.options.a_format(value(w.placeholder).device.type, layout)
         return a_format, f"{a_format} ({why})"
 
-    def _packed(self, w: WeightRef, layout: str) -> tuple[fx.Node | None, ...]:
+    def _packed(self, w: WeightRef, layout: str, *, interleave: bool = False) -> tuple[fx.Node | None, ...]:
         """(packed, block_scale, global_scale or None) as graph inputs, made once for each weight."""
-        return (*self.slot((w.placeholder,), self._spec(w, layout)), None)[:3]
+        return (*self.slot((w.placeholder,), self._spec(w, layout, interleave)), None)[:3]
 
     def slot(
         self, sources: tuple[fx.Node, ...], spec: PackSpec | JoinSpec | GivenSpec
@@ -314,7 +325,8 @@ class _Writer:
                 with self.gm.graph.inserting_after(self._last_input):
                     node = self.gm.graph.placeholder(f"{first.name}_fp4_{len(self.slots)}_{i}")
                 source = getattr(first, "_dynamo_source", None)
-                attribute = f"_fp4_{spec.layout}_{int(spec.transposed)}_{i}"
+                order = "i" if getattr(spec, "interleave", False) else ""
+                attribute = f"_fp4_{spec.layout}{order}_{int(spec.transposed)}_{i}"
                 if len(sources) > 1 or getattr(spec, "assembly", None) is not None:
                     attribute += f"_{len(self.slots)}"
                 node._dynamo_source = AttrSource(source, attribute) if source is not None else None

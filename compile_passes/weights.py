@@ -10,6 +10,7 @@ from typing import Any
 
 import torch
 
+from ..experts import interleave
 from ..meta.formats import FORMATS
 from ..meta.layouts import LAYOUTS, packed_spec
 
@@ -81,12 +82,17 @@ class Assembly:
 
 @dataclass(frozen=True)
 class PackSpec:
-    """How a weight is packed. `transposed`: stored as [E, K, N]. `assembly`: put together first."""
+    """How a weight is packed.
+
+    `transposed`: stored as [E, K, N]. `assembly`: put together first. `interleave`: rows of all gates,
+    then all ups, become gate 0, up 0, gate 1, ...
+    """
 
     format: str
     layout: str
     transposed: bool
     assembly: Assembly | None = None
+    interleave: bool = False
 
     @property
     def tensors(self) -> int:
@@ -108,6 +114,8 @@ class PackSpec:
             w = self.assembly.build(*weights) if self.assembly is not None else weights[0].detach()
             if self.transposed:
                 w = w.transpose(1, 2)
+            if self.interleave:
+                w = interleave(w)
             packed, scale, global_scale = torch.ops.fp4.quantize(w, self.format)
             if self.layout != "plain":
                 packed, scale, global_scale = torch.ops.fp4.prepack(

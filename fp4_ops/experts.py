@@ -50,11 +50,24 @@ def auto_a_format(device_type: str, layout: str = "plain") -> str:
     return "auto" if "auto" in (LAYOUTS[layout].a_formats or ()) else "none"
 
 
+def interleave(rows: Tensor) -> Tensor:
+    """[E, 2 I, ...] with all gates before all ups -> gate 0, up 0, gate 1, ..."""
+    e, n = rows.shape[:2]
+    return rows.reshape(e, 2, n // 2, *rows.shape[2:]).transpose(1, 2).reshape(rows.shape)
+
+
+def deinterleave(rows: Tensor) -> Tensor:
+    """The inverse of `interleave`."""
+    e, n = rows.shape[:2]
+    return rows.reshape(e, n // 2, 2, *rows.shape[2:]).transpose(1, 2).reshape(rows.shape)
+
+
 class PackedWeight(nn.Module):
     """The 4-bit form of an expert weight [E, N, K], where the Parameter was.
 
     Buffers: packed uint8 [E, N, K/2], block_scale [E, N, ceil(K/block)], global_scale float32 [E] (nvfp4).
-    A kernel layout may pad K: `k` is the weight's own.
+    A kernel layout may pad K: `k` is the weight's own. `interleaved`: while in layout sm90, row 2i is gate i
+    and row 2i + 1 up i, where the model keeps all gates before all ups; any other form has the model's order.
     `.to(device)` moves them and reorders them for that device; `.to(dtype)` and `.half()` leave them alone.
     The state dict carries format and layout along, so that weights saved on one device load on another.
     """
@@ -71,9 +84,10 @@ class PackedWeight(nn.Module):
         format: str,
         layout: str,
         k: int | None = None,
+        interleaved: bool = False,
     ) -> None:
         super().__init__()
-        self.format, self.layout = format, layout
+        self.format, self.layout, self.interleaved = format, layout, interleaved
         self.k = 2 * packed.shape[-1] if k is None else k
         self.register_buffer("packed", packed)
         self.register_buffer("block_scale", block_scale)
@@ -88,17 +102,28 @@ class PackedWeight(nn.Module):
         values = torch.ops.fp4.dequantize(
             self.packed, self.block_scale, self.global_scale, self.format, dtype, layout=self.layout
         )
-        return values[..., : self.k]
+        values = values[..., : self.k]
+        return deinterleave(values) if self.interleaved else values
 
     def in_layout(self, layout: str) -> tuple[Tensor, Tensor, Tensor | None]:
         """packed, block_scale and global_scale in another order of the bytes."""
         operands = (self.packed, self.block_scale, self.global_scale)
-        return relayout(operands, self.format, self.k, self.layout, layout)
+        if layout == self.layout:
+            return operands
+        packed, scale, factor = relayout(operands, self.format, self.k, self.layout, layout)
+        if not self.interleaved:
+            return packed, scale, factor
+        if layout != "plain":
+            raise ValueError(f"fp4: interleaved rows go to layout 'plain' first, not to '{layout}'")
+        return deinterleave(packed), deinterleave(scale.view(torch.uint8)).view(scale.dtype), factor
 
     def set_layout(self, layout: str) -> None:
         """Reorders the bytes in place of the old ones."""
+        if self.interleaved and layout not in (self.layout, "plain"):
+            self.set_layout("plain")
         self.packed, self.block_scale, self.global_scale = self.in_layout(layout)
-        self.layout = layout
+        if layout != self.layout:
+            self.layout, self.interleaved = layout, False
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> PackedWeight:
         old, new = self.packed.device.type, fn(self.packed.new_empty(0)).device.type
@@ -114,7 +139,8 @@ class PackedWeight(nn.Module):
     def get_extra_state(self) -> Tensor:
         """Format and layout, as a tensor so that any checkpoint file can hold them."""
         return torch.tensor(
-            [sorted(FORMATS).index(self.format), list(LAYOUTS).index(self.layout)], dtype=torch.uint8
+            [sorted(FORMATS).index(self.format), list(LAYOUTS).index(self.layout), self.interleaved],
+            dtype=torch.uint8,
         )
 
     def set_extra_state(self, state: Tensor) -> None:
@@ -125,6 +151,9 @@ class PackedWeight(nn.Module):
                 f"fp4: the weights to load are {format}; this model was prepared as {self.format}"
             )
         own, self.layout = self.layout, layout
+        wanted, self.interleaved = self.interleaved, len(state) > 2 and bool(state[2])
+        if wanted != self.interleaved:
+            self.set_layout("plain")
         self.set_layout(own)
 
     def __setstate__(self, state: dict[str, Any]) -> None:
@@ -148,14 +177,17 @@ def experts_forward(
         return _previous_forward(self)(self, hidden_states, top_k_index, top_k_weights)
     form = recipe.form
     w13, w2 = getattr(self, form.gate_up), getattr(self, form.down)
+    bias, gate = getattr(self, form.gate_up_bias, None), recipe.gate
+    if w13.interleaved:
+        bias, gate = interleave(bias) if bias is not None else None, f"{gate}_interleaved"
     a_format = recipe.a_format
     if a_format is None:
         a_format = auto_a_format(hidden_states.device.type, w13.layout)
     return torch.ops.fp4.moe(
         hidden_states, top_k_index, top_k_weights,
         w13.packed, w13.block_scale, w13.global_scale, w2.packed, w2.block_scale, w2.global_scale,
-        getattr(self, form.gate_up_bias, None), getattr(self, form.down_bias, None),
-        format=w13.format, layout=w13.layout, activation=recipe.gate, a_format=a_format,
+        bias, getattr(self, form.down_bias, None),
+        format=w13.format, layout=w13.layout, activation=gate, a_format=a_format,
     )  # fmt: skip
 
 

@@ -10,9 +10,9 @@ import torch
 from torch import Tensor, nn
 
 from . import experts
-from .experts import PackedWeight, Recipe, auto_a_format
+from .experts import PackedWeight, Recipe, auto_a_format, interleave
 from .find_experts import Plan, find_experts, is_experts, logical_shape
-from .meta.formats import FORMATS
+from .meta.formats import ACTIVATIONS, FORMATS
 from .meta.layouts import LAYOUTS, packed_spec, preferred_layout
 from .quantization import Calibration, Method, find_method, quantize_weight
 from .quantization.weight import check_calibration, matrices_at_once
@@ -106,12 +106,8 @@ def prepare(
     found, plans, refusals = find_experts(model)
     for name, p in plans.items():
         _check_weights(name, found[name], p)
-    weights = [
-        (getattr(found[name], a), p.transposed) for name, p in plans.items() for _, a in p.form.weights
-    ]
-    device = weights[0][0].device.type
-    shapes = {logical_shape(w, transposed)[1:] for w, transposed in weights}
-    layout = preferred_layout(device, *shapes, dtype=weights[0][0].dtype)
+    device, dtype, shapes = _weights(found, plans)
+    layout = preferred_layout(device, *shapes, dtype=dtype)
     check_activation(activation, device, layout)
     quantizer = Quantizer(format, chosen, calibration, layout)
     for name, p in plans.items():
@@ -149,6 +145,17 @@ def check_activation(activation: str, device: str, layout: str) -> None:
             "fp4: activation='fp8' needs the Hopper kernels, which this device or these weights do not have. "
             "Use activation='bf16' or 'auto'."
         )
+
+
+def _weights(found: dict[str, Any], plans: dict[str, Plan]) -> tuple[str, torch.dtype, set[tuple[int, int]]]:
+    """Device and dtype of the expert weights, and their (N, K). Keeps no reference: prepare frees them."""
+    shapes = set()
+    for name, p in plans.items():
+        for _, attribute in p.form.weights:
+            weight = getattr(found[name], attribute)
+            _, n, k = logical_shape(weight, p.transposed)
+            shapes.add((n, k))
+    return weight.device.type, weight.dtype, shapes
 
 
 def _make_saveable(model: nn.Module, format: str, activation: str) -> None:
@@ -202,8 +209,13 @@ class Quantizer:
             return None
         return self.calibration.get(name, matrix)
 
-    def pack(self, weight: Tensor, name: str, matrix: str, *, transposed: bool = False) -> PackedWeight:
-        """The weight [E, N, K] (stored [E, K, N] if transposed) in 4 bits, made a few experts at a time."""
+    def pack(
+        self, weight: Tensor, name: str, matrix: str, *, transposed: bool = False, interleaved: bool = False
+    ) -> PackedWeight:
+        """The weight [E, N, K] (stored [E, K, N] if transposed) in 4 bits, made a few experts at a time.
+
+        `interleaved`: with the rows of gate and up in turn.
+        """
         moments = self._moments(name, matrix)
         # No inference tensors: they could not be loaded into or moved later.
         with torch.inference_mode(False), torch.no_grad():
@@ -216,11 +228,13 @@ class Quantizer:
                 part = slice(start, start + at_once)
                 matrices = weight[part].transpose(1, 2).contiguous() if transposed else weight[part]
                 inputs = moments[part] if moments is not None else None
+                if interleaved:
+                    matrices = interleave(matrices)
                 operands = relayout(self._quantize(matrices, inputs), self.format, k, "plain", self.layout)
                 for stack, made in zip(stacks, operands):
                     stack[part] = made  # type: ignore[assignment]
         global_scale = stacks[2] if len(stacks) == 3 else None
-        return PackedWeight(stacks[0], stacks[1], global_scale, self.format, self.layout, k)
+        return PackedWeight(stacks[0], stacks[1], global_scale, self.format, self.layout, k, interleaved)
 
     def _quantize(self, w: Tensor, moments: Tensor | None) -> tuple[Tensor, Tensor, Tensor | None]:
         if self.method.name == "rtn":  # the same bits from a kernel
@@ -244,7 +258,12 @@ def _replace_weights(
 
     def pack(weight: Tensor) -> PackedWeight:
         name, matrix, _ = places[weight][0]
-        return quantizer.pack(weight, name, matrix, transposed=plans[name].transposed)
+        # The Hopper kernels apply the gate to a gate and an up row that lie side by side.
+        split = matrix == "gate_up" and not ACTIVATIONS[plans[name].gate].interleaved
+        return quantizer.pack(
+            weight, name, matrix, transposed=plans[name].transposed,
+            interleaved=split and quantizer.layout == "sm90",
+        )  # fmt: skip
 
     early = {w: pack(w) for w in places} if quantizer.method.calibration != "none" else {}
     sizes = dict.fromkeys(plans, (0, 0))

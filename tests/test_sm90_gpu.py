@@ -5,6 +5,7 @@ import reference
 import torch
 from fp4_ops.meta.layouts import LAYOUTS
 
+from fp4_ops.experts import PackedWeight, interleave
 from fp4_ops.sm90 import decode, library, ops, rows
 
 pytestmark = [
@@ -223,15 +224,31 @@ def test_moe(a_format, format, gate):
         ids[0, 0] = 0
         weights = torch.rand(tokens, top_k, device="cuda")
         want = reference.moe(
-            x.double().cpu(), ids.cpu(), weights.double().cpu(), up.values.cpu(), down.values.cpu(),
-            b13.double().cpu(), b2.double().cpu(), activation=gate, a_format="none",
-        ).cuda()  # fmt: skip
+            x.double(), ids, weights, up.values, down.values, b13.double(), b2.double(), activation=gate
+        )
         args = (x, ids, weights, *up.packed, *down.packed, b13, b2)
         options = {"activation": gate, "a_format": a_format, **up.options}
         got = torch.ops.fp4.moe(*args, **options)
         exact = ops.resolve_a_format(a_format, tokens) == "none"
         assert error(got, want) < (6e-3 if exact else 8e-2)
         assert torch.equal(got, torch.ops.fp4.moe(*args, **options)), "not deterministic"
+
+
+def test_interleaved_rows_come_back():
+    experts, inter, k = 3, 96, 256
+    plain = torch.ops.fp4.quantize(torch.randn(experts, 2 * inter, k, device="cuda"), "nvfp4")
+    want = torch.ops.fp4.dequantize(*plain, "nvfp4", torch.float32)
+    mixed = interleave(plain[0]), interleave(plain[1].view(torch.uint8)).view(plain[1].dtype), plain[2]
+    packed = torch.ops.fp4.prepack(*mixed, "nvfp4", "sm90")
+    w = PackedWeight(*packed, "nvfp4", "sm90", k, interleaved=True)
+    assert torch.equal(w.dequantize(), want)
+    state = w.state_dict()
+    there = PackedWeight(*(t.clone() for t in packed), "nvfp4", "sm90", k, interleaved=True)
+    there.load_state_dict(state)
+    assert there.interleaved and torch.equal(there.dequantize(), want)
+    w.cpu()
+    assert not w.interleaved and w.layout != "sm90"
+    assert torch.equal(w.dequantize(), want.cpu())
 
 
 def test_two_streams_at_once():

@@ -17,12 +17,17 @@ from . import decode, prefill, rows
 from .decode import Routing, Weight
 from .library import available, multiprocessors
 
-PREFILL_ROWS = 20.0
+PREFILL_ROWS = 12.0
 """fp8 rows an expert from which the prefill kernel is faster than decode."""
 DEQUANTIZE_ROWS = 96.0
-"""16-bit rows an expert from which dequantising first is faster than decode."""
+"""bfloat16 rows an expert from which dequantising first is faster than decode; float16 stays with decode."""
 FP8_TOKENS = 256
 """Tokens from which `moe` with a_format 'auto' quantises activations to fp8."""
+
+
+def _decode_rows(dtype: torch.dtype) -> float:
+    """Rows an expert up to which decode is taken."""
+    return {torch.float8_e4m3fn: PREFILL_ROWS, torch.bfloat16: DEQUANTIZE_ROWS}.get(dtype, float("inf"))
 
 
 def require(op: str, device: torch.device) -> None:
@@ -49,30 +54,30 @@ def weight(
 
 
 def _dequantized(a: Tensor, w: Weight, out: Tensor, route: Tensor | None, routing: Routing) -> None:
-    """For 16-bit rows too many for decode: W rounded to a's dtype, then torch's product."""
+    """For bfloat16 rows too many for decode: code x block scale, exact in bfloat16, then torch's product."""
     k = a.shape[-1]
-    values = rows.dequantize(
-        w.codes.view(-1, w.n, w.kp // 2), w.scales.view(-1, w.n, w.kp // 16), w.global_scale.view(-1), a.dtype
-    )
-    values = values[..., :k]
+    codes, scales = w.codes.view(-1, w.n, w.kp // 2), w.scales.view(-1, w.n, w.kp // 16)
+    factor = w.global_scale.view(-1)
+    values = rows.dequantize(codes, scales, torch.ones_like(factor), a.dtype)[..., :k]
     if routing == Routing.DENSE:
-        product = a @ values[0].t()
+        product = (a @ values[0].t()).float() * factor
         if w.bias is not None:
             product = product + w.bias.view(-1)
     elif routing == Routing.OFFS:
         assert route is not None
         ends = route.clamp(0, a.shape[0]).cummax(0).values.int()
-        product = F.grouped_mm(a.bfloat16(), values.bfloat16().mT, offs=ends).float()
+        product = F.grouped_mm(a, values.mT, offs=ends).float()
         row = torch.arange(a.shape[0], device=a.device, dtype=torch.int32)
         expert = torch.searchsorted(ends, row, right=True)
         live = (expert < w.groups)[:, None]
+        product = product * factor[expert.clamp(max=w.groups - 1)][:, None]
         if w.bias is not None:
             product = product + w.bias[expert.clamp(max=w.groups - 1)]
         product = torch.where(live, product, 0)
     else:
         assert route is not None
         groups, max_m = w.groups, a.shape[0] // w.groups
-        product = torch.bmm(a.view(groups, max_m, k), values.mT)
+        product = torch.bmm(a.view(groups, max_m, k), values.mT).float() * factor[:, None, None]
         if w.bias is not None:
             product = product + w.bias[:, None]
         live = torch.arange(max_m, device=a.device)[None, :, None] < route[:, None, None]
@@ -96,7 +101,7 @@ def _product(
     fits = decode.choose(m, w.groups, w.kp, multiprocessors(a.device.index)) is not None
     if a_scale is not None and (average >= PREFILL_ROWS or not fits):
         prefill.run(a, a_scale, w, route, routing, per_group, out)
-    elif a_scale is None and (average >= DEQUANTIZE_ROWS or not fits):
+    elif a.dtype == torch.bfloat16 and (average >= DEQUANTIZE_ROWS or not fits):
         _dequantized(a, w, out, route, routing)
     else:
         decode.run(a, w, route, routing, m, out, x_scale=a_scale, max_m=per_group)
@@ -142,8 +147,7 @@ def indexed_mm(
     a, a_scale, ids = a.contiguous(), _contiguous(a_scale), expert_ids.contiguous()
     blocks = multiprocessors(a.device.index)
     average = decode.rows_per_expert(m, w.groups)
-    few = average < (PREFILL_ROWS if a_scale is not None else DEQUANTIZE_ROWS)
-    if few and decode.choose(m, w.groups, w.kp, blocks) is not None:
+    if average < _decode_rows(a.dtype) and decode.choose(m, w.groups, w.kp, blocks) is not None:
         _decode_by_id(a, a_scale, w, ids, 1, out)
         return out
     offs, sorted_rows, position = rows.route(ids, w.groups)
@@ -160,16 +164,19 @@ def _contiguous(t: Tensor | None) -> Tensor | None:
 
 
 def _decode_by_id(
-    a: Tensor, a_scale: Tensor | None, w: Weight, ids: Tensor, a_div: int, out: Tensor, early: bool = False
-) -> None:
+    a: Tensor, a_scale: Tensor | None, w: Weight, ids: Tensor, a_div: int, out: Tensor, *,
+    gate: Activation | None = None, early: bool = False,
+) -> None:  # fmt: skip
     """Decode with one expert id a row; the kernel sorts few ids itself."""
     m = ids.numel()
     if m <= decode.MAX_IDS:
         routing = Routing.IDS64 if ids.dtype == torch.int64 else Routing.IDS32
-        decode.run(a, w, ids, routing, m, out, x_scale=a_scale, a_div=a_div, early=early)
+        decode.run(a, w, ids, routing, m, out, x_scale=a_scale, a_div=a_div, gate=gate, early=early)
         return
     offs, sorted_rows, _ = rows.route(ids, w.groups)
-    decode.run(a, w, offs, Routing.OFFS, m, out, x_scale=a_scale, a_div=a_div, sorted_rows=sorted_rows)
+    decode.run(
+        a, w, offs, Routing.OFFS, m, out, x_scale=a_scale, a_div=a_div, sorted_rows=sorted_rows, gate=gate
+    )  # fmt: skip
 
 
 def resolve_a_format(a_format: str, tokens: int) -> str:
@@ -200,7 +207,7 @@ def moe(
     blocks = multiprocessors(x.device.index)
     average = decode.rows_per_expert(m, up.groups)
     fits = all(decode.choose(m, w.groups, w.kp, blocks) is not None for w in (up, down))
-    if fits and average < (PREFILL_ROWS if fp8 else DEQUANTIZE_ROWS):
+    if fits and average < _decode_rows(torch.float8_e4m3fn if fp8 else x.dtype):
         position = None
         y = _moe_decode(x, ids, up, bare, gate, fp8)
     else:
@@ -216,9 +223,16 @@ def _moe_decode(x: Tensor, ids: Tensor, up: Weight, down: Weight, gate: Activati
     if fp8:
         x, x_scale = rows.quantize_fp8(x)
     dtype = torch.bfloat16 if fp8 else x.dtype
-    both = torch.empty((m, up.n), dtype=dtype, device=x.device)
-    _decode_by_id(x, x_scale, up, ids, top_k, both)
-    h, h_scale = rows.quantize_fp8(both, gate) if fp8 else (rows.apply_gate(both, gate), None)
+    h_scale = None
+    if gate.interleaved:  # gate and up of a column meet in one lane's sums
+        h = torch.empty((m, up.n // 2), dtype=dtype, device=x.device)
+        _decode_by_id(x, x_scale, up, ids, top_k, h, gate=gate)
+        if fp8:
+            h, h_scale = rows.quantize_fp8(h)
+    else:
+        both = torch.empty((m, up.n), dtype=dtype, device=x.device)
+        _decode_by_id(x, x_scale, up, ids, top_k, both)
+        h, h_scale = rows.quantize_fp8(both, gate) if fp8 else (rows.apply_gate(both, gate), None)
     y = torch.empty((m, down.n), dtype=torch.float32, device=x.device)
     _decode_by_id(h, h_scale, down, ids, 1, y, early=True)
     return y

@@ -1,0 +1,195 @@
+"""The Hopper kernels on four models' expert shapes: both products and the whole block, against the floor.
+
+    python benchmarks/h200_hopper.py [--models qwen3-30b,...] [--tokens 1,8,32,128,512,2048,8192]
+
+nvfp4, random weights and uniform random routing. Times are microseconds: the median over replays of a CUDA
+graph of `ROUTINGS` launches, each with another routing, so that weights are cold in L2; quantisation of the
+activations is outside the products' rows and inside the block's. The floor is max(bytes of the experts hit /
+copy bandwidth, flops / matmul rate), with both ceilings measured in this process. `bf16` is torch's own
+grouped_mm with bfloat16 weights. Each product is checked against float32 over the dequantised weights first.
+"""
+
+from __future__ import annotations
+
+import argparse
+import statistics
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+import torch.nn.functional as F
+import triton
+
+import fp4_ops  # noqa: F401  loads the operators
+from fp4_ops.sm90 import decode, library, ops
+from fp4_ops.sm90.decode import Weight
+
+ROUTINGS = 8
+REPLAYS = 15
+WARM_SECONDS = 0.02
+BYTES_PER_WEIGHT = 0.5625
+LAYOUT = ops.rows.LAYOUT
+
+
+@dataclass(frozen=True)
+class Model:
+    name: str
+    experts: int
+    hidden: int
+    inter: int
+    top_k: int
+    """0: one of this device's experts a token, as where experts are spread over devices."""
+
+
+MODELS = (
+    Model("qwen3-30b", 128, 2048, 768, 8),
+    Model("gpt-oss-120b", 128, 2880, 2880, 4),
+    Model("dsv3", 32, 7168, 2048, 0),
+    Model("mixtral-8x7b", 8, 4096, 14336, 2),
+)
+
+
+def median_us(launch: Callable[[int], object]) -> float:
+    """`launch(i)` uses routing i."""
+    stream = torch.cuda.Stream()
+    with torch.cuda.stream(stream):
+        launch(0)
+        stream.synchronize()
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph, stream=stream):
+            for i in range(ROUTINGS):
+                launch(i)
+    begin = time.perf_counter()
+    while time.perf_counter() - begin < WARM_SECONDS:
+        graph.replay()
+        torch.cuda.synchronize()
+    times = []
+    for _ in range(REPLAYS):
+        start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+        start.record()
+        graph.replay()
+        end.record()
+        torch.cuda.synchronize()
+        times.append(start.elapsed_time(end) * 1e3 / ROUTINGS)
+    return statistics.median(times)
+
+
+def ceilings() -> tuple[float, float, float]:
+    """Copy bandwidth in bytes/us (read + write), bf16 and fp8 matmul rates in flops/us."""
+    a = torch.randn(1 << 28, device="cuda")
+    b = torch.empty_like(a)
+    copy = 2 * a.nbytes / median_us(lambda i: torch.neg(a, out=b))
+    n = 8192
+    x = torch.randn(n, n, device="cuda").bfloat16()
+    bf16 = 2 * n**3 / median_us(lambda i: x @ x)
+    q = x.to(torch.float8_e4m3fn)
+    one = torch.ones((), device="cuda")
+    multiply = lambda i: torch._scaled_mm(  # noqa: E731
+        q, q.t(), scale_a=one, scale_b=one, out_dtype=torch.bfloat16, use_fast_accum=True
+    )
+    return copy, bf16, 2 * n**3 / median_us(multiply)
+
+
+def random_weight(groups: int, n: int, k: int) -> Weight:
+    kp = LAYOUT.padded(k)
+    codes = torch.randint(0, 256, (groups, n, kp // 2), dtype=torch.uint8, device="cuda")
+    scale = torch.randint(40, 120, (groups, n, kp // 16), dtype=torch.uint8, device="cuda")
+    flag = ((scale & 7) == 0) | ((scale & 7) == 7)
+    scale = torch.where(flag, scale | 0x80, scale)
+    return Weight(codes, scale, torch.full((groups,), 1e-3, device="cuda"), None, groups, n, kp)
+
+
+def routing(model: Model, tokens: int) -> torch.Tensor:
+    """Expert ids [tokens, k]."""
+    if model.top_k == 0:
+        return torch.randint(0, model.experts, (tokens, 1), device="cuda")
+    return torch.rand(tokens, model.experts, device="cuda").topk(model.top_k).indices
+
+
+def check(a, w: Weight, k: int, offs, out, what: str, bound: float) -> None:
+    """A few rows against float32 over the dequantised weights."""
+    for r in torch.randint(0, a.shape[0], (4,)).tolist():
+        e = int(torch.searchsorted(offs, r, right=True))
+        one = ops.rows.dequantize(
+            w.codes[e : e + 1], w.scales[e : e + 1], w.global_scale[e : e + 1], torch.float32
+        )
+        want = one[0, :, :k] @ a[r].float()
+        error = (out[r].float() - want).norm() / want.norm()
+        assert error < bound, f"{what}: row {r} is off by {error:.1e}"
+
+
+def products(model: Model, n: int, k: int, tokens: list[int], peaks: tuple[float, float, float]) -> None:
+    copy, bf16_rate, fp8_rate = peaks
+    w = random_weight(model.experts, n, k)
+    plain = torch.randn(model.experts, n, k, device="cuda", dtype=torch.bfloat16)
+    print(f"\n{model.name} [{model.experts}, {n}, {k}]")
+    print(f"{'tokens':>7}{'floor':>9}{'W4A16':>9}{'':>6}{'floor':>9}{'W4A8':>9}{'':>6}{'bf16':>9}  kernels")
+    for t in tokens:
+        ids = [routing(model, t).flatten().sort().values for _ in range(ROUTINGS)]
+        counts = [torch.bincount(i, minlength=model.experts) for i in ids]
+        offs = [c.cumsum(0).int() for c in counts]
+        rows = ids[0].numel()
+        hit = statistics.mean(int((c > 0).sum()) for c in counts)
+        weight_bytes, flops = hit * n * k * BYTES_PER_WEIGHT, 2 * rows * n * k
+        floor16 = max((weight_bytes + 2 * rows * (n + k)) / copy, flops / bf16_rate)
+        floor8 = max((weight_bytes + rows * (2 * n + k)) / copy, flops / fp8_rate)
+        x = torch.randn(rows, k, device="cuda").bfloat16()
+        q, s = ops.rows.quantize_fp8(x)
+        a16 = lambda i: ops.grouped_mm(x, None, w, offs[i], torch.bfloat16)  # noqa: E731, B023
+        a8 = lambda i: ops.grouped_mm(q, s, w, offs[i], torch.bfloat16)  # noqa: E731, B023
+        stock = lambda i: F.grouped_mm(x, plain.mT, offs=offs[i])  # noqa: E731, B023
+        check(x, w, k, offs[0], a16(0), "W4A16", 8e-3)
+        check(x, w, k, offs[0], a8(0), "W4A8", 7e-2)
+        us16, us8, us = median_us(a16), median_us(a8), median_us(stock)
+        config = decode.choose(rows, model.experts, w.kp, library.multiprocessors(0))
+        average = decode.rows_per_expert(rows, model.experts)
+        how16 = str(config) if config and average < ops.DEQUANTIZE_ROWS else "dequantise + torch"
+        how8 = "same" if config and average < ops.PREFILL_ROWS else "prefill"
+        print(
+            f"{t:>7}{floor16:9.1f}{us16:9.1f}{floor16 / us16:6.0%}{floor8:9.1f}{us8:9.1f}{floor8 / us8:6.0%}"
+            f"{us:9.1f}  {how16}; {how8}",
+            flush=True,
+        )
+
+
+def blocks(model: Model, tokens: list[int]) -> None:
+    up = random_weight(model.experts, 2 * model.inter, model.hidden)
+    down = random_weight(model.experts, model.hidden, model.inter)
+    formats = ("none", "fp8", "auto")
+    print(f"\n{model.name}: whole block\n{'tokens':>7}" + "".join(f"{f:>9}" for f in formats))
+    for t in tokens:
+        x = torch.randn(t, model.hidden, device="cuda").bfloat16()
+        ids = [routing(model, t) for _ in range(ROUTINGS)]
+        weights = torch.rand(t, ids[0].shape[1], device="cuda")
+        line = f"{t:>7}"
+        for f in formats:
+            run = lambda i: ops.moe(x, ids[i], weights, up, down, "silu_interleaved", f, torch.bfloat16)  # noqa: E731, B023
+            line += f"{median_us(run):9.1f}"
+        print(line, flush=True)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--models", default=",".join(m.name for m in MODELS))
+    parser.add_argument("--tokens", default="1,8,32,128,512,2048,8192")
+    given = parser.parse_args()
+    tokens = [int(t) for t in given.tokens.split(",")]
+    print(f"{torch.cuda.get_device_name()}, torch {torch.__version__}, triton {triton.__version__}")
+    peaks = ceilings()
+    print(
+        f"ceilings: copy {peaks[0] / 1e6:.2f} TB/s, bf16 {peaks[1] / 1e6:.0f} TFLOP/s, "
+        f"fp8 {peaks[2] / 1e6:.0f} TFLOP/s"
+    )
+    for model in MODELS:
+        if model.name in given.models.split(","):
+            products(model, 2 * model.inter, model.hidden, tokens, peaks)
+            products(model, model.hidden, model.inter, tokens, peaks)
+            blocks(model, tokens)
+            torch.cuda.empty_cache()
+
+
+if __name__ == "__main__":
+    main()
