@@ -25,7 +25,7 @@
 namespace fp4::sm90 {
 
 enum class Routing : int { kOffs, kIds32, kIds64, kMasked, kDense };
-enum class Act : int { kNone, kSilu, kGelu, kGeluTanh, kSwigluOai };
+enum class Act : int { kNone, kSilu, kGelu, kGeluTanh };
 enum class DType : int { kFloat32, kBFloat16, kFloat16, kFloat8 };
 
 struct DecodeParams {
@@ -208,10 +208,11 @@ __device__ __forceinline__ half2 decode_scales(uint32_t two) {
 // --- activations ---
 
 __device__ __forceinline__ float apply_gate(Act act, float gate, float up, const DecodeParams& p) {
-  if (act == Act::kSwigluOai) {
+  if (p.act_limit > 0.f) {
     gate = fminf(gate, p.act_limit);
-    up = fminf(fmaxf(up, -p.act_limit), p.act_limit) + p.act_up_offset;
+    up = fminf(fmaxf(up, -p.act_limit), p.act_limit);
   }
+  up += p.act_up_offset;
   if (act == Act::kGelu) return 0.5f * gate * (1.f + erff(gate * 0.70710678f)) * up;
   if (act == Act::kGeluTanh) {
     const float inner = 0.79788456f * (gate + 0.044715f * gate * gate * gate);

@@ -12,7 +12,7 @@ namespace fp4::sm90 {
 namespace {
 
 enum DType : int { kFloat32, kBFloat16, kFloat16 };
-enum Act : int { kNone, kSilu, kGelu, kGeluTanh, kSwigluOai };
+enum Act : int { kNone, kSilu, kGelu, kGeluTanh };
 
 constexpr int kRouteThreads = 1024;
 constexpr int kRouteWarps = kRouteThreads / 32;
