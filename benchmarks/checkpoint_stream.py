@@ -126,8 +126,11 @@ def plain_copy(source: Path, scratch: Path, sizes: list[int]) -> tuple[float, fl
     return reading, writing, together
 
 
-def quantize(source: Path, out: Path, kill_after: int | None = None) -> tuple[float, float, str]:
-    """Runs the command: seconds, peak resident GB, what it printed. kill_after: so many files are done."""
+def quantize(source: Path, out: Path, kill_after: int | None = None) -> tuple[float, float, float, str]:
+    """Runs the command: seconds, seconds of processor time, peak resident GB, what it printed.
+
+    kill_after: SIGKILL once so many files are done.
+    """
     drop_cache(source)
     start = time.perf_counter()
     command = [sys.executable, "-m", "fp4_ops", "quantize", str(source), "-o", str(out)]
@@ -141,7 +144,8 @@ def quantize(source: Path, out: Path, kill_after: int | None = None) -> tuple[fl
     text = process.stdout.read()
     _, status, usage = os.wait4(process.pid, 0)
     assert os.waitstatus_to_exitcode(status) == (0 if kill_after is None else -signal.SIGKILL), status
-    return time.perf_counter() - start, usage.ru_maxrss * 1024 / 1e9, text.strip()
+    seconds, processor = time.perf_counter() - start, usage.ru_utime + usage.ru_stime
+    return seconds, processor, usage.ru_maxrss * 1024 / 1e9, text.strip()
 
 
 def same(a: Path, b: Path) -> bool:
@@ -178,11 +182,12 @@ def main() -> None:
             plain.append(plain_copy(source, args.dir / "plain", sizes))
             shutil.rmtree(whole)
             runs.append(quantize(source, whole))
-            took, peak, text = runs[-1]
+            took, processor, peak, text = runs[-1]
             reading, writing, together = plain[-1]
             print(
                 f"plain: read {reading:.1f} s, write {writing:.1f} s, both at once {together:.1f} s; "
-                f"quantize: {took:.1f} s, peak resident {peak:.2f} GB",
+                f"quantize: {took:.1f} s ({processor:.1f} s of processor time), peak resident {peak:.2f} GB, "
+                f"load {os.getloadavg()[0]:.1f}",
                 flush=True,
             )
         print(text.partition(": ")[2])
@@ -192,13 +197,13 @@ def main() -> None:
             f"best of each: read {reading:.1f} s + write {writing:.1f} s = {reading + writing:.1f} s; "
             f"quantize {took:.1f} s, {size / took / 1e9:.2f} GB/s: rate against read + write "
             f"{(reading + writing) / took:.0%}, against both at once {together / took:.0%}; "
-            f"peak resident {max(run[1] for run in runs):.2f} GB",
+            f"peak resident {max(run[2] for run in runs):.2f} GB",
             flush=True,
         )
         half = len(weights(source)) // 2
         quantize(source, resumed, kill_after=half)
         left = len(weights(resumed))
-        took, _, _ = quantize(source, resumed)
+        took, *_ = quantize(source, resumed)
         print(f"killed with {left} of {len(weights(source))} files done, resumed in {took:.1f} s: ", end="")
         print("identical" if same(whole, resumed) else "DIFFERENT")
         assert same(whole, resumed)
