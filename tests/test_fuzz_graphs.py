@@ -23,7 +23,7 @@ from moe_models import Block
 from moe_styles import STYLES
 from torch import fx
 
-SECONDS = float(os.environ.get("FP4_FUZZ_SECONDS", "4"))
+SECONDS = float(os.environ.get("FP4_FUZZ_SECONDS", "2"))
 aten = torch.ops.aten
 
 
