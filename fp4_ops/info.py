@@ -143,4 +143,7 @@ def _gpu_kernels() -> tuple[Kernels, ...]:
         return ()
     registered = torch._C._dispatch_has_kernel_for_dispatch_key("fp4::grouped_mm", "CUDA")
     family = "triton" if registered else "none: Triton is not installed"
-    return (Kernels("cuda", family, "float32, bfloat16, float16, fp8, FP4", preferred_layout("cuda")),)
+    layout = preferred_layout("cuda")
+    if layout == "sm90":
+        family = f"hopper, {family}"
+    return (Kernels("cuda", family, "float32, bfloat16, float16, fp8, FP4", layout),)

@@ -21,8 +21,6 @@ PREFILL_ROWS = 12.0
 """fp8 rows an expert from which the prefill kernel is faster than decode."""
 DEQUANTIZE_ROWS = 96.0
 """bfloat16 rows an expert from which dequantising first is faster than decode; float16 stays with decode."""
-FP8_TOKENS = 256
-"""Tokens from which `moe` with a_format 'auto' quantises activations to fp8."""
 
 
 def _decode_rows(dtype: torch.dtype) -> float:
@@ -179,11 +177,11 @@ def _decode_by_id(
     )  # fmt: skip
 
 
-def resolve_a_format(a_format: str, tokens: int) -> str:
-    """'auto': as they are while the weights' bytes are the cost, fp8 where the tensor cores are."""
+def resolve_a_format(a_format: str, rows: int, experts: int) -> str:
+    """'auto': as they are while decode runs, bound by the weights' bytes; fp8 where prefill does."""
     if a_format != "auto":
         return a_format
-    return "fp8" if tokens >= FP8_TOKENS else "none"
+    return "fp8" if decode.rows_per_expert(rows, experts) >= PREFILL_ROWS else "none"
 
 
 def moe(
@@ -201,7 +199,7 @@ def moe(
     x, ids, weights = x.contiguous(), topk_ids.contiguous(), topk_weights.contiguous()
     gate = ACTIVATIONS[activation]
     bare = down._replace(bias=None)
-    fp8 = resolve_a_format(a_format, tokens) == "fp8"
+    fp8 = resolve_a_format(a_format, m, up.groups) == "fp8"
     if fp8 and x.dtype == torch.float32:
         x = x.bfloat16()
     blocks = multiprocessors(x.device.index)
