@@ -33,11 +33,18 @@ class Search:
     def run(self) -> Iterator[tuple[list[fx.Node], Mixture | Refusal]]:
         """(down products, what became of them)."""
         for bits in self._groups():
-            found = self._match(bits)
-            if found is not None:
-                yield [n for d, n in enumerate(self._downs) if bits >> d & 1], found
-            if isinstance(found, Mixture):
-                self.reader.cut(found.root)
+            results = [(bits, self._match(bits))]
+            if not isinstance(results[0][1], Mixture):
+                # A shared expert of the same shape beside experts that are one product each.
+                alone = [1 << d for d, n in enumerate(self._downs) if bits >> d & 1 and self._is_indexed(n)]
+                apart = [(bit, self._match(bit)) for bit in alone if bit != bits]
+                if any(isinstance(found, Mixture) for _, found in apart):
+                    results = apart
+            for part, found in results:
+                if found is not None:
+                    yield [n for d, n in enumerate(self._downs) if part >> d & 1], found
+                if isinstance(found, Mixture):
+                    self.reader.cut(found.root)
 
     def _groups(self) -> list[int]:
         """Down products of one block: of one shape, whose inputs depend on the same earlier ones."""

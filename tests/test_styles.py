@@ -8,7 +8,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from moe_models import Recorder, relative_error
-from moe_styles import STYLES, ListStyle, relu2
+from moe_styles import STYLES, Expert, ListStyle, relu2
 from torch import nn
 
 MOE, PAIR = "fp4::moe", "fp4::indexed_mm"
@@ -199,3 +199,15 @@ def test_through_inductor_without_fullgraph(name):
         for n in (9, 6):
             x = torch.randn(n, module.H)
             assert 1e-4 < relative_error(compiled(x), twin(x)) < 3e-2
+
+
+def test_a_shared_expert_of_the_same_shape_beside_routed_ones():
+    class Shared(STYLES["dense bmm, scaled inputs (Llama 4)"]):
+        def build(self):
+            super().build()
+            self.shared = Expert(self.H, self.I, F.silu, gated=True, bias=False)
+
+        def forward(self, x):
+            return self.shared(x) + super().forward(x)
+
+    check(Shared(), MOE)
