@@ -6,6 +6,7 @@ The Hopper kernels know no torch at all: nvcc makes one shared library of them, 
 """
 
 import os
+import re
 import shutil
 import subprocess
 from pathlib import Path
@@ -44,10 +45,22 @@ NVCC_FLAGS = [
 ]
 
 
-def find_nvcc() -> str | None:
+OLDEST_NVCC = (12, 8)
+
+
+def find_nvcc() -> tuple[str | None, str]:
+    """An nvcc that can build the Hopper kernels, or why there is none."""
     homes = [os.environ.get("CUDA_HOME"), os.environ.get("CUDA_PATH"), "/usr/local/cuda"]
     found = [str(Path(home) / "bin" / "nvcc") for home in homes if home]
-    return next((nvcc for nvcc in found if Path(nvcc).is_file()), shutil.which("nvcc"))
+    nvcc = next((nvcc for nvcc in found if Path(nvcc).is_file()), shutil.which("nvcc"))
+    if nvcc is None:
+        return None, "no nvcc (set CUDA_HOME)"
+    text = subprocess.run([nvcc, "--version"], capture_output=True, text=True).stdout
+    release = re.search(r"release (\d+)\.(\d+)", text)
+    if release is None or tuple(map(int, release.groups())) < OLDEST_NVCC:
+        version = release.group(0) if release else "of an unknown release"
+        return None, f"{nvcc} is {version}, and {'.'.join(map(str, OLDEST_NVCC))} is needed"
+    return nvcc, ""
 
 
 class Build(BuildExtension):
@@ -65,9 +78,9 @@ class Build(BuildExtension):
         self._build_hopper()
 
     def _build_hopper(self) -> None:
-        nvcc = find_nvcc()
+        nvcc, why = find_nvcc()
         if nvcc is None:
-            print("fp4_ops: no nvcc (set CUDA_HOME), so no Hopper kernels are built; the others work without")
+            print(f"fp4_ops: {why}, so no Hopper kernels are built; the others work without")
             return
         in_place = self.inplace or getattr(self, "editable_mode", False)
         target = (Path() if in_place else Path(self.build_lib)) / "fp4_ops" / "_sm90.so"
