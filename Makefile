@@ -20,7 +20,7 @@ demo: $(VENV)/built
 	$(BIN)/python examples/demo.py
 
 test: $(VENV)/built
-	$(BIN)/python -m pytest -q
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -q -n auto --dist worksteal
 
 lint: $(VENV)/linters
 	$(BIN)/ruff check .
@@ -41,7 +41,7 @@ bench: $(VENV)/built
 	$(BIN)/python benchmarks/cpu_vs_ggml.py
 
 clean:
-	rm -rf build $(VENV) fp4_ops/_C*.so *.egg-info
+	rm -rf build $(VENV) fp4_ops/_C*.so fp4_ops/_sm90.so *.egg-info
 
 # A torch that is already there (2.11 or later) is used, and nothing is downloaded for it.
 $(VENV)/deps: pyproject.toml constraints.txt
@@ -49,7 +49,7 @@ $(VENV)/deps: pyproject.toml constraints.txt
 	@if $(PYTHON) -c 'import torch, sys; sys.exit(tuple(map(int, torch.__version__.split(".")[:2])) < (2, 11))' 2>/dev/null; \
 	then echo "== using the torch of $(PYTHON)"; $(PYTHON) -m venv --clear --system-site-packages $(VENV); \
 	else echo "== installing $(TORCH) into $(VENV) (a minute or more)"; $(PYTHON) -m venv --clear $(VENV); $(PIP) install -q '$(TORCH)'; fi
-	$(PIP) install -q -c constraints.txt 'setuptools>=77' wheel ninja numpy expecttest pytest transformers compressed-tensors torchao
+	$(PIP) install -q -c constraints.txt 'setuptools>=77' wheel ninja numpy expecttest pytest pytest-xdist transformers compressed-tensors torchao
 	$(BIN)/python -c 'import triton' 2>/dev/null || $(PIP) install -q '$(TRITON)'
 	@touch $@
 
