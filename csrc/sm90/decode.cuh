@@ -52,10 +52,7 @@ struct DecodeParams {
   bool early;       // the routing was known before the previous kernel began
 };
 
-#ifndef COMPUTE_WARPS
-#define COMPUTE_WARPS 16
-#endif
-constexpr int kComputeWarps = COMPUTE_WARPS;
+constexpr int kComputeWarps = 16;
 constexpr int kReduceWarps = 4;
 constexpr int kDecodeThreads = 32 * (kComputeWarps + kReduceWarps);
 constexpr int kMaxGroups = kDecodeThreads;  // one thread a group in plan()
@@ -65,12 +62,6 @@ constexpr int kPassTiles = 32;  // row tiles whose sums are kept while K is walk
 constexpr int kTileRows = 16;
 constexpr int kSliceSteps = 4;                     // 64-steps of K that a warp owns
 constexpr int kStepCodes = 512, kStepScales = 64;  // bytes of 16 rows by 64 k
-
-// Chunks that some block may touch, for `rows` rows in `groups` groups on `blocks` blocks.
-inline int decode_segments(int rows, int groups, int chunk, int blocks) {
-  const int chunks = (rows < groups ? rows : groups) + rows / chunk;
-  return chunks / blocks + 2;
-}
 
 struct Segment {
   int expert;
