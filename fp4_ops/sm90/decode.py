@@ -156,7 +156,11 @@ def run(
     """
     blocks = multiprocessors(x.device.index)
     config = config or choose(rows, w.groups, w.kp, blocks)
-    assert config is not None, "the caller asks `choose` first"
+    if config is None:
+        raise RuntimeError(
+            f"fp4: {rows} rows of {str(x.dtype).removeprefix('torch.')} over {w.groups} experts, K = {w.kp}, "
+            "are more than the Hopper decode kernel takes. Use bfloat16 rows, or weights in layout 'plain'"
+        )
     params = _Params(
         x=address(x),
         x_scale=address(x_scale),

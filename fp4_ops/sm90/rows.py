@@ -40,6 +40,10 @@ def _rows(
     x: Tensor, width: int, gate: Activation | None, rows: Tensor | None, div: int, count: int,
     out: Tensor, scale: Tensor | None,
 ) -> None:  # fmt: skip
+    if width > MAX_WIDTH:
+        raise RuntimeError(
+            f"fp4: rows of {width} columns; the Hopper kernels take at most {MAX_WIDTH}. Use layout 'plain'"
+        )
     call(
         "fp4_sm90_rows", address(x), DTYPE_CODES[x.dtype], address(rows), count, div,
         FUNCTIONS[gate.function] if gate is not None else 0, gate.interleaved if gate is not None else False,
