@@ -68,7 +68,7 @@ class Config:
 
     @property
     def shared_bytes(self) -> int:
-        """As DecodeBuffers in csrc/sm90/decode.cuh adds them up, with room for the fixed part."""
+        """As DecodeBuffers in csrc/sm90/decode_plan.cuh adds them up, with room for the fixed part."""
         nt = self.token_tiles
         stages = 2 if nt > 2 else 4
         vectors = self.k_warps * nt * 256 + stages * self.k_warps * self.row_warps * nt * 32
@@ -119,7 +119,7 @@ def choose(rows: int, groups: int, kp: int, blocks: int) -> Config | None:
 
 
 class _Params(ctypes.Structure):
-    """DecodeParams of csrc/sm90/decode.cuh; what the launcher fills in comes last but one."""
+    """DecodeParams of csrc/sm90/decode_plan.cuh; what the launcher fills in comes last but one."""
 
     _fields_ = [
         *((name, ctypes.c_void_p) for name in ("x", "x_scale", "codes", "scales", "global_scale")),

@@ -1,0 +1,243 @@
+// What a decode launch is given, and which row tiles of which experts each block takes: see decode.cuh.
+#pragma once
+
+#include <cuda_runtime.h>
+
+#include <cstdint>
+
+namespace fp4::sm90 {
+
+enum class Routing : int { kOffs, kIds32, kIds64, kMasked, kDense };
+enum class Act : int { kNone, kSilu, kGelu, kGeluTanh };
+enum class DType : int { kFloat32, kBFloat16, kFloat16, kFloat8 };
+
+struct DecodeParams {
+  const void* x;              // [rows / a_div, k] of x_type, row stride k (fp8: kp)
+  const float* x_scale;       // one a row of x, or null
+  const uint8_t* codes;       // sm90 layout
+  const uint8_t* scales;      // sm90 layout
+  const float* global_scale;  // [groups]
+  const void* bias;           // [groups, n] of bias_type, or null
+  void* out;                  // [rows, n], gated: [rows, n / 2]
+  const void* route;          // offs [groups], ids [rows], or masked_m [groups]
+  const int* sorted_rows;     // kOffs: the row at each sorted position, or null for the identity
+  int rows, groups, n, k, kp;
+  int a_div;  // row r of the output reads row r / a_div of x
+  int max_m;  // kMasked: rows an expert
+  Routing routing;
+  DType x_type, out_type, bias_type;
+  Act act;  // gated: rows 2i and 2i + 1 of the weight are gate i and up i
+  float act_alpha, act_limit, act_up_offset;
+  int k_warps, row_warps, passes;
+  float k_warps_inverse, row_warps_inverse;
+  uint32_t grid_mul, grid_shift, tiles_mul, tiles_shift, a_div_mul,
+      a_div_shift;  // to divide by the grid, N's row tiles, a_div
+  bool early;       // the routing was known before the previous kernel began
+};
+
+constexpr int kComputeWarps = 16;
+constexpr int kReduceWarps = 4;
+constexpr int kDecodeThreads = 32 * (kComputeWarps + kReduceWarps);
+constexpr int kMaxGroups = kDecodeThreads;  // one thread a group in plan()
+constexpr int kMaxSegments = 32;            // chunks that one block may touch
+constexpr int kMaxIds = 2048;
+constexpr int kPassTiles = 32;  // row tiles whose sums are kept while K is walked in several passes
+constexpr int kTileRows = 16;
+constexpr int kSliceSteps = 4;                     // 64-steps of K that a warp owns
+constexpr int kStepCodes = 512, kStepScales = 64;  // bytes of 16 rows by 64 k
+
+struct Segment {
+  int expert;
+  int first;  // its first row, as a sorted position
+  int count;  // activation rows
+  int rank;   // routing by id: rows of this expert in earlier chunks
+  int tile_begin, tile_end;
+};
+
+struct alignas(16) DecodeShared {
+  uint64_t full[4], empty[4];
+  Segment segments[kMaxSegments];
+  int warp_totals[32];
+  int ids[kMaxIds];
+  int counts[kMaxGroups];
+};
+
+// What follows DecodeShared in shared memory; sizes depend on the launch.
+template <int NT>
+struct DecodeBuffers {
+  static constexpr int kRing = NT > 2 ? 2 : 4;  // steps between the compute and the reducer warps
+  uint4* fragments;  // [k_warps][kSliceSteps][NT][2][32]: the activations as B operands
+  float4* ring;      // [kRing][k_warps * row_warps][NT][32]
+  float4* sums;      // [kPassTiles][NT][32], if there are several passes
+  int (*row_list)[8 * NT];
+
+  __host__ __device__ static int fragment_count(const DecodeParams& p) {
+    return p.k_warps * kSliceSteps * NT * 64;
+  }
+  __host__ __device__ static int stage_count(const DecodeParams& p) {
+    return p.k_warps * p.row_warps * NT * 32;
+  }
+  __host__ __device__ static int sum_count(const DecodeParams& p) {
+    return p.passes > 1 ? kPassTiles * NT * 32 : 0;
+  }
+  __host__ static int bytes(const DecodeParams& p) {
+    return 16 * (fragment_count(p) + kRing * stage_count(p) + sum_count(p)) + kMaxSegments * 8 * NT * 4 +
+           int(sizeof(DecodeShared));
+  }
+  __device__ DecodeBuffers(const DecodeParams& p, void* memory) {
+    fragments = static_cast<uint4*>(memory);
+    ring = reinterpret_cast<float4*>(fragments + fragment_count(p));
+    sums = ring + kRing * stage_count(p);
+    row_list = reinterpret_cast<int (*)[8 * NT]>(sums + sum_count(p));
+  }
+};
+
+// x / d for x < 2^31, with the d's multiplier and shift from the host.
+__device__ __forceinline__ int divide(uint32_t x, uint32_t mul, uint32_t shift) {
+  return (__umulhi(x, mul) + x) >> shift;
+}
+
+// a / b for a below 2^20, with the inverse of b.
+__device__ __forceinline__ int divide_small(int a, float inverse) { return int((float(a) + 0.5f) * inverse); }
+
+// --- the order of a block's work, which compute and reducer warps share ---
+
+// Row tiles of one segment under one K pass: the activations in registers stay the same.
+struct Run {
+  int segment, pass, begin, end;
+
+  __device__ bool open(const Segment* segments, int count, int passes) {
+    if (segment >= count) return false;
+    begin = segments[segment].tile_begin;
+    close(segments, passes);
+    return true;
+  }
+  __device__ bool next(const Segment* segments, int count, int passes) {
+    if (++pass < passes) return true;
+    pass = 0;
+    begin = end;
+    if (begin < segments[segment].tile_end) {
+      close(segments, passes);
+      return true;
+    }
+    ++segment;
+    return open(segments, count, passes);
+  }
+
+ private:
+  __device__ void close(const Segment* segments, int passes) {
+    end = segments[segment].tile_end;
+    if (passes > 1) end = min(end, begin + kPassTiles);
+  }
+};
+
+// Finds the block's segments. All threads; ends with a barrier. Returns their number.
+template <int NT>
+__device__ __forceinline__ int plan(const DecodeParams& p, DecodeShared& sh,
+                                    const DecodeBuffers<NT>& buffers) {
+  constexpr int kChunk = 8 * NT;
+  constexpr int kWarps = kDecodeThreads / 32;
+  const int tid = threadIdx.x, lane = tid % 32, warp = tid / 32;
+  const int tiles_n = p.n / kTileRows;
+  const bool by_id = p.routing == Routing::kIds32 || p.routing == Routing::kIds64;
+  int first = 0, count = 0;
+  if (by_id) {
+    sh.counts[tid] = 0;
+    __syncthreads();
+    for (int r = tid; r < p.rows; r += kDecodeThreads) {
+      const int64_t id = p.routing == Routing::kIds64 ? static_cast<const int64_t*>(p.route)[r]
+                                                      : static_cast<const int*>(p.route)[r];
+      const bool valid = id >= 0 && id < p.groups;
+      sh.ids[r] = valid ? static_cast<int>(id) : -1;
+      if (valid) atomicAdd(&sh.counts[id], 1);
+    }
+    __syncthreads();
+    count = sh.counts[tid];
+  } else if (tid < p.groups) {
+    const int* ends = static_cast<const int*>(p.route);
+    if (p.routing == Routing::kOffs) {
+      const int end = ends[tid], begin = tid ? ends[tid - 1] : 0;
+      first = min(max(begin, 0), p.rows);
+      count = max(min(end, p.rows) - first, 0);
+    } else if (p.routing == Routing::kMasked) {
+      first = tid * p.max_m;
+      count = min(max(ends[tid], 0), p.max_m);
+    } else {
+      count = p.rows;
+    }
+  }
+  const int chunks = (count + kChunk - 1) / kChunk;
+  int scan = chunks;
+#pragma unroll
+  for (int d = 1; d < 32; d *= 2) {
+    const int other = __shfl_up_sync(~0u, scan, d);
+    if (lane >= d) scan += other;
+  }
+  if (lane == 31) sh.warp_totals[warp] = scan;
+  __syncthreads();
+  int mine = scan - chunks, total = 0;
+#pragma unroll
+  for (int w = 0; w < kWarps; ++w) {
+    const int t = sh.warp_totals[w];
+    mine += w < warp ? t : 0;
+    total += t;
+  }
+  const uint32_t tiles = total * tiles_n;
+  const int t0 = divide(tiles * blockIdx.x, p.grid_mul, p.grid_shift);
+  const int t1 = divide(tiles * (blockIdx.x + 1), p.grid_mul, p.grid_shift);
+  const int c0 = divide(t0, p.tiles_mul, p.tiles_shift);
+  const int segments = t0 < t1 ? min(divide(t1 - 1, p.tiles_mul, p.tiles_shift) - c0 + 1, kMaxSegments) : 0;
+  for (int i = max(c0 - mine, 0); i < chunks && mine + i < c0 + segments; ++i) {
+    const int c = mine + i, done = i * kChunk;
+    sh.segments[c - c0] = Segment{tid,
+                                  first + done,
+                                  min(count - done, kChunk),
+                                  done,
+                                  max(t0 - c * tiles_n, 0),
+                                  min(t1 - c * tiles_n, tiles_n)};
+  }
+  __syncthreads();
+  for (int s = warp; s < segments; s += kWarps) {
+    const Segment seg = sh.segments[s];
+    if (by_id) {
+      int found = -seg.rank;
+      for (int r = 0; r < p.rows && found < seg.count; r += 32) {
+        const bool hit = r + lane < p.rows && sh.ids[r + lane] == seg.expert;
+        const uint32_t hits = __ballot_sync(~0u, hit);
+        const int at = found + __popc(hits & ((1u << lane) - 1));
+        if (hit && at >= 0 && at < seg.count) buffers.row_list[s][at] = r + lane;
+        found += __popc(hits);
+      }
+    } else if (lane < seg.count) {
+      const int at = seg.first + lane;
+      buffers.row_list[s][lane] = p.sorted_rows ? p.sorted_rows[at] : at;
+    }
+  }
+  __syncthreads();
+  return segments;
+}
+
+// Rows of no expert come back as zeros.
+__device__ __forceinline__ void clear_rows(const DecodeParams& p, const DecodeShared& sh) {
+  const int width = p.act == Act::kNone ? p.n : p.n / 2;
+  const int bytes = width * (p.out_type == DType::kFloat32 ? 4 : 2);
+  const int end = p.routing == Routing::kOffs ? max(static_cast<const int*>(p.route)[p.groups - 1], 0) : 0;
+  for (int r = blockIdx.x; r < p.rows; r += gridDim.x) {
+    bool clear = false;
+    int row = r;
+    if (p.routing == Routing::kOffs) {
+      clear = r >= end;
+      if (clear && p.sorted_rows) row = p.sorted_rows[r];
+    } else if (p.routing == Routing::kMasked) {
+      clear = r % p.max_m >= static_cast<const int*>(p.route)[r / p.max_m];
+    } else if (p.routing != Routing::kDense) {
+      clear = sh.ids[r] < 0;
+    }
+    if (!clear) continue;
+    auto* to = reinterpret_cast<uint4*>(static_cast<uint8_t*>(p.out) + int64_t(row) * bytes);
+    for (int i = threadIdx.x % (32 * kReduceWarps); i < bytes / 16; i += 32 * kReduceWarps)
+      to[i] = make_uint4(0, 0, 0, 0);
+  }
+}
+
+}  // namespace fp4::sm90
