@@ -20,7 +20,8 @@ from torch._subclasses.functional_tensor import FunctionalTensor, FunctionalTens
 from torch.fx.experimental.proxy_tensor import make_fx
 from torch.fx.experimental.symbolic_shapes import PropagateUnbackedSymInts
 from torch.utils import _pytree as pytree
-from torch.utils._python_dispatch import is_traceable_wrapper_subclass
+
+from .held import Held, Unreadable, held, is_subclass, stand_in
 
 aten = torch.ops.aten
 
@@ -37,6 +38,9 @@ def fake_inputs(fake_mode: FakeTensorMode, inputs: Sequence[Any]) -> list[Any]:
     def convert(x: Any) -> Any:
         if not isinstance(x, torch.Tensor):
             return x
+        if is_subclass(x):  # one that is held in 4 bits: an ordinary tensor takes its place
+            with fake_mode:
+                return stand_in(x)
         if isinstance(x, FakeTensor):
             return x if x.fake_mode is fake_mode else fake_mode.from_tensor(x)
         symbolic = known.get(x)
@@ -50,9 +54,7 @@ def capture(gm: fx.GraphModule, inputs: Sequence[Any]) -> tuple[fx.GraphModule, 
     """Trace `gm`. Writes to inputs become a `copy_` epilogue, which Inductor's AOTAutograd understands."""
     if any(True for _ in gm.parameters()) or any(True for _ in gm.buffers()):
         raise CannotCapture("the graph holds tensors as attributes (inline_inbuilt_nn_modules is off?)")
-    for x in inputs:
-        if isinstance(x, torch.Tensor) and is_traceable_wrapper_subclass(x):
-            raise CannotCapture(f"an input is a tensor subclass, {type(x).__name__}")
+    ways = [_held(x) for x in inputs]
 
     context = TracingContext.try_get()
     fake_mode = (context.fake_mode if context is not None else None) or detect_fake_mode(inputs)
@@ -70,8 +72,23 @@ def capture(gm: fx.GraphModule, inputs: Sequence[Any]) -> tuple[fx.GraphModule, 
         stack.enter_context(fx.traceback.preserve_node_meta())
         traced = make_fx(_functional(interpreter.run), decomposition_table={})(*fakes)
     _restore_dynamo_metadata(gm, traced)
+    for node, way in zip(_placeholders(traced), ways, strict=True):
+        if way is not None:
+            node.meta["held"] = way
     _inline_constants(traced)
     return traced, fake_mode
+
+
+def _held(x: Any) -> Held | None:
+    if not is_subclass(x):
+        return None
+    try:
+        way = held(x)
+    except Unreadable as reason:
+        raise CannotCapture(f"an input is {reason}") from None
+    if way is None:
+        raise CannotCapture(f"an input is a tensor subclass, {type(x).__name__}")
+    return way
 
 
 def _inline_constants(gm: fx.GraphModule) -> None:

@@ -165,7 +165,7 @@ class Canon:
         table: dict[Any, int] = {}
         for node in graph.nodes:
             key: Any = node
-            if node.op == "call_function" and _is_pure(node):
+            if node.op == "call_function" and is_pure(node):
                 parts = fx.node.map_aggregate(
                     (node.args, dict(node.kwargs)),
                     lambda a: ("node", self._numbers[a]) if isinstance(a, fx.Node) else (type(a).__name__, a),
@@ -181,7 +181,7 @@ class Canon:
         return self._numbers[strip(a)] == self._numbers[strip(b)]
 
 
-def _is_pure(node: fx.Node) -> bool:
+def is_pure(node: fx.Node) -> bool:
     if is_op(node, aten.empty, aten.empty_like, aten.copy_):
         return False
     tags = getattr(node.target, "tags", ())
@@ -193,7 +193,10 @@ def _is_pure(node: fx.Node) -> bool:
 
 @dataclass(frozen=True)
 class WeightRef:
-    """An expert weight as the graph holds it: `placeholder` is [E, N, K], or [E, K, N] if `transposed`."""
+    """An expert weight as the graph holds it: `placeholder` is [E, N, K], or [E, K, N] if `transposed`.
+
+    It is a graph input, or what the graph decodes from inputs in 4 bits (decoded.py).
+    """
 
     placeholder: fx.Node
     transposed: bool
@@ -235,7 +238,7 @@ def _swaps_last_two(node: fx.Node) -> bool:
 
 
 class Weights:
-    """Which placeholders may be replaced by packed copies."""
+    """Which inputs may be replaced by packed copies; `fixed` has weights decoded in the graph, too."""
 
     def __init__(self, graph: fx.Graph, fixed: set[fx.Node], mutated: set[fx.Node]) -> None:
         self._fixed = fixed
@@ -247,7 +250,7 @@ class Weights:
     def resolve(self, node: fx.Node, swapped: bool, site: fx.Node) -> WeightRef:
         """`node` with its last two dimensions swapped or not must be used as [E, K, N]."""
         need(
-            node.op == "placeholder",
+            node.op == "placeholder" or node in self._fixed,
             f"the weight ({node.name}) is computed in the graph",
             site,
         )
@@ -268,5 +271,11 @@ class Weights:
             site,
         )
         weight = WeightRef(node, transposed=not swapped)
+        way = node.meta.get("held")
+        need(
+            way is None or way.transposed == weight.transposed,
+            f"the weight {node.name} is quantised along a dimension that its product keeps",
+            site,
+        )
         need(weight.k % 2 == 0, f"K = {weight.k} is odd; two codes share a byte, so K must be even", site)
         return weight

@@ -1,4 +1,5 @@
-"""Linear layers outside experts, for `options={"linear": True}`: `mm` and `addmm` become `fp4::mm`.
+"""Linear layers outside experts: `mm` and `addmm` become `fp4::mm`, with `options={"linear": True}` or if the
+model holds their weights in 4 bits.
 
 Attention, the output head and routers stay as they are, by their names: they cost little and lose most.
 """
@@ -15,7 +16,9 @@ from torch import fx
 
 from ..meta.layouts import preferred_layout
 from .graph import Refusal, aten, is_op, shape, static_int, value
+from .held import is_held
 from .mixture import K, Matrix, N
+from .options import Options
 from .reading import Reader
 from .report import Site, input_name, location, module_path
 from .terms import Ref, free_axes, substitute
@@ -35,7 +38,7 @@ def linear_layers(writer: Any, graph: fx.Graph, reader: Reader, mutated: set[fx.
             continue
         *bias, a, weight = node.args
         matrix = _matrix(weight, reader)
-        if matrix is None or KEPT.search(input_name(matrix.ref.node)):
+        if matrix is None or not (is_held(matrix.ref.node) or _is_asked_for(matrix, writer.options)):
             continue
         if bias and len(shape(bias[0])) != 1:
             continue
@@ -43,6 +46,10 @@ def linear_layers(writer: Any, graph: fx.Graph, reader: Reader, mutated: set[fx.
             yield _write(writer, node, a, matrix, bias[0] if bias else None, mutated)
         except Refusal as refusal:
             yield Site(None, refusal.reason, location(refusal.node), module_path(refusal.node))
+
+
+def _is_asked_for(matrix: Matrix, options: Options) -> bool:
+    return options.linear and not KEPT.search(input_name(matrix.ref.node))
 
 
 def _matrix(node: fx.Node, reader: Reader) -> Matrix | None:
@@ -74,7 +81,7 @@ def _write(
             a, scale = (call(operator.getitem, both, i) for i in (0, 1))
         operands = [call(aten.select.int, t, 0, 0) for t in writer.slot(*packed)]
         out = call(
-            fp4.mm.default, a, *(*operands, None)[:3], scale, bias, format=options.format, layout=layout,
+            fp4.mm.default, a, *(*operands, None)[:3], scale, bias, format=packed[1].format, layout=layout,
             out_dtype=value(node).dtype,
         )  # fmt: skip
     where = location(node), module_path(node)

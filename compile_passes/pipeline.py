@@ -12,6 +12,7 @@ from torch._guards import TracingContext
 from torch.fx.experimental.symbolic_shapes import free_unbacked_symbols
 
 from .capture import CannotCapture, capture
+from .held import is_subclass
 from .options import Options, inductor_patches
 from .report import Frame
 from .rewrite import Rewritten, fp4_calls, rewrite
@@ -96,6 +97,8 @@ def _is_fixed(node: fx.Node, x: Any) -> bool:
 def _has_expert_weights(gm: fx.GraphModule, inputs: Sequence[Any]) -> bool:
     """Whether any weight could be one of experts: 3D, or a matrix in a graph that also routes."""
     weights = [x for n, x in _pairs(gm, inputs) if _is_fixed(n, x)]
+    if any(map(is_subclass, weights)):
+        return True
     if any(x.dim() == 3 and x.dtype == torch.uint8 for x in weights):
         return any("dequantize" in str(n.target) for n in gm.graph.nodes)
     weights = [x for x in weights if x.dtype.is_floating_point and x.dtype.itemsize > 1]

@@ -15,8 +15,10 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from ..meta.layouts import A_LAYOUTS, preferred_layout
 from .batched import batched_products
 from .block import Block, ends_a_block, match_block
-from .capture import mutated_inputs
-from .graph import FLOATING, Canon, Refusal, WeightRef, Weights, aten, is_op, is_tensor, shape, value
+from .capture import CannotCapture, mutated_inputs
+from .decoded import find_decoded
+from .graph import FLOATING, Canon, Refusal, WeightRef, Weights, aten, is_op, is_tensor, need, shape, value
+from .held import HeldSpec, held_spec, inputs_of, is_held
 from .linears import linear_layers
 from .options import Options
 from .products import IndexedRows, Product, find_products, nonnegative
@@ -24,7 +26,7 @@ from .reading import Reader
 from .report import Site, input_name, location, module_path
 from .search import Search
 from .terms import interning
-from .weights import GivenSpec, JoinSpec, PackSpec, Swap
+from .weights import Assembly, JoinSpec, PackSpec, Swap
 from .write_mixture import write_mixture
 
 fp4 = torch.ops.fp4
@@ -47,6 +49,7 @@ def rewrite(
     gm.graph.eliminate_dead_code()
     canon = Canon(gm.graph)
     mutated = mutated_inputs(gm.graph)
+    fixed = fixed | find_decoded(gm.graph, fixed, mutated)
     found = list(find_products(gm.graph, Weights(gm.graph, fixed, mutated), canon))
     sites: list[Site] = []
     products = {p.node: p for p in found if isinstance(p, Product)}
@@ -55,7 +58,10 @@ def rewrite(
     why_not: dict[fx.Node, str] = {}
     for product in products.values():
         try:
-            blocks.append(match_block(product, products, canon))
+            block = match_block(product, products, canon)
+            formats = [_format(w.placeholder, options) for w in (block.up.weight, block.down.weight)]
+            need(formats[0] == formats[1], "gate/up and down are held in different formats", product.node)
+            blocks.append(block)
         except Refusal as refusal:
             if ends_a_block(product, products, canon):
                 why_not[product.node] = f"not a whole block: {refusal.reason} ({location(refusal.node)})"
@@ -70,7 +76,7 @@ def rewrite(
     sites += [
         Site(None, r.reason, *_where(r.node)) for r in found if isinstance(r, Refusal) and r.node in alive
     ]
-    refused = [r for downs, r in refused if not any(n in products or n not in alive for n in downs)]
+    refused = [r for downs, r in refused if not any(n in products for n in downs)]
     sites += dict.fromkeys(Site(None, r.reason, *_where(r.node)) for r in refused)
     for product in products.values():
         if product.node in alive:
@@ -79,6 +85,7 @@ def rewrite(
     if not writer.written:
         return None, sites
     sweep(gm.graph)
+    _no_stand_in_is_left(gm.graph, sites)
     return writer.finish(fake_mode), sites
 
 
@@ -98,16 +105,30 @@ def _mixtures(
                 refused.append((downs, refusal))
         sweep(graph)
         sites += batched_products(writer, graph, reader, mutated)
-        if writer.options.linear:
+        sweep(graph)
+        alive = set(graph.nodes)
+        refused = [(downs, r) for downs, r in refused if alive.issuperset(downs)]
+        if writer.options.linear or any(map(is_held, fixed)):
             sites += linear_layers(writer, graph, reader, mutated)
     return refused
 
 
 def _is_weight(node: fx.Node, fixed: set[fx.Node]) -> bool:
-    """A parameter, or one that the model holds packed and dequantises in the graph."""
-    if is_op(node, fp4.dequantize):
-        return node.args[0] in fixed and node.args[1] in fixed
     return node in fixed and value(node).dtype in FLOATING
+
+
+def _format(weight: fx.Node, options: Options) -> tuple[str, bool]:
+    """(format, whether the model itself holds it so) of a weight once it is packed."""
+    return (weight.meta["held"].format, True) if is_held(weight) else (options.format, False)
+
+
+def _no_stand_in_is_left(graph: fx.Graph, sites: list[Site]) -> None:
+    """What takes the place of a tensor subclass holds no values: every use must have become an operator's."""
+    for node in graph.find_nodes(op="placeholder"):
+        for user in node.users if is_held(node) else ():
+            kind, refused = node.meta["held"].kind, [s.reason for s in sites if not s.rewritten]
+            why = refused[0] if refused else f"{user.name} ({user.target}) reads it"
+            raise CannotCapture(f"a product of {input_name(node)} ({kind}) was not found: {why}")
 
 
 def sweep(graph: fx.Graph) -> None:
@@ -174,7 +195,7 @@ def _kernel(device_type: str, layout: str = "plain") -> str:
 class _Writer:
     def __init__(self, gm: fx.GraphModule, options: Options) -> None:
         self.gm, self.options = gm, options
-        self.slots: dict[tuple[tuple[fx.Node, ...], PackSpec | JoinSpec], tuple[fx.Node, ...]] = {}
+        self.slots: dict[tuple[tuple[fx.Node, ...], PackSpec | JoinSpec | HeldSpec], tuple[fx.Node, ...]] = {}
         self.written: set[fx.Node] = set()
         self.replaced: dict[fx.Node, fx.Node] = {}
         self._inputs = list(gm.graph.find_nodes(op="placeholder"))
@@ -205,7 +226,7 @@ class _Writer:
                 *down,
                 self._interleaved(b.up_bias) if split and b.up_bias is not None else b.up_bias,
                 b.down_bias,
-                format=self.options.format,
+                format=_format(b.down.weight.placeholder, self.options)[0],
                 layout=layout,
                 activation=gate,
                 a_format=a_format,
@@ -241,7 +262,7 @@ class _Writer:
                 route,
                 a_scale,
                 None,
-                format=self.options.format,
+                format=_format(p.weight.placeholder, self.options)[0],
                 layout=layout,
                 out_dtype=out_dtype,
             )
@@ -301,7 +322,10 @@ class _Writer:
         halves = self.call(aten.reshape.default, bias, [e, 2, n // 2])
         return self.call(aten.reshape.default, self.call(aten.transpose.int, halves, 1, 2), [e, n])
 
-    def _spec(self, w: WeightRef, layout: str, interleave: bool = False) -> PackSpec:
+    def _spec(self, w: WeightRef, layout: str, interleave: bool = False) -> PackSpec | HeldSpec:
+        if is_held(w.placeholder):
+            whole = Assembly.of_one(w.experts, w.n, w.k, w.transposed, 2 if interleave else 1)
+            return held_spec((w.placeholder,), whole, layout, w.placeholder)
         return PackSpec(self.options.format, layout, w.transposed, interleave=interleave)
 
     def _a_format(self, layout: str, w: WeightRef) -> tuple[str, str]:
@@ -312,12 +336,9 @@ class _Writer:
         """(packed, block_scale, global_scale or None) as graph inputs, made once for each weight."""
         return (*self.slot((w.placeholder,), self._spec(w, layout, interleave)), None)[:3]
 
-    def slot(
-        self, sources: tuple[fx.Node, ...], spec: PackSpec | JoinSpec | GivenSpec
-    ) -> tuple[fx.Node, ...]:
+    def slot(self, sources: tuple[fx.Node, ...], spec: PackSpec | JoinSpec | HeldSpec) -> tuple[fx.Node, ...]:
         """The graph inputs that hold what `spec` makes of these parameters."""
-        if isinstance(spec, GivenSpec):
-            return tuple(n for n in sources[0].args[:3] if n is not None)
+        sources = tuple(n for s in sources for n in inputs_of(s))
         key = (sources, spec)
         if key not in self.slots:
             first, nodes = sources[0], []
@@ -346,21 +367,23 @@ class _Writer:
         specs = [spec for _, spec in packed]
         sources = list(dict.fromkeys(n for nodes, _ in packed for n in nodes))
         values = [value(n) for n in sources]
+        after = sum(s.num_bytes(tuple(value(nodes[0]).shape)) for nodes, s in packed)
+        held = any(map(is_held, sources))
         return Site(
             module=where[1],
             op=op,
             reason=reason,
             where=where[0],
-            weights=tuple(input_name(n.args[0] if is_op(n, fp4.dequantize) else n) for n in sources),
+            weights=tuple(input_name(inputs_of(n)[0]) for n in sources),
             shape=shape_text,
-            form=form,
+            form=form + (f", weights from {sources[0].meta['held'].kind}" if held else ""),
             kernel=_kernel(values[0].device.type, specs[0].layout),
             format=specs[0].format,
             layout=specs[0].layout,
             activation=activation,
             a_format=a_format,
-            bytes_before=sum(v.numel() * v.dtype.itemsize for v in values),
-            bytes_after=sum(s.num_bytes(tuple(value(nodes[0]).shape)) for nodes, s in packed),
+            bytes_before=after if held else sum(v.numel() * v.dtype.itemsize for v in values),
+            bytes_after=after,
         )
 
     def finish(self, fake_mode: FakeTensorMode) -> Rewritten:
@@ -380,7 +403,7 @@ class _Writer:
         swapped = {p for sources, _ in self.slots for p in sources}
         keep = []
         for index, node in enumerate(self._inputs):
-            if node in swapped and not node.users:
+            if (node in swapped or is_held(node)) and not node.users:
                 self.gm.graph.erase_node(node)
             else:
                 keep.append(index)

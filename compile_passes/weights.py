@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
+from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from ..experts import interleave
 from ..meta.formats import FORMATS
@@ -53,6 +54,16 @@ class Assembly:
     def shape(self) -> tuple[int, ...]:
         rows = len(self.experts[0]) * self.n
         return (len(self.experts), rows, self.k) if self.k else (len(self.experts), rows)
+
+    @staticmethod
+    def of_one(e: int, n: int, k: int, transposed: bool, parts: int = 1) -> Assembly:
+        """One parameter as it is; its rows in `parts` parts, interleaved if there are several."""
+        rows = n // parts
+        pieces = []
+        for i in range(e):
+            taken = [(("n", p * rows, 1), ("k", 0, 1)) for p in range(parts)]
+            pieces.append(tuple(Piece(0, (("at", i), *(at[::-1] if transposed else at))) for at in taken))
+        return Assembly(tuple(pieces), rows, k, parts > 1)
 
     def build(self, *weights: torch.Tensor) -> torch.Tensor:
         sizes = {"n": self.n, "k": self.k}
@@ -125,18 +136,6 @@ class PackSpec:
 
 
 @dataclass(frozen=True)
-class GivenSpec:
-    """A weight that the model itself holds packed and dequantises: its tensors are taken as they are."""
-
-    format: str
-    layout: str
-    assembly = None
-
-    def num_bytes(self, stored: tuple[int, ...]) -> int:
-        return PackSpec(self.format, self.layout, False).num_bytes(stored)
-
-
-@dataclass(frozen=True)
 class JoinSpec:
     """Biases of many parameters as one tensor [E, N], not packed."""
 
@@ -158,13 +157,17 @@ class _Entry:
     __slots__ = ("packed", "refs", "states")
 
     def __init__(
-        self, refs: list[Any], states: list[tuple[int, int]], packed: tuple[torch.Tensor, ...]
+        self, refs: list[Any], states: list[tuple[Any, ...]], packed: tuple[torch.Tensor, ...]
     ) -> None:
         self.refs, self.states, self.packed = refs, states, packed
 
 
-def _state(weight: torch.Tensor) -> tuple[int, int]:
-    return (weight.data_ptr(), -1 if weight.is_inference() else weight._version)
+def _state(weight: torch.Tensor) -> tuple[Any, ...]:
+    version = -1 if weight.is_inference() else weight._version
+    if is_traceable_wrapper_subclass(weight):
+        # A write to the whole counts as one to it, not to what it holds.
+        return (version, *(_state(getattr(weight, name)) for name in weight.__tensor_flatten__()[0]))
+    return (weight.data_ptr(), version)
 
 
 class PackedWeights:

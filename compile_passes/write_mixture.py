@@ -7,6 +7,7 @@ A block whose activation the operator knows becomes `fp4::moe`. Any other become
 from __future__ import annotations
 
 import operator
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -18,7 +19,6 @@ from .activations import GATE, UP, same_function
 from .axes import same
 from .graph import (
     FLOATING,
-    arguments,
     aten,
     is_op,
     item,
@@ -29,11 +29,12 @@ from .graph import (
     strip,
     value,
 )
+from .held import HeldSpec, held_spec, is_held, own_scales
 from .mixture import E, J, K, Matrix, Mixture, N
 from .products import nonnegative
 from .report import Site, location, module_path
 from .terms import Add, Affine, Apply, Axis, Const, Mix, Mul, Ref, Term, free_axes
-from .weights import Assembly, GivenSpec, JoinSpec, PackSpec, Piece
+from .weights import Assembly, JoinSpec, PackSpec, Piece
 
 fp4 = torch.ops.fp4
 
@@ -60,6 +61,8 @@ class _Emitter:
         fused = bool(act.name)
         up, interleaved = self._gate_up(device)
         down = self._spec([(x.down,) for x in m.branches], device, False)
+        if isinstance(up[1], HeldSpec) and isinstance(down[1], HeldSpec) and own_scales(up[1]):
+            down = self._rescaled(up, down)
         same_kind = (up[1].format, up[1].layout) == (down[1].format, down[1].layout)
         need(same_kind, "gate/up and down are packed in different formats or layouts", m.root)
         up_bias = self._bias([x.up_bias for x in m.branches], interleaved)
@@ -185,6 +188,23 @@ class _Emitter:
         interleaved = bool(self.activation) and ACTIVATIONS[self.activation].interleaved
         return self._spec(experts, device, interleaved), interleaved
 
+    def _rescaled(self, up: Any, down: Any) -> Any:
+        """`down` with what up lacks when it is stored under gate's global scale (HeldSpec.rescale)."""
+        a = ACTIVATIONS.get(self.activation)
+        linear = a is not None and a.limit is None and not a.up_offset and not any(self.common.up_bias)
+        need(
+            linear,
+            "gate and up are held under global scales of their own, and the activation is not linear in up",
+            self.m.root,
+        )
+        sources = tuple(dict.fromkeys((*down[0], *up[0])))
+        at = [sources.index(s) for s in up[0]]
+        pairs = tuple(
+            tuple(replace(p, source=at[p.source]) for p in parts) for parts in up[1].assembly.experts
+        )
+        held = tuple(s.meta["held"] for s in sources)
+        return sources, replace(down[1], held=held, rescale=pairs)
+
     def _bias(self, experts: list[tuple[Matrix | None, ...]], interleaved: bool) -> Any:
         if all(p is None for parts in experts for p in parts):
             return None
@@ -284,18 +304,16 @@ def packing(
     interleaved: bool,
     mutated: set[fx.Node],
     site: fx.Node,
-) -> tuple[tuple[fx.Node, ...], PackSpec | GivenSpec]:
+) -> tuple[tuple[fx.Node, ...], PackSpec | HeldSpec]:
     """(parameters, how they become one packed operand): for each expert its parts, one below the other."""
     sources, assembly = assemble(experts, interleaved, site)
     need(assembly.k % 2 == 0, f"K = {assembly.k} is odd; two codes share a byte", site)
     for s in sources:
         need(s not in mutated, f"the graph writes to the weight {s.name}", site)
         need(value(s).dtype == value(sources[0]).dtype, "weights of one block differ in dtype", site)
+    if any(map(is_held, sources)):
+        return sources, held_spec(sources, assembly, layout, site)
     whole = assembly.whole([tuple(shape(s)) for s in sources])
-    if is_op(sources[0], fp4.dequantize):
-        given = arguments(sources[0])
-        need(whole is False, "a packed weight is not used as it is, [E, N, K]", site)
-        return sources, GivenSpec(given["format"], given["layout"])
     if whole is not None:
         return sources, PackSpec(format, layout, whole)
     return sources, PackSpec(format, layout, False, assembly)

@@ -1,11 +1,26 @@
-"""Models that hold packed experts and dequantise them in their forward: the rewrite loses nothing."""
+"""Models that hold their experts in 4 bits already: the rewrite takes codes and scales as they are.
+
+Codes and scales are random, not those that quantising would choose, so quantising anew would be seen.
+"""
 
 from __future__ import annotations
 
+import copy
+from collections.abc import Callable
+
 import pytest
 import torch
-from moe_models import Recorder, relative_error
+import torch.nn.functional as F
+from fp4_ops.compile_passes import weights
+from moe_models import Block, Recorder, relative_error
 from moe_styles import STYLES, FusedStyle, StackedStyle
+from torch import Tensor, nn
+
+import fp4_ops
+from fp4_ops import FP4Tensor
+
+FORMATS = ["nvfp4", "mxfp4"]
+SIZES = {"hidden": 64, "inter": 96}
 
 
 @pytest.fixture(autouse=True)
@@ -14,18 +29,259 @@ def fresh_dynamo():
     torch.set_num_threads(1)
 
 
-def packed(style: type, format: str) -> torch.nn.Module:
+def random_parts(*shape: int, format: str = "nvfp4") -> tuple[Tensor, Tensor, Tensor | None]:
+    """Arbitrary codes and scales of a weight [..., n, k] of about unit variance."""
+    *lead, n, k = shape
+    packed = torch.randint(0, 256, (*lead, n, k // 2), dtype=torch.uint8)
+    if format == "mxfp4":
+        scale = torch.randint(122, 126, (*lead, n, -(-k // 32)), dtype=torch.uint8)
+        return packed, scale.view(torch.float8_e8m0fnu), None
+    scale = (torch.rand(*lead, n, -(-k // 16)) * 3 + 0.2).to(torch.float8_e4m3fn)
+    return packed, scale, 2.0 ** torch.randint(-6, -2, tuple(lead))
+
+
+def fp4_tensor(*shape: int, format: str = "nvfp4", dtype: torch.dtype = torch.float32) -> FP4Tensor:
+    return FP4Tensor(*random_parts(*shape, format=format), format=format, dtype=dtype)
+
+
+def nvfp4_tensor(*shape: int, swizzled: bool = False, scaled: bool = True) -> Tensor:
+    module = pytest.importorskip("torchao.prototype.mx_formats.nvfp4_tensor")
+    packed, scale, global_scale = random_parts(*shape)
+    if swizzled:
+        from torchao.prototype.mx_formats.utils import hp_data_dims_to_swizzled_scale_dims_nvfp4, to_blocked
+
+        scale = to_blocked(scale).view(*hp_data_dims_to_swizzled_scale_dims_nvfp4(*shape))
+    return module.NVFP4Tensor(
+        packed, scale, 16, torch.float32, global_scale if scaled else None, None, swizzled
+    )
+
+
+def mx_tensor(*shape: int) -> Tensor:
+    """torchao computes with such weights only if activations are quantised, too."""
+    module = pytest.importorskip("torchao.prototype.mx_formats.mx_tensor")
+    packed, scale, _ = random_parts(*shape, format="mxfp4")
+    e2m1 = torch.float4_e2m1fn_x2
+    how = module.QuantizeTensorToMXKwargs(elem_dtype=e2m1)
+    return module.MXTensor(packed, scale, e2m1, 32, torch.float32, how.kernel_preference, how, False)
+
+
+TENSORS: dict[str, Callable[..., Tensor]] = {
+    "FP4Tensor, nvfp4": fp4_tensor,
+    "FP4Tensor, mxfp4": lambda *shape: fp4_tensor(*shape, format="mxfp4"),
+    "FP4Tensor, tile16": lambda *shape: fp4_tensor(*shape).prepack("tile16"),
+    "NVFP4Tensor": nvfp4_tensor,
+    "NVFP4Tensor, swizzled": lambda *shape: nvfp4_tensor(*shape, swizzled=True),
+    "NVFP4Tensor, one scale": lambda *shape: nvfp4_tensor(*shape, scaled=False),
+    "MXTensor": mx_tensor,
+}
+
+
+def parameter(tensor: Tensor) -> nn.Parameter:
+    return nn.Parameter(tensor, requires_grad=False)
+
+
+def hold(module: nn.Module, make: Callable[..., Tensor]) -> nn.Module:
+    """Every linear layer but the router over a weight that `make` gives."""
+    for name, layer in module.named_modules():
+        if isinstance(layer, nn.Linear) and "router" not in name:
+            layer.weight = parameter(make(*layer.weight.shape))
+    return module
+
+
+def decoded(module: nn.Module) -> nn.Module:
+    """The same module over the values that the codes stand for."""
+    twin = copy.deepcopy(module)
+    for layer in twin.modules():
+        for name, p in list(layer.named_parameters(recurse=False)):
+            if type(p.data) is not Tensor:
+                setattr(layer, name, parameter(p.dequantize(p.dtype).detach()))
+    return twin
+
+
+def check(module: nn.Module, twin: nn.Module, ops: list[str]) -> Recorder:
+    """Prefill, another length under the same compilation, one token."""
+    recorder = Recorder(activation="bf16")
+    compiled = torch.compile(module, backend=recorder, dynamic=True, fullgraph=True)
+    with torch.no_grad():
+        for n in (9, 5, 1):
+            x = torch.randn(n, 64)
+            assert relative_error(compiled(x), twin(x)) < 5e-6, recorder.reasons
+    assert recorder.ops == ops * 2, recorder.reasons
+    return recorder
+
+
+# --- tensor subclasses ---
+
+
+@pytest.mark.parametrize("make", TENSORS.values(), ids=TENSORS)
+@pytest.mark.parametrize("name", ["where loop", "dense stack"])
+def test_loops_over_linear_layers(name, make):
+    """Gate and up have global scales of their own, and one operator over both loses neither."""
+    module = hold(STYLES[name](**SIZES), make)
+    site = check(module, decoded(module), ["fp4::moe"]).sites[0]
+    assert site.layout == "tile16" and site.bytes_before == site.bytes_after
+    assert len(site.weights) >= 3 * module.E
+
+
+@pytest.mark.parametrize("format", FORMATS)
+@pytest.mark.parametrize("name", ["dense bmm", "dense bmm, scaled inputs (Llama 4)", "token mask loop"])
+def test_stacked_experts(name, format):
+    module = STYLES[name](**SIZES)
+    assert isinstance(module, FusedStyle)
+    module.w13 = parameter(fp4_tensor(6, 192, 64, format=format).mT)
+    module.w2 = parameter(fp4_tensor(6, 64, 96, format=format).mT)
+    check(module, decoded(module), ["fp4::moe"])
+
+
+@pytest.mark.parametrize("format", FORMATS)
+def test_sorted_rows(format):
+    """aten._grouped_mm takes bfloat16; the weights here are exact in it."""
+    module = Block("grouped_mm", dtype=torch.bfloat16)
+    module.w13 = parameter(fp4_tensor(6, 96, 32, format=format, dtype=torch.bfloat16))
+    module.w2 = parameter(fp4_tensor(6, 32, 48, format=format, dtype=torch.bfloat16))
+    twin, recorder = decoded(module), Recorder(activation="bf16")
+    compiled = torch.compile(module, backend=recorder, dynamic=True, fullgraph=True)
+    with torch.no_grad():
+        for n in (9, 5):
+            x = torch.randn(n, 32, dtype=torch.bfloat16)
+            # Four roundings to bfloat16, each 2^-9 at most; other codes or scales would be off by far more.
+            assert relative_error(compiled(x), twin(x)) < 2e-2
+    assert recorder.ops == ["fp4::moe"]
+
+
+@pytest.mark.parametrize("make", TENSORS.values(), ids=TENSORS)
+@pytest.mark.parametrize("bias", [False, True])
+def test_linear_layers(make, bias):
+    """They are in 4 bits already, so no option need ask for it."""
+    model = nn.Sequential(nn.Linear(64, 96, bias=bias), nn.SiLU(), nn.Linear(96, 64, bias=bias))
+    model = hold(model, make)
+    check(model, decoded(model), ["fp4::mm"] * 2)
+
+
+def packed_from(weight: Tensor) -> list[tuple[tuple[int, ...], tuple[Tensor, ...]]]:
+    """What was made of a weight and others: (ids of all of them, operands)."""
+    entries = [item for s in weights._stores.values() for item in s._entries.items()]
+    return [(key, entry.packed) for key, entry in entries if id(weight) in key]
+
+
+@pytest.mark.parametrize("name", ["FP4Tensor, nvfp4", "FP4Tensor, tile16", "NVFP4Tensor", "MXTensor"])
+def test_codes_and_scales_are_the_models(name):
+    module = hold(STYLES["where loop"](**SIZES), TENSORS[name])
+    site = check(module, decoded(module), ["fp4::moe"]).sites[0]
+    ((_, operands),) = packed_from(module.list[0].w2.weight)
+    packed, scale, _ = torch.ops.fp4.unpack(*(*operands, None)[:3], site.format, "tile16")
+    for e, expert in enumerate(module.list):
+        w = expert.w2.weight
+        w = w.prepack("plain") if isinstance(w, FP4Tensor) else w
+        codes, scales = (w.packed, w.block_scale) if isinstance(w, FP4Tensor) else (w.qdata, w.scale)
+        assert torch.equal(packed[e], codes)
+        assert torch.equal(scale[e].view(torch.uint8), scales.view(torch.uint8))
+
+
+def test_a_new_value_is_noticed():
+    module = hold(STYLES["where loop"](**SIZES), fp4_tensor)
+    compiled = torch.compile(module, backend=Recorder(activation="bf16"), dynamic=True, fullgraph=True)
+    x = torch.randn(7, 64)
+    with torch.no_grad():
+        compiled(x)
+        module.list[2].w1.weight.copy_(fp4_tensor(96, 64))
+        assert relative_error(compiled(x), decoded(module)(x)) < 5e-6
+
+
+def test_a_gate_of_zeros():
+    """Its global scale may be 0, by which up's cannot be divided."""
+    module = hold(STYLES["where loop"](**SIZES), fp4_tensor)
+    module.list[1].w1.weight.global_scale.zero_()
+    check(module, decoded(module), ["fp4::moe"])
+
+
+# --- what must not become one block ---
+
+
+def told(module: nn.Module) -> str:
+    recorder = Recorder(activation="bf16")
+    compiled = torch.compile(module, backend=recorder, dynamic=True, fullgraph=True)
+    with torch.no_grad():
+        for n in (9, 5):
+            x = torch.randn(n, 64)
+            assert relative_error(compiled(x), decoded(module)(x)) < 5e-6
+    (frame,) = recorder.frames
+    assert not [s for s in frame.sites if s.op in ("fp4::moe", "fp4::indexed_mm")]
+    return str(frame)
+
+
+def test_scales_of_their_own_and_another_activation():
+    module = hold(STYLES["where loop"](act=F.relu, **SIZES), fp4_tensor)
+    assert "is not linear in up" in told(module)
+
+
+def test_experts_of_different_formats():
+    module = hold(STYLES["where loop"](**SIZES), fp4_tensor)
+    module.list[1].w1.weight = parameter(fp4_tensor(96, 64, format="mxfp4"))
+    assert "in different formats (mxfp4, nvfp4)" in told(module)
+
+
+def test_experts_some_of_which_are_not_in_4_bits():
+    module = hold(STYLES["where loop"](**SIZES), nvfp4_tensor)
+    module.list[1].w1 = nn.Linear(64, 96, bias=False)
+    assert "some of the experts' weights are held in 4 bits" in told(module)
+
+
+def test_one_expert_twice():
+    class Twice(STYLES["where loop"]):
+        def experts_of(self, x, ids, weights):
+            token, slot = torch.where(ids == 2)
+            again = self.list[2](x[token]) * weights[token, slot, None]
+            return super().experts_of(x, ids, weights).index_add(0, token, again)
+
+    assert "is added 2 times" in told(hold(Twice(**SIZES), fp4_tensor))
+
+
+def test_a_use_that_is_no_product_leaves_the_graph_alone():
+    class Odd(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.w, self.v = parameter(fp4_tensor(64, 64)), parameter(fp4_tensor(64, 64))
+
+        def forward(self, x):
+            return F.linear(x, self.w), self.v.t()
+
+    recorder, module, x = Recorder(activation="bf16"), Odd(), torch.randn(5, 64)
+    with torch.no_grad():
+        got = torch.compile(module, backend=recorder, fullgraph=True)(x)
+        assert torch.equal(got[0], module(x)[0]) and isinstance(got[1], FP4Tensor)
+    assert "a product of v (FP4Tensor) was not found" in recorder.frames[0].note
+
+
+def test_what_becomes_of_torchaos_own_quantisation_of_activations_is_said():
+    module = hold(nn.Sequential(nn.Linear(64, 64, bias=False)), mx_tensor)
+    report = fp4_ops.explain(module, torch.randn(4, 64))
+    assert "act_quant_kwargs give way to the option `activation`" in str(report)
+
+
+def test_other_tensors_of_torchao_are_refused_by_name():
+    mx = pytest.importorskip("torchao.prototype.mx_formats.mx_tensor")
+    how = mx.QuantizeTensorToMXKwargs(elem_dtype=torch.float8_e4m3fn)
+    eight = mx.MXTensor.to_mx(torch.randn(64, 64), torch.float8_e4m3fn, 32, act_quant_kwargs=how)
+    module = hold(nn.Sequential(nn.Linear(64, 64, bias=False)), lambda *_: eight)
+    report = fp4_ops.explain(module, torch.randn(4, 64))
+    assert "an MXTensor of float8_e4m3fn, not of 4 bits" in str(report)
+
+
+# --- fp4.dequantize in the graph ---
+
+
+def packed(style: type, format: str) -> nn.Module:
     """A style whose w13 [E, 2I, H] and w2 [E, H, I] are packed buffers."""
 
     class Packed(style):
         def build(self):
             shapes = {"w13": (self.E, 2 * self.I, self.H), "w2": (self.E, self.H, self.I)}
             for name, shape in shapes.items():
-                parts = torch.ops.fp4.quantize(torch.randn(shape) / 6, format)
-                for part, tensor in zip(("", "_scale", "_global"), parts):
+                for part, tensor in zip(("", "_scale", "_global"), random_parts(*shape, format=format)):
                     self.register_buffer(f"packed_{name}{part}", tensor)
 
-        def weight(self, name: str) -> torch.Tensor:
+        def weight(self, name: str) -> Tensor:
             parts = [getattr(self, f"packed_{name}{part}") for part in ("", "_scale", "_global")]
             return torch.ops.fp4.dequantize(*parts, format, torch.float32).transpose(1, 2)
 
@@ -35,21 +291,19 @@ def packed(style: type, format: str) -> torch.nn.Module:
             del self.w13, self.w2
             return out
 
-    return Packed()
+    return Packed(**SIZES)
 
 
-@pytest.mark.parametrize("format", ["nvfp4", "mxfp4"])
-@pytest.mark.parametrize("name", ["token mask loop", "gather + bmm", "dense bmm"])
+FUSED = ["token mask loop", "gather + bmm", "dense bmm", "permute, unpermute (Megatron)"]
+
+
+@pytest.mark.parametrize("format", FORMATS)
+@pytest.mark.parametrize("name", FUSED)
 def test_dequantised_experts(name, format):
     assert issubclass(STYLES[name], FusedStyle) and not issubclass(STYLES[name], StackedStyle)
-    module, recorder = packed(STYLES[name], format), Recorder(activation="bf16")
-    compiled = torch.compile(module, backend=recorder, dynamic=True, fullgraph=True)
-    with torch.no_grad():
-        for n in (9, 5):
-            x = torch.randn(n, 32)
-            assert relative_error(compiled(x), module(x)) < 1e-5
-    (site,) = recorder.sites
-    assert (site.op, site.format, site.layout) == ("fp4::moe", format, "plain")
-    assert site.weights[0] == "packed_w13"
+    module = packed(STYLES[name], format)
+    recorder = check(module, module, ["fp4::moe"])
+    site = recorder.sites[0]
+    assert (site.format, site.layout, site.weights[0]) == (format, "tile16", "packed_w13")
     targets = {str(n.target) for n in recorder.graphs[0].graph.nodes}
     assert "fp4.dequantize.default" not in targets
