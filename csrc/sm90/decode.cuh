@@ -23,16 +23,11 @@
 #include <cstdint>
 
 #include "decode_plan.cuh"
+#include "ptx.cuh"
 
 namespace fp4::sm90 {
 
 // --- PTX ---
-
-__device__ __forceinline__ uint32_t prmt(uint32_t a, uint32_t b, uint32_t selector) {
-  uint32_t d;  // as assembly, so that the compiler does not split a selector's mask in two
-  asm("prmt.b32 %0, %1, %2, %3;" : "=r"(d) : "r"(a), "r"(b), "r"(selector));
-  return d;
-}
 
 __device__ __forceinline__ void mma_f16(float4& d, const uint32_t (&a)[4], uint32_t b0, uint32_t b1) {
   asm volatile(
@@ -56,9 +51,6 @@ __device__ __forceinline__ uint32_t load_stream_word(const void* p) {
   return v;
 }
 
-__device__ __forceinline__ uint32_t smem_address(const void* p) {
-  return static_cast<uint32_t>(__cvta_generic_to_shared(p));
-}
 __device__ __forceinline__ void barrier_init(uint64_t* b, int count) {
   asm volatile("mbarrier.init.shared.b64 [%0], %1;" ::"r"(smem_address(b)), "r"(count));
 }
@@ -81,16 +73,16 @@ __device__ __forceinline__ void release_next_kernel() {
 // --- weights: one lane's 16 bytes are a block of 16 codes of two rows ---
 
 // Eight codes of one word to fp16, scaled: pairs (0,2), (1,3) of q = 0, then of q = 1.
-__device__ __forceinline__ void dequantize_word(uint32_t w, half2 scale, uint32_t (&h)[4]) {
+__host__ __device__ __forceinline__ void dequantize_word(uint32_t w, half2 scale, uint32_t (&h)[4]) {
   // The high bytes of 0, 0.5, 1, 1.5, 2, 3, 4, 6 in fp16; the low bytes are zero.
   constexpr uint32_t kLow = 0x3E3C3800, kHigh = 0x46444240;
   const uint32_t index = w & 0x77777777;
-  const uint32_t q0 = prmt(kLow, kHigh, index) | (w & 0x80808080);
-  const uint32_t q1 = prmt(kLow, kHigh, index >> 16) | ((w << 4) & 0x80808080);
+  const uint32_t q0 = permute_bytes(kLow, kHigh, index) | (w & 0x80808080);
+  const uint32_t q1 = permute_bytes(kLow, kHigh, index >> 16) | ((w << 4) & 0x80808080);
   h[1] = q0 & 0xFF00FF00;
   h[3] = q1 & 0xFF00FF00;
-  h[0] = prmt(q0, 0, 0x2404);
-  h[2] = prmt(q1, 0, 0x2404);
+  h[0] = permute_bytes(q0, 0, 0x2404);
+  h[2] = permute_bytes(q1, 0, 0x2404);
 #pragma unroll
   for (int i = 0; i < 4; ++i) {
     const half2 v = __hmul2(reinterpret_cast<const half2&>(h[i]), scale);
@@ -99,10 +91,8 @@ __device__ __forceinline__ void dequantize_word(uint32_t w, half2 scale, uint32_
 }
 
 // Two e4m3 scales (their flag bits removed) to fp16.
-__device__ __forceinline__ half2 decode_scales(uint32_t two) {
-  uint32_t v;
-  asm("cvt.rn.f16x2.e4m3x2 %0, %1;" : "=r"(v) : "h"(static_cast<uint16_t>(two)));
-  return reinterpret_cast<const half2&>(v);
+__host__ __device__ __forceinline__ half2 decode_scales(uint32_t two) {
+  return __nv_cvt_fp8x2_to_halfraw2(two, __NV_E4M3);
 }
 
 // --- activations ---

@@ -5,11 +5,11 @@
 
 #include <cstdint>
 
+#include "types.cuh"
+
 namespace fp4::sm90 {
 
 enum class Routing : int { kOffs, kIds32, kIds64, kMasked, kDense };
-enum class Act : int { kNone, kSilu, kGelu, kGeluTanh };
-enum class DType : int { kFloat32, kBFloat16, kFloat16, kFloat8 };
 
 struct DecodeParams {
   const void* x;              // [rows / a_div, k] of x_type, row stride k (fp8: kp)

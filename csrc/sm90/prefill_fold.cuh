@@ -9,6 +9,7 @@
 #pragma once
 
 #include <cuda_fp16.h>
+#include <cuda_fp8.h>
 
 #include "ptx.cuh"
 
@@ -22,7 +23,7 @@ struct FoldTable {
   uint32_t low, high;  // e4m3 bytes of {0, .5, 1, 1.5} and {2, 3, 4, 6} times scale / 8
 };
 
-__device__ __forceinline__ FoldTable fast_table(uint32_t once, uint32_t once_half, uint32_t index) {
+__host__ __device__ __forceinline__ FoldTable fast_table(uint32_t once, uint32_t once_half, uint32_t index) {
   // Selectors for byte 0; adding the index to each nibble takes another byte. A selector of 8 | i replicates
   // the sign of byte i, which is 0: the zero of the table.
   constexpr uint32_t kLow = 0x4008, kHigh = 0x4040, kEveryNibble = 0x1111;
@@ -31,24 +32,18 @@ __device__ __forceinline__ FoldTable fast_table(uint32_t once, uint32_t once_hal
 }
 
 // Any scale, zero and subnormal ones too: products in float, rounded to the nearest e4m3.
-__device__ __forceinline__ FoldTable exact_table(uint32_t byte) {
-  __half_raw half;
-  asm("{\n.reg .b32 pair;\n.reg .b16 low, high;\ncvt.rn.f16x2.e4m3x2 pair, %1;\nmov.b32 {%0, high}, "
-      "pair;\n}\n"
-      : "=h"(half.x)
-      : "h"(static_cast<uint16_t>(byte)));
-  float s = __half2float(__half(half)) * 0.125f;
+__host__ __device__ __forceinline__ FoldTable exact_table(uint32_t byte) {
+  const float s = __half2float(__nv_cvt_fp8_to_halfraw(byte, __NV_E4M3)) * 0.125f;
   auto pack = [](float a, float b, float c, float d) {
-    uint16_t low, high;
-    asm("cvt.rn.satfinite.e4m3x2.f32 %0, %1, %2;" : "=h"(low) : "f"(b), "f"(a));
-    asm("cvt.rn.satfinite.e4m3x2.f32 %0, %1, %2;" : "=h"(high) : "f"(d), "f"(c));
-    return static_cast<uint32_t>(low) | static_cast<uint32_t>(high) << 16;
+    const uint32_t low = __nv_cvt_float2_to_fp8x2(make_float2(a, b), __NV_SATFINITE, __NV_E4M3);
+    const uint32_t high = __nv_cvt_float2_to_fp8x2(make_float2(c, d), __NV_SATFINITE, __NV_E4M3);
+    return low | high << 16;
   };
   return {pack(0.0f, 0.5f * s, s, 1.5f * s), pack(2.0f * s, 3.0f * s, 4.0f * s, 6.0f * s)};
 }
 
 // The table of the scale in the lowest byte, whatever it is.
-__device__ __forceinline__ FoldTable any_table(uint32_t scale) {
+__host__ __device__ __forceinline__ FoldTable any_table(uint32_t scale) {
   uint32_t plain = scale & 0x7F, once = plain - kEighth;
   FoldTable exact = exact_table(plain), fast = fast_table(once, once + 5 - (scale >> 7 & 1), 0);
   bool small = plain < kFirstFastScale;
@@ -56,7 +51,8 @@ __device__ __forceinline__ FoldTable any_table(uint32_t scale) {
 }
 
 // One word = 8 codes: the two A registers of K 4t..4t+3 and 16+4t..16+4t+3.
-__device__ __forceinline__ void fold_word(uint32_t word, FoldTable table, uint32_t& first, uint32_t& second) {
+__host__ __device__ __forceinline__ void fold_word(uint32_t word, FoldTable table, uint32_t& first,
+                                                   uint32_t& second) {
   constexpr uint32_t kSigns = 0x80808080u;
   uint32_t codes = word & 0x77777777u;
   first = permute_bytes(table.low, table.high, codes) | (word & kSigns);

@@ -26,6 +26,7 @@
 
 #include "prefill_fold.cuh"
 #include "prefill_schedule.cuh"
+#include "types.cuh"
 
 namespace fp4::sm90 {
 
@@ -42,16 +43,14 @@ constexpr int kInfoSlots = 2;
 constexpr int kStoreBuffers = 2;
 constexpr float kFoldScale = 8.0f;  // the fold divides block scales by this
 
-enum class FloatType : int { kFloat32 = 0, kBfloat16 = 1, kFloat16 = 2 };
-
 struct Problem {
   Rows rows;
   const float* x_scale;
   const float* global_scale;
   const void* bias;  // or null
-  FloatType bias_type;
+  DType bias_type;
   void* out;
-  FloatType out_type;
+  DType out_type;
   int n;
   int steps;  // of 128 K
 };
@@ -221,7 +220,7 @@ class PrefillBlock {
 
   // Producer warp 3.
   __device__ void zero_rows(int thread, int threads) {
-    int row_bytes = problem_.n * (problem_.out_type == FloatType::kFloat32 ? 4 : 2);
+    int row_bytes = problem_.n * (problem_.out_type == DType::kFloat32 ? 4 : 2);
     zero_unused_rows(problem_.rows, static_cast<uint4*>(problem_.out), row_bytes / 16, thread, threads);
   }
 
@@ -264,9 +263,9 @@ class PrefillBlock {
   __device__ float load_bias(int64_t i) const {
     if (problem_.bias == nullptr) return 0.0f;
     switch (problem_.bias_type) {
-      case FloatType::kFloat32:
+      case DType::kFloat32:
         return static_cast<const float*>(problem_.bias)[i];
-      case FloatType::kBfloat16:
+      case DType::kBFloat16:
         return __bfloat162float(static_cast<const __nv_bfloat16*>(problem_.bias)[i]);
       default:
         return __half2float(static_cast<const __half*>(problem_.bias)[i]);
@@ -377,10 +376,10 @@ class PrefillBlock {
     int column = tile.column + threadIdx.x / kWarpgroup * kMmaRows;
     if (column < problem_.n) {
       switch (problem_.out_type) {
-        case FloatType::kFloat32:
+        case DType::kFloat32:
           store_float32(sums, tile, token_scale, bias, tile.column + row);
           break;
-        case FloatType::kBfloat16:
+        case DType::kBFloat16:
           store_halves<__nv_bfloat162>(sums, tile, token_scale, bias, column);
           break;
         default:

@@ -170,14 +170,14 @@ bool encode_matrix(CUtensorMap* map, CUtensorMapDataType type, int element, cons
 }
 
 // The rows appear twice, so that a copy can end at any row: see PrefillBlock::store_halves.
-bool encode_output(CUtensorMap* map, FloatType type, void* out, uint64_t n, uint64_t rows,
+bool encode_output(CUtensorMap* map, DType type, void* out, uint64_t n, uint64_t rows,
                    uint32_t store_tokens) {
-  if (type == FloatType::kFloat32) return true;  // stored without copies
+  if (type == DType::kFloat32) return true;  // stored without copies
   const uint64_t row_bytes = n * 2;
   const cuuint64_t sizes[3] = {n, store_tokens, rows + 1}, strides[2] = {row_bytes, row_bytes};
   const cuuint32_t box[3] = {kMmaRows, store_tokens, 1};
   auto data_type =
-      type == FloatType::kBfloat16 ? CU_TENSOR_MAP_DATA_TYPE_BFLOAT16 : CU_TENSOR_MAP_DATA_TYPE_FLOAT16;
+      type == DType::kBFloat16 ? CU_TENSOR_MAP_DATA_TYPE_BFLOAT16 : CU_TENSOR_MAP_DATA_TYPE_FLOAT16;
   void* base = reinterpret_cast<void*>(reinterpret_cast<uintptr_t>(out) - store_tokens * row_bytes);
   return encode_map(map, data_type, 3, base, sizes, strides, box, CU_TENSOR_MAP_SWIZZLE_128B);
 }
@@ -223,9 +223,9 @@ extern "C" int fp4_sm90_prefill_w4a8(const void* x, const float* x_scale, const 
   problem.x_scale = x_scale;
   problem.global_scale = global_scale;
   problem.bias = bias;
-  problem.bias_type = static_cast<FloatType>(bias_dtype);
+  problem.bias_type = static_cast<DType>(bias_dtype);
   problem.out = out;
-  problem.out_type = static_cast<FloatType>(out_dtype);
+  problem.out_type = static_cast<DType>(out_dtype);
   problem.n = n;
   problem.steps = kp / kStepK;
 

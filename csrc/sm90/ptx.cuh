@@ -164,11 +164,22 @@ __device__ __forceinline__ uint32_t load_shared_4(uint32_t smem) {
   return value;
 }
 
-// PRMT with a run-time selector. Unlike __byte_perm, a selector's top bit replicates the byte's sign.
-__device__ __forceinline__ uint32_t permute_bytes(uint32_t low, uint32_t high, uint32_t selector) {
+// PRMT with a run-time selector. Unlike __byte_perm, a selector's top bit replicates the byte's sign. Spelled
+// out for the host, where tests run what the kernels compute in registers.
+__host__ __device__ __forceinline__ uint32_t permute_bytes(uint32_t low, uint32_t high, uint32_t selector) {
+#ifdef __CUDA_ARCH__
   uint32_t result;
   asm("prmt.b32 %0, %1, %2, %3;" : "=r"(result) : "r"(low), "r"(high), "r"(selector));
   return result;
+#else
+  const uint64_t bytes = static_cast<uint64_t>(high) << 32 | low;
+  uint32_t result = 0;
+  for (int i = 0; i < 4; ++i) {
+    const uint32_t take = selector >> (4 * i) & 15, byte = bytes >> (8 * (take & 7)) & 0xFF;
+    result |= (take < 8 ? byte : byte >> 7 ? 0xFF : 0) << (8 * i);
+  }
+  return result;
+#endif
 }
 
 // ---- wgmma: D[64, Tokens] (+)= A[64, 32] (registers) x B[Tokens, 32] (shared memory), e4m3 to float32 ----

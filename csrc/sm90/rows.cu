@@ -8,11 +8,10 @@
 #include <cstdint>
 #include <type_traits>
 
+#include "types.cuh"
+
 namespace fp4::sm90 {
 namespace {
-
-enum DType : int { kFloat32, kBFloat16, kFloat16 };
-enum Act : int { kNone, kSilu, kGelu, kGeluTanh };
 
 constexpr int kRouteThreads = 1024;
 constexpr int kRouteWarps = kRouteThreads / 32;
@@ -144,20 +143,20 @@ __device__ void store_fp8(uint8_t* row, int block, const float (&v)[kRowValues],
   }
 }
 
-__device__ float gate_value(int act, float alpha, float limit, float offset, float gate, float up) {
+__device__ float gate_value(Act act, float alpha, float limit, float offset, float gate, float up) {
   if (limit > 0.f) {
     gate = fminf(gate, limit);
     up = fminf(fmaxf(up, -limit), limit);
   }
   up += offset;
-  if (act == kGelu) return 0.5f * gate * (1.f + erff(gate * 0.70710678f)) * up;
-  if (act == kGeluTanh)
+  if (act == Act::kGelu) return 0.5f * gate * (1.f + erff(gate * 0.70710678f)) * up;
+  if (act == Act::kGeluTanh)
     return gate / (1.f + __expf(-1.59576912f * (gate + 0.044715f * gate * gate * gate))) * up;
   return gate / (1.f + __expf(-alpha * gate)) * up;
 }
 
 struct Gate {
-  int act;  // kNone: the row as it is
+  Act act;  // kNone: the row as it is
   int interleaved;
   float alpha, limit, up_offset;
 };
@@ -169,7 +168,7 @@ __global__ void __launch_bounds__(kRowThreads) row_kernel(const T* x, const int*
                                                           int width, int padded, void* out, float* scale) {
   const int64_t r = blockIdx.x;
   const int64_t from = rows ? rows[r] / div : r;
-  const T* row = x + from * (gate.act == kNone ? width : 2 * width);
+  const T* row = x + from * (gate.act == Act::kNone ? width : 2 * width);
   float v[kBlocks][kRowValues];
   float amax = 0.f;
 #pragma unroll
@@ -178,7 +177,7 @@ __global__ void __launch_bounds__(kRowThreads) row_kernel(const T* x, const int*
 #pragma unroll
     for (float& f : v[i]) f = 0.f;
     if (k >= width) continue;
-    if (gate.act == kNone) {
+    if (gate.act == Act::kNone) {
       load_values(row + k, v[i]);
     } else {
       float a[kRowValues], b[kRowValues];
@@ -232,14 +231,14 @@ __global__ void __launch_bounds__(kRowThreads) row_kernel(const T* x, const int*
 // add nothing.
 template <typename Y>
 __global__ void combine_kernel(const Y* y, const int* position, const void* ids, bool wide,
-                               const void* weights, int weight_type, const void* bias, int bias_type,
-                               void* out, int out_type, int tokens, int top_k, int groups, int n) {
+                               const void* weights, DType weight_type, const void* bias, DType bias_type,
+                               void* out, DType out_type, int tokens, int top_k, int groups, int n) {
   const int t = blockIdx.x;
   const int c = (blockIdx.y * blockDim.x + threadIdx.x) * 4;
   if (c >= n) return;
-  const auto as_float = [](const void* p, int type, int64_t i) {
-    if (type == kBFloat16) return __bfloat162float(static_cast<const __nv_bfloat16*>(p)[i]);
-    if (type == kFloat16) return __half2float(static_cast<const __half*>(p)[i]);
+  const auto as_float = [](const void* p, DType type, int64_t i) {
+    if (type == DType::kBFloat16) return __bfloat162float(static_cast<const __nv_bfloat16*>(p)[i]);
+    if (type == DType::kFloat16) return __half2float(static_cast<const __half*>(p)[i]);
     return static_cast<const float*>(p)[i];
   };
   float sum[4] = {};
@@ -268,10 +267,10 @@ __global__ void combine_kernel(const Y* y, const int* position, const void* ids,
   const int64_t to = int64_t(t) * n + c;
 #pragma unroll
   for (int i = 0; i < 4; i += 2) {
-    if (out_type == kBFloat16) {
+    if (out_type == DType::kBFloat16) {
       *reinterpret_cast<__nv_bfloat162*>(static_cast<__nv_bfloat16*>(out) + to + i) =
           __floats2bfloat162_rn(sum[i], sum[i + 1]);
-    } else if (out_type == kFloat16) {
+    } else if (out_type == DType::kFloat16) {
       *reinterpret_cast<half2*>(static_cast<__half*>(out) + to + i) = __floats2half2_rn(sum[i], sum[i + 1]);
     } else {
       *reinterpret_cast<float2*>(static_cast<float*>(out) + to + i) = make_float2(sum[i], sum[i + 1]);
@@ -334,27 +333,28 @@ extern "C" int fp4_sm90_route(const void* ids, int wide, int rows, int groups, i
 
 // Rows of x (16-bit, `width` columns; 2 * width if gated) to `out`: e4m3 [count, padded] in layout sm90 with
 // scale [count], or, where scale is null, x's type [count, width].
-extern "C" int fp4_sm90_rows(const void* x, int x_type, const int* rows, int count, int div, int act,
+extern "C" int fp4_sm90_rows(const void* x, DType x_type, const int* rows, int count, int div, Act act,
                              int interleaved, float alpha, float limit, float up_offset, int width,
                              int padded, void* out, float* scale, void* stream) {
   if (count == 0) return 0;
   const Gate gate{act, interleaved, alpha, limit, up_offset};
   auto* s = static_cast<cudaStream_t>(stream);
-  if (x_type == kBFloat16)
+  if (x_type == DType::kBFloat16)
     return launch_rows<__nv_bfloat16>(x, rows, count, div, gate, width, padded, out, scale, s);
-  if (x_type == kFloat16) return launch_rows<__half>(x, rows, count, div, gate, width, padded, out, scale, s);
+  if (x_type == DType::kFloat16)
+    return launch_rows<__half>(x, rows, count, div, gate, width, padded, out, scale, s);
   return cudaErrorInvalidValue;
 }
 
 // y float32 or bf16 [rows, n], n a multiple of 4.
-extern "C" int fp4_sm90_combine(const void* y, int y_type, const int* position, const void* ids, int wide,
-                                const void* weights, int weight_type, const void* bias, int bias_type,
-                                void* out, int out_type, int tokens, int top_k, int groups, int n,
+extern "C" int fp4_sm90_combine(const void* y, DType y_type, const int* position, const void* ids, int wide,
+                                const void* weights, DType weight_type, const void* bias, DType bias_type,
+                                void* out, DType out_type, int tokens, int top_k, int groups, int n,
                                 void* stream) {
   auto* s = static_cast<cudaStream_t>(stream);
   const int threads = tokens < 64 ? 64 : 256;
   const dim3 grid(tokens, (n / 4 + threads - 1) / threads);
-  if (y_type == kFloat32) {
+  if (y_type == DType::kFloat32) {
     combine_kernel<float><<<grid, threads, 0, s>>>(static_cast<const float*>(y), position, ids, wide, weights,
                                                    weight_type, bias, bias_type, out, out_type, tokens, top_k,
                                                    groups, n);
