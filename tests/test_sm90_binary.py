@@ -88,6 +88,36 @@ def test_nothing_spills(functions, resources, kernel):
         assert len(spills) <= (12 if kernel == "prefill_kernel" else 0), (name, spills)
 
 
+def reachable(body: str, start: str) -> list[str]:
+    """The instructions that can run after the one that contains `start`, by branches and labels."""
+    code, at = [], {}
+    for line in body.splitlines():
+        if label := re.match(r"\s*(\.L_\S+):", line):
+            at[label[1]] = len(code)
+        elif instruction := re.match(r"\s*/\*[0-9a-f]+\*/\s+(.*?);", line):
+            code.append(instruction[1].strip())
+    ahead, seen = [i for i, c in enumerate(code) if start in c], set()
+    assert len(ahead) == 1, start
+    while ahead:
+        i = ahead.pop()
+        if i in seen or i >= len(code):
+            continue
+        seen.add(i)
+        ahead += [at[label] for label in re.findall(r"`\((\.L_\w+)\)", code[i])]
+        if not re.match(r"(BRA `|EXIT|RET)", code[i]):
+            ahead.append(i + 1)
+    return [code[i] for i in sorted(seen)]
+
+
+def test_prefill_roles_keep_to_their_registers(functions):
+    """After setmaxnreg a warpgroup that touched a higher register would read another's."""
+    for name, body in kernels(functions, "prefill_kernel").items():
+        for limit in re.findall(r"USETMAXREG\.\S+ (?:UP0, )?(0x[0-9a-f]+)", body):
+            after = reachable(body, re.search(rf"USETMAXREG.*{limit}\b", body)[0].rstrip(" ;"))
+            used = [int(r) for c in after for r in re.findall(r"\bR(\d+)\b", c)]
+            assert len(after) > 200 and max(used) < int(limit, 16), (name, limit, max(used))
+
+
 @pytest.mark.parametrize("token_tiles", decode.TOKEN_TILES)
 @pytest.mark.parametrize("kp", [128, 768, 2048, 2944, 4096, 7168, 14336, 16384])
 def test_decode_configurations_fit(kp, token_tiles):
