@@ -7,6 +7,8 @@ and multiplied by torch's own kernels.
 
 from __future__ import annotations
 
+from typing import NamedTuple
+
 import torch
 import torch.nn.functional as F
 from torch import Tensor
@@ -146,7 +148,7 @@ def indexed_mm(
     blocks = multiprocessors(a.device.index)
     average = decode.rows_per_expert(m, w.groups)
     if average < _decode_rows(a.dtype) and decode.choose(m, w.groups, w.kp, blocks) is not None:
-        _decode_by_id(a, a_scale, w, ids, 1, out)
+        _decode(a, a_scale, w, _routed(ids, w.groups), 1, out)
         return out
     offs, sorted_rows, position = rows.route(ids, w.groups)
     order = sorted_rows.long()
@@ -161,19 +163,28 @@ def _contiguous(t: Tensor | None) -> Tensor | None:
     return None if t is None else t.contiguous()
 
 
-def _decode_by_id(
-    a: Tensor, a_scale: Tensor | None, w: Weight, ids: Tensor, a_div: int, out: Tensor, *,
+class _Routed(NamedTuple):
+    """One expert id a row, as decode takes them: the kernel sorts few ids itself."""
+
+    routing: Routing
+    route: Tensor
+    sorted_rows: Tensor | None
+
+
+def _routed(ids: Tensor, groups: int) -> _Routed:
+    if ids.numel() <= decode.MAX_IDS:
+        return _Routed(Routing.IDS64 if ids.dtype == torch.int64 else Routing.IDS32, ids, None)
+    offs, sorted_rows, _ = rows.route(ids, groups)
+    return _Routed(Routing.OFFS, offs, sorted_rows)
+
+
+def _decode(
+    a: Tensor, a_scale: Tensor | None, w: Weight, by: _Routed, a_div: int, out: Tensor, *,
     gate: Activation | None = None, early: bool = False,
 ) -> None:  # fmt: skip
-    """Decode with one expert id a row; the kernel sorts few ids itself."""
-    m = ids.numel()
-    if m <= decode.MAX_IDS:
-        routing = Routing.IDS64 if ids.dtype == torch.int64 else Routing.IDS32
-        decode.run(a, w, ids, routing, m, out, x_scale=a_scale, a_div=a_div, gate=gate, early=early)
-        return
-    offs, sorted_rows, _ = rows.route(ids, w.groups)
     decode.run(
-        a, w, offs, Routing.OFFS, m, out, x_scale=a_scale, a_div=a_div, sorted_rows=sorted_rows, gate=gate
+        a, w, by.route, by.routing, out.shape[0], out, x_scale=a_scale, sorted_rows=by.sorted_rows,
+        a_div=a_div, gate=gate, early=early and by.sorted_rows is None,
     )  # fmt: skip
 
 
@@ -217,6 +228,7 @@ def moe(
 def _moe_decode(x: Tensor, ids: Tensor, up: Weight, down: Weight, gate: Activation, fp8: bool) -> Tensor:
     """The experts' outputs, one row a (token, slot), in float32."""
     m, top_k = ids.numel(), ids.shape[1]
+    by = _routed(ids, up.groups)
     x_scale = None
     if fp8:
         x, x_scale = rows.quantize_fp8(x)
@@ -224,15 +236,15 @@ def _moe_decode(x: Tensor, ids: Tensor, up: Weight, down: Weight, gate: Activati
     h_scale = None
     if gate.interleaved:  # gate and up of a column meet in one lane's sums
         h = torch.empty((m, up.n // 2), dtype=dtype, device=x.device)
-        _decode_by_id(x, x_scale, up, ids, top_k, h, gate=gate)
+        _decode(x, x_scale, up, by, top_k, h, gate=gate)
         if fp8:
             h, h_scale = rows.quantize_fp8(h)
     else:
         both = torch.empty((m, up.n), dtype=dtype, device=x.device)
-        _decode_by_id(x, x_scale, up, ids, top_k, both)
+        _decode(x, x_scale, up, by, top_k, both)
         h, h_scale = rows.quantize_fp8(both, gate) if fp8 else (rows.apply_gate(both, gate), None)
     y = torch.empty((m, down.n), dtype=torch.float32, device=x.device)
-    _decode_by_id(h, h_scale, down, ids, 1, y, early=True)
+    _decode(h, h_scale, down, by, 1, y, early=True)
     return y
 
 

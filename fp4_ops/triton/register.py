@@ -37,6 +37,12 @@ def cuda_kernel(function):
     return function
 
 
+def hopper(product, a, a_scale, b, b_scale, b_global_scale, bias, w, *route_and_dtype):
+    """A product of fp4_ops.sm90 with a weight in its layout."""
+    sm90.require(product.__name__, b.device)
+    return product(a, a_scale, sm90.weight(b, b_scale, b_global_scale, bias, w), *route_and_dtype)
+
+
 @cuda_kernel
 def quantize(x, format, global_scale=None):
     fmt = checks.check_format(format)
@@ -97,14 +103,12 @@ def mm(
     w = checks.check_mm(
         a, b, b_scale, b_global_scale, format, layout, a_scale, bias, a_global_scale, a_format
     )
+    dtype = checks.resolve_out_dtype(a, out_dtype)
     if layout == SM90:
-        sm90.require("mm", b.device)
-        wt = sm90.weight(b, b_scale, b_global_scale, bias, w)
-        return sm90.mm(a, a_scale, wt, checks.resolve_out_dtype(a, out_dtype))
+        return hopper(sm90.mm, a, a_scale, b, b_scale, b_global_scale, bias, w, dtype)
     ops.refuse_layout("mm", layout)
     ops.refuse_int8("mm", a.dtype)
     wt = ops.weight(b, b_scale, b_global_scale, bias, w, FORMATS[format])
-    dtype = checks.resolve_out_dtype(a, out_dtype)
     x, factor = rows_of(a, a_scale, a_global_scale, a_format)
     return ops.run_product(ops.prepare_dense, x, a.shape[0], wt, dtype, a_factor=factor)
 
@@ -117,14 +121,12 @@ def grouped_mm(
     w = checks.check_grouped_mm(
         a, b, b_scale, b_global_scale, offs, format, layout, a_scale, bias, a_global_scale, a_format
     )
+    dtype = checks.resolve_out_dtype(a, out_dtype)
     if layout == SM90:
-        sm90.require("grouped_mm", b.device)
-        wt = sm90.weight(b, b_scale, b_global_scale, bias, w)
-        return sm90.grouped_mm(a, a_scale, wt, offs, checks.resolve_out_dtype(a, out_dtype))
+        return hopper(sm90.grouped_mm, a, a_scale, b, b_scale, b_global_scale, bias, w, offs, dtype)
     ops.refuse_layout("grouped_mm", layout)
     ops.refuse_int8("grouped_mm", a.dtype)
     wt = ops.weight(b, b_scale, b_global_scale, bias, w, FORMATS[format])
-    dtype = checks.resolve_out_dtype(a, out_dtype)
     if w.groups == 0:
         return a.new_zeros((a.shape[0], w.n), dtype=dtype)
     x, factor = rows_of(a, a_scale, a_global_scale, a_format)
@@ -139,15 +141,15 @@ def grouped_mm_masked(
     w = checks.check_grouped_mm_masked(
         a, b, b_scale, b_global_scale, masked_m, format, layout, a_scale, bias, a_global_scale, a_format
     )
+    dtype = checks.resolve_out_dtype(a, out_dtype)
     if layout == SM90:
-        sm90.require("grouped_mm_masked", b.device)
-        wt = sm90.weight(b, b_scale, b_global_scale, bias, w)
-        return sm90.grouped_mm_masked(a, a_scale, wt, masked_m, checks.resolve_out_dtype(a, out_dtype))
+        return hopper(
+            sm90.grouped_mm_masked, a, a_scale, b, b_scale, b_global_scale, bias, w, masked_m, dtype
+        )
     ops.refuse_layout("grouped_mm_masked", layout)
     ops.refuse_int8("grouped_mm_masked", a.dtype)
     wt = ops.weight(b, b_scale, b_global_scale, bias, w, FORMATS[format])
     groups, max_m, _ = a.shape
-    dtype = checks.resolve_out_dtype(a, out_dtype)
     x, factor = rows_of(a, a_scale, a_global_scale, a_format)
     out = ops.run_product(ops.prepare_masked, x, groups * max_m, wt, dtype, masked_m, a_factor=factor)
     return out.view(groups, max_m, w.n)
@@ -161,14 +163,12 @@ def indexed_mm(
     w = checks.check_indexed_mm(
         a, b, b_scale, b_global_scale, expert_ids, format, layout, a_scale, bias, a_global_scale, a_format
     )
+    dtype = checks.resolve_out_dtype(a, out_dtype)
     if layout == SM90:
-        sm90.require("indexed_mm", b.device)
-        wt = sm90.weight(b, b_scale, b_global_scale, bias, w)
-        return sm90.indexed_mm(a, a_scale, wt, expert_ids, checks.resolve_out_dtype(a, out_dtype))
+        return hopper(sm90.indexed_mm, a, a_scale, b, b_scale, b_global_scale, bias, w, expert_ids, dtype)
     ops.refuse_layout("indexed_mm", layout)
     ops.refuse_int8("indexed_mm", a.dtype)
     wt = ops.weight(b, b_scale, b_global_scale, bias, w, FORMATS[format])
-    dtype = checks.resolve_out_dtype(a, out_dtype)
     if w.groups == 0:
         return a.new_zeros((a.shape[0], w.n), dtype=dtype)
     x, factor = rows_of(a, a_scale, a_global_scale, a_format)
