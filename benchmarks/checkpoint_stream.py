@@ -5,8 +5,9 @@
 Makes a bf16 checkpoint of random weights in DIR, in the layout of a Qwen3-MoE. Then, with the page cache of
 the files dropped before each step:
 
-1. reads the source and writes as many bytes as the result has, nothing else: what the disk costs, one after
-   the other (the sum of both) and at the same time;
+1. reads the source and writes as many bytes as the result has, nothing else: what the disk costs, through the
+   page cache and past it, one after the other (the sum of the faster read and the faster write) and at the
+   same time;
 2. `python -m fp4_ops quantize` in a process of its own: seconds, and its peak resident memory;
 3. the same, killed (SIGKILL) when half of the files are done, and run again: is the result the same?
 """
@@ -26,9 +27,11 @@ import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from typing import NamedTuple
 
 import torch
 
+from fp4_ops.checkpoints import direct
 from fp4_ops.checkpoints.convert import PROGRESS
 from fp4_ops.checkpoints.files import INDEX, Writer, write_json
 
@@ -81,7 +84,7 @@ def drop_cache(folder: Path) -> None:
             os.posix_fadvise(f.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
 
 
-def read_all(folder: Path) -> None:
+def read_cached(folder: Path) -> None:
     buffer = bytearray(CHUNK)
     for file in weights(folder):
         with file.open("rb", buffering=0) as f:
@@ -90,7 +93,15 @@ def read_all(folder: Path) -> None:
                 pass
 
 
-def write_all(folder: Path, sizes: list[int]) -> None:
+def read_direct(folder: Path) -> None:
+    for file in weights(folder):
+        fd = direct.open_reading(file)
+        for start in range(0, file.stat().st_size, CHUNK):
+            direct.read(fd, start, min(CHUNK, file.stat().st_size - start))
+        os.close(fd)
+
+
+def write_cached(folder: Path, sizes: list[int]) -> None:
     data = os.urandom(CHUNK)
     folder.mkdir()
     for number, size in enumerate(sizes):
@@ -102,28 +113,48 @@ def write_all(folder: Path, sizes: list[int]) -> None:
             os.fsync(f.fileno())
 
 
+def write_direct(folder: Path, sizes: list[int]) -> None:
+    data = memoryview(os.urandom(CHUNK))
+    folder.mkdir()
+    for number, size in enumerate(sizes):
+        sink = direct.Sink(folder / f"{number}.safetensors")
+        for start in range(0, size, CHUNK):
+            sink.write(data[: size - start])
+        sink.finish()
+
+
+WAYS = (("cached", read_cached, write_cached), ("direct", read_direct, write_direct))
+
+
 def timed(what, *args) -> float:
     start = time.perf_counter()
     what(*args)
     return time.perf_counter() - start
 
 
-def plain_copy(source: Path, scratch: Path, sizes: list[int]) -> tuple[float, float, float]:
-    """Seconds to read, to write, and to do both at the same time."""
+class Plain(NamedTuple):
+    """Seconds to read, to write, and to do both at the same time, through the page cache or past it."""
+
+    read: float
+    write: float
+    both: float
+
+
+def plain_copy(source: Path, scratch: Path, sizes: list[int], read, write) -> Plain:
     drop_cache(source)
-    reading = timed(read_all, source)
-    writing = timed(write_all, scratch, sizes)
+    reading = timed(read, source)
+    writing = timed(write, scratch, sizes)
     shutil.rmtree(scratch)
     drop_cache(source)
 
     def both() -> None:
         with ThreadPoolExecutor(2) as pool:
-            for job in [pool.submit(read_all, source), pool.submit(write_all, scratch, sizes)]:
+            for job in [pool.submit(read, source), pool.submit(write, scratch, sizes)]:
                 job.result()
 
     together = timed(both)
     shutil.rmtree(scratch)
-    return reading, writing, together
+    return Plain(reading, writing, together)
 
 
 def quantize(source: Path, out: Path, kill_after: int | None = None) -> tuple[float, float, float, str]:
@@ -179,19 +210,21 @@ def main() -> None:
         sizes = [f.stat().st_size for f in weights(whole)]
         plain, runs = [], []
         for _ in range(args.repeat):
-            plain.append(plain_copy(source, args.dir / "plain", sizes))
+            for name, read, write in WAYS:
+                plain.append(plain_copy(source, args.dir / "plain", sizes, read, write))
+                print(
+                    "plain, {}: read {:.1f} s, write {:.1f} s, both at once {:.1f} s".format(name, *plain[-1])
+                )
             shutil.rmtree(whole)
             runs.append(quantize(source, whole))
             took, processor, peak, text = runs[-1]
-            reading, writing, together = plain[-1]
             print(
-                f"plain: read {reading:.1f} s, write {writing:.1f} s, both at once {together:.1f} s; "
                 f"quantize: {took:.1f} s ({processor:.1f} s of processor time), peak resident {peak:.2f} GB, "
                 f"load {os.getloadavg()[0]:.1f}",
                 flush=True,
             )
         print(text.partition(": ")[2])
-        reading, writing, together = (min(column) for column in zip(*plain, strict=True))
+        reading, writing, together = map(min, zip(*plain, strict=True))
         took = min(run[0] for run in runs)
         print(
             f"best of each: read {reading:.1f} s + write {writing:.1f} s = {reading + writing:.1f} s; "

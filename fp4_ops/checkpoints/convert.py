@@ -286,7 +286,7 @@ class _Pipeline:
 
     def __init__(self, format: str, method: str, device: str | torch.device) -> None:
         self.format, self.method, self.device = format, method, torch.device(device)
-        self._reader = Reader()
+        self._reader = Reader(once=True)
         self._threads = torch.get_num_threads()
         workers = self._threads if self.device.type == "cpu" else 1
         self._reading, self._writing = ThreadPoolExecutor(1), ThreadPoolExecutor(1)

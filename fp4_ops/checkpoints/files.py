@@ -2,23 +2,24 @@
 
 safetensors' own reader maps whole files (every page touched counts as resident) and its writer wants every
 tensor of a file at once. Both are avoided here, because the checkpoints are larger than the memory: tensors
-are read with pread straight into their destination, and written as they come behind a header made from the
-shapes alone.
+are read into memory of their own, and written as they come behind a header made from the shapes alone.
 """
 
 from __future__ import annotations
 
-import ctypes
 import json
 import os
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
+from itertools import pairwise
 from math import prod
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor
+
+from . import direct
 
 INDEX = "model.safetensors.index.json"
 SINGLE = "model.safetensors"
@@ -40,9 +41,7 @@ _DTYPES = {
 }
 _NAMES = {dtype: name for name, dtype in _DTYPES.items()}
 _MAX_HEADER = 100 << 20  # safetensors' own limit
-_READ_CHUNK = 64 << 20
 _COPY_CHUNK = 16 << 20
-_SYNC_EVERY = 128 << 20
 
 
 class CheckpointError(ValueError):
@@ -116,21 +115,14 @@ def read_header(file: Path) -> dict[str, TensorInfo]:
     return tensors
 
 
-def _bytes_of(tensor: Tensor) -> memoryview:
-    """The memory of a contiguous CPU tensor, for as long as the tensor lives."""
-    return memoryview((ctypes.c_char * tensor.nbytes).from_address(tensor.data_ptr())).cast("B")
-
-
-def _read_ahead(fd: int) -> None:
-    """Files are read from front to back: the system may fetch twice as much as it usually dares."""
-    if hasattr(os, "posix_fadvise"):
-        os.posix_fadvise(fd, 0, 0, os.POSIX_FADV_SEQUENTIAL)
-
-
 class Reader:
-    """Reads tensors by pread; keeps the file it read from last open."""
+    """Reads tensors; keeps the file it read from last open.
 
-    def __init__(self) -> None:
+    once: what is read will not be read again soon, and goes past the page cache.
+    """
+
+    def __init__(self, once: bool = False) -> None:
+        self._once = once
         self._file: Path | None = None
         self._fd = -1
 
@@ -152,26 +144,25 @@ class Reader:
     def read_joint(self, infos: Sequence[TensorInfo]) -> Tensor:
         """Tensors of one dtype, joined along their first dimension."""
         first = infos[0]
-        data = torch.empty(sum(t.nbytes for t in infos), dtype=torch.uint8)
-        view = _bytes_of(data)
-        for info in infos:
-            self._fill(view[: info.nbytes], info)
-            view = view[info.nbytes :]
-        if len(infos) == 1:
-            return data.view(first.dtype).view(first.shape)
-        return data.view(first.dtype).view(-1, *first.shape[1:])
+        neighbours = all((a.file, a.offset + a.nbytes) == (b.file, b.offset) for a, b in pairwise(infos))
+        if neighbours:
+            data = self._bytes(first, sum(t.nbytes for t in infos))
+        else:
+            data = torch.cat([self._bytes(t, t.nbytes) for t in infos])
+        if data.storage_offset() % first.dtype.itemsize:
+            data = data.clone()  # a file whose header has an odd length
+        return data.view(first.dtype).view(first.shape if len(infos) == 1 else (-1, *first.shape[1:]))
 
-    def _fill(self, view: memoryview, info: TensorInfo) -> None:
+    def _bytes(self, info: TensorInfo, nbytes: int) -> Tensor:
+        """From where the tensor starts."""
         if self._file != info.file:
             self.close()
-            self._fd, self._file = os.open(info.file, os.O_RDONLY), info.file
-            _read_ahead(self._fd)
-        done = 0
-        while done < info.nbytes:
-            n = os.preadv(self._fd, [view[done : done + _READ_CHUNK]], info.offset + done)
-            if n == 0:
-                raise CheckpointError(f"fp4: {info} is truncated")
-            done += n
+            opened = direct.open_reading(info.file) if self._once else os.open(info.file, os.O_RDONLY)
+            self._fd, self._file = opened, info.file
+        data = direct.read(self._fd, info.offset, nbytes)
+        if data is None:
+            raise CheckpointError(f"fp4: {info} is truncated")
+        return data
 
 
 class Folder:
@@ -232,51 +223,35 @@ class Writer:
             offset = end
         text = json.dumps(header, separators=(",", ":")).encode()
         text += b" " * (-len(text) % 8)  # data starts aligned
-        self._f = self.partial.open("wb", buffering=0)
-        self._dirty = 0
-        self._put(memoryview(len(text).to_bytes(8, "little") + text))
+        self._sink = direct.Sink(self.partial)
+        self._sink.write(memoryview(len(text).to_bytes(8, "little") + text))
 
     def write(self, name: str, tensor: Tensor) -> None:
         self._next(name, tensor.dtype, tuple(tensor.shape))
-        self._put(_bytes_of(tensor.detach().cpu().contiguous()))
+        self._sink.write(direct.bytes_of(tensor.detach().cpu().contiguous()))
 
     def copy(self, info: TensorInfo) -> None:
         """Writes a tensor of another file without holding all of it."""
         self._next(info.name, info.dtype, info.shape)
-        with info.file.open("rb", buffering=0) as f:
-            _read_ahead(f.fileno())
-            f.seek(info.offset)
-            left = info.nbytes
-            while left:
-                data = f.read(min(left, _COPY_CHUNK))
-                if not data:
-                    raise CheckpointError(f"fp4: {info} is truncated")
-                self._put(memoryview(data))
-                left -= len(data)
+        with Reader(once=True) as reader:
+            for start in range(0, info.nbytes, _COPY_CHUNK):
+                nbytes = min(info.nbytes - start, _COPY_CHUNK)
+                chunk = replace(info, offset=info.offset + start, dtype=torch.uint8, shape=(nbytes,))
+                self._sink.write(direct.bytes_of(reader.read(chunk)))
 
     def close(self) -> None:
         """Gives the file its name."""
         assert not self._expected, f"{self._expected[-1][0]} was not written"
-        os.fsync(self._f.fileno())
-        self._f.close()
+        self._sink.finish()
         os.replace(self.partial, self.file)
 
     def abandon(self) -> None:
-        self._f.close()
+        self._sink.close()
         self.partial.unlink(missing_ok=True)
 
     def _next(self, name: str, dtype: torch.dtype, shape: tuple[int, ...]) -> None:
         expected = self._expected.pop()
         assert (name, dtype, shape) == expected, f"{name} {dtype} {shape} is written where {expected} belongs"
-
-    def _put(self, data: memoryview) -> None:
-        self._dirty += len(data)
-        while data:
-            data = data[self._f.write(data) :]
-        if self._dirty >= _SYNC_EVERY:
-            # The disk works while the next tensors are made, not all at once in close().
-            os.fdatasync(self._f.fileno())
-            self._dirty = 0
 
 
 def read_json(file: Path) -> dict[str, Any]:
