@@ -11,7 +11,7 @@ from typing import NamedTuple
 
 import torch
 
-from .formats import A_FORMATS, ACTIVATIONS, FORMATS, INT8_BLOCK, Format
+from .formats import A_FORMATS, ACTIVATIONS, FORMATS, FP4_FORMATS, INT8_BLOCK, Format
 from .layouts import A_LAYOUTS, LAYOUTS, Layout
 
 FLOATING = (torch.float32, torch.bfloat16, torch.float16)
@@ -76,6 +76,16 @@ def check_layout(layout: str) -> Layout:
     return LAYOUTS[layout]
 
 
+def check_holds(layout: Layout, fmt: Format) -> None:
+    torch._check(
+        fmt.element in layout.elements,
+        lambda: (
+            f"format is '{fmt.name}'; with layout '{layout.name}' it must be one of: "
+            + ", ".join(sorted(f.name for f in FORMATS.values() if f.element in layout.elements))
+        ),
+    )
+
+
 def check_multiple(name: str, what: str, count: int, multiple: int, layout: Layout) -> None:
     torch._check(
         count % multiple == 0,
@@ -87,7 +97,7 @@ def check_block_scale(
     scale_name: str, scale: torch.Tensor, name: str, packed: torch.Tensor, fmt: Format
 ) -> None:
     """scale [..., ceil(K/block)] for packed [..., K/2]."""
-    check_dtype(scale_name, scale, (fmt.scale_dtype,))
+    check_dtype(scale_name, scale, fmt.scale_dtypes)
     check_device(scale_name, scale, name, packed)
     check_shape(scale_name, scale, (*packed.shape[:-1], fmt.num_blocks(packed.shape[-1] * 2)))
 
@@ -156,7 +166,8 @@ def check_weight(
     """A weight operand: b [G, N, K/2] if grouped, else [N, K/2]."""
     fmt = check_format(format)
     order = check_layout(layout)
-    check_dtype(name, b, PACKED)
+    check_holds(order, fmt)
+    check_dtype(name, b, fmt.packed_dtypes)
     check_dim(name, b, 3 if grouped else 2)
     check_scales(name, b_scale, b_global_scale, name, b, fmt, order)
     return Weight(b.shape[0] if grouped else None, b.shape[-2], b.shape[-1] * 2, order)
@@ -248,8 +259,10 @@ def check_a(
     check_device("a", a, "b", b)
     if a.dtype in PACKED:
         torch._check(
-            a_format in FORMATS,
-            lambda: f"a_format is '{a_format}'; for packed a it must be one of: {', '.join(sorted(FORMATS))}",
+            a_format in FP4_FORMATS,
+            lambda: (
+                f"a_format is '{a_format}'; for packed a it must be one of: {', '.join(sorted(FP4_FORMATS))}"
+            ),
         )
         check_columns("a", a.shape[-1] * 2, "b", w)
         check_a_packed(a, a_scale, a_global_scale, FORMATS[a_format])
@@ -330,7 +343,8 @@ def check_dequantize(packed, block_scale, global_scale, format, dtype, layout) -
         dtype in allowed,
         lambda: f"dtype is {str(dtype).removeprefix('torch.')}; it must be {_names(allowed)}",
     )
-    check_dtype("packed", packed, PACKED)
+    check_holds(order, fmt)
+    check_dtype("packed", packed, fmt.packed_dtypes)
     if order.block is None:
         torch._check(packed.dim() >= 1, lambda: "packed has 0 dimensions; it must have 1 or more")
     else:
@@ -360,7 +374,8 @@ def check_prepack(packed, block_scale, global_scale, format, layout) -> tuple[Fo
     """A plain weight, that `layout` can hold."""
     fmt = check_format(format)
     order = check_layout(layout)
-    check_dtype("packed", packed, PACKED)
+    check_holds(order, fmt)
+    check_dtype("packed", packed, fmt.packed_dtypes)
     check_matrices(packed)
     check_scales("", block_scale, global_scale, "packed", packed, fmt, LAYOUTS["plain"])
     check_multiple("packed", "rows", packed.shape[-2], order.n_multiple, order)
@@ -372,7 +387,8 @@ def check_unpack(packed, block_scale, global_scale, format, layout) -> tuple[For
     """A weight in `layout`."""
     fmt = check_format(format)
     order = check_layout(layout)
-    check_dtype("packed", packed, PACKED)
+    check_holds(order, fmt)
+    check_dtype("packed", packed, fmt.packed_dtypes)
     check_matrices(packed)
     check_scales("", block_scale, global_scale, "packed", packed, fmt, order)
     return fmt, order

@@ -51,10 +51,12 @@ def _quantize_fp8(x, *, layout="plain"):
     )
 
 
-def _weight(packed, fmt, order):
+def _weight(packed, block_scale, fmt, order):
     """Empty tensors for the weight `packed` in a layout; what is no global scale has no elements."""
     *lead, n, half = packed.shape
-    spec = packed_spec(fmt, order, tuple(lead), n, half * 2)
+    # Out of layouts with scales of their own come those that quantize makes.
+    own = block_scale.dtype if block_scale.dtype in fmt.scale_dtypes else None
+    spec = packed_spec(fmt, order, tuple(lead), n, half * 2, own)
     if len(spec) == 2:
         spec.append(((0,), torch.float32))
     return tuple(packed.new_empty(shape, dtype=dtype) for shape, dtype in spec)
@@ -63,13 +65,13 @@ def _weight(packed, fmt, order):
 @register_fake("fp4::prepack")
 def _prepack(packed, block_scale, global_scale, format, layout):
     fmt, order = checks.check_prepack(packed, block_scale, global_scale, format, layout)
-    return _weight(packed, fmt, order)
+    return _weight(packed, block_scale, fmt, order)
 
 
 @register_fake("fp4::unpack")
 def _unpack(packed, block_scale, global_scale, format, layout):
     fmt, _ = checks.check_unpack(packed, block_scale, global_scale, format, layout)
-    return _weight(packed, fmt, LAYOUTS["plain"])
+    return _weight(packed, block_scale, fmt, LAYOUTS["plain"])
 
 
 @register_fake("fp4::mm")

@@ -12,20 +12,40 @@ import torch
 E2M1_VALUES = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
 """The magnitudes an e2m1 code stands for, by its low three bits; bit 3 is the sign."""
 
+ELEMENTS = {
+    "e2m1": (*E2M1_VALUES, *(-v for v in E2M1_VALUES)),
+    "int4": (*map(float, range(8)), *map(float, range(-8, 0))),
+}
+"""What the 16 codes of each element stand for. int4 is two's complement."""
+
 INT8_BLOCK = 32
 """Elements along K that share one float32 scale in int8 activations (as ggml's Q8_0)."""
 
 
 @dataclass(frozen=True)
 class Format:
-    """One 4-bit weight format: value = e2m1 code x block scale (x global scale)."""
+    """One 4-bit weight format: value = code x block scale (x global scale)."""
 
     name: str
     block: int
     """Elements along K that share one block scale; the last block of a row may be short."""
     scale_dtype: torch.dtype
-    has_global_scale: bool
+    """Of the block scales that `fp4::quantize` makes."""
+    has_global_scale: bool = False
     """Whether a float32 factor for each matrix multiplies the block scales."""
+    element: str = "e2m1"
+    """What a code is, a name of `ELEMENTS`."""
+    wide_scale_dtype: torch.dtype | None = None
+    """Block scales of this dtype are taken as well."""
+
+    @property
+    def scale_dtypes(self) -> tuple[torch.dtype, ...]:
+        return (self.scale_dtype, *([self.wide_scale_dtype] if self.wide_scale_dtype else ()))
+
+    @property
+    def packed_dtypes(self) -> tuple[torch.dtype, ...]:
+        """uint8; e2m1 codes may have torch's dtype for pairs of them too."""
+        return (torch.uint8, torch.float4_e2m1fn_x2) if self.element == "e2m1" else (torch.uint8,)
 
     def num_blocks(self, k: int) -> int:
         return (k + self.block - 1) // self.block
@@ -38,9 +58,16 @@ FORMATS = {
     f.name: f
     for f in (
         Format("nvfp4", block=16, scale_dtype=torch.float8_e4m3fn, has_global_scale=True),
-        Format("mxfp4", block=32, scale_dtype=torch.float8_e8m0fnu, has_global_scale=False),
+        Format("mxfp4", block=32, scale_dtype=torch.float8_e8m0fnu),
+        *(
+            Format(name, block, torch.bfloat16, element="int4", wide_scale_dtype=torch.float32)
+            for name, block in (("int4", 128), ("int4_g64", 64), ("int4_g32", 32))
+        ),
     )
 }
+
+FP4_FORMATS = tuple(f.name for f in FORMATS.values() if f.element == "e2m1")
+"""Those that activations, too, may have."""
 
 
 @dataclass(frozen=True)
@@ -72,7 +99,7 @@ ACTIVATIONS = {
     )
 }
 
-A_FORMATS = ("none", "auto", "int8", "fp8", *FORMATS)
+A_FORMATS = ("none", "auto", "int8", "fp8", *FP4_FORMATS)
 """How `moe` quantises activations in front of each product, by the caller's explicit choice.
 
 "auto" is the fastest of this device: int8 on a CPU; on Hopper none for few tokens and fp8 for many.

@@ -12,9 +12,18 @@ from torch import Tensor
 
 F64 = torch.float64
 E2M1 = torch.tensor([0, 0.5, 1, 1.5, 2, 3, 4, 6, -0.0, -0.5, -1, -1.5, -2, -3, -4, -6], dtype=F64)
-BLOCK = {"nvfp4": 16, "mxfp4": 32}
-SCALE_DTYPE = {"nvfp4": torch.float8_e4m3fn, "mxfp4": torch.float8_e8m0fnu}
-FORMATS = tuple(BLOCK)
+INT4 = torch.tensor([*range(8), *range(-8, 0)], dtype=F64)
+FP4_FORMATS = ("nvfp4", "mxfp4")
+INT4_FORMATS = ("int4", "int4_g64", "int4_g32")
+FORMATS = (*FP4_FORMATS, *INT4_FORMATS)
+BLOCK = dict(zip(FORMATS, (16, 32, 128, 64, 32)))
+VALUES = dict.fromkeys(FP4_FORMATS, E2M1) | dict.fromkeys(INT4_FORMATS, INT4)
+SCALE_DTYPE = {
+    "nvfp4": torch.float8_e4m3fn,
+    "mxfp4": torch.float8_e8m0fnu,
+    **dict.fromkeys(INT4_FORMATS, torch.bfloat16),
+}
+"""Of the block scales that quantize makes; int4 takes float32 ones too."""
 
 
 def ceil_div(a: int, b: int) -> int:
@@ -32,7 +41,9 @@ def blocks(x: Tensor, block: int) -> Tensor:
 
 
 def scale_values(scale: Tensor) -> Tensor:
-    """e4m3 or e8m0 bytes as float64, decoded bit by bit."""
+    """Block scales as float64; e4m3 and e8m0 bytes decoded bit by bit."""
+    if scale.dtype in (torch.bfloat16, torch.float32):
+        return scale.to(F64)
     byte = scale.view(torch.uint8).to(torch.int64)
     if scale.dtype == torch.float8_e8m0fnu:
         value = torch.exp2((byte - 127).to(F64))
@@ -54,9 +65,9 @@ def pack_codes(codes: Tensor) -> Tensor:
 
 
 def dequantize(packed: Tensor, scale: Tensor, global_scale: Tensor | None, format: str) -> Tensor:
-    """Exact, in float64: e2m1 x block scale x global scale."""
+    """Exact, in float64: code x block scale x global scale."""
     codes = unpack_codes(packed.view(torch.uint8))
-    value = E2M1.to(packed.device)[codes.long()]
+    value = VALUES[format].to(packed.device)[codes.long()]
     steps = scale_values(scale).repeat_interleave(BLOCK[format], -1)[..., : value.shape[-1]]
     value = value * steps
     if format == "nvfp4":
@@ -95,6 +106,11 @@ def quantize(x: Tensor, format: str, global_scale: Tensor | None = None):
         factor = global_scale[..., None, None] if x.dim() > 1 else global_scale
         scale = round_e4m3(amax / 6 / factor)
         step = scale_values(scale).float() * factor
+    elif format in INT4_FORMATS:
+        scale = (amax / 7.5).bfloat16()
+        step = scale.float().repeat_interleave(block, -1)[..., :k]
+        codes = torch.where(step == 0, 0.0, x / step).round().clamp(-8, 7)
+        return pack_codes(codes.to(torch.int64) & 15), scale, x.new_empty(0)
     else:
         exponent = torch.frexp(amax.to(F64)).exponent - 1 - 2
         byte = torch.where(amax == 0, 0, exponent.clamp(-127, 127) + 127)
@@ -167,6 +183,20 @@ class Weight:
         return {"format": self.format, "layout": self.layout}
 
 
+def _scale(format: str, shape: tuple[int, ...], narrow: bool) -> Tensor:
+    """Block scales: ordinary ones, and now and then a tiny or zero one."""
+    ordinary = torch.rand(shape) < 0.9
+    if format in INT4_FORMATS:
+        scale = torch.where(ordinary, torch.rand(shape) * 0.01 + 1e-3, torch.rand(shape) * 1e-6)
+        scale = torch.where(torch.rand(shape) < 0.98, scale, 0.0)
+        return scale.to(torch.bfloat16 if torch.rand(()) < 0.5 else torch.float32)
+    common, tiny = ((0x30, 0x48), (0x00, 0x30)) if format == "nvfp4" else ((118, 125), (95, 118))
+    if format == "mxfp4" and narrow:
+        tiny = (107, 118)
+    scale = torch.where(ordinary, torch.randint(*common, shape), torch.randint(*tiny, shape))
+    return scale.to(torch.uint8).view(SCALE_DTYPE[format])
+
+
 def random_weight(
     format: str, *shape: int, device: str = "cpu", layout: str = "plain", narrow: bool = False
 ) -> Weight:
@@ -176,15 +206,8 @@ def random_weight(
     """
     *lead, n, k = shape
     packed = torch.randint(0, 256, (*lead, n, k // 2), dtype=torch.uint8)
-    scale_shape = (*lead, n, ceil_div(k, BLOCK[format]))
-    common, tiny = ((0x30, 0x48), (0x00, 0x30)) if format == "nvfp4" else ((118, 125), (95, 118))
-    if format == "mxfp4" and (narrow or layout == "sm90"):
-        tiny = (107, 118)
-    scale = torch.where(
-        torch.rand(scale_shape) < 0.9, torch.randint(*common, scale_shape), torch.randint(*tiny, scale_shape)
-    )
-    scale = scale.to(torch.uint8).view(SCALE_DTYPE[format])
     global_scale = torch.rand(tuple(lead)) * 0.01 + 0.002 if format == "nvfp4" else None
+    scale = _scale(format, (*lead, n, ceil_div(k, BLOCK[format])), narrow or layout == "sm90")
     dense = dequantize(packed, scale, global_scale, format)
     packed, scale = packed.to(device), scale.to(device)
     global_scale = None if global_scale is None else global_scale.to(device)
@@ -214,7 +237,7 @@ class Activations:
         return Activations(self.data[index], scale, factor, self.exact[index], self.a_format)
 
 
-ACTIVATIONS = (torch.float32, torch.bfloat16, torch.float16, torch.int8, torch.float8_e4m3fn, *FORMATS)
+ACTIVATIONS = (torch.float32, torch.bfloat16, torch.float16, torch.int8, torch.float8_e4m3fn, *FP4_FORMATS)
 """The kinds of activations: a dtype, or the format of packed ones."""
 
 
@@ -294,7 +317,7 @@ def quantized(x: Tensor, a_format: str) -> Tensor:
         return dequantize_int8(*quantize_int8(x))
     if a_format == "fp8":
         return dequantize_fp8(*quantize_fp8(x))
-    if a_format in FORMATS:
+    if a_format in FP4_FORMATS:
         packed, scale, factor = quantize(x[:, None], a_format)
         return dequantize(packed, scale, factor, a_format).squeeze(1)
     return x.to(F64)

@@ -44,6 +44,7 @@ inline constexpr Dtypes kActivation = {ScalarType::Float,
                                        ScalarType::Byte,
                                        ScalarType::Float4_e2m1fn_x2};
 inline constexpr Dtypes kPacked = {ScalarType::Byte, ScalarType::Float4_e2m1fn_x2};
+inline constexpr Dtypes kBytes = {ScalarType::Byte};
 // What the Hopper kernels read, of all activations and of floating ones.
 inline constexpr Dtypes kSm90Activation = {ScalarType::BFloat16, ScalarType::Half, ScalarType::Float8_e4m3fn};
 inline constexpr Dtypes kSm90Floating = {ScalarType::BFloat16, ScalarType::Half};
@@ -197,14 +198,35 @@ inline void check_multiple(std::string_view name, std::string_view what, int64_t
     fail(name, " has ", count, " ", what, "; layout '", layout.name, "' needs a multiple of ", multiple);
 }
 
-inline ScalarType scale_dtype(const Format& fmt) {
-  return fmt.scale == Scale::e4m3 ? ScalarType::Float8_e4m3fn : ScalarType::Float8_e8m0fnu;
+// By Scale.
+inline constexpr ScalarType kScaleDtypes[] = {ScalarType::Float8_e4m3fn, ScalarType::Float8_e8m0fnu,
+                                              ScalarType::BFloat16, ScalarType::Float};
+
+// Of the block scales that quantize makes.
+inline ScalarType scale_dtype(const Format& fmt) { return kScaleDtypes[int(fmt.scales[0])]; }
+
+// Of checked block scales.
+inline Scale scale_kind(const Tensor& block_scale) {
+  return Scale(std::find(kScaleDtypes, kScaleDtypes + kScaleKinds, block_scale.scalar_type()) - kScaleDtypes);
+}
+
+// uint8; e2m1 codes may have torch's dtype for pairs of them too.
+inline void check_packed(std::string_view name, const Tensor& packed, const Format& fmt) {
+  check_dtype(name, packed, fmt.element == Element::e2m1 ? kPacked : kBytes);
+}
+
+inline void check_holds(const Layout& layout, const Format& fmt) {
+  if (layout.block != 0 && fmt.element != Element::e2m1)
+    check_name("format", fmt.name, kFp4Names, "with layout '" + std::string(layout.name) + "' ");
 }
 
 // scale [..., ceil(K/block)] for packed [..., K/2].
 inline void check_block_scale(std::string_view scale_name, const Tensor& scale, std::string_view name,
                               const Tensor& packed, const Format& fmt) {
-  check_dtype(scale_name, scale, {scale_dtype(fmt)});
+  if (fmt.scales[0] == fmt.scales[1])
+    check_dtype(scale_name, scale, {scale_dtype(fmt)});
+  else
+    check_dtype(scale_name, scale, {scale_dtype(fmt), kScaleDtypes[int(fmt.scales[1])]});
   check_device(scale_name, scale, name, packed);
   const auto sizes = packed.sizes();
   Shape shape(sizes.begin(), sizes.end());
@@ -262,6 +284,7 @@ inline void check_scales(const std::string& prefix, const Tensor& block_scale,
 struct WeightShape {
   const Format* format;
   const Layout* layout;
+  Scale scale;  // of the block scales; not of layout sm90
   int64_t groups, n, k;
 };
 
@@ -270,11 +293,12 @@ inline WeightShape check_weight(const std::string& name, const Tensor& b, const 
                                 const std::string& layout, bool grouped) {
   const Format& fmt = check_format(format);
   const Layout& order = check_layout(layout);
-  check_dtype(name, b, kPacked);
+  check_holds(order, fmt);
+  check_packed(name, b, fmt);
   check_dim(name, b, grouped ? 3 : 2);
   check_scales(name, b_scale, b_global_scale, name, b, fmt, order);
   const int64_t dim = b.dim();
-  return {&fmt, &order, grouped ? b.size(0) : 1, b.size(dim - 2), b.size(dim - 1) * 2};
+  return {&fmt, &order, scale_kind(b_scale), grouped ? b.size(0) : 1, b.size(dim - 2), b.size(dim - 1) * 2};
 }
 
 // The activations that the kernels of a layout read; plain and tile16 take all.
@@ -341,7 +365,7 @@ inline Operand check_a(const Tensor& a, const OptionalTensor& a_scale, const Opt
   const ScalarType dtype = a.scalar_type();
   const int64_t columns = a.size(dim - 1);
   if (contains(kPacked, dtype)) {
-    check_name("a_format", a_format, kFormatNames, "for packed a ");
+    check_name("a_format", a_format, kFp4Names, "for packed a ");
     op.format = &entry(kFormats, a_format);
     check_columns("a", columns * 2, "b", w);
     check_a_packed(op);
@@ -428,7 +452,8 @@ inline FormatAndLayout check_dequantize(const Tensor& packed, const Tensor& bloc
   const Layout& order = check_layout(layout);
   if (!contains(kFloatingOrDouble, dtype))
     fail("dtype is ", dtype_name(dtype), "; it must be ", dtype_names(kFloatingOrDouble));
-  check_dtype("packed", packed, kPacked);
+  check_holds(order, fmt);
+  check_packed("packed", packed, fmt);
   if (order.block == 0)
     check_min_dim("packed", packed);
   else
@@ -443,7 +468,8 @@ inline FormatAndLayout check_prepack(const Tensor& packed, const Tensor& block_s
                                      const std::string& layout) {
   const Format& fmt = check_format(format);
   const Layout& order = check_layout(layout);
-  check_dtype("packed", packed, kPacked);
+  check_holds(order, fmt);
+  check_packed("packed", packed, fmt);
   check_matrices(packed);
   check_scales("", block_scale, global_scale, "packed", packed, fmt, kPlain);
   check_multiple("packed", "rows", packed.size(packed.dim() - 2), order.n_multiple, order);
@@ -457,7 +483,8 @@ inline FormatAndLayout check_unpack(const Tensor& packed, const Tensor& block_sc
                                     const std::string& layout) {
   const Format& fmt = check_format(format);
   const Layout& order = check_layout(layout);
-  check_dtype("packed", packed, kPacked);
+  check_holds(order, fmt);
+  check_packed("packed", packed, fmt);
   check_matrices(packed);
   check_scales("", block_scale, global_scale, "packed", packed, fmt, order);
   return {&fmt, &order};

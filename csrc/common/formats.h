@@ -8,24 +8,35 @@
 
 namespace fp4 {
 
-enum class Element : uint8_t { e2m1 };
-enum class Scale : uint8_t { e4m3, e8m0 };
+enum class Element : uint8_t { e2m1, int4 };
+
+// The types that block scales have. Each belongs to one element, so kernels are compiled for a scale.
+enum class Scale : uint8_t { e4m3, e8m0, bf16, f32 };
+inline constexpr int kScaleKinds = 4;
+inline constexpr Element element_of(Scale scale) { return scale < Scale::bf16 ? Element::e2m1 : Element::int4; }
+inline constexpr int scale_size(Scale scale) { return scale < Scale::bf16 ? 1 : scale == Scale::bf16 ? 2 : 4; }
 
 struct Format {
   std::string_view name;
   Element element;
   int block;  // elements along K that share one block scale
-  Scale scale;
-  bool has_global_scale;  // a float32 factor for each matrix on top of the block scales
+  std::array<Scale, 2> scales;  // what quantize makes, and what else is taken (the same: nothing)
+  bool has_global_scale;        // a float32 factor for each matrix on top of the block scales
 };
 
 inline constexpr Format kFormats[] = {
-    {"nvfp4", Element::e2m1, 16, Scale::e4m3, true},
-    {"mxfp4", Element::e2m1, 32, Scale::e8m0, false},
+    {"nvfp4", Element::e2m1, 16, {Scale::e4m3, Scale::e4m3}, true},
+    {"mxfp4", Element::e2m1, 32, {Scale::e8m0, Scale::e8m0}, false},
+    {"int4", Element::int4, 128, {Scale::bf16, Scale::f32}, false},
+    {"int4_g64", Element::int4, 64, {Scale::bf16, Scale::f32}, false},
+    {"int4_g32", Element::int4, 32, {Scale::bf16, Scale::f32}, false},
 };
 
-// The names in the order in which error messages list them.
-inline constexpr std::array<std::string_view, 2> kFormatNames = {"mxfp4", "nvfp4"};
+// The names in the order in which error messages list them; of all, and of those whose element is e2m1, which
+// activations and layout sm90 may have.
+inline constexpr std::array<std::string_view, 5> kFormatNames = {"int4", "int4_g32", "int4_g64", "mxfp4",
+                                                                 "nvfp4"};
+inline constexpr std::array<std::string_view, 2> kFp4Names = {"mxfp4", "nvfp4"};
 
 // The order of the bytes inside a packed weight, and what it asks of the operands: meta/layouts.py, Layout.
 enum class Order : uint8_t { plain, tile16, sm90 };
@@ -36,7 +47,8 @@ struct Layout {
   int n_multiple = 1;  // N must be a multiple of this
   int k_multiple = 1;  // K must be a multiple of this, ...
   int k_padding = 1;   // ... and is padded with zeros to a multiple of this
-  int block = 0;       // if set, a uint8 scale for each this many k and a float32 factor for each matrix
+  int block = 0;       // if set, it holds e2m1 alone: a uint8 scale for each this many k, a float32 factor for
+                       // each matrix
 
   int64_t padded(int64_t k) const { return (k + k_padding - 1) / k_padding * k_padding; }
 };
@@ -79,9 +91,20 @@ enum class AFormat : uint8_t { automatic, fp8, int8, mxfp4, none, nvfp4 };
 inline constexpr std::array<std::string_view, 6> kAFormatNames = {"auto",  "fp8",  "int8",
                                                                   "mxfp4", "none", "nvfp4"};
 
-// e2m1: sign in bit 3, two exponent bits, one mantissa bit.
-inline constexpr float kE2m1[16] = {0.f,  .5f,  1.f,  1.5f,  2.f,  3.f,  4.f,  6.f,
-                                    -0.f, -.5f, -1.f, -1.5f, -2.f, -3.f, -4.f, -6.f};
+// What the 16 codes of an element stand for. `unit` times a value is an integer, and with `offset` added it is
+// an unsigned byte: what the int8 kernels multiply.
+struct Codes {
+  float values[16];
+  int unit, offset;
+};
+
+inline constexpr Codes kCodes[] = {
+    // e2m1: sign in bit 3, two exponent bits, one mantissa bit
+    {{0.f, .5f, 1.f, 1.5f, 2.f, 3.f, 4.f, 6.f, -0.f, -.5f, -1.f, -1.5f, -2.f, -3.f, -4.f, -6.f}, 2, 12},
+    // int4: two's complement
+    {{0.f, 1.f, 2.f, 3.f, 4.f, 5.f, 6.f, 7.f, -8.f, -7.f, -6.f, -5.f, -4.f, -3.f, -2.f, -1.f}, 1, 8},
+};
+inline constexpr const Codes& codes_of(Element element) { return kCodes[int(element)]; }
 
 // Activations quantised to int8 share one float32 scale per this many elements along K.
 inline constexpr int kInt8Block = 32;

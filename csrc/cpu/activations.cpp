@@ -35,8 +35,8 @@ Activations float_rows(int64_t rows, int64_t k, const F& fill) {
 
 // Rows for the int8 kernels; codes(i, scratch, &scales) gives the codes and scales of row i.
 template <typename F>
-Activations int8_rows(int64_t rows, int64_t k, int block, const F& prepare) {
-  const int64_t kp = padded_k(k), stride = (Int8Row::bytes(kp, block) + 63) / 64 * 64;
+Activations int8_rows(int64_t rows, int64_t k, Scale weight, const F& prepare) {
+  const int64_t kp = padded_k(k), stride = (Int8Row::bytes(kp, step_of(weight)) + 63) / 64 * 64;
   Buffer owned(rows * stride);
   torch::stable::parallel_for(0, rows, rows_per_thread(k), [&](int64_t begin, int64_t end) {
     for (int64_t i = begin; i < end; ++i) prepare(i, owned.data() + i * stride);
@@ -77,11 +77,11 @@ Activations prepare_float(const void* x, DType dtype, int64_t rows, int64_t k) {
   });
 }
 
-Activations prepare_int8(const int8_t* codes, const float* scales, int64_t rows, int64_t k, int block) {
+Activations prepare_int8(const int8_t* codes, const float* scales, int64_t rows, int64_t k, Scale weight) {
   const Kernels& kn = kernels();
   const int64_t blocks = padded_k(k) / kInt8Block;
-  return int8_rows(rows, k, block, [&](int64_t i, uint8_t* row) {
-    kn.prepare_int8(codes + i * k, scales + i * blocks, k, block, row);
+  return int8_rows(rows, k, weight, [&](int64_t i, uint8_t* row) {
+    kn.prepare_int8(codes + i * k, scales + i * blocks, k, weight, row);
   });
 }
 
@@ -107,7 +107,7 @@ Activations prepare_packed(const Format& format, const uint8_t* codes, const uin
 }
 
 Activations quantize_and_prepare(AFormat a_format, const void* x, DType dtype, int64_t rows, int64_t k,
-                                 int block) {
+                                 Scale weight) {
   const Kernels& kn = kernels();
   const auto row_of = [&](int64_t i) { return static_cast<const uint8_t*>(x) + i * k * dtype_size(dtype); };
   switch (a_format) {
@@ -115,11 +115,11 @@ Activations quantize_and_prepare(AFormat a_format, const void* x, DType dtype, i
       return prepare_float(x, dtype, rows, k);
     case AFormat::automatic:  // the fast path here
     case AFormat::int8:
-      return int8_rows(rows, k, block, [&](int64_t i, uint8_t* row) {
+      return int8_rows(rows, k, weight, [&](int64_t i, uint8_t* row) {
         std::vector<int8_t> codes(padded_k(k));
         std::vector<float> scales(padded_k(k) / kInt8Block);
         kn.quantize_int8(row_of(i), dtype, k, codes.data(), scales.data());
-        kn.prepare_int8(codes.data(), scales.data(), k, block, row);
+        kn.prepare_int8(codes.data(), scales.data(), k, weight, row);
       });
     case AFormat::fp8:
       return float_rows(rows, k, [&](int64_t i, float* row) {

@@ -33,7 +33,8 @@ struct Activations {
 };
 
 Activations prepare_float(const void* x, DType dtype, int64_t rows, int64_t k);
-Activations prepare_int8(const int8_t* codes, const float* scales, int64_t rows, int64_t k, int block);
+// `weight`: the type of the block scales of the weight that the rows meet.
+Activations prepare_int8(const int8_t* codes, const float* scales, int64_t rows, int64_t k, Scale weight);
 // int8 codes as float32, for products that cut K elsewhere than the int8 kernels can.
 Activations prepare_int8_as_float(const int8_t* codes, const float* scales, int64_t rows, int64_t k);
 // e4m3 codes with one scale a row.
@@ -41,9 +42,9 @@ Activations prepare_fp8(const uint8_t* codes, const float* scales, int64_t rows,
 // Packed rows; row r has factor factors[r / rows_per_factor], or 1 if there are none.
 Activations prepare_packed(const Format& format, const uint8_t* codes, const uint8_t* scales,
                            const float* factors, int64_t rows_per_factor, int64_t rows, int64_t k);
-// Floating x, quantised on the way; `block` is that of the weight.
+// Floating x, quantised on the way.
 Activations quantize_and_prepare(AFormat a_format, const void* x, DType dtype, int64_t rows, int64_t k,
-                                 int block);
+                                 Scale weight);
 
 // The number of rows that are worth a thread of their own, if each has this many bytes.
 int64_t rows_per_thread(int64_t row_bytes);

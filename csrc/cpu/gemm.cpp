@@ -14,31 +14,27 @@ constexpr int64_t kWorkPerThread = 1 << 18;
 // The panels of one expert's matrix: in place where the layout stores panels, else packed into `scratch`.
 class PanelReader {
  public:
-  explicit PanelReader(const Weight& weight) : w_(weight), kp_(padded_k(weight.k)) {}
+  explicit PanelReader(const Weight& weight)
+      : w_(weight), scales_(weight.block_scales()), kp_(padded_k(weight.k)) {}
 
   Panel read(int64_t expert, int64_t row) {
-    const int64_t blocks = (w_.k + w_.format->block - 1) / w_.format->block;
     const int64_t first = expert * w_.n + row;
     const uint8_t* codes = w_.codes + first * (w_.k / 2);
-    const uint8_t* scales = w_.scales + first * blocks;
-    if (w_.order == Order::tile16 && is_panel(row, w_.n, w_.k)) return {codes, scales, kp_};
-    if (!scratch_.data()) scratch_ = Buffer((kp_ / 2 + kp_ / w_.format->block) * kPanelRows);
+    const uint8_t* scales = w_.scales + first * scales_.bytes(w_.k);
+    if (w_.order == Order::tile16 && is_panel(row, w_.n, w_.k)) return {codes, scales, kp_, scales_.shift()};
+    if (!scratch_.data()) scratch_ = Buffer((kp_ / 2 + scales_.bytes(kp_)) * kPanelRows);
     uint8_t* panel_scales = scratch_.data() + kp_ / 2 * kPanelRows;
     const int64_t count = std::min<int64_t>(kPanelRows, w_.n - row);
-    pack_panel(codes, scales, count, w_.k, w_.format->block, scratch_.data(), panel_scales);
-    return {scratch_.data(), panel_scales, kp_};
+    pack_panel(codes, scales, count, w_.k, scales_, scratch_.data(), panel_scales);
+    return {scratch_.data(), panel_scales, kp_, scales_.shift()};
   }
 
  private:
   const Weight& w_;
+  BlockScales scales_;
   int64_t kp_;
   Buffer scratch_;
 };
-
-PanelKernel panel_kernel(const Kernels& kernels, bool int8, Scale scale) {
-  if (int8) return scale == Scale::e4m3 ? kernels.int8_e4m3 : kernels.int8_e8m0;
-  return scale == Scale::e4m3 ? kernels.float_e4m3 : kernels.float_e8m0;
-}
 
 }  // namespace
 
@@ -69,7 +65,8 @@ Rows sort_by_expert(const int64_t* ids, int64_t count, int64_t groups, int64_t r
 void gemm(const Activations& a, const Weight& weight, const Rows& rows, void* out, DType out_dtype) {
   if (weight.n == 0) return;
   const Kernels& kn = kernels();
-  const PanelKernel multiply = panel_kernel(kn, a.int8, weight.format->scale);
+  const PanelKernels& panel_kernels = kn.panels[int(weight.scale)];
+  const PanelKernel multiply = a.int8 ? panel_kernels.int8 : panel_kernels.floating;
   const int64_t panels = (weight.n + kPanelRows - 1) / kPanelRows;
   // One unit of work: a panel and at most kTokenBlock rows. Units are ordered by segment, then panel, so a
   // thread's run of units meets each panel once and in the order of memory.

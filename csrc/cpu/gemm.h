@@ -13,12 +13,15 @@ namespace fp4::cpu {
 struct Weight {
   const Format* format;
   Order order;
+  Scale scale;
   int64_t groups, n, k;
   const uint8_t* codes;
   const uint8_t* scales;
   const float* global_scale;  // [groups], or null
   const void* bias;           // [groups, n], or null
   DType bias_dtype;
+
+  BlockScales block_scales() const { return {format->block, scale}; }
 };
 
 // `count` rows that meet one expert: positions begin, begin + 1, ... Position p stands for activation row

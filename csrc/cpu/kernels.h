@@ -21,31 +21,39 @@ inline constexpr int kTokenBlock = 8;
 //   float    k float32, in the order of Kernels::arrange_float, which moves them within groups of eight
 //   int8     k codes, each group of eight ordered 0 2 4 6 1 3 5 7 to meet the low and then the high nibbles
 //   of
-//            a panel word; then float32 scales, one per 32; then int32 corrections -12 * sum(codes), one per
-//            weight block (the kernels multiply by 2 * e2m1 + 12, an unsigned byte).
+//            a panel word; then float32 scales, one per 32; then int32 corrections -offset * sum(codes), one
+//            per step of the weight's kernels (which multiply by unit * value + offset, an unsigned byte: see
+//            Codes).
 struct Int8Row {
-  static int64_t bytes(int64_t k, int block) { return k + k / 32 * 4 + k / block * 4; }
+  static int64_t bytes(int64_t k, int step) { return k + k / 32 * 4 + k / step * 4; }
   static int64_t scales_at(int64_t k) { return k; }
   static int64_t corrections_at(int64_t k) { return k + k / 32 * 4; }
 };
 
+// How many k the kernels take between two looks at the scales: a block of scales, or of int8 activations.
+inline constexpr int step_of(Scale scale) { return scale == Scale::e4m3 ? 16 : 32; }
+
 // tile[m][16] = rows[m] . panel, m < count <= kTokenBlock, with block scales and without the global scale.
 using PanelKernel = void (*)(const Panel& panel, const uint8_t* const* rows, int count, float* tile);
 
+struct PanelKernels {
+  PanelKernel int8, floating;  // by the kind of activation rows
+};
+
 struct Kernels {
   const char* name;
-  bool (*supported)();  // by this machine and its operating system
-  PanelKernel int8_e4m3, int8_e8m0, float_e4m3, float_e8m0;
+  bool (*supported)();                // by this machine and its operating system
+  PanelKernels panels[kScaleKinds];  // by Scale
 
   // The largest magnitude in x [count]; *finite is cleared if x holds a NaN or an infinity.
   float (*max_magnitude)(const void* x, DType dtype, int64_t count, bool* finite);
   // x [k] -> packed [k / 2], scales [ceil(k / block)]; x is finite.
-  void (*quantize_fp4)(const Format& format, const void* x, DType dtype, int64_t k, float global_scale,
-                       uint8_t* packed, uint8_t* scales);
+  void (*quantize)(const Format& format, const void* x, DType dtype, int64_t k, float global_scale,
+                   uint8_t* packed, uint8_t* scales);
   // x [k] -> codes int8 [k], scales [ceil(k / 32)].
   void (*quantize_int8)(const void* x, DType dtype, int64_t k, int8_t* codes, float* scales);
-  // int8 codes [k] and their scales -> an Int8Row.
-  void (*prepare_int8)(const int8_t* codes, const float* scales, int64_t k, int block, uint8_t* row);
+  // int8 codes [k] and their scales -> an Int8Row that meets weights with such block scales.
+  void (*prepare_int8)(const int8_t* codes, const float* scales, int64_t k, Scale weight, uint8_t* row);
   // x [k] -> float32 [k], padded with zeros.
   void (*prepare_float)(const void* x, DType dtype, int64_t k, float* row);
   // float32 [k] -> a float row, in place; null where that is the same.

@@ -5,48 +5,55 @@ namespace fp4::cpu {
 namespace {
 
 template <Scale scale>
-float to_float(uint8_t v) {
-  return scale == Scale::e4m3 ? e4m3_to_float(v) : e8m0_to_float(v);
+float load_scale(const uint8_t* scales, int r) {
+  if constexpr (scale == Scale::e4m3) return e4m3_to_float(scales[r]);
+  if constexpr (scale == Scale::e8m0) return e8m0_to_float(scales[r]);
+  return load_as_float<scale == Scale::f32 ? DType::f32 : DType::bf16>(scales, r);
 }
 
-template <Scale scale, int block>
+template <Scale scale>
 void panel_float(const Panel& panel, const uint8_t* const* rows, int count, float* tile) {
+  constexpr int step = step_of(scale);
+  constexpr const float* values = codes_of(element_of(scale)).values;
   for (int m = 0; m < count; ++m) {
     const float* a = reinterpret_cast<const float*>(rows[m]);
     float sum[kPanelRows] = {};
-    for (int64_t k0 = 0; k0 < panel.k; k0 += block) {
+    for (int64_t k0 = 0; k0 < panel.k; k0 += step) {
       float dot[kPanelRows] = {};
-      for (int64_t k = k0; k < k0 + block; k += 8) {
+      for (int64_t k = k0; k < k0 + step; k += 8) {
         const uint8_t* words = panel.codes + k / 8 * 4 * kPanelRows;
         for (int r = 0; r < kPanelRows; ++r)
-          for (int j = 0; j < 8; ++j) dot[r] += a[k + j] * kE2m1[words[4 * r + j / 2] >> (4 * (j % 2)) & 15];
+          for (int j = 0; j < 8; ++j) dot[r] += a[k + j] * values[words[4 * r + j / 2] >> (4 * (j % 2)) & 15];
       }
-      const uint8_t* scales = panel.scales + k0 / block * kPanelRows;
-      for (int r = 0; r < kPanelRows; ++r) sum[r] += dot[r] * to_float<scale>(scales[r]);
+      const uint8_t* scales = block_scales_at<scale>(panel, k0);
+      for (int r = 0; r < kPanelRows; ++r) sum[r] += dot[r] * load_scale<scale>(scales, r);
     }
     std::memcpy(tile + m * kPanelRows, sum, sizeof(sum));
   }
 }
 
-template <Scale scale, int block>
+template <Scale scale>
 void panel_int8(const Panel& panel, const uint8_t* const* rows, int count, float* tile) {
+  constexpr int step = step_of(scale);
+  constexpr const Codes& table = codes_of(element_of(scale));
   for (int m = 0; m < count; ++m) {
     const int8_t* a = reinterpret_cast<const int8_t*>(rows[m]);
     const float* a_scales = reinterpret_cast<const float*>(rows[m] + Int8Row::scales_at(panel.k));
     float sum[kPanelRows] = {};
-    for (int64_t k0 = 0; k0 < panel.k; k0 += block) {
-      int32_t dot[kPanelRows] = {};  // of 2 * e2m1, which is an integer
-      for (int64_t k = k0; k < k0 + block; k += 8) {
+    for (int64_t k0 = 0; k0 < panel.k; k0 += step) {
+      int32_t dot[kPanelRows] = {};  // of unit * value, which is an integer
+      for (int64_t k = k0; k < k0 + step; k += 8) {
         const uint8_t* words = panel.codes + k / 8 * 4 * kPanelRows;
         for (int r = 0; r < kPanelRows; ++r)
           for (int i = 0; i < 4; ++i) {
             const uint8_t codes = words[4 * r + i];
-            dot[r] += a[k + i] * int(2 * kE2m1[codes & 15]) + a[k + 4 + i] * int(2 * kE2m1[codes >> 4]);
+            dot[r] += a[k + i] * int(table.unit * table.values[codes & 15]) +
+                      a[k + 4 + i] * int(table.unit * table.values[codes >> 4]);
           }
       }
-      const uint8_t* scales = panel.scales + k0 / block * kPanelRows;
-      const float a_scale = .5f * a_scales[k0 / kInt8Block];
-      for (int r = 0; r < kPanelRows; ++r) sum[r] += float(dot[r]) * (to_float<scale>(scales[r]) * a_scale);
+      const uint8_t* scales = block_scales_at<scale>(panel, k0);
+      const float a_scale = a_scales[k0 / kInt8Block] / float(table.unit);
+      for (int r = 0; r < kPanelRows; ++r) sum[r] += float(dot[r]) * (load_scale<scale>(scales, r) * a_scale);
     }
     std::memcpy(tile + m * kPanelRows, sum, sizeof(sum));
   }
@@ -57,10 +64,10 @@ void panel_int8(const Panel& panel, const uint8_t* const* rows, int count, float
 const Kernels kScalarKernels = with_row_kernels({
     .name = "scalar",
     .supported = [] { return true; },
-    .int8_e4m3 = panel_int8<Scale::e4m3, 16>,
-    .int8_e8m0 = panel_int8<Scale::e8m0, 32>,
-    .float_e4m3 = panel_float<Scale::e4m3, 16>,
-    .float_e8m0 = panel_float<Scale::e8m0, 32>,
+    .panels = {{panel_int8<Scale::e4m3>, panel_float<Scale::e4m3>},
+               {panel_int8<Scale::e8m0>, panel_float<Scale::e8m0>},
+               {panel_int8<Scale::bf16>, panel_float<Scale::bf16>},
+               {panel_int8<Scale::f32>, panel_float<Scale::f32>}},
     .arrange_float = nullptr,
 });
 

@@ -59,21 +59,22 @@ void transpose_bytes(const uint8_t* from, int64_t row_bytes, uint8_t* to) {
 
 }  // namespace
 
-void pack_panel(const uint8_t* codes, const uint8_t* scales, int64_t rows, int64_t k, int block,
+void pack_panel(const uint8_t* codes, const uint8_t* scales, int64_t rows, int64_t k, BlockScales of,
                 uint8_t* panel_codes, uint8_t* panel_scales) {
-  const int64_t row_bytes = k / 2, blocks = (k + block - 1) / block;
-  const int64_t words = padded_k(k) / 8, panel_blocks = padded_k(k) / block;
+  const int64_t row_bytes = k / 2, blocks = of.count(k), size = scale_size(of.scale);
+  const int64_t words = padded_k(k) / 8;
   if (rows < kPanelRows || k % kPanelK != 0) {
     std::memset(panel_codes, 0, words * 4 * kPanelRows);
-    std::memset(panel_scales, 0, panel_blocks * kPanelRows);
+    std::memset(panel_scales, 0, of.bytes(padded_k(k)) * kPanelRows);
   }
   // What whole vectors do not cover, and panels of fewer rows, go word by word and byte by byte.
   int64_t word = 0, block_at = 0;
   if (rows == kPanelRows) {
     for (; (word + 4) * 4 <= row_bytes; word += 4)
       transpose_words(codes + word * 4, row_bytes, panel_codes + word * 4 * kPanelRows);
-    for (; block_at + 16 <= blocks; block_at += 16)
-      transpose_bytes(scales + block_at, blocks, panel_scales + block_at * kPanelRows);
+    if (size == 1)
+      for (; block_at + 16 <= blocks; block_at += 16)
+        transpose_bytes(scales + block_at, blocks, panel_scales + block_at * kPanelRows);
   }
   const int64_t whole_words = row_bytes / 4;
   for (int64_t r = 0; r < rows; ++r) {
@@ -81,17 +82,19 @@ void pack_panel(const uint8_t* codes, const uint8_t* scales, int64_t rows, int64
     uint8_t* to = panel_codes + r * 4;
     for (int64_t w = word; w < whole_words; ++w) std::memcpy(to + w * 4 * kPanelRows, row + w * 4, 4);
     std::memcpy(to + whole_words * 4 * kPanelRows, row + whole_words * 4, row_bytes % 4);
-    for (int64_t b = block_at; b < blocks; ++b) panel_scales[b * kPanelRows + r] = scales[r * blocks + b];
+    for (int64_t b = block_at; b < blocks; ++b)
+      std::memcpy(panel_scales + (b * kPanelRows + r) * size, scales + (r * blocks + b) * size, size);
   }
 }
 
-void unpack_panel(const uint8_t* panel_codes, const uint8_t* panel_scales, int64_t k, int block,
+void unpack_panel(const uint8_t* panel_codes, const uint8_t* panel_scales, int64_t k, BlockScales of,
                   uint8_t* codes, uint8_t* scales) {
-  const int64_t words = k / 8, blocks = k / block;
+  const int64_t words = k / 8, blocks = of.count(k), size = scale_size(of.scale);
   for (int64_t r = 0; r < kPanelRows; ++r) {
     for (int64_t w = 0; w < words; ++w)
       std::memcpy(codes + (r * words + w) * 4, panel_codes + (w * kPanelRows + r) * 4, 4);
-    for (int64_t b = 0; b < blocks; ++b) scales[r * blocks + b] = panel_scales[b * kPanelRows + r];
+    for (int64_t b = 0; b < blocks; ++b)
+      std::memcpy(scales + (r * blocks + b) * size, panel_scales + (b * kPanelRows + r) * size, size);
   }
 }
 

@@ -145,10 +145,10 @@ Tensor grouped_mm_k(const Tensor& a, const Tensor& b, const Tensor& b_scale,
   const auto [packed, scales, factor] = to_plain(b, b_scale, b_global_scale, {w.format, w.layout});
   const ActivationOperand ready(operand, w, /*as_float=*/true);
   const Activations& rows = ready.view();
-  const int64_t blocks = ceil_div(w.k, w.format->block);
+  const BlockScales of{w.format->block, w.scale};
   int64_t begin = 0;
   for (int64_t g = 0; g < groups; begin = ends[g++]) {
-    const int64_t k = ends[g] - begin, group_blocks = ceil_div(k, w.format->block);
+    const int64_t k = ends[g] - begin, group_bytes = of.bytes(k);
     if (k == 0) {
       zero_rows(out, g * m, (g + 1) * m, w.n, dtype);
       continue;
@@ -156,12 +156,12 @@ Tensor grouped_mm_k(const Tensor& a, const Tensor& b, const Tensor& b_scale,
     // The group's columns as operands of their own: it begins at a multiple of a block of scales, so
     // activation rows may be cut in the order that the kernels read.
     const int64_t kp = padded_k(k), whole = ceil_div(k, 8) * 8;
-    const Buffer codes(w.n * (k / 2)), group_scales(w.n * group_blocks);
+    const Buffer codes(w.n * (k / 2)), group_scales(w.n * group_bytes);
     Buffer group_rows(m * kp * sizeof(float));
     for (int64_t i = 0; i < w.n; ++i) {
       std::memcpy(codes.data() + i * (k / 2), data<uint8_t>(packed) + (i * w.k + begin) / 2, k / 2);
-      std::memcpy(group_scales.data() + i * group_blocks,
-                  data<uint8_t>(scales) + i * blocks + begin / w.format->block, group_blocks);
+      std::memcpy(group_scales.data() + i * group_bytes,
+                  data<uint8_t>(scales) + i * of.bytes(w.k) + of.bytes(begin), group_bytes);
     }
     for (int64_t i = 0; i < m; ++i) {
       const float* from = reinterpret_cast<const float*>(rows.data + i * rows.stride) + begin;
@@ -170,6 +170,7 @@ Tensor grouped_mm_k(const Tensor& a, const Tensor& b, const Tensor& b_scale,
     }
     const Weight weight{.format = w.format,
                         .order = Order::plain,
+                        .scale = w.scale,
                         .groups = 1,
                         .n = w.n,
                         .k = k,

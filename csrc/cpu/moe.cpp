@@ -20,7 +20,7 @@ struct Block {
 };
 
 Activations prepare(const Block& block, const void* x, DType dtype, int64_t rows, const Weight& weight) {
-  return quantize_and_prepare(block.a_format, x, dtype, rows, weight.k, weight.format->block);
+  return quantize_and_prepare(block.a_format, x, dtype, rows, weight.k, weight.scale);
 }
 
 void run_tokens(const Block& block, const void* x, DType x_dtype, int64_t tokens, const int64_t* ids,

@@ -23,6 +23,7 @@ std::tuple<Tensor, Tensor, Tensor> quantize(const Tensor& x, const std::string& 
   scale_shape.back() = blocks;
   if (fmt.has_global_scale)
     global_shape.assign(scale_shape.begin(), scale_shape.end() - std::min<size_t>(2, scale_shape.size()));
+  const int64_t scale_bytes = scale_size(fmt.scales[0]);
   const Tensor packed = empty(packed_shape, ScalarType::Byte);
   const Tensor scales = empty(scale_shape, scale_dtype(fmt));
   const Tensor global = empty(global_shape, ScalarType::Float);
@@ -55,7 +56,7 @@ std::tuple<Tensor, Tensor, Tensor> quantize(const Tensor& x, const std::string& 
   torch::stable::parallel_for(0, rows, grain_for(k), [&](int64_t begin, int64_t end) {
     for (int64_t i = begin; i < end; ++i)
       quantize_row(fmt, row(i), dtype, k, factor[i / per_matrix], mutable_data<uint8_t>(packed) + i * (k / 2),
-                   mutable_data<uint8_t>(scales) + i * blocks);
+                   mutable_data<uint8_t>(scales) + i * blocks * scale_bytes);
   });
   return {packed, scales, global};
 }
@@ -109,7 +110,7 @@ Tensor dequantize(const Tensor& packed, const Tensor& block_scale, const Optiona
   const Tensor from = as_contiguous(codes), from_scale = as_contiguous(block_scales);
   const OptionalTensor global = as_contiguous(factors);
   const int64_t k = packed.size(packed.dim() - 1) * 2, rows = num_rows(packed),
-                blocks = ceil_div(k, fmt->block);
+                row_scales = ceil_div(k, fmt->block) * scale_size(scale_kind(from_scale));
   const int64_t per_matrix = packed.dim() >= 2 ? packed.size(packed.dim() - 2) : 1;
   Shape shape = shape_of(packed);
   shape.back() = k;
@@ -120,8 +121,8 @@ Tensor dequantize(const Tensor& packed, const Tensor& block_scale, const Optiona
     for (int64_t i = begin; i < end; ++i) {
       const double factor = f.has_global_scale ? data<float>(*global)[i / per_matrix] : 1.;
       double* to = dtype == ScalarType::Double ? mutable_data<double>(out) + i * k : values.data();
-      dequantize_row(f, data<uint8_t>(from) + i * (k / 2), data<uint8_t>(from_scale) + i * blocks, k, factor,
-                     to);
+      dequantize_row(f, scale_kind(from_scale), data<uint8_t>(from) + i * (k / 2),
+                     data<uint8_t>(from_scale) + i * row_scales, k, factor, to);
       if (dtype != ScalarType::Double)
         store_values(to, k, dtype_of(dtype),
                      mutable_data<uint8_t>(out) + i * k * dtype_size(dtype_of(dtype)));

@@ -10,6 +10,7 @@
 
 #include "common/boxed.h"
 #include "common/convert.h"
+#include "cpu/rowwise.h"
 #include "cpu/sm90_layout.h"
 
 namespace fp4::cpu {
@@ -47,6 +48,10 @@ struct Sizes {
 
 // --- tile16 ---
 
+BlockScales block_scales(const Tensor& block_scale, FormatAndLayout weight) {
+  return {weight.format->block, scale_kind(block_scale)};
+}
+
 // The same bytes in the other order. f(codes, scales, to_codes, to_scales) moves one panel of 16 rows; what
 // tile16 keeps plain is copied.
 template <typename F>
@@ -54,10 +59,10 @@ std::tuple<Tensor, Tensor> reorder(const Tensor& packed, const Tensor& block_sca
                                    const F& f) {
   const Tensor to = empty(shape_of(packed), ScalarType::Byte);
   advise_huge_pages(to);
-  const Tensor to_scale = empty(shape_of(block_scale), scale_dtype(*target.format));
+  const Tensor to_scale = empty(shape_of(block_scale), block_scale.scalar_type());
   const Tensor from = as_contiguous(packed), from_scale = as_contiguous(block_scale);
   const auto [matrices, n, k] = Sizes(packed);
-  const int64_t row_bytes = k / 2, blocks = ceil_div(k, target.format->block);
+  const int64_t row_bytes = k / 2, row_scales = block_scales(block_scale, target).bytes(k);
   const int64_t panels = ceil_div(n, kPanelRows);
   const uint8_t *codes = data<uint8_t>(from), *scales = data<uint8_t>(from_scale);
   uint8_t *to_codes = mutable_data<uint8_t>(to), *to_scales = mutable_data<uint8_t>(to_scale);
@@ -66,13 +71,13 @@ std::tuple<Tensor, Tensor> reorder(const Tensor& packed, const Tensor& block_sca
                               [&](int64_t begin, int64_t end) {
                                 for (int64_t i = begin; i < end; ++i) {
                                   const int64_t row = i % panels * kPanelRows, first = i / panels * n + row;
-                                  const int64_t at = first * row_bytes, scale_at = first * blocks;
+                                  const int64_t at = first * row_bytes, scale_at = first * row_scales;
                                   if (tiled && is_panel(row, n, k)) {
                                     f(codes + at, scales + scale_at, to_codes + at, to_scales + scale_at, k);
                                   } else {
                                     const int64_t count = std::min<int64_t>(kPanelRows, n - row);
                                     std::memcpy(to_codes + at, codes + at, count * row_bytes);
-                                    std::memcpy(to_scales + scale_at, scales + scale_at, count * blocks);
+                                    std::memcpy(to_scales + scale_at, scales + scale_at, count * row_scales);
                                   }
                                 }
                               });
@@ -110,7 +115,7 @@ struct PlainRow {
     Block16 out{};
     if (i * kSm90Block >= k) return out;  // padding
     const int64_t begin = i * kSm90Block / 2, b = i * kSm90Block / format.block;
-    if (format.scale == Scale::e4m3) {
+    if (format.scales[0] == Scale::e4m3) {
       out.scale = scales[b];
     } else {
       if (!counts(b)) return out;
@@ -171,7 +176,7 @@ Packed to_sm90(const Tensor& packed, const Tensor& block_scale, const OptionalTe
   const uint8_t *codes = data<uint8_t>(from), *scales = data<uint8_t>(from_scale);
   std::vector<int> emax(s.matrices, 0);
   Tensor factor = copy_of(global_scale);
-  if (fmt.scale == Scale::e4m3) {
+  if (fmt.scales[0] == Scale::e4m3) {
     check_not_negative(from_scale, layout);
   } else {
     emax = largest_exponents(fmt, layout, codes, scales, s);
@@ -210,7 +215,7 @@ Packed from_sm90(const Tensor& packed, const Tensor& block_scale, const Tensor& 
   const Format& fmt = *source.format;
   const Sizes s(packed);
   const int64_t blocks = s.k / fmt.block, tiles = s.n / kSm90Rows;
-  const bool mx = fmt.scale == Scale::e8m0;
+  const bool mx = fmt.scales[0] == Scale::e8m0;
   Shape scale_shape = shape_of(packed);
   scale_shape.back() = blocks;
   const Tensor to = empty(shape_of(packed), ScalarType::Byte),
@@ -249,15 +254,29 @@ Packed from_sm90(const Tensor& packed, const Tensor& block_scale, const Tensor& 
 
 // --- operators ---
 
-// The scale bytes that stand for NaN: a weight with one is damaged, and kernel layouts refuse it.
-void check_scales_finite(const Tensor& block_scale, const Format& fmt) {
+bool is_damaged(Scale scale, const uint8_t* scales, int64_t i) {
+  switch (scale) {
+    case Scale::e4m3:
+      return (scales[i] & 0x7f) == 0x7f;
+    case Scale::e8m0:
+      return scales[i] == 0xff;
+    case Scale::bf16:
+      return std::isnan(load_as_float<DType::bf16>(scales, i));
+    case Scale::f32:
+      break;
+  }
+  return std::isnan(load_as_float<DType::f32>(scales, i));
+}
+
+// A weight with a scale that is NaN is damaged, and kernel layouts refuse it.
+void check_scales_finite(const Tensor& block_scale) {
   const Tensor c = as_contiguous(block_scale);
   const uint8_t* bytes = data<uint8_t>(c);
+  const Scale scale = scale_kind(c);
   std::atomic<bool> damaged = false;
   torch::stable::parallel_for(0, c.numel(), 1 << 16, [&](int64_t begin, int64_t end) {
     bool nan = false;
-    for (int64_t i = begin; i < end; ++i)
-      nan |= fmt.scale == Scale::e4m3 ? (bytes[i] & 0x7f) == 0x7f : bytes[i] == 0xff;
+    for (int64_t i = begin; i < end; ++i) nan |= is_damaged(scale, bytes, i);
     if (nan) damaged = true;
   });
   if (damaged) fail("block_scale has NaN values; the weight is damaged");
@@ -266,12 +285,12 @@ void check_scales_finite(const Tensor& block_scale, const Format& fmt) {
 Packed prepack(const Tensor& packed, const Tensor& block_scale, const OptionalTensor& global_scale,
                const std::string& format, const std::string& layout) {
   const FormatAndLayout target = check_prepack(packed, block_scale, global_scale, format, layout);
-  check_scales_finite(block_scale, *target.format);
+  check_scales_finite(block_scale);
   if (target.layout->block != 0) return to_sm90(packed, block_scale, global_scale, target);
   const auto [codes, scales] = reorder(
       packed, block_scale, target,
       [&](const uint8_t* from, const uint8_t* from_scales, uint8_t* to, uint8_t* to_scales, int64_t k) {
-        pack_panel(from, from_scales, kPanelRows, k, target.format->block, to, to_scales);
+        pack_panel(from, from_scales, kPanelRows, k, block_scales(block_scale, target), to, to_scales);
       });
   return {codes, scales, copy_of(global_scale)};
 }
@@ -290,7 +309,9 @@ Packed to_plain(const Tensor& packed, const Tensor& block_scale, const OptionalT
   const auto [codes, scales] =
       reorder(packed, block_scale, from,
               [&](const uint8_t* panel, const uint8_t* panel_scales, uint8_t* to, uint8_t* to_scales,
-                  int64_t k) { unpack_panel(panel, panel_scales, k, from.format->block, to, to_scales); });
+                  int64_t k) {
+                unpack_panel(panel, panel_scales, k, block_scales(block_scale, from), to, to_scales);
+              });
   return {codes, scales, copy_of(global_scale)};
 }
 

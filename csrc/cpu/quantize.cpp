@@ -12,6 +12,20 @@ namespace {
 
 constexpr float kE2m1Max = 6.f, kE4m3Max = 448.f;
 
+float scale_value(Scale scale, const uint8_t* scales, int64_t i) {
+  switch (scale) {
+    case Scale::e4m3:
+      return e4m3_to_float(scales[i]);
+    case Scale::e8m0:
+      return e8m0_to_float(scales[i]);
+    case Scale::bf16:
+      return load_as_float<DType::bf16>(scales, i);
+    case Scale::f32:
+      break;
+  }
+  return load_as_float<DType::f32>(scales, i);
+}
+
 }  // namespace
 
 float max_magnitude(const void* x, DType dtype, int64_t count, bool* finite) {
@@ -22,16 +36,16 @@ float global_scale_for(float amax) { return amax == 0.f ? 1.f : amax / (kE2m1Max
 
 void quantize_row(const Format& format, const void* x, DType dtype, int64_t k, float global_scale,
                   uint8_t* packed, uint8_t* scales) {
-  kernels().quantize_fp4(format, x, dtype, k, global_scale, packed, scales);
+  kernels().quantize(format, x, dtype, k, global_scale, packed, scales);
 }
 
-void dequantize_row(const Format& format, const uint8_t* packed, const uint8_t* scales, int64_t k,
-                    double global_scale, double* values) {
+void dequantize_row(const Format& format, Scale scale, const uint8_t* packed, const uint8_t* scales,
+                    int64_t k, double global_scale, double* values) {
+  const Codes& codes = codes_of(format.element);
   for (int64_t k0 = 0; k0 < k; k0 += format.block) {
-    const uint8_t scale = scales[k0 / format.block];
-    const double s = double(format.scale == Scale::e4m3 ? e4m3_to_float(scale) : e8m0_to_float(scale));
+    const double s = double(scale_value(scale, scales, k0 / format.block));
     double table[16];
-    for (int code = 0; code < 16; ++code) table[code] = double(kE2m1[code]) * s * global_scale;
+    for (int code = 0; code < 16; ++code) table[code] = double(codes.values[code]) * s * global_scale;
     for (int64_t i = k0; i < std::min<int64_t>(k, k0 + format.block); ++i)
       values[i] = table[packed[i / 2] >> (4 * (i % 2)) & 15];
   }
@@ -40,7 +54,7 @@ void dequantize_row(const Format& format, const uint8_t* packed, const uint8_t* 
 void dequantize_row_to_float(const Format& format, const uint8_t* packed, const uint8_t* scales, int64_t k,
                              float global_scale, float* row) {
   std::vector<double> values(k);
-  dequantize_row(format, packed, scales, k, double(global_scale), values.data());
+  dequantize_row(format, format.scales[0], packed, scales, k, double(global_scale), values.data());
   std::copy(values.begin(), values.end(), row);
 }
 

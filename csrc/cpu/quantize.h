@@ -17,11 +17,11 @@ float global_scale_for(float amax);
 void quantize_row(const Format& format, const void* x, DType dtype, int64_t k, float global_scale,
                   uint8_t* packed, uint8_t* scales);
 
-// The exact values of one row [k], in double: e2m1 * block scale * global scale.
-void dequantize_row(const Format& format, const uint8_t* packed, const uint8_t* scales, int64_t k,
-                    double global_scale, double* values);
+// The exact values of one row [k], in double: code * block scale * global scale.
+void dequantize_row(const Format& format, Scale scale, const uint8_t* packed, const uint8_t* scales,
+                    int64_t k, double global_scale, double* values);
 
-// The same rounded to float32.
+// The same rounded to float32, of the scales that quantize makes.
 void dequantize_row_to_float(const Format& format, const uint8_t* packed, const uint8_t* scales, int64_t k,
                              float global_scale, float* row);
 

@@ -1,4 +1,4 @@
-// Quantisation of one row to FP4, in portable loops that every kernels_<isa>.cpp compiles for itself (see
+// Quantisation of one row to 4 bits, in portable loops that every kernels_<isa>.cpp compiles for itself (see
 // common/convert.h on linkage). No branch depends on the data, so that compilers turn the loops into vectors.
 #pragma once
 
@@ -13,7 +13,7 @@ namespace fp4::cpu {
 namespace {
 
 inline constexpr float kE2m1Max = 6.f;
-inline constexpr int kBlocksAtOnce = 32, kMaxBlock = 32;
+inline constexpr int kBlocksAtOnce = 32;
 
 // The bits of the largest magnitude: compared as integers, NaN and infinity are above every number.
 template <DType dtype>
@@ -92,13 +92,41 @@ inline void quantize_fp4_as(const void* x, int64_t k, float global_scale, uint8_
   }
 }
 
-inline void quantize_fp4_row(const Format& format, const void* x, DType dtype, int64_t k, float global_scale,
-                             uint8_t* packed, uint8_t* scales) {
+// Symmetric over -7.5 to 7.5 as compressed-tensors has it: scale = bf16(amax / 7.5), codes rounded to nearest
+// even and clamped to -8 to 7. A block whose scale is zero has codes 0.
+template <DType dtype>
+inline void quantize_int4_as(const void* x, int64_t k, int block, uint8_t* packed, uint8_t* scales) {
+  for (int64_t begin = 0; begin < k; begin += block) {
+    const int64_t end = std::min<int64_t>(k, begin + block);
+    const float amax = std::bit_cast<float>(top_bits<dtype>(x, begin, end));
+    const uint16_t scale = float_to_bf16(amax / 7.5f);
+    std::memcpy(scales + begin / block * sizeof(scale), &scale, sizeof(scale));
+    const float value = bf16_to_float(scale);
+    const float step = value == 0.f ? std::numeric_limits<float>::infinity() : value;
+    for (int64_t i = begin; i < end; i += 2) {
+      uint32_t codes[2];
+      for (int j = 0; j < 2; ++j) {
+        const float v = load_as_float<dtype>(x, i + j) / step;
+        const float clamped = v < -8.f ? -8.f : v > 7.f ? 7.f : v;
+        // Adding 1.5 * 2^23 rounds to nearest even and leaves the integer in the low bits.
+        codes[j] = std::bit_cast<uint32_t>(clamped + 0x1.8p23f) & 15;
+      }
+      packed[i / 2] = uint8_t(codes[0] | codes[1] << 4);
+    }
+  }
+}
+
+inline void quantize_row_4bit(const Format& format, const void* x, DType dtype, int64_t k, float global_scale,
+                              uint8_t* packed, uint8_t* scales) {
   with_dtype(dtype, [&](auto d) {
-    if (format.scale == Scale::e4m3)
-      quantize_fp4_as<d.value, Scale::e4m3, 16>(x, k, global_scale, packed, scales);
-    else
-      quantize_fp4_as<d.value, Scale::e8m0, 32>(x, k, global_scale, packed, scales);
+    switch (format.scales[0]) {
+      case Scale::e4m3:
+        return quantize_fp4_as<d.value, Scale::e4m3, 16>(x, k, global_scale, packed, scales);
+      case Scale::e8m0:
+        return quantize_fp4_as<d.value, Scale::e8m0, 32>(x, k, global_scale, packed, scales);
+      default:
+        return quantize_int4_as<d.value>(x, k, format.block, packed, scales);
+    }
   });
 }
 

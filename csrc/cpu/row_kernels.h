@@ -11,7 +11,7 @@ namespace {
 // A table of panel kernels, completed with the row kernels.
 constexpr Kernels with_row_kernels(Kernels kernels) {
   kernels.max_magnitude = max_magnitude_row;
-  kernels.quantize_fp4 = quantize_fp4_row;
+  kernels.quantize = quantize_row_4bit;
   kernels.quantize_int8 = quantize_int8_row;
   kernels.prepare_int8 = prepare_int8_row;
   kernels.prepare_float = prepare_float_row;

@@ -1,7 +1,8 @@
-// Kernels over single rows, in portable code that every kernels_<isa>.cpp compiles for itself (see
+// Kernels over single rows and what the panel kernels share, in portable code that every kernels_<isa>.cpp compiles for itself (see
 // common/convert.h on linkage).
 #pragma once
 
+#include <array>
 #include <bit>
 #include <cmath>
 #include <cstring>
@@ -12,6 +13,32 @@
 
 namespace fp4::cpu {
 namespace {
+
+// By code: unit * value + offset.
+template <Element element>
+inline constexpr std::array<uint8_t, 16> kUnsignedBytes = [] {
+  std::array<uint8_t, 16> bytes{};
+  const Codes& codes = codes_of(element);
+  for (int i = 0; i < 16; ++i) bytes[i] = uint8_t(int(codes.unit * codes.values[i]) + codes.offset);
+  return bytes;
+}();
+
+// By code: one byte of the value as a float32, the lowest at 0.
+template <Element element, int byte>
+inline constexpr std::array<uint8_t, 16> kFloatByte = [] {
+  std::array<uint8_t, 16> bytes{};
+  for (int i = 0; i < 16; ++i)
+    bytes[i] = uint8_t(std::bit_cast<uint32_t>(codes_of(element).values[i]) >> (8 * byte));
+  return bytes;
+}();
+
+// The scales [16] for the step at k0.
+template <Scale scale>
+inline const uint8_t* block_scales_at(const Panel& panel, int64_t k0) {
+  // The block of FP4 formats is the step: a constant, which compilers turn into an addition.
+  const int64_t block = element_of(scale) == Element::e2m1 ? k0 / step_of(scale) : k0 >> panel.block_shift;
+  return panel.scales + block * (kPanelRows * scale_size(scale));
+}
 
 inline int32_t load_word(const uint8_t* p) {
   int32_t word;
@@ -78,7 +105,8 @@ inline void quantize_int8_row(const void* x, DType dtype, int64_t k, int8_t* cod
   });
 }
 
-inline void prepare_int8_row(const int8_t* codes, const float* scales, int64_t k, int block, uint8_t* row) {
+inline void prepare_int8_row(const int8_t* codes, const float* scales, int64_t k, Scale weight, uint8_t* row) {
+  const int step = step_of(weight), offset = codes_of(element_of(weight)).offset;
   const int64_t kp = padded_k(k);
   int8_t* to = reinterpret_cast<int8_t*>(row);
   float* to_scales = reinterpret_cast<float*>(row + Int8Row::scales_at(kp));
@@ -93,10 +121,10 @@ inline void prepare_int8_row(const int8_t* codes, const float* scales, int64_t k
         to[b + g + i] = padded[g + 2 * i];
         to[b + g + 4 + i] = padded[g + 2 * i + 1];
       }
-    for (int s = 0; s < kInt8Block; s += block) {
+    for (int s = 0; s < kInt8Block; s += step) {
       int32_t sum = 0;
-      for (int i = 0; i < block; ++i) sum += padded[s + i];
-      corrections[(b + s) / block] = -12 * sum;
+      for (int i = 0; i < step; ++i) sum += padded[s + i];
+      corrections[(b + s) / step] = -offset * sum;
     }
   }
 }

@@ -60,6 +60,7 @@ class WeightOperand {
         bias_(as_contiguous(bias)) {
     view_ = {.format = shape.format,
              .order = shape.layout->order,
+             .scale = shape.scale,
              .groups = shape.groups,
              .n = shape.n,
              .k = shape.k,
@@ -94,7 +95,7 @@ class ActivationOperand {
                              factors ? data<float>(*global_) : nullptr, per_factor, rows, w.k);
     } else if (dtype == ScalarType::Char) {
       view_ = as_float ? prepare_int8_as_float(data<int8_t>(a_), data<float>(*scale_), rows, w.k)
-                       : prepare_int8(data<int8_t>(a_), data<float>(*scale_), rows, w.k, w.format->block);
+                       : prepare_int8(data<int8_t>(a_), data<float>(*scale_), rows, w.k, w.scale);
     } else if (dtype == ScalarType::Float8_e4m3fn) {
       view_ = prepare_fp8(data<uint8_t>(a_), data<float>(*scale_), rows, w.k);
     } else {
