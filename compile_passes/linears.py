@@ -71,7 +71,7 @@ def _write(
 ) -> Site:
     call, options = writer.call, writer.options
     like = value(matrix.ref.node)
-    layout = preferred_layout(like.device.type, (matrix.n, matrix.k), dtype=like.dtype)
+    layout = preferred_layout(like.device.type, (matrix.n, matrix.k), dtype=like.dtype, format=options.format)
     packed = packing([(matrix,)], options.format, layout, False, mutated, node)
     a_format, why = options.a_format(like.device.type, layout)
     with writer.gm.graph.inserting_before(node):

@@ -314,7 +314,8 @@ class _Writer:
     def _layout(self, *weights: WeightRef) -> str:
         """One layout for the weights of one operator."""
         like = value(weights[0].placeholder)
-        return preferred_layout(like.device.type, *((w.n, w.k) for w in weights), dtype=like.dtype)
+        shapes = [(w.n, w.k) for w in weights]
+        return preferred_layout(like.device.type, *shapes, dtype=like.dtype, format=self.options.format)
 
     def _interleaved(self, bias: fx.Node) -> fx.Node:
         """A bias [E, 2 I] in the order of interleaved rows."""

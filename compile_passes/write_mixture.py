@@ -174,7 +174,7 @@ class _Emitter:
     def _layout(self, device: str, dtype: torch.dtype) -> str:
         """One layout for all weights of the block."""
         parts = {(p.n, p.k) for branch in self.m.branches for p in (*branch.up, branch.down)}
-        return preferred_layout(device, *parts, dtype=dtype)
+        return preferred_layout(device, *parts, dtype=dtype, format=self.w.options.format)
 
     def _gate_up(self, device: str) -> tuple[Any, bool]:
         """The weight of gate and up, rows in the order the parameter has or else the activation wants."""

@@ -9,12 +9,14 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from .meta.formats import FORMATS
 from .meta.layouts import LAYOUTS, preferred_layout
 from .relayout import relayout
 
 IMPLEMENTATION = "fp4"
 """Our name among transformers' experts implementations ("eager", "grouped_mm", ...)."""
+
+STORED_FORMATS = ("mxfp4", "nvfp4", "int4", "int4_g64", "int4_g32")
+"""State dicts hold a format's place in here, so new ones go to the end."""
 
 
 @dataclass(frozen=True)
@@ -133,19 +135,19 @@ class PackedWeight(nn.Module):
             if buffer is not None:  # as bytes: a change of dtype is for the model's own numbers
                 self._buffers[name] = fn(buffer.view(torch.uint8)).view(buffer.dtype)
         if old != new and new != "meta":
-            self.set_layout(preferred_layout(new, (self.packed.shape[-2], self.k)))
+            self.set_layout(preferred_layout(new, (self.packed.shape[-2], self.k), format=self.format))
         return self
 
     def get_extra_state(self) -> Tensor:
         """Format and layout, as a tensor so that any checkpoint file can hold them."""
         return torch.tensor(
-            [sorted(FORMATS).index(self.format), list(LAYOUTS).index(self.layout), self.interleaved],
+            [STORED_FORMATS.index(self.format), list(LAYOUTS).index(self.layout), self.interleaved],
             dtype=torch.uint8,
         )
 
     def set_extra_state(self, state: Tensor) -> None:
         """Called once the buffers are loaded: says what they hold."""
-        format, layout = sorted(FORMATS)[int(state[0])], list(LAYOUTS)[int(state[1])]
+        format, layout = STORED_FORMATS[int(state[0])], list(LAYOUTS)[int(state[1])]
         if format != self.format:
             raise ValueError(
                 f"fp4: the weights to load are {format}; this model was prepared as {self.format}"

@@ -88,7 +88,7 @@ def prepare(
     meanwhile is less than one weight tensor; with a calibrated method, that of all packed weights.
 
     model: a model, or a part of one, with transformers experts modules; weights float32, bfloat16 or float16.
-    format: "nvfp4" or "mxfp4".
+    format: a name of `fp4_ops.meta.formats.FORMATS`: "nvfp4", "mxfp4", "int4", "int4_g64" or "int4_g32".
     activation: how activations enter the products. "bf16" leaves them in the model's dtype, "int8" quantises
         them in blocks of 32 (CPU only), "auto" is int8 on a CPU and the model's dtype elsewhere.
     method: how the weights are quantised, a name of `fp4_ops.quantization.METHODS`; see docs/accuracy.md.
@@ -107,7 +107,7 @@ def prepare(
     for name, p in plans.items():
         _check_weights(name, found[name], p)
     device, dtype, shapes = _weights(found, plans)
-    layout = preferred_layout(device, *shapes, dtype=dtype)
+    layout = preferred_layout(device, *shapes, dtype=dtype, format=format)
     check_activation(activation, device, layout)
     quantizer = Quantizer(format, chosen, calibration, layout)
     for name, p in plans.items():

@@ -17,6 +17,8 @@ FP4_FORMATS = ("nvfp4", "mxfp4")
 INT4_FORMATS = ("int4", "int4_g64", "int4_g32")
 FORMATS = (*FP4_FORMATS, *INT4_FORMATS)
 BLOCK = dict(zip(FORMATS, (16, 32, 128, 64, 32)))
+KERNEL_FORMATS = (*FP4_FORMATS, "int4", "int4_g32")
+"""Enough to meet every kernel: int4's block of scales is a number to them."""
 VALUES = dict.fromkeys(FP4_FORMATS, E2M1) | dict.fromkeys(INT4_FORMATS, INT4)
 SCALE_DTYPE = {
     "nvfp4": torch.float8_e4m3fn,

@@ -5,7 +5,16 @@ from __future__ import annotations
 import random
 
 import torch
-from reference import ACTIVATIONS, FORMATS, GATES, Activations, random_activations, random_weight
+from reference import (
+    ACTIVATIONS,
+    BLOCK,
+    FORMATS,
+    FP4_FORMATS,
+    GATES,
+    Activations,
+    random_activations,
+    random_weight,
+)
 
 FLOATS = (torch.float32, torch.bfloat16, torch.float16)
 A_FORMATS = ("none", "int8", "fp8", "nvfp4", "mxfp4")
@@ -24,6 +33,11 @@ def _sizes(rng: random.Random) -> tuple[int, int]:
 
 def _layout(rng: random.Random, device: str) -> str:
     return rng.choice(("plain", "tile16")) if device == "cpu" else "plain"
+
+
+def _held(rng: random.Random, layout: str) -> str:
+    """A format that the layout holds."""
+    return rng.choice(FP4_FORMATS if layout == "sm90" else FORMATS)
 
 
 def _a(rng, device, *shape) -> Activations:
@@ -72,10 +86,12 @@ def _grouped(rng, device, kind):
 
 
 def _grouped_k(rng, device):
-    n, t = rng.choice((1, 5, 16, 33)), 32 * rng.randint(0, 5) + rng.choice((0, 2, 18))
-    w = random_weight(rng.choice(FORMATS), n, t, device=device, layout=_layout(rng, device))
+    format = rng.choice(FORMATS)
+    block = max(32, BLOCK[format])
+    n, t = rng.choice((1, 5, 16, 33)), block * rng.randint(0, 5) + rng.choice((0, 2, 18))
+    w = random_weight(format, n, t, device=device, layout=_layout(rng, device))
     a = _a(rng, device, rng.randint(0, 9), t)
-    ends = sorted(min(t, 32 * rng.randint(0, 6)) for _ in range(rng.randint(1, 4)))
+    ends = sorted(min(t, block * rng.randint(0, 6)) for _ in range(rng.randint(1, 4)))
     args = (a.data, *w.operands(), torch.tensor(ends, dtype=torch.int32, device=device), a.scale)
     kwargs = {**w.options(), **a.options(), "out_dtype": rng.choice((None, *FLOATS))}
     return (*args, a.global_scale), kwargs
@@ -117,7 +133,7 @@ def _dequantize(rng, device):
     layout = _layout(rng, device)
     if device == "cpu" and rng.random() < 0.3:
         layout, shape[-2:] = "sm90", [64, 16 * rng.randint(1, 9)]
-    w = random_weight(rng.choice(FORMATS), *shape, device=device, layout=layout)
+    w = random_weight(_held(rng, layout), *shape, device=device, layout=layout)
     return (*w.operands(), w.format, rng.choice((*FLOATS, torch.float64))), {"layout": w.layout}
 
 
@@ -127,7 +143,7 @@ def _prepack(rng, device, undo=False):
     if layout == "sm90":
         shape[-2:] = rng.choice((64, 128)), 16 * rng.randint(1, 9)
     held = layout if undo else "plain"
-    w = random_weight(rng.choice(FORMATS), *shape, device=device, layout=held, narrow=True)
+    w = random_weight(_held(rng, layout), *shape, device=device, layout=held, narrow=True)
     return (*w.operands(), w.format, layout), {}
 
 

@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 
 import pytest
 import torch
-from reference import random_weight
+from reference import FORMATS, random_weight
 
 fp4 = torch.ops.fp4
 
@@ -33,8 +33,8 @@ class Bad:
 
 
 def good(op: str, device: str, case: str = "") -> dict:
-    """A good call as keyword arguments, nvfp4 unless the case says mxfp4."""
-    format = "mxfp4" if case == "mxfp4" else "nvfp4"
+    """A good call as keyword arguments, nvfp4 unless the case is another format."""
+    format = case if case in FORMATS else "nvfp4"
     x = torch.randn(M, K, device=device)
     if op == "quantize":
         return {"x": torch.randn(G, N, K, device=device), "format": format, "global_scale": None}
@@ -87,7 +87,7 @@ def good(op: str, device: str, case: str = "") -> dict:
     rest = {"a_scale": a_scale, "a_global_scale": a_global_scale, "a_format": a_format}
     args = {"a": a, "b": w.packed, "b_scale": w.scale, "b_global_scale": w.global_scale}
     if op == "grouped_mm_k":
-        args["offs"] = torch.tensor([32, 32, 64], dtype=I32, device=device)
+        args["offs"] = torch.tensor([0, 0, 64], dtype=I32, device=device)
     if op == "grouped_mm":
         args["offs"] = torch.tensor([2, 2, 5], dtype=I32, device=device)
     if op == "grouped_mm_masked":
@@ -113,7 +113,7 @@ def first(t):
 
 
 FLOAT_NAMES = "float32 or bfloat16 or float16"
-FORMAT_NAMES = "it must be one of: mxfp4, nvfp4"
+FORMAT_NAMES = "it must be one of: int4, int4_g32, int4_g64, mxfp4, nvfp4"
 LAYOUT_NAMES = "it must be one of: plain, sm90, tile16"
 ACTIVATION_NAMES = f"{FLOAT_NAMES} or int8 or float8_e4m3fn or uint8 or float4_e2m1fn_x2"
 
@@ -136,6 +136,10 @@ def weight_cases(op: str, b: str, device_like: str = "") -> list[Bad]:
         Bad(op, {f"{b}_global_scale": to(torch.float64)}, f"{b}_global_scale has dtype float64; it must be float32"),
         Bad(op, {f"{b}_global_scale": lambda t: t.reshape(-1)[:1].expand(5)}, f"{b}_global_scale has shape [5]; it must be {global_shape}"),
         Bad(op, {f"{b}_global_scale": lambda _: torch.ones(G)}, f"{b}_global_scale was given; format mxfp4 has no global scale", "mxfp4"),
+        Bad(op, {f"{b}_global_scale": lambda _: torch.ones(G)}, f"{b}_global_scale was given; format int4 has no global scale", "int4"),
+        Bad(op, {f"{b}_scale": to(torch.float16)}, f"{b}_scale has dtype float16; it must be bfloat16 or float32", "int4"),
+        Bad(op, {b: lambda t: t.view(torch.float4_e2m1fn_x2)}, f"{b} has dtype float4_e2m1fn_x2; it must be uint8", "int4_g32"),
+        Bad(op, {f"{b}_scale": lambda t: t[..., :0]}, f"{b}_scale has shape [{lead}{rows}, 0]; it must be [{lead}{rows}, 1]", "int4_g64"),
     ]  # fmt: skip
 
 
@@ -161,6 +165,7 @@ def matmul_cases(op: str) -> list[Bad]:
         Bad(op, {"a_scale": to(torch.float64)}, "a_scale has dtype float64; it must be float32", "fp8"),
         Bad(op, {"a_scale": lambda s: s[..., None]}, f"a_scale has shape {rows[:-1]}, 1]; it must be {rows}", "fp8"),
         Bad(op, {"a_format": "nvfp4"}, "a_format is 'nvfp4'; only packed a has one, for others it must be ''"),
+        Bad(op, {"a_format": "int4"}, "a_format is 'int4'; for packed a it must be one of: mxfp4, nvfp4", "w4a4"),
         Bad(op, {"a_format": ""}, "a_format is ''; for packed a it must be one of: mxfp4, nvfp4", "w4a4"),
         Bad(op, {"a_format": "mxfp4"}, "a_scale has dtype float8_e4m3fn; it must be float8_e8m0fnu", "w4a4"),
         Bad(op, {"a": cut}, f"a has {K - 2} columns; b has K = {K}, and they must be equal", "w4a4"),
@@ -211,13 +216,15 @@ def moe_sm90(**changes):
 
 
 def sm90_cases() -> list[Bad]:
-    """What layout sm90 asks for: its shapes, with any format, and its activations."""
+    """What layout sm90 asks for: its shapes, with both its formats, and its activations."""
     op, u8, fp8 = "grouped_mm", torch.uint8, torch.zeros(M, 128, dtype=torch.float8_e4m3fn)
     needs, padded = (
         "layout 'sm90' needs a multiple of",
         "b has K = 128 (padded to a multiple of 128), and they must be equal",
     )
     return [
+        Bad(op, {"layout": "sm90"}, "format is 'int4'; with layout 'sm90' it must be one of: mxfp4, nvfp4", "int4"),
+        Bad("prepack", {"layout": "sm90"}, "format is 'int4_g64'; with layout 'sm90' it must be one of: mxfp4, nvfp4", "int4_g64"),
         Bad(op, sm90(b=torch.zeros(G, 80, 64, dtype=u8)), f"b has 80 rows; {needs} 64"),
         Bad(op, sm90(b=torch.zeros(G, 64, 32, dtype=u8)), f"b has 64 columns; {needs} 128"),
         Bad(op, sm90(b_scale=torch.zeros(G, 64, 8).to(torch.float8_e4m3fn)), "b_scale has dtype float8_e4m3fn; it must be uint8"),
@@ -291,6 +298,7 @@ BAD = (
     *weight_cases("moe", "w13"),
     *weight_cases("moe", "w2"),
     Bad("moe", {"activation": "relu"}, "activation is 'relu'; it must be one of: gelu, gelu_interleaved, gelu_tanh, gelu_tanh_interleaved, silu, silu_interleaved, swigluoai"),
+    Bad("moe", {"a_format": "int4"}, "a_format is 'int4'; it must be one of: auto, fp8, int8, mxfp4, none, nvfp4"),
     Bad("moe", {"a_format": "fp16"}, "a_format is 'fp16'; it must be one of: auto, fp8, int8, mxfp4, none, nvfp4"),
     Bad("moe", {"x": to(torch.int8)}, f"x has dtype int8; it must be {FLOAT_NAMES}"),
     Bad("moe", {"x": first}, "x has 1 dimensions; it must have 2"),
@@ -375,6 +383,7 @@ DATA = (
     ),
     Bad("grouped_mm_k", {"offs": torch.tensor([48], dtype=I32)}, r"offs is 48 .* multiple of 32", "mxfp4"),
     Bad("grouped_mm_k", {"offs": torch.tensor([48], dtype=I32)}, r"offs is 48 .* multiple of 32", "int8"),
+    Bad("grouped_mm_k", {"offs": torch.tensor([32], dtype=I32)}, r"offs is 32 .* multiple of 128", "int4"),
     Bad("grouped_mm_masked", {"masked_m": torch.tensor([2, -1, 0], dtype=I32)}, r"masked_m.*-1"),
     Bad("offs_to_m_indices", {"offs": torch.tensor([2, 1, 5], dtype=I32)}, r"offs .*decrease"),
     Bad("offs_to_m_indices", {"offs": torch.tensor([2, 3, 7], dtype=I32)}, r"offs .*7.*6"),

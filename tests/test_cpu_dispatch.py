@@ -113,7 +113,7 @@ def check_quantize(format: str, a_kind: str, layout: str) -> int:
 
 CHECKS = {"products": check_products, "moe": check_moe, "quantize": check_quantize}
 CASES = (
-    *itertools.product(("products", "moe"), reference.FORMATS, KINDS, LAYOUTS),
+    *itertools.product(("products", "moe"), reference.KERNEL_FORMATS, KINDS, LAYOUTS),
     *itertools.product(("quantize",), reference.FORMATS, ("f32", "bf16", "f16"), ("plain",)),
 )
 

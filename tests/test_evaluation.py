@@ -35,7 +35,7 @@ def test_activations_are_what_the_operators_make(device):
     for name, want in (
         ("int8", ref.dequantize_int8(*ref.quantize_int8(x))),
         ("fp8", ref.dequantize_fp8(*ref.quantize_fp8(x))),
-        *((f, ref.dequantize(*ref.quantize(x[:, None], f), f)[:, 0]) for f in ref.FORMATS),
+        *((f, ref.dequantize(*ref.quantize(x[:, None], f), f)[:, 0]) for f in ref.FP4_FORMATS),
     ):
         assert torch.allclose(ACTIVATION_MODES[name].round(x).to(F64), want, rtol=1e-6, atol=0), name
         assert not torch.equal(want, x.to(F64))
@@ -80,7 +80,7 @@ def test_rows_are_those_of_prepared_models(model):
     assert (first.ratio, first.kl, first.agreement) == (1, 0, 1)
     assert second.ratio == pytest.approx(1, abs=1e-5) and second.kl < 1e-6
     configurations = [(f, m) for f, m in (("nvfp4", "rtn"), ("nvfp4", "fp8_exact"), ("nvfp4", "gptq"))]
-    configurations += [("mxfp4", "rtn"), ("mxfp4", "gptq")]
+    configurations += [("mxfp4", "rtn"), ("mxfp4", "gptq"), *((f, "rtn") for f in ref.INT4_FORMATS)]
     assert [(r.format, r.method, r.activations) for r in rows] == [
         (f, m, a) for f, m in configurations for a in ("W4A16", "W4A8 int8")
     ]
@@ -152,10 +152,12 @@ def test_weight_errors(format, device):
     error = w.to(F64) - ref.dequantize(*q, format)
     want = 10 * (w.to(F64).square().sum((1, 2)) / error.square().sum((1, 2))).log10()
     packed, scale, factor = q
-    # Saturated: the largest of a block is nearer to the 8 that e2m1 lacks than to its 6.
+    # Saturated: the largest of a block is nearer to the 8 that e2m1 lacks than to its 6; int4 has no 8.
     step = ref.scale_values(scale) * (factor.to(F64)[:, None, None] if format == "nvfp4" else 1)
     largest = ref.blocks(w.to(F64), FORMATS[format].block).abs().amax(-1)
-    assert torch.allclose(saturated.to(F64), (largest > 7 * step).to(F64).mean((1, 2)))
+    assert torch.allclose(
+        saturated.to(F64), (largest > (8 if format in ref.INT4_FORMATS else 7) * step).to(F64).mean((1, 2))
+    )
     if format == "nvfp4":
         assert (saturated == 0).all()  # e4m3 scales are off by a sixteenth at most
     assert torch.allclose(sqnr.to(F64), want, atol=1e-3)
@@ -214,8 +216,8 @@ def test_commands(tmp_path, capsys):
     )  # fmt: skip
     out = capsys.readouterr().out
     rows = json.loads(table.read_text())["rows"]
-    assert len(rows) == 2 + 2 * 3 + 2 * 2
-    assert out.count("W4A8 fp8") == 4 and out.count("weighted") == 5 and "W4A4 nvfp4" in out
+    assert len(rows) == 2 + 2 * 3 + 2 * 2 + 3 * 2  # int4: rtn alone
+    assert out.count("W4A8 fp8") == 4 + 3 and out.count("weighted") == 5 and "W4A4 nvfp4" in out
     assert json.loads(table.read_text())["tokens"] == 3 * 31
 
     main(["eval", *common, "--text", str(text), "--methods", "rtn", "gptq", "--activations", "bf16"])

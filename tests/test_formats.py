@@ -5,7 +5,7 @@ from __future__ import annotations
 import fp4_ops.meta.fakes
 import reference
 import torch
-from fp4_ops.meta.formats import A_FORMATS, ACTIVATIONS, E2M1_VALUES, FORMATS
+from fp4_ops.meta.formats import A_FORMATS, ACTIVATIONS, E2M1_VALUES, ELEMENTS, FORMATS
 from fp4_ops.meta.layouts import LAYOUTS
 
 fp4 = torch.ops.fp4
@@ -19,7 +19,8 @@ def test_the_python_table():
         assert fmt.block == reference.BLOCK[name] and fmt.scale_dtype == reference.SCALE_DTYPE[name]
         assert fmt.has_global_scale == (name == "nvfp4")
         assert [fmt.num_blocks(k) for k in (1, fmt.block, fmt.block + 1)] == [1, 1, 2]
-        assert fmt.bytes_per_weight() == {"nvfp4": 0.5625, "mxfp4": 0.53125}[name]
+        assert fmt.bytes_per_weight() == 0.5 + {"nvfp4": 1 / 16, "mxfp4": 1 / 32}.get(name, 2 / fmt.block)
+        assert torch.equal(torch.tensor(ELEMENTS[fmt.element], dtype=torch.float64), reference.VALUES[name])
 
 
 def test_the_cpp_table_is_its_twin():
@@ -30,7 +31,7 @@ def test_the_cpp_table_is_its_twin():
         assert scale.dtype == fmt.scale_dtype and scale.shape[-1] == fmt.num_blocks(x.shape[-1]) == 3
         assert (global_scale.numel() > 0) == fmt.has_global_scale
         # one block's scale moves that block's values and no others
-        scale.view(torch.uint8)[..., 1] += 1
+        scale.view(torch.int16 if scale.itemsize == 2 else torch.uint8)[..., 1] += 1
         before = fp4.dequantize(packed, *fp4.quantize(x, name)[1:], name, torch.float64)
         after = fp4.dequantize(packed, scale, global_scale, name, torch.float64)
         changed = (before != after).any(0).any(0).nonzero().flatten()

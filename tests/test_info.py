@@ -25,7 +25,7 @@ def test_info():
     info = fp4_ops.info()
     assert info.torch == torch.__version__
     assert Path(info.library.split(" (")[0]).exists()
-    assert info.formats == ("nvfp4", "mxfp4")
+    assert info.formats == ("nvfp4", "mxfp4", "int4", "int4_g64", "int4_g32")
     assert set(info.operators) >= {"quantize", "mm", "grouped_mm", "indexed_mm", "moe"}
     kernels = {k.device: k for k in info.kernels}
     assert kernels["cpu"].family == torch.ops.fp4.cpu_capability()

@@ -9,7 +9,9 @@ import pytest
 import torch
 from conftest import poison_malloc, poisoned
 from reference import (
-    FORMATS,
+    BLOCK,
+    FP4_FORMATS,
+    KERNEL_FORMATS,
     assert_close,
     assert_rows_close,
     indexed_mm,
@@ -61,7 +63,7 @@ def case(request) -> Case:
     return request.param
 
 
-@pytest.fixture(params=FORMATS)
+@pytest.fixture(params=KERNEL_FORMATS)
 def format(request) -> str:
     return request.param
 
@@ -193,8 +195,9 @@ def test_indexed_mm(case, format, kind, layout, device, id_dtype):
 @pytest.mark.parametrize("ends", [(32, 32, 96), (64,), (0, 94), (96, 96, 160, 178), (0, 0), ()], ids=str)
 def test_grouped_mm_k(ends, format, kind, layout, device):
     """out[g] = a[:, begin:end] @ b[:, begin:end].T; a group without columns is zeros."""
+    ends = tuple(end * BLOCK[format] // 32 if BLOCK[format] > 32 else end for end in ends)
     m, n, t = 5, 37, max(ends, default=0) + 34  # columns past the last end belong to no group
-    if 94 in ends or 178 in ends:
+    if ends and ends[-1] % 32:
         t -= 34  # the last group may end at the end of K, which no block divides
     w = random_weight(format, n, t, device=device, layout=layout)
     a = random_activations(m, t, kind=kind, device=device)
@@ -215,10 +218,12 @@ def test_grouped_mm_k(ends, format, kind, layout, device):
 
 def test_columns_of_other_groups_do_not_leak(format, layout):
     """NaN in one group's columns stays in that group, short last block or not."""
-    w = random_weight(format, 8, 80, layout=layout)
-    a = random_activations(3, 80, kind=torch.float32)
-    a.data[:, 64:] = torch.nan
-    offs = torch.tensor([32, 64, 80], dtype=torch.int32)
+    block = max(32, BLOCK[format])
+    k = 2 * block + 16
+    w = random_weight(format, 8, k, layout=layout)
+    a = random_activations(3, k, kind=torch.float32)
+    a.data[:, 2 * block :] = torch.nan
+    offs = torch.tensor([block, 2 * block, k], dtype=torch.int32)
     out = fp4.grouped_mm_k(a.data, *w.operands(), offs, **w.options())
     assert torch.isfinite(out[:2]).all() and out[2].isnan().all()
 
@@ -259,6 +264,7 @@ def test_noncontiguous_operands(format, kind, layout, device):
     assert torch.equal(fp4.grouped_mm(transposed, *w.operands(), *rows, **options(w, a)), want)
 
 
+@pytest.mark.parametrize("format", FP4_FORMATS)
 def test_float4_dtype_is_accepted(format, device):
     w = random_weight(format, 24, 64, device=device)
     a = random_activations(3, 64, kind=torch.bfloat16, device=device)

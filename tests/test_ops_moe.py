@@ -7,7 +7,7 @@ from dataclasses import dataclass
 import pytest
 import torch
 from conftest import poisoned
-from reference import FORMATS, GATES, assert_close, moe, random_weight
+from reference import GATES, KERNEL_FORMATS, assert_close, moe, random_weight
 
 fp4 = torch.ops.fp4
 
@@ -90,7 +90,7 @@ def layout(request, device) -> str:
 
 @pytest.mark.parametrize("a_format", NEIGHBOUR)
 @pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("format", FORMATS)
+@pytest.mark.parametrize("format", KERNEL_FORMATS)
 def test_moe(case, format, dtype, a_format, layout, device):
     if device == "cuda" and a_format == "int8":
         pytest.skip("int8 activations run on the CPU only")

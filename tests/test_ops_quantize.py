@@ -6,7 +6,7 @@ import pytest
 import reference
 import torch
 from conftest import poisoned
-from reference import FORMATS, random_weight
+from reference import FORMATS, FP4_FORMATS, random_weight
 
 fp4 = torch.ops.fp4
 
@@ -49,6 +49,7 @@ def test_quantize_matches_the_definition(shape, format, dtype, device):
     assert_quantized((torch.randn(shape) * spread).to(DTYPES[dtype]).to(device), format)
 
 
+@pytest.mark.parametrize("format", FP4_FORMATS)
 def test_ties_go_to_the_even_code(format, device):
     grid = reference.E2M1[:8].float()
     ties = (grid[1:] + grid[:-1]) / 2  # 0.25, 0.75, ..., 5
@@ -64,6 +65,20 @@ def test_ties_go_to_the_even_code(format, device):
     assert torch.equal(reference.unpack_codes(packed.cpu())[:, :16] & 7, want.expand(64, 16).byte())
 
 
+@pytest.mark.parametrize("format", reference.INT4_FORMATS)
+def test_int4_rounds_to_even_and_clamps(format, device):
+    """7.5 in a block makes its scale 1: to -8 on the one side, to 7 on the other."""
+    row = torch.arange(-15, 16) / 2
+    x = torch.cat((row, torch.tensor([7.5]))).expand(3, 32)
+    packed, scale, _ = assert_quantized(x.to(device), format)
+    assert (scale == 1).all()
+    codes = reference.INT4[reference.unpack_codes(packed.cpu()).long()]
+    want = [-8, -7, -6, -6, -6, -5, -4, -4, -4, -3, -2, -2, -2, -1, 0, 0]
+    want += [0, 1, 2, 2, 2, 3, 4, 4, 4, 5, 6, 6, 6, 7, 7, 7]
+    assert codes[0].tolist() == want
+
+
+@pytest.mark.parametrize("format", FP4_FORMATS)
 def test_values_on_the_grid_survive(format, device):
     """Quantising what dequantise gave changes nothing, where every block uses its largest code."""
     w = random_weight(format, 3, 20, 96)
@@ -81,12 +96,18 @@ def test_values_on_the_grid_survive(format, device):
     assert equal(again[0], packed) and equal(again[1], scale)
 
 
+ERROR = {
+    "nvfp4": (0.08, 0.105), "mxfp4": (0.10, 0.14),
+    "int4": (0.102, 0.12), "int4_g64": (0.095, 0.112), "int4_g32": (0.086, 0.104),
+}  # fmt: skip
+
+
 def test_quantize_error_is_that_of_four_bits(format, device):
     x = torch.randn(64, 1024, device=device)
     packed, scale, global_scale = fp4.quantize(x, format)
     back = reference.dequantize(*(t.cpu() for t in (packed, scale, global_scale)), format)
     error = reference.relative_error(back, x.cpu().double())
-    low, high = {"nvfp4": (0.08, 0.105), "mxfp4": (0.10, 0.14)}[format]
+    low, high = ERROR[format]
     assert low < error < high
 
 
@@ -159,10 +180,10 @@ def test_noncontiguous_input(format, device):
 def test_dequantize_every_code_and_scale(format, dtype, device):
     """Every byte as a scale times every code, rounded once to the type."""
     dtype = DTYPES.get(dtype, torch.float64)
-    bytes_ = torch.arange(256, dtype=torch.uint8)
-    scale = bytes_[:, None].view(reference.SCALE_DTYPE[format])
-    block = reference.BLOCK[format]
-    packed = reference.pack_codes(torch.arange(16).repeat(256, block // 16))
+    own, block = reference.SCALE_DTYPE[format], reference.BLOCK[format]
+    bits = torch.arange(256**own.itemsize).to({1: torch.uint8, 2: torch.int16}[own.itemsize])
+    scale = bits[:, None].view(own)
+    packed = reference.pack_codes(torch.arange(16).repeat(len(bits), block // 16))
     global_scale = torch.tensor(1.0 + 2**-20) if format == "nvfp4" else None
     with poisoned():
         got = fp4.dequantize(

@@ -17,7 +17,7 @@ import fp4_ops
 from fp4_ops.experts import PackedWeight
 from fp4_ops.find_experts import is_experts, recognise_gate
 
-FORMATS = ("nvfp4", "mxfp4")
+FORMATS = ("nvfp4", "mxfp4", "int4")
 
 
 def experts_of(model: nn.Module) -> list[nn.Module]:

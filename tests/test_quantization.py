@@ -53,7 +53,7 @@ def test_rtn_is_the_operator_bit_for_bit(format, shape, dtype, device):
     want = torch.ops.fp4.quantize(w, format)
     assert torch.equal(packed, want[0])
     assert torch.equal(scale.view(torch.uint8), want[1].view(torch.uint8))
-    assert (factor is None and want[2].numel() == 0) if format == "mxfp4" else torch.equal(factor, want[2])
+    assert (factor is None and want[2].numel() == 0) if format != "nvfp4" else torch.equal(factor, want[2])
 
 
 @pytest.mark.parametrize("format", ref.FORMATS)
@@ -61,6 +61,8 @@ def test_dequantize_is_exact(format, device):
     w = ref.random_weight(format, 2, 7, 58, device=device)
     got = dequantize_weight(*w.operands(), FORMATS[format])
     assert torch.equal(got, w.dense.float())
+    if format in ref.INT4_FORMATS:
+        return
     # Four significant bits are what e4m3 holds; these scales stay within its range.
     low, high = (0x28, 0x48) if format == "nvfp4" else (122, 130)
     scale = w.scale.view(torch.uint8).clamp(low, high).view(w.scale.dtype)
@@ -154,7 +156,7 @@ def textbook_gptq(w: torch.Tensor, h: torch.Tensor, step: torch.Tensor) -> torch
     return out
 
 
-@pytest.mark.parametrize("format", ref.FORMATS)
+@pytest.mark.parametrize("format", ref.FP4_FORMATS)
 def test_gptq_is_the_textbook_recursion(format):
     w, h = draw(2, 12, 58), moments(2, k=58)
     q = quantize_weight(w, format, "gptq", calibration=h)
@@ -167,7 +169,7 @@ def test_gptq_is_the_textbook_recursion(format):
         assert same.float().mean() >= 0.75, same
 
 
-@pytest.mark.parametrize("format", ref.FORMATS)
+@pytest.mark.parametrize("format", ref.FP4_FORMATS)
 def test_each_method_is_best_at_what_it_minimises(format):
     w, h = draw(4, 64, 128), moments(4, k=128)
     errors = {

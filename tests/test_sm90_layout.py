@@ -5,14 +5,14 @@ from __future__ import annotations
 import pytest
 import torch
 from conftest import poisoned
-from reference import FORMATS, dequantize, random_weight, scale_values, unpack_codes
+from reference import FP4_FORMATS, dequantize, random_weight, scale_values, unpack_codes
 
 fp4 = torch.ops.fp4
 U8 = torch.uint8
 SHAPES = ((64, 128), (3, 64, 256), (2, 128, 80), (1, 192, 1456), (64, 16), (2, 0, 64), (0, 64, 64))
 
 
-@pytest.fixture(params=FORMATS)
+@pytest.fixture(params=FP4_FORMATS)
 def format(request) -> str:
     return request.param
 

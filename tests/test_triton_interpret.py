@@ -49,6 +49,10 @@ def test_in_the_interpreter():
     assert re.search(r"\d+ passed", result.stdout)
 
 
+FORMAT_NAMES = ("nvfp4", "mxfp4", "int4", "int4_g64", "int4_g32")
+KERNEL_FORMATS = ("nvfp4", "mxfp4", "int4", "int4_g32")
+
+
 @pytest.fixture
 def small_tiles():
     if ON_CPU:
@@ -83,7 +87,7 @@ SHAPES = [(3, 40, 144), (2, 17, 50), (5, 33, 72)]
 
 
 @inside
-@pytest.mark.parametrize("format", ["nvfp4", "mxfp4"])
+@pytest.mark.parametrize("format", KERNEL_FORMATS)
 @pytest.mark.parametrize("g, n, k", SHAPES)
 def test_products(g, n, k, format, small_tiles):
     m = 21
@@ -127,7 +131,7 @@ def test_bad_offsets_are_clamped(offs, small_tiles):
 
 @inside
 @pytest.mark.parametrize("activation", ["silu", "gelu", "gelu_tanh", "swigluoai", "gelu_interleaved"])
-@pytest.mark.parametrize("format", ["nvfp4", "mxfp4"])
+@pytest.mark.parametrize("format", KERNEL_FORMATS)
 def test_moe(format, activation, small_tiles):
     g, hidden, inter, tokens, top_k = 4, 48, 34, 7, 2
     b13, b2 = torch.randn(g, 2 * inter), torch.randn(g, hidden)
@@ -160,7 +164,7 @@ def test_quantised_activations(g, n, k, format, kind, small_tiles):
 
 
 @inside
-@pytest.mark.parametrize("format", ["nvfp4", "mxfp4"])
+@pytest.mark.parametrize("format", KERNEL_FORMATS)
 @pytest.mark.parametrize("offs", [[32, 32, 160, 288], [300], [0, 64], [-7, 400, 64], []], ids=str)
 def test_groups_of_columns(offs, format, small_tiles):
     """Groups that begin and end inside a tile of k; offsets are clamped; NaN stays in its group."""
@@ -227,7 +231,7 @@ def test_sorting_by_count(small_tiles, monkeypatch):
 
 
 @inside
-@pytest.mark.parametrize("format", ["nvfp4", "mxfp4"])
+@pytest.mark.parametrize("format", FORMAT_NAMES)
 @pytest.mark.parametrize("shape", [(3, 5, 50), (7, 64), (30,)], ids=str)
 def test_quantize_and_dequantize(shape, format):
     x = torch.randn(shape) * torch.exp(2 * torch.randn(*shape[:-1], 1))
@@ -259,7 +263,7 @@ def test_rows_to_masked_and_back():
 # --- what the kernel compiles to ---
 
 
-def compiled(capability: int, tile, *, nvfp4: bool, gated: bool, a_factor: bool = False, mode="mapped"):
+def compiled(capability: int, tile, *, kind: str, gated: bool, a_factor: bool = False, mode="mapped"):
     """gemm_kernel for a GPU that need not be there."""
     import triton.language as tl
     from triton.backends.compiler import GPUTarget
@@ -268,12 +272,14 @@ def compiled(capability: int, tile, *, nvfp4: bool, gated: bool, a_factor: bool 
     from fp4_ops.triton.gemm import gemm_kernel
 
     pointers = {
-        "a_ptr": "*bf16", "b_ptr": "*u8", "s_ptr": "*u8", "gs_ptr": "*fp32", "bias_ptr": "*bf16",
+        "a_ptr": "*bf16", "b_ptr": "*u8", "s_ptr": "*bf16" if kind == "int4" else "*u8",
+        "gs_ptr": "*fp32", "bias_ptr": "*bf16",
         "af_ptr": "*fp32", "out_ptr": "*bf16", "tiles_ptr": "*i32", "rows_ptr": "*i32",
     }  # fmt: skip
     numbers = dict.fromkeys(("a_rows", "out_rows", "n", "n_blocks", "m", "m_tiles"), "i32")
     constants = dict(
-        MODE=mode, HAS_ROWS=mode == "mapped", A_DIV=8, NVFP4=nvfp4, BLOCK=16 if nvfp4 else 32,
+        MODE=mode, HAS_ROWS=mode == "mapped", A_DIV=8,
+        KIND=kind, BLOCK={"nvfp4": 16, "mxfp4": 32, "int4": 128}[kind],
         K=2048, KP=2048,
         TERMS=1, HAS_BIAS=True, HAS_A_FACTOR=a_factor, GATED=gated, INTERLEAVED=False, ACT="silu",
         ALPHA=1.0, LIMIT=None, UP_OFFSET=0.0, OUT_KP=768, OUT_CHUNK=tile.block_k,
@@ -319,15 +325,15 @@ def nvidia_tool(name: str) -> Path:
 @pytest.mark.skipif(ON_CPU, reason="needs the compiler")
 @pytest.mark.skipif(not nvidia_tool("ptxas").exists(), reason="this Triton has no ptxas")
 @pytest.mark.parametrize("epilogue", ["plain", "gated", "a_factor"])
-@pytest.mark.parametrize("nvfp4", [False, True])
+@pytest.mark.parametrize("kind", ["mxfp4", "nvfp4"])
 @pytest.mark.parametrize("index", range(9))
-def test_hopper_code(index, nvfp4, epilogue, tmp_path):
+def test_hopper_code(index, kind, epilogue, tmp_path):
     """Weights reach wgmma from registers, loads are 16 bytes and asynchronous, nothing spills."""
     from fp4_ops.triton.tiles import CANDIDATES
 
     assert len(CANDIDATES) == 9, "keep the range above in step"
     gated, a_factor = epilogue == "gated", epilogue == "a_factor"
-    kernel = compiled(90, CANDIDATES[index], nvfp4=nvfp4, gated=gated, a_factor=a_factor)
+    kernel = compiled(90, CANDIDATES[index], kind=kind, gated=gated, a_factor=a_factor)
     ptx = kernel.asm["ptx"]
     instructions = re.findall(r"wgmma\.mma_async[^;]*;", ptx)
     assert instructions, "no wgmma"
@@ -348,11 +354,14 @@ def test_hopper_code(index, nvfp4, epilogue, tmp_path):
 
 @pytest.mark.skipif(ON_CPU, reason="needs the compiler")
 @pytest.mark.skipif(not nvidia_tool("ptxas").exists(), reason="this Triton has no ptxas")
-@pytest.mark.parametrize("index", [0, 5])
-def test_hopper_code_of_groups_of_columns(index, tmp_path):
+@pytest.mark.parametrize(
+    "index, kind, mode", [(0, "nvfp4", "k"), (5, "nvfp4", "k"), (3, "int4", "mapped"), (5, "int4", "mapped")]
+)
+def test_hopper_code_that_scales_sums(index, kind, mode, tmp_path):
+    """Groups of columns, and int4."""
     from fp4_ops.triton.tiles import CANDIDATES
 
-    kernel = compiled(90, CANDIDATES[index], nvfp4=True, gated=False, mode="k")
+    kernel = compiled(90, CANDIDATES[index], kind=kind, gated=False, mode=mode)
     assert "wgmma.mma_async" in kernel.asm["ptx"]
     cubin = tmp_path / "kernel.cubin"
     cubin.write_bytes(kernel.asm["cubin"])
@@ -366,4 +375,4 @@ def test_hopper_code_of_groups_of_columns(index, tmp_path):
 def test_other_gpus_compile(capability, instruction):
     from fp4_ops.triton.tiles import CANDIDATES
 
-    assert re.search(instruction, compiled(capability, CANDIDATES[1], nvfp4=True, gated=True).asm["ptx"])
+    assert re.search(instruction, compiled(capability, CANDIDATES[1], kind="nvfp4", gated=True).asm["ptx"])

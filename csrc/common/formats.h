@@ -13,13 +13,17 @@ enum class Element : uint8_t { e2m1, int4 };
 // The types that block scales have. Each belongs to one element, so kernels are compiled for a scale.
 enum class Scale : uint8_t { e4m3, e8m0, bf16, f32 };
 inline constexpr int kScaleKinds = 4;
-inline constexpr Element element_of(Scale scale) { return scale < Scale::bf16 ? Element::e2m1 : Element::int4; }
-inline constexpr int scale_size(Scale scale) { return scale < Scale::bf16 ? 1 : scale == Scale::bf16 ? 2 : 4; }
+inline constexpr Element element_of(Scale scale) {
+  return scale < Scale::bf16 ? Element::e2m1 : Element::int4;
+}
+inline constexpr int scale_size(Scale scale) {
+  return scale < Scale::bf16 ? 1 : scale == Scale::bf16 ? 2 : 4;
+}
 
 struct Format {
   std::string_view name;
   Element element;
-  int block;  // elements along K that share one block scale
+  int block;                    // elements along K that share one block scale
   std::array<Scale, 2> scales;  // what quantize makes, and what else is taken (the same: nothing)
   bool has_global_scale;        // a float32 factor for each matrix on top of the block scales
 };
@@ -47,8 +51,8 @@ struct Layout {
   int n_multiple = 1;  // N must be a multiple of this
   int k_multiple = 1;  // K must be a multiple of this, ...
   int k_padding = 1;   // ... and is padded with zeros to a multiple of this
-  int block = 0;       // if set, it holds e2m1 alone: a uint8 scale for each this many k, a float32 factor for
-                       // each matrix
+  int block = 0;  // if set, it holds e2m1 alone: a uint8 scale for each this many k, a float32 factor for
+                  // each matrix
 
   int64_t padded(int64_t k) const { return (k + k_padding - 1) / k_padding * k_padding; }
 };
@@ -91,8 +95,8 @@ enum class AFormat : uint8_t { automatic, fp8, int8, mxfp4, none, nvfp4 };
 inline constexpr std::array<std::string_view, 6> kAFormatNames = {"auto",  "fp8",  "int8",
                                                                   "mxfp4", "none", "nvfp4"};
 
-// What the 16 codes of an element stand for. `unit` times a value is an integer, and with `offset` added it is
-// an unsigned byte: what the int8 kernels multiply.
+// What the 16 codes of an element stand for. `unit` times a value is an integer, and with `offset` added it
+// is an unsigned byte: what the int8 kernels multiply.
 struct Codes {
   float values[16];
   int unit, offset;

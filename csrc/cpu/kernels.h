@@ -42,7 +42,7 @@ struct PanelKernels {
 
 struct Kernels {
   const char* name;
-  bool (*supported)();                // by this machine and its operating system
+  bool (*supported)();               // by this machine and its operating system
   PanelKernels panels[kScaleKinds];  // by Scale
 
   // The largest magnitude in x [count]; *finite is cleared if x holds a NaN or an infinity.

@@ -1,9 +1,9 @@
 // AVX2 and FMA, without VNNI.
 //
 // A panel's 16 rows are two registers of eight. The weights of one step (step_of) are widened once to a small
-// buffer and then met by every activation row. For int8 activations they become unsigned bytes (see Codes), at
-// most 24 for e2m1 and 15 for int4, and vpmaddubsw adds pairs in 16 bits: at most 4 * 2 * 24 * 127 = 24384, so
-// 16 k fit before the sums are widened. For float activations see for_each_weight.
+// buffer and then met by every activation row. For int8 activations they become unsigned bytes (see Codes),
+// at most 24 for e2m1 and 15 for int4, and vpmaddubsw adds pairs in 16 bits: at most 4 * 2 * 24 * 127 =
+// 24384, so 16 k fit before the sums are widened. For float activations see for_each_weight.
 #include <immintrin.h>
 
 #include "cpu/row_kernels.h"
@@ -63,7 +63,8 @@ void panel_int8(const Panel& panel, const uint8_t* const* rows, int count, float
     __m256i bytes[step / 2];
     look_up<step / 8>(panel.codes + k0 * 8, table, bytes);
     const uint8_t* scales = block_scales_at<scale>(panel, k0);
-    const __m256 b_scale[2] = {load_scales<scale>(scales), load_scales<scale>(scales + 8 * scale_size(scale))};
+    const __m256 b_scale[2] = {load_scales<scale>(scales),
+                               load_scales<scale>(scales + 8 * scale_size(scale))};
     for (int m = 0; m < count; ++m) {
       const uint8_t* a = rows[m] + k0;
       const __m256i correction = broadcast4(rows[m] + corrections_at + k0 / step * 4);
@@ -140,7 +141,7 @@ inline void add_scaled(const __m256 sum[4], const __m256 b_scale[2], float* to) 
 // `count` activation rows times the weights b[pair][group] of one step.
 template <int step, int count>
 inline void multiply_step(const __m256 (*b)[4], const uint8_t* const* rows, int64_t k0,
-                           const __m256 b_scale[2], float* tile) {
+                          const __m256 b_scale[2], float* tile) {
   __m256 sum[count][4] = {};
 #pragma GCC unroll 4
   for (int pair = 0; pair < step / 2; ++pair) {
@@ -160,7 +161,8 @@ void panel_float(const Panel& panel, const uint8_t* const* rows, int count, floa
   for (int64_t k0 = 0; k0 < panel.k; k0 += step) {
     const uint8_t* codes = panel.codes + k0 * 8;
     const uint8_t* scales = block_scales_at<scale>(panel, k0);
-    const __m256 b_scale[2] = {load_scales<scale>(scales), load_scales<scale>(scales + 8 * scale_size(scale))};
+    const __m256 b_scale[2] = {load_scales<scale>(scales),
+                               load_scales<scale>(scales + 8 * scale_size(scale))};
     if (count == 1) {  // weights are used as they are made
       const float* a = reinterpret_cast<const float*>(rows[0]) + k0;
       __m256 sum[2][4] = {};  // two chains of additions, so that none is waited for

@@ -306,12 +306,11 @@ Packed unpack(const Tensor& packed, const Tensor& block_scale, const OptionalTen
 Packed to_plain(const Tensor& packed, const Tensor& block_scale, const OptionalTensor& global_scale,
                 FormatAndLayout from) {
   if (from.layout->block != 0) return from_sm90(packed, block_scale, *global_scale, from);
-  const auto [codes, scales] =
-      reorder(packed, block_scale, from,
-              [&](const uint8_t* panel, const uint8_t* panel_scales, uint8_t* to, uint8_t* to_scales,
-                  int64_t k) {
-                unpack_panel(panel, panel_scales, k, block_scales(block_scale, from), to, to_scales);
-              });
+  const auto [codes, scales] = reorder(
+      packed, block_scale, from,
+      [&](const uint8_t* panel, const uint8_t* panel_scales, uint8_t* to, uint8_t* to_scales, int64_t k) {
+        unpack_panel(panel, panel_scales, k, block_scales(block_scale, from), to, to_scales);
+      });
   return {codes, scales, copy_of(global_scale)};
 }
 

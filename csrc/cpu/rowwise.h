@@ -1,5 +1,5 @@
-// Kernels over single rows and what the panel kernels share, in portable code that every kernels_<isa>.cpp compiles for itself (see
-// common/convert.h on linkage).
+// Kernels over single rows and what the panel kernels share, in portable code that every kernels_<isa>.cpp
+// compiles for itself (see common/convert.h on linkage).
 #pragma once
 
 #include <array>
@@ -105,7 +105,8 @@ inline void quantize_int8_row(const void* x, DType dtype, int64_t k, int8_t* cod
   });
 }
 
-inline void prepare_int8_row(const int8_t* codes, const float* scales, int64_t k, Scale weight, uint8_t* row) {
+inline void prepare_int8_row(const int8_t* codes, const float* scales, int64_t k, Scale weight,
+                             uint8_t* row) {
   const int step = step_of(weight), offset = codes_of(element_of(weight)).offset;
   const int64_t kp = padded_k(k);
   int8_t* to = reinterpret_cast<int8_t*>(row);

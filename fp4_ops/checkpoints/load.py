@@ -178,7 +178,8 @@ def choose_layout(weights: dict[str, PackedWeight], dtype: torch.dtype) -> tuple
     """
     shapes = [(w.packed.shape[-2], w.k) for w in weights.values()]
     device = next(iter(weights.values())).packed.device.type
-    layout, reason = preferred_layout(device, *shapes, dtype=dtype), ""
+    format = next(iter(weights.values())).format
+    layout, reason = preferred_layout(device, *shapes, dtype=dtype, format=format), ""
     try:
         for weight in weights.values():
             weight.set_layout(layout)
@@ -191,7 +192,7 @@ def choose_layout(weights: dict[str, PackedWeight], dtype: torch.dtype) -> tuple
 
 def load_linear(codes: Codes, format: str, dtype: torch.dtype) -> nn.Parameter:
     weight = FP4Tensor(codes.packed, codes.block_scale, codes.global_scale, format=format, dtype=dtype)
-    layout = preferred_layout(codes.packed.device.type, tuple(weight.shape), dtype=dtype)
+    layout = preferred_layout(codes.packed.device.type, tuple(weight.shape), dtype=dtype, format=format)
     return nn.Parameter(weight.prepack(layout), requires_grad=False)
 
 

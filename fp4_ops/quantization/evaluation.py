@@ -183,7 +183,8 @@ class Emulated(Arithmetic):
             scale[expert],
             None if factor is None else factor[expert],
             self.format,
-            significant_bits=self.mode.weight_bits,
+            # The kernels that round weights are Hopper's, for e2m1.
+            significant_bits=self.mode.weight_bits if self.format.element == "e2m1" else None,
         )
 
 

@@ -11,7 +11,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from ..meta.formats import E2M1_VALUES, Format
+from ..meta.formats import E2M1_VALUES, ELEMENTS, Format
 
 E2M1_MAX, E4M3_MAX = 6.0, 448.0
 
@@ -54,9 +54,9 @@ def encode(magnitude: Tensor, sign: Tensor) -> Tensor:
     return code[..., ::2] | code[..., 1::2] << 4
 
 
-def decode(packed: Tensor) -> Tensor:
-    """packed uint8 [..., K / 2] -> the e2m1 values, float32 [..., K]."""
-    values = torch.tensor([*E2M1_VALUES, *(-v for v in E2M1_VALUES)], device=packed.device)
+def decode(packed: Tensor, fmt: Format) -> Tensor:
+    """packed uint8 [..., K / 2] -> the values of the codes, float32 [..., K]."""
+    values = torch.tensor(ELEMENTS[fmt.element], device=packed.device)
     code = torch.stack((packed & 15, packed >> 4), -1).flatten(-2)
     return values[code.int()]
 
@@ -100,7 +100,7 @@ def dequantize_weight(
     significant_bits: code x block scale is first rounded to so many, as kernels do that bring weights to
     another number format (4 for e4m3, whose range is not modelled here).
     """
-    values = decode(packed)
+    values = decode(packed, fmt)
     k = values.shape[-1]
     values = split_blocks(values, fmt.block) * block_scale.float()[..., None]
     if significant_bits is not None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from ..meta.formats import FORMATS
 from .grid import E4M3_MAX
 
 
@@ -48,7 +49,11 @@ _REACH = 0.75
 METHODS = {
     m.name: m
     for m in (
-        Method("rtn", "round to nearest, the block's largest value at 6: what fp4::quantize does"),
+        Method(
+            "rtn",
+            "round to nearest, the block's largest value at 6 (int4: 7.5): what fp4::quantize does",
+            formats=tuple(FORMATS),
+        ),
         Method(
             "four_over_six",
             "the block's largest value at 6 or at 4, whichever errs less",

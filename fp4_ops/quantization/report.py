@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from ..meta.formats import FORMATS
 from .calibration import Calibration
 from .experts import MATRICES, experts_modules
-from .grid import E2M1_MAX, decode, scale_value, split_blocks
+from .grid import decode, split_blocks
 from .methods import METHODS
 from .weight import matrices_at_once, quantize_weight
 
@@ -29,7 +29,7 @@ class ExpertError:
     sqnr: float
     """10 log10(sum w^2 / sum (w - quantised)^2), in dB; infinite where nothing is lost."""
     saturated: float
-    """Share of blocks with a value more than half a step above the largest code: |w| > 7 x scale."""
+    """Share of blocks with a value nearer to what follows the largest code than to that: see `CLIPPED`."""
 
 
 @dataclass
@@ -99,6 +99,11 @@ class ErrorReport:
         figure.savefig(path, dpi=120)
 
 
+CLIPPED = {"e2m1": 7.0, "int4": 8.0}
+"""From which |w| / scale on a block counts as saturated: half-way from e2m1's 6 to the 8 that it lacks; the 8
+that int4 lacks among its positive values."""
+
+
 def weight_errors(
     w: Tensor, packed: Tensor, block_scale: Tensor, global_scale: Tensor | None, format: str
 ) -> tuple[Tensor, Tensor]:
@@ -107,16 +112,18 @@ def weight_errors(
     sqnr, saturated = [], []
     for part in _parts(w):
         original = split_blocks(w[part].float(), fmt.block)
-        step = scale_value(block_scale[part].view(torch.uint8), fmt)[..., None]
+        step = block_scale[part].float()[..., None]
         if global_scale is not None and global_scale.numel():
             step = step * global_scale[part, None, None, None]
-        error = split_blocks(decode(packed[part]), fmt.block) * step - original
+        error = split_blocks(decode(packed[part], fmt), fmt.block) * step - original
         # In units of the largest weight: the squares of small ones would vanish.
         unit = original.abs().flatten(1).amax(-1)
         unit = torch.where(unit == 0, 1.0, unit)[:, None]
         signal, noise = ((x.flatten(1) / unit).double().square().sum(-1) for x in (original, error))
         sqnr.append(torch.where(noise == 0, torch.inf, 10 * torch.log10(signal / noise)))
-        saturated.append((original.abs().amax(-1) > (E2M1_MAX + 1) * step[..., 0]).float().mean((-2, -1)))
+        saturated.append(
+            (original.abs().amax(-1) > CLIPPED[fmt.element] * step[..., 0]).float().mean((-2, -1))
+        )
     return torch.cat(sqnr).float(), torch.cat(saturated)
 
 

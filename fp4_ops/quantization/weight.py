@@ -41,8 +41,8 @@ def quantize_weight(
 ) -> tuple[Tensor, Tensor, Tensor | None]:
     """w [..., N, K] -> (packed uint8 [..., N, K/2], block_scale [..., N, ceil(K/block)], global_scale [...]).
 
-    w ~ e2m1 code x block_scale x global_scale, in the plain layout of `fp4::quantize`, which method "rtn"
-    equals bit for bit. global_scale is float32 for nvfp4 and None for mxfp4.
+    w ~ code x block_scale x global_scale, in the plain layout of `fp4::quantize`, which method "rtn" equals
+    bit for bit. global_scale is float32 for nvfp4 and None for the others.
 
     w: float32, bfloat16 or float16, finite, K even.
     method: a name of `METHODS`; what each one does is written there.
@@ -56,6 +56,11 @@ def quantize_weight(
     fmt = _check(w, format)
     chosen = find_method(method, format)
     check_calibration(w.shape, chosen, None if calibration is None else calibration.shape)
+    if fmt.element == "int4":  # its one method is the operator
+        if not w.isfinite().all():
+            raise ValueError("fp4: w holds NaN or infinity")
+        packed, block_scale, _ = torch.ops.fp4.quantize(w.detach(), format)
+        return packed, block_scale, None
     shape, (n, k) = w.shape, w.shape[-2:]
     w = w.detach().reshape(math.prod(shape[:-2]), n, k)
     if calibration is None or chosen.calibration == "none":

@@ -1,7 +1,7 @@
 """The one matrix-product kernel behind every fp4 operator on a GPU.
 
     out[row, n] = global[e] * a_factor[source(row)]
-                  * sum_k (e2m1[e, n, k] * block_scale[e, n, k // block]) * a[source(row), k]
+                  * sum_k (code[e, n, k] * block_scale[e, n, k // block]) * a[source(row), k]
                   + bias[e, n]
 
 The weights are `tl.dot`'s *left* operand: a tile is BLOCK_N weight rows by BLOCK_M tokens, so that a few
@@ -12,7 +12,10 @@ of every word, k % 8 == i. The activations have been put into that order inside 
 (`routing.py`, and this kernel's own gated epilogue), so both operands are read with wide loads.
 
 Activations are sums of bfloat16 terms (one for bfloat16, two for float16, three for float32), so every
-product is exact and one kernel serves every dtype.
+product is exact and one kernel serves every dtype. e2m1 times its block scale is a bfloat16 too; int4 times
+its scale is not, so there a tile lies within one block of scales, which multiply its sums.
+
+KIND is what the weights are: "nvfp4", "mxfp4", or "int4" with any block.
 """
 
 from __future__ import annotations
@@ -89,6 +92,22 @@ def decode_e2m1(code):
 @triton.jit
 def _plane(w, scale, i: tl.constexpr, COMPUTE: tl.constexpr):
     return (decode_e2m1((w >> (4 * i)) & 15) * scale).to(COMPUTE)
+
+
+@triton.jit
+def _int4_plane(w, i: tl.constexpr, COMPUTE: tl.constexpr):
+    return ((w << (28 - 4 * i)) >> 28).to(tl.float32).to(COMPUTE)
+
+
+@triton.jit
+def expand_int4(w, COMPUTE: tl.constexpr):
+    """int32 words [BN, W] -> eight planes [BN, W], nibble i as the integer it is."""
+    return (
+        _int4_plane(w, 0, COMPUTE), _int4_plane(w, 1, COMPUTE),
+        _int4_plane(w, 2, COMPUTE), _int4_plane(w, 3, COMPUTE),
+        _int4_plane(w, 4, COMPUTE), _int4_plane(w, 5, COMPUTE),
+        _int4_plane(w, 6, COMPUTE), _int4_plane(w, 7, COMPUTE),
+    )  # fmt: skip
 
 
 @triton.jit
@@ -192,7 +211,7 @@ def store_terms(ptr, offset, value, mask, stride, TERMS: tl.constexpr):
 def gemm_kernel(
     a_ptr,  # [TERMS, rows, KP] bfloat16 (float32 under the interpreter), in plane order
     b_ptr,  # [G, N, K/2] uint8
-    s_ptr,  # [G, N, ceil(K/BLOCK)] uint8
+    s_ptr,  # [G, N, ceil(K/BLOCK)] uint8; int4: bfloat16 or float32
     gs_ptr,  # [G] float32
     bias_ptr,  # [G, N]
     af_ptr,  # [rows of a] float32; HAS_A_FACTOR
@@ -209,7 +228,7 @@ def gemm_kernel(
     MODE: tl.constexpr,  # "dense", "masked", "mapped", "k": groups of columns, out [G, rows, N]
     HAS_ROWS: tl.constexpr,
     A_DIV: tl.constexpr,  # row r of the output reads row r // A_DIV of a
-    NVFP4: tl.constexpr,
+    KIND: tl.constexpr,
     BLOCK: tl.constexpr,
     K: tl.constexpr,
     KP: tl.constexpr,
@@ -292,7 +311,8 @@ def gemm_kernel(
     b_base = b_ptr + e * n * (K // 2)
     s_base = s_ptr + e * n * BLOCKS
     i_word = tl.arange(0, WORDS)
-    i_block = tl.arange(0, BLOCK_K // BLOCK)
+    SCALES: tl.constexpr = 1 if KIND == "int4" else BLOCK_K // BLOCK
+    i_block = tl.arange(0, SCALES)
     a_base = a_ptr + source[None, :] * KP + tl.arange(0, BLOCK_K)[:, None]
 
     k_tiles = tl.where(start < valid_end, K_TILES, 0)
@@ -311,13 +331,16 @@ def gemm_kernel(
     acc = tl.zeros((BLOCK_N, BLOCK_M), dtype=tl.float32)
     for kk in tl.range(first, last, num_stages=STAGES):
         w = _load_words(b_base, offs_n, mask_n, kk * WORDS + i_word, K, BYTES, EVEN_K)
-        block = kk * (BLOCK_K // BLOCK) + i_block
+        block = kk * BLOCK_K // BLOCK + i_block
         s_ptrs = s_base + offs_n[:, None] * BLOCKS + block[None, :]
         if EVEN_K:
             s = tl.load(s_ptrs, mask=mask_n[:, None], other=0)
         else:
             s = tl.load(s_ptrs, mask=mask_n[:, None] & (block[None, :] < BLOCKS), other=0)
-        w0, w1, w2, w3, w4, w5, w6, w7 = expand(w, s, NVFP4, ASM, COMPUTE)
+        if KIND == "int4":
+            w0, w1, w2, w3, w4, w5, w6, w7 = expand_int4(w, COMPUTE)
+        else:
+            w0, w1, w2, w3, w4, w5, w6, w7 = expand(w, s, KIND == "nvfp4", ASM, COMPUTE)
         planes = tl.join(tl.join(tl.join(w0, w4), tl.join(w2, w6)), tl.join(tl.join(w1, w5), tl.join(w3, w7)))
         planes = tl.reshape(tl.permute(planes, (0, 2, 3, 4, 1)), (BLOCK_N, BLOCK_K))
         if MODE == "k":
@@ -327,8 +350,8 @@ def gemm_kernel(
             for t in tl.static_range(TERMS):
                 a = tl.load(a_base + t * a_stride + kk * BLOCK_K, mask=inside, other=0.0)
                 part = tl.dot(planes, a, part, input_precision="ieee")
-            acc += part
-        elif TERMS == 1:
+            acc += part * s.to(tl.float32) if KIND == "int4" else part
+        elif TERMS == 1 and KIND != "int4":
             acc = tl.dot(planes, tl.load(a_base + kk * BLOCK_K), acc, input_precision="ieee")
         else:
             # Tensor cores truncate as they accumulate: a new sum for each tile keeps float32's accuracy.
@@ -336,7 +359,7 @@ def gemm_kernel(
             for t in tl.static_range(TERMS):
                 a = tl.load(a_base + t * a_stride + kk * BLOCK_K)
                 part = tl.dot(planes, a, part, input_precision="ieee")
-            acc += part
+            acc += part * s.to(tl.float32) if KIND == "int4" else part
 
     # --- epilogue ---
     out_row = row.to(tl.int64)
@@ -345,7 +368,7 @@ def gemm_kernel(
     # Triton 3.6's ptxas converts accumulators to bfloat16 before it has waited for wgmma to write them, if
     # that is their first use; never if it is a product. tests/test_triton_interpret.py looks for it.
     factor = one
-    if NVFP4:
+    if KIND == "nvfp4":
         factor = tl.load(gs_ptr + e)
         if ASM:
             factor = factor * 128.0

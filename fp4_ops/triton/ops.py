@@ -6,6 +6,7 @@ Every product is: one launch that permutes the activations and maps tiles to exp
 from __future__ import annotations
 
 import os
+from dataclasses import replace
 from typing import NamedTuple
 
 import torch
@@ -66,6 +67,16 @@ def _bytes(t: torch.Tensor) -> torch.Tensor:
     return t if t.dtype == torch.uint8 else t.view(torch.uint8)
 
 
+def _scales(t: torch.Tensor) -> torch.Tensor:
+    """Block scales as the kernels take them: float8 as its bytes."""
+    return _bytes(t) if t.dtype.itemsize == 1 else t.contiguous()
+
+
+def _kind(fmt: Format) -> str:
+    """What the kernels tell formats apart by."""
+    return fmt.name if fmt.element == "e2m1" else fmt.element
+
+
 def refuse_layout(op: str, layout: str) -> None:
     if layout != "plain":
         readers = "CPU" if layout == "tile16" else "Hopper"
@@ -103,7 +114,7 @@ def on_cpu(convert, packed, block_scale, global_scale, format, layout):
 def weight(b, b_scale, b_global_scale, bias, w: checks.Weight, fmt: Format) -> Weight:
     return Weight(
         _bytes(b),
-        _bytes(b_scale),
+        _scales(b_scale),
         b_global_scale.contiguous() if fmt.has_global_scale else None,
         bias.contiguous() if bias is not None else None,
         1 if w.groups is None else w.groups,
@@ -124,6 +135,12 @@ def _compute(asm: bool) -> tuple[torch.dtype, tl.dtype]:
 def _terms(dtype: torch.dtype, asm: bool) -> int:
     """How many bfloat16 terms hold a value of this dtype exactly."""
     return {torch.bfloat16: 1, torch.float16: 2, torch.float32: 3}[dtype] if asm else 1
+
+
+def _tile(rows: int, w: Weight, terms: int) -> Tile:
+    """The tile for `rows` rows; of int4 within one block of scales."""
+    tile = tiles.choose(rows, w.groups, w.n, w.k, terms)
+    return tile if w.fmt.element == "e2m1" else replace(tile, block_k=min(tile.block_k, w.fmt.block))
 
 
 def _permuted(rows: int, k: int, chunk: int, dtype: torch.dtype, device: torch.device) -> Activations:
@@ -234,7 +251,7 @@ def product(
         a.data, w.codes, w.scale, w.global_scale, w.bias if split_k == 1 else None, a_factor, out,
         route.map, route.sorted_rows, a.rows, out_rows, w.n, n_blocks, route.m, route.tiles, 1.0,
         MODE=route.mode, HAS_ROWS=route.sorted_rows is not None, A_DIV=a_div,
-        NVFP4=w.fmt.has_global_scale, BLOCK=w.fmt.block, K=w.k, KP=a.kp, TERMS=a.terms,
+        KIND=_kind(w.fmt), BLOCK=w.fmt.block, K=w.k, KP=a.kp, TERMS=a.terms,
         HAS_BIAS=w.bias is not None and split_k == 1, HAS_A_FACTOR=a_factor is not None,
         GATED=gate is not None, INTERLEAVED=act.interleaved, ACT=act.function, ALPHA=act.alpha,
         LIMIT=act.limit, UP_OFFSET=act.up_offset,
@@ -256,7 +273,7 @@ def run_product(
     if out.numel() == 0:
         return out
     terms = _terms(x.dtype, _use_asm(x.device))
-    tile = tiles.choose(rows, w.groups, w.n, w.k, terms)
+    tile = _tile(rows, w, terms)
     a = _permuted(rows, w.k, tile.block_k, x.dtype, x.device)
     product(a, w, prepare(x, a, *args, tile, **kwargs), out, rows, tile, a_factor=a_factor)
     return out
@@ -270,7 +287,7 @@ def grouped_mm_k(x, w: Weight, offs: torch.Tensor, out_dtype: torch.dtype, a_fac
         return out
     ends = offs.clamp(0, w.k).cummax(0).values
     terms = _terms(x.dtype, _use_asm(x.device))
-    tile = tiles.choose(m, 1, w.n, w.k, terms)
+    tile = _tile(m, w._replace(groups=1), terms)
     a = _permuted(m, w.k, tile.block_k, x.dtype, x.device)
     product(a, w, prepare_columns(x, a, ends, tile), out, m, tile, a_factor=a_factor)
     return out
@@ -287,8 +304,8 @@ def moe(x, topk_ids, topk_weights, up: Weight, down: Weight, activation: str, ou
         return out.zero_()
     asm = _use_asm(x.device)
     terms = _terms(x.dtype, asm)
-    up_tile = tiles.choose(rows, up.groups, up.n, up.k, terms)
-    down_tile = tiles.choose(rows, up.groups, down.n, down.k, _terms(out_dtype, asm))
+    up_tile = _tile(rows, up, terms)
+    down_tile = _tile(rows, down, _terms(out_dtype, asm))
     # One tile map serves both products, so they agree on the tokens of a tile.
     if down_tile.block_m != up_tile.block_m:
         down_tile = up_tile
@@ -319,7 +336,8 @@ def quantize_matrix(x: torch.Tensor, fmt: Format, global_scale: torch.Tensor | N
     k = x.shape[-1]
     rows = x.numel() // k if k else 0
     packed = torch.empty((*x.shape[:-1], k // 2), dtype=torch.uint8, device=x.device)
-    scale = torch.empty((*x.shape[:-1], fmt.num_blocks(k)), dtype=torch.uint8, device=x.device)
+    bits = torch.uint8 if fmt.scale_dtype.itemsize == 1 else torch.int16
+    scale = torch.empty((*x.shape[:-1], fmt.num_blocks(k)), dtype=bits, device=x.device)
     matrices = x.shape[:-2]
     if not fmt.has_global_scale:
         gs = torch.empty(0, dtype=torch.float32, device=x.device)
@@ -345,7 +363,7 @@ def quantize_matrix(x: torch.Tensor, fmt: Format, global_scale: torch.Tensor | N
             per_matrix,
             K=k,
             BLOCK=fmt.block,
-            NVFP4=fmt.has_global_scale,
+            KIND=_kind(fmt),
             TILE=tile,
         )
     return packed, scale.view(fmt.scale_dtype), gs
@@ -360,8 +378,8 @@ def dequantize(packed, block_scale, global_scale, fmt: Format, dtype: torch.dtyp
         tile = 64
         gs = global_scale.contiguous() if fmt.has_global_scale else None
         quantize.dequantize_kernel[(triton.cdiv(rows * fmt.num_blocks(k), tile),)](
-            _bytes(packed), _bytes(block_scale), gs, out, rows, per_matrix, K=k, BLOCK=fmt.block,
-            NVFP4=fmt.has_global_scale, TILE=tile,
+            _bytes(packed), _scales(block_scale), gs, out, rows, per_matrix, K=k, BLOCK=fmt.block,
+            KIND=_kind(fmt), TILE=tile,
         )  # fmt: skip
     return out
 

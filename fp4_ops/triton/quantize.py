@@ -32,17 +32,24 @@ def _encode_e2m1(v):
     return code | sign
 
 
+@triton.jit
+def _bf16_bits(v):
+    """The bits of a bfloat16, nearest even. In integers: the interpreter truncates."""
+    bits = v.to(tl.int32, bitcast=True)
+    return tl.where(bits > 0x7F800000, 0x7FC0, (bits + 0x7FFF + ((bits >> 16) & 1)) >> 16)
+
+
 @triton.jit(do_not_specialize=["rows", "rows_per_matrix"])
 def quantize_kernel(
     x_ptr,  # [rows, K]
-    gs_ptr,  # [rows / rows_per_matrix] float32, NVFP4
+    gs_ptr,  # [rows / rows_per_matrix] float32, nvfp4
     packed_ptr,  # [rows, K/2]
-    scale_ptr,  # [rows, BLOCKS] uint8
+    scale_ptr,  # [rows, BLOCKS] uint8; int4: the bits of bfloat16 as int16
     rows,
     rows_per_matrix,
     K: tl.constexpr,
     BLOCK: tl.constexpr,
-    NVFP4: tl.constexpr,
+    KIND: tl.constexpr,
     TILE: tl.constexpr,  # scale blocks a program
 ):
     BLOCKS: tl.constexpr = (K + BLOCK - 1) // BLOCK
@@ -54,19 +61,28 @@ def quantize_kernel(
     mask = inside[:, None] & (k < K)
     x = tl.load(x_ptr + row[:, None] * K + k, mask=mask, other=0.0).to(tl.float32)
     amax = tl.max(tl.abs(x), 1)
-    if NVFP4:
+    if KIND == "nvfp4":
         gs = tl.load(gs_ptr + row // rows_per_matrix, mask=inside, other=1.0)
         byte = _encode_e4m3(tl.div_rn(tl.div_rn(amax, 6.0), gs))
         scale = decode_e4m3(byte) * gs
+    elif KIND == "int4":
+        byte = _bf16_bits(tl.div_rn(amax, 7.5))
+        scale = (byte << 16).to(tl.float32, bitcast=True)
     else:
         # floor(log2(amax)) - 2 in the e8m0 bias is the float32 exponent field less 2.
         byte = tl.maximum((amax.to(tl.int32, bitcast=True) >> 23) - 2, 0)
         scale = decode_e8m0(byte)
-    tl.store(scale_ptr + i, byte.to(tl.uint8), mask=inside)
-    # A block whose scale is zero holds zeros, or values too small for any scale: only their signs stay.
+    tl.store(scale_ptr + i, byte.to(scale_ptr.dtype.element_ty), mask=inside)
     usable = scale > 0.0
-    code = _encode_e2m1(tl.div_rn(x, tl.where(usable, scale, 1.0)[:, None]))
-    code = tl.where(usable[:, None], code, code & 8)
+    value = tl.div_rn(x, tl.where(usable, scale, 1.0)[:, None])
+    if KIND == "int4":
+        # Adding 1.5 * 2^23 rounds to nearest even and leaves the integer in the low bits.
+        rounded = tl.minimum(tl.maximum(value, -8.0), 7.0) + 12582912.0
+        code = tl.where(usable[:, None], rounded.to(tl.int32, bitcast=True) & 15, 0)
+    else:
+        # A block whose scale is zero holds zeros, or values too small for any scale: only their signs stay.
+        code = _encode_e2m1(value)
+        code = tl.where(usable[:, None], code, code & 8)
     low, high = tl.split(tl.reshape(code, (TILE, BLOCK // 2, 2)))
     byte_k = block[:, None] * (BLOCK // 2) + tl.arange(0, BLOCK // 2)[None, :]
     out = packed_ptr + row[:, None] * (K // 2) + byte_k
@@ -83,10 +99,10 @@ def dequantize_kernel(
     rows_per_matrix,
     K: tl.constexpr,
     BLOCK: tl.constexpr,
-    NVFP4: tl.constexpr,
+    KIND: tl.constexpr,
     TILE: tl.constexpr,
 ):
-    """value = (e2m1 * block scale, exact) * global scale, rounded once to float32 (float64: not at all)."""
+    """value = (code * block scale) * global scale, rounded once to float32 (float64: not at all)."""
     BLOCKS: tl.constexpr = (K + BLOCK - 1) // BLOCK
     i = tl.program_id(0).to(tl.int64) * TILE + tl.arange(0, TILE)
     row = i // BLOCKS
@@ -95,15 +111,17 @@ def dequantize_kernel(
     byte_k = block[:, None] * (BLOCK // 2) + tl.arange(0, BLOCK // 2)[None, :]
     mask = inside[:, None] & (byte_k < K // 2)
     packed = tl.load(packed_ptr + row[:, None] * (K // 2) + byte_k, mask=mask, other=0).to(tl.int32)
-    byte = tl.load(scale_ptr + i, mask=inside, other=0)
+    scale = tl.load(scale_ptr + i, mask=inside, other=0)
     code = tl.reshape(tl.join(packed & 15, packed >> 4), (TILE, BLOCK))
     # float32 holds every e2m1 times e4m3 exactly, but six times the largest e8m0 only as infinity.
     WIDE: tl.constexpr = tl.float64 if out_ptr.dtype.element_ty == tl.float64 else tl.float32
-    if NVFP4:
+    if KIND == "int4":
+        value = ((code ^ 8) - 8).to(WIDE) * scale.to(WIDE)[:, None]
+    elif KIND == "nvfp4":
         gs = tl.load(gs_ptr + row // rows_per_matrix, mask=inside, other=1.0).to(WIDE)
-        value = decode_e2m1(code).to(WIDE) * decode_e4m3(byte).to(WIDE)[:, None] * gs[:, None]
+        value = decode_e2m1(code).to(WIDE) * decode_e4m3(scale).to(WIDE)[:, None] * gs[:, None]
     else:
-        value = decode_e2m1(code).to(WIDE) * decode_e8m0(byte).to(WIDE)[:, None]
+        value = decode_e2m1(code).to(WIDE) * decode_e8m0(scale).to(WIDE)[:, None]
     k = block[:, None] * BLOCK + tl.arange(0, BLOCK)[None, :]
     out = out_ptr + row[:, None] * K + k
     tl.store(out, value.to(out_ptr.dtype.element_ty), mask=inside[:, None] & (k < K))
