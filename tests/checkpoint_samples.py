@@ -92,13 +92,13 @@ WRITERS: dict[str, Callable[..., tuple[dict[str, Tensor], Tensor]]] = {
 }
 
 
-def tiny(family: str = "qwen3_moe") -> Any:
+def tiny(family: str = "qwen3_moe", inner: int = 96) -> Any:
     """A model whose sizes the blocks of both formats divide."""
     c = config(family)
     c.dtype = torch.bfloat16
     for size in ("moe_intermediate_size", "intermediate_size"):
         if hasattr(c, size):
-            setattr(c, size, 96)
+            setattr(c, size, inner)
     return transformers.AutoModelForCausalLM.from_config(c, dtype=torch.bfloat16).eval()
 
 

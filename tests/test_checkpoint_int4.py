@@ -1,7 +1,8 @@
-"""int4 folders of compressed-tensors: read exactly, and quantised anew only where that is asked for."""
+"""int4 folders of compressed-tensors: read and written exactly, quantised anew only if asked to."""
 
 from __future__ import annotations
 
+import json
 from typing import Any
 
 import pytest
@@ -12,8 +13,8 @@ from torch import Tensor
 
 import fp4_ops
 from fp4_ops.checkpoints import CheckpointError
-from fp4_ops.checkpoints.codec import int4_values
-from fp4_ops.checkpoints.dialects import dialect_of, stored_weights
+from fp4_ops.checkpoints.codec import Codes, decode, encode, int4_values
+from fp4_ops.checkpoints.dialects import dialect_of, stored_weights, writing_dialect
 from fp4_ops.checkpoints.files import Reader, read_header
 
 
@@ -24,21 +25,29 @@ def config(name: str, group: int | None, activations: dict[str, Any] | None = No
     return {"quant_method": "compressed-tensors", "format": name, "config_groups": {"group_0": scheme}}
 
 
+SCALE_DTYPES = {"bf16": torch.bfloat16, "f16": torch.float16, "f32": torch.float32}
+F64 = torch.float64
 FP8 = {"num_bits": 8, "type": "float", "strategy": "token", "dynamic": True, "symmetric": True}
 STORED = {
     "w4a16": config("pack-quantized", 32),
     "w4a16 by row": config("pack-quantized", None),
     "w4afp8": config("pack-quantized", 32, FP8),
     "w4afp8 in bytes": config("naive-quantized", 32, FP8),
+    "groups of 64": config("pack-quantized", 64),
+    "groups of 128": config("pack-quantized", 128),
 }
+FORMAT = {"w4a16 by row": "int4", "groups of 64": "int4_g64", "groups of 128": "int4"}
+"""Of those above that are not int4_g32."""
 
 
-def stored_weight(name: str, n: int, k: int, stored: dict) -> tuple[dict[str, Tensor], Tensor]:
+def stored_weight(
+    name: str, n: int, k: int, stored: dict, dtype: torch.dtype = torch.bfloat16
+) -> tuple[dict[str, Tensor], Tensor]:
     """Random tensors, and the float32 values that they mean."""
     group = stored["config_groups"]["group_0"]["weights"]["group_size"] or k
     codes = torch.randint(-8, 8, (n, k), dtype=torch.int8)
-    scale = (torch.rand(n, -(-k // group)) * 0.01 + 0.001).bfloat16()
-    values = codes.float() * scale.float().repeat_interleave(group, 1)[:, :k]
+    scale = (torch.rand(n, -(-k // group)) * 0.01 + 0.001).to(dtype)
+    values = codes.float() * scale.float().repeat_interleave(min(group, k), 1)[:, :k]
     if stored["format"] == "naive-quantized":
         return {f"{name}.weight": codes, f"{name}.weight_scale": scale}, values
     nibbles = (codes + 8).to(torch.int32).view(n, k // 8, 8)
@@ -47,7 +56,7 @@ def stored_weight(name: str, n: int, k: int, stored: dict) -> tuple[dict[str, Te
     return {f"{name}.weight_{part}": t for part, t in tensors.items()}, values
 
 
-def write_folder(path, model, stored: dict) -> dict[str, Tensor]:
+def write_folder(path, model, stored: dict, dtype: torch.dtype = torch.bfloat16) -> dict[str, Tensor]:
     path.mkdir(exist_ok=True)
     model.config.save_pretrained(path)
     edit_json(path / "config.json", lambda c: c.update(quantization_config=stored))
@@ -56,9 +65,9 @@ def write_folder(path, model, stored: dict) -> dict[str, Tensor]:
         e, h, i = module.down_proj.shape
         rows: dict[str, list[Tensor]] = {"gate_up_proj": [], "down_proj": []}
         for expert in range(e):
-            new, gate = stored_weight(f"{name}.{expert}.gate_proj", i, h, stored)
-            more, up = stored_weight(f"{name}.{expert}.up_proj", i, h, stored)
-            rest, down = stored_weight(f"{name}.{expert}.down_proj", h, i, stored)
+            new, gate = stored_weight(f"{name}.{expert}.gate_proj", i, h, stored, dtype)
+            more, up = stored_weight(f"{name}.{expert}.up_proj", i, h, stored, dtype)
+            rest, down = stored_weight(f"{name}.{expert}.down_proj", h, i, stored, dtype)
             tensors |= new | more | rest
             rows["gate_up_proj"].append(torch.cat([gate, up]))
             rows["down_proj"].append(down)
@@ -68,13 +77,69 @@ def write_folder(path, model, stored: dict) -> dict[str, Tensor]:
     return values
 
 
+@pytest.mark.parametrize("dtype", SCALE_DTYPES)
+@pytest.mark.parametrize("kind", STORED)
+def test_int4_stays_what_it_is(kind, dtype, tmp_path):
+    values = write_folder(tmp_path, tiny(), STORED[kind], SCALE_DTYPES[dtype])
+    loaded = fp4_ops.load_checkpoint(None, tmp_path)
+    for name, value in values.items():
+        weight = loaded.get_submodule(name)
+        assert weight.format == FORMAT.get(kind, "int4_g32")
+        assert weight.block_scale.dtype == (torch.bfloat16 if dtype == "bf16" else torch.float32)
+        assert torch.equal(weight.dequantize(), value), name
+    assert loaded.hf_quantizer.report.requantized == 0
+    assert torch.isfinite(loaded(torch.arange(9)[None]).logits).all()
+
+
+@pytest.mark.parametrize("scales", [("f32", "bf16"), ("bf16", "f16")], ids=str)
+def test_gate_and_up_with_scales_of_two_dtypes(scales, tmp_path):
+    stored = STORED["w4a16"]
+    values = write_folder(tmp_path, tiny(), stored)
+    tensors = load_file(tmp_path / "model.safetensors")
+    name = "model.layers.1.mlp.experts"
+    parts = []
+    for part, dtype in zip(("gate_proj", "up_proj"), scales):
+        new, value = stored_weight(f"{name}.3.{part}", 96, 64, stored, SCALE_DTYPES[dtype])
+        tensors |= new
+        parts.append(value)
+    values[f"{name}.gate_up_proj"][3] = torch.cat(parts)
+    save_tensors(tmp_path, tensors)
+    loaded = fp4_ops.load_checkpoint(None, tmp_path)
+    for name, value in values.items():
+        assert torch.equal(loaded.get_submodule(name).dequantize(), value), name
+
+
+@pytest.mark.parametrize("size", [16, 48])
+def test_other_groups_need_requantize(size, tmp_path):
+    write_folder(tmp_path, tiny(), config("pack-quantized", size))
+    with pytest.raises(
+        ValueError,
+        match=rf"holds int4 in groups of {size}, which no operator computes with: requantize is None",
+    ):
+        fp4_ops.load_checkpoint(None, tmp_path)
+    assert fp4_ops.load_checkpoint(None, tmp_path, requantize="nvfp4").hf_quantizer.report.requantized > 0
+
+
+def test_groups_of_several_blocks(tmp_path):
+    stored = config("pack-quantized", 256)
+    tensors, values = stored_weight("w", 16, 640, stored)
+    save_tensors(tmp_path, tensors)
+    (weight,) = stored_weights(read_header(tmp_path / "model.safetensors"), dialect_of(stored)).values()
+    with Reader() as reader:
+        codes = decode(weight, reader.read)
+    assert weight.dialect.format == "int4" and codes.block_scale.shape == (16, 5)
+    assert torch.equal(
+        torch.ops.fp4.dequantize(codes.packed, codes.block_scale, None, "int4", F64), values.double()
+    )
+
+
 @pytest.mark.parametrize("format", ["nvfp4", "mxfp4"])
 @pytest.mark.parametrize("kind", STORED)
 def test_int4_is_quantised_anew_when_asked(kind, format, tmp_path):
     model = tiny()
     values = write_folder(tmp_path, model, STORED[kind])
-    with pytest.raises(ValueError, match=r"holds int4, which no operator computes with: requantize is None"):
-        fp4_ops.load_checkpoint(None, tmp_path)
+    with pytest.raises(ValueError, match=r"requantize is 'int4'; it must be 'nvfp4' or 'mxfp4', or None"):
+        fp4_ops.load_checkpoint(None, tmp_path, requantize="int4")
     loaded = fp4_ops.load_checkpoint(None, tmp_path, requantize=format)
     worst = 0.0
     for name, value in values.items():
@@ -118,6 +183,65 @@ def test_bad_scales_are_named(tmp_path):
         fp4_ops.load_checkpoint(None, tmp_path, requantize="nvfp4")
 
 
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=str)
+@pytest.mark.parametrize("format", ["int4_g32", "int4_g64", "int4"])
+def test_saved_and_loaded_again(format, dtype, tmp_path):
+    model = tiny(inner=128 if format == "int4_g64" else 96)
+    fp4_ops.prepare(model, format)
+    held = {n: m for n, m in model.named_modules() if hasattr(m, "in_layout")}
+    for m in held.values():
+        m.block_scale = m.block_scale.to(dtype)
+    model.save_pretrained(tmp_path)
+    stored = json.loads((tmp_path / "config.json").read_text())["quantization_config"]
+    weights = stored["config_groups"]["group_0"]["weights"]
+    assert stored["format"] == "pack-quantized" and weights["type"] == "int" and weights["symmetric"]
+    assert weights["group_size"] == {"int4": 128, "int4_g64": 64, "int4_g32": 32}[format]
+    loaded = fp4_ops.load_checkpoint(None, tmp_path)
+    for name, m in held.items():
+        for got, want in zip(loaded.get_submodule(name).in_layout("plain"), m.in_layout("plain")):
+            assert (got is None) == (want is None)
+            assert got is None or (got.dtype == want.dtype and torch.equal(got, want)), name
+
+
+def test_what_pack_quantized_cannot_hold_is_refused(tmp_path):
+    fp4_ops.prepare(model := tiny(), "int4_g64")  # K = 96
+    with pytest.raises(
+        ValueError, match=r"pack-quantized cannot hold int4_g64 with K = 96; .* multiple of 64"
+    ):
+        model.save_pretrained(tmp_path)
+
+
+@pytest.mark.parametrize("format", ["int4_g32", "int4_g64", "int4"])
+def test_quantize_is_what_compressed_tensors_does(format, tmp_path):
+    """Scales and codes, and the files: their compressor's bytes are ours, their reader gives our values."""
+    pytest.importorskip("compressed_tensors")
+    from compressed_tensors.compressors import BaseCompressor
+    from compressed_tensors.quantization import QuantizationConfig
+    from compressed_tensors.quantization.utils import calculate_qparams
+
+    n, k, group = 32, 384, {"int4": 128, "int4_g64": 64, "int4_g32": 32}[format]
+    stored = config("pack-quantized", group)
+    (scheme,) = QuantizationConfig.model_validate(stored).config_groups.values()
+    w = torch.randn(n, k) * torch.exp(torch.randn(n, 1))
+    w[3, :group] = 0
+    packed, scale, _ = torch.ops.fp4.quantize(w, format)
+    blocks = w.unflatten(1, (k // group, group))
+    theirs, zero_point = calculate_qparams(blocks.amin(-1), blocks.amax(-1), scheme.weights)
+    assert not zero_point.any()
+    used = scale != 0  # they give a block of zeros the smallest step of the dtype
+    assert torch.equal(theirs.bfloat16()[used], scale[used]) and used.sum() == used.numel() - 1
+    compressor = BaseCompressor.get_value_from_registry("pack-quantized")
+    some = torch.where(used, scale.float(), 1.0)
+    compressed = compressor.compress({"weight": w, "weight_scale": some}, scheme)
+    dialect = writing_dialect(format, None, [k])
+    tensors = encode("w", Codes(packed, scale, None), dialect)
+    assert torch.equal(tensors["w.weight_packed"], compressed["weight_packed"])
+    assert torch.equal(tensors["w.weight_shape"], compressed["weight_shape"])
+    own = {name.removeprefix("w."): t for name, t in tensors.items()} | {"weight_scale": scale.float()}
+    values = compressor.decompress(own, scheme)["weight"]
+    assert torch.equal(values.float(), torch.ops.fp4.dequantize(packed, scale, None, format, torch.float32))
+
+
 @pytest.mark.parametrize("kind", STORED)
 def test_compressed_tensors_reads_the_same_values(kind, tmp_path):
     pytest.importorskip("compressed_tensors")
@@ -125,7 +249,7 @@ def test_compressed_tensors_reads_the_same_values(kind, tmp_path):
     from compressed_tensors.quantization import QuantizationConfig
 
     stored = STORED[kind]
-    tensors, values = stored_weight("w", 48, 96, stored)
+    tensors, values = stored_weight("w", 48, 384, stored)
     save_tensors(tmp_path, tensors)
     weights = stored_weights(read_header(tmp_path / "model.safetensors"), dialect_of(stored))
     with Reader() as reader:

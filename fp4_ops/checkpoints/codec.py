@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 
 import torch
@@ -17,12 +17,12 @@ Read = Callable[[TensorInfo], Tensor]
 
 @dataclass
 class Codes:
-    """One weight in the operators' terms: value = e2m1 code * block_scale * global_scale."""
+    """One weight in the operators' terms: value = code * block_scale * global_scale."""
 
     packed: Tensor
     """uint8 [..., N, K/2]"""
     block_scale: Tensor
-    """[..., N, K/block] in the format's scale dtype"""
+    """[..., N, K/block] in one of the format's scale dtypes"""
     global_scale: Tensor | None
     """float32 [] or None"""
 
@@ -32,6 +32,8 @@ def decode(stored: StoredWeight, read: Read) -> Codes:
 
     Raises CheckpointError for scales that are NaN, and for a global scale that is not a positive number.
     """
+    if stored.dialect.group:
+        return _decode_int4(stored, read)
     format = FORMATS[stored.dialect.format]
     packed = read(stored.packed).view(torch.uint8).reshape(*stored.shape[:-1], stored.shape[-1] // 2)
     block_scale = read(stored.block_scale).view(format.scale_dtype)
@@ -52,16 +54,47 @@ def decode(stored: StoredWeight, read: Read) -> Codes:
     return Codes(packed, block_scale, global_scale)
 
 
+OFFSET = 0x88
+"""Packed int4 codes are stored plus 8, which in two's complement turns one bit."""
+
+
+def _decode_int4(stored: StoredWeight, read: Read) -> Codes:
+    """Exact: scales are repeated for each block of a group, and float16 is widened to float32."""
+    codes, scale = read(stored.packed).view(torch.uint8), _int4_scale(stored, read)
+    if stored.dialect.codes_per_byte == 2:
+        packed = codes ^ OFFSET
+    else:
+        packed = (codes[..., ::2] & 15) | codes[..., 1::2] << 4
+    format, k = FORMATS[stored.dialect.format], stored.shape[-1]
+    blocks = format.num_blocks(k)
+    each = -(-min(stored.dialect.group, k) // format.block)
+    scale = scale.repeat_interleave(each, -1)[..., :blocks].to(scale_dtype([stored])).contiguous()
+    return Codes(packed, scale, None)
+
+
+def _int4_scale(stored: StoredWeight, read: Read) -> Tensor:
+    scale = read(stored.block_scale)
+    if not scale.isfinite().all():
+        raise CheckpointError(f"fp4: {stored.block_scale} holds NaN or infinity")
+    return scale
+
+
+def scale_dtype(weights: Iterable[StoredWeight]) -> torch.dtype:
+    """The dtype in which the operators can hold the block scales of all these weights of one dialect."""
+    weights = list(weights)
+    format = FORMATS[weights[0].dialect.format]
+    same = not weights[0].dialect.group or all(w.block_scale.dtype == format.scale_dtype for w in weights)
+    return format.scale_dtype if same or format.wide_scale_dtype is None else format.wide_scale_dtype
+
+
 def int4_values(stored: StoredWeight, read: Read) -> Tensor:
-    """float32 [N, K]: code * block_scale, of a dialect whose format is int4."""
+    """float32 [N, K]: code * block_scale, of int4 in groups of any size."""
     dialect, (n, k) = stored.dialect, stored.shape
     codes = read(stored.packed)
     if dialect.codes_per_byte == 2:
         codes = codes.view(torch.uint8)
         codes = torch.stack([codes & 15, codes >> 4], -1).view(n, k).to(torch.int8) - 8
-    scale = read(stored.block_scale).float()
-    if not scale.isfinite().all():
-        raise CheckpointError(f"fp4: {stored.block_scale} holds NaN or infinity")
+    scale = _int4_scale(stored, read).float()
     return codes.float() * scale.repeat_interleave(min(dialect.block, k), -1)[:, :k]
 
 
@@ -78,6 +111,14 @@ def _reciprocal(factor: Tensor) -> Tensor:
 def encode(name: str, codes: Codes, dialect: Dialect) -> dict[str, Tensor]:
     """The tensors that hold a weight in a dialect that is written: `decode` backwards."""
     packed, block_scale = codes.packed, codes.block_scale
+    if dialect.group:
+        shape = torch.tensor([packed.shape[0], 2 * packed.shape[1]])
+        words = (packed ^ OFFSET).view(torch.int32)
+        return {
+            name + dialect.packed: words,
+            name + dialect.block_scale: block_scale,
+            name + dialect.unused[0]: shape,
+        }
     if block_scale.dtype == torch.float8_e8m0fnu:
         block_scale = block_scale.view(torch.uint8)  # as all of its writers do
     if dialect.stacked:

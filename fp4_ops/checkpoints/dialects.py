@@ -12,8 +12,11 @@ from typing import Any
 
 import torch
 
-from ..meta.formats import FORMATS
+from ..meta.formats import FORMATS, FP4_FORMATS
 from .files import CheckpointError, TensorInfo
+
+WHOLE_ROW = 1 << 62
+"""The group size of one scale a row."""
 
 
 @dataclass(frozen=True)
@@ -26,7 +29,7 @@ class Dialect:
 
     name: str
     format: str
-    """A name of FORMATS, or "int4": two's complement codes, stored plus 8 where they are packed."""
+    """A name of FORMATS, or, in words, what no operator computes with."""
     packed: str
     block_scale: str
     global_scale: str | None = None
@@ -40,15 +43,16 @@ class Dialect:
     """Of the tensor of codes. int32 holds eight."""
     codes_per_byte: int = 2
     group: int = 0
-    """int4: elements along K that share a block scale; the config says how many."""
+    """int4: elements along K that share a block scale; the config says how many. Codes are two's complement,
+    stored plus 8 where they are packed."""
 
     @property
     def block(self) -> int:
-        return FORMATS[self.format].block if self.format in FORMATS else self.group
+        return self.group or FORMATS[self.format].block
 
     @property
     def scale_dtypes(self) -> tuple[torch.dtype, ...]:
-        if self.format not in FORMATS:
+        if self.group:
             return (torch.bfloat16, torch.float16, torch.float32)
         dtype = FORMATS[self.format].scale_dtype
         # e8m0 is stored as its bytes by those whose torch had no such dtype
@@ -125,27 +129,37 @@ def dialect_of(config: dict[str, Any], where: str = "the config") -> Dialect:
 
 
 def check_requantize(dialect: Dialect, requantize: str | None) -> None:
-    """Raises ValueError unless the format to quantise to is given exactly where one is needed."""
-    formats = " or ".join(map(repr, FORMATS))
-    if dialect.format in FORMATS and requantize is not None:
+    """Raises ValueError unless the format to quantise to is given where one is needed, and only for int4."""
+    formats = " or ".join(map(repr, FP4_FORMATS))
+    if requantize is None and dialect.format not in FORMATS:
+        raise ValueError(
+            f"fp4: {dialect.name} holds {dialect.format}, which no operator computes with: requantize is "
+            f"None; it must be {formats} (lossy: the report says how much)"
+        )
+    if requantize is not None and not dialect.group:
         raise ValueError(
             f"fp4: requantize is {requantize!r}; {dialect.name} holds {dialect.format}: not converted"
         )
-    if dialect.format not in FORMATS and requantize not in FORMATS:
-        raise ValueError(
-            f"fp4: {dialect.name} holds {dialect.format}, which no operator computes with: requantize is "
-            f"{requantize!r}; it must be {formats} (lossy: the report says how much)"
-        )
+    if requantize is not None and requantize not in FP4_FORMATS:
+        raise ValueError(f"fp4: requantize is {requantize!r}; it must be {formats}, or None")
+
+
+INT4_BLOCKS = {f.block: f.name for f in FORMATS.values() if f.element == "int4"}
+"""In falling order."""
 
 
 def _int4(dialect: Dialect, weights: list[dict[str, Any]], where: str) -> Dialect:
-    """The dialect with the group size that the config says."""
+    """The dialect with the group size that the config says, and the format whose blocks divide it."""
     kinds = {(w.get("num_bits"), w.get("type"), w.get("symmetric", True), w.get("actorder")) for w in weights}
     sizes = {w.get("group_size") or -1 for w in weights}
     if kinds != {(4, "int", True, None)} or len(sizes) != 1:
         raise _unknown(where, f"{dialect.name} weights other than symmetric int4 of one group size")
     size = sizes.pop()
-    return replace(dialect, group=size if size > 0 else 1 << 62)  # one scale a row
+    if size < 0:  # one scale a row
+        return replace(dialect, format=next(iter(INT4_BLOCKS.values())), group=WHOLE_ROW)
+    # Groups of several blocks have the same scale in each of them.
+    format = next((name for block, name in INT4_BLOCKS.items() if size % block == 0), None)
+    return replace(dialect, format=format or f"int4 in groups of {size}", group=size)
 
 
 def _unknown(where: str, what: str) -> CheckpointError:
@@ -238,8 +252,21 @@ def _stored_weight(
 
 
 def writing_dialect(format: str, model_type: str | None, k: Iterable[int]) -> Dialect:
-    """The dialect that is written: compressed-tensors', or GPT-OSS's own where its blocks divide every K."""
-    if model_type == "gpt_oss" and format == "mxfp4" and all(n % FORMATS[format].block == 0 for n in k):
+    """The dialect that is written: compressed-tensors', or GPT-OSS's own where its blocks divide every K.
+
+    Raises ValueError for int4 with a K that `pack-quantized` cannot hold: readers divide a row into groups of
+    one size.
+    """
+    k, block = list(k), FORMATS[format].block
+    if FORMATS[format].element == "int4":
+        odd = [n for n in k if n % min(block, n) or n % 8]
+        if odd:
+            raise ValueError(
+                f"fp4: {PACK_INT4.name} cannot hold {format} with K = {odd[0]}; it must be a multiple of "
+                f"{block}"
+            )
+        return replace(PACK_INT4, format=format, group=block)
+    if model_type == "gpt_oss" and format == "mxfp4" and all(n % block == 0 for n in k):
         return GPT_OSS_MXFP4
     return {"nvfp4": NVFP4_PACK, "mxfp4": MXFP4_PACK}[format]
 
@@ -257,13 +284,14 @@ def describe(dialect: Dialect, targets: list[str], ignore: list[str]) -> dict[st
     format = FORMATS[dialect.format]
     weights = {
         "num_bits": 4,
-        "type": "float",
+        "type": "int" if dialect.group else "float",
         "strategy": "tensor_group" if format.has_global_scale else "group",
         "group_size": format.block,
         "symmetric": True,
         "dynamic": False,
-        "scale_dtype": "torch.float8_e4m3fn" if format.has_global_scale else "torch.uint8",
     }
+    if not dialect.group:
+        weights["scale_dtype"] = "torch.float8_e4m3fn" if format.has_global_scale else "torch.uint8"
     group = {"targets": targets, "weights": weights, "input_activations": None, "output_activations": None}
     return {
         "quant_method": "compressed-tensors",

@@ -181,8 +181,8 @@ def register_with_transformers() -> None:
     """From now on `from_pretrained` loads 4-bit folders with fp4_ops.
 
     That is: ModelOpt's NVFP4 (which transformers itself does not read), and in place of transformers' own
-    loaders compressed-tensors' nvfp4-pack-quantized and mxfp4-pack-quantized, and GPT-OSS's mxfp4. Other
-    folders of compressed-tensors are left to transformers.
+    loaders compressed-tensors' nvfp4-pack-quantized and mxfp4-pack-quantized and its symmetric int4, and
+    GPT-OSS's mxfp4. Other folders of compressed-tensors are left to transformers.
     """
     register_quantizer()
     mapping: dict[str, Any] = auto.AUTO_QUANTIZATION_CONFIG_MAPPING
@@ -207,8 +207,9 @@ def load_checkpoint(
         weights; it may be on the meta device). None: what the folder's config says.
     path: a folder of safetensors files and a config.json that names its dialect (docs/checkpoints.md).
     activation: as in `fp4_ops.prepare`. device, dtype: of the model; dtype is that of what is not quantised.
-    requantize: for int4 folders, which no operator computes with: the format to quantise them to, matrix by
-        matrix. Weights in nvfp4 or mxfp4 are never converted to another format.
+    requantize: for int4 folders: "nvfp4" or "mxfp4", to quantise them anew to that, matrix by matrix (lossy).
+        None: as they are, exactly; an error for groups that no int4 format's block (32, 64, 128) divides.
+        Weights in nvfp4 or mxfp4 are never converted to another format.
 
     Every file is checked first: a truncated one, a missing scale, a wrong shape or an unknown dialect is a
     CheckpointError that names file and tensor, and nothing is loaded. Weights are read one expert at a time,

@@ -15,7 +15,7 @@ from ..meta.formats import FORMATS
 from ..meta.layouts import preferred_layout
 from ..prepare import A_FORMATS, check_activation, choose_implementation
 from ..tensor import FP4Tensor
-from .codec import Codes, Read, decode, int4_values
+from .codec import Codes, Read, decode, int4_values, scale_dtype
 from .dialects import Dialect, StoredWeight
 from .files import Reader, TensorInfo
 from .placement import HALVES, Placement
@@ -105,7 +105,9 @@ def _rescale(block_scale: Tensor, old: Tensor, new: Tensor) -> tuple[Tensor, flo
 
 
 def _cat(*tensors: Tensor) -> Tensor:
-    """torch.cat, for dtypes that it does not know."""
+    """torch.cat, for dtypes that it does not know, or of two that float32 holds."""
+    if len({t.dtype for t in tensors}) > 1:
+        return torch.cat([t.float() for t in tensors])
     return torch.cat([t.view(torch.uint8) for t in tensors]).view(tensors[0].dtype)
 
 
@@ -114,6 +116,10 @@ class Source:
 
     def __init__(self, read: Read, report: LoadReport) -> None:
         self.read, self.report = read, report
+
+    def scale_dtype(self, weights: Iterable[StoredWeight], format: str) -> torch.dtype:
+        """Of the block scales of a weight in `format` that is put together from these."""
+        return scale_dtype(weights)
 
     def one(self, stored: StoredWeight) -> Codes:
         return decode(stored, self.read)
@@ -124,7 +130,10 @@ class Source:
 
 
 class Requantized(Source):
-    """Of formats that no operator computes with: quantised anew, gate and up as one."""
+    """int4 that is quantised anew, gate and up as one."""
+
+    def scale_dtype(self, weights: Iterable[StoredWeight], format: str) -> torch.dtype:
+        return FORMATS[format].scale_dtype
 
     def one(self, stored: StoredWeight) -> Codes:
         return self._quantize([stored])
@@ -156,18 +165,20 @@ def load_weight(
         weight = PackedWeight(stack.packed, stack.block_scale, stack.global_scale, format, "plain")
     else:
         packed = torch.empty((e, n, k // 2), dtype=torch.uint8, device=device)
-        block_scale = torch.empty((e, n, fmt.num_blocks(k)), dtype=torch.uint8, device=device)
+        dtype = source.scale_dtype(parts.values(), format)
+        block_scale = torch.empty((e, n, fmt.num_blocks(k)), dtype=dtype, device=device)
         global_scale = torch.empty((e,), dtype=torch.float32, device=device)
         for expert in range(e):
             if (expert, "") in parts:
                 codes = source.one(parts[expert, ""])
             else:
                 codes = source.pair(*(parts[expert, half] for half in HALVES))
-            packed[expert], block_scale[expert] = codes.packed, codes.block_scale.view(torch.uint8)
+            packed[expert] = codes.packed
+            block_scale.view(torch.uint8)[expert] = codes.block_scale.to(dtype).view(torch.uint8)
             if codes.global_scale is not None:
                 global_scale[expert] = codes.global_scale
         factor = global_scale if fmt.has_global_scale else None
-        weight = PackedWeight(packed, block_scale.view(fmt.scale_dtype), factor, format, "plain")
+        weight = PackedWeight(packed, block_scale, factor, format, "plain")
     return weight
 
 
