@@ -41,12 +41,17 @@ class Held:
     transposed: bool = False
     """The dimension along which it is quantised is the last but one."""
     inputs: int = 1
+    scale_dtype: torch.dtype | None = None
+    """Of the block scales, where the format leaves a choice."""
 
 
 def held(x: Any) -> Held | None:
     """How a tensor subclass is read; None if it is no 4-bit tensor that is known here."""
     if isinstance(x, FP4Tensor):
-        return Held("FP4Tensor", x.format, _fp4, x.transposed)
+        choice = len(FORMATS[x.format].scale_dtypes) > 1
+        return Held(
+            "FP4Tensor", x.format, _fp4, x.transposed, scale_dtype=x.block_scale.dtype if choice else None
+        )
     if type(x).__module__.startswith("torchao.") and type(x).__name__ in _TORCHAO:
         return _TORCHAO[type(x).__name__](x)
     return None
@@ -134,7 +139,9 @@ class HeldSpec:
 
     def shapes(self, stored: tuple[int, ...]) -> list[tuple[tuple[int, ...], torch.dtype]]:
         e, n, k = self.assembly.shape
-        return packed_spec(FORMATS[self.format], LAYOUTS[self.layout], (e,), n, k)
+        dtypes = {h.scale_dtype for h in self.held}  # of several, the widest
+        scale_dtype = dtypes.pop() if len(dtypes) == 1 else FORMATS[self.format].wide_scale_dtype
+        return packed_spec(FORMATS[self.format], LAYOUTS[self.layout], (e,), n, k, scale_dtype)
 
     def num_bytes(self, stored: tuple[int, ...]) -> int:
         return sum(torch.Size(s).numel() * d.itemsize for s, d in self.shapes(stored))
@@ -178,6 +185,11 @@ class HeldSpec:
 
 def is_held(node: fx.Node) -> bool:
     return "held" in node.meta
+
+
+def format_of(node: fx.Node, format: str) -> str:
+    """The format that a weight is held in, or else will have."""
+    return node.meta["held"].format if is_held(node) else format
 
 
 def inputs_of(node: fx.Node) -> tuple[fx.Node, ...]:

@@ -16,7 +16,7 @@ from torch import fx
 
 from ..meta.layouts import preferred_layout
 from .graph import Refusal, aten, is_op, shape, static_int, value
-from .held import is_held
+from .held import format_of, is_held
 from .mixture import K, Matrix, N
 from .options import Options
 from .reading import Reader
@@ -71,7 +71,8 @@ def _write(
 ) -> Site:
     call, options = writer.call, writer.options
     like = value(matrix.ref.node)
-    layout = preferred_layout(like.device.type, (matrix.n, matrix.k), dtype=like.dtype, format=options.format)
+    format = format_of(matrix.ref.node, options.format)
+    layout = preferred_layout(like.device.type, (matrix.n, matrix.k), dtype=like.dtype, format=format)
     packed = packing([(matrix,)], options.format, layout, False, mutated, node)
     a_format, why = options.a_format(like.device.type, layout)
     with writer.gm.graph.inserting_before(node):

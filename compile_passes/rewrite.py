@@ -18,7 +18,7 @@ from .block import Block, ends_a_block, match_block
 from .capture import CannotCapture, mutated_inputs
 from .decoded import find_decoded
 from .graph import FLOATING, Canon, Refusal, WeightRef, Weights, aten, is_op, is_tensor, need, shape, value
-from .held import HeldSpec, held_spec, inputs_of, is_held
+from .held import HeldSpec, format_of, held_spec, inputs_of, is_held
 from .linears import linear_layers
 from .options import Options
 from .products import IndexedRows, Product, find_products, nonnegative
@@ -315,7 +315,8 @@ class _Writer:
         """One layout for the weights of one operator."""
         like = value(weights[0].placeholder)
         shapes = [(w.n, w.k) for w in weights]
-        return preferred_layout(like.device.type, *shapes, dtype=like.dtype, format=self.options.format)
+        format = format_of(weights[0].placeholder, self.options.format)
+        return preferred_layout(like.device.type, *shapes, dtype=like.dtype, format=format)
 
     def _interleaved(self, bias: fx.Node) -> fx.Node:
         """A bias [E, 2 I] in the order of interleaved rows."""

@@ -29,7 +29,7 @@ from .graph import (
     strip,
     value,
 )
-from .held import HeldSpec, held_spec, is_held, own_scales
+from .held import HeldSpec, format_of, held_spec, is_held, own_scales
 from .mixture import E, J, K, Matrix, Mixture, N
 from .products import nonnegative
 from .report import Site, location, module_path
@@ -168,13 +168,14 @@ class _Emitter:
     # --- weights ---
 
     def _spec(self, experts: list[tuple[Matrix, ...]], device: str, interleaved: bool) -> Any:
-        layout = self._layout(device, value(experts[0][0].ref.node).dtype)
+        layout = self._layout(device, experts[0][0].ref.node)
         return packing(experts, self.w.options.format, layout, interleaved, self.mutated, self.m.root)
 
-    def _layout(self, device: str, dtype: torch.dtype) -> str:
-        """One layout for all weights of the block."""
+    def _layout(self, device: str, like: fx.Node) -> str:
+        """One layout for all weights of the block, which are as `like` is."""
         parts = {(p.n, p.k) for branch in self.m.branches for p in (*branch.up, branch.down)}
-        return preferred_layout(device, *parts, dtype=dtype, format=self.w.options.format)
+        format = format_of(like, self.w.options.format)
+        return preferred_layout(device, *parts, dtype=value(like).dtype, format=format)
 
     def _gate_up(self, device: str) -> tuple[Any, bool]:
         """The weight of gate and up, rows in the order the parameter has or else the activation wants."""

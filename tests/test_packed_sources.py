@@ -36,6 +36,8 @@ def random_parts(*shape: int, format: str = "nvfp4") -> tuple[Tensor, Tensor, Te
     if format == "mxfp4":
         scale = torch.randint(122, 126, (*lead, n, -(-k // 32)), dtype=torch.uint8)
         return packed, scale.view(torch.float8_e8m0fnu), None
+    if format == "int4_g32":
+        return packed, torch.rand(*lead, n, -(-k // 32)) * 0.2 + 0.05, None
     scale = (torch.rand(*lead, n, -(-k // 16)) * 3 + 0.2).to(torch.float8_e4m3fn)
     return packed, scale, 2.0 ** torch.randint(-6, -2, tuple(lead))
 
@@ -68,6 +70,7 @@ def mx_tensor(*shape: int) -> Tensor:
 TENSORS: dict[str, Callable[..., Tensor]] = {
     "FP4Tensor, nvfp4": fp4_tensor,
     "FP4Tensor, mxfp4": lambda *shape: fp4_tensor(*shape, format="mxfp4"),
+    "FP4Tensor, int4_g32": lambda *shape: fp4_tensor(*shape, format="int4_g32"),
     "FP4Tensor, tile16": lambda *shape: fp4_tensor(*shape).prepack("tile16"),
     "NVFP4Tensor": nvfp4_tensor,
     "NVFP4Tensor, swizzled": lambda *shape: nvfp4_tensor(*shape, swizzled=True),
