@@ -16,7 +16,7 @@ from ..meta.layouts import preferred_layout
 from .graph import Refusal, aten, is_op, shape, static_int, value
 from .mixture import K, Matrix, N, indices
 from .reading import Reader
-from .report import Site, location, module_path
+from .report import Load, Site, hint, location, module_path
 from .terms import Axis, Const, Ref, Value, free_axes, substitute
 from .write_mixture import packing
 
@@ -91,5 +91,8 @@ def _write(
             out = call(aten.transpose.int, out, 1, 2)
     where = location(node), module_path(node)
     writer.replace(node, out)
+    load = Load(len(experts), len(experts), hint(rows))
     text = f"{len(experts)} experts, N {matrix.n}, K {matrix.k}"
-    return writer.site("fp4::grouped_mm_masked", "", where, [packed], FORM, f"{a_format} ({why})", "", text)
+    return writer.site(
+        "fp4::grouped_mm_masked", "", where, [packed], FORM, f"{a_format} ({why})", "", text, load
+    )

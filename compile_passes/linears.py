@@ -20,7 +20,7 @@ from .held import format_of, is_held
 from .mixture import K, Matrix, N
 from .options import Options
 from .reading import Reader
-from .report import Site, input_name, location, module_path
+from .report import Load, Site, hint, input_name, location, module_path
 from .terms import Ref, free_axes, substitute
 from .write_mixture import packing
 
@@ -87,5 +87,8 @@ def _write(
         )  # fmt: skip
     where = location(node), module_path(node)
     writer.replace(node, out)
+    load = Load(1, 1, hint(value(node).numel() // matrix.n))
     text = f"N {matrix.n}, K {matrix.k}"
-    return writer.site("fp4::mm", "", where, [packed], "a linear layer", f"{a_format} ({why})", "", text)
+    return writer.site(
+        "fp4::mm", "", where, [packed], "a linear layer", f"{a_format} ({why})", "", text, load
+    )

@@ -15,6 +15,58 @@ _TORCH = str(torch.__file__).removesuffix("__init__.py")
 
 
 @dataclass(frozen=True)
+class Gain:
+    """What a step of `tokens` tokens reads of a place's weights: an estimate from bytes, nothing is measured.
+
+    Tokens choose their k of E experts alike and independently, so E (1 - (1 - k/E)^tokens) experts are read;
+    a form that runs every expert for every token reads all of them before. `speedup`, the ratio of the
+    bytes, bounds what is gained while reading weights is what takes the time, as in decode; not in prefill.
+    """
+
+    tokens: int
+    experts_read: float
+    bytes_before: int
+    bytes_after: int
+    speedup: float
+
+    def __str__(self) -> str:
+        return (
+            f"estimate from bytes: at {self.tokens} tokens a step reads {_mib(self.bytes_before)} -> "
+            f"{_mib(self.bytes_after)} of weights (about {self.experts_read:.3g} experts), so at most "
+            f"{self.speedup:.1f}x faster where that is the limit (decode)"
+        )
+
+
+@dataclass(frozen=True)
+class Load:
+    """Who reads a place's weights: each of `tokens` rows (None: unknown) meets `k` of `experts` matrices."""
+
+    experts: int
+    k: int
+    tokens: int | None
+    all_before: bool = False
+    """Whether the model itself runs every expert for every token."""
+
+    def gain(self, bytes_before: int, bytes_after: int) -> Gain | None:
+        if self.tokens is None or not bytes_after:
+            return None
+        read = self.experts * (1 - (1 - min(self.k, self.experts) / self.experts) ** self.tokens)
+        before = self.experts if self.all_before else read
+        reads = [round(b * n / self.experts) for b, n in ((bytes_before, before), (bytes_after, read))]
+        if not reads[1]:
+            return None
+        return Gain(self.tokens, round(read, 2), *reads, round(reads[0] / reads[1], 2))
+
+
+def hint(size: Any) -> int | None:
+    """A size as it is in this run."""
+    if isinstance(size, int):
+        return size
+    node = size.node
+    return int(node.hint) if node.has_hint() else None
+
+
+@dataclass(frozen=True)
 class Site:
     """One place that looks like experts: rewritten to `op`, or left alone because of `reason` (`op` is None).
 
@@ -42,6 +94,8 @@ class Site:
     """How activations enter the products, and why."""
     bytes_before: int = 0
     bytes_after: int = 0
+    gain: Gain | None = None
+    """Of the step that was traced; None if the model held the weights in 4 bits already."""
 
     @property
     def rewritten(self) -> bool:
@@ -67,6 +121,7 @@ class Site:
             + (f", gate {self.activation}" if self.activation else ""),
             f"    weights {weights}: {_mib(self.bytes_before)} -> {_mib(self.bytes_after)}",
             f"    at {self.place}",
+            *([f"    {self.gain}"] if self.gain else []),
         ]
         return "\n".join(lines + ([f"    {self.reason}"] if self.reason else []))
 

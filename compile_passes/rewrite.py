@@ -23,7 +23,7 @@ from .linears import linear_layers
 from .options import Options
 from .products import IndexedRows, Product, find_products, nonnegative
 from .reading import Reader
-from .report import Site, input_name, location, module_path
+from .report import Load, Site, hint, input_name, location, module_path
 from .search import Search
 from .terms import interning
 from .weights import Assembly, JoinSpec, PackSpec, Swap
@@ -238,6 +238,7 @@ class _Writer:
         return self._site(
             "fp4::moe", "", where, both, layout, b.rows.form, why, b.activation.name,
             f"{w.experts} experts, top {b.k}, hidden {w.k}, intermediate {b.down.weight.k}",
+            Load(w.experts, b.k, hint(value(b.root).numel() // b.down.weight.n)),
         )  # fmt: skip
 
     def product(self, p: Product, reason: str) -> Site:
@@ -282,6 +283,7 @@ class _Writer:
             why,
             "",
             f"{w.experts} experts, N {w.n}, K {w.k}",
+            Load(w.experts, 1, hint(value(p.node).numel() // w.n)),
         )
 
     # --- pieces ---
@@ -360,17 +362,18 @@ class _Writer:
             self.slots[key] = tuple(nodes)
         return self.slots[key]
 
-    def _site(self, op, reason, where, weights, layout, form, a_format, activation, shape_text) -> Site:
+    def _site(self, op, reason, where, weights, layout, form, a_format, activation, shape_text, load) -> Site:
         packed = [((w.placeholder,), self._spec(w, layout)) for w in weights]
-        return self.site(op, reason, where, packed, form, a_format, activation, shape_text)
+        return self.site(op, reason, where, packed, form, a_format, activation, shape_text, load)
 
-    def site(self, op, reason, where, packed, form, a_format, activation, shape_text) -> Site:
+    def site(self, op, reason, where, packed, form, a_format, activation, shape_text, load: Load) -> Site:
         """What was done; `packed`: for each weight the parameters it is made of, and how."""
         specs = [spec for _, spec in packed]
         sources = list(dict.fromkeys(n for nodes, _ in packed for n in nodes))
         values = [value(n) for n in sources]
         after = sum(s.num_bytes(tuple(value(nodes[0]).shape)) for nodes, s in packed)
         held = any(map(is_held, sources))
+        before = after if held else sum(v.numel() * v.dtype.itemsize for v in values)
         return Site(
             module=where[1],
             op=op,
@@ -384,8 +387,9 @@ class _Writer:
             layout=specs[0].layout,
             activation=activation,
             a_format=a_format,
-            bytes_before=after if held else sum(v.numel() * v.dtype.itemsize for v in values),
+            bytes_before=before,
             bytes_after=after,
+            gain=None if held else load.gain(before, after),
         )
 
     def finish(self, fake_mode: FakeTensorMode) -> Rewritten:

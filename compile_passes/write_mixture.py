@@ -32,7 +32,7 @@ from .graph import (
 from .held import HeldSpec, format_of, held_spec, is_held, own_scales
 from .mixture import E, J, K, Matrix, Mixture, N
 from .products import nonnegative
-from .report import Site, location, module_path
+from .report import Load, Site, hint, location, module_path
 from .terms import Add, Affine, Apply, Axis, Const, Mix, Mul, Ref, Term, free_axes
 from .weights import Assembly, JoinSpec, PackSpec, Piece
 
@@ -91,12 +91,12 @@ class _Emitter:
             out = self._cast(out, value(m.root).dtype)
         where = location(m.root), module_path(m.root)
         self.w.replace(m.root, out)
-        gate = "x 2 (gate, up)" if act.gated else ""
         return self.w.site(
             "fp4::moe" if fused else "fp4::indexed_mm",
             "" if fused else f"activation {act.term!r} is none of: {', '.join(ACTIVATIONS)}",
             where, [up, down], self._form(routing), f"{a_format} ({why})", self.activation or repr(act.term),
-            f"{self.experts} experts, top {k}, hidden {b.up[0].k}, intermediate {b.down.k}{gate and ''}",
+            f"{self.experts} experts, top {k}, hidden {b.up[0].k}, intermediate {b.down.k}",
+            Load(self.experts, k, hint(value(m.root).numel() // b.down.n), all_before=m.k is None),
         )  # fmt: skip
 
     def _form(self, routing: _Routing) -> str:

@@ -28,7 +28,11 @@ _SIZES = {
 _NOTHING = (
     "mixtral", "qwen2_moe", "qwen3_moe", "olmoe", "phimoe", "granitemoe", "granitemoeshared", "ernie4_5_moe",
     "glm4_moe", "glm4_moe_lite", "hunyuan_v1_moe", "minimax_m2", "dots1", "flex_olmo", "exaone_moe",
-    "solar_open", "afmoe", "cohere2_moe", "mimo_v2_flash", "hy_v3",
+    "solar_open", "afmoe", "cohere2_moe", "mimo_v2_flash", "hy_v3", "aria_text", "axk1", "axk2",
+    "bailing_hybrid", "deepseek_v32", "glm4v_moe_text", "glm_moe_dsa", "granitemoe_swa", "hy_v4",
+    "inkling_text", "inkling2_text", "kimi_linear", "kolibri1", "laguna", "longcat_flash", "mellum",
+    "minimax_m3_vl_text", "mistral4", "mistral_large4_text", "muse_spark_text", "openai_privacy_filter",
+    "qwen3_5_moe_text", "qwen3_vl_moe_text", "qwen4_exp_text", "jetmoe",
 )  # fmt: skip
 
 # Family -> what its tiny config needs beyond the sizes.
@@ -46,9 +50,29 @@ FAMILIES: dict[str, dict[str, Any]] = {
     "llama4_text": {"interleave_moe_layer_step": 1, "no_rope_layers": [1, 1]},
     "minimax": {"layer_types": ["full_attention", "full_attention"]},
     "nemotron_h": {"layers_block_type": ["attention", "moe"]},
+    "deepseek_v4": {"mlp_layer_types": ["moe", "moe"]},
+    "dbrx": {
+        "d_model": 64, "n_heads": 4, "n_layers": 2, "max_seq_len": 64,
+        "attn_config": {"kv_n_heads": 2, "rope_theta": 10000.0},
+        "ffn_config": {"ffn_hidden_size": 32, "moe_num_experts": 8, "moe_top_k": 2, "hidden_size": 64},
+    },
+    "nllb-moe": {
+        "d_model": 64, "encoder_layers": 2, "decoder_layers": 2, "encoder_ffn_dim": 32, "decoder_ffn_dim": 32,
+        "encoder_attention_heads": 4, "decoder_attention_heads": 4, "expert_capacity": 8,
+        "encoder_sparse_step": 1, "decoder_sparse_step": 1,
+    },
+    "switch_transformers": {
+        "d_model": 64, "d_kv": 16, "d_ff": 32, "num_layers": 2, "num_decoder_layers": 2, "num_heads": 4,
+        "num_sparse_encoder_layers": 2, "num_sparse_decoder_layers": 2, "expert_capacity": 8,
+    },
     "qwen3_next": {"layer_types": ["full_attention", "full_attention"]},
 }  # fmt: skip
-TRANSPOSED = ("gpt_oss", "llama4_text")
+TRANSPOSED = ("gpt_oss", "llama4_text", "aria_text", "openai_privacy_filter")
+LOOPS = {
+    "dbrx": "DbrxFFN", "jetmoe": "JetMoeMoE", "longcat_flash": "LongcatFlashMoE",
+    "nllb-moe": "NllbMoeSparseMLP", "switch_transformers": "SwitchTransformersSparseMLP",
+}  # fmt: skip
+"""Families whose experts are no entry of transformers' registry: their own loop, and the block's class."""
 
 
 def tiny(family: str, implementation: str = "") -> nn.Module:
@@ -59,7 +83,10 @@ def tiny(family: str, implementation: str = "") -> nn.Module:
     names = {*inspect.signature(cls.__init__).parameters, *getattr(cls, "__annotations__", {}), *dir(cls)}
     sizes = {k: v for k, v in _SIZES.items() if k in names}
     config = cls(**{**sizes, **FAMILIES[family]})
-    model = transformers.AutoModelForCausalLM.from_config(config, dtype=torch.float32).eval()
+    try:
+        model = transformers.AutoModelForCausalLM.from_config(config, dtype=torch.float32).eval()
+    except ValueError:  # a family that has no such head
+        model = transformers.AutoModel.from_config(config, dtype=torch.float32).eval()
     if implementation:
         model.set_experts_implementation(implementation)
     with torch.no_grad():
@@ -71,5 +98,8 @@ def tiny(family: str, implementation: str = "") -> nn.Module:
 
 def expert_block(model: nn.Module) -> nn.Module:
     """The module that routes and runs the experts of the last layer that has any."""
+    loops = [m for m in model.modules() if type(m).__name__ in LOOPS.values()]
+    if loops:
+        return loops[-1]
     weights = [name for name, p in model.named_parameters() if p.dim() == 3 and "conv" not in name]
     return model.get_submodule(weights[-1].rsplit(".", 2)[0])

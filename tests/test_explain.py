@@ -35,8 +35,16 @@ def test_a_model_that_is_rewritten():
     elements = 8 * (2 * 32 * 64 + 64 * 32)
     assert report.bytes_before == site.bytes_before == 2 * elements
     assert report.bytes_after == elements // 2 + elements // 32
+    # 5 tokens choose 2 of 8 experts each: 8 (1 - (6/8)^5) = 6.1 are read.
+    read = 8 * (1 - 0.75**5)
+    assert site.gain.tokens == 5 and abs(site.gain.experts_read - read) < 0.01
+    assert site.gain.bytes_before == round(site.bytes_before * read / 8)
+    assert site.gain.speedup == round(2 / (1 / 2 + 1 / 32), 2)
+    assert report.to_dict()["frames"][-1]["sites"][0]["gain"]["speedup"] == site.gain.speedup
     text = str(report)
     for part in (
+        "estimate from bytes: at 5 tokens a step reads",
+        "so at most 3.8x faster where that is the limit (decode)",
         "fp4::moe",
         "8 experts, top 2, hidden 64, intermediate 32",
         "mxfp4",
