@@ -26,9 +26,18 @@ class Program:
     format: str
     layout: str
     k: int
+    tables: tuple[tuple[float, ...], ...]
+    """What the last inputs held when the decoding was proved: tables of values."""
     run: fx.GraphModule = field(compare=False)
 
     def __call__(self, *inputs: Tensor) -> Parts:
+        given = len(inputs) - len(self.tables)
+        for now, proved in zip(inputs[given:], self.tables):
+            if tuple(now.flatten().tolist()) != proved:
+                raise RuntimeError(
+                    "fp4: a table from which the model decodes its weights has changed; compile anew"
+                )
+        inputs = inputs[:given]
         return relayout(self.run(*inputs), self.format, self.k, self.layout, "plain")
 
 
@@ -48,7 +57,10 @@ def _note(node: fx.Node, fixed: set[fx.Node]) -> bool:
     if extracted is None:
         return False
     inputs, gm = extracted
-    program = Program(gm.code, a["format"], a["layout"], int(shape(node)[-1]), gm)
+    tables = node.meta.get("tables", ())
+    values = tuple(tuple(t.meta["constant"].flatten().tolist()) for t in tables)
+    program = Program(gm.code, a["format"], a["layout"], int(shape(node)[-1]), values, gm)
+    inputs = (*inputs, *tables)
     node.meta["held"] = Held("fp4.dequantize", a["format"], program, inputs=len(inputs))
     node.meta["held_inputs"] = inputs
     return True

@@ -12,6 +12,7 @@ from torch._guards import TracingContext
 from torch.fx.experimental.symbolic_shapes import free_unbacked_symbols
 
 from .capture import CannotCapture, capture
+from .decode import BYTES, TABLE
 from .held import is_subclass
 from .options import Options, inductor_patches
 from .report import Frame
@@ -41,6 +42,9 @@ def analyse(gm: fx.GraphModule, inputs: Sequence[Any], options: Options) -> tupl
     try:
         traced, fake_mode = capture(gm, inputs)
         fixed = {n for n, x in _pairs(traced, inputs) if _is_fixed(n, x)}
+        for node, x in _pairs(traced, inputs):
+            if node in fixed and x.numel() <= TABLE:
+                node.meta["constant"] = x.detach()
         rewritten, frame.sites = rewrite(traced, fixed, options, fake_mode)
     except CannotCapture as reason:
         frame.note = f"left to Inductor: {reason}"
@@ -99,8 +103,8 @@ def _has_expert_weights(gm: fx.GraphModule, inputs: Sequence[Any]) -> bool:
     weights = [x for n, x in _pairs(gm, inputs) if _is_fixed(n, x)]
     if any(map(is_subclass, weights)):
         return True
-    if any(x.dim() == 3 and x.dtype == torch.uint8 for x in weights):
-        return any("dequantize" in str(n.target) for n in gm.graph.nodes)
+    if any(x.dim() >= 2 and x.dtype in BYTES for x in weights):
+        return True
     weights = [x for x in weights if x.dtype.is_floating_point and x.dtype.itemsize > 1]
     if any(x.dim() == 3 for x in weights):
         return True

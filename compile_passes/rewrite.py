@@ -16,6 +16,7 @@ from ..meta.layouts import A_LAYOUTS, preferred_layout
 from .batched import batched_products
 from .block import Block, ends_a_block, match_block
 from .capture import CannotCapture, mutated_inputs
+from .decode import decode_to_operator
 from .decoded import find_decoded
 from .graph import FLOATING, Canon, Refusal, WeightRef, Weights, aten, is_op, is_tensor, need, shape, value
 from .held import HeldSpec, format_of, held_spec, inputs_of, is_held
@@ -47,8 +48,9 @@ def rewrite(
 ) -> tuple[Rewritten | None, list[Site]]:
     """Rewrite `gm` in place; (None, sites) if nothing was. `fixed`: inputs that are parameters or buffers."""
     gm.graph.eliminate_dead_code()
-    canon = Canon(gm.graph)
     mutated = mutated_inputs(gm.graph)
+    decode_to_operator(gm.graph, fixed - mutated, fake_mode)
+    canon = Canon(gm.graph)
     fixed = fixed | find_decoded(gm.graph, fixed, mutated)
     found = list(find_products(gm.graph, Weights(gm.graph, fixed, mutated), canon))
     sites: list[Site] = []

@@ -300,6 +300,187 @@ def packed(style: type, format: str) -> nn.Module:
 FUSED = ["token mask loop", "gather + bmm", "dense bmm", "permute, unpermute (Megatron)"]
 
 
+# --- decoding written out in the graph ---
+
+
+def e2m1() -> Tensor:
+    """Written out, for Dynamo takes the floats of a global list for variables when dynamic=True."""
+    return torch.tensor(
+        [0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0, -0.0, -0.5, -1.0, -1.5, -2.0, -3.0, -4.0, -6.0]
+    )
+
+
+def stacked_lookup(codes: Tensor) -> Tensor:
+    table = e2m1()
+    return torch.stack([table[(codes & 15).long()], table[(codes >> 4).long()]], -1).flatten(-2)
+
+
+def shifted_lookup(codes: Tensor) -> Tensor:
+    nibbles = (codes.unsqueeze(-1) >> torch.tensor([0, 4], dtype=torch.uint8)) & 0xF
+    return e2m1()[nibbles.int()].reshape(*codes.shape[:-1], -1)
+
+
+def halved_integers(codes: Tensor) -> Tensor:
+    table = torch.tensor([0, 1, 2, 3, 4, 6, 8, 12, 0, -1, -2, -3, -4, -6, -8, -12], dtype=torch.int8)
+    both = torch.stack((codes % 16, codes // 16), dim=-1)
+    return table[both.long()].float().view(*codes.shape[:-1], -1) * 0.5
+
+
+def pairs(codes: Tensor) -> Tensor:
+    byte = torch.arange(256)
+    table = torch.stack([e2m1()[byte & 15], e2m1()[byte >> 4]], -1)
+    return table[codes.long()].flatten(-2)
+
+
+def bit_arithmetic(codes: Tensor) -> Tensor:
+    def one(c: Tensor) -> Tensor:
+        sign, exponent, mantissa = (c >> 3) & 1, (c >> 1) & 3, c & 1
+        small, large = mantissa * 0.5, (1 + mantissa * 0.5) * torch.exp2(exponent.float() - 1)
+        return torch.where(exponent == 0, small, large) * (1.0 - 2.0 * sign)
+
+    codes = codes.to(torch.int32)
+    return torch.stack([one(codes & 15), one(codes >> 4)], -1).flatten(-2)
+
+
+def every_other(codes: Tensor) -> Tensor:
+    """transformers' convert_moe_packed_tensors."""
+    table = e2m1()
+    out = torch.empty(*codes.shape[:-1], codes.shape[-1] * 2)
+    out[..., 0::2] = table[(codes & 0x0F).to(torch.int)]
+    out[..., 1::2] = table[(codes >> 4).to(torch.int)]
+    return out
+
+
+def nvfp4_blocks(values: Tensor, scale: Tensor, global_scale: Tensor) -> Tensor:
+    blocks = values.unflatten(-1, (-1, 16)) * scale.float().unsqueeze(-1)
+    return blocks.flatten(-2) * global_scale.view(-1, 1, 1)
+
+
+def nvfp4_repeated(values: Tensor, scale: Tensor, global_scale: Tensor) -> Tensor:
+    return values * (scale.float() * global_scale[:, None, None]).repeat_interleave(16, dim=-1)
+
+
+def nvfp4_divided(values: Tensor, scale: Tensor, global_scale: Tensor) -> Tensor:
+    """compressed-tensors holds the reciprocal."""
+    factor = (scale.to(torch.float32) / global_scale.reciprocal()[:, None, None]).unsqueeze(-1)
+    return (values.view(*scale.shape, 16) * factor).view(values.shape)
+
+
+def mxfp4_exponents(values: Tensor, scale: Tensor, _: None) -> Tensor:
+    exponent = scale.view(torch.uint8).to(torch.int32) - 127
+    return torch.ldexp(values.unflatten(-1, (-1, 32)), exponent.unsqueeze(-1)).flatten(-2)
+
+
+def mxfp4_casts(values: Tensor, scale: Tensor, _: None) -> Tensor:
+    return values * scale.to(torch.float32).repeat_interleave(32, -1)
+
+
+CODES = [stacked_lookup, shifted_lookup, halved_integers, pairs, bit_arithmetic, every_other]
+SCALES = {
+    "nvfp4": [nvfp4_blocks, nvfp4_repeated, nvfp4_divided],
+    "mxfp4": [mxfp4_exponents, mxfp4_casts],
+}
+WRITTEN = [("nvfp4", c, nvfp4_blocks) for c in CODES] + [
+    (format, stacked_lookup, s) for format in FORMATS for s in SCALES[format]
+]
+
+
+def written(style: type, format: str, codes: Callable, scales: Callable) -> nn.Module:
+    """`packed`, whose forward decodes by itself."""
+    base = type(packed(style, format))
+
+    class Written(base):
+        def weight(self, name: str) -> Tensor:
+            parts = [getattr(self, f"packed_{name}{part}") for part in ("", "_scale", "_global")]
+            return scales(codes(parts[0]), *parts[1:]).transpose(1, 2)
+
+    return Written(**SIZES)
+
+
+@pytest.mark.parametrize(("format", "codes", "scales"), WRITTEN)
+def test_decoding_written_out(format, codes, scales):
+    module = written(STYLES["token mask loop"], format, codes, scales)
+    site = check(module, module, ["fp4::moe"]).sites[0]
+    assert (site.format, site.layout) == (format, "tile16")
+    ((_, operands),) = packed_from(module.packed_w2)
+    got = torch.ops.fp4.unpack(*(*operands, None)[:3], format, "tile16")
+    assert torch.equal(got[0], module.packed_w2)
+    assert torch.equal(got[1].view(torch.uint8), module.packed_w2_scale.view(torch.uint8))
+
+
+@pytest.mark.parametrize("name", FUSED)
+def test_decoding_written_out_in_other_forms(name):
+    module = written(STYLES[name], "mxfp4", shifted_lookup, mxfp4_exponents)
+    check(module, module, ["fp4::moe"])
+
+
+def high_nibble_first(codes: Tensor) -> Tensor:
+    table = e2m1()
+    return torch.stack([table[(codes >> 4).long()], table[(codes & 15).long()]], -1).flatten(-2)
+
+
+def another_table(codes: Tensor) -> Tensor:
+    table = e2m1().clamp(max=5.0)
+    return torch.stack([table[(codes & 15).long()], table[(codes >> 4).long()]], -1).flatten(-2)
+
+
+def halves(codes: Tensor) -> Tensor:
+    """All low nibbles, then all high ones."""
+    table = e2m1()
+    return torch.cat([table[(codes & 15).long()], table[(codes >> 4).long()]], -1)
+
+
+def neighbours(codes: Tensor) -> Tensor:
+    return stacked_lookup(codes.roll(1, -1))
+
+
+def scales_of_other_rows(values: Tensor, scale: Tensor, global_scale: Tensor) -> Tensor:
+    return nvfp4_blocks(values, scale.flip(1), global_scale)
+
+
+def scales_as_integers(values: Tensor, scale: Tensor, global_scale: Tensor) -> Tensor:
+    return nvfp4_blocks(values, scale.view(torch.uint8).float() / 256, global_scale)
+
+
+@pytest.mark.parametrize(
+    ("codes", "scales"),
+    [(c, nvfp4_blocks) for c in (high_nibble_first, another_table, halves, neighbours)]
+    + [(stacked_lookup, s) for s in (scales_of_other_rows, scales_as_integers)],
+)
+def test_decodings_that_are_another(codes, scales):
+    """Not in 4 bits as the operators have them: quantising anew would change the model."""
+    module, recorder = written(STYLES["token mask loop"], "nvfp4", codes, scales), Recorder(activation="bf16")
+    compiled = torch.compile(module, backend=recorder, dynamic=True, fullgraph=True)
+    with torch.no_grad():
+        for n in (9, 5):
+            x = torch.randn(n, 64)
+            assert relative_error(compiled(x), module(x)) < 5e-6
+    assert not recorder.ops
+
+
+def test_a_table_in_a_buffer_is_watched():
+    class Table(type(written(STYLES["gather + bmm"], "mxfp4", stacked_lookup, mxfp4_casts))):
+        def build(self):
+            super().build()
+            self.register_buffer("table", e2m1())
+
+        def weight(self, name: str) -> Tensor:
+            codes, scale = getattr(self, f"packed_{name}"), getattr(self, f"packed_{name}_scale")
+            nibbles = torch.stack([codes & 15, codes >> 4], -1).flatten(-2)
+            return mxfp4_casts(self.table[nibbles.long()], scale, None).transpose(1, 2)
+
+    module, x = Table(**SIZES), torch.randn(5, 64)
+    check(module, module, ["fp4::moe"])
+    compiled = torch.compile(module, backend=Recorder(activation="bf16"), dynamic=True, fullgraph=True)
+    with torch.no_grad():
+        compiled(x)
+        module.table[3] = 1.25
+        with pytest.raises(
+            RuntimeError, match="a table from which the model decodes its weights has changed"
+        ):
+            compiled(x)
+
+
 @pytest.mark.parametrize("format", FORMATS)
 @pytest.mark.parametrize("name", FUSED)
 def test_dequantised_experts(name, format):
