@@ -8,6 +8,7 @@ Inductor as if Dynamo had produced it. Dynamo's graph itself is never changed.
 from __future__ import annotations
 
 import contextlib
+import logging
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -16,18 +17,25 @@ from torch import fx
 from torch._dispatch.python import enable_python_dispatcher
 from torch._guards import TracingContext, detect_fake_mode
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
-from torch._subclasses.functional_tensor import FunctionalTensor, FunctionalTensorMode
+from torch._subclasses.functional_tensor import FunctionalTensor
 from torch.fx.experimental.proxy_tensor import make_fx
 from torch.fx.experimental.symbolic_shapes import PropagateUnbackedSymInts
 from torch.utils import _pytree as pytree
 
+from .calls import CannotCopy, Copier
+from .functional import (
+    CannotCapture,
+    current,
+    functional_tensors,
+    inline_constants,
+    is_reshaped,
+    is_written,
+    storage,
+)
 from .held import Held, Unreadable, held, is_subclass, stand_in
 
 aten = torch.ops.aten
-
-
-class CannotCapture(Exception):
-    """The graph is left to Inductor as it is; the message says why."""
+log = logging.getLogger("fp4_ops")
 
 
 def fake_inputs(fake_mode: FakeTensorMode, inputs: Sequence[Any]) -> list[Any]:
@@ -64,18 +72,16 @@ def capture(gm: fx.GraphModule, inputs: Sequence[Any]) -> tuple[fx.GraphModule, 
     # Memoised fake outputs of Dynamo's own run must not be taken for those of this one.
     fake_mode.epoch += 1
 
-    interpreter = _Interpreter(gm)
+    constants = _expert_constants(gm)
     with contextlib.ExitStack() as stack:
         stack.enter_context(fake_mode)
         stack.enter_context(enable_python_dispatcher())
         stack.enter_context(torch.no_grad())
-        stack.enter_context(fx.traceback.preserve_node_meta())
-        traced = make_fx(_functional(interpreter.run), decomposition_table={})(*fakes)
+        traced = _by_calls(gm, fakes, fake_mode, constants) or _whole(gm, fakes, constants)
     _restore_dynamo_metadata(gm, traced)
     for node, way in zip(_placeholders(traced), ways, strict=True):
         if way is not None:
             node.meta["held"] = way
-    _inline_constants(traced)
     return traced, fake_mode
 
 
@@ -91,28 +97,23 @@ def _held(x: Any) -> Held | None:
     return way
 
 
-def _inline_constants(gm: fx.GraphModule) -> None:
-    """`torch.tensor([...])` in the model became an attribute; Inductor expects Dynamo's graphs to have none.
+def _by_calls(
+    gm: fx.GraphModule, fakes: list[Any], fake_mode: FakeTensorMode, constants: dict[fx.Node, float]
+) -> fx.GraphModule | None:
+    try:
+        return Copier(gm, fakes, fake_mode, constants).run()
+    except Exception as reason:  # whatever is odd about one call, the whole can still be traced
+        log.debug("the graph is traced as a whole: %s", reason, exc_info=not isinstance(reason, CannotCopy))
+        fake_mode.epoch += 1
+        return None
 
-    An empty DynamicCache starts with one, so every call of a transformers model that fills a cache does.
-    """
-    for node in list(gm.graph.find_nodes(op="get_attr")):
-        value = getattr(gm, node.target)
-        if not isinstance(value, torch.Tensor):
-            continue
-        for user in list(node.users):
-            if user.target is not aten.lift_fresh_copy.default or isinstance(value, FakeTensor):
-                raise CannotCapture(f"the graph holds a tensor as an attribute ({node.target})")
-            with gm.graph.inserting_before(user):
-                new = gm.graph.call_function(
-                    torch.tensor, (value.tolist(),), {"dtype": value.dtype, "device": value.device}
-                )
-            new.meta.update(user.meta)
-            user.replace_all_uses_with(new)
-            gm.graph.erase_node(user)
-        gm.graph.erase_node(node)
-        delattr(gm, node.target)
-    gm.recompile()
+
+def _whole(gm: fx.GraphModule, fakes: list[Any], constants: dict[fx.Node, float]) -> fx.GraphModule:
+    run = _functional(_Interpreter(gm, constants).run)
+    with fx.traceback.preserve_node_meta():
+        traced = make_fx(run, decomposition_table={})(*fakes)
+    inline_constants(traced)
+    return traced
 
 
 def _placeholders(gm: fx.GraphModule) -> list[fx.Node]:
@@ -131,25 +132,20 @@ def source_name(source: Any) -> str:
     return name if isinstance(name, str) else name()  # a method in older torch
 
 
-class _Interpreter(PropagateUnbackedSymInts):
-    """Takes Python floats beside expert weights in a module (alpha, limit) for the constants they are.
+def _expert_constants(gm: fx.GraphModule) -> dict[fx.Node, float]:
+    """Python floats beside expert weights in a module (alpha, limit), which count as constants.
 
     With `dynamic=True` Dynamo makes symbols of them, and an activation could not be told. They are guarded
     on, so another value compiles anew; all other floats stay symbols.
     """
-
-    def __init__(self, gm: fx.GraphModule) -> None:
-        super().__init__(gm)
-        weights = [n for n in _placeholders(gm) if _rank(n) == 3]
-        self._expert_weights = [source_name(getattr(n, "_dynamo_source", None)) for n in weights]
-
-    def run_node(self, n: fx.Node) -> Any:
-        symbol = n.meta.get("example_value")
-        if isinstance(symbol, torch.SymFloat) and n.op == "call_method" and n.target == "item":
-            module = source_name(getattr(getattr(n.args[0], "_dynamo_source", None), "base", None))
-            if module and any(w.startswith(module + ".") for w in self._expert_weights):
-                return float(symbol)
-        return super().run_node(n)
+    weights = [source_name(getattr(n, "_dynamo_source", None)) for n in _placeholders(gm) if _rank(n) == 3]
+    found = {}
+    for node in gm.graph.find_nodes(op="call_method", target="item"):
+        symbol = node.meta.get("example_value")
+        module = source_name(getattr(getattr(node.args[0], "_dynamo_source", None), "base", None))
+        if isinstance(symbol, torch.SymFloat) and module and any(w.startswith(module + ".") for w in weights):
+            found[node] = float(symbol)
+    return found
 
 
 def _rank(node: fx.Node) -> int:
@@ -157,25 +153,28 @@ def _rank(node: fx.Node) -> int:
     return example.dim() if isinstance(example, torch.Tensor) else 0
 
 
-def _functional(run: Callable[..., Any]) -> Callable[..., Any]:
-    """`run` without writes: what it wrote to an input is copied there at the end.
+class _Interpreter(PropagateUnbackedSymInts):
+    """Runs Dynamo's graph, with some nodes known."""
 
-    AOTAutograd's functional tensors, since `torch.func.functionalize` turns symbolic sizes into numbers in
-    some composite operators (a linear layer with a bias).
-    """
+    def __init__(self, gm: fx.GraphModule, constants: dict[fx.Node, float]) -> None:
+        super().__init__(gm)
+        self._constants = constants
+
+    def run_node(self, n: fx.Node) -> Any:
+        return self._constants[n] if n in self._constants else super().run_node(n)
+
+
+def _functional(run: Callable[..., Any]) -> Callable[..., Any]:
+    """`run` without writes: what it wrote to an input is copied there at the end."""
 
     def inner(*args: Any) -> Any:
-        keep_out = torch._C._ExcludeDispatchKeyGuard(
-            torch._C.DispatchKeySet(torch._C.DispatchKey.Functionalize)
-        )
-        with keep_out, FunctionalTensorMode():
-            wrapped = [FunctionalTensor.to_functional(a) if isinstance(a, torch.Tensor) else a for a in args]
+        with functional_tensors(args) as wrapped:
             outputs = run(*wrapped)
             flat, spec = pytree.tree_flatten(outputs)
             inputs = [(a, w) for a, w in zip(args, wrapped) if isinstance(w, FunctionalTensor)]
             _check_aliases(inputs, flat)
-            flat = [_current(o) for o in flat]
-            writes = [(a, _current(w)) for a, w in inputs if _is_written(w)]
+            flat = [current(o) for o in flat]
+            writes = [(a, current(w)) for a, w in inputs if is_written(w)]
         for target, new in writes:
             target.copy_(new)
         return pytree.tree_unflatten(flat, spec)
@@ -183,33 +182,17 @@ def _functional(run: Callable[..., Any]) -> Callable[..., Any]:
     return inner
 
 
-def _current(t: Any) -> Any:
-    if not isinstance(t, FunctionalTensor):
-        return t
-    torch._sync(t)
-    return torch._from_functional_tensor(t.elem)
-
-
-def _is_written(t: FunctionalTensor) -> bool:
-    torch._sync(t)
-    return torch._functionalize_has_data_mutation(t.elem)
-
-
 def _check_aliases(inputs: list[tuple[torch.Tensor, FunctionalTensor]], outputs: list[Any]) -> None:
     """A second view of a mutated input would be taken for separate memory once the graph is functional."""
-    if any(torch._functionalize_has_metadata_mutation(w.elem) for _, w in inputs):
+    if any(is_reshaped(w) for _, w in inputs):
         raise CannotCapture("the graph changes the shape or strides of an input in place")
-    written = [(_storage(a), _storage(w.elem)) for a, w in inputs if _is_written(w)]
+    written = [(storage(a), storage(w)) for a, w in inputs if is_written(w)]
     memory = {m for m, _ in written}
-    if len(written) < sum(_storage(a) in memory for a, _ in inputs):
+    if len(written) < sum(storage(a) in memory for a, _ in inputs):
         raise CannotCapture("two inputs share memory and the graph writes to it")
-    results = [_storage(o.elem) for o in outputs if isinstance(o, FunctionalTensor)]
-    if any(storage in results for _, storage in written):
+    results = [storage(o) for o in outputs if isinstance(o, FunctionalTensor)]
+    if any(memory in results for _, memory in written):
         raise CannotCapture("an output shares memory with an input that the graph writes to")
-
-
-def _storage(t: torch.Tensor) -> int:
-    return t.untyped_storage()._cdata
 
 
 def _restore_dynamo_metadata(gm: fx.GraphModule, traced: fx.GraphModule) -> None:

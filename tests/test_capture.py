@@ -1,0 +1,259 @@
+"""The capture copies what calls have in common; the graph is the one that a trace of the whole gives."""
+
+from __future__ import annotations
+
+import collections
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from fp4_ops.compile_passes import capture as module
+from fp4_ops.compile_passes.calls import Copier
+from moe_models import FAMILIES, build, tokens
+from moe_styles import STYLES
+from torch import nn
+
+
+@pytest.fixture(autouse=True)
+def fresh_dynamo():
+    torch._dynamo.reset()
+
+
+class Both:
+    """A backend that captures both ways, and at run time compares them with the graph itself."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.monkeypatch = monkeypatch
+        self.copied: list[bool] = []
+        self.templates: list[int] = []
+        self.runs = 0
+
+    def _capture(self, gm: torch.fx.GraphModule, inputs: list[Any], whole: bool) -> torch.fx.GraphModule:
+        by_calls = module._by_calls
+
+        def run(*args: Any) -> Any:
+            found = None if whole else by_calls(*args)
+            self.copied.append(found is not None)
+            return found
+
+        with self.monkeypatch.context() as patch:
+            patch.setattr(module, "_by_calls", run)
+            traced, _ = module.capture(gm, inputs)
+        traced.graph.eliminate_dead_code()
+        traced.graph.lint()
+        return traced
+
+    def __call__(self, gm: torch.fx.GraphModule, inputs: list[Any]) -> Any:
+        copied = self._capture(gm, inputs, whole=False)
+        whole = self._capture(gm, inputs, whole=True)
+        del self.copied[-1]
+        assert _operators(copied) == _operators(whole)
+
+        def compare(*args: Any) -> Any:
+            results = []
+            for graph in (copied, whole, gm):
+                # One clone for each memory: views of each other stay so.
+                again = [a.detach().clone() if isinstance(a, torch.Tensor) else a for a in args]
+                torch.manual_seed(0)
+                results.append(([*graph(*again)], again))
+            for result in results[1:]:
+                for x, y in zip(results[0][0] + results[0][1], result[0] + result[1], strict=True):
+                    if isinstance(x, torch.Tensor):
+                        torch.testing.assert_close(x, y, rtol=0, atol=0, equal_nan=True)
+                    else:
+                        assert x == y
+            self.runs += 1
+            return gm(*args)
+
+        return compare
+
+
+def _is_view(node: torch.fx.Node) -> bool:
+    """Views are made again after writes, some for nothing."""
+    schema = getattr(node.target, "_schema", None)
+    return schema is not None and any(a.alias_info is not None for a in schema.arguments)
+
+
+def _operators(gm: torch.fx.GraphModule) -> collections.Counter:
+    """Operators on tensors, but for views, with the sizes of their results."""
+    return collections.Counter(
+        (str(n.target), tuple(map(str, v.shape)), tuple(map(str, v.stride())))
+        for n in gm.graph.nodes
+        if n.op == "call_function" and isinstance(v := n.meta.get("val"), torch.Tensor) and not _is_view(n)
+    )
+
+
+def check(monkeypatch, f, *inputs, copied: bool = True, dynamic: bool = True) -> Both:
+    both = Both(monkeypatch)
+    with torch.no_grad():
+        compiled = torch.compile(f, backend=both, dynamic=dynamic, fullgraph=True)
+        compiled(*(x.clone() if isinstance(x, torch.Tensor) else x for x in inputs))
+    assert both.runs and set(both.copied) == {copied}
+    return both
+
+
+@pytest.mark.parametrize("name", list(STYLES))
+def test_every_style(monkeypatch, name):
+    check(monkeypatch, STYLES[name](), torch.randn(9, 32))
+
+
+@pytest.mark.parametrize("implementation", ["grouped_mm", "batched_mm"])
+@pytest.mark.parametrize("family", FAMILIES)
+def test_families(monkeypatch, family, implementation):
+    model = build(family, torch.float32, implementation)
+    copied = family != "deepseek_v3"  # it writes to slices of a new tensor
+    check(monkeypatch, lambda ids: model(ids, use_cache=False).logits, tokens(2, 9), copied=copied)
+
+
+def test_a_call_is_traced_once(monkeypatch):
+    """As many traces for 12 experts as for 6."""
+    counts = []
+    trace = Copier._trace
+    monkeypatch.setattr(Copier, "_trace", lambda self, call: counts.append(call) or trace(self, call))
+    for name in ("where loop", "token mask loop", "one-hot loop (transformers 4)"):
+        found = []
+        for experts in (6, 12):
+            counts.clear()
+            torch._dynamo.reset()
+            check(monkeypatch, STYLES[name](experts=experts), torch.randn(9, 32))
+            found.append(len(counts))
+        assert found[0] == found[1], name
+
+
+X = torch.arange(24.0).reshape(4, 6)
+
+
+def into_the_whole(x):
+    y = x * 2
+    y.add_(1)
+    z = y + 1
+    y[1] = 5
+    y.mul_(z)
+    return y, z
+
+
+def into_an_input(x):
+    x.index_copy_(0, torch.tensor([2]), torch.ones(1, 6))
+    y = x.transpose(0, 1) @ x
+    x.add_(1)
+    return y
+
+
+def with_the_same_view(x):
+    y = x * 2
+    v = y.view_as(y)
+    y.add_(1)
+    v.add_(1)
+    return y * 3, v * 3
+
+
+def views_of_what_was_written(x):
+    y = torch.zeros_like(x)
+    for i in range(4):
+        y[i] = x[i] * i
+        y += 1
+    return y.view(-1) + 1, y.t() * 2
+
+
+def numbers(x):
+    rows = [x[i] * (x[:, -1 - i] == i).sum() for i in range(4)]
+    return torch.stack([*rows, rows[0]]), x[-1] + x[2], x[0:2] + x[1:3]
+
+
+def parts(x):
+    a, b = x.chunk(2, -1)
+    c = torch.cat([a, b, a], 0)
+    value, index = c.topk(2)
+    return c, value, index, torch.where(x > 3)[0]
+
+
+def one_mask_twice(x):
+    mask = x[:, 0] > 3
+    return x[mask] + x[mask] * 2, x[~mask], torch.nonzero(mask)
+
+
+def sizes(x):
+    n = x.shape[0]
+    y = x.reshape(n // 2, -1)
+    return y * (n * 2), y.expand(3, *y.shape).reshape(-1, n), torch.arange(n * 2)
+
+
+def random_numbers(x):
+    return F.dropout(x, 0.5) + F.dropout(x, 0.5), torch.rand_like(x) + torch.rand_like(x)
+
+
+def lower_precision(x):
+    with torch.autocast("cpu", torch.bfloat16):
+        a = x @ x.t()
+        with torch.autocast("cpu", enabled=False):
+            b = x @ x.t()
+    return a, b, x @ x.t()
+
+
+def nothing_done(x):
+    return x, x.contiguous(), x.to(x.dtype) + 1
+
+
+@pytest.mark.parametrize(
+    "f",
+    [
+        into_the_whole, into_an_input, with_the_same_view, views_of_what_was_written, numbers, parts,
+        one_mask_twice, sizes, random_numbers, lower_precision, nothing_done,
+    ],
+)  # fmt: skip
+@pytest.mark.parametrize("dynamic", [False, True])
+def test_copied(monkeypatch, f, dynamic):
+    check(monkeypatch, f, X, dynamic=dynamic)
+
+
+def through_a_view(x):
+    y = x * 2
+    y[1].add_(1)
+    return y
+
+
+def seen_by_a_view(x):
+    y = x * 2
+    v = y[1]
+    y.add_(1)
+    return v + 1, y
+
+
+def through_the_view_of_an_input(x):
+    x.view(-1).add_(1)
+    return x * 2
+
+
+def memory(x):
+    return x.as_strided((2, 2), (1, 2)) + 1
+
+
+@pytest.mark.parametrize("f", [through_a_view, seen_by_a_view, through_the_view_of_an_input, memory])
+def test_left_to_a_trace_of_the_whole(monkeypatch, f):
+    check(monkeypatch, f, X, copied=False, dynamic=False)
+
+
+def test_an_autocast_region_ends_with_a_graph_that_is_not_copied(monkeypatch):
+    def f(x):
+        with torch.autocast("cpu", torch.bfloat16):
+            y = x @ x.t()
+            return seen_by_a_view(y), x @ x.t()
+
+    check(monkeypatch, f, X, copied=False)
+    assert not torch.is_autocast_enabled("cpu")
+
+
+def test_two_copies_are_not_one_input(monkeypatch):
+    """Copies share what stands for their results, which as inputs of one call are still different tensors."""
+
+    class Experts(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.list = nn.ModuleList(nn.Linear(6, 6) for _ in range(4))
+
+        def forward(self, x):
+            ys = [F.silu(e(x)) for e in self.list]
+            return torch.stack(ys), ys[1] - ys[2], torch.cat([ys[3], ys[0], ys[3]])
+
+    check(monkeypatch, Experts(), X)
