@@ -1,18 +1,30 @@
-"""Compile time and speed of an unrolled loop over experts: python benchmarks/compile_time.py [EXPERTS ...]
+"""What these passes add to, or take from, the time of a compilation.
 
-CPU seconds of the first call, C++ compilers included, and milliseconds of the later ones, with Inductor alone
-and with backend="fp4". One thread, bfloat16, no caches, a symbolic number of tokens.
+    python benchmarks/compile_time.py loop 8 64 128       an unrolled loop over experts, beside Inductor alone
+    python benchmarks/compile_time.py layers 8x4 8x16     EXPERTSxLAYERS of a Mixtral (grouped_mm), the same
+    python benchmarks/compile_time.py passes 8x4 128x48   only Dynamo and the passes, which take seconds
+    ... --family qwen3_moe                                another of transformers' families
+
+CPU seconds of the first call, C++ compilers and the packing of the weights included. One thread, bfloat16, no
+caches, a symbolic number of tokens, hidden sizes so small that running costs nothing beside compiling.
 """
 
 from __future__ import annotations
 
+import argparse
+import logging
+import platform
 import resource
 import statistics
-import sys
 import time
+import warnings
+from collections.abc import Callable
+from typing import Any
 
 import torch
 import torch.nn.functional as F
+from fp4_ops.compile_passes import pipeline
+from fp4_ops.compile_passes.options import parse
 from torch import nn
 
 HIDDEN, INTER, TOP, TOKENS = 256, 512, 2, 16
@@ -38,40 +50,171 @@ class Loop(nn.Module):
         return out
 
 
+def transformer(family: str, experts: int, layers: int) -> nn.Module:
+    """A model of transformers', hidden size 64, in its default implementation of experts."""
+    from transformers import AutoConfig, AutoModelForCausalLM
+
+    config = AutoConfig.for_model(
+        family, vocab_size=128, hidden_size=64, intermediate_size=64, moe_intermediate_size=64,
+        num_hidden_layers=layers, num_attention_heads=4, num_key_value_heads=2, head_dim=16,
+        num_local_experts=experts, num_experts=experts, num_experts_per_tok=TOP,
+    )  # fmt: skip
+    model = AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16).eval()
+    model.set_experts_implementation("grouped_mm")
+    return model
+
+
+# --- clocks ---
+
+
 def cpu_seconds() -> float:
     uses = (resource.getrusage(who) for who in (resource.RUSAGE_SELF, resource.RUSAGE_CHILDREN))
     return sum(u.ru_utime + u.ru_stime for u in uses)
 
 
-def measure(model: nn.Module, x: torch.Tensor, backend: str) -> tuple[float, float]:
+class Passes:
+    """CPU seconds in the passes: `total`, of which `capture`."""
+
+    def __init__(self) -> None:
+        self.total = self.capture = 0.0
+        self._analyse, self._capture = pipeline.analyse, pipeline.capture
+        pipeline.analyse = self._timed(self._analyse, "total")
+        pipeline.capture = self._timed(self._capture, "capture")
+
+    def _timed(self, f: Callable[..., Any], name: str) -> Callable[..., Any]:
+        def timed(*args: Any) -> Any:
+            start = time.process_time()
+            try:
+                return f(*args)
+            finally:
+                setattr(self, name, getattr(self, name) + time.process_time() - start)
+
+        return timed
+
+    def stop(self) -> None:
+        pipeline.analyse, pipeline.capture = self._analyse, self._capture
+
+
+def first_call(
+    model: nn.Module, x: torch.Tensor, backend: Any, fullgraph: bool = True
+) -> tuple[float, Callable[[], Any]]:
+    """(CPU seconds of the first call, later calls)."""
     torch._dynamo.reset()
-    compiled = torch.compile(model, backend=backend, fullgraph=True, dynamic=True)
+    compiled = torch.compile(model, backend=backend, fullgraph=fullgraph, dynamic=True)
+    more = {} if isinstance(model, Loop) else {"use_cache": False}
     start = cpu_seconds()
-    compiled(x)
-    first = cpu_seconds() - start
+    compiled(x, **more)
+    return cpu_seconds() - start, lambda: compiled(x, **more)
+
+
+def step_ms(call: Callable[[], Any]) -> float:
     times = []
     for _ in range(20):
         start = time.perf_counter()
-        compiled(x)
+        call()
         times.append(time.perf_counter() - start)
-    return first, 1e3 * statistics.median(times)
+    return 1e3 * statistics.median(times)
+
+
+# --- tables ---
+
+
+def loop(cells: list[str], family: str) -> None:
+    print("experts   compile s: inductor   fp4   ratio   passes   step ms: inductor    fp4   ratio")
+    for experts in map(int, cells):
+        model = Loop(experts).bfloat16()
+        x = torch.randn(TOKENS, HIDDEN, dtype=torch.bfloat16)
+        passes = Passes()
+        ours, call = first_call(model, x, "fp4")
+        passes.stop()
+        our_step = step_ms(call)
+        stock, call = first_call(model, x, "inductor")
+        stock_step = step_ms(call)
+        print(
+            f"{experts:7d} {stock:20.1f} {ours:5.1f} {stock / ours:7.1f} {passes.total:8.2f} "
+            f"{stock_step:19.2f} {our_step:6.2f} {stock_step / our_step:7.1f}",
+            flush=True,
+        )
+
+
+def layers(cells: list[str], family: str) -> None:
+    x = torch.randint(0, 128, (1, TOKENS))
+    for backend in ("fp4", "inductor"):  # what is loaded and built once
+        first_call(transformer(family, 4, 1), x, backend)
+    print(f"{family}: experts layers   compile s: inductor   fp4   added   passes: s   share   s per layer")
+    for experts, count in map(_cell, cells):
+        model = transformer(family, experts, count)
+        passes = Passes()
+        ours, _ = first_call(model, x, "fp4")
+        passes.stop()
+        stock, _ = first_call(model, x, "inductor")
+        print(
+            f"{experts:{len(family) + 9}d} {count:6d} {stock:22.1f} {ours:5.1f} "
+            f"{100 * (ours / stock - 1):+6.1f}% {passes.total:11.2f} {100 * passes.total / stock:6.1f}% "
+            f"{passes.total / count:13.3f}",
+            flush=True,
+        )
+
+
+def passes_alone(cells: list[str], family: str) -> None:
+    """Dynamo and the passes; what they hand on is not compiled."""
+    x = torch.randint(0, 128, (1, TOKENS))
+    options = parse(None, None)
+    first_call(transformer(family, 4, 1), x, lambda gm, inputs: _analysed(gm, inputs, options))
+    print(
+        f"{family}: experts layers   Dynamo s   passes: s   capture   the rest   s per layer more than above"
+    )
+    before = (0, 0, 0.0)
+    for experts, count in map(_cell, cells):
+        passes = Passes()
+        model = transformer(family, experts, count)
+        whole, _ = first_call(model, x, lambda gm, inputs: _analysed(gm, inputs, options))
+        passes.stop()
+        more = before[0] == experts and count > before[1]
+        growth = f"{(passes.total - before[2]) / (count - before[1]):13.3f}" if more else ""
+        print(
+            f"{experts:{len(family) + 9}d} {count:6d} {whole - passes.total:10.1f} {passes.total:11.2f} "
+            f"{passes.capture:9.2f} {passes.total - passes.capture:10.2f} {growth}",
+            flush=True,
+        )
+        before = (experts, count, passes.total)
+
+
+def _analysed(gm: torch.fx.GraphModule, inputs: Any, options: Any) -> Any:
+    rewritten, _ = pipeline.analyse(gm, inputs, options)
+    assert rewritten is not None
+    return gm.forward
+
+
+def _cell(text: str) -> tuple[int, int]:
+    experts, count = text.split("x")
+    return int(experts), int(count)
 
 
 def main() -> None:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("table", choices=["loop", "layers", "passes"])
+    parser.add_argument("cells", nargs="+", help="EXPERTS for loop, otherwise EXPERTSxLAYERS")
+    parser.add_argument("--family", default="mixtral")
+    args = parser.parse_args()
     torch.set_num_threads(1)
     torch._inductor.config.force_disable_caches = True
-    print("experts   compile s: inductor   fp4   ratio   step ms: inductor    fp4   ratio")
+    logging.getLogger("transformers").setLevel(logging.ERROR)
+    warnings.simplefilter("ignore")
+    print(
+        f"torch {torch.__version__}, {_cpu()}, one thread; python benchmarks/compile_time.py {args.table} ..."
+    )
     with torch.no_grad():
         torch.compile(lambda a: (a @ a).relu() + 1)(torch.randn(8, 8))  # what any first compilation costs
-        for experts in map(int, sys.argv[1:] or ["8", "64"]):
-            model = Loop(experts).bfloat16()
-            x = torch.randn(TOKENS, HIDDEN, dtype=torch.bfloat16)
-            ours, stock = measure(model, x, "fp4"), measure(model, x, "inductor")
-            print(
-                f"{experts:7d} {stock[0]:20.1f} {ours[0]:5.1f} {stock[0] / ours[0]:7.1f} "
-                f"{stock[1]:19.2f} {ours[1]:6.2f} {stock[1] / ours[1]:7.1f}",
-                flush=True,
-            )
+        {"loop": loop, "layers": layers, "passes": passes_alone}[args.table](args.cells, args.family)
+
+
+def _cpu() -> str:
+    with open("/proc/cpuinfo") as f:
+        names = [line.split(":")[1].strip() for line in f if line.startswith("model name")]
+    return names[0] if names else platform.processor()
 
 
 if __name__ == "__main__":

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import operator
-from collections.abc import Collection
+from collections.abc import Collection, Iterable
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -135,18 +135,27 @@ def _no_stand_in_is_left(graph: fx.Graph, sites: list[Site]) -> None:
 
 def sweep(graph: fx.Graph) -> None:
     """Dead code, and assertions about the sizes of tensors that nothing needs any more."""
-    graph.eliminate_dead_code()
     live: set[fx.Node] = set()
-    todo = [n for n in graph.nodes if n.op == "output" or (n.is_impure() and not is_op(n, *_ASSERTIONS))]
+    _keep((n for n in graph.nodes if _has_effect(n) and not is_op(n, *_ASSERTIONS)), live)
+    asserted = [n for n in graph.nodes if is_op(n, *_ASSERTIONS) and _tensors_behind(n) & live]
+    _keep(asserted, live)
+    for node in reversed(graph.nodes):
+        if node not in live:
+            graph.erase_node(node)
+
+
+def _has_effect(node: fx.Node) -> bool:
+    return node.op in ("placeholder", "output") or node.is_impure()
+
+
+def _keep(nodes: Iterable[fx.Node], live: set[fx.Node]) -> None:
+    """What these nodes are computed from is live."""
+    todo = list(nodes)
     while todo:
         node = todo.pop()
         if node not in live:
             live.add(node)
             todo.extend(node.all_input_nodes)
-    for node in reversed(graph.nodes):
-        if is_op(node, *_ASSERTIONS) and not (_tensors_behind(node) & live):
-            graph.erase_node(node)
-    graph.eliminate_dead_code()
 
 
 _ASSERTIONS = (
