@@ -88,6 +88,13 @@ def test_nothing_spills(functions, resources, kernel):
         assert len(spills) <= (12 if kernel == "prefill_kernel" else 0), (name, spills)
 
 
+def test_prefill_products_overlap(functions):
+    """Where registers run short, ptxas waits after every product (C7511) and says so in a line nobody reads."""
+    for name, body in kernels(functions, "prefill_kernel").items():
+        products, waits = len(re.findall(r"GMMA\.64x", body)), len(re.findall(r"WARPGROUP\.DEPBAR", body))
+        assert 0 < waits < products, (name, products, waits)
+
+
 def reachable(body: str, start: str) -> list[str]:
     """The instructions that can run after the one that contains `start`, by branches and labels."""
     code, at = [], {}
