@@ -218,7 +218,7 @@ class ExpertsFollowEachOther(Loop):
 class TheOutputIsUsedTwice(Loop):
     def experts_of(self, x, ids, weights):
         out = super().experts_of(x, ids, weights)
-        return out * out.sum()
+        return out * out.square().sum()  # which cannot cancel
 
 
 @lookalike("")
