@@ -9,7 +9,8 @@ from typing import Any
 import torch
 from torch import fx
 
-from .options import CAPTURE, parse
+from .dynamo import CAPTURE, break_at_tolist
+from .options import parse
 from .pipeline import analyse
 from .report import Report
 
@@ -34,6 +35,7 @@ def explain(
     before = {name: Counter(counters[name]) for name in _COUNTERS}
     # The graphs made here stay in Dynamo's cache beside the user's own: don't let them use up the limit.
     settings = {"recompile_limit": 1024, "accumulated_recompile_limit": 4096, **CAPTURE}
+    break_at_tolist()
     with torch._dynamo.config.patch(settings), torch.no_grad():
         torch.compile(model, backend=backend)(*args, **kwargs)
     new = {name: Counter(counters[name]) - before[name] for name in _COUNTERS}
@@ -60,6 +62,13 @@ def _hints(model: Any, report: Report) -> list[str]:
         hints.append(
             "a branch on data keeps a function out of the graphs; if it is `if rows.numel() == 0: continue` "
             "in a loop over experts, drop it: an expert without rows costs nothing"
+        )
+    if any("tolist" in reason or "Data dependent operator" in reason for reason in report.graph_breaks):
+        hints.append(
+            "a function takes numbers out of tensors (.tolist(), .item(), .cpu().numpy()) and goes on with "
+            "them in Python; if it slices rows sorted by expert (`x[start:end]` with the counts of bincount), "
+            "let each expert take its rows by `token, slot = torch.where(ids == e)`, or all of them by one "
+            "grouped_mm with offsets counts.cumsum(0): then no number leaves the graph"
         )
     if any(frame.note.startswith("left to Inductor, because gradients") for frame in report.frames):
         hints.append("run the model under torch.no_grad() or torch.inference_mode()")

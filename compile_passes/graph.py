@@ -97,7 +97,7 @@ _MAX = 2**63 - 1
 def passes_order(node: fx.Node) -> bool:
     """Whether the row-major sequence of elements (values and dtype) goes through unchanged."""
     if is_op(node, *_RESHAPES):
-        return True
+        return node.target is not aten.view.dtype
     if is_op(node, aten._to_copy):
         return value(node).dtype == value(node.args[0]).dtype
     if is_op(node, aten.expand):

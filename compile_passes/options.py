@@ -17,9 +17,6 @@ from ..meta import formats
 from ..meta.formats import FORMATS
 from ..meta.layouts import LAYOUTS
 
-CAPTURE = {"capture_dynamic_output_shape_ops": True}
-"""What Dynamo needs to capture loops over experts, whose `nonzero` and boolean masks have unknown sizes."""
-
 ACTIVATION_CHOICES = ("auto", "bf16", "fp8", "int8")
 
 

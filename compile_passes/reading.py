@@ -41,6 +41,8 @@ class Reader(Arithmetic):
             raise Opaque
         if node.target is operator.getitem:
             return self._getitem(node, level)
+        if node.target is aten.view.dtype:  # other values, made of the same bits
+            raise Opaque
         packet = getattr(node.target, "overloadpacket", None)
         handler = self._handlers.get(packet)
         if handler is not None:

@@ -37,10 +37,9 @@ def _capture_loops() -> None:
     Dynamo reads this setting before it calls a backend and has none for a single backend, so it is made when
     this module is loaded, which `torch.compile(backend="fp4")` does, and for the whole process.
     """
-    from .compile_passes.options import CAPTURE
+    from .compile_passes.dynamo import capture_loops
 
-    for name, value in CAPTURE.items():
-        setattr(torch._dynamo.config, name, value)
+    capture_loops()
 
 
 _capture_loops()

@@ -231,6 +231,14 @@ class AddedToTheInput(Loop):
         return out
 
 
+@lookalike("")
+class BitsReadAsAnotherType(Loop):
+    """Not a cast: the experts' x is another one than the router's."""
+
+    def experts_of(self, x, ids, weights):
+        return super().experts_of(x.bfloat16().view(torch.float16).float(), ids, weights)
+
+
 @lookalike("is not understood")
 class ExpertChoice(FusedStyle):
     """Experts choose tokens: their row sets overlap as they please."""

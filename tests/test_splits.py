@@ -1,0 +1,84 @@
+"""Loops whose bounds or branches only the data knows: they run as they always did, and explain says why."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from fp4_ops.compile_passes.dynamo import CAPTURE, break_at_tolist
+from moe_models import Recorder, relative_error
+from moe_styles import ListStyle
+
+import fp4_ops
+
+
+@pytest.fixture(autouse=True)
+def fresh_dynamo():
+    torch._dynamo.reset()
+    torch.set_num_threads(1)
+
+
+class SkipsEmpty(ListStyle):
+    def experts_of(self, x, ids, weights):
+        out = torch.zeros_like(x)
+        for e, expert in enumerate(self.list):
+            token, slot = torch.where(ids == e)
+            if token.numel() == 0:
+                continue
+            out.index_add_(0, token, expert(x[token]) * weights[token, slot, None])
+        return out
+
+
+class Splits(ListStyle):
+    """`moe_infer` of DeepSeek-V3's own code."""
+
+    def counts(self, ids):
+        counts = ids.new_zeros((ids.shape[0], self.E))
+        counts.scatter_(1, ids, 1)
+        return counts.sum(dim=0).cpu().numpy()
+
+    def outputs(self, rows, counts):
+        outputs, start = [], 0
+        for e, n in enumerate(counts):
+            if n == 0:
+                continue
+            outputs.append(self.list[e](rows[start : start + n]))
+            start += n
+        return torch.cat(outputs)
+
+    def experts_of(self, x, ids, weights):
+        order = ids.view(-1).argsort()
+        y = self.outputs(x[order // self.k], self.counts(ids))
+        new = torch.empty_like(y)
+        new[order] = y
+        return (new.view(*ids.shape, -1) * weights.unsqueeze(-1)).sum(1)
+
+
+class ListedSplits(Splits):
+    def counts(self, ids):
+        return torch.bincount(ids.view(-1), minlength=self.E).tolist()
+
+
+class SplitsWithoutBranch(ListedSplits):
+    def outputs(self, rows, counts):
+        return torch.cat([expert(part) for expert, part in zip(self.list, rows.split(counts))])
+
+
+BRANCH, NUMBERS = "a branch on data keeps a function out", "takes numbers out of tensors"
+
+
+@pytest.mark.parametrize(
+    ("style", "hint"),
+    [(SkipsEmpty, BRANCH), (Splits, BRANCH), (ListedSplits, NUMBERS), (SplitsWithoutBranch, NUMBERS)],
+)
+def test_they_run_as_they_always_did(style, hint):
+    module, recorder = style(), Recorder()
+    compiled = torch.compile(module, backend=recorder, dynamic=True)
+    break_at_tolist()  # loading the backend does so
+    with torch.no_grad(), torch._dynamo.config.patch(CAPTURE):
+        for n in (9, 5):
+            x = torch.randn(n, module.H)
+            assert relative_error(compiled(x), module(x)) < 1e-5
+    assert not recorder.ops
+    torch._dynamo.reset()
+    report = fp4_ops.explain(module, torch.randn(9, module.H))
+    assert any(hint in h for h in report.hints), report
