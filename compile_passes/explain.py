@@ -65,8 +65,8 @@ def _hints(model: Any, report: Report) -> list[str]:
         )
     if any("tolist" in reason or "Data dependent operator" in reason for reason in report.graph_breaks):
         hints.append(
-            "a function takes numbers out of tensors (.tolist(), .item(), .cpu().numpy()) and goes on with "
-            "them in Python; if it slices rows sorted by expert (`x[start:end]` with the counts of bincount), "
+            "a function takes numbers out of tensors (.tolist(), .item(), .cpu().numpy()) and goes on "
+            "in Python; if it slices rows sorted by expert (`x[start:end]`, with the counts of bincount), "
             "let each expert take its rows by `token, slot = torch.where(ids == e)`, or all of them by one "
             "grouped_mm with offsets counts.cumsum(0): then no number leaves the graph"
         )
