@@ -21,12 +21,12 @@ class PanelReader {
     const int64_t first = expert * w_.n + row;
     const uint8_t* codes = w_.codes + first * (w_.k / 2);
     const uint8_t* scales = w_.scales + first * scales_.bytes(w_.k);
-    if (w_.order == Order::tile16 && is_panel(row, w_.n, w_.k)) return {codes, scales, kp_, scales_.shift()};
+    if (w_.order == Order::tile16 && is_panel(row, w_.n, w_.k)) return {codes, scales, kp_, scales_.block};
     if (!scratch_.data()) scratch_ = Buffer((kp_ / 2 + scales_.bytes(kp_)) * kPanelRows);
     uint8_t* panel_scales = scratch_.data() + kp_ / 2 * kPanelRows;
     const int64_t count = std::min<int64_t>(kPanelRows, w_.n - row);
     pack_panel(codes, scales, count, w_.k, scales_, scratch_.data(), panel_scales);
-    return {scratch_.data(), panel_scales, kp_, scales_.shift()};
+    return {scratch_.data(), panel_scales, kp_, scales_.block};
   }
 
  private:

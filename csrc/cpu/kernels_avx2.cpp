@@ -59,12 +59,13 @@ void panel_int8(const Panel& panel, const uint8_t* const* rows, int count, float
   const __m256i table = load_table(kUnsignedBytes<element_of(scale)>), ones = _mm256_set1_epi16(1);
   const int64_t scales_at = Int8Row::scales_at(panel.k), corrections_at = Int8Row::corrections_at(panel.k);
   std::memset(tile, 0, count * kPanelRows * sizeof(float));
+  const uint8_t* scales = panel.scales;
   for (int64_t k0 = 0; k0 < panel.k; k0 += step) {
     __m256i bytes[step / 2];
     look_up<step / 8>(panel.codes + k0 * 8, table, bytes);
-    const uint8_t* scales = block_scales_at<scale>(panel, k0);
     const __m256 b_scale[2] = {load_scales<scale>(scales),
                                load_scales<scale>(scales + 8 * scale_size(scale))};
+    scales = next_scales<scale>(panel, scales, k0 + step);
     for (int m = 0; m < count; ++m) {
       const uint8_t* a = rows[m] + k0;
       const __m256i correction = broadcast4(rows[m] + corrections_at + k0 / step * 4);
@@ -158,11 +159,12 @@ template <Scale scale>
 void panel_float(const Panel& panel, const uint8_t* const* rows, int count, float* tile) {
   constexpr int step = step_of(scale);
   std::memset(tile, 0, count * kPanelRows * sizeof(float));
+  const uint8_t* scales = panel.scales;
   for (int64_t k0 = 0; k0 < panel.k; k0 += step) {
     const uint8_t* codes = panel.codes + k0 * 8;
-    const uint8_t* scales = block_scales_at<scale>(panel, k0);
     const __m256 b_scale[2] = {load_scales<scale>(scales),
                                load_scales<scale>(scales + 8 * scale_size(scale))};
+    scales = next_scales<scale>(panel, scales, k0 + step);
     if (count == 1) {  // weights are used as they are made
       const float* a = reinterpret_cast<const float*>(rows[0]) + k0;
       __m256 sum[2][4] = {};  // two chains of additions, so that none is waited for

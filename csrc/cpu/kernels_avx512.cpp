@@ -55,6 +55,7 @@ void int8_tile(const Panel& panel, const uint8_t* const* rows, float* tile) {
   __m512 sum[count];
   for (int m = 0; m < count; ++m) sum[m] = _mm512_setzero_ps();
   const uint8_t* codes = panel.codes;
+  const uint8_t* scales = panel.scales;
   for (int64_t k0 = 0; k0 < panel.k; k0 += step) {
     __m512i dot[count];
     for (int m = 0; m < count; ++m) dot[m] = broadcast4(rows[m] + corrections_at + k0 / step * 4);
@@ -70,7 +71,8 @@ void int8_tile(const Panel& panel, const uint8_t* const* rows, float* tile) {
         dot[m] = _mm512_dpbusd_epi32(dot[m], high, broadcast4(rows[m] + k0 + k + 4));
       }
     }
-    const __m512 b_scale = load_scales<scale>(block_scales_at<scale>(panel, k0));
+    const __m512 b_scale = load_scales<scale>(scales);
+    scales = next_scales<scale>(panel, scales, k0 + step);
 #pragma GCC unroll 8
     for (int m = 0; m < count; ++m) {
       const __m512 a_scale = _mm512_castsi512_ps(broadcast4(rows[m] + scales_at + k0 / kInt8Block * 4));
@@ -88,6 +90,7 @@ void float_tile(const Panel& panel, const uint8_t* const* rows, float* tile) {
   __m512 sum[count];
   for (int m = 0; m < count; ++m) sum[m] = _mm512_setzero_ps();
   const uint8_t* codes = panel.codes;
+  const uint8_t* scales = panel.scales;
   for (int64_t k0 = 0; k0 < panel.k; k0 += step) {
     // Few rows would wait for one chain of additions: they take several.
     constexpr int chains = count <= 2 ? 4 : count <= 4 ? 2 : 1;
@@ -108,7 +111,8 @@ void float_tile(const Panel& panel, const uint8_t* const* rows, float* tile) {
         }
       }
     }
-    const __m512 b_scale = load_scales<scale>(block_scales_at<scale>(panel, k0));
+    const __m512 b_scale = load_scales<scale>(scales);
+    scales = next_scales<scale>(panel, scales, k0 + step);
 #pragma GCC unroll 8
     for (int m = 0; m < count; ++m) {
       __m512 all = dot[m][0];

@@ -18,6 +18,7 @@ void panel_float(const Panel& panel, const uint8_t* const* rows, int count, floa
   for (int m = 0; m < count; ++m) {
     const float* a = reinterpret_cast<const float*>(rows[m]);
     float sum[kPanelRows] = {};
+    const uint8_t* scales = panel.scales;
     for (int64_t k0 = 0; k0 < panel.k; k0 += step) {
       float dot[kPanelRows] = {};
       for (int64_t k = k0; k < k0 + step; k += 8) {
@@ -25,8 +26,8 @@ void panel_float(const Panel& panel, const uint8_t* const* rows, int count, floa
         for (int r = 0; r < kPanelRows; ++r)
           for (int j = 0; j < 8; ++j) dot[r] += a[k + j] * values[words[4 * r + j / 2] >> (4 * (j % 2)) & 15];
       }
-      const uint8_t* scales = block_scales_at<scale>(panel, k0);
       for (int r = 0; r < kPanelRows; ++r) sum[r] += dot[r] * load_scale<scale>(scales, r);
+      scales = next_scales<scale>(panel, scales, k0 + step);
     }
     std::memcpy(tile + m * kPanelRows, sum, sizeof(sum));
   }
@@ -40,6 +41,7 @@ void panel_int8(const Panel& panel, const uint8_t* const* rows, int count, float
     const int8_t* a = reinterpret_cast<const int8_t*>(rows[m]);
     const float* a_scales = reinterpret_cast<const float*>(rows[m] + Int8Row::scales_at(panel.k));
     float sum[kPanelRows] = {};
+    const uint8_t* scales = panel.scales;
     for (int64_t k0 = 0; k0 < panel.k; k0 += step) {
       int32_t dot[kPanelRows] = {};  // of unit * value, which is an integer
       for (int64_t k = k0; k < k0 + step; k += 8) {
@@ -51,9 +53,9 @@ void panel_int8(const Panel& panel, const uint8_t* const* rows, int count, float
                       a[k + 4 + i] * int(table.unit * table.values[codes >> 4]);
           }
       }
-      const uint8_t* scales = block_scales_at<scale>(panel, k0);
       const float a_scale = a_scales[k0 / kInt8Block] / float(table.unit);
       for (int r = 0; r < kPanelRows; ++r) sum[r] += float(dot[r]) * (load_scale<scale>(scales, r) * a_scale);
+      scales = next_scales<scale>(panel, scales, k0 + step);
     }
     std::memcpy(tile + m * kPanelRows, sum, sizeof(sum));
   }

@@ -12,7 +12,6 @@
 // matrices whose K is no multiple of 32, stay plain, and are made into panels when they are used.
 #pragma once
 
-#include <bit>
 #include <cstdint>
 
 #include "common/formats.h"
@@ -25,8 +24,8 @@ inline constexpr int kPanelK = 32;  // panels are as long as K rounded up to thi
 struct Panel {
   const uint8_t* codes;
   const uint8_t* scales;
-  int64_t k;        // a multiple of kPanelK
-  int block_shift;  // a block scale is for 1 << block_shift k
+  int64_t k;  // a multiple of kPanelK
+  int block;  // k that share a block scale, a power of two
 };
 
 inline int64_t padded_k(int64_t k) { return (k + kPanelK - 1) / kPanelK * kPanelK; }
@@ -41,7 +40,6 @@ struct BlockScales {
 
   int64_t count(int64_t k) const { return (k + block - 1) / block; }
   int64_t bytes(int64_t k) const { return count(k) * scale_size(scale); }  // of one row
-  int shift() const { return std::countr_zero(unsigned(block)); }
 };
 
 // `rows` (at most 16) plain rows into one panel, padded with zeros in both directions.

@@ -32,12 +32,12 @@ inline constexpr std::array<uint8_t, 16> kFloatByte = [] {
   return bytes;
 }();
 
-// The scales [16] for the step at k0.
+// The scales [16] of the step at k, after those of the step before it.
 template <Scale scale>
-inline const uint8_t* block_scales_at(const Panel& panel, int64_t k0) {
-  // The block of FP4 formats is the step: a constant, which compilers turn into an addition.
-  const int64_t block = element_of(scale) == Element::e2m1 ? k0 / step_of(scale) : k0 >> panel.block_shift;
-  return panel.scales + block * (kPanelRows * scale_size(scale));
+inline const uint8_t* next_scales(const Panel& panel, const uint8_t* scales, int64_t k) {
+  // A block of int4 is several steps; of the others it is the step.
+  if (element_of(scale) == Element::int4 && (k & (panel.block - 1)) != 0) return scales;
+  return scales + kPanelRows * scale_size(scale);
 }
 
 inline int32_t load_word(const uint8_t* p) {
