@@ -351,26 +351,35 @@ def relative_error(got: Tensor, want: Tensor) -> float:
     return (got.to(F64) - want).norm().item() / norm if norm else float(got.to(F64).norm() != 0)
 
 
-def assert_close(got: Tensor, want: Tensor, dtype: torch.dtype, k: int, factor: float = 1.0) -> None:
-    """Norm over norm: 4e-3 for bf16, 1e-3 for f16, 2e-6 sqrt(K) for float32 output; and no NaN anywhere."""
+def assert_close(
+    got: Tensor, want: Tensor, dtype: torch.dtype, k: int, factor: float = 1.0, typical: float = 0.0
+) -> None:
+    """Norm over norm: 4e-3 for bf16, 1e-3 for f16, 2e-6 sqrt(K) for float32 output; and no NaN anywhere.
+
+    typical: the norm to be expected of such sums, where few of them may cancel out by chance.
+    """
     assert got.dtype == dtype and got.shape == want.shape
     assert got.is_contiguous()
     assert torch.isfinite(got.float()).all(), "not finite"
     bound = factor * ROUNDING.get(dtype, 2e-6 * k**0.5)
-    norm = want.norm().item()
+    norm = max(want.norm().item(), typical)
     error = (got.to(F64) - want).norm().item()
     slack = STEP.get(dtype, 0) * want.numel() ** 0.5
     assert error <= bound * norm + slack, f"relative error {error / max(norm, 1e-300):.3g} > {bound:.3g}"
 
 
-def assert_rows_close(got: Tensor, a: Tensor, w: Tensor, want: Tensor, dtype: torch.dtype) -> None:
-    """Row by row, so that one wrong row cannot hide: rounding of the output plus that of the accumulation.
+def assert_product_close(got: Tensor, a: Tensor, w: Tensor, want: Tensor, dtype: torch.dtype) -> None:
+    """`assert_close` as a whole; and row by row, so that one wrong row cannot hide: rounding of the output
+    plus that of the accumulation.
 
     `a` [M, K] and `w` [M, N, K] or [N, K] are exact; accumulating K products in float32 loses at most about
     2^-23 sqrt(K) of the sum of their magnitudes.
     """
-    k = a.shape[-1]
-    mass = torch.einsum("mk,mnk->mn" if w.dim() == 3 else "mk,nk->mn", a.abs(), w.abs())
+    k, sums = a.shape[-1], "mk,mnk->mn" if w.dim() == 3 else "mk,nk->mn"
+    live = (want != 0).any(-1)
+    typical = torch.einsum(sums, a.square(), w.square())[live].sum().sqrt().item()
+    assert_close(got, want, dtype, max(k, 1), typical=typical)
+    mass = torch.einsum(sums, a.abs(), w.abs())
     rounding = {torch.bfloat16: 2**-8, torch.float16: 2**-10, torch.float32: 2**-23}[dtype]
     slack = rounding * want.norm(dim=-1) + 2**-23 * max(k, 1) ** 0.5 * (mass.norm(dim=-1) + want.norm(dim=-1))
     slack += STEP.get(dtype, 0) * want.shape[-1] ** 0.5
