@@ -368,18 +368,23 @@ def assert_close(
     assert error <= bound * norm + slack, f"relative error {error / max(norm, 1e-300):.3g} > {bound:.3g}"
 
 
-def assert_product_close(got: Tensor, a: Tensor, w: Tensor, want: Tensor, dtype: torch.dtype) -> None:
+def assert_product_close(
+    got: Tensor, a: Tensor, w: Tensor, want: Tensor, dtype: torch.dtype, ids: Tensor | None = None
+) -> None:
     """`assert_close` as a whole; and row by row, so that one wrong row cannot hide: rounding of the output
     plus that of the accumulation.
 
-    `a` [M, K] and `w` [M, N, K] or [N, K] are exact; accumulating K products in float32 loses at most about
-    2^-23 sqrt(K) of the sum of their magnitudes.
+    `a` [M, K] and `w` [N, K], or [G, N, K] with `ids` [M], are exact; accumulating K products in
+    float32 loses at most about 2^-23 sqrt(K) of the sum of their magnitudes.
     """
-    k, sums = a.shape[-1], "mk,mnk->mn" if w.dim() == 3 else "mk,nk->mn"
-    live = (want != 0).any(-1)
-    typical = torch.einsum(sums, a.square(), w.square())[live].sum().sqrt().item()
+
+    def product(a: Tensor, w: Tensor) -> Tensor:
+        return mm(a, w) if ids is None else indexed_mm(a, w, ids)
+
+    k, live = a.shape[-1], (want != 0).any(-1)
+    typical = product(a.square(), w.square())[live].sum().sqrt().item()
     assert_close(got, want, dtype, max(k, 1), typical=typical)
-    mass = torch.einsum(sums, a.abs(), w.abs())
+    mass = product(a.abs(), w.abs())
     rounding = {torch.bfloat16: 2**-8, torch.float16: 2**-10, torch.float32: 2**-23}[dtype]
     slack = rounding * want.norm(dim=-1) + 2**-23 * max(k, 1) ** 0.5 * (mass.norm(dim=-1) + want.norm(dim=-1))
     slack += STEP.get(dtype, 0) * want.shape[-1] ** 0.5
