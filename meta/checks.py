@@ -372,12 +372,7 @@ def check_matrices(packed: torch.Tensor) -> None:
 
 def check_prepack(packed, block_scale, global_scale, format, layout) -> tuple[Format, Layout]:
     """A plain weight, that `layout` can hold."""
-    fmt = check_format(format)
-    order = check_layout(layout)
-    check_holds(order, fmt)
-    check_dtype("packed", packed, fmt.packed_dtypes)
-    check_matrices(packed)
-    check_scales("", block_scale, global_scale, "packed", packed, fmt, LAYOUTS["plain"])
+    fmt, order = _check_stored(packed, block_scale, global_scale, format, layout, "plain")
     check_multiple("packed", "rows", packed.shape[-2], order.n_multiple, order)
     check_multiple("packed", "columns", packed.shape[-1] * 2, order.k_multiple, order)
     return fmt, order
@@ -385,12 +380,16 @@ def check_prepack(packed, block_scale, global_scale, format, layout) -> tuple[Fo
 
 def check_unpack(packed, block_scale, global_scale, format, layout) -> tuple[Format, Layout]:
     """A weight in `layout`."""
+    return _check_stored(packed, block_scale, global_scale, format, layout, layout)
+
+
+def _check_stored(packed, block_scale, global_scale, format, layout, stored) -> tuple[Format, Layout]:
     fmt = check_format(format)
     order = check_layout(layout)
     check_holds(order, fmt)
     check_dtype("packed", packed, fmt.packed_dtypes)
     check_matrices(packed)
-    check_scales("", block_scale, global_scale, "packed", packed, fmt, order)
+    check_scales("", block_scale, global_scale, "packed", packed, fmt, LAYOUTS[stored])
     return fmt, order
 
 

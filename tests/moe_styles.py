@@ -146,6 +146,19 @@ class WhereLoop(ListStyle):
         return out
 
 
+class SkipsEmptyLoop(ListStyle):
+    """Dynamo breaks its graph at the branch: not among STYLES."""
+
+    def experts_of(self, x: Tensor, ids: Tensor, weights: Tensor) -> Tensor:
+        out = torch.zeros_like(x)
+        for e, expert in enumerate(self.list):
+            token, slot = torch.where(ids == e)
+            if token.numel() == 0:
+                continue
+            out.index_add_(0, token, expert(x[token]) * weights[token, slot, None])
+        return out
+
+
 @style("one-hot loop (transformers 4)")
 class OneHotLoop(ListStyle):
     def experts_of(self, x: Tensor, ids: Tensor, weights: Tensor) -> Tensor:

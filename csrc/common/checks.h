@@ -462,32 +462,36 @@ inline FormatAndLayout check_dequantize(const Tensor& packed, const Tensor& bloc
   return {&fmt, &order};
 }
 
-// A plain weight, that `layout` can hold.
-inline FormatAndLayout check_prepack(const Tensor& packed, const Tensor& block_scale,
-                                     const OptionalTensor& global_scale, const std::string& format,
-                                     const std::string& layout) {
+// A weight that `layout` can hold: stored plain, or already in it.
+inline FormatAndLayout check_stored(const Tensor& packed, const Tensor& block_scale,
+                                    const OptionalTensor& global_scale, const std::string& format,
+                                    const std::string& layout, bool plain) {
   const Format& fmt = check_format(format);
   const Layout& order = check_layout(layout);
   check_holds(order, fmt);
   check_packed("packed", packed, fmt);
   check_matrices(packed);
-  check_scales("", block_scale, global_scale, "packed", packed, fmt, kPlain);
+  check_scales("", block_scale, global_scale, "packed", packed, fmt, plain ? kPlain : order);
+  return {&fmt, &order};
+}
+
+// A plain weight, that `layout` can hold.
+inline FormatAndLayout check_prepack(const Tensor& packed, const Tensor& block_scale,
+                                     const OptionalTensor& global_scale, const std::string& format,
+                                     const std::string& layout) {
+  const FormatAndLayout checked =
+      check_stored(packed, block_scale, global_scale, format, layout, /*plain=*/true);
+  const Layout& order = *checked.layout;
   check_multiple("packed", "rows", packed.size(packed.dim() - 2), order.n_multiple, order);
   check_multiple("packed", "columns", packed.size(packed.dim() - 1) * 2, order.k_multiple, order);
-  return {&fmt, &order};
+  return checked;
 }
 
 // A weight in `layout`.
 inline FormatAndLayout check_unpack(const Tensor& packed, const Tensor& block_scale,
                                     const OptionalTensor& global_scale, const std::string& format,
                                     const std::string& layout) {
-  const Format& fmt = check_format(format);
-  const Layout& order = check_layout(layout);
-  check_holds(order, fmt);
-  check_packed("packed", packed, fmt);
-  check_matrices(packed);
-  check_scales("", block_scale, global_scale, "packed", packed, fmt, order);
-  return {&fmt, &order};
+  return check_stored(packed, block_scale, global_scale, format, layout, /*plain=*/false);
 }
 
 inline void check_count(std::string_view name, int64_t count) {
