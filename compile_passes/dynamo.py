@@ -10,6 +10,8 @@ import torch
 from torch._dynamo.exc import Unsupported
 from torch.fx.experimental.symbolic_shapes import GuardOnDataDependentSymNode
 
+from .branches import see_through_branches
+
 CAPTURE = {"capture_dynamic_output_shape_ops": True}
 """`nonzero` and boolean masks have sizes that only the data knows."""
 
@@ -26,7 +28,7 @@ def _breaks_the_graph(method: Callable[..., Any]) -> Callable[..., Any]:
     return tolist
 
 
-def break_at_tolist() -> None:
+def _break_at_tolist() -> None:
     """`torch.bincount(ids).tolist()` breaks the graph, as it does without CAPTURE.
 
     With it Dynamo captures the bincount, and then fails in the conversion of a list whose length is unknown
@@ -39,8 +41,13 @@ def break_at_tolist() -> None:
         TensorVariable.method_tolist = _breaks_the_graph(method)
 
 
+def extend_dynamo() -> None:
+    _break_at_tolist()
+    see_through_branches()
+
+
 def capture_loops() -> None:
     """For the whole process: Dynamo reads these before it calls a backend, and has none for a single one."""
     for name, value in CAPTURE.items():
         setattr(torch._dynamo.config, name, value)
-    break_at_tolist()
+    extend_dynamo()

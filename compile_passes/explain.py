@@ -9,10 +9,11 @@ from typing import Any
 import torch
 from torch import fx
 
-from .dynamo import CAPTURE, break_at_tolist
+from .branches import KEPT, SEEN_THROUGH
+from .dynamo import CAPTURE, extend_dynamo
 from .options import parse
 from .pipeline import analyse
-from .report import Report
+from .report import Report, short_path
 
 
 def explain(
@@ -35,21 +36,23 @@ def explain(
     before = {name: Counter(counters[name]) for name in _COUNTERS}
     # The graphs made here stay in Dynamo's cache beside the user's own: don't let them use up the limit.
     settings = {"recompile_limit": 1024, "accumulated_recompile_limit": 4096, **CAPTURE}
-    break_at_tolist()
+    extend_dynamo()
+    backend.sees_through_branches = True  # type: ignore[attr-defined]
     with torch._dynamo.config.patch(settings), torch.no_grad():
         torch.compile(model, backend=backend)(*args, **kwargs)
     new = {name: Counter(counters[name]) - before[name] for name in _COUNTERS}
     reasons = (new["graph_break"] | new["unimplemented"]).keys()
     report.graph_breaks = list(dict.fromkeys(reason.strip().splitlines()[0] for reason in reasons))
     report.skipped = new["frames"]["total"] - new["frames"]["ok"]
-    report.hints = _hints(model, report)
+    report.seen_through = [short_path(place) for place in new[SEEN_THROUGH]]
+    report.hints = _hints(model, report, [short_path(place) for place in new[KEPT]])
     return report
 
 
-_COUNTERS = ("graph_break", "unimplemented", "frames")
+_COUNTERS = ("graph_break", "unimplemented", "frames", SEEN_THROUGH, KEPT)
 
 
-def _hints(model: Any, report: Report) -> list[str]:
+def _hints(model: Any, report: Report, branches: Sequence[str]) -> list[str]:
     """What the user could change, for what is known to keep experts out of the graphs."""
     hints = []
     config = getattr(model, "config", None)
@@ -58,10 +61,13 @@ def _hints(model: Any, report: Report) -> list[str]:
             "transformers' eager experts are a loop that Dynamo does not capture: "
             "model.set_experts_implementation('grouped_mm'), or fp4_ops.prepare(model)"
         )
-    if any("branching" in reason for reason in report.graph_breaks):
+    hints += [
+        f"the branch at {place}. If it only skips experts without rows, drop it: they cost nothing"
+        for place in branches
+    ]
+    if not branches and any("branching" in reason for reason in report.graph_breaks):
         hints.append(
-            "a branch on data keeps a function out of the graphs; if it is `if rows.numel() == 0: continue` "
-            "in a loop over experts, drop it: an expert without rows costs nothing"
+            "a branch on data keeps a function out of the graphs: compute both ways, or use torch.where"
         )
     if any("tolist" in reason or "Data dependent operator" in reason for reason in report.graph_breaks):
         hints.append(

@@ -155,6 +155,8 @@ class Report:
     """Why Dynamo left the graph: what runs between two graphs runs as it always did."""
     skipped: int = 0
     """Frames that Dynamo did not capture at all."""
+    seen_through: list[str] = field(default_factory=list)
+    """Branches on a number of rows that are in no graph, because all they skip does nothing without rows."""
     hints: list[str] = field(default_factory=list)
     """The smallest changes that would let more be rewritten."""
 
@@ -176,6 +178,10 @@ class Report:
 
     def __str__(self) -> str:
         out = [str(f) for f in self.frames]
+        out += [
+            f"no branch at {place}: what it skips was proved to do nothing without rows"
+            for place in self.seen_through
+        ]
         out += [f"graph break: {reason}" for reason in self.graph_breaks]
         if self.skipped:
             out.append(f"{self.skipped} functions that Dynamo could not capture run as they always did")
@@ -209,7 +215,11 @@ def location(node: fx.Node) -> str:
     if not frames:
         return node.name
     path, line, function = frames[-1]
-    return f"{'/'.join(path.split('/')[-3:])}:{line} in {function}"
+    return f"{short_path(path)}:{line} in {function}"
+
+
+def short_path(path: str) -> str:
+    return "/".join(path.split("/")[-3:])
 
 
 def module_path(node: fx.Node) -> str:

@@ -54,3 +54,4 @@ def _reset() -> None:
 
 
 fp4.reset = _reset  # type: ignore[attr-defined]
+fp4.sees_through_branches = True  # type: ignore[attr-defined]

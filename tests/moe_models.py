@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 import torch
+from fp4_ops.compile_passes.dynamo import extend_dynamo
 from fp4_ops.compile_passes.options import parse
 from fp4_ops.compile_passes.pipeline import compile_graph
 from fp4_ops.compile_passes.report import Frame, Site
@@ -98,7 +99,10 @@ def relative_error(got: torch.Tensor, want: torch.Tensor) -> float:
 class Recorder:
     """A backend that runs the rewritten graph without Inductor, and keeps what happened."""
 
+    sees_through_branches = True
+
     def __init__(self, **options: Any) -> None:
+        extend_dynamo()
         self.options = parse(None, options)
         self.compilations = 0
         self.frames: list[Frame] = []

@@ -146,19 +146,6 @@ class WhereLoop(ListStyle):
         return out
 
 
-class SkipsEmptyLoop(ListStyle):
-    """Dynamo breaks its graph at the branch: not among STYLES."""
-
-    def experts_of(self, x: Tensor, ids: Tensor, weights: Tensor) -> Tensor:
-        out = torch.zeros_like(x)
-        for e, expert in enumerate(self.list):
-            token, slot = torch.where(ids == e)
-            if token.numel() == 0:
-                continue
-            out.index_add_(0, token, expert(x[token]) * weights[token, slot, None])
-        return out
-
-
 @style("one-hot loop (transformers 4)")
 class OneHotLoop(ListStyle):
     def experts_of(self, x: Tensor, ids: Tensor, weights: Tensor) -> Tensor:
@@ -225,6 +212,86 @@ class IndexPutLoop(StackedStyle):
             token, slot = (ids == e).nonzero(as_tuple=True)
             y = weights[token, slot].unsqueeze(-1) * self.expert(e, x.index_select(0, token))
             out.index_put_((token,), y, accumulate=True)
+        return out
+
+
+# --- loops that skip experts without rows ---
+
+
+@style("where loop, `if token.numel() == 0: continue`")
+class SkippingLoop(ListStyle):
+    def experts_of(self, x: Tensor, ids: Tensor, weights: Tensor) -> Tensor:
+        out = torch.zeros_like(x)
+        for e, expert in enumerate(self.list):
+            token, slot = torch.where(ids == e)
+            if token.numel() == 0:
+                continue
+            out.index_add_(0, token, expert(x[token]) * weights[token, slot, None])
+        return out
+
+
+@style("one-hot loop, `if token.shape[0] > 0:` (DeepSeek-V3)")
+class GuardedLoop(ListStyle):
+    def experts_of(self, x: Tensor, ids: Tensor, weights: Tensor) -> Tensor:
+        out = torch.zeros_like(x, dtype=weights.dtype)
+        mask = F.one_hot(ids, num_classes=self.E).permute(2, 0, 1)
+        for e in range(len(self.list)):
+            token, slot = torch.where(mask[e])
+            if token.shape[0] > 0:
+                chosen = weights[token, slot]
+                y = self.list[e](x[token]) * chosen.unsqueeze(-1)
+                out.index_add_(0, token, y)
+        return out.type(x.dtype)
+
+
+@style("token mask loop, `if mask.any():`")
+class AnyLoop(FusedStyle):
+    def experts_of(self, x: Tensor, ids: Tensor, weights: Tensor) -> Tensor:
+        out = torch.zeros_like(x)
+        for e in range(self.E):
+            chosen = ids == e
+            mask = chosen.any(dim=-1)
+            if mask.any():
+                weight = (weights * chosen).sum(-1)
+                out[mask] += self.expert(e, x[mask]) * weight[mask].unsqueeze(-1)
+        return out
+
+
+@style("slot mask loop, `if mask.sum() == 0: continue`")
+class SumLoop(ListStyle):
+    def experts_of(self, x: Tensor, ids: Tensor, weights: Tensor) -> Tensor:
+        out = torch.zeros_like(x)
+        for j in range(self.k):
+            for e, expert in enumerate(self.list):
+                mask = ids[:, j] == e
+                if mask.sum() == 0:
+                    continue
+                out[mask] += weights[:, j].unsqueeze(1)[mask] * expert(x[mask])
+        return out
+
+
+@style("where loop, `if not torch.any(chosen): continue`")
+class TorchAnyLoop(StackedStyle):
+    def experts_of(self, x: Tensor, ids: Tensor, weights: Tensor) -> Tensor:
+        out = torch.zeros_like(x)
+        for e in range(self.E):
+            chosen = ids == e
+            if not torch.any(chosen):
+                continue
+            token, slot = torch.where(chosen)
+            y = self.expert(e, x[token]) * weights[token, slot].unsqueeze(-1)
+            out.index_put_((token,), y, accumulate=True)
+        return out
+
+
+@style("where loop, `if len(token):`")
+class LenLoop(ListStyle):
+    def experts_of(self, x: Tensor, ids: Tensor, weights: Tensor) -> Tensor:
+        out = torch.zeros_like(x)
+        for e, expert in enumerate(self.list):
+            token, slot = torch.where(ids == e)
+            if len(token):
+                out.index_add_(0, token, expert(x[token]) * weights[token, slot, None])
         return out
 
 

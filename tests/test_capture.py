@@ -10,6 +10,7 @@ import torch
 import torch.nn.functional as F
 from fp4_ops.compile_passes import capture as module
 from fp4_ops.compile_passes.calls import Copier
+from fp4_ops.compile_passes.dynamo import extend_dynamo
 from moe_models import FAMILIES, build, tokens
 from moe_styles import STYLES
 from torch import nn
@@ -23,7 +24,10 @@ def fresh_dynamo():
 class Both:
     """A backend that captures both ways, and at run time compares them with the graph itself."""
 
+    sees_through_branches = True
+
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        extend_dynamo()
         self.monkeypatch = monkeypatch
         self.copied: list[bool] = []
         self.templates: list[int] = []

@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 import torch
 from families import tiny
-from moe_styles import SkipsEmptyLoop
+from moe_styles import STYLES, ListStyle
 
 import fp4_ops
 
@@ -33,11 +33,31 @@ def fresh_dynamo():
     torch._dynamo.utils.counters.clear()
 
 
+class Counts(ListStyle):
+    def experts_of(self, x, ids, weights):
+        out, busy = torch.zeros_like(x), 0
+        for e, expert in enumerate(self.list):
+            token, slot = torch.where(ids == e)
+            if token.numel() == 0:
+                continue
+            busy += 1
+            out.index_add_(0, token, expert(x[token]) * weights[token, slot, None])
+        return out / busy
+
+
 def test_a_loop_that_branches_on_data_is_told_with_the_change_that_helps():
-    report = fp4_ops.explain(SkipsEmptyLoop(), torch.randn(5, 32))
+    report = fp4_ops.explain(Counts(), torch.randn(5, 32))
     assert not report.sites and report.skipped == 1
     assert any("branching" in reason for reason in report.graph_breaks)
-    assert "numel() == 0" in str(report)
+    (hint,) = report.hints
+    assert "test_explain_cli.py" in hint and "`busy`, which is read later, changes" in hint, hint
+
+
+def test_a_branch_that_was_seen_through_is_told():
+    report = fp4_ops.explain(STYLES["where loop, `if len(token):`"](), torch.randn(5, 32))
+    assert report.sites and not report.graph_breaks and not report.hints
+    (place,) = report.seen_through
+    assert "moe_styles.py" in place and f"no branch at {place}" in str(report)
 
 
 def test_eager_experts_are_told():
@@ -48,7 +68,7 @@ def test_eager_experts_are_told():
 
 def test_the_settings_of_dynamo_are_as_they_were():
     with torch._dynamo.config.patch(capture_dynamic_output_shape_ops=False):
-        fp4_ops.explain(SkipsEmptyLoop(), torch.randn(5, 32))
+        fp4_ops.explain(Counts(), torch.randn(5, 32))
         assert torch._dynamo.config.capture_dynamic_output_shape_ops is False
 
 

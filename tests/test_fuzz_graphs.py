@@ -16,6 +16,7 @@ import pytest
 import torch
 from conftest import SEED
 from fp4_ops.compile_passes.capture import capture
+from fp4_ops.compile_passes.dynamo import extend_dynamo
 from fp4_ops.compile_passes.options import parse
 from fp4_ops.compile_passes.rewrite import rewrite
 from fp4_ops.compile_passes.weights import runtime
@@ -54,12 +55,15 @@ class Captured:
             for p in module.parameters():
                 p.copy_(on_the_grid(p))
         self.graph: fx.GraphModule | None = None
+        extend_dynamo()
         torch.compile(module, backend=self._keep, dynamic=False, fullgraph=True)(x)
 
     def _keep(self, gm: fx.GraphModule, inputs: list[Any]) -> Any:
         self.graph, self.fake_mode = capture(gm, inputs)
         self.inputs = list(inputs)
         return gm.forward
+
+    _keep.sees_through_branches = True  # type: ignore[attr-defined]
 
     def copy(self) -> fx.GraphModule:
         assert self.graph is not None

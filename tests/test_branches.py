@@ -1,0 +1,362 @@
+"""Branches that skip experts without rows: seen through where that is proved, and branches otherwise."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from fp4_ops.compile_passes.branches import KEPT, SEEN_THROUGH
+from fp4_ops.compile_passes.dynamo import CAPTURE
+from moe_models import Recorder, relative_error
+from moe_styles import STYLES, ListStyle
+from torch import nn
+
+import fp4_ops  # noqa: F401
+
+counters = torch._dynamo.utils.counters
+SKIPPING = STYLES["where loop, `if token.numel() == 0: continue`"]
+
+
+@pytest.fixture(autouse=True)
+def fresh_dynamo():
+    torch._dynamo.reset()
+    torch._dynamo.utils.counters.clear()
+    torch.set_num_threads(1)
+
+
+class Loop(ListStyle):
+    """A loop over experts with the branch; `work` is what it skips."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.calls = 0
+        self.dropout = nn.Dropout()
+
+    def rows(self, ids, e):
+        return torch.where(ids == e)
+
+    def work(self, out, x, token, slot, weights, expert):
+        out.index_add_(0, token, expert(x[token]) * weights[token, slot, None])
+
+    def experts_of(self, x, ids, weights):
+        out = torch.zeros_like(x)
+        for e, expert in enumerate(self.list):
+            token, slot = self.rows(ids, e)
+            if token.numel() == 0:
+                continue
+            self.work(out, x, token, slot, weights, expert)
+        return out
+
+
+class LocalIsReadLater(Loop):
+    def experts_of(self, x, ids, weights):
+        out, last = torch.zeros_like(x), torch.zeros_like(x[:1])
+        for e, expert in enumerate(self.list):
+            token, _slot = self.rows(ids, e)
+            if token.numel() == 0:
+                continue
+            last = x[token[:1]]
+            out.index_add_(0, token, expert(x[token]))
+        return out + last
+
+
+class ACounter(Loop):
+    def experts_of(self, x, ids, weights):
+        out, busy = torch.zeros_like(x), 0
+        for e, expert in enumerate(self.list):
+            token, slot = self.rows(ids, e)
+            if token.numel() == 0:
+                continue
+            busy += 1
+            self.work(out, x, token, slot, weights, expert)
+        return out / busy
+
+
+class AList(Loop):
+    def experts_of(self, x, ids, weights):
+        out, parts = torch.zeros_like(x), []
+        for e, expert in enumerate(self.list):
+            token, slot = self.rows(ids, e)
+            if token.numel() == 0:
+                continue
+            parts.append(e)
+            self.work(out, x, token, slot, weights, expert)
+        return out * len(parts)
+
+
+class ADictionaryOfTheCaller(Loop):
+    def experts_of(self, x, ids, weights):
+        self.seen = {}
+        out = super().experts_of(x, ids, weights)
+        return out * len(self.seen)
+
+    def work(self, out, x, token, slot, weights, expert):
+        super().work(out, x, token, slot, weights, expert)
+        self.seen[expert] = 1
+
+
+class AnAttribute(Loop):
+    def work(self, out, x, token, slot, weights, expert):
+        super().work(out, x, token, slot, weights, expert)
+        self.calls += 1
+
+
+class AClosure(Loop):
+    def experts_of(self, x, ids, weights):
+        out, busy = torch.zeros_like(x), 0
+
+        def count():
+            nonlocal busy
+            busy += 1
+
+        for e, expert in enumerate(self.list):
+            token, slot = self.rows(ids, e)
+            if token.numel() == 0:
+                continue
+            count()
+            self.work(out, x, token, slot, weights, expert)
+        return out / busy
+
+
+class AGenerator(Loop):
+    def experts_of(self, x, ids, weights):
+        out, factors = torch.zeros_like(x), (1.0 + i for i in range(self.E))
+        for e, expert in enumerate(self.list):
+            token, slot = self.rows(ids, e)
+            if token.numel() == 0:
+                continue
+            factor = next(factors)
+            self.work(out, x * factor, token, slot, weights, expert)
+        return out
+
+
+class AnIterator(AGenerator):
+    def experts_of(self, x, ids, weights):
+        out, factors = torch.zeros_like(x), iter([1.0 + i for i in range(self.E)])
+        for e, expert in enumerate(self.list):
+            token, slot = self.rows(ids, e)
+            if token.numel() == 0:
+                continue
+            factor = next(factors)
+            self.work(out, x * factor, token, slot, weights, expert)
+        return out
+
+
+class ATensorOfCounts(Loop):
+    def experts_of(self, x, ids, weights):
+        out, busy = torch.zeros_like(x), torch.zeros(self.E)
+        for e, expert in enumerate(self.list):
+            token, slot = self.rows(ids, e)
+            if token.numel() == 0:
+                continue
+            busy[e] += 1
+            self.work(out, x, token, slot, weights, expert)
+        return out / busy.sum()
+
+
+class AWholeTensor(Loop):
+    def work(self, out, x, token, slot, weights, expert):
+        super().work(out, x, token, slot, weights, expert)
+        out.mul_(0.5)
+
+
+class AViewOfATensor(Loop):
+    def work(self, out, x, token, slot, weights, expert):
+        super().work(out, x, token, slot, weights, expert)
+        out[:1].add_(1)
+
+
+class RowsOfAnother(Loop):
+    """The branch asks about other rows than those the work is about."""
+
+    def experts_of(self, x, ids, weights):
+        out = torch.zeros_like(x)
+        for e, expert in enumerate(self.list):
+            token, slot = self.rows(ids, e)
+            other, _slot = self.rows(ids, (e + 1) % self.E)
+            if other.numel() == 0:
+                continue
+            self.work(out, x, token, slot, weights, expert)
+        return out
+
+
+class MaskOfAnother(Loop):
+    def experts_of(self, x, ids, weights):
+        out = torch.zeros_like(x)
+        for e, expert in enumerate(self.list):
+            mask, other = (ids == e).any(-1), (ids == 0).any(-1)
+            if other.any():
+                out[mask] += expert(x[mask])
+        return out
+
+
+class FewRows(Loop):
+    def experts_of(self, x, ids, weights):
+        out = torch.zeros_like(x)
+        for e, expert in enumerate(self.list):
+            token, slot = self.rows(ids, e)
+            if token.numel() < 2:
+                continue
+            self.work(out, x, token, slot, weights, expert)
+        return out
+
+
+class Breaks(Loop):
+    def experts_of(self, x, ids, weights):
+        out = torch.zeros_like(x)
+        for e, expert in enumerate(self.list):
+            token, slot = self.rows(ids, e)
+            if token.numel() == 0:
+                break
+            self.work(out, x, token, slot, weights, expert)
+        return out
+
+
+class Returns(Loop):
+    def experts_of(self, x, ids, weights):
+        out = torch.zeros_like(x)
+        for e, expert in enumerate(self.list):
+            token, slot = self.rows(ids, e)
+            if token.numel() == 0:
+                return out
+            self.work(out, x, token, slot, weights, expert)
+        return out
+
+
+class DoesOtherwise(Loop):
+    def experts_of(self, x, ids, weights):
+        out = torch.zeros_like(x)
+        for e, expert in enumerate(self.list):
+            token, slot = self.rows(ids, e)
+            if token.numel() == 0:
+                out += 1
+            else:
+                self.work(out, x, token, slot, weights, expert)
+        return out
+
+
+class FailsWithoutRows(Loop):
+    def work(self, out, x, token, slot, weights, expert):
+        super().work(out, x / x[token].amax(0), token, slot, weights, expert)
+
+
+class ChangesTheMask(Loop):
+    def experts_of(self, x, ids, weights):
+        out = torch.zeros_like(x)
+        for e, expert in enumerate(self.list):
+            mask = (ids == e).any(-1)
+            if mask.any():
+                mask.fill_(True)
+                out[mask] += expert(x[mask])
+        return out
+
+
+class ChangesTheMaskBefore(Loop):
+    def experts_of(self, x, ids, weights):
+        out = torch.zeros_like(x)
+        for e, expert in enumerate(self.list):
+            mask = (ids == e).any(-1)
+            some = mask.any()
+            mask.fill_(True)
+            if some:
+                out[mask] += expert(x[mask])
+        return out
+
+
+class ReshapesTheRows(Loop):
+    def experts_of(self, x, ids, weights):
+        out, dims = torch.zeros_like(x), 0
+        for e, expert in enumerate(self.list):
+            token, slot = self.rows(ids, e)
+            if token.numel() > 0:
+                self.work(out, x, token, slot, weights, expert)
+                token.unsqueeze_(0)
+            dims += token.dim()
+        return out * dims
+
+
+BRANCHES = [
+    LocalIsReadLater, ACounter, AList, ADictionaryOfTheCaller, AnAttribute, AClosure, AGenerator, AnIterator,
+    ATensorOfCounts, AWholeTensor, AViewOfATensor, RowsOfAnother, MaskOfAnother, FewRows, Breaks, Returns,
+    DoesOtherwise, FailsWithoutRows, ChangesTheMask, ChangesTheMaskBefore, ReshapesTheRows,
+]  # fmt: skip
+
+
+def inputs(module: nn.Module) -> list[torch.Tensor]:
+    """Few tokens, so that most experts have no rows."""
+    return [torch.randn(n, module.H) for n in (1, 2, 3, 9)]
+
+
+@pytest.mark.parametrize("style", BRANCHES, ids=lambda s: s.__name__)
+def test_what_matters_without_rows_stays_a_branch(style):
+    module, recorder = style(), Recorder(activation="bf16")
+    compiled = torch.compile(module, backend=recorder, dynamic=True)
+    with torch.no_grad(), torch._dynamo.config.patch(CAPTURE):
+        for x in inputs(module):
+            calls = module.calls
+            want = module(x)
+            made = module.calls - calls
+            assert torch.allclose(compiled(x), want, rtol=1e-5, atol=1e-5)
+            assert module.calls - calls == 2 * made
+    assert not counters[SEEN_THROUGH] and "fp4::moe" not in recorder.ops
+
+
+def test_the_plain_loop_is_seen_through():
+    """What the branches above differ from."""
+    module, recorder = Loop(), Recorder(activation="bf16")
+    compiled = torch.compile(module, backend=recorder, dynamic=True, fullgraph=True)
+    with torch.no_grad():
+        for x in inputs(module):
+            assert relative_error(compiled(x), module.twin()(x)) < 1e-5
+    assert set(recorder.ops) == {"fp4::moe"} and not counters[KEPT]
+
+
+def test_random_numbers_keep_the_branch():
+    class Drops(Loop):
+        def work(self, out, x, token, slot, weights, expert):
+            super().work(out, self.dropout(x), token, slot, weights, expert)
+
+    with torch.no_grad(), torch._dynamo.config.patch(CAPTURE):
+        module = Drops()
+        torch.compile(module, backend=Recorder(), dynamic=True)(torch.randn(3, module.H))
+    assert not counters[SEEN_THROUGH] and any("random" in why for why in counters[KEPT])
+
+
+def test_gradients_keep_the_branch():
+    """An expert without rows has no gradient, and one that meets no rows a gradient of zeros."""
+    module = SKIPPING()
+    compiled = torch.compile(module, backend=Recorder(), dynamic=True)
+    with torch._dynamo.config.patch(CAPTURE):
+        compiled(torch.randn(1, module.H)).sum().backward()
+    assert [e.w1.weight.grad is None for e in module.list].count(True) == module.E - module.k
+    assert not counters[SEEN_THROUGH] and any("gradients" in why for why in counters[KEPT])
+
+
+def test_other_backends_see_the_branch():
+    graphs = []
+
+    def backend(gm, inputs):
+        graphs.append(gm)
+        return gm
+
+    module = SKIPPING()
+    Recorder()  # extends Dynamo
+    with torch.no_grad(), torch._dynamo.config.patch(CAPTURE):
+        torch.compile(module, backend=backend)(torch.randn(3, module.H))
+    assert not counters[SEEN_THROUGH] and not counters[KEPT]
+
+
+def test_under_inductor_with_most_experts_idle():
+    """Also where nothing is rewritten: the graph computes with no rows at all."""
+
+    class Shifted(Loop):
+        def work(self, out, x, token, slot, weights, expert):
+            y = expert(x[token] + out[token].cumsum(0).tanh()) * weights[token, slot, None]
+            out.index_add_(0, token, y)
+
+    for module, rewritten in ((SKIPPING(), True), (Shifted(), False)):
+        options = {"activation": "bf16"}
+        compiled = torch.compile(module, backend="fp4", options=options, fullgraph=True, dynamic=True)
+        with torch.no_grad():
+            twin = module.twin() if rewritten else module
+            for x in inputs(module):
+                assert relative_error(compiled(x), twin(x)) < 1e-5
