@@ -175,6 +175,6 @@ def test_surgery(name):
 
     assert attempt(surgery=False) is True
     end, outcomes = time.monotonic() + SECONDS, []
-    while time.monotonic() < end:
+    while time.monotonic() < end or (len(outcomes) < 200 and set(outcomes) <= {None}):
         outcomes.append(attempt(surgery=True))
-    assert outcomes.count(None) < len(outcomes), "no surgery survived"
+    assert not set(outcomes) <= {None}, "no surgery survived"
