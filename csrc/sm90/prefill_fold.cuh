@@ -17,6 +17,7 @@ namespace fp4::sm90 {
 
 constexpr uint32_t kEighth = 24;          // e4m3 byte distance of a factor 8
 constexpr uint32_t kFirstFastScale = 40;  // the byte of scale 0.25: half its eighth is the least normal e4m3
+constexpr uint32_t kHalfCodes = 512;      // bytes of 16 rows' codes for 64 K
 constexpr uint32_t kEveryByte = 0x01010101u;
 
 struct FoldTable {
@@ -99,5 +100,44 @@ __device__ __forceinline__ void fold_fragments(uint4 codes, const FoldTables& ta
   fold_word(codes.z, tables.odd, fragment[1], fragment[3]);
   fold_word(codes.w, tables.odd, fragment[5], fragment[7]);
 }
+
+// The weights of one warp as operand A: two K = 32 instructions a half step.
+class FoldedWeights {
+ public:
+  static constexpr int kInstructions = 2;
+  using Fragments = uint32_t[4 * kInstructions];
+  using Prepared = FoldTables;
+
+  // `codes` and `scales`: shared memory addresses of the warp's 16 rows in stage 0.
+  __device__ __forceinline__ void init(uint32_t codes, uint32_t scales, int lane) {
+    // Through a shuffle, so that the compiler keeps the addresses instead of computing them again in every
+    // step.
+    lane_codes_ = __shfl_sync(~0u, codes + lane * 16, lane);
+    lane_scales_ = __shfl_sync(~0u, scales + lane * 4, lane);
+  }
+
+  // Takes a step's codes and scales from the stage that lies so many bytes behind stage 0.
+  __device__ __forceinline__ void load(uint32_t codes_offset, uint32_t scales_offset) {
+    scales_ = prepare_scales(load_shared_4(lane_scales_ + scales_offset));
+    codes_[0] = load_shared_16(lane_codes_ + codes_offset);
+    codes_[1] = load_shared_16(lane_codes_ + codes_offset + kHalfCodes);
+  }
+
+  // All that need not wait for free fragments.
+  template <int Half>
+  __device__ __forceinline__ Prepared prepare() const {
+    return make_tables<Half>(scales_);
+  }
+
+  template <int Half>
+  __device__ __forceinline__ void finish(const Prepared& tables, Fragments& fragments) const {
+    fold_fragments(codes_[Half], tables, fragments);
+  }
+
+ private:
+  uint32_t lane_codes_, lane_scales_;
+  uint4 codes_[2];
+  FoldScales scales_;
+};
 
 }  // namespace fp4::sm90

@@ -24,6 +24,7 @@
 
 #include <type_traits>
 
+#include "prefill_expand.cuh"
 #include "prefill_fold.cuh"
 #include "prefill_schedule.cuh"
 #include "types.cuh"
@@ -38,6 +39,7 @@ constexpr int kTokenStep = 16;    // tokens come in multiples of this
 constexpr int kXBoxes = 5;        // a copy of X brings 16, 32, 64, 128 or 256 rows
 constexpr int kWarpgroup = 128;
 constexpr int kMmaRows = 64;     // weight rows of a wgmma
+constexpr int kXRowBytes = 128;  // of X in shared memory, swizzled
 constexpr int kMmaTokens = 256;  // most tokens of one
 constexpr int kInfoSlots = 2;
 constexpr int kStoreBuffers = 2;
@@ -68,8 +70,12 @@ struct TileInfo {
 
 // Widths_: WidthList of the token tiles there are instances for. ptxas gives every instance 8 registers of
 // its own.
-template <int Warpgroups_, class Widths_, int Cluster_, int Stages_>
+template <Element kElement, int Warpgroups_, class Widths_, int Cluster_, int Stages_>
 struct PrefillConfig {
+  static constexpr bool Folded = kElement == Element::kE4m3;
+  using Weights = std::conditional_t<Folded, FoldedWeights, ExpandedWeights<kElement>>;
+  template <int Tokens>
+  using Mma = Wgmma<kElement, Tokens>;
   using Widths = Widths_;
   static constexpr int Warpgroups = Warpgroups_, MaxTokens = Widths::kMost, Cluster = Cluster_;
   static constexpr int Stages = Stages_;
@@ -83,7 +89,11 @@ struct PrefillConfig {
       (BirthRegisters + (BirthRegisters - ProducerRegisters) / Warpgroups) / 8 * 8;
   static constexpr int StoreTokens = Warpgroups == 2 ? 64 : 32;  // rows of the output a copy takes
   static constexpr int StoreBytes = StoreTokens * kMmaRows * 2;
-  static constexpr int XBytes = MaxTokens * kStepK;
+  static constexpr int ElementBytes = Folded ? 1 : 2;
+  static constexpr int XTiles =
+      kStepK * ElementBytes / kXRowBytes;  // K of a stage is cut into rows of 128 bytes
+  static constexpr int XTileBytes = MaxTokens * kXRowBytes;
+  static constexpr int XBytes = XTiles * XTileBytes;
   static constexpr int CodeBytes = Rows / kTileRows * kTileCodes;
   static constexpr int ScaleBytes = Rows / kTileRows * kTileScales;
 };
@@ -144,18 +154,23 @@ class PrefillBlock {
         barrier_wait(smem_address(&shared_.empty[ring.slot]), ring.round ^ 1);
         if (elect_lane()) {
           uint32_t full = smem_address(&shared_.full[ring.slot]);
-          barrier_expect_bytes(full, part * Config::Cluster * kStepK);
+          barrier_expect_bytes(full, part * Config::Cluster * kXRowBytes * Config::XTiles);
           int first = part * rank_;
 #pragma unroll
           for (int box = kXBoxes - 1; box >= 0; --box) {
             int tokens = kTokenStep << box;
             if (tokens > Config::MaxTokens / Config::Cluster || (part & tokens) == 0) continue;
-            uint32_t target = smem_address(shared_.x[ring.slot]) + first * kStepK;
-            if constexpr (Config::Cluster > 1) {
-              load_box_multicast(target, &maps_.x[box], full, step * kStepK, tile.row + first,
-                                 (1 << Config::Cluster) - 1);
-            } else {
-              load_box(target, &maps_.x[box], full, step * kStepK, tile.row + first);
+#pragma unroll
+            for (int i = 0; i < Config::XTiles; ++i) {
+              uint32_t target =
+                  smem_address(shared_.x[ring.slot]) + i * Config::XTileBytes + first * kXRowBytes;
+              int k = step * kStepK + i * (kXRowBytes / Config::ElementBytes);
+              if constexpr (Config::Cluster > 1) {
+                constexpr uint16_t kBlocks = (1 << Config::Cluster) - 1;
+                load_box_multicast(target, &maps_.x[box], full, k, tile.row + first, kBlocks);
+              } else {
+                load_box(target, &maps_.x[box], full, k, tile.row + first);
+              }
             }
             first += tokens;
           }
@@ -200,10 +215,11 @@ class PrefillBlock {
       TileInfo info = {};
       if (more) {
         info = {tile.width, tile.row, tile.rows, first_column(tile)};
-        float factor = kFoldScale * problem_.global_scale[tile.group];
+        float factor = (Config::Folded ? kFoldScale : 1.0f) * problem_.global_scale[tile.group];
 #pragma unroll 2
         for (int i = lane; i < tile.rows; i += kWarp) {
-          shared_.token_scale[ring.slot][i] = factor * problem_.x_scale[tile.row + i];
+          float scale = problem_.x_scale == nullptr ? 1.0f : problem_.x_scale[tile.row + i];
+          shared_.token_scale[ring.slot][i] = factor * scale;
         }
         int64_t first_bias = static_cast<int64_t>(tile.group) * problem_.n + info.column;
 #pragma unroll 1
@@ -227,16 +243,14 @@ class PrefillBlock {
   // A consumer warp.
   __device__ __forceinline__ void multiply_tiles() {
     Sums sums;
-    // Through a shuffle, so that the compiler keeps the addresses instead of computing them again in every
-    // step.
-    int lane = threadIdx.x % kWarp, warp = threadIdx.x / kWarp;
-    lane_codes_ = __shfl_sync(~0u, smem_address(shared_.codes) + warp * kTileCodes + lane * 16, lane);
-    lane_scales_ = __shfl_sync(~0u, smem_address(shared_.scales) + warp * kTileScales + lane * 4, lane);
+    int warp = threadIdx.x / kWarp;
+    weights_.init(smem_address(shared_.codes) + warp * kTileCodes,
+                  smem_address(shared_.scales) + warp * kTileScales, threadIdx.x % kWarp);
     TileInfo tile = wait_info();
     if (tile.width > 0) {
       wait_stage(false);
       load_weights();
-      fold_fragments(codes_[0], make_tables<0>(scales_), fragments_[0]);
+      weights_.template finish<0>(weights_.template prepare<0>(), fragments_[0]);
     }
     while (tile.width > 0) {
       TileInfo next;
@@ -297,33 +311,31 @@ class PrefillBlock {
   }
 
   __device__ __forceinline__ void load_weights() {
-    uint32_t codes = lane_codes_ + ring_.slot * Config::CodeBytes;
-    scales_ = prepare_scales(load_shared_4(lane_scales_ + ring_.slot * Config::ScaleBytes));
-    codes_[0] = load_shared_16(codes);
-    codes_[1] = load_shared_16(codes + kTileCodes / 2);
+    weights_.load(ring_.slot * Config::CodeBytes, ring_.slot * Config::ScaleBytes);
   }
 
-  // Starts the products of 64 K: steps of 32, each with one instruction for the first 256 tokens and one for
-  // the rest.
+  // Starts the products of 64 K: steps of 32 bytes, each with one instruction for the first 256 tokens and
+  // one for the rest.
   template <int Tokens, int Half>
   __device__ __forceinline__ void issue_half(Sums& sums, int keep) {
     constexpr int kFirst = Tokens < kMmaTokens ? Tokens : kMmaTokens;
-    constexpr int kRestOffset = kMmaTokens * kStepK / 16;
-    uint32_t x = swizzled_base(smem_address(shared_.x)) + ring_.slot * (Config::XBytes / 16) +
-                 Half * 2 * kDescriptorK32;
+    constexpr int kRestOffset = kMmaTokens * kXRowBytes / 16;
+    constexpr int kHalfOffset = Config::XTiles == 1 ? kXRowBytes / 2 : Config::XTileBytes;
+    uint32_t x =
+        swizzled_base(smem_address(shared_.x)) + (ring_.slot * Config::XBytes + Half * kHalfOffset) / 16;
 #pragma unroll
     for (uint32_t& fragment : fragments_[Half])
-      asm volatile("" : "+r"(fragment));  // folded before the first starts
+      asm volatile("" : "+r"(fragment));  // all before the first starts
     wgmma_fence();
 #pragma unroll
-    for (int k32 = 0; k32 < 2; ++k32) {
-      const uint32_t* fragment = fragments_[Half] + 4 * k32;
-      uint32_t x32 = x + k32 * kDescriptorK32;
-      int keep32 = k32 == 0 ? keep : 1;
-      Wgmma<kFirst>::run(sums, fragment, swizzled_descriptor(x32), keep32);
+    for (int i = 0; i < Config::Weights::kInstructions; ++i) {
+      const uint32_t* fragment = fragments_[Half] + 4 * i;
+      uint32_t x_i = x + i * kDescriptorStep;
+      int keep_i = i == 0 ? keep : 1;
+      Config::template Mma<kFirst>::run(sums, fragment, swizzled_descriptor(x_i), keep_i);
       if constexpr (Tokens > kFirst) {
-        Wgmma<Tokens - kFirst>::run(sums + kFirst / 2, fragment, swizzled_descriptor(x32 + kRestOffset),
-                                    keep32);
+        Config::template Mma<Tokens - kFirst>::run(sums + kFirst / 2, fragment,
+                                                   swizzled_descriptor(x_i + kRestOffset), keep_i);
       }
     }
     wgmma_commit();
@@ -334,12 +346,12 @@ class PrefillBlock {
   __device__ __forceinline__ void multiply(Sums& sums, TileInfo& next) {
     for (int step = 0;; ++step) {
       issue_half<Tokens, 0>(sums, step > 0);
-      FoldTables tables = make_tables<1>(scales_);
+      auto second = weights_.template prepare<1>();
       auto ring_next = ring_.next();
       bool ready = barrier_test(smem_address(&shared_.full[ring_next.slot]), ring_next.round);
       wgmma_wait<1>();  // the last step's second half: its stage is read, its fragments are free
       if (step > 0) release_stage(previous_);
-      fold_fragments(codes_[1], tables, fragments_[1]);
+      weights_.template finish<1>(second, fragments_[1]);
       issue_half<Tokens, 1>(sums, 1);
       previous_ = ring_.slot;
       ring_ = ring_next;
@@ -350,9 +362,9 @@ class PrefillBlock {
       }
       wait_stage(ready);
       load_weights();
-      tables = make_tables<0>(scales_);
+      auto first = weights_.template prepare<0>();
       wgmma_wait<1>();
-      fold_fragments(codes_[0], tables, fragments_[0]);
+      weights_.template finish<0>(first, fragments_[0]);
       if (last) break;
     }
     wgmma_wait<0>();
@@ -471,11 +483,8 @@ class PrefillBlock {
   RingPosition<Config::Stages> ring_;
   RingPosition<kInfoSlots> info_;
   int previous_ = 0;  // the stage whose products may still run
-  // Shared memory addresses of this lane's codes and scales in stage 0 of the ring.
-  uint32_t lane_codes_, lane_scales_;
-  uint4 codes_[2];  // of the step being folded, as the scales
-  FoldScales scales_;
-  uint32_t fragments_[2][8];
+  typename Config::Weights weights_;
+  typename Config::Weights::Fragments fragments_[2];
   int store_buffer_ = 0;
 };
 

@@ -1,81 +1,12 @@
-// Host side of the prefill GEMM: the candidates, the choice among them, tensor maps and launch.
+// NVFP4 weights x e4m3 activations with many rows: the candidates and the entry point.
 
-#include <algorithm>
-#include <cmath>
-#include <cstddef>
-#include <cstdint>
-
-#include "prefill_kernel.cuh"
+#include "prefill_host.cuh"
 
 namespace fp4::sm90 {
 namespace {
 
-constexpr int kBadArgument = -1, kNoDriver = -2;
-
-using Launch = int (*)(const Problem&, const Maps&, int sms, cudaStream_t);
-
-template <class Config>
-int launch(const Problem& problem, const Maps& maps, int sms, cudaStream_t stream) {
-  constexpr size_t kBytes = sizeof(SharedStorage<Config>);
-  static_assert(kBytes <= 232448, "more shared memory than a block of sm_90 can have");
-  auto kernel = prefill_kernel<Config>;
-  cudaError_t error = cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, kBytes);
-  if (error != cudaSuccess) return error;
-  cudaLaunchAttribute attribute = {};
-  attribute.id = cudaLaunchAttributeClusterDimension;
-  attribute.val.clusterDim.x = Config::Cluster;
-  attribute.val.clusterDim.y = attribute.val.clusterDim.z = 1;
-  cudaLaunchConfig_t config = {};
-  config.gridDim = dim3(sms / Config::Cluster * Config::Cluster);
-  config.blockDim = dim3(Config::Threads);
-  config.dynamicSmemBytes = kBytes;
-  config.stream = stream;
-  config.attrs = &attribute;
-  config.numAttrs = 1;
-  return cudaLaunchKernelEx(&config, kernel, problem, maps);
-}
-
-// Measured cycles of a kernel at the clock below: a step of 128 K takes base + slope x width, but at least
-// full x width, the tensor cores' rate; the rest of a tile tile_base + tile_slope x width.
-struct Cost {
-  double base, slope, full, tile_base, tile_slope;
-};
 constexpr Cost kTwoWarpgroups = {580, 2.35, 4.7, 1000, 9}, kThreeWarpgroups = {580, 4.3, 7, 1000, 12},
                kFourWarpgroups = {600, 6.5, 9.4, 1000, 16};
-constexpr double kClock = 1.755e9, kMemoryRate = 4e12, kBytesPerWeight = 0.5625;
-
-struct Candidate {
-  const char* name;
-  int rows, cluster, store_tokens;
-  const int* widths;
-  int width_count;
-  Cost cost;
-  Launch run;
-};
-
-template <class Widths>
-struct WidthTable;
-
-template <int... Widths>
-struct WidthTable<WidthList<Widths...>> {
-  static constexpr int kCount = sizeof...(Widths);
-  static constexpr int kValues[kCount] = {Widths...};
-};
-
-template <class Config>
-constexpr Candidate candidate(const char* name) {
-  using Table = WidthTable<typename Config::Widths>;
-  return {name,
-          Config::Rows,
-          Config::Cluster,
-          Config::StoreTokens,
-          Table::kValues,
-          Table::kCount,
-          Config::Warpgroups == 2   ? kTwoWarpgroups
-          : Config::Warpgroups == 3 ? kThreeWarpgroups
-                                    : kFourWarpgroups,
-          launch<Config>};
-}
 
 // The number of widths is limited by registers, the stages by shared memory.
 using Wide = WidthList<288, 272, 256, 192, 128, 64>;
@@ -84,103 +15,22 @@ using Narrow = WidthList<80, 64, 48, 32>;
 using NarrowPair = WidthList<80, 64>;
 using Small = WidthList<64, 32>;
 
-// PrefillConfig<warpgroups, widths, cluster, stages>
+// PrefillConfig<element, warpgroups, widths, cluster, stages>
 constexpr Candidate kCandidates[] = {
-    candidate<PrefillConfig<2, Wide, 2, 4>>("rows 128, tokens 288, cluster 2"),
-    candidate<PrefillConfig<2, Wide, 1, 4>>("rows 128, tokens 288, cluster 1"),
-    candidate<PrefillConfig<3, Middle, 1, 5>>("rows 192, tokens 192, cluster 1"),
-    candidate<PrefillConfig<3, Narrow, 1, 8>>("rows 192, tokens 80, cluster 1"),
-    candidate<PrefillConfig<4, NarrowPair, 1, 6>>("rows 256, tokens 80, cluster 1"),
-    candidate<PrefillConfig<4, Small, 1, 7>>("rows 256, tokens 64, cluster 1"),
+    candidate<PrefillConfig<Element::kE4m3, 2, Wide, 2, 4>>("rows 128, tokens 288, cluster 2",
+                                                            kTwoWarpgroups),
+    candidate<PrefillConfig<Element::kE4m3, 2, Wide, 1, 4>>("rows 128, tokens 288, cluster 1",
+                                                            kTwoWarpgroups),
+    candidate<PrefillConfig<Element::kE4m3, 3, Middle, 1, 5>>("rows 192, tokens 192, cluster 1",
+                                                              kThreeWarpgroups),
+    candidate<PrefillConfig<Element::kE4m3, 3, Narrow, 1, 8>>("rows 192, tokens 80, cluster 1",
+                                                              kThreeWarpgroups),
+    candidate<PrefillConfig<Element::kE4m3, 4, NarrowPair, 1, 6>>("rows 256, tokens 80, cluster 1",
+                                                                  kFourWarpgroups),
+    candidate<PrefillConfig<Element::kE4m3, 4, Small, 1, 7>>("rows 256, tokens 64, cluster 1",
+                                                             kFourWarpgroups),
 };
 constexpr int kCandidateCount = sizeof(kCandidates) / sizeof(kCandidates[0]);
-
-// The tiles of a group of `rows`, as the device cuts it, and their cycles; columns of weights that are read.
-struct Load {
-  double tiles = 0, cycles = 0, columns = 0;
-};
-
-void add_group(const Candidate& candidate, int rows, int steps, Load* load) {
-  if (rows == 0) return;
-  int token_tiles = ceil_div(rows, candidate.widths[0]), share = ceil_div(rows, token_tiles);
-  int width = candidate.widths[0];
-  for (int i = 1; i < candidate.width_count && candidate.widths[i] >= share; ++i) width = candidate.widths[i];
-  const Cost& cost = candidate.cost;
-  double step = std::max(cost.base + cost.slope * width, cost.full * width);
-  load->tiles += token_tiles;
-  load->cycles += token_tiles * (steps * step + cost.tile_base + cost.tile_slope * width);
-  load->columns += 1;
-}
-
-// The candidate with the least time for groups of equal expected size: waves of tiles, but no less than the
-// weights take to arrive. How full the groups are is known on the device only: half of them are taken one
-// standard deviation below the mean, half above.
-int choose(RowMode mode, int groups, int m, int n, int kp, int sms) {
-  double mean = mode == RowMode::kContiguous ? static_cast<double>(m) / groups : m;
-  double deviation = mode == RowMode::kContiguous && groups > 1 ? std::sqrt(mean) : 0;
-  int best = 0;
-  double least = 0;
-  for (int i = 0; i < kCandidateCount; ++i) {
-    const Candidate& candidate = kCandidates[i];
-    Load load;
-    add_group(candidate, static_cast<int>(std::lround(mean - deviation)), kp / kStepK, &load);
-    add_group(candidate, std::max(1, static_cast<int>(std::lround(mean + deviation))), kp / kStepK, &load);
-    int rows = candidate.rows * candidate.cluster, columns = ceil_div(n, rows);
-    double waves = std::ceil(load.tiles / 2 * groups * columns / (sms / candidate.cluster));
-    double bytes = load.columns / 2 * groups * columns * rows * kp * kBytesPerWeight;
-    double time = std::max(waves * load.cycles / load.tiles / kClock, bytes / kMemoryRate);
-    if (i == 0 || time < least) {
-      best = i;
-      least = time;
-    }
-  }
-  return best;
-}
-
-// ---- tensor maps ----
-
-using Encode = decltype(&cuTensorMapEncodeTiled);
-
-Encode driver_encode() {
-  static Encode encode = [] {
-    void* function = nullptr;
-    cudaDriverEntryPointQueryResult result;
-    cudaError_t error = cudaGetDriverEntryPointByVersion("cuTensorMapEncodeTiled", &function, 12000,
-                                                         cudaEnableDefault, &result);
-    return error == cudaSuccess && result == cudaDriverEntryPointSuccess ? reinterpret_cast<Encode>(function)
-                                                                         : nullptr;
-  }();
-  return encode;
-}
-
-bool encode_map(CUtensorMap* map, CUtensorMapDataType type, int rank, void* base, const cuuint64_t* sizes,
-                const cuuint64_t* strides, const cuuint32_t* box, CUtensorMapSwizzle swizzle) {
-  const cuuint32_t ones[3] = {1, 1, 1};
-  return driver_encode()(map, type, rank, base, sizes, strides, box, ones, CU_TENSOR_MAP_INTERLEAVE_NONE,
-                         swizzle, CU_TENSOR_MAP_L2_PROMOTION_L2_256B,
-                         CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE) == CUDA_SUCCESS;
-}
-
-bool encode_matrix(CUtensorMap* map, CUtensorMapDataType type, int element, const void* base,
-                   uint64_t columns, uint64_t rows, uint32_t box_columns, uint32_t box_rows,
-                   CUtensorMapSwizzle swizzle) {
-  const cuuint64_t sizes[2] = {columns, rows}, strides[1] = {columns * element};
-  const cuuint32_t box[2] = {box_columns, box_rows};
-  return encode_map(map, type, 2, const_cast<void*>(base), sizes, strides, box, swizzle);
-}
-
-// The rows appear twice, so that a copy can end at any row: see PrefillBlock::store_halves.
-bool encode_output(CUtensorMap* map, DType type, void* out, uint64_t n, uint64_t rows,
-                   uint32_t store_tokens) {
-  if (type == DType::kFloat32) return true;  // stored without copies
-  const uint64_t row_bytes = n * 2;
-  const cuuint64_t sizes[3] = {n, store_tokens, rows + 1}, strides[2] = {row_bytes, row_bytes};
-  const cuuint32_t box[3] = {kMmaRows, store_tokens, 1};
-  auto data_type =
-      type == DType::kBFloat16 ? CU_TENSOR_MAP_DATA_TYPE_BFLOAT16 : CU_TENSOR_MAP_DATA_TYPE_FLOAT16;
-  void* base = reinterpret_cast<void*>(reinterpret_cast<uintptr_t>(out) - store_tokens * row_bytes);
-  return encode_map(map, data_type, 3, base, sizes, strides, box, CU_TENSOR_MAP_SWIZZLE_128B);
-}
 
 }  // namespace
 }  // namespace fp4::sm90
@@ -195,57 +45,16 @@ extern "C" const char* fp4_sm90_prefill_w4a8_config_name(int config) {
 
 // The index that config = -1 takes on a GPU of `sms` multiprocessors.
 extern "C" int fp4_sm90_prefill_w4a8_choose(int mode, int groups, int m, int n, int kp, int sms) {
-  return choose(static_cast<RowMode>(mode), groups, m, n, kp, sms);
+  return choose(kCandidates, static_cast<RowMode>(mode), groups, m, n, kp, sms);
 }
 
-// Returns 0, a cudaError_t, or a negative number: -1 bad argument, -2 no driver entry for tensor maps.
-// All pointers are device pointers, 16-byte aligned; shapes as in the header of prefill_kernel.cuh.
+// x e4m3 [rows, kp] in the layout's order with x_scale [rows]. Pointers are device pointers, 16-byte aligned.
 extern "C" int fp4_sm90_prefill_w4a8(const void* x, const float* x_scale, const void* packed,
                                      const void* block_scale, const float* global_scale, const void* bias,
                                      int bias_dtype, const int32_t* group_rows, void* out, int out_dtype,
                                      int mode, int groups, int m, int n, int kp, int config, void* stream) {
-  if (mode < 0 || mode > 2 || groups < 1 || m < 0 || n < 64 || n % 64 != 0 || kp < 128 || kp % 128 != 0 ||
-      config >= kCandidateCount || (mode == 0 && groups != 1)) {
-    return kBadArgument;
-  }
-  if (m == 0) return 0;
-  if (driver_encode() == nullptr) return kNoDriver;
-  int device, sms;
-  cudaError_t error = cudaGetDevice(&device);
-  if (error == cudaSuccess) error = cudaDeviceGetAttribute(&sms, cudaDevAttrMultiProcessorCount, device);
-  if (error != cudaSuccess) return error;
-
-  auto row_mode = static_cast<RowMode>(mode);
-  if (config < 0) config = choose(row_mode, groups, m, n, kp, sms);
-  const Candidate& choice = kCandidates[config];
-  Problem problem = {};
-  problem.rows = {row_mode, group_rows, groups, m};
-  problem.x_scale = x_scale;
-  problem.global_scale = global_scale;
-  problem.bias = bias;
-  problem.bias_type = static_cast<DType>(bias_dtype);
-  problem.out = out;
-  problem.out_type = static_cast<DType>(out_dtype);
-  problem.n = n;
-  problem.steps = kp / kStepK;
-
-  uint64_t rows = static_cast<uint64_t>(m) * (row_mode == RowMode::kMasked ? groups : 1);
-  uint64_t weight_tiles = static_cast<uint64_t>(groups) * n / kTileRows;
-  uint32_t box_tiles = choice.rows / kTileRows;
-  Maps maps;
-  bool encoded = true;
-  for (int box = 0; box < kXBoxes; ++box) {
-    encoded &= encode_matrix(&maps.x[box], CU_TENSOR_MAP_DATA_TYPE_UINT8, 1, x, kp, rows, kStepK,
-                             kTokenStep << box, CU_TENSOR_MAP_SWIZZLE_128B);
-  }
-  encoded =
-      encoded &&
-      // 8-byte elements, since a box has at most 256 elements in a row
-      encode_matrix(&maps.codes, CU_TENSOR_MAP_DATA_TYPE_INT64, 8, packed, problem.steps * (kTileCodes / 8),
-                    weight_tiles, kTileCodes / 8, box_tiles, CU_TENSOR_MAP_SWIZZLE_NONE) &&
-      encode_matrix(&maps.scales, CU_TENSOR_MAP_DATA_TYPE_UINT8, 1, block_scale, problem.steps * kTileScales,
-                    weight_tiles, kTileScales, box_tiles, CU_TENSOR_MAP_SWIZZLE_NONE) &&
-      encode_output(&maps.out, problem.out_type, out, n, rows, choice.store_tokens);
-  if (!encoded) return kBadArgument;
-  return choice.run(problem, maps, sms, static_cast<cudaStream_t>(stream));
+  Arguments arguments = {x,          x_scale,    packed, block_scale, global_scale, bias,
+                         bias_dtype, group_rows, out,    out_dtype,   mode,         groups,
+                         m,          n,          kp,     kp,          config,       stream};
+  return run(kCandidates, CU_TENSOR_MAP_DATA_TYPE_UINT8, 1, arguments);
 }

@@ -182,7 +182,11 @@ __host__ __device__ __forceinline__ uint32_t permute_bytes(uint32_t low, uint32_
 #endif
 }
 
-// ---- wgmma: D[64, Tokens] (+)= A[64, 32] (registers) x B[Tokens, 32] (shared memory), e4m3 to float32 ----
+// ---- wgmma: D[64, Tokens] (+)= A[64, 32 bytes] (registers) x B[Tokens, 32 bytes] (shared memory), to
+// float32 ----
+
+// Of A and B.
+enum class Element { kE4m3, kBfloat16, kFloat16 };
 
 __device__ __forceinline__ void wgmma_fence() { asm volatile("wgmma.fence.sync.aligned;" ::: "memory"); }
 
@@ -204,9 +208,9 @@ __device__ __forceinline__ uint64_t swizzled_descriptor(uint32_t low) {
   return kSwizzle128 | kEightRows | low;
 }
 
-constexpr int kDescriptorK32 = 2;
+constexpr int kDescriptorStep = 2;  // 32 bytes of K
 
-template <int Tokens>
+template <Element kElement, int Tokens>
 struct Wgmma;
 
 // The operand lists of wgmma, 8 accumulators (16 tokens) at a time.
@@ -235,36 +239,39 @@ struct Wgmma;
 #define FP4_S120 FP4_S112 ",%112,%113,%114,%115,%116,%117,%118,%119"
 #define FP4_S128 FP4_S120 ",%120,%121,%122,%123,%124,%125,%126,%127"
 
-// a0..p are the numbers of the operands that follow the accumulators.
-#define FP4_WGMMA(tokens, list, outputs, a0, a1, a2, a3, b, p)                                              \
-  template <>                                                                                               \
-  struct Wgmma<tokens> {                                                                                    \
-    static __device__ __forceinline__ void run(float* d, const uint32_t* a, uint64_t b_desc, int keep) {    \
-      asm volatile("{\n.reg .pred keep;\nsetp.ne.b32 keep, %" #p                                            \
-                   ", 0;\nwgmma.mma_async.sync.aligned.m64n" #tokens "k32.f32.e4m3.e4m3 {" list "}, {%" #a0 \
-                   ",%" #a1 ",%" #a2 ",%" #a3 "}, %" #b ", keep, 1, 1;\n}\n"                                \
-                   : outputs                                                                                \
-                   : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(b_desc), "r"(keep));                   \
-    }                                                                                                       \
+// a0..p are the numbers of the operands that follow the accumulators; tail is what follows keep.
+#define FP4_WGMMA_OF(element, types, tail, tokens, list, outputs, a0, a1, a2, a3, b, p)                   \
+  template <>                                                                                             \
+  struct Wgmma<element, tokens> {                                                                         \
+    static __device__ __forceinline__ void run(float* d, const uint32_t* a, uint64_t b_desc, int keep) {  \
+      asm volatile("{\n.reg .pred keep;\nsetp.ne.b32 keep, %" #p                                          \
+                   ", 0;\nwgmma.mma_async.sync.aligned.m64n" #tokens types " {" list "}, {%" #a0 ",%" #a1 \
+                   ",%" #a2 ",%" #a3 "}, %" #b ", keep, " tail ";\n}\n"                                   \
+                   : FP4_UNPACK outputs                                                                   \
+                   : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(b_desc), "r"(keep));                 \
+    }                                                                                                     \
   };
+#define FP4_WGMMA(...)                                                          \
+  FP4_WGMMA_OF(Element::kE4m3, "k32.f32.e4m3.e4m3", "1, 1", __VA_ARGS__)        \
+  FP4_WGMMA_OF(Element::kBfloat16, "k16.f32.bf16.bf16", "1, 1, 0", __VA_ARGS__) \
+  FP4_WGMMA_OF(Element::kFloat16, "k16.f32.f16.f16", "1, 1, 0", __VA_ARGS__)
 
-#define FP4_LIST(...) __VA_ARGS__
-FP4_WGMMA(16, FP4_S8, FP4_LIST(FP4_D8(0)), 8, 9, 10, 11, 12, 13)
-FP4_WGMMA(32, FP4_S16, FP4_LIST(FP4_D16(0)), 16, 17, 18, 19, 20, 21)
-FP4_WGMMA(48, FP4_S24, FP4_LIST(FP4_D16(0), FP4_D8(16)), 24, 25, 26, 27, 28, 29)
-FP4_WGMMA(64, FP4_S32, FP4_LIST(FP4_D32(0)), 32, 33, 34, 35, 36, 37)
-FP4_WGMMA(80, FP4_S40, FP4_LIST(FP4_D32(0), FP4_D8(32)), 40, 41, 42, 43, 44, 45)
-FP4_WGMMA(96, FP4_S48, FP4_LIST(FP4_D32(0), FP4_D16(32)), 48, 49, 50, 51, 52, 53)
-FP4_WGMMA(112, FP4_S56, FP4_LIST(FP4_D32(0), FP4_D16(32), FP4_D8(48)), 56, 57, 58, 59, 60, 61)
-FP4_WGMMA(128, FP4_S64, FP4_LIST(FP4_D64(0)), 64, 65, 66, 67, 68, 69)
-FP4_WGMMA(144, FP4_S72, FP4_LIST(FP4_D64(0), FP4_D8(64)), 72, 73, 74, 75, 76, 77)
-FP4_WGMMA(160, FP4_S80, FP4_LIST(FP4_D64(0), FP4_D16(64)), 80, 81, 82, 83, 84, 85)
-FP4_WGMMA(176, FP4_S88, FP4_LIST(FP4_D64(0), FP4_D16(64), FP4_D8(80)), 88, 89, 90, 91, 92, 93)
-FP4_WGMMA(192, FP4_S96, FP4_LIST(FP4_D64(0), FP4_D32(64)), 96, 97, 98, 99, 100, 101)
-FP4_WGMMA(208, FP4_S104, FP4_LIST(FP4_D64(0), FP4_D32(64), FP4_D8(96)), 104, 105, 106, 107, 108, 109)
-FP4_WGMMA(224, FP4_S112, FP4_LIST(FP4_D64(0), FP4_D32(64), FP4_D16(96)), 112, 113, 114, 115, 116, 117)
-FP4_WGMMA(240, FP4_S120, FP4_LIST(FP4_D64(0), FP4_D32(64), FP4_D16(96), FP4_D8(112)), 120, 121, 122, 123, 124,
-          125)
-FP4_WGMMA(256, FP4_S128, FP4_LIST(FP4_D128(0)), 128, 129, 130, 131, 132, 133)
+#define FP4_UNPACK(...) __VA_ARGS__
+FP4_WGMMA(16, FP4_S8, (FP4_D8(0)), 8, 9, 10, 11, 12, 13)
+FP4_WGMMA(32, FP4_S16, (FP4_D16(0)), 16, 17, 18, 19, 20, 21)
+FP4_WGMMA(48, FP4_S24, (FP4_D16(0), FP4_D8(16)), 24, 25, 26, 27, 28, 29)
+FP4_WGMMA(64, FP4_S32, (FP4_D32(0)), 32, 33, 34, 35, 36, 37)
+FP4_WGMMA(80, FP4_S40, (FP4_D32(0), FP4_D8(32)), 40, 41, 42, 43, 44, 45)
+FP4_WGMMA(96, FP4_S48, (FP4_D32(0), FP4_D16(32)), 48, 49, 50, 51, 52, 53)
+FP4_WGMMA(112, FP4_S56, (FP4_D32(0), FP4_D16(32), FP4_D8(48)), 56, 57, 58, 59, 60, 61)
+FP4_WGMMA(128, FP4_S64, (FP4_D64(0)), 64, 65, 66, 67, 68, 69)
+FP4_WGMMA(144, FP4_S72, (FP4_D64(0), FP4_D8(64)), 72, 73, 74, 75, 76, 77)
+FP4_WGMMA(160, FP4_S80, (FP4_D64(0), FP4_D16(64)), 80, 81, 82, 83, 84, 85)
+FP4_WGMMA(176, FP4_S88, (FP4_D64(0), FP4_D16(64), FP4_D8(80)), 88, 89, 90, 91, 92, 93)
+FP4_WGMMA(192, FP4_S96, (FP4_D64(0), FP4_D32(64)), 96, 97, 98, 99, 100, 101)
+FP4_WGMMA(208, FP4_S104, (FP4_D64(0), FP4_D32(64), FP4_D8(96)), 104, 105, 106, 107, 108, 109)
+FP4_WGMMA(224, FP4_S112, (FP4_D64(0), FP4_D32(64), FP4_D16(96)), 112, 113, 114, 115, 116, 117)
+FP4_WGMMA(240, FP4_S120, (FP4_D64(0), FP4_D32(64), FP4_D16(96), FP4_D8(112)), 120, 121, 122, 123, 124, 125)
+FP4_WGMMA(256, FP4_S128, (FP4_D128(0)), 128, 129, 130, 131, 132, 133)
 
 }  // namespace fp4::sm90

@@ -1,0 +1,225 @@
+// Host side of the prefill GEMMs: the choice among candidates, tensor maps and launch.
+#pragma once
+
+#include <algorithm>
+#include <cmath>
+#include <cstddef>
+#include <cstdint>
+
+#include "prefill_kernel.cuh"
+
+namespace fp4::sm90 {
+
+constexpr int kBadArgument = -1, kNoDriver = -2;
+
+using Launch = int (*)(const Problem&, const Maps&, int sms, cudaStream_t);
+
+template <class Config>
+int launch(const Problem& problem, const Maps& maps, int sms, cudaStream_t stream) {
+  constexpr size_t kBytes = sizeof(SharedStorage<Config>);
+  static_assert(kBytes <= 232448, "more shared memory than a block of sm_90 can have");
+  auto kernel = prefill_kernel<Config>;
+  cudaError_t error = cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, kBytes);
+  if (error != cudaSuccess) return error;
+  cudaLaunchAttribute attribute = {};
+  attribute.id = cudaLaunchAttributeClusterDimension;
+  attribute.val.clusterDim.x = Config::Cluster;
+  attribute.val.clusterDim.y = attribute.val.clusterDim.z = 1;
+  cudaLaunchConfig_t config = {};
+  config.gridDim = dim3(sms / Config::Cluster * Config::Cluster);
+  config.blockDim = dim3(Config::Threads);
+  config.dynamicSmemBytes = kBytes;
+  config.stream = stream;
+  config.attrs = &attribute;
+  config.numAttrs = 1;
+  return cudaLaunchKernelEx(&config, kernel, problem, maps);
+}
+
+// Measured cycles of a kernel at the clock below: a step of 128 K takes base + slope x width, but at least
+// full x width, the tensor cores' rate; the rest of a tile tile_base + tile_slope x width.
+struct Cost {
+  double base, slope, full, tile_base, tile_slope;
+};
+constexpr double kClock = 1.755e9, kMemoryRate = 4e12, kBytesPerWeight = 0.5625;
+
+struct Candidate {
+  const char* name;
+  int rows, cluster, store_tokens;
+  const int* widths;
+  int width_count;
+  Cost cost;
+  Launch run;
+};
+
+template <class Widths>
+struct WidthTable;
+
+template <int... Widths>
+struct WidthTable<WidthList<Widths...>> {
+  static constexpr int kCount = sizeof...(Widths);
+  static constexpr int kValues[kCount] = {Widths...};
+};
+
+template <class Config>
+constexpr Candidate candidate(const char* name, const Cost& cost) {
+  using Table = WidthTable<typename Config::Widths>;
+  return {name,          Config::Rows, Config::Cluster, Config::StoreTokens, Table::kValues,
+          Table::kCount, cost,         launch<Config>};
+}
+
+// The tiles of a group of `rows`, as the device cuts it, and their cycles; columns of weights that are read.
+struct Load {
+  double tiles = 0, cycles = 0, columns = 0;
+};
+
+inline void add_group(const Candidate& candidate, int rows, int steps, Load* load) {
+  if (rows == 0) return;
+  int token_tiles = ceil_div(rows, candidate.widths[0]), share = ceil_div(rows, token_tiles);
+  int width = candidate.widths[0];
+  for (int i = 1; i < candidate.width_count && candidate.widths[i] >= share; ++i) width = candidate.widths[i];
+  const Cost& cost = candidate.cost;
+  double step = std::max(cost.base + cost.slope * width, cost.full * width);
+  load->tiles += token_tiles;
+  load->cycles += token_tiles * (steps * step + cost.tile_base + cost.tile_slope * width);
+  load->columns += 1;
+}
+
+// The candidate with the least time for groups of equal expected size: waves of tiles, but no less than the
+// weights take to arrive. How full the groups are is known on the device only: half of them are taken one
+// standard deviation below the mean, half above.
+template <int Count>
+int choose(const Candidate (&candidates)[Count], RowMode mode, int groups, int m, int n, int kp, int sms) {
+  double mean = mode == RowMode::kContiguous ? static_cast<double>(m) / groups : m;
+  double deviation = mode == RowMode::kContiguous && groups > 1 ? std::sqrt(mean) : 0;
+  int best = 0;
+  double least = 0;
+  for (int i = 0; i < Count; ++i) {
+    const Candidate& candidate = candidates[i];
+    Load load;
+    add_group(candidate, static_cast<int>(std::lround(mean - deviation)), kp / kStepK, &load);
+    add_group(candidate, std::max(1, static_cast<int>(std::lround(mean + deviation))), kp / kStepK, &load);
+    int rows = candidate.rows * candidate.cluster, columns = ceil_div(n, rows);
+    double waves = std::ceil(load.tiles / 2 * groups * columns / (sms / candidate.cluster));
+    double bytes = load.columns / 2 * groups * columns * rows * kp * kBytesPerWeight;
+    double time = std::max(waves * load.cycles / load.tiles / kClock, bytes / kMemoryRate);
+    if (i == 0 || time < least) {
+      best = i;
+      least = time;
+    }
+  }
+  return best;
+}
+
+// ---- tensor maps ----
+
+using Encode = decltype(&cuTensorMapEncodeTiled);
+
+inline Encode driver_encode() {
+  static Encode encode = [] {
+    void* function = nullptr;
+    cudaDriverEntryPointQueryResult result;
+    cudaError_t error = cudaGetDriverEntryPointByVersion("cuTensorMapEncodeTiled", &function, 12000,
+                                                         cudaEnableDefault, &result);
+    return error == cudaSuccess && result == cudaDriverEntryPointSuccess ? reinterpret_cast<Encode>(function)
+                                                                         : nullptr;
+  }();
+  return encode;
+}
+
+inline bool encode_map(CUtensorMap* map, CUtensorMapDataType type, int rank, void* base,
+                       const cuuint64_t* sizes, const cuuint64_t* strides, const cuuint32_t* box,
+                       CUtensorMapSwizzle swizzle) {
+  const cuuint32_t ones[3] = {1, 1, 1};
+  return driver_encode()(map, type, rank, base, sizes, strides, box, ones, CU_TENSOR_MAP_INTERLEAVE_NONE,
+                         swizzle, CU_TENSOR_MAP_L2_PROMOTION_L2_256B,
+                         CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE) == CUDA_SUCCESS;
+}
+
+inline bool encode_matrix(CUtensorMap* map, CUtensorMapDataType type, int element, const void* base,
+                          uint64_t columns, uint64_t rows, uint32_t box_columns, uint32_t box_rows,
+                          CUtensorMapSwizzle swizzle) {
+  const cuuint64_t sizes[2] = {columns, rows}, strides[1] = {columns * element};
+  const cuuint32_t box[2] = {box_columns, box_rows};
+  return encode_map(map, type, 2, const_cast<void*>(base), sizes, strides, box, swizzle);
+}
+
+// The rows appear twice, so that a copy can end at any row: see PrefillBlock::store_halves.
+inline bool encode_output(CUtensorMap* map, DType type, void* out, uint64_t n, uint64_t rows,
+                          uint32_t store_tokens) {
+  if (type == DType::kFloat32) return true;  // stored without copies
+  const uint64_t row_bytes = n * 2;
+  const cuuint64_t sizes[3] = {n, store_tokens, rows + 1}, strides[2] = {row_bytes, row_bytes};
+  const cuuint32_t box[3] = {kMmaRows, store_tokens, 1};
+  auto data_type =
+      type == DType::kBFloat16 ? CU_TENSOR_MAP_DATA_TYPE_BFLOAT16 : CU_TENSOR_MAP_DATA_TYPE_FLOAT16;
+  void* base = reinterpret_cast<void*>(reinterpret_cast<uintptr_t>(out) - store_tokens * row_bytes);
+  return encode_map(map, data_type, 3, base, sizes, strides, box, CU_TENSOR_MAP_SWIZZLE_128B);
+}
+
+// One launch; the fields as in the entry points' arguments.
+struct Arguments {
+  const void* x;
+  const float* x_scale;  // null: 1
+  const void *packed, *block_scale;
+  const float* global_scale;
+  const void* bias;
+  int bias_dtype;
+  const int32_t* group_rows;
+  void* out;
+  int out_dtype;
+  int mode, groups, m, n, k, kp;  // k: the columns of x
+  int config;
+  void* stream;
+};
+
+// Returns 0, a cudaError_t, or a negative number: -1 bad argument, -2 no driver entry for tensor maps.
+template <int Count>
+int run(const Candidate (&candidates)[Count], CUtensorMapDataType x_type, int x_bytes, const Arguments& a) {
+  if (a.mode < 0 || a.mode > 2 || a.groups < 1 || a.m < 0 || a.n < 64 || a.n % 64 != 0 || a.kp < 128 ||
+      a.kp % 128 != 0 || a.k * x_bytes % 16 != 0 || a.config >= Count || (a.mode == 0 && a.groups != 1)) {
+    return kBadArgument;
+  }
+  if (a.m == 0) return 0;
+  if (driver_encode() == nullptr) return kNoDriver;
+  int device, sms;
+  cudaError_t error = cudaGetDevice(&device);
+  if (error == cudaSuccess) error = cudaDeviceGetAttribute(&sms, cudaDevAttrMultiProcessorCount, device);
+  if (error != cudaSuccess) return error;
+
+  auto mode = static_cast<RowMode>(a.mode);
+  int config = a.config >= 0 ? a.config : choose(candidates, mode, a.groups, a.m, a.n, a.kp, sms);
+  const Candidate& choice = candidates[config];
+  Problem problem = {};
+  problem.rows = {mode, a.group_rows, a.groups, a.m};
+  problem.x_scale = a.x_scale;
+  problem.global_scale = a.global_scale;
+  problem.bias = a.bias;
+  problem.bias_type = static_cast<DType>(a.bias_dtype);
+  problem.out = a.out;
+  problem.out_type = static_cast<DType>(a.out_dtype);
+  problem.n = a.n;
+  problem.steps = a.kp / kStepK;
+
+  uint64_t rows = static_cast<uint64_t>(a.m) * (mode == RowMode::kMasked ? a.groups : 1);
+  uint64_t weight_tiles = static_cast<uint64_t>(a.groups) * a.n / kTileRows;
+  uint32_t box_tiles = choice.rows / kTileRows;
+  Maps maps;
+  bool encoded = true;
+  for (int box = 0; box < kXBoxes; ++box) {
+    encoded &= encode_matrix(&maps.x[box], x_type, x_bytes, a.x, a.k, rows, kXRowBytes / x_bytes,
+                             kTokenStep << box, CU_TENSOR_MAP_SWIZZLE_128B);
+  }
+  // Codes in 8-byte elements, since a box has at most 256 elements in a row.
+  encoded =
+      encoded &&
+      encode_matrix(&maps.codes, CU_TENSOR_MAP_DATA_TYPE_INT64, 8, a.packed, problem.steps * (kTileCodes / 8),
+                    weight_tiles, kTileCodes / 8, box_tiles, CU_TENSOR_MAP_SWIZZLE_NONE) &&
+      encode_matrix(&maps.scales, CU_TENSOR_MAP_DATA_TYPE_UINT8, 1, a.block_scale,
+                    problem.steps * kTileScales, weight_tiles, kTileScales, box_tiles,
+                    CU_TENSOR_MAP_SWIZZLE_NONE) &&
+      encode_output(&maps.out, problem.out_type, a.out, a.n, rows, choice.store_tokens);
+  if (!encoded) return kBadArgument;
+  return choice.run(problem, maps, sms, static_cast<cudaStream_t>(a.stream));
+}
+
+}  // namespace fp4::sm90
