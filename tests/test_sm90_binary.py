@@ -64,11 +64,17 @@ def kernels(found: dict, part: str) -> dict:
     return chosen
 
 
-def test_prefill_multiplies_in_fp8_with_weights_from_registers(functions):
+def test_prefill_multiplies_weights_from_registers(functions):
+    seen = set()
     for name, body in kernels(functions, "prefill_kernel").items():
-        # QGMMA dst, A (a register: RS form), descriptor of B
-        assert re.search(r"QGMMA\.64x\d+x32\.F32\.E4M3\.E4M3\s+R\d+, R\d+, gdesc", body), name
+        # GMMA dst, A (a register: RS form), descriptor of B
+        found = re.findall(
+            r"(QGMMA\.64x\d+x32\.F32\.E4M3\.E4M3|HGMMA\.64x\d+x16\.F32(?:\.BF16)?)\s+R\d+, R\d+, gdesc", body
+        )
+        assert found, name
         assert "UTMALDG" in body, name
+        seen |= {re.sub(r"64x\d+", "", f) for f in found}
+    assert seen == {"QGMMA.x32.F32.E4M3.E4M3", "HGMMA.x16.F32", "HGMMA.x16.F32.BF16"}
 
 
 def test_decode_streams_weights_into_registers(functions):

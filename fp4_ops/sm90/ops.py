@@ -1,8 +1,7 @@
 """The operators on layout sm90: which kernel runs, and what lies between. Nothing here reads device memory.
 
-Few rows an expert: decode (csrc/sm90/decode.cu), with the activations as they are. Many rows of fp8:
-prefill (csrc/sm90/prefill_w4a8.cu). Many rows of 16 bits: the weights are dequantised to a scratch tensor
-and multiplied by torch's own kernels.
+Few rows an expert: decode (csrc/sm90/decode.cu), with the activations as they are. Many: prefill
+(csrc/sm90/prefill_*.cu), of fp8 or of 16 bits.
 """
 
 from __future__ import annotations
@@ -10,7 +9,6 @@ from __future__ import annotations
 from typing import NamedTuple
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
 from ..meta import checks
@@ -19,15 +17,8 @@ from . import decode, prefill, rows
 from .decode import Routing, Weight
 from .library import available, multiprocessors
 
-PREFILL_ROWS = 12.0
-"""fp8 rows an expert from which the prefill kernel is faster than decode."""
-DEQUANTIZE_ROWS = 96.0
-"""bfloat16 rows an expert from which dequantising first is faster than decode; float16 stays with decode."""
-
-
-def _decode_rows(dtype: torch.dtype) -> float:
-    """Rows an expert up to which decode is taken."""
-    return {torch.float8_e4m3fn: PREFILL_ROWS, torch.bfloat16: DEQUANTIZE_ROWS}.get(dtype, float("inf"))
+PREFILL_ROWS = {torch.float8_e4m3fn: 12.0, torch.bfloat16: 18.0, torch.float16: 18.0}
+"""Rows an expert from which the prefill kernel is faster than decode, by the dtype of the activations."""
 
 
 def require(op: str, device: torch.device) -> None:
@@ -53,36 +44,9 @@ def weight(
     )
 
 
-def _dequantized(a: Tensor, w: Weight, out: Tensor, route: Tensor | None, routing: Routing) -> None:
-    """For bfloat16 rows too many for decode: code x block scale, exact in bfloat16, then torch's product."""
-    k = a.shape[-1]
-    codes, scales = w.codes.view(-1, w.n, w.kp // 2), w.scales.view(-1, w.n, w.kp // 16)
-    factor = w.global_scale.view(-1)
-    values = rows.dequantize(codes, scales, torch.ones_like(factor), a.dtype)[..., :k]
-    if routing == Routing.DENSE:
-        product = (a @ values[0].t()).float() * factor
-        if w.bias is not None:
-            product = product + w.bias.view(-1)
-    elif routing == Routing.OFFS:
-        assert route is not None
-        ends = route.clamp(0, a.shape[0]).cummax(0).values.int()
-        product = F.grouped_mm(a, values.mT, offs=ends).float()
-        row = torch.arange(a.shape[0], device=a.device, dtype=torch.int32)
-        expert = torch.searchsorted(ends, row, right=True)
-        live = (expert < w.groups)[:, None]
-        product = product * factor[expert.clamp(max=w.groups - 1)][:, None]
-        if w.bias is not None:
-            product = product + w.bias[expert.clamp(max=w.groups - 1)]
-        product = torch.where(live, product, 0)
-    else:
-        assert route is not None
-        groups, max_m = w.groups, a.shape[0] // w.groups
-        product = torch.bmm(a.view(groups, max_m, k), values.mT).float() * factor[:, None, None]
-        if w.bias is not None:
-            product = product + w.bias[:, None]
-        live = torch.arange(max_m, device=a.device)[None, :, None] < route[:, None, None]
-        product = torch.where(live, product, 0).view(-1, w.n)
-    out.copy_(product)
+def _aligned(a: Tensor) -> Tensor:
+    """Rows are fetched as whole 16 bytes; a view may begin between them."""
+    return a if a.data_ptr() % 16 == 0 else a.clone()
 
 
 def _product(
@@ -99,10 +63,8 @@ def _product(
     groups = 1 if routing == Routing.DENSE else w.groups
     average = decode.rows_per_expert(m, groups)
     fits = decode.choose(m, w.groups, w.kp, multiprocessors(a.device.index)) is not None
-    if a_scale is not None and (average >= PREFILL_ROWS or not fits):
-        prefill.run(a, a_scale, w, route, routing, per_group, out)
-    elif a.dtype == torch.bfloat16 and (average >= DEQUANTIZE_ROWS or not fits):
-        _dequantized(a, w, out, route, routing)
+    if average >= PREFILL_ROWS[a.dtype] or not fits:
+        prefill.run(_aligned(a), a_scale, w, route, routing, per_group, out)
     else:
         decode.run(a, w, route, routing, m, out, x_scale=a_scale, max_m=per_group)
 
@@ -147,7 +109,7 @@ def indexed_mm(
     a, a_scale, ids = a.contiguous(), _contiguous(a_scale), expert_ids.contiguous()
     blocks = multiprocessors(a.device.index)
     average = decode.rows_per_expert(m, w.groups)
-    if average < _decode_rows(a.dtype) and decode.choose(m, w.groups, w.kp, blocks) is not None:
+    if average < PREFILL_ROWS[a.dtype] and decode.choose(m, w.groups, w.kp, blocks) is not None:
         _decode(a, a_scale, w, _routed(ids, w.groups), 1, out)
         return out
     offs, sorted_rows, position = rows.route(ids, w.groups)
@@ -192,7 +154,7 @@ def resolve_a_format(a_format: str, rows: int, experts: int) -> str:
     """'auto': as they are while decode runs, bound by the weights' bytes; fp8 where prefill does."""
     if a_format != "auto":
         return a_format
-    return "fp8" if decode.rows_per_expert(rows, experts) >= PREFILL_ROWS else "none"
+    return "fp8" if decode.rows_per_expert(rows, experts) >= PREFILL_ROWS[torch.float8_e4m3fn] else "none"
 
 
 def moe(
@@ -216,7 +178,7 @@ def moe(
     blocks = multiprocessors(x.device.index)
     average = decode.rows_per_expert(m, up.groups)
     fits = all(decode.choose(m, w.groups, w.kp, blocks) is not None for w in (up, down))
-    if fits and average < _decode_rows(torch.float8_e4m3fn if fp8 else x.dtype):
+    if fits and average < PREFILL_ROWS[torch.float8_e4m3fn if fp8 else x.dtype]:
         position = None
         y = _moe_decode(x, ids, up, bare, gate, fp8)
     else:

@@ -1,4 +1,4 @@
-"""Launches csrc/sm90/prefill_w4a8.cu: grouped products with many rows an expert, bound by tensor cores."""
+"""Launches csrc/sm90/prefill_*.cu: grouped products with many rows an expert, bound by tensor cores."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ CHOOSE = -1
 
 def run(
     x: Tensor,
-    x_scale: Tensor,
+    x_scale: Tensor | None,
     w: Weight,
     route: Tensor | None,
     routing: Routing,
@@ -26,16 +26,24 @@ def run(
     *,
     config: int = CHOOSE,
 ) -> None:
-    """x e4m3 [M, kp] in the layout's order, sorted by expert; out [M, n], rows of no expert as zeros.
+    """x [M, ...] sorted by expert; out [M, n], rows of no expert as zeros.
 
-    `rows`: M, or the rows of each group where masked. `config`: an index of csrc/sm90's candidates.
+    x with x_scale: e4m3 [M, kp] in the layout's order; without: bf16 or fp16 [M, k], rows of whole 16 bytes,
+    for which the weights are exact. `rows`: M, or the rows of each group where masked. `config`: a candidate's index.
     """
-    call(
-        "fp4_sm90_prefill_w4a8", address(x), address(x_scale), address(w.codes), address(w.scales),
-        address(w.global_scale), address(w.bias), DTYPE_CODES[w.bias.dtype] if w.bias is not None else 0,
-        address(route), address(out), DTYPE_CODES[out.dtype], MODES[routing], w.groups, rows, w.n, w.kp,
-        config, stream(),
-    )  # fmt: skip
+    weights = address(w.codes), address(w.scales), address(w.global_scale), address(w.bias)
+    bias_code = DTYPE_CODES[w.bias.dtype] if w.bias is not None else 0
+    sizes = MODES[routing], w.groups, rows, w.n
+    if x_scale is not None:
+        call(
+            "fp4_sm90_prefill_w4a8", address(x), address(x_scale), *weights, bias_code, address(route),
+            address(out), DTYPE_CODES[out.dtype], *sizes, w.kp, config, stream(),
+        )  # fmt: skip
+    else:
+        call(
+            "fp4_sm90_prefill_w4a16", address(x), DTYPE_CODES[x.dtype], *weights, bias_code, address(route),
+            address(out), DTYPE_CODES[out.dtype], *sizes, x.shape[-1], w.kp, config, stream(),
+        )  # fmt: skip
 
 
 @functools.cache
