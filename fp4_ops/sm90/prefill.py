@@ -29,7 +29,8 @@ def run(
     """x [M, ...] sorted by expert; out [M, n], rows of no expert as zeros.
 
     x with x_scale: e4m3 [M, kp] in the layout's order; without: bf16 or fp16 [M, k], rows of whole 16 bytes,
-    for which the weights are exact. `rows`: M, or the rows of each group where masked. `config`: a candidate's index.
+    for which the weights are exact. `rows`: M, or the rows of each group where masked. `config`: the index of
+    a candidate.
     """
     weights = address(w.codes), address(w.scales), address(w.global_scale), address(w.bias)
     bias_code = DTYPE_CODES[w.bias.dtype] if w.bias is not None else 0
