@@ -1,5 +1,9 @@
 // What the Hopper kernels compute in registers, run on the host for test_sm90_host.py: no GPU is needed.
+#include <cstring>
+
 #include "decode.cuh"
+#include "fp4_block.cuh"
+#include "prefill_expand.cuh"
 #include "prefill_fold.cuh"
 
 using namespace fp4::sm90;
@@ -25,5 +29,41 @@ extern "C" void decode_words(const uint32_t* words, const uint8_t* scales, int c
     uint32_t pairs[4];
     dequantize_word(words[i], __low2half2(decode_scales(scales[i] & 0x7F)), pairs);
     memcpy(out + 8 * i, pairs, sizeof(pairs));
+  }
+}
+
+// blocks [count][4] words (even row s = 0, 1; odd row s = 0, 1), scales [count][2] (even, odd row): for each
+// lane t of a quad the four registers of operand A. bfloat: else fp16.
+extern "C" void expand_blocks(const uint32_t* blocks, const uint8_t* scales, int count, int bfloat,
+                              uint32_t* out) {
+  const auto run = [&](auto expander) {
+    for (int i = 0; i < count; ++i) {
+      const uint32_t* w = blocks + 4 * i;
+      for (int t = 0; t < 4; ++t) {
+        expander.init(t);
+        expander.fragment(make_uint4(w[0], w[1], w[2], w[3]), scales[2 * i], scales[2 * i + 1],
+                          out + 16 * i + 4 * t);
+      }
+    }
+  };
+  bfloat ? run(BlockExpander<Element::kBfloat16>()) : run(BlockExpander<Element::kFloat16>());
+}
+
+// x [rows, k] float32 -> values [rows, k] and factor [rows], as fp4_row_kernel does it.
+extern "C" void quantize_rows(const float* x, int rows, int k, int nvfp4, float* values, float* factor) {
+  const int block = nvfp4 ? 16 : 32;
+  const auto largest = [](const float* v, int count) {
+    float m = 0.f;
+    for (int i = 0; i < count; ++i) m = fmaxf(m, fabsf(v[i]));
+    return m;
+  };
+  for (int r = 0; r < rows; ++r) {
+    const float* row = x + int64_t(r) * k;
+    factor[r] = nvfp4 ? nvfp4_global_scale(largest(row, k)) : 1.f;
+    for (int b = 0; b < k; b += block) {
+      const float amax = largest(row + b, block);
+      const Fp4Scale scale = nvfp4 ? nvfp4_scale(amax, factor[r]) : mxfp4_scale(amax);
+      for (int i = b; i < b + block; ++i) values[int64_t(r) * k + i] = scale.quantized(row[i]);
+    }
   }
 }

@@ -101,3 +101,45 @@ def test_decode_is_exact_in_fp16(host):
     got = torch.empty(len(words), 2, 2, 2, dtype=torch.float16)  # q, (i = 0, 2) or (1, 3), which of them
     host("decode_words", words, scales, len(words), got)
     assert torch.equal(got.transpose(-1, -2).reshape(-1, 8).double(), weights(codes, scales))
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_prefill_expands_exactly_in_16_bits(host, dtype):
+    """Operand A of wgmma m64k16: lane (g, t) holds k 2t, 2t + 1 of row g, then g + 8, then 8 k on.
+
+    Rows g and g + 8 are rows 2g and 2g + 1 of the weight.
+    """
+    codes, _, scales = every_code_and_scale()
+    even, odd = torch.cat([codes, (codes + 5) % 16], -1), torch.cat([(codes + 9) % 16, codes], -1).flip(0)
+    both = torch.stack([scales, scales.flip(0)], -1).contiguous()
+    blocks = torch.stack([word_of(r[:, s : s + 8]) for r in (even, odd) for s in (0, 8)], -1).contiguous()
+    got = torch.empty(len(codes), 4, 4, 2, dtype=dtype)  # lane t, register, value
+    host("expand_blocks", blocks, both, len(codes), int(dtype == torch.bfloat16), got)
+    for row, of_row in enumerate((even, odd)):
+        for half in range(2):
+            want = weights(of_row[:, 8 * half : 8 * half + 8], both[:, row])
+            have = got[:, :, 2 * half + row].reshape(-1, 8)
+            assert torch.equal(have.double(), want)
+
+
+@pytest.mark.parametrize("format", ["nvfp4", "mxfp4"])
+def test_rows_are_quantised_as_fp4_quantize_does(host, format):
+    """Each block of a row by itself, with ties, zeros, tiny and huge ones; the row's factor apart."""
+    block = 16 if format == "nvfp4" else 32
+    x = torch.randn(2000, 4 * block) * 10 ** torch.empty(2000, 1).uniform_(-6, 6)
+    x[:500] = torch.randint(-24, 25, (500, 4 * block)) / 4  # ties, where a block's scale is one
+    x[:500, 0] = 6 * 448 if format == "nvfp4" else 6
+    x[:500, block::block] = 6
+    x[500:600] = 0
+    x[600:700, :block] = 0
+    x[700:800] *= 2.0**-140
+    x[800:900, :block] *= 1e-9
+    codes, scale, factor = torch.ops.fp4.quantize(x[:, None], format)
+    factor = factor if format == "nvfp4" else torch.ones(len(x))
+    ones = torch.ones(len(x)) if format == "nvfp4" else None
+    want = torch.ops.fp4.dequantize(codes, scale, ones, format, torch.float64)[:, 0]
+    got, got_factor = torch.empty(x.shape), torch.empty(len(x))
+    host("quantize_rows", x, *x.shape, int(format == "nvfp4"), got, got_factor)
+    assert torch.equal(got_factor, factor)
+    assert torch.equal(got.double(), want)
+    assert torch.equal(got, got.bfloat16().float())
