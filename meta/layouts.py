@@ -59,8 +59,14 @@ LAYOUTS = {
             k_padding=128,
             block=16,
             elements=("e2m1",),
-            a_dtypes=(torch.bfloat16, torch.float16, torch.float8_e4m3fn),
-            a_formats=("none", "fp8", "auto"),
+            a_dtypes=(
+                torch.bfloat16,
+                torch.float16,
+                torch.float8_e4m3fn,
+                torch.uint8,
+                torch.float4_e2m1fn_x2,
+            ),
+            a_formats=("none", "fp8", "nvfp4", "mxfp4", "auto"),
         ),
     )
 }

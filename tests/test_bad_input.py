@@ -231,7 +231,7 @@ def sm90_cases() -> list[Bad]:
         Bad(op, sm90(b_scale=torch.zeros(G, 64, 4, dtype=u8)), f"b_scale has shape [{G}, 64, 4]; it must be [{G}, 64, 8]", "mxfp4"),
         Bad(op, sm90(b_global_scale=None), "b_global_scale is missing; layout 'sm90' needs one", "mxfp4"),
         Bad(op, sm90(b_global_scale=torch.ones(2)), f"b_global_scale has shape [2]; it must be [{G}]"),
-        Bad(op, sm90(a=torch.randn(M, K)), "a has dtype float32; layout 'sm90' reads bfloat16 or float16 or float8_e4m3fn"),
+        Bad(op, sm90(a=torch.randn(M, K)), "a has dtype float32; layout 'sm90' reads bfloat16 or float16 or float8_e4m3fn or uint8 or float4_e2m1fn_x2"),
         Bad(op, sm90(a=torch.randn(M, 72).half()), f"a has 72 columns; {needs} 16"),
         Bad(op, sm90(a=torch.randn(M, 144).half()), f"a has 144 columns; {padded}"),
         Bad(op, sm90(a=fp8), "a_scale is missing; float8_e4m3fn activations need one"),
@@ -241,7 +241,7 @@ def sm90_cases() -> list[Bad]:
             f"packed has 72 columns; {needs} 16"),
         Bad("unpack", {"layout": "sm90"}, f"packed has {N} rows; {needs} 64"),
         Bad("dequantize", {"layout": "sm90"}, f"packed has {N} rows; {needs} 64"),
-        Bad("moe", moe_sm90(a_format="int8"), "a_format is 'int8'; with layout 'sm90' it must be one of: none, fp8, auto"),
+        Bad("moe", moe_sm90(a_format="int8"), "a_format is 'int8'; with layout 'sm90' it must be one of: none, fp8, nvfp4, mxfp4, auto"),
         Bad("moe", moe_sm90(), "x has dtype float32; layout 'sm90' reads bfloat16 or float16"),
         Bad("moe", moe_sm90(a_format="fp8", x=torch.randn(M, 72)), f"x has 72 columns; {needs} 16"),
     ]  # fmt: skip

@@ -6,7 +6,7 @@ import torch
 from fp4_ops.meta.layouts import LAYOUTS
 
 from fp4_ops.experts import PackedWeight, interleave
-from fp4_ops.sm90 import decode, library, ops, rows
+from fp4_ops.sm90 import decode, library, ops, prefill, rows
 
 pytestmark = [
     pytest.mark.gpu,
@@ -146,6 +146,59 @@ def test_every_decode_candidate_in_float32(k, token_tiles):
         assert error(out, by_row(w.values, a, ordered)) < BOUND[torch.float32], config
 
 
+PREFILL_SHAPES = [
+    (3, 320, 2880),
+    (2, 64, 16),
+    (5, 192, 640),
+    (1, 256, 14336),
+    (300, 128, 256),
+    (2, 32768, 128),
+]
+
+
+@pytest.mark.parametrize("config", range(2))
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("shape", PREFILL_SHAPES, ids=str)
+def test_every_16_bit_prefill_candidate(shape, dtype, config):
+    """Dense, contiguous and masked, token tiles of every width, empty experts, rows of none, with factors."""
+    groups, n, k = shape
+    w = Weights(*shape, format="nvfp4")
+    kp = LAYOUTS["sm90"].padded(k)
+    bias = torch.randn(groups, n, device="cuda", dtype=dtype)
+    weight = decode.Weight(*w.packed, bias, groups, n, kp)
+    counts = torch.tensor([0, 1, 64, 65, 160, 161, 193, 300, 385], device="cuda")
+    counts = counts[torch.randint(0, 9, (groups,), device="cuda")] if groups < 100 else counts[:3].repeat(100)
+    counts[0] = 161
+    m = int(counts.sum()) + 5
+    ids = torch.repeat_interleave(torch.arange(groups, device="cuda"), counts)
+    ids = torch.cat([ids, ids.new_full((5,), -1)])
+    a, factor = torch.randn(m, k, device="cuda").to(dtype), torch.rand(m, device="cuda") + 0.5
+    offs = counts.cumsum(0).int()
+    own = torch.where((ids >= 0)[:, None], bias[ids.clamp(min=0)], 0).double()
+    for scale in (None, factor):
+        values = a.double() if scale is None else a.double() * scale.double()[:, None]
+        for out_dtype in (torch.float32, torch.bfloat16):
+            out = torch.full((m, n), float("nan"), device="cuda", dtype=out_dtype)
+            prefill.run(a, scale, weight, offs, decode.Routing.OFFS, m, out, config=config)
+            assert error(out, by_row(w.values, values, ids) + own) < BOUND[out_dtype]
+            assert not out[-5:].any()
+    one = decode.Weight(*(t[-1] for t in w.packed), None, 1, n, kp)
+    out = torch.full((m, n), float("nan"), device="cuda")
+    prefill.run(a, None, one, None, decode.Routing.DENSE, m, out, config=config)
+    assert error(out, a.double() @ w.values[-1].T) < BOUND[torch.float32]
+    max_m = m // groups
+    a = a[: groups * max_m]
+    masked_m = torch.randint(0, max_m + 1, (groups,), device="cuda").int()
+    masked_m[0] = max_m
+    out = torch.full((groups * max_m, n), float("nan"), device="cuda")
+    prefill.run(a, None, weight, masked_m, decode.Routing.MASKED, max_m, out, config=config)
+    row = torch.arange(groups * max_m, device="cuda")
+    ids = torch.where(row % max_m < masked_m[row // max_m], row // max_m, -1)
+    own = torch.where((ids >= 0)[:, None], bias[ids.clamp(min=0)], 0).double()
+    assert error(out, by_row(w.values, a, ids) + own) < BOUND[torch.float32]
+    assert not out[ids < 0].any()
+
+
 @pytest.mark.parametrize("exact_scales", [False, True], ids=["any scales", "fp8-exact scales"])
 @pytest.mark.parametrize("shape", [*SHAPES, (2, 24576, 256)], ids=str)
 def test_products_of_fp8_rows(shape, exact_scales):
@@ -161,6 +214,69 @@ def test_products_of_fp8_rows(shape, exact_scales):
         assert not got[int(offs[-1]) :].any()
         got = torch.ops.fp4.mm(a, *(t[0] for t in w.packed), a_scale, **w.options)
         assert error(got, values @ w.values[0].T) < bound
+
+
+@pytest.mark.parametrize("a_format", FORMATS)
+@pytest.mark.parametrize("shape", SHAPES, ids=str)
+def test_products_of_fp4_rows(shape, a_format):
+    """Both operands dequantised exactly, float32 sums: no error but theirs."""
+    w = Weights(*shape, format="nvfp4")
+    groups, _, k = shape
+    for m in ROWS:
+        codes, scale, _ = torch.ops.fp4.quantize(torch.randn(m, k, device="cuda"), a_format)
+        factor = torch.rand(m, device="cuda") + 0.5 if a_format == "nvfp4" else None
+        plain = torch.ones((), device="cuda") if factor is not None else None
+        values = torch.ops.fp4.dequantize(codes, scale, plain, a_format, torch.float64)
+        values = values if factor is None else values * factor.double()[:, None]
+        ids, ordered, offs = routed(m, groups)
+        options = {"a_format": a_format, "out_dtype": torch.float32, **w.options}
+        got = torch.ops.fp4.grouped_mm(codes, *w.packed, offs, scale, None, factor, **options)
+        assert error(got, by_row(w.values, values, ordered)) < BOUND[torch.float32]
+        got = torch.ops.fp4.indexed_mm(codes, *w.packed, ids, scale, None, factor, **options)
+        assert error(got, by_row(w.values, values, ids)) < BOUND[torch.float32]
+        last = [t[-1] for t in w.packed]
+        got = torch.ops.fp4.mm(codes, *last, scale, None, factor, **options)
+        assert error(got, values @ w.values[-1].T) < BOUND[torch.float32]
+
+
+@pytest.mark.parametrize("dtype", [*DTYPES, torch.float32])
+@pytest.mark.parametrize("format", FORMATS)
+@pytest.mark.parametrize("k", [16, 32, 768, 2880, 16384])
+def test_quantize_fp4_rows_equals_the_operator(k, format, dtype):
+    x = (torch.randn(70, k, device="cuda") * 10 ** torch.empty(70, 1, device="cuda").uniform_(-3, 3)).to(
+        dtype
+    )
+    x[3] = 0
+    x[4, :16] = 0
+    picked = torch.randint(0, 140, (90,), device="cuda").int()
+    values, factor = rows.quantize_fp4(x, rows=picked, div=2, format=format)
+    codes, scale, each = torch.ops.fp4.quantize(x[picked.long() // 2][:, None], format)
+    ones = torch.ones(90, device="cuda") if format == "nvfp4" else None
+    want = torch.ops.fp4.dequantize(codes, scale, ones, format, torch.bfloat16)[:, 0]
+    assert torch.equal(values, want)
+    assert torch.equal(factor, each if format == "nvfp4" else torch.ones_like(factor))
+    for bad in (float("nan"), float("inf")):
+        x[7, k // 2] = bad
+        assert rows.quantize_fp4(x, format=format)[1].isnan().nonzero().tolist() == [[7]]
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float8_e4m3fn])
+@pytest.mark.parametrize("m", [1, 40, 300])
+def test_groups_along_k(m, dtype):
+    n, k = 128, 336
+    w = Weights(n, k, format="nvfp4")
+    a = torch.randn(m, k, device="cuda").bfloat16()
+    scale, values = None, a.double()
+    if dtype == torch.float8_e4m3fn:
+        a, scale = torch.ops.fp4.quantize_fp8(a, layout="sm90")
+        values = plain_order(a).double()[:, :k] * scale.double()[:, None]
+    ends = [0, 16, 16, 128, 336]
+    offs = torch.tensor(ends, dtype=torch.int32, device="cuda")
+    got = torch.ops.fp4.grouped_mm_k(a, *w.packed, offs, scale, out_dtype=torch.float32, **w.options)
+    bound = BOUND[torch.float32] if scale is None else FP8_BOUND
+    for g, (begin, end) in enumerate(zip([0, *ends], ends)):
+        want = values[:, begin:end] @ w.values[:, begin:end].T
+        assert error(got[g], want) < bound if end > begin else not got[g].any()
 
 
 def test_small_block_scales_in_fp8():
@@ -210,7 +326,7 @@ GATES = ["silu", "gelu", "gelu_tanh", "swigluoai", "silu_interleaved"]
 
 @pytest.mark.parametrize("gate", GATES)
 @pytest.mark.parametrize("format", FORMATS)
-@pytest.mark.parametrize("a_format", ["none", "fp8", "auto"])
+@pytest.mark.parametrize("a_format", ["none", "fp8", "nvfp4", "mxfp4", "auto"])
 def test_moe(a_format, format, gate):
     experts, hidden, inter, top_k = 16, 512, 192, 4
     up, down = (
@@ -223,14 +339,17 @@ def test_moe(a_format, format, gate):
         ids = torch.randint(-1, experts + 1, (tokens, top_k), device="cuda")
         ids[0, 0] = 0
         weights = torch.rand(tokens, top_k, device="cuda")
+        fp4 = a_format in FORMATS
         want = reference.moe(
-            x.double(), ids, weights, up.values, down.values, b13.double(), b2.double(), activation=gate
-        )
+            x.double(), ids, weights, up.values, down.values, b13.double(), b2.double(), activation=gate,
+            a_format=a_format if fp4 else "none",
+        )  # fmt: skip
         args = (x, ids, weights, *up.packed, *down.packed, b13, b2)
         options = {"activation": gate, "a_format": a_format, **up.options}
         got = torch.ops.fp4.moe(*args, **options)
         exact = ops.resolve_a_format(a_format, ids.numel(), experts) == "none"
-        assert error(got, want) < (6e-3 if exact else 8e-2)
+        # A hidden value near a tie of FP4 may fall to its other side: rarely, and the sum has thousands.
+        assert error(got, want) < (6e-3 if exact else 2e-2 if fp4 else 8e-2)
         assert torch.equal(got, torch.ops.fp4.moe(*args, **options)), "not deterministic"
 
 

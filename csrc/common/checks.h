@@ -46,7 +46,8 @@ inline constexpr Dtypes kActivation = {ScalarType::Float,
 inline constexpr Dtypes kPacked = {ScalarType::Byte, ScalarType::Float4_e2m1fn_x2};
 inline constexpr Dtypes kBytes = {ScalarType::Byte};
 // What the Hopper kernels read, of all activations and of floating ones.
-inline constexpr Dtypes kSm90Activation = {ScalarType::BFloat16, ScalarType::Half, ScalarType::Float8_e4m3fn};
+inline constexpr Dtypes kSm90Activation = {ScalarType::BFloat16, ScalarType::Half, ScalarType::Float8_e4m3fn,
+                                           ScalarType::Byte, ScalarType::Float4_e2m1fn_x2};
 inline constexpr Dtypes kSm90Floating = {ScalarType::BFloat16, ScalarType::Half};
 inline constexpr Dtypes kIndex = {ScalarType::Int, ScalarType::Long};
 inline constexpr Dtypes kInt32 = {ScalarType::Int};
@@ -527,8 +528,8 @@ inline MoeShape check_moe(const Tensor& x, const Tensor& topk_ids, const Tensor&
   check_activation(activation);
   check_a_format(a_format);
   const Layout& order = *up.layout;
-  if (order.order == Order::sm90 && a_format != "none" && a_format != "fp8" && a_format != "auto")
-    fail("a_format is '", a_format, "'; with layout 'sm90' it must be one of: none, fp8, auto");
+  if (order.order == Order::sm90 && a_format == "int8")
+    fail("a_format is '", a_format, "'; with layout 'sm90' it must be one of: none, fp8, nvfp4, mxfp4, auto");
   check_dtype("x", x, kFloating);
   if (a_format == "none" || a_format == "auto") check_a_dtype("x", x, order, kSm90Floating);
   check_dim("x", x, 2);

@@ -23,6 +23,7 @@
 #include <cstdint>
 
 #include "decode_plan.cuh"
+#include "gate.cuh"
 #include "ptx.cuh"
 
 namespace fp4::sm90 {
@@ -96,20 +97,6 @@ __host__ __device__ __forceinline__ half2 decode_scales(uint32_t two) {
 }
 
 // --- activations ---
-
-__device__ __forceinline__ float apply_gate(Act act, float gate, float up, const DecodeParams& p) {
-  if (p.act_limit > 0.f) {
-    gate = fminf(gate, p.act_limit);
-    up = fminf(fmaxf(up, -p.act_limit), p.act_limit);
-  }
-  up += p.act_up_offset;
-  if (act == Act::kGelu) return 0.5f * gate * (1.f + erff(gate * 0.70710678f)) * up;
-  if (act == Act::kGeluTanh) {
-    const float inner = 0.79788456f * (gate + 0.044715f * gate * gate * gate);
-    return gate / (1.f + __expf(-2.f * inner)) * up;
-  }
-  return gate / (1.f + __expf(-p.act_alpha * gate)) * up;
-}
 
 __device__ __forceinline__ float load_as_float(const void* p, int64_t i, DType type) {
   if (type == DType::kBFloat16) return __bfloat162float(static_cast<const __nv_bfloat16*>(p)[i]);
@@ -238,6 +225,15 @@ __device__ __forceinline__ void load_activations(const DecodeParams& p, const De
       for (int h = 0; h < 2; ++h) {
         const uint2 a = raw[j].pairs(2 * h, up), b = raw[j].pairs(2 * h + 1, up);
         to[32 * h] = make_uint4(a.x, a.y, b.x, b.y);
+      }
+    }
+    if (kType != DType::kFloat8 && p.x_scale) {  // rows with a factor each: this lane's two tokens'
+#pragma unroll
+      for (int i = 0; i < 2; ++i) {
+        const int token = nt * 8 + 2 * t + i;
+        if (token >= count) continue;
+        const int from = divide(buffers.row_list[run.segment][token], p.a_div_mul, p.a_div_shift);
+        factor[nt][i] *= p.x_scale[from];
       }
     }
   }
@@ -392,7 +388,8 @@ __device__ __forceinline__ void finish(const DecodeParams& p, const DecodeShared
       if (p.act == Act::kNone) {
         store_pair(p.out, row * p.n + n, v0, v1, p.out_type);
       } else {
-        store_one(p.out, (row * p.n + n) / 2, apply_gate(p.act, v0, v1, p), p.out_type);
+        store_one(p.out, (row * p.n + n) / 2,
+                  gate_value(p.act, p.act_alpha, p.act_limit, p.act_up_offset, v0, v1), p.out_type);
       }
     }
   }

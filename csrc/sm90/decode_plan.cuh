@@ -13,7 +13,7 @@ enum class Routing : int { kOffs, kIds32, kIds64, kMasked, kDense };
 
 struct DecodeParams {
   const void* x;              // [rows / a_div, k] of x_type, row stride k (fp8: kp)
-  const float* x_scale;       // one a row of x, or null
+  const float* x_scale;       // one a row of x; null for ones (16-bit rows)
   const uint8_t* codes;       // sm90 layout
   const uint8_t* scales;      // sm90 layout
   const float* global_scale;  // [groups]

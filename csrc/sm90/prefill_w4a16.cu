@@ -21,13 +21,14 @@ constexpr Candidate kCandidates[] = {
 
 using namespace fp4::sm90;
 
-// x [rows, k] in plain order, k % 8 == 0, of x_dtype 1 bfloat16 or 2 float16. Pointers are device pointers,
-// 16-byte aligned.
-extern "C" int fp4_sm90_prefill_w4a16(const void* x, int x_dtype, const void* packed, const void* block_scale,
-                                      const float* global_scale, const void* bias, int bias_dtype,
-                                      const int32_t* group_rows, void* out, int out_dtype, int mode,
-                                      int groups, int m, int n, int k, int kp, int config, void* stream) {
-  Arguments arguments = {x,          nullptr,    packed, block_scale, global_scale, bias,
+// x [rows, k] in plain order, k % 8 == 0, of x_dtype 1 bfloat16 or 2 float16; x_scale [rows], or null for
+// ones. Pointers are device pointers, 16-byte aligned.
+extern "C" int fp4_sm90_prefill_w4a16(const void* x, int x_dtype, const float* x_scale, const void* packed,
+                                      const void* block_scale, const float* global_scale, const void* bias,
+                                      int bias_dtype, const int32_t* group_rows, void* out, int out_dtype,
+                                      int mode, int groups, int m, int n, int k, int kp, int config,
+                                      void* stream) {
+  Arguments arguments = {x,          x_scale,    packed, block_scale, global_scale, bias,
                          bias_dtype, group_rows, out,    out_dtype,   mode,         groups,
                          m,          n,          k,      kp,          config,       stream};
   switch (static_cast<DType>(x_dtype)) {

@@ -8,6 +8,7 @@
 #include <cstdint>
 #include <type_traits>
 
+#include "row_values.cuh"
 #include "types.cuh"
 
 namespace fp4::sm90 {
@@ -88,43 +89,7 @@ __global__ void place_kernel(const void* ids, bool wide, int rows, int groups, c
   }
 }
 
-// --- rows: one block a row, sixteen values a thread at a time ---
-
-constexpr int kRowThreads = 128;
-constexpr int kRowValues = 16;
-
-template <typename T>
-__device__ void load_values(const T* from, float (&v)[kRowValues]) {
-  static_assert(sizeof(T) == 2);
-#pragma unroll
-  for (int h = 0; h < 2; ++h) {
-    const uint4 u = reinterpret_cast<const uint4*>(from)[h];
-    const uint32_t w[4] = {u.x, u.y, u.z, u.w};
-#pragma unroll
-    for (int i = 0; i < 4; ++i) {
-      float2 f;
-      if constexpr (sizeof(T) == 2 && std::is_same_v<T, __nv_bfloat16>) {
-        f = __bfloat1622float2(reinterpret_cast<const __nv_bfloat162&>(w[i]));
-      } else {
-        f = __half22float2(reinterpret_cast<const half2&>(w[i]));
-      }
-      v[8 * h + 2 * i] = f.x;
-      v[8 * h + 2 * i + 1] = f.y;
-    }
-  }
-}
-
-__device__ float block_max(float v) {
-  __shared__ float part[kRowThreads / 32];
-#pragma unroll
-  for (int d = 16; d > 0; d /= 2) v = fmaxf(v, __shfl_xor_sync(~0u, v, d));
-  if (threadIdx.x % 32 == 0) part[threadIdx.x / 32] = v;
-  __syncthreads();
-  float m = part[0];
-#pragma unroll
-  for (int w = 1; w < kRowThreads / 32; ++w) m = fmaxf(m, part[w]);
-  return m;
-}
+// --- rows ---
 
 __device__ uint32_t pack_fp8(float a, float b, float c, float d) {
   const uint32_t lo = __nv_cvt_float2_to_fp8x2(make_float2(a, b), __NV_SATFINITE, __NV_E4M3);
@@ -143,56 +108,17 @@ __device__ void store_fp8(uint8_t* row, int block, const float (&v)[kRowValues],
   }
 }
 
-__device__ float gate_value(Act act, float alpha, float limit, float offset, float gate, float up) {
-  if (limit > 0.f) {
-    gate = fminf(gate, limit);
-    up = fminf(fmaxf(up, -limit), limit);
-  }
-  up += offset;
-  if (act == Act::kGelu) return 0.5f * gate * (1.f + erff(gate * 0.70710678f)) * up;
-  if (act == Act::kGeluTanh)
-    return gate / (1.f + __expf(-1.59576912f * (gate + 0.044715f * gate * gate * gate))) * up;
-  return gate / (1.f + __expf(-alpha * gate)) * up;
-}
-
-struct Gate {
-  Act act;  // kNone: the row as it is
-  int interleaved;
-  float alpha, limit, up_offset;
-};
-
 // Row r of the output from row (rows ? rows[r] / div : r) of x; quantised to fp8 with one scale a row, or in
 // x's type.
 template <typename T, int kBlocks>
 __global__ void __launch_bounds__(kRowThreads) row_kernel(const T* x, const int* rows, int div, Gate gate,
                                                           int width, int padded, void* out, float* scale) {
   const int64_t r = blockIdx.x;
-  const int64_t from = rows ? rows[r] / div : r;
-  const T* row = x + from * (gate.act == Act::kNone ? width : 2 * width);
   float v[kBlocks][kRowValues];
+  read_row(x, rows ? rows[r] / div : r, gate, width, v);
   float amax = 0.f;
 #pragma unroll
   for (int i = 0; i < kBlocks; ++i) {
-    const int block = i * kRowThreads + threadIdx.x, k = block * kRowValues;
-#pragma unroll
-    for (float& f : v[i]) f = 0.f;
-    if (k >= width) continue;
-    if (gate.act == Act::kNone) {
-      load_values(row + k, v[i]);
-    } else {
-      float a[kRowValues], b[kRowValues];
-      load_values(row + (gate.interleaved ? 2 * k : k), a);
-      load_values(row + (gate.interleaved ? 2 * k + kRowValues : width + k), b);
-#pragma unroll
-      for (int j = 0; j < kRowValues; ++j) {
-        float g = a[j], u = b[j];
-        if (gate.interleaved) {
-          g = j < 8 ? a[2 * (j % 8)] : b[2 * (j % 8)];
-          u = j < 8 ? a[2 * (j % 8) + 1] : b[2 * (j % 8) + 1];
-        }
-        v[i][j] = gate_value(gate.act, gate.alpha, gate.limit, gate.up_offset, g, u);
-      }
-    }
 #pragma unroll
     for (float f : v[i]) amax = fmaxf(amax, fabsf(f));
   }
@@ -213,7 +139,7 @@ __global__ void __launch_bounds__(kRowThreads) row_kernel(const T* x, const int*
     }
     return;
   }
-  amax = block_max(amax);
+  amax = block_max(amax, [](float a, float b) { return fmaxf(a, b); });
   const float s = amax / kFp8Max;
   const float inverse = amax > 0.f ? kFp8Max / amax : 0.f;
   if (threadIdx.x == 0) scale[r] = s;
@@ -281,32 +207,11 @@ __global__ void combine_kernel(const Y* y, const int* position, const void* ids,
 template <typename T>
 int launch_rows(const void* x, const int* rows, int count, int div, const Gate& gate, int width, int padded,
                 void* out, float* scale, cudaStream_t stream) {
-  const int blocks = (padded / kRowValues + kRowThreads - 1) / kRowThreads;
-  const auto run = [&](auto kernel) {
-    kernel<<<count, kRowThreads, 0, stream>>>(static_cast<const T*>(x), rows, div, gate, width, padded, out,
-                                              scale);
-  };
-  switch (blocks) {
-    case 1:
-      run(row_kernel<T, 1>);
-      break;
-    case 2:
-      run(row_kernel<T, 2>);
-      break;
-    case 3:
-    case 4:
-      run(row_kernel<T, 4>);
-      break;
-    case 5:
-    case 6:
-    case 7:
-    case 8:
-      run(row_kernel<T, 8>);
-      break;
-    default:
-      return cudaErrorInvalidValue;
-  }
-  return cudaGetLastError();
+  const bool fits = with_row_blocks(padded, [&](auto blocks) {
+    row_kernel<T, blocks.value><<<count, kRowThreads, 0, stream>>>(static_cast<const T*>(x), rows, div, gate,
+                                                                   width, padded, out, scale);
+  });
+  return fits ? cudaGetLastError() : cudaErrorInvalidValue;
 }
 
 }  // namespace

@@ -6,9 +6,12 @@ Few rows an expert: decode (csrc/sm90/decode.cu), with the activations as they a
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from functools import partial
 from typing import NamedTuple
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from ..meta import checks
@@ -121,6 +124,29 @@ def indexed_mm(
     return out
 
 
+def grouped_mm_k(
+    a: Tensor, a_scale: Tensor | None, w: Weight, offs: Tensor, out_dtype: torch.dtype
+) -> Tensor:
+    """One dense product of a copy of `a` for each group, zeros outside the group's columns.
+
+    It multiplies each group by all of K: right for every size, fast only for few rows. Groups along K come up
+    in training, where weights are not in 4 bits.
+    """
+    groups, (m, k) = offs.numel(), a.shape
+    column = torch.arange(k, device=a.device)
+    if a.dtype == torch.float8_e4m3fn:  # the layout's order: block t, word 2s + q -> word, block
+        column = column.view(-1, 4, 4, 4).transpose(1, 2).reshape(-1)
+        a = a.view(torch.uint8)  # zero is the byte zero
+    ends = offs.clamp(0, k).cummax(0).values[:, None] if groups else offs[:, None]
+    begins = F.pad(ends[:-1], (0, 0, 1, 0))[:groups]
+    mine = (column >= begins) & (column < ends)
+    masked = torch.where(mine[:, None], a, 0).view(groups * m, k)
+    if a.dtype == torch.uint8:
+        masked = masked.view(torch.float8_e4m3fn)
+    scale = a_scale.repeat(groups) if a_scale is not None else None
+    return mm(masked, scale, w, out_dtype).view(groups, m, w.n)
+
+
 def _contiguous(t: Tensor | None) -> Tensor | None:
     return None if t is None else t.contiguous()
 
@@ -157,6 +183,25 @@ def resolve_a_format(a_format: str, rows: int, experts: int) -> str:
     return "fp8" if decode.rows_per_expert(rows, experts) >= PREFILL_ROWS[torch.float8_e4m3fn] else "none"
 
 
+class _Rows(NamedTuple):
+    """How a block's rows go into its products."""
+
+    quantize: Callable[..., tuple[Tensor, Tensor]] | None
+    """rows.quantize_* for this a_format; None: as they are."""
+    dtype: torch.dtype
+    """What the products read, ..."""
+    between: torch.dtype
+    """... and what the first one leaves to be gated and quantised."""
+
+    @classmethod
+    def of(cls, a_format: str, x: torch.dtype) -> _Rows:
+        if a_format == "none":
+            return cls(None, x, x)
+        if a_format == "fp8":
+            return cls(rows.quantize_fp8, torch.float8_e4m3fn, torch.bfloat16)
+        return cls(partial(rows.quantize_fp4, format=a_format), torch.bfloat16, torch.float32)
+
+
 def moe(
     x: Tensor, topk_ids: Tensor, topk_weights: Tensor, up: Weight, down: Weight, activation: str,
     a_format: str, out_dtype: torch.dtype,
@@ -172,59 +217,52 @@ def moe(
     x, ids, weights = x.contiguous(), topk_ids.contiguous(), topk_weights.contiguous()
     gate = ACTIVATIONS[activation]
     bare = down._replace(bias=None)
-    fp8 = resolve_a_format(a_format, m, up.groups) == "fp8"
-    if fp8 and x.dtype == torch.float32:
+    how = _Rows.of(resolve_a_format(a_format, m, up.groups), x.dtype)
+    if how.dtype == torch.float8_e4m3fn and x.dtype == torch.float32:
         x = x.bfloat16()
     blocks = multiprocessors(x.device.index)
     average = decode.rows_per_expert(m, up.groups)
     fits = all(decode.choose(m, w.groups, w.kp, blocks) is not None for w in (up, down))
-    if fits and average < PREFILL_ROWS[torch.float8_e4m3fn if fp8 else x.dtype]:
+    if fits and average < PREFILL_ROWS[how.dtype]:
         position = None
-        y = _moe_decode(x, ids, up, bare, gate, fp8)
+        y = _moe_decode(x, ids, up, bare, gate, how)
     else:
-        y, position = _moe_sorted(x, ids, up, bare, gate, fp8)
+        y, position = _moe_sorted(x, ids, up, bare, gate, how)
     rows.combine(y, position, ids, weights, down.bias, up.groups, out)
     return out
 
 
-def _moe_decode(x: Tensor, ids: Tensor, up: Weight, down: Weight, gate: Activation, fp8: bool) -> Tensor:
+def _moe_decode(x: Tensor, ids: Tensor, up: Weight, down: Weight, gate: Activation, how: _Rows) -> Tensor:
     """The experts' outputs, one row a (token, slot), in float32."""
     m, top_k = ids.numel(), ids.shape[1]
     by = _routed(ids, up.groups)
-    x_scale = None
-    if fp8:
-        x, x_scale = rows.quantize_fp8(x)
-    dtype = torch.bfloat16 if fp8 else x.dtype
+    a, a_scale = how.quantize(x) if how.quantize else (x, None)
+    fused = gate if gate.interleaved else None  # gate and up of a column meet in one lane's sums
+    h = torch.empty((m, up.n // 2 if fused else up.n), dtype=how.between, device=x.device)
+    _decode(a, a_scale, up, by, top_k, h, gate=fused)
     h_scale = None
-    if gate.interleaved:  # gate and up of a column meet in one lane's sums
-        h = torch.empty((m, up.n // 2), dtype=dtype, device=x.device)
-        _decode(x, x_scale, up, by, top_k, h, gate=gate)
-        if fp8:
-            h, h_scale = rows.quantize_fp8(h)
-    else:
-        both = torch.empty((m, up.n), dtype=dtype, device=x.device)
-        _decode(x, x_scale, up, by, top_k, both)
-        h, h_scale = rows.quantize_fp8(both, gate) if fp8 else (rows.apply_gate(both, gate), None)
+    if how.quantize:
+        h, h_scale = how.quantize(h, None if fused else gate)
+    elif not fused:
+        h = rows.apply_gate(h, gate)
     y = torch.empty((m, down.n), dtype=torch.float32, device=x.device)
     _decode(h, h_scale, down, by, 1, y, early=True)
     return y
 
 
 def _moe_sorted(
-    x: Tensor, ids: Tensor, up: Weight, down: Weight, gate: Activation, fp8: bool
+    x: Tensor, ids: Tensor, up: Weight, down: Weight, gate: Activation, how: _Rows
 ) -> tuple[Tensor, Tensor]:
     """The experts' outputs sorted by expert, in bfloat16, and the position of each (token, slot)."""
     m, top_k = ids.numel(), ids.shape[1]
     offs, sorted_rows, position = rows.route(ids, up.groups)
-    both = torch.empty((m, up.n), dtype=torch.bfloat16 if fp8 else x.dtype, device=x.device)
+    both = torch.empty((m, up.n), dtype=how.between, device=x.device)
     y = torch.empty((m, down.n), dtype=torch.bfloat16, device=x.device)
-    if fp8:
-        a, a_scale = rows.quantize_fp8(x, rows=sorted_rows, div=top_k)
-        _product(a, a_scale, up, offs, Routing.OFFS, m, both)
-        h, h_scale = rows.quantize_fp8(both, gate)
-        _product(h, h_scale, down, offs, Routing.OFFS, m, y)
+    if how.quantize:
+        a, a_scale = how.quantize(x, rows=sorted_rows, div=top_k)
     else:
-        a = x[sorted_rows.long() // top_k]
-        _product(a, None, up, offs, Routing.OFFS, m, both)
-        _product(rows.apply_gate(both, gate), None, down, offs, Routing.OFFS, m, y)
+        a, a_scale = x[sorted_rows.long() // top_k], None
+    _product(a, a_scale, up, offs, Routing.OFFS, m, both)
+    h, h_scale = how.quantize(both, gate) if how.quantize else (rows.apply_gate(both, gate), None)
+    _product(h, h_scale, down, offs, Routing.OFFS, m, y)
     return y, position

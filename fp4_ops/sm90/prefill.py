@@ -5,6 +5,7 @@ from __future__ import annotations
 import ctypes
 import functools
 
+import torch
 from torch import Tensor
 
 from .decode import Routing, Weight
@@ -28,22 +29,22 @@ def run(
 ) -> None:
     """x [M, ...] sorted by expert; out [M, n], rows of no expert as zeros.
 
-    x with x_scale: e4m3 [M, kp] in the layout's order; without: bf16 or fp16 [M, k], rows of whole 16 bytes,
-    for which the weights are exact. `rows`: M, or the rows of each group where masked. `config`: the index of
-    a candidate.
+    x e4m3 [M, kp] in the layout's order with x_scale [M]: weights are folded into e4m3. x bf16 or fp16
+    [M, k], rows of whole 16 bytes, with x_scale or without (ones): the weights are exact. `rows`: M, or the
+    rows of each group where masked. `config`: the index of a candidate.
     """
     weights = address(w.codes), address(w.scales), address(w.global_scale), address(w.bias)
     bias_code = DTYPE_CODES[w.bias.dtype] if w.bias is not None else 0
-    sizes = MODES[routing], w.groups, rows, w.n
-    if x_scale is not None:
+    result = address(route), address(out), DTYPE_CODES[out.dtype], MODES[routing], w.groups, rows, w.n
+    if x.dtype == torch.float8_e4m3fn:
         call(
-            "fp4_sm90_prefill_w4a8", address(x), address(x_scale), *weights, bias_code, address(route),
-            address(out), DTYPE_CODES[out.dtype], *sizes, w.kp, config, stream(),
+            "fp4_sm90_prefill_w4a8", address(x), address(x_scale), *weights, bias_code, *result, w.kp, config,
+            stream(),
         )  # fmt: skip
     else:
         call(
-            "fp4_sm90_prefill_w4a16", address(x), DTYPE_CODES[x.dtype], *weights, bias_code, address(route),
-            address(out), DTYPE_CODES[out.dtype], *sizes, x.shape[-1], w.kp, config, stream(),
+            "fp4_sm90_prefill_w4a16", address(x), DTYPE_CODES[x.dtype], address(x_scale), *weights, bias_code,
+            *result, x.shape[-1], w.kp, config, stream(),
         )  # fmt: skip
 
 

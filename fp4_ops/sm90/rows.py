@@ -1,4 +1,4 @@
-"""Launches csrc/sm90/rows.cu and weights.cu: routing, quantisation, gates, combine, and the layout itself."""
+"""Launches csrc/sm90/rows*.cu and weights.cu: routing, quantisation, gates, combine, and the layout."""
 
 from __future__ import annotations
 
@@ -36,20 +36,27 @@ def route(ids: Tensor, groups: int) -> tuple[Tensor, Tensor, Tensor]:
     return offs, sorted_rows, position
 
 
-def _rows(
-    x: Tensor, width: int, gate: Activation | None, rows: Tensor | None, div: int, count: int,
-    out: Tensor, scale: Tensor | None,
-) -> None:  # fmt: skip
+def _check_width(width: int) -> None:
     if width > MAX_WIDTH:
         raise RuntimeError(
             f"fp4: rows of {width} columns; the Hopper kernels take at most {MAX_WIDTH}. Use layout 'plain'"
         )
+
+
+def _gate_arguments(gate: Activation | None) -> tuple[int, bool, float, float, float]:
+    if gate is None:
+        return 0, False, 1.0, 0.0, 0.0
+    return FUNCTIONS[gate.function], gate.interleaved, gate.alpha, gate.limit or 0.0, gate.up_offset
+
+
+def _rows(
+    x: Tensor, width: int, gate: Activation | None, rows: Tensor | None, div: int, count: int,
+    out: Tensor, scale: Tensor | None,
+) -> None:  # fmt: skip
+    _check_width(width)
     call(
-        "fp4_sm90_rows", address(x), DTYPE_CODES[x.dtype], address(rows), count, div,
-        FUNCTIONS[gate.function] if gate is not None else 0, gate.interleaved if gate is not None else False,
-        gate.alpha if gate is not None else 1.0, (gate.limit or 0.0) if gate is not None else 0.0,
-        gate.up_offset if gate is not None else 0.0, width, LAYOUT.padded(width), address(out),
-        address(scale), stream(),
+        "fp4_sm90_rows", address(x), DTYPE_CODES[x.dtype], address(rows), count, div, *_gate_arguments(gate),
+        width, LAYOUT.padded(width), address(out), address(scale), stream(),
     )  # fmt: skip
 
 
@@ -66,6 +73,25 @@ def quantize_fp8(
     scale = torch.empty(count, dtype=torch.float32, device=x.device)
     _rows(x, width, gate, rows, div, count, out, scale)
     return out, scale
+
+
+def quantize_fp4(
+    x: Tensor, gate: Activation | None = None, rows: Tensor | None = None, div: int = 1, *, format: str
+) -> tuple[Tensor, Tensor]:
+    """x [M, K] quantised row by row, as values: bf16 [.., K] and float32 factors; value * factor is exact.
+
+    Rows and gate as in `quantize_fp8`. A row with a NaN or infinity gets the factor NaN.
+    """
+    count = x.shape[0] if rows is None else rows.shape[0]
+    width = x.shape[1] if gate is None else x.shape[1] // 2
+    _check_width(width)
+    out = torch.empty((count, width), dtype=torch.bfloat16, device=x.device)
+    factor = torch.empty(count, dtype=torch.float32, device=x.device)
+    call(
+        "fp4_sm90_rows_fp4", address(x), DTYPE_CODES[x.dtype], address(rows), count, div,
+        *_gate_arguments(gate), width, format == "nvfp4", address(out), address(factor), stream(),
+    )  # fmt: skip
+    return out, factor
 
 
 def quantize_fp8_rows(x: Tensor) -> tuple[Tensor, Tensor]:

@@ -37,10 +37,13 @@ def cuda_kernel(function):
     return function
 
 
-def hopper(product, a, a_scale, b, b_scale, b_global_scale, bias, w, *route_and_dtype):
-    """A product of fp4_ops.sm90 with a weight in its layout."""
+def hopper(product, a, b, b_scale, b_global_scale, bias, w, *route_and_dtype):
+    """A product of fp4_ops.sm90 with a weight in its layout. `a`: (a, a_scale, a_global_scale, a_format)."""
     sm90.require(product.__name__, b.device)
-    return product(a, a_scale, sm90.weight(b, b_scale, b_global_scale, bias, w), *route_and_dtype)
+    values, scale, _, a_format = a
+    if a_format:  # packed: exact in bfloat16 but for a factor of each row
+        values, scale = rows_of(*a)
+    return product(values, scale, sm90.weight(b, b_scale, b_global_scale, bias, w), *route_and_dtype)
 
 
 @cuda_kernel
@@ -105,7 +108,8 @@ def mm(
     )
     dtype = checks.resolve_out_dtype(a, out_dtype)
     if layout == SM90:
-        return hopper(sm90.mm, a, a_scale, b, b_scale, b_global_scale, bias, w, dtype)
+        given = a, a_scale, a_global_scale, a_format
+        return hopper(sm90.mm, given, b, b_scale, b_global_scale, bias, w, dtype)
     ops.refuse_layout("mm", layout)
     ops.refuse_int8("mm", a.dtype)
     wt = ops.weight(b, b_scale, b_global_scale, bias, w, FORMATS[format])
@@ -123,7 +127,8 @@ def grouped_mm(
     )
     dtype = checks.resolve_out_dtype(a, out_dtype)
     if layout == SM90:
-        return hopper(sm90.grouped_mm, a, a_scale, b, b_scale, b_global_scale, bias, w, offs, dtype)
+        given = a, a_scale, a_global_scale, a_format
+        return hopper(sm90.grouped_mm, given, b, b_scale, b_global_scale, bias, w, offs, dtype)
     ops.refuse_layout("grouped_mm", layout)
     ops.refuse_int8("grouped_mm", a.dtype)
     wt = ops.weight(b, b_scale, b_global_scale, bias, w, FORMATS[format])
@@ -143,9 +148,8 @@ def grouped_mm_masked(
     )
     dtype = checks.resolve_out_dtype(a, out_dtype)
     if layout == SM90:
-        return hopper(
-            sm90.grouped_mm_masked, a, a_scale, b, b_scale, b_global_scale, bias, w, masked_m, dtype
-        )
+        given = a, a_scale, a_global_scale, a_format
+        return hopper(sm90.grouped_mm_masked, given, b, b_scale, b_global_scale, bias, w, masked_m, dtype)
     ops.refuse_layout("grouped_mm_masked", layout)
     ops.refuse_int8("grouped_mm_masked", a.dtype)
     wt = ops.weight(b, b_scale, b_global_scale, bias, w, FORMATS[format])
@@ -165,7 +169,8 @@ def indexed_mm(
     )
     dtype = checks.resolve_out_dtype(a, out_dtype)
     if layout == SM90:
-        return hopper(sm90.indexed_mm, a, a_scale, b, b_scale, b_global_scale, bias, w, expert_ids, dtype)
+        given = a, a_scale, a_global_scale, a_format
+        return hopper(sm90.indexed_mm, given, b, b_scale, b_global_scale, bias, w, expert_ids, dtype)
     ops.refuse_layout("indexed_mm", layout)
     ops.refuse_int8("indexed_mm", a.dtype)
     wt = ops.weight(b, b_scale, b_global_scale, bias, w, FORMATS[format])
@@ -185,6 +190,10 @@ def grouped_mm_k(
     w = checks.check_grouped_mm_k(
         a, b, b_scale, b_global_scale, offs, format, layout, a_scale, a_global_scale, a_format
     )
+    if layout == SM90:
+        given = a, a_scale, a_global_scale, a_format
+        dtype = checks.resolve_out_dtype(a, out_dtype)
+        return hopper(sm90.grouped_mm_k, given, b, b_scale, b_global_scale, None, w, offs, dtype)
     ops.refuse_layout("grouped_mm_k", layout)
     ops.refuse_int8("grouped_mm_k", a.dtype)
     wt = ops.weight(b, b_scale, b_global_scale, None, w, FORMATS[format])

@@ -1,0 +1,189 @@
+"""The operators on layout sm90, each kernel replaced by what it says it computes: what lies between them."""
+
+from __future__ import annotations
+
+import pytest
+import reference
+import torch
+from fp4_ops.meta.formats import ACTIVATIONS
+
+from fp4_ops.sm90 import decode, ops, prefill, rows
+from fp4_ops.sm90.decode import Routing
+
+F8 = torch.float8_e4m3fn
+A_FORMATS = ["none", "fp8", "nvfp4", "mxfp4"]
+fp4 = torch.ops.fp4
+
+
+class Kernels:
+    """Stands in for csrc/sm90 in plain torch; `seen` are the names of those that ran."""
+
+    def __init__(self, monkeypatch) -> None:
+        self.seen: list[str] = []
+        monkeypatch.setattr(ops, "multiprocessors", lambda index: 132)
+        for module, name in (
+            *((decode, "run"), (prefill, "run"), (rows, "route"), (rows, "quantize_fp8")),
+            *((rows, "quantize_fp4"), (rows, "apply_gate"), (rows, "combine")),
+        ):
+            mine = f"{module.__name__.rsplit('.', 1)[1]}_run" if name == "run" else name
+            monkeypatch.setattr(module, name, getattr(self, mine))
+
+    def product(self, x, x_scale, w, expert, source, gate=None):
+        """w[expert[r]] @ x[source[r]] + bias in float64; zeros where the expert is -1."""
+        a = (logical(x) if x.dtype == F8 else x).double()
+        assert x.shape[-1] == w.kp or x.dtype != F8
+        a = torch.nn.functional.pad(a, (0, w.kp - a.shape[-1]))[source]
+        if x_scale is not None:
+            assert x_scale.shape == x.shape[:1] and x_scale.dtype == torch.float32
+            a = a * x_scale.double()[source, None]
+        codes, scales = w.codes.view(w.groups, w.n, -1), w.scales.view(w.groups, w.n, -1)
+        values = fp4.dequantize(codes, scales, w.global_scale.view(-1), "nvfp4", torch.float64, layout="sm90")
+        bias = None if w.bias is None else w.bias.view(w.groups, w.n).double()
+        y = reference.indexed_mm(a, values, expert, bias)
+        return y if gate is None else reference.activate(y, gate.name)
+
+    def decode_run(
+        self, x, w, route, routing, m, out, *, x_scale=None, sorted_rows=None, a_div=1, max_m=0, gate=None,
+        early=False,
+    ):  # fmt: skip
+        self.seen.append("decode")
+        assert (x.dtype == F8) <= (x_scale is not None) and x.dtype != torch.float32
+        expert = experts_of(route, routing, w, m, max_m)
+        row = torch.arange(m) if sorted_rows is None else sorted_rows.long()
+        out[row] = self.product(x, x_scale, w, expert, row // a_div, gate).to(out.dtype)
+
+    def prefill_run(self, x, x_scale, w, route, routing, m, out):
+        self.seen.append("prefill")
+        assert (x.dtype == F8) <= (x_scale is not None) and x.dtype != torch.float32
+        rows_of = out.shape[0]
+        expert = experts_of(route, routing, w, rows_of, m)
+        out.copy_(self.product(x, x_scale, w, expert, torch.arange(rows_of)))
+
+    def route(self, ids, groups):
+        self.seen.append("route")
+        key = ids.flatten().long()
+        key = torch.where((key >= 0) & (key < groups), key, groups)
+        order = key.argsort(stable=True)
+        offs = torch.bincount(key, minlength=groups + 1)[:groups].cumsum(0)
+        return offs.int(), order.int(), order.argsort().int()
+
+    def taken(self, x, gate, row, div):
+        x = x.double() if row is None else x.double()[row.long() // div]
+        return x if gate is None else reference.activate(x, gate.name)
+
+    def quantize_fp8(self, x, gate=None, rows=None, div=1):
+        self.seen.append("quantize")
+        assert x.dtype != torch.float32
+        return fp4.quantize_fp8(self.taken(x, gate, rows, div).float(), layout="sm90")
+
+    def quantize_fp4(self, x, gate=None, rows=None, div=1, *, format):
+        self.seen.append("quantize")
+        codes, scale, factor = fp4.quantize(self.taken(x, gate, rows, div).float()[:, None], format)
+        has = factor.numel() > 0
+        ones = torch.ones(codes.shape[0])
+        values = fp4.dequantize(codes, scale, ones if has else None, format, torch.bfloat16)
+        return values[:, 0], factor if has else ones
+
+    def apply_gate(self, x, gate):
+        self.seen.append("gate")
+        return reference.activate(x.double(), gate.name).to(x.dtype)
+
+    def combine(self, y, position, ids, weights, bias, groups, out):
+        y = y.double() if position is None else y.double()[position.long()]
+        y = y.view(*ids.shape, -1)
+        valid = (ids >= 0) & (ids < groups)
+        if bias is not None:
+            y = y + bias.double()[ids.clamp(0, groups - 1)]
+        out.copy_((torch.where(valid[..., None], y, 0) * weights.double()[..., None]).sum(1))
+
+
+def logical(codes: torch.Tensor) -> torch.Tensor:
+    """fp8 rows of the layout, in the order of k."""
+    return codes.view(*codes.shape[:-1], -1, 4, 4, 4).transpose(-2, -3).reshape(codes.shape)
+
+
+def experts_of(route, routing, w, m, max_m):
+    row = torch.arange(m)
+    if routing == Routing.DENSE:
+        return torch.zeros(m, dtype=torch.long)
+    if routing in (Routing.IDS32, Routing.IDS64):
+        assert (route.dtype == torch.int64) == (routing == Routing.IDS64)
+        expert = route.flatten().long()
+    elif routing == Routing.MASKED:
+        expert = torch.where(row % max_m < route[row // max_m], row // max_m, -1)
+    else:
+        expert = torch.searchsorted(route, row.int(), right=True)
+    return torch.where((expert >= 0) & (expert < w.groups), expert, -1)
+
+
+@pytest.fixture
+def kernels(monkeypatch) -> Kernels:
+    return Kernels(monkeypatch)
+
+
+def weight(*shape: int, bias: bool = False) -> tuple[decode.Weight, torch.Tensor]:
+    w = reference.random_weight("nvfp4", *shape)
+    packed = fp4.prepack(*w.operands(), "nvfp4", "sm90")
+    *lead, n, _ = shape
+    b = torch.randn(*lead, n) if bias else None
+    groups = lead[0] if lead else 1
+    return decode.Weight(*packed, b, groups, n, packed[0].shape[-1] * 2), w.dense.double()
+
+
+@pytest.mark.parametrize("activation", ["silu", "swigluoai", "gelu_interleaved"])
+@pytest.mark.parametrize("a_format", A_FORMATS)
+@pytest.mark.parametrize("tokens", [3, 60])
+def test_block(kernels, tokens, a_format, activation):
+    experts, hidden, inter, top_k = 4, 192, 64, 2
+    up, w13 = weight(experts, 2 * inter, hidden, bias=True)
+    down, w2 = weight(experts, hidden, inter, bias=True)
+    x = torch.randn(tokens, hidden).bfloat16()
+    ids = torch.randint(-1, experts + 1, (tokens, top_k))
+    ids[0] = torch.arange(top_k)
+    weights = torch.rand(tokens, top_k)
+    got = ops.moe(x, ids, weights, up, down, activation, a_format, torch.float32)
+    want = reference.moe(
+        x.double(), ids, weights, w13, w2, up.bias.double(), down.bias.double(), activation=activation,
+        a_format=a_format,
+    )  # fmt: skip
+    # Between the products: rounded to bfloat16; for fp8 quantised after that; for FP4 quantised from float32,
+    # where a tie that falls to the other side moves one value of thousands.
+    assert reference.relative_error(got, want) < {"none": 5e-3, "fp8": 2e-2}.get(a_format, 1e-2)
+    few = decode.rows_per_expert(ids.numel(), experts) < ops.PREFILL_ROWS[F8]
+    assert kernels.seen.count("decode" if few else "prefill") == 2
+    assert kernels.seen.count("quantize") == (0 if a_format == "none" else 2)
+    gate_in_product = few and ACTIVATIONS[activation].interleaved
+    assert kernels.seen.count("gate") == (a_format == "none" and not gate_in_product)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, F8])
+@pytest.mark.parametrize("m", [1, 5])
+def test_groups_along_k(kernels, m, dtype):
+    n, k = 64, 336
+    w, dense = weight(n, k)
+    a = torch.randn(m, k).bfloat16()
+    scale, values = None, a.double()
+    if dtype == F8:
+        a, scale = fp4.quantize_fp8(a, layout="sm90")
+        values = logical(a).double()[:, :k] * scale.double()[:, None]
+    ends = [0, 16, 16, 128, 336]
+    got = ops.grouped_mm_k(a, scale, w, torch.tensor(ends, dtype=torch.int32), torch.float32)
+    assert got.shape == (len(ends), m, n)
+    for g, (begin, end) in enumerate(zip([0, *ends], ends)):
+        want = values[:, begin:end] @ dense[:, begin:end].T
+        assert reference.relative_error(got[g], want) < 1e-6
+        assert end > begin or not got[g].any()
+
+
+@pytest.mark.parametrize("m", [3, 200])
+def test_rows_by_id_with_factors(kernels, m):
+    """As packed FP4 rows come: bfloat16 with a float32 factor each."""
+    groups, n, k = 4, 64, 128
+    w, dense = weight(groups, n, k, bias=True)
+    a, factor = torch.randn(m, k).bfloat16(), torch.rand(m) + 0.5
+    ids = torch.randint(-1, groups, (m,))
+    ids[0] = 0
+    got = ops.indexed_mm(a, factor, w, ids, torch.float32)
+    want = reference.indexed_mm(a.double() * factor.double()[:, None], dense, ids, w.bias.double())
+    assert reference.relative_error(got, want) < 1e-6
+    assert ("prefill" in kernels.seen) == (m == 200)
