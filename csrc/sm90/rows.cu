@@ -89,7 +89,21 @@ __global__ void place_kernel(const void* ids, bool wide, int rows, int groups, c
   }
 }
 
-// --- rows ---
+// --- rows: one block a row ---
+
+constexpr int kRowThreads = 128;
+
+__device__ float block_max(float v) {
+  __shared__ float part[kRowThreads / 32];
+#pragma unroll
+  for (int d = 16; d > 0; d /= 2) v = fmaxf(v, __shfl_xor_sync(~0u, v, d));
+  if (threadIdx.x % 32 == 0) part[threadIdx.x / 32] = v;
+  __syncthreads();
+  float m = part[0];
+#pragma unroll
+  for (int w = 1; w < kRowThreads / 32; ++w) m = fmaxf(m, part[w]);
+  return m;
+}
 
 __device__ uint32_t pack_fp8(float a, float b, float c, float d) {
   const uint32_t lo = __nv_cvt_float2_to_fp8x2(make_float2(a, b), __NV_SATFINITE, __NV_E4M3);
@@ -113,12 +127,12 @@ __device__ void store_fp8(uint8_t* row, int block, const float (&v)[kRowValues],
 template <typename T, int kBlocks>
 __global__ void __launch_bounds__(kRowThreads) row_kernel(const T* x, const int* rows, int div, Gate gate,
                                                           int width, int padded, void* out, float* scale) {
-  const int64_t r = blockIdx.x;
+  const int64_t r = blockIdx.x, from = rows ? rows[r] / div : r;
   float v[kBlocks][kRowValues];
-  read_row(x, rows ? rows[r] / div : r, gate, width, v);
   float amax = 0.f;
 #pragma unroll
   for (int i = 0; i < kBlocks; ++i) {
+    read_values(x, from, gate, width, (i * kRowThreads + threadIdx.x) * kRowValues, v[i]);
 #pragma unroll
     for (float f : v[i]) amax = fmaxf(amax, fabsf(f));
   }
@@ -139,7 +153,7 @@ __global__ void __launch_bounds__(kRowThreads) row_kernel(const T* x, const int*
     }
     return;
   }
-  amax = block_max(amax, [](float a, float b) { return fmaxf(a, b); });
+  amax = block_max(amax);
   const float s = amax / kFp8Max;
   const float inverse = amax > 0.f ? kFp8Max / amax : 0.f;
   if (threadIdx.x == 0) scale[r] = s;
@@ -207,11 +221,32 @@ __global__ void combine_kernel(const Y* y, const int* position, const void* ids,
 template <typename T>
 int launch_rows(const void* x, const int* rows, int count, int div, const Gate& gate, int width, int padded,
                 void* out, float* scale, cudaStream_t stream) {
-  const bool fits = with_row_blocks(padded, [&](auto blocks) {
-    row_kernel<T, blocks.value><<<count, kRowThreads, 0, stream>>>(static_cast<const T*>(x), rows, div, gate,
-                                                                   width, padded, out, scale);
-  });
-  return fits ? cudaGetLastError() : cudaErrorInvalidValue;
+  const int blocks = (padded / kRowValues + kRowThreads - 1) / kRowThreads;
+  const auto run = [&](auto kernel) {
+    kernel<<<count, kRowThreads, 0, stream>>>(static_cast<const T*>(x), rows, div, gate, width, padded, out,
+                                              scale);
+  };
+  switch (blocks) {
+    case 1:
+      run(row_kernel<T, 1>);
+      break;
+    case 2:
+      run(row_kernel<T, 2>);
+      break;
+    case 3:
+    case 4:
+      run(row_kernel<T, 4>);
+      break;
+    case 5:
+    case 6:
+    case 7:
+    case 8:
+      run(row_kernel<T, 8>);
+      break;
+    default:
+      return cudaErrorInvalidValue;
+  }
+  return cudaGetLastError();
 }
 
 }  // namespace

@@ -9,6 +9,8 @@
 namespace fp4::sm90 {
 namespace {
 
+constexpr int kMaxRowThreads = 1024;
+
 // NaN if either is.
 __device__ __forceinline__ float max_or_nan(float a, float b) {
   float m;
@@ -16,53 +18,61 @@ __device__ __forceinline__ float max_or_nan(float a, float b) {
   return m;
 }
 
+// The largest v of the block.
+__device__ __forceinline__ float block_max_or_nan(float v) {
+  __shared__ float part[32];
+#pragma unroll
+  for (int d = 16; d > 0; d /= 2) v = max_or_nan(v, __shfl_xor_sync(~0u, v, d));
+  if (threadIdx.x % 32 == 0) part[threadIdx.x / 32] = v;
+  __syncthreads();
+  float m = part[0];
+  for (int w = 1; w < blockDim.x / 32; ++w) m = max_or_nan(m, part[w]);
+  return m;
+}
+
 // Row r of the output from row (rows ? rows[r] / div : r) of x, as fp4::quantize does it for a matrix of that
-// row alone. A row with a NaN or infinity gets the factor NaN.
-template <typename T, int kBlocks, bool kNvfp4>
-__global__ void __launch_bounds__(kRowThreads) fp4_row_kernel(const T* x, const int* rows, int div, Gate gate,
-                                                              int width, __nv_bfloat16* out, float* factor) {
+// row alone; sixteen values a thread. A row with a NaN or infinity gets the factor NaN. Only float32 rows are
+// gated.
+template <typename T, bool kNvfp4>
+__global__ void __launch_bounds__(kMaxRowThreads)
+    fp4_row_kernel(const T* x, const int* rows, int div, Gate gate, int width, __nv_bfloat16* out,
+                   float* factor) {
+  if constexpr (sizeof(T) == 2) gate = {};
   const int64_t r = blockIdx.x;
-  float v[kBlocks][kRowValues];
-  read_row(x, rows ? rows[r] / div : r, gate, width, v);
-  float amax[kBlocks], row_max = 0.f;
+  const int k = threadIdx.x * kRowValues;
+  float v[kRowValues];
+  read_values(x, rows ? rows[r] / div : r, gate, width, k, v);
+  float amax = 0.f;
 #pragma unroll
-  for (int i = 0; i < kBlocks; ++i) {
-    amax[i] = 0.f;
-#pragma unroll
-    for (float f : v[i]) amax[i] = max_or_nan(amax[i], fabsf(f));
-    row_max = max_or_nan(row_max, amax[i]);
-    if constexpr (!kNvfp4) amax[i] = max_or_nan(amax[i], __shfl_xor_sync(~0u, amax[i], 1));  // blocks of 32
-  }
-  row_max = block_max(row_max, max_or_nan);
+  for (float f : v) amax = max_or_nan(amax, fabsf(f));
+  const float row_max = block_max_or_nan(amax);
   const float global = kNvfp4 ? nvfp4_global_scale(row_max) : 1.f;
   if (threadIdx.x == 0) factor[r] = isfinite(row_max) ? global : __int_as_float(0x7FFFFFFF);
+  if constexpr (!kNvfp4) amax = max_or_nan(amax, __shfl_xor_sync(~0u, amax, 1));  // blocks of 32
+  if (k >= width) return;
+  const Fp4Scale scale = kNvfp4 ? nvfp4_scale(amax, global) : mxfp4_scale(amax);
+  alignas(16) __nv_bfloat162 pairs[kRowValues / 2];
 #pragma unroll
-  for (int i = 0; i < kBlocks; ++i) {
-    const int k = (i * kRowThreads + threadIdx.x) * kRowValues;
-    if (k >= width) continue;
-    const Fp4Scale scale = kNvfp4 ? nvfp4_scale(amax[i], global) : mxfp4_scale(amax[i]);
-    alignas(16) __nv_bfloat162 pairs[kRowValues / 2];
-#pragma unroll
-    for (int j = 0; j < kRowValues; j += 2) {
-      pairs[j / 2] = __floats2bfloat162_rn(scale.quantized(v[i][j]), scale.quantized(v[i][j + 1]));
-    }
-    auto* to = reinterpret_cast<uint4*>(out + r * width + k);
-    to[0] = reinterpret_cast<const uint4*>(pairs)[0];
-    to[1] = reinterpret_cast<const uint4*>(pairs)[1];
+  for (int j = 0; j < kRowValues; j += 2) {
+    pairs[j / 2] = __floats2bfloat162_rn(scale.quantized(v[j]), scale.quantized(v[j + 1]));
   }
+  auto* to = reinterpret_cast<uint4*>(out + r * width + k);
+  to[0] = reinterpret_cast<const uint4*>(pairs)[0];
+  to[1] = reinterpret_cast<const uint4*>(pairs)[1];
 }
 
 template <typename T>
 int launch(const void* x, const int* rows, int count, int div, const Gate& gate, int width, int nvfp4,
            void* out, float* factor, cudaStream_t stream) {
-  const bool fits = with_row_blocks(width, [&](auto blocks) {
-    const auto run = [&](auto kernel) {
-      kernel<<<count, kRowThreads, 0, stream>>>(static_cast<const T*>(x), rows, div, gate, width,
-                                                static_cast<__nv_bfloat16*>(out), factor);
-    };
-    nvfp4 ? run(fp4_row_kernel<T, blocks.value, true>) : run(fp4_row_kernel<T, blocks.value, false>);
-  });
-  return fits ? cudaGetLastError() : cudaErrorInvalidValue;
+  const int threads = (width / kRowValues + 31) / 32 * 32;
+  if (threads > kMaxRowThreads || width % kRowValues != 0) return cudaErrorInvalidValue;
+  if (sizeof(T) == 2 && gate.act != Act::kNone) return cudaErrorInvalidValue;
+  const auto run = [&](auto kernel) {
+    kernel<<<count, threads, 0, stream>>>(static_cast<const T*>(x), rows, div, gate, width,
+                                          static_cast<__nv_bfloat16*>(out), factor);
+  };
+  nvfp4 ? run(fp4_row_kernel<T, true>) : run(fp4_row_kernel<T, false>);
+  return cudaGetLastError();
 }
 
 }  // namespace
@@ -70,8 +80,8 @@ int launch(const void* x, const int* rows, int count, int div, const Gate& gate,
 
 using namespace fp4::sm90;
 
-// Rows of x (`width` columns; 2 * width if gated) to `out` bf16 [count, width] and factor [count]. nvfp4:
-// else mxfp4.
+// Rows of x (`width` columns; float32 ones 2 * width if gated) to `out` bf16 [count, width] and factor
+// [count]. nvfp4: else mxfp4.
 extern "C" int fp4_sm90_rows_fp4(const void* x, DType x_type, const int* rows, int count, int div, Act act,
                                  int interleaved, float alpha, float limit, float up_offset, int width,
                                  int nvfp4, void* out, float* factor, void* stream) {
