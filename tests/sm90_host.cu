@@ -5,6 +5,7 @@
 #include "fp4_block.cuh"
 #include "prefill_expand.cuh"
 #include "prefill_fold.cuh"
+#include "prefill_int4.cuh"
 
 using namespace fp4::sm90;
 
@@ -66,4 +67,9 @@ extern "C" void quantize_rows(const float* x, int rows, int k, int nvfp4, float*
       for (int i = b; i < b + block; ++i) values[int64_t(r) * k + i] = scale.quantized(row[i]);
     }
   }
+}
+
+// As fold_words, of int4 codes.
+extern "C" void int4_words(const uint32_t* words, int count, uint32_t* out) {
+  for (int i = 0; i < count; ++i) int4_word(words[i], out[2 * i], out[2 * i + 1]);
 }

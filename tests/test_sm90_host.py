@@ -10,6 +10,8 @@ from pathlib import Path
 import pytest
 import torch
 
+from fp4_ops.sm90 import int4
+
 HERE = Path(__file__).parent
 NVCC = shutil.which("nvcc")
 U8 = torch.uint8
@@ -143,3 +145,34 @@ def test_rows_are_quantised_as_fp4_quantize_does(host, format):
     assert torch.equal(got_factor, factor)
     assert torch.equal(got.double(), want)
     assert torch.equal(got, got.bfloat16().float())
+
+
+def test_int4_is_exact_in_e4m3(host):
+    codes, words, _ = every_code_and_scale()
+    got = torch.empty(len(words), 8, dtype=U8)
+    host("int4_words", words, len(words), got)
+    assert torch.equal(values(got), torch.where(codes > 7, codes - 16, codes).double())
+
+
+@pytest.mark.parametrize("group", [128, 64, 32])
+def test_int4_lies_where_the_kernel_reads_it(host, group):
+    """Operand A as PrefillBlock's lanes make it of the packed bytes, and the scales of its rows."""
+    groups, n, k = 2, 128, 336
+    nibbles = torch.randint(0, 16, (groups, n, k))
+    scale = torch.randn(groups, n, -(-k // group)).bfloat16()
+    w = int4.pack((nibbles[..., ::2] | nibbles[..., 1::2] << 4).to(U8), scale, group)
+    words = w.codes.view(torch.int32).view(
+        groups, n // 16, w.kp // 64, 8, 4, 2, 2
+    )  # g, t, row of the pair, s
+    flat = words.reshape(-1).contiguous()
+    got = torch.empty(len(flat), 2, 4, dtype=U8)  # q, i
+    host("int4_words", flat, len(flat), got)
+    code = values(got).view(groups, n // 16, w.kp // 64, 8, 4, 2, 2, 2, 4)  # ..., g, t, row, s, q, i
+    code = code.permute(0, 1, 3, 5, 2, 4, 6, 7, 8).reshape(groups, n, w.kp)
+    each = w.scales.view(groups, n // 16, w.kp // 128, 128 // group, 8, 2).permute(0, 1, 4, 5, 2, 3)
+    each = each.reshape(groups, n, w.kp // group).double().repeat_interleave(group, -1)
+    want = (
+        torch.where(nibbles > 7, nibbles - 16, nibbles) * scale.double().repeat_interleave(group, -1)[..., :k]
+    )
+    assert torch.equal((code * each)[..., :k], want)
+    assert not code[..., k:].any()

@@ -84,10 +84,12 @@ class BlockExpander {
 };
 
 // The weights of one warp as operand A: four K = 16 instructions a half step.
-template <Element kElement>
+template <Element kElement_>
 class ExpandedWeights {
  public:
-  static constexpr int kInstructions = 4;
+  static constexpr Element kElement = kElement_;
+  static constexpr int kInstructions = 4, kTileScales = 128, kGroup = 0;
+  static constexpr float kFactor = 1.0f;
   using Fragments = uint32_t[4 * kInstructions];
   struct Prepared {
     uint4 codes[4];  // of each block of the half step

@@ -17,7 +17,6 @@ namespace fp4::sm90 {
 
 constexpr uint32_t kEighth = 24;          // e4m3 byte distance of a factor 8
 constexpr uint32_t kFirstFastScale = 40;  // the byte of scale 0.25: half its eighth is the least normal e4m3
-constexpr uint32_t kHalfCodes = 512;      // bytes of 16 rows' codes for 64 K
 constexpr uint32_t kEveryByte = 0x01010101u;
 
 struct FoldTable {
@@ -104,7 +103,9 @@ __device__ __forceinline__ void fold_fragments(uint4 codes, const FoldTables& ta
 // The weights of one warp as operand A: two K = 32 instructions a half step.
 class FoldedWeights {
  public:
-  static constexpr int kInstructions = 2;
+  static constexpr Element kElement = Element::kE4m3;
+  static constexpr int kInstructions = 2, kTileScales = 128, kGroup = 0;
+  static constexpr float kFactor = 8.0f;  // the fold divides block scales by this
   using Fragments = uint32_t[4 * kInstructions];
   using Prepared = FoldTables;
 

@@ -44,7 +44,7 @@ constexpr double kClock = 1.755e9, kMemoryRate = 4e12, kBytesPerWeight = 0.5625;
 
 struct Candidate {
   const char* name;
-  int rows, cluster, store_tokens;
+  int rows, cluster, store_tokens, tile_scales;
   const int* widths;
   int width_count;
   Cost cost;
@@ -63,8 +63,15 @@ struct WidthTable<WidthList<Widths...>> {
 template <class Config>
 constexpr Candidate candidate(const char* name, const Cost& cost) {
   using Table = WidthTable<typename Config::Widths>;
-  return {name,          Config::Rows, Config::Cluster, Config::StoreTokens, Table::kValues,
-          Table::kCount, cost,         launch<Config>};
+  return {name,
+          Config::Rows,
+          Config::Cluster,
+          Config::StoreTokens,
+          Config::Weights::kTileScales,
+          Table::kValues,
+          Table::kCount,
+          cost,
+          launch<Config>};
 }
 
 // The tiles of a group of `rows`, as the device cuts it, and their cycles; columns of weights that are read.
@@ -215,7 +222,7 @@ int run(const Candidate (&candidates)[Count], CUtensorMapDataType x_type, int x_
       encode_matrix(&maps.codes, CU_TENSOR_MAP_DATA_TYPE_INT64, 8, a.packed, problem.steps * (kTileCodes / 8),
                     weight_tiles, kTileCodes / 8, box_tiles, CU_TENSOR_MAP_SWIZZLE_NONE) &&
       encode_matrix(&maps.scales, CU_TENSOR_MAP_DATA_TYPE_UINT8, 1, a.block_scale,
-                    problem.steps * kTileScales, weight_tiles, kTileScales, box_tiles,
+                    problem.steps * choice.tile_scales, weight_tiles, choice.tile_scales, box_tiles,
                     CU_TENSOR_MAP_SWIZZLE_NONE) &&
       encode_output(&maps.out, problem.out_type, a.out, a.n, rows, choice.store_tokens);
   if (!encoded) return kBadArgument;

@@ -26,6 +26,7 @@
 
 #include "prefill_expand.cuh"
 #include "prefill_fold.cuh"
+#include "prefill_int4.cuh"
 #include "prefill_schedule.cuh"
 #include "types.cuh"
 
@@ -34,7 +35,6 @@ namespace fp4::sm90 {
 constexpr int kStepK = 128;       // K of a stage
 constexpr int kTileRows = 16;     // weight rows of one tile of the layout
 constexpr int kTileCodes = 1024;  // bytes of codes of a tile in one step
-constexpr int kTileScales = 128;  // and of scales
 constexpr int kTokenStep = 16;    // tokens come in multiples of this
 constexpr int kXBoxes = 5;        // a copy of X brings 16, 32, 64, 128 or 256 rows
 constexpr int kWarpgroup = 128;
@@ -43,13 +43,11 @@ constexpr int kXRowBytes = 128;  // of X in shared memory, swizzled
 constexpr int kMmaTokens = 256;  // most tokens of one
 constexpr int kInfoSlots = 2;
 constexpr int kStoreBuffers = 2;
-constexpr float kFoldScale = 8.0f;  // the fold divides block scales by this
-
 struct Problem {
   Rows rows;
-  const float* x_scale;
-  const float* global_scale;
-  const void* bias;  // or null
+  const float* x_scale;       // or null: ones
+  const float* global_scale;  // or null: ones
+  const void* bias;           // or null
   DType bias_type;
   void* out;
   DType out_type;
@@ -68,14 +66,13 @@ struct TileInfo {
   int column;  // the first weight row, in the group
 };
 
-// Widths_: WidthList of the token tiles there are instances for. ptxas gives every instance 8 registers of
-// its own.
-template <Element kElement, int Warpgroups_, class Widths_, int Cluster_, int Stages_>
+// Weights_: how a warp makes operand A of its rows (FoldedWeights, ExpandedWeights, Int4Weights). Widths_:
+// WidthList of the token tiles there are instances for. ptxas gives every instance 8 registers of its own.
+template <class Weights_, int Warpgroups_, class Widths_, int Cluster_, int Stages_>
 struct PrefillConfig {
-  static constexpr bool Folded = kElement == Element::kE4m3;
-  using Weights = std::conditional_t<Folded, FoldedWeights, ExpandedWeights<kElement>>;
+  using Weights = Weights_;
   template <int Tokens>
-  using Mma = Wgmma<kElement, Tokens>;
+  using Mma = Wgmma<Weights::kElement, Tokens>;
   using Widths = Widths_;
   static constexpr int Warpgroups = Warpgroups_, MaxTokens = Widths::kMost, Cluster = Cluster_;
   static constexpr int Stages = Stages_;
@@ -89,13 +86,13 @@ struct PrefillConfig {
       (BirthRegisters + (BirthRegisters - ProducerRegisters) / Warpgroups) / 8 * 8;
   static constexpr int StoreTokens = Warpgroups == 2 ? 64 : 32;  // rows of the output a copy takes
   static constexpr int StoreBytes = StoreTokens * kMmaRows * 2;
-  static constexpr int ElementBytes = Folded ? 1 : 2;
+  static constexpr int ElementBytes = Weights::kElement == Element::kE4m3 ? 1 : 2;
   static constexpr int XTiles =
       kStepK * ElementBytes / kXRowBytes;  // K of a stage is cut into rows of 128 bytes
   static constexpr int XTileBytes = MaxTokens * kXRowBytes;
   static constexpr int XBytes = XTiles * XTileBytes;
   static constexpr int CodeBytes = Rows / kTileRows * kTileCodes;
-  static constexpr int ScaleBytes = Rows / kTileRows * kTileScales;
+  static constexpr int ScaleBytes = Rows / kTileRows * Weights::kTileScales;
 };
 
 template <class Config>
@@ -194,8 +191,8 @@ class PrefillBlock {
           barrier_expect_bytes(full, Config::CodeBytes + Config::ScaleBytes);
           load_box(smem_address(shared_.codes[ring.slot]), &maps_.codes, full, step * (kTileCodes / 8),
                    row_tile);
-          load_box(smem_address(shared_.scales[ring.slot]), &maps_.scales, full, step * kTileScales,
-                   row_tile);
+          load_box(smem_address(shared_.scales[ring.slot]), &maps_.scales, full,
+                   step * Config::Weights::kTileScales, row_tile);
         }
         __syncwarp();
       }
@@ -215,7 +212,8 @@ class PrefillBlock {
       TileInfo info = {};
       if (more) {
         info = {tile.width, tile.row, tile.rows, first_column(tile)};
-        float factor = (Config::Folded ? kFoldScale : 1.0f) * problem_.global_scale[tile.group];
+        float global = problem_.global_scale == nullptr ? 1.0f : problem_.global_scale[tile.group];
+        float factor = Config::Weights::kFactor * global;
 #pragma unroll 2
         for (int i = lane; i < tile.rows; i += kWarp) {
           float scale = problem_.x_scale == nullptr ? 1.0f : problem_.x_scale[tile.row + i];
@@ -245,7 +243,7 @@ class PrefillBlock {
     Sums sums;
     int warp = threadIdx.x / kWarp;
     weights_.init(smem_address(shared_.codes) + warp * kTileCodes,
-                  smem_address(shared_.scales) + warp * kTileScales, threadIdx.x % kWarp);
+                  smem_address(shared_.scales) + warp * Config::Weights::kTileScales, threadIdx.x % kWarp);
     TileInfo tile = wait_info();
     if (tile.width > 0) {
       wait_stage(false);
@@ -314,10 +312,10 @@ class PrefillBlock {
     weights_.load(ring_.slot * Config::CodeBytes, ring_.slot * Config::ScaleBytes);
   }
 
-  // Starts the products of 64 K: steps of 32 bytes, each with one instruction for the first 256 tokens and
-  // one for the rest.
-  template <int Tokens, int Half>
-  __device__ __forceinline__ void issue_half(Sums& sums, int keep) {
+  // Starts the products of `Count` steps of 32 bytes of a half step (64 K), each with one instruction for the
+  // first 256 tokens and one for the rest.
+  template <int Tokens, int Half, int First, int Count>
+  __device__ __forceinline__ void issue(float* sums, int keep) {
     constexpr int kFirst = Tokens < kMmaTokens ? Tokens : kMmaTokens;
     constexpr int kRestOffset = kMmaTokens * kXRowBytes / 16;
     constexpr int kHalfOffset = Config::XTiles == 1 ? kXRowBytes / 2 : Config::XTileBytes;
@@ -328,10 +326,10 @@ class PrefillBlock {
       asm volatile("" : "+r"(fragment));  // all before the first starts
     wgmma_fence();
 #pragma unroll
-    for (int i = 0; i < Config::Weights::kInstructions; ++i) {
+    for (int i = First; i < First + Count; ++i) {
       const uint32_t* fragment = fragments_[Half] + 4 * i;
       uint32_t x_i = x + i * kDescriptorStep;
-      int keep_i = i == 0 ? keep : 1;
+      int keep_i = i == First ? keep : 1;
       Config::template Mma<kFirst>::run(sums, fragment, swizzled_descriptor(x_i), keep_i);
       if constexpr (Tokens > kFirst) {
         Config::template Mma<Tokens - kFirst>::run(sums + kFirst / 2, fragment,
@@ -339,6 +337,80 @@ class PrefillBlock {
       }
     }
     wgmma_commit();
+  }
+
+  template <int Tokens, int Half>
+  __device__ __forceinline__ void issue_half(Sums& sums, int keep) {
+    issue<Tokens, Half, 0, Config::Weights::kInstructions>(sums, keep);
+  }
+
+  // Adds the finished sums of a scale group, times the scales of this lane's two rows.
+  template <int Tokens>
+  __device__ __forceinline__ void promote(Sums& sums, Sums& partial, float2 scale) {
+#pragma unroll
+    for (int i = 0; i < Tokens / 2; ++i) {
+      asm volatile("" : "+f"(partial[i])::"memory");  // no use of a sum moves before the wait
+      sums[i] = fmaf(i % 4 < 2 ? scale.x : scale.y, partial[i], sums[i]);
+    }
+  }
+
+  // multiply() for weights with a float32 scale a group of K: each group's sums are finished, scaled and
+  // added, while the other warpgroup multiplies. Enters and leaves as multiply() does.
+  template <int Tokens>
+  __device__ __forceinline__ void multiply_groups(Sums& sums, TileInfo& next) {
+    constexpr int kGroup = Config::Weights::kGroup;
+    Sums partial;
+#pragma unroll
+    for (int i = 0; i < Tokens / 2; ++i) sums[i] = 0.0f;
+    for (int step = 0;; ++step) {
+      auto scales = weights_.scales();
+      if constexpr (kGroup == kStepK) {
+        issue_half<Tokens, 0>(partial, 0);
+        weights_.template finish<1>(weights_.template prepare<1>(), fragments_[1]);
+        issue_half<Tokens, 1>(partial, 1);
+      } else {
+        issue_groups<Tokens, 0>(sums, partial, scales);
+        weights_.template finish<1>(weights_.template prepare<1>(), fragments_[1]);
+        issue_groups<Tokens, 1>(sums, partial, scales);
+      }
+      previous_ = ring_.slot;
+      ring_ = ring_.next();
+      bool last = step + 1 == problem_.steps, more = true;
+      if (last) {
+        next = wait_info();
+        more = next.width > 0;
+      }
+      if (more) {
+        wait_stage(false);
+        load_weights();
+        wgmma_wait<kGroup == kStepK ? 1 : 0>();  // the first half's fragments are free
+        weights_.template finish<0>(weights_.template prepare<0>(), fragments_[0]);
+      }
+      wgmma_wait<0>();
+      release_stage(previous_);
+      if constexpr (kGroup == kStepK) {
+        promote<Tokens>(sums, partial, scales.of[0]);
+      }
+      if (last) break;
+    }
+  }
+
+  // A half step of groups of 64 or 32: its products, finished and added.
+  template <int Tokens, int Half, class Scales>
+  __device__ __forceinline__ void issue_groups(Sums& sums, Sums& partial, const Scales& scales) {
+    constexpr int kGroup = Config::Weights::kGroup;
+    if constexpr (kGroup == 64) {
+      issue_half<Tokens, Half>(partial, 0);
+      wgmma_wait<0>();
+      promote<Tokens>(sums, partial, scales.of[Half]);
+    } else {
+      issue<Tokens, Half, 0, 1>(partial, 0);
+      wgmma_wait<0>();
+      promote<Tokens>(sums, partial, scales.of[2 * Half]);
+      issue<Tokens, Half, 1, 1>(partial, 0);
+      wgmma_wait<0>();
+      promote<Tokens>(sums, partial, scales.of[2 * Half + 1]);
+    }
   }
 
   // All K of a tile. Enters with the first half step folded, and leaves so for the next tile, if any.
@@ -375,7 +447,11 @@ class PrefillBlock {
   template <int... Widths>
   __device__ __forceinline__ void multiply_width(WidthList<Widths...>, Sums& sums, int width,
                                                  TileInfo& next) {
-    ((width == Widths ? (multiply<Widths>(sums, next), true) : false) || ...);
+    if constexpr (Config::Weights::kGroup > 0) {
+      ((width == Widths ? (multiply_groups<Widths>(sums, next), true) : false) || ...);
+    } else {
+      ((width == Widths ? (multiply<Widths>(sums, next), true) : false) || ...);
+    }
   }
 
   __device__ __forceinline__ void store_tile(Sums& sums, const TileInfo& tile) {

@@ -9,11 +9,13 @@ constexpr Cost kTwoWarpgroups = {900, 5, 9.4, 1000, 9};
 
 using Wide = WidthList<192, 160, 128, 64>;
 
-// PrefillConfig<element, warpgroups, widths, cluster, stages>
+// PrefillConfig<weights, warpgroups, widths, cluster, stages>
 template <Element kElement>
 constexpr Candidate kCandidates[] = {
-    candidate<PrefillConfig<kElement, 2, Wide, 2, 3>>("rows 128, tokens 192, cluster 2", kTwoWarpgroups),
-    candidate<PrefillConfig<kElement, 2, Wide, 1, 3>>("rows 128, tokens 192, cluster 1", kTwoWarpgroups),
+    candidate<PrefillConfig<ExpandedWeights<kElement>, 2, Wide, 2, 3>>("rows 128, tokens 192, cluster 2",
+                                                                       kTwoWarpgroups),
+    candidate<PrefillConfig<ExpandedWeights<kElement>, 2, Wide, 1, 3>>("rows 128, tokens 192, cluster 1",
+                                                                       kTwoWarpgroups),
 };
 
 }  // namespace

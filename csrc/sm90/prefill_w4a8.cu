@@ -15,20 +15,18 @@ using Narrow = WidthList<80, 64, 48, 32>;
 using NarrowPair = WidthList<80, 64>;
 using Small = WidthList<64, 32>;
 
-// PrefillConfig<element, warpgroups, widths, cluster, stages>
+// PrefillConfig<weights, warpgroups, widths, cluster, stages>
 constexpr Candidate kCandidates[] = {
-    candidate<PrefillConfig<Element::kE4m3, 2, Wide, 2, 4>>("rows 128, tokens 288, cluster 2",
-                                                            kTwoWarpgroups),
-    candidate<PrefillConfig<Element::kE4m3, 2, Wide, 1, 4>>("rows 128, tokens 288, cluster 1",
-                                                            kTwoWarpgroups),
-    candidate<PrefillConfig<Element::kE4m3, 3, Middle, 1, 5>>("rows 192, tokens 192, cluster 1",
-                                                              kThreeWarpgroups),
-    candidate<PrefillConfig<Element::kE4m3, 3, Narrow, 1, 8>>("rows 192, tokens 80, cluster 1",
-                                                              kThreeWarpgroups),
-    candidate<PrefillConfig<Element::kE4m3, 4, NarrowPair, 1, 6>>("rows 256, tokens 80, cluster 1",
-                                                                  kFourWarpgroups),
-    candidate<PrefillConfig<Element::kE4m3, 4, Small, 1, 7>>("rows 256, tokens 64, cluster 1",
-                                                             kFourWarpgroups),
+    candidate<PrefillConfig<FoldedWeights, 2, Wide, 2, 4>>("rows 128, tokens 288, cluster 2", kTwoWarpgroups),
+    candidate<PrefillConfig<FoldedWeights, 2, Wide, 1, 4>>("rows 128, tokens 288, cluster 1", kTwoWarpgroups),
+    candidate<PrefillConfig<FoldedWeights, 3, Middle, 1, 5>>("rows 192, tokens 192, cluster 1",
+                                                             kThreeWarpgroups),
+    candidate<PrefillConfig<FoldedWeights, 3, Narrow, 1, 8>>("rows 192, tokens 80, cluster 1",
+                                                             kThreeWarpgroups),
+    candidate<PrefillConfig<FoldedWeights, 4, NarrowPair, 1, 6>>("rows 256, tokens 80, cluster 1",
+                                                                 kFourWarpgroups),
+    candidate<PrefillConfig<FoldedWeights, 4, Small, 1, 7>>("rows 256, tokens 64, cluster 1",
+                                                            kFourWarpgroups),
 };
 constexpr int kCandidateCount = sizeof(kCandidates) / sizeof(kCandidates[0]);
 

@@ -150,6 +150,8 @@ __device__ __forceinline__ bool elect_lane() {
 
 // ---- bytes ----
 
+constexpr uint32_t kHalfCodes = 512;  // of 16 weight rows' codes for 64 K
+
 __device__ __forceinline__ uint4 load_shared_16(uint32_t smem) {
   uint4 value;
   asm volatile("ld.shared.v4.u32 {%0, %1, %2, %3}, [%4];"
@@ -161,6 +163,12 @@ __device__ __forceinline__ uint4 load_shared_16(uint32_t smem) {
 __device__ __forceinline__ uint32_t load_shared_4(uint32_t smem) {
   uint32_t value;
   asm volatile("ld.shared.u32 %0, [%1];" : "=r"(value) : "r"(smem));
+  return value;
+}
+
+__device__ __forceinline__ float2 load_shared_pair(uint32_t smem) {
+  float2 value;
+  asm volatile("ld.shared.v2.f32 {%0, %1}, [%2];" : "=f"(value.x), "=f"(value.y) : "r"(smem));
   return value;
 }
 
