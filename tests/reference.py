@@ -92,6 +92,11 @@ def round_e4m3(x: Tensor) -> Tensor:
     return x.clamp(max=448.0).to(torch.float8_e4m3fn)
 
 
+def over(x: Tensor, divisor: float) -> Tensor:
+    """x / divisor, rounded once: on a GPU, torch multiplies by the inverse of a Python number."""
+    return x / x.new_tensor(divisor)
+
+
 def quantize(x: Tensor, format: str, global_scale: Tensor | None = None):
     """The definition, in float32 and in this order of operations, so that bits are comparable."""
     x = x.float()
@@ -104,12 +109,12 @@ def quantize(x: Tensor, format: str, global_scale: Tensor | None = None):
                 if x.numel()
                 else x.new_zeros(x.shape[:-2])
             )
-            global_scale = torch.where(top == 0, 1.0, top / (6 * 448))
+            global_scale = torch.where(top == 0, 1.0, over(top, 6 * 448))
         factor = global_scale[..., None, None] if x.dim() > 1 else global_scale
-        scale = round_e4m3(amax / 6 / factor)
+        scale = round_e4m3(over(amax, 6) / factor)
         step = scale_values(scale).float() * factor
     elif format in INT4_FORMATS:
-        scale = (amax / 7.5).bfloat16()
+        scale = over(amax, 7.5).bfloat16()
         step = scale.float().repeat_interleave(block, -1)[..., :k]
         codes = torch.where(step == 0, 0.0, x / step).round().clamp(-8, 7)
         return pack_codes(codes.to(torch.int64) & 15), scale, x.new_empty(0)
@@ -128,7 +133,7 @@ def quantize_int8(x: Tensor) -> tuple[Tensor, Tensor]:
     """scale = amax / 127 for each block of 32, codes to nearest even; float32."""
     x = x.float()
     b = blocks(x, 32)
-    scale = b.abs().amax(-1) / 127
+    scale = over(b.abs().amax(-1), 127)
     codes = torch.where(scale[..., None] > 0, b / scale[..., None], 0.0).round().to(torch.int8)
     return codes.flatten(-2)[..., : x.shape[-1]], scale
 
@@ -141,7 +146,7 @@ def quantize_fp8(x: Tensor) -> tuple[Tensor, Tensor]:
     """scale = amax / 448 for each row, codes to nearest even; float32."""
     x = x.float()
     top = x.abs().amax(-1) if x.shape[-1] else x.new_zeros(x.shape[:-1])
-    scale = top / 448
+    scale = over(top, 448)
     value = torch.where(scale[..., None] > 0, x / scale[..., None], 0.0)
     return value.clamp(-448, 448).to(torch.float8_e4m3fn), scale
 

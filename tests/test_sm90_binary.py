@@ -97,7 +97,7 @@ def test_nothing_spills(functions, resources, kernel):
 def test_prefill_products_overlap(functions):
     """Where registers run short, ptxas waits after every product (C7511) and says so in passing."""
     for name, body in kernels(functions, "prefill_kernel").items():
-        if re.search(r"Int4WeightsILi(64|32)E", name):
+        if re.search(r"Int4WeightsILi64E", name):
             continue  # each group's sums are waited for
         products, waits = len(re.findall(r"GMMA\.64x", body)), len(re.findall(r"WARPGROUP\.DEPBAR", body))
         assert 0 < waits < products, (name, products, waits)

@@ -19,6 +19,13 @@ pytestmark = [
 FORMATS = ["nvfp4", "mxfp4"]
 DTYPES = [torch.bfloat16, torch.float16]
 BOUND = {torch.bfloat16: 4e-3, torch.float16: 1e-3, torch.float32: 2e-6}
+
+
+def sums_bound(k: int) -> float:
+    """Float32 results of one warp's sums: tensor cores cut the low bits off, so the error grows with K."""
+    return max(BOUND[torch.float32], 2e-9 * k)
+
+
 FP8_BOUND = 2.5e-2
 """Against float64 over the quantised activations: the prefill kernel rounds weight x block scale to e4m3."""
 SHAPES = [
@@ -180,12 +187,12 @@ def test_every_16_bit_prefill_candidate(shape, dtype, config):
         for out_dtype in (torch.float32, torch.bfloat16):
             out = torch.full((m, n), float("nan"), device="cuda", dtype=out_dtype)
             prefill.run(a, scale, weight, offs, decode.Routing.OFFS, m, out, config=config)
-            assert error(out, by_row(w.values, values, ids) + own) < BOUND[out_dtype]
+            assert error(out, by_row(w.values, values, ids) + own) < max(BOUND[out_dtype], sums_bound(k))
             assert not out[-5:].any()
     one = decode.Weight(*(t[-1] for t in w.packed), None, 1, n, kp)
     out = torch.full((m, n), float("nan"), device="cuda")
     prefill.run(a, None, one, None, decode.Routing.DENSE, m, out, config=config)
-    assert error(out, a.double() @ w.values[-1].T) < BOUND[torch.float32]
+    assert error(out, a.double() @ w.values[-1].T) < sums_bound(k)
     max_m = m // groups
     a = a[: groups * max_m]
     masked_m = torch.randint(0, max_m + 1, (groups,), device="cuda").int()
@@ -195,7 +202,7 @@ def test_every_16_bit_prefill_candidate(shape, dtype, config):
     row = torch.arange(groups * max_m, device="cuda")
     ids = torch.where(row % max_m < masked_m[row // max_m], row // max_m, -1)
     own = torch.where((ids >= 0)[:, None], bias[ids.clamp(min=0)], 0).double()
-    assert error(out, by_row(w.values, a, ids) + own) < BOUND[torch.float32]
+    assert error(out, by_row(w.values, a, ids) + own) < sums_bound(k)
     assert not out[ids < 0].any()
 
 

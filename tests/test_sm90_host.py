@@ -154,7 +154,7 @@ def test_int4_is_exact_in_e4m3(host):
     assert torch.equal(values(got), torch.where(codes > 7, codes - 16, codes).double())
 
 
-@pytest.mark.parametrize("group", [128, 64, 32])
+@pytest.mark.parametrize("group", int4.GROUPS)
 def test_int4_lies_where_the_kernel_reads_it(host, group):
     """Operand A as PrefillBlock's lanes make it of the packed bytes, and the scales of its rows."""
     groups, n, k = 2, 128, 336

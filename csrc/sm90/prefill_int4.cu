@@ -26,7 +26,7 @@ constexpr Candidate kCandidates[] = {
 using namespace fp4::sm90;
 
 // x e4m3 [rows, kp] in the layout's order with x_scale [rows]; packed [groups, n, kp / 2] and float32 scales
-// [groups, n / 16, kp / 128, 128 / group, 8, 2]: see prefill_int4.cuh. group: 128, 64 or 32. Pointers are
+// [groups, n / 16, kp / 128, 128 / group, 8, 2]: see prefill_int4.cuh. group: 128 or 64. Pointers are
 // device pointers, 16-byte aligned.
 extern "C" int fp4_sm90_prefill_int4(const void* x, const float* x_scale, const void* packed,
                                      const float* scales, int group, const void* bias, int bias_dtype,
@@ -39,8 +39,6 @@ extern "C" int fp4_sm90_prefill_int4(const void* x, const float* x_scale, const 
       return run(kCandidates<128>, CU_TENSOR_MAP_DATA_TYPE_UINT8, 1, arguments);
     case 64:
       return run(kCandidates<64>, CU_TENSOR_MAP_DATA_TYPE_UINT8, 1, arguments);
-    case 32:
-      return run(kCandidates<32>, CU_TENSOR_MAP_DATA_TYPE_UINT8, 1, arguments);
     default:
       return kBadArgument;
   }

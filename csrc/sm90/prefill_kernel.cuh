@@ -312,10 +312,10 @@ class PrefillBlock {
     weights_.load(ring_.slot * Config::CodeBytes, ring_.slot * Config::ScaleBytes);
   }
 
-  // Starts the products of `Count` steps of 32 bytes of a half step (64 K), each with one instruction for the
-  // first 256 tokens and one for the rest.
-  template <int Tokens, int Half, int First, int Count>
-  __device__ __forceinline__ void issue(float* sums, int keep) {
+  // Starts the products of a half step (64 K), each with one instruction for the first 256 tokens and one for
+  // the rest.
+  template <int Tokens, int Half>
+  __device__ __forceinline__ void issue_half(Sums& sums, int keep) {
     constexpr int kFirst = Tokens < kMmaTokens ? Tokens : kMmaTokens;
     constexpr int kRestOffset = kMmaTokens * kXRowBytes / 16;
     constexpr int kHalfOffset = Config::XTiles == 1 ? kXRowBytes / 2 : Config::XTileBytes;
@@ -326,10 +326,10 @@ class PrefillBlock {
       asm volatile("" : "+r"(fragment));  // all before the first starts
     wgmma_fence();
 #pragma unroll
-    for (int i = First; i < First + Count; ++i) {
+    for (int i = 0; i < Config::Weights::kInstructions; ++i) {
       const uint32_t* fragment = fragments_[Half] + 4 * i;
       uint32_t x_i = x + i * kDescriptorStep;
-      int keep_i = i == First ? keep : 1;
+      int keep_i = i == 0 ? keep : 1;
       Config::template Mma<kFirst>::run(sums, fragment, swizzled_descriptor(x_i), keep_i);
       if constexpr (Tokens > kFirst) {
         Config::template Mma<Tokens - kFirst>::run(sums + kFirst / 2, fragment,
@@ -337,11 +337,6 @@ class PrefillBlock {
       }
     }
     wgmma_commit();
-  }
-
-  template <int Tokens, int Half>
-  __device__ __forceinline__ void issue_half(Sums& sums, int keep) {
-    issue<Tokens, Half, 0, Config::Weights::kInstructions>(sums, keep);
   }
 
   // Adds the finished sums of a scale group, times the scales of this lane's two rows.
@@ -369,9 +364,9 @@ class PrefillBlock {
         weights_.template finish<1>(weights_.template prepare<1>(), fragments_[1]);
         issue_half<Tokens, 1>(partial, 1);
       } else {
-        issue_groups<Tokens, 0>(sums, partial, scales);
+        issue_group<Tokens, 0>(sums, partial, scales);
         weights_.template finish<1>(weights_.template prepare<1>(), fragments_[1]);
-        issue_groups<Tokens, 1>(sums, partial, scales);
+        issue_group<Tokens, 1>(sums, partial, scales);
       }
       previous_ = ring_.slot;
       ring_ = ring_.next();
@@ -395,22 +390,12 @@ class PrefillBlock {
     }
   }
 
-  // A half step of groups of 64 or 32: its products, finished and added.
+  // A half step, which is a group of 64: its products, finished and added.
   template <int Tokens, int Half, class Scales>
-  __device__ __forceinline__ void issue_groups(Sums& sums, Sums& partial, const Scales& scales) {
-    constexpr int kGroup = Config::Weights::kGroup;
-    if constexpr (kGroup == 64) {
-      issue_half<Tokens, Half>(partial, 0);
-      wgmma_wait<0>();
-      promote<Tokens>(sums, partial, scales.of[Half]);
-    } else {
-      issue<Tokens, Half, 0, 1>(partial, 0);
-      wgmma_wait<0>();
-      promote<Tokens>(sums, partial, scales.of[2 * Half]);
-      issue<Tokens, Half, 1, 1>(partial, 0);
-      wgmma_wait<0>();
-      promote<Tokens>(sums, partial, scales.of[2 * Half + 1]);
-    }
+  __device__ __forceinline__ void issue_group(Sums& sums, Sums& partial, const Scales& scales) {
+    issue_half<Tokens, Half>(partial, 0);
+    wgmma_wait<0>();
+    promote<Tokens>(sums, partial, scales.of[Half]);
   }
 
   // All K of a tile. Enters with the first half step folded, and leaves so for the next tile, if any.

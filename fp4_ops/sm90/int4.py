@@ -17,7 +17,8 @@ from .library import DTYPE_CODES, address, call, stream
 from .prefill import CHOOSE, MODES
 
 LAYOUT = LAYOUTS["sm90"]
-GROUPS = (128, 64, 32)
+GROUPS = (128, 64)
+"""An instruction's 32 K are half of each of four blocks of 16 (the layout's order): smaller groups would meet in it."""
 
 
 class Int4Weight(NamedTuple):

@@ -105,8 +105,8 @@ def quantize_fp8_rows(x: Tensor) -> tuple[Tensor, Tensor]:
     scale = largest / torch.full_like(largest, FP8_MAX)
     codes = torch.where(scale[..., None] > 0, values / scale[..., None], 0).clamp(-FP8_MAX, FP8_MAX)
     codes = F.pad(codes.to(torch.float8_e4m3fn).view(torch.uint8), (0, LAYOUT.padded(k) - k))
-    codes = codes.view(*x.shape[:-1], -1, 4, 4, 4).transpose(-2, -3)  # block t, word 2s + q -> word, block
-    return codes.reshape(*x.shape[:-1], -1).view(torch.float8_e4m3fn), scale
+    codes = codes.unflatten(-1, (LAYOUT.padded(k) // 64, 4, 4, 4)).transpose(-2, -3)  # block t, word 2s + q
+    return codes.flatten(-4).view(torch.float8_e4m3fn), scale  # -> word, block
 
 
 def apply_gate(x: Tensor, gate: Activation) -> Tensor:
