@@ -165,6 +165,22 @@ def sm90_order(codes: Tensor) -> Tensor:
     return out
 
 
+def half_rows(x: Tensor) -> tuple[Tensor, Tensor]:
+    """x [M, K] as fp16 [M, Kp], element 16t + 4c + i of each 64 at 16c + 8 (i % 2) + 2t + i / 2; and the
+    powers of two [M] that take the largest values to 2^14 and above, below 2^15."""
+    x = torch.nn.functional.pad(x.float(), (0, -x.shape[-1] % 128))
+    amax = x.abs().amax(-1)
+    exponent = torch.where(amax > 0, torch.frexp(amax).exponent, -126).clamp(min=15 - 126)
+    factor = torch.ldexp(torch.ones_like(amax), exponent - 15)
+    values = torch.ldexp(x, 15 - exponent[:, None]).half()
+    return values.view(len(x), -1, 4, 4, 2, 2).permute(0, 1, 3, 5, 2, 4).flatten(1), factor
+
+
+def plain_rows(codes: Tensor) -> Tensor:
+    """`half_rows` back in the order of k."""
+    return codes.view(len(codes), -1, 4, 2, 4, 2).permute(0, 1, 4, 2, 5, 3).flatten(1)
+
+
 # --- operands ---
 
 GATES = (

@@ -5,6 +5,7 @@
 #include "fp4_block.cuh"
 #include "prefill_expand.cuh"
 #include "prefill_fold.cuh"
+#include "prefill_half.cuh"
 #include "prefill_int4.cuh"
 
 using namespace fp4::sm90;
@@ -31,6 +32,11 @@ extern "C" void decode_words(const uint32_t* words, const uint8_t* scales, int c
     dequantize_word(words[i], __low2half2(decode_scales(scales[i] & 0x7F)), pairs);
     memcpy(out + 8 * i, pairs, sizeof(pairs));
   }
+}
+
+// Where each of k elements of an fp16 activation row lies.
+extern "C" void half_positions(int k, int* out) {
+  for (int i = 0; i < k; ++i) out[i] = half_position(i);
 }
 
 // blocks [count][4] words (even row s = 0, 1; odd row s = 0, 1), scales [count][2] (even, odd row): for each

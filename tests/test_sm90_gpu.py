@@ -3,6 +3,7 @@
 import pytest
 import reference
 import torch
+from fp4_ops.meta.formats import ACTIVATIONS
 from fp4_ops.meta.layouts import LAYOUTS
 
 from fp4_ops.experts import PackedWeight, interleave
@@ -163,10 +164,10 @@ PREFILL_SHAPES = [
 ]
 
 
-@pytest.mark.parametrize("config", range(2))
+@pytest.mark.parametrize("ordered, config", [(False, i) for i in range(2)] + [(True, i) for i in range(6)])
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("shape", PREFILL_SHAPES, ids=str)
-def test_every_16_bit_prefill_candidate(shape, dtype, config):
+def test_every_16_bit_prefill_candidate(shape, dtype, ordered, config):
     """Dense, contiguous and masked, token tiles of every width, empty experts, rows of none, with factors."""
     groups, n, k = shape
     w = Weights(*shape, format="nvfp4")
@@ -182,28 +183,68 @@ def test_every_16_bit_prefill_candidate(shape, dtype, config):
     a, factor = torch.randn(m, k, device="cuda").to(dtype), torch.rand(m, device="cuda") + 0.5
     offs = counts.cumsum(0).int()
     own = torch.where((ids >= 0)[:, None], bias[ids.clamp(min=0)], 0).double()
+
+    def run(x, scale, *args):
+        if ordered:
+            x, own_scale = rows.to_half(x)
+            scale = own_scale if scale is None else own_scale * scale
+        prefill.run(x, scale, *args, ordered=ordered, config=config)
+
     for scale in (None, factor):
         values = a.double() if scale is None else a.double() * scale.double()[:, None]
         for out_dtype in (torch.float32, torch.bfloat16):
             out = torch.full((m, n), float("nan"), device="cuda", dtype=out_dtype)
-            prefill.run(a, scale, weight, offs, decode.Routing.OFFS, m, out, config=config)
+            run(a, scale, weight, offs, decode.Routing.OFFS, m, out)
             assert error(out, by_row(w.values, values, ids) + own) < max(BOUND[out_dtype], sums_bound(k))
             assert not out[-5:].any()
     one = decode.Weight(*(t[-1] for t in w.packed), None, 1, n, kp)
     out = torch.full((m, n), float("nan"), device="cuda")
-    prefill.run(a, None, one, None, decode.Routing.DENSE, m, out, config=config)
+    run(a, None, one, None, decode.Routing.DENSE, m, out)
     assert error(out, a.double() @ w.values[-1].T) < sums_bound(k)
     max_m = m // groups
     a = a[: groups * max_m]
     masked_m = torch.randint(0, max_m + 1, (groups,), device="cuda").int()
     masked_m[0] = max_m
     out = torch.full((groups * max_m, n), float("nan"), device="cuda")
-    prefill.run(a, None, weight, masked_m, decode.Routing.MASKED, max_m, out, config=config)
+    run(a, None, weight, masked_m, decode.Routing.MASKED, max_m, out)
     row = torch.arange(groups * max_m, device="cuda")
     ids = torch.where(row % max_m < masked_m[row // max_m], row // max_m, -1)
     own = torch.where((ids >= 0)[:, None], bias[ids.clamp(min=0)], 0).double()
     assert error(out, by_row(w.values, a, ids) + own) < sums_bound(k)
     assert not out[ids < 0].any()
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("k", [16, 48, 64, 768, 2880, 16384])
+def test_rows_to_half(k, dtype):
+    """Bit for bit; what a row loses is below 2^-38 of its largest value."""
+    x = (torch.randn(70, k, device="cuda") * 10 ** torch.empty(70, 1, device="cuda").uniform_(-4, 4)).to(
+        dtype
+    )
+    x[3] = 0
+    picked = torch.randint(0, 140, (90,), device="cuda").int()
+    values, factor = rows.to_half(x, rows=picked, div=2)
+    want = reference.half_rows(x[picked.long() // 2])
+    assert torch.equal(values, want[0]) and torch.equal(factor, want[1])
+    back = reference.plain_rows(values).double()[:, :k] * factor.double()[:, None]
+    x = x[picked.long() // 2].double()
+    assert ((back - x).abs() <= x.abs().amax(-1, keepdim=True) * 2.0**-38).all()
+    for bad in (float("nan"), float("inf")):
+        y = torch.randn(5, k, device="cuda").to(dtype)
+        y[2, k // 2] = bad
+        values, factor = rows.to_half(y)
+        assert torch.isfinite(factor).all()
+        assert (~torch.isfinite(reference.plain_rows(values))).nonzero().tolist() == [[2, k // 2]]
+
+
+@pytest.mark.parametrize("gate", ["silu", "silu_interleaved", "swigluoai"])
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_rows_to_half_gated(dtype, gate):
+    x = torch.randn(33, 2 * 2880, device="cuda").to(dtype)
+    values, factor = rows.to_half(x, ACTIVATIONS[gate])
+    back = reference.plain_rows(values).double()[:, :2880] * factor.double()[:, None]
+    assert error(back, reference.activate(x.double(), gate)) < 3e-4
+    assert not reference.plain_rows(values)[:, 2880:].any()
 
 
 @pytest.mark.parametrize("exact_scales", [False, True], ids=["any scales", "fp8-exact scales"])

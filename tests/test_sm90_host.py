@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import ctypes
+import itertools
 import shutil
 import subprocess
 from pathlib import Path
 
 import pytest
+import reference
 import torch
 
 from fp4_ops.sm90 import int4
@@ -103,6 +105,21 @@ def test_decode_is_exact_in_fp16(host):
     got = torch.empty(len(words), 2, 2, 2, dtype=torch.float16)  # q, (i = 0, 2) or (1, 3), which of them
     host("decode_words", words, scales, len(words), got)
     assert torch.equal(got.transpose(-1, -2).reshape(-1, 8).double(), weights(codes, scales))
+
+
+def test_half_order_is_what_the_fragments_multiply(host):
+    """Instruction 2s + q, lane t: codes 0 and 2 with K 2t and 2t + 1 of the activations, 1 and 3 with 8 on."""
+    k = 256
+    position = torch.empty(k, dtype=torch.int32)
+    host("half_positions", k, position)
+    assert position.sort().values.tolist() == list(range(k))
+    for t, s, q, i in itertools.product(range(4), range(2), range(2), range(4)):
+        column = 16 * (2 * s + q) + (2 * t + i // 2) + (8 if i in (1, 3) else 0)
+        assert position[64 + 16 * t + 8 * s + 4 * q + i] == 64 + column
+    x = torch.arange(k, dtype=torch.float32)[None] + 1
+    ordered, factor = reference.half_rows(x)
+    assert torch.equal(ordered[0].float()[position.long()] * factor, x[0])
+    assert torch.equal(reference.plain_rows(ordered).float() * factor, x)
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])

@@ -23,7 +23,7 @@ class Kernels:
         monkeypatch.setattr(ops, "multiprocessors", lambda index: 132)
         for module, name in (
             *((decode, "run"), (prefill, "run"), (rows, "route"), (rows, "quantize_fp8")),
-            *((rows, "quantize_fp4"), (rows, "apply_gate"), (rows, "combine")),
+            *((rows, "quantize_fp4"), (rows, "to_half"), (rows, "apply_gate"), (rows, "combine")),
         ):
             mine = f"{module.__name__.rsplit('.', 1)[1]}_run" if name == "run" else name
             monkeypatch.setattr(module, name, getattr(self, mine))
@@ -52,8 +52,11 @@ class Kernels:
         row = torch.arange(m) if sorted_rows is None else sorted_rows.long()
         out[row] = self.product(x, x_scale, w, expert, row // a_div, gate).to(out.dtype)
 
-    def prefill_run(self, x, x_scale, w, route, routing, m, out):
+    def prefill_run(self, x, x_scale, w, route, routing, m, out, *, ordered=False):
         self.seen.append("prefill")
+        if ordered:
+            assert x.dtype == torch.float16 and x_scale is not None and x.shape[-1] == w.kp
+            x = reference.plain_rows(x)
         assert (x.dtype == F8) <= (x_scale is not None) and x.dtype != torch.float32
         rows_of = out.shape[0]
         expert = experts_of(route, routing, w, rows_of, m)
@@ -75,6 +78,11 @@ class Kernels:
         self.seen.append("quantize")
         assert x.dtype != torch.float32
         return fp4.quantize_fp8(self.taken(x, gate, rows, div).float(), layout="sm90")
+
+    def to_half(self, x, gate=None, rows=None, div=1):
+        self.seen.append("half")
+        assert x.dtype != torch.float32
+        return reference.half_rows(self.taken(x, gate, rows, div))
 
     def quantize_fp4(self, x, gate=None, rows=None, div=1, *, format):
         self.seen.append("quantize")
@@ -152,8 +160,22 @@ def test_block(kernels, tokens, a_format, activation):
     few = decode.rows_per_expert(ids.numel(), experts) < ops.PREFILL_ROWS[F8]
     assert kernels.seen.count("decode" if few else "prefill") == 2
     assert kernels.seen.count("quantize") == (0 if a_format == "none" else 2)
-    gate_in_product = few and ACTIVATIONS[activation].interleaved
-    assert kernels.seen.count("gate") == (a_format == "none" and not gate_in_product)
+    assert kernels.seen.count("half") == (2 if a_format == "none" and not few else 0)
+    gate_in_product = ACTIVATIONS[activation].interleaved
+    assert kernels.seen.count("gate") == (a_format == "none" and few and not gate_in_product)
+
+
+@pytest.mark.parametrize("rows_each, kernel", [(2, "decode"), (40, "half"), (300, "plain")])
+def test_rows_are_put_in_order_where_it_pays(kernels, rows_each, kernel):
+    groups, n, k = 2, 64, 176
+    w, dense = weight(groups, n, k, bias=True)
+    a = torch.randn(rows_each * groups, k).bfloat16()
+    offs = torch.tensor([rows_each, 2 * rows_each], dtype=torch.int32)
+    got = ops.grouped_mm(a, None, w, offs, torch.float32)
+    ids = torch.arange(groups).repeat_interleave(rows_each)
+    want = reference.indexed_mm(a.double(), dense, ids, w.bias.double())
+    assert reference.relative_error(got, want) < 1e-6
+    assert kernels.seen == {"decode": ["decode"], "half": ["half", "prefill"], "plain": ["prefill"]}[kernel]
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, F8])

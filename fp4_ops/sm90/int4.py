@@ -18,7 +18,7 @@ from .prefill import CHOOSE, MODES
 
 LAYOUT = LAYOUTS["sm90"]
 GROUPS = (128, 64)
-"""An instruction's 32 K are half of each of four blocks of 16 (the layout's order): smaller groups would meet in it."""
+"""An instruction's 32 K are half of each of four blocks of 16, so smaller groups would meet inside it."""
 
 
 class Int4Weight(NamedTuple):

@@ -20,8 +20,10 @@ from . import decode, prefill, rows
 from .decode import Routing, Weight
 from .library import available, multiprocessors
 
-PREFILL_ROWS = {torch.float8_e4m3fn: 4.0, torch.bfloat16: 28.0, torch.float16: 28.0}
+PREFILL_ROWS = {torch.float8_e4m3fn: 4.0, torch.bfloat16: 8.0, torch.float16: 8.0}
 """Rows an expert from which the prefill kernel is faster than decode, by the dtype of the activations."""
+PLAIN_ROWS = 128.0
+"""Rows an expert from which 16-bit rows are multiplied as they lie: a pass that orders them no longer pays."""
 
 
 def require(op: str, device: torch.device) -> None:
@@ -60,16 +62,22 @@ def _product(
     routing: Routing,
     per_group: int,
     out: Tensor,
+    ordered: bool = False,
 ) -> None:
-    """a [M, K], sorted by expert, masked or dense, -> out [M, n]. per_group: rows of a masked group, or M."""
+    """a [M, K], sorted by expert, masked or dense, -> out [M, n]. per_group: rows of a masked group, or M.
+
+    ordered: a and a_scale come from rows.to_half.
+    """
     m = a.shape[0]
     groups = 1 if routing == Routing.DENSE else w.groups
     average = decode.rows_per_expert(m, groups)
     fits = decode.choose(m, w.groups, w.kp, multiprocessors(a.device.index)) is not None
-    if average >= PREFILL_ROWS[a.dtype] or not fits:
-        prefill.run(_aligned(a), a_scale, w, route, routing, per_group, out)
-    else:
+    if not ordered and average < PREFILL_ROWS[a.dtype] and fits:
         decode.run(a, w, route, routing, m, out, x_scale=a_scale, max_m=per_group)
+        return
+    if a_scale is None and average < PLAIN_ROWS and a.shape[1] <= rows.MAX_WIDTH:
+        (a, a_scale), ordered = rows.to_half(_aligned(a)), True
+    prefill.run(_aligned(a), a_scale, w, route, routing, per_group, out, ordered=ordered)
 
 
 def mm(a: Tensor, a_scale: Tensor | None, w: Weight, out_dtype: torch.dtype) -> Tensor:
@@ -187,19 +195,18 @@ class _Rows(NamedTuple):
     """How a block's rows go into its products."""
 
     quantize: Callable[..., tuple[Tensor, Tensor]] | None
-    """rows.quantize_* for this a_format; None: as they are."""
-    dtype: torch.dtype
-    """What the products read, ..."""
+    """rows.quantize_* for this a_format, or rows.to_half; None: as they are."""
     between: torch.dtype
-    """... and what the first one leaves to be gated and quantised."""
+    """What the first product leaves to be gated and quantised."""
+    ordered: bool = False
 
     @classmethod
-    def of(cls, a_format: str, x: torch.dtype) -> _Rows:
+    def of(cls, a_format: str, x: torch.dtype, few: bool) -> _Rows:
         if a_format == "none":
-            return cls(None, x, x)
+            return cls(None, x) if few else cls(rows.to_half, x, ordered=True)
         if a_format == "fp8":
-            return cls(rows.quantize_fp8, torch.float8_e4m3fn, torch.bfloat16)
-        return cls(partial(rows.quantize_fp4, format=a_format), torch.bfloat16, torch.float32)
+            return cls(rows.quantize_fp8, torch.bfloat16)
+        return cls(partial(rows.quantize_fp4, format=a_format), torch.float32)
 
 
 def moe(
@@ -217,13 +224,15 @@ def moe(
     x, ids, weights = x.contiguous(), topk_ids.contiguous(), topk_weights.contiguous()
     gate = ACTIVATIONS[activation]
     bare = down._replace(bias=None)
-    how = _Rows.of(resolve_a_format(a_format, m, up.groups), x.dtype)
-    if how.dtype == torch.float8_e4m3fn and x.dtype == torch.float32:
+    a_format = resolve_a_format(a_format, m, up.groups)
+    if a_format == "fp8" and x.dtype == torch.float32:
         x = x.bfloat16()
     blocks = multiprocessors(x.device.index)
-    average = decode.rows_per_expert(m, up.groups)
     fits = all(decode.choose(m, w.groups, w.kp, blocks) is not None for w in (up, down))
-    if fits and average < PREFILL_ROWS[how.dtype]:
+    limit = PREFILL_ROWS[torch.float8_e4m3fn if a_format == "fp8" else torch.bfloat16]
+    few = fits and decode.rows_per_expert(m, up.groups) < limit
+    how = _Rows.of(a_format, x.dtype, few)
+    if few:
         position = None
         y = _moe_decode(x, ids, up, bare, gate, how)
     else:
@@ -255,14 +264,12 @@ def _moe_sorted(
 ) -> tuple[Tensor, Tensor]:
     """The experts' outputs sorted by expert, in bfloat16, and the position of each (token, slot)."""
     m, top_k = ids.numel(), ids.shape[1]
+    assert how.quantize is not None
     offs, sorted_rows, position = rows.route(ids, up.groups)
     both = torch.empty((m, up.n), dtype=how.between, device=x.device)
     y = torch.empty((m, down.n), dtype=torch.bfloat16, device=x.device)
-    if how.quantize:
-        a, a_scale = how.quantize(x, rows=sorted_rows, div=top_k)
-    else:
-        a, a_scale = x[sorted_rows.long() // top_k], None
-    _product(a, a_scale, up, offs, Routing.OFFS, m, both)
-    h, h_scale = how.quantize(both, gate) if how.quantize else (rows.apply_gate(both, gate), None)
-    _product(h, h_scale, down, offs, Routing.OFFS, m, y)
+    a, a_scale = how.quantize(x, rows=sorted_rows, div=top_k)
+    _product(a, a_scale, up, offs, Routing.OFFS, m, both, how.ordered)
+    h, h_scale = how.quantize(both, gate)
+    _product(h, h_scale, down, offs, Routing.OFFS, m, y, how.ordered)
     return y, position

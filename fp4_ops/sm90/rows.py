@@ -75,6 +75,26 @@ def quantize_fp8(
     return out, scale
 
 
+def to_half(
+    x: Tensor, gate: Activation | None = None, rows: Tensor | None = None, div: int = 1
+) -> tuple[Tensor, Tensor]:
+    """x [M, K] (16-bit) -> fp16 [.., Kp] in the order of csrc/sm90/prefill_half.cuh, float32 factors.
+
+    A row's factor is the power of two that takes its largest value to 2^14 and above: of a bfloat16 row,
+    bits are lost only of values below 2^-31 of that. Rows and gate as in `quantize_fp8`.
+    """
+    count = x.shape[0] if rows is None else rows.shape[0]
+    width = x.shape[1] if gate is None else x.shape[1] // 2
+    _check_width(width)
+    out = torch.empty((count, LAYOUT.padded(width)), dtype=torch.float16, device=x.device)
+    factor = torch.empty(count, dtype=torch.float32, device=x.device)
+    call(
+        "fp4_sm90_rows_half", address(x), DTYPE_CODES[x.dtype], address(rows), count, div,
+        *_gate_arguments(gate), width, LAYOUT.padded(width), address(out), address(factor), stream(),
+    )  # fmt: skip
+    return out, factor
+
+
 def quantize_fp4(
     x: Tensor, gate: Activation | None = None, rows: Tensor | None = None, div: int = 1, *, format: str
 ) -> tuple[Tensor, Tensor]:

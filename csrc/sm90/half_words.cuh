@@ -1,0 +1,37 @@
+// Weights of layout sm90 as fp16: one lane's 16 bytes are a block of 16 codes of two rows. e2m1 x e4m3 is
+// exact.
+#pragma once
+
+#include <cuda_fp16.h>
+#include <cuda_fp8.h>
+
+#include <cstdint>
+
+#include "ptx.cuh"
+
+namespace fp4::sm90 {
+
+// Eight codes of one word to fp16, scaled: pairs (0,2), (1,3) of q = 0, then of q = 1.
+__host__ __device__ __forceinline__ void dequantize_word(uint32_t w, half2 scale, uint32_t (&h)[4]) {
+  // The high bytes of 0, 0.5, 1, 1.5, 2, 3, 4, 6 in fp16; the low bytes are zero.
+  constexpr uint32_t kLow = 0x3E3C3800, kHigh = 0x46444240;
+  const uint32_t index = w & 0x77777777;
+  const uint32_t q0 = permute_bytes(kLow, kHigh, index) | (w & 0x80808080);
+  const uint32_t q1 = permute_bytes(kLow, kHigh, index >> 16) | ((w << 4) & 0x80808080);
+  h[1] = q0 & 0xFF00FF00;
+  h[3] = q1 & 0xFF00FF00;
+  h[0] = permute_bytes(q0, 0, 0x2404);
+  h[2] = permute_bytes(q1, 0, 0x2404);
+#pragma unroll
+  for (int i = 0; i < 4; ++i) {
+    const half2 v = __hmul2(reinterpret_cast<const half2&>(h[i]), scale);
+    h[i] = reinterpret_cast<const uint32_t&>(v);
+  }
+}
+
+// Two e4m3 scales (their flag bits removed) to fp16.
+__host__ __device__ __forceinline__ half2 decode_scales(uint32_t two) {
+  return __nv_cvt_fp8x2_to_halfraw2(two, __NV_E4M3);
+}
+
+}  // namespace fp4::sm90
