@@ -3,7 +3,6 @@
 
 #include "decode.cuh"
 #include "fp4_block.cuh"
-#include "prefill_expand.cuh"
 #include "prefill_fold.cuh"
 #include "prefill_half.cuh"
 #include "prefill_int4.cuh"
@@ -37,23 +36,6 @@ extern "C" void decode_words(const uint32_t* words, const uint8_t* scales, int c
 // Where each of k elements of an fp16 activation row lies.
 extern "C" void half_positions(int k, int* out) {
   for (int i = 0; i < k; ++i) out[i] = half_position(i);
-}
-
-// blocks [count][4] words (even row s = 0, 1; odd row s = 0, 1), scales [count][2] (even, odd row): for each
-// lane t of a quad the four registers of operand A. bfloat: else fp16.
-extern "C" void expand_blocks(const uint32_t* blocks, const uint8_t* scales, int count, int bfloat,
-                              uint32_t* out) {
-  const auto run = [&](auto expander) {
-    for (int i = 0; i < count; ++i) {
-      const uint32_t* w = blocks + 4 * i;
-      for (int t = 0; t < 4; ++t) {
-        expander.init(t);
-        expander.fragment(make_uint4(w[0], w[1], w[2], w[3]), scales[2 * i], scales[2 * i + 1],
-                          out + 16 * i + 4 * t);
-      }
-    }
-  };
-  bfloat ? run(BlockExpander<Element::kBfloat16>()) : run(BlockExpander<Element::kFloat16>());
 }
 
 // x [rows, k] float32 -> values [rows, k] and factor [rows], as fp4_row_kernel does it.

@@ -74,7 +74,7 @@ def test_prefill_multiplies_weights_from_registers(functions):
         assert found, name
         assert "UTMALDG" in body, name
         seen |= {re.sub(r"64x\d+", "", f) for f in found}
-    assert seen == {"QGMMA.x32.F32.E4M3.E4M3", "HGMMA.x16.F32", "HGMMA.x16.F32.BF16"}
+    assert seen == {"QGMMA.x32.F32.E4M3.E4M3", "HGMMA.x16.F32"}
 
 
 def test_decode_streams_weights_into_registers(functions):

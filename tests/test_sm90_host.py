@@ -108,7 +108,7 @@ def test_decode_is_exact_in_fp16(host):
 
 
 def test_half_order_is_what_the_fragments_multiply(host):
-    """Instruction 2s + q, lane t: codes 0 and 2 with K 2t and 2t + 1 of the activations, 1 and 3 with 8 on."""
+    """Instruction 2s + q, lane t: codes 0 and 2 with K 2t and 2t + 1 of the activations, 1 and 3 8 on."""
     k = 256
     position = torch.empty(k, dtype=torch.int32)
     host("half_positions", k, position)
@@ -120,25 +120,6 @@ def test_half_order_is_what_the_fragments_multiply(host):
     ordered, factor = reference.half_rows(x)
     assert torch.equal(ordered[0].float()[position.long()] * factor, x[0])
     assert torch.equal(reference.plain_rows(ordered).float() * factor, x)
-
-
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
-def test_prefill_expands_exactly_in_16_bits(host, dtype):
-    """Operand A of wgmma m64k16: lane (g, t) holds k 2t, 2t + 1 of row g, then g + 8, then 8 k on.
-
-    Rows g and g + 8 are rows 2g and 2g + 1 of the weight.
-    """
-    codes, _, scales = every_code_and_scale()
-    even, odd = torch.cat([codes, (codes + 5) % 16], -1), torch.cat([(codes + 9) % 16, codes], -1).flip(0)
-    both = torch.stack([scales, scales.flip(0)], -1).contiguous()
-    blocks = torch.stack([word_of(r[:, s : s + 8]) for r in (even, odd) for s in (0, 8)], -1).contiguous()
-    got = torch.empty(len(codes), 4, 4, 2, dtype=dtype)  # lane t, register, value
-    host("expand_blocks", blocks, both, len(codes), int(dtype == torch.bfloat16), got)
-    for row, of_row in enumerate((even, odd)):
-        for half in range(2):
-            want = weights(of_row[:, 8 * half : 8 * half + 8], both[:, row])
-            have = got[:, :, 2 * half + row].reshape(-1, 8)
-            assert torch.equal(have.double(), want)
 
 
 @pytest.mark.parametrize("format", ["nvfp4", "mxfp4"])

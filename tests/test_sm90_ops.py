@@ -52,10 +52,10 @@ class Kernels:
         row = torch.arange(m) if sorted_rows is None else sorted_rows.long()
         out[row] = self.product(x, x_scale, w, expert, row // a_div, gate).to(out.dtype)
 
-    def prefill_run(self, x, x_scale, w, route, routing, m, out, *, ordered=False):
+    def prefill_run(self, x, x_scale, w, route, routing, m, out):
         self.seen.append("prefill")
-        if ordered:
-            assert x.dtype == torch.float16 and x_scale is not None and x.shape[-1] == w.kp
+        assert x_scale is not None and x.shape[-1] == w.kp
+        if x.dtype == torch.float16:
             x = reference.plain_rows(x)
         assert (x.dtype == F8) <= (x_scale is not None) and x.dtype != torch.float32
         rows_of = out.shape[0]
@@ -157,16 +157,17 @@ def test_block(kernels, tokens, a_format, activation):
     # Between the products: rounded to bfloat16; for fp8 quantised after that; for FP4 quantised from float32,
     # where a tie that falls to the other side moves one value of thousands.
     assert reference.relative_error(got, want) < {"none": 5e-3, "fp8": 2e-2}.get(a_format, 1e-2)
-    few = decode.rows_per_expert(ids.numel(), experts) < ops.PREFILL_ROWS[F8]
+    few = decode.rows_per_expert(ids.numel(), experts) < ops.BLOCK_ROWS[a_format]
+    assert few == (tokens == 3)
     assert kernels.seen.count("decode" if few else "prefill") == 2
     assert kernels.seen.count("quantize") == (0 if a_format == "none" else 2)
-    assert kernels.seen.count("half") == (2 if a_format == "none" and not few else 0)
+    assert kernels.seen.count("half") == (0 if few or a_format == "fp8" else 2)
     gate_in_product = ACTIVATIONS[activation].interleaved
     assert kernels.seen.count("gate") == (a_format == "none" and few and not gate_in_product)
 
 
-@pytest.mark.parametrize("rows_each, kernel", [(2, "decode"), (40, "half"), (300, "plain")])
-def test_rows_are_put_in_order_where_it_pays(kernels, rows_each, kernel):
+@pytest.mark.parametrize("rows_each, seen", [(2, ["decode"]), (40, ["half", "prefill"])])
+def test_rows_are_put_in_order_for_prefill(kernels, rows_each, seen):
     groups, n, k = 2, 64, 176
     w, dense = weight(groups, n, k, bias=True)
     a = torch.randn(rows_each * groups, k).bfloat16()
@@ -175,7 +176,7 @@ def test_rows_are_put_in_order_where_it_pays(kernels, rows_each, kernel):
     ids = torch.arange(groups).repeat_interleave(rows_each)
     want = reference.indexed_mm(a.double(), dense, ids, w.bias.double())
     assert reference.relative_error(got, want) < 1e-6
-    assert kernels.seen == {"decode": ["decode"], "half": ["half", "prefill"], "plain": ["prefill"]}[kernel]
+    assert kernels.seen == seen
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, F8])

@@ -1,19 +1,16 @@
 // NVFP4 weights x fp16 activations in the layout's order: the candidates and the entry point.
 
-#include "prefill_half.cuh"
 #include "prefill_host.cuh"
 
 namespace fp4::sm90 {
 namespace {
 
-// Not measured one by one yet: the tensor cores' rate, and the dequantisation beside it.
 constexpr Cost kTwoWarpgroups = {500, 5, 9.0, 1000, 9}, kThreeWarpgroups = {650, 7, 13.0, 1000, 12},
                kFourWarpgroups = {800, 9, 17.0, 1000, 16};
 
 // The number of widths is limited by registers, the stages by shared memory.
 using Wide = WidthList<192, 160, 128, 96, 64>;
 using Middle = WidthList<96, 80, 64>;
-using Narrow = WidthList<64, 48, 32, 16>;
 using Small = WidthList<64, 48, 32>;
 using Pair = WidthList<64, 32>;
 
@@ -21,7 +18,6 @@ using Pair = WidthList<64, 32>;
 constexpr Candidate kCandidates[] = {
     candidate<PrefillConfig<HalfWeights, 2, Wide, 2, 3>>("rows 128, tokens 192, cluster 2", kTwoWarpgroups),
     candidate<PrefillConfig<HalfWeights, 2, Wide, 1, 3>>("rows 128, tokens 192, cluster 1", kTwoWarpgroups),
-    candidate<PrefillConfig<HalfWeights, 2, Narrow, 1, 7>>("rows 128, tokens 64, cluster 1", kTwoWarpgroups),
     candidate<PrefillConfig<HalfWeights, 3, Middle, 1, 5>>("rows 192, tokens 96, cluster 1",
                                                            kThreeWarpgroups),
     candidate<PrefillConfig<HalfWeights, 3, Small, 1, 6>>("rows 192, tokens 64, cluster 1", kThreeWarpgroups),

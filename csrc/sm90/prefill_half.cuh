@@ -1,6 +1,6 @@
 // Weights of layout sm90 as fp16 fragments of wgmma's A operand, for activations in the order that the layout
-// gives a lane: no lane needs another's codes or scales, which makes them half as costly as plain order does
-// (prefill_expand.cuh).
+// gives a lane: no lane needs another's codes or scales. (In plain order each needs those of its whole quad:
+// twice the instructions a weight, and twice the time where few rows share a weight.)
 //
 // In 64 K, lane t of a quad owns block t: K 16t to 16t + 15. Instruction 2s + q of a half step takes its
 // codes 8s + 4q + i: i = 0, 2 are the instruction's K 2t, 2t + 1; i = 1, 3 are 2t + 8, 2t + 9. So element 16t

@@ -24,8 +24,8 @@
 
 #include <type_traits>
 
-#include "prefill_expand.cuh"
 #include "prefill_fold.cuh"
+#include "prefill_half.cuh"
 #include "prefill_int4.cuh"
 #include "prefill_schedule.cuh"
 #include "types.cuh"
@@ -66,7 +66,7 @@ struct TileInfo {
   int column;  // the first weight row, in the group
 };
 
-// Weights_: how a warp makes operand A of its rows (FoldedWeights, ExpandedWeights, Int4Weights). Widths_:
+// Weights_: how a warp makes operand A of its rows (FoldedWeights, HalfWeights, Int4Weights). Widths_:
 // WidthList of the token tiles there are instances for. ptxas gives every instance 8 registers of its own.
 template <class Weights_, int Warpgroups_, class Widths_, int Cluster_, int Stages_>
 struct PrefillConfig {

@@ -194,7 +194,7 @@ __host__ __device__ __forceinline__ uint32_t permute_bytes(uint32_t low, uint32_
 // float32 ----
 
 // Of A and B.
-enum class Element { kE4m3, kBfloat16, kFloat16 };
+enum class Element { kE4m3, kFloat16 };
 
 __device__ __forceinline__ void wgmma_fence() { asm volatile("wgmma.fence.sync.aligned;" ::: "memory"); }
 
@@ -259,9 +259,8 @@ struct Wgmma;
                    : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(b_desc), "r"(keep));                 \
     }                                                                                                     \
   };
-#define FP4_WGMMA(...)                                                          \
-  FP4_WGMMA_OF(Element::kE4m3, "k32.f32.e4m3.e4m3", "1, 1", __VA_ARGS__)        \
-  FP4_WGMMA_OF(Element::kBfloat16, "k16.f32.bf16.bf16", "1, 1, 0", __VA_ARGS__) \
+#define FP4_WGMMA(...)                                                   \
+  FP4_WGMMA_OF(Element::kE4m3, "k32.f32.e4m3.e4m3", "1, 1", __VA_ARGS__) \
   FP4_WGMMA_OF(Element::kFloat16, "k16.f32.f16.f16", "1, 1, 0", __VA_ARGS__)
 
 #define FP4_UNPACK(...) __VA_ARGS__

@@ -1,6 +1,8 @@
 // Rows as prefill_half.cu reads them: fp16 in the layout's order, each row times a power of two, so that
 // bfloat16 rows keep all their bits down to 2^-31 of the largest value. A plain C interface, so that nothing
 // here knows torch.
+#include <algorithm>
+
 #include "prefill_half.cuh"
 #include "row_values.cuh"
 
@@ -36,23 +38,9 @@ __device__ __forceinline__ void transpose_quad(uint32_t (&w)[4]) {
   }
 }
 
-// Row r of the output from row (rows ? rows[r] / div : r) of x, gated where it is two halves; sixteen values,
-// a block of the layout, a thread.
-template <typename T>
-__global__ void __launch_bounds__(kMaxRowThreads)
-    half_row_kernel(const T* x, const int* rows, int div, Gate gate, int width, int padded, __half* out,
-                    float* factor) {
-  const int64_t r = blockIdx.x;
-  const int k = threadIdx.x * kRowValues, t = threadIdx.x % 4;
-  float v[kRowValues];
-  read_values(x, rows ? rows[r] / div : r, gate, width, k, v);
-  float amax = 0.f;
-#pragma unroll
-  for (float f : v) amax = fmaxf(amax, fabsf(f));
-  // The largest value's exponent becomes 14; infinities stay what they are.
-  const int exponent = max(int(__float_as_uint(block_max(amax)) >> 23), 15);
-  const float up = __uint_as_float(uint32_t(268 - min(exponent, 254)) << 23);
-  if (threadIdx.x == 0) factor[r] = __uint_as_float(uint32_t(min(exponent, 254) - 14) << 23);
+// Sixteen values, a block of the layout, times `up` to their places; called by whole quads.
+__device__ __forceinline__ void store_half(const float (&v)[kRowValues], float up, __half* row, int k,
+                                           int padded) {
   // Word c of the block is chunk c of its 64 columns: half_position(16t + 4 (c / 2) + c % 2) = 8c + 2t.
   uint32_t word[2][4];
 #pragma unroll
@@ -64,18 +52,45 @@ __global__ void __launch_bounds__(kMaxRowThreads)
   transpose_quad(word[0]);
   transpose_quad(word[1]);
   if (k >= padded) return;
-  auto* to = reinterpret_cast<uint4*>(out + r * padded + k / 64 * 64) + t;
+  auto* to = reinterpret_cast<uint4*>(row + k / 64 * 64) + threadIdx.x % 4;
   to[0] = make_uint4(word[0][0], word[0][1], word[0][2], word[0][3]);
   to[4] = make_uint4(word[1][0], word[1][1], word[1][2], word[1][3]);
+}
+
+// Row r of the output from row (rows ? rows[r] / div : r) of x, gated where it is two halves; sixteen values
+// a thread at a time. kOnce: no row is wider than the block, so it is read once.
+template <typename T, bool kOnce>
+__global__ void __launch_bounds__(kMaxRowThreads)
+    half_row_kernel(const T* x, const int* rows, int div, Gate gate, int width, int padded, __half* out,
+                    float* factor) {
+  const int64_t r = blockIdx.x, from = rows ? rows[r] / div : r;
+  const int first = threadIdx.x * kRowValues, step = blockDim.x * kRowValues;
+  const int end = kOnce ? step : (padded + step - 1) / step * step;
+  float v[kRowValues], amax = 0.f;
+  for (int k = first; k < end; k += step) {
+    read_values(x, from, gate, width, k, v);
+#pragma unroll
+    for (float f : v) amax = fmaxf(amax, fabsf(f));
+  }
+  // The largest value's exponent becomes 14; infinities stay what they are.
+  const int exponent = min(max(int(__float_as_uint(block_max(amax)) >> 23), 15), 254);
+  const float up = __uint_as_float(uint32_t(268 - exponent) << 23);
+  if (threadIdx.x == 0) factor[r] = __uint_as_float(uint32_t(exponent - 14) << 23);
+  for (int k = first; k < end; k += step) {
+    if constexpr (!kOnce) read_values(x, from, gate, width, k, v);
+    store_half(v, up, out + r * padded, k, padded);
+  }
 }
 
 template <typename T>
 int launch(const void* x, const int* rows, int count, int div, const Gate& gate, int width, int padded,
            void* out, float* factor, cudaStream_t stream) {
-  const int threads = (padded / kRowValues + 31) / 32 * 32;
-  if (threads > kMaxRowThreads) return cudaErrorInvalidValue;
-  half_row_kernel<<<count, threads, 0, stream>>>(static_cast<const T*>(x), rows, div, gate, width, padded,
-                                                 static_cast<__half*>(out), factor);
+  const int threads = std::min((padded / kRowValues + 31) / 32 * 32, kMaxRowThreads);
+  const auto run = [&](auto kernel) {
+    kernel<<<count, threads, 0, stream>>>(static_cast<const T*>(x), rows, div, gate, width, padded,
+                                          static_cast<__half*>(out), factor);
+  };
+  padded <= threads* kRowValues ? run(half_row_kernel<T, true>) : run(half_row_kernel<T, false>);
   return cudaGetLastError();
 }
 

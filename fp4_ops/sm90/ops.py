@@ -20,10 +20,10 @@ from . import decode, prefill, rows
 from .decode import Routing, Weight
 from .library import available, multiprocessors
 
-PREFILL_ROWS = {torch.float8_e4m3fn: 4.0, torch.bfloat16: 8.0, torch.float16: 8.0}
+PREFILL_ROWS = {torch.float8_e4m3fn: 1.5, torch.bfloat16: 12.0, torch.float16: 12.0}
 """Rows an expert from which the prefill kernel is faster than decode, by the dtype of the activations."""
-PLAIN_ROWS = 128.0
-"""Rows an expert from which 16-bit rows are multiplied as they lie: a pass that orders them no longer pays."""
+BLOCK_ROWS = {"fp8": 5.0, "none": 14.0, "nvfp4": 14.0, "mxfp4": 14.0}
+"""The same for a whole block, which sorts its rows for prefill, by a_format; 'auto' changes to fp8 there."""
 
 
 def require(op: str, device: torch.device) -> None:
@@ -54,6 +54,15 @@ def _aligned(a: Tensor) -> Tensor:
     return a if a.data_ptr() % 16 == 0 else a.clone()
 
 
+def _ordered(a: Tensor, a_scale: Tensor | None) -> tuple[Tensor, Tensor]:
+    """Rows as prefill takes them: fp8 ones are, 16-bit ones go through rows.to_half."""
+    if a.dtype == torch.float8_e4m3fn:
+        assert a_scale is not None
+        return a, a_scale
+    half, factor = rows.to_half(a)
+    return half, factor if a_scale is None else factor * a_scale
+
+
 def _product(
     a: Tensor,
     a_scale: Tensor | None,
@@ -62,22 +71,16 @@ def _product(
     routing: Routing,
     per_group: int,
     out: Tensor,
-    ordered: bool = False,
 ) -> None:
-    """a [M, K], sorted by expert, masked or dense, -> out [M, n]. per_group: rows of a masked group, or M.
-
-    ordered: a and a_scale come from rows.to_half.
-    """
+    """a [M, K], sorted by expert, masked or dense, -> out [M, n]. per_group: rows of a masked group, or M."""
     m = a.shape[0]
     groups = 1 if routing == Routing.DENSE else w.groups
     average = decode.rows_per_expert(m, groups)
     fits = decode.choose(m, w.groups, w.kp, multiprocessors(a.device.index)) is not None
-    if not ordered and average < PREFILL_ROWS[a.dtype] and fits:
+    if average < PREFILL_ROWS[a.dtype] and fits:
         decode.run(a, w, route, routing, m, out, x_scale=a_scale, max_m=per_group)
-        return
-    if a_scale is None and average < PLAIN_ROWS and a.shape[1] <= rows.MAX_WIDTH:
-        (a, a_scale), ordered = rows.to_half(_aligned(a)), True
-    prefill.run(_aligned(a), a_scale, w, route, routing, per_group, out, ordered=ordered)
+    else:
+        prefill.run(*_ordered(_aligned(a), a_scale), w, route, routing, per_group, out)
 
 
 def mm(a: Tensor, a_scale: Tensor | None, w: Weight, out_dtype: torch.dtype) -> Tensor:
@@ -188,25 +191,25 @@ def resolve_a_format(a_format: str, rows: int, experts: int) -> str:
     """'auto': as they are while decode runs, bound by the weights' bytes; fp8 where prefill does."""
     if a_format != "auto":
         return a_format
-    return "fp8" if decode.rows_per_expert(rows, experts) >= PREFILL_ROWS[torch.float8_e4m3fn] else "none"
+    return "fp8" if decode.rows_per_expert(rows, experts) >= BLOCK_ROWS["fp8"] else "none"
 
 
 class _Rows(NamedTuple):
     """How a block's rows go into its products."""
 
     quantize: Callable[..., tuple[Tensor, Tensor]] | None
-    """rows.quantize_* for this a_format, or rows.to_half; None: as they are."""
+    """rows.quantize_* for this a_format, as decode or prefill takes them; None: decode, as they are."""
     between: torch.dtype
     """What the first product leaves to be gated and quantised."""
-    ordered: bool = False
 
     @classmethod
     def of(cls, a_format: str, x: torch.dtype, few: bool) -> _Rows:
         if a_format == "none":
-            return cls(None, x) if few else cls(rows.to_half, x, ordered=True)
+            return cls(None if few else rows.to_half, x)
         if a_format == "fp8":
             return cls(rows.quantize_fp8, torch.bfloat16)
-        return cls(partial(rows.quantize_fp4, format=a_format), torch.float32)
+        to_fp4 = partial(rows.quantize_fp4, format=a_format)
+        return cls(to_fp4 if few else lambda *args, **named: _ordered(*to_fp4(*args, **named)), torch.float32)
 
 
 def moe(
@@ -229,8 +232,7 @@ def moe(
         x = x.bfloat16()
     blocks = multiprocessors(x.device.index)
     fits = all(decode.choose(m, w.groups, w.kp, blocks) is not None for w in (up, down))
-    limit = PREFILL_ROWS[torch.float8_e4m3fn if a_format == "fp8" else torch.bfloat16]
-    few = fits and decode.rows_per_expert(m, up.groups) < limit
+    few = fits and decode.rows_per_expert(m, up.groups) < BLOCK_ROWS[a_format]
     how = _Rows.of(a_format, x.dtype, few)
     if few:
         position = None
@@ -268,8 +270,6 @@ def _moe_sorted(
     offs, sorted_rows, position = rows.route(ids, up.groups)
     both = torch.empty((m, up.n), dtype=how.between, device=x.device)
     y = torch.empty((m, down.n), dtype=torch.bfloat16, device=x.device)
-    a, a_scale = how.quantize(x, rows=sorted_rows, div=top_k)
-    _product(a, a_scale, up, offs, Routing.OFFS, m, both, how.ordered)
-    h, h_scale = how.quantize(both, gate)
-    _product(h, h_scale, down, offs, Routing.OFFS, m, y, how.ordered)
+    prefill.run(*how.quantize(x, rows=sorted_rows, div=top_k), up, offs, Routing.OFFS, m, both)
+    prefill.run(*how.quantize(both, gate), down, offs, Routing.OFFS, m, y)
     return y, position

@@ -18,36 +18,27 @@ CHOOSE = -1
 
 def run(
     x: Tensor,
-    x_scale: Tensor | None,
+    x_scale: Tensor,
     w: Weight,
     route: Tensor | None,
     routing: Routing,
     rows: int,
     out: Tensor,
     *,
-    ordered: bool = False,
     config: int = CHOOSE,
 ) -> None:
     """x [M, ...] sorted by expert; out [M, n], rows of no expert as zeros.
 
-    x e4m3 [M, kp] in the layout's order with x_scale [M]: weights are folded into e4m3. With 16 bits the
-    weights are exact: `ordered`, x fp16 [M, kp] with x_scale as rows.to_half makes them, or x bf16 or fp16
-    [M, k] in plain order, rows of whole 16 bytes, with x_scale or without (ones). `rows`: M, or the rows of
-    each group where masked. `config`: the index of a candidate.
+    x [M, kp] in the layout's order with x_scale [M]: e4m3, and the weights are folded into e4m3; or fp16 as
+    rows.to_half makes it, and the weights are exact. `rows`: M, or the rows of each group where masked.
+    `config`: the index of a candidate.
     """
-    weights = address(w.codes), address(w.scales), address(w.global_scale), address(w.bias)
-    bias_code = DTYPE_CODES[w.bias.dtype] if w.bias is not None else 0
-    result = address(route), address(out), DTYPE_CODES[out.dtype], MODES[routing], w.groups, rows, w.n
-    if ordered or x.dtype == torch.float8_e4m3fn:
-        call(
-            "fp4_sm90_prefill_half" if ordered else "fp4_sm90_prefill_w4a8", address(x), address(x_scale),
-            *weights, bias_code, *result, w.kp, config, stream(),
-        )  # fmt: skip
-    else:
-        call(
-            "fp4_sm90_prefill_w4a16", address(x), DTYPE_CODES[x.dtype], address(x_scale), *weights, bias_code,
-            *result, x.shape[-1], w.kp, config, stream(),
-        )  # fmt: skip
+    call(
+        "fp4_sm90_prefill_half" if x.dtype == torch.float16 else "fp4_sm90_prefill_w4a8",
+        address(x), address(x_scale), address(w.codes), address(w.scales), address(w.global_scale),
+        address(w.bias), DTYPE_CODES[w.bias.dtype] if w.bias is not None else 0, address(route), address(out),
+        DTYPE_CODES[out.dtype], MODES[routing], w.groups, rows, w.n, w.kp, config, stream(),
+    )  # fmt: skip
 
 
 @functools.cache

@@ -85,7 +85,6 @@ def to_half(
     """
     count = x.shape[0] if rows is None else rows.shape[0]
     width = x.shape[1] if gate is None else x.shape[1] // 2
-    _check_width(width)
     out = torch.empty((count, LAYOUT.padded(width)), dtype=torch.float16, device=x.device)
     factor = torch.empty(count, dtype=torch.float32, device=x.device)
     call(
