@@ -1,9 +1,9 @@
-"""Where the time of `h200_generate.py` goes: kernels of a decode step and of the compiled prefill, prepared model.
+"""Where the time of `h200_generate.py` goes: the kernels of a prepared model's decode step and prefill.
 
     python benchmarks/h200_profile.py [--batches 64,1]
 
-Device times by torch.profiler, whose own cost makes a step longer than in h200_generate.py; the kernels' times
-are right. `other` is what does not fit into the table.
+Device times by torch.profiler, which makes a step longer than in h200_generate.py, but not its kernels.
+`other` is what does not fit into the table.
 """
 
 from __future__ import annotations
