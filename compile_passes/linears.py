@@ -72,7 +72,9 @@ def _write(
     call, options = writer.call, writer.options
     like = value(matrix.ref.node)
     format = format_of(matrix.ref.node, options.format)
-    layout = preferred_layout(like.device.type, (matrix.n, matrix.k), dtype=like.dtype, format=format)
+    layout = preferred_layout(
+        like.device.type, (matrix.n, matrix.k), dtype=like.dtype, format=format, a_format=options.wanted
+    )
     packed = packing([(matrix,)], options.format, layout, False, mutated, node)
     a_format, why = options.a_format(like.device.type, layout)
     with writer.gm.graph.inserting_before(node):

@@ -17,7 +17,8 @@ from ..meta import formats
 from ..meta.formats import FORMATS
 from ..meta.layouts import LAYOUTS
 
-ACTIVATION_CHOICES = ("auto", "bf16", "fp8", "int8")
+ACTIVATION_CHOICES = {"auto": "auto", "bf16": "none", "fp8": "fp8", "int8": "int8"}
+"""What `activation` can be, and the `a_format` of `fp4::moe` that it asks for."""
 
 
 @dataclass(frozen=True)
@@ -28,6 +29,11 @@ class Options:
     linear: bool = False
     """Whether linear layers outside experts run in 4 bits too."""
     inductor: dict[str, Any] = field(default_factory=dict)
+
+    @property
+    def wanted(self) -> str:
+        """The a_format that was asked for, where `a_format` says what a layout makes of it."""
+        return ACTIVATION_CHOICES[self.activation]
 
     def a_format(self, device_type: str, layout: str = "plain") -> tuple[str, str]:
         """(a_format as the operators name it, why)."""
@@ -55,6 +61,7 @@ _AUTO = {
     "int8": "the fast path",
     "none": "the model's own dtype",
     "auto": "the model's own dtype for few tokens, fp8 for many,",
+    "fp8": "what the kernels of these weights read",
 }
 
 

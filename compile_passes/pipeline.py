@@ -11,6 +11,7 @@ from torch import fx
 from torch._guards import TracingContext
 from torch.fx.experimental.symbolic_shapes import free_unbacked_symbols
 
+from ..meta.layouts import preferred_layout
 from .capture import CannotCapture, capture
 from .decode import BYTES, TABLE
 from .held import is_subclass
@@ -38,7 +39,8 @@ def analyse(gm: fx.GraphModule, inputs: Sequence[Any], options: Options) -> tupl
         frame.sites = fp4_calls(gm.graph)
         return None, frame
     for device in {x.device.type for x in inputs if isinstance(x, torch.nn.Parameter)}:
-        options.a_format(device)  # an activation this device cannot take is the user's error
+        # An activation this device cannot take is the user's error.
+        options.a_format(device, preferred_layout(device, a_format=options.wanted))
     try:
         traced, fake_mode = capture(gm, inputs)
         fixed = {n for n, x in _pairs(traced, inputs) if _is_fixed(n, x)}

@@ -12,7 +12,7 @@ from torch import fx
 from torch._dynamo.source import AttrSource
 from torch._subclasses.fake_tensor import FakeTensorMode
 
-from ..meta.layouts import A_LAYOUTS, preferred_layout
+from ..meta.layouts import LAYOUTS, preferred_layout
 from .batched import batched_products
 from .block import Block, ends_a_block, match_block
 from .capture import CannotCapture, mutated_inputs
@@ -200,7 +200,7 @@ def _where(node: fx.Node) -> tuple[str, str]:
 def _kernel(device_type: str, layout: str = "plain") -> str:
     if device_type == "cpu":
         return f"cpu {torch.ops.fp4.cpu_capability()}"
-    return "hopper" if layout == "sm90" else "triton"
+    return "hopper" if LAYOUTS[layout].hopper else "triton"
 
 
 class _Writer:
@@ -219,9 +219,8 @@ class _Writer:
         both = (b.up.weight, b.down.weight)
         layout = self._layout(*both)
         a_format, why = self._a_format(layout, b.down.weight)
-        # The Hopper kernels apply the gate to a gate and an up row that lie side by side.
         gate = b.activation.name
-        split = layout == "sm90" and not b.activation.interleaved
+        split = LAYOUTS[layout].interleaved and not b.activation.interleaved
         if split:
             gate += "_interleaved"
         up, down = self._packed(b.up.weight, layout, interleave=split), self._packed(b.down.weight, layout)
@@ -322,14 +321,16 @@ class _Writer:
         """The activations of one product in int8 or fp8: a pair."""
         if a_format == "int8":
             return self.call(fp4.quantize_int8.default, a)
-        return self.call(fp4.quantize_fp8.default, a, layout=layout if layout in A_LAYOUTS else "plain")
+        return self.call(fp4.quantize_fp8.default, a, layout=LAYOUTS[layout].a_layout)
 
     def _layout(self, *weights: WeightRef) -> str:
         """One layout for the weights of one operator."""
         like = value(weights[0].placeholder)
         shapes = [(w.n, w.k) for w in weights]
         format = format_of(weights[0].placeholder, self.options.format)
-        return preferred_layout(like.device.type, *shapes, dtype=like.dtype, format=format)
+        return preferred_layout(
+            like.device.type, *shapes, dtype=like.dtype, format=format, a_format=self.options.wanted
+        )
 
     def _interleaved(self, bias: fx.Node) -> fx.Node:
         """A bias [E, 2 I] in the order of interleaved rows."""

@@ -175,7 +175,8 @@ class _Emitter:
         """One layout for all weights of the block, which are as `like` is."""
         parts = {(p.n, p.k) for branch in self.m.branches for p in (*branch.up, branch.down)}
         format = format_of(like, self.w.options.format)
-        return preferred_layout(device, *parts, dtype=value(like).dtype, format=format)
+        wanted = self.w.options.wanted
+        return preferred_layout(device, *parts, dtype=value(like).dtype, format=format, a_format=wanted)
 
     def _gate_up(self, device: str) -> tuple[Any, bool]:
         """The weight of gate and up, rows in the order the parameter has or else the activation wants."""

@@ -46,10 +46,14 @@ class Recipe:
 
 
 def auto_a_format(device_type: str, layout: str = "plain") -> str:
-    """int8 is the fast path on CPU, the Hopper kernels choose by the tokens; else the model's own dtype."""
+    """int8 is the fast path on CPU; Hopper's kernels choose by the tokens, or read but fp8 (int4); else the
+    model's own dtype."""
     if device_type == "cpu":
         return "int8"
-    return "auto" if "auto" in (LAYOUTS[layout].a_formats or ()) else "none"
+    formats = LAYOUTS[layout].a_formats or ("none",)
+    if "none" not in formats:
+        return formats[0]
+    return "auto" if "auto" in formats else "none"
 
 
 def interleave(rows: Tensor) -> Tensor:

@@ -11,7 +11,7 @@ import torch
 
 from ._library import library_path
 from .meta.formats import FORMATS
-from .meta.layouts import preferred_layout
+from .meta.layouts import LAYOUTS, preferred_layout
 
 
 @dataclass(frozen=True)
@@ -144,6 +144,6 @@ def _gpu_kernels() -> tuple[Kernels, ...]:
     registered = torch._C._dispatch_has_kernel_for_dispatch_key("fp4::grouped_mm", "CUDA")
     family = "triton" if registered else "none: Triton is not installed"
     layout = preferred_layout("cuda")
-    if layout == "sm90":
+    if LAYOUTS[layout].hopper:
         family = f"hopper, {family}"
     return (Kernels("cuda", family, "float32, bfloat16, float16, fp8, FP4", layout),)

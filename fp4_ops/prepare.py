@@ -90,7 +90,9 @@ def prepare(
     model: a model, or a part of one, with transformers experts modules; weights float32, bfloat16 or float16.
     format: a name of `fp4_ops.meta.formats.FORMATS`: "nvfp4", "mxfp4", "int4", "int4_g64" or "int4_g32".
     activation: how activations enter the products. "bf16" leaves them in the model's dtype, "int8" quantises
-        them in blocks of 32 (CPU only), "auto" is int8 on a CPU and the model's dtype elsewhere.
+        them in blocks of 32 (CPU only), "fp8" by rows (CPU, Hopper). "auto" is int8 on a CPU; on Hopper the
+        model's dtype for few tokens and fp8 for many, or always fp8 for int4 and int4_g64; elsewhere the
+        model's dtype.
     method: how the weights are quantised, a name of `fp4_ops.quantization.METHODS`; see docs/accuracy.md.
     calibration: for the methods that need it, from `fp4_ops.quantization.calibrate(model, tokens)`.
 
@@ -107,7 +109,8 @@ def prepare(
     for name, p in plans.items():
         _check_weights(name, found[name], p)
     device, dtype, shapes = _weights(found, plans)
-    layout = preferred_layout(device, *shapes, dtype=dtype, format=format)
+    wanted = A_FORMATS[activation] or "auto"
+    layout = preferred_layout(device, *shapes, dtype=dtype, format=format, a_format=wanted)
     check_activation(activation, device, layout)
     quantizer = Quantizer(format, chosen, calibration, layout)
     for name, p in plans.items():
@@ -140,7 +143,7 @@ def check_activation(activation: str, device: str, layout: str) -> None:
             f"fp4: activation='int8' runs on CPU only; the model is on {device}. "
             "Use activation='bf16' or 'auto'."
         )
-    if activation == "fp8" and device != "cpu" and layout != "sm90":
+    if activation == "fp8" and device != "cpu" and not LAYOUTS[layout].hopper:
         raise ValueError(
             "fp4: activation='fp8' needs the Hopper kernels, which this device or these weights do not have. "
             "Use activation='bf16' or 'auto'."
@@ -258,11 +261,10 @@ def _replace_weights(
 
     def pack(weight: Tensor) -> PackedWeight:
         name, matrix, _ = places[weight][0]
-        # The Hopper kernels apply the gate to a gate and an up row that lie side by side.
         split = matrix == "gate_up" and not ACTIVATIONS[plans[name].gate].interleaved
         return quantizer.pack(
             weight, name, matrix, transposed=plans[name].transposed,
-            interleaved=split and quantizer.layout == "sm90",
+            interleaved=split and LAYOUTS[quantizer.layout].interleaved,
         )  # fmt: skip
 
     early = {w: pack(w) for w in places} if quantizer.method.calibration != "none" else {}

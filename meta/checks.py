@@ -78,10 +78,10 @@ def check_layout(layout: str) -> Layout:
 
 def check_holds(layout: Layout, fmt: Format) -> None:
     torch._check(
-        fmt.element in layout.elements,
+        fmt.name in layout.formats,
         lambda: (
             f"format is '{fmt.name}'; with layout '{layout.name}' it must be one of: "
-            + ", ".join(sorted(f.name for f in FORMATS.values() if f.element in layout.elements))
+            + ", ".join(sorted(layout.formats))
         ),
     )
 
@@ -136,16 +136,19 @@ def check_scales(
     """The scales of packed [..., N, K/2] (K padded) in the form the layout gives them."""
     scale_name = f"{prefix}_scale" if prefix else "block_scale"
     global_name = f"{prefix}_global_scale" if prefix else "global_scale"
-    if layout.block is None:
+    if layout.scale_dtype is None:
         check_block_scale(scale_name, block_scale, name, packed, fmt)
         check_global_scale(global_name, global_scale, name, packed, fmt)
         return
     k = packed.shape[-1] * 2
     check_multiple(name, "rows", packed.shape[-2], layout.n_multiple, layout)
     check_multiple(name, "columns", k, layout.k_padding, layout)
-    check_dtype(scale_name, block_scale, (torch.uint8,))
+    check_dtype(scale_name, block_scale, (layout.scale_dtype,))
     check_device(scale_name, block_scale, name, packed)
-    check_shape(scale_name, block_scale, (*packed.shape[:-1], k // layout.block))
+    check_shape(scale_name, block_scale, (*packed.shape[:-1], k // (layout.block or fmt.block)))
+    if not layout.has_factor:
+        check_global_scale(global_name, global_scale, name, packed, fmt)
+        return
     torch._check(
         global_scale is not None, lambda: f"{global_name} is missing; layout '{layout.name}' needs one"
     )
@@ -178,11 +181,14 @@ def check_a_dtype(name: str, a: torch.Tensor, layout: Layout, among: tuple[torch
     if layout.a_dtypes is None:
         return
     allowed = tuple(d for d in layout.a_dtypes if d in among)
+    hint = (
+        f" (from quantize_fp8 with layout='{layout.a_layout}')" if allowed == (torch.float8_e4m3fn,) else ""
+    )
     torch._check(
         a.dtype in allowed,
         lambda: (
             f"{name} has dtype {str(a.dtype).removeprefix('torch.')}; "
-            f"layout '{layout.name}' reads {_names(allowed)}"
+            f"layout '{layout.name}' reads {_names(allowed)}{hint}"
         ),
     )
 
@@ -345,7 +351,7 @@ def check_dequantize(packed, block_scale, global_scale, format, dtype, layout) -
     )
     check_holds(order, fmt)
     check_dtype("packed", packed, fmt.packed_dtypes)
-    if order.block is None:
+    if order.scale_dtype is None:
         torch._check(packed.dim() >= 1, lambda: "packed has 0 dimensions; it must have 1 or more")
     else:
         check_matrices(packed)
@@ -468,10 +474,13 @@ def check_moe(
     check_a_format(a_format)
     torch._check(
         a_formats is None or a_format in a_formats,
-        lambda: f"a_format is '{a_format}'; with layout '{layout}' it must be one of: {', '.join(a_formats)}",
+        lambda: (
+            f"a_format is '{a_format}'; with layout '{layout}' it must be one of: {', '.join(a_formats)}; "
+            "layout 'plain' takes others"
+        ),
     )
     check_dtype("x", x, FLOATING)
-    if a_format in ("none", "auto"):
+    if up.layout.leaves(a_format):
         check_a_dtype("x", x, up.layout, FLOATING)
     check_dim("x", x, 2)
     check_device("x", x, "w13", w13)

@@ -54,7 +54,7 @@ def _quantize_fp8(x, *, layout="plain"):
 def _weight(packed, block_scale, fmt, order):
     """Empty tensors for the weight `packed` in a layout; what is no global scale has no elements."""
     *lead, n, half = packed.shape
-    # Out of layouts with scales of their own come those that quantize makes.
+    # Out of a layout whose scales the format does not take come those that quantize makes.
     own = block_scale.dtype if block_scale.dtype in fmt.scale_dtypes else None
     spec = packed_spec(fmt, order, tuple(lead), n, half * 2, own)
     if len(spec) == 2:

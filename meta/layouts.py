@@ -11,6 +11,11 @@ and byte counts are those of `plain`.
 scale byte a block of 16, one float32 factor a matrix; K, a multiple of 16, is padded to Kp, a multiple of
 128, with zero codes and zero scales. So packed is uint8 [..., N, Kp/2], block_scale uint8 [..., N, Kp/16] and
 global_scale float32 [...], for mxfp4 too. csrc/cpu/sm90_layout.h defines the order of the bits.
+
+`sm90_int4`: made by `fp4::prepack` for the Hopper kernel of int4 weights and fp8 activations. packed is as in
+`sm90`, block_scale float32 [..., N, Kp/block], its values in the order [..., N/16, Kp/block, 16 rows]. It
+holds no int4_g32: an instruction's 32 k are half of each of four blocks of 16, so scales of 32 k would meet
+in it.
 """
 
 from __future__ import annotations
@@ -20,7 +25,7 @@ from dataclasses import dataclass
 
 import torch
 
-from .formats import ELEMENTS, FORMATS, Format
+from .formats import A_FORMATS, FORMATS, FP4_FORMATS, Format
 
 
 @dataclass(frozen=True)
@@ -34,17 +39,47 @@ class Layout:
     """K must be a multiple of this, ..."""
     k_padding: int = 1
     """... and is padded with zeros to a multiple of this."""
+    scale_dtype: torch.dtype | None = None
+    """If set, block scales have this dtype, whatever the format: one for each `block` of the padded K, ..."""
     block: int | None = None
-    """If set, every format has one uint8 scale a block of this many k and one float32 factor a matrix."""
-    elements: tuple[str, ...] = tuple(ELEMENTS)
-    """Of the formats that it holds."""
+    """... or where there is none, as the format says."""
+    has_factor: bool = False
+    """Whether there is one float32 factor a matrix, whatever the format."""
+    formats: tuple[str, ...] = tuple(FORMATS)
+    """Those that it holds."""
+    hopper: bool = False
+    """Whether it is for the Hopper kernels, which alone read it."""
+    interleaved: bool = False
+    """Whether they apply the gate of an expert block to a gate and an up row that lie side by side."""
     a_dtypes: tuple[torch.dtype, ...] | None = None
     """The activations that its kernels read; None: all."""
     a_formats: tuple[str, ...] | None = None
     """The `a_format`s of `fp4::moe` that give such activations; None: all."""
+    a_layout: str = "plain"
+    """The order of fp8 activations: the `layout` of `fp4::quantize_fp8`."""
 
     def padded(self, k: int) -> int:
         return (k + self.k_padding - 1) // self.k_padding * self.k_padding
+
+    def leaves(self, a_format: str) -> bool:
+        """Whether with this `a_format` of `fp4::moe` its kernels may read activations in their own dtype."""
+        return a_format == "none" or (a_format == "auto" and "none" in (self.a_formats or A_FORMATS))
+
+    def fits(
+        self,
+        weights: tuple[tuple[int, int], ...],
+        dtype: torch.dtype | None,
+        format: str | None,
+        a_format: str,
+    ) -> bool:
+        """Whether it holds these weights (N, K) and its kernels read the activations: `preferred_layout`."""
+        if any(n % self.n_multiple or k % self.k_multiple for n, k in weights):
+            return False
+        if format is not None and format not in self.formats:
+            return False
+        if self.a_formats is not None and a_format not in self.a_formats:
+            return False
+        return dtype is None or self.a_dtypes is None or not self.leaves(a_format) or dtype in self.a_dtypes
 
 
 LAYOUTS = {
@@ -57,8 +92,12 @@ LAYOUTS = {
             n_multiple=64,
             k_multiple=16,
             k_padding=128,
+            scale_dtype=torch.uint8,
             block=16,
-            elements=("e2m1",),
+            has_factor=True,
+            formats=FP4_FORMATS,
+            hopper=True,
+            interleaved=True,
             a_dtypes=(
                 torch.bfloat16,
                 torch.float16,
@@ -67,6 +106,19 @@ LAYOUTS = {
                 torch.float4_e2m1fn_x2,
             ),
             a_formats=("none", "fp8", "nvfp4", "mxfp4", "auto"),
+            a_layout="sm90",
+        ),
+        Layout(
+            "sm90_int4",
+            n_multiple=64,
+            k_multiple=16,
+            k_padding=128,
+            scale_dtype=torch.float32,
+            formats=("int4", "int4_g64"),
+            hopper=True,
+            a_dtypes=(torch.float8_e4m3fn,),
+            a_formats=("fp8", "auto"),
+            a_layout="sm90",
         ),
     )
 }
@@ -85,12 +137,12 @@ def packed_spec(
     `scale_dtype`: of its block scales in the plain layout, where they are not as `fp4::quantize` makes them.
     """
     k = layout.padded(k)
-    if layout.block is None:
+    if layout.scale_dtype is None:
         scale = ((*lead, n, fmt.num_blocks(k)), scale_dtype or fmt.scale_dtype)
     else:
-        scale = ((*lead, n, k // layout.block), torch.uint8)
+        scale = ((*lead, n, k // (layout.block or fmt.block)), layout.scale_dtype)
     spec = [((*lead, n, k // 2), torch.uint8), scale]
-    if fmt.has_global_scale or layout.block is not None:
+    if fmt.has_global_scale or layout.has_factor:
         spec.append((lead, torch.float32))
     return spec
 
@@ -102,12 +154,12 @@ TILE16_ROWS = 16
 TILE16_K = 32
 
 
-_preferred: dict[str, Callable[[], str]] = {"cpu": lambda: "tile16"}
+_preferred: dict[str, Callable[[], tuple[str, ...]]] = {"cpu": lambda: ("tile16",)}
 
 
-def prefer(device_type: str, layout: Callable[[], str]) -> None:
-    """Kernels of one device say which layout they read fastest, asked for when weights are packed."""
-    _preferred[device_type] = layout
+def prefer(device_type: str, layouts: Callable[[], tuple[str, ...]]) -> None:
+    """Kernels of one device say which layouts they read fastest, asked for when weights are packed."""
+    _preferred[device_type] = layouts
 
 
 def preferred_layout(
@@ -115,16 +167,12 @@ def preferred_layout(
     *weights: tuple[int, int],
     dtype: torch.dtype | None = None,
     format: str | None = None,
+    a_format: str = "none",
 ) -> str:
-    """The layout this device's kernels read fastest, if it can hold all these weights (N, K).
+    """The layout this device's kernels read fastest, of those that can hold all these weights (N, K).
 
-    `dtype`: of the activations, `format`: of the weights, where they are known.
+    `dtype`: of the activations, `format`: of the weights, where they are known. `a_format`: how activations
+    will be quantised in front of each product, as `fp4::moe` names it.
     """
-    name = _preferred.get(device_type, lambda: "plain")()
-    layout = LAYOUTS[name]
-    fits = all(n % layout.n_multiple == 0 and k % layout.k_multiple == 0 for n, k in weights)
-    if layout.a_dtypes is not None and dtype is not None:
-        fits = fits and dtype in layout.a_dtypes
-    if format is not None:
-        fits = fits and FORMATS[format].element in layout.elements
-    return name if fits else "plain"
+    names = _preferred.get(device_type, tuple)()
+    return next((n for n in names if LAYOUTS[n].fits(weights, dtype, format, a_format)), "plain")

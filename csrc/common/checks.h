@@ -49,6 +49,7 @@ inline constexpr Dtypes kBytes = {ScalarType::Byte};
 inline constexpr Dtypes kSm90Activation = {ScalarType::BFloat16, ScalarType::Half, ScalarType::Float8_e4m3fn,
                                            ScalarType::Byte, ScalarType::Float4_e2m1fn_x2};
 inline constexpr Dtypes kSm90Floating = {ScalarType::BFloat16, ScalarType::Half};
+inline constexpr Dtypes kFp8 = {ScalarType::Float8_e4m3fn};
 inline constexpr Dtypes kIndex = {ScalarType::Int, ScalarType::Long};
 inline constexpr Dtypes kInt32 = {ScalarType::Int};
 inline constexpr Dtypes kFloat32 = {ScalarType::Float};
@@ -157,15 +158,14 @@ inline void check_device(std::string_view name, const Tensor& t, std::string_vie
        "; they must be on one device");
 }
 
-// `value` must be one of `names`, which are sorted; returns its place.
-template <size_t n>
-size_t check_name(std::string_view what, std::string_view value, const std::array<std::string_view, n>& names,
-                  std::string_view when = "") {
+// `value` must be one of `names`; returns its place.
+inline size_t check_name(std::string_view what, std::string_view value, Names names,
+                         std::string_view when = "", std::string_view hint = "") {
   const auto at = std::find(names.begin(), names.end(), value);
   if (at != names.end()) return at - names.begin();
   std::string text;
   for (std::string_view name : names) text += (text.empty() ? "" : ", ") + std::string(name);
-  fail(what, " is '", value, "'; ", when, "it must be one of: ", text);
+  fail(what, " is '", value, "'; ", when, "it must be one of: ", text, hint);
 }
 
 // The entry of a table with this name, which must be there.
@@ -216,9 +216,12 @@ inline void check_packed(std::string_view name, const Tensor& packed, const Form
   check_dtype(name, packed, fmt.element == Element::e2m1 ? kPacked : kBytes);
 }
 
+inline std::string with_layout(const Layout& layout) {
+  return "with layout '" + std::string(layout.name) + "' ";
+}
+
 inline void check_holds(const Layout& layout, const Format& fmt) {
-  if (layout.block != 0 && fmt.element != Element::e2m1)
-    check_name("format", fmt.name, kFp4Names, "with layout '" + std::string(layout.name) + "' ");
+  check_name("format", fmt.name, layout.formats, with_layout(layout));
 }
 
 // scale [..., ceil(K/block)] for packed [..., K/2].
@@ -263,7 +266,7 @@ inline void check_scales(const std::string& prefix, const Tensor& block_scale,
                          const Format& fmt, const Layout& layout) {
   const std::string scale_name = prefix.empty() ? "block_scale" : prefix + "_scale";
   const std::string global_name = prefix.empty() ? "global_scale" : prefix + "_global_scale";
-  if (layout.block == 0) {
+  if (layout.scales == LayoutScales::of_format) {
     check_block_scale(scale_name, block_scale, name, packed, fmt);
     check_global_scale(global_name, global_scale, name, packed, fmt);
     return;
@@ -273,10 +276,12 @@ inline void check_scales(const std::string& prefix, const Tensor& block_scale,
   const int64_t k = shape.back() * 2;
   check_multiple(name, "rows", shape[shape.size() - 2], layout.n_multiple, layout);
   check_multiple(name, "columns", k, layout.k_padding, layout);
-  check_dtype(scale_name, block_scale, {ScalarType::Byte});
+  const bool bytes = layout.scales == LayoutScales::bytes;
+  check_dtype(scale_name, block_scale, bytes ? kBytes : kFloat32);
   check_device(scale_name, block_scale, name, packed);
-  shape.back() = k / layout.block;
+  shape.back() = k / (layout.block != 0 ? layout.block : fmt.block);
   check_shape(scale_name, block_scale, shape);
+  if (!bytes) return check_global_scale(global_name, global_scale, name, packed, fmt);
   if (!global_scale) fail(global_name, " is missing; layout '", layout.name, "' needs one");
   check_factor(global_name, *global_scale, name, packed);
 }
@@ -302,11 +307,23 @@ inline WeightShape check_weight(const std::string& name, const Tensor& b, const 
   return {&fmt, &order, scale_kind(b_scale), grouped ? b.size(0) : 1, b.size(dim - 2), b.size(dim - 1) * 2};
 }
 
-// The activations that the kernels of a layout read; plain and tile16 take all.
+// The activations that the kernels of a layout read.
+inline Dtypes a_dtypes(const Layout& layout) {
+  switch (layout.order) {
+    case Order::sm90:
+      return kSm90Activation;
+    case Order::sm90_int4:
+      return kFp8;
+    default:
+      return kActivation;
+  }
+}
+
 inline void check_a_dtype(std::string_view name, const Tensor& a, const Layout& layout, Dtypes allowed) {
-  if (layout.order != Order::sm90 || contains(allowed, a.scalar_type())) return;
+  if (contains(allowed, a.scalar_type())) return;
+  const bool fp8 = allowed.size() == 1 && *allowed.begin() == ScalarType::Float8_e4m3fn;
   fail(name, " has dtype ", dtype_name(a.scalar_type()), "; layout '", layout.name, "' reads ",
-       dtype_names(allowed));
+       dtype_names(allowed), fp8 ? " (from quantize_fp8 with layout='sm90')" : "");
 }
 
 // As many columns as the weight, `padded` already or to be padded as the weight is.
@@ -360,7 +377,7 @@ inline Operand check_a(const Tensor& a, const OptionalTensor& a_scale, const Opt
                        const std::string& a_format, const Tensor& b, const WeightShape& w, int64_t dim) {
   Operand op{a, a_scale, a_global_scale};
   check_dtype("a", a, kActivation);
-  check_a_dtype("a", a, *w.layout, kSm90Activation);
+  check_a_dtype("a", a, *w.layout, a_dtypes(*w.layout));
   check_dim("a", a, dim);
   check_device("a", a, "b", b);
   const ScalarType dtype = a.scalar_type();
@@ -455,7 +472,7 @@ inline FormatAndLayout check_dequantize(const Tensor& packed, const Tensor& bloc
     fail("dtype is ", dtype_name(dtype), "; it must be ", dtype_names(kFloatingOrDouble));
   check_holds(order, fmt);
   check_packed("packed", packed, fmt);
-  if (order.block == 0)
+  if (order.scales == LayoutScales::of_format)
     check_min_dim("packed", packed);
   else
     check_matrices(packed);
@@ -507,7 +524,7 @@ inline void check_offsets(std::string_view name, const Tensor& t, const Tensor* 
 
 // The CPU products read plain and tile16.
 inline void refuse_layout(std::string_view op, const Layout& layout) {
-  if (layout.block != 0)
+  if (layout.hopper)
     fail(
         "fp4::", op, ": layout is '", layout.name,
         "', which only CUDA kernels read; on CPU it must be plain or tile16 (torch.ops.fp4.unpack converts)");
@@ -528,10 +545,12 @@ inline MoeShape check_moe(const Tensor& x, const Tensor& topk_ids, const Tensor&
   check_activation(activation);
   check_a_format(a_format);
   const Layout& order = *up.layout;
-  if (order.order == Order::sm90 && a_format == "int8")
-    fail("a_format is '", a_format, "'; with layout 'sm90' it must be one of: none, fp8, nvfp4, mxfp4, auto");
+  if (!order.a_formats.empty())
+    check_name("a_format", a_format, order.a_formats, with_layout(order), "; layout 'plain' takes others");
   check_dtype("x", x, kFloating);
-  if (a_format == "none" || a_format == "auto") check_a_dtype("x", x, order, kSm90Floating);
+  // Layout sm90 may leave x as it is, sm90_int4 always has it quantised.
+  if (order.order == Order::sm90 && (a_format == "none" || a_format == "auto"))
+    check_a_dtype("x", x, order, kSm90Floating);
   check_dim("x", x, 2);
   check_device("x", x, "w13", w13);
   check_device("w2", w2, "w13", w13);

@@ -4,6 +4,7 @@
 
 #include <array>
 #include <cstdint>
+#include <span>
 #include <string_view>
 
 namespace fp4 {
@@ -36,14 +37,25 @@ inline constexpr Format kFormats[] = {
     {"int4_g32", Element::int4, 32, {Scale::bf16, Scale::f32}, false},
 };
 
-// The names in the order in which error messages list them; of all, and of those whose element is e2m1, which
-// activations and layout sm90 may have.
+using Names = std::span<const std::string_view>;
+
+// The names in the order in which error messages list them; of all, of those whose element is e2m1, which
+// activations and layout sm90 may have, and of those that layout sm90_int4 may have.
 inline constexpr std::array<std::string_view, 5> kFormatNames = {"int4", "int4_g32", "int4_g64", "mxfp4",
                                                                  "nvfp4"};
 inline constexpr std::array<std::string_view, 2> kFp4Names = {"mxfp4", "nvfp4"};
+inline constexpr std::array<std::string_view, 2> kSm90Int4Names = {"int4", "int4_g64"};
+
+// The `a_format`s of moe that a layout's kernels take, as error messages list them.
+inline constexpr std::array<std::string_view, 5> kSm90AFormatNames = {"none", "fp8", "nvfp4", "mxfp4",
+                                                                      "auto"};
+inline constexpr std::array<std::string_view, 2> kSm90Int4AFormatNames = {"fp8", "auto"};
 
 // The order of the bytes inside a packed weight, and what it asks of the operands: meta/layouts.py, Layout.
-enum class Order : uint8_t { plain, tile16, sm90 };
+enum class Order : uint8_t { plain, tile16, sm90, sm90_int4 };
+
+// The block scales of a layout: as the format has them; uint8, and a float32 factor for each matrix; float32.
+enum class LayoutScales : uint8_t { of_format, bytes, floats };
 
 struct Layout {
   std::string_view name;
@@ -51,8 +63,11 @@ struct Layout {
   int n_multiple = 1;  // N must be a multiple of this
   int k_multiple = 1;  // K must be a multiple of this, ...
   int k_padding = 1;   // ... and is padded with zeros to a multiple of this
-  int block = 0;  // if set, it holds e2m1 alone: a uint8 scale for each this many k, a float32 factor for
-                  // each matrix
+  LayoutScales scales = LayoutScales::of_format;
+  int block = 0;                 // k that share a scale; 0: as the format says
+  Names formats = kFormatNames;  // that it holds
+  Names a_formats = {};          // of moe, that give activations its kernels read; empty: all
+  bool hopper = false;           // only CUDA kernels read it
 
   int64_t padded(int64_t k) const { return (k + k_padding - 1) / k_padding * k_padding; }
 };
@@ -60,10 +75,12 @@ struct Layout {
 inline constexpr Layout kLayouts[] = {
     {"plain", Order::plain},
     {"tile16", Order::tile16},
-    {"sm90", Order::sm90, 64, 16, 128, 16},
+    {"sm90", Order::sm90, 64, 16, 128, LayoutScales::bytes, 16, kFp4Names, kSm90AFormatNames, true},
+    {"sm90_int4", Order::sm90_int4, 64, 16, 128, LayoutScales::floats, 0, kSm90Int4Names,
+     kSm90Int4AFormatNames, true},
 };
 inline constexpr const Layout& kPlain = kLayouts[0];
-inline constexpr std::array<std::string_view, 3> kLayoutNames = {"plain", "sm90", "tile16"};
+inline constexpr std::array<std::string_view, 4> kLayoutNames = {"plain", "sm90", "sm90_int4", "tile16"};
 // The orders in which quantize_fp8 can write a row.
 inline constexpr std::array<std::string_view, 2> kALayoutNames = {"plain", "sm90"};
 

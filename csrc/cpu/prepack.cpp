@@ -252,6 +252,65 @@ Packed from_sm90(const Tensor& packed, const Tensor& block_scale, const Tensor& 
   return {to, to_scale, copy_of(mx ? OptionalTensor() : OptionalTensor(factor))};
 }
 
+// --- sm90_int4 ---
+
+Packed to_sm90_int4(const Tensor& packed, const Tensor& block_scale, FormatAndLayout target) {
+  const Format& fmt = *target.format;
+  const Sizes s(packed);
+  const int64_t kp = target.layout->padded(s.k), blocks = kp / fmt.block, own = ceil_div(s.k, fmt.block);
+  Shape shape = shape_of(packed), scale_shape = shape;
+  shape.back() = kp / 2;
+  scale_shape.back() = blocks;
+  const Tensor to = empty(shape, ScalarType::Byte), to_scale = empty(scale_shape, ScalarType::Float);
+  const Tensor from = as_contiguous(packed), from_scale = as_contiguous(block_scale);
+  const bool wide = scale_kind(from_scale) == Scale::f32;
+  torch::stable::parallel_for(0, s.matrices * s.n, grain_for(s.k), [&](int64_t begin, int64_t end) {
+    for (int64_t i = begin; i < end; ++i) {
+      const int64_t matrix = i / s.n * s.n, row = i % s.n;
+      const uint8_t *codes = data<uint8_t>(from) + i * (s.k / 2), *scales = data<uint8_t>(from_scale);
+      for (int64_t b = 0; b < kp / kSm90Block; ++b) {
+        Block16 block{};  // zeros where K is padded
+        if (b * kSm90Block < s.k) std::memcpy(block.codes, codes + b * kSm90Block / 2, sizeof(block.codes));
+        uint8_t no_scale;
+        sm90_encode(block, mutable_data<uint8_t>(to) + matrix * (kp / 2) + sm90_place(row, b, kp).codes,
+                    &no_scale);
+      }
+      float* row_scales = mutable_data<float>(to_scale) + matrix * blocks;
+      for (int64_t b = 0; b < blocks; ++b) {
+        const int64_t at = i * own + b;
+        row_scales[sm90_int4_scale(row, b, blocks)] = b >= own ? 0.f
+                                                      : wide   ? load_as_float<DType::f32>(scales, at)
+                                                               : load_as_float<DType::bf16>(scales, at);
+      }
+    }
+  });
+  return {to, to_scale, copy_of({})};
+}
+
+// Block scales stay float32: they may have been so before.
+Packed from_sm90_int4(const Tensor& packed, const Tensor& block_scale, FormatAndLayout source) {
+  const Sizes s(packed);
+  const int64_t blocks = s.k / source.format->block;
+  const Tensor to = empty(shape_of(packed), ScalarType::Byte),
+               to_scale = empty(shape_of(block_scale), ScalarType::Float);
+  const Tensor from = as_contiguous(packed), from_scale = as_contiguous(block_scale);
+  torch::stable::parallel_for(0, s.matrices * s.n, grain_for(s.k), [&](int64_t begin, int64_t end) {
+    for (int64_t i = begin; i < end; ++i) {
+      const int64_t matrix = i / s.n * s.n, row = i % s.n;
+      for (int64_t b = 0; b < s.k / kSm90Block; ++b) {
+        const Block16 block = sm90_decode(
+            data<uint8_t>(from) + matrix * (s.k / 2) + sm90_place(row, b, s.k).codes, /*scale=*/0);
+        std::memcpy(mutable_data<uint8_t>(to) + i * (s.k / 2) + b * kSm90Block / 2, block.codes,
+                    sizeof(block.codes));
+      }
+      for (int64_t b = 0; b < blocks; ++b)
+        mutable_data<float>(to_scale)[i * blocks + b] =
+            data<float>(from_scale)[matrix * blocks + sm90_int4_scale(row, b, blocks)];
+    }
+  });
+  return {to, to_scale, copy_of({})};
+}
+
 // --- operators ---
 
 bool is_damaged(Scale scale, const uint8_t* scales, int64_t i) {
@@ -286,7 +345,8 @@ Packed prepack(const Tensor& packed, const Tensor& block_scale, const OptionalTe
                const std::string& format, const std::string& layout) {
   const FormatAndLayout target = check_prepack(packed, block_scale, global_scale, format, layout);
   check_scales_finite(block_scale);
-  if (target.layout->block != 0) return to_sm90(packed, block_scale, global_scale, target);
+  if (target.layout->order == Order::sm90) return to_sm90(packed, block_scale, global_scale, target);
+  if (target.layout->order == Order::sm90_int4) return to_sm90_int4(packed, block_scale, target);
   const auto [codes, scales] = reorder(
       packed, block_scale, target,
       [&](const uint8_t* from, const uint8_t* from_scales, uint8_t* to, uint8_t* to_scales, int64_t k) {
@@ -305,7 +365,8 @@ Packed unpack(const Tensor& packed, const Tensor& block_scale, const OptionalTen
 
 Packed to_plain(const Tensor& packed, const Tensor& block_scale, const OptionalTensor& global_scale,
                 FormatAndLayout from) {
-  if (from.layout->block != 0) return from_sm90(packed, block_scale, *global_scale, from);
+  if (from.layout->order == Order::sm90) return from_sm90(packed, block_scale, *global_scale, from);
+  if (from.layout->order == Order::sm90_int4) return from_sm90_int4(packed, block_scale, from);
   const auto [codes, scales] = reorder(
       packed, block_scale, from,
       [&](const uint8_t* panel, const uint8_t* panel_scales, uint8_t* to, uint8_t* to_scales, int64_t k) {

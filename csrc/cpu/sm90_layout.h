@@ -42,6 +42,13 @@ inline Sm90Place sm90_place(int64_t row, int64_t block, int64_t padded_k) {
 void sm90_encode(const Block16& block, uint8_t* words, uint8_t* scale);
 Block16 sm90_decode(const uint8_t* words, uint8_t scale);
 
+// Layout sm90_int4: the codes of int4 as if they were e2m1 (the low three bits for the magnitude, the top bit
+// for the sign), and float32 scales of blocks of 64 or 128 k in the order [N/16][Kp/block][16 rows]: the
+// index of one in its matrix, `blocks` to a row.
+inline int64_t sm90_int4_scale(int64_t row, int64_t block, int64_t blocks) {
+  return (row / 16 * blocks + block) * 16 + row % 16;
+}
+
 // Where logical element k of an e4m3 activation row lies.
 inline int64_t sm90_position(int64_t k) {
   const int64_t t = k / 16 % 4, s = k / 8 % 2, q = k / 4 % 2, i = k % 4;

@@ -182,7 +182,7 @@ def load_weight(
     return weight
 
 
-def choose_layout(weights: dict[str, PackedWeight], dtype: torch.dtype) -> tuple[str, str]:
+def choose_layout(weights: dict[str, PackedWeight], dtype: torch.dtype, a_format: str) -> tuple[str, str]:
     """Puts the weights of one module into the layout that their device reads fastest, if it holds them all.
 
     Returns the layout, and why it is not that one.
@@ -190,7 +190,8 @@ def choose_layout(weights: dict[str, PackedWeight], dtype: torch.dtype) -> tuple
     shapes = [(w.packed.shape[-2], w.k) for w in weights.values()]
     device = next(iter(weights.values())).packed.device.type
     format = next(iter(weights.values())).format
-    layout, reason = preferred_layout(device, *shapes, dtype=dtype, format=format), ""
+    layout = preferred_layout(device, *shapes, dtype=dtype, format=format, a_format=a_format)
+    reason = ""
     try:
         for weight in weights.values():
             weight.set_layout(layout)
@@ -256,7 +257,7 @@ def fill(
             for attribute, shape in placed.shapes.items():
                 parts = {key[1:]: w for key, w in placed.parts.items() if key[0] == attribute}
                 weights[attribute] = load_weight(parts, shape, format, device, source(device))
-            layout, reason = choose_layout(weights, dtype)
+            layout, reason = choose_layout(weights, dtype, A_FORMATS[activation] or "auto")
             if reason:
                 report.plain[name] = reason
             check_activation(activation, device.type, layout)

@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from ..meta.formats import Activation
+from ..meta.layouts import LAYOUTS, Layout
 from .library import DTYPE_CODES, address, call, multiprocessors, stream
 
 COMPUTE_WARPS = 16
@@ -49,6 +50,14 @@ class Weight(NamedTuple):
     groups: int
     n: int
     kp: int
+
+    @property
+    def layout(self) -> Layout:
+        return LAYOUTS["sm90"]
+
+    def decodes(self, rows: int, blocks: int) -> bool:
+        """Whether the decode kernel takes so many rows of it."""
+        return choose(rows, self.groups, self.kp, blocks) is not None
 
 
 @dataclass(frozen=True)

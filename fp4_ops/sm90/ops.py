@@ -1,7 +1,7 @@
-"""The operators on layout sm90: which kernel runs, and what lies between. Nothing here reads device memory.
+"""The operators on Hopper's layouts: which kernel runs, what lies between. Nothing here reads device memory.
 
 Few rows an expert: decode (csrc/sm90/decode.cu), with the activations as they are. Many: prefill
-(csrc/sm90/prefill_*.cu), of fp8 or of 16 bits.
+(csrc/sm90/prefill_*.cu), of fp8 or of 16 bits. int4: prefill, of fp8, whatever the number of rows.
 """
 
 from __future__ import annotations
@@ -15,10 +15,17 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from ..meta import checks
-from ..meta.formats import ACTIVATIONS, Activation
-from . import decode, prefill, rows
-from .decode import Routing, Weight
+from ..meta.formats import ACTIVATIONS, FORMATS, Activation
+from ..meta.layouts import Layout
+from . import decode, int4, prefill, rows
+from .decode import Routing
+from .int4 import Int4Weight
 from .library import available, multiprocessors
+
+Weight = decode.Weight | Int4Weight
+
+PREFILL = {decode.Weight: prefill, Int4Weight: int4}
+"""The module whose `run` takes any number of rows of such a weight."""
 
 PREFILL_ROWS = {torch.float8_e4m3fn: 1.5, torch.bfloat16: 12.0, torch.float16: 12.0}
 """Rows an expert from which the prefill kernel is faster than decode, by the dtype of the activations."""
@@ -26,27 +33,33 @@ BLOCK_ROWS = {"fp8": 5.0, "none": 14.0, "nvfp4": 14.0, "mxfp4": 14.0}
 """The same for a whole block, which sorts its rows for prefill, by a_format; 'auto' changes to fp8 there."""
 
 
-def require(op: str, device: torch.device) -> None:
+def require(op: str, layout: str, device: torch.device) -> None:
     if not available(device.index):
         name = torch.cuda.get_device_name(device)
         raise RuntimeError(
-            f"fp4::{op}: layout is 'sm90', whose kernels need compute capability 9.0 and a build with nvcc; "
-            f"this is {name}. Use layout 'plain' (convert with torch.ops.fp4.unpack)"
+            f"fp4::{op}: layout is '{layout}', whose kernels need compute capability 9.0 and a build with "
+            f"nvcc; this is {name}. Use layout 'plain' (convert with torch.ops.fp4.unpack)"
         )
 
 
 def weight(
-    b: Tensor, b_scale: Tensor, b_global_scale: Tensor, bias: Tensor | None, w: checks.Weight
+    b: Tensor,
+    b_scale: Tensor,
+    b_global_scale: Tensor | None,
+    bias: Tensor | None,
+    w: checks.Weight,
+    format: str,
 ) -> Weight:
-    return Weight(
-        b.contiguous(),
-        b_scale.contiguous(),
-        b_global_scale.contiguous(),
-        bias.contiguous() if bias is not None else None,
-        1 if w.groups is None else w.groups,
-        w.n,
-        w.k,
-    )
+    b, b_scale, bias = b.contiguous(), b_scale.contiguous(), _contiguous(bias)
+    shape = 1 if w.groups is None else w.groups, w.n, w.k
+    if w.layout is int4.LAYOUT:
+        return Int4Weight(b, b_scale, FORMATS[format].block, bias, *shape)
+    assert b_global_scale is not None
+    return decode.Weight(b, b_scale, b_global_scale.contiguous(), bias, *shape)
+
+
+def _contiguous(t: Tensor | None) -> Tensor | None:
+    return None if t is None else t.contiguous()
 
 
 def _aligned(a: Tensor) -> Tensor:
@@ -63,6 +76,14 @@ def _ordered(a: Tensor, a_scale: Tensor | None) -> tuple[Tensor, Tensor]:
     return half, factor if a_scale is None else factor * a_scale
 
 
+def _few(rows: int, groups: int, bound: float, device: torch.device, *weights: Weight) -> bool:
+    """Whether decode runs: on average `groups` that have any rows have fewer than `bound`, and it can."""
+    if decode.rows_per_expert(rows, groups) >= bound:
+        return False
+    blocks = multiprocessors(device.index)
+    return all(w.decodes(rows, blocks) for w in weights)
+
+
 def _product(
     a: Tensor,
     a_scale: Tensor | None,
@@ -75,12 +96,10 @@ def _product(
     """a [M, K], sorted by expert, masked or dense, -> out [M, n]. per_group: rows of a masked group, or M."""
     m = a.shape[0]
     groups = 1 if routing == Routing.DENSE else w.groups
-    average = decode.rows_per_expert(m, groups)
-    fits = decode.choose(m, w.groups, w.kp, multiprocessors(a.device.index)) is not None
-    if average < PREFILL_ROWS[a.dtype] and fits:
-        decode.run(a, w, route, routing, m, out, x_scale=a_scale, max_m=per_group)
+    if _few(m, groups, PREFILL_ROWS[a.dtype], a.device, w):
+        _decode(a, a_scale, w, _Routed(routing, route, None), 1, out, max_m=per_group)
     else:
-        prefill.run(*_ordered(_aligned(a), a_scale), w, route, routing, per_group, out)
+        PREFILL[type(w)].run(*_ordered(_aligned(a), a_scale), w, route, routing, per_group, out)
 
 
 def mm(a: Tensor, a_scale: Tensor | None, w: Weight, out_dtype: torch.dtype) -> Tensor:
@@ -121,9 +140,7 @@ def indexed_mm(
     if out.numel() == 0:
         return out
     a, a_scale, ids = a.contiguous(), _contiguous(a_scale), expert_ids.contiguous()
-    blocks = multiprocessors(a.device.index)
-    average = decode.rows_per_expert(m, w.groups)
-    if average < PREFILL_ROWS[a.dtype] and decode.choose(m, w.groups, w.kp, blocks) is not None:
+    if _few(m, w.groups, PREFILL_ROWS[a.dtype], a.device, w):
         _decode(a, a_scale, w, _routed(ids, w.groups), 1, out)
         return out
     offs, sorted_rows, position = rows.route(ids, w.groups)
@@ -158,15 +175,11 @@ def grouped_mm_k(
     return mm(masked, scale, w, out_dtype).view(groups, m, w.n)
 
 
-def _contiguous(t: Tensor | None) -> Tensor | None:
-    return None if t is None else t.contiguous()
-
-
 class _Routed(NamedTuple):
-    """One expert id a row, as decode takes them: the kernel sorts few ids itself."""
+    """Rows by expert as decode takes them; of ids, the kernel sorts few itself."""
 
     routing: Routing
-    route: Tensor
+    route: Tensor | None
     sorted_rows: Tensor | None
 
 
@@ -179,19 +192,21 @@ def _routed(ids: Tensor, groups: int) -> _Routed:
 
 def _decode(
     a: Tensor, a_scale: Tensor | None, w: Weight, by: _Routed, a_div: int, out: Tensor, *,
-    gate: Activation | None = None, early: bool = False,
+    max_m: int = 0, gate: Activation | None = None, early: bool = False,
 ) -> None:  # fmt: skip
+    assert isinstance(w, decode.Weight)  # what `_few` allows
     decode.run(
         a, w, by.route, by.routing, out.shape[0], out, x_scale=a_scale, sorted_rows=by.sorted_rows,
-        a_div=a_div, gate=gate, early=early and by.sorted_rows is None,
+        a_div=a_div, max_m=max_m, gate=gate, early=early and by.sorted_rows is None,
     )  # fmt: skip
 
 
-def resolve_a_format(a_format: str, rows: int, experts: int) -> str:
+def resolve_a_format(a_format: str, rows: int, experts: int, layout: Layout) -> str:
     """'auto': as they are while decode runs, bound by the weights' bytes; fp8 where prefill does."""
     if a_format != "auto":
         return a_format
-    return "fp8" if decode.rows_per_expert(rows, experts) >= BLOCK_ROWS["fp8"] else "none"
+    many = decode.rows_per_expert(rows, experts) >= BLOCK_ROWS["fp8"]
+    return "fp8" if many or not layout.leaves("auto") else "none"
 
 
 class _Rows(NamedTuple):
@@ -227,12 +242,10 @@ def moe(
     x, ids, weights = x.contiguous(), topk_ids.contiguous(), topk_weights.contiguous()
     gate = ACTIVATIONS[activation]
     bare = down._replace(bias=None)
-    a_format = resolve_a_format(a_format, m, up.groups)
+    a_format = resolve_a_format(a_format, m, up.groups, up.layout)
     if a_format == "fp8" and x.dtype == torch.float32:
         x = x.bfloat16()
-    blocks = multiprocessors(x.device.index)
-    fits = all(decode.choose(m, w.groups, w.kp, blocks) is not None for w in (up, down))
-    few = fits and decode.rows_per_expert(m, up.groups) < BLOCK_ROWS[a_format]
+    few = _few(m, up.groups, BLOCK_ROWS[a_format], x.device, up, down)
     how = _Rows.of(a_format, x.dtype, few)
     if few:
         position = None
@@ -270,6 +283,7 @@ def _moe_sorted(
     offs, sorted_rows, position = rows.route(ids, up.groups)
     both = torch.empty((m, up.n), dtype=how.between, device=x.device)
     y = torch.empty((m, down.n), dtype=torch.bfloat16, device=x.device)
-    prefill.run(*how.quantize(x, rows=sorted_rows, div=top_k), up, offs, Routing.OFFS, m, both)
-    prefill.run(*how.quantize(both, gate), down, offs, Routing.OFFS, m, y)
+    run = PREFILL[type(up)].run
+    run(*how.quantize(x, rows=sorted_rows, div=top_k), up, offs, Routing.OFFS, m, both)
+    run(*how.quantize(both, gate), down, offs, Routing.OFFS, m, y)
     return y, position

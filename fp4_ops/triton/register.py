@@ -1,4 +1,4 @@
-"""Registers the CUDA kernels of every operator in csrc/schema.cpp: Triton's, and Hopper's for layout sm90.
+"""Registers the CUDA kernels of every operator in csrc/schema.cpp: Triton's, and Hopper's for their layouts.
 
 Arguments are checked by meta/checks.py, as the fakes do. What only the data could show (bad offsets or
 ids) is clamped on the device.
@@ -14,6 +14,7 @@ from torch.library import Library
 from ..meta import checks
 from ..meta.formats import FORMATS
 from ..meta.layouts import prefer
+from ..sm90 import int4
 from ..sm90 import library as sm90_library
 from ..sm90 import ops as sm90
 from ..sm90 import rows as sm90_rows
@@ -21,9 +22,9 @@ from . import ops
 from .activations import moe_quantized, rows_of
 
 LIBRARY = Library("fp4", "IMPL")
-SM90 = "sm90"
+SM90, SM90_INT4 = "sm90", "sm90_int4"
 
-prefer("cuda", lambda: SM90 if sm90_library.available(torch.cuda.current_device()) else "plain")
+prefer("cuda", lambda: (SM90, SM90_INT4) if sm90_library.available(torch.cuda.current_device()) else ())
 
 
 def cuda_kernel(function):
@@ -37,13 +38,13 @@ def cuda_kernel(function):
     return function
 
 
-def hopper(product, a, b, b_scale, b_global_scale, bias, w, *route_and_dtype):
-    """A product of fp4_ops.sm90 with a weight in its layout. `a`: (a, a_scale, a_global_scale, a_format)."""
-    sm90.require(product.__name__, b.device)
+def hopper(product, a, b, b_scale, b_global_scale, bias, w, format, *route_and_dtype):
+    """A product of fp4_ops.sm90 with a weight in its layouts. `a`: (a, a_scale, a_global_scale, a_format)."""
+    sm90.require(product.__name__, w.layout.name, b.device)
     values, scale, _, a_format = a
     if a_format:  # packed: exact in bfloat16 but for a factor of each row
         values, scale = rows_of(*a)
-    return product(values, scale, sm90.weight(b, b_scale, b_global_scale, bias, w), *route_and_dtype)
+    return product(values, scale, sm90.weight(b, b_scale, b_global_scale, bias, w, format), *route_and_dtype)
 
 
 @cuda_kernel
@@ -56,8 +57,11 @@ def quantize(x, format, global_scale=None):
 @cuda_kernel
 def dequantize(packed, block_scale, global_scale, format, dtype, *, layout="plain"):
     fmt = checks.check_dequantize(packed, block_scale, global_scale, format, dtype, layout)
+    if layout == SM90_INT4:
+        packed, block_scale, global_scale = int4.unpack(packed, block_scale, fmt)
+        return ops.dequantize(packed, block_scale, global_scale, fmt, dtype)
     if layout == SM90:
-        sm90.require("dequantize", packed.device)
+        sm90.require("dequantize", layout, packed.device)
         return sm90_rows.dequantize(packed.contiguous(), block_scale.contiguous(), global_scale, dtype)
     ops.refuse_layout("dequantize", layout)
     return ops.dequantize(packed, block_scale, global_scale, fmt, dtype)
@@ -71,22 +75,26 @@ def quantize_int8(x):
 
 @cuda_kernel
 def prepack(packed, block_scale, global_scale, format, layout):
-    """`plain` is a copy; `tile16` is for CPUs; the others are made there if this GPU has no kernel for it."""
-    fmt, order = checks.check_prepack(packed, block_scale, global_scale, format, layout)
+    """`plain` is a copy; `tile16` is for CPUs; `sm90` is made there if this GPU has no kernel for it."""
+    fmt, _ = checks.check_prepack(packed, block_scale, global_scale, format, layout)
+    if layout == SM90_INT4:
+        return int4.prepack(packed, block_scale, fmt)
     if layout == SM90 and sm90_library.available(packed.device.index):
         return sm90_rows.prepack(packed, block_scale, global_scale, fmt)
-    if order.block is None:
-        ops.refuse_layout("prepack", layout)
-        return ops.copy_weight(packed, block_scale, global_scale)
-    return ops.on_cpu(torch.ops.fp4.prepack, packed, block_scale, global_scale, format, layout)
+    if layout == SM90:
+        return ops.on_cpu(torch.ops.fp4.prepack, packed, block_scale, global_scale, format, layout)
+    ops.refuse_layout("prepack", layout)
+    return ops.copy_weight(packed, block_scale, global_scale)
 
 
 @cuda_kernel
 def unpack(packed, block_scale, global_scale, format, layout):
-    """From any layout, by way of the CPU."""
-    checks.check_unpack(packed, block_scale, global_scale, format, layout)
+    """From any layout, by way of the CPU but for `sm90_int4`."""
+    fmt, _ = checks.check_unpack(packed, block_scale, global_scale, format, layout)
     if layout == "plain":
         return ops.copy_weight(packed, block_scale, global_scale)
+    if layout == SM90_INT4:
+        return int4.unpack(packed, block_scale, fmt)
     return ops.on_cpu(torch.ops.fp4.unpack, packed, block_scale, global_scale, format, layout)
 
 
@@ -107,9 +115,9 @@ def mm(
         a, b, b_scale, b_global_scale, format, layout, a_scale, bias, a_global_scale, a_format
     )
     dtype = checks.resolve_out_dtype(a, out_dtype)
-    if layout == SM90:
+    if w.layout.hopper:
         given = a, a_scale, a_global_scale, a_format
-        return hopper(sm90.mm, given, b, b_scale, b_global_scale, bias, w, dtype)
+        return hopper(sm90.mm, given, b, b_scale, b_global_scale, bias, w, format, dtype)
     ops.refuse_layout("mm", layout)
     ops.refuse_int8("mm", a.dtype)
     wt = ops.weight(b, b_scale, b_global_scale, bias, w, FORMATS[format])
@@ -126,9 +134,9 @@ def grouped_mm(
         a, b, b_scale, b_global_scale, offs, format, layout, a_scale, bias, a_global_scale, a_format
     )
     dtype = checks.resolve_out_dtype(a, out_dtype)
-    if layout == SM90:
+    if w.layout.hopper:
         given = a, a_scale, a_global_scale, a_format
-        return hopper(sm90.grouped_mm, given, b, b_scale, b_global_scale, bias, w, offs, dtype)
+        return hopper(sm90.grouped_mm, given, b, b_scale, b_global_scale, bias, w, format, offs, dtype)
     ops.refuse_layout("grouped_mm", layout)
     ops.refuse_int8("grouped_mm", a.dtype)
     wt = ops.weight(b, b_scale, b_global_scale, bias, w, FORMATS[format])
@@ -147,9 +155,11 @@ def grouped_mm_masked(
         a, b, b_scale, b_global_scale, masked_m, format, layout, a_scale, bias, a_global_scale, a_format
     )
     dtype = checks.resolve_out_dtype(a, out_dtype)
-    if layout == SM90:
+    if w.layout.hopper:
         given = a, a_scale, a_global_scale, a_format
-        return hopper(sm90.grouped_mm_masked, given, b, b_scale, b_global_scale, bias, w, masked_m, dtype)
+        return hopper(
+            sm90.grouped_mm_masked, given, b, b_scale, b_global_scale, bias, w, format, masked_m, dtype
+        )
     ops.refuse_layout("grouped_mm_masked", layout)
     ops.refuse_int8("grouped_mm_masked", a.dtype)
     wt = ops.weight(b, b_scale, b_global_scale, bias, w, FORMATS[format])
@@ -168,9 +178,9 @@ def indexed_mm(
         a, b, b_scale, b_global_scale, expert_ids, format, layout, a_scale, bias, a_global_scale, a_format
     )
     dtype = checks.resolve_out_dtype(a, out_dtype)
-    if layout == SM90:
+    if w.layout.hopper:
         given = a, a_scale, a_global_scale, a_format
-        return hopper(sm90.indexed_mm, given, b, b_scale, b_global_scale, bias, w, expert_ids, dtype)
+        return hopper(sm90.indexed_mm, given, b, b_scale, b_global_scale, bias, w, format, expert_ids, dtype)
     ops.refuse_layout("indexed_mm", layout)
     ops.refuse_int8("indexed_mm", a.dtype)
     wt = ops.weight(b, b_scale, b_global_scale, bias, w, FORMATS[format])
@@ -190,10 +200,10 @@ def grouped_mm_k(
     w = checks.check_grouped_mm_k(
         a, b, b_scale, b_global_scale, offs, format, layout, a_scale, a_global_scale, a_format
     )
-    if layout == SM90:
+    if w.layout.hopper:
         given = a, a_scale, a_global_scale, a_format
         dtype = checks.resolve_out_dtype(a, out_dtype)
-        return hopper(sm90.grouped_mm_k, given, b, b_scale, b_global_scale, None, w, offs, dtype)
+        return hopper(sm90.grouped_mm_k, given, b, b_scale, b_global_scale, None, w, format, offs, dtype)
     ops.refuse_layout("grouped_mm_k", layout)
     ops.refuse_int8("grouped_mm_k", a.dtype)
     wt = ops.weight(b, b_scale, b_global_scale, None, w, FORMATS[format])
@@ -212,12 +222,12 @@ def moe(
         format, layout, activation, a_format, w13_bias, w2_bias,
     )  # fmt: skip
     out_dtype = checks.resolve_out_dtype(x, out_dtype)
-    if layout == SM90:
-        sm90.require("moe", w13.device)
+    if up.layout.hopper:
+        sm90.require("moe", layout, w13.device)
         return sm90.moe(
             x, topk_ids, topk_weights,
-            sm90.weight(w13, w13_scale, w13_global_scale, w13_bias, up),
-            sm90.weight(w2, w2_scale, w2_global_scale, w2_bias, down),
+            sm90.weight(w13, w13_scale, w13_global_scale, w13_bias, up, format),
+            sm90.weight(w2, w2_scale, w2_global_scale, w2_bias, down, format),
             activation, a_format, out_dtype,
         )  # fmt: skip
     ops.refuse_layout("moe", layout)
