@@ -16,6 +16,9 @@ from reference import (
     random_weight,
 )
 
+HOPPER_FORMATS = {"sm90": FP4_FORMATS, "sm90_int4": ("int4", "int4_g64")}
+"""The layouts of the Hopper kernels, and what they hold."""
+
 FLOATS = (torch.float32, torch.bfloat16, torch.float16)
 A_FORMATS = ("none", "int8", "fp8", "nvfp4", "mxfp4")
 WEIGHT_OPS = ("mm", "grouped_mm", "grouped_mm_masked", "indexed_mm", "moe")
@@ -37,7 +40,7 @@ def _layout(rng: random.Random, device: str) -> str:
 
 def _held(rng: random.Random, layout: str) -> str:
     """A format that the layout holds."""
-    return rng.choice(FP4_FORMATS if layout == "sm90" else FORMATS)
+    return rng.choice(HOPPER_FORMATS.get(layout, FORMATS))
 
 
 def _a(rng, device, *shape) -> Activations:
@@ -132,15 +135,15 @@ def _dequantize(rng, device):
     shape = [rng.randint(1, 4) for _ in range(rng.randint(0, 1))] + list(_sizes(rng))
     layout = _layout(rng, device)
     if device == "cpu" and rng.random() < 0.3:
-        layout, shape[-2:] = "sm90", [64, 16 * rng.randint(1, 9)]
+        layout, shape[-2:] = rng.choice([*HOPPER_FORMATS]), [64, 16 * rng.randint(1, 9)]
     w = random_weight(_held(rng, layout), *shape, device=device, layout=layout)
     return (*w.operands(), w.format, rng.choice((*FLOATS, torch.float64))), {"layout": w.layout}
 
 
 def _prepack(rng, device, undo=False):
     shape = [rng.randint(1, 4) for _ in range(rng.randint(0, 1))] + list(_sizes(rng))
-    layout = rng.choice((_layout(rng, device), "sm90"))
-    if layout == "sm90":
+    layout = rng.choice((_layout(rng, device), *HOPPER_FORMATS))
+    if layout in HOPPER_FORMATS:
         shape[-2:] = rng.choice((64, 128)), 16 * rng.randint(1, 9)
     held = layout if undo else "plain"
     w = random_weight(_held(rng, layout), *shape, device=device, layout=held, narrow=True)

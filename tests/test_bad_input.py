@@ -114,7 +114,7 @@ def first(t):
 
 FLOAT_NAMES = "float32 or bfloat16 or float16"
 FORMAT_NAMES = "it must be one of: int4, int4_g32, int4_g64, mxfp4, nvfp4"
-LAYOUT_NAMES = "it must be one of: plain, sm90, tile16"
+LAYOUT_NAMES = "it must be one of: plain, sm90, sm90_int4, tile16"
 ACTIVATION_NAMES = f"{FLOAT_NAMES} or int8 or float8_e4m3fn or uint8 or float4_e2m1fn_x2"
 
 
@@ -241,9 +241,57 @@ def sm90_cases() -> list[Bad]:
             f"packed has 72 columns; {needs} 16"),
         Bad("unpack", {"layout": "sm90"}, f"packed has {N} rows; {needs} 64"),
         Bad("dequantize", {"layout": "sm90"}, f"packed has {N} rows; {needs} 64"),
-        Bad("moe", moe_sm90(a_format="int8"), "a_format is 'int8'; with layout 'sm90' it must be one of: none, fp8, nvfp4, mxfp4, auto"),
+        Bad("moe", moe_sm90(a_format="int8"), "a_format is 'int8'; with layout 'sm90' it must be one of: none, fp8, nvfp4, mxfp4, auto; layout 'plain' takes others"),
         Bad("moe", moe_sm90(), "x has dtype float32; layout 'sm90' reads bfloat16 or float16"),
         Bad("moe", moe_sm90(a_format="fp8", x=torch.randn(M, 72)), f"x has 72 columns; {needs} 16"),
+    ]  # fmt: skip
+
+
+def int4(**changes):
+    """Operands in the shapes of layout sm90_int4, some of them changed."""
+    good = {
+        "b": torch.zeros(G, 64, 64, dtype=torch.uint8), "b_scale": torch.zeros(G, 64, 1), "b_global_scale": None,
+        "bias": None, "layout": "sm90_int4", "a": torch.zeros(M, 128, dtype=torch.float8_e4m3fn),
+        "a_scale": torch.zeros(M),
+    }  # fmt: skip
+    return {**good, **changes}
+
+
+def moe_int4(**changes):
+    w13, w2 = (random_weight("int4_g64", G, *s, layout="sm90_int4") for s in ((2 * 32, K), (K, 32)))
+    good = {
+        "w13": w13.packed, "w13_scale": w13.scale, "w2": w2.packed, "w2_scale": w2.scale, "layout": "sm90_int4",
+    }  # fmt: skip
+    return {**good, **changes}
+
+
+def int4_cases() -> list[Bad]:
+    """What layout sm90_int4 asks for: blocks of 64 and 128, fp8 rows."""
+    op, u8 = "grouped_mm", torch.uint8
+    held = "with layout 'sm90_int4' it must be one of: int4, int4_g64"
+    needs = "layout 'sm90_int4' needs a multiple of"
+    reads = "layout 'sm90_int4' reads float8_e4m3fn (from quantize_fp8 with layout='sm90')"
+    a_formats = "with layout 'sm90_int4' it must be one of: fp8, auto; layout 'plain' takes others"
+    return [
+        Bad("prepack", {"layout": "sm90_int4"}, f"format is 'int4_g32'; {held}", "int4_g32"),
+        Bad("prepack", {"layout": "sm90_int4"}, f"format is 'nvfp4'; {held}"),
+        Bad("prepack", {"layout": "sm90_int4"}, f"packed has {N} rows; {needs} 64", "int4"),
+        Bad("prepack", {"layout": "sm90_int4", "packed": torch.zeros(G, 64, 36, dtype=u8), "block_scale": torch.zeros(G, 64, 1)},
+            f"packed has 72 columns; {needs} 16", "int4"),
+        Bad("unpack", {"layout": "sm90_int4"}, f"packed has {N} rows; {needs} 64", "int4_g64"),
+        Bad("dequantize", {"layout": "sm90_int4"}, f"packed has {N} rows; {needs} 64", "int4"),
+        Bad(op, int4(), f"format is 'mxfp4'; {held}", "mxfp4"),
+        Bad(op, int4(b=torch.zeros(G, 80, 64, dtype=u8)), f"b has 80 rows; {needs} 64", "int4"),
+        Bad(op, int4(b=torch.zeros(G, 64, 32, dtype=u8)), f"b has 64 columns; {needs} 128", "int4"),
+        Bad(op, int4(b_scale=torch.zeros(G, 64, 1).bfloat16()), "b_scale has dtype bfloat16; it must be float32", "int4"),
+        Bad(op, int4(), f"b_scale has shape [{G}, 64, 1]; it must be [{G}, 64, 2]", "int4_g64"),
+        Bad(op, int4(b_global_scale=torch.ones(G)), "b_global_scale was given; format int4 has no global scale", "int4"),
+        *(Bad(op, int4(a=torch.randn(M, K).to(d)), f"a has dtype {str(d)[6:]}; {reads}", "int4")
+          for d in (torch.bfloat16, torch.float16, torch.float32, torch.int8)),
+        Bad(op, int4(a_scale=None), "a_scale is missing; float8_e4m3fn activations need one", "int4"),
+        Bad(op, int4(a=torch.zeros(M, 64, dtype=torch.float8_e4m3fn)), "a has 64 columns; b has K = 128 (padded to a multiple of 128), and they must be equal", "int4"),
+        *(Bad("moe", moe_int4(a_format=f), f"a_format is '{f}'; {a_formats}", "int4_g64") for f in ("none", "int8", "nvfp4")),
+        Bad("moe", moe_int4(a_format="auto", x=torch.randn(M, 72)), f"x has 72 columns; {needs} 16", "int4_g64"),
     ]  # fmt: skip
 
 
@@ -286,6 +334,7 @@ BAD = (
     Bad("quantize_fp8", {"layout": "tile16"}, "layout is 'tile16'; it must be one of: plain, sm90"),
     *(bad for op in PRODUCTS for bad in matmul_cases(op)),
     *sm90_cases(),
+    *int4_cases(),
     Bad("grouped_mm_k", {"offs": to(torch.int64)}, "offs has dtype int64; it must be int32"),
     Bad("grouped_mm_k", {"offs": first}, "offs has 0 dimensions; it must have 1"),
     Bad("grouped_mm", {"offs": to(torch.int64)}, "offs has dtype int64; it must be int32"),

@@ -10,17 +10,21 @@ register = pytest.importorskip("fp4_ops.triton.register")
 from fp4_ops.sm90 import decode, ops, rows  # noqa: E402
 
 
-def packed(*shape: int):
-    w = reference.random_weight("nvfp4", *shape)
-    return torch.ops.fp4.prepack(*w.operands(), "nvfp4", "sm90")
+def packed(format: str, layout: str, *shape: int):
+    return torch.ops.fp4.prepack(*reference.random_weight(format, *shape).operands(), format, layout)
 
 
+@pytest.mark.parametrize(
+    "format, layout", [("nvfp4", "sm90"), ("int4", "sm90_int4"), ("int4_g64", "sm90_int4")]
+)
 @pytest.mark.parametrize("name", ["mm", "grouped_mm", "grouped_mm_masked", "indexed_mm"])
-def test_products_of_the_layout_go_to_the_hopper_kernels(monkeypatch, name):
+def test_products_of_the_layout_go_to_the_hopper_kernels(monkeypatch, name, format, layout):
     groups, n, k, m = 3, 64, 128, 5
-    b = packed(*([] if name == "mm" else [groups]), n, k)
+    b = packed(format, layout, *([] if name == "mm" else [groups]), n, k)
     a = torch.randn(*([groups] if name == "grouped_mm_masked" else []), m, k).bfloat16()
     a_scale = None
+    if layout == "sm90_int4":
+        a, a_scale = torch.ops.fp4.quantize_fp8(a, layout="sm90")
     bias = torch.randn(*b[0].shape[:-1])
     route = {
         "mm": [],
@@ -35,16 +39,20 @@ def test_products_of_the_layout_go_to_the_hopper_kernels(monkeypatch, name):
         return "done"
 
     kernel.__name__ = name
-    monkeypatch.setattr(register.sm90, "require", lambda op, device: seen.append(op))
+    monkeypatch.setattr(register.sm90, "require", lambda op, layout, device: seen.append((op, layout)))
     monkeypatch.setattr(register.sm90, name, kernel)
-    options = {"format": "nvfp4", "layout": "sm90", "out_dtype": torch.float32}
+    options = {"format": format, "layout": layout, "out_dtype": torch.float32}
     got = getattr(register, name)(a, *b, *route, a_scale, bias, **options)
     assert got == "done"
     op, (given_a, given_scale, weight, *rest) = seen
-    assert op == name and given_a is a and given_scale is None
+    assert op == (name, layout) and given_a is a and given_scale is a_scale
     assert (weight.groups, weight.n, weight.kp) == (1 if name == "mm" else groups, n, k)
-    for mine, theirs in zip(weight[:4], (*b, bias), strict=True):
-        assert torch.equal(mine, theirs)
+    assert torch.equal(weight.codes, b[0]) and torch.equal(weight.scales, b[1])
+    assert torch.equal(weight.bias, bias)
+    if layout == "sm90":
+        assert torch.equal(weight.global_scale, b[2])
+    else:
+        assert weight.group == {"int4": 128, "int4_g64": 64}[format]
     assert rest[-1] == torch.float32
     assert len(rest) == len(route) + 1 and all(x is y for x, y in zip(rest, route))
 

@@ -7,10 +7,11 @@ import reference
 import torch
 from fp4_ops.meta.formats import ACTIVATIONS
 
-from fp4_ops.sm90 import decode, ops, prefill, rows
+from fp4_ops.sm90 import decode, int4, ops, prefill, rows
 from fp4_ops.sm90.decode import Routing
 
 F8 = torch.float8_e4m3fn
+INT4 = {128: "int4", 64: "int4_g64"}
 A_FORMATS = ["none", "fp8", "nvfp4", "mxfp4"]
 fp4 = torch.ops.fp4
 
@@ -22,7 +23,7 @@ class Kernels:
         self.seen: list[str] = []
         monkeypatch.setattr(ops, "multiprocessors", lambda index: 132)
         for module, name in (
-            *((decode, "run"), (prefill, "run"), (rows, "route"), (rows, "quantize_fp8")),
+            *((decode, "run"), (prefill, "run"), (int4, "run"), (rows, "route"), (rows, "quantize_fp8")),
             *((rows, "quantize_fp4"), (rows, "to_half"), (rows, "apply_gate"), (rows, "combine")),
         ):
             mine = f"{module.__name__.rsplit('.', 1)[1]}_run" if name == "run" else name
@@ -37,7 +38,11 @@ class Kernels:
             assert x_scale.shape == x.shape[:1] and x_scale.dtype == torch.float32
             a = a * x_scale.double()[source, None]
         codes, scales = w.codes.view(w.groups, w.n, -1), w.scales.view(w.groups, w.n, -1)
-        values = fp4.dequantize(codes, scales, w.global_scale.view(-1), "nvfp4", torch.float64, layout="sm90")
+        if isinstance(w, int4.Int4Weight):
+            operands = codes, scales, None, INT4[w.group]
+        else:
+            operands = codes, scales, w.global_scale.view(-1), "nvfp4"
+        values = fp4.dequantize(*operands, torch.float64, layout=w.layout.name)
         bias = None if w.bias is None else w.bias.view(w.groups, w.n).double()
         y = reference.indexed_mm(a, values, expert, bias)
         return y if gate is None else reference.activate(y, gate.name)
@@ -61,6 +66,11 @@ class Kernels:
         rows_of = out.shape[0]
         expert = experts_of(route, routing, w, rows_of, m)
         out.copy_(self.product(x, x_scale, w, expert, torch.arange(rows_of)))
+
+    def int4_run(self, x, x_scale, w, route, routing, m, out):
+        assert x.dtype == F8 and isinstance(w, int4.Int4Weight)
+        self.prefill_run(x, x_scale, w, route, routing, m, out)
+        self.seen[-1] = "int4"
 
     def route(self, ids, groups):
         self.seen.append("route")
@@ -210,3 +220,69 @@ def test_rows_by_id_with_factors(kernels, m):
     want = reference.indexed_mm(a.double() * factor.double()[:, None], dense, ids, w.bias.double())
     assert reference.relative_error(got, want) < 1e-6
     assert ("prefill" in kernels.seen) == (m == 200)
+
+
+# --- int4: one kernel, of fp8 rows ---
+
+
+def int4_weight(group: int, *shape: int, bias: bool = False) -> tuple[int4.Int4Weight, torch.Tensor]:
+    w = reference.random_weight(INT4[group], *shape, layout="sm90_int4")
+    *lead, n, _ = shape
+    b = torch.randn(*lead, n) if bias else None
+    made = int4.Int4Weight(w.packed, w.scale, group, b, lead[0] if lead else 1, n, 2 * w.packed.shape[-1])
+    return made, w.dense.double()
+
+
+@pytest.mark.parametrize("activation", ["silu", "swigluoai", "gelu_interleaved"])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+@pytest.mark.parametrize("a_format", ["fp8", "auto"])
+@pytest.mark.parametrize("group", INT4)
+@pytest.mark.parametrize("tokens", [1, 60])
+def test_int4_block(kernels, tokens, group, a_format, dtype, activation):
+    experts, hidden, inter, top_k = 4, 192, 96, 2
+    up, w13 = int4_weight(group, experts, 2 * inter, hidden, bias=True)
+    down, w2 = int4_weight(group, experts, hidden, inter, bias=True)
+    x = torch.randn(tokens, hidden).to(dtype)
+    ids = torch.randint(-1, experts + 1, (tokens, top_k))
+    ids[0] = torch.arange(top_k)
+    weights = torch.rand(tokens, top_k)
+    got = ops.moe(x, ids, weights, up, down, activation, a_format, torch.float32)
+    want = reference.moe(
+        x.double(), ids, weights, w13, w2, up.bias.double(), down.bias.double(), activation=activation,
+        a_format="fp8",
+    )  # fmt: skip
+    # Rounded to bfloat16 between the products and, a float32 x, before them; then quantised.
+    assert reference.relative_error(got, want) < 4e-2
+    assert kernels.seen == ["route", "quantize", "int4", "quantize", "int4"]
+
+
+@pytest.mark.parametrize("group", INT4)
+@pytest.mark.parametrize("m", [1, 200])
+def test_int4_products(kernels, m, group):
+    groups, n, k = 4, 64, 208
+    w, dense = int4_weight(group, groups, n, k, bias=True)
+    bias = w.bias.double()
+    a, scale = fp4.quantize_fp8(torch.randn(m, k).bfloat16(), layout="sm90")
+    values = logical(a).double()[:, :k] * scale.double()[:, None]
+    ids = torch.randint(-1, groups, (m,))
+    ids[0] = 0
+    got = ops.indexed_mm(a, scale, w, ids, torch.float32)
+    assert reference.relative_error(got, reference.indexed_mm(values, dense, ids, bias)) < 1e-6
+    offs = torch.tensor([m // 2, m // 2, m, m], dtype=torch.int32)
+    want = reference.indexed_mm(values, dense, reference.m_indices(offs, m), bias)
+    assert reference.relative_error(ops.grouped_mm(a, scale, w, offs, torch.float32), want) < 1e-6
+    one = w._replace(codes=w.codes[2], scales=w.scales[2], bias=w.bias[2], groups=1)
+    want = values @ dense[2].T + bias[2]
+    assert reference.relative_error(ops.mm(a, scale, one, torch.float32), want) < 1e-6
+    masked = a.expand(groups, *a.shape).contiguous(), scale.expand(groups, m).contiguous()
+    counts = torch.tensor([m, 0, 1, m // 2], dtype=torch.int32)
+    got = ops.grouped_mm_masked(*masked, w, counts, torch.float32)
+    live = (torch.arange(m) < counts[:, None])[..., None]
+    want = torch.where(live, values @ dense.mT + bias[:, None], 0)
+    assert reference.relative_error(got, want) < 1e-6
+    bare, ends = one._replace(bias=None), [0, 128, 208]
+    got = ops.grouped_mm_k(a, scale, bare, torch.tensor(ends, dtype=torch.int32), torch.float32)
+    for g, (begin, end) in enumerate(zip([0, *ends], ends)):
+        want = values[:, begin:end] @ dense[2][:, begin:end].T
+        assert reference.relative_error(got[g], want) < 1e-6 if end > begin else not got[g].any()
+    assert set(kernels.seen) == {"route", "int4"}

@@ -73,7 +73,9 @@ def test_layouts_are_undone(format):
     tiled = w.prepack("tile16")
     assert tiled.weight_layout == "tile16" and not torch.equal(tiled.packed, w.packed)
     assert torch.equal(tiled.prepack("plain").packed, w.packed)
-    with pytest.raises(RuntimeError, match="layout is 'tile8'; it must be one of: plain, sm90, tile16"):
+    with pytest.raises(
+        RuntimeError, match="layout is 'tile8'; it must be one of: plain, sm90, sm90_int4, tile16"
+    ):
         w.prepack("tile8")
 
 
