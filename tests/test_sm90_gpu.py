@@ -7,7 +7,7 @@ from fp4_ops.meta.formats import ACTIVATIONS
 from fp4_ops.meta.layouts import LAYOUTS
 
 from fp4_ops.experts import PackedWeight, interleave
-from fp4_ops.sm90 import decode, int4, library, ops, prefill, rows
+from fp4_ops.sm90 import decode, library, ops, prefill, rows
 
 pytestmark = [
     pytest.mark.gpu,
@@ -306,30 +306,6 @@ def test_quantize_fp4_rows_equals_the_operator(k, format, dtype):
         assert rows.quantize_fp4(x, format=format)[1].isnan().nonzero().tolist() == [[7]]
 
 
-@pytest.mark.parametrize("config", range(2))
-@pytest.mark.parametrize("group", int4.GROUPS)
-@pytest.mark.parametrize("shape", PREFILL_SHAPES, ids=str)
-def test_every_int4_candidate(shape, group, config):
-    """int4 x fp8: codes and group scales are exact, so only the sums round (fp8 products: fewer bits)."""
-    groups, n, k = shape
-    nibbles = torch.randint(0, 16, shape, device="cuda")
-    scale = torch.randn(groups, n, -(-k // group), device="cuda").bfloat16()
-    bias = torch.randn(groups, n, device="cuda")
-    w = int4.pack((nibbles[..., ::2] | nibbles[..., 1::2] << 4).to(torch.uint8), scale, group, bias)
-    wide = scale.double().repeat_interleave(group, -1)[..., :k]
-    dense = torch.where(nibbles > 7, nibbles - 16, nibbles) * wide
-    counts = torch.tensor([0, 1, 64, 65, 160, 161, 193, 300, 385], device="cuda")
-    counts = counts[torch.randint(0, 9, (groups,), device="cuda")] if groups < 100 else counts[:3].repeat(100)
-    counts[0] = 161
-    ids = torch.repeat_interleave(torch.arange(groups, device="cuda"), counts)
-    m = len(ids)
-    a, a_scale = torch.ops.fp4.quantize_fp8(torch.randn(m, k, device="cuda").bfloat16(), layout="sm90")
-    values = plain_order(a)[:, :k].double() * a_scale[:, None].double()
-    out = torch.full((m, n), float("nan"), device="cuda")
-    int4.run(a, a_scale, w, counts.cumsum(0).int(), decode.Routing.OFFS, m, out, config=config)
-    assert error(out, by_row(dense, values, ids) + bias[ids].double()) < 4e-3
-
-
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float8_e4m3fn])
 @pytest.mark.parametrize("m", [1, 40, 300])
 def test_groups_along_k(m, dtype):
@@ -417,7 +393,7 @@ def test_moe(a_format, format, gate):
         args = (x, ids, weights, *up.packed, *down.packed, b13, b2)
         options = {"activation": gate, "a_format": a_format, **up.options}
         got = torch.ops.fp4.moe(*args, **options)
-        exact = ops.resolve_a_format(a_format, ids.numel(), experts) == "none"
+        exact = ops.resolve_a_format(a_format, ids.numel(), experts, LAYOUTS["sm90"]) == "none"
         # A hidden value near a tie of FP4 may fall to its other side: rarely, and the sum has thousands.
         assert error(got, want) < (6e-3 if exact else 2e-2 if fp4 else 8e-2)
         assert torch.equal(got, torch.ops.fp4.moe(*args, **options)), "not deterministic"

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import pytest
 import torch
+import torch.nn.functional as F
 from conftest import poisoned
+from families import expert_block, tiny
 from fp4_ops.compile_passes.options import parse
 from fp4_ops.meta import layouts
 from fp4_ops.meta.formats import FORMATS
@@ -173,6 +175,39 @@ def test_prepare(hopper, activation, format):
     for w, dense in zip(weights, want, strict=True):
         assert w.layout == report.layout and not w.interleaved
         assert torch.equal(w.dequantize(torch.float64), dense)
+
+
+class Product(torch.nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.w = torch.nn.Parameter(torch.randn(4, 128, 64).bfloat16())
+
+    def forward(self, x, offs):
+        return F.grouped_mm(x, self.w.transpose(-2, -1), offs=offs)
+
+
+@pytest.mark.parametrize("activation", ["fp8", "bf16"])
+def test_the_rewrite(hopper, activation, format):
+    """Whole blocks, and products alone: their rows are quantised in the order that the layout reads."""
+
+    def calls(module, *inputs):
+        with torch.no_grad():
+            program = torch.export.export(module.eval(), inputs, strict=False)
+        rewritten = fp4_ops.rewrite(program, {"format": format, "activation": activation})
+        nodes = rewritten.graph_module.graph.nodes
+        return {n.target._schema.name: n.kwargs for n in nodes if str(n.target).startswith("fp4.")}
+
+    fp8 = activation == "fp8"
+    layout = SM90_INT4 if fp8 else "plain"
+    seen = calls(expert_block(tiny("mixtral", "grouped_mm")), torch.randn(1, 9, 64))
+    assert list(seen) == ["fp4::moe"] and seen["fp4::moe"]["layout"] == layout
+    assert seen["fp4::moe"]["a_format"] == ("fp8" if fp8 else "none")
+    assert seen["fp4::moe"]["activation"] == "silu"
+    offs = torch.tensor([2, 2, 5, 9], dtype=torch.int32)
+    seen = calls(Product(), torch.randn(9, 64).bfloat16(), offs)
+    assert list(seen) == [*["fp4::quantize_fp8"] * fp8, "fp4::grouped_mm"]
+    assert seen["fp4::grouped_mm"]["layout"] == layout
+    assert not fp8 or seen["fp4::quantize_fp8"]["layout"] == "sm90"
 
 
 # --- what holds it ---
