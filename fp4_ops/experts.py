@@ -139,6 +139,7 @@ class PackedWeight(nn.Module):
             if buffer is not None:  # as bytes: a change of dtype is for the model's own numbers
                 self._buffers[name] = fn(buffer.view(torch.uint8)).view(buffer.dtype)
         if old != new and new != "meta":
+            # How activations will be quantised is not known here, so int4 stays plain on Hopper.
             self.set_layout(preferred_layout(new, (self.packed.shape[-2], self.k), format=self.format))
         return self
 
