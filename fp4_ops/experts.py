@@ -9,7 +9,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from .meta.layouts import LAYOUTS, preferred_layout
+from .meta.formats import FORMATS
+from .meta.layouts import LAYOUTS, packed_spec, preferred_layout
 from .relayout import relayout
 
 IMPLEMENTATION = "fp4"
@@ -149,6 +150,28 @@ class PackedWeight(nn.Module):
             [STORED_FORMATS.index(self.format), list(LAYOUTS).index(self.layout), self.interleaved],
             dtype=torch.uint8,
         )
+
+    def _load_from_state_dict(self, state_dict: Any, prefix: str, *args: Any) -> None:
+        """Makes room for what was saved in another layout; `set_extra_state` then puts it in order."""
+        state, packed, scale = (state_dict.get(prefix + n) for n in ("_extra_state", "packed", "block_scale"))
+        complete = state is not None and packed is not None and scale is not None
+        if complete and STORED_FORMATS[int(state[0])] == self.format:
+            fmt, layout = FORMATS[self.format], list(LAYOUTS.values())[int(state[1])]
+            e, n, _ = self.packed.shape
+            own = scale.dtype if scale.dtype in fmt.scale_dtypes else None
+            spec = packed_spec(fmt, layout, (e,), n, self.k, own)
+            if packed.shape != spec[0][0]:
+                *_, errors = args
+                text = f"{list(packed.shape)} was saved, this model's is {list(spec[0][0])}"
+                errors.append(f"size mismatch for {prefix}packed: {text}")
+                return
+            for name, wanted in zip(("packed", "block_scale", "global_scale"), (*spec, None), strict=False):
+                buffer = self._buffers[name]
+                if wanted is None:
+                    self._buffers[name] = None
+                elif buffer is None or (buffer.shape, buffer.dtype) != wanted:
+                    self._buffers[name] = self.packed.new_empty(wanted[0], dtype=wanted[1])
+        super()._load_from_state_dict(state_dict, prefix, *args)
 
     def set_extra_state(self, state: Tensor) -> None:
         """Called once the buffers are loaded: says what they hold."""

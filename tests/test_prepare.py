@@ -16,6 +16,7 @@ from torch import nn
 import fp4_ops
 from fp4_ops.experts import PackedWeight
 from fp4_ops.find_experts import is_experts, recognise_gate
+from fp4_ops.relayout import relayout
 
 FORMATS = ("nvfp4", "mxfp4", "int4")
 
@@ -191,6 +192,32 @@ def test_a_state_dict_of_another_format_is_refused():
     fp4_ops.prepare(other, "mxfp4")
     with pytest.raises(ValueError, match="the weights to load are nvfp4; this model was prepared as mxfp4"):
         other.load_state_dict(model.state_dict())
+
+
+def packed_weight(format: str, layout: str, k: int) -> PackedWeight:
+    operands = torch.ops.fp4.quantize(torch.randn(2, 64, k), format)
+    operands = relayout(
+        operands if operands[2].numel() else (*operands[:2], None), format, k, "plain", layout
+    )
+    return PackedWeight(*operands, format, layout, k)
+
+
+@pytest.mark.parametrize("k", [80, 128])
+@pytest.mark.parametrize("format, hopper", [("nvfp4", "sm90"), ("mxfp4", "sm90"), ("int4", "sm90_int4")])
+def test_a_state_dict_of_another_layout(format, hopper, k):
+    """Buffers of other shapes and dtypes, as one device's kernels have them and another's do not."""
+    for source in (hopper, "plain", "tile16"):
+        for target in (hopper, "plain", "tile16"):
+            saved, loaded = packed_weight(format, source, k), packed_weight(format, target, k)
+            loaded.load_state_dict(saved.state_dict())
+            assert loaded.layout == target
+            assert torch.equal(loaded.dequantize(torch.float64), saved.dequantize(torch.float64))
+
+
+def test_a_state_dict_of_another_shape_is_refused():
+    saved, loaded = packed_weight("nvfp4", "plain", 128), packed_weight("nvfp4", "sm90", 256)
+    with pytest.raises(RuntimeError, match="size mismatch for packed"):
+        loaded.load_state_dict(saved.state_dict())
 
 
 def test_dtype_changes_leave_the_four_bits_alone():
