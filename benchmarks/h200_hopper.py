@@ -4,9 +4,10 @@
 
 nvfp4, random weights and uniform random routing. Times are microseconds: the median over replays of a CUDA
 graph of `ROUTINGS` launches, each with another routing, so that weights are cold in L2; quantisation of the
-activations is outside the products' rows and inside the block's. The floor is max(bytes of the experts hit /
-copy bandwidth, flops / matmul rate), with both ceilings measured in this process. `bf16` is torch's own
-grouped_mm with bfloat16 weights. Each product is checked against float32 over the dequantised weights first.
+activations to fp8 is outside the products' rows and inside the block's (16-bit rows are put in order inside
+both). The floor is max(bytes of the experts hit / copy bandwidth, flops / matmul rate), with both ceilings
+measured in this process. `int4` is int4 in groups of 128 x fp8, `bf16` torch's own grouped_mm with bfloat16
+weights. Each product is checked against float32 over the dequantised weights first.
 """
 
 from __future__ import annotations
@@ -24,6 +25,7 @@ import triton
 import fp4_ops  # noqa: F401  loads the operators
 from fp4_ops.sm90 import decode, library, ops
 from fp4_ops.sm90.decode import Weight
+from fp4_ops.sm90.int4 import Int4Weight
 
 ROUTINGS = 8
 REPLAYS = 15
@@ -122,9 +124,14 @@ def check(a, w: Weight, k: int, offs, out, what: str, bound: float) -> None:
 def products(model: Model, n: int, k: int, tokens: list[int], peaks: tuple[float, float, float]) -> None:
     copy, bf16_rate, fp8_rate = peaks
     w = random_weight(model.experts, n, k)
+    scales = torch.rand((model.experts, n, w.kp // 128), device="cuda")
+    int4 = Int4Weight(w.codes, scales, 128, None, model.experts, n, w.kp)
     plain = torch.randn(model.experts, n, k, device="cuda", dtype=torch.bfloat16)
     print(f"\n{model.name} [{model.experts}, {n}, {k}]")
-    print(f"{'tokens':>7}{'floor':>9}{'W4A16':>9}{'':>6}{'floor':>9}{'W4A8':>9}{'':>6}{'bf16':>9}  kernels")
+    print(
+        f"{'tokens':>7}{'floor':>9}{'W4A16':>9}{'':>6}{'floor':>9}{'W4A8':>9}{'':>6}{'int4':>9}{'bf16':>9}"
+        "  kernels"
+    )
     for t in tokens:
         ids = [routing(model, t).flatten().sort().values for _ in range(ROUTINGS)]
         counts = [torch.bincount(i, minlength=model.experts) for i in ids]
@@ -138,17 +145,18 @@ def products(model: Model, n: int, k: int, tokens: list[int], peaks: tuple[float
         q, s = ops.rows.quantize_fp8(x)
         a16 = lambda i: ops.grouped_mm(x, None, w, offs[i], torch.bfloat16)  # noqa: E731, B023
         a8 = lambda i: ops.grouped_mm(q, s, w, offs[i], torch.bfloat16)  # noqa: E731, B023
+        i4 = lambda i: ops.grouped_mm(q, s, int4, offs[i], torch.bfloat16)  # noqa: E731, B023
         stock = lambda i: F.grouped_mm(x, plain.mT, offs=offs[i])  # noqa: E731, B023
         check(x, w, k, offs[0], a16(0), "W4A16", 8e-3)
         check(x, w, k, offs[0], a8(0), "W4A8", 7e-2)
-        us16, us8, us = median_us(a16), median_us(a8), median_us(stock)
+        us16, us8, us4, us = median_us(a16), median_us(a8), median_us(i4), median_us(stock)
         config = decode.choose(rows, model.experts, w.kp, library.multiprocessors(0))
         average = decode.rows_per_expert(rows, model.experts)
         how16 = str(config) if config and average < ops.PREFILL_ROWS[x.dtype] else "prefill"
         how8 = "same" if config and average < ops.PREFILL_ROWS[q.dtype] else "prefill"
         print(
             f"{t:>7}{floor16:9.1f}{us16:9.1f}{floor16 / us16:6.0%}{floor8:9.1f}{us8:9.1f}{floor8 / us8:6.0%}"
-            f"{us:9.1f}  {how16}; {how8}",
+            f"{us4:9.1f}{us:9.1f}  {how16}; {how8}",
             flush=True,
         )
 

@@ -248,7 +248,7 @@ def test_rows_to_half_gated(dtype, gate):
 @pytest.mark.parametrize("exact_scales", [False, True], ids=["any scales", "fp8-exact scales"])
 @pytest.mark.parametrize("shape", [*SHAPES, (2, 24576, 256)], ids=str)
 def test_products_of_fp8_rows(shape, exact_scales):
-    """Where scales are not exact, over all calls together: the error of one is that of the few blocks it saw."""
+    """Where scales are not exact, over all calls together: one call may see few blocks."""
     w = Weights(*shape, format="nvfp4", exact_scales=exact_scales)
     groups, n, k = shape
     few_blocks = groups * n * k < 2**14
