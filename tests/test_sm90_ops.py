@@ -80,31 +80,47 @@ class Kernels:
         offs = torch.bincount(key, minlength=groups + 1)[:groups].cumsum(0)
         return offs.int(), order.int(), order.argsort().int()
 
-    def taken(self, x, gate, row, div):
-        x = x.double() if row is None else x.double()[row.long() // div]
-        return x if gate is None else reference.activate(x, gate.name)
+    def taken(self, x, gate, position, end):
+        """What is quantised, row by row of the result, and how many of them; the rest is never read."""
+        x = x.double() if gate is None else reference.activate(x.double(), gate.name)
+        if position is not None:
+            assert position.dtype == torch.int32 and position.numel() % x.shape[0] == 0
+            x = torch.empty(position.numel(), x.shape[1], dtype=x.dtype).index_copy_(
+                0, position.flatten().long(), x.repeat_interleave(position.numel() // x.shape[0], 0)
+            )
+        return x, x.shape[0] if end is None else int(end)
 
-    def quantize_fp8(self, x, gate=None, rows=None, div=1):
+    def quantize_fp8(self, x, gate=None, position=None, end=None):
         self.seen.append("quantize")
         assert x.dtype != torch.float32
-        return fp4.quantize_fp8(self.taken(x, gate, rows, div).float(), layout="sm90")
+        values, live = self.taken(x, gate, position, end)
+        codes, scale = fp4.quantize_fp8(values.float(), layout="sm90")
+        codes.view(torch.uint8)[live:] = 0x7F  # NaN
+        scale[live:] = float("nan")
+        return codes, scale
 
-    def to_half(self, x, gate=None, rows=None, div=1):
+    def to_half(self, x, gate=None, position=None, end=None):
         self.seen.append("half")
         assert x.dtype != torch.float32
-        return reference.half_rows(self.taken(x, gate, rows, div))
+        values, live = self.taken(x, gate, position, end)
+        half, factor = reference.half_rows(values)
+        half[live:], factor[live:] = float("nan"), float("nan")
+        return half, factor
 
-    def quantize_fp4(self, x, gate=None, rows=None, div=1, *, format):
+    def quantize_fp4(self, x, gate=None, position=None, end=None, *, format):
         self.seen.append("quantize")
-        codes, scale, factor = fp4.quantize(self.taken(x, gate, rows, div).float()[:, None], format)
+        values, _ = self.taken(x, gate, position, end)
+        codes, scale, factor = fp4.quantize(values.float()[:, None], format)
         has = factor.numel() > 0
         ones = torch.ones(codes.shape[0])
         values = fp4.dequantize(codes, scale, ones if has else None, format, torch.bfloat16)
         return values[:, 0], factor if has else ones
 
-    def apply_gate(self, x, gate):
+    def apply_gate(self, x, gate, end=None):
         self.seen.append("gate")
-        return reference.activate(x.double(), gate.name).to(x.dtype)
+        out = reference.activate(x.double(), gate.name).to(x.dtype)
+        out[out.shape[0] if end is None else int(end) :] = float("nan")
+        return out
 
     def combine(self, y, position, ids, weights, bias, groups, out):
         y = y.double() if position is None else y.double()[position.long()]

@@ -30,24 +30,29 @@ __device__ __forceinline__ float block_max_or_nan(float v) {
   return m;
 }
 
-// Row r of the output from row (rows ? rows[r] / div : r) of x, as fp4::quantize does it for a matrix of that
-// row alone; sixteen values a thread. A row with a NaN or infinity gets the factor NaN. Only float32 rows are
-// gated.
-template <typename T, bool kNvfp4>
+// Row r of x to rows position[r, ..] of the output, or to row r, as fp4::quantize does it for a matrix of
+// that row alone; sixteen values a thread. A row with a NaN or infinity gets the factor NaN. Only float32
+// rows are gated.
+template <typename T, bool kGated, bool kNvfp4>
 __global__ void __launch_bounds__(kMaxRowThreads)
-    fp4_row_kernel(const T* x, const int* rows, int div, Gate gate, int width, __nv_bfloat16* out,
+    fp4_row_kernel(const T* x, const int* position, int copies, Gate gate, int width, __nv_bfloat16* out,
                    float* factor) {
-  if constexpr (sizeof(T) == 2) gate = {};
   const int64_t r = blockIdx.x;
   const int k = threadIdx.x * kRowValues;
   float v[kRowValues];
-  read_values(x, rows ? rows[r] / div : r, gate, width, k, v);
+  SourceBlock<T, kGated> raw;
+  raw.load(x + r * (kGated ? 2 * width : width), gate.interleaved, width, k);
+  raw.values(gate, width, k, v);
   float amax = 0.f;
 #pragma unroll
   for (float f : v) amax = max_or_nan(amax, fabsf(f));
   const float row_max = block_max_or_nan(amax);
   const float global = kNvfp4 ? nvfp4_global_scale(row_max) : 1.f;
-  if (threadIdx.x == 0) factor[r] = isfinite(row_max) ? global : __int_as_float(0x7FFFFFFF);
+  const auto row = [&](int copy) { return int64_t(position ? position[r * copies + copy] : r); };
+#pragma unroll 1
+  for (int c = threadIdx.x; c < copies; c += blockDim.x) {
+    factor[row(c)] = isfinite(row_max) ? global : __int_as_float(0x7FFFFFFF);
+  }
   if constexpr (!kNvfp4) amax = max_or_nan(amax, __shfl_xor_sync(~0u, amax, 1));  // blocks of 32
   if (k >= width) return;
   const Fp4Scale scale = kNvfp4 ? nvfp4_scale(amax, global) : mxfp4_scale(amax);
@@ -56,22 +61,30 @@ __global__ void __launch_bounds__(kMaxRowThreads)
   for (int j = 0; j < kRowValues; j += 2) {
     pairs[j / 2] = __floats2bfloat162_rn(scale.quantized(v[j]), scale.quantized(v[j + 1]));
   }
-  auto* to = reinterpret_cast<uint4*>(out + r * width + k);
-  to[0] = reinterpret_cast<const uint4*>(pairs)[0];
-  to[1] = reinterpret_cast<const uint4*>(pairs)[1];
+#pragma unroll 1
+  for (int c = 0; c < copies; ++c) {
+    auto* to = reinterpret_cast<uint4*>(out + row(c) * width + k);
+    to[0] = reinterpret_cast<const uint4*>(pairs)[0];
+    to[1] = reinterpret_cast<const uint4*>(pairs)[1];
+  }
 }
 
 template <typename T>
-int launch(const void* x, const int* rows, int count, int div, const Gate& gate, int width, int nvfp4,
+int launch(const void* x, int count, const int* position, int copies, const Gate& gate, int width, int nvfp4,
            void* out, float* factor, cudaStream_t stream) {
   const int threads = (width / kRowValues + 31) / 32 * 32;
   if (threads > kMaxRowThreads || width % kRowValues != 0) return cudaErrorInvalidValue;
-  if (sizeof(T) == 2 && gate.act != Act::kNone) return cudaErrorInvalidValue;
   const auto run = [&](auto kernel) {
-    kernel<<<count, threads, 0, stream>>>(static_cast<const T*>(x), rows, div, gate, width,
+    kernel<<<count, threads, 0, stream>>>(static_cast<const T*>(x), position, copies, gate, width,
                                           static_cast<__nv_bfloat16*>(out), factor);
   };
-  nvfp4 ? run(fp4_row_kernel<T, true>) : run(fp4_row_kernel<T, false>);
+  if (gate.act == Act::kNone) {
+    nvfp4 ? run(fp4_row_kernel<T, false, true>) : run(fp4_row_kernel<T, false, false>);
+  } else if constexpr (sizeof(T) == 4) {
+    nvfp4 ? run(fp4_row_kernel<T, true, true>) : run(fp4_row_kernel<T, true, false>);
+  } else {
+    return cudaErrorInvalidValue;
+  }
   return cudaGetLastError();
 }
 
@@ -80,21 +93,21 @@ int launch(const void* x, const int* rows, int count, int div, const Gate& gate,
 
 using namespace fp4::sm90;
 
-// Rows of x (`width` columns; float32 ones 2 * width if gated) to `out` bf16 [count, width] and factor
-// [count]. nvfp4: else mxfp4.
-extern "C" int fp4_sm90_rows_fp4(const void* x, DType x_type, const int* rows, int count, int div, Act act,
-                                 int interleaved, float alpha, float limit, float up_offset, int width,
-                                 int nvfp4, void* out, float* factor, void* stream) {
+// Rows of x (`width` columns; float32 ones 2 * width if gated) to `out` bf16 [.., width] and factor [..]: row
+// r of x to the `copies` rows position[r, ..], or to row r (position null, copies 1). nvfp4: else mxfp4.
+extern "C" int fp4_sm90_rows_fp4(const void* x, DType x_type, int count, const int* position, int copies,
+                                 Act act, int interleaved, float alpha, float limit, float up_offset,
+                                 int width, int nvfp4, void* out, float* factor, void* stream) {
   if (count == 0) return 0;
   const Gate gate{act, interleaved, alpha, limit, up_offset};
   auto* s = static_cast<cudaStream_t>(stream);
   switch (x_type) {
     case DType::kFloat32:
-      return launch<float>(x, rows, count, div, gate, width, nvfp4, out, factor, s);
+      return launch<float>(x, count, position, copies, gate, width, nvfp4, out, factor, s);
     case DType::kBFloat16:
-      return launch<__nv_bfloat16>(x, rows, count, div, gate, width, nvfp4, out, factor, s);
+      return launch<__nv_bfloat16>(x, count, position, copies, gate, width, nvfp4, out, factor, s);
     case DType::kFloat16:
-      return launch<__half>(x, rows, count, div, gate, width, nvfp4, out, factor, s);
+      return launch<__half>(x, count, position, copies, gate, width, nvfp4, out, factor, s);
     default:
       return cudaErrorInvalidValue;
   }

@@ -280,10 +280,11 @@ def _moe_sorted(
     """The experts' outputs sorted by expert, in bfloat16, and the position of each (token, slot)."""
     m, top_k = ids.numel(), ids.shape[1]
     assert how.quantize is not None
-    offs, sorted_rows, position = rows.route(ids, up.groups)
+    offs, _, position = rows.route(ids, up.groups)
     both = torch.empty((m, up.n), dtype=how.between, device=x.device)
     y = torch.empty((m, down.n), dtype=torch.bfloat16, device=x.device)
+    end = offs[-1:]  # rows of no expert are sorted last, and nothing reads them
     run = PREFILL[type(up)].run
-    run(*how.quantize(x, rows=sorted_rows, div=top_k), up, offs, Routing.OFFS, m, both)
-    run(*how.quantize(both, gate), down, offs, Routing.OFFS, m, y)
+    run(*how.quantize(x, position=position, end=end), up, offs, Routing.OFFS, m, both)
+    run(*how.quantize(both, gate, end=end), down, offs, Routing.OFFS, m, y)
     return y, position

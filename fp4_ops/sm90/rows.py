@@ -1,4 +1,4 @@
-"""Launches csrc/sm90/rows*.cu and weights.cu: routing, quantisation, gates, combine, and the layout."""
+"""Launches csrc/sm90/{route,rows*,weights}.cu: routing, quantisation, gates, combine, and the layout."""
 
 from __future__ import annotations
 
@@ -49,29 +49,31 @@ def _gate_arguments(gate: Activation | None) -> tuple[int, bool, float, float, f
     return FUNCTIONS[gate.function], gate.interleaved, gate.alpha, gate.limit or 0.0, gate.up_offset
 
 
-def _rows(
-    x: Tensor, width: int, gate: Activation | None, rows: Tensor | None, div: int, count: int,
-    out: Tensor, scale: Tensor | None,
-) -> None:  # fmt: skip
+def _shape(x: Tensor, gate: Activation | None, position: Tensor | None) -> tuple[int, int, int]:
+    """(rows of the output, its width, how many of them each row of x becomes)"""
+    width = x.shape[1] if gate is None else x.shape[1] // 2
     _check_width(width)
-    call(
-        "fp4_sm90_rows", address(x), DTYPE_CODES[x.dtype], address(rows), count, div, *_gate_arguments(gate),
-        width, LAYOUT.padded(width), address(out), address(scale), stream(),
-    )  # fmt: skip
+    if position is None:
+        return x.shape[0], width, 1
+    return position.numel(), width, position.numel() // max(x.shape[0], 1)
 
 
 def quantize_fp8(
-    x: Tensor, gate: Activation | None = None, rows: Tensor | None = None, div: int = 1
+    x: Tensor, gate: Activation | None = None, position: Tensor | None = None, end: Tensor | None = None
 ) -> tuple[Tensor, Tensor]:
     """x [M, K] (16-bit) -> e4m3 [.., Kp] in the layout's order, float32 scales: one fused pass.
 
-    Row r of the result is row rows[r] // div of x (r itself without `rows`); with `gate`, gate(x [M, 2 K]).
+    With `gate`, gate(x [M, 2 K]). With `position` (int32 [M * copies], a permutation), row r of x becomes the
+    rows position[r * copies ..] of the result. Rows of the result from end[0] on may be left unwritten.
     """
-    count = x.shape[0] if rows is None else rows.shape[0]
-    width = x.shape[1] if gate is None else x.shape[1] // 2
+    count, width, copies = _shape(x, gate, position)
     out = torch.empty((count, LAYOUT.padded(width)), dtype=torch.float8_e4m3fn, device=x.device)
     scale = torch.empty(count, dtype=torch.float32, device=x.device)
-    _rows(x, width, gate, rows, div, count, out, scale)
+    call(
+        "fp4_sm90_rows", address(x), DTYPE_CODES[x.dtype], x.shape[0], address(position), copies,
+        address(end), *_gate_arguments(gate), width, LAYOUT.padded(width), address(out), address(scale),
+        stream(),
+    )  # fmt: skip
     return out, scale
 
 
@@ -95,19 +97,19 @@ def to_half(
 
 
 def quantize_fp4(
-    x: Tensor, gate: Activation | None = None, rows: Tensor | None = None, div: int = 1, *, format: str
-) -> tuple[Tensor, Tensor]:
+    x: Tensor, gate: Activation | None = None, position: Tensor | None = None, end: Tensor | None = None, *,
+    format: str,
+) -> tuple[Tensor, Tensor]:  # fmt: skip
     """x [M, K] quantised row by row, as values: bf16 [.., K] and float32 factors; value * factor is exact.
 
-    Rows and gate as in `quantize_fp8`. A row with a NaN or infinity gets the factor NaN.
+    Gate and position as in `quantize_fp8`, but all rows are written. A row with a NaN or infinity gets the
+    factor NaN.
     """
-    count = x.shape[0] if rows is None else rows.shape[0]
-    width = x.shape[1] if gate is None else x.shape[1] // 2
-    _check_width(width)
+    count, width, copies = _shape(x, gate, position)
     out = torch.empty((count, width), dtype=torch.bfloat16, device=x.device)
     factor = torch.empty(count, dtype=torch.float32, device=x.device)
     call(
-        "fp4_sm90_rows_fp4", address(x), DTYPE_CODES[x.dtype], address(rows), count, div,
+        "fp4_sm90_rows_fp4", address(x), DTYPE_CODES[x.dtype], x.shape[0], address(position), copies,
         *_gate_arguments(gate), width, format == "nvfp4", address(out), address(factor), stream(),
     )  # fmt: skip
     return out, factor
@@ -128,10 +130,14 @@ def quantize_fp8_rows(x: Tensor) -> tuple[Tensor, Tensor]:
     return codes.flatten(-4).view(torch.float8_e4m3fn), scale  # -> word, block
 
 
-def apply_gate(x: Tensor, gate: Activation) -> Tensor:
-    """gate(x [M, 2 K]) -> [M, K], in x's dtype."""
-    out = x.new_empty((x.shape[0], x.shape[1] // 2))
-    _rows(x, out.shape[1], gate, None, 1, x.shape[0], out, None)
+def apply_gate(x: Tensor, gate: Activation, end: Tensor | None = None) -> Tensor:
+    """gate(x [M, 2 K]) -> [M, K], in x's dtype. Rows from end[0] on may be left unwritten."""
+    count, width, _ = _shape(x, gate, None)
+    out = x.new_empty((count, width))
+    call(
+        "fp4_sm90_rows", address(x), DTYPE_CODES[x.dtype], count, None, 1, address(end),
+        *_gate_arguments(gate), width, LAYOUT.padded(width), address(out), None, stream(),
+    )  # fmt: skip
     return out
 
 
@@ -141,6 +147,8 @@ def combine(
 ) -> None:  # fmt: skip
     """out[t] = sum over j of weights[t, j] * (y[position[t * k + j]] + bias[ids[t, j]]), in float32."""
     tokens, top_k = ids.shape
+    if bias is not None and bias.data_ptr() % 16:  # a view that begins between them
+        bias = bias.clone()
     call(
         "fp4_sm90_combine", address(y), DTYPE_CODES[y.dtype], address(position), address(ids),
         ids.dtype == torch.int64, address(weights), DTYPE_CODES[weights.dtype], address(bias),
