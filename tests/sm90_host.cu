@@ -1,11 +1,13 @@
 // What the Hopper kernels compute in registers, run on the host for test_sm90_host.py: no GPU is needed.
 #include <cstring>
+#include <utility>
 
 #include "decode.cuh"
 #include "fp4_block.cuh"
 #include "prefill_fold.cuh"
 #include "prefill_half.cuh"
 #include "prefill_int4.cuh"
+#include "row_values.cuh"
 
 using namespace fp4::sm90;
 
@@ -60,4 +62,60 @@ extern "C" void quantize_rows(const float* x, int rows, int k, int nvfp4, float*
 // As fold_words, of int4 codes.
 extern "C" void int4_words(const uint32_t* words, int count, uint32_t* out) {
   for (int i = 0; i < count; ++i) int4_word(words[i], out[2 * i], out[2 * i + 1]);
+}
+
+// One word of each of the lanes of a quad, and what they do at once.
+struct QuadWord {
+  int lane[4];
+};
+
+struct SwapQuad {
+  void operator()(QuadWord& low, QuadWord& high, int step) const {
+    for (int l = 0; l < 4; ++l) {
+      if (!(l & step)) std::swap(high.lane[l], low.lane[l | step]);
+    }
+  }
+};
+
+// column [16 * blocks]: the column whose fp8 code row_kernel stores at each byte of a row.
+extern "C" void fp8_columns(int blocks, int* column) {
+  for (int first = 0; first < blocks; first += 4) {
+    QuadWord w[4];
+    for (int i = 0; i < 4; ++i) {
+      for (int t = 0; t < 4; ++t) w[i].lane[t] = kRowValues * (first + t) + 4 * i;
+    }
+    transpose_quad(w, SwapQuad());
+    for (int t = 0; t < 4; ++t) {
+      for (int i = 0; i < 16; ++i) column[kRowValues * (first + t) + i] = w[i / 4].lane[t] + i % 4;
+    }
+  }
+}
+
+// The same for 16-bit values: which column is stored at each of a row's.
+extern "C" void half_columns(int blocks, int* column) {
+  for (int first = 0; first < blocks; first += 4) {
+    QuadWord w[8];
+    for (int i = 0; i < 8; ++i) {
+      for (int t = 0; t < 4; ++t) w[i].lane[t] = kRowValues * (first + t) + 2 * i;
+    }
+    exchange_halves(w, SwapQuad());
+    for (int t = 0; t < 4; ++t) {
+      for (int i = 0; i < 16; ++i) {
+        column[half_column(first + t, i / 8) + i % 8] = w[i / 2].lane[t] + i % 2;
+      }
+    }
+  }
+}
+
+// plan [2]: the lanes and blocks of row_plan; taken [1024]: how often its lanes take each block.
+extern "C" void row_plan_of(int rows, int blocks, int* plan, int* taken) {
+  const RowPlan p = row_plan(rows, blocks);
+  plan[0] = p.lanes, plan[1] = p.blocks;
+  for (int lane = 0; lane < p.lanes; ++lane) {
+    for (int i = 0; i < p.blocks; ++i) ++taken[i * p.lanes + lane];
+  }
+}
+
+extern "C" void quotients(const float* a, const float* d, const float* inverse, int count, float* out) {
+  for (int i = 0; i < count; ++i) out[i] = quotient(a[i], d[i], inverse[i]);
 }

@@ -84,7 +84,7 @@ def test_decode_streams_weights_into_registers(functions):
         assert "QMMA" not in body, name
 
 
-@pytest.mark.parametrize("kernel", ["decode_kernel", "prefill_kernel"])
+@pytest.mark.parametrize("kernel", ["decode_kernel", "prefill_kernel", "10row_kernel", "combine_kernel"])
 def test_nothing_spills(functions, resources, kernel):
     for name, used in kernels(resources, kernel).items():
         assert used["LOCAL"] == 0, (name, used)
@@ -92,6 +92,24 @@ def test_nothing_spills(functions, resources, kernel):
         spills = re.findall(r"\b(?:LDL|STL)\S*", body)
         # The widest prefill candidate keeps a few words of the tile in memory, outside its inner loop.
         assert len(spills) <= (12 if kernel == "prefill_kernel" else 0), (name, spills)
+
+
+def test_rows_are_under_way_before_any_is_used(functions):
+    """Rows to be quantised or combined: all loads of 16 bytes come first, all rows are stored by 16 bytes."""
+    for name, body in kernels(functions, "10row_kernel").items():
+        fp8, blocks = re.search(r"Lb[01]ELb([01])ELi\d+ELi(\d)E", name).groups()
+        first = body[: re.search(r"MUFU\.EX2|HMNMX2|SHFL\.BFLY", body).start()]
+        # Twice in the code where gate and up may be interleaved or halves.
+        loads = len(re.findall(r"LDG\.E\.128", first))
+        assert loads in (int(blocks) * 2, int(blocks) * 4, int(blocks) * 8), name
+        assert len(re.findall(r"LDG\.E\.128", body)) == loads, name
+        assert len(re.findall(r"STG\.E\s", body)) == int(fp8), name  # the scale
+        assert re.search(r"STG\.E\.128", body), name
+    for name, body in kernels(functions, "combine_kernel").items():
+        columns, slots = re.search(r"Li(\d)ELb[01]ELi(\d)E", name).groups()
+        width = "64" if "DTypeE1E" in name and columns == "4" else "128"
+        first = body[: re.search(r"\bFFMA\b", body).start()]
+        assert len(re.findall(rf"LDG\.E\.{width}\s", first)) >= int(slots), name
 
 
 def test_prefill_products_overlap(functions):

@@ -3,7 +3,6 @@
 import pytest
 import reference
 import torch
-from fp4_ops.meta.formats import ACTIVATIONS
 from fp4_ops.meta.layouts import LAYOUTS
 
 from fp4_ops.experts import PackedWeight, interleave
@@ -212,39 +211,6 @@ def test_every_16_bit_prefill_candidate(shape, dtype, config):
     assert not out[ids < 0].any()
 
 
-@pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("k", [16, 48, 64, 768, 2880, 16384, 20000])
-def test_rows_to_half(k, dtype):
-    """Bit for bit; what a row loses is below 2^-38 of its largest value."""
-    x = (torch.randn(70, k, device="cuda") * 10 ** torch.empty(70, 1, device="cuda").uniform_(-4, 4)).to(
-        dtype
-    )
-    x[3] = 0
-    picked = torch.randint(0, 140, (90,), device="cuda").int()
-    values, factor = rows.to_half(x, rows=picked, div=2)
-    want = reference.half_rows(x[picked.long() // 2])
-    assert torch.equal(values, want[0]) and torch.equal(factor, want[1])
-    back = reference.plain_rows(values).double()[:, :k] * factor.double()[:, None]
-    x = x[picked.long() // 2].double()
-    assert ((back - x).abs() <= x.abs().amax(-1, keepdim=True) * 2.0**-38).all()
-    for bad in (float("nan"), float("inf")):
-        y = torch.randn(5, k, device="cuda").to(dtype)
-        y[2, k // 2] = bad
-        values, factor = rows.to_half(y)
-        assert torch.isfinite(factor).all()
-        assert (~torch.isfinite(reference.plain_rows(values))).nonzero().tolist() == [[2, k // 2]]
-
-
-@pytest.mark.parametrize("gate", ["silu", "silu_interleaved", "swigluoai"])
-@pytest.mark.parametrize("dtype", DTYPES)
-def test_rows_to_half_gated(dtype, gate):
-    x = torch.randn(33, 2 * 2880, device="cuda").to(dtype)
-    values, factor = rows.to_half(x, ACTIVATIONS[gate])
-    back = reference.plain_rows(values).double()[:, :2880] * factor.double()[:, None]
-    assert error(back, reference.activate(x.double(), gate)) < 3e-4
-    assert not reference.plain_rows(values)[:, 2880:].any()
-
-
 @pytest.mark.parametrize("exact_scales", [False, True], ids=["any scales", "fp8-exact scales"])
 @pytest.mark.parametrize("shape", [*SHAPES, (2, 24576, 256)], ids=str)
 def test_products_of_fp8_rows(shape, exact_scales):
@@ -291,27 +257,6 @@ def test_products_of_fp4_rows(shape, a_format):
         assert error(got, values @ w.values[-1].T) < BOUND[torch.float32]
 
 
-@pytest.mark.parametrize("dtype", [*DTYPES, torch.float32])
-@pytest.mark.parametrize("format", FORMATS)
-@pytest.mark.parametrize("k", [16, 32, 768, 2880, 16384])
-def test_quantize_fp4_rows_equals_the_operator(k, format, dtype):
-    x = (torch.randn(70, k, device="cuda") * 10 ** torch.empty(70, 1, device="cuda").uniform_(-3, 3)).to(
-        dtype
-    )
-    x[3] = 0
-    x[4, :16] = 0
-    picked = torch.randint(0, 140, (90,), device="cuda").int()
-    values, factor = rows.quantize_fp4(x, rows=picked, div=2, format=format)
-    codes, scale, each = torch.ops.fp4.quantize(x[picked.long() // 2][:, None], format)
-    ones = torch.ones(90, device="cuda") if format == "nvfp4" else None
-    want = torch.ops.fp4.dequantize(codes, scale, ones, format, torch.bfloat16)[:, 0]
-    assert torch.equal(values, want)
-    assert torch.equal(factor, each if format == "nvfp4" else torch.ones_like(factor))
-    for bad in (float("nan"), float("inf")):
-        x[7, k // 2] = bad
-        assert rows.quantize_fp4(x, format=format)[1].isnan().nonzero().tolist() == [[7]]
-
-
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float8_e4m3fn])
 @pytest.mark.parametrize("m", [1, 40, 300])
 def test_groups_along_k(m, dtype):
@@ -346,31 +291,6 @@ def test_small_block_scales_in_fp8():
     got = torch.ops.fp4.grouped_mm(a, *packed, offs, a_scale, **w.options)
     want = by_row(values, plain_order(a).double() * a_scale[:, None].double(), ordered)
     assert error(got, want) < FP8_BOUND
-
-
-@pytest.mark.parametrize("dtype", [*DTYPES, torch.float32])
-@pytest.mark.parametrize("shape", [(3, 64), (70, 768), (2, 3, 2880), (5, 40), (4, 16384)], ids=str)
-def test_quantize_fp8_equals_the_cpu(shape, dtype):
-    x = torch.randn(shape, dtype=dtype) * 5
-    x.view(-1, shape[-1])[0] = 0
-    codes, scale = torch.ops.fp4.quantize_fp8(x.cuda(), layout="sm90")
-    want_codes, want_scale = torch.ops.fp4.quantize_fp8(x, layout="sm90")
-    torch.testing.assert_close(scale.cpu(), want_scale, rtol=1e-6, atol=0)
-    # x * (448 / amax) and x / (amax / 448) differ in the last bit, which decides ties.
-    a, b = codes.cpu().view(torch.uint8).int(), want_codes.view(torch.uint8).int()
-    assert int((a - b).abs().max()) <= 1
-    assert (a != b).float().mean() < 5e-3
-
-
-@pytest.mark.parametrize("m", [1, 1000, 1025, 70000])
-def test_route_is_a_stable_sort(m):
-    groups = 37
-    ids = torch.randint(-2, groups + 2, (m,), device="cuda")
-    offs, sorted_rows, position = rows.route(ids, groups)
-    key = torch.where((ids >= 0) & (ids < groups), ids, groups)
-    assert torch.equal(sorted_rows.long(), key.argsort(stable=True))
-    assert torch.equal(sorted_rows[position.long()].long(), torch.arange(m, device="cuda"))
-    assert torch.equal(offs.long(), torch.bincount(key, minlength=groups + 1)[:groups].cumsum(0))
 
 
 GATES = ["silu", "gelu", "gelu_tanh", "swigluoai", "silu_interleaved"]

@@ -173,3 +173,41 @@ def test_int4_lies_where_the_kernel_reads_it(host, group):
     )
     assert torch.equal((code * each)[..., :k], want)
     assert not code[..., k:].any()
+
+
+@pytest.mark.parametrize("padded", [128, 768, 2048, 2944, 16384])
+def test_rows_are_stored_in_the_layouts_order(host, padded):
+    column = torch.full((padded,), -1, dtype=torch.int32)
+    host("fp8_columns", padded // 16, column)
+    assert torch.equal(column, reference.sm90_order(torch.arange(padded, dtype=torch.int32)))
+    host("half_columns", padded // 16, column)
+    assert torch.equal(column, torch.arange(padded, dtype=torch.int32))
+
+
+@pytest.mark.parametrize("rows", [1, 7, 70, 700, 5000, 2**31 - 1])
+def test_every_block_of_a_row_is_taken_once(host, rows):
+    for blocks in range(8, 1025, 8):  # rows are padded to 128 columns
+        plan, taken = torch.zeros(2, dtype=torch.int32), torch.zeros(1024, dtype=torch.int32)
+        host("row_plan_of", rows, blocks, plan, taken)
+        lanes, each = plan.tolist()
+        assert taken[: lanes * each].eq(1).all() and lanes * each >= blocks
+        # What csrc/sm90/rows.cu has kernels for.
+        assert (lanes, each) in [(16, 3), *((32, i) for i in (1, 2, 3, 4))] or (
+            lanes % 32 == 0 and 32 < lanes <= 512 and each in (1, 2)
+        )
+
+
+def test_quotients_are_rounded_once(host):
+    """For every mantissa of the divisor, and however the approximate inverse is off."""
+    count = 2**23
+    d = (torch.arange(count, dtype=torch.int32) + (127 << 23)).view(torch.float32)  # every mantissa
+    for ulps in (-1, 0, 1):
+        power = 2.0 ** torch.randint(0, 60, (count,))
+        a = torch.randn(count).bfloat16().float() * 2.0 ** torch.randint(-3, 60, (count,))
+        inverse = ((1 / (d * power)).view(torch.int32) + ulps).view(torch.float32)
+        got = torch.empty(count)
+        host("quotients", a, d * power, inverse, count, got)
+        want = a / (d * power)
+        sure = want.abs() >= 2.0**-64
+        assert sure.float().mean() > 0.9
+        assert torch.equal(got[sure], want[sure])
