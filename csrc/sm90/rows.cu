@@ -107,7 +107,7 @@ __global__ void __launch_bounds__(kLanes ? kRowThreads : 32 * kMaxRowWarps,
     for (int i = 0; i < kBlocks; ++i) {
       const int block = i * lanes + lane;
       float v[kRowValues];
-      raw[i].values(p.gate, p.width, (i * lanes + lane) * kRowValues, v);
+      raw[i].values(p.gate, p.width, block * kRowValues, v);
       uint32_t w[kRowValues / 2];
       pack_values<T>(v, w);
       exchange_halves(w, swap);
@@ -165,8 +165,8 @@ __global__ void __launch_bounds__(kLanes ? kRowThreads : 32 * kMaxRowWarps,
 template <typename T, bool kGated, bool kFp8>
 int launch(Rows p, cudaStream_t stream) {
   const RowPlan plan = row_plan(p.count, p.padded / kRowValues);
-  // A row waits for *end before it reads anything: longer than few rows take that need not.
-  if (plan.blocks == 1 && p.position == nullptr) p.end = nullptr;
+  // Without positions a row waits for *end before it reads anything: worth it only where most find it in L1.
+  if (p.position == nullptr && p.count <= kFewWarps) p.end = nullptr;
   if (plan.lanes > 32 * kMaxRowWarps) return cudaErrorInvalidValue;
   const auto shared = [&](auto kernel) {  // rows share a thread block
     const int rows = kRowThreads / plan.lanes;
