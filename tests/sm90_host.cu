@@ -107,7 +107,7 @@ extern "C" void half_columns(int blocks, int* column) {
   }
 }
 
-// plan [2]: the lanes and blocks of row_plan; taken [1024]: how often its lanes take each block.
+// plan [2]: the lanes and blocks of row_plan; taken [2048]: how often its lanes take each block.
 extern "C" void row_plan_of(int rows, int blocks, int* plan, int* taken) {
   const RowPlan p = row_plan(rows, blocks);
   plan[0] = p.lanes, plan[1] = p.blocks;

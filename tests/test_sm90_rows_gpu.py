@@ -1,5 +1,7 @@
 """What lies between the products on Hopper: routing, quantised and gated rows, combine."""
 
+import itertools
+
 import pytest
 import reference
 import torch
@@ -64,6 +66,55 @@ def test_quantize_fp8_bits(width, m, dtype):
     want, want_scale = quantized(x)
     assert torch.equal(scale, want_scale)
     assert torch.equal(logical(codes, width), want)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("m", [1, 70, 5000])
+@pytest.mark.parametrize("width", [*WIDTHS, 20000])
+def test_rows_to_half(width, m, dtype):
+    """Bit for bit; what a row loses is below 2^-38 of its largest value."""
+    x = random_rows(m, width, dtype)
+    values, factor = rows.to_half(x)
+    want, want_factor = reference.half_rows(x)
+    assert torch.equal(values, want) and torch.equal(factor, want_factor)
+    back = reference.plain_rows(values).double()[:, :width] * factor.double()[:, None]
+    assert ((back - x.double()).abs() <= x.double().abs().amax(-1, keepdim=True) * 2.0**-38).all()
+
+
+@pytest.mark.parametrize("width", [16, 768, 2880])
+def test_rows_to_half_keep_what_is_not_finite(width):
+    for bad in (float("nan"), float("inf")):
+        x = torch.randn(5, width, device="cuda").bfloat16()
+        x[2, width // 2] = bad
+        values, factor = rows.to_half(x)
+        assert torch.isfinite(factor).all()
+        assert (~torch.isfinite(reference.plain_rows(values))).nonzero().tolist() == [[2, width // 2]]
+
+
+@pytest.mark.parametrize("top_k", [1, 8])
+@pytest.mark.parametrize("width", [32, 768, 2048, 2880])
+def test_halves_go_where_their_experts_want_them(width, top_k):
+    tokens, groups = 700, 12
+    x = random_rows(tokens, width, torch.bfloat16)
+    ids = torch.randint(-2, groups + 4, (tokens, top_k), device="cuda")
+    offs, sorted_rows, position = rows.route(ids, groups)
+    want, want_factor = (t[sorted_rows.long() // top_k] for t in reference.half_rows(x))
+    for end in (None, offs[-1:]):
+        values, factor = rows.to_half(x, position=position, end=end)
+        live = tokens * top_k if end is None else int(end)
+        assert torch.equal(values[:live], want[:live]) and torch.equal(factor[:live], want_factor[:live])
+
+
+@pytest.mark.parametrize("gate", ["silu", "silu_interleaved", "swigluoai", "gelu"])
+@pytest.mark.parametrize("width", [48, 768, 2880, 14336, 20000])
+def test_gated_rows_to_half(width, gate):
+    for dtype, m in itertools.product(DTYPES, (3, 600)):
+        x = torch.randn(m, 2 * width, device="cuda").to(dtype)
+        values, factor = rows.to_half(x, ACTIVATIONS[gate])
+        back = reference.plain_rows(values).double() * factor.double()[:, None]
+        exact = reference.activate(x.double(), gate)
+        assert ((back[:, :width] - exact).norm() / exact.norm()).item() < 3e-4
+        assert not back[:, width:].any()
 
 
 @pytest.mark.parametrize("top_k", [1, 3, 8, 10, 40])

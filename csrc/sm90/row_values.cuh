@@ -128,7 +128,8 @@ inline RowPlan row_plan(int rows, int blocks) {
   // 32 would have a last round half idle (768 columns).
   if (blocks <= 48) return {16, 3};
   if (blocks <= 128) return {32, warps};
-  return {(blocks + 63) / 64 * 32, 2};
+  const int each = blocks <= 64 * kMaxRowWarps ? 2 : 4;
+  return {(blocks + 32 * each - 1) / (32 * each) * 32, each};
 }
 
 // --- exchange between lanes, so that whole sectors are stored ---

@@ -1,6 +1,6 @@
-// The rows between the products of an expert block: quantised to fp8, gated, brought to their experts.
-// Memory-bound; one pass each. A plain C interface, so that nothing here knows torch. Safe in CUDA graphs and
-// deterministic.
+// The rows between the products of an expert block: gated, in the form that the next product reads, brought
+// to their experts. Memory-bound; one pass each. A plain C interface, so that nothing here knows torch. Safe
+// in CUDA graphs and deterministic.
 #include <cuda_bf16.h>
 #include <cuda_fp16.h>
 #include <cuda_fp8.h>
@@ -8,6 +8,7 @@
 #include <cstdint>
 #include <type_traits>
 
+#include "prefill_half.cuh"
 #include "row_values.cuh"
 #include "types.cuh"
 
@@ -15,6 +16,11 @@ namespace fp4::sm90 {
 namespace {
 
 constexpr float kFp8Max = 448.f;
+
+// What becomes of a row: x's type in plain order (gated rows only, which stay where they are); or, in the
+// layout's order, e4m3 with a scale a row, or fp16 with a power of two a row (half_position in
+// prefill_half.cuh), so that of a bfloat16 row bits are lost only of values below 2^-31 of its largest.
+enum class Form : int { kSame, kFp8, kHalf };
 
 struct Rows {
   const void* x;
@@ -70,9 +76,52 @@ __device__ __forceinline__ uint32_t pack_fp8(float a, float b, float c, float d)
 // which hold as many blocks of gated values and do not spill.
 constexpr int blocks_resident(int blocks) { return blocks == 1 ? 8 : blocks == 2 ? 6 : blocks == 3 ? 5 : 4; }
 
-// Each row of x, gated if kGated: quantised to fp8 with one scale a row, or (kFp8 false) as it is, in x's
-// type. kLanes as in RowPlan, 0: the thread block.
-template <typename T, bool kGated, bool kFp8, int kLanes, int kBlocks>
+// What the values of a row are multiplied by, and the scale that undoes it.
+struct Scaling {
+  float up, scale;
+};
+
+template <Form kForm>
+__device__ __forceinline__ Scaling scaling(float amax) {
+  if constexpr (kForm == Form::kFp8) return {amax > 0.f ? kFp8Max / amax : 0.f, amax / kFp8Max};
+  // The largest value's exponent becomes 14; infinities stay what they are.
+  const int exponent = min(max(int(__float_as_uint(amax) >> 23), 15), 254);
+  return {__uint_as_float(uint32_t(268 - exponent) << 23), __uint_as_float(uint32_t(exponent - 14) << 23)};
+}
+
+// The words of a block, times `up`, as its quad stores them: each four of them one a lane.
+template <Form kForm>
+__device__ __forceinline__ void to_words(const float (&v)[kRowValues], float up, const SwapLanes& swap,
+                                         uint32_t* words) {
+  if constexpr (kForm == Form::kFp8) {
+    uint32_t w[4];
+#pragma unroll
+    for (int j = 0; j < 4; ++j) {
+      w[j] = pack_fp8(v[4 * j] * up, v[4 * j + 1] * up, v[4 * j + 2] * up, v[4 * j + 3] * up);
+    }
+    transpose_quad(w, swap);
+#pragma unroll
+    for (int j = 0; j < 4; ++j) words[j] = w[j];
+  } else {
+    // Word c is half_position's 8 values from 8 c on: K 4 (c / 2) + c % 2 and two on of each block.
+#pragma unroll
+    for (int part = 0; part < 2; ++part) {
+      uint32_t w[4];
+#pragma unroll
+      for (int j = 0; j < 4; ++j) {
+        const int k = (4 * part + j) / 2 * 4 + j % 2;
+        const half2 pair = __floats2half2_rn(v[k] * up, v[k + 2] * up);
+        w[j] = reinterpret_cast<const uint32_t&>(pair);
+      }
+      transpose_quad(w, swap);
+#pragma unroll
+      for (int j = 0; j < 4; ++j) words[4 * part + j] = w[j];
+    }
+  }
+}
+
+// Each row of x, gated if kGated. kLanes as in RowPlan, 0: the thread block.
+template <typename T, bool kGated, Form kForm, int kLanes, int kBlocks>
 __global__ void __launch_bounds__(kLanes ? kRowThreads : 32 * kMaxRowWarps,
                                   kLanes ? blocks_resident(kBlocks) : 1) row_kernel(const Rows p) {
   const int lanes = kLanes ? kLanes : blockDim.x, lane = threadIdx.x % lanes;
@@ -100,14 +149,13 @@ __global__ void __launch_bounds__(kLanes ? kRowThreads : 32 * kMaxRowWarps,
   int to = destination(lane % kShare);
 
   const SwapLanes swap{lane};
-  if constexpr (!kFp8) {
+  if constexpr (kForm == Form::kSame) {
     static_assert(kGated);
-    // Not to be spread: the rows of a gate are those of the next product.
 #pragma unroll
     for (int i = 0; i < kBlocks; ++i) {
       const int block = i * lanes + lane;
       float v[kRowValues];
-      raw[i].values(p.gate, p.width, block * kRowValues, v);
+      raw[i].values(p.gate, p.width, (i * lanes + lane) * kRowValues, v);
       uint32_t w[kRowValues / 2];
       pack_values<T>(v, w);
       exchange_halves(w, swap);
@@ -119,6 +167,7 @@ __global__ void __launch_bounds__(kLanes ? kRowThreads : 32 * kMaxRowWarps,
       }
     }
   } else {
+    constexpr int kBytes = kForm == Form::kFp8 ? 1 : 2, kWords = kRowValues * kBytes / 4;
     float v[kGated ? kBlocks : 1][kRowValues];
     float amax = 0.f;
 #pragma unroll
@@ -130,39 +179,37 @@ __global__ void __launch_bounds__(kLanes ? kRowThreads : 32 * kMaxRowWarps,
         amax = fmaxf(amax, largest(raw[i].part[0]));
       }
     }
-    amax = row_max<kLanes>(amax);
-    const float inverse = amax > 0.f ? kFp8Max / amax : 0.f;
-    uint32_t codes[kBlocks][4];
+    const Scaling scaled = scaling<kForm>(row_max<kLanes>(amax));
+    uint32_t words[kBlocks][kWords];
 #pragma unroll
     for (int i = 0; i < kBlocks; ++i) {
       auto& values = v[kGated ? i : 0];
       if constexpr (!kGated) raw[i].values(p.gate, p.width, (i * lanes + lane) * kRowValues, values);
-#pragma unroll
-      for (int j = 0; j < 4; ++j) {
-        codes[i][j] = pack_fp8(values[4 * j] * inverse, values[4 * j + 1] * inverse,
-                               values[4 * j + 2] * inverse, values[4 * j + 3] * inverse);
-      }
-      transpose_quad(codes[i], swap);
+      to_words<kForm>(values, scaled.up, swap, words[i]);
     }
     for (int copies = 0; copies < p.copies; copies += kShare) {
       if (copies > 0) to = destination(copies + lane % kShare);
-      if (to >= 0 && lane < kShare) p.scale[to] = amax / kFp8Max;
+      if (to >= 0 && lane < kShare) p.scale[to] = scaled.scale;
       const int count = min(kShare, p.copies - copies);
       for (int j = 0; j < count; ++j) {
         const int at = __shfl_sync(~0u, to, j, kShare);
         if (at < 0) continue;
-        auto* out = static_cast<uint8_t*>(p.out) + int64_t(at) * p.padded;
+        auto* out = static_cast<uint8_t*>(p.out) + int64_t(at) * p.padded * kBytes;
 #pragma unroll
         for (int i = 0; i < kBlocks; ++i) {
           const int block = i * lanes + lane;
-          if (block * kRowValues < p.padded) store_16_bytes(out + block * kRowValues, codes[i]);
+          if (block * kRowValues >= p.padded) continue;
+          // The quad's 64 columns, then this lane's 16 bytes of each four words.
+          auto* part = out + (block / 4 * 64) * kBytes + block % 4 * 16;
+#pragma unroll
+          for (int h = 0; h < kBytes; ++h) store_16_bytes(part + 64 * h, words[i] + 4 * h);
         }
       }
     }
   }
 }
 
-template <typename T, bool kGated, bool kFp8>
+template <typename T, bool kGated, Form kForm>
 int launch(Rows p, cudaStream_t stream) {
   const RowPlan plan = row_plan(p.count, p.padded / kRowValues);
   // Without positions a row waits for *end before it reads anything: worth it only where most find it in L1.
@@ -174,25 +221,35 @@ int launch(Rows p, cudaStream_t stream) {
   };
   const auto whole = [&](auto kernel) { kernel<<<p.count, plan.lanes, 0, stream>>>(p); };
   if (plan.lanes == 16) {
-    shared(row_kernel<T, kGated, kFp8, 16, 3>);
+    shared(row_kernel<T, kGated, kForm, 16, 3>);
   } else if (plan.lanes > 32) {
-    plan.blocks == 1 ? whole(row_kernel<T, kGated, kFp8, 0, 1>) : whole(row_kernel<T, kGated, kFp8, 0, 2>);
+    plan.blocks == 1   ? whole(row_kernel<T, kGated, kForm, 0, 1>)
+    : plan.blocks == 2 ? whole(row_kernel<T, kGated, kForm, 0, 2>)
+                       : whole(row_kernel<T, kGated, kForm, 0, 4>);
   } else if (plan.blocks == 1) {
-    shared(row_kernel<T, kGated, kFp8, 32, 1>);
+    shared(row_kernel<T, kGated, kForm, 32, 1>);
   } else if (plan.blocks == 2) {
-    shared(row_kernel<T, kGated, kFp8, 32, 2>);
+    shared(row_kernel<T, kGated, kForm, 32, 2>);
   } else if (plan.blocks == 3) {
-    shared(row_kernel<T, kGated, kFp8, 32, 3>);
+    shared(row_kernel<T, kGated, kForm, 32, 3>);
   } else {
-    shared(row_kernel<T, kGated, kFp8, 32, 4>);
+    shared(row_kernel<T, kGated, kForm, 32, 4>);
   }
   return cudaGetLastError();
 }
 
 template <typename T>
-int launch(const Rows& p, cudaStream_t stream) {
-  if (p.gate.act == Act::kNone) return p.scale ? launch<T, false, true>(p, stream) : cudaErrorInvalidValue;
-  return p.scale ? launch<T, true, true>(p, stream) : launch<T, true, false>(p, stream);
+int launch(const Rows& p, Form form, cudaStream_t stream) {
+  const bool gated = p.gate.act != Act::kNone;
+  switch (form) {
+    case Form::kSame:
+      return gated ? launch<T, true, Form::kSame>(p, stream) : cudaErrorInvalidValue;
+    case Form::kFp8:
+      return gated ? launch<T, true, Form::kFp8>(p, stream) : launch<T, false, Form::kFp8>(p, stream);
+    case Form::kHalf:
+      return gated ? launch<T, true, Form::kHalf>(p, stream) : launch<T, false, Form::kHalf>(p, stream);
+  }
+  return cudaErrorInvalidValue;
 }
 
 }  // namespace
@@ -200,20 +257,20 @@ int launch(const Rows& p, cudaStream_t stream) {
 
 using namespace fp4::sm90;
 
-// Rows of x (16-bit, aligned to 16 bytes, `width` columns, a multiple of 16; 2 * width if gated) to `out`:
-// e4m3
-// [.., padded] in layout sm90 with scale [..]; or, where scale is null, gated ones in x's type [count,
-// width]. Row r of x becomes the `copies` rows position[r, ..] of out, or row r (position null, copies 1).
-// Rows of out from *end on (end not null) may be left unwritten.
+// Rows of x (16-bit, aligned to 16 bytes, `width` columns, a multiple of 16; 2 * width if gated) to `out` in
+// `form`: x's type [count, width], or e4m3 or fp16 [.., padded] with scale [..]. Row r of x becomes the
+// `copies` rows position[r, ..] of out, or row r (position null, copies 1). Rows of out from *end on (end not
+// null) may be left unwritten.
 extern "C" int fp4_sm90_rows(const void* x, DType x_type, int count, const int* position, int copies,
                              const int* end, Act act, int interleaved, float alpha, float limit,
-                             float up_offset, int width, int padded, void* out, float* scale, void* stream) {
+                             float up_offset, int width, int padded, Form form, void* out, float* scale,
+                             void* stream) {
   if (count == 0) return 0;
   if (width % kRowValues != 0) return cudaErrorInvalidValue;
   const Gate gate{act, interleaved, alpha, limit, up_offset};
   const Rows p{x, count, position, copies, end, gate, width, padded, out, scale};
   auto* s = static_cast<cudaStream_t>(stream);
-  if (x_type == DType::kBFloat16) return launch<__nv_bfloat16>(p, s);
-  if (x_type == DType::kFloat16) return launch<__half>(p, s);
+  if (x_type == DType::kBFloat16) return launch<__nv_bfloat16>(p, form, s);
+  if (x_type == DType::kFloat16) return launch<__half>(p, form, s);
   return cudaErrorInvalidValue;
 }

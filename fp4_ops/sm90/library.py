@@ -33,14 +33,10 @@ SIGNATURES = {
     "fp4_sm90_route": [POINTER, INT, INT, INT, POINTER, POINTER, POINTER, POINTER, POINTER],
     "fp4_sm90_rows": [
         *(POINTER, INT, INT, POINTER, INT, POINTER, INT, INT),
-        *(FLOAT, FLOAT, FLOAT, INT, INT, POINTER, POINTER, POINTER),
+        *(FLOAT, FLOAT, FLOAT, INT, INT, INT, POINTER, POINTER, POINTER),
     ],
     "fp4_sm90_rows_fp4": [
         *(POINTER, INT, INT, POINTER, INT, INT, INT),
-        *(FLOAT, FLOAT, FLOAT, INT, INT, POINTER, POINTER, POINTER),
-    ],
-    "fp4_sm90_rows_half": [
-        *(POINTER, INT, POINTER, INT, INT, INT, INT),
         *(FLOAT, FLOAT, FLOAT, INT, INT, POINTER, POINTER, POINTER),
     ],
     "fp4_sm90_combine": [

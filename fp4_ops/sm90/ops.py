@@ -278,7 +278,7 @@ def _moe_sorted(
     x: Tensor, ids: Tensor, up: Weight, down: Weight, gate: Activation, how: _Rows
 ) -> tuple[Tensor, Tensor]:
     """The experts' outputs sorted by expert, in bfloat16, and the position of each (token, slot)."""
-    m, top_k = ids.numel(), ids.shape[1]
+    m = ids.numel()
     assert how.quantize is not None
     offs, _, position = rows.route(ids, up.groups)
     both = torch.empty((m, up.n), dtype=how.between, device=x.device)

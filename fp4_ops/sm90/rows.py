@@ -14,8 +14,10 @@ from .library import DTYPE_CODES, address, call, stream
 LAYOUT = LAYOUTS["sm90"]
 ROUTE_CHUNK = 1024
 FP8_MAX = 448.0
-MAX_WIDTH = 16384
+MAX_WIDTH, MAX_FP4_WIDTH = 32768, 16384
 """Columns that one block of the row kernels holds."""
+SAME, FP8, HALF = range(3)
+"""Form in csrc/sm90/rows.cu."""
 E8M0_BINADES = 17
 """mxfp4: how far below the largest exponent of a matrix the layout's e4m3 scales reach."""
 
@@ -36,26 +38,43 @@ def route(ids: Tensor, groups: int) -> tuple[Tensor, Tensor, Tensor]:
     return offs, sorted_rows, position
 
 
-def _check_width(width: int) -> None:
-    if width > MAX_WIDTH:
-        raise RuntimeError(
-            f"fp4: rows of {width} columns; the Hopper kernels take at most {MAX_WIDTH}. Use layout 'plain'"
-        )
-
-
 def _gate_arguments(gate: Activation | None) -> tuple[int, bool, float, float, float]:
     if gate is None:
         return 0, False, 1.0, 0.0, 0.0
     return FUNCTIONS[gate.function], gate.interleaved, gate.alpha, gate.limit or 0.0, gate.up_offset
 
 
-def _shape(x: Tensor, gate: Activation | None, position: Tensor | None) -> tuple[int, int, int]:
+def _shape(
+    x: Tensor, gate: Activation | None, position: Tensor | None, most: int = MAX_WIDTH
+) -> tuple[int, int, int]:
     """(rows of the output, its width, how many of them each row of x becomes)"""
     width = x.shape[1] if gate is None else x.shape[1] // 2
-    _check_width(width)
+    if width > most:
+        raise RuntimeError(
+            f"fp4: rows of {width} columns; the Hopper kernels take at most {most}. Use layout 'plain'"
+        )
     if position is None:
         return x.shape[0], width, 1
     return position.numel(), width, position.numel() // max(x.shape[0], 1)
+
+
+def _ordered(
+    form: int,
+    dtype: torch.dtype,
+    x: Tensor,
+    gate: Activation | None,
+    position: Tensor | None,
+    end: Tensor | None,
+) -> tuple[Tensor, Tensor]:
+    count, width, copies = _shape(x, gate, position)
+    out = torch.empty((count, LAYOUT.padded(width)), dtype=dtype, device=x.device)
+    scale = torch.empty(count, dtype=torch.float32, device=x.device)
+    call(
+        "fp4_sm90_rows", address(x), DTYPE_CODES[x.dtype], x.shape[0], address(position), copies,
+        address(end), *_gate_arguments(gate), width, LAYOUT.padded(width), form, address(out), address(scale),
+        stream(),
+    )  # fmt: skip
+    return out, scale
 
 
 def quantize_fp8(
@@ -66,34 +85,18 @@ def quantize_fp8(
     With `gate`, gate(x [M, 2 K]). With `position` (int32 [M * copies], a permutation), row r of x becomes the
     rows position[r * copies ..] of the result. Rows of the result from end[0] on may be left unwritten.
     """
-    count, width, copies = _shape(x, gate, position)
-    out = torch.empty((count, LAYOUT.padded(width)), dtype=torch.float8_e4m3fn, device=x.device)
-    scale = torch.empty(count, dtype=torch.float32, device=x.device)
-    call(
-        "fp4_sm90_rows", address(x), DTYPE_CODES[x.dtype], x.shape[0], address(position), copies,
-        address(end), *_gate_arguments(gate), width, LAYOUT.padded(width), address(out), address(scale),
-        stream(),
-    )  # fmt: skip
-    return out, scale
+    return _ordered(FP8, torch.float8_e4m3fn, x, gate, position, end)
 
 
 def to_half(
-    x: Tensor, gate: Activation | None = None, rows: Tensor | None = None, div: int = 1
+    x: Tensor, gate: Activation | None = None, position: Tensor | None = None, end: Tensor | None = None
 ) -> tuple[Tensor, Tensor]:
     """x [M, K] (16-bit) -> fp16 [.., Kp] in the order of csrc/sm90/prefill_half.cuh, float32 factors.
 
     A row's factor is the power of two that takes its largest value to 2^14 and above: of a bfloat16 row,
-    bits are lost only of values below 2^-31 of that. Rows and gate as in `quantize_fp8`.
+    bits are lost only of values below 2^-31 of that. The other arguments as in `quantize_fp8`.
     """
-    count = x.shape[0] if rows is None else rows.shape[0]
-    width = x.shape[1] if gate is None else x.shape[1] // 2
-    out = torch.empty((count, LAYOUT.padded(width)), dtype=torch.float16, device=x.device)
-    factor = torch.empty(count, dtype=torch.float32, device=x.device)
-    call(
-        "fp4_sm90_rows_half", address(x), DTYPE_CODES[x.dtype], address(rows), count, div,
-        *_gate_arguments(gate), width, LAYOUT.padded(width), address(out), address(factor), stream(),
-    )  # fmt: skip
-    return out, factor
+    return _ordered(HALF, torch.float16, x, gate, position, end)
 
 
 def quantize_fp4(
@@ -105,7 +108,7 @@ def quantize_fp4(
     Gate and position as in `quantize_fp8`, but all rows are written. A row with a NaN or infinity gets the
     factor NaN.
     """
-    count, width, copies = _shape(x, gate, position)
+    count, width, copies = _shape(x, gate, position, MAX_FP4_WIDTH)
     out = torch.empty((count, width), dtype=torch.bfloat16, device=x.device)
     factor = torch.empty(count, dtype=torch.float32, device=x.device)
     call(
@@ -136,7 +139,7 @@ def apply_gate(x: Tensor, gate: Activation, end: Tensor | None = None) -> Tensor
     out = x.new_empty((count, width))
     call(
         "fp4_sm90_rows", address(x), DTYPE_CODES[x.dtype], count, None, 1, address(end),
-        *_gate_arguments(gate), width, LAYOUT.padded(width), address(out), None, stream(),
+        *_gate_arguments(gate), width, LAYOUT.padded(width), SAME, address(out), None, stream(),
     )  # fmt: skip
     return out
 
