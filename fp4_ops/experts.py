@@ -132,6 +132,11 @@ class PackedWeight(nn.Module):
         if layout != self.layout:
             self.layout, self.interleaved = layout, False
 
+    @property
+    def company(self) -> Company:
+        """The weights that one operator reads together with this one."""
+        return self.__dict__.get("_company") or Company([self])
+
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> PackedWeight:
         old, new = self.packed.device.type, fn(self.packed.new_empty(0)).device.type
         if old != new:
@@ -139,9 +144,7 @@ class PackedWeight(nn.Module):
         for name, buffer in list(self._buffers.items()):
             if buffer is not None:  # as bytes: a change of dtype is for the model's own numbers
                 self._buffers[name] = fn(buffer.view(torch.uint8)).view(buffer.dtype)
-        if old != new and new != "meta":
-            # How activations will be quantised is not known here, so int4 stays plain on Hopper.
-            self.set_layout(preferred_layout(new, (self.packed.shape[-2], self.k), format=self.format))
+        self.company.follow(fn, moved=old != new)
         return self
 
     def get_extra_state(self) -> Tensor:
@@ -193,6 +196,51 @@ class PackedWeight(nn.Module):
     def extra_repr(self) -> str:
         e, n, _ = self.packed.shape
         return f"experts={e}, n={n}, k={self.k}, format={self.format!r}, layout={self.layout!r}"
+
+
+class Company:
+    """The weights of one experts module: their layout is one, chosen by all of them and by what they meet.
+
+    `dtype`: of the activations, None if not known; `a_format`: how those will be quantised, as `fp4::moe`
+    names it.
+    """
+
+    def __init__(
+        self, weights: list[PackedWeight], dtype: torch.dtype | None = None, a_format: str = "none"
+    ) -> None:
+        self.weights, self.dtype, self.a_format = weights, dtype, a_format
+
+    def join(self) -> None:
+        """Makes the weights know each other, so that they keep one layout wherever they move."""
+        for weight in self.weights:
+            weight.__dict__["_company"] = self
+
+    def settle(self) -> str:
+        """Puts all into the layout that their device reads fastest, if it holds them; else says why not."""
+        first, reason = self.weights[0], ""
+        layout = preferred_layout(
+            first.packed.device.type, *((w.packed.shape[-2], w.k) for w in self.weights),
+            dtype=self.dtype, format=first.format, a_format=self.a_format,
+        )  # fmt: skip
+        try:
+            self._set(layout)
+        except (RuntimeError, ValueError) as error:  # scales that the layout cannot express
+            reason = str(error)
+            self._set("plain")
+        return reason
+
+    def _set(self, layout: str) -> None:
+        for weight in self.weights:
+            weight.set_layout(layout)
+
+    def follow(self, fn: Callable[[Tensor], Tensor], moved: bool) -> None:
+        """After one of the weights went through `fn`: to another device (`moved`), or to another dtype."""
+        old = self.dtype
+        if old is not None:
+            self.dtype = fn(torch.empty(0, dtype=old, device=self.weights[0].packed.device)).dtype
+        devices = {w.packed.device for w in self.weights}  # more than one while a module is on its way
+        if (moved or old != self.dtype) and len(devices) == 1 and devices.pop().type != "meta":
+            self.settle()
 
 
 def experts_forward(

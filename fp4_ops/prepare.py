@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from . import experts
-from .experts import PackedWeight, Recipe, auto_a_format, interleave
+from .experts import Company, PackedWeight, Recipe, auto_a_format, interleave
 from .find_experts import Plan, find_experts, is_experts, logical_shape
 from .meta.formats import ACTIVATIONS, FORMATS
 from .meta.layouts import LAYOUTS, packed_spec, preferred_layout
@@ -117,7 +117,9 @@ def prepare(
         quantizer.check(name, found[name], p)
     sizes = _replace_weights(found, plans, quantizer)
     for name, p in plans.items():
-        found[name]._fp4_recipe = Recipe(p.form, p.gate, A_FORMATS[activation])
+        module: Any = found[name]
+        module._fp4_recipe = Recipe(p.form, p.gate, A_FORMATS[activation])
+        Company([getattr(module, p.form.gate_up), getattr(module, p.form.down)], dtype, wanted).join()
     choose_implementation(model)
     _make_saveable(model, format, activation)
     if device == "cpu":

@@ -70,10 +70,12 @@ def test_weights_are_read_to_the_gpu(dialect, tmp_path):
     model = fp4_ops.load_checkpoint(None, tmp_path, device="cuda")
     assert {t.device.type for t in (*model.parameters(), *model.buffers())} == {"cuda"}
     assert_holds(model, values)
-    on_cpu = fp4_ops.load_checkpoint(None, tmp_path, activation="bf16")
+    # Compared in float32: in bfloat16 the two devices round a near tie of the router to different experts.
+    options = {"activation": "bf16", "dtype": torch.float32}
+    here, there = (fp4_ops.load_checkpoint(None, tmp_path, device=d, **options) for d in ("cpu", "cuda"))
     ids = tokens(2, 9)
-    got, want = logits(model, ids.cuda()).cpu().float(), logits(on_cpu, ids).float()
-    assert ((got - want).norm() / want.norm()).item() < 2e-2
+    got, want = logits(there, ids.cuda()).cpu(), logits(here, ids)
+    assert ((got - want).norm() / want.norm()).item() < 1e-3
 
 
 @pytest.mark.parametrize("dialect", STORED)

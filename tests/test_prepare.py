@@ -10,6 +10,7 @@ import weakref
 
 import pytest
 import torch
+from fp4_ops.meta import layouts
 from moe_models import FAMILIES, build, fake_quantised, tokens
 from torch import nn
 
@@ -283,6 +284,25 @@ def test_errors():
     fp4_ops.prepare(twice)
     with pytest.raises(ValueError, match="prepared already"):
         fp4_ops.prepare(twice)
+
+
+@torch.no_grad()
+def test_the_layout_follows_the_dtype_of_the_model(monkeypatch):
+    """Kernels that read no float32 must not get the weights of a float32 model; both weights agree."""
+    monkeypatch.setitem(layouts._preferred, "cpu", lambda: ("sm90", "tile16"))
+    # 96 is no multiple of 64: alone, gate and up could be sm90, but down could not.
+    wide, narrow = (build("mixtral", torch.float32, "grouped_mm", hidden_size=h) for h in (128, 96))
+    for model, held in ((wide, "sm90"), (narrow, "tile16")):
+        fp4_ops.prepare(model, activation="bf16")
+        weights = [w for e in experts_of(model) for w in (e.gate_up_proj, e.down_proj)]
+        values = [w.dequantize() for w in weights]
+        copied = copy.deepcopy(model)
+        for dtype, layout in ((torch.float32, "tile16"), (torch.bfloat16, held), (torch.float32, "tile16")):
+            model.to(dtype)
+            assert {w.layout for w in weights} == {layout}
+            assert all(torch.equal(w.dequantize(), v) for w, v in zip(weights, values, strict=True))
+        assert experts_of(copied.bfloat16())[0].down_proj.layout == held
+        assert experts_of(model)[0].down_proj.layout == "tile16"
 
 
 @pytest.mark.gpu

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from ..experts import PackedWeight, Recipe
+from ..experts import Company, PackedWeight, Recipe
 from ..meta.formats import FORMATS
 from ..meta.layouts import preferred_layout
 from ..prepare import A_FORMATS, check_activation, choose_implementation
@@ -182,26 +182,6 @@ def load_weight(
     return weight
 
 
-def choose_layout(weights: dict[str, PackedWeight], dtype: torch.dtype, a_format: str) -> tuple[str, str]:
-    """Puts the weights of one module into the layout that their device reads fastest, if it holds them all.
-
-    Returns the layout, and why it is not that one.
-    """
-    shapes = [(w.packed.shape[-2], w.k) for w in weights.values()]
-    device = next(iter(weights.values())).packed.device.type
-    format = next(iter(weights.values())).format
-    layout = preferred_layout(device, *shapes, dtype=dtype, format=format, a_format=a_format)
-    reason = ""
-    try:
-        for weight in weights.values():
-            weight.set_layout(layout)
-    except (RuntimeError, ValueError) as error:  # scales that the layout cannot express
-        layout, reason = "plain", str(error)
-        for weight in weights.values():
-            weight.set_layout(layout)
-    return layout, reason
-
-
 def load_linear(codes: Codes, format: str, dtype: torch.dtype) -> nn.Parameter:
     weight = FP4Tensor(codes.packed, codes.block_scale, codes.global_scale, format=format, dtype=dtype)
     layout = preferred_layout(codes.packed.device.type, tuple(weight.shape), dtype=dtype, format=format)
@@ -257,10 +237,11 @@ def fill(
             for attribute, shape in placed.shapes.items():
                 parts = {key[1:]: w for key, w in placed.parts.items() if key[0] == attribute}
                 weights[attribute] = load_weight(parts, shape, format, device, source(device))
-            layout, reason = choose_layout(weights, dtype, A_FORMATS[activation] or "auto")
-            if reason:
+            company = Company(list(weights.values()), dtype, A_FORMATS[activation] or "auto")
+            if reason := company.settle():
                 report.plain[name] = reason
-            check_activation(activation, device.type, layout)
+            company.join()
+            check_activation(activation, device.type, company.weights[0].layout)
             for attribute, weight in weights.items():
                 del module._parameters[attribute]
                 module.add_module(attribute, weight)
