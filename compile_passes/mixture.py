@@ -72,6 +72,8 @@ class Branch:
     masked: Ref | None
     """The ids that a mask over tokens is made of; only where `ids` is None."""
     sums_choices: bool
+    k: Any
+    """Over how many of a token's ids it sums: not all, if read through a slice. None: not over any."""
     factors: tuple[Term, ...]
     """What scales the output, over tokens, J and E."""
     x: Ref
@@ -261,7 +263,7 @@ class Matcher:
         x, scales, act, up, up_bias = self._ffn(lin, m)
 
         axes, factors = _open_sums(axes, factors)
-        ids, masked, weights = None, None, []
+        ids, masked, weights, k = None, None, [], None
         for f in factors:
             inside = f.body if isinstance(f, AnyOf) else f
             if is_eq(inside):
@@ -270,7 +272,7 @@ class Matcher:
                 need(e is None or e == expert.value, f"expert {e}'s output is masked for another", m.root)
                 e = int(expert.value)
                 if isinstance(f, AnyOf):
-                    masked = substitute(at, {a: J for a in f.axes})
+                    masked, k = substitute(at, {a: J for a in f.axes}), f.axes[0].size
                 else:
                     need(ids is None or ids is at, "rows are selected by two masks", m.root)
                     ids = at
@@ -284,6 +286,7 @@ class Matcher:
         choice = _fixed_choice(ids)
         need(len(axes) <= 1, "an expert's rows are summed over several axes", m.root)
         names: dict[Term, Term] = {a: J for a in axes}
+        k = axes[0].size if axes else k
         if ids is not None:
             need(
                 not axes or axes[0] in ids.index,
@@ -296,7 +299,7 @@ class Matcher:
             need(not axes, "rows are summed without a mask of expert ids", m.root)
         general = tuple(_general(substitute(w, names), e, choice) for w in weights)
         return Branch(
-            e, choice, ids, masked, bool(axes) or choice is not None, tuple(sorted(general, key=repr)), x,
+            e, choice, ids, masked, bool(axes) or choice is not None, k, tuple(sorted(general, key=repr)), x,
             tuple(_general(_demote(s), e, None) for s in scales), act, up, up_bias, down, down_bias,
         )  # fmt: skip
 
@@ -314,6 +317,8 @@ class Matcher:
             rows = [f for r in rows for f in flatten(r, Mul)]
             xs = [f for f in rows if K in free_axes(f)]
             need(len(xs) == 1 and isinstance(xs[0], Ref), "the rows of gate/up are not x's", m.root)
+            part = any(i is K and not same(s, matrix.k) for i, s in zip(xs[0].index, shape(xs[0].node)))
+            need(not part, "gate/up read some columns of x only", m.root)
             scales = tuple(f for f in rows if f is not xs[0])
             found.append((matrix, bias, xs[0], scales))
         first = found[0]
@@ -379,7 +384,7 @@ class Matcher:
         need(free_axes(ids) == at | {J}, "the ids are not some for each token", m.root)
         where = [d for d, i in enumerate(ids.index) if i is J]
         need(len(where) == 1, "a token's choices are not one dimension of the ids", m.root)
-        k = static_int(shape(ids.node)[where[0]])
+        k = static_int(b.k if b.k is not None else shape(ids.node)[where[0]])
         need(k is not None, "k is symbolic", m.root)
         return k
 
@@ -393,7 +398,7 @@ def _difference(a: Branch, b: Branch) -> str:
         (a.act == b.act, "have different activations"),
         (shapes[0] == shapes[1], f"have different shapes ({shapes[0]} and {shapes[1]})"),
         (a.ids is b.ids and a.masked is b.masked, "are routed by different ids"),
-        (a.sums_choices == b.sums_choices, "serve a token's choices differently"),
+        (a.sums_choices == b.sums_choices and a.k == b.k, "serve a token's choices differently"),
         (a.factors == b.factors, f"are weighted differently ({a.factors} and {b.factors})"),
         ([x is None for x in a.up_bias] == [x is None for x in b.up_bias], "differ in biases"),
         ((a.down_bias is None) == (b.down_bias is None), "differ in biases"),

@@ -6,8 +6,9 @@ from collections.abc import Iterator
 
 import torch
 from torch import fx
+from torch.fx.experimental.symbolic_shapes import free_unbacked_symbols
 
-from .graph import Refusal, aten, is_op, is_tensor, need, shape
+from .graph import Refusal, aten, is_op, is_tensor, need, shape, value
 from .mixture import Matcher, Mixture
 from .products import is_grouped_mm
 from .reading import Reader
@@ -78,7 +79,9 @@ class Search:
             return None
         lin = self.matcher.linear(term)
         assert lin is not None
-        return tuple(str(s) for s in (shape(node)[-1], lin.inner.size))
+        # A shared expert may be of the same shape; it has all rows, not those that a mask or `where` chose.
+        chosen = bool(free_unbacked_symbols(value(node)))
+        return (*(str(s) for s in (shape(node)[-1], lin.inner.size)), chosen)
 
     def _continues(self, node: fx.Node) -> bool:
         if not is_tensor(node):

@@ -264,6 +264,8 @@ class _Emitter:
 
     def _ref(self, ref: Ref, axes: tuple[Axis, ...]) -> fx.Node:
         node, labels, sizes = self.w.replaced.get(ref.node, ref.node), [], []
+        if isinstance(ref.index[-1], Ref):
+            return self._arranged(*self._gathered(node, ref, axes), axes, ref)
         for d, i in enumerate(ref.index):
             if isinstance(i, Mix):
                 need(all(isinstance(p, Axis) for p in i.parts), f"{ref!r} is indexed oddly", self.m.root)
@@ -285,6 +287,21 @@ class _Emitter:
             if isinstance(labels[d], Const):
                 node = self._call(aten.select.int, node, d, labels[d].value)
                 del labels[d]
+            else:  # of a slice: the weights of routed experts, beside those of shared ones
+                size = self.m.k if labels[d] is J else static_int(labels[d].size)
+                if size and isinstance(sizes[d], int) and size != sizes[d]:
+                    node = self._call(aten.slice.Tensor, node, d, 0, size)
+        return self._arranged(node, labels, axes, ref)
+
+    def _gathered(self, node: fx.Node, ref: Ref, axes: tuple[Axis, ...]) -> tuple[fx.Node, list[Axis]]:
+        """`scores[t, ids[t, j]]`: the weights of a router that does not normalise them."""
+        *rows, ids = ref.index
+        labels = [*rows, *(a for a in axes if a in free_axes(ids) and a not in rows)]
+        need(len(rows) == 1 and isinstance(rows[0], Axis), f"{ref!r} is indexed oddly", self.m.root)
+        need(len(labels) == 2 and labels[0] in free_axes(ids), f"{ref!r} is indexed oddly", self.m.root)
+        return self._call(aten.gather.default, node, 1, self.element(ids, tuple(labels))), labels
+
+    def _arranged(self, node: fx.Node, labels: list[Any], axes: tuple[Axis, ...], ref: Ref) -> fx.Node:
         need(
             set(labels) <= set(axes) and len(set(labels)) == len(labels),
             f"{ref!r} has axes of its own",

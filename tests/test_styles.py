@@ -211,3 +211,23 @@ def test_a_shared_expert_of_the_same_shape_beside_routed_ones():
             return self.shared(x) + super().forward(x)
 
     check(Shared(), MOE)
+
+
+@pytest.mark.parametrize("name", [n for n in STYLES if not n.startswith("capacity")])
+def test_some_of_a_tokens_choices(name):
+    """Ids and weights that are read through a slice: the other choices do not count."""
+
+    class SomeChoices(STYLES[name]):
+        def route(self, x):
+            weights, ids = torch.topk(torch.softmax(self.router(x), -1), self.k + 1)
+            return ids[:, : self.k].contiguous(), weights[:, : self.k].contiguous()
+
+    module, recorder = SomeChoices(), Recorder(activation="bf16", format="mxfp4")
+    compiled = torch.compile(module, backend=recorder, dynamic=True, fullgraph=True)
+    with torch.no_grad():
+        for n in (9, 5, 1):
+            x = torch.randn(n, module.H)
+            got = compiled(x)
+            assert relative_error(got, (module.twin("mxfp4") if recorder.ops else module)(x)) < 1e-5
+    whole = not name.startswith(("slot mask", "sorted"))
+    assert ({"fp4::moe"} == set(recorder.ops)) is whole, recorder.reasons
