@@ -2,62 +2,73 @@
 
 Dynamo breaks its graph at a branch on a size that only the data knows; in a loop that leaves the whole
 function to Python. A branch that only skips what does nothing for empty rows need not be one: the graph of
-the way that does the work holds for both. Proved while Dynamo traces that way, up to where both ways meet:
+the way that does the work holds for both. So a condition that asks if a number of rows is 0 (a size that only
+the data knows, or how much of a mask is set) is answered for that way, and once Dynamo has traced it up to
+where both meet, `without_rows` has to prove that it does nothing without rows. Where that fails Dynamo starts
+over, and breaks the graph at that branch as it always did.
 
-1. The condition asks if a number of rows is 0: a size that only the data knows, or how much of a mask is set.
-2. Python: no local that is read later has changed, and no object that Dynamo knows of.
-3. Tensors: the nodes traced in between, run again on fake tensors with no rows, raise nothing, draw no random
-   numbers, need no gradient, and write to tensors of their own only, or to no element of another's.
-
-Where the proof fails Dynamo starts over, and breaks the graph at that branch as it always did.
+`for e in hit.nonzero(): e = e[0]; ...`, over the experts that a mask has rows for, is such a loop, too: over
+all experts, skipping those without rows. It is traced as that, and each round proved to do nothing without.
 """
 
 from __future__ import annotations
 
 import dis
 import functools
-import operator
 import re
-from collections import deque
-from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import sympy
 import torch
-from torch import Tensor, fx
-from torch._dispatch.python import enable_python_dispatcher
-from torch._dynamo.bytecode_analysis import HASFREE, HASLOCAL, JUMP_OPCODES, TERMINAL_OPCODES
-from torch._dynamo.exc import UnspecializeRestartAnalysis, Unsupported
+from torch import fx
+from torch._dynamo.bytecode_analysis import JUMP_OPCODES, TERMINAL_OPCODES
+from torch._dynamo.exc import RestartAnalysis, UnspecializeRestartAnalysis, Unsupported
 from torch._dynamo.utils import counters
-from torch.fx.experimental.symbolic_shapes import (
-    GuardOnDataDependentSymNode,
-    free_unbacked_symbols,
-    statically_known_true,
+from torch.fx.experimental.symbolic_shapes import GuardOnDataDependentSymNode, free_unbacked_symbols
+
+from .without_rows import (
+    Nothing,
+    Unproved,
+    Way,
+    called,
+    example,
+    in_short,
+    live,
+    same_elements,
+    since,
+    writes_to,
 )
-from torch.utils._python_dispatch import TorchDispatchMode
 
 SEEN_THROUGH, KEPT = "fp4_branches_seen_through", "fp4_branches_kept"
-"""Of `torch._dynamo.utils.counters`: places ("file:line"), and "file:line stays: why"."""
+"""Of `torch._dynamo.utils.counters`: places (file:line), and "file:line stays a branch: why" (or a loop)."""
 
 
 def see_through_branches() -> None:
     """For graphs of backends with `sees_through_branches`. The one hook in Dynamo is its table of opcodes."""
     from torch._dynamo import symbolic_convert
 
-    jumps = [i for i, name in enumerate(dis.opname) if re.fullmatch(r"POP_JUMP_.*IF_(TRUE|FALSE)", name)]
+    jumps = [name for name in dis.opmap if re.fullmatch(r"POP_JUMP_.*IF_(TRUE|FALSE)", name)]
+    wrappers = dict.fromkeys(jumps, _answering_first) | {
+        "GET_ITER": _over_experts,
+        "FOR_ITER": _one_expert,
+    }
     classes = [symbolic_convert.InstructionTranslatorBase]
     for cls in classes:
         classes += cls.__subclasses__()
-        for opcode in jumps:
-            if not hasattr(cls.dispatch_table[opcode], "_fp4"):
-                cls.dispatch_table[opcode] = _answering_first(cls.dispatch_table[opcode])
+        for name, wrapper in wrappers.items():
+            method = cls.dispatch_table[dis.opmap[name]]
+            if not hasattr(method, "_fp4"):
+                cls.dispatch_table[dis.opmap[name]] = wrapped = functools.wraps(method)(wrapper(method))
+                wrapped._fp4 = True  # type: ignore[attr-defined]
 
 
-def _answering_first(method: Callable[..., None]) -> Callable[..., None]:
+Handler = Callable[[Any, Any], None]
+
+
+def _answering_first(method: Handler) -> Handler:
     from torch._dynamo.variables import ConstantVariable
 
-    @functools.wraps(method)
     def jump(tx: Any, inst: Any) -> None:
         answer = _take_the_way_that_works(tx, inst) if _wanted(tx.output) else None
         if answer is not None:
@@ -67,45 +78,129 @@ def _answering_first(method: Callable[..., None]) -> Callable[..., None]:
         except GuardOnDataDependentSymNode:  # from `if len(rows):`, where `len(rows) > 0` breaks the graph
             raise Unsupported("a branch on a size that only the data knows") from None
 
-    jump._fp4 = True  # type: ignore[attr-defined]
     return jump
 
 
-class Unproved(Exception):
-    """Why a branch stays one."""
+def _over_experts(method: Handler) -> Handler:
+    from torch._dynamo.variables import ConstantVariable, ListVariable
+    from torch._dynamo.variables.base import ValueMutationNew
+
+    def get_iter(tx: Any, inst: Any) -> None:
+        number = _where_the_number_is_stored(tx) if _wanted(tx.output) else None
+        mask = _mask_of_hits(tx, inst) if number is not None else None
+        if mask is not None:
+            experts = [ConstantVariable.create(e) for e in range(_rounds(mask))]
+            tx.stack[-1] = ListVariable(experts, mutation_type=ValueMutationNew())
+        method(tx, inst)
+        if mask is not None:
+            vars(tx.stack[-1])[_HITS] = mask, inst, number
+
+    return get_iter
+
+
+_HITS = "_fp4_hits"
+"""On an iterator of Dynamo's: the mask, the instruction that began the loop, and where e is stored."""
+
+
+def _one_expert(method: Handler) -> Handler:
+    def for_iter(tx: Any, inst: Any) -> None:
+        hits, after = vars(tx.stack[-1]).get(_HITS), tx.instruction_pointer
+        method(tx, inst)
+        if hits is not None and tx.instruction_pointer == after:
+            mask, loop, number = hits
+            way = Way(tx, Nothing(rows={(mask, tx.stack[-1].as_python_constant())}), after - 1)
+            tx.instruction_pointer = number
+            _watch(tx, way, loop, replaced=True)
+
+    return for_iter
+
+
+def _where_the_number_is_stored(tx: Any) -> int | None:
+    """In `for t in hit: e = t[0]` (or `t.item()`, `int(t.item())`, `int(t)`), where t is not read again: the
+    instruction that stores e. A round over all experts begins there, with e on the stack."""
+    start = tx.instruction_pointer
+    head = [
+        (i.opname, i.argval, at)
+        for at, i in enumerate(tx.instructions[start : start + 10], start)
+        if i.opname != "PRECALL"
+    ]
+    code = [(name.replace("LOAD_ATTR", "LOAD_METHOD"), value) for name, value, _ in head]
+    if code[0][0] != "FOR_ITER" or code[1][0] != "STORE_FAST":
+        return None
+    hit = code[1][1]
+    for first, rest in _NUMBER_OF:
+        n = 2 + len(first) + 1 + len(rest)
+        if code[2:n] == [*first, ("LOAD_FAST", hit), *rest] and code[n][0] == "STORE_FAST":
+            shadowed = first and any("int" in names for names in (tx.f_globals, tx.symbolic_globals))
+            number = head[n][2]
+            again = hit != code[n][1] and hit in live(tx, number + 1, swallowing=True)
+            return None if shadowed or again else number
+    return None
+
+
+_INT, _ITEM = ("LOAD_GLOBAL", "int"), [("LOAD_METHOD", "item"), ("CALL", 0)]
+_NUMBER_OF: list[tuple[list[Any], list[Any]]] = [
+    ([], [("LOAD_CONST", 0), ("BINARY_SUBSCR", None)]), ([], _ITEM),
+    ([_INT], [*_ITEM, ("CALL", 1)]), ([_INT], [("CALL", 1)]),
+]  # fmt: skip
 
 
 def _take_the_way_that_works(tx: Any, branch: Any) -> bool | None:
     """What the condition on the stack is where there are rows, if the branch may turn out to be none."""
     asked = _rows_asked_for(tx.stack[-1])
-    kept = vars(tx.speculation_log).setdefault("_fp4_kept", set())
-    if asked is None or "step" in vars(tx) or (tx.f_code, branch.offset) in kept:
+    around = vars(tx).get("step")
+    if asked is None or (around and not around.replaced) or (tx.f_code, branch.offset) in _kept(tx):
         return None
     nothing, empty = asked
-    place = f"{tx.f_code.co_filename}:{tx.lineno}"
     following = tx.instructions[tx.instruction_pointer]
     skip = branch.target if ("IF_TRUE" in branch.opname) is empty else following
-    way = _Way(tx, nothing, _first_work(tx.instructions, tx.indexof, skip))
-    step_of_dynamo = tx.step
+    _watch(tx, Way(tx, nothing, _first_work(tx.instructions, tx.indexof, skip)), branch)
+    return not empty
+
+
+def _kept(tx: Any) -> set[tuple[Any, int]]:
+    """What stays as it is, in all attempts to trace a function."""
+    return vars(tx.speculation_log).setdefault("_fp4_kept", set())
+
+
+def _watch(tx: Any, way: Way, branch: Any, replaced: bool = False) -> None:
+    """Has `way` proved when it ends. replaced: it is a round of a loop over all experts."""
+    place = f"{tx.f_code.co_filename}:{tx.lineno}"
+    around, advance_in = vars(tx).get("step"), tx.step
+
+    def advance() -> bool:
+        try:
+            return advance_in()
+        except RestartAnalysis:
+            raise
+        except Exception as error:
+            if not replaced:
+                raise
+            raise Unproved(f"over all experts it fails: {in_short(error)}") from error
 
     def step() -> bool:
         """Instead of tx.step, until both ways meet."""
         try:
             if tx.instruction_pointer == way.join:
+                if tx.step is not step:
+                    raise Unproved("a branch in it ends after it")
                 del tx.step
+                if around is not None:
+                    tx.step = around
                 way.prove()
                 counters[SEEN_THROUGH][place] += 1
-            elif not step_of_dynamo():
+            elif not advance():
                 raise Unproved("it leaves the function, or the graph breaks, before both ways meet")
             return True
         except Unproved as why:
-            kept.add((tx.f_code, branch.offset))
-            counters[KEPT][f"{place} stays: {why}"] += 1
+            _kept(tx).add((tx.f_code, branch.offset))
+            counters[SEEN_THROUGH].pop(place, None)
+            counters[KEPT][f"{place} stays {'a loop' if replaced else 'a branch'}: {why}"] += 1
             # The one restart that also forgets where Dynamo tried to break the graph: the way is another now.
             raise UnspecializeRestartAnalysis(restart_reason=f"fp4: {place} is a branch") from None
 
+    step.replaced = replaced  # type: ignore[attr-defined]
     tx.step = step
-    return not empty
 
 
 def _wanted(output: Any) -> bool:
@@ -116,20 +211,12 @@ def _wanted(output: Any) -> bool:
     return getattr(backend, "sees_through_branches", False)
 
 
-@dataclass(frozen=True)
-class Nothing:
-    """What is empty: these sizes are 0, and these masks are False everywhere."""
-
-    sizes: set[Any]
-    masks: set[fx.Node]
-
-
 def _rows_asked_for(condition: Any) -> tuple[Nothing, bool] | None:
     """What is empty if there are no rows, and what `condition` is then; it is the opposite for every other
     number of rows. None if it asks for anything else, or if its answer is known."""
     from torch._dynamo.variables.tensor import SymNodeVariable, TensorVariable
 
-    nothing = Nothing(set(), set())
+    nothing = Nothing()
     if isinstance(condition, SymNodeVariable):
         expr = condition.sym_num.node.expr
         if len(expr.free_symbols) != 1 or not free_unbacked_symbols(condition.sym_num):
@@ -164,318 +251,102 @@ def _count_of_a_mask(node: fx.Node) -> tuple[fx.Node, Any] | None:
     last = next(iter(reversed(node.graph.nodes)))
     count = sympy.Symbol("count", integer=True)
     expr = sympy.Ne(count, 0)
-    compared = _COMPARISONS.get(_call(node).strip("_"))
+    compared = _COMPARISONS.get(called(node).strip("_"))
     if compared is not None and isinstance(node.args[0], fx.Node) and isinstance(node.args[1], int):
         expr = compared(count, node.args[1])
         last = last.prev if last is node else last
         node = node.args[0]
     if (
         last is not node
-        or _call(node) not in ("any", "sum", "count_nonzero")
+        or called(node) not in ("any", "sum", "count_nonzero")
         or len(node.args) != 1
         or node.kwargs
     ):
         return None
     (mask,) = node.args
-    return (mask, expr) if isinstance(mask, fx.Node) and _example(mask).dtype == torch.bool else None
+    return (mask, expr) if isinstance(mask, fx.Node) and example(mask).dtype == torch.bool else None
+
+
+def _mask_of_hits(tx: Any, loop: Any) -> fx.Node | None:
+    """The mask [E, ...] if a loop is over `(mask.sum(all but the first) > 0).nonzero()`, one column."""
+    from torch._dynamo.variables.tensor import TensorVariable
+
+    if (
+        not isinstance(tx.stack[-1], TensorVariable)
+        or "step" in vars(tx)
+        or (tx.f_code, loop.offset) in _kept(tx)
+    ):
+        return None
+    hits = hit = tx.stack[-1].as_proxy().node
+    squeezed = _named(hits, ("squeeze",), ("input", "dim"))
+    if squeezed.get("dim") in (1, -1):
+        hit = squeezed["input"]
+    asked = _named(hit, ("nonzero",), ("input", "as_tuple"))
+    some = asked.get("input") if not asked.get("as_tuple") else None
+    compared = _named(some, ("gt", "greater"), ("input", "other"))
+    total = compared.get("input") if compared.get("other") == 0 else None
+    summed = _named(total, ("sum",), ("input", "dim", "keepdim"))
+    mask, dims = summed.get("input"), summed.get("dim")
+    if mask is None or not isinstance(dims, tuple | list) or example(hit).shape[1:] != (1,):
+        return None
+    x, chain = example(mask), same_elements(mask)
+    if x.dim() < 2 or {d % x.dim() for d in dims} != set(range(1, x.dim())):
+        return None
+    if not isinstance(x.shape[0], int) or _rounds(mask) > _MOST_ROUNDS:
+        return None
+    signed = called(chain[-1]) != "one_hot" and x.dtype != torch.bool  # then numbers of a row may sum to 0
+    return None if signed or writes_to([hits, hit, some, total, *chain], since(chain[-1])) else mask
+
+
+_MOST_ROUNDS = 1024
+"""More than any model has experts. Each is traced, which takes Dynamo up to 0.1 s."""
+
+
+def _named(node: Any, functions: Sequence[str], names: Sequence[str]) -> dict[str, Any]:
+    """The arguments of a call of one of `functions`; none if it is of another, or has others than `names`."""
+    if (
+        not isinstance(node, fx.Node)
+        or called(node).strip("_") not in functions
+        or len(node.args) > len(names)
+    ):
+        return {}
+    named = dict(zip(names, node.args)) | node.kwargs
+    return named if named.keys() <= set(names) else {}
+
+
+def _rounds(mask: fx.Node) -> int:
+    """How many rows of a mask may be set: of `one_hot(ids, E + 1)` those that `topk` chose the ids from."""
+    rows, chain = example(mask).shape[0], same_elements(mask)
+    hot = chain[-1]
+    ids = _named(hot, ("one_hot",), ("input", "num_classes")).get("input")
+    if ids is None or not _is_first(chain, example(hot).dim() - 1):
+        return rows
+    chain = same_elements(ids)
+    chosen = _named(chain[-1], ("getitem",), ("input", "item"))
+    topk = _named(chosen.get("input"), ("topk",), ("input", "k", "dim", "largest", "sorted"))
+    if not topk or chosen["item"] != 1 or writes_to(chain, since(chain[-1])):
+        return rows
+    chosen_from = example(topk["input"]).shape[topk.get("dim", -1)]
+    return min(rows, chosen_from) if isinstance(chosen_from, int) else rows
+
+
+def _is_first(chain: Sequence[fx.Node], dim: int) -> bool:
+    """Whether dimension `dim` of a chain's last node is the first one of its first node."""
+    for node in reversed(chain[:-1]):
+        dims = torch.utils._pytree.tree_leaves(node.args[1:])
+        order = list(range(example(node).dim()))
+        if called(node) == "permute" and dims:
+            order = [order[d] for d in dims]
+        elif called(node) == "transpose" and len(dims) == 2:
+            i, j = dims
+            order[i], order[j] = order[j], order[i]
+        elif called(node) not in ("to", "long", "int", "contiguous"):
+            return False
+        dim = order.index(dim)
+    return dim == 0
 
 
 def _first_work(instructions: Sequence[Any], indexof: dict[Any, int], at: Any) -> int:
     while at.opcode in JUMP_OPCODES & TERMINAL_OPCODES or at.opname == "NOP":
         at = at.target if at.opcode in JUMP_OPCODES else instructions[indexof[at] + 1]
     return indexof[at]
-
-
-def _live(instructions: Sequence[Any], indexof: dict[Any, int], start: int) -> set[str]:
-    """The locals that may be read, from instruction `start` on, before they are written."""
-
-    def successors(i: int) -> Iterator[int]:
-        inst = instructions[i]
-        if inst.opcode in JUMP_OPCODES:
-            yield indexof[inst.target]
-        if inst.opcode not in TERMINAL_OPCODES:
-            yield i + 1
-        if inst.exn_tab_entry:
-            yield indexof[inst.exn_tab_entry.target]
-
-    live: list[set[str]] = [set() for _ in instructions]
-    changed = True
-    while changed:
-        changed = False
-        for i in reversed(range(len(instructions))):
-            inst = instructions[i]
-            now = set().union(*(live[j] for j in successors(i) if j < len(instructions)))
-            if inst.opcode in HASLOCAL:
-                # Python 3.13 has instructions with two names: taken as reads of both.
-                if isinstance(inst.argval, str) and inst.opname.startswith("STORE"):
-                    now.discard(inst.argval)
-                else:
-                    now.update([inst.argval] if isinstance(inst.argval, str) else inst.argval)
-            elif inst.opcode in HASFREE:
-                now.add(inst.argval)
-            changed |= now != live[i]
-            live[i] = now
-    return live[start]
-
-
-class _Way:
-    """The way through a branch that does the work, from the branch on."""
-
-    def __init__(self, tx: Any, nothing: Nothing, join: int) -> None:
-        self.tx, self.nothing, self.join = tx, nothing, join
-        self.names = _live(tx.instructions, tx.indexof, join) | set(tx.cell_and_freevars())
-        self.graph = tx.output.graph
-        self.last = next(iter(reversed(self.graph.nodes)))
-        self.locals, self.stack, self.state = self._locals(), tx.stack[:-1], self._state()
-        self.objects = _Objects(tx)
-
-    def _locals(self) -> dict[str, Any]:
-        return {n: v for n, v in self.tx.symbolic_locals.items() if n in self.names}
-
-    def _state(self) -> tuple[Any, ...]:
-        tx, side = self.tx, self.tx.output.side_effects
-        return (
-            torch.is_grad_enabled(), torch.is_inference_mode_enabled(), torch.get_default_dtype(),
-            torch.is_autocast_enabled("cpu"), torch.is_autocast_enabled("cuda"), len(tx.block_stack),
-            len(tx.debug_locals), len(side.tensor_hooks), len(side.save_for_backward),
-        )  # fmt: skip
-
-    def prove(self) -> None:
-        now = self._locals()
-        for name in now.keys() | self.locals.keys():
-            if not _same(self.locals.get(name), now.get(name)):
-                raise Unproved(f"`{name}`, which is read later, changes where there are rows")
-        if not _all_same(self.stack, self.tx.stack) or self._state() != self.state:
-            raise Unproved("what is being computed, or a setting of torch, changes where there are rows")
-        self.objects.check()
-        if self.tx.output.graph is not self.graph:
-            raise Unproved("it is in two graphs")
-        try:
-            replay(self._nodes(), self.nothing, self.tx.output)
-        except Unproved:
-            raise
-        except Exception as error:  # of whatever the model calls
-            raise Unproved(f"without rows it fails: {error}") from error
-
-    def _nodes(self) -> list[fx.Node]:
-        nodes, node = [], self.last.next
-        while node.op != "root":
-            nodes.append(node)
-            node = node.next
-        return nodes
-
-
-def _same(a: Any, b: Any) -> bool:
-    if a is b:
-        return True
-    constants = all(v is not None and v.is_python_constant() for v in (a, b))
-    return constants and _equal(a.as_python_constant(), b.as_python_constant())
-
-
-def _equal(a: Any, b: Any) -> bool:
-    return a is b or (type(a) is type(b) and isinstance(a, bool | int | float | str) and a == b)
-
-
-def _all_same(a: Sequence[Any], b: Sequence[Any]) -> bool:
-    return len(a) == len(b) and all(x is y for x, y in zip(a, b))
-
-
-class _Objects:
-    """All objects that Dynamo can reach and what they are made of, one level deep."""
-
-    def __init__(self, tx: Any) -> None:
-        from torch._dynamo.variables import base
-        from torch._dynamo.variables.lazy import LazyVariableTracker
-
-        self.attributes = base.AttributeMutation
-        self.existing = (base.AttributeMutationExisting, base.ValueMutationExisting)
-        self.side = tx.output.side_effects
-        self.known: dict[int, tuple[Any, list[Any]]] = {}
-
-        def record(v: Any) -> None:
-            if not isinstance(v, LazyVariableTracker):
-                self.known[id(v)] = v, self._parts(v)
-
-        side = self.side
-        roots: list[Any] = [list(side.id_to_variable.values()), list(side.store_attr_mutations)]
-        roots += [list(attributes.values()) for attributes in side.store_attr_mutations.values()]
-        frame = tx
-        while frame is not None:
-            roots += [list(frame.symbolic_locals.values()), list(frame.stack)]
-            frame = getattr(frame, "parent", None)
-        base.VariableTracker.visit(record, roots)
-
-    def _parts(self, v: Any) -> list[Any]:
-        """Fields, and what their containers hold; of objects with attributes those that were set, since their
-        other fields are Dynamo's caches."""
-        parts: list[Any] = [*self.side.store_attr_mutations.get(v, {}).values()]
-        if isinstance(v.mutation_type, self.attributes):
-            return parts
-        generator = getattr(v, "inline_tracer", None)
-        if generator is not None:
-            parts += [generator.instruction_pointer, *generator.symbolic_locals.values()]
-        for fields in (vars(v), vars(v.mutation_type) if v.mutation_type else {}):
-            for name, value in fields.items():
-                parts.append(name)
-                if isinstance(value, list | tuple | deque):
-                    parts += value
-                elif isinstance(value, dict):
-                    parts += [*value.keys(), *value.values()]
-                else:
-                    parts.append(value)
-        return parts
-
-    def check(self) -> None:
-        for v, before in self.known.values():
-            now = self._parts(v)
-            if len(now) != len(before) or not all(map(_equal, before, now)):
-                raise Unproved(f"{_name(v)} changes where there are rows")
-        for v in (*self.side.id_to_variable.values(), *self.side.store_attr_mutations):
-            new = id(v) not in self.known and isinstance(v.mutation_type, self.existing)
-            if new and self.side.is_modified(v):
-                raise Unproved(f"{_name(v)} changes where there are rows")
-
-
-def _name(v: Any) -> str:
-    source = getattr(v, "source", None)
-    return f"`{source.name if isinstance(source.name, str) else source.name()}`" if source else "an object"
-
-
-def replay(nodes: Sequence[fx.Node], nothing: Nothing, output: Any) -> None:
-    """Runs Dynamo's `nodes` on fake tensors without rows, and raises Unproved unless nothing comes of it."""
-    env: dict[fx.Node, Any] = {}
-    watch = _Watch()
-    sizes, masks = set(nothing.sizes), set(nothing.masks)
-
-    def emptied(node: fx.Node) -> Any:
-        return fx.node.map_aggregate(_example(node), lambda v: _emptied(v, sizes))
-
-    def argument(node: fx.Node) -> Any:
-        if node not in env:
-            env[node] = emptied(node)
-            watch.keep(env[node], node in masks)
-        return env[node]
-
-    with output.fake_mode, enable_python_dispatcher(), watch, output.shape_env.suppress_guards():
-        for node in nodes:
-            if torch.is_grad_enabled() and _needs_gradient(_example(node)):
-                raise Unproved("gradients are asked for, and experts without rows have none")
-            if _selects_by(node, masks):
-                sizes |= _data_sizes(node) - _data_sizes(node.args[0])
-                env[node] = emptied(node)
-                continue
-            if node.meta.get("unbacked_bindings"):
-                raise Unproved(f"{_call(node)} has a size that only the data knows")
-            args, kwargs = fx.node.map_arg((node.args, node.kwargs), argument)
-            if node.op == "call_function" and node.target not in _EFFECTS:
-                env[node] = node.target(*args, **kwargs)  # type: ignore[operator]
-            elif node.op == "call_method":
-                env[node] = getattr(args[0], str(node.target))(*args[1:], **kwargs)
-            else:
-                raise Unproved(f"{_call(node)} may do more than compute")
-            if _call(node) == "any" and node.args[0] in masks:
-                masks.add(node)
-                watch.keep(env[node], True)
-
-
-# An assignment to elements is watched.
-_EFFECTS = fx.node._side_effectful_functions - {operator.setitem}
-
-
-def _call(node: fx.Node) -> str:
-    return node.target if isinstance(node.target, str) else getattr(node.target, "__name__", str(node.target))
-
-
-def _selects_by(node: fx.Node, masks: set[fx.Node]) -> bool:
-    """Whether the elements that `node` chooses are those where one of `masks` is set."""
-    if _call(node) in ("where", "nonzero"):
-        return len(node.args) == 1 and node.args[0] in masks
-    if _call(node) != "getitem":
-        return False
-    index = node.args[1]
-    tensors = [i for i in (index if isinstance(index, tuple) else (index,)) if isinstance(i, fx.Node)]
-    if masks.isdisjoint(tensors):
-        return False
-    if len(tensors) > 1:
-        raise Unproved("a mask is one of several indices")
-    return True
-
-
-def _data_sizes(node: fx.Node) -> set[Any]:
-    tensors = torch.utils._pytree.tree_leaves(_example(node))
-    return set().union(*(free_unbacked_symbols(t) for t in tensors))
-
-
-def _example(node: fx.Node) -> Any:
-    return node.meta.get("example_value")
-
-
-def _needs_gradient(value: Any) -> bool:
-    if isinstance(value, list | tuple):
-        return any(map(_needs_gradient, value))
-    return isinstance(value, Tensor) and value.requires_grad
-
-
-def _emptied(value: Any, sizes: set[Any]) -> Any:
-    if isinstance(value, Tensor):
-        shape = [_emptied(size, sizes) for size in value.shape]
-        return value if _all_same(shape, value.shape) else value.new_empty(shape)
-    if isinstance(value, torch.SymInt | torch.SymBool | torch.SymFloat):
-        expr = value.node.expr
-        if not sizes.isdisjoint(expr.free_symbols):
-            expr = expr.subs(dict.fromkeys(sizes, 0))
-            if expr.free_symbols:
-                raise Unproved(f"{value} is about more than one size")
-            return bool(expr) if isinstance(value, torch.SymBool) else int(expr)
-    return value
-
-
-_WRITES_AT = {
-    "aten::index_add_": "index", "aten::index_copy_": "index", "aten::index_fill_": "index",
-    "aten::index_put_": "indices", "aten::_index_put_impl_": "indices",
-    "aten::scatter_": "index", "aten::scatter_add_": "index", "aten::scatter_reduce_": "index",
-}  # fmt: skip
-
-
-class _Watch(TorchDispatchMode):
-    """Lets only through what computes, or writes to what was made under it, or writes nothing at all."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.outer: dict[int, Any] = {}
-        self.empty_masks: list[Tensor] = []
-
-    def keep(self, values: Any, empty_mask: bool) -> None:
-        """`values` came from outside."""
-        if empty_mask:
-            self.empty_masks.append(values)
-        for v in torch.utils._pytree.tree_leaves(values):
-            if isinstance(v, Tensor):
-                storage = v.untyped_storage()
-                self.outer[storage._cdata] = storage
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        kwargs = kwargs or {}
-        if torch.Tag.nondeterministic_seeded in func.tags:
-            raise Unproved(f"{func} draws random numbers")
-        if torch.Tag.inplace_view in func.tags:
-            raise Unproved(f"{func} changes a tensor's shape")
-        schema = func._schema
-        named = {a.name: v for a, v in zip(schema.arguments, args)} | kwargs
-        at = torch.utils._pytree.tree_leaves(named.get(_WRITES_AT.get(schema.name, "")))
-        if any(index is mask for index in at for mask in self.empty_masks):
-            return args[0]
-        if not any(isinstance(index, Tensor) and _no_elements(index) for index in at):
-            for argument in schema.arguments:
-                if argument.alias_info is not None and argument.alias_info.is_write:
-                    written = torch.utils._pytree.tree_leaves(named.get(argument.name))
-                    if not all(map(self._own, written)):
-                        raise Unproved(f"{func} writes to a tensor that is read later")
-        return func(*args, **kwargs)
-
-    def _own(self, t: Any) -> bool:
-        return not isinstance(t, Tensor) or t.untyped_storage()._cdata not in self.outer or _no_elements(t)
-
-
-def _no_elements(t: Tensor) -> bool:
-    return statically_known_true(t.numel() == 0)

@@ -45,7 +45,7 @@ def explain(
     report.graph_breaks = list(dict.fromkeys(reason.strip().splitlines()[0] for reason in reasons))
     report.skipped = new["frames"]["total"] - new["frames"]["ok"]
     report.seen_through = [short_path(place) for place in new[SEEN_THROUGH]]
-    report.hints = _hints(model, report, [short_path(place) for place in new[KEPT]])
+    report.hints = _hints(model, report, list(new[KEPT]))
     return report
 
 
@@ -57,14 +57,17 @@ def _hints(model: Any, report: Report, branches: Sequence[str]) -> list[str]:
     hints = []
     config = getattr(model, "config", None)
     if getattr(config, "_experts_implementation", None) == "eager" and not report.bytes_before:
-        hints.append(
-            "transformers' eager experts are a loop that Dynamo does not capture: "
-            "model.set_experts_implementation('grouped_mm'), or fp4_ops.prepare(model)"
-        )
-    hints += [
-        f"the branch at {place}. If it only skips experts without rows, drop it: they cost nothing"
-        for place in branches
-    ]
+        others = (getattr(m, "_can_set_experts_implementation", None) for m in model.modules())
+        if any(can is not None and can() for can in others):  # not where a model has a loop of its own only
+            hints.append(
+                "transformers' eager experts are a loop, which is not recognised in this model: "
+                "model.set_experts_implementation('grouped_mm'), or fp4_ops.prepare(model)"
+            )
+    for told in branches:
+        place, _, why = told.partition(" stays ")
+        change = "loop over all of them" if why.startswith("a loop") else "drop it"
+        hint = f"If it only skips experts without rows, {change}: they cost nothing"
+        hints.append(f"{short_path(place)} stays {why}. {hint}")
     if not branches and any("branching" in reason for reason in report.graph_breaks):
         hints.append(
             "a branch on data keeps a function out of the graphs: compute both ways, or use torch.where"

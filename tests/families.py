@@ -30,7 +30,7 @@ _NOTHING = (
     "glm4_moe", "glm4_moe_lite", "hunyuan_v1_moe", "minimax_m2", "dots1", "flex_olmo", "exaone_moe",
     "solar_open", "afmoe", "cohere2_moe", "mimo_v2_flash", "hy_v3", "aria_text", "axk1", "axk2",
     "bailing_hybrid", "deepseek_v32", "glm4v_moe_text", "glm_moe_dsa", "granitemoe_swa", "hy_v4",
-    "inkling_text", "inkling2_text", "kimi_linear", "kolibri1", "laguna", "longcat_flash", "mellum",
+    "inkling_text", "inkling2_text", "kimi_linear", "kolibri1", "laguna", "mellum",
     "minimax_m3_vl_text", "mistral4", "mistral_large4_text", "muse_spark_text", "openai_privacy_filter",
     "qwen3_5_moe_text", "qwen3_vl_moe_text", "qwen4_exp_text", "jetmoe",
 )  # fmt: skip
@@ -65,6 +65,7 @@ FAMILIES: dict[str, dict[str, Any]] = {
         "d_model": 64, "d_kv": 16, "d_ff": 32, "num_layers": 2, "num_decoder_layers": 2, "num_heads": 4,
         "num_sparse_encoder_layers": 2, "num_sparse_decoder_layers": 2, "expert_capacity": 8,
     },
+    "longcat_flash": {"zero_expert_num": 2},
     "qwen3_next": {"layer_types": ["full_attention", "full_attention"]},
 }  # fmt: skip
 TRANSPOSED = ("gpt_oss", "llama4_text", "aria_text", "openai_privacy_filter")

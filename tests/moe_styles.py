@@ -295,6 +295,24 @@ class LenLoop(ListStyle):
         return out
 
 
+@style("loop over the experts that are hit (transformers 5, eager)")
+class HitLoop(FusedStyle):
+    def experts_of(self, x: Tensor, ids: Tensor, weights: Tensor) -> Tensor:
+        out = torch.zeros_like(x)
+        with torch.no_grad():
+            mask = F.one_hot(ids, num_classes=self.E + 1).permute(2, 1, 0)
+            hit = torch.greater(mask.sum(dim=(-1, -2)), 0).nonzero()
+        for e in hit:
+            e = e[0]
+            if e == self.E:
+                continue
+            with torch.no_grad():
+                slot, token = torch.where(mask[e])
+            y = self.expert(e, x[token]) * weights[token, slot, None]
+            out.index_add_(0, token, y.to(out.dtype))
+        return out
+
+
 # --- every expert sees every token ---
 
 

@@ -4,8 +4,10 @@ Each row is a run: 9 tokens, then 5 under the same compilation (symbolic length)
 the largest relative error of the three against the same module over the dequantised weights (mxfp4, float32,
 activations not quantised); where nothing was rewritten it shows how far 4 bits are from the original. Graphs
 are run as rewritten, without Inductor. `eager` in transformers is a loop over the experts that were hit
-(`for e in hit.nonzero()`, or slices of sizes that the data decides), which Dynamo never captures: such a
-family runs as it always did, unless its experts are in transformers' registry (`grouped_mm`, `batched_mm`).
+(`for e in hit.nonzero()`): it is traced over all experts, where each round is proved to do nothing without
+rows. Where it cannot be, and where experts are slices of sizes that the data decides, Dynamo captures none:
+such a family runs as it always did, unless its experts are in transformers' registry (`grouped_mm`,
+`batched_mm`).
 Not run: gemma4 and diffusion_gemma (experts and router are apart), dots3_note, ernie4_5_vl_moe, glm5_next,
 qwen3_omni_moe, step3p7, deepseek_ocr2, unlimited_ocr, beam, flint, zaya (no tiny model of the experts by
 sizes alone) and doge (experts are single rows of an embedding).
@@ -44,11 +46,12 @@ def row(what: str, form: str, module: nn.Module, twin: nn.Module, make: Callable
     sites = [s for f in recorder.frames for s in f.sites]
     ops = Counter(s.op for s in sites if s.op)
     became = ", ".join(f"`{op}`" + (f" x{n}" if n > 2 else "") for op, n in ops.items())
-    if not became:
-        became = next((f"left alone: {s.reason}" for s in sites), "nothing: Dynamo captures no experts")
     counters = torch._dynamo.utils.counters
     told = sum(counters["graph_break"].values()) + sum(counters["unimplemented"].values())
     breaks = max(told, sum(counters["resumes"].values()))
+    if not became:
+        nothing = "nothing: " + ("Dynamo captures no experts" if breaks else "captured, but not recognised")
+        became = next((f"left alone: {s.reason}" for s in sites), nothing)
     return f"| {what} | {form} | {became} | {recorder.compilations} | {breaks} | {max(errors):.0e} |"
 
 
@@ -61,8 +64,11 @@ def families() -> Iterator[str]:
                 twin = copy.deepcopy(model)
                 with torch.no_grad():
                     for name, p in twin.named_parameters():
-                        if p.dim() == 3 and "shared_experts" not in name:
-                            p.copy_(fake_quantised(p, "mxfp4", family in TRANSPOSED))
+                        flat = "experts.mlp." in name  # dbrx: [E * I, H], w2 as it multiplies from the right
+                        w = p.view(8, -1, p.shape[-1]) if flat else p
+                        transposed = family in TRANSPOSED or (flat and name.endswith("w2"))
+                        if w.dim() == 3 and "shared_experts" not in name:
+                            w.copy_(fake_quantised(w, "mxfp4", transposed))
                 block = expert_block(model)
                 yield row(family, form, block, expert_block(twin), lambda n: torch.randn(1, n, 64))
             except Exception as error:

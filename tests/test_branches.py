@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 from fp4_ops.compile_passes.branches import KEPT, SEEN_THROUGH
-from fp4_ops.compile_passes.dynamo import CAPTURE
+from fp4_ops.compile_passes.dynamo import CAPTURE, extend_dynamo
 from moe_models import Recorder, relative_error
 from moe_styles import STYLES, ListStyle
 from torch import nn
@@ -274,10 +274,223 @@ class ReshapesTheRows(Loop):
         return out * dims
 
 
+class Hits(Loop):
+    """A loop over the experts that are hit."""
+
+    def hit(self, ids):
+        self.mask = torch.nn.functional.one_hot(ids, self.E).permute(2, 1, 0)
+        return (self.mask.sum((1, 2)) > 0).nonzero()
+
+    def more(self, e, out):
+        pass
+
+    def experts_of(self, x, ids, weights):
+        out = torch.zeros_like(x)
+        hit = self.hit(ids)
+        mask = self.mask
+        for e in hit:
+            e = e[0]
+            slot, token = torch.where(mask[e])
+            self.work(out, x, token, slot, weights, self.list[e])
+            self.more(e, out)
+        return out
+
+
+class HitsByItem(Hits):
+    """As longcat_flash has it: with a branch in it, which is seen through first."""
+
+    def experts_of(self, x, ids, weights):
+        out = torch.zeros_like(x)
+        hit = self.hit(ids)
+        for t in hit:
+            e = int(t.item())
+            slot, token = torch.where(self.mask[e].squeeze(0))
+            if token.numel() == 0:
+                continue
+            self.work(out, x, token, slot, weights, self.list[e])
+            self.more(e, out)
+        return out
+
+
+class HitsInARow(HitsByItem):
+    """As nemotron_h has it."""
+
+    def hit(self, ids):
+        return super().hit(ids).squeeze(-1)
+
+
+class HitsByItemAndReadsIt(Hits):
+    def experts_of(self, x, ids, weights):
+        out = torch.zeros_like(x)
+        hit = self.hit(ids)
+        for t in hit:
+            e = t.item()
+            slot, token = torch.where(self.mask[e])
+            self.work(out, x * (t > 1), token, slot, weights, self.list[e])
+        return out
+
+
+class HitsByItemAndCounts(HitsByItem):
+    def more(self, e, out):
+        self.calls += 1
+
+
+class HitsThatBreak(Hits):
+    def experts_of(self, x, ids, weights):
+        out = torch.zeros_like(x)
+        hit = self.hit(ids)
+        for e in hit:
+            e = e[0]
+            slot, token = torch.where(self.mask[e])
+            if token.numel() == 0:
+                break
+            self.work(out, x, token, slot, weights, self.list[e])
+        return out
+
+
+class HitsThatMarkOthers(Hits):
+    """Without rows that writes nothing; with rows it gives rows to an expert that was not hit."""
+
+    def more(self, e, out):
+        self.mask[self.E - 1, 0].index_fill_(0, torch.where(self.mask[e])[1], 1)
+
+
+class HitsThatChange(Hits):
+    def hit(self, ids):
+        hit = super().hit(ids)
+        hit.clamp_(max=2)
+        return hit
+
+
+class HitsOfTokens(Loop):
+    """As many tokens as there are, not as many as there are experts."""
+
+    def experts_of(self, x, ids, weights):
+        out = torch.zeros_like(x)
+        mask = torch.nn.functional.one_hot(ids, self.E)
+        for t in (mask.sum((1, 2)) > 0).nonzero():
+            t = t[0]
+            slot, expert = torch.where(mask[t])
+            out.index_add_(0, slot * 0 + t, x[t] * (weights[t, slot] * (1 + expert))[:, None])
+        return out
+
+
+class HitsOften(Hits):
+    def hit(self, ids):
+        super().hit(ids)
+        return (self.mask.sum((1, 2)) > 1).nonzero()
+
+
+class HitsOfFewTokens(Hits):
+    def hit(self, ids):
+        super().hit(ids)
+        return (self.mask[:, :, :1].sum((1, 2)) > 0).nonzero()
+
+
+class HitsOfAnotherMask(Hits):
+    def hit(self, ids):
+        hit = super().hit(ids)
+        self.mask = self.mask.roll(1, 0)
+        return hit
+
+
+class HitsOfAMaskThatChanges(Hits):
+    def hit(self, ids):
+        hit = super().hit(ids)
+        self.mask.zero_()
+        return hit
+
+
+class HitsOfAMaskThatIsFilled(Hits):
+    def hit(self, ids):
+        hit = super().hit(ids)
+        self.mask[2][:1] = 1
+        return hit
+
+
+class HitsOfIdsThatChange(Hits):
+    def hit(self, ids):
+        ids.add_(1)
+        self.mask = torch.nn.functional.one_hot(ids, self.E + 1).permute(2, 1, 0)
+        return (self.mask.sum((1, 2)) > 0).nonzero()
+
+    def experts_of(self, x, ids, weights):
+        self.list.append(self.list[0])
+        out = super().experts_of(x, ids, weights)
+        del self.list[-1]
+        return out
+
+
+class HitsOfCountsThatCancel(Hits):
+    def hit(self, ids):
+        self.mask = torch.nn.functional.one_hot(ids, self.E).permute(2, 1, 0) - 1
+        return (self.mask.sum((1, 2)) > 0).nonzero()
+
+
+class HitsAndCounts(Hits):
+    def more(self, e, out):
+        self.calls += 1
+
+
+class HitsAndAdds(Hits):
+    def more(self, e, out):
+        out += 1
+
+
+class HitsAndStops(Loop):
+    def experts_of(self, x, ids, weights):
+        out = torch.zeros_like(x)
+        mask = torch.nn.functional.one_hot(ids, self.E).permute(2, 1, 0)
+        for e in (mask.sum((1, 2)) > 0).nonzero():
+            e = e[0]
+            slot, token = torch.where(mask[e])
+            self.work(out, x, token, slot, weights, self.list[e])
+            if e == 3:
+                break
+        return out
+
+
+class HitsAndRemembers(Loop):
+    def experts_of(self, x, ids, weights):
+        out, e = torch.zeros_like(x), 0
+        mask = torch.nn.functional.one_hot(ids, self.E).permute(2, 1, 0)
+        for e in (mask.sum((1, 2)) > 0).nonzero():
+            e = e[0]
+            slot, token = torch.where(mask[e])
+            self.work(out, x, token, slot, weights, self.list[e])
+        return out * e
+
+
+class HitsAsTensors(Loop):
+    def experts_of(self, x, ids, weights):
+        out = torch.zeros_like(x)
+        mask = torch.nn.functional.one_hot(ids, self.E).permute(2, 1, 0)
+        for e in (mask.sum((1, 2)) > 0).nonzero():
+            e = e[0]
+            slot, token = torch.where(mask[e])
+            self.work(out, x * e.float(), token, slot, weights, self.list[e])
+        return out
+
+
+class HitsDoubled(Loop):
+    def experts_of(self, x, ids, weights):
+        out = torch.zeros_like(x)
+        mask = torch.nn.functional.one_hot(ids, self.E).permute(2, 1, 0)
+        for e in (mask.sum((1, 2)) > 0).nonzero():
+            d = e * 1
+            slot, token = torch.where(mask[d[0]])
+            self.work(out, x, token, slot, weights, self.list[d[0]])
+        return out
+
+
 BRANCHES = [
     LocalIsReadLater, ACounter, AList, ADictionaryOfTheCaller, AnAttribute, AClosure, AGenerator, AnIterator,
     ATensorOfCounts, AWholeTensor, AViewOfATensor, RowsOfAnother, MaskOfAnother, FewRows, Breaks, Returns,
-    DoesOtherwise, FailsWithoutRows, ChangesTheMask, ChangesTheMaskBefore, ReshapesTheRows,
+    HitsByItemAndReadsIt, HitsByItemAndCounts, HitsThatBreak, HitsThatMarkOthers, HitsThatChange,
+    HitsOften, HitsOfFewTokens, HitsOfAnotherMask, HitsOfAMaskThatChanges, HitsOfAMaskThatIsFilled,
+    HitsOfCountsThatCancel,
+    HitsAndCounts, HitsAndAdds, HitsAndStops, HitsAndRemembers, HitsAsTensors, HitsDoubled, DoesOtherwise,
+    FailsWithoutRows, ChangesTheMask, ChangesTheMaskBefore, ReshapesTheRows,
 ]  # fmt: skip
 
 
@@ -300,14 +513,32 @@ def test_what_matters_without_rows_stays_a_branch(style):
     assert not counters[SEEN_THROUGH] and "fp4::moe" not in recorder.ops
 
 
-def test_the_plain_loop_is_seen_through():
+@pytest.mark.parametrize("style", [Loop, Hits, HitsByItem, HitsInARow])
+def test_the_plain_loop_is_seen_through(style):
     """What the branches above differ from."""
-    module, recorder = Loop(), Recorder(activation="bf16")
+    module, recorder = style(), Recorder(activation="bf16")
     compiled = torch.compile(module, backend=recorder, dynamic=True, fullgraph=True)
     with torch.no_grad():
         for x in inputs(module):
             assert relative_error(compiled(x), module.twin()(x)) < 1e-5
     assert set(recorder.ops) == {"fp4::moe"} and not counters[KEPT]
+
+
+@pytest.mark.parametrize("style", [HitsOfTokens, HitsOfIdsThatChange])
+def test_how_many_experts_were_chosen_from_is_not_always_how_many_are_hit(style):
+    def as_captured(gm, inputs):
+        return gm
+
+    as_captured.sees_through_branches = True
+    extend_dynamo()
+    module = style()
+    with torch.no_grad(), torch._dynamo.config.patch(CAPTURE):
+        for n in (3, 9):
+            torch._dynamo.reset()
+            x = torch.randn(n, module.H)
+            got = torch.compile(module, backend=as_captured, dynamic=False)(x)
+            assert relative_error(got, module(x)) < 1e-5
+            assert counters[SEEN_THROUGH] and not counters[KEPT]
 
 
 def test_random_numbers_keep_the_branch():

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from families import tiny
+from families import LOOPS, tiny
 from moe_styles import STYLES, ListStyle
 
 import fp4_ops
@@ -45,12 +45,28 @@ class Counts(ListStyle):
         return out / busy
 
 
-def test_a_loop_that_branches_on_data_is_told_with_the_change_that_helps():
-    report = fp4_ops.explain(Counts(), torch.randn(5, 32))
-    assert not report.sites and report.skipped == 1
-    assert any("branching" in reason for reason in report.graph_breaks)
+class CountsHits(ListStyle):
+    def experts_of(self, x, ids, weights):
+        out, busy = torch.zeros_like(x), 0
+        mask = torch.nn.functional.one_hot(ids, self.E).permute(2, 0, 1)
+        for e in (mask.sum((1, 2)) > 0).nonzero():
+            e = e[0]
+            busy += 1
+            token, slot = torch.where(mask[e])
+            out.index_add_(0, token, self.list[e](x[token]) * weights[token, slot, None])
+        return out / busy
+
+
+@pytest.mark.parametrize(
+    ("style", "stays", "change", "skipped"),
+    [(Counts, "a branch", "drop it", 1), (CountsHits, "a loop", "loop over all of them", 0)],
+)
+def test_what_skips_experts_and_stays_is_told_with_the_change_that_helps(style, stays, change, skipped):
+    report = fp4_ops.explain(style(), torch.randn(5, 32))
+    assert not report.sites and report.skipped == skipped
     (hint,) = report.hints
-    assert "test_explain_cli.py" in hint and "`busy`, which is read later, changes" in hint, hint
+    assert "test_explain_cli.py" in hint and change in hint, hint
+    assert f" stays {stays}: `busy`, which is read later, changes" in hint, hint
 
 
 def test_a_branch_that_was_seen_through_is_told():
@@ -60,10 +76,18 @@ def test_a_branch_that_was_seen_through_is_told():
     assert "moe_styles.py" in place and f"no branch at {place}" in str(report)
 
 
-def test_eager_experts_are_told():
-    report = fp4_ops.explain(tiny("mixtral", "eager"), torch.randint(3, 128, (1, 5)), use_cache=False)
-    assert not report.bytes_before
-    assert "set_experts_implementation('grouped_mm')" in str(report)
+@pytest.mark.parametrize(
+    ("family", "recognised", "hinted"),
+    [("mixtral", True, False), ("phimoe", False, True), ("nllb-moe", False, False)],
+    ids=["recognised", "not recognised", "no other way"],
+)
+def test_eager_experts_are_told_where_another_way_to_run_them_helps(family, recognised, hinted):
+    model, tokens = tiny(family, "" if family in LOOPS else "eager"), torch.randint(3, 128, (1, 5))
+    assert model.config._experts_implementation == "eager"
+    more = {"decoder_input_ids": tokens} if family == "nllb-moe" else {}
+    report = fp4_ops.explain(model, tokens, use_cache=False, **more)
+    assert bool(report.bytes_before) is recognised
+    assert ("set_experts_implementation('grouped_mm')" in str(report)) is hinted
 
 
 def test_the_settings_of_dynamo_are_as_they_were():

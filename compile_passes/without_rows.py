@@ -1,0 +1,386 @@
+"""The proof that what Dynamo traced does nothing where there are no rows.
+
+`branches.py` has Dynamo trace the way through a branch that does the work, up to where it meets the way that
+does not. Both come to the same if
+
+1. Python: no local that is read later has changed, and no object that Dynamo knows of (`Way`);
+2. tensors: the nodes traced in between, run again on fake tensors with no rows, raise nothing, draw no
+   random numbers, need no gradient, and write to tensors of their own only, or to no element of another's
+   (`replay`).
+"""
+
+from __future__ import annotations
+
+import operator
+import re
+from collections import deque
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor, fx
+from torch._dispatch.python import enable_python_dispatcher
+from torch._dynamo.bytecode_analysis import HASFREE, HASLOCAL, JUMP_OPCODES, TERMINAL_OPCODES
+from torch.fx.experimental.symbolic_shapes import free_unbacked_symbols, statically_known_true
+from torch.utils._python_dispatch import TorchDispatchMode
+
+
+class Unproved(Exception):
+    """Why a branch stays one."""
+
+
+def in_short(error: Exception) -> str:
+    return (str(error) or type(error).__name__).splitlines()[0]
+
+
+@dataclass(frozen=True)
+class Nothing:
+    """What is empty: these sizes are 0, these masks are False everywhere, and such rows of masks are."""
+
+    sizes: set[Any] = field(default_factory=set)
+    masks: set[fx.Node] = field(default_factory=set)
+    rows: set[tuple[fx.Node, int]] = field(default_factory=set)
+
+
+def called(node: fx.Node) -> str:
+    return node.target if isinstance(node.target, str) else getattr(node.target, "__name__", str(node.target))
+
+
+def example(node: fx.Node) -> Any:
+    return node.meta.get("example_value")
+
+
+SAME_ELEMENTS = (
+    "permute", "transpose", "contiguous", "to", "long", "int", "view", "reshape", "flatten", "squeeze",
+)  # fmt: skip
+
+
+def same_elements(node: fx.Node) -> list[fx.Node]:
+    """`node` and what it has its elements from, in another order or shape."""
+    chain = [node]
+    while called(chain[-1]) in SAME_ELEMENTS and chain[-1].args and isinstance(chain[-1].args[0], fx.Node):
+        chain.append(chain[-1].args[0])
+    return chain
+
+
+_IN_PLACE = re.compile(
+    r"setitem|\w*[^_]_|_*i(add|sub|mul|truediv|floordiv|mod|pow|or|and|xor|lshift|rshift)_*"
+)
+
+
+def writes_to(chain: Sequence[fx.Node], nodes: Iterable[fx.Node]) -> bool:
+    """Whether any of `nodes` writes to memory of `chain`."""
+    memory = {example(n).untyped_storage()._cdata for n in chain if isinstance(example(n), Tensor)}
+
+    def writes(node: fx.Node) -> bool:
+        to = [node.kwargs.get("out")]
+        if isinstance(node.target, torch._ops.OpOverload) and node.target._schema.is_mutable:
+            to += [*node.args, *node.kwargs.values()]
+        elif _IN_PLACE.fullmatch(called(node)):
+            to += [node.args[0] if node.args else None]
+        found = [example(n) for n in torch.utils._pytree.tree_leaves(to) if isinstance(n, fx.Node)]
+        return any(isinstance(x, Tensor) and x.untyped_storage()._cdata in memory for x in found)
+
+    return any(map(writes, nodes))
+
+
+def since(node: fx.Node) -> Iterator[fx.Node]:
+    """What was traced after `node`."""
+    while (node := node.next).op != "root":
+        yield node
+
+
+class Way:
+    """The way through a branch that does the work, from the branch on."""
+
+    def __init__(self, tx: Any, nothing: Nothing, join: int) -> None:
+        self.tx, self.nothing, self.join = tx, nothing, join
+        self.names = live(tx, join, swallowing=False) | set(tx.cell_and_freevars())
+        self.swallowing = live(tx, join, swallowing=True) - self.names
+        self.graph = tx.output.graph
+        self.last = next(iter(reversed(self.graph.nodes)))
+        self.locals, self.stack, self.state = self._locals(), tx.stack[:-1], self._state()
+        self.objects = _Objects(tx)
+
+    def _locals(self) -> dict[str, Any]:
+        return {n: v for n, v in self.tx.symbolic_locals.items() if n in self.names}
+
+    def _state(self) -> tuple[Any, ...]:
+        tx, side = self.tx, self.tx.output.side_effects
+        return (
+            torch.is_grad_enabled(), torch.is_inference_mode_enabled(), torch.get_default_dtype(),
+            torch.is_autocast_enabled("cpu"), torch.is_autocast_enabled("cuda"), len(tx.block_stack),
+            len(tx.debug_locals), len(side.tensor_hooks), len(side.save_for_backward),
+        )  # fmt: skip
+
+    def prove(self) -> None:
+        now = self._locals()
+        for name in now.keys() | self.locals.keys():
+            if not _same(self.locals.get(name), now.get(name)):
+                raise Unproved(f"`{name}`, which is read later, changes where there are rows")
+        if not _all_same(self.stack, self.tx.stack) or self._state() != self.state:
+            raise Unproved("what is being computed, or a setting of torch, changes where there are rows")
+        self.objects.check()
+        if self.tx.output.graph is not self.graph:
+            raise Unproved("it is in two graphs")
+        if any(writes_to(same_elements(mask), list(since(self.last))) for mask, _ in self.nothing.rows):
+            raise Unproved("the mask changes, whose rows are of the rounds to come")
+        for name in self.swallowing:  # a read of them breaks the graph
+            self.tx.symbolic_locals.pop(name, None)
+        try:
+            replay(list(since(self.last)), self.nothing, self.tx.output)
+        except Unproved:
+            raise
+        except Exception as error:  # of whatever the model calls
+            raise Unproved(f"without rows it fails: {in_short(error)}") from error
+
+
+def _same(a: Any, b: Any) -> bool:
+    if a is b:
+        return True
+    constants = all(v is not None and v.is_python_constant() for v in (a, b))
+    return constants and _equal(a.as_python_constant(), b.as_python_constant())
+
+
+def _equal(a: Any, b: Any) -> bool:
+    return a is b or (type(a) is type(b) and isinstance(a, bool | int | float | str) and a == b)
+
+
+def _all_same(a: Sequence[Any], b: Sequence[Any]) -> bool:
+    return len(a) == len(b) and all(x is y for x, y in zip(a, b))
+
+
+class _Objects:
+    """All objects that Dynamo can reach and what they are made of, one level deep."""
+
+    def __init__(self, tx: Any) -> None:
+        from torch._dynamo.variables import base
+        from torch._dynamo.variables.lazy import LazyVariableTracker
+
+        self.attributes = base.AttributeMutation
+        self.existing = (base.AttributeMutationExisting, base.ValueMutationExisting)
+        self.side = tx.output.side_effects
+        self.known: dict[int, tuple[Any, list[Any]]] = {}
+
+        def record(v: Any) -> None:
+            if not isinstance(v, LazyVariableTracker):
+                self.known[id(v)] = v, self._parts(v)
+
+        side = self.side
+        roots: list[Any] = [list(side.id_to_variable.values()), list(side.store_attr_mutations)]
+        roots += [list(attributes.values()) for attributes in side.store_attr_mutations.values()]
+        frame = tx
+        while frame is not None:
+            roots += [list(frame.symbolic_locals.values()), list(frame.stack)]
+            frame = getattr(frame, "parent", None)
+        base.VariableTracker.visit(record, roots)
+
+    def _parts(self, v: Any) -> list[Any]:
+        """Fields, and what their containers hold; of objects with attributes those that were set, since their
+        other fields are Dynamo's caches."""
+        parts: list[Any] = [*self.side.store_attr_mutations.get(v, {}).values()]
+        if isinstance(v.mutation_type, self.attributes):
+            return parts
+        generator = getattr(v, "inline_tracer", None)
+        if generator is not None:
+            parts += [generator.instruction_pointer, *generator.symbolic_locals.values()]
+        for fields in (vars(v), vars(v.mutation_type) if v.mutation_type else {}):
+            for name, value in fields.items():
+                if name == "source_location":  # where it was read first
+                    continue
+                parts.append(name)
+                if isinstance(value, list | tuple | deque):
+                    parts += value
+                elif isinstance(value, dict):
+                    parts += [*value.keys(), *value.values()]
+                else:
+                    parts.append(value)
+        return parts
+
+    def check(self) -> None:
+        for v, before in self.known.values():
+            now = self._parts(v)
+            if len(now) != len(before) or not all(map(_equal, before, now)):
+                raise Unproved(f"{_name(v)} changes where there are rows")
+        for v in (*self.side.id_to_variable.values(), *self.side.store_attr_mutations):
+            new = id(v) not in self.known and isinstance(v.mutation_type, self.existing)
+            if new and self.side.is_modified(v):
+                raise Unproved(f"{_name(v)} changes where there are rows")
+
+
+def _name(v: Any) -> str:
+    source = getattr(v, "source", None)
+    return f"`{source.name if isinstance(source.name, str) else source.name()}`" if source else "an object"
+
+
+def live(tx: Any, start: int, swallowing: bool) -> set[str]:
+    """The locals that may be read, from instruction `start` on, before they are written. swallowing: also if
+    a context manager ends an exception."""
+    instructions, indexof = tx.instructions, tx.indexof
+
+    def handled(inst: Any) -> bool:
+        handler = indexof[inst.exn_tab_entry.target]
+        return swallowing or all(i.opname != "WITH_EXCEPT_START" for i in instructions[handler : handler + 2])
+
+    def successors(i: int) -> Iterator[int]:
+        inst = instructions[i]
+        if inst.opcode in JUMP_OPCODES:
+            yield indexof[inst.target]
+        if inst.opcode not in TERMINAL_OPCODES:
+            yield i + 1
+        if inst.exn_tab_entry and handled(inst):
+            yield indexof[inst.exn_tab_entry.target]
+
+    found: list[set[str]] = [set() for _ in instructions]
+    changed = True
+    while changed:
+        changed = False
+        for i in reversed(range(len(instructions))):
+            inst = instructions[i]
+            now = set().union(*(found[j] for j in successors(i) if j < len(instructions)))
+            if inst.opcode in HASLOCAL:
+                # Python 3.13 has instructions with two names: taken as reads of both.
+                if isinstance(inst.argval, str) and inst.opname.startswith("STORE"):
+                    now.discard(inst.argval)
+                else:
+                    now.update([inst.argval] if isinstance(inst.argval, str) else inst.argval)
+            elif inst.opcode in HASFREE:
+                now.add(inst.argval)
+            changed |= now != found[i]
+            found[i] = now
+    return found[start]
+
+
+def replay(nodes: Sequence[fx.Node], nothing: Nothing, output: Any) -> None:
+    """Runs Dynamo's `nodes` on fake tensors without rows, and raises Unproved unless nothing comes of it."""
+    env: dict[fx.Node, Any] = {}
+    watch = _Watch()
+    sizes, masks = set(nothing.sizes), set(nothing.masks)
+
+    def emptied(node: fx.Node) -> Any:
+        return fx.node.map_aggregate(example(node), lambda v: _emptied(v, sizes))
+
+    def argument(node: fx.Node) -> Any:
+        if node not in env:
+            env[node] = emptied(node)
+            watch.keep(env[node], node in masks)
+        return env[node]
+
+    with output.fake_mode, enable_python_dispatcher(), watch, output.shape_env.suppress_guards():
+        for node in nodes:
+            if torch.is_grad_enabled() and _needs_gradient(example(node)):
+                raise Unproved("gradients are asked for, and experts without rows have none")
+            if _selects_by(node, masks):
+                sizes |= _data_sizes(node) - _data_sizes(node.args[0])
+                env[node] = emptied(node)
+                continue
+            if node.meta.get("unbacked_bindings"):
+                raise Unproved(f"{called(node)} has a size that only the data knows")
+            args, kwargs = fx.node.map_arg((node.args, node.kwargs), argument)
+            if node.op == "call_function" and node.target not in _EFFECTS:
+                env[node] = node.target(*args, **kwargs)  # type: ignore[operator]
+            elif node.op == "call_method":
+                env[node] = getattr(args[0], str(node.target))(*args[1:], **kwargs)
+            else:
+                raise Unproved(f"{called(node)} may do more than compute")
+            row = called(node) == "getitem" and isinstance(node.args[1], int) and node.args in nothing.rows
+            same = called(node) in (*SAME_ELEMENTS, "any") and node.args and node.args[0] in masks
+            if row or same:
+                masks.add(node)
+                watch.keep(env[node], True)
+
+
+# An assignment to elements is watched.
+_EFFECTS = fx.node._side_effectful_functions - {operator.setitem}
+
+
+def _selects_by(node: fx.Node, masks: set[fx.Node]) -> bool:
+    """Whether the elements that `node` chooses are those where one of `masks` is set."""
+    if called(node) in ("where", "nonzero"):
+        return len(node.args) == 1 and node.args[0] in masks
+    if called(node) != "getitem":
+        return False
+    index = node.args[1]
+    tensors = [i for i in (index if isinstance(index, tuple) else (index,)) if isinstance(i, fx.Node)]
+    if masks.isdisjoint(tensors):
+        return False
+    if len(tensors) > 1:
+        raise Unproved("a mask is one of several indices")
+    return True
+
+
+def _data_sizes(node: fx.Node) -> set[Any]:
+    tensors = torch.utils._pytree.tree_leaves(example(node))
+    return set().union(*(free_unbacked_symbols(t) for t in tensors))
+
+
+def _needs_gradient(value: Any) -> bool:
+    if isinstance(value, list | tuple):
+        return any(map(_needs_gradient, value))
+    return isinstance(value, Tensor) and value.requires_grad
+
+
+def _emptied(value: Any, sizes: set[Any]) -> Any:
+    if isinstance(value, Tensor):
+        shape = [_emptied(size, sizes) for size in value.shape]
+        return value if _all_same(shape, value.shape) else value.new_empty(shape)
+    if isinstance(value, torch.SymInt | torch.SymBool | torch.SymFloat):
+        expr = value.node.expr
+        if not sizes.isdisjoint(expr.free_symbols):
+            expr = expr.subs(dict.fromkeys(sizes, 0))
+            if expr.free_symbols:
+                raise Unproved(f"{value} is about more than one size")
+            return bool(expr) if isinstance(value, torch.SymBool) else int(expr)
+    return value
+
+
+_WRITES_AT = {
+    "aten::index_add_": "index", "aten::index_copy_": "index", "aten::index_fill_": "index",
+    "aten::index_put_": "indices", "aten::_index_put_impl_": "indices",
+    "aten::scatter_": "index", "aten::scatter_add_": "index", "aten::scatter_reduce_": "index",
+}  # fmt: skip
+
+
+class _Watch(TorchDispatchMode):
+    """Lets only through what computes, or writes to what was made under it, or writes nothing at all."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.outer: dict[int, Any] = {}
+        self.empty_masks: list[Tensor] = []
+
+    def keep(self, values: Any, empty_mask: bool) -> None:
+        """`values` came from outside."""
+        if empty_mask:
+            self.empty_masks.append(values)
+        for v in torch.utils._pytree.tree_leaves(values):
+            if isinstance(v, Tensor):
+                storage = v.untyped_storage()
+                self.outer[storage._cdata] = storage
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        if torch.Tag.nondeterministic_seeded in func.tags:
+            raise Unproved(f"{func} draws random numbers")
+        if torch.Tag.inplace_view in func.tags:
+            raise Unproved(f"{func} changes a tensor's shape")
+        schema = func._schema
+        named = {a.name: v for a, v in zip(schema.arguments, args)} | kwargs
+        at = torch.utils._pytree.tree_leaves(named.get(_WRITES_AT.get(schema.name, "")))
+        if any(index is mask for index in at for mask in self.empty_masks):
+            return args[0]
+        if not any(isinstance(index, Tensor) and _no_elements(index) for index in at):
+            for argument in schema.arguments:
+                if argument.alias_info is not None and argument.alias_info.is_write:
+                    written = torch.utils._pytree.tree_leaves(named.get(argument.name))
+                    if not all(map(self._own, written)):
+                        raise Unproved(f"{func} writes to a tensor that is read later")
+        return func(*args, **kwargs)
+
+    def _own(self, t: Any) -> bool:
+        return not isinstance(t, Tensor) or t.untyped_storage()._cdata not in self.outer or _no_elements(t)
+
+
+def _no_elements(t: Tensor) -> bool:
+    return statically_known_true(t.numel() == 0)
