@@ -61,17 +61,19 @@ def test_values_are_those_of_prepare(family, format, tmp_path):
     assert str(report).startswith(f"{tmp_path / 'out'}: {report.matrices} expert matrices in {format}, ")
 
 
-@pytest.mark.parametrize("method", ["search", "four_over_six"])
-def test_methods(method, source, tmp_path):
-    quantize_checkpoint(source, tmp_path / "rtn", progress=False)
-    quantize_checkpoint(source, tmp_path / method, method=method, progress=False)
+@pytest.mark.parametrize(
+    "method, format", [("search", "nvfp4"), ("four_over_six", "nvfp4"), ("search", "int4_g32")]
+)
+def test_methods(method, format, source, tmp_path):
+    quantize_checkpoint(source, tmp_path / "rtn", format, progress=False)
+    main(["quantize", str(source), "-o", str(tmp_path / method), "--format", format, "--method", method])
     model = tiny()
     model.load_state_dict(type(model).from_pretrained(source).state_dict())
-    fp4_ops.prepare(model, method=method)
+    fp4_ops.prepare(model, format, method=method)
     got = fp4_ops.load_checkpoint(None, tmp_path / method).state_dict()
     for name, want in model.state_dict().items():
-        if name.endswith("packed"):
-            assert torch.equal(got[name], want), name
+        if name.endswith(("packed", "block_scale")):
+            assert torch.equal(got[name].view(torch.uint8), want.view(torch.uint8)), name
     assert contents(tmp_path / "rtn") != contents(tmp_path / method)
 
 
@@ -247,6 +249,9 @@ def test_stacked_experts_are_written_as_their_family_reads_them(model_type, tmp_
 def test_the_command(source, tmp_path, capsys):
     main(["quantize", str(source), "-o", str(tmp_path / "out"), "--format", "mxfp4"])
     assert "48 expert matrices in mxfp4, stored as mxfp4-pack-quantized" in capsys.readouterr().out
+    with pytest.raises(SystemExit, match="method 'four_over_six' is for nvfp4; format is 'int4_g32'"):
+        main(["quantize", str(source), "-o", str(tmp_path / "no"), "--format", "int4_g32",
+              "--method", "four_over_six"])  # fmt: skip
     with pytest.raises(SystemExit, match="is quantised already"):
         main(["quantize", str(tmp_path / "out"), "-o", str(tmp_path / "again")])
 

@@ -16,6 +16,7 @@ from fp4_ops.checkpoints import CheckpointError
 from fp4_ops.checkpoints.codec import Codes, decode, encode, int4_values
 from fp4_ops.checkpoints.dialects import dialect_of, stored_weights, writing_dialect
 from fp4_ops.checkpoints.files import Reader, read_header
+from fp4_ops.quantization import calibrate, quantize_weight
 
 
 def config(name: str, group: int | None, activations: dict[str, Any] | None = None, **weights: Any) -> dict:
@@ -183,11 +184,13 @@ def test_bad_scales_are_named(tmp_path):
         fp4_ops.load_checkpoint(None, tmp_path, requantize="nvfp4")
 
 
+@pytest.mark.parametrize("method", ["rtn", "search", "weighted", "gptq"])
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=str)
 @pytest.mark.parametrize("format", ["int4_g32", "int4_g64", "int4"])
-def test_saved_and_loaded_again(format, dtype, tmp_path):
+def test_saved_and_loaded_again(format, dtype, method, tmp_path):
     model = tiny(inner=128 if format == "int4_g64" else 96)
-    fp4_ops.prepare(model, format)
+    calibration = calibrate(model, torch.arange(64).view(4, 16)) if method in ("weighted", "gptq") else None
+    fp4_ops.prepare(model, format, method=method, calibration=calibration)
     held = {n: m for n, m in model.named_modules() if hasattr(m, "in_layout")}
     for m in held.values():
         m.block_scale = m.block_scale.to(dtype)
@@ -237,9 +240,11 @@ def test_quantize_is_what_compressed_tensors_does(format, tmp_path):
     tensors = encode("w", Codes(packed, scale, None), dialect)
     assert torch.equal(tensors["w.weight_packed"], compressed["weight_packed"])
     assert torch.equal(tensors["w.weight_shape"], compressed["weight_shape"])
-    own = {name.removeprefix("w."): t for name, t in tensors.items()} | {"weight_scale": scale.float()}
-    values = compressor.decompress(own, scheme)["weight"]
-    assert torch.equal(values.float(), torch.ops.fp4.dequantize(packed, scale, None, format, torch.float32))
+    for q in ((packed, scale, None), quantize_weight(w, format, "search")):
+        tensors = encode("w", Codes(*q), dialect)
+        own = {name.removeprefix("w."): t for name, t in tensors.items()} | {"weight_scale": q[1].float()}
+        values = compressor.decompress(own, scheme)["weight"]
+        assert torch.equal(values.float(), torch.ops.fp4.dequantize(*q, format, torch.float32))
 
 
 @pytest.mark.parametrize("kind", STORED)

@@ -79,8 +79,8 @@ def test_rows_are_those_of_prepared_models(model):
     assert first.perplexity == pytest.approx(perplexity(model, tokens), rel=1e-5)
     assert (first.ratio, first.kl, first.agreement) == (1, 0, 1)
     assert second.ratio == pytest.approx(1, abs=1e-5) and second.kl < 1e-6
-    configurations = [(f, m) for f, m in (("nvfp4", "rtn"), ("nvfp4", "fp8_exact"), ("nvfp4", "gptq"))]
-    configurations += [("mxfp4", "rtn"), ("mxfp4", "gptq"), *((f, "rtn") for f in ref.INT4_FORMATS)]
+    configurations = [("nvfp4", "rtn"), ("nvfp4", "fp8_exact"), ("nvfp4", "gptq")]
+    configurations += [(f, m) for f in ("mxfp4", *ref.INT4_FORMATS) for m in ("rtn", "gptq")]
     assert [(r.format, r.method, r.activations) for r in rows] == [
         (f, m, a) for f, m in configurations for a in ("W4A16", "W4A8 int8")
     ]
@@ -216,8 +216,8 @@ def test_commands(tmp_path, capsys):
     )  # fmt: skip
     out = capsys.readouterr().out
     rows = json.loads(table.read_text())["rows"]
-    assert len(rows) == 2 + 2 * 3 + 2 * 2 + 3 * 2  # int4: rtn alone
-    assert out.count("W4A8 fp8") == 4 + 3 and out.count("weighted") == 5 and "W4A4 nvfp4" in out
+    assert len(rows) == 2 + 2 * 3 + (1 + 3) * 2 * 2  # W4A4 nvfp4 only of its own weights
+    assert out.count("W4A8 fp8") == 5 * 2 and out.count("weighted") == 3 + 4 * 2 and "W4A4 nvfp4" in out
     assert json.loads(table.read_text())["tokens"] == 3 * 31
 
     main(["eval", *common, "--text", str(text), "--methods", "rtn", "gptq", "--activations", "bf16"])

@@ -115,6 +115,55 @@ def test_search_finds_the_best_of_all_scales(method, format):
     assert got.sum() <= best.sum() * 1.01
 
 
+def damped(moments: torch.Tensor) -> torch.Tensor:
+    """What "weighted" weighs squared errors by, [..., K], of moments [..., K, K]."""
+    diagonal = moments.diagonal(dim1=-2, dim2=-1)
+    return diagonal + DAMPING * diagonal.mean(-1, keepdim=True)
+
+
+# Float32 sums of 128 squares are within 8e-6 of the truth; a scale that is chosen by them, within twice that.
+SUMS = 5e-5
+
+
+@pytest.mark.parametrize("method", ("search", "weighted"))
+@pytest.mark.parametrize("format", ref.INT4_FORMATS)
+def test_int4_search_takes_the_best_of_its_scales(format, method):
+    """Block by block: every fourth bfloat16 from half an octave below amax / 7.5 to an eighth above it."""
+    w, h, block = draw(2, 11, 290), moments(2, k=290), ref.BLOCK[format]
+    weights = damped(h) if method == "weighted" else None
+    nearest = ref.quantize(w, format)[1]
+    best = torch.full(nearest.shape, torch.inf, dtype=F64)
+    for offset in range(-64, 17, 4):
+        scale = (nearest.view(torch.int16) + offset).view(torch.bfloat16)
+        step = ref.scale_values(scale).repeat_interleave(block, -1)[..., :290]
+        values = (w.to(F64) / step).round().clamp(-8, 7) * step
+        best = torch.minimum(best, block_errors(w, values, format, weights))
+    q = quantize_weight(w, format, method, calibration=h)
+    got = block_errors(w, dequantized(q, format), format, weights)
+    assert torch.allclose(got, best, rtol=SUMS, atol=0)
+    assert (q[1] != nearest).any()
+
+
+@pytest.mark.parametrize("size", (1e-30, 1.0, 1e30))
+@pytest.mark.parametrize("method", ("search", "weighted"))
+@pytest.mark.parametrize("format", ("mxfp4", *ref.INT4_FORMATS))
+def test_search_never_has_more_error_than_rtn(format, method, size, device):
+    """Block by block; only nvfp4's global scale keeps rtn's scale from being among the candidates."""
+    w, h = draw(3, 24, 290) * size, moments(3, k=290)
+    w[0, :, :140] = 0
+    weights = damped(h) if method == "weighted" else None
+    rtn, searched = (
+        block_errors(
+            w, dequantized(quantize_weight(w.to(device), format, m, calibration=h.to(device)), format).cpu(),
+            format, weights,
+        )
+        for m in ("rtn", method)
+    )  # fmt: skip
+    assert (searched <= rtn * (1 + SUMS)).all()
+    assert searched.sum() < rtn.sum()
+    assert (searched[0, :, 0] == 0).all()
+
+
 def test_four_over_six_takes_the_better_of_two():
     w = draw(2, 33, 70)
     _, scale, factor = q = quantize_weight(w, "nvfp4", "four_over_six")
@@ -142,28 +191,36 @@ def test_fp8_exact_weights_are_e4m3_numbers(method):
     assert not torch.equal(ordinary.to(torch.float8_e4m3fn).float(), ordinary)
 
 
-def textbook_gptq(w: torch.Tensor, h: torch.Tensor, step: torch.Tensor) -> torch.Tensor:
+def nearest_value(x: torch.Tensor, format: str) -> torch.Tensor:
+    """Of a code, float64."""
+    if format in ref.INT4_FORMATS:
+        return x.round().clamp(-8, 7)
+    return ref.E2M1[ref.nearest_e2m1(x).long()]
+
+
+def textbook_gptq(w: torch.Tensor, h: torch.Tensor, step: torch.Tensor, format: str) -> torch.Tensor:
     """Optimal brain quantisation in column order, float64: w [N, K], h [K, K], step [N, K] -> values."""
     w, k = w.to(F64).clone(), w.shape[1]
     h = h.to(F64) + DAMPING * h.diagonal().mean() * torch.eye(k, dtype=F64)
     inverse = torch.linalg.inv(h)
     out = torch.empty_like(w)
     for j in range(k):
-        out[:, j] = ref.E2M1[ref.nearest_e2m1(w[:, j] / step[:, j]).long()] * step[:, j]
+        out[:, j] = nearest_value(w[:, j] / step[:, j], format) * step[:, j]
         lost = (w[:, j] - out[:, j]) / inverse[j, j]
         w = w - lost[:, None] * inverse[j]
         inverse = inverse - inverse[:, j : j + 1] * inverse[j : j + 1] / inverse[j, j]
     return out
 
 
-@pytest.mark.parametrize("format", ref.FP4_FORMATS)
+@pytest.mark.parametrize("format", ref.FORMATS)
 def test_gptq_is_the_textbook_recursion(format):
-    w, h = draw(2, 12, 58), moments(2, k=58)
+    k = 150 if format in ref.INT4_FORMATS else 58  # several blocks, the last one short
+    w, h = draw(2, 12, k), moments(2, k=k)
     q = quantize_weight(w, format, "gptq", calibration=h)
     got = dequantized(q, format)
     for e in range(2):
         step = ref.scale_values(q[1][e]) * (q[2][e].to(F64) if format == "nvfp4" else 1)
-        want = textbook_gptq(w[e], h[e], step.repeat_interleave(ref.BLOCK[format], -1)[:, :58])
+        want = textbook_gptq(w[e], h[e], step.repeat_interleave(ref.BLOCK[format], -1)[:, :k], format)
         # A tie that float32 breaks otherwise changes the rest of its row.
         same = torch.isclose(got[e], want, rtol=1e-5).all(-1)
         assert same.float().mean() >= 0.75, same
@@ -192,39 +249,62 @@ def test_each_method_is_best_at_what_it_minimises(format):
         assert output["gptq"] < output["gptq_fp8_exact"] < output["fp8_exact"]
 
 
-def test_gptq_without_correlations_is_the_search():
+@pytest.mark.parametrize("format", ref.INT4_FORMATS)
+@pytest.mark.parametrize("seed", range(3))
+def test_int4_methods_on_correlated_inputs(format, seed):
+    """Fixed data: bounds with margin."""
+    torch.manual_seed(seed)
+    w, h = draw(2, 32, 256), moments(2, k=256)
+    output, by_column = {}, {}
+    for method in ("rtn", "search", "weighted", "gptq"):
+        e = w.to(F64) - dequantized(quantize_weight(w, format, method, calibration=h), format)
+        output[method] = (e @ h.to(F64) * e).sum().item()
+        by_column[method] = (e.square() * h.to(F64).diagonal(dim1=1, dim2=2)[:, None]).sum().item()
+    assert output["gptq"] < 0.5 * min(output[m] for m in ("rtn", "search", "weighted"))  # 0.27 to 0.42
+    assert by_column["weighted"] < 0.95 * by_column["rtn"]  # 0.71 to 0.87
+
+
+@pytest.mark.parametrize("format", ("nvfp4", "int4_g32"))
+def test_gptq_without_correlations_is_the_search(format):
     w = draw(2, 8, 48)
     h = torch.eye(48).expand(2, 48, 48)
-    a, b = quantize_weight(w, "nvfp4", "gptq", calibration=h), quantize_weight(w, "nvfp4", "search")
+    a, b = quantize_weight(w, format, "gptq", calibration=h), quantize_weight(w, format, "search")
     assert torch.equal(a[0], b[0]) and torch.equal(a[1].view(torch.uint8), b[1].view(torch.uint8))
 
 
-def test_an_expert_without_tokens_is_quantised_like_the_others():
+@pytest.mark.parametrize("format", ("nvfp4", "int4_g32"))
+def test_an_expert_without_tokens_is_quantised_like_the_others(format):
     w = draw(2, 8, 48)
     for method in ("weighted", "gptq"):
-        q = quantize_weight(w, "nvfp4", method, calibration=torch.zeros(2, 48, 48))
-        assert torch.equal(q[0], quantize_weight(w, "nvfp4", "search")[0])
+        q = quantize_weight(w, format, method, calibration=torch.zeros(2, 48, 48))
+        assert torch.equal(q[0], quantize_weight(w, format, "search")[0])
 
 
-@pytest.mark.parametrize("method", METHODS)
-def test_zeros_tiny_and_huge_weights(method):
-    for scale in (0.0, 1e-38, 1e30):
+@pytest.mark.parametrize(
+    "format, method", [(f, m.name) for m in METHODS.values() for f in ("nvfp4", "int4") if f in m.formats]
+)
+def test_zeros_tiny_and_huge_weights(format, method):
+    # int4's block scale has bfloat16's range. One block, each error at most half a step of amax / 7.5, and
+    # amax at most the norm: sqrt(32) / 15.
+    tiny, bound = (1e-38, 0.2) if format == "nvfp4" else (1e-30, 0.4)
+    for scale in (0.0, tiny, 1e30):
         w = draw(1, 4, 32) * scale
-        q = quantize_weight(w, "nvfp4", method, calibration=torch.eye(32)[None])
-        values = dequantized(q, "nvfp4")
+        q = quantize_weight(w, format, method, calibration=torch.eye(32)[None])
+        values = dequantized(q, format)
         assert values.isfinite().all()
-        assert (values - w.to(F64)).norm() <= 0.2 * w.to(F64).norm()
+        assert (values - w.to(F64)).norm() <= bound * w.to(F64).norm()
 
 
-def test_strided_and_chunked_weights_give_the_same(monkeypatch):
+@pytest.mark.parametrize("format", ("nvfp4", "int4_g32"))
+def test_strided_and_chunked_weights_give_the_same(format, monkeypatch):
     w = draw(5, 40, 24, dtype=torch.bfloat16).transpose(1, 2)
     h = moments(5, k=40)
     for method in ("rtn", "search", "gptq"):
-        whole = quantize_weight(w.contiguous(), "nvfp4", method, calibration=h)
+        whole = quantize_weight(w.contiguous(), format, method, calibration=h)
         monkeypatch.setattr("fp4_ops.quantization.weight.CHUNK", {"cpu": 2 * 24 * 40})
         monkeypatch.setattr("fp4_ops.quantization.weight.ROUNDED", {"cpu": 2 * 7 * 40})
-        for a, b in zip(whole, quantize_weight(w, "nvfp4", method, calibration=h), strict=True):
-            assert torch.equal(a.view(torch.uint8), b.view(torch.uint8))
+        for a, b in zip(whole, quantize_weight(w, format, method, calibration=h), strict=True):
+            assert (a is None and b is None) or torch.equal(a.view(torch.uint8), b.view(torch.uint8))
         monkeypatch.undo()
 
 
@@ -234,6 +314,11 @@ def test_what_does_not_fit_is_refused_by_name():
         ("format is 'nvfp5'", (w, "nvfp5")),
         ("method is 'best'; it must be one of: rtn", (w, "nvfp4", "best")),
         ("method 'four_over_six' is for nvfp4; format is 'mxfp4'", (w, "mxfp4", "four_over_six")),
+        ("method 'four_over_six' is for nvfp4; format is 'int4'", (w, "int4", "four_over_six")),
+        ("method 'fp8_exact' is for nvfp4; format is 'int4_g64'", (w, "int4_g64", "fp8_exact")),
+        ("method 'gptq_fp8_exact' is for nvfp4; format is 'int4_g32'", (w, "int4_g32", "gptq_fp8_exact")),
+        ("calibration is missing; method 'weighted' needs (2, 32)", (w, "int4", "weighted")),
+        ("w holds NaN or infinity", (w / 0, "int4")),
         ("w has K = 3; it must be even", (w[..., :3], "nvfp4")),
         ("w is torch.int32", (w.int(), "nvfp4")),
         ("w holds NaN or infinity", (w / 0, "nvfp4")),
@@ -299,10 +384,11 @@ def test_calibration_is_the_weighted_second_moment(family):
             assert torch.allclose(diagonal.get(experts.name, matrix)[e], got.diagonal(), rtol=1e-4)
 
 
+@pytest.mark.parametrize("format", ("nvfp4", "int4", "int4_g32"))
 @pytest.mark.parametrize("method", ("search", "gptq"))
 @pytest.mark.parametrize("family", ("qwen3_moe", "gpt_oss"))
 @torch.no_grad()
-def test_prepare_quantises_by_the_method(family, method):
+def test_prepare_quantises_by_the_method(family, method, format):
     model = moe_models.build(family, torch.float32, "eager")
     ids = moe_models.tokens(4, 16)
     little = method == "gptq" and family == "gpt_oss"
@@ -311,9 +397,9 @@ def test_prepare_quantises_by_the_method(family, method):
     for m in experts_modules(twin):
         for matrix in MATRICES:
             moments = calibration.get(m.name, matrix) if calibration else None
-            q = quantize_weight(m.weight(matrix), "nvfp4", method, calibration=moments)
-            m.weight(matrix).copy_(dequantize_weight(*q, FORMATS["nvfp4"]))
-    fp4_ops.prepare(model, "nvfp4", "bf16", method=method, calibration=calibration)
+            q = quantize_weight(m.weight(matrix), format, method, calibration=moments)
+            m.weight(matrix).copy_(dequantize_weight(*q, FORMATS[format]))
+    fp4_ops.prepare(model, format, "bf16", method=method, calibration=calibration)
     got, want = model(input_ids=ids).logits, twin(input_ids=ids).logits
     errors = [moe_models.relative_error(a, b) for a, b in zip(got, want)]
     # A near tie in a router may fall the other way in one of the four sequences.
@@ -332,4 +418,6 @@ def test_prepare_refuses_before_it_changes_anything():
         with pytest.raises(ValueError) as error:
             fp4_ops.prepare(model, "nvfp4", **arguments)
         assert message in str(error.value)
+    with pytest.raises(ValueError, match="method 'four_over_six' is for nvfp4; format is 'int4'"):
+        fp4_ops.prepare(model, "int4", method="four_over_six")
     assert len(find_experts(model)[1]) == 2  # still plain

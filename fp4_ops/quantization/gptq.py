@@ -16,31 +16,33 @@ import torch
 from torch import Tensor
 
 from ..meta.formats import Format
-from .grid import quantize_magnitude, scale_value
+from .grid import quantize_values, scale_grid
 
-Candidates = Callable[[Tensor], Iterable[tuple[Tensor, Tensor | None]]]
+Candidate = tuple[Tensor, Tensor, Tensor | None]
+"""For each block: a scale code, its step in units of the weights, whether it is allowed (None: all are)."""
 
 
-def gptq(w: Tensor, moments: Tensor, fmt: Format, candidates: Candidates) -> tuple[Tensor, Tensor]:
-    """w [E, N, K], moments [E, K, K] = H -> (e2m1 values [E, N, K], scale codes [E, N, blocks]).
+def gptq(
+    w: Tensor, moments: Tensor, fmt: Format, candidates: Callable[[Tensor], Iterable[Candidate]]
+) -> tuple[Tensor, Tensor]:
+    """w [E, N, K], moments [E, K, K] = H -> (values of the codes [E, N, K], scale codes [E, N, blocks]).
 
-    candidates: magnitudes [E, N, 1, block] -> scale codes [E, N, 1] to try, and which of them are allowed.
+    candidates: weights [E, N, 1, block] -> what to try for them, tensors [E, N, 1].
     """
     w = w.clone()
     k = w.shape[-1]
     factor = _inverse_factor(moments)
     values = torch.empty_like(w)
-    codes = w.new_empty((*w.shape[:2], fmt.num_blocks(k)), dtype=torch.uint8)
+    codes = w.new_empty((*w.shape[:2], fmt.num_blocks(k)), dtype=scale_grid(fmt).bits)
     for index, start in enumerate(range(0, k, fmt.block)):
         end = min(start + fmt.block, k)
         inside = factor[:, start:end, start:end]
         block = w[..., start:end]
-        tried = list(candidates(block.abs()[:, :, None]))
-        code = torch.stack([c for c, _ in tried])  # [C, E, N, 1]
-        step = scale_value(code, fmt)
-        rounded, lost = _round_block(block, inside, step)
+        tried = list(candidates(block[:, :, None]))
+        code, step = (torch.stack(parts) for parts in zip(*((c, s) for c, s, _ in tried)))  # [C, E, N, 1]
+        rounded, lost = _round_block(block, inside, step, fmt)
         cost = lost.square().sum(-1)  # [C, E, N]
-        for i, (_, allowed) in enumerate(tried):
+        for i, (_, _, allowed) in enumerate(tried):
             if allowed is not None:
                 cost[i].masked_fill_(~allowed[..., 0], torch.inf)
         best = cost.argmin(0, keepdim=True)  # [1, E, N]
@@ -51,13 +53,13 @@ def gptq(w: Tensor, moments: Tensor, fmt: Format, candidates: Candidates) -> tup
     return values, codes
 
 
-def _round_block(block: Tensor, factor: Tensor, step: Tensor) -> tuple[Tensor, Tensor]:
-    """The recursion inside a block [E, N, b] for each candidate step [C, E, N, 1]: (e2m1 values, e)."""
+def _round_block(block: Tensor, factor: Tensor, step: Tensor, fmt: Format) -> tuple[Tensor, Tensor]:
+    """The recursion inside a block [E, N, b] for each candidate step [C, E, N, 1]: (values, e)."""
     work = block.expand(len(step), *block.shape).clone()
     values, lost = torch.empty_like(work), torch.empty_like(work)
     for j in range(block.shape[-1]):
         column = work[..., j : j + 1]
-        value = torch.copysign(quantize_magnitude(column.abs(), step), column)
+        value = quantize_values(column, step, fmt)
         values[..., j : j + 1] = value
         error = (column - value * step) / factor[:, None, j : j + 1, j]
         lost[..., j : j + 1] = error

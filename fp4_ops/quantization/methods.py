@@ -12,39 +12,37 @@ from .grid import E4M3_MAX
 class Method:
     """How block scales and codes of a weight are chosen.
 
-    A block's candidate scales put its largest magnitude at each of `targets`, and lie up to `reach` octaves
-    above and below. The candidate with the least squared error wins.
+    Round-to-nearest puts the largest magnitude of a block at the element's `top` (`grid.Element`). What else
+    is a candidate is said here; of several, the one with the least squared error wins.
     """
 
     name: str
     summary: str
-    targets: tuple[float, ...] = (6.0,)
-    """e2m1 magnitudes; e8m0 scales have but one place to start from, with the largest between 4 and 8."""
-    reach: float = 0.0
+    targets: tuple[float, ...] = ()
+    """Magnitudes besides `top` at which the largest one may be put."""
+    search: bool = False
+    """Whether the scales within the element's `reach` are candidates as well."""
     mantissas: tuple[int, ...] = tuple(range(8))
     """The e4m3 mantissas a block scale may have."""
     calibration: str = "none"
     """"none"; "diagonal": E[x_k^2] weighs each column's error; "full": E[x x^T], for `compensate`."""
     compensate: bool = False
     """GPTQ: columns in order, each one's rounding error spread over the columns still to come."""
-    formats: tuple[str, ...] = ("nvfp4", "mxfp4")
+    formats: tuple[str, ...] = tuple(FORMATS)
 
     @property
     def chooses(self) -> bool:
         """Whether a block has more than one candidate scale."""
-        return len(self.targets) > 1 or self.reach > 0
+        return self.search or bool(self.targets)
 
     @property
     def largest_scale(self) -> float:
-        """The e4m3 scale that the largest block of a matrix gets from target 6.
+        """The e4m3 scale that the largest block of a matrix gets from round-to-nearest.
 
         Without other candidates all of e4m3's range is used; with them, room is left for 1.75 times more.
         """
         return 256.0 if self.chooses else E4M3_MAX
 
-
-# 0.75 octaves: the largest magnitude of a block lands between 3.6 and 10. Wider changed nothing.
-_REACH = 0.75
 
 METHODS = {
     m.name: m
@@ -52,39 +50,38 @@ METHODS = {
         Method(
             "rtn",
             "round to nearest, the block's largest value at 6 (int4: 7.5): what fp4::quantize does",
-            formats=tuple(FORMATS),
         ),
         Method(
             "four_over_six",
             "the block's largest value at 6 or at 4, whichever errs less",
-            targets=(6.0, 4.0),
+            targets=(4.0,),
             formats=("nvfp4",),
         ),
-        Method("search", "every block scale within 0.75 octaves, least squared error", reach=_REACH),
+        Method("search", "the block scale of least squared error among those near that of rtn", search=True),
         Method(
             "fp8_exact",
             "search among scales that FP8 tensor cores take without rounding (e4m3 mantissas 0, 2, 4)",
-            reach=_REACH,
+            search=True,
             mantissas=(0, 2, 4),
             formats=("nvfp4",),
         ),
         Method(
             "weighted",
             "search, errors weighted by the calibration text's mean square of each input",
-            reach=_REACH,
+            search=True,
             calibration="diagonal",
         ),
         Method(
             "gptq",
             "GPTQ on the calibration text, with the block scale searched inside the recursion",
-            reach=_REACH,
+            search=True,
             calibration="full",
             compensate=True,
         ),
         Method(
             "gptq_fp8_exact",
             "gptq among the scales of fp8_exact",
-            reach=_REACH,
+            search=True,
             mantissas=(0, 2, 4),
             calibration="full",
             compensate=True,

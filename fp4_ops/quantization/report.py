@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from ..meta.formats import FORMATS
 from .calibration import Calibration
 from .experts import MATRICES, experts_modules
-from .grid import decode, split_blocks
+from .grid import decode, element, split_blocks
 from .methods import METHODS
 from .weight import matrices_at_once, quantize_weight
 
@@ -29,7 +29,7 @@ class ExpertError:
     sqnr: float
     """10 log10(sum w^2 / sum (w - quantised)^2), in dB; infinite where nothing is lost."""
     saturated: float
-    """Share of blocks with a value nearer to what follows the largest code than to that: see `CLIPPED`."""
+    """Share of blocks with a value too large for their scale: see `grid.Element.saturated`."""
 
 
 @dataclass
@@ -99,11 +99,6 @@ class ErrorReport:
         figure.savefig(path, dpi=120)
 
 
-CLIPPED = {"e2m1": 7.0, "int4": 8.0}
-"""From which |w| / scale on a block counts as saturated: half-way from e2m1's 6 to the 8 that it lacks; the 8
-that int4 lacks among its positive values."""
-
-
 def weight_errors(
     w: Tensor, packed: Tensor, block_scale: Tensor, global_scale: Tensor | None, format: str
 ) -> tuple[Tensor, Tensor]:
@@ -122,7 +117,7 @@ def weight_errors(
         signal, noise = ((x.flatten(1) / unit).double().square().sum(-1) for x in (original, error))
         sqnr.append(torch.where(noise == 0, torch.inf, 10 * torch.log10(signal / noise)))
         saturated.append(
-            (original.abs().amax(-1) > CLIPPED[fmt.element] * step[..., 0]).float().mean((-2, -1))
+            (original.abs().amax(-1) > element(fmt).saturated * step[..., 0]).float().mean((-2, -1))
         )
     return torch.cat(sqnr).float(), torch.cat(saturated)
 

@@ -10,16 +10,15 @@ import torch
 from torch import Tensor
 
 from ..meta.formats import FORMATS, Format
-from .gptq import damping, gptq
+from .gptq import Candidate, damping, gptq
 from .grid import (
-    E2M1_MAX,
-    codes_per_octave,
     divide,
+    element,
     encode,
     join_blocks,
-    max_scale_code,
     nearest_scale_code,
-    quantize_magnitude,
+    quantize_values,
+    scale_grid,
     scale_value,
     split_blocks,
 )
@@ -56,11 +55,6 @@ def quantize_weight(
     fmt = _check(w, format)
     chosen = find_method(method, format)
     check_calibration(w.shape, chosen, None if calibration is None else calibration.shape)
-    if fmt.element == "int4":  # its one method is the operator
-        if not w.isfinite().all():
-            raise ValueError("fp4: w holds NaN or infinity")
-        packed, block_scale, _ = torch.ops.fp4.quantize(w.detach(), format)
-        return packed, block_scale, None
     shape, (n, k) = w.shape, w.shape[-2:]
     w = w.detach().reshape(math.prod(shape[:-2]), n, k)
     if calibration is None or chosen.calibration == "none":
@@ -71,7 +65,7 @@ def quantize_weight(
             calibration = calibration.diagonal(dim1=-2, dim2=-1)
     count, blocks = w.shape[0], fmt.num_blocks(k)
     packed = w.new_empty((count, n, k // 2), dtype=torch.uint8)
-    codes = w.new_empty((count, n, blocks), dtype=torch.uint8)
+    codes = w.new_empty((count, n, blocks), dtype=scale_grid(fmt).bits)
     global_scale = w.new_ones(count, dtype=torch.float32)
 
     at_once = matrices_at_once(w.device.type, n, k)
@@ -128,19 +122,21 @@ def _check(w: Tensor, format: str) -> Format:
 
 @dataclass(frozen=True)
 class _Candidates:
-    """Scale codes to try for each block: around `base` by `offsets`, those that are allowed."""
+    """Scales to try for each block: around the codes `base` by `offsets`, those that are allowed."""
 
-    base: Tensor  # int16 [targets, E, N, blocks]
+    base: Tensor  # int32 [targets, E, N, blocks]
     offsets: range
+    factor: Tensor
     fmt: Format
     mantissas: tuple[int, ...]
 
-    def __iter__(self) -> Iterator[tuple[Tensor, Tensor | None]]:
-        """Yields (scale codes uint8 [E, N, blocks], bool of the same shape or None: which are allowed)."""
+    def __iter__(self) -> Iterator[Candidate]:
+        """Tensors [E, N, blocks]."""
+        grid = scale_grid(self.fmt)
         for base in self.base:
             for offset in self.offsets:
-                code = (base + offset).clamp_(0, max_scale_code(self.fmt)).to(torch.uint8)
-                yield code, self._allowed(code)
+                code = (base + offset).clamp_(0, grid.largest).to(grid.bits)
+                yield code, scale_value(code, self.fmt) * self.factor, self._allowed(code)
 
     def _allowed(self, code: Tensor) -> Tensor | None:
         if len(self.mantissas) == 8:
@@ -149,12 +145,15 @@ class _Candidates:
         return (bits >> (code & 7) & 1).bool()
 
 
-def _candidates(magnitude: Tensor, fmt: Format, method: Method, factor: Tensor) -> _Candidates:
-    """magnitude [E, N, blocks, block]; factor: the global scale, where magnitude is not in its units."""
-    amax = magnitude.amax(-1)
-    base = torch.stack([nearest_scale_code(amax, t, fmt, factor) for t in method.targets])
-    reach = round(method.reach * codes_per_octave(fmt))
-    return _Candidates(base.to(torch.int16), range(-reach, reach + 1), fmt, method.mantissas)
+def _candidates(blocks: Tensor, fmt: Format, method: Method, factor: Tensor) -> _Candidates:
+    """blocks [E, N, blocks, block]; factor [E, 1, 1]: what a scale is multiplied by, in their units."""
+    amax, grid = blocks.abs().amax(-1), scale_grid(fmt)
+    targets = (element(fmt).top, *method.targets)
+    base = torch.stack([nearest_scale_code(amax, t, fmt, factor) for t in targets])
+    below, above = (round(octaves * grid.octave) if method.search else 0 for octaves in element(fmt).reach)
+    assert below % grid.stride == 0  # round-to-nearest's scale is one of them
+    offsets = range(-below, above + 1, grid.stride)
+    return _Candidates(base.to(torch.int32), offsets, factor, fmt, method.mantissas)
 
 
 def _slices(count: int, size: int) -> list[slice]:
@@ -162,52 +161,62 @@ def _slices(count: int, size: int) -> list[slice]:
     return [slice(start, start + size) for start in range(0, count, size)]
 
 
+def _largest(w: Tensor) -> Tensor:
+    """max |w| of each matrix, float32 [E]."""
+    return w.abs().flatten(1).amax(-1).float() if w[0].numel() else w.new_zeros(len(w), dtype=torch.float32)
+
+
 def _global_scale(w: Tensor, fmt: Format, method: Method) -> Tensor:
     """float32 [E] of w [E, N, K]; ones where the format has none."""
-    amax = w.abs().flatten(1).amax(-1).float() if w[0].numel() else w.new_zeros(len(w), dtype=torch.float32)
+    amax = _largest(w)
     if not amax.isfinite().all():
         raise ValueError("fp4: w holds NaN or infinity")
     if not fmt.has_global_scale:
         return torch.ones_like(amax)
-    return torch.where(amax == 0, 1.0, divide(amax, E2M1_MAX * method.largest_scale))
+    return torch.where(amax == 0, 1.0, divide(amax, element(fmt).top * method.largest_scale))
+
+
+def _unit(w: Tensor) -> Tensor:
+    """A power of two near the largest magnitude of each matrix, float32 [E]."""
+    amax = _largest(w)
+    return torch.ldexp(torch.ones_like(amax), torch.frexp(amax).exponent.clamp(-126, 126))
 
 
 def _quantize(
     w: Tensor, fmt: Format, method: Method, global_scale: Tensor, inputs: Tensor | None
 ) -> tuple[Tensor, Tensor]:
     """float32 w [E, N, K] -> (packed, scale codes)."""
-    k, one = w.shape[-1], w.new_ones(())
-    factor = global_scale[:, None, None]
+    k = w.shape[-1]
     if not method.chooses:
         # As the operator: divided by block scale x global scale, and by nothing before.
-        magnitude = split_blocks(w.abs(), fmt.block)
-        code = _candidates(magnitude, fmt, method, factor).base[0].to(torch.uint8)
-        step = scale_value(code, fmt) * factor
-        nearest = join_blocks(quantize_magnitude(magnitude, step[..., None]), k)
-        return encode(nearest, w.signbit()), code
+        blocks = split_blocks(w, fmt.block)
+        code, step, _ = next(iter(_candidates(blocks, fmt, method, global_scale[:, None, None])))
+        return encode(join_blocks(quantize_values(blocks, step[..., None], fmt), k), fmt), code
 
-    # In units of the global scale, where squared errors neither underflow nor overflow.
-    w = w / factor
+    # In units of the global scale, or of a power of two: there squared errors neither underflow nor overflow.
+    unit = global_scale if fmt.has_global_scale else _unit(w)
+    w = w / unit[:, None, None]
+    factor = (global_scale / unit)[:, None, None]
     if method.compensate:
         assert inputs is not None
-        values, code = gptq(w, inputs, fmt, lambda magnitude: _candidates(magnitude, fmt, method, one))
-        return encode(values.abs(), values.signbit()), code
-    magnitude = split_blocks(w.abs(), fmt.block)
+        values, code = gptq(w, inputs, fmt, lambda blocks: _candidates(blocks, fmt, method, factor))
+        return encode(values, fmt), code
+    blocks = split_blocks(w, fmt.block)
     weights = None
     if inputs is not None:
         weights = split_blocks(inputs + damping(inputs), fmt.block)[:, None]
-    code = _search(magnitude, _candidates(magnitude, fmt, method, one), weights)
-    nearest = join_blocks(quantize_magnitude(magnitude, scale_value(code, fmt)[..., None]), k)
-    return encode(nearest, w.signbit()), code
+    code, step = _search(blocks, _candidates(blocks, fmt, method, factor), weights)
+    return encode(join_blocks(quantize_values(blocks, step[..., None], fmt), k), fmt), code
 
 
-def _search(magnitude: Tensor, candidates: _Candidates, weights: Tensor | None) -> Tensor:
-    """The candidate scale codes with the least (weighted) squared error in each block."""
-    best = torch.full_like(magnitude[..., 0], torch.inf)
-    chosen = torch.zeros_like(best, dtype=torch.uint8)
-    for code, allowed in candidates:
-        step = scale_value(code, candidates.fmt)[..., None]
-        error = quantize_magnitude(magnitude, step).mul_(step).sub_(magnitude).square_()
+def _search(blocks: Tensor, candidates: _Candidates, weights: Tensor | None) -> tuple[Tensor, Tensor]:
+    """(scale codes, steps): of each block the candidate with the least (weighted) squared error."""
+    best = torch.full_like(blocks[..., 0], torch.inf)
+    chosen = torch.zeros_like(best, dtype=scale_grid(candidates.fmt).bits)
+    steps = torch.zeros_like(best)
+    for code, step, allowed in candidates:
+        wide = step[..., None]
+        error = quantize_values(blocks, wide, candidates.fmt).mul_(wide).sub_(blocks).square_()
         if weights is not None:
             error.mul_(weights)
         total = error.sum(-1)
@@ -216,4 +225,5 @@ def _search(magnitude: Tensor, candidates: _Candidates, weights: Tensor | None) 
         better = total < best
         best = torch.where(better, total, best)
         chosen = torch.where(better, code, chosen)
-    return chosen
+        steps = torch.where(better, step, steps)
+    return chosen, steps
