@@ -54,17 +54,19 @@ def gptq(
 
 
 def _round_block(block: Tensor, factor: Tensor, step: Tensor, fmt: Format) -> tuple[Tensor, Tensor]:
-    """The recursion inside a block [E, N, b] for each candidate step [C, E, N, 1]: (values, e)."""
-    work = block.expand(len(step), *block.shape).clone()
+    """The recursion inside a block [E, N, b] for each candidate step [C, E, N, 1]: values, e [C, E, N, b]."""
+    e, _, k = block.shape
+    # Columns come before rows, so that what is computed at once lies together: [E, b, C, N].
+    work = block.mT[:, :, None].repeat(1, 1, len(step), 1)
     values, lost = torch.empty_like(work), torch.empty_like(work)
-    for j in range(block.shape[-1]):
-        column = work[..., j : j + 1]
-        value = quantize_values(column, step, fmt)
-        values[..., j : j + 1] = value
-        error = (column - value * step) / factor[:, None, j : j + 1, j]
-        lost[..., j : j + 1] = error
-        work[..., j + 1 :] -= error * factor[:, None, j, j + 1 :]
-    return values, lost
+    step = step[..., 0].transpose(0, 1)  # [E, C, N]
+    for j in range(k):
+        column = work[:, j]
+        values[:, j] = quantize_values(column, step, fmt)
+        error = (column - values[:, j] * step) / factor[:, j, j].view(e, 1, 1)
+        lost[:, j] = error
+        work[:, j + 1 :] -= error[:, None] * factor[:, j, j + 1 :, None, None]
+    return values.permute(2, 0, 3, 1).contiguous(), lost.permute(2, 0, 3, 1).contiguous()
 
 
 def damping(diagonal: Tensor) -> Tensor:
