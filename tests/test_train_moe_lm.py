@@ -51,7 +51,7 @@ def test_train_and_evaluate(example, monkeypatch, tmp_path, capsys):
     assert run["tokens"] == size.windows * (size.length - 1)
     rows = {(r["format"], r["method"], r["activations"]): r for r in run["rows"]}
     # The model itself twice; methods x activations of nvfp4, mxfp4 and the three int4.
-    assert len(rows) == 2 + 7 * 4 + 4 * 4 + 3 * 3
+    assert len(rows) == 2 + 7 * 4 + 4 * 4 + 3 * 4 * 3
     assert 1 < rows["bfloat16", "-", "-"]["perplexity"] < 2 * size.vocabulary
     assert rows["nvfp4", "gptq", "W4A16"]["kl"] < rows["mxfp4", "rtn", "W4A4 mxfp4"]["kl"]
     assert str(run["rows"][-1]["method"]) in (tmp_path / "accuracy_moe_lm.txt").read_text()
