@@ -9,6 +9,7 @@ import os
 import re
 import shutil
 import subprocess
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 from setuptools import setup
@@ -41,7 +42,6 @@ NVCC_FLAGS = [
     "-O3",
     "-std=c++17",
     "-Xcompiler=-fPIC",
-    "-shared",
 ]
 
 
@@ -89,7 +89,16 @@ class Build(BuildExtension):
         sources = sorted(folder.glob("*.cu"))
         if target.exists() and target.stat().st_mtime > max(p.stat().st_mtime for p in folder.iterdir()):
             return
-        subprocess.run([nvcc, *NVCC_FLAGS, *map(str, sources), "-o", str(target)], check=True)
+        made = Path(self.build_temp) / "sm90"
+        made.mkdir(parents=True, exist_ok=True)
+        objects = [made / f"{source.stem}.o" for source in sources]
+
+        def compile_one(source: Path, to: Path) -> None:
+            subprocess.run([nvcc, *NVCC_FLAGS, "-c", str(source), "-o", str(to)], check=True)
+
+        with ThreadPoolExecutor(os.cpu_count()) as pool:  # a file at a time takes minutes
+            list(pool.map(compile_one, sources, objects))
+        subprocess.run([nvcc, *NVCC_FLAGS, "-shared", *map(str, objects), "-o", str(target)], check=True)
 
 
 class AnyPythonWheel(bdist_wheel):
