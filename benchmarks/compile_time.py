@@ -6,7 +6,7 @@
     ... --family qwen3_moe                                another of transformers' families
 
 CPU seconds of the first call, C++ compilers and the packing of the weights included. One thread, bfloat16, no
-caches, the number of tokens marked as dynamic, hidden sizes so small that running costs nothing beside compiling.
+caches, tokens marked as dynamic, hidden sizes so small that running costs nothing beside compiling.
 """
 
 from __future__ import annotations
