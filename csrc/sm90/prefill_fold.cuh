@@ -111,17 +111,14 @@ class FoldedWeights {
 
   // `codes` and `scales`: shared memory addresses of the warp's 16 rows in stage 0.
   __device__ __forceinline__ void init(uint32_t codes, uint32_t scales, int lane) {
-    // Through a shuffle, so that the compiler keeps the addresses instead of computing them again in every
-    // step.
-    lane_codes_ = __shfl_sync(~0u, codes + lane * 16, lane);
-    lane_scales_ = __shfl_sync(~0u, scales + lane * 4, lane);
+    codes_.init(codes, lane);
+    lane_scales_ = kept_address(scales + lane * 4, lane);
   }
 
   // Takes a step's codes and scales from the stage that lies so many bytes behind stage 0.
   __device__ __forceinline__ void load(uint32_t codes_offset, uint32_t scales_offset) {
     scales_ = prepare_scales(load_shared_4(lane_scales_ + scales_offset));
-    codes_[0] = load_shared_16(lane_codes_ + codes_offset);
-    codes_[1] = load_shared_16(lane_codes_ + codes_offset + kHalfCodes);
+    codes_.load(codes_offset);
   }
 
   // All that need not wait for free fragments.
@@ -132,12 +129,12 @@ class FoldedWeights {
 
   template <int Half>
   __device__ __forceinline__ void finish(const Prepared& tables, Fragments& fragments) const {
-    fold_fragments(codes_[Half], tables, fragments);
+    fold_fragments(codes_.half[Half], tables, fragments);
   }
 
  private:
-  uint32_t lane_codes_, lane_scales_;
-  uint4 codes_[2];
+  LaneCodes codes_;
+  uint32_t lane_scales_;
   FoldScales scales_;
 };
 

@@ -30,16 +30,13 @@ class HalfWeights {
 
   // `codes` and `scales`: shared memory addresses of the warp's 16 rows in stage 0.
   __device__ __forceinline__ void init(uint32_t codes, uint32_t scales, int lane) {
-    // Through a shuffle, so that the compiler keeps the addresses instead of computing them again in every
-    // step.
-    lane_codes_ = __shfl_sync(~0u, codes + lane * 16, lane);
-    lane_scales_ = __shfl_sync(~0u, scales + lane * 4, lane);
+    codes_.init(codes, lane);
+    lane_scales_ = kept_address(scales + lane * 4, lane);
   }
 
   __device__ __forceinline__ void load(uint32_t codes_offset, uint32_t scales_offset) {
     scales_ = load_shared_4(lane_scales_ + scales_offset) & 0x7F7F7F7F;  // without the flags
-    codes_[0] = load_shared_16(lane_codes_ + codes_offset);
-    codes_[1] = load_shared_16(lane_codes_ + codes_offset + kHalfCodes);
+    codes_.load(codes_offset);
   }
 
   template <int Half>
@@ -50,7 +47,7 @@ class HalfWeights {
 
   template <int Half>
   __device__ __forceinline__ void finish(const Prepared& prepared, Fragments& fragments) const {
-    const uint4 codes = codes_[Half];
+    const uint4 codes = codes_.half[Half];
     half_fragments(codes.x, codes.z, prepared.even, prepared.odd, fragments);
     half_fragments(codes.y, codes.w, prepared.even, prepared.odd, fragments + 8);
   }
@@ -70,8 +67,8 @@ class HalfWeights {
     }
   }
 
-  uint32_t lane_codes_, lane_scales_, scales_;
-  uint4 codes_[2];
+  LaneCodes codes_;
+  uint32_t lane_scales_, scales_;
 };
 
 }  // namespace fp4::sm90

@@ -39,15 +39,12 @@ class Int4Weights {
 
   // `codes` and `scales`: shared memory addresses of the warp's 16 rows in stage 0.
   __device__ __forceinline__ void init(uint32_t codes, uint32_t scales, int lane) {
-    // Through a shuffle, so that the compiler keeps the addresses instead of computing them again in every
-    // step.
-    lane_codes_ = __shfl_sync(~0u, codes + lane * 16, lane);
-    lane_scales_ = __shfl_sync(~0u, scales + lane / 4 * 8, lane);
+    codes_.init(codes, lane);
+    lane_scales_ = kept_address(scales + lane / 4 * 8, lane);
   }
 
   __device__ __forceinline__ void load(uint32_t codes_offset, uint32_t scales_offset) {
-    codes_[0] = load_shared_16(lane_codes_ + codes_offset);
-    codes_[1] = load_shared_16(lane_codes_ + codes_offset + kHalfCodes);
+    codes_.load(codes_offset);
 #pragma unroll
     for (int i = 0; i < kGroups; ++i) scales_.of[i] = load_shared_pair(lane_scales_ + scales_offset + 64 * i);
   }
@@ -61,7 +58,7 @@ class Int4Weights {
 
   template <int Half>
   __device__ __forceinline__ void finish(const Prepared&, Fragments& fragments) const {
-    const uint4 codes = codes_[Half];
+    const uint4 codes = codes_.half[Half];
     int4_word(codes.x, fragments[0], fragments[2]);
     int4_word(codes.y, fragments[4], fragments[6]);
     int4_word(codes.z, fragments[1], fragments[3]);
@@ -69,8 +66,8 @@ class Int4Weights {
   }
 
  private:
-  uint32_t lane_codes_, lane_scales_;
-  uint4 codes_[2];
+  LaneCodes codes_;
+  uint32_t lane_scales_;
   Scales scales_;
 };
 

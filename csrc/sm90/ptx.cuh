@@ -172,6 +172,30 @@ __device__ __forceinline__ float2 load_shared_pair(uint32_t smem) {
   return value;
 }
 
+// A lane's address in stage 0. Through a shuffle, so that the compiler keeps it instead of computing it again
+// in every step.
+__device__ __forceinline__ uint32_t kept_address(uint32_t smem, int lane) {
+  return __shfl_sync(~0u, smem, lane);
+}
+
+// The codes of a warp's 16 weight rows for the two halves of a step: 16 bytes a lane each.
+class LaneCodes {
+ public:
+  __device__ __forceinline__ void init(uint32_t codes, int lane) {
+    address_ = kept_address(codes + lane * 16, lane);
+  }
+
+  __device__ __forceinline__ void load(uint32_t offset) {
+    half[0] = load_shared_16(address_ + offset);
+    half[1] = load_shared_16(address_ + offset + kHalfCodes);
+  }
+
+  uint4 half[2];
+
+ private:
+  uint32_t address_;
+};
+
 // PRMT with a run-time selector. Unlike __byte_perm, a selector's top bit replicates the byte's sign. Spelled
 // out for the host, where tests run what the kernels compute in registers.
 __host__ __device__ __forceinline__ uint32_t permute_bytes(uint32_t low, uint32_t high, uint32_t selector) {
