@@ -147,6 +147,25 @@ def test_experts_that_are_not_in_4_bits_stay(tmp_path):
     assert logits(model, tokens(1, 3)).isfinite().all()
 
 
+@pytest.mark.parametrize("dialect", PER_EXPERT)
+def test_layers_that_no_model_of_the_family_runs_are_left_out(dialect, tmp_path):
+    """DeepSeek-V3's layer 61 predicts one token further: in the files, and not in transformers' model."""
+    model = tiny("deepseek_v3")
+    values = write_folder(tmp_path, model, dialect)
+    tensors = load_file(tmp_path / "model.safetensors")
+    tensors |= {n: t for n, t in model.state_dict().items() if n.endswith("e_score_correction_bias")}
+    last = {
+        n.replace(".1.", ".61.", 1): t.clone() for n, t in tensors.items() if n.startswith("model.layers.1.")
+    }
+    save_tensors(tmp_path, tensors | last)
+    model = fp4_ops.load_checkpoint(None, tmp_path)
+    assert_holds(model, values)
+    assert list(model.hf_quantizer.report.left) == ["model.layers.61.mlp.experts"]
+    save_tensors(tmp_path, tensors | {n.replace(".61.", ".7.", 1): t for n, t in last.items()})
+    with pytest.raises(CheckpointError, match=r"layers\.7\.mlp\.experts.* is not in the model"):
+        fp4_ops.load_checkpoint(None, tmp_path)
+
+
 def test_weights_that_the_layout_cannot_hold_stay_plain(tmp_path, monkeypatch):
     """Both weights of a module have one layout, and the report says why it is not the device's own."""
     values = write_folder(tmp_path, tiny(), "mxfp4-pack-quantized")

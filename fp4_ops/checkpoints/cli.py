@@ -6,9 +6,13 @@ import argparse
 import sys
 from typing import Any
 
+from torch import Tensor
+
 from ..meta.formats import FORMATS
 from ..quantization import METHODS
+from ..quantization.text import add_calibration_arguments, read_windows
 from .convert import quantize_checkpoint
+from .files import Folder
 
 
 def add_commands(commands: Any) -> None:
@@ -18,17 +22,38 @@ def add_commands(commands: Any) -> None:
     parser.add_argument("model", metavar="MODEL_DIR", help="a folder of safetensors files and a config.json")
     parser.add_argument("-o", "--out", metavar="OUT", required=True, help="the folder to write")
     parser.add_argument("--format", choices=list(FORMATS), default="nvfp4")
-    methods = [m.name for m in METHODS.values() if m.calibration == "none"]
-    parser.add_argument("--method", choices=methods, default="rtn", help="how block scales are chosen")
-    parser.add_argument("--device", default="cpu", help="where matrices are quantised (cpu, cuda)")
+    needing = ", ".join(m.name for m in METHODS.values() if m.calibration != "none")
+    parser.add_argument(
+        "--method",
+        choices=list(METHODS),
+        default="rtn",
+        help=f"how codes and block scales are chosen; {needing} need --calibration",
+    )
+    add_calibration_arguments(parser)
+    parser.add_argument(
+        "--device", default="cpu", help="where matrices are quantised, and the model runs (cpu, cuda)"
+    )
     parser.set_defaults(run=_quantize)
 
 
 def _quantize(args: argparse.Namespace) -> None:
     try:
         report = quantize_checkpoint(
-            args.model, args.out, args.format, method=args.method, device=args.device
-        )
+            args.model, args.out, args.format, method=args.method, device=args.device,
+            calibration=_calibration(args), batch=args.batch,
+        )  # fmt: skip
     except ValueError as error:
         sys.exit(str(error))
     print(report)
+
+
+def _calibration(args: argparse.Namespace) -> Tensor | None:
+    if args.calibration is None:
+        return None
+    Folder(args.model)  # raises where it is none
+    from transformers import AutoConfig
+
+    vocab_size = AutoConfig.from_pretrained(args.model).get_text_config().vocab_size
+    return read_windows(
+        args.calibration, args.model, vocab_size, count=args.calibration_windows, length=args.length
+    )

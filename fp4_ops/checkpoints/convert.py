@@ -7,6 +7,7 @@ progress file, and a run that was killed goes on with the first file that is not
 
 from __future__ import annotations
 
+import hashlib
 import os
 import re
 import shutil
@@ -16,13 +17,13 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
 
 from ..meta.formats import FORMATS
-from ..quantization import find_method, quantize_weight
+from ..quantization import Method, find_method, quantize_weight
 from .codec import Codes, encode
 from .dialects import EXPERTS_TARGET, Dialect, describe, quantization_config, writing_dialect
 from .files import (
@@ -37,6 +38,9 @@ from .files import (
     write_json,
 )
 from .progress import progress_bar
+
+if TYPE_CHECKING:
+    from .calibrated import CalibratedLayers
 
 PROGRESS = ".fp4_quantize.json"
 SOURCE_DTYPES = (torch.bfloat16, torch.float16, torch.float32)
@@ -64,13 +68,22 @@ class ConvertReport:
     """Files that an earlier run had finished."""
     bytes_before: int
     bytes_after: int
+    unseen: int = 0
+    """Experts that no token of the calibration text reached."""
+    outside: int = 0
+    """Expert matrices for which the model has no place, and which no text can calibrate."""
 
     def __str__(self) -> str:
         resumed = f" ({self.resumed} from an earlier run)" if self.resumed else ""
-        return (
+        lines = [
             f"{self.out}: {self.matrices} expert matrices in {self.format}, stored as {self.dialect}, "
             f"{self.files} files{resumed}, {self.bytes_before / 1e9:.3f} -> {self.bytes_after / 1e9:.3f} GB"
-        )
+        ]
+        if self.unseen:
+            lines.append(f"{self.unseen} experts saw no token of the calibration text: quantised without it")
+        if self.outside:
+            lines.append(f"{self.outside} matrices are no part of the model that runs: quantised without it")
+        return "\n".join(lines)
 
 
 Header = tuple[str, torch.dtype, tuple[int, ...]]
@@ -114,6 +127,8 @@ class Plan:
         self.dialect = writing_dialect(format, folder.config.get("model_type"), k)
         if self.dialect.stacked and singles:
             raise CheckpointError(f"fp4: {folder.path} has expert weights both stacked and one by one")
+        self.weights = (*singles, *self.stacks)
+        """The tensors that hold experts' weights."""
         self.matrices = len(singles) + sum(tensors[n].shape[0] for n in self.stacks)
 
     def _is_transposed(self, name: str) -> bool:
@@ -156,6 +171,11 @@ class Plan:
         if partner.shape != info.shape or partner.dtype != info.dtype:
             raise CheckpointError(f"fp4: {info} and {name} differ in shape or dtype")
         return partner
+
+    def layers(self, file: Path, calibrated: CalibratedLayers) -> set[int]:
+        """Those that must be done before the result of one source file can be written."""
+        reads = (read[0].name for unit in self.units(file) if unit.names for read in unit.reads)
+        return {calibrated.layer(name) for name in reads if name in calibrated}
 
     def units(self, file: Path) -> Iterator[Unit]:
         """The work for one source file, in the order in which its result is written."""
@@ -204,6 +224,8 @@ def quantize_checkpoint(
     format: str = "nvfp4",
     *,
     method: str = "rtn",
+    calibration: Tensor | None = None,
+    batch: int = 8,
     device: str | torch.device = "cpu",
     progress: bool = True,
 ) -> ConvertReport:
@@ -211,62 +233,114 @@ def quantize_checkpoint(
 
     source: a folder of safetensors files in bfloat16, float16 or float32, and its config.json.
     out: a folder that does not exist, is empty, or holds what an earlier run of the same command left.
-    method: one of fp4_ops.quantization.METHODS that need no calibration text. The gate and up matrices of an
-        expert are quantised as one, so that they have one global scale.
-    device: where matrices are quantised.
+    method: one of fp4_ops.quantization.METHODS. The gate and up matrices of an expert are quantised as one,
+        so that they have one global scale.
+    calibration: tokens, int64 [windows, length], for the methods that need them. They run through the
+        original model, `batch` windows at a time, as in `fp4_ops.quantization.calibrate`.
+    device: where matrices are quantised, and the model runs.
 
-    The memory needed is a few matrices, whatever the size of the files. Raises CheckpointError naming file
-    and tensor for what cannot be read or quantised; `out` has no config.json then.
+    The memory needed is a few matrices, whatever the size of the files. With calibration it is the model
+    without its experts, the experts of one decoder layer, the moments of their inputs (float32 [E, K, K] for
+    gptq), and what a layer puts out for all tokens; the layers' codes wait beside the result in files.
+
+    Raises CheckpointError naming file and tensor for what cannot be read or quantised; `out` has no
+    config.json then.
     """
     if format not in FORMATS:
         raise ValueError(f"fp4: format is {format!r}; it must be one of: {', '.join(FORMATS)}")
-    if find_method(method, format).calibration != "none":
-        raise ValueError(
-            f"fp4: method {method!r} needs calibration text; use fp4_ops.prepare(calibration=...)"
-        )
+    chosen, device = find_method(method, format), torch.device(device)
+    _check_calibration(chosen, calibration)
     folder, to = Folder(source), Path(out)
     if quantization_config(folder.config):
         raise CheckpointError(f"fp4: {folder.path} is quantised already (its config.json says so)")
     plan = Plan(folder, format)
-    resumable = _Progress(folder, to, format, method)
+    resumable = _Progress(folder, to, format, method, calibration, batch)
+    layers = None
+    if calibration is not None:
+        from .calibrated import CalibratedLayers, Text  # transformers is imported where a model is run
+
+        text = Text(calibration, batch)
+        layers = CalibratedLayers(folder, plan.weights, to, format, chosen, text, device)
+    resumable.begin()
     total = sum(t.nbytes for t in folder.tensors.values())
-    with (
-        progress_bar(total, "quantizing", progress) as bar,
-        _Pipeline(format, method, device) as pipeline,
-    ):
-        for file in folder.files:
-            if resumable.is_done(file):
-                bar.update(sum(t.nbytes for t in folder.of_file(file)))
-                continue
-            pipeline.convert(list(plan.units(file)), to / file.name, plan.dialect, bar.update)
-            pipeline.then(partial(resumable.done, file))
-        pipeline.flush()
-    return _finish(plan, to, resumable)
+    with progress_bar(total, "quantizing", progress) as bar:
+        for files in _ready(plan, layers, progress):
+            with _Pipeline(format, chosen, device, layers) as pipeline:
+                for file in files:
+                    if resumable.is_done(file):
+                        bar.update(sum(t.nbytes for t in folder.of_file(file)))
+                        continue
+                    pipeline.convert(list(plan.units(file)), to / file.name, plan.dialect, bar.update)
+                    pipeline.then(partial(resumable.done, file))
+                pipeline.flush()
+    report = _finish(plan, to, resumable, layers)
+    if layers is not None:
+        layers.close()
+    return report
+
+
+def _check_calibration(method: Method, tokens: Tensor | None) -> None:
+    if tokens is None:
+        if method.calibration != "none":
+            raise ValueError(f"fp4: method {method.name!r} needs calibration text: calibration is None")
+        return
+    if method.calibration == "none":
+        raise ValueError(f"fp4: method {method.name!r} takes no calibration")
+    if tokens.dim() != 2 or tokens.dtype != torch.int64 or not tokens.numel():
+        raise ValueError(
+            f"fp4: calibration is {tokens.dtype} {list(tokens.shape)}; it must be int64 [windows, length]"
+        )
+
+
+def _ready(plan: Plan, layers: CalibratedLayers | None, progress: bool) -> Iterator[list[Path]]:
+    """The source's files, as many at a time as can be converted; the next come when these are."""
+    files = plan.folder.files
+    if layers is None:
+        yield files
+        return
+    needs = {file: plan.layers(file, layers) for file in files}
+    waiting, kept = list(files), set().union(*needs.values())
+    for count in layers.run(progress):
+        ready = [file for file in waiting if all(layer < count for layer in needs[file])]
+        yield ready
+        waiting = [file for file in waiting if file not in ready]
+        for layer in kept - set().union(*(needs[file] for file in waiting)):
+            layers.forget(layer)
+            kept.remove(layer)
+    assert not waiting
 
 
 class _Progress:
     """Which files of the result are whole, and of what source and options."""
 
-    def __init__(self, folder: Folder, to: Path, format: str, method: str) -> None:
+    def __init__(
+        self, folder: Folder, to: Path, format: str, method: str, calibration: Tensor | None, batch: int
+    ) -> None:
         stats = {f.name: f.stat() for f in folder.files}
         self.to, self.file = to, to / PROGRESS
-        self.job = {
+        self.job: dict[str, Any] = {
             "source": {name: [s.st_size, s.st_mtime_ns] for name, s in stats.items()},
             "format": format,
             "method": method,
         }
+        if calibration is not None:
+            text = hashlib.sha256(calibration.contiguous().numpy().tobytes()).hexdigest()
+            self.job["calibration"] = {"tokens": text, "shape": list(calibration.shape), "batch": batch}
         self.files: list[str] = []
         if self.file.exists():
             state = read_json(self.file)
             if state.get("job") != self.job:
                 raise CheckpointError(
-                    f"fp4: {to} holds the beginning of a run on another source, format or method; remove it"
+                    f"fp4: {to} holds the beginning of a run on another source, format or method, or with "
+                    "another calibration text; remove it"
                 )
             self.files = state["done"]
         elif to.exists() and any(to.iterdir()):
             raise CheckpointError(f"fp4: {to} is not empty")
-        to.mkdir(parents=True, exist_ok=True)
         self.resumed = len(self.files)
+
+    def begin(self) -> None:
+        self.to.mkdir(parents=True, exist_ok=True)
         write_json(self.file, {"job": self.job, "done": self.files})
 
     def is_done(self, file: Path) -> bool:
@@ -284,8 +358,10 @@ class _Pipeline:
     that wait for one another by spinning would take the time of those that read and write.
     """
 
-    def __init__(self, format: str, method: str, device: str | torch.device) -> None:
-        self.format, self.method, self.device = format, method, torch.device(device)
+    def __init__(
+        self, format: str, method: Method, device: torch.device, layers: CalibratedLayers | None
+    ) -> None:
+        self.format, self.method, self.device, self._layers = format, method, device, layers
         self._reader = Reader(once=True)
         self._threads = torch.get_num_threads()
         workers = self._threads if self.device.type == "cpu" else 1
@@ -344,8 +420,7 @@ class _Pipeline:
             while held < IN_FLIGHT and (read := next(todo, None)) is not None:
                 infos, transposed = read
                 nbytes = sum(t.nbytes for t in infos)
-                matrix = self._reading.submit(self._reader.read_joint, infos)
-                waiting.append((nbytes, self._working.submit(self._quantize, infos, matrix, transposed)))
+                waiting.append((nbytes, self._codes(infos, transposed)))
                 held += nbytes
             if not waiting:
                 return
@@ -353,14 +428,24 @@ class _Pipeline:
             yield codes.result()
             held -= nbytes
 
+    def _codes(self, infos: tuple[TensorInfo, ...], transposed: bool) -> Future[Codes]:
+        if self._layers is not None and infos[0].name in self._layers:
+            return self._reading.submit(self._layers.codes, infos[0].name)
+        matrix = self._reading.submit(self._reader.read_joint, infos)
+        return self._working.submit(self._quantize, infos, matrix, transposed)
+
     def _quantize(self, infos: tuple[TensorInfo, ...], read: Future[Tensor], transposed: bool) -> Codes:
         matrix = read.result()
         matrix = (matrix.T if transposed else matrix).to(self.device).contiguous()
         try:
-            if self.method == "rtn":
+            if self.method.name == "rtn":
                 packed, block_scale, factor = torch.ops.fp4.quantize(matrix, self.format)
             else:
-                packed, block_scale, factor = quantize_weight(matrix, self.format, self.method)
+                k = matrix.shape[-1]  # calibrated methods get here for what no text reaches
+                nothing = matrix.new_zeros(k, k) if self.method.calibration != "none" else None
+                packed, block_scale, factor = quantize_weight(
+                    matrix, self.format, self.method.name, calibration=nothing
+                )
         except (RuntimeError, ValueError) as error:
             names = " and ".join(map(str, infos))
             raise CheckpointError(f"fp4: {names} cannot be quantised: {error}") from None
@@ -383,7 +468,7 @@ def _encode(unit: Unit, codes: list[Codes], dialect: Dialect) -> Iterator[tuple[
             yield from encode(name, one, dialect).items()
 
 
-def _finish(plan: Plan, to: Path, progress: _Progress) -> ConvertReport:
+def _finish(plan: Plan, to: Path, progress: _Progress, layers: CalibratedLayers | None) -> ConvertReport:
     """What makes the folder one: the index, the files beside the weights, and last the config."""
     folder = plan.folder
     weight_map = {name: f.name for f in folder.files for name in read_header(to / f.name)}
@@ -418,4 +503,6 @@ def _finish(plan: Plan, to: Path, progress: _Progress) -> ConvertReport:
         progress.resumed,
         before,
         after,
+        layers.unseen if layers else 0,
+        plan.matrices - len(layers) if layers else 0,
     )

@@ -236,7 +236,7 @@ def load_checkpoint(
         config = (
             copy.deepcopy(model_or_config) if model_or_config else AutoConfig.from_pretrained(folder.path)
         )
-        cls = _model_class(config)
+        cls = model_class(config)
     register_quantizer()
     config.quantization_config = {
         "quant_method": METHOD, "activation": activation, "stored": stored, "device": str(device),
@@ -250,7 +250,7 @@ def load_checkpoint(
     return model
 
 
-def _model_class(config: PretrainedConfig) -> Any:
+def model_class(config: PretrainedConfig) -> Any:
     import transformers
 
     for name in config.architectures or ():

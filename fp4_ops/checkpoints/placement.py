@@ -55,7 +55,7 @@ class Placement:
     experts: dict[str, ExpertsPlacement]
     linears: dict[str, StoredWeight]
     left: dict[str, str]
-    """Experts modules whose weights are not in 4 bits, and why they stay as they are."""
+    """Modules that 4-bit weights do not fill, and why."""
 
 
 def rules(model: nn.Module) -> Callable[[str], Target]:
@@ -101,6 +101,8 @@ def place(model: nn.Module, weights: dict[str, StoredWeight]) -> Placement:
     """
     target = rules(model)
     modules = dict(model.named_modules())
+    # Layers that predict further tokens, mostly.
+    not_run: set[str] = set(getattr(model, "_keys_to_ignore_on_load_unexpected", None) or ())
     result = Placement({}, {}, {})
     for stored in weights.values():
         name = stored.name if stored.dialect.stacked else stored.name + ".weight"
@@ -115,6 +117,8 @@ def place(model: nn.Module, weights: dict[str, StoredWeight]) -> Placement:
             if placed is None:
                 placed = result.experts[owner] = _experts(owner, module, stored)
             _add(placed, stored, attribute, to)
+        elif module is None and any(re.search(pattern, name) for pattern in not_run):
+            result.left[owner] = "the model has no such layer, and its family is known to leave it out"
         else:
             what = f"a {type(module).__name__}" if module is not None else "not in the model"
             raise CheckpointError(

@@ -54,7 +54,7 @@ class Calibration:
     @torch.no_grad()
     def _measure(self, group: list[ExpertsModule]) -> None:
         self._moments.clear()
-        recorders = [_Recorder(experts, self._full) for experts in group]
+        recorders = [Recorder(experts, self._full) for experts in group]
         with computing(recorders):
             for windows in self._tokens.split(self._batch):
                 self._model(input_ids=windows, use_cache=False)
@@ -84,7 +84,7 @@ def _shape(experts: ExpertsModule, matrix: str, full: bool) -> tuple[int, ...]:
     return (e, k, k) if full else (e, k)
 
 
-class _Recorder(Arithmetic):
+class Recorder(Arithmetic):
     """Computes without rounding and sums the moments."""
 
     def __init__(self, experts: ExpertsModule, full: bool) -> None:

@@ -16,6 +16,7 @@ from .calibration import Calibration, calibrate
 from .evaluation import HEAD, evaluate
 from .methods import METHODS
 from .report import error_report
+from .text import add_calibration_arguments, read_windows
 
 
 def add_commands(commands: Any) -> None:
@@ -45,12 +46,7 @@ def add_commands(commands: Any) -> None:
 
 def _add_common(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("model", metavar="MODEL", help="a folder or name for from_pretrained")
-    parser.add_argument(
-        "--calibration", type=Path, metavar="FILE", help="UTF-8 text for the methods that need it; not --text"
-    )
-    parser.add_argument("--calibration-windows", type=int, default=128)
-    parser.add_argument("--length", type=int, default=512, help="tokens in a window")
-    parser.add_argument("--batch", type=int, default=8, help="windows run at a time")
+    add_calibration_arguments(parser)
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
 
 
@@ -101,18 +97,10 @@ def _calibration(args: argparse.Namespace, model: nn.Module, methods: list[str])
     return calibrate(model, windows, full="full" in kinds, batch=args.batch)
 
 
-def _windows(args: argparse.Namespace, model: nn.Module, file: Path, count: int) -> Tensor:
-    """The text's tokens, int64 [windows, length]."""
-    ids = torch.tensor(_tokenize(args.model, model, file), dtype=torch.int64)
-    count = min(count, len(ids) // args.length)
-    if count == 0:
-        raise SystemExit(f"{file} has {len(ids)} tokens; one window is {args.length} (--length)")
-    return ids[: count * args.length].view(count, args.length).to(args.device)
-
-
-def _tokenize(name: str, model: Any, file: Path) -> list[int]:
-    if model.config.vocab_size == 256:  # a model of bytes
-        return list(file.read_bytes())
-    from transformers import AutoTokenizer
-
-    return AutoTokenizer.from_pretrained(name)(file.read_text(encoding="utf-8"), verbose=False).input_ids
+def _windows(args: argparse.Namespace, model: Any, file: Path, count: int) -> Tensor:
+    vocab_size = model.config.get_text_config().vocab_size
+    try:
+        windows = read_windows(file, args.model, vocab_size, count=count, length=args.length)
+    except ValueError as error:
+        raise SystemExit(str(error)) from None
+    return windows.to(args.device)

@@ -1,0 +1,275 @@
+"""Methods that look at calibration text, one decoder layer at a time.
+
+The text runs through the original model, layer by layer for all of its windows: what a layer puts out is kept
+until the next one has been given it. A layer's experts are read, measured while they run, quantised, and
+forgotten; their codes wait in a spool until the files that they belong to can be written. So codes are those
+that `fp4_ops.prepare(model, method=..., calibration=calibrate(model, windows))` makes.
+
+What the next layer is given is spooled, too: a run that was killed goes on with the layer it was at.
+"""
+
+from __future__ import annotations
+
+import shutil
+from collections.abc import Iterable, Iterator
+from contextlib import suppress
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from ..quantization import quantize_weight
+from ..quantization.calibration import Recorder
+from ..quantization.experts import MATRICES, ExpertsModule, computing
+from ..quantization.methods import Method
+from .codec import Codes
+from .dense import DenseModel
+from .files import CheckpointError, Folder, Reader, TensorInfo, Writer, read_header
+from .progress import progress_bar
+
+SPOOL = ".fp4_calibrated"
+"""The folder of what waits, beside the result."""
+
+
+@dataclass(frozen=True)
+class Text:
+    """Calibration text: int64 [windows, length], and how many windows run at a time."""
+
+    windows: Tensor
+    batch: int
+
+
+class CalibratedLayers:
+    """Quantises the experts of a folder's decoder layers in turn, and hands out their codes.
+
+    names: the tensors that hold experts' weights. Those of stacks are asked for as `name[expert]`.
+    """
+
+    def __init__(
+        self,
+        folder: Folder,
+        names: Iterable[str],
+        out: Path,
+        format: str,
+        method: Method,
+        text: Text,
+        device: torch.device,
+    ) -> None:
+        self.format, self.method, self.text = format, method, text
+        self._dense = DenseModel(folder, names, device)
+        self._spool = out / SPOOL
+        self._layers, path = _decoder_layers(self._dense)
+        at = {m.name: int(m.name.removeprefix(f"{path}.").partition(".")[0]) for m in self._dense.experts}
+        self._of_layer: list[list[ExpertsModule]] = [[] for _ in self._layers]
+        for m in self._dense.experts:
+            self._of_layer[at[m.name]].append(m)
+        self._where: dict[str, tuple[int, str, int]] = {}  # of a matrix: layer, parameter, expert
+        for name, target in self._dense.targets.items():
+            layer = at[target.parameter.rpartition(".")[0]]
+            if target.expert is not None:
+                self._where[name] = (layer, target.parameter, target.expert)
+            else:
+                for i in range(folder.tensors[name].shape[0]):
+                    self._where[f"{name}[{i}]"] = (layer, target.parameter, i)
+        self._headers: dict[int, dict[str, TensorInfo]] = {}
+        self._reader = Reader()
+        self.unseen = 0
+        """Experts that no token reached, in the layers done so far."""
+
+    def __contains__(self, name: str) -> bool:
+        """Whether a matrix is one of the model's. Those that are not have no calibration."""
+        return name in self._where
+
+    def __len__(self) -> int:
+        """How many matrices have one."""
+        return len(self._where)
+
+    def layer(self, name: str) -> int:
+        """That of a matrix."""
+        return self._where[name][0]
+
+    def codes(self, name: str) -> Codes:
+        """A matrix in 4 bits; for that of a gate or an up the two as one."""
+        layer, parameter, expert = self._where[name]
+        if layer not in self._headers:
+            self._headers[layer] = read_header(self._file(layer))
+        tensors = self._headers[layer]
+        packed, block_scale, global_scale = (
+            self._reader.read(tensors[key].row(expert)) if key in tensors else None
+            for key in _keys(parameter)
+        )
+        assert packed is not None and block_scale is not None
+        return Codes(packed, block_scale, global_scale)
+
+    def forget(self, layer: int) -> None:
+        """Its codes are not asked for any more."""
+        self._headers.pop(layer, None)
+        self._reader.close()
+        self._file(layer).unlink(missing_ok=True)
+
+    def close(self) -> None:
+        """Everything is done: removes the spool."""
+        self._reader.close()
+        shutil.rmtree(self._spool)
+
+    @torch.no_grad()
+    def run(self, progress: bool) -> Iterator[int]:
+        """Quantises layer after layer: the number of those done, each time there are more."""
+        self._spool.mkdir(exist_ok=True)
+        total = sum(map(self._dense.nbytes, self._dense.experts))
+        last = max(i for i, modules in enumerate(self._of_layer) if modules)
+        with Reader(once=True) as reader, progress_bar(total, "calibrating", progress) as bar:
+            hidden, calls = self._inputs()
+            start = self._resume(hidden)
+            bar.update(sum(self._dense.nbytes(m) for modules in self._of_layer[:start] for m in modules))
+            if start:
+                yield start
+            for i in range(start, last + 1):
+                for experts in self._of_layer[i]:
+                    self._dense.load(experts, reader)
+                recorders = [Recorder(m, self.method.calibration == "full") for m in self._of_layer[i]]
+                with computing(recorders):
+                    for batch, x in enumerate(hidden):
+                        hidden[batch] = _output(self._layers[i], x, *calls[batch][i])
+                self._quantize(i, recorders)
+                for experts in self._of_layer[i]:
+                    self._dense.free(experts)
+                    bar.update(self._dense.nbytes(experts))
+                self._save_state(i + 1, hidden)
+                yield i + 1
+
+    def _quantize(self, layer: int, recorders: list[Recorder]) -> None:
+        made: dict[str, Tensor] = {}
+        for recorder in recorders:
+            for matrix in MATRICES:
+                made |= self._quantize_matrix(recorder, matrix)
+            self.unseen += int((recorder.tokens == 0).sum())
+        if made:
+            _write(self._file(layer), made)
+
+    def _quantize_matrix(self, recorder: Recorder, matrix: str) -> dict[str, Tensor]:
+        parameter = self._dense.parameter(recorder.experts, matrix)
+        moments = recorder.moments(matrix)
+        if not moments.isfinite().all():
+            raise CheckpointError(
+                f"fp4: with the calibration text, inputs of {parameter} are NaN or infinite"
+            )
+        codes = quantize_weight(
+            recorder.experts.weight(matrix), self.format, self.method.name, calibration=moments
+        )
+        return {key: t.cpu() for key, t in zip(_keys(parameter), codes) if t is not None}
+
+    def _inputs(self) -> tuple[list[Tensor], list[list[Call]]]:
+        """By batch: what the first layer is given, and what every layer is given beside that.
+
+        The model runs with layers that do nothing: what is beside the hidden states does not depend on them.
+        """
+        hidden, calls = [], []
+        for windows in self.text.windows.split(self.text.batch):
+            stubs = [_Stub(layer, is_last=layer is self._layers[-1]) for layer in self._layers]
+            try:
+                with suppress(_Enough):
+                    self._dense.model(input_ids=windows.to(self._dense.device), use_cache=False)
+            finally:
+                for stub in stubs:
+                    stub.remove()
+            hidden.append(stubs[0].hidden)
+            calls.append([stub.call for stub in stubs])
+        return hidden, calls
+
+    def _file(self, layer: int) -> Path:
+        return self._spool / f"layer-{layer:05}.safetensors"
+
+    def _states(self) -> list[Path]:
+        return sorted(self._spool.glob("state-*.safetensors"))
+
+    def _save_state(self, layer: int, hidden: list[Tensor]) -> None:
+        """What `layer` is given: everything before it is done."""
+        old = self._states()
+        state = {str(i): x.cpu() for i, x in enumerate(hidden)} | {"unseen": torch.tensor([self.unseen])}
+        _write(self._spool / f"state-{layer:05}.safetensors", state)
+        for file in old:
+            file.unlink()
+
+    def _resume(self, hidden: list[Tensor]) -> int:
+        """The layer to go on with; `hidden` becomes what it is given."""
+        states = self._states()
+        if not states:
+            return 0
+        with Reader() as reader:
+            state = read_header(states[-1])
+            for i, x in enumerate(hidden):
+                hidden[i] = reader.read(state[str(i)], x.device)
+            self.unseen = int(reader.read(state["unseen"]))
+        return int(states[-1].stem.rpartition("-")[2])
+
+
+def _keys(parameter: str) -> tuple[str, str, str]:
+    return f"{parameter}.packed", f"{parameter}.block_scale", f"{parameter}.global_scale"
+
+
+def _write(file: Path, tensors: dict[str, Tensor]) -> None:
+    writer = Writer(file, [(name, t.dtype, tuple(t.shape)) for name, t in tensors.items()])
+    for name, tensor in tensors.items():
+        writer.write(name, tensor)
+    writer.close()
+
+
+def _decoder_layers(dense: DenseModel) -> tuple[nn.ModuleList, str]:
+    """The list of layers that all experts modules are in, and its name."""
+    modules = dict(dense.model.named_modules())
+
+    def lists(experts: ExpertsModule) -> Iterator[str]:
+        parts = experts.name.split(".")
+        prefixes = (".".join(parts[:i]) for i in range(1, len(parts)))
+        return (p for p in prefixes if isinstance(modules[p], nn.ModuleList))
+
+    found = {next(lists(m), "") for m in dense.experts}
+    path = found.pop()
+    if found or not path:
+        raise CheckpointError(
+            "fp4: the experts of this model are not in one list of layers, which calibration layer by layer "
+            "needs; load it, use fp4_ops.prepare(calibration=...), and save it"
+        )
+    layers = modules[path]
+    assert isinstance(layers, nn.ModuleList)
+    return layers, path
+
+
+Call = tuple[tuple[Any, ...], dict[str, Any]]
+"""What a layer is given beside its hidden states."""
+
+
+class _Enough(Exception):
+    """Ends a run of the model whose layers have all been asked."""
+
+
+class _Stub:
+    """Stands for a layer's forward, and notes what it is given."""
+
+    hidden: Tensor
+    call: Call
+
+    def __init__(self, layer: nn.Module, is_last: bool) -> None:
+        self._layer, self._is_last = layer, is_last
+        layer.forward = self._forward  # type: ignore[assignment]
+
+    def _forward(self, *args: Any, **kwargs: Any) -> Tensor:
+        if args:
+            self.hidden, *rest = args
+        else:
+            self.hidden, rest = kwargs.pop("hidden_states"), []
+        self.call = (tuple(rest), kwargs)
+        if self._is_last:
+            raise _Enough
+        return self.hidden
+
+    def remove(self) -> None:
+        self._layer.__dict__.pop("forward", None)
+
+
+def _output(layer: nn.Module, hidden: Tensor, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Tensor:
+    out = layer(hidden, *args, **kwargs)
+    return out if isinstance(out, Tensor) else out[0]

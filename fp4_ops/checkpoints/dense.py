@@ -1,0 +1,164 @@
+"""A model without its experts' weights, and those weights read one module at a time.
+
+Everything else is a small part of a Mixture-of-Experts model, and is loaded by transformers.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from functools import reduce
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from transformers import AutoConfig
+from transformers.quantizers import auto
+from transformers.quantizers.base import HfQuantizer
+from transformers.utils.quantization_config import QuantizationConfigMixin
+
+from ..quantization.experts import MATRICES, ExpertsModule, experts_modules
+from .files import CheckpointError, Folder, Reader, TensorInfo
+from .hf import model_class
+from .placement import HALVES, Target, rules
+
+METHOD = "fp4_without_experts"
+
+
+class _WithoutExperts(QuantizationConfigMixin):
+    """names: the experts' tensors, which `from_pretrained` is to leave in the files."""
+
+    def __init__(self, names: Iterable[str]) -> None:
+        self.quant_method: Any = METHOD
+        self.names = list(names)
+
+    def to_dict(self) -> dict[str, Any]:
+        return {"quant_method": METHOD}
+
+
+class _Loader(HfQuantizer):
+    """To transformers a quantizer, which is whom it lets change a model before its weights are loaded."""
+
+    requires_calibration = False
+    quantization_config: _WithoutExperts
+
+    targets: dict[str, Target]
+    experts: list[ExpertsModule]
+    shapes: dict[str, tuple[int, ...]]
+    """As the model stores them, by parameter."""
+
+    def _process_model_before_weight_loading(self, model: Any, **kwargs: Any) -> None:
+        target = rules(model)
+        self.targets = {name: target(name) for name in self.quantization_config.names}
+        self.experts = experts_modules(model)
+        self.shapes = {}
+        for m in self.experts:
+            for matrix in MATRICES:
+                attribute = getattr(m.form, matrix)
+                self.shapes[f"{m.name}.{attribute}"] = tuple(getattr(m.module, attribute).shape)
+                m.module._parameters[attribute] = None
+            m.module._is_hf_initialized = True  # not at random
+        ignored = set(model._keys_to_ignore_on_load_unexpected or ())
+        patterns = {rf"{t.parameter}$".replace(".", r"\.") for t in self.targets.values()}
+        model._keys_to_ignore_on_load_unexpected = ignored | patterns
+
+    def is_serializable(self, **_: Any) -> bool:
+        return False
+
+    @property
+    def is_trainable(self) -> bool:
+        return False
+
+
+Part = tuple[Target, TensorInfo]
+
+
+class DenseModel:
+    """A folder's model, with the weights of its experts modules left in the files.
+
+    names: the tensors that hold experts' weights. `targets` says where each of them belongs; those with no
+    place among `experts` are no part of the model (layers that predict further tokens, for example).
+
+    Raises CheckpointError for weights that are missing or have another shape than the model's.
+    """
+
+    def __init__(self, folder: Folder, names: Iterable[str], device: torch.device) -> None:
+        auto.AUTO_QUANTIZATION_CONFIG_MAPPING[METHOD] = _WithoutExperts
+        auto.AUTO_QUANTIZER_MAPPING[METHOD] = _Loader
+        self.device = device
+        config = AutoConfig.from_pretrained(folder.path)
+        model, info = model_class(config).from_pretrained(
+            folder.path, config=config, quantization_config=_WithoutExperts(names), output_loading_info=True
+        )
+        for key in ("missing_keys", "mismatched_keys", "error_msgs"):
+            if info.get(key):
+                what = f"{key.replace('_', ' ')}: {', '.join(sorted(map(str, info[key])))}"
+                raise CheckpointError(f"fp4: {folder.path}: {what}")
+        loader: _Loader = model.hf_quantizer
+        self.model: nn.Module = model.to(device).eval()
+        self.experts, self._shapes = loader.experts, loader.shapes
+        self.targets = {n: t for n, t in loader.targets.items() if t.parameter in self._shapes}
+        self._parts: dict[str, list[Part]] = {parameter: [] for parameter in self._shapes}
+        for name, target in self.targets.items():
+            self._parts[target.parameter].append((target, folder.tensors[name]))
+        for m in self.experts:
+            for matrix in MATRICES:
+                self._check(m, matrix)
+
+    def parameter(self, experts: ExpertsModule, matrix: str) -> str:
+        return f"{experts.name}.{getattr(experts.form, matrix)}"
+
+    def nbytes(self, experts: ExpertsModule) -> int:
+        """Of the weights in the files."""
+        return sum(info.nbytes for m in MATRICES for _, info in self._parts[self.parameter(experts, m)])
+
+    def load(self, experts: ExpertsModule, reader: Reader) -> None:
+        """Reads the weights of one module. Raises CheckpointError for those that hold NaN or infinity."""
+        for matrix in MATRICES:
+            parameter = self.parameter(experts, matrix)
+            dtype = reduce(torch.promote_types, (info.dtype for _, info in self._parts[parameter]))
+            weight = torch.empty(self._shapes[parameter], dtype=dtype, device=self.device)
+            for target, info in self._parts[parameter]:
+                for part, place in _places(weight, target, info, experts.transposed):
+                    tensor = reader.read(part, self.device)
+                    if not tensor.isfinite().all():
+                        raise CheckpointError(f"fp4: {info} cannot be quantised: it holds NaN or infinity")
+                    place.copy_(tensor)
+            experts.module._parameters[getattr(experts.form, matrix)] = nn.Parameter(weight, False)
+
+    def free(self, experts: ExpertsModule) -> None:
+        for matrix in MATRICES:
+            experts.module._parameters[getattr(experts.form, matrix)] = None
+
+    def _check(self, experts: ExpertsModule, matrix: str) -> None:
+        """That the parts are the weight, each once."""
+        parameter = self.parameter(experts, matrix)
+        parts, shape = self._parts[parameter], self._shapes[parameter]
+        e, n, k = (shape[0], shape[2], shape[1]) if experts.transposed else shape
+        for target, info in parts:
+            one = (n // 2 if target.half else n, k)
+            wanted = shape if target.expert is None else one
+            if info.shape != wanted:
+                raise CheckpointError(
+                    f"fp4: {info} has shape {list(info.shape)}; the model's is {list(wanted)}"
+                )
+        have = sorted((t.expert, t.half) for t, _ in parts if t.expert is not None)
+        halves = HALVES if any(half for _, half in have) else ("",)
+        want = [(expert, half) for expert in range(e) for half in halves]
+        if have != want and not (len(parts) == 1 and not have):
+            lacking = sorted({i for i, _ in set(want) - set(have)})
+            raise CheckpointError(
+                f"fp4: the checkpoint's weights for {parameter} are not those of {e} experts, each once"
+                + f": expert {lacking[0]} is missing" * bool(lacking)
+            )
+
+
+def _places(
+    weight: Tensor, target: Target, info: TensorInfo, transposed: bool
+) -> Iterable[tuple[TensorInfo, Tensor]]:
+    """What to read of one of a weight's parts, and where it goes."""
+    if target.expert is None:
+        return ((info.row(i), matrix) for i, matrix in enumerate(weight))
+    matrix = weight[target.expert].T if transposed else weight[target.expert]
+    if target.half:
+        matrix = matrix.chunk(2)[HALVES.index(target.half)]
+    return ((info, matrix),)

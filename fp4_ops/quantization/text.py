@@ -1,0 +1,71 @@
+"""A file of text as windows of tokens: what calibration and evaluation run a model on."""
+
+from __future__ import annotations
+
+import argparse
+import os
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+
+def read_windows(
+    file: str | os.PathLike[str],
+    model: str | os.PathLike[str],
+    vocab_size: int,
+    *,
+    count: int,
+    length: int,
+) -> Tensor:
+    """The text's first tokens, int64 [at most count, length], on the CPU.
+
+    model: a folder or name whose tokenizer is used. A model of 256 tokens reads the file's bytes.
+    Raises ValueError if there is no tokenizer or it belongs to another model, if the file cannot be read, is
+    not UTF-8, or is shorter than one window.
+    """
+    if count < 1 or length < 1:
+        raise ValueError(f"fp4: {count} windows of {length} tokens: both must be at least 1")
+    ids = torch.tensor(_tokens(Path(file), model, vocab_size), dtype=torch.int64)
+    count = min(count, len(ids) // length)
+    if count == 0:
+        raise ValueError(f"fp4: {file} has {len(ids)} tokens; one window is {length}")
+    if ids.max() >= vocab_size:
+        raise ValueError(
+            f"fp4: the tokenizer of {model} gives token {ids.max()}; the model has {vocab_size}, 0 to "
+            f"{vocab_size - 1}"
+        )
+    return ids[: count * length].view(count, length)
+
+
+def _tokens(file: Path, model: str | os.PathLike[str], vocab_size: int) -> list[int]:
+    try:
+        data = file.read_bytes()
+    except OSError as error:
+        raise ValueError(f"fp4: {file} cannot be read: {error.strerror}") from None
+    if vocab_size == 256:  # a model of bytes
+        return list(data)
+    from transformers import AutoTokenizer
+
+    try:
+        text = data.decode()
+    except UnicodeDecodeError as error:
+        raise ValueError(f"fp4: {file} is not UTF-8: {error}") from None
+    try:
+        tokenizer = AutoTokenizer.from_pretrained(model)
+    except Exception as error:  # each kind of tokenizer has its own way to be missing or broken
+        raise ValueError(f"fp4: {model} has no tokenizer that can be loaded: {error}") from None
+    if tokenizer.get_vocab().keys() <= set(tokenizer.all_special_tokens):
+        # what some kinds are where their files are missing
+        raise ValueError(f"fp4: {model} has no tokenizer: {type(tokenizer).__name__} without a vocabulary")
+    return tokenizer(text, verbose=False).input_ids
+
+
+def add_calibration_arguments(parser: argparse.ArgumentParser) -> None:
+    """The options of every command that calibrates."""
+    parser.add_argument(
+        "--calibration", type=Path, metavar="FILE", help="UTF-8 text for the methods that need it"
+    )
+    parser.add_argument("--calibration-windows", type=int, default=128, help="pieces of it, at most")
+    parser.add_argument("--length", type=int, default=512, help="tokens in a window")
+    parser.add_argument("--batch", type=int, default=8, help="windows run at a time")
