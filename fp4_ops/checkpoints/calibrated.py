@@ -74,7 +74,6 @@ class CalibratedLayers:
                 for i in range(folder.tensors[name].shape[0]):
                     self._where[f"{name}[{i}]"] = (layer, target.parameter, i)
         self._headers: dict[int, dict[str, TensorInfo]] = {}
-        self._reader = Reader()
         self.unseen = 0
         """Experts that no token reached, in the layers done so far."""
 
@@ -96,22 +95,20 @@ class CalibratedLayers:
         if layer not in self._headers:
             self._headers[layer] = read_header(self._file(layer))
         tensors = self._headers[layer]
-        packed, block_scale, global_scale = (
-            self._reader.read(tensors[key].row(expert)) if key in tensors else None
-            for key in _keys(parameter)
-        )
+        with Reader() as reader:  # of its own: several threads ask
+            packed, block_scale, global_scale = (
+                reader.read(tensors[key].row(expert)) if key in tensors else None for key in _keys(parameter)
+            )
         assert packed is not None and block_scale is not None
         return Codes(packed, block_scale, global_scale)
 
     def forget(self, layer: int) -> None:
         """Its codes are not asked for any more."""
         self._headers.pop(layer, None)
-        self._reader.close()
         self._file(layer).unlink(missing_ok=True)
 
     def close(self) -> None:
         """Everything is done: removes the spool."""
-        self._reader.close()
         shutil.rmtree(self._spool)
 
     @torch.no_grad()

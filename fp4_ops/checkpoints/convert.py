@@ -17,7 +17,7 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -27,12 +27,14 @@ from ..quantization import Method, find_method, quantize_weight
 from .codec import Codes, encode
 from .dialects import EXPERTS_TARGET, Dialect, describe, quantization_config, writing_dialect
 from .files import (
+    CHUNK,
     INDEX,
     CheckpointError,
     Folder,
     Reader,
     TensorInfo,
     Writer,
+    are_neighbours,
     read_header,
     read_json,
     write_json,
@@ -351,8 +353,41 @@ class _Progress:
         write_json(self.file, {"job": self.job, "done": self.files})
 
 
+class Part(NamedTuple):
+    """What is read for a unit: a matrix, or some of the bytes that are copied."""
+
+    unit: Unit
+    infos: tuple[TensorInfo, ...]
+
+    @property
+    def nbytes(self) -> int:
+        return sum(info.nbytes for info in self.infos)
+
+
+def _parts(units: list[Unit]) -> Iterator[Part]:
+    for unit in units:
+        for read in unit.reads:
+            if unit.names:
+                yield Part(unit, read)
+            else:
+                yield from (Part(unit, (chunk,)) for chunk in read[0].chunks())
+
+
+def _runs(units: list[Unit], nbytes: int) -> Iterator[list[Part]]:
+    """The units' parts, those that are neighbours in a file together, up to so many bytes."""
+    run: list[Part] = []
+    for part in _parts(units):
+        size = sum(p.nbytes for p in run) + part.nbytes
+        if run and (size > nbytes or not are_neighbours((*run[-1].infos, *part.infos))):
+            yield run
+            run = []
+        run.append(part)
+    if run:
+        yield run
+
+
 class _Pipeline:
-    """One thread reads ahead, some quantise a matrix each, one writes behind.
+    """One thread reads ahead, some quantise a matrix each, one writes behind; copies are not quantised.
 
     No more than IN_FLIGHT bytes wait on either side. The quantising threads use no others in turn: threads
     that wait for one another by spinning would take the time of those that read and write.
@@ -381,15 +416,15 @@ class _Pipeline:
     def convert(self, units: list[Unit], file: Path, dialect: Dialect, update: Callable[[int], Any]) -> None:
         """Writes one file of the result. It may still be on its way to the disk when this returns."""
         writer = Writer(file, [o for unit in units for o in unit.outputs])
-        matrices = self._ahead(
-            [(read, unit.transposed) for unit in units if unit.names for read in unit.reads]
-        )
+        parts = self._ahead(units)
         try:
             for unit in units:
                 if not unit.names:
-                    self._write(0, writer.copy, unit.reads[0][0])
+                    self._write(0, writer.begin, *unit.outputs[0])
+                    for info in unit.reads[0][0].chunks():
+                        self._write(info.nbytes, writer.append, next(parts))
                 else:
-                    codes = [next(matrices) for _ in unit.reads]
+                    codes = [next(parts) for _ in unit.reads]
                     for name, tensor in _encode(unit, codes, dialect):
                         self._write(tensor.nbytes, writer.write, name, tensor)
                 update(unit.nbytes)
@@ -411,32 +446,41 @@ class _Pipeline:
         while self._behind and (self._behind[0][1].done() or sum(n for n, _ in self._behind) > IN_FLIGHT):
             self._behind.popleft()[1].result()
 
-    def _ahead(self, reads: list[tuple[tuple[TensorInfo, ...], bool]]) -> Iterator[Codes]:
-        """Each entry quantised, in order."""
-        waiting: deque[tuple[int, Future[Codes]]] = deque()
+    def _ahead(self, units: list[Unit]) -> Iterator[Any]:
+        """In order, the Codes of each matrix, and of what is copied the bytes, some at a time."""
+        waiting: deque[tuple[int, Callable[[], Any]]] = deque()
         held = 0
-        todo = iter(reads)
+        todo = self._submit(units)
         while True:
-            while held < IN_FLIGHT and (read := next(todo, None)) is not None:
-                infos, transposed = read
-                nbytes = sum(t.nbytes for t in infos)
-                waiting.append((nbytes, self._codes(infos, transposed)))
-                held += nbytes
+            while held < IN_FLIGHT and (submitted := next(todo, None)) is not None:
+                waiting.append(submitted)
+                held += submitted[0]
             if not waiting:
                 return
-            nbytes, codes = waiting.popleft()
-            yield codes.result()
+            nbytes, result = waiting.popleft()
+            yield result()
             held -= nbytes
 
-    def _codes(self, infos: tuple[TensorInfo, ...], transposed: bool) -> Future[Codes]:
-        if self._layers is not None and infos[0].name in self._layers:
-            return self._reading.submit(self._layers.codes, infos[0].name)
-        matrix = self._reading.submit(self._reader.read_joint, infos)
-        return self._working.submit(self._quantize, infos, matrix, transposed)
+    def _submit(self, units: list[Unit]) -> Iterator[tuple[int, Callable[[], Any]]]:
+        """Has the parts read and quantised: the size of each, and what waits for its result."""
+        for run in _runs(units, 0 if self._layers else CHUNK):
+            infos = run[0].infos
+            if self._layers and run[0].unit.names and infos[0].name in self._layers:
+                yield run[0].nbytes, self._reading.submit(self._layers.codes, infos[0].name).result
+                continue
+            read = self._reading.submit(self._read, [part.infos for part in run])
+            for i, part in enumerate(run):
+                if part.unit.names:
+                    yield part.nbytes, self._working.submit(self._quantize, part, read, i).result
+                else:
+                    yield part.nbytes, partial(lambda read, i: read.result()[i], read, i)
 
-    def _quantize(self, infos: tuple[TensorInfo, ...], read: Future[Tensor], transposed: bool) -> Codes:
-        matrix = read.result()
-        matrix = (matrix.T if transposed else matrix).to(self.device).contiguous()
+    def _read(self, reads: list[tuple[TensorInfo, ...]]) -> list[Tensor]:
+        return [self._reader.read_joint(reads[0])] if len(reads) == 1 else self._reader.read_run(reads)
+
+    def _quantize(self, part: Part, read: Future[list[Tensor]], i: int) -> Codes:
+        matrix = read.result()[i]
+        matrix = (matrix.T if part.unit.transposed else matrix).to(self.device).contiguous()
         try:
             if self.method.name == "rtn":
                 packed, block_scale, factor = torch.ops.fp4.quantize(matrix, self.format)
@@ -447,7 +491,7 @@ class _Pipeline:
                     matrix, self.format, self.method.name, calibration=nothing
                 )
         except (RuntimeError, ValueError) as error:
-            names = " and ".join(map(str, infos))
+            names = " and ".join(map(str, part.infos))
             raise CheckpointError(f"fp4: {names} cannot be quantised: {error}") from None
         global_scale = factor.cpu() if factor is not None and factor.numel() else None
         return Codes(packed.cpu(), block_scale.cpu(), global_scale)

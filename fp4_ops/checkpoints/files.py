@@ -41,7 +41,8 @@ _DTYPES = {
 }
 _NAMES = {dtype: name for name, dtype in _DTYPES.items()}
 _MAX_HEADER = 100 << 20  # safetensors' own limit
-_COPY_CHUNK = 16 << 20
+CHUNK = 16 << 20
+"""Bytes read at a time, where that can be chosen."""
 
 
 class CheckpointError(ValueError):
@@ -67,6 +68,12 @@ class TensorInfo:
         """Entry i along the first dimension, as a tensor of its own."""
         row = replace(self, name=f"{self.name}[{i}]", shape=self.shape[1:])
         return replace(row, offset=self.offset + i * row.nbytes)
+
+    def chunks(self) -> Iterator[TensorInfo]:
+        """Its bytes, some at a time, as tensors of their own."""
+        for start in range(0, self.nbytes, CHUNK):
+            nbytes = min(self.nbytes - start, CHUNK)
+            yield replace(self, offset=self.offset + start, dtype=torch.uint8, shape=(nbytes,))
 
     def __str__(self) -> str:
         return f"tensor {self.name} of {self.file}"
@@ -115,6 +122,19 @@ def read_header(file: Path) -> dict[str, TensorInfo]:
     return tensors
 
 
+def are_neighbours(infos: Sequence[TensorInfo]) -> bool:
+    """Whether each starts where the one before it ends."""
+    return all((a.file, a.offset + a.nbytes) == (b.file, b.offset) for a, b in pairwise(infos))
+
+
+def _joined(infos: Sequence[TensorInfo], data: Tensor) -> Tensor:
+    """The bytes of tensors of one dtype as one tensor."""
+    first = infos[0]
+    if data.storage_offset() % first.dtype.itemsize:
+        data = data.clone()  # a file whose header has an odd length
+    return data.view(first.dtype).view(first.shape if len(infos) == 1 else (-1, *first.shape[1:]))
+
+
 class Reader:
     """Reads tensors; keeps the file it read from last open.
 
@@ -143,15 +163,15 @@ class Reader:
 
     def read_joint(self, infos: Sequence[TensorInfo]) -> Tensor:
         """Tensors of one dtype, joined along their first dimension."""
-        first = infos[0]
-        neighbours = all((a.file, a.offset + a.nbytes) == (b.file, b.offset) for a, b in pairwise(infos))
-        if neighbours:
-            data = self._bytes(first, sum(t.nbytes for t in infos))
-        else:
-            data = torch.cat([self._bytes(t, t.nbytes) for t in infos])
-        if data.storage_offset() % first.dtype.itemsize:
-            data = data.clone()  # a file whose header has an odd length
-        return data.view(first.dtype).view(first.shape if len(infos) == 1 else (-1, *first.shape[1:]))
+        if are_neighbours(infos):
+            return _joined(infos, self._bytes(infos[0], sum(t.nbytes for t in infos)))
+        return _joined(infos, torch.cat([self._bytes(t, t.nbytes) for t in infos]))
+
+    def read_run(self, reads: Sequence[Sequence[TensorInfo]]) -> list[Tensor]:
+        """`read_joint` of each, all neighbours, at once: the results share their memory."""
+        sizes = [sum(t.nbytes for t in infos) for infos in reads]
+        parts = self._bytes(reads[0][0], sum(sizes)).split(sizes)
+        return [_joined(infos, part) for infos, part in zip(reads, parts)]
 
     def _bytes(self, info: TensorInfo, nbytes: int) -> Tensor:
         """From where the tensor starts."""
@@ -227,17 +247,16 @@ class Writer:
         self._sink.write(memoryview(len(text).to_bytes(8, "little") + text))
 
     def write(self, name: str, tensor: Tensor) -> None:
-        self._next(name, tensor.dtype, tuple(tensor.shape))
-        self._sink.write(direct.bytes_of(tensor.detach().cpu().contiguous()))
+        self.begin(name, tensor.dtype, tuple(tensor.shape))
+        self.append(tensor)
 
-    def copy(self, info: TensorInfo) -> None:
-        """Writes a tensor of another file without holding all of it."""
-        self._next(info.name, info.dtype, info.shape)
-        with Reader(once=True) as reader:
-            for start in range(0, info.nbytes, _COPY_CHUNK):
-                nbytes = min(info.nbytes - start, _COPY_CHUNK)
-                chunk = replace(info, offset=info.offset + start, dtype=torch.uint8, shape=(nbytes,))
-                self._sink.write(direct.bytes_of(reader.read(chunk)))
+    def begin(self, name: str, dtype: torch.dtype, shape: tuple[int, ...]) -> None:
+        """The next tensor, whose bytes then come by `append`, a part at a time."""
+        expected = self._expected.pop()
+        assert (name, dtype, shape) == expected, f"{name} {dtype} {shape} is written where {expected} belongs"
+
+    def append(self, part: Tensor) -> None:
+        self._sink.write(direct.bytes_of(part.detach().cpu().contiguous()))
 
     def close(self) -> None:
         """Gives the file its name."""
@@ -248,10 +267,6 @@ class Writer:
     def abandon(self) -> None:
         self._sink.close()
         self.partial.unlink(missing_ok=True)
-
-    def _next(self, name: str, dtype: torch.dtype, shape: tuple[int, ...]) -> None:
-        expected = self._expected.pop()
-        assert (name, dtype, shape) == expected, f"{name} {dtype} {shape} is written where {expected} belongs"
 
 
 def read_json(file: Path) -> dict[str, Any]:
