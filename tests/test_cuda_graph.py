@@ -1,18 +1,60 @@
-"""Operators inside a CUDA graph: replays with other routing, ids and counts must equal eager runs."""
+"""Operators inside a CUDA graph: replays with other rows, routing, ids and counts must equal eager runs.
+
+Those that the compiler emits, over weights in each layout that a GPU has: `plain` is Triton's, `sm90` the
+Hopper kernels', whose numbers of rows here are served by decode and by prefill.
+"""
 
 import pytest
 import torch
 
-import fp4_ops  # noqa: F401
+from fp4_ops.sm90 import library
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")]
 
 G, N, K, TOP_K = 7, 144, 160, 3
+LAYOUTS = ["plain", "sm90"]
+ROWS = [1, 61, 400]
 
 
 def weight(n: int, k: int, format: str):
     packed, scale, gs = torch.ops.fp4.quantize(torch.randn(G, n, k, device="cuda"), format)
     return packed, scale, (gs if gs.numel() else None)
+
+
+class Product:
+    """The weights of one product, and its rows: 16 bits or fp8, which a graph quantises anew each time."""
+
+    def __init__(self, format: str, layout: str, rows: torch.dtype) -> None:
+        if layout == "sm90" and not library.available(0):
+            pytest.skip("needs a Hopper GPU and a build with nvcc")
+        if layout == "plain" and rows == torch.float8_e4m3fn:
+            pytest.skip("rows in fp8 are for the Hopper kernels")
+        self.options = {"format": format, "layout": layout}
+        self.rows = rows
+        if layout == "plain":
+            self.packed = weight(N, K, format)
+        else:
+            codes = torch.ops.fp4.quantize(torch.randn(G, 192, K, device="cuda"), format)
+            self.packed = torch.ops.fp4.prepack(*codes, format, layout)
+
+    def __call__(self, op, a, *route, packed=None):
+        scale = None
+        if self.rows == torch.float8_e4m3fn:
+            a, scale = torch.ops.fp4.quantize_fp8(a, layout=self.options["layout"])
+        return op(a, *(packed or self.packed), *route, scale, out_dtype=torch.bfloat16, **self.options)
+
+
+products = [
+    pytest.mark.parametrize("format", ["nvfp4", "mxfp4"]),
+    pytest.mark.parametrize("layout", LAYOUTS),
+    pytest.mark.parametrize("rows", [torch.bfloat16, torch.float8_e4m3fn], ids=["bf16", "fp8"]),
+]
+
+
+def each_product(test):
+    for mark in products:
+        test = mark(test)
+    return test
 
 
 def capture(call):
@@ -48,9 +90,24 @@ def seeded():
     torch.manual_seed(seed)
 
 
-@pytest.mark.parametrize("format", ["nvfp4", "mxfp4"])
-def test_grouped_mm_with_changed_offsets(format):
-    w, m = weight(N, K, format), 61
+@each_product
+@pytest.mark.parametrize("m", ROWS)
+def test_mm_with_changed_rows(format, layout, rows, m):
+    product = Product(format, layout, rows)
+    one = tuple(t if t is None else t[-1] for t in product.packed)
+    a = torch.empty(m, K, device="cuda", dtype=torch.bfloat16)
+
+    def change(step):
+        a.normal_(std=10.0**step)
+
+    change(0)
+    replay_equals_eager(lambda: product(torch.ops.fp4.mm, a, packed=one), change)
+
+
+@each_product
+@pytest.mark.parametrize("m", ROWS)
+def test_grouped_mm_with_changed_offsets(format, layout, rows, m):
+    product = Product(format, layout, rows)
     a = torch.randn(m, K, device="cuda", dtype=torch.bfloat16)
     offs = torch.zeros(G, device="cuda", dtype=torch.int32)
 
@@ -60,36 +117,37 @@ def test_grouped_mm_with_changed_offsets(format):
         offs.copy_(ends if step != 3 else torch.full((G,), m))  # once: everything on the first expert
 
     change(0)
-    replay_equals_eager(lambda: torch.ops.fp4.grouped_mm(a, *w, offs, format=format), change)
+    replay_equals_eager(lambda: product(torch.ops.fp4.grouped_mm, a, offs), change)
 
 
-@pytest.mark.parametrize("format", ["nvfp4", "mxfp4"])
-def test_grouped_mm_masked_with_changed_counts(format):
-    w, max_m = weight(N, K, format), 21
+@each_product
+@pytest.mark.parametrize("max_m", [3, 61])
+def test_grouped_mm_masked_with_changed_counts(format, layout, rows, max_m):
+    product = Product(format, layout, rows)
     a = torch.randn(G, max_m, K, device="cuda", dtype=torch.bfloat16)
     masked_m = torch.zeros(G, device="cuda", dtype=torch.int32)
 
     def change(step):
         a.normal_()
-        masked_m.copy_(torch.randint(0, max_m + 1, (G,)))
+        masked_m.copy_(torch.randint(0, max_m + 1, (G,)) if step != 3 else torch.full((G,), max_m))
 
     change(0)
-    replay_equals_eager(lambda: torch.ops.fp4.grouped_mm_masked(a, *w, masked_m, format=format), change)
+    replay_equals_eager(lambda: product(torch.ops.fp4.grouped_mm_masked, a, masked_m), change)
 
 
-@pytest.mark.parametrize("format", ["nvfp4", "mxfp4"])
-@pytest.mark.parametrize("m", [1, 61])
-def test_indexed_mm_with_changed_ids(format, m):
-    w = weight(N, K, format)
+@each_product
+@pytest.mark.parametrize("m", ROWS)
+def test_indexed_mm_with_changed_ids(format, layout, rows, m):
+    product = Product(format, layout, rows)
     a = torch.randn(m, K, device="cuda", dtype=torch.bfloat16)
     ids = torch.zeros(m, device="cuda", dtype=torch.int64)
 
     def change(step):
         a.normal_()
-        ids.copy_(torch.randint(-1, G + 1, (m,)))
+        ids.copy_(torch.randint(-1, G + 1, (m,)) if step != 3 else torch.full((m,), G - 1))
 
     change(0)
-    replay_equals_eager(lambda: torch.ops.fp4.indexed_mm(a, *w, ids, format=format), change)
+    replay_equals_eager(lambda: product(torch.ops.fp4.indexed_mm, a, ids), change)
 
 
 @pytest.mark.parametrize("format", ["nvfp4", "mxfp4"])
