@@ -133,17 +133,20 @@ def source_name(source: Any) -> str:
 
 
 def _expert_constants(gm: fx.GraphModule) -> dict[fx.Node, float]:
-    """Python floats beside expert weights in a module (alpha, limit), which count as constants.
+    """Python floats beside expert weights in a module (alpha, limit) or in a module of that one's, which
+    count as constants.
 
     With `dynamic=True` Dynamo makes symbols of them, and an activation could not be told. They are guarded
     on, so another value compiles anew; all other floats stay symbols.
     """
     weights = [source_name(getattr(n, "_dynamo_source", None)) for n in _placeholders(gm) if _rank(n) == 3]
+    holders = [f"{w.rpartition('._parameters[')[0]}." for w in weights if "._parameters[" in w]
     found = {}
     for node in gm.graph.find_nodes(op="call_method", target="item"):
         symbol = node.meta.get("example_value")
         module = source_name(getattr(getattr(node.args[0], "_dynamo_source", None), "base", None))
-        if isinstance(symbol, torch.SymFloat) and module and any(w.startswith(module + ".") for w in weights):
+        beside = module and any(w.startswith(f"{module}.") for w in weights)
+        if isinstance(symbol, torch.SymFloat) and (beside or module.startswith(tuple(holders))):
             found[node] = float(symbol)
     return found
 

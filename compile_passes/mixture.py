@@ -25,6 +25,7 @@ from .terms import (
     AnyOf,
     Apply,
     Axis,
+    Choose,
     Composite,
     Const,
     Mix,
@@ -174,13 +175,25 @@ class Matcher:
     def has_down(self, term: Term) -> bool:
         if term not in self._has_down:
             self._has_down[term] = self.is_down(term) or (
-                isinstance(term, (Mul, Add, Sum)) and any(self.has_down(c) for c in _arguments(term))
+                isinstance(term, (Mul, Add, Sum, Choose)) and any(self.has_down(c) for c in _arguments(term))
             )
         return self._has_down[term]
 
+    def _tells_apart(self, stacked: Choose) -> bool:
+        return any(self.has_down(t) or _masks(t) for t in stacked.options)
+
+    def _written_out(self, term: Sum) -> list[Term]:
+        """A sum over tensors that were stacked, if experts or masks are among them: its addends."""
+        for factor in flatten(term.body, Mul):
+            if isinstance(factor, Choose) and factor.index in term.axes and self._tells_apart(factor):
+                rest = tuple(a for a in term.axes if a is not factor.index)
+                options = range(len(factor.options))
+                return [Sum(rest, substitute(term.body, {factor.index: Const(i)})) for i in options]
+        return []
+
     def expand(self, term: Term) -> Iterator[tuple[tuple[Axis, ...], tuple[Term, ...], Term | None]]:
         """The addends of a term as (summed axes, factors, the down product or None)."""
-        if not self.has_down(term):
+        if not self.has_down(term) or isinstance(term, Choose):
             yield (), (term,), None
         elif self.is_down(term):
             yield (), (), term
@@ -188,8 +201,12 @@ class Matcher:
             for t in term.args:
                 yield from self.expand(t)
         elif isinstance(term, Sum):
-            for axes, factors, core in self.expand(term.body):
-                yield (*term.axes, *axes), factors, core
+            addends = self._written_out(term)
+            for t in addends:
+                yield from self.expand(t)
+            if not addends:
+                for axes, factors, core in self.expand(term.body):
+                    yield (*term.axes, *axes), factors, core
         else:
             assert isinstance(term, Mul)
             a, b = term.args if self.has_down(term.args[0]) else term.args[::-1]
@@ -411,6 +428,8 @@ def _difference(a: Branch, b: Branch) -> str:
 
 
 def _arguments(term: Term) -> tuple[Term, ...]:
+    if isinstance(term, Choose):
+        return term.options
     return (term.body,) if isinstance(term, Sum) else term.args  # type: ignore[attr-defined]
 
 

@@ -133,7 +133,7 @@ class Arithmetic(Indexing):
             raise Opaque
         v, fresh = self._fresh(v, axes)
         kept = [() if d in over else g for d, g in enumerate(v.dims) if keepdim or d not in over]
-        return Value(tuple(kept), summed(kind, fresh, v.term, self.ref(node, tuple(kept))))
+        return Value(tuple(kept), kind(fresh, v.term, self.ref(node, tuple(kept))))
 
     @staticmethod
     def _fresh(v: Value, axes: list[Axis]) -> tuple[Value, tuple[Axis, ...]]:
@@ -162,7 +162,7 @@ class Arithmetic(Indexing):
         dims = (*lead, left.dims[-2], right.dims[-1])
         fresh = {a: Axis(a.size) for a in inner}
         body = substitute(Mul(left.term, right.term), dict(fresh))
-        term = summed(Sum, tuple(fresh.values()), body, self.ref(node, dims) if bias is None else None)
+        term = Sum(tuple(fresh.values()), body, self.ref(node, dims) if bias is None else None)
         if bias is not None:
             b = self.value(bias, 0)
             b = Value(((),) * (len(dims) - len(b.dims)) + b.dims, b.term)
@@ -204,7 +204,7 @@ class Arithmetic(Indexing):
         x, w = self.together(x, w, [(1, 0)])
         fresh = {k: Axis(k.size) for k in x.dims[1]}
         body = substitute(Mul(x.term, w.term), dict(fresh))
-        return Value(((rows,), w.dims[1]), summed(Sum, tuple(fresh.values()), body, None))
+        return Value(((rows,), w.dims[1]), Sum(tuple(fresh.values()), body, None))
 
     def _ends_of(self, offs: fx.Node, rows: Rows, experts: Any) -> bool:
         """Whether offs [E] is where the rows of each expert end, rows being sorted by expert."""
@@ -241,7 +241,8 @@ class Arithmetic(Indexing):
                 raise Opaque
             terms.append(v.term)
         axis = Axis(len(parts))
-        return Value((*first.dims[:d], (axis,), *first.dims[d:]), Choose(axis, terms))
+        dims = (*first.dims[:d], (axis,), *first.dims[d:])
+        return Value(dims, Choose(axis, terms, self.ref(node, dims)))
 
     def _index_add(self, node: fx.Node, level: int) -> Value:
         a = arguments(node)
@@ -321,7 +322,7 @@ class Arithmetic(Indexing):
         carried = Value((tuple(target), *src.dims[1:]), substitute(term, self._cuts))  # type: ignore[arg-type]
         carried, fresh = self._fresh(carried, [b for b in bound if b not in target])
         base, carried = self.together(base, carried, [(d, d) for d in range(len(base.dims))])
-        return base, summed(Sum, fresh, carried.term, None), mask
+        return base, Sum(fresh, carried.term, None), mask
 
     def _accumulate(self, node: fx.Node, level: int, base: fx.Node, where: Value, source: fx.Node) -> Value:
         old, new, _ = self._placed(level, self.value(base, level), where, source)
@@ -377,14 +378,3 @@ def expert_mask(term: Term) -> tuple[Term, Any] | None:
             if isinstance(e, Const):
                 return ids, e.value
     return None
-
-
-def summed(kind: Any, axes: tuple[Axis, ...], body: Term, ref: Ref | None) -> Term:
-    """Sum or any, with a choice among stacked tensors written out."""
-    if kind is Sum and any(isinstance(t, Choose) for t in flatten(body, Mul)):
-        for axis in axes:
-            if any(isinstance(t, Choose) and t.index is axis for t in flatten(body, Mul)):
-                rest = tuple(a for a in axes if a is not axis)
-                each = [substitute(body, {axis: Const(i)}) for i in range(axis.size)]
-                return Add([summed(kind, rest, b, None) for b in each], ref)
-    return kind(axes, body, ref)

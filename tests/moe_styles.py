@@ -313,6 +313,22 @@ class HitLoop(FusedStyle):
         return out
 
 
+@style("loop over the experts that are hit, choices made one by one (Phi-MoE)")
+class OneByOneHitLoop(HitLoop):
+    """Each choice has a softmax of its own, over the experts that are left and near the best."""
+
+    def route(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        scores = self.router(x)
+        left, ids, weights = scores, [], []
+        for _ in range(self.k):
+            best, chosen = left.max(dim=-1, keepdim=True)
+            far = (best - scores) / scores.abs().clamp(min=best) > 0.2
+            ids.append(chosen)
+            weights.append(torch.softmax(left.masked_fill(far, float("-inf")), -1).gather(-1, chosen))
+            left = torch.scatter(left, -1, chosen, float("-inf"))
+        return torch.cat(ids, -1), torch.cat(weights, -1)
+
+
 # --- every expert sees every token ---
 
 

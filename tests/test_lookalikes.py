@@ -124,6 +124,35 @@ class EveryExpertIsDoubled(Loop):
         return 2.0 * weights[token, slot, None]
 
 
+class OneByOne(Loop):
+    """Ids and weights of each choice are computed apart, then joined."""
+
+    def joined(self, parts: list[Tensor]) -> Tensor:
+        return torch.cat(parts, -1)
+
+    def experts_of(self, x, ids, weights):
+        a, b = weights.split(1, -1)
+        first, second = (ids[:, j : j + 1].clone() for j in range(2))
+        return super().experts_of(x, torch.cat([first, second], -1), self.joined([a.tanh(), b.sqrt()]))
+
+
+@lookalike("")
+class ChoicesOneByOne(OneByOne):
+    pass
+
+
+@lookalike("")
+class ChoicesWithEachOthersWeights(OneByOne):
+    def joined(self, parts):
+        return torch.cat(parts[::-1], -1)
+
+
+@lookalike("")
+class ChoicesWithTheSameWeight(OneByOne):
+    def joined(self, parts):
+        return torch.stack([p.squeeze(-1) for p in [parts[1], parts[1]]], -1)
+
+
 @lookalike("routed by different ids")
 class OneIsRoutedOtherwise(Loop):
     def masked(self, ids, e):

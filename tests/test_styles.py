@@ -97,6 +97,29 @@ def test_dense_loops_with_an_activation_of_the_models_own(name, bias):
     check(STYLES[name](act=F.relu, gated=False, bias=bias), PAIR)
 
 
+class Capped(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.cap = 2.0
+
+    def forward(self, x):
+        return torch.tanh(x / self.cap) * self.cap
+
+
+def test_python_floats_of_a_module_inside_the_experts_are_constants():
+    """Their values are part of the activation; others compile anew."""
+    module = STYLES["scatter_add loop, 3D parameters"](act=Capped())
+    recorder = Recorder(activation="bf16")
+    compiled = torch.compile(module, backend=recorder, dynamic=True, fullgraph=True)
+    for cap in (2.0, 0.5):
+        module.act.cap = cap
+        with torch.no_grad():
+            x = torch.randn(9, 32)
+            assert relative_error(compiled(x), module.twin()(x)) < 1e-5
+        assert set(recorder.ops) == {PAIR}, recorder.reasons
+        assert f"div(gate, {cap})" in recorder.sites[-1].activation
+
+
 def test_experts_may_share_a_parameter():
     module = STYLES["where loop"]()
     module.list[3] = module.list[1]
