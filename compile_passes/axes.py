@@ -30,6 +30,7 @@ class Values:
         self._splits: dict[tuple[Axis, str], tuple[Axis, ...]] = {}
         self._rows: dict[Any, Rows] = {}
         self._cuts: dict[Axis, Term] = {}
+        self._scalars: dict[int, fx.Node] = {}
 
     def _read(self, node: fx.Node, level: int) -> Value:
         raise NotImplementedError

@@ -9,6 +9,7 @@ over, and breaks the graph at that branch as it always did.
 
 `for e in hit.nonzero(): e = e[0]; ...`, over the experts that a mask has rows for, is such a loop, too: over
 all experts, skipping those without rows. It is traced as that, and each round proved to do nothing without.
+So is `for t in hit.nonzero(): mask[t] ... f"expert_{t[0]}"`, where t stays a tensor of one element.
 """
 
 from __future__ import annotations
@@ -22,7 +23,7 @@ from typing import Any
 import sympy
 import torch
 from torch import fx
-from torch._dynamo.bytecode_analysis import JUMP_OPCODES, TERMINAL_OPCODES
+from torch._dynamo.bytecode_analysis import HASLOCAL, JUMP_OPCODES, TERMINAL_OPCODES
 from torch._dynamo.exc import RestartAnalysis, UnspecializeRestartAnalysis, Unsupported
 from torch._dynamo.utils import counters
 from torch.fx.experimental.symbolic_shapes import GuardOnDataDependentSymNode, free_unbacked_symbols
@@ -89,7 +90,9 @@ def _over_experts(method: Handler) -> Handler:
         number = _where_the_number_is_stored(tx) if _wanted(tx.output) else None
         mask = _mask_of_hits(tx, inst) if number is not None else None
         if mask is not None:
-            experts = [ConstantVariable.create(e) for e in range(_rounds(mask))]
+            experts: list[Any] = [ConstantVariable.create(e) for e in range(_rounds(mask))]
+            if number == tx.instruction_pointer + 1:
+                experts = [_one_element()([e], mutation_type=ValueMutationNew()) for e in experts]
             tx.stack[-1] = ListVariable(experts, mutation_type=ValueMutationNew())
         method(tx, inst)
         if mask is not None:
@@ -108,16 +111,32 @@ def _one_expert(method: Handler) -> Handler:
         method(tx, inst)
         if hits is not None and tx.instruction_pointer == after:
             mask, loop, number = hits
-            way = Way(tx, Nothing(rows={(mask, tx.stack[-1].as_python_constant())}), after - 1)
+            expert = tx.stack[-1].as_python_constant()
+            row = (mask, expert[0] if isinstance(expert, list) else expert)
+            way = Way(tx, Nothing(rows={row}), after - 1)
             tx.instruction_pointer = number
             _watch(tx, way, loop, replaced=True)
 
     return for_iter
 
 
+@functools.cache
+def _one_element() -> Any:
+    """A tensor of one known integer, for `x[t]` and `t[0]`: a list that indexes a tensor as a slice would."""
+    from torch._dynamo.variables import ListVariable
+
+    class OneElement(ListVariable):
+        def as_proxy(self) -> slice:
+            (e,) = self.as_python_constant()
+            return slice(e, e + 1)
+
+    return OneElement
+
+
 def _where_the_number_is_stored(tx: Any) -> int | None:
     """In `for t in hit: e = t[0]` (or `t.item()`, `int(t.item())`, `int(t)`), where t is not read again: the
-    instruction that stores e. A round over all experts begins there, with e on the stack."""
+    instruction that stores e. A round over all experts begins there, with e on the stack. If all that is
+    read of t is `t[0]`, and `x[t]` of tensors: the instruction that stores t."""
     start = tx.instruction_pointer
     head = [
         (i.opname, i.argval, at)
@@ -135,7 +154,31 @@ def _where_the_number_is_stored(tx: Any) -> int | None:
             number = head[n][2]
             again = hit != code[n][1] and hit in live(tx, number + 1, swallowing=True)
             return None if shadowed or again else number
-    return None
+    return start + 1 if _only_indexes(tx, start) else None
+
+
+def _only_indexes(tx: Any, loop: int) -> bool:
+    """Whether t of `for t in hit:` is read only as `t[0]`, or `x[t]` of a tensor x that no one assigns to."""
+    code = [i for i in tx.instructions[loop:] if i.opname != "PRECALL"]
+    hit, code = code[1].argval, code[2:]
+
+    def uses(name: str, i: Any) -> bool:
+        return i.opcode in HASLOCAL and name in (i.argval if isinstance(i.argval, tuple) else (i.argval,))
+
+    def is_tensor(i: Any) -> bool:
+        assigned = any(uses(i.argval, j) and j.opname != "LOAD_FAST" for j in code)
+        known = tx.symbolic_locals.get(i.argval) if i.opname == "LOAD_FAST" else None
+        return known is not None and not assigned and isinstance(known.realize(), TensorVariable)
+
+    from torch._dynamo.variables.tensor import TensorVariable
+
+    for at, i in enumerate(code):
+        if uses(hit, i):
+            then = [(j.opname, j.argval) for j in code[at + 1 : at + 3]]
+            first, index = then == _NUMBER_OF[0][1], then[0][0] == "BINARY_SUBSCR"
+            if i.opname != "LOAD_FAST" or not (first or (index and at and is_tensor(code[at - 1]))):
+                return False
+    return True
 
 
 _INT, _ITEM = ("LOAD_GLOBAL", "int"), [("LOAD_METHOD", "item"), ("CALL", 0)]
@@ -294,8 +337,24 @@ def _mask_of_hits(tx: Any, loop: Any) -> fx.Node | None:
         return None
     if not isinstance(x.shape[0], int) or _rounds(mask) > _MOST_ROUNDS:
         return None
-    signed = called(chain[-1]) != "one_hot" and x.dtype != torch.bool  # then numbers of a row may sum to 0
-    return None if signed or writes_to([hits, hit, some, total, *chain], since(chain[-1])) else mask
+    if not _counts(mask) or writes_to([hits, hit, some, total, *chain], since(chain[-1])):
+        return None
+    return mask
+
+
+def _counts(node: Any) -> bool:
+    """Whether no element is negative, so that a sum of 0 says all are 0: one-hot, boolean, or products."""
+    x = example(node) if isinstance(node, fx.Node) else None
+    if not isinstance(x, torch.Tensor):
+        return False
+    if x.dtype == torch.bool:
+        return True
+    source = same_elements(node)[-1]
+    if called(source) == "mul" and len(source.args) == 2:
+        chains = [same_elements(x) for x in source.args if isinstance(x, fx.Node)]
+        written = any(writes_to(chain, since(chain[-1])) for chain in chains)
+        return not written and all(map(_counts, source.args))
+    return called(source) == "one_hot"
 
 
 _MOST_ROUNDS = 1024

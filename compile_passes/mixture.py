@@ -75,6 +75,8 @@ class Branch:
     sums_choices: bool
     k: Any
     """Over how many of a token's ids it sums: not all, if read through a slice. None: not over any."""
+    chosen: tuple[Term, ...]
+    """Further conditions, over tokens, J and E, that a row meets: the expert's capacity is not used up."""
     factors: tuple[Term, ...]
     """What scales the output, over tokens, J and E."""
     x: Ref
@@ -89,7 +91,8 @@ class Branch:
     @property
     def common(self) -> tuple[Any, ...]:
         """What must be the same for all experts."""
-        return (self.ids, self.masked, self.sums_choices, self.factors, self.x, self.scales, self.act)
+        routing = (self.ids, self.masked, self.sums_choices, self.chosen, self.factors)
+        return (*routing, self.x, self.scales, self.act)
 
 
 @dataclass
@@ -178,6 +181,9 @@ class Matcher:
                 isinstance(term, (Mul, Add, Sum, Choose)) and any(self.has_down(c) for c in _arguments(term))
             )
         return self._has_down[term]
+
+    def _has_experts(self, term: Term) -> bool:
+        return any(map(self.is_down, _walk(term)))
 
     def _tells_apart(self, stacked: Choose) -> bool:
         return any(self.has_down(t) or _masks(t) for t in stacked.options)
@@ -280,7 +286,7 @@ class Matcher:
         x, scales, act, up, up_bias = self._ffn(lin, m)
 
         axes, factors = _open_sums(axes, factors)
-        ids, masked, weights, k = None, None, [], None
+        ids, masked, chosen, weights, k = None, None, [], [], None
         for f in factors:
             inside = f.body if isinstance(f, AnyOf) else f
             if is_eq(inside):
@@ -293,9 +299,14 @@ class Matcher:
                 else:
                     need(ids is None or ids is at, "rows are selected by two masks", m.root)
                     ids = at
+            elif is_indicator(f):
+                chosen.append(f)
             else:
-                need(not is_indicator(f), f"rows are selected by {f!r}, not by expert ids", m.root)
-                weights.append(_demote(f))
+                weights.append(f)
+        weights = [_demote(f, masks=ids is not None and not self._has_experts(f)) for f in weights]
+        for f in chosen:
+            pointwise = isinstance(f, Apply) and ids is not None
+            need(pointwise, f"rows are selected by {f!r}, not by expert ids", m.root)
         if e is None:
             e = _expert_column((*weights, *map(_demote, scales)), m)
         need(e is not None, "nothing says which expert's output this is", m.root)
@@ -314,9 +325,12 @@ class Matcher:
             ids = substitute(ids, names) if choice is None else Ref(ids.node, (*ids.index[:-1], J))
         else:
             need(not axes, "rows are summed without a mask of expert ids", m.root)
-        general = tuple(_general(substitute(w, names), e, choice) for w in weights)
+
+        def general(terms: list[Term]) -> tuple[Term, ...]:
+            return tuple(sorted((_general(substitute(t, names), e, choice) for t in terms), key=repr))
+
         return Branch(
-            e, choice, ids, masked, bool(axes) or choice is not None, k, tuple(sorted(general, key=repr)), x,
+            e, choice, ids, masked, bool(axes) or choice is not None, k, general(chosen), general(weights), x,
             tuple(_general(_demote(s), e, None) for s in scales), act, up, up_bias, down, down_bias,
         )  # fmt: skip
 
@@ -416,6 +430,7 @@ def _difference(a: Branch, b: Branch) -> str:
         (shapes[0] == shapes[1], f"have different shapes ({shapes[0]} and {shapes[1]})"),
         (a.ids is b.ids and a.masked is b.masked, "are routed by different ids"),
         (a.sums_choices == b.sums_choices and a.k == b.k, "serve a token's choices differently"),
+        (a.chosen == b.chosen, f"take rows on different conditions ({a.chosen} and {b.chosen})"),
         (a.factors == b.factors, f"are weighted differently ({a.factors} and {b.factors})"),
         ([x is None for x in a.up_bias] == [x is None for x in b.up_bias], "differ in biases"),
         ((a.down_bias is None) == (b.down_bias is None), "differ in biases"),
@@ -460,9 +475,10 @@ def _open_sums(
 ) -> tuple[tuple[Axis, ...], tuple[Term, ...]]:
     """A factor sum over j of w[t, j] * [ids[t, j] == e] becomes its factors, summed with the rest."""
     out: list[Term] = []
+    masked = any(map(is_eq, factors))
     for f in factors:
         inside = flatten(f.body, Mul) if isinstance(f, Sum) else []
-        if not axes and isinstance(f, Sum) and any(is_eq(i) for i in inside):
+        if not (axes or masked) and isinstance(f, Sum) and any(map(is_eq, inside)):
             axes = f.axes
             out.extend(inside)
         else:
@@ -470,12 +486,14 @@ def _open_sums(
     return axes, tuple(out)
 
 
-def _demote(term: Term) -> Term:
-    """A computed term as an element of the node that computes it; routing need not be known further."""
-    if isinstance(term, Composite) and term.ref is not None and not _masks(term):
+def _demote(term: Term, masks: bool = False) -> Term:
+    """A computed term as an element of the node that computes it; routing need not be known further.
+
+    masks: also if masks are among what computes it, as they do not say whose output it scales."""
+    if isinstance(term, Composite) and term.ref is not None and (masks or not _masks(term)):
         return term.ref
     if isinstance(term, (Apply, Mul)):
-        return rebuild(term, lambda t: _demote(t) if isinstance(t, Term) else t)
+        return rebuild(term, lambda t: _demote(t, masks) if isinstance(t, Term) else t)
     return term
 
 

@@ -10,13 +10,14 @@ from torch import fx
 from .axes import Opaque, same
 from .graph import FLOATING, arguments, aten, exact_int, is_op, is_tensor, shape, value
 from .products import SortedRows
-from .read_indexing import Indexing, as_boolean, indicator, is_eq, is_indicator
+from .read_indexing import Indexing, as_boolean, indicator, is_boolean, is_eq, is_indicator
 from .terms import (
     Add,
     AnyOf,
     Apply,
     Axis,
     Choose,
+    Composite,
     Const,
     Mix,
     Mul,
@@ -43,6 +44,14 @@ class Arithmetic(Indexing):
     def _joined(values: list[Value]) -> tuple[tuple[Axis, ...], ...]:
         return tuple(max((v.dims[d] for v in values), key=len) for d in range(len(values[0].dims)))
 
+    def _number(self, x: Any) -> Term:
+        """A number of the call, or one that the graph computes: an element of its node, without an index."""
+        if isinstance(x, fx.Node) and isinstance(x.meta.get("val"), (torch.SymFloat, torch.SymInt)):
+            return Ref(self._scalars.setdefault(self.canon.number(x), x), ())
+        if not isinstance(x, (int, float)):
+            raise Opaque
+        return Const(x)
+
     def _pointwise(self, node: fx.Node, level: int) -> Value:
         if level == 0 or value(node).dtype not in FLOATING:
             raise Opaque
@@ -68,7 +77,7 @@ class Arithmetic(Indexing):
         values = self._operands(node, level)
         dims = self._joined(values)
         terms = iter(values)
-        factors = [next(terms).term if is_tensor(n) else _number(n) for n in (a, b)]
+        factors = [next(terms).term if is_tensor(n) else self._number(n) for n in (a, b)]
         return Value(dims, Mul(factors[0], factors[1], self.ref(node, dims)))
 
     def _add(self, node: fx.Node, level: int) -> Value:
@@ -77,7 +86,7 @@ class Arithmetic(Indexing):
         values = self._operands(node, level)
         dims = self._joined(values)
         terms = iter(values)
-        args = [next(terms).term if is_tensor(n) else _number(n) for n in node.args[:2]]
+        args = [next(terms).term if is_tensor(n) else self._number(n) for n in node.args[:2]]
         args = [t for a in args for t in flatten(a, Add)]
         args = [t for t in args if not (isinstance(t, Const) and t.value == 0)] or [Const(0.0)]
         return Value(dims, args[0] if len(args) == 1 else Add(args, self.ref(node, dims)))
@@ -86,14 +95,25 @@ class Arithmetic(Indexing):
         """Comparisons of ids with experts, or of routing weights with zero: indicators, 0 or 1."""
         a, b = node.args[:2]
         if is_tensor(b):
-            values = self.broadcast([self.value(a, 0), self.value(b, 0)])
+            values = self.broadcast([self._compared(a), self._compared(b)])
             return Value(self._joined(values), indicator(node, values[0].term, values[1].term))
-        if not isinstance(b, (int, float)):
-            raise Opaque
         v = self.value(a, 0)
         if is_op(node, aten.gt, aten.ne) and b == 0 and is_indicator(v.term):
             return Value(v.dims, as_boolean(v.term))
-        return Value(v.dims, indicator(node, v.term, _number(b)))
+        v = self._compared(a)
+        return Value(v.dims, indicator(node, v.term, self._number(b)))
+
+    def _compared(self, node: fx.Node) -> Value:
+        """What is compared has values of its own, be they 0 and 1: these are ids, not conditions."""
+        v = self.value(node, 0)
+        return self.opaque(node) if isinstance(v.term, Composite) else v
+
+    def _and(self, node: fx.Node, level: int) -> Value:
+        """Both of two conditions."""
+        a, b = self.broadcast([self.value(n, 0) for n in node.args[:2]])
+        if value(node).dtype != torch.bool or not (is_boolean(a.term) and is_boolean(b.term)):
+            raise Opaque
+        return Value(self._joined([a, b]), Mul(a.term, b.term))
 
     def _where(self, node: fx.Node, level: int) -> Value:
         """where(mask, a, 0) and masked_fill(a, mask, 0): a times an indicator."""
@@ -348,12 +368,6 @@ class Arithmetic(Indexing):
             if theirs is None or theirs[0] is not ours[0] or theirs[1] == ours[1]:
                 raise Opaque
         return Value(old.dims, Add([*before, new], self.ref(node, old.dims)))
-
-
-def _number(x: Any) -> Const:
-    if not isinstance(x, (int, float)):
-        raise Opaque
-    return Const(x)
 
 
 def _scales_rows(a: fx.Node, b: fx.Node) -> bool:

@@ -72,5 +72,6 @@ class Reader(Arithmetic):
             aten.index_put: self._index_put, aten.index_copy: self._index_copy,
             aten.stack: self._stack, aten.cat: self._stack, aten.floor_divide: self._divide,
             aten.where: self._where, aten.masked_fill: self._where,
+            aten.logical_and: self._and, aten.bitwise_and: self._and,
         })  # fmt: skip
         return table

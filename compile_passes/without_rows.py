@@ -284,11 +284,17 @@ def replay(nodes: Sequence[fx.Node], nothing: Nothing, output: Any) -> None:
                 env[node] = getattr(args[0], str(node.target))(*args[1:], **kwargs)
             else:
                 raise Unproved(f"{called(node)} may do more than compute")
-            row = called(node) == "getitem" and isinstance(node.args[1], int) and node.args in nothing.rows
+            row = called(node) == "getitem" and (node.args[0], _one_of(node.args[1])) in nothing.rows
             same = called(node) in (*SAME_ELEMENTS, "any") and node.args and node.args[0] in masks
             if row or same:
                 masks.add(node)
                 watch.keep(env[node], True)
+
+
+def _one_of(index: Any) -> Any:
+    """e of `mask[e]` and `mask[e : e + 1]`."""
+    e = index.start if isinstance(index, slice) else index
+    return e if isinstance(e, int) and index in (e, slice(e, e + 1)) else None
 
 
 # An assignment to elements is watched.

@@ -32,6 +32,7 @@ from .graph import (
 from .held import HeldSpec, format_of, held_spec, is_held, own_scales
 from .mixture import E, J, K, Matrix, Mixture, N
 from .products import nonnegative
+from .read_indexing import INDICATOR
 from .report import Load, Site, hint, location, module_path
 from .terms import Add, Affine, Apply, Axis, Const, Mix, Mul, Ref, Term, free_axes
 from .weights import Assembly, JoinSpec, PackSpec, Piece
@@ -157,7 +158,10 @@ class _Emitter:
             return term.value
         args = [self._pointwise(a, values) for a in term.args]  # type: ignore[attr-defined]
         if isinstance(term, Apply):
-            return self._call(term.op, *args, **term.kwargs)
+            op = term.op
+            if op in INDICATOR:
+                op = op.Tensor if isinstance(term.args[1], Ref) and term.args[1].index else op.Scalar
+            return self._call(op, *args, **term.kwargs)
         op = aten.mul if isinstance(term, Mul) else aten.add
         out = args[0]
         for a in args[1:]:
@@ -264,6 +268,8 @@ class _Emitter:
 
     def _ref(self, ref: Ref, axes: tuple[Axis, ...]) -> fx.Node:
         node, labels, sizes = self.w.replaced.get(ref.node, ref.node), [], []
+        if not ref.index:
+            return node
         if isinstance(ref.index[-1], Ref):
             return self._arranged(*self._gathered(node, ref, axes), axes, ref)
         for d, i in enumerate(ref.index):
@@ -374,6 +380,9 @@ class _Routing:
         call, m = self.e.call, self.m
         ids = self._expert_ids(rows)
         weights = self.weighted(self.b.factors, ids)
+        if self.b.chosen:  # the other rows are no expert's
+            nobody = m.first + self.e.experts
+            ids = call(aten.where.ScalarOther, self.weighted(self.b.chosen, ids), ids, nobody)
         if m.first:
             ids = call(aten.sub.Tensor, ids, m.first)
         return ids, weights
@@ -410,19 +419,26 @@ class _Routing:
         m = self.m
         if isinstance(term, Const):
             return term.value
+        if isinstance(term, Ref) and not term.index:  # a number that the graph computes
+            number = self.e.element(term, ())
+            return self.e.call(aten.full_like.default, ids, number, dtype=torch.float32)
         if E not in free_axes(term):
             axes = (*m.tokens, J)
             last = self.k if J in free_axes(term) else 1
             return self.e._reshape(self.e.element(term, axes), [-1, last])
-        need(J not in free_axes(term), f"{term!r} varies with expert and choice", m.root)
-        table = self.e.element(term, (*m.tokens, E))
+        each = J in free_axes(term)
+        table = self.e.element(term, (*m.tokens, J, E) if each else (*m.tokens, E))
         columns = _columns(term)
         need(columns is not None, f"{term!r} is not a matrix over experts", m.root)
-        table = self.e._reshape(table, [-1, columns])
+        table = self.e._reshape(table, [-1, self.k, columns] if each else [-1, columns])
         if self.dense and m.first == 0 and columns == self.k:
             return table
         inside = self.e.call(aten.clamp.default, ids, 0, columns - 1)
         inside = self.e.call(aten._to_copy.default, inside, dtype=torch.int64)
+        if each:
+            table = self.e.call(aten.expand.default, table, [self.e.call(aten.sym_size.int, ids, 0), -1, -1])
+            column = self.e.call(aten.unsqueeze.default, inside, 2)
+            return self.e.call(aten.squeeze.dim, self.e.call(aten.gather.default, table, 2, column), 2)
         if not set(m.tokens) & free_axes(term):
             return self.e.call(aten.index.Tensor, self.e._reshape(table, [-1]), [inside])
         return self.e.call(aten.gather.default, table, 1, inside)

@@ -329,6 +329,28 @@ class OneByOneHitLoop(HitLoop):
         return torch.cat(ids, -1), torch.cat(weights, -1)
 
 
+@style("loop over the experts that are hit, by name and up to a capacity (Switch)")
+class NamedHitLoop(ListStyle):
+    """Few tokens an expert and choice; those that come later pass it by."""
+
+    capacity = 1
+
+    def build(self) -> None:
+        super().build()
+        self.named = nn.ModuleDict({f"expert_{e}": expert for e, expert in enumerate(self.list)})
+
+    def experts_of(self, x: Tensor, ids: Tensor, weights: Tensor) -> Tensor:
+        out, hot = torch.zeros_like(x), F.one_hot(ids, self.E)
+        mask = (hot * (torch.cumsum(hot, dim=0) <= self.capacity)).permute(2, 1, 0)
+        hit = torch.greater(mask.sum(dim=(-1, -2)), 0).nonzero()
+        for e in hit:
+            slot, token = torch.where(mask[e].squeeze(0))
+            current = x[None, token].reshape(-1, self.H)
+            y = self.named[f"expert_{e[0]}"](current) * weights[token, slot, None]
+            out.index_add_(0, token, y.to(x.dtype))
+        return out
+
+
 # --- every expert sees every token ---
 
 

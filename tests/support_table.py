@@ -69,6 +69,8 @@ def families() -> Iterator[str]:
                         transposed = family in TRANSPOSED or (flat and name.endswith("w2"))
                         if w.dim() == 3 and "shared_experts" not in name:
                             w.copy_(fake_quantised(w, "mxfp4", transposed))
+                        elif ".expert_" in name and name.endswith("weight"):  # one module for each expert
+                            w.copy_(fake_quantised(w[None], "mxfp4")[0])
                 block = expert_block(model)
                 yield row(family, form, block, expert_block(twin), lambda n: torch.randn(1, n, 64))
             except Exception as error:

@@ -483,7 +483,120 @@ class HitsDoubled(Loop):
         return out
 
 
+class HitsByTensor(Hits):
+    """As switch_transformers has it: what the loop is over stays a tensor of one element."""
+
+    def experts_of(self, x, ids, weights):
+        out = torch.zeros_like(x)
+        hit = self.hit(ids)
+        mask = self.mask
+        for t in hit:
+            slot, token = torch.where(mask[t].squeeze(0))
+            self.work(out, x, token, slot, weights, self.list[t[0]])
+            self.more(t[0], out)
+        return out
+
+
+class HitsByTensorUpToACapacity(HitsByTensor):
+    def hit(self, ids):
+        hot = torch.nn.functional.one_hot(ids, self.E)
+        self.mask = (hot * (hot.cumsum(0) <= 1)).permute(2, 1, 0)
+        return torch.greater(self.mask.sum(dim=(-1, -2)), 0).nonzero()
+
+
+class HitsByTensorAndCounts(HitsByTensor):
+    def more(self, e, out):
+        self.calls += 1
+
+
+class HitsByTensorThatChange(HitsByTensor):
+    def hit(self, ids):
+        return super().hit(ids).clamp_(max=2)
+
+
+class HitsByTensorOfFactorsThatCancel(HitsByTensor):
+    def hit(self, ids):
+        hot = torch.nn.functional.one_hot(ids, self.E)
+        sign = 1 - 2 * (torch.arange(self.k) % 2)
+        self.mask = (hot * sign[:, None]).permute(2, 1, 0)
+        return (self.mask.sum((1, 2)) > 0).nonzero()
+
+
+class HitsByTensorOfCountsThatChanged(HitsByTensor):
+    def hit(self, ids):
+        hot = torch.nn.functional.one_hot(ids, self.E)
+        hot.sub_(1)
+        self.mask = (hot * (hot.cumsum(0) <= 1)).permute(2, 1, 0)
+        return (self.mask.sum((1, 2)) > 0).nonzero()
+
+
+class HitsByTensorAndReadsIt(Hits):
+    def experts_of(self, x, ids, weights):
+        out = torch.zeros_like(x)
+        hit = self.hit(ids)
+        mask = self.mask
+        for t in hit:
+            slot, token = torch.where(mask[t].squeeze(0))
+            self.work(out, x * (t > 1), token, slot, weights, self.list[t[0]])
+        return out
+
+
+class HitsByTensorOfAnotherMask(Hits):
+    def experts_of(self, x, ids, weights):
+        out = torch.zeros_like(x)
+        hit = self.hit(ids)
+        mask = self.mask
+        for t in hit:
+            slot, token = torch.where(mask[t].squeeze(0))
+            self.work(out, x, token, slot, weights, self.list[t[0]])
+            mask = mask.roll(1, 0)
+        return out
+
+
+class HitsByTensorAndRemembers(Hits):
+    def experts_of(self, x, ids, weights):
+        out, t = torch.zeros_like(x), [0]
+        hit = self.hit(ids)
+        mask = self.mask
+        for t in hit:
+            slot, token = torch.where(mask[t].squeeze(0))
+            self.work(out, x, token, slot, weights, self.list[t[0]])
+        return out * t[0]
+
+
+class HitsByTensorOfSeveral(Hits):
+    """`mask[t, 0]`: one of the choices."""
+
+    def experts_of(self, x, ids, weights):
+        out = torch.zeros_like(x)
+        hit = self.hit(ids)
+        mask = self.mask
+        for t in hit:
+            token = torch.where(mask[t, 0].squeeze(0))[0]
+            self.work(out, x, token, token * 0, weights, self.list[t[0]])
+        return out
+
+
+class HitsByTensorAndWrites(Hits):
+    """A copy where t is a tensor."""
+
+    def experts_of(self, x, ids, weights):
+        out = torch.zeros_like(x)
+        factors = torch.ones(self.E)
+        hit = self.hit(ids)
+        mask = self.mask
+        for t in hit:
+            slot, token = torch.where(mask[t].squeeze(0))
+            factor = factors[t]
+            factor.mul_(3)
+            self.work(out, x * factor, token, slot, weights, self.list[t[0]])
+        return out * factors.sum()
+
+
 BRANCHES = [
+    HitsByTensorAndCounts, HitsByTensorThatChange, HitsByTensorOfFactorsThatCancel,
+    HitsByTensorOfCountsThatChanged, HitsByTensorAndReadsIt, HitsByTensorOfAnotherMask,
+    HitsByTensorAndRemembers, HitsByTensorOfSeveral, HitsByTensorAndWrites,
     LocalIsReadLater, ACounter, AList, ADictionaryOfTheCaller, AnAttribute, AClosure, AGenerator, AnIterator,
     ATensorOfCounts, AWholeTensor, AViewOfATensor, RowsOfAnother, MaskOfAnother, FewRows, Breaks, Returns,
     HitsByItemAndReadsIt, HitsByItemAndCounts, HitsThatBreak, HitsThatMarkOthers, HitsThatChange,
@@ -513,7 +626,9 @@ def test_what_matters_without_rows_stays_a_branch(style):
     assert not counters[SEEN_THROUGH] and "fp4::moe" not in recorder.ops
 
 
-@pytest.mark.parametrize("style", [Loop, Hits, HitsByItem, HitsInARow])
+@pytest.mark.parametrize(
+    "style", [Loop, Hits, HitsByItem, HitsInARow, HitsByTensor, HitsByTensorUpToACapacity]
+)
 def test_the_plain_loop_is_seen_through(style):
     """What the branches above differ from."""
     module, recorder = style(), Recorder(activation="bf16")

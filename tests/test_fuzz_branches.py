@@ -50,6 +50,24 @@ def forward(self, x, ids, weights):
     return out + acc.sum() + last + w.sum() + n + sum(seen) + len(d) + next(numbers) + self.calls
 """
 
+HITS_BY_TENSOR = """
+def forward(self, x, ids, weights):
+    out, acc, last, w = torch.zeros_like(x), torch.zeros(x.shape[1]), x.sum(), torch.zeros(len(self.list))
+    n, seen, d, numbers = 0, [], {}, iter(range(100))
+    other, _ = torch.where(ids == 0)
+    hot = torch.nn.functional.one_hot(ids, len(self.list))
+    hot = (hot * (hot.cumsum(0) < 3)).permute(2, 0, 1)
+    for t in (hot.sum((1, 2)) > 0).nonzero():
+        row = hot[t].squeeze(0)
+        e = t[0]
+        expert = self.list[e]
+        mask = row.any(-1)
+        token, slot = torch.where(row)
+        rows = x[token]
+%s
+    return out + acc.sum() + last + w.sum() + n + sum(seen) + len(d) + next(numbers) + self.calls
+"""
+
 ASKS_FOR_NONE = (
     "token.numel() == 0", "token.shape[0] < 1", "slot.size(0) == 0", "not len(token)", "rows.numel() == 0",
     "not mask.any()", "mask.sum() == 0", "not torch.any(mask)", "token.numel() < 2", "other.numel() == 0",
@@ -97,9 +115,9 @@ def program(random: random.Random) -> str:
     if random.random() < 0.5:
         work.insert(random.randint(0, len(work)), random.choice(DOES_SOMETHING))
     condition, body = random.choice(ASKS_FOR_NONE), "\n".join(work)
-    form = random.choice(("hits", "hits", "continue", "continue", "if", "if", "break", "else"))
-    if form == "hits":
-        return HITS % textwrap.indent(body, " " * 8)
+    form = random.choice((HITS, HITS_BY_TENSOR, "continue", "continue", "if", "if", "break", "else"))
+    if form in (HITS, HITS_BY_TENSOR):
+        return form % textwrap.indent(body, " " * 8)
     if form in ("continue", "break"):
         loop = f"if {condition}:\n    {form}\n{body}"
     else:

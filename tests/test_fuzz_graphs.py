@@ -102,7 +102,7 @@ def rewire(gm: fx.GraphModule, rng: random.Random) -> bool:
 
 def change_constant(gm: fx.GraphModule, rng: random.Random) -> bool:
     """Another expert, choice, divisor, factor or output index."""
-    packets = (aten.eq, aten.select, aten.floor_divide, aten.mul, aten.add, aten.histc, aten.clamp)
+    packets = (aten.eq, aten.le, aten.select, aten.floor_divide, aten.mul, aten.add, aten.histc, aten.clamp)
     nodes = [n for n in gm.graph.nodes if getattr(n.target, "overloadpacket", None) in packets]
     nodes += [n for n in gm.graph.nodes if "getitem" in str(n.target)]
     if not nodes:

@@ -124,6 +124,67 @@ class EveryExpertIsDoubled(Loop):
         return 2.0 * weights[token, slot, None]
 
 
+@lookalike("")
+class RowsOnAFurtherCondition(Loop):
+    def masked(self, ids, e):
+        return (ids == e) & (ids.cumsum(0) % 3 > 0)
+
+
+@lookalike("on different conditions")
+class OneHasAConditionOfItsOwn(Loop):
+    def masked(self, ids, e):
+        return (ids == e) & (ids.cumsum(0) % 3 > (e == 4))
+
+
+@lookalike("on different conditions")
+class OneHasNoCondition(Loop):
+    def masked(self, ids, e):
+        return ids == e if e == 3 else (ids == e) & (ids.cumsum(0) % 3 > 0)
+
+
+class UpToACapacity(Loop):
+    """Only the first rows of an expert count."""
+
+    def capacity(self, e: int) -> int:
+        return 2
+
+    def whose(self, e: int) -> int:
+        return e
+
+    def masked(self, ids, e):
+        seen = F.one_hot(ids, self.E).sum(1).cumsum(0)
+        return (ids == e) & (seen[:, self.whose(e), None] <= self.capacity(e))
+
+
+@lookalike("")
+class OneCapacity(UpToACapacity):
+    pass
+
+
+@lookalike("on different conditions")
+class CapacitiesDiffer(UpToACapacity):
+    def capacity(self, e):
+        return 1 + (e == 2)
+
+
+@lookalike("on different conditions")
+class CapacityOfAnotherExpert(UpToACapacity):
+    def whose(self, e):
+        return self.E - 1 - e
+
+
+@lookalike("on different conditions")
+class CapacityOfTheFirstExpert(UpToACapacity):
+    def whose(self, e):
+        return 0
+
+
+@lookalike("is masked for another")
+class TwoExpertsAtOnce(Loop):
+    def masked(self, ids, e):
+        return (ids == e) & (ids.flip(1) == (e + 1) % self.E)
+
+
 class OneByOne(Loop):
     """Ids and weights of each choice are computed apart, then joined."""
 
