@@ -31,6 +31,8 @@ class Values:
         self._rows: dict[Any, Rows] = {}
         self._cuts: dict[Axis, Term] = {}
         self._scalars: dict[int, fx.Node] = {}
+        self._parts: dict[Rows, list[Rows]] = {}
+        """Of sorted rows: those of each expert, which together are all."""
 
     def _read(self, node: fx.Node, level: int) -> Value:
         raise NotImplementedError
@@ -74,7 +76,8 @@ class Values:
         return self._splits[key]
 
     def align(self, ours: tuple[Axis, ...], theirs: tuple[Axis, ...]) -> tuple[dict, dict]:
-        """Renamings that make two groups of one total size the same axes; theirs take our names."""
+        """Renamings that make two groups of one total size the same axes; theirs take our names (ours
+        theirs, where only they know the size)."""
         a, b = list(ours), list(theirs)
         rename_a: dict[Axis, Any] = {}
         rename_b: dict[Axis, Any] = {}
@@ -85,7 +88,10 @@ class Values:
             if isinstance(x, Rows) or isinstance(y, Rows):
                 raise Opaque
             if same(x.size, y.size):
-                rename_b[y] = x
+                if isinstance(y.size, int) and not isinstance(x.size, int):
+                    rename_a[x] = y
+                else:
+                    rename_b[y] = x
                 continue
             parts = prefix(y.size, [x, *a])
             if parts is not None:  # our next few axes make up theirs

@@ -71,7 +71,7 @@ def _answering_first(method: Handler) -> Handler:
     from torch._dynamo.variables import ConstantVariable
 
     def jump(tx: Any, inst: Any) -> None:
-        answer = _take_the_way_that_works(tx, inst) if _wanted(tx.output) else None
+        answer = _take_the_way_that_works(tx, inst) if wanted(tx.output) else None
         if answer is not None:
             tx.stack[-1] = ConstantVariable.create(answer)
         try:
@@ -87,7 +87,7 @@ def _over_experts(method: Handler) -> Handler:
     from torch._dynamo.variables.base import ValueMutationNew
 
     def get_iter(tx: Any, inst: Any) -> None:
-        number = _where_the_number_is_stored(tx) if _wanted(tx.output) else None
+        number = _where_the_number_is_stored(tx) if wanted(tx.output) else None
         mask = _mask_of_hits(tx, inst) if number is not None else None
         if mask is not None:
             experts: list[Any] = [ConstantVariable.create(e) for e in range(_rounds(mask))]
@@ -246,7 +246,7 @@ def _watch(tx: Any, way: Way, branch: Any, replaced: bool = False) -> None:
     tx.step = step
 
 
-def _wanted(output: Any) -> bool:
+def wanted(output: Any) -> bool:
     backend = output.compiler_fn
     for name in ("_torchdynamo_orig_backend", "compiler_fn"):
         while hasattr(backend, name):
@@ -321,14 +321,14 @@ def _mask_of_hits(tx: Any, loop: Any) -> fx.Node | None:
     ):
         return None
     hits = hit = tx.stack[-1].as_proxy().node
-    squeezed = _named(hits, ("squeeze",), ("input", "dim"))
+    squeezed = named(hits, ("squeeze",), ("input", "dim"))
     if squeezed.get("dim") in (1, -1):
         hit = squeezed["input"]
-    asked = _named(hit, ("nonzero",), ("input", "as_tuple"))
+    asked = named(hit, ("nonzero",), ("input", "as_tuple"))
     some = asked.get("input") if not asked.get("as_tuple") else None
-    compared = _named(some, ("gt", "greater"), ("input", "other"))
+    compared = named(some, ("gt", "greater"), ("input", "other"))
     total = compared.get("input") if compared.get("other") == 0 else None
-    summed = _named(total, ("sum",), ("input", "dim", "keepdim"))
+    summed = named(total, ("sum",), ("input", "dim", "keepdim"))
     mask, dims = summed.get("input"), summed.get("dim")
     if mask is None or not isinstance(dims, tuple | list) or example(hit).shape[1:] != (1,):
         return None
@@ -361,7 +361,7 @@ _MOST_ROUNDS = 1024
 """More than any model has experts. Each is traced, which takes Dynamo up to 0.1 s."""
 
 
-def _named(node: Any, functions: Sequence[str], names: Sequence[str]) -> dict[str, Any]:
+def named(node: Any, functions: Sequence[str], names: Sequence[str]) -> dict[str, Any]:
     """The arguments of a call of one of `functions`; none if it is of another, or has others than `names`."""
     if (
         not isinstance(node, fx.Node)
@@ -377,16 +377,24 @@ def _rounds(mask: fx.Node) -> int:
     """How many rows of a mask may be set: of `one_hot(ids, E + 1)` those that `topk` chose the ids from."""
     rows, chain = example(mask).shape[0], same_elements(mask)
     hot = chain[-1]
-    ids = _named(hot, ("one_hot",), ("input", "num_classes")).get("input")
+    ids = named(hot, ("one_hot",), ("input", "num_classes")).get("input")
     if ids is None or not _is_first(chain, example(hot).dim() - 1):
         return rows
+    return min(rows, chosen_from(ids) or rows)
+
+
+def chosen_from(ids: fx.Node) -> int | None:
+    """The number of experts that `topk` chose these ids from, which no one wrote to."""
     chain = same_elements(ids)
-    chosen = _named(chain[-1], ("getitem",), ("input", "item"))
-    topk = _named(chosen.get("input"), ("topk",), ("input", "k", "dim", "largest", "sorted"))
+    chosen = named(chain[-1], ("getitem",), ("input", "item"))
+    while isinstance(chosen.get("item"), tuple | slice):  # some of them
+        chain += same_elements(chosen["input"])
+        chosen = named(chain[-1], ("getitem",), ("input", "item"))
+    topk = named(chosen.get("input"), ("topk",), ("input", "k", "dim", "largest", "sorted"))
     if not topk or chosen["item"] != 1 or writes_to(chain, since(chain[-1])):
-        return rows
-    chosen_from = example(topk["input"]).shape[topk.get("dim", -1)]
-    return min(rows, chosen_from) if isinstance(chosen_from, int) else rows
+        return None
+    size = example(topk["input"]).shape[topk.get("dim", -1)]
+    return size if isinstance(size, int) else None
 
 
 def _is_first(chain: Sequence[fx.Node], dim: int) -> bool:

@@ -199,13 +199,19 @@ class Matcher:
 
     def expand(self, term: Term) -> Iterator[tuple[tuple[Axis, ...], tuple[Term, ...], Term | None]]:
         """The addends of a term as (summed axes, factors, the down product or None)."""
-        if not self.has_down(term) or isinstance(term, Choose):
+        if not self.has_down(term) or (isinstance(term, Choose) and not isinstance(term.index, Ref)):
             yield (), (term,), None
         elif self.is_down(term):
             yield (), (), term
         elif isinstance(term, Add):
             for t in term.args:
                 yield from self.expand(t)
+        elif isinstance(
+            term, Choose
+        ):  # by a row's id: one of them is an expert's output, wherever the id is its
+            for e, t in enumerate(term.options):
+                for axes, factors, core in self.expand(t):
+                    yield axes, (*factors, _eq(term.index, e)), core
         elif isinstance(term, Sum):
             addends = self._written_out(term)
             for t in addends:
@@ -226,9 +232,9 @@ class Matcher:
         self.branches = 0
         v = self.reader.value(root, 2)
         need(len(v.dims) >= 1 and len(v.dims[-1]) == 1, "the last dimension is not the hidden one", root)
-        symbolic = sum(static_int(s) is None for s in shape(root))
-        need(symbolic <= 1, "several sizes of the output are symbolic", root)
         hidden, tokens = v.dims[-1][0], tuple(a for g in v.dims[:-1] for a in g)
+        symbolic = sum(static_int(s) is None for s in (*shape(root)[:-1], hidden.size))
+        need(symbolic <= 1, "several sizes of the output are symbolic", root)
         mixture = Mixture(root, tokens, hidden, [], 0, None)
         branches: list[Branch] = []
         for axes, factors, core in self.expand(v.term):

@@ -14,6 +14,7 @@ from torch.fx.experimental.symbolic_shapes import free_unbacked_symbols
 from ..meta.layouts import preferred_layout
 from .capture import CannotCapture, capture
 from .decode import BYTES, TABLE
+from .dynamo import allow_scalars
 from .held import is_subclass
 from .options import Options, inductor_patches
 from .report import Frame
@@ -66,6 +67,7 @@ def compile_graph(
     tell: Callable[[Frame], None] | None = None,
 ) -> Callable[..., Any]:
     """Compile one graph of Dynamo's, with 4-bit experts where they were proved; `tell` gets the findings."""
+    allow_scalars(gm)
     rewritten, frame = analyse(gm, inputs, options)
     if tell is not None:
         tell(frame)

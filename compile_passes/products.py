@@ -133,7 +133,7 @@ class SortedRows(Rows):
             offs,
         )
         counts = exact_int(node.args[0])
-        counted = _counted_ids(counts, experts)
+        counted = counted_ids(counts, experts)
         sort = item(counted)
         if sort is None or not _is_id_sort(sort[0]) or sort[1] != 0:
             # Counted before sorting: the sort is found from the rows; it must sort these same ids.
@@ -283,7 +283,7 @@ def _is_arange(node: Any, size: Any) -> bool:
     return a.get("start", 0) == 0 and a.get("step", 1) == 1 and same_shape(shape(node), (size,))
 
 
-def _counted_ids(counts: fx.Node, experts: int) -> fx.Node:
+def counted_ids(counts: fx.Node, experts: int) -> fx.Node:
     """The ids of which `counts` [E] is the histogram: bin e counts exactly the ids equal to e."""
     if is_op(counts, aten.histc):
         a = arguments(counts)
@@ -301,6 +301,10 @@ def _counted_ids(counts: fx.Node, experts: int) -> fx.Node:
                 counts,
             )
         return ids
+    if is_op(counts, aten.bincount) and arguments(counts)["weights"] is None:
+        bins = shape(counts)[0]
+        need(bins == experts, f"bincount has {bins} bins for {experts} experts", counts)
+        return exact_int(counts.args[0])
     refuse(f"the offsets add up {counts.name}, which is no histogram of expert ids", counts)
 
 

@@ -8,9 +8,10 @@ import torch
 from torch import fx
 
 from .axes import Opaque, same
-from .graph import FLOATING, arguments, aten, exact_int, is_op, is_tensor, shape, value
-from .products import SortedRows
+from .graph import FLOATING, arguments, aten, exact_int, is_op, is_tensor, shape, strip, value
+from .products import SortedRows, counted_ids
 from .read_indexing import Indexing, as_boolean, indicator, is_boolean, is_eq, is_indicator
+from .routing import support
 from .terms import (
     Add,
     AnyOf,
@@ -231,28 +232,53 @@ class Arithmetic(Indexing):
         cumsum = exact_int(offs)
         if not is_op(cumsum, aten.cumsum) or len(shape(cumsum)) != 1 or not isinstance(experts, int):
             return False
-        counts = self.value(exact_int(cumsum.args[0]), 0)
-        if isinstance(counts.term, Sum) and is_eq(counts.term.body):  # of a one-hot matrix
-            ids, expert = counts.term.body.args  # type: ignore[attr-defined]
-            axes = counts.term.axes
-            renamed = substitute(ids, dict(zip(axes, rows.bound)))
-            return counts.dims == ((expert,),) and len(axes) == len(rows.bound) and renamed is rows.key
+        if self._counts_in_one_hot(exact_int(cumsum.args[0]), rows):
+            return True
         proof = SortedRows.prove(offs, experts, self.canon)
         return self._sorted(proof.sort, 0).dims == ((rows,),)
+
+    def _counts_in_one_hot(self, node: fx.Node, rows: Rows) -> bool:
+        counts = self.value(node, 0)
+        if not isinstance(counts.term, Sum) or not is_eq(counts.term.body):
+            return False
+        ids, expert = counts.term.body.args  # type: ignore[attr-defined]
+        return counts.dims == ((expert,),) and self._is_key(ids, counts.term.axes, rows)
+
+    @staticmethod
+    def _is_key(ids: Term, axes: tuple[Axis, ...] | list[Axis], rows: Rows) -> bool:
+        """Whether `ids` over `axes` are what `rows` were sorted by."""
+        return len(axes) == len(rows.bound) and substitute(ids, dict(zip(axes, rows.bound))) is rows.key
+
+    def _counts_of(self, counts: fx.Node, experts: int, rows: Rows) -> bool:
+        node = exact_int(counts)
+        if self._counts_in_one_hot(node, rows):
+            return True
+        if is_op(node, aten.sum):
+            ids = _marked(node)
+        else:
+            ids = counted_ids(node, experts)
+        found = self.value(ids, 0) if ids is not None else None
+        return found is not None and self._is_key(found.term, found.axes, rows)
 
     # --- results put together ---
 
     def _stack(self, node: fx.Node, level: int) -> Value:
-        if level < 2:
-            raise Opaque
         a = arguments(node)
         parts, rank = a["tensors"], len(shape(node))
         d = a["dim"] % rank
+        if level == 0 or (level == 1 and not is_op(node, aten.cat)):
+            raise Opaque
         values = [self.value(n, level) for n in parts]
+        rows = None
         if is_op(node, aten.cat):
-            if any(v.dims[d] for v in values):
+            if d == 0 and any(v.dims[0] for v in values):
+                rows, values = self._whole(values)
+            elif any(v.dims[d] for v in values):
                 raise Opaque  # joined along a dimension that is longer than one
-            values = [Value(v.dims[:d] + v.dims[d + 1 :], v.term) for v in values]
+            else:
+                values = [Value(v.dims[:d] + v.dims[d + 1 :], v.term) for v in values]
+        if level == 1 and rows is None:
+            raise Opaque
         first = values[0]
         terms = [first.term]
         for v in values[1:]:
@@ -260,6 +286,9 @@ class Arithmetic(Indexing):
             if head is not first:
                 raise Opaque
             terms.append(v.term)
+        if rows is not None:
+            assert rows.key is not None
+            return Value(((rows,), *first.dims), Choose(rows.key, terms))
         axis = Axis(len(parts))
         dims = (*first.dims[:d], (axis,), *first.dims[d:])
         return Value(dims, Choose(axis, terms, self.ref(node, dims)))
@@ -368,6 +397,20 @@ class Arithmetic(Indexing):
             if theirs is None or theirs[0] is not ours[0] or theirs[1] == ours[1]:
                 raise Opaque
         return Value(old.dims, Add([*before, new], self.ref(node, old.dims)))
+
+
+def _marked(node: fx.Node) -> fx.Node | None:
+    """ids [T, k] if node [E] counts the rows of zeros [T, E] with a 1 put at the ids, which are distinct."""
+    a = arguments(node)
+    marks = strip(a["self"])
+    if a["dim"] != [0] or a["keepdim"] or value(marks).dtype not in (torch.int64, torch.int32, torch.float32):
+        return None
+    while is_op(marks, aten._to_copy):
+        marks = strip(marks.args[0])
+    if not is_op(marks, aten.scatter) or marks.target is not aten.scatter.value or marks.args[3] != 1:
+        return None
+    found = support(marks)
+    return None if found is None else found.ids
 
 
 def _scales_rows(a: fx.Node, b: fx.Node) -> bool:

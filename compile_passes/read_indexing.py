@@ -8,7 +8,7 @@ import torch
 from torch import fx
 
 from .axes import Opaque, Values, prefix, same, spread
-from .graph import FLOATING, arguments, aten, is_op, item, shape, strip, value
+from .graph import FLOATING, arguments, aten, is_op, item, same_shape, shape, strip, value
 from .terms import (
     Affine,
     AnyOf,
@@ -59,13 +59,16 @@ class Indexing(Values):
         if isinstance(old.term, Ref) and self._merges_leading(node, source, old):
             raise Opaque
         dims, mapping = [], {}
-        for size in shape(node):
+        last = max((d for d, size in enumerate(shape(node)) if not same(size, 1)), default=-1)
+        for d, size in enumerate(shape(node)):
             if same(size, 1):
                 dims.append(())
                 continue
             if not atoms:
                 raise Opaque
             group = prefix(size, atoms)
+            if group is None and d == last:  # what is left, whatever its size is called
+                group = list(atoms)
             if group is None:
                 first = atoms[0]
                 rest = first.size // size
@@ -201,6 +204,11 @@ class Indexing(Values):
                 return self._coordinate(whole, index)
             return self._at(self.value(whole, level), d, Const(index))
         if is_op(producer, aten.split, aten.split_with_sizes, aten.chunk):
+            if is_op(producer, aten.split_with_sizes) and a["dim"] % len(shape(whole)) == 0:
+                counted = self._counted_by(a["split_sizes"])
+                if counted is not None:
+                    sizes = [t.shape[0] for t in producer.meta["val"]]
+                    return self._rows_of(index, counted, self.value(whole, level), sizes)
             sizes = [shape_of[a["dim"]] for shape_of in (tuple(t.shape) for t in producer.meta["val"])]
             if not all(isinstance(s, int) for s in sizes):
                 raise Opaque
@@ -262,8 +270,55 @@ class Indexing(Values):
         place = substitute(coordinate(v.dims[0]), dict(zip(v.axes, rows.bound)))
         return Value(((rows,),), place if output == 1 else rows.key)
 
+    @staticmethod
+    def _counted_by(sizes: Any) -> fx.Node | None:
+        """counts if sizes are the numbers counts[0], counts[1], ... to the last."""
+        found = set()
+        for i, size in enumerate(sizes):
+            at = size.args[0] if is_op(size, aten._local_scalar_dense) else None
+            if not is_op(at, aten.select) or tuple(at.args[1:]) != (0, i):
+                return None
+            found.add(at.args[0])
+        counts = found.pop() if len(found) == 1 else None
+        return counts if counts is not None and same_shape(shape(counts), (len(sizes),)) else None
+
+    def _rows_of(self, e: int, counts: fx.Node, v: Value, sizes: list[Any]) -> Value:
+        """Expert e's part of rows sorted by expert, cut into as many rows for each as it has."""
+        if len(v.dims[0]) != 1 or not isinstance(v.dims[0][0], Rows):
+            raise Opaque
+        rows = v.dims[0][0]
+        if rows.key is None or not self._counts_of(counts, len(sizes), rows):
+            raise Opaque
+        if rows not in self._parts:
+            self._parts[rows] = [self._part_of(rows, i, size) for i, size in enumerate(sizes)]
+        if len(self._parts[rows]) != len(sizes):
+            raise Opaque
+        own = self._parts[rows][e]
+        term = substitute(v.term, dict(zip(rows.bound, own.bound)))
+        return Value(((own,), *v.dims[1:]), substitute(term, {own.mask.args[0]: Const(e)}))  # type: ignore[union-attr]
+
+    @staticmethod
+    def _part_of(rows: Rows, e: int, size: Any) -> Rows:
+        bound = tuple(Axis(x.size) for x in rows.bound)
+        key = substitute(rows.key, dict(zip(rows.bound, bound)))
+        return Rows(size, bound, Apply(aten.eq, (key, Const(e))))
+
+    def _whole(self, parts: list[Value]) -> tuple[Rows, list[Value]]:
+        """Sorted rows, if these are the parts of all experts, and the parts over them."""
+        for rows, owns in self._parts.items():
+            if [v.dims[0] for v in parts] == [(own,) for own in owns]:
+                terms = [substitute(v.term, dict(zip(own.bound, rows.bound))) for v, own in zip(parts, owns)]
+                return rows, [Value(v.dims[1:], t) for v, t in zip(parts, terms)]
+        raise Opaque
+
+    def _counts_of(self, counts: fx.Node, experts: int, rows: Rows) -> bool:
+        """Whether counts[e] is how many of `rows` have the id e, for each of so many experts."""
+        raise NotImplementedError
+
     def _divide(self, node: fx.Node, level: int) -> Value:
         """A row's token, from the number of its (token, choice) pair: pair // k."""
+        if is_op(node, aten.div) and node.kwargs.get("rounding_mode") not in ("floor", "trunc"):
+            return self._pointwise(node, level)
         source, by = node.args[:2]
         v = self.value(source, 0)
         if by == 1:

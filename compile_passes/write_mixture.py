@@ -20,13 +20,9 @@ from .axes import same
 from .graph import (
     FLOATING,
     aten,
-    is_op,
-    item,
     need,
-    same_shape,
     shape,
     static_int,
-    strip,
     value,
 )
 from .held import HeldSpec, format_of, held_spec, is_held, own_scales
@@ -34,6 +30,7 @@ from .mixture import E, J, K, Matrix, Mixture, N
 from .products import nonnegative
 from .read_indexing import INDICATOR
 from .report import Load, Site, hint, location, module_path
+from .routing import Support, distinct, support
 from .terms import Add, Affine, Apply, Axis, Const, Mix, Mul, Ref, Term, free_axes
 from .weights import Assembly, JoinSpec, PackSpec, Piece
 
@@ -86,7 +83,7 @@ class _Emitter:
             out = emit(x, ids, weights, packed, biases, down[1], a_format)
             if b.scales and k > 1:
                 out = self._call(aten.sum.dim_IntList, self._reshape(out, [-1, k, b.down.n]), [1])
-            out = self._reshape(out, self._sizes(m.root))
+            out = self._reshape(out, self._sizes())
             for rest in m.rest:
                 out = self._call(aten.add.Tensor, out, self._tensor(rest))
             out = self._cast(out, value(m.root).dtype)
@@ -236,16 +233,16 @@ class _Emitter:
         size = static_int(shape(node)[d])
         return size if size is not None else self._call(aten.sym_size.int, self.w.replaced.get(node, node), d)
 
-    def _sizes(self, like: fx.Node) -> list[Any]:
-        """A shape for reshape: at most one size may be symbolic."""
-        sizes = [static_int(s) for s in shape(like)]
-        need(sizes.count(None) <= 1, "several dimensions of the output are symbolic", like)
+    def _sizes(self) -> list[Any]:
+        """The output's shape for reshape: at most one size may be symbolic."""
+        sizes = [static_int(s) for s in (*shape(self.m.root)[:-1], self.m.hidden.size)]
+        need(sizes.count(None) <= 1, "several dimensions of the output are symbolic", self.m.root)
         return [-1 if s is None else s for s in sizes]
 
     def _tensor(self, ref: Ref) -> fx.Node:
         """A term over the tokens and the hidden axis, in the root's shape."""
         m = self.m
-        return self._reshape(self.element(ref, (*m.tokens, m.hidden)), self._sizes(m.root))
+        return self._reshape(self.element(ref, (*m.tokens, m.hidden)), self._sizes())
 
     def _expanded(self, node: fx.Node) -> fx.Node:
         """x once for each token, where a row of the output is one choice of a token."""
@@ -464,66 +461,6 @@ def _columns(term: Term) -> int | None:
         if isinstance(t, Ref) and E in t.index:
             found.add(static_int(shape(t.node)[t.index.index(E)]))
     return found.pop() if len(found) == 1 else None
-
-
-# --- which experts a matrix of routing weights leaves out ---
-
-
-class Support:
-    """A matrix [T, E] is zero but at `ids` [T, k], which name no expert twice."""
-
-    def __init__(self, ids: fx.Node) -> None:
-        self.ids = ids
-        self.k = int(shape(ids)[1])
-
-
-def support(node: fx.Node) -> Support | None:
-    """The ids that a matrix of routing weights was made from, or None."""
-    found = _background(node)
-    return Support(found[0]) if found is not None and found[1] == 0 else None
-
-
-def _background(node: fx.Node) -> tuple[fx.Node, float] | None:
-    """(ids, value everywhere else) of a matrix [T, E]."""
-    node = strip(node)
-    if is_op(node, aten.scatter):
-        base, dim, ids = node.args[:3]
-        fill = _constant(base)
-        if (
-            fill is not None
-            and dim % 2 == 1
-            and len(shape(ids)) == 2
-            and static_int(shape(ids)[1])
-            and distinct(ids)
-        ):
-            return (strip(ids), fill) if same_shape(shape(strip(ids)), shape(ids)) else None
-        return None
-    if is_op(node, aten._to_copy) and value(node).dtype in FLOATING:
-        return _background(node.args[0])
-    if is_op(node, aten.sigmoid) or (is_op(node, aten._softmax) and node.args[1] % 2 == 1):
-        found = _background(node.args[0])
-        return (found[0], 0.0) if found is not None and found[1] == float("-inf") else None
-    if is_op(node, aten.mul, aten.div):
-        for a in node.args[: 2 if is_op(node, aten.mul) else 1]:
-            if isinstance(a, fx.Node) and same_shape(shape(a), shape(node)):
-                found = _background(a)
-                if found is not None and found[1] == 0:
-                    return found
-    return None
-
-
-def _constant(node: fx.Node) -> float | None:
-    if is_op(node, aten.zeros, aten.zeros_like, aten.new_zeros):
-        return 0.0
-    if is_op(node, aten.full, aten.full_like):
-        return float(node.args[1])
-    return None
-
-
-def distinct(ids: fx.Node) -> bool:
-    """Whether no token has one expert twice: ids [T, k] of a topk."""
-    found = item(strip(ids))
-    return found is not None and found[1] == 1 and is_op(found[0], aten.topk)
 
 
 def _place(index: Term, site: fx.Node) -> tuple[Any, ...]:

@@ -481,6 +481,50 @@ class PermuteUnpermute(FusedStyle):
         return (restored.view(-1, self.k, self.H) * weights.unsqueeze(-1)).sum(dim=1)
 
 
+class SortedSplits(StackedStyle):
+    """Each expert's rows are a slice of all, of a size that only the data knows."""
+
+    def counts(self, ids: Tensor) -> Tensor:
+        raise NotImplementedError
+
+    def each(self, rows: Tensor, weight: Tensor, counts: list[int]) -> Tensor:
+        parts = rows.split(counts, dim=0)
+        return torch.cat([F.linear(parts[e], weight[e]) for e in range(self.E)], dim=0)
+
+    def experts_of(self, x: Tensor, ids: Tensor, weights: Tensor) -> Tensor:
+        counts = self.counts(ids).tolist()
+        order = ids.flatten().sort(0).indices
+        token = order.div(self.k, rounding_mode="trunc")
+        rows = x[token]
+        h = self.act(self.each(rows, self.w1, counts)) * self.each(rows, self.w3, counts)
+        y = self.each(h, self.w2, counts) * weights.flatten()[order][:, None]
+        return torch.zeros_like(x).index_add(0, token, y)
+
+
+@style("sorted splits, counted in a scatter (JetMoE)")
+class ScatteredSplits(SortedSplits):
+    def counts(self, ids: Tensor) -> Tensor:
+        return torch.zeros([ids.shape[0], self.E], dtype=torch.bfloat16).scatter(1, ids, 1).long().sum(0)
+
+
+@style("sorted splits, `bincount(...).tolist()`")
+class BinnedSplits(SortedSplits):
+    def counts(self, ids: Tensor) -> Tensor:
+        return torch.bincount(ids.view(-1), minlength=self.E)
+
+
+@style("sorted splits, one-hot counts, restored by index_put (DeepSeek-V3's own)")
+class RestoredSplits(ListStyle):
+    def experts_of(self, x: Tensor, ids: Tensor, weights: Tensor) -> Tensor:
+        counts = F.one_hot(ids.view(-1), self.E).sum(dim=0).tolist()
+        order = ids.view(-1).argsort()
+        parts = x[order // self.k].split(counts)
+        y = torch.cat([expert(part) for expert, part in zip(self.list, parts)])
+        new = torch.empty_like(y)
+        new[order] = y
+        return (new.view(*ids.shape, -1) * weights.unsqueeze(-1)).sum(1)
+
+
 # --- a buffer of fixed capacity for each expert ---
 
 

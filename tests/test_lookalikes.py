@@ -10,7 +10,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from moe_models import Recorder, fake_quantised, relative_error
-from moe_styles import FusedStyle, ListStyle, grouped_mm
+from moe_styles import FusedStyle, ListStyle, RestoredSplits, grouped_mm
 from torch import Tensor, nn
 
 CHANGES: dict[str, tuple[type[nn.Module], str | None]] = {}
@@ -352,6 +352,83 @@ class OffsetsOfOtherIds(FusedStyle):
         y = grouped_mm(F.silu(gate) * up, self.w2, offs)
         y = torch.zeros_like(y).index_copy(0, perm, y)
         return (y.view(-1, self.k, self.H) * weights.unsqueeze(-1)).sum(dim=1)
+
+
+class Splits(RestoredSplits):
+    """Slices of sorted rows, each of whose steps may be another."""
+
+    def counts(self, ids: Tensor) -> Tensor:
+        return F.one_hot(ids.view(-1), self.E).sum(0)
+
+    def order(self, ids: Tensor) -> Tensor:
+        return ids.view(-1).argsort()
+
+    def joined(self, parts: list[Tensor]) -> Tensor:
+        return torch.cat(parts)
+
+    def experts_of(self, x, ids, weights):
+        order = self.order(ids)
+        parts = x[order // self.k].split(self.counts(ids).tolist())
+        y = self.joined([expert(part) for expert, part in zip(self.list, parts, strict=False)])
+        new = torch.zeros_like(x.repeat(self.k, 1))
+        new = new.index_copy(0, order, y)
+        return (new.view(-1, self.k, self.H) * weights.unsqueeze(-1)).sum(1)
+
+
+@lookalike("")
+class SplitsAsTheyAre(Splits):
+    pass
+
+
+@lookalike(None)
+class SplitsOfOtherIds(Splits):
+    def counts(self, ids):
+        return F.one_hot((ids.view(-1) + 1) % self.E, self.E).sum(0)
+
+
+@lookalike(None)
+class SplitsOfCountsInAnotherOrder(Splits):
+    def counts(self, ids):
+        return super().counts(ids).roll(1, 0)
+
+
+@lookalike(None)
+class SplitsOfUnsortedRows(Splits):
+    def order(self, ids):
+        return super().order(ids).flip(0)
+
+
+@lookalike(None)
+class SplitsOfDescendingRows(Splits):
+    def order(self, ids):
+        return ids.view(-1).argsort(descending=True)
+
+
+@lookalike(None)
+class SplitsOfRowsSortedByAnother(Splits):
+    def order(self, ids):
+        return ids.flip(1).reshape(-1).argsort()
+
+
+@lookalike(None)
+class SplitsJoinedInAnotherOrder(Splits):
+    def joined(self, parts):
+        return torch.cat([*parts[1:], parts[0]])
+
+
+@lookalike(None)
+class SplitsWithAnExpertOfZeros(Splits):
+    """As many rows, of which one expert's are another's input."""
+
+    def joined(self, parts):
+        return torch.cat([*parts[:-1], parts[-1] * 0 + parts[-1].new_ones(1, self.H)])
+
+
+@lookalike("")
+class SplitsForOtherExperts(Splits):
+    def build(self):
+        super().build()
+        self.list = self.list[1:] + self.list[:1]
 
 
 @lookalike("")

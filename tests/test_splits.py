@@ -6,7 +6,8 @@ import pytest
 import torch
 from fp4_ops.compile_passes.dynamo import CAPTURE
 from moe_models import Recorder, relative_error
-from moe_styles import ListStyle
+from moe_styles import STYLES, ListStyle
+from torch import nn
 
 import fp4_ops
 
@@ -47,17 +48,61 @@ class ListedSplits(Splits):
         return torch.bincount(ids.view(-1), minlength=self.E).tolist()
 
 
-class SplitsWithoutBranch(ListedSplits):
+class SplitsByOtherNumbers(ListedSplits):
+    """Not counted in the graph: they come from elsewhere."""
+
     def outputs(self, rows, counts):
         return torch.cat([expert(part) for expert, part in zip(self.list, rows.split(counts))])
+
+    def counts(self, ids):
+        return (
+            torch.unique_consecutive(
+                torch.cat([torch.arange(self.E), ids.view(-1)]).sort().values, return_counts=True
+            )[1]
+            .sub(1)
+            .tolist()
+        )
 
 
 BRANCH, NUMBERS = "a branch on data keeps a function out", "takes numbers out of tensors"
 
 
+@pytest.mark.parametrize("name", [n for n in STYLES if n.startswith("sorted splits")])
+def test_slices_of_as_many_rows_as_an_expert_has_are_captured(name):
+    """Without fullgraph, and through Inductor: no number is left in the graph."""
+    module = STYLES[name]()
+    compiled, twin = torch.compile(module, backend="fp4", dynamic=True), module.twin()
+    counters = torch._dynamo.utils.counters
+    counters.clear()
+    with torch.no_grad():
+        for n in (9, 6):
+            x = torch.randn(n, module.H)
+            assert 1e-4 < relative_error(compiled(x), twin(x)) < 3e-2  # int8 activations
+    assert not counters["graph_break"]
+
+
+def test_numbers_that_are_not_recognised_still_compile():
+    """Captured because they look like counts of rows, and left to Inductor."""
+
+    class Halves(nn.Module):
+        def forward(self, x):
+            counts = torch.nn.functional.one_hot(x.argmax(-1), 4).sum(0).tolist()
+            return torch.cat([(e + 1) * part for e, part in enumerate(x.split(counts))])
+
+    others = STYLES["sorted splits, one-hot counts, restored by index_put (DeepSeek-V3's own)"]()
+    others.list[3].act = torch.nn.functional.gelu  # so that they are not one block
+    for module, width in ((others, others.H), (Halves(), 4)):
+        torch._dynamo.reset()
+        compiled = torch.compile(module, backend="fp4", options={"activation": "bf16"}, dynamic=True)
+        with torch.no_grad():
+            for n in (9, 6, 1):
+                x = torch.randn(n, width)
+                assert relative_error(compiled(x), module(x)) < 1e-5
+
+
 @pytest.mark.parametrize(
     ("style", "hint"),
-    [(Splits, BRANCH), (ListedSplits, NUMBERS), (SplitsWithoutBranch, NUMBERS)],
+    [(Splits, BRANCH), (ListedSplits, NUMBERS), (SplitsByOtherNumbers, NUMBERS)],
 )
 def test_they_run_as_they_always_did(style, hint):
     module, recorder = style(), Recorder()

@@ -1,0 +1,67 @@
+"""Which experts a matrix of routing weights leaves out, and whether ids name one twice."""
+
+from __future__ import annotations
+
+from torch import fx
+
+from .graph import FLOATING, aten, is_op, item, same_shape, shape, static_int, strip, value
+
+
+class Support:
+    """A matrix [T, E] is zero but at `ids` [T, k], which name no expert twice."""
+
+    def __init__(self, ids: fx.Node) -> None:
+        self.ids = ids
+        self.k = int(shape(ids)[1])
+
+
+def support(node: fx.Node) -> Support | None:
+    """The ids that a matrix of routing weights was made from, or None."""
+    found = _background(node)
+    return Support(found[0]) if found is not None and found[1] == 0 else None
+
+
+def _background(node: fx.Node) -> tuple[fx.Node, float] | None:
+    """(ids, value everywhere else) of a matrix [T, E]."""
+    node = strip(node)
+    if is_op(node, aten.scatter):
+        base, dim, ids = node.args[:3]
+        fill = _constant(base)
+        if (
+            fill is not None
+            and dim % 2 == 1
+            and len(shape(ids)) == 2
+            and static_int(shape(ids)[1])
+            and distinct(ids)
+        ):
+            return (strip(ids), fill) if same_shape(shape(strip(ids)), shape(ids)) else None
+        return None
+    if is_op(node, aten._to_copy) and value(node).dtype in FLOATING:
+        return _background(node.args[0])
+    if is_op(node, aten.sigmoid) or (is_op(node, aten._softmax) and node.args[1] % 2 == 1):
+        found = _background(node.args[0])
+        return (found[0], 0.0) if found is not None and found[1] == float("-inf") else None
+    if is_op(node, aten.mul, aten.div):
+        for a in node.args[: 2 if is_op(node, aten.mul) else 1]:
+            if isinstance(a, fx.Node) and same_shape(shape(a), shape(node)):
+                found = _background(a)
+                if found is not None and found[1] == 0:
+                    return found
+    return None
+
+
+def _constant(node: fx.Node) -> float | None:
+    if is_op(node, aten.zeros, aten.zeros_like, aten.new_zeros):
+        return 0.0
+    if is_op(node, aten.full, aten.full_like):
+        return float(node.args[1])
+    return None
+
+
+def distinct(ids: fx.Node) -> bool:
+    """Whether no token has one expert twice: ids [T, k] of a topk, or some of them."""
+    ids = strip(ids)
+    while is_op(ids, aten.slice):
+        ids = strip(ids.args[0])
+    found = item(ids)
+    return found is not None and found[1] == 1 and is_op(found[0], aten.topk)
