@@ -5,9 +5,8 @@ the largest relative error of the three against the same module over the dequant
 activations not quantised); where nothing was rewritten it shows how far 4 bits are from the original. Graphs
 are run as rewritten, without Inductor. `eager` in transformers is a loop over the experts that were hit
 (`for e in hit.nonzero()`): it is traced over all experts, where each round is proved to do nothing without
-rows. Where it cannot be, and where experts are slices of sizes that the data decides, Dynamo captures none:
-such a family runs as it always did, unless its experts are in transformers' registry (`grouped_mm`,
-`batched_mm`).
+rows. nllb-moe: transformers 5 makes `one_hot` of its mask of 0 and 1, so only experts 0 and 1 ever run; the
+rewritten graph computes what the model does.
 Not run: gemma4 and diffusion_gemma (experts and router are apart), dots3_note, ernie4_5_vl_moe, glm5_next,
 qwen3_omni_moe, step3p7, deepseek_ocr2, unlimited_ocr, beam, flint, zaya (no tiny model of the experts by
 sizes alone) and doge (experts are single rows of an embedding).

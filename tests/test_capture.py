@@ -99,7 +99,8 @@ def check(monkeypatch, f, *inputs, copied: bool = True, dynamic: bool = True) ->
 
 @pytest.mark.parametrize("name", list(STYLES))
 def test_every_style(monkeypatch, name):
-    check(monkeypatch, STYLES[name](), torch.randn(9, 32))
+    copied = not name.startswith("sorted splits")  # they take numbers out of tensors
+    check(monkeypatch, STYLES[name](), torch.randn(9, 32), copied=copied)
 
 
 @pytest.mark.parametrize("implementation", ["grouped_mm", "batched_mm"])
