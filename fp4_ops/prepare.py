@@ -15,7 +15,7 @@ from .find_experts import Plan, find_experts, is_experts, logical_shape
 from .meta.formats import ACTIVATIONS, FORMATS
 from .meta.layouts import LAYOUTS, packed_spec, preferred_layout
 from .quantization import Calibration, Method, find_method, quantize_weight
-from .quantization.weight import check_calibration, matrices_at_once
+from .quantization.weight import check_calibration, matrices_at_once, threads_of
 from .relayout import relayout
 
 # What `activation` means to the operators; None: by device, when it runs.
@@ -229,6 +229,8 @@ class Quantizer:
             spec = packed_spec(FORMATS[self.format], LAYOUTS[self.layout], (e,), n, k)
             stacks = [weight.new_empty(shape, dtype=dtype) for shape, dtype in spec]
             at_once = matrices_at_once(weight.device.type, n, k)
+            if self.method.name != "rtn":  # whose kernel has threads of its own
+                at_once *= threads_of(weight.device)
             for start in range(0, e, at_once):
                 part = slice(start, start + at_once)
                 matrices = weight[part].transpose(1, 2).contiguous() if transposed else weight[part]

@@ -174,6 +174,20 @@ def test_gate_and_up_in_different_files(format, tmp_path):
         assert torch.equal(tensor.view(torch.uint8), got[name].view(torch.uint8)), name
 
 
+@pytest.mark.parametrize("spaces", [1, 3, 4])
+def test_headers_of_any_length(spaces, tmp_path):
+    """safetensors' own writer starts the data at a multiple of 8; its format does not ask for it."""
+    source = save(tmp_path / "bf16", tiny(), "1GB")
+    quantize_checkpoint(source, tmp_path / "want", progress=False)
+    file = source / "model.safetensors"
+    data = file.read_bytes()
+    length = int.from_bytes(data[:8], "little")
+    longer = (length + spaces).to_bytes(8, "little") + data[8 : 8 + length] + b" " * spaces
+    file.write_bytes(longer + data[8 + length :])
+    quantize_checkpoint(source, tmp_path / "got", progress=False)
+    assert contents(tmp_path / "got") == contents(tmp_path / "want")
+
+
 NAME = "model.layers.1.mlp.experts.2.gate_proj.weight"
 
 BAD = {

@@ -308,6 +308,33 @@ def test_strided_and_chunked_weights_give_the_same(format, monkeypatch):
         monkeypatch.undo()
 
 
+@pytest.fixture
+def threads():
+    """Sets how many there are."""
+    before = torch.get_num_threads()
+    yield torch.set_num_threads
+    torch.set_num_threads(before)
+
+
+@pytest.mark.parametrize("count", (1, 5))
+def test_threads_give_the_same(count, threads, monkeypatch):
+    w, h = draw(count, 40, 96, dtype=torch.bfloat16), moments(count, k=96)
+    monkeypatch.setattr("fp4_ops.quantization.weight.CHUNK", {"cpu": 40 * 96})
+    for method in METHODS:
+        made = []
+        for number in (1, 3):
+            threads(number)
+            with torch.inference_mode(number == 3):
+                made.append(quantize_weight(w, "nvfp4", method, calibration=h))
+            assert torch.get_num_threads() == number
+        for a, b in zip(*made, strict=True):
+            assert torch.equal(a.view(torch.uint8), b.view(torch.uint8)), method
+    w[-1, 3, 3] = torch.nan
+    with pytest.raises(ValueError, match="w holds NaN or infinity"):
+        quantize_weight(w, "nvfp4", "search")
+    assert torch.get_num_threads() == 3
+
+
 def test_what_does_not_fit_is_refused_by_name():
     w = draw(2, 4, 32)
     for message, arguments in (

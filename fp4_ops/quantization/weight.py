@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 
 import torch
@@ -68,9 +69,7 @@ def quantize_weight(
     codes = w.new_empty((count, n, blocks), dtype=scale_grid(fmt).bits)
     global_scale = w.new_ones(count, dtype=torch.float32)
 
-    at_once = matrices_at_once(w.device.type, n, k)
-    for start in range(0, count, at_once):
-        part = slice(start, start + at_once)
+    def quantize(part: slice) -> None:
         inputs = calibration[part].float() if calibration is not None else None
         global_scale[part] = _global_scale(w[part], fmt, chosen)
         if chosen.compensate:
@@ -81,6 +80,10 @@ def quantize_weight(
             made = _quantize(w[part, row].float(), fmt, chosen, global_scale[part], inputs)
             packed[part, row], codes[part, row] = made
 
+    at_once = matrices_at_once(w.device.type, n, k)
+    parts = [slice(start, start + at_once) for start in range(0, count, at_once)]
+    # GPTQ's sums depend on how many threads share them: one, however many parts there are.
+    _for_each(parts, quantize, w.device, alone=chosen.compensate)
     lead = shape[:-2]
     block_scale = codes.view(fmt.scale_dtype).view(*lead, n, blocks)
     factor = global_scale.view(lead) if fmt.has_global_scale else None
@@ -88,8 +91,41 @@ def quantize_weight(
 
 
 def matrices_at_once(device_type: str, n: int, k: int) -> int:
-    """How many [N, K] are quantised together."""
+    """How many [N, K] are quantised together, by one thread."""
     return max(1, CHUNK.get(device_type, CHUNK["cpu"]) // max(1, n * k))
+
+
+def threads_of(device: torch.device) -> int:
+    """How many of those `quantize_weight` takes at a time."""
+    return torch.get_num_threads() if device.type == "cpu" else 1
+
+
+def _for_each(
+    parts: Sequence[slice], function: Callable[[slice], None], device: torch.device, alone: bool
+) -> None:
+    """On a CPU, each part on a thread of its own: they gain more from that than from sharing every operation.
+
+    alone: a single part, too, is to run on one thread.
+    """
+    threads, inference = threads_of(device), torch.is_inference_mode_enabled()
+    if threads == 1 or not parts or (len(parts) == 1 and not alone):
+        for part in parts:
+            function(part)
+        return
+
+    def run(part: slice) -> None:
+        with torch.inference_mode(inference):  # modes are each thread's own
+            function(part)
+
+    with ThreadPoolExecutor(
+        min(threads, len(parts)), initializer=torch.set_num_threads, initargs=(1,)
+    ) as pool:
+        try:
+            for done in [pool.submit(run, part) for part in parts]:
+                done.result()
+        finally:
+            pool.shutdown(cancel_futures=True)
+            torch.set_num_threads(threads)  # which is one number for all threads where MKL computes
 
 
 def check_calibration(shape: Sequence[int], method: Method, calibration: Sequence[int] | None) -> None:
