@@ -9,7 +9,7 @@ constexpr Cost kTwoWarpgroups = {500, 5, 9.0, 1000, 9}, kThreeWarpgroups = {650,
                kFourWarpgroups = {800, 9, 17.0, 1000, 16};
 
 // The number of widths is limited by registers, the stages by shared memory.
-using Wide = WidthList<192, 160, 128, 96, 64>;
+using Wide = WidthList<192, 176, 144, 128, 96>;
 using Middle = WidthList<96, 80, 64>;
 using Small = WidthList<64, 48, 32>;
 using Pair = WidthList<64, 32>;
