@@ -32,8 +32,6 @@ int launch_tokens(const DecodeParams& p, int nt, int blocks, bool dependent, cud
       return launch<kType, 1>(p, blocks, dependent, stream);
     case 2:
       return launch<kType, 2>(p, blocks, dependent, stream);
-    case 3:
-      return launch<kType, 3>(p, blocks, dependent, stream);
     default:
       return cudaErrorInvalidValue;
   }

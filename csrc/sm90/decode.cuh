@@ -53,20 +53,6 @@ __device__ __forceinline__ uint32_t load_stream_word(const void* p) {
   return v;
 }
 
-__device__ __forceinline__ void barrier_init(uint64_t* b, int count) {
-  asm volatile("mbarrier.init.shared.b64 [%0], %1;" ::"r"(smem_address(b)), "r"(count));
-}
-__device__ __forceinline__ void barrier_arrive(uint64_t* b) {
-  asm volatile("mbarrier.arrive.shared.b64 _, [%0];" ::"r"(smem_address(b)) : "memory");
-}
-__device__ __forceinline__ void barrier_wait(uint64_t* b, uint32_t parity) {
-  asm volatile(
-      "{\n.reg .pred p;\n"
-      "again: mbarrier.try_wait.parity.shared.b64 p, [%0], %1;\n"
-      "@!p bra again;\n}" ::"r"(smem_address(b)),
-      "r"(parity)
-      : "memory");
-}
 __device__ __forceinline__ void wait_previous_kernel() { asm volatile("griddepcontrol.wait;" ::: "memory"); }
 __device__ __forceinline__ void release_next_kernel() {
   asm volatile("griddepcontrol.launch_dependents;" ::: "memory");
@@ -323,15 +309,14 @@ __device__ __forceinline__ void compute(const DecodeParams& p, DecodeShared& sh,
       }
       advance();
       const uint32_t stage = step % buffers.kRing;
-      barrier_wait(&sh.empty[stage], (step / buffers.kRing + 1) & 1);
+      barrier_wait(smem_address(&sh.empty[stage]), (step / buffers.kRing + 1) & 1);
 #pragma unroll
       for (int nt = 0; nt < NT; ++nt) {
         const float4 v = acc[nt];
         ring[stage * stage_size + nt * 32] =
             make_float4(v.x * factor[nt][0], v.y * factor[nt][1], v.z * factor[nt][0], v.w * factor[nt][1]);
       }
-      __syncwarp();
-      if (lane == 0) barrier_arrive(&sh.full[stage]);
+      barrier_arrive_warp(smem_address(&sh.full[stage]));
       ++step;
     }
     more = run.next(sh.segments, segments, p.passes);
@@ -385,7 +370,7 @@ __device__ __forceinline__ void reduce(const DecodeParams& p, DecodeShared& sh,
     const int rows = run.end - run.begin;
     for (int step = 0; step < rows; step += p.row_warps, ++count) {
       const uint32_t stage = count % buffers.kRing;
-      barrier_wait(&sh.full[stage], (count / buffers.kRing) & 1);
+      barrier_wait(smem_address(&sh.full[stage]), (count / buffers.kRing) & 1);
       for (int r = (which - step) & (kReduceWarps - 1); r < min(p.row_warps, rows - step);
            r += kReduceWarps) {
         const float4* from = buffers.ring + stage * stage_size + r * p.k_warps * NT * 32 + lane;
@@ -408,8 +393,7 @@ __device__ __forceinline__ void reduce(const DecodeParams& p, DecodeShared& sh,
           for (int nt = 0; nt < NT; ++nt) kept[nt * 32] = sum[nt];
         }
       }
-      __syncwarp();
-      if (lane == 0) barrier_arrive(&sh.empty[stage]);
+      barrier_arrive_warp(smem_address(&sh.empty[stage]));
     }
     more = run.next(sh.segments, segments, p.passes);
   }
@@ -424,8 +408,8 @@ __global__ void __launch_bounds__(kDecodeThreads, 1) decode_kernel(const __grid_
   if (!p.early) wait_previous_kernel();
   if (threadIdx.x == 0) {
     for (int i = 0; i < buffers.kRing; ++i) {
-      barrier_init(&sh.full[i], p.k_warps * p.row_warps);
-      barrier_init(&sh.empty[i], kReduceWarps);
+      barrier_init(smem_address(&sh.full[i]), p.k_warps * p.row_warps * kWarpArrivals);
+      barrier_init(smem_address(&sh.empty[i]), kReduceWarps * kWarpArrivals);
     }
   }
   const int segments = plan<NT>(p, sh, buffers);

@@ -65,10 +65,10 @@ struct alignas(16) DecodeShared {
 // What follows DecodeShared in shared memory; sizes depend on the launch.
 template <int NT>
 struct DecodeBuffers {
-  static constexpr int kRing = NT > 2 ? 2 : 4;  // steps between the compute and the reducer warps
-  uint4* fragments;  // [k_warps][kSliceSteps][NT][2][32]: the activations as B operands
-  float4* ring;      // [kRing][k_warps * row_warps][NT][32]
-  float4* sums;      // [kPassTiles][NT][32], if there are several passes
+  static constexpr int kRing = 4;  // steps between the compute and the reducer warps
+  uint4* fragments;                // [k_warps][kSliceSteps][NT][2][32]: the activations as B operands
+  float4* ring;                    // [kRing][k_warps * row_warps][NT][32]
+  float4* sums;                    // [kPassTiles][NT][32], if there are several passes
   int (*row_list)[8 * NT];
 
   __host__ __device__ static int fragment_count(const DecodeParams& p) {
@@ -131,6 +131,65 @@ struct Run {
   }
 };
 
+// The range of chunks that hold the block's share of `chunks` times N's row tiles.
+struct Share {
+  int tile_begin, tile_end, chunk, segments;
+
+  __device__ Share(const DecodeParams& p, int chunks) {
+    const uint32_t tiles = chunks * (p.n / kTileRows);
+    tile_begin = divide(tiles * blockIdx.x, p.grid_mul, p.grid_shift);
+    tile_end = divide(tiles * (blockIdx.x + 1), p.grid_mul, p.grid_shift);
+    chunk = divide(tile_begin, p.tiles_mul, p.tiles_shift);
+    segments = tile_begin < tile_end
+                   ? min(int(divide(tile_end - 1, p.tiles_mul, p.tiles_shift)) - chunk + 1, kMaxSegments)
+                   : 0;
+  }
+};
+
+constexpr int kFewRows = 16;  // more would wait longer for the shuffles than for the barriers that they save
+
+// plan() for at most kFewRows rows by id: every warp sorts them in registers, so one barrier is enough.
+template <int NT>
+__device__ __forceinline__ int plan_few(const DecodeParams& p, DecodeShared& sh,
+                                        const DecodeBuffers<NT>& buffers) {
+  constexpr int kChunk = 8 * NT;
+  const int lane = threadIdx.x % 32, tiles_n = p.n / kTileRows;
+  int64_t id = -1;
+  if (lane < p.rows) {
+    id = p.routing == Routing::kIds64 ? static_cast<const int64_t*>(p.route)[lane]
+                                      : static_cast<const int*>(p.route)[lane];
+  }
+  const bool valid = id >= 0 && id < p.groups;
+  const int expert = valid ? static_cast<int>(id) : -1;
+  const uint32_t same = __match_any_sync(~0u, expert);
+  const int count = __popc(same), rank = __popc(same & ((1u << lane) - 1));
+  const int chunks = valid && rank == 0 ? (count + kChunk - 1) / kChunk : 0;
+  const Share share(p, __reduce_add_sync(~0u, chunks));
+  int chunk = rank / kChunk;  // of this row, after those of lower experts
+#pragma unroll 8
+  for (int j = 0; j < p.rows; ++j) {
+    const int other = __shfl_sync(~0u, expert, j), its = __shfl_sync(~0u, chunks, j);
+    chunk += other < expert ? its : 0;
+  }
+  const int segment = chunk - share.chunk;
+  if (threadIdx.x < 32) {
+    if (lane < p.rows) sh.ids[lane] = expert;
+    if (valid && segment >= 0 && segment < share.segments) {
+      buffers.row_list[segment][rank % kChunk] = lane;
+      if (rank % kChunk == 0) {
+        sh.segments[segment] = Segment{expert,
+                                       rank,
+                                       min(count - rank, kChunk),
+                                       rank,
+                                       max(share.tile_begin - chunk * tiles_n, 0),
+                                       min(share.tile_end - chunk * tiles_n, tiles_n)};
+      }
+    }
+  }
+  __syncthreads();
+  return share.segments;
+}
+
 // Finds the block's segments. All threads; ends with a barrier. Returns their number.
 template <int NT>
 __device__ __forceinline__ int plan(const DecodeParams& p, DecodeShared& sh,
@@ -140,6 +199,7 @@ __device__ __forceinline__ int plan(const DecodeParams& p, DecodeShared& sh,
   const int tid = threadIdx.x, lane = tid % 32, warp = tid / 32;
   const int tiles_n = p.n / kTileRows;
   const bool by_id = p.routing == Routing::kIds32 || p.routing == Routing::kIds64;
+  if (by_id && p.rows <= kFewRows) return plan_few<NT>(p, sh, buffers);
   int first = 0, count = 0;
   if (by_id) {
     sh.counts[tid] = 0;
@@ -182,19 +242,16 @@ __device__ __forceinline__ int plan(const DecodeParams& p, DecodeShared& sh,
     mine += w < warp ? t : 0;
     total += t;
   }
-  const uint32_t tiles = total * tiles_n;
-  const int t0 = divide(tiles * blockIdx.x, p.grid_mul, p.grid_shift);
-  const int t1 = divide(tiles * (blockIdx.x + 1), p.grid_mul, p.grid_shift);
-  const int c0 = divide(t0, p.tiles_mul, p.tiles_shift);
-  const int segments = t0 < t1 ? min(divide(t1 - 1, p.tiles_mul, p.tiles_shift) - c0 + 1, kMaxSegments) : 0;
+  const Share share(p, total);
+  const int c0 = share.chunk, segments = share.segments;
   for (int i = max(c0 - mine, 0); i < chunks && mine + i < c0 + segments; ++i) {
     const int c = mine + i, done = i * kChunk;
     sh.segments[c - c0] = Segment{tid,
                                   first + done,
                                   min(count - done, kChunk),
                                   done,
-                                  max(t0 - c * tiles_n, 0),
-                                  min(t1 - c * tiles_n, tiles_n)};
+                                  max(share.tile_begin - c * tiles_n, 0),
+                                  min(share.tile_end - c * tiles_n, tiles_n)};
   }
   __syncthreads();
   for (int s = warp; s < segments; s += kWarps) {

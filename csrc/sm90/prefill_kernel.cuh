@@ -133,8 +133,8 @@ class PrefillBlock {
       barrier_init(smem_address(&shared_.empty[i]), Config::ConsumerWarps * Config::Cluster);
     }
     for (int i = 0; i < kInfoSlots; ++i) {
-      barrier_init(smem_address(&shared_.info_full[i]), 1);
-      barrier_init(smem_address(&shared_.info_empty[i]), Config::ConsumerWarps);
+      barrier_init(smem_address(&shared_.info_full[i]), kWarpArrivals);
+      barrier_init(smem_address(&shared_.info_empty[i]), Config::ConsumerWarps * kWarpArrivals);
     }
     barrier_init_fence();
   }
@@ -226,8 +226,7 @@ class PrefillBlock {
         }
       }
       if (lane == 0) shared_.info[ring.slot] = info;
-      __syncwarp();
-      if (lane == 0) barrier_arrive(smem_address(&shared_.info_full[ring.slot]));
+      barrier_arrive_warp(smem_address(&shared_.info_full[ring.slot]));
       ring = ring.next();
     }
   }
@@ -459,8 +458,7 @@ class PrefillBlock {
           store_halves<__half2>(sums, tile, token_scale, bias, column);
       }
     }
-    __syncwarp();
-    if (threadIdx.x % kWarp == 0) barrier_arrive(smem_address(&shared_.info_empty[slot]));
+    barrier_arrive_warp(smem_address(&shared_.info_empty[slot]));
   }
 
   // All tokens x 64 weight rows of 16-bit results through two buffers of StoreTokens tokens. The map of the

@@ -26,6 +26,21 @@ __device__ __forceinline__ void barrier_arrive(uint32_t barrier) {
   asm volatile("mbarrier.arrive.shared::cta.b64 _, [%0];" ::"r"(barrier) : "memory");
 }
 
+// What one warp's arrival counts. compute-sanitizer's racecheck credits an arrival with the accesses of the
+// lane that arrives alone, not with those that __syncwarp orders before it; for its sake every lane can
+// arrive (tests/sanitize.py).
+#ifdef FP4_EVERY_LANE_ARRIVES
+constexpr int kWarpArrivals = 32;
+#else
+constexpr int kWarpArrivals = 1;
+#endif
+
+// A warp arrives, with the accesses of all its lanes.
+__device__ __forceinline__ void barrier_arrive_warp(uint32_t barrier) {
+  __syncwarp();
+  if (static_cast<int>(threadIdx.x % 32) < kWarpArrivals) barrier_arrive(barrier);
+}
+
 // Arrives on the same barrier of the cluster's block `rank`. Without .release.cluster, which would cost a
 // GPU-wide memory barrier; the arriving threads only read what the barrier protects.
 __device__ __forceinline__ void barrier_arrive_remote(uint32_t barrier, uint32_t rank) {

@@ -23,7 +23,7 @@ MAX_GROUPS = 640
 MAX_IDS = 2048
 """Rows up to which the kernel sorts expert ids itself."""
 SHARED_BYTES = 227 * 1024
-TOKEN_TILES = (1, 2, 3)
+TOKEN_TILES = (1, 2)
 """Candidates: activation rows of a chunk, in eights."""
 MAX_PASSES = 8
 
@@ -79,8 +79,7 @@ class Config:
     def shared_bytes(self) -> int:
         """As DecodeBuffers in csrc/sm90/decode_plan.cuh adds them up, with room for the fixed part."""
         nt = self.token_tiles
-        stages = 2 if nt > 2 else 4
-        vectors = self.k_warps * nt * 256 + stages * self.k_warps * self.row_warps * nt * 32
+        vectors = self.k_warps * nt * 256 + 4 * self.k_warps * self.row_warps * nt * 32
         vectors += 32 * nt * 32 if self.passes > 1 else 0
         return 16 * vectors + MAX_SEGMENTS * 8 * nt * 4 + 14 * 1024
 
@@ -119,7 +118,7 @@ def choose(rows: int, groups: int, kp: int, blocks: int) -> Config | None:
     if groups > MAX_GROUPS:
         return None
     average = rows_per_expert(rows, groups)
-    tiles = 1 if average <= 5 else 2 if average <= 14 else 3
+    tiles = 1 if average <= 5 else 2
     config = warps_for(kp, tiles)
     chunks = min(rows, groups) + rows // (8 * tiles)
     if config is None or chunks // blocks + 2 > MAX_SEGMENTS:

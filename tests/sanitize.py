@@ -1,0 +1,90 @@
+"""A small sweep of every Hopper kernel, for compute-sanitizer; not collected by pytest.
+
+    compute-sanitizer --tool memcheck python tests/sanitize.py
+    compute-sanitizer --tool racecheck python tests/sanitize.py --every-lane-arrives
+
+racecheck credits an mbarrier's arrival with the accesses of the lane that arrives alone, not with those that
+__syncwarp orders before it, and so reports each place where one lane arrives for its warp. The second form
+builds the kernels again, in a temporary folder, so that every lane does (csrc/sm90/ptx.cuh).
+"""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+import tempfile
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+import torch
+
+import fp4_ops  # noqa: F401
+from fp4_ops.sm90 import library
+
+op = torch.ops.fp4
+FORM = {"format": "nvfp4", "layout": "sm90"}
+
+
+def build(folder: str) -> str:
+    sources = sorted((Path(__file__).parent.parent / "csrc/sm90").glob("*.cu"))
+    flags = ["-gencode=arch=compute_90a,code=sm_90a", "-O3", "-std=c++17", "-lineinfo", "-Xcompiler=-fPIC"]
+    objects = [f"{folder}/{s.stem}.o" for s in sources]
+
+    def compile_one(source: Path, to: str) -> None:
+        subprocess.run(["nvcc", *flags, "-DFP4_EVERY_LANE_ARRIVES", "-c", str(source), "-o", to], check=True)
+
+    with ThreadPoolExecutor() as pool:
+        list(pool.map(compile_one, sources, objects))
+    subprocess.run(["nvcc", *flags, "-shared", *objects, "-o", f"{folder}/{library.FILE}"], check=True)
+    return f"{folder}/{library.FILE}"
+
+
+def weight(*shape: int, format: str = "nvfp4", layout: str = "sm90") -> tuple[torch.Tensor, ...]:
+    return op.prepack(*op.quantize(torch.randn(shape, device="cuda"), format), format, layout)
+
+
+def products() -> None:
+    for groups, n, k in ((5, 64, 208), (40, 128, 512)):
+        w = weight(groups, n, k)
+        for m in (1, 37, 300):
+            ids = torch.randint(-1, groups, (m,), device="cuda")
+            counts = torch.bincount(torch.where(ids < 0, groups, ids), minlength=groups + 1)
+            offs = counts[:groups].cumsum(0).int()
+            for dtype in (torch.bfloat16, torch.float16):
+                x = torch.randn(m, k, device="cuda").to(dtype)
+                op.grouped_mm(x, *w, offs, **FORM)
+                op.indexed_mm(x, *w, ids, **FORM)
+            a, scale = op.quantize_fp8(x, layout="sm90")
+            op.grouped_mm(a, *w, offs, scale, **FORM)
+            masked = x.view(1, m, k).expand(groups, -1, -1).contiguous()
+            op.grouped_mm_masked(masked, *w, offs.clamp(max=m), **FORM)
+            int4 = weight(groups, n, k // 128 * 128, format="int4", layout="sm90_int4")
+            a, scale = op.quantize_fp8(x[:, : k // 128 * 128].contiguous(), layout="sm90")
+            op.grouped_mm(a, *int4, offs, scale, format="int4", layout="sm90_int4")
+
+
+def blocks() -> None:
+    experts, hidden, inter, top_k = 8, 256, 128, 2
+    up, down = weight(experts, 2 * inter, hidden), weight(experts, hidden, inter)
+    for tokens in (1, 50, 400):
+        x = torch.randn(tokens, hidden, device="cuda").bfloat16()
+        ids = torch.randint(-1, experts, (tokens, top_k), device="cuda")
+        scores = torch.rand(tokens, top_k, device="cuda")
+        for activation in ("silu", "silu_interleaved"):
+            for a_format in ("none", "fp8", "nvfp4", "mxfp4"):
+                op.moe(x, ids, scores, *up, *down, activation=activation, a_format=a_format, **FORM)
+
+
+def main() -> None:
+    with tempfile.TemporaryDirectory() as folder:
+        if "--every-lane-arrives" in sys.argv:
+            library.FILE = build(folder)  # absolute, so that it takes the place of the package's
+            library.library.cache_clear()
+        products()
+        blocks()
+        torch.cuda.synchronize()
+    print("done")
+
+
+if __name__ == "__main__":
+    main()
