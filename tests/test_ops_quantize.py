@@ -243,7 +243,14 @@ def test_quantize_fp8_matches_the_definition(shape, dtype, layout, device):
     if layout == "sm90":
         want_codes = reference.sm90_order(want_codes.view(torch.uint8)).view(want_codes.dtype)
     assert equal(scale.cpu(), want_scale)
-    assert equal(codes.cpu(), want_codes)
+    if layout == "sm90" and device == "cuda":
+        # Hopper's kernel multiplies by 448 / amax, three roundings of float32 away from x / scale: of two codes
+        # about as near it may take the other.
+        exact = reference.sm90_order(x.double() / want_scale.double()[..., None].clamp(min=1e-300))
+        off, nearest = ((c.double() - exact).abs() for c in (codes.cpu(), want_codes))
+        assert (off <= nearest + 2.0**-21 * exact.abs()).all()
+    else:
+        assert equal(codes.cpu(), want_codes)
 
 
 @pytest.mark.parametrize("magnitude", [3e38, 1e-36, 1e-42, 1e-45])

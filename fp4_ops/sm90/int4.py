@@ -68,7 +68,7 @@ def unpack(packed: Tensor, block_scale: Tensor, fmt: Format) -> tuple[Tensor, Te
     plain = pairs.permute(*range(d), d, d + 2, d + 4, d + 1, d + 3, d + 5, d + 6).reshape(*lead, n, half)
     blocks = 2 * half // fmt.block
     scales = block_scale.reshape(*lead, tiles, blocks, 16).transpose(-1, -2).reshape(*lead, n, blocks)
-    return plain, scales.clone(), scales.new_empty(0)
+    return plain, scales.clone(memory_format=torch.contiguous_format), scales.new_empty(0)
 
 
 def run(
