@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import ctypes
 from dataclasses import dataclass, field
 from typing import Any
@@ -287,6 +288,14 @@ def _replace_weights(
     return sizes
 
 
+def own_configs(model: nn.Module) -> None:
+    """Gives the model copies of its configs: other models may have been built from the same objects."""
+    copies: dict[int, Any] = {}
+    for module in model.modules():
+        if "config" in module.__dict__:
+            module.config = copy.deepcopy(module.config, copies)
+
+
 def choose_implementation(model: nn.Module) -> None:
     """Sets `fp4` on the config, which modules share: those left alone note what they ran before.
 
@@ -294,6 +303,8 @@ def choose_implementation(model: nn.Module) -> None:
     """
     experts.register()
     modules: list[Any] = [m for m in model.modules() if is_experts(m)]
+    if any(hasattr(m, "_fp4_recipe") for m in modules):
+        own_configs(model)
     for module in modules:
         previous = module.config._experts_implementation
         if not hasattr(module, "_fp4_recipe") and previous != experts.IMPLEMENTATION:

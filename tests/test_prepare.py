@@ -255,6 +255,18 @@ def test_generate(cache):
     assert model.config._experts_implementation == "fp4"
 
 
+def test_models_of_the_same_config_stay_as_they_are():
+    model = build("mixtral", torch.float32, "grouped_mm")
+    config = model.config
+    other = type(model)(config)
+    fp4_ops.prepare(model)
+    later = type(model)(config)
+    configs = {id(m.config) for m in model.modules() if hasattr(m, "config")}
+    assert configs == {id(model.config)} and model.config is not config
+    for untouched in (other, later):
+        assert untouched.config._experts_implementation == "grouped_mm"
+
+
 def test_a_gradient_is_an_error():
     model = build("mixtral", torch.float32, "grouped_mm")
     fp4_ops.prepare(model)
