@@ -244,8 +244,8 @@ def test_quantize_fp8_matches_the_definition(shape, dtype, layout, device):
         want_codes = reference.sm90_order(want_codes.view(torch.uint8)).view(want_codes.dtype)
     assert equal(scale.cpu(), want_scale)
     if layout == "sm90" and device == "cuda":
-        # Hopper's kernel multiplies by 448 / amax, three roundings of float32 away from x / scale: of two codes
-        # about as near it may take the other.
+        # Hopper's kernel multiplies by 448 / amax, three roundings of float32 away from x / scale: of two
+        # codes about as near it may take the other.
         exact = reference.sm90_order(x.double() / want_scale.double()[..., None].clamp(min=1e-300))
         off, nearest = ((c.double() - exact).abs() for c in (codes.cpu(), want_codes))
         assert (off <= nearest + 2.0**-21 * exact.abs()).all()
