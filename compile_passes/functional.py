@@ -14,6 +14,7 @@ import torch
 from torch import fx
 from torch._subclasses.fake_tensor import FakeTensor
 from torch._subclasses.functional_tensor import FunctionalTensor, FunctionalTensorMode
+from torch.fx.experimental.proxy_tensor import disable_proxy_modes_tracing
 
 aten = torch.ops.aten
 
@@ -27,7 +28,9 @@ def functional_tensors(inputs: Sequence[Any]) -> Iterator[list[Any]]:
     """The inputs, tensors as functional ones: operators on these leave no writes in a trace."""
     keep_out = torch._C._ExcludeDispatchKeyGuard(torch._C.DispatchKeySet(torch._C.DispatchKey.Functionalize))
     with keep_out, FunctionalTensorMode():
-        yield [FunctionalTensor.to_functional(a) if isinstance(a, torch.Tensor) else a for a in inputs]
+        with disable_proxy_modes_tracing():
+            wrapped = [FunctionalTensor.to_functional(a) if isinstance(a, torch.Tensor) else a for a in inputs]
+        yield wrapped
 
 
 def current(t: Any) -> Any:
