@@ -75,7 +75,8 @@ def _hints(model: Any, report: Report, branches: Sequence[str]) -> list[str]:
     if any("tolist" in reason or "Data dependent operator" in reason for reason in report.graph_breaks):
         hints.append(
             "a function takes numbers out of tensors (.tolist(), .item(), .cpu().numpy()) and goes on "
-            "in Python; if it slices rows sorted by expert (`x[start:end]`, with the counts of bincount), "
+            "in Python; if it slices rows sorted by expert (`x[start:end]`), cut them all at once, "
+            "`rows.split(counts.tolist())` with counts = torch.bincount(ids, minlength=E) of topk's ids, or "
             "let each expert take its rows by `token, slot = torch.where(ids == e)`, or all of them by one "
             "grouped_mm with offsets counts.cumsum(0): then no number leaves the graph"
         )

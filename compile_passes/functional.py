@@ -29,7 +29,9 @@ def functional_tensors(inputs: Sequence[Any]) -> Iterator[list[Any]]:
     keep_out = torch._C._ExcludeDispatchKeyGuard(torch._C.DispatchKeySet(torch._C.DispatchKey.Functionalize))
     with keep_out, FunctionalTensorMode():
         with disable_proxy_modes_tracing():
-            wrapped = [FunctionalTensor.to_functional(a) if isinstance(a, torch.Tensor) else a for a in inputs]
+            wrapped = [
+                FunctionalTensor.to_functional(a) if isinstance(a, torch.Tensor) else a for a in inputs
+            ]
         yield wrapped
 
 

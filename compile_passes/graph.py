@@ -185,7 +185,19 @@ def is_pure(node: fx.Node) -> bool:
     if is_op(node, aten.empty, aten.empty_like, aten.copy_):
         return False
     tags = getattr(node.target, "tags", ())
-    return torch.Tag.nondeterministic_seeded not in tags and not node.is_impure()
+    return torch.Tag.nondeterministic_seeded not in tags and not is_impure(node)
+
+
+def is_impure(node: fx.Node) -> bool:
+    """What fx says, which searches torch's registries, once for each operator."""
+    if not isinstance(node.target, torch._ops.OpOverload):
+        return node.is_impure()
+    if node.target not in _IMPURE:
+        _IMPURE[node.target] = node.is_impure()
+    return _IMPURE[node.target]
+
+
+_IMPURE: dict[Any, bool] = {}
 
 
 # --- operands that are weights ---

@@ -18,7 +18,20 @@ from .block import Block, ends_a_block, match_block
 from .capture import CannotCapture, mutated_inputs
 from .decode import decode_to_operator
 from .decoded import find_decoded
-from .graph import FLOATING, Canon, Refusal, WeightRef, Weights, aten, is_op, is_tensor, need, shape, value
+from .graph import (
+    FLOATING,
+    Canon,
+    Refusal,
+    WeightRef,
+    Weights,
+    aten,
+    is_impure,
+    is_op,
+    is_tensor,
+    need,
+    shape,
+    value,
+)
 from .held import HeldSpec, format_of, held_spec, inputs_of, is_held
 from .linears import linear_layers
 from .options import Options
@@ -145,7 +158,7 @@ def sweep(graph: fx.Graph) -> None:
 
 
 def _has_effect(node: fx.Node) -> bool:
-    return node.op in ("placeholder", "output") or node.is_impure()
+    return node.op in ("placeholder", "output") or is_impure(node)
 
 
 def _keep(nodes: Iterable[fx.Node], live: set[fx.Node]) -> None:

@@ -116,7 +116,22 @@ class Search:
         experts = count >= _MANY or any(branches > 1 for _, branches, _ in told)
         if not ends or not (experts or self._is_indexed(ends[0])):
             return None  # a dense FFN
-        return max(told, key=lambda t: t[:2])[2]
+        refusal = max(told, key=lambda t: t[:2])[2]
+        vague = refusal.reason.endswith("is not understood")
+        return (self._stopped(bits) if vague else None) or refusal
+
+    def _stopped(self, bits: int) -> Refusal | None:
+        """The operator that an expert's output meets before it is added up, if no block ends with such."""
+        for node in self.graph.nodes:
+            near = 0
+            for n in node.all_input_nodes:
+                near |= self._near.get(n, 0)
+            alone = near and near & bits == near and near & (near - 1) == 0
+            if alone and is_tensor(node) and not self._continues(node):
+                return Refusal(
+                    f"{node.target} of one expert's output, before all are added, is not understood", node
+                )
+        return None
 
     def _is_indexed(self, node: fx.Node) -> bool:
         """Whether a product's weight holds several experts."""
