@@ -299,6 +299,10 @@ class _Emitter:
     def _gathered(self, node: fx.Node, ref: Ref, axes: tuple[Axis, ...]) -> tuple[fx.Node, list[Axis]]:
         """`scores[t, ids[t, j]]`: the weights of a router that does not normalise them."""
         *rows, ids = ref.index
+        if len(rows) == 1 and isinstance(rows[0], Const):  # of one token
+            labels = [a for a in axes if a in free_axes(ids)]
+            row = self._call(aten.select.int, node, 0, rows[0].value)
+            return self._call(aten.index.Tensor, row, [self.element(ids, tuple(labels))]), labels
         labels = [*rows, *(a for a in axes if a in free_axes(ids) and a not in rows)]
         need(len(rows) == 1 and isinstance(rows[0], Axis), f"{ref!r} is indexed oddly", self.m.root)
         need(len(labels) == 2 and labels[0] in free_axes(ids), f"{ref!r} is indexed oddly", self.m.root)

@@ -120,6 +120,20 @@ def test_python_floats_of_a_module_inside_the_experts_are_constants():
         assert f"div(gate, {cap})" in recorder.sites[-1].activation
 
 
+def test_weights_that_a_number_scales():
+    """Of a router that does not normalise them; the number is a symbol where dynamic=True."""
+
+    class Scaled(STYLES["where loop"]):
+        factor = 1.5
+
+        def route(self, x):
+            scores = torch.sigmoid(self.router(x))
+            ids = torch.topk(scores, self.k).indices
+            return ids, scores.gather(1, ids) * self.factor
+
+    check(Scaled(), MOE)
+
+
 def test_experts_may_share_a_parameter():
     module = STYLES["where loop"]()
     module.list[3] = module.list[1]
