@@ -89,9 +89,12 @@ def _over_experts(method: Handler) -> Handler:
     def get_iter(tx: Any, inst: Any) -> None:
         number = _where_the_number_is_stored(tx) if wanted(tx.output) else None
         mask = _mask_of_hits(tx, inst) if number is not None else None
+        tensors = number == tx.instruction_pointer + 1
+        if mask is not None and tensors and example(tx.stack[-1].as_proxy().node).dim() != 2:
+            mask = None  # they are tensors of no dimension
         if mask is not None:
             experts: list[Any] = [ConstantVariable.create(e) for e in range(_rounds(mask))]
-            if number == tx.instruction_pointer + 1:
+            if tensors:
                 experts = [_one_element()([e], mutation_type=ValueMutationNew()) for e in experts]
             tx.stack[-1] = ListVariable(experts, mutation_type=ValueMutationNew())
         method(tx, inst)

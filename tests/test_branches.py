@@ -577,6 +577,22 @@ class HitsByTensorOfSeveral(Hits):
         return out
 
 
+class HitsByTensorsOfNoDimension(Hits):
+    """`mask[t]` has a dimension less."""
+
+    def hit(self, ids):
+        return super().hit(ids).squeeze(-1)
+
+    def experts_of(self, x, ids, weights):
+        out = torch.zeros_like(x)
+        hit = self.hit(ids)
+        mask, factors = self.mask, torch.arange(float(self.E))
+        for t in hit:
+            slot, token = torch.where(mask[t])
+            self.work(out, x * factors[t], token, slot, weights, self.list[0])
+        return out
+
+
 class HitsByTensorAndWrites(Hits):
     """A copy where t is a tensor."""
 
@@ -596,7 +612,7 @@ class HitsByTensorAndWrites(Hits):
 BRANCHES = [
     HitsByTensorAndCounts, HitsByTensorThatChange, HitsByTensorOfFactorsThatCancel,
     HitsByTensorOfCountsThatChanged, HitsByTensorAndReadsIt, HitsByTensorOfAnotherMask,
-    HitsByTensorAndRemembers, HitsByTensorOfSeveral, HitsByTensorAndWrites,
+    HitsByTensorAndRemembers, HitsByTensorOfSeveral, HitsByTensorAndWrites, HitsByTensorsOfNoDimension,
     LocalIsReadLater, ACounter, AList, ADictionaryOfTheCaller, AnAttribute, AClosure, AGenerator, AnIterator,
     ATensorOfCounts, AWholeTensor, AViewOfATensor, RowsOfAnother, MaskOfAnother, FewRows, Breaks, Returns,
     HitsByItemAndReadsIt, HitsByItemAndCounts, HitsThatBreak, HitsThatMarkOthers, HitsThatChange,
