@@ -128,6 +128,10 @@ class Decoder(Reader):
             return self._pointwise(node, 2)
         return super()._getitem(node, 2)
 
+    def ref(self, node: fx.Node, dims: tuple[tuple[Axis, ...], ...]) -> None:
+        """What a decoding computes on its way is no element to stop at."""
+        return None
+
     def align(self, ours: tuple[Axis, ...], theirs: tuple[Axis, ...]) -> tuple[dict, dict]:
         """Nibbles of bytes and elements of blocks cut K differently: both are cut where either is."""
         try:

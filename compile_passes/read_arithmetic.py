@@ -111,8 +111,10 @@ class Arithmetic(Indexing):
 
     def _and(self, node: fx.Node, level: int) -> Value:
         """Both of two conditions."""
+        if value(node).dtype != torch.bool or not all(map(is_tensor, node.args[:2])):
+            raise Opaque
         a, b = self.broadcast([self.value(n, 0) for n in node.args[:2]])
-        if value(node).dtype != torch.bool or not (is_boolean(a.term) and is_boolean(b.term)):
+        if not (is_boolean(a.term) and is_boolean(b.term)):
             raise Opaque
         return Value(self._joined([a, b]), Mul(a.term, b.term))
 
