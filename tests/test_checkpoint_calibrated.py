@@ -157,15 +157,17 @@ def test_weighted_errs_less_than_rtn_on_the_text(tmp_path):
 
 
 @pytest.mark.parametrize("format", ["nvfp4", "mxfp4", "int4_g32"])
-def test_gptq_errs_less_than_rtn_on_the_text(format, tmp_path):
-    """Fixed data: a bound with margin, since GPTQ is greedy and promises nothing."""
+def test_gptq_errs_less_than_rtn_on_the_text(format, device, tmp_path):
+    """Fixed data: a bound with margin, since GPTQ is greedy and promises nothing. On a CPU 0.42 to 0.56."""
     torch.manual_seed(0)
     source, text = save(tmp_path / "bf16"), tokens(16, 64)
     errors = {}
     for method in ("rtn", "gptq"):
         given = None if method == "rtn" else text
         out = tmp_path / method
-        quantize_checkpoint(source, out, format, method=method, calibration=given, progress=False)
+        quantize_checkpoint(
+            source, out, format, method=method, calibration=given, device=device, progress=False
+        )
         parts = moments_and_weights(source, out, text)
         errors[method] = sum((((w - q) @ h) * (w - q)).sum().item() for h, w, q in parts)
     assert errors["gptq"] < 0.9 * errors["rtn"], errors

@@ -1,0 +1,100 @@
+"""Quantising a checkpoint with calibration text, layer by layer: time, peak memory, and a kill half-way.
+
+    python benchmarks/checkpoint_calibrated.py --method gptq --layers 4 --dir DIR
+
+Makes a bf16 Qwen3-MoE of random weights in DIR (0.2 GB a layer), and runs `python -m fp4_ops quantize` on it,
+with this repository's sources as its text (a model of bytes): once, and once killed (SIGKILL) with half the
+layers done and run again.
+"""
+
+from __future__ import annotations
+
+import argparse
+import multiprocessing
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import torch
+from checkpoint_stream import machine, same, weights
+from fp4_ops.meta.formats import FORMATS
+from transformers import AutoModelForCausalLM, Qwen3MoeConfig
+
+from fp4_ops.checkpoints.calibrated import SPOOL
+from fp4_ops.quantization import METHODS
+
+SOURCES = Path(__file__).parent.parent / "fp4_ops"
+
+
+def make_source(folder: Path, layers: int) -> None:
+    config = Qwen3MoeConfig(
+        vocab_size=256, hidden_size=1024, num_hidden_layers=layers, num_attention_heads=8,
+        num_key_value_heads=4, head_dim=64, moe_intermediate_size=512, num_experts=64, num_experts_per_tok=8,
+        norm_topk_prob=True,
+    )  # fmt: skip
+    model = AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16)
+    model.save_pretrained(folder, max_shard_size="500MB")
+
+
+def quantize(command: list[str], out: Path, kill_after: int | None = None) -> str:
+    """Runs it; kill_after: SIGKILL once so many layers are done."""
+    start = time.perf_counter()
+    process = subprocess.Popen([*command, "-o", str(out)], stdout=subprocess.PIPE, text=True)
+    while kill_after is not None:
+        if any(int(f.stem[-5:]) >= kill_after for f in out.glob(f"{SPOOL}/state-*.safetensors")):
+            process.send_signal(signal.SIGKILL)
+            break
+        time.sleep(0.05)
+    text = process.stdout.read()
+    _, status, usage = os.wait4(process.pid, 0)
+    assert os.waitstatus_to_exitcode(status) == (0 if kill_after is None else -signal.SIGKILL), status
+    return (
+        f"{time.perf_counter() - start:.1f} s, {usage.ru_utime + usage.ru_stime:.1f} s of processor time, "
+        f"peak resident {usage.ru_maxrss * 1024 / 1e9:.2f} GB\n{text.partition(': ')[2].strip()}"
+    ).strip()
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
+    parser.add_argument("--layers", type=int, default=4)
+    parser.add_argument(
+        "--method", default="gptq", choices=[m for m in METHODS if METHODS[m].calibration != "none"]
+    )
+    parser.add_argument("--format", default="nvfp4", choices=list(FORMATS))
+    parser.add_argument("--windows", type=int, default=16, help="of 256 bytes")
+    parser.add_argument(
+        "--dir", type=Path, required=True, help="scratch space: 0.4 GB a layer, removed afterwards"
+    )
+    args = parser.parse_args()
+    print(machine(), flush=True)
+    source, whole, resumed, text = (args.dir / name for name in ("bf16", "whole", "resumed", "text"))
+    command = [
+        sys.executable, "-m", "fp4_ops", "quantize", str(source), "--format", args.format,
+        "--method", args.method, "--calibration", str(text), "--length", "256",
+        "--calibration-windows", str(args.windows),
+    ]  # fmt: skip
+    try:
+        # Elsewhere: a child's peak starts at what its parent holds.
+        maker = multiprocessing.get_context("spawn").Process(target=make_source, args=(source, args.layers))
+        maker.start()
+        maker.join()
+        text.write_bytes(b"".join(f.read_bytes() for f in sorted(SOURCES.rglob("*.py"))))
+        size = sum(f.stat().st_size for f in weights(source))
+        print(f"source: {args.layers} layers, {size / 1e9:.2f} GB", flush=True)
+        print(f"{args.method}, {args.windows} windows: {quantize(command, whole)}", flush=True)
+        print(f"killed after {args.layers // 2} layers: {quantize(command, resumed, args.layers // 2)}")
+        print(f"resumed: {quantize(command, resumed)}")
+        print("identical" if same(whole, resumed) else "DIFFERENT")
+        assert same(whole, resumed)
+    finally:
+        for folder in (source, whole, resumed):
+            shutil.rmtree(folder, ignore_errors=True)
+        text.unlink(missing_ok=True)
+
+
+if __name__ == "__main__":
+    main()
