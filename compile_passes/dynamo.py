@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -81,9 +82,15 @@ def _items(gm: fx.GraphModule) -> list[fx.Node]:
 def _extend_tolist() -> None:
     from torch._dynamo.variables.tensor import TensorVariable
 
-    method = getattr(TensorVariable, "method_tolist", None)
-    if method is not None and not hasattr(method, "_fp4"):
+    table = getattr(TensorVariable, "tp_methods", {})  # torch 2.15 looks methods up in here
+    entry = table.get("tolist")
+    method = getattr(TensorVariable, "method_tolist", None) if entry is None else entry.handler
+    if method is None or hasattr(method, "_fp4"):
+        return
+    if entry is None:
         TensorVariable.method_tolist = _tolist(method)
+    else:
+        table["tolist"] = replace(entry, handler=_tolist(method))
 
 
 def extend_dynamo() -> None:
