@@ -11,16 +11,12 @@ from __future__ import annotations
 
 import argparse
 import multiprocessing
-import os
 import shutil
-import signal
-import subprocess
 import sys
-import time
 from pathlib import Path
 
 import torch
-from checkpoint_stream import machine, same, weights
+from checkpoint_stream import machine, run, same, weights
 from fp4_ops.meta.formats import FORMATS
 from transformers import AutoModelForCausalLM, Qwen3MoeConfig
 
@@ -42,19 +38,14 @@ def make_source(folder: Path, layers: int) -> None:
 
 def quantize(command: list[str], out: Path, kill_after: int | None = None) -> str:
     """Runs it; kill_after: SIGKILL once so many layers are done."""
-    start = time.perf_counter()
-    process = subprocess.Popen([*command, "-o", str(out)], stdout=subprocess.PIPE, text=True)
-    while kill_after is not None:
-        if any(int(f.stem[-5:]) >= kill_after for f in out.glob(f"{SPOOL}/state-*.safetensors")):
-            process.send_signal(signal.SIGKILL)
-            break
-        time.sleep(0.05)
-    text = process.stdout.read()
-    _, status, usage = os.wait4(process.pid, 0)
-    assert os.waitstatus_to_exitcode(status) == (0 if kill_after is None else -signal.SIGKILL), status
+
+    def enough() -> bool:
+        return any(int(f.stem[-5:]) >= kill_after for f in out.glob(f"{SPOOL}/state-*.safetensors"))
+
+    seconds, processor, peak, text = run([*command, "-o", str(out)], None if kill_after is None else enough)
     return (
-        f"{time.perf_counter() - start:.1f} s, {usage.ru_utime + usage.ru_stime:.1f} s of processor time, "
-        f"peak resident {usage.ru_maxrss * 1024 / 1e9:.2f} GB\n{text.partition(': ')[2].strip()}"
+        f"{seconds:.1f} s, {processor:.1f} s of processor time, peak resident {peak:.2f} GB\n"
+        f"{text.partition(': ')[2].strip()}"
     ).strip()
 
 

@@ -24,7 +24,7 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import NamedTuple
@@ -157,26 +157,35 @@ def plain_copy(source: Path, scratch: Path, sizes: list[int], read, write) -> Pl
     return Plain(reading, writing, together)
 
 
-def quantize(source: Path, out: Path, kill_after: int | None = None) -> tuple[float, float, float, str]:
-    """Runs the command: seconds, seconds of processor time, peak resident GB, what it printed.
+def run(command: list[str], killed: Callable[[], bool] | None = None) -> tuple[float, float, float, str]:
+    """Runs a command: seconds, seconds of processor time, peak resident GB, what it printed.
 
-    kill_after: SIGKILL once so many files are done.
+    killed: SIGKILL once this is true.
     """
-    drop_cache(source)
     start = time.perf_counter()
-    command = [sys.executable, "-m", "fp4_ops", "quantize", str(source), "-o", str(out)]
     process = subprocess.Popen(command, stdout=subprocess.PIPE, text=True)
-    while kill_after is not None:
-        state = out / PROGRESS
-        if state.exists() and len(json.loads(state.read_text())["done"]) >= kill_after:
+    while killed is not None:
+        if killed():
             process.send_signal(signal.SIGKILL)
             break
         time.sleep(0.05)
     text = process.stdout.read()
     _, status, usage = os.wait4(process.pid, 0)
-    assert os.waitstatus_to_exitcode(status) == (0 if kill_after is None else -signal.SIGKILL), status
+    assert os.waitstatus_to_exitcode(status) == (0 if killed is None else -signal.SIGKILL), status
     seconds, processor = time.perf_counter() - start, usage.ru_utime + usage.ru_stime
     return seconds, processor, usage.ru_maxrss * 1024 / 1e9, text.strip()
+
+
+def quantize(source: Path, out: Path, kill_after: int | None = None) -> tuple[float, float, float, str]:
+    """`run` of the command. kill_after: SIGKILL once so many files are done."""
+
+    def enough() -> bool:
+        state = out / PROGRESS
+        return state.exists() and len(json.loads(state.read_text())["done"]) >= kill_after
+
+    drop_cache(source)
+    command = [sys.executable, "-m", "fp4_ops", "quantize", str(source), "-o", str(out)]
+    return run(command, None if kill_after is None else enough)
 
 
 def same(a: Path, b: Path) -> bool:

@@ -1,0 +1,352 @@
+"""Loops over the experts that are hit, and those among them that must not be traced over all experts."""
+
+from __future__ import annotations
+
+import torch
+from branch_loops import Loop
+
+
+class Hits(Loop):
+    """A loop over the experts that are hit."""
+
+    def hit(self, ids):
+        self.mask = torch.nn.functional.one_hot(ids, self.E).permute(2, 1, 0)
+        return (self.mask.sum((1, 2)) > 0).nonzero()
+
+    def more(self, e, out):
+        pass
+
+    def experts_of(self, x, ids, weights):
+        out = torch.zeros_like(x)
+        hit = self.hit(ids)
+        mask = self.mask
+        for e in hit:
+            e = e[0]
+            slot, token = torch.where(mask[e])
+            self.work(out, x, token, slot, weights, self.list[e])
+            self.more(e, out)
+        return out
+
+
+class HitsByItem(Hits):
+    """As longcat_flash has it: with a branch in it, which is seen through first."""
+
+    def experts_of(self, x, ids, weights):
+        out = torch.zeros_like(x)
+        hit = self.hit(ids)
+        for t in hit:
+            e = int(t.item())
+            slot, token = torch.where(self.mask[e].squeeze(0))
+            if token.numel() == 0:
+                continue
+            self.work(out, x, token, slot, weights, self.list[e])
+            self.more(e, out)
+        return out
+
+
+class HitsInARow(HitsByItem):
+    """As nemotron_h has it."""
+
+    def hit(self, ids):
+        return super().hit(ids).squeeze(-1)
+
+
+class HitsByItemAndReadsIt(Hits):
+    def experts_of(self, x, ids, weights):
+        out = torch.zeros_like(x)
+        hit = self.hit(ids)
+        for t in hit:
+            e = t.item()
+            slot, token = torch.where(self.mask[e])
+            self.work(out, x * (t > 1), token, slot, weights, self.list[e])
+        return out
+
+
+class HitsByItemAndCounts(HitsByItem):
+    def more(self, e, out):
+        self.calls += 1
+
+
+class HitsThatBreak(Hits):
+    def experts_of(self, x, ids, weights):
+        out = torch.zeros_like(x)
+        hit = self.hit(ids)
+        for e in hit:
+            e = e[0]
+            slot, token = torch.where(self.mask[e])
+            if token.numel() == 0:
+                break
+            self.work(out, x, token, slot, weights, self.list[e])
+        return out
+
+
+class HitsThatMarkOthers(Hits):
+    """Without rows that writes nothing; with rows it gives rows to an expert that was not hit."""
+
+    def more(self, e, out):
+        self.mask[self.E - 1, 0].index_fill_(0, torch.where(self.mask[e])[1], 1)
+
+
+class HitsThatChange(Hits):
+    def hit(self, ids):
+        hit = super().hit(ids)
+        hit.clamp_(max=2)
+        return hit
+
+
+class HitsOfTokens(Loop):
+    """As many tokens as there are, not as many as there are experts."""
+
+    def experts_of(self, x, ids, weights):
+        out = torch.zeros_like(x)
+        mask = torch.nn.functional.one_hot(ids, self.E)
+        for t in (mask.sum((1, 2)) > 0).nonzero():
+            t = t[0]
+            slot, expert = torch.where(mask[t])
+            out.index_add_(0, slot * 0 + t, x[t] * (weights[t, slot] * (1 + expert))[:, None])
+        return out
+
+
+class HitsOften(Hits):
+    def hit(self, ids):
+        super().hit(ids)
+        return (self.mask.sum((1, 2)) > 1).nonzero()
+
+
+class HitsOfFewTokens(Hits):
+    def hit(self, ids):
+        super().hit(ids)
+        return (self.mask[:, :, :1].sum((1, 2)) > 0).nonzero()
+
+
+class HitsOfAnotherMask(Hits):
+    def hit(self, ids):
+        hit = super().hit(ids)
+        self.mask = self.mask.roll(1, 0)
+        return hit
+
+
+class HitsOfAMaskThatChanges(Hits):
+    def hit(self, ids):
+        hit = super().hit(ids)
+        self.mask.zero_()
+        return hit
+
+
+class HitsOfAMaskThatIsFilled(Hits):
+    def hit(self, ids):
+        hit = super().hit(ids)
+        self.mask[2][:1] = 1
+        return hit
+
+
+class HitsOfIdsThatChange(Hits):
+    def hit(self, ids):
+        ids.add_(1)
+        self.mask = torch.nn.functional.one_hot(ids, self.E + 1).permute(2, 1, 0)
+        return (self.mask.sum((1, 2)) > 0).nonzero()
+
+    def experts_of(self, x, ids, weights):
+        self.list.append(self.list[0])
+        out = super().experts_of(x, ids, weights)
+        del self.list[-1]
+        return out
+
+
+class HitsOfCountsThatCancel(Hits):
+    def hit(self, ids):
+        self.mask = torch.nn.functional.one_hot(ids, self.E).permute(2, 1, 0) - 1
+        return (self.mask.sum((1, 2)) > 0).nonzero()
+
+
+class HitsAndCounts(Hits):
+    def more(self, e, out):
+        self.calls += 1
+
+
+class HitsAndAdds(Hits):
+    def more(self, e, out):
+        out += 1
+
+
+class HitsAndStops(Loop):
+    def experts_of(self, x, ids, weights):
+        out = torch.zeros_like(x)
+        mask = torch.nn.functional.one_hot(ids, self.E).permute(2, 1, 0)
+        for e in (mask.sum((1, 2)) > 0).nonzero():
+            e = e[0]
+            slot, token = torch.where(mask[e])
+            self.work(out, x, token, slot, weights, self.list[e])
+            if e == 3:
+                break
+        return out
+
+
+class HitsAndRemembers(Loop):
+    def experts_of(self, x, ids, weights):
+        out, e = torch.zeros_like(x), 0
+        mask = torch.nn.functional.one_hot(ids, self.E).permute(2, 1, 0)
+        for e in (mask.sum((1, 2)) > 0).nonzero():
+            e = e[0]
+            slot, token = torch.where(mask[e])
+            self.work(out, x, token, slot, weights, self.list[e])
+        return out * e
+
+
+class HitsAsTensors(Loop):
+    def experts_of(self, x, ids, weights):
+        out = torch.zeros_like(x)
+        mask = torch.nn.functional.one_hot(ids, self.E).permute(2, 1, 0)
+        for e in (mask.sum((1, 2)) > 0).nonzero():
+            e = e[0]
+            slot, token = torch.where(mask[e])
+            self.work(out, x * e.float(), token, slot, weights, self.list[e])
+        return out
+
+
+class HitsDoubled(Loop):
+    def experts_of(self, x, ids, weights):
+        out = torch.zeros_like(x)
+        mask = torch.nn.functional.one_hot(ids, self.E).permute(2, 1, 0)
+        for e in (mask.sum((1, 2)) > 0).nonzero():
+            d = e * 1
+            slot, token = torch.where(mask[d[0]])
+            self.work(out, x, token, slot, weights, self.list[d[0]])
+        return out
+
+
+class HitsByTensor(Hits):
+    """As switch_transformers has it: what the loop is over stays a tensor of one element."""
+
+    def experts_of(self, x, ids, weights):
+        out = torch.zeros_like(x)
+        hit = self.hit(ids)
+        mask = self.mask
+        for t in hit:
+            slot, token = torch.where(mask[t].squeeze(0))
+            self.work(out, x, token, slot, weights, self.list[t[0]])
+            self.more(t[0], out)
+        return out
+
+
+class HitsByTensorUpToACapacity(HitsByTensor):
+    def hit(self, ids):
+        hot = torch.nn.functional.one_hot(ids, self.E)
+        self.mask = (hot * (hot.cumsum(0) <= 1)).permute(2, 1, 0)
+        return torch.greater(self.mask.sum(dim=(-1, -2)), 0).nonzero()
+
+
+class HitsByTensorAndCounts(HitsByTensor):
+    def more(self, e, out):
+        self.calls += 1
+
+
+class HitsByTensorThatChange(HitsByTensor):
+    def hit(self, ids):
+        return super().hit(ids).clamp_(max=2)
+
+
+class HitsByTensorOfFactorsThatCancel(HitsByTensor):
+    def hit(self, ids):
+        hot = torch.nn.functional.one_hot(ids, self.E)
+        sign = 1 - 2 * (torch.arange(self.k) % 2)
+        self.mask = (hot * sign[:, None]).permute(2, 1, 0)
+        return (self.mask.sum((1, 2)) > 0).nonzero()
+
+
+class HitsByTensorOfCountsThatChanged(HitsByTensor):
+    def hit(self, ids):
+        hot = torch.nn.functional.one_hot(ids, self.E)
+        hot.sub_(1)
+        self.mask = (hot * (hot.cumsum(0) <= 1)).permute(2, 1, 0)
+        return (self.mask.sum((1, 2)) > 0).nonzero()
+
+
+class HitsByTensorAndReadsIt(Hits):
+    def experts_of(self, x, ids, weights):
+        out = torch.zeros_like(x)
+        hit = self.hit(ids)
+        mask = self.mask
+        for t in hit:
+            slot, token = torch.where(mask[t].squeeze(0))
+            self.work(out, x * (t > 1), token, slot, weights, self.list[t[0]])
+        return out
+
+
+class HitsByTensorOfAnotherMask(Hits):
+    def experts_of(self, x, ids, weights):
+        out = torch.zeros_like(x)
+        hit = self.hit(ids)
+        mask = self.mask
+        for t in hit:
+            slot, token = torch.where(mask[t].squeeze(0))
+            self.work(out, x, token, slot, weights, self.list[t[0]])
+            mask = mask.roll(1, 0)
+        return out
+
+
+class HitsByTensorAndRemembers(Hits):
+    def experts_of(self, x, ids, weights):
+        out, t = torch.zeros_like(x), [0]
+        hit = self.hit(ids)
+        mask = self.mask
+        for t in hit:
+            slot, token = torch.where(mask[t].squeeze(0))
+            self.work(out, x, token, slot, weights, self.list[t[0]])
+        return out * t[0]
+
+
+class HitsByTensorOfSeveral(Hits):
+    """`mask[t, 0]`: one of the choices."""
+
+    def experts_of(self, x, ids, weights):
+        out = torch.zeros_like(x)
+        hit = self.hit(ids)
+        mask = self.mask
+        for t in hit:
+            token = torch.where(mask[t, 0].squeeze(0))[0]
+            self.work(out, x, token, token * 0, weights, self.list[t[0]])
+        return out
+
+
+class HitsByTensorsOfNoDimension(Hits):
+    """`mask[t]` has a dimension less."""
+
+    def hit(self, ids):
+        return super().hit(ids).squeeze(-1)
+
+    def experts_of(self, x, ids, weights):
+        out = torch.zeros_like(x)
+        hit = self.hit(ids)
+        mask, factors = self.mask, torch.arange(float(self.E))
+        for t in hit:
+            slot, token = torch.where(mask[t])
+            self.work(out, x * factors[t], token, slot, weights, self.list[0])
+        return out
+
+
+class HitsByTensorAndWrites(Hits):
+    """A copy where t is a tensor."""
+
+    def experts_of(self, x, ids, weights):
+        out = torch.zeros_like(x)
+        factors = torch.ones(self.E)
+        hit = self.hit(ids)
+        mask = self.mask
+        for t in hit:
+            slot, token = torch.where(mask[t].squeeze(0))
+            factor = factors[t]
+            factor.mul_(3)
+            self.work(out, x * factor, token, slot, weights, self.list[t[0]])
+        return out * factors.sum()
+
+
+BRANCHES = [
+    HitsByTensorAndCounts, HitsByTensorThatChange, HitsByTensorOfFactorsThatCancel,
+    HitsByTensorOfCountsThatChanged, HitsByTensorAndReadsIt, HitsByTensorOfAnotherMask,
+    HitsByTensorAndRemembers, HitsByTensorOfSeveral, HitsByTensorAndWrites, HitsByTensorsOfNoDimension,
+    HitsByItemAndReadsIt, HitsByItemAndCounts, HitsThatBreak, HitsThatMarkOthers, HitsThatChange,
+    HitsOften, HitsOfFewTokens, HitsOfAnotherMask, HitsOfAMaskThatChanges, HitsOfAMaskThatIsFilled,
+    HitsOfCountsThatCancel, HitsAndCounts, HitsAndAdds, HitsAndStops, HitsAndRemembers, HitsAsTensors,
+    HitsDoubled,
+]  # fmt: skip
