@@ -1,16 +1,17 @@
 """transformers' `generate` with a static cache, stock against fp4_ops: a Qwen3-MoE with 30B-A3B layer shapes.
 
-    python benchmarks/h200_generate.py [--variants stock,stock-grouped,backend,prepared] [--batches 1,8,64]
+    python benchmarks/h200_generate.py [--variants stock,stock-grouped,prepared] [--batches 1,8,64]
 
 Random bfloat16 weights, 16 of the 48 layers. Every variant is compiled by `generate` itself (static cache,
 CompileConfig), in mode "reduce-overhead"; a step's time is the median between CUDA events on consecutive
 tokens, in the second call. First the answer is checked: logits against the float32 model that holds the
 dequantised weights, next to stock bfloat16 on the same. Expert bytes are those of parameters and buffers.
 
-    stock          the default: decode through `batched_mm`
-    stock-grouped  decode kept on `grouped_mm`
-    backend        the model as it is, CompileConfig(backend="fp4")
-    prepared       fp4_ops.prepare(model), which frees the bfloat16 experts; the default backend
+    stock             the default: decode through `batched_mm`
+    stock-grouped     decode kept on `grouped_mm`
+    backend           the model as it is, CompileConfig(backend="fp4")
+    prepared          fp4_ops.prepare(model), which frees the bfloat16 experts; the default backend
+    prepared-backend  both: packed weights in the model, and routers compiled by the backend
 """
 
 from __future__ import annotations
@@ -135,6 +136,9 @@ def check(format: str, variant: str) -> None:
     # Few enough rows an expert for activation="auto" to leave activations alone.
     ids = torch.randint(1, CONFIG.vocab_size, (2, 32), device="cuda")
 
+    def compiled(model):
+        return torch.compile(model, backend="fp4", options={"format": format})
+
     def distance(model) -> float:
         return ((model(ids, use_cache=False).logits.double() - want).norm() / want.norm()).item()
 
@@ -145,14 +149,14 @@ def check(format: str, variant: str) -> None:
     torch.cuda.empty_cache()
     model = new_model()
     four_bits = distance(model)
-    if variant == "prepared":
+    if variant.startswith("prepared"):
         fp4_ops.prepare(model, format=format)
-        ours = distance(model)
+        ours = distance(compiled(model) if variant == "prepared-backend" else model)
         del model
         torch.cuda.empty_cache()
         model = new_model()
     else:
-        ours = distance(torch.compile(model, backend="fp4", options={"format": format}))
+        ours = distance(compiled(model))
     fake_quantise(model, format)
     stock = distance(model)
     print(
@@ -171,14 +175,14 @@ def keep_grouped(model):
 
 def run(variant: str, batches: list[int], format: str, prefill: bool, results: dict) -> None:
     torch._dynamo.reset()
-    if variant in ("backend", "prepared"):
+    if not variant.startswith("stock"):
         check(format, variant)
         torch._dynamo.reset()
         gc.collect()
         torch.cuda.empty_cache()
     model = new_model()
     before = expert_bytes(model)
-    if variant == "prepared":
+    if variant.startswith("prepared"):
         fp4_ops.prepare(model, format=format)
         gc.collect()
         torch.cuda.empty_cache()
@@ -186,17 +190,17 @@ def run(variant: str, batches: list[int], format: str, prefill: bool, results: d
         keep_grouped(model)
     after = expert_bytes(model)
     print(f"{variant}: expert bytes {after / 1e9:.2f} GB, {after / before:.3f} of bfloat16", flush=True)
-    backend = "fp4" if variant == "backend" else "inductor"
+    backend = "fp4" if variant.endswith("backend") else "inductor"
     for batch in batches:
         ms, compile_s = generate_ms(model, batch, backend, format)
         results[variant, batch] = ms
         print(
-            f"{variant:14} batch {batch:3d}: {ms:7.2f} ms a step   (first call {compile_s:.0f} s)", flush=True
+            f"{variant:16} batch {batch:3d}: {ms:7.2f} ms a step   (first call {compile_s:.0f} s)", flush=True
         )
         torch._dynamo.reset()
     if prefill and variant != "stock-grouped":
         results[variant, "prefill"] = prefill_ms(model, backend, format)
-        print(f"{variant:14} prefill of {PREFILL}: {results[variant, 'prefill']:.1f} ms", flush=True)
+        print(f"{variant:16} prefill of {PREFILL}: {results[variant, 'prefill']:.1f} ms", flush=True)
 
 
 def main() -> None:
@@ -224,7 +228,7 @@ def main() -> None:
         stock = results.get(("stock", what))
         if stock is not None and not variant.startswith("stock"):
             better = min(stock, results.get(("stock-grouped", what), stock))
-            print(f"{variant:14} {what!s:>8}: {stock / ms:5.2f}x   {better / ms:5.2f}x")
+            print(f"{variant:16} {what!s:>8}: {stock / ms:5.2f}x   {better / ms:5.2f}x")
 
 
 if __name__ == "__main__":

@@ -49,6 +49,7 @@ def analyse(gm: fx.GraphModule, inputs: Sequence[Any], options: Options) -> tupl
             if node in fixed and x.numel() <= TABLE:
                 node.meta["constant"] = x.detach()
         rewritten, frame.sites = rewrite(traced, fixed, options, fake_mode)
+        frame.also = rewritten.also if rewritten is not None else []
     except CannotCapture as reason:
         frame.note = f"left to Inductor: {reason}"
         return None, frame

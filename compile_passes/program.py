@@ -63,6 +63,7 @@ def rewrite(program: ExportedProgram, options: Mapping[str, Any] | None = None) 
     if rewritten is None:
         reasons = "; ".join(s.reason for s in report.sites) or "nothing in it looks like experts"
         raise ValueError(f"fp4: nothing was rewritten: {reasons}")
+    report.also = rewritten.also
 
     constants: dict[str, torch.Tensor] = {}
     order: list[fx.Node] = []

@@ -134,6 +134,8 @@ class Frame:
     sites: list[Site] = field(default_factory=list)
     note: str = ""
     """Why the whole graph was left to Inductor, if it was."""
+    also: list[str] = field(default_factory=list)
+    """What was rewritten around the experts, in words."""
 
     def __str__(self) -> str:
         head = f"graph {self.name}: "
@@ -143,7 +145,8 @@ class Frame:
             head += "nothing that looks like experts"
         else:
             head += _count(self.sites)
-        return "\n".join([head, *("  " + str(s).replace("\n", "\n  ") for s in self.sites)])
+        sites = ("  " + str(s).replace("\n", "\n  ") for s in self.sites)
+        return "\n".join([head, *sites, *(f"  {text}" for text in self.also)])
 
 
 @dataclass

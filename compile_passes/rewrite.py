@@ -40,6 +40,7 @@ from .reading import Reader
 from .report import Load, Site, hint, input_name, location, module_path
 from .search import Search
 from .terms import interning
+from .topk import write_topk
 from .weights import Assembly, JoinSpec, PackSpec, Swap
 from .write_mixture import write_mixture
 
@@ -54,6 +55,8 @@ class Rewritten:
     keep: list[int]
     swaps: list[Swap]
     fakes: list[torch.Tensor] = field(default_factory=list)
+    also: list[str] = field(default_factory=list)
+    """What else was rewritten, in words."""
 
 
 def rewrite(
@@ -97,11 +100,14 @@ def rewrite(
         if product.node in alive:
             sites.append(writer.product(product, why_not.get(product.node, "")))
     sites += fp4_calls(gm.graph, writer.written)
-    if not writer.written:
+    also = write_topk(gm.graph) if any(s.rewritten for s in sites) else []
+    if not writer.written and not also:
         return None, sites
     sweep(gm.graph)
     _no_stand_in_is_left(gm.graph, sites)
-    return writer.finish(fake_mode), sites
+    rewritten = writer.finish(fake_mode)
+    rewritten.also = also
+    return rewritten, sites
 
 
 def _mixtures(

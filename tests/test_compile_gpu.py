@@ -6,6 +6,8 @@ import pytest
 import torch
 from moe_models import Block, build, fake_quantised_model, relative_error
 
+import fp4_ops
+
 transformers = pytest.importorskip("transformers")
 pytestmark = pytest.mark.gpu
 
@@ -39,6 +41,24 @@ def test_generate_with_cuda_graphs(family):
     config = transformers.CompileConfig(backend="fp4")
     got = model.generate(ids, **options, cache_implementation="static", compile_config=config)
     assert torch.equal(got, want)
+
+
+@pytest.mark.parametrize("mode", [None, "reduce-overhead"])
+def test_routers_without_topk(mode):
+    """A prepared model's routers become Inductor's own kernels; the report says so, the answer stays."""
+    model = build("qwen3_moe", torch.float32, "grouped_mm").cuda()
+    fp4_ops.prepare(model)
+    compiled = torch.compile(model, backend="fp4", mode=mode)
+    with torch.no_grad():
+        for _ in range(4):
+            ids = torch.randint(1, 128, (2, 5), device="cuda")
+            got = compiled(ids, use_cache=False).logits.clone()
+            assert relative_error(got, model(ids, use_cache=False).logits) < 1e-4
+        report = fp4_ops.explain(model, ids, use_cache=False)
+        with torch.profiler.profile() as profile:
+            compiled(ids, use_cache=False)
+    assert "rounds of a maximum" in str(report)
+    assert not any("topk" in event.key.lower() for event in profile.key_averages())
 
 
 def test_int8_is_refused_by_name():
