@@ -28,6 +28,7 @@ from .terms import (
     Choose,
     Composite,
     Const,
+    Mean,
     Mix,
     Mul,
     Ref,
@@ -41,6 +42,8 @@ from .terms import (
 
 N, K, E, J = Axis(0, "n"), Axis(0, "k"), Axis(0, "e"), Axis(0, "j")
 """In matched terms: row and column of a weight, the expert, a token's choice."""
+OUT = Axis(0, "out")
+"""In what becomes of an expert's output before it is weighted: that output."""
 
 
 @dataclass(frozen=True)
@@ -79,6 +82,8 @@ class Branch:
     """Further conditions, over tokens, J and E, that a row meets: the expert's capacity is not used up."""
     factors: tuple[Term, ...]
     """What scales the output, over tokens, J and E."""
+    after: Term
+    """What becomes of a row of the expert's output before that: a norm, over OUT and the hidden axis."""
     x: Ref
     scales: tuple[Term, ...]
     """What scales the input."""
@@ -92,7 +97,7 @@ class Branch:
     def common(self) -> tuple[Any, ...]:
         """What must be the same for all experts."""
         routing = (self.ids, self.masked, self.sums_choices, self.chosen, self.factors)
-        return (*routing, self.x, self.scales, self.act)
+        return (*routing, self.after, self.x, self.scales, self.act)
 
 
 @dataclass
@@ -261,6 +266,7 @@ class Matcher:
         """One addend is one expert's, or all experts' at once: over an axis, or by ids that index weights."""
         lin = self.linear(core)
         assert lin is not None
+        after, factors = _split_after(core, lin.weight.node, factors, m)
         ids = [i for i in indices(lin.weight) if isinstance(i, Ref)]
         over = [a for a in axes if a in free_axes(lin.weight) and a is not lin.inner]
         if ids:
@@ -271,20 +277,26 @@ class Matcher:
             for e in range(count):  # type: ignore[arg-type]
                 at = substitute(core, {ids[0]: Const(e)})
                 mask = _eq(ids[0], e)
-                yield self._branch(axes, (*factors, mask), at, m)
+                yield self._branch(axes, (*factors, mask), at, after, m)
         elif over:
             need(len(over) == 1 and isinstance(over[0].size, int), "experts lie along several axes", m.root)
             rest = tuple(a for a in axes if a is not over[0])
             for e in range(over[0].size):
                 at = {over[0]: Const(e)}
                 yield self._branch(
-                    rest, tuple(substitute(f, at) for f in factors), substitute(core, at), m, e
+                    rest, tuple(substitute(f, at) for f in factors), substitute(core, at), after, m, e
                 )
         else:
-            yield self._branch(axes, factors, core, m)
+            yield self._branch(axes, factors, core, after, m)
 
     def _branch(
-        self, axes: tuple[Axis, ...], factors: tuple[Term, ...], core: Term, m: Mixture, e: int | None = None
+        self,
+        axes: tuple[Axis, ...],
+        factors: tuple[Term, ...],
+        core: Term,
+        after: Term,
+        m: Mixture,
+        e: int | None = None,
     ) -> Branch:
         lin = self.linear(core)
         assert lin is not None
@@ -336,8 +348,8 @@ class Matcher:
             return tuple(sorted((_general(substitute(t, names), e, choice) for t in terms), key=repr))
 
         return Branch(
-            e, choice, ids, masked, bool(axes) or choice is not None, k, general(chosen), general(weights), x,
-            tuple(_general(_demote(s), e, None) for s in scales), act, up, up_bias, down, down_bias,
+            e, choice, ids, masked, bool(axes) or choice is not None, k, general(chosen), general(weights),
+            after, x, tuple(_general(_demote(s), e, None) for s in scales), act, up, up_bias, down, down_bias,
         )  # fmt: skip
 
     def _ffn(self, lin: Linear, m: Mixture) -> Any:
@@ -438,6 +450,7 @@ def _difference(a: Branch, b: Branch) -> str:
         (a.sums_choices == b.sums_choices and a.k == b.k, "serve a token's choices differently"),
         (a.chosen == b.chosen, f"take rows on different conditions ({a.chosen} and {b.chosen})"),
         (a.factors == b.factors, f"are weighted differently ({a.factors} and {b.factors})"),
+        (a.after is b.after, f"change their outputs differently ({a.after!r} and {b.after!r})"),
         ([x is None for x in a.up_bias] == [x is None for x in b.up_bias], "differ in biases"),
         ((a.down_bias is None) == (b.down_bias is None), "differ in biases"),
         ((a.choice is None) == (b.choice is None), "serve different choices"),
@@ -474,6 +487,37 @@ def _indexed_size(ref: Ref, ids: Ref) -> int | None:
 
 def _eq(ids: Ref, e: int) -> Term:
     return Apply(aten.eq, (ids, Const(e)))
+
+
+def _split_after(
+    core: Term, weight: fx.Node, factors: tuple[Term, ...], m: Mixture
+) -> tuple[Term, tuple[Term, ...]]:
+    """The factors that a row of the output `core` (of `weight`) is scaled by element by element, or by a mean
+    over it: as one term over OUT and the hidden axis; the other factors."""
+
+    def go(t: Term) -> Term:
+        if t is core:
+            return OUT
+        if isinstance(t, Mean) and len(t.axes) == 1 and same(t.axes[0].size, m.hidden.size):
+            return Mean((m.hidden,), go(substitute(t.body, {t.axes[0]: m.hidden})))
+        if isinstance(t, Apply):
+            return Apply(t.op, [go(a) if isinstance(a, Term) else a for a in t.args], t._fields[2])
+        if isinstance(t, Mul):
+            return Mul(go(t.args[0]), go(t.args[1]))
+        return Add(map(go, t.args)) if isinstance(t, Add) else t
+
+    after: Term = OUT
+    rest = []
+    for f in factors:
+        row = go(f)
+        axes = free_axes(row)
+        own = OUT in axes or any(isinstance(t, Ref) and t.node is weight for t in _walk(f))
+        if own or m.hidden in axes:
+            need(axes <= {OUT, m.hidden}, f"an expert's output is scaled by {row!r}", m.root)
+            after = Mul(after, row)
+        else:
+            rest.append(f)
+    return after, tuple(rest)
 
 
 def _open_sums(

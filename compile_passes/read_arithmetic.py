@@ -20,6 +20,7 @@ from .terms import (
     Choose,
     Composite,
     Const,
+    Mean,
     Mix,
     Mul,
     Ref,
@@ -141,6 +142,14 @@ class Arithmetic(Indexing):
             raise Opaque
         dims = a.get("dim") or list(range(len(shape(source))))
         return self._reduced(node, inner, [d % len(shape(source)) for d in dims], a.get("keepdim"), Sum)
+
+    def _mean(self, node: fx.Node, level: int) -> Value:
+        """Of an expert's output: what a norm divides it by."""
+        a = arguments(node)
+        if level < 2 or not a.get("dim"):
+            raise Opaque
+        v = self.value(a["self"], level)
+        return self._reduced(node, v, [d % len(v.dims) for d in a["dim"]], a.get("keepdim"), Mean)
 
     def _any(self, node: fx.Node, level: int) -> Value:
         a = arguments(node)

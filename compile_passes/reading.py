@@ -67,6 +67,7 @@ class Reader(Arithmetic):
             aten.empty_like: self._fill, aten.new_empty: self._fill, aten.mm: self._product,
             aten.bmm: self._product, aten.addmm: self._product, aten.baddbmm: self._product,
             aten.mul: self._mul, aten.add: self._add, aten.sum: self._sum, aten.any: self._any,
+            aten.mean: self._mean,
             aten.index: self._index, aten.index_select: self._index, aten.gather: self._gather,
             aten.index_add: self._index_add, aten.scatter_add: self._scatter_add,
             aten.index_put: self._index_put, aten.index_copy: self._index_copy,

@@ -282,6 +282,22 @@ class Sum(Composite):
         return f"sum{self.axes!r}[{self.body!r}]"
 
 
+class Mean(Composite):
+    """The mean of `body` over `axes`, which occur nowhere outside it."""
+
+    __slots__ = ()
+
+    def __new__(cls, axes: Iterable[Axis], body: Term, ref: Ref | None = None) -> Any:
+        axes = tuple(axes)
+        return body if not axes else cls._make(axes, body, ref)
+
+    axes = Sum.axes
+    body = Sum.body
+
+    def __repr__(self) -> str:
+        return f"mean{self.axes!r}[{self.body!r}]"
+
+
 class AnyOf(Composite):
     """Whether `body` holds for some value of `axes`."""
 
@@ -358,8 +374,8 @@ def rebuild(t: Term, go: Any) -> Term:
         return Add(map(go, t.args), ref(t.ref))
     if isinstance(t, Sum):
         return Sum(t.axes, go(t.body), ref(t.ref))
-    if isinstance(t, AnyOf):
-        return AnyOf(t.axes, go(t.body), ref(t.ref))
+    if isinstance(t, (Mean, AnyOf)):
+        return type(t)(t.axes, go(t.body), ref(t.ref))
     assert isinstance(t, Choose)
     return Choose(go(t.index), map(go, t.options), ref(t.ref))
 

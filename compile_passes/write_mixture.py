@@ -26,12 +26,12 @@ from .graph import (
     value,
 )
 from .held import HeldSpec, format_of, held_spec, is_held, own_scales
-from .mixture import E, J, K, Matrix, Mixture, N
+from .mixture import OUT, E, J, K, Matrix, Mixture, N
 from .products import nonnegative
 from .read_indexing import INDICATOR
 from .report import Load, Site, hint, location, module_path
 from .routing import Support, distinct, support
-from .terms import Add, Affine, Apply, Axis, Const, Mix, Mul, Ref, Term, free_axes
+from .terms import Add, Affine, Apply, Axis, Const, Mean, Mix, Mul, Ref, Term, free_axes
 from .weights import Assembly, JoinSpec, PackSpec, Piece
 
 fp4 = torch.ops.fp4
@@ -48,6 +48,8 @@ class _Emitter:
         self.mutated = mutated
         self.common = m.common
         self.experts = len(m.branches)
+        self.apart = bool(self.common.scales) or self.common.after is not OUT
+        """Rows differ among a token's choices, going in or out: each is a token of its own."""
 
     def run(self) -> Site:
         m, b = self.m, self.common
@@ -72,16 +74,19 @@ class _Emitter:
             x = self._reshape(self._expanded(self.element(b.x, (*m.tokens, K))), [-1, b.up[0].k])
             ids, weights = routing.emit(x)
             k = routing.k
-            if b.scales:  # rows differ among a token's choices: each is a token of its own
-                scale = self._reshape(routing.weighted(b.scales, ids), [-1, k, 1])
-                x = self._call(aten.mul.Tensor, self._call(aten.unsqueeze.default, x, 1), scale)
-                x = self._cast(self._reshape(x, [-1, b.up[0].k]), value(b.x.node).dtype)
+            if self.apart:
+                x = self._for_each_choice(x, ids, k)
                 ids, weights = self._reshape(ids, [-1, 1]), self._reshape(weights, [-1, 1])
             packed = (self._slot(up), self._slot(down))
             biases = (self._slot(up_bias), self._slot(down_bias))
             emit = self._moe if fused else self._products
-            out = emit(x, ids, weights, packed, biases, down[1], a_format)
-            if b.scales and k > 1:
+            if b.after is OUT:
+                out = emit(x, ids, weights, packed, biases, down[1], a_format, value(m.root).dtype)
+            else:
+                ones = self._call(aten.ones_like.default, ids, dtype=torch.float32)
+                out = emit(x, ids, ones, packed, biases, down[1], a_format, torch.float32)
+                out = self._finished(out, ids, weights)
+            if self.apart and k > 1:
                 out = self._call(aten.sum.dim_IntList, self._reshape(out, [-1, k, b.down.n]), [1])
             out = self._reshape(out, self._sizes())
             for rest in m.rest:
@@ -100,21 +105,40 @@ class _Emitter:
     def _form(self, routing: _Routing) -> str:
         how = "dense" if routing.dense else "routed"
         n = len(set(p.ref.node for x in self.m.branches for p in (*x.up, x.down)))
-        return f"{how} experts in index notation, from {n} parameters"
+        after = "" if self.common.after is OUT else f"; each output becomes {self.common.after!r}"
+        return f"{how} experts in index notation, from {n} parameters{after}"
+
+    def _for_each_choice(self, x: fx.Node, ids: fx.Node, k: int) -> fx.Node:
+        """x once for each choice of a token, scaled for it."""
+        b = self.common
+        x = self._call(aten.unsqueeze.default, x, 1)
+        if b.scales:
+            scale = self._reshape(self.routing.weighted(b.scales, ids), [-1, k, 1])
+            x = self._cast(self._call(aten.mul.Tensor, x, scale), value(b.x.node).dtype)
+        else:
+            x = self._call(aten.expand.default, x, [-1, k, -1])
+        return self._reshape(x, [-1, b.up[0].k])
+
+    def _finished(self, out: fx.Node, ids: fx.Node, weights: fx.Node) -> fx.Node:
+        """What becomes of each expert's output, weighted; nothing where the id is no expert's."""
+        out = self._pointwise(self.common.after, {OUT: out})
+        out = self._call(aten.mul.Tensor, out, self._cast(weights, torch.float32))
+        low, high = (self._call(op.Scalar, ids, n) for op, n in ((aten.lt, 0), (aten.ge, self.experts)))
+        return self._call(aten.masked_fill.Scalar, out, self._call(aten.logical_or.default, low, high), 0)
 
     # --- operators ---
 
-    def _moe(self, x, ids, weights, packed, biases, spec: PackSpec, a_format: str) -> fx.Node:
+    def _moe(self, x, ids, weights, packed, biases, spec: PackSpec, a_format: str, dtype) -> fx.Node:
         return self._call(
             fp4.moe.default, x, ids, weights, *_three(packed[0]), *_three(packed[1]),
             *(b[0] if b else None for b in biases), format=spec.format, layout=spec.layout,
-            activation=self.activation, a_format=a_format, out_dtype=value(self.m.root).dtype,
+            activation=self.activation, a_format=a_format, out_dtype=dtype,
         )  # fmt: skip
 
-    def _products(self, x, ids, weights, packed, biases, spec: PackSpec, a_format: str) -> fx.Node:
+    def _products(self, x, ids, weights, packed, biases, spec: PackSpec, a_format: str, out_dtype) -> fx.Node:
         """The two products over (token, choice) rows, in float32 between and after."""
         b = self.common
-        k = 1 if b.scales else self.routing.k
+        k = 1 if self.apart else self.routing.k
         dtype = value(b.x.node).dtype
         rows = self._call(aten.expand.default, self._call(aten.unsqueeze.default, x, 1), [-1, k, -1])
         rows = self._reshape(rows, [-1, b.up[0].k])
@@ -143,7 +167,7 @@ class _Emitter:
         y = self._reshape(y, [-1, k, b.down.n])
         scale = self._cast(self._call(aten.unsqueeze.default, weights, 2), torch.float32)
         y = self._call(aten.sum.dim_IntList, self._call(aten.mul.Tensor, y, scale), [1])
-        return self._cast(y, value(self.m.root).dtype)
+        return self._cast(y, out_dtype)
 
     def _pointwise(self, term: Any, values: dict[Term, fx.Node]) -> Any:
         """A term of pointwise operators over given tensors."""
@@ -153,6 +177,11 @@ class _Emitter:
             return values[term]
         if isinstance(term, Const):
             return term.value
+        if isinstance(term, Ref):
+            found = self.element(term, (self.m.hidden,))
+            return self._cast(found, torch.float32) if term.index else found
+        if isinstance(term, Mean):
+            return self._call(aten.mean.dim, self._pointwise(term.body, values), [-1], True)
         args = [self._pointwise(a, values) for a in term.args]  # type: ignore[attr-defined]
         if isinstance(term, Apply):
             op = term.op

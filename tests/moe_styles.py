@@ -372,6 +372,31 @@ class DenseMaskedLoop(ListStyle):
         )
 
 
+@style("where loop, each output normalised before it is weighted (Muse Spark)")
+class NormedLoop(ListStyle):
+    def build(self) -> None:
+        super().build()
+        self.gain = nn.Parameter(torch.randn(self.H) / 4)
+
+    def normed(self, y: Tensor, e: int) -> Tensor:
+        y = y.float() * (1.0 + self.gain).float()
+        return (y * torch.rsqrt(y.pow(2).mean(-1, keepdim=True) + 1e-6)).type_as(self.gain)
+
+    def experts_of(self, x: Tensor, ids: Tensor, weights: Tensor) -> Tensor:
+        out = torch.zeros_like(x)
+        for e, expert in enumerate(self.list):
+            token, slot = torch.where(ids == e)
+            out.index_add_(0, token, self.normed(expert(x[token]), e) * weights[token, slot, None])
+        return out
+
+
+@style("dense loop, each output normalised")
+class NormedDenseLoop(NormedLoop):
+    def experts_of(self, x: Tensor, ids: Tensor, weights: Tensor) -> Tensor:
+        full = torch.zeros(x.shape[0], self.E, dtype=x.dtype).scatter(1, ids, weights)
+        return sum(self.normed(expert(x), e) * full[:, e, None] for e, expert in enumerate(self.list))
+
+
 @style("soft mixture of all experts")
 class SoftLoop(ListStyle):
     def forward(self, x: Tensor) -> Tensor:

@@ -7,7 +7,7 @@ are run as rewritten, without Inductor. `eager` in transformers is a loop over t
 (`for e in hit.nonzero()`): it is traced over all experts, where each round is proved to do nothing without
 rows. nllb-moe: transformers 5 makes `one_hot` of its mask of 0 and 1, so only experts 0 and 1 ever run; the
 rewritten graph computes what the model does. muse_spark_text normalises each expert's output before it is
-weighted, which in a loop is not read; its `grouped_mm` and `batched_mm` have the products rewritten.
+weighted: `fp4::moe` for each choice of a token alone, then the norm.
 Not run: gemma4 and diffusion_gemma (experts and router are apart), dots3_note, ernie4_5_vl_moe, glm5_next,
 qwen3_omni_moe, step3p7, deepseek_ocr2, unlimited_ocr, beam, flint, zaya (no tiny model of the experts by
 sizes alone) and doge (experts are single rows of an embedding).

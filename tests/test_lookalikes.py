@@ -10,7 +10,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from moe_models import Recorder, fake_quantised, relative_error
-from moe_styles import FusedStyle, ListStyle, RestoredSplits, grouped_mm
+from moe_styles import FusedStyle, ListStyle, NormedDenseLoop, NormedLoop, RestoredSplits, grouped_mm
 from torch import Tensor, nn
 
 CHANGES: dict[str, tuple[type[nn.Module], str | None]] = {}
@@ -429,6 +429,98 @@ class SplitsForOtherExperts(Splits):
     def build(self):
         super().build()
         self.list = self.list[1:] + self.list[:1]
+
+
+def norm(y: Tensor, over: Tensor, dim: int = -1, eps: float = 1e-6) -> Tensor:
+    """y over the root of what the squares of `over` are in the mean."""
+    return y * torch.rsqrt(over.pow(2).mean(dim, keepdim=True) + eps)
+
+
+@lookalike("change their outputs differently")
+class NormOverTheRowsOfAnExpert(NormedLoop):
+    def normed(self, y, e):
+        return norm(y, y, dim=0)
+
+
+@lookalike("an expert's output is scaled by")
+class NormOverAllTokens(NormedDenseLoop):
+    def normed(self, y, e):
+        return norm(y, y, dim=0)
+
+
+@lookalike("an expert's output is scaled by")
+class NormOverHalfARow(NormedLoop):
+    def normed(self, y, e):
+        return norm(y, y[:, : self.H // 2])
+
+
+@lookalike("an expert's output is scaled by")
+class NormOfAnotherExpert(NormedDenseLoop):
+    def experts_of(self, x, ids, weights):
+        full = torch.zeros(x.shape[0], self.E).scatter(1, ids, weights)
+        ys = [expert(x) for expert in self.list]
+        return sum(norm(ys[e], ys[e - 1]) * full[:, e, None] for e in range(self.E))
+
+
+@lookalike("change their outputs differently")
+class NormOfOneExpert(NormedLoop):
+    def normed(self, y, e):
+        return super().normed(y, e) if e == 3 else y
+
+
+@lookalike("change their outputs differently")
+class NormWithAGainOfItsOwn(NormedLoop):
+    def build(self):
+        super().build()
+        self.gains = nn.Parameter(torch.randn(self.E, self.H))
+
+    def normed(self, y, e):
+        return norm(y, y) * self.gains[e]
+
+
+@lookalike("change their outputs differently")
+class NormsOfTwoEps(NormedLoop):
+    def normed(self, y, e):
+        return norm(y, y, eps=0.1 * (1 + e % 2))
+
+
+@lookalike("something else is added to it")
+class NormAndABias(NormedLoop):
+    def normed(self, y, e):
+        return norm(y, y) + self.gain
+
+
+@lookalike("an expert's output is scaled by")
+class NormOfWeightedRows(NormedLoop):
+    def experts_of(self, x, ids, weights):
+        full = torch.zeros(x.shape[0], self.E).scatter(1, ids, weights)
+        rows = [expert(x) * full[:, e, None] for e, expert in enumerate(self.list)]
+        return sum(norm(y, y, eps=0.1) for y in rows)
+
+
+@lookalike("an expert's output is scaled by")
+class OutputsTimesInputs(NormedLoop):
+    def experts_of(self, x, ids, weights):
+        full = torch.zeros(x.shape[0], self.E).scatter(1, ids, weights)
+        return sum(expert(x) * x * full[:, e, None] for e, expert in enumerate(self.list))
+
+
+@lookalike("")
+class NormOfTheSum(Loop):
+    def forward(self, x):
+        y = super().forward(x)
+        return norm(y, y)
+
+
+@lookalike("")
+class NormWhoseRootMayBeZero(NormedLoop):
+    """Rows of no expert are 0 / 0, and must not be added."""
+
+    def experts_of(self, x, ids, weights):
+        return super().experts_of(x, ids.where(ids != 1, self.E), weights)
+
+    def normed(self, y, e):
+        return norm(y, y, eps=0.0)
 
 
 @lookalike("")
