@@ -421,6 +421,7 @@ print(peak() - before)
 """
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(sys.platform != "linux", reason="ru_maxrss in kilobytes")
 def test_memory_is_that_of_one_layer(tmp_path):
     config = config_of(layers=12)

@@ -24,7 +24,7 @@ from moe_models import Block
 from moe_styles import STYLES
 from torch import fx
 
-SECONDS = float(os.environ.get("FP4_FUZZ_SECONDS", "2"))
+SECONDS = float(os.environ.get("FP4_FUZZ_SECONDS", "1"))
 aten = torch.ops.aten
 
 

@@ -140,6 +140,7 @@ print(sum(weights), max(weights), before - resident(), peak() - high)
 """
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
 def test_resident_memory_falls_and_its_peak_is_not_another_model():
     run = subprocess.run(
@@ -232,6 +233,7 @@ def test_dtype_changes_leave_the_four_bits_alone():
         assert torch.equal(after[name].view(torch.uint8), buffer.view(torch.uint8))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("backend", ["inductor", "fp4"])
 def test_torch_compile_gives_the_eager_answer(backend):
     torch.compiler.reset()

@@ -129,9 +129,13 @@ def test_bad_offsets_are_clamped(offs, small_tiles):
     assert_close(got, rows_of(a, dense, of_row, torch.zeros(3, 20)))
 
 
+# The gate comes after the sums, in which every format ends: each format with one gate, each gate with one.
+GATED = [(format, "silu") for format in KERNEL_FORMATS]
+GATED += [("nvfp4", gate) for gate in ("gelu", "gelu_tanh", "swigluoai", "gelu_interleaved")]
+
+
 @inside
-@pytest.mark.parametrize("activation", ["silu", "gelu", "gelu_tanh", "swigluoai", "gelu_interleaved"])
-@pytest.mark.parametrize("format", KERNEL_FORMATS)
+@pytest.mark.parametrize("format, activation", GATED)
 def test_moe(format, activation, small_tiles):
     g, hidden, inter, tokens, top_k = 4, 48, 34, 7, 2
     b13, b2 = torch.randn(g, 2 * inter), torch.randn(g, hidden)
@@ -146,8 +150,7 @@ def test_moe(format, activation, small_tiles):
 
 @inside
 @pytest.mark.parametrize("kind", ["fp8", "nvfp4", "mxfp4"])
-@pytest.mark.parametrize("format", ["nvfp4", "mxfp4"])
-@pytest.mark.parametrize("g, n, k", SHAPES)
+@pytest.mark.parametrize("g, n, k, format", [(*s, f) for s, f in zip(SHAPES, ("nvfp4", "mxfp4", "nvfp4"))])
 def test_quantised_activations(g, n, k, format, kind, small_tiles):
     """As bfloat16 rows and a factor for each; a masked `a` has one for all, for a group or for a row."""
     bias = torch.randn(g, n)
@@ -163,9 +166,12 @@ def test_quantised_activations(g, n, k, format, kind, small_tiles):
         assert_close(got, rows_of(a.exact.reshape(g * 5, k), dense, of_row, bias))
 
 
+COLUMNS = [([32, 32, 160, 288], format) for format in KERNEL_FORMATS]
+COLUMNS += [(offs, format) for offs in ([300], [0, 64], [-7, 400, 64], []) for format in ("nvfp4", "int4")]
+
+
 @inside
-@pytest.mark.parametrize("format", KERNEL_FORMATS)
-@pytest.mark.parametrize("offs", [[32, 32, 160, 288], [300], [0, 64], [-7, 400, 64], []], ids=str)
+@pytest.mark.parametrize("offs, format", COLUMNS, ids=str)
 def test_groups_of_columns(offs, format, small_tiles):
     """Groups that begin and end inside a tile of k; offsets are clamped; NaN stays in its group."""
     m, n, k = 19, 40, 300
@@ -183,9 +189,12 @@ def test_groups_of_columns(offs, format, small_tiles):
         assert torch.equal(again[0], got[0])
 
 
+GATES_THEN_FP8 = [(gate, "fp8", 4e-3) for gate in (reference.GATES if ON_CPU else ())]
+GATES_THEN_FP4 = [(gate, format, 2e-2) for gate in ("silu", "swigluoai") for format in ("nvfp4", "mxfp4")]
+
+
 @inside
-@pytest.mark.parametrize("a_format, bound", [("fp8", 4e-3), ("nvfp4", 2e-2), ("mxfp4", 2e-2)])
-@pytest.mark.parametrize("activation", reference.GATES if ON_CPU else [])
+@pytest.mark.parametrize("activation, a_format, bound", GATES_THEN_FP8 + GATES_THEN_FP4)
 def test_moe_with_quantised_activations(activation, a_format, bound, small_tiles):
     """A hidden value between two codes may land on either: see tests/test_ops_moe.py."""
     g, hidden, inter, tokens, top_k = 4, 48, 34, 7, 2
