@@ -124,8 +124,8 @@ def check(a, w: Weight, k: int, offs, out, what: str, bound: float) -> None:
 def products(model: Model, n: int, k: int, tokens: list[int], peaks: tuple[float, float, float]) -> None:
     copy, bf16_rate, fp8_rate = peaks
     w = random_weight(model.experts, n, k)
-    scales = torch.rand((model.experts, n, w.kp // 128), device="cuda")
-    int4 = Int4Weight(w.codes, scales, 128, None, model.experts, n, w.kp)
+    scales = torch.rand((model.experts, n, w.kp // 128), device="cuda") * 56
+    int4 = Int4Weight(w.codes, scales, w.global_scale, 128, None, model.experts, n, w.kp)
     plain = torch.randn(model.experts, n, k, device="cuda", dtype=torch.bfloat16)
     print(f"\n{model.name} [{model.experts}, {n}, {k}]")
     print(

@@ -92,7 +92,7 @@ def prepare(
     format: a name of `fp4_ops.meta.formats.FORMATS`: "nvfp4", "mxfp4", "int4", "int4_g64" or "int4_g32".
     activation: how activations enter the products. "bf16" leaves them in the model's dtype, "int8" quantises
         them in blocks of 32 (CPU only), "fp8" by rows (CPU, Hopper). "auto" is int8 on a CPU; on Hopper the
-        model's dtype for few tokens and fp8 for many, or always fp8 for int4 and int4_g64; elsewhere the
+        model's dtype for few tokens and fp8 for many, or always fp8 for int4; elsewhere the
         model's dtype.
     method: how the weights are quantised, a name of `fp4_ops.quantization.METHODS`; see docs/accuracy.md.
     calibration: for the methods that need it, from `fp4_ops.quantization.calibrate(model, tokens)`.

@@ -69,6 +69,8 @@ FORMATS = {
 FP4_FORMATS = tuple(f.name for f in FORMATS.values() if f.element == "e2m1")
 """Those that activations, too, may have."""
 
+INT4_FORMATS = tuple(f.name for f in FORMATS.values() if f.element == "int4")
+
 
 @dataclass(frozen=True)
 class Activation:

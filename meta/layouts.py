@@ -12,10 +12,10 @@ scale byte a block of 16, one float32 factor a matrix; K, a multiple of 16, is p
 128, with zero codes and zero scales. So packed is uint8 [..., N, Kp/2], block_scale uint8 [..., N, Kp/16] and
 global_scale float32 [...], for mxfp4 too. csrc/cpu/sm90_layout.h defines the order of the bits.
 
-`sm90_int4`: made by `fp4::prepack` for the Hopper kernel of int4 weights and fp8 activations. packed is as in
-`sm90`, block_scale float32 [..., N, Kp/block], its values in the order [..., N/16, Kp/block, 16 rows]. It
-holds no int4_g32: an instruction's 32 k are half of each of four blocks of 16, so scales of 32 k would meet
-in it.
+`sm90_int4`: made by `fp4::prepack` for the Hopper kernel of int4 weights and fp8 activations. packed has the
+shape of `sm90`, block_scale is float32 [..., N, Kp/block], its values in the order [..., N/16, Kp/block, 16
+rows], and global_scale float32 [...]: the power of two by which a matrix's block scales were divided, so that
+8 times the largest of them is 224 to 448, the largest e4m3. csrc/cpu/sm90_layout.h has the bits of a code.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from dataclasses import dataclass
 
 import torch
 
-from .formats import A_FORMATS, FORMATS, FP4_FORMATS, Format
+from .formats import A_FORMATS, FORMATS, FP4_FORMATS, INT4_FORMATS, Format
 
 
 @dataclass(frozen=True)
@@ -114,7 +114,8 @@ LAYOUTS = {
             k_multiple=16,
             k_padding=128,
             scale_dtype=torch.float32,
-            formats=("int4", "int4_g64"),
+            has_factor=True,
+            formats=INT4_FORMATS,
             hopper=True,
             a_dtypes=(torch.float8_e4m3fn,),
             a_formats=("fp8", "auto"),

@@ -78,6 +78,20 @@ def dequantize(packed: Tensor, scale: Tensor, global_scale: Tensor | None, forma
     return value
 
 
+def fold_int4(packed: Tensor, scale: Tensor, format: str) -> Tensor:
+    """The weights that the Hopper kernel of int4 multiplies: e4m3(code x scale / c) x c, in float64.
+
+    c is the least power of two for which 8 x the largest scale of the matrix / c is at most 448; 1 if all
+    scales are 0.
+    """
+    mantissa, exponent = torch.frexp(scale.to(F64).amax((-2, -1), keepdim=True) / 56)
+    exponent = torch.where(mantissa == 0.5, exponent - 1, exponent)
+    c = torch.where(mantissa == 0, 1.0, torch.exp2(exponent.to(F64)))
+    codes = INT4.to(packed.device)[unpack_codes(packed).long()]
+    steps = (scale.to(F64) / c).float().repeat_interleave(BLOCK[format], -1)[..., : codes.shape[-1]]
+    return (codes.float() * steps).to(torch.float8_e4m3fn).to(F64) * c
+
+
 def nearest_e2m1(x: Tensor) -> Tensor:
     """Codes of the nearest e2m1, ties to the even code, saturating at 6; the sign of zero is kept."""
     distance = (x.abs()[..., None].to(F64) - E2M1[:8].to(x.device)).abs()

@@ -11,12 +11,13 @@ from reference import (
     FORMATS,
     FP4_FORMATS,
     GATES,
+    INT4_FORMATS,
     Activations,
     random_activations,
     random_weight,
 )
 
-HOPPER_FORMATS = {"sm90": FP4_FORMATS, "sm90_int4": ("int4", "int4_g64")}
+HOPPER_FORMATS = {"sm90": FP4_FORMATS, "sm90_int4": INT4_FORMATS}
 """The layouts of the Hopper kernels, and what they hold."""
 
 FLOATS = (torch.float32, torch.bfloat16, torch.float16)

@@ -58,9 +58,9 @@ def products() -> None:
             op.grouped_mm(a, *w, offs, scale, **FORM)
             masked = x.view(1, m, k).expand(groups, -1, -1).contiguous()
             op.grouped_mm_masked(masked, *w, offs.clamp(max=m), **FORM)
-            int4 = weight(groups, n, k // 128 * 128, format="int4", layout="sm90_int4")
-            a, scale = op.quantize_fp8(x[:, : k // 128 * 128].contiguous(), layout="sm90")
-            op.grouped_mm(a, *int4, offs, scale, format="int4", layout="sm90_int4")
+            for format in ("int4", "int4_g64", "int4_g32"):
+                int4 = {"format": format, "layout": "sm90_int4"}
+                op.grouped_mm(a, *weight(groups, n, k, **int4), offs, scale, **int4)
 
 
 def blocks() -> None:

@@ -59,9 +59,11 @@ extern "C" void quantize_rows(const float* x, int rows, int k, int nvfp4, float*
   }
 }
 
-// As fold_words, of int4 codes.
-extern "C" void int4_words(const uint32_t* words, int count, uint32_t* out) {
-  for (int i = 0; i < count; ++i) int4_word(words[i], out[2 * i], out[2 * i + 1]);
+// As fold_words, of int4 codes with a float32 scale each.
+extern "C" void int4_words(const uint32_t* words, const float* scales, int count, uint32_t* out) {
+  for (int i = 0; i < count; ++i) {
+    int4_word(words[i], Int4Table(int4_magnitudes(scales[i])), out[2 * i], out[2 * i + 1]);
+  }
 }
 
 // One word of each of the lanes of a quad, and what they do at once.

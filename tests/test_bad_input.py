@@ -250,7 +250,7 @@ def sm90_cases() -> list[Bad]:
 def int4(**changes):
     """Operands in the shapes of layout sm90_int4, some of them changed."""
     good = {
-        "b": torch.zeros(G, 64, 64, dtype=torch.uint8), "b_scale": torch.zeros(G, 64, 1), "b_global_scale": None,
+        "b": torch.zeros(G, 64, 64, dtype=torch.uint8), "b_scale": torch.zeros(G, 64, 1), "b_global_scale": torch.ones(G),
         "bias": None, "layout": "sm90_int4", "a": torch.zeros(M, 128, dtype=torch.float8_e4m3fn),
         "a_scale": torch.zeros(M),
     }  # fmt: skip
@@ -260,20 +260,20 @@ def int4(**changes):
 def moe_int4(**changes):
     w13, w2 = (random_weight("int4_g64", G, *s, layout="sm90_int4") for s in ((2 * 32, K), (K, 32)))
     good = {
-        "w13": w13.packed, "w13_scale": w13.scale, "w2": w2.packed, "w2_scale": w2.scale, "layout": "sm90_int4",
+        "w13": w13.packed, "w13_scale": w13.scale, "w13_global_scale": w13.global_scale,
+        "w2": w2.packed, "w2_scale": w2.scale, "w2_global_scale": w2.global_scale, "layout": "sm90_int4",
     }  # fmt: skip
     return {**good, **changes}
 
 
 def int4_cases() -> list[Bad]:
-    """What layout sm90_int4 asks for: blocks of 64 and 128, fp8 rows."""
+    """What layout sm90_int4 asks for: a factor, fp8 rows."""
     op, u8 = "grouped_mm", torch.uint8
-    held = "with layout 'sm90_int4' it must be one of: int4, int4_g64"
+    held = "with layout 'sm90_int4' it must be one of: int4, int4_g32, int4_g64"
     needs = "layout 'sm90_int4' needs a multiple of"
     reads = "layout 'sm90_int4' reads float8_e4m3fn (from quantize_fp8 with layout='sm90')"
     a_formats = "with layout 'sm90_int4' it must be one of: fp8, auto; layout 'plain' takes others"
     return [
-        Bad("prepack", {"layout": "sm90_int4"}, f"format is 'int4_g32'; {held}", "int4_g32"),
         Bad("prepack", {"layout": "sm90_int4"}, f"format is 'nvfp4'; {held}"),
         Bad("prepack", {"layout": "sm90_int4"}, f"packed has {N} rows; {needs} 64", "int4"),
         Bad("prepack", {"layout": "sm90_int4", "packed": torch.zeros(G, 64, 36, dtype=u8), "block_scale": torch.zeros(G, 64, 1)},
@@ -285,7 +285,9 @@ def int4_cases() -> list[Bad]:
         Bad(op, int4(b=torch.zeros(G, 64, 32, dtype=u8)), f"b has 64 columns; {needs} 128", "int4"),
         Bad(op, int4(b_scale=torch.zeros(G, 64, 1).bfloat16()), "b_scale has dtype bfloat16; it must be float32", "int4"),
         Bad(op, int4(), f"b_scale has shape [{G}, 64, 1]; it must be [{G}, 64, 2]", "int4_g64"),
-        Bad(op, int4(b_global_scale=torch.ones(G)), "b_global_scale was given; format int4 has no global scale", "int4"),
+        Bad(op, int4(b_scale=torch.zeros(G, 64, 2)), f"b_scale has shape [{G}, 64, 2]; it must be [{G}, 64, 4]", "int4_g32"),
+        Bad(op, int4(b_global_scale=None), "b_global_scale is missing; layout 'sm90_int4' needs one", "int4"),
+        Bad(op, int4(b_global_scale=torch.ones(2)), f"b_global_scale has shape [2]; it must be [{G}]", "int4"),
         *(Bad(op, int4(a=torch.randn(M, K).to(d)), f"a has dtype {str(d)[6:]}; {reads}", "int4")
           for d in (torch.bfloat16, torch.float16, torch.float32, torch.int8)),
         Bad(op, int4(a_scale=None), "a_scale is missing; float8_e4m3fn activations need one", "int4"),

@@ -205,7 +205,9 @@ def packed_weight(format: str, layout: str, k: int) -> PackedWeight:
 
 
 @pytest.mark.parametrize("k", [80, 128])
-@pytest.mark.parametrize("format, hopper", [("nvfp4", "sm90"), ("mxfp4", "sm90"), ("int4", "sm90_int4")])
+@pytest.mark.parametrize(
+    "format, hopper", [("nvfp4", "sm90"), ("mxfp4", "sm90"), ("int4", "sm90_int4"), ("int4_g32", "sm90_int4")]
+)
 def test_a_state_dict_of_another_layout(format, hopper, k):
     """Buffers of other shapes and dtypes, as one device's kernels have them and another's do not."""
     for source in (hopper, "plain", "tile16"):

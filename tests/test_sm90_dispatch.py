@@ -15,7 +15,7 @@ def packed(format: str, layout: str, *shape: int):
 
 
 @pytest.mark.parametrize(
-    "format, layout", [("nvfp4", "sm90"), ("int4", "sm90_int4"), ("int4_g64", "sm90_int4")]
+    "format, layout", [("nvfp4", "sm90"), *((f, "sm90_int4") for f in reference.INT4_FORMATS)]
 )
 @pytest.mark.parametrize("name", ["mm", "grouped_mm", "grouped_mm_masked", "indexed_mm"])
 def test_products_of_the_layout_go_to_the_hopper_kernels(monkeypatch, name, format, layout):
@@ -52,7 +52,7 @@ def test_products_of_the_layout_go_to_the_hopper_kernels(monkeypatch, name, form
     if layout == "sm90":
         assert torch.equal(weight.global_scale, b[2])
     else:
-        assert weight.group == {"int4": 128, "int4_g64": 64}[format]
+        assert torch.equal(weight.factor, b[2]) and weight.group == reference.BLOCK[format]
     assert rest[-1] == torch.float32
     assert len(rest) == len(route) + 1 and all(x is y for x, y in zip(rest, route))
 

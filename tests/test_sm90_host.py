@@ -12,6 +12,8 @@ import pytest
 import reference
 import torch
 
+from fp4_ops.sm90 import int4
+
 HERE = Path(__file__).parent
 NVCC = shutil.which("nvcc")
 U8 = torch.uint8
@@ -143,36 +145,39 @@ def test_rows_are_quantised_as_fp4_quantize_does(host, format):
     assert torch.equal(got, got.bfloat16().float())
 
 
-def test_int4_is_exact_in_e4m3(host):
-    codes, words, _ = every_code_and_scale()
+def test_int4_is_folded_to_the_nearest_e4m3(host):
+    """Every code in each place, with every bfloat16 scale up to 56 and with others of float32."""
+    scales = torch.arange(0x4261, dtype=torch.int16).view(torch.bfloat16).float()
+    scales = torch.cat((scales, torch.rand(4000) * 56, torch.rand(4000).exp2() * 2.0**-6))
+    assert scales[0x4260] == 56
+    codes = (torch.arange(16)[:, None] + torch.arange(8) * 3) % 16
+    codes, scales = codes.repeat(len(scales), 1), scales.repeat_interleave(16)
+    plain = (codes[:, ::2] | codes[:, 1::2] << 4).to(U8)
+    words = int4._nibbles(plain).view(torch.int32).flatten()
     got = torch.empty(len(words), 8, dtype=U8)
-    host("int4_words", words, len(words), got)
-    assert torch.equal(values(got), torch.where(codes > 7, codes - 16, codes).double())
+    host("int4_words", words, scales, len(words), got)
+    value = torch.where(codes > 7, codes - 16, codes).float()
+    assert torch.equal(values(got), (value * scales[:, None]).to(torch.float8_e4m3fn).double())
 
 
-@pytest.mark.parametrize("group", (128, 64))
-def test_int4_lies_where_the_kernel_reads_it(host, group):
-    """Operand A as PrefillBlock's lanes make it of the packed bytes, and the scales of its rows."""
+@pytest.mark.parametrize("format", reference.INT4_FORMATS)
+def test_int4_lies_where_the_kernel_reads_it(host, format):
+    """Operand A as PrefillBlock's lanes make it of the packed bytes and the scales of its rows."""
     groups, n, k = 2, 128, 336
-    nibbles = torch.randint(0, 16, (groups, n, k))
-    scale = torch.randn(groups, n, -(-k // group)).bfloat16()
-    plain = (nibbles[..., ::2] | nibbles[..., 1::2] << 4).to(U8)
-    format = {128: "int4", 64: "int4_g64"}[group]
-    packed, scales, _ = torch.ops.fp4.prepack(plain, scale, None, format, "sm90_int4")
-    kp = 2 * packed.shape[-1]
+    w = reference.random_weight(format, groups, n, k)
+    packed, scales, factor = torch.ops.fp4.prepack(*w.operands(), format, "sm90_int4")
+    kp, block = 2 * packed.shape[-1], reference.BLOCK[format]
     words = packed.view(torch.int32).view(groups, n // 16, kp // 64, 8, 4, 2, 2)  # g, t, row of the pair, s
-    flat = words.reshape(-1).contiguous()
-    got = torch.empty(len(flat), 2, 4, dtype=U8)  # q, i
-    host("int4_words", flat, len(flat), got)
+    # As Int4Weights takes them: by step and group of the step, g, row of the pair; block t's of 64 k each.
+    each = scales.view(groups, n // 16, kp // block, 8, 2).repeat_interleave(block // 16, 2)
+    each = each.unflatten(2, (kp // 64, 4)).permute(0, 1, 2, 4, 3, 5).unsqueeze(-1).expand(words.shape)
+    got = torch.empty(words.numel(), 2, 4, dtype=U8)  # q, i
+    host("int4_words", words.flatten().contiguous(), each.flatten().contiguous(), words.numel(), got)
     code = values(got).view(groups, n // 16, kp // 64, 8, 4, 2, 2, 2, 4)  # ..., g, t, row, s, q, i
     code = code.permute(0, 1, 3, 5, 2, 4, 6, 7, 8).reshape(groups, n, kp)
-    each = scales.view(groups, n // 16, kp // 128, 128 // group, 8, 2).permute(0, 1, 4, 5, 2, 3)
-    each = each.reshape(groups, n, kp // group).double().repeat_interleave(group, -1)
-    want = (
-        torch.where(nibbles > 7, nibbles - 16, nibbles) * scale.double().repeat_interleave(group, -1)[..., :k]
-    )
-    assert torch.equal((code * each)[..., :k], want)
-    assert not code[..., k:].any()
+    folded = code * factor.double()[:, None, None]
+    assert torch.equal(folded[..., :k], reference.fold_int4(w.packed, w.scale, format))
+    assert not folded[..., k:].any()
 
 
 @pytest.mark.parametrize("padded", [128, 768, 2048, 2944, 16384])

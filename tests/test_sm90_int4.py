@@ -12,8 +12,7 @@ from fp4_ops.meta import layouts
 from fp4_ops.meta.formats import FORMATS
 from fp4_ops.meta.layouts import preferred_layout
 from moe_models import build
-from reference import BLOCK, random_weight
-from test_sm90_layout import codes_of
+from reference import BLOCK, INT4_FORMATS, fold_int4, random_weight, relative_error
 
 import fp4_ops
 from fp4_ops.experts import PackedWeight
@@ -25,12 +24,24 @@ SM90_INT4 = "sm90_int4"
 SHAPES = ((64, 128), (3, 64, 256), (2, 128, 80), (1, 192, 1456), (64, 16), (2, 0, 64), (0, 64, 64))
 
 
-@pytest.fixture(params=["int4", "int4_g64"])
+@pytest.fixture(params=INT4_FORMATS)
 def format(request) -> str:
     return request.param
 
 
-def read(packed, scale, block):
+def values_of(words):
+    """The 16 codes of a block's two words [..., 2]: {(magnitude - 1) % 4, sign, above 4}, 0b1011 for zero."""
+    out = []
+    for word in words.unbind(-1):
+        for k in range(8):
+            nibble = word >> (4 * k) & 15
+            magnitude = (nibble & 3) + 4 * (nibble >> 3) + 1
+            value = torch.where(nibble & 4 != 0, -magnitude, magnitude)
+            out.append(torch.where(nibble == 0b1011, 0, value))
+    return torch.stack(out, -1)
+
+
+def read(packed, scale, factor, block):
     """The values [G, N, Kp], lane by lane from the definition in csrc/cpu/sm90_layout.h."""
     n, kp = packed.shape[-2], packed.shape[-1] * 2
     words = packed.reshape(-1, n // 16, kp // 64, 32, 16).view(torch.int32).long() & 0xFFFFFFFF
@@ -41,12 +52,10 @@ def read(packed, scale, block):
         for step in range(kp // 64):
             k = 64 * step + 16 * t
             for parity in range(2):
-                codes = codes_of(words[:, :, step, lane, 2 * parity : 2 * parity + 2])
-                value = (
-                    torch.where(codes > 7, codes - 16, codes) * scales[:, :, k // block, 2 * g + parity, None]
-                )
-                out[:, 2 * g + parity :: 16, k : k + 16] = value.double()
-    return out
+                value = values_of(words[:, :, step, lane, 2 * parity : 2 * parity + 2])
+                scaled = value * scales[:, :, k // block, 2 * g + parity, None]
+                out[:, 2 * g + parity :: 16, k : k + 16] = scaled.double()
+    return out * factor.double().reshape(-1, 1, 1)
 
 
 @pytest.mark.parametrize("shape", [s for s in SHAPES if 0 not in s], ids=str)
@@ -58,8 +67,10 @@ def test_every_bit_is_where_the_definition_says(shape, format):
         packed, scale, factor = fp4.prepack(*w.operands(), format, SM90_INT4)
     assert packed.dtype == torch.uint8 and packed.shape == (*shape[:-1], kp // 2)
     assert scale.dtype == torch.float32 and scale.shape == (*shape[:-1], kp // BLOCK[format])
-    assert factor.numel() == 0
-    dense = read(packed, scale.double(), BLOCK[format])
+    assert factor.dtype == torch.float32 and factor.shape == shape[:-2]
+    largest = 8 * scale.amax((-2, -1))
+    assert (torch.frexp(factor).mantissa == 0.5).all() and ((largest > 224) & (largest <= 448)).all()
+    dense = read(packed, scale.double(), factor, BLOCK[format])
     assert torch.equal(dense[..., :k], w.dense.reshape(-1, n, k)) and (dense[..., k:] == 0).all()
 
 
@@ -72,7 +83,7 @@ def test_torch_operators_make_and_undo_the_same_bytes(shape, format):
         back = fp4.unpack(*there, format, SM90_INT4)
     for mine, want in (
         (int4.prepack(w.packed, w.scale, FORMATS[format]), there),
-        (int4.unpack(there[0], there[1], FORMATS[format]), back),
+        (int4.unpack(*there, FORMATS[format]), back),
     ):
         for a, b in zip(mine, want, strict=True):
             assert a.dtype == b.dtype and torch.equal(a, b) and a.is_contiguous()
@@ -94,11 +105,58 @@ def test_unpack_undoes_prepack(shape, format):
     assert torch.equal(dense[..., :k], w.dense) and (dense[..., k:] == 0).all()
 
 
-def test_a_damaged_scale_is_refused(format):
-    w = random_weight(format, 64, 128)
-    w.scale[3, 0] = torch.nan
-    with pytest.raises(RuntimeError, match="block_scale has NaN values; the weight is damaged"):
-        fp4.prepack(*w.operands(), format, SM90_INT4)
+REFUSED = {
+    "NaN": (torch.nan, "block_scale has NaN values; the weight is damaged"),
+    "negative": (-1e-3, "block_scale has negative values; layout 'sm90_int4' cannot hold them"),
+    "infinite": (torch.inf, "block_scale has infinite values; layout 'sm90_int4' cannot hold them"),
+    "tiny": (
+        1e-45,
+        "block_scale of matrix 1 has values too far below its largest; layout 'sm90_int4'",
+    ),
+}
+
+
+@pytest.mark.parametrize("what", REFUSED)
+def test_scales_that_it_cannot_hold_are_refused(format, what):
+    w = random_weight(format, 2, 64, 128)
+    value, message = REFUSED[what]
+    scale = w.scale.float()
+    scale[1] *= 1e6
+    scale[1, 3, 0] = value
+    with pytest.raises(RuntimeError, match=message):
+        fp4.prepack(w.packed, scale, None, format, SM90_INT4)
+    with pytest.raises(RuntimeError, match=message):
+        int4.prepack(w.packed, scale, FORMATS[format])
+
+
+def test_factors(format):
+    """The least power of two that takes 8 times the largest scale into e4m3, over all of float32; -0 is 0."""
+    largest = torch.tensor([0.0, 2.0**-149, 2.0**-119, 1.0, 56.0, 56.1, 64.0, 3e-5, 2.0**127, 3.4e38])
+    scale = torch.rand(len(largest), 64, 128 // BLOCK[format]) * largest[:, None, None]
+    scale[:, 0, 0], scale[:, 1, 0] = -0.0, largest
+    codes = torch.randint(0, 256, (len(largest), 64, 64), dtype=torch.uint8)
+    want = [1.0, 2.0**-126, 2.0**-124, 2.0**-5, 1.0, 2.0, 2.0, 2.0**-20, 2.0**122, 2.0**123]
+    for made in (
+        fp4.prepack(codes, scale, None, format, SM90_INT4),
+        int4.prepack(codes, scale, FORMATS[format]),
+    ):
+        assert made[2].tolist() == want
+        assert not made[1].signbit().any()
+        assert torch.equal(fp4.unpack(*made, format, SM90_INT4)[1], scale)
+
+
+def test_the_fold_is_the_nearest_e4m3(format):
+    """Within 1/17 of each weight (half a step where a mantissa is 1), or half of e4m3's least step."""
+    w = random_weight(format, 2, 256, 4096)
+    folded = fold_int4(w.packed, w.scale, format)
+    least = w.scale.double().amax((-2, -1), keepdim=True) / 28 * 2.0**-10
+    assert ((folded - w.dense).abs() <= (w.dense.abs() / 17).maximum(least)).all()
+    # 2^-3 / 12^.5 of a binade's start, over the square root of the mean square of a mantissa of 1 to 2, which
+    # for even ones is 7/3: 2.36e-2.
+    scale = torch.rand(w.scale.shape) + 1
+    folded = fold_int4(w.packed, scale, format)
+    exact = fp4.dequantize(w.packed, scale, None, format, torch.float64)
+    assert 2.0e-2 < relative_error(folded, exact) < 2.6e-2
 
 
 @pytest.mark.parametrize("op", ["mm", "grouped_mm", "grouped_mm_masked", "indexed_mm", "grouped_mm_k", "moe"])
@@ -139,10 +197,9 @@ def test_int4_prefers_it_where_activations_become_fp8(hopper, a_format, dtype):
         return preferred_layout("cpu", shape, (64, 64), dtype=dtype, format=format, a_format=a_format)
 
     fp8 = a_format in ("fp8", "auto")
-    for format in ("int4", "int4_g64"):
+    for format in INT4_FORMATS:
         assert layout(format, 128, 80) == (SM90_INT4 if fp8 else "plain")
         assert layout(format, 72, 80) == layout(format, 128, 72) == "plain"
-    assert layout("int4_g32", 128, 80) == "plain"
     # float32 activations reach the Hopper kernels only where all of them become fp8
     as_it_is = a_format in ("none", "auto") and dtype == torch.bfloat16
     assert layout("nvfp4", 128, 80) == ("sm90" if a_format == "fp8" or as_it_is else "plain")
@@ -222,7 +279,7 @@ def test_a_packed_weight_goes_there_and_back(format):
         w.set_layout(layout)
         assert w.layout == layout and torch.equal(w.dequantize(torch.float64), want)
     w.set_layout(SM90_INT4)
-    other = PackedWeight(*(torch.zeros_like(b) for b in w.buffers()), None, format, SM90_INT4, k)
+    other = PackedWeight(*(torch.zeros_like(b) for b in w.buffers()), format, SM90_INT4, k)
     other.load_state_dict(w.state_dict())
     assert torch.equal(other.dequantize(torch.float64), want)
 

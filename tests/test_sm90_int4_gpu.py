@@ -1,4 +1,8 @@
-"""int4 x fp8 on Hopper (layout sm90_int4) against float64 over the exactly dequantised operands."""
+"""int4 x fp8 on Hopper (layout sm90_int4) against float64 over the quantised rows and the folded weights.
+
+The kernel multiplies e4m3(code x scale), `reference.fold_int4`: what is left is the output's rounding and the
+sums of e4m3 products. Against the exact weights it is off by the rounding of each, FOLD.
+"""
 
 import copy
 
@@ -14,11 +18,19 @@ from fp4_ops.sm90 import decode, int4
 
 __all__ = ["pytestmark"]
 
-INT4_FORMATS = {128: "int4", 64: "int4_g64"}
+FOLD = 3.5e-2
+"""In the root mean square the nearest e4m3 is off by 2^-3 / 12^.5 of its binade's start, of which a weight is
+1.53 (the square root of 7/3): 2.4e-2 of the products' norm. No weight is off by more than 1/17. Of the fewest
+weights here, 64 rows of 16 with a scale each, that norm's own deviation is a twentieth: this is nine away."""
+
+
+def sums(k: int) -> float:
+    """What the tensor cores' sums of e4m3 products lose: measured 2.1e-7 a K, here twice that."""
+    return max(4e-3, 4e-7 * k)
 
 
 class Int4Weights:
-    """Random int4 weights in layout sm90_int4 and the values they stand for."""
+    """Random int4 weights in layout sm90_int4, the values they stand for and those that are multiplied."""
 
     def __init__(self, *shape: int, format: str, wide: bool = False) -> None:
         spread = torch.rand(*shape[:-1], 1, device="cuda") * 4 + 0.01
@@ -27,25 +39,26 @@ class Int4Weights:
             scale = scale.float() * (1 + torch.rand(scale.shape, device="cuda") / 256)
         self.plain = codes, scale
         self.made = torch.ops.fp4.prepack(codes, scale, None, format, "sm90_int4")
-        self.packed = *self.made[:2], None
-        self.values = torch.ops.fp4.dequantize(codes, scale, None, format, torch.float64)
+        self.values = reference.fold_int4(codes, scale, format)
+        self.exact = torch.ops.fp4.dequantize(codes, scale, None, format, torch.float64)
         self.options = {"format": format, "layout": "sm90_int4"}
 
 
-@pytest.mark.parametrize("config", range(2))
-@pytest.mark.parametrize("group", INT4_FORMATS)
+@pytest.mark.parametrize("config", range(6))
+@pytest.mark.parametrize("format", reference.INT4_FORMATS)
 @pytest.mark.parametrize("shape", PREFILL_SHAPES, ids=str)
-def test_every_int4_candidate(shape, group, config):
-    """int4 x fp8: codes and group scales are exact, so only the sums round (fp8 products: fewer bits)."""
+def test_every_int4_candidate(shape, format, config):
+    """Scales over many binades, so that tables have subnormal numbers and zeros, too."""
     groups, n, k = shape
-    nibbles = torch.randint(0, 16, shape, device="cuda")
-    scale = torch.randn(groups, n, -(-k // group), device="cuda").bfloat16()
+    codes = torch.randint(0, 256, (groups, n, k // 2), dtype=torch.uint8, device="cuda")
+    scale = torch.randn(groups, n, -(-k // reference.BLOCK[format]), device="cuda").abs()
+    scale[:, ::7] *= torch.rand_like(scale[:, ::7]) ** 8
     bias = torch.randn(groups, n, device="cuda")
-    codes = (nibbles[..., ::2] | nibbles[..., 1::2] << 4).to(torch.uint8)
-    packed = torch.ops.fp4.prepack(codes, scale, None, INT4_FORMATS[group], "sm90_int4")[:2]
-    w = int4.Int4Weight(*packed, group, bias, groups, n, LAYOUTS["sm90_int4"].padded(k))
-    wide = scale.double().repeat_interleave(group, -1)[..., :k]
-    dense = torch.where(nibbles > 7, nibbles - 16, nibbles) * wide
+    packed = torch.ops.fp4.prepack(codes, scale, None, format, "sm90_int4")
+    padded = LAYOUTS["sm90_int4"].padded(k)
+    w = int4.Int4Weight(*packed, reference.BLOCK[format], bias, groups, n, padded)
+    folded = reference.fold_int4(codes, scale, format)
+    exact = torch.ops.fp4.dequantize(codes, scale, None, format, torch.float64)
     counts = torch.tensor([0, 1, 64, 65, 160, 161, 193, 300, 385], device="cuda")
     counts = counts[torch.randint(0, 9, (groups,), device="cuda")] if groups < 100 else counts[:3].repeat(100)
     counts[0] = 161
@@ -55,18 +68,19 @@ def test_every_int4_candidate(shape, group, config):
     values = plain_order(a)[:, :k].double() * a_scale[:, None].double()
     out = torch.full((m, n), float("nan"), device="cuda")
     int4.run(a, a_scale, w, counts.cumsum(0).int(), decode.Routing.OFFS, m, out, config=config)
-    assert error(out, by_row(dense, values, ids) + bias[ids].double()) < 4e-3
+    assert error(out, by_row(folded, values, ids) + bias[ids].double()) < sums(k)
+    assert error(out - bias[ids], by_row(exact, values, ids)) < FOLD
 
 
 @pytest.mark.parametrize("wide", [False, True], ids=["bf16 scales", "f32 scales"])
-@pytest.mark.parametrize("format", INT4_FORMATS.values())
+@pytest.mark.parametrize("format", reference.INT4_FORMATS)
 @pytest.mark.parametrize("shape", SHAPES, ids=str)
 def test_the_int4_layout_is_the_cpus(shape, format, wide):
     w = Int4Weights(*shape, format=format, wide=wide)
     there = torch.ops.fp4.prepack(*(t.cpu() for t in w.plain), None, format, "sm90_int4")
     for name, a, b in zip(("packed", "block_scale", "global_scale"), w.made, there, strict=True):
         assert torch.equal(a.cpu(), b), name
-    back = torch.ops.fp4.unpack(*w.packed, format, "sm90_int4")
+    back = torch.ops.fp4.unpack(*w.made, format, "sm90_int4")
     for name, a, b in zip(
         ("packed", "block_scale", "global_scale"),
         back,
@@ -75,15 +89,14 @@ def test_the_int4_layout_is_the_cpus(shape, format, wide):
     ):
         assert a.dtype == b.dtype and torch.equal(a.cpu(), b), name
     for dtype in (torch.float32, torch.bfloat16, torch.float16, torch.float64):
-        got = torch.ops.fp4.dequantize(*w.packed, format, dtype, layout="sm90_int4")[..., : shape[-1]]
+        got = torch.ops.fp4.dequantize(*w.made, format, dtype, layout="sm90_int4")[..., : shape[-1]]
         assert torch.equal(got, torch.ops.fp4.dequantize(*w.plain, None, format, dtype))
 
 
 @pytest.mark.parametrize("out_dtype", [torch.bfloat16, torch.float32])
-@pytest.mark.parametrize("format", INT4_FORMATS.values())
+@pytest.mark.parametrize("format", reference.INT4_FORMATS)
 @pytest.mark.parametrize("shape", SHAPES, ids=str)
 def test_int4_products_of_fp8_rows(shape, format, out_dtype):
-    """Codes and group scales are exact: the rest is the output's rounding and the sums of e4m3 products."""
     w = Int4Weights(*shape, format=format)
     groups, n, k = shape
     for m in ROWS:
@@ -96,12 +109,12 @@ def test_int4_products_of_fp8_rows(shape, format, out_dtype):
         def biased(rows, ids=ids, bias=bias):
             return rows + torch.where((ids >= 0)[:, None], bias[ids.clamp(min=0)], 0).double()
 
-        got = torch.ops.fp4.grouped_mm(a, *w.packed, offs, a_scale, **options)
+        got = torch.ops.fp4.grouped_mm(a, *w.made, offs, a_scale, **options)
         assert error(got, by_row(w.values, values, ordered)) < 4e-3
         assert not got[int(offs[-1]) :].any()
-        got = torch.ops.fp4.indexed_mm(a, *w.packed, ids, a_scale, bias, **options)
+        got = torch.ops.fp4.indexed_mm(a, *w.made, ids, a_scale, bias, **options)
         assert error(got, biased(by_row(w.values, values, ids))) < 4e-3
-        last = w.packed[0][-1], w.packed[1][-1], None
+        last = [t[-1] for t in w.made]
         got = torch.ops.fp4.mm(a, *last, a_scale, bias[-1], **options)
         assert error(got, values @ w.values[-1].T + bias[-1].double()) < 4e-3
     max_m = 21
@@ -109,13 +122,13 @@ def test_int4_products_of_fp8_rows(shape, format, out_dtype):
     values = plain_order(a)[..., :k].double() * a_scale[..., None].double()
     masked_m = torch.randint(0, max_m + 1, (groups,), device="cuda").int()
     masked_m[0] = max_m
-    got = torch.ops.fp4.grouped_mm_masked(a, *w.packed, masked_m, a_scale, **w.options)
+    got = torch.ops.fp4.grouped_mm_masked(a, *w.made, masked_m, a_scale, **w.options)
     live = (torch.arange(max_m, device="cuda") < masked_m[:, None])[..., None]
     assert error(got, torch.where(live, values @ w.values.mT, 0)) < 4e-3
     assert not got[~live.expand_as(got)].any()
 
 
-@pytest.mark.parametrize("format", INT4_FORMATS.values())
+@pytest.mark.parametrize("format", reference.INT4_FORMATS)
 @pytest.mark.parametrize("m", [1, 40, 300])
 def test_int4_groups_along_k(m, format):
     n, k = 128, 336
@@ -124,7 +137,7 @@ def test_int4_groups_along_k(m, format):
     values = plain_order(a).double()[:, :k] * scale.double()[:, None]
     ends = [0, 128, 128, 256, 336]
     offs = torch.tensor(ends, dtype=torch.int32, device="cuda")
-    got = torch.ops.fp4.grouped_mm_k(a, *w.packed, offs, scale, out_dtype=torch.float32, **w.options)
+    got = torch.ops.fp4.grouped_mm_k(a, *w.made, offs, scale, out_dtype=torch.float32, **w.options)
     for g, (begin, end) in enumerate(zip([0, *ends], ends)):
         want = values[:, begin:end] @ w.values[:, begin:end].T
         assert error(got[g], want) < 4e-3 if end > begin else not got[g].any()
@@ -132,7 +145,7 @@ def test_int4_groups_along_k(m, format):
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
 @pytest.mark.parametrize("gate", ["silu", "gelu_tanh", "swigluoai", "silu_interleaved"])
-@pytest.mark.parametrize("format", INT4_FORMATS.values())
+@pytest.mark.parametrize("format", reference.INT4_FORMATS)
 @pytest.mark.parametrize("a_format", ["fp8", "auto"])
 def test_int4_moe(a_format, format, gate, dtype):
     experts, hidden, inter, top_k = 16, 512, 192, 4
@@ -145,9 +158,9 @@ def test_int4_moe(a_format, format, gate, dtype):
         ids[0, 0] = 0
         weights = torch.rand(tokens, top_k, device="cuda")
         want = reference.moe(
-            x.double(), ids, weights, up.values, down.values, b13.double(), b2.double(), activation=gate,
+            x.double(), ids, weights, up.exact, down.exact, b13.double(), b2.double(), activation=gate,
         )  # fmt: skip
-        args = (x, ids, weights, *up.packed, *down.packed, b13, b2)
+        args = (x, ids, weights, *up.made, *down.made, b13, b2)
         options = {"activation": gate, "a_format": a_format, **up.options}
         got = torch.ops.fp4.moe(*args, **options)
         assert got.dtype == dtype and error(got, want) < 8e-2
@@ -160,7 +173,7 @@ def test_int4_moe_replays_with_changed_routing(tokens):
     x = torch.randn(tokens, 256, device="cuda").bfloat16()
     ids = torch.zeros(tokens, 4, dtype=torch.int64, device="cuda")
     weights = torch.rand(tokens, 4, device="cuda")
-    call = lambda: torch.ops.fp4.moe(x, ids, weights, *up.packed, *down.packed, a_format="auto", **up.options)  # noqa: E731
+    call = lambda: torch.ops.fp4.moe(x, ids, weights, *up.made, *down.made, a_format="auto", **up.options)  # noqa: E731
     call()
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
@@ -177,7 +190,7 @@ def test_int4_refuses_what_it_does_not_read():
     w = Int4Weights(4, 64, 128, format="int4")
     a, offs = torch.randn(5, 128, device="cuda").bfloat16(), torch.tensor([1, 2, 2, 5], device="cuda").int()
     with pytest.raises(RuntimeError, match="a has dtype bfloat16; layout 'sm90_int4' reads float8_e4m3fn"):
-        torch.ops.fp4.grouped_mm(a, *w.packed, offs, **w.options)
+        torch.ops.fp4.grouped_mm(a, *w.made, offs, **w.options)
 
 
 @torch.no_grad()

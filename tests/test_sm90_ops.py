@@ -11,7 +11,7 @@ from fp4_ops.sm90 import decode, int4, ops, prefill, rows
 from fp4_ops.sm90.decode import Routing
 
 F8 = torch.float8_e4m3fn
-INT4 = {128: "int4", 64: "int4_g64"}
+INT4 = {128: "int4", 64: "int4_g64", 32: "int4_g32"}
 A_FORMATS = ["none", "fp8", "nvfp4", "mxfp4"]
 fp4 = torch.ops.fp4
 
@@ -39,7 +39,7 @@ class Kernels:
             a = a * x_scale.double()[source, None]
         codes, scales = w.codes.view(w.groups, w.n, -1), w.scales.view(w.groups, w.n, -1)
         if isinstance(w, int4.Int4Weight):
-            operands = codes, scales, None, INT4[w.group]
+            operands = codes, scales, w.factor.view(-1), INT4[w.group]
         else:
             operands = codes, scales, w.global_scale.view(-1), "nvfp4"
         values = fp4.dequantize(*operands, torch.float64, layout=w.layout.name)
@@ -245,7 +245,8 @@ def int4_weight(group: int, *shape: int, bias: bool = False) -> tuple[int4.Int4W
     w = reference.random_weight(INT4[group], *shape, layout="sm90_int4")
     *lead, n, _ = shape
     b = torch.randn(*lead, n) if bias else None
-    made = int4.Int4Weight(w.packed, w.scale, group, b, lead[0] if lead else 1, n, 2 * w.packed.shape[-1])
+    shape = lead[0] if lead else 1, n, 2 * w.packed.shape[-1]
+    made = int4.Int4Weight(w.packed, w.scale, w.global_scale, group, b, *shape)
     return made, w.dense.double()
 
 
@@ -287,7 +288,7 @@ def test_int4_products(kernels, m, group):
     offs = torch.tensor([m // 2, m // 2, m, m], dtype=torch.int32)
     want = reference.indexed_mm(values, dense, reference.m_indices(offs, m), bias)
     assert reference.relative_error(ops.grouped_mm(a, scale, w, offs, torch.float32), want) < 1e-6
-    one = w._replace(codes=w.codes[2], scales=w.scales[2], bias=w.bias[2], groups=1)
+    one = w._replace(codes=w.codes[2], scales=w.scales[2], factor=w.factor[2], bias=w.bias[2], groups=1)
     want = values @ dense[2].T + bias[2]
     assert reference.relative_error(ops.mm(a, scale, one, torch.float32), want) < 1e-6
     masked = a.expand(groups, *a.shape).contiguous(), scale.expand(groups, m).contiguous()

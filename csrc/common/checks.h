@@ -281,7 +281,6 @@ inline void check_scales(const std::string& prefix, const Tensor& block_scale,
   check_device(scale_name, block_scale, name, packed);
   shape.back() = k / (layout.block != 0 ? layout.block : fmt.block);
   check_shape(scale_name, block_scale, shape);
-  if (!bytes) return check_global_scale(global_name, global_scale, name, packed, fmt);
   if (!global_scale) fail(global_name, " is missing; layout '", layout.name, "' needs one");
   check_factor(global_name, *global_scale, name, packed);
 }

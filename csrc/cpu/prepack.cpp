@@ -254,58 +254,104 @@ Packed from_sm90(const Tensor& packed, const Tensor& block_scale, const Tensor& 
 
 // --- sm90_int4 ---
 
+// The bytes of two int4 codes as the layout's nibbles, and back.
+struct Int4Bytes {
+  uint8_t of[256];
+
+  explicit Int4Bytes(bool back) {
+    for (int low = 0; low < 16; ++low) {
+      for (int high = 0; high < 16; ++high) {
+        const int plain = low | high << 4, packed = kSm90Int4Nibbles[low] | kSm90Int4Nibbles[high] << 4;
+        of[back ? packed : plain] = uint8_t(back ? plain : packed);
+      }
+    }
+  }
+};
+
+// The power of two that takes 8 times the largest scale to 224 to 448, e4m3's largest. No less than the least
+// normal float.
+float int4_factor(float largest) {
+  if (largest == 0) return 1;
+  int exponent;
+  const float mantissa = std::frexp(largest, &exponent);
+  return std::ldexp(1.f, std::max(exponent - (mantissa <= .875f ? 6 : 5), -126));
+}
+
 Packed to_sm90_int4(const Tensor& packed, const Tensor& block_scale, FormatAndLayout target) {
   const Format& fmt = *target.format;
+  const Layout& layout = *target.layout;
   const Sizes s(packed);
-  const int64_t kp = target.layout->padded(s.k), blocks = kp / fmt.block, own = ceil_div(s.k, fmt.block);
+  const int64_t kp = layout.padded(s.k), blocks = kp / fmt.block, own = ceil_div(s.k, fmt.block);
   Shape shape = shape_of(packed), scale_shape = shape;
   shape.back() = kp / 2;
   scale_shape.back() = blocks;
-  const Tensor to = empty(shape, ScalarType::Byte), to_scale = empty(scale_shape, ScalarType::Float);
+  const Tensor to = empty(shape, ScalarType::Byte), to_scale = empty(scale_shape, ScalarType::Float),
+               to_factor = empty(Shape(shape.begin(), shape.end() - 2), ScalarType::Float);
   const Tensor from = as_contiguous(packed), from_scale = as_contiguous(block_scale);
   const bool wide = scale_kind(from_scale) == Scale::f32;
+  const uint8_t* scales = data<uint8_t>(from_scale);
+  const auto scale_at = [&](int64_t i) {
+    return wide ? load_as_float<DType::f32>(scales, i) : load_as_float<DType::bf16>(scales, i);
+  };
+  float* factor = mutable_data<float>(to_factor);
+  for (int64_t g = 0; g < s.matrices; ++g) {
+    float least = 0, largest = 0;
+    for (int64_t i = g * s.n * own; i < (g + 1) * s.n * own; ++i) {
+      least = std::min(least, scale_at(i));
+      largest = std::max(largest, scale_at(i));
+    }
+    if (least < 0) fail("block_scale has negative values; layout '", layout.name, "' cannot hold them");
+    if (std::isinf(largest))
+      fail("block_scale has infinite values; layout '", layout.name, "' cannot hold them");
+    factor[g] = int4_factor(largest);
+  }
+  static const Int4Bytes bytes(/*back=*/false);
+  std::atomic<int64_t> lost = -1;  // a matrix with a scale that its factor takes out of range
   torch::stable::parallel_for(0, s.matrices * s.n, grain_for(s.k), [&](int64_t begin, int64_t end) {
     for (int64_t i = begin; i < end; ++i) {
-      const int64_t matrix = i / s.n * s.n, row = i % s.n;
-      const uint8_t *codes = data<uint8_t>(from) + i * (s.k / 2), *scales = data<uint8_t>(from_scale);
+      const int64_t g = i / s.n, matrix = g * s.n, row = i % s.n;
+      const uint8_t* codes = data<uint8_t>(from) + i * (s.k / 2);
       for (int64_t b = 0; b < kp / kSm90Block; ++b) {
-        Block16 block{};  // zeros where K is padded
-        if (b * kSm90Block < s.k) std::memcpy(block.codes, codes + b * kSm90Block / 2, sizeof(block.codes));
-        uint8_t no_scale;
-        sm90_encode(block, mutable_data<uint8_t>(to) + matrix * (kp / 2) + sm90_place(row, b, kp).codes,
-                    &no_scale);
+        uint8_t* place = mutable_data<uint8_t>(to) + matrix * (kp / 2) + sm90_place(row, b, kp).codes;
+        for (int64_t j = 0; j < kSm90Block / 2; ++j)  // zeros where K is padded
+          place[j] = bytes.of[b * kSm90Block < s.k ? codes[b * kSm90Block / 2 + j] : 0];
       }
       float* row_scales = mutable_data<float>(to_scale) + matrix * blocks;
       for (int64_t b = 0; b < blocks; ++b) {
-        const int64_t at = i * own + b;
-        row_scales[sm90_int4_scale(row, b, blocks)] = b >= own ? 0.f
-                                                      : wide   ? load_as_float<DType::f32>(scales, at)
-                                                               : load_as_float<DType::bf16>(scales, at);
+        const float scale = b < own ? scale_at(i * own + b) : 0.f, held = scale / factor[g];
+        if (held * factor[g] != scale) lost = g;
+        row_scales[sm90_int4_scale(row, b, blocks)] = held + 0.f;  // not -0
       }
     }
   });
-  return {to, to_scale, copy_of({})};
+  if (lost >= 0)
+    fail("block_scale of matrix ", lost.load(), " has values too far below its largest; layout '",
+         layout.name, "' cannot hold them");
+  return {to, to_scale, to_factor};
 }
 
 // Block scales stay float32: they may have been so before.
-Packed from_sm90_int4(const Tensor& packed, const Tensor& block_scale, FormatAndLayout source) {
+Packed from_sm90_int4(const Tensor& packed, const Tensor& block_scale, const Tensor& factor,
+                      FormatAndLayout source) {
   const Sizes s(packed);
   const int64_t blocks = s.k / source.format->block;
   const Tensor to = empty(shape_of(packed), ScalarType::Byte),
                to_scale = empty(shape_of(block_scale), ScalarType::Float);
   const Tensor from = as_contiguous(packed), from_scale = as_contiguous(block_scale);
+  const Tensor factors = as_contiguous(factor);
+  static const Int4Bytes bytes(/*back=*/true);
   torch::stable::parallel_for(0, s.matrices * s.n, grain_for(s.k), [&](int64_t begin, int64_t end) {
     for (int64_t i = begin; i < end; ++i) {
-      const int64_t matrix = i / s.n * s.n, row = i % s.n;
+      const int64_t g = i / s.n, matrix = g * s.n, row = i % s.n;
       for (int64_t b = 0; b < s.k / kSm90Block; ++b) {
-        const Block16 block = sm90_decode(
-            data<uint8_t>(from) + matrix * (s.k / 2) + sm90_place(row, b, s.k).codes, /*scale=*/0);
-        std::memcpy(mutable_data<uint8_t>(to) + i * (s.k / 2) + b * kSm90Block / 2, block.codes,
-                    sizeof(block.codes));
+        const uint8_t* place = data<uint8_t>(from) + matrix * (s.k / 2) + sm90_place(row, b, s.k).codes;
+        uint8_t* codes = mutable_data<uint8_t>(to) + i * (s.k / 2) + b * kSm90Block / 2;
+        for (int64_t j = 0; j < kSm90Block / 2; ++j) codes[j] = bytes.of[place[j]];
       }
       for (int64_t b = 0; b < blocks; ++b)
         mutable_data<float>(to_scale)[i * blocks + b] =
-            data<float>(from_scale)[matrix * blocks + sm90_int4_scale(row, b, blocks)];
+            data<float>(from_scale)[matrix * blocks + sm90_int4_scale(row, b, blocks)] *
+            data<float>(factors)[g];
     }
   });
   return {to, to_scale, copy_of({})};
@@ -366,7 +412,7 @@ Packed unpack(const Tensor& packed, const Tensor& block_scale, const OptionalTen
 Packed to_plain(const Tensor& packed, const Tensor& block_scale, const OptionalTensor& global_scale,
                 FormatAndLayout from) {
   if (from.layout->order == Order::sm90) return from_sm90(packed, block_scale, *global_scale, from);
-  if (from.layout->order == Order::sm90_int4) return from_sm90_int4(packed, block_scale, from);
+  if (from.layout->order == Order::sm90_int4) return from_sm90_int4(packed, block_scale, *global_scale, from);
   const auto [codes, scales] = reorder(
       packed, block_scale, from,
       [&](const uint8_t* panel, const uint8_t* panel_scales, uint8_t* to, uint8_t* to_scales, int64_t k) {

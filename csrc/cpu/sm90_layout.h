@@ -42,9 +42,15 @@ inline Sm90Place sm90_place(int64_t row, int64_t block, int64_t padded_k) {
 void sm90_encode(const Block16& block, uint8_t* words, uint8_t* scale);
 Block16 sm90_decode(const uint8_t* words, uint8_t scale);
 
-// Layout sm90_int4: the codes of int4 as if they were e2m1 (the low three bits for the magnitude, the top bit
-// for the sign), and float32 scales of blocks of 64 or 128 k in the order [N/16][Kp/block][16 rows]: the
-// index of one in its matrix, `blocks` to a row.
+// Layout sm90_int4: a lane's words are those of sm90, but a word's eight codes are nibbles in the order of k,
+// each {bits 0 and 1: (magnitude - 1) % 4; bit 2: sign; bit 3: magnitude above 4}, and 0b1011 for zero. By
+// int4 code:
+inline constexpr uint8_t kSm90Int4Nibbles[16] = {0b1011, 0b0000, 0b0001, 0b0010, 0b0011, 0b1000,
+                                                 0b1001, 0b1010, 0b1111, 0b1110, 0b1101, 0b1100,
+                                                 0b0111, 0b0110, 0b0101, 0b0100};
+
+// Its float32 scales lie in the order [N/16][Kp/block][16 rows]: the index of one in its matrix, `blocks` to
+// a row.
 inline int64_t sm90_int4_scale(int64_t row, int64_t block, int64_t blocks) {
   return (row / 16 * blocks + block) * 16 + row % 16;
 }

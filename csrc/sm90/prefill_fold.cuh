@@ -104,7 +104,7 @@ __device__ __forceinline__ void fold_fragments(uint4 codes, const FoldTables& ta
 class FoldedWeights {
  public:
   static constexpr Element kElement = Element::kE4m3;
-  static constexpr int kInstructions = 2, kTileScales = 128, kGroup = 0;
+  static constexpr int kInstructions = 2, kTileScales = 128;
   static constexpr float kFactor = 8.0f;  // the fold divides block scales by this
   using Fragments = uint32_t[4 * kInstructions];
   using Prepared = FoldTables;

@@ -21,7 +21,7 @@ __host__ __device__ constexpr int half_position(int k) {
 class HalfWeights {
  public:
   static constexpr Element kElement = Element::kFloat16;
-  static constexpr int kInstructions = 4, kTileScales = 128, kGroup = 0;
+  static constexpr int kInstructions = 4, kTileScales = 128;
   static constexpr float kFactor = 1.0f;
   using Fragments = uint32_t[4 * kInstructions];
   struct Prepared {

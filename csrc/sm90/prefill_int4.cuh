@@ -1,74 +1,120 @@
-// int4 weights as e4m3 fragments of wgmma's A operand: -8 to 7 are exact. The scales of their groups along K
-// multiply the sums (PrefillBlock::multiply_groups).
+// Folds int4 weights of layout sm90_int4 into e4m3 fragments of wgmma's A operand.
 //
-// Codes lie as layout sm90 has those of e2m1: the low three bits where the magnitude is, the top bit where
-// the sign is. Scales are float32: [N/16][Kp/128][group of the step][g][row 2g, row 2g + 1].
+// A weight is code x scale of its group along K. The layout divides the scales of a matrix by a power of two,
+// its factor (which multiplies the results), so that 8 x the largest is just within e4m3's range. The weight
+// is then rounded once, to e4m3(code x scale): magnitudes 1 to 8 times the scale are eight bytes, a table in
+// two registers that each lane makes for its rows' groups.
+//
+// A code's nibble is {bits 0, 1: (magnitude - 1) % 4; bit 2: sign; bit 3: magnitude above 4}; zero, which has
+// no magnitude here, is 0b1011, the place of +8. Eight of them are a word, the lower k in the lower nibble.
+// Scales are float32: [N/16][Kp/128][group of the step][g][row 2g, row 2g + 1].
 #pragma once
+
+#include <cuda_fp8.h>
 
 #include "ptx.cuh"
 
 namespace fp4::sm90 {
 
-// Eight codes: the two A registers of K 4t..4t+3 and 16+4t..16+4t+3.
-__host__ __device__ __forceinline__ void int4_word(uint32_t word, uint32_t& first, uint32_t& second) {
-  // e4m3 of 0, 1, 2, 3 and 4, 5, 6, 7; of -8, -7, -6, -5 and -4, -3, -2, -1.
-  constexpr uint32_t kPlus0 = 0x44403800, kPlus4 = 0x4E4C4A48, kMinus8 = 0xCACCCED0, kMinus4 = 0xB8C0C4C8;
-  const uint32_t low = word & 0x77777777u;
-  const auto take = [](uint32_t codes, uint32_t signs) {
-    const uint32_t negative = permute_bytes(signs, 0, 0xBA98);  // each byte its sign bit, eight times
-    return (permute_bytes(kPlus0, kPlus4, codes) & ~negative) |
-           (permute_bytes(kMinus8, kMinus4, codes) & negative);
+// Bytes of e4m3: {1, 2, 3, 4} and {5, 6, 7, 8} times a scale.
+struct Int4Magnitudes {
+  uint32_t low, high;
+};
+
+// `scale` is not negative (nor -0: the top bits of a table's bytes are signs).
+__host__ __device__ __forceinline__ Int4Magnitudes int4_magnitudes(float scale) {
+  const auto pair = [scale](float a, float b) -> uint32_t {
+    return __nv_cvt_float2_to_fp8x2(make_float2(a * scale, b * scale), __NV_SATFINITE, __NV_E4M3);
   };
-  first = take(low, word);
-  second = take(low >> 16, word << 4);
+  return {pair(1, 2) | pair(3, 4) << 16, pair(5, 6) | pair(7, 8) << 16};
 }
 
-// kGroup_: K that share a scale.
-template <int kGroup_>
+// Negative bytes have all bits but the sign inverted.
+struct Int4Table {
+  uint32_t plus_low, plus_high, minus_low, minus_high;
+
+  __host__ __device__ __forceinline__ explicit Int4Table(const Int4Magnitudes& m)
+      : plus_low(m.low), plus_high(m.high & 0x00FFFFFFu), minus_low(~m.low), minus_high(~m.high) {}
+};
+
+// a & b in the bytes' signs, a ^ b in their other bits: one LOP3, which the compiler does not find.
+__host__ __device__ __forceinline__ uint32_t join_lookups(uint32_t a, uint32_t b) {
+  constexpr uint32_t kSigns = 0x80808080u;
+#ifdef __CUDA_ARCH__
+  uint32_t result;
+  asm("lop3.b32 %0, %1, %2, %3, 0x94;" : "=r"(result) : "r"(a), "r"(b), "r"(kSigns));
+  return result;
+#else
+  return ((a ^ b) & ~kSigns) | (a & b & kSigns);
+#endif
+}
+
+// Eight codes: the two A registers of K 4t..4t+3 and 16+4t..16+4t+3.
+__host__ __device__ __forceinline__ void int4_word(uint32_t word, const Int4Table& table, uint32_t& first,
+                                                   uint32_t& second) {
+  // A lookup with the nibble's top bit set gives the sign of the byte instead, eight times: of the two
+  // lookups one is the byte and the other is all ones where that is negative, which inverts it.
+  const auto take = [&table](uint32_t codes, uint32_t flipped) {
+    const uint32_t low = permute_bytes(table.plus_low, table.minus_low, codes);
+    const uint32_t high = permute_bytes(table.plus_high, table.minus_high, flipped);
+    return join_lookups(low, high);
+  };
+  const uint32_t flipped = word ^ 0x88888888u;
+  first = take(word, flipped);
+  second = take(word >> 16, flipped >> 16);
+}
+
+// The weights of one warp as operand A. kGroup: K that share a scale.
+template <int kGroup>
 class Int4Weights {
  public:
   static constexpr Element kElement = Element::kE4m3;
-  static constexpr int kGroup = kGroup_, kInstructions = 2, kGroups = 128 / kGroup;
-  static constexpr int kTileScales = 64 * kGroups;
+  static constexpr int kInstructions = 2, kGroups = 128 / kGroup, kTileScales = 64 * kGroups;
   static constexpr float kFactor = 1.0f;
   using Fragments = uint32_t[4 * kInstructions];
-  struct Prepared {};
-  struct Scales {
-    float2 of[kGroups];  // rows 2g and 2g + 1
+  struct Prepared {
+    Int4Table even, odd;  // of rows 2g and 2g + 1
   };
 
   // `codes` and `scales`: shared memory addresses of the warp's 16 rows in stage 0.
   __device__ __forceinline__ void init(uint32_t codes, uint32_t scales, int lane) {
     codes_.init(codes, lane);
-    lane_scales_ = kept_address(scales + lane / 4 * 8, lane);
+    // Lane t owns block t of a half step's four: of two groups of 32 the one that holds it.
+    const int group = kGroup == 32 ? lane % 4 / 2 : 0;
+    lane_scales_ = kept_address(scales + group * 64 + lane / 4 * 8, lane);
   }
 
   __device__ __forceinline__ void load(uint32_t codes_offset, uint32_t scales_offset) {
+    scales_offset_ = scales_offset;
     codes_.load(codes_offset);
-#pragma unroll
-    for (int i = 0; i < kGroups; ++i) scales_.of[i] = load_shared_pair(lane_scales_ + scales_offset + 64 * i);
   }
 
-  __device__ __forceinline__ Scales scales() const { return scales_; }
-
+  // All that need not wait for free fragments.
   template <int Half>
-  __device__ __forceinline__ Prepared prepare() const {
-    return {};
+  __device__ __forceinline__ Prepared prepare() {
+    if constexpr (Half < kScales) {  // else as for half 0
+      const float2 scale = load_shared_pair(lane_scales_ + scales_offset_ + 64 * (kGroups / kScales) * Half);
+      even_ = int4_magnitudes(scale.x);
+      odd_ = int4_magnitudes(scale.y);
+    }
+    return {Int4Table(even_), Int4Table(odd_)};
   }
 
   template <int Half>
-  __device__ __forceinline__ void finish(const Prepared&, Fragments& fragments) const {
+  __device__ __forceinline__ void finish(const Prepared& tables, Fragments& fragments) const {
     const uint4 codes = codes_.half[Half];
-    int4_word(codes.x, fragments[0], fragments[2]);
-    int4_word(codes.y, fragments[4], fragments[6]);
-    int4_word(codes.z, fragments[1], fragments[3]);
-    int4_word(codes.w, fragments[5], fragments[7]);
+    int4_word(codes.x, tables.even, fragments[0], fragments[2]);
+    int4_word(codes.y, tables.even, fragments[4], fragments[6]);
+    int4_word(codes.z, tables.odd, fragments[1], fragments[3]);
+    int4_word(codes.w, tables.odd, fragments[5], fragments[7]);
   }
 
  private:
+  static constexpr int kScales = kGroup == 128 ? 1 : 2;  // that a lane needs in a step, of each row
+
   LaneCodes codes_;
-  uint32_t lane_scales_;
-  Scales scales_;
+  uint32_t lane_scales_, scales_offset_;
+  Int4Magnitudes even_, odd_;
 };
 
 }  // namespace fp4::sm90

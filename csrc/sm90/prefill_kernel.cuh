@@ -338,65 +338,6 @@ class PrefillBlock {
     wgmma_commit();
   }
 
-  // Adds the finished sums of a scale group, times the scales of this lane's two rows.
-  template <int Tokens>
-  __device__ __forceinline__ void promote(Sums& sums, Sums& partial, float2 scale) {
-#pragma unroll
-    for (int i = 0; i < Tokens / 2; ++i) {
-      asm volatile("" : "+f"(partial[i])::"memory");  // no use of a sum moves before the wait
-      sums[i] = fmaf(i % 4 < 2 ? scale.x : scale.y, partial[i], sums[i]);
-    }
-  }
-
-  // multiply() for weights with a float32 scale a group of K: each group's sums are finished, scaled and
-  // added, while the other warpgroup multiplies. Enters and leaves as multiply() does.
-  template <int Tokens>
-  __device__ __forceinline__ void multiply_groups(Sums& sums, TileInfo& next) {
-    constexpr int kGroup = Config::Weights::kGroup;
-    Sums partial;
-#pragma unroll
-    for (int i = 0; i < Tokens / 2; ++i) sums[i] = 0.0f;
-    for (int step = 0;; ++step) {
-      auto scales = weights_.scales();
-      if constexpr (kGroup == kStepK) {
-        issue_half<Tokens, 0>(partial, 0);
-        weights_.template finish<1>(weights_.template prepare<1>(), fragments_[1]);
-        issue_half<Tokens, 1>(partial, 1);
-      } else {
-        issue_group<Tokens, 0>(sums, partial, scales);
-        weights_.template finish<1>(weights_.template prepare<1>(), fragments_[1]);
-        issue_group<Tokens, 1>(sums, partial, scales);
-      }
-      previous_ = ring_.slot;
-      ring_ = ring_.next();
-      bool last = step + 1 == problem_.steps, more = true;
-      if (last) {
-        next = wait_info();
-        more = next.width > 0;
-      }
-      if (more) {
-        wait_stage(false);
-        load_weights();
-        wgmma_wait<kGroup == kStepK ? 1 : 0>();  // the first half's fragments are free
-        weights_.template finish<0>(weights_.template prepare<0>(), fragments_[0]);
-      }
-      wgmma_wait<0>();
-      release_stage(previous_);
-      if constexpr (kGroup == kStepK) {
-        promote<Tokens>(sums, partial, scales.of[0]);
-      }
-      if (last) break;
-    }
-  }
-
-  // A half step, which is a group of 64: its products, finished and added.
-  template <int Tokens, int Half, class Scales>
-  __device__ __forceinline__ void issue_group(Sums& sums, Sums& partial, const Scales& scales) {
-    issue_half<Tokens, Half>(partial, 0);
-    wgmma_wait<0>();
-    promote<Tokens>(sums, partial, scales.of[Half]);
-  }
-
   // All K of a tile. Enters with the first half step folded, and leaves so for the next tile, if any.
   template <int Tokens>
   __device__ __forceinline__ void multiply(Sums& sums, TileInfo& next) {
@@ -431,11 +372,7 @@ class PrefillBlock {
   template <int... Widths>
   __device__ __forceinline__ void multiply_width(WidthList<Widths...>, Sums& sums, int width,
                                                  TileInfo& next) {
-    if constexpr (Config::Weights::kGroup > 0) {
-      ((width == Widths ? (multiply_groups<Widths>(sums, next), true) : false) || ...);
-    } else {
-      ((width == Widths ? (multiply<Widths>(sums, next), true) : false) || ...);
-    }
+    ((width == Widths ? (multiply<Widths>(sums, next), true) : false) || ...);
   }
 
   __device__ __forceinline__ void store_tile(Sums& sums, const TileInfo& tile) {

@@ -19,10 +19,11 @@ LAYOUT = LAYOUTS["sm90_int4"]
 
 
 class Int4Weight(NamedTuple):
-    """A weight in layout sm90_int4: [groups, n, kp], value = code * scale of its `group` of k."""
+    """A weight in layout sm90_int4: [groups, n, kp], value = code * scale of its `group` of k * factor."""
 
     codes: Tensor
     scales: Tensor
+    factor: Tensor
     group: int
     bias: Tensor | None
     groups: int
@@ -41,43 +42,76 @@ class Int4Weight(NamedTuple):
 def prepack(packed: Tensor, block_scale: Tensor, fmt: Format) -> tuple[Tensor, Tensor, Tensor]:
     """A plain weight [..., N, K/2] into the layout; the same bytes as the CPU's `fp4::prepack` makes."""
     *lead, n, half = packed.shape
-    kp = LAYOUT.padded(2 * half)
-    # The codes of layout sm90, whatever they stand for.
-    no_scale = packed.new_zeros((*lead, n, half // 8), dtype=torch.uint8).view(torch.float8_e4m3fn)
-    no_factor = packed.new_ones(lead, dtype=torch.float32)
-    codes = torch.ops.fp4.prepack(packed, no_scale, no_factor, "nvfp4", "sm90")[0]
-    scales = F.pad(block_scale.float(), (0, kp // fmt.block - block_scale.shape[-1]))
-    scales = scales.view(*lead, n // 16, 16, kp // fmt.block).transpose(-1, -2)
-    return codes, scales.reshape(*lead, n, kp // fmt.block), no_factor.new_empty(0)
+    kp, d = LAYOUT.padded(2 * half), len(lead)
+    blocks = kp // fmt.block
+    held, factor = _divide(block_scale.float())
+    codes = _nibbles(F.pad(packed.contiguous(), (0, kp // 2 - half))).view(torch.int32)
+    # Rows 2g and 2g + 1, blocks t and words s of steps of 64 k -> as lane 4g + t of a tile reads them.
+    words = codes.view(*lead, n // 16, 8, 2, kp // 64, 4, 2)
+    words = words.permute(*range(d), d, d + 3, d + 1, d + 4, d + 2, d + 5).reshape(*lead, n, kp // 8)
+    held = F.pad(held, (0, blocks - held.shape[-1])).view(*lead, n // 16, 16, blocks).transpose(-1, -2)
+    return words.view(torch.uint8), held.reshape(*lead, n, blocks), factor
 
 
-def unpack(packed: Tensor, block_scale: Tensor, fmt: Format) -> tuple[Tensor, Tensor, Tensor]:
+def unpack(packed: Tensor, block_scale: Tensor, factor: Tensor, fmt: Format) -> tuple[Tensor, Tensor, Tensor]:
     """The plain weight [..., N, Kp/2], its scales float32."""
     *lead, n, half = packed.shape
-    tiles, steps = n // 16, half // 32
-    # Lane 4g + t of a tile and a step of 64 k: rows 2g and 2g + 1, each with words 0 and 1 of block t.
+    tiles, steps, d = n // 16, half // 32, len(lead)
     words = packed.contiguous().view(torch.int32).view(*lead, tiles, steps, 8, 4, 2, 2)
-    # Word s: its codes 4q + i, q < 2, i < 4. See csrc/cpu/sm90_layout.h.
-    codes = [
-        ((words >> (16 * q + 4 * i) & 7) | (words >> (8 * i + (7, 3)[q]) & 1) << 3).to(torch.uint8)
-        for q in range(2)
-        for i in range(4)
-    ]
-    pairs = torch.stack([low | high << 4 for low, high in zip(codes[::2], codes[1::2])], -1)
-    d = len(lead)  # -> tile, g, row, step, t, word, pair
-    plain = pairs.permute(*range(d), d, d + 2, d + 4, d + 1, d + 3, d + 5, d + 6).reshape(*lead, n, half)
+    words = words.permute(*range(d), d, d + 2, d + 4, d + 1, d + 3, d + 5).reshape(*lead, n, half // 4)
     blocks = 2 * half // fmt.block
     scales = block_scale.reshape(*lead, tiles, blocks, 16).transpose(-1, -2).reshape(*lead, n, blocks)
-    return plain, scales.clone(memory_format=torch.contiguous_format), scales.new_empty(0)
+    scales = (scales * factor[..., None, None]).contiguous()
+    return _codes(words.view(torch.uint8)), scales, scales.new_empty(0)
+
+
+def _nibbles(codes: Tensor) -> Tensor:
+    """Both codes of each byte: two's complement -> the layout's nibbles (csrc/cpu/sm90_layout.h)."""
+    negative = codes & 0x88
+    three = (negative >> 3) * 7  # the low bits of those nibbles
+    less_one = ((codes & 0x77) + (0x77 ^ three) & 0x77) ^ three  # the magnitude's; of -1 - |c| they are ~
+    return (less_one & 0x44) << 1 | negative >> 1 | less_one & 0x33
+
+
+def _codes(nibbles: Tensor) -> Tensor:
+    """The inverse of `_nibbles`."""
+    negative = (nibbles & 0x44) << 1
+    three = (negative >> 3) * 7
+    less_one = (nibbles & 0x88) >> 1 | nibbles & 0x33
+    return ((less_one ^ three) + (0x11 & ~three) & 0x77) | negative
+
+
+def _divide(scale: Tensor) -> tuple[Tensor, Tensor]:
+    """Float32 block scales [..., N, blocks] / a power of two for each matrix, and those: meta/layouts.py."""
+    cannot = f"layout '{LAYOUT.name}' cannot hold them"
+    every = F.pad(scale.flatten(-2), (0, 1))  # at least one of each matrix
+    least, largest = every.amin(-1), every.amax(-1)
+    if bool(least.isnan().any()):
+        raise RuntimeError("block_scale has NaN values; the weight is damaged")
+    if bool((least < 0).any()):
+        raise RuntimeError(f"block_scale has negative values; {cannot}")
+    if bool(largest.isinf().any()):
+        raise RuntimeError(f"block_scale has infinite values; {cannot}")
+    mantissa, exponent = torch.frexp(largest)
+    power = (exponent - torch.where(mantissa <= 0.875, 6, 5)).clamp(min=-126)
+    power = torch.where(largest == 0, 0, power).int()
+    factor = (power + 127 << 23).view(torch.float32)
+    held = scale / factor[..., None, None]
+    lost = (held * factor[..., None, None] != scale).flatten(-2).any(-1)
+    if bool(lost.any()):
+        matrix = int(lost.flatten().int().argmax())
+        raise RuntimeError(f"block_scale of matrix {matrix} has values too far below its largest; {cannot}")
+    return held + 0.0, factor  # not -0
 
 
 def run(
     x: Tensor, x_scale: Tensor, w: Int4Weight, route: Tensor | None, routing: Routing, rows: int, out: Tensor,
     *, config: int = CHOOSE,
 ) -> None:  # fmt: skip
-    """As prefill.run: x e4m3 [M, kp] in the layout's order, sorted by expert. Codes are exact in e4m3."""
+    """As prefill.run: x e4m3 [M, kp] in the layout's order, sorted by expert. Weights are rounded to e4m3."""
     call(
-        "fp4_sm90_prefill_int4", address(x), address(x_scale), address(w.codes), address(w.scales), w.group,
-        address(w.bias), DTYPE_CODES[w.bias.dtype] if w.bias is not None else 0, address(route), address(out),
-        DTYPE_CODES[out.dtype], MODES[routing], w.groups, rows, w.n, w.kp, config, stream(),
+        "fp4_sm90_prefill_int4", address(x), address(x_scale), address(w.codes), address(w.scales),
+        address(w.factor), w.group, address(w.bias), DTYPE_CODES[w.bias.dtype] if w.bias is not None else 0,
+        address(route), address(out), DTYPE_CODES[out.dtype], MODES[routing], w.groups, rows, w.n, w.kp,
+        config, stream(),
     )  # fmt: skip

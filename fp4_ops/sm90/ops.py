@@ -50,12 +50,13 @@ def weight(
     w: checks.Weight,
     format: str,
 ) -> Weight:
-    b, b_scale, bias = b.contiguous(), b_scale.contiguous(), _contiguous(bias)
+    assert b_global_scale is not None  # both layouts have a factor
+    b, b_scale, factor = b.contiguous(), b_scale.contiguous(), b_global_scale.contiguous()
+    bias = _contiguous(bias)
     shape = 1 if w.groups is None else w.groups, w.n, w.k
     if w.layout is int4.LAYOUT:
-        return Int4Weight(b, b_scale, FORMATS[format].block, bias, *shape)
-    assert b_global_scale is not None
-    return decode.Weight(b, b_scale, b_global_scale.contiguous(), bias, *shape)
+        return Int4Weight(b, b_scale, factor, FORMATS[format].block, bias, *shape)
+    return decode.Weight(b, b_scale, factor, bias, *shape)
 
 
 def _contiguous(t: Tensor | None) -> Tensor | None:

@@ -58,7 +58,7 @@ def quantize(x, format, global_scale=None):
 def dequantize(packed, block_scale, global_scale, format, dtype, *, layout="plain"):
     fmt = checks.check_dequantize(packed, block_scale, global_scale, format, dtype, layout)
     if layout == SM90_INT4:
-        packed, block_scale, global_scale = int4.unpack(packed, block_scale, fmt)
+        packed, block_scale, global_scale = int4.unpack(packed, block_scale, global_scale, fmt)
         return ops.dequantize(packed, block_scale, global_scale, fmt, dtype)
     if layout == SM90:
         sm90.require("dequantize", layout, packed.device)
@@ -94,7 +94,7 @@ def unpack(packed, block_scale, global_scale, format, layout):
     if layout == "plain":
         return ops.copy_weight(packed, block_scale, global_scale)
     if layout == SM90_INT4:
-        return int4.unpack(packed, block_scale, fmt)
+        return int4.unpack(packed, block_scale, global_scale, fmt)
     return ops.on_cpu(torch.ops.fp4.unpack, packed, block_scale, global_scale, format, layout)
 
 

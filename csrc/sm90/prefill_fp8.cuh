@@ -1,0 +1,32 @@
+// The candidates for e4m3 activations, whatever the weights that are folded into e4m3.
+#pragma once
+
+#include "prefill_host.cuh"
+
+namespace fp4::sm90 {
+
+// Measured with NVFP4 weights.
+constexpr Cost kTwoWarpgroups = {580, 2.35, 4.7, 1000, 9}, kThreeWarpgroups = {580, 4.3, 7, 1000, 12},
+               kFourWarpgroups = {600, 6.5, 9.4, 1000, 16};
+
+// The number of widths is limited by registers, the stages by shared memory.
+using Wide = WidthList<288, 272, 256, 192, 128, 64>;
+using Middle = WidthList<192, 160, 128>;
+using Narrow = WidthList<80, 64, 48, 32>;
+using NarrowPair = WidthList<80, 64>;
+using Small = WidthList<64, 32>;
+
+// PrefillConfig<weights, warpgroups, widths, cluster, stages>
+template <class Weights, int kSmallStages = 7>
+constexpr Candidate kFp8Candidates[] = {
+    candidate<PrefillConfig<Weights, 2, Wide, 2, 4>>("rows 128, tokens 288, cluster 2", kTwoWarpgroups),
+    candidate<PrefillConfig<Weights, 2, Wide, 1, 4>>("rows 128, tokens 288, cluster 1", kTwoWarpgroups),
+    candidate<PrefillConfig<Weights, 3, Middle, 1, 5>>("rows 192, tokens 192, cluster 1", kThreeWarpgroups),
+    candidate<PrefillConfig<Weights, 3, Narrow, 1, 8>>("rows 192, tokens 80, cluster 1", kThreeWarpgroups),
+    candidate<PrefillConfig<Weights, 4, NarrowPair, 1, 6>>("rows 256, tokens 80, cluster 1", kFourWarpgroups),
+    candidate<PrefillConfig<Weights, 4, Small, 1, kSmallStages>>("rows 256, tokens 64, cluster 1",
+                                                                 kFourWarpgroups),
+};
+constexpr int kFp8CandidateCount = 6;
+
+}  // namespace fp4::sm90
