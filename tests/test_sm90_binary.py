@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 import fp4_ops
-from fp4_ops.sm90 import decode, library
+from fp4_ops.sm90 import decode, library, prefill
 
 BINARY = Path(fp4_ops.__file__).parent / library.FILE
 MAX_SHARED = 227 * 1024
@@ -147,6 +147,23 @@ def test_prefill_roles_keep_to_their_registers(functions):
             after = reachable(body, re.search(rf"USETMAXREG.*{limit}\b", body)[0].rstrip(" ;"))
             used = [int(r) for c in after for r in re.findall(r"\bR(\d+)\b", c)]
             assert len(after) > 200 and max(used) < int(limit, 16), (name, limit, max(used))
+
+
+def test_few_int4_tiles_are_spread_over_the_chip():
+    """int4 has no decode kernel: tiles of 64 rows where those of more would leave most of 132 SMs idle."""
+    names = prefill.candidates("int4")
+    assert names[:-1] == prefill.candidates()
+
+    def rows(groups: int, m: int, n: int, kp: int) -> int:
+        config = prefill.choose(decode.Routing.OFFS, groups, m, n, kp, 132, "int4")
+        return int(re.match(r"rows (\d+)", names[config])[1])
+
+    assert rows(8, 2, 4096, 14336) == rows(32, 1, 4096, 7168) == 64
+    assert rows(8, 2, 28672, 4096) > 64
+    for groups, n, kp in ((128, 1536, 2048), (32, 4096, 7168), (8, 4096, 14336)):
+        for m in (16 * groups, 100 * groups, 2000 * groups):
+            shared = prefill.choose(decode.Routing.OFFS, groups, m, n, kp, 132)
+            assert prefill.choose(decode.Routing.OFFS, groups, m, n, kp, 132, "int4") == shared
 
 
 @pytest.mark.parametrize("token_tiles", decode.TOKEN_TILES)

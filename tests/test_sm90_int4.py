@@ -151,12 +151,11 @@ def test_the_fold_is_the_nearest_e4m3(format):
     folded = fold_int4(w.packed, w.scale, format)
     least = w.scale.double().amax((-2, -1), keepdim=True) / 28 * 2.0**-10
     assert ((folded - w.dense).abs() <= (w.dense.abs() / 17).maximum(least)).all()
-    # 2^-3 / 12^.5 of a binade's start, over the square root of the mean square of a mantissa of 1 to 2, which
-    # for even ones is 7/3: 2.36e-2.
+    # 2.45 to 2.75e-2: see FOLD in test_sm90_int4_gpu.py. These scales give 2.58e-2.
     scale = torch.rand(w.scale.shape) + 1
     folded = fold_int4(w.packed, scale, format)
     exact = fp4.dequantize(w.packed, scale, None, format, torch.float64)
-    assert 2.0e-2 < relative_error(folded, exact) < 2.6e-2
+    assert 2.4e-2 < relative_error(folded, exact) < 2.8e-2
 
 
 @pytest.mark.parametrize("op", ["mm", "grouped_mm", "grouped_mm_masked", "indexed_mm", "grouped_mm_k", "moe"])

@@ -18,10 +18,11 @@ from fp4_ops.sm90 import decode, int4
 
 __all__ = ["pytestmark"]
 
-FOLD = 3.5e-2
-"""In the root mean square the nearest e4m3 is off by 2^-3 / 12^.5 of its binade's start, of which a weight is
-1.53 (the square root of 7/3): 2.4e-2 of the products' norm. No weight is off by more than 1/17. Of the fewest
-weights here, 64 rows of 16 with a scale each, that norm's own deviation is a twentieth: this is nine away."""
+FOLD = 4e-2
+"""In the root mean square the nearest e4m3 is off by 2^-3 / 12^.5 = 3.6e-2 of its binade's start, and weights
+are 1.31 to 1.47 of that (those of a code fill an octave, which begins somewhere in a binade): 2.45 to 2.75e-2
+of a product's norm. No weight is off by more than 1/17. Of the fewest weights here, 64 rows of 16 with a
+scale each, that norm's own deviation is a twentieth: this is nine away."""
 
 
 def sums(k: int) -> float:
@@ -44,7 +45,7 @@ class Int4Weights:
         self.options = {"format": format, "layout": "sm90_int4"}
 
 
-@pytest.mark.parametrize("config", range(6))
+@pytest.mark.parametrize("config", range(7))
 @pytest.mark.parametrize("format", reference.INT4_FORMATS)
 @pytest.mark.parametrize("shape", PREFILL_SHAPES, ids=str)
 def test_every_int4_candidate(shape, format, config):
@@ -158,7 +159,7 @@ def test_int4_moe(a_format, format, gate, dtype):
         ids[0, 0] = 0
         weights = torch.rand(tokens, top_k, device="cuda")
         want = reference.moe(
-            x.double(), ids, weights, up.exact, down.exact, b13.double(), b2.double(), activation=gate,
+            x.double(), ids, weights, up.values, down.values, b13.double(), b2.double(), activation=gate,
         )  # fmt: skip
         args = (x, ids, weights, *up.made, *down.made, b13, b2)
         options = {"activation": gate, "a_format": a_format, **up.options}
@@ -195,7 +196,10 @@ def test_int4_refuses_what_it_does_not_read():
 
 @torch.no_grad()
 def test_a_model_prepared_in_int4():
-    """On Hopper `prepare` and the backend take the layout, and run as the plain weights do but for fp8."""
+    """On Hopper `prepare` and the backend take the layout, and run as the plain weights do but for fp8.
+
+    Both operands of both products are rounded to e4m3, 2.7e-2 each, and gate * up adds the errors of two.
+    """
     block = expert_block(tiny("mixtral", "grouped_mm")).to("cuda", torch.bfloat16)
     x = torch.randn(1, 40, 64, device="cuda").bfloat16()
     plain, compiled = copy.deepcopy(block), copy.deepcopy(block)
@@ -204,6 +208,6 @@ def test_a_model_prepared_in_int4():
     assert fp4_ops.prepare(plain, "int4", "bf16").layout == "plain"
     first = lambda out: out[0] if isinstance(out, tuple) else out  # noqa: E731
     want = first(plain(x)).double()
-    assert error(first(block(x)), want) < 8e-2
+    assert error(first(block(x)), want) < 0.1
     run = torch.compile(compiled, backend="fp4", options={"format": "int4", "activation": "fp8"})
-    assert error(first(run(x)), want) < 8e-2
+    assert error(first(run(x)), want) < 0.1

@@ -93,11 +93,18 @@ inline void add_group(const Candidate& candidate, int rows, int steps, Load* loa
 
 // The candidate with the least time for groups of equal expected size: waves of tiles, but no less than the
 // weights take to arrive. How full the groups are is known on the device only: half of them are taken one
-// standard deviation below the mean, half above.
+// standard deviation below the mean, half above. With fewer rows than groups, which are empty matters more:
+// as many as when each row draws one, and the others equal.
 template <int Count>
 int choose(const Candidate (&candidates)[Count], RowMode mode, int groups, int m, int n, int kp, int sms) {
   double mean = mode == RowMode::kContiguous ? static_cast<double>(m) / groups : m;
   double deviation = mode == RowMode::kContiguous && groups > 1 ? std::sqrt(mean) : 0;
+  double hit = groups;
+  if (mean < 1) {
+    hit = -std::expm1(-mean) * groups;
+    mean = m / hit;
+    deviation = 0;
+  }
   int best = 0;
   double least = 0;
   for (int i = 0; i < Count; ++i) {
@@ -106,8 +113,8 @@ int choose(const Candidate (&candidates)[Count], RowMode mode, int groups, int m
     add_group(candidate, static_cast<int>(std::lround(mean - deviation)), kp / kStepK, &load);
     add_group(candidate, std::max(1, static_cast<int>(std::lround(mean + deviation))), kp / kStepK, &load);
     int rows = candidate.rows * candidate.cluster, columns = ceil_div(n, rows);
-    double waves = std::ceil(load.tiles / 2 * groups * columns / (sms / candidate.cluster));
-    double bytes = load.columns / 2 * groups * columns * rows * kp * kBytesPerWeight;
+    double waves = std::ceil(load.tiles / 2 * hit * columns / (sms / candidate.cluster));
+    double bytes = load.columns / 2 * hit * columns * rows * kp * kBytesPerWeight;
     double time = std::max(waves * load.cycles / load.tiles / kClock, bytes / kMemoryRate);
     if (i == 0 || time < least) {
       best = i;

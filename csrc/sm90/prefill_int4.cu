@@ -1,8 +1,48 @@
-// int4 weights with group scales x e4m3 activations, any number of rows: the entry point.
+// int4 weights with group scales x e4m3 activations, any number of rows: the candidates and the entry point.
 
 #include "prefill_fp8.cuh"
 
 using namespace fp4::sm90;
+
+namespace {
+
+// An estimate.
+constexpr Cost kOneWarpgroup = {450, 2, 2.4, 1000, 9};
+
+using Fewest = WidthList<64, 32, 16>;
+
+constexpr int kCandidateCount = kFp8CandidateCount + 1;
+struct Candidates {
+  Candidate of[kCandidateCount];
+};
+
+// Those of NVFP4, and one for so few tokens that tiles of more rows would leave multiprocessors idle: NVFP4's
+// decode kernel does that.
+template <int kGroup>
+constexpr Candidates make_candidates() {
+  using Weights = Int4Weights<kGroup>;
+  // Scales of 32 take the room of a stage.
+  constexpr auto &kShared = kFp8Candidates < Weights, kGroup == 32 ? 6 : 7 > ;
+  return {
+      {kShared[0], kShared[1], kShared[2], kShared[3], kShared[4], kShared[5],
+       candidate<PrefillConfig<Weights, 1, Fewest, 1, 12>>("rows 64, tokens 64, cluster 1", kOneWarpgroup)}};
+}
+
+template <int kGroup>
+constexpr Candidates kCandidates = make_candidates<kGroup>();
+
+}  // namespace
+
+extern "C" int fp4_sm90_prefill_int4_configs() { return kCandidateCount; }
+
+extern "C" const char* fp4_sm90_prefill_int4_config_name(int config) {
+  return config >= 0 && config < kCandidateCount ? kCandidates<128>.of[config].name : "";
+}
+
+// The index that config = -1 takes on a GPU of `sms` multiprocessors.
+extern "C" int fp4_sm90_prefill_int4_choose(int mode, int groups, int m, int n, int kp, int sms) {
+  return choose(kCandidates<128>.of, static_cast<RowMode>(mode), groups, m, n, kp, sms);
+}
 
 // x e4m3 [rows, kp] in the layout's order with x_scale [rows]; packed [groups, n, kp / 2], float32 scales
 // [groups, n / 16, kp / 128, 128 / group, 8, 2] and their factor [groups]: see prefill_int4.cuh. group: 128,
@@ -15,11 +55,11 @@ extern "C" int fp4_sm90_prefill_int4(const void* x, const float* x_scale, const 
                          out_dtype, mode,    groups, m,      n,      kp,   kp,         config,     stream};
   switch (group) {
     case 128:
-      return run(kFp8Candidates<Int4Weights<128>>, CU_TENSOR_MAP_DATA_TYPE_UINT8, 1, arguments);
+      return run(kCandidates<128>.of, CU_TENSOR_MAP_DATA_TYPE_UINT8, 1, arguments);
     case 64:
-      return run(kFp8Candidates<Int4Weights<64>>, CU_TENSOR_MAP_DATA_TYPE_UINT8, 1, arguments);
-    case 32:  // its scales take the room of a stage
-      return run(kFp8Candidates<Int4Weights<32>, 6>, CU_TENSOR_MAP_DATA_TYPE_UINT8, 1, arguments);
+      return run(kCandidates<64>.of, CU_TENSOR_MAP_DATA_TYPE_UINT8, 1, arguments);
+    case 32:
+      return run(kCandidates<32>.of, CU_TENSOR_MAP_DATA_TYPE_UINT8, 1, arguments);
     default:
       return kBadArgument;
   }

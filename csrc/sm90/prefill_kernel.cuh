@@ -79,7 +79,9 @@ struct PrefillConfig {
   static constexpr int Rows = Warpgroups * kMmaRows;
   static constexpr int ConsumerWarps = Warpgroups * 4;
   static constexpr int Threads = (Warpgroups + 1) * kWarpgroup;
-  // A block is born with equal registers a thread; the producers hand most of theirs to the consumers.
+  // A block is born with equal registers a thread; the producers hand most of theirs to the consumers, but
+  // with one warpgroup of these every thread has as many as there can be.
+  static constexpr bool MovesRegisters = Warpgroups > 1;
   static constexpr int BirthRegisters = 65536 / Threads / 8 * 8;
   static constexpr int ProducerRegisters = Warpgroups == 2 ? 40 : 32;
   static constexpr int ConsumerRegisters =
@@ -495,7 +497,7 @@ __global__ void __launch_bounds__(Config::Threads, 1)
   if constexpr (Config::Cluster > 1) cluster_sync();
 
   if (threadIdx.x >= Config::Warpgroups * kWarpgroup) {
-    register_give<Config::ProducerRegisters>();
+    if constexpr (Config::MovesRegisters) register_give<Config::ProducerRegisters>();
     switch (threadIdx.x / kWarp % 4) {
       case 0:
         block.copy_activations();
@@ -510,7 +512,7 @@ __global__ void __launch_bounds__(Config::Threads, 1)
         block.zero_rows(blockIdx.x * kWarp + threadIdx.x % kWarp, gridDim.x * kWarp);
     }
   } else {
-    register_take<Config::ConsumerRegisters>();
+    if constexpr (Config::MovesRegisters) register_take<Config::ConsumerRegisters>();
     block.multiply_tiles();
   }
   // A block stays until its peer sends nothing more to its shared memory.

@@ -8,7 +8,6 @@ namespace {
 constexpr auto& kCandidates = kFp8Candidates<FoldedWeights>;
 }
 
-// Of all weights: the candidates are the same.
 extern "C" int fp4_sm90_prefill_w4a8_configs() { return kFp8CandidateCount; }
 
 extern "C" const char* fp4_sm90_prefill_w4a8_config_name(int config) {

@@ -42,17 +42,18 @@ def run(
 
 
 @functools.cache
-def candidates() -> list[str]:
-    """What `config` of `run` counts, in words."""
+def candidates(kernel: str = "w4a8") -> list[str]:
+    """What `config` of `run` counts, in words: of fp8 rows with nvfp4 and mxfp4, or "int4" weights."""
     loaded = library()
     assert loaded is not None
-    name = loaded.fp4_sm90_prefill_w4a8_config_name
+    name = getattr(loaded, f"fp4_sm90_prefill_{kernel}_config_name")
     name.restype = ctypes.c_char_p
-    return [name(i).decode() for i in range(loaded.fp4_sm90_prefill_w4a8_configs())]
+    return [name(i).decode() for i in range(getattr(loaded, f"fp4_sm90_prefill_{kernel}_configs")())]
 
 
-def choose(routing: Routing, groups: int, rows: int, n: int, kp: int, sms: int) -> int:
+def choose(routing: Routing, groups: int, rows: int, n: int, kp: int, sms: int, kernel: str = "w4a8") -> int:
     """The candidate that CHOOSE takes on a GPU of `sms` multiprocessors."""
     loaded = library()
     assert loaded is not None
-    return loaded.fp4_sm90_prefill_w4a8_choose(MODES[routing], groups, rows, n, kp, sms)
+    function = getattr(loaded, f"fp4_sm90_prefill_{kernel}_choose")
+    return function(MODES[routing], groups, rows, n, kp, sms)
