@@ -93,14 +93,15 @@ inline void add_group(const Candidate& candidate, int rows, int steps, Load* loa
 
 // The candidate with the least time for groups of equal expected size: waves of tiles, but no less than the
 // weights take to arrive. How full the groups are is known on the device only: half of them are taken one
-// standard deviation below the mean, half above. With fewer rows than groups, which are empty matters more:
-// as many as when each row draws one, and the others equal.
+// standard deviation below the mean, half above. With few rows for so many groups, what matters is how many
+// are empty: as many as when each row draws one, and the others equal. (NVFP4 is not multiplied here then: it
+// has a decode kernel for fewer than 1.5 rows in a group that has any.)
 template <int Count>
 int choose(const Candidate (&candidates)[Count], RowMode mode, int groups, int m, int n, int kp, int sms) {
   double mean = mode == RowMode::kContiguous ? static_cast<double>(m) / groups : m;
   double deviation = mode == RowMode::kContiguous && groups > 1 ? std::sqrt(mean) : 0;
   double hit = groups;
-  if (mean < 1) {
+  if (mean < 0.5) {
     hit = -std::expm1(-mean) * groups;
     mean = m / hit;
     deviation = 0;
