@@ -83,22 +83,25 @@ def _codes(nibbles: Tensor) -> Tensor:
 
 def _divide(scale: Tensor) -> tuple[Tensor, Tensor]:
     """Float32 block scales [..., N, blocks] / a power of two for each matrix, and those: meta/layouts.py."""
-    cannot = f"layout '{LAYOUT.name}' cannot hold them"
     every = F.pad(scale.flatten(-2), (0, 1))  # at least one of each matrix
     least, largest = every.amin(-1), every.amax(-1)
-    if bool(least.isnan().any()):
-        raise RuntimeError("block_scale has NaN values; the weight is damaged")
-    if bool((least < 0).any()):
-        raise RuntimeError(f"block_scale has negative values; {cannot}")
-    if bool(largest.isinf().any()):
-        raise RuntimeError(f"block_scale has infinite values; {cannot}")
     mantissa, exponent = torch.frexp(largest)
     power = (exponent - torch.where(mantissa <= 0.875, 6, 5)).clamp(min=-126)
     power = torch.where(largest == 0, 0, power).int()
     factor = (power + 127 << 23).view(torch.float32)
     held = scale / factor[..., None, None]
     lost = (held * factor[..., None, None] != scale).flatten(-2).any(-1)
-    if bool(lost.any()):
+    wrong = least.isnan(), least < 0, largest.isinf(), lost
+    # One wait for the device.
+    nan, negative, infinite, inexact = torch.stack([w.any() for w in wrong]).tolist()
+    cannot = f"layout '{LAYOUT.name}' cannot hold them"
+    if nan:
+        raise RuntimeError("block_scale has NaN values; the weight is damaged")
+    if negative:
+        raise RuntimeError(f"block_scale has negative values; {cannot}")
+    if infinite:
+        raise RuntimeError(f"block_scale has infinite values; {cannot}")
+    if inexact:
         matrix = int(lost.flatten().int().argmax())
         raise RuntimeError(f"block_scale of matrix {matrix} has values too far below its largest; {cannot}")
     return held + 0.0, factor  # not -0
