@@ -3,6 +3,7 @@
 import pytest
 import reference
 import torch
+from fp4_ops.meta.formats import ACTIVATIONS
 from fp4_ops.meta.layouts import LAYOUTS
 
 from fp4_ops.experts import PackedWeight, interleave
@@ -208,6 +209,51 @@ def test_every_16_bit_prefill_candidate(shape, dtype, config):
     ids = torch.where(row % max_m < masked_m[row // max_m], row // max_m, -1)
     own = torch.where((ids >= 0)[:, None], bias[ids.clamp(min=0)], 0).double()
     assert error(out, by_row(w.values, a, ids) + own) < sums_bound(k)
+    assert not out[ids < 0].any()
+
+
+@pytest.mark.parametrize("gate", ["silu_interleaved", "gelu_tanh_interleaved", "swigluoai"])
+@pytest.mark.parametrize("config", range(6))
+@pytest.mark.parametrize("dtype", [torch.float16, torch.float8_e4m3fn], ids=["half", "fp8"])
+def test_gates_of_every_prefill_candidate(dtype, config, gate):
+    """Contiguous and masked, token tiles of every width, a block's last columns, empty experts, rows of none."""
+    groups, n, k = 9, 320, 384
+    half = dtype == torch.float16
+    if half and config > 4:
+        pytest.skip("16-bit rows have five candidates")
+    w = Weights(groups, n, k, format="nvfp4", exact_scales=True)
+    bias = torch.randn(groups, n, device="cuda")
+    weight = decode.Weight(*w.packed, bias, groups, n, LAYOUTS["sm90"].padded(k))
+    counts = torch.tensor([0, 1, 31, 64, 65, 129, 193, 285, 600], device="cuda")[torch.randperm(9)]
+    m = int(counts.sum()) + 5
+    ids = torch.repeat_interleave(torch.arange(groups, device="cuda"), counts)
+    ids = torch.cat([ids, ids.new_full((5,), -1)])
+    offs = counts.cumsum(0).int()
+    # Sums of unit size, so that a gate is neither closed nor open all along.
+    x = (torch.randn(m, k, device="cuda") / (k**0.5 * w.values.square().mean().sqrt())).bfloat16()
+    a, scale = rows.to_half(x) if half else rows.quantize_fp8(x)
+    values = x.double() if half else plain_order(a)[:, :k].double() * scale.double()[:, None]
+
+    def want(ids):
+        own = torch.where((ids >= 0)[:, None], bias[ids.clamp(min=0)], 0).double()
+        gated = reference.activate(by_row(w.values, values[: len(ids)], ids) + own, gate)
+        return torch.where((ids >= 0)[:, None], gated, 0)
+
+    for out_dtype in DTYPES:
+        out = torch.full((m, n // 2), float("nan"), device="cuda", dtype=out_dtype)
+        args = (a, scale, weight, offs, decode.Routing.OFFS, m, out)
+        prefill.run(*args, gate=ACTIVATIONS[gate], config=config)
+        assert error(out, want(ids)) < (BOUND[out_dtype] if half else 4e-3)
+        assert not out[-5:].any()
+    max_m = m // groups
+    row = torch.arange(groups * max_m, device="cuda")
+    masked_m = torch.randint(0, max_m + 1, (groups,), device="cuda").int()
+    masked_m[0] = max_m
+    ids = torch.where(row % max_m < masked_m[row // max_m], row // max_m, -1)
+    out = torch.full((groups * max_m, n // 2), float("nan"), device="cuda", dtype=torch.bfloat16)
+    args = (a, scale, weight, masked_m, decode.Routing.MASKED, max_m, out)
+    prefill.run(*args, gate=ACTIVATIONS[gate], config=config)
+    assert error(out, want(ids)) < BOUND[torch.bfloat16]
     assert not out[ids < 0].any()
 
 

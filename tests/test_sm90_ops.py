@@ -57,7 +57,7 @@ class Kernels:
         row = torch.arange(m) if sorted_rows is None else sorted_rows.long()
         out[row] = self.product(x, x_scale, w, expert, row // a_div, gate).to(out.dtype)
 
-    def prefill_run(self, x, x_scale, w, route, routing, m, out):
+    def prefill_run(self, x, x_scale, w, route, routing, m, out, gate=None):
         self.seen.append("prefill")
         assert x_scale is not None and x.shape[-1] == w.kp
         if x.dtype == torch.float16:
@@ -65,11 +65,12 @@ class Kernels:
         assert (x.dtype == F8) <= (x_scale is not None) and x.dtype != torch.float32
         rows_of = out.shape[0]
         expert = experts_of(route, routing, w, rows_of, m)
-        out.copy_(self.product(x, x_scale, w, expert, torch.arange(rows_of)))
+        assert gate is None or prefill.gates(gate, out.dtype)
+        out.copy_(self.product(x, x_scale, w, expert, torch.arange(rows_of), gate))
 
-    def int4_run(self, x, x_scale, w, route, routing, m, out):
+    def int4_run(self, x, x_scale, w, route, routing, m, out, gate=None):
         assert x.dtype == F8 and isinstance(w, int4.Int4Weight)
-        self.prefill_run(x, x_scale, w, route, routing, m, out)
+        self.prefill_run(x, x_scale, w, route, routing, m, out, gate)
         self.seen[-1] = "int4"
 
     def route(self, ids, groups):

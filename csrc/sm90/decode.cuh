@@ -346,11 +346,10 @@ __device__ __forceinline__ void finish(const DecodeParams& p, const DecodeShared
       const int64_t row = buffers.row_list[segment][at];
       const float v0 = (i ? sum[nt].y : sum[nt].x) * scale + bias0,
                   v1 = (i ? sum[nt].w : sum[nt].z) * scale + bias1;
-      if (p.act == Act::kNone) {
+      if (p.gate.act == Act::kNone) {
         store_pair(p.out, row * p.n + n, v0, v1, p.out_type);
       } else {
-        store_one(p.out, (row * p.n + n) / 2,
-                  gate_value(p.act, p.act_alpha, p.act_limit, p.act_up_offset, v0, v1), p.out_type);
+        store_one(p.out, (row * p.n + n) / 2, gate_value(p.gate, v0, v1), p.out_type);
       }
     }
   }

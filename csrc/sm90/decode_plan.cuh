@@ -26,8 +26,7 @@ struct DecodeParams {
   int max_m;  // kMasked: rows an expert
   Routing routing;
   DType x_type, out_type, bias_type;
-  Act act;  // gated: rows 2i and 2i + 1 of the weight are gate i and up i
-  float act_alpha, act_limit, act_up_offset;
+  Gate gate;  // gated: rows 2i and 2i + 1 of the weight are gate i and up i
   int k_warps, row_warps, passes;
   float k_warps_inverse, row_warps_inverse;
   uint32_t grid_mul, grid_shift, tiles_mul, tiles_shift, a_div_mul,
@@ -276,7 +275,7 @@ __device__ __forceinline__ int plan(const DecodeParams& p, DecodeShared& sh,
 
 // Rows of no expert come back as zeros.
 __device__ __forceinline__ void clear_rows(const DecodeParams& p, const DecodeShared& sh) {
-  const int width = p.act == Act::kNone ? p.n : p.n / 2;
+  const int width = p.gate.act == Act::kNone ? p.n : p.n / 2;
   const int bytes = width * (p.out_type == DType::kFloat32 ? 4 : 2);
   const int end = p.routing == Routing::kOffs ? max(static_cast<const int*>(p.route)[p.groups - 1], 0) : 0;
   for (int r = blockIdx.x; r < p.rows; r += gridDim.x) {

@@ -8,19 +8,43 @@
 namespace fp4::sm90 {
 
 // silu and tanh-gelu are gate / (1 + exp of this).
-__device__ __forceinline__ float gate_exponent(Act act, float alpha, float gate) {
-  return act == Act::kGeluTanh ? -1.59576912f * (gate + 0.044715f * gate * gate * gate) : -alpha * gate;
+__device__ __forceinline__ float gate_exponent(const Gate& f, float gate) {
+  return f.act == Act::kGeluTanh ? -1.59576912f * (gate + 0.044715f * gate * gate * gate) : -f.alpha * gate;
 }
 
-__device__ __forceinline__ float gate_value(Act act, float alpha, float limit, float up_offset, float gate,
-                                            float up) {
-  if (limit > 0.f) {
-    gate = fminf(gate, limit);
-    up = fminf(fmaxf(up, -limit), limit);
-  }
-  up += up_offset;
-  if (act == Act::kGelu) return 0.5f * gate * (1.f + erff(gate * 0.70710678f)) * up;
-  return gate / (1.f + __expf(gate_exponent(act, alpha, gate))) * up;
+__device__ __forceinline__ float limited_gate(const Gate& f, float gate) {
+  return f.limit > 0.f ? fminf(gate, f.limit) : gate;
+}
+
+__device__ __forceinline__ float limited_up(const Gate& f, float up) {
+  return (f.limit > 0.f ? fminf(fmaxf(up, -f.limit), f.limit) : up) + f.up_offset;
+}
+
+__device__ __forceinline__ float gate_value(const Gate& f, float gate, float up) {
+  gate = limited_gate(f, gate);
+  up = limited_up(f, up);
+  if (f.act == Act::kGelu) return 0.5f * gate * (1.f + erff(gate * 0.70710678f)) * up;
+  return gate / (1.f + __expf(gate_exponent(f, gate))) * up;
+}
+
+// 1 + exp, which silu and tanh-gelu divide by. As __expf, but what is too small for a normal float is zero:
+// all the same to 1 + it.
+__device__ __forceinline__ float gate_divisor(const Gate& f, float gate) {
+  float e;
+  asm("ex2.approx.ftz.f32 %0, %1;" : "=f"(e) : "f"(gate_exponent(f, gate) * 1.44269502f));
+  return 1.f + e;
+}
+
+__device__ __forceinline__ float approximate_inverse(float d) {
+  float inverse;
+  asm("rcp.approx.ftz.f32 %0, %1;" : "=f"(inverse) : "f"(d));
+  return inverse;
+}
+
+// gate_value but for a few ulps, which a result of 16 bits does not show. Not for kGelu.
+__device__ __forceinline__ float gate_value_approximate(const Gate& f, float gate, float up) {
+  gate = limited_gate(f, gate);
+  return gate * approximate_inverse(gate_divisor(f, gate)) * limited_up(f, up);
 }
 
 constexpr float kQuotientLeast = 0x1p-64f;
@@ -36,25 +60,20 @@ __host__ __device__ __forceinline__ float quotient(float a, float d, float inver
 
 // gate_value of many, the same bits.
 template <int kCount>
-__device__ __forceinline__ void gate_values(Act act, float alpha, float limit, float up_offset,
-                                            const float (&gate)[kCount], const float (&up)[kCount],
-                                            float (&out)[kCount]) {
-  if (act == Act::kGelu) {
+__device__ __forceinline__ void gate_values(const Gate& f, const float (&gate)[kCount],
+                                            const float (&up)[kCount], float (&out)[kCount]) {
+  if (f.act == Act::kGelu) {
 #pragma unroll
-    for (int j = 0; j < kCount; ++j) out[j] = gate_value(act, alpha, limit, up_offset, gate[j], up[j]);
+    for (int j = 0; j < kCount; ++j) out[j] = gate_value(f, gate[j], up[j]);
     return;
   }
   float g[kCount], d[kCount];
   bool all = true;
 #pragma unroll
   for (int j = 0; j < kCount; ++j) {
-    g[j] = limit > 0.f ? fminf(gate[j], limit) : gate[j];
-    // As __expf, but what is too small for a normal float is zero: all the same to 1 + it.
-    float e, inverse;
-    asm("ex2.approx.ftz.f32 %0, %1;" : "=f"(e) : "f"(gate_exponent(act, alpha, g[j]) * 1.44269502f));
-    d[j] = 1.f + e;
-    asm("rcp.approx.ftz.f32 %0, %1;" : "=f"(inverse) : "f"(d[j]));
-    out[j] = quotient(g[j], d[j], inverse);
+    g[j] = limited_gate(f, gate[j]);
+    d[j] = gate_divisor(f, g[j]);
+    out[j] = quotient(g[j], d[j], approximate_inverse(d[j]));
     all &= fabsf(out[j]) >= kQuotientLeast;
   }
   if (!all) {  // one test for all of them; rare, but for rows of zeros
@@ -62,10 +81,7 @@ __device__ __forceinline__ void gate_values(Act act, float alpha, float limit, f
     for (int j = 0; j < kCount; ++j) out[j] = g[j] / d[j];
   }
 #pragma unroll
-  for (int j = 0; j < kCount; ++j) {
-    const float u = limit > 0.f ? fminf(fmaxf(up[j], -limit), limit) : up[j];
-    out[j] *= u + up_offset;
-  }
+  for (int j = 0; j < kCount; ++j) out[j] *= limited_up(f, up[j]);
 }
 
 }  // namespace fp4::sm90

@@ -158,17 +158,19 @@ inline bool encode_matrix(CUtensorMap* map, CUtensorMapDataType type, int elemen
   return encode_map(map, type, 2, const_cast<void*>(base), sizes, strides, box, swizzle);
 }
 
-// The rows appear twice, so that a copy can end at any row: see PrefillBlock::store_halves.
-inline bool encode_output(CUtensorMap* map, DType type, void* out, uint64_t n, uint64_t rows,
+// The rows appear twice, so that a copy can end at any row: see PrefillBlock::store_box_rows.
+inline bool encode_output(CUtensorMap* map, DType type, bool gated, void* out, uint64_t n, uint64_t rows,
                           uint32_t store_tokens) {
   if (type == DType::kFloat32) return true;  // stored without copies
+  if (gated) n /= 2, store_tokens *= 2;
   const uint64_t row_bytes = n * 2;
   const cuuint64_t sizes[3] = {n, store_tokens, rows + 1}, strides[2] = {row_bytes, row_bytes};
-  const cuuint32_t box[3] = {kMmaRows, store_tokens, 1};
+  const cuuint32_t box[3] = {gated ? kMmaRows / 2 : kMmaRows, store_tokens, 1};
   auto data_type =
       type == DType::kBFloat16 ? CU_TENSOR_MAP_DATA_TYPE_BFLOAT16 : CU_TENSOR_MAP_DATA_TYPE_FLOAT16;
   void* base = reinterpret_cast<void*>(reinterpret_cast<uintptr_t>(out) - store_tokens * row_bytes);
-  return encode_map(map, data_type, 3, base, sizes, strides, box, CU_TENSOR_MAP_SWIZZLE_128B);
+  return encode_map(map, data_type, 3, base, sizes, strides, box,
+                    gated ? CU_TENSOR_MAP_SWIZZLE_64B : CU_TENSOR_MAP_SWIZZLE_128B);
 }
 
 // One launch; the fields as in the entry points' arguments.
@@ -182,6 +184,7 @@ struct Arguments {
   const int32_t* group_rows;
   void* out;
   int out_dtype;
+  Gate gate;
   int mode, groups, m, n, k, kp;  // k: the columns of x
   int config;
   void* stream;
@@ -190,6 +193,10 @@ struct Arguments {
 // Returns 0, a cudaError_t, or a negative number: -1 bad argument, -2 no driver entry for tensor maps.
 template <int Count>
 int run(const Candidate (&candidates)[Count], CUtensorMapDataType x_type, int x_bytes, const Arguments& a) {
+  bool gated = a.gate.act != Act::kNone;
+  if (gated && (a.out_dtype == static_cast<int>(DType::kFloat32) || a.gate.act == Act::kGelu)) {
+    return kBadArgument;
+  }
   if (a.mode < 0 || a.mode > 2 || a.groups < 1 || a.m < 0 || a.n < 64 || a.n % 64 != 0 || a.kp < 128 ||
       a.kp % 128 != 0 || a.k * x_bytes % 16 != 0 || a.config >= Count || (a.mode == 0 && a.groups != 1)) {
     return kBadArgument;
@@ -212,6 +219,7 @@ int run(const Candidate (&candidates)[Count], CUtensorMapDataType x_type, int x_
   problem.bias_type = static_cast<DType>(a.bias_dtype);
   problem.out = a.out;
   problem.out_type = static_cast<DType>(a.out_dtype);
+  problem.gate = a.gate;
   problem.n = a.n;
   problem.steps = a.kp / kStepK;
 
@@ -232,7 +240,7 @@ int run(const Candidate (&candidates)[Count], CUtensorMapDataType x_type, int x_
       encode_matrix(&maps.scales, CU_TENSOR_MAP_DATA_TYPE_UINT8, 1, a.block_scale,
                     problem.steps * choice.tile_scales, weight_tiles, choice.tile_scales, box_tiles,
                     CU_TENSOR_MAP_SWIZZLE_NONE) &&
-      encode_output(&maps.out, problem.out_type, a.out, a.n, rows, choice.store_tokens);
+      encode_output(&maps.out, problem.out_type, gated, a.out, a.n, rows, choice.store_tokens);
   if (!encoded) return kBadArgument;
   return choice.run(problem, maps, sms, static_cast<cudaStream_t>(a.stream));
 }

@@ -22,7 +22,8 @@ template <int kGroup>
 constexpr Candidates make_candidates() {
   using Weights = Int4Weights<kGroup>;
   // Scales of 32 take the room of a stage.
-  constexpr auto &kShared = kFp8Candidates < Weights, kGroup == 32 ? 6 : 7 > ;
+  constexpr int kStages = kGroup == 32 ? 6 : 7;
+  constexpr const auto& kShared = kFp8Candidates<Weights, kStages>;
   return {
       {kShared[0], kShared[1], kShared[2], kShared[3], kShared[4], kShared[5],
        candidate<PrefillConfig<Weights, 1, Fewest, 1, 12>>("rows 64, tokens 64, cluster 1", kOneWarpgroup)}};
@@ -50,9 +51,12 @@ extern "C" int fp4_sm90_prefill_int4_choose(int mode, int groups, int m, int n, 
 extern "C" int fp4_sm90_prefill_int4(const void* x, const float* x_scale, const void* packed,
                                      const float* scales, const float* factor, int group, const void* bias,
                                      int bias_dtype, const int32_t* group_rows, void* out, int out_dtype,
-                                     int mode, int groups, int m, int n, int kp, int config, void* stream) {
-  Arguments arguments = {x,         x_scale, packed, scales, factor, bias, bias_dtype, group_rows, out,
-                         out_dtype, mode,    groups, m,      n,      kp,   kp,         config,     stream};
+                                     Act act, float alpha, float limit, float up_offset, int mode, int groups,
+                                     int m, int n, int kp, int config, void* stream) {
+  const Gate gate{act, alpha, limit, up_offset};
+  Arguments arguments = {x,          x_scale,    packed, scales,    factor, bias,  //
+                         bias_dtype, group_rows, out,    out_dtype, gate,   mode,
+                         groups,     m,          n,      kp,        kp,     config, stream};
   switch (group) {
     case 128:
       return run(kCandidates<128>.of, CU_TENSOR_MAP_DATA_TYPE_UINT8, 1, arguments);

@@ -15,7 +15,7 @@
 //                        their own fragments: while one half's products run, the other half is folded. Over
 //                        the end of a tile the first half of the next is folded before the epilogue.
 // Results leave through shared memory by bulk tensor copies that clip at the group's last row (see
-// store_halves). With Cluster = 2, two blocks take neighbouring weight tiles and each fetches half of X for
+// store_box_rows). With Cluster = 2, two blocks take neighbouring weight tiles and each fetches half of X for
 // both.
 #pragma once
 
@@ -24,6 +24,7 @@
 
 #include <type_traits>
 
+#include "gate.cuh"
 #include "prefill_fold.cuh"
 #include "prefill_half.cuh"
 #include "prefill_int4.cuh"
@@ -43,6 +44,8 @@ constexpr int kXRowBytes = 128;  // of X in shared memory, swizzled
 constexpr int kMmaTokens = 256;  // most tokens of one
 constexpr int kInfoSlots = 2;
 constexpr int kStoreBuffers = 2;
+constexpr int kStoreBatch = 2;  // eights of tokens
+
 struct Problem {
   Rows rows;
   const float* x_scale;       // or null: ones
@@ -51,7 +54,8 @@ struct Problem {
   DType bias_type;
   void* out;
   DType out_type;
-  int n;
+  Gate gate;  // gated: rows 2i and 2i + 1 of the weight are gate i and up i; 16-bit results only, not kGelu
+  int n;      // weight rows
   int steps;  // of 128 K
 };
 
@@ -235,7 +239,8 @@ class PrefillBlock {
 
   // Producer warp 3.
   __device__ void zero_rows(int thread, int threads) {
-    int row_bytes = problem_.n * (problem_.out_type == DType::kFloat32 ? 4 : 2);
+    int columns = problem_.gate.act == Act::kNone ? problem_.n : problem_.n / 2;
+    int row_bytes = columns * (problem_.out_type == DType::kFloat32 ? 4 : 2);
     zero_unused_rows(problem_.rows, static_cast<uint4*>(problem_.out), row_bytes / 16, thread, threads);
   }
 
@@ -391,24 +396,31 @@ class PrefillBlock {
           store_float32(sums, tile, token_scale, bias, tile.column + row);
           break;
         case DType::kBFloat16:
-          store_halves<__nv_bfloat162>(sums, tile, token_scale, bias, column);
+          store_rows<__nv_bfloat162>(sums, tile, token_scale, bias, column);
           break;
         default:
-          store_halves<__half2>(sums, tile, token_scale, bias, column);
+          store_rows<__half2>(sums, tile, token_scale, bias, column);
       }
     }
     barrier_arrive_warp(smem_address(&shared_.info_empty[slot]));
   }
 
-  // All tokens x 64 weight rows of 16-bit results through two buffers of StoreTokens tokens. The map of the
-  // output has the rows twice, as y and z: row r0 + i is (y, z) = (StoreTokens - count + i, r0 + count), and
-  // y ends at StoreTokens, so exactly `count` rows are written.
+  template <class Pair>
+  __device__ __forceinline__ void store_rows(const float* sums, const TileInfo& tile, const float* token_scale,
+                                             float2 bias, int column) {
+    if (problem_.gate.act == Act::kNone) {
+      store_halves<Pair>(sums, tile, token_scale, bias, column);
+    } else {
+      store_gated<Pair>(sums, tile, token_scale, bias, column / 2);
+    }
+  }
+
+  // All tokens x 64 weight rows of 16-bit results, StoreTokens tokens at a time.
   template <class Pair>
   __device__ __forceinline__ void store_halves(const float* sums, const TileInfo& tile,
                                                const float* token_scale, float2 bias, int column) {
-    constexpr int kTokens = Config::StoreTokens, kBatch = 2;
-    int warpgroup = threadIdx.x / kWarpgroup, warp = threadIdx.x / kWarp % 4, lane = threadIdx.x % kWarp;
-    int g = lane / 4, t = lane % 4;
+    constexpr int kTokens = Config::StoreTokens;
+    int warp = threadIdx.x / kWarp % 4, lane = threadIdx.x % kWarp, g = lane / 4, t = lane % 4;
     // Token 8 j + 2 t + e, weight rows 16 warp + 2 g and the next; 16-byte pieces swizzled by the token.
     int piece = 2 * warp + g / 4;
     int even = 2 * t * 128 + ((piece ^ (2 * t)) * 16) + g % 4 * 4;
@@ -416,16 +428,13 @@ class PrefillBlock {
 #pragma unroll
     for (int first = 0; first < Config::MaxTokens; first += kTokens) {
       if (first >= tile.rows) break;
-      uint8_t* target = shared_.store[warpgroup][store_buffer_];
+      uint8_t* target = store_buffer();
 #pragma unroll
-      for (int part = first; part < first + kTokens && part < Config::MaxTokens; part += 8 * kBatch) {
-        float2 scales[kBatch];  // read before the stores, which the compiler thinks could change them
+      for (int part = first; part < first + kTokens && part < Config::MaxTokens; part += 8 * kStoreBatch) {
+        float2 scales[kStoreBatch];
+        load_token_scales(token_scale + part + 2 * t, scales);
 #pragma unroll
-        for (int j = 0; j < kBatch; ++j) {
-          scales[j] = *reinterpret_cast<const float2*>(token_scale + part + 8 * j + 2 * t);
-        }
-#pragma unroll
-        for (int j = 0; j < kBatch && part + 8 * j < Config::MaxTokens; ++j) {
+        for (int j = 0; j < kStoreBatch && part + 8 * j < Config::MaxTokens; ++j) {
           const float* d = sums + part / 2 + 4 * j;
           float2 one = make_float2(d[0] * scales[j].x + bias.x, d[2] * scales[j].x + bias.y);
           float2 two = make_float2(d[1] * scales[j].y + bias.x, d[3] * scales[j].y + bias.y);
@@ -434,17 +443,71 @@ class PrefillBlock {
           *reinterpret_cast<uint32_t*>(target + odd + offset) = round_pair<Pair>(two);
         }
       }
-      fence_async_proxy();
-      bool leader = threadIdx.x % kWarpgroup == 0;
-      if (leader) store_wait_read<0>();  // so that after the barrier the other buffer is free
-      named_barrier(1 + warpgroup, kWarpgroup);
-      if (leader) {
-        int count = min(kTokens, tile.rows - first);
-        store_box(&maps_.out, smem_address(target), column, kTokens - count, tile.row + first + count);
-        store_commit();
-      }
-      store_buffer_ ^= 1;
+      store_box_rows<kTokens>(target, tile, first, column);
     }
+  }
+
+  // The same for a gated activation, whose gate and up are two rows of one lane: 32 columns, and so twice as
+  // many tokens at a time.
+  template <class Pair>
+  __device__ __forceinline__ void store_gated(const float* sums, const TileInfo& tile,
+                                              const float* token_scale, float2 bias, int column) {
+    constexpr int kTokens = 2 * Config::StoreTokens;
+    int warp = threadIdx.x / kWarp % 4, lane = threadIdx.x % kWarp, g = lane / 4, t = lane % 4;
+    // A lane has column 8 warp + g of tokens 8 j + 2 t and the next. It trades with the lane of the column
+    // beside it, and then has both columns of one of them: with g even the first token.
+    uint32_t take = g % 2 == 0 ? 0x5410 : 0x3276;
+    int place = (2 * t + g % 2) * 64 + (warp ^ t) * 16 + g / 2 * 4;  // 16-byte pieces swizzled by the token
+#pragma unroll
+    for (int first = 0; first < Config::MaxTokens; first += kTokens) {
+      if (first >= tile.rows) break;
+      uint8_t* target = store_buffer();
+#pragma unroll
+      for (int part = first; part < first + kTokens && part < Config::MaxTokens; part += 8 * kStoreBatch) {
+        float2 scales[kStoreBatch];
+        load_token_scales(token_scale + part + 2 * t, scales);
+#pragma unroll
+        for (int j = 0; j < kStoreBatch && part + 8 * j < Config::MaxTokens; ++j) {
+          const float* d = sums + part / 2 + 4 * j;
+          float one = gate_value_approximate(problem_.gate, d[0] * scales[j].x + bias.x,
+                                             d[2] * scales[j].x + bias.y);
+          float two = gate_value_approximate(problem_.gate, d[1] * scales[j].y + bias.x,
+                                             d[3] * scales[j].y + bias.y);
+          uint32_t mine = round_pair<Pair>(make_float2(one, two));
+          uint32_t other = __shfl_xor_sync(~0u, mine, 4);
+          *reinterpret_cast<uint32_t*>(target + place + (part - first + 8 * j) * 64) =
+              permute_bytes(mine, other, take);
+        }
+      }
+      store_box_rows<kTokens>(target, tile, first, column);
+    }
+  }
+
+  // Read before the stores that follow, which the compiler thinks could change them.
+  static __device__ __forceinline__ void load_token_scales(const float* from, float2 (&scales)[kStoreBatch]) {
+#pragma unroll
+    for (int j = 0; j < kStoreBatch; ++j) scales[j] = *reinterpret_cast<const float2*>(from + 8 * j);
+  }
+
+  __device__ __forceinline__ uint8_t* store_buffer() {
+    return shared_.store[threadIdx.x / kWarpgroup][store_buffer_];
+  }
+
+  // Sends the warpgroup's buffer, rows `first` to `first` + kTokens of the tile, on its way and turns to the
+  // other. The map of the output has the rows twice, as y and z: row r0 + i is (y, z) = (kTokens - count + i,
+  // r0 + count), and y ends at kTokens, so exactly `count` rows are written.
+  template <int kTokens>
+  __device__ __forceinline__ void store_box_rows(uint8_t* buffer, const TileInfo& tile, int first, int column) {
+    fence_async_proxy();
+    bool leader = threadIdx.x % kWarpgroup == 0;
+    if (leader) store_wait_read<0>();  // so that after the barrier the other buffer is free
+    named_barrier(1 + threadIdx.x / kWarpgroup, kWarpgroup);
+    if (leader) {
+      int count = min(kTokens, tile.rows - first);
+      store_box(&maps_.out, smem_address(buffer), column, kTokens - count, tile.row + first + count);
+      store_commit();
+    }
+    store_buffer_ ^= 1;
   }
 
   template <class Pair>

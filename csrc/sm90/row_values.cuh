@@ -14,12 +14,6 @@ namespace fp4::sm90 {
 
 constexpr int kRowValues = 16;  // a block: what a thread takes at a time
 
-struct Gate {
-  Act act;  // kNone: the row as it is
-  int interleaved;
-  float alpha, limit, up_offset;
-};
-
 // --- blocks ---
 
 // A block as it lies in memory.
@@ -63,7 +57,8 @@ struct SourceBlock {
     if constexpr (kGated) part[1].load(row + (interleaved ? 2 * k + kRowValues : width + k), inside);
   }
 
-  __device__ __forceinline__ void values(const Gate& gate, int width, int k, float (&v)[kRowValues]) const {
+  __device__ __forceinline__ void values(const Gate& gate, bool interleaved, int width, int k,
+                                         float (&v)[kRowValues]) const {
     if constexpr (!kGated) {
 #pragma unroll
       for (int j = 0; j < kRowValues; ++j) v[j] = part[0].value(j);
@@ -77,10 +72,10 @@ struct SourceBlock {
         float g[kHalf], u[kHalf], out[kHalf];
 #pragma unroll
         for (int j = 0; j < kHalf; ++j) {
-          g[j] = gate.interleaved ? part[h].value(2 * j) : part[0].value(h * kHalf + j);
-          u[j] = gate.interleaved ? part[h].value(2 * j + 1) : part[1].value(h * kHalf + j);
+          g[j] = interleaved ? part[h].value(2 * j) : part[0].value(h * kHalf + j);
+          u[j] = interleaved ? part[h].value(2 * j + 1) : part[1].value(h * kHalf + j);
         }
-        gate_values(gate.act, gate.alpha, gate.limit, gate.up_offset, g, u, out);
+        gate_values(gate, g, u, out);
 #pragma unroll
         for (int j = 0; j < kHalf; ++j) v[h * kHalf + j] = out[j];
       }

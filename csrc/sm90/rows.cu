@@ -29,6 +29,7 @@ struct Rows {
   int copies;
   const int* end;  // if not null: rows of the output from *end on are of no use
   Gate gate;
+  int interleaved;
   int width, padded;
   void* out;
   float* scale;
@@ -136,7 +137,7 @@ __global__ void __launch_bounds__(kLanes ? kRowThreads : 32 * kMaxRowWarps,
   const T* x = static_cast<const T*>(p.x) + int64_t(from) * (kGated ? 2 * p.width : p.width);
 #pragma unroll
   for (int i = 0; i < kBlocks; ++i) {
-    raw[i].load(x, p.gate.interleaved, p.width, (i * lanes + lane) * kRowValues);
+    raw[i].load(x, p.interleaved, p.width, (i * lanes + lane) * kRowValues);
   }
   // Where the copies go, one a lane; -1: nowhere.
   constexpr int kShare = kLanes == 16 ? 16 : 32;
@@ -155,7 +156,7 @@ __global__ void __launch_bounds__(kLanes ? kRowThreads : 32 * kMaxRowWarps,
     for (int i = 0; i < kBlocks; ++i) {
       const int block = i * lanes + lane;
       float v[kRowValues];
-      raw[i].values(p.gate, p.width, (i * lanes + lane) * kRowValues, v);
+      raw[i].values(p.gate, p.interleaved, p.width, (i * lanes + lane) * kRowValues, v);
       uint32_t w[kRowValues / 2];
       pack_values<T>(v, w);
       exchange_halves(w, swap);
@@ -173,7 +174,7 @@ __global__ void __launch_bounds__(kLanes ? kRowThreads : 32 * kMaxRowWarps,
 #pragma unroll
     for (int i = 0; i < kBlocks; ++i) {
       if constexpr (kGated) {
-        raw[i].values(p.gate, p.width, (i * lanes + lane) * kRowValues, v[i]);
+        raw[i].values(p.gate, p.interleaved, p.width, (i * lanes + lane) * kRowValues, v[i]);
         amax = fmaxf(amax, largest(v[i]));
       } else {
         amax = fmaxf(amax, largest(raw[i].part[0]));
@@ -184,7 +185,7 @@ __global__ void __launch_bounds__(kLanes ? kRowThreads : 32 * kMaxRowWarps,
 #pragma unroll
     for (int i = 0; i < kBlocks; ++i) {
       auto& values = v[kGated ? i : 0];
-      if constexpr (!kGated) raw[i].values(p.gate, p.width, (i * lanes + lane) * kRowValues, values);
+      if constexpr (!kGated) raw[i].values(p.gate, p.interleaved, p.width, (i * lanes + lane) * kRowValues, values);
       to_words<kForm>(values, scaled.up, swap, words[i]);
     }
     for (int copies = 0; copies < p.copies; copies += kShare) {
@@ -262,13 +263,13 @@ using namespace fp4::sm90;
 // `copies` rows position[r, ..] of out, or row r (position null, copies 1). Rows of out from *end on (end not
 // null) may be left unwritten.
 extern "C" int fp4_sm90_rows(const void* x, DType x_type, int count, const int* position, int copies,
-                             const int* end, Act act, int interleaved, float alpha, float limit,
-                             float up_offset, int width, int padded, Form form, void* out, float* scale,
+                             const int* end, Act act, float alpha, float limit, float up_offset,
+                             int interleaved, int width, int padded, Form form, void* out, float* scale,
                              void* stream) {
   if (count == 0) return 0;
   if (width % kRowValues != 0) return cudaErrorInvalidValue;
-  const Gate gate{act, interleaved, alpha, limit, up_offset};
-  const Rows p{x, count, position, copies, end, gate, width, padded, out, scale};
+  const Gate gate{act, alpha, limit, up_offset};
+  const Rows p{x, count, position, copies, end, gate, interleaved, width, padded, out, scale};
   auto* s = static_cast<cudaStream_t>(stream);
   if (x_type == DType::kBFloat16) return launch<__nv_bfloat16>(p, form, s);
   if (x_type == DType::kFloat16) return launch<__half>(p, form, s);

@@ -35,14 +35,14 @@ __device__ __forceinline__ float block_max_or_nan(float v) {
 // rows are gated.
 template <typename T, bool kGated, bool kNvfp4>
 __global__ void __launch_bounds__(kMaxRowThreads)
-    fp4_row_kernel(const T* x, const int* position, int copies, Gate gate, int width, __nv_bfloat16* out,
+    fp4_row_kernel(const T* x, const int* position, int copies, Gate gate, int interleaved, int width, __nv_bfloat16* out,
                    float* factor) {
   const int64_t r = blockIdx.x;
   const int k = threadIdx.x * kRowValues;
   float v[kRowValues];
   SourceBlock<T, kGated> raw;
-  raw.load(x + r * (kGated ? 2 * width : width), gate.interleaved, width, k);
-  raw.values(gate, width, k, v);
+  raw.load(x + r * (kGated ? 2 * width : width), interleaved, width, k);
+  raw.values(gate, interleaved, width, k, v);
   float amax = 0.f;
 #pragma unroll
   for (float f : v) amax = max_or_nan(amax, fabsf(f));
@@ -70,12 +70,12 @@ __global__ void __launch_bounds__(kMaxRowThreads)
 }
 
 template <typename T>
-int launch(const void* x, int count, const int* position, int copies, const Gate& gate, int width, int nvfp4,
+int launch(const void* x, int count, const int* position, int copies, const Gate& gate, int interleaved, int width, int nvfp4,
            void* out, float* factor, cudaStream_t stream) {
   const int threads = (width / kRowValues + 31) / 32 * 32;
   if (threads > kMaxRowThreads || width % kRowValues != 0) return cudaErrorInvalidValue;
   const auto run = [&](auto kernel) {
-    kernel<<<count, threads, 0, stream>>>(static_cast<const T*>(x), position, copies, gate, width,
+    kernel<<<count, threads, 0, stream>>>(static_cast<const T*>(x), position, copies, gate, interleaved, width,
                                           static_cast<__nv_bfloat16*>(out), factor);
   };
   if (gate.act == Act::kNone) {
@@ -96,18 +96,18 @@ using namespace fp4::sm90;
 // Rows of x (`width` columns; float32 ones 2 * width if gated) to `out` bf16 [.., width] and factor [..]: row
 // r of x to the `copies` rows position[r, ..], or to row r (position null, copies 1). nvfp4: else mxfp4.
 extern "C" int fp4_sm90_rows_fp4(const void* x, DType x_type, int count, const int* position, int copies,
-                                 Act act, int interleaved, float alpha, float limit, float up_offset,
+                                 Act act, float alpha, float limit, float up_offset, int interleaved,
                                  int width, int nvfp4, void* out, float* factor, void* stream) {
   if (count == 0) return 0;
-  const Gate gate{act, interleaved, alpha, limit, up_offset};
+  const Gate gate{act, alpha, limit, up_offset};
   auto* s = static_cast<cudaStream_t>(stream);
   switch (x_type) {
     case DType::kFloat32:
-      return launch<float>(x, count, position, copies, gate, width, nvfp4, out, factor, s);
+      return launch<float>(x, count, position, copies, gate, interleaved, width, nvfp4, out, factor, s);
     case DType::kBFloat16:
-      return launch<__nv_bfloat16>(x, count, position, copies, gate, width, nvfp4, out, factor, s);
+      return launch<__nv_bfloat16>(x, count, position, copies, gate, interleaved, width, nvfp4, out, factor, s);
     case DType::kFloat16:
-      return launch<__half>(x, count, position, copies, gate, width, nvfp4, out, factor, s);
+      return launch<__half>(x, count, position, copies, gate, interleaved, width, nvfp4, out, factor, s);
     default:
       return cudaErrorInvalidValue;
   }

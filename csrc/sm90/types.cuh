@@ -6,4 +6,10 @@ namespace fp4::sm90 {
 enum class DType : int { kFloat32, kBFloat16, kFloat16, kFloat8 };
 enum class Act : int { kNone, kSilu, kGelu, kGeluTanh };
 
+// An activation of meta/formats.py: f(gate) * up.
+struct Gate {
+  Act act;  // f; kNone: values as they are
+  float alpha, limit, up_offset;
+};
+
 }  // namespace fp4::sm90

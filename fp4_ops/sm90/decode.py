@@ -13,7 +13,7 @@ from torch import Tensor
 
 from ..meta.formats import Activation
 from ..meta.layouts import LAYOUTS, Layout
-from .library import DTYPE_CODES, address, call, multiprocessors, stream
+from .library import DTYPE_CODES, GATE, address, call, gate_fields, multiprocessors, stream
 
 COMPUTE_WARPS = 16
 SLICE_K = 256
@@ -34,10 +34,6 @@ class Routing(IntEnum):
     IDS64 = 2
     MASKED = 3
     DENSE = 4
-
-
-FUNCTIONS = {"silu": 1, "gelu": 2, "gelu_tanh": 3}
-"""Act in the kernels; 0 is none."""
 
 
 class Weight(NamedTuple):
@@ -126,6 +122,10 @@ def choose(rows: int, groups: int, kp: int, blocks: int) -> Config | None:
     return config
 
 
+class _Gate(ctypes.Structure):
+    _fields_ = list(zip(("act", "alpha", "limit", "up_offset"), GATE))
+
+
 class _Params(ctypes.Structure):
     """DecodeParams of csrc/sm90/decode_plan.cuh; what the launcher fills in comes last but one."""
 
@@ -133,8 +133,8 @@ class _Params(ctypes.Structure):
         *((name, ctypes.c_void_p) for name in ("x", "x_scale", "codes", "scales", "global_scale")),
         *((name, ctypes.c_void_p) for name in ("bias", "out", "route", "sorted_rows")),
         *((name, ctypes.c_int) for name in ("rows", "groups", "n", "k", "kp", "a_div", "max_m", "routing")),
-        *((name, ctypes.c_int) for name in ("x_type", "out_type", "bias_type", "act")),
-        *((name, ctypes.c_float) for name in ("act_alpha", "act_limit", "act_up_offset")),
+        *((name, ctypes.c_int) for name in ("x_type", "out_type", "bias_type")),
+        ("gate", _Gate),
         *((name, ctypes.c_int) for name in ("k_warps", "row_warps", "passes")),
         ("launcher", ctypes.c_uint32 * 8),
         ("early", ctypes.c_bool),
@@ -190,10 +190,7 @@ def run(
         x_type=3 if x.dtype == torch.float8_e4m3fn else DTYPE_CODES[x.dtype],
         out_type=DTYPE_CODES[out.dtype],
         bias_type=DTYPE_CODES[w.bias.dtype] if w.bias is not None else 0,
-        act=FUNCTIONS[gate.function] if gate is not None else 0,
-        act_alpha=gate.alpha if gate is not None else 1.0,
-        act_limit=(gate.limit or 0.0) if gate is not None else 0.0,
-        act_up_offset=gate.up_offset if gate is not None else 0.0,
+        gate=gate_fields(gate),
         k_warps=config.k_warps,
         row_warps=config.row_warps,
         passes=config.passes,

@@ -9,10 +9,10 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from ..meta.formats import Format
+from ..meta.formats import Activation, Format
 from ..meta.layouts import LAYOUTS, Layout
 from .decode import Routing
-from .library import DTYPE_CODES, address, call, stream
+from .library import DTYPE_CODES, address, call, gate_fields, stream
 from .prefill import CHOOSE, MODES
 
 LAYOUT = LAYOUTS["sm90_int4"]
@@ -109,12 +109,12 @@ def _divide(scale: Tensor) -> tuple[Tensor, Tensor]:
 
 def run(
     x: Tensor, x_scale: Tensor, w: Int4Weight, route: Tensor | None, routing: Routing, rows: int, out: Tensor,
-    *, config: int = CHOOSE,
+    *, gate: Activation | None = None, config: int = CHOOSE,
 ) -> None:  # fmt: skip
     """As prefill.run: x e4m3 [M, kp] in the layout's order, sorted by expert. Weights are rounded to e4m3."""
     call(
         "fp4_sm90_prefill_int4", address(x), address(x_scale), address(w.codes), address(w.scales),
         address(w.factor), w.group, address(w.bias), DTYPE_CODES[w.bias.dtype] if w.bias is not None else 0,
-        address(route), address(out), DTYPE_CODES[out.dtype], MODES[routing], w.groups, rows, w.n, w.kp,
-        config, stream(),
+        address(route), address(out), DTYPE_CODES[out.dtype], *gate_fields(gate), MODES[routing], w.groups,
+        rows, w.n, w.kp, config, stream(),
     )  # fmt: skip

@@ -12,32 +12,37 @@ from pathlib import Path
 
 import torch
 
+from ..meta.formats import Activation
+
 FILE = "_sm90.so"
 
 POINTER, INT, LONG, FLOAT = ctypes.c_void_p, ctypes.c_int, ctypes.c_int64, ctypes.c_float
 
+GATE = INT, FLOAT, FLOAT, FLOAT
+"""The fields of Gate in csrc/sm90/types.cuh."""
+
 SIGNATURES = {
     "fp4_sm90_decode": [POINTER, INT, INT, INT, POINTER],
     "fp4_sm90_prefill_w4a8": [
-        *(POINTER, POINTER, POINTER, POINTER, POINTER, POINTER, INT, POINTER, POINTER),
-        *(INT, INT, INT, INT, INT, INT, INT, POINTER),
+        *(POINTER, POINTER, POINTER, POINTER, POINTER, POINTER, INT, POINTER, POINTER, INT),
+        *(*GATE, INT, INT, INT, INT, INT, INT, POINTER),
     ],
     "fp4_sm90_prefill_half": [
-        *(POINTER, POINTER, POINTER, POINTER, POINTER, POINTER, INT, POINTER, POINTER),
-        *(INT, INT, INT, INT, INT, INT, INT, POINTER),
+        *(POINTER, POINTER, POINTER, POINTER, POINTER, POINTER, INT, POINTER, POINTER, INT),
+        *(*GATE, INT, INT, INT, INT, INT, INT, POINTER),
     ],
     "fp4_sm90_prefill_int4": [
-        *(POINTER, POINTER, POINTER, POINTER, POINTER, INT, POINTER, INT, POINTER, POINTER),
-        *(INT, INT, INT, INT, INT, INT, INT, POINTER),
+        *(POINTER, POINTER, POINTER, POINTER, POINTER, INT, POINTER, INT, POINTER, POINTER, INT),
+        *(*GATE, INT, INT, INT, INT, INT, INT, POINTER),
     ],
     "fp4_sm90_route": [POINTER, INT, INT, INT, POINTER, POINTER, POINTER, POINTER, POINTER],
     "fp4_sm90_rows": [
-        *(POINTER, INT, INT, POINTER, INT, POINTER, INT, INT),
-        *(FLOAT, FLOAT, FLOAT, INT, INT, INT, POINTER, POINTER, POINTER),
+        *(POINTER, INT, INT, POINTER, INT, POINTER, *GATE, INT),
+        *(INT, INT, INT, POINTER, POINTER, POINTER),
     ],
     "fp4_sm90_rows_fp4": [
-        *(POINTER, INT, INT, POINTER, INT, INT, INT),
-        *(FLOAT, FLOAT, FLOAT, INT, INT, POINTER, POINTER, POINTER),
+        *(POINTER, INT, INT, POINTER, INT, *GATE, INT),
+        *(INT, INT, POINTER, POINTER, POINTER),
     ],
     "fp4_sm90_combine": [
         *(POINTER, INT, POINTER, POINTER, INT, POINTER, INT, POINTER, INT, POINTER, INT),
@@ -74,6 +79,17 @@ def multiprocessors(device_index: int) -> int:
 
 DTYPE_CODES = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}
 """DType in csrc/sm90, as far as all kernels agree."""
+
+
+FUNCTIONS = {"silu": 1, "gelu": 2, "gelu_tanh": 3}
+"""Act in csrc/sm90; 0 is none."""
+
+
+def gate_fields(gate: Activation | None) -> tuple[int, float, float, float]:
+    """`GATE` of an activation."""
+    if gate is None:
+        return 0, 1.0, 0.0, 0.0
+    return FUNCTIONS[gate.function], gate.alpha, gate.limit or 0.0, gate.up_offset
 
 
 def address(t: torch.Tensor | None) -> int | None:

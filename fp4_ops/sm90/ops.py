@@ -282,10 +282,11 @@ def _moe_sorted(
     m = ids.numel()
     assert how.quantize is not None
     offs, _, position = rows.route(ids, up.groups)
-    both = torch.empty((m, up.n), dtype=how.between, device=x.device)
+    fused = gate if prefill.gates(gate, how.between) else None
+    h = torch.empty((m, up.n // 2 if fused else up.n), dtype=how.between, device=x.device)
     y = torch.empty((m, down.n), dtype=torch.bfloat16, device=x.device)
     end = offs[-1:]  # rows of no expert are sorted last, and nothing reads them
     run = PREFILL[type(up)].run
-    run(*how.quantize(x, position=position, end=end), up, offs, Routing.OFFS, m, both)
-    run(*how.quantize(both, gate, end=end), down, offs, Routing.OFFS, m, y)
+    run(*how.quantize(x, position=position, end=end), up, offs, Routing.OFFS, m, h, gate=fused)
+    run(*how.quantize(h, None if fused else gate, end=end), down, offs, Routing.OFFS, m, y)
     return y, position

@@ -8,12 +8,19 @@ import functools
 import torch
 from torch import Tensor
 
+from ..meta.formats import Activation
 from .decode import Routing, Weight
-from .library import DTYPE_CODES, address, call, library, stream
+from .library import DTYPE_CODES, address, call, gate_fields, library, stream
 
 MODES = {Routing.DENSE: 0, Routing.OFFS: 1, Routing.MASKED: 2}
 CHOOSE = -1
 """Lets the launcher take a candidate from the sizes."""
+
+
+def gates(gate: Activation, out: torch.dtype) -> bool:
+    """Whether `run` can apply this activation to results of this dtype: gate and up of a column meet in one
+    lane's sums, and its function is cheap enough beside the products."""
+    return gate.interleaved and gate.function != "gelu" and out != torch.float32
 
 
 def run(
@@ -25,19 +32,21 @@ def run(
     rows: int,
     out: Tensor,
     *,
+    gate: Activation | None = None,
     config: int = CHOOSE,
 ) -> None:
     """x [M, ...] sorted by expert; out [M, n], rows of no expert as zeros.
 
     x [M, kp] in the layout's order with x_scale [M]: e4m3, and the weights are folded into e4m3; or fp16 as
     rows.to_half makes it, and the weights are exact. `rows`: M, or the rows of each group where masked.
-    `config`: the index of a candidate.
+    `gate`: out [M, n / 2] of 16 bits, gated in float32; the weight has gate and up rows interleaved, and
+    `gates` says whether the kernels know the activation. `config`: the index of a candidate.
     """
     call(
         "fp4_sm90_prefill_half" if x.dtype == torch.float16 else "fp4_sm90_prefill_w4a8",
         address(x), address(x_scale), address(w.codes), address(w.scales), address(w.global_scale),
         address(w.bias), DTYPE_CODES[w.bias.dtype] if w.bias is not None else 0, address(route), address(out),
-        DTYPE_CODES[out.dtype], MODES[routing], w.groups, rows, w.n, w.kp, config, stream(),
+        DTYPE_CODES[out.dtype], *gate_fields(gate), MODES[routing], w.groups, rows, w.n, w.kp, config, stream(),
     )  # fmt: skip
 
 

@@ -8,8 +8,7 @@ from torch import Tensor
 
 from ..meta.formats import Activation, Format
 from ..meta.layouts import LAYOUTS
-from .decode import FUNCTIONS
-from .library import DTYPE_CODES, address, call, stream
+from .library import DTYPE_CODES, address, call, gate_fields, stream
 
 LAYOUT = LAYOUTS["sm90"]
 ROUTE_CHUNK = 1024
@@ -38,10 +37,8 @@ def route(ids: Tensor, groups: int) -> tuple[Tensor, Tensor, Tensor]:
     return offs, sorted_rows, position
 
 
-def _gate_arguments(gate: Activation | None) -> tuple[int, bool, float, float, float]:
-    if gate is None:
-        return 0, False, 1.0, 0.0, 0.0
-    return FUNCTIONS[gate.function], gate.interleaved, gate.alpha, gate.limit or 0.0, gate.up_offset
+def _gate_arguments(gate: Activation | None) -> tuple[int | float, ...]:
+    return *gate_fields(gate), gate is not None and gate.interleaved
 
 
 def _shape(
