@@ -41,10 +41,52 @@ __device__ __forceinline__ float approximate_inverse(float d) {
   return inverse;
 }
 
-// gate_value but for a few ulps, which a result of 16 bits does not show. Not for kGelu.
-__device__ __forceinline__ float gate_value_approximate(const Gate& f, float gate, float up) {
-  gate = limited_gate(f, gate);
-  return gate * approximate_inverse(gate_divisor(f, gate)) * limited_up(f, up);
+// gate_value for kSilu, into `up`, but for a few ulps, which a result of 16 bits does not show. Gates below
+// -43 / alpha, which leave nothing of up, count as that for the exponential: no overflow. kLimited: there is
+// a limit; else there is no offset either.
+//
+// Written for few warps that have nothing to hide behind: three special functions for two values, where two
+// divisions by 1 + exp need four, and each step for all values before the next, so that latencies overlap.
+// Where registers are short ptxas would rather finish one value after the other, and wait for each; `after`
+// makes the steps depend on each other.
+template <bool kLimited, int kCount>
+__device__ __forceinline__ void silu_values(const Gate& f, float2 (&gate)[kCount], float2 (&up)[kCount]) {
+  constexpr float kMostExponent = 62.f;
+  const float rate = -1.44269502f * f.alpha;
+  const uint32_t nothing = static_cast<uint32_t>(f.act) >> 8;  // zero, but the compiler does not know
+  const auto power = [=](float g) {
+    float e;
+    asm("ex2.approx.ftz.f32 %0, %1;" : "=f"(e) : "f"(fminf(g * rate, kMostExponent)));
+    return e;
+  };
+  // v, once all of `seen` is there.
+  const auto after = [=](uint32_t seen, float v) {
+    return __uint_as_float(__float_as_uint(v) | (seen & nothing));
+  };
+  uint32_t powers = 0, inverses = 0;
+#pragma unroll
+  for (int j = 0; j < kCount; ++j) {
+    if constexpr (kLimited) {
+      gate[j] = make_float2(fminf(gate[j].x, f.limit), fminf(gate[j].y, f.limit));
+      up[j] = make_float2(limited_up(f, up[j].x), limited_up(f, up[j].y));
+    }
+    up[j] = make_float2(gate[j].x * up[j].x, gate[j].y * up[j].y);
+    gate[j] = make_float2(power(gate[j].x), power(gate[j].y));
+    powers |= __float_as_uint(gate[j].x) | __float_as_uint(gate[j].y);
+  }
+  const float one = after(powers, 1.f);
+#pragma unroll
+  for (int j = 0; j < kCount; ++j) {
+    const float x = one + gate[j].x, y = one + gate[j].y;
+    up[j] = make_float2(up[j].x * y, up[j].y * x);
+    asm("rcp.approx.ftz.f32 %0, %1;" : "=f"(gate[j].x) : "f"(x * y));
+    inverses |= __float_as_uint(gate[j].x);
+  }
+#pragma unroll
+  for (int j = 0; j < kCount; ++j) {
+    const float inverse = after(inverses, gate[j].x);
+    up[j] = make_float2(up[j].x * inverse, up[j].y * inverse);
+  }
 }
 
 constexpr float kQuotientLeast = 0x1p-64f;

@@ -14,11 +14,11 @@ constexpr int kBadArgument = -1, kNoDriver = -2;
 
 using Launch = int (*)(const Problem&, const Maps&, int sms, cudaStream_t);
 
-template <class Config>
-int launch(const Problem& problem, const Maps& maps, int sms, cudaStream_t stream) {
+template <class Config, bool kGated>
+int launch_gated(const Problem& problem, const Maps& maps, int sms, cudaStream_t stream) {
   constexpr size_t kBytes = sizeof(SharedStorage<Config>);
   static_assert(kBytes <= 232448, "more shared memory than a block of sm_90 can have");
-  auto kernel = prefill_kernel<Config>;
+  auto kernel = prefill_kernel<Config, kGated>;
   cudaError_t error = cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, kBytes);
   if (error != cudaSuccess) return error;
   cudaLaunchAttribute attribute = {};
@@ -33,6 +33,12 @@ int launch(const Problem& problem, const Maps& maps, int sms, cudaStream_t strea
   config.attrs = &attribute;
   config.numAttrs = 1;
   return cudaLaunchKernelEx(&config, kernel, problem, maps);
+}
+
+template <class Config>
+int launch(const Problem& problem, const Maps& maps, int sms, cudaStream_t stream) {
+  return problem.gate.act == Act::kNone ? launch_gated<Config, false>(problem, maps, sms, stream)
+                                        : launch_gated<Config, true>(problem, maps, sms, stream);
 }
 
 // Measured cycles of a kernel at the clock below: a step of 128 K takes base + slope x width, but at least
@@ -158,7 +164,7 @@ inline bool encode_matrix(CUtensorMap* map, CUtensorMapDataType type, int elemen
   return encode_map(map, type, 2, const_cast<void*>(base), sizes, strides, box, swizzle);
 }
 
-// The rows appear twice, so that a copy can end at any row: see PrefillBlock::store_box_rows.
+// The rows appear twice, so that a copy can end at any row: see PrefillBlock::store_boxes.
 inline bool encode_output(CUtensorMap* map, DType type, bool gated, void* out, uint64_t n, uint64_t rows,
                           uint32_t store_tokens) {
   if (type == DType::kFloat32) return true;  // stored without copies
@@ -194,7 +200,7 @@ struct Arguments {
 template <int Count>
 int run(const Candidate (&candidates)[Count], CUtensorMapDataType x_type, int x_bytes, const Arguments& a) {
   bool gated = a.gate.act != Act::kNone;
-  if (gated && (a.out_dtype == static_cast<int>(DType::kFloat32) || a.gate.act == Act::kGelu)) {
+  if (gated && (a.out_dtype == static_cast<int>(DType::kFloat32) || a.gate.act != Act::kSilu)) {
     return kBadArgument;
   }
   if (a.mode < 0 || a.mode > 2 || a.groups < 1 || a.m < 0 || a.n < 64 || a.n % 64 != 0 || a.kp < 128 ||

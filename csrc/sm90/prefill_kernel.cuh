@@ -15,7 +15,7 @@
 //                        their own fragments: while one half's products run, the other half is folded. Over
 //                        the end of a tile the first half of the next is folded before the epilogue.
 // Results leave through shared memory by bulk tensor copies that clip at the group's last row (see
-// store_box_rows). With Cluster = 2, two blocks take neighbouring weight tiles and each fetches half of X for
+// store_boxes). With Cluster = 2, two blocks take neighbouring weight tiles and each fetches half of X for
 // both.
 #pragma once
 
@@ -44,8 +44,6 @@ constexpr int kXRowBytes = 128;  // of X in shared memory, swizzled
 constexpr int kMmaTokens = 256;  // most tokens of one
 constexpr int kInfoSlots = 2;
 constexpr int kStoreBuffers = 2;
-constexpr int kStoreBatch = 2;  // eights of tokens
-
 struct Problem {
   Rows rows;
   const float* x_scale;       // or null: ones
@@ -54,7 +52,7 @@ struct Problem {
   DType bias_type;
   void* out;
   DType out_type;
-  Gate gate;  // gated: rows 2i and 2i + 1 of the weight are gate i and up i; 16-bit results only, not kGelu
+  Gate gate;  // gated: rows 2i and 2i + 1 of the weight are gate i and up i; kSilu, 16-bit results
   int n;      // weight rows
   int steps;  // of 128 K
 };
@@ -125,7 +123,7 @@ struct RingPosition {
   }
 };
 
-template <class Config>
+template <class Config, bool kGated>
 class PrefillBlock {
  public:
   using Shared = SharedStorage<Config>;
@@ -239,7 +237,7 @@ class PrefillBlock {
 
   // Producer warp 3.
   __device__ void zero_rows(int thread, int threads) {
-    int columns = problem_.gate.act == Act::kNone ? problem_.n : problem_.n / 2;
+    int columns = kGated ? problem_.n / 2 : problem_.n;
     int row_bytes = columns * (problem_.out_type == DType::kFloat32 ? 4 : 2);
     zero_unused_rows(problem_.rows, static_cast<uint4*>(problem_.out), row_bytes / 16, thread, threads);
   }
@@ -393,7 +391,7 @@ class PrefillBlock {
     if (column < problem_.n) {
       switch (problem_.out_type) {
         case DType::kFloat32:
-          store_float32(sums, tile, token_scale, bias, tile.column + row);
+          if constexpr (!kGated) store_float32(sums, tile, token_scale, bias, tile.column + row);
           break;
         case DType::kBFloat16:
           store_rows<__nv_bfloat162>(sums, tile, token_scale, bias, column);
@@ -406,12 +404,14 @@ class PrefillBlock {
   }
 
   template <class Pair>
-  __device__ __forceinline__ void store_rows(const float* sums, const TileInfo& tile, const float* token_scale,
-                                             float2 bias, int column) {
-    if (problem_.gate.act == Act::kNone) {
+  __device__ __forceinline__ void store_rows(const float* sums, const TileInfo& tile,
+                                             const float* token_scale, float2 bias, int column) {
+    if constexpr (!kGated) {
       store_halves<Pair>(sums, tile, token_scale, bias, column);
+    } else if (problem_.gate.limit > 0.0f) {
+      store_gated<Pair, true>(sums, tile, token_scale, bias, column / 2);
     } else {
-      store_gated<Pair>(sums, tile, token_scale, bias, column / 2);
+      store_gated<Pair, false>(sums, tile, token_scale, bias, column / 2);
     }
   }
 
@@ -419,95 +419,86 @@ class PrefillBlock {
   template <class Pair>
   __device__ __forceinline__ void store_halves(const float* sums, const TileInfo& tile,
                                                const float* token_scale, float2 bias, int column) {
-    constexpr int kTokens = Config::StoreTokens;
     int warp = threadIdx.x / kWarp % 4, lane = threadIdx.x % kWarp, g = lane / 4, t = lane % 4;
     // Token 8 j + 2 t + e, weight rows 16 warp + 2 g and the next; 16-byte pieces swizzled by the token.
     int piece = 2 * warp + g / 4;
     int even = 2 * t * 128 + ((piece ^ (2 * t)) * 16) + g % 4 * 4;
     int odd = (2 * t + 1) * 128 + ((piece ^ (2 * t + 1)) * 16) + g % 4 * 4;
+    store_boxes<Config::StoreTokens, 2>(
+        tile, column, token_scale, [&](int token, const float2(&scale)[2], uint8_t* rows) {
 #pragma unroll
-    for (int first = 0; first < Config::MaxTokens; first += kTokens) {
-      if (first >= tile.rows) break;
-      uint8_t* target = store_buffer();
-#pragma unroll
-      for (int part = first; part < first + kTokens && part < Config::MaxTokens; part += 8 * kStoreBatch) {
-        float2 scales[kStoreBatch];
-        load_token_scales(token_scale + part + 2 * t, scales);
-#pragma unroll
-        for (int j = 0; j < kStoreBatch && part + 8 * j < Config::MaxTokens; ++j) {
-          const float* d = sums + part / 2 + 4 * j;
-          float2 one = make_float2(d[0] * scales[j].x + bias.x, d[2] * scales[j].x + bias.y);
-          float2 two = make_float2(d[1] * scales[j].y + bias.x, d[3] * scales[j].y + bias.y);
-          int offset = (part - first + 8 * j) * 128;
-          *reinterpret_cast<uint32_t*>(target + even + offset) = round_pair<Pair>(one);
-          *reinterpret_cast<uint32_t*>(target + odd + offset) = round_pair<Pair>(two);
-        }
-      }
-      store_box_rows<kTokens>(target, tile, first, column);
-    }
+          for (int j = 0; j < 2; ++j) {
+            const float* d = sums + token / 2 + 4 * j;
+            float2 one = make_float2(d[0] * scale[j].x + bias.x, d[2] * scale[j].x + bias.y);
+            float2 two = make_float2(d[1] * scale[j].y + bias.x, d[3] * scale[j].y + bias.y);
+            *reinterpret_cast<uint32_t*>(rows + j * 1024 + even) = round_pair<Pair>(one);
+            *reinterpret_cast<uint32_t*>(rows + j * 1024 + odd) = round_pair<Pair>(two);
+          }
+        });
   }
 
   // The same for a gated activation, whose gate and up are two rows of one lane: 32 columns, and so twice as
   // many tokens at a time.
-  template <class Pair>
+  template <class Pair, bool kLimited>
   __device__ __forceinline__ void store_gated(const float* sums, const TileInfo& tile,
                                               const float* token_scale, float2 bias, int column) {
-    constexpr int kTokens = 2 * Config::StoreTokens;
     int warp = threadIdx.x / kWarp % 4, lane = threadIdx.x % kWarp, g = lane / 4, t = lane % 4;
-    // A lane has column 8 warp + g of tokens 8 j + 2 t and the next. It trades with the lane of the column
-    // beside it, and then has both columns of one of them: with g even the first token.
-    uint32_t take = g % 2 == 0 ? 0x5410 : 0x3276;
-    int place = (2 * t + g % 2) * 64 + (warp ^ t) * 16 + g / 2 * 4;  // 16-byte pieces swizzled by the token
+    constexpr int kEights = Config::MaxTokens % 32 == 0 ? 4 : 2;
+    // Token 8 j + 2 t + e, column 8 warp + g; 16-byte pieces swizzled by t.
+    int place = 2 * t * 64 + (warp ^ t) * 16 + g * 2;
+    store_boxes<2 * Config::StoreTokens, kEights>(
+        tile, column, token_scale, [&](int token, const float2(&scale)[kEights], uint8_t* rows) {
+          float2 gate[kEights], up[kEights];
+#pragma unroll
+          for (int j = 0; j < kEights; ++j) {
+            const float* d = sums + token / 2 + 4 * j;
+            gate[j] = make_float2(d[0] * scale[j].x + bias.x, d[1] * scale[j].y + bias.x);
+            up[j] = make_float2(d[2] * scale[j].x + bias.y, d[3] * scale[j].y + bias.y);
+          }
+          silu_values<kLimited>(problem_.gate, gate, up);
+#pragma unroll
+          for (int j = 0; j < kEights; ++j) {
+            uint32_t pair = round_pair<Pair>(up[j]);
+            *reinterpret_cast<uint16_t*>(rows + j * 512 + place) = static_cast<uint16_t>(pair);
+            *reinterpret_cast<uint16_t*>(rows + j * 512 + place + 64) = static_cast<uint16_t>(pair >> 16);
+          }
+        });
+  }
+
+  // Puts all tokens of the tile through two buffers of `kTokens` rows. store(token, the scales of this lane's
+  // pairs of tokens, where the row of `token` goes) fills kEights x 8 rows. The map of the output has the
+  // rows twice, as y and z: row r0 + i is (y, z) = (kTokens - count + i, r0 + count), and y ends at kTokens,
+  // so exactly `count` rows are written.
+  template <int kTokens, int kEights, class Store>
+  __device__ __forceinline__ void store_boxes(const TileInfo& tile, int column, const float* token_scale,
+                                              const Store& store) {
+    constexpr int kBatch = 8 * kEights, kRowBytes = Config::StoreBytes / kTokens;
+    static_assert(kTokens % kBatch == 0 && Config::MaxTokens % kBatch == 0);
+    int warpgroup = threadIdx.x / kWarpgroup;
+    bool leader = threadIdx.x % kWarpgroup == 0;
 #pragma unroll
     for (int first = 0; first < Config::MaxTokens; first += kTokens) {
       if (first >= tile.rows) break;
-      uint8_t* target = store_buffer();
+      uint8_t* buffer = shared_.store[warpgroup][store_buffer_];
 #pragma unroll
-      for (int part = first; part < first + kTokens && part < Config::MaxTokens; part += 8 * kStoreBatch) {
-        float2 scales[kStoreBatch];
-        load_token_scales(token_scale + part + 2 * t, scales);
+      for (int token = first; token < first + kTokens && token < Config::MaxTokens; token += kBatch) {
+        float2 scales[kEights];  // read before the stores, which the compiler thinks could change them
 #pragma unroll
-        for (int j = 0; j < kStoreBatch && part + 8 * j < Config::MaxTokens; ++j) {
-          const float* d = sums + part / 2 + 4 * j;
-          float one = gate_value_approximate(problem_.gate, d[0] * scales[j].x + bias.x,
-                                             d[2] * scales[j].x + bias.y);
-          float two = gate_value_approximate(problem_.gate, d[1] * scales[j].y + bias.x,
-                                             d[3] * scales[j].y + bias.y);
-          uint32_t mine = round_pair<Pair>(make_float2(one, two));
-          uint32_t other = __shfl_xor_sync(~0u, mine, 4);
-          *reinterpret_cast<uint32_t*>(target + place + (part - first + 8 * j) * 64) =
-              permute_bytes(mine, other, take);
+        for (int j = 0; j < kEights; ++j) {
+          scales[j] = *reinterpret_cast<const float2*>(token_scale + token + 8 * j + threadIdx.x % 4 * 2);
         }
+        store(token, scales, buffer + (token - first) * kRowBytes);
       }
-      store_box_rows<kTokens>(target, tile, first, column);
+      fence_async_proxy();
+      if (leader) store_wait_read<0>();  // so that after the barrier the other buffer is free
+      named_barrier(1 + warpgroup, kWarpgroup);
+      if (leader) {
+        int count = min(kTokens, tile.rows - first);
+        store_box(&maps_.out, smem_address(buffer), column, kTokens - count, tile.row + first + count);
+        store_commit();
+      }
+      store_buffer_ ^= 1;
     }
-  }
-
-  // Read before the stores that follow, which the compiler thinks could change them.
-  static __device__ __forceinline__ void load_token_scales(const float* from, float2 (&scales)[kStoreBatch]) {
-#pragma unroll
-    for (int j = 0; j < kStoreBatch; ++j) scales[j] = *reinterpret_cast<const float2*>(from + 8 * j);
-  }
-
-  __device__ __forceinline__ uint8_t* store_buffer() {
-    return shared_.store[threadIdx.x / kWarpgroup][store_buffer_];
-  }
-
-  // Sends the warpgroup's buffer, rows `first` to `first` + kTokens of the tile, on its way and turns to the
-  // other. The map of the output has the rows twice, as y and z: row r0 + i is (y, z) = (kTokens - count + i,
-  // r0 + count), and y ends at kTokens, so exactly `count` rows are written.
-  template <int kTokens>
-  __device__ __forceinline__ void store_box_rows(uint8_t* buffer, const TileInfo& tile, int first, int column) {
-    fence_async_proxy();
-    bool leader = threadIdx.x % kWarpgroup == 0;
-    if (leader) store_wait_read<0>();  // so that after the barrier the other buffer is free
-    named_barrier(1 + threadIdx.x / kWarpgroup, kWarpgroup);
-    if (leader) {
-      int count = min(kTokens, tile.rows - first);
-      store_box(&maps_.out, smem_address(buffer), column, kTokens - count, tile.row + first + count);
-      store_commit();
-    }
-    store_buffer_ ^= 1;
   }
 
   template <class Pair>
@@ -549,12 +540,12 @@ class PrefillBlock {
   int store_buffer_ = 0;
 };
 
-template <class Config>
+template <class Config, bool kGated>
 __global__ void __launch_bounds__(Config::Threads, 1)
     prefill_kernel(const __grid_constant__ Problem problem, const __grid_constant__ Maps maps) {
   extern __shared__ __align__(1024) uint8_t memory[];
   auto& shared = *reinterpret_cast<SharedStorage<Config>*>(memory);
-  PrefillBlock<Config> block(shared, problem, maps);
+  PrefillBlock<Config, kGated> block(shared, problem, maps);
   if (threadIdx.x == 0) block.init_barriers();
   __syncthreads();
   if constexpr (Config::Cluster > 1) cluster_sync();

@@ -185,7 +185,8 @@ __global__ void __launch_bounds__(kLanes ? kRowThreads : 32 * kMaxRowWarps,
 #pragma unroll
     for (int i = 0; i < kBlocks; ++i) {
       auto& values = v[kGated ? i : 0];
-      if constexpr (!kGated) raw[i].values(p.gate, p.interleaved, p.width, (i * lanes + lane) * kRowValues, values);
+      if constexpr (!kGated)
+        raw[i].values(p.gate, p.interleaved, p.width, (i * lanes + lane) * kRowValues, values);
       to_words<kForm>(values, scaled.up, swap, words[i]);
     }
     for (int copies = 0; copies < p.copies; copies += kShare) {

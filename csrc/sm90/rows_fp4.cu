@@ -35,8 +35,8 @@ __device__ __forceinline__ float block_max_or_nan(float v) {
 // rows are gated.
 template <typename T, bool kGated, bool kNvfp4>
 __global__ void __launch_bounds__(kMaxRowThreads)
-    fp4_row_kernel(const T* x, const int* position, int copies, Gate gate, int interleaved, int width, __nv_bfloat16* out,
-                   float* factor) {
+    fp4_row_kernel(const T* x, const int* position, int copies, Gate gate, int interleaved, int width,
+                   __nv_bfloat16* out, float* factor) {
   const int64_t r = blockIdx.x;
   const int k = threadIdx.x * kRowValues;
   float v[kRowValues];
@@ -70,13 +70,13 @@ __global__ void __launch_bounds__(kMaxRowThreads)
 }
 
 template <typename T>
-int launch(const void* x, int count, const int* position, int copies, const Gate& gate, int interleaved, int width, int nvfp4,
-           void* out, float* factor, cudaStream_t stream) {
+int launch(const void* x, int count, const int* position, int copies, const Gate& gate, int interleaved,
+           int width, int nvfp4, void* out, float* factor, cudaStream_t stream) {
   const int threads = (width / kRowValues + 31) / 32 * 32;
   if (threads > kMaxRowThreads || width % kRowValues != 0) return cudaErrorInvalidValue;
   const auto run = [&](auto kernel) {
-    kernel<<<count, threads, 0, stream>>>(static_cast<const T*>(x), position, copies, gate, interleaved, width,
-                                          static_cast<__nv_bfloat16*>(out), factor);
+    kernel<<<count, threads, 0, stream>>>(static_cast<const T*>(x), position, copies, gate, interleaved,
+                                          width, static_cast<__nv_bfloat16*>(out), factor);
   };
   if (gate.act == Act::kNone) {
     nvfp4 ? run(fp4_row_kernel<T, false, true>) : run(fp4_row_kernel<T, false, false>);
@@ -105,7 +105,8 @@ extern "C" int fp4_sm90_rows_fp4(const void* x, DType x_type, int count, const i
     case DType::kFloat32:
       return launch<float>(x, count, position, copies, gate, interleaved, width, nvfp4, out, factor, s);
     case DType::kBFloat16:
-      return launch<__nv_bfloat16>(x, count, position, copies, gate, interleaved, width, nvfp4, out, factor, s);
+      return launch<__nv_bfloat16>(x, count, position, copies, gate, interleaved, width, nvfp4, out, factor,
+                                   s);
     case DType::kFloat16:
       return launch<__half>(x, count, position, copies, gate, interleaved, width, nvfp4, out, factor, s);
     default:
