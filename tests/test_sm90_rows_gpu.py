@@ -91,6 +91,19 @@ def test_rows_to_half_keep_what_is_not_finite(width):
         assert (~torch.isfinite(reference.plain_rows(values))).nonzero().tolist() == [[2, width // 2]]
 
 
+@pytest.mark.parametrize("dtype", [torch.int32, torch.int64])
+@pytest.mark.parametrize("groups", [1, 12, 128, 1023])
+def test_route_sorts_by_expert(groups, dtype):
+    """Chunks of 1024 ids; up to eight of them are counted by every block, more by a kernel before."""
+    for count in (1, 31, 1000, 1024, 1025, 5000, 8192, 8193, 70000):
+        ids = torch.randint(-2, groups + 2, (count,), device="cuda", dtype=dtype)
+        key = torch.where((ids >= 0) & (ids < groups), ids, groups).long()
+        order = key.argsort(stable=True)
+        offs, sorted_rows, position = rows.route(ids, groups)
+        assert torch.equal(sorted_rows, order.int()) and torch.equal(position, order.argsort().int())
+        assert torch.equal(offs, torch.bincount(key, minlength=groups + 1)[:groups].cumsum(0).int())
+
+
 @pytest.mark.parametrize("top_k", [1, 8])
 @pytest.mark.parametrize("width", [32, 768, 2048, 2880])
 def test_halves_go_where_their_experts_want_them(width, top_k):

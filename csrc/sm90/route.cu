@@ -31,26 +31,51 @@ __global__ void count_kernel(const void* ids, bool wide, int rows, int groups, i
   for (int g = threadIdx.x; g <= groups; g += kRouteThreads) counts[blockIdx.x * (groups + 1) + g] = count[g];
 }
 
+constexpr int kOwnChunks = 8;  // up to so many, every block of place_kernel counts all ids itself
+
 // Each block places the ids of its chunk: start of the expert + those in earlier chunks + those earlier in
-// this one.
-__global__ void place_kernel(const void* ids, bool wide, int rows, int groups, const int* counts, int* offs,
-                             int* sorted_rows, int* position) {
+// this one. counts: of count_kernel, or null for at most kOwnChunks chunks.
+__global__ void __launch_bounds__(kRouteThreads)
+    place_kernel(const void* ids, bool wide, int rows, int groups, const int* counts, int* offs,
+                 int* sorted_rows, int* position) {
   extern __shared__ int shared[];
   const int bins = groups + 1;
-  int* start = shared;                                            // [bins]: first position in this chunk
-  auto* warp_count = reinterpret_cast<uint16_t*>(shared + bins);  // [warps][bins]
+  int* start = shared;        // [bins]: first position in this chunk; before, ids of earlier chunks
+  int* total = start + bins;  // [bins]
+  auto* warp_count = reinterpret_cast<uint16_t*>(total + bins);  // [warps][bins]
   __shared__ int totals[kRouteWarps];
-  const int tid = threadIdx.x, lane = tid % 32, warp = tid / 32;
+  const int tid = threadIdx.x, lane = tid % 32, warp = tid / 32, chunk = blockIdx.x;
   for (int i = tid; i < kRouteWarps * bins; i += kRouteThreads) warp_count[i] = 0;
-  // Totals and earlier chunks of each expert, then an exclusive scan over the experts (at most one a thread).
-  int before = 0, all = 0;
-  if (tid < bins) {
-    for (int c = 0; c < gridDim.x; ++c) {
+  int before = 0, all = 0, id = -1;
+  if (counts != nullptr) {
+    for (int c = 0; tid < bins && c < gridDim.x; ++c) {
       const int n = counts[c * bins + tid];
-      before += c < blockIdx.x ? n : 0;
+      before += c < chunk ? n : 0;
       all += n;
     }
+    const int r = chunk * kRouteThreads + tid;
+    if (r < rows) id = read_id(ids, wide, r, groups);
+  } else {
+    if (tid < bins) start[tid] = total[tid] = 0;
+    int every[kOwnChunks];
+#pragma unroll
+    for (int c = 0; c < kOwnChunks; ++c) {
+      const int r = c * kRouteThreads + tid;
+      every[c] = r < rows ? read_id(ids, wide, r, groups) : -1;
+    }
+    __syncthreads();
+#pragma unroll
+    for (int c = 0; c < kOwnChunks; ++c) {
+      if (every[c] >= 0) atomicAdd(&total[every[c]], 1);
+      if (every[c] >= 0 && c < chunk) atomicAdd(&start[every[c]], 1);
+      if (c == chunk) id = every[c];
+    }
+    __syncthreads();
+    if (tid < bins) before = start[tid], all = total[tid];
   }
+  const uint32_t same = __match_any_sync(~0u, id);
+  const int rank = __popc(same & ((1u << lane) - 1));
+  // An exclusive scan over the experts, at most one a thread.
   int scan = all;
 #pragma unroll
   for (int d = 1; d < 32; d *= 2) {
@@ -59,29 +84,32 @@ __global__ void place_kernel(const void* ids, bool wide, int rows, int groups, c
   }
   if (lane == 31) totals[warp] = scan;
   __syncthreads();
-  for (int w = 0; w < warp; ++w) scan += totals[w];
-  if (tid < bins) start[tid] = scan - all + before;
-  if (tid < groups && blockIdx.x == 0) offs[tid] = scan;
-
-  const int r = blockIdx.x * kRouteThreads + tid;
-  const int id = r < rows ? read_id(ids, wide, r, groups) : -1;
-  const uint32_t same = __match_any_sync(~0u, id);
-  const int rank = __popc(same & ((1u << lane) - 1));
   if (id >= 0 && rank == 0) warp_count[warp * bins + id] = __popc(same);
+  if (tid < bins) {
+    for (int w = 0; w < warp; ++w) scan += totals[w];
+    start[tid] = scan - all + before;
+    if (tid < groups && chunk == 0) offs[tid] = scan;
+  }
   __syncthreads();
   if (tid < bins) {
+    constexpr int kAtOnce = 8;  // loads under way together
     int sum = 0;
-    for (int w = 0; w < kRouteWarps; ++w) {
-      const int n = warp_count[w * bins + tid];
-      warp_count[w * bins + tid] = sum;
-      sum += n;
+    for (int first = 0; first < kRouteWarps; first += kAtOnce) {
+      int n[kAtOnce];
+#pragma unroll
+      for (int w = 0; w < kAtOnce; ++w) n[w] = warp_count[(first + w) * bins + tid];
+#pragma unroll
+      for (int w = 0; w < kAtOnce; ++w) {
+        warp_count[(first + w) * bins + tid] = sum;
+        sum += n[w];
+      }
     }
   }
   __syncthreads();
   if (id >= 0) {
     const int at = start[id] + warp_count[warp * bins + id] + rank;
-    sorted_rows[at] = r;
-    position[r] = at;
+    sorted_rows[at] = chunk * kRouteThreads + tid;
+    position[chunk * kRouteThreads + tid] = at;
   }
 }
 
@@ -251,13 +279,17 @@ extern "C" int fp4_sm90_route(const void* ids, int wide, int rows, int groups, i
   auto* s = static_cast<cudaStream_t>(stream);
   const int chunks = (rows + kRouteThreads - 1) / kRouteThreads, bins = groups + 1;
   if (bins > kRouteThreads) return cudaErrorInvalidValue;
-  const int shared = bins * (4 + 2 * kRouteWarps);
+  constexpr int kBinBytes = 8 + 2 * kRouteWarps;
   static const cudaError_t allowed = cudaFuncSetAttribute(
-      place_kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, kRouteThreads * (4 + 2 * kRouteWarps));
+      place_kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, kRouteThreads * kBinBytes);
   if (allowed != cudaSuccess) return allowed;
-  count_kernel<<<chunks, kRouteThreads, bins * 4, s>>>(ids, wide, rows, groups, counts);
-  place_kernel<<<chunks, kRouteThreads, shared, s>>>(ids, wide, rows, groups, counts, offs, sorted_rows,
-                                                     position);
+  if (chunks > kOwnChunks) {
+    count_kernel<<<chunks, kRouteThreads, bins * 4, s>>>(ids, wide, rows, groups, counts);
+  } else {
+    counts = nullptr;
+  }
+  place_kernel<<<chunks, kRouteThreads, bins * kBinBytes, s>>>(ids, wide, rows, groups, counts, offs,
+                                                               sorted_rows, position);
   return cudaGetLastError();
 }
 
