@@ -216,7 +216,7 @@ def test_every_16_bit_prefill_candidate(shape, dtype, config):
 @pytest.mark.parametrize("config", range(6))
 @pytest.mark.parametrize("dtype", [torch.float16, torch.float8_e4m3fn], ids=["half", "fp8"])
 def test_gates_of_every_prefill_candidate(dtype, config, gate):
-    """Contiguous and masked, token tiles of every width, a block's last columns, empty experts, rows of none."""
+    """Contiguous and masked, token tiles of every width, the last columns, empty experts, rows of none."""
     groups, n, k = 9, 320, 384
     half = dtype == torch.float16
     if half and config > 4:

@@ -55,8 +55,8 @@ extern "C" int fp4_sm90_prefill_int4(const void* x, const float* x_scale, const 
                                      int m, int n, int kp, int config, void* stream) {
   const Gate gate{act, alpha, limit, up_offset};
   Arguments arguments = {x,          x_scale,    packed, scales,    factor, bias,  //
-                         bias_dtype, group_rows, out,    out_dtype, gate,   mode,
-                         groups,     m,          n,      kp,        kp,     config, stream};
+                         bias_dtype, group_rows, out,    out_dtype, gate,   mode,  groups,
+                         m,          n,          kp,     kp,        config, stream};
   switch (group) {
     case 128:
       return run(kCandidates<128>.of, CU_TENSOR_MAP_DATA_TYPE_UINT8, 1, arguments);

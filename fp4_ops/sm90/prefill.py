@@ -46,7 +46,8 @@ def run(
         "fp4_sm90_prefill_half" if x.dtype == torch.float16 else "fp4_sm90_prefill_w4a8",
         address(x), address(x_scale), address(w.codes), address(w.scales), address(w.global_scale),
         address(w.bias), DTYPE_CODES[w.bias.dtype] if w.bias is not None else 0, address(route), address(out),
-        DTYPE_CODES[out.dtype], *gate_fields(gate), MODES[routing], w.groups, rows, w.n, w.kp, config, stream(),
+        DTYPE_CODES[out.dtype], *gate_fields(gate), MODES[routing], w.groups, rows, w.n, w.kp, config,
+        stream(),
     )  # fmt: skip
 
 
