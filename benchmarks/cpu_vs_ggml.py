@@ -204,16 +204,18 @@ def paired(runners: list, blocks: int, seconds: float = 0.02) -> dict[str, list[
     return times
 
 
-def copy_bandwidth() -> float:
-    """GB/s read plus written, copying 128 MiB."""
-    a = torch.zeros(1 << 25)
-    b = torch.empty_like(a)
-    best = math.inf
-    for _ in range(8):
-        start = time.perf_counter()
-        b.copy_(a)
-        best = min(best, time.perf_counter() - start)
-    return 2 * a.numel() * 4 / best / 1e9
+def bandwidth() -> str:
+    """Of memory: two vectors of 128 MiB read (their dot product), and one copied to the other."""
+    a, b = torch.zeros(1 << 25), torch.zeros(1 << 25)
+    best = {}
+    for name, action in (("read", lambda: torch.dot(a, b)), ("copy", lambda: b.copy_(a))):
+        times = []
+        for _ in range(8):
+            start = time.perf_counter()
+            action()
+            times.append(time.perf_counter() - start)
+        best[name] = 2 * a.numel() * 4 / min(times) / 1e9
+    return f"read bandwidth {best['read']:.1f} GB/s, copy bandwidth {best['copy']:.1f} GB/s (read + written)"
 
 
 def cpu_name() -> str:
@@ -253,7 +255,7 @@ def main() -> None:
 
     for threads in options.threads:
         torch.set_num_threads(threads)
-        print(f"threads {threads}: copy bandwidth {copy_bandwidth():.1f} GB/s (read + written)")
+        print(f"threads {threads}: {bandwidth()}")
         for tokens, sets in itertools.product(options.tokens, (1, options.sets)):
             x = torch.randn(tokens, K)
             ours = [Ours(f, "tile16", tokens, sets, quantized[f]) for f in quantized]
@@ -287,6 +289,9 @@ def report(
         if name not in peers:
             ratios = [theirs / mine for theirs, mine in zip(times[fastest], values)]
             line += f"   against {fastest:18} {statistics.median(ratios):6.2f}x"
+        if name.endswith(" bf16"):
+            slower = [mine / int8 for mine, int8 in zip(values, times[name.removesuffix(" bf16")])]
+            line += f"   {statistics.median(slower):5.2f}x the time of int8"
         print(line, flush=True)
 
 
