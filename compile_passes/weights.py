@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import operator
 import threading
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -231,14 +232,67 @@ def runtime(compiled: Callable[..., Any], keep: list[int], swaps: list[Swap]) ->
     Dynamo guards that no gradient can be asked for here, so autograd is skipped as a whole: the kernel that
     refuses gradients is Python and costs each operator call 8 us.
     """
-    lookups = [(s.indices, store(s.spec).get) for s in swaps]
+    kept, packed = _getter(keep), _Lookup(swaps).get
     below_autograd = torch._C._AutoDispatchBelowAutograd
 
     def run(*args: Any) -> Any:
-        inputs = [args[i] for i in keep]
-        for indices, get in lookups:
-            inputs += get(*[args[i] for i in indices])
+        inputs = kept(args) + packed(args)
         with below_autograd():
             return compiled(*inputs)
 
     return run
+
+
+def _getter(indices: Sequence[int]) -> Callable[[Sequence[Any]], tuple[Any, ...]]:
+    if len(indices) > 1:
+        return operator.itemgetter(*indices)
+    return lambda args: tuple(args[i] for i in indices)
+
+
+class _Lookup:
+    """The packed tensors of all swaps, in order, for a graph's arguments.
+
+    Weights that were met before, in the memory and with the version they had then, are told all at once:
+    asking each store takes microseconds a weight, before every step. Nothing is kept longer than they live.
+    """
+
+    def __init__(self, swaps: list[Swap]) -> None:
+        self._stores = [(_getter(s.indices), store(s.spec)) for s in swaps]
+        self._weights = _getter(sorted({i for s in swaps for i in s.indices}))
+        self._met: dict[tuple[int, ...], tuple[Any, tuple[torch.Tensor, ...], list[Any]]] = {}
+
+    def get(self, args: Sequence[Any]) -> tuple[torch.Tensor, ...]:
+        weights = self._weights(args)
+        key, state = tuple(map(id, weights)), _states(weights)
+        met = self._met.get(key)
+        if met is not None and met[0] == state:
+            return met[1]
+        self._met.pop(key, None)  # what is packed anew takes the place of the old
+        packed = tuple(t for chosen, kept in self._stores for t in kept.get(*chosen(args)))
+        if state is not None:
+            self._met[key] = (state, packed, [weakref.ref(w, self._forget(key)) for w in weights])
+        return packed
+
+    def _forget(self, key: tuple[int, ...]) -> Callable[[Any], None]:
+        lookup = weakref.ref(self)
+
+        def forget(dead: Any) -> None:
+            me = lookup()
+            if me is not None:
+                me._met.pop(key, None)
+
+        return forget
+
+
+def _states(weights: tuple[torch.Tensor, ...]) -> Any:
+    """None for subclasses, and for inference tensors, which have no version."""
+    if not _PLAIN.issuperset(map(type, weights)):
+        return None
+    try:
+        return [w._version for w in weights], list(map(_data_ptr, weights))
+    except RuntimeError:
+        return None
+
+
+_PLAIN = frozenset((torch.Tensor, torch.nn.Parameter))
+_data_ptr = torch.Tensor.data_ptr

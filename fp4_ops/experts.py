@@ -22,7 +22,10 @@ STORED_FORMATS = ("mxfp4", "nvfp4", "int4", "int4_g64", "int4_g32")
 
 @dataclass(frozen=True)
 class ExpertsForm:
-    """Where a family of experts modules keeps its weights: [E, 2 I, H] and [E, H, I], or each transposed."""
+    """Where a family of experts modules keeps its weights: [E, 2 I, H] and [E, H, I], or each transposed.
+
+    A bias that a module lacks has the name "".
+    """
 
     gate_up: str
     down: str
@@ -33,6 +36,12 @@ class ExpertsForm:
     def weights(self) -> tuple[tuple[str, str], ...]:
         """(which matrix, its attribute)."""
         return ("gate_up", self.gate_up), ("down", self.down)
+
+    def of(self, module: nn.Module) -> ExpertsForm:
+        """As this module has it. Under torch.compile, asking a module for what it lacks costs 2 us a call."""
+        names = (self.gate_up_bias, self.down_bias)
+        biases = (name if getattr(module, name, None) is not None else "" for name in names)
+        return ExpertsForm(self.gate_up, self.down, *biases)
 
 
 @dataclass(frozen=True)
@@ -255,7 +264,9 @@ def experts_forward(
         return _previous_forward(self)(self, hidden_states, top_k_index, top_k_weights)
     form = recipe.form
     w13, w2 = getattr(self, form.gate_up), getattr(self, form.down)
-    bias, gate = getattr(self, form.gate_up_bias, None), recipe.gate
+    bias = getattr(self, form.gate_up_bias) if form.gate_up_bias else None
+    down_bias = getattr(self, form.down_bias) if form.down_bias else None
+    gate = recipe.gate
     if w13.interleaved:
         bias, gate = interleave(bias) if bias is not None else None, f"{gate}_interleaved"
     a_format = recipe.a_format
@@ -264,7 +275,7 @@ def experts_forward(
     return torch.ops.fp4.moe(
         hidden_states, top_k_index, top_k_weights,
         w13.packed, w13.block_scale, w13.global_scale, w2.packed, w2.block_scale, w2.global_scale,
-        bias, getattr(self, form.down_bias, None),
+        bias, down_bias,
         format=w13.format, layout=w13.layout, activation=gate, a_format=a_format,
     )  # fmt: skip
 

@@ -119,7 +119,7 @@ def prepare(
     sizes = _replace_weights(found, plans, quantizer)
     for name, p in plans.items():
         module: Any = found[name]
-        module._fp4_recipe = Recipe(p.form, p.gate, A_FORMATS[activation])
+        module._fp4_recipe = Recipe(p.form.of(module), p.gate, A_FORMATS[activation])
         Company([getattr(module, p.form.gate_up), getattr(module, p.form.down)], dtype, wanted).join()
     choose_implementation(model)
     _make_saveable(model, format, activation)

@@ -70,6 +70,38 @@ def test_a_new_parameter_is_noticed(compiled_block):
     check(block, compiled, x)
 
 
+def test_packed_weights_of_a_replaced_parameter_are_freed_at_once(compiled_block):
+    """The compiled function is still there, and was not called again."""
+    block, compiled, _, x = compiled_block
+    kept = next(s for s in packed_weights._stores.values() if (id(block.w13),) in s._entries)
+    packed = [weakref.ref(t) for t in kept._entries[id(block.w13),].packed]
+    assert all(ref() is not None for ref in packed)
+    block.w13 = torch.nn.Parameter(torch.randn_like(block.w13))
+    gc.collect()
+    assert [ref() for ref in packed] == [None] * len(packed)
+    check(block, compiled, x)
+
+
+def test_weights_are_asked_for_only_when_something_changed(monkeypatch):
+    """Not before every step: that took microseconds a weight."""
+    asked = []
+    get = packed_weights.PackedWeights.get
+    monkeypatch.setattr(
+        packed_weights.PackedWeights, "get", lambda self, *w: asked.append(w[0]) or get(self, *w)
+    )
+    block, x = Block("grouped_mm"), torch.randn(10, Block.H)
+    compiled = torch.compile(block, backend=Recorder(activation="bf16"))
+    check(block, compiled, x)
+    asked.clear()
+    for _ in range(3):
+        check(block, compiled, x)
+    assert asked == []
+    with torch.no_grad():
+        block.w2.mul_(2.0)
+    check(block, compiled, x)
+    assert {id(w) for w in asked} == {id(block.w13), id(block.w2)}
+
+
 def test_each_weight_is_packed_once_for_all_graphs(compiled_block, monkeypatch):
     block, compiled, _, x = compiled_block
     packed = []

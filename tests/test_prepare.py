@@ -73,6 +73,16 @@ class QuickGelu(nn.Module):
         return gate * torch.sigmoid(1.702 * gate)
 
 
+@pytest.mark.parametrize(("family", "biased"), [("qwen3_moe", False), ("gpt_oss", True)])
+def test_biases_are_asked_for_only_where_there_are_any(family, biased):
+    """What a module lacks costs a step more than what it has: torch.compile guards that it still lacks it."""
+    model = build(family, torch.float32, "grouped_mm")
+    fp4_ops.prepare(model)
+    forms = [m._fp4_recipe.form for m in model.modules() if hasattr(m, "_fp4_recipe")]
+    names = {name for form in forms for name in (form.gate_up_bias, form.down_bias)}
+    assert names == ({"gate_up_proj_bias", "down_proj_bias"} if biased else {""})
+
+
 def test_each_gate_is_known_by_what_it_computes():
     model = build("mixtral", torch.float32, "grouped_mm")
     module = experts_of(model)[0]

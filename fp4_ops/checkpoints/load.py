@@ -246,7 +246,7 @@ def fill(
                 del module._parameters[attribute]
                 module.add_module(attribute, weight)
                 report.nbytes += weight.num_bytes
-            module._fp4_recipe = Recipe(placed.plan.form, placed.plan.gate, A_FORMATS[activation])
+            module._fp4_recipe = Recipe(placed.plan.form.of(module), placed.plan.gate, A_FORMATS[activation])
             report.experts.append(name)
         for name, stored in placement.linears.items():
             linear: Any = model.get_submodule(name)
