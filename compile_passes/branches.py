@@ -28,12 +28,14 @@ from torch._dynamo.exc import RestartAnalysis, UnspecializeRestartAnalysis, Unsu
 from torch._dynamo.utils import counters
 from torch.fx.experimental.symbolic_shapes import GuardOnDataDependentSymNode, free_unbacked_symbols
 
+from .bytecode import asks_for
 from .without_rows import (
     Nothing,
     Unproved,
     Way,
     called,
     example,
+    has_all_rows,
     in_short,
     live,
     same_elements,
@@ -45,32 +47,37 @@ SEEN_THROUGH, KEPT = "fp4_branches_seen_through", "fp4_branches_kept"
 """Of `torch._dynamo.utils.counters`: places (file:line), and "file:line stays a branch: why" (or a loop)."""
 
 
+Handler = Callable[[Any, Any], None]
+
+
 def see_through_branches() -> None:
     """For graphs of backends with `sees_through_branches`. The one hook in Dynamo is its table of opcodes."""
+    jumps = [name for name in dis.opmap if re.fullmatch(r"POP_JUMP_.*IF_(TRUE|FALSE)", name)]
+    hook_opcodes(
+        dict.fromkeys(jumps, _answering_first) | {"GET_ITER": _over_experts, "FOR_ITER": _one_expert}
+    )
+
+
+def hook_opcodes(wrappers: dict[str, Callable[[Handler], Handler]]) -> None:
+    """Wraps Dynamo's handlers of these opcodes, once."""
     from torch._dynamo import symbolic_convert
 
-    jumps = [name for name in dis.opmap if re.fullmatch(r"POP_JUMP_.*IF_(TRUE|FALSE)", name)]
-    wrappers = dict.fromkeys(jumps, _answering_first) | {
-        "GET_ITER": _over_experts,
-        "FOR_ITER": _one_expert,
-    }
     classes = [symbolic_convert.InstructionTranslatorBase]
     for cls in classes:
         classes += cls.__subclasses__()
         for name, wrapper in wrappers.items():
-            method = cls.dispatch_table[dis.opmap[name]]
-            if not hasattr(method, "_fp4"):
+            method = cls.dispatch_table[dis.opmap[name]] if name in dis.opmap else None
+            if method is not None and not hasattr(method, "_fp4"):
                 cls.dispatch_table[dis.opmap[name]] = wrapped = functools.wraps(method)(wrapper(method))
                 wrapped._fp4 = True  # type: ignore[attr-defined]
-
-
-Handler = Callable[[Any, Any], None]
 
 
 def _answering_first(method: Handler) -> Handler:
     from torch._dynamo.variables import ConstantVariable
 
     def jump(tx: Any, inst: Any) -> None:
+        if _GROWN in vars(tx.output):
+            _asks_whether_there_are_rows(tx, inst)
         answer = _take_the_way_that_works(tx, inst) if wanted(tx.output) else None
         if answer is not None:
             tx.stack[-1] = ConstantVariable.create(answer)
@@ -204,6 +211,22 @@ def _take_the_way_that_works(tx: Any, branch: Any) -> bool | None:
     return not empty
 
 
+_GROWN = "_fp4_grown"
+"""On Dynamo's output: lists that are shorter where experts without rows are skipped, and those branches."""
+
+
+def _asks_whether_there_are_rows(tx: Any, jump: Any) -> None:
+    """`if len(outputs):`, of a list with something for each expert that has rows: some expert has any, if the
+    list is of all experts and there are rows."""
+    asked = asks_for(tx, jump)
+    for v, branch, place in vars(tx.output)[_GROWN]:
+        if asked is not None and tx.symbolic_locals.get(asked) is v and not has_all_rows(tx.output, v):
+            _kept(tx).add(branch)
+            counters[SEEN_THROUGH].pop(place, None)
+            counters[KEPT][f"{place} stays a branch: `{asked}` may be empty"] += 1
+            raise UnspecializeRestartAnalysis(restart_reason=f"fp4: {place} is a branch")
+
+
 def _kept(tx: Any) -> set[tuple[Any, int]]:
     """What stays as it is, in all attempts to trace a function."""
     return vars(tx.speculation_log).setdefault("_fp4_kept", set())
@@ -234,6 +257,9 @@ def _watch(tx: Any, way: Way, branch: Any, replaced: bool = False) -> None:
                 if around is not None:
                     tx.step = around
                 way.prove()
+                for v in way.grown:
+                    known = vars(tx.output).setdefault(_GROWN, [])
+                    known.append((v, (tx.f_code, branch.offset), place))
                 counters[SEEN_THROUGH][place] += 1
             elif not advance():
                 raise Unproved("it leaves the function, or the graph breaks, before both ways meet")

@@ -18,12 +18,15 @@ from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+import sympy
 import torch
 from torch import Tensor, fx
 from torch._dispatch.python import enable_python_dispatcher
 from torch._dynamo.bytecode_analysis import HASFREE, HASLOCAL, JUMP_OPCODES, TERMINAL_OPCODES
 from torch.fx.experimental.symbolic_shapes import free_unbacked_symbols, statically_known_true
 from torch.utils._python_dispatch import TorchDispatchMode
+
+from .bytecode import joined_list
 
 
 class Unproved(Exception):
@@ -91,6 +94,54 @@ def since(node: fx.Node) -> Iterator[fx.Node]:
         yield node
 
 
+@dataclass
+class Counted:
+    """The numbers of rows of all experts, as Dynamo has them, and what they add up to."""
+
+    numbers: list[Any]
+    total: Any
+    parts: dict[fx.Node, Sequence[Any]] = field(default_factory=dict)
+    """Of tensors with so many rows."""
+
+    def expressions(self) -> list[Any]:
+        return [n.sym_num.node.expr for n in self.numbers]
+
+    def between(self, start: Any, stop: Any) -> int | None:
+        """The expert whose rows, of rows sorted by expert, begin and end there."""
+        before: Any = sympy.Integer(0)
+        for e, n in enumerate(self.expressions()):
+            if before == start and before + n == stop:
+                return e
+            before = before + n
+        return None
+
+
+def counted(output: Any) -> list[Counted]:
+    return vars(output).setdefault("_fp4_counted", [])
+
+
+def number(v: Any) -> Any:
+    """The expression of a Python int or of one that only the data knows."""
+    from torch._dynamo.variables.tensor import SymNodeVariable
+
+    if isinstance(v, SymNodeVariable):
+        return v.sym_num.node.expr if isinstance(v.sym_num, torch.SymInt) else None
+    value = v.as_python_constant() if v is not None and v.is_python_constant() else None
+    return sympy.Integer(value) if type(value) is int else None
+
+
+def has_all_rows(output: Any, rows: Any) -> bool:
+    """Whether a list of tensors has the rows of all experts, and they are any."""
+    sizes = {expression(example(x.as_proxy().node).shape[0]) for x in rows.items}
+    return any(
+        sizes.issuperset(c.expressions()) and statically_known_true(c.total >= 1) for c in counted(output)
+    )
+
+
+def expression(size: Any) -> Any:
+    return size.node.expr if isinstance(size, torch.SymInt) else sympy.Integer(size)
+
+
 class Way:
     """The way through a branch that does the work, from the branch on."""
 
@@ -102,6 +153,8 @@ class Way:
         self.last = next(iter(reversed(self.graph.nodes)))
         self.locals, self.stack, self.state = self._locals(), tx.stack[:-1], self._state()
         self.objects = _Objects(tx)
+        self.lists = {n: (v, list(v.items)) for n, v in self.locals.items() if _is_new_list(v)}
+        self.grown: list[Any] = []
 
     def _locals(self) -> dict[str, Any]:
         return {n: v for n, v in self.tx.symbolic_locals.items() if n in self.names}
@@ -117,11 +170,12 @@ class Way:
     def prove(self) -> None:
         now = self._locals()
         for name in now.keys() | self.locals.keys():
-            if not _same(self.locals.get(name), now.get(name)):
+            if not self._same(self.locals.get(name), now.get(name)):
                 raise Unproved(f"`{name}`, which is read later, changes where there are rows")
         if not _all_same(self.stack, self.tx.stack) or self._state() != self.state:
             raise Unproved("what is being computed, or a setting of torch, changes where there are rows")
-        self.objects.check()
+        grown = self._grown()
+        self.objects.check({id(v): len(items) for v, items in grown.values()})
         if self.tx.output.graph is not self.graph:
             raise Unproved("it is in two graphs")
         if any(writes_to(same_elements(mask), list(since(self.last))) for mask, _ in self.nothing.rows):
@@ -129,11 +183,63 @@ class Way:
         for name in self.swallowing:  # a read of them breaks the graph
             self.tx.symbolic_locals.pop(name, None)
         try:
-            replay(list(since(self.last)), self.nothing, self.tx.output)
+            sizes = replay(list(since(self.last)), self.nothing, self.tx.output)
         except Unproved:
             raise
         except Exception as error:  # of whatever the model calls
             raise Unproved(f"without rows it fails: {in_short(error)}") from error
+        for name, (v, items) in grown.items():
+            if not all(_is_like_without_rows(x, v.items[0], sizes) for x in v.items[len(items) :]):
+                raise Unproved(f"`{name}`, which is read later, changes where there are rows")
+        self.grown = [v for v, _ in grown.values()]
+
+    def _same(self, a: Any, b: Any) -> bool:
+        """A sum of numbers of rows may have one more."""
+        if _same(a, b):
+            return True
+        now, before = ((number(v) if v is not None else None) for v in (a, b))
+        if now is None or before is None:
+            return False
+        none = dict.fromkeys(self.nothing.sizes, 0)
+        return now.subs(none) == before.subs(none)
+
+    def _grown(self) -> dict[str, Any]:
+        """Lists that got longer and, later, are only joined, which is not changed by tensors without rows."""
+        tx, found = self.tx, {}
+        for name, (v, items) in self.lists.items():
+            if len(v.items) > len(items) and joined_list(tx, name) and self._has_alone(name, v):
+                found[name] = v, items
+        return found
+
+    def _has_alone(self, name: str, v: Any) -> bool:
+        """Whether nothing else holds what the local `name` does."""
+        held, frame = [], self.tx
+        while frame is not None:
+            held += [n for n, x in frame.symbolic_locals.items() if x is v]
+            held += ["" for x in frame.stack if x is v]
+            frame = getattr(frame, "parent", None)
+        elsewhere = any(part is v for _, parts in self.objects.known.values() for part in parts)
+        return held == [name] and name not in self.tx.cell_and_freevars() and not elsewhere
+
+
+def _is_new_list(v: Any) -> bool:
+    from torch._dynamo.variables import ListVariable
+    from torch._dynamo.variables.base import ValueMutationNew
+
+    return type(v) is ListVariable and isinstance(v.mutation_type, ValueMutationNew)
+
+
+def _is_like_without_rows(x: Any, other: Any, sizes: set[Any]) -> bool:
+    """Whether x, which has no rows where `sizes` are 0, can be joined to `other` and is then not seen."""
+    from torch._dynamo.variables import TensorVariable
+
+    if not all(isinstance(v, TensorVariable) for v in (x, other)):
+        return False
+    a, b = (example(v.as_proxy().node) for v in (x, other))
+    alike = (a.dtype, a.device, a.layout, a.dim()) == (b.dtype, b.device, b.layout, b.dim())
+    if not alike or a.dim() < 2 or expression(a.shape[0]).subs(dict.fromkeys(sizes, 0)) != 0:
+        return False
+    return all(statically_known_true(m == n) for m, n in zip(a.shape[1:], b.shape[1:]))
 
 
 def _same(a: Any, b: Any) -> bool:
@@ -198,9 +304,15 @@ class _Objects:
                     parts.append(value)
         return parts
 
-    def check(self) -> None:
+    def check(self, grown: dict[int, int]) -> None:
+        """grown: lists of which only the first items count."""
         for v, before in self.known.values():
+            items = v.items if id(v) in grown else None
+            if items is not None:
+                v.items = items[: grown[id(v)]]
             now = self._parts(v)
+            if items is not None:
+                v.items = items
             if len(now) != len(before) or not all(map(_equal, before, now)):
                 raise Unproved(f"{_name(v)} changes where there are rows")
         for v in (*self.side.id_to_variable.values(), *self.side.store_attr_mutations):
@@ -252,8 +364,9 @@ def live(tx: Any, start: int, swallowing: bool) -> set[str]:
     return found[start]
 
 
-def replay(nodes: Sequence[fx.Node], nothing: Nothing, output: Any) -> None:
-    """Runs Dynamo's `nodes` on fake tensors without rows, and raises Unproved unless nothing comes of it."""
+def replay(nodes: Sequence[fx.Node], nothing: Nothing, output: Any) -> set[Any]:
+    """Runs Dynamo's `nodes` on fake tensors without rows, and raises Unproved unless nothing comes of it.
+    Returns the sizes that are 0."""
     env: dict[fx.Node, Any] = {}
     watch = _Watch()
     sizes, masks = set(nothing.sizes), set(nothing.masks)
@@ -275,6 +388,10 @@ def replay(nodes: Sequence[fx.Node], nothing: Nothing, output: Any) -> None:
                 sizes |= _data_sizes(node) - _data_sizes(node.args[0])
                 env[node] = emptied(node)
                 continue
+            if called(node) == "split" and not sizes.isdisjoint(_data_sizes(node)):  # views of some rows each
+                env[node] = emptied(node)
+                watch.keep(env[node], False)
+                continue
             if node.meta.get("unbacked_bindings"):
                 raise Unproved(f"{called(node)} has a size that only the data knows")
             args, kwargs = fx.node.map_arg((node.args, node.kwargs), argument)
@@ -289,6 +406,7 @@ def replay(nodes: Sequence[fx.Node], nothing: Nothing, output: Any) -> None:
             if row or same:
                 masks.add(node)
                 watch.keep(env[node], True)
+    return sizes
 
 
 def _one_of(index: Any) -> Any:

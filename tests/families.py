@@ -76,14 +76,14 @@ LOOPS = {
 """Families whose experts are no entry of transformers' registry: their own loop, and the block's class."""
 
 
-def tiny(family: str, implementation: str = "") -> nn.Module:
-    """A float32 model with random weights, biases too."""
+def tiny(family: str, implementation: str = "", **changes: Any) -> nn.Module:
+    """A float32 model with random weights, biases too. changes: to its config."""
     import transformers
 
     cls = transformers.CONFIG_MAPPING[family]
     names = {*inspect.signature(cls.__init__).parameters, *getattr(cls, "__annotations__", {}), *dir(cls)}
     sizes = {k: v for k, v in _SIZES.items() if k in names}
-    config = cls(**{**sizes, **FAMILIES[family]})
+    config = cls(**{**sizes, **FAMILIES[family], **changes})
     try:
         model = transformers.AutoModelForCausalLM.from_config(config, dtype=torch.float32).eval()
     except ValueError:  # a family that has no such head

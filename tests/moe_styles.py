@@ -390,13 +390,6 @@ class NormedLoop(ListStyle):
         return out
 
 
-@style("dense loop, each output normalised")
-class NormedDenseLoop(NormedLoop):
-    def experts_of(self, x: Tensor, ids: Tensor, weights: Tensor) -> Tensor:
-        full = torch.zeros(x.shape[0], self.E, dtype=x.dtype).scatter(1, ids, weights)
-        return sum(self.normed(expert(x), e) * full[:, e, None] for e, expert in enumerate(self.list))
-
-
 @style("soft mixture of all experts")
 class SoftLoop(ListStyle):
     def forward(self, x: Tensor) -> Tensor:
@@ -548,6 +541,54 @@ class RestoredSplits(ListStyle):
         new = torch.empty_like(y)
         new[order] = y
         return (new.view(*ids.shape, -1) * weights.unsqueeze(-1)).sum(1)
+
+
+@style("sorted slices, numpy counts, experts without rows skipped (DeepSeek-V3's `moe_infer`)")
+class SlicedLoop(ListStyle):
+    def counted(self, ids: Tensor) -> Tensor:
+        counts = ids.new_zeros((ids.shape[0], len(self.list)))
+        counts.scatter_(1, ids, 1)
+        return counts.sum(dim=0)
+
+    def sorted(self, x: Tensor, ids: Tensor) -> tuple[Tensor, Tensor]:
+        order = ids.view(-1).argsort()
+        return order, x[order // ids.shape[1]]
+
+    def restored(self, y: Tensor, order: Tensor, ids: Tensor, weights: Tensor) -> Tensor:
+        new = torch.empty_like(y)
+        new[order] = y
+        new = new.view(*ids.shape, -1).type(weights.dtype).mul_(weights.unsqueeze(dim=-1))
+        return new.sum(dim=1).type(y.dtype)
+
+    def experts_of(self, x: Tensor, ids: Tensor, weights: Tensor) -> Tensor:
+        order, rows = self.sorted(x, ids)
+        counts = self.counted(ids).cpu().numpy()
+        outputs = []
+        start = 0
+        for i, n in enumerate(counts):
+            end = start + n
+            if n == 0:
+                continue
+            expert = self.list[i]
+            outputs.append(expert(rows[start:end]))
+            start = end
+        y = torch.cat(outputs, dim=0) if len(outputs) else rows.new_empty(0)
+        return self.restored(y, order, ids, weights)
+
+
+@style("sorted slices, `bincount(...).tolist()`, bounds added up in Python")
+class BinnedSlices(SlicedLoop):
+    def counted(self, ids: Tensor) -> Tensor:
+        return torch.bincount(ids.view(-1), minlength=self.E)
+
+    def experts_of(self, x: Tensor, ids: Tensor, weights: Tensor) -> Tensor:
+        order, rows = self.sorted(x, ids)
+        counts, outputs, start = self.counted(ids).tolist(), [], 0
+        for e in range(self.E):
+            outputs.append(self.list[e](rows[start : start + counts[e]]))
+            start += counts[e]
+        y = torch.cat(outputs) * weights.view(-1)[order][:, None]
+        return torch.zeros_like(x).index_add(0, order // self.k, y)
 
 
 # --- a buffer of fixed capacity for each expert ---

@@ -15,7 +15,7 @@ from pathlib import Path
 import pytest
 import torch
 from fp4_ops.compile_passes import weights as packed_weights
-from fp4_ops.compile_passes.options import inductor_patches, parse
+from fp4_ops.compile_passes.options import inductor_patches, parse, version_hash
 from fp4_ops.compile_passes.weights import PackSpec, store
 from moe_models import Block, Recorder, relative_error
 
@@ -321,3 +321,16 @@ def test_the_version_is_part_of_the_cache_key():
     mine = inductor_patches(parse(None, {"post_grad_custom_pre_pass": Mine()}))["post_grad_custom_pre_pass"]
     mine(torch.fx.Graph())
     assert Mine.seen == 1 and mine.uuid() == f"{key.uuid()}mine"
+
+
+@pytest.mark.parametrize("source", ["mixture.py", "formats.py", "_C.so"])
+def test_a_changed_source_is_another_cache_key(monkeypatch, source):
+    before, read = version_hash(), Path.read_bytes
+    monkeypatch.setattr(Path, "read_bytes", lambda p: read(p) + b"#" * p.name.startswith(source[:-3]))
+    try:
+        version_hash.cache_clear()
+        assert version_hash() != before
+    finally:
+        monkeypatch.undo()
+        version_hash.cache_clear()
+    assert version_hash() == before

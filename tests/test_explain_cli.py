@@ -77,12 +77,17 @@ def test_a_branch_that_was_seen_through_is_told():
 
 
 @pytest.mark.parametrize(
-    ("family", "recognised", "hinted"),
-    [("mixtral", True, False), ("muse_spark_text", False, True), ("nllb-moe", False, False)],
+    ("family", "layers", "recognised", "hinted"),
+    [
+        ("mixtral", ("num_hidden_layers",), True, False),
+        ("muse_spark_text", ("num_hidden_layers",), False, True),
+        ("nllb-moe", ("encoder_layers", "decoder_layers"), False, False),
+    ],
     ids=["recognised", "not recognised", "no other way"],
 )
-def test_eager_experts_are_told_where_another_way_to_run_them_helps(family, recognised, hinted):
-    model, tokens = tiny(family, "" if family in LOOPS else "eager"), torch.randint(3, 128, (1, 5))
+def test_eager_experts_are_told_where_another_way_to_run_them_helps(family, layers, recognised, hinted):
+    model = tiny(family, "" if family in LOOPS else "eager", **dict.fromkeys(layers, 1))
+    tokens = torch.randint(3, 128, (1, 5))
     assert model.config._experts_implementation == "eager"
     for module in model.modules():
         if type(module).__name__ == "NllbMoeExperts":

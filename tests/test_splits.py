@@ -19,7 +19,7 @@ def fresh_dynamo():
 
 
 class Splits(ListStyle):
-    """`moe_infer` of DeepSeek-V3's own code."""
+    """An array that is handed from function to function: what these do with it cannot be seen."""
 
     def counts(self, ids):
         counts = ids.new_zeros((ids.shape[0], self.E))
@@ -43,12 +43,7 @@ class Splits(ListStyle):
         return (new.view(*ids.shape, -1) * weights.unsqueeze(-1)).sum(1)
 
 
-class ListedSplits(Splits):
-    def counts(self, ids):
-        return torch.bincount(ids.view(-1), minlength=self.E).tolist()
-
-
-class SplitsByOtherNumbers(ListedSplits):
+class SplitsByOtherNumbers(Splits):
     """Not counted in the graph: they come from elsewhere."""
 
     def outputs(self, rows, counts):
@@ -67,7 +62,7 @@ class SplitsByOtherNumbers(ListedSplits):
 BRANCH, NUMBERS = "a branch on data keeps a function out", "takes numbers out of tensors"
 
 
-@pytest.mark.parametrize("name", [n for n in STYLES if n.startswith("sorted splits")])
+@pytest.mark.parametrize("name", [n for n in STYLES if n.startswith("sorted s") and "bounds" not in n])
 def test_slices_of_as_many_rows_as_an_expert_has_are_captured(name):
     """Without fullgraph, and through Inductor: no number is left in the graph."""
     module = STYLES[name]()
@@ -102,7 +97,7 @@ def test_numbers_that_are_not_recognised_still_compile():
 
 @pytest.mark.parametrize(
     ("style", "hint"),
-    [(Splits, BRANCH), (ListedSplits, NUMBERS), (SplitsByOtherNumbers, NUMBERS)],
+    [(Splits, BRANCH), (SplitsByOtherNumbers, NUMBERS)],
 )
 def test_they_run_as_they_always_did(style, hint):
     module, recorder = style(), Recorder()

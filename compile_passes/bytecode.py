@@ -1,0 +1,129 @@
+"""What a function does with one of its locals, read from its instructions.
+
+Dynamo's variables do not say who may read them later; the instructions do.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+from torch._dynamo.bytecode_analysis import HASFREE, HASLOCAL, JUMP_OPCODES
+
+_NOTHING = ("PRECALL", "PUSH_NULL", "TO_BOOL", "NOP", "CACHE")
+
+
+def _code(tx: Any) -> list[Any]:
+    return [i for i in tx.instructions if i.opname not in _NOTHING]
+
+
+def _names(inst: Any) -> Sequence[str]:
+    if inst.opcode not in HASLOCAL and inst.opcode not in HASFREE:
+        return ()
+    return inst.argval if isinstance(inst.argval, tuple) else (inst.argval,)
+
+
+def _uses(code: Sequence[Any], name: str) -> Iterator[tuple[int, Any]]:
+    return ((at, i) for at, i in enumerate(code) if name in _names(i))
+
+
+def _is(inst: Any, opname: str, argval: Any = None) -> bool:
+    return inst.opname == opname and (argval is None or inst.argval == argval)
+
+
+def _builtin(tx: Any, inst: Any, *names: str) -> bool:
+    own = inst.opname == "LOAD_GLOBAL" and inst.argval in names
+    return own and not any(inst.argval in scope for scope in (tx.f_globals, tx.symbolic_globals))
+
+
+def _called(inst: Any) -> bool:
+    """LOAD_METHOD, which is an attribute with a mark from Python 3.12 on."""
+    marked = sys.version_info >= (3, 12) and inst.opname == "LOAD_ATTR" and bool((inst.arg or 0) & 1)
+    return marked or inst.opname == "LOAD_METHOD"
+
+
+def only_iterates(tx: Any) -> bool:
+    """Whether the call that `tx` is at goes into a local that is only iterated over, with others or numbered,
+    and asked for its length."""
+    code = _code(tx)
+    here = code.index(tx.instructions[tx.instruction_pointer])
+    if code[here].opname != "STORE_FAST":
+        return False
+    name, later = code[here].argval, code[here:]
+    positions = {id(i): at for at, i in enumerate(code)}
+    if any(i.opcode in JUMP_OPCODES and positions.get(id(i.target), 0) < here for i in later):
+        return False
+
+    def iterates(at: int) -> bool:
+        if _is(later[at + 1], "GET_ITER"):
+            return True
+        if not (_is(later[at + 1], "CALL") and len(later) > at + 2):
+            return False
+        if _is(later[at + 1], "CALL", 1) and _builtin(tx, later[at - 1], "len"):
+            return True
+        first = at - 1
+        while later[first].opname in ("LOAD_FAST", "LOAD_ATTR"):
+            first -= 1
+        return _builtin(tx, later[first], "enumerate", "zip") and _is(later[at + 2], "GET_ITER")
+
+    uses = list(_uses(later, name))[1:]
+    return all(i.opname == "LOAD_FAST" and iterates(at) for at, i in uses)
+
+
+def joined_list(tx: Any, name: str) -> bool:
+    """Whether a list that only the local `name` holds is made in one place, appended to in one, and for the
+    rest only joined by `torch.cat`, or asked whether it is empty."""
+    import torch
+
+    code, stores, appends = _code(tx), 0, 0
+    for at, i in _uses(code, name):
+        before, after = code[max(at - 2, 0) : at], code[at + 1 :]
+        if i.opname == "STORE_FAST":
+            stores += 1
+        elif i.opname != "LOAD_FAST":
+            return False
+        elif _called(after[0]) and after[0].argval == "append":
+            appends += 1
+        elif _truth(tx, before, after) is None and not (
+            len(before) == 2
+            and _is(before[0], "LOAD_GLOBAL", "torch")
+            and tx.f_globals.get("torch") is torch
+            and before[1].opname in ("LOAD_ATTR", "LOAD_METHOD")
+            and before[1].argval == "cat"
+            and _along_rows(tx, after)
+        ):
+            return False
+    return stores == appends == 1
+
+
+def _along_rows(tx: Any, after: Sequence[Any]) -> bool:
+    """The end of `torch.cat(x)`, `torch.cat(x, 0)` and `torch.cat(x, dim=0)`."""
+    if _is(after[0], "CALL", 1):
+        return True
+    if not _is(after[0], "LOAD_CONST") or after[0].argval != 0:
+        return False
+    if _is(after[1], "KW_NAMES"):
+        return after[1].argval == ("dim",) and _is(after[2], "CALL", 2)
+    return _is(after[1], "CALL", 2)
+
+
+def _truth(tx: Any, before: Sequence[Any], after: Sequence[Any]) -> Any:
+    """The jump that asks whether a list is empty: `if x:`, `if len(x):`, `if len(x) > 0:`."""
+    then = list(after[:4])
+    if before and _builtin(tx, before[-1], "len") and _is(then[0], "CALL", 1):
+        then.pop(0)
+        zero = _is(then[0], "LOAD_CONST") and then[0].argval == 0
+        if zero and len(then) > 2 and _is(then[1], "COMPARE_OP") and then[1].argval in (">", "!=", "=="):
+            del then[:2]
+    return then[0] if then[0].opname.startswith("POP_JUMP") else None
+
+
+def asks_for(tx: Any, jump: Any) -> str | None:
+    """The local list that a jump asks about, whether it is empty."""
+    code = _code(tx)
+    end = code.index(jump)
+    for at in range(max(end - 4, 0), end):
+        if code[at].opname == "LOAD_FAST" and _truth(tx, code[max(at - 1, 0) : at], code[at + 1 :]) is jump:
+            return code[at].argval
+    return None
