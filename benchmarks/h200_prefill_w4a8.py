@@ -5,6 +5,7 @@
 Microseconds a launch, and the ratios to the floor max(bytes / 4.3 TB/s, flops / 1450 TFLOP/s) and to the best
 of vLLM's CUTLASS int4 x fp8 and Humming's mxfp4 x fp8, measured on another H200 of the same kind. Median of
 replays of a CUDA graph, each after a pause, with four routings (uniformly random) in turn; Gaussian weights.
+Then one matrix of some of them (dense `mm`), beside torch's fp8 product of the same sizes with a scale a row.
 """
 
 from __future__ import annotations
@@ -102,6 +103,29 @@ def measure(w: Weight, k: int, tokens: int, top_k: int, configs: list[int]) -> t
     return floor, [microseconds(functools.partial(launch, config)) for config in configs]
 
 
+def measure_dense(tokens: int) -> None:
+    """One weight matrix, NVFP4 against torch's fp8 x fp8, both in bursts after a pause."""
+    print(f"dense, {tokens} tokens: us, TFLOP/s; torch._scaled_mm, rowwise; ours / torch")
+    for n, k in {(n, k) for _, n, k, *_ in SHAPES.values() if k % 128 == 0}:
+        w = random_weight(1, n, k)
+        x = torch.randn(tokens, k, device="cuda").clamp_(-448, 448).to(torch.float8_e4m3fn)
+        x_scale, w_scale = torch.rand(tokens, 1, device="cuda"), torch.rand(1, n, device="cuda")
+        fp8 = torch.randn(n, k, device="cuda").to(torch.float8_e4m3fn).t()
+        out = torch.empty(tokens, n, dtype=torch.bfloat16, device="cuda")
+        flat = x_scale.flatten()
+
+        def ours(i: int) -> None:
+            prefill.run(x, flat, w, None, Routing.DENSE, tokens, out)  # noqa: B023
+
+        def theirs(i: int) -> None:
+            torch._scaled_mm(x, fp8, x_scale, w_scale, out_dtype=torch.bfloat16, use_fast_accum=True)  # noqa: B023
+
+        us, peer = microseconds(ours), microseconds(theirs)
+        flops = 2e-6 * tokens * n * k
+        both = f"{us:8.1f} {flops / us:6.0f}   {peer:8.1f} {flops / peer:6.0f}   {us / peer:.3f}"
+        print(f"[{n}, {k}]".ljust(16) + both, flush=True)
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
     parser.add_argument("--tokens", default="512,2048,8192")
@@ -123,6 +147,7 @@ def main() -> None:
                     line += f", {peers[PEER_TOKENS.index(tokens)] / us:.2f} x as fast as the peer"
                 mark = "*" if len(configs) > 1 and config == chosen else " "
                 print(f"{line} {mark} {names[config]}", flush=True)
+    measure_dense(4096)
 
 
 if __name__ == "__main__":
