@@ -257,6 +257,27 @@ def test_gates_of_every_prefill_candidate(dtype, config, gate):
     assert not out[ids < 0].any()
 
 
+@pytest.mark.parametrize("config", range(6))
+@pytest.mark.parametrize("dtype", [torch.float16, torch.float8_e4m3fn], ids=["half", "fp8"])
+def test_a_large_group_is_cut_into_more_tiles_than_it_needs(dtype, config):
+    """4096 rows are 16 x 256, not 15 x 288; of 16 bits 3520 are 20 x 176, not 19 x 192."""
+    half = dtype == torch.float16
+    if half and config > 4:
+        pytest.skip("16-bit rows have five candidates")
+    n, k = 192, 128
+    w = Weights(2, n, k, format="nvfp4", exact_scales=True)
+    weight = decode.Weight(*w.packed, None, 2, n, k)
+    for first in (4096, 3520, 4000, 1):
+        x = torch.randn(first + 577, k, device="cuda").bfloat16()
+        a, scale = rows.to_half(x) if half else rows.quantize_fp8(x)
+        values = x.double() if half else plain_order(a).double() * scale.double()[:, None]
+        offs = torch.tensor([first, first + 577], dtype=torch.int32, device="cuda")
+        out = torch.full((first + 577, n), float("nan"), device="cuda", dtype=torch.bfloat16)
+        prefill.run(a, scale, weight, offs, decode.Routing.OFFS, len(x), out, config=config)
+        ids = (torch.arange(len(x), device="cuda") >= first).long()
+        assert error(out, by_row(w.values, values, ids)) < 4e-3
+
+
 @pytest.mark.parametrize("exact_scales", [False, True], ids=["any scales", "fp8-exact scales"])
 @pytest.mark.parametrize("shape", [*SHAPES, (2, 24576, 256)], ids=str)
 def test_products_of_fp8_rows(shape, exact_scales):

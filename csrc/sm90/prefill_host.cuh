@@ -51,31 +51,19 @@ constexpr double kClock = 1.755e9, kMemoryRate = 4e12, kBytesPerWeight = 0.5625;
 struct Candidate {
   const char* name;
   int rows, cluster, store_tokens, tile_scales;
-  const int* widths;
-  int width_count;
+  TokenTiles (*cut)(int rows);
   Cost cost;
   Launch run;
 };
 
-template <class Widths>
-struct WidthTable;
-
-template <int... Widths>
-struct WidthTable<WidthList<Widths...>> {
-  static constexpr int kCount = sizeof...(Widths);
-  static constexpr int kValues[kCount] = {Widths...};
-};
-
 template <class Config>
 constexpr Candidate candidate(const char* name, const Cost& cost) {
-  using Table = WidthTable<typename Config::Widths>;
   return {name,
           Config::Rows,
           Config::Cluster,
           Config::StoreTokens,
           Config::Weights::kTileScales,
-          Table::kValues,
-          Table::kCount,
+          Config::Widths::cut,
           cost,
           launch<Config>};
 }
@@ -87,13 +75,11 @@ struct Load {
 
 inline void add_group(const Candidate& candidate, int rows, int steps, Load* load) {
   if (rows == 0) return;
-  int token_tiles = ceil_div(rows, candidate.widths[0]), share = ceil_div(rows, token_tiles);
-  int width = candidate.widths[0];
-  for (int i = 1; i < candidate.width_count && candidate.widths[i] >= share; ++i) width = candidate.widths[i];
+  const auto [tiles, width] = candidate.cut(rows);
   const Cost& cost = candidate.cost;
   double step = std::max(cost.base + cost.slope * width, cost.full * width);
-  load->tiles += token_tiles;
-  load->cycles += token_tiles * (steps * step + cost.tile_base + cost.tile_slope * width);
+  load->tiles += tiles;
+  load->cycles += tiles * (steps * step + cost.tile_base + cost.tile_slope * width);
   load->columns += 1;
 }
 

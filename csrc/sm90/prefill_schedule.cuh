@@ -1,8 +1,8 @@
 // Which tiles a block computes: a static walk over (group, token tile, weight tile), done by one warp.
 //
-// A group's rows are cut into the fewest token tiles and those made equally wide, so that 300 rows are 160 +
-// 140 and not 256 + 44. Within a group the tiles go in bands of token tiles, token tiles fastest: blocks that
-// run together share a band's activations and a few rows of weights in L2.
+// A group's rows are cut into few token tiles and those made equally wide, so that 300 rows are 160 + 140 and
+// not 256 + 44 (WidthList::cut). Within a group the tiles go in bands of token tiles, token tiles fastest:
+// blocks that run together share a band's activations and a few rows of weights in L2.
 #pragma once
 
 #include "ptx.cuh"
@@ -33,16 +33,31 @@ __device__ __forceinline__ int clamp_rows(int rows, int m) { return max(0, min(r
 
 __host__ __device__ __forceinline__ constexpr int ceil_div(int a, int b) { return (a + b - 1) / b; }
 
+// The token tiles of a group: all but the last are full.
+struct TokenTiles {
+  int count, width;
+};
+
 // The widths a token tile can have, in falling order.
 template <int Most, int... Others>
 struct WidthList {
   static constexpr int kMost = Most;
 
   // The least of them that holds `rows`.
-  static __device__ __forceinline__ int round_up(int rows) {
+  static __host__ __device__ __forceinline__ int round_up(int rows) {
     int width = Most;
     ((width = rows <= Others ? Others : width), ...);
     return width;
+  }
+
+  // The fewest tiles, or one more where that computes so many fewer tokens as a tile costs by itself: 4096
+  // rows are 16 x 256 and not 15 x 288.
+  static __host__ __device__ __forceinline__ TokenTiles cut(int rows) {
+    constexpr int kTileCost = 32;
+    TokenTiles few = {ceil_div(rows, Most), 0};
+    few.width = round_up(ceil_div(rows, few.count > 0 ? few.count : 1));
+    TokenTiles more = {few.count + 1, round_up(ceil_div(rows, few.count + 1))};
+    return more.count * (more.width + kTileCost) < few.count * (few.width + kTileCost) ? more : few;
   }
 };
 
@@ -64,16 +79,15 @@ class TileWalk {
     local -= __shfl_sync(~0u, first_, lane);
     tile.group = chunk_ + lane;
     int count = __shfl_sync(~0u, count_, lane);
-    int token_tiles = ceil_div(count, Widths::kMost);
+    TokenTiles tiles = Widths::cut(count);
     int band_size = kBandTiles * columns_;
     int band = local / band_size;
     local -= band * band_size;
-    int band_tiles = min(kBandTiles, token_tiles - band * kBandTiles);
+    int band_tiles = min(kBandTiles, tiles.count - band * kBandTiles);
     tile.column = local / band_tiles;
     int token_tile = band * kBandTiles + local - tile.column * band_tiles;
-    int width = Widths::round_up(ceil_div(count, token_tiles));
-    tile.row = __shfl_sync(~0u, row_, lane) + token_tile * width;
-    tile.rows = min(width, count - token_tile * width);
+    tile.row = __shfl_sync(~0u, row_, lane) + token_tile * tiles.width;
+    tile.rows = min(tiles.width, count - token_tile * tiles.width);
     tile.width = Widths::round_up(tile.rows);
     index_ += stride_;
     return true;
@@ -98,7 +112,7 @@ class TileWalk {
                : rows_.mode == RowMode::kMasked ? clamp_rows(rows_.group_rows[group], rows_.m)
                                                 : rows_.m;
     }
-    int tiles = ceil_div(count_, Widths::kMost) * columns_;
+    int tiles = Widths::cut(count_).count * columns_;
     int sum = tiles;
     for (int step = 1; step < kWarp; step *= 2) {
       int below = __shfl_up_sync(~0u, sum, step);
