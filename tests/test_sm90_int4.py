@@ -86,7 +86,8 @@ def test_torch_operators_make_and_undo_the_same_bytes(shape, format):
         (int4.unpack(*there, FORMATS[format]), back),
     ):
         for a, b in zip(mine, want, strict=True):
-            assert a.dtype == b.dtype and torch.equal(a, b) and a.is_contiguous()
+            assert a.dtype == b.dtype and torch.equal(a, b)
+            assert a.stride() == b.stride()  # of a dimension of one, too, which no contiguity asks for
 
 
 @pytest.mark.parametrize("shape", SHAPES, ids=str)

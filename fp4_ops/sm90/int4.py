@@ -50,7 +50,7 @@ def prepack(packed: Tensor, block_scale: Tensor, fmt: Format) -> tuple[Tensor, T
     words = codes.view(*lead, n // 16, 8, 2, kp // 64, 4, 2)
     words = words.permute(*range(d), d, d + 3, d + 1, d + 4, d + 2, d + 5).reshape(*lead, n, kp // 8)
     held = F.pad(held, (0, blocks - held.shape[-1])).view(*lead, n // 16, 16, blocks).transpose(-1, -2)
-    return words.view(torch.uint8), held.reshape(*lead, n, blocks), factor
+    return words.view(torch.uint8), _plain_strides(held.reshape(*lead, n, blocks)), factor
 
 
 def unpack(packed: Tensor, block_scale: Tensor, factor: Tensor, fmt: Format) -> tuple[Tensor, Tensor, Tensor]:
@@ -61,8 +61,13 @@ def unpack(packed: Tensor, block_scale: Tensor, factor: Tensor, fmt: Format) -> 
     words = words.permute(*range(d), d, d + 2, d + 4, d + 1, d + 3, d + 5).reshape(*lead, n, half // 4)
     blocks = 2 * half // fmt.block
     scales = block_scale.reshape(*lead, tiles, blocks, 16).transpose(-1, -2).reshape(*lead, n, blocks)
-    scales = (scales * factor[..., None, None]).contiguous()
+    scales = _plain_strides(scales * factor[..., None, None])
     return _codes(words.view(torch.uint8)), scales, scales.new_empty(0)
+
+
+def _plain_strides(t: Tensor) -> Tensor:
+    """Contiguous as a new tensor is; `contiguous()` leaves dimensions of one the strides they have."""
+    return t.clone(memory_format=torch.contiguous_format)
 
 
 def _nibbles(codes: Tensor) -> Tensor:
