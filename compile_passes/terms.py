@@ -261,10 +261,11 @@ class Add(Composite):
         return f"({' + '.join(map(repr, self.args))})"
 
 
-class Sum(Composite):
-    """The sum of `body` over `axes`, which occur nowhere outside it."""
+class OverAxes(Composite):
+    """One value of `body` for all of `axes`, which occur nowhere outside it; without axes the body itself."""
 
     __slots__ = ()
+    word = ""
 
     def __new__(cls, axes: Iterable[Axis], body: Term, ref: Ref | None = None) -> Any:
         axes = tuple(axes)
@@ -279,39 +280,24 @@ class Sum(Composite):
         return self._fields[1]
 
     def __repr__(self) -> str:
-        return f"sum{self.axes!r}[{self.body!r}]"
+        return f"{self.word}{self.axes!r}[{self.body!r}]"
 
 
-class Mean(Composite):
-    """The mean of `body` over `axes`, which occur nowhere outside it."""
+class Sum(OverAxes):
+    __slots__ = ()
+    word = "sum"
+
+
+class Mean(OverAxes):
+    __slots__ = ()
+    word = "mean"
+
+
+class AnyOf(OverAxes):
+    """Whether the body holds for some value of the axes."""
 
     __slots__ = ()
-
-    def __new__(cls, axes: Iterable[Axis], body: Term, ref: Ref | None = None) -> Any:
-        axes = tuple(axes)
-        return body if not axes else cls._make(axes, body, ref)
-
-    axes = Sum.axes
-    body = Sum.body
-
-    def __repr__(self) -> str:
-        return f"mean{self.axes!r}[{self.body!r}]"
-
-
-class AnyOf(Composite):
-    """Whether `body` holds for some value of `axes`."""
-
-    __slots__ = ()
-
-    def __new__(cls, axes: Iterable[Axis], body: Term, ref: Ref | None = None) -> Any:
-        axes = tuple(axes)
-        return body if not axes else cls._make(axes, body, ref)
-
-    axes = Sum.axes
-    body = Sum.body
-
-    def __repr__(self) -> str:
-        return f"any{self.axes!r}[{self.body!r}]"
+    word = "any"
 
 
 class Choose(Composite):
