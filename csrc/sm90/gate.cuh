@@ -27,12 +27,16 @@ __device__ __forceinline__ float gate_value(const Gate& f, float gate, float up)
   return gate / (1.f + __expf(gate_exponent(f, gate))) * up;
 }
 
+__device__ __forceinline__ float approximate_power_of_two(float exponent) {
+  float power;
+  asm("ex2.approx.ftz.f32 %0, %1;" : "=f"(power) : "f"(exponent));
+  return power;
+}
+
 // 1 + exp, which silu and tanh-gelu divide by. As __expf, but what is too small for a normal float is zero:
 // all the same to 1 + it.
 __device__ __forceinline__ float gate_divisor(const Gate& f, float gate) {
-  float e;
-  asm("ex2.approx.ftz.f32 %0, %1;" : "=f"(e) : "f"(gate_exponent(f, gate) * 1.44269502f));
-  return 1.f + e;
+  return 1.f + approximate_power_of_two(gate_exponent(f, gate) * 1.44269502f);
 }
 
 __device__ __forceinline__ float approximate_inverse(float d) {
@@ -54,11 +58,7 @@ __device__ __forceinline__ void silu_values(const Gate& f, float2 (&gate)[kCount
   constexpr float kMostExponent = 62.f;
   const float rate = -1.44269502f * f.alpha;
   const uint32_t nothing = static_cast<uint32_t>(f.act) >> 8;  // zero, but the compiler does not know
-  const auto power = [=](float g) {
-    float e;
-    asm("ex2.approx.ftz.f32 %0, %1;" : "=f"(e) : "f"(fminf(g * rate, kMostExponent)));
-    return e;
-  };
+  const auto power = [=](float g) { return approximate_power_of_two(fminf(g * rate, kMostExponent)); };
   // v, once all of `seen` is there.
   const auto after = [=](uint32_t seen, float v) {
     return __uint_as_float(__float_as_uint(v) | (seen & nothing));
@@ -79,7 +79,7 @@ __device__ __forceinline__ void silu_values(const Gate& f, float2 (&gate)[kCount
   for (int j = 0; j < kCount; ++j) {
     const float x = one + gate[j].x, y = one + gate[j].y;
     up[j] = make_float2(up[j].x * y, up[j].y * x);
-    asm("rcp.approx.ftz.f32 %0, %1;" : "=f"(gate[j].x) : "f"(x * y));
+    gate[j].x = approximate_inverse(x * y);
     inverses |= __float_as_uint(gate[j].x);
   }
 #pragma unroll

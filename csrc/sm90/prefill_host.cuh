@@ -159,7 +159,7 @@ inline bool encode_output(CUtensorMap* map, DType type, bool gated, void* out, u
   if (gated) n /= 2, store_tokens *= 2;
   const uint64_t row_bytes = n * 2;
   const cuuint64_t sizes[3] = {n, store_tokens, rows + 1}, strides[2] = {row_bytes, row_bytes};
-  const cuuint32_t box[3] = {gated ? kMmaRows / 2 : kMmaRows, store_tokens, 1};
+  const cuuint32_t columns = gated ? kMmaRows / 2 : kMmaRows, box[3] = {columns, store_tokens, 1};
   auto data_type =
       type == DType::kBFloat16 ? CU_TENSOR_MAP_DATA_TYPE_BFLOAT16 : CU_TENSOR_MAP_DATA_TYPE_FLOAT16;
   void* base = reinterpret_cast<void*>(reinterpret_cast<uintptr_t>(out) - store_tokens * row_bytes);
