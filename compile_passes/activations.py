@@ -8,6 +8,7 @@ from typing import Any
 from torch import fx
 
 from ..meta.formats import ACTIVATIONS
+from . import changes
 from .graph import aten, need
 from .terms import Add, Apply, Axis, Const, Mul, Term, flatten, free_axes, rebuild, substitute
 
@@ -37,7 +38,12 @@ def read_activation(inputs: tuple[Term, ...], leaves: list[Term], site: fx.Node)
 
 def _over(inputs: tuple[Term, ...], names: dict[Term, Term], site: fx.Node) -> Term:
     term = _product([bare(substitute(t, names)) for t in inputs])
-    need(free_axes(term) <= {GATE, UP}, "the activation involves more than gate and up", site)
+    need(
+        free_axes(term) <= {GATE, UP},
+        "the activation involves more than gate and up",
+        site,
+        changes.TWO_PRODUCTS,
+    )
     return term
 
 

@@ -13,10 +13,11 @@ import torch
 from torch import fx
 
 from ..meta.layouts import preferred_layout
+from .factors import K, N, indices
 from .graph import Refusal, aten, is_op, shape, static_int, value
-from .mixture import K, Matrix, N, indices
+from .mixture import Matrix
 from .reading import Reader
-from .report import Load, Site, hint, location, module_path
+from .report import Load, Site, hint, left_alone, location, module_path
 from .terms import Axis, Const, Ref, Value, free_axes, substitute
 from .write_mixture import packing
 
@@ -36,7 +37,7 @@ def batched_products(writer: Any, graph: fx.Graph, reader: Reader, mutated: set[
             try:
                 yield _write(writer, node, other, experts, left, mutated)
             except Refusal as refusal:
-                yield Site(None, refusal.reason, location(refusal.node), module_path(refusal.node))
+                yield left_alone(refusal)
             break
 
 

@@ -12,6 +12,7 @@ from typing import Any
 from torch import fx
 
 from ..meta.formats import ACTIVATIONS, Activation
+from . import changes
 from .graph import (
     FLOATING,
     Canon,
@@ -58,17 +59,33 @@ def match_block(down: Product, products: dict[fx.Node, Product], canon: Canon) -
     activation, pre = gated_activation(down.a, width, canon)
     rows = down.rows()
     up, up_bias = _up_product(pre, rows, products)
-    need(up.rows().same_as(rows), "gate/up and down products route their rows differently", down.node)
+    need(
+        up.rows().same_as(rows),
+        "gate/up and down products route their rows differently",
+        down.node,
+        changes.SAME_ROUTE,
+    )
     need(
         up.weight.experts == down.weight.experts,
         "gate/up and down differ in experts",
         down.node,
+        changes.AS_MANY,
     )
-    need(up.weight.n == 2 * width, f"gate/up has {up.weight.n} rows, not twice {width}", up.node)
+    need(
+        up.weight.n == 2 * width,
+        f"gate/up has {up.weight.n} rows, not twice {width}",
+        up.node,
+        changes.GATE_UP,
+    )
     x, k = rows.tokens(up.a)
     root, weights, down_bias = _combine(down, rows, k)
-    need(value(weights).dtype in FLOATING, f"the routing weights are {value(weights).dtype}", weights)
-    need(value(root).dtype in FLOATING, f"the output is {value(root).dtype}", root)
+    need(
+        value(weights).dtype in FLOATING,
+        f"the routing weights are {value(weights).dtype}",
+        weights,
+        changes.WEIGHTS_DTYPE,
+    )
+    need(value(root).dtype in FLOATING, f"the output is {value(root).dtype}", root, changes.DTYPE)
     return Block(root, x, k, rows.expert_ids(), weights, activation, up, down, up_bias, down_bias, rows)
 
 
@@ -92,7 +109,12 @@ def _up_product(pre: fx.Node, rows: Rows, products: dict[fx.Node, Product]) -> t
     node = uncast(rows.unmask(node) or node)
     if node in products:
         return products[node], None
-    need(is_op(node, aten.add), f"the activation's input ({node.name}) is not a product of the experts", node)
+    need(
+        is_op(node, aten.add),
+        f"the activation's input ({node.name}) is not a product of the experts",
+        node,
+        changes.BETWEEN,
+    )
     for product, bias in _operands(node):
         if uncast(product) in products:
             table = rows.is_expert_row(strip(bias))
@@ -100,9 +122,10 @@ def _up_product(pre: fx.Node, rows: Rows, products: dict[fx.Node, Product]) -> t
                 table is not None,
                 f"{bias.name} is added to gate/up and is not each row's bias",
                 node,
+                changes.ROW_BIAS,
             )
             return products[uncast(product)], table
-    refuse(f"the activation's input ({node.name}) is not a product of the experts", node)
+    refuse(f"the activation's input ({node.name}) is not a product of the experts", node, changes.BETWEEN)
 
 
 # --- activation ---
@@ -111,7 +134,12 @@ def _up_product(pre: fx.Node, rows: Rows, products: dict[fx.Node, Product]) -> t
 def gated_activation(h: fx.Node, width: int, canon: Canon) -> tuple[Activation, fx.Node]:
     """(activation, the gate/up values it was applied to) for h [..., width] = f(gate) * g(up)."""
     node = uncast(h)
-    need(is_op(node, aten.mul), f"the down product's rows ({node.name}) are not a gated activation", node)
+    need(
+        is_op(node, aten.mul),
+        f"the down product's rows ({node.name}) are not a gated activation",
+        node,
+        changes.ACTIVATION,
+    )
     for f, u in _operands(node):
         gate = _gate(f, canon)
         if gate is None:
@@ -122,16 +150,23 @@ def gated_activation(h: fx.Node, width: int, canon: Canon) -> tuple[Activation, 
         gate_half, up_half = _half(gate_base, width), _half(up_base, width)
         if gate_half is None or up_half is None:
             continue
-        need(canon.same(gate_half.whole, up_half.whole), "gate and up come from different products", node)
+        need(
+            canon.same(gate_half.whole, up_half.whole),
+            "gate and up come from different products",
+            node,
+            changes.ACTIVATION,
+        )
         need(
             gate_half.interleaved == up_half.interleaved and not gate_half.second and up_half.second,
             "gate and up are not the two halves (gate first) of one product",
             node,
+            changes.ACTIVATION,
         )
         need(
             (low, high) == ((None, None) if gate_limit is None else (-gate_limit, gate_limit)),
             f"gate is clamped at {gate_limit}, up at [{low}, {high}]: no known activation",
             node,
+            changes.ACTIVATION,
         )
         found = (kind, gate_half.interleaved, alpha, gate_limit, up_offset)
         for a in ACTIVATIONS.values():
@@ -141,8 +176,13 @@ def gated_activation(h: fx.Node, width: int, canon: Canon) -> tuple[Activation, 
             f"activation {kind} with interleaved={found[1]}, alpha={alpha}, limit={gate_limit}, "
             f"up_offset={up_offset} is none of: {', '.join(ACTIVATIONS)}",
             node,
+            changes.ACTIVATION,
         )
-    refuse(f"the down product's rows ({node.name}) do not gate one half of a product by the other", node)
+    refuse(
+        f"the down product's rows ({node.name}) do not gate one half of a product by the other",
+        node,
+        changes.ACTIVATION,
+    )
 
 
 def _operands(node: fx.Node) -> list[tuple[fx.Node, fx.Node]]:
@@ -280,39 +320,66 @@ def _combine(down: Product, rows: Rows, k: int) -> tuple[fx.Node, fx.Node, fx.No
         elif is_op(user, aten.add):
             others = [b for a, b in _operands(user) if a is node]
             table = rows.is_expert_row(strip(others[0])) if others and not (in_order and rows.sorts) else None
-            need(table is not None, f"{user.name} adds something other than each row's expert bias", user)
-            need(bias is None and weights is None, "a bias is added twice or after the routing weights", user)
+            need(
+                table is not None,
+                f"{user.name} adds something other than each row's expert bias",
+                user,
+                changes.ROW_BIAS,
+            )
+            need(
+                bias is None and weights is None,
+                "a bias is added twice or after the routing weights",
+                user,
+                changes.ROW_BIAS,
+            )
             bias = table
         elif is_op(user, aten.mul):
-            need(weights is None, f"{user.name} scales the rows a second time", user)
+            need(weights is None, f"{user.name} scales the rows a second time", user, changes.ONE_SCALE)
             (other,) = [a for a in user.all_input_nodes if a is not node] or [None]
             need(
                 is_tensor(other) and same_shape(shape(other), (*shape(node)[:-1], 1)),
                 f"{user.name} scales the rows by something other than one routing weight each",
                 user,
+                changes.ONE_SCALE,
             )
             weights = rows.weights_in_token_order(uncast(other), in_order)
         elif gathered(user)[0] is node:
-            need(not in_order and rows.restored(user) is node, f"{user.name} reorders the rows", user)
+            need(
+                not in_order and rows.restored(user) is node,
+                f"{user.name} reorders the rows",
+                user,
+                changes.RESTORE,
+            )
             in_order = True
         else:
-            refuse(f"{user.name} ({user.target}) stands between down and the sum over choices", user)
+            refuse(
+                f"{user.name} ({user.target}) stands between down and the sum over choices",
+                user,
+                changes.AFTER_SUM,
+            )
         node = user
 
     a = arguments(user)
-    need(weights is not None, "the rows are summed without routing weights", user)
-    need(in_order, "sorted rows are summed before they are put back in token order", user)
+    need(weights is not None, "the rows are summed without routing weights", user, changes.WEIGHTED)
+    need(in_order, "sorted rows are summed before they are put back in token order", user, changes.RESTORE)
     need(
         len(shape(node)) == 3 and [d % 3 for d in a["dim"] or ()] == [1] and not a["keepdim"],
         "the sum is not over the choices of each token",
         user,
+        changes.SUM_CHOICES,
     )
     need(
         shape(node)[1] == k,
         f"the sum is over {shape(node)[1]} choices of {k} taken",
         user,
+        changes.SUM_CHOICES,
     )
-    need(static_int(shape(node)[2]) == down.weight.n, "the sum does not keep all columns", user)
+    need(
+        static_int(shape(node)[2]) == down.weight.n,
+        "the sum does not keep all columns",
+        user,
+        changes.SUM_CHOICES,
+    )
     root = user
     if len(root.users) == 1 and is_float_cast(next(iter(root.users))):
         root = next(iter(root.users))

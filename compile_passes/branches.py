@@ -28,6 +28,7 @@ from torch._dynamo.exc import RestartAnalysis, UnspecializeRestartAnalysis, Unsu
 from torch._dynamo.utils import counters
 from torch.fx.experimental.symbolic_shapes import GuardOnDataDependentSymNode, free_unbacked_symbols
 
+from . import changes
 from .bytecode import asks_for
 from .without_rows import (
     Nothing,
@@ -44,7 +45,8 @@ from .without_rows import (
 )
 
 SEEN_THROUGH, KEPT = "fp4_branches_seen_through", "fp4_branches_kept"
-"""Of `torch._dynamo.utils.counters`: places (file:line), and "file:line stays a branch: why" (or a loop)."""
+"""Of `torch._dynamo.utils.counters`: places (file:line), and "file:line stays a branch: why" (or a loop)
+above what would help."""
 
 
 Handler = Callable[[Any, Any], None]
@@ -223,8 +225,12 @@ def _asks_whether_there_are_rows(tx: Any, jump: Any) -> None:
         if asked is not None and tx.symbolic_locals.get(asked) is v and not has_all_rows(tx.output, v):
             _kept(tx).add(branch)
             counters[SEEN_THROUGH].pop(place, None)
-            counters[KEPT][f"{place} stays a branch: `{asked}` may be empty"] += 1
+            _tell_kept(place, "a branch", f"`{asked}` may be empty", changes.COUNT_TOKENS)
             raise UnspecializeRestartAnalysis(restart_reason=f"fp4: {place} is a branch")
+
+
+def _tell_kept(place: str, what: str, why: str, change: str) -> None:
+    counters[KEPT][f"{place} stays {what}: {why}\n{change}"] += 1
 
 
 def _kept(tx: Any) -> set[tuple[Any, int]]:
@@ -245,14 +251,14 @@ def _watch(tx: Any, way: Way, branch: Any, replaced: bool = False) -> None:
         except Exception as error:
             if not replaced:
                 raise
-            raise Unproved(f"over all experts it fails: {in_short(error)}") from error
+            raise Unproved(f"over all experts it fails: {in_short(error)}", changes.ALL_RUN) from error
 
     def step() -> bool:
         """Instead of tx.step, until both ways meet."""
         try:
             if tx.instruction_pointer == way.join:
                 if tx.step is not step:
-                    raise Unproved("a branch in it ends after it")
+                    raise Unproved("a branch in it ends after it", changes.ALL_RUN)
                 del tx.step
                 if around is not None:
                     tx.step = around
@@ -262,12 +268,14 @@ def _watch(tx: Any, way: Way, branch: Any, replaced: bool = False) -> None:
                     known.append((v, (tx.f_code, branch.offset), place))
                 counters[SEEN_THROUGH][place] += 1
             elif not advance():
-                raise Unproved("it leaves the function, or the graph breaks, before both ways meet")
+                raise Unproved(
+                    "it leaves the function, or the graph breaks, before both ways meet", changes.ALL_RUN
+                )
             return True
         except Unproved as why:
             _kept(tx).add((tx.f_code, branch.offset))
             counters[SEEN_THROUGH].pop(place, None)
-            counters[KEPT][f"{place} stays {'a loop' if replaced else 'a branch'}: {why}"] += 1
+            _tell_kept(place, "a loop" if replaced else "a branch", str(why), why.change)
             # The one restart that also forgets where Dynamo tried to break the graph: the way is another now.
             raise UnspecializeRestartAnalysis(restart_reason=f"fp4: {place} is a branch") from None
 

@@ -22,6 +22,7 @@ from torch.fx.experimental.proxy_tensor import make_fx
 from torch.fx.experimental.symbolic_shapes import PropagateUnbackedSymInts
 from torch.utils import _pytree as pytree
 
+from . import changes
 from .calls import CannotCopy, Copier
 from .functional import (
     CannotCapture,
@@ -61,7 +62,9 @@ def fake_inputs(fake_mode: FakeTensorMode, inputs: Sequence[Any]) -> list[Any]:
 def capture(gm: fx.GraphModule, inputs: Sequence[Any]) -> tuple[fx.GraphModule, FakeTensorMode]:
     """Trace `gm`. Writes to inputs become a `copy_` epilogue, which Inductor's AOTAutograd understands."""
     if any(True for _ in gm.parameters()) or any(True for _ in gm.buffers()):
-        raise CannotCapture("the graph holds tensors as attributes (inline_inbuilt_nn_modules is off?)")
+        raise CannotCapture(
+            "the graph holds tensors as attributes (inline_inbuilt_nn_modules is off?)", changes.INLINE
+        )
     ways = [_held(x) for x in inputs]
 
     context = TracingContext.try_get()
@@ -91,9 +94,9 @@ def _held(x: Any) -> Held | None:
     try:
         way = held(x)
     except Unreadable as reason:
-        raise CannotCapture(f"an input is {reason}") from None
+        raise CannotCapture(f"an input is {reason}", changes.FOUR_BITS) from None
     if way is None:
-        raise CannotCapture(f"an input is a tensor subclass, {type(x).__name__}")
+        raise CannotCapture(f"an input is a tensor subclass, {type(x).__name__}", changes.OTHER_SUBCLASS)
     return way
 
 
@@ -188,14 +191,16 @@ def _functional(run: Callable[..., Any]) -> Callable[..., Any]:
 def _check_aliases(inputs: list[tuple[torch.Tensor, FunctionalTensor]], outputs: list[Any]) -> None:
     """A second view of a mutated input would be taken for separate memory once the graph is functional."""
     if any(is_reshaped(w) for _, w in inputs):
-        raise CannotCapture("the graph changes the shape or strides of an input in place")
+        raise CannotCapture("the graph changes the shape or strides of an input in place", changes.NO_RESIZE)
     written = [(storage(a), storage(w)) for a, w in inputs if is_written(w)]
     memory = {m for m, _ in written}
     if len(written) < sum(storage(a) in memory for a, _ in inputs):
-        raise CannotCapture("two inputs share memory and the graph writes to it")
+        raise CannotCapture("two inputs share memory and the graph writes to it", changes.OWN_MEMORY)
     results = [storage(o) for o in outputs if isinstance(o, FunctionalTensor)]
     if any(memory in results for _, memory in written):
-        raise CannotCapture("an output shares memory with an input that the graph writes to")
+        raise CannotCapture(
+            "an output shares memory with an input that the graph writes to", changes.OWN_MEMORY
+        )
 
 
 def _restore_dynamo_metadata(gm: fx.GraphModule, traced: fx.GraphModule) -> None:

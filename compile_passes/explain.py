@@ -64,9 +64,10 @@ def _hints(model: Any, report: Report, branches: Sequence[str]) -> list[str]:
                 "model.set_experts_implementation('grouped_mm'), or fp4_ops.prepare(model)"
             )
     for told in branches:
+        told, _, change = told.partition("\n")
         place, _, why = told.partition(" stays ")
-        change = "loop over all of them" if why.startswith("a loop") else "drop it"
-        hint = f"If it only skips experts without rows, {change}: they cost nothing"
+        drop = "loop over all of them" if why.startswith("a loop") else "drop it"
+        hint = f"Change: {change}. If it only skips experts without rows, {drop}: they cost nothing"
         hints.append(f"{short_path(place)} stays {why}. {hint}")
     if not branches and any("branching" in reason for reason in report.graph_breaks):
         hints.append(
@@ -80,6 +81,4 @@ def _hints(model: Any, report: Report, branches: Sequence[str]) -> list[str]:
             "let each expert take its rows by `token, slot = torch.where(ids == e)`, or all of them by one "
             "grouped_mm with offsets counts.cumsum(0): then no number leaves the graph"
         )
-    if any(frame.note.startswith("left to Inductor, because gradients") for frame in report.frames):
-        hints.append("run the model under torch.no_grad() or torch.inference_mode()")
     return hints

@@ -16,11 +16,17 @@ from torch._subclasses.fake_tensor import FakeTensor
 from torch._subclasses.functional_tensor import FunctionalTensor, FunctionalTensorMode
 from torch.fx.experimental.proxy_tensor import disable_proxy_modes_tracing
 
+from . import changes
+
 aten = torch.ops.aten
 
 
 class CannotCapture(Exception):
-    """The graph is left to Inductor as it is; the message says why."""
+    """The graph is left to Inductor as it is; the message says why, and `change` what would help."""
+
+    def __init__(self, reason: str, change: str) -> None:
+        super().__init__(reason)
+        self.change = change
 
 
 @contextlib.contextmanager
@@ -72,7 +78,9 @@ def inline_constants(gm: fx.GraphModule) -> None:
             continue
         for user in list(node.users):
             if user.target is not aten.lift_fresh_copy.default or isinstance(value, FakeTensor):
-                raise CannotCapture(f"the graph holds a tensor as an attribute ({node.target})")
+                raise CannotCapture(
+                    f"the graph holds a tensor as an attribute ({node.target})", changes.NO_ATTRIBUTES
+                )
             with gm.graph.inserting_before(user):
                 new = gm.graph.call_function(
                     torch.tensor, (value.tolist(),), {"dtype": value.dtype, "device": value.device}

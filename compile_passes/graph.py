@@ -9,28 +9,34 @@ import torch
 from torch import fx
 from torch.fx.experimental.symbolic_shapes import statically_known_true
 
+from . import changes
+
 aten = torch.ops.aten
 
 FLOATING = (torch.float32, torch.bfloat16, torch.float16)
 
 
 class Refusal(Exception):
-    """A step of a proof that does not hold; the graph stays as it is."""
+    """A step of a proof that does not hold; the graph stays as it is.
 
-    def __init__(self, reason: str, node: fx.Node) -> None:
+    `change`: what in the model would make it hold, in a sentence of changes.py.
+    """
+
+    def __init__(self, reason: str, node: fx.Node, change: str) -> None:
         super().__init__(reason)
         self.reason = reason
         self.node = node
+        self.change = change
 
 
-def need(condition: Any, reason: str, node: fx.Node) -> None:
+def need(condition: Any, reason: str, node: fx.Node, change: str) -> None:
     """One step of a proof. A symbolic condition must hold for all sizes; nothing is ever guarded on."""
     if not statically_known_true(condition):
-        raise Refusal(reason, node)
+        raise Refusal(reason, node, change)
 
 
-def refuse(reason: str, node: fx.Node) -> NoReturn:
-    raise Refusal(reason, node)
+def refuse(reason: str, node: fx.Node, change: str) -> NoReturn:
+    raise Refusal(reason, node, change)
 
 
 # --- what a node is ---
@@ -143,11 +149,7 @@ def exact_int(node: fx.Node) -> fx.Node:
 
 def sole_user(node: fx.Node) -> fx.Node:
     users = list(node.users)
-    need(
-        len(users) == 1,
-        f"{node.name} is used {len(users)} times, so it must stay",
-        node,
-    )
+    need(len(users) == 1, f"{node.name} is used {len(users)} times, so it must stay", node, changes.UNREAD)
     return users[0]
 
 
@@ -265,22 +267,37 @@ class Weights:
             node.op == "placeholder" or node in self._fixed,
             f"the weight ({node.name}) is computed in the graph",
             site,
+            changes.ONCE,
         )
         need(
             node in self._fixed,
             f"the weight {node.name} is not a parameter or buffer",
             site,
+            changes.PARAMETER,
         )
-        need(node not in self._mutated, f"the graph writes to the weight {node.name}", site)
-        need(value(node).dim() == 3, f"the weight {node.name} has {len(shape(node))} dimensions, not 3", site)
+        need(
+            node not in self._mutated, f"the graph writes to the weight {node.name}", site, changes.NO_WRITES
+        )
+        need(
+            value(node).dim() == 3,
+            f"the weight {node.name} has {len(shape(node))} dimensions, not 3",
+            site,
+            changes.STACK,
+        )
         dtype = value(node).dtype
-        need(dtype in FLOATING, f"the weight {node.name} is {dtype}, not float32, bfloat16 or float16", site)
+        need(
+            dtype in FLOATING,
+            f"the weight {node.name} is {dtype}, not float32, bfloat16 or float16",
+            site,
+            changes.DTYPE,
+        )
         device = value(node).device.type
-        need(device in ("cpu", "cuda"), f"no kernels for device {device}", site)
+        need(device in ("cpu", "cuda"), f"no kernels for device {device}", site, changes.DEVICE)
         need(
             all(static_int(s) is not None for s in shape(node)),
             f"the weight {node.name} has a symbolic shape",
             site,
+            changes.STATIC_WEIGHTS,
         )
         weight = WeightRef(node, transposed=not swapped)
         way = node.meta.get("held")
@@ -288,6 +305,12 @@ class Weights:
             way is None or way.transposed == weight.transposed,
             f"the weight {node.name} is quantised along a dimension that its product keeps",
             site,
+            changes.ALONG,
         )
-        need(weight.k % 2 == 0, f"K = {weight.k} is odd; two codes share a byte, so K must be even", site)
+        need(
+            weight.k % 2 == 0,
+            f"K = {weight.k} is odd; two codes share a byte, so K must be even",
+            site,
+            changes.EVEN,
+        )
         return weight

@@ -19,6 +19,7 @@ from ..meta.formats import FORMATS
 from ..meta.layouts import LAYOUTS, packed_spec
 from ..relayout import relayout
 from ..tensor import FP4Tensor
+from . import changes
 from .graph import need
 from .weights import Assembly, Piece
 
@@ -199,18 +200,38 @@ def inputs_of(node: fx.Node) -> tuple[fx.Node, ...]:
 
 def held_spec(sources: tuple[fx.Node, ...], assembly: Assembly, layout: str, site: fx.Node) -> HeldSpec:
     """The spec for weights all of which are held, in one format, and used along the dimension they should."""
-    need(all(map(is_held, sources)), "some of the experts' weights are held in 4 bits, others not", site)
+    need(
+        all(map(is_held, sources)),
+        "some of the experts' weights are held in 4 bits, others not",
+        site,
+        changes.ALL_HELD,
+    )
     ways: tuple[Held, ...] = tuple(s.meta["held"] for s in sources)
     formats = sorted({h.format for h in ways})
-    need(len(formats) == 1, f"the experts' weights are in different formats ({', '.join(formats)})", site)
+    need(
+        len(formats) == 1,
+        f"the experts' weights are in different formats ({', '.join(formats)})",
+        site,
+        changes.ALL_HELD,
+    )
     for pieces in assembly.experts:
         for p in pieces:
             order = [what for what, *_ in p.at][-2:]
             along = ["k", "n"] if ways[p.source].transposed else ["n", "k"]
-            need(order == along, "a weight is quantised along a dimension that its product keeps", site)
+            need(
+                order == along,
+                "a weight is quantised along a dimension that its product keeps",
+                site,
+                changes.ALONG,
+            )
             stored = sources[p.source].meta["val"].shape[-2 if ways[p.source].transposed else -1]
             whole = ("k", 0, 1) in p.at and stored == assembly.k
-            need(whole, "a product takes only some columns of a weight that is held in 4 bits", site)
+            need(
+                whole,
+                "a product takes only some columns of a weight that is held in 4 bits",
+                site,
+                changes.WHOLE_HELD,
+            )
     return HeldSpec(formats[0], layout, assembly, ways)
 
 

@@ -15,12 +15,13 @@ import torch
 from torch import fx
 
 from ..meta.layouts import preferred_layout
+from .factors import K, N
 from .graph import Refusal, aten, is_op, shape, static_int, value
 from .held import format_of, is_held
-from .mixture import K, Matrix, N
+from .mixture import Matrix
 from .options import Options
 from .reading import Reader
-from .report import Load, Site, hint, input_name, location, module_path
+from .report import Load, Site, hint, input_name, left_alone, location, module_path
 from .terms import Ref, free_axes, substitute
 from .write_mixture import packing
 
@@ -45,7 +46,7 @@ def linear_layers(writer: Any, graph: fx.Graph, reader: Reader, mutated: set[fx.
         try:
             yield _write(writer, node, a, matrix, bias[0] if bias else None, mutated)
         except Refusal as refusal:
-            yield Site(None, refusal.reason, location(refusal.node), module_path(refusal.node))
+            yield left_alone(refusal)
 
 
 def _is_asked_for(matrix: Matrix, options: Options) -> bool:

@@ -14,36 +14,45 @@ from typing import Any
 
 from torch import fx
 
+from . import changes
 from .activations import UP, Act, bare, read_activation
 from .axes import same
-from .graph import aten, need, shape, static_int, value
+from .factors import (
+    J,
+    K,
+    N,
+    demote,
+    eq,
+    expert_column,
+    fixed_choice,
+    has_masks,
+    in_general,
+    indexed_size,
+    indices,
+    open_sums,
+    product_ref,
+    split_after,
+    walk,
+)
+from .graph import need, refuse, shape, static_int, value
 from .read_indexing import is_eq, is_indicator
 from .reading import Reader
+from .steps import instead_of
 from .terms import (
     Add,
-    Affine,
     AnyOf,
     Apply,
     Axis,
     Choose,
-    Composite,
     Const,
-    Mean,
-    Mix,
     Mul,
     Ref,
     Sum,
     Term,
     flatten,
     free_axes,
-    rebuild,
     substitute,
 )
-
-N, K, E, J = Axis(0, "n"), Axis(0, "k"), Axis(0, "e"), Axis(0, "j")
-"""In matched terms: row and column of a weight, the expert, a token's choice."""
-OUT = Axis(0, "out")
-"""In what becomes of an expert's output before it is weighted: that output."""
 
 
 @dataclass(frozen=True)
@@ -176,7 +185,7 @@ class Matcher:
             lin = self.linear(term)
             leaves = self.leaves(lin.input) if lin is not None else []
             rest = [bare(substitute(t, dict.fromkeys(leaves, UP))) for t in lin.input] if leaves else []
-            others = [t for r in rest for t in _walk(r) if isinstance(t, (Ref, Sum))]
+            others = [t for r in rest for t in walk(r) if isinstance(t, (Ref, Sum))]
             self._is_down[term] = bool(leaves) and not others
         return self._is_down[term]
 
@@ -188,10 +197,10 @@ class Matcher:
         return self._has_down[term]
 
     def _has_experts(self, term: Term) -> bool:
-        return any(map(self.is_down, _walk(term)))
+        return any(map(self.is_down, walk(term)))
 
     def _tells_apart(self, stacked: Choose) -> bool:
-        return any(self.has_down(t) or _masks(t) for t in stacked.options)
+        return any(self.has_down(t) or has_masks(t) for t in stacked.options)
 
     def _written_out(self, term: Sum) -> list[Term]:
         """A sum over tensors that were stacked, if experts or masks are among them: its addends."""
@@ -216,7 +225,7 @@ class Matcher:
         ):  # by a row's id: one of them is an expert's output, wherever the id is its
             for e, t in enumerate(term.options):
                 for axes, factors, core in self.expand(t):
-                    yield axes, (*factors, _eq(term.index, e)), core
+                    yield axes, (*factors, eq(term.index, e)), core
         elif isinstance(term, Sum):
             addends = self._written_out(term)
             for t in addends:
@@ -236,27 +245,37 @@ class Matcher:
         """The mixture that `root` computes, or a Refusal; `branches`: how many experts were told apart."""
         self.branches = 0
         v = self.reader.value(root, 2)
-        need(len(v.dims) >= 1 and len(v.dims[-1]) == 1, "the last dimension is not the hidden one", root)
+        need(
+            len(v.dims) >= 1 and len(v.dims[-1]) == 1,
+            "the last dimension is not the hidden one",
+            root,
+            changes.HIDDEN_LAST,
+        )
         hidden, tokens = v.dims[-1][0], tuple(a for g in v.dims[:-1] for a in g)
         symbolic = sum(static_int(s) is None for s in (*shape(root)[:-1], hidden.size))
-        need(symbolic <= 1, "several sizes of the output are symbolic", root)
+        need(symbolic <= 1, "several sizes of the output are symbolic", root, changes.FLATTEN)
         mixture = Mixture(root, tokens, hidden, [], 0, None)
         branches: list[Branch] = []
         for axes, factors, core in self.expand(v.term):
             if core is None:
                 if all(isinstance(f, Const) and not f.value for f in factors):
                     continue
-                whole = _product_ref(factors)
-                opaque = whole is not None and whole.node is root
-                need(not opaque, f"{root.name} ({root.target}) is not understood", root)
-                need(allow_rest and whole is not None and not axes, "something else is added to it", root)
+                whole = product_ref(factors)
+                if whole is not None and whole.node is root:
+                    refuse(f"{root.name} ({root.target}) is not understood", root, instead_of(root))
+                need(
+                    allow_rest and whole is not None and not axes,
+                    "something else is added to it",
+                    root,
+                    changes.ADD_LATER,
+                )
                 mixture.rest.append(whole)  # type: ignore[arg-type]
                 continue
             mixture.downs += 1
             for branch in self._branches(axes, factors, core, mixture):
                 branches.append(branch)
                 self.branches = len(branches)
-        need(len(branches) > 1, "there is only one expert", root)
+        need(len(branches) > 1, "there is only one expert", root, changes.ONE_EXPERT)
         self._prove(branches, mixture)
         return mixture
 
@@ -266,20 +285,25 @@ class Matcher:
         """One addend is one expert's, or all experts' at once: over an axis, or by ids that index weights."""
         lin = self.linear(core)
         assert lin is not None
-        after, factors = _split_after(core, lin.weight.node, factors, m)
+        after, factors = split_after(core, lin.weight.node, factors, m.hidden, m.root)
         ids = [i for i in indices(lin.weight) if isinstance(i, Ref)]
         over = [a for a in axes if a in free_axes(lin.weight) and a is not lin.inner]
         if ids:
-            need(len(ids) == 1, "the weights are indexed twice", m.root)
-            count = _indexed_size(lin.weight, ids[0])
-            need(count is not None, "the weights are not indexed by expert", m.root)
+            need(len(ids) == 1, "the weights are indexed twice", m.root, changes.INDEX_WEIGHTS)
+            count = indexed_size(lin.weight, ids[0])
+            need(count is not None, "the weights are not indexed by expert", m.root, changes.INDEX_WEIGHTS)
             m.wraps = True
             for e in range(count):  # type: ignore[arg-type]
                 at = substitute(core, {ids[0]: Const(e)})
-                mask = _eq(ids[0], e)
+                mask = eq(ids[0], e)
                 yield self._branch(axes, (*factors, mask), at, after, m)
         elif over:
-            need(len(over) == 1 and isinstance(over[0].size, int), "experts lie along several axes", m.root)
+            need(
+                len(over) == 1 and isinstance(over[0].size, int),
+                "experts lie along several axes",
+                m.root,
+                changes.EXPERTS_AXIS,
+            )
             rest = tuple(a for a in axes if a is not over[0])
             for e in range(over[0].size):
                 at = {over[0]: Const(e)}
@@ -303,34 +327,44 @@ class Matcher:
         down, down_bias = self._matrix(lin, m.hidden, m.root)
         x, scales, act, up, up_bias = self._ffn(lin, m)
 
-        axes, factors = _open_sums(axes, factors)
+        axes, factors = open_sums(axes, factors)
         ids, masked, chosen, weights, k = None, None, [], [], None
         for f in factors:
             inside = f.body if isinstance(f, AnyOf) else f
             if is_eq(inside):
                 at, expert = inside.args  # type: ignore[attr-defined]
-                need(isinstance(at, Ref) and isinstance(expert, Const), "a mask is not of expert ids", m.root)
-                need(e is None or e == expert.value, f"expert {e}'s output is masked for another", m.root)
+                need(
+                    isinstance(at, Ref) and isinstance(expert, Const),
+                    "a mask is not of expert ids",
+                    m.root,
+                    changes.MASK,
+                )
+                need(
+                    e is None or e == expert.value,
+                    f"expert {e}'s output is masked for another",
+                    m.root,
+                    changes.MASK,
+                )
                 e = int(expert.value)
                 if isinstance(f, AnyOf):
                     masked, k = substitute(at, {a: J for a in f.axes}), f.axes[0].size
                 else:
-                    need(ids is None or ids is at, "rows are selected by two masks", m.root)
+                    need(ids is None or ids is at, "rows are selected by two masks", m.root, changes.MASK)
                     ids = at
             elif is_indicator(f):
                 chosen.append(f)
             else:
                 weights.append(f)
-        weights = [_demote(f, masks=ids is not None and not self._has_experts(f)) for f in weights]
+        weights = [demote(f, masks=ids is not None and not self._has_experts(f)) for f in weights]
         for f in chosen:
             pointwise = isinstance(f, Apply) and ids is not None
-            need(pointwise, f"rows are selected by {f!r}, not by expert ids", m.root)
+            need(pointwise, f"rows are selected by {f!r}, not by expert ids", m.root, changes.MASK)
         if e is None:
-            e = _expert_column((*weights, *map(_demote, scales)), m)
-        need(e is not None, "nothing says which expert's output this is", m.root)
+            e = expert_column((*weights, *map(demote, scales)), m.tokens)
+        need(e is not None, "nothing says which expert's output this is", m.root, changes.OWN_COLUMN)
         assert e is not None
-        choice = _fixed_choice(ids)
-        need(len(axes) <= 1, "an expert's rows are summed over several axes", m.root)
+        choice = fixed_choice(ids)
+        need(len(axes) <= 1, "an expert's rows are summed over several axes", m.root, changes.OVER_CHOICES)
         names: dict[Term, Term] = {a: J for a in axes}
         k = axes[0].size if axes else k
         if ids is not None:
@@ -338,54 +372,69 @@ class Matcher:
                 not axes or axes[0] in ids.index,
                 "rows are summed over something other than a token's choices",
                 m.root,
+                changes.OVER_CHOICES,
             )
             masked = None  # any choice of a token follows from one
             ids = substitute(ids, names) if choice is None else Ref(ids.node, (*ids.index[:-1], J))
         else:
-            need(not axes, "rows are summed without a mask of expert ids", m.root)
+            need(not axes, "rows are summed without a mask of expert ids", m.root, changes.MASK)
 
         def general(terms: list[Term]) -> tuple[Term, ...]:
-            return tuple(sorted((_general(substitute(t, names), e, choice) for t in terms), key=repr))
+            return tuple(sorted((in_general(substitute(t, names), e, choice) for t in terms), key=repr))
+
+        scales = tuple(in_general(demote(s), e, None) for s in scales)
 
         return Branch(
             e, choice, ids, masked, bool(axes) or choice is not None, k, general(chosen), general(weights),
-            after, x, tuple(_general(_demote(s), e, None) for s in scales), act, up, up_bias, down, down_bias,
+            after, x, scales, act, up, up_bias, down, down_bias,
         )  # fmt: skip
 
     def _ffn(self, lin: Linear, m: Mixture) -> Any:
         """(x, what scales it, activation, gate and up or just up, their biases) of a down product's input."""
         leaves = self.leaves(lin.input)
-        need(len(leaves) in (1, 2), f"{len(leaves)} products make the activation", m.root)
+        need(
+            len(leaves) in (1, 2), f"{len(leaves)} products make the activation", m.root, changes.TWO_PRODUCTS
+        )
         act, leaves = read_activation(lin.input, leaves, m.root)
         found = []
         for leaf in leaves:
             up = self.linear(leaf)
             assert up is not None
             matrix, bias = self._matrix(up, lin.inner, m.root)
-            rows = [_demote(substitute(f, {up.inner: K})) for f in up.input]
+            rows = [demote(substitute(f, {up.inner: K})) for f in up.input]
             rows = [f for r in rows for f in flatten(r, Mul)]
             xs = [f for f in rows if K in free_axes(f)]
-            need(len(xs) == 1 and isinstance(xs[0], Ref), "the rows of gate/up are not x's", m.root)
+            need(
+                len(xs) == 1 and isinstance(xs[0], Ref),
+                "the rows of gate/up are not x's",
+                m.root,
+                changes.ROWS_OF_X,
+            )
             part = any(i is K and not same(s, matrix.k) for i, s in zip(xs[0].index, shape(xs[0].node)))
-            need(not part, "gate/up read some columns of x only", m.root)
+            need(not part, "gate/up read some columns of x only", m.root, changes.ROWS_OF_X)
             scales = tuple(f for f in rows if f is not xs[0])
             found.append((matrix, bias, xs[0], scales))
         first = found[0]
         for other in found[1:]:
-            need(other[2:] == first[2:], "gate and up read different rows", m.root)
-            need((other[0].n, other[0].k) == (first[0].n, first[0].k), "gate and up differ in shape", m.root)
+            need(other[2:] == first[2:], "gate and up read different rows", m.root, changes.ROWS_OF_X)
+            need(
+                (other[0].n, other[0].k) == (first[0].n, first[0].k),
+                "gate and up differ in shape",
+                m.root,
+                changes.SAME_SHAPE,
+            )
         return first[2], first[3], act, tuple(f[0] for f in found), tuple(f[1] for f in found)
 
     def _matrix(self, lin: Linear, out: Axis, site: fx.Node) -> tuple[Matrix, Matrix | None]:
         n, k = static_int(out.size), static_int(lin.inner.size)
-        need(n is not None and k is not None, "a weight has a symbolic shape", site)
+        need(n is not None and k is not None, "a weight has a symbolic shape", site, changes.STATIC_WEIGHTS)
         assert n is not None and k is not None
         ref = substitute(lin.weight, {out: N, lin.inner: K})
-        need(free_axes(ref) == {N, K}, f"{lin.weight!r} is no expert's matrix", site)
+        need(free_axes(ref) == {N, K}, f"{lin.weight!r} is no expert's matrix", site, changes.OWN_MATRIX)
         bias = None
         if lin.bias is not None:
             bias = Matrix(substitute(lin.bias, {out: N}), n, 0)
-            need(free_axes(bias.ref) == {N}, f"{lin.bias!r} is no expert's bias", site)
+            need(free_axes(bias.ref) == {N}, f"{lin.bias!r} is no expert's bias", site, changes.ROW_BIAS)
         return Matrix(ref, n, k), bias
 
     # --- the proof ---
@@ -393,8 +442,8 @@ class Matcher:
     def _prove(self, branches: list[Branch], m: Mixture) -> None:
         first = branches[0]
         for b in branches[1:]:
-            why = _difference(first, b)
-            need(not why, f"experts {first.expert} and {b.expert} {why}", m.root)
+            for fine, why, change in _in_common(first, b):
+                need(fine, f"experts {first.expert} and {b.expert} {why}", m.root, change)
         serves: dict[int, list[Any]] = {}
         for b in branches:
             serves.setdefault(b.expert, []).append(b.choice)
@@ -404,22 +453,33 @@ class Matcher:
             experts == list(range(m.first, m.first + len(experts))),
             f"experts {experts} are not consecutive",
             m.root,
+            changes.CONSECUTIVE,
         )
         m.k = self._choices(first, m)
         for e, choices in serves.items():
             if first.choice is None:
-                need(len(choices) == 1, f"expert {e} is added {len(choices)} times", m.root)
+                need(
+                    len(choices) == 1, f"expert {e} is added {len(choices)} times", m.root, changes.ONCE_EACH
+                )
             else:
                 complete = sorted(choices) == list(range(m.k or 0))
-                need(complete, f"expert {e} serves choices {choices} of {m.k}", m.root)
+                need(complete, f"expert {e} serves choices {choices} of {m.k}", m.root, changes.ALL_CHOICES)
         one = {b.expert: b for b in branches}
         for b in branches:
             need(
-                b.up == one[b.expert].up and b.down == one[b.expert].down, "choices differ in weights", m.root
+                b.up == one[b.expert].up and b.down == one[b.expert].down,
+                "choices differ in weights",
+                m.root,
+                changes.SAME_WEIGHTS,
             )
         m.branches = [replace(one[e], choice=None) for e in experts]
         x_tokens = set(m.tokens) & free_axes(first.x)
-        need(free_axes(first.x) == x_tokens | {K}, "x is not one row for each token", m.root)
+        need(
+            free_axes(first.x) == x_tokens | {K},
+            "x is not one row for each token",
+            m.root,
+            changes.ROW_A_TOKEN,
+        )
 
     def _choices(self, b: Branch, m: Mixture) -> int | None:
         """How many ids each token has; None if the routing weights are a matrix over all experts."""
@@ -428,178 +488,43 @@ class Matcher:
             return None
         at = set(m.tokens)
         if not b.sums_choices and b.masked is None:  # a row of the output is one choice
-            need(free_axes(ids) <= at, "the ids are not one for each row", m.root)
+            need(free_axes(ids) <= at, "the ids are not one for each row", m.root, changes.IDS_SHAPE)
             return 1
-        need(free_axes(ids) == at | {J}, "the ids are not some for each token", m.root)
+        need(free_axes(ids) == at | {J}, "the ids are not some for each token", m.root, changes.IDS_SHAPE)
         where = [d for d, i in enumerate(ids.index) if i is J]
-        need(len(where) == 1, "a token's choices are not one dimension of the ids", m.root)
+        need(len(where) == 1, "a token's choices are not one dimension of the ids", m.root, changes.IDS_SHAPE)
         k = static_int(b.k if b.k is not None else shape(ids.node)[where[0]])
-        need(k is not None, "k is symbolic", m.root)
+        need(k is not None, "k is symbolic", m.root, changes.STATIC_K)
         return k
 
 
-def _difference(a: Branch, b: Branch) -> str:
-    """How two experts differ in what they must have in common."""
+def _in_common(a: Branch, b: Branch) -> list[tuple[bool, str, str]]:
+    """What two experts must have in common: (whether they do, how they differ if not, what would help)."""
     shapes = [[(w.n, w.k) for w in (*x.up, x.down)] for x in (a, b)]
-    checks = (
-        (a.x is b.x, f"read different inputs ({a.x!r} and {b.x!r})"),
-        (a.scales == b.scales, "scale their inputs differently"),
-        (a.act == b.act, "have different activations"),
-        (shapes[0] == shapes[1], f"have different shapes ({shapes[0]} and {shapes[1]})"),
-        (a.ids is b.ids and a.masked is b.masked, "are routed by different ids"),
-        (a.sums_choices == b.sums_choices and a.k == b.k, "serve a token's choices differently"),
-        (a.chosen == b.chosen, f"take rows on different conditions ({a.chosen} and {b.chosen})"),
-        (a.factors == b.factors, f"are weighted differently ({a.factors} and {b.factors})"),
-        (a.after is b.after, f"change their outputs differently ({a.after!r} and {b.after!r})"),
-        ([x is None for x in a.up_bias] == [x is None for x in b.up_bias], "differ in biases"),
-        ((a.down_bias is None) == (b.down_bias is None), "differ in biases"),
-        ((a.choice is None) == (b.choice is None), "serve different choices"),
-    )
-    return next((why for fine, why in checks if not fine), "")
-
-
-# --- terms ---
+    biases = [[x is None for x in (*branch.up_bias, branch.down_bias)] for branch in (a, b)]
+    choices = a.sums_choices == b.sums_choices and a.k == b.k
+    conditions = f"take rows on different conditions ({a.chosen} and {b.chosen})"
+    factors = f"are weighted differently ({a.factors} and {b.factors})"
+    return [
+        (a.x is b.x, f"read different inputs ({a.x!r} and {b.x!r})", changes.SAME_X),
+        (a.scales == b.scales, "scale their inputs differently", changes.SCALE_BY_EXPERT),
+        (a.act == b.act, "have different activations", changes.SAME_ACTIVATION),
+        (shapes[0] == shapes[1], f"have different shapes ({shapes[0]} and {shapes[1]})", changes.SAME_SHAPES),
+        (a.ids is b.ids and a.masked is b.masked, "are routed by different ids", changes.SAME_IDS),
+        (choices, "serve a token's choices differently", changes.SAME_CHOICES),
+        (a.chosen == b.chosen, conditions, changes.CONDITION),
+        (a.factors == b.factors, factors, changes.WEIGHT_BY_EXPERT),
+        (
+            a.after is b.after,
+            f"change their outputs differently ({a.after!r} and {b.after!r})",
+            changes.SAME_AFTER,
+        ),
+        (biases[0] == biases[1], "differ in biases", changes.ALL_BIASES),
+        ((a.choice is None) == (b.choice is None), "serve different choices", changes.SAME_CHOICES),
+    ]
 
 
 def _arguments(term: Term) -> tuple[Term, ...]:
     if isinstance(term, Choose):
         return term.options
     return (term.body,) if isinstance(term, Sum) else term.args  # type: ignore[attr-defined]
-
-
-def indices(ref: Ref) -> Iterator[Term]:
-    """Coordinates of an element, those inside a composed one too."""
-    for i in ref.index:
-        if isinstance(i, Mix):
-            yield from i.parts
-        else:
-            yield i.base if isinstance(i, Affine) else i
-
-
-def _indexed_size(ref: Ref, ids: Ref) -> int | None:
-    for d, i in enumerate(ref.index):
-        if i is ids:
-            return static_int(shape(ref.node)[d])
-        if isinstance(i, Mix) and i.parts[0] is ids:
-            return static_int(i.sizes[0])
-    return None
-
-
-def _eq(ids: Ref, e: int) -> Term:
-    return Apply(aten.eq, (ids, Const(e)))
-
-
-def _split_after(
-    core: Term, weight: fx.Node, factors: tuple[Term, ...], m: Mixture
-) -> tuple[Term, tuple[Term, ...]]:
-    """The factors that a row of the output `core` (of `weight`) is scaled by element by element, or by a mean
-    over it: as one term over OUT and the hidden axis; the other factors."""
-
-    def go(t: Term) -> Term:
-        if t is core:
-            return OUT
-        if isinstance(t, Mean) and len(t.axes) == 1 and same(t.axes[0].size, m.hidden.size):
-            return Mean((m.hidden,), go(substitute(t.body, {t.axes[0]: m.hidden})))
-        if isinstance(t, Apply):
-            return Apply(t.op, [go(a) if isinstance(a, Term) else a for a in t.args], t._fields[2])
-        if isinstance(t, Mul):
-            return Mul(go(t.args[0]), go(t.args[1]))
-        return Add(map(go, t.args)) if isinstance(t, Add) else t
-
-    after: Term = OUT
-    rest = []
-    for f in factors:
-        row = go(f)
-        axes = free_axes(row)
-        own = OUT in axes or any(isinstance(t, Ref) and t.node is weight for t in _walk(f))
-        if own or m.hidden in axes:
-            need(axes <= {OUT, m.hidden}, f"an expert's output is scaled by {row!r}", m.root)
-            after = Mul(after, row)
-        else:
-            rest.append(f)
-    return after, tuple(rest)
-
-
-def _open_sums(
-    axes: tuple[Axis, ...], factors: tuple[Term, ...]
-) -> tuple[tuple[Axis, ...], tuple[Term, ...]]:
-    """A factor sum over j of w[t, j] * [ids[t, j] == e] becomes its factors, summed with the rest."""
-    out: list[Term] = []
-    masked = any(map(is_eq, factors))
-    for f in factors:
-        inside = flatten(f.body, Mul) if isinstance(f, Sum) else []
-        if not (axes or masked) and isinstance(f, Sum) and any(map(is_eq, inside)):
-            axes = f.axes
-            out.extend(inside)
-        else:
-            out.append(f)
-    return axes, tuple(out)
-
-
-def _demote(term: Term, masks: bool = False) -> Term:
-    """A computed term as an element of the node that computes it; routing need not be known further.
-
-    masks: also if masks are among what computes it, as they do not say whose output it scales."""
-    if isinstance(term, Composite) and term.ref is not None and (masks or not _masks(term)):
-        return term.ref
-    if isinstance(term, (Apply, Mul)):
-        return rebuild(term, lambda t: _demote(t, masks) if isinstance(t, Term) else t)
-    return term
-
-
-def _masks(term: Term) -> bool:
-    """Whether a term tells experts apart by a mask."""
-    return any(is_eq(t) for t in _walk(term))
-
-
-def _walk(term: Term) -> Iterator[Term]:
-    seen: set[Term] = set()
-    todo = [term]
-    while todo:
-        t = todo.pop()
-        if t in seen:
-            continue
-        seen.add(t)
-        yield t
-        if isinstance(t, Composite):
-            todo.extend(c for c in t.children() if c is not t.ref)
-
-
-def _product_ref(factors: tuple[Term, ...]) -> Ref | None:
-    if len(factors) != 1:
-        return None
-    found = _demote(factors[0])
-    return found if isinstance(found, Ref) else None
-
-
-def _expert_column(terms: tuple[Term, ...], m: Mixture) -> int | None:
-    """e of C[t, e], where a matrix over all experts weights them."""
-    columns = set()
-    for t in terms:
-        if isinstance(t, Ref) and set(m.tokens) <= free_axes(t):
-            sizes = shape(t.node)
-            columns |= {i.value for i, s in zip(t.index, sizes) if isinstance(i, Const) and not same(s, 1)}
-    return columns.pop() if len(columns) == 1 else None
-
-
-def _fixed_choice(ids: Ref | None) -> int | None:
-    """j of a mask ids[t, j] == e for one choice j."""
-    if ids is None or len(ids.index) < 2 or not isinstance(ids.index[-1], Const):
-        return None
-    return None if same(shape(ids.node)[-1], 1) else ids.index[-1].value
-
-
-def _general(term: Term, e: int, choice: int | None) -> Term:
-    """`term` with this branch's expert and choice named E and J, so that branches compare equal."""
-    if isinstance(term, Ref):
-        index = list(term.index)
-        fixed = [d for d, i in enumerate(index) if isinstance(i, Const) and not same(shape(term.node)[d], 1)]
-        for d in fixed:
-            if choice is not None and d == len(index) - 1 and index[d].value == choice:  # type: ignore[attr-defined]
-                index[d] = J
-            elif index[d].value == e:  # type: ignore[attr-defined]
-                index[d] = E
-        return Ref(term.node, index)
-    if isinstance(term, (Apply, Mul)):
-        return rebuild(term, lambda t: _general(t, e, choice) if isinstance(t, Term) else t)
-    return term

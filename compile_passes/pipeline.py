@@ -12,6 +12,7 @@ from torch._guards import TracingContext
 from torch.fx.experimental.symbolic_shapes import free_unbacked_symbols
 
 from ..meta.layouts import preferred_layout
+from . import changes
 from .capture import CannotCapture, capture
 from .decode import BYTES, TABLE
 from .dynamo import allow_scalars
@@ -31,10 +32,8 @@ def analyse(gm: fx.GraphModule, inputs: Sequence[Any], options: Options) -> tupl
     """What becomes of one graph of Dynamo's. `gm` itself is never changed."""
     frame = Frame(_frame_name())
     if torch.is_grad_enabled() and any(isinstance(x, torch.Tensor) and x.requires_grad for x in inputs):
-        frame.note = (
-            "left to Inductor, because gradients may be asked for and 4-bit weights have none "
-            "(run the model under torch.no_grad() or torch.inference_mode())"
-        )
+        frame.note = "left to Inductor, because gradients may be asked for and 4-bit weights have none"
+        frame.change = changes.NO_GRADIENTS
         return None, frame
     if not options.linear and not _has_expert_weights(gm, inputs):
         frame.sites = fp4_calls(gm.graph)
@@ -51,11 +50,12 @@ def analyse(gm: fx.GraphModule, inputs: Sequence[Any], options: Options) -> tupl
         rewritten, frame.sites = rewrite(traced, fixed, options, fake_mode)
         frame.also = rewritten.also if rewritten is not None else []
     except CannotCapture as reason:
-        frame.note = f"left to Inductor: {reason}"
+        frame.note, frame.change = f"left to Inductor: {reason}", reason.change
         return None, frame
     except Exception as error:  # a model that Inductor compiles must not fail because of these passes
         log.debug("the passes failed", exc_info=True)
         frame.note = f"left to Inductor, the passes failed: {type(error).__name__}: {error}"
+        frame.change = changes.FAULT
         return None, frame
     return rewritten, frame
 

@@ -13,6 +13,7 @@ from typing import Any
 import torch
 from torch import fx
 
+from . import changes
 from .graph import (
     Canon,
     Refusal,
@@ -101,13 +102,23 @@ def is_grouped_mm(node: fx.Node) -> bool:
 def sorted_product(node: fx.Node, weights: Weights, canon: Canon) -> Product:
     a, mat2, offs = (arguments(node)[n] for n in _operand_names(node))
     if is_op(node, aten._grouped_mm):
-        need(arguments(node)["bias"] is None, "_grouped_mm with a bias", node)
-    need(is_tensor(offs), "_grouped_mm without offsets", node)
-    need(len(shape(a)) == 2 and len(shape(mat2)) == 3, "_grouped_mm is not 2D x 3D (rows by experts)", node)
-    need(value(offs).dtype == torch.int32, f"the offsets are {value(offs).dtype}, not int32", node)
+        need(arguments(node)["bias"] is None, "_grouped_mm with a bias", node, changes.ROW_BIAS)
+    need(is_tensor(offs), "_grouped_mm without offsets", node, changes.GROUPED)
+    need(
+        len(shape(a)) == 2 and len(shape(mat2)) == 3,
+        "_grouped_mm is not 2D x 3D (rows by experts)",
+        node,
+        changes.GROUPED,
+    )
+    need(
+        value(offs).dtype == torch.int32,
+        f"the offsets are {value(offs).dtype}, not int32",
+        node,
+        changes.OFFSETS,
+    )
     source, swapped = unswap(mat2)
     weight = weights.resolve(source, swapped, node)
-    need(shape(offs)[0] == weight.experts, "one offset for each expert is needed", node)
+    need(shape(offs)[0] == weight.experts, "one offset for each expert is needed", node, changes.OFFSETS)
     return Product(node, a, weight, rows=lambda: SortedRows.prove(offs, weight.experts, canon), offs=offs)
 
 
@@ -126,11 +137,17 @@ class SortedRows(Rows):
     def prove(offs: fx.Node, experts: int, canon: Canon) -> SortedRows:
         """offs is the running count of the ids 0 .. E-1 among `ids`, and `sort` sorts the same ids."""
         node = exact_int(offs)
-        need(is_op(node, aten.cumsum), f"the offsets ({node.name}) are not a cumulative sum of counts", offs)
+        need(
+            is_op(node, aten.cumsum),
+            f"the offsets ({node.name}) are not a cumulative sum of counts",
+            offs,
+            changes.OFFSETS,
+        )
         need(
             arguments(node)["dim"] in (0, -1) and len(shape(node)) == 1,
             "the cumsum is not over experts",
             offs,
+            changes.OFFSETS,
         )
         counts = exact_int(node.args[0])
         counted = counted_ids(counts, experts)
@@ -138,12 +155,12 @@ class SortedRows(Rows):
         if sort is None or not _is_id_sort(sort[0]) or sort[1] != 0:
             # Counted before sorting: the sort is found from the rows; it must sort these same ids.
             sorts = [n for n in counted.graph.nodes if _is_id_sort(n) and canon.same(n.args[0], counted)]
-            need(bool(sorts), "the offsets count ids that are not sorted anywhere", offs)
+            need(bool(sorts), "the offsets count ids that are not sorted anywhere", offs, changes.OFFSETS)
             node = sorts[0]
         else:
             node = sort[0]
         ids = node.args[0]
-        need(len(shape(ids)) == 1, "the sorted ids are not one-dimensional", node)
+        need(len(shape(ids)) == 1, "the sorted ids are not one-dimensional", node, changes.FLAT_IDS)
         return SortedRows(offs, node, ids, experts, canon)
 
     def expert_ids(self) -> fx.Node:
@@ -178,22 +195,33 @@ class SortedRows(Rows):
         a = uncast(a)  # autocast rounds the rows for the product
         a = uncast(self.unmask(a) or a)
         x, index = gathered(a)
-        need(x is not None, f"the rows ({a.name}) are not gathered from the tokens", a)
+        need(x is not None, f"the rows ({a.name}) are not gathered from the tokens", a, changes.TOKEN_ROWS)
         assert x is not None and index is not None
         source = strip(index)
         if self._is_perm(source):
             k: Any = 1
             perm = source
         else:
-            need(_is_floor_divide(source), f"the rows are gathered by {source.name}, not by perm // k", a)
+            need(
+                _is_floor_divide(source),
+                f"the rows are gathered by {source.name}, not by perm // k",
+                a,
+                changes.TOKEN_ROWS,
+            )
             perm, k = source.args[0], source.args[1]
-            need(static_int(k) is not None, "k is symbolic", a)
+            need(static_int(k) is not None, "k is symbolic", a, changes.STATIC_K)
             need(
                 self._is_perm(perm),
                 "the rows are gathered in another order than the ids are sorted",
                 a,
+                changes.TOKEN_ROWS,
             )
-        need(shape(self.ids)[0] == shape(x)[0] * k, f"{k} choices a token do not make the sorted ids", a)
+        need(
+            shape(self.ids)[0] == shape(x)[0] * k,
+            f"{k} choices a token do not make the sorted ids",
+            a,
+            changes.TOKEN_ROWS,
+        )
         return x, k
 
     def is_expert_row(self, node: fx.Node) -> fx.Node | None:
@@ -221,7 +249,12 @@ class SortedRows(Rows):
         source, index = gathered(node)
         if source is None:
             return None
-        need(self._is_inverse(index), "rows are put back by other than the inverse permutation", node)
+        need(
+            self._is_inverse(index),
+            "rows are put back by other than the inverse permutation",
+            node,
+            changes.RESTORE,
+        )
         return source
 
     def _is_inverse(self, node: Any) -> bool:
@@ -249,12 +282,14 @@ class SortedRows(Rows):
             table is not None and self._is_perm(index),
             "the routing weights are not in the order of the sorted rows",
             node,
+            changes.SORTED_WEIGHTS,
         )
         assert table is not None
         need(
             same_shape(shape(table), shape(self.ids)),
             "one weight for each row is needed",
             node,
+            changes.SORTED_WEIGHTS,
         )
         return table
 
@@ -287,35 +322,39 @@ def counted_ids(counts: fx.Node, experts: int) -> fx.Node:
     """The ids of which `counts` [E] is the histogram: bin e counts exactly the ids equal to e."""
     if is_op(counts, aten.histc):
         a = arguments(counts)
-        need(a["bins"] == experts, f"histc has {a['bins']} bins for {experts} experts", counts)
+        need(
+            a["bins"] == experts, f"histc has {a['bins']} bins for {experts} experts", counts, changes.OFFSETS
+        )
         need(
             a["min"] == 0 and a["max"] in (experts - 1, experts) and experts > 1,
             f"histc over [{a['min']}, {a['max']}] does not give each expert a bin; [0, {experts - 1}] does",
             counts,
+            changes.OFFSETS,
         )
         ids = exact_int(a["self"])
         if a["max"] == experts:  # the last bin is closed: an id E would be counted as E - 1
             need(
-                _below(ids, experts),
+                below(ids, experts),
                 f"histc over [0, {experts}] counts id {experts} too",
                 counts,
+                changes.OFFSETS,
             )
         return ids
     if is_op(counts, aten.bincount) and arguments(counts)["weights"] is None:
         bins = shape(counts)[0]
-        need(bins == experts, f"bincount has {bins} bins for {experts} experts", counts)
+        need(bins == experts, f"bincount has {bins} bins for {experts} experts", counts, changes.OFFSETS)
         return exact_int(counts.args[0])
-    refuse(f"the offsets add up {counts.name}, which is no histogram of expert ids", counts)
+    refuse(f"the offsets add up {counts.name}, which is no histogram of expert ids", counts, changes.OFFSETS)
 
 
-def _below(ids: fx.Node, experts: int) -> bool:
+def below(ids: fx.Node, experts: int) -> bool:
     """Whether ids are indices of a topk over E columns, sorted or not."""
     found = item(strip(ids))
     if found is None:
         return False
     producer, index = found
     if is_op(producer, aten.sort) and index == 0:
-        return _below(exact_int(producer.args[0]), experts)
+        return below(exact_int(producer.args[0]), experts)
     if is_op(producer, aten.topk) and index == 1:
         a = arguments(producer)
         return static_int(shape(a["self"])[a["dim"]]) == experts
@@ -367,8 +406,8 @@ def indexed_product(bmm: fx.Node, weights: Weights, canon: Canon) -> Product:
         swapped = swapped ^ swapped_before ^ weight_first
         weight = weights.resolve(source, swapped, bmm)
         vector = shape(rows)[2 if weight_first else 1]
-        need(vector == 1, "each gathered weight must meet one row", bmm)
-        need(shape(rows)[0] == shape(index)[0], "one expert id for each row is needed", bmm)
+        need(vector == 1, "each gathered weight must meet one row", bmm, changes.GATHERED)
+        need(shape(rows)[0] == shape(index)[0], "one expert id for each row is needed", bmm, changes.GATHERED)
         return Product(
             bmm,
             rows,
@@ -377,7 +416,7 @@ def indexed_product(bmm: fx.Node, weights: Weights, canon: Canon) -> Product:
             ids=index,
             unit_dim=2 if weight_first else 1,
         )
-    refuse("bmm with an expert weight that is not gathered by expert ids", bmm)
+    refuse("bmm with an expert weight that is not gathered by expert ids", bmm, changes.GATHERED)
 
 
 class IndexedRows(Rows):
@@ -399,11 +438,12 @@ class IndexedRows(Rows):
             # x [T, 1, H] -> [T, k, H] -> [T * k, H]
             source, (tokens, k, width) = repeat.args[0], shape(repeat)
             if same_shape(shape(source), (tokens, 1, width)):
-                need(static_int(k) is not None, "k is symbolic", repeat)
+                need(static_int(k) is not None, "k is symbolic", repeat, changes.STATIC_K)
                 need(
                     shape(self.ids)[0] == tokens * k,
                     f"{k} choices a token do not make the ids",
                     repeat,
+                    changes.REPEATED,
                 )
                 return source, k
         return a, 1

@@ -11,6 +11,7 @@ from torch.export import ExportedProgram
 from torch.export.graph_signature import InputKind, OutputKind
 from torch.utils import _pytree as pytree
 
+from . import changes
 from .capture import capture, mutated_inputs
 from .options import parse
 from .report import Frame
@@ -51,7 +52,7 @@ def rewrite(program: ExportedProgram, options: Mapping[str, Any] | None = None) 
     fakes = [n.meta["val"] for n in source.graph.find_nodes(op="placeholder")]
     gm, fake_mode = capture(source, fakes)
     if mutated_inputs(gm.graph) or any(s.kind is not OutputKind.USER_OUTPUT for s in _outputs(program)):
-        raise ValueError("fp4: the program writes to its buffers or inputs; only pure ones are rewritten")
+        raise ValueError(f"fp4: the program writes to its buffers or inputs. Change: {changes.PURE}")
     values = [
         _value(program, spec) if spec.kind in _CONSTANT else None
         for spec in program.graph_signature.input_specs
@@ -61,7 +62,8 @@ def rewrite(program: ExportedProgram, options: Mapping[str, Any] | None = None) 
     report = Frame("exported program")
     rewritten, report.sites = rewrite_graph(gm, fixed, chosen, fake_mode)
     if rewritten is None:
-        reasons = "; ".join(s.reason for s in report.sites) or "nothing in it looks like experts"
+        told = [f"{s.reason} ({s.where}). Change: {s.change}" for s in report.sites]
+        reasons = "; ".join(told) or "nothing in it looks like experts"
         raise ValueError(f"fp4: nothing was rewritten: {reasons}")
     report.also = rewritten.also
 

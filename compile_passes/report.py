@@ -10,6 +10,7 @@ import torch
 from torch import fx
 
 from .capture import source_name
+from .graph import Refusal
 
 _TORCH = str(torch.__file__).removesuffix("__init__.py")
 
@@ -96,6 +97,8 @@ class Site:
     bytes_after: int = 0
     gain: Gain | None = None
     """Of the step that was traced; None if the model held the weights in 4 bits already."""
+    change: str = ""
+    """Where there is a reason: the smallest change to the model that would help, or "none: " and why."""
 
     @property
     def rewritten(self) -> bool:
@@ -111,10 +114,10 @@ class Site:
             weights += f", ... ({len(self.weights)} parameters)"
         if self.op is not None and not self.weights:
             return f"{self.op}  from {self.form}\n    kernel {self.kernel}\n    at {self.place}"
+        change = [f"    change: {self.change}"] if self.change else []
         if self.op is None:
-            return f"left alone: {self.reason}\n    at {self.place}" + (
-                f"\n    weights {weights}" if weights else ""
-            )
+            more = [f"    weights {weights}"] if weights else []
+            return "\n".join([f"left alone: {self.reason}", *change, f"    at {self.place}", *more])
         lines = [
             f"{self.op}  {self.shape}  from {self.form}",
             f"    kernel {self.kernel}, {self.format}, layout {self.layout}, activations {self.a_format}"
@@ -123,7 +126,12 @@ class Site:
             f"    at {self.place}",
             *([f"    {self.gain}"] if self.gain else []),
         ]
-        return "\n".join(lines + ([f"    {self.reason}"] if self.reason else []))
+        return "\n".join([*lines, *([f"    {self.reason}"] if self.reason else []), *change])
+
+
+def left_alone(refusal: Refusal) -> Site:
+    where, module = location(refusal.node), module_path(refusal.node)
+    return Site(None, refusal.reason, where, module, change=refusal.change)
 
 
 @dataclass
@@ -134,6 +142,8 @@ class Frame:
     sites: list[Site] = field(default_factory=list)
     note: str = ""
     """Why the whole graph was left to Inductor, if it was."""
+    change: str = ""
+    """What would help then."""
     also: list[str] = field(default_factory=list)
     """What was rewritten around the experts, in words."""
 
@@ -146,7 +156,8 @@ class Frame:
         else:
             head += _count(self.sites)
         sites = ("  " + str(s).replace("\n", "\n  ") for s in self.sites)
-        return "\n".join([head, *sites, *(f"  {text}" for text in self.also)])
+        change = [f"  change: {self.change}"] if self.change else []
+        return "\n".join([head, *change, *sites, *(f"  {text}" for text in self.also)])
 
 
 @dataclass

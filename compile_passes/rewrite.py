@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import operator
 from collections.abc import Collection, Iterable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -13,6 +13,7 @@ from torch._dynamo.source import AttrSource
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from ..meta.layouts import LAYOUTS, preferred_layout
+from . import changes
 from .batched import batched_products
 from .block import Block, ends_a_block, match_block
 from .capture import CannotCapture, mutated_inputs
@@ -37,7 +38,7 @@ from .linears import linear_layers
 from .options import Options
 from .products import IndexedRows, Product, find_products, nonnegative
 from .reading import Reader
-from .report import Load, Site, hint, input_name, location, module_path
+from .report import Load, Site, hint, input_name, left_alone, location, module_path
 from .search import Search
 from .terms import interning
 from .topk import write_topk
@@ -73,16 +74,21 @@ def rewrite(
     products = {p.node: p for p in found if isinstance(p, Product)}
 
     blocks: list[Block] = []
-    why_not: dict[fx.Node, str] = {}
+    why_not: dict[fx.Node, Refusal] = {}
     for product in products.values():
         try:
             block = match_block(product, products, canon)
             formats = [_format(w.placeholder, options) for w in (block.up.weight, block.down.weight)]
-            need(formats[0] == formats[1], "gate/up and down are held in different formats", product.node)
+            need(
+                formats[0] == formats[1],
+                "gate/up and down are held in different formats",
+                product.node,
+                changes.ALL_HELD,
+            )
             blocks.append(block)
         except Refusal as refusal:
             if ends_a_block(product, products, canon):
-                why_not[product.node] = f"not a whole block: {refusal.reason} ({location(refusal.node)})"
+                why_not[product.node] = refusal
 
     writer = _Writer(gm, options)
     for block in blocks:
@@ -91,14 +97,16 @@ def rewrite(
     refused = _mixtures(gm.graph, writer, sites, fixed, mutated)
     sweep(gm.graph)
     alive = set(gm.graph.nodes)
-    sites += [
-        Site(None, r.reason, *_where(r.node)) for r in found if isinstance(r, Refusal) and r.node in alive
-    ]
+    sites += [left_alone(r) for r in found if isinstance(r, Refusal) and r.node in alive]
     refused = [r for downs, r in refused if not any(n in products for n in downs)]
-    sites += dict.fromkeys(Site(None, r.reason, *_where(r.node)) for r in refused)
+    sites += dict.fromkeys(map(left_alone, refused))
     for product in products.values():
         if product.node in alive:
-            sites.append(writer.product(product, why_not.get(product.node, "")))
+            site, why = writer.product(product), why_not.get(product.node)
+            if why is not None:
+                reason = f"not a whole block: {why.reason} ({location(why.node)})"
+                site = replace(site, reason=reason, change=why.change)
+            sites.append(site)
     sites += fp4_calls(gm.graph, writer.written)
     also = write_topk(gm.graph) if any(s.rewritten for s in sites) else []
     if not writer.written and not also:
@@ -147,9 +155,10 @@ def _no_stand_in_is_left(graph: fx.Graph, sites: list[Site]) -> None:
     """What takes the place of a tensor subclass holds no values: every use must have become an operator's."""
     for node in graph.find_nodes(op="placeholder"):
         for user in node.users if is_held(node) else ():
-            kind, refused = node.meta["held"].kind, [s.reason for s in sites if not s.rewritten]
-            why = refused[0] if refused else f"{user.name} ({user.target}) reads it"
-            raise CannotCapture(f"a product of {input_name(node)} ({kind}) was not found: {why}")
+            kind, refused = node.meta["held"].kind, [(s.reason, s.change) for s in sites if not s.rewritten]
+            own = f"{user.name} ({user.target}) reads it", changes.HELD_PRODUCT
+            why, change = refused[0] if refused else own
+            raise CannotCapture(f"a product of {input_name(node)} ({kind}) was not found: {why}", change)
 
 
 def sweep(graph: fx.Graph) -> None:
@@ -270,7 +279,7 @@ class _Writer:
             Load(w.experts, b.k, hint(value(b.root).numel() // b.down.weight.n)),
         )  # fmt: skip
 
-    def product(self, p: Product, reason: str) -> Site:
+    def product(self, p: Product) -> Site:
         """fp4::grouped_mm or fp4::indexed_mm in place of one product."""
         layout = self._layout(p.weight)
         a_format, why = self._a_format(layout, p.weight)
@@ -304,7 +313,7 @@ class _Writer:
         form = "rows sorted by expert (grouped_mm)" if p.offs is not None else IndexedRows.form
         return self._site(
             f"fp4::{name}",
-            reason,
+            "",
             where,
             [w],
             layout,

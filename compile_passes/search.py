@@ -8,8 +8,9 @@ import torch
 from torch import fx
 from torch.fx.experimental.symbolic_shapes import free_unbacked_symbols
 
-from .graph import Refusal, aten, is_op, is_tensor, need, shape, value
-from .mixture import Matcher, Mixture
+from . import changes
+from .graph import FLOATING, Refusal, aten, is_op, is_tensor, item, need, refuse, shape, value
+from .mixture import Matcher, Mixture, instead_of
 from .products import is_grouped_mm
 from .reading import Reader
 from .terms import free_axes
@@ -33,6 +34,7 @@ class Search:
 
     def run(self) -> Iterator[tuple[list[fx.Node], Mixture | Refusal]]:
         """(down products, what became of them)."""
+        single = 0
         for bits in self._groups():
             results = [(bits, self._match(bits))]
             if not isinstance(results[0][1], Mixture):
@@ -43,9 +45,18 @@ class Search:
                     results = apart
             for part, found in results:
                 if found is not None:
-                    yield [n for d, n in enumerate(self._downs) if part >> d & 1], found
+                    yield self._of(part), found
+                elif any(map(_is_of_some_rows, self._of(part))):
+                    single |= part
                 if isinstance(found, Mixture):
                     self.reader.cut(found.root)
+        if single.bit_count() > 1:
+            downs = self._of(single)
+            reason = f"{len(downs)} experts read what others have computed, and are none of one block"
+            yield downs, Refusal(reason, downs[-1], changes.ONE_AFTER_ANOTHER)
+
+    def _of(self, bits: int) -> list[fx.Node]:
+        return [n for d, n in enumerate(self._downs) if bits >> d & 1]
 
     def _groups(self) -> list[int]:
         """Down products of one block: of one shape, whose inputs depend on the same earlier ones."""
@@ -80,8 +91,7 @@ class Search:
         lin = self.matcher.linear(term)
         assert lin is not None
         # A shared expert may be of the same shape; it has all rows, not those that a mask or `where` chose.
-        chosen = bool(free_unbacked_symbols(value(node)))
-        return (*(str(s) for s in (shape(node)[-1], lin.inner.size)), chosen)
+        return (*(str(s) for s in (shape(node)[-1], lin.inner.size)), _is_of_some_rows(node))
 
     def _continues(self, node: fx.Node) -> bool:
         if not is_tensor(node):
@@ -103,12 +113,15 @@ class Search:
                     found = self.matcher.match(node, allow_rest)
                     for r in found.rest:
                         experts = self._near.get(r.node, 0) & bits
-                        need(
-                            not experts,
-                            f"{r.node.name} ({r.node.target}) has experts and is not understood",
-                            r.node,
-                        )
-                    need(found.downs == count, f"it is the sum of {found.downs} of {count} experts", node)
+                        if experts:
+                            reason = f"{r.node.name} ({r.node.target}) has experts and is not understood"
+                            refuse(reason, r.node, instead_of(r.node))
+                    need(
+                        found.downs == count,
+                        f"it is the sum of {found.downs} of {count} experts",
+                        node,
+                        changes.ALL_TOGETHER,
+                    )
                     return found
                 except Refusal as refusal:
                     own = self.matcher.branches if self._near[node] == bits else 0
@@ -117,8 +130,9 @@ class Search:
         if not ends or not (experts or self._is_indexed(ends[0])):
             return None  # a dense FFN
         refusal = max(told, key=lambda t: t[:2])[2]
-        vague = refusal.reason.endswith("is not understood")
-        return (self._stopped(bits) if vague else None) or refusal
+        if not refusal.reason.endswith("is not understood"):
+            return refusal
+        return self._stopped(bits) or self._behind(refusal.node) or refusal
 
     def _stopped(self, bits: int) -> Refusal | None:
         """The operator that an expert's output meets before it is added up, if no block ends with such."""
@@ -129,14 +143,37 @@ class Search:
             alone = near and near & bits == near and near & (near - 1) == 0
             if alone and is_tensor(node) and not self._continues(node):
                 return Refusal(
-                    f"{node.target} of one expert's output, before all are added, is not understood", node
+                    f"{node.target} of one expert's output, before all are added, is not understood",
+                    node,
+                    changes.EVAL,
                 )
+        return None
+
+    def _behind(self, step: fx.Node) -> Refusal | None:
+        """The first step of an expert's rows, of those that enter `step`, that is the reason why."""
+        behind, todo = {step}, [step]
+        while todo:
+            new = set(todo.pop().all_input_nodes) - behind
+            behind |= new
+            todo += new
+        for node in self.graph.nodes:
+            if node not in behind or not is_tensor(node) or value(node).dtype not in FLOATING:
+                continue
+            if _is_of_some_rows(node) and self.reader.value(node, 2) is self.reader.opaque(node):
+                cause = (item(node) or (node,))[0]
+                reason = f"{cause.name} ({cause.target}) of an expert's rows is not understood"
+                return Refusal(reason, cause, instead_of(cause))
         return None
 
     def _is_indexed(self, node: fx.Node) -> bool:
         """Whether a product's weight holds several experts."""
         lin = self.matcher.linear(self.reader.value(node, 2).term)
         return lin is not None and len(free_axes(lin.weight)) > 2
+
+
+def _is_of_some_rows(node: fx.Node) -> bool:
+    """Whether a tensor has the rows that a mask or `where` chose."""
+    return bool(free_unbacked_symbols(value(node)))
 
 
 _DULL = ("there is only one expert", "something else is added to it")

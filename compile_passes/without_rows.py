@@ -26,11 +26,16 @@ from torch._dynamo.bytecode_analysis import HASFREE, HASLOCAL, JUMP_OPCODES, TER
 from torch.fx.experimental.symbolic_shapes import free_unbacked_symbols, statically_known_true
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from . import changes
 from .bytecode import joined_list
 
 
 class Unproved(Exception):
-    """Why a branch stays one."""
+    """Why a branch stays one, and what would help."""
+
+    def __init__(self, why: str, change: str) -> None:
+        super().__init__(why)
+        self.change = change
 
 
 def in_short(error: Exception) -> str:
@@ -171,15 +176,22 @@ class Way:
         now = self._locals()
         for name in now.keys() | self.locals.keys():
             if not self._same(self.locals.get(name), now.get(name)):
-                raise Unproved(f"`{name}`, which is read later, changes where there are rows")
+                raise Unproved(
+                    f"`{name}`, which is read later, changes where there are rows",
+                    changes.elsewhere(f"`{name}`"),
+                )
         if not _all_same(self.stack, self.tx.stack) or self._state() != self.state:
-            raise Unproved("what is being computed, or a setting of torch, changes where there are rows")
+            raise Unproved(
+                "what is being computed, or a setting of torch, changes where there are rows", changes.ALL_RUN
+            )
         grown = self._grown()
         self.objects.check({id(v): len(items) for v, items in grown.values()})
         if self.tx.output.graph is not self.graph:
-            raise Unproved("it is in two graphs")
+            raise Unproved("it is in two graphs", changes.ALL_RUN)
         if any(writes_to(same_elements(mask), list(since(self.last))) for mask, _ in self.nothing.rows):
-            raise Unproved("the mask changes, whose rows are of the rounds to come")
+            raise Unproved(
+                "the mask changes, whose rows are of the rounds to come", changes.elsewhere("the mask")
+            )
         for name in self.swallowing:  # a read of them breaks the graph
             self.tx.symbolic_locals.pop(name, None)
         try:
@@ -187,10 +199,13 @@ class Way:
         except Unproved:
             raise
         except Exception as error:  # of whatever the model calls
-            raise Unproved(f"without rows it fails: {in_short(error)}") from error
+            raise Unproved(f"without rows it fails: {in_short(error)}", changes.ALL_RUN) from error
         for name, (v, items) in grown.items():
             if not all(_is_like_without_rows(x, v.items[0], sizes) for x in v.items[len(items) :]):
-                raise Unproved(f"`{name}`, which is read later, changes where there are rows")
+                raise Unproved(
+                    f"`{name}`, which is read later, changes where there are rows",
+                    changes.elsewhere(f"`{name}`"),
+                )
         self.grown = [v for v, _ in grown.values()]
 
     def _same(self, a: Any, b: Any) -> bool:
@@ -314,11 +329,11 @@ class _Objects:
             if items is not None:
                 v.items = items
             if len(now) != len(before) or not all(map(_equal, before, now)):
-                raise Unproved(f"{_name(v)} changes where there are rows")
+                raise Unproved(f"{_name(v)} changes where there are rows", changes.elsewhere(_name(v)))
         for v in (*self.side.id_to_variable.values(), *self.side.store_attr_mutations):
             new = id(v) not in self.known and isinstance(v.mutation_type, self.existing)
             if new and self.side.is_modified(v):
-                raise Unproved(f"{_name(v)} changes where there are rows")
+                raise Unproved(f"{_name(v)} changes where there are rows", changes.elsewhere(_name(v)))
 
 
 def _name(v: Any) -> str:
@@ -383,7 +398,9 @@ def replay(nodes: Sequence[fx.Node], nothing: Nothing, output: Any) -> set[Any]:
     with output.fake_mode, enable_python_dispatcher(), watch, output.shape_env.suppress_guards():
         for node in nodes:
             if torch.is_grad_enabled() and _needs_gradient(example(node)):
-                raise Unproved("gradients are asked for, and experts without rows have none")
+                raise Unproved(
+                    "gradients are asked for, and experts without rows have none", changes.NO_GRADIENTS
+                )
             if _selects_by(node, masks):
                 sizes |= _data_sizes(node) - _data_sizes(node.args[0])
                 env[node] = emptied(node)
@@ -393,14 +410,14 @@ def replay(nodes: Sequence[fx.Node], nothing: Nothing, output: Any) -> set[Any]:
                 watch.keep(env[node], False)
                 continue
             if node.meta.get("unbacked_bindings"):
-                raise Unproved(f"{called(node)} has a size that only the data knows")
+                raise Unproved(f"{called(node)} has a size that only the data knows", changes.SIZES)
             args, kwargs = fx.node.map_arg((node.args, node.kwargs), argument)
             if node.op == "call_function" and node.target not in _EFFECTS:
                 env[node] = node.target(*args, **kwargs)  # type: ignore[operator]
             elif node.op == "call_method":
                 env[node] = getattr(args[0], str(node.target))(*args[1:], **kwargs)
             else:
-                raise Unproved(f"{called(node)} may do more than compute")
+                raise Unproved(f"{called(node)} may do more than compute", changes.ALL_RUN)
             row = called(node) == "getitem" and (node.args[0], _one_of(node.args[1])) in nothing.rows
             same = called(node) in (*SAME_ELEMENTS, "any") and node.args and node.args[0] in masks
             if row or same:
@@ -430,7 +447,7 @@ def _selects_by(node: fx.Node, masks: set[fx.Node]) -> bool:
     if masks.isdisjoint(tensors):
         return False
     if len(tensors) > 1:
-        raise Unproved("a mask is one of several indices")
+        raise Unproved("a mask is one of several indices", changes.SIZES)
     return True
 
 
@@ -454,7 +471,7 @@ def _emptied(value: Any, sizes: set[Any]) -> Any:
         if not sizes.isdisjoint(expr.free_symbols):
             expr = expr.subs(dict.fromkeys(sizes, 0))
             if expr.free_symbols:
-                raise Unproved(f"{value} is about more than one size")
+                raise Unproved(f"{value} is about more than one size", changes.SIZES)
             return bool(expr) if isinstance(value, torch.SymBool) else int(expr)
     return value
 
@@ -486,9 +503,9 @@ class _Watch(TorchDispatchMode):
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
         if torch.Tag.nondeterministic_seeded in func.tags:
-            raise Unproved(f"{func} draws random numbers")
+            raise Unproved(f"{func} draws random numbers", changes.NO_RANDOM)
         if torch.Tag.inplace_view in func.tags:
-            raise Unproved(f"{func} changes a tensor's shape")
+            raise Unproved(f"{func} changes a tensor's shape", changes.NO_SHAPES)
         schema = func._schema
         named = {a.name: v for a, v in zip(schema.arguments, args)} | kwargs
         at = torch.utils._pytree.tree_leaves(named.get(_WRITES_AT.get(schema.name, "")))
@@ -499,7 +516,7 @@ class _Watch(TorchDispatchMode):
                 if argument.alias_info is not None and argument.alias_info.is_write:
                     written = torch.utils._pytree.tree_leaves(named.get(argument.name))
                     if not all(map(self._own, written)):
-                        raise Unproved(f"{func} writes to a tensor that is read later")
+                        raise Unproved(f"{func} writes to a tensor that is read later", changes.OWN_TENSOR)
         return func(*args, **kwargs)
 
     def _own(self, t: Any) -> bool:

@@ -15,8 +15,10 @@ from torch import fx
 
 from ..meta.formats import ACTIVATIONS
 from ..meta.layouts import preferred_layout
+from . import changes
 from .activations import GATE, UP, same_function
 from .axes import same
+from .factors import OUT, E, J, K, N
 from .graph import (
     FLOATING,
     aten,
@@ -26,8 +28,8 @@ from .graph import (
     value,
 )
 from .held import HeldSpec, format_of, held_spec, is_held, own_scales
-from .mixture import OUT, E, J, K, Matrix, Mixture, N
-from .products import nonnegative
+from .mixture import Matrix, Mixture
+from .products import below, nonnegative
 from .read_indexing import INDICATOR
 from .report import Load, Site, hint, location, module_path
 from .routing import Support, distinct, support
@@ -56,15 +58,17 @@ class _Emitter:
         options = self.w.options
         act = b.act
         device = value(b.down.ref.node).device.type
-        need(value(m.root).dtype in FLOATING, f"the output is {value(m.root).dtype}", m.root)
-        need(device in ("cpu", "cuda"), f"no kernels for device {device}", m.root)
+        need(value(m.root).dtype in FLOATING, f"the output is {value(m.root).dtype}", m.root, changes.DTYPE)
+        need(device in ("cpu", "cuda"), f"no kernels for device {device}", m.root, changes.DEVICE)
         fused = bool(act.name)
         up, interleaved = self._gate_up(device)
         down = self._spec([(x.down,) for x in m.branches], device, False)
         if isinstance(up[1], HeldSpec) and isinstance(down[1], HeldSpec) and own_scales(up[1]):
             down = self._rescaled(up, down)
         same_kind = (up[1].format, up[1].layout) == (down[1].format, down[1].layout)
-        need(same_kind, "gate/up and down are packed in different formats or layouts", m.root)
+        need(
+            same_kind, "gate/up and down are packed in different formats or layouts", m.root, changes.ALL_HELD
+        )
         up_bias = self._bias([x.up_bias for x in m.branches], interleaved)
         down_bias = self._bias([(x.down_bias,) for x in m.branches], False)
         routing = self.routing = _Routing(self)
@@ -94,13 +98,16 @@ class _Emitter:
             out = self._cast(out, value(m.root).dtype)
         where = location(m.root), module_path(m.root)
         self.w.replace(m.root, out)
-        return self.w.site(
-            "fp4::moe" if fused else "fp4::indexed_mm",
-            "" if fused else f"activation {act.term!r} is none of: {', '.join(ACTIVATIONS)}",
-            where, [up, down], self._form(routing), f"{a_format} ({why})", self.activation or repr(act.term),
+        site = self.w.site(
+            "fp4::moe" if fused else "fp4::indexed_mm", "", where, [up, down], self._form(routing),
+            f"{a_format} ({why})", self.activation or repr(act.term),
             f"{self.experts} experts, top {k}, hidden {b.up[0].k}, intermediate {b.down.k}",
             Load(self.experts, k, hint(value(m.root).numel() // b.down.n), all_before=m.k is None),
         )  # fmt: skip
+        if fused:
+            return site
+        reason = f"activation {act.term!r} is none of: {', '.join(ACTIVATIONS)}"
+        return replace(site, reason=reason, change=changes.ACTIVATION)
 
     def _form(self, routing: _Routing) -> str:
         how = "dense" if routing.dense else "routed"
@@ -228,6 +235,7 @@ class _Emitter:
             linear,
             "gate and up are held under global scales of their own, and the activation is not linear in up",
             self.m.root,
+            changes.ONE_SCALE_HELD,
         )
         sources = tuple(dict.fromkeys((*down[0], *up[0])))
         at = [sources.index(s) for s in up[0]]
@@ -240,7 +248,12 @@ class _Emitter:
     def _bias(self, experts: list[tuple[Matrix | None, ...]], interleaved: bool) -> Any:
         if all(p is None for parts in experts for p in parts):
             return None
-        need(all(p is not None for parts in experts for p in parts), "only some have biases", self.m.root)
+        need(
+            all(p is not None for parts in experts for p in parts),
+            "only some have biases",
+            self.m.root,
+            changes.ALL_BIASES,
+        )
         sources, assembly = assemble(experts, interleaved, self.m.root)  # type: ignore[arg-type]
         return sources, JoinSpec(assembly, value(sources[0]).dtype)
 
@@ -265,7 +278,12 @@ class _Emitter:
     def _sizes(self) -> list[Any]:
         """The output's shape for reshape: at most one size may be symbolic."""
         sizes = [static_int(s) for s in (*shape(self.m.root)[:-1], self.m.hidden.size)]
-        need(sizes.count(None) <= 1, "several dimensions of the output are symbolic", self.m.root)
+        need(
+            sizes.count(None) <= 1,
+            "several dimensions of the output are symbolic",
+            self.m.root,
+            changes.FLATTEN,
+        )
         return [-1 if s is None else s for s in sizes]
 
     def _tensor(self, ref: Ref) -> fx.Node:
@@ -277,7 +295,7 @@ class _Emitter:
         """x once for each token, where a row of the output is one choice of a token."""
         free = free_axes(self.common.x)
         sizes = [-1 if t in free else static_int(t.size) for t in self.m.tokens]
-        need(None not in sizes, "x is shared by a symbolic number of rows", self.m.root)
+        need(None not in sizes, "x is shared by a symbolic number of rows", self.m.root, changes.ONE_X)
         if all(s == -1 for s in sizes):
             return node
         return self._call(aten.expand.default, node, [*sizes, -1])
@@ -288,7 +306,12 @@ class _Emitter:
             return term.value
         if isinstance(term, Ref):
             return self._ref(term, axes)
-        need(isinstance(term, (Apply, Mul, Add)), f"{term!r} cannot be computed apart", self.m.root)
+        need(
+            isinstance(term, (Apply, Mul, Add)),
+            f"{term!r} cannot be computed apart",
+            self.m.root,
+            changes.ROUTING_FIRST,
+        )
         parts = {a: self.element(a, axes) for a in term.args if isinstance(a, Term)}  # type: ignore[attr-defined]
         return self._pointwise(term, parts)
 
@@ -300,19 +323,35 @@ class _Emitter:
             return self._arranged(*self._gathered(node, ref, axes), axes, ref)
         for d, i in enumerate(ref.index):
             if isinstance(i, Mix):
-                need(all(isinstance(p, Axis) for p in i.parts), f"{ref!r} is indexed oddly", self.m.root)
+                need(
+                    all(isinstance(p, Axis) for p in i.parts),
+                    f"{ref!r} is indexed oddly",
+                    self.m.root,
+                    changes.ROUTING_FIRST,
+                )
                 labels += i.parts
                 sizes += [static_int(s) for s in i.sizes]
             else:
-                need(isinstance(i, (Axis, Const)), f"{ref!r} is indexed oddly", self.m.root)
+                need(
+                    isinstance(i, (Axis, Const)),
+                    f"{ref!r} is indexed oddly",
+                    self.m.root,
+                    changes.ROUTING_FIRST,
+                )
                 labels.append(i)
                 sizes.append(self._size(ref.node, d))
         if len(labels) != len(ref.index):
-            need(sum(s is None for s in sizes) <= 1, f"{ref!r} has several symbolic sizes", self.m.root)
+            need(
+                sum(s is None for s in sizes) <= 1,
+                f"{ref!r} has several symbolic sizes",
+                self.m.root,
+                changes.FLATTEN,
+            )
             need(
                 not any(isinstance(s, fx.Node) for s in sizes),
                 f"{ref!r} has several symbolic sizes",
                 self.m.root,
+                changes.FLATTEN,
             )
             node = self._reshape(node, [-1 if s is None else s for s in sizes])
         for d in reversed(range(len(labels))):
@@ -328,20 +367,39 @@ class _Emitter:
     def _gathered(self, node: fx.Node, ref: Ref, axes: tuple[Axis, ...]) -> tuple[fx.Node, list[Axis]]:
         """`scores[t, ids[t, j]]`: the weights of a router that does not normalise them."""
         *rows, ids = ref.index
-        if len(rows) == 1 and isinstance(rows[0], Const):  # of one token
+        if all(isinstance(i, Const) for i in rows):  # `scale[ids[t, j]]`, or of one token
+            for i in rows:
+                node = self._call(aten.select.int, node, 0, i.value)
             labels = [a for a in axes if a in free_axes(ids)]
-            row = self._call(aten.select.int, node, 0, rows[0].value)
-            return self._call(aten.index.Tensor, row, [self.element(ids, tuple(labels))]), labels
+            return self._call(aten.index.Tensor, node, [self._inside(ids, labels, ref)]), labels
         labels = [*rows, *(a for a in axes if a in free_axes(ids) and a not in rows)]
-        need(len(rows) == 1 and isinstance(rows[0], Axis), f"{ref!r} is indexed oddly", self.m.root)
-        need(len(labels) == 2 and labels[0] in free_axes(ids), f"{ref!r} is indexed oddly", self.m.root)
-        return self._call(aten.gather.default, node, 1, self.element(ids, tuple(labels))), labels
+        need(
+            len(rows) == 1 and isinstance(rows[0], Axis),
+            f"{ref!r} is indexed oddly",
+            self.m.root,
+            changes.ROUTING_FIRST,
+        )
+        need(
+            len(labels) == 2 and labels[0] in free_axes(ids),
+            f"{ref!r} is indexed oddly",
+            self.m.root,
+            changes.ROUTING_FIRST,
+        )
+        return self._call(aten.gather.default, node, 1, self._inside(ids, labels, ref)), labels
+
+    def _inside(self, ids: Any, labels: list[Axis], ref: Ref) -> fx.Node:
+        """Ids as an index into the last dimension of `ref`; any will do where no expert's row reads it."""
+        index, size = self.element(ids, tuple(labels)), static_int(shape(ref.node)[-1])
+        need(size is not None, f"{ref!r} has a symbolic size", self.m.root, changes.ROUTING_FIRST)
+        assert size is not None
+        return index if below(ids.node, size) else self._call(aten.remainder.Scalar, index, size)
 
     def _arranged(self, node: fx.Node, labels: list[Any], axes: tuple[Axis, ...], ref: Ref) -> fx.Node:
         need(
             set(labels) <= set(axes) and len(set(labels)) == len(labels),
             f"{ref!r} has axes of its own",
             self.m.root,
+            changes.ROUTING_FIRST,
         )
         order = [labels.index(a) for a in axes if a in labels]
         if order != sorted(order):
@@ -362,10 +420,15 @@ def packing(
 ) -> tuple[tuple[fx.Node, ...], PackSpec | HeldSpec]:
     """(parameters, how they become one packed operand): for each expert its parts, one below the other."""
     sources, assembly = assemble(experts, interleaved, site)
-    need(assembly.k % 2 == 0, f"K = {assembly.k} is odd; two codes share a byte", site)
+    need(assembly.k % 2 == 0, f"K = {assembly.k} is odd; two codes share a byte", site, changes.EVEN)
     for s in sources:
-        need(s not in mutated, f"the graph writes to the weight {s.name}", site)
-        need(value(s).dtype == value(sources[0]).dtype, "weights of one block differ in dtype", site)
+        need(s not in mutated, f"the graph writes to the weight {s.name}", site, changes.NO_WRITES)
+        need(
+            value(s).dtype == value(sources[0]).dtype,
+            "weights of one block differ in dtype",
+            site,
+            changes.ONE_DTYPE,
+        )
     if any(map(is_held, sources)):
         return sources, held_spec(sources, assembly, layout, site)
     whole = assembly.whole([tuple(shape(s)) for s in sources])
@@ -404,7 +467,12 @@ class _Routing:
             self.k = self.m.k
             if self.b.ids is None:
                 assert self.b.masked is not None
-                need(distinct(self.b.masked.node), "a token may have one expert twice", self.m.root)
+                need(
+                    distinct(self.b.masked.node),
+                    "a token may have one expert twice",
+                    self.m.root,
+                    changes.DISTINCT,
+                )
 
     def emit(self, rows: fx.Node) -> tuple[fx.Node, fx.Node]:
         call, m = self.e.call, self.m
@@ -459,7 +527,7 @@ class _Routing:
         each = J in free_axes(term)
         table = self.e.element(term, (*m.tokens, J, E) if each else (*m.tokens, E))
         columns = _columns(term)
-        need(columns is not None, f"{term!r} is not a matrix over experts", m.root)
+        need(columns is not None, f"{term!r} is not a matrix over experts", m.root, changes.OWN_COLUMN)
         table = self.e._reshape(table, [-1, self.k, columns] if each else [-1, columns])
         if self.dense and m.first == 0 and columns == self.k:
             return table
@@ -501,7 +569,7 @@ def _place(index: Term, site: fx.Node) -> tuple[Any, ...]:
     if isinstance(index, Const):
         return ("at", index.value)
     base, start, step = (index.base, index.start, index.step) if isinstance(index, Affine) else (index, 0, 1)
-    need(base is N or base is K, f"a weight is indexed by {index!r}", site)
+    need(base is N or base is K, f"a weight is indexed by {index!r}", site, changes.OWN_MATRIX)
     return ("n" if base is N else "k", start, step)
 
 

@@ -58,6 +58,7 @@ def test_what_is_left_alone_is_said_with_its_place():
     assert [s.op for s in report.sites] == ["fp4::grouped_mm"] * 2
     assert "scales the rows a second time" in str(report)
     assert "moe_models.py" in report.sites[1].reason
+    assert "\n      change: multiply all that scales a row into its routing weight first" in str(report)
 
     class Odd(torch.nn.Module):
         def __init__(self) -> None:
@@ -71,6 +72,16 @@ def test_what_is_left_alone_is_said_with_its_place():
     (site,) = report.sites
     assert not site.rewritten and "K = 7 is odd" in site.reason and "test_explain.py" in site.where
     assert "left alone: K = 7 is odd" in str(report)
+    assert "\n      change: pad K to an even number with zeros" in str(report)
+    assert report.to_dict()["frames"][0]["sites"][0]["change"] == site.change
+
+
+def test_a_graph_that_is_left_whole_is_told_with_what_would_help():
+    recorder = Recorder()
+    torch.compile(Block("batched_mm"), backend=recorder)(torch.randn(4, Block.H))
+    (frame,) = recorder.frames
+    assert "gradients" in frame.note and "torch.no_grad()" in frame.change
+    assert "\n  change: run the model under torch.no_grad()" in str(frame)
 
 
 def test_frames_without_experts_and_graph_breaks_are_told():

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import json
 import os
 import subprocess
@@ -57,15 +58,40 @@ class CountsHits(ListStyle):
         return out / busy
 
 
+class CountsOutside(ListStyle):
+    """`Counts` with the change that it is told."""
+
+    def experts_of(self, x, ids, weights):
+        out = torch.zeros_like(x)
+        busy = (torch.nn.functional.one_hot(ids, self.E).sum((0, 1)) > 0).sum()
+        for e, expert in enumerate(self.list):
+            token, slot = torch.where(ids == e)
+            if token.numel() == 0:
+                continue
+            out.index_add_(0, token, expert(x[token]) * weights[token, slot, None])
+        return out / busy
+
+
+def test_the_change_that_is_told_helps():
+    counts, x = Counts(), torch.randn(5, 32)
+    outside = copy.deepcopy(counts)
+    outside.__class__ = CountsOutside
+    report = fp4_ops.explain(outside, x)
+    assert [s.op for s in report.sites] == ["fp4::moe"] and not report.hints
+    with torch.no_grad():
+        torch.testing.assert_close(outside(x), counts(x))
+
+
 @pytest.mark.parametrize(
-    ("style", "stays", "change", "skipped"),
+    ("style", "stays", "drop", "skipped"),
     [(Counts, "a branch", "drop it", 1), (CountsHits, "a loop", "loop over all of them", 0)],
 )
-def test_what_skips_experts_and_stays_is_told_with_the_change_that_helps(style, stays, change, skipped):
+def test_what_skips_experts_and_stays_is_told_with_the_change_that_helps(style, stays, drop, skipped):
     report = fp4_ops.explain(style(), torch.randn(5, 32))
     assert not report.sites and report.skipped == skipped
     (hint,) = report.hints
-    assert "test_explain_cli.py" in hint and change in hint, hint
+    assert "test_explain_cli.py" in hint and drop in hint, hint
+    assert "Change: compute `busy` outside of what is skipped." in hint, hint
     assert f" stays {stays}: `busy`, which is read later, changes" in hint, hint
 
 

@@ -21,54 +21,74 @@ def run(module: torch.nn.Module, *args, dynamic=None, **options) -> tuple[object
         return torch.compile(module, backend=recorder, dynamic=dynamic)(*args), recorder
 
 
-# (what is changed, the operators it must become, what the report must say)
+# (what is changed, the operators it must become, what the report must say, and suggest)
 SINGLE = ["fp4::grouped_mm"] * 2
 GROUPED = [
-    ("", ["fp4::moe"], ""),
-    ("silu spelled out", ["fp4::moe"], ""),
-    ("gelu", ["fp4::moe"], ""),
-    ("gelu tanh", ["fp4::moe"], ""),
-    ("histc to E", ["fp4::moe"], ""),
-    ("argsort inverse", ["fp4::moe"], ""),
-    ("expert-parallel masks", ["fp4::moe"], ""),
-    ("gate/up is returned too", ["fp4::moe", "fp4::grouped_mm"], ""),
-    ("rows too", SINGLE, "is used 2 times"),
-    ("alpha", SINGLE, "alpha=1.5"),
-    ("up offset", SINGLE, "up_offset=1.0"),
-    ("up is clamped", SINGLE, "clamped"),
-    ("gate is the second half", SINGLE, "two halves (gate first)"),
-    ("descending", SINGLE, "not sorted anywhere"),
-    ("offs of other ids", SINGLE, "not sorted anywhere"),
-    ("histc range", SINGLE, "does not give each expert a bin"),
-    ("rows not sorted", SINGLE, "another order"),
-    ("another mask", SINGLE, "not a product of the experts"),
-    ("down routes otherwise", SINGLE, "the offsets (getitem"),
-    ("rows scaled twice", SINGLE, "scales the rows a second time"),
-    ("bias that is no expert's", SINGLE, "adds something other than each row's expert bias"),
-    ("weights not sorted", SINGLE, "routing weights are not in the order"),
-    ("permuted again", SINGLE, "other than the inverse permutation"),
-    ("sum over tokens", SINGLE, "not over the choices"),
-    ("weight is written to", ["fp4::grouped_mm"], "is computed in the graph"),
-    ("weight is written to later", ["fp4::grouped_mm"], "the graph writes to the weight"),
+    ("", ["fp4::moe"], "", ""),
+    ("silu spelled out", ["fp4::moe"], "", ""),
+    ("gelu", ["fp4::moe"], "", ""),
+    ("gelu tanh", ["fp4::moe"], "", ""),
+    ("histc to E", ["fp4::moe"], "", ""),
+    ("argsort inverse", ["fp4::moe"], "", ""),
+    ("expert-parallel masks", ["fp4::moe"], "", ""),
+    ("gate/up is returned too", ["fp4::moe", "fp4::grouped_mm"], "", ""),
+    ("rows too", SINGLE, "is used 2 times", "return only the block's output"),
+    ("alpha", SINGLE, "alpha=1.5", "one of silu"),
+    ("up offset", SINGLE, "up_offset=1.0", "one of silu"),
+    ("up is clamped", SINGLE, "clamped", "one of silu"),
+    ("gate is the second half", SINGLE, "two halves (gate first)", "in the order that its formula says"),
+    ("descending", SINGLE, "not sorted anywhere", "ids, perm = ids.flatten().sort()"),
+    ("offs of other ids", SINGLE, "not sorted anywhere", "count the ids that sort the rows"),
+    ("histc range", SINGLE, "does not give each expert a bin", "min=0, max=E - 1"),
+    ("rows not sorted", SINGLE, "another order", "x[perm // k]"),
+    ("another mask", SINGLE, "not a product of the experts", "nothing but the activation"),
+    ("down routes otherwise", SINGLE, "the offsets (getitem", "count the ids that sort the rows"),
+    ("rows scaled twice", SINGLE, "scales the rows a second time", "into its routing weight first"),
+    (
+        "bias that is no expert's",
+        SINGLE,
+        "adds something other than each row's expert bias",
+        "bias[ids] for each row",
+    ),
+    ("weights not sorted", SINGLE, "routing weights are not in the order", "weights.flatten()[perm]"),
+    ("permuted again", SINGLE, "other than the inverse permutation", "y[perm.argsort()]"),
+    ("sum over tokens", SINGLE, "not over the choices", "rows.view(T, k, H).sum(1)"),
+    (
+        "weight is written to",
+        ["fp4::grouped_mm"],
+        "is computed in the graph",
+        "compute the weight once, outside forward",
+    ),
+    (
+        "weight is written to later",
+        ["fp4::grouped_mm"],
+        "the graph writes to the weight",
+        "outside of the compiled function",
+    ),
 ]
 PAIR = ["fp4::indexed_mm"] * 2
 BATCHED = [
-    ("", ["fp4::moe"], ""),
-    ("clamped ids", ["fp4::moe"], ""),
-    ("ids from the end", ["fp4::moe"], ""),
-    ("alpha", ["fp4::indexed_mm"], "sigmoid(gate*1.5)"),  # the block, with the model's own activation
-    ("rows in another order", PAIR, "choices"),
-    ("down routes otherwise", PAIR, "route their rows differently"),
-    ("rows scaled twice", ["fp4::moe"], ""),  # by the product of both
-    ("weight is written to", ["fp4::indexed_mm"], "is computed in the graph"),
+    ("", ["fp4::moe"], "", ""),
+    ("clamped ids", ["fp4::moe"], "", ""),
+    ("ids from the end", ["fp4::moe"], "", ""),
+    (
+        "alpha",
+        ["fp4::indexed_mm"],
+        "sigmoid(gate*1.5)",
+        "one of silu",
+    ),  # the block, with the model's own activation
+    ("rows in another order", PAIR, "choices", "x.repeat_interleave(k, 0)"),
+    ("down routes otherwise", PAIR, "route their rows differently", "by the same ids"),
+    ("rows scaled twice", ["fp4::moe"], "", ""),  # by the product of both
+    ("weight is written to", ["fp4::indexed_mm"], "is computed in the graph", "compute the weight once"),
 ]
 
 
 @pytest.mark.parametrize(
-    ("form", "changed", "ops", "reason"),
+    ("form", "changed", "ops", "reason", "change"),
     [("grouped_mm", *c) for c in GROUPED] + [("batched_mm", *c) for c in BATCHED],
 )
-def test_only_what_is_proved_is_rewritten_and_all_of_it_is_right(form, changed, ops, reason):
+def test_only_what_is_proved_is_rewritten_and_all_of_it_is_right(form, changed, ops, reason, change):
     block = Block(form, changed)
     x = torch.randn(11, Block.H)
     twin = block.twin()
@@ -78,7 +98,9 @@ def test_only_what_is_proved_is_rewritten_and_all_of_it_is_right(form, changed, 
         want = twin(x)
     got, recorder = run(block, x, dynamic=len(changed) % 2 == 0)
     assert recorder.ops == ops, recorder.reasons
-    assert reason in recorder.reasons
+    told = [(s.reason, s.change) for s in recorder.sites if s.reason]
+    assert any(reason in why and change in instead for why, instead in told) or not reason, told
+    assert all(instead for _, instead in told), told
     for g, w in zip(*(o if isinstance(o, tuple) else (o,) for o in (got, want))):
         assert g.dtype == w.dtype and g.shape == w.shape
         assert relative_error(g, w) < 1e-5
@@ -142,12 +164,14 @@ def test_weights_that_cannot_be_packed_are_refused():
     got, recorder = run(odd, a, ids)
     assert recorder.ops == []
     assert "K = 7 is odd" in recorder.reasons
+    assert "pad K to an even number with zeros" in recorder.sites[0].change
     assert torch.equal(got, odd(a, ids))
 
     double = Odd(8).double()
     got, recorder = run(double, torch.randn(5, 8).double(), ids)
     assert recorder.ops == []
     assert "torch.float64" in recorder.reasons
+    assert "model.to(torch.bfloat16)" in recorder.sites[0].change
 
 
 def test_ids_counted_from_the_end_keep_their_meaning():
@@ -186,4 +210,5 @@ def test_an_operand_that_is_no_parameter_is_left_alone():
     got, recorder = run(holder, w, a, offs)
     assert recorder.ops == []
     assert "is not a parameter" in recorder.reasons
+    assert "hold the weight as a parameter or buffer" in recorder.sites[0].change
     torch.testing.assert_close(got, holder(w, a, offs))

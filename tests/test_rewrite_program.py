@@ -73,6 +73,11 @@ def test_what_cannot_be_rewritten_is_an_error():
     with pytest.raises(ValueError, match="nothing was rewritten: nothing in it looks like experts"):
         fp4_ops.rewrite(program)
 
+    mixed = STYLES["where loop"]()
+    mixed.list[2].act = torch.nn.functional.gelu
+    with pytest.raises(ValueError, match=r"have different activations .*Change: none: "):
+        fp4_ops.rewrite(export(mixed, torch.randn(4, 32)))
+
     class Writes(torch.nn.Module):
         def __init__(self) -> None:
             super().__init__()
@@ -82,5 +87,5 @@ def test_what_cannot_be_rewritten_is_an_error():
             self.count.add_(1)
             return x * self.count
 
-    with pytest.raises(ValueError, match="writes to its buffers"):
+    with pytest.raises(ValueError, match=r"writes to its buffers or inputs\. Change: return new values"):
         fp4_ops.rewrite(export(Writes(), torch.randn(4, 32)))

@@ -1,0 +1,212 @@
+"""What a person could change so that what was refused is recognised: a sentence for each refusal.
+
+`graph.need`, `graph.refuse` and the exceptions that leave a graph or a branch alone take one beside the
+reason. Where nothing in the model would help, it begins with "none: " and says why. In the sentences, x is
+the tokens [T, H], ids and weights are the routing [T, k] over E experts, rows are tokens repeated for their
+experts.
+"""
+
+from __future__ import annotations
+
+from ..meta.formats import ACTIVATIONS
+
+
+def none(why: str) -> str:
+    return f"none: {why}"
+
+
+# --- weights ---
+
+PARAMETER = (
+    "hold the weight as a parameter or buffer of a module: an argument may be another one at each call"
+)
+ONCE = "compute the weight once, outside forward, and keep the result as a parameter or buffer"
+NO_WRITES = "write to the weight outside of the compiled function: at the next call it is packed anew"
+STACK = "stack the experts' matrices in one parameter [E, N, K] or [E, K, N]"
+DTYPE = "use float32, bfloat16 or float16: model.to(torch.bfloat16) before it is compiled"
+ONE_DTYPE = "cast all weights of the experts to one dtype"
+DEVICE = "move the model to a CPU or a CUDA GPU: there are no kernels for other devices"
+STATIC_WEIGHTS = "do not mark dimensions of the weights as dynamic"
+EVEN = "pad K to an even number with zeros, in the weight and in the rows that it multiplies"
+ALONG = "quantise the weight along the dimension that its product sums over, or leave this one unquantised"
+ALL_HELD = "quantise all experts' weights in one format, or leave all as they were"
+WHOLE_HELD = "quantise each part of the weight that has a product of its own as a weight of its own"
+ONE_SCALE_HELD = "quantise gate and up of an expert under one global scale, as one weight"
+OWN_MATRIX = (
+    "let expert e's products read parameters of its own: w[e], a slice of it, or self.experts[e].weight"
+)
+HELD_PRODUCT = "use such a weight in matrix products only: F.linear, x @ w.T, torch.bmm, _grouped_mm"
+FOUR_BITS = "quantise the weight to nvfp4, or to mxfp4 in blocks of 32, or leave it unquantised"
+OTHER_SUBCLASS = none(
+    "what such a tensor holds is not known here; with weights that are ordinary tensors, FP4Tensor, or "
+    "torchao's NVFP4Tensor or MXTensor the graph is rewritten"
+)
+
+# --- rows sorted by expert, weights gathered by ids ---
+
+OFFSETS = (
+    "count the ids that sort the rows: ids, perm = ids.flatten().sort(); counts = torch.histc(ids.float(), "
+    "bins=E, min=0, max=E - 1); offs = counts.cumsum(0, dtype=torch.int32)"
+)
+GROUPED = (
+    "multiply rows [S, K] sorted by expert with one weight [E, K, N] and offs=; if each expert has as many "
+    "rows as the others, use torch.bmm"
+)
+FLAT_IDS = "sort the ids as one dimension: ids.flatten().sort()"
+TOKEN_ROWS = (
+    "gather the rows by the permutation that sorts the ids: x[perm // k] where ids, perm = "
+    "ids.flatten().sort()"
+)
+STATIC_K = "let the number of choices a token has be a Python number, not a dimension marked as dynamic"
+RESTORE = "put the rows back by the inverse permutation, y[perm.argsort()], and sum .view(T, k, H) over dim 1"
+SORTED_WEIGHTS = "scale sorted rows by weights.flatten()[perm], or scale them once they are in token order"
+GATHERED = "gather one weight for each row by its expert id: torch.bmm(weight[ids], rows.unsqueeze(-1))"
+REPEATED = "repeat each token k times in a row, x.repeat_interleave(k, 0), in the order of ids.flatten()"
+
+# --- a whole block ---
+
+SAME_ROUTE = "route gate/up and down by the same ids: one permutation and the same offsets for both products"
+AS_MANY = "give gate/up and down as many experts"
+GATE_UP = "stack gate and up in one weight of twice as many rows as the down product has columns"
+ACTIVATION = (
+    "for one fp4::moe: one of "
+    + ", ".join(ACTIVATIONS)
+    + " (meta/formats.py), over gate and up in the order "
+    "that its formula says; with any other the products are in 4 bits, too, each as an operator of its own"
+)
+BETWEEN = "put nothing but the activation, and each row's own bias[ids], between the two products"
+ROW_BIAS = (
+    "add the expert's own bias, bias[ids] for each row, once and before the routing weights; nothing else"
+)
+ONE_SCALE = "multiply all that scales a row into its routing weight first, one number a row, and scale once"
+AFTER_SUM = "do this after the sum over a token's choices"
+UNREAD = "let nothing outside of the block read what is between its steps: return only the block's output"
+WEIGHTED = "multiply the rows by their routing weights before the sum (by ones, if all count alike)"
+SUM_CHOICES = (
+    "let a token's k rows follow each other, x.repeat_interleave(k, 0) for ids.flatten(), and sum over "
+    "these, all columns: rows.view(T, k, H).sum(1)"
+)
+WEIGHTS_DTYPE = "cast the routing weights to float32, bfloat16 or float16"
+
+# --- experts in index notation ---
+
+STEPS = (
+    "write this step by simpler ones: matrix products, + and *, indexing, torch.where, index_add, "
+    "index_put, scatter of sums, views; or do it before or after the experts"
+)
+SPLIT = (
+    "cut rows that are sorted by topk's ids by how many of these each expert has: counts = "
+    "torch.bincount(ids.flatten(), minlength=E); perm = ids.flatten().argsort(); x[perm // "
+    "k].split(counts.tolist()); join the outputs in that order, scale them by weights.flatten()[perm], and "
+    "out.index_add(0, perm // k, y)"
+)
+ONE_AFTER_ANOTHER = none(
+    "experts that refine each other's outputs run one after the other; one operator runs all on the same x"
+)
+EVAL = "leave the step out in inference (model.eval()), or do it after the experts' outputs are added up"
+BATCH_ROWS = (
+    "if each expert takes as many tokens: gather them as rows [E, C, H] and multiply by the stacked "
+    "weights, torch.bmm(rows, w); otherwise none: only choices that tokens make are proved"
+)
+HIDDEN_LAST = "let the experts' output end in its hidden dimension: [..., H]"
+FLATTEN = "flatten the tokens before the experts, x.view(-1, H), so that one dimension is dynamic"
+ADD_LATER = (
+    "add it after the experts' weighted outputs are summed up (times weights.sum(-1, keepdim=True), if "
+    "each choice adds it)"
+)
+ONE_EXPERT = none("a single expert is a linear layer; with options={'linear': True} it is in 4 bits, too")
+ALL_TOGETHER = "add all experts' outputs up in one sum before anything else reads them"
+MASK = (
+    "select an expert's rows by its own number, token, slot = torch.where(ids == e); ids that should not "
+    "count can be set to E before"
+)
+CONDITION = (
+    "put the condition into the ids before the experts, ids = torch.where(keep, ids, E): id E is no "
+    "expert's. What differs among experts can be looked up by id: limit[ids]"
+)
+OWN_COLUMN = (
+    "weight expert e by its column, full[:, e] with full = zeros(T, E).scatter(1, ids, weights), or mask "
+    "its rows"
+)
+OVER_CHOICES = "sum an expert's rows over a token's choices only"
+INDEX_WEIGHTS = "index the weights once, by the expert's id in their first dimension: w[ids]"
+EXPERTS_AXIS = "stack the experts along one dimension of the weights, and sum over that"
+TWO_PRODUCTS = (
+    "compute the activation of one or two products of x, up or gate and up; what a product is corrected by "
+    "(LoRA) can be merged into its weight: w + scale * b @ a"
+)
+ROWS_OF_X = "give gate and up the token's whole row, x[token]; what scales it may be one number a row"
+SAME_SHAPE = "give gate and up as many rows"
+CONSECUTIVE = (
+    "loop over all experts from the first to the last; those that should not run get no rows by ids = "
+    "torch.where(ids == e, E, ids) before the loop"
+)
+ONCE_EACH = (
+    "run each expert once, for its own id; what it should count for goes into its rows' routing weights"
+)
+ALL_CHOICES = "run every expert for each of a token's k choices, or mask all at once: torch.where(ids == e)"
+SAME_WEIGHTS = "let expert e have the same weights for each choice"
+ROW_A_TOKEN = "give the experts one row of x for each token, and one row of ids"
+IDS_SHAPE = "use ids [T, k], or one id for each row of the output"
+OUTPUT_SCALE = (
+    "scale an expert's output by a vector [H], by one number a row, or by the root of its own mean square "
+    "over the whole row (F.rms_norm); what is the same for all experts can scale their sum; otherwise none"
+)
+ROUTING_FIRST = (
+    "compute ids and weights, [T, k] each, before the experts, and index them by token and slot only"
+)
+DISTINCT = "take the ids from topk, whose choices differ, or sum over token, slot = torch.where(ids == e)"
+ALL_BIASES = "give all experts a bias, zeros where there is none"
+ONE_X = "give x a row for each row of the output, or let those that share one be a fixed number"
+
+SAME_X = "let all experts read rows of the same x"
+SCALE_BY_EXPERT = (
+    "scale all experts' inputs alike; a number of each expert's own can be looked up by id, scale[ids]"
+)
+SAME_ACTIVATION = none(
+    "experts with different activations compute different functions, and one operator has one"
+)
+SAME_SHAPES = (
+    "pad the smaller experts with zeros: rows of gate and up, columns of down. The outputs stay the same "
+    "if the activation of zeros is zero; otherwise none: one operator has experts of one shape"
+)
+SAME_IDS = "compare the same ids with each expert's number, ids == e"
+SAME_CHOICES = "treat the choices of a token alike in all experts"
+WEIGHT_BY_EXPERT = (
+    "put what differs into the routing weights before the experts, weights * scale[ids], or into the "
+    "expert's down weight"
+)
+SAME_AFTER = (
+    "change all experts' outputs alike: with one norm, one eps, one gain; norm a row over its own values; "
+    "none if each expert must have its own"
+)
+
+# --- whole graphs ---
+
+NO_GRADIENTS = "run the model under torch.no_grad() or torch.inference_mode()"
+INLINE = "leave torch._dynamo.config.inline_inbuilt_nn_modules on"
+NO_ATTRIBUTES = (
+    "make the tensor a buffer or parameter of a module, or create it in forward without data: torch.zeros, "
+    "arange"
+)
+NO_RESIZE = "do not change an input's shape or strides in place: return a view of it"
+OWN_MEMORY = "clone one of the two, so that what the graph writes to has memory of its own"
+PURE = "return new values instead of writing them to buffers or inputs (a cache, a counter)"
+FAULT = none(
+    "this is a fault of fp4_ops, please report it with the model; the log at level DEBUG has the traceback"
+)
+
+# --- branches and loops that skip experts without rows ---
+
+ALL_RUN = "let what is skipped only compute rows and add them up"
+COUNT_TOKENS = "ask for the number of tokens instead: it is known without the data"
+
+
+def elsewhere(name: str) -> str:
+    return f"compute {name} outside of what is skipped"
+
+
+NO_RANDOM = "draw the random numbers before the loop"
+NO_SHAPES = "make a view instead of changing the shape in place"
+OWN_TENSOR = "write to the experts' output by index only: out.index_add_(0, token, rows)"
+SIZES = "take the rows by torch.where(ids == e), and no other sizes from the data"

@@ -1,0 +1,31 @@
+"""What to write for a step that is not understood, by what the step is."""
+
+from __future__ import annotations
+
+from torch import fx
+
+from . import changes
+from .graph import aten, is_op, item, passes_order
+
+_PRODUCTS = (aten.mm, aten.bmm, aten.addmm, aten.baddbmm)
+_SELECTS = (aten.index, aten.index_select, aten.gather)
+
+
+def instead_of(step: fx.Node) -> str:
+    if any(map(_is_chosen_by_experts, step.all_input_nodes)):
+        return changes.BATCH_ROWS
+    if is_op(step, aten.split, aten.split_with_sizes, aten.cat):
+        return changes.SPLIT
+    if is_op(step, *_SELECTS):
+        return changes.ROUTING_FIRST
+    if any(is_op(n, *_PRODUCTS) for n in step.all_input_nodes):
+        return changes.TWO_PRODUCTS
+    return changes.STEPS
+
+
+def _is_chosen_by_experts(index: fx.Node) -> bool:
+    """Whether these rows are, or are some of, the indices that `topk` chose."""
+    while passes_order(index) or is_op(index, aten.select, aten.slice):
+        index = index.args[0]
+    found = item(index)
+    return found is not None and found[1] == 1 and is_op(found[0], aten.topk)

@@ -1,0 +1,288 @@
+"""The changes that refusals suggest: every refusal has one, and one that is applied does what it says."""
+
+from __future__ import annotations
+
+import ast
+import copy
+import inspect
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import test_lookalikes as lookalikes
+import torch
+import torch.nn.functional as F
+from fp4_ops.compile_passes import changes
+from fp4_ops.compile_passes.functional import CannotCapture
+from fp4_ops.compile_passes.graph import Refusal, need, refuse
+from fp4_ops.compile_passes.without_rows import Unproved
+from moe_models import Recorder, relative_error
+from moe_styles import NormedLoop
+from test_lookalikes import Loop, Splits, norm
+from torch import Tensor, nn
+
+REFUSING = (need, refuse, Refusal, CannotCapture, Unproved)
+
+
+@pytest.fixture(autouse=True)
+def fresh_dynamo():
+    torch._dynamo.reset()
+    torch.set_num_threads(1)
+
+
+# --- every refusal has one ---
+
+
+@pytest.mark.parametrize("refusing", REFUSING, ids=lambda f: f.__name__)
+def test_nothing_is_refused_without_a_change(refusing):
+    last = list(inspect.signature(refusing).parameters.values())[-1]
+    assert last.name == "change" and last.default is inspect.Parameter.empty
+
+
+def calls() -> list[tuple[str, ast.expr]]:
+    """(place, the change) of each call that refuses something."""
+    package = Path(str(changes.__file__)).parent
+    names = {f.__name__ for f in REFUSING}
+    found = []
+    for path in package.glob("*.py"):
+        for node in ast.walk(ast.parse(path.read_text())):
+            if isinstance(node, ast.Call) and getattr(node.func, "id", "") in names:
+                found.append((f"{path.name}:{node.lineno}", node.args[-1]))
+    return found
+
+
+def test_each_change_is_a_sentence_of_changes_py():
+    """Or what decides among them, or what another refusal has named."""
+    named, chosen = set(), []
+    for place, change in calls():
+        text = ast.unparse(change)
+        if text.startswith("changes."):
+            named.add(text.removeprefix("changes.").split("(")[0])
+        else:
+            chosen.append((place.split(":")[0], text))
+    assert len(calls()) > 120 and len(named) > 60
+    assert {text for _, text in chosen} <= {
+        "change",
+        "instead_of(root)",
+        "instead_of(r.node)",
+        "instead_of(cause)",
+    }
+    for name in named:
+        sentence = getattr(changes, name)
+        sentence = sentence("x") if callable(sentence) else sentence
+        assert 20 < len(sentence) < 500 and not sentence.endswith("."), name
+
+
+def test_no_sentence_is_left_that_nothing_names():
+    package = Path(str(changes.__file__)).parent
+    code = "".join(p.read_text() for p in package.glob("*.py"))
+    sentences = [n for n in vars(changes) if n.isupper() and n != "ACTIVATIONS"] + ["elsewhere"]
+    assert [n for n in sentences if f"changes.{n}" not in code] == []
+
+
+# --- those of the look-alikes, applied ---
+
+
+class Before(Loop):
+    """Ids and weights are changed before the loop, which is as it should be."""
+
+    change: Callable[..., tuple[Tensor, Tensor]]
+
+    def experts_of(self, x: Tensor, ids: Tensor, weights: Tensor) -> Tensor:
+        return super().experts_of(x, *type(self).change(ids, weights, self.E))
+
+
+def seen(ids: Tensor, experts: int) -> Tensor:
+    return F.one_hot(ids, experts).sum(1).cumsum(0)
+
+
+ROUTING: dict[str, Callable[..., tuple[Tensor, Tensor]]] = {
+    "OneExpertTwice": lambda ids, w, E: (ids, w * torch.where(ids == 2, 2.0, 1.0)),
+    "OneExpertMissing": lambda ids, w, E: (torch.where(ids == 2, E, ids), w),
+    "OneWeightFromTheWrongSlot": lambda ids, w, E: (ids, torch.where(ids == 3, w.flip(1), w)),
+    "OneIsRoutedOtherwise": lambda ids, w, E: (ids, torch.where(ids == 3, w.flip(1), w)),
+    "OneExpertIsDoubled": lambda ids, w, E: (ids, w * (1.0 + (torch.arange(E) == 3))[ids]),
+    "OneHasAConditionOfItsOwn": lambda ids, w, E: (torch.where(ids.cumsum(0) % 3 > (ids == 4), ids, E), w),
+    "OneHasNoCondition": lambda ids, w, E: (torch.where((ids == 3) | (ids.cumsum(0) % 3 > 0), ids, E), w),
+    "CapacitiesDiffer": lambda ids, w, E: (
+        torch.where(seen(ids, E).gather(1, ids) <= (1 + (torch.arange(E) == 2))[ids], ids, E), w
+    ),
+    "CapacityOfAnotherExpert": lambda ids, w, E: (
+        torch.where(seen(ids, E).gather(1, E - 1 - ids) <= 2, ids, E), w
+    ),
+    "CapacityOfTheFirstExpert": lambda ids, w, E: (torch.where(seen(ids, E)[:, :1] <= 2, ids, E), w),
+    "TwoExpertsAtOnce": lambda ids, w, E: (torch.where(ids.flip(1) == (ids + 1) % E, ids, E), w),
+}  # fmt: skip
+
+APPLIED: dict[str, Callable[[nn.Module], nn.Module]] = {}
+"""By the refused program: the program after the change, which computes the same."""
+
+
+def applied(name: str):
+    """Decorates the class that a module has afterwards, or what changes the module itself."""
+
+    def add(change):
+        APPLIED[name] = change
+        return change
+
+    return add
+
+
+for _name, _change in ROUTING.items():
+    APPLIED[_name] = type(f"{_name}Changed", (Before,), {"change": staticmethod(_change)})
+APPLIED |= {"OneReadsTwiceItsInput": Loop, "AWeightIsWrittenTo": Loop}
+
+
+@applied("DifferentShapes")
+def padded(module: nn.Module) -> nn.Module:
+    small, inter = module.list[3], module.I
+    for name, shape in (("w1", (inter, module.H)), ("w3", (inter, module.H)), ("w2", (module.H, inter))):
+        old = getattr(small, name).weight
+        new = torch.zeros(shape)
+        new[: old.shape[0], : old.shape[1]] = old
+        setattr(small, name, linear(new))
+    return module
+
+
+@applied("OneHasABias")
+def zeros_for_the_others(module: nn.Module) -> nn.Module:
+    for expert in module.list:
+        if expert.w2.bias is None:
+            expert.w2.bias = nn.Parameter(torch.zeros(module.H))
+    return module
+
+
+@applied("LoRAOnOneExpert")
+def merged(module: nn.Module) -> nn.Module:
+    lora = module.list[3].w1
+    module.list[3].w1 = linear(lora.base.weight + lora.b.weight @ lora.a.weight)
+    return module
+
+
+def linear(weight: Tensor) -> nn.Linear:
+    layer = nn.Linear(*weight.shape[::-1], bias=False)
+    layer.weight = nn.Parameter(weight.detach())
+    return layer
+
+
+@applied("ExpertChoice")
+class RowsOfEachExpert(lookalikes.ExpertChoice):
+    def forward(self, x):
+        scores = torch.softmax(self.router(x), -1)
+        weights, tokens = torch.topk(scores.T, 3)
+        gate, up = torch.bmm(x[tokens], self.w13).chunk(2, -1)
+        y = torch.bmm(F.silu(gate) * up, self.w2) * weights.unsqueeze(-1)
+        return torch.zeros_like(x).index_add(0, tokens.flatten(), y.flatten(0, 1))
+
+
+@applied("SplitsWithAnExpertOfZeros")
+class OnesAreAddedLater(Loop):
+    def steps(self):
+        return list(enumerate(self.list))[:-1]
+
+    def experts_of(self, x, ids, weights):
+        ones = (weights * (ids == self.E - 1)).sum(-1, keepdim=True)
+        return super().experts_of(x, ids, weights) + ones
+
+
+@applied("NormAndABias")
+class TheGainIsAddedLater(NormedLoop):
+    def normed(self, y, e):
+        return norm(y, y)
+
+    def experts_of(self, x, ids, weights):
+        return super().experts_of(x, ids, weights) + self.gain * weights.sum(-1, keepdim=True)
+
+
+@applied("OutputsTimesInputs")
+class TheSumTimesInputs(NormedLoop):
+    def experts_of(self, x, ids, weights):
+        full = torch.zeros(x.shape[0], self.E).scatter(1, ids, weights)
+        return x * sum(expert(x) * full[:, e, None] for e, expert in enumerate(self.list))
+
+
+@applied("TransposedSum")
+class RowsOfATokenInARow(lookalikes.TransposedSum):
+    """What it sums is another token's rows: with the change it computes something else."""
+
+    def experts_of(self, x, ids, weights):
+        y = torch.bmm(x.repeat_interleave(self.k, 0).unsqueeze(1), self.w13[ids.flatten()])
+        gate, up = y.chunk(2, -1)
+        y = torch.bmm(F.silu(gate) * up, self.w2[ids.flatten()]).view(-1, self.k, self.H)
+        return (y * weights.unsqueeze(-1)).sum(1)
+
+
+class SplitsAsTold(Splits):
+    def experts_of(self, x, ids, weights):
+        counts = torch.bincount(ids.flatten(), minlength=self.E)
+        perm = ids.flatten().argsort()
+        parts = x[perm // self.k].split(counts.tolist())
+        y = torch.cat([expert(part) for expert, part in zip(self.list, parts, strict=True)])
+        y = y * weights.flatten()[perm].unsqueeze(-1)
+        return torch.zeros_like(x).index_add(0, perm // self.k, y)
+
+
+class OffsetsAsTold(lookalikes.OffsetsOfOtherIds):
+    def experts_of(self, x, ids, weights):
+        sorted_ids, perm = ids.flatten().sort()
+        counts = torch.histc(sorted_ids.float(), bins=self.E, min=0, max=self.E - 1)
+        offs = counts.cumsum(0, dtype=torch.int32)
+        gate, up = lookalikes.grouped_mm(x[perm // self.k], self.w13, offs).chunk(2, -1)
+        y = lookalikes.grouped_mm(F.silu(gate) * up, self.w2, offs)
+        y = y[perm.argsort()].view(-1, self.k, self.H)
+        return (y * weights.unsqueeze(-1)).sum(1)
+
+
+MEANT: dict[str, type[nn.Module]] = {
+    **dict.fromkeys(("TwoExpertsForOneId", "OneReadsAnotherInput", "SelectedByInequality"), Loop),
+    "ASideEffectBetweenExperts": Loop,
+    **dict.fromkeys([n for n in lookalikes.CHANGES if n.startswith("Splits")], SplitsAsTold),
+    "OffsetsOfOtherIds": OffsetsAsTold,
+    **dict.fromkeys([n for n in lookalikes.CHANGES if n.startswith("Norm")], NormedLoop),
+}
+"""What is probably meant where a program is one step off: with the change it computes something else."""
+SAME = APPLIED.keys() - {"TransposedSum"}
+NO_CHANGE = {"OneOtherActivation", "ExpertsFollowEachOther"}
+
+
+def changed(name: str) -> tuple[nn.Module, nn.Module]:
+    refused = lookalikes.CHANGES[name][0]()
+    change, module = APPLIED.get(name) or MEANT[name], copy.deepcopy(refused)
+    if isinstance(change, type):
+        module.__class__ = change
+        return refused, module
+    return refused, change(module)
+
+
+def recognised(module: nn.Module, x: Tensor) -> list[str]:
+    recorder = Recorder(activation="bf16")
+    with torch.no_grad():
+        want = module.twin()(x)
+        got = torch.compile(module, backend=recorder, fullgraph=True, dynamic=True)(x)
+    assert relative_error(got, want) < 1e-5
+    assert not any(s.reason for s in recorder.sites), recorder.reasons
+    return recorder.ops
+
+
+@pytest.mark.parametrize("name", sorted(APPLIED))
+def test_a_change_that_is_applied_is_recognised(name):
+    refused, module = changed(name)
+    x = torch.randn(10, module.H)
+    if name in SAME:  # sums in another order
+        with torch.no_grad():
+            assert relative_error(module(x), refused(x)) < 1e-4
+    ops = recognised(module, x)
+    assert ops == (["fp4::grouped_mm_masked"] * 2 if name == "ExpertChoice" else ["fp4::moe"])
+
+
+@pytest.mark.parametrize("cls", sorted({*MEANT.values()}, key=lambda c: c.__name__))
+def test_what_was_meant_is_recognised(cls):
+    module = cls()
+    assert recognised(module, torch.randn(10, module.H)) == ["fp4::moe"]
+
+
+def test_every_refused_lookalike_has_a_change_here():
+    refused = {name for name, (_, reason, _) in lookalikes.CHANGES.items() if reason} | {"TransposedSum"}
+    assert refused <= APPLIED.keys() | MEANT.keys() | NO_CHANGE
+    for name in NO_CHANGE:
+        assert lookalikes.CHANGES[name][2] == "none: "
