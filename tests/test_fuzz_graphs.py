@@ -10,6 +10,7 @@ from __future__ import annotations
 import os
 import random
 import time
+from functools import partial
 from typing import Any
 
 import pytest
@@ -24,7 +25,7 @@ from moe_models import Block
 from moe_styles import STYLES
 from torch import fx
 
-SECONDS = float(os.environ.get("FP4_FUZZ_SECONDS", "1"))
+SECONDS = float(os.environ.get("FP4_FUZZ_SECONDS", "0.5"))
 aten = torch.ops.aten
 
 
@@ -134,7 +135,9 @@ def run(fn: Any, inputs: list[Any]) -> torch.Tensor | str:
 
 
 def modules() -> dict[str, Any]:
-    styles = {name: cls for name, cls in STYLES.items() if not name.startswith("capacity")}
+    styles = {
+        name: partial(cls, experts=4) for name, cls in STYLES.items() if not name.startswith("capacity")
+    }
     forms = {form: lambda form=form: Block(form) for form in ("grouped_mm", "batched_mm")}
     return {**styles, **forms}
 
