@@ -14,6 +14,7 @@ from pathlib import Path
 
 import pytest
 import torch
+import torch._inductor.compile_fx
 from fp4_ops.compile_passes import weights as packed_weights
 from fp4_ops.compile_passes.options import inductor_patches, parse, version_hash
 from fp4_ops.compile_passes.weights import PackSpec, store
@@ -252,6 +253,43 @@ def test_inductors_options_and_modes_reach_it():
     assert (chosen.format, chosen.activation) == ("mxfp4", "auto")
     with pytest.raises(RuntimeError, match="Unrecognized mode=fast"):
         parse("fast", None)
+
+
+@pytest.mark.parametrize("mode", list(torch._inductor.list_mode_options()))
+def test_a_mode_is_what_it_is_for_torchs_own_backend(mode, monkeypatch):
+    given = {}
+
+    def compile_fx(gm, inputs, *, config_patches=None, **_):
+        given[backend] = dict(config_patches or {})
+        return gm
+
+    monkeypatch.setattr(torch._inductor.compile_fx, "compile_fx", compile_fx)
+    for backend in ("inductor", "fp4"):
+        torch._dynamo.reset()
+        with torch.no_grad():
+            torch.compile(Block("batched_mm"), backend=backend, mode=mode)(torch.randn(2, Block.H))
+    cache_key = given["fp4"].pop("post_grad_custom_pre_pass")
+    assert "fp4_ops" in cache_key.uuid()
+    assert given["fp4"] == given["inductor"] == torch._inductor.list_mode_options(mode)
+
+
+@pytest.mark.parametrize("form", ["grouped_mm", "batched_mm"])
+def test_autotuning_computes_the_same(form):
+    """As a mode, and beside options of ours: torch.compile takes either a mode or options."""
+    block, x = Block(form), torch.randn(5, Block.H)
+    options = {"activation": "bf16", "format": "mxfp4"}
+    want = block.twin("mxfp4")(x)
+    for more in ({}, torch._inductor.list_mode_options("max-autotune")):
+        torch._dynamo.reset()
+        compiled = torch.compile(block, backend="fp4", fullgraph=True, options={**options, **more})
+        with torch.no_grad():
+            assert relative_error(compiled(x), want) < EXACT
+    outs = []
+    for mode in ("default", "max-autotune"):
+        torch._dynamo.reset()
+        with torch.no_grad():
+            outs.append(torch.compile(block, backend="fp4", fullgraph=True, mode=mode)(x))
+    assert relative_error(outs[1], outs[0]) < 0.03  # 0 unless an int8 code is rounded to the next one
 
 
 def test_int8_is_refused_off_the_cpu():
