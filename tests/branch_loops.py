@@ -10,8 +10,8 @@ from torch import nn
 class Loop(ListStyle):
     """A loop over experts with the branch; `work` is what it skips."""
 
-    def __init__(self) -> None:
-        super().__init__(experts=5)
+    def __init__(self, experts: int = 5, k: int = 2) -> None:
+        super().__init__(experts, k)
         self.calls = 0
         self.dropout = nn.Dropout()
 

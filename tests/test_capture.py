@@ -103,8 +103,13 @@ def test_every_style(monkeypatch, name):
     check(monkeypatch, STYLES[name](experts=4), torch.randn(9, 32), copied=copied)
 
 
-@pytest.mark.parametrize("implementation", ["grouped_mm", "batched_mm"])
-@pytest.mark.parametrize("family", FAMILIES)
+FORMS = [(family, "grouped_mm") for family in FAMILIES] + [
+    ("mixtral", "batched_mm"),
+    ("gpt_oss", "batched_mm"),
+]
+
+
+@pytest.mark.parametrize(("family", "implementation"), FORMS)
 def test_families(monkeypatch, family, implementation):
     model = build(family, torch.float32, implementation)
     copied = family != "deepseek_v3"  # it writes to slices of a new tensor

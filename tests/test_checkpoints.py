@@ -494,7 +494,7 @@ print(held, peak() - before)
 def test_loading_holds_the_model_once(tmp_path):
     write_folder(tmp_path / "small", tiny(), "nvfp4-pack-quantized")
     c = tiny().config
-    c.hidden_size, c.moe_intermediate_size, c.num_experts, c.num_hidden_layers = 1024, 768, 16, 4
+    c.hidden_size, c.moe_intermediate_size, c.num_experts, c.num_hidden_layers = 1024, 768, 16, 2
     with torch.device("meta"):
         model = type(tiny())(c).to(torch.bfloat16)
     one = model.model.layers[0].mlp.experts.gate_up_proj.numel() * 9 // 16

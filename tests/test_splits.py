@@ -65,7 +65,7 @@ BRANCH, NUMBERS = "a branch on data keeps a function out", "takes numbers out of
 @pytest.mark.parametrize("name", [n for n in STYLES if n.startswith("sorted s") and "bounds" not in n])
 def test_slices_of_as_many_rows_as_an_expert_has_are_captured(name):
     """Without fullgraph, and through Inductor: no number is left in the graph."""
-    module = STYLES[name]()
+    module = STYLES[name](experts=4)
     compiled, twin = torch.compile(module, backend="fp4", dynamic=True), module.twin()
     counters = torch._dynamo.utils.counters
     counters.clear()
@@ -84,13 +84,13 @@ def test_numbers_that_are_not_recognised_still_compile():
             counts = torch.nn.functional.one_hot(x.argmax(-1), 4).sum(0).tolist()
             return torch.cat([(e + 1) * part for e, part in enumerate(x.split(counts))])
 
-    others = STYLES["sorted splits, one-hot counts, restored by index_put (DeepSeek-V3's own)"]()
+    others = STYLES["sorted splits, one-hot counts, restored by index_put (DeepSeek-V3's own)"](experts=4)
     others.list[3].act = torch.nn.functional.gelu  # so that they are not one block
-    for module, width in ((others, others.H), (Halves(), 4)):
+    for module, width, lengths in ((others, others.H, (9, 6)), (Halves(), 4, (9, 6, 1))):
         torch._dynamo.reset()
         compiled = torch.compile(module, backend="fp4", options={"activation": "bf16"}, dynamic=True)
         with torch.no_grad():
-            for n in (9, 6, 1):
+            for n in lengths:
                 x = torch.randn(n, width)
                 assert relative_error(compiled(x), module(x)) < 1e-5
 
