@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 from torch import fx
+from torch._dynamo.utils import get_compilation_metrics
 
 from .branches import KEPT, SEEN_THROUGH
 from .dynamo import CAPTURE, extend_dynamo
@@ -34,6 +35,7 @@ def explain(
     model = getattr(model, "_orig_mod", model)
     counters = torch._dynamo.utils.counters
     before = {name: Counter(counters[name]) for name in _COUNTERS}
+    compilations = list(get_compilation_metrics())
     # The graphs made here stay in Dynamo's cache beside the user's own: don't let them use up the limit.
     settings = {"recompile_limit": 1024, "accumulated_recompile_limit": 4096, **CAPTURE}
     extend_dynamo()
@@ -44,9 +46,21 @@ def explain(
     reasons = (new["graph_break"] | new["unimplemented"]).keys()
     report.graph_breaks = list(dict.fromkeys(reason.strip().splitlines()[0] for reason in reasons))
     report.skipped = new["frames"]["total"] - new["frames"]["ok"]
+    new_ones = [m for m in get_compilation_metrics() if not any(m is old for old in compilations)]
+    failed = [m for m in new_ones if m.fail_type is not None]
+    report.not_captured = list(dict.fromkeys(map(_not_captured, failed)))
     report.seen_through = [short_path(place) for place in new[SEEN_THROUGH]]
-    report.hints = _hints(model, report, list(new[KEPT]))
+    report.hints = _hints(model, report, list(new[KEPT])) or _dynamos_hints(failed)
     return report
+
+
+def _not_captured(frame: Any) -> str:
+    """One of Dynamo's CompilationMetrics that ended in a failure."""
+    reason = (frame.fail_reason or frame.fail_type).strip().splitlines()[0]
+    at = f"line {frame.fail_user_frame_lineno}"
+    if frame.fail_user_frame_filename != frame.co_filename:
+        at = f"{short_path(frame.fail_user_frame_filename or '?')}:{frame.fail_user_frame_lineno}"
+    return f"{frame.co_name} ({short_path(frame.co_filename)}:{frame.co_firstlineno}), for {at}: {reason}"
 
 
 _COUNTERS = ("graph_break", "unimplemented", "frames", SEEN_THROUGH, KEPT)
@@ -73,7 +87,8 @@ def _hints(model: Any, report: Report, branches: Sequence[str]) -> list[str]:
         hints.append(
             "a branch on data keeps a function out of the graphs: compute both ways, or use torch.where"
         )
-    if any("tolist" in reason or "Data dependent operator" in reason for reason in report.graph_breaks):
+    numbers = ("tolist", "item()", "Data dependent operator")
+    if any(name in reason for name in numbers for reason in report.graph_breaks):
         hints.append(
             "a function takes numbers out of tensors (.tolist(), .item(), .cpu().numpy()) and goes on "
             "in Python; if it slices rows sorted by expert (`x[start:end]`), cut them all at once, "
@@ -82,3 +97,14 @@ def _hints(model: Any, report: Report, branches: Sequence[str]) -> list[str]:
             "grouped_mm with offsets counts.cumsum(0): then no number leaves the graph"
         )
     return hints
+
+
+def _dynamos_hints(failed: Sequence[Any]) -> list[str]:
+    """For each function that Dynamo did not capture, what Dynamo suggests first."""
+    hints: dict[str, None] = {}
+    for frame in failed:
+        told = (line.strip() for line in (frame.fail_reason or "").splitlines())
+        first = next((line for line in told if line.startswith("Hint: ")), None)
+        if first is not None:
+            hints[f"{_not_captured(frame)}. {first.removeprefix('Hint: ')}"] = None
+    return list(hints)

@@ -168,7 +168,9 @@ class Report:
     graph_breaks: list[str] = field(default_factory=list)
     """Why Dynamo left the graph: what runs between two graphs runs as it always did."""
     skipped: int = 0
-    """Frames that Dynamo did not capture at all."""
+    """How many frames Dynamo did not capture at all."""
+    not_captured: list[str] = field(default_factory=list)
+    """Which those are: function, file, line, and the line and reason that keeps it out (the latest 64)."""
     seen_through: list[str] = field(default_factory=list)
     """Branches on a number of rows that are in no graph, because all they skip does nothing without rows."""
     hints: list[str] = field(default_factory=list)
@@ -199,6 +201,7 @@ class Report:
         out += [f"graph break: {reason}" for reason in self.graph_breaks]
         if self.skipped:
             out.append(f"{self.skipped} functions that Dynamo could not capture run as they always did")
+            out += [f"  {told}" for told in self.not_captured]
         out += [f"hint: {hint}" for hint in self.hints]
         total = f"{_count(self.sites)} in {len(self.frames)} graphs"
         if self.bytes_before:

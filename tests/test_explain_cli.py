@@ -23,6 +23,11 @@ import torch
 def loop():
     return STYLES["where loop"](), (torch.randn(5, 32),)
 
+def mixed():
+    module = STYLES["where loop"]()
+    module.list[2].act = torch.nn.functional.gelu
+    return module, (torch.randn(5, 32),)
+
 def wrong():
     return STYLES["where loop"]()
 """
@@ -88,11 +93,32 @@ def test_the_change_that_is_told_helps():
 )
 def test_what_skips_experts_and_stays_is_told_with_the_change_that_helps(style, stays, drop, skipped):
     report = fp4_ops.explain(style(), torch.randn(5, 32))
-    assert not report.sites and report.skipped == skipped
+    assert not report.sites and report.skipped == len(report.not_captured) == skipped
+    for told in report.not_captured:
+        assert told.startswith("experts_of (") and "test_explain_cli.py" in told and told in str(report)
+        assert "for line " in told and "branching" in told
     (hint,) = report.hints
     assert "test_explain_cli.py" in hint and drop in hint, hint
     assert "Change: compute `busy` outside of what is skipped." in hint, hint
     assert f" stays {stays}: `busy`, which is read later, changes" in hint, hint
+
+
+class Reads(ListStyle):
+    def experts_of(self, x, ids, weights):
+        out = torch.zeros_like(x)
+        for e, expert in enumerate(self.list):
+            with open(os.devnull) as log:
+                log.read()
+            token, slot = torch.where(ids == e)
+            out.index_add_(0, token, expert(x[token]) * weights[token, slot, None])
+        return out
+
+
+def test_of_what_only_dynamo_knows_its_own_hint_is_told():
+    report = fp4_ops.explain(Reads(), torch.randn(5, 32))
+    assert report.skipped == 1 and not report.sites
+    (hint,) = report.hints
+    assert "experts_of (" in hint and "`open`" in hint and f"hint: {hint}" in str(report)
 
 
 def test_a_branch_that_was_seen_through_is_told():
@@ -148,6 +174,18 @@ def test_the_command_prints_json(tmp_path):
     (site,) = report["frames"][0]["sites"]
     assert site["op"] == "fp4::moe" and site["format"] == "mxfp4" and len(site["weights"]) == 18
     assert report["bytes_before"] > 6 * report["bytes_after"] > 0
+
+
+@pytest.mark.parametrize("json_too", [False, True])
+def test_the_command_says_what_would_help(tmp_path, json_too):
+    done = explain(tmp_path, "factories:mixed", *["--json"] * json_too)
+    assert done.returncode == 0, done.stderr
+    if json_too:
+        (site,) = json.loads(done.stdout)["frames"][0]["sites"]
+        assert site["op"] is None and "different activations" in site["reason"]
+        assert site["change"].startswith("none: experts with different activations")
+    else:
+        assert "have different activations\n      change: none: " in done.stdout
 
 
 @pytest.mark.parametrize(
