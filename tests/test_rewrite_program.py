@@ -32,9 +32,6 @@ def first(out):
     return out[0] if isinstance(out, tuple) else out
 
 
-STYLES_HERE = ["where loop", "dense einsum", "gather + bmm", "sorted grouped_mm (torchtitan)"]
-
-
 @pytest.mark.parametrize(
     "name", ["where loop", "dense einsum", "gather + bmm", "sorted grouped_mm (torchtitan)"]
 )
@@ -52,6 +49,23 @@ def test_styles_survive_export_rewrite_and_another_export(name):
             want = twin(x)
             assert relative_error(rewritten(x), want) < 1e-5
             assert relative_error(again(x), want) < 1e-5
+
+
+@pytest.mark.slow
+def test_what_is_rewritten_compiles_and_becomes_an_aotinductor_package(tmp_path):
+    """A loop of the model's own, by both of the ways that the docs name."""
+    module = STYLES["where loop"]()
+    twin = module.twin("mxfp4")
+    rewritten = fp4_ops.rewrite(export(module, torch.randn(9, 32)), OPTIONS)
+    path = str(tmp_path / "model.pt2")
+    torch._inductor.aoti_compile_and_package(export(rewritten, torch.randn(9, 32)), package_path=path)
+    packaged = torch._inductor.aoti_load_package(path)
+    compiled = torch.compile(rewritten, fullgraph=True, dynamic=True)
+    with torch.no_grad():
+        for n in (9, 5):
+            x = torch.randn(n, 32)
+            assert relative_error(packaged(x), twin(x)) < 1e-5
+            assert relative_error(compiled(x), twin(x)) < 1e-5
 
 
 @pytest.mark.parametrize("family", ["mixtral", "gpt_oss"])
