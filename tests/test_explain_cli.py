@@ -15,6 +15,7 @@ from families import LOOPS, tiny
 from moe_styles import STYLES, ListStyle
 
 import fp4_ops
+from fp4_ops.__main__ import main
 
 FACTORY = """
 from moe_styles import STYLES
@@ -191,6 +192,9 @@ def test_the_command_says_what_would_help(tmp_path, json_too):
 @pytest.mark.parametrize(
     ("factory", "message"), [("factories", "MODULE:FACTORY"), ("factories:wrong", "must return")]
 )
-def test_the_command_refuses_what_it_cannot_use(tmp_path, factory, message):
-    done = explain(tmp_path, factory)
-    assert done.returncode != 0 and message in done.stderr
+def test_the_command_refuses_what_it_cannot_use(tmp_path, monkeypatch, factory, message):
+    (tmp_path / "factories.py").write_text(FACTORY)
+    monkeypatch.syspath_prepend(tmp_path)
+    monkeypatch.delitem(sys.modules, "factories", raising=False)
+    with pytest.raises(SystemExit, match=message):
+        main(["explain", factory])

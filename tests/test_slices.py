@@ -168,7 +168,7 @@ def results(module, recorder, **options):
 
 
 def test_the_same_in_other_words():
-    module, recorder = InOneBranch(), Recorder(activation="bf16")
+    module, recorder = InOneBranch(experts=5), Recorder(activation="bf16")
     for got, x in results(module, recorder, fullgraph=True):
         assert relative_error(got, module.twin()(x)) < 1e-5
     assert set(recorder.ops) == {"fp4::moe"} and recorder.compilations == 1 and not counters[KEPT]
@@ -177,7 +177,7 @@ def test_the_same_in_other_words():
 @pytest.mark.parametrize("style", [SlicedLoop, BinnedSlices])
 def test_the_graph_does_not_grow_with_the_experts_and_has_no_number_of_rows(style):
     computed = []
-    for experts in (4, 9):
+    for experts in (3, 6):
         torch._dynamo.reset()
         module, recorder = style(experts=experts), Recorder(activation="bf16")
         for _ in results(module, recorder, fullgraph=True):
@@ -198,7 +198,7 @@ STAY = {
 
 @pytest.mark.parametrize("style", STAY, ids=lambda s: s.__name__)
 def test_what_matters_without_rows_stays_a_branch(style):
-    module, recorder = style(), Recorder(activation="bf16")
+    module, recorder = style(experts=5), Recorder(activation="bf16")
     for got, x in results(module, recorder):
         assert torch.allclose(got, module(x), rtol=1e-5, atol=1e-5)
     assert not recorder.ops and not counters[SEEN_THROUGH]
@@ -210,7 +210,7 @@ OTHERS = [SlicesOneRowLater, SlicesOfOtherCounts, CountsThatChange, OneMarkForTw
 
 @pytest.mark.parametrize("style", OTHERS, ids=lambda s: s.__name__)
 def test_other_slices_are_no_experts_rows(style):
-    module, recorder = style(), Recorder(activation="bf16")
+    module, recorder = style(experts=5), Recorder(activation="bf16")
     for got, x in results(module, recorder):
         assert torch.allclose(got, module(x), rtol=1e-5, atol=1e-5)
     assert not recorder.ops
