@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import ctypes
 import gc
+import logging
 import os
 import zlib
 
@@ -21,6 +22,9 @@ import fp4_ops  # noqa: F401  loads the operators
 # After each compilation Dynamo times its guards, for its statistics, and flushes the processor's caches
 # first: 40 ms, more than many compilations here take.
 torch._dynamo.guards.profile_guard_manager = lambda *_: 0.0
+# pytest listens to every logger that does not propagate, and to this one torch writes each graph if anyone
+# does.
+logging.getLogger("torch.__trace").propagate = True
 
 SEED = int(os.environ.get("FP4_TEST_SEED") or int.from_bytes(os.urandom(4), "little"))
 
