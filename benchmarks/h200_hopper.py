@@ -150,7 +150,7 @@ def products(model: Model, n: int, k: int, tokens: list[int], peaks: tuple[float
         check(x, w, k, offs[0], a16(0), "W4A16", 8e-3)
         check(x, w, k, offs[0], a8(0), "W4A8", 7e-2)
         us16, us8, us4, us = median_us(a16), median_us(a8), median_us(i4), median_us(stock)
-        config = decode.choose(rows, model.experts, w.kp, library.multiprocessors(0))
+        config = decode.choose(rows, model.experts, w.n, w.kp, library.multiprocessors(0))
         average = decode.rows_per_expert(rows, model.experts)
         how16 = str(config) if config and average < ops.PREFILL_ROWS[x.dtype] else "prefill"
         how8 = "same" if config and average < ops.PREFILL_ROWS[q.dtype] else "prefill"

@@ -49,7 +49,9 @@ def main() -> None:
                     lambda i: decode.run(codes, w, offs[i], offs_mode, m, out, x_scale=scale),  # noqa: B023
                     lambda i: prefill.run(codes, scale, w, offs[i], offs_mode, m, out),  # noqa: B023
                 ]
-                decodes = each <= 32 and decode.choose(m, model.experts, w.kp, library.multiprocessors(0))
+                decodes = each <= 32 and decode.choose(
+                    m, model.experts, w.n, w.kp, library.multiprocessors(0)
+                )
                 times = [
                     f"{median_us(run):12.1f}" if decodes or "decode" not in name else f"{'':12}"
                     for name, run in zip(names, runs, strict=True)

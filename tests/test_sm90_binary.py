@@ -168,12 +168,27 @@ def test_few_int4_tiles_are_spread_over_the_chip():
             assert prefill.choose(decode.Routing.OFFS, groups, m, n, kp, 132, "int4") == shared
 
 
-@pytest.mark.parametrize("token_tiles", decode.TOKEN_TILES)
-@pytest.mark.parametrize("kp", [128, 768, 2048, 2944, 4096, 7168, 14336, 16384])
-def test_decode_configurations_fit(kp, token_tiles):
-    config = decode.warps_for(kp, token_tiles)
+@pytest.mark.parametrize("token_tiles, compute_warps", decode.CANDIDATES)
+@pytest.mark.parametrize("kp", [128, 768, 1536, 2048, 2944, 4096, 5120, 7168, 14336, 16384])
+def test_decode_configurations_fit(kp, token_tiles, compute_warps):
+    config = decode.warps_for(kp, token_tiles, compute_warps)
     assert config is not None
     assert config.shared_bytes <= MAX_SHARED
-    assert config.k_warps * config.row_warps <= decode.COMPUTE_WARPS
+    assert config.k_warps * config.row_warps <= compute_warps
     assert config.k_warps * config.passes * decode.SLICE_K >= kp
     assert str(config).startswith(f"decode: {8 * token_tiles} tokens")
+
+
+def test_decode_takes_more_warps_where_they_share_k_better():
+    """gpt-oss (K = 2880) once there is enough to do; where a pass is saved, always; never with 16 tokens."""
+
+    def warps(rows: int, groups: int, n: int, kp: int) -> tuple[int, int, int]:
+        config = decode.choose(rows, groups, n, kp, 132)
+        assert config is not None
+        return config.k_warps, config.row_warps, config.passes
+
+    assert warps(4, 128, 5760, 2944) == (12, 1, 1)
+    assert warps(128, 128, 5760, 2944) == (12, 2, 1)
+    assert warps(1, 16, 8192, 5120) == (20, 1, 1)
+    assert warps(128, 16, 8192, 5120) == (10, 1, 2)
+    assert warps(128, 128, 1536, 2048) == (8, 2, 1)

@@ -138,10 +138,10 @@ def test_products_of_16_bit_rows(shape, dtype, format):
     assert not got[~live.expand_as(got)].any()
 
 
-@pytest.mark.parametrize("token_tiles", decode.TOKEN_TILES)
-@pytest.mark.parametrize("k", [64, 768, 2880, 4096, 7168, 14336])
-def test_every_decode_candidate_in_float32(k, token_tiles):
-    config = decode.warps_for(LAYOUTS["sm90"].padded(k), token_tiles)
+@pytest.mark.parametrize("token_tiles, compute_warps", decode.CANDIDATES)
+@pytest.mark.parametrize("k", [64, 768, 1536, 2880, 4096, 5120, 7168, 14336])
+def test_every_decode_candidate_in_float32(k, token_tiles, compute_warps):
+    config = decode.warps_for(LAYOUTS["sm90"].padded(k), token_tiles, compute_warps)
     assert config is not None
     groups, n = 3, 192
     w = Weights(groups, n, k, format="nvfp4")

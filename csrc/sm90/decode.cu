@@ -3,9 +3,9 @@
 
 namespace fp4::sm90 {
 
-template <DType kType, int NT>
+template <DType kType, int NT, int kComputeWarps>
 int launch(const DecodeParams& p, int blocks, bool dependent, cudaStream_t stream) {
-  auto* kernel = decode_kernel<kType, NT>;
+  auto* kernel = decode_kernel<kType, NT, kComputeWarps>;
   constexpr int kMaxShared = 227 * 1024;
   const int shared = DecodeBuffers<NT>::bytes(p);
   if (shared > kMaxShared) return cudaErrorInvalidValue;
@@ -14,7 +14,7 @@ int launch(const DecodeParams& p, int blocks, bool dependent, cudaStream_t strea
   if (allowed != cudaSuccess) return allowed;
   cudaLaunchConfig_t config{};
   config.gridDim = blocks;
-  config.blockDim = kDecodeThreads;
+  config.blockDim = 32 * (kComputeWarps + kReduceWarps);
   config.dynamicSmemBytes = shared;
   config.stream = stream;
   cudaLaunchAttribute attribute{};
@@ -27,14 +27,11 @@ int launch(const DecodeParams& p, int blocks, bool dependent, cudaStream_t strea
 
 template <DType kType>
 int launch_tokens(const DecodeParams& p, int nt, int blocks, bool dependent, cudaStream_t stream) {
-  switch (nt) {
-    case 1:
-      return launch<kType, 1>(p, blocks, dependent, stream);
-    case 2:
-      return launch<kType, 2>(p, blocks, dependent, stream);
-    default:
-      return cudaErrorInvalidValue;
-  }
+  const int warps = p.k_warps * p.row_warps;
+  if (nt == 1 && warps <= 16) return launch<kType, 1, 16>(p, blocks, dependent, stream);
+  if (nt == 1 && warps <= 24) return launch<kType, 1, 24>(p, blocks, dependent, stream);
+  if (nt == 2 && warps <= 16) return launch<kType, 2, 16>(p, blocks, dependent, stream);
+  return cudaErrorInvalidValue;
 }
 
 // d's multiplier and shift for `divide`.

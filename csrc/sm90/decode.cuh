@@ -146,8 +146,9 @@ __device__ __forceinline__ void sync_compute_warps(const DecodeParams& p) {
 }
 
 // Puts the activations of a run into shared memory as B fragments, each compute warp some of its slice, and
-// returns for this lane's two tokens the factor that its sums carry.
-template <DType kType, int NT>
+// returns for this lane's two tokens the factor that its sums carry. Holds kHeld 64-steps in registers; if
+// that is not all of the slice, it reads most of them twice.
+template <DType kType, int NT, int kHeld>
 __device__ __forceinline__ void load_activations(const DecodeParams& p, const DecodeShared& sh,
                                                  const DecodeBuffers<NT>& buffers, const Run& run, int slice,
                                                  uint32_t share, float (&factor)[NT][2]) {
@@ -159,16 +160,24 @@ __device__ __forceinline__ void load_activations(const DecodeParams& p, const De
     const int at = nt * 8 + g;
     const bool live = at < count;
     const int row = live ? divide(buffers.row_list[run.segment][at], p.a_div_mul, p.a_div_shift) : 0;
-    RowBlock<kType> raw[kSliceSteps];
+    RowBlock<kType> raw[kHeld];
+    auto load = [&](int first) {
 #pragma unroll
-    for (int j = 0; j < kSliceSteps; ++j) raw[j].load(p, row, k0 + 64 * j, t, live);
+      for (int j = 0; j < kHeld; ++j) raw[j].load(p, row, k0 + 64 * (first + j), t, live);
+    };
+    load(kSliceSteps - kHeld);
     float up = 1.f, down;
     if constexpr (kType == DType::kFloat8) {
       down = live ? p.x_scale[row] : 0.f;
     } else {
       float amax = 0.f;
 #pragma unroll
-      for (int j = 0; j < kSliceSteps; ++j) amax = fmaxf(amax, raw[j].largest());
+      for (int first = kSliceSteps - kHeld;; first -= kHeld) {
+#pragma unroll
+        for (int j = 0; j < kHeld; ++j) amax = fmaxf(amax, raw[j].largest());
+        if (first == 0) break;
+        load(first - kHeld);
+      }
       amax = fmaxf(amax, __shfl_xor_sync(~0u, amax, 1));
       amax = fmaxf(amax, __shfl_xor_sync(~0u, amax, 2));
       // The largest value's exponent becomes 14.
@@ -181,11 +190,12 @@ __device__ __forceinline__ void load_activations(const DecodeParams& p, const De
     if (nt == 0) sync_compute_warps(p);  // the fragments of the run before are done with
 #pragma unroll
     for (int j = 0; j < kSliceSteps; ++j) {
+      if (kHeld < kSliceSteps && j % kHeld == 0) load(j);
       if (!(share >> j & 1)) continue;
       uint4* to = buffers.fragments + ((slice * kSliceSteps + j) * NT + nt) * 64 + lane;
 #pragma unroll
       for (int h = 0; h < 2; ++h) {
-        const uint2 a = raw[j].pairs(2 * h, up), b = raw[j].pairs(2 * h + 1, up);
+        const uint2 a = raw[j % kHeld].pairs(2 * h, up), b = raw[j % kHeld].pairs(2 * h + 1, up);
         to[32 * h] = make_uint4(a.x, a.y, b.x, b.y);
       }
     }
@@ -204,7 +214,7 @@ __device__ __forceinline__ void load_activations(const DecodeParams& p, const De
 
 // One compute warp: its K slice of one row tile after another. Four 64-steps are always in flight: a register
 // that was dequantised is loaded again at once for the next tile.
-template <DType kType, int NT>
+template <DType kType, int NT, int kHeld>
 __device__ __forceinline__ void compute(const DecodeParams& p, DecodeShared& sh,
                                         const DecodeBuffers<NT>& buffers, int segments) {
   const int lane = threadIdx.x % 32, warp = threadIdx.x / 32;
@@ -278,7 +288,7 @@ __device__ __forceinline__ void compute(const DecodeParams& p, DecodeShared& sh,
   uint32_t step = 0;
   while (more) {
     float factor[NT][2];
-    load_activations<kType, NT>(p, sh, buffers, run, slice, share, factor);
+    load_activations<kType, NT, kHeld>(p, sh, buffers, run, slice, share, factor);
     for (int left = run.end - run.begin; left > 0; left -= p.row_warps) {
       float4 acc[NT];
 #pragma unroll
@@ -359,7 +369,7 @@ __device__ __forceinline__ void finish(const DecodeParams& p, const DecodeShared
 template <int NT>
 __device__ __forceinline__ void reduce(const DecodeParams& p, DecodeShared& sh,
                                        const DecodeBuffers<NT>& buffers, int segments) {
-  const int lane = threadIdx.x % 32, which = threadIdx.x / 32 - kComputeWarps;
+  const int lane = threadIdx.x % 32, which = threadIdx.x / 32 % kReduceWarps;
   const int stage_size = buffers.stage_count(p);
   Run run{};
   bool more = run.open(sh.segments, segments, p.passes);
@@ -398,8 +408,10 @@ __device__ __forceinline__ void reduce(const DecodeParams& p, DecodeShared& sh,
   }
 }
 
-template <DType kType, int NT>
-__global__ void __launch_bounds__(kDecodeThreads, 1) decode_kernel(const __grid_constant__ DecodeParams p) {
+// More compute warps hide more of memory's latency, but take longer to begin, and have fewer registers.
+template <DType kType, int NT, int kComputeWarps>
+__global__ void __launch_bounds__(32 * (kComputeWarps + kReduceWarps), 1)
+    decode_kernel(const __grid_constant__ DecodeParams p) {
   extern __shared__ __align__(16) uint8_t memory[];
   auto& sh = *reinterpret_cast<DecodeShared*>(memory);
   const DecodeBuffers<NT> buffers(p, memory + sizeof(DecodeShared));
@@ -411,14 +423,15 @@ __global__ void __launch_bounds__(kDecodeThreads, 1) decode_kernel(const __grid_
       barrier_init(smem_address(&sh.empty[i]), kReduceWarps * kWarpArrivals);
     }
   }
-  const int segments = plan<NT>(p, sh, buffers);
+  const int segments = plan<NT, kComputeWarps + kReduceWarps>(p, sh, buffers);
   if (!p.early) release_next_kernel();
   if (warp >= kComputeWarps) {
     if (p.early) wait_previous_kernel();
     clear_rows(p, sh);
     reduce<NT>(p, sh, buffers, segments);
   } else if (warp < p.k_warps * p.row_warps) {
-    compute<kType, NT>(p, sh, buffers, segments);
+    constexpr int kHeld = kComputeWarps == 16 || kType == DType::kFloat8 ? kSliceSteps : 1;
+    compute<kType, NT, kHeld>(p, sh, buffers, segments);
   } else if (p.early) {
     wait_previous_kernel();
   }

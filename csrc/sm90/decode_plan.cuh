@@ -34,11 +34,9 @@ struct DecodeParams {
   bool early;       // the routing was known before the previous kernel began
 };
 
-constexpr int kComputeWarps = 16;
-constexpr int kReduceWarps = 4;
-constexpr int kDecodeThreads = 32 * (kComputeWarps + kReduceWarps);
-constexpr int kMaxGroups = kDecodeThreads;  // one thread a group in plan()
-constexpr int kMaxSegments = 32;            // chunks that one block may touch
+constexpr int kReduceWarps = 4;   // beside those that compute: kComputeWarps is 16 or 24
+constexpr int kMaxGroups = 640;   // one thread a group in plan()
+constexpr int kMaxSegments = 32;  // chunks that one block may touch
 constexpr int kMaxIds = 2048;
 constexpr int kPassTiles = 32;  // row tiles whose sums are kept while K is walked in several passes
 constexpr int kTileRows = 16;
@@ -190,20 +188,20 @@ __device__ __forceinline__ int plan_few(const DecodeParams& p, DecodeShared& sh,
 }
 
 // Finds the block's segments. All threads; ends with a barrier. Returns their number.
-template <int NT>
+template <int NT, int kWarps>
 __device__ __forceinline__ int plan(const DecodeParams& p, DecodeShared& sh,
                                     const DecodeBuffers<NT>& buffers) {
   constexpr int kChunk = 8 * NT;
-  constexpr int kWarps = kDecodeThreads / 32;
+  static_assert(32 * kWarps >= kMaxGroups);
   const int tid = threadIdx.x, lane = tid % 32, warp = tid / 32;
   const int tiles_n = p.n / kTileRows;
   const bool by_id = p.routing == Routing::kIds32 || p.routing == Routing::kIds64;
   if (by_id && p.rows <= kFewRows) return plan_few<NT>(p, sh, buffers);
   int first = 0, count = 0;
   if (by_id) {
-    sh.counts[tid] = 0;
+    if (tid < kMaxGroups) sh.counts[tid] = 0;
     __syncthreads();
-    for (int r = tid; r < p.rows; r += kDecodeThreads) {
+    for (int r = tid; r < p.rows; r += 32 * kWarps) {
       const int64_t id = p.routing == Routing::kIds64 ? static_cast<const int64_t*>(p.route)[r]
                                                       : static_cast<const int*>(p.route)[r];
       const bool valid = id >= 0 && id < p.groups;
@@ -211,7 +209,7 @@ __device__ __forceinline__ int plan(const DecodeParams& p, DecodeShared& sh,
       if (valid) atomicAdd(&sh.counts[id], 1);
     }
     __syncthreads();
-    count = sh.counts[tid];
+    count = tid < kMaxGroups ? sh.counts[tid] : 0;
   } else if (tid < p.groups) {
     const int* ends = static_cast<const int*>(p.route);
     if (p.routing == Routing::kOffs) {

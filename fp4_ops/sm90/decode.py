@@ -15,7 +15,6 @@ from ..meta.formats import Activation
 from ..meta.layouts import LAYOUTS, Layout
 from .library import DTYPE_CODES, GATE, address, call, gate_fields, multiprocessors, stream
 
-COMPUTE_WARPS = 16
 SLICE_K = 256
 """K that one warp owns in a pass."""
 MAX_SEGMENTS = 32
@@ -23,9 +22,12 @@ MAX_GROUPS = 640
 MAX_IDS = 2048
 """Rows up to which the kernel sorts expert ids itself."""
 SHARED_BYTES = 227 * 1024
-TOKEN_TILES = (1, 2)
-"""Candidates: activation rows of a chunk, in eights."""
+CANDIDATES = ((1, 16), (1, 24), (2, 16))
+"""Activation rows of a chunk, in eights, and the most warps that compute. With more warps more weights are on
+their way, but a block begins later, and two eights of rows do not fit their registers."""
 MAX_PASSES = 8
+MANY_ROW_TILES = 60
+"""Of a block, from which the longer start of more warps pays."""
 
 
 class Routing(IntEnum):
@@ -53,7 +55,7 @@ class Weight(NamedTuple):
 
     def decodes(self, rows: int, blocks: int) -> bool:
         """Whether the decode kernel takes so many rows of it."""
-        return choose(rows, self.groups, self.kp, blocks) is not None
+        return choose(rows, self.groups, self.n, self.kp, blocks) is not None
 
 
 @dataclass(frozen=True)
@@ -79,24 +81,24 @@ class Config:
         vectors += 32 * nt * 32 if self.passes > 1 else 0
         return 16 * vectors + MAX_SEGMENTS * 8 * nt * 4 + 14 * 1024
 
+    def value(self, kp: int) -> float:
+        """How busy the warps are, if nothing else counted; each pass but the first costs a quarter."""
+        warps = self.k_warps * self.row_warps
+        most = 16 if warps <= 16 else 24
+        return -(-kp // SLICE_K) / (self.passes * self.k_warps) * warps / most - (self.passes - 1) / 4
+
 
 @functools.cache
-def warps_for(kp: int, token_tiles: int) -> Config | None:
-    """The split of the warps that keeps most of them busy; a pass more costs as much as an eighth of them."""
+def warps_for(kp: int, token_tiles: int, compute_warps: int) -> Config | None:
+    """The split of so many warps that keeps most of them busy."""
     slices = -(-kp // SLICE_K)
-    best: tuple[float, Config] | None = None
-    for passes in range(1, MAX_PASSES + 1):
-        k_warps = -(-slices // passes)
-        if k_warps > COMPUTE_WARPS:
-            continue
-        row_warps = COMPUTE_WARPS // k_warps
-        config = Config(token_tiles, k_warps, row_warps, passes)
-        if config.shared_bytes > SHARED_BYTES:
-            continue
-        busy = slices / (passes * k_warps) * (k_warps * row_warps) / COMPUTE_WARPS - (passes - 1) / 8
-        if best is None or busy > best[0]:
-            best = busy, config
-    return best[1] if best is not None else None
+    splits = (
+        Config(token_tiles, k_warps, compute_warps // k_warps, passes)
+        for passes in range(1, MAX_PASSES + 1)
+        if (k_warps := -(-slices // passes)) <= compute_warps
+    )
+    fit = [config for config in splits if config.shared_bytes <= SHARED_BYTES]
+    return max(fit, key=lambda config: config.value(kp), default=None)
 
 
 def rows_per_expert(rows: int, groups: int) -> float:
@@ -106,20 +108,27 @@ def rows_per_expert(rows: int, groups: int) -> float:
     return rows / (groups * (1 - (1 - 1 / groups) ** rows))
 
 
-def choose(rows: int, groups: int, kp: int, blocks: int) -> Config | None:
+def choose(rows: int, groups: int, n: int, kp: int, blocks: int) -> Config | None:
     """The configuration for `rows` activation rows, or None where the kernel cannot run them.
 
-    More rows a chunk read a weight fewer times, but cost instructions where most experts have few.
+    More rows a chunk read a weight fewer times, but cost instructions where most experts have few. More warps
+    pay where they save a pass, or share K much better (K = 2880 keeps 12 of 16 busy, and 24 of 24) and have
+    enough to do.
     """
     if groups > MAX_GROUPS:
         return None
     average = rows_per_expert(rows, groups)
     tiles = 1 if average <= 5 else 2
-    config = warps_for(kp, tiles)
+    few = warps_for(kp, tiles, 16)
     chunks = min(rows, groups) + rows // (8 * tiles)
-    if config is None or chunks // blocks + 2 > MAX_SEGMENTS:
+    if few is None or chunks // blocks + 2 > MAX_SEGMENTS:
         return None
-    return config
+    many = warps_for(kp, tiles, 24) if tiles == 1 else None
+    if many is not None and many.value(kp) - few.value(kp) > 0.2:
+        row_tiles = rows / max(average, 1.0) * n / 16 / blocks
+        if many.passes < few.passes or row_tiles >= MANY_ROW_TILES:
+            return many
+    return few
 
 
 class _Gate(ctypes.Structure):
@@ -163,7 +172,7 @@ def run(
     kernel launched before this one began, so the weights may be requested before that one ends.
     """
     blocks = multiprocessors(x.device.index)
-    config = config or choose(rows, w.groups, w.kp, blocks)
+    config = config or choose(rows, w.groups, w.n, w.kp, blocks)
     if config is None:
         raise RuntimeError(
             f"fp4: {rows} rows of {str(x.dtype).removeprefix('torch.')} over {w.groups} experts, K = {w.kp}, "
