@@ -44,7 +44,7 @@ def weight(*shape: int, format: str = "nvfp4", layout: str = "sm90") -> tuple[to
 
 
 def products() -> None:
-    for groups, n, k in ((5, 64, 208), (40, 128, 512)):
+    for groups, n, k in ((5, 64, 208), (40, 128, 512), (16, 64, 5120)):  # the last: 24 warps
         w = weight(groups, n, k)
         for m in (1, 37, 300):
             ids = torch.randint(-1, groups, (m,), device="cuda")
