@@ -126,7 +126,8 @@ def test_gated_rows_to_half(width, gate):
         values, factor = rows.to_half(x, ACTIVATIONS[gate])
         back = reference.plain_rows(values).double() * factor.double()[:, None]
         exact = reference.activate(x.double(), gate)
-        assert ((back[:, :width] - exact).norm() / exact.norm()).item() < 3e-4
+        # fp16 rounds a value by at most 2^-11 of it; float32 in the gates adds less than 1e-5.
+        assert ((back[:, :width] - exact).norm() / exact.norm()).item() < 2**-11 + 1e-5
         assert not back[:, width:].any()
 
 
