@@ -26,7 +26,10 @@ STACK = "stack the experts' matrices in one parameter [E, N, K] or [E, K, N]"
 DTYPE = "use float32, bfloat16 or float16: model.to(torch.bfloat16) before it is compiled"
 ONE_DTYPE = "cast all weights of the experts to one dtype"
 DEVICE = "move the model to a CPU or a CUDA GPU: there are no kernels for other devices"
-STATIC_WEIGHTS = "do not mark dimensions of the weights as dynamic"
+STATIC_WEIGHTS = (
+    "hold the weight as a parameter or buffer of a module, whose sizes are known, and mark none of them as "
+    "dynamic"
+)
 EVEN = "pad K to an even number with zeros, in the weight and in the rows that it multiplies"
 ALONG = "quantise the weight along the dimension that its product sums over, or leave this one unquantised"
 ALL_HELD = "quantise all experts' weights in one format, or leave all as they were"
@@ -100,10 +103,18 @@ SPLIT = (
     "k].split(counts.tolist()); join the outputs in that order, scale them by weights.flatten()[perm], and "
     "out.index_add(0, perm // k, y)"
 )
+FFN = (
+    "write an expert as down(act(gate(x)) * up(x)) or down(act(up(x))); for one product alone stack the "
+    "experts' weights and gather them by ids: torch.bmm(w[ids], rows.unsqueeze(-1))"
+)
 ONE_AFTER_ANOTHER = none(
     "experts that refine each other's outputs run one after the other; one operator runs all on the same x"
 )
 EVAL = "leave the step out in inference (model.eval()), or do it after the experts' outputs are added up"
+AFTER_EXPERTS = (
+    "do it after the experts' outputs are added up; before that an output may be scaled by a vector [H], "
+    "by one number a row, or by the root of its own mean square over the whole row (F.rms_norm)"
+)
 BATCH_ROWS = (
     "if each expert takes as many tokens: gather them as rows [E, C, H] and multiply by the stacked "
     "weights, torch.bmm(rows, w); otherwise none: only choices that tokens make are proved"

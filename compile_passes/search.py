@@ -10,9 +10,10 @@ from torch.fx.experimental.symbolic_shapes import free_unbacked_symbols
 
 from . import changes
 from .graph import FLOATING, Refusal, aten, is_op, is_tensor, item, need, refuse, shape, value
-from .mixture import Matcher, Mixture, instead_of
+from .mixture import Matcher, Mixture
 from .products import is_grouped_mm
 from .reading import Reader
+from .steps import instead_of, instead_of_output
 from .terms import free_axes
 
 _PRODUCTS = (aten.mm, aten.bmm, aten.addmm, aten.baddbmm)
@@ -46,7 +47,7 @@ class Search:
             for part, found in results:
                 if found is not None:
                     yield self._of(part), found
-                elif any(map(_is_of_some_rows, self._of(part))):
+                elif part.bit_count() == 1 and _is_of_some_rows(*self._of(part)):
                     single |= part
                 if isinstance(found, Mixture):
                     self.reader.cut(found.root)
@@ -54,6 +55,22 @@ class Search:
             downs = self._of(single)
             reason = f"{len(downs)} experts read what others have computed, and are none of one block"
             yield downs, Refusal(reason, downs[-1], changes.ONE_AFTER_ANOTHER)
+        unread = self._unread()
+        if unread is not None:
+            yield [unread.node], unread
+
+    def _unread(self) -> Refusal | None:
+        """Products of many choices of rows, none of which is a down product."""
+        rows = [n for n in self.graph.nodes if is_op(n, *_PRODUCTS) and _is_of_some_rows(n)]
+        choices = len({frozenset(free_unbacked_symbols(value(n))) for n in rows})
+        if self._downs or choices < _MANY:
+            return None
+        dtype = value(rows[-1]).dtype
+        if dtype not in FLOATING:
+            reason = f"experts that compute in {dtype}, not float32, bfloat16 or float16"
+            return Refusal(reason, rows[-1], changes.DTYPE)
+        reason = f"products of {choices} choices of rows are not read as experts"
+        return Refusal(reason, rows[-1], changes.FFN)
 
     def _of(self, bits: int) -> list[fx.Node]:
         return [n for d, n in enumerate(self._downs) if bits >> d & 1]
@@ -127,7 +144,9 @@ class Search:
                     own = self.matcher.branches if self._near[node] == bits else 0
                     told.append((refusal.reason not in _DULL, own, refusal))
         experts = count >= _MANY or any(branches > 1 for _, branches, _ in told)
-        if not ends or not (experts or self._is_indexed(ends[0])):
+        if not ends:
+            return self._stopped(bits) if experts else None
+        if not (experts or self._is_indexed(ends[0])):
             return None  # a dense FFN
         refusal = max(told, key=lambda t: t[:2])[2]
         if not refusal.reason.endswith("is not understood"):
@@ -141,12 +160,10 @@ class Search:
             for n in node.all_input_nodes:
                 near |= self._near.get(n, 0)
             alone = near and near & bits == near and near & (near - 1) == 0
-            if alone and is_tensor(node) and not self._continues(node):
-                return Refusal(
-                    f"{node.target} of one expert's output, before all are added, is not understood",
-                    node,
-                    changes.EVAL,
-                )
+            computes = isinstance(node.meta.get("val"), (torch.Tensor, tuple, list))
+            if alone and computes and not self._continues(node):
+                reason = f"{node.target} of one expert's output, before all are added, is not understood"
+                return Refusal(reason, node, instead_of_output(node))
         return None
 
     def _behind(self, step: fx.Node) -> Refusal | None:

@@ -8,6 +8,7 @@ from . import changes
 from .graph import aten, is_op, item, passes_order
 
 _PRODUCTS = (aten.mm, aten.bmm, aten.addmm, aten.baddbmm)
+_RANDOM = (aten.native_dropout, aten.bernoulli, aten.rand_like, aten.randn_like)
 _SELECTS = (aten.index, aten.index_select, aten.gather)
 
 
@@ -18,9 +19,14 @@ def instead_of(step: fx.Node) -> str:
         return changes.SPLIT
     if is_op(step, *_SELECTS):
         return changes.ROUTING_FIRST
-    if any(is_op(n, *_PRODUCTS) for n in step.all_input_nodes):
+    if is_op(step, aten.add, aten.sub, aten.mul) and any(is_op(n, *_PRODUCTS) for n in step.all_input_nodes):
         return changes.TWO_PRODUCTS
     return changes.STEPS
+
+
+def instead_of_output(step: fx.Node) -> str:
+    """Of one expert's output, before all are added."""
+    return changes.EVAL if is_op(step, *_RANDOM) else changes.AFTER_EXPERTS
 
 
 def _is_chosen_by_experts(index: fx.Node) -> bool:

@@ -66,6 +66,7 @@ def test_each_change_is_a_sentence_of_changes_py():
         "instead_of(root)",
         "instead_of(r.node)",
         "instead_of(cause)",
+        "instead_of_output(node)",
     }
     for name in named:
         sentence = getattr(changes, name)
@@ -279,6 +280,113 @@ def test_a_change_that_is_applied_is_recognised(name):
 def test_what_was_meant_is_recognised(cls):
     module = cls()
     assert recognised(module, torch.randn(10, module.H)) == ["fp4::moe"]
+
+
+# --- what else is refused, and with the change is not ---
+
+
+class Steps(Loop):
+    """An expert may do something besides, on its rows."""
+
+    def inside(self, expert: nn.Module, rows: Tensor) -> Tensor:
+        return expert(rows)
+
+    def experts_of(self, x, ids, weights):
+        out = torch.zeros_like(x)
+        for e, expert in self.steps():
+            token, slot = torch.where(ids == e)
+            out = out.index_add(0, token, self.inside(expert, x[token]) * weights[token, slot, None])
+        return out
+
+
+class Dropout(Steps):
+    def inside(self, expert, rows):
+        return F.dropout(expert(rows), 0.1, self.training)
+
+
+class OutputsNormed(Steps):
+    def inside(self, expert, rows):
+        return F.layer_norm(expert(rows), (self.H,))
+
+
+class SumNormed(Steps):
+    def experts_of(self, x, ids, weights):
+        return F.layer_norm(super().experts_of(x, ids, weights), (self.H,))
+
+
+class InputsNormed(Steps):
+    def inside(self, expert, rows):
+        return expert(F.layer_norm(rows, (self.H,)))
+
+
+class InputsNormedBefore(Steps):
+    def experts_of(self, x, ids, weights):
+        return super().experts_of(F.layer_norm(x, (self.H,)), ids, weights)
+
+
+class ThirdProduct(Steps):
+    def inside(self, expert, rows):
+        return expert.w2(F.silu(expert.w1(rows)) * expert.w3(rows) + expert.w1(2 * rows))
+
+
+class LinearExperts(Loop):
+    def build(self):
+        super().build()
+        self.square = nn.Parameter(torch.randn(self.E, self.H, self.H) / self.H**0.5)
+
+    def experts_of(self, x, ids, weights):
+        out = torch.zeros_like(x)
+        for e in range(self.E):
+            token, slot = torch.where(ids == e)
+            out = out.index_add(0, token, (x[token] @ self.square[e].T) * weights[token, slot, None])
+        return out
+
+
+class LinearExpertsGathered(LinearExperts):
+    def experts_of(self, x, ids, weights):
+        rows = x.repeat_interleave(self.k, 0).unsqueeze(-1)
+        y = torch.bmm(self.square[ids.flatten()], rows).view(-1, self.k, self.H)
+        return (y * weights.unsqueeze(-1)).sum(1)
+
+
+FURTHER = {
+    "dropout": (Dropout, Dropout.eval, "native_dropout.default of one expert's output", "model.eval()"),
+    "outputs": (OutputsNormed, SumNormed, "layer_norm.default of one expert's output", "are added up"),
+    "inputs": (InputsNormed, InputsNormedBefore, "of an expert's rows is not", "before or after the experts"),
+    "products": (
+        ThirdProduct,
+        Steps,
+        "6 choices of rows are not read as experts",
+        "down(act(gate(x)) * up(x))",
+    ),
+    "linear": (LinearExperts, LinearExpertsGathered, "6 choices of rows are not read", "torch.bmm(w[ids]"),
+    "float64": (Steps, nn.Module.float, "experts that compute in torch.float64", "model.to(torch.bfloat16)"),
+}
+
+
+@pytest.mark.parametrize("name", FURTHER)
+def test_what_else_is_refused_is_told_and_helped(name):
+    cls, change, reason, told = FURTHER[name]
+    recorder, refused = Recorder(activation="bf16"), cls()
+    x = torch.randn(10, refused.H)
+    if name == "float64":
+        refused, x = refused.double(), x.double()
+    with torch.no_grad():
+        torch.compile(refused, backend=recorder, fullgraph=True, dynamic=True)(x)
+        own = refused(x)
+    (site,) = recorder.sites
+    assert site.op is None and reason in site.reason and told in site.change, site
+    torch._dynamo.reset()
+    module, recorder, x = copy.deepcopy(refused), Recorder(activation="bf16"), x.float()
+    if isinstance(change, type):
+        module.__class__ = change
+    else:
+        module = change(module)
+    with torch.no_grad():
+        torch.compile(module, backend=recorder, fullgraph=True, dynamic=True)(x)
+        assert recorder.ops == ["fp4::indexed_mm" if name == "linear" else "fp4::moe"]
+        if name in ("inputs", "linear", "float64"):  # the others compute something else then
+            assert relative_error(module(x), own) < 1e-4
 
 
 def test_every_refused_lookalike_has_a_change_here():
