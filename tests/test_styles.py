@@ -64,31 +64,24 @@ def test_one_choice_a_token(name):
     check(STYLES[name](experts=4, k=1), MOE)
 
 
-@pytest.mark.parametrize(
-    ("act", "gated", "op"),
-    [
-        (F.gelu, True, MOE),
-        (lambda x: F.gelu(x, approximate="tanh"), True, MOE),
-        (lambda x: x * torch.sigmoid(x), True, MOE),
-        (F.relu, True, PAIR),
-        (F.relu, False, PAIR),
-        (relu2, False, PAIR),
-        (F.gelu, False, PAIR),
-        (lambda x: torch.tanh(x).clamp(max=0.5), True, PAIR),
-    ],
-    ids=[
-        "gelu",
-        "gelu tanh",
-        "silu spelled out",
-        "relu gated",
-        "relu",
-        "relu2",
-        "gelu ungated",
-        "tanh clamped",
-    ],
-)
-@pytest.mark.parametrize("bias", [False, True])
-def test_activations_and_biases(act, gated, op, bias):
+ACTIVATIONS = {
+    "gelu": (F.gelu, True, MOE),
+    "gelu tanh": (lambda x: F.gelu(x, approximate="tanh"), True, MOE),
+    "silu spelled out": (lambda x: x * torch.sigmoid(x), True, MOE),
+    "relu gated": (F.relu, True, PAIR),
+    "relu": (F.relu, False, PAIR),
+    "relu2": (relu2, False, PAIR),
+    "gelu ungated": (F.gelu, False, PAIR),
+    "tanh clamped": (lambda x: torch.tanh(x).clamp(max=0.5), True, PAIR),
+}
+# Biases with each operator, gated and not.
+ACTIVATIONS_AND_BIASES = [(name, False) for name in ACTIVATIONS]
+ACTIVATIONS_AND_BIASES += [(name, True) for name in ("gelu", "gelu tanh", "relu gated", "relu2")]
+
+
+@pytest.mark.parametrize(("name", "bias"), ACTIVATIONS_AND_BIASES)
+def test_activations_and_biases(name, bias):
+    act, gated, op = ACTIVATIONS[name]
     check(STYLES["where loop"](experts=4, act=act, gated=gated, bias=bias), op)
 
 
