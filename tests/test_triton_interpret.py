@@ -193,7 +193,7 @@ def test_groups_of_columns(offs, format, small_tiles):
         assert torch.equal(again[0], got[0])
 
 
-GATES_THEN_FP8 = [(gate, "fp8", 4e-3) for gate in (reference.GATES if ON_CPU else ())]
+GATES_THEN_FP8 = [(gate, "fp8", 4e-3) for gate in ("silu", "swigluoai", "gelu_tanh_interleaved")]
 GATES_THEN_FP4 = [(gate, format, 2e-2) for gate in ("silu", "swigluoai") for format in ("nvfp4", "mxfp4")]
 
 
