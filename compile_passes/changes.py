@@ -97,6 +97,10 @@ STEPS = (
     "write this step by simpler ones: matrix products, + and *, indexing, torch.where, index_add, "
     "index_put, scatter of sums, views; or do it before or after the experts"
 )
+SAME_TOKENS = (
+    "say at the start of forward that ids and weights have a row for each row of x: "
+    "torch._check(ids.shape[0] == x.shape[0]), or compile the router together with the experts"
+)
 SPLIT = (
     "cut rows that are sorted by topk's ids by how many of these each expert has: counts = "
     "torch.bincount(ids.flatten(), minlength=E); perm = ids.flatten().argsort(); x[perm // "

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import operator
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -117,12 +118,15 @@ def _has_expert_weights(gm: fx.GraphModule, inputs: Sequence[Any]) -> bool:
     return bool(matrices) and any(_routes(n) for n in gm.graph.nodes)
 
 
-_ROUTING = ("topk", "softmax", "argmax", "one_hot", "sort", "argsort", "nonzero", "max")
+_ROUTING = ("topk", "softmax", "argmax", "one_hot", "sort", "argsort", "nonzero", "max", "scatter")
 
 
 def _routes(node: fx.Node) -> bool:
-    """Whether a call may choose experts."""
+    """Whether a call may choose experts, or the rows of one: `ids == 3`, where ids are an input."""
     target = node.target
+    if target is operator.eq and len(node.args) == 2 and isinstance(node.args[1], int):
+        ids = node.args[0].meta.get("example_value") if isinstance(node.args[0], fx.Node) else None
+        return isinstance(ids, torch.Tensor) and not ids.dtype.is_floating_point
     name = target if isinstance(target, str) else getattr(target, "__name__", "")
     return node.op in ("call_function", "call_method") and name.split(".")[0] in _ROUTING
 

@@ -5,14 +5,17 @@ from __future__ import annotations
 from torch import fx
 
 from . import changes
-from .graph import aten, is_op, item, passes_order
+from .graph import aten, is_op, is_tensor, item, passes_order, shape, static_int
 
 _PRODUCTS = (aten.mm, aten.bmm, aten.addmm, aten.baddbmm)
 _RANDOM = (aten.native_dropout, aten.bernoulli, aten.rand_like, aten.randn_like)
+_ADDS = (aten.index_add, aten.index_put, aten.index_copy, aten.scatter_add)
 _SELECTS = (aten.index, aten.index_select, aten.gather)
 
 
 def instead_of(step: fx.Node) -> str:
+    if is_op(step, *_ADDS) and _has_token_counts(step.graph):
+        return changes.SAME_TOKENS
     if any(map(_is_chosen_by_experts, step.all_input_nodes)):
         return changes.BATCH_ROWS
     if is_op(step, aten.split, aten.split_with_sizes, aten.cat):
@@ -27,6 +30,12 @@ def instead_of(step: fx.Node) -> str:
 def instead_of_output(step: fx.Node) -> str:
     """Of one expert's output, before all are added."""
     return changes.EVAL if is_op(step, *_RANDOM) else changes.AFTER_EXPERTS
+
+
+def _has_token_counts(graph: fx.Graph) -> bool:
+    """Whether inputs have several numbers of rows, of which no one has said that they are one."""
+    inputs = (n for n in graph.find_nodes(op="placeholder") if is_tensor(n) and shape(n))
+    return len({str(shape(n)[0]) for n in inputs if static_int(shape(n)[0]) is None}) > 1
 
 
 def _is_chosen_by_experts(index: fx.Node) -> bool:

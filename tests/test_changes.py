@@ -389,6 +389,37 @@ def test_what_else_is_refused_is_told_and_helped(name):
             assert relative_error(module(x), own) < 1e-4
 
 
+class Region(nn.Module):
+    """Experts compiled without their router: ids and weights are inputs, of as many rows as x."""
+
+    def __init__(self, checks: bool) -> None:
+        super().__init__()
+        self.checks, self.loop = checks, Loop(experts=4)
+
+    def forward(self, x, ids, weights):
+        if self.checks:
+            torch._check(ids.shape[0] == x.shape[0])
+            torch._check(weights.shape[0] == x.shape[0])
+        return self.loop.experts_of(x, ids, weights)
+
+
+@pytest.mark.parametrize("checks", [False, True])
+def test_experts_without_their_router(checks):
+    """With any number of tokens Dynamo may have a size of its own for each input (torch 2.13 does)."""
+    module, recorder = Region(checks), Recorder(activation="bf16")
+    compiled, twin = torch.compile(module, backend=recorder, fullgraph=True), module.loop.twin()
+    with torch.no_grad():
+        for n in (5, 9, 11):
+            x = torch.randn(n, 32)
+            routing = module.loop.route(x)
+            got = compiled(x, *routing)
+            exact = recorder.sites[-1].op is None
+            assert relative_error(got, (module.loop if exact else twin).experts_of(x, *routing)) < 1e-5
+    told = [s.change for s in recorder.sites if s.reason]
+    assert recorder.ops == ["fp4::moe"] * (2 - len(told)) and recorder.compilations == 2
+    assert not (told and checks) and all("torch._check(ids.shape[0] == x.shape[0])" in t for t in told)
+
+
 def test_every_refused_lookalike_has_a_change_here():
     refused = {name for name, (_, reason, _) in lookalikes.CHANGES.items() if reason} | {"TransposedSum"}
     assert refused <= APPLIED.keys() | MEANT.keys() | NO_CHANGE
