@@ -128,7 +128,7 @@ def _routes(node: fx.Node) -> bool:
         ids = node.args[0].meta.get("example_value") if isinstance(node.args[0], fx.Node) else None
         return isinstance(ids, torch.Tensor) and not ids.dtype.is_floating_point
     name = target if isinstance(target, str) else getattr(target, "__name__", "")
-    return node.op in ("call_function", "call_method") and name.split(".")[0] in _ROUTING
+    return node.op in ("call_function", "call_method") and name.split(".")[0].rstrip("_") in _ROUTING
 
 
 def _frame_name() -> str:

@@ -206,6 +206,19 @@ def test_layers_that_share_code_share_one_compilation():
     assert recorder.compilations == 1
 
 
+@pytest.mark.parametrize("name", ["where loop", "dense stack", "gather + bmm"])
+def test_a_region_without_the_router(name):
+    """Nothing in the graph chooses experts: ids and weights are inputs."""
+    module, recorder = STYLES[name](experts=4), Recorder(activation="bf16", format="mxfp4")
+    compiled = torch.compile(module.experts_of, backend=recorder, fullgraph=True)
+    x = torch.randn(9, module.H)
+    with torch.no_grad():
+        routing = module.route(x)
+        got, want = compiled(x, *routing), module.twin("mxfp4").experts_of(x, *routing)
+    assert recorder.ops == [MOE], recorder.reasons
+    assert relative_error(got, want) < 1e-5
+
+
 def test_inputs_with_a_batch_dimension():
     class Batched(STYLES["where loop"]):
         def forward(self, x):
