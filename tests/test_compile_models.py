@@ -39,7 +39,7 @@ def test_a_layer_of_every_family_is_one_operator_and_right(family, form, dtype):
         with torch.no_grad():
             got, want = first(compiled(x)), first(twin(x))
         assert got.dtype == dtype
-        assert relative_error(got, want) < (1e-2 if dtype == torch.bfloat16 else 1e-5)
+        assert relative_error(got, want) < (2e-2 if dtype == torch.bfloat16 else 1e-5)  # one token: 1e-2
         compilations.append(recorder.compilations)
     assert compilations == [1, 1, 1, 2]
     assert recorder.ops == ["fp4::moe"] * 2, recorder.reasons
