@@ -14,6 +14,7 @@ from . import changes
 aten = torch.ops.aten
 
 FLOATING = (torch.float32, torch.bfloat16, torch.float16)
+PRODUCTS = (aten.mm, aten.bmm, aten.addmm, aten.baddbmm)
 
 
 class Refusal(Exception):

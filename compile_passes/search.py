@@ -9,14 +9,13 @@ from torch import fx
 from torch.fx.experimental.symbolic_shapes import free_unbacked_symbols
 
 from . import changes
-from .graph import FLOATING, Refusal, aten, is_op, is_tensor, item, need, refuse, shape, value
+from .graph import FLOATING, PRODUCTS, Refusal, is_op, is_tensor, item, need, refuse, shape, value
 from .mixture import Matcher, Mixture
 from .products import is_grouped_mm
 from .reading import Reader
 from .steps import instead_of, instead_of_output
 from .terms import free_axes
 
-_PRODUCTS = (aten.mm, aten.bmm, aten.addmm, aten.baddbmm)
 _STEPS_AFTER = 24
 """How many nodes after the last expert's a block may end: scaling, a view, the sum over choices."""
 _MANY = 4
@@ -61,7 +60,7 @@ class Search:
 
     def _unread(self) -> Refusal | None:
         """Products of many choices of rows, none of which is a down product."""
-        rows = [n for n in self.graph.nodes if is_op(n, *_PRODUCTS) and _is_of_some_rows(n)]
+        rows = [n for n in self.graph.nodes if is_op(n, *PRODUCTS) and _is_of_some_rows(n)]
         choices = len({frozenset(free_unbacked_symbols(value(n))) for n in rows})
         if self._downs or choices < _MANY:
             return None
@@ -100,7 +99,7 @@ class Search:
         return list(groups.values())
 
     def _is_down(self, node: fx.Node) -> tuple[object, ...] | None:
-        if not (is_op(node, *_PRODUCTS) or is_grouped_mm(node)):
+        if not (is_op(node, *PRODUCTS) or is_grouped_mm(node)):
             return None
         term = self.reader.value(node, 2).term
         if not self.matcher.is_down(term):

@@ -5,9 +5,8 @@ from __future__ import annotations
 from torch import fx
 
 from . import changes
-from .graph import aten, is_op, is_tensor, item, passes_order, shape, static_int
+from .graph import PRODUCTS, aten, is_op, is_tensor, item, passes_order, shape, static_int
 
-_PRODUCTS = (aten.mm, aten.bmm, aten.addmm, aten.baddbmm)
 _RANDOM = (aten.native_dropout, aten.bernoulli, aten.rand_like, aten.randn_like)
 _ADDS = (aten.index_add, aten.index_put, aten.index_copy, aten.scatter_add)
 _SELECTS = (aten.index, aten.index_select, aten.gather)
@@ -22,7 +21,7 @@ def instead_of(step: fx.Node) -> str:
         return changes.SPLIT
     if is_op(step, *_SELECTS):
         return changes.ROUTING_FIRST
-    if is_op(step, aten.add, aten.sub, aten.mul) and any(is_op(n, *_PRODUCTS) for n in step.all_input_nodes):
+    if is_op(step, aten.add, aten.sub, aten.mul) and any(is_op(n, *PRODUCTS) for n in step.all_input_nodes):
         return changes.TWO_PRODUCTS
     return changes.STEPS
 
