@@ -151,9 +151,8 @@ def products(model: Model, n: int, k: int, tokens: list[int], peaks: tuple[float
         check(x, w, k, offs[0], a8(0), "W4A8", 7e-2)
         us16, us8, us4, us = median_us(a16), median_us(a8), median_us(i4), median_us(stock)
         config = decode.choose(rows, model.experts, w.n, w.kp, library.multiprocessors(0))
-        average = decode.rows_per_expert(rows, model.experts)
-        how16 = str(config) if config and average < ops.PREFILL_ROWS[x.dtype] else "prefill"
-        how8 = "same" if config and average < ops.PREFILL_ROWS[q.dtype] else "prefill"
+        few = {d: ops.decodes(rows, w.groups, ops.PREFILL_ROWS[d], x.device, w) for d in (x.dtype, q.dtype)}
+        how16, how8 = str(config) if few[x.dtype] else "prefill", "same" if few[q.dtype] else "prefill"
         print(
             f"{t:>7}{floor16:9.1f}{us16:9.1f}{floor16 / us16:6.0%}{floor8:9.1f}{us8:9.1f}{floor8 / us8:6.0%}"
             f"{us4:9.1f}{us:9.1f}  {how16}; {how8}",

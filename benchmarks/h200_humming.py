@@ -1,9 +1,10 @@
-"""Humming (PyPI `humming-kernels`) beside ours in one process: nvfp4 x bfloat16, grouped, microseconds.
+"""Humming (PyPI `humming-kernels`) beside ours in one process, grouped, microseconds.
 
-    python benchmarks/h200_humming.py [--shapes "qwen3 gate/up,..."] [--tokens 8,32,128,512,2048,8192]
+    python benchmarks/h200_humming.py [--shapes "qwen3 gate/up,..."] [--rows bf16,fp8] [--tokens 32,128,...]
 
-Method as in h200_hopper.py: CUDA-graph replays, every launch with another routing. Humming compiles a kernel
-for each size, which takes seconds.
+bf16 rows: both with nvfp4 weights. fp8 rows, quantised before: ours with nvfp4 weights, Humming's, which has
+no fp8 kernels for those, with mxfp4. Method as in h200_hopper.py: CUDA-graph replays, every launch with
+another routing. Humming compiles a kernel for each size, which takes seconds.
 """
 
 from __future__ import annotations
@@ -13,23 +14,33 @@ import argparse
 import torch
 import torch.nn.functional as F
 from h200_hopper import ROUTINGS, median_us, random_weight
+from humming.forward import may_process_input
 from humming.layer import HummingLayer
 
-from fp4_ops.sm90 import ops
+from fp4_ops.sm90 import ops, rows
 
 SHAPES = {
     "qwen3 gate/up": (128, 1536, 2048, 8),
     "qwen3 down": (128, 2048, 768, 8),
+    "gpt-oss gate/up": (128, 5760, 2880, 4),
+    "gpt-oss down": (128, 2880, 2880, 4),
     "dsv3 gate/up": (32, 4096, 7168, 1),
+    "dsv3 down": (32, 7168, 2048, 1),
     "mixtral gate/up": (8, 28672, 4096, 2),
+    "mixtral down": (8, 4096, 14336, 2),
 }
 """Experts, n, k, rows a token."""
+SCALES = {
+    "bf16": {"scale_dtype": "float8e4m3", "group_size": 16},
+    "fp8": {"scale_dtype": "float8e8m0", "group_size": 32},
+}
+INPUTS = {"bf16": "bfloat16", "fp8": "float8e4m3"}
 
 
-def humming(groups: int, n: int, k: int) -> HummingLayer:
+def humming(groups: int, n: int, k: int, kind: str) -> HummingLayer:
     layer = HummingLayer(
         shape_n=n, shape_k=k, num_experts=groups, torch_dtype=torch.bfloat16,
-        weight_config={"dtype": "float4e2m1", "scale_dtype": "float8e4m3", "group_size": 16},
+        weight_config={"dtype": "float4e2m1", **SCALES[kind]}, input_config={"dtype": INPUTS[kind]},
     ).cuda()  # fmt: skip
     layer.load_from_unquantized(torch.randn(groups, n, k, device="cuda", dtype=torch.bfloat16))
     layer.transform()
@@ -41,27 +52,31 @@ def main() -> None:
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("--shapes", default=",".join(SHAPES))
+    parser.add_argument("--rows", default=",".join(INPUTS))
     parser.add_argument("--tokens", default="8,32,128,512,2048,8192")
     given = parser.parse_args()
     print(f"{torch.cuda.get_device_name()}, torch {torch.__version__}")
-    print(f"{'':16}{'tokens':>7}{'ours':>9}{'Humming':>9}")
+    print(f"{'':16}{'rows':>5}{'tokens':>7}{'ours':>9}{'Humming':>9}")
     for name in given.shapes.split(","):
         groups, n, k, top_k = SHAPES[name]
-        theirs, ours = humming(groups, n, k), random_weight(groups, n, k)
-        for tokens in map(int, given.tokens.split(",")):
-            rows = tokens * top_k
-            counts = [
-                torch.bincount(torch.randint(0, groups, (rows,), device="cuda"), minlength=groups)
-                for _ in range(ROUTINGS)
-            ]
-            ends = [c.cumsum(0) for c in counts]
-            layout = [F.pad(e, (1, 0)) for e in ends]
-            offs = [e.int() for e in ends]
-            x = torch.randn(rows, k, device="cuda", dtype=torch.bfloat16)
-            config = {"gemm_type": "grouped_contiguous"}
-            a = median_us(lambda i: ops.grouped_mm(x, None, ours, offs[i], torch.bfloat16))  # noqa: B023
-            b = median_us(lambda i: theirs(x, expert_layout=layout[i], compute_config=config))  # noqa: B023
-            print(f"{name:16}{tokens:>7}{a:9.1f}{b:9.1f}", flush=True)
+        for kind in given.rows.split(","):
+            theirs, ours = humming(groups, n, k, kind), random_weight(groups, n, k)
+            for tokens in map(int, given.tokens.split(",")):
+                m = tokens * top_k
+                counts = [
+                    torch.bincount(torch.randint(0, groups, (m,), device="cuda"), minlength=groups)
+                    for _ in range(ROUTINGS)
+                ]
+                ends = [c.cumsum(0) for c in counts]
+                layout = [F.pad(e, (1, 0)) for e in ends]
+                offs = [e.int() for e in ends]
+                x = torch.randn(m, k, device="cuda", dtype=torch.bfloat16)
+                a, a_scale = (x, None) if kind == "bf16" else rows.quantize_fp8(x)
+                b, _, b_scale = may_process_input(theirs.humming_config, x)
+                run = lambda i: ops.grouped_mm(a, a_scale, ours, offs[i], torch.bfloat16)  # noqa: E731, B023
+                given_b = {"input_scale": b_scale, "compute_config": {"gemm_type": "grouped_contiguous"}}
+                peer = lambda i: theirs(b, expert_layout=layout[i], **given_b)  # noqa: E731, B023
+                print(f"{name:16}{kind:>5}{tokens:>7}{median_us(run):9.1f}{median_us(peer):9.1f}", flush=True)
 
 
 if __name__ == "__main__":

@@ -164,7 +164,7 @@ PREFILL_SHAPES = [
 ]
 
 
-@pytest.mark.parametrize("config", range(5))
+@pytest.mark.parametrize("config", range(7))
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("shape", PREFILL_SHAPES, ids=str)
 def test_every_16_bit_prefill_candidate(shape, dtype, config):
@@ -213,14 +213,12 @@ def test_every_16_bit_prefill_candidate(shape, dtype, config):
 
 
 @pytest.mark.parametrize("gate", ["silu_interleaved", "swigluoai"])
-@pytest.mark.parametrize("config", range(6))
+@pytest.mark.parametrize("config", range(7))
 @pytest.mark.parametrize("dtype", [torch.float16, torch.float8_e4m3fn], ids=["half", "fp8"])
 def test_gates_of_every_prefill_candidate(dtype, config, gate):
     """Contiguous and masked, token tiles of every width, the last columns, empty experts, rows of none."""
     groups, n, k = 9, 320, 384
     half = dtype == torch.float16
-    if half and config > 4:
-        pytest.skip("16-bit rows have five candidates")
     w = Weights(groups, n, k, format="nvfp4", exact_scales=True)
     bias = torch.randn(groups, n, device="cuda")
     weight = decode.Weight(*w.packed, bias, groups, n, LAYOUTS["sm90"].padded(k))
@@ -257,13 +255,11 @@ def test_gates_of_every_prefill_candidate(dtype, config, gate):
     assert not out[ids < 0].any()
 
 
-@pytest.mark.parametrize("config", range(6))
+@pytest.mark.parametrize("config", range(7))
 @pytest.mark.parametrize("dtype", [torch.float16, torch.float8_e4m3fn], ids=["half", "fp8"])
 def test_a_large_group_is_cut_into_more_tiles_than_it_needs(dtype, config):
     """4096 rows are 16 x 256, not 15 x 288; of 16 bits 3520 are 20 x 176, not 19 x 192."""
     half = dtype == torch.float16
-    if half and config > 4:
-        pytest.skip("16-bit rows have five candidates")
     n, k = 192, 128
     w = Weights(2, n, k, format="nvfp4", exact_scales=True)
     weight = decode.Weight(*w.packed, None, 2, n, k)
@@ -387,7 +383,8 @@ def test_moe(a_format, format, gate):
         args = (x, ids, weights, *up.packed, *down.packed, b13, b2)
         options = {"activation": gate, "a_format": a_format, **up.options}
         got = torch.ops.fp4.moe(*args, **options)
-        exact = ops.resolve_a_format(a_format, ids.numel(), experts, LAYOUTS["sm90"]) == "none"
+        few = decode.rows_per_expert(ids.numel(), experts) < ops.BLOCK_ROWS["auto"]
+        exact = a_format == "none" or (a_format == "auto" and few)
         # A hidden value near a tie of FP4 may fall to its other side: rarely, and the sum has thousands.
         assert error(got, want) < (6e-3 if exact else 2e-2 if fp4 else 8e-2)
         assert torch.equal(got, torch.ops.fp4.moe(*args, **options)), "not deterministic"
@@ -444,6 +441,47 @@ def test_replay_with_changed_routing(tokens):
         out.fill_(float("nan"))
         graph.replay()
         assert torch.equal(out, call())
+
+
+@pytest.mark.parametrize("a_format", ["none", "fp8"])
+@pytest.mark.parametrize("tokens", [4, 400])
+def test_what_was_written_just_before_is_read(tokens, a_format):
+    """Kernels that begin while others run ask for weights and routing first: both change before each call."""
+    experts, hidden, inter, top_k = 16, 1024, 512, 2
+    x = torch.randn(tokens, hidden, device="cuda").bfloat16()
+    rows_of = torch.randn(tokens * top_k, hidden, device="cuda").bfloat16()
+    a, scale = (rows_of, None) if a_format == "none" else torch.ops.fp4.quantize_fp8(rows_of, layout="sm90")
+    weights = torch.rand(tokens, top_k, device="cuda")
+    options = {"format": "nvfp4", "layout": "sm90"}
+
+    def draw() -> list[torch.Tensor]:
+        up, down = (
+            Weights(experts, 2 * inter, hidden, format="nvfp4"),
+            Weights(experts, hidden, inter, format="nvfp4"),
+        )
+        ids = torch.randint(0, experts, (tokens, top_k), device="cuda")
+        return [
+            *up.packed,
+            *down.packed,
+            ids,
+            torch.bincount(ids.flatten(), minlength=experts).cumsum(0).int(),
+        ]
+
+    def run(tensors: list[torch.Tensor]) -> list[torch.Tensor]:
+        up, down, ids, offs = tensors[:3], tensors[3:6], *tensors[6:]
+        block = torch.ops.fp4.moe(x, ids, weights, *up, *down, a_format=a_format, **options)
+        return [block, torch.ops.fp4.grouped_mm(a, *up, offs, scale, **options)]
+
+    sets = [draw(), draw()]
+    want = [run(s) for s in sets]
+    held = [t.clone() for t in sets[0]]
+    torch.cuda.synchronize()
+    got = []
+    for i in [0, 1] * 20:
+        for to, t in zip(held, sets[i], strict=True):
+            to.copy_(t)
+        got.append((i, run(held)))
+    assert all(torch.equal(g, w) for i, outs in got for g, w in zip(outs, want[i], strict=True))
 
 
 def test_bad_offsets_do_not_fault():

@@ -45,7 +45,7 @@ class Int4Weights:
         self.options = {"format": format, "layout": "sm90_int4"}
 
 
-@pytest.mark.parametrize("config", range(7))
+@pytest.mark.parametrize("config", range(8))
 @pytest.mark.parametrize("format", reference.INT4_FORMATS)
 @pytest.mark.parametrize("shape", PREFILL_SHAPES, ids=str)
 def test_every_int4_candidate(shape, format, config):

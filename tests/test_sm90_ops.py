@@ -57,7 +57,8 @@ class Kernels:
         row = torch.arange(m) if sorted_rows is None else sorted_rows.long()
         out[row] = self.product(x, x_scale, w, expert, row // a_div, gate).to(out.dtype)
 
-    def prefill_run(self, x, x_scale, w, route, routing, m, out, gate=None):
+    def prefill_run(self, x, x_scale, w, route, routing, m, out, gate=None, early=False):
+        assert not early or self.seen[-1] in ("half", "quantize"), "x is not all that may be under way"
         self.seen.append("prefill")
         assert x_scale is not None and x.shape[-1] == w.kp
         if x.dtype == torch.float16:
@@ -68,9 +69,9 @@ class Kernels:
         assert gate is None or prefill.gates(gate, out.dtype)
         out.copy_(self.product(x, x_scale, w, expert, torch.arange(rows_of), gate))
 
-    def int4_run(self, x, x_scale, w, route, routing, m, out, gate=None):
+    def int4_run(self, x, x_scale, w, route, routing, m, out, gate=None, early=False):
         assert x.dtype == F8 and isinstance(w, int4.Int4Weight)
-        self.prefill_run(x, x_scale, w, route, routing, m, out, gate)
+        self.prefill_run(x, x_scale, w, route, routing, m, out, gate, early)
         self.seen[-1] = "int4"
 
     def route(self, ids, groups):
@@ -91,7 +92,8 @@ class Kernels:
             )
         return x, x.shape[0] if end is None else int(end)
 
-    def quantize_fp8(self, x, gate=None, position=None, end=None):
+    def quantize_fp8(self, x, gate=None, position=None, end=None, *, dependent=False):
+        assert not dependent or self.seen[-1] in ("prefill", "int4")
         self.seen.append("quantize")
         assert x.dtype != torch.float32
         values, live = self.taken(x, gate, position, end)
@@ -100,7 +102,8 @@ class Kernels:
         scale[live:] = float("nan")
         return codes, scale
 
-    def to_half(self, x, gate=None, position=None, end=None):
+    def to_half(self, x, gate=None, position=None, end=None, *, dependent=False):
+        assert not dependent or self.seen[-1] in ("prefill", "int4")
         self.seen.append("half")
         assert x.dtype != torch.float32
         values, live = self.taken(x, gate, position, end)

@@ -12,17 +12,8 @@ int launch(const DecodeParams& p, int blocks, bool dependent, cudaStream_t strea
   static const cudaError_t allowed =
       cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, kMaxShared);
   if (allowed != cudaSuccess) return allowed;
-  cudaLaunchConfig_t config{};
-  config.gridDim = blocks;
-  config.blockDim = 32 * (kComputeWarps + kReduceWarps);
-  config.dynamicSmemBytes = shared;
-  config.stream = stream;
-  cudaLaunchAttribute attribute{};
-  attribute.id = cudaLaunchAttributeProgrammaticStreamSerialization;
-  attribute.val.programmaticStreamSerializationAllowed = 1;
-  config.attrs = &attribute;
-  config.numAttrs = dependent ? 1 : 0;
-  return cudaLaunchKernelEx(&config, kernel, p);
+  const LaunchShape shape = {dim3(blocks), dim3(32 * (kComputeWarps + kReduceWarps)), size_t(shared)};
+  return launch_kernel(kernel, shape, dependent, stream, p);
 }
 
 template <DType kType>

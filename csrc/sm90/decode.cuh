@@ -25,6 +25,7 @@
 #include "decode_plan.cuh"
 #include "gate.cuh"
 #include "half_words.cuh"
+#include "launch.cuh"
 #include "ptx.cuh"
 
 namespace fp4::sm90 {
@@ -51,11 +52,6 @@ __device__ __forceinline__ uint32_t load_stream_word(const void* p) {
   uint32_t v;
   asm volatile("ld.global.nc.L1::no_allocate.u32 %0, [%1];" : "=r"(v) : "l"(p));
   return v;
-}
-
-__device__ __forceinline__ void wait_previous_kernel() { asm volatile("griddepcontrol.wait;" ::: "memory"); }
-__device__ __forceinline__ void release_next_kernel() {
-  asm volatile("griddepcontrol.launch_dependents;" ::: "memory");
 }
 
 // --- activations ---

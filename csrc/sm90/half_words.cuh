@@ -11,13 +11,15 @@
 
 namespace fp4::sm90 {
 
-// Eight codes of one word to fp16, scaled: pairs (0,2), (1,3) of q = 0, then of q = 1.
-__host__ __device__ __forceinline__ void dequantize_word(uint32_t w, half2 scale, uint32_t (&h)[4]) {
-  // The high bytes of 0, 0.5, 1, 1.5, 2, 3, 4, 6 in fp16; the low bytes are zero.
-  constexpr uint32_t kLow = 0x3E3C3800, kHigh = 0x46444240;
+// The high bytes of 0, 0.5, 1, 1.5 and 2, 3, 4, 6 in fp16; the low bytes are zero.
+constexpr uint32_t kHalfLow = 0x3E3C3800, kHalfHigh = 0x46444240;
+
+// Eight codes of one word to fp16, scaled: pairs (0,2), (1,3) of q = 0, then of q = 1. `low` is kHalfLow.
+__host__ __device__ __forceinline__ void dequantize_word(uint32_t w, half2 scale, uint32_t (&h)[4],
+                                                         uint32_t low = kHalfLow) {
   const uint32_t index = w & 0x77777777;
-  const uint32_t q0 = permute_bytes(kLow, kHigh, index) | (w & 0x80808080);
-  const uint32_t q1 = permute_bytes(kLow, kHigh, index >> 16) | ((w << 4) & 0x80808080);
+  const uint32_t q0 = permute_bytes(low, kHalfHigh, index) | (w & 0x80808080);
+  const uint32_t q1 = permute_bytes(low, kHalfHigh, index >> 16) | ((w << 4) & 0x80808080);
   h[1] = q0 & 0xFF00FF00;
   h[3] = q1 & 0xFF00FF00;
   h[0] = permute_bytes(q0, 0, 0x2404);

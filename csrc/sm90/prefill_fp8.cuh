@@ -5,16 +5,17 @@
 
 namespace fp4::sm90 {
 
-// Measured with NVFP4 weights.
-constexpr Cost kTwoWarpgroups = {580, 2.35, 4.7, 1000, 9}, kThreeWarpgroups = {580, 4.3, 7, 1000, 12},
-               kFourWarpgroups = {600, 6.5, 9.4, 1000, 16};
+// Fitted to the times of all candidates with NVFP4 weights (h200_prefill_choice.txt).
+constexpr Cost kTwoWarpgroups = {500, 4.5, 4.7, 1000, 6.5}, kThreeWarpgroups = {685, 5.75, 9.8, 590, 3.7},
+               kFourWarpgroups = {770, 5.5, 18.5, 1500, 7.3};
 
 // The number of widths is limited by registers, the stages by shared memory.
 using Wide = WidthList<288, 272, 256, 192, 128, 64>;
 using Middle = WidthList<192, 160, 128>;
 using Narrow = WidthList<80, 64, 48, 32>;
 using NarrowPair = WidthList<80, 64>;
-using Small = WidthList<64, 32>;
+using Small = WidthList<64, 48, 32>;
+using Few = WidthList<32, 16>;
 
 // PrefillConfig<weights, warpgroups, widths, cluster, stages>
 template <class Weights, int kSmallStages = 7>
@@ -26,7 +27,9 @@ constexpr Candidate kFp8Candidates[] = {
     candidate<PrefillConfig<Weights, 4, NarrowPair, 1, 6>>("rows 256, tokens 80, cluster 1", kFourWarpgroups),
     candidate<PrefillConfig<Weights, 4, Small, 1, kSmallStages>>("rows 256, tokens 64, cluster 1",
                                                                  kFourWarpgroups),
+    candidate<PrefillConfig<Weights, 4, Few, 1, kSmallStages + 1>>("rows 256, tokens 32, cluster 1",
+                                                                   kFourWarpgroups),
 };
-constexpr int kFp8CandidateCount = 6;
+constexpr int kFp8CandidateCount = 7;
 
 }  // namespace fp4::sm90

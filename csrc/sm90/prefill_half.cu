@@ -13,6 +13,8 @@ using Wide = WidthList<192, 176, 144, 128, 96>;
 using Middle = WidthList<96, 80, 64>;
 using Small = WidthList<64, 48, 32>;
 using Pair = WidthList<64, 32>;
+using NarrowPair = WidthList<48, 32>;
+using Few = WidthList<32, 16>;
 
 // PrefillConfig<weights, warpgroups, widths, cluster, stages>
 constexpr Candidate kCandidates[] = {
@@ -22,6 +24,9 @@ constexpr Candidate kCandidates[] = {
                                                            kThreeWarpgroups),
     candidate<PrefillConfig<HalfWeights, 3, Small, 1, 6>>("rows 192, tokens 64, cluster 1", kThreeWarpgroups),
     candidate<PrefillConfig<HalfWeights, 4, Pair, 1, 5>>("rows 256, tokens 64, cluster 1", kFourWarpgroups),
+    candidate<PrefillConfig<HalfWeights, 4, NarrowPair, 1, 6>>("rows 256, tokens 48, cluster 1",
+                                                               kFourWarpgroups),
+    candidate<PrefillConfig<HalfWeights, 4, Few, 1, 7>>("rows 256, tokens 32, cluster 1", kFourWarpgroups),
 };
 
 }  // namespace
@@ -35,10 +40,10 @@ extern "C" int fp4_sm90_prefill_half(const void* x, const float* x_scale, const 
                                      const void* block_scale, const float* global_scale, const void* bias,
                                      int bias_dtype, const int32_t* group_rows, void* out, int out_dtype,
                                      Act act, float alpha, float limit, float up_offset, int mode, int groups,
-                                     int m, int n, int kp, int config, void* stream) {
+                                     int m, int n, int kp, int early, int config, void* stream) {
   const Gate gate{act, alpha, limit, up_offset};
   Arguments arguments = {x,          x_scale,    packed, block_scale, global_scale, bias,  //
-                         bias_dtype, group_rows, out,    out_dtype,   gate,         mode,  groups,
-                         m,          n,          kp,     kp,          config,       stream};
+                         bias_dtype, group_rows, out,    out_dtype,   gate,         mode,   groups,
+                         m,          n,          kp,     kp,          early,        config, stream};
   return run(kCandidates, CU_TENSOR_MAP_DATA_TYPE_FLOAT16, 2, arguments);
 }

@@ -31,6 +31,7 @@ class HalfWeights {
   // `codes` and `scales`: shared memory addresses of the warp's 16 rows in stage 0.
   __device__ __forceinline__ void init(uint32_t codes, uint32_t scales, int lane) {
     codes_.init(codes, lane);
+    low_ = kept_constant(kHalfLow, lane);
     lane_scales_ = kept_address(scales + lane * 4, lane);
   }
 
@@ -54,12 +55,11 @@ class HalfWeights {
 
  private:
   // The A operands of the two instructions of words s of both rows.
-  static __device__ __forceinline__ void half_fragments(uint32_t even_word, uint32_t odd_word,
-                                                        half2 even_scale, half2 odd_scale,
-                                                        uint32_t* fragment) {
+  __device__ __forceinline__ void half_fragments(uint32_t even_word, uint32_t odd_word, half2 even_scale,
+                                                 half2 odd_scale, uint32_t* fragment) const {
     uint32_t even[4], odd[4];
-    dequantize_word(even_word, even_scale, even);
-    dequantize_word(odd_word, odd_scale, odd);
+    dequantize_word(even_word, even_scale, even, low_);
+    dequantize_word(odd_word, odd_scale, odd, low_);
 #pragma unroll
     for (int i = 0; i < 4; ++i) {
       fragment[2 * i] = even[i];
@@ -68,7 +68,7 @@ class HalfWeights {
   }
 
   LaneCodes codes_;
-  uint32_t lane_scales_, scales_;
+  uint32_t lane_scales_, scales_, low_;
 };
 
 }  // namespace fp4::sm90

@@ -12,33 +12,24 @@ namespace fp4::sm90 {
 
 constexpr int kBadArgument = -1, kNoDriver = -2;
 
-using Launch = int (*)(const Problem&, const Maps&, int sms, cudaStream_t);
+using Launch = int (*)(const Problem&, const Maps&, int sms, bool dependent, cudaStream_t);
 
 template <class Config, bool kGated>
-int launch_gated(const Problem& problem, const Maps& maps, int sms, cudaStream_t stream) {
+int launch_gated(const Problem& problem, const Maps& maps, int sms, bool dependent, cudaStream_t stream) {
   constexpr size_t kBytes = sizeof(SharedStorage<Config>);
   static_assert(kBytes <= 232448, "more shared memory than a block of sm_90 can have");
   auto kernel = prefill_kernel<Config, kGated>;
   cudaError_t error = cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, kBytes);
   if (error != cudaSuccess) return error;
-  cudaLaunchAttribute attribute = {};
-  attribute.id = cudaLaunchAttributeClusterDimension;
-  attribute.val.clusterDim.x = Config::Cluster;
-  attribute.val.clusterDim.y = attribute.val.clusterDim.z = 1;
-  cudaLaunchConfig_t config = {};
-  config.gridDim = dim3(sms / Config::Cluster * Config::Cluster);
-  config.blockDim = dim3(Config::Threads);
-  config.dynamicSmemBytes = kBytes;
-  config.stream = stream;
-  config.attrs = &attribute;
-  config.numAttrs = 1;
-  return cudaLaunchKernelEx(&config, kernel, problem, maps);
+  const LaunchShape shape = {dim3(sms / Config::Cluster * Config::Cluster), dim3(Config::Threads), kBytes,
+                             Config::Cluster};
+  return launch_kernel(kernel, shape, dependent, stream, problem, maps);
 }
 
 template <class Config>
-int launch(const Problem& problem, const Maps& maps, int sms, cudaStream_t stream) {
-  return problem.gate.act == Act::kNone ? launch_gated<Config, false>(problem, maps, sms, stream)
-                                        : launch_gated<Config, true>(problem, maps, sms, stream);
+int launch(const Problem& problem, const Maps& maps, int sms, bool dependent, cudaStream_t stream) {
+  return problem.gate.act == Act::kNone ? launch_gated<Config, false>(problem, maps, sms, dependent, stream)
+                                        : launch_gated<Config, true>(problem, maps, sms, dependent, stream);
 }
 
 // Measured cycles of a kernel at the clock below: a step of 128 K takes base + slope x width, but at least
@@ -93,7 +84,7 @@ int choose(const Candidate (&candidates)[Count], RowMode mode, int groups, int m
   double mean = mode == RowMode::kContiguous ? static_cast<double>(m) / groups : m;
   double deviation = mode == RowMode::kContiguous && groups > 1 ? std::sqrt(mean) : 0;
   double hit = groups;
-  if (mean < 0.5) {
+  if (mean < 2) {
     hit = -std::expm1(-mean) * groups;
     mean = m / hit;
     deviation = 0;
@@ -180,6 +171,7 @@ struct Arguments {
   int out_dtype;
   Gate gate;
   int mode, groups, m, n, k, kp;  // k: the columns of x
+  int early;  // only x and x_scale come from the kernel launched before this one: start while it runs
   int config;
   void* stream;
 };
@@ -236,7 +228,7 @@ int run(const Candidate (&candidates)[Count], CUtensorMapDataType x_type, int x_
                     CU_TENSOR_MAP_SWIZZLE_NONE) &&
       encode_output(&maps.out, problem.out_type, gated, a.out, a.n, rows, choice.store_tokens);
   if (!encoded) return kBadArgument;
-  return choice.run(problem, maps, sms, static_cast<cudaStream_t>(a.stream));
+  return choice.run(problem, maps, sms, a.early != 0, static_cast<cudaStream_t>(a.stream));
 }
 
 }  // namespace fp4::sm90

@@ -25,7 +25,7 @@ constexpr Candidates make_candidates() {
   constexpr int kStages = kGroup == 32 ? 6 : 7;
   constexpr const auto& kShared = kFp8Candidates<Weights, kStages>;
   return {
-      {kShared[0], kShared[1], kShared[2], kShared[3], kShared[4], kShared[5],
+      {kShared[0], kShared[1], kShared[2], kShared[3], kShared[4], kShared[5], kShared[6],
        candidate<PrefillConfig<Weights, 1, Fewest, 1, 12>>("rows 64, tokens 64, cluster 1", kOneWarpgroup)}};
 }
 
@@ -52,11 +52,11 @@ extern "C" int fp4_sm90_prefill_int4(const void* x, const float* x_scale, const 
                                      const float* scales, const float* factor, int group, const void* bias,
                                      int bias_dtype, const int32_t* group_rows, void* out, int out_dtype,
                                      Act act, float alpha, float limit, float up_offset, int mode, int groups,
-                                     int m, int n, int kp, int config, void* stream) {
+                                     int m, int n, int kp, int early, int config, void* stream) {
   const Gate gate{act, alpha, limit, up_offset};
   Arguments arguments = {x,          x_scale,    packed, scales,    factor, bias,  //
-                         bias_dtype, group_rows, out,    out_dtype, gate,   mode,  groups,
-                         m,          n,          kp,     kp,        config, stream};
+                         bias_dtype, group_rows, out,    out_dtype, gate,   mode,   groups,
+                         m,          n,          kp,     kp,        early,  config, stream};
   switch (group) {
     case 128:
       return run(kCandidates<128>.of, CU_TENSOR_MAP_DATA_TYPE_UINT8, 1, arguments);

@@ -25,6 +25,7 @@
 #include <type_traits>
 
 #include "gate.cuh"
+#include "launch.cuh"
 #include "prefill_fold.cuh"
 #include "prefill_half.cuh"
 #include "prefill_int4.cuh"
@@ -300,7 +301,7 @@ class PrefillBlock {
     if constexpr (Config::Cluster > 1) {
       if (lane < Config::Cluster) barrier_arrive_remote(smem_address(&shared_.empty[slot]), lane);
     } else {
-      if (lane == 0) barrier_arrive(smem_address(&shared_.empty[slot]));
+      if (elect_lane()) barrier_arrive(smem_address(&shared_.empty[slot]));
     }
   }
 
@@ -323,8 +324,8 @@ class PrefillBlock {
     constexpr int kFirst = Tokens < kMmaTokens ? Tokens : kMmaTokens;
     constexpr int kRestOffset = kMmaTokens * kXRowBytes / 16;
     constexpr int kHalfOffset = Config::XTiles == 1 ? kXRowBytes / 2 : Config::XTileBytes;
-    uint32_t x =
-        swizzled_base(smem_address(shared_.x)) + (ring_.slot * Config::XBytes + Half * kHalfOffset) / 16;
+    uint32_t x = swizzled_base(smem_address(shared_.x)) +
+                 static_cast<uint32_t>(ring_.slot) * (Config::XBytes / 16) + Half * kHalfOffset / 16;
 #pragma unroll
     for (uint32_t& fragment : fragments_[Half])
       asm volatile("" : "+r"(fragment));  // all before the first starts
@@ -545,6 +546,7 @@ __global__ void __launch_bounds__(Config::Threads, 1)
     prefill_kernel(const __grid_constant__ Problem problem, const __grid_constant__ Maps maps) {
   extern __shared__ __align__(1024) uint8_t memory[];
   auto& shared = *reinterpret_cast<SharedStorage<Config>*>(memory);
+  release_next_kernel();
   PrefillBlock<Config, kGated> block(shared, problem, maps);
   if (threadIdx.x == 0) block.init_barriers();
   __syncthreads();
@@ -552,6 +554,8 @@ __global__ void __launch_bounds__(Config::Threads, 1)
 
   if (threadIdx.x >= Config::Warpgroups * kWarpgroup) {
     if constexpr (Config::MovesRegisters) register_give<Config::ProducerRegisters>();
+    // All but the weights and the routing. Results are stored only after activations have come.
+    if (threadIdx.x / kWarp % 4 != 2) wait_previous_kernel();
     switch (threadIdx.x / kWarp % 4) {
       case 0:
         block.copy_activations();

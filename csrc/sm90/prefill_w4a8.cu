@@ -24,10 +24,10 @@ extern "C" int fp4_sm90_prefill_w4a8(const void* x, const float* x_scale, const 
                                      const void* block_scale, const float* global_scale, const void* bias,
                                      int bias_dtype, const int32_t* group_rows, void* out, int out_dtype,
                                      Act act, float alpha, float limit, float up_offset, int mode, int groups,
-                                     int m, int n, int kp, int config, void* stream) {
+                                     int m, int n, int kp, int early, int config, void* stream) {
   const Gate gate{act, alpha, limit, up_offset};
   Arguments arguments = {x,          x_scale,    packed, block_scale, global_scale, bias,  //
-                         bias_dtype, group_rows, out,    out_dtype,   gate,         mode,  groups,
-                         m,          n,          kp,     kp,          config,       stream};
+                         bias_dtype, group_rows, out,    out_dtype,   gate,         mode,   groups,
+                         m,          n,          kp,     kp,          early,        config, stream};
   return run(kCandidates, CU_TENSOR_MAP_DATA_TYPE_UINT8, 1, arguments);
 }

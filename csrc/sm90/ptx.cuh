@@ -193,6 +193,12 @@ __device__ __forceinline__ uint32_t kept_address(uint32_t smem, int lane) {
   return __shfl_sync(~0u, smem, lane);
 }
 
+// A constant as a register of each lane, which the compiler would else copy from a uniform one before each
+// use.
+__device__ __forceinline__ uint32_t kept_constant(uint32_t value, int lane) {
+  return __shfl_sync(~0u, value + lane, lane) - lane;
+}
+
 // The codes of a warp's 16 weight rows for the two halves of a step: 16 bytes a lane each.
 class LaneCodes {
  public:

@@ -6,6 +6,7 @@
 #include <algorithm>
 #include <cstdint>
 
+#include "launch.cuh"
 #include "types.cuh"
 
 namespace fp4::sm90 {
@@ -221,6 +222,7 @@ __global__ void __launch_bounds__(kMaxCombineThreads, 3) combine_kernel(const Co
       if (id != p.groups) row = at, expert = id;
     }
     const int end = min(32, p.top_k - slots);
+    wait_previous_kernel();  // for y; all else was there before the kernel that makes it began
     for (int first = 0; first < end; first += kAtOnce) {
       Columns<kColumns> y[kAtOnce], bias[kBias ? kAtOnce : 1];
       int from[kAtOnce];
@@ -257,14 +259,10 @@ int launch_combine(const Combine& p, int tokens, cudaStream_t stream) {
   const int blocks = (threads + most - 1) / most;
   const dim3 grid(tokens, blocks);
   const int each = (threads + 32 * blocks - 1) / (32 * blocks) * 32;
-  if (p.bias) {
-    combine_kernel<kY, kColumns, true, 4><<<grid, each, 0, stream>>>(p);
-  } else if (p.top_k <= 4) {
-    combine_kernel<kY, kColumns, false, 4><<<grid, each, 0, stream>>>(p);
-  } else {
-    combine_kernel<kY, kColumns, false, 8><<<grid, each, 0, stream>>>(p);
-  }
-  return cudaGetLastError();
+  const auto start = [&](auto kernel) { return launch_kernel(kernel, {grid, dim3(each)}, true, stream, p); };
+  if (p.bias) return start(combine_kernel<kY, kColumns, true, 4>);
+  return p.top_k <= 4 ? start(combine_kernel<kY, kColumns, false, 4>)
+                      : start(combine_kernel<kY, kColumns, false, 8>);
 }
 
 }  // namespace

@@ -8,6 +8,7 @@
 #include <cstdint>
 #include <type_traits>
 
+#include "launch.cuh"
 #include "prefill_half.cuh"
 #include "row_values.cuh"
 #include "types.cuh"
@@ -125,6 +126,8 @@ __device__ __forceinline__ void to_words(const float (&v)[kRowValues], float up,
 template <typename T, bool kGated, Form kForm, int kLanes, int kBlocks>
 __global__ void __launch_bounds__(kLanes ? kRowThreads : 32 * kMaxRowWarps,
                                   kLanes ? blocks_resident(kBlocks) : 1) row_kernel(const Rows p) {
+  release_next_kernel();
+  wait_previous_kernel();
   const int lanes = kLanes ? kLanes : blockDim.x, lane = threadIdx.x % lanes;
   const int row = kLanes ? blockIdx.x * (kRowThreads / lanes) + threadIdx.x / lanes : blockIdx.x;
   // Whole warps only: their lanes exchange values below.
@@ -212,44 +215,43 @@ __global__ void __launch_bounds__(kLanes ? kRowThreads : 32 * kMaxRowWarps,
 }
 
 template <typename T, bool kGated, Form kForm>
-int launch(Rows p, cudaStream_t stream) {
+int launch(Rows p, bool dependent, cudaStream_t stream) {
   const RowPlan plan = row_plan(p.count, p.padded / kRowValues);
   // Without positions a row waits for *end before it reads anything: worth it only where most find it in L1.
   if (p.position == nullptr && p.count <= kFewWarps) p.end = nullptr;
   if (plan.lanes > 32 * kMaxRowWarps) return cudaErrorInvalidValue;
   const auto shared = [&](auto kernel) {  // rows share a thread block
     const int rows = kRowThreads / plan.lanes;
-    kernel<<<(p.count + rows - 1) / rows, kRowThreads, 0, stream>>>(p);
+    return launch_kernel(kernel, {dim3((p.count + rows - 1) / rows), dim3(kRowThreads)}, dependent, stream,
+                         p);
   };
-  const auto whole = [&](auto kernel) { kernel<<<p.count, plan.lanes, 0, stream>>>(p); };
-  if (plan.lanes == 16) {
-    shared(row_kernel<T, kGated, kForm, 16, 3>);
-  } else if (plan.lanes > 32) {
-    plan.blocks == 1   ? whole(row_kernel<T, kGated, kForm, 0, 1>)
-    : plan.blocks == 2 ? whole(row_kernel<T, kGated, kForm, 0, 2>)
-                       : whole(row_kernel<T, kGated, kForm, 0, 4>);
-  } else if (plan.blocks == 1) {
-    shared(row_kernel<T, kGated, kForm, 32, 1>);
-  } else if (plan.blocks == 2) {
-    shared(row_kernel<T, kGated, kForm, 32, 2>);
-  } else if (plan.blocks == 3) {
-    shared(row_kernel<T, kGated, kForm, 32, 3>);
-  } else {
-    shared(row_kernel<T, kGated, kForm, 32, 4>);
+  const auto whole = [&](auto kernel) {
+    return launch_kernel(kernel, {dim3(p.count), dim3(plan.lanes)}, dependent, stream, p);
+  };
+  if (plan.lanes == 16) return shared(row_kernel<T, kGated, kForm, 16, 3>);
+  if (plan.lanes > 32) {
+    return plan.blocks == 1   ? whole(row_kernel<T, kGated, kForm, 0, 1>)
+           : plan.blocks == 2 ? whole(row_kernel<T, kGated, kForm, 0, 2>)
+                              : whole(row_kernel<T, kGated, kForm, 0, 4>);
   }
-  return cudaGetLastError();
+  return plan.blocks == 1   ? shared(row_kernel<T, kGated, kForm, 32, 1>)
+         : plan.blocks == 2 ? shared(row_kernel<T, kGated, kForm, 32, 2>)
+         : plan.blocks == 3 ? shared(row_kernel<T, kGated, kForm, 32, 3>)
+                            : shared(row_kernel<T, kGated, kForm, 32, 4>);
 }
 
 template <typename T>
-int launch(const Rows& p, Form form, cudaStream_t stream) {
+int launch(const Rows& p, Form form, bool dependent, cudaStream_t stream) {
   const bool gated = p.gate.act != Act::kNone;
   switch (form) {
     case Form::kSame:
-      return gated ? launch<T, true, Form::kSame>(p, stream) : cudaErrorInvalidValue;
+      return gated ? launch<T, true, Form::kSame>(p, dependent, stream) : cudaErrorInvalidValue;
     case Form::kFp8:
-      return gated ? launch<T, true, Form::kFp8>(p, stream) : launch<T, false, Form::kFp8>(p, stream);
+      return gated ? launch<T, true, Form::kFp8>(p, dependent, stream)
+                   : launch<T, false, Form::kFp8>(p, dependent, stream);
     case Form::kHalf:
-      return gated ? launch<T, true, Form::kHalf>(p, stream) : launch<T, false, Form::kHalf>(p, stream);
+      return gated ? launch<T, true, Form::kHalf>(p, dependent, stream)
+                   : launch<T, false, Form::kHalf>(p, dependent, stream);
   }
   return cudaErrorInvalidValue;
 }
@@ -262,17 +264,17 @@ using namespace fp4::sm90;
 // Rows of x (16-bit, aligned to 16 bytes, `width` columns, a multiple of 16; 2 * width if gated) to `out` in
 // `form`: x's type [count, width], or e4m3 or fp16 [.., padded] with scale [..]. Row r of x becomes the
 // `copies` rows position[r, ..] of out, or row r (position null, copies 1). Rows of out from *end on (end not
-// null) may be left unwritten.
+// null) may be left unwritten. dependent: starts while the kernel before it may still run.
 extern "C" int fp4_sm90_rows(const void* x, DType x_type, int count, const int* position, int copies,
                              const int* end, Act act, float alpha, float limit, float up_offset,
                              int interleaved, int width, int padded, Form form, void* out, float* scale,
-                             void* stream) {
+                             int dependent, void* stream) {
   if (count == 0) return 0;
   if (width % kRowValues != 0) return cudaErrorInvalidValue;
   const Gate gate{act, alpha, limit, up_offset};
   const Rows p{x, count, position, copies, end, gate, interleaved, width, padded, out, scale};
   auto* s = static_cast<cudaStream_t>(stream);
-  if (x_type == DType::kBFloat16) return launch<__nv_bfloat16>(p, form, s);
-  if (x_type == DType::kFloat16) return launch<__half>(p, form, s);
+  if (x_type == DType::kBFloat16) return launch<__nv_bfloat16>(p, form, dependent, s);
+  if (x_type == DType::kFloat16) return launch<__half>(p, form, dependent, s);
   return cudaErrorInvalidValue;
 }

@@ -53,9 +53,10 @@ class Weight(NamedTuple):
     def layout(self) -> Layout:
         return LAYOUTS["sm90"]
 
-    def decodes(self, rows: int, blocks: int) -> bool:
-        """Whether the decode kernel takes so many rows of it."""
-        return choose(rows, self.groups, self.n, self.kp, blocks) is not None
+    def decode_passes(self, rows: int, blocks: int) -> int:
+        """How often the decode kernel goes over K for so many rows; 0: it does not take them."""
+        config = choose(rows, self.groups, self.n, self.kp, blocks)
+        return config.passes if config else 0
 
 
 @dataclass(frozen=True)

@@ -34,9 +34,9 @@ class Int4Weight(NamedTuple):
     def layout(self) -> Layout:
         return LAYOUT
 
-    def decodes(self, rows: int, blocks: int) -> bool:
-        """Never: prefill's kernel is fast for few rows, too."""
-        return False
+    def decode_passes(self, rows: int, blocks: int) -> int:
+        """0: there is no decode kernel. Prefill's is fast for few rows, too."""
+        return 0
 
 
 def prepack(packed: Tensor, block_scale: Tensor, fmt: Format) -> tuple[Tensor, Tensor, Tensor]:
@@ -114,12 +114,12 @@ def _divide(scale: Tensor) -> tuple[Tensor, Tensor]:
 
 def run(
     x: Tensor, x_scale: Tensor, w: Int4Weight, route: Tensor | None, routing: Routing, rows: int, out: Tensor,
-    *, gate: Activation | None = None, config: int = CHOOSE,
+    *, gate: Activation | None = None, early: bool = False, config: int = CHOOSE,
 ) -> None:  # fmt: skip
     """As prefill.run: x e4m3 [M, kp] in the layout's order, sorted by expert. Weights are rounded to e4m3."""
     call(
         "fp4_sm90_prefill_int4", address(x), address(x_scale), address(w.codes), address(w.scales),
         address(w.factor), w.group, address(w.bias), DTYPE_CODES[w.bias.dtype] if w.bias is not None else 0,
         address(route), address(out), DTYPE_CODES[out.dtype], *gate_fields(gate), MODES[routing], w.groups,
-        rows, w.n, w.kp, config, stream(),
+        rows, w.n, w.kp, early, config, stream(),
     )  # fmt: skip

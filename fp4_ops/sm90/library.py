@@ -25,20 +25,20 @@ SIGNATURES = {
     "fp4_sm90_decode": [POINTER, INT, INT, INT, POINTER],
     "fp4_sm90_prefill_w4a8": [
         *(POINTER, POINTER, POINTER, POINTER, POINTER, POINTER, INT, POINTER, POINTER, INT),
-        *(*GATE, INT, INT, INT, INT, INT, INT, POINTER),
+        *(*GATE, INT, INT, INT, INT, INT, INT, INT, POINTER),
     ],
     "fp4_sm90_prefill_half": [
         *(POINTER, POINTER, POINTER, POINTER, POINTER, POINTER, INT, POINTER, POINTER, INT),
-        *(*GATE, INT, INT, INT, INT, INT, INT, POINTER),
+        *(*GATE, INT, INT, INT, INT, INT, INT, INT, POINTER),
     ],
     "fp4_sm90_prefill_int4": [
         *(POINTER, POINTER, POINTER, POINTER, POINTER, INT, POINTER, INT, POINTER, POINTER, INT),
-        *(*GATE, INT, INT, INT, INT, INT, INT, POINTER),
+        *(*GATE, INT, INT, INT, INT, INT, INT, INT, POINTER),
     ],
     "fp4_sm90_route": [POINTER, INT, INT, INT, POINTER, POINTER, POINTER, POINTER, POINTER],
     "fp4_sm90_rows": [
         *(POINTER, INT, INT, POINTER, INT, POINTER, *GATE, INT),
-        *(INT, INT, INT, POINTER, POINTER, POINTER),
+        *(INT, INT, INT, POINTER, POINTER, INT, POINTER),
     ],
     "fp4_sm90_rows_fp4": [
         *(POINTER, INT, INT, POINTER, INT, *GATE, INT),

@@ -16,7 +16,6 @@ from torch import Tensor
 
 from ..meta import checks
 from ..meta.formats import ACTIVATIONS, FORMATS, Activation
-from ..meta.layouts import Layout
 from . import decode, int4, prefill, rows
 from .decode import Routing
 from .int4 import Int4Weight
@@ -27,10 +26,12 @@ Weight = decode.Weight | Int4Weight
 PREFILL = {decode.Weight: prefill, Int4Weight: int4}
 """The module whose `run` takes any number of rows of such a weight."""
 
-PREFILL_ROWS = {torch.float8_e4m3fn: 1.5, torch.bfloat16: 12.0, torch.float16: 12.0}
-"""Rows an expert from which the prefill kernel is faster than decode, by the dtype of the activations."""
-BLOCK_ROWS = {"fp8": 5.0, "none": 14.0, "nvfp4": 14.0, "mxfp4": 14.0}
-"""The same for a whole block, which sorts its rows for prefill, by a_format; 'auto' changes to fp8 there."""
+LEAST_ROWS = 1.5
+"""Rows an expert below which decode is faster, whatever it multiplies."""
+PREFILL_ROWS = {torch.float8_e4m3fn: LEAST_ROWS, torch.bfloat16: 8.0, torch.float16: 8.0}
+"""Rows an expert from which prefill is faster where decode goes over K once, by the dtype of the rows."""
+BLOCK_ROWS = {"auto": 3.2, "fp8": 2.0, "none": 7.0, "nvfp4": 7.0, "mxfp4": 7.0}
+"""The same for a whole block, which sorts its rows for prefill, by a_format; 'auto' is 'none' or fp8."""
 
 
 def require(op: str, layout: str, device: torch.device) -> None:
@@ -77,12 +78,16 @@ def _ordered(a: Tensor, a_scale: Tensor | None) -> tuple[Tensor, Tensor]:
     return half, factor if a_scale is None else factor * a_scale
 
 
-def _few(rows: int, groups: int, bound: float, device: torch.device, *weights: Weight) -> bool:
-    """Whether decode runs: on average `groups` that have any rows have fewer than `bound`, and it can."""
-    if decode.rows_per_expert(rows, groups) >= bound:
-        return False
+def decodes(rows: int, groups: int, bound: float, device: torch.device, *weights: Weight) -> bool:
+    """Whether decode runs: it can, and `groups` that have any rows have too few of them for prefill.
+
+    That is less than `bound` on average; several passes over K make decode slower (measured: by about their
+    square root).
+    """
     blocks = multiprocessors(device.index)
-    return all(w.decodes(rows, blocks) for w in weights)
+    passes = [w.decode_passes(rows, blocks) for w in weights]
+    average = decode.rows_per_expert(rows, groups)
+    return min(passes) > 0 and average < max(bound / max(passes) ** 0.5, LEAST_ROWS)
 
 
 def _product(
@@ -97,10 +102,12 @@ def _product(
     """a [M, K], sorted by expert, masked or dense, -> out [M, n]. per_group: rows of a masked group, or M."""
     m = a.shape[0]
     groups = 1 if routing == Routing.DENSE else w.groups
-    if _few(m, groups, PREFILL_ROWS[a.dtype], a.device, w):
+    if decodes(m, groups, PREFILL_ROWS[a.dtype], a.device, w):
         _decode(a, a_scale, w, _Routed(routing, route, None), 1, out, max_m=per_group)
     else:
-        PREFILL[type(w)].run(*_ordered(_aligned(a), a_scale), w, route, routing, per_group, out)
+        ordered = _ordered(_aligned(a), a_scale)
+        early = a.dtype != torch.float8_e4m3fn  # the last kernel launched puts the rows in order
+        PREFILL[type(w)].run(*ordered, w, route, routing, per_group, out, early=early)
 
 
 def mm(a: Tensor, a_scale: Tensor | None, w: Weight, out_dtype: torch.dtype) -> Tensor:
@@ -141,7 +148,7 @@ def indexed_mm(
     if out.numel() == 0:
         return out
     a, a_scale, ids = a.contiguous(), _contiguous(a_scale), expert_ids.contiguous()
-    if _few(m, w.groups, PREFILL_ROWS[a.dtype], a.device, w):
+    if decodes(m, w.groups, PREFILL_ROWS[a.dtype], a.device, w):
         _decode(a, a_scale, w, _routed(ids, w.groups), 1, out)
         return out
     offs, sorted_rows, position = rows.route(ids, w.groups)
@@ -202,14 +209,6 @@ def _decode(
     )  # fmt: skip
 
 
-def resolve_a_format(a_format: str, rows: int, experts: int, layout: Layout) -> str:
-    """'auto': as they are while decode runs, bound by the weights' bytes; fp8 where prefill does."""
-    if a_format != "auto":
-        return a_format
-    many = decode.rows_per_expert(rows, experts) >= BLOCK_ROWS["fp8"]
-    return "fp8" if many or not layout.leaves("auto") else "none"
-
-
 class _Rows(NamedTuple):
     """How a block's rows go into its products."""
 
@@ -225,7 +224,9 @@ class _Rows(NamedTuple):
         if a_format == "fp8":
             return cls(rows.quantize_fp8, torch.bfloat16)
         to_fp4 = partial(rows.quantize_fp4, format=a_format)
-        return cls(to_fp4 if few else lambda *args, **named: _ordered(*to_fp4(*args, **named)), torch.float32)
+        if few:
+            return cls(to_fp4, torch.float32)
+        return cls(lambda *args, dependent=False, **named: _ordered(*to_fp4(*args, **named)), torch.float32)
 
 
 def moe(
@@ -243,10 +244,12 @@ def moe(
     x, ids, weights = x.contiguous(), topk_ids.contiguous(), topk_weights.contiguous()
     gate = ACTIVATIONS[activation]
     bare = down._replace(bias=None)
-    a_format = resolve_a_format(a_format, m, up.groups, up.layout)
+    if a_format == "auto":  # as they are while decode runs, which waits for the weights, else fp8
+        few = decodes(m, up.groups, BLOCK_ROWS["auto"], x.device, up, down)
+        a_format = "none" if few and up.layout.leaves("auto") else "fp8"
     if a_format == "fp8" and x.dtype == torch.float32:
         x = x.bfloat16()
-    few = _few(m, up.groups, BLOCK_ROWS[a_format], x.device, up, down)
+    few = decodes(m, up.groups, BLOCK_ROWS[a_format], x.device, up, down)
     how = _Rows.of(a_format, x.dtype, few)
     if few:
         position = None
@@ -287,6 +290,7 @@ def _moe_sorted(
     y = torch.empty((m, down.n), dtype=torch.bfloat16, device=x.device)
     end = offs[-1:]  # rows of no expert are sorted last, and nothing reads them
     run = PREFILL[type(up)].run
-    run(*how.quantize(x, position=position, end=end), up, offs, Routing.OFFS, m, h, gate=fused)
-    run(*how.quantize(h, None if fused else gate, end=end), down, offs, Routing.OFFS, m, y)
+    run(*how.quantize(x, position=position, end=end), up, offs, Routing.OFFS, m, h, gate=fused, early=True)
+    ready = how.quantize(h, None if fused else gate, end=end, dependent=True)
+    run(*ready, down, offs, Routing.OFFS, m, y, early=True)
     return y, position

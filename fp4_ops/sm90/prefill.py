@@ -33,6 +33,7 @@ def run(
     out: Tensor,
     *,
     gate: Activation | None = None,
+    early: bool = False,
     config: int = CHOOSE,
 ) -> None:
     """x [M, ...] sorted by expert; out [M, n], rows of no expert as zeros.
@@ -40,14 +41,16 @@ def run(
     x [M, kp] in the layout's order with x_scale [M]: e4m3, and the weights are folded into e4m3; or fp16 as
     rows.to_half makes it, and the weights are exact. `rows`: M, or the rows of each group where masked.
     `gate`: out [M, n / 2] of 16 bits, gated in float32; the weight has gate and up rows interleaved, and
-    `gates` says whether the kernels know the activation. `config`: the index of a candidate.
+    `gates` says whether the kernels know the activation. `early`: of what it reads, the kernel launched
+    before this one makes x and x_scale at most, and those before had ended when that one began: weights may
+    be fetched before it ends. `config`: the index of a candidate.
     """
     call(
         "fp4_sm90_prefill_half" if x.dtype == torch.float16 else "fp4_sm90_prefill_w4a8",
         address(x), address(x_scale), address(w.codes), address(w.scales), address(w.global_scale),
         address(w.bias), DTYPE_CODES[w.bias.dtype] if w.bias is not None else 0, address(route), address(out),
-        DTYPE_CODES[out.dtype], *gate_fields(gate), MODES[routing], w.groups, rows, w.n, w.kp, config,
-        stream(),
+        DTYPE_CODES[out.dtype], *gate_fields(gate), MODES[routing], w.groups, rows, w.n, w.kp, early,
+        config, stream(),
     )  # fmt: skip
 
 

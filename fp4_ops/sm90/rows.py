@@ -62,6 +62,7 @@ def _ordered(
     gate: Activation | None,
     position: Tensor | None,
     end: Tensor | None,
+    dependent: bool,
 ) -> tuple[Tensor, Tensor]:
     count, width, copies = _shape(x, gate, position)
     out = torch.empty((count, LAYOUT.padded(width)), dtype=dtype, device=x.device)
@@ -69,31 +70,34 @@ def _ordered(
     call(
         "fp4_sm90_rows", address(x), DTYPE_CODES[x.dtype], x.shape[0], address(position), copies,
         address(end), *_gate_arguments(gate), width, LAYOUT.padded(width), form, address(out), address(scale),
-        stream(),
+        dependent, stream(),
     )  # fmt: skip
     return out, scale
 
 
 def quantize_fp8(
-    x: Tensor, gate: Activation | None = None, position: Tensor | None = None, end: Tensor | None = None
-) -> tuple[Tensor, Tensor]:
+    x: Tensor, gate: Activation | None = None, position: Tensor | None = None, end: Tensor | None = None, *,
+    dependent: bool = False,
+) -> tuple[Tensor, Tensor]:  # fmt: skip
     """x [M, K] (16-bit) -> e4m3 [.., Kp] in the layout's order, float32 scales: one fused pass.
 
     With `gate`, gate(x [M, 2 K]). With `position` (int32 [M * copies], a permutation), row r of x becomes the
     rows position[r * copies ..] of the result. Rows of the result from end[0] on may be left unwritten.
+    `dependent`: the kernel is launched while the one that makes x may still run, and waits for it.
     """
-    return _ordered(FP8, torch.float8_e4m3fn, x, gate, position, end)
+    return _ordered(FP8, torch.float8_e4m3fn, x, gate, position, end, dependent)
 
 
 def to_half(
-    x: Tensor, gate: Activation | None = None, position: Tensor | None = None, end: Tensor | None = None
-) -> tuple[Tensor, Tensor]:
+    x: Tensor, gate: Activation | None = None, position: Tensor | None = None, end: Tensor | None = None, *,
+    dependent: bool = False,
+) -> tuple[Tensor, Tensor]:  # fmt: skip
     """x [M, K] (16-bit) -> fp16 [.., Kp] in the order of csrc/sm90/prefill_half.cuh, float32 factors.
 
     A row's factor is the power of two that takes its largest value to 2^14 and above: of a bfloat16 row,
     bits are lost only of values below 2^-31 of that. The other arguments as in `quantize_fp8`.
     """
-    return _ordered(HALF, torch.float16, x, gate, position, end)
+    return _ordered(HALF, torch.float16, x, gate, position, end, dependent)
 
 
 def quantize_fp4(
@@ -136,7 +140,7 @@ def apply_gate(x: Tensor, gate: Activation, end: Tensor | None = None) -> Tensor
     out = x.new_empty((count, width))
     call(
         "fp4_sm90_rows", address(x), DTYPE_CODES[x.dtype], count, None, 1, address(end),
-        *_gate_arguments(gate), width, LAYOUT.padded(width), SAME, address(out), None, stream(),
+        *_gate_arguments(gate), width, LAYOUT.padded(width), SAME, address(out), None, False, stream(),
     )  # fmt: skip
     return out
 
