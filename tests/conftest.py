@@ -17,6 +17,11 @@ os.environ.setdefault("TORCH_DYNAMO_RUN_GC_AFTER_COMPILE", "0")
 
 import pytest
 import torch
+
+if not torch.cuda.is_available():
+    # There are few kernels to compile, and each process of a pool would import torch first.
+    os.environ.setdefault("TORCHINDUCTOR_COMPILE_THREADS", "1")
+
 import torch._dynamo.guards
 
 import fp4_ops  # noqa: F401  loads the operators

@@ -403,26 +403,36 @@ def assert_close(
     assert error <= bound * norm + slack, f"relative error {error / max(norm, 1e-300):.3g} > {bound:.3g}"
 
 
-def assert_product_close(
-    got: Tensor, a: Tensor, w: Tensor, want: Tensor, dtype: torch.dtype, ids: Tensor | None = None
-) -> None:
-    """`assert_close` as a whole; and row by row, so that one wrong row cannot hide: rounding of the output
-    plus that of the accumulation.
+@dataclass
+class ProductBounds:
+    """What the sums of a product may lose: exact `a` [M, K] and `w` [N, K], or [G, N, K] with `ids` [M]."""
 
-    `a` [M, K] and `w` [N, K], or [G, N, K] with `ids` [M], are exact; accumulating K products in
-    float32 loses at most about 2^-23 sqrt(K) of the sum of their magnitudes.
-    """
+    k: int
+    norms: Tensor
+    """Of each row: to be expected of its sums."""
+    mass: Tensor
+    """Of each row: that of the sums of its products' magnitudes."""
 
-    def product(a: Tensor, w: Tensor) -> Tensor:
-        return mm(a, w) if ids is None else indexed_mm(a, w, ids)
+    @staticmethod
+    def of(a: Tensor, w: Tensor, ids: Tensor | None = None) -> ProductBounds:
+        def product(a: Tensor, w: Tensor) -> Tensor:
+            return mm(a, w) if ids is None else indexed_mm(a, w, ids)
 
-    k, live = a.shape[-1], (want != 0).any(-1)
-    typical = product(a.square(), w.square())[live].sum().sqrt().item()
-    assert_close(got, want, dtype, max(k, 1), typical=typical)
-    mass = product(a.abs(), w.abs())
-    rounding = {torch.bfloat16: 2**-8, torch.float16: 2**-10, torch.float32: 2**-23}[dtype]
-    slack = rounding * want.norm(dim=-1) + 2**-23 * max(k, 1) ** 0.5 * (mass.norm(dim=-1) + want.norm(dim=-1))
-    slack += STEP.get(dtype, 0) * want.shape[-1] ** 0.5
-    error = (got.to(F64) - want).norm(dim=-1)
-    bad = error > slack
-    assert not bad.any(), f"rows {bad.nonzero().flatten().tolist()[:8]} wrong: {error[bad][:8].tolist()}"
+        squares = product(a.square(), w.square()).sum(-1)
+        return ProductBounds(max(a.shape[-1], 1), squares.sqrt(), product(a.abs(), w.abs()).norm(dim=-1))
+
+    def rows(self, index: Tensor) -> ProductBounds:
+        return ProductBounds(self.k, self.norms[index], self.mass[index])
+
+    def assert_close(self, got: Tensor, want: Tensor, dtype: torch.dtype) -> None:
+        """`assert_close` as a whole; and row by row, so that one wrong row cannot hide: rounding of the
+        output plus that of the accumulation, which loses at most about 2^-23 sqrt(K) of the mass."""
+        live = (want != 0).any(-1)
+        assert_close(got, want, dtype, self.k, typical=self.norms[live].norm().item())
+        rounding = {torch.bfloat16: 2**-8, torch.float16: 2**-10, torch.float32: 2**-23}[dtype]
+        norm = want.norm(dim=-1)
+        slack = rounding * norm + 2**-23 * self.k**0.5 * (self.mass + norm)
+        slack += STEP.get(dtype, 0) * want.shape[-1] ** 0.5
+        error = (got.to(F64) - want).norm(dim=-1)
+        bad = error > slack
+        assert not bad.any(), f"rows {bad.nonzero().flatten().tolist()[:8]} wrong: {error[bad][:8].tolist()}"

@@ -177,24 +177,29 @@ def test_the_command_prints_json(tmp_path):
     assert report["bytes_before"] > 6 * report["bytes_after"] > 0
 
 
+@pytest.fixture
+def factories(tmp_path, monkeypatch):
+    """For the command in this process."""
+    (tmp_path / "factories.py").write_text(FACTORY)
+    monkeypatch.syspath_prepend(tmp_path)
+    monkeypatch.delitem(sys.modules, "factories", raising=False)
+
+
 @pytest.mark.parametrize("json_too", [False, True])
-def test_the_command_says_what_would_help(tmp_path, json_too):
-    done = explain(tmp_path, "factories:mixed", *["--json"] * json_too)
-    assert done.returncode == 0, done.stderr
+def test_the_command_says_what_would_help(factories, capsys, json_too):
+    main(["explain", "factories:mixed", *["--json"] * json_too])
+    out = capsys.readouterr().out
     if json_too:
-        (site,) = json.loads(done.stdout)["frames"][0]["sites"]
+        (site,) = json.loads(out)["frames"][0]["sites"]
         assert site["op"] is None and "different activations" in site["reason"]
         assert site["change"].startswith("none: experts with different activations")
     else:
-        assert "have different activations\n      change: none: " in done.stdout
+        assert "have different activations\n      change: none: " in out
 
 
 @pytest.mark.parametrize(
     ("factory", "message"), [("factories", "MODULE:FACTORY"), ("factories:wrong", "must return")]
 )
-def test_the_command_refuses_what_it_cannot_use(tmp_path, monkeypatch, factory, message):
-    (tmp_path / "factories.py").write_text(FACTORY)
-    monkeypatch.syspath_prepend(tmp_path)
-    monkeypatch.delitem(sys.modules, "factories", raising=False)
+def test_the_command_refuses_what_it_cannot_use(factories, factory, message):
     with pytest.raises(SystemExit, match=message):
         main(["explain", factory])

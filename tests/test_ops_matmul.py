@@ -12,8 +12,8 @@ from reference import (
     BLOCK,
     FP4_FORMATS,
     KERNEL_FORMATS,
+    ProductBounds,
     assert_close,
-    assert_product_close,
     indexed_mm,
     m_indices,
     masked_indices,
@@ -98,9 +98,18 @@ def variants(kind: torch.dtype | str, *bias_shape: int, device: str):
         yield bias, out_dtype, want
 
 
+def with_bias(product: torch.Tensor, bias: torch.Tensor | None, ids: torch.Tensor | None = None):
+    """The product plus each row's bias, of which rows of no expert have none."""
+    if bias is None:
+        return product
+    rows = bias if ids is None else bias[ids.clamp(min=0).long()] * (ids >= 0)[:, None]
+    return product + rows.double()
+
+
 def test_mm(case, format, kind, layout, device):
     w = random_weight(format, case.n, case.k, device=device, layout=layout)
     a = random_activations(sum(case.rows), case.k, kind=kind, device=device)
+    product, bounds = mm(a.exact, w.dense), ProductBounds.of(a.exact, w.dense)
     for bias, out_dtype, dtype in variants(kind, case.n, device=device):
         with poisoned():
             out = fp4.mm(
@@ -112,8 +121,7 @@ def test_mm(case, format, kind, layout, device):
                 **options(w, a),
                 out_dtype=out_dtype,
             )
-        want = mm(a.exact, w.dense, bias)
-        assert_product_close(out, a.exact, w.dense, want, dtype)
+        bounds.assert_close(out, with_bias(product, bias), dtype)
 
 
 def test_grouped_mm(case, format, kind, layout, device):
@@ -122,6 +130,7 @@ def test_grouped_mm(case, format, kind, layout, device):
     a = random_activations(m, case.k, kind=kind, device=device)
     offs = torch.tensor(case.rows, dtype=torch.int32, device=device).cumsum(0, dtype=torch.int32)
     ids = m_indices(offs, m)
+    product, bounds = indexed_mm(a.exact, w.dense, ids), ProductBounds.of(a.exact, w.dense, ids)
     for bias, out_dtype, dtype in variants(kind, groups, case.n, device=device):
         with poisoned():
             out = fp4.grouped_mm(
@@ -134,8 +143,7 @@ def test_grouped_mm(case, format, kind, layout, device):
                 **options(w, a),
                 out_dtype=out_dtype,
             )
-        want = indexed_mm(a.exact, w.dense, ids, bias)
-        assert_product_close(out, a.exact, w.dense, want, dtype, ids)
+        bounds.assert_close(out, with_bias(product, bias, ids), dtype)
         assert (out[ids < 0] == 0).all()
 
 
@@ -145,7 +153,8 @@ def test_grouped_mm_masked(case, format, kind, layout, device):
     a = random_activations(groups, max_m, case.k, kind=kind, device=device)
     masked_m = torch.tensor(case.rows, dtype=torch.int32, device=device)
     ids = masked_indices(masked_m, max_m)
-    flat = a.exact.flatten(0, 1)
+    flat, of_row = a.exact.flatten(0, 1), ids.flatten()
+    product, bounds = indexed_mm(flat, w.dense, of_row), ProductBounds.of(flat, w.dense, of_row)
     for bias, out_dtype, dtype in variants(kind, groups, case.n, device=device):
         with poisoned():
             out = fp4.grouped_mm_masked(
@@ -159,8 +168,7 @@ def test_grouped_mm_masked(case, format, kind, layout, device):
                 out_dtype=out_dtype,
             )
         assert out.shape == (groups, max_m, case.n)
-        want = indexed_mm(flat, w.dense, ids.flatten(), bias)
-        assert_product_close(out.flatten(0, 1), flat, w.dense, want, dtype, ids.flatten())
+        bounds.assert_close(out.flatten(0, 1), with_bias(product, bias, of_row), dtype)
         assert (out[ids < 0] == 0).all()
 
 
@@ -171,6 +179,7 @@ def test_indexed_mm(case, format, kind, layout, device, id_dtype):
     a = random_activations(m, case.k, kind=kind, device=device)
     ids = torch.randint(-1, groups + 1, (m,), dtype=id_dtype, device=device)  # -1 and G: not on this rank
     inside = torch.where(ids < groups, ids, -1)
+    product, bounds = indexed_mm(a.exact, w.dense, inside), ProductBounds.of(a.exact, w.dense, inside)
     for bias, out_dtype, dtype in variants(kind, groups, case.n, device=device):
         with poisoned():
             out = fp4.indexed_mm(
@@ -183,8 +192,7 @@ def test_indexed_mm(case, format, kind, layout, device, id_dtype):
                 **options(w, a),
                 out_dtype=out_dtype,
             )
-        want = indexed_mm(a.exact, w.dense, inside, bias)
-        assert_product_close(out, a.exact, w.dense, want, dtype, inside)
+        bounds.assert_close(out, with_bias(product, bias, inside), dtype)
         assert (out[inside < 0] == 0).all()
 
 
@@ -198,6 +206,9 @@ def test_grouped_mm_k(ends, format, kind, layout, device):
     w = random_weight(format, n, t, device=device, layout=layout)
     a = random_activations(m, t, kind=kind, device=device)
     offs = torch.tensor(ends, dtype=torch.int32, device=device)
+    columns = [slice(*pair) for pair in itertools.pairwise((0, *ends))]
+    parts = [(a.exact[:, c], w.dense[:, c]) for c in columns]
+    products = [(mm(*part), ProductBounds.of(*part)) for part in parts]
     for out_dtype in (torch.float32, torch.bfloat16):
         with poisoned():
             out = fp4.grouped_mm_k(
@@ -205,10 +216,8 @@ def test_grouped_mm_k(ends, format, kind, layout, device):
                 **options(w, a), out_dtype=out_dtype,
             )  # fmt: skip
         assert out.shape == (len(ends), m, n)
-        for g, (begin, end) in enumerate(itertools.pairwise((0, *ends))):
-            exact, dense = a.exact[:, begin:end], w.dense[:, begin:end]
-            want = mm(exact, dense)
-            assert_product_close(out[g], exact, dense, want, out_dtype)
+        for got, (want, bounds) in zip(out, products, strict=True):
+            bounds.assert_close(got, want, out_dtype)
 
 
 def test_columns_of_other_groups_do_not_leak(format, layout):

@@ -7,8 +7,10 @@ import copy
 import pytest
 import torch
 import torch.nn.functional as F
+from fp4_ops.compile_passes import pipeline
 from moe_models import Recorder, relative_error
 from moe_styles import STYLES, Expert, ListStyle, relu2
+from test_capture import Both
 from torch import nn
 
 MOE, PAIR = "fp4::moe", "fp4::indexed_mm"
@@ -20,9 +22,33 @@ def fresh_dynamo():
     torch.set_num_threads(1)
 
 
-def check(module: nn.Module, ops: str | list[str], lengths=(11, 7, 1), format: str = "nvfp4") -> Recorder:
+class ComparesCaptures(Recorder):
+    """Of the first graph: `both` captures it as a whole, too, and compares the two at run time."""
+
+    def __init__(self, both: Both, **options: str) -> None:
+        super().__init__(**options)
+        self.both = both
+
+    def __call__(self, gm, inputs):
+        if self.compilations:
+            return super().__call__(gm, inputs)
+        with self.both.monkeypatch.context() as patch:
+            patch.setattr(pipeline, "capture", self.both.capture)
+            run = super().__call__(gm, inputs)
+        compare = self.both.compared(gm, inputs)
+        return lambda *args: (compare(*args), run(*args))[1]
+
+
+def check(
+    module: nn.Module,
+    ops: str | list[str],
+    lengths=(11, 7, 1),
+    format: str = "nvfp4",
+    both: Both | None = None,
+) -> Recorder:
     """Prefill, another length under the same compilation, and a single token."""
-    recorder = Recorder(activation="bf16", format=format)
+    options = {"activation": "bf16", "format": format}
+    recorder = ComparesCaptures(both, **options) if both else Recorder(**options)
     twin = module.twin(format)
     compiled = torch.compile(module, backend=recorder, dynamic=True, fullgraph=True)
     with torch.no_grad():
@@ -35,18 +61,23 @@ def check(module: nn.Module, ops: str | list[str], lengths=(11, 7, 1), format: s
 
 
 @pytest.mark.parametrize("name", [n for n in STYLES if not n.startswith("capacity")])
-def test_every_style(name):
-    recorder = check(STYLES[name](experts=4), MOE)
+def test_every_style(monkeypatch, name):
+    both = Both(monkeypatch)
+    recorder = check(STYLES[name](experts=3), MOE, both=both)
+    copied = not name.startswith(("sorted splits", "sorted slices"))  # they take numbers out of tensors
+    assert both.runs and both.copied == [copied]
     for graph in recorder.graphs:
         names = {str(n.target) for n in graph.graph.nodes if n.op == "call_function"}
         assert not names & {"aten.nonzero.default", "aten._assert_scalar.default", "aten.bmm.default"}
         assert not any("_local_scalar_dense" in name or "item" in name.split(".")[1:2] for name in names)
 
 
-def test_buffers_of_fixed_capacity_become_masked_products():
+def test_buffers_of_fixed_capacity_become_masked_products(monkeypatch):
     """mxfp4: gate and up, which are packed apart here, have no scale in common."""
     style = STYLES["capacity dispatch/combine (GShard)"]
-    recorder = check(style(experts=4), ["fp4::grouped_mm_masked"] * 3, format="mxfp4")
+    both = Both(monkeypatch)
+    recorder = check(style(experts=3), ["fp4::grouped_mm_masked"] * 3, format="mxfp4", both=both)
+    assert both.runs and both.copied == [True]
     assert "same number for each expert" in recorder.sites[0].form
 
 
@@ -61,7 +92,7 @@ def test_odd_sizes_and_mxfp4(name):
     "name", ["one-hot loop (transformers 4)", "flat mask loop (index_put)", "dense stack"]
 )
 def test_one_choice_a_token(name):
-    check(STYLES[name](experts=4, k=1), MOE)
+    check(STYLES[name](experts=3, k=1), MOE)
 
 
 ACTIVATIONS = {
@@ -82,13 +113,13 @@ ACTIVATIONS_AND_BIASES += [(name, True) for name in ("gelu", "gelu tanh", "relu 
 @pytest.mark.parametrize(("name", "bias"), ACTIVATIONS_AND_BIASES)
 def test_activations_and_biases(name, bias):
     act, gated, op = ACTIVATIONS[name]
-    check(STYLES["where loop"](experts=4, act=act, gated=gated, bias=bias), op)
+    check(STYLES["where loop"](experts=3, act=act, gated=gated, bias=bias), op)
 
 
 @pytest.mark.parametrize("name", ["dense loop, scattered weights", "soft mixture of all experts"])
 @pytest.mark.parametrize("bias", [False, True])
 def test_dense_loops_with_an_activation_of_the_models_own(name, bias):
-    check(STYLES[name](experts=4, act=F.relu, gated=False, bias=bias), PAIR)
+    check(STYLES[name](experts=3, act=F.relu, gated=False, bias=bias), PAIR)
 
 
 class Capped(nn.Module):
@@ -102,7 +133,7 @@ class Capped(nn.Module):
 
 def test_python_floats_of_a_module_inside_the_experts_are_constants():
     """Their values are part of the activation; others compile anew."""
-    module = STYLES["scatter_add loop, 3D parameters"](experts=4, act=Capped())
+    module = STYLES["scatter_add loop, 3D parameters"](experts=3, act=Capped())
     recorder = Recorder(activation="bf16")
     compiled = torch.compile(module, backend=recorder, dynamic=True, fullgraph=True)
     for cap in (2.0, 0.5):
@@ -125,7 +156,7 @@ def test_weights_that_a_number_scales():
             ids = torch.topk(scores, self.k).indices
             return ids, scores.gather(1, ids) * self.factor
 
-    check(Scaled(experts=4), MOE)
+    check(Scaled(experts=3), MOE)
 
 
 def test_experts_may_share_a_parameter():
@@ -136,7 +167,7 @@ def test_experts_may_share_a_parameter():
 
 
 def test_lists_are_packed_once_for_prefill_and_decode_and_again_when_one_changes():
-    module = STYLES["where loop"](experts=4)
+    module = STYLES["where loop"](experts=3)
     recorder = check(module, MOE)
     compiled = torch.compile(module, backend=recorder, dynamic=True, fullgraph=True)
     with torch.no_grad():
@@ -163,7 +194,7 @@ class Layers(nn.Module):
 
     def __init__(self, names: list[str]) -> None:
         super().__init__()
-        self.blocks = nn.ModuleList(STYLES[n](experts=4) for n in names)
+        self.blocks = nn.ModuleList(STYLES[n](experts=3) for n in names)
         self.norm = nn.RMSNorm(32)
         self.dense = nn.Sequential(nn.Linear(32, 64), nn.SiLU(), nn.Linear(64, 32))
 
@@ -209,7 +240,7 @@ def test_layers_that_share_code_share_one_compilation():
 @pytest.mark.parametrize("name", ["where loop", "dense stack", "gather + bmm"])
 def test_a_region_without_the_router(name):
     """Nothing in the graph chooses experts: ids and weights are inputs."""
-    module, recorder = STYLES[name](experts=4), Recorder(activation="bf16", format="mxfp4")
+    module, recorder = STYLES[name](experts=3), Recorder(activation="bf16", format="mxfp4")
     compiled = torch.compile(module.experts_of, backend=recorder, fullgraph=True)
     x = torch.randn(9, module.H)
     with torch.no_grad():
@@ -224,7 +255,7 @@ def test_inputs_with_a_batch_dimension():
         def forward(self, x):
             return super().forward(x.view(-1, self.H)).view(x.shape)
 
-    module, recorder = Batched(experts=4), Recorder(activation="bf16")
+    module, recorder = Batched(experts=3), Recorder(activation="bf16")
     compiled, twin = torch.compile(module, backend=recorder, dynamic=True, fullgraph=True), module.twin()
     with torch.no_grad():
         for shape in ((2, 5, 32), (3, 4, 32)):
@@ -247,7 +278,7 @@ def test_inputs_with_a_batch_dimension():
 @pytest.mark.parametrize("how", ["bfloat16", "autocast"])
 def test_casts_are_seen_through(name, how):
     """They only round: 0.4 % a step, where 4 bits are 10 % off the original."""
-    module, recorder = STYLES[name](experts=4), Recorder(activation="bf16", format="mxfp4")
+    module, recorder = STYLES[name](experts=3), Recorder(activation="bf16", format="mxfp4")
     x = torch.randn(9, module.H)
     if how == "bfloat16":
         module, x = module.bfloat16(), x.bfloat16()
@@ -278,7 +309,7 @@ def test_a_shared_expert_of_the_same_shape_beside_routed_ones():
         def forward(self, x):
             return self.shared(x) + super().forward(x)
 
-    check(Shared(experts=4), MOE)
+    check(Shared(experts=3), MOE)
 
 
 @pytest.mark.parametrize("name", [n for n in STYLES if not n.startswith("capacity")])
@@ -290,7 +321,7 @@ def test_some_of_a_tokens_choices(name):
             weights, ids = torch.topk(torch.softmax(self.router(x), -1), self.k + 1)
             return ids[:, : self.k].contiguous(), weights[:, : self.k].contiguous()
 
-    module, recorder = SomeChoices(experts=4), Recorder(activation="bf16", format="mxfp4")
+    module, recorder = SomeChoices(experts=3), Recorder(activation="bf16", format="mxfp4")
     compiled = torch.compile(module, backend=recorder, dynamic=True, fullgraph=True)
     with torch.no_grad():
         for n in (9, 5):

@@ -364,7 +364,9 @@ def test_hopper_code(index, kind, epilogue, tmp_path):
     stack = int(re.search(r"STACK:(\d+)", usage.stdout + usage.stderr).group(1))
     # The largest tile keeps some of its epilogue there, more with a factor for each token.
     assert stack <= (256 if a_factor else 64), f"{stack} bytes of stack: registers spill"
-    sass = subprocess.run([nvidia_tool("nvdisasm"), "-c", cubin], capture_output=True, text=True, check=True)
+    sass = subprocess.run(
+        [nvidia_tool("nvdisasm"), "-c", "-ndf", cubin], capture_output=True, text=True, check=True
+    )
     assert not read_too_early(sass.stdout), "accumulators are read while wgmma still writes them"
 
 
@@ -381,7 +383,9 @@ def test_hopper_code_that_scales_sums(index, kind, mode, tmp_path):
     assert "wgmma.mma_async" in kernel.asm["ptx"]
     cubin = tmp_path / "kernel.cubin"
     cubin.write_bytes(kernel.asm["cubin"])
-    sass = subprocess.run([nvidia_tool("nvdisasm"), "-c", cubin], capture_output=True, text=True, check=True)
+    sass = subprocess.run(
+        [nvidia_tool("nvdisasm"), "-c", "-ndf", cubin], capture_output=True, text=True, check=True
+    )
     assert not read_too_early(sass.stdout), "accumulators are read while wgmma still writes them"
 
 
