@@ -89,12 +89,18 @@ class Build(BuildExtension):
         sources = sorted(folder.glob("*.cu"))
         if target.exists() and target.stat().st_mtime > max(p.stat().st_mtime for p in folder.iterdir()):
             return
-        made = Path(self.build_temp) / "sm90"
+        # Where an editable build and one of a wheel both find them: they take minutes to compile.
+        made = Path("build/sm90")
         made.mkdir(parents=True, exist_ok=True)
         objects = [made / f"{source.stem}.o" for source in sources]
+        shared = max(p.stat().st_mtime for p in [*folder.glob("*.cuh"), Path(__file__)])
 
         def compile_one(source: Path, to: Path) -> None:
-            subprocess.run([nvcc, *NVCC_FLAGS, "-c", str(source), "-o", str(to)], check=True)
+            if to.exists() and to.stat().st_mtime > max(shared, source.stat().st_mtime):
+                return
+            part = to.with_suffix(".part.o")  # what is not whole is not taken for an object later
+            subprocess.run([nvcc, *NVCC_FLAGS, "-c", str(source), "-o", str(part)], check=True)
+            part.replace(to)
 
         with ThreadPoolExecutor(os.cpu_count()) as pool:  # a file at a time takes minutes
             list(pool.map(compile_one, sources, objects))

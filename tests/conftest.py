@@ -12,6 +12,8 @@ import zlib
 # Tracing with symbolic sizes hardly ever finds an operator's result in this cache, and filling it takes a
 # fifth of the time. torch reads the variable when it is imported; processes that tests start inherit it.
 os.environ.setdefault("TORCH_FAKE_TENSOR_DISPATCH_CACHE", "0")
+# Inductor need not try out with the C++ compiler, in each new cache, which of the processor's vectors work.
+os.environ.setdefault("TORCHINDUCTOR_VEC_ISA_OK", "1")
 # Python collects garbage often enough without a collection after each of thousands of compilations.
 os.environ.setdefault("TORCH_DYNAMO_RUN_GC_AFTER_COMPILE", "0")
 
