@@ -13,7 +13,8 @@
 //
 // e2m1 times an e4m3 scale has at most six significant bits, so weights are exact in fp16; activations are
 // brought into fp16's range by a power of two for each row and K slice, which is exact but for what float32
-// sums would lose.
+// sums would lose. With one or two tokens the reducer warps bring those of the first tiles, while the compute
+// warps ask for weights.
 #pragma once
 
 #include <cuda_bf16.h>
@@ -141,6 +142,104 @@ __device__ __forceinline__ void sync_compute_warps(const DecodeParams& p) {
   asm volatile("bar.sync 1, %0;" ::"r"(32 * p.k_warps * p.row_warps) : "memory");
 }
 
+// The powers of two that bring values up to `largest` into fp16's range, the largest one's exponent to 14,
+// and back.
+struct HalfRange {
+  float up, down;
+
+  __device__ __forceinline__ explicit HalfRange(float largest) {
+    const int exponent = max(int(__float_as_uint(largest) >> 23), 15);
+    up = __uint_as_float(uint32_t(268 - exponent) << 23);
+    down = __uint_as_float(uint32_t(exponent - 14) << 23);
+  }
+};
+
+// A slice of at most kFewTokens rows, by one warp: each lane takes one of its 64-steps, and not four of eight
+// tokens. The columns of other tokens stay as they are: nothing reads their sums.
+template <DType kType>
+struct FewActivations {
+  RowBlock<kType> raw;
+  int row;
+  bool live;
+  float up, factor[kFewTokens];
+
+  // From k0 on.
+  __device__ __forceinline__ void load(const DecodeParams& p, const int* row_list, int count, int k0) {
+    const int lane = threadIdx.x % 32, token = lane / 16;
+    live = token < count;
+    row = live ? divide(row_list[token], p.a_div_mul, p.a_div_shift) : 0;
+    raw.load(p, row, k0 + 64 * (lane / 4 % kSliceSteps), lane % 4, live);
+  }
+
+  __device__ __forceinline__ void find_factors(const DecodeParams& p) {
+    float down;
+    if constexpr (kType == DType::kFloat8) {
+      up = 1.f, down = live ? p.x_scale[row] : 0.f;
+    } else {
+      const float given = p.x_scale && live ? p.x_scale[row] : 1.f;  // rows with a factor each
+      float amax = raw.largest();
+#pragma unroll
+      for (int d = 1; d < 16; d *= 2) amax = fmaxf(amax, __shfl_xor_sync(~0u, amax, d));
+      const HalfRange range(amax);
+      up = range.up, down = range.down * given;
+    }
+#pragma unroll
+    for (int i = 0; i < kFewTokens; ++i) factor[i] = __shfl_sync(~0u, down, 16 * i);
+  }
+
+  __device__ __forceinline__ void store(uint4* fragments) const {
+    const int lane = threadIdx.x % 32;
+    if (!live) return;
+    uint4* to = fragments + lane / 4 % kSliceSteps * 64 + lane / 16 * 4 + lane % 4;
+#pragma unroll
+    for (int h = 0; h < 2; ++h) {
+      const uint2 a = raw.pairs(2 * h, up), b = raw.pairs(2 * h + 1, up);
+      to[32 * h] = make_uint4(a.x, a.y, b.x, b.y);
+    }
+  }
+};
+
+// Whether the reducer warps, which have nothing else to do yet, load the activations of a block's first run.
+// (The loads of a compute warp would wait for the weights that it has asked for: there are too few
+// scoreboards to tell them apart.)
+template <int NT>
+__device__ __forceinline__ bool reducers_begin(const DecodeShared& sh, int segments) {
+  return NT == 1 && segments > 0 && sh.segments[0].count <= kFewTokens;
+}
+
+template <DType kType, int NT>
+__device__ __forceinline__ void begin_few(const DecodeParams& p, DecodeShared& sh,
+                                          const DecodeBuffers<NT>& buffers) {
+  constexpr int kTogether = 4;  // slices whose loads are under way at once
+  const int lane = threadIdx.x % 32;
+  for (int first = threadIdx.x / 32 % kReduceWarps; first < p.k_warps; first += kTogether * kReduceWarps) {
+    FewActivations<kType> few[kTogether];
+#pragma unroll
+    for (int i = 0; i < kTogether; ++i) {
+      few[i].load(p, buffers.row_list[0], sh.segments[0].count,
+                  (first + i * kReduceWarps) * kSliceSteps * 64);
+    }
+#pragma unroll
+    for (int i = 0; i < kTogether; ++i) {
+      const int slice = first + i * kReduceWarps;
+      if (slice >= p.k_warps) break;
+      few[i].find_factors(p);
+      few[i].store(buffers.fragments + slice * kSliceSteps * 64);
+      if (lane == 0) sh.first_factor[slice] = make_float2(few[i].factor[0], few[i].factor[1]);
+    }
+  }
+}
+
+// Compute and reducer warps; `arrives` does not wait.
+__device__ __forceinline__ void sync_begun(const DecodeParams& p, bool arrives) {
+  const int threads = 32 * (p.k_warps * p.row_warps + kReduceWarps);
+  if (arrives) {
+    asm volatile("bar.arrive 2, %0;" ::"r"(threads) : "memory");
+  } else {
+    asm volatile("bar.sync 2, %0;" ::"r"(threads) : "memory");
+  }
+}
+
 // Puts the activations of a run into shared memory as B fragments, each compute warp some of its slice, and
 // returns for this lane's two tokens the factor that its sums carry. Holds kHeld 64-steps in registers; if
 // that is not all of the slice, it reads most of them twice.
@@ -151,6 +250,16 @@ __device__ __forceinline__ void load_activations(const DecodeParams& p, const De
   const int lane = threadIdx.x % 32, t = lane % 4, g = lane / 4;
   const int count = sh.segments[run.segment].count;
   const int k0 = (run.pass * p.k_warps + slice) * kSliceSteps * 64;
+  if (NT == 1 && count <= kFewTokens) {
+    FewActivations<kType> few;
+    few.load(p, buffers.row_list[run.segment], count, k0);
+    few.find_factors(p);
+    sync_compute_warps(p);  // the fragments of the run before are done with
+    if (share & 1) few.store(buffers.fragments + slice * kSliceSteps * 64);
+    sync_compute_warps(p);
+    factor[0][0] = few.factor[0], factor[0][1] = few.factor[1];
+    return;
+  }
 #pragma unroll
   for (int nt = 0; nt < NT; ++nt) {
     const int at = nt * 8 + g;
@@ -176,10 +285,8 @@ __device__ __forceinline__ void load_activations(const DecodeParams& p, const De
       }
       amax = fmaxf(amax, __shfl_xor_sync(~0u, amax, 1));
       amax = fmaxf(amax, __shfl_xor_sync(~0u, amax, 2));
-      // The largest value's exponent becomes 14.
-      const int exponent = max(int(__float_as_uint(amax) >> 23), 15);
-      up = __uint_as_float(uint32_t(268 - exponent) << 23);
-      down = __uint_as_float(uint32_t(exponent - 14) << 23);
+      const HalfRange range(amax);
+      up = range.up, down = range.down;
     }
     factor[nt][0] = __shfl_sync(~0u, down, 8 * t);
     factor[nt][1] = __shfl_sync(~0u, down, 8 * t + 4);
@@ -208,19 +315,30 @@ __device__ __forceinline__ void load_activations(const DecodeParams& p, const De
   sync_compute_warps(p);
 }
 
+// What a compute warp does of each step: the row tile, the slice of K, and the 64-steps of the slice whose
+// activations it converts, for all warps of the slice.
+struct WarpPlace {
+  int row_warp, slice;
+  uint32_t share = 0;
+
+  __device__ __forceinline__ explicit WarpPlace(const DecodeParams& p) {
+    const int warp = threadIdx.x / 32;
+    row_warp = divide_small(warp, p.k_warps_inverse), slice = warp - row_warp * p.k_warps;
+    for (int j = 0, r = 0; j < kSliceSteps; ++j, r = r + 1 < p.row_warps ? r + 1 : 0)
+      share |= (r == row_warp) << j;
+  }
+};
+
 // One compute warp: its K slice of one row tile after another. Four 64-steps are always in flight: a register
 // that was dequantised is loaded again at once for the next tile.
 template <DType kType, int NT, int kHeld>
 __device__ __forceinline__ void compute(const DecodeParams& p, DecodeShared& sh,
-                                        const DecodeBuffers<NT>& buffers, int segments) {
+                                        const DecodeBuffers<NT>& buffers, const WarpPlace& place,
+                                        int segments) {
   const int lane = threadIdx.x % 32, warp = threadIdx.x / 32;
-  const int row_warp = divide_small(warp, p.k_warps_inverse), slice = warp - row_warp * p.k_warps;
+  const int row_warp = place.row_warp, slice = place.slice;
+  const uint32_t share = place.share;
   const int k_steps = p.kp / 64, tiles_n = p.n / kTileRows;
-
-  // The 64-steps of the slice whose activations this warp converts, for all warps of the slice.
-  uint32_t share = 0;
-  for (int j = 0, r = 0; j < kSliceSteps; ++j, r = r + 1 < p.row_warps ? r + 1 : 0)
-    share |= (r == row_warp) << j;
 
   Run run{}, ahead{};
   bool more = run.open(sh.segments, segments, p.passes);
@@ -284,7 +402,12 @@ __device__ __forceinline__ void compute(const DecodeParams& p, DecodeShared& sh,
   uint32_t step = 0;
   while (more) {
     float factor[NT][2];
-    load_activations<kType, NT, kHeld>(p, sh, buffers, run, slice, share, factor);
+    if (step == 0 && reducers_begin<NT>(sh, segments)) {
+      sync_begun(p, false);
+      factor[0][0] = sh.first_factor[slice].x, factor[0][1] = sh.first_factor[slice].y;
+    } else {
+      load_activations<kType, NT, kHeld>(p, sh, buffers, run, slice, share, factor);
+    }
     for (int left = run.end - run.begin; left > 0; left -= p.row_warps) {
       float4 acc[NT];
 #pragma unroll
@@ -412,22 +535,27 @@ __global__ void __launch_bounds__(32 * (kComputeWarps + kReduceWarps), 1)
   auto& sh = *reinterpret_cast<DecodeShared*>(memory);
   const DecodeBuffers<NT> buffers(p, memory + sizeof(DecodeShared));
   const int warp = threadIdx.x / 32;
-  if (!p.early) wait_previous_kernel();
   if (threadIdx.x == 0) {
     for (int i = 0; i < buffers.kRing; ++i) {
       barrier_init(smem_address(&sh.full[i]), p.k_warps * p.row_warps * kWarpArrivals);
       barrier_init(smem_address(&sh.empty[i]), kReduceWarps * kWarpArrivals);
     }
   }
+  const WarpPlace place(p);
+  if (!p.early) wait_previous_kernel();
   const int segments = plan<NT, kComputeWarps + kReduceWarps>(p, sh, buffers);
   if (!p.early) release_next_kernel();
   if (warp >= kComputeWarps) {
     if (p.early) wait_previous_kernel();
+    if (reducers_begin<NT>(sh, segments)) {
+      begin_few<kType>(p, sh, buffers);
+      sync_begun(p, true);
+    }
     clear_rows(p, sh);
     reduce<NT>(p, sh, buffers, segments);
   } else if (warp < p.k_warps * p.row_warps) {
     constexpr int kHeld = kComputeWarps == 16 || kType == DType::kFloat8 ? kSliceSteps : 1;
-    compute<kType, NT, kHeld>(p, sh, buffers, segments);
+    compute<kType, NT, kHeld>(p, sh, buffers, place, segments);
   } else if (p.early) {
     wait_previous_kernel();
   }

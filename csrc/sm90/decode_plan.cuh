@@ -51,8 +51,11 @@ struct Segment {
   int tile_begin, tile_end;
 };
 
+constexpr int kFewTokens = 2;  // tokens of a chunk whose activations are loaded by FewActivations
+
 struct alignas(16) DecodeShared {
   uint64_t full[4], empty[4];
+  float2 first_factor[32];  // of the sums of each slice in the first run
   Segment segments[kMaxSegments];
   int warp_totals[32];
   int ids[kMaxIds];
