@@ -35,7 +35,10 @@ torch._dynamo.guards.profile_guard_manager = lambda *_: 0.0
 # does.
 logging.getLogger("torch.__trace").propagate = True
 
+AOTI = {"aot_inductor.precompile_headers": False, "aot_inductor.compile_wrapper_opt_level": "O0"}
+"""Precompiled headers and fast wrappers cost more than they save the two packages that tests make."""
 SEED = int(os.environ.get("FP4_TEST_SEED") or int.from_bytes(os.urandom(4), "little"))
+os.environ["FP4_TEST_SEED"] = str(SEED)  # workers and other processes draw the same
 
 
 def pytest_report_header(config) -> str:
@@ -45,12 +48,25 @@ def pytest_report_header(config) -> str:
 def pytest_collection_modifyitems(config, items) -> None:
     # Long tests first: no worker is left with one at the end.
     items.sort(key=lambda item: item.get_closest_marker("slow") is None)
-    if torch.cuda.is_available():
+
+
+def needs_gpu() -> None:
+    pytest.skip("needs an NVIDIA GPU")
+
+
+@pytest.hookimpl(hookwrapper=True)
+def pytest_pycollect_makeitem(collector, name):
+    """Without a GPU, the thousands of variants that need one are one skipped test for each function."""
+    found = (yield).get_result()
+    if torch.cuda.is_available() or not isinstance(found, list):
         return
-    skip = pytest.mark.skip(reason="needs an NVIDIA GPU")
-    for item in items:
-        if item.get_closest_marker("gpu"):
-            item.add_marker(skip)
+    variants = [i for i in found if isinstance(i, pytest.Function)]
+    on_gpu = [i for i in variants if i.get_closest_marker("gpu")]
+    if on_gpu or any("device" in i.fixturenames for i in variants):
+        found[:] = [i for i in found if i not in on_gpu]
+        skipped = pytest.Function.from_parent(collector, name=f"{name}[cuda]", callobj=needs_gpu)
+        skipped.add_marker("gpu")
+        found.append(skipped)
 
 
 def pytest_collection_finish(session) -> None:
@@ -76,7 +92,10 @@ def fresh_data(request) -> None:
         torch.cuda.manual_seed_all(seed)
 
 
-@pytest.fixture(params=["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
+DEVICES = ["cpu"] + [pytest.param("cuda", marks=pytest.mark.gpu)] * torch.cuda.is_available()
+
+
+@pytest.fixture(params=DEVICES)
 def device(request) -> str:
     return request.param
 
