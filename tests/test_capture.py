@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
+from conftest import SEED
 from fp4_ops.compile_passes import capture as module
 from fp4_ops.compile_passes.calls import Copier
 from fp4_ops.compile_passes.dynamo import CAPTURE, extend_dynamo
@@ -113,8 +114,9 @@ def check(monkeypatch, f, *inputs, copied: bool = True, dynamic: bool = True) ->
     return both
 
 
-# Experts written in either form, attention in every family's own.
+# Experts written in either form, attention in every family's own; of two alike, one each run.
 FORMS = list(zip(FAMILIES, itertools.cycle(("grouped_mm", "batched_mm"))))
+FORMS.pop(1 + SEED % 2)
 
 
 @pytest.mark.parametrize(("family", "implementation"), FORMS)

@@ -100,11 +100,11 @@ def seen(ids: Tensor, experts: int) -> Tensor:
 ROUTING: dict[str, Callable[..., tuple[Tensor, Tensor]]] = {
     "OneExpertTwice": lambda ids, w, E: (ids, w * torch.where(ids == 2, 2.0, 1.0)),
     "OneExpertMissing": lambda ids, w, E: (torch.where(ids == 2, E, ids), w),
-    "OneWeightFromTheWrongSlot": lambda ids, w, E: (ids, torch.where(ids == 3, w.flip(1), w)),
-    "OneIsRoutedOtherwise": lambda ids, w, E: (ids, torch.where(ids == 3, w.flip(1), w)),
-    "OneExpertIsDoubled": lambda ids, w, E: (ids, w * (1.0 + (torch.arange(E) == 3))[ids]),
-    "OneHasAConditionOfItsOwn": lambda ids, w, E: (torch.where(ids.cumsum(0) % 3 > (ids == 4), ids, E), w),
-    "OneHasNoCondition": lambda ids, w, E: (torch.where((ids == 3) | (ids.cumsum(0) % 3 > 0), ids, E), w),
+    "OneWeightFromTheWrongSlot": lambda ids, w, E: (ids, torch.where(ids == 2, w.flip(1), w)),
+    "OneIsRoutedOtherwise": lambda ids, w, E: (ids, torch.where(ids == 2, w.flip(1), w)),
+    "OneExpertIsDoubled": lambda ids, w, E: (ids, w * (1.0 + (torch.arange(E) == 2))[ids]),
+    "OneHasAConditionOfItsOwn": lambda ids, w, E: (torch.where(ids.cumsum(0) % 3 > (ids == 2), ids, E), w),
+    "OneHasNoCondition": lambda ids, w, E: (torch.where((ids == 2) | (ids.cumsum(0) % 3 > 0), ids, E), w),
     "CapacitiesDiffer": lambda ids, w, E: (
         torch.where(seen(ids, E).gather(1, ids) <= (1 + (torch.arange(E) == 2))[ids], ids, E), w
     ),
@@ -136,7 +136,7 @@ APPLIED |= {"OneReadsTwiceItsInput": Loop, "AWeightIsWrittenTo": Loop}
 
 @applied("DifferentShapes")
 def padded(module: nn.Module) -> nn.Module:
-    small, inter = module.list[3], module.I
+    small, inter = module.list[2], module.I
     for name, shape in (("w1", (inter, module.H)), ("w3", (inter, module.H)), ("w2", (module.H, inter))):
         old = getattr(small, name).weight
         new = torch.zeros(shape)
@@ -155,8 +155,8 @@ def zeros_for_the_others(module: nn.Module) -> nn.Module:
 
 @applied("LoRAOnOneExpert")
 def merged(module: nn.Module) -> nn.Module:
-    lora = module.list[3].w1
-    module.list[3].w1 = linear(lora.base.weight + lora.b.weight @ lora.a.weight)
+    lora = module.list[2].w1
+    module.list[2].w1 = linear(lora.base.weight + lora.b.weight @ lora.a.weight)
     return module
 
 
@@ -247,7 +247,7 @@ NO_CHANGE = {"OneOtherActivation", "ExpertsFollowEachOther"}
 
 
 def changed(name: str) -> tuple[nn.Module, nn.Module]:
-    refused = lookalikes.CHANGES[name][0]()
+    refused = lookalikes.CHANGES[name][0](experts=4)
     change, module = APPLIED.get(name) or MEANT[name], copy.deepcopy(refused)
     if isinstance(change, type):
         module.__class__ = change
@@ -278,7 +278,7 @@ def test_a_change_that_is_applied_is_recognised(name):
 
 @pytest.mark.parametrize("cls", sorted({*MEANT.values()}, key=lambda c: c.__name__))
 def test_what_was_meant_is_recognised(cls):
-    module = cls()
+    module = cls(experts=4)
     assert recognised(module, torch.randn(10, module.H)) == ["fp4::moe"]
 
 
@@ -356,10 +356,10 @@ FURTHER = {
     "products": (
         ThirdProduct,
         Steps,
-        "6 choices of rows are not read as experts",
+        "4 choices of rows are not read as experts",
         "down(act(gate(x)) * up(x))",
     ),
-    "linear": (LinearExperts, LinearExpertsGathered, "6 choices of rows are not read", "torch.bmm(w[ids]"),
+    "linear": (LinearExperts, LinearExpertsGathered, "4 choices of rows are not read", "torch.bmm(w[ids]"),
     "float64": (Steps, nn.Module.float, "experts that compute in torch.float64", "model.to(torch.bfloat16)"),
 }
 
@@ -367,7 +367,7 @@ FURTHER = {
 @pytest.mark.parametrize("name", FURTHER)
 def test_what_else_is_refused_is_told_and_helped(name):
     cls, change, reason, told = FURTHER[name]
-    recorder, refused = Recorder(activation="bf16"), cls()
+    recorder, refused = Recorder(activation="bf16"), cls(experts=4)
     x = torch.randn(10, refused.H)
     if name == "float64":
         refused, x = refused.double(), x.double()

@@ -130,16 +130,16 @@ def test_a_branch_that_was_seen_through_is_told():
 
 
 @pytest.mark.parametrize(
-    ("family", "layers", "recognised", "hinted"),
+    ("family", "sizes", "recognised", "hinted"),
     [
-        ("mixtral", ("num_hidden_layers",), True, False),
-        ("muse_spark_text", ("num_hidden_layers",), False, True),
-        ("nllb-moe", ("encoder_layers", "decoder_layers"), False, False),
+        ("mixtral", {"num_hidden_layers": 1, "num_local_experts": 4}, True, False),
+        ("muse_spark_text", {"num_hidden_layers": 1, "num_experts": 4}, False, True),
+        ("nllb-moe", {"encoder_layers": 1, "decoder_layers": 1, "num_experts": 4}, False, False),
     ],
     ids=["recognised", "not recognised", "no other way"],
 )
-def test_eager_experts_are_told_where_another_way_to_run_them_helps(family, layers, recognised, hinted):
-    model = tiny(family, "" if family in LOOPS else "eager", **dict.fromkeys(layers, 1))
+def test_eager_experts_are_told_where_another_way_to_run_them_helps(family, sizes, recognised, hinted):
+    model = tiny(family, "" if family in LOOPS else "eager", **sizes)
     tokens = torch.randint(3, 128, (1, 5))
     assert model.config._experts_implementation == "eager"
     for module in model.modules():

@@ -19,7 +19,7 @@ from torch import nn
 
 import fp4_ops  # noqa: F401
 
-SECONDS = 20 * float(os.environ.get("FP4_FUZZ_SECONDS", "0.5"))
+SECONDS = 20 * float(os.environ.get("FP4_FUZZ_SECONDS", "0.25"))
 
 LOOP = """
 def forward(self, x, ids, weights):

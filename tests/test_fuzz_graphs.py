@@ -25,7 +25,7 @@ from moe_models import Block
 from moe_styles import STYLES
 from torch import fx
 
-SECONDS = float(os.environ.get("FP4_FUZZ_SECONDS", "0.5"))
+SECONDS = float(os.environ.get("FP4_FUZZ_SECONDS", "0.25"))
 aten = torch.ops.aten
 
 
@@ -136,7 +136,7 @@ def run(fn: Any, inputs: list[Any]) -> torch.Tensor | str:
 
 def modules() -> dict[str, Any]:
     styles = {
-        name: partial(cls, experts=4) for name, cls in STYLES.items() if not name.startswith("capacity")
+        name: partial(cls, experts=3) for name, cls in STYLES.items() if not name.startswith("capacity")
     }
     forms = {form: lambda form=form: Block(form) for form in ("grouped_mm", "batched_mm")}
     return {**styles, **forms}

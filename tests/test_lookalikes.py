@@ -73,7 +73,7 @@ class TheLastExpertsMissing(Loop):
     """Ids of E or more contribute nothing, as on one rank of expert parallelism."""
 
     def steps(self):
-        return list(enumerate(self.list))[:4]
+        return list(enumerate(self.list))[:-2]
 
 
 @lookalike("")
@@ -97,13 +97,13 @@ class TwoExpertsForOneId(Loop):
 @lookalike("read different inputs", "rows of the same x")
 class OneReadsAnotherInput(Loop):
     def rows(self, x, token, e):
-        return x.roll(1, 0)[token] if e == 3 else x[token]
+        return x.roll(1, 0)[token] if e == 2 else x[token]
 
 
 @lookalike("new_ones (aten.new_ones.default) of an expert's rows", "write this step by simpler ones")
 class OneReadsTwiceItsInput(Loop):
     def rows(self, x, token, e):
-        return x[token] * x[token].new_ones(token.shape[0], 1) if e == 3 else x[token]
+        return x[token] * x[token].new_ones(token.shape[0], 1) if e == 2 else x[token]
 
 
 @lookalike(
@@ -111,13 +111,13 @@ class OneReadsTwiceItsInput(Loop):
 )
 class OneWeightFromTheWrongSlot(Loop):
     def scale(self, weights, token, slot, e):
-        return weights[token, 1 - slot, None] if e == 3 else weights[token, slot, None]
+        return weights[token, 1 - slot, None] if e == 2 else weights[token, slot, None]
 
 
 @lookalike("weighted differently", "weights * scale[ids]")
 class OneExpertIsDoubled(Loop):
     def scale(self, weights, token, slot, e):
-        return weights[token, slot, None] * (2.0 if e == 3 else 1.0)
+        return weights[token, slot, None] * (2.0 if e == 2 else 1.0)
 
 
 @lookalike("")
@@ -159,13 +159,13 @@ class RowsOnAFurtherCondition(Loop):
 @lookalike("on different conditions", "ids = torch.where(keep, ids, E)")
 class OneHasAConditionOfItsOwn(Loop):
     def masked(self, ids, e):
-        return (ids == e) & (ids.cumsum(0) % 3 > (e == 4))
+        return (ids == e) & (ids.cumsum(0) % 3 > (e == 2))
 
 
 @lookalike("on different conditions", "ids = torch.where(keep, ids, E)")
 class OneHasNoCondition(Loop):
     def masked(self, ids, e):
-        return ids == e if e == 3 else (ids == e) & (ids.cumsum(0) % 3 > 0)
+        return ids == e if e == 2 else (ids == e) & (ids.cumsum(0) % 3 > 0)
 
 
 class UpToACapacity(Loop):
@@ -243,7 +243,7 @@ class ChoicesWithTheSameWeight(OneByOne):
 @lookalike("routed by different ids", "compare the same ids")
 class OneIsRoutedOtherwise(Loop):
     def masked(self, ids, e):
-        return ids.flip(1) == e if e == 3 else ids == e
+        return ids.flip(1) == e if e == 2 else ids == e
 
 
 @lookalike("not by expert ids", "by its own number")
@@ -256,23 +256,23 @@ class SelectedByInequality(Loop):
 class DifferentShapes(Loop):
     def build(self):
         super().build()
-        self.list[3].w1 = nn.Linear(self.H, 32, bias=False)
-        self.list[3].w3 = nn.Linear(self.H, 32, bias=False)
-        self.list[3].w2 = nn.Linear(32, self.H, bias=False)
+        self.list[2].w1 = nn.Linear(self.H, 32, bias=False)
+        self.list[2].w3 = nn.Linear(self.H, 32, bias=False)
+        self.list[2].w2 = nn.Linear(32, self.H, bias=False)
 
 
 @lookalike("different activations", "none: ")
 class OneOtherActivation(Loop):
     def build(self):
         super().build()
-        self.list[3].act = F.gelu
+        self.list[2].act = F.gelu
 
 
 @lookalike("differ in biases", "zeros where there is none")
 class OneHasABias(Loop):
     def build(self):
         super().build()
-        self.list[3].w2 = nn.Linear(self.I, self.H, bias=True)
+        self.list[2].w2 = nn.Linear(self.I, self.H, bias=True)
 
 
 class LoRA(nn.Module):
@@ -294,7 +294,7 @@ class LoRA(nn.Module):
 class LoRAOnOneExpert(Loop):
     def build(self):
         super().build()
-        self.list[3].w1 = LoRA(self.list[3].w1)
+        self.list[2].w1 = LoRA(self.list[2].w1)
 
 
 @lookalike("the graph writes to the weight", "outside of the compiled function")
@@ -314,12 +314,12 @@ class ASideEffectBetweenExperts(Loop):
         for e, expert in enumerate(self.list):
             token, slot = torch.where(ids == e)
             out.index_add_(0, token, expert(x[token]) * weights[token, slot, None])
-            if e == 3:
+            if e == 1:
                 x.mul_(0.5)
         return out
 
 
-@lookalike("6 experts read what others have computed", "none: ")
+@lookalike("4 experts read what others have computed", "none: ")
 class ExpertsFollowEachOther(Loop):
     """Each expert refines what the ones before have left."""
 
@@ -498,7 +498,7 @@ class NormOfAnotherExpert(NormedDenseLoop):
 @lookalike("change their outputs differently", "alike")
 class NormOfOneExpert(NormedLoop):
     def normed(self, y, e):
-        return super().normed(y, e) if e == 3 else y
+        return super().normed(y, e) if e == 2 else y
 
 
 @lookalike("change their outputs differently", "none if each expert must have its own")
@@ -567,10 +567,14 @@ class TransposedSum(FusedStyle):
         return (y * weights.unsqueeze(-1)).sum(1)
 
 
+SIX = {"OneReadsTwiceItsInput", "OneWeightFromTheWrongSlot", "DifferentShapes", "LoRAOnOneExpert"}
+"""With less than two experts on a side of the odd one, those before it are a block of their own."""
+
+
 @pytest.mark.parametrize("name", CHANGES)
 def test_lookalikes(name):
     cls, reason, change = CHANGES[name]
-    module, recorder = cls(), Recorder(activation="bf16")
+    module, recorder = cls(experts=6 if name in SIX else 4), Recorder(activation="bf16")
     compiled = torch.compile(module, backend=recorder, dynamic=True, fullgraph=True)
     with torch.no_grad():
         for n in (10, 8):

@@ -159,11 +159,10 @@ class ArithmeticOfArrays(SlicedLoop):
 
 
 def results(module, recorder, **options):
-    """(output, x) for some numbers of tokens: few, so that most experts have no rows."""
+    """(output, x) for two tokens that leave the same experts without rows, and for more."""
     compiled = torch.compile(module, backend=recorder, dynamic=True, **options)
     with torch.no_grad(), torch._dynamo.config.patch(CAPTURE):
-        for n in (2, 3, 9):
-            x = torch.randn(n, module.H)
+        for x in (torch.randn(1, module.H).repeat(2, 1), torch.randn(9, module.H)):
             yield compiled(x), x
 
 
