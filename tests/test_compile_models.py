@@ -6,6 +6,7 @@ import copy
 
 import pytest
 import torch
+import torch._inductor.compile_fx
 from moe_models import FAMILIES, Recorder, build, fake_quantised_model, relative_error, tokens
 
 transformers = pytest.importorskip("transformers")
@@ -23,9 +24,12 @@ def first(output):
     return output[0] if isinstance(output, tuple) else output
 
 
-@pytest.mark.parametrize("form", FORMS)
-@pytest.mark.parametrize("family", FAMILIES)
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+# Each family in both forms, each form in both dtypes: the dtype alternates from family to family.
+DTYPES = (torch.bfloat16, torch.float32)
+LAYERS = [(f, form, DTYPES[(i + j) % 2]) for i, f in enumerate(FAMILIES) for j, form in enumerate(FORMS)]
+
+
+@pytest.mark.parametrize(("family", "form", "dtype"), LAYERS)
 def test_a_layer_of_every_family_is_one_operator_and_right(family, form, dtype):
     """One compilation for all token counts and one for a single token, as stock has."""
     model = build(family, dtype, form)
@@ -160,27 +164,33 @@ def test_a_model_that_already_calls_the_operators_passes_through():
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("form", FORMS)
-def test_through_inductor_itself(form):
+@pytest.mark.parametrize(
+    ("form", "activation", "bound"), [("grouped_mm", "bf16", 1e-2), ("batched_mm", "int8", 3e-2)]
+)
+def test_through_inductor_itself(form, activation, bound):
     """The registered backend, whole: bf16 model, int8 activations, dynamic lengths, found by name."""
     model = build("mixtral", torch.bfloat16, form, num_hidden_layers=1)
     layer = model.model.layers[0].mlp
     twin = fake_quantised_model(model).bfloat16().model.layers[0].mlp
-    for activation, bound in (("bf16", 1e-2), ("int8", 3e-2)):
-        torch._dynamo.reset()
-        compiled = torch.compile(layer, backend="fp4", options={"activation": activation}, dynamic=True)
-        for count in (9, 6, 1):
-            x = torch.randn(1, count, 64, dtype=torch.bfloat16)
-            with torch.inference_mode():
-                assert relative_error(compiled(x), twin(x)) < bound
+    compiled = torch.compile(layer, backend="fp4", options={"activation": activation}, dynamic=True)
+    for count in (9, 6, 1):
+        x = torch.randn(1, count, 64, dtype=torch.bfloat16)
+        with torch.inference_mode():
+            assert relative_error(compiled(x), twin(x)) < bound
 
 
 @pytest.mark.slow
-def test_generate_through_inductor_by_name():
+def test_generate_through_inductor_by_name(monkeypatch):
     """transformers' CompileConfig passes mode="reduce-overhead" unless told otherwise."""
     model = fake_quantised_model(build("mixtral", torch.float32, "grouped_mm", num_hidden_layers=1))
     got = generate(model, "fp4", "static", mode=None, options={"activation": "bf16"})
     want = model.generate(got[:, :5], max_new_tokens=6, do_sample=False, pad_token_id=0)
     assert torch.equal(got, want)
     plain = copy.deepcopy(model)
+    # Nor need Inductor compile that: what it is given for a mode is held in test_compile_runtime.py.
+    given = []
+    monkeypatch.setattr(
+        torch._inductor.compile_fx, "compile_fx", lambda gm, *_, **more: given.append(more) or gm
+    )
     assert generate(plain, "fp4", "static").shape == got.shape
+    assert given and all(more["config_patches"]["triton.cudagraphs"] for more in given)

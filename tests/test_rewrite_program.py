@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
+from conftest import AOTI
 from families import TRANSPOSED, expert_block, tiny
 from fp4_ops.compile_passes.program import RewrittenProgram
 from moe_models import fake_quantised, relative_error
@@ -58,7 +59,8 @@ def test_what_is_rewritten_compiles_and_becomes_an_aotinductor_package(tmp_path)
     twin = module.twin("mxfp4")
     rewritten = fp4_ops.rewrite(export(module, torch.randn(9, 32)), OPTIONS)
     path = str(tmp_path / "model.pt2")
-    torch._inductor.aoti_compile_and_package(export(rewritten, torch.randn(9, 32)), package_path=path)
+    program = export(rewritten, torch.randn(9, 32))
+    torch._inductor.aoti_compile_and_package(program, package_path=path, inductor_configs=AOTI)
     packaged = torch._inductor.aoti_load_package(path)
     compiled = torch.compile(rewritten, fullgraph=True, dynamic=True)
     with torch.no_grad():
