@@ -424,12 +424,12 @@ print(peak() - before)
 @pytest.mark.slow
 @pytest.mark.skipif(sys.platform != "linux", reason="ru_maxrss in kilobytes")
 def test_memory_is_that_of_one_layer(tmp_path):
-    config = config_of(layers=8)
+    config = config_of(layers=6)
     config.hidden_size, config.moe_intermediate_size, config.num_experts = 256, 512, 32
     model = transformers.AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16)
     large = save(tmp_path / "large", model, "100MB")
     del model
-    assert sum(f.stat().st_size for f in large.glob("*.safetensors")) > 200e6
+    assert sum(f.stat().st_size for f in large.glob("*.safetensors")) > 150e6
     out = subprocess.run(
         [sys.executable, "-c", MEMORY, save(tmp_path / "small"), large, tmp_path / "out"],
         capture_output=True, text=True, check=True,
