@@ -66,14 +66,10 @@ def check(
 
 @pytest.mark.parametrize("name", [n for n in STYLES if not n.startswith("capacity")])
 def test_every_style(monkeypatch, name):
-    """And, drawn anew each run, either what a single token compiles to or both captures."""
-    if random.Random(f"{SEED} {name}").random() < 0.5:
-        recorder = check(STYLES[name](experts=3), MOE)
-    else:
-        both = Both(monkeypatch)
-        recorder = check(STYLES[name](experts=3), MOE, SEVERAL, both=both)
-        copied = not name.startswith(("sorted splits", "sorted slices"))  # they take numbers out of tensors
-        assert both.runs and both.copied == [copied]
+    both = Both(monkeypatch)
+    recorder = check(STYLES[name](experts=3), MOE, both=both)
+    copied = not name.startswith(("sorted splits", "sorted slices"))  # they take numbers out of tensors
+    assert both.runs and both.copied == [copied]
     for graph in recorder.graphs:
         names = {str(n.target) for n in graph.graph.nodes if n.op == "call_function"}
         assert not names & {"aten.nonzero.default", "aten._assert_scalar.default", "aten.bmm.default"}
