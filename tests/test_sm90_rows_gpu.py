@@ -231,7 +231,7 @@ def test_quantize_fp8_equals_the_cpu(shape, dtype):
     # x * (448 / amax) and x / (amax / 448) differ in the last bit, which decides ties.
     a, b = codes.cpu().view(torch.uint8).int(), want_codes.view(torch.uint8).int()
     assert int((a - b).abs().max()) <= 1
-    assert (a != b).float().mean() < 5e-3
+    assert int((a != b).sum()) <= 1 + 5e-3 * a.numel()
 
 
 @pytest.mark.parametrize("m", [1, 1000, 1025, 70000])
