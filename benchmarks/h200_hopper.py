@@ -52,16 +52,21 @@ MODELS = (
 )
 
 
-def median_us(launch: Callable[[int], object]) -> float:
-    """`launch(i)` uses routing i."""
-    stream = torch.cuda.Stream()
+def captured(launch: Callable[[int], object]) -> torch.cuda.CUDAGraph:
+    """`launch(i)`, which uses routing i, for all of them."""
+    graph, stream = torch.cuda.CUDAGraph(), torch.cuda.Stream()
     with torch.cuda.stream(stream):
         launch(0)
         stream.synchronize()
-        graph = torch.cuda.CUDAGraph()
         with torch.cuda.graph(graph, stream=stream):
             for i in range(ROUTINGS):
                 launch(i)
+    return graph
+
+
+def median_us(launch: Callable[[int], object]) -> float:
+    """Microseconds of a launch."""
+    graph = captured(launch)
     begin = time.perf_counter()
     while time.perf_counter() - begin < WARM_SECONDS:
         graph.replay()
@@ -151,8 +156,8 @@ def products(model: Model, n: int, k: int, tokens: list[int], peaks: tuple[float
         check(x, w, k, offs[0], a8(0), "W4A8", 7e-2)
         us16, us8, us4, us = median_us(a16), median_us(a8), median_us(i4), median_us(stock)
         config = decode.choose(rows, model.experts, w.n, w.kp, library.multiprocessors(0))
-        few = {d: ops.decodes(rows, w.groups, ops.PREFILL_ROWS[d], x.device, w) for d in (x.dtype, q.dtype)}
-        how16, how8 = str(config) if few[x.dtype] else "prefill", "same" if few[q.dtype] else "prefill"
+        few16, few8 = (ops.decodes(a, w, decode.Routing.OFFS, rows) for a in (x, q))
+        how16, how8 = str(config) if few16 else "prefill", "same" if few8 else "prefill"
         print(
             f"{t:>7}{floor16:9.1f}{us16:9.1f}{floor16 / us16:6.0%}{floor8:9.1f}{us8:9.1f}{floor8 / us8:6.0%}"
             f"{us4:9.1f}{us:9.1f}  {how16}; {how8}",

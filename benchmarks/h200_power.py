@@ -16,7 +16,7 @@ import time
 from collections.abc import Callable
 
 import torch
-from h200_hopper import MODELS, ROUTINGS, random_weight, routing
+from h200_hopper import MODELS, ROUTINGS, captured, random_weight, routing
 
 from fp4_ops.sm90 import prefill, rows
 from fp4_ops.sm90.decode import Routing
@@ -56,13 +56,7 @@ def timed(graph: torch.cuda.CUDAGraph, replays: int) -> float:
 
 
 def measure(name: str, launch: Callable[[int], object]) -> None:
-    graph, stream = torch.cuda.CUDAGraph(), torch.cuda.Stream()
-    with torch.cuda.stream(stream):
-        launch(0)
-        stream.synchronize()
-        with torch.cuda.graph(graph, stream=stream):
-            for i in range(ROUTINGS):
-                launch(i)
+    graph = captured(launch)
     burst = []
     for _ in range(6):
         time.sleep(0.3)

@@ -138,7 +138,7 @@ def main() -> None:
     for name, (groups, n, k, top_k, peers) in SHAPES.items():
         w = random_weight(groups, n, k)
         for tokens in map(int, args.tokens.split(",")):
-            chosen = prefill.choose(Routing.OFFS, groups, tokens * top_k, n, w.kp, sms)
+            chosen = prefill.choose(Routing.OFFS, groups, tokens * top_k, n, w.kp, sms).candidate
             configs = list(range(len(names))) if args.all_candidates else [chosen]
             floor, times = measure(w, k, tokens, top_k, configs)
             for config, us in zip(configs, times, strict=True):

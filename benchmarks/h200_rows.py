@@ -1,9 +1,10 @@
-"""Decode and prefill kernels by rows an expert, us: what PREFILL_ROWS in fp4_ops/sm90/ops.py is taken from.
+"""Decode and prefill by rows an expert, us, and which of them fp4_ops/sm90/choice.py takes.
 
-    python benchmarks/h200_rows.py [--rows 1,2,4,8,16,32,64,128,512]
+    python benchmarks/h200_rows.py [--rows 1,2,3,4,6,8,12,16,32]
 
-nvfp4, four models' shapes, random routing. `16` are bfloat16 rows, `8` fp8 ones. Prefill of 16-bit rows needs
-them in order, which `to_half` makes (inside the operators); its time stands apart.
+nvfp4, four models' products with random routing, dense products, and the models' blocks. `16` are bfloat16
+rows, whose prefill includes the pass that puts them in order; `8` fp8 ones, quantised before. `*` is the one
+that the operators take. A block in `auto` is decode of the rows as they are, or prefill of fp8 ones.
 """
 
 from __future__ import annotations
@@ -11,52 +12,97 @@ from __future__ import annotations
 import argparse
 
 import torch
-from h200_hopper import MODELS, ROUTINGS, median_us, random_weight
+from h200_hopper import MODELS, ROUTINGS, Model, median_us, random_weight, routing
 
-from fp4_ops.sm90 import decode, library, prefill, rows
+from fp4_ops.sm90 import choice, library, ops
+from fp4_ops.sm90.choice import Product
+from fp4_ops.sm90.decode import Routing
 
-MOST = 1 << 29
-"""Elements of the larger of input and output."""
+DENSE = ((2048, 768), (4096, 4096), (5760, 2880), (28672, 4096), (4096, 14336), (8192, 8192))
+
+
+def both(run) -> tuple[float, float]:
+    times = []
+    for kernel in ("decode", "prefill"):
+        with choice.only(kernel):
+            times.append(median_us(run))
+    return times[0], times[1]
+
+
+def show(times: tuple[float, float], decodes: bool) -> str:
+    return "".join(f"{us:9.1f}{'*' if first == decodes else ' '}" for us, first in zip(times, (True, False)))
+
+
+def line(groups: int, n: int, k: int, each: float, columns: list[str]) -> None:
+    print(f"{groups:>5}{n:>7}{k:>7}{each:>7g}" + "".join(columns), flush=True)
+
+
+def products(groups: int, n: int, k: int, each: float, offs: list[torch.Tensor] | None, m: int) -> None:
+    weights = [random_weight(groups, n, k) for _ in range(ROUTINGS if offs is None else 1)]
+    x = torch.randn(m, k, device="cuda").bfloat16()
+    codes, scale = ops.rows.quantize_fp8(x)
+    mode = Routing.DENSE if offs is None else Routing.OFFS
+    size = Product(mode, groups, m, n, weights[0].kp)
+    columns = []
+    for a, a_scale in ((x, None), (codes, scale)):
+
+        def run(i: int) -> None:
+            if offs is None:
+                ops.mm(a, a_scale, weights[i], torch.bfloat16)  # noqa: B023
+            else:
+                ops.grouped_mm(a, a_scale, weights[0], offs[i], torch.bfloat16)  # noqa: B023
+
+        chosen = choice.decodes(size, a is codes, library.multiprocessors(0))
+        columns.append(show(both(run), chosen))
+    line(groups, n, k, each, columns)
+
+
+def block(model: Model, up, down, each: float) -> None:
+    tokens = max(round(each * model.experts / max(model.top_k, 1)), 1)
+    ids = [routing(model, tokens) for _ in range(ROUTINGS)]
+    x = torch.randn(tokens, model.hidden, device="cuda").bfloat16()
+    scores = torch.rand(tokens, ids[0].shape[1], device="cuda")
+    sizes = tuple(Product(Routing.OFFS, w.groups, ids[0].numel(), w.n, w.kp) for w in (up, down))
+    columns = []
+    for a_format in ("none", "fp8", "auto"):
+
+        def run(i: int) -> None:
+            args = (x, ids[i], scores, up, down, "silu_interleaved", a_format, torch.bfloat16)  # noqa: B023
+            ops.moe(*args)
+
+        chosen = choice.block_decodes(sizes, a_format, library.multiprocessors(0))
+        columns.append(show(both(run), chosen))
+    line(model.experts, 2 * model.inter, model.hidden, each, columns)
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("--rows", default="1,2,4,8,16,32,64,128,512")
-    given = parser.parse_args()
+    parser.add_argument("--rows", default="1,2,3,4,6,8,12,16,32")
+    rows = [float(r) for r in parser.parse_args().rows.split(",")]
     print(f"{torch.cuda.get_device_name()}, torch {torch.__version__}")
-    names = ("decode 16", "prefill 16", "to_half", "decode 8", "prefill 8")
-    print(f"{'':28}{'rows':>6}" + "".join(f"{name:>12}" for name in names))
-    offs_mode = decode.Routing.OFFS
+    head = f"{'G':>5}{'N':>7}{'K':>7}{'rows':>7}"
+    print(head + "".join(f"{name:>10}" for name in ("decode 16", "prefill", "decode 8", "prefill")))
     for model in MODELS:
         for n, k in ((2 * model.inter, model.hidden), (model.hidden, model.inter)):
-            w = random_weight(model.experts, n, k)
-            for each in map(int, given.rows.split(",")):
-                m = each * model.experts
-                if m * max(n, k) > MOST:
-                    continue
+            for each in rows:
+                m = round(each * model.experts)
                 ids = [torch.randint(0, model.experts, (m,), device="cuda") for _ in range(ROUTINGS)]
                 offs = [torch.bincount(i, minlength=model.experts).cumsum(0).int() for i in ids]
-                x = torch.randn(m, k, device="cuda").bfloat16()
-                half, factor = rows.to_half(x)
-                codes, scale = rows.quantize_fp8(x)
-                out = torch.empty(m, n, device="cuda", dtype=torch.bfloat16)
-                runs = [
-                    lambda i: decode.run(x, w, offs[i], offs_mode, m, out),  # noqa: B023
-                    lambda i: prefill.run(half, factor, w, offs[i], offs_mode, m, out),  # noqa: B023
-                    lambda i: rows.to_half(x),  # noqa: B023
-                    lambda i: decode.run(codes, w, offs[i], offs_mode, m, out, x_scale=scale),  # noqa: B023
-                    lambda i: prefill.run(codes, scale, w, offs[i], offs_mode, m, out),  # noqa: B023
-                ]
-                decodes = each <= 32 and decode.choose(
-                    m, model.experts, w.n, w.kp, library.multiprocessors(0)
-                )
-                times = [
-                    f"{median_us(run):12.1f}" if decodes or "decode" not in name else f"{'':12}"
-                    for name, run in zip(names, runs, strict=True)
-                ]
-                print(f"{model.name:14}{f'[{n}, {k}]':14}{each:>6}" + "".join(times), flush=True)
+                products(model.experts, n, k, each, offs, m)
+    for n, k in DENSE:
+        for each in rows:
+            products(1, n, k, each, None, round(each))
+    print("blocks, [N, K] of gate/up\n" + head, end="")
+    print(
+        "".join(f"{name:>10}" for name in ("none dec", "sorted", "fp8 dec", "sorted", "auto dec", "sorted"))
+    )
+    for model in MODELS:
+        up = random_weight(model.experts, 2 * model.inter, model.hidden)
+        down = random_weight(model.experts, model.hidden, model.inter)
+        for each in rows:
+            block(model, up, down, each)
 
 
 if __name__ == "__main__":

@@ -19,7 +19,7 @@ from pathlib import Path
 import torch
 
 import fp4_ops  # noqa: F401
-from fp4_ops.sm90 import library
+from fp4_ops.sm90 import choice, library
 
 op = torch.ops.fp4
 FORM = {"format": "nvfp4", "layout": "sm90"}
@@ -80,8 +80,10 @@ def main() -> None:
         if "--every-lane-arrives" in sys.argv:
             library.FILE = build(folder)  # absolute, so that it takes the place of the package's
             library.library.cache_clear()
-        products()
-        blocks()
+        for kernel in ("decode", "prefill"):
+            with choice.only(kernel):
+                products()
+                blocks()
         torch.cuda.synchronize()
     print("done")
 

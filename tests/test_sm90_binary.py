@@ -8,10 +8,12 @@ from pathlib import Path
 import pytest
 
 import fp4_ops
-from fp4_ops.sm90 import decode, library, prefill
+from fp4_ops.sm90 import choice, decode, library, prefill
+from fp4_ops.sm90.choice import Product
 
 BINARY = Path(fp4_ops.__file__).parent / library.FILE
 MAX_SHARED = 227 * 1024
+TIMES = Path(__file__).parent.parent / "benchmarks/results/h200_rows.txt"
 
 
 def tool(name: str) -> str:
@@ -157,30 +159,30 @@ def test_few_int4_tiles_are_spread_over_the_chip():
     assert names[:-1] == prefill.candidates()
 
     def rows(groups: int, m: int, n: int, kp: int) -> int:
-        config = prefill.choose(decode.Routing.OFFS, groups, m, n, kp, 132, "int4")
-        return int(re.match(r"rows (\d+)", names[config])[1])
+        choice = prefill.choose(decode.Routing.OFFS, groups, m, n, kp, 132, "int4")
+        return int(re.match(r"rows (\d+)", names[choice.candidate])[1])
 
     assert rows(8, 2, 4096, 14336) == rows(32, 1, 4096, 7168) == 64
     assert rows(8, 2, 28672, 4096) > 64
     for groups, n, kp in ((128, 1536, 2048), (32, 4096, 7168), (8, 4096, 14336)):
         for m in (16 * groups, 100 * groups, 2000 * groups):
-            shared = prefill.choose(decode.Routing.OFFS, groups, m, n, kp, 132)
-            assert prefill.choose(decode.Routing.OFFS, groups, m, n, kp, 132, "int4") == shared
+            size = decode.Routing.OFFS, groups, m, n, kp, 132
+            assert prefill.choose(*size, "int4").candidate == prefill.choose(*size).candidate
 
 
-@pytest.mark.parametrize("token_tiles, compute_warps", decode.CANDIDATES)
+@pytest.mark.parametrize("compute_warps", [decode.FEW_WARPS, decode.MANY_WARPS])
 @pytest.mark.parametrize("kp", [128, 768, 1536, 2048, 2944, 4096, 5120, 7168, 14336, 16384])
-def test_decode_configurations_fit(kp, token_tiles, compute_warps):
-    config = decode.warps_for(kp, token_tiles, compute_warps)
+def test_decode_configurations_fit(kp, compute_warps):
+    config = decode.warps_for(kp, compute_warps)
     assert config is not None
     assert config.shared_bytes <= MAX_SHARED
     assert config.k_warps * config.row_warps <= compute_warps
     assert config.k_warps * config.passes * decode.SLICE_K >= kp
-    assert str(config).startswith(f"decode: {8 * token_tiles} tokens")
+    assert str(config).startswith(f"decode: {config.k_warps} x {config.row_warps} warps")
 
 
 def test_decode_takes_more_warps_where_they_share_k_better():
-    """gpt-oss (K = 2880) once there is enough to do; where a pass is saved, always; never with 16 tokens."""
+    """gpt-oss (K = 2880) once there is enough to do; where a pass is saved, always."""
 
     def warps(rows: int, groups: int, n: int, kp: int) -> tuple[int, int, int]:
         config = decode.choose(rows, groups, n, kp, 132)
@@ -190,5 +192,50 @@ def test_decode_takes_more_warps_where_they_share_k_better():
     assert warps(4, 128, 5760, 2944) == (12, 1, 1)
     assert warps(128, 128, 5760, 2944) == (12, 2, 1)
     assert warps(1, 16, 8192, 5120) == (20, 1, 1)
-    assert warps(128, 16, 8192, 5120) == (10, 1, 2)
     assert warps(128, 128, 1536, 2048) == (8, 2, 1)
+
+
+def recorded_times() -> dict[str, list[tuple[bool, float, float]]]:
+    """What benchmarks/h200_rows.py printed: by kind, whether decode is chosen now, its time and prefill's."""
+    found: dict[str, list[tuple[bool, float, float]]] = {}
+    blocks = False
+    for line in TIMES.read_text().splitlines():
+        blocks |= line.startswith("blocks")
+        if not re.match(r" +\d", line):
+            continue
+        groups, n, k, each, *times = (float(x.rstrip("*")) for x in line.split())
+        shapes = [(n, k), (k, n / 2)] if blocks else [(n, k)]
+        routing = decode.Routing.DENSE if groups == 1 else decode.Routing.OFFS
+        products = tuple(
+            Product(routing, int(groups), round(each * groups), int(n), -(-int(k) // 128) * 128)
+            for n, k in shapes
+        )
+        names = ("none", "fp8", "auto") if blocks else ("16 bits", "fp8 rows")
+        for name, decode_us, prefill_us in zip(names, times[::2], times[1::2], strict=True):
+            decodes = (
+                choice.block_decodes(products, name, 132)
+                if blocks
+                else choice.decodes(products[0], name == "fp8 rows", 132)
+            )
+            kind = f"dense {name}" if groups == 1 else name
+            found.setdefault(kind, []).append((decodes, decode_us, prefill_us))
+    return found
+
+
+def test_decode_or_prefill_as_recorded_times_say():
+    found = recorded_times()
+    assert len(found) == 7 and all(len(points) > 30 for points in found.values())
+    for kind, points in found.items():
+        loss = [(d if decodes else p) / min(d, p) - 1 for decodes, d, p in points]
+        assert sum(loss) / len(loss) < 0.01 and max(loss) < 0.2, kind
+        assert {decodes for decodes, *_ in points} == {True, False}, kind
+
+
+def test_decode_can_be_taken_or_left():
+    sms, product = 132, Product(decode.Routing.OFFS, 8, 16, 4096, 4096)
+    with choice.only("decode"):
+        assert choice.decodes(product._replace(rows=400), False, sms)
+        assert not choice.decodes(product._replace(groups=1000), False, sms), "more experts than it takes"
+    with choice.only("prefill"):
+        assert not choice.decodes(product, False, sms)
+    assert choice.decodes(product, False, sms) and not choice.decodes(product._replace(rows=400), False, sms)

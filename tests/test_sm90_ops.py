@@ -7,11 +7,13 @@ import reference
 import torch
 from fp4_ops.meta.formats import ACTIVATIONS
 
-from fp4_ops.sm90 import decode, int4, ops, prefill, rows
+from fp4_ops.sm90 import choice, decode, int4, ops, prefill, rows
 from fp4_ops.sm90.decode import Routing
 
 F8 = torch.float8_e4m3fn
 INT4 = {128: "int4", 64: "int4_g64", 32: "int4_g32"}
+FEW = 30
+"""Rows up to which decode is taken for faster."""
 A_FORMATS = ["none", "fp8", "nvfp4", "mxfp4"]
 fp4 = torch.ops.fp4
 
@@ -22,6 +24,8 @@ class Kernels:
     def __init__(self, monkeypatch) -> None:
         self.seen: list[str] = []
         monkeypatch.setattr(ops, "multiprocessors", lambda index: 132)
+        monkeypatch.setattr(choice, "decode_us", lambda product, sms: product.rows)
+        monkeypatch.setattr(choice, "prefill_us", lambda product, fp8, sms: FEW)
         for module, name in (
             *((decode, "run"), (prefill, "run"), (int4, "run"), (rows, "route"), (rows, "quantize_fp8")),
             *((rows, "quantize_fp4"), (rows, "to_half"), (rows, "apply_gate"), (rows, "combine")),
@@ -187,8 +191,7 @@ def test_block(kernels, tokens, a_format, activation):
     # Between the products: rounded to bfloat16; for fp8 quantised after that; for FP4 quantised from float32,
     # where a tie that falls to the other side moves one value of thousands.
     assert reference.relative_error(got, want) < {"none": 5e-3, "fp8": 2e-2}.get(a_format, 1e-2)
-    few = decode.rows_per_expert(ids.numel(), experts) < ops.BLOCK_ROWS[a_format]
-    assert few == (tokens == 3)
+    few = ids.numel() < FEW
     assert kernels.seen.count("decode" if few else "prefill") == 2
     assert kernels.seen.count("quantize") == (0 if a_format == "none" else 2)
     assert kernels.seen.count("half") == (0 if few or a_format == "fp8" else 2)

@@ -3,11 +3,11 @@
 
 namespace fp4::sm90 {
 
-template <DType kType, int NT, int kComputeWarps>
+template <DType kType, int kComputeWarps>
 int launch(const DecodeParams& p, int blocks, bool dependent, cudaStream_t stream) {
-  auto* kernel = decode_kernel<kType, NT, kComputeWarps>;
+  auto* kernel = decode_kernel<kType, kComputeWarps>;
   constexpr int kMaxShared = 227 * 1024;
-  const int shared = DecodeBuffers<NT>::bytes(p);
+  const int shared = DecodeBuffers::bytes(p);
   if (shared > kMaxShared) return cudaErrorInvalidValue;
   static const cudaError_t allowed =
       cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, kMaxShared);
@@ -17,11 +17,10 @@ int launch(const DecodeParams& p, int blocks, bool dependent, cudaStream_t strea
 }
 
 template <DType kType>
-int launch_tokens(const DecodeParams& p, int nt, int blocks, bool dependent, cudaStream_t stream) {
+int launch_warps(const DecodeParams& p, int blocks, bool dependent, cudaStream_t stream) {
   const int warps = p.k_warps * p.row_warps;
-  if (nt == 1 && warps <= 16) return launch<kType, 1, 16>(p, blocks, dependent, stream);
-  if (nt == 1 && warps <= 24) return launch<kType, 1, 24>(p, blocks, dependent, stream);
-  if (nt == 2 && warps <= 16) return launch<kType, 2, 16>(p, blocks, dependent, stream);
+  if (warps <= 16) return launch<kType, 16>(p, blocks, dependent, stream);
+  if (warps <= 24) return launch<kType, 24>(p, blocks, dependent, stream);
   return cudaErrorInvalidValue;
 }
 
@@ -34,8 +33,8 @@ void set_divisor(uint32_t d, uint32_t& mul, uint32_t& shift) {
 
 }  // namespace fp4::sm90
 
-extern "C" int fp4_sm90_decode(const fp4::sm90::DecodeParams* params, int token_tiles, int blocks,
-                               int dependent, void* stream) {
+extern "C" int fp4_sm90_decode(const fp4::sm90::DecodeParams* params, int blocks, int dependent,
+                               void* stream) {
   using namespace fp4::sm90;
   DecodeParams p = *params;
   set_divisor(blocks, p.grid_mul, p.grid_shift);
@@ -46,11 +45,11 @@ extern "C" int fp4_sm90_decode(const fp4::sm90::DecodeParams* params, int token_
   auto* s = static_cast<cudaStream_t>(stream);
   switch (p.x_type) {
     case DType::kBFloat16:
-      return launch_tokens<DType::kBFloat16>(p, token_tiles, blocks, dependent, s);
+      return launch_warps<DType::kBFloat16>(p, blocks, dependent, s);
     case DType::kFloat16:
-      return launch_tokens<DType::kFloat16>(p, token_tiles, blocks, dependent, s);
+      return launch_warps<DType::kFloat16>(p, blocks, dependent, s);
     case DType::kFloat8:
-      return launch_tokens<DType::kFloat8>(p, token_tiles, blocks, dependent, s);
+      return launch_warps<DType::kFloat8>(p, blocks, dependent, s);
     default:
       return cudaErrorInvalidValue;
   }

@@ -3,7 +3,7 @@
 //   out[r, n] = x_scale[r] * global_scale[e] * sum_k code[e, n, k] * block_scale[e, n, k / 16] * x[r / a_div,
 //   k] (+ bias[e, n])
 //
-// A work item is a row tile: 16 rows of one expert's weight times up to 8 * NT of its activation rows (a
+// A work item is a row tile: 16 rows of one expert's weight times up to eight of its activation rows (a
 // chunk). Each block, one an SM, takes an equal range of consecutive row tiles. Inside a block the compute
 // warps split K: a warp keeps its slice of the activations in registers as the B operand of mma.sync, and
 // streams its slice of one row tile after another from global memory straight into registers; no shared
@@ -136,6 +136,15 @@ struct RowBlock {
                 odd = __floats2half2_rn(lo.y * scale, hi.y * scale);
     return make_uint2(reinterpret_cast<const uint32_t&>(even), reinterpret_cast<const uint32_t&>(odd));
   }
+
+  // All 16 as B fragments of one token; `to` is the first half's place of its lane.
+  __device__ void store(uint4* to, float scale) const {
+#pragma unroll
+    for (int h = 0; h < 2; ++h) {
+      const uint2 a = pairs(2 * h, scale), b = pairs(2 * h + 1, scale);
+      to[32 * h] = make_uint4(a.x, a.y, b.x, b.y);
+    }
+  }
 };
 
 __device__ __forceinline__ void sync_compute_warps(const DecodeParams& p) {
@@ -189,27 +198,20 @@ struct FewActivations {
 
   __device__ __forceinline__ void store(uint4* fragments) const {
     const int lane = threadIdx.x % 32;
-    if (!live) return;
-    uint4* to = fragments + lane / 4 % kSliceSteps * 64 + lane / 16 * 4 + lane % 4;
-#pragma unroll
-    for (int h = 0; h < 2; ++h) {
-      const uint2 a = raw.pairs(2 * h, up), b = raw.pairs(2 * h + 1, up);
-      to[32 * h] = make_uint4(a.x, a.y, b.x, b.y);
-    }
+    if (live) raw.store(fragments + lane / 4 % kSliceSteps * 64 + lane / 16 * 4 + lane % 4, up);
   }
 };
 
 // Whether the reducer warps, which have nothing else to do yet, load the activations of a block's first run.
 // (The loads of a compute warp would wait for the weights that it has asked for: there are too few
 // scoreboards to tell them apart.)
-template <int NT>
 __device__ __forceinline__ bool reducers_begin(const DecodeShared& sh, int segments) {
-  return NT == 1 && segments > 0 && sh.segments[0].count <= kFewTokens;
+  return segments > 0 && sh.segments[0].count <= kFewTokens;
 }
 
-template <DType kType, int NT>
+template <DType kType>
 __device__ __forceinline__ void begin_few(const DecodeParams& p, DecodeShared& sh,
-                                          const DecodeBuffers<NT>& buffers) {
+                                          const DecodeBuffers& buffers) {
   constexpr int kTogether = 4;  // slices whose loads are under way at once
   const int lane = threadIdx.x % 32;
   for (int first = threadIdx.x / 32 % kReduceWarps; first < p.k_warps; first += kTogether * kReduceWarps) {
@@ -243,73 +245,62 @@ __device__ __forceinline__ void sync_begun(const DecodeParams& p, bool arrives) 
 // Puts the activations of a run into shared memory as B fragments, each compute warp some of its slice, and
 // returns for this lane's two tokens the factor that its sums carry. Holds kHeld 64-steps in registers; if
 // that is not all of the slice, it reads most of them twice.
-template <DType kType, int NT, int kHeld>
+template <DType kType, int kHeld>
 __device__ __forceinline__ void load_activations(const DecodeParams& p, const DecodeShared& sh,
-                                                 const DecodeBuffers<NT>& buffers, const Run& run, int slice,
-                                                 uint32_t share, float (&factor)[NT][2]) {
+                                                 const DecodeBuffers& buffers, const Run& run, int slice,
+                                                 uint32_t share, float (&factor)[2]) {
   const int lane = threadIdx.x % 32, t = lane % 4, g = lane / 4;
   const int count = sh.segments[run.segment].count;
+  const int* const row_list = buffers.row_list[run.segment];
   const int k0 = (run.pass * p.k_warps + slice) * kSliceSteps * 64;
-  if (NT == 1 && count <= kFewTokens) {
+  if (count <= kFewTokens) {
     FewActivations<kType> few;
-    few.load(p, buffers.row_list[run.segment], count, k0);
+    few.load(p, row_list, count, k0);
     few.find_factors(p);
     sync_compute_warps(p);  // the fragments of the run before are done with
     if (share & 1) few.store(buffers.fragments + slice * kSliceSteps * 64);
     sync_compute_warps(p);
-    factor[0][0] = few.factor[0], factor[0][1] = few.factor[1];
+    factor[0] = few.factor[0], factor[1] = few.factor[1];
     return;
   }
+  const bool live = g < count;
+  const int row = live ? divide(row_list[g], p.a_div_mul, p.a_div_shift) : 0;
+  RowBlock<kType> raw[kHeld];
+  auto load = [&](int first) {
 #pragma unroll
-  for (int nt = 0; nt < NT; ++nt) {
-    const int at = nt * 8 + g;
-    const bool live = at < count;
-    const int row = live ? divide(buffers.row_list[run.segment][at], p.a_div_mul, p.a_div_shift) : 0;
-    RowBlock<kType> raw[kHeld];
-    auto load = [&](int first) {
+    for (int j = 0; j < kHeld; ++j) raw[j].load(p, row, k0 + 64 * (first + j), t, live);
+  };
+  load(kSliceSteps - kHeld);
+  float up = 1.f, down;
+  if constexpr (kType == DType::kFloat8) {
+    down = live ? p.x_scale[row] : 0.f;
+  } else {
+    float amax = 0.f;
 #pragma unroll
-      for (int j = 0; j < kHeld; ++j) raw[j].load(p, row, k0 + 64 * (first + j), t, live);
-    };
-    load(kSliceSteps - kHeld);
-    float up = 1.f, down;
-    if constexpr (kType == DType::kFloat8) {
-      down = live ? p.x_scale[row] : 0.f;
-    } else {
-      float amax = 0.f;
+    for (int first = kSliceSteps - kHeld;; first -= kHeld) {
 #pragma unroll
-      for (int first = kSliceSteps - kHeld;; first -= kHeld) {
-#pragma unroll
-        for (int j = 0; j < kHeld; ++j) amax = fmaxf(amax, raw[j].largest());
-        if (first == 0) break;
-        load(first - kHeld);
-      }
-      amax = fmaxf(amax, __shfl_xor_sync(~0u, amax, 1));
-      amax = fmaxf(amax, __shfl_xor_sync(~0u, amax, 2));
-      const HalfRange range(amax);
-      up = range.up, down = range.down;
+      for (int j = 0; j < kHeld; ++j) amax = fmaxf(amax, raw[j].largest());
+      if (first == 0) break;
+      load(first - kHeld);
     }
-    factor[nt][0] = __shfl_sync(~0u, down, 8 * t);
-    factor[nt][1] = __shfl_sync(~0u, down, 8 * t + 4);
-    if (nt == 0) sync_compute_warps(p);  // the fragments of the run before are done with
+    amax = fmaxf(amax, __shfl_xor_sync(~0u, amax, 1));
+    amax = fmaxf(amax, __shfl_xor_sync(~0u, amax, 2));
+    const HalfRange range(amax);
+    up = range.up, down = range.down;
+  }
+  factor[0] = __shfl_sync(~0u, down, 8 * t);
+  factor[1] = __shfl_sync(~0u, down, 8 * t + 4);
+  sync_compute_warps(p);  // the fragments of the run before are done with
 #pragma unroll
-    for (int j = 0; j < kSliceSteps; ++j) {
-      if (kHeld < kSliceSteps && j % kHeld == 0) load(j);
-      if (!(share >> j & 1)) continue;
-      uint4* to = buffers.fragments + ((slice * kSliceSteps + j) * NT + nt) * 64 + lane;
+  for (int j = 0; j < kSliceSteps; ++j) {
+    if (kHeld < kSliceSteps && j % kHeld == 0) load(j);
+    if (share >> j & 1) raw[j % kHeld].store(buffers.fragments + (slice * kSliceSteps + j) * 64 + lane, up);
+  }
+  if (kType != DType::kFloat8 && p.x_scale) {  // rows with a factor each: this lane's two tokens'
 #pragma unroll
-      for (int h = 0; h < 2; ++h) {
-        const uint2 a = raw[j % kHeld].pairs(2 * h, up), b = raw[j % kHeld].pairs(2 * h + 1, up);
-        to[32 * h] = make_uint4(a.x, a.y, b.x, b.y);
-      }
-    }
-    if (kType != DType::kFloat8 && p.x_scale) {  // rows with a factor each: this lane's two tokens'
-#pragma unroll
-      for (int i = 0; i < 2; ++i) {
-        const int token = nt * 8 + 2 * t + i;
-        if (token >= count) continue;
-        const int from = divide(buffers.row_list[run.segment][token], p.a_div_mul, p.a_div_shift);
-        factor[nt][i] *= p.x_scale[from];
-      }
+    for (int i = 0; i < 2; ++i) {
+      if (2 * t + i >= count) continue;
+      factor[i] *= p.x_scale[divide(row_list[2 * t + i], p.a_div_mul, p.a_div_shift)];
     }
   }
   sync_compute_warps(p);
@@ -331,10 +322,9 @@ struct WarpPlace {
 
 // One compute warp: its K slice of one row tile after another. Four 64-steps are always in flight: a register
 // that was dequantised is loaded again at once for the next tile.
-template <DType kType, int NT, int kHeld>
-__device__ __forceinline__ void compute(const DecodeParams& p, DecodeShared& sh,
-                                        const DecodeBuffers<NT>& buffers, const WarpPlace& place,
-                                        int segments) {
+template <DType kType, int kHeld>
+__device__ __forceinline__ void compute(const DecodeParams& p, DecodeShared& sh, const DecodeBuffers& buffers,
+                                        const WarpPlace& place, int segments) {
   const int lane = threadIdx.x % 32, warp = threadIdx.x / 32;
   const int row_warp = place.row_warp, slice = place.slice;
   const uint32_t share = place.share;
@@ -396,22 +386,20 @@ __device__ __forceinline__ void compute(const DecodeParams& p, DecodeShared& sh,
   advance();
   if (p.early) wait_previous_kernel();
 
-  const uint4* fragments = buffers.fragments + slice * kSliceSteps * NT * 64 + lane;
-  float4* const ring = buffers.ring + warp * NT * 32 + lane;
+  const uint4* fragments = buffers.fragments + slice * kSliceSteps * 64 + lane;
+  float4* const ring = buffers.ring + warp * 32 + lane;
   const int stage_size = buffers.stage_count(p);
   uint32_t step = 0;
   while (more) {
-    float factor[NT][2];
-    if (step == 0 && reducers_begin<NT>(sh, segments)) {
+    float factor[2];
+    if (step == 0 && reducers_begin(sh, segments)) {
       sync_begun(p, false);
-      factor[0][0] = sh.first_factor[slice].x, factor[0][1] = sh.first_factor[slice].y;
+      factor[0] = sh.first_factor[slice].x, factor[1] = sh.first_factor[slice].y;
     } else {
-      load_activations<kType, NT, kHeld>(p, sh, buffers, run, slice, share, factor);
+      load_activations<kType, kHeld>(p, sh, buffers, run, slice, share, factor);
     }
     for (int left = run.end - run.begin; left > 0; left -= p.row_warps) {
-      float4 acc[NT];
-#pragma unroll
-      for (float4& a : acc) a = make_float4(0.f, 0.f, 0.f, 0.f);
+      float4 acc = make_float4(0.f, 0.f, 0.f, 0.f);
 #pragma unroll
       for (int j = 0; j < kSliceSteps; ++j) {
         if (j % 2 == 0) scales[j / 2] &= 0x7F7F7F7F;  // without the flags
@@ -426,25 +414,18 @@ __device__ __forceinline__ void compute(const DecodeParams& p, DecodeShared& sh,
         if (j % 2 == 1) fetch_scales(j - 1);
 #pragma unroll
         for (int s = 0; s < 2; ++s) {
-#pragma unroll
-          for (int nt = 0; nt < NT; ++nt) {
-            const uint4 b = fragments[(j * NT + nt) * 64 + 32 * s];
-            const uint32_t a0[4] = {even[s][0], odd[s][0], even[s][1], odd[s][1]};
-            const uint32_t a1[4] = {even[s][2], odd[s][2], even[s][3], odd[s][3]};
-            mma_f16(acc[nt], a0, b.x, b.y);
-            mma_f16(acc[nt], a1, b.z, b.w);
-          }
+          const uint4 b = fragments[j * 64 + 32 * s];
+          const uint32_t a0[4] = {even[s][0], odd[s][0], even[s][1], odd[s][1]};
+          const uint32_t a1[4] = {even[s][2], odd[s][2], even[s][3], odd[s][3]};
+          mma_f16(acc, a0, b.x, b.y);
+          mma_f16(acc, a1, b.z, b.w);
         }
       }
       advance();
       const uint32_t stage = step % buffers.kRing;
       barrier_wait(smem_address(&sh.empty[stage]), (step / buffers.kRing + 1) & 1);
-#pragma unroll
-      for (int nt = 0; nt < NT; ++nt) {
-        const float4 v = acc[nt];
-        ring[stage * stage_size + nt * 32] =
-            make_float4(v.x * factor[nt][0], v.y * factor[nt][1], v.z * factor[nt][0], v.w * factor[nt][1]);
-      }
+      ring[stage * stage_size] =
+          make_float4(acc.x * factor[0], acc.y * factor[1], acc.z * factor[0], acc.w * factor[1]);
       barrier_arrive_warp(smem_address(&sh.full[stage]));
       ++step;
     }
@@ -453,10 +434,9 @@ __device__ __forceinline__ void compute(const DecodeParams& p, DecodeShared& sh,
 }
 
 // Epilogue and store of one row tile: lane (g, t) holds rows 2g, 2g + 1 of the weight for tokens 2t, 2t + 1.
-template <int NT>
 __device__ __forceinline__ void finish(const DecodeParams& p, const DecodeShared& sh,
-                                       const DecodeBuffers<NT>& buffers, int segment, int tile, float scale,
-                                       const float4 (&sum)[NT]) {
+                                       const DecodeBuffers& buffers, int segment, int tile, float scale,
+                                       const float4& sum) {
   const int lane = threadIdx.x % 32, t = lane % 4, g = lane / 4;
   const Segment& seg = sh.segments[segment];
   const int n = tile * kTileRows + 2 * g;
@@ -467,27 +447,21 @@ __device__ __forceinline__ void finish(const DecodeParams& p, const DecodeShared
     bias1 = load_as_float(p.bias, at + 1, p.bias_type);
   }
 #pragma unroll
-  for (int nt = 0; nt < NT; ++nt) {
-#pragma unroll
-    for (int i = 0; i < 2; ++i) {
-      const int at = nt * 8 + 2 * t + i;
-      if (at >= seg.count) continue;
-      const int64_t row = buffers.row_list[segment][at];
-      const float v0 = (i ? sum[nt].y : sum[nt].x) * scale + bias0,
-                  v1 = (i ? sum[nt].w : sum[nt].z) * scale + bias1;
-      if (p.gate.act == Act::kNone) {
-        store_pair(p.out, row * p.n + n, v0, v1, p.out_type);
-      } else {
-        store_one(p.out, (row * p.n + n) / 2, gate_value(p.gate, v0, v1), p.out_type);
-      }
+  for (int i = 0; i < 2; ++i) {
+    if (2 * t + i >= seg.count) continue;
+    const int64_t row = buffers.row_list[segment][2 * t + i];
+    const float v0 = (i ? sum.y : sum.x) * scale + bias0, v1 = (i ? sum.w : sum.z) * scale + bias1;
+    if (p.gate.act == Act::kNone) {
+      store_pair(p.out, row * p.n + n, v0, v1, p.out_type);
+    } else {
+      store_one(p.out, (row * p.n + n) / 2, gate_value(p.gate, v0, v1), p.out_type);
     }
   }
 }
 
 // One reducer warp: adds the partial sums of its row tiles over the K slices, in their order.
-template <int NT>
-__device__ __forceinline__ void reduce(const DecodeParams& p, DecodeShared& sh,
-                                       const DecodeBuffers<NT>& buffers, int segments) {
+__device__ __forceinline__ void reduce(const DecodeParams& p, DecodeShared& sh, const DecodeBuffers& buffers,
+                                       int segments) {
   const int lane = threadIdx.x % 32, which = threadIdx.x / 32 % kReduceWarps;
   const int stage_size = buffers.stage_count(p);
   Run run{};
@@ -501,24 +475,18 @@ __device__ __forceinline__ void reduce(const DecodeParams& p, DecodeShared& sh,
       barrier_wait(smem_address(&sh.full[stage]), (count / buffers.kRing) & 1);
       for (int r = (which - step) & (kReduceWarps - 1); r < min(p.row_warps, rows - step);
            r += kReduceWarps) {
-        const float4* from = buffers.ring + stage * stage_size + r * p.k_warps * NT * 32 + lane;
-        float4* kept = buffers.sums + (step + r) * NT * 32 + lane;
-        float4 sum[NT];
-#pragma unroll
-        for (int nt = 0; nt < NT; ++nt) sum[nt] = run.pass ? kept[nt * 32] : make_float4(0.f, 0.f, 0.f, 0.f);
+        const float4* from = buffers.ring + stage * stage_size + r * p.k_warps * 32 + lane;
+        float4* kept = buffers.sums + (step + r) * 32 + lane;
+        float4 sum = run.pass ? *kept : make_float4(0.f, 0.f, 0.f, 0.f);
 #pragma unroll 4
         for (int w = 0; w < p.k_warps; ++w) {
-#pragma unroll
-          for (int nt = 0; nt < NT; ++nt) {
-            const float4 v = from[(w * NT + nt) * 32];
-            sum[nt].x += v.x, sum[nt].y += v.y, sum[nt].z += v.z, sum[nt].w += v.w;
-          }
+          const float4 v = from[w * 32];
+          sum.x += v.x, sum.y += v.y, sum.z += v.z, sum.w += v.w;
         }
         if (run.pass + 1 == p.passes) {
           finish(p, sh, buffers, run.segment, run.begin + step + r, scale, sum);
         } else {
-#pragma unroll
-          for (int nt = 0; nt < NT; ++nt) kept[nt * 32] = sum[nt];
+          *kept = sum;
         }
       }
       barrier_arrive_warp(smem_address(&sh.empty[stage]));
@@ -528,12 +496,12 @@ __device__ __forceinline__ void reduce(const DecodeParams& p, DecodeShared& sh,
 }
 
 // More compute warps hide more of memory's latency, but take longer to begin, and have fewer registers.
-template <DType kType, int NT, int kComputeWarps>
+template <DType kType, int kComputeWarps>
 __global__ void __launch_bounds__(32 * (kComputeWarps + kReduceWarps), 1)
     decode_kernel(const __grid_constant__ DecodeParams p) {
   extern __shared__ __align__(16) uint8_t memory[];
   auto& sh = *reinterpret_cast<DecodeShared*>(memory);
-  const DecodeBuffers<NT> buffers(p, memory + sizeof(DecodeShared));
+  const DecodeBuffers buffers(p, memory + sizeof(DecodeShared));
   const int warp = threadIdx.x / 32;
   if (threadIdx.x == 0) {
     for (int i = 0; i < buffers.kRing; ++i) {
@@ -543,19 +511,19 @@ __global__ void __launch_bounds__(32 * (kComputeWarps + kReduceWarps), 1)
   }
   const WarpPlace place(p);
   if (!p.early) wait_previous_kernel();
-  const int segments = plan<NT, kComputeWarps + kReduceWarps>(p, sh, buffers);
+  const int segments = plan<kComputeWarps + kReduceWarps>(p, sh, buffers);
   if (!p.early) release_next_kernel();
   if (warp >= kComputeWarps) {
     if (p.early) wait_previous_kernel();
-    if (reducers_begin<NT>(sh, segments)) {
+    if (reducers_begin(sh, segments)) {
       begin_few<kType>(p, sh, buffers);
       sync_begun(p, true);
     }
     clear_rows(p, sh);
-    reduce<NT>(p, sh, buffers, segments);
+    reduce(p, sh, buffers, segments);
   } else if (warp < p.k_warps * p.row_warps) {
     constexpr int kHeld = kComputeWarps == 16 || kType == DType::kFloat8 ? kSliceSteps : 1;
-    compute<kType, NT, kHeld>(p, sh, buffers, place, segments);
+    compute<kType, kHeld>(p, sh, buffers, place, segments);
   } else if (p.early) {
     wait_previous_kernel();
   }

@@ -40,6 +40,7 @@ constexpr int kMaxSegments = 32;  // chunks that one block may touch
 constexpr int kMaxIds = 2048;
 constexpr int kPassTiles = 32;  // row tiles whose sums are kept while K is walked in several passes
 constexpr int kTileRows = 16;
+constexpr int kChunk = 8;                          // activation rows that share an instruction's weights
 constexpr int kSliceSteps = 4;                     // 64-steps of K that a warp owns
 constexpr int kStepCodes = 512, kStepScales = 64;  // bytes of 16 rows by 64 k
 
@@ -63,32 +64,29 @@ struct alignas(16) DecodeShared {
 };
 
 // What follows DecodeShared in shared memory; sizes depend on the launch.
-template <int NT>
 struct DecodeBuffers {
   static constexpr int kRing = 4;  // steps between the compute and the reducer warps
-  uint4* fragments;                // [k_warps][kSliceSteps][NT][2][32]: the activations as B operands
-  float4* ring;                    // [kRing][k_warps * row_warps][NT][32]
-  float4* sums;                    // [kPassTiles][NT][32], if there are several passes
-  int (*row_list)[8 * NT];
+  uint4* fragments;                // [k_warps][kSliceSteps][2][32]: the activations as B operands
+  float4* ring;                    // [kRing][k_warps * row_warps][32]
+  float4* sums;                    // [kPassTiles][32], if there are several passes
+  int (*row_list)[kChunk];
 
   __host__ __device__ static int fragment_count(const DecodeParams& p) {
-    return p.k_warps * kSliceSteps * NT * 64;
+    return p.k_warps * kSliceSteps * 64;
   }
-  __host__ __device__ static int stage_count(const DecodeParams& p) {
-    return p.k_warps * p.row_warps * NT * 32;
-  }
+  __host__ __device__ static int stage_count(const DecodeParams& p) { return p.k_warps * p.row_warps * 32; }
   __host__ __device__ static int sum_count(const DecodeParams& p) {
-    return p.passes > 1 ? kPassTiles * NT * 32 : 0;
+    return p.passes > 1 ? kPassTiles * 32 : 0;
   }
   __host__ static int bytes(const DecodeParams& p) {
-    return 16 * (fragment_count(p) + kRing * stage_count(p) + sum_count(p)) + kMaxSegments * 8 * NT * 4 +
+    return 16 * (fragment_count(p) + kRing * stage_count(p) + sum_count(p)) + kMaxSegments * kChunk * 4 +
            int(sizeof(DecodeShared));
   }
   __device__ DecodeBuffers(const DecodeParams& p, void* memory) {
     fragments = static_cast<uint4*>(memory);
     ring = reinterpret_cast<float4*>(fragments + fragment_count(p));
     sums = ring + kRing * stage_count(p);
-    row_list = reinterpret_cast<int (*)[8 * NT]>(sums + sum_count(p));
+    row_list = reinterpret_cast<int (*)[kChunk]>(sums + sum_count(p));
   }
 };
 
@@ -149,10 +147,8 @@ struct Share {
 constexpr int kFewRows = 16;  // more would wait longer for the shuffles than for the barriers that they save
 
 // plan() for at most kFewRows rows by id: every warp sorts them in registers, so one barrier is enough.
-template <int NT>
 __device__ __forceinline__ int plan_few(const DecodeParams& p, DecodeShared& sh,
-                                        const DecodeBuffers<NT>& buffers) {
-  constexpr int kChunk = 8 * NT;
+                                        const DecodeBuffers& buffers) {
   const int lane = threadIdx.x % 32, tiles_n = p.n / kTileRows;
   int64_t id = -1;
   if (lane < p.rows) {
@@ -191,15 +187,13 @@ __device__ __forceinline__ int plan_few(const DecodeParams& p, DecodeShared& sh,
 }
 
 // Finds the block's segments. All threads; ends with a barrier. Returns their number.
-template <int NT, int kWarps>
-__device__ __forceinline__ int plan(const DecodeParams& p, DecodeShared& sh,
-                                    const DecodeBuffers<NT>& buffers) {
-  constexpr int kChunk = 8 * NT;
+template <int kWarps>
+__device__ __forceinline__ int plan(const DecodeParams& p, DecodeShared& sh, const DecodeBuffers& buffers) {
   static_assert(32 * kWarps >= kMaxGroups);
   const int tid = threadIdx.x, lane = tid % 32, warp = tid / 32;
   const int tiles_n = p.n / kTileRows;
   const bool by_id = p.routing == Routing::kIds32 || p.routing == Routing::kIds64;
-  if (by_id && p.rows <= kFewRows) return plan_few<NT>(p, sh, buffers);
+  if (by_id && p.rows <= kFewRows) return plan_few(p, sh, buffers);
   int first = 0, count = 0;
   if (by_id) {
     if (tid < kMaxGroups) sh.counts[tid] = 0;

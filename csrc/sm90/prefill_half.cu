@@ -28,11 +28,23 @@ constexpr Candidate kCandidates[] = {
                                                                kFourWarpgroups),
     candidate<PrefillConfig<HalfWeights, 4, Few, 1, 7>>("rows 256, tokens 32, cluster 1", kFourWarpgroups),
 };
+constexpr int kCandidateCount = 7;
 
 }  // namespace
 }  // namespace fp4::sm90
 
 using namespace fp4::sm90;
+
+extern "C" int fp4_sm90_prefill_half_configs() { return kCandidateCount; }
+
+extern "C" const char* fp4_sm90_prefill_half_config_name(int config) {
+  return config >= 0 && config < kCandidateCount ? kCandidates[config].name : "";
+}
+
+// What config = -1 takes on a GPU of `sms` multiprocessors.
+extern "C" Choice fp4_sm90_prefill_half_choose(int mode, int groups, int m, int n, int kp, int sms) {
+  return choose(kCandidates, static_cast<RowMode>(mode), groups, m, n, kp, sms);
+}
 
 // x fp16 [rows, kp] in the order of half_position with x_scale [rows]. Pointers are device pointers, 16-byte
 // aligned.

@@ -75,22 +75,24 @@ inline void add_group(const Candidate& candidate, int rows, int steps, Load* loa
 }
 
 // The candidate with the least time for groups of equal expected size: waves of tiles, but no less than the
-// weights take to arrive. How full the groups are is known on the device only: half of them are taken one
-// standard deviation below the mean, half above. With few rows for so many groups, what matters is how many
-// are empty: as many as when each row draws one, and the others equal. (NVFP4 is not multiplied here then: it
-// has a decode kernel for fewer than 1.5 rows in a group that has any.)
+// weights take to arrive. How full the groups are is known on the device only: as many are taken to be empty
+// as when each row draws a group; half of the others one standard deviation below their mean, half above, but
+// with few rows for so many groups all equal.
+struct Choice {
+  int candidate = 0;
+  double seconds = 0;
+};
+
 template <int Count>
-int choose(const Candidate (&candidates)[Count], RowMode mode, int groups, int m, int n, int kp, int sms) {
+Choice choose(const Candidate (&candidates)[Count], RowMode mode, int groups, int m, int n, int kp, int sms) {
   double mean = mode == RowMode::kContiguous ? static_cast<double>(m) / groups : m;
-  double deviation = mode == RowMode::kContiguous && groups > 1 ? std::sqrt(mean) : 0;
-  double hit = groups;
-  if (mean < 2) {
+  double hit = groups, deviation = 0;
+  if (mode == RowMode::kContiguous && groups > 1) {
     hit = -std::expm1(-mean) * groups;
+    deviation = mean < 2 ? 0 : std::sqrt(mean);
     mean = m / hit;
-    deviation = 0;
   }
-  int best = 0;
-  double least = 0;
+  Choice best;
   for (int i = 0; i < Count; ++i) {
     const Candidate& candidate = candidates[i];
     Load load;
@@ -102,10 +104,7 @@ int choose(const Candidate (&candidates)[Count], RowMode mode, int groups, int m
     double compute = waves * load.cycles / load.tiles / kClock, memory = bytes / kMemoryRate;
     // What the longer of them hides costs a little all the same: it decides where the other is equal.
     double time = std::max(compute, memory) + 0.05 * std::min(compute, memory);
-    if (i == 0 || time < least) {
-      best = i;
-      least = time;
-    }
+    if (i == 0 || time < best.seconds) best = {i, time};
   }
   return best;
 }
@@ -195,7 +194,7 @@ int run(const Candidate (&candidates)[Count], CUtensorMapDataType x_type, int x_
   if (error != cudaSuccess) return error;
 
   auto mode = static_cast<RowMode>(a.mode);
-  int config = a.config >= 0 ? a.config : choose(candidates, mode, a.groups, a.m, a.n, a.kp, sms);
+  int config = a.config >= 0 ? a.config : choose(candidates, mode, a.groups, a.m, a.n, a.kp, sms).candidate;
   const Candidate& choice = candidates[config];
   Problem problem = {};
   problem.rows = {mode, a.group_rows, a.groups, a.m};

@@ -40,8 +40,8 @@ extern "C" const char* fp4_sm90_prefill_int4_config_name(int config) {
   return config >= 0 && config < kCandidateCount ? kCandidates<128>.of[config].name : "";
 }
 
-// The index that config = -1 takes on a GPU of `sms` multiprocessors.
-extern "C" int fp4_sm90_prefill_int4_choose(int mode, int groups, int m, int n, int kp, int sms) {
+// What config = -1 takes on a GPU of `sms` multiprocessors.
+extern "C" Choice fp4_sm90_prefill_int4_choose(int mode, int groups, int m, int n, int kp, int sms) {
   return choose(kCandidates<128>.of, static_cast<RowMode>(mode), groups, m, n, kp, sms);
 }
 

@@ -14,8 +14,8 @@ extern "C" const char* fp4_sm90_prefill_w4a8_config_name(int config) {
   return config >= 0 && config < kFp8CandidateCount ? kCandidates[config].name : "";
 }
 
-// The index that config = -1 takes on a GPU of `sms` multiprocessors.
-extern "C" int fp4_sm90_prefill_w4a8_choose(int mode, int groups, int m, int n, int kp, int sms) {
+// What config = -1 takes on a GPU of `sms` multiprocessors.
+extern "C" Choice fp4_sm90_prefill_w4a8_choose(int mode, int groups, int m, int n, int kp, int sms) {
   return choose(kCandidates, static_cast<RowMode>(mode), groups, m, n, kp, sms);
 }
 

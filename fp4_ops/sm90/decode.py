@@ -22,9 +22,10 @@ MAX_GROUPS = 640
 MAX_IDS = 2048
 """Rows up to which the kernel sorts expert ids itself."""
 SHARED_BYTES = 227 * 1024
-CANDIDATES = ((1, 16), (1, 24), (2, 16))
-"""Activation rows of a chunk, in eights, and the most warps that compute. With more warps more weights are on
-their way, but a block begins later, and two eights of rows do not fit their registers."""
+CHUNK = 8
+"""Rows of an expert that share one reading of its weights."""
+FEW_WARPS, MANY_WARPS = 16, 24
+"""The most warps that compute. With more warps more weights are on their way, but a block begins later."""
 MAX_PASSES = 8
 MANY_ROW_TILES = 60
 """Of a block, from which the longer start of more warps pays."""
@@ -53,48 +54,41 @@ class Weight(NamedTuple):
     def layout(self) -> Layout:
         return LAYOUTS["sm90"]
 
-    def decode_passes(self, rows: int, blocks: int) -> int:
-        """How often the decode kernel goes over K for so many rows; 0: it does not take them."""
-        config = choose(rows, self.groups, self.n, self.kp, blocks)
-        return config.passes if config else 0
-
 
 @dataclass(frozen=True)
 class Config:
-    """`token_tiles` eights of rows a chunk; `k_warps` share K in `passes`, `row_warps` tiles of N a step."""
+    """`k_warps` share K in `passes`, `row_warps` tiles of N a step."""
 
-    token_tiles: int
     k_warps: int
     row_warps: int
     passes: int
 
     def __str__(self) -> str:
         return (
-            f"decode: {8 * self.token_tiles} tokens, {self.k_warps} x {self.row_warps} warps (K x rows), "
+            f"decode: {self.k_warps} x {self.row_warps} warps (K x rows), "
             f"{self.passes} pass{'es' * (self.passes > 1)}"
         )
 
     @property
     def shared_bytes(self) -> int:
         """As DecodeBuffers in csrc/sm90/decode_plan.cuh adds them up, with room for the fixed part."""
-        nt = self.token_tiles
-        vectors = self.k_warps * nt * 256 + 4 * self.k_warps * self.row_warps * nt * 32
-        vectors += 32 * nt * 32 if self.passes > 1 else 0
-        return 16 * vectors + MAX_SEGMENTS * 8 * nt * 4 + 14 * 1024
+        vectors = self.k_warps * 256 + 4 * self.k_warps * self.row_warps * 32
+        vectors += 32 * 32 if self.passes > 1 else 0
+        return 16 * vectors + MAX_SEGMENTS * CHUNK * 4 + 14 * 1024
 
     def value(self, kp: int) -> float:
         """How busy the warps are, if nothing else counted; each pass but the first costs a quarter."""
         warps = self.k_warps * self.row_warps
-        most = 16 if warps <= 16 else 24
+        most = FEW_WARPS if warps <= FEW_WARPS else MANY_WARPS
         return -(-kp // SLICE_K) / (self.passes * self.k_warps) * warps / most - (self.passes - 1) / 4
 
 
 @functools.cache
-def warps_for(kp: int, token_tiles: int, compute_warps: int) -> Config | None:
+def warps_for(kp: int, compute_warps: int) -> Config | None:
     """The split of so many warps that keeps most of them busy."""
     slices = -(-kp // SLICE_K)
     splits = (
-        Config(token_tiles, k_warps, compute_warps // k_warps, passes)
+        Config(k_warps, compute_warps // k_warps, passes)
         for passes in range(1, MAX_PASSES + 1)
         if (k_warps := -(-slices // passes)) <= compute_warps
     )
@@ -112,21 +106,15 @@ def rows_per_expert(rows: int, groups: int) -> float:
 def choose(rows: int, groups: int, n: int, kp: int, blocks: int) -> Config | None:
     """The configuration for `rows` activation rows, or None where the kernel cannot run them.
 
-    More rows a chunk read a weight fewer times, but cost instructions where most experts have few. More warps
-    pay where they save a pass, or share K much better (K = 2880 keeps 12 of 16 busy, and 24 of 24) and have
-    enough to do.
+    More warps pay where they save a pass, or share K much better (K = 2880 keeps 12 of 16 busy, and 24 of 24)
+    and have enough to do.
     """
-    if groups > MAX_GROUPS:
+    few, many = warps_for(kp, FEW_WARPS), warps_for(kp, MANY_WARPS)
+    chunks = min(rows, groups) + rows // CHUNK
+    if groups > MAX_GROUPS or few is None or chunks // blocks + 2 > MAX_SEGMENTS:
         return None
-    average = rows_per_expert(rows, groups)
-    tiles = 1 if average <= 5 else 2
-    few = warps_for(kp, tiles, 16)
-    chunks = min(rows, groups) + rows // (8 * tiles)
-    if few is None or chunks // blocks + 2 > MAX_SEGMENTS:
-        return None
-    many = warps_for(kp, tiles, 24) if tiles == 1 else None
     if many is not None and many.value(kp) - few.value(kp) > 0.2:
-        row_tiles = rows / max(average, 1.0) * n / 16 / blocks
+        row_tiles = rows / max(rows_per_expert(rows, groups), 1.0) * n / 16 / blocks
         if many.passes < few.passes or row_tiles >= MANY_ROW_TILES:
             return many
     return few
@@ -206,4 +194,4 @@ def run(
         passes=config.passes,
         early=early,
     )
-    call("fp4_sm90_decode", ctypes.byref(params), config.token_tiles, blocks, 1, stream())
+    call("fp4_sm90_decode", ctypes.byref(params), blocks, 1, stream())

@@ -34,10 +34,6 @@ class Int4Weight(NamedTuple):
     def layout(self) -> Layout:
         return LAYOUT
 
-    def decode_passes(self, rows: int, blocks: int) -> int:
-        """0: there is no decode kernel. Prefill's is fast for few rows, too."""
-        return 0
-
 
 def prepack(packed: Tensor, block_scale: Tensor, fmt: Format) -> tuple[Tensor, Tensor, Tensor]:
     """A plain weight [..., N, K/2] into the layout; the same bytes as the CPU's `fp4::prepack` makes."""

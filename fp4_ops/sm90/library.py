@@ -22,7 +22,7 @@ GATE = INT, FLOAT, FLOAT, FLOAT
 """The fields of Gate in csrc/sm90/types.cuh."""
 
 SIGNATURES = {
-    "fp4_sm90_decode": [POINTER, INT, INT, INT, POINTER],
+    "fp4_sm90_decode": [POINTER, INT, INT, POINTER],
     "fp4_sm90_prefill_w4a8": [
         *(POINTER, POINTER, POINTER, POINTER, POINTER, POINTER, INT, POINTER, POINTER, INT),
         *(*GATE, INT, INT, INT, INT, INT, INT, INT, POINTER),

@@ -16,7 +16,8 @@ from torch import Tensor
 
 from ..meta import checks
 from ..meta.formats import ACTIVATIONS, FORMATS, Activation
-from . import decode, int4, prefill, rows
+from . import choice, decode, int4, prefill, rows
+from .choice import Product
 from .decode import Routing
 from .int4 import Int4Weight
 from .library import available, multiprocessors
@@ -25,13 +26,6 @@ Weight = decode.Weight | Int4Weight
 
 PREFILL = {decode.Weight: prefill, Int4Weight: int4}
 """The module whose `run` takes any number of rows of such a weight."""
-
-LEAST_ROWS = 1.5
-"""Rows an expert below which decode is faster, whatever it multiplies."""
-PREFILL_ROWS = {torch.float8_e4m3fn: LEAST_ROWS, torch.bfloat16: 8.0, torch.float16: 8.0}
-"""Rows an expert from which prefill is faster where decode goes over K once, by the dtype of the rows."""
-BLOCK_ROWS = {"auto": 3.2, "fp8": 2.0, "none": 7.0, "nvfp4": 7.0, "mxfp4": 7.0}
-"""The same for a whole block, which sorts its rows for prefill, by a_format; 'auto' is 'none' or fp8."""
 
 
 def require(op: str, layout: str, device: torch.device) -> None:
@@ -78,16 +72,19 @@ def _ordered(a: Tensor, a_scale: Tensor | None) -> tuple[Tensor, Tensor]:
     return half, factor if a_scale is None else factor * a_scale
 
 
-def decodes(rows: int, groups: int, bound: float, device: torch.device, *weights: Weight) -> bool:
-    """Whether decode runs: it can, and `groups` that have any rows have too few of them for prefill.
+def decodes(a: Tensor, w: Weight, routing: Routing, rows: int) -> bool:
+    """`rows`: those of a group where masked, else all."""
+    if not isinstance(w, decode.Weight):
+        return False
+    product = Product(routing, w.groups, rows, w.n, w.kp)
+    return choice.decodes(product, a.dtype == torch.float8_e4m3fn, multiprocessors(a.device.index))
 
-    That is less than `bound` on average; several passes over K make decode slower (measured: by about their
-    square root).
-    """
-    blocks = multiprocessors(device.index)
-    passes = [w.decode_passes(rows, blocks) for w in weights]
-    average = decode.rows_per_expert(rows, groups)
-    return min(passes) > 0 and average < max(bound / max(passes) ** 0.5, LEAST_ROWS)
+
+def _block_decodes(up: Weight, down: Weight, rows: int, a_format: str, device: torch.device) -> bool:
+    if not isinstance(up, decode.Weight):
+        return False
+    products = tuple(Product(Routing.OFFS, w.groups, rows, w.n, w.kp) for w in (up, down))
+    return choice.block_decodes(products, a_format, multiprocessors(device.index))
 
 
 def _product(
@@ -100,9 +97,7 @@ def _product(
     out: Tensor,
 ) -> None:
     """a [M, K], sorted by expert, masked or dense, -> out [M, n]. per_group: rows of a masked group, or M."""
-    m = a.shape[0]
-    groups = 1 if routing == Routing.DENSE else w.groups
-    if decodes(m, groups, PREFILL_ROWS[a.dtype], a.device, w):
+    if decodes(a, w, routing, per_group):
         _decode(a, a_scale, w, _Routed(routing, route, None), 1, out, max_m=per_group)
     else:
         ordered = _ordered(_aligned(a), a_scale)
@@ -148,7 +143,7 @@ def indexed_mm(
     if out.numel() == 0:
         return out
     a, a_scale, ids = a.contiguous(), _contiguous(a_scale), expert_ids.contiguous()
-    if decodes(m, w.groups, PREFILL_ROWS[a.dtype], a.device, w):
+    if decodes(a, w, Routing.IDS64, m):
         _decode(a, a_scale, w, _routed(ids, w.groups), 1, out)
         return out
     offs, sorted_rows, position = rows.route(ids, w.groups)
@@ -244,12 +239,11 @@ def moe(
     x, ids, weights = x.contiguous(), topk_ids.contiguous(), topk_weights.contiguous()
     gate = ACTIVATIONS[activation]
     bare = down._replace(bias=None)
+    few = _block_decodes(up, down, m, a_format, x.device)
     if a_format == "auto":  # as they are while decode runs, which waits for the weights, else fp8
-        few = decodes(m, up.groups, BLOCK_ROWS["auto"], x.device, up, down)
-        a_format = "none" if few and up.layout.leaves("auto") else "fp8"
+        a_format = "none" if few else "fp8"
     if a_format == "fp8" and x.dtype == torch.float32:
         x = x.bfloat16()
-    few = decodes(m, up.groups, BLOCK_ROWS[a_format], x.device, up, down)
     how = _Rows.of(a_format, x.dtype, few)
     if few:
         position = None

@@ -56,7 +56,7 @@ def run(
 
 @functools.cache
 def candidates(kernel: str = "w4a8") -> list[str]:
-    """What `config` of `run` counts, in words: of fp8 rows with nvfp4 and mxfp4, or "int4" weights."""
+    """What `config` of `run` counts, in words: of fp8 rows, "half" ones, or fp8 ones with "int4" weights."""
     loaded = library()
     assert loaded is not None
     name = getattr(loaded, f"fp4_sm90_prefill_{kernel}_config_name")
@@ -64,9 +64,18 @@ def candidates(kernel: str = "w4a8") -> list[str]:
     return [name(i).decode() for i in range(getattr(loaded, f"fp4_sm90_prefill_{kernel}_configs")())]
 
 
-def choose(routing: Routing, groups: int, rows: int, n: int, kp: int, sms: int, kernel: str = "w4a8") -> int:
-    """The candidate that CHOOSE takes on a GPU of `sms` multiprocessors."""
+class Choice(ctypes.Structure):
+    """What CHOOSE takes: a candidate, and the seconds that the launcher's model gives it."""
+
+    _fields_ = (("candidate", ctypes.c_int), ("seconds", ctypes.c_double))
+
+
+def choose(
+    routing: Routing, groups: int, rows: int, n: int, kp: int, sms: int, kernel: str = "w4a8"
+) -> Choice:
+    """On a GPU of `sms` multiprocessors, `rows` and `kernel` as for `run` and `candidates`."""
     loaded = library()
     assert loaded is not None
     function = getattr(loaded, f"fp4_sm90_prefill_{kernel}_choose")
+    function.restype = Choice
     return function(MODES[routing], groups, rows, n, kp, sms)

@@ -1,0 +1,110 @@
+"""Decode or prefill: the one that a model of its time says is faster.
+
+Fitted to the times of both in benchmarks/results/h200_rows.txt, where the choice costs less than a per cent
+of the faster one's time in the mean (tests/test_sm90_binary.py).
+"""
+
+from __future__ import annotations
+
+import functools
+import math
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import NamedTuple
+
+from . import decode, prefill
+from .decode import Routing
+
+DECODE_US, DECODE_RATE = 4.5, 3.3e6
+"""A launch that has nothing to read, and bytes of weights a microsecond."""
+PREFILL_US = {"w4a8": (3.0, 1.05), "half": (5.0, 1.25)}
+"""A launch that has nothing to do, and the measured time over the model's."""
+ORDER_RATE = 1e6
+"""16-bit values a microsecond that rows.to_half puts in order for prefill."""
+SORT_US = 12.0
+"""Sorting the rows of a product by their expert, and back."""
+BLOCK_SORT_US = 6.0
+"""The same for a block, where other kernels do most of it."""
+QUANTIZE_US = 5.0
+"""Quantising the rows of both products of a block."""
+BYTES_PER_WEIGHT = 0.5625
+
+
+class Product(NamedTuple):
+    """`rows` activation rows, of each group where the routing is masked, times [groups, n, kp]."""
+
+    routing: Routing
+    groups: int
+    rows: int
+    n: int
+    kp: int
+
+    @property
+    def all_rows(self) -> int:
+        return self.rows * self.groups if self.routing == Routing.MASKED else self.rows
+
+
+def chunks_by_chance(mean: float) -> float:
+    """Expected chunks of a group whose rows are Poisson distributed."""
+    if mean > 8 * decode.CHUNK:  # the last chunk is as often short by one row as by any other number
+        return mean / decode.CHUNK + (decode.CHUNK - 1) / (2 * decode.CHUNK)
+    p, expected = math.exp(-mean), 0.0
+    for rows in range(1, 20 * decode.CHUNK):
+        p *= mean / rows
+        expected += p * math.ceil(rows / decode.CHUNK)
+    return expected
+
+
+@functools.cache
+def decode_us(product: Product, sms: int) -> float:
+    """Infinite where the kernel cannot run."""
+    config = decode.choose(product.all_rows, product.groups, product.n, product.kp, sms)
+    if config is None:
+        return math.inf
+    if product.routing in (Routing.MASKED, Routing.DENSE) or product.groups == 1:
+        each = float(-(-product.rows // decode.CHUNK))
+    else:
+        each = chunks_by_chance(product.rows / product.groups)
+    bytes_read = each * product.groups * product.n * product.kp * BYTES_PER_WEIGHT
+    return DECODE_US + bytes_read / DECODE_RATE * config.passes**0.1
+
+
+@functools.cache
+def prefill_us(product: Product, fp8: bool, sms: int) -> float:
+    kernel = "w4a8" if fp8 else "half"
+    routing = product.routing if product.routing in prefill.MODES else Routing.OFFS
+    modelled = prefill.choose(routing, *product[1:], sms, kernel).seconds * 1e6
+    launch, factor = PREFILL_US[kernel]
+    order = 0 if fp8 else product.all_rows * product.kp / ORDER_RATE
+    return launch + factor * modelled + order
+
+
+_only: str | None = None
+
+
+@contextmanager
+def only(kernel: str) -> Iterator[None]:
+    """Whatever the models say, "decode" wherever it can run, or "prefill": for tests and measurements."""
+    global _only
+    before, _only = _only, kernel
+    try:
+        yield
+    finally:
+        _only = before
+
+
+def _decode_runs(decode_us: float, prefill_us: float) -> bool:
+    return decode_us < {None: prefill_us, "decode": math.inf, "prefill": 0.0}[_only]
+
+
+def decodes(product: Product, fp8: bool, sms: int) -> bool:
+    sort = 0 if product.routing in prefill.MODES else SORT_US
+    return _decode_runs(decode_us(product, sms), prefill_us(product, fp8, sms) + sort)
+
+
+def block_decodes(products: tuple[Product, ...], a_format: str, sms: int) -> bool:
+    """'auto': rows as they are by decode, or fp8 ones by prefill."""
+    fp8 = a_format in ("auto", "fp8")
+    more = BLOCK_SORT_US + (QUANTIZE_US if a_format == "auto" else 0)
+    few = sum(decode_us(p, sms) for p in products)
+    return _decode_runs(few, sum(prefill_us(p, fp8, sms) for p in products) + more)
