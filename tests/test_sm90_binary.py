@@ -153,19 +153,23 @@ def test_prefill_roles_keep_to_their_registers(functions):
             assert len(after) > 200 and max(used) < int(limit, 16), (name, limit, max(used))
 
 
-def test_few_int4_tiles_are_spread_over_the_chip():
-    """int4 has no decode kernel: tiles of 64 rows where those of more would leave most of 132 SMs idle."""
-    names = prefill.candidates("int4")
-    assert names[:-1] == prefill.candidates()
+@pytest.mark.parametrize("kernel", ["half", "w4a8", "int4"])
+def test_few_tiles_are_spread_over_the_chip(kernel):
+    """Tiles of 64 rows where those of more would leave most of 132 SMs idle."""
+    names = prefill.candidates(kernel)
 
     def rows(groups: int, m: int, n: int, kp: int) -> int:
-        choice = prefill.choose(decode.Routing.OFFS, groups, m, n, kp, 132, "int4")
-        return int(re.match(r"rows (\d+)", names[choice.candidate])[1])
+        size = decode.Routing.OFFS, groups, m, n, kp, 132
+        return int(re.match(r"rows (\d+)", names[prefill.choose(*size, kernel).candidate])[1])
 
-    assert rows(8, 2, 4096, 14336) == rows(32, 1, 4096, 7168) == 64
-    assert rows(8, 2, 28672, 4096) > 64
+    assert rows(8, 2, 4096, 14336) == rows(32, 1, 4096, 7168) == rows(1, 40, 4096, 4096) == 64
+    assert rows(8, 20, 28672, 4096) > 64 and rows(1, 2000, 4096, 4096) > 64
+
+
+def test_int4_has_the_candidates_of_nvfp4():
+    assert prefill.candidates("int4") == prefill.candidates()
     for groups, n, kp in ((128, 1536, 2048), (32, 4096, 7168), (8, 4096, 14336)):
-        for m in (16 * groups, 100 * groups, 2000 * groups):
+        for m in (groups // 4, 16 * groups, 100 * groups, 2000 * groups):
             size = decode.Routing.OFFS, groups, m, n, kp, 132
             assert prefill.choose(*size, "int4").candidate == prefill.choose(*size).candidate
 

@@ -5,8 +5,8 @@
 namespace fp4::sm90 {
 namespace {
 
-constexpr Cost kTwoWarpgroups = {500, 5, 9.0, 1000, 9}, kThreeWarpgroups = {650, 7, 13.0, 1000, 12},
-               kFourWarpgroups = {800, 9, 17.0, 1000, 16};
+constexpr Cost kOneWarpgroup = {420, 1.6, 4.7, 1000, 9}, kTwoWarpgroups = {500, 5, 9.0, 1000, 9},
+               kThreeWarpgroups = {650, 7, 13.0, 1000, 12}, kFourWarpgroups = {800, 9, 17.0, 1000, 16};
 
 // The number of widths is limited by registers, the stages by shared memory.
 using Wide = WidthList<192, 176, 144, 128, 96>;
@@ -15,8 +15,10 @@ using Small = WidthList<64, 48, 32>;
 using Pair = WidthList<64, 32>;
 using NarrowPair = WidthList<48, 32>;
 using Few = WidthList<32, 16>;
+using Any = WidthList<128, 96, 64, 32, 16>;
 
-// PrefillConfig<weights, warpgroups, widths, cluster, stages>
+// PrefillConfig<weights, warpgroups, widths, cluster, stages>. The last is for so few weights that tiles of
+// more rows would leave multiprocessors idle.
 constexpr Candidate kCandidates[] = {
     candidate<PrefillConfig<HalfWeights, 2, Wide, 2, 3>>("rows 128, tokens 192, cluster 2", kTwoWarpgroups),
     candidate<PrefillConfig<HalfWeights, 2, Wide, 1, 3>>("rows 128, tokens 192, cluster 1", kTwoWarpgroups),
@@ -27,8 +29,9 @@ constexpr Candidate kCandidates[] = {
     candidate<PrefillConfig<HalfWeights, 4, NarrowPair, 1, 6>>("rows 256, tokens 48, cluster 1",
                                                                kFourWarpgroups),
     candidate<PrefillConfig<HalfWeights, 4, Few, 1, 7>>("rows 256, tokens 32, cluster 1", kFourWarpgroups),
+    candidate<PrefillConfig<HalfWeights, 1, Any, 1, 5>>("rows 64, tokens 128, cluster 1", kOneWarpgroup),
 };
-constexpr int kCandidateCount = 7;
+constexpr int kCandidateCount = 8;
 
 }  // namespace
 }  // namespace fp4::sm90

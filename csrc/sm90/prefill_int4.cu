@@ -6,43 +6,24 @@ using namespace fp4::sm90;
 
 namespace {
 
-// An estimate.
-constexpr Cost kOneWarpgroup = {450, 2, 2.4, 1000, 9};
-
-using Fewest = WidthList<64, 32, 16>;
-
-constexpr int kCandidateCount = kFp8CandidateCount + 1;
-struct Candidates {
-  Candidate of[kCandidateCount];
-};
-
-// Those of NVFP4, and one for so few tokens that tiles of more rows would leave multiprocessors idle: NVFP4's
-// decode kernel does that.
+// Scales of 32 take the room of a stage.
 template <int kGroup>
-constexpr Candidates make_candidates() {
-  using Weights = Int4Weights<kGroup>;
-  // Scales of 32 take the room of a stage.
-  constexpr int kStages = kGroup == 32 ? 6 : 7;
-  constexpr const auto& kShared = kFp8Candidates<Weights, kStages>;
-  return {
-      {kShared[0], kShared[1], kShared[2], kShared[3], kShared[4], kShared[5], kShared[6],
-       candidate<PrefillConfig<Weights, 1, Fewest, 1, 12>>("rows 64, tokens 64, cluster 1", kOneWarpgroup)}};
-}
+constexpr int kSmallStages = kGroup == 32 ? 6 : 7;
 
 template <int kGroup>
-constexpr Candidates kCandidates = make_candidates<kGroup>();
+constexpr auto& kCandidates = kFp8Candidates<Int4Weights<kGroup>, kSmallStages<kGroup>>;
 
 }  // namespace
 
-extern "C" int fp4_sm90_prefill_int4_configs() { return kCandidateCount; }
+extern "C" int fp4_sm90_prefill_int4_configs() { return kFp8CandidateCount; }
 
 extern "C" const char* fp4_sm90_prefill_int4_config_name(int config) {
-  return config >= 0 && config < kCandidateCount ? kCandidates<128>.of[config].name : "";
+  return config >= 0 && config < kFp8CandidateCount ? kCandidates<128>[config].name : "";
 }
 
 // What config = -1 takes on a GPU of `sms` multiprocessors.
 extern "C" Choice fp4_sm90_prefill_int4_choose(int mode, int groups, int m, int n, int kp, int sms) {
-  return choose(kCandidates<128>.of, static_cast<RowMode>(mode), groups, m, n, kp, sms);
+  return choose(kCandidates<128>, static_cast<RowMode>(mode), groups, m, n, kp, sms);
 }
 
 // x e4m3 [rows, kp] in the layout's order with x_scale [rows]; packed [groups, n, kp / 2], float32 scales
@@ -59,11 +40,11 @@ extern "C" int fp4_sm90_prefill_int4(const void* x, const float* x_scale, const 
                          m,          n,          kp,     kp,        early,  config, stream};
   switch (group) {
     case 128:
-      return run(kCandidates<128>.of, CU_TENSOR_MAP_DATA_TYPE_UINT8, 1, arguments);
+      return run(kCandidates<128>, CU_TENSOR_MAP_DATA_TYPE_UINT8, 1, arguments);
     case 64:
-      return run(kCandidates<64>.of, CU_TENSOR_MAP_DATA_TYPE_UINT8, 1, arguments);
+      return run(kCandidates<64>, CU_TENSOR_MAP_DATA_TYPE_UINT8, 1, arguments);
     case 32:
-      return run(kCandidates<32>.of, CU_TENSOR_MAP_DATA_TYPE_UINT8, 1, arguments);
+      return run(kCandidates<32>, CU_TENSOR_MAP_DATA_TYPE_UINT8, 1, arguments);
     default:
       return kBadArgument;
   }

@@ -15,7 +15,7 @@ from typing import NamedTuple
 from . import decode, prefill
 from .decode import Routing
 
-DECODE_US, DECODE_RATE = 4.5, 3.3e6
+DECODE_US, DECODE_RATE = 5.0, 3.3e6
 """A launch that has nothing to read, and bytes of weights a microsecond."""
 PREFILL_US = {"w4a8": (3.0, 1.05), "half": (5.0, 1.25)}
 """A launch that has nothing to do, and the measured time over the model's."""
