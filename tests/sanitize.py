@@ -1,17 +1,18 @@
 """A small sweep of every Hopper kernel, for compute-sanitizer; not collected by pytest.
 
     compute-sanitizer --tool memcheck python tests/sanitize.py
-    compute-sanitizer --tool racecheck python tests/sanitize.py --every-lane-arrives
+    python tests/sanitize.py --build build/every_lane.so
+    compute-sanitizer --tool racecheck python tests/sanitize.py --kernels build/every_lane.so
 
 racecheck credits an mbarrier's arrival with the accesses of the lane that arrives alone, not with those that
-__syncwarp orders before it, and so reports each place where one lane arrives for its warp. The second form
-builds the kernels again, in a temporary folder, so that every lane does (csrc/sm90/ptx.cuh).
+__syncwarp orders before it, and so reports each place where one lane arrives for its warp. --build makes
+kernels in which every lane does (csrc/sm90/ptx.cuh); under the sanitizer, nvcc would not end.
 """
 
 from __future__ import annotations
 
+import argparse
 import subprocess
-import sys
 import tempfile
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -25,18 +26,17 @@ op = torch.ops.fp4
 FORM = {"format": "nvfp4", "layout": "sm90"}
 
 
-def build(folder: str) -> str:
+def build(library_path: Path) -> None:
     sources = sorted((Path(__file__).parent.parent / "csrc/sm90").glob("*.cu"))
     flags = ["-gencode=arch=compute_90a,code=sm_90a", "-O3", "-std=c++17", "-lineinfo", "-Xcompiler=-fPIC"]
-    objects = [f"{folder}/{s.stem}.o" for s in sources]
 
     def compile_one(source: Path, to: str) -> None:
         subprocess.run(["nvcc", *flags, "-DFP4_EVERY_LANE_ARRIVES", "-c", str(source), "-o", to], check=True)
 
-    with ThreadPoolExecutor() as pool:
+    with tempfile.TemporaryDirectory() as folder, ThreadPoolExecutor() as pool:
+        objects = [f"{folder}/{s.stem}.o" for s in sources]
         list(pool.map(compile_one, sources, objects))
-    subprocess.run(["nvcc", *flags, "-shared", *objects, "-o", f"{folder}/{library.FILE}"], check=True)
-    return f"{folder}/{library.FILE}"
+        subprocess.run(["nvcc", *flags, "-shared", *objects, "-o", str(library_path)], check=True)
 
 
 def weight(*shape: int, format: str = "nvfp4", layout: str = "sm90") -> tuple[torch.Tensor, ...]:
@@ -76,15 +76,22 @@ def blocks() -> None:
 
 
 def main() -> None:
-    with tempfile.TemporaryDirectory() as folder:
-        if "--every-lane-arrives" in sys.argv:
-            library.FILE = build(folder)  # absolute, so that it takes the place of the package's
-            library.library.cache_clear()
-        for kernel in ("decode", "prefill"):
-            with choice.only(kernel):
-                products()
-                blocks()
-        torch.cuda.synchronize()
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--build", type=Path, help="compile such kernels, and run none")
+    parser.add_argument("--kernels", type=Path, help="run these, not the package's")
+    args = parser.parse_args()
+    if args.build:
+        return build(args.build)
+    if args.kernels:
+        library.FILE = str(args.kernels.absolute())  # which takes the place of the package's folder, too
+        library.library.cache_clear()
+    for kernel in ("decode", "prefill"):
+        with choice.only(kernel):
+            products()
+            blocks()
+    torch.cuda.synchronize()
     print("done")
 
 
