@@ -9,6 +9,8 @@ import logging
 import os
 import zlib
 
+if gc.isenabled():  # until all is imported and collected, hardly any of which is garbage
+    gc.disable()
 # Tracing with symbolic sizes hardly ever finds an operator's result in this cache, and filling it takes a
 # fifth of the time. torch reads the variable when it is imported; processes that tests start inherit it.
 os.environ.setdefault("TORCH_FAKE_TENSOR_DISPATCH_CACHE", "0")
@@ -69,10 +71,12 @@ def pytest_pycollect_makeitem(collector, name):
         found.append(skipped)
 
 
-def pytest_collection_finish(session) -> None:
+@pytest.hookimpl(tryfirst=True)
+def pytest_runtestloop(session) -> None:
     """The collector need not walk through torch and thousands of tests each time a compiler makes garbage."""
     gc.collect()
     gc.freeze()
+    gc.enable()
     gc.set_threshold(20_000, 20, 20)
 
 
