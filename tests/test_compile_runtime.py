@@ -302,7 +302,6 @@ def test_int8_is_refused_off_the_cpu():
 CACHED = """
 import json, sys, torch
 sys.path.insert(0, {tests!r})
-from moe_models import Block, relative_error
 from moe_styles import STYLES
 from torch._dynamo.utils import counters
 torch.set_num_threads(1)
@@ -310,24 +309,25 @@ torch.manual_seed(int(sys.argv[1]))
 def total(what):
     aot, inductor = counters["aot_autograd"], counters["inductor"]
     return aot[f"autograd_cache_{{what}}"] + inductor[f"fxgraph_cache_{{what}}"]
-for format in sys.argv[2:]:
-    for block in (Block("grouped_mm"), STYLES["where loop"](experts=3)):
-        torch._dynamo.reset()
-        counters.clear()
-        x = torch.randn(5, 32)
-        with torch.no_grad():
-            compiled = torch.compile(block, backend="fp4", options={{"format": format, "activation": "bf16"}})
-            error = relative_error(compiled(x), block.twin(format)(x))
-        print("RESULT", json.dumps([total("hit"), total("miss"), error]))
+for run in sys.argv[2:]:
+    name, experts, format = run.split(":")
+    block, x = STYLES[name](experts=int(experts)), torch.randn(5, 32)
+    torch._dynamo.reset()
+    counters.clear()
+    with torch.no_grad():
+        compiled = torch.compile(block, backend="fp4", options={{"format": format, "activation": "bf16"}})
+        got, want = compiled(x), block.twin(format)(x)
+    error = ((got - want).norm() / want.norm()).item()
+    print("RESULT", json.dumps([total("hit"), total("miss"), error]))
 """
 
 
-def in_a_fresh_process(folder: Path, seed: int, *formats: str) -> list[tuple[int, int, float]]:
-    """(hits, misses, error) of a block of sorted rows and of a loop, in each format, one after the other."""
+def in_a_fresh_process(folder: Path, seed: int, *runs: str) -> list[tuple[int, int, float]]:
+    """(hits, misses, error) of each style:experts:format, one after the other, without transformers."""
     code = CACHED.format(tests=str(Path(__file__).parent))
     env = {**os.environ, "TORCHINDUCTOR_CACHE_DIR": str(folder), "OMP_NUM_THREADS": "1"}
     env["TORCHINDUCTOR_VEC_ISA_OK"] = "0"  # else what the compiler can do is tried out in each new folder
-    command = [sys.executable, "-W", "ignore", "-c", code, str(seed), *formats]
+    command = [sys.executable, "-W", "ignore", "-c", code, str(seed), *runs]
     out = subprocess.run(command, env=env, capture_output=True, text=True, timeout=300, check=False)
     assert out.returncode == 0, out.stderr
     return [tuple(json.loads(line.split("\n")[0])) for line in out.stdout.split("RESULT")[1:]]
@@ -336,12 +336,13 @@ def in_a_fresh_process(folder: Path, seed: int, *formats: str) -> list[tuple[int
 @pytest.mark.slow
 def test_caches_across_processes(tmp_path):
     """A second process hits and computes with its own weights, packed by itself; another option misses."""
-    first = in_a_fresh_process(tmp_path, 1, "nvfp4")
-    block, loop, *others = in_a_fresh_process(tmp_path, 2, "nvfp4", "mxfp4")
-    assert len(first) == len(others) == 2
-    for hits, misses, error in (*first, *others):
+    runs = "gather + bmm:4:nvfp4", "where loop:3:nvfp4"
+    first = in_a_fresh_process(tmp_path, 1, *runs)
+    *again, other = in_a_fresh_process(tmp_path, 2, *runs, "gather + bmm:4:mxfp4")
+    assert len(first) == len(again) == 2
+    for hits, misses, error in (*first, other):
         assert (hits, error < EXACT) == (0, True) and misses > 0
-    for hits, misses, error in (block, loop):
+    for hits, misses, error in again:
         assert (misses, error < EXACT) == (0, True) and hits > 0
 
 

@@ -1,6 +1,6 @@
 """Random loops with a branch on their rows compute what they compute in Python, seen through or not.
 
-FP4_FUZZ_SECONDS, twenty times that here, sets the time.
+FP4_FUZZ_SECONDS (0.25 if it is not set), twenty times that here, sets the time.
 """
 
 from __future__ import annotations
