@@ -74,15 +74,15 @@ inline void add_group(const Candidate& candidate, int rows, int steps, Load* loa
   load->columns += 1;
 }
 
-// The candidate with the least time for groups of equal expected size: waves of tiles, but no less than the
-// weights take to arrive. How full the groups are is known on the device only: as many are taken to be empty
-// as when each row draws a group; half of the others one standard deviation below their mean, half above, but
-// with few rows for so many groups all equal.
 struct Choice {
   int candidate = 0;
   double seconds = 0;
 };
 
+// The candidate with the least time for groups of equal expected size: waves of tiles, but no less than the
+// weights take to arrive. How full the groups are is known on the device only: as many are taken to be empty
+// as when each row draws a group; half of the others one standard deviation below their mean, half above, but
+// with few rows for so many groups all equal.
 template <int Count>
 Choice choose(const Candidate (&candidates)[Count], RowMode mode, int groups, int m, int n, int kp, int sms) {
   double mean = mode == RowMode::kContiguous ? static_cast<double>(m) / groups : m;

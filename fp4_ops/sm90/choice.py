@@ -93,18 +93,20 @@ def only(kernel: str) -> Iterator[None]:
         _only = before
 
 
-def _decode_runs(decode_us: float, prefill_us: float) -> bool:
-    return decode_us < {None: prefill_us, "decode": math.inf, "prefill": 0.0}[_only]
+def _first(us: float, other_us: float) -> bool:
+    """Whether decode, which takes `us`, is chosen before prefill."""
+    return us < {None: other_us, "decode": math.inf, "prefill": 0.0}[_only]
 
 
 def decodes(product: Product, fp8: bool, sms: int) -> bool:
+    """Whether decode multiplies rows, fp8 or of 16 bits. Those by id are sorted for prefill."""
     sort = 0 if product.routing in prefill.MODES else SORT_US
-    return _decode_runs(decode_us(product, sms), prefill_us(product, fp8, sms) + sort)
+    return _first(decode_us(product, sms), prefill_us(product, fp8, sms) + sort)
 
 
 def block_decodes(products: tuple[Product, ...], a_format: str, sms: int) -> bool:
-    """'auto': rows as they are by decode, or fp8 ones by prefill."""
+    """Whether decode runs both products; in 'auto' prefill would have fp8 rows, and decode those given."""
     fp8 = a_format in ("auto", "fp8")
     more = BLOCK_SORT_US + (QUANTIZE_US if a_format == "auto" else 0)
-    few = sum(decode_us(p, sms) for p in products)
-    return _decode_runs(few, sum(prefill_us(p, fp8, sms) for p in products) + more)
+    decode_all = sum(decode_us(p, sms) for p in products)
+    return _first(decode_all, sum(prefill_us(p, fp8, sms) for p in products) + more)
