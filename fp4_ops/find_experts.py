@@ -16,6 +16,11 @@ SOURCE_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 
 # transformers' experts modules all name their weights so; is_transposed on the module says the rest.
 FORMS = (ExpertsForm("gate_up_proj", "down_proj", "gate_up_proj_bias", "down_proj_bias"),)
+OTHERWISE = (
+    "torch.compile(model, backend='fp4') reads graphs, not modules, and may rewrite such experts, whole or "
+    "in parts; fp4_ops.explain says what becomes of them"
+)
+"""What to do where `prepare` does nothing."""
 
 
 def find_experts(model: nn.Module) -> tuple[dict[str, Any], dict[str, Plan], dict[str, str]]:
@@ -27,7 +32,7 @@ def find_experts(model: nn.Module) -> tuple[dict[str, Any], dict[str, Plan], dic
     if not found:
         raise ValueError(
             "fp4: the model has no experts modules (transformers' Mixture-of-Experts layers, which hold 3D "
-            "expert weights). Use torch.compile(model, backend='fp4') for other code."
+            f"expert weights). {OTHERWISE}"
         )
     plans: dict[str, Plan] = {}
     refusals: dict[str, str] = {}
@@ -38,7 +43,7 @@ def find_experts(model: nn.Module) -> tuple[dict[str, Any], dict[str, Plan], dic
             refusals[name] = str(refusal)
     if not plans:
         reasons = "".join(f"\n  {name}: {reason}" for name, reason in refusals.items())
-        raise ValueError(f"fp4: no experts module could be prepared:{reasons}")
+        raise ValueError(f"fp4: no experts module could be prepared:{reasons}\n{OTHERWISE}")
     return found, plans, refusals
 
 

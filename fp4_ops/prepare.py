@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from . import experts
 from .experts import Company, PackedWeight, Recipe, auto_a_format, interleave
-from .find_experts import Plan, find_experts, is_experts, logical_shape
+from .find_experts import OTHERWISE, Plan, find_experts, is_experts, logical_shape
 from .meta.formats import ACTIVATIONS, FORMATS
 from .meta.layouts import LAYOUTS, packed_spec, preferred_layout
 from .quantization import Calibration, Method, find_method, quantize_weight
@@ -66,8 +66,10 @@ class PrepareReport:
     def __str__(self) -> str:
         done, left = len(self.prepared), len(self.modules) - len(self.prepared)
         head = f"prepared {done} experts modules, {left} left alone: {self.format}, layout {self.layout}, "
-        total = f"expert weights {_mib(self.bytes_before)} -> {_mib(self.bytes_after)}"
-        return "\n".join([head + f"activations {self.activations}", *(f"  {m}" for m in self.modules), total])
+        lines = [head + f"activations {self.activations}", *(f"  {m}" for m in self.modules)]
+        if left:
+            lines.append(f"  {OTHERWISE}")
+        return "\n".join([*lines, f"expert weights {_mib(self.bytes_before)} -> {_mib(self.bytes_after)}"])
 
 
 def _mib(n: int) -> str:

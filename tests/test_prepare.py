@@ -112,8 +112,11 @@ def test_what_cannot_be_prepared_runs_as_before_and_says_why(previous):
     report = fp4_ops.prepare(model, activation="bf16")
     assert [bool(m.reason) for m in report.modules] == [False, True]
     assert "gate is none of fp4::moe's activations" in str(report)
+    assert "torch.compile(model, backend='fp4') reads graphs" in str(report)
     ids = tokens(2, 7)
     close(logits(model, ids), logits(want, ids), 1e-4)
+    if previous == "grouped_mm":  # as the report says
+        assert {s.op for s in fp4_ops.explain(model, ids).sites} == {"fp4::moe", "fp4::grouped_mm"}
 
 
 def test_originals_are_freed_and_the_report_counts_bytes():
