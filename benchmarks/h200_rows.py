@@ -14,8 +14,7 @@ import argparse
 import torch
 from h200_hopper import MODELS, ROUTINGS, Model, median_us, random_weight, routing
 
-from fp4_ops.sm90 import choice, library, ops
-from fp4_ops.sm90.choice import Product
+from fp4_ops.sm90 import choice, ops
 from fp4_ops.sm90.decode import Routing
 
 DENSE = ((2048, 768), (4096, 4096), (5760, 2880), (28672, 4096), (4096, 14336), (8192, 8192))
@@ -42,7 +41,6 @@ def products(groups: int, n: int, k: int, each: float, offs: list[torch.Tensor] 
     x = torch.randn(m, k, device="cuda").bfloat16()
     codes, scale = ops.rows.quantize_fp8(x)
     mode = Routing.DENSE if offs is None else Routing.OFFS
-    size = Product(mode, groups, m, n, weights[0].kp)
     columns = []
     for a, a_scale in ((x, None), (codes, scale)):
 
@@ -52,8 +50,7 @@ def products(groups: int, n: int, k: int, each: float, offs: list[torch.Tensor] 
             else:
                 ops.grouped_mm(a, a_scale, weights[0], offs[i], torch.bfloat16)  # noqa: B023
 
-        chosen = choice.decodes(size, a is codes, library.multiprocessors(0))
-        columns.append(show(both(run), chosen))
+        columns.append(show(both(run), ops.decodes(a, weights[0], mode, m)))
     line(groups, n, k, each, columns)
 
 
@@ -62,7 +59,6 @@ def block(model: Model, up, down, each: float) -> None:
     ids = [routing(model, tokens) for _ in range(ROUTINGS)]
     x = torch.randn(tokens, model.hidden, device="cuda").bfloat16()
     scores = torch.rand(tokens, ids[0].shape[1], device="cuda")
-    sizes = tuple(Product(Routing.OFFS, w.groups, ids[0].numel(), w.n, w.kp) for w in (up, down))
     columns = []
     for a_format in ("none", "fp8", "auto"):
 
@@ -70,7 +66,7 @@ def block(model: Model, up, down, each: float) -> None:
             args = (x, ids[i], scores, up, down, "silu_interleaved", a_format, torch.bfloat16)  # noqa: B023
             ops.moe(*args)
 
-        chosen = choice.block_decodes(sizes, a_format, library.multiprocessors(0))
+        chosen = ops.block_decodes(up, down, ids[0].numel(), a_format, x.device)
         columns.append(show(both(run), chosen))
     line(model.experts, 2 * model.inter, model.hidden, each, columns)
 

@@ -17,8 +17,8 @@ SOURCE_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 # transformers' experts modules all name their weights so; is_transposed on the module says the rest.
 FORMS = (ExpertsForm("gate_up_proj", "down_proj", "gate_up_proj_bias", "down_proj_bias"),)
 OTHERWISE = (
-    "torch.compile(model, backend='fp4') reads graphs, not modules, and may rewrite such experts, whole or "
-    "in parts; fp4_ops.explain says what becomes of them"
+    "torch.compile(model, backend='fp4') reads graphs, not modules, and may rewrite experts that prepare "
+    "does not take, whole or in parts; fp4_ops.explain says what becomes of them"
 )
 """What to do where `prepare` does nothing."""
 

@@ -192,6 +192,7 @@ def test_block(kernels, tokens, a_format, activation):
     # where a tie that falls to the other side moves one value of thousands.
     assert reference.relative_error(got, want) < {"none": 5e-3, "fp8": 2e-2}.get(a_format, 1e-2)
     few = ids.numel() < FEW
+    assert few == (tokens == 3)
     assert kernels.seen.count("decode" if few else "prefill") == 2
     assert kernels.seen.count("quantize") == (0 if a_format == "none" else 2)
     assert kernels.seen.count("half") == (0 if few or a_format == "fp8" else 2)

@@ -80,7 +80,8 @@ def decodes(a: Tensor, w: Weight, routing: Routing, rows: int) -> bool:
     return choice.decodes(product, a.dtype == torch.float8_e4m3fn, multiprocessors(a.device.index))
 
 
-def _block_decodes(up: Weight, down: Weight, rows: int, a_format: str, device: torch.device) -> bool:
+def block_decodes(up: Weight, down: Weight, rows: int, a_format: str, device: torch.device) -> bool:
+    """`rows`: (token, expert) pairs."""
     if not isinstance(up, decode.Weight):
         return False
     products = tuple(Product(Routing.OFFS, w.groups, rows, w.n, w.kp) for w in (up, down))
@@ -239,7 +240,7 @@ def moe(
     x, ids, weights = x.contiguous(), topk_ids.contiguous(), topk_weights.contiguous()
     gate = ACTIVATIONS[activation]
     bare = down._replace(bias=None)
-    few = _block_decodes(up, down, m, a_format, x.device)
+    few = block_decodes(up, down, m, a_format, x.device)
     if a_format == "auto":  # as they are while decode runs, which waits for the weights, else fp8
         a_format = "none" if few else "fp8"
     if a_format == "fp8" and x.dtype == torch.float32:
