@@ -1,7 +1,9 @@
-# make demo   sets everything up, then runs a small MoE language model in bf16 and in 4 bits side by side
-# make test   sets everything up, then runs all tests this machine can run
-# make lint   ruff, clang-format, mypy
-# make wheel  builds a wheel and tries it in a new virtual environment
+# make demo       sets everything up, then runs a small MoE language model in bf16 and in 4 bits side by side
+# make test       sets everything up, then tests everything that this machine can run once
+# make test-more  tests it in further forms and combinations, which are marked `more` (pyproject.toml)
+# make test-all   both at once
+# make lint       ruff, clang-format, mypy
+# make wheel      builds a wheel and tries it in a new virtual environment
 
 PYTHON ?= python3
 VENV   ?= .venv
@@ -13,14 +15,17 @@ BIN := $(VENV)/bin
 PIP := $(BIN)/python -m pip --disable-pip-version-check
 SOURCES := $(shell find csrc -type f) setup.py pyproject.toml
 
-.PHONY: demo test lint wheel bench clean
+.PHONY: demo test test-more test-all lint wheel bench clean
 .DELETE_ON_ERROR:
 
 demo: $(VENV)/built
 	$(BIN)/python examples/demo.py
 
-test: $(VENV)/built
-	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -q -n auto --dist worksteal
+test: TESTS = -m "not more"
+test-more: TESTS = -m more
+test-all: TESTS =
+test test-more test-all: $(VENV)/built
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -q -n auto --dist worksteal $(TESTS)
 
 lint: $(VENV)/linters
 	$(BIN)/ruff check .

@@ -8,6 +8,8 @@ import gc
 import logging
 import os
 import zlib
+from collections import defaultdict
+from typing import Any
 
 if gc.isenabled():  # until all is imported and collected, hardly any of which is garbage
     gc.disable()
@@ -47,7 +49,22 @@ def pytest_report_header(config) -> str:
     return f"fp4_ops: torch {torch.__version__}, FP4_TEST_SEED={SEED}"
 
 
+def more(*values: Any) -> Any:
+    """Values for pytest.mark.parametrize that are left to `make test-more`."""
+    return pytest.param(*values, marks=pytest.mark.more)
+
+
+@pytest.hookimpl(tryfirst=True)  # before -m chooses
 def pytest_collection_modifyitems(config, items) -> None:
+    places: dict[tuple[Any, str], dict[str, int]] = defaultdict(dict)
+    for item in items:
+        if crossed := item.get_closest_marker("one_in"):
+            total = 0
+            for name, value in item.callspec.params.items():
+                place = places[item.function, name]
+                total += place.setdefault(repr(value), len(place))
+            if total % crossed.args[0]:  # not drawn: `make test` and `make test-more` must run all there is
+                item.add_marker("more")
     # Long tests first: no worker is left with one at the end.
     items.sort(key=lambda item: item.get_closest_marker("slow") is None)
 

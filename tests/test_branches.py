@@ -7,6 +7,7 @@ import hit_loops
 import pytest
 import torch
 from branch_loops import Loop
+from conftest import more
 from fp4_ops.compile_passes.branches import KEPT, SEEN_THROUGH
 from fp4_ops.compile_passes.dynamo import CAPTURE, extend_dynamo
 from hit_loops import (
@@ -40,7 +41,11 @@ def inputs(module: nn.Module) -> list[torch.Tensor]:
     return [torch.randn(n, module.H) for n in (1, 2, 3, 9)]
 
 
-@pytest.mark.parametrize("style", [*branch_loops.BRANCHES, *hit_loops.BRANCHES], ids=lambda s: s.__name__)
+BRANCHES = [*branch_loops.BRANCHES, *hit_loops.BRANCHES]
+BRANCHES += map(more, [*branch_loops.MORE_BRANCHES, *hit_loops.MORE_BRANCHES])
+
+
+@pytest.mark.parametrize("style", BRANCHES, ids=lambda s: s.__name__)
 def test_what_matters_without_rows_stays_a_branch(style):
     module, recorder = style(), Recorder(activation="bf16")
     compiled = torch.compile(module, backend=recorder, dynamic=True)
@@ -56,7 +61,8 @@ def test_what_matters_without_rows_stays_a_branch(style):
 
 
 @pytest.mark.parametrize(
-    "style", [Loop, Hits, HitsByItem, HitsInARow, HitsByTensor, HitsByTensorUpToACapacity]
+    "style",
+    [HitsByItem, HitsByTensor, *map(more, [Loop, Hits, HitsInARow, HitsByTensorUpToACapacity])],
 )
 def test_the_plain_loop_is_seen_through(style):
     """What the branches above differ from."""

@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 import torch
 from checkpoint_samples import save_tensors, tiny, transformers
+from conftest import more
 from safetensors.torch import load_file
 from torch import Tensor
 
@@ -211,8 +212,8 @@ def dies(function: Any, after: int) -> Any:
 @pytest.mark.parametrize(
     "where, after",
     [
-        ("_quantize", 0), ("_quantize", 2), ("_save_state", 1), ("codes", 0), ("codes", 30), ("forget", 0),
-        ("close", 0),
+        more("_quantize", 0), ("_quantize", 2), ("_save_state", 1), more("codes", 0), ("codes", 30),
+        more("forget", 0), ("close", 0),
     ],
 )  # fmt: skip
 def test_a_killed_run_is_resumed_with_the_same_result(where, after, tmp_path, monkeypatch):

@@ -15,6 +15,7 @@ from pathlib import Path
 import pytest
 import torch
 import torch._inductor.compile_fx
+from conftest import more
 from fp4_ops.compile_passes import weights as packed_weights
 from fp4_ops.compile_passes.options import inductor_patches, parse, version_hash
 from fp4_ops.compile_passes.weights import PackSpec, store
@@ -278,9 +279,9 @@ def test_autotuning_computes_the_same(form):
     block, x = Block(form), torch.randn(5, Block.H)
     options = {"activation": "bf16", "format": "mxfp4"}
     want = block.twin("mxfp4")(x)
-    for more in ({}, torch._inductor.list_mode_options("max-autotune")):
+    for added in ({}, torch._inductor.list_mode_options("max-autotune")):
         torch._dynamo.reset()
-        compiled = torch.compile(block, backend="fp4", fullgraph=True, options={**options, **more})
+        compiled = torch.compile(block, backend="fp4", fullgraph=True, options={**options, **added})
         with torch.no_grad():
             assert relative_error(compiled(x), want) < EXACT
     outs = []
@@ -334,16 +335,15 @@ def in_a_fresh_process(folder: Path, seed: int, *runs: str) -> list[tuple[int, i
 
 
 @pytest.mark.slow
-def test_caches_across_processes(tmp_path):
+@pytest.mark.parametrize("block", ["gather + bmm:4", more("where loop:3")])
+def test_caches_across_processes(block, tmp_path):
     """A second process hits and computes with its own weights, packed by itself; another option misses."""
-    runs = "gather + bmm:4:nvfp4", "where loop:3:nvfp4"
-    first = in_a_fresh_process(tmp_path, 1, *runs)
-    *again, other = in_a_fresh_process(tmp_path, 2, *runs, "gather + bmm:4:mxfp4")
-    assert len(first) == len(again) == 2
-    for hits, misses, error in (*first, other):
+    (first,) = in_a_fresh_process(tmp_path, 1, f"{block}:nvfp4")
+    again, other = in_a_fresh_process(tmp_path, 2, f"{block}:nvfp4", f"{block}:mxfp4")
+    for hits, misses, error in (first, other):
         assert (hits, error < EXACT) == (0, True) and misses > 0
-    for hits, misses, error in again:
-        assert (misses, error < EXACT) == (0, True) and hits > 0
+    hits, misses, error = again
+    assert (misses, error < EXACT) == (0, True) and hits > 0
 
 
 def test_the_version_is_part_of_the_cache_key():

@@ -73,6 +73,7 @@ def test_the_demo_measures_samples_and_prints(capsys):
 
 
 @pytest.mark.slow
+@pytest.mark.more  # calls nothing that other tests do not
 def test_the_quickstart_runs():
     command = [sys.executable, "-W", "ignore", str(EXAMPLES / "quickstart.py")]
     done = subprocess.run(command, capture_output=True, text=True)

@@ -11,6 +11,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from conftest import more
 from families import LOOPS, tiny
 from moe_styles import STYLES, ListStyle
 
@@ -132,7 +133,7 @@ def test_a_branch_that_was_seen_through_is_told():
 @pytest.mark.parametrize(
     ("family", "sizes", "recognised", "hinted"),
     [
-        ("mixtral", {"num_hidden_layers": 1, "num_local_experts": 4}, True, False),
+        more("mixtral", {"num_hidden_layers": 1, "num_local_experts": 4}, True, False),
         ("muse_spark_text", {"num_hidden_layers": 1, "num_experts": 4}, False, True),
         ("nllb-moe", {"encoder_layers": 1, "decoder_layers": 1, "num_experts": 4}, False, False),
     ],

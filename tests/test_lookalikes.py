@@ -9,6 +9,7 @@ from __future__ import annotations
 import pytest
 import torch
 import torch.nn.functional as F
+from conftest import more
 from moe_models import Recorder, fake_quantised, relative_error
 from moe_styles import FusedStyle, ListStyle, NormedLoop, RestoredSplits, grouped_mm
 from torch import Tensor, nn
@@ -571,7 +572,17 @@ SIX = {"OneReadsTwiceItsInput", "OneWeightFromTheWrongSlot", "DifferentShapes", 
 """With less than two experts on a side of the odd one, those before it are a block of their own."""
 
 
-@pytest.mark.parametrize("name", CHANGES)
+MORE = {
+    "TwoExpertsForOneId", "OneHasNoCondition", "CapacityOfAnotherExpert", "CapacityOfTheFirstExpert",
+    "SplitsOfCountsInAnotherOrder", "SplitsOfUnsortedRows", "SplitsOfDescendingRows", "NormOfOneExpert",
+    "NormWithAGainOfItsOwn", "NormOfWeightedRows",
+    "TheFirstExpertsMissing", "ScaledByScoresOfEachExpert", "OneCapacity", "ChoicesOneByOne",
+    "ChoicesWithTheSameWeight", "SplitsAsTheyAre", "NormedDenseLoop",
+}  # fmt: skip
+"""Refused for what refuses another, or understood as another is."""
+
+
+@pytest.mark.parametrize("name", [more(name) if name in MORE else name for name in CHANGES])
 def test_lookalikes(name):
     cls, reason, change = CHANGES[name]
     module, recorder = cls(experts=6 if name in SIX else 4), Recorder(activation="bf16")

@@ -106,6 +106,7 @@ def with_bias(product: torch.Tensor, bias: torch.Tensor | None, ids: torch.Tenso
     return product + rows.double()
 
 
+@pytest.mark.one_in(3)
 def test_mm(case, format, kind, layout, device):
     w = random_weight(format, case.n, case.k, device=device, layout=layout)
     a = random_activations(sum(case.rows), case.k, kind=kind, device=device)
@@ -124,6 +125,7 @@ def test_mm(case, format, kind, layout, device):
         bounds.assert_close(out, with_bias(product, bias), dtype)
 
 
+@pytest.mark.one_in(3)
 def test_grouped_mm(case, format, kind, layout, device):
     groups, m = len(case.rows), sum(case.rows) + case.past
     w = random_weight(format, groups, case.n, case.k, device=device, layout=layout)
@@ -147,6 +149,7 @@ def test_grouped_mm(case, format, kind, layout, device):
         assert (out[ids < 0] == 0).all()
 
 
+@pytest.mark.one_in(3)
 def test_grouped_mm_masked(case, format, kind, layout, device):
     groups, max_m = len(case.rows), max(case.rows) + case.past
     w = random_weight(format, groups, case.n, case.k, device=device, layout=layout)
@@ -172,6 +175,7 @@ def test_grouped_mm_masked(case, format, kind, layout, device):
         assert (out[ids < 0] == 0).all()
 
 
+@pytest.mark.one_in(3)
 def test_indexed_mm(case, format, kind, layout, device):
     groups, m = len(case.rows), sum(case.rows) + case.past
     w = random_weight(format, groups, case.n, case.k, device=device, layout=layout)

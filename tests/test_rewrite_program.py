@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
-from conftest import AOTI
+from conftest import AOTI, more
 from families import TRANSPOSED, expert_block, tiny
 from fp4_ops.compile_passes.program import RewrittenProgram
 from moe_models import fake_quantised, relative_error
@@ -53,20 +53,22 @@ def test_styles_survive_export_rewrite_and_another_export(name):
 
 
 @pytest.mark.slow
-def test_what_is_rewritten_compiles_and_becomes_an_aotinductor_package(tmp_path):
+@pytest.mark.parametrize("way", ["torch.compile", more("AOTInductor")])  # a prepared model: test_export.py
+def test_what_is_rewritten_compiles_and_becomes_an_aotinductor_package(way, tmp_path):
     """A loop of the model's own, by both of the ways that the docs name."""
     module = STYLES["where loop"]()
     twin = module.twin("mxfp4")
     rewritten = fp4_ops.rewrite(export(module, torch.randn(9, 32)), OPTIONS)
-    path = str(tmp_path / "model.pt2")
-    program = export(rewritten, torch.randn(9, 32))
-    torch._inductor.aoti_compile_and_package(program, package_path=path, inductor_configs=AOTI)
-    packaged = torch._inductor.aoti_load_package(path)
-    compiled = torch.compile(rewritten, fullgraph=True, dynamic=True)
+    if way == "AOTInductor":
+        path = str(tmp_path / "model.pt2")
+        program = export(rewritten, torch.randn(9, 32))
+        torch._inductor.aoti_compile_and_package(program, package_path=path, inductor_configs=AOTI)
+        compiled = torch._inductor.aoti_load_package(path)
+    else:
+        compiled = torch.compile(rewritten, fullgraph=True, dynamic=True)
     with torch.no_grad():
         for n in (9, 5):
             x = torch.randn(n, 32)
-            assert relative_error(packaged(x), twin(x)) < 1e-5
             assert relative_error(compiled(x), twin(x)) < 1e-5
 
 

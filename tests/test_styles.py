@@ -8,7 +8,7 @@ import random
 import pytest
 import torch
 import torch.nn.functional as F
-from conftest import SEED
+from conftest import SEED, more
 from fp4_ops.compile_passes import pipeline
 from moe_models import Recorder, relative_error
 from moe_styles import STYLES, Expert, ListStyle, relu2
@@ -64,12 +64,30 @@ def check(
     return recorder
 
 
-@pytest.mark.parametrize("name", [n for n in STYLES if not n.startswith("capacity")])
-def test_every_style(monkeypatch, name):
+NAMES = [n for n in STYLES if not n.startswith("capacity")]
+EACH_KIND = {
+    "where loop", "slot mask loop (boolean masks)", "where loop, `if len(token):`", "dense einsum",
+    "loop over the experts that are hit (transformers 5, eager)", "gather + bmm",
+    "sorted grouped_mm (torchtitan)", "sorted splits, `bincount(...).tolist()`",
+}  # fmt: skip
+EACH_KIND_FIRST = [name if name in EACH_KIND else more(name) for name in NAMES]
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_every_style(name):
+    check_graphs(check(STYLES[name](experts=3), MOE, SEVERAL))
+
+
+@pytest.mark.parametrize("name", EACH_KIND_FIRST)
+def test_every_style_for_one_token_and_captured_both_ways(monkeypatch, name):
     both = Both(monkeypatch)
-    recorder = check(STYLES[name](experts=3), MOE, both=both)
+    check_graphs(check(STYLES[name](experts=3), MOE, both=both))
     copied = not name.startswith(("sorted splits", "sorted slices"))  # they take numbers out of tensors
     assert both.runs and both.copied == [copied]
+
+
+def check_graphs(recorder: Recorder) -> None:
+    """Nothing is left of a loop."""
     for graph in recorder.graphs:
         names = {str(n.target) for n in graph.graph.nodes if n.op == "call_function"}
         assert not names & {"aten.nonzero.default", "aten._assert_scalar.default", "aten.bmm.default"}
@@ -86,7 +104,7 @@ def test_buffers_of_fixed_capacity_become_masked_products(monkeypatch):
 
 
 @pytest.mark.parametrize(
-    "name", ["where loop", "slot mask loop (boolean masks)", "gather + bmm", "dense einsum"]
+    "name", ["where loop", more("slot mask loop (boolean masks)"), "gather + bmm", "dense einsum"]
 )
 def test_odd_sizes_and_mxfp4(name):
     check(STYLES[name](experts=4, k=3, hidden=34, inter=22), MOE, SEVERAL, "mxfp4")
@@ -110,8 +128,9 @@ ACTIVATIONS = {
     "tanh clamped": (lambda x: torch.tanh(x).clamp(max=0.5), True, PAIR),
 }
 # Biases with each operator, gated and not.
-ACTIVATIONS_AND_BIASES = [(name, False) for name in ACTIVATIONS]
-ACTIVATIONS_AND_BIASES += [(name, True) for name in ("gelu", "gelu tanh", "relu gated", "relu2")]
+BIASED = ("gelu", "gelu tanh", "relu gated", "relu2")
+ACTIVATIONS_AND_BIASES = [(name, True) for name in BIASED]
+ACTIVATIONS_AND_BIASES += [more(name, False) if name in BIASED else (name, False) for name in ACTIVATIONS]
 
 
 @pytest.mark.parametrize(("name", "bias"), ACTIVATIONS_AND_BIASES)
@@ -271,14 +290,14 @@ def test_inputs_with_a_batch_dimension():
 @pytest.mark.parametrize(
     ("name", "how"),
     [
-        ("one-hot loop (transformers 4)", "bfloat16"),
-        ("one-hot loop (transformers 4)", "autocast"),
+        more("one-hot loop (transformers 4)", "bfloat16"),
+        more("one-hot loop (transformers 4)", "autocast"),
         ("loop over the experts that are hit (transformers 5, eager)", "autocast"),
         ("dense stack", "bfloat16"),
-        ("gather + einsum (gpt-fast)", "autocast"),
-        ("sorted grouped_mm (torchtitan)", "bfloat16"),
+        more("gather + einsum (gpt-fast)", "autocast"),
+        more("sorted grouped_mm (torchtitan)", "bfloat16"),
         ("sorted grouped_mm (torchtitan)", "autocast"),
-        ("sorted splits, `bincount(...).tolist()`", "autocast"),
+        more("sorted splits, `bincount(...).tolist()`", "autocast"),
     ],
 )
 def test_casts_are_seen_through(name, how):
@@ -317,12 +336,12 @@ def test_a_shared_expert_of_the_same_shape_beside_routed_ones():
     check(Shared(experts=3), MOE, SEVERAL)
 
 
-# Each run some of the styles; always those that need all choices, and one of each kind of the others.
+# Those that need all choices, and one of each kind of the others; then others in each run.
 CHOICES = ["slot mask loop (boolean masks)", "sorted grouped_mm (torchtitan)", "where loop", "dense einsum"]
-CHOICES += random.Random(SEED).sample([n for n in STYLES if n[:8] != "capacity" and n not in CHOICES], 8)
+OTHERS = sorted(random.Random(SEED).sample([n for n in NAMES if n not in CHOICES], 8))
 
 
-@pytest.mark.parametrize("name", sorted(CHOICES))
+@pytest.mark.parametrize("name", [*CHOICES, *map(more, OTHERS)])
 def test_some_of_a_tokens_choices(name):
     """Ids and weights that are read through a slice: the other choices do not count."""
 

@@ -216,6 +216,7 @@ def test_as_parameters(format):
         assert torch.equal(module(x, offs), other(x, offs))
 
 
+@pytest.mark.one_in(2)
 @pytest.mark.parametrize("dynamic", [False, True], ids=["static", "dynamic"])
 def test_compile(format, layout, dynamic, device):
     def function(x, w2, w3, offs, bias):
