@@ -342,15 +342,14 @@ class HitsByTensorAndWrites(Hits):
 
 
 BRANCHES = [
-    HitsByTensorAndReadsIt, HitsByTensorOfAnotherMask, HitsByTensorAndWrites, HitsByItemAndReadsIt,
-    HitsThatBreak, HitsThatMarkOthers, HitsThatChange, HitsOfFewTokens, HitsOfAnotherMask,
-    HitsOfAMaskThatChanges, HitsOfCountsThatCancel, HitsAndCounts, HitsAndAdds, HitsAndRemembers,
-    HitsAsTensors,
+    HitsByTensorAndReadsIt, HitsByTensorAndWrites, HitsThatBreak, HitsThatMarkOthers, HitsThatChange,
+    HitsOfFewTokens, HitsOfAnotherMask, HitsOfCountsThatCancel, HitsAndCounts, HitsAndAdds,
+    HitsAndRemembers, HitsAsTensors,
 ]  # fmt: skip
 # They stay loops for reasons that one of those above has, too, or of a branch.
 MORE_BRANCHES = [
     HitsByTensorAndCounts, HitsByTensorThatChange, HitsByTensorOfFactorsThatCancel,
     HitsByTensorOfCountsThatChanged, HitsByTensorAndRemembers, HitsByTensorOfSeveral,
-    HitsByTensorsOfNoDimension, HitsByItemAndCounts, HitsOften, HitsOfAMaskThatIsFilled, HitsAndStops,
-    HitsDoubled,
+    HitsByTensorsOfNoDimension, HitsByTensorOfAnotherMask, HitsByItemAndReadsIt, HitsByItemAndCounts,
+    HitsOften, HitsOfAMaskThatChanges, HitsOfAMaskThatIsFilled, HitsAndStops, HitsDoubled,
 ]  # fmt: skip

@@ -423,6 +423,7 @@ print(peak() - before)
 
 
 @pytest.mark.slow
+@pytest.mark.more  # of files quantised without calibration: test_checkpoint_convert.py
 @pytest.mark.skipif(sys.platform != "linux", reason="ru_maxrss in kilobytes")
 def test_memory_is_that_of_one_layer(tmp_path):
     config = config_of(layers=6)

@@ -1,6 +1,6 @@
 """Random loops with a branch on their rows compute what they compute in Python, seen through or not.
 
-FP4_FUZZ_SECONDS (0.25 if it is not set), twenty times that here, sets the time.
+FP4_FUZZ_SECONDS (0.25 if it is not set), several times that here, sets the time.
 """
 
 from __future__ import annotations
@@ -11,15 +11,16 @@ import textwrap
 import time
 from collections.abc import Iterator
 
+import pytest
 import torch
-from conftest import SEED
+from conftest import SEED, more
 from fp4_ops.compile_passes.branches import KEPT, SEEN_THROUGH
 from fp4_ops.compile_passes.dynamo import CAPTURE, extend_dynamo
 from torch import nn
 
 import fp4_ops  # noqa: F401
 
-SECONDS = 20 * float(os.environ.get("FP4_FUZZ_SECONDS", "0.25"))
+SECONDS = float(os.environ.get("FP4_FUZZ_SECONDS", "0.25"))
 
 LOOP = """
 def forward(self, x, ids, weights):
@@ -129,7 +130,8 @@ def program(random: random.Random) -> str:
     return LOOP % textwrap.indent(loop, " " * 8)
 
 
-def test_random_loops():
+@pytest.mark.parametrize("times", [8, more(20)])
+def test_random_loops(times):
     start = time.monotonic()
 
     def backend(gm, inputs):
@@ -139,8 +141,8 @@ def test_random_loops():
     extend_dynamo()
     counters = torch._dynamo.utils.counters
     through, kept = 0, 0
-    for number, source in enumerate(programs(random.Random(SEED))):
-        if number >= 2 and time.monotonic() - start > SECONDS:
+    for number, source in enumerate(programs(random.Random(SEED + times))):
+        if number >= 2 and time.monotonic() - start > times * SECONDS:
             break
         torch._dynamo.reset()
         counters.clear()

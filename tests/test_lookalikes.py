@@ -573,11 +573,12 @@ SIX = {"OneReadsTwiceItsInput", "OneWeightFromTheWrongSlot", "DifferentShapes", 
 
 
 MORE = {
-    "TwoExpertsForOneId", "OneHasNoCondition", "CapacityOfAnotherExpert", "CapacityOfTheFirstExpert",
-    "SplitsOfCountsInAnotherOrder", "SplitsOfUnsortedRows", "SplitsOfDescendingRows", "NormOfOneExpert",
-    "NormWithAGainOfItsOwn", "NormOfWeightedRows",
-    "TheFirstExpertsMissing", "ScaledByScoresOfEachExpert", "OneCapacity", "ChoicesOneByOne",
-    "ChoicesWithTheSameWeight", "SplitsAsTheyAre", "NormedDenseLoop",
+    "TwoExpertsForOneId", "OneReadsAnotherInput", "OneHasNoCondition", "CapacityOfAnotherExpert",
+    "CapacityOfTheFirstExpert", "SplitsOfCountsInAnotherOrder", "SplitsOfUnsortedRows",
+    "SplitsOfDescendingRows", "SplitsOfRowsSortedByAnother", "NormOfOneExpert", "NormWithAGainOfItsOwn",
+    "NormOverHalfARow", "NormOfWeightedRows",
+    "TheFirstExpertsMissing", "EveryExpertIsDoubled", "ScaledByScoresOfEachExpert", "OneCapacity",
+    "ChoicesOneByOne", "ChoicesWithTheSameWeight", "SplitsAsTheyAre", "NormedDenseLoop",
 }  # fmt: skip
 """Refused for what refuses another, or understood as another is."""
 

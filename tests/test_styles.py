@@ -111,7 +111,7 @@ def test_odd_sizes_and_mxfp4(name):
 
 
 @pytest.mark.parametrize(
-    "name", ["one-hot loop (transformers 4)", "flat mask loop (index_put)", "dense stack"]
+    "name", ["one-hot loop (transformers 4)", "flat mask loop (index_put)", more("dense stack")]
 )
 def test_one_choice_a_token(name):
     check(STYLES[name](experts=3, k=1), MOE, SEVERAL)
@@ -140,7 +140,7 @@ def test_activations_and_biases(name, bias):
 
 
 @pytest.mark.parametrize("name", ["dense loop, scattered weights", "soft mixture of all experts"])
-@pytest.mark.parametrize("bias", [False, True])
+@pytest.mark.parametrize("bias", [more(False), True])
 def test_dense_loops_with_an_activation_of_the_models_own(name, bias):
     check(STYLES[name](experts=3, act=F.relu, gated=False, bias=bias), PAIR, SEVERAL)
 
@@ -313,7 +313,7 @@ def test_casts_are_seen_through(name, how):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", ["where loop", "flat mask loop (index_put)", "dense bmm"])
+@pytest.mark.parametrize("name", ["where loop", more("flat mask loop (index_put)"), "dense bmm"])
 def test_through_inductor_without_fullgraph(name):
     """The backend by its name captures loops by itself, and int8 activations are its default on CPU."""
     module = STYLES[name](experts=3)

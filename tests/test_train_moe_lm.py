@@ -36,6 +36,7 @@ def test_files_are_split_the_same_way_each_time(example):
 
 
 @pytest.mark.slow
+@pytest.mark.more  # calls nothing that other tests do not
 def test_train_and_evaluate(example, monkeypatch, tmp_path, capsys):
     source = Path(example.__file__).read_text()
     texts = [("heldout" if i % 5 == 0 else "train", f"# {i}\n{source}") for i in range(20)]

@@ -142,8 +142,7 @@ def test_bad_offsets_are_clamped(offs, small_tiles):
 
 # The gate comes after the sums, in which every format ends: each format with one gate, each gate with one.
 GATED = [(format, "silu") for format in KERNEL_FORMATS]
-GATED += [("nvfp4", "swigluoai"), ("nvfp4", "gelu_interleaved")]
-GATED += [more("nvfp4", "gelu"), more("nvfp4", "gelu_tanh")]
+GATED += [("nvfp4", "swigluoai"), *(more("nvfp4", g) for g in ("gelu", "gelu_tanh", "gelu_interleaved"))]
 
 
 @inside
