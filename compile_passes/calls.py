@@ -24,6 +24,7 @@ from torch.utils import _pytree as pytree
 from torch.utils._sympy.symbol import SymT, symbol_is_type
 
 from .functional import current, functional_tensors, inline_constants, is_reshaped, is_written, storage
+from .graph import arguments
 
 aten = torch.ops.aten
 
@@ -195,6 +196,8 @@ class Copier:
         args = node.args
         if node.target is operator.getitem and isinstance(self._held.get(args[0]), (tuple, list)):
             return self._held[args[0]][args[1]]
+        if node.target is torch._C._nn.scaled_dot_product_attention and (new := self._attention(node)):
+            return new
         if node.target in _ON_SCALARS or (
             _is_python(node) and not any(map(_is_tensor, node.all_input_nodes))
         ):
@@ -225,6 +228,20 @@ class Copier:
         new.meta.update(_kept(node))
         new.meta["val"] = node.meta.get("example_value")
         return self._first(new)
+
+    def _attention(self, node: fx.Node) -> fx.Node | None:
+        """Attention stays one operator: which kernel torch takes depends on arguments that may change.
+
+        Not where autocast would change these first, or numbers are drawn.
+        """
+        args, kwargs = fx.node.map_arg((node.args, node.kwargs), lambda n: self._held[n])
+        new = self.graph.call_function(aten.scaled_dot_product_attention.default, args, kwargs)
+        new.meta.update(_kept(node))
+        new.meta["val"] = _example(node)
+        if any(enabled for enabled, _ in _autocast()) or arguments(new)["dropout_p"] != 0:
+            self.graph.erase_node(new)
+            return None
+        return new
 
     # --- what a call is ---
 

@@ -14,6 +14,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 
 from ..meta.layouts import LAYOUTS, preferred_layout
 from . import changes
+from .attention import write_attention
 from .batched import batched_products
 from .block import Block, ends_a_block, match_block
 from .capture import CannotCapture, mutated_inputs
@@ -108,7 +109,9 @@ def rewrite(
                 site = replace(site, reason=reason, change=why.change)
             sites.append(site)
     sites += fp4_calls(gm.graph, writer.written)
-    also = write_topk(gm.graph) if any(s.rewritten for s in sites) else []
+    also = []
+    if any(s.rewritten for s in sites):
+        also = write_topk(gm.graph) + write_attention(gm.graph, fake_mode)
     if not writer.written and not also:
         return None, sites
     sweep(gm.graph)

@@ -52,6 +52,8 @@ class Both:
 
         with self.monkeypatch.context() as patch:
             patch.setattr(module, "_by_calls", run)
+            # Copies keep attention whole (test_attention.py); traces cannot.
+            patch.setattr(Copier, "_attention", lambda *_: None)
             traced, mode = module.capture(gm, inputs)
         graph = torch.fx.Graph()
         graph.output(graph.graph_copy(traced.graph, {}))

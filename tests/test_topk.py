@@ -172,16 +172,17 @@ def test_the_backend_and_explain(monkeypatch):
 
 
 def test_a_prepared_model():
-    """Nothing of it is rewritten but the routers."""
+    """Nothing of it is rewritten but routers and attention."""
     model = build("qwen3_moe", torch.float32, "grouped_mm")
     fp4_ops.prepare(model, activation="bf16")
     ids = tokens(2, 5)
     recorder = Recorder()
     with torch.no_grad():
         compiled = torch.compile(model, backend=recorder)
-        assert torch.equal(compiled(ids, use_cache=False).logits, model(ids, use_cache=False).logits)
+        got, want = compiled(ids, use_cache=False).logits, model(ids, use_cache=False).logits
+    torch.testing.assert_close(got, want, rtol=1e-4, atol=1e-5)
     (frame,) = recorder.frames
-    assert not frame.note and len(frame.also) == 1
+    assert not frame.note and sum("topk" in words for words in frame.also) == 1
     assert recorder.ops == ["fp4::moe"] * model.config.num_hidden_layers
     assert not any(site.weights for site in frame.sites)
 
