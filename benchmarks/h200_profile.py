@@ -1,4 +1,4 @@
-"""Where the time of `h200_generate.py` goes: the kernels of a prepared model's decode step and prefill.
+"""Where the time of `h200_generate.py --variants prepared-backend` goes: kernels of a decode step and prefill.
 
     python benchmarks/h200_profile.py [--batches 64,1]
 
@@ -38,10 +38,12 @@ def table(events: list, runs: int, what: str) -> None:
 def decode(model, batch: int) -> None:
     ids = torch.randint(1, CONFIG.vocab_size, (batch, PROMPT), device="cuda")
 
+    config = CompileConfig(backend="fp4", mode=None, options={"triton.cudagraphs": True})
+
     def generate() -> None:
         model.generate(
             ids, max_new_tokens=2 * STEPS, min_new_tokens=2 * STEPS, do_sample=False,
-            cache_implementation="static", compile_config=CompileConfig(),
+            cache_implementation="static", compile_config=config,
         )  # fmt: skip
         torch.cuda.synchronize()
 
@@ -58,7 +60,7 @@ def decode(model, batch: int) -> None:
 @torch.no_grad()
 def prefill(model) -> None:
     ids = torch.randint(1, CONFIG.vocab_size, (1, PREFILL), device="cuda")
-    compiled = torch.compile(model)
+    compiled = torch.compile(model, backend="fp4")
     for _ in range(3):
         compiled(ids, use_cache=False)
     torch.cuda.synchronize()
