@@ -1,4 +1,4 @@
-"""Where the time of `h200_generate.py --variants prepared-backend` goes: kernels of a decode step and prefill.
+"""Where the time of `h200_generate.py --variants prepared-backend` goes: kernels of a step and of prefill.
 
     python benchmarks/h200_profile.py [--batches 64,1]
 
