@@ -7,6 +7,7 @@ message names the argument, what it was and what it must be. Token counts may be
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import NamedTuple
 
 import torch
@@ -29,6 +30,12 @@ class Weight(NamedTuple):
     layout: Layout = LAYOUTS["plain"]
 
 
+def check(condition: bool | torch.SymBool, message: Callable[[], str]) -> None:
+    """`torch._check`, whose microseconds are spent only where sizes are symbolic or the check fails."""
+    if condition is not True:
+        torch._check(condition, message)
+
+
 def _names(dtypes: tuple[torch.dtype, ...]) -> str:
     return " or ".join(str(d).removeprefix("torch.") for d in dtypes)
 
@@ -38,46 +45,44 @@ def _shape(t: torch.Tensor) -> str:
 
 
 def check_dtype(name: str, t: torch.Tensor, allowed: tuple[torch.dtype, ...]) -> None:
-    torch._check(
+    check(
         t.dtype in allowed,
         lambda: f"{name} has dtype {str(t.dtype).removeprefix('torch.')}; it must be {_names(allowed)}",
     )
 
 
 def check_dim(name: str, t: torch.Tensor, dim: int) -> None:
-    torch._check(t.dim() == dim, lambda: f"{name} has {t.dim()} dimensions; it must have {dim}")
+    check(t.dim() == dim, lambda: f"{name} has {t.dim()} dimensions; it must have {dim}")
 
 
 def check_shape(name: str, t: torch.Tensor, shape: tuple[int, ...]) -> None:
-    text = "[" + ", ".join(str(s) for s in shape) + "]"
-    torch._check(t.dim() == len(shape), lambda: f"{name} has shape {_shape(t)}; it must be {text}")
+    def message() -> str:
+        return f"{name} has shape {_shape(t)}; it must be [{', '.join(map(str, shape))}]"
+
+    check(t.dim() == len(shape), message)
     for got, want in zip(t.shape, shape):
-        torch._check(got == want, lambda: f"{name} has shape {_shape(t)}; it must be {text}")
+        check(got == want, message)
 
 
 def check_device(name: str, t: torch.Tensor, like_name: str, like: torch.Tensor) -> None:
-    torch._check(
-        t.device.type == like.device.type and t.device.index == like.device.index,
+    check(
+        t.device == like.device,
         lambda: f"{name} is on {t.device} and {like_name} on {like.device}; they must be on one device",
     )
 
 
 def check_format(format: str) -> Format:
-    torch._check(
-        format in FORMATS, lambda: f"format is '{format}'; it must be one of: {', '.join(sorted(FORMATS))}"
-    )
+    check(format in FORMATS, lambda: f"format is '{format}'; it must be one of: {', '.join(sorted(FORMATS))}")
     return FORMATS[format]
 
 
 def check_layout(layout: str) -> Layout:
-    torch._check(
-        layout in LAYOUTS, lambda: f"layout is '{layout}'; it must be one of: {', '.join(sorted(LAYOUTS))}"
-    )
+    check(layout in LAYOUTS, lambda: f"layout is '{layout}'; it must be one of: {', '.join(sorted(LAYOUTS))}")
     return LAYOUTS[layout]
 
 
 def check_holds(layout: Layout, fmt: Format) -> None:
-    torch._check(
+    check(
         fmt.name in layout.formats,
         lambda: (
             f"format is '{fmt.name}'; with layout '{layout.name}' it must be one of: "
@@ -87,7 +92,7 @@ def check_holds(layout: Layout, fmt: Format) -> None:
 
 
 def check_multiple(name: str, what: str, count: int, multiple: int, layout: Layout) -> None:
-    torch._check(
+    check(
         count % multiple == 0,
         lambda: f"{name} has {count} {what}; layout '{layout.name}' needs a multiple of {multiple}",
     )
@@ -107,12 +112,12 @@ def check_global_scale(
 ) -> None:
     """scale float32 packed.shape[:-2], one factor a matrix, for the formats that have one."""
     if not fmt.has_global_scale:
-        torch._check(
+        check(
             scale is None or scale.numel() == 0,
             lambda: f"{scale_name} was given; format {fmt.name} has no global scale",
         )
         return
-    torch._check(scale is not None, lambda: f"{scale_name} is missing; format {fmt.name} needs one")
+    check(scale is not None, lambda: f"{scale_name} is missing; format {fmt.name} needs one")
     assert scale is not None
     check_factor(scale_name, scale, name, packed)
 
@@ -149,9 +154,7 @@ def check_scales(
     if not layout.has_factor:
         check_global_scale(global_name, global_scale, name, packed, fmt)
         return
-    torch._check(
-        global_scale is not None, lambda: f"{global_name} is missing; layout '{layout.name}' needs one"
-    )
+    check(global_scale is not None, lambda: f"{global_name} is missing; layout '{layout.name}' needs one")
     assert global_scale is not None
     check_factor(global_name, global_scale, name, packed)
 
@@ -184,7 +187,7 @@ def check_a_dtype(name: str, a: torch.Tensor, layout: Layout, among: tuple[torch
     hint = (
         f" (from quantize_fp8 with layout='{layout.a_layout}')" if allowed == (torch.float8_e4m3fn,) else ""
     )
-    torch._check(
+    check(
         a.dtype in allowed,
         lambda: (
             f"{name} has dtype {str(a.dtype).removeprefix('torch.')}; "
@@ -198,7 +201,7 @@ def check_columns(name: str, columns: int, b_name: str, b: Weight, *, padded: bo
     note = "" if b.layout.k_padding == 1 else f" (padded to a multiple of {b.layout.k_padding})"
     check_multiple(name, "columns", columns, b.layout.k_multiple, b.layout)
     k = columns if padded else b.layout.padded(columns)
-    torch._check(
+    check(
         k == b.k,
         lambda: f"{name} has {columns} columns; {b_name} has K = {b.k}{note}, and they must be equal",
     )
@@ -207,7 +210,7 @@ def check_columns(name: str, columns: int, b_name: str, b: Weight, *, padded: bo
 def check_a_scale(a: torch.Tensor, a_scale: torch.Tensor | None, shape: tuple[int, ...]) -> None:
     """The float32 scales of int8 or fp8 activations."""
     kind = "int8" if a.dtype == torch.int8 else "float8_e4m3fn"
-    torch._check(a_scale is not None, lambda: f"a_scale is missing; {kind} activations need one")
+    check(a_scale is not None, lambda: f"a_scale is missing; {kind} activations need one")
     assert a_scale is not None
     check_dtype("a_scale", a_scale, (torch.float32,))
     check_device("a_scale", a_scale, "a", a)
@@ -218,25 +221,23 @@ def check_a_packed(
     a: torch.Tensor, a_scale: torch.Tensor | None, a_global_scale: torch.Tensor | None, fmt: Format
 ) -> None:
     """Packed activations [..., K/2]: block scales, and for nvfp4 a factor for all, a group or a row."""
-    torch._check(a_scale is not None, lambda: f"a_scale is missing; {fmt.name} activations need one")
+    check(a_scale is not None, lambda: f"a_scale is missing; {fmt.name} activations need one")
     assert a_scale is not None
     check_block_scale("a_scale", a_scale, "a", a, fmt)
     if not fmt.has_global_scale:
         check_no_a_global_scale(a_global_scale)
         return
-    torch._check(
-        a_global_scale is not None, lambda: f"a_global_scale is missing; {fmt.name} activations need one"
-    )
+    check(a_global_scale is not None, lambda: f"a_global_scale is missing; {fmt.name} activations need one")
     assert a_global_scale is not None
     check_dtype("a_global_scale", a_global_scale, (torch.float32,))
     check_device("a_global_scale", a_global_scale, "a", a)
     dim, most = a_global_scale.dim(), a.dim() - 1
-    torch._check(dim <= most, lambda: f"a_global_scale has {dim} dimensions; it must have at most {most}")
+    check(dim <= most, lambda: f"a_global_scale has {dim} dimensions; it must have at most {most}")
     check_shape("a_global_scale", a_global_scale, tuple(a.shape[:dim]))
 
 
 def check_no_a_global_scale(a_global_scale: torch.Tensor | None) -> None:
-    torch._check(
+    check(
         a_global_scale is None or a_global_scale.numel() == 0,
         lambda: "a_global_scale was given; only nvfp4 activations have one",
     )
@@ -264,7 +265,7 @@ def check_a(
     check_dim("a", a, dim)
     check_device("a", a, "b", b)
     if a.dtype in PACKED:
-        torch._check(
+        check(
             a_format in FP4_FORMATS,
             lambda: (
                 f"a_format is '{a_format}'; for packed a it must be one of: {', '.join(sorted(FP4_FORMATS))}"
@@ -273,7 +274,7 @@ def check_a(
         check_columns("a", a.shape[-1] * 2, "b", w)
         check_a_packed(a, a_scale, a_global_scale, FORMATS[a_format])
         return
-    torch._check(
+    check(
         a_format == "", lambda: f"a_format is '{a_format}'; only packed a has one, for others it must be ''"
     )
     # quantize_fp8 pads its rows itself where the layout asks for it.
@@ -284,9 +285,7 @@ def check_a(
     elif a.dtype == torch.float8_e4m3fn:
         check_a_scale(a, a_scale, tuple(a.shape[:-1]))
     else:
-        torch._check(
-            a_scale is None, lambda: f"a_scale was given; {_names((a.dtype,))} activations have none"
-        )
+        check(a_scale is None, lambda: f"a_scale was given; {_names((a.dtype,))} activations have none")
 
 
 def check_operand(
@@ -308,7 +307,7 @@ def resolve_out_dtype(a: torch.Tensor, out_dtype: torch.dtype | None) -> torch.d
     """The output dtype: as asked, else that of floating activations, else bfloat16."""
     if out_dtype is None:
         return a.dtype if a.dtype in FLOATING else torch.bfloat16
-    torch._check(
+    check(
         out_dtype in FLOATING,
         lambda: f"out_dtype is {str(out_dtype).removeprefix('torch.')}; it must be {_names(FLOATING)}",
     )
@@ -316,14 +315,14 @@ def resolve_out_dtype(a: torch.Tensor, out_dtype: torch.dtype | None) -> torch.d
 
 
 def check_activation(activation: str) -> None:
-    torch._check(
+    check(
         activation in ACTIVATIONS,
         lambda: f"activation is '{activation}'; it must be one of: {', '.join(sorted(ACTIVATIONS))}",
     )
 
 
 def check_a_format(a_format: str) -> None:
-    torch._check(
+    check(
         a_format in A_FORMATS,
         lambda: f"a_format is '{a_format}'; it must be one of: {', '.join(sorted(A_FORMATS))}",
     )
@@ -335,8 +334,8 @@ def check_a_format(a_format: str) -> None:
 def check_quantize(x: torch.Tensor, global_scale: torch.Tensor | None, fmt: Format) -> None:
     """x [..., K], K even; global_scale float32 x.shape[:-2], for formats that have one."""
     check_dtype("x", x, FLOATING)
-    torch._check(x.dim() >= 1, lambda: "x has 0 dimensions; it must have 1 or more")
-    torch._check(x.shape[-1] % 2 == 0, lambda: f"x has K = {x.shape[-1]} (last dimension); it must be even")
+    check(x.dim() >= 1, lambda: "x has 0 dimensions; it must have 1 or more")
+    check(x.shape[-1] % 2 == 0, lambda: f"x has K = {x.shape[-1]} (last dimension); it must be even")
     if global_scale is not None:
         check_global_scale("global_scale", global_scale, "x", x, fmt)
 
@@ -345,14 +344,14 @@ def check_dequantize(packed, block_scale, global_scale, format, dtype, layout) -
     fmt = check_format(format)
     order = check_layout(layout)
     allowed = (*FLOATING, torch.float64)
-    torch._check(
+    check(
         dtype in allowed,
         lambda: f"dtype is {str(dtype).removeprefix('torch.')}; it must be {_names(allowed)}",
     )
     check_holds(order, fmt)
     check_dtype("packed", packed, fmt.packed_dtypes)
     if order.scale_dtype is None:
-        torch._check(packed.dim() >= 1, lambda: "packed has 0 dimensions; it must have 1 or more")
+        check(packed.dim() >= 1, lambda: "packed has 0 dimensions; it must have 1 or more")
     else:
         check_matrices(packed)
     check_scales("", block_scale, global_scale, "packed", packed, fmt, order)
@@ -361,19 +360,17 @@ def check_dequantize(packed, block_scale, global_scale, format, dtype, layout) -
 
 def check_quantize_int8(x: torch.Tensor) -> None:
     check_dtype("x", x, FLOATING)
-    torch._check(x.dim() >= 1, lambda: "x has 0 dimensions; it must have 1 or more")
+    check(x.dim() >= 1, lambda: "x has 0 dimensions; it must have 1 or more")
 
 
 def check_quantize_fp8(x: torch.Tensor, layout: str) -> Layout:
-    torch._check(
-        layout in A_LAYOUTS, lambda: f"layout is '{layout}'; it must be one of: {', '.join(A_LAYOUTS)}"
-    )
+    check(layout in A_LAYOUTS, lambda: f"layout is '{layout}'; it must be one of: {', '.join(A_LAYOUTS)}")
     check_quantize_int8(x)
     return LAYOUTS[layout]
 
 
 def check_matrices(packed: torch.Tensor) -> None:
-    torch._check(packed.dim() in (2, 3), lambda: f"packed has {packed.dim()} dimensions; it must have 2 or 3")
+    check(packed.dim() in (2, 3), lambda: f"packed has {packed.dim()} dimensions; it must have 2 or 3")
 
 
 def check_prepack(packed, block_scale, global_scale, format, layout) -> tuple[Format, Layout]:
@@ -400,7 +397,7 @@ def _check_stored(packed, block_scale, global_scale, format, layout, stored) -> 
 
 
 def check_count(name: str, count: int) -> None:
-    torch._check(count >= 0, lambda: f"{name} is {count}; it must be 0 or more")
+    check(count >= 0, lambda: f"{name} is {count}; it must be 0 or more")
 
 
 def check_offsets(name: str, t: torch.Tensor, a: torch.Tensor | None = None) -> None:
@@ -434,7 +431,7 @@ def check_grouped_mm_masked(
 ) -> Weight:
     w = check_weight("b", b, b_scale, b_global_scale, format, layout, grouped=True)
     check_a(a, a_scale, a_global_scale, a_format, b, w, dim=3)
-    torch._check(
+    check(
         a.shape[0] == w.groups, lambda: f"a has {a.shape[0]} groups; b has {w.groups}, and they must be equal"
     )
     check_operand("masked_m", masked_m, "b", b, (w.groups,), (torch.int32,))
@@ -472,7 +469,7 @@ def check_moe(
     a_formats = up.layout.a_formats
     check_activation(activation)
     check_a_format(a_format)
-    torch._check(
+    check(
         a_formats is None or a_format in a_formats,
         lambda: (
             f"a_format is '{a_format}'; with layout '{layout}' it must be one of: {', '.join(a_formats)}; "
@@ -489,11 +486,11 @@ def check_moe(
     check_dim("topk_ids", topk_ids, 2)
     check_operand("topk_ids", topk_ids, "w13", w13, (x.shape[0], topk_ids.shape[1]), INDEX)
     check_operand("topk_weights", topk_weights, "w13", w13, (x.shape[0], topk_ids.shape[1]), FLOATING)
-    torch._check(
+    check(
         up.n % 2 == 0 and up.layout.padded(up.n // 2) == down.k,
         lambda: f"w13 has {up.n} rows; w2 has K = {down.k}, and w13 must have twice that (gate and up)",
     )
-    torch._check(
+    check(
         up.groups == down.groups,
         lambda: f"w2 has {down.groups} experts; w13 has {up.groups}, and they must be equal",
     )
