@@ -1,0 +1,70 @@
+"""What compile_passes/attention.py makes of attention, and what models write: us a call on a Hopper GPU.
+
+    python benchmarks/h200_attention.py
+
+32 query heads on 4, bfloat16, 128 wide, as in Qwen3-30B-A3B. A decoding step has one query a sequence, the
+keys of a cache and a mask; prefill is causal, by a mask of all pairs. Both results are compared with float64
+first.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+import torch.nn.functional as F
+from h200_hopper import median_us
+
+HEADS, GROUPS, WIDTH = 32, 4, 128
+DECODE = ((1, 104), (1, 4096), (8, 1024), (64, 104), (64, 1024), (64, 4096))
+"""(sequences, keys)"""
+PREFILL = (512, 2048, 4096)
+
+
+def repeated(x: torch.Tensor) -> torch.Tensor:
+    b, h, s, d = x.shape
+    return x[:, :, None].expand(b, h, HEADS // GROUPS, s, d).reshape(b, HEADS, s, d)
+
+
+def exact(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
+    scores = q.double() @ repeated(k).double().mT / WIDTH**0.5
+    return scores.masked_fill(~mask, -torch.inf).softmax(-1) @ repeated(v).double()
+
+
+def compare(what: str, q, k, v, mask: torch.Tensor, rewritten: Callable[[], torch.Tensor]) -> None:
+    def written() -> torch.Tensor:
+        return F.scaled_dot_product_attention(q, repeated(k), repeated(v), attn_mask=mask)
+
+    want = exact(q[:1], k[:1], v[:1], mask[:1])
+    errors = [((f()[:1] - want).norm() / want.norm()).item() for f in (written, rewritten)]
+    assert max(errors) < 5e-3, errors
+    before, after = median_us(lambda i: written()), median_us(lambda i: rewritten())
+    print(f"{what:28} {before:9.1f} {after:9.1f} {before / after:7.1f}x", flush=True)
+
+
+def heads(b: int, n: int, s: int) -> torch.Tensor:
+    return torch.randn(b, s, n, WIDTH, device="cuda").bfloat16().transpose(1, 2)
+
+
+@torch.no_grad()
+def main() -> None:
+    print(f"{torch.cuda.get_device_name()}, torch {torch.__version__}")
+    print(f"{'':28} {'written':>9} {'rewritten':>9}")
+    for b, keys in DECODE:
+        q, k, v = heads(b, HEADS, 1), heads(b, GROUPS, keys).contiguous(), heads(b, GROUPS, keys).contiguous()
+        mask = (torch.arange(keys, device="cuda") < keys - 5).expand(b, 1, 1, keys)
+        compare(
+            f"decode, {b} x {keys} keys", q, k, v, mask,
+            lambda: F.scaled_dot_product_attention(q, k, v, attn_mask=mask, enable_gqa=True),  # noqa: B023
+        )  # fmt: skip
+    for s in PREFILL:
+        q, k, v = heads(1, HEADS, s), heads(1, GROUPS, s), heads(1, GROUPS, s)
+        mask = torch.ones(s, s, dtype=torch.bool, device="cuda").tril()[None, None]
+        compare(
+            f"prefill, {s} tokens", q, k, v, mask,
+            lambda: F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=True),  # noqa: B023
+        )  # fmt: skip
+
+
+if __name__ == "__main__":
+    main()
