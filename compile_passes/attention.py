@@ -35,7 +35,7 @@ def write_attention(graph: fx.Graph, fake_mode: FakeTensorMode) -> list[str]:
     for node in graph.find_nodes(op="call_function", target=SDPA):
         a = arguments(node)
         swapped = _swapped(value(node))
-        if a["dropout_p"] != 0 or swapped is None:
+        if a["dropout_p"] != 0 or isinstance(a["is_causal"], fx.Node) or swapped is None:
             continue
         groups = _groups(a)
         seen = masks.read(a["attn_mask"]) if is_tensor(a["attn_mask"]) else None
@@ -109,9 +109,10 @@ class _Kernels:
             for name, group in zip(("key", "value"), groups):
                 tensors[name] = group.of(self._like(value(group.node)), torch.squeeze, torch.transpose)
         what = [(n, x.dtype, x.device, tuple(x.shape), x.stride()) for n, x in tensors.items()]
-        key = str((what, a["is_causal"], a["enable_gqa"], a["scale"] is None))
+        key = str((what, a["is_causal"], a["enable_gqa"]))
         if key not in self._known:
-            self._known[key] = self._try({**a, **{n: self._like(x) for n, x in tensors.items()}})
+            fakes = {n: self._like(x) for n, x in tensors.items()}
+            self._known[key] = self._try({**a, **fakes, "scale": None})  # no choice depends on it
         return self._known[key]
 
     def _like(self, x: torch.Tensor) -> torch.Tensor:

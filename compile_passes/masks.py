@@ -75,8 +75,11 @@ class Masks:
         if isinstance(found, NotBefore):
             if any(static_int(shape(node)[d]) == 1 for d in (found.late, found.early)):
                 raise _Unknown
-        elif found.dim is not None and static_int(shape(node)[found.dim]) == 1:
-            return Place(None, found.plus)
+            return found
+        if found.dim is not None and static_int(shape(node)[found.dim]) == 1:
+            found = Place(None, found.plus)
+        if _is_bool(node) and found not in (FALSE, TRUE):
+            raise _Unknown
         return found
 
     def _element(self, x: Any) -> Element:
@@ -116,12 +119,6 @@ class Masks:
     def _same(self, node: fx.Node, a: dict[str, Any]) -> Element:
         return self._element(a["self"])
 
-    def _cast(self, node: fx.Node, a: dict[str, Any]) -> Element:
-        found = self._element(a["self"])
-        if _is_bool(node) and isinstance(found, Place) and found not in (FALSE, TRUE):
-            raise _Unknown
-        return found
-
     def _unsqueeze(self, node: fx.Node, a: dict[str, Any]) -> Element:
         rank = len(shape(node))
         new = a["dim"] % rank - rank
@@ -136,6 +133,8 @@ class Masks:
     def _cat(self, node: fx.Node, a: dict[str, Any]) -> Element:
         """Parts that are all what the last one is, continued to where they are."""
         dim, parts = _from_end(a["dim"], node), a["tensors"]
+        if any(len(shape(part)) != len(shape(node)) for part in parts):
+            raise _Unknown
         sizes = [static_int(shape(part)[dim]) for part in parts[:-1]]
         starts = [0]
         for size in sizes:
@@ -167,7 +166,7 @@ class Masks:
 
     def _add(self, node: fx.Node, a: dict[str, Any]) -> Element:
         x, y = self._place(a["self"]), self._place(a["other"])
-        if a["alpha"] != 1 or (x.dim is not None and y.dim is not None) or _is_bool(node):
+        if a["alpha"] != 1 or (x.dim is not None and y.dim is not None):
             raise _Unknown
         return Place(y.dim if x.dim is None else x.dim, x.plus + y.plus)
 
@@ -211,8 +210,7 @@ _RULES: dict[Any, Callable[[Masks, fx.Node, dict[str, Any]], Element]] = {
     **dict.fromkeys((aten.ones, aten.ones_like, aten.new_ones), Masks._ones),
     **dict.fromkeys((aten.zeros, aten.zeros_like, aten.new_zeros), Masks._zeros),
     **dict.fromkeys((aten.full, aten.full_like, aten.new_full), Masks._full),
-    **dict.fromkeys((aten.alias, aten.clone, aten.detach, aten.expand), Masks._same),
-    aten._to_copy: Masks._cast,
+    **dict.fromkeys((aten.alias, aten.clone, aten.detach, aten.expand, aten._to_copy), Masks._same),
     aten.unsqueeze: Masks._unsqueeze,
     aten.slice: Masks._slice,
     aten.cat: Masks._cat,

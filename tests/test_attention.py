@@ -34,12 +34,16 @@ class Rewriter:
             fakes = [n.meta["example_value"] for n in gm.graph.find_nodes(op="placeholder")]
         with torch.no_grad(), mode:
             self.gm = Copier(gm, fakes, mode, {}).run()
+        self.prepare(self.gm.graph)
         self.also = write_attention(self.gm.graph, mode)
         self.gm.graph.eliminate_dead_code()
         self.gm.graph.lint()
         self.gm.recompile()
         (self.call,) = self.gm.graph.find_nodes(op="call_function", target=SDPA)
         return self.gm.forward
+
+    def prepare(self, graph: torch.fx.Graph) -> None:
+        """Before attention is rewritten."""
 
     @property
     def grouped(self) -> bool:
@@ -303,6 +307,28 @@ def test_dropout_stays():
     torch._dynamo.reset()
     with torch.no_grad():
         torch.compile(attend, backend=Capture(), fullgraph=True)(*heads("cpu"))
+
+
+def test_a_scale_that_the_graph_computes():
+    """With dynamic=True Dynamo first makes a symbol of a module's float."""
+
+    class Scaled(Rewriter):
+        def prepare(self, graph):
+            (call,) = graph.find_nodes(op="call_function", target=SDPA)
+            with graph.inserting_before(next(iter(graph.nodes))):
+                call.kwargs = {**call.kwargs, "scale": graph.placeholder("scale")}
+
+        def __call__(self, gm, inputs):
+            super().__call__(gm, inputs)
+            return gm.forward
+
+    def attend(q, k, v):
+        return F.scaled_dot_product_attention(q, repeated(k, 4), repeated(v, 4), scale=0.25)
+
+    torch._dynamo.reset()
+    with torch.no_grad():
+        torch.compile(attend, backend=(done := Scaled()), fullgraph=True)(*heads("cpu"))
+    assert done.grouped and isinstance(done.call.kwargs["scale"], torch.fx.Node)
 
 
 def test_rows_that_see_nothing(device):
