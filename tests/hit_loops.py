@@ -344,12 +344,12 @@ class HitsByTensorAndWrites(Hits):
 BRANCHES = [
     HitsByTensorAndReadsIt, HitsByTensorAndWrites, HitsThatBreak, HitsThatMarkOthers, HitsThatChange,
     HitsOfFewTokens, HitsOfAnotherMask, HitsOfCountsThatCancel, HitsAndCounts, HitsAndAdds,
-    HitsAndRemembers, HitsAsTensors,
+    HitsAndRemembers, HitsAsTensors, HitsAndStops,
 ]  # fmt: skip
 # They stay loops for reasons that one of those above has, too, or of a branch.
 MORE_BRANCHES = [
     HitsByTensorAndCounts, HitsByTensorThatChange, HitsByTensorOfFactorsThatCancel,
     HitsByTensorOfCountsThatChanged, HitsByTensorAndRemembers, HitsByTensorOfSeveral,
     HitsByTensorsOfNoDimension, HitsByTensorOfAnotherMask, HitsByItemAndReadsIt, HitsByItemAndCounts,
-    HitsOften, HitsOfAMaskThatChanges, HitsOfAMaskThatIsFilled, HitsAndStops, HitsDoubled,
+    HitsOften, HitsOfAMaskThatChanges, HitsOfAMaskThatIsFilled, HitsDoubled,
 ]  # fmt: skip

@@ -490,7 +490,6 @@ print(held, peak() - before)
 
 
 @pytest.mark.slow
-@pytest.mark.more  # of models that are quantised: test_prepare.py
 @pytest.mark.skipif(sys.platform != "linux", reason="ru_maxrss in kilobytes")
 def test_loading_holds_the_model_once(tmp_path):
     write_folder(tmp_path / "small", tiny(), "nvfp4-pack-quantized")

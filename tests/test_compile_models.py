@@ -58,7 +58,7 @@ def test_a_layer_of_every_family_is_one_operator_and_right(family, form, dtype):
         assert site.weights[0].endswith("gate_up_proj") and site.weights[1].endswith("down_proj")
 
 
-@pytest.mark.parametrize(("family", "form"), [("mixtral", "grouped_mm"), more("gpt_oss", "batched_mm")])
+@pytest.mark.parametrize(("family", "form"), [("mixtral", "grouped_mm"), ("gpt_oss", "batched_mm")])
 def test_a_whole_model_compiled_once_for_all_lengths(family, form):
     model = build(family, torch.float32, form)
     twin = fake_quantised_model(model)
