@@ -41,8 +41,9 @@ def write_attention(graph: fx.Graph, fake_mode: FakeTensorMode) -> list[str]:
         seen = masks.read(a["attn_mask"]) if is_tensor(a["attn_mask"]) else None
         causal = {"attn_mask": None, "is_causal": seen == CAUSAL} if seen in (CAUSAL, TRUE) else {}
         for g, c in ((groups, causal), (groups, {}), (None, causal)):
-            if (g or c) and kernels.one_for({**a, **c, "enable_gqa": a["enable_gqa"] or bool(g)}, g):
-                _write(graph, node, {**a, **c}, g, swapped)
+            new = {**a, **c, "enable_gqa": a["enable_gqa"] or g is not None}
+            if (g or c) and kernels.one_for(new, g):
+                _write(graph, node, new, g, swapped)
                 done.update([what for what, yes in ((_HEADS, g), (_MASK, c)) if yes])
                 break
     return [f"attention ({n}x): {what}" for what, n in done.items()]
@@ -175,7 +176,7 @@ def _write(
         key, value = [g.of(g.node, squeeze, transpose) for g in groups] if groups else (a["key"], a["value"])
         out = call(
             SDPA, a["query"], key, value, a["attn_mask"], 0.0, a["is_causal"], scale=a["scale"],
-            enable_gqa=a["enable_gqa"] or groups is not None,
+            enable_gqa=a["enable_gqa"],
         )  # fmt: skip
         # Another kernel may lay its result out in another way.
         if swapped:
