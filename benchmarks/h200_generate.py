@@ -89,16 +89,19 @@ def expert_bytes(model) -> int:
     return sum(t.nbytes for t in tensors.values())
 
 
+def compile_config(backend: str, format: str) -> CompileConfig:
+    """What `generate` compiles a step with: CUDA graphs."""
+    if backend != "fp4":
+        return CompileConfig()
+    # torch takes a mode or options; triton.cudagraphs is what mode="reduce-overhead" means.
+    return CompileConfig(backend=backend, mode=None, options={"format": format, "triton.cudagraphs": True})
+
+
 @torch.no_grad()
 def generate_ms(model, batch: int, backend: str, format: str) -> tuple[float, float]:
     """Milliseconds a step, and seconds of the first call (compilation)."""
     ids = torch.randint(1, CONFIG.vocab_size, (batch, PROMPT), device="cuda")
-    if backend == "fp4":
-        # torch takes a mode or options; triton.cudagraphs is what mode="reduce-overhead" means.
-        options = {"format": format, "triton.cudagraphs": True}
-        config = CompileConfig(backend=backend, mode=None, options=options)
-    else:
-        config = CompileConfig()
+    config = compile_config(backend, format)
     spent = []
     for _ in range(2):
         clock = Clock()

@@ -12,10 +12,9 @@ import argparse
 from collections import Counter
 
 import torch
-from h200_generate import CONFIG, PREFILL, PROMPT, new_model
+from h200_generate import CONFIG, PREFILL, PROMPT, compile_config, new_model
 from torch.autograd import DeviceType
 from torch.profiler import ProfilerActivity, profile
-from transformers import CompileConfig
 
 import fp4_ops
 
@@ -38,12 +37,10 @@ def table(events: list, runs: int, what: str) -> None:
 def decode(model, batch: int) -> None:
     ids = torch.randint(1, CONFIG.vocab_size, (batch, PROMPT), device="cuda")
 
-    config = CompileConfig(backend="fp4", mode=None, options={"triton.cudagraphs": True})
-
     def generate() -> None:
         model.generate(
             ids, max_new_tokens=2 * STEPS, min_new_tokens=2 * STEPS, do_sample=False,
-            cache_implementation="static", compile_config=config,
+            cache_implementation="static", compile_config=compile_config("fp4", "nvfp4"),
         )  # fmt: skip
         torch.cuda.synchronize()
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
+from fp4_ops.compile_passes import rewrite
 from fp4_ops.compile_passes import topk as module
 from fp4_ops.compile_passes.topk import write_topk
 from moe_models import Block, Recorder, build, tokens
@@ -171,18 +172,18 @@ def test_the_backend_and_explain(monkeypatch):
     assert report.to_dict()["frames"][0]["also"] == [text]
 
 
-def test_a_prepared_model():
-    """Nothing of it is rewritten but routers and attention."""
+def test_a_prepared_model(monkeypatch):
+    """Nothing of its experts and routers is rewritten but topk."""
+    monkeypatch.setattr(rewrite, "write_attention", lambda *_: [])  # another kernel rounds in another way
     model = build("qwen3_moe", torch.float32, "grouped_mm")
     fp4_ops.prepare(model, activation="bf16")
     ids = tokens(2, 5)
     recorder = Recorder()
     with torch.no_grad():
         compiled = torch.compile(model, backend=recorder)
-        got, want = compiled(ids, use_cache=False).logits, model(ids, use_cache=False).logits
-    torch.testing.assert_close(got, want, rtol=1e-4, atol=1e-5)
+        assert torch.equal(compiled(ids, use_cache=False).logits, model(ids, use_cache=False).logits)
     (frame,) = recorder.frames
-    assert not frame.note and sum("topk" in words for words in frame.also) == 1
+    assert not frame.note and len(frame.also) == 1
     assert recorder.ops == ["fp4::moe"] * model.config.num_hidden_layers
     assert not any(site.weights for site in frame.sites)
 
