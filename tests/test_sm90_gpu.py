@@ -261,6 +261,27 @@ def test_gates_of_every_prefill_candidate(dtype, config, gate):
     assert not out[ids < 0].any()
 
 
+@pytest.mark.parametrize("gate", ["silu_interleaved", "swigluoai"])
+@pytest.mark.parametrize("dtype", [torch.float16, torch.float8_e4m3fn], ids=["half", "fp8"])
+def test_gates_of_an_odd_last_row_are_the_same_whatever_ran_before(dtype, gate):
+    """Two rows share a division: the last of an odd number has nothing beside it but what was left there."""
+    groups, n, k = 256, 2048, 128
+    w = Weights(groups, n, k, format="nvfp4", exact_scales=True)
+    weight = decode.Weight(*w.packed, None, groups, n, k)
+    counts = torch.tensor([1, 3, 15, 17], device="cuda")[torch.randint(0, 4, (groups,), device="cuda")]
+    offs, m = counts.cumsum(0).int(), int(counts.sum())
+    unit = torch.randn(m, k, device="cuda") / (k**0.5 * w.values.square().mean().sqrt())
+    outs = []
+    for size in (0, 3, 0, -2, 0, 1, 0, 5, 0, -5, 0):
+        x = (unit * 2.0**size).bfloat16()
+        a, scale = rows.to_half(x) if dtype == torch.float16 else rows.quantize_fp8(x)
+        out = torch.full((m, n // 2), float("nan"), device="cuda", dtype=torch.bfloat16)
+        prefill.run(a, scale, weight, offs, decode.Routing.OFFS, m, out, gate=ACTIVATIONS[gate])
+        outs += [out] * (size == 0)
+    for other in outs[1:]:
+        assert torch.equal(outs[0], other)
+
+
 @pytest.mark.parametrize("config", range(8))
 @pytest.mark.parametrize("dtype", [torch.float16, torch.float8_e4m3fn], ids=["half", "fp8"])
 def test_a_large_group_is_cut_into_more_tiles_than_it_needs(dtype, config):

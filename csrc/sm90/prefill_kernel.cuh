@@ -224,6 +224,11 @@ class PrefillBlock {
           float scale = problem_.x_scale == nullptr ? 1.0f : problem_.x_scale[tile.row + i];
           shared_.token_scale[ring.slot][i] = factor * scale;
         }
+        // silu_values divides two tokens by one product: beside an odd last one no chance number, but NaN,
+        // which its minima take for the same number always.
+        if (kGated && lane == 0 && tile.rows % 2 != 0) {
+          shared_.token_scale[ring.slot][tile.rows] = __int_as_float(0x7fffffff);
+        }
         int64_t first_bias = static_cast<int64_t>(tile.group) * problem_.n + info.column;
 #pragma unroll 1
         for (int i = lane; i < Config::Rows; i += kWarp) {
