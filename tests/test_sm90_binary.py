@@ -153,7 +153,7 @@ def test_prefill_roles_keep_to_their_registers(functions):
             assert len(after) > 200 and max(used) < int(limit, 16), (name, limit, max(used))
 
 
-@pytest.mark.parametrize("kernel", ["half", "w4a8", "int4"])
+@pytest.mark.parametrize("kernel", prefill.KERNELS)
 def test_few_tiles_are_spread_over_the_chip(kernel):
     """Tiles of 64 rows where those of more would leave most of 132 SMs idle."""
     names = prefill.candidates(kernel)
@@ -164,6 +164,18 @@ def test_few_tiles_are_spread_over_the_chip(kernel):
 
     assert rows(8, 2, 4096, 14336) == rows(32, 1, 4096, 7168) == rows(1, 40, 4096, 4096) == 64
     assert rows(8, 20, 28672, 4096) > 64 and rows(1, 2000, 4096, 4096) > 64
+
+
+@pytest.mark.parametrize("kernel", prefill.KERNELS)
+def test_k_is_split_where_half_of_the_chip_would_be_idle(kernel):
+    names = prefill.candidates(kernel)
+
+    def split(groups: int, m: int, n: int, kp: int) -> bool:
+        routing = decode.Routing.OFFS if groups > 1 else decode.Routing.DENSE
+        return "split" in names[prefill.choose(routing, groups, m, n, kp, 132, kernel).candidate]
+
+    assert split(1, 64, 4096, 14336) and split(1, 128, 2048, 7168) and split(2, 64, 2048, 7168)
+    assert not split(2, 64, 4096, 14336) and not split(1, 64, 5760, 2880) and not split(64, 640, 4096, 7168)
 
 
 def test_int4_has_the_candidates_of_nvfp4():

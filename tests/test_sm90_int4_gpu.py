@@ -11,7 +11,7 @@ import reference
 import torch
 from families import expert_block, tiny
 from fp4_ops.meta.layouts import LAYOUTS
-from test_sm90_gpu import PREFILL_SHAPES, ROWS, SHAPES, by_row, error, plain_order, pytestmark, routed
+from test_sm90_gpu import CONFIGS, PREFILL_SHAPES, ROWS, SHAPES, by_row, error, plain_order, pytestmark, routed
 
 import fp4_ops
 from fp4_ops.sm90 import decode, int4
@@ -45,7 +45,7 @@ class Int4Weights:
         self.options = {"format": format, "layout": "sm90_int4"}
 
 
-@pytest.mark.parametrize("config", range(8))
+@pytest.mark.parametrize("config", CONFIGS)
 @pytest.mark.parametrize("format", reference.INT4_FORMATS)
 @pytest.mark.parametrize("shape", PREFILL_SHAPES, ids=str)
 def test_every_int4_candidate(shape, format, config):

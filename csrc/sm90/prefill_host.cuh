@@ -21,8 +21,8 @@ int launch_gated(const Problem& problem, const Maps& maps, int sms, bool depende
   auto kernel = prefill_kernel<Config, kGated>;
   cudaError_t error = cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, kBytes);
   if (error != cudaSuccess) return error;
-  const LaunchShape shape = {dim3(sms / Config::Cluster * Config::Cluster), dim3(Config::Threads), kBytes,
-                             Config::Cluster};
+  const LaunchShape shape = {dim3(sms / Config::Blocks * Config::Blocks), dim3(Config::Threads), kBytes,
+                             Config::Blocks};
   return launch_kernel(kernel, shape, dependent, stream, problem, maps);
 }
 
@@ -41,10 +41,16 @@ constexpr double kClock = 1.755e9, kMemoryRate = 4e12, kBytesPerWeight = 0.5625;
 
 struct Candidate {
   const char* name;
-  int rows, cluster, store_tokens, tile_scales;
+  int rows, cluster, splits, store_tokens, tile_scales;
   TokenTiles (*cut)(int rows);
   Cost cost;
   Launch run;
+};
+
+// Those of one kernel.
+struct Candidates {
+  const Candidate* list;
+  int count;
 };
 
 template <class Config>
@@ -52,6 +58,7 @@ constexpr Candidate candidate(const char* name, const Cost& cost) {
   return {name,
           Config::Rows,
           Config::Cluster,
+          Config::Splits,
           Config::StoreTokens,
           Config::Weights::kTileScales,
           Config::Widths::cut,
@@ -83,8 +90,7 @@ struct Choice {
 // weights take to arrive. How full the groups are is known on the device only: as many are taken to be empty
 // as when each row draws a group; half of the others one standard deviation below their mean, half above, but
 // with few rows for so many groups all equal.
-template <int Count>
-Choice choose(const Candidate (&candidates)[Count], RowMode mode, int groups, int m, int n, int kp, int sms) {
+inline Choice choose(const Candidates& candidates, RowMode mode, int groups, int m, int n, int kp, int sms) {
   double mean = mode == RowMode::kContiguous ? static_cast<double>(m) / groups : m;
   double hit = groups, deviation = 0;
   if (mode == RowMode::kContiguous && groups > 1) {
@@ -93,13 +99,14 @@ Choice choose(const Candidate (&candidates)[Count], RowMode mode, int groups, in
     mean = m / hit;
   }
   Choice best;
-  for (int i = 0; i < Count; ++i) {
-    const Candidate& candidate = candidates[i];
+  for (int i = 0; i < candidates.count; ++i) {
+    const Candidate& candidate = candidates.list[i];
     Load load;
-    add_group(candidate, static_cast<int>(std::lround(mean - deviation)), kp / kStepK, &load);
-    add_group(candidate, std::max(1, static_cast<int>(std::lround(mean + deviation))), kp / kStepK, &load);
+    int steps = ceil_div(kp / kStepK, candidate.splits);
+    add_group(candidate, static_cast<int>(std::lround(mean - deviation)), steps, &load);
+    add_group(candidate, std::max(1, static_cast<int>(std::lround(mean + deviation))), steps, &load);
     int rows = candidate.rows * candidate.cluster, columns = ceil_div(n, rows);
-    double waves = std::ceil(load.tiles / 2 * hit * columns / (sms / candidate.cluster));
+    double waves = std::ceil(load.tiles / 2 * hit * columns / (sms / (candidate.cluster * candidate.splits)));
     double bytes = load.columns / 2 * hit * columns * rows * kp * kBytesPerWeight;
     double compute = waves * load.cycles / load.tiles / kClock, memory = bytes / kMemoryRate;
     // What the longer of them hides costs a little all the same: it decides where the other is equal.
@@ -176,14 +183,14 @@ struct Arguments {
 };
 
 // Returns 0, a cudaError_t, or a negative number: -1 bad argument, -2 no driver entry for tensor maps.
-template <int Count>
-int run(const Candidate (&candidates)[Count], CUtensorMapDataType x_type, int x_bytes, const Arguments& a) {
+inline int run(const Candidates& candidates, CUtensorMapDataType x_type, int x_bytes, const Arguments& a) {
   bool gated = a.gate.act != Act::kNone;
   if (gated && (a.out_dtype == static_cast<int>(DType::kFloat32) || a.gate.act != Act::kSilu)) {
     return kBadArgument;
   }
   if (a.mode < 0 || a.mode > 2 || a.groups < 1 || a.m < 0 || a.n < 64 || a.n % 64 != 0 || a.kp < 128 ||
-      a.kp % 128 != 0 || a.k * x_bytes % 16 != 0 || a.config >= Count || (a.mode == 0 && a.groups != 1)) {
+      a.kp % 128 != 0 || a.k * x_bytes % 16 != 0 || a.config >= candidates.count ||
+      (a.mode == 0 && a.groups != 1)) {
     return kBadArgument;
   }
   if (a.m == 0) return 0;
@@ -195,7 +202,7 @@ int run(const Candidate (&candidates)[Count], CUtensorMapDataType x_type, int x_
 
   auto mode = static_cast<RowMode>(a.mode);
   int config = a.config >= 0 ? a.config : choose(candidates, mode, a.groups, a.m, a.n, a.kp, sms).candidate;
-  const Candidate& choice = candidates[config];
+  const Candidate& choice = candidates.list[config];
   Problem problem = {};
   problem.rows = {mode, a.group_rows, a.groups, a.m};
   problem.x_scale = a.x_scale;
@@ -229,5 +236,10 @@ int run(const Candidate (&candidates)[Count], CUtensorMapDataType x_type, int x_
   if (!encoded) return kBadArgument;
   return choice.run(problem, maps, sms, a.early != 0, static_cast<cudaStream_t>(a.stream));
 }
+
+// Of each kernel, in the file with its launcher.
+Candidates w4a8_candidates();
+Candidates half_candidates();
+Candidates int4_candidates();
 
 }  // namespace fp4::sm90

@@ -11,20 +11,14 @@ template <int kGroup>
 constexpr int kSmallStages = kGroup == 32 ? 6 : 7;
 
 template <int kGroup>
-constexpr auto& kCandidates = kFp8Candidates<Int4Weights<kGroup>, kSmallStages<kGroup>>;
+Candidates candidates_of() {
+  return fp8_candidates<Int4Weights<kGroup>, kSmallStages<kGroup>>();
+}
 
 }  // namespace
 
-extern "C" int fp4_sm90_prefill_int4_configs() { return kFp8CandidateCount; }
-
-extern "C" const char* fp4_sm90_prefill_int4_config_name(int config) {
-  return config >= 0 && config < kFp8CandidateCount ? kCandidates<128>[config].name : "";
-}
-
-// What config = -1 takes on a GPU of `sms` multiprocessors.
-extern "C" Choice fp4_sm90_prefill_int4_choose(int mode, int groups, int m, int n, int kp, int sms) {
-  return choose(kCandidates<128>, static_cast<RowMode>(mode), groups, m, n, kp, sms);
-}
+// Those of other groups have the same names and costs.
+Candidates fp4::sm90::int4_candidates() { return candidates_of<128>(); }
 
 // x e4m3 [rows, kp] in the layout's order with x_scale [rows]; packed [groups, n, kp / 2], float32 scales
 // [groups, n / 16, kp / 128, 128 / group, 8, 2] and their factor [groups]: see prefill_int4.cuh. group: 128,
@@ -40,11 +34,11 @@ extern "C" int fp4_sm90_prefill_int4(const void* x, const float* x_scale, const 
                          m,          n,          kp,     kp,        early,  config, stream};
   switch (group) {
     case 128:
-      return run(kCandidates<128>, CU_TENSOR_MAP_DATA_TYPE_UINT8, 1, arguments);
+      return run(candidates_of<128>(), CU_TENSOR_MAP_DATA_TYPE_UINT8, 1, arguments);
     case 64:
-      return run(kCandidates<64>, CU_TENSOR_MAP_DATA_TYPE_UINT8, 1, arguments);
+      return run(candidates_of<64>(), CU_TENSOR_MAP_DATA_TYPE_UINT8, 1, arguments);
     case 32:
-      return run(kCandidates<32>, CU_TENSOR_MAP_DATA_TYPE_UINT8, 1, arguments);
+      return run(candidates_of<32>(), CU_TENSOR_MAP_DATA_TYPE_UINT8, 1, arguments);
     default:
       return kBadArgument;
   }

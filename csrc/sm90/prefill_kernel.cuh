@@ -16,7 +16,8 @@
 //                        the end of a tile the first half of the next is folded before the epilogue.
 // Results leave through shared memory by bulk tensor copies that clip at the group's last row (see
 // store_boxes). With Cluster = 2, two blocks take neighbouring weight tiles and each fetches half of X for
-// both.
+// both. With Splits, so many blocks of a cluster share a tile's K, and the first adds the others' sums to its
+// own: for so few tiles that multiprocessors would be idle.
 #pragma once
 
 #include <cuda_bf16.h>
@@ -24,94 +25,13 @@
 
 #include <type_traits>
 
-#include "gate.cuh"
 #include "launch.cuh"
+#include "prefill_config.cuh"
 #include "prefill_fold.cuh"
 #include "prefill_half.cuh"
 #include "prefill_int4.cuh"
-#include "prefill_schedule.cuh"
-#include "types.cuh"
 
 namespace fp4::sm90 {
-
-constexpr int kStepK = 128;       // K of a stage
-constexpr int kTileRows = 16;     // weight rows of one tile of the layout
-constexpr int kTileCodes = 1024;  // bytes of codes of a tile in one step
-constexpr int kTokenStep = 16;    // tokens come in multiples of this
-constexpr int kXBoxes = 5;        // a copy of X brings 16, 32, 64, 128 or 256 rows
-constexpr int kWarpgroup = 128;
-constexpr int kMmaRows = 64;     // weight rows of a wgmma
-constexpr int kXRowBytes = 128;  // of X in shared memory, swizzled
-constexpr int kMmaTokens = 256;  // most tokens of one
-constexpr int kInfoSlots = 2;
-constexpr int kStoreBuffers = 2;
-struct Problem {
-  Rows rows;
-  const float* x_scale;       // or null: ones
-  const float* global_scale;  // or null: ones
-  const void* bias;           // or null
-  DType bias_type;
-  void* out;
-  DType out_type;
-  Gate gate;  // gated: rows 2i and 2i + 1 of the weight are gate i and up i; kSilu, 16-bit results
-  int n;      // weight rows
-  int steps;  // of 128 K
-};
-
-struct Maps {
-  CUtensorMap x[kXBoxes], codes, scales, out;
-};
-
-struct TileInfo {
-  int width;  // 0: no more tiles
-  int row;
-  int rows;
-  int column;  // the first weight row, in the group
-};
-
-// Weights_: how a warp makes operand A of its rows (FoldedWeights, HalfWeights, Int4Weights). Widths_:
-// WidthList of the token tiles there are instances for. ptxas gives every instance 8 registers of its own.
-template <class Weights_, int Warpgroups_, class Widths_, int Cluster_, int Stages_>
-struct PrefillConfig {
-  using Weights = Weights_;
-  template <int Tokens>
-  using Mma = Wgmma<Weights::kElement, Tokens>;
-  using Widths = Widths_;
-  static constexpr int Warpgroups = Warpgroups_, MaxTokens = Widths::kMost, Cluster = Cluster_;
-  static constexpr int Stages = Stages_;
-  static constexpr int Rows = Warpgroups * kMmaRows;
-  static constexpr int ConsumerWarps = Warpgroups * 4;
-  static constexpr int Threads = (Warpgroups + 1) * kWarpgroup;
-  // A block is born with equal registers a thread; the producers hand most of theirs to the consumers, but
-  // with one warpgroup of these every thread has as many as there can be.
-  static constexpr bool MovesRegisters = Warpgroups > 1;
-  static constexpr int BirthRegisters = 65536 / Threads / 8 * 8;
-  static constexpr int ProducerRegisters = Warpgroups == 2 ? 40 : 32;
-  static constexpr int ConsumerRegisters =
-      (BirthRegisters + (BirthRegisters - ProducerRegisters) / Warpgroups) / 8 * 8;
-  static constexpr int StoreTokens = Warpgroups == 2 ? 64 : 32;  // rows of the output a copy takes
-  static constexpr int StoreBytes = StoreTokens * kMmaRows * 2;
-  static constexpr int ElementBytes = Weights::kElement == Element::kE4m3 ? 1 : 2;
-  static constexpr int XTiles =
-      kStepK * ElementBytes / kXRowBytes;  // K of a stage is cut into rows of 128 bytes
-  static constexpr int XTileBytes = MaxTokens * kXRowBytes;
-  static constexpr int XBytes = XTiles * XTileBytes;
-  static constexpr int CodeBytes = Rows / kTileRows * kTileCodes;
-  static constexpr int ScaleBytes = Rows / kTileRows * Weights::kTileScales;
-};
-
-template <class Config>
-struct alignas(1024) SharedStorage {
-  uint8_t x[Config::Stages][Config::XBytes];
-  uint8_t store[Config::Warpgroups][kStoreBuffers][Config::StoreBytes];
-  uint8_t codes[Config::Stages][Config::CodeBytes];
-  uint8_t scales[Config::Stages][Config::ScaleBytes];
-  float token_scale[kInfoSlots][(Config::MaxTokens + 63) / 64 * 64];
-  float bias[kInfoSlots][Config::Rows];
-  TileInfo info[kInfoSlots];
-  uint64_t full[Config::Stages], empty[Config::Stages];
-  uint64_t info_full[kInfoSlots], info_empty[kInfoSlots];
-};
 
 // A position in a ring of `Slots` and the parity of its round.
 template <int Slots>
@@ -130,7 +50,7 @@ class PrefillBlock {
   using Shared = SharedStorage<Config>;
 
   __device__ PrefillBlock(Shared& shared, const Problem& problem, const Maps& maps)
-      : shared_(shared), problem_(problem), maps_(maps), rank_(Config::Cluster > 1 ? cluster_rank() : 0) {}
+      : shared_(shared), problem_(problem), maps_(maps), rank_(Config::Blocks > 1 ? cluster_rank() : 0) {}
 
   __device__ void init_barriers() {
     for (int i = 0; i < Config::Stages; ++i) {
@@ -141,6 +61,8 @@ class PrefillBlock {
       barrier_init(smem_address(&shared_.info_full[i]), kWarpArrivals);
       barrier_init(smem_address(&shared_.info_empty[i]), Config::ConsumerWarps * kWarpArrivals);
     }
+    barrier_init(smem_address(&shared_.partial_full), 1);
+    barrier_init(smem_address(&shared_.partial_empty), Config::ConsumerWarps);
     barrier_init_fence();
   }
 
@@ -152,12 +74,12 @@ class PrefillBlock {
     Tile tile;
     while (walk.next(tile)) {
       int part = ceil_div(tile.width, kTokenStep * Config::Cluster) * kTokenStep;
-      for (int step = 0; step < problem_.steps; ++step, ring = ring.next()) {
+      for (int step = first_step(rank_); step < first_step(rank_ + 1); ++step, ring = ring.next()) {
         barrier_wait(smem_address(&shared_.empty[ring.slot]), ring.round ^ 1);
         if (elect_lane()) {
           uint32_t full = smem_address(&shared_.full[ring.slot]);
           barrier_expect_bytes(full, part * Config::Cluster * kXRowBytes * Config::XTiles);
-          int first = part * rank_;
+          int first = Config::Cluster > 1 ? part * rank_ : 0;
 #pragma unroll
           for (int box = kXBoxes - 1; box >= 0; --box) {
             int tokens = kTokenStep << box;
@@ -189,7 +111,7 @@ class PrefillBlock {
     Tile tile;
     while (walk.next(tile)) {
       int row_tile = (tile.group * problem_.n + first_column(tile)) / kTileRows;
-      for (int step = 0; step < problem_.steps; ++step, ring = ring.next()) {
+      for (int step = first_step(rank_); step < first_step(rank_ + 1); ++step, ring = ring.next()) {
         barrier_wait(smem_address(&shared_.empty[ring.slot]), ring.round ^ 1);
         if (elect_lane()) {
           uint32_t full = smem_address(&shared_.full[ring.slot]);
@@ -263,23 +185,46 @@ class PrefillBlock {
     while (tile.width > 0) {
       TileInfo next;
       multiply_width(typename Config::Widths(), sums, tile.width, next);
-      store_tile(sums, tile);
+#pragma unroll
+      for (float& sum : sums)
+        asm volatile("" : "+f"(sum)::"memory");               // no use of a sum moves before the wait
+      int slot = (info_.slot + kInfoSlots - 2) % kInfoSlots;  // the tile's: that of `next` is taken, too
+      if constexpr (Config::Splits > 1) {
+        if (rank_ == 0) {
+          add_partial(sums, tile.width);
+        } else {
+          send_partial(sums, tile.width);
+        }
+      }
+      if (Config::Splits == 1 || rank_ == 0) store_tile(sums, tile, slot);
+      barrier_arrive_warp(smem_address(&shared_.info_empty[slot]));
       tile = next;
     }
     store_wait_read<0>();
   }
 
+  // Whether this block has a part of K: of less than 128 for each, not all have.
+  __device__ bool takes_part() const {
+    return Config::Splits == 1 || first_step(rank_) < first_step(rank_ + 1);
+  }
+
  private:
   using Sums = float[Config::MaxTokens / 2];
 
+  // Where the part of K of this block of the cluster begins; the first block's is as long as any.
+  __device__ __forceinline__ int first_step(int rank) const {
+    if constexpr (Config::Splits == 1) return rank == static_cast<int>(rank_) ? 0 : problem_.steps;
+    return ceil_div(rank * problem_.steps, Config::Splits);
+  }
+
   __device__ TileWalk<typename Config::Widths> make_walk() {
     int columns = ceil_div(problem_.n, Config::Rows * Config::Cluster);
-    return {problem_.rows, columns, static_cast<int>(blockIdx.x) / Config::Cluster,
-            static_cast<int>(gridDim.x) / Config::Cluster};
+    return {problem_.rows, columns, static_cast<int>(blockIdx.x) / Config::Blocks,
+            static_cast<int>(gridDim.x) / Config::Blocks};
   }
 
   __device__ int first_column(const Tile& tile) const {
-    return (tile.column * Config::Cluster + rank_) * Config::Rows;
+    return (tile.column * Config::Cluster + (Config::Cluster > 1 ? rank_ : 0)) * Config::Rows;
   }
 
   __device__ float load_bias(int64_t i) const {
@@ -352,6 +297,7 @@ class PrefillBlock {
   // All K of a tile. Enters with the first half step folded, and leaves so for the next tile, if any.
   template <int Tokens>
   __device__ __forceinline__ void multiply(Sums& sums, TileInfo& next) {
+    const int steps = first_step(rank_ + 1) - first_step(rank_);
     for (int step = 0;; ++step) {
       issue_half<Tokens, 0>(sums, step > 0);
       auto second = weights_.template prepare<1>();
@@ -363,7 +309,7 @@ class PrefillBlock {
       issue_half<Tokens, 1>(sums, 1);
       previous_ = ring_.slot;
       ring_ = ring_next;
-      bool last = step + 1 == problem_.steps;
+      bool last = step + 1 == steps;
       if (last) {
         next = wait_info();
         if (next.width == 0) break;
@@ -386,10 +332,51 @@ class PrefillBlock {
     ((width == Widths ? (multiply<Widths>(sums, next), true) : false) || ...);
   }
 
-  __device__ __forceinline__ void store_tile(Sums& sums, const TileInfo& tile) {
+  // A float4 of each thread for eight tokens.
+  static constexpr int kPartialStride = Config::Warpgroups * kWarpgroup;
+
+  // Of another block than the first: its sums to the first.
+  __device__ __forceinline__ void send_partial(const Sums& sums, int width) {
+    barrier_wait(smem_address(&shared_.partial_empty), partial_round_ ^ 1);
+    const uint32_t full = remote_address(smem_address(&shared_.partial_full), 0);
+    const float4* mine =
+        shared_.partial + (rank_ - 1) * (Config::MaxTokens / 8) * kPartialStride + threadIdx.x;
+    const uint32_t to = remote_address(smem_address(mine), 0);
 #pragma unroll
-    for (float& sum : sums) asm volatile("" : "+f"(sum)::"memory");  // no use of a sum moves before the wait
-    int slot = (info_.slot + kInfoSlots - 2) % kInfoSlots;
+    for (int i = 0; i < Config::MaxTokens / 8; ++i) {
+      if (8 * i < width) store_remote(to + i * kPartialStride * sizeof(float4), sums + 4 * i, full);
+    }
+    partial_round_ ^= 1;
+  }
+
+  // Of the first: adds those of the others, in their order. (An acquire of the whole cluster would empty L1
+  // besides, which these sums do not pass.)
+  __device__ __forceinline__ void add_partial(Sums& sums, int width) {
+    const uint32_t full = smem_address(&shared_.partial_full);
+    if (threadIdx.x == 0) {
+      const int others = min(Config::Splits, problem_.steps) - 1;
+      barrier_expect_bytes(full, others * width * Config::Rows * sizeof(float));
+    }
+    barrier_wait(full, partial_round_);
+    int lane = threadIdx.x % kWarp;
+#pragma unroll
+    for (int rank = 1; rank < Config::Splits; ++rank) {
+      if (first_step(rank) == first_step(rank + 1)) continue;
+      const float4* from =
+          shared_.partial + (rank - 1) * (Config::MaxTokens / 8) * kPartialStride + threadIdx.x;
+#pragma unroll
+      for (int i = 0; i < Config::MaxTokens / 8; ++i) {
+        if (8 * i >= width) continue;
+        const float4 sum = from[i * kPartialStride];
+        sums[4 * i] += sum.x, sums[4 * i + 1] += sum.y, sums[4 * i + 2] += sum.z, sums[4 * i + 3] += sum.w;
+      }
+    }
+    __syncwarp();
+    if (lane > 0 && lane < Config::Splits) barrier_arrive_remote(smem_address(&shared_.partial_empty), lane);
+    partial_round_ ^= 1;
+  }
+
+  __device__ __forceinline__ void store_tile(Sums& sums, const TileInfo& tile, int slot) {
     const float* token_scale = shared_.token_scale[slot];
     int row = threadIdx.x / 4 * 2;  // and the next
     float2 bias = *reinterpret_cast<const float2*>(shared_.bias[slot] + row);
@@ -406,7 +393,6 @@ class PrefillBlock {
           store_rows<__half2>(sums, tile, token_scale, bias, column);
       }
     }
-    barrier_arrive_warp(smem_address(&shared_.info_empty[slot]));
   }
 
   template <class Pair>
@@ -544,6 +530,7 @@ class PrefillBlock {
   typename Config::Weights weights_;
   typename Config::Weights::Fragments fragments_[2];
   int store_buffer_ = 0;
+  uint32_t partial_round_ = 0;
 };
 
 template <class Config, bool kGated>
@@ -555,7 +542,7 @@ __global__ void __launch_bounds__(Config::Threads, 1)
   PrefillBlock<Config, kGated> block(shared, problem, maps);
   if (threadIdx.x == 0) block.init_barriers();
   __syncthreads();
-  if constexpr (Config::Cluster > 1) cluster_sync();
+  if constexpr (Config::Blocks > 1) cluster_sync();
 
   if (threadIdx.x >= Config::Warpgroups * kWarpgroup) {
     if constexpr (Config::MovesRegisters) register_give<Config::ProducerRegisters>();
@@ -566,7 +553,7 @@ __global__ void __launch_bounds__(Config::Threads, 1)
         block.copy_activations();
         break;
       case 1:
-        block.describe_tiles();
+        if (block.takes_part()) block.describe_tiles();
         break;
       case 2:
         block.copy_weights();
@@ -576,10 +563,10 @@ __global__ void __launch_bounds__(Config::Threads, 1)
     }
   } else {
     if constexpr (Config::MovesRegisters) register_take<Config::ConsumerRegisters>();
-    block.multiply_tiles();
+    if (block.takes_part()) block.multiply_tiles();
   }
-  // A block stays until its peer sends nothing more to its shared memory.
-  if constexpr (Config::Cluster > 1) cluster_sync();
+  // A block stays until its peers send nothing more to its shared memory.
+  if constexpr (Config::Blocks > 1) cluster_sync();
 }
 
 }  // namespace fp4::sm90

@@ -4,20 +4,7 @@
 
 using namespace fp4::sm90;
 
-namespace {
-constexpr auto& kCandidates = kFp8Candidates<FoldedWeights>;
-}
-
-extern "C" int fp4_sm90_prefill_w4a8_configs() { return kFp8CandidateCount; }
-
-extern "C" const char* fp4_sm90_prefill_w4a8_config_name(int config) {
-  return config >= 0 && config < kFp8CandidateCount ? kCandidates[config].name : "";
-}
-
-// What config = -1 takes on a GPU of `sms` multiprocessors.
-extern "C" Choice fp4_sm90_prefill_w4a8_choose(int mode, int groups, int m, int n, int kp, int sms) {
-  return choose(kCandidates, static_cast<RowMode>(mode), groups, m, n, kp, sms);
-}
+Candidates fp4::sm90::w4a8_candidates() { return fp8_candidates<FoldedWeights>(); }
 
 // x e4m3 [rows, kp] in the layout's order with x_scale [rows]. Pointers are device pointers, 16-byte aligned.
 extern "C" int fp4_sm90_prefill_w4a8(const void* x, const float* x_scale, const void* packed,
@@ -29,5 +16,5 @@ extern "C" int fp4_sm90_prefill_w4a8(const void* x, const float* x_scale, const 
   Arguments arguments = {x,          x_scale,    packed, block_scale, global_scale, bias,  //
                          bias_dtype, group_rows, out,    out_dtype,   gate,         mode,   groups,
                          m,          n,          kp,     kp,          early,        config, stream};
-  return run(kCandidates, CU_TENSOR_MAP_DATA_TYPE_UINT8, 1, arguments);
+  return run(w4a8_candidates(), CU_TENSOR_MAP_DATA_TYPE_UINT8, 1, arguments);
 }

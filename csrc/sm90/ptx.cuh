@@ -99,11 +99,23 @@ __device__ __forceinline__ void cluster_sync() {
   asm volatile("barrier.cluster.arrive.aligned;\nbarrier.cluster.wait.aligned;" ::: "memory");
 }
 
-// ---- bulk tensor copies ----
-
-__device__ __forceinline__ void prefetch_map(const CUtensorMap* map) {
-  asm volatile("prefetch.tensormap [%0];" ::"l"(map) : "memory");
+// The place in block `rank` of the cluster that lies as `smem` does in this one.
+__device__ __forceinline__ uint32_t remote_address(uint32_t smem, uint32_t rank) {
+  uint32_t remote;
+  asm("mapa.shared::cluster.u32 %0, %1, %2;" : "=r"(remote) : "r"(smem), "r"(rank));
+  return remote;
 }
+
+// 16 bytes into another block's shared memory; its barrier counts them. Both are remote addresses.
+__device__ __forceinline__ void store_remote(uint32_t to, const float* values, uint32_t barrier) {
+  asm volatile(
+      "st.async.weak.shared::cluster.mbarrier::complete_tx::bytes.v4.f32 [%0], {%1, %2, %3, %4}, [%5];" ::"r"(
+          to),
+      "f"(values[0]), "f"(values[1]), "f"(values[2]), "f"(values[3]), "r"(barrier)
+      : "memory");
+}
+
+// ---- bulk tensor copies ----
 
 __device__ __forceinline__ void load_box(uint32_t smem, const CUtensorMap* map, uint32_t barrier, int x,
                                          int y) {

@@ -54,14 +54,19 @@ def run(
     )  # fmt: skip
 
 
+KERNELS = ("w4a8", "half", "int4")
+"""Of fp8 rows, of 16-bit rows as rows.to_half makes them, of fp8 rows with int4 weights."""
+
+
 @functools.cache
 def candidates(kernel: str = "w4a8") -> list[str]:
-    """What `config` of `run` counts, in words: of fp8 rows, "half" ones, or fp8 ones with "int4" weights."""
+    """What `config` of `run` counts, in words; `kernel`: of KERNELS."""
     loaded = library()
     assert loaded is not None
-    name = getattr(loaded, f"fp4_sm90_prefill_{kernel}_config_name")
+    name = loaded.fp4_sm90_prefill_config_name
     name.restype = ctypes.c_char_p
-    return [name(i).decode() for i in range(getattr(loaded, f"fp4_sm90_prefill_{kernel}_configs")())]
+    which = KERNELS.index(kernel)
+    return [name(which, i).decode() for i in range(loaded.fp4_sm90_prefill_configs(which))]
 
 
 class Choice(ctypes.Structure):
@@ -76,6 +81,6 @@ def choose(
     """On a GPU of `sms` multiprocessors, `rows` and `kernel` as for `run` and `candidates`."""
     loaded = library()
     assert loaded is not None
-    function = getattr(loaded, f"fp4_sm90_prefill_{kernel}_choose")
+    function = loaded.fp4_sm90_prefill_choose
     function.restype = Choice
-    return function(MODES[routing], groups, rows, n, kp, sms)
+    return function(KERNELS.index(kernel), MODES[routing], groups, rows, n, kp, sms)

@@ -1,0 +1,99 @@
+// What a prefill GEMM is told, the candidates' parameters, and what a block of them keeps in shared memory.
+#pragma once
+
+#include <cuda.h>
+
+#include <cstdint>
+
+#include "gate.cuh"
+#include "prefill_schedule.cuh"
+#include "ptx.cuh"
+#include "types.cuh"
+
+namespace fp4::sm90 {
+
+constexpr int kStepK = 128;       // K of a stage
+constexpr int kTileRows = 16;     // weight rows of one tile of the layout
+constexpr int kTileCodes = 1024;  // bytes of codes of a tile in one step
+constexpr int kTokenStep = 16;    // tokens come in multiples of this
+constexpr int kXBoxes = 5;        // a copy of X brings 16, 32, 64, 128 or 256 rows
+constexpr int kWarpgroup = 128;
+constexpr int kMmaRows = 64;     // weight rows of a wgmma
+constexpr int kXRowBytes = 128;  // of X in shared memory, swizzled
+constexpr int kMmaTokens = 256;  // most tokens of one
+constexpr int kInfoSlots = 2;
+constexpr int kStoreBuffers = 2;
+struct Problem {
+  Rows rows;
+  const float* x_scale;       // or null: ones
+  const float* global_scale;  // or null: ones
+  const void* bias;           // or null
+  DType bias_type;
+  void* out;
+  DType out_type;
+  Gate gate;  // gated: rows 2i and 2i + 1 of the weight are gate i and up i; kSilu, 16-bit results
+  int n;      // weight rows
+  int steps;  // of 128 K
+};
+
+struct Maps {
+  CUtensorMap x[kXBoxes], codes, scales, out;
+};
+
+struct TileInfo {
+  int width;  // 0: no more tiles
+  int row;
+  int rows;
+  int column;  // the first weight row, in the group
+};
+
+// Weights_: how a warp makes operand A of its rows (FoldedWeights, HalfWeights, Int4Weights). Widths_:
+// WidthList of the token tiles there are instances for. ptxas gives every instance 8 registers of its own.
+template <class Weights_, int Warpgroups_, class Widths_, int Cluster_, int Stages_, int Splits_ = 1>
+struct PrefillConfig {
+  static_assert(Cluster_ == 1 || Splits_ == 1);
+  using Weights = Weights_;
+  template <int Tokens>
+  using Mma = Wgmma<Weights::kElement, Tokens>;
+  using Widths = Widths_;
+  static constexpr int Warpgroups = Warpgroups_, MaxTokens = Widths::kMost, Cluster = Cluster_;
+  static constexpr int Stages = Stages_, Splits = Splits_, Blocks = Cluster * Splits;  // in a cluster
+  static constexpr int Rows = Warpgroups * kMmaRows;
+  static constexpr int ConsumerWarps = Warpgroups * 4;
+  static constexpr int Threads = (Warpgroups + 1) * kWarpgroup;
+  // A block is born with equal registers a thread; the producers hand most of theirs to the consumers, but
+  // with one warpgroup of these every thread has as many as there can be.
+  static constexpr bool MovesRegisters = Warpgroups > 1;
+  static constexpr int BirthRegisters = 65536 / Threads / 8 * 8;
+  static constexpr int ProducerRegisters = Warpgroups == 2 ? 40 : 32;
+  static constexpr int ConsumerRegisters =
+      (BirthRegisters + (BirthRegisters - ProducerRegisters) / Warpgroups) / 8 * 8;
+  static constexpr int StoreTokens = Warpgroups == 2 ? 64 : 32;  // rows of the output a copy takes
+  static constexpr int StoreBytes = StoreTokens * kMmaRows * 2;
+  static constexpr int ElementBytes = Weights::kElement == Element::kE4m3 ? 1 : 2;
+  static constexpr int XTiles =
+      kStepK * ElementBytes / kXRowBytes;  // K of a stage is cut into rows of 128 bytes
+  static constexpr int XTileBytes = MaxTokens * kXRowBytes;
+  static constexpr int XBytes = XTiles * XTileBytes;
+  static constexpr int CodeBytes = Rows / kTileRows * kTileCodes;
+  static constexpr int ScaleBytes = Rows / kTileRows * Weights::kTileScales;
+  static constexpr int PartialSums = (Splits - 1) * MaxTokens * Rows;  // that other blocks send
+};
+
+template <class Config>
+struct alignas(1024) SharedStorage {
+  uint8_t x[Config::Stages][Config::XBytes];
+  uint8_t store[Config::Warpgroups][kStoreBuffers][Config::StoreBytes];
+  uint8_t codes[Config::Stages][Config::CodeBytes];
+  uint8_t scales[Config::Stages][Config::ScaleBytes];
+  float4 partial[Config::Splits > 1 ? Config::PartialSums / 4 : 1];  // [split - 1][tokens / 8][thread]
+  float token_scale[kInfoSlots][(Config::MaxTokens + 63) / 64 * 64];
+  float bias[kInfoSlots][Config::Rows];
+  TileInfo info[kInfoSlots];
+  uint64_t full[Config::Stages], empty[Config::Stages];
+  uint64_t info_full[kInfoSlots], info_empty[kInfoSlots];
+  uint64_t partial_full;   // of the first block: the sums of the others are there
+  uint64_t partial_empty;  // of the others: their place is free
+};
+
+}  // namespace fp4::sm90
