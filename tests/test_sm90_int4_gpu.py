@@ -11,7 +11,17 @@ import reference
 import torch
 from families import expert_block, tiny
 from fp4_ops.meta.layouts import LAYOUTS
-from test_sm90_gpu import CONFIGS, PREFILL_SHAPES, ROWS, SHAPES, by_row, error, plain_order, pytestmark, routed
+from test_sm90_gpu import (
+    CONFIGS,
+    PREFILL_SHAPES,
+    ROWS,
+    SHAPES,
+    by_row,
+    error,
+    plain_order,
+    pytestmark,
+    routed,
+)
 
 import fp4_ops
 from fp4_ops.sm90 import decode, int4
