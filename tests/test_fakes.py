@@ -10,7 +10,8 @@ from torch.fx.experimental.proxy_tensor import make_fx
 from torch.utils import _pytree as pytree
 
 fp4 = torch.ops.fp4
-SHAPES = 100
+SHAPES = {"cpu": 100, "cuda": 40}
+"""On a GPU a draw is often one more kernel for Triton to compile."""
 
 
 def described(outs, device: str | None = None):
@@ -20,7 +21,7 @@ def described(outs, device: str | None = None):
 
 @pytest.mark.parametrize("op", SAMPLES)
 def test_fake_equals_real(op, device):
-    for _ in range(SHAPES):
+    for _ in range(SHAPES[device]):
         args, kwargs = sample(op, device)
         real = getattr(fp4, op)(*args, **kwargs)
         with FakeTensorMode() as mode:
