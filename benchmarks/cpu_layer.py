@@ -16,7 +16,7 @@ import time
 
 import torch
 import transformers
-from cpu_vs_ggml import copy_bandwidth, cpu_name
+from cpu_machine import bandwidth, cpu_name
 from transformers import MixtralConfig
 from transformers.models.mixtral.modeling_mixtral import MixtralSparseMoeBlock
 
@@ -105,7 +105,7 @@ def main() -> None:
 
     for threads in options.threads:
         torch.set_num_threads(threads)
-        print(f"\nthreads {threads}: copy bandwidth {copy_bandwidth():.1f} GB/s (read + written)")
+        print(f"\nthreads {threads}: {bandwidth()}")
         for tokens in options.tokens:
             torch.compiler.reset()
             inputs = [torch.randn(1, tokens, HIDDEN, dtype=torch.bfloat16) for _ in range(8)]
