@@ -50,7 +50,11 @@ class PrefillBlock {
   using Shared = SharedStorage<Config>;
 
   __device__ PrefillBlock(Shared& shared, const Problem& problem, const Maps& maps)
-      : shared_(shared), problem_(problem), maps_(maps), rank_(Config::Blocks > 1 ? cluster_rank() : 0) {}
+      : shared_(shared),
+        problem_(problem),
+        maps_(maps),
+        rank_(Config::Cluster > 1 ? cluster_rank() : 0),
+        split_(Config::Splits > 1 ? cluster_rank() : 0) {}
 
   __device__ void init_barriers() {
     for (int i = 0; i < Config::Stages; ++i) {
@@ -74,12 +78,12 @@ class PrefillBlock {
     Tile tile;
     while (walk.next(tile)) {
       int part = ceil_div(tile.width, kTokenStep * Config::Cluster) * kTokenStep;
-      for (int step = first_step(rank_); step < first_step(rank_ + 1); ++step, ring = ring.next()) {
+      for (int step = first_step(split_); step < first_step(split_ + 1); ++step, ring = ring.next()) {
         barrier_wait(smem_address(&shared_.empty[ring.slot]), ring.round ^ 1);
         if (elect_lane()) {
           uint32_t full = smem_address(&shared_.full[ring.slot]);
           barrier_expect_bytes(full, part * Config::Cluster * kXRowBytes * Config::XTiles);
-          int first = Config::Cluster > 1 ? part * rank_ : 0;
+          int first = part * rank_;
 #pragma unroll
           for (int box = kXBoxes - 1; box >= 0; --box) {
             int tokens = kTokenStep << box;
@@ -111,7 +115,7 @@ class PrefillBlock {
     Tile tile;
     while (walk.next(tile)) {
       int row_tile = (tile.group * problem_.n + first_column(tile)) / kTileRows;
-      for (int step = first_step(rank_); step < first_step(rank_ + 1); ++step, ring = ring.next()) {
+      for (int step = first_step(split_); step < first_step(split_ + 1); ++step, ring = ring.next()) {
         barrier_wait(smem_address(&shared_.empty[ring.slot]), ring.round ^ 1);
         if (elect_lane()) {
           uint32_t full = smem_address(&shared_.full[ring.slot]);
@@ -185,18 +189,19 @@ class PrefillBlock {
     while (tile.width > 0) {
       TileInfo next;
       multiply_width(typename Config::Widths(), sums, tile.width, next);
+      // No use of a sum moves before the wait.
 #pragma unroll
-      for (float& sum : sums)
-        asm volatile("" : "+f"(sum)::"memory");               // no use of a sum moves before the wait
-      int slot = (info_.slot + kInfoSlots - 2) % kInfoSlots;  // the tile's: that of `next` is taken, too
+      for (float& sum : sums) asm volatile("" : "+f"(sum)::"memory");
+      // The tile's: that of `next` is taken, too.
+      int slot = (info_.slot + kInfoSlots - 2) % kInfoSlots;
       if constexpr (Config::Splits > 1) {
-        if (rank_ == 0) {
+        if (split_ == 0) {
           add_partial(sums, tile.width);
         } else {
           send_partial(sums, tile.width);
         }
       }
-      if (Config::Splits == 1 || rank_ == 0) store_tile(sums, tile, slot);
+      if (split_ == 0) store_tile(sums, tile, slot);
       barrier_arrive_warp(smem_address(&shared_.info_empty[slot]));
       tile = next;
     }
@@ -205,16 +210,15 @@ class PrefillBlock {
 
   // Whether this block has a part of K: of less than 128 for each, not all have.
   __device__ bool takes_part() const {
-    return Config::Splits == 1 || first_step(rank_) < first_step(rank_ + 1);
+    return Config::Splits == 1 || first_step(split_) < first_step(split_ + 1);
   }
 
  private:
   using Sums = float[Config::MaxTokens / 2];
 
-  // Where the part of K of this block of the cluster begins; the first block's is as long as any.
-  __device__ __forceinline__ int first_step(int rank) const {
-    if constexpr (Config::Splits == 1) return rank == static_cast<int>(rank_) ? 0 : problem_.steps;
-    return ceil_div(rank * problem_.steps, Config::Splits);
+  // Where a part of K begins; the first is as long as any.
+  __device__ __forceinline__ int first_step(int split) const {
+    return ceil_div(split * problem_.steps, Config::Splits);
   }
 
   __device__ TileWalk<typename Config::Widths> make_walk() {
@@ -224,7 +228,7 @@ class PrefillBlock {
   }
 
   __device__ int first_column(const Tile& tile) const {
-    return (tile.column * Config::Cluster + (Config::Cluster > 1 ? rank_ : 0)) * Config::Rows;
+    return (tile.column * Config::Cluster + rank_) * Config::Rows;
   }
 
   __device__ float load_bias(int64_t i) const {
@@ -297,7 +301,7 @@ class PrefillBlock {
   // All K of a tile. Enters with the first half step folded, and leaves so for the next tile, if any.
   template <int Tokens>
   __device__ __forceinline__ void multiply(Sums& sums, TileInfo& next) {
-    const int steps = first_step(rank_ + 1) - first_step(rank_);
+    const int steps = first_step(split_ + 1) - first_step(split_);
     for (int step = 0;; ++step) {
       issue_half<Tokens, 0>(sums, step > 0);
       auto second = weights_.template prepare<1>();
@@ -340,7 +344,7 @@ class PrefillBlock {
     barrier_wait(smem_address(&shared_.partial_empty), partial_round_ ^ 1);
     const uint32_t full = remote_address(smem_address(&shared_.partial_full), 0);
     const float4* mine =
-        shared_.partial + (rank_ - 1) * (Config::MaxTokens / 8) * kPartialStride + threadIdx.x;
+        shared_.partial + (split_ - 1) * (Config::MaxTokens / 8) * kPartialStride + threadIdx.x;
     const uint32_t to = remote_address(smem_address(mine), 0);
 #pragma unroll
     for (int i = 0; i < Config::MaxTokens / 8; ++i) {
@@ -360,10 +364,10 @@ class PrefillBlock {
     barrier_wait(full, partial_round_);
     int lane = threadIdx.x % kWarp;
 #pragma unroll
-    for (int rank = 1; rank < Config::Splits; ++rank) {
-      if (first_step(rank) == first_step(rank + 1)) continue;
+    for (int split = 1; split < Config::Splits; ++split) {
+      if (first_step(split) == first_step(split + 1)) continue;
       const float4* from =
-          shared_.partial + (rank - 1) * (Config::MaxTokens / 8) * kPartialStride + threadIdx.x;
+          shared_.partial + (split - 1) * (Config::MaxTokens / 8) * kPartialStride + threadIdx.x;
 #pragma unroll
       for (int i = 0; i < Config::MaxTokens / 8; ++i) {
         if (8 * i >= width) continue;
@@ -523,7 +527,8 @@ class PrefillBlock {
   Shared& shared_;
   const Problem& problem_;
   const Maps& maps_;
-  uint32_t rank_;
+  uint32_t rank_;   // among the blocks that share X
+  uint32_t split_;  // among those that share K
   RingPosition<Config::Stages> ring_;
   RingPosition<kInfoSlots> info_;
   int previous_ = 0;  // the stage whose products may still run
