@@ -18,9 +18,10 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import torch
+from fp4_ops.meta.formats import ACTIVATIONS
 
 import fp4_ops  # noqa: F401
-from fp4_ops.sm90 import choice, library
+from fp4_ops.sm90 import choice, decode, library, prefill, rows
 
 op = torch.ops.fp4
 FORM = {"format": "nvfp4", "layout": "sm90"}
@@ -75,6 +76,21 @@ def blocks() -> None:
                 op.moe(x, ids, scores, *up, *down, activation=activation, a_format=a_format, **FORM)
 
 
+def candidates() -> None:
+    """Every candidate of prefill, also those that are chosen for larger sizes only."""
+    groups, n, k = 3, 384, 640
+    w = decode.Weight(*weight(groups, n, k), None, groups, n, k)
+    offs = torch.tensor([0, 230, 300], dtype=torch.int32, device="cuda")
+    x = torch.randn(int(offs[-1]), k, device="cuda").bfloat16()
+    out = torch.empty(len(x), n, dtype=torch.bfloat16, device="cuda")
+    gate = ACTIVATIONS["silu_interleaved"]
+    for kernel, ordered in (("half", rows.to_half(x)), ("w4a8", rows.quantize_fp8(x))):
+        for config in range(len(prefill.candidates(kernel))):
+            routed = (w, offs, decode.Routing.OFFS, len(x))
+            prefill.run(*ordered, *routed, out, config=config)
+            prefill.run(*ordered, *routed, out[:, : n // 2].contiguous(), gate=gate, config=config)
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
@@ -91,6 +107,7 @@ def main() -> None:
         with choice.only(kernel):
             products()
             blocks()
+    candidates()
     torch.cuda.synchronize()
     print("done")
 

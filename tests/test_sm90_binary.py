@@ -178,6 +178,17 @@ def test_k_is_split_where_half_of_the_chip_would_be_idle(kernel):
     assert not split(2, 64, 4096, 14336) and not split(1, 64, 5760, 2880) and not split(64, 640, 4096, 7168)
 
 
+def test_16_bit_rows_of_large_groups_take_the_tiles_that_were_measured():
+    """Weights take longer to make than the products of 128 tokens: there by three warpgroups, not two."""
+    names = prefill.candidates("half")
+
+    def tile(groups: int, m: int, n: int, kp: int) -> str:
+        return names[prefill.choose(decode.Routing.OFFS, groups, m, n, kp, 132, "half").candidate]
+
+    assert tile(128, 32768, 5760, 2944) == tile(32, 8192, 7168, 2048) == "rows 192, tokens 144, cluster 1"
+    assert tile(8, 16384, 28672, 4096) == "rows 128, tokens 192, cluster 2"
+
+
 def test_int4_has_the_candidates_of_nvfp4():
     assert prefill.candidates("int4") == prefill.candidates()
     for groups, n, kp in ((128, 1536, 2048), (32, 4096, 7168), (8, 4096, 14336)):

@@ -19,8 +19,14 @@ pytestmark = [
 
 FORMATS = ["nvfp4", "mxfp4"]
 DTYPES = [torch.bfloat16, torch.float16]
-CONFIGS = range(len(prefill.candidates()) if library.library() else 1)
+CONFIGS = {
+    kernel: range(len(prefill.candidates(kernel)) if library.library() else 1) for kernel in ("half", "w4a8")
+}
 """Prefill's candidates."""
+CANDIDATES = [
+    *(pytest.param(torch.float16, config, id=f"half-{config}") for config in CONFIGS["half"]),
+    *(pytest.param(torch.float8_e4m3fn, config, id=f"fp8-{config}") for config in CONFIGS["w4a8"]),
+]
 BOUND = {torch.bfloat16: 4e-3, torch.float16: 1e-3, torch.float32: 2e-6}
 
 
@@ -172,7 +178,7 @@ PREFILL_SHAPES = [
 ]
 
 
-@pytest.mark.parametrize("config", CONFIGS)
+@pytest.mark.parametrize("config", CONFIGS["half"])
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("shape", PREFILL_SHAPES, ids=str)
 def test_every_16_bit_prefill_candidate(shape, dtype, config):
@@ -221,8 +227,7 @@ def test_every_16_bit_prefill_candidate(shape, dtype, config):
 
 
 @pytest.mark.parametrize("gate", ["silu_interleaved", "swigluoai"])
-@pytest.mark.parametrize("config", CONFIGS)
-@pytest.mark.parametrize("dtype", [torch.float16, torch.float8_e4m3fn], ids=["half", "fp8"])
+@pytest.mark.parametrize("dtype, config", CANDIDATES)
 def test_gates_of_every_prefill_candidate(dtype, config, gate):
     """Contiguous and masked, token tiles of every width, the last columns, empty experts, rows of none."""
     groups, n, k = 9, 320, 384
@@ -284,8 +289,7 @@ def test_gates_of_an_odd_last_row_are_the_same_whatever_ran_before(dtype, gate):
         assert torch.equal(outs[0], other)
 
 
-@pytest.mark.parametrize("config", CONFIGS)
-@pytest.mark.parametrize("dtype", [torch.float16, torch.float8_e4m3fn], ids=["half", "fp8"])
+@pytest.mark.parametrize("dtype, config", CANDIDATES)
 def test_a_large_group_is_cut_into_more_tiles_than_it_needs(dtype, config):
     """4096 rows are 16 x 256, not 15 x 288; of 16 bits 3520 are 20 x 176, not 19 x 192."""
     half = dtype == torch.float16

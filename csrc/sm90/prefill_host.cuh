@@ -41,6 +41,7 @@ constexpr double kClock = 1.755e9, kMemoryRate = 4e12, kBytesPerWeight = 0.5625;
 
 struct Candidate {
   const char* name;
+  Element element;
   int rows, cluster, splits, store_tokens, tile_scales;
   TokenTiles (*cut)(int rows);
   Cost cost;
@@ -56,6 +57,7 @@ struct Candidates {
 template <class Config>
 constexpr Candidate candidate(const char* name, const Cost& cost) {
   return {name,
+          Config::Weights::kElement,
           Config::Rows,
           Config::Cluster,
           Config::Splits,
@@ -164,33 +166,33 @@ inline bool encode_output(CUtensorMap* map, DType type, bool gated, void* out, u
                     gated ? CU_TENSOR_MAP_SWIZZLE_64B : CU_TENSOR_MAP_SWIZZLE_128B);
 }
 
-// One launch; the fields as in the entry points' arguments.
+// One launch. Pointers are device pointers, 16-byte aligned.
 struct Arguments {
-  const void* x;
-  const float* x_scale;  // null: 1
-  const void *packed, *block_scale;
-  const float* global_scale;
-  const void* bias;
-  int bias_dtype;
-  const int32_t* group_rows;
-  void* out;
-  int out_dtype;
+  const void* x;         // [rows, kp] of the kernel's element, in the order that it takes
+  const float* x_scale;  // [rows]
+  const void *codes, *scales;
+  const float* global_scale;  // [groups]
+  const void* bias;           // [groups, n] of bias_type, or null
+  void* out;                  // [rows, n] of out_type, gated: [rows, n / 2]
+  const int32_t* group_rows;  // as in Rows
+  int m, groups, n, kp;
+  RowMode mode;
+  DType out_type, bias_type;
   Gate gate;
-  int mode, groups, m, n, k, kp;  // k: the columns of x
-  int early;  // only x and x_scale come from the kernel launched before this one: start while it runs
-  int config;
-  void* stream;
+  bool early;  // only x and x_scale come from the kernel launched before this one: start while it runs
+  int config;  // a candidate; -1: the one that `choose` takes
+  cudaStream_t stream;
 };
 
 // Returns 0, a cudaError_t, or a negative number: -1 bad argument, -2 no driver entry for tensor maps.
-inline int run(const Candidates& candidates, CUtensorMapDataType x_type, int x_bytes, const Arguments& a) {
+inline int run(const Candidates& candidates, const Arguments& a) {
   bool gated = a.gate.act != Act::kNone;
-  if (gated && (a.out_dtype == static_cast<int>(DType::kFloat32) || a.gate.act != Act::kSilu)) {
-    return kBadArgument;
-  }
-  if (a.mode < 0 || a.mode > 2 || a.groups < 1 || a.m < 0 || a.n < 64 || a.n % 64 != 0 || a.kp < 128 ||
-      a.kp % 128 != 0 || a.k * x_bytes % 16 != 0 || a.config >= candidates.count ||
-      (a.mode == 0 && a.groups != 1)) {
+  if (gated && (a.out_type == DType::kFloat32 || a.gate.act != Act::kSilu)) return kBadArgument;
+  const bool half = candidates.list[0].element == Element::kFloat16;
+  const auto x_type = half ? CU_TENSOR_MAP_DATA_TYPE_FLOAT16 : CU_TENSOR_MAP_DATA_TYPE_UINT8;
+  const int x_bytes = half ? 2 : 1;
+  if (a.groups < 1 || a.m < 0 || a.n < 64 || a.n % 64 != 0 || a.kp < 128 || a.kp % 128 != 0 ||
+      a.config >= candidates.count || (a.mode == RowMode::kDense && a.groups != 1)) {
     return kBadArgument;
   }
   if (a.m == 0) return 0;
@@ -200,46 +202,47 @@ inline int run(const Candidates& candidates, CUtensorMapDataType x_type, int x_b
   if (error == cudaSuccess) error = cudaDeviceGetAttribute(&sms, cudaDevAttrMultiProcessorCount, device);
   if (error != cudaSuccess) return error;
 
-  auto mode = static_cast<RowMode>(a.mode);
-  int config = a.config >= 0 ? a.config : choose(candidates, mode, a.groups, a.m, a.n, a.kp, sms).candidate;
+  int config = a.config >= 0 ? a.config : choose(candidates, a.mode, a.groups, a.m, a.n, a.kp, sms).candidate;
   const Candidate& choice = candidates.list[config];
   Problem problem = {};
-  problem.rows = {mode, a.group_rows, a.groups, a.m};
+  problem.rows = {a.mode, a.group_rows, a.groups, a.m};
   problem.x_scale = a.x_scale;
   problem.global_scale = a.global_scale;
   problem.bias = a.bias;
-  problem.bias_type = static_cast<DType>(a.bias_dtype);
+  problem.bias_type = a.bias_type;
   problem.out = a.out;
-  problem.out_type = static_cast<DType>(a.out_dtype);
+  problem.out_type = a.out_type;
   problem.gate = a.gate;
   problem.n = a.n;
   problem.steps = a.kp / kStepK;
 
-  uint64_t rows = static_cast<uint64_t>(a.m) * (mode == RowMode::kMasked ? a.groups : 1);
+  uint64_t rows = static_cast<uint64_t>(a.m) * (a.mode == RowMode::kMasked ? a.groups : 1);
   uint64_t weight_tiles = static_cast<uint64_t>(a.groups) * a.n / kTileRows;
   uint32_t box_tiles = choice.rows / kTileRows;
   Maps maps;
   bool encoded = true;
   for (int box = 0; box < kXBoxes; ++box) {
-    encoded &= encode_matrix(&maps.x[box], x_type, x_bytes, a.x, a.k, rows, kXRowBytes / x_bytes,
+    encoded &= encode_matrix(&maps.x[box], x_type, x_bytes, a.x, a.kp, rows, kXRowBytes / x_bytes,
                              kTokenStep << box, CU_TENSOR_MAP_SWIZZLE_128B);
   }
   // Codes in 8-byte elements, since a box has at most 256 elements in a row.
   encoded =
       encoded &&
-      encode_matrix(&maps.codes, CU_TENSOR_MAP_DATA_TYPE_INT64, 8, a.packed, problem.steps * (kTileCodes / 8),
+      encode_matrix(&maps.codes, CU_TENSOR_MAP_DATA_TYPE_INT64, 8, a.codes, problem.steps * (kTileCodes / 8),
                     weight_tiles, kTileCodes / 8, box_tiles, CU_TENSOR_MAP_SWIZZLE_NONE) &&
-      encode_matrix(&maps.scales, CU_TENSOR_MAP_DATA_TYPE_UINT8, 1, a.block_scale,
+      encode_matrix(&maps.scales, CU_TENSOR_MAP_DATA_TYPE_UINT8, 1, a.scales,
                     problem.steps * choice.tile_scales, weight_tiles, choice.tile_scales, box_tiles,
                     CU_TENSOR_MAP_SWIZZLE_NONE) &&
       encode_output(&maps.out, problem.out_type, gated, a.out, a.n, rows, choice.store_tokens);
   if (!encoded) return kBadArgument;
-  return choice.run(problem, maps, sms, a.early != 0, static_cast<cudaStream_t>(a.stream));
+  return choice.run(problem, maps, sms, a.early, a.stream);
 }
 
-// Of each kernel, in the file with its launcher.
+// Of each kernel, in its file.
 Candidates w4a8_candidates();
 Candidates half_candidates();
 Candidates int4_candidates();
+Candidates int4_g64_candidates();
+Candidates int4_g32_candidates();
 
 }  // namespace fp4::sm90

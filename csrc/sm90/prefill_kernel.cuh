@@ -27,9 +27,6 @@
 
 #include "launch.cuh"
 #include "prefill_config.cuh"
-#include "prefill_fold.cuh"
-#include "prefill_half.cuh"
-#include "prefill_int4.cuh"
 
 namespace fp4::sm90 {
 

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from ..meta.formats import Activation
 from ..meta.layouts import LAYOUTS, Layout
-from .library import DTYPE_CODES, GATE, address, call, gate_fields, multiprocessors, stream
+from .library import DTYPE_CODES, Gate, address, call, gate_fields, multiprocessors, stream
 
 SLICE_K = 256
 """K that one warp owns in a pass."""
@@ -120,10 +120,6 @@ def choose(rows: int, groups: int, n: int, kp: int, blocks: int) -> Config | Non
     return few
 
 
-class _Gate(ctypes.Structure):
-    _fields_ = list(zip(("act", "alpha", "limit", "up_offset"), GATE))
-
-
 class _Params(ctypes.Structure):
     """DecodeParams of csrc/sm90/decode_plan.cuh; what the launcher fills in comes last but one."""
 
@@ -132,7 +128,7 @@ class _Params(ctypes.Structure):
         *((name, ctypes.c_void_p) for name in ("bias", "out", "route", "sorted_rows")),
         *((name, ctypes.c_int) for name in ("rows", "groups", "n", "k", "kp", "a_div", "max_m", "routing")),
         *((name, ctypes.c_int) for name in ("x_type", "out_type", "bias_type")),
-        ("gate", _Gate),
+        ("gate", Gate),
         *((name, ctypes.c_int) for name in ("k_warps", "row_warps", "passes")),
         ("launcher", ctypes.c_uint32 * 8),
         ("early", ctypes.c_bool),

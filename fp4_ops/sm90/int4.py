@@ -12,8 +12,7 @@ from torch import Tensor
 from ..meta.formats import Activation, Format
 from ..meta.layouts import LAYOUTS, Layout
 from .decode import Routing
-from .library import DTYPE_CODES, address, call, gate_fields, stream
-from .prefill import CHOOSE, MODES
+from .prefill import CHOOSE, launch
 
 LAYOUT = LAYOUTS["sm90_int4"]
 
@@ -113,9 +112,5 @@ def run(
     *, gate: Activation | None = None, early: bool = False, config: int = CHOOSE,
 ) -> None:  # fmt: skip
     """As prefill.run: x e4m3 [M, kp] in the layout's order, sorted by expert. Weights are rounded to e4m3."""
-    call(
-        "fp4_sm90_prefill_int4", address(x), address(x_scale), address(w.codes), address(w.scales),
-        address(w.factor), w.group, address(w.bias), DTYPE_CODES[w.bias.dtype] if w.bias is not None else 0,
-        address(route), address(out), DTYPE_CODES[out.dtype], *gate_fields(gate), MODES[routing], w.groups,
-        rows, w.n, w.kp, early, config, stream(),
-    )  # fmt: skip
+    kernel = {128: "int4", 64: "int4_g64", 32: "int4_g32"}[w.group]
+    launch(kernel, x, x_scale, w, w.factor, route, routing, rows, out, gate, early, config)

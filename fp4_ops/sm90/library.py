@@ -23,18 +23,7 @@ GATE = INT, FLOAT, FLOAT, FLOAT
 
 SIGNATURES = {
     "fp4_sm90_decode": [POINTER, INT, INT, POINTER],
-    "fp4_sm90_prefill_w4a8": [
-        *(POINTER, POINTER, POINTER, POINTER, POINTER, POINTER, INT, POINTER, POINTER, INT),
-        *(*GATE, INT, INT, INT, INT, INT, INT, INT, POINTER),
-    ],
-    "fp4_sm90_prefill_half": [
-        *(POINTER, POINTER, POINTER, POINTER, POINTER, POINTER, INT, POINTER, POINTER, INT),
-        *(*GATE, INT, INT, INT, INT, INT, INT, INT, POINTER),
-    ],
-    "fp4_sm90_prefill_int4": [
-        *(POINTER, POINTER, POINTER, POINTER, POINTER, INT, POINTER, INT, POINTER, POINTER, INT),
-        *(*GATE, INT, INT, INT, INT, INT, INT, INT, POINTER),
-    ],
+    "fp4_sm90_prefill": [INT, POINTER],
     "fp4_sm90_route": [POINTER, INT, INT, INT, POINTER, POINTER, POINTER, POINTER, POINTER],
     "fp4_sm90_rows": [
         *(POINTER, INT, INT, POINTER, INT, POINTER, *GATE, INT),
@@ -90,6 +79,12 @@ def gate_fields(gate: Activation | None) -> tuple[int, float, float, float]:
     if gate is None:
         return 0, 1.0, 0.0, 0.0
     return FUNCTIONS[gate.function], gate.alpha, gate.limit or 0.0, gate.up_offset
+
+
+class Gate(ctypes.Structure):
+    """`GATE` as a field of what a launcher is given."""
+
+    _fields_ = list(zip(("act", "alpha", "limit", "up_offset"), GATE))
 
 
 def address(t: torch.Tensor | None) -> int | None:

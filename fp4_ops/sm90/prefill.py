@@ -1,26 +1,77 @@
-"""Launches csrc/sm90/prefill_*.cu: grouped products with many rows an expert, bound by tensor cores."""
+"""Launches csrc/sm90/prefill*.cu: grouped products with many rows an expert, bound by tensor cores."""
 
 from __future__ import annotations
 
 import ctypes
 import functools
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
 
 from ..meta.formats import Activation
 from .decode import Routing, Weight
-from .library import DTYPE_CODES, address, call, gate_fields, library, stream
+from .library import DTYPE_CODES, Gate, address, call, gate_fields, library, stream
+
+if TYPE_CHECKING:
+    from .int4 import Int4Weight
 
 MODES = {Routing.DENSE: 0, Routing.OFFS: 1, Routing.MASKED: 2}
 CHOOSE = -1
 """Lets the launcher take a candidate from the sizes."""
+KERNELS = ("w4a8", "half", "int4", "int4_g64", "int4_g32")
+"""kKernels of csrc/sm90/prefill.cu: of fp8 rows; of 16-bit rows as rows.to_half makes them; of fp8 rows with
+int4 weights in groups of 128, 64, 32."""
 
 
 def gates(gate: Activation, out: torch.dtype) -> bool:
     """Whether `run` can apply this activation to results of this dtype: gate and up of a column meet in one
     lane's sums, and its function is cheap enough beside the products."""
     return gate.interleaved and gate.function == "silu" and out != torch.float32
+
+
+class _Arguments(ctypes.Structure):
+    """Arguments of csrc/sm90/prefill_host.cuh."""
+
+    _fields_ = [
+        *((name, ctypes.c_void_p) for name in ("x", "x_scale", "codes", "scales", "global_scale", "bias")),
+        *((name, ctypes.c_void_p) for name in ("out", "group_rows")),
+        *((name, ctypes.c_int) for name in ("m", "groups", "n", "kp", "mode", "out_type", "bias_type")),
+        ("gate", Gate),
+        ("early", ctypes.c_bool),
+        ("config", ctypes.c_int),
+        ("stream", ctypes.c_void_p),
+    ]
+
+
+def launch(
+    kernel: str, x: Tensor, x_scale: Tensor, w: Weight | Int4Weight, factor: Tensor,
+    route: Tensor | None, routing: Routing, rows: int, out: Tensor, gate: Activation | None, early: bool,
+    config: int,
+) -> None:  # fmt: skip
+    """`kernel` of KERNELS; `factor`: float32 [groups], of all results; the others as for `run`."""
+    arguments = _Arguments(
+        x=address(x),
+        x_scale=address(x_scale),
+        codes=address(w.codes),
+        scales=address(w.scales),
+        global_scale=address(factor),
+        bias=address(w.bias),
+        out=address(out),
+        group_rows=address(route),
+        m=rows,
+        groups=w.groups,
+        n=w.n,
+        kp=w.kp,
+        mode=MODES[routing],
+        out_type=DTYPE_CODES[out.dtype],
+        bias_type=DTYPE_CODES[w.bias.dtype] if w.bias is not None else 0,
+        gate=gate_fields(gate),
+        early=early,
+        config=config,
+        stream=stream(),
+    )
+    call("fp4_sm90_prefill", KERNELS.index(kernel), ctypes.byref(arguments))
 
 
 def run(
@@ -45,17 +96,8 @@ def run(
     before this one makes x and x_scale at most, and those before had ended when that one began: weights may
     be fetched before it ends. `config`: the index of a candidate.
     """
-    call(
-        "fp4_sm90_prefill_half" if x.dtype == torch.float16 else "fp4_sm90_prefill_w4a8",
-        address(x), address(x_scale), address(w.codes), address(w.scales), address(w.global_scale),
-        address(w.bias), DTYPE_CODES[w.bias.dtype] if w.bias is not None else 0, address(route), address(out),
-        DTYPE_CODES[out.dtype], *gate_fields(gate), MODES[routing], w.groups, rows, w.n, w.kp, early,
-        config, stream(),
-    )  # fmt: skip
-
-
-KERNELS = ("w4a8", "half", "int4")
-"""Of fp8 rows, of 16-bit rows as rows.to_half makes them, of fp8 rows with int4 weights."""
+    kernel = "half" if x.dtype == torch.float16 else "w4a8"
+    launch(kernel, x, x_scale, w, w.global_scale, route, routing, rows, out, gate, early, config)
 
 
 @functools.cache

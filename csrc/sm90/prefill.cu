@@ -1,0 +1,29 @@
+// The prefill kernels, which are a list of candidates each, behind one set of entry points.
+
+#include "prefill_host.cuh"
+
+using namespace fp4::sm90;
+
+namespace {
+
+// fp4_ops/sm90/prefill.py has their names.
+constexpr Candidates (*kKernels[])() = {w4a8_candidates, half_candidates, int4_candidates,
+                                        int4_g64_candidates, int4_g32_candidates};
+
+}  // namespace
+
+extern "C" int fp4_sm90_prefill(int kernel, const Arguments* arguments) {
+  return run(kKernels[kernel](), *arguments);
+}
+
+extern "C" int fp4_sm90_prefill_configs(int kernel) { return kKernels[kernel]().count; }
+
+extern "C" const char* fp4_sm90_prefill_config_name(int kernel, int config) {
+  const Candidates candidates = kKernels[kernel]();
+  return config >= 0 && config < candidates.count ? candidates.list[config].name : "";
+}
+
+// What config = -1 takes on a GPU of `sms` multiprocessors.
+extern "C" Choice fp4_sm90_prefill_choose(int kernel, int mode, int groups, int m, int n, int kp, int sms) {
+  return choose(kKernels[kernel](), static_cast<RowMode>(mode), groups, m, n, kp, sms);
+}
