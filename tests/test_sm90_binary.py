@@ -208,6 +208,13 @@ def test_decode_configurations_fit(kp, compute_warps):
     assert str(config).startswith(f"decode: {config.k_warps} x {config.row_warps} warps")
 
 
+def test_decode_loads_schedulers_evenly():
+    """K = 768: 12 warps, not 15. K = 1280 has 5 slices, for which there is no even number of warps."""
+    assert decode.choose(8, 128, 2048, 768, 132) == decode.Config(3, 4, 1)
+    assert decode.choose(8, 128, 2048, 1280, 132) == decode.Config(5, 3, 1)
+    assert decode.choose(8, 128, 1536, 2048, 132) == decode.Config(8, 2, 1)
+
+
 def test_decode_takes_more_warps_where_they_share_k_better():
     """gpt-oss (K = 2880) once there is enough to do; where a pass is saved, always."""
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import ctypes
 import functools
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from enum import IntEnum
 from typing import NamedTuple
 
@@ -26,6 +26,8 @@ CHUNK = 8
 """Rows of an expert that share one reading of its weights."""
 FEW_WARPS, MANY_WARPS = 16, 24
 """The most warps that compute. With more warps more weights are on their way, but a block begins later."""
+SCHEDULERS = 4
+"""Of a multiprocessor: 12 warps are as fast as 15 where many rows share weights, and faster for few."""
 MAX_PASSES = 8
 MANY_ROW_TILES = 60
 """Of a block, from which the longer start of more warps pays."""
@@ -82,6 +84,11 @@ class Config:
         most = FEW_WARPS if warps <= FEW_WARPS else MANY_WARPS
         return -(-kp // SLICE_K) / (self.passes * self.k_warps) * warps / most - (self.passes - 1) / 4
 
+    def balanced(self) -> Config:
+        """Without the last of several row warps where that gives all schedulers the same number of warps."""
+        uneven = self.k_warps * self.row_warps % SCHEDULERS
+        return replace(self, row_warps=self.row_warps - 1) if 0 < uneven == self.k_warps else self
+
 
 @functools.cache
 def warps_for(kp: int, compute_warps: int) -> Config | None:
@@ -117,7 +124,7 @@ def choose(rows: int, groups: int, n: int, kp: int, blocks: int) -> Config | Non
         row_tiles = rows / max(rows_per_expert(rows, groups), 1.0) * n / 16 / blocks
         if many.passes < few.passes or row_tiles >= MANY_ROW_TILES:
             return many
-    return few
+    return few.balanced()
 
 
 class _Params(ctypes.Structure):
