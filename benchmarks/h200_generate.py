@@ -89,19 +89,23 @@ def expert_bytes(model) -> int:
     return sum(t.nbytes for t in tensors.values())
 
 
-def compile_config(backend: str, format: str) -> CompileConfig:
+def compile_config(backend: str, format: str, tensor_guards: bool) -> CompileConfig:
     """What `generate` compiles a step with: CUDA graphs."""
-    if backend != "fp4":
+    if backend == "inductor" and not tensor_guards:
         return CompileConfig()
     # torch takes a mode or options; triton.cudagraphs is what mode="reduce-overhead" means.
-    return CompileConfig(backend=backend, mode=None, options={"format": format, "triton.cudagraphs": True})
+    options: dict = {"triton.cudagraphs": True}
+    if backend == "fp4":
+        options["format"] = format
+    if tensor_guards:
+        options["guard_filter_fn"] = torch.compiler.keep_tensor_guards_unsafe
+    return CompileConfig(backend=backend, mode=None, options=options)
 
 
 @torch.no_grad()
-def generate_ms(model, batch: int, backend: str, format: str) -> tuple[float, float]:
+def generate_ms(model, batch: int, config: CompileConfig) -> tuple[float, float]:
     """Milliseconds a step, and seconds of the first call (compilation)."""
     ids = torch.randint(1, CONFIG.vocab_size, (batch, PROMPT), device="cuda")
-    config = compile_config(backend, format)
     spent = []
     for _ in range(2):
         clock = Clock()
@@ -180,7 +184,8 @@ def keep_grouped(model):
         model._optimize_model_for_decode = contextlib.nullcontext
 
 
-def run(variant: str, batches: list[int], format: str, prefill: bool, results: dict) -> None:
+def run(variant: str, batches: list[int], given: argparse.Namespace, results: dict) -> None:
+    format = given.format
     torch._dynamo.reset()
     if not variant.startswith("stock"):
         check(format, variant)
@@ -198,14 +203,15 @@ def run(variant: str, batches: list[int], format: str, prefill: bool, results: d
     after = expert_bytes(model)
     print(f"{variant}: expert bytes {after / 1e9:.2f} GB, {after / before:.3f} of bfloat16", flush=True)
     backend = "fp4" if variant.endswith("backend") else "inductor"
+    config = compile_config(backend, format, given.tensor_guards)
     for batch in batches:
-        ms, compile_s = generate_ms(model, batch, backend, format)
+        ms, compile_s = generate_ms(model, batch, config)
         results[variant, batch] = ms
         print(
             f"{variant:16} batch {batch:3d}: {ms:7.2f} ms a step   (first call {compile_s:.0f} s)", flush=True
         )
         torch._dynamo.reset()
-    if prefill and variant != "stock-grouped":
+    if not given.no_prefill and variant != "stock-grouped":
         results[variant, "prefill"] = prefill_ms(model, backend, format)
         print(f"{variant:16} prefill of {PREFILL}: {results[variant, 'prefill']:.1f} ms", flush=True)
 
@@ -218,6 +224,11 @@ def main() -> None:
     parser.add_argument("--batches", default="1,8,64")
     parser.add_argument("--format", default="nvfp4")
     parser.add_argument("--no-prefill", action="store_true")
+    parser.add_argument(
+        "--tensor-guards",
+        action="store_true",
+        help="of Dynamo's guards keep those on tensors (docs/compiler.md)",
+    )
     args = parser.parse_args()
     print(
         f"{torch.cuda.get_device_name()}, torch {torch.__version__}, triton {triton.__version__}, "
@@ -227,7 +238,7 @@ def main() -> None:
     results: dict = {}
     for variant in args.variants.split(","):
         only_big = variant == "stock-grouped"
-        run(variant, batches[-1:] if only_big else batches, args.format, not args.no_prefill, results)
+        run(variant, batches[-1:] if only_big else batches, args, results)
         gc.collect()
         torch.cuda.empty_cache()
     print("\nratio to stock (and, at the largest batch, to the better of its two)")
