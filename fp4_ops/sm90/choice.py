@@ -17,8 +17,10 @@ from .decode import Routing
 
 DECODE_US, DECODE_RATE = 5.0, 3.3e6
 """A launch that has nothing to read, and bytes of weights a microsecond."""
-PREFILL_US = {"w4a8": (3.0, 1.05), "half": (5.0, 1.25)}
+PREFILL_US = {"w4a8": (3.0, 1.05), "half": (4.0, 1.25)}
 """A launch that has nothing to do, and the measured time over the model's."""
+GROUP_US = 0.015
+"""Walking over a group, whether it has rows or not."""
 ORDER_RATE = 1e6
 """16-bit values a microsecond that rows.to_half puts in order for prefill."""
 SORT_US = 12.0
@@ -78,7 +80,7 @@ def prefill_us(product: Product, fp8: bool, sms: int) -> float:
     modelled = prefill.choose(routing, *product[1:], sms, kernel).seconds * 1e6
     launch, factor = PREFILL_US[kernel]
     order = 0 if fp8 else product.all_rows * product.kp / ORDER_RATE
-    return launch + factor * modelled + order
+    return launch + GROUP_US * product.groups + factor * modelled + order
 
 
 _only: str | None = None
