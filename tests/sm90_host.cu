@@ -1,9 +1,12 @@
 // What the Hopper kernels compute in registers, run on the host for test_sm90_host.py: no GPU is needed.
+#include <cstddef>
+#include <cstdio>
 #include <cstring>
 #include <utility>
 
 #include "decode.cuh"
 #include "fp4_block.cuh"
+#include "prefill_arguments.cuh"
 #include "prefill_fold.cuh"
 #include "prefill_half.cuh"
 #include "prefill_int4.cuh"
@@ -120,4 +123,59 @@ extern "C" void row_plan_of(int rows, int blocks, int* plan, int* taken) {
 
 extern "C" void quotients(const float* a, const float* d, const float* inverse, int count, float* out) {
   for (int i = 0; i < count; ++i) out[i] = quotient(a[i], d[i], inverse[i]);
+}
+
+// The fields of what launchers are given, and where they lie: "name offset" a line, and the size.
+struct Field {
+  const char* name;
+  size_t offset;
+};
+
+template <size_t kCount>
+void write_fields(const Field (&fields)[kCount], char* text) {
+  for (const Field& field : fields) text += sprintf(text, "%s %zu\n", field.name, field.offset);
+}
+
+#define FP4_AT(field) {#field, offsetof(Fields, field)}
+
+extern "C" void decode_fields(char* text) {
+  using Fields = DecodeParams;
+  write_fields({FP4_AT(x),
+                FP4_AT(x_scale),
+                FP4_AT(codes),
+                FP4_AT(scales),
+                FP4_AT(global_scale),
+                FP4_AT(bias),
+                FP4_AT(out),
+                FP4_AT(route),
+                FP4_AT(sorted_rows),
+                FP4_AT(rows),
+                FP4_AT(groups),
+                FP4_AT(n),
+                FP4_AT(k),
+                FP4_AT(kp),
+                FP4_AT(a_div),
+                FP4_AT(max_m),
+                FP4_AT(routing),
+                FP4_AT(x_type),
+                FP4_AT(out_type),
+                FP4_AT(bias_type),
+                FP4_AT(gate),
+                FP4_AT(k_warps),
+                FP4_AT(row_warps),
+                FP4_AT(passes),
+                FP4_AT(early),
+                {"launcher", offsetof(Fields, k_warps_inverse)},
+                {"size", sizeof(Fields)}},
+               text);
+}
+
+extern "C" void prefill_fields(char* text) {
+  using Fields = PrefillArguments;
+  write_fields(
+      {FP4_AT(x),    FP4_AT(x_scale), FP4_AT(codes),      FP4_AT(scales),   FP4_AT(global_scale),
+       FP4_AT(bias), FP4_AT(out),     FP4_AT(group_rows), FP4_AT(m),        FP4_AT(groups),
+       FP4_AT(n),    FP4_AT(kp),      FP4_AT(mode),       FP4_AT(out_type), FP4_AT(bias_type),
+       FP4_AT(gate), FP4_AT(early),   FP4_AT(config),     FP4_AT(stream),   {"size", sizeof(Fields)}},
+      text);
 }

@@ -12,7 +12,7 @@ import pytest
 import reference
 import torch
 
-from fp4_ops.sm90 import int4
+from fp4_ops.sm90 import decode, int4, prefill
 
 HERE = Path(__file__).parent
 NVCC = shutil.which("nvcc")
@@ -105,6 +105,18 @@ def test_decode_is_exact_in_fp16(host):
     got = torch.empty(len(words), 2, 2, 2, dtype=torch.float16)  # q, (i = 0, 2) or (1, 3), which of them
     host("decode_words", words, scales, len(words), got)
     assert torch.equal(got.transpose(-1, -2).reshape(-1, 8).double(), weights(codes, scales))
+
+
+@pytest.mark.parametrize("name, struct", [("decode", decode._Params), ("prefill", prefill._Arguments)])
+def test_launchers_find_what_python_fills_in(host, name, struct):
+    text = torch.zeros(4096, dtype=U8)
+    host(f"{name}_fields", text)
+    got = {
+        field: int(offset)
+        for field, offset in map(str.split, bytes(text).rstrip(b"\0").decode().splitlines())
+    }
+    want = {field: getattr(struct, field).offset for field, _ in struct._fields_}
+    assert got == want | {"size": ctypes.sizeof(struct)}
 
 
 def test_half_order_is_what_the_fragments_multiply(host):

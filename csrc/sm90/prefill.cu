@@ -12,7 +12,7 @@ constexpr Candidates (*kKernels[])() = {w4a8_candidates, half_candidates, int4_c
 
 }  // namespace
 
-extern "C" int fp4_sm90_prefill(int kernel, const Arguments* arguments) {
+extern "C" int fp4_sm90_prefill(int kernel, const PrefillArguments* arguments) {
   return run(kKernels[kernel](), *arguments);
 }
 

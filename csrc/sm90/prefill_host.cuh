@@ -6,6 +6,7 @@
 #include <cstddef>
 #include <cstdint>
 
+#include "prefill_arguments.cuh"
 #include "prefill_kernel.cuh"
 
 namespace fp4::sm90 {
@@ -166,26 +167,8 @@ inline bool encode_output(CUtensorMap* map, DType type, bool gated, void* out, u
                     gated ? CU_TENSOR_MAP_SWIZZLE_64B : CU_TENSOR_MAP_SWIZZLE_128B);
 }
 
-// One launch. Pointers are device pointers, 16-byte aligned.
-struct Arguments {
-  const void* x;         // [rows, kp] of the kernel's element, in the order that it takes
-  const float* x_scale;  // [rows]
-  const void *codes, *scales;
-  const float* global_scale;  // [groups]
-  const void* bias;           // [groups, n] of bias_type, or null
-  void* out;                  // [rows, n] of out_type, gated: [rows, n / 2]
-  const int32_t* group_rows;  // as in Rows
-  int m, groups, n, kp;
-  RowMode mode;
-  DType out_type, bias_type;
-  Gate gate;
-  bool early;  // only x and x_scale come from the kernel launched before this one: start while it runs
-  int config;  // a candidate; -1: the one that `choose` takes
-  cudaStream_t stream;
-};
-
 // Returns 0, a cudaError_t, or a negative number: -1 bad argument, -2 no driver entry for tensor maps.
-inline int run(const Candidates& candidates, const Arguments& a) {
+inline int run(const Candidates& candidates, const PrefillArguments& a) {
   bool gated = a.gate.act != Act::kNone;
   if (gated && (a.out_type == DType::kFloat32 || a.gate.act != Act::kSilu)) return kBadArgument;
   const bool half = candidates.list[0].element == Element::kFloat16;

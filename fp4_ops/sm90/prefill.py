@@ -31,7 +31,7 @@ def gates(gate: Activation, out: torch.dtype) -> bool:
 
 
 class _Arguments(ctypes.Structure):
-    """Arguments of csrc/sm90/prefill_host.cuh."""
+    """PrefillArguments of csrc/sm90/prefill_arguments.cuh."""
 
     _fields_ = [
         *((name, ctypes.c_void_p) for name in ("x", "x_scale", "codes", "scales", "global_scale", "bias")),
