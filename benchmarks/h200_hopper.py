@@ -7,16 +7,20 @@ graph of `ROUTINGS` launches, each with another routing, so that weights are col
 activations to fp8 is outside the products' rows and inside the block's (16-bit rows are put in order inside
 both). The floor is max(bytes of the experts hit / copy bandwidth, flops / matmul rate), with both ceilings
 measured in this process. `int4` is int4 in groups of 128 x fp8, `bf16` torch's own grouped_mm with bfloat16
-weights. Each product is checked against float32 over the dequantised weights first.
+weights. `peer` is the time of the fastest other kernel of 4-bit weights over ours: with 16-bit rows, and with
+rows of any kind; as recorded in h200_peers.csv, in another process at higher clocks. Each product is checked
+against float32 over the dequantised weights first.
 """
 
 from __future__ import annotations
 
 import argparse
+import csv
 import statistics
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
+from pathlib import Path
 
 import torch
 import torch.nn.functional as F
@@ -32,6 +36,7 @@ REPLAYS = 15
 WARM_SECONDS = 0.02
 BYTES_PER_WEIGHT = 0.5625
 LAYOUT = ops.rows.LAYOUT
+PEERS = Path(__file__).with_name("h200_peers.csv")
 
 
 @dataclass(frozen=True)
@@ -126,6 +131,19 @@ def check(a, w: Weight, k: int, offs, out, what: str, bound: float) -> None:
         assert error < bound, f"{what}: row {r} is off by {error:.1e}"
 
 
+def fastest_peer(shape: tuple[int, int, int], tokens: int, kinds: tuple[str, ...]) -> float:
+    """Microseconds, as recorded; NaN where nothing is."""
+    lines = (line for line in PEERS.read_text().splitlines() if not line.startswith("#"))
+    times = [
+        float(row[str(tokens)])
+        for row in csv.DictReader(lines)
+        if tuple(int(row[name]) for name in ("groups", "n", "k")) == shape
+        and row["kind"] in kinds
+        and str(tokens) in row
+    ]
+    return min(times, default=float("nan"))
+
+
 def products(model: Model, n: int, k: int, tokens: list[int], peaks: tuple[float, float, float]) -> None:
     copy, bf16_rate, fp8_rate = peaks
     w = random_weight(model.experts, n, k)
@@ -134,8 +152,8 @@ def products(model: Model, n: int, k: int, tokens: list[int], peaks: tuple[float
     plain = torch.randn(model.experts, n, k, device="cuda", dtype=torch.bfloat16)
     print(f"\n{model.name} [{model.experts}, {n}, {k}]")
     print(
-        f"{'tokens':>7}{'floor':>9}{'W4A16':>9}{'':>6}{'floor':>9}{'W4A8':>9}{'':>6}{'int4':>9}{'bf16':>9}"
-        "  kernels"
+        f"{'tokens':>7}{'floor':>9}{'W4A16':>9}{'':>6}{'peer':>6}{'floor':>9}{'W4A8':>9}{'':>6}{'peer':>6}"
+        f"{'int4':>9}{'bf16':>9}  kernels"
     )
     for t in tokens:
         ids = [routing(model, t).flatten().sort().values for _ in range(ROUTINGS)]
@@ -158,9 +176,11 @@ def products(model: Model, n: int, k: int, tokens: list[int], peaks: tuple[float
         config = decode.choose(rows, model.experts, w.n, w.kp, library.multiprocessors(0))
         few16, few8 = (ops.decodes(a, w, decode.Routing.OFFS, rows) for a in (x, q))
         how16, how8 = str(config) if few16 else "prefill", "same" if few8 else "prefill"
+        peer16 = fastest_peer((model.experts, n, k), t, ("W4A16",)) / us16
+        peer8 = fastest_peer((model.experts, n, k), t, ("W4A16", "W4A8")) / us8
         print(
-            f"{t:>7}{floor16:9.1f}{us16:9.1f}{floor16 / us16:6.0%}{floor8:9.1f}{us8:9.1f}{floor8 / us8:6.0%}"
-            f"{us4:9.1f}{us:9.1f}  {how16}; {how8}",
+            f"{t:>7}{floor16:9.1f}{us16:9.1f}{floor16 / us16:6.0%}{peer16:6.2f}"
+            f"{floor8:9.1f}{us8:9.1f}{floor8 / us8:6.0%}{peer8:6.2f}{us4:9.1f}{us:9.1f}  {how16}; {how8}",
             flush=True,
         )
 

@@ -77,8 +77,13 @@ def blocks() -> None:
 
 
 def candidates() -> None:
-    """Every candidate of prefill, also those that are chosen for larger sizes only."""
-    groups, n, k = 3, 384, 640
+    """Every candidate of prefill, also those that are chosen for larger sizes only; then with so many steps
+    of K that blocks share tiles."""
+    for groups, n, k in ((3, 384, 640), (3, 128, 7168)):
+        candidates_of(groups, n, k)
+
+
+def candidates_of(groups: int, n: int, k: int) -> None:
     w = decode.Weight(*weight(groups, n, k), None, groups, n, k)
     offs = torch.tensor([0, 230, 300], dtype=torch.int32, device="cuda")
     x = torch.randn(int(offs[-1]), k, device="cuda").bfloat16()

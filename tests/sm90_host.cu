@@ -170,12 +170,22 @@ extern "C" void decode_fields(char* text) {
                text);
 }
 
+// begin: of every part, and the end of the last.
+extern "C" void shares_of(int tiles, int steps, int share_below, int blocks, int* whole_left_parts,
+                          int* begin) {
+  const Shares shares(tiles, steps, share_below, blocks);
+  whole_left_parts[0] = shares.whole, whole_left_parts[1] = shares.left, whole_left_parts[2] = shares.parts;
+  for (int i = 0; shares.parts > 0 && i <= shares.parts; ++i) begin[i] = shares.begin(i);
+}
+
 extern "C" void prefill_fields(char* text) {
   using Fields = PrefillArguments;
-  write_fields(
-      {FP4_AT(x),    FP4_AT(x_scale), FP4_AT(codes),      FP4_AT(scales),   FP4_AT(global_scale),
-       FP4_AT(bias), FP4_AT(out),     FP4_AT(group_rows), FP4_AT(m),        FP4_AT(groups),
-       FP4_AT(n),    FP4_AT(kp),      FP4_AT(mode),       FP4_AT(out_type), FP4_AT(bias_type),
-       FP4_AT(gate), FP4_AT(early),   FP4_AT(config),     FP4_AT(stream),   {"size", sizeof(Fields)}},
-      text);
+  write_fields({FP4_AT(x),         FP4_AT(x_scale),      FP4_AT(codes),
+                FP4_AT(scales),    FP4_AT(global_scale), FP4_AT(bias),
+                FP4_AT(out),       FP4_AT(group_rows),   FP4_AT(workspace),
+                FP4_AT(m),         FP4_AT(groups),       FP4_AT(n),
+                FP4_AT(kp),        FP4_AT(mode),         FP4_AT(out_type),
+                FP4_AT(bias_type), FP4_AT(gate),         FP4_AT(early),
+                FP4_AT(config),    FP4_AT(stream),       {"size", sizeof(Fields)}},
+               text);
 }

@@ -214,6 +214,30 @@ def test_every_block_of_a_row_is_taken_once(host, rows):
         )
 
 
+@pytest.mark.parametrize("steps", [1, 2, 4, 6, 7, 16, 23, 56, 112])
+@pytest.mark.parametrize("blocks", [1, 66, 132])
+@pytest.mark.parametrize("share_below", [0, 50, 132])
+def test_tiles_are_shared_out_whole(host, steps, blocks, share_below):
+    """Every step of every tile belongs to one part; what is left over full waves is even."""
+    least, most_parts = 3, 4
+    for tiles in [*range(1, 2 * blocks + 2), 10 * blocks + 7, 300 * blocks]:
+        kinds, begin = torch.zeros(3, dtype=torch.int32), torch.full((blocks + 1,), -1, dtype=torch.int32)
+        host("shares_of", tiles, steps, share_below, blocks, kinds, begin)
+        whole, left, parts = kinds.tolist()
+        assert whole + left == tiles and parts <= blocks and (parts == 0) == (left == 0)
+        assert (left == 0) == (tiles % blocks == 0 or tiles % blocks >= share_below)
+        if left == 0:
+            continue
+        assert whole % blocks == 0 and left < 2 * blocks
+        begin = begin[: parts + 1]
+        size, at = begin.diff(), begin % steps
+        assert begin[0] == 0 and begin[-1] == left * steps and size.ge(0).all()
+        assert size.max() <= left * steps / parts + 2 * (least - 1) + 1
+        assert (at.eq(0) | (at.ge(least) & at.le(steps - least))).all()  # no part of a tile is shorter
+        inside = (begin[at > 0] // steps).long()
+        assert len(inside) == 0 or inside.bincount().max() < most_parts + 1
+
+
 def test_quotients_are_rounded_once(host):
     """For every mantissa of the divisor, and however the approximate inverse is off."""
     count = 2**23

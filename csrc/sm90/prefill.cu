@@ -23,7 +23,12 @@ extern "C" const char* fp4_sm90_prefill_config_name(int kernel, int config) {
   return config >= 0 && config < candidates.count ? candidates.list[config].name : "";
 }
 
+// Bytes of scratch memory that a launch needs.
+extern "C" int64_t fp4_sm90_prefill_workspace(int kernel, int sms) {
+  return workspace_bytes(kKernels[kernel](), sms);
+}
+
 // What config = -1 takes on a GPU of `sms` multiprocessors.
 extern "C" Choice fp4_sm90_prefill_choose(int kernel, int mode, int groups, int m, int n, int kp, int sms) {
-  return choose(kKernels[kernel](), static_cast<RowMode>(mode), groups, m, n, kp, sms);
+  return choose(kKernels[kernel](), {static_cast<RowMode>(mode), groups, m, n, kp, sms});
 }

@@ -19,6 +19,7 @@ struct PrefillArguments {
   const void* bias;           // [groups, n] of bias_type, or null
   void* out;                  // [rows, n] of out_type, gated: [rows, n / 2]
   const int32_t* group_rows;  // as in Rows
+  void* workspace;            // of fp4_sm90_prefill_workspace bytes
   int m, groups, n, kp;
   RowMode mode;
   DType out_type, bias_type;

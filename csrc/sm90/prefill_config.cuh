@@ -34,6 +34,11 @@ struct Problem {
   Gate gate;  // gated: rows 2i and 2i + 1 of the weight are gate i and up i; kSilu, 16-bit results
   int n;      // weight rows
   int steps;  // of 128 K
+  // Of tiles that several blocks share: see Shares and PrefillBlock::part_sums.
+  int share_below;
+  float4* part_sums;
+  uint64_t* part_flags;
+  uint64_t ticket;  // another for every launch, and not to be met in memory by chance
 };
 
 struct Maps {
@@ -44,20 +49,20 @@ struct TileInfo {
   int width;  // 0: no more tiles
   int row;
   int rows;
-  int column;  // the first weight row, in the group
+  int column;                       // the first weight row, in the group
+  int first, steps, helpers, part;  // as in Tile and TileWalk
 };
 
 // Weights_: how a warp makes operand A of its rows (FoldedWeights, HalfWeights, Int4Weights). Widths_:
 // WidthList of the token tiles there are instances for. ptxas gives every instance 8 registers of its own.
-template <class Weights_, int Warpgroups_, class Widths_, int Cluster_, int Stages_, int Splits_ = 1>
+template <class Weights_, int Warpgroups_, class Widths_, int Cluster_, int Stages_>
 struct PrefillConfig {
-  static_assert(Cluster_ == 1 || Splits_ == 1);
   using Weights = Weights_;
   template <int Tokens>
   using Mma = Wgmma<Weights::kElement, Tokens>;
   using Widths = Widths_;
   static constexpr int Warpgroups = Warpgroups_, MaxTokens = Widths::kMost, Cluster = Cluster_;
-  static constexpr int Stages = Stages_, Splits = Splits_, Blocks = Cluster * Splits;  // in a cluster
+  static constexpr int Stages = Stages_;
   static constexpr int Rows = Warpgroups * kMmaRows;
   static constexpr int ConsumerWarps = Warpgroups * 4;
   static constexpr int Threads = (Warpgroups + 1) * kWarpgroup;
@@ -77,7 +82,7 @@ struct PrefillConfig {
   static constexpr int XBytes = XTiles * XTileBytes;
   static constexpr int CodeBytes = Rows / kTileRows * kTileCodes;
   static constexpr int ScaleBytes = Rows / kTileRows * Weights::kTileScales;
-  static constexpr int PartialSums = (Splits - 1) * MaxTokens * Rows;  // that other blocks send
+  static constexpr int SumBytes = MaxTokens * Rows * 4;  // of a part of K
 };
 
 template <class Config>
@@ -86,14 +91,11 @@ struct alignas(1024) SharedStorage {
   uint8_t store[Config::Warpgroups][kStoreBuffers][Config::StoreBytes];
   uint8_t codes[Config::Stages][Config::CodeBytes];
   uint8_t scales[Config::Stages][Config::ScaleBytes];
-  float4 partial[Config::Splits > 1 ? Config::PartialSums / 4 : 1];  // [split - 1][tokens / 8][thread]
   float token_scale[kInfoSlots][(Config::MaxTokens + 63) / 64 * 64];
   float bias[kInfoSlots][Config::Rows];
   TileInfo info[kInfoSlots];
   uint64_t full[Config::Stages], empty[Config::Stages];
   uint64_t info_full[kInfoSlots], info_empty[kInfoSlots];
-  uint64_t partial_full;   // of the first block: the sums of the others are there
-  uint64_t partial_empty;  // of the others: their place is free
 };
 
 }  // namespace fp4::sm90

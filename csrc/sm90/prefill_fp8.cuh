@@ -8,9 +8,8 @@
 namespace fp4::sm90 {
 
 // Fitted to the times of all candidates with NVFP4 weights (h200_prefill_choice.txt).
-constexpr Cost kOneWarpgroup = {490, 0.7, 2.4, 1000, 9}, kSplit = {490, 0.7, 2.4, 3000, 6},
-               kTwoWarpgroups = {500, 4.5, 4.7, 1000, 6.5}, kThreeWarpgroups = {685, 5.75, 9.8, 590, 3.7},
-               kFourWarpgroups = {770, 5.5, 18.5, 1500, 7.3};
+constexpr Cost kOneWarpgroup = {490, 0.7, 2.4, 1000, 9}, kTwoWarpgroups = {500, 4.5, 4.7, 1000, 6.5},
+               kThreeWarpgroups = {685, 5.75, 9.8, 590, 3.7}, kFourWarpgroups = {770, 5.5, 18.5, 1500, 7.3};
 
 // The number of widths is limited by registers, the stages by shared memory.
 using Wide = WidthList<288, 272, 256, 192, 128, 64>;
@@ -21,7 +20,7 @@ using Small = WidthList<64, 48, 32>;
 using Few = WidthList<32, 16>;
 using Any = WidthList<128, 96, 64, 32, 16>;
 
-// PrefillConfig<weights, warpgroups, widths, cluster, stages, splits>. The last are for so few weights that
+// PrefillConfig<weights, warpgroups, widths, cluster, stages>. The last is for so few weights that
 // tiles of more rows would leave multiprocessors idle.
 template <class Weights, int kSmallStages = 7>
 constexpr Candidate kFp8Candidates[] = {
@@ -35,7 +34,6 @@ constexpr Candidate kFp8Candidates[] = {
     candidate<PrefillConfig<Weights, 4, Few, 1, kSmallStages + 1>>("rows 256, tokens 32, cluster 1",
                                                                    kFourWarpgroups),
     candidate<PrefillConfig<Weights, 1, Any, 1, 9>>("rows 64, tokens 128, cluster 1", kOneWarpgroup),
-    candidate<PrefillConfig<Weights, 1, Any, 1, 8, 2>>("rows 64, tokens 128, K split in 2", kSplit),
 };
 
 template <class Weights, int kSmallStages = 7>

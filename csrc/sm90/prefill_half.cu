@@ -8,10 +8,10 @@
 namespace fp4::sm90 {
 namespace {
 
-constexpr Cost kOneWarpgroup = {420, 1.6, 4.7, 1000, 9}, kSplit = {420, 1.6, 4.7, 3000, 9},
-               kPair = {600, 5, 8.75, 1000, 9}, kTwoWarpgroups = {600, 5, 9.0, 1000, 9},
-               kThreeBroad = {650, 7, 13.5, 1000, 12}, kThreeMiddle = {720, 7, 13.0, 1000, 12},
-               kThreeWarpgroups = {650, 7, 13.0, 1000, 12}, kFourWarpgroups = {800, 9, 17.0, 1000, 16};
+constexpr Cost kOneWarpgroup = {420, 1.6, 4.7, 1000, 9}, kPair = {600, 5, 8.75, 1000, 9},
+               kTwoWarpgroups = {600, 5, 9.0, 1000, 9}, kThreeBroad = {650, 7, 13.5, 1000, 12},
+               kThreeMiddle = {720, 7, 13.0, 1000, 12}, kThreeWarpgroups = {650, 7, 13.0, 1000, 12},
+               kFourWarpgroups = {800, 9, 17.0, 1000, 16};
 
 // The number of widths is limited by registers, the stages by shared memory.
 using Wide = WidthList<192, 176, 144, 128, 96>;
@@ -23,7 +23,7 @@ using NarrowPair = WidthList<48, 32>;
 using Few = WidthList<32, 16>;
 using Any = WidthList<128, 96, 64, 32, 16>;
 
-// PrefillConfig<weights, warpgroups, widths, cluster, stages, splits>. The last are for so few weights that
+// PrefillConfig<weights, warpgroups, widths, cluster, stages>. The last is for so few weights that
 // tiles of more rows would leave multiprocessors idle.
 constexpr Candidate kCandidates[] = {
     candidate<PrefillConfig<HalfWeights, 2, Wide, 2, 3>>("rows 128, tokens 192, cluster 2", kPair),
@@ -36,7 +36,6 @@ constexpr Candidate kCandidates[] = {
                                                                kFourWarpgroups),
     candidate<PrefillConfig<HalfWeights, 4, Few, 1, 7>>("rows 256, tokens 32, cluster 1", kFourWarpgroups),
     candidate<PrefillConfig<HalfWeights, 1, Any, 1, 5>>("rows 64, tokens 128, cluster 1", kOneWarpgroup),
-    candidate<PrefillConfig<HalfWeights, 1, Any, 1, 5, 2>>("rows 64, tokens 128, K split in 2", kSplit),
 };
 
 }  // namespace

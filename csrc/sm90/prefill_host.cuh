@@ -2,9 +2,11 @@
 #pragma once
 
 #include <algorithm>
+#include <atomic>
 #include <cmath>
 #include <cstddef>
 #include <cstdint>
+#include <random>
 
 #include "prefill_arguments.cuh"
 #include "prefill_kernel.cuh"
@@ -22,8 +24,8 @@ int launch_gated(const Problem& problem, const Maps& maps, int sms, bool depende
   auto kernel = prefill_kernel<Config, kGated>;
   cudaError_t error = cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, kBytes);
   if (error != cudaSuccess) return error;
-  const LaunchShape shape = {dim3(sms / Config::Blocks * Config::Blocks), dim3(Config::Threads), kBytes,
-                             Config::Blocks};
+  const LaunchShape shape = {dim3(sms / Config::Cluster * Config::Cluster), dim3(Config::Threads), kBytes,
+                             Config::Cluster};
   return launch_kernel(kernel, shape, dependent, stream, problem, maps);
 }
 
@@ -43,7 +45,7 @@ constexpr double kClock = 1.755e9, kMemoryRate = 4e12, kBytesPerWeight = 0.5625;
 struct Candidate {
   const char* name;
   Element element;
-  int rows, cluster, splits, store_tokens, tile_scales;
+  int rows, cluster, store_tokens, tile_scales, sum_bytes, flags;
   TokenTiles (*cut)(int rows);
   Cost cost;
   Launch run;
@@ -61,17 +63,19 @@ constexpr Candidate candidate(const char* name, const Cost& cost) {
           Config::Weights::kElement,
           Config::Rows,
           Config::Cluster,
-          Config::Splits,
           Config::StoreTokens,
           Config::Weights::kTileScales,
+          Config::SumBytes,
+          Config::Warpgroups * kWarpgroup,
           Config::Widths::cut,
           cost,
           launch<Config>};
 }
 
-// The tiles of a group of `rows`, as the device cuts it, and their cycles; columns of weights that are read.
+// The tiles of a group of `rows`, as the device cuts it, their cycles and width; columns of weights that are
+// read.
 struct Load {
-  double tiles = 0, cycles = 0, columns = 0;
+  double tiles = 0, cycles = 0, columns = 0, width = 0;
 };
 
 inline void add_group(const Candidate& candidate, int rows, int steps, Load* load) {
@@ -82,39 +86,73 @@ inline void add_group(const Candidate& candidate, int rows, int steps, Load* loa
   load->tiles += tiles;
   load->cycles += tiles * (steps * step + cost.tile_base + cost.tile_slope * width);
   load->columns += 1;
+  load->width += width;
 }
+
+struct Size {
+  RowMode mode;
+  int groups, m, n, kp, sms;
+};
+
+// Cycles that it costs to share tiles: those of a part more, and of each of a tile's sums on its way through
+// memory. Tiles that take less than kCounted are not counted for it.
+constexpr double kShareCycles = 6000, kShareSum = 0.3, kCounted = 24000;
+
+struct Estimate {
+  double seconds;
+  int share_below;  // as TileWalk takes it
+};
 
 struct Choice {
   int candidate = 0;
-  double seconds = 0;
+  Estimate estimate = {};
 };
 
-// The candidate with the least time for groups of equal expected size: waves of tiles, but no less than the
-// weights take to arrive. How full the groups are is known on the device only: as many are taken to be empty
-// as when each row draws a group; half of the others one standard deviation below their mean, half above, but
-// with few rows for so many groups all equal.
-inline Choice choose(const Candidates& candidates, RowMode mode, int groups, int m, int n, int kp, int sms) {
-  double mean = mode == RowMode::kContiguous ? static_cast<double>(m) / groups : m;
-  double hit = groups, deviation = 0;
-  if (mode == RowMode::kContiguous && groups > 1) {
-    hit = -std::expm1(-mean) * groups;
+// A launch of a candidate for groups of equal expected size: what a block has of the tiles, but no less than
+// the weights take to arrive. How full the groups are is known on the device only: as many are taken to be
+// empty as when each row draws a group; half of the others one standard deviation below their mean, half
+// above, but with few rows for so many groups all equal.
+inline Estimate estimate(const Candidate& candidate, const Size& size) {
+  const bool by_chance = size.mode == RowMode::kContiguous && size.groups > 1;
+  double mean = size.mode == RowMode::kContiguous ? static_cast<double>(size.m) / size.groups : size.m;
+  double hit = size.groups, deviation = 0;
+  if (by_chance) {
+    hit = -std::expm1(-mean) * size.groups;
     deviation = mean < 2 ? 0 : std::sqrt(mean);
-    mean = m / hit;
+    mean = size.m / hit;
   }
+  Load load;
+  const int steps = size.kp / kStepK;
+  add_group(candidate, static_cast<int>(std::lround(mean - deviation)), steps, &load);
+  add_group(candidate, std::max(1, static_cast<int>(std::lround(mean + deviation))), steps, &load);
+  const int rows = candidate.rows * candidate.cluster, columns = ceil_div(size.n, rows);
+  const int blocks = size.sms / candidate.cluster;
+  const double tiles = std::round(load.tiles / 2 * hit * columns), cycles = load.cycles / load.tiles;
+  const double bytes = load.columns / 2 * hit * columns * rows * size.kp * kBytesPerWeight;
+  const double memory = bytes / kMemoryRate * kClock;
+  // Full waves take their tiles' cycles or what their weights need to arrive; the last one, if it is not
+  // full, the cycles.
+  const double wave = std::max(cycles, memory * blocks / tiles);
+  const double sums = kShareSum * candidate.rows * load.width / 2, share = kShareCycles + sums;
+  int share_below = std::max(0, static_cast<int>(blocks * (cycles - share) / wave));
+  if (by_chance ? cycles < kCounted : Shares(tiles, steps, share_below, blocks).left == 0) share_below = 0;
+  const Shares shares(tiles, steps, share_below, blocks);
+  double compute = std::ceil(double(shares.whole) / blocks) * cycles;
+  if (shares.left > 0) {
+    const double pieces = double(shares.parts) / shares.left;  // of a tile, whose first adds the others' sums
+    compute += cycles / pieces + kShareCycles + sums * std::max(1.0, pieces - 1);
+  }
+  // What the longer of them hides costs a little all the same: it decides where the other is equal.
+  const double time = std::max(compute, memory) + 0.05 * std::min(compute, memory);
+  return {time / kClock, share_below};
+}
+
+// The candidate with the least time.
+inline Choice choose(const Candidates& candidates, const Size& size) {
   Choice best;
   for (int i = 0; i < candidates.count; ++i) {
-    const Candidate& candidate = candidates.list[i];
-    Load load;
-    int steps = ceil_div(kp / kStepK, candidate.splits);
-    add_group(candidate, static_cast<int>(std::lround(mean - deviation)), steps, &load);
-    add_group(candidate, std::max(1, static_cast<int>(std::lround(mean + deviation))), steps, &load);
-    int rows = candidate.rows * candidate.cluster, columns = ceil_div(n, rows);
-    double waves = std::ceil(load.tiles / 2 * hit * columns / (sms / (candidate.cluster * candidate.splits)));
-    double bytes = load.columns / 2 * hit * columns * rows * kp * kBytesPerWeight;
-    double compute = waves * load.cycles / load.tiles / kClock, memory = bytes / kMemoryRate;
-    // What the longer of them hides costs a little all the same: it decides where the other is equal.
-    double time = std::max(compute, memory) + 0.05 * std::min(compute, memory);
-    if (i == 0 || time < best.seconds) best = {i, time};
+    const Estimate here = estimate(candidates.list[i], size);
+    if (i == 0 || here.seconds < best.estimate.seconds) best = {i, here};
   }
   return best;
 }
@@ -167,6 +205,27 @@ inline bool encode_output(CUtensorMap* map, DType type, bool gated, void* out, u
                     gated ? CU_TENSOR_MAP_SWIZZLE_64B : CU_TENSOR_MAP_SWIZZLE_128B);
 }
 
+// ---- tiles that blocks share ----
+
+// What the sums and flags of a launch need at most; its workspace has so many bytes.
+inline int64_t workspace_bytes(const Candidates& candidates, int sms) {
+  int64_t bytes = 0;
+  for (int i = 0; i < candidates.count; ++i) {
+    const Candidate& candidate = candidates.list[i];
+    bytes = std::max(bytes, sms * (candidate.sum_bytes + candidate.flags * int64_t(sizeof(uint64_t))));
+  }
+  return bytes;
+}
+
+// Another number each time, in any process (splitmix64 from a random start).
+inline uint64_t next_ticket() {
+  static std::atomic<uint64_t> state = uint64_t(std::random_device()()) << 32 | std::random_device()();
+  uint64_t z = state += 0x9E3779B97F4A7C15;
+  z = (z ^ z >> 30) * 0xBF58476D1CE4E5B9;
+  z = (z ^ z >> 27) * 0x94D049BB133111EB;
+  return z ^ z >> 31;
+}
+
 // Returns 0, a cudaError_t, or a negative number: -1 bad argument, -2 no driver entry for tensor maps.
 inline int run(const Candidates& candidates, const PrefillArguments& a) {
   bool gated = a.gate.act != Act::kNone;
@@ -185,7 +244,8 @@ inline int run(const Candidates& candidates, const PrefillArguments& a) {
   if (error == cudaSuccess) error = cudaDeviceGetAttribute(&sms, cudaDevAttrMultiProcessorCount, device);
   if (error != cudaSuccess) return error;
 
-  int config = a.config >= 0 ? a.config : choose(candidates, a.mode, a.groups, a.m, a.n, a.kp, sms).candidate;
+  const Size size = {a.mode, a.groups, a.m, a.n, a.kp, sms};
+  int config = a.config >= 0 ? a.config : choose(candidates, size).candidate;
   const Candidate& choice = candidates.list[config];
   Problem problem = {};
   problem.rows = {a.mode, a.group_rows, a.groups, a.m};
@@ -198,6 +258,11 @@ inline int run(const Candidates& candidates, const PrefillArguments& a) {
   problem.gate = a.gate;
   problem.n = a.n;
   problem.steps = a.kp / kStepK;
+  problem.share_below = estimate(choice, size).share_below;
+  problem.part_sums = static_cast<float4*>(a.workspace);
+  problem.part_flags =
+      reinterpret_cast<uint64_t*>(static_cast<uint8_t*>(a.workspace) + int64_t(sms) * choice.sum_bytes);
+  problem.ticket = next_ticket();
 
   uint64_t rows = static_cast<uint64_t>(a.m) * (a.mode == RowMode::kMasked ? a.groups : 1);
   uint64_t weight_tiles = static_cast<uint64_t>(a.groups) * a.n / kTileRows;

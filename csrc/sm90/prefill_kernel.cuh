@@ -16,8 +16,8 @@
 //                        the end of a tile the first half of the next is folded before the epilogue.
 // Results leave through shared memory by bulk tensor copies that clip at the group's last row (see
 // store_boxes). With Cluster = 2, two blocks take neighbouring weight tiles and each fetches half of X for
-// both. With Splits, so many blocks of a cluster share a tile's K, and the first adds the others' sums to its
-// own: for so few tiles that multiprocessors would be idle.
+// both. What is more than full waves of tiles is shared out in parts of K (Shares): each part but a tile's
+// first leaves its sums in global memory for the block that has that one.
 #pragma once
 
 #include <cuda_bf16.h>
@@ -41,17 +41,16 @@ struct RingPosition {
   }
 };
 
+// Of a producer warp.
+enum class Role : int { kActivations, kInfo, kWeights, kZeros };
+
 template <class Config, bool kGated>
 class PrefillBlock {
  public:
   using Shared = SharedStorage<Config>;
 
   __device__ PrefillBlock(Shared& shared, const Problem& problem, const Maps& maps)
-      : shared_(shared),
-        problem_(problem),
-        maps_(maps),
-        rank_(Config::Cluster > 1 ? cluster_rank() : 0),
-        split_(Config::Splits > 1 ? cluster_rank() : 0) {}
+      : shared_(shared), problem_(problem), maps_(maps), rank_(Config::Cluster > 1 ? cluster_rank() : 0) {}
 
   __device__ void init_barriers() {
     for (int i = 0; i < Config::Stages; ++i) {
@@ -62,109 +61,46 @@ class PrefillBlock {
       barrier_init(smem_address(&shared_.info_full[i]), kWarpArrivals);
       barrier_init(smem_address(&shared_.info_empty[i]), Config::ConsumerWarps * kWarpArrivals);
     }
-    barrier_init(smem_address(&shared_.partial_full), 1);
-    barrier_init(smem_address(&shared_.partial_empty), Config::ConsumerWarps);
     barrier_init_fence();
   }
 
-  // Producer warp 0: activations. Each block of a cluster fetches an equal part for all of them, in boxes of
-  // powers of two.
-  __device__ void copy_activations() {
-    auto walk = make_walk();
+  // Producer warps 0 to 2. One loop for all three: what instructions of a walk cost is their way into the
+  // multiprocessor, and the first warp's are there for the others.
+  __device__ void produce(Role role) {
+    TileWalk<typename Config::Widths> walk(
+        problem_.rows, ceil_div(problem_.n, Config::Rows * Config::Cluster), problem_.steps,
+        problem_.share_below, blockIdx.x / Config::Cluster, gridDim.x / Config::Cluster);
     RingPosition<Config::Stages> ring;
+    RingPosition<kInfoSlots> slots;
     Tile tile;
     while (walk.next(tile)) {
-      int part = ceil_div(tile.width, kTokenStep * Config::Cluster) * kTokenStep;
-      for (int step = first_step(split_); step < first_step(split_ + 1); ++step, ring = ring.next()) {
+      if (role == Role::kInfo) {
+        wait_free(slots);
+        describe(tile, walk, slots.slot);
+        publish(slots);
+        continue;
+      }
+      const int column = first_column(tile);
+#pragma unroll 1
+      for (int step = tile.first; step < tile.first + tile.steps; ++step, ring = ring.next()) {
         barrier_wait(smem_address(&shared_.empty[ring.slot]), ring.round ^ 1);
         if (elect_lane()) {
-          uint32_t full = smem_address(&shared_.full[ring.slot]);
-          barrier_expect_bytes(full, part * Config::Cluster * kXRowBytes * Config::XTiles);
-          int first = part * rank_;
-#pragma unroll
-          for (int box = kXBoxes - 1; box >= 0; --box) {
-            int tokens = kTokenStep << box;
-            if (tokens > Config::MaxTokens / Config::Cluster || (part & tokens) == 0) continue;
-#pragma unroll
-            for (int i = 0; i < Config::XTiles; ++i) {
-              uint32_t target =
-                  smem_address(shared_.x[ring.slot]) + i * Config::XTileBytes + first * kXRowBytes;
-              int k = step * kStepK + i * (kXRowBytes / Config::ElementBytes);
-              if constexpr (Config::Cluster > 1) {
-                constexpr uint16_t kBlocks = (1 << Config::Cluster) - 1;
-                load_box_multicast(target, &maps_.x[box], full, k, tile.row + first, kBlocks);
-              } else {
-                load_box(target, &maps_.x[box], full, k, tile.row + first);
-              }
-            }
-            first += tokens;
+          if (role == Role::kWeights) {
+            copy_weights(ring.slot, step, (tile.group * problem_.n + column) / kTileRows);
+          } else {
+            copy_activations(ring.slot, step, tile);
           }
         }
         __syncwarp();
       }
     }
-  }
-
-  // Producer warp 2: weights.
-  __device__ void copy_weights() {
-    auto walk = make_walk();
-    RingPosition<Config::Stages> ring;
-    Tile tile;
-    while (walk.next(tile)) {
-      int row_tile = (tile.group * problem_.n + first_column(tile)) / kTileRows;
-      for (int step = first_step(split_); step < first_step(split_ + 1); ++step, ring = ring.next()) {
-        barrier_wait(smem_address(&shared_.empty[ring.slot]), ring.round ^ 1);
-        if (elect_lane()) {
-          uint32_t full = smem_address(&shared_.full[ring.slot]);
-          barrier_expect_bytes(full, Config::CodeBytes + Config::ScaleBytes);
-          load_box(smem_address(shared_.codes[ring.slot]), &maps_.codes, full, step * (kTileCodes / 8),
-                   row_tile);
-          load_box(smem_address(shared_.scales[ring.slot]), &maps_.scales, full,
-                   step * Config::Weights::kTileScales, row_tile);
-        }
-        __syncwarp();
-      }
+    if (role == Role::kInfo) {
+      wait_free(slots);
+      if (threadIdx.x % kWarp == 0) shared_.info[slots.slot].width = 0;
+      publish(slots);
     }
   }
 
-  // Producer warp 1: what the epilogue needs.
-  __device__ void describe_tiles() {
-    auto walk = make_walk();
-    RingPosition<kInfoSlots> ring;
-    int lane = threadIdx.x % kWarp;
-    Tile tile;
-    bool more = true;
-    while (more) {
-      more = walk.next(tile);
-      barrier_wait(smem_address(&shared_.info_empty[ring.slot]), ring.round ^ 1);
-      TileInfo info = {};
-      if (more) {
-        info = {tile.width, tile.row, tile.rows, first_column(tile)};
-        float global = problem_.global_scale == nullptr ? 1.0f : problem_.global_scale[tile.group];
-        float factor = Config::Weights::kFactor * global;
-#pragma unroll 2
-        for (int i = lane; i < tile.rows; i += kWarp) {
-          float scale = problem_.x_scale == nullptr ? 1.0f : problem_.x_scale[tile.row + i];
-          shared_.token_scale[ring.slot][i] = factor * scale;
-        }
-        // silu_values divides two tokens by one product: beside an odd last one no chance number, but NaN,
-        // which its minima take for the same number always.
-        if (kGated && lane == 0 && tile.rows % 2 != 0) {
-          shared_.token_scale[ring.slot][tile.rows] = __int_as_float(0x7fffffff);
-        }
-        int64_t first_bias = static_cast<int64_t>(tile.group) * problem_.n + info.column;
-#pragma unroll 1
-        for (int i = lane; i < Config::Rows; i += kWarp) {
-          shared_.bias[ring.slot][i] = info.column + i < problem_.n ? load_bias(first_bias + i) : 0.0f;
-        }
-      }
-      if (lane == 0) shared_.info[ring.slot] = info;
-      barrier_arrive_warp(smem_address(&shared_.info_full[ring.slot]));
-      ring = ring.next();
-    }
-  }
-
-  // Producer warp 3.
   __device__ void zero_rows(int thread, int threads) {
     int columns = kGated ? problem_.n / 2 : problem_.n;
     int row_bytes = columns * (problem_.out_type == DType::kFloat32 ? 4 : 2);
@@ -177,51 +113,104 @@ class PrefillBlock {
     int warp = threadIdx.x / kWarp;
     weights_.init(smem_address(shared_.codes) + warp * kTileCodes,
                   smem_address(shared_.scales) + warp * Config::Weights::kTileScales, threadIdx.x % kWarp);
-    TileInfo tile = wait_info();
+    TileSize tile = wait_info();
     if (tile.width > 0) {
       wait_stage(false);
       load_weights();
       weights_.template finish<0>(weights_.template prepare<0>(), fragments_[0]);
     }
     while (tile.width > 0) {
-      TileInfo next;
-      multiply_width(typename Config::Widths(), sums, tile.width, next);
+      TileSize next;
+      multiply_width(typename Config::Widths(), sums, tile, next);
       // No use of a sum moves before the wait.
 #pragma unroll
       for (float& sum : sums) asm volatile("" : "+f"(sum)::"memory");
       // The tile's: that of `next` is taken, too.
       int slot = (info_.slot + kInfoSlots - 2) % kInfoSlots;
-      if constexpr (Config::Splits > 1) {
-        if (split_ == 0) {
-          add_partial(sums, tile.width);
-        } else {
-          send_partial(sums, tile.width);
-        }
+      const TileInfo& info = shared_.info[slot];
+      if (info.first > 0) {
+        send_sums(sums, info);
+      } else {
+        add_sums(sums, info);
+        store_tile(sums, info, slot);
       }
-      if (split_ == 0) store_tile(sums, tile, slot);
       barrier_arrive_warp(smem_address(&shared_.info_empty[slot]));
       tile = next;
     }
     store_wait_read<0>();
   }
 
-  // Whether this block has a part of K: of less than 128 for each, not all have.
-  __device__ bool takes_part() const {
-    return Config::Splits == 1 || first_step(split_) < first_step(split_ + 1);
-  }
-
  private:
   using Sums = float[Config::MaxTokens / 2];
 
-  // Where a part of K begins; the first is as long as any.
-  __device__ __forceinline__ int first_step(int split) const {
-    return ceil_div(split * problem_.steps, Config::Splits);
+  // ---- producers ----
+
+  // Each block of a cluster fetches an equal part for all of them, in boxes of powers of two.
+  __device__ __forceinline__ void copy_activations(int slot, int step, const Tile& tile) {
+    const int part = ceil_div(tile.width, kTokenStep * Config::Cluster) * kTokenStep;
+    uint32_t full = smem_address(&shared_.full[slot]);
+    barrier_expect_bytes(full, part * Config::Cluster * kXRowBytes * Config::XTiles);
+    int first = part * rank_;
+#pragma unroll
+    for (int box = kXBoxes - 1; box >= 0; --box) {
+      int tokens = kTokenStep << box;
+      if (tokens > Config::MaxTokens / Config::Cluster || (part & tokens) == 0) continue;
+#pragma unroll
+      for (int i = 0; i < Config::XTiles; ++i) {
+        uint32_t target = smem_address(shared_.x[slot]) + i * Config::XTileBytes + first * kXRowBytes;
+        int k = step * kStepK + i * (kXRowBytes / Config::ElementBytes);
+        if constexpr (Config::Cluster > 1) {
+          constexpr uint16_t kBlocks = (1 << Config::Cluster) - 1;
+          load_box_multicast(target, &maps_.x[box], full, k, tile.row + first, kBlocks);
+        } else {
+          load_box(target, &maps_.x[box], full, k, tile.row + first);
+        }
+      }
+      first += tokens;
+    }
   }
 
-  __device__ TileWalk<typename Config::Widths> make_walk() {
-    int columns = ceil_div(problem_.n, Config::Rows * Config::Cluster);
-    return {problem_.rows, columns, static_cast<int>(blockIdx.x) / Config::Blocks,
-            static_cast<int>(gridDim.x) / Config::Blocks};
+  __device__ __forceinline__ void copy_weights(int slot, int step, int row_tile) {
+    uint32_t full = smem_address(&shared_.full[slot]);
+    barrier_expect_bytes(full, Config::CodeBytes + Config::ScaleBytes);
+    load_box(smem_address(shared_.codes[slot]), &maps_.codes, full, step * (kTileCodes / 8), row_tile);
+    load_box(smem_address(shared_.scales[slot]), &maps_.scales, full, step * Config::Weights::kTileScales,
+             row_tile);
+  }
+
+  __device__ __forceinline__ void wait_free(const RingPosition<kInfoSlots>& slots) {
+    barrier_wait(smem_address(&shared_.info_empty[slots.slot]), slots.round ^ 1);
+  }
+
+  __device__ __forceinline__ void publish(RingPosition<kInfoSlots>& slots) {
+    barrier_arrive_warp(smem_address(&shared_.info_full[slots.slot]));
+    slots = slots.next();
+  }
+
+  // What the epilogue needs.
+  __device__ __forceinline__ void describe(const Tile& tile, const TileWalk<typename Config::Widths>& walk,
+                                           int slot) {
+    const int lane = threadIdx.x % kWarp;
+    TileInfo info = {tile.width, tile.row,   tile.rows,          first_column(tile),
+                     tile.first, tile.steps, walk.helpers(tile), walk.part()};
+    float global = problem_.global_scale == nullptr ? 1.0f : problem_.global_scale[tile.group];
+    float factor = Config::Weights::kFactor * global;
+#pragma unroll 2
+    for (int i = lane; i < tile.rows; i += kWarp) {
+      float scale = problem_.x_scale == nullptr ? 1.0f : problem_.x_scale[tile.row + i];
+      shared_.token_scale[slot][i] = factor * scale;
+    }
+    // silu_values divides two tokens by one product: beside an odd last one no chance number, but NaN, which
+    // its minima take for the same number always.
+    if (kGated && lane == 0 && tile.rows % 2 != 0) {
+      shared_.token_scale[slot][tile.rows] = __int_as_float(0x7fffffff);
+    }
+    int64_t first_bias = static_cast<int64_t>(tile.group) * problem_.n + info.column;
+#pragma unroll 1
+    for (int i = lane; i < Config::Rows; i += kWarp) {
+      shared_.bias[slot][i] = info.column + i < problem_.n ? load_bias(first_bias + i) : 0.0f;
+    }
+    if (lane == 0) shared_.info[slot] = info;
   }
 
   __device__ int first_column(const Tile& tile) const {
@@ -256,12 +245,17 @@ class PrefillBlock {
     }
   }
 
-  // The info of the next tile in the walk; its slot is given back by store_tile.
-  __device__ __forceinline__ TileInfo wait_info() {
+  // What the products need to know of a tile: consumers have no registers for more.
+  struct TileSize {
+    int width, steps;
+  };
+
+  // Of the next tile in the walk, whose info stays until multiply_tiles gives it back.
+  __device__ __forceinline__ TileSize wait_info() {
     barrier_wait(smem_address(&shared_.info_full[info_.slot]), info_.round);
-    TileInfo info = shared_.info[info_.slot];
+    const TileInfo& info = shared_.info[info_.slot];
     info_ = info_.next();
-    return info;
+    return {info.width, info.steps};
   }
 
   __device__ __forceinline__ void load_weights() {
@@ -297,8 +291,7 @@ class PrefillBlock {
 
   // All K of a tile. Enters with the first half step folded, and leaves so for the next tile, if any.
   template <int Tokens>
-  __device__ __forceinline__ void multiply(Sums& sums, TileInfo& next) {
-    const int steps = first_step(split_ + 1) - first_step(split_);
+  __device__ __forceinline__ void multiply(Sums& sums, int steps, TileSize& next) {
     for (int step = 0;; ++step) {
       issue_half<Tokens, 0>(sums, step > 0);
       auto second = weights_.template prepare<1>();
@@ -328,53 +321,65 @@ class PrefillBlock {
 
   // Runs the instance that is as wide as the tile.
   template <int... Widths>
-  __device__ __forceinline__ void multiply_width(WidthList<Widths...>, Sums& sums, int width,
-                                                 TileInfo& next) {
-    ((width == Widths ? (multiply<Widths>(sums, next), true) : false) || ...);
+  __device__ __forceinline__ void multiply_width(WidthList<Widths...>, Sums& sums, TileSize tile,
+                                                 TileSize& next) {
+    ((tile.width == Widths ? (multiply<Widths>(sums, tile.steps, next), true) : false) || ...);
   }
 
-  // A float4 of each thread for eight tokens.
-  static constexpr int kPartialStride = Config::Warpgroups * kWarpgroup;
+  // The sums of a part of K in global memory: of each thread a float4 for eight tokens, and a flag. The
+  // thread that has written its sums raises it with the launch's ticket; the same one of the block that adds
+  // them lowers it again, for a launch with the same ticket (a CUDA graph's next replay). No thread waits for
+  // the others of its warp: after __syncwarp here, ptxas would no longer keep the products' descriptors
+  // uniform.
+  static constexpr int kConsumers = Config::Warpgroups * kWarpgroup;
 
-  // Of another block than the first: its sums to the first.
-  __device__ __forceinline__ void send_partial(const Sums& sums, int width) {
-    barrier_wait(smem_address(&shared_.partial_empty), partial_round_ ^ 1);
-    const uint32_t full = remote_address(smem_address(&shared_.partial_full), 0);
-    const float4* mine =
-        shared_.partial + (split_ - 1) * (Config::MaxTokens / 8) * kPartialStride + threadIdx.x;
-    const uint32_t to = remote_address(smem_address(mine), 0);
-#pragma unroll
-    for (int i = 0; i < Config::MaxTokens / 8; ++i) {
-      if (8 * i < width) store_remote(to + i * kPartialStride * sizeof(float4), sums + 4 * i, full);
-    }
-    partial_round_ ^= 1;
+  __device__ __forceinline__ float4* part_sums(int part) const {
+    return problem_.part_sums + (part * Config::Cluster + rank_) * (Config::SumBytes / 16) + threadIdx.x;
   }
 
-  // Of the first: adds those of the others, in their order. (An acquire of the whole cluster would empty L1
-  // besides, which these sums do not pass.)
-  __device__ __forceinline__ void add_partial(Sums& sums, int width) {
-    const uint32_t full = smem_address(&shared_.partial_full);
-    if (threadIdx.x == 0) {
-      const int others = min(Config::Splits, problem_.steps) - 1;
-      barrier_expect_bytes(full, others * width * Config::Rows * sizeof(float));
+  __device__ __forceinline__ uint64_t* part_flag(int part) const {
+    return problem_.part_flags + (part * Config::Cluster + rank_) * kConsumers + threadIdx.x;
+  }
+
+  static constexpr int kSumVectors = Config::MaxTokens / 8;
+
+  __device__ __forceinline__ void send_sums(const Sums& sums, const TileInfo& tile) {
+    float4* to = part_sums(tile.part);
+#pragma unroll
+    for (int i = 0; i < kSumVectors; ++i) {
+      if (8 * i >= tile.width) break;
+      __stcg(to + i * kConsumers,
+             make_float4(sums[4 * i], sums[4 * i + 1], sums[4 * i + 2], sums[4 * i + 3]));
     }
-    barrier_wait(full, partial_round_);
-    int lane = threadIdx.x % kWarp;
+    store_release(part_flag(tile.part), problem_.ticket);
+  }
+
+  // In the order of K, whenever they come. Several are read at a time, so that their latencies overlap; the
+  // last may be past the tile's width, where nobody uses the sums.
+  __device__ __forceinline__ void add_sums(Sums& sums, const TileInfo& tile) {
+#pragma unroll 1
+    for (int helper = 1; helper <= tile.helpers; ++helper) {
+      constexpr int kAtOnce = 4;
+      uint64_t* flag = part_flag(tile.part + helper);
+      while (load_acquire(flag) != problem_.ticket) {
+      }
+      *flag = 0;
+      const float4* from = part_sums(tile.part + helper);
 #pragma unroll
-    for (int split = 1; split < Config::Splits; ++split) {
-      if (first_step(split) == first_step(split + 1)) continue;
-      const float4* from =
-          shared_.partial + (split - 1) * (Config::MaxTokens / 8) * kPartialStride + threadIdx.x;
+      for (int first = 0; first < kSumVectors; first += kAtOnce) {
+        if (8 * first >= tile.width) break;
+        float4 more[kAtOnce];
 #pragma unroll
-      for (int i = 0; i < Config::MaxTokens / 8; ++i) {
-        if (8 * i >= width) continue;
-        const float4 sum = from[i * kPartialStride];
-        sums[4 * i] += sum.x, sums[4 * i + 1] += sum.y, sums[4 * i + 2] += sum.z, sums[4 * i + 3] += sum.w;
+        for (int i = 0; i < kAtOnce && first + i < kSumVectors; ++i) {
+          more[i] = __ldcg(from + (first + i) * kConsumers);
+        }
+#pragma unroll
+        for (int i = 0; i < kAtOnce && first + i < kSumVectors; ++i) {
+          float* sum = sums + 4 * (first + i);
+          sum[0] += more[i].x, sum[1] += more[i].y, sum[2] += more[i].z, sum[3] += more[i].w;
+        }
       }
     }
-    __syncwarp();
-    if (lane > 0 && lane < Config::Splits) barrier_arrive_remote(smem_address(&shared_.partial_empty), lane);
-    partial_round_ ^= 1;
   }
 
   __device__ __forceinline__ void store_tile(Sums& sums, const TileInfo& tile, int slot) {
@@ -524,15 +529,13 @@ class PrefillBlock {
   Shared& shared_;
   const Problem& problem_;
   const Maps& maps_;
-  uint32_t rank_;   // among the blocks that share X
-  uint32_t split_;  // among those that share K
+  uint32_t rank_;  // among the blocks that share X
   RingPosition<Config::Stages> ring_;
   RingPosition<kInfoSlots> info_;
   int previous_ = 0;  // the stage whose products may still run
   typename Config::Weights weights_;
   typename Config::Weights::Fragments fragments_[2];
   int store_buffer_ = 0;
-  uint32_t partial_round_ = 0;
 };
 
 template <class Config, bool kGated>
@@ -544,31 +547,24 @@ __global__ void __launch_bounds__(Config::Threads, 1)
   PrefillBlock<Config, kGated> block(shared, problem, maps);
   if (threadIdx.x == 0) block.init_barriers();
   __syncthreads();
-  if constexpr (Config::Blocks > 1) cluster_sync();
+  if constexpr (Config::Cluster > 1) cluster_sync();
 
   if (threadIdx.x >= Config::Warpgroups * kWarpgroup) {
     if constexpr (Config::MovesRegisters) register_give<Config::ProducerRegisters>();
+    const auto role = static_cast<Role>(uniform(threadIdx.x / kWarp % 4));
     // All but the weights and the routing. Results are stored only after activations have come.
-    if (threadIdx.x / kWarp % 4 != 2) wait_previous_kernel();
-    switch (threadIdx.x / kWarp % 4) {
-      case 0:
-        block.copy_activations();
-        break;
-      case 1:
-        if (block.takes_part()) block.describe_tiles();
-        break;
-      case 2:
-        block.copy_weights();
-        break;
-      default:
-        block.zero_rows(blockIdx.x * kWarp + threadIdx.x % kWarp, gridDim.x * kWarp);
+    if (role != Role::kWeights) wait_previous_kernel();
+    if (role == Role::kZeros) {
+      block.zero_rows(blockIdx.x * kWarp + threadIdx.x % kWarp, gridDim.x * kWarp);
+    } else {
+      block.produce(role);
     }
   } else {
     if constexpr (Config::MovesRegisters) register_take<Config::ConsumerRegisters>();
-    if (block.takes_part()) block.multiply_tiles();
+    block.multiply_tiles();
   }
   // A block stays until its peers send nothing more to its shared memory.
-  if constexpr (Config::Blocks > 1) cluster_sync();
+  if constexpr (Config::Cluster > 1) cluster_sync();
 }
 
 }  // namespace fp4::sm90

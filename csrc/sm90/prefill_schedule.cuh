@@ -1,8 +1,10 @@
 // Which tiles a block computes: a static walk over (group, token tile, weight tile), done by one warp.
 //
-// A group's rows are cut into few token tiles and those made equally wide, so that 300 rows are 160 + 140 and
-// not 256 + 44 (WidthList::cut). Within a group the tiles go in bands of token tiles, token tiles fastest:
-// blocks that run together share a band's activations and a few rows of weights in L2.
+// Blocks take whole tiles in turn, but what is more than a full wave of them, and the wave before, goes to
+// all blocks in equal parts of K (stream-K; see Shares). A group's rows are cut into few token tiles and
+// those made equally wide, so that 300 rows are 160 + 140 and not 256 + 44 (WidthList::cut). Within a group
+// the tiles go in bands of token tiles, token tiles fastest: blocks that run together share a band's
+// activations and a few rows of weights in L2.
 #pragma once
 
 #include "ptx.cuh"
@@ -20,10 +22,11 @@ struct Rows {
 
 struct Tile {
   int group;
-  int row;     // the first row in X and in the output
-  int rows;    // valid rows
-  int width;   // rows computed
-  int column;  // index of the weight tile (of a cluster's pair of them)
+  int row;           // the first row in X and in the output
+  int rows;          // valid rows
+  int width;         // rows computed
+  int column;        // index of the weight tile (of a cluster's pair of them)
+  int first, steps;  // the part of K: its first step of 128, and how many
 };
 
 constexpr int kWarp = 32;
@@ -32,6 +35,49 @@ constexpr int kBandTiles = 8;
 __device__ __forceinline__ int clamp_rows(int rows, int m) { return max(0, min(rows, m)); }
 
 __host__ __device__ __forceinline__ constexpr int ceil_div(int a, int b) { return (a + b - 1) / b; }
+
+// a / b, where neither is negative and the quotient is below 2^21: an estimate and a correction, a third of
+// the instructions. A walk's begin is code that runs once, and takes as long as its instructions need to
+// arrive.
+__host__ __device__ __forceinline__ int quotient(int a, int b) {
+#ifdef __CUDA_ARCH__
+  const int estimate = __float2int_rz(__fdividef(static_cast<float>(a), static_cast<float>(b)));
+  const int rest = a - estimate * b;
+  return estimate + (rest >= b) - (rest < 0);
+#else
+  return a / b;
+#endif
+}
+
+// How `tiles` of `steps` steps of K each are shared out among `blocks` (or clusters of them): the first
+// `whole` as they are, in turn; the others, laid end to end, in `parts` equal parts, of which block b takes
+// part parts - 1 - b. The block that has a tile's first steps waits, at its very end, for the sums of those
+// that follow, which they computed first of all: of blocks with lower indices, which the hardware starts no
+// later, so that it waits for nothing that has yet to get a multiprocessor.
+struct Shares {
+  // No part of a tile is shorter than kLeast; a tile has kMostParts at most, of at least kSteps in the mean.
+  static constexpr int kLeast = 3, kMostParts = 4, kSteps = 6;
+
+  int whole, left = 0, parts = 0, steps, blocks;
+
+  // Where fewer tiles than share_below are left over the last full wave, which then would take as long as a
+  // full one.
+  __host__ __device__ __forceinline__ Shares(int tiles, int steps, int share_below, int blocks)
+      : whole(tiles), steps(steps), blocks(blocks) {
+    const int rest = tiles - quotient(tiles, blocks) * blocks;
+    if (rest == 0 || rest >= share_below) return;
+    left = tiles < blocks ? tiles : blocks + rest;
+    whole = tiles - left;
+    const int most = steps < 2 * kSteps ? 1 : steps < kMostParts * kSteps ? steps / kSteps : kMostParts;
+    parts = most * left < blocks ? most * left : blocks;
+  }
+
+  // The step at which part i begins, in all those left: at a tile's first, or not too near to it.
+  __host__ __device__ __forceinline__ int begin(int i) const {
+    const int step = quotient(left * steps * i, parts), in_tile = step - quotient(step, steps) * steps;
+    return in_tile < kLeast ? step - in_tile : steps - in_tile < kLeast ? step - in_tile + steps : step;
+  }
+};
 
 // The token tiles of a group: all but the last are full.
 struct TokenTiles {
@@ -64,54 +110,123 @@ struct WidthList {
 template <class Widths>
 class TileWalk {
  public:
-  __device__ TileWalk(const Rows& rows, int columns, int first, int stride)
-      : rows_(rows), columns_(columns), index_(first), stride_(stride) {}
+  // Of `block` among `blocks`. share_below: as for Shares; if 0, tiles need not be counted first.
+  __device__ TileWalk(const Rows& rows, int columns, int steps, int share_below, int block, int blocks)
+      : rows_(rows),
+        columns_(columns),
+        index_(block),
+        stride_(blocks),
+        steps_(steps),
+        share_below_(share_below) {
+    if (share_below == 0) return;
+    const Shares shares(count_tiles(), steps, share_below, blocks);
+    whole_ = shares.whole, left_ = shares.left;
+    part_ = shares.parts - 1 - block;
+    if (part_ >= 0) step_ = shares.begin(part_), step_end_ = shares.begin(part_ + 1);
+  }
 
   // Called by a whole warp; false after the last tile.
   __device__ bool next(Tile& tile) {
-    while (index_ >= chunk_end_) {
+    tile.first = 0, tile.steps = steps_;
+    int index = index_;
+    if (index >= whole_) {
+      if (step_ >= step_end_) return false;
+      index = whole_ + quotient(step_, steps_);
+      tile.first = step_ - (index - whole_) * steps_;
+      tile.steps = min(steps_ - tile.first, step_end_ - step_);
+      step_ += tile.steps;
+    } else {
+      index_ += stride_;
+    }
+    while (index >= chunk_end_) {
       chunk_ += kWarp;
       if (chunk_ >= rows_.groups) return false;
       load_chunk();
     }
-    int local = index_ - chunk_begin_;
-    int lane = 31 - __clz(__ballot_sync(~0u, first_ <= local));
-    local -= __shfl_sync(~0u, first_, lane);
-    tile.group = chunk_ + lane;
-    int count = __shfl_sync(~0u, count_, lane);
-    TokenTiles tiles = Widths::cut(count);
-    int band_size = kBandTiles * columns_;
-    int band = local / band_size;
-    local -= band * band_size;
-    int band_tiles = min(kBandTiles, tiles.count - band * kBandTiles);
-    tile.column = local / band_tiles;
-    int token_tile = band * kBandTiles + local - tile.column * band_tiles;
-    tile.row = __shfl_sync(~0u, row_, lane) + token_tile * tiles.width;
-    tile.rows = min(tiles.width, count - token_tile * tiles.width);
-    tile.width = Widths::round_up(tile.rows);
-    index_ += stride_;
+    find(index - chunk_begin_, tile);
     return true;
   }
 
+  // Which part of the tiles that are shared this block has.
+  __device__ int part() const { return part_; }
+
+  // How many parts follow this one in the tile just taken, which add their sums to it if it has the first
+  // steps.
+  __device__ int helpers(const Tile& tile) const {
+    if (tile.steps == steps_ || tile.first > 0) return 0;
+    const Shares shares(whole_ + left_, steps_, share_below_, stride_);
+    const int tile_end = step_ - tile.steps + steps_;
+    int count = 0;
+    while (part_ + 1 + count < shares.parts && shares.begin(part_ + 1 + count) < tile_end) ++count;
+    return count;
+  }
+
  private:
-  // Lane i takes group chunk_ + i. Ends that decrease or pass m are clamped, never trusted.
-  __device__ void load_chunk() {
-    int lane = threadIdx.x % kWarp, group = chunk_ + lane;
-    bool valid = group < rows_.groups;
+  // All of the launch. Each lane takes four groups in a row, so that their loads are under way together and
+  // one scan over the lanes is enough.
+  __device__ int count_tiles() const {
+    constexpr int kEach = 4;
+    const int lane = threadIdx.x % kWarp;
+    int tiles = 0, last_end = 0;
+    for (int chunk = 0; chunk < rows_.groups; chunk += kEach * kWarp) {
+      int end[kEach];
+#pragma unroll
+      for (int i = 0; i < kEach; ++i) {
+        const int group = chunk + kEach * lane + i;
+        end[i] = group >= rows_.groups ? 0 : rows_.group_rows ? __ldg(rows_.group_rows + group) : rows_.m;
+        end[i] = clamp_rows(end[i], rows_.m);
+      }
+      int begin = 0;
+      if (rows_.mode == RowMode::kContiguous) {
+#pragma unroll
+        for (int i = 1; i < kEach; ++i) end[i] = max(end[i], end[i - 1]);
+        const int most = scan_max(end[kEach - 1]), before = __shfl_up_sync(~0u, most, 1);
+        begin = max(last_end, lane == 0 ? 0 : before);
+        last_end = max(last_end, __shfl_sync(~0u, most, kWarp - 1));
+      }
+#pragma unroll
+      for (int i = 0; i < kEach; ++i) {
+        tiles += Widths::cut(max(end[i] - begin, 0)).count;
+        if (rows_.mode == RowMode::kContiguous) begin = max(begin, end[i]);
+      }
+    }
+    return __reduce_add_sync(~0u, tiles) * columns_;
+  }
+
+  // The largest of the lanes up to this one.
+  static __device__ int scan_max(int value) {
+    for (int step = 1; step < kWarp; step *= 2) value = max(value, __shfl_up_sync(~0u, value, step));
+    return value;
+  }
+
+  // What is given for this lane's group of the chunk that begins at `chunk`.
+  __device__ int load_rows(int chunk) const {
+    const int group = chunk + threadIdx.x % kWarp;
+    return rows_.group_rows != nullptr && group < rows_.groups ? __ldg(rows_.group_rows + group) : 0;
+  }
+
+  // That group's first row and rows. Ends that decrease or pass m are clamped, never trusted.
+  __device__ void place(int chunk, int given, int& row, int& count) {
+    const int lane = threadIdx.x % kWarp, group = chunk + lane;
     if (rows_.mode == RowMode::kContiguous) {
-      int end = valid ? clamp_rows(rows_.group_rows[group], rows_.m) : 0;
-      for (int step = 1; step < kWarp; step *= 2) end = max(end, __shfl_up_sync(~0u, end, step));
-      end = max(end, last_end_);
-      int before = __shfl_up_sync(~0u, end, 1);
-      row_ = lane == 0 ? last_end_ : before;
-      count_ = end - row_;
+      int end = clamp_rows(given, rows_.m);
+      end = max(scan_max(end), last_end_);
+      const int before = __shfl_up_sync(~0u, end, 1);
+      row = lane == 0 ? last_end_ : before;
+      count = end - row;
       last_end_ = __shfl_sync(~0u, end, kWarp - 1);
     } else {
-      row_ = group * rows_.m;
-      count_ = !valid                           ? 0
-               : rows_.mode == RowMode::kMasked ? clamp_rows(rows_.group_rows[group], rows_.m)
-                                                : rows_.m;
+      row = group * rows_.m;
+      count = group >= rows_.groups            ? 0
+              : rows_.mode == RowMode::kMasked ? clamp_rows(given, rows_.m)
+                                               : rows_.m;
     }
+  }
+
+  // The next chunk of groups; lane i takes group chunk_ + i.
+  __device__ void load_chunk() {
+    const int lane = threadIdx.x % kWarp;
+    place(chunk_, load_rows(chunk_), row_, count_);
     int tiles = Widths::cut(count_).count * columns_;
     int sum = tiles;
     for (int step = 1; step < kWarp; step *= 2) {
@@ -123,8 +238,29 @@ class TileWalk {
     chunk_end_ += __shfl_sync(~0u, sum, kWarp - 1);
   }
 
-  Rows rows_;
-  int columns_, index_, stride_;
+  // Tile `local` of the chunk.
+  __device__ void find(int local, Tile& tile) const {
+    int lane = 31 - __clz(__ballot_sync(~0u, first_ <= local));
+    local -= __shfl_sync(~0u, first_, lane);
+    tile.group = chunk_ + lane;
+    int count = __shfl_sync(~0u, count_, lane);
+    TokenTiles tiles = Widths::cut(count);
+    int band_size = kBandTiles * columns_;
+    int band = quotient(local, band_size);
+    local -= band * band_size;
+    int band_tiles = min(kBandTiles, tiles.count - band * kBandTiles);
+    tile.column = quotient(local, band_tiles);
+    int token_tile = band * kBandTiles + local - tile.column * band_tiles;
+    tile.row = __shfl_sync(~0u, row_, lane) + token_tile * tiles.width;
+    tile.rows = min(tiles.width, count - token_tile * tiles.width);
+    tile.width = Widths::round_up(tile.rows);
+  }
+
+  const Rows& rows_;
+  int columns_, index_, stride_, steps_, share_below_;
+  int whole_ = 1 << 30, left_ = 0;  // as in Shares
+  int part_ = -1, step_ = 0,
+      step_end_ = 0;  // this block's part of those left, and what it has yet to take of it
   int chunk_ = -kWarp, chunk_begin_ = 0, chunk_end_ = 0;  // groups and tiles of the chunk
   int last_end_ = 0;
   int row_ = 0, count_ = 0, first_ = 0;  // this lane's group: first row, rows, first tile in the chunk

@@ -99,20 +99,17 @@ __device__ __forceinline__ void cluster_sync() {
   asm volatile("barrier.cluster.arrive.aligned;\nbarrier.cluster.wait.aligned;" ::: "memory");
 }
 
-// The place in block `rank` of the cluster that lies as `smem` does in this one.
-__device__ __forceinline__ uint32_t remote_address(uint32_t smem, uint32_t rank) {
-  uint32_t remote;
-  asm("mapa.shared::cluster.u32 %0, %1, %2;" : "=r"(remote) : "r"(smem), "r"(rank));
-  return remote;
+// ---- flags in global memory ----
+
+// With all that the warp wrote before (after __syncwarp).
+__device__ __forceinline__ void store_release(uint64_t* flag, uint64_t value) {
+  asm volatile("st.release.gpu.global.u64 [%0], %1;" ::"l"(flag), "l"(value) : "memory");
 }
 
-// 16 bytes into another block's shared memory; its barrier counts them. Both are remote addresses.
-__device__ __forceinline__ void store_remote(uint32_t to, const float* values, uint32_t barrier) {
-  asm volatile(
-      "st.async.weak.shared::cluster.mbarrier::complete_tx::bytes.v4.f32 [%0], {%1, %2, %3, %4}, [%5];" ::"r"(
-          to),
-      "f"(values[0]), "f"(values[1]), "f"(values[2]), "f"(values[3]), "r"(barrier)
-      : "memory");
+__device__ __forceinline__ uint64_t load_acquire(const uint64_t* flag) {
+  uint64_t value;
+  asm volatile("ld.acquire.gpu.global.u64 %0, [%1];" : "=l"(value) : "l"(flag) : "memory");
+  return value;
 }
 
 // ---- bulk tensor copies ----
@@ -166,6 +163,10 @@ template <int Registers>
 __device__ __forceinline__ void register_give() {
   asm volatile("setmaxnreg.dec.sync.aligned.u32 %0;" ::"n"(Registers));
 }
+
+// A value that all lanes have, so that the compiler knows they do: a loop that ends by it can keep its
+// counters, and what wgmma is told, in uniform registers.
+__device__ __forceinline__ int uniform(int value) { return __reduce_or_sync(~0u, value); }
 
 // True in one lane of a warp that has converged.
 __device__ __forceinline__ bool elect_lane() {

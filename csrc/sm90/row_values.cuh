@@ -123,7 +123,7 @@ inline RowPlan row_plan(int rows, int blocks) {
   // 32 would have a last round half idle (768 columns).
   if (blocks <= 48) return {16, 3};
   if (blocks <= 128) return {32, warps};
-  const int each = blocks <= 64 * kMaxRowWarps ? 2 : 4;
+  const int each = blocks <= 32 * kMaxRowWarps ? 2 : 4;
   return {(blocks + 32 * each - 1) / (32 * each) * 32, each};
 }
 

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from ..meta.formats import Activation
 from .decode import Routing, Weight
-from .library import DTYPE_CODES, Gate, address, call, gate_fields, library, stream
+from .library import DTYPE_CODES, Gate, address, call, gate_fields, library, multiprocessors, stream
 
 if TYPE_CHECKING:
     from .int4 import Int4Weight
@@ -35,7 +35,7 @@ class _Arguments(ctypes.Structure):
 
     _fields_ = [
         *((name, ctypes.c_void_p) for name in ("x", "x_scale", "codes", "scales", "global_scale", "bias")),
-        *((name, ctypes.c_void_p) for name in ("out", "group_rows")),
+        *((name, ctypes.c_void_p) for name in ("out", "group_rows", "workspace")),
         *((name, ctypes.c_int) for name in ("m", "groups", "n", "kp", "mode", "out_type", "bias_type")),
         ("gate", Gate),
         ("early", ctypes.c_bool),
@@ -50,6 +50,8 @@ def launch(
     config: int,
 ) -> None:  # fmt: skip
     """`kernel` of KERNELS; `factor`: float32 [groups], of all results; the others as for `run`."""
+    size = workspace_bytes(kernel, multiprocessors(x.device.index))
+    workspace = torch.empty(size, dtype=torch.uint8, device=x.device)
     arguments = _Arguments(
         x=address(x),
         x_scale=address(x_scale),
@@ -59,6 +61,7 @@ def launch(
         bias=address(w.bias),
         out=address(out),
         group_rows=address(route),
+        workspace=address(workspace),
         m=rows,
         groups=w.groups,
         n=w.n,
@@ -111,10 +114,21 @@ def candidates(kernel: str = "w4a8") -> list[str]:
     return [name(which, i).decode() for i in range(loaded.fp4_sm90_prefill_configs(which))]
 
 
-class Choice(ctypes.Structure):
-    """What CHOOSE takes: a candidate, and the seconds that the launcher's model gives it."""
+@functools.cache
+def workspace_bytes(kernel: str, sms: int) -> int:
+    """Scratch memory of a launch, for tiles that multiprocessors share."""
+    loaded = library()
+    assert loaded is not None
+    function = loaded.fp4_sm90_prefill_workspace
+    function.restype = ctypes.c_int64
+    return function(KERNELS.index(kernel), sms)
 
-    _fields_ = (("candidate", ctypes.c_int), ("seconds", ctypes.c_double))
+
+class Choice(ctypes.Structure):
+    """What CHOOSE takes: a candidate, the seconds that the launcher's model gives it, and how few tiles have
+    to be left over full waves for all multiprocessors to share them (0: they never do)."""
+
+    _fields_ = (("candidate", ctypes.c_int), ("seconds", ctypes.c_double), ("share_below", ctypes.c_int))
 
 
 def choose(
