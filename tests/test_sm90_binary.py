@@ -123,6 +123,14 @@ def test_prefill_products_overlap(functions):
         assert 0 < waits < products, (name, products, waits)
 
 
+def test_what_products_are_told_is_uniform(functions):
+    """Else every product waits for its descriptor to be moved to a uniform register: a tenth of the time."""
+    for name, body in kernels(functions, "prefill_kernel").items():
+        inside = body[body.index("GMMA.64x") : body.rindex("GMMA.64x")]
+        products, moves = len(re.findall(r"GMMA\.64x", inside)), len(re.findall(r"\bR2UR\b", inside))
+        assert moves < products, (name, products, moves)
+
+
 def reachable(body: str, start: str) -> list[str]:
     """The instructions that can run after the one that contains `start`, by branches and labels."""
     code, at = [], {}
@@ -260,7 +268,7 @@ def test_decode_or_prefill_as_recorded_times_say():
     assert len(found) == 7 and all(len(points) > 30 for points in found.values())
     for kind, points in found.items():
         loss = [(d if decodes else p) / min(d, p) - 1 for decodes, d, p in points]
-        assert sum(loss) / len(loss) < 0.01 and max(loss) < 0.2, kind
+        assert sum(loss) / len(loss) < 0.015 and max(loss) < 0.2, kind
         assert {decodes for decodes, *_ in points} == {True, False}, kind
 
 

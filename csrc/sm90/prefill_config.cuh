@@ -72,7 +72,7 @@ struct PrefillConfig {
   static constexpr int BirthRegisters = 65536 / Threads / 8 * 8;
   static constexpr int ProducerRegisters = Warpgroups == 2 ? 40 : 32;
   static constexpr int ConsumerRegisters =
-      (BirthRegisters + (BirthRegisters - ProducerRegisters) / Warpgroups) / 8 * 8;
+      MovesRegisters ? (BirthRegisters + (BirthRegisters - ProducerRegisters) / Warpgroups) / 8 * 8 : 240;
   static constexpr int StoreTokens = Warpgroups == 2 ? 64 : 32;  // rows of the output a copy takes
   static constexpr int StoreBytes = StoreTokens * kMmaRows * 2;
   static constexpr int ElementBytes = Weights::kElement == Element::kE4m3 ? 1 : 2;

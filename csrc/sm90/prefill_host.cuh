@@ -96,7 +96,7 @@ struct Size {
 
 // Cycles that it costs to share tiles: those of a part more, and of each of a tile's sums on its way through
 // memory. Tiles that take less than kCounted are not counted for it.
-constexpr double kShareCycles = 6000, kShareSum = 0.3, kCounted = 24000;
+constexpr double kShareCycles = 3500, kShareSum = 0.3, kCounted = 24000;
 
 struct Estimate {
   double seconds;
@@ -133,14 +133,14 @@ inline Estimate estimate(const Candidate& candidate, const Size& size) {
   // Full waves take their tiles' cycles or what their weights need to arrive; the last one, if it is not
   // full, the cycles.
   const double wave = std::max(cycles, memory * blocks / tiles);
-  const double sums = kShareSum * candidate.rows * load.width / 2, share = kShareCycles + sums;
+  const double share = kShareCycles + kShareSum * candidate.rows * load.width / 2;
   int share_below = std::max(0, static_cast<int>(blocks * (cycles - share) / wave));
   if (by_chance ? cycles < kCounted : Shares(tiles, steps, share_below, blocks).left == 0) share_below = 0;
   const Shares shares(tiles, steps, share_below, blocks);
   double compute = std::ceil(double(shares.whole) / blocks) * cycles;
   if (shares.left > 0) {
     const double pieces = double(shares.parts) / shares.left;  // of a tile, whose first adds the others' sums
-    compute += cycles / pieces + kShareCycles + sums * std::max(1.0, pieces - 1);
+    compute += cycles / pieces + share * std::max(1.0, pieces - 1);
   }
   // What the longer of them hides costs a little all the same: it decides where the other is equal.
   const double time = std::max(compute, memory) + 0.05 * std::min(compute, memory);

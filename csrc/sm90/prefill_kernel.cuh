@@ -560,7 +560,13 @@ __global__ void __launch_bounds__(Config::Threads, 1)
       block.produce(role);
     }
   } else {
-    if constexpr (Config::MovesRegisters) register_take<Config::ConsumerRegisters>();
+    // Behind a setmaxnreg, which all warps of a warpgroup run together, ptxas keeps what the loop counts and
+    // what wgmma is told in uniform registers; so there is one, too, where there is nothing to take.
+    if constexpr (Config::MovesRegisters) {
+      register_take<Config::ConsumerRegisters>();
+    } else {
+      register_give<Config::ConsumerRegisters>();
+    }
     block.multiply_tiles();
   }
   // A block stays until its peers send nothing more to its shared memory.

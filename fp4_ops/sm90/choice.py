@@ -1,7 +1,7 @@
 """Decode or prefill: the one that a model of its time says is faster.
 
-Fitted to the times of both in benchmarks/results/h200_rows.txt, where the choice costs less than a per cent
-of the faster one's time in the mean (tests/test_sm90_binary.py).
+Fitted to the times of both in benchmarks/results/h200_rows.txt, where the choice costs less than half a per
+cent of the faster one's time in the mean, with dense products of fp8 rows 1.3 (tests/test_sm90_binary.py).
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from .decode import Routing
 
 DECODE_US, DECODE_RATE = 5.0, 3.3e6
 """A launch that has nothing to read, and bytes of weights a microsecond."""
-PREFILL_US = {"w4a8": (3.0, 1.05), "half": (4.0, 1.25)}
+PREFILL_US = {"w4a8": (3.3, 1.0), "half": (4.0, 1.25)}
 """A launch that has nothing to do, and the measured time over the model's."""
 GROUP_US = 0.015
 """Walking over a group, whether it has rows or not."""
@@ -70,7 +70,7 @@ def decode_us(product: Product, sms: int) -> float:
     else:
         each = chunks_by_chance(product.rows / product.groups)
     bytes_read = each * product.groups * product.n * product.kp * BYTES_PER_WEIGHT
-    return DECODE_US + bytes_read / DECODE_RATE * config.passes**0.1
+    return DECODE_US + bytes_read / DECODE_RATE * config.passes**0.18
 
 
 @functools.cache
