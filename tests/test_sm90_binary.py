@@ -166,12 +166,18 @@ def test_few_tiles_are_spread_over_the_chip(kernel):
     """Tiles of 64 rows, or shared ones, where those of more would leave most of 132 SMs idle."""
     names = prefill.candidates(kernel)
 
-    def spread(groups: int, m: int, n: int, kp: int) -> bool:
-        choice = prefill.choose(decode.Routing.OFFS, groups, m, n, kp, 132, kernel)
-        return names[choice.candidate].startswith("rows 64,") or choice.share_below > 0
+    def chosen(*size: int) -> prefill.Choice:
+        return prefill.choose(decode.Routing.OFFS, *size, 132, kernel)
+
+    def rows(*size: int) -> int:
+        return int(re.match(r"rows (\d+)", names[chosen(*size).candidate])[1])
+
+    def spread(*size: int) -> bool:
+        return rows(*size) == 64 or chosen(*size).share_below > 0
 
     assert spread(8, 2, 4096, 14336) and spread(32, 1, 4096, 7168) and spread(1, 40, 4096, 4096)
     assert not spread(128, 2000, 2048, 768)
+    assert rows(8, 20, 28672, 4096) > 64 and rows(1, 2000, 4096, 4096) > 64
 
 
 @pytest.mark.parametrize("kernel", prefill.KERNELS)

@@ -258,9 +258,9 @@ class TileWalk {
 
   const Rows& rows_;
   int columns_, index_, stride_, steps_, share_below_;
-  int whole_ = 1 << 30, left_ = 0;  // as in Shares
-  int part_ = -1, step_ = 0,
-      step_end_ = 0;  // this block's part of those left, and what it has yet to take of it
+  int whole_ = 1 << 30, left_ = 0;                        // as in Shares
+  int part_ = -1;                                         // this block's of those left
+  int step_ = 0, step_end_ = 0;                           // what it has yet to take of that
   int chunk_ = -kWarp, chunk_begin_ = 0, chunk_end_ = 0;  // groups and tiles of the chunk
   int last_end_ = 0;
   int row_ = 0, count_ = 0, first_ = 0;  // this lane's group: first row, rows, first tile in the chunk

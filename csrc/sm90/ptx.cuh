@@ -101,7 +101,7 @@ __device__ __forceinline__ void cluster_sync() {
 
 // ---- flags in global memory ----
 
-// With all that the warp wrote before (after __syncwarp).
+// With all that this thread wrote before.
 __device__ __forceinline__ void store_release(uint64_t* flag, uint64_t value) {
   asm volatile("st.release.gpu.global.u64 [%0], %1;" ::"l"(flag), "l"(value) : "memory");
 }
