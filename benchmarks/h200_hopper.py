@@ -3,19 +3,22 @@
     python benchmarks/h200_hopper.py [--models qwen3-30b,...] [--tokens 1,8,32,128,512,2048,8192]
 
 nvfp4, random weights and uniform random routing. Times are microseconds: the median over replays of a CUDA
-graph of `ROUTINGS` launches, each with another routing, so that weights are cold in L2; quantisation of the
-activations to fp8 is outside the products' rows and inside the block's (16-bit rows are put in order inside
-both). The floor is max(bytes of the experts hit / copy bandwidth, flops / matmul rate), with both ceilings
-measured in this process. `int4` is int4 in groups of 128 x fp8, `bf16` torch's own grouped_mm with bfloat16
-weights. `peer` is the time of the fastest other kernel of 4-bit weights over ours: with 16-bit rows, and with
-rows of any kind; as recorded in h200_peers.csv, in another process at higher clocks. Each product is checked
-against float32 over the dequantised weights first.
+graph of launches, each with another of `ROUTINGS` routings, so that weights are cold in L2; quantisation of
+the activations to fp8 is outside the products' rows and inside the block's (16-bit rows are put in order
+inside both). Each is a burst of some 20 ms after a pause, as the times in h200_peers.csv are: without pauses
+the chip is at its power limit, and its clock up to a quarter lower (h200_power.py). The floor is max(bytes
+of the experts hit / copy bandwidth, flops / matmul rate), with both ceilings measured in this process.
+`int4` is int4 in groups of 128 x fp8, `bf16` torch's own grouped_mm with bfloat16 weights. `peer` is the time
+of the fastest other kernel of 4-bit weights over ours: with 16-bit rows, and with rows of any kind; as
+recorded in h200_peers.csv, in another process. Each product is checked against float32 over the dequantised
+weights first.
 """
 
 from __future__ import annotations
 
 import argparse
 import csv
+import functools
 import statistics
 import time
 from collections.abc import Callable
@@ -32,8 +35,10 @@ from fp4_ops.sm90.decode import Weight
 from fp4_ops.sm90.int4 import Int4Weight
 
 ROUTINGS = 8
-REPLAYS = 15
-WARM_SECONDS = 0.02
+PAUSE_SECONDS = 0.25
+BURST_US = 20_000
+GRAPH_US = 1_000
+"""Of a graph at least, so that what its launch costs is not seen in its kernels."""
 BYTES_PER_WEIGHT = 0.5625
 LAYOUT = ops.rows.LAYOUT
 PEERS = Path(__file__).with_name("h200_peers.csv")
@@ -57,34 +62,37 @@ MODELS = (
 )
 
 
-def captured(launch: Callable[[int], object]) -> torch.cuda.CUDAGraph:
-    """`launch(i)`, which uses routing i, for all of them."""
+def captured(launch: Callable[[int], object], launches: int = ROUTINGS) -> torch.cuda.CUDAGraph:
+    """`launch(i)`, which uses routing i, for one routing after another."""
     graph, stream = torch.cuda.CUDAGraph(), torch.cuda.Stream()
     with torch.cuda.stream(stream):
         launch(0)
         stream.synchronize()
         with torch.cuda.graph(graph, stream=stream):
-            for i in range(ROUTINGS):
-                launch(i)
+            for i in range(launches):
+                launch(i % ROUTINGS)
     return graph
 
 
-def median_us(launch: Callable[[int], object]) -> float:
-    """Microseconds of a launch."""
-    graph = captured(launch)
-    begin = time.perf_counter()
-    while time.perf_counter() - begin < WARM_SECONDS:
-        graph.replay()
-        torch.cuda.synchronize()
-    times = []
-    for _ in range(REPLAYS):
-        start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-        start.record()
-        graph.replay()
-        end.record()
-        torch.cuda.synchronize()
-        times.append(start.elapsed_time(end) * 1e3 / ROUTINGS)
-    return statistics.median(times)
+def replay_us(graph: torch.cuda.CUDAGraph) -> float:
+    """Microseconds of a replay behind another, which hides what the host does."""
+    start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+    graph.replay()
+    start.record()
+    graph.replay()
+    end.record()
+    torch.cuda.synchronize()
+    return start.elapsed_time(end) * 1e3
+
+
+def median_us(launch: Callable[[int], object], pause: float = PAUSE_SECONDS) -> float:
+    """Microseconds of a launch, in a burst after the pause."""
+    rough = replay_us(captured(launch)) / ROUTINGS
+    launches = max(round(min(max(GRAPH_US, ROUTINGS * rough), BURST_US / 4) / rough), 1)
+    graph = captured(launch, launches)
+    time.sleep(pause)
+    times = [replay_us(graph) for _ in range(max(3, round(BURST_US / (2 * launches * rough))))]
+    return statistics.median(times) / launches
 
 
 def ceilings() -> tuple[float, float, float]:
@@ -131,12 +139,17 @@ def check(a, w: Weight, k: int, offs, out, what: str, bound: float) -> None:
         assert error < bound, f"{what}: row {r} is off by {error:.1e}"
 
 
+@functools.cache
+def recorded_peers() -> list[dict[str, str]]:
+    lines = (line for line in PEERS.read_text().splitlines() if not line.startswith("#"))
+    return list(csv.DictReader(lines))
+
+
 def fastest_peer(shape: tuple[int, int, int], tokens: int, kinds: tuple[str, ...]) -> float:
     """Microseconds, as recorded; NaN where nothing is."""
-    lines = (line for line in PEERS.read_text().splitlines() if not line.startswith("#"))
     times = [
         float(row[str(tokens)])
-        for row in csv.DictReader(lines)
+        for row in recorded_peers()
         if tuple(int(row[name]) for name in ("groups", "n", "k")) == shape
         and row["kind"] in kinds
         and str(tokens) in row

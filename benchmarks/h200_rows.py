@@ -1,6 +1,6 @@
 """Decode and prefill by rows an expert, us, and which of them fp4_ops/sm90/choice.py takes.
 
-    python benchmarks/h200_rows.py [--rows 1,2,3,4,6,8,12,16,32]
+    python benchmarks/h200_rows.py [--rows 0.25,1,2,...]
 
 nvfp4, four models' products with random routing, dense products, and the models' blocks. `16` are bfloat16
 rows, whose prefill includes the pass that puts them in order; `8` fp8 ones, quantised before. `*` is the one
@@ -24,7 +24,7 @@ def both(run) -> tuple[float, float]:
     times = []
     for kernel in ("decode", "prefill"):
         with choice.only(kernel):
-            times.append(median_us(run))
+            times.append(median_us(run, pause=0.05))
     return times[0], times[1]
 
 
@@ -75,7 +75,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("--rows", default="1,2,3,4,6,8,12,16,32")
+    parser.add_argument("--rows", default="0.0625,0.125,0.25,0.5,1,2,3,4,6,8,12,16,32")
     rows = [float(r) for r in parser.parse_args().rows.split(",")]
     print(f"{torch.cuda.get_device_name()}, torch {torch.__version__}")
     head = f"{'G':>5}{'N':>7}{'K':>7}{'rows':>7}"
@@ -83,13 +83,14 @@ def main() -> None:
     for model in MODELS:
         for n, k in ((2 * model.inter, model.hidden), (model.hidden, model.inter)):
             for each in rows:
-                m = round(each * model.experts)
+                m = max(round(each * model.experts), 1)
                 ids = [torch.randint(0, model.experts, (m,), device="cuda") for _ in range(ROUTINGS)]
                 offs = [torch.bincount(i, minlength=model.experts).cumsum(0).int() for i in ids]
                 products(model.experts, n, k, each, offs, m)
     for n, k in DENSE:
         for each in rows:
-            products(1, n, k, each, None, round(each))
+            if each >= 1:
+                products(1, n, k, each, None, round(each))
     print("blocks, [N, K] of gate/up\n" + head, end="")
     print(
         "".join(f"{name:>10}" for name in ("none dec", "sorted", "fp8 dec", "sorted", "auto dec", "sorted"))

@@ -254,7 +254,7 @@ def recorded_times() -> dict[str, list[tuple[bool, float, float]]]:
         shapes = [(n, k), (k, n / 2)] if blocks else [(n, k)]
         routing = decode.Routing.DENSE if groups == 1 else decode.Routing.OFFS
         products = tuple(
-            Product(routing, int(groups), round(each * groups), int(n), -(-int(k) // 128) * 128)
+            Product(routing, int(groups), max(round(each * groups), 1), int(n), -(-int(k) // 128) * 128)
             for n, k in shapes
         )
         names = ("none", "fp8", "auto") if blocks else ("16 bits", "fp8 rows")

@@ -8,7 +8,7 @@
 namespace fp4::sm90 {
 
 // Fitted to the times of all candidates with NVFP4 weights (h200_prefill_choice.txt).
-constexpr Cost kOneWarpgroup = {345, 1.35, 2.4, 1000, 9}, kTwoWarpgroups = {500, 4.5, 4.7, 1000, 6.5},
+constexpr Cost kOneWarpgroup = {345, 1.8, 2.4, 1000, 9}, kTwoWarpgroups = {500, 4.5, 4.7, 1000, 6.5},
                kThreeWarpgroups = {685, 5.75, 9.8, 590, 3.7}, kFourWarpgroups = {770, 5.5, 18.5, 1500, 7.3};
 
 // The number of widths is limited by registers, the stages by shared memory.

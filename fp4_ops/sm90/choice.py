@@ -15,9 +15,9 @@ from typing import NamedTuple
 from . import decode, prefill
 from .decode import Routing
 
-DECODE_US, DECODE_RATE = 5.0, 3.3e6
+DECODE_US, DECODE_RATE = 4.6, 3.5e6
 """A launch that has nothing to read, and bytes of weights a microsecond."""
-PREFILL_US = {"w4a8": (3.3, 1.0), "half": (4.0, 1.25)}
+PREFILL_US = {"w4a8": (3.1, 0.93), "half": (4.0, 1.15)}
 """A launch that has nothing to do, and the measured time over the model's."""
 GROUP_US = 0.015
 """Walking over a group, whether it has rows or not."""
@@ -25,9 +25,9 @@ ORDER_RATE = 1e6
 """16-bit values a microsecond that rows.to_half puts in order for prefill."""
 SORT_US = 12.0
 """Sorting the rows of a product by their expert, and back."""
-BLOCK_SORT_US = 6.0
+BLOCK_SORT_US = 12.0
 """The same for a block, where other kernels do most of it."""
-QUANTIZE_US = 5.0
+QUANTIZE_US = 6.0
 """Quantising the rows of both products of a block."""
 AUTO_GAIN = 1.03
 """What fp8 rows must gain over those given before 'auto' rounds them."""
