@@ -5,13 +5,14 @@
 nvfp4, random weights and uniform random routing. Times are microseconds: the median over replays of a CUDA
 graph of launches, each with another of `ROUTINGS` routings, so that weights are cold in L2; quantisation of
 the activations to fp8 is outside the products' rows and inside the block's (16-bit rows are put in order
-inside both). Each is a burst of some 20 ms after a pause, as the times in h200_peers.csv are: without pauses
-the chip is at its power limit, and its clock up to a quarter lower (h200_power.py). The floor is max(bytes
-of the experts hit / copy bandwidth, flops / matmul rate), with both ceilings measured in this process.
-`int4` is int4 in groups of 128 x fp8, `bf16` torch's own grouped_mm with bfloat16 weights. `peer` is the time
-of the fastest other kernel of 4-bit weights over ours: with 16-bit rows, and with rows of any kind; as
-recorded in h200_peers.csv, in another process. Each product is checked against float32 over the dequantised
-weights first.
+inside both). 16-bit rows meet weights in layout sm90_bf16, as in a model that was prepared with
+activation="bf16"; others, and `auto`, those of sm90. Each is a burst of some 20 ms after a pause, as the
+times in h200_peers.csv are: without pauses the chip is at its power limit, and its clock up to a quarter
+lower (h200_power.py). The floor is max(bytes of the experts hit / copy bandwidth, flops / matmul rate), with
+both ceilings measured in this process. `int4` is int4 in groups of 128 x fp8, `bf16` torch's own grouped_mm
+with bfloat16 weights. `peer` is the time of the fastest other kernel of 4-bit weights over ours: with 16-bit
+rows, and with rows of any kind; as recorded in h200_peers.csv, in another process. Each product is checked
+against float32 over the dequantised weights first.
 """
 
 from __future__ import annotations
@@ -28,6 +29,7 @@ from pathlib import Path
 import torch
 import torch.nn.functional as F
 import triton
+from fp4_ops.meta.layouts import LAYOUTS
 
 import fp4_ops  # noqa: F401  loads the operators
 from fp4_ops.sm90 import decode, library, ops
@@ -111,13 +113,15 @@ def ceilings() -> tuple[float, float, float]:
     return copy, bf16, 2 * n**3 / median_us(multiply)
 
 
-def random_weight(groups: int, n: int, k: int) -> Weight:
+def random_weight(groups: int, n: int, k: int, layout: str = "sm90") -> Weight:
     kp = LAYOUT.padded(k)
     codes = torch.randint(0, 256, (groups, n, kp // 2), dtype=torch.uint8, device="cuda")
     scale = torch.randint(40, 120, (groups, n, kp // 16), dtype=torch.uint8, device="cuda")
-    flag = ((scale & 7) == 0) | ((scale & 7) == 7)
-    scale = torch.where(flag, scale | 0x80, scale)
-    return Weight(codes, scale, torch.full((groups,), 1e-3, device="cuda"), None, groups, n, kp)
+    if layout == "sm90":
+        flag = ((scale & 7) == 0) | ((scale & 7) == 7)
+        scale = torch.where(flag, scale | 0x80, scale)
+    factor = torch.full((groups,), 1e-3, device="cuda")
+    return Weight(codes, scale, factor, None, groups, n, kp, LAYOUTS[layout])
 
 
 def routing(model: Model, tokens: int) -> torch.Tensor:
@@ -132,7 +136,7 @@ def check(a, w: Weight, k: int, offs, out, what: str, bound: float) -> None:
     for r in torch.randint(0, a.shape[0], (4,)).tolist():
         e = int(torch.searchsorted(offs, r, right=True))
         one = ops.rows.dequantize(
-            w.codes[e : e + 1], w.scales[e : e + 1], w.global_scale[e : e + 1], torch.float32
+            w.codes[e : e + 1], w.scales[e : e + 1], w.global_scale[e : e + 1], torch.float32, w.bf16
         )
         want = one[0, :, :k] @ a[r].float()
         error = (out[r].float() - want).norm() / want.norm()
@@ -159,7 +163,7 @@ def fastest_peer(shape: tuple[int, int, int], tokens: int, kinds: tuple[str, ...
 
 def products(model: Model, n: int, k: int, tokens: list[int], peaks: tuple[float, float, float]) -> None:
     copy, bf16_rate, fp8_rate = peaks
-    w = random_weight(model.experts, n, k)
+    w, wide = (random_weight(model.experts, n, k, layout) for layout in ("sm90", "sm90_bf16"))
     scales = torch.rand((model.experts, n, w.kp // 128), device="cuda") * 56
     int4 = Int4Weight(w.codes, scales, w.global_scale, 128, None, model.experts, n, w.kp)
     plain = torch.randn(model.experts, n, k, device="cuda", dtype=torch.bfloat16)
@@ -179,15 +183,15 @@ def products(model: Model, n: int, k: int, tokens: list[int], peaks: tuple[float
         floor8 = max((weight_bytes + rows * (2 * n + k)) / copy, flops / fp8_rate)
         x = torch.randn(rows, k, device="cuda").bfloat16()
         q, s = ops.rows.quantize_fp8(x)
-        a16 = lambda i: ops.grouped_mm(x, None, w, offs[i], torch.bfloat16)  # noqa: E731, B023
+        a16 = lambda i: ops.grouped_mm(x, None, wide, offs[i], torch.bfloat16)  # noqa: E731, B023
         a8 = lambda i: ops.grouped_mm(q, s, w, offs[i], torch.bfloat16)  # noqa: E731, B023
         i4 = lambda i: ops.grouped_mm(q, s, int4, offs[i], torch.bfloat16)  # noqa: E731, B023
         stock = lambda i: F.grouped_mm(x, plain.mT, offs=offs[i])  # noqa: E731, B023
-        check(x, w, k, offs[0], a16(0), "W4A16", 8e-3)
+        check(x, wide, k, offs[0], a16(0), "W4A16", 8e-3)
         check(x, w, k, offs[0], a8(0), "W4A8", 7e-2)
         us16, us8, us4, us = median_us(a16), median_us(a8), median_us(i4), median_us(stock)
         config = decode.choose(rows, model.experts, w.n, w.kp, library.multiprocessors(0))
-        few16, few8 = (ops.decodes(a, w, decode.Routing.OFFS, rows) for a in (x, q))
+        few16, few8 = (ops.decodes(a, weight, decode.Routing.OFFS, rows) for a, weight in ((x, wide), (q, w)))
         how16, how8 = str(config) if few16 else "prefill", "same" if few8 else "prefill"
         peer16 = fastest_peer((model.experts, n, k), t, ("W4A16",)) / us16
         peer8 = fastest_peer((model.experts, n, k), t, ("W4A16", "W4A8")) / us8
@@ -199,17 +203,21 @@ def products(model: Model, n: int, k: int, tokens: list[int], peaks: tuple[float
 
 
 def blocks(model: Model, tokens: list[int]) -> None:
-    up = random_weight(model.experts, 2 * model.inter, model.hidden)
-    down = random_weight(model.experts, model.hidden, model.inter)
+    up, down = (2 * model.inter, model.hidden), (model.hidden, model.inter)
+    weights = {
+        layout: [random_weight(model.experts, *shape, layout) for shape in (up, down)]
+        for layout in ("sm90", "sm90_bf16")
+    }
     formats = ("none", "fp8", "auto")
     print(f"\n{model.name}: whole block\n{'tokens':>7}" + "".join(f"{f:>9}" for f in formats))
     for t in tokens:
         x = torch.randn(t, model.hidden, device="cuda").bfloat16()
         ids = [routing(model, t) for _ in range(ROUTINGS)]
-        weights = torch.rand(t, ids[0].shape[1], device="cuda")
+        scores = torch.rand(t, ids[0].shape[1], device="cuda")
         line = f"{t:>7}"
         for f in formats:
-            run = lambda i: ops.moe(x, ids[i], weights, up, down, "silu_interleaved", f, torch.bfloat16)  # noqa: E731, B023
+            of = weights["sm90_bf16" if f == "none" else "sm90"]
+            run = lambda i: ops.moe(x, ids[i], scores, *of, "silu_interleaved", f, torch.bfloat16)  # noqa: E731, B023
             line += f"{median_us(run):9.1f}"
         print(line, flush=True)
 

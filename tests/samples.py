@@ -17,7 +17,7 @@ from reference import (
     random_weight,
 )
 
-HOPPER_FORMATS = {"sm90": FP4_FORMATS, "sm90_int4": INT4_FORMATS}
+HOPPER_FORMATS = {"sm90": FP4_FORMATS, "sm90_bf16": FP4_FORMATS, "sm90_int4": INT4_FORMATS}
 """The layouts of the Hopper kernels, and what they hold."""
 
 FLOATS = (torch.float32, torch.bfloat16, torch.float16)

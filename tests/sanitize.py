@@ -19,12 +19,14 @@ from pathlib import Path
 
 import torch
 from fp4_ops.meta.formats import ACTIVATIONS
+from fp4_ops.meta.layouts import LAYOUTS
 
 import fp4_ops  # noqa: F401
 from fp4_ops.sm90 import choice, decode, library, prefill, rows
 
 op = torch.ops.fp4
-FORM = {"format": "nvfp4", "layout": "sm90"}
+FORM, WIDE = ({"format": "nvfp4", "layout": layout} for layout in ("sm90", "sm90_bf16"))
+DTYPES = (torch.bfloat16, torch.float16)
 
 
 def build(library_path: Path) -> None:
@@ -51,10 +53,11 @@ def products() -> None:
             ids = torch.randint(-1, groups, (m,), device="cuda")
             counts = torch.bincount(torch.where(ids < 0, groups, ids), minlength=groups + 1)
             offs = counts[:groups].cumsum(0).int()
-            for dtype in (torch.bfloat16, torch.float16):
-                x = torch.randn(m, k, device="cuda").to(dtype)
-                op.grouped_mm(x, *w, offs, **FORM)
-                op.indexed_mm(x, *w, ids, **FORM)
+            for dtype, layout in (*((dtype, "sm90") for dtype in DTYPES), (torch.bfloat16, "sm90_bf16")):
+                x, form = torch.randn(m, k, device="cuda").to(dtype), FORM | {"layout": layout}
+                there = weight(groups, n, k, **form)
+                op.grouped_mm(x, *there, offs, **form)
+                op.indexed_mm(x, *there, ids, **form)
             a, scale = op.quantize_fp8(x, layout="sm90")
             op.grouped_mm(a, *w, offs, scale, **FORM)
             masked = x.view(1, m, k).expand(groups, -1, -1).contiguous()
@@ -66,7 +69,9 @@ def products() -> None:
 
 def blocks() -> None:
     experts, hidden, inter, top_k = 8, 256, 128, 2
-    up, down = weight(experts, 2 * inter, hidden), weight(experts, hidden, inter)
+    shapes = (experts, 2 * inter, hidden), (experts, hidden, inter)
+    up, down = (weight(*shape) for shape in shapes)
+    wide = [t for shape in shapes for t in weight(*shape, **WIDE)]
     for tokens in (1, 50, 400):
         x = torch.randn(tokens, hidden, device="cuda").bfloat16()
         ids = torch.randint(-1, experts, (tokens, top_k), device="cuda")
@@ -74,6 +79,7 @@ def blocks() -> None:
         for activation in ("silu", "silu_interleaved"):
             for a_format in ("none", "fp8", "nvfp4", "mxfp4"):
                 op.moe(x, ids, scores, *up, *down, activation=activation, a_format=a_format, **FORM)
+            op.moe(x, ids, scores, *wide, activation=activation, a_format="none", **WIDE)
 
 
 def candidates() -> None:
@@ -84,12 +90,17 @@ def candidates() -> None:
 
 
 def candidates_of(groups: int, n: int, k: int) -> None:
-    w = decode.Weight(*weight(groups, n, k), None, groups, n, k)
+    of = {
+        name: decode.Weight(*weight(groups, n, k, layout=name), None, groups, n, k, LAYOUTS[name])
+        for name in ("sm90", "sm90_bf16")
+    }
     offs = torch.tensor([0, 230, 300], dtype=torch.int32, device="cuda")
     x = torch.randn(int(offs[-1]), k, device="cuda").bfloat16()
     out = torch.empty(len(x), n, dtype=torch.bfloat16, device="cuda")
     gate = ACTIVATIONS["silu_interleaved"]
-    for kernel, ordered in (("half", rows.to_half(x)), ("w4a8", rows.quantize_fp8(x))):
+    kernels = {"half": rows.to_half(x), "bf16": rows.to_bf16(x), "w4a8": rows.quantize_fp8(x)}
+    for kernel, ordered in kernels.items():
+        w = of["sm90_bf16" if kernel == "bf16" else "sm90"]
         for config in range(len(prefill.candidates(kernel))):
             routed = (w, offs, decode.Routing.OFFS, len(x))
             prefill.run(*ordered, *routed, out, config=config)

@@ -33,8 +33,18 @@ extern "C" void fold_words(const uint32_t* words, const uint8_t* scales, int cou
 extern "C" void decode_words(const uint32_t* words, const uint8_t* scales, int count, uint16_t* out) {
   for (int i = 0; i < count; ++i) {
     uint32_t pairs[4];
-    dequantize_word(words[i], __low2half2(decode_scales(scales[i] & 0x7F)), pairs);
+    dequantize_word(words[i], __low2half2(HalfWords::decode_scales(scales[i] & 0x7F)), pairs);
     memcpy(out + 8 * i, pairs, sizeof(pairs));
+  }
+}
+
+// Blocks of layout sm90_bf16, two words and a scale byte each: eight bf16 pairs.
+extern "C" void bf16_blocks(const uint32_t* words, const uint8_t* scales, int count, uint16_t* out) {
+  for (int i = 0; i < count; ++i) {
+    uint32_t pairs[2][4];
+    Bf16Words().dequantize(words[2 * i], words[2 * i + 1],
+                           Bf16Words::low(Bf16Words::decode_scales(scales[i])), pairs);
+    memcpy(out + 16 * i, pairs, sizeof(pairs));
   }
 }
 
@@ -165,6 +175,7 @@ extern "C" void decode_fields(char* text) {
                 FP4_AT(row_warps),
                 FP4_AT(passes),
                 FP4_AT(early),
+                FP4_AT(bf16_words),
                 {"launcher", offsetof(Fields, k_warps_inverse)},
                 {"size", sizeof(Fields)}},
                text);

@@ -1,7 +1,7 @@
 """Operators inside a CUDA graph: replays with other rows, routing, ids and counts must equal eager runs.
 
-Those that the compiler emits, over weights in each layout that a GPU has: `plain` is Triton's, `sm90` the
-Hopper kernels', whose numbers of rows here are served by decode and by prefill.
+Those that the compiler emits, over weights in each layout that a GPU has: `plain` is Triton's, the
+others are the Hopper kernels', whose numbers of rows here are served by decode and by prefill.
 """
 
 import pytest
@@ -12,7 +12,7 @@ from fp4_ops.sm90 import library
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")]
 
 G, N, K, TOP_K = 7, 144, 160, 3
-LAYOUTS = ["plain", "sm90"]
+LAYOUTS = ["plain", "sm90", "sm90_bf16"]
 ROWS = [1, 61, 400]
 
 
@@ -25,10 +25,10 @@ class Product:
     """The weights of one product, and its rows: 16 bits or fp8, which a graph quantises anew each time."""
 
     def __init__(self, format: str, layout: str, rows: torch.dtype) -> None:
-        if layout == "sm90" and not library.available(0):
+        if layout != "plain" and not library.available(0):
             pytest.skip("needs a Hopper GPU and a build with nvcc")
-        if layout == "plain" and rows == torch.float8_e4m3fn:
-            pytest.skip("rows in fp8 are for the Hopper kernels")
+        if layout != "sm90" and rows == torch.float8_e4m3fn:
+            pytest.skip(f"layout {layout} has no kernels of fp8 rows")
         self.options = {"format": format, "layout": layout}
         self.rows = rows
         if layout == "plain":

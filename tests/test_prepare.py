@@ -219,7 +219,11 @@ def packed_weight(format: str, layout: str, k: int) -> PackedWeight:
 
 @pytest.mark.parametrize("k", [80, 128])
 @pytest.mark.parametrize(
-    "format, hopper", [("nvfp4", "sm90"), ("mxfp4", "sm90"), ("int4", "sm90_int4"), ("int4_g32", "sm90_int4")]
+    "format, hopper",
+    [
+        *(("nvfp4", "sm90"), ("mxfp4", "sm90"), ("int4", "sm90_int4"), ("int4_g32", "sm90_int4")),
+        *(("nvfp4", "sm90_bf16"), ("mxfp4", "sm90_bf16")),
+    ],
 )
 def test_a_state_dict_of_another_layout(format, hopper, k):
     """Buffers of other shapes and dtypes, as one device's kernels have them and another's do not."""
@@ -321,6 +325,24 @@ def test_errors():
     fp4_ops.prepare(twice)
     with pytest.raises(ValueError, match="prepared already"):
         fp4_ops.prepare(twice)
+
+
+@pytest.mark.parametrize(
+    "activation, dtype, layout",
+    [
+        ("bf16", torch.bfloat16, "sm90_bf16"),
+        ("bf16", torch.float16, "sm90"),
+        ("auto", torch.bfloat16, "sm90"),
+    ],
+)
+def test_weights_of_activations_that_stay_bfloat16_have_a_layout_of_their_own(
+    monkeypatch, activation, dtype, layout
+):
+    monkeypatch.setitem(layouts._preferred, "cpu", lambda: ("sm90_bf16", "sm90"))
+    model = build("mixtral", dtype, "grouped_mm", hidden_size=128)
+    report = fp4_ops.prepare(model, activation=activation)
+    assert report.layout == experts_of(model)[0].down_proj.layout == layout
+    assert layouts.preferred_layout("cpu", (128, 128)) == "sm90"  # the dtype is not known
 
 
 @torch.no_grad()

@@ -262,7 +262,7 @@ def recorded_times() -> dict[str, list[tuple[bool, float, float]]]:
             decodes = (
                 choice.block_decodes(products, name, 132)
                 if blocks
-                else choice.decodes(products[0], name == "fp8 rows", 132)
+                else choice.decodes(products[0], "w4a8" if name == "fp8 rows" else "half", 132)
             )
             kind = f"dense {name}" if groups == 1 else name
             found.setdefault(kind, []).append((decodes, decode_us, prefill_us))
@@ -281,8 +281,9 @@ def test_decode_or_prefill_as_recorded_times_say():
 def test_decode_can_be_taken_or_left():
     sms, product = 132, Product(decode.Routing.OFFS, 8, 16, 4096, 4096)
     with choice.only("decode"):
-        assert choice.decodes(product._replace(rows=400), False, sms)
-        assert not choice.decodes(product._replace(groups=1000), False, sms), "more experts than it takes"
+        assert choice.decodes(product._replace(rows=400), "half", sms)
+        assert not choice.decodes(product._replace(groups=1000), "half", sms), "more experts than it takes"
     with choice.only("prefill"):
-        assert not choice.decodes(product, False, sms)
-    assert choice.decodes(product, False, sms) and not choice.decodes(product._replace(rows=400), False, sms)
+        assert not choice.decodes(product, "half", sms)
+    assert choice.decodes(product, "half", sms)
+    assert not choice.decodes(product._replace(rows=400), "half", sms)

@@ -1,4 +1,4 @@
-"""The Hopper kernels (layout sm90) against float64 over the exactly dequantised operands."""
+"""The Hopper kernels (layouts sm90 and sm90_bf16) against float64 over the exactly dequantised operands."""
 
 import pytest
 import reference
@@ -19,12 +19,17 @@ pytestmark = [
 
 FORMATS = ["nvfp4", "mxfp4"]
 DTYPES = [torch.bfloat16, torch.float16]
+LAYOUT_NAMES = ["sm90", "sm90_bf16"]
+ROWS_OF = [(torch.bfloat16, "sm90"), (torch.float16, "sm90"), (torch.bfloat16, "sm90_bf16")]
+"""16-bit rows and the layouts whose kernels read them."""
 CONFIGS = {
-    kernel: range(len(prefill.candidates(kernel)) if library.library() else 1) for kernel in ("half", "w4a8")
+    kernel: range(len(prefill.candidates(kernel)) if library.library() else 1)
+    for kernel in ("half", "bf16", "w4a8")
 }
 """Prefill's candidates."""
 CANDIDATES = [
     *(pytest.param(torch.float16, config, id=f"half-{config}") for config in CONFIGS["half"]),
+    *(pytest.param(torch.bfloat16, config, id=f"bf16-{config}") for config in CONFIGS["bf16"]),
     *(pytest.param(torch.float8_e4m3fn, config, id=f"fp8-{config}") for config in CONFIGS["w4a8"]),
 ]
 BOUND = {torch.bfloat16: 4e-3, torch.float16: 1e-3, torch.float32: 2e-6}
@@ -56,9 +61,9 @@ ROWS = [1, 7, 33, 150, 1500]
 
 
 class Weights:
-    """Random weights in layout sm90 and the values they stand for."""
+    """Random weights in a layout and the values they stand for."""
 
-    def __init__(self, *shape: int, format: str, exact_scales: bool = False) -> None:
+    def __init__(self, *shape: int, format: str, exact_scales: bool = False, layout: str = "sm90") -> None:
         spread = torch.rand(*shape[:-1], 1, device="cuda") * 4 + 0.01
         plain = torch.ops.fp4.quantize(torch.randn(*shape, device="cuda") * spread, format)
         if exact_scales:  # mantissas 0, 2, 4: the products with 1.5 need no rounding in e4m3
@@ -69,9 +74,14 @@ class Weights:
             plain = plain[0], ((byte & 0xF8) | mantissa).clamp(min=40).view(plain[1].dtype), plain[2]
         self.format = format
         self.plain = plain[0], plain[1], (plain[2] if plain[2].numel() else None)
-        self.packed = torch.ops.fp4.prepack(*plain, format, "sm90")
+        self.packed = torch.ops.fp4.prepack(*plain, format, layout)
+        self.layout = LAYOUTS[layout]
         self.values = torch.ops.fp4.dequantize(*self.plain, format, torch.float64)
-        self.options = {"format": format, "layout": "sm90"}
+        self.options = {"format": format, "layout": layout}
+
+    def of_kernels(self, bias: torch.Tensor | None = None) -> decode.Weight:
+        groups, n, k = self.values.shape
+        return decode.Weight(*self.packed, bias, groups, n, self.layout.padded(k), self.layout)
 
 
 def by_row(values: torch.Tensor, a: torch.Tensor, ids: torch.Tensor) -> torch.Tensor:
@@ -101,16 +111,30 @@ def plain_order(codes: torch.Tensor) -> torch.Tensor:
     return codes.view(*codes.shape[:-1], -1, 4, 4, 4).transpose(-2, -3).reshape(codes.shape)
 
 
+@pytest.mark.parametrize("layout", LAYOUT_NAMES)
 @pytest.mark.parametrize("format", FORMATS)
 @pytest.mark.parametrize("shape", SHAPES, ids=str)
-def test_the_layout_is_the_cpus(shape, format):
-    w = Weights(*shape, format=format)
-    here = torch.ops.fp4.prepack(*(t.cpu() if t is not None else None for t in w.plain), format, "sm90")
+def test_the_layout_is_the_cpus(shape, format, layout):
+    w = Weights(*shape, format=format, layout=layout)
+    here = torch.ops.fp4.prepack(*(t.cpu() if t is not None else None for t in w.plain), format, layout)
     for name, a, b in zip(("packed", "block_scale", "global_scale"), w.packed, here, strict=True):
         assert torch.equal(a.cpu(), b), name
     for dtype in (torch.float32, torch.bfloat16, torch.float16, torch.float64):
-        got = torch.ops.fp4.dequantize(*w.packed, format, dtype, layout="sm90")[..., : shape[-1]]
+        got = torch.ops.fp4.dequantize(*w.packed, format, dtype, layout=layout)[..., : shape[-1]]
         assert torch.equal(got, torch.ops.fp4.dequantize(*w.plain, format, dtype))
+
+
+@pytest.mark.parametrize("layout", LAYOUT_NAMES)
+def test_every_scale_is_the_cpus(layout):
+    """Zero and subnormal ones, too."""
+    scale = torch.arange(127, dtype=torch.uint8).repeat(64, 1)
+    scale = torch.nn.functional.pad(scale, (0, 1)).view(torch.float8_e4m3fn)
+    plain = torch.randint(0, 256, (64, 1024), dtype=torch.uint8), scale, torch.tensor(1.0)
+    want = torch.ops.fp4.prepack(*plain, "nvfp4", layout)
+    packed = torch.ops.fp4.prepack(*(t.cuda() for t in plain), "nvfp4", layout)
+    assert all(torch.equal(a.cpu(), b) for a, b in zip(packed, want, strict=True))
+    values = torch.ops.fp4.dequantize(*packed, "nvfp4", torch.float64, layout=layout)
+    assert torch.equal(values.cpu(), torch.ops.fp4.dequantize(*plain, "nvfp4", torch.float64))
 
 
 def test_mxfp4_that_spreads_too_far_is_refused():
@@ -121,10 +145,10 @@ def test_mxfp4_that_spreads_too_far_is_refused():
 
 
 @pytest.mark.parametrize("format", FORMATS)
-@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("dtype, layout", ROWS_OF)
 @pytest.mark.parametrize("shape", SHAPES, ids=str)
-def test_products_of_16_bit_rows(kernel, shape, dtype, format):
-    w = Weights(*shape, format=format)
+def test_products_of_16_bit_rows(kernel, shape, dtype, layout, format):
+    w = Weights(*shape, format=format, layout=layout)
     groups, n, k = shape
     for m in ROWS:
         top = 3 if dtype == torch.bfloat16 else 0  # float16 outputs would overflow
@@ -152,20 +176,34 @@ def test_products_of_16_bit_rows(kernel, shape, dtype, format):
     assert not got[~live.expand_as(got)].any()
 
 
+@pytest.mark.parametrize("layout", LAYOUT_NAMES)
 @pytest.mark.parametrize("compute_warps", [decode.FEW_WARPS, decode.MANY_WARPS])
 @pytest.mark.parametrize("k", [64, 768, 1536, 2880, 4096, 5120, 7168, 14336])
-def test_both_decode_kernels_in_float32(k, compute_warps):
+def test_both_decode_kernels_in_float32(k, compute_warps, layout):
     config = decode.warps_for(LAYOUTS["sm90"].padded(k), compute_warps)
     assert config is not None
     groups, n = 3, 192
-    w = Weights(groups, n, k, format="nvfp4")
+    w = Weights(groups, n, k, format="nvfp4", layout=layout)
     for m in (1, 50):
         a = torch.randn(m, k, device="cuda").bfloat16()
         _, ordered, offs = routed(m, groups)
         out = torch.full((m, n), float("nan"), device="cuda")
-        weight = decode.Weight(*w.packed, None, groups, n, LAYOUTS["sm90"].padded(k))
-        decode.run(a, weight, offs, decode.Routing.OFFS, m, out, config=config)
+        decode.run(a, w.of_kernels(), offs, decode.Routing.OFFS, m, out, config=config)
         assert error(out, by_row(w.values, a, ordered)) < BOUND[torch.float32], config
+
+
+def as_prefill_takes(
+    x: torch.Tensor, dtype: torch.dtype
+) -> tuple[torch.Tensor, torch.Tensor | None, torch.Tensor]:
+    """bfloat16 rows as those of this dtype, their scales, and what both stand for."""
+    if dtype == torch.float8_e4m3fn:
+        a, scale = rows.quantize_fp8(x)
+        return a, scale, plain_order(a)[:, : x.shape[1]].double() * scale.double()[:, None]
+    return *(rows.to_half if dtype == torch.float16 else rows.to_bf16)(x), x.double()
+
+
+def layout_for(dtype: torch.dtype) -> str:
+    return "sm90_bf16" if dtype == torch.bfloat16 else "sm90"
 
 
 PREFILL_SHAPES = [
@@ -179,15 +217,14 @@ PREFILL_SHAPES = [
 
 
 @pytest.mark.parametrize("config", CONFIGS["half"])
-@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("dtype, layout", ROWS_OF)
 @pytest.mark.parametrize("shape", PREFILL_SHAPES, ids=str)
-def test_every_16_bit_prefill_candidate(shape, dtype, config):
+def test_every_16_bit_prefill_candidate(shape, dtype, layout, config):
     """Dense, contiguous and masked, token tiles of every width, empty experts, rows of none, with factors."""
     groups, n, k = shape
-    w = Weights(*shape, format="nvfp4")
-    kp = LAYOUTS["sm90"].padded(k)
+    w = Weights(*shape, format="nvfp4", layout=layout)
     bias = torch.randn(groups, n, device="cuda", dtype=dtype)
-    weight = decode.Weight(*w.packed, bias, groups, n, kp)
+    weight = w.of_kernels(bias)
     counts = torch.tensor([0, 1, 64, 65, 160, 161, 193, 300, 385], device="cuda")
     counts = counts[torch.randint(0, 9, (groups,), device="cuda")] if groups < 100 else counts[:3].repeat(100)
     counts[0] = 161
@@ -199,8 +236,12 @@ def test_every_16_bit_prefill_candidate(shape, dtype, config):
     own = torch.where((ids >= 0)[:, None], bias[ids.clamp(min=0)], 0).double()
 
     def run(x, scale, *args):
-        x, own = rows.to_half(x)
-        prefill.run(x, own if scale is None else own * scale, *args, config=config)
+        if layout == "sm90":
+            x, own = rows.to_half(x)
+            scale = own if scale is None else own * scale
+        else:
+            x, _ = rows.to_bf16(x)
+        prefill.run(x, scale, *args, config=config)
 
     for scale in (None, factor):
         values = a.double() if scale is None else a.double() * scale.double()[:, None]
@@ -209,7 +250,7 @@ def test_every_16_bit_prefill_candidate(shape, dtype, config):
             run(a, scale, weight, offs, decode.Routing.OFFS, m, out)
             assert error(out, by_row(w.values, values, ids) + own) < max(BOUND[out_dtype], sums_bound(k))
             assert not out[-5:].any()
-    one = decode.Weight(*(t[-1] for t in w.packed), None, 1, n, kp)
+    one = decode.Weight(*(t[-1] for t in w.packed), None, 1, n, weight.kp, w.layout)
     out = torch.full((m, n), float("nan"), device="cuda")
     run(a, None, one, None, decode.Routing.DENSE, m, out)
     assert error(out, a.double() @ w.values[-1].T) < sums_bound(k)
@@ -231,10 +272,8 @@ def test_every_16_bit_prefill_candidate(shape, dtype, config):
 def test_gates_of_every_prefill_candidate(dtype, config, gate):
     """Contiguous and masked, token tiles of every width, the last columns, empty experts, rows of none."""
     groups, n, k = 9, 320, 384
-    half = dtype == torch.float16
-    w = Weights(groups, n, k, format="nvfp4", exact_scales=True)
-    bias = torch.randn(groups, n, device="cuda")
-    weight = decode.Weight(*w.packed, bias, groups, n, LAYOUTS["sm90"].padded(k))
+    w = Weights(groups, n, k, format="nvfp4", exact_scales=True, layout=layout_for(dtype))
+    weight = w.of_kernels(bias := torch.randn(groups, n, device="cuda"))
     counts = torch.tensor([0, 1, 31, 64, 65, 129, 193, 285, 600], device="cuda")[torch.randperm(9)]
     m = int(counts.sum()) + 5
     ids = torch.repeat_interleave(torch.arange(groups, device="cuda"), counts)
@@ -242,8 +281,7 @@ def test_gates_of_every_prefill_candidate(dtype, config, gate):
     offs = counts.cumsum(0).int()
     # Sums of unit size, so that a gate is neither closed nor open all along.
     x = (torch.randn(m, k, device="cuda") / (k**0.5 * w.values.square().mean().sqrt())).bfloat16()
-    a, scale = rows.to_half(x) if half else rows.quantize_fp8(x)
-    values = x.double() if half else plain_order(a)[:, :k].double() * scale.double()[:, None]
+    a, scale, values = as_prefill_takes(x, dtype)
 
     def want(ids):
         own = torch.where((ids >= 0)[:, None], bias[ids.clamp(min=0)], 0).double()
@@ -254,7 +292,7 @@ def test_gates_of_every_prefill_candidate(dtype, config, gate):
         out = torch.full((m, n // 2), float("nan"), device="cuda", dtype=out_dtype)
         args = (a, scale, weight, offs, decode.Routing.OFFS, m, out)
         prefill.run(*args, gate=ACTIVATIONS[gate], config=config)
-        assert error(out, want(ids)) < (BOUND[out_dtype] if half else 4e-3)
+        assert error(out, want(ids)) < (4e-3 if dtype == torch.float8_e4m3fn else BOUND[out_dtype])
         assert not out[-5:].any()
     max_m = m // groups
     row = torch.arange(groups * max_m, device="cuda")
@@ -269,19 +307,21 @@ def test_gates_of_every_prefill_candidate(dtype, config, gate):
 
 
 @pytest.mark.parametrize("gate", ["silu_interleaved", "swigluoai"])
-@pytest.mark.parametrize("dtype", [torch.float16, torch.float8_e4m3fn], ids=["half", "fp8"])
+@pytest.mark.parametrize(
+    "dtype", [torch.float16, torch.bfloat16, torch.float8_e4m3fn], ids=["half", "bf16", "fp8"]
+)
 def test_gates_of_an_odd_last_row_are_the_same_whatever_ran_before(dtype, gate):
     """Two rows share a division: the last of an odd number has nothing beside it but what was left there."""
     groups, n, k = 256, 2048, 128
-    w = Weights(groups, n, k, format="nvfp4", exact_scales=True)
-    weight = decode.Weight(*w.packed, None, groups, n, k)
+    w = Weights(groups, n, k, format="nvfp4", exact_scales=True, layout=layout_for(dtype))
+    weight = w.of_kernels()
     counts = torch.tensor([1, 3, 15, 17], device="cuda")[torch.randint(0, 4, (groups,), device="cuda")]
     offs, m = counts.cumsum(0).int(), int(counts.sum())
     unit = torch.randn(m, k, device="cuda") / (k**0.5 * w.values.square().mean().sqrt())
     outs = []
     for size in (0, 3, 0, -2, 0, 1, 0, 5, 0, -5, 0):
         x = (unit * 2.0**size).bfloat16()
-        a, scale = rows.to_half(x) if dtype == torch.float16 else rows.quantize_fp8(x)
+        a, scale, _ = as_prefill_takes(x, dtype)
         out = torch.full((m, n // 2), float("nan"), device="cuda", dtype=torch.bfloat16)
         prefill.run(a, scale, weight, offs, decode.Routing.OFFS, m, out, gate=ACTIVATIONS[gate])
         outs += [out] * (size == 0)
@@ -292,14 +332,12 @@ def test_gates_of_an_odd_last_row_are_the_same_whatever_ran_before(dtype, gate):
 @pytest.mark.parametrize("dtype, config", CANDIDATES)
 def test_a_large_group_is_cut_into_more_tiles_than_it_needs(dtype, config):
     """4096 rows are 16 x 256, not 15 x 288; of 16 bits 3520 are 20 x 176, not 19 x 192."""
-    half = dtype == torch.float16
     n, k = 192, 128
-    w = Weights(2, n, k, format="nvfp4", exact_scales=True)
-    weight = decode.Weight(*w.packed, None, 2, n, k)
+    w = Weights(2, n, k, format="nvfp4", exact_scales=True, layout=layout_for(dtype))
+    weight = w.of_kernels()
     for first in (4096, 3520, 4000, 1):
         x = torch.randn(first + 577, k, device="cuda").bfloat16()
-        a, scale = rows.to_half(x) if half else rows.quantize_fp8(x)
-        values = x.double() if half else plain_order(a).double() * scale.double()[:, None]
+        a, scale, values = as_prefill_takes(x, dtype)
         offs = torch.tensor([first, first + 577], dtype=torch.int32, device="cuda")
         out = torch.full((first + 577, n), float("nan"), device="cuda", dtype=torch.bfloat16)
         prefill.run(a, scale, weight, offs, decode.Routing.OFFS, len(x), out, config=config)
@@ -330,11 +368,12 @@ def test_products_of_fp8_rows(kernel, shape, exact_scales):
     assert error(*(torch.cat([t.double().flatten() for t in side]) for side in zip(*pairs))) < bound
 
 
+@pytest.mark.parametrize("layout", LAYOUT_NAMES)
 @pytest.mark.parametrize("a_format", FORMATS)
 @pytest.mark.parametrize("shape", SHAPES, ids=str)
-def test_products_of_fp4_rows(kernel, shape, a_format):
+def test_products_of_fp4_rows(kernel, shape, a_format, layout):
     """Both operands dequantised exactly, float32 sums: no error but theirs."""
-    w = Weights(*shape, format="nvfp4")
+    w = Weights(*shape, format="nvfp4", layout=layout)
     groups, _, k = shape
     for m in ROWS:
         codes, scale, _ = torch.ops.fp4.quantize(torch.randn(m, k, device="cuda"), a_format)
@@ -395,12 +434,14 @@ GATES = ["silu", "gelu", "gelu_tanh", "swigluoai", "silu_interleaved"]
 
 @pytest.mark.parametrize("gate", GATES)
 @pytest.mark.parametrize("format", FORMATS)
-@pytest.mark.parametrize("a_format", ["none", "fp8", "nvfp4", "mxfp4", "auto"])
-def test_moe(kernel, a_format, format, gate):
+@pytest.mark.parametrize(
+    "layout, a_format", [(layout, a) for layout in LAYOUT_NAMES for a in LAYOUTS[layout].a_formats or ()]
+)
+def test_moe(kernel, layout, a_format, format, gate):
     experts, hidden, inter, top_k = 16, 512, 192, 4
     up, down = (
-        Weights(experts, 2 * inter, hidden, format=format),
-        Weights(experts, hidden, inter, format=format),
+        Weights(experts, n, k, format=format, layout=layout)
+        for n, k in ((2 * inter, hidden), (hidden, inter))
     )
     b13, b2 = torch.randn(experts, 2 * inter, device="cuda"), torch.randn(experts, hidden, device="cuda")
     for tokens in (1, 9, 40, 700):
@@ -456,13 +497,17 @@ def test_two_streams_at_once(kernel):
             assert torch.equal(a, b)
 
 
+@pytest.mark.parametrize("layout, a_format", [("sm90", "auto"), ("sm90_bf16", "none")])
 @pytest.mark.parametrize("tokens", [1, 30, 600])
-def test_replay_with_changed_routing(kernel, tokens):
-    up, down = Weights(32, 256, 256, format="nvfp4"), Weights(32, 256, 128, format="nvfp4")
+def test_replay_with_changed_routing(kernel, tokens, layout, a_format):
+    up, down = (Weights(32, 256, k, format="nvfp4", layout=layout) for k in (256, 128))
     x = torch.randn(tokens, 256, device="cuda").bfloat16()
     ids = torch.zeros(tokens, 4, dtype=torch.int64, device="cuda")
     weights = torch.rand(tokens, 4, device="cuda")
-    call = lambda: torch.ops.fp4.moe(x, ids, weights, *up.packed, *down.packed, a_format="auto", **up.options)  # noqa: E731
+
+    def call() -> torch.Tensor:
+        return torch.ops.fp4.moe(x, ids, weights, *up.packed, *down.packed, a_format=a_format, **up.options)
+
     call()
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):

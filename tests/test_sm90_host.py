@@ -107,6 +107,25 @@ def test_decode_is_exact_in_fp16(host):
     assert torch.equal(got.transpose(-1, -2).reshape(-1, 8).double(), weights(codes, scales))
 
 
+def test_block_is_exact_in_bf16(host):
+    """Layout sm90_bf16: each code in each place with each scale, as decode and prefill make pairs of them."""
+    byte = torch.arange(0x7F, dtype=U8)
+    codes = (torch.arange(16)[:, None] + torch.arange(16) * 3) % 16
+    codes = codes.repeat_interleave(8, 0)  # a row of 128 blocks for each of 16 first codes
+    packed = (codes[:, ::2] | codes[:, 1::2] << 4).to(U8).view(1, 16, 8, 8).repeat(127, 1, 1, 1)
+    words, scales, want = [], [], []
+    for scale, block in zip(byte, packed, strict=True):
+        rows = block.reshape(16, 64).repeat(4, 1)
+        plain = rows, scale.repeat(64, 8).view(torch.float8_e4m3fn), torch.tensor(1.0)
+        to, to_scale, _ = torch.ops.fp4.prepack(*plain, "nvfp4", "sm90_bf16")
+        words.append(to.view(-1, 2, 32, 2, 8)[0, 0, 0, 0].clone())
+        scales.append(to_scale.view(-1, 32, 4)[0, 0, 0])
+        want.append(torch.ops.fp4.dequantize(*plain, "nvfp4", torch.float64)[0, :16])
+    got = torch.empty(127, 4, 2, 2, dtype=torch.bfloat16)  # 2 s + q, (i = 0, 2) or (1, 3), which of them
+    host("bf16_blocks", torch.stack(words), torch.stack(scales), 127, got)
+    assert torch.equal(got.transpose(-1, -2).reshape(127, 16).double() * 128, torch.stack(want))
+
+
 @pytest.mark.parametrize("name, struct", [("decode", decode._Params), ("prefill", prefill._Arguments)])
 def test_launchers_find_what_python_fills_in(host, name, struct):
     text = torch.zeros(4096, dtype=U8)

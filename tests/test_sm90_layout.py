@@ -1,4 +1,4 @@
-"""The weight layout of the Hopper kernels on the CPU: every bit where csrc/cpu/sm90_layout.h says it is."""
+"""FP4 weight layouts of the Hopper kernels on the CPU: every bit where csrc/cpu/sm90_layout.h says it is."""
 
 from __future__ import annotations
 
@@ -17,6 +17,11 @@ def format(request) -> str:
     return request.param
 
 
+@pytest.fixture(params=["sm90", "sm90_bf16"])
+def layout(request) -> str:
+    return request.param
+
+
 def lanes(packed, block_scale):
     """(words int64 [G, N/16, K/64, lane, 4], scale bytes [G, N/16, K/128, lane, 4]) of a packed weight."""
     n, kp = packed.shape[-2], packed.shape[-1] * 2
@@ -24,9 +29,21 @@ def lanes(packed, block_scale):
     return words, block_scale.reshape(-1, n // 16, kp // 128, 32, 4)
 
 
-def codes_of(words):
+ROTATIONS = (0, 4, 10, 8, 2, 6, 12, 14)
+
+
+def codes_of(words, layout):
     """The 16 codes of a block's two words [..., 2]."""
     out = []
+    if layout == "sm90_bf16":
+        first, second = words.unbind(-1)
+        left = first & 0x06030603 | second & 0xF9FCF9FC
+        held = (first, first, first, left, second, second, second, left)
+        turned = [word << by | word >> 32 - by for word, by in zip(held, ROTATIONS, strict=True)]
+        for k in range(16):
+            half = turned[k // 4 * 2 + k % 2] >> (16 if k % 4 > 1 else 0)
+            out.append(half >> 6 & 7 | (half >> 15 & 1) << 3)
+        return torch.stack(out, -1)
     for word in words.unbind(-1):
         for q in range(2):
             for i in range(4):
@@ -35,8 +52,11 @@ def codes_of(words):
     return torch.stack(out, -1)
 
 
-def scale_of(byte):
-    """e4m3, with bit 7 where its mantissa is 0 or 7."""
+def scale_of(byte, layout):
+    """e4m3, with bit 7 where its mantissa is 0 or 7; or {exponent + 10, mantissa}, and 0 for zero."""
+    if layout == "sm90_bf16":
+        value = (1 + (byte & 7).double() / 8) * 2.0 ** ((byte >> 3).double() - 10)
+        return torch.where(byte == 0, 0.0, value)
     flag, mantissa = byte >> 7, byte & 7
     assert torch.equal(flag == 1, (mantissa == 0) | (mantissa == 7))
     return scale_values((byte & 127).view(torch.float8_e4m3fn))
@@ -45,7 +65,7 @@ def scale_of(byte):
 E2M1 = torch.tensor([0, 0.5, 1, 1.5, 2, 3, 4, 6], dtype=torch.float64)
 
 
-def read(packed, block_scale, factor):
+def read(packed, block_scale, factor, layout):
     """The values [G, N, Kp], read lane by lane from the definition."""
     words, scales = lanes(packed, block_scale)
     groups, tiles, steps = words.shape[:3]
@@ -54,43 +74,44 @@ def read(packed, block_scale, factor):
         g, t = divmod(lane, 4)
         for c in range(steps):
             for parity in range(2):
-                codes = codes_of(words[:, :, c, lane, 2 * parity : 2 * parity + 2])
+                codes = codes_of(words[:, :, c, lane, 2 * parity : 2 * parity + 2], layout)
                 value = E2M1[codes & 7] * torch.where(codes > 7, -1.0, 1.0)
-                scale = scale_of(scales[:, :, c // 2, lane, c % 2 * 2 + parity])
+                scale = scale_of(scales[:, :, c // 2, lane, c % 2 * 2 + parity], layout)
                 k = 64 * c + 16 * t
                 out[:, 2 * g + parity :: 16, k : k + 16] = value * scale[..., None]
     return out * factor.double().reshape(-1, 1, 1)
 
 
 @pytest.mark.parametrize("shape", [s for s in SHAPES if 0 not in s], ids=str)
-def test_every_bit_is_where_the_definition_says(shape, format):
+def test_every_bit_is_where_the_definition_says(shape, format, layout):
     w = random_weight(format, *shape, narrow=True)
     with poisoned():
-        packed, scale, factor = fp4.prepack(*w.operands(), format, "sm90")
+        packed, scale, factor = fp4.prepack(*w.operands(), format, layout)
     n, k = shape[-2:]
     kp = (k + 127) // 128 * 128
     assert packed.shape == (*shape[:-1], kp // 2) and scale.shape == (*shape[:-1], kp // 16)
     assert packed.dtype == scale.dtype == U8 and factor.dtype == torch.float32 and factor.shape == shape[:-2]
-    got = read(packed, scale, factor)
+    got = read(packed, scale, factor, layout)
     assert torch.equal(got[..., :k], w.dense.reshape(-1, n, k))
     assert (got[..., k:] == 0).all()
 
 
 @pytest.mark.parametrize("shape", SHAPES, ids=str)
-def test_unpack_undoes_prepack(shape, format):
+def test_unpack_undoes_prepack(shape, format, layout):
     w = random_weight(format, *shape, narrow=True)
     k = shape[-1]
     with poisoned():
-        operands = fp4.prepack(*w.operands(), format, "sm90")
-        packed, scale, factor = fp4.unpack(*operands, format, "sm90")
-        dense = fp4.dequantize(*operands, format, torch.float64, layout="sm90")
+        operands = fp4.prepack(*w.operands(), format, layout)
+        packed, scale, factor = fp4.unpack(*operands, format, layout)
+        dense = fp4.dequantize(*operands, format, torch.float64, layout=layout)
     assert torch.equal(dense[..., :k], w.dense) and (dense[..., k:] == 0).all()
     assert torch.equal(dequantize(packed, scale, factor, format)[..., :k], w.dense)
     blocks = w.scale.shape[-1]
     was, now = w.scale.view(U8), scale[..., :blocks].view(U8)
     if format == "nvfp4":
         assert torch.equal(factor, w.global_scale) and torch.equal(now, was)
-        assert torch.equal(packed[..., : k // 2], w.packed)
+        zero = (was & 0x7F == 0).repeat_interleave(8, -1) & (layout == "sm90_bf16")  # has zero codes
+        assert torch.equal(packed[..., : k // 2], torch.where(zero, 0, w.packed))
     else:
         assert factor.numel() == 0
         some = torch.nn.functional.pad(w.dense != 0, (0, blocks * 32 - k)).unflatten(-1, (blocks, 32)).any(-1)
@@ -99,19 +120,19 @@ def test_unpack_undoes_prepack(shape, format):
         assert torch.equal(unpack_codes(packed)[..., :k][kept], unpack_codes(w.packed)[kept])
 
 
-def test_every_scale_and_code():
+def test_every_scale_and_code(layout):
     """All e4m3 scales that are not negative, subnormals too, with all codes."""
     scale = torch.arange(127, dtype=U8).repeat(64, 1)
     scale = torch.nn.functional.pad(scale, (0, 1)).view(torch.float8_e4m3fn)
     packed = torch.randint(0, 256, (64, 128 * 8), dtype=U8)
     packed[0] = torch.tensor([0x10, 0x32, 0x54, 0x76, 0x98, 0xBA, 0xDC, 0xFE], dtype=U8).repeat(128)
     one = torch.tensor(1.0)
-    operands = fp4.prepack(packed, scale, one, "nvfp4", "sm90")
-    assert torch.equal(read(*operands)[0], dequantize(packed, scale, one, "nvfp4"))
-    assert torch.equal(fp4.unpack(*operands, "nvfp4", "sm90")[1].view(U8), scale.view(U8))
+    operands = fp4.prepack(packed, scale, one, "nvfp4", layout)
+    assert torch.equal(read(*operands, layout)[0], dequantize(packed, scale, one, "nvfp4"))
+    assert torch.equal(fp4.unpack(*operands, "nvfp4", layout)[1].view(U8), scale.view(U8))
 
 
-def test_mxfp4_spread():
+def test_mxfp4_spread(layout):
     """17 binades below a matrix's largest exponent fit; 18 do not, and the error names the matrix."""
     packed = torch.randint(0, 256, (3, 64, 64), dtype=U8) | 0x11
     scale = torch.randint(120, 131, (3, 64, 4), dtype=U8)
@@ -119,46 +140,46 @@ def test_mxfp4_spread():
     scale[0, 0, 0], scale[0, 63, 3] = 0, 255 - 1
     packed[0] = 0  # what stands before zeros does not matter
     scale8 = scale.view(torch.float8_e8m0fnu)
-    operands = fp4.prepack(packed, scale8, None, "mxfp4", "sm90")
+    operands = fp4.prepack(packed, scale8, None, "mxfp4", layout)
     assert torch.equal(
-        fp4.dequantize(*operands, "mxfp4", torch.float64, layout="sm90"),
+        fp4.dequantize(*operands, "mxfp4", torch.float64, layout=layout),
         dequantize(packed, scale8, None, "mxfp4"),
     )
     assert operands[2][0] == 1 and operands[2][1] == 2.0 ** (130 - 135)
     scale[1, 5, 2] = 112
     with pytest.raises(
-        RuntimeError, match="matrix 1 spreads over 18 binades; layout 'sm90' holds at most 17"
+        RuntimeError, match=f"matrix 1 spreads over 18 binades; layout '{layout}' holds at most 17"
     ):
-        fp4.prepack(packed, scale8, None, "mxfp4", "sm90")
+        fp4.prepack(packed, scale8, None, "mxfp4", layout)
 
 
 @pytest.mark.parametrize("exponent", [0, 5, 254])
-def test_mxfp4_extreme_exponents(exponent):
+def test_mxfp4_extreme_exponents(exponent, layout):
     packed = torch.randint(0, 256, (64, 64), dtype=U8)
     scale = torch.full((64, 4), exponent, dtype=U8).view(torch.float8_e8m0fnu)
-    operands = fp4.prepack(packed, scale, None, "mxfp4", "sm90")
+    operands = fp4.prepack(packed, scale, None, "mxfp4", layout)
     want = dequantize(packed, scale, None, "mxfp4")
-    assert torch.equal(fp4.dequantize(*operands, "mxfp4", torch.float64, layout="sm90"), want)
-    assert torch.equal(dequantize(*fp4.unpack(*operands, "mxfp4", "sm90"), "mxfp4"), want)
+    assert torch.equal(fp4.dequantize(*operands, "mxfp4", torch.float64, layout=layout), want)
+    assert torch.equal(dequantize(*fp4.unpack(*operands, "mxfp4", layout), "mxfp4"), want)
 
 
-def test_damaged_and_negative_scales_are_refused(format):
+def test_damaged_and_negative_scales_are_refused(format, layout):
     w = random_weight(format, 64, 64, narrow=True)
     scale = w.scale.view(U8).clone()
     scale[3, 1] = 0x7F if format == "nvfp4" else 0xFF
     with pytest.raises(RuntimeError, match="block_scale has NaN values; the weight is damaged"):
-        fp4.prepack(w.packed, scale.view(w.scale.dtype), w.global_scale, format, "sm90")
+        fp4.prepack(w.packed, scale.view(w.scale.dtype), w.global_scale, format, layout)
     if format == "nvfp4":
         scale[3, 1] = 0xB0
-        with pytest.raises(RuntimeError, match="block_scale has negative values; layout 'sm90' cannot"):
-            fp4.prepack(w.packed, scale.view(w.scale.dtype), w.global_scale, format, "sm90")
+        with pytest.raises(RuntimeError, match=f"block_scale has negative values; layout '{layout}' cannot"):
+            fp4.prepack(w.packed, scale.view(w.scale.dtype), w.global_scale, format, layout)
 
 
-def test_unpack_as_another_format():
+def test_unpack_as_another_format(layout):
     """Scales that are no powers of two never come from mxfp4."""
-    operands = fp4.prepack(*random_weight("nvfp4", 64, 64).operands(), "nvfp4", "sm90")
+    operands = fp4.prepack(*random_weight("nvfp4", 64, 64).operands(), "nvfp4", layout)
     with pytest.raises(RuntimeError, match="packed is no mxfp4 weight"):
-        fp4.unpack(*operands, "mxfp4", "sm90")
+        fp4.unpack(*operands, "mxfp4", layout)
 
 
 @pytest.mark.parametrize("op", ["mm", "grouped_mm", "grouped_mm_masked", "indexed_mm", "grouped_mm_k", "moe"])

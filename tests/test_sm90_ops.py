@@ -1,4 +1,4 @@
-"""The operators on layout sm90, each kernel replaced by what it says it computes: what lies between them."""
+"""The operators on layouts sm90 and sm90_bf16, each kernel replaced by what it says it computes."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ import pytest
 import reference
 import torch
 from fp4_ops.meta.formats import ACTIVATIONS
+from fp4_ops.meta.layouts import LAYOUTS
 
 from fp4_ops.sm90 import choice, decode, int4, ops, prefill, rows
 from fp4_ops.sm90.decode import Routing
@@ -24,11 +25,17 @@ class Kernels:
     def __init__(self, monkeypatch) -> None:
         self.seen: list[str] = []
         monkeypatch.setattr(ops, "multiprocessors", lambda index: 132)
-        monkeypatch.setattr(choice, "decode_us", lambda product, sms: product.rows)
+        monkeypatch.setattr(choice, "decode_us", lambda product, sms, bf16=False: product.rows)
         monkeypatch.setattr(choice, "prefill_us", lambda product, fp8, sms: FEW)
         for module, name in (
             *((decode, "run"), (prefill, "run"), (int4, "run"), (rows, "route"), (rows, "quantize_fp8")),
-            *((rows, "quantize_fp4"), (rows, "to_half"), (rows, "apply_gate"), (rows, "combine")),
+            *(
+                (rows, "quantize_fp4"),
+                (rows, "to_half"),
+                (rows, "to_bf16"),
+                (rows, "apply_gate"),
+                (rows, "combine"),
+            ),
         ):
             mine = f"{module.__name__.rsplit('.', 1)[1]}_run" if name == "run" else name
             monkeypatch.setattr(module, name, getattr(self, mine))
@@ -62,10 +69,13 @@ class Kernels:
         out[row] = self.product(x, x_scale, w, expert, row // a_div, gate).to(out.dtype)
 
     def prefill_run(self, x, x_scale, w, route, routing, m, out, gate=None, early=False):
-        assert not early or self.seen[-1] in ("half", "quantize"), "x is not all that may be under way"
+        assert not early or self.seen[-1] in ("half", "bf16", "quantize"), (
+            "x is not all that may be under way"
+        )
         self.seen.append("prefill")
-        assert x_scale is not None and x.shape[-1] == w.kp
-        if x.dtype == torch.float16:
+        assert x.shape[-1] == w.kp and (x.dtype == torch.bfloat16) == (w.layout.name == "sm90_bf16")
+        assert x_scale is not None or x.dtype == torch.bfloat16
+        if x.dtype != F8:
             x = reference.plain_rows(x)
         assert (x.dtype == F8) <= (x_scale is not None) and x.dtype != torch.float32
         rows_of = out.shape[0]
@@ -115,6 +125,12 @@ class Kernels:
         half[live:], factor[live:] = float("nan"), float("nan")
         return half, factor
 
+    def to_bf16(self, x, gate=None, position=None, end=None, *, dependent=False):
+        half, factor = self.to_half(x, gate, position, end, dependent=dependent)
+        self.seen[-1] = "bf16"
+        assert x.dtype == torch.bfloat16
+        return (half.double() * factor.double()[:, None]).bfloat16(), None
+
     def quantize_fp4(self, x, gate=None, position=None, end=None, *, format):
         self.seen.append("quantize")
         values, _ = self.taken(x, gate, position, end)
@@ -163,22 +179,25 @@ def kernels(monkeypatch) -> Kernels:
     return Kernels(monkeypatch)
 
 
-def weight(*shape: int, bias: bool = False) -> tuple[decode.Weight, torch.Tensor]:
+def weight(*shape: int, bias: bool = False, layout: str = "sm90") -> tuple[decode.Weight, torch.Tensor]:
     w = reference.random_weight("nvfp4", *shape)
-    packed = fp4.prepack(*w.operands(), "nvfp4", "sm90")
+    packed = fp4.prepack(*w.operands(), "nvfp4", layout)
     *lead, n, _ = shape
     b = torch.randn(*lead, n) if bias else None
     groups = lead[0] if lead else 1
-    return decode.Weight(*packed, b, groups, n, packed[0].shape[-1] * 2), w.dense.double()
+    kp = packed[0].shape[-1] * 2
+    return decode.Weight(*packed, b, groups, n, kp, LAYOUTS[layout]), w.dense.double()
 
 
 @pytest.mark.parametrize("activation", ["silu", "swigluoai", "gelu_interleaved"])
-@pytest.mark.parametrize("a_format", A_FORMATS)
+@pytest.mark.parametrize(
+    "layout, a_format", [*(("sm90", a) for a in A_FORMATS), ("sm90_bf16", "none"), ("sm90_bf16", "nvfp4")]
+)
 @pytest.mark.parametrize("tokens", [3, 60])
-def test_block(kernels, tokens, a_format, activation):
+def test_block(kernels, tokens, layout, a_format, activation):
     experts, hidden, inter, top_k = 4, 192, 64, 2
-    up, w13 = weight(experts, 2 * inter, hidden, bias=True)
-    down, w2 = weight(experts, hidden, inter, bias=True)
+    up, w13 = weight(experts, 2 * inter, hidden, bias=True, layout=layout)
+    down, w2 = weight(experts, hidden, inter, bias=True, layout=layout)
     x = torch.randn(tokens, hidden).bfloat16()
     ids = torch.randint(-1, experts + 1, (tokens, top_k))
     ids[0] = torch.arange(top_k)
@@ -195,15 +214,19 @@ def test_block(kernels, tokens, a_format, activation):
     assert few == (tokens == 3)
     assert kernels.seen.count("decode" if few else "prefill") == 2
     assert kernels.seen.count("quantize") == (0 if a_format == "none" else 2)
-    assert kernels.seen.count("half") == (0 if few or a_format == "fp8" else 2)
+    ordered = "half" if layout == "sm90" else "bf16"
+    assert kernels.seen.count(ordered) == (0 if few or a_format == "fp8" else 2)
     gate_in_product = ACTIVATIONS[activation].interleaved
     assert kernels.seen.count("gate") == (a_format == "none" and few and not gate_in_product)
 
 
-@pytest.mark.parametrize("rows_each, seen", [(2, ["decode"]), (40, ["half", "prefill"])])
-def test_rows_are_put_in_order_for_prefill(kernels, rows_each, seen):
+@pytest.mark.parametrize(
+    "layout, rows_each, seen",
+    [("sm90", 2, ["decode"]), ("sm90", 40, ["half", "prefill"]), ("sm90_bf16", 40, ["bf16", "prefill"])],
+)
+def test_rows_are_put_in_order_for_prefill(kernels, layout, rows_each, seen):
     groups, n, k = 2, 64, 176
-    w, dense = weight(groups, n, k, bias=True)
+    w, dense = weight(groups, n, k, bias=True, layout=layout)
     a = torch.randn(rows_each * groups, k).bfloat16()
     offs = torch.tensor([rows_each, 2 * rows_each], dtype=torch.int32)
     got = ops.grouped_mm(a, None, w, offs, torch.float32)
@@ -232,11 +255,12 @@ def test_groups_along_k(kernels, m, dtype):
         assert end > begin or not got[g].any()
 
 
+@pytest.mark.parametrize("layout", ["sm90", "sm90_bf16"])
 @pytest.mark.parametrize("m", [3, 200])
-def test_rows_by_id_with_factors(kernels, m):
+def test_rows_by_id_with_factors(kernels, m, layout):
     """As packed FP4 rows come: bfloat16 with a float32 factor each."""
     groups, n, k = 4, 64, 128
-    w, dense = weight(groups, n, k, bias=True)
+    w, dense = weight(groups, n, k, bias=True, layout=layout)
     a, factor = torch.randn(m, k).bfloat16(), torch.rand(m) + 0.5
     ids = torch.randint(-1, groups, (m,))
     ids[0] = 0

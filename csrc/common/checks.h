@@ -49,6 +49,9 @@ inline constexpr Dtypes kBytes = {ScalarType::Byte};
 inline constexpr Dtypes kSm90Activation = {ScalarType::BFloat16, ScalarType::Half, ScalarType::Float8_e4m3fn,
                                            ScalarType::Byte, ScalarType::Float4_e2m1fn_x2};
 inline constexpr Dtypes kSm90Floating = {ScalarType::BFloat16, ScalarType::Half};
+inline constexpr Dtypes kSm90Bf16Activation = {ScalarType::BFloat16, ScalarType::Byte,
+                                               ScalarType::Float4_e2m1fn_x2};
+inline constexpr Dtypes kSm90Bf16Floating = {ScalarType::BFloat16};
 inline constexpr Dtypes kFp8 = {ScalarType::Float8_e4m3fn};
 inline constexpr Dtypes kIndex = {ScalarType::Int, ScalarType::Long};
 inline constexpr Dtypes kInt32 = {ScalarType::Int};
@@ -311,6 +314,8 @@ inline Dtypes a_dtypes(const Layout& layout) {
   switch (layout.order) {
     case Order::sm90:
       return kSm90Activation;
+    case Order::sm90_bf16:
+      return kSm90Bf16Activation;
     case Order::sm90_int4:
       return kFp8;
     default:
@@ -547,9 +552,10 @@ inline MoeShape check_moe(const Tensor& x, const Tensor& topk_ids, const Tensor&
   if (!order.a_formats.empty())
     check_name("a_format", a_format, order.a_formats, with_layout(order), "; layout 'plain' takes others");
   check_dtype("x", x, kFloating);
-  // Layout sm90 may leave x as it is, sm90_int4 always has it quantised.
+  // Layouts sm90 and sm90_bf16 may leave x as it is, sm90_int4 always has it quantised.
   if (order.order == Order::sm90 && (a_format == "none" || a_format == "auto"))
     check_a_dtype("x", x, order, kSm90Floating);
+  if (order.order == Order::sm90_bf16 && a_format == "none") check_a_dtype("x", x, order, kSm90Bf16Floating);
   check_dim("x", x, 2);
   check_device("x", x, "w13", w13);
   check_device("w2", w2, "w13", w13);

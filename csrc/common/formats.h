@@ -40,7 +40,8 @@ inline constexpr Format kFormats[] = {
 using Names = std::span<const std::string_view>;
 
 // The names in the order in which error messages list them; of all, of those whose element is e2m1, which
-// activations and layout sm90 may have, and of those whose element is int4, which layout sm90_int4 may have.
+// activations and layouts sm90 and sm90_bf16 may have, and of those whose element is int4, which layout
+// sm90_int4 may have.
 inline constexpr std::array<std::string_view, 5> kFormatNames = {"int4", "int4_g32", "int4_g64", "mxfp4",
                                                                  "nvfp4"};
 inline constexpr std::array<std::string_view, 2> kFp4Names = {"mxfp4", "nvfp4"};
@@ -49,10 +50,11 @@ inline constexpr std::array<std::string_view, 3> kInt4Names = {"int4", "int4_g32
 // The `a_format`s of moe that a layout's kernels take, as error messages list them.
 inline constexpr std::array<std::string_view, 5> kSm90AFormatNames = {"none", "fp8", "nvfp4", "mxfp4",
                                                                       "auto"};
+inline constexpr std::array<std::string_view, 3> kSm90Bf16AFormatNames = {"none", "nvfp4", "mxfp4"};
 inline constexpr std::array<std::string_view, 2> kSm90Int4AFormatNames = {"fp8", "auto"};
 
 // The order of the bytes inside a packed weight, and what it asks of the operands: meta/layouts.py, Layout.
-enum class Order : uint8_t { plain, tile16, sm90, sm90_int4 };
+enum class Order : uint8_t { plain, tile16, sm90, sm90_bf16, sm90_int4 };
 
 // The block scales of a layout: as the format has them; or uint8 or float32, and a float32 factor for each
 // matrix.
@@ -77,11 +79,14 @@ inline constexpr Layout kLayouts[] = {
     {"plain", Order::plain},
     {"tile16", Order::tile16},
     {"sm90", Order::sm90, 64, 16, 128, LayoutScales::bytes, 16, kFp4Names, kSm90AFormatNames, true},
+    {"sm90_bf16", Order::sm90_bf16, 64, 16, 128, LayoutScales::bytes, 16, kFp4Names, kSm90Bf16AFormatNames,
+     true},
     {"sm90_int4", Order::sm90_int4, 64, 16, 128, LayoutScales::floats, 0, kInt4Names, kSm90Int4AFormatNames,
      true},
 };
 inline constexpr const Layout& kPlain = kLayouts[0];
-inline constexpr std::array<std::string_view, 4> kLayoutNames = {"plain", "sm90", "sm90_int4", "tile16"};
+inline constexpr std::array<std::string_view, 5> kLayoutNames = {"plain", "sm90", "sm90_bf16", "sm90_int4",
+                                                                 "tile16"};
 // The orders in which quantize_fp8 can write a row.
 inline constexpr std::array<std::string_view, 2> kALayoutNames = {"plain", "sm90"};
 

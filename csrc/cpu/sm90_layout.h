@@ -13,6 +13,13 @@
 // Word s of a block holds its codes 8s + 4q + i (q < 2, i < 4): the magnitude at bits 16q + 4i to 16q + 4i +
 // 2, the sign of q = 0 at bit 8i + 7, of q = 1 at bit 8i + 3. The scale byte is the e4m3 byte, which has no
 // sign, with bit 7 set where its mantissa is 0 or 7 (where 1.5 times the scale needs no extra step).
+//
+// Layout sm90_bf16 has the same blocks in the same places for products in bf16. With R = {0, 4, 10, 8, 2, 6,
+// 12, 14}, codes i and i + 2 of q and s (i < 2) are the pair j = 4s + 2q + i: in its word, rotated left by
+// R[j], the first has its sign at bit 15 and its magnitude at bits 6 to 8, the second 16 bits higher. Pairs 0
+// to 2 are in the first word and 4 to 6 in the second; 3 and 7 are in the word that has the bits 0, 1, 9, 10
+// (mod 16) of the first and the others of the second. The scale byte is 8 (exponent + 10) + mantissa of its
+// three bits, or zero for a zero scale, whose codes are zero, too.
 #pragma once
 
 #include <cstdint>
@@ -38,9 +45,9 @@ inline Sm90Place sm90_place(int64_t row, int64_t block, int64_t padded_k) {
           ((tile * (padded_k / 128) + step / 2) * 32 + lane) * 4 + step % 2 * 2 + parity};
 }
 
-// One block into, or out of, two words and a scale byte.
-void sm90_encode(const Block16& block, uint8_t* words, uint8_t* scale);
-Block16 sm90_decode(const uint8_t* words, uint8_t scale);
+// One block into, or out of, two words and a scale byte, of sm90_bf16 or sm90.
+void sm90_encode(const Block16& block, bool bf16, uint8_t* words, uint8_t* scale);
+Block16 sm90_decode(const uint8_t* words, uint8_t scale, bool bf16);
 
 // Layout sm90_int4: a lane's words are those of sm90, but a word's eight codes are nibbles in the order of k,
 // each {bits 0 and 1: (magnitude - 1) % 4; bit 2: sign; bit 3: magnitude above 4}, and 0b1011 for zero. By

@@ -3,9 +3,9 @@
 
 namespace fp4::sm90 {
 
-template <DType kType, int kComputeWarps>
+template <DType kType, class Words, int kComputeWarps>
 int launch(const DecodeParams& p, int blocks, bool dependent, cudaStream_t stream) {
-  auto* kernel = decode_kernel<kType, kComputeWarps>;
+  auto* kernel = decode_kernel<kType, Words, kComputeWarps>;
   constexpr int kMaxShared = 227 * 1024;
   const int shared = DecodeBuffers::bytes(p);
   if (shared > kMaxShared) return cudaErrorInvalidValue;
@@ -16,11 +16,11 @@ int launch(const DecodeParams& p, int blocks, bool dependent, cudaStream_t strea
   return launch_kernel(kernel, shape, dependent, stream, p);
 }
 
-template <DType kType>
+template <DType kType, class Words = HalfWords>
 int launch_warps(const DecodeParams& p, int blocks, bool dependent, cudaStream_t stream) {
   const int warps = p.k_warps * p.row_warps;
-  if (warps <= 16) return launch<kType, 16>(p, blocks, dependent, stream);
-  if (warps <= 24) return launch<kType, 24>(p, blocks, dependent, stream);
+  if (warps <= 16) return launch<kType, Words, 16>(p, blocks, dependent, stream);
+  if (warps <= 24) return launch<kType, Words, 24>(p, blocks, dependent, stream);
   return cudaErrorInvalidValue;
 }
 
@@ -43,6 +43,10 @@ extern "C" int fp4_sm90_decode(const fp4::sm90::DecodeParams* params, int blocks
   p.k_warps_inverse = 1.f / p.k_warps;
   p.row_warps_inverse = 1.f / p.row_warps;
   auto* s = static_cast<cudaStream_t>(stream);
+  if (p.bf16_words) {
+    return p.x_type == DType::kBFloat16 ? launch_warps<DType::kBFloat16, Bf16Words>(p, blocks, dependent, s)
+                                        : cudaErrorInvalidValue;
+  }
   switch (p.x_type) {
     case DType::kBFloat16:
       return launch_warps<DType::kBFloat16>(p, blocks, dependent, s);

@@ -23,6 +23,7 @@
 
 #include <cstdint>
 
+#include "bf16_words.cuh"
 #include "decode_plan.cuh"
 #include "gate.cuh"
 #include "half_words.cuh"
@@ -33,12 +34,19 @@ namespace fp4::sm90 {
 
 // --- PTX ---
 
-__device__ __forceinline__ void mma_f16(float4& d, const uint32_t (&a)[4], uint32_t b0, uint32_t b1) {
-  asm volatile(
-      "mma.sync.aligned.m16n8k16.row.col.f32.f16.f16.f32 {%0,%1,%2,%3}, {%4,%5,%6,%7}, {%8,%9}, "
-      "{%0,%1,%2,%3};"
-      : "+f"(d.x), "+f"(d.y), "+f"(d.z), "+f"(d.w)
-      : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b0), "r"(b1));
+template <Element kElement>
+__device__ __forceinline__ void mma(float4& d, const uint32_t (&a)[4], uint32_t b0, uint32_t b1) {
+#define FP4_MMA(types)                                                      \
+  asm volatile("mma.sync.aligned.m16n8k16.row.col.f32." types               \
+               ".f32 {%0,%1,%2,%3}, {%4,%5,%6,%7}, {%8,%9}, {%0,%1,%2,%3};" \
+               : "+f"(d.x), "+f"(d.y), "+f"(d.z), "+f"(d.w)                 \
+               : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b0), "r"(b1))
+  if constexpr (kElement == Element::kBFloat16) {
+    FP4_MMA("bf16.bf16");
+  } else {
+    FP4_MMA("f16.f16");
+  }
+#undef FP4_MMA
 }
 
 __device__ __forceinline__ uint4 load_stream(const void* p) {
@@ -84,8 +92,11 @@ __device__ __forceinline__ void store_one(void* p, int64_t i, float a, DType typ
 }
 
 // One lane's share of an activation row in one 64-step: the 16 logical k of its scale block.
-template <DType kType>
+// Words: HalfWords or Bf16Words, the weights that it meets.
+template <DType kType, class Words>
 struct RowBlock {
+  static constexpr bool kAsTheyAre = Words::kElement == Element::kBFloat16;
+  static_assert(!kAsTheyAre || kType == DType::kBFloat16);
   uint32_t w[kType == DType::kFloat8 ? 4 : 8];
 
   __device__ void load(const DecodeParams& p, int row, int k0, int t, bool live) {
@@ -122,9 +133,14 @@ struct RowBlock {
 
   // Four consecutive values, times `scale`, as the pairs (0, 2) and (1, 3) of the weights' fragments.
   __device__ uint2 pairs(int i, float scale) const {
+    if constexpr (kAsTheyAre) {
+      return make_uint2(permute_bytes(w[2 * i], w[2 * i + 1], 0x5410),
+                        permute_bytes(w[2 * i], w[2 * i + 1], 0x7632));
+    }
     float2 lo, hi;
     if constexpr (kType == DType::kFloat8) {
-      lo = __half22float2(decode_scales(w[i])), hi = __half22float2(decode_scales(w[i] >> 16));
+      lo = __half22float2(HalfWords::decode_scales(w[i]));
+      hi = __half22float2(HalfWords::decode_scales(w[i] >> 16));
     } else if constexpr (kType == DType::kBFloat16) {
       lo = make_float2(__uint_as_float(w[2 * i] << 16), __uint_as_float(w[2 * i] & 0xFFFF0000));
       hi = make_float2(__uint_as_float(w[2 * i + 1] << 16), __uint_as_float(w[2 * i + 1] & 0xFFFF0000));
@@ -165,9 +181,9 @@ struct HalfRange {
 
 // A slice of at most kFewTokens rows, by one warp: each lane takes one of its 64-steps, and not four of eight
 // tokens. The columns of other tokens stay as they are: nothing reads their sums.
-template <DType kType>
+template <DType kType, class Words>
 struct FewActivations {
-  RowBlock<kType> raw;
+  RowBlock<kType, Words> raw;
   int row;
   bool live;
   float up, factor[kFewTokens];
@@ -182,10 +198,10 @@ struct FewActivations {
 
   __device__ __forceinline__ void find_factors(const DecodeParams& p) {
     float down;
-    if constexpr (kType == DType::kFloat8) {
-      up = 1.f, down = live ? p.x_scale[row] : 0.f;
+    const float given = p.x_scale && live ? p.x_scale[row] : 1.f;  // rows with a factor each
+    if constexpr (kType == DType::kFloat8 || RowBlock<kType, Words>::kAsTheyAre) {
+      up = 1.f, down = Words::kFactor * given;
     } else {
-      const float given = p.x_scale && live ? p.x_scale[row] : 1.f;  // rows with a factor each
       float amax = raw.largest();
 #pragma unroll
       for (int d = 1; d < 16; d *= 2) amax = fmaxf(amax, __shfl_xor_sync(~0u, amax, d));
@@ -209,13 +225,13 @@ __device__ __forceinline__ bool reducers_begin(const DecodeShared& sh, int segme
   return segments > 0 && sh.segments[0].count <= kFewTokens;
 }
 
-template <DType kType>
+template <DType kType, class Words>
 __device__ __forceinline__ void begin_few(const DecodeParams& p, DecodeShared& sh,
                                           const DecodeBuffers& buffers) {
   constexpr int kTogether = 4;  // slices whose loads are under way at once
   const int lane = threadIdx.x % 32;
   for (int first = threadIdx.x / 32 % kReduceWarps; first < p.k_warps; first += kTogether * kReduceWarps) {
-    FewActivations<kType> few[kTogether];
+    FewActivations<kType, Words> few[kTogether];
 #pragma unroll
     for (int i = 0; i < kTogether; ++i) {
       few[i].load(p, buffers.row_list[0], sh.segments[0].count,
@@ -245,7 +261,7 @@ __device__ __forceinline__ void sync_begun(const DecodeParams& p, bool arrives) 
 // Puts the activations of a run into shared memory as B fragments, each compute warp some of its slice, and
 // returns for this lane's two tokens the factor that its sums carry. Holds kHeld 64-steps in registers; if
 // that is not all of the slice, it reads most of them twice.
-template <DType kType, int kHeld>
+template <DType kType, class Words, int kHeld>
 __device__ __forceinline__ void load_activations(const DecodeParams& p, const DecodeShared& sh,
                                                  const DecodeBuffers& buffers, const Run& run, int slice,
                                                  uint32_t share, float (&factor)[2]) {
@@ -254,7 +270,7 @@ __device__ __forceinline__ void load_activations(const DecodeParams& p, const De
   const int* const row_list = buffers.row_list[run.segment];
   const int k0 = (run.pass * p.k_warps + slice) * kSliceSteps * 64;
   if (count <= kFewTokens) {
-    FewActivations<kType> few;
+    FewActivations<kType, Words> few;
     few.load(p, row_list, count, k0);
     few.find_factors(p);
     sync_compute_warps(p);  // the fragments of the run before are done with
@@ -265,16 +281,17 @@ __device__ __forceinline__ void load_activations(const DecodeParams& p, const De
   }
   const bool live = g < count;
   const int row = live ? divide(row_list[g], p.a_div_mul, p.a_div_shift) : 0;
-  RowBlock<kType> raw[kHeld];
+  RowBlock<kType, Words> raw[kHeld];
+  constexpr bool kScaled = kType != DType::kFloat8 && !RowBlock<kType, Words>::kAsTheyAre;
   auto load = [&](int first) {
 #pragma unroll
     for (int j = 0; j < kHeld; ++j) raw[j].load(p, row, k0 + 64 * (first + j), t, live);
   };
-  load(kSliceSteps - kHeld);
-  float up = 1.f, down;
+  if constexpr (kScaled || kHeld == kSliceSteps) load(kSliceSteps - kHeld);
+  float up = 1.f, down = Words::kFactor;
   if constexpr (kType == DType::kFloat8) {
     down = live ? p.x_scale[row] : 0.f;
-  } else {
+  } else if constexpr (kScaled) {
     float amax = 0.f;
 #pragma unroll
     for (int first = kSliceSteps - kHeld;; first -= kHeld) {
@@ -322,7 +339,7 @@ struct WarpPlace {
 
 // One compute warp: its K slice of one row tile after another. Four 64-steps are always in flight: a register
 // that was dequantised is loaded again at once for the next tile.
-template <DType kType, int kHeld>
+template <DType kType, class Words, int kHeld>
 __device__ __forceinline__ void compute(const DecodeParams& p, DecodeShared& sh, const DecodeBuffers& buffers,
                                         const WarpPlace& place, int segments) {
   const int lane = threadIdx.x % 32, warp = threadIdx.x / 32;
@@ -386,6 +403,7 @@ __device__ __forceinline__ void compute(const DecodeParams& p, DecodeShared& sh,
   advance();
   if (p.early) wait_previous_kernel();
 
+  const Words words;
   const uint4* fragments = buffers.fragments + slice * kSliceSteps * 64 + lane;
   float4* const ring = buffers.ring + warp * 32 + lane;
   const int stage_size = buffers.stage_count(p);
@@ -396,20 +414,17 @@ __device__ __forceinline__ void compute(const DecodeParams& p, DecodeShared& sh,
       sync_begun(p, false);
       factor[0] = sh.first_factor[slice].x, factor[1] = sh.first_factor[slice].y;
     } else {
-      load_activations<kType, kHeld>(p, sh, buffers, run, slice, share, factor);
+      load_activations<kType, Words, kHeld>(p, sh, buffers, run, slice, share, factor);
     }
     for (int left = run.end - run.begin; left > 0; left -= p.row_warps) {
       float4 acc = make_float4(0.f, 0.f, 0.f, 0.f);
 #pragma unroll
       for (int j = 0; j < kSliceSteps; ++j) {
-        if (j % 2 == 0) scales[j / 2] &= 0x7F7F7F7F;  // without the flags
-        const half2 both = decode_scales(scales[j / 2] >> (16 * (j % 2)));
-        const half2 scale0 = __low2half2(both), scale1 = __high2half2(both);
+        if (j % 2 == 0) scales[j / 2] = Words::without_flags(scales[j / 2]);
+        const auto both = Words::decode_scales(scales[j / 2] >> (16 * (j % 2)));
         uint32_t even[2][4], odd[2][4];  // rows 2g and 2g + 1, words s
-        dequantize_word(codes[j].x, scale0, even[0]);
-        dequantize_word(codes[j].y, scale0, even[1]);
-        dequantize_word(codes[j].z, scale1, odd[0]);
-        dequantize_word(codes[j].w, scale1, odd[1]);
+        words.dequantize(codes[j].x, codes[j].y, Words::low(both), even);
+        words.dequantize(codes[j].z, codes[j].w, Words::high(both), odd);
         fetch(j);
         if (j % 2 == 1) fetch_scales(j - 1);
 #pragma unroll
@@ -417,8 +432,8 @@ __device__ __forceinline__ void compute(const DecodeParams& p, DecodeShared& sh,
           const uint4 b = fragments[j * 64 + 32 * s];
           const uint32_t a0[4] = {even[s][0], odd[s][0], even[s][1], odd[s][1]};
           const uint32_t a1[4] = {even[s][2], odd[s][2], even[s][3], odd[s][3]};
-          mma_f16(acc, a0, b.x, b.y);
-          mma_f16(acc, a1, b.z, b.w);
+          mma<Words::kElement>(acc, a0, b.x, b.y);
+          mma<Words::kElement>(acc, a1, b.z, b.w);
         }
       }
       advance();
@@ -496,7 +511,7 @@ __device__ __forceinline__ void reduce(const DecodeParams& p, DecodeShared& sh, 
 }
 
 // More compute warps hide more of memory's latency, but take longer to begin, and have fewer registers.
-template <DType kType, int kComputeWarps>
+template <DType kType, class Words, int kComputeWarps>
 __global__ void __launch_bounds__(32 * (kComputeWarps + kReduceWarps), 1)
     decode_kernel(const __grid_constant__ DecodeParams p) {
   extern __shared__ __align__(16) uint8_t memory[];
@@ -516,14 +531,14 @@ __global__ void __launch_bounds__(32 * (kComputeWarps + kReduceWarps), 1)
   if (warp >= kComputeWarps) {
     if (p.early) wait_previous_kernel();
     if (reducers_begin(sh, segments)) {
-      begin_few<kType>(p, sh, buffers);
+      begin_few<kType, Words>(p, sh, buffers);
       sync_begun(p, true);
     }
     clear_rows(p, sh);
     reduce(p, sh, buffers, segments);
   } else if (warp < p.k_warps * p.row_warps) {
     constexpr int kHeld = kComputeWarps == 16 || kType == DType::kFloat8 ? kSliceSteps : 1;
-    compute<kType, kHeld>(p, sh, buffers, place, segments);
+    compute<kType, Words, kHeld>(p, sh, buffers, place, segments);
   } else if (p.early) {
     wait_previous_kernel();
   }

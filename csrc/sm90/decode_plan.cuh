@@ -12,10 +12,10 @@ namespace fp4::sm90 {
 enum class Routing : int { kOffs, kIds32, kIds64, kMasked, kDense };
 
 struct DecodeParams {
-  const void* x;              // [rows / a_div, k] of x_type, row stride k (fp8: kp)
-  const float* x_scale;       // one a row of x; null for ones (16-bit rows)
-  const uint8_t* codes;       // sm90 layout
-  const uint8_t* scales;      // sm90 layout
+  const void* x;         // [rows / a_div, k] of x_type, row stride k (fp8: kp)
+  const float* x_scale;  // one a row of x; null for ones (16-bit rows)
+  const uint8_t* codes;  // layout sm90 or sm90_bf16
+  const uint8_t* scales;
   const float* global_scale;  // [groups]
   const void* bias;           // [groups, n] of bias_type, or null
   void* out;                  // [rows, n], gated: [rows, n / 2]
@@ -32,6 +32,7 @@ struct DecodeParams {
   uint32_t grid_mul, grid_shift, tiles_mul, tiles_shift, a_div_mul,
       a_div_shift;  // to divide by the grid, N's row tiles, a_div
   bool early;       // the routing was known before the previous kernel began
+  bool bf16_words;  // the weights are of layout sm90_bf16, for bfloat16 rows; else of sm90
 };
 
 constexpr int kReduceWarps = 4;   // beside those that compute: kComputeWarps is 16 or 24

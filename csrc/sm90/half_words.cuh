@@ -31,9 +31,33 @@ __host__ __device__ __forceinline__ void dequantize_word(uint32_t w, half2 scale
   }
 }
 
-// Two e4m3 scales (their flag bits removed) to fp16.
-__host__ __device__ __forceinline__ half2 decode_scales(uint32_t two) {
-  return __nv_cvt_fp8x2_to_halfraw2(two, __NV_E4M3);
-}
+// How a lane of a product takes its weights: layout sm90 as fp16.
+struct HalfWords {
+  static constexpr Element kElement = Element::kFloat16;
+  static constexpr float kFactor = 1.0f;  // of the values that they stand for, over those that they have
+  using Pair = half2;
+
+  // Of two blocks, from the lower bytes of `two`, whose flags are gone.
+  static __host__ __device__ __forceinline__ Pair decode_scales(uint32_t two) {
+    return __nv_cvt_fp8x2_to_halfraw2(two, __NV_E4M3);
+  }
+  static __host__ __device__ __forceinline__ uint32_t without_flags(uint32_t scales) {
+    return scales & 0x7F7F7F7F;
+  }
+  static __host__ __device__ __forceinline__ Pair low(Pair v) { return __low2half2(v); }
+  static __host__ __device__ __forceinline__ Pair high(Pair v) { return __high2half2(v); }
+
+  // A row's block of two words: of word s, pairs (0, 2) and (1, 3) of q = 0, then of q = 1.
+  __host__ __device__ __forceinline__ void dequantize(uint32_t first, uint32_t second, Pair scale,
+                                                      uint32_t (&h)[2][4]) const {
+    dequantize_word(first, scale, h[0], table_);
+    dequantize_word(second, scale, h[1], table_);
+  }
+
+  __device__ __forceinline__ void keep_constants(int lane) { table_ = kept_constant(kHalfLow, lane); }
+
+ private:
+  uint32_t table_ = kHalfLow;
+};
 
 }  // namespace fp4::sm90

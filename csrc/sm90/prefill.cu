@@ -7,8 +7,8 @@ using namespace fp4::sm90;
 namespace {
 
 // fp4_ops/sm90/prefill.py has their names.
-constexpr Candidates (*kKernels[])() = {w4a8_candidates, half_candidates, int4_candidates,
-                                        int4_g64_candidates, int4_g32_candidates};
+constexpr Candidates (*kKernels[])() = {w4a8_candidates, half_candidates,     bf16_candidates,
+                                        int4_candidates, int4_g64_candidates, int4_g32_candidates};
 
 }  // namespace
 

@@ -230,9 +230,9 @@ inline uint64_t next_ticket() {
 inline int run(const Candidates& candidates, const PrefillArguments& a) {
   bool gated = a.gate.act != Act::kNone;
   if (gated && (a.out_type == DType::kFloat32 || a.gate.act != Act::kSilu)) return kBadArgument;
-  const bool half = candidates.list[0].element == Element::kFloat16;
-  const auto x_type = half ? CU_TENSOR_MAP_DATA_TYPE_FLOAT16 : CU_TENSOR_MAP_DATA_TYPE_UINT8;
-  const int x_bytes = half ? 2 : 1;
+  const bool wide = candidates.list[0].element != Element::kE4m3;  // a copy does not look at the values
+  const auto x_type = wide ? CU_TENSOR_MAP_DATA_TYPE_FLOAT16 : CU_TENSOR_MAP_DATA_TYPE_UINT8;
+  const int x_bytes = wide ? 2 : 1;
   if (a.groups < 1 || a.m < 0 || a.n < 64 || a.n % 64 != 0 || a.kp < 128 || a.kp % 128 != 0 ||
       a.config >= candidates.count || (a.mode == RowMode::kDense && a.groups != 1)) {
     return kBadArgument;
@@ -289,6 +289,7 @@ inline int run(const Candidates& candidates, const PrefillArguments& a) {
 // Of each kernel, in its file.
 Candidates w4a8_candidates();
 Candidates half_candidates();
+Candidates bf16_candidates();
 Candidates int4_candidates();
 Candidates int4_g64_candidates();
 Candidates int4_g32_candidates();

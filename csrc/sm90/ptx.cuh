@@ -252,7 +252,7 @@ __host__ __device__ __forceinline__ uint32_t permute_bytes(uint32_t low, uint32_
 // float32 ----
 
 // Of A and B.
-enum class Element { kE4m3, kFloat16 };
+enum class Element { kE4m3, kFloat16, kBFloat16 };
 
 __device__ __forceinline__ void wgmma_fence() { asm volatile("wgmma.fence.sync.aligned;" ::: "memory"); }
 
@@ -317,9 +317,10 @@ struct Wgmma;
                    : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(b_desc), "r"(keep));                 \
     }                                                                                                     \
   };
-#define FP4_WGMMA(...)                                                   \
-  FP4_WGMMA_OF(Element::kE4m3, "k32.f32.e4m3.e4m3", "1, 1", __VA_ARGS__) \
-  FP4_WGMMA_OF(Element::kFloat16, "k16.f32.f16.f16", "1, 1, 0", __VA_ARGS__)
+#define FP4_WGMMA(...)                                                       \
+  FP4_WGMMA_OF(Element::kE4m3, "k32.f32.e4m3.e4m3", "1, 1", __VA_ARGS__)     \
+  FP4_WGMMA_OF(Element::kFloat16, "k16.f32.f16.f16", "1, 1, 0", __VA_ARGS__) \
+  FP4_WGMMA_OF(Element::kBFloat16, "k16.f32.bf16.bf16", "1, 1, 0", __VA_ARGS__)
 
 #define FP4_UNPACK(...) __VA_ARGS__
 FP4_WGMMA(16, FP4_S8, (FP4_D8(0)), 8, 9, 10, 11, 12, 13)

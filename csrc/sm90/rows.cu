@@ -19,9 +19,10 @@ namespace {
 constexpr float kFp8Max = 448.f;
 
 // What becomes of a row: x's type in plain order (gated rows only, which stay where they are); or, in the
-// layout's order, e4m3 with a scale a row, or fp16 with a power of two a row (half_position in
-// prefill_half.cuh), so that of a bfloat16 row bits are lost only of values below 2^-31 of its largest.
-enum class Form : int { kSame, kFp8, kHalf };
+// layout's order, e4m3 with a scale a row; fp16 with a power of two a row (half_position in
+// prefill_half.cuh), so that of a bfloat16 row bits are lost only of values below 2^-31 of its largest; or,
+// in that order, bf16.
+enum class Form : int { kSame, kFp8, kHalf, kBf16 };
 
 struct Rows {
   const void* x;
@@ -112,8 +113,13 @@ __device__ __forceinline__ void to_words(const float (&v)[kRowValues], float up,
 #pragma unroll
       for (int j = 0; j < 4; ++j) {
         const int k = (4 * part + j) / 2 * 4 + j % 2;
-        const half2 pair = __floats2half2_rn(v[k] * up, v[k + 2] * up);
-        w[j] = reinterpret_cast<const uint32_t&>(pair);
+        if constexpr (kForm == Form::kBf16) {
+          const __nv_bfloat162 pair = __floats2bfloat162_rn(v[k], v[k + 2]);
+          w[j] = reinterpret_cast<const uint32_t&>(pair);
+        } else {
+          const half2 pair = __floats2half2_rn(v[k] * up, v[k + 2] * up);
+          w[j] = reinterpret_cast<const uint32_t&>(pair);
+        }
       }
       transpose_quad(w, swap);
 #pragma unroll
@@ -172,18 +178,20 @@ __global__ void __launch_bounds__(kLanes ? kRowThreads : 32 * kMaxRowWarps,
     }
   } else {
     constexpr int kBytes = kForm == Form::kFp8 ? 1 : 2, kWords = kRowValues * kBytes / 4;
+    constexpr bool kScaled = kForm != Form::kBf16;
     float v[kGated ? kBlocks : 1][kRowValues];
     float amax = 0.f;
 #pragma unroll
     for (int i = 0; i < kBlocks; ++i) {
       if constexpr (kGated) {
         raw[i].values(p.gate, p.interleaved, p.width, (i * lanes + lane) * kRowValues, v[i]);
-        amax = fmaxf(amax, largest(v[i]));
-      } else {
+        if constexpr (kScaled) amax = fmaxf(amax, largest(v[i]));
+      } else if constexpr (kScaled) {
         amax = fmaxf(amax, largest(raw[i].part[0]));
       }
     }
-    const Scaling scaled = scaling<kForm>(row_max<kLanes>(amax));
+    Scaling scaled = {1.f, 1.f};
+    if constexpr (kScaled) scaled = scaling<kForm>(row_max<kLanes>(amax));
     uint32_t words[kBlocks][kWords];
 #pragma unroll
     for (int i = 0; i < kBlocks; ++i) {
@@ -194,7 +202,7 @@ __global__ void __launch_bounds__(kLanes ? kRowThreads : 32 * kMaxRowWarps,
     }
     for (int copies = 0; copies < p.copies; copies += kShare) {
       if (copies > 0) to = destination(copies + lane % kShare);
-      if (to >= 0 && lane < kShare) p.scale[to] = scaled.scale;
+      if (kScaled && to >= 0 && lane < kShare) p.scale[to] = scaled.scale;
       const int count = min(kShare, p.copies - copies);
       for (int j = 0; j < count; ++j) {
         const int at = __shfl_sync(~0u, to, j, kShare);
@@ -252,6 +260,11 @@ int launch(const Rows& p, Form form, bool dependent, cudaStream_t stream) {
     case Form::kHalf:
       return gated ? launch<T, true, Form::kHalf>(p, dependent, stream)
                    : launch<T, false, Form::kHalf>(p, dependent, stream);
+    case Form::kBf16:
+      if constexpr (std::is_same_v<T, __nv_bfloat16>) {
+        return gated ? launch<T, true, Form::kBf16>(p, dependent, stream)
+                     : launch<T, false, Form::kBf16>(p, dependent, stream);
+      }
   }
   return cudaErrorInvalidValue;
 }
@@ -262,9 +275,10 @@ int launch(const Rows& p, Form form, bool dependent, cudaStream_t stream) {
 using namespace fp4::sm90;
 
 // Rows of x (16-bit, aligned to 16 bytes, `width` columns, a multiple of 16; 2 * width if gated) to `out` in
-// `form`: x's type [count, width], or e4m3 or fp16 [.., padded] with scale [..]. Row r of x becomes the
-// `copies` rows position[r, ..] of out, or row r (position null, copies 1). Rows of out from *end on (end not
-// null) may be left unwritten. dependent: starts while the kernel before it may still run.
+// `form`: x's type [count, width]; e4m3 or fp16 [.., padded] with scale [..]; or bf16 [.., padded], of bf16
+// rows alone. Row r of x becomes the `copies` rows position[r, ..] of out, or row r (position null, copies
+// 1). Rows of out from *end on (end not null) may be left unwritten. dependent: starts while the kernel
+// before it may still run.
 extern "C" int fp4_sm90_rows(const void* x, DType x_type, int count, const int* position, int copies,
                              const int* end, Act act, float alpha, float limit, float up_offset,
                              int interleaved, int width, int padded, Form form, void* out, float* scale,

@@ -184,7 +184,9 @@ def load_weight(
 
 def load_linear(codes: Codes, format: str, dtype: torch.dtype) -> nn.Parameter:
     weight = FP4Tensor(codes.packed, codes.block_scale, codes.global_scale, format=format, dtype=dtype)
-    layout = preferred_layout(codes.packed.device.type, tuple(weight.shape), dtype=dtype, format=format)
+    layout = preferred_layout(
+        codes.packed.device.type, tuple(weight.shape), dtype=dtype, format=format, a_format="auto"
+    )
     return nn.Parameter(weight.prepack(layout), requires_grad=False)
 
 

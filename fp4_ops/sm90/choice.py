@@ -15,9 +15,9 @@ from typing import NamedTuple
 from . import decode, prefill
 from .decode import Routing
 
-DECODE_US, DECODE_RATE = 4.6, 3.5e6
-"""A launch that has nothing to read, and bytes of weights a microsecond."""
-PREFILL_US = {"w4a8": (3.1, 0.93), "half": (4.0, 1.15)}
+DECODE_US, DECODE_RATE, BF16_RATE = 4.6, 3.5e6, 3.7e6
+"""A launch that has nothing to read, and bytes of weights a microsecond: of layouts sm90 and sm90_bf16."""
+PREFILL_US = {"w4a8": (3.1, 0.93), "half": (4.0, 1.15), "bf16": (4.0, 1.08)}
 """A launch that has nothing to do, and the measured time over the model's."""
 GROUP_US = 0.015
 """Walking over a group, whether it has rows or not."""
@@ -60,8 +60,8 @@ def chunks_by_chance(mean: float) -> float:
 
 
 @functools.cache
-def decode_us(product: Product, sms: int) -> float:
-    """Infinite where the kernel cannot run."""
+def decode_us(product: Product, sms: int, bf16: bool = False) -> float:
+    """Infinite where the kernel cannot run. `bf16`: the weights are in layout sm90_bf16."""
     config = decode.choose(product.all_rows, product.groups, product.n, product.kp, sms)
     if config is None:
         return math.inf
@@ -70,16 +70,16 @@ def decode_us(product: Product, sms: int) -> float:
     else:
         each = chunks_by_chance(product.rows / product.groups)
     bytes_read = each * product.groups * product.n * product.kp * BYTES_PER_WEIGHT
-    return DECODE_US + bytes_read / DECODE_RATE * config.passes**0.18
+    return DECODE_US + bytes_read / (BF16_RATE if bf16 else DECODE_RATE) * config.passes**0.18
 
 
 @functools.cache
-def prefill_us(product: Product, fp8: bool, sms: int) -> float:
-    kernel = "w4a8" if fp8 else "half"
+def prefill_us(product: Product, kernel: str, sms: int) -> float:
+    """`kernel`: of prefill.KERNELS."""
     routing = product.routing if product.routing in prefill.MODES else Routing.OFFS
     modelled = prefill.choose(routing, *product[1:], sms, kernel).seconds * 1e6
     launch, factor = PREFILL_US[kernel]
-    order = 0 if fp8 else product.all_rows * product.kp / ORDER_RATE
+    order = 0 if kernel == "w4a8" else product.all_rows * product.kp / ORDER_RATE
     return launch + GROUP_US * product.groups + factor * modelled + order
 
 
@@ -102,17 +102,20 @@ def _first(us: float, other_us: float) -> bool:
     return us < {None: other_us, "decode": math.inf, "prefill": 0.0}[_only]
 
 
-def decodes(product: Product, fp8: bool, sms: int) -> bool:
-    """Whether decode multiplies rows, fp8 or of 16 bits. Those by id are sorted for prefill."""
+def decodes(product: Product, kernel: str, sms: int) -> bool:
+    """Whether decode multiplies rows, and not this kernel of prefill. Those by id are sorted for prefill."""
     sort = 0 if product.routing in prefill.MODES else SORT_US
-    return _first(decode_us(product, sms), prefill_us(product, fp8, sms) + sort)
+    return _first(decode_us(product, sms, kernel == "bf16"), prefill_us(product, kernel, sms) + sort)
 
 
-def block_decodes(products: tuple[Product, ...], a_format: str, sms: int) -> bool:
-    """Whether decode runs both products; in 'auto' prefill would have fp8 rows, and decode those given."""
-    fp8 = a_format in ("auto", "fp8")
-    decode_all = sum(decode_us(p, sms) for p in products)
-    prefill_all = sum(prefill_us(p, fp8, sms) for p in products) + BLOCK_SORT_US
+def block_decodes(products: tuple[Product, ...], a_format: str, sms: int, bf16: bool = False) -> bool:
+    """Whether decode runs both products; in 'auto' prefill would have fp8 rows, and decode those given.
+
+    `bf16`: the weights are in layout sm90_bf16.
+    """
+    kernel = "w4a8" if a_format in ("auto", "fp8") else "bf16" if bf16 else "half"
+    decode_all = sum(decode_us(p, sms, bf16) for p in products)
+    prefill_all = sum(prefill_us(p, kernel, sms) for p in products) + BLOCK_SORT_US
     if a_format == "auto":
         prefill_all = (prefill_all + QUANTIZE_US) * AUTO_GAIN
     return _first(decode_all, prefill_all)

@@ -42,7 +42,7 @@ class Routing(IntEnum):
 
 
 class Weight(NamedTuple):
-    """A weight in layout sm90: [groups, n, kp]; k is its own K, before padding."""
+    """A weight in layout sm90 or sm90_bf16: [groups, n, kp]."""
 
     codes: Tensor
     scales: Tensor
@@ -51,10 +51,11 @@ class Weight(NamedTuple):
     groups: int
     n: int
     kp: int
+    layout: Layout = LAYOUTS["sm90"]
 
     @property
-    def layout(self) -> Layout:
-        return LAYOUTS["sm90"]
+    def bf16(self) -> bool:
+        return self.layout.name == "sm90_bf16"
 
 
 @dataclass(frozen=True)
@@ -139,6 +140,7 @@ class _Params(ctypes.Structure):
         *((name, ctypes.c_int) for name in ("k_warps", "row_warps", "passes")),
         ("launcher", ctypes.c_uint32 * 8),
         ("early", ctypes.c_bool),
+        ("bf16_words", ctypes.c_bool),
     ]
 
 
@@ -196,5 +198,6 @@ def run(
         row_warps=config.row_warps,
         passes=config.passes,
         early=early,
+        bf16_words=w.bf16,
     )
     call("fp4_sm90_decode", ctypes.byref(params), blocks, 1, stream())

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from functools import partial
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -51,7 +51,7 @@ def weight(
     shape = 1 if w.groups is None else w.groups, w.n, w.k
     if w.layout is int4.LAYOUT:
         return Int4Weight(b, b_scale, factor, FORMATS[format].block, bias, *shape)
-    return decode.Weight(b, b_scale, factor, bias, *shape)
+    return decode.Weight(b, b_scale, factor, bias, *shape, w.layout)
 
 
 def _contiguous(t: Tensor | None) -> Tensor | None:
@@ -63,11 +63,14 @@ def _aligned(a: Tensor) -> Tensor:
     return a if a.data_ptr() % 16 == 0 else a.clone()
 
 
-def _ordered(a: Tensor, a_scale: Tensor | None) -> tuple[Tensor, Tensor]:
-    """Rows as prefill takes them: fp8 ones are, 16-bit ones go through rows.to_half."""
+def _ordered(a: Tensor, a_scale: Tensor | None, bf16: bool) -> tuple[Tensor, Tensor | None]:
+    """Rows as prefill takes them: fp8 ones are, 16-bit ones go through rows.to_bf16, for weights in layout
+    sm90_bf16, or to_half."""
     if a.dtype == torch.float8_e4m3fn:
         assert a_scale is not None
         return a, a_scale
+    if bf16:
+        return rows.to_bf16(a)[0], a_scale
     half, factor = rows.to_half(a)
     return half, factor if a_scale is None else factor * a_scale
 
@@ -77,7 +80,8 @@ def decodes(a: Tensor, w: Weight, routing: Routing, rows: int) -> bool:
     if not isinstance(w, decode.Weight):
         return False
     product = Product(routing, w.groups, rows, w.n, w.kp)
-    return choice.decodes(product, a.dtype == torch.float8_e4m3fn, multiprocessors(a.device.index))
+    kernel = "w4a8" if a.dtype == torch.float8_e4m3fn else "bf16" if w.bf16 else "half"
+    return choice.decodes(product, kernel, multiprocessors(a.device.index))
 
 
 def block_decodes(up: Weight, down: Weight, rows: int, a_format: str, device: torch.device) -> bool:
@@ -85,7 +89,7 @@ def block_decodes(up: Weight, down: Weight, rows: int, a_format: str, device: to
     if not isinstance(up, decode.Weight):
         return False
     products = tuple(Product(Routing.OFFS, w.groups, rows, w.n, w.kp) for w in (up, down))
-    return choice.block_decodes(products, a_format, multiprocessors(device.index))
+    return choice.block_decodes(products, a_format, multiprocessors(device.index), up.bf16)
 
 
 def _product(
@@ -101,7 +105,7 @@ def _product(
     if decodes(a, w, routing, per_group):
         _decode(a, a_scale, w, _Routed(routing, route, None), 1, out, max_m=per_group)
     else:
-        ordered = _ordered(_aligned(a), a_scale)
+        ordered = _ordered(_aligned(a), a_scale, isinstance(w, decode.Weight) and w.bf16)
         early = a.dtype != torch.float8_e4m3fn  # the last kernel launched puts the rows in order
         PREFILL[type(w)].run(*ordered, w, route, routing, per_group, out, early=early)
 
@@ -208,21 +212,25 @@ def _decode(
 class _Rows(NamedTuple):
     """How a block's rows go into its products."""
 
-    quantize: Callable[..., tuple[Tensor, Tensor]] | None
+    quantize: Callable[..., tuple[Tensor, Tensor | None]] | None
     """rows.quantize_* for this a_format, as decode or prefill takes them; None: decode, as they are."""
     between: torch.dtype
     """What the first product leaves to be gated and quantised."""
 
     @classmethod
-    def of(cls, a_format: str, x: torch.dtype, few: bool) -> _Rows:
+    def of(cls, a_format: str, x: torch.dtype, few: bool, bf16: bool) -> _Rows:
         if a_format == "none":
-            return cls(None if few else rows.to_half, x)
+            return cls(None if few else rows.to_bf16 if bf16 else rows.to_half, x)
         if a_format == "fp8":
             return cls(rows.quantize_fp8, torch.bfloat16)
         to_fp4 = partial(rows.quantize_fp4, format=a_format)
         if few:
             return cls(to_fp4, torch.float32)
-        return cls(lambda *args, dependent=False, **named: _ordered(*to_fp4(*args, **named)), torch.float32)
+
+        def ordered(*args: Any, dependent: bool = False, **named: Any) -> tuple[Tensor, Tensor | None]:
+            return _ordered(*to_fp4(*args, **named), bf16)
+
+        return cls(ordered, torch.float32)
 
 
 def moe(
@@ -245,7 +253,7 @@ def moe(
         a_format = "none" if few else "fp8"
     if a_format == "fp8" and x.dtype == torch.float32:
         x = x.bfloat16()
-    how = _Rows.of(a_format, x.dtype, few)
+    how = _Rows.of(a_format, x.dtype, few, isinstance(up, decode.Weight) and up.bf16)
     if few:
         position = None
         y = _moe_decode(x, ids, up, bare, gate, how)

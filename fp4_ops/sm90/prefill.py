@@ -19,9 +19,9 @@ if TYPE_CHECKING:
 MODES = {Routing.DENSE: 0, Routing.OFFS: 1, Routing.MASKED: 2}
 CHOOSE = -1
 """Lets the launcher take a candidate from the sizes."""
-KERNELS = ("w4a8", "half", "int4", "int4_g64", "int4_g32")
-"""kKernels of csrc/sm90/prefill.cu: of fp8 rows; of 16-bit rows as rows.to_half makes them; of fp8 rows with
-int4 weights in groups of 128, 64, 32."""
+KERNELS = ("w4a8", "half", "bf16", "int4", "int4_g64", "int4_g32")
+"""kKernels of csrc/sm90/prefill.cu: of fp8 rows; of 16-bit rows as rows.to_half or to_bf16 makes them; of fp8
+rows with int4 weights in groups of 128, 64, 32."""
 
 
 def gates(gate: Activation, out: torch.dtype) -> bool:
@@ -45,7 +45,7 @@ class _Arguments(ctypes.Structure):
 
 
 def launch(
-    kernel: str, x: Tensor, x_scale: Tensor, w: Weight | Int4Weight, factor: Tensor,
+    kernel: str, x: Tensor, x_scale: Tensor | None, w: Weight | Int4Weight, factor: Tensor,
     route: Tensor | None, routing: Routing, rows: int, out: Tensor, gate: Activation | None, early: bool,
     config: int,
 ) -> None:  # fmt: skip
@@ -79,7 +79,7 @@ def launch(
 
 def run(
     x: Tensor,
-    x_scale: Tensor,
+    x_scale: Tensor | None,
     w: Weight,
     route: Tensor | None,
     routing: Routing,
@@ -92,14 +92,15 @@ def run(
 ) -> None:
     """x [M, ...] sorted by expert; out [M, n], rows of no expert as zeros.
 
-    x [M, kp] in the layout's order with x_scale [M]: e4m3, and the weights are folded into e4m3; or fp16 as
-    rows.to_half makes it, and the weights are exact. `rows`: M, or the rows of each group where masked.
+    x [M, kp] in the layout's order with x_scale [M]: e4m3, and the weights are folded into e4m3; fp16 as
+    rows.to_half makes it, or, with a weight in layout sm90_bf16, bf16 as rows.to_bf16 does (x_scale may be
+    None: ones), and the weights are exact. `rows`: M, or the rows of each group where masked.
     `gate`: out [M, n / 2] of 16 bits, gated in float32; the weight has gate and up rows interleaved, and
     `gates` says whether the kernels know the activation. `early`: of what it reads, the kernel launched
     before this one makes x and x_scale at most, and those before had ended when that one began: weights may
     be fetched before it ends. `config`: the index of a candidate.
     """
-    kernel = "half" if x.dtype == torch.float16 else "w4a8"
+    kernel = {torch.float16: "half", torch.bfloat16: "bf16"}.get(x.dtype, "w4a8")
     launch(kernel, x, x_scale, w, w.global_scale, route, routing, rows, out, gate, early, config)
 
 

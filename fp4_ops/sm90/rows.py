@@ -15,7 +15,7 @@ ROUTE_CHUNK = 1024
 FP8_MAX = 448.0
 MAX_WIDTH, MAX_FP4_WIDTH = 32768, 16384
 """Columns that one block of the row kernels holds."""
-SAME, FP8, HALF = range(3)
+SAME, FP8, HALF, BF16 = range(4)
 """Form in csrc/sm90/rows.cu."""
 E8M0_BINADES = 17
 """mxfp4: how far below the largest exponent of a matrix the layout's e4m3 scales reach."""
@@ -63,10 +63,10 @@ def _ordered(
     position: Tensor | None,
     end: Tensor | None,
     dependent: bool,
-) -> tuple[Tensor, Tensor]:
+) -> tuple[Tensor, Tensor | None]:
     count, width, copies = _shape(x, gate, position)
     out = torch.empty((count, LAYOUT.padded(width)), dtype=dtype, device=x.device)
-    scale = torch.empty(count, dtype=torch.float32, device=x.device)
+    scale = None if form == BF16 else torch.empty(count, dtype=torch.float32, device=x.device)
     call(
         "fp4_sm90_rows", address(x), DTYPE_CODES[x.dtype], x.shape[0], address(position), copies,
         address(end), *_gate_arguments(gate), width, LAYOUT.padded(width), form, address(out), address(scale),
@@ -85,7 +85,9 @@ def quantize_fp8(
     rows position[r * copies ..] of the result. Rows of the result from end[0] on may be left unwritten.
     `dependent`: the kernel is launched while the one that makes x may still run, and waits for it.
     """
-    return _ordered(FP8, torch.float8_e4m3fn, x, gate, position, end, dependent)
+    out, scale = _ordered(FP8, torch.float8_e4m3fn, x, gate, position, end, dependent)
+    assert scale is not None
+    return out, scale
 
 
 def to_half(
@@ -97,7 +99,18 @@ def to_half(
     A row's factor is the power of two that takes its largest value to 2^14 and above: of a bfloat16 row,
     bits are lost only of values below 2^-31 of that. The other arguments as in `quantize_fp8`.
     """
-    return _ordered(HALF, torch.float16, x, gate, position, end, dependent)
+    out, factor = _ordered(HALF, torch.float16, x, gate, position, end, dependent)
+    assert factor is not None
+    return out, factor
+
+
+def to_bf16(
+    x: Tensor, gate: Activation | None = None, position: Tensor | None = None, end: Tensor | None = None, *,
+    dependent: bool = False,
+) -> tuple[Tensor, None]:  # fmt: skip
+    """x [M, K] (bfloat16) -> bfloat16 [.., Kp] in the order of `to_half`; the arguments as there."""
+    out, _ = _ordered(BF16, torch.bfloat16, x, gate, position, end, dependent)
+    return out, None
 
 
 def quantize_fp4(
@@ -162,31 +175,33 @@ def combine(
 
 
 def prepack(
-    packed: Tensor, block_scale: Tensor, global_scale: Tensor | None, fmt: Format
+    packed: Tensor, block_scale: Tensor, global_scale: Tensor | None, fmt: Format, bf16: bool
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """A plain weight [..., N, K/2] into the layout; the same bytes as the CPU's `fp4::prepack` makes."""
+    """A plain weight [..., N, K/2] into layout sm90_bf16 or sm90; the same bytes as the CPU's `fp4::prepack`
+    makes."""
     *lead, n, half = packed.shape
     k, kp = 2 * half, LAYOUT.padded(2 * half)
+    name = "sm90_bf16" if bf16 else "sm90"
     packed = packed.contiguous().view(torch.uint8)
     scale = block_scale.contiguous().view(torch.uint8)
     if fmt.has_global_scale:
         assert global_scale is not None
         if bool((scale & 0x80).any()):
-            raise RuntimeError("block_scale has negative values; layout 'sm90' cannot hold them")
+            raise RuntimeError(f"block_scale has negative values; layout '{name}' cannot hold them")
         factor = global_scale.clone()
     else:
-        scale, factor = _e4m3_from_e8m0(packed, scale, fmt)
+        scale, factor = _e4m3_from_e8m0(packed, scale, fmt, name)
     to_packed = packed.new_empty((*lead, n, kp // 2))
     to_scale = packed.new_empty((*lead, n, kp // 16))
     rows = to_packed.numel() // (kp // 2) if kp else 0
     call(
-        "fp4_sm90_pack", address(packed), address(scale), rows, k, kp,
+        "fp4_sm90_pack", address(packed), address(scale), rows, k, kp, bf16,
         address(to_packed), address(to_scale), stream(),
     )  # fmt: skip
     return to_packed, to_scale, factor
 
 
-def _e4m3_from_e8m0(packed: Tensor, scale: Tensor, fmt: Format) -> tuple[Tensor, Tensor]:
+def _e4m3_from_e8m0(packed: Tensor, scale: Tensor, fmt: Format, name: str) -> tuple[Tensor, Tensor]:
     """Powers of two as e4m3 bytes, one a block of 16, and one factor a matrix: exact, or an error."""
     *lead, n, blocks = scale.shape
     half = packed.shape[-1]
@@ -201,7 +216,7 @@ def _e4m3_from_e8m0(packed: Tensor, scale: Tensor, fmt: Format) -> tuple[Tensor,
         matrix = int(spread.flatten().argmax())
         raise RuntimeError(
             f"block_scale of matrix {matrix} spreads over {int(spread.max())} binades; "
-            f"layout 'sm90' holds at most {E8M0_BINADES}"
+            f"layout '{name}' holds at most {E8M0_BINADES}"
         )
     largest = torch.where(largest < 0, 135, largest)
     power = exponent - largest[..., None, None] + 8
@@ -212,14 +227,16 @@ def _e4m3_from_e8m0(packed: Tensor, scale: Tensor, fmt: Format) -> tuple[Tensor,
     return byte, factor
 
 
-def dequantize(packed: Tensor, block_scale: Tensor, global_scale: Tensor, dtype: torch.dtype) -> Tensor:
-    """The values [..., N, Kp]."""
+def dequantize(
+    packed: Tensor, block_scale: Tensor, global_scale: Tensor, dtype: torch.dtype, bf16: bool = False
+) -> Tensor:
+    """The values [..., N, Kp] of a weight in layout sm90_bf16 or sm90."""
     *lead, n, half = packed.shape
     out = torch.empty((*lead, n, 2 * half), dtype=dtype, device=packed.device)
     rows = out.numel() // (2 * half) if half else 0
     code = 3 if dtype == torch.float64 else DTYPE_CODES[dtype]
     call(
         "fp4_sm90_dequantize", address(packed), address(block_scale), address(global_scale.contiguous()),
-        rows, n, 2 * half, address(out), code, stream(),
+        rows, n, 2 * half, bf16, address(out), code, stream(),
     )  # fmt: skip
     return out

@@ -22,9 +22,12 @@ from . import ops
 from .activations import moe_quantized, rows_of
 
 LIBRARY = Library("fp4", "IMPL")
-SM90, SM90_INT4 = "sm90", "sm90_int4"
+SM90, SM90_BF16, SM90_INT4 = "sm90", "sm90_bf16", "sm90_int4"
 
-prefer("cuda", lambda: (SM90, SM90_INT4) if sm90_library.available(torch.cuda.current_device()) else ())
+prefer(
+    "cuda",
+    lambda: (SM90_BF16, SM90, SM90_INT4) if sm90_library.available(torch.cuda.current_device()) else (),
+)
 
 
 def cuda_kernel(function):
@@ -60,9 +63,11 @@ def dequantize(packed, block_scale, global_scale, format, dtype, *, layout="plai
     if layout == SM90_INT4:
         packed, block_scale, global_scale = int4.unpack(packed, block_scale, global_scale, fmt)
         return ops.dequantize(packed, block_scale, global_scale, fmt, dtype)
-    if layout == SM90:
+    if layout in (SM90, SM90_BF16):
         sm90.require("dequantize", layout, packed.device)
-        return sm90_rows.dequantize(packed.contiguous(), block_scale.contiguous(), global_scale, dtype)
+        return sm90_rows.dequantize(
+            packed.contiguous(), block_scale.contiguous(), global_scale, dtype, layout == SM90_BF16
+        )
     ops.refuse_layout("dequantize", layout)
     return ops.dequantize(packed, block_scale, global_scale, fmt, dtype)
 
@@ -75,13 +80,13 @@ def quantize_int8(x):
 
 @cuda_kernel
 def prepack(packed, block_scale, global_scale, format, layout):
-    """`plain` is a copy; `tile16` is for CPUs; `sm90` is made there if this GPU has no kernel for it."""
+    """`plain` is a copy; `tile16` is for CPUs; `sm90*` are made there if this GPU has no kernel for them."""
     fmt, _ = checks.check_prepack(packed, block_scale, global_scale, format, layout)
     if layout == SM90_INT4:
         return int4.prepack(packed, block_scale, fmt)
-    if layout == SM90 and sm90_library.available(packed.device.index):
-        return sm90_rows.prepack(packed, block_scale, global_scale, fmt)
-    if layout == SM90:
+    if layout in (SM90, SM90_BF16) and sm90_library.available(packed.device.index):
+        return sm90_rows.prepack(packed, block_scale, global_scale, fmt, layout == SM90_BF16)
+    if layout in (SM90, SM90_BF16):
         return ops.on_cpu(torch.ops.fp4.prepack, packed, block_scale, global_scale, format, layout)
     ops.refuse_layout("prepack", layout)
     return ops.copy_weight(packed, block_scale, global_scale)
