@@ -91,9 +91,10 @@ __device__ __forceinline__ void silu_values(const Gate& f, float2 (&gate)[kCount
 
 constexpr float kQuotientLeast = 0x1p-64f;
 
-// a / d to nearest for d >= 1, from 1 / d within two ulps, if the result is at least kQuotientLeast in
-// magnitude (so not a NaN: d may overflow). The compiler's own division takes these steps too, but asks for
-// the range of every quotient apart: a branch each, between which the values of a thread cannot overlap.
+// a / d to nearest (in one of some 10^9 cases beside it) for d >= 1, from 1 / d within two ulps, if the
+// result is at least kQuotientLeast in magnitude (so not a NaN: d may overflow). The compiler's own division
+// takes these steps too, but asks for the range of every quotient apart: a branch each, between which the
+// values of a thread cannot overlap.
 __host__ __device__ __forceinline__ float quotient(float a, float d, float inverse) {
   inverse = fmaf(inverse, fmaf(-d, inverse, 1.f), inverse);
   const float q = a * inverse;
