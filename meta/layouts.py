@@ -24,7 +24,7 @@ rows], and global_scale float32 [...]: the power of two by which a matrix's bloc
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 
@@ -88,45 +88,34 @@ class Layout:
         return dtype in self.a_dtypes if dtype is not None else torch.float16 in self.a_dtypes
 
 
+_SM90 = Layout(
+    "sm90",
+    n_multiple=64,
+    k_multiple=16,
+    k_padding=128,
+    scale_dtype=torch.uint8,
+    block=16,
+    has_factor=True,
+    formats=FP4_FORMATS,
+    hopper=True,
+    interleaved=True,
+    a_dtypes=(torch.bfloat16, torch.float16, torch.float8_e4m3fn, torch.uint8, torch.float4_e2m1fn_x2),
+    a_formats=("none", "fp8", "nvfp4", "mxfp4", "auto"),
+    a_layout="sm90",
+)
+
 LAYOUTS = {
     layout.name: layout
     for layout in (
         Layout("plain"),
         Layout("tile16"),
-        Layout(
-            "sm90",
-            n_multiple=64,
-            k_multiple=16,
-            k_padding=128,
-            scale_dtype=torch.uint8,
-            block=16,
-            has_factor=True,
-            formats=FP4_FORMATS,
-            hopper=True,
-            interleaved=True,
-            a_dtypes=(
-                torch.bfloat16,
-                torch.float16,
-                torch.float8_e4m3fn,
-                torch.uint8,
-                torch.float4_e2m1fn_x2,
-            ),
-            a_formats=("none", "fp8", "nvfp4", "mxfp4", "auto"),
-            a_layout="sm90",
-        ),
-        Layout(
-            "sm90_bf16",
-            n_multiple=64,
-            k_multiple=16,
-            k_padding=128,
-            scale_dtype=torch.uint8,
-            block=16,
-            has_factor=True,
-            formats=FP4_FORMATS,
-            hopper=True,
-            interleaved=True,
+        _SM90,
+        replace(
+            _SM90,
+            name="sm90_bf16",
             a_dtypes=(torch.bfloat16, torch.uint8, torch.float4_e2m1fn_x2),
             a_formats=("none", "nvfp4", "mxfp4"),
+            a_layout="plain",
         ),
         Layout(
             "sm90_int4",
