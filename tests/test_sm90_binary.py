@@ -76,12 +76,13 @@ def test_prefill_multiplies_weights_from_registers(functions):
         assert found, name
         assert "UTMALDG" in body, name
         seen |= {re.sub(r"64x\d+", "", f) for f in found}
-    assert seen == {"QGMMA.x32.F32.E4M3.E4M3", "HGMMA.x16.F32"}
+    assert seen == {"QGMMA.x32.F32.E4M3.E4M3", "HGMMA.x16.F32", "HGMMA.x16.F32.BF16"}
 
 
 def test_decode_streams_weights_into_registers(functions):
     for name, body in kernels(functions, "decode_kernel").items():
-        assert re.search(r"HMMA\.16816\.F32\s", body), name
+        bf16 = "Bf16Words" in name
+        assert re.search(r"HMMA\.16816\.F32\.BF16\s" if bf16 else r"HMMA\.16816\.F32\s", body), name
         assert re.search(r"LDG\.E\.NA\.128\.CONSTANT", body), name
         assert "QMMA" not in body, name
 
@@ -107,7 +108,7 @@ def test_rows_are_under_way_before_any_is_used(functions):
         loads = len(re.findall(r"LDG\.E\.128", first))
         assert loads in (int(blocks) * 2, int(blocks) * 4, int(blocks) * 8), name
         assert len(re.findall(r"LDG\.E\.128", body)) == loads, name
-        assert len(re.findall(r"STG\.E\s", body)) == (form != "0"), name  # the scale
+        assert len(re.findall(r"STG\.E\s", body)) == (form in "12"), name  # the scale of fp8 and fp16 rows
         assert re.search(r"STG\.E\.128", body), name
     for name, body in kernels(functions, "combine_kernel").items():
         columns, slots = re.search(r"Li(\d)ELb[01]ELi(\d)E", name).groups()
