@@ -48,16 +48,16 @@ def weight(*shape: int, format: str = "nvfp4", layout: str = "sm90") -> tuple[to
 
 def products() -> None:
     for groups, n, k in ((5, 64, 208), (40, 128, 512), (16, 64, 5120)):  # the last: 24 warps
-        w = weight(groups, n, k)
+        of = {layout: weight(groups, n, k, layout=layout) for layout in ("sm90", "sm90_bf16")}
+        w = of["sm90"]
         for m in (1, 37, 300):
             ids = torch.randint(-1, groups, (m,), device="cuda")
             counts = torch.bincount(torch.where(ids < 0, groups, ids), minlength=groups + 1)
             offs = counts[:groups].cumsum(0).int()
             for dtype, layout in (*((dtype, "sm90") for dtype in DTYPES), (torch.bfloat16, "sm90_bf16")):
                 x, form = torch.randn(m, k, device="cuda").to(dtype), FORM | {"layout": layout}
-                there = weight(groups, n, k, **form)
-                op.grouped_mm(x, *there, offs, **form)
-                op.indexed_mm(x, *there, ids, **form)
+                op.grouped_mm(x, *of[layout], offs, **form)
+                op.indexed_mm(x, *of[layout], ids, **form)
             a, scale = op.quantize_fp8(x, layout="sm90")
             op.grouped_mm(a, *w, offs, scale, **FORM)
             masked = x.view(1, m, k).expand(groups, -1, -1).contiguous()

@@ -33,6 +33,11 @@ class Int4Weight(NamedTuple):
     def layout(self) -> Layout:
         return LAYOUT
 
+    @property
+    def bf16(self) -> bool:
+        """As of decode.Weight: no kernel reads 16-bit rows beside it."""
+        return False
+
 
 def prepack(packed: Tensor, block_scale: Tensor, fmt: Format) -> tuple[Tensor, Tensor, Tensor]:
     """A plain weight [..., N, K/2] into the layout; the same bytes as the CPU's `fp4::prepack` makes."""

@@ -105,7 +105,7 @@ def _product(
     if decodes(a, w, routing, per_group):
         _decode(a, a_scale, w, _Routed(routing, route, None), 1, out, max_m=per_group)
     else:
-        ordered = _ordered(_aligned(a), a_scale, isinstance(w, decode.Weight) and w.bf16)
+        ordered = _ordered(_aligned(a), a_scale, w.bf16)
         early = a.dtype != torch.float8_e4m3fn  # the last kernel launched puts the rows in order
         PREFILL[type(w)].run(*ordered, w, route, routing, per_group, out, early=early)
 
@@ -253,7 +253,7 @@ def moe(
         a_format = "none" if few else "fp8"
     if a_format == "fp8" and x.dtype == torch.float32:
         x = x.bfloat16()
-    how = _Rows.of(a_format, x.dtype, few, isinstance(up, decode.Weight) and up.bf16)
+    how = _Rows.of(a_format, x.dtype, few, up.bf16)
     if few:
         position = None
         y = _moe_decode(x, ids, up, bare, gate, how)
