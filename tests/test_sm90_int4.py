@@ -147,11 +147,13 @@ def test_factors(format):
 
 
 def test_the_fold_is_the_nearest_e4m3(format):
-    """Within 1/17 of each weight (half a step where a mantissa is 1), or half of e4m3's least step."""
+    """Within 1/17 of each weight (half a step where a mantissa is 1), or half of e4m3's least step. What is
+    rounded is a product in float32, which may be just beyond a tie that the weight is not."""
     w = random_weight(format, 2, 256, 4096)
     folded = fold_int4(w.packed, w.scale, format)
     least = w.scale.double().amax((-2, -1), keepdim=True) / 28 * 2.0**-10
-    assert ((folded - w.dense).abs() <= (w.dense.abs() / 17).maximum(least)).all()
+    most = (w.dense.abs() / 17).maximum(least) * (1 + 2.0**-19)
+    assert ((folded - w.dense).abs() <= most).all()
     # 2.45 to 2.75e-2: see FOLD in test_sm90_int4_gpu.py. These scales give 2.58e-2.
     scale = torch.rand(w.scale.shape) + 1
     folded = fold_int4(w.packed, scale, format)
