@@ -323,6 +323,13 @@ inline Dtypes a_dtypes(const Layout& layout) {
   }
 }
 
+// Of those, the ones that are not quantised.
+inline Dtypes floating_a_dtypes(const Layout& layout) {
+  return layout.order == Order::sm90        ? kSm90Floating
+         : layout.order == Order::sm90_bf16 ? kSm90Bf16Floating
+                                            : kFloating;
+}
+
 inline void check_a_dtype(std::string_view name, const Tensor& a, const Layout& layout, Dtypes allowed) {
   if (contains(allowed, a.scalar_type())) return;
   const bool fp8 = allowed.size() == 1 && *allowed.begin() == ScalarType::Float8_e4m3fn;
@@ -552,10 +559,7 @@ inline MoeShape check_moe(const Tensor& x, const Tensor& topk_ids, const Tensor&
   if (!order.a_formats.empty())
     check_name("a_format", a_format, order.a_formats, with_layout(order), "; layout 'plain' takes others");
   check_dtype("x", x, kFloating);
-  // Layouts sm90 and sm90_bf16 may leave x as it is, sm90_int4 always has it quantised.
-  if (order.order == Order::sm90 && (a_format == "none" || a_format == "auto"))
-    check_a_dtype("x", x, order, kSm90Floating);
-  if (order.order == Order::sm90_bf16 && a_format == "none") check_a_dtype("x", x, order, kSm90Bf16Floating);
+  if (order.leaves(a_format)) check_a_dtype("x", x, order, floating_a_dtypes(order));
   check_dim("x", x, 2);
   check_device("x", x, "w13", w13);
   check_device("w2", w2, "w13", w13);

@@ -2,6 +2,7 @@
 // tables against each other through torch.ops.fp4.dequantize over every code and every scale byte.
 #pragma once
 
+#include <algorithm>
 #include <array>
 #include <cstdint>
 #include <span>
@@ -73,6 +74,12 @@ struct Layout {
   bool hopper = false;           // only CUDA kernels read it
 
   int64_t padded(int64_t k) const { return (k + k_padding - 1) / k_padding * k_padding; }
+
+  // Whether with this `a_format` of moe its kernels may read activations in their own dtype.
+  bool leaves(std::string_view a_format) const {
+    const bool may = a_formats.empty() || std::ranges::find(a_formats, "none") != a_formats.end();
+    return a_format == "none" || (a_format == "auto" && may);
+  }
 };
 
 inline constexpr Layout kLayouts[] = {
