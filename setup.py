@@ -87,13 +87,14 @@ class Build(BuildExtension):
         target.parent.mkdir(parents=True, exist_ok=True)
         folder = Path("csrc/sm90")
         sources = sorted(folder.glob("*.cu"))
-        if target.exists() and target.stat().st_mtime > max(p.stat().st_mtime for p in folder.iterdir()):
+        headers = [*folder.glob("*.cuh"), Path("csrc/common/sm90_layout.h")]
+        if target.exists() and target.stat().st_mtime > max(p.stat().st_mtime for p in [*sources, *headers]):
             return
         # Where an editable build and one of a wheel both find them: they take minutes to compile.
         made = Path("build/sm90")
         made.mkdir(parents=True, exist_ok=True)
         objects = [made / f"{source.stem}.o" for source in sources]
-        shared = max(p.stat().st_mtime for p in [*folder.glob("*.cuh"), Path(__file__)])
+        shared = max(p.stat().st_mtime for p in [*headers, Path(__file__)])
 
         def compile_one(source: Path, to: Path) -> None:
             if to.exists() and to.stat().st_mtime > max(shared, source.stat().st_mtime):

@@ -10,7 +10,7 @@ and byte counts are those of `plain`.
 `sm90`: made by `fp4::prepack` for the Hopper kernels. It holds nvfp4 and mxfp4 in one shape: e2m1 codes, one
 scale byte a block of 16, one float32 factor a matrix; K, a multiple of 16, is padded to Kp, a multiple of
 128, with zero codes and zero scales. So packed is uint8 [..., N, Kp/2], block_scale uint8 [..., N, Kp/16] and
-global_scale float32 [...], for mxfp4 too. csrc/cpu/sm90_layout.h defines the order of the bits.
+global_scale float32 [...], for mxfp4 too. csrc/common/sm90_layout.h defines the order of the bits.
 
 `sm90_bf16`: `sm90` with the bits of a block in another order and other scale bytes, for the Hopper kernels of
 bfloat16 activations: there products are faster than in `sm90`, but fp8 rows find no kernel.

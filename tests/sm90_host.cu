@@ -11,7 +11,9 @@
 #include "prefill_half.cuh"
 #include "prefill_int4.cuh"
 #include "row_values.cuh"
+#include "weights.cuh"
 
+using namespace fp4;
 using namespace fp4::sm90;
 
 // bytes [256][8]: the e4m3 fold of the magnitudes 0 to 6 for each scale byte (with the layout's flag).
@@ -45,6 +47,96 @@ extern "C" void bf16_blocks(const uint32_t* words, const uint8_t* scales, int co
     Bf16Words().dequantize(words[2 * i], words[2 * i + 1],
                            Bf16Words::low(Bf16Words::decode_scales(scales[i])), pairs);
     memcpy(out + 16 * i, pairs, sizeof(pairs));
+  }
+}
+
+template <class T>
+T load(const void* from) {
+  T value;
+  memcpy(&value, from, sizeof(value));
+  return value;
+}
+
+float value(uint32_t pair, int i, Element type) {
+  const uint16_t bits = uint16_t(pair >> (16 * i));
+  return type == Element::kBFloat16 ? __bfloat162float(reinterpret_cast<const __nv_bfloat16&>(bits))
+                                    : __half2float(reinterpret_cast<const __half&>(bits));
+}
+
+// D += A x B of mma.sync.m16n8k16, whose fragments lie in the lanes as PTX says; a: one lane's.
+void multiply(const uint32_t (&a)[4], uint32_t b0, uint32_t b1, Element type, float& even, float& odd) {
+  for (int e = 0; e < 2; ++e) {
+    even += value(a[0], e, type) * value(b0, e, type) + value(a[2], e, type) * value(b1, e, type);
+    odd += value(a[1], e, type) * value(b0, e, type) + value(a[3], e, type) * value(b1, e, type);
+  }
+}
+
+// What decode's lanes do with a weight [n, kp] and eight rows x [8, kp] of 16 bits: out [8, n].
+template <class Words, DType kType>
+void decode_product(const uint8_t* codes, const uint8_t* scales, const uint16_t* x, int n, int kp,
+                    float* out) {
+  const Words words;
+  const int steps = kp / 64;
+  memset(out, 0, sizeof(float) * 8 * n);
+  for (int first = 0; first < steps; first += kSliceSteps) {
+    uint4 fragments[kSliceSteps * 64];
+    for (int token = 0; token < 8; ++token) {
+      for (int block = 0; block < 4 * kSliceSteps; ++block) {
+        RowBlock<kType, Words> raw = {};
+        const int k = first * 64 + block * 16;
+        if (k < kp) memcpy(raw.w, x + token * kp + k, sizeof(raw.w));
+        raw.store(fragments + block / 4 * 64 + 4 * token + block % 4, 1.f);
+      }
+    }
+    for (int tile = 0; tile < n / 16; ++tile) {
+      for (int lane = 0; lane < 32; ++lane) {
+        for (int j = 0; j < kSliceSteps && first + j < steps; ++j) {
+          const int64_t step = int64_t(tile) * steps + first + j;
+          const auto four = load<uint32_t>(scales + (step - j % 2) * kStepScales + lane * 4);
+          const auto both = Words::decode_scales(Words::without_flags(four) >> (16 * (j % 2)));
+          const auto code = load<uint4>(codes + step * kStepCodes + lane * 16);
+          uint32_t even[2][4], odd[2][4];
+          words.dequantize(code.x, code.y, Words::low(both), even);
+          words.dequantize(code.z, code.w, Words::high(both), odd);
+          for (int token = 0; token < 8; ++token) {  // the lane that has its B
+            const uint4* b = fragments + j * 64 + 4 * token + lane % 4;
+            float* row = out + token * n + tile * 16 + lane / 4 * 2;
+            for (int s = 0; s < 2; ++s) {
+              const uint32_t a[2][4] = {{even[s][0], odd[s][0], even[s][1], odd[s][1]},
+                                        {even[s][2], odd[s][2], even[s][3], odd[s][3]}};
+              multiply(a[0], b[32 * s].x, b[32 * s].y, Words::kElement, row[0], row[1]);
+              multiply(a[1], b[32 * s].z, b[32 * s].w, Words::kElement, row[0], row[1]);
+            }
+          }
+        }
+      }
+    }
+  }
+}
+
+extern "C" void decode_product(const uint8_t* codes, const uint8_t* scales, const uint16_t* x, int n, int kp,
+                               int bf16, float* out) {
+  if (bf16) {
+    decode_product<Bf16Words, DType::kBFloat16>(codes, scales, x, n, kp, out);
+  } else {
+    decode_product<HalfWords, DType::kFloat16>(codes, scales, x, n, kp, out);
+  }
+}
+
+// What the device's pack and dequantize do, lane by lane.
+extern "C" void pack(const uint8_t* packed, const uint8_t* scales, int rows, int k, int kp, int bf16,
+                     uint8_t* to_packed, uint8_t* to_scales) {
+  for (int64_t i = 0; i < rows / 16 * (kp / kStep) * 32; ++i) {
+    const auto lane = bf16 ? pack_lane<Sm90Bf16> : pack_lane<Sm90>;
+    lane(i, packed, scales, k, kp, to_packed, to_scales);
+  }
+}
+
+extern "C" void dequantize(const uint8_t* packed, const uint8_t* scales, const float* global_scale, int rows,
+                           int n, int kp, int bf16, double* out) {
+  for (int64_t i = 0; i < rows / 16 * (kp / kStep) * 32; ++i) {
+    const auto lane = bf16 ? dequantize_lane<Sm90Bf16, double> : dequantize_lane<Sm90, double>;
+    lane(i, packed, scales, global_scale, n, kp, out);
   }
 }
 

@@ -51,7 +51,7 @@ def values(byte: torch.Tensor) -> torch.Tensor:
 
 
 def word_of(codes: torch.Tensor) -> torch.Tensor:
-    """codes [..., 8] of e2m1, in the order of k, as a word of the layout (csrc/cpu/sm90_layout.h)."""
+    """codes [..., 8] of e2m1, in the order of k, as a word of the layout (csrc/common/sm90_layout.h)."""
     word = torch.zeros(codes.shape[:-1], dtype=torch.int64)
     for k in range(8):
         q, i = divmod(k, 4)
@@ -105,6 +105,34 @@ def test_decode_is_exact_in_fp16(host):
     got = torch.empty(len(words), 2, 2, 2, dtype=torch.float16)  # q, (i = 0, 2) or (1, 3), which of them
     host("decode_words", words, scales, len(words), got)
     assert torch.equal(got.transpose(-1, -2).reshape(-1, 8).double(), weights(codes, scales))
+
+
+@pytest.mark.parametrize("layout", ["sm90", "sm90_bf16"])
+@pytest.mark.parametrize("k", [16, 336])
+def test_the_device_packs_as_the_cpu_does(host, layout, k):
+    groups, n, kp, bf16 = 3, 64, -(-k // 128) * 128, int(layout == "sm90_bf16")
+    w = reference.random_weight("nvfp4", groups, n, k)
+    want = torch.ops.fp4.prepack(*w.operands(), "nvfp4", layout)
+    packed, scales = (torch.full_like(t, 0x55) for t in want[:2])
+    host("pack", w.packed, w.scale.view(U8), groups * n, k, kp, bf16, packed, scales)
+    assert torch.equal(packed, want[0]) and torch.equal(scales, want[1])
+    got = torch.full((groups, n, kp), float("nan"), dtype=torch.float64)
+    host("dequantize", packed, scales, want[2], groups * n, n, kp, bf16, got)
+    assert torch.equal(got, torch.ops.fp4.dequantize(*want, "nvfp4", torch.float64, layout=layout))
+
+
+@pytest.mark.parametrize("layout", ["sm90", "sm90_bf16"])
+@pytest.mark.parametrize("k", [16, 128, 336, 768])
+def test_decode_multiplies_what_the_layout_holds(host, layout, k):
+    """Lanes' fragments of weights and rows, put through mma.sync as PTX defines it."""
+    n, kp, bf16 = 64, -(-k // 128) * 128, layout == "sm90_bf16"
+    w = reference.random_weight("nvfp4", n, k)
+    packed, scales, factor = torch.ops.fp4.prepack(*w.operands(), "nvfp4", layout)
+    x = torch.nn.functional.pad(torch.randn(8, k), (0, kp - k)).to(torch.bfloat16 if bf16 else torch.float16)
+    got = torch.empty(8, n)
+    host("decode_product", packed, scales, x, n, kp, int(bf16), got)
+    want = x[:, :k].double() @ w.dense.double().T / factor.double()
+    assert reference.relative_error(got * (128 if bf16 else 1), want) < 1e-5
 
 
 def test_block_is_exact_in_bf16(host):

@@ -1,4 +1,4 @@
-"""FP4 weight layouts of the Hopper kernels on the CPU: every bit where csrc/cpu/sm90_layout.h says it is."""
+"""FP4 weight layouts of the Hopper kernels on the CPU: every bit is where csrc/common/sm90_layout.h says."""
 
 from __future__ import annotations
 

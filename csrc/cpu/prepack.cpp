@@ -86,10 +86,6 @@ std::tuple<Tensor, Tensor> reorder(const Tensor& packed, const Tensor& block_sca
 
 // --- sm90 and sm90_bf16 ---
 
-bool is_sm90_fp4(const Layout& layout) {
-  return layout.order == Order::sm90 || layout.order == Order::sm90_bf16;
-}
-
 constexpr int kE4m3Exponents = 17;  // binades below the largest power of two, 2^8, down to 2^-9
 constexpr int kEmaxBias = 135;      // the factor of a matrix is 2^(Emax - 135), so that Emax becomes 2^8
 
@@ -166,13 +162,13 @@ void check_not_negative(const Tensor& block_scale, const Layout& layout) {
     if (bytes[i] & 0x80) fail("block_scale has negative values; layout '", layout.name, "' cannot hold them");
 }
 
+template <class Bits>
 Packed to_sm90(const Tensor& packed, const Tensor& block_scale, const OptionalTensor& global_scale,
                FormatAndLayout target) {
   const Format& fmt = *target.format;
   const Layout& layout = *target.layout;
   const Sizes s(packed);
   const int64_t kp = layout.padded(s.k), blocks = ceil_div(s.k, fmt.block), tiles = s.n / kSm90Rows;
-  const bool bf16 = layout.order == Order::sm90_bf16;
   Shape shape = shape_of(packed), scale_shape = shape;
   shape.back() = kp / 2;
   scale_shape.back() = kp / kSm90Block;
@@ -197,8 +193,8 @@ Packed to_sm90(const Tensor& packed, const Tensor& block_scale, const OptionalTe
           const PlainRow plain{fmt, codes + row * (s.k / 2), scales + row * blocks, s.k, emax[g]};
           for (int64_t b = 0; b < kp / kSm90Block; ++b) {
             const Sm90Place at = sm90_place(row % s.n, b, kp);
-            sm90_encode(plain.block(b), bf16, to_codes + g * s.n * (kp / 2) + at.codes,
-                        to_scales + g * s.n * (kp / kSm90Block) + at.scale);
+            sm90_encode<Bits>(plain.block(b), to_codes + g * s.n * (kp / 2) + at.codes,
+                              to_scales + g * s.n * (kp / kSm90Block) + at.scale);
           }
         }
       });
@@ -215,12 +211,13 @@ int to_e8m0(uint8_t first, uint8_t second, int emax) {
   return byte >= 0 && byte < 255 ? byte : -1;
 }
 
+template <class Bits>
 Packed from_sm90(const Tensor& packed, const Tensor& block_scale, const Tensor& global_scale,
                  FormatAndLayout source) {
   const Format& fmt = *source.format;
   const Sizes s(packed);
   const int64_t blocks = s.k / fmt.block, tiles = s.n / kSm90Rows;
-  const bool mx = fmt.scales[0] == Scale::e8m0, bf16 = source.layout->order == Order::sm90_bf16;
+  const bool mx = fmt.scales[0] == Scale::e8m0;
   Shape scale_shape = shape_of(packed);
   scale_shape.back() = blocks;
   const Tensor to = empty(shape_of(packed), ScalarType::Byte),
@@ -242,8 +239,8 @@ Packed from_sm90(const Tensor& packed, const Tensor& block_scale, const Tensor& 
               const int64_t i = b * per_block + h;
               const Sm90Place at = sm90_place(row % s.n, i, s.k);
               const Block16 block =
-                  sm90_decode(data<uint8_t>(from) + g * s.n * (s.k / 2) + at.codes,
-                              data<uint8_t>(from_scale)[g * s.n * (s.k / kSm90Block) + at.scale], bf16);
+                  sm90_decode<Bits>(data<uint8_t>(from) + g * s.n * (s.k / 2) + at.codes,
+                                    data<uint8_t>(from_scale)[g * s.n * (s.k / kSm90Block) + at.scale]);
               std::memcpy(codes + i * kSm90Block / 2, block.codes, kSm90Block / 2);
               halves[h] = block.scale;
             }
@@ -396,8 +393,10 @@ Packed prepack(const Tensor& packed, const Tensor& block_scale, const OptionalTe
                const std::string& format, const std::string& layout) {
   const FormatAndLayout target = check_prepack(packed, block_scale, global_scale, format, layout);
   check_scales_finite(block_scale);
-  if (is_sm90_fp4(*target.layout)) return to_sm90(packed, block_scale, global_scale, target);
-  if (target.layout->order == Order::sm90_int4) return to_sm90_int4(packed, block_scale, target);
+  const Order order = target.layout->order;
+  if (order == Order::sm90) return to_sm90<Sm90>(packed, block_scale, global_scale, target);
+  if (order == Order::sm90_bf16) return to_sm90<Sm90Bf16>(packed, block_scale, global_scale, target);
+  if (order == Order::sm90_int4) return to_sm90_int4(packed, block_scale, target);
   const auto [codes, scales] = reorder(
       packed, block_scale, target,
       [&](const uint8_t* from, const uint8_t* from_scales, uint8_t* to, uint8_t* to_scales, int64_t k) {
@@ -416,8 +415,10 @@ Packed unpack(const Tensor& packed, const Tensor& block_scale, const OptionalTen
 
 Packed to_plain(const Tensor& packed, const Tensor& block_scale, const OptionalTensor& global_scale,
                 FormatAndLayout from) {
-  if (is_sm90_fp4(*from.layout)) return from_sm90(packed, block_scale, *global_scale, from);
-  if (from.layout->order == Order::sm90_int4) return from_sm90_int4(packed, block_scale, *global_scale, from);
+  const Order order = from.layout->order;
+  if (order == Order::sm90) return from_sm90<Sm90>(packed, block_scale, *global_scale, from);
+  if (order == Order::sm90_bf16) return from_sm90<Sm90Bf16>(packed, block_scale, *global_scale, from);
+  if (order == Order::sm90_int4) return from_sm90_int4(packed, block_scale, *global_scale, from);
   const auto [codes, scales] = reorder(
       packed, block_scale, from,
       [&](const uint8_t* panel, const uint8_t* panel_scales, uint8_t* to, uint8_t* to_scales, int64_t k) {

@@ -132,29 +132,30 @@ struct RowBlock {
   }
 
   // Four consecutive values, times `scale`, as the pairs (0, 2) and (1, 3) of the weights' fragments.
-  __device__ uint2 pairs(int i, float scale) const {
+  __host__ __device__ uint2 pairs(int i, float scale) const {
     if constexpr (kAsTheyAre) {
       return make_uint2(permute_bytes(w[2 * i], w[2 * i + 1], 0x5410),
                         permute_bytes(w[2 * i], w[2 * i + 1], 0x7632));
-    }
-    float2 lo, hi;
-    if constexpr (kType == DType::kFloat8) {
-      lo = __half22float2(HalfWords::decode_scales(w[i]));
-      hi = __half22float2(HalfWords::decode_scales(w[i] >> 16));
-    } else if constexpr (kType == DType::kBFloat16) {
-      lo = make_float2(__uint_as_float(w[2 * i] << 16), __uint_as_float(w[2 * i] & 0xFFFF0000));
-      hi = make_float2(__uint_as_float(w[2 * i + 1] << 16), __uint_as_float(w[2 * i + 1] & 0xFFFF0000));
     } else {
-      lo = __half22float2(reinterpret_cast<const half2&>(w[2 * i]));
-      hi = __half22float2(reinterpret_cast<const half2&>(w[2 * i + 1]));
+      float2 lo, hi;
+      if constexpr (kType == DType::kFloat8) {
+        lo = __half22float2(HalfWords::decode_scales(w[i]));
+        hi = __half22float2(HalfWords::decode_scales(w[i] >> 16));
+      } else if constexpr (kType == DType::kBFloat16) {
+        lo = make_float2(__uint_as_float(w[2 * i] << 16), __uint_as_float(w[2 * i] & 0xFFFF0000));
+        hi = make_float2(__uint_as_float(w[2 * i + 1] << 16), __uint_as_float(w[2 * i + 1] & 0xFFFF0000));
+      } else {
+        lo = __half22float2(reinterpret_cast<const half2&>(w[2 * i]));
+        hi = __half22float2(reinterpret_cast<const half2&>(w[2 * i + 1]));
+      }
+      const half2 even = __floats2half2_rn(lo.x * scale, hi.x * scale),
+                  odd = __floats2half2_rn(lo.y * scale, hi.y * scale);
+      return make_uint2(reinterpret_cast<const uint32_t&>(even), reinterpret_cast<const uint32_t&>(odd));
     }
-    const half2 even = __floats2half2_rn(lo.x * scale, hi.x * scale),
-                odd = __floats2half2_rn(lo.y * scale, hi.y * scale);
-    return make_uint2(reinterpret_cast<const uint32_t&>(even), reinterpret_cast<const uint32_t&>(odd));
   }
 
   // All 16 as B fragments of one token; `to` is the first half's place of its lane.
-  __device__ void store(uint4* to, float scale) const {
+  __host__ __device__ void store(uint4* to, float scale) const {
 #pragma unroll
     for (int h = 0; h < 2; ++h) {
       const uint2 a = pairs(2 * h, scale), b = pairs(2 * h + 1, scale);

@@ -156,7 +156,7 @@ def quantize_fp8_kernel(
     scale_ptr,  # [rows] float32
     K: tl.constexpr,
     KP: tl.constexpr,
-    SM90: tl.constexpr,  # the order of layout sm90 inside each 64: csrc/cpu/sm90_layout.h
+    SM90: tl.constexpr,  # the order of layout sm90 inside each 64: csrc/common/sm90_layout.h
     CHUNK: tl.constexpr,
 ):
     """One program a row: scale = amax / 448, codes to nearest even; a row of zeros gets scale 0."""

@@ -1,0 +1,86 @@
+// The weight layouts of the Hopper kernels: where each bit lies. For the CPU, which makes and undoes them,
+// and for the kernels that do the same on the device. Knows no torch.
+//
+// A matrix is e2m1 codes with one e4m3 scale a block of 16 along K, and K padded to a multiple of 128 with
+// zero codes and zero scales. It is cut into 16 rows by 128 k, which are 1024 bytes of codes and 128 of
+// scales:
+//
+//   codes   [N/16][Kp/128][2][32 lanes][16 B]    scales  [N/16][Kp/128][32 lanes][4 B]
+//
+// Lane 4g + t holds blocks t of both 64 k for rows 2g and 2g + 1 (rows g and g + 8 of the mma, so that a
+// token's two accumulators are neighbours in N), and so whole blocks: block 2c + r is that of row 2g + r in
+// the c-th 64 k (c, r < 2). It is a word of 64 bits, at 512c + 8r of the lane's codes, and byte 2c + r of its
+// scales.
+//
+// Sm90 (layout sm90). Bits of code k of a block: the magnitude at 32 (k / 8) + 16 (k / 4 % 2) + 4 (k % 4) and
+// two more, the sign at 32 (k / 8) + 8 (k % 4) + 7, or 3 where k / 4 is odd. The scale byte is the e4m3 byte,
+// which has no sign, with bit 7 set where its mantissa is 0 or 7 (where 1.5 times the scale needs no extra
+// step).
+//
+// Sm90Bf16 (layout sm90_bf16), for products in bf16. Codes k and k + 2 (k % 4 < 2) are the pair p = k / 4 * 2
+// + k % 2. With R = {0, 4, 10, 8, 2, 6, 12, 14}, in its half of the word, rotated left by R[p], the first has
+// its sign at bit 15 and its magnitude at bits 6 to 8, the second 16 bits higher. Pairs 0 to 2 are in the
+// lower half and 4 to 6 in the upper; 3 and 7 are in the 32 bits that have the bits 0, 1, 9, 10 (mod 16) of
+// the lower and the others of the upper. The scale byte is 8 (exponent + 10) + mantissa, of its three bits,
+// or zero for a zero scale, whose codes are zero, too.
+#pragma once
+
+#include <cstdint>
+
+#ifdef __CUDACC__
+#define FP4_BOTH __host__ __device__
+#else
+#define FP4_BOTH
+#endif
+
+namespace fp4 {
+
+struct Sm90 {
+  // Where bit 0 to 2 of the magnitude of code k, or its sign (3), is in its block's word.
+  static constexpr FP4_BOTH int bit(int k, int bit) {
+    return k / 8 * 32 + (bit < 3 ? k / 4 % 2 * 16 + k % 4 * 4 + bit : k % 4 * 8 + (k / 4 % 2 == 0 ? 7 : 3));
+  }
+
+  static constexpr FP4_BOTH uint8_t encode_scale(uint8_t e4m3) {
+    return e4m3 | ((e4m3 & 7) == 0 || (e4m3 & 7) == 7 ? 0x80 : 0);
+  }
+  static constexpr FP4_BOTH uint8_t decode_scale(uint8_t byte) { return byte & 0x7F; }
+};
+
+struct Sm90Bf16 {
+  static constexpr FP4_BOTH int bit(int k, int bit) {
+    constexpr uint32_t kRotations = 0xEC628A40;
+    const int pair = k / 4 * 2 + k % 2, left = kRotations >> (4 * pair) & 15;
+    const int place = ((bit < 3 ? 6 + bit : 15) + k / 2 % 2 * 16 - left) & 31;
+    const bool upper = pair % 4 == 3 ? (0x0603 >> place % 16 & 1) == 0 : pair > 3;
+    return place + (upper ? 32 : 0);
+  }
+
+  static constexpr FP4_BOTH uint8_t encode_scale(uint8_t e4m3) {
+    if (e4m3 == 0) return 0;
+    if (e4m3 >= 8) return e4m3 + (3 << 3);
+    int shift = 0;  // subnormal: k x 2^-9
+    while ((e4m3 << shift) < 8) ++shift;
+    return static_cast<uint8_t>((4 - shift) << 3 | ((e4m3 << shift) & 7));
+  }
+  static constexpr FP4_BOTH uint8_t decode_scale(uint8_t byte) {
+    if (byte == 0) return 0;
+    if (byte >= (4 << 3)) return byte - (3 << 3);
+    return static_cast<uint8_t>(((byte & 7) | 8) >> (4 - (byte >> 3)));
+  }
+};
+
+// What a lane holds: bytes into the codes and the scales of its matrix.
+struct Sm90Lane {
+  int64_t codes, scales;
+
+  constexpr FP4_BOTH int64_t word(int block) const { return codes + block / 2 * 512 + block % 2 * 8; }
+};
+
+// Of the `tile`-th 16 rows and the `step`-th 128 k, of `steps`.
+constexpr FP4_BOTH Sm90Lane sm90_lane(int64_t tile, int64_t step, int64_t steps, int lane) {
+  const int64_t at = tile * steps + step;
+  return {at * 1024 + lane * 16, at * 128 + lane * 4};
+}
+
+}  // namespace fp4

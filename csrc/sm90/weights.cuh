@@ -1,0 +1,117 @@
+// A lane's share of a weight into and out of layouts sm90 and sm90_bf16 (common/sm90_layout.h).
+#pragma once
+
+#include <cuda_bf16.h>
+#include <cuda_fp16.h>
+#include <cuda_fp8.h>
+
+#include <cstdint>
+
+#include "../common/sm90_layout.h"
+
+namespace fp4::sm90 {
+
+constexpr int kStep = 128, kBlocks = 4;
+
+// What a thread takes: one lane of 16 rows by 128 k of the layout. i counts (tile over all matrices, step,
+// lane).
+struct LanePlace {
+  Sm90Lane lane;
+  int64_t row;  // the even one, over all matrices
+  int k;
+
+  __host__ __device__ LanePlace(int64_t i, int kp) {
+    const int64_t tile_step = i >> 5, tile = tile_step / (kp / kStep);
+    const int step = int(tile_step - tile * (kp / kStep)), number = int(i) & 31;
+    lane = sm90_lane(tile, step, kp / kStep, number);
+    row = tile * 16 + number / 4 * 2;
+    k = step * kStep + number % 4 * 16;
+  }
+
+  __host__ __device__ int64_t row_of(int block) const { return row + block % 2; }
+  __host__ __device__ int k_of(int block) const { return k + block / 2 * 64; }
+};
+
+// Lane i of plain codes [rows, k / 2] and e4m3 scales [rows, k / 16], rows over all matrices.
+template <class Bits>
+__host__ __device__ void pack_lane(int64_t i, const uint8_t* packed, const uint8_t* scales, int k, int kp,
+                                   uint8_t* to_packed, uint8_t* to_scales) {
+  const LanePlace at(i, kp);
+  uint64_t words[kBlocks] = {};
+  uint32_t four = 0;
+#pragma unroll
+  for (int b = 0; b < kBlocks; ++b) {
+    uint64_t codes = 0;
+    uint8_t scale = 0;
+    if (at.k_of(b) < k) {
+      codes = *reinterpret_cast<const uint64_t*>(packed + at.row_of(b) * (k / 2) + at.k_of(b) / 2);
+      scale = scales[at.row_of(b) * (k / 16) + at.k_of(b) / 16];
+    }
+    const uint8_t held = Bits::encode_scale(scale);
+    if (held == 0) codes = 0;
+    four |= uint32_t(held) << (8 * b);
+#pragma unroll
+    for (int j = 0; j < 16; ++j) {
+#pragma unroll
+      for (int bit = 0; bit < 4; ++bit) {
+        words[b] |= (codes >> (4 * j + bit) & 1) << Bits::bit(j, bit);
+      }
+    }
+  }
+#pragma unroll
+  for (int w = 0; w < kBlocks; ++w) *reinterpret_cast<uint64_t*>(to_packed + at.lane.word(w)) = words[w];
+  *reinterpret_cast<uint32_t*>(to_scales + at.lane.scales) = four;
+}
+
+template <typename T>
+__host__ __device__ T convert(float v);
+template <>
+inline __host__ __device__ float convert(float v) {
+  return v;
+}
+template <>
+inline __host__ __device__ __nv_bfloat16 convert(float v) {
+  return __float2bfloat16_rn(v);
+}
+template <>
+inline __host__ __device__ __half convert(float v) {
+  return __float2half_rn(v);
+}
+
+// Lane i to values [rows, kp] = (code * scale) * factor, rounded once; n rows a matrix.
+template <class Bits, typename T>
+__host__ __device__ void dequantize_lane(int64_t i, const uint8_t* packed, const uint8_t* scales,
+                                         const float* global_scale, int64_t n, int kp, T* out) {
+  const LanePlace at(i, kp);
+  uint64_t words[kBlocks];
+#pragma unroll
+  for (int w = 0; w < kBlocks; ++w) words[w] = *reinterpret_cast<const uint64_t*>(packed + at.lane.word(w));
+  const uint32_t four = *reinterpret_cast<const uint32_t*>(scales + at.lane.scales);
+  const float factor = global_scale[at.row / n];
+#pragma unroll
+  for (int b = 0; b < kBlocks; ++b) {
+    __nv_fp8_e4m3 scale;
+    scale.__x = Bits::decode_scale(uint8_t(four >> (8 * b)));
+    alignas(16) T v[16];
+#pragma unroll
+    for (int j = 0; j < 16; ++j) {
+      uint32_t m = 0;
+#pragma unroll
+      for (int bit = 0; bit < 3; ++bit) m |= (words[b] >> Bits::bit(j, bit) & 1) << bit;
+      // Arithmetic instead of a table in memory: e2m1 is 0.5 * m below 2, else (2 + m % 2) * 2^(m / 2 - 2).
+      const float magnitude = m < 4 ? 0.5f * m : (2 + (m & 1)) * (m < 6 ? 1.f : 2.f);
+      const float value = magnitude * float(scale);
+      const bool negative = words[b] >> Bits::bit(j, 3) & 1;
+      if constexpr (sizeof(T) == 8) {
+        v[j] = (negative ? -double(value) : double(value)) * factor;
+      } else {
+        v[j] = convert<T>((negative ? -value : value) * factor);
+      }
+    }
+    auto* to = reinterpret_cast<uint4*>(out + at.row_of(b) * kp + at.k_of(b));
+#pragma unroll
+    for (int j = 0; j < int(sizeof(v) / 16); ++j) to[j] = reinterpret_cast<const uint4*>(v)[j];
+  }
+}
+
+}  // namespace fp4::sm90
