@@ -19,21 +19,24 @@ from torch.utils.cpp_extension import BuildExtension, CppExtension
 # The oldest torch whose stable ABI the sources use: (major << 56) | (minor << 48).
 TORCH_TARGET = "0x020b000000000000"
 
+AVX512 = [
+    "-mavx512f",
+    "-mavx512bw",
+    "-mavx512vl",
+    "-mavx512dq",
+    "-mavx512vnni",
+    "-mfma",
+    "-mf16c",
+    "-mprefer-vector-width=512",
+    *["-Wno-uninitialized", "-Wno-maybe-uninitialized"],  # gcc 12 warns about its own intrinsics
+]
+
 # A kernel file's instruction set is in its name; everything else is built for the baseline, and
 # csrc/cpu/dispatch.cpp picks at run time. Nothing is built with -march=native.
 ISA_FLAGS = {
     "avx2": ["-mavx2", "-mfma", "-mf16c"],
-    "avx512": [
-        "-mavx512f",
-        "-mavx512bw",
-        "-mavx512vl",
-        "-mavx512dq",
-        "-mavx512vnni",
-        "-mfma",
-        "-mf16c",
-        "-mprefer-vector-width=512",
-        *["-Wno-uninitialized", "-Wno-maybe-uninitialized"],  # gcc 12 warns about its own intrinsics
-    ],
+    "avx512": AVX512,
+    "avx512_bf16": [*AVX512, "-mavx512bf16"],
 }
 
 

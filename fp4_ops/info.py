@@ -30,7 +30,7 @@ class Kernels:
 
     device: str
     family: str
-    """"scalar", "avx2" or "avx512" on a CPU; "triton" on a GPU; "none" with the reason."""
+    """"scalar", "avx2", "avx512" or "avx512_bf16" on a CPU; "triton" on a GPU; "none" with the reason."""
     activations: str
     """The activations its operators take."""
     preferred_layout: str

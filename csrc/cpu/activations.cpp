@@ -30,7 +30,7 @@ Activations float_rows(int64_t rows, int64_t k, const F& fill) {
       if (arrange != nullptr) arrange(row, kp);
     }
   });
-  return {false, owned.data(), stride, std::move(owned)};
+  return {RowKind::floating, owned.data(), stride, std::move(owned)};
 }
 
 // Rows for the int8 kernels; codes(i, scratch, &scales) gives the codes and scales of row i.
@@ -41,7 +41,7 @@ Activations int8_rows(int64_t rows, int64_t k, Scale weight, const F& prepare) {
   torch::stable::parallel_for(0, rows, rows_per_thread(k), [&](int64_t begin, int64_t end) {
     for (int64_t i = begin; i < end; ++i) prepare(i, owned.data() + i * stride);
   });
-  return {true, owned.data(), stride, std::move(owned)};
+  return {RowKind::int8, owned.data(), stride, std::move(owned)};
 }
 
 // One row of x to FP4 and back: a matrix of its own, so that no row depends on another. A row with a NaN or
@@ -71,10 +71,23 @@ void Buffer::Free::operator()(uint8_t* p) const { std::free(p); }
 Activations prepare_float(const void* x, DType dtype, int64_t rows, int64_t k) {
   const Kernels& kn = kernels();
   if (dtype == DType::f32 && k == padded_k(k) && kn.arrange_float == nullptr)
-    return {false, static_cast<const uint8_t*>(x), k * int64_t(sizeof(float)), Buffer()};
+    return {RowKind::floating, static_cast<const uint8_t*>(x), k * int64_t(sizeof(float)), Buffer()};
   return float_rows(rows, k, [&](int64_t i, float* row) {
     kn.prepare_float(static_cast<const uint8_t*>(x) + i * k * dtype_size(dtype), dtype, k, row);
   });
+}
+
+Activations prepare_floating(const void* x, DType dtype, int64_t rows, int64_t k) {
+  const Bf16Kernels* bf16 = kernels().bf16;
+  if (bf16 == nullptr || dtype != DType::bf16) return prepare_float(x, dtype, rows, k);
+  const int64_t stride = (padded_k(k) * 2 + 63) / 64 * 64;
+  Buffer owned(rows * stride);
+  torch::stable::parallel_for(0, rows, rows_per_thread(stride), [&](int64_t begin, int64_t end) {
+    for (int64_t i = begin; i < end; ++i)
+      bf16->prepare(static_cast<const uint16_t*>(x) + i * k, k,
+                    reinterpret_cast<uint16_t*>(owned.data() + i * stride));
+  });
+  return {RowKind::bf16, owned.data(), stride, std::move(owned)};
 }
 
 Activations prepare_int8(const int8_t* codes, const float* scales, int64_t rows, int64_t k, Scale weight) {
@@ -112,7 +125,7 @@ Activations quantize_and_prepare(AFormat a_format, const void* x, DType dtype, i
   const auto row_of = [&](int64_t i) { return static_cast<const uint8_t*>(x) + i * k * dtype_size(dtype); };
   switch (a_format) {
     case AFormat::none:
-      return prepare_float(x, dtype, rows, k);
+      return prepare_floating(x, dtype, rows, k);
     case AFormat::automatic:  // the fast path here
     case AFormat::int8:
       return int8_rows(rows, k, weight, [&](int64_t i, uint8_t* row) {

@@ -1,5 +1,6 @@
-// Activation rows made ready for the panel kernels. int8 codes stay int8, the fast path; everything else
-// becomes float32, which holds fp8 and FP4 values exactly up to the rounding of their float32 factor.
+// Activation rows made ready for the panel kernels. int8 codes stay int8, the fast path, and bfloat16 stays
+// what it is where there are kernels for it; everything else becomes float32, which holds fp8 and FP4 values
+// exactly up to the rounding of their float32 factor.
 #pragma once
 
 #include <cstdint>
@@ -24,15 +25,19 @@ class Buffer {
   std::unique_ptr<uint8_t[], Free> data_;
 };
 
+enum class RowKind : uint8_t { floating, int8, bf16 };
+
 // Activation rows [rows, k] as the panel kernels read them.
 struct Activations {
-  bool int8;
+  RowKind kind;
   const uint8_t* data;
   int64_t stride;  // bytes from row to row
   Buffer owned;    // holds data, unless the caller's own rows serve as they are
 };
 
 Activations prepare_float(const void* x, DType dtype, int64_t rows, int64_t k);
+// The same, but of bfloat16 x as it is where there are kernels for that.
+Activations prepare_floating(const void* x, DType dtype, int64_t rows, int64_t k);
 // `weight`: the type of the block scales of the weight that the rows meet.
 Activations prepare_int8(const int8_t* codes, const float* scales, int64_t rows, int64_t k, Scale weight);
 // int8 codes as float32, for products that cut K elsewhere than the int8 kernels can.

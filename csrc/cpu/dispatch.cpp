@@ -8,19 +8,28 @@
 namespace fp4::cpu {
 namespace {
 
-// Best first; the last runs anywhere.
-constexpr const Kernels* kFamilies[] = {
-#if defined(__x86_64__)
-    &kAvx512Kernels, &kAvx2Kernels,
-#endif
-    &kScalarKernels};
+const Kernels& with_bf16() {
+  static const Kernels kernels = [] {
+    Kernels k = kAvx512Kernels;
+    k.name = "avx512_bf16";
+    k.bf16 = &kAvx512Bf16;
+    return k;
+  }();
+  return kernels;
+}
 
 const Kernels& choose() {
+  // Best first; the last runs anywhere.
+  const Kernels* const families[] = {
+#if defined(__x86_64__)
+      &with_bf16(), &kAvx512Kernels, &kAvx2Kernels,
+#endif
+      &kScalarKernels};
   const char* wanted = std::getenv("FP4_CPU_CAPABILITY");
   const bool any = wanted == nullptr || *wanted == '\0';
   std::string available;
-  for (const Kernels* family : kFamilies) {
-    if (!family->supported()) continue;
+  for (const Kernels* family : families) {
+    if (!family->supported() || (family->bf16 != nullptr && !family->bf16->supported())) continue;
     if (any || std::string(wanted) == family->name) return *family;
     available += (available.empty() ? "" : ", ") + std::string(family->name);
   }

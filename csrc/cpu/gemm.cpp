@@ -66,7 +66,9 @@ void gemm(const Activations& a, const Weight& weight, const Rows& rows, void* ou
   if (weight.n == 0) return;
   const Kernels& kn = kernels();
   const PanelKernels& panel_kernels = kn.panels[int(weight.scale)];
-  const PanelKernel multiply = a.int8 ? panel_kernels.int8 : panel_kernels.floating;
+  const PanelKernel multiply = a.kind == RowKind::int8   ? panel_kernels.int8
+                               : a.kind == RowKind::bf16 ? kn.bf16->panels[int(weight.scale)]
+                                                         : panel_kernels.floating;
   const int64_t panels = (weight.n + kPanelRows - 1) / kPanelRows;
   // One unit of work: a panel and at most kTokenBlock rows. Units are ordered by segment, then panel, so a
   // thread's run of units meets each panel once and in the order of memory.

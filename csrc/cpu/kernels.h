@@ -19,6 +19,7 @@ inline constexpr int kTokenBlock = 8;
 
 // One activation row as the panel kernels read it, k padded with zeros to a multiple of 32:
 //   float    k float32, in the order of Kernels::arrange_float, which moves them within groups of eight
+//   bf16     k bfloat16, each group of eight ordered 0 4 1 5 2 6 3 7
 //   int8     k codes, each group of eight ordered 0 2 4 6 1 3 5 7 to meet the low and then the high nibbles
 //   of
 //            a panel word; then float32 scales, one per 32; then int32 corrections -offset * sum(codes), one
@@ -40,10 +41,19 @@ struct PanelKernels {
   PanelKernel int8, floating;  // by the kind of activation rows
 };
 
+// What an instruction set with products of bfloat16 adds.
+struct Bf16Kernels {
+  bool (*supported)();
+  PanelKernel panels[kScaleKinds];  // by Scale
+  // bfloat16 x [k] -> a bfloat16 row.
+  void (*prepare)(const uint16_t* x, int64_t k, uint16_t* row);
+};
+
 struct Kernels {
   const char* name;
   bool (*supported)();               // by this machine and its operating system
   PanelKernels panels[kScaleKinds];  // by Scale
+  const Bf16Kernels* bf16;           // or null: bfloat16 activations become float rows
 
   // The largest magnitude in x [count]; *finite is cleared if x holds a NaN or an infinity.
   float (*max_magnitude)(const void* x, DType dtype, int64_t count, bool* finite);
@@ -70,6 +80,7 @@ struct Kernels {
 };
 
 extern const Kernels kScalarKernels, kAvx2Kernels, kAvx512Kernels;
+extern const Bf16Kernels kAvx512Bf16;
 
 // The table for this machine: the best it supports, or what FP4_CPU_CAPABILITY asks for.
 const Kernels& kernels();

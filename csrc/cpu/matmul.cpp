@@ -181,7 +181,7 @@ Tensor grouped_mm_k(const Tensor& a, const Tensor& b, const Tensor& b_scale,
                         .bias_dtype = DType::f32};
     const Rows all{.segments = {{0, 0, m}}, .a_index = {}, .out_index = {}};
     const uint8_t* first = group_rows.data();
-    gemm({false, first, kp * int64_t(sizeof(float)), std::move(group_rows)}, weight, all,
+    gemm({RowKind::floating, first, kp * int64_t(sizeof(float)), std::move(group_rows)}, weight, all,
          mutable_data<uint8_t>(out) + g * m * w.n * bytes, dtype_of(dtype));
   }
   return out;

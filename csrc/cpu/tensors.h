@@ -99,7 +99,8 @@ class ActivationOperand {
     } else if (dtype == ScalarType::Float8_e4m3fn) {
       view_ = prepare_fp8(data<uint8_t>(a_), data<float>(*scale_), rows, w.k);
     } else {
-      view_ = prepare_float(a_.data_ptr(), dtype_of(dtype), rows, w.k);
+      view_ = as_float ? prepare_float(a_.data_ptr(), dtype_of(dtype), rows, w.k)
+                       : prepare_floating(a_.data_ptr(), dtype_of(dtype), rows, w.k);
     }
   }
   const Activations& view() const { return view_; }

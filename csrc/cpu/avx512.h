@@ -1,0 +1,57 @@
+// What the AVX-512 kernels share; each file compiles it for itself (see common/convert.h on linkage).
+#pragma once
+
+#include <immintrin.h>
+
+#include <utility>
+
+#include "cpu/row_kernels.h"
+
+namespace fp4::cpu {
+namespace {
+
+// How many bytes ahead of its loads a kernel asks for weights. Panels follow each other in memory, so this
+// reaches into the next one, across the page borders at which hardware prefetchers stop.
+constexpr int kPrefetch = 4096;
+
+// The block scales of 16 rows as float32, times 1 / kScaleUnit.
+template <Scale scale>
+inline constexpr float kScaleUnit = scale == Scale::e4m3 ? 256.f : 1.f;
+
+template <Scale scale>
+inline __m512 load_scales(const uint8_t* p) {
+  [[maybe_unused]] const __m128i bytes = _mm_loadu_si128(reinterpret_cast<const __m128i*>(p));
+  if constexpr (scale == Scale::e4m3) {
+    // The bits of e4m3 are those of a float16 whose exponent bias is 8 larger: value * 2^-8, sign moved
+    // apart.
+    const __m256i wide = _mm256_slli_epi16(_mm256_cvtepi8_epi16(bytes), 7);
+    const __m256 sign_copy = _mm256_castsi256_ps(_mm256_set1_epi16(int16_t(0xbfff)));
+    return _mm512_cvtph_ps(_mm256_castps_si256(_mm256_and_ps(_mm256_castsi256_ps(wide), sign_copy)));
+  } else if constexpr (scale == Scale::bf16) {
+    const __m256i halves = _mm256_loadu_si256(reinterpret_cast<const __m256i*>(p));
+    return _mm512_castsi512_ps(_mm512_slli_epi32(_mm512_cvtepu16_epi32(halves), 16));
+  } else if constexpr (scale == Scale::f32) {
+    return _mm512_loadu_ps(p);
+  } else {
+    // Byte 0 is 2^-127, a subnormal; byte 255 (NaN) becomes infinity, which no sum hides.
+    const __m512i exponent = _mm512_slli_epi32(_mm512_cvtepu8_epi32(bytes), 23);
+    return _mm512_castsi512_ps(_mm512_max_epu32(exponent, _mm512_set1_epi32(0x00400000)));
+  }
+}
+
+inline __m512i broadcast4(const uint8_t* p) { return _mm512_set1_epi32(load_word(p)); }
+
+// Picks the instance for `count` rows, 1 to kTokenBlock, so that every row has its own registers.
+template <typename Tile, int... counts>
+void dispatch(std::integer_sequence<int, counts...>, const Panel& panel, const uint8_t* const* rows,
+              int count, float* tile) {
+  (void)((count == counts + 1 && (Tile::template run<counts + 1>(panel, rows, tile), true)) || ...);
+}
+
+template <typename Tile>
+void panel_kernel(const Panel& panel, const uint8_t* const* rows, int count, float* tile) {
+  dispatch<Tile>(std::make_integer_sequence<int, kTokenBlock>(), panel, rows, count, tile);
+}
+
+}  // namespace
+}  // namespace fp4::cpu

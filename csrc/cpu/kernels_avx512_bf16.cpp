@@ -1,0 +1,82 @@
+// bfloat16 activations as they are, with vdpbf16ps (Cooper Lake, Sapphire Rapids, Zen 4 and later): twice the
+// products of an instruction of float32. Codes are exact in bfloat16, products in float32; bfloat16
+// subnormals count as zero.
+//
+// A lane's word has the nibbles of eight k. Shifted right by 4 j, its halves begin with those of k = j and j
+// + 4, which a permute of 16-bit values turns into the pair that meets activations j and j + 4.
+#include "cpu/avx512.h"
+
+namespace fp4::cpu {
+namespace {
+
+template <Scale scale, int count>
+void bf16_tile(const Panel& panel, const uint8_t* const* rows, float* tile) {
+  constexpr int step = step_of(scale);
+  // All 16 values, twice: a permute looks at five bits, and the fifth is of the next code.
+  const __m512i values =
+      _mm512_srli_epi32(_mm512_castps_si512(_mm512_loadu_ps(codes_of(element_of(scale)).values)), 16);
+  const __m256i narrow = _mm512_cvtepi32_epi16(values);
+  const __m512i table = _mm512_broadcast_i64x4(narrow);
+  __m512 sum[count];
+  for (int m = 0; m < count; ++m) sum[m] = _mm512_setzero_ps();
+  const uint8_t* codes = panel.codes;
+  const uint8_t* scales = panel.scales;
+  for (int64_t k0 = 0; k0 < panel.k; k0 += step) {
+    constexpr int chains = count <= 2 ? 4 : count <= 4 ? 2 : 1;  // few rows would wait for one
+    __m512 dot[count][chains];
+    for (int m = 0; m < count; ++m)
+      for (int c = 0; c < chains; ++c) dot[m][c] = _mm512_setzero_ps();
+#pragma GCC unroll 4
+    for (int k = 0; k < step; k += 8, codes += 64) {
+      const __m512i words = _mm512_loadu_si512(codes);
+      _mm_prefetch(codes + kPrefetch, _MM_HINT_T0);
+#pragma GCC unroll 4
+      for (int j = 0; j < 4; ++j) {
+        const auto b = (__m512bh)_mm512_permutexvar_epi16(_mm512_srli_epi32(words, 4 * j), table);
+#pragma GCC unroll 8
+        for (int m = 0; m < count; ++m) {
+          const auto a = (__m512bh)broadcast4(rows[m] + (k0 + k + 2 * j) * 2);
+          dot[m][j % chains] = _mm512_dpbf16_ps(dot[m][j % chains], b, a);
+        }
+      }
+    }
+    const __m512 b_scale = load_scales<scale>(scales);
+    scales = next_scales<scale>(panel, scales, k0 + step);
+#pragma GCC unroll 8
+    for (int m = 0; m < count; ++m) {
+      __m512 all = dot[m][0];
+      for (int c = 1; c < chains; ++c) all = _mm512_add_ps(all, dot[m][c]);
+      sum[m] = _mm512_fmadd_ps(all, b_scale, sum[m]);
+    }
+  }
+  const __m512 unit = _mm512_set1_ps(kScaleUnit<scale>);
+  for (int m = 0; m < count; ++m) _mm512_storeu_ps(tile + m * kPanelRows, _mm512_mul_ps(sum[m], unit));
+}
+
+template <Scale scale>
+struct Bf16Tile {
+  template <int count>
+  static void run(const Panel& panel, const uint8_t* const* rows, float* tile) {
+    bf16_tile<scale, count>(panel, rows, tile);
+  }
+};
+
+bool supported() { return __builtin_cpu_supports("avx512bf16"); }
+
+void prepare(const uint16_t* x, int64_t k, uint16_t* row) {
+  for (int64_t i = 0; i < k; i += 8) {
+    for (int64_t j = 0; j < 8; ++j) row[i + j] = i + j / 2 + j % 2 * 4 < k ? x[i + j / 2 + j % 2 * 4] : 0;
+  }
+  for (int64_t i = (k + 7) / 8 * 8; i < padded_k(k); ++i) row[i] = 0;
+}
+
+}  // namespace
+
+const Bf16Kernels kAvx512Bf16 = {
+    .supported = supported,
+    .panels = {panel_kernel<Bf16Tile<Scale::e4m3>>, panel_kernel<Bf16Tile<Scale::e8m0>>,
+               panel_kernel<Bf16Tile<Scale::bf16>>, panel_kernel<Bf16Tile<Scale::f32>>},
+    .prepare = prepare,
+};
+
+}  // namespace fp4::cpu
