@@ -39,6 +39,27 @@ inline __m512 load_scales(const uint8_t* p) {
   }
 }
 
+// Few rows would wait for one chain of additions: they take several.
+constexpr int chains_for(int count) { return count <= 2 ? 4 : count <= 4 ? 2 : 1; }
+
+// sum += b_scale * the chains of a block, row by row.
+template <int count, int chains>
+[[gnu::always_inline]] inline void add_block(const __m512 (&dot)[count][chains], __m512 b_scale,
+                                             __m512 (&sum)[count]) {
+#pragma GCC unroll 8
+  for (int m = 0; m < count; ++m) {
+    __m512 all = dot[m][0];
+    for (int c = 1; c < chains; ++c) all = _mm512_add_ps(all, dot[m][c]);
+    sum[m] = _mm512_fmadd_ps(all, b_scale, sum[m]);
+  }
+}
+
+template <int count>
+[[gnu::always_inline]] inline void store_sums(const __m512 (&sum)[count], float unit, float* tile) {
+  for (int m = 0; m < count; ++m)
+    _mm512_storeu_ps(tile + m * kPanelRows, _mm512_mul_ps(sum[m], _mm512_set1_ps(unit)));
+}
+
 inline __m512i broadcast4(const uint8_t* p) { return _mm512_set1_epi32(load_word(p)); }
 
 // Picks the instance for `count` rows, 1 to kTokenBlock, so that every row has its own registers.

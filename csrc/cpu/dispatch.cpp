@@ -8,6 +8,8 @@
 namespace fp4::cpu {
 namespace {
 
+#if defined(__x86_64__)
+// Made here and not in the kernels' file, whose code for static data might need what the processor lacks.
 const Kernels& with_bf16() {
   static const Kernels kernels = [] {
     Kernels k = kAvx512Kernels;
@@ -17,6 +19,7 @@ const Kernels& with_bf16() {
   }();
   return kernels;
 }
+#endif
 
 const Kernels& choose() {
   // Best first; the last runs anywhere.

@@ -44,8 +44,7 @@ void int8_tile(const Panel& panel, const uint8_t* const* rows, float* tile) {
       sum[m] = _mm512_fmadd_ps(_mm512_cvtepi32_ps(dot[m]), _mm512_mul_ps(b_scale, a_scale), sum[m]);
     }
   }
-  const __m512 unit = _mm512_set1_ps(kScaleUnit<scale> / float(codes_of(element_of(scale)).unit));
-  for (int m = 0; m < count; ++m) _mm512_storeu_ps(tile + m * kPanelRows, _mm512_mul_ps(sum[m], unit));
+  store_sums(sum, kScaleUnit<scale> / float(codes_of(element_of(scale)).unit), tile);
 }
 
 template <Scale scale, int count>
@@ -57,8 +56,7 @@ void float_tile(const Panel& panel, const uint8_t* const* rows, float* tile) {
   const uint8_t* codes = panel.codes;
   const uint8_t* scales = panel.scales;
   for (int64_t k0 = 0; k0 < panel.k; k0 += step) {
-    // Few rows would wait for one chain of additions: they take several.
-    constexpr int chains = count <= 2 ? 4 : count <= 4 ? 2 : 1;
+    constexpr int chains = chains_for(count);
     __m512 dot[count][chains];
     for (int m = 0; m < count; ++m)
       for (int c = 0; c < chains; ++c) dot[m][c] = _mm512_setzero_ps();
@@ -78,15 +76,9 @@ void float_tile(const Panel& panel, const uint8_t* const* rows, float* tile) {
     }
     const __m512 b_scale = load_scales<scale>(scales);
     scales = next_scales<scale>(panel, scales, k0 + step);
-#pragma GCC unroll 8
-    for (int m = 0; m < count; ++m) {
-      __m512 all = dot[m][0];
-      for (int c = 1; c < chains; ++c) all = _mm512_add_ps(all, dot[m][c]);
-      sum[m] = _mm512_fmadd_ps(all, b_scale, sum[m]);
-    }
+    add_block(dot, b_scale, sum);
   }
-  const __m512 unit = _mm512_set1_ps(kScaleUnit<scale>);
-  for (int m = 0; m < count; ++m) _mm512_storeu_ps(tile + m * kPanelRows, _mm512_mul_ps(sum[m], unit));
+  store_sums(sum, kScaleUnit<scale>, tile);
 }
 
 template <Scale scale>
