@@ -129,18 +129,14 @@ def expand(w, scale_byte, NVFP4: tl.constexpr, ASM: tl.constexpr, COMPUTE: tl.co
         scale = scale.to(tl.bfloat16)
     scale = tl.reshape(tl.broadcast_to(scale[:, :, None], (BN, B, W // B)), (BN, W))
     if ASM:
-        types: tl.constexpr = (
-            tl.bfloat16, tl.bfloat16, tl.bfloat16, tl.bfloat16,
-            tl.bfloat16, tl.bfloat16, tl.bfloat16, tl.bfloat16,
-        )  # fmt: skip
         return tl.inline_asm_elementwise(
-            NVFP4_ASM if NVFP4 else MXFP4_ASM,
-            EXPAND_CONSTRAINTS,
-            [w, scale],
-            dtype=types,
-            is_pure=True,
-            pack=2,
-        )
+            NVFP4_ASM if NVFP4 else MXFP4_ASM, EXPAND_CONSTRAINTS, [w, scale],
+            dtype=(
+                tl.bfloat16, tl.bfloat16, tl.bfloat16, tl.bfloat16,
+                tl.bfloat16, tl.bfloat16, tl.bfloat16, tl.bfloat16,
+            ),
+            is_pure=True, pack=2,
+        )  # fmt: skip
     else:
         return (
             _plane(w, scale, 0, COMPUTE), _plane(w, scale, 1, COMPUTE),

@@ -221,13 +221,14 @@ def combine_kernel(
     for j in tl.static_range(TOP_K):
         e = tl.load(ids_ptr + t * TOP_K + j)
         ok = (e >= 0) & (e < G)
+        taken = col < tl.where(ok, H, 0)
         weight = tl.load(weights_ptr + t * TOP_K + j).to(tl.float32)
         y = tl.zeros((BLOCK,), dtype=tl.float32)
         for part in tl.static_range(PARTS):
             offset = (part * rows.to(tl.int64) + t * TOP_K + j) * H + col
-            y += tl.load(y_ptr + offset, mask=mask & ok, other=0.0).to(tl.float32)
+            y += tl.load(y_ptr + offset, mask=taken, other=0.0).to(tl.float32)
         if HAS_BIAS:
-            y += tl.load(bias_ptr + e.to(tl.int64) * H + col, mask=mask & ok, other=0.0).to(tl.float32)
+            y += tl.load(bias_ptr + e.to(tl.int64) * H + col, mask=taken, other=0.0).to(tl.float32)
         acc += tl.where(ok, weight * y, 0.0)
     tl.store(out_ptr + t * H + col, acc.to(out_ptr.dtype.element_ty), mask=mask)
 
@@ -267,5 +268,6 @@ def copy_groups(
         valid = group < G
     for base in range(0, width, BLOCK):
         col = base + tl.arange(0, BLOCK)
-        value = tl.load(src_ptr + src.to(tl.int64) * width + col, mask=(col < width) & valid, other=0.0)
+        mask = col < tl.where(valid, width, 0)
+        value = tl.load(src_ptr + src.to(tl.int64) * width + col, mask=mask, other=0.0)
         tl.store(dst_ptr + row.to(tl.int64) * width + col, value, mask=col < width)
