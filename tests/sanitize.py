@@ -6,7 +6,7 @@
 
 racecheck credits an mbarrier's arrival with the accesses of the lane that arrives alone, not with those that
 __syncwarp orders before it, and so reports each place where one lane arrives for its warp. --build makes
-kernels in which every lane does (csrc/sm90/ptx.cuh); under the sanitizer, nvcc would not end.
+kernels in which every lane does (csrc/sm90/warp.cuh); under the sanitizer, nvcc would not end.
 """
 
 from __future__ import annotations

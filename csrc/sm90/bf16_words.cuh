@@ -11,7 +11,8 @@
 
 #include <cstdint>
 
-#include "ptx.cuh"
+#include "bytes.cuh"
+#include "types.cuh"
 
 namespace fp4::sm90 {
 

@@ -28,40 +28,9 @@
 #include "gate.cuh"
 #include "half_words.cuh"
 #include "launch.cuh"
-#include "ptx.cuh"
+#include "warp.cuh"
 
 namespace fp4::sm90 {
-
-// --- PTX ---
-
-template <Element kElement>
-__device__ __forceinline__ void mma(float4& d, const uint32_t (&a)[4], uint32_t b0, uint32_t b1) {
-#define FP4_MMA(types)                                                      \
-  asm volatile("mma.sync.aligned.m16n8k16.row.col.f32." types               \
-               ".f32 {%0,%1,%2,%3}, {%4,%5,%6,%7}, {%8,%9}, {%0,%1,%2,%3};" \
-               : "+f"(d.x), "+f"(d.y), "+f"(d.z), "+f"(d.w)                 \
-               : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b0), "r"(b1))
-  if constexpr (kElement == Element::kBFloat16) {
-    FP4_MMA("bf16.bf16");
-  } else {
-    FP4_MMA("f16.f16");
-  }
-#undef FP4_MMA
-}
-
-__device__ __forceinline__ uint4 load_stream(const void* p) {
-  uint4 v;
-  asm volatile("ld.global.nc.L1::no_allocate.v4.u32 {%0,%1,%2,%3}, [%4];"
-               : "=r"(v.x), "=r"(v.y), "=r"(v.z), "=r"(v.w)
-               : "l"(p));
-  return v;
-}
-
-__device__ __forceinline__ uint32_t load_stream_word(const void* p) {
-  uint32_t v;
-  asm volatile("ld.global.nc.L1::no_allocate.u32 %0, [%1];" : "=r"(v) : "l"(p));
-  return v;
-}
 
 // --- activations ---
 
@@ -165,7 +134,7 @@ struct RowBlock {
 };
 
 __device__ __forceinline__ void sync_compute_warps(const DecodeParams& p) {
-  asm volatile("bar.sync 1, %0;" ::"r"(32 * p.k_warps * p.row_warps) : "memory");
+  named_barrier<1>(32 * p.k_warps * p.row_warps);
 }
 
 // The powers of two that bring values up to `largest` into fp16's range, the largest one's exponent to 14,
@@ -252,11 +221,7 @@ __device__ __forceinline__ void begin_few(const DecodeParams& p, DecodeShared& s
 // Compute and reducer warps; `arrives` does not wait.
 __device__ __forceinline__ void sync_begun(const DecodeParams& p, bool arrives) {
   const int threads = 32 * (p.k_warps * p.row_warps + kReduceWarps);
-  if (arrives) {
-    asm volatile("bar.arrive 2, %0;" ::"r"(threads) : "memory");
-  } else {
-    asm volatile("bar.sync 2, %0;" ::"r"(threads) : "memory");
-  }
+  arrives ? named_barrier_arrive<2>(threads) : named_barrier<2>(threads);
 }
 
 // Puts the activations of a run into shared memory as B fragments, each compute warp some of its slice, and
@@ -515,7 +480,7 @@ __device__ __forceinline__ void reduce(const DecodeParams& p, DecodeShared& sh, 
 template <DType kType, class Words, int kComputeWarps>
 __global__ void __launch_bounds__(32 * (kComputeWarps + kReduceWarps), 1)
     decode_kernel(const __grid_constant__ DecodeParams p) {
-  extern __shared__ __align__(16) uint8_t memory[];
+  FP4_DYNAMIC_SHARED(uint8_t, 16, memory);
   auto& sh = *reinterpret_cast<DecodeShared*>(memory);
   const DecodeBuffers buffers(p, memory + sizeof(DecodeShared));
   const int warp = threadIdx.x / 32;

@@ -3,6 +3,7 @@
 
 #include <cmath>
 
+#include "ptx.cuh"
 #include "types.cuh"
 
 namespace fp4::sm90 {
@@ -27,22 +28,10 @@ __device__ __forceinline__ float gate_value(const Gate& f, float gate, float up)
   return gate / (1.f + __expf(gate_exponent(f, gate))) * up;
 }
 
-__device__ __forceinline__ float approximate_power_of_two(float exponent) {
-  float power;
-  asm("ex2.approx.ftz.f32 %0, %1;" : "=f"(power) : "f"(exponent));
-  return power;
-}
-
 // 1 + exp, which silu and tanh-gelu divide by. As __expf, but what is too small for a normal float is zero:
 // all the same to 1 + it.
 __device__ __forceinline__ float gate_divisor(const Gate& f, float gate) {
   return 1.f + approximate_power_of_two(gate_exponent(f, gate) * 1.44269502f);
-}
-
-__device__ __forceinline__ float approximate_inverse(float d) {
-  float inverse;
-  asm("rcp.approx.ftz.f32 %0, %1;" : "=f"(inverse) : "f"(d));
-  return inverse;
 }
 
 // gate_value for kSilu, into `up`, but for a few ulps, which a result of 16 bits does not show. Gates below

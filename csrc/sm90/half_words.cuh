@@ -7,7 +7,9 @@
 
 #include <cstdint>
 
-#include "ptx.cuh"
+#include "bytes.cuh"
+#include "types.cuh"
+#include "warp.cuh"
 
 namespace fp4::sm90 {
 

@@ -1,20 +1,13 @@
-// Kernel launches that may overlap (programmatic dependent launch), host and device side.
+// Kernel launches that may overlap (programmatic dependent launch): the host's side. In ptx.cuh is the
+// device's.
 #pragma once
 
 #include <cuda_runtime.h>
 
 #include <cstddef>
+#include <type_traits>
 
 namespace fp4::sm90 {
-
-// Until the kernels before this one in the stream have ended and their results can be seen. In a kernel that
-// was not launched as `dependent` nothing.
-__device__ __forceinline__ void wait_previous_kernel() { asm volatile("griddepcontrol.wait;" ::: "memory"); }
-
-// Lets the next kernel of the stream begin, if it is `dependent`, once all thread blocks of this one have.
-__device__ __forceinline__ void release_next_kernel() {
-  asm volatile("griddepcontrol.launch_dependents;" ::: "memory");
-}
 
 struct LaunchShape {
   dim3 grid, block;
@@ -26,7 +19,7 @@ struct LaunchShape {
 // touches what that one reads or writes.
 template <class... Parameters>
 int launch_kernel(void (*kernel)(Parameters...), const LaunchShape& shape, bool dependent,
-                  cudaStream_t stream, const Parameters&... parameters) {
+                  cudaStream_t stream, const std::common_type_t<Parameters>&... parameters) {
   cudaLaunchAttribute attributes[2] = {};
   unsigned count = 0;
   if (dependent) {

@@ -7,8 +7,8 @@
 
 #include "gate.cuh"
 #include "prefill_schedule.cuh"
-#include "ptx.cuh"
 #include "types.cuh"
+#include "warp.cuh"
 
 namespace fp4::sm90 {
 
@@ -23,6 +23,18 @@ constexpr int kXRowBytes = 128;  // of X in shared memory, swizzled
 constexpr int kMmaTokens = 256;  // most tokens of one
 constexpr int kInfoSlots = 2;
 constexpr int kStoreBuffers = 2;
+
+// K-major rows of 128 bytes with 128-byte swizzle; 8 rows are 1024 bytes apart. `low` is swizzled_base() of
+// the matrix plus distances in units of 16 bytes; K advances by 32 bytes.
+__device__ __forceinline__ uint32_t swizzled_base(uint32_t smem) { return 1u << 16 | smem >> 4; }
+
+__device__ __forceinline__ uint64_t swizzled_descriptor(uint32_t low) {
+  constexpr uint64_t kSwizzle128 = 1ull << 62, kEightRows = uint64_t(1024 >> 4) << 32;
+  return kSwizzle128 | kEightRows | low;
+}
+
+constexpr int kDescriptorStep = 2;  // 32 bytes of K
+
 struct Problem {
   Rows rows;
   const float* x_scale;       // or null: ones

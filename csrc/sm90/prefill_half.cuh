@@ -10,6 +10,7 @@
 
 #include "bf16_words.cuh"
 #include "half_words.cuh"
+#include "lane_codes.cuh"
 
 namespace fp4::sm90 {
 

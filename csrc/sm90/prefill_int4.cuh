@@ -12,7 +12,8 @@
 
 #include <cuda_fp8.h>
 
-#include "ptx.cuh"
+#include "bytes.cuh"
+#include "lane_codes.cuh"
 
 namespace fp4::sm90 {
 

@@ -124,7 +124,7 @@ class PrefillBlock {
       multiply_width(typename Config::Widths(), sums, tile, next);
       // No use of a sum moves before the wait.
 #pragma unroll
-      for (float& sum : sums) asm volatile("" : "+f"(sum)::"memory");
+      for (float& sum : sums) pin(sum);
       // The tile's: that of `next` is taken, too.
       int slot = (info_.slot + kInfoSlots - 2) % kInfoSlots;
       const TileInfo& info = shared_.info[slot];
@@ -272,8 +272,7 @@ class PrefillBlock {
     uint32_t x = swizzled_base(smem_address(shared_.x)) +
                  static_cast<uint32_t>(ring_.slot) * (Config::XBytes / 16) + Half * kHalfOffset / 16;
 #pragma unroll
-    for (uint32_t& fragment : fragments_[Half])
-      asm volatile("" : "+r"(fragment));  // all before the first starts
+    for (uint32_t& fragment : fragments_[Half]) pin(fragment);  // all before the first starts
     wgmma_fence();
 #pragma unroll
     for (int i = 0; i < Config::Weights::kInstructions; ++i) {
@@ -541,7 +540,7 @@ class PrefillBlock {
 template <class Config, bool kGated>
 __global__ void __launch_bounds__(Config::Threads, 1)
     prefill_kernel(const __grid_constant__ Problem problem, const __grid_constant__ Maps maps) {
-  extern __shared__ __align__(1024) uint8_t memory[];
+  FP4_DYNAMIC_SHARED(uint8_t, 1024, memory);
   auto& shared = *reinterpret_cast<SharedStorage<Config>*>(memory);
   release_next_kernel();
   PrefillBlock<Config, kGated> block(shared, problem, maps);

@@ -7,7 +7,9 @@
 // activations and a few rows of weights in L2.
 #pragma once
 
-#include "ptx.cuh"
+#include <cuda_runtime.h>
+
+#include <cstdint>
 
 namespace fp4::sm90 {
 

@@ -1,4 +1,5 @@
-// Thin wrappers around the sm_90a instructions the kernels use: mbarriers, bulk tensor copies, RS wgmma.
+// What the kernels ask of the GPU by name: one function for each instruction, or two that belong together,
+// and nothing else. tests/sm90_emulator/ptx.cuh says in C++ what each of them does.
 #pragma once
 
 #include <cuda.h>
@@ -6,7 +7,28 @@
 
 #include <cstdint>
 
+#include "types.cuh"
+
 namespace fp4::sm90 {
+
+// ---- launches that overlap ----
+
+// Until the kernels before this one in the stream have ended and their results can be seen. In a kernel that
+// was not launched as `dependent` nothing.
+__device__ __forceinline__ void wait_previous_kernel() { asm volatile("griddepcontrol.wait;" ::: "memory"); }
+
+// Lets the next kernel of the stream begin, if it is `dependent`, once all thread blocks of this one have.
+__device__ __forceinline__ void release_next_kernel() {
+  asm volatile("griddepcontrol.launch_dependents;" ::: "memory");
+}
+
+// ---- shared memory ----
+
+// Declares `name`, the memory that the launch gave the block. (Of a pointer that a function returns the
+// compiler does not know in time that it is to shared memory.)
+#define FP4_DYNAMIC_SHARED(type, alignment, name) \
+  extern __shared__ __align__(alignment)          \
+  type name[]
 
 __device__ __forceinline__ uint32_t smem_address(const void* pointer) {
   return static_cast<uint32_t>(__cvta_generic_to_shared(pointer));
@@ -24,21 +46,6 @@ __device__ __forceinline__ void barrier_init_fence() {
 
 __device__ __forceinline__ void barrier_arrive(uint32_t barrier) {
   asm volatile("mbarrier.arrive.shared::cta.b64 _, [%0];" ::"r"(barrier) : "memory");
-}
-
-// What one warp's arrival counts. compute-sanitizer's racecheck credits an arrival with the accesses of the
-// lane that arrives alone, not with those that __syncwarp orders before it; for its sake every lane can
-// arrive (tests/sanitize.py).
-#ifdef FP4_EVERY_LANE_ARRIVES
-constexpr int kWarpArrivals = 32;
-#else
-constexpr int kWarpArrivals = 1;
-#endif
-
-// A warp arrives, with the accesses of all its lanes.
-__device__ __forceinline__ void barrier_arrive_warp(uint32_t barrier) {
-  __syncwarp();
-  if (static_cast<int>(threadIdx.x % 32) < kWarpArrivals) barrier_arrive(barrier);
 }
 
 // Arrives on the same barrier of the cluster's block `rank`. Without .release.cluster, which would cost a
@@ -85,6 +92,18 @@ __device__ __forceinline__ bool barrier_test(uint32_t barrier, uint32_t parity) 
 // A barrier among `threads` threads of the block (id 0 is __syncthreads).
 __device__ __forceinline__ void named_barrier(int id, int threads) {
   asm volatile("bar.sync %0, %1;" ::"r"(id), "r"(threads) : "memory");
+}
+
+// The same where the compiler knows the id.
+template <int Id>
+__device__ __forceinline__ void named_barrier(int threads) {
+  asm volatile("bar.sync %0, %1;" ::"n"(Id), "r"(threads) : "memory");
+}
+
+// Arrives there without waiting.
+template <int Id>
+__device__ __forceinline__ void named_barrier_arrive(int threads) {
+  asm volatile("bar.arrive %0, %1;" ::"n"(Id), "r"(threads) : "memory");
 }
 
 // ---- clusters ----
@@ -164,10 +183,6 @@ __device__ __forceinline__ void register_give() {
   asm volatile("setmaxnreg.dec.sync.aligned.u32 %0;" ::"n"(Registers));
 }
 
-// A value that all lanes have, so that the compiler knows they do: a loop that ends by it can keep its
-// counters, and what wgmma is told, in uniform registers.
-__device__ __forceinline__ int uniform(int value) { return __reduce_or_sync(~0u, value); }
-
 // True in one lane of a warp that has converged.
 __device__ __forceinline__ bool elect_lane() {
   uint32_t elected;
@@ -176,9 +191,7 @@ __device__ __forceinline__ bool elect_lane() {
   return elected != 0;
 }
 
-// ---- bytes ----
-
-constexpr uint32_t kHalfCodes = 512;  // of 16 weight rows' codes for 64 K
+// ---- loads and stores ----
 
 __device__ __forceinline__ uint4 load_shared_16(uint32_t smem) {
   uint4 value;
@@ -200,59 +213,75 @@ __device__ __forceinline__ float2 load_shared_pair(uint32_t smem) {
   return value;
 }
 
-// A lane's address in stage 0. Through a shuffle, so that the compiler keeps it instead of computing it again
-// in every step.
-__device__ __forceinline__ uint32_t kept_address(uint32_t smem, int lane) {
-  return __shfl_sync(~0u, smem, lane);
+// Bytes that are read once.
+__device__ __forceinline__ uint4 load_stream(const void* p) {
+  uint4 v;
+  asm volatile("ld.global.nc.L1::no_allocate.v4.u32 {%0,%1,%2,%3}, [%4];"
+               : "=r"(v.x), "=r"(v.y), "=r"(v.z), "=r"(v.w)
+               : "l"(p));
+  return v;
 }
 
-// A constant as a register of each lane, which the compiler would else copy from a uniform one before each
-// use.
-__device__ __forceinline__ uint32_t kept_constant(uint32_t value, int lane) {
-  return __shfl_sync(~0u, value + lane, lane) - lane;
+__device__ __forceinline__ uint32_t load_stream_word(const void* p) {
+  uint32_t v;
+  asm volatile("ld.global.nc.L1::no_allocate.u32 %0, [%1];" : "=r"(v) : "l"(p));
+  return v;
 }
 
-// The codes of a warp's 16 weight rows for the two halves of a step: 16 bytes a lane each.
-class LaneCodes {
- public:
-  __device__ __forceinline__ void init(uint32_t codes, int lane) {
-    address_ = kept_address(codes + lane * 16, lane);
+// One instruction: the compiler splits an ordinary store where the words were selected.
+__device__ __forceinline__ void store_16_bytes(void* to, const uint32_t* w) {
+  asm volatile("st.global.v4.b32 [%0], {%1, %2, %3, %4};" ::"l"(to), "r"(w[0]), "r"(w[1]), "r"(w[2]),
+               "r"(w[3]));
+}
+
+// ---- arithmetic ----
+
+__device__ __forceinline__ float approximate_power_of_two(float exponent) {
+  float power;
+  asm("ex2.approx.ftz.f32 %0, %1;" : "=f"(power) : "f"(exponent));
+  return power;
+}
+
+__device__ __forceinline__ float approximate_inverse(float d) {
+  float inverse;
+  asm("rcp.approx.ftz.f32 %0, %1;" : "=f"(inverse) : "f"(d));
+  return inverse;
+}
+
+// NaN if either is.
+__device__ __forceinline__ float max_or_nan(float a, float b) {
+  float m;
+  asm("max.NaN.f32 %0, %1, %2;" : "=f"(m) : "f"(a), "f"(b));
+  return m;
+}
+
+// ---- order ----
+
+// The compiler has a value in its register here, and moves no use of it, or of memory, over this place.
+__device__ __forceinline__ void pin(float& value) { asm volatile("" : "+f"(value)::"memory"); }
+
+// The same of a value alone.
+__device__ __forceinline__ void pin(uint32_t& value) { asm volatile("" : "+r"(value)); }
+
+// ---- mma.sync: D[16, 8] += A[16, 16] B[16, 8], to float32 ----
+
+template <Element kElement>
+__device__ __forceinline__ void mma(float4& d, const uint32_t (&a)[4], uint32_t b0, uint32_t b1) {
+#define FP4_MMA(types)                                                      \
+  asm volatile("mma.sync.aligned.m16n8k16.row.col.f32." types               \
+               ".f32 {%0,%1,%2,%3}, {%4,%5,%6,%7}, {%8,%9}, {%0,%1,%2,%3};" \
+               : "+f"(d.x), "+f"(d.y), "+f"(d.z), "+f"(d.w)                 \
+               : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b0), "r"(b1))
+  if constexpr (kElement == Element::kBFloat16) {
+    FP4_MMA("bf16.bf16");
+  } else {
+    FP4_MMA("f16.f16");
   }
-
-  __device__ __forceinline__ void load(uint32_t offset) {
-    half[0] = load_shared_16(address_ + offset);
-    half[1] = load_shared_16(address_ + offset + kHalfCodes);
-  }
-
-  uint4 half[2];
-
- private:
-  uint32_t address_;
-};
-
-// PRMT with a run-time selector. Unlike __byte_perm, a selector's top bit replicates the byte's sign. Spelled
-// out for the host, where tests run what the kernels compute in registers.
-__host__ __device__ __forceinline__ uint32_t permute_bytes(uint32_t low, uint32_t high, uint32_t selector) {
-#ifdef __CUDA_ARCH__
-  uint32_t result;
-  asm("prmt.b32 %0, %1, %2, %3;" : "=r"(result) : "r"(low), "r"(high), "r"(selector));
-  return result;
-#else
-  const uint64_t bytes = static_cast<uint64_t>(high) << 32 | low;
-  uint32_t result = 0;
-  for (int i = 0; i < 4; ++i) {
-    const uint32_t take = selector >> (4 * i) & 15, byte = bytes >> (8 * (take & 7)) & 0xFF;
-    result |= (take < 8 ? byte : byte >> 7 ? 0xFF : 0) << (8 * i);
-  }
-  return result;
-#endif
+#undef FP4_MMA
 }
 
 // ---- wgmma: D[64, Tokens] (+)= A[64, 32 bytes] (registers) x B[Tokens, 32 bytes] (shared memory), to
 // float32 ----
-
-// Of A and B.
-enum class Element { kE4m3, kFloat16, kBFloat16 };
 
 __device__ __forceinline__ void wgmma_fence() { asm volatile("wgmma.fence.sync.aligned;" ::: "memory"); }
 
@@ -264,17 +293,6 @@ template <int Pending>
 __device__ __forceinline__ void wgmma_wait() {
   asm volatile("wgmma.wait_group.sync.aligned %0;" ::"n"(Pending) : "memory");
 }
-
-// K-major rows of 128 bytes with 128-byte swizzle; 8 rows are 1024 bytes apart. `low` is swizzled_base() of
-// the matrix plus distances in units of 16 bytes; K advances by 32 bytes.
-__device__ __forceinline__ uint32_t swizzled_base(uint32_t smem) { return 1u << 16 | smem >> 4; }
-
-__device__ __forceinline__ uint64_t swizzled_descriptor(uint32_t low) {
-  constexpr uint64_t kSwizzle128 = 1ull << 62, kEightRows = uint64_t(1024 >> 4) << 32;
-  return kSwizzle128 | kEightRows | low;
-}
-
-constexpr int kDescriptorStep = 2;  // 32 bytes of K
 
 template <Element kElement, int Tokens>
 struct Wgmma;

@@ -7,6 +7,7 @@
 #include <cstdint>
 
 #include "launch.cuh"
+#include "ptx.cuh"
 #include "types.cuh"
 
 namespace fp4::sm90 {
@@ -23,7 +24,7 @@ __device__ int read_id(const void* ids, bool wide, int r, int groups) {
 }
 
 __global__ void count_kernel(const void* ids, bool wide, int rows, int groups, int* counts) {
-  extern __shared__ int count[];
+  FP4_DYNAMIC_SHARED(int, 4, count);
   for (int g = threadIdx.x; g <= groups; g += kRouteThreads) count[g] = 0;
   __syncthreads();
   const int r = blockIdx.x * kRouteThreads + threadIdx.x;
@@ -39,7 +40,7 @@ constexpr int kOwnChunks = 8;  // up to so many, every block of place_kernel cou
 __global__ void __launch_bounds__(kRouteThreads)
     place_kernel(const void* ids, bool wide, int rows, int groups, const int* counts, int* offs,
                  int* sorted_rows, int* position) {
-  extern __shared__ int shared[];
+  FP4_DYNAMIC_SHARED(int, 4, shared);
   const int bins = groups + 1;
   int* start = shared;        // [bins]: first position in this chunk; before, ids of earlier chunks
   int* total = start + bins;  // [bins]
@@ -282,13 +283,14 @@ extern "C" int fp4_sm90_route(const void* ids, int wide, int rows, int groups, i
       place_kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, kRouteThreads * kBinBytes);
   if (allowed != cudaSuccess) return allowed;
   if (chunks > kOwnChunks) {
-    count_kernel<<<chunks, kRouteThreads, bins * 4, s>>>(ids, wide, rows, groups, counts);
+    const int error = launch_kernel(count_kernel, {dim3(chunks), dim3(kRouteThreads), size_t(bins) * 4},
+                                    false, s, ids, wide != 0, rows, groups, counts);
+    if (error != 0) return error;
   } else {
     counts = nullptr;
   }
-  place_kernel<<<chunks, kRouteThreads, bins * kBinBytes, s>>>(ids, wide, rows, groups, counts, offs,
-                                                               sorted_rows, position);
-  return cudaGetLastError();
+  return launch_kernel(place_kernel, {dim3(chunks), dim3(kRouteThreads), size_t(bins) * kBinBytes}, false, s,
+                       ids, wide != 0, rows, groups, counts, offs, sorted_rows, position);
 }
 
 // y float32 or bf16 [rows, n], n a multiple of 4; y, bias and out aligned to 16 bytes.

@@ -95,12 +95,6 @@ __device__ __forceinline__ void pack_values(const float (&v)[kRowValues], uint32
   }
 }
 
-// One instruction: the compiler splits an ordinary store where the words were selected.
-__device__ __forceinline__ void store_16_bytes(void* to, const uint32_t* w) {
-  asm volatile("st.global.v4.b32 [%0], {%1, %2, %3, %4};" ::"l"(to), "r"(w[0]), "r"(w[1]), "r"(w[2]),
-               "r"(w[3]));
-}
-
 // --- which lanes take which blocks ---
 
 // `lanes` threads share a row: 16 or 32 of a warp, or, where there are more, a whole thread block. Lane l

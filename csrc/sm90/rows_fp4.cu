@@ -4,19 +4,13 @@
 #include <cuda_fp8.h>
 
 #include "fp4_block.cuh"
+#include "launch.cuh"
 #include "row_values.cuh"
 
 namespace fp4::sm90 {
 namespace {
 
 constexpr int kMaxRowThreads = 1024;
-
-// NaN if either is.
-__device__ __forceinline__ float max_or_nan(float a, float b) {
-  float m;
-  asm("max.NaN.f32 %0, %1, %2;" : "=f"(m) : "f"(a), "f"(b));
-  return m;
-}
 
 // The largest v of the block.
 __device__ __forceinline__ float block_max_or_nan(float v) {
@@ -75,17 +69,17 @@ int launch(const void* x, int count, const int* position, int copies, const Gate
   const int threads = (width / kRowValues + 31) / 32 * 32;
   if (threads > kMaxRowThreads || width % kRowValues != 0) return cudaErrorInvalidValue;
   const auto run = [&](auto kernel) {
-    kernel<<<count, threads, 0, stream>>>(static_cast<const T*>(x), position, copies, gate, interleaved,
-                                          width, static_cast<__nv_bfloat16*>(out), factor);
+    return launch_kernel(kernel, {dim3(count), dim3(threads)}, false, stream, static_cast<const T*>(x),
+                         position, copies, gate, interleaved, width, static_cast<__nv_bfloat16*>(out),
+                         factor);
   };
   if (gate.act == Act::kNone) {
-    nvfp4 ? run(fp4_row_kernel<T, false, true>) : run(fp4_row_kernel<T, false, false>);
+    return nvfp4 ? run(fp4_row_kernel<T, false, true>) : run(fp4_row_kernel<T, false, false>);
   } else if constexpr (sizeof(T) == 4) {
-    nvfp4 ? run(fp4_row_kernel<T, true, true>) : run(fp4_row_kernel<T, true, false>);
+    return nvfp4 ? run(fp4_row_kernel<T, true, true>) : run(fp4_row_kernel<T, true, false>);
   } else {
     return cudaErrorInvalidValue;
   }
-  return cudaGetLastError();
 }
 
 }  // namespace

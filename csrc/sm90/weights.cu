@@ -3,6 +3,7 @@
 #include <cstdint>
 #include <type_traits>
 
+#include "launch.cuh"
 #include "weights.cuh"
 
 namespace fp4::sm90 {
@@ -26,7 +27,7 @@ __global__ void dequantize_kernel(const uint8_t* packed, const uint8_t* scales, 
 
 int64_t lanes_of(int64_t rows, int kp) { return rows / 16 * (kp / kStep) * 32; }
 
-int64_t blocks_of(int64_t count) { return (count + kThreads - 1) / kThreads; }
+dim3 blocks_of(int64_t count) { return dim3((count + kThreads - 1) / kThreads); }
 
 }  // namespace
 }  // namespace fp4::sm90
@@ -41,9 +42,8 @@ extern "C" int fp4_sm90_pack(const uint8_t* packed, const uint8_t* scales, int64
   const int64_t count = lanes_of(rows, kp);
   if (count == 0) return 0;
   auto* kernel = bf16_words ? pack_kernel<Sm90Bf16> : pack_kernel<Sm90>;
-  kernel<<<blocks_of(count), kThreads, 0, static_cast<cudaStream_t>(stream)>>>(packed, scales, count, k, kp,
-                                                                               to_packed, to_scales);
-  return cudaGetLastError();
+  return launch_kernel(kernel, {blocks_of(count), dim3(kThreads)}, false, static_cast<cudaStream_t>(stream),
+                       packed, scales, count, k, kp, to_packed, to_scales);
 }
 
 // A layout to values [rows, kp]; out_type: 0 float32, 1 bfloat16, 2 float16, 3 float64; n rows a matrix.
@@ -56,23 +56,19 @@ extern "C" int fp4_sm90_dequantize(const uint8_t* packed, const uint8_t* scales,
   const auto run = [&](auto* to) {
     using T = std::remove_pointer_t<decltype(to)>;
     auto* kernel = bf16_words ? dequantize_kernel<Sm90Bf16, T> : dequantize_kernel<Sm90, T>;
-    kernel<<<blocks_of(count), kThreads, 0, s>>>(packed, scales, global_scale, count, n, kp, to);
+    return launch_kernel(kernel, {blocks_of(count), dim3(kThreads)}, false, s, packed, scales, global_scale,
+                         count, n, kp, to);
   };
   switch (out_type) {
     case 0:
-      run(static_cast<float*>(out));
-      break;
+      return run(static_cast<float*>(out));
     case 1:
-      run(static_cast<__nv_bfloat16*>(out));
-      break;
+      return run(static_cast<__nv_bfloat16*>(out));
     case 2:
-      run(static_cast<__half*>(out));
-      break;
+      return run(static_cast<__half*>(out));
     case 3:
-      run(static_cast<double*>(out));
-      break;
+      return run(static_cast<double*>(out));
     default:
       return cudaErrorInvalidValue;
   }
-  return cudaGetLastError();
 }
