@@ -2,6 +2,7 @@
 # make test       sets everything up, then tests everything that this machine can run once
 # make test-more  tests it in further forms and combinations, which are marked `more` (pyproject.toml)
 # make test-all   both at once
+# make test-hopper  some of the Hopper kernels' tests, others each time, on an emulated GPU (with a CUDA toolkit)
 # make lint       ruff, clang-format, mypy
 # make wheel      builds a wheel and tries it in a new virtual environment
 
@@ -15,7 +16,7 @@ BIN := $(VENV)/bin
 PIP := $(BIN)/python -m pip --disable-pip-version-check
 SOURCES := $(shell find csrc -type f) setup.py pyproject.toml
 
-.PHONY: demo test test-more test-all lint wheel bench clean
+.PHONY: demo test test-more test-all test-hopper lint wheel bench clean
 .DELETE_ON_ERROR:
 
 demo: $(VENV)/built
@@ -27,10 +28,13 @@ test-all: TESTS =
 test test-more test-all: $(VENV)/built
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -q -n auto --dist worksteal $(TESTS)
 
+test-hopper: $(VENV)/built
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -q -n auto --dist worksteal --emulate --draw 16 tests/test_sm90_gpu.py tests/test_sm90_*_gpu.py
+
 lint: $(VENV)/linters
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
-	find csrc -name '*.cpp' -o -name '*.h' -o -name '*.cu' -o -name '*.cuh' | xargs $(BIN)/clang-format --dry-run -Werror
+	find csrc tests -name '*.cpp' -o -name '*.h' -o -name '*.cu' -o -name '*.cuh' | xargs $(BIN)/clang-format --dry-run -Werror
 	$(BIN)/mypy
 
 # A wheel must work where nothing of this repository is: a new environment, another working directory.

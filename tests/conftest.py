@@ -28,6 +28,7 @@ if not torch.cuda.is_available():
     # There are few kernels to compile, and each process of a pool would import torch first.
     os.environ.setdefault("TORCHINDUCTOR_COMPILE_THREADS", "1")
 
+import emulated
 import torch._dynamo.guards
 
 import fp4_ops  # noqa: F401  loads the operators
@@ -45,8 +46,26 @@ SEED = int(os.environ.get("FP4_TEST_SEED") or int.from_bytes(os.urandom(4), "lit
 os.environ["FP4_TEST_SEED"] = str(SEED)  # workers and other processes draw the same
 
 
+def pytest_addoption(parser) -> None:
+    parser.addoption("--emulate", action="store_true", help="run GPU tests of the Hopper kernels on the CPU")
+    parser.addoption("--draw", type=int, default=1, metavar="N", help="of --emulate, one in N")
+
+
+def emulates(config) -> bool:
+    return config.getoption("--emulate") and emulated.cuda_headers() is not None
+
+
+def pytest_configure(config) -> None:
+    if emulates(config):
+        emulated.pretend()
+
+
 def pytest_report_header(config) -> str:
-    return f"fp4_ops: torch {torch.__version__}, FP4_TEST_SEED={SEED}"
+    header = f"fp4_ops: torch {torch.__version__}, FP4_TEST_SEED={SEED}"
+    if config.getoption("--emulate"):
+        no = "no CUDA toolkit (set CUDA_HOME), so no GPU is emulated"
+        header += f"\nfp4_ops: {'a Hopper GPU is emulated' if emulates(config) else no}"
+    return header
 
 
 def more(*values: Any) -> Any:
@@ -56,6 +75,10 @@ def more(*values: Any) -> Any:
 
 @pytest.hookimpl(tryfirst=True)  # before -m chooses
 def pytest_collection_modifyitems(config, items) -> None:
+    if emulates(config):
+        items[:] = [item for item in items if not item.get_closest_marker("hardware")]
+        n = config.getoption("--draw")
+        items[:] = [item for item in items if zlib.crc32(f"{SEED} {item.nodeid}".encode()) % n == 0]
     places: dict[tuple[Any, str], dict[str, int]] = defaultdict(dict)
     for item in items:
         if crossed := item.get_closest_marker("one_in"):
@@ -111,6 +134,16 @@ def fresh_data(request) -> None:
     torch.default_generator.manual_seed(seed)
     if torch.cuda.is_available():  # else torch.manual_seed keeps a stack trace for later
         torch.cuda.manual_seed_all(seed)
+
+
+@pytest.fixture(autouse=True)
+def emulated_gpu(request, fresh_data):
+    if not emulates(request.config):
+        yield
+        return
+    emulated.seed(torch.initial_seed())
+    with emulated.OnCpu():
+        yield
 
 
 DEVICES = ["cpu"] + [pytest.param("cuda", marks=pytest.mark.gpu)] * torch.cuda.is_available()

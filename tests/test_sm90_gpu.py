@@ -306,6 +306,7 @@ def test_gates_of_every_prefill_candidate(dtype, config, gate):
     assert not out[ids < 0].any()
 
 
+@pytest.mark.hardware
 @pytest.mark.parametrize("gate", ["silu_interleaved", "swigluoai"])
 @pytest.mark.parametrize(
     "dtype", [torch.float16, torch.bfloat16, torch.float8_e4m3fn], ids=["half", "bf16", "fp8"]
@@ -480,6 +481,7 @@ def test_interleaved_rows_come_back():
     assert torch.equal(w.dequantize(), want.cpu())
 
 
+@pytest.mark.hardware
 def test_two_streams_at_once(kernel):
     w = Weights(16, 256, 512, format="nvfp4")
     inputs = [torch.randn(m, 512, device="cuda").bfloat16() for m in (16, 300)]
@@ -497,6 +499,7 @@ def test_two_streams_at_once(kernel):
             assert torch.equal(a, b)
 
 
+@pytest.mark.hardware
 @pytest.mark.parametrize("layout, a_format", [("sm90", "auto"), ("sm90_bf16", "none")])
 @pytest.mark.parametrize("tokens", [1, 30, 600])
 def test_replay_with_changed_routing(kernel, tokens, layout, a_format):
@@ -520,6 +523,7 @@ def test_replay_with_changed_routing(kernel, tokens, layout, a_format):
         assert torch.equal(out, call())
 
 
+@pytest.mark.hardware
 @pytest.mark.parametrize("a_format", ["none", "fp8"])
 @pytest.mark.parametrize("tokens", [4, 400])
 def test_what_was_written_just_before_is_read(kernel, tokens, a_format):

@@ -178,6 +178,7 @@ def test_int4_moe(a_format, format, gate, dtype):
         assert torch.equal(got, torch.ops.fp4.moe(*args, **options)), "not deterministic"
 
 
+@pytest.mark.hardware
 @pytest.mark.parametrize("tokens", [1, 300])
 def test_int4_moe_replays_with_changed_routing(tokens):
     up, down = (Int4Weights(32, 256, k, format="int4") for k in (256, 128))
@@ -204,6 +205,7 @@ def test_int4_refuses_what_it_does_not_read():
         torch.ops.fp4.grouped_mm(a, *w.made, offs, **w.options)
 
 
+@pytest.mark.hardware
 @torch.no_grad()
 def test_a_model_prepared_in_int4():
     """On Hopper `prepare` and the backend take the layout, and run as the plain weights do but for fp8.

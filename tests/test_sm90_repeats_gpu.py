@@ -59,6 +59,7 @@ def blocks(draw: random.Random, format: str):
             yield partial(torch.ops.fp4.moe, x, ids, scores, *up, *down, b13, b2, **more)
 
 
+@pytest.mark.hardware
 @pytest.mark.parametrize("format", ["nvfp4", "mxfp4", *reference.INT4_FORMATS])
 @pytest.mark.parametrize("kind", [products, blocks], ids=lambda kind: kind.__name__)
 def test_calls_in_any_order(kind, format):

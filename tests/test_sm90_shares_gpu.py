@@ -76,6 +76,7 @@ def test_every_candidate(kernel, config, counts):
     assert error(out, torch.nn.functional.silu(pairs[..., 0]) * pairs[..., 1]) < max(2 * bound(kernel), 5e-3)
 
 
+@pytest.mark.hardware
 @pytest.mark.parametrize("kernel", CONFIGS)
 def test_two_streams_and_replays(kernel):
     """Each launch has scratch memory of its own, and a replay finds its flags as the launch did."""

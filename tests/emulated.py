@@ -1,0 +1,111 @@
+"""A Hopper GPU without one: `pytest --emulate tests/test_sm90_gpu.py`.
+
+The sources of csrc/sm90 are compiled by the host's compiler, with tests/sm90_emulator in the place of what
+only a GPU does, and the tests' tensors stay on the CPU. docs/architecture.md says what that shows.
+"""
+
+from __future__ import annotations
+
+import os
+import shutil
+import subprocess
+import tempfile
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import torch
+from torch.overrides import TorchFunctionMode
+
+from fp4_ops.sm90 import library
+
+ROOT = Path(__file__).parent.parent
+EMULATOR = ROOT / "tests/sm90_emulator"
+MULTIPROCESSORS = 14
+WARNINGS = ["-Wall", "-Wno-unknown-pragmas", "-Wno-sign-compare", "-Wno-psabi"]
+FLAGS = ["-std=c++17", "-O1", "-fPIC", "-U_FORTIFY_SOURCE", *WARNINGS]  # which would check longjmp, too
+
+
+def cuda_headers() -> Path | None:
+    homes = [os.environ.get("CUDA_HOME"), os.environ.get("CUDA_PATH"), "/usr/local/cuda"]
+    if nvcc := shutil.which("nvcc"):
+        homes.append(str(Path(nvcc).resolve().parent.parent))
+    found = (Path(home) / "include" for home in homes if home)
+    return next((folder for folder in found if (folder / "cuda_fp8.h").is_file()), None)
+
+
+def kernels() -> Path:
+    """The kernels and the emulator as one library with the interface of `_sm90.so`."""
+    target = ROOT / "build/sm90_emulated.so"
+    headers = cuda_headers()
+    assert headers is not None
+    folders = ROOT / "csrc/sm90", ROOT / "csrc/common", EMULATOR
+    newest = max(file.stat().st_mtime for folder in folders for file in folder.iterdir())
+    if target.exists() and target.stat().st_mtime > newest:
+        return target
+    target.parent.mkdir(exist_ok=True)
+    compiler = [os.environ.get("CXX", "g++"), *FLAGS, f"-I{headers}", f"-I{EMULATOR}"]
+    with tempfile.TemporaryDirectory() as made, ThreadPoolExecutor(os.cpu_count()) as pool:
+        # A source finds what lies beside it first: here the other ptx.cuh does.
+        sources = shutil.copytree(ROOT / "csrc/sm90", Path(made) / "sm90")
+        shutil.copytree(ROOT / "csrc/common", Path(made) / "common")
+        shutil.copy(EMULATOR / "ptx.cuh", sources)
+
+        def compile_one(source: Path) -> str:
+            to = f"{made}/{source.stem}.o"
+            device = ["-include", str(EMULATOR / "device.h")] if source.suffix == ".cu" else ["-O3"]
+            subprocess.run([*compiler, *device, "-x", "c++", "-c", str(source), "-o", to], check=True)
+            return to
+
+        objects = list(pool.map(compile_one, [*sources.glob("*.cu"), *EMULATOR.glob("*.cpp")]))
+        subprocess.run([*compiler, "-shared", *objects, "-o", f"{made}/all.so", "-lpthread"], check=True)
+        shutil.move(f"{made}/all.so", target)
+    return target
+
+
+def seed(value: int) -> None:
+    """Decides in which order things happen."""
+    loaded = library.library()
+    assert loaded is not None
+    loaded.emulator_seed(value % 2**32)
+
+
+class OnCpu(TorchFunctionMode):
+    """What tests want on the GPU stays on the CPU; operators on Hopper's layouts run what GPUs run."""
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = dict(kwargs or {})
+        if str(kwargs.get("device")).startswith("cuda"):
+            kwargs["device"] = "cpu"
+        if func is torch.Tensor.cuda:
+            return args[0]
+        words = [value for value in (*args, *kwargs.values()) if isinstance(value, str)]
+        if str(func).startswith("fp4.") and any(word.startswith("sm90") for word in words):
+            from fp4_ops.triton import register
+
+            return getattr(register, func.__name__)(*args, **kwargs)
+        return func(*args, **kwargs)
+
+
+def dequantize(packed, block_scale, global_scale, fmt, dtype):
+    """In the place of Triton's."""
+    return torch.ops.fp4.dequantize(packed, block_scale, global_scale, fmt.name, dtype)
+
+
+def pretend() -> None:
+    """From now on torch says that there is a Hopper GPU."""
+    from fp4_ops.triton import ops
+
+    library.FILE = str(kernels())  # which takes the place of the package's folder, too
+    library.library.cache_clear()
+    loaded = library.library()
+    assert loaded is not None
+    loaded.emulator_multiprocessors(MULTIPROCESSORS)
+    ops.dequantize = dequantize
+    cuda = torch.cuda
+    cuda.is_available = lambda: True
+    cuda.get_device_capability = lambda *_: (9, 0)
+    cuda.get_device_properties = lambda *_: SimpleNamespace(multi_processor_count=MULTIPROCESSORS)
+    cuda.current_stream = lambda *_: SimpleNamespace(cuda_stream=None)
+    cuda.manual_seed_all = cuda.synchronize = lambda *_: None

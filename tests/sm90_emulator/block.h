@@ -1,0 +1,162 @@
+// A block of a launch, which is what the parts of the emulator share.
+#pragma once
+
+#include <setjmp.h>
+#include <ucontext.h>
+
+#include <atomic>
+#include <deque>
+#include <memory>
+#include <mutex>
+#include <random>
+#include <utility>
+#include <vector>
+
+#include "machine.h"
+
+namespace emulator {
+
+constexpr int kNamedBarriers = 16;
+
+struct Product {
+  float* d;
+  const uint32_t* a;
+  uint64_t descriptor;
+  int keep, tokens;
+  Type type;
+};
+
+struct Store {
+  const CUtensorMap* map;
+  uint32_t from;
+  int x, y, z;
+};
+
+struct Load {
+  const CUtensorMap* map;
+  uint32_t to, barrier;
+  int x, y;
+  uint32_t blocks;
+};
+
+// Until *counter is not `seen`; with none, until the barrier's phase of that parity is over.
+struct Waiting {
+  const uint64_t* counter = nullptr;
+  uint64_t seen = 0;
+  bool barrier = false;
+  uint32_t address = 0, parity = 0;
+};
+
+struct Warp {
+  uint64_t exchanges = 0;
+  int arrived = 0, size = 0, live = 0, first = 0;
+  std::pair<size_t, void (*)(Slots)> meets;  // what the lanes that have come called exchange with
+  alignas(16) uint8_t slots[2][kWarp][kSlot];
+  bool progress = false;
+};
+
+struct Lane {
+  uint3 thread;
+  Warp* warp = nullptr;
+  Waiting waiting;
+  bool begun = false, ended = false;
+  jmp_buf here;
+  char* stack = nullptr;
+  std::deque<Product> products;
+  std::deque<int> product_groups;  // products of each that was committed
+  int uncommitted = 0;
+  std::deque<std::vector<Store>> store_groups;
+  std::vector<Store> stores;
+};
+
+// An mbarrier, in its eight bytes of shared memory.
+struct Barrier {
+  uint64_t phase : 1, pending : 12, expected : 12;
+  int64_t bytes : 39;
+};
+static_assert(sizeof(Barrier) == 8);
+
+class Block;
+
+struct Cluster {
+  std::vector<Block*> blocks;
+  std::mutex mutex;  // of all mbarriers
+  uint64_t syncs = 0, synced = 0;
+};
+
+// Of a launch: counted whenever something that a fiber may wait for has come about.
+struct Progress {
+  std::atomic<uint64_t> count{0};
+  std::atomic<bool> failed{false};
+};
+
+// Of a block's fibers. They are kept: fresh pages cost more than most kernels.
+class Stacks {
+ public:
+  Stacks();
+  ~Stacks();
+  char* of(size_t lane) const;
+
+ private:
+  char* memory_;
+};
+
+class Block {
+ public:
+  Block(const Shape& shape, const std::function<void()>& kernel, Cluster& cluster, uint32_t rank, uint3 index,
+        Progress& progress, uint32_t seed);
+  void run();
+
+  Barrier& barrier(uint32_t address) { return *reinterpret_cast<Barrier*>(memory_ + address); }
+  void arrive(uint32_t address, uint32_t expected_bytes);
+  void complete_bytes(uint32_t address, uint32_t bytes);
+  bool over(uint32_t address, uint32_t parity);
+
+  uint8_t* memory() { return memory_; }
+  void progressed() { ++progress_.count; }
+  void fail(const char* what);
+  bool chance(uint32_t in) { return random_() % in == 0; }
+  void wait(const Waiting& waiting);
+  void store(const Store& store);
+
+  Place place_;
+  Cluster& cluster_;
+  uint32_t rank_;
+  Lane* lane_ = nullptr;  // that runs
+  std::vector<Load> loads_;
+  bool late_;  // operands and results of the asynchronous units are touched as late as they may be
+  struct {
+    int arrived = 0;
+    uint64_t times = 0;
+  } named_[kNamedBarriers];
+
+ private:
+  static void enter();
+  void resume(Lane& lane);
+  bool ready(Lane& lane);
+  bool step(Warp& warp);
+  void load(size_t which);
+
+  const std::function<void()>& kernel_;
+  Progress& progress_;
+  std::mt19937 random_;
+  size_t shared_bytes_;
+  std::unique_ptr<uint8_t[]> held_;
+  uint8_t* memory_;
+  std::vector<Warp> warps_;
+  std::vector<Lane> lanes_;
+  Stacks stacks_;
+  ucontext_t begin_;
+  jmp_buf scheduler_;
+};
+
+// Where the byte of an address in shared memory is if rows are swizzled over 128 or 64 bytes (else 0).
+inline uint32_t swizzled(uint32_t address, uint32_t swizzle) {
+  if (swizzle == 128) return address ^ (address >> 7 & 7) << 4;
+  if (swizzle == 64) return address ^ (address >> 7 & 3) << 4;
+  return address;
+}
+
+extern thread_local Block* block;  // that this thread of the host runs
+
+}  // namespace emulator

@@ -1,0 +1,157 @@
+// The copy engine: boxes of tensors into and out of shared memory; and the few functions of CUDA's interface
+// that launchers call, of which one makes tensor maps.
+#include <cuda.h>
+#include <cuda_runtime.h>
+
+#include <cstring>
+
+#include "block.h"
+
+namespace emulator {
+namespace {
+
+// The contents of a CUtensorMap here.
+struct Map {
+  uint32_t rank, element, swizzle;  // bytes; swizzle: 0, 64 or 128
+  uint32_t box[3];
+  uint64_t base, size[3], stride[3];  // size in elements; stride in bytes, the first one an element's
+};
+static_assert(sizeof(Map) <= sizeof(CUtensorMap));
+
+// Calls f(shared address, global address or null outside of the tensor) for all elements of a box.
+template <class F>
+void for_each_element(const Map& map, uint32_t shared, const int (&at)[3], const F& f) {
+  uint32_t offset = 0;
+  for (uint32_t k = 0; k < map.box[2]; ++k) {
+    for (uint32_t j = 0; j < map.box[1]; ++j) {
+      for (uint32_t i = 0; i < map.box[0]; ++i, offset += map.element) {
+        const int64_t c[3] = {at[0] + int64_t(i), at[1] + int64_t(j), at[2] + int64_t(k)};
+        bool inside = true;
+        uint64_t global = map.base;
+        for (int d = 0; d < 3; ++d) {
+          inside = inside && c[d] >= 0 && uint64_t(c[d]) < map.size[d];
+          global += c[d] * map.stride[d];
+        }
+        f(swizzled(shared + offset, map.swizzle), inside ? reinterpret_cast<uint8_t*>(global) : nullptr);
+      }
+    }
+  }
+}
+
+const Map& contents(const CUtensorMap* map) { return *reinterpret_cast<const Map*>(map); }
+
+}  // namespace
+
+void Block::load(size_t which) {
+  const Load load = loads_[which];
+  loads_.erase(loads_.begin() + which);
+  const Map& map = contents(load.map);
+  const uint32_t bytes = map.box[0] * map.box[1] * map.box[2] * map.element;
+  for (uint32_t rank = 0; rank < cluster_.blocks.size(); ++rank) {
+    if ((load.blocks >> rank & 1) == 0) continue;
+    Block& to = *cluster_.blocks[rank];
+    for_each_element(map, load.to, {load.x, load.y, 0}, [&](uint32_t shared, const uint8_t* global) {
+      if (global != nullptr) {
+        std::memcpy(to.memory() + shared, global, map.element);
+      } else {
+        std::memset(to.memory() + shared, 0, map.element);
+      }
+    });
+    to.complete_bytes(load.barrier, bytes);
+  }
+  progressed();
+}
+
+void Block::store(const Store& store) {
+  const Map& map = contents(store.map);
+  for_each_element(map, store.from, {store.x, store.y, store.z}, [&](uint32_t shared, uint8_t* global) {
+    if (global != nullptr) std::memcpy(global, memory_ + shared, map.element);
+  });
+}
+
+void load_box(uint32_t to, const CUtensorMap* map, uint32_t barrier, int x, int y, uint32_t blocks) {
+  block->loads_.push_back({map, to, barrier, x, y, blocks});
+}
+
+void store_box(const CUtensorMap* map, uint32_t from, int x, int y, int z) {
+  block->lane_->stores.push_back({map, from, x, y, z});
+}
+
+void store_commit() {
+  Lane& lane = *block->lane_;
+  if (!block->late_) {
+    for (const Store& store : lane.stores) block->store(store);
+    lane.stores.clear();
+  }
+  lane.store_groups.push_back(std::move(lane.stores));
+  lane.stores.clear();
+}
+
+void store_wait(int pending) {
+  Lane& lane = *block->lane_;
+  while (static_cast<int>(lane.store_groups.size()) > pending) {
+    for (const Store& store : lane.store_groups.front()) block->store(store);
+    lane.store_groups.pop_front();
+  }
+}
+
+}  // namespace emulator
+
+// ---- the parts of CUDA's interface that launchers call ----
+
+namespace {
+
+int multiprocessors = 1;
+
+CUresult encode_tiled(CUtensorMap* map, CUtensorMapDataType type, cuuint32_t rank, void* base,
+                      const cuuint64_t* sizes, const cuuint64_t* strides, const cuuint32_t* box,
+                      const cuuint32_t*, CUtensorMapInterleave, CUtensorMapSwizzle swizzle,
+                      CUtensorMapL2promotion, CUtensorMapFloatOOBfill) {
+  emulator::Map contents = {};
+  contents.rank = rank;
+  contents.element = type == CU_TENSOR_MAP_DATA_TYPE_UINT8   ? 1
+                     : type == CU_TENSOR_MAP_DATA_TYPE_INT64 ? 8
+                                                             : 2;
+  contents.swizzle = swizzle == CU_TENSOR_MAP_SWIZZLE_128B  ? 128
+                     : swizzle == CU_TENSOR_MAP_SWIZZLE_64B ? 64
+                                                            : 0;
+  contents.base = reinterpret_cast<uint64_t>(base);
+  for (uint32_t d = 0; d < 3; ++d) {
+    contents.size[d] = d < rank ? sizes[d] : 1;
+    contents.box[d] = d < rank ? box[d] : 1;
+    contents.stride[d] = d == 0 ? contents.element : d < rank ? strides[d - 1] : 0;
+    // What the hardware asks for.
+    if (contents.box[d] > 256 || (d > 0 && contents.stride[d] % 16 != 0)) return CUDA_ERROR_INVALID_VALUE;
+  }
+  const uint32_t row = contents.box[0] * contents.element;
+  if (contents.base % 16 != 0 || row % 16 != 0 || (contents.swizzle > 0 && row > contents.swizzle)) {
+    return CUDA_ERROR_INVALID_VALUE;
+  }
+  std::memcpy(map, &contents, sizeof(contents));
+  return CUDA_SUCCESS;
+}
+
+}  // namespace
+
+extern "C" {
+
+void emulator_multiprocessors(int count) { multiprocessors = count; }
+void emulator_seed(uint32_t seed) { emulator::set_seed(seed); }
+
+cudaError_t cudaGetDevice(int* device) {
+  *device = 0;
+  return cudaSuccess;
+}
+
+cudaError_t cudaDeviceGetAttribute(int* value, cudaDeviceAttr, int) {
+  *value = multiprocessors;
+  return cudaSuccess;
+}
+
+cudaError_t cudaGetDriverEntryPointByVersion(const char*, void** function, unsigned, unsigned long long,
+                                             cudaDriverEntryPointQueryResult* result) {
+  *function = reinterpret_cast<void*>(&encode_tiled);
+  *result = cudaDriverEntryPointSuccess;
+  return cudaSuccess;
+}
+}

@@ -1,0 +1,91 @@
+// A model of what a Hopper GPU does with the kernels of csrc/sm90, for machines without one: right results
+// for right kernels, and wrong ones or a deadlock for many wrong ones. It knows no time, and no cache.
+//
+// A thread of a kernel is a fiber; the fibers of a block share a thread of the host, the blocks of a cluster
+// run in threads of their own. A fiber runs until it waits: for the other lanes of its warp (exchange), for a
+// barrier, for flags in global memory. Which warp goes on then is drawn by chance, and so is when the copy
+// engine brings a box, and whether the products that wgmma starts read their operands at once or as late as
+// they may. Shared memory begins as NaN.
+#pragma once
+
+#include <cuda.h>
+#include <cuda_runtime.h>
+
+#include <cstddef>
+#include <cstdint>
+#include <functional>
+
+namespace emulator {
+
+// ---- where the calling fiber is ----
+
+struct Place {
+  uint3 thread, block;
+  dim3 block_dim, grid_dim;
+};
+const Place& place();
+
+// ---- shared memory and barriers ----
+
+uint8_t* shared_memory();
+uint32_t shared_address(const void* pointer);  // in bytes from shared_memory()
+
+void barrier_init(uint32_t barrier, uint32_t arrivals);
+void barrier_arrive(uint32_t barrier, uint32_t expected_bytes = 0);
+void barrier_arrive_remote(uint32_t barrier, uint32_t rank);
+void barrier_wait(uint32_t barrier, uint32_t parity);
+bool barrier_test(uint32_t barrier, uint32_t parity);
+
+// bar.sync, or bar.arrive, which does not wait.
+void named_barrier(int id, int threads, bool waits);
+
+uint32_t cluster_rank();
+void cluster_sync();
+
+// Lets other fibers run: for loops that wait for memory.
+void yield();
+
+// ---- warps ----
+
+constexpr int kWarp = 32;
+constexpr size_t kSlot = 32;  // bytes that a lane shows the others
+
+using Slots = const uint8_t (*)[kSlot];
+
+// All lanes come, each with `size` bytes; the last one to come runs `last` before any goes on. What they
+// brought can be read until the lane's next exchange but one.
+Slots exchange(const void* value, size_t size, void (*last)(Slots) = nullptr);
+
+// ---- tensor cores ----
+
+enum class Type { kE4m3, kFloat16, kBFloat16 };
+
+// mma.sync.m16n8k16. d: four floats.
+void mma(float* d, const uint32_t* a, uint32_t b0, uint32_t b1, Type type);
+
+// wgmma.mma_async.m64n{tokens}, A from registers, B in rows of 128 bytes, swizzled. a and d are used until
+// the wait that says that the products are over.
+void wgmma(float* d, const uint32_t* a, uint64_t descriptor, int keep, int tokens, Type type);
+void wgmma_commit();
+void wgmma_wait(int pending);
+
+// ---- the copy engine ----
+
+void load_box(uint32_t to, const CUtensorMap* map, uint32_t barrier, int x, int y, uint32_t blocks);
+void store_box(const CUtensorMap* map, uint32_t from, int x, int y, int z);
+void store_commit();
+void store_wait(int pending);
+
+// ---- launches, which have ended when they return ----
+
+struct Shape {
+  dim3 grid, block;
+  size_t shared;
+  unsigned cluster;
+};
+cudaError_t launch(const Shape& shape, const std::function<void()>& kernel);
+
+// What the order of events is drawn from; of blocks that run at the same time the host has a say, too.
+void set_seed(uint32_t value);
+
+}  // namespace emulator

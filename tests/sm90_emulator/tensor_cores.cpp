@@ -1,0 +1,182 @@
+// mma.sync and wgmma: sums of products of a warp's rows, in float32.
+#include <cuda_fp16.h>
+#include <cuda_fp8.h>
+
+#include <cstring>
+
+#include "block.h"
+
+namespace emulator {
+namespace {
+
+// ---- numbers ----
+
+float half_value(uint16_t bits) {
+  static const std::vector<float> table = [] {
+    std::vector<float> values(1 << 16);
+    for (size_t i = 0; i < values.size(); ++i) {
+      __half_raw raw;
+      raw.x = static_cast<unsigned short>(i);
+      values[i] = __half2float(__half(raw));
+    }
+    return values;
+  }();
+  return table[bits];
+}
+
+float e4m3_value(uint8_t bits) {
+  static const std::vector<float> table = [] {
+    std::vector<float> values(256);
+    for (size_t i = 0; i < values.size(); ++i) {
+      values[i] = __half2float(__half(__nv_cvt_fp8_to_halfraw(static_cast<uint8_t>(i), __NV_E4M3)));
+    }
+    return values;
+  }();
+  return table[bits];
+}
+
+int size_of(Type type) { return type == Type::kE4m3 ? 1 : 2; }
+
+float value_of(const uint8_t* at, Type type) {
+  if (type == Type::kE4m3) return e4m3_value(*at);
+  uint16_t bits;
+  std::memcpy(&bits, at, 2);
+  if (type == Type::kFloat16) return half_value(bits);
+  const uint32_t wide = uint32_t(bits) << 16;
+  float value;
+  std::memcpy(&value, &wide, 4);
+  return value;
+}
+
+// sums[16][tokens] += a[16][k] b[k][tokens]
+__attribute__((target_clones("avx512f", "avx2", "default"))) void multiply(const float* a, const float* b,
+                                                                           float* sums, int k, int tokens) {
+  for (int row = 0; row < 16; ++row) {
+    for (int i = 0; i < k; ++i) {
+      const float left = a[row * k + i];
+      const float* right = b + i * tokens;
+      float* to = sums + row * tokens;
+      for (int n = 0; n < tokens; ++n) to[n] += left * right[n];
+    }
+  }
+}
+
+// The rows g and g + 8 of A that lane's four registers hold: K 4-byte words t and t + 4.
+void scatter_a(int lane, const uint32_t* a, Type type, int k, float* to) {
+  const int g = lane / 4, t = lane % 4, each = 4 / size_of(type);
+  for (int r = 0; r < 4; ++r) {
+    for (int e = 0; e < each; ++e) {
+      const auto* at = reinterpret_cast<const uint8_t*>(a + r) + e * size_of(type);
+      to[(g + r % 2 * 8) * k + (t + r / 2 * 4) * each + e] = value_of(at, type);
+    }
+  }
+}
+
+// ---- products ----
+
+struct MmaOperands {
+  float* d;
+  const uint32_t* a;
+  uint32_t b[2];
+};
+static_assert(sizeof(MmaOperands) <= kSlot);
+
+template <Type kType>
+void run_mma(Slots slots) {
+  float a[16 * 16], b[16 * 8], sums[16 * 8];
+  MmaOperands lanes[kWarp];
+  for (int lane = 0; lane < kWarp; ++lane) {
+    std::memcpy(&lanes[lane], slots[lane], sizeof(MmaOperands));
+    const MmaOperands& its = lanes[lane];
+    const int g = lane / 4, t = lane % 4;
+    scatter_a(lane, its.a, kType, 16, a);
+    for (int r = 0; r < 2; ++r) {
+      for (int e = 0; e < 2; ++e) {
+        b[(2 * t + 8 * r + e) * 8 + g] = value_of(reinterpret_cast<const uint8_t*>(&its.b[r]) + 2 * e, kType);
+      }
+    }
+    for (int i = 0; i < 4; ++i) sums[(g + i / 2 * 8) * 8 + 2 * t + i % 2] = its.d[i];
+  }
+  multiply(a, b, sums, 16, 8);
+  for (int lane = 0; lane < kWarp; ++lane) {
+    const int g = lane / 4, t = lane % 4;
+    for (int i = 0; i < 4; ++i) lanes[lane].d[i] = sums[(g + i / 2 * 8) * 8 + 2 * t + i % 2];
+  }
+}
+
+// The oldest product of all lanes of a warp.
+void run_product(Lane* lanes) {
+  const Product& first = lanes[0].products.front();
+  const int tokens = first.tokens, k = 32 / size_of(first.type);
+  std::vector<float> a(16 * k), b(k * tokens), sums(16 * tokens);
+  for (int lane = 0; lane < kWarp; ++lane) {
+    const Product& its = lanes[lane].products.front();
+    const int g = lane / 4, t = lane % 4;
+    if (its.descriptor != first.descriptor || its.tokens != tokens || its.keep != first.keep) {
+      block->fail("lanes of a warp start different products");
+      return;
+    }
+    scatter_a(lane, its.a, its.type, k, a.data());
+    for (int i = 0; its.keep && i < tokens / 2; ++i) {
+      sums[(g + i / 2 % 2 * 8) * tokens + i / 4 * 8 + 2 * t + i % 2] = its.d[i];
+    }
+  }
+  const uint32_t start = (first.descriptor & 0x3FFF) << 4, eight_rows = (first.descriptor >> 32 & 0x3FFF)
+                                                                        << 4;
+  if (first.descriptor >> 62 != 1) block->fail("a descriptor without 128-byte swizzle");
+  for (int n = 0; n < tokens; ++n) {
+    for (int i = 0; i < k; ++i) {
+      const uint32_t at = start + n / 8 * eight_rows + n % 8 * 128 + i * size_of(first.type);
+      b[i * tokens + n] = value_of(block->memory() + swizzled(at, 128), first.type);
+    }
+  }
+  multiply(a.data(), b.data(), sums.data(), k, tokens);
+  for (int lane = 0; lane < kWarp; ++lane) {
+    const int g = lane / 4, t = lane % 4;
+    for (int i = 0; i < tokens / 2; ++i) {
+      lanes[lane].products.front().d[i] = sums[(g + i / 2 % 2 * 8) * tokens + i / 4 * 8 + 2 * t + i % 2];
+    }
+    lanes[lane].products.pop_front();
+  }
+}
+
+Lane* lanes_of_warp() { return block->lane_ - block->lane_->thread.x % kWarp; }
+
+}  // namespace
+
+void mma(float* d, const uint32_t* a, uint32_t b0, uint32_t b1, Type type) {
+  const MmaOperands mine = {d, a, {b0, b1}};
+  exchange(&mine, sizeof(mine), type == Type::kFloat16 ? run_mma<Type::kFloat16> : run_mma<Type::kBFloat16>);
+}
+
+void wgmma(float* d, const uint32_t* a, uint64_t descriptor, int keep, int tokens, Type type) {
+  Lane& lane = *block->lane_;
+  lane.products.push_back({d, a, descriptor, keep, tokens, type});
+  if (block->late_) {
+    ++lane.uncommitted;
+  } else {
+    exchange(nullptr, 0, [](Slots) { run_product(lanes_of_warp()); });
+  }
+}
+
+void wgmma_commit() {
+  Lane& lane = *block->lane_;
+  lane.product_groups.push_back(lane.uncommitted);
+  lane.uncommitted = 0;
+}
+
+void wgmma_wait(int pending) {
+  Lane& mine = *block->lane_;
+  int count = 0;
+  while (static_cast<int>(mine.product_groups.size()) > pending) {
+    count += mine.product_groups.front();
+    mine.product_groups.pop_front();
+  }
+  exchange(&count, sizeof(count), [](Slots slots) {
+    int count;
+    std::memcpy(&count, slots[0], sizeof(count));
+    for (int i = 0; i < count; ++i) run_product(lanes_of_warp());
+  });
+}
+
+}  // namespace emulator
