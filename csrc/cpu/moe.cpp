@@ -9,8 +9,9 @@
 namespace fp4::cpu {
 namespace {
 
-// Tokens are taken in chunks whose intermediate rows stay this few, so that scratch memory is bounded.
-constexpr int64_t kMaxRows = 4096;
+// Tokens are taken in chunks whose intermediate rows stay within this. Beyond 32 MB, glibc gets memory from
+// the system for each call and gives it back: fresh pages took a tenth of a call's time.
+constexpr int64_t kMaxBytes = int64_t(24) << 20;
 
 struct Block {
   Weight up, down;
@@ -18,6 +19,12 @@ struct Block {
   AFormat a_format;
   int64_t top_k;
 };
+
+// What the second product reads where it is not quantised: as exact as the output, so that kernels of
+// bfloat16 can have it.
+DType hidden_dtype(const Block& block, DType out) {
+  return block.a_format == AFormat::none && out == DType::bf16 ? DType::bf16 : DType::f32;
+}
 
 Activations prepare(const Block& block, const void* x, DType dtype, int64_t rows, const Weight& weight) {
   return quantize_and_prepare(block.a_format, x, dtype, rows, weight.k, weight.scale);
@@ -30,7 +37,9 @@ void run_tokens(const Block& block, const void* x, DType x_dtype, int64_t tokens
   std::vector<int64_t> position;
   Rows rows = sort_by_expert(ids, tokens * block.top_k, block.up.groups, block.top_k, &position);
   const int64_t count = rows.a_index.size();
-  const Buffer gate_up(count * 2 * inter * sizeof(float)), h(count * inter * sizeof(float)),
+  const DType h_dtype = hidden_dtype(block, out_dtype);
+  const int64_t h_bytes = inter * dtype_size(h_dtype);
+  const Buffer gate_up(count * 2 * inter * sizeof(float)), h(count * h_bytes),
       y(count * hidden * sizeof(float));
 
   rows.out_index.clear();  // products stay in sorted order until they are combined
@@ -38,11 +47,16 @@ void run_tokens(const Block& block, const void* x, DType x_dtype, int64_t tokens
     gemm(prepare(block, x, x_dtype, tokens, block.up), block.up, rows, gate_up.data(), DType::f32);
     const int64_t grain = std::max<int64_t>(1, 8192 / (inter + 1));
     torch::stable::parallel_for(0, count, grain, [&](int64_t begin, int64_t end) {
-      for (int64_t i = begin; i < end; ++i)
-        kn.activate(gate_up.floats() + i * 2 * inter, block.activation, inter, h.floats() + i * inter);
+      const Buffer row(inter * sizeof(float));
+      for (int64_t i = begin; i < end; ++i) {
+        uint8_t* to = h.data() + i * h_bytes;
+        float* exact = h_dtype == DType::f32 ? reinterpret_cast<float*>(to) : row.floats();
+        kn.activate(gate_up.floats() + i * 2 * inter, block.activation, inter, exact);
+        if (h_dtype != DType::f32) kn.convert(exact, inter, to, h_dtype);
+      }
     });
     rows.a_index.clear();
-    gemm(prepare(block, h.data(), DType::f32, count, block.down), block.down, rows, y.data(), DType::f32);
+    gemm(prepare(block, h.data(), h_dtype, count, block.down), block.down, rows, y.data(), DType::f32);
   }
 
   torch::stable::parallel_for(
@@ -81,7 +95,8 @@ Tensor moe(const Tensor& x, const Tensor& topk_ids, const Tensor& topk_weights, 
   std::vector<float> weights(padded_k(tokens * top_k));
   kernels().prepare_float(route.data_ptr(), dtype_of(route.scalar_type()), tokens * top_k, weights.data());
 
-  const int64_t chunk = std::max<int64_t>(1, kMaxRows / std::max<int64_t>(1, top_k));
+  const int64_t bytes = tokens * top_k * shape.up.n * int64_t(sizeof(float));
+  const int64_t chunk = ceil_div(tokens, std::max<int64_t>(1, ceil_div(bytes, kMaxBytes)));
   for (int64_t t = 0; t < tokens; t += chunk)
     run_tokens(block, data<uint8_t>(rows) + t * shape.up.k * dtype_size(x_dtype), x_dtype,
                std::min(chunk, tokens - t), ids.data() + t * top_k, weights.data() + t * top_k,

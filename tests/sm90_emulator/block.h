@@ -124,6 +124,7 @@ class Block {
   uint32_t rank_;
   Lane* lane_ = nullptr;  // that runs
   std::vector<Load> loads_;
+  std::atomic<bool> ended_{false};
   bool late_;  // operands and results of the asynchronous units are touched as late as they may be
   struct {
     int arrived = 0;

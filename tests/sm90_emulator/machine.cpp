@@ -176,6 +176,7 @@ void Block::run() {
     }
   }
   if (!progress_.failed && !loads_.empty()) fail("the block ends before what it loads has come");
+  ended_ = true;
   block = nullptr;
 }
 
@@ -226,7 +227,9 @@ void barrier_init(uint32_t barrier, uint32_t arrivals) {
 void barrier_arrive(uint32_t barrier, uint32_t expected_bytes) { block->arrive(barrier, expected_bytes); }
 
 void barrier_arrive_remote(uint32_t barrier, uint32_t rank) {
-  block->cluster_.blocks[rank]->arrive(barrier, 0);
+  Block& other = *block->cluster_.blocks[rank];
+  if (other.ended_) block->fail("arrives at a block that has ended");
+  other.arrive(barrier, 0);
 }
 
 void barrier_wait(uint32_t barrier, uint32_t parity) {
