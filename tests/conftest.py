@@ -73,6 +73,11 @@ def more(*values: Any) -> Any:
     return pytest.param(*values, marks=pytest.mark.more)
 
 
+def large(*values: Any) -> Any:
+    """Values for pytest.mark.parametrize that would take an emulated GPU minutes, or gigabytes."""
+    return pytest.param(*values, marks=pytest.mark.hardware)
+
+
 @pytest.hookimpl(tryfirst=True)  # before -m chooses
 def pytest_collection_modifyitems(config, items) -> None:
     if emulates(config):

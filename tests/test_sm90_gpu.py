@@ -3,6 +3,7 @@
 import pytest
 import reference
 import torch
+from conftest import large
 from fp4_ops.meta.formats import ACTIVATIONS
 from fp4_ops.meta.layouts import LAYOUTS
 
@@ -212,7 +213,7 @@ PREFILL_SHAPES = [
     (5, 192, 640),
     (1, 256, 14336),
     (300, 128, 256),
-    (2, 32768, 128),
+    large((2, 32768, 128)),
 ]
 
 
@@ -347,7 +348,7 @@ def test_a_large_group_is_cut_into_more_tiles_than_it_needs(dtype, config):
 
 
 @pytest.mark.parametrize("exact_scales", [False, True], ids=["any scales", "fp8-exact scales"])
-@pytest.mark.parametrize("shape", [*SHAPES, (2, 24576, 256)], ids=str)
+@pytest.mark.parametrize("shape", [*SHAPES, large((2, 24576, 256))], ids=str)
 def test_products_of_fp8_rows(kernel, shape, exact_scales):
     """Where scales are not exact, over all calls together: one call may see few blocks."""
     w = Weights(*shape, format="nvfp4", exact_scales=exact_scales)

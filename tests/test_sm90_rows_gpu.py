@@ -5,6 +5,7 @@ import itertools
 import pytest
 import reference
 import torch
+from conftest import large
 from fp4_ops.meta.formats import ACTIVATIONS
 from fp4_ops.meta.layouts import LAYOUTS
 
@@ -22,7 +23,7 @@ FORMATS = ["nvfp4", "mxfp4"]
 DTYPES = [torch.bfloat16, torch.float16]
 WIDTHS = [16, 32, 48, 256, 768, 1024, 1536, 2048, 2880, 4096, 16384]
 """A row to a warp's half, a warp, a thread block: see row_plan."""
-ROWS = [1, 7, 70, 5000]
+ROWS = [1, 7, 70, large(5000)]
 
 
 def plain_order(codes: torch.Tensor) -> torch.Tensor:
@@ -69,7 +70,7 @@ def test_quantize_fp8_bits(width, m, dtype):
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("m", [1, 70, 5000])
+@pytest.mark.parametrize("m", [1, 70, large(5000)])
 @pytest.mark.parametrize("width", [*WIDTHS, 20000])
 def test_rows_to_half(width, m, dtype):
     """Bit for bit; what a row loses is below 2^-38 of its largest value."""
@@ -132,7 +133,7 @@ def test_gated_rows_to_half(width, gate):
 
 
 @pytest.mark.parametrize("top_k", [1, 3, 8, 10, 40])
-@pytest.mark.parametrize("tokens", [1, 9, 700, 5000])
+@pytest.mark.parametrize("tokens", [1, 9, 700, large(5000)])
 @pytest.mark.parametrize("width", [32, 768, 2048, 2880, 16384])
 def test_rows_go_where_their_experts_want_them(width, tokens, top_k):
     groups = 12

@@ -113,6 +113,7 @@ class Block {
   bool over(uint32_t address, uint32_t parity);
 
   uint8_t* memory() { return memory_; }
+  bool holds(uint64_t address, uint64_t bytes) const { return address + bytes <= shared_bytes_; }
   void progressed() { ++progress_.count; }
   void fail(const char* what);
   bool chance(uint32_t in) { return random_() % in == 0; }

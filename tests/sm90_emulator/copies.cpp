@@ -50,7 +50,9 @@ void Block::load(size_t which) {
   for (uint32_t rank = 0; rank < cluster_.blocks.size(); ++rank) {
     if ((load.blocks >> rank & 1) == 0) continue;
     Block& to = *cluster_.blocks[rank];
-    if (to.ended_) fail("loads into a block that has ended");
+    if (to.ended_ || !to.holds(load.to, bytes)) {
+      return fail("a load goes to a block that has ended, or beyond shared memory");
+    }
     for_each_element(map, load.to, {load.x, load.y, 0}, [&](uint32_t shared, const uint8_t* global) {
       if (global != nullptr) {
         std::memcpy(to.memory() + shared, global, map.element);

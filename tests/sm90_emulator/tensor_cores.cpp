@@ -121,9 +121,12 @@ void run_product(Lane* lanes) {
       sums[(g + i / 2 % 2 * 8) * tokens + i / 4 * 8 + 2 * t + i % 2] = its.d[i];
     }
   }
-  const uint32_t start = (first.descriptor & 0x3FFF) << 4, eight_rows = (first.descriptor >> 32 & 0x3FFF)
-                                                                        << 4;
-  if (first.descriptor >> 62 != 1) block->fail("a descriptor without 128-byte swizzle");
+  const uint32_t start = (first.descriptor & 0x3FFF) << 4;
+  const uint32_t eight_rows = (first.descriptor >> 32 & 0x3FFF) << 4;
+  if (first.descriptor >> 62 != 1) return block->fail("a descriptor without 128-byte swizzle");
+  if (!block->holds(start, (tokens / 8 - 1) * eight_rows + 7 * 128 + 32)) {
+    return block->fail("a product reads beyond shared memory");
+  }
   for (int n = 0; n < tokens; ++n) {
     for (int i = 0; i < k; ++i) {
       const uint32_t at = start + n / 8 * eight_rows + n % 8 * 128 + i * size_of(first.type);
