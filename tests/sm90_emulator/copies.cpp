@@ -12,7 +12,7 @@ namespace {
 
 // The contents of a CUtensorMap here.
 struct Map {
-  uint32_t rank, element, swizzle;  // bytes; swizzle: 0, 64 or 128
+  uint32_t element, swizzle;  // bytes; swizzle: 0, 64 or 128
   uint32_t box[3];
   uint64_t base, size[3], stride[3];  // size in elements; stride in bytes, the first one an element's
 };
@@ -111,7 +111,6 @@ CUresult encode_tiled(CUtensorMap* map, CUtensorMapDataType type, cuuint32_t ran
                       const cuuint32_t*, CUtensorMapInterleave, CUtensorMapSwizzle swizzle,
                       CUtensorMapL2promotion, CUtensorMapFloatOOBfill) {
   emulator::Map contents = {};
-  contents.rank = rank;
   contents.element = type == CU_TENSOR_MAP_DATA_TYPE_UINT8   ? 1
                      : type == CU_TENSOR_MAP_DATA_TYPE_INT64 ? 8
                                                              : 2;
