@@ -12,8 +12,9 @@ scale byte a block of 16, one float32 factor a matrix; K, a multiple of 16, is p
 128, with zero codes and zero scales. So packed is uint8 [..., N, Kp/2], block_scale uint8 [..., N, Kp/16] and
 global_scale float32 [...], for mxfp4 too. csrc/common/sm90_layout.h defines the order of the bits.
 
-`sm90_bf16`: `sm90` with the bits of a block in another order and other scale bytes, for the Hopper kernels of
-bfloat16 activations: there products are faster than in `sm90`, but fp8 rows find no kernel.
+`sm90_bf16`: `sm90` with codes and bits in another order and other scale bytes, for the Hopper kernels of
+bfloat16 activations: products are faster there than in `sm90`, and take rows as they are, but fp8 rows find
+no kernel.
 
 `sm90_int4`: made by `fp4::prepack` for the Hopper kernel of int4 weights and fp8 activations. packed has the
 shape of `sm90`, block_scale is float32 [..., N, Kp/block], its values in the order [..., N/16, Kp/block, 16

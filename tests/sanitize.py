@@ -98,7 +98,7 @@ def candidates_of(groups: int, n: int, k: int) -> None:
     x = torch.randn(int(offs[-1]), k, device="cuda").bfloat16()
     out = torch.empty(len(x), n, dtype=torch.bfloat16, device="cuda")
     gate = ACTIVATIONS["silu_interleaved"]
-    kernels = {"half": rows.to_half(x), "bf16": rows.to_bf16(x), "w4a8": rows.quantize_fp8(x)}
+    kernels = {"half": rows.to_half(x), "bf16": (x, None), "w4a8": rows.quantize_fp8(x)}
     for kernel, ordered in kernels.items():
         w = of["sm90_bf16" if kernel == "bf16" else "sm90"]
         for config in range(len(prefill.candidates(kernel))):

@@ -7,6 +7,7 @@
 #include "decode.cuh"
 #include "fp4_block.cuh"
 #include "prefill_arguments.cuh"
+#include "prefill_bf16.cuh"
 #include "prefill_fold.cuh"
 #include "prefill_half.cuh"
 #include "prefill_int4.cuh"
@@ -37,16 +38,6 @@ extern "C" void decode_words(const uint32_t* words, const uint8_t* scales, int c
     uint32_t pairs[4];
     dequantize_word(words[i], __low2half2(HalfWords::decode_scales(scales[i] & 0x7F)), pairs);
     memcpy(out + 8 * i, pairs, sizeof(pairs));
-  }
-}
-
-// Blocks of layout sm90_bf16, two words and a scale byte each: eight bf16 pairs.
-extern "C" void bf16_blocks(const uint32_t* words, const uint8_t* scales, int count, uint16_t* out) {
-  for (int i = 0; i < count; ++i) {
-    uint32_t pairs[2][4];
-    Bf16Words().dequantize(words[2 * i], words[2 * i + 1],
-                           Bf16Words::low(Bf16Words::decode_scales(scales[i])), pairs);
-    memcpy(out + 16 * i, pairs, sizeof(pairs));
   }
 }
 
@@ -85,27 +76,26 @@ void decode_product(const uint8_t* codes, const uint8_t* scales, const uint16_t*
         RowBlock<kType, Words> raw = {};
         const int k = first * 64 + block * 16;
         if (k < kp) memcpy(raw.w, x + token * kp + k, sizeof(raw.w));
-        raw.store(fragments + block / 4 * 64 + 4 * token + block % 4, 1.f);
+        raw.store(fragments, block / 4, token, block % 4, 1.f);
       }
     }
     for (int tile = 0; tile < n / 16; ++tile) {
       for (int lane = 0; lane < 32; ++lane) {
+        typename Words::Scales scale;
         for (int j = 0; j < kSliceSteps && first + j < steps; ++j) {
           const int64_t step = int64_t(tile) * steps + first + j;
           const auto four = load<uint32_t>(scales + (step - j % 2) * kStepScales + lane * 4);
-          const auto both = Words::decode_scales(Words::without_flags(four) >> (16 * (j % 2)));
-          const auto code = load<uint4>(codes + step * kStepCodes + lane * 16);
-          uint32_t even[2][4], odd[2][4];
-          words.dequantize(code.x, code.y, Words::low(both), even);
-          words.dequantize(code.z, code.w, Words::high(both), odd);
+          if (j % Words::kScaleSteps == 0)
+            scale = Words::decode_scales(Words::without_flags(four) >> (16 * (j % 2)));
+          uint32_t a[4][4];
+          const int slot = Words::Layout::slot(lane / 4, lane % 4);
+          words.dequantize(load<uint4>(codes + step * kStepCodes + slot * 16), scale, a);
           for (int token = 0; token < 8; ++token) {  // the lane that has its B
             const uint4* b = fragments + j * 64 + 4 * token + lane % 4;
             float* row = out + token * n + tile * 16 + lane / 4 * 2;
             for (int s = 0; s < 2; ++s) {
-              const uint32_t a[2][4] = {{even[s][0], odd[s][0], even[s][1], odd[s][1]},
-                                        {even[s][2], odd[s][2], even[s][3], odd[s][3]}};
-              multiply(a[0], b[32 * s].x, b[32 * s].y, Words::kElement, row[0], row[1]);
-              multiply(a[1], b[32 * s].z, b[32 * s].w, Words::kElement, row[0], row[1]);
+              multiply(a[2 * s], b[32 * s].x, b[32 * s].y, Words::kElement, row[0], row[1]);
+              multiply(a[2 * s + 1], b[32 * s].z, b[32 * s].w, Words::kElement, row[0], row[1]);
             }
           }
         }
@@ -120,6 +110,30 @@ extern "C" void decode_product(const uint8_t* codes, const uint8_t* scales, cons
     decode_product<Bf16Words, DType::kBFloat16>(codes, scales, x, n, kp, out);
   } else {
     decode_product<HalfWords, DType::kFloat16>(codes, scales, x, n, kp, out);
+  }
+}
+
+// A weight [n, kp] of layout sm90_bf16 as prefill's lanes make operand A of it: out [n, kp], by the row and K
+// that wgmma.m64nNk16 gives to each element of a fragment, rows 2g and 2g + 1 in place of g and g + 8.
+extern "C" void bf16_operand(const uint8_t* codes, const uint8_t* scales, int n, int kp, float* out) {
+  const int steps = kp / 128;
+  for (int64_t at = 0; at < int64_t(n) / 16 * steps; ++at) {
+    for (int lane = 0; lane < 32; ++lane) {
+      uint32_t four[4];
+      memcpy(four, scales + at * 128 + Bf16Weights::scales_at(lane), sizeof(four));
+      for (int i = 0; i < 4; ++i) {
+        const auto word = load<uint2>(codes + at * 1024 + Bf16Weights::word_at(lane, i));
+        uint32_t a[2][4];
+        Bf16Words::dequantize(word.x, word.y, Bf16Words::decode_scales(four[i]), a);
+        for (int j = 0; j < 16; ++j) {
+          const int instruction = 2 * i + j / 8, fragment = j / 2 % 4;
+          const int row = at / steps * 16 + 2 * (lane / 4) + fragment % 2;
+          const int k = at % steps * 128 + 16 * instruction + fragment / 2 * 8 + lane % 4 * 2 + j % 2;
+          out[int64_t(row) * kp + k] =
+              value(a[j / 8][fragment], j % 2, Element::kBFloat16) * Bf16Words::kFactor;
+        }
+      }
+    }
   }
 }
 
@@ -283,12 +297,27 @@ extern "C" void shares_of(int tiles, int steps, int share_below, int blocks, int
 
 extern "C" void prefill_fields(char* text) {
   using Fields = PrefillArguments;
-  write_fields({FP4_AT(x),         FP4_AT(x_scale),      FP4_AT(codes),
-                FP4_AT(scales),    FP4_AT(global_scale), FP4_AT(bias),
-                FP4_AT(out),       FP4_AT(group_rows),   FP4_AT(workspace),
-                FP4_AT(m),         FP4_AT(groups),       FP4_AT(n),
-                FP4_AT(kp),        FP4_AT(mode),         FP4_AT(out_type),
-                FP4_AT(bias_type), FP4_AT(gate),         FP4_AT(early),
-                FP4_AT(config),    FP4_AT(stream),       {"size", sizeof(Fields)}},
+  write_fields({FP4_AT(x),
+                FP4_AT(x_scale),
+                FP4_AT(codes),
+                FP4_AT(scales),
+                FP4_AT(global_scale),
+                FP4_AT(bias),
+                FP4_AT(out),
+                FP4_AT(group_rows),
+                FP4_AT(workspace),
+                FP4_AT(m),
+                FP4_AT(groups),
+                FP4_AT(n),
+                FP4_AT(k),
+                FP4_AT(kp),
+                FP4_AT(mode),
+                FP4_AT(out_type),
+                FP4_AT(bias_type),
+                FP4_AT(gate),
+                FP4_AT(early),
+                FP4_AT(config),
+                FP4_AT(stream),
+                {"size", sizeof(Fields)}},
                text);
 }

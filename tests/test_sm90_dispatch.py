@@ -65,7 +65,7 @@ def test_a_block_sorts_its_ids_at_most_once(monkeypatch, tokens, gate, dtype):
     launches, sorts = [], []
     monkeypatch.setattr(ops, "multiprocessors", lambda index: 132)
     monkeypatch.setattr(decode, "run", lambda *args, **options: launches.append((args, options)))
-    monkeypatch.setattr(rows, "apply_gate", lambda h, gate: h[:, : h.shape[1] // 2])
+    monkeypatch.setattr(rows, "same", lambda h, gate: h[:, : h.shape[1] // 2])
     monkeypatch.setattr(rows, "combine", lambda *args: None)
 
     def route(ids, groups):

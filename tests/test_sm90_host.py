@@ -135,23 +135,26 @@ def test_decode_multiplies_what_the_layout_holds(host, layout, k):
     assert reference.relative_error(got * (128 if bf16 else 1), want) < 1e-5
 
 
-def test_block_is_exact_in_bf16(host):
-    """Layout sm90_bf16: each code in each place with each scale, as decode and prefill make pairs of them."""
-    byte = torch.arange(0x7F, dtype=U8)
-    codes = (torch.arange(16)[:, None] + torch.arange(16) * 3) % 16
-    codes = codes.repeat_interleave(8, 0)  # a row of 128 blocks for each of 16 first codes
-    packed = (codes[:, ::2] | codes[:, 1::2] << 4).to(U8).view(1, 16, 8, 8).repeat(127, 1, 1, 1)
-    words, scales, want = [], [], []
-    for scale, block in zip(byte, packed, strict=True):
-        rows = block.reshape(16, 64).repeat(4, 1)
-        plain = rows, scale.repeat(64, 8).view(torch.float8_e4m3fn), torch.tensor(1.0)
-        to, to_scale, _ = torch.ops.fp4.prepack(*plain, "nvfp4", "sm90_bf16")
-        words.append(to.view(-1, 2, 32, 2, 8)[0, 0, 0, 0].clone())
-        scales.append(to_scale.view(-1, 32, 4)[0, 0, 0])
-        want.append(torch.ops.fp4.dequantize(*plain, "nvfp4", torch.float64)[0, :16])
-    got = torch.empty(127, 4, 2, 2, dtype=torch.bfloat16)  # 2 s + q, (i = 0, 2) or (1, 3), which of them
-    host("bf16_blocks", torch.stack(words), torch.stack(scales), 127, got)
-    assert torch.equal(got.transpose(-1, -2).reshape(127, 16).double() * 128, torch.stack(want))
+@pytest.mark.parametrize("k", [16, 128, 336])
+def test_prefill_takes_plain_rows_for_bf16_words(host, k):
+    n, kp = 128, -(-k // 128) * 128
+    w = reference.random_weight("nvfp4", n, k)
+    packed, scales, factor = torch.ops.fp4.prepack(*w.operands(), "nvfp4", "sm90_bf16")
+    got = torch.full((n, kp), float("nan"))
+    host("bf16_operand", packed, scales, n, kp, got)
+    assert torch.equal(got[:, :k].double() * factor.double(), w.dense.double()) and not got[:, k:].any()
+
+
+def test_every_code_and_scale_is_exact_in_bf16(host):
+    n, k = 128, 2048  # a row for each scale, each code in each place
+    scale = torch.arange(0x80, dtype=U8).clamp(max=0x7E)[:, None].repeat(1, k // 16).view(torch.float8_e4m3fn)
+    codes = (torch.arange(k // 16)[:, None] + torch.arange(16) * 3).flatten() % 16
+    packed = (codes[::2] | codes[1::2] << 4).to(U8).repeat(n, 1)
+    plain = packed, scale, torch.tensor(1.0)
+    words, scales, _ = torch.ops.fp4.prepack(*plain, "nvfp4", "sm90_bf16")
+    got = torch.empty(n, k)
+    host("bf16_operand", words, scales, n, k, got)
+    assert torch.equal(got.double(), torch.ops.fp4.dequantize(*plain, "nvfp4", torch.float64))
 
 
 @pytest.mark.parametrize("name, struct", [("decode", decode._Params), ("prefill", prefill._Arguments)])

@@ -22,33 +22,37 @@ def layout(request) -> str:
     return request.param
 
 
-def lanes(packed, block_scale):
-    """(words int64 [G, N/16, K/64, lane, 4], scale bytes [G, N/16, K/128, lane, 4]) of a packed weight."""
-    n, kp = packed.shape[-2], packed.shape[-1] * 2
-    words = packed.reshape(-1, n // 16, kp // 64, 32, 16).view(torch.int32).long() & 0xFFFFFFFF
-    return words, block_scale.reshape(-1, n // 16, kp // 128, 32, 4)
-
-
 ROTATIONS = (0, 4, 10, 8, 2, 6, 12, 14)
+E2M1 = torch.tensor([0, 0.5, 1, 1.5, 2, 3, 4, 6], dtype=torch.float64)
 
 
-def codes_of(words, layout):
-    """The 16 codes of a block's two words [..., 2]."""
-    out = []
+def lanes(packed, block_scale, layout):
+    """Of each lane its four words [G, N/16, Kp/128, lane, 4, lower or upper half] and its scales [.., 4]."""
+    n, kp = packed.shape[-2], packed.shape[-1] * 2
+    words = packed.reshape(-1, n // 16, kp // 128, 2, 32, 16).view(torch.int32).long() & 0xFFFFFFFF
+    words = words.unflatten(-1, (2, 2)).transpose(-4, -3).flatten(-3, -2)
+    scales = block_scale.reshape(-1, n // 16, kp // 128, 32, 4)
     if layout == "sm90_bf16":
-        first, second = words.unbind(-1)
-        left = first & 0x06030603 | second & 0xF9FCF9FC
-        held = (first, first, first, left, second, second, second, left)
-        turned = [word << by | word >> 32 - by for word, by in zip(held, ROTATIONS, strict=True)]
-        for k in range(16):
-            half = turned[k // 4 * 2 + k % 2] >> (16 if k % 4 > 1 else 0)
-            out.append(half >> 6 & 7 | (half >> 15 & 1) << 3)
-        return torch.stack(out, -1)
-    for word in words.unbind(-1):
-        for q in range(2):
-            for i in range(4):
-                sign = word >> (8 * i + (7, 3)[q]) & 1
-                out.append((word >> (16 * q + 4 * i)) & 7 | sign << 3)
+        g, t = torch.arange(32) // 4, torch.arange(32) % 4
+        words = words[:, :, :, g // 2 * 8 + t // 2 * 4 + g % 2 * 2 + (t + g // 2) % 2]
+    return words, scales
+
+
+def codes_of(words, number, layout):
+    """The 16 codes of a lane's block, of its words [.., 4, 2]."""
+    out = []
+    for k in range(16):
+        if layout == "sm90":
+            word = words[..., number, k // 8]
+            magnitude, sign = word >> k // 4 % 2 * 16 + k % 4 * 4, word >> k % 4 * 8 + (7, 3)[k // 4 % 2]
+        else:
+            lower, upper = words[..., k % 8 // 2, :].unbind(-1)
+            pair = number // 2 * 4 + k // 8 * 2 + number % 2
+            mixed = lower & 0x06030603 | upper & 0xF9FCF9FC
+            held = mixed if pair % 4 == 3 else upper if pair > 3 else lower
+            turned = (held << ROTATIONS[pair] | held >> 32 - ROTATIONS[pair]) >> k % 2 * 16
+            magnitude, sign = turned >> 6, turned >> 15
+        out.append(magnitude & 7 | (sign & 1) << 3)
     return torch.stack(out, -1)
 
 
@@ -62,23 +66,20 @@ def scale_of(byte, layout):
     return scale_values((byte & 127).view(torch.float8_e4m3fn))
 
 
-E2M1 = torch.tensor([0, 0.5, 1, 1.5, 2, 3, 4, 6], dtype=torch.float64)
-
-
 def read(packed, block_scale, factor, layout):
     """The values [G, N, Kp], read lane by lane from the definition."""
-    words, scales = lanes(packed, block_scale)
+    words, scales = lanes(packed, block_scale, layout)
     groups, tiles, steps = words.shape[:3]
-    out = torch.full((groups, tiles * 16, steps * 64), torch.nan, dtype=torch.float64)
+    out = torch.full((groups, tiles * 16, steps * 128), torch.nan, dtype=torch.float64)
     for lane in range(32):
         g, t = divmod(lane, 4)
-        for c in range(steps):
-            for parity in range(2):
-                codes = codes_of(words[:, :, c, lane, 2 * parity : 2 * parity + 2], layout)
-                value = E2M1[codes & 7] * torch.where(codes > 7, -1.0, 1.0)
-                scale = scale_of(scales[:, :, c // 2, lane, c % 2 * 2 + parity], layout)
-                k = 64 * c + 16 * t
-                out[:, 2 * g + parity :: 16, k : k + 16] = value * scale[..., None]
+        for number in range(4):
+            c, r = divmod(number, 2)
+            codes = codes_of(words[:, :, :, lane], number, layout)
+            value = E2M1[codes & 7] * torch.where(codes > 7, -1.0, 1.0)
+            value = value * scale_of(scales[:, :, :, lane, number], layout)[..., None]
+            block = 2 * t + c if layout == "sm90_bf16" else 4 * c + t
+            out.view(groups, tiles, 16, steps, 8, 16)[:, :, 2 * g + r, :, block] = value
     return out * factor.double().reshape(-1, 1, 1)
 
 

@@ -32,8 +32,7 @@ class Kernels:
             *(
                 (rows, "quantize_fp4"),
                 (rows, "to_half"),
-                (rows, "to_bf16"),
-                (rows, "apply_gate"),
+                (rows, "same"),
                 (rows, "combine"),
             ),
         ):
@@ -69,15 +68,15 @@ class Kernels:
         out[row] = self.product(x, x_scale, w, expert, row // a_div, gate).to(out.dtype)
 
     def prefill_run(self, x, x_scale, w, route, routing, m, out, gate=None, early=False):
-        assert not early or self.seen[-1] in ("half", "bf16", "quantize"), (
-            "x is not all that may be under way"
-        )
+        made = ("half", "same", "gate", "quantize", "prefill")
+        assert not early or self.seen[-1] in made, "x is not all that may be under way"
         self.seen.append("prefill")
-        assert x.shape[-1] == w.kp and (x.dtype == torch.bfloat16) == (w.layout.name == "sm90_bf16")
-        assert x_scale is not None or x.dtype == torch.bfloat16
-        if x.dtype != F8:
+        if x.dtype == torch.bfloat16:
+            assert w.layout.name == "sm90_bf16" and w.kp - 128 < x.shape[-1] <= w.kp
+        else:
+            assert w.layout.name != "sm90_bf16" and x.shape[-1] == w.kp and x_scale is not None
+        if x.dtype == torch.float16:
             x = reference.plain_rows(x)
-        assert (x.dtype == F8) <= (x_scale is not None) and x.dtype != torch.float32
         rows_of = out.shape[0]
         expert = experts_of(route, routing, w, rows_of, m)
         assert gate is None or prefill.gates(gate, out.dtype)
@@ -125,12 +124,6 @@ class Kernels:
         half[live:], factor[live:] = float("nan"), float("nan")
         return half, factor
 
-    def to_bf16(self, x, gate=None, position=None, end=None, *, dependent=False):
-        half, factor = self.to_half(x, gate, position, end, dependent=dependent)
-        self.seen[-1] = "bf16"
-        assert x.dtype == torch.bfloat16
-        return (half.double() * factor.double()[:, None]).bfloat16(), None
-
     def quantize_fp4(self, x, gate=None, position=None, end=None, *, format):
         self.seen.append("quantize")
         values, _ = self.taken(x, gate, position, end)
@@ -140,11 +133,14 @@ class Kernels:
         values = fp4.dequantize(codes, scale, ones if has else None, format, torch.bfloat16)
         return values[:, 0], factor if has else ones
 
-    def apply_gate(self, x, gate, end=None):
-        self.seen.append("gate")
-        out = reference.activate(x.double(), gate.name).to(x.dtype)
-        out[out.shape[0] if end is None else int(end) :] = float("nan")
-        return out
+    def same(self, x, gate=None, position=None, end=None, *, dependent=False):
+        assert gate is not None or position is not None, "nothing to do"
+        assert not dependent or self.seen[-1] == "prefill"
+        self.seen.append("same" if gate is None else "gate")
+        values, live = self.taken(x, gate, position, end)
+        values = values.to(x.dtype)
+        values[live:] = float("nan")
+        return values
 
     def combine(self, y, position, ids, weights, bias, groups, out):
         y = y.double() if position is None else y.double()[position.long()]
@@ -214,17 +210,19 @@ def test_block(kernels, tokens, layout, a_format, activation):
     assert few == (tokens == 3)
     assert kernels.seen.count("decode" if few else "prefill") == 2
     assert kernels.seen.count("quantize") == (0 if a_format == "none" else 2)
-    ordered = "half" if layout == "sm90" else "bf16"
-    assert kernels.seen.count(ordered) == (0 if few or a_format == "fp8" else 2)
-    gate_in_product = ACTIVATIONS[activation].interleaved
-    assert kernels.seen.count("gate") == (a_format == "none" and few and not gate_in_product)
+    plain = layout == "sm90_bf16"
+    assert kernels.seen.count("half") == (0 if few or plain or a_format == "fp8" else 2)
+    assert kernels.seen.count("same") == (plain and not few and a_format == "none")
+    interleaved = ACTIVATIONS[activation].interleaved
+    in_product = interleaved if few else prefill.gates(ACTIVATIONS[activation], torch.bfloat16)
+    assert kernels.seen.count("gate") == (a_format == "none" and (few or plain) and not in_product)
 
 
 @pytest.mark.parametrize(
     "layout, rows_each, seen",
-    [("sm90", 2, ["decode"]), ("sm90", 40, ["half", "prefill"]), ("sm90_bf16", 40, ["bf16", "prefill"])],
+    [("sm90", 2, ["decode"]), ("sm90", 40, ["half", "prefill"]), ("sm90_bf16", 40, ["prefill"])],
 )
-def test_rows_are_put_in_order_for_prefill(kernels, layout, rows_each, seen):
+def test_rows_are_put_in_order_where_the_layout_asks_for_it(kernels, layout, rows_each, seen):
     groups, n, k = 2, 64, 176
     w, dense = weight(groups, n, k, bias=True, layout=layout)
     a = torch.randn(rows_each * groups, k).bfloat16()

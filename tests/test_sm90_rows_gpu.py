@@ -106,8 +106,8 @@ def test_route_sorts_by_expert(groups, dtype):
 
 
 @pytest.mark.parametrize("top_k", [1, 8])
-@pytest.mark.parametrize("width", [32, 768, 2048, 2880])
-def test_halves_go_where_their_experts_want_them(width, top_k):
+@pytest.mark.parametrize("width", [32, 768, 2048, 2880, 20000])
+def test_16_bit_rows_go_where_their_experts_want_them(width, top_k):
     tokens, groups = 700, 12
     x = random_rows(tokens, width, torch.bfloat16)
     ids = torch.randint(-2, groups + 4, (tokens, top_k), device="cuda")
@@ -117,6 +117,8 @@ def test_halves_go_where_their_experts_want_them(width, top_k):
         values, factor = rows.to_half(x, position=position, end=end)
         live = tokens * top_k if end is None else int(end)
         assert torch.equal(values[:live], want[:live]) and torch.equal(factor[:live], want_factor[:live])
+        plain = rows.same(x, position=position, end=end)
+        assert torch.equal(plain[:live], x[sorted_rows.long() // top_k][:live])
 
 
 @pytest.mark.parametrize("gate", ["silu", "silu_interleaved", "swigluoai", "gelu"])
@@ -164,7 +166,7 @@ def test_gated_rows(width, m, gate):
         exact = reference.activate(x.double(), gate.name)
         amax = exact.abs().amax(-1, keepdim=True)
         noise = 2e-5 * exact.abs() + 2e-6 * amax  # of exp and erf in float32
-        got = rows.apply_gate(x, gate)
+        got = rows.same(x, gate)
         rounding = 2.0**-8 if dtype == torch.bfloat16 else 2.0**-11
         assert ((got.double() - exact).abs() <= noise + rounding * exact.abs() + 2.0**-25).all()
         codes, scale = rows.quantize_fp8(x, gate)
@@ -176,7 +178,7 @@ def test_gated_rows(width, m, gate):
         again, again_scale = rows.quantize_fp8(x, gate, end=end)
         assert torch.equal(again[: m // 3].view(torch.uint8), codes[: m // 3].view(torch.uint8))
         assert torch.equal(again_scale[: m // 3], scale[: m // 3])
-        assert torch.equal(rows.apply_gate(x, gate, end)[: m // 3], got[: m // 3])
+        assert torch.equal(rows.same(x, gate, end=end)[: m // 3], got[: m // 3])
 
 
 @pytest.mark.parametrize("gate", ["silu", "gelu_tanh", "swigluoai"])
@@ -188,7 +190,7 @@ def test_gates_of_any_size(gate):
     g[1::5, ::7] = -0.0
     up = torch.randn(64, 768, device="cuda")
     x = (torch.stack([g, up], -1).flatten(1) if gate.interleaved else torch.cat([g, up], 1)).bfloat16()
-    got = rows.apply_gate(x, gate).double()
+    got = rows.same(x, gate).double()
     x = x.double()
     g, up = (x[:, ::2], x[:, 1::2]) if gate.interleaved else x.chunk(2, 1)
     if gate.limit:

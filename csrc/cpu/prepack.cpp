@@ -192,9 +192,8 @@ Packed to_sm90(const Tensor& packed, const Tensor& block_scale, const OptionalTe
           const int64_t g = row / s.n;
           const PlainRow plain{fmt, codes + row * (s.k / 2), scales + row * blocks, s.k, emax[g]};
           for (int64_t b = 0; b < kp / kSm90Block; ++b) {
-            const Sm90Place at = sm90_place(row % s.n, b, kp);
-            sm90_encode<Bits>(plain.block(b), to_codes + g * s.n * (kp / 2) + at.codes,
-                              to_scales + g * s.n * (kp / kSm90Block) + at.scale);
+            sm90_store<Bits>(plain.block(b), sm90_place<Bits>(row % s.n, b, kp),
+                             to_codes + g * s.n * (kp / 2), to_scales + g * s.n * (kp / kSm90Block));
           }
         }
       });
@@ -237,10 +236,9 @@ Packed from_sm90(const Tensor& packed, const Tensor& block_scale, const Tensor& 
             uint8_t halves[2] = {};
             for (int64_t h = 0; h < per_block; ++h) {
               const int64_t i = b * per_block + h;
-              const Sm90Place at = sm90_place(row % s.n, i, s.k);
-              const Block16 block =
-                  sm90_decode<Bits>(data<uint8_t>(from) + g * s.n * (s.k / 2) + at.codes,
-                                    data<uint8_t>(from_scale)[g * s.n * (s.k / kSm90Block) + at.scale]);
+              const Block16 block = sm90_load<Bits>(sm90_place<Bits>(row % s.n, i, s.k),
+                                                    data<uint8_t>(from) + g * s.n * (s.k / 2),
+                                                    data<uint8_t>(from_scale) + g * s.n * (s.k / kSm90Block));
               std::memcpy(codes + i * kSm90Block / 2, block.codes, kSm90Block / 2);
               halves[h] = block.scale;
             }
@@ -314,7 +312,7 @@ Packed to_sm90_int4(const Tensor& packed, const Tensor& block_scale, FormatAndLa
       const int64_t g = i / s.n, matrix = g * s.n, row = i % s.n;
       const uint8_t* codes = data<uint8_t>(from) + i * (s.k / 2);
       for (int64_t b = 0; b < kp / kSm90Block; ++b) {
-        uint8_t* place = mutable_data<uint8_t>(to) + matrix * (kp / 2) + sm90_place(row, b, kp).codes;
+        uint8_t* place = mutable_data<uint8_t>(to) + matrix * (kp / 2) + sm90_int4_codes(row, b, kp);
         for (int64_t j = 0; j < kSm90Block / 2; ++j)  // zeros where K is padded
           place[j] = bytes.of[b * kSm90Block < s.k ? codes[b * kSm90Block / 2 + j] : 0];
       }
@@ -346,7 +344,7 @@ Packed from_sm90_int4(const Tensor& packed, const Tensor& block_scale, const Ten
     for (int64_t i = begin; i < end; ++i) {
       const int64_t g = i / s.n, matrix = g * s.n, row = i % s.n;
       for (int64_t b = 0; b < s.k / kSm90Block; ++b) {
-        const uint8_t* place = data<uint8_t>(from) + matrix * (s.k / 2) + sm90_place(row, b, s.k).codes;
+        const uint8_t* place = data<uint8_t>(from) + matrix * (s.k / 2) + sm90_int4_codes(row, b, s.k);
         uint8_t* codes = mutable_data<uint8_t>(to) + i * (s.k / 2) + b * kSm90Block / 2;
         for (int64_t j = 0; j < kSm90Block / 2; ++j) codes[j] = bytes.of[place[j]];
       }

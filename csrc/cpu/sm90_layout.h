@@ -16,22 +16,24 @@ struct Block16 {
   uint8_t scale;
 };
 
-// Where a row's block is: bytes into the codes and the scales of its matrix.
+// Where a row's block is: the lane that holds it, and which of its four it is.
 struct Sm90Place {
-  int64_t codes, scale;
+  Sm90Lane lane;
+  int number;
 };
 
-inline Sm90Place sm90_place(int64_t row, int64_t block, int64_t padded_k) {
-  const int lane = int(row % 16 / 2 * 4 + block % 4), number = int(block / 4 % 2 * 2 + row % 2);
-  const Sm90Lane at = sm90_lane(row / 16, block / 8, padded_k / kSm90Step, lane);
-  return {at.word(number), at.scales + number};
+template <class Bits>
+Sm90Place sm90_place(int64_t row, int64_t block, int64_t padded_k) {
+  const int in = int(block % 8);
+  return {sm90_lane<Bits>(row / 16, block / 8, padded_k / kSm90Step, int(row % 16 / 2), Bits::lane_of(in)),
+          2 * Bits::part_of(in) + int(row % 2)};
 }
 
-// One block into, or out of, eight bytes and a scale byte. Bits: Sm90 or Sm90Bf16.
+// Bits: Sm90 or Sm90Bf16. `codes`, `scales`: of the matrix. Storing changes no other block's bits.
 template <class Bits>
-void sm90_encode(const Block16& block, uint8_t* word, uint8_t* scale);
+void sm90_store(const Block16& block, const Sm90Place& at, uint8_t* codes, uint8_t* scales);
 template <class Bits>
-Block16 sm90_decode(const uint8_t* word, uint8_t scale);
+Block16 sm90_load(const Sm90Place& at, const uint8_t* codes, const uint8_t* scales);
 
 // Layout sm90_int4: a block's eight bytes are where they are in sm90, but hold 16 nibbles in the order of k,
 // each {bits 0 and 1: (magnitude - 1) % 4; bit 2: sign; bit 3: magnitude above 4}, and 0b1011 for zero. By
@@ -39,6 +41,11 @@ Block16 sm90_decode(const uint8_t* word, uint8_t scale);
 inline constexpr uint8_t kSm90Int4Nibbles[16] = {0b1011, 0b0000, 0b0001, 0b0010, 0b0011, 0b1000,
                                                  0b1001, 0b1010, 0b1111, 0b1110, 0b1101, 0b1100,
                                                  0b0111, 0b0110, 0b0101, 0b0100};
+
+inline int64_t sm90_int4_codes(int64_t row, int64_t block, int64_t padded_k) {
+  const Sm90Place at = sm90_place<Sm90>(row, block, padded_k);
+  return at.lane.word(at.number);
+}
 
 // Its float32 scales lie in the order [N/16][Kp/block][16 rows]: the index of one in its matrix, `blocks` to
 // a row.

@@ -2,63 +2,94 @@
 // and not 15. e2m1 x e4m3 is exact.
 //
 // Where a code's sign is bit 15 of a half word and its magnitude bits 8 to 6, the half word is the code x
-// 2^-126 in bf16, subnormal ones too. So the words of a block hold six pairs of codes such that rotating a
-// word brings each there, two more in what is left of both, and the pairs are those that products want. The
-// scale that multiplies them has a factor of 2^119, which with scales up to 448 does not overflow.
+// 2^-126 in bf16, subnormal ones too. So a word of 64 bits holds six pairs of codes such that rotating a half
+// of it brings each there, two more in what is left of both halves, and the pairs are those that products
+// want. The scale that multiplies them has a factor of 2^119, which with scales up to 448 does not overflow.
 #pragma once
 
 #include <cuda_bf16.h>
 
 #include <cstdint>
 
+#include "../common/sm90_layout.h"
 #include "bytes.cuh"
 #include "types.cuh"
 
 namespace fp4::sm90 {
 
-constexpr uint32_t kBf16Fields = 0x81C081C0, kLeftOfFirst = 0x06030603;
+constexpr uint32_t kBf16Fields = 0x81C081C0, kLeftOfLower = 0x06030603;
 
-__host__ __device__ __forceinline__ uint32_t rotated_field(uint32_t word, int left) {
+// The bits of kLeftOfLower of the first, the others of the second: one instruction, which the compiler, with
+// a constant for either, does not find.
+__host__ __device__ __forceinline__ uint32_t left_of_fields(uint32_t lower, uint32_t upper) {
 #ifdef __CUDA_ARCH__
-  return __funnelshift_l(word, word, left) & kBf16Fields;
+  uint32_t result;
+  asm("lop3.b32 %0, %1, %2, %3, 0xE2;" : "=r"(result) : "r"(lower), "n"(kLeftOfLower), "r"(upper));
+  return result;
 #else
-  return (left == 0 ? word : word << left | word >> (32 - left)) & kBf16Fields;
+  return (lower & kLeftOfLower) | (upper & ~kLeftOfLower);
+#endif
+}
+
+__host__ __device__ __forceinline__ uint32_t rotated_left(uint32_t word, int left) {
+#ifdef __CUDA_ARCH__
+  return __funnelshift_l(word, word, left);
+#else
+  return left == 0 ? word : word << left | word >> (32 - left);
 #endif
 }
 
 struct Bf16Words {
   static constexpr Element kElement = Element::kBFloat16;
   static constexpr float kFactor = 128.0f;  // 2^126 / 2^119
+  using Layout = Sm90Bf16;
+  static constexpr int kScaleSteps = 2;  // of 64 K that share scales
   using Pair = __nv_bfloat162;
 
-  // A scale byte is {exponent + 10: 5 bits, mantissa: 3}: of two blocks, from the lower bytes of `two`.
-  static __host__ __device__ __forceinline__ Pair decode_scales(uint32_t two) {
-    const uint32_t v = permute_bytes(two, 0, 0x4140) * 16 + 0x76007600;
-    return reinterpret_cast<const Pair&>(v);
-  }
-  static __host__ __device__ __forceinline__ uint32_t without_flags(uint32_t scales) { return scales; }
-  static __host__ __device__ __forceinline__ Pair low(Pair v) { return __low2bfloat162(v); }
-  static __host__ __device__ __forceinline__ Pair high(Pair v) { return __high2bfloat162(v); }
+  // Of the four blocks of a lane: both of row r of a pair of rows.
+  struct Scales {
+    Pair row[2];
+  };
 
-  // A row's block of two words: the pairs of HalfWords, in its order.
-  __host__ __device__ __forceinline__ void dequantize(uint32_t first, uint32_t second, Pair scale,
-                                                      uint32_t (&h)[2][4]) const {
-    const uint32_t left = (first & kLeftOfFirst) | (second & ~kLeftOfFirst);
-    h[0][0] = rotated_field(first, 0), h[0][1] = rotated_field(first, 4);
-    h[0][2] = rotated_field(first, 10), h[0][3] = rotated_field(left, 8);
-    h[1][0] = rotated_field(second, 2), h[1][1] = rotated_field(second, 6);
-    h[1][2] = rotated_field(second, 12), h[1][3] = rotated_field(left, 14);
+  // `four`: their bytes, {exponent + 10: 5 bits, mantissa: 3}.
+  static __host__ __device__ __forceinline__ Scales decode_scales(uint32_t four) {
+    // A byte x 16 is a bf16's exponent and mantissa; the sum makes the factor of 2^119.
+    const uint32_t even = permute_bytes(four, 0, 0x4240) * 16 + 0x76007600,
+                   odd = permute_bytes(four, 0, 0x4341) * 16 + 0x76007600;
+    return {{reinterpret_cast<const Pair&>(even), reinterpret_cast<const Pair&>(odd)}};
+  }
+
+  // One word: of block c of both rows, the A operand of the product of its four codes.
+  static __host__ __device__ __forceinline__ void dequantize(uint32_t lower, uint32_t upper,
+                                                             const Scales& scales, uint32_t (&a)[2][4]) {
+    const uint32_t left = left_of_fields(lower, upper);
+    a[0][0] = field(lower, 0), a[0][1] = field(lower, 4), a[0][2] = field(lower, 10);
+    a[1][0] = field(upper, 2), a[1][1] = field(upper, 6), a[1][2] = field(upper, 12);
+    a[0][3] = field(left, 8), a[1][3] = field(left, 14);
 #pragma unroll
-    for (int s = 0; s < 2; ++s) {
+    for (int i = 0; i < 4; ++i) {
+      const Pair row = scales.row[i % 2], scale[2] = {__low2bfloat162(row), __high2bfloat162(row)};
 #pragma unroll
-      for (int i = 0; i < 4; ++i) {
-        const Pair v = __hmul2(reinterpret_cast<const Pair&>(h[s][i]), scale);
-        h[s][i] = reinterpret_cast<const uint32_t&>(v);
+      for (int c = 0; c < 2; ++c) {
+        const Pair v = __hmul2(reinterpret_cast<const Pair&>(a[c][i]), scale[c]);
+        a[c][i] = reinterpret_cast<const uint32_t&>(v);
       }
     }
   }
 
-  __device__ __forceinline__ void keep_constants(int) {}
+  static __host__ __device__ __forceinline__ uint32_t without_flags(uint32_t scales) { return scales; }
+
+  // Two words, as decode takes them.
+  static __host__ __device__ __forceinline__ void dequantize(const uint4& codes, const Scales& scales,
+                                                             uint32_t (&a)[4][4]) {
+    dequantize(codes.x, codes.y, scales, reinterpret_cast<uint32_t (&)[2][4]>(a[0]));
+    dequantize(codes.z, codes.w, scales, reinterpret_cast<uint32_t (&)[2][4]>(a[2]));
+  }
+
+ private:
+  static __host__ __device__ __forceinline__ uint32_t field(uint32_t word, int left) {
+    return rotated_left(word, left) & kBf16Fields;
+  }
 };
 
 }  // namespace fp4::sm90

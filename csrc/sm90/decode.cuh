@@ -22,6 +22,7 @@
 #include <cuda_fp8.h>
 
 #include <cstdint>
+#include <type_traits>
 
 #include "bf16_words.cuh"
 #include "decode_plan.cuh"
@@ -102,33 +103,36 @@ struct RowBlock {
 
   // Four consecutive values, times `scale`, as the pairs (0, 2) and (1, 3) of the weights' fragments.
   __host__ __device__ uint2 pairs(int i, float scale) const {
-    if constexpr (kAsTheyAre) {
-      return make_uint2(permute_bytes(w[2 * i], w[2 * i + 1], 0x5410),
-                        permute_bytes(w[2 * i], w[2 * i + 1], 0x7632));
+    float2 lo, hi;
+    if constexpr (kType == DType::kFloat8) {
+      lo = __half22float2(HalfWords::decode_scales(w[i]));
+      hi = __half22float2(HalfWords::decode_scales(w[i] >> 16));
+    } else if constexpr (kType == DType::kBFloat16) {
+      lo = make_float2(__uint_as_float(w[2 * i] << 16), __uint_as_float(w[2 * i] & 0xFFFF0000));
+      hi = make_float2(__uint_as_float(w[2 * i + 1] << 16), __uint_as_float(w[2 * i + 1] & 0xFFFF0000));
     } else {
-      float2 lo, hi;
-      if constexpr (kType == DType::kFloat8) {
-        lo = __half22float2(HalfWords::decode_scales(w[i]));
-        hi = __half22float2(HalfWords::decode_scales(w[i] >> 16));
-      } else if constexpr (kType == DType::kBFloat16) {
-        lo = make_float2(__uint_as_float(w[2 * i] << 16), __uint_as_float(w[2 * i] & 0xFFFF0000));
-        hi = make_float2(__uint_as_float(w[2 * i + 1] << 16), __uint_as_float(w[2 * i + 1] & 0xFFFF0000));
-      } else {
-        lo = __half22float2(reinterpret_cast<const half2&>(w[2 * i]));
-        hi = __half22float2(reinterpret_cast<const half2&>(w[2 * i + 1]));
-      }
-      const half2 even = __floats2half2_rn(lo.x * scale, hi.x * scale),
-                  odd = __floats2half2_rn(lo.y * scale, hi.y * scale);
-      return make_uint2(reinterpret_cast<const uint32_t&>(even), reinterpret_cast<const uint32_t&>(odd));
+      lo = __half22float2(reinterpret_cast<const half2&>(w[2 * i]));
+      hi = __half22float2(reinterpret_cast<const half2&>(w[2 * i + 1]));
     }
+    const half2 even = __floats2half2_rn(lo.x * scale, hi.x * scale),
+                odd = __floats2half2_rn(lo.y * scale, hi.y * scale);
+    return make_uint2(reinterpret_cast<const uint32_t&>(even), reinterpret_cast<const uint32_t&>(odd));
   }
 
-  // All 16 as B fragments of one token; `to` is the first half's place of its lane.
-  __host__ __device__ void store(uint4* to, float scale) const {
+  // All 16 among the B fragments of their slice: block t of its `step`-th 64 K, for token g.
+  __host__ __device__ void store(uint4* fragments, int step, int g, int t, float scale) const {
+    if constexpr (kAsTheyAre) {
+      // Sm90Bf16: block t % 2 of lane 2 (step % 2) + t / 2, whose word i meets codes 2i and 2i + 8 of both.
+      auto* to = reinterpret_cast<uint2*>(fragments + step / 2 * 128 + 4 * g + step % 2 * 2 + t / 2) + t % 2;
 #pragma unroll
-    for (int h = 0; h < 2; ++h) {
-      const uint2 a = pairs(2 * h, scale), b = pairs(2 * h + 1, scale);
-      to[32 * h] = make_uint4(a.x, a.y, b.x, b.y);
+      for (int i = 0; i < 4; ++i) to[64 * i] = make_uint2(w[i], w[i + 4]);
+    } else {
+      uint4* to = fragments + step * 64 + 4 * g + t;
+#pragma unroll
+      for (int h = 0; h < 2; ++h) {
+        const uint2 a = pairs(2 * h, scale), b = pairs(2 * h + 1, scale);
+        to[32 * h] = make_uint4(a.x, a.y, b.x, b.y);
+      }
     }
   }
 };
@@ -184,7 +188,7 @@ struct FewActivations {
 
   __device__ __forceinline__ void store(uint4* fragments) const {
     const int lane = threadIdx.x % 32;
-    if (live) raw.store(fragments + lane / 4 % kSliceSteps * 64 + lane / 16 * 4 + lane % 4, up);
+    if (live) raw.store(fragments, lane / 4 % kSliceSteps, lane / 16, lane % 4, up);
   }
 };
 
@@ -277,7 +281,7 @@ __device__ __forceinline__ void load_activations(const DecodeParams& p, const De
 #pragma unroll
   for (int j = 0; j < kSliceSteps; ++j) {
     if (kHeld < kSliceSteps && j % kHeld == 0) load(j);
-    if (share >> j & 1) raw[j % kHeld].store(buffers.fragments + (slice * kSliceSteps + j) * 64 + lane, up);
+    if (share >> j & 1) raw[j % kHeld].store(buffers.fragments + slice * kSliceSteps * 64, j, g, t, up);
   }
   if (kType != DType::kFloat8 && p.x_scale) {  // rows with a factor each: this lane's two tokens'
 #pragma unroll
@@ -339,7 +343,7 @@ __device__ __forceinline__ void compute(const DecodeParams& p, DecodeShared& sh,
     last_live = row_warp < rows - (steps_ahead - 1) * p.row_warps;
     const int k_step = (ahead.pass * p.k_warps + slice) * kSliceSteps;
     const int64_t tile = int64_t(sh.segments[ahead.segment].expert) * tiles_n + ahead.begin + row_warp;
-    code_at = p.codes + (tile * k_steps + k_step) * kStepCodes + lane * 16;
+    code_at = p.codes + (tile * k_steps + k_step) * kStepCodes + Words::Layout::slot(lane / 4, lane % 4) * 16;
     scale_at = p.scales + (tile * k_steps + k_step) * kStepScales + lane * 4;
     live = row_warp < rows ? k_steps - k_step : 0;
   };
@@ -384,22 +388,20 @@ __device__ __forceinline__ void compute(const DecodeParams& p, DecodeShared& sh,
     }
     for (int left = run.end - run.begin; left > 0; left -= p.row_warps) {
       float4 acc = make_float4(0.f, 0.f, 0.f, 0.f);
+      typename Words::Scales scale;
 #pragma unroll
       for (int j = 0; j < kSliceSteps; ++j) {
         if (j % 2 == 0) scales[j / 2] = Words::without_flags(scales[j / 2]);
-        const auto both = Words::decode_scales(scales[j / 2] >> (16 * (j % 2)));
-        uint32_t even[2][4], odd[2][4];  // rows 2g and 2g + 1, words s
-        words.dequantize(codes[j].x, codes[j].y, Words::low(both), even);
-        words.dequantize(codes[j].z, codes[j].w, Words::high(both), odd);
+        if (j % Words::kScaleSteps == 0) scale = Words::decode_scales(scales[j / 2] >> (16 * (j % 2)));
+        uint32_t a[4][4];
+        words.dequantize(codes[j], scale, a);
         fetch(j);
         if (j % 2 == 1) fetch_scales(j - 1);
 #pragma unroll
         for (int s = 0; s < 2; ++s) {
           const uint4 b = fragments[j * 64 + 32 * s];
-          const uint32_t a0[4] = {even[s][0], odd[s][0], even[s][1], odd[s][1]};
-          const uint32_t a1[4] = {even[s][2], odd[s][2], even[s][3], odd[s][3]};
-          mma<Words::kElement>(acc, a0, b.x, b.y);
-          mma<Words::kElement>(acc, a1, b.z, b.w);
+          mma<Words::kElement>(acc, a[2 * s], b.x, b.y);
+          mma<Words::kElement>(acc, a[2 * s + 1], b.z, b.w);
         }
       }
       advance();

@@ -7,6 +7,7 @@
 
 #include <cstdint>
 
+#include "../common/sm90_layout.h"
 #include "bytes.cuh"
 #include "types.cuh"
 #include "warp.cuh"
@@ -37,23 +38,34 @@ __host__ __device__ __forceinline__ void dequantize_word(uint32_t w, half2 scale
 struct HalfWords {
   static constexpr Element kElement = Element::kFloat16;
   static constexpr float kFactor = 1.0f;  // of the values that they stand for, over those that they have
-  using Pair = half2;
+  using Layout = Sm90;
+  static constexpr int kScaleSteps = 1;  // of 64 K that share scales
+  using Scales = half2;                  // of rows 2g and 2g + 1
 
   // Of two blocks, from the lower bytes of `two`, whose flags are gone.
-  static __host__ __device__ __forceinline__ Pair decode_scales(uint32_t two) {
+  static __host__ __device__ __forceinline__ Scales decode_scales(uint32_t two) {
     return __nv_cvt_fp8x2_to_halfraw2(two, __NV_E4M3);
   }
   static __host__ __device__ __forceinline__ uint32_t without_flags(uint32_t scales) {
     return scales & 0x7F7F7F7F;
   }
-  static __host__ __device__ __forceinline__ Pair low(Pair v) { return __low2half2(v); }
-  static __host__ __device__ __forceinline__ Pair high(Pair v) { return __high2half2(v); }
 
-  // A row's block of two words: of word s, pairs (0, 2) and (1, 3) of q = 0, then of q = 1.
-  __host__ __device__ __forceinline__ void dequantize(uint32_t first, uint32_t second, Pair scale,
-                                                      uint32_t (&h)[2][4]) const {
-    dequantize_word(first, scale, h[0], table_);
-    dequantize_word(second, scale, h[1], table_);
+  // A block of both rows: the A operands of four products, for codes 8s + 4q + i with a[2s + q].
+  __host__ __device__ __forceinline__ void dequantize(const uint4& codes, const Scales& scales,
+                                                      uint32_t (&a)[4][4]) const {
+    const half2 even = __low2half2(scales), odd = __high2half2(scales);
+    const uint32_t words[2][2] = {{codes.x, codes.z}, {codes.y, codes.w}};
+#pragma unroll
+    for (int s = 0; s < 2; ++s) {
+      uint32_t h[2][4];
+      dequantize_word(words[s][0], even, h[0], table_);
+      dequantize_word(words[s][1], odd, h[1], table_);
+#pragma unroll
+      for (int i = 0; i < 4; ++i) {
+        a[2 * s + i / 2][i % 2 * 2] = h[0][i];
+        a[2 * s + i / 2][i % 2 * 2 + 1] = h[1][i];
+      }
+    }
   }
 
   __device__ __forceinline__ void keep_constants(int lane) { table_ = kept_constant(kHalfLow, lane); }

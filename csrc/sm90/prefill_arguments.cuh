@@ -12,7 +12,7 @@ namespace fp4::sm90 {
 
 // One launch. Pointers are device pointers, 16-byte aligned.
 struct PrefillArguments {
-  const void* x;         // [rows, kp] of the kernel's element, in the order that it takes
+  const void* x;         // [rows, k] of the kernel's element, in the order that it takes
   const float* x_scale;  // [rows]
   const void *codes, *scales;
   const float* global_scale;  // [groups]
@@ -20,7 +20,8 @@ struct PrefillArguments {
   void* out;                  // [rows, n] of out_type, gated: [rows, n / 2]
   const int32_t* group_rows;  // as in Rows
   void* workspace;            // of fp4_sm90_prefill_workspace bytes
-  int m, groups, n, kp;
+  int m, groups, n;
+  int k, kp;  // the columns of x, which may be fewer than the weights': zeros follow
   RowMode mode;
   DType out_type, bias_type;
   Gate gate;

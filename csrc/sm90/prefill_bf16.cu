@@ -1,5 +1,6 @@
-// NVFP4 weights of layout sm90_bf16 x bf16 activations in the order of half_position: the candidates.
+// NVFP4 weights of layout sm90_bf16 x bf16 activations in plain order: the candidates.
 
+#include "prefill_bf16.cuh"
 #include "prefill_words.cuh"
 
 fp4::sm90::Candidates fp4::sm90::bf16_candidates() { return word_candidates<Bf16Weights>(); }

@@ -1,36 +1,30 @@
-// Weights of layouts sm90 as fp16, and sm90_bf16 as bf16, fragments of wgmma's A operand, for activations in
-// the order that the layout gives a lane: no lane needs another's codes or scales. (In plain order each needs
-// those of its whole quad: twice the instructions a weight, and twice the time where few rows share a
-// weight.)
+// Weights of layout sm90 as fp16 fragments of wgmma's A operand, for activations in the order that the layout
+// gives a lane: no lane needs another's codes or scales.
 //
 // In 64 K, lane t of a quad owns block t: K 16t to 16t + 15. Instruction 2s + q of a half step takes its
 // codes 8s + 4q + i: i = 0, 2 are the instruction's K 2t, 2t + 1; i = 1, 3 are 2t + 8, 2t + 9. So element 16t
 // + 8s + 4q + i of the activations lies at 16 (2s + q) + 8 (i % 2) + 2t + i / 2 (half_position).
 #pragma once
 
-#include "bf16_words.cuh"
 #include "half_words.cuh"
 #include "lane_codes.cuh"
 
 namespace fp4::sm90 {
 
-// Where logical element k of a 16-bit activation row lies.
+// Where logical element k of an fp16 activation row lies.
 __host__ __device__ constexpr int half_position(int k) {
   const int t = k / 16 % 4, sq = k / 4 % 4, i = k % 4;
   return k / 64 * 64 + 16 * sq + 8 * (i % 2) + 2 * t + i / 2;
 }
 
-// The weights of one warp as operand A: four K = 16 instructions a half step. Words: HalfWords, Bf16Words.
-template <class Words>
-class WordWeights {
+// The weights of one warp as operand A: four K = 16 instructions a half step.
+class HalfWeights {
  public:
-  static constexpr Element kElement = Words::kElement;
+  static constexpr Element kElement = HalfWords::kElement;
   static constexpr int kInstructions = 4, kTileScales = 128;
-  static constexpr float kFactor = Words::kFactor;
+  static constexpr float kFactor = HalfWords::kFactor;
   using Fragments = uint32_t[4 * kInstructions];
-  struct Prepared {
-    typename Words::Pair even, odd;  // the rows' block scale, twice
-  };
+  using Prepared = HalfWords::Scales;
 
   // `codes` and `scales`: shared memory addresses of the warp's 16 rows in stage 0.
   __device__ __forceinline__ void init(uint32_t codes, uint32_t scales, int lane) {
@@ -40,39 +34,24 @@ class WordWeights {
   }
 
   __device__ __forceinline__ void load(uint32_t codes_offset, uint32_t scales_offset) {
-    scales_ = Words::without_flags(load_shared_4(lane_scales_ + scales_offset));
+    scales_ = HalfWords::without_flags(load_shared_4(lane_scales_ + scales_offset));
     codes_.load(codes_offset);
   }
 
   template <int Half>
   __device__ __forceinline__ Prepared prepare() const {
-    const auto both = Words::decode_scales(scales_ >> (16 * Half));
-    return {Words::low(both), Words::high(both)};
+    return HalfWords::decode_scales(scales_ >> (16 * Half));
   }
 
   template <int Half>
-  __device__ __forceinline__ void finish(const Prepared& prepared, Fragments& fragments) const {
-    const uint4 codes = codes_.half[Half];
-    uint32_t even[2][4], odd[2][4];
-    words_.dequantize(codes.x, codes.y, prepared.even, even);
-    words_.dequantize(codes.z, codes.w, prepared.odd, odd);
-#pragma unroll
-    for (int s = 0; s < 2; ++s) {
-#pragma unroll
-      for (int i = 0; i < 4; ++i) {
-        fragments[8 * s + 2 * i] = even[s][i];
-        fragments[8 * s + 2 * i + 1] = odd[s][i];
-      }
-    }
+  __device__ __forceinline__ void finish(const Prepared& scales, Fragments& fragments) const {
+    words_.dequantize(codes_.half[Half], scales, reinterpret_cast<uint32_t (&)[kInstructions][4]>(fragments));
   }
 
  private:
   LaneCodes codes_;
   uint32_t lane_scales_, scales_;
-  Words words_;
+  HalfWords words_;
 };
-
-class HalfWeights : public WordWeights<HalfWords> {};
-class Bf16Weights : public WordWeights<Bf16Words> {};
 
 }  // namespace fp4::sm90

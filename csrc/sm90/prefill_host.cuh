@@ -233,8 +233,9 @@ inline int run(const Candidates& candidates, const PrefillArguments& a) {
   const bool wide = candidates.list[0].element != Element::kE4m3;  // a copy does not look at the values
   const auto x_type = wide ? CU_TENSOR_MAP_DATA_TYPE_FLOAT16 : CU_TENSOR_MAP_DATA_TYPE_UINT8;
   const int x_bytes = wide ? 2 : 1;
-  if (a.groups < 1 || a.m < 0 || a.n < 64 || a.n % 64 != 0 || a.kp < 128 || a.kp % 128 != 0 ||
-      a.config >= candidates.count || (a.mode == RowMode::kDense && a.groups != 1)) {
+  if (a.groups < 1 || a.m < 0 || a.n < 64 || a.n % 64 != 0 || a.kp < 128 || a.kp % 128 != 0 || a.k < 1 ||
+      a.k > a.kp || a.k * x_bytes % 16 != 0 || a.config >= candidates.count ||
+      (a.mode == RowMode::kDense && a.groups != 1)) {
     return kBadArgument;
   }
   if (a.m == 0) return 0;
@@ -270,7 +271,7 @@ inline int run(const Candidates& candidates, const PrefillArguments& a) {
   Maps maps;
   bool encoded = true;
   for (int box = 0; box < kXBoxes; ++box) {
-    encoded &= encode_matrix(&maps.x[box], x_type, x_bytes, a.x, a.kp, rows, kXRowBytes / x_bytes,
+    encoded &= encode_matrix(&maps.x[box], x_type, x_bytes, a.x, a.k, rows, kXRowBytes / x_bytes,
                              kTokenStep << box, CU_TENSOR_MAP_SWIZZLE_128B);
   }
   // Codes in 8-byte elements, since a box has at most 256 elements in a row.

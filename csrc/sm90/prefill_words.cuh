@@ -1,10 +1,8 @@
-// The candidates for 16-bit activations in the order of half_position, whatever the words that hold the
-// weights.
+// The candidates for 16-bit activations, whatever the words that hold the weights.
 #pragma once
 
 #include <iterator>
 
-#include "prefill_half.cuh"
 #include "prefill_host.cuh"
 
 namespace fp4::sm90 {

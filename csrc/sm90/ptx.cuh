@@ -201,6 +201,12 @@ __device__ __forceinline__ uint4 load_shared_16(uint32_t smem) {
   return value;
 }
 
+__device__ __forceinline__ uint2 load_shared_8(uint32_t smem) {
+  uint2 value;
+  asm volatile("ld.shared.v2.u32 {%0, %1}, [%2];" : "=r"(value.x), "=r"(value.y) : "r"(smem));
+  return value;
+}
+
 __device__ __forceinline__ uint32_t load_shared_4(uint32_t smem) {
   uint32_t value;
   asm volatile("ld.shared.u32 %0, [%1];" : "=r"(value) : "r"(smem));

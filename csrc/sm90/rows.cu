@@ -18,11 +18,10 @@ namespace {
 
 constexpr float kFp8Max = 448.f;
 
-// What becomes of a row: x's type in plain order (gated rows only, which stay where they are); or, in the
-// layout's order, e4m3 with a scale a row; fp16 with a power of two a row (half_position in
-// prefill_half.cuh), so that of a bfloat16 row bits are lost only of values below 2^-31 of its largest; or,
-// in that order, bf16.
-enum class Form : int { kSame, kFp8, kHalf, kBf16 };
+// What becomes of a row: x's type in plain order; or, in the layout's order, e4m3 with a scale a row; or fp16
+// with a power of two a row (half_position in prefill_half.cuh), so that of a bfloat16 row bits are lost only
+// of values below 2^-31 of its largest.
+enum class Form : int { kSame, kFp8, kHalf };
 
 struct Rows {
   const void* x;
@@ -92,11 +91,17 @@ __device__ __forceinline__ Scaling scaling(float amax) {
   return {__uint_as_float(uint32_t(268 - exponent) << 23), __uint_as_float(uint32_t(exponent - 14) << 23)};
 }
 
-// The words of a block, times `up`, as its quad stores them: each four of them one a lane.
-template <Form kForm>
+// The words of a block, times `up`, as its pair or quad stores them: each four of them one a lane.
+template <typename T, Form kForm>
 __device__ __forceinline__ void to_words(const float (&v)[kRowValues], float up, const SwapLanes& swap,
                                          uint32_t* words) {
-  if constexpr (kForm == Form::kFp8) {
+  if constexpr (kForm == Form::kSame) {
+    uint32_t w[kRowValues / 2];
+    pack_values<T>(v, w);
+    exchange_halves(w, swap);
+#pragma unroll
+    for (int j = 0; j < kRowValues / 2; ++j) words[j] = w[j];
+  } else if constexpr (kForm == Form::kFp8) {
     uint32_t w[4];
 #pragma unroll
     for (int j = 0; j < 4; ++j) {
@@ -113,13 +118,8 @@ __device__ __forceinline__ void to_words(const float (&v)[kRowValues], float up,
 #pragma unroll
       for (int j = 0; j < 4; ++j) {
         const int k = (4 * part + j) / 2 * 4 + j % 2;
-        if constexpr (kForm == Form::kBf16) {
-          const __nv_bfloat162 pair = __floats2bfloat162_rn(v[k], v[k + 2]);
-          w[j] = reinterpret_cast<const uint32_t&>(pair);
-        } else {
-          const half2 pair = __floats2half2_rn(v[k] * up, v[k + 2] * up);
-          w[j] = reinterpret_cast<const uint32_t&>(pair);
-        }
+        const half2 pair = __floats2half2_rn(v[k] * up, v[k + 2] * up);
+        w[j] = reinterpret_cast<const uint32_t&>(pair);
       }
       transpose_quad(w, swap);
 #pragma unroll
@@ -159,63 +159,47 @@ __global__ void __launch_bounds__(kLanes ? kRowThreads : 32 * kMaxRowWarps,
   int to = destination(lane % kShare);
 
   const SwapLanes swap{lane};
-  if constexpr (kForm == Form::kSame) {
-    static_assert(kGated);
+  constexpr int kBytes = kForm == Form::kFp8 ? 1 : 2, kWords = kRowValues * kBytes / 4;
+  constexpr bool kScaled = kForm != Form::kSame;
+  float v[kGated ? kBlocks : 1][kRowValues];
+  float amax = 0.f;
 #pragma unroll
-    for (int i = 0; i < kBlocks; ++i) {
-      const int block = i * lanes + lane;
-      float v[kRowValues];
-      raw[i].values(p.gate, p.interleaved, p.width, (i * lanes + lane) * kRowValues, v);
-      uint32_t w[kRowValues / 2];
-      pack_values<T>(v, w);
-      exchange_halves(w, swap);
-      T* at = static_cast<T*>(p.out) + int64_t(row) * p.width;
-#pragma unroll
-      for (int h = 0; h < 2; ++h) {
-        const int k = half_column(block, h);
-        if (row < p.count && k < p.width) store_16_bytes(at + k, w + 4 * h);
-      }
+  for (int i = 0; i < kBlocks; ++i) {
+    if constexpr (kGated) {
+      raw[i].values(p.gate, p.interleaved, p.width, (i * lanes + lane) * kRowValues, v[i]);
+      if constexpr (kScaled) amax = fmaxf(amax, largest(v[i]));
+    } else if constexpr (kScaled) {
+      amax = fmaxf(amax, largest(raw[i].part[0]));
     }
-  } else {
-    constexpr int kBytes = kForm == Form::kFp8 ? 1 : 2, kWords = kRowValues * kBytes / 4;
-    constexpr bool kScaled = kForm != Form::kBf16;
-    float v[kGated ? kBlocks : 1][kRowValues];
-    float amax = 0.f;
+  }
+  Scaling scaled = {1.f, 1.f};
+  if constexpr (kScaled) scaled = scaling<kForm>(row_max<kLanes>(amax));
+  uint32_t words[kBlocks][kWords];
 #pragma unroll
-    for (int i = 0; i < kBlocks; ++i) {
-      if constexpr (kGated) {
-        raw[i].values(p.gate, p.interleaved, p.width, (i * lanes + lane) * kRowValues, v[i]);
-        if constexpr (kScaled) amax = fmaxf(amax, largest(v[i]));
-      } else if constexpr (kScaled) {
-        amax = fmaxf(amax, largest(raw[i].part[0]));
-      }
-    }
-    Scaling scaled = {1.f, 1.f};
-    if constexpr (kScaled) scaled = scaling<kForm>(row_max<kLanes>(amax));
-    uint32_t words[kBlocks][kWords];
+  for (int i = 0; i < kBlocks; ++i) {
+    auto& values = v[kGated ? i : 0];
+    if constexpr (!kGated)
+      raw[i].values(p.gate, p.interleaved, p.width, (i * lanes + lane) * kRowValues, values);
+    to_words<T, kForm>(values, scaled.up, swap, words[i]);
+  }
+  for (int copies = 0; copies < p.copies; copies += kShare) {
+    if (copies > 0) to = destination(copies + lane % kShare);
+    if (kScaled && to >= 0 && lane < kShare) p.scale[to] = scaled.scale;
+    const int count = min(kShare, p.copies - copies);
+    for (int j = 0; j < count; ++j) {
+      const int at = __shfl_sync(~0u, to, j, kShare);
+      if (at < 0) continue;
+      const int columns = kForm == Form::kSame ? p.width : p.padded;
+      auto* out = static_cast<uint8_t*>(p.out) + int64_t(at) * columns * kBytes;
 #pragma unroll
-    for (int i = 0; i < kBlocks; ++i) {
-      auto& values = v[kGated ? i : 0];
-      if constexpr (!kGated)
-        raw[i].values(p.gate, p.interleaved, p.width, (i * lanes + lane) * kRowValues, values);
-      to_words<kForm>(values, scaled.up, swap, words[i]);
-    }
-    for (int copies = 0; copies < p.copies; copies += kShare) {
-      if (copies > 0) to = destination(copies + lane % kShare);
-      if (kScaled && to >= 0 && lane < kShare) p.scale[to] = scaled.scale;
-      const int count = min(kShare, p.copies - copies);
-      for (int j = 0; j < count; ++j) {
-        const int at = __shfl_sync(~0u, to, j, kShare);
-        if (at < 0) continue;
-        auto* out = static_cast<uint8_t*>(p.out) + int64_t(at) * p.padded * kBytes;
+      for (int i = 0; i < kBlocks; ++i) {
+        const int block = i * lanes + lane;
 #pragma unroll
-        for (int i = 0; i < kBlocks; ++i) {
-          const int block = i * lanes + lane;
-          if (block * kRowValues >= p.padded) continue;
-          // The quad's 64 columns, then this lane's 16 bytes of each four words.
-          auto* part = out + (block / 4 * 64) * kBytes + block % 4 * 16;
-#pragma unroll
-          for (int h = 0; h < kBytes; ++h) store_16_bytes(part + 64 * h, words[i] + 4 * h);
+        for (int h = 0; h < kBytes; ++h) {
+          // Of the quad's 64 columns this lane's 16 bytes of each four words.
+          const int column = kForm == Form::kSame ? half_column(block, h)
+                                                  : block / 4 * 64 + (block % 4 * 16 + 64 * h) / kBytes;
+          if (column < columns) store_16_bytes(out + column * kBytes, words[i] + 4 * h);
         }
       }
     }
@@ -253,18 +237,14 @@ int launch(const Rows& p, Form form, bool dependent, cudaStream_t stream) {
   const bool gated = p.gate.act != Act::kNone;
   switch (form) {
     case Form::kSame:
-      return gated ? launch<T, true, Form::kSame>(p, dependent, stream) : cudaErrorInvalidValue;
+      return gated ? launch<T, true, Form::kSame>(p, dependent, stream)
+                   : launch<T, false, Form::kSame>(p, dependent, stream);
     case Form::kFp8:
       return gated ? launch<T, true, Form::kFp8>(p, dependent, stream)
                    : launch<T, false, Form::kFp8>(p, dependent, stream);
     case Form::kHalf:
       return gated ? launch<T, true, Form::kHalf>(p, dependent, stream)
                    : launch<T, false, Form::kHalf>(p, dependent, stream);
-    case Form::kBf16:
-      if constexpr (std::is_same_v<T, __nv_bfloat16>) {
-        return gated ? launch<T, true, Form::kBf16>(p, dependent, stream)
-                     : launch<T, false, Form::kBf16>(p, dependent, stream);
-      }
   }
   return cudaErrorInvalidValue;
 }
@@ -275,10 +255,9 @@ int launch(const Rows& p, Form form, bool dependent, cudaStream_t stream) {
 using namespace fp4::sm90;
 
 // Rows of x (16-bit, aligned to 16 bytes, `width` columns, a multiple of 16; 2 * width if gated) to `out` in
-// `form`: x's type [count, width]; e4m3 or fp16 [.., padded] with scale [..]; or bf16 [.., padded], of bf16
-// rows alone. Row r of x becomes the `copies` rows position[r, ..] of out, or row r (position null, copies
-// 1). Rows of out from *end on (end not null) may be left unwritten. dependent: starts while the kernel
-// before it may still run.
+// `form`: x's type [.., width]; or e4m3 or fp16 [.., padded] with scale [..]. Row r of x becomes the `copies`
+// rows position[r, ..] of out, or row r (position null, copies 1). Rows of out from *end on (end not null)
+// may be left unwritten. dependent: starts while the kernel before it may still run.
 extern "C" int fp4_sm90_rows(const void* x, DType x_type, int count, const int* position, int copies,
                              const int* end, Act act, float alpha, float limit, float up_offset,
                              int interleaved, int width, int padded, Form form, void* out, float* scale,

@@ -15,28 +15,30 @@ constexpr int kStep = 128, kBlocks = 4;
 
 // What a thread takes: one lane of 16 rows by 128 k of the layout. i counts (tile over all matrices, step,
 // lane).
+template <class Bits>
 struct LanePlace {
   Sm90Lane lane;
   int64_t row;  // the even one, over all matrices
-  int k;
+  int k, t;
 
   __host__ __device__ LanePlace(int64_t i, int kp) {
     const int64_t tile_step = i >> 5, tile = tile_step / (kp / kStep);
-    const int step = int(tile_step - tile * (kp / kStep)), number = int(i) & 31;
-    lane = sm90_lane(tile, step, kp / kStep, number);
-    row = tile * 16 + number / 4 * 2;
-    k = step * kStep + number % 4 * 16;
+    const int step = int(tile_step - tile * (kp / kStep)), g = int(i) >> 2 & 7;
+    t = int(i) & 3;
+    lane = sm90_lane<Bits>(tile, step, kp / kStep, g, t);
+    row = tile * 16 + 2 * g;
+    k = step * kStep;
   }
 
-  __host__ __device__ int64_t row_of(int block) const { return row + block % 2; }
-  __host__ __device__ int k_of(int block) const { return k + block / 2 * 64; }
+  __host__ __device__ int64_t row_of(int number) const { return row + number % 2; }
+  __host__ __device__ int k_of(int number) const { return k + 16 * Bits::block_of(t, number / 2); }
 };
 
 // Lane i of plain codes [rows, k / 2] and e4m3 scales [rows, k / 16], rows over all matrices.
 template <class Bits>
 __host__ __device__ void pack_lane(int64_t i, const uint8_t* packed, const uint8_t* scales, int k, int kp,
                                    uint8_t* to_packed, uint8_t* to_scales) {
-  const LanePlace at(i, kp);
+  const LanePlace<Bits> at(i, kp);
   uint64_t words[kBlocks] = {};
   uint32_t four = 0;
 #pragma unroll
@@ -54,7 +56,7 @@ __host__ __device__ void pack_lane(int64_t i, const uint8_t* packed, const uint8
     for (int j = 0; j < 16; ++j) {
 #pragma unroll
       for (int bit = 0; bit < 4; ++bit) {
-        words[b] |= (codes >> (4 * j + bit) & 1) << Bits::bit(j, bit);
+        words[Bits::word(b, j)] |= (codes >> (4 * j + bit) & 1) << Bits::bit(b, j, bit);
       }
     }
   }
@@ -82,7 +84,7 @@ inline __host__ __device__ __half convert(float v) {
 template <class Bits, typename T>
 __host__ __device__ void dequantize_lane(int64_t i, const uint8_t* packed, const uint8_t* scales,
                                          const float* global_scale, int64_t n, int kp, T* out) {
-  const LanePlace at(i, kp);
+  const LanePlace<Bits> at(i, kp);
   uint64_t words[kBlocks];
 #pragma unroll
   for (int w = 0; w < kBlocks; ++w) words[w] = *reinterpret_cast<const uint64_t*>(packed + at.lane.word(w));
@@ -95,13 +97,14 @@ __host__ __device__ void dequantize_lane(int64_t i, const uint8_t* packed, const
     alignas(16) T v[16];
 #pragma unroll
     for (int j = 0; j < 16; ++j) {
+      const uint64_t word = words[Bits::word(b, j)];
       uint32_t m = 0;
 #pragma unroll
-      for (int bit = 0; bit < 3; ++bit) m |= (words[b] >> Bits::bit(j, bit) & 1) << bit;
+      for (int bit = 0; bit < 3; ++bit) m |= (word >> Bits::bit(b, j, bit) & 1) << bit;
       // Arithmetic instead of a table in memory: e2m1 is 0.5 * m below 2, else (2 + m % 2) * 2^(m / 2 - 2).
       const float magnitude = m < 4 ? 0.5f * m : (2 + (m & 1)) * (m < 6 ? 1.f : 2.f);
       const float value = magnitude * float(scale);
-      const bool negative = words[b] >> Bits::bit(j, 3) & 1;
+      const bool negative = word >> Bits::bit(b, j, 3) & 1;
       if constexpr (sizeof(T) == 8) {
         v[j] = (negative ? -double(value) : double(value)) * factor;
       } else {

@@ -79,7 +79,7 @@ def prefill_us(product: Product, kernel: str, sms: int) -> float:
     routing = product.routing if product.routing in prefill.MODES else Routing.OFFS
     modelled = prefill.choose(routing, *product[1:], sms, kernel).seconds * 1e6
     launch, factor = PREFILL_US[kernel]
-    order = 0 if kernel == "w4a8" else product.all_rows * product.kp / ORDER_RATE
+    order = product.all_rows * product.kp / ORDER_RATE if kernel == "half" else 0
     return launch + GROUP_US * product.groups + factor * modelled + order
 
 

@@ -63,14 +63,8 @@ def _aligned(a: Tensor) -> Tensor:
     return a if a.data_ptr() % 16 == 0 else a.clone()
 
 
-def _ordered(a: Tensor, a_scale: Tensor | None, bf16: bool) -> tuple[Tensor, Tensor | None]:
-    """Rows as prefill takes them: fp8 ones are, 16-bit ones go through rows.to_bf16, for weights in layout
-    sm90_bf16, or to_half."""
-    if a.dtype == torch.float8_e4m3fn:
-        assert a_scale is not None
-        return a, a_scale
-    if bf16:
-        return rows.to_bf16(a)[0], a_scale
+def _ordered(a: Tensor, a_scale: Tensor | None) -> tuple[Tensor, Tensor]:
+    """16-bit rows as prefill takes them for weights in layout sm90: fp16, in its order."""
     half, factor = rows.to_half(a)
     return half, factor if a_scale is None else factor * a_scale
 
@@ -105,9 +99,12 @@ def _product(
     if decodes(a, w, routing, per_group):
         _decode(a, a_scale, w, _Routed(routing, route, None), 1, out, max_m=per_group)
     else:
-        ordered = _ordered(_aligned(a), a_scale, w.bf16)
-        early = a.dtype != torch.float8_e4m3fn  # the last kernel launched puts the rows in order
-        PREFILL[type(w)].run(*ordered, w, route, routing, per_group, out, early=early)
+        a = _aligned(a)
+        ordered = a.dtype != torch.float8_e4m3fn and not w.bf16
+        if ordered:
+            a, a_scale = _ordered(a, a_scale)
+        # Then the last kernel launched is that pass, and made all that may be under way.
+        PREFILL[type(w)].run(a, a_scale, w, route, routing, per_group, out, early=ordered)
 
 
 def mm(a: Tensor, a_scale: Tensor | None, w: Weight, out_dtype: torch.dtype) -> Tensor:
@@ -213,24 +210,34 @@ class _Rows(NamedTuple):
     """How a block's rows go into its products."""
 
     quantize: Callable[..., tuple[Tensor, Tensor | None]] | None
-    """rows.quantize_* for this a_format, as decode or prefill takes them; None: decode, as they are."""
+    """rows.quantize_* for this a_format, as decode or prefill takes them; None: as they are."""
     between: torch.dtype
     """What the first product leaves to be gated and quantised."""
 
     @classmethod
     def of(cls, a_format: str, x: torch.dtype, few: bool, bf16: bool) -> _Rows:
         if a_format == "none":
-            return cls(None if few else rows.to_bf16 if bf16 else rows.to_half, x)
+            return cls(None if few or bf16 else rows.to_half, x)
         if a_format == "fp8":
             return cls(rows.quantize_fp8, torch.bfloat16)
         to_fp4 = partial(rows.quantize_fp4, format=a_format)
         if few:
             return cls(to_fp4, torch.float32)
 
-        def ordered(*args: Any, dependent: bool = False, **named: Any) -> tuple[Tensor, Tensor | None]:
-            return _ordered(*to_fp4(*args, **named), bf16)
+        def values(*args: Any, dependent: bool = False, **named: Any) -> tuple[Tensor, Tensor]:
+            return to_fp4(*args, **named) if bf16 else _ordered(*to_fp4(*args, **named))
 
-        return cls(ordered, torch.float32)
+        return cls(values, torch.float32)
+
+    def __call__(
+        self, x: Tensor, gate: Activation | None = None, **named: Any
+    ) -> tuple[Tensor, Tensor | None]:
+        """The rows of one product; the arguments are those of `rows.quantize_fp8`."""
+        if self.quantize is not None:
+            return self.quantize(x, gate, **named)
+        if gate is None and named.get("position") is None:
+            return x, None
+        return rows.same(x, gate, **named), None
 
 
 def moe(
@@ -267,15 +274,11 @@ def _moe_decode(x: Tensor, ids: Tensor, up: Weight, down: Weight, gate: Activati
     """The experts' outputs, one row a (token, slot), in float32."""
     m, top_k = ids.numel(), ids.shape[1]
     by = _routed(ids, up.groups)
-    a, a_scale = how.quantize(x) if how.quantize else (x, None)
+    a, a_scale = how(x)
     fused = gate if gate.interleaved else None  # gate and up of a column meet in one lane's sums
     h = torch.empty((m, up.n // 2 if fused else up.n), dtype=how.between, device=x.device)
     _decode(a, a_scale, up, by, top_k, h, gate=fused)
-    h_scale = None
-    if how.quantize:
-        h, h_scale = how.quantize(h, None if fused else gate)
-    elif not fused:
-        h = rows.apply_gate(h, gate)
+    h, h_scale = how(h, None if fused else gate)
     y = torch.empty((m, down.n), dtype=torch.float32, device=x.device)
     _decode(h, h_scale, down, by, 1, y, early=True)
     return y
@@ -286,14 +289,13 @@ def _moe_sorted(
 ) -> tuple[Tensor, Tensor]:
     """The experts' outputs sorted by expert, in bfloat16, and the position of each (token, slot)."""
     m = ids.numel()
-    assert how.quantize is not None
     offs, _, position = rows.route(ids, up.groups)
     fused = gate if prefill.gates(gate, how.between) else None
     h = torch.empty((m, up.n // 2 if fused else up.n), dtype=how.between, device=x.device)
     y = torch.empty((m, down.n), dtype=torch.bfloat16, device=x.device)
     end = offs[-1:]  # rows of no expert are sorted last, and nothing reads them
     run = PREFILL[type(up)].run
-    run(*how.quantize(x, position=position, end=end), up, offs, Routing.OFFS, m, h, gate=fused, early=True)
-    ready = how.quantize(h, None if fused else gate, end=end, dependent=True)
+    run(*how(x, position=position, end=end), up, offs, Routing.OFFS, m, h, gate=fused, early=True)
+    ready = how(h, None if fused else gate, end=end, dependent=True)
     run(*ready, down, offs, Routing.OFFS, m, y, early=True)
     return y, position

@@ -20,8 +20,8 @@ MODES = {Routing.DENSE: 0, Routing.OFFS: 1, Routing.MASKED: 2}
 CHOOSE = -1
 """Lets the launcher take a candidate from the sizes."""
 KERNELS = ("w4a8", "half", "bf16", "int4", "int4_g64", "int4_g32")
-"""kKernels of csrc/sm90/prefill.cu: of fp8 rows; of 16-bit rows as rows.to_half or to_bf16 makes them; of fp8
-rows with int4 weights in groups of 128, 64, 32."""
+"""kKernels of csrc/sm90/prefill.cu: of fp8 rows; of fp16 rows as rows.to_half makes them; of bfloat16 rows;
+of fp8 rows with int4 weights in groups of 128, 64, 32."""
 
 
 def gates(gate: Activation, out: torch.dtype) -> bool:
@@ -36,7 +36,7 @@ class _Arguments(ctypes.Structure):
     _fields_ = [
         *((name, ctypes.c_void_p) for name in ("x", "x_scale", "codes", "scales", "global_scale", "bias")),
         *((name, ctypes.c_void_p) for name in ("out", "group_rows", "workspace")),
-        *((name, ctypes.c_int) for name in ("m", "groups", "n", "kp", "mode", "out_type", "bias_type")),
+        *((name, ctypes.c_int) for name in ("m", "groups", "n", "k", "kp", "mode", "out_type", "bias_type")),
         ("gate", Gate),
         ("early", ctypes.c_bool),
         ("config", ctypes.c_int),
@@ -65,6 +65,7 @@ def launch(
         m=rows,
         groups=w.groups,
         n=w.n,
+        k=x.shape[-1],
         kp=w.kp,
         mode=MODES[routing],
         out_type=DTYPE_CODES[out.dtype],
@@ -92,9 +93,10 @@ def run(
 ) -> None:
     """x [M, ...] sorted by expert; out [M, n], rows of no expert as zeros.
 
-    x [M, kp] in the layout's order with x_scale [M]: e4m3, and the weights are folded into e4m3; fp16 as
-    rows.to_half makes it, or, with a weight in layout sm90_bf16, bf16 as rows.to_bf16 does (x_scale may be
-    None: ones), and the weights are exact. `rows`: M, or the rows of each group where masked.
+    x [M, kp] in the layout's order with x_scale [M]: e4m3, and the weights are folded into e4m3; or fp16 as
+    rows.to_half makes it, and the weights are exact. With a weight in layout sm90_bf16 x [M, K] is bfloat16
+    in plain order, 16-byte aligned (x_scale may be None: ones), and the weights are exact. `rows`: M, or the
+    rows of each group where masked.
     `gate`: out [M, n / 2] of 16 bits, gated in float32; the weight has gate and up rows interleaved, and
     `gates` says whether the kernels know the activation. `early`: of what it reads, the kernel launched
     before this one makes x and x_scale at most, and those before had ended when that one began: weights may

@@ -15,7 +15,7 @@ ROUTE_CHUNK = 1024
 FP8_MAX = 448.0
 MAX_WIDTH, MAX_FP4_WIDTH = 32768, 16384
 """Columns that one block of the row kernels holds."""
-SAME, FP8, HALF, BF16 = range(4)
+SAME, FP8, HALF = range(3)
 """Form in csrc/sm90/rows.cu."""
 E8M0_BINADES = 17
 """mxfp4: how far below the largest exponent of a matrix the layout's e4m3 scales reach."""
@@ -55,7 +55,7 @@ def _shape(
     return position.numel(), width, position.numel() // max(x.shape[0], 1)
 
 
-def _ordered(
+def _rows(
     form: int,
     dtype: torch.dtype,
     x: Tensor,
@@ -65,11 +65,12 @@ def _ordered(
     dependent: bool,
 ) -> tuple[Tensor, Tensor | None]:
     count, width, copies = _shape(x, gate, position)
-    out = torch.empty((count, LAYOUT.padded(width)), dtype=dtype, device=x.device)
-    scale = None if form == BF16 else torch.empty(count, dtype=torch.float32, device=x.device)
+    padded = LAYOUT.padded(width)
+    out = torch.empty((count, width if form == SAME else padded), dtype=dtype, device=x.device)
+    scale = None if form == SAME else torch.empty(count, dtype=torch.float32, device=x.device)
     call(
         "fp4_sm90_rows", address(x), DTYPE_CODES[x.dtype], x.shape[0], address(position), copies,
-        address(end), *_gate_arguments(gate), width, LAYOUT.padded(width), form, address(out), address(scale),
+        address(end), *_gate_arguments(gate), width, padded, form, address(out), address(scale),
         dependent, stream(),
     )  # fmt: skip
     return out, scale
@@ -85,7 +86,7 @@ def quantize_fp8(
     rows position[r * copies ..] of the result. Rows of the result from end[0] on may be left unwritten.
     `dependent`: the kernel is launched while the one that makes x may still run, and waits for it.
     """
-    out, scale = _ordered(FP8, torch.float8_e4m3fn, x, gate, position, end, dependent)
+    out, scale = _rows(FP8, torch.float8_e4m3fn, x, gate, position, end, dependent)
     assert scale is not None
     return out, scale
 
@@ -99,18 +100,9 @@ def to_half(
     A row's factor is the power of two that takes its largest value to 2^14 and above: of a bfloat16 row,
     bits are lost only of values below 2^-31 of that. The other arguments as in `quantize_fp8`.
     """
-    out, factor = _ordered(HALF, torch.float16, x, gate, position, end, dependent)
+    out, factor = _rows(HALF, torch.float16, x, gate, position, end, dependent)
     assert factor is not None
     return out, factor
-
-
-def to_bf16(
-    x: Tensor, gate: Activation | None = None, position: Tensor | None = None, end: Tensor | None = None, *,
-    dependent: bool = False,
-) -> tuple[Tensor, None]:  # fmt: skip
-    """x [M, K] (bfloat16) -> bfloat16 [.., Kp] in the order of `to_half`; the arguments as there."""
-    out, _ = _ordered(BF16, torch.bfloat16, x, gate, position, end, dependent)
-    return out, None
 
 
 def quantize_fp4(
@@ -147,15 +139,13 @@ def quantize_fp8_rows(x: Tensor) -> tuple[Tensor, Tensor]:
     return codes.flatten(-4).view(torch.float8_e4m3fn), scale  # -> word, block
 
 
-def apply_gate(x: Tensor, gate: Activation, end: Tensor | None = None) -> Tensor:
-    """gate(x [M, 2 K]) -> [M, K], in x's dtype. Rows from end[0] on may be left unwritten."""
-    count, width, _ = _shape(x, gate, None)
-    out = x.new_empty((count, width))
-    call(
-        "fp4_sm90_rows", address(x), DTYPE_CODES[x.dtype], count, None, 1, address(end),
-        *_gate_arguments(gate), width, LAYOUT.padded(width), SAME, address(out), None, False, stream(),
-    )  # fmt: skip
-    return out
+def same(
+    x: Tensor, gate: Activation | None = None, position: Tensor | None = None, end: Tensor | None = None, *,
+    dependent: bool = False,
+) -> Tensor:  # fmt: skip
+    """x [M, K] (16-bit) -> [.., K] of x's dtype in plain order: gated, brought to its positions, or both. The
+    arguments as in `quantize_fp8`."""
+    return _rows(SAME, x.dtype, x, gate, position, end, dependent)[0]
 
 
 def combine(

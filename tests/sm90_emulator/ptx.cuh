@@ -97,6 +97,7 @@ T load_shared(uint32_t smem) {
   return value;
 }
 inline uint4 load_shared_16(uint32_t smem) { return load_shared<uint4>(smem); }
+inline uint2 load_shared_8(uint32_t smem) { return load_shared<uint2>(smem); }
 inline uint32_t load_shared_4(uint32_t smem) { return load_shared<uint32_t>(smem); }
 inline float2 load_shared_pair(uint32_t smem) { return load_shared<float2>(smem); }
 

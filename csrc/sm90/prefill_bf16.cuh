@@ -1,0 +1,69 @@
+// Weights of layout sm90_bf16 as bf16 fragments of wgmma's A operand, for activations in plain order: no pass
+// over them is needed.
+//
+// Instruction b of a half step takes block b of its 64 K: lane t of a quad codes 2t, 2t + 1, 2t + 8 and 2t +
+// 9, which are word t of the lane of the layout that has blocks b and b + 1 (b even) of both of its rows. All
+// four lanes need the scales of all blocks.
+#pragma once
+
+#include "bf16_words.cuh"
+#include "warp.cuh"
+
+namespace fp4::sm90 {
+
+class Bf16Weights {
+ public:
+  static constexpr Element kElement = Bf16Words::kElement;
+  static constexpr int kInstructions = 4, kTileScales = 128;
+  static constexpr float kFactor = Bf16Words::kFactor;
+  using Fragments = uint32_t[4 * kInstructions];
+  struct Prepared {
+    Bf16Words::Scales pair[2];  // of blocks 2i and 2i + 1 of the half step
+  };
+
+  // Of 16 rows by 128 k: a lane's word of lane i of the layout, and the scales of the layout's four lanes.
+  static __host__ __device__ __forceinline__ int word_at(int lane, int i) {
+    return int(Sm90Lane{Sm90Bf16::slot(lane / 4, i) * 16, 0}.word(lane % 4));
+  }
+  static __host__ __device__ __forceinline__ int scales_at(int lane) { return lane / 4 * 16; }
+
+  // `codes` and `scales`: shared memory addresses of the warp's 16 rows in stage 0.
+  __device__ __forceinline__ void init(uint32_t codes, uint32_t scales, int lane) {
+#pragma unroll
+    for (int i = 0; i < 2; ++i) lane_words_[i] = kept_address(codes + word_at(lane, i), lane);
+    lane_scales_ = kept_address(scales + scales_at(lane), lane);
+  }
+
+  __device__ __forceinline__ void load(uint32_t codes_offset, uint32_t scales_offset) {
+    scales_ = load_shared_16(lane_scales_ + scales_offset);
+#pragma unroll
+    for (int i = 0; i < 4; ++i)
+      words_[i] = load_shared_8(lane_words_[i % 2] + codes_offset + kSlots * (i / 2));
+  }
+
+  template <int Half>
+  __device__ __forceinline__ Prepared prepare() const {
+    return {{Bf16Words::decode_scales(Half == 0 ? scales_.x : scales_.z),
+             Bf16Words::decode_scales(Half == 0 ? scales_.y : scales_.w)}};
+  }
+
+  template <int Half>
+  __device__ __forceinline__ void finish(const Prepared& scales, Fragments& fragments) const {
+#pragma unroll
+    for (int i = 0; i < 2; ++i) {
+      const uint2& word = words_[2 * Half + i];
+      Bf16Words::dequantize(word.x, word.y, scales.pair[i],
+                            reinterpret_cast<uint32_t (&)[2][4]>(fragments[8 * i]));
+    }
+  }
+
+ private:
+  // From the slot of lane i of the layout to that of i + 2.
+  static constexpr int kSlots = 16 * (Sm90Bf16::slot(0, 2) - Sm90Bf16::slot(0, 0));
+
+  uint32_t lane_words_[2], lane_scales_;
+  uint2 words_[4];
+  uint4 scales_;
+};
+
+}  // namespace fp4::sm90
