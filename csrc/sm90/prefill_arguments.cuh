@@ -25,7 +25,8 @@ struct PrefillArguments {
   RowMode mode;
   DType out_type, bias_type;
   Gate gate;
-  bool early;  // only x and x_scale come from the kernel launched before this one: start while it runs
+  bool early;  // of what is read, the kernel launched before makes x and x_scale at most: weights need not
+               // wait
   int config;  // a candidate; -1: the one that `choose` takes
   cudaStream_t stream;
 };

@@ -43,9 +43,10 @@ struct Problem {
   DType bias_type;
   void* out;
   DType out_type;
-  Gate gate;  // gated: rows 2i and 2i + 1 of the weight are gate i and up i; kSilu, 16-bit results
-  int n;      // weight rows
-  int steps;  // of 128 K
+  Gate gate;   // gated: rows 2i and 2i + 1 of the weight are gate i and up i; kSilu, 16-bit results
+  int n;       // weight rows
+  int steps;   // of 128 K
+  bool early;  // weights and routing were there before the kernel launched before this one began
   // Of tiles that several blocks share: see Shares and PrefillBlock::part_sums.
   int share_below;
   float4* part_sums;

@@ -15,10 +15,10 @@ namespace fp4::sm90 {
 
 constexpr int kBadArgument = -1, kNoDriver = -2;
 
-using Launch = int (*)(const Problem&, const Maps&, int sms, bool dependent, cudaStream_t);
+using Launch = int (*)(const Problem&, const Maps&, int sms, cudaStream_t);
 
 template <class Config, bool kGated>
-int launch_gated(const Problem& problem, const Maps& maps, int sms, bool dependent, cudaStream_t stream) {
+int launch_gated(const Problem& problem, const Maps& maps, int sms, cudaStream_t stream) {
   constexpr size_t kBytes = sizeof(SharedStorage<Config>);
   static_assert(kBytes <= 232448, "more shared memory than a block of sm_90 can have");
   auto kernel = prefill_kernel<Config, kGated>;
@@ -26,13 +26,13 @@ int launch_gated(const Problem& problem, const Maps& maps, int sms, bool depende
   if (error != cudaSuccess) return error;
   const LaunchShape shape = {dim3(sms / Config::Cluster * Config::Cluster), dim3(Config::Threads), kBytes,
                              Config::Cluster};
-  return launch_kernel(kernel, shape, dependent, stream, problem, maps);
+  return launch_kernel(kernel, shape, true, stream, problem, maps);
 }
 
 template <class Config>
-int launch(const Problem& problem, const Maps& maps, int sms, bool dependent, cudaStream_t stream) {
-  return problem.gate.act == Act::kNone ? launch_gated<Config, false>(problem, maps, sms, dependent, stream)
-                                        : launch_gated<Config, true>(problem, maps, sms, dependent, stream);
+int launch(const Problem& problem, const Maps& maps, int sms, cudaStream_t stream) {
+  return problem.gate.act == Act::kNone ? launch_gated<Config, false>(problem, maps, sms, stream)
+                                        : launch_gated<Config, true>(problem, maps, sms, stream);
 }
 
 // Measured cycles of a kernel at the clock below: a step of 128 K takes base + slope x width, but at least
@@ -264,6 +264,7 @@ inline int run(const Candidates& candidates, const PrefillArguments& a) {
   problem.part_flags =
       reinterpret_cast<uint64_t*>(static_cast<uint8_t*>(a.workspace) + int64_t(sms) * choice.sum_bytes);
   problem.ticket = next_ticket();
+  problem.early = a.early;
 
   uint64_t rows = static_cast<uint64_t>(a.m) * (a.mode == RowMode::kMasked ? a.groups : 1);
   uint64_t weight_tiles = static_cast<uint64_t>(a.groups) * a.n / kTileRows;
@@ -284,7 +285,7 @@ inline int run(const Candidates& candidates, const PrefillArguments& a) {
                     CU_TENSOR_MAP_SWIZZLE_NONE) &&
       encode_output(&maps.out, problem.out_type, gated, a.out, a.n, rows, choice.store_tokens);
   if (!encoded) return kBadArgument;
-  return choice.run(problem, maps, sms, a.early, a.stream);
+  return choice.run(problem, maps, sms, a.stream);
 }
 
 // Of each kernel, in its file.

@@ -551,8 +551,8 @@ __global__ void __launch_bounds__(Config::Threads, 1)
   if (threadIdx.x >= Config::Warpgroups * kWarpgroup) {
     if constexpr (Config::MovesRegisters) register_give<Config::ProducerRegisters>();
     const auto role = static_cast<Role>(uniform(threadIdx.x / kWarp % 4));
-    // All but the weights and the routing. Results are stored only after activations have come.
-    if (role != Role::kWeights) wait_previous_kernel();
+    // Results are stored only after activations have come.
+    if (role != Role::kWeights || !problem.early) wait_previous_kernel();
     if (role == Role::kZeros) {
       block.zero_rows(blockIdx.x * kWarp + threadIdx.x % kWarp, gridDim.x * kWarp);
     } else {
