@@ -2,9 +2,10 @@
 
     python benchmarks/h200_rows.py [--rows 0.25,1,2,...]
 
-nvfp4, four models' products with random routing, dense products, and the models' blocks. `16` are bfloat16
-rows, whose prefill includes the pass that puts them in order; `8` fp8 ones, quantised before. `*` is the one
-that the operators take. A block in `auto` is decode of the rows as they are, or prefill of fp8 ones.
+nvfp4, four models' products with random routing, dense products, and the models' blocks. `16` and `bf16` are
+bfloat16 rows and weights in layout sm90, for whose prefill a pass puts them in order, and sm90_bf16; `8` fp8
+rows, quantised before. `*` is the one that the operators take. A block in `auto` is decode of the rows as
+they are, or prefill of fp8 ones.
 """
 
 from __future__ import annotations
@@ -17,6 +18,8 @@ from h200_hopper import MODELS, ROUTINGS, Model, median_us, random_weight, routi
 from fp4_ops.sm90 import choice, ops
 from fp4_ops.sm90.decode import Routing
 
+LAYOUTS = ("sm90", "sm90_bf16")
+BLOCKS = (("sm90", "none"), ("sm90_bf16", "none"), ("sm90", "fp8"), ("sm90", "auto"))
 DENSE = ((2048, 768), (4096, 4096), (5760, 2880), (28672, 4096), (4096, 14336), (8192, 8192))
 
 
@@ -37,12 +40,13 @@ def line(groups: int, n: int, k: int, each: float, columns: list[str]) -> None:
 
 
 def products(groups: int, n: int, k: int, each: float, offs: list[torch.Tensor] | None, m: int) -> None:
-    weights = [random_weight(groups, n, k) for _ in range(ROUTINGS if offs is None else 1)]
+    copies = ROUTINGS if offs is None else 1
+    sm90, wide = ([random_weight(groups, n, k, layout) for _ in range(copies)] for layout in LAYOUTS)
     x = torch.randn(m, k, device="cuda").bfloat16()
     codes, scale = ops.rows.quantize_fp8(x)
     mode = Routing.DENSE if offs is None else Routing.OFFS
     columns = []
-    for a, a_scale in ((x, None), (codes, scale)):
+    for a, a_scale, weights in ((x, None, sm90), (x, None, wide), (codes, scale, sm90)):
 
         def run(i: int) -> None:
             if offs is None:
@@ -54,13 +58,14 @@ def products(groups: int, n: int, k: int, each: float, offs: list[torch.Tensor] 
     line(groups, n, k, each, columns)
 
 
-def block(model: Model, up, down, each: float) -> None:
+def block(model: Model, weights, each: float) -> None:
     tokens = max(round(each * model.experts / max(model.top_k, 1)), 1)
     ids = [routing(model, tokens) for _ in range(ROUTINGS)]
     x = torch.randn(tokens, model.hidden, device="cuda").bfloat16()
     scores = torch.rand(tokens, ids[0].shape[1], device="cuda")
     columns = []
-    for a_format in ("none", "fp8", "auto"):
+    for layout, a_format in BLOCKS:
+        up, down = weights[layout]
 
         def run(i: int) -> None:
             args = (x, ids[i], scores, up, down, "silu_interleaved", a_format, torch.bfloat16)  # noqa: B023
@@ -79,7 +84,8 @@ def main() -> None:
     rows = [float(r) for r in parser.parse_args().rows.split(",")]
     print(f"{torch.cuda.get_device_name()}, torch {torch.__version__}")
     head = f"{'G':>5}{'N':>7}{'K':>7}{'rows':>7}"
-    print(head + "".join(f"{name:>10}" for name in ("decode 16", "prefill", "decode 8", "prefill")))
+    names = ("16 dec", "prefill", "bf16 dec", "prefill", "8 dec", "prefill")
+    print(head + "".join(f"{name:>10}" for name in names))
     for model in MODELS:
         for n, k in ((2 * model.inter, model.hidden), (model.hidden, model.inter)):
             for each in rows:
@@ -92,14 +98,13 @@ def main() -> None:
             if each >= 1:
                 products(1, n, k, each, None, round(each))
     print("blocks, [N, K] of gate/up\n" + head, end="")
-    print(
-        "".join(f"{name:>10}" for name in ("none dec", "sorted", "fp8 dec", "sorted", "auto dec", "sorted"))
-    )
+    names = ("none dec", "sorted", "bf16 dec", "sorted", "fp8 dec", "sorted", "auto dec", "sorted")
+    print("".join(f"{name:>10}" for name in names))
     for model in MODELS:
-        up = random_weight(model.experts, 2 * model.inter, model.hidden)
-        down = random_weight(model.experts, model.hidden, model.inter)
+        shapes = (2 * model.inter, model.hidden), (model.hidden, model.inter)
+        weights = {to: [random_weight(model.experts, *shape, to) for shape in shapes] for to in LAYOUTS}
         for each in rows:
-            block(model, up, down, each)
+            block(model, weights, each)
 
 
 if __name__ == "__main__":
