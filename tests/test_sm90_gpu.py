@@ -226,8 +226,9 @@ def test_every_16_bit_prefill_candidate(shape, dtype, layout, config):
     w = Weights(*shape, format="nvfp4", layout=layout)
     bias = torch.randn(groups, n, device="cuda", dtype=dtype)
     weight = w.of_kernels(bias)
-    counts = torch.tensor([0, 1, 64, 65, 160, 161, 193, 300, 385], device="cuda")
-    counts = counts[torch.randint(0, 9, (groups,), device="cuda")] if groups < 100 else counts[:3].repeat(100)
+    counts = torch.tensor([0, 1, 64, 65, 120, 160, 161, 190, 193, 300, 385], device="cuda")
+    draw = torch.randint(0, len(counts), (groups,), device="cuda")
+    counts = counts[draw] if groups < 100 else counts[:3].repeat(100)
     counts[0] = 161
     m = int(counts.sum()) + 5
     ids = torch.repeat_interleave(torch.arange(groups, device="cuda"), counts)
@@ -270,10 +271,11 @@ def test_every_16_bit_prefill_candidate(shape, dtype, layout, config):
 @pytest.mark.parametrize("dtype, config", CANDIDATES)
 def test_gates_of_every_prefill_candidate(dtype, config, gate):
     """Contiguous and masked, token tiles of every width, the last columns, empty experts, rows of none."""
-    groups, n, k = 9, 320, 384
+    groups, n, k = 13, 320, 384
     w = Weights(groups, n, k, format="nvfp4", exact_scales=True, layout=layout_for(dtype))
     weight = w.of_kernels(bias := torch.randn(groups, n, device="cuda"))
-    counts = torch.tensor([0, 1, 31, 64, 65, 129, 193, 285, 600], device="cuda")[torch.randperm(9)]
+    counts = torch.tensor([0, 1, 31, 64, 65, 120, 129, 170, 190, 193, 265, 285, 600], device="cuda")
+    counts = counts[torch.randperm(groups)]
     m = int(counts.sum()) + 5
     ids = torch.repeat_interleave(torch.arange(groups, device="cuda"), counts)
     ids = torch.cat([ids, ids.new_full((5,), -1)])

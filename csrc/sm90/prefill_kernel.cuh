@@ -288,21 +288,34 @@ class PrefillBlock {
     wgmma_commit();
   }
 
-  // All K of a tile. Enters with the first half step folded, and leaves so for the next tile, if any.
-  template <int Tokens>
-  __device__ __forceinline__ void multiply(Sums& sums, int steps, TileSize& next) {
+  // The same for the one of the widths that is the tile's.
+  template <int Half, int Width, int... Others>
+  __device__ __forceinline__ void issue(WidthList<Width, Others...>, Sums& sums, int width, int keep) {
+    if constexpr (sizeof...(Others) == 0) {
+      issue_half<Width, Half>(sums, keep);
+    } else if (width == Width) {
+      issue_half<Width, Half>(sums, keep);
+    } else {
+      issue<Half>(WidthList<Others...>(), sums, width, keep);
+    }
+  }
+
+  // All K of a tile, which has one of `Widths`. Enters with the first half step folded, and leaves so for the
+  // next tile, if any.
+  template <class Widths>
+  __device__ __forceinline__ void multiply(Sums& sums, TileSize tile, TileSize& next) {
     for (int step = 0;; ++step) {
-      issue_half<Tokens, 0>(sums, step > 0);
+      issue<0>(Widths(), sums, tile.width, step > 0);
       auto second = weights_.template prepare<1>();
       auto ring_next = ring_.next();
       bool ready = barrier_test(smem_address(&shared_.full[ring_next.slot]), ring_next.round);
       wgmma_wait<1>();  // the last step's second half: its stage is read, its fragments are free
       if (step > 0) release_stage(previous_);
       weights_.template finish<1>(second, fragments_[1]);
-      issue_half<Tokens, 1>(sums, 1);
+      issue<1>(Widths(), sums, tile.width, 1);
       previous_ = ring_.slot;
       ring_ = ring_next;
-      bool last = step + 1 == steps;
+      bool last = step + 1 == tile.steps;
       if (last) {
         next = wait_info();
         if (next.width == 0) break;
@@ -318,11 +331,17 @@ class PrefillBlock {
     release_stage(previous_);
   }
 
-  // Runs the instance that is as wide as the tile.
-  template <int... Widths>
-  __device__ __forceinline__ void multiply_width(WidthList<Widths...>, Sums& sums, TileSize tile,
+  // Runs the loop for tiles so wide.
+  template <int Width, int... Others>
+  __device__ __forceinline__ void multiply_width(WidthList<Width, Others...>, Sums& sums, TileSize tile,
                                                  TileSize& next) {
-    ((tile.width == Widths ? (multiply<Widths>(sums, tile.steps, next), true) : false) || ...);
+    if constexpr (Config::kOneLoop || sizeof...(Others) == 0) {
+      multiply<WidthList<Width, Others...>>(sums, tile, next);
+    } else if (tile.width == Width) {
+      multiply<WidthList<Width>>(sums, tile, next);
+    } else {
+      multiply_width(WidthList<Others...>(), sums, tile, next);
+    }
   }
 
   // The sums of a part of K in global memory: of each thread a float4 for eight tokens, and a flag. The
@@ -421,10 +440,11 @@ class PrefillBlock {
     int piece = 2 * warp + g / 4;
     int even = 2 * t * 128 + ((piece ^ (2 * t)) * 16) + g % 4 * 4;
     int odd = (2 * t + 1) * 128 + ((piece ^ (2 * t + 1)) * 16) + g % 4 * 4;
-    store_boxes<Config::StoreTokens, 2>(
-        tile, column, token_scale, [&](int token, const float2(&scale)[2], uint8_t* rows) {
+    constexpr int kEights = Config::kOneLoop && Config::MaxTokens % 32 == 0 ? 4 : 2;
+    store_boxes<Config::StoreTokens, kEights>(
+        tile, column, token_scale, [&](int token, const float2(&scale)[kEights], uint8_t* rows) {
 #pragma unroll
-          for (int j = 0; j < 2; ++j) {
+          for (int j = 0; j < kEights; ++j) {
             const float* d = sums + token / 2 + 4 * j;
             float2 one = make_float2(d[0] * scale[j].x + bias.x, d[2] * scale[j].x + bias.y);
             float2 two = make_float2(d[1] * scale[j].y + bias.x, d[3] * scale[j].y + bias.y);

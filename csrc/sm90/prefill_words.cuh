@@ -8,13 +8,13 @@
 namespace fp4::sm90 {
 
 constexpr Cost kOneWarpgroup = {330, 2.6, 4.7, 1000, 9}, kPair = {600, 5, 8.75, 1000, 9},
-               kTwoWarpgroups = {600, 5, 9.0, 1000, 9}, kThreeBroad = {650, 7, 13.5, 1000, 12},
+               kTwoWarpgroups = {600, 5, 9.0, 1000, 9}, kThreeBroad = {760, 7, 13.5, 1500, 12},
                kThreeMiddle = {720, 7, 13.0, 1000, 12}, kThreeWarpgroups = {650, 7, 13.0, 1000, 12},
-               kFourWarpgroups = {800, 9, 17.0, 1000, 16};
+               kFourBroad = {950, 9, 17.0, 1000, 16}, kFourWarpgroups = {800, 9, 17.0, 1000, 16};
 
-// The number of widths is limited by registers, the stages by shared memory.
-using Wide = WidthList<192, 176, 144, 128, 96>;
-using Broad = WidthList<144, 128>;
+// Registers limit the number of loops, shared memory that of stages.
+using Wide = OneLoop<WidthList<192, 176, 160, 144, 128, 112, 96, 64>>;
+using Broad = OneLoop<WidthList<144, 128, 112, 96>>;
 using Middle = WidthList<96, 80, 64>;
 using Small = WidthList<64, 48, 32>;
 using Pair = WidthList<64, 32>;
@@ -31,7 +31,7 @@ constexpr Candidate kWordCandidates[] = {
     candidate<PrefillConfig<Weights, 3, Broad, 1, 4>>("rows 192, tokens 144, cluster 1", kThreeBroad),
     candidate<PrefillConfig<Weights, 3, Middle, 1, 5>>("rows 192, tokens 96, cluster 1", kThreeMiddle),
     candidate<PrefillConfig<Weights, 3, Small, 1, 6>>("rows 192, tokens 64, cluster 1", kThreeWarpgroups),
-    candidate<PrefillConfig<Weights, 4, Pair, 1, 5>>("rows 256, tokens 64, cluster 1", kFourWarpgroups),
+    candidate<PrefillConfig<Weights, 4, Pair, 1, 5>>("rows 256, tokens 64, cluster 1", kFourBroad),
     candidate<PrefillConfig<Weights, 4, NarrowPair, 1, 6>>("rows 256, tokens 48, cluster 1", kFourWarpgroups),
     candidate<PrefillConfig<Weights, 4, Few, 1, 7>>("rows 256, tokens 32, cluster 1", kFourWarpgroups),
     candidate<PrefillConfig<Weights, 1, Any, 1, 5>>("rows 64, tokens 128, cluster 1", kOneWarpgroup),
