@@ -11,7 +11,7 @@ namespace fp4::sm90 {
 constexpr Cost kOneWarpgroup = {345, 1.8, 2.4, 1000, 9}, kTwoWarpgroups = {500, 4.5, 4.7, 1000, 6.5},
                kThreeWarpgroups = {685, 5.75, 9.8, 590, 3.7}, kFourWarpgroups = {770, 5.5, 18.5, 1500, 7.3};
 
-// Shared memory limits the number of stages.
+// Registers limit the number of loops, shared memory that of stages.
 using Wide = WidthList<288, 272, 256, 192, 128, 64>;
 using Middle = WidthList<192, 160, 128>;
 using Narrow = WidthList<80, 64, 48, 32>;

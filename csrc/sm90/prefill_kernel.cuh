@@ -11,8 +11,9 @@
 //   producer warp 1      walks them too and leaves each tile's place, token scales and bias to the consumers;
 //   producer warp 3      zeroes the output rows of no group;
 //   consumers            64 rows of weights each, all tokens of the tile. Each step of 128 K is two half
-//                        steps with their own fragments: while one half's products run, the other half is
-//                        folded. Over the end of a tile both halves of the next are, before the epilogue.
+//   steps with
+//                        their own fragments: while one half's products run, the other half is folded. Over
+//                        the end of a tile the first half of the next is folded before the epilogue.
 // Results leave through shared memory by bulk tensor copies that clip at the group's last row (see
 // store_boxes). With Cluster = 2, two blocks take neighbouring weight tiles and each fetches half of X for
 // both. What is more than full waves of tiles is shared out in parts of K (Shares): each part but a tile's
@@ -116,8 +117,7 @@ class PrefillBlock {
     if (tile.width > 0) {
       wait_stage(false);
       load_weights();
-      fold<0>();
-      fold<1>();
+      weights_.template finish<0>(weights_.template prepare<0>(), fragments_[0]);
     }
     while (tile.width > 0) {
       TileSize next;
@@ -288,30 +288,34 @@ class PrefillBlock {
     wgmma_commit();
   }
 
-  template <int Half>
-  __device__ __forceinline__ void fold() {
-    weights_.template finish<Half>(weights_.template prepare<Half>(), fragments_[Half]);
+  // The same for the one of the widths that is the tile's.
+  template <int Half, int Width, int... Others>
+  __device__ __forceinline__ void issue(WidthList<Width, Others...>, Sums& sums, int width, int keep) {
+    if constexpr (sizeof...(Others) == 0) {
+      issue_half<Width, Half>(sums, keep);
+    } else if (width == Width) {
+      issue_half<Width, Half>(sums, keep);
+    } else {
+      issue<Half>(WidthList<Others...>(), sums, width, keep);
+    }
   }
 
-  // All K of a tile. Enters with the first step folded, and leaves so for the next tile, if any: fragments
-  // that all the loops take from each other are in the same registers. ptxas would keep some apart for each,
-  // and leave the epilogue without.
-  template <int Tokens>
-  __device__ __forceinline__ void multiply(Sums& sums, int steps, TileSize& next) {
+  // All K of a tile, which has one of `Widths`. Enters with the first half step folded, and leaves so for the
+  // next tile, if any.
+  template <class Widths>
+  __device__ __forceinline__ void multiply(Sums& sums, TileSize tile, TileSize& next) {
     for (int step = 0;; ++step) {
-      issue_half<Tokens, 0>(sums, step > 0);
+      issue<0>(Widths(), sums, tile.width, step > 0);
+      auto second = weights_.template prepare<1>();
       auto ring_next = ring_.next();
       bool ready = barrier_test(smem_address(&shared_.full[ring_next.slot]), ring_next.round);
-      if (step > 0) {
-        auto second = weights_.template prepare<1>();
-        wgmma_wait<1>();  // the last step's second half: its stage is read, its fragments are free
-        release_stage(previous_);
-        weights_.template finish<1>(second, fragments_[1]);
-      }
-      issue_half<Tokens, 1>(sums, 1);
+      wgmma_wait<1>();  // the last step's second half: its stage is read, its fragments are free
+      if (step > 0) release_stage(previous_);
+      weights_.template finish<1>(second, fragments_[1]);
+      issue<1>(Widths(), sums, tile.width, 1);
       previous_ = ring_.slot;
       ring_ = ring_next;
-      bool last = step + 1 == steps;
+      bool last = step + 1 == tile.steps;
       if (last) {
         next = wait_info();
         if (next.width == 0) break;
@@ -325,17 +329,16 @@ class PrefillBlock {
     }
     wgmma_wait<0>();
     release_stage(previous_);
-    if (next.width > 0) fold<1>();
   }
 
   // Runs the loop for tiles so wide.
   template <int Width, int... Others>
   __device__ __forceinline__ void multiply_width(WidthList<Width, Others...>, Sums& sums, TileSize tile,
                                                  TileSize& next) {
-    if constexpr (sizeof...(Others) == 0) {
-      multiply<Width>(sums, tile.steps, next);
+    if constexpr (Config::kOneLoop || sizeof...(Others) == 0) {
+      multiply<WidthList<Width, Others...>>(sums, tile, next);
     } else if (tile.width == Width) {
-      multiply<Width>(sums, tile.steps, next);
+      multiply<WidthList<Width>>(sums, tile, next);
     } else {
       multiply_width(WidthList<Others...>(), sums, tile, next);
     }
@@ -437,7 +440,7 @@ class PrefillBlock {
     int piece = 2 * warp + g / 4;
     int even = 2 * t * 128 + ((piece ^ (2 * t)) * 16) + g % 4 * 4;
     int odd = (2 * t + 1) * 128 + ((piece ^ (2 * t + 1)) * 16) + g % 4 * 4;
-    constexpr int kEights = Config::MaxTokens % 32 == 0 ? 4 : 2;
+    constexpr int kEights = Config::kOneLoop && Config::MaxTokens % 32 == 0 ? 4 : 2;
     store_boxes<Config::StoreTokens, kEights>(
         tile, column, token_scale, [&](int token, const float2(&scale)[kEights], uint8_t* rows) {
 #pragma unroll
