@@ -4,15 +4,15 @@
 
 nvfp4, random weights and uniform random routing. Times are microseconds: the median over replays of a CUDA
 graph of launches, each with another of `ROUTINGS` routings, so that weights are cold in L2; quantisation of
-the activations to fp8 is outside the products' rows and inside the block's (16-bit rows are put in order
-inside both). 16-bit rows meet weights in layout sm90_bf16, as in a model that was prepared with
-activation="bf16"; others, and `auto`, those of sm90. Each is a burst of some 20 ms after a pause, as the
-times in h200_peers.csv are: without pauses the chip is at its power limit, and its clock up to a quarter
-lower (h200_power.py). The floor is max(bytes of the experts hit / copy bandwidth, flops / matmul rate), with
-both ceilings measured in this process. `int4` is int4 in groups of 128 x fp8, `bf16` torch's own grouped_mm
-with bfloat16 weights. `peer` is the time of the fastest other kernel of 4-bit weights over ours: with 16-bit
-rows, and with rows of any kind; as recorded in h200_peers.csv, in another process. Each product is checked
-against float32 over the dequantised weights first.
+the activations to fp8 is outside the products' rows and inside the block's. 16-bit rows meet weights in
+layout sm90_bf16, as in a model that was prepared with activation="bf16"; others, and `auto`, those of sm90.
+Each is a burst of some 20 ms after a pause, as the times in h200_peers.csv are: without pauses the chip is at
+its power limit, and its clock up to a quarter lower (h200_power.py). The floor is max(bytes of the experts
+hit / copy bandwidth, flops / matmul rate), with both ceilings measured in this process. `int4` is int4 in
+groups of 128 x fp8, `bf16` torch's own grouped_mm with bfloat16 weights. `peer` is the time of the fastest
+other kernel of 4-bit weights over ours: with 16-bit rows, and with rows of any kind; as recorded in
+h200_peers.csv, in another process. Each product is checked against float32 over the dequantised weights
+first.
 """
 
 from __future__ import annotations
