@@ -1,0 +1,109 @@
+"""Builds of the Hopper kernels against each other: products and blocks, in turn in one process.
+
+    python benchmarks/h200_builds.py before.so after.so [...] [--models qwen3-30b,...] [--tokens 128,2048]
+
+Each is the `_sm90.so` of a build (`python setup.py build_ext --inplace` leaves it in fp4_ops/). Microseconds
+as h200_hopper.py measures them, the time over the first build's, and whether the results have the first's
+bits or how far they are from them (relative norm). Prefill's kernels are compared and their choice; all
+others are those of the first build, and points that decode runs are left out.
+"""
+
+from __future__ import annotations
+
+import argparse
+import ctypes
+from collections.abc import Callable
+
+import torch
+from h200_hopper import MODELS, ROUTINGS, Model, median_us, random_weight, routing
+
+from fp4_ops.sm90 import library, ops, prefill
+from fp4_ops.sm90.decode import Routing
+
+PAUSE_SECONDS = 0.1
+LAYOUTS = {"fp8": "sm90", "none": "sm90_bf16"}
+"""What is done to activations, and the layout of the weights that they meet."""
+
+
+class Build:
+    """The prefill kernels of a build, and the others of the first."""
+
+    def __init__(self, path: str, first: Build | None) -> None:
+        self.own = ctypes.CDLL(path)
+        for name, arguments in library.SIGNATURES.items():
+            getattr(self.own, name).argtypes = arguments
+        self.others = self.own if first is None else first.own
+
+    def __getattr__(self, name: str) -> object:
+        return getattr(self.own if name.startswith("fp4_sm90_prefill") else self.others, name)
+
+    def use(self) -> None:
+        library.library = prefill.library = lambda: self
+        prefill.candidates.cache_clear()
+        prefill.workspace_bytes.cache_clear()
+
+
+def compare(builds: list[Build], what: str, run: Callable[[int], torch.Tensor]) -> None:
+    times, results = [], []
+    for build in builds:
+        build.use()
+        times.append(median_us(run, pause=PAUSE_SECONDS))
+        results.append(run(0).float())
+    line = "".join(f"{us:10.1f}{us / times[0]:7.3f}" for us in times)
+    for result in results[1:]:
+        error = float((result - results[0]).norm() / results[0].norm())
+        line += "   same bits" if torch.equal(result, results[0]) else f"{error:12.1e}"
+    print(f"{what:<38}{line}", flush=True)
+
+
+def products(builds: list[Build], model: Model, weight: ops.Weight, k: int, how: str, tokens: int) -> None:
+    ids = [routing(model, tokens).flatten() for _ in range(ROUTINGS)]
+    offs = [torch.bincount(i, minlength=model.experts).cumsum(0).int() for i in ids]
+    x, scale = torch.randn(ids[0].numel(), k, device="cuda").bfloat16(), None
+    if how == "fp8":
+        x, scale = ops.rows.quantize_fp8(x)
+    if ops.decodes(x, weight, Routing.OFFS, len(x)):
+        return
+    what = f"{model.name} [{weight.n}, {k}] {how} T = {tokens}"
+    compare(builds, what, lambda i: ops.grouped_mm(x, scale, weight, offs[i], torch.bfloat16))
+
+
+def block(builds: list[Build], model: Model, up: ops.Weight, down: ops.Weight, how: str, tokens: int) -> None:
+    ids = [routing(model, tokens) for _ in range(ROUTINGS)]
+    x = torch.randn(tokens, model.hidden, device="cuda").bfloat16()
+    scores = torch.rand(tokens, ids[0].shape[1], device="cuda")
+    if ops.block_decodes(up, down, ids[0].numel(), how, x.device):
+        return
+    run = lambda i: ops.moe(x, ids[i], scores, up, down, "silu_interleaved", how, torch.bfloat16)  # noqa: E731
+    compare(builds, f"{model.name} block {how} T = {tokens}", run)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("builds", nargs="+")
+    parser.add_argument("--models", default=",".join(m.name for m in MODELS))
+    parser.add_argument("--tokens", default="32,128,512,2048,3000,8192")
+    given = parser.parse_args()
+    builds: list[Build] = []
+    for path in given.builds:
+        builds.append(Build(path, builds[0] if builds else None))
+    builds[0].use()
+    print(f"{torch.cuda.get_device_name()}, torch {torch.__version__}: {', '.join(given.builds)}")
+    for model in MODELS:
+        if model.name not in given.models.split(","):
+            continue
+        for how, layout in LAYOUTS.items():
+            shapes = (2 * model.inter, model.hidden), (model.hidden, model.inter)
+            up, down = (random_weight(model.experts, *shape, layout) for shape in shapes)
+            for tokens in (int(t) for t in given.tokens.split(",")):
+                for weight, (_, k) in zip((up, down), shapes, strict=True):
+                    products(builds, model, weight, k, how, tokens)
+                block(builds, model, up, down, how, tokens)
+            del up, down
+            torch.cuda.empty_cache()
+
+
+if __name__ == "__main__":
+    main()
