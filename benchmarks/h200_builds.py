@@ -11,8 +11,8 @@ others are those of the first build, and points that decode runs are left out.
 from __future__ import annotations
 
 import argparse
-import ctypes
 from collections.abc import Callable
+from pathlib import Path
 
 import torch
 from h200_hopper import MODELS, ROUTINGS, Model, median_us, random_weight, routing
@@ -29,9 +29,9 @@ class Build:
     """The prefill kernels of a build, and the others of the first."""
 
     def __init__(self, path: str, first: Build | None) -> None:
-        self.own = ctypes.CDLL(path)
-        for name, arguments in library.SIGNATURES.items():
-            getattr(self.own, name).argtypes = arguments
+        library.FILE = str(Path(path).absolute())  # which takes the place of the package's folder, too
+        library.library.cache_clear()
+        self.own = library.library()
         self.others = self.own if first is None else first.own
 
     def __getattr__(self, name: str) -> object:

@@ -4,7 +4,7 @@
 namespace fp4::sm90 {
 
 template <DType kType, class Words, int kComputeWarps>
-int launch(const DecodeParams& p, int blocks, bool dependent, cudaStream_t stream) {
+int launch(const DecodeParams& p, int blocks, cudaStream_t stream) {
   auto* kernel = decode_kernel<kType, Words, kComputeWarps>;
   constexpr int kMaxShared = 227 * 1024;
   const int shared = DecodeBuffers::bytes(p);
@@ -13,14 +13,14 @@ int launch(const DecodeParams& p, int blocks, bool dependent, cudaStream_t strea
       cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, kMaxShared);
   if (allowed != cudaSuccess) return allowed;
   const LaunchShape shape = {dim3(blocks), dim3(32 * (kComputeWarps + kReduceWarps)), size_t(shared)};
-  return launch_kernel(kernel, shape, dependent, stream, p);
+  return launch_kernel(kernel, shape, true, stream, p);
 }
 
 template <DType kType, class Words = HalfWords>
-int launch_warps(const DecodeParams& p, int blocks, bool dependent, cudaStream_t stream) {
+int launch_warps(const DecodeParams& p, int blocks, cudaStream_t stream) {
   const int warps = p.k_warps * p.row_warps;
-  if (warps <= 16) return launch<kType, Words, 16>(p, blocks, dependent, stream);
-  if (warps <= 24) return launch<kType, Words, 24>(p, blocks, dependent, stream);
+  if (warps <= 16) return launch<kType, Words, 16>(p, blocks, stream);
+  if (warps <= 24) return launch<kType, Words, 24>(p, blocks, stream);
   return cudaErrorInvalidValue;
 }
 
@@ -33,8 +33,7 @@ void set_divisor(uint32_t d, uint32_t& mul, uint32_t& shift) {
 
 }  // namespace fp4::sm90
 
-extern "C" int fp4_sm90_decode(const fp4::sm90::DecodeParams* params, int blocks, int dependent,
-                               void* stream) {
+extern "C" int fp4_sm90_decode(const fp4::sm90::DecodeParams* params, int blocks, void* stream) {
   using namespace fp4::sm90;
   DecodeParams p = *params;
   set_divisor(blocks, p.grid_mul, p.grid_shift);
@@ -44,16 +43,16 @@ extern "C" int fp4_sm90_decode(const fp4::sm90::DecodeParams* params, int blocks
   p.row_warps_inverse = 1.f / p.row_warps;
   auto* s = static_cast<cudaStream_t>(stream);
   if (p.bf16_words) {
-    return p.x_type == DType::kBFloat16 ? launch_warps<DType::kBFloat16, Bf16Words>(p, blocks, dependent, s)
+    return p.x_type == DType::kBFloat16 ? launch_warps<DType::kBFloat16, Bf16Words>(p, blocks, s)
                                         : cudaErrorInvalidValue;
   }
   switch (p.x_type) {
     case DType::kBFloat16:
-      return launch_warps<DType::kBFloat16>(p, blocks, dependent, s);
+      return launch_warps<DType::kBFloat16>(p, blocks, s);
     case DType::kFloat16:
-      return launch_warps<DType::kFloat16>(p, blocks, dependent, s);
+      return launch_warps<DType::kFloat16>(p, blocks, s);
     case DType::kFloat8:
-      return launch_warps<DType::kFloat8>(p, blocks, dependent, s);
+      return launch_warps<DType::kFloat8>(p, blocks, s);
     default:
       return cudaErrorInvalidValue;
   }

@@ -66,32 +66,14 @@ struct TileInfo {
   int first, steps, helpers, part;  // as in Tile and TileWalk
 };
 
-// Widths of token tiles whose products are issued by one loop over K, which tells them apart at each half
-// step. ptxas keeps registers apart for the fragments of each loop, so one leaves more to the epilogue, but
-// takes up to 4 per cent longer where a step is short.
-template <class Widths>
-struct OneLoop;
-
-template <class Widths_>
-struct Loops {  // one for each of a WidthList
-  using Widths = Widths_;
-  static constexpr bool kOne = false;
-};
-template <class Widths_>
-struct Loops<OneLoop<Widths_>> {
-  using Widths = Widths_;
-  static constexpr bool kOne = true;
-};
-
 // Weights_: how a warp makes operand A of its rows (FoldedWeights, HalfWeights, Int4Weights). Widths_:
-// WidthList of the token tiles, or OneLoop of it.
+// WidthList or OneLoop of the token tiles.
 template <class Weights_, int Warpgroups_, class Widths_, int Cluster_, int Stages_>
 struct PrefillConfig {
   using Weights = Weights_;
   template <int Tokens>
   using Mma = Wgmma<Weights::kElement, Tokens>;
-  using Widths = typename Loops<Widths_>::Widths;
-  static constexpr bool kOneLoop = Loops<Widths_>::kOne;
+  using Widths = Widths_;
   static constexpr int Warpgroups = Warpgroups_, MaxTokens = Widths::kMost, Cluster = Cluster_;
   static constexpr int Stages = Stages_;
   static constexpr int Rows = Warpgroups * kMmaRows;

@@ -11,9 +11,8 @@
 //   producer warp 1      walks them too and leaves each tile's place, token scales and bias to the consumers;
 //   producer warp 3      zeroes the output rows of no group;
 //   consumers            64 rows of weights each, all tokens of the tile. Each step of 128 K is two half
-//   steps with
-//                        their own fragments: while one half's products run, the other half is folded. Over
-//                        the end of a tile the first half of the next is folded before the epilogue.
+//                        steps with their own fragments: while one half's products run, the other half is
+//                        folded. Over the end of a tile the first half of the next is, before the epilogue.
 // Results leave through shared memory by bulk tensor copies that clip at the group's last row (see
 // store_boxes). With Cluster = 2, two blocks take neighbouring weight tiles and each fetches half of X for
 // both. What is more than full waves of tiles is shared out in parts of K (Shares): each part but a tile's
@@ -291,11 +290,9 @@ class PrefillBlock {
   // The same for the one of the widths that is the tile's.
   template <int Half, int Width, int... Others>
   __device__ __forceinline__ void issue(WidthList<Width, Others...>, Sums& sums, int width, int keep) {
-    if constexpr (sizeof...(Others) == 0) {
+    if (sizeof...(Others) == 0 || width == Width) {
       issue_half<Width, Half>(sums, keep);
-    } else if (width == Width) {
-      issue_half<Width, Half>(sums, keep);
-    } else {
+    } else if constexpr (sizeof...(Others) > 0) {
       issue<Half>(WidthList<Others...>(), sums, width, keep);
     }
   }
@@ -335,11 +332,11 @@ class PrefillBlock {
   template <int Width, int... Others>
   __device__ __forceinline__ void multiply_width(WidthList<Width, Others...>, Sums& sums, TileSize tile,
                                                  TileSize& next) {
-    if constexpr (Config::kOneLoop || sizeof...(Others) == 0) {
+    if constexpr (Config::Widths::kOneLoop) {
       multiply<WidthList<Width, Others...>>(sums, tile, next);
-    } else if (tile.width == Width) {
+    } else if (sizeof...(Others) == 0 || tile.width == Width) {
       multiply<WidthList<Width>>(sums, tile, next);
-    } else {
+    } else if constexpr (sizeof...(Others) > 0) {
       multiply_width(WidthList<Others...>(), sums, tile, next);
     }
   }
@@ -440,7 +437,7 @@ class PrefillBlock {
     int piece = 2 * warp + g / 4;
     int even = 2 * t * 128 + ((piece ^ (2 * t)) * 16) + g % 4 * 4;
     int odd = (2 * t + 1) * 128 + ((piece ^ (2 * t + 1)) * 16) + g % 4 * 4;
-    constexpr int kEights = Config::kOneLoop && Config::MaxTokens % 32 == 0 ? 4 : 2;
+    constexpr int kEights = Config::Widths::kOneLoop && Config::MaxTokens % 32 == 0 ? 4 : 2;
     store_boxes<Config::StoreTokens, kEights>(
         tile, column, token_scale, [&](int token, const float2(&scale)[kEights], uint8_t* rows) {
 #pragma unroll

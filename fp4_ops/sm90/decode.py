@@ -200,4 +200,4 @@ def run(
         early=early,
         bf16_words=w.bf16,
     )
-    call("fp4_sm90_decode", ctypes.byref(params), blocks, 1, stream())
+    call("fp4_sm90_decode", ctypes.byref(params), blocks, stream())

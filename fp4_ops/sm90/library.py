@@ -22,7 +22,7 @@ GATE = INT, FLOAT, FLOAT, FLOAT
 """The fields of Gate in csrc/sm90/types.cuh."""
 
 SIGNATURES = {
-    "fp4_sm90_decode": [POINTER, INT, INT, POINTER],
+    "fp4_sm90_decode": [POINTER, INT, POINTER],
     "fp4_sm90_prefill": [INT, POINTER],
     "fp4_sm90_route": [POINTER, INT, INT, INT, POINTER, POINTER, POINTER, POINTER, POINTER],
     "fp4_sm90_rows": [
