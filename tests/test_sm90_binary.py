@@ -93,11 +93,8 @@ def test_nothing_spills(functions, resources, kernel):
         assert used["LOCAL"] == 0, (name, used)
     for name, body in kernels(functions, kernel).items():
         spills = re.findall(r"\b(?:LDL|STL)\S*", body)
-        # Prefill keeps a few words of the tile in memory, outside its inner loop; where it gates, some sums
-        # too, for values that wait for each other's latency to be under way together. Decode with many warps
-        # keeps its place among its runs there.
-        few = 20 if kernel == "prefill_kernel" or "Bf16WordsELi24" in name else 0
-        assert len(spills) <= (240 if kernel == "prefill_kernel" and "EELb1EEEv" in name else few), name
+        # Decode with many warps keeps its place among its runs in memory, outside its products.
+        assert len(spills) <= (20 if "Bf16WordsELi24" in name else 0), name
         if kernel == "decode_kernel":
             products = body[body.index("HMMA.") : body.rindex("HMMA.")]
             assert not re.search(r"\b(?:LDL|STL)", products), name

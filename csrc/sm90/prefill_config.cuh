@@ -67,7 +67,7 @@ struct TileInfo {
 };
 
 // Weights_: how a warp makes operand A of its rows (FoldedWeights, HalfWeights, Int4Weights). Widths_:
-// WidthList or OneLoop of the token tiles.
+// WidthList of the token tiles.
 template <class Weights_, int Warpgroups_, class Widths_, int Cluster_, int Stages_>
 struct PrefillConfig {
   using Weights = Weights_;

@@ -7,13 +7,14 @@
 
 namespace fp4::sm90 {
 
-// Fitted to the times of all candidates with NVFP4 weights (h200_prefill_choice.txt).
-constexpr Cost kOneWarpgroup = {345, 1.8, 2.4, 1000, 9}, kTwoWarpgroups = {500, 4.5, 4.7, 1000, 6.5},
+// Fitted to the times of all candidates with NVFP4 weights (h200_prefill_choice.txt, h200_builds.txt).
+constexpr Cost kOneWarpgroup = {345, 1.8, 2.4, 1000, 9}, kPair = {505, 2.85, 3.5, 2050, 4.4},
+               kTwoWarpgroups = {480, 2.95, 5.05, 1230, 8.3}, kThreeMiddle = {710, 3.5, 6.35, 2220, 4.3},
                kThreeWarpgroups = {685, 5.75, 9.8, 590, 3.7}, kFourWarpgroups = {770, 5.5, 18.5, 1500, 7.3};
 
-// Registers limit the number of loops, shared memory that of stages.
-using Wide = WidthList<288, 272, 256, 192, 128, 64>;
-using Middle = WidthList<192, 160, 128>;
+// Shared memory limits the number of stages.
+using Wide = WidthList<288, 272, 256, 240, 224, 208, 192, 160, 128, 96, 64>;
+using Middle = WidthList<192, 176, 160, 144, 128, 112, 96>;
 using Narrow = WidthList<80, 64, 48, 32>;
 using NarrowPair = WidthList<80, 64>;
 using Small = WidthList<64, 48, 32>;
@@ -24,9 +25,9 @@ using Any = WidthList<128, 96, 64, 32, 16>;
 // tiles of more rows would leave multiprocessors idle.
 template <class Weights, int kSmallStages = 7>
 constexpr Candidate kFp8Candidates[] = {
-    candidate<PrefillConfig<Weights, 2, Wide, 2, 4>>("rows 128, tokens 288, cluster 2", kTwoWarpgroups),
+    candidate<PrefillConfig<Weights, 2, Wide, 2, 4>>("rows 128, tokens 288, cluster 2", kPair),
     candidate<PrefillConfig<Weights, 2, Wide, 1, 4>>("rows 128, tokens 288, cluster 1", kTwoWarpgroups),
-    candidate<PrefillConfig<Weights, 3, Middle, 1, 5>>("rows 192, tokens 192, cluster 1", kThreeWarpgroups),
+    candidate<PrefillConfig<Weights, 3, Middle, 1, 5>>("rows 192, tokens 192, cluster 1", kThreeMiddle),
     candidate<PrefillConfig<Weights, 3, Narrow, 1, 8>>("rows 192, tokens 80, cluster 1", kThreeWarpgroups),
     candidate<PrefillConfig<Weights, 4, NarrowPair, 1, 6>>("rows 256, tokens 80, cluster 1", kFourWarpgroups),
     candidate<PrefillConfig<Weights, 4, Small, 1, kSmallStages>>("rows 256, tokens 64, cluster 1",

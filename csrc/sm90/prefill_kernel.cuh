@@ -141,6 +141,8 @@ class PrefillBlock {
 
  private:
   using Sums = float[Config::MaxTokens / 2];
+  static constexpr bool kFewRegisters =
+      Config::MaxTokens / 2 + 8 * Config::Weights::kInstructions > Config::ConsumerRegisters / 2;
 
   // ---- producers ----
 
@@ -287,32 +289,32 @@ class PrefillBlock {
     wgmma_commit();
   }
 
-  // The same for the one of the widths that is the tile's.
-  template <int Half, int Width, int... Others>
-  __device__ __forceinline__ void issue(WidthList<Width, Others...>, Sums& sums, int width, int keep) {
-    if (sizeof...(Others) == 0 || width == Width) {
-      issue_half<Width, Half>(sums, keep);
-    } else if constexpr (sizeof...(Others) > 0) {
-      issue<Half>(WidthList<Others...>(), sums, width, keep);
-    }
+  // Never called, which ptxas does not know: so the second half's fragments live from one tile to the next,
+  // and have the same registers in the loops of all widths. Else it keeps them apart for each loop, and the
+  // epilogue, which has the rest, waits and spills. Where the call stands, no folding is moved between the
+  // products before it. Kernels that have registers enough are better without.
+  __device__ __forceinline__ void spill_fragments() {
+    auto* sink = reinterpret_cast<volatile uint32_t*>(shared_.store);
+#pragma unroll
+    for (uint32_t fragment : fragments_[1]) *sink = fragment;
   }
 
-  // All K of a tile, which has one of `Widths`. Enters with the first half step folded, and leaves so for the
-  // next tile, if any.
-  template <class Widths>
-  __device__ __forceinline__ void multiply(Sums& sums, TileSize tile, TileSize& next) {
+  // All K of a tile. Enters with the first half step folded, and leaves so for the next tile, if any.
+  template <int Tokens>
+  __device__ __forceinline__ void multiply(Sums& sums, int steps, TileSize& next) {
     for (int step = 0;; ++step) {
-      issue<0>(Widths(), sums, tile.width, step > 0);
+      issue_half<Tokens, 0>(sums, step > 0);
+      if (kFewRegisters && step > steps) spill_fragments();
       auto second = weights_.template prepare<1>();
       auto ring_next = ring_.next();
       bool ready = barrier_test(smem_address(&shared_.full[ring_next.slot]), ring_next.round);
       wgmma_wait<1>();  // the last step's second half: its stage is read, its fragments are free
       if (step > 0) release_stage(previous_);
       weights_.template finish<1>(second, fragments_[1]);
-      issue<1>(Widths(), sums, tile.width, 1);
+      issue_half<Tokens, 1>(sums, 1);
       previous_ = ring_.slot;
       ring_ = ring_next;
-      bool last = step + 1 == tile.steps;
+      bool last = step + 1 == steps;
       if (last) {
         next = wait_info();
         if (next.width == 0) break;
@@ -332,10 +334,8 @@ class PrefillBlock {
   template <int Width, int... Others>
   __device__ __forceinline__ void multiply_width(WidthList<Width, Others...>, Sums& sums, TileSize tile,
                                                  TileSize& next) {
-    if constexpr (Config::Widths::kOneLoop) {
-      multiply<WidthList<Width, Others...>>(sums, tile, next);
-    } else if (sizeof...(Others) == 0 || tile.width == Width) {
-      multiply<WidthList<Width>>(sums, tile, next);
+    if (sizeof...(Others) == 0 || tile.width == Width) {
+      multiply<Width>(sums, tile.steps, next);
     } else if constexpr (sizeof...(Others) > 0) {
       multiply_width(WidthList<Others...>(), sums, tile, next);
     }
@@ -437,8 +437,7 @@ class PrefillBlock {
     int piece = 2 * warp + g / 4;
     int even = 2 * t * 128 + ((piece ^ (2 * t)) * 16) + g % 4 * 4;
     int odd = (2 * t + 1) * 128 + ((piece ^ (2 * t + 1)) * 16) + g % 4 * 4;
-    constexpr int kEights = Config::Widths::kOneLoop && Config::MaxTokens % 32 == 0 ? 4 : 2;
-    store_boxes<Config::StoreTokens, kEights>(
+    store_boxes<Config::StoreTokens>(
         tile, column, token_scale, [&](int token, const float2(&scale)[kEights], uint8_t* rows) {
 #pragma unroll
           for (int j = 0; j < kEights; ++j) {
@@ -457,10 +456,9 @@ class PrefillBlock {
   __device__ __forceinline__ void store_gated(const float* sums, const TileInfo& tile,
                                               const float* token_scale, float2 bias, int column) {
     int warp = threadIdx.x / kWarp % 4, lane = threadIdx.x % kWarp, g = lane / 4, t = lane % 4;
-    constexpr int kEights = Config::MaxTokens % 32 == 0 ? 4 : 2;
     // Token 8 j + 2 t + e, column 8 warp + g; 16-byte pieces swizzled by t.
     int place = 2 * t * 64 + (warp ^ t) * 16 + g * 2;
-    store_boxes<2 * Config::StoreTokens, kEights>(
+    store_boxes<2 * Config::StoreTokens>(
         tile, column, token_scale, [&](int token, const float2(&scale)[kEights], uint8_t* rows) {
           float2 gate[kEights], up[kEights];
 #pragma unroll
@@ -479,11 +477,13 @@ class PrefillBlock {
         });
   }
 
+  static constexpr int kEights = Config::MaxTokens % 32 == 0 ? 4 : 2;  // tokens / 8 that are scaled at a time
+
   // Puts all tokens of the tile through two buffers of `kTokens` rows. store(token, the scales of this lane's
   // pairs of tokens, where the row of `token` goes) fills kEights x 8 rows. The map of the output has the
   // rows twice, as y and z: row r0 + i is (y, z) = (kTokens - count + i, r0 + count), and y ends at kTokens,
   // so exactly `count` rows are written.
-  template <int kTokens, int kEights, class Store>
+  template <int kTokens, class Store>
   __device__ __forceinline__ void store_boxes(const TileInfo& tile, int column, const float* token_scale,
                                               const Store& store) {
     constexpr int kBatch = 8 * kEights, kRowBytes = Config::StoreBytes / kTokens;
@@ -550,7 +550,7 @@ class PrefillBlock {
   RingPosition<kInfoSlots> info_;
   int previous_ = 0;  // the stage whose products may still run
   typename Config::Weights weights_;
-  typename Config::Weights::Fragments fragments_[2];
+  typename Config::Weights::Fragments fragments_[2] = {};
   int store_buffer_ = 0;
 };
 

@@ -90,7 +90,6 @@ struct TokenTiles {
 template <int Most, int... Others>
 struct WidthList {
   static constexpr int kMost = Most;
-  static constexpr bool kOneLoop = false;  // but one over K for each width
 
   // The least of them that holds `rows`.
   static __host__ __device__ __forceinline__ int round_up(int rows) {
@@ -108,14 +107,6 @@ struct WidthList {
     TokenTiles more = {few.count + 1, round_up(ceil_div(rows, few.count + 1))};
     return more.count * (more.width + kTileCost) < few.count * (few.width + kTileCost) ? more : few;
   }
-};
-
-// Widths whose products are issued by one loop over K, which tells them apart at each half step. ptxas keeps
-// registers apart for the fragments of each loop, so one leaves more to the epilogue, but takes up to 4 per
-// cent longer where a step is short.
-template <int... Widths>
-struct OneLoop : WidthList<Widths...> {
-  static constexpr bool kOneLoop = true;
 };
 
 template <class Widths>

@@ -12,9 +12,9 @@ constexpr Cost kOneWarpgroup = {330, 2.6, 4.7, 1000, 9}, kPair = {600, 5, 8.75, 
                kThreeMiddle = {720, 7, 13.0, 1000, 12}, kThreeWarpgroups = {650, 7, 13.0, 1000, 12},
                kFourBroad = {950, 9, 17.0, 1000, 16}, kFourWarpgroups = {800, 9, 17.0, 1000, 16};
 
-// Registers limit the number of loops, shared memory that of stages.
-using Wide = OneLoop<192, 176, 160, 144, 128, 112, 96, 64>;
-using Broad = OneLoop<144, 128, 112, 96>;
+// Shared memory limits the number of stages.
+using Wide = WidthList<192, 176, 160, 144, 128, 112, 96, 64>;
+using Broad = WidthList<144, 128, 112, 96>;
 using Middle = WidthList<96, 80, 64>;
 using Small = WidthList<64, 48, 32>;
 using Pair = WidthList<64, 32>;
