@@ -141,6 +141,7 @@ class PrefillBlock {
 
  private:
   using Sums = float[Config::MaxTokens / 2];
+  // Sums and both halves' fragments take more than half of a consumer's.
   static constexpr bool kFewRegisters =
       Config::MaxTokens / 2 + 8 * Config::Weights::kInstructions > Config::ConsumerRegisters / 2;
 
