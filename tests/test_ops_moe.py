@@ -7,7 +7,7 @@ from dataclasses import dataclass
 import pytest
 import torch
 from conftest import poisoned
-from reference import GATES, KERNEL_FORMATS, assert_close, moe, random_weight
+from reference import GATES, KERNEL_FORMATS, assert_close, moe, moe_between_codes, random_weight
 
 fp4 = torch.ops.fp4
 
@@ -49,7 +49,7 @@ def bound(dtype: torch.dtype, a_format: str) -> float:
     return max(BOUND[dtype], NEIGHBOUR[a_format])
 
 
-def assert_moe_close(got, want, dtype, a_format):
+def assert_moe_close(got, want, dtype, a_format, more=0.0):
     assert_close(
         got,
         want,
@@ -57,6 +57,7 @@ def assert_moe_close(got, want, dtype, a_format):
         1,
         factor=bound(dtype, a_format)
         / {torch.float32: 2e-6, torch.bfloat16: 4e-3, torch.float16: 1e-3}[dtype],
+        more=more,
     )
 
 
@@ -104,8 +105,10 @@ def test_moe(case, format, dtype, a_format, layout, device):
                 **w13.options(), activation=activation, a_format=a_format,
             )  # fmt: skip
         inside = torch.where((ids >= 0) & (ids < case.experts), ids, -1)
-        want = moe(x, inside, weights, w13.dense, w2.dense, *biases, activation=activation, a_format=a_format)
-        assert_moe_close(out, want, dtype, a_format)
+        given = x, inside, weights, w13.dense, w2.dense
+        want = moe(*given, *biases, activation=activation, a_format=a_format)
+        more = moe_between_codes(*given, biases[0], activation=activation, a_format=a_format)
+        assert_moe_close(out, want, dtype, a_format, more)
         assert (out[(inside < 0).all(-1)] == 0).all()
 
 
