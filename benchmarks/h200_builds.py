@@ -53,7 +53,7 @@ def compare(builds: list[Build], what: str, run: Callable[[int], torch.Tensor]) 
     for result in results[1:]:
         error = float((result - results[0]).norm() / results[0].norm())
         line += "   same bits" if torch.equal(result, results[0]) else f"{error:12.1e}"
-    print(f"{what:<38}{line}", flush=True)
+    print(f"{what:<42}{line}", flush=True)
 
 
 def products(builds: list[Build], model: Model, weight: ops.Weight, k: int, how: str, tokens: int) -> None:

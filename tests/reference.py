@@ -365,12 +365,16 @@ def moe(
 ) -> Tensor:
     """out[t] = sum_j weights[t, j] * (w2[e] act(w13[e] x[t] + b13[e]) + b2[e]), e = ids[t, j]."""
     out = x.new_zeros(x.shape[0], w2.shape[1], dtype=F64)
-    a = quantized(x, a_format)
-    for j in range(ids.shape[1]):
-        h = activate(indexed_mm(a, w13, ids[:, j], w13_bias), activation)
+    for j, h in enumerate(moe_hidden(x, ids, w13, w13_bias, activation, a_format)):
         h = quantized(h, a_format)
         out += weights[:, j, None].to(F64) * indexed_mm(h, w2, ids[:, j], w2_bias)
     return out
+
+
+def moe_hidden(x, ids, w13, w13_bias, activation, a_format) -> list[Tensor]:
+    """Of each column of ids: what lies between the products, before it is quantised."""
+    a = quantized(x, a_format)
+    return [activate(indexed_mm(a, w13, e, w13_bias), activation) for e in ids.unbind(1)]
 
 
 def moe_between_codes(
@@ -381,9 +385,7 @@ def moe_between_codes(
     if a_format == "none":
         return 0.0
     out = x.new_zeros(x.shape[0], w2.shape[1], dtype=F64)
-    a = quantized(x, a_format)
-    for j in range(ids.shape[1]):
-        h = activate(indexed_mm(a, w13, ids[:, j], w13_bias), activation)
+    for j, h in enumerate(moe_hidden(x, ids, w13, w13_bias, activation, a_format)):
         off = near * h.abs().amax(-1, keepdim=True)
         change = (quantized(h + off, a_format) - quantized(h - off, a_format)).abs()
         out += weights[:, j, None].to(F64) * indexed_mm(change, w2.abs(), ids[:, j])
