@@ -1,11 +1,12 @@
 """The Hopper kernels on four models' expert shapes: both products and the whole block, against the floor.
 
     python benchmarks/h200_hopper.py [--models qwen3-30b,...] [--tokens 1,8,32,128,512,2048,8192]
+                                     [--format mxfp4]
 
-nvfp4, random weights and uniform random routing. Times are microseconds: the median over replays of a CUDA
-graph of launches, each with another of `ROUTINGS` routings, so that weights are cold in L2; quantisation of
-the activations to fp8 is outside the products' rows and inside the block's. 16-bit rows meet weights in
-layout sm90_bf16, as in a model that was prepared with activation="bf16"; others, and `auto`, those of sm90.
+nvfp4 (or mxfp4), random weights, uniform random routing. Times are microseconds: the median over replays of a
+CUDA graph of launches, each with another of `ROUTINGS` routings, so that weights are cold in L2; activations
+are quantised to fp8 outside the products' rows and inside the block's. 16-bit rows meet weights in layout
+sm90_bf16, as in a model that was prepared with activation="bf16"; others, and `auto`, those of sm90.
 Each is a burst of some 20 ms after a pause, as the times in h200_peers.csv are: without pauses the chip is at
 its power limit, and its clock up to a quarter lower (h200_power.py). The floor is max(bytes of the experts
 hit / copy bandwidth, flops / matmul rate), with both ceilings measured in this process. `int4` is int4 in
@@ -29,6 +30,7 @@ from pathlib import Path
 import torch
 import torch.nn.functional as F
 import triton
+from fp4_ops.meta.formats import FORMATS
 from fp4_ops.meta.layouts import LAYOUTS
 
 import fp4_ops  # noqa: F401  loads the operators
@@ -41,7 +43,6 @@ PAUSE_SECONDS = 0.25
 BURST_US = 20_000
 GRAPH_US = 1_000
 """Of a graph at least, so that what its launch costs is not seen in its kernels."""
-BYTES_PER_WEIGHT = 0.5625
 LAYOUT = ops.rows.LAYOUT
 PEERS = Path(__file__).with_name("h200_peers.csv")
 
@@ -113,15 +114,17 @@ def ceilings() -> tuple[float, float, float]:
     return copy, bf16, 2 * n**3 / median_us(multiply)
 
 
-def random_weight(groups: int, n: int, k: int, layout: str = "sm90") -> Weight:
-    kp = LAYOUT.padded(k)
+def random_weight(groups: int, n: int, k: int, layout: str = "sm90", format: str = "nvfp4") -> Weight:
+    kp, block = LAYOUT.padded(k), FORMATS[format].block
     codes = torch.randint(0, 256, (groups, n, kp // 2), dtype=torch.uint8, device="cuda")
-    scale = torch.randint(40, 120, (groups, n, kp // 16), dtype=torch.uint8, device="cuda")
+    scale = torch.randint(40, 120, (groups, n, kp // block), dtype=torch.uint8, device="cuda")
+    if format == "mxfp4":
+        scale &= 0x78  # powers of two
     if layout == "sm90":
         flag = ((scale & 7) == 0) | ((scale & 7) == 7)
         scale = torch.where(flag, scale | 0x80, scale)
     factor = torch.full((groups,), 1e-3, device="cuda")
-    return Weight(codes, scale, factor, None, groups, n, kp, LAYOUTS[layout])
+    return Weight(codes, scale, factor, None, groups, n, kp, LAYOUTS[layout], block)
 
 
 def routing(model: Model, tokens: int) -> torch.Tensor:
@@ -131,13 +134,12 @@ def routing(model: Model, tokens: int) -> torch.Tensor:
     return torch.rand(tokens, model.experts, device="cuda").topk(model.top_k).indices
 
 
-def check(a, w: Weight, k: int, offs, out, what: str, bound: float) -> None:
+def check(a, w: Weight, k: int, format: str, offs, out, what: str, bound: float) -> None:
     """A few rows against float32 over the dequantised weights."""
     for r in torch.randint(0, a.shape[0], (4,)).tolist():
         e = int(torch.searchsorted(offs, r, right=True))
-        one = ops.rows.dequantize(
-            w.codes[e : e + 1], w.scales[e : e + 1], w.global_scale[e : e + 1], torch.float32, w.bf16
-        )
+        expert = (t[e : e + 1] for t in (w.codes, w.scales, w.global_scale))
+        one = ops.rows.dequantize(*expert, FORMATS[format], torch.float32, w.bf16)
         want = one[0, :, :k] @ a[r].float()
         error = (out[r].float() - want).norm() / want.norm()
         assert error < bound, f"{what}: row {r} is off by {error:.1e}"
@@ -161,9 +163,11 @@ def fastest_peer(shape: tuple[int, int, int], tokens: int, kinds: tuple[str, ...
     return min(times, default=float("nan"))
 
 
-def products(model: Model, n: int, k: int, tokens: list[int], peaks: tuple[float, float, float]) -> None:
+def products(
+    model: Model, n: int, k: int, format: str, tokens: list[int], peaks: tuple[float, float, float]
+) -> None:
     copy, bf16_rate, fp8_rate = peaks
-    w, wide = (random_weight(model.experts, n, k, layout) for layout in ("sm90", "sm90_bf16"))
+    w, wide = (random_weight(model.experts, n, k, layout, format) for layout in ("sm90", "sm90_bf16"))
     scales = torch.rand((model.experts, n, w.kp // 128), device="cuda") * 56
     int4 = Int4Weight(w.codes, scales, w.global_scale, 128, None, model.experts, n, w.kp)
     plain = torch.randn(model.experts, n, k, device="cuda", dtype=torch.bfloat16)
@@ -178,7 +182,7 @@ def products(model: Model, n: int, k: int, tokens: list[int], peaks: tuple[float
         offs = [c.cumsum(0).int() for c in counts]
         rows = ids[0].numel()
         hit = statistics.mean(int((c > 0).sum()) for c in counts)
-        weight_bytes, flops = hit * n * k * BYTES_PER_WEIGHT, 2 * rows * n * k
+        weight_bytes, flops = hit * n * k * FORMATS[format].bytes_per_weight(), 2 * rows * n * k
         floor16 = max((weight_bytes + 2 * rows * (n + k)) / copy, flops / bf16_rate)
         floor8 = max((weight_bytes + rows * (2 * n + k)) / copy, flops / fp8_rate)
         x = torch.randn(rows, k, device="cuda").bfloat16()
@@ -187,8 +191,8 @@ def products(model: Model, n: int, k: int, tokens: list[int], peaks: tuple[float
         a8 = lambda i: ops.grouped_mm(q, s, w, offs[i], torch.bfloat16)  # noqa: E731, B023
         i4 = lambda i: ops.grouped_mm(q, s, int4, offs[i], torch.bfloat16)  # noqa: E731, B023
         stock = lambda i: F.grouped_mm(x, plain.mT, offs=offs[i])  # noqa: E731, B023
-        check(x, wide, k, offs[0], a16(0), "W4A16", 8e-3)
-        check(x, w, k, offs[0], a8(0), "W4A8", 7e-2)
+        check(x, wide, k, format, offs[0], a16(0), "W4A16", 8e-3)
+        check(x, w, k, format, offs[0], a8(0), "W4A8", 7e-2)
         us16, us8, us4, us = median_us(a16), median_us(a8), median_us(i4), median_us(stock)
         config = decode.choose(rows, model.experts, w.n, w.kp, library.multiprocessors(0))
         few16, few8 = (ops.decodes(a, weight, decode.Routing.OFFS, rows) for a, weight in ((x, wide), (q, w)))
@@ -202,10 +206,10 @@ def products(model: Model, n: int, k: int, tokens: list[int], peaks: tuple[float
         )
 
 
-def blocks(model: Model, tokens: list[int]) -> None:
+def blocks(model: Model, format: str, tokens: list[int]) -> None:
     up, down = (2 * model.inter, model.hidden), (model.hidden, model.inter)
     weights = {
-        layout: [random_weight(model.experts, *shape, layout) for shape in (up, down)]
+        layout: [random_weight(model.experts, *shape, layout, format) for shape in (up, down)]
         for layout in ("sm90", "sm90_bf16")
     }
     formats = ("none", "fp8", "auto")
@@ -228,9 +232,13 @@ def main() -> None:
     )
     parser.add_argument("--models", default=",".join(m.name for m in MODELS))
     parser.add_argument("--tokens", default="1,8,32,128,512,2048,8192")
+    parser.add_argument("--format", default="nvfp4", choices=("nvfp4", "mxfp4"))
     given = parser.parse_args()
     tokens = [int(t) for t in given.tokens.split(",")]
-    print(f"{torch.cuda.get_device_name()}, torch {torch.__version__}, triton {triton.__version__}")
+    print(
+        f"{given.format}, {torch.cuda.get_device_name()}, torch {torch.__version__}, "
+        f"triton {triton.__version__}"
+    )
     peaks = ceilings()
     print(
         f"ceilings: copy {peaks[0] / 1e6:.2f} TB/s, bf16 {peaks[1] / 1e6:.0f} TFLOP/s, "
@@ -238,9 +246,9 @@ def main() -> None:
     )
     for model in MODELS:
         if model.name in given.models.split(","):
-            products(model, 2 * model.inter, model.hidden, tokens, peaks)
-            products(model, model.hidden, model.inter, tokens, peaks)
-            blocks(model, tokens)
+            products(model, 2 * model.inter, model.hidden, given.format, tokens, peaks)
+            products(model, model.hidden, model.inter, given.format, tokens, peaks)
+            blocks(model, given.format, tokens)
             torch.cuda.empty_cache()
 
 

@@ -2,9 +2,9 @@
 
     python benchmarks/h200_humming.py [--shapes "qwen3 gate/up,..."] [--rows bf16,fp8] [--tokens 32,128,...]
 
-bf16 rows: both with nvfp4 weights. fp8 rows, quantised before: ours with nvfp4 weights, Humming's, which has
-no fp8 kernels for those, with mxfp4. Method as in h200_hopper.py: CUDA-graph replays, every launch with
-another routing. Humming compiles a kernel for each size, which takes seconds.
+Ours with nvfp4 and with mxfp4 weights; Humming's with nvfp4 where rows are bf16, and with mxfp4 where they
+are fp8 (quantised before), for which it has no nvfp4 kernels. Method as in h200_hopper.py: CUDA-graph
+replays, every launch with another routing. Humming compiles a kernel for each size, which takes seconds.
 """
 
 from __future__ import annotations
@@ -56,11 +56,12 @@ def main() -> None:
     parser.add_argument("--tokens", default="8,32,128,512,2048,8192")
     given = parser.parse_args()
     print(f"{torch.cuda.get_device_name()}, torch {torch.__version__}")
-    print(f"{'':16}{'rows':>5}{'tokens':>7}{'ours':>9}{'Humming':>9}")
+    print(f"{'':16}{'rows':>5}{'tokens':>7}{'nvfp4':>9}{'mxfp4':>9}{'Humming':>9}")
     for name in given.shapes.split(","):
         groups, n, k, top_k = SHAPES[name]
         for kind in given.rows.split(","):
-            theirs, ours = humming(groups, n, k, kind), random_weight(groups, n, k)
+            theirs, to = humming(groups, n, k, kind), "sm90_bf16" if kind == "bf16" else "sm90"
+            ours = [random_weight(groups, n, k, to, format) for format in ("nvfp4", "mxfp4")]
             for tokens in map(int, given.tokens.split(",")):
                 m = tokens * top_k
                 counts = [
@@ -73,10 +74,14 @@ def main() -> None:
                 x = torch.randn(m, k, device="cuda", dtype=torch.bfloat16)
                 a, a_scale = (x, None) if kind == "bf16" else rows.quantize_fp8(x)
                 b, _, b_scale = may_process_input(theirs.humming_config, x)
-                run = lambda i: ops.grouped_mm(a, a_scale, ours, offs[i], torch.bfloat16)  # noqa: E731, B023
+                us = [
+                    median_us(lambda i: ops.grouped_mm(a, a_scale, w, offs[i], torch.bfloat16))  # noqa: B023
+                    for w in ours
+                ]
                 given_b = {"input_scale": b_scale, "compute_config": {"gemm_type": "grouped_contiguous"}}
                 peer = lambda i: theirs(b, expert_layout=layout[i], **given_b)  # noqa: E731, B023
-                print(f"{name:16}{kind:>5}{tokens:>7}{median_us(run):9.1f}{median_us(peer):9.1f}", flush=True)
+                times = "".join(f"{t:9.1f}" for t in (*us, median_us(peer)))
+                print(f"{name:16}{kind:>5}{tokens:>7}{times}", flush=True)
 
 
 if __name__ == "__main__":

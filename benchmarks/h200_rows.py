@@ -1,11 +1,11 @@
 """Decode and prefill by rows an expert, us, and which of them fp4_ops/sm90/choice.py takes.
 
-    python benchmarks/h200_rows.py [--rows 0.25,1,2,...]
+    python benchmarks/h200_rows.py [--rows 0.25,1,2,...] [--format mxfp4]
 
-nvfp4, four models' products with random routing, dense products, and the models' blocks. `16` and `bf16` are
-bfloat16 rows and weights in layout sm90, for whose prefill a pass puts them in order, and sm90_bf16; `8` fp8
-rows, quantised before. `*` is the one that the operators take. A block in `auto` is decode of the rows as
-they are, or prefill of fp8 ones.
+nvfp4 (or mxfp4), four models' products with random routing, dense products, and the models' blocks. `16` and
+`bf16` are bfloat16 rows and weights in layout sm90, for whose prefill a pass puts them in order, and
+sm90_bf16; `8` fp8 rows, quantised before. `*` is the one that the operators take. A block in `auto` is decode
+of the rows as they are, or prefill of fp8 ones.
 """
 
 from __future__ import annotations
@@ -39,9 +39,11 @@ def line(groups: int, n: int, k: int, each: float, columns: list[str]) -> None:
     print(f"{groups:>5}{n:>7}{k:>7}{each:>7g}" + "".join(columns), flush=True)
 
 
-def products(groups: int, n: int, k: int, each: float, offs: list[torch.Tensor] | None, m: int) -> None:
+def products(
+    groups: int, n: int, k: int, format: str, each: float, offs: list[torch.Tensor] | None, m: int
+) -> None:
     copies = ROUTINGS if offs is None else 1
-    sm90, wide = ([random_weight(groups, n, k, layout) for _ in range(copies)] for layout in LAYOUTS)
+    sm90, wide = ([random_weight(groups, n, k, layout, format) for _ in range(copies)] for layout in LAYOUTS)
     x = torch.randn(m, k, device="cuda").bfloat16()
     codes, scale = ops.rows.quantize_fp8(x)
     mode = Routing.DENSE if offs is None else Routing.OFFS
@@ -81,8 +83,10 @@ def main() -> None:
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("--rows", default="0.0625,0.125,0.25,0.5,1,2,3,4,6,8,12,16,32")
-    rows = [float(r) for r in parser.parse_args().rows.split(",")]
-    print(f"{torch.cuda.get_device_name()}, torch {torch.__version__}")
+    parser.add_argument("--format", default="nvfp4", choices=("nvfp4", "mxfp4"))
+    given = parser.parse_args()
+    rows, format = [float(r) for r in given.rows.split(",")], given.format
+    print(f"{format}, {torch.cuda.get_device_name()}, torch {torch.__version__}")
     head = f"{'G':>5}{'N':>7}{'K':>7}{'rows':>7}"
     names = ("16 dec", "prefill", "bf16 dec", "prefill", "8 dec", "prefill")
     print(head + "".join(f"{name:>10}" for name in names))
@@ -92,17 +96,19 @@ def main() -> None:
                 m = max(round(each * model.experts), 1)
                 ids = [torch.randint(0, model.experts, (m,), device="cuda") for _ in range(ROUTINGS)]
                 offs = [torch.bincount(i, minlength=model.experts).cumsum(0).int() for i in ids]
-                products(model.experts, n, k, each, offs, m)
+                products(model.experts, n, k, format, each, offs, m)
     for n, k in DENSE:
         for each in rows:
             if each >= 1:
-                products(1, n, k, each, None, round(each))
+                products(1, n, k, format, each, None, round(each))
     print("blocks, [N, K] of gate/up\n" + head, end="")
     names = ("none dec", "sorted", "bf16 dec", "sorted", "fp8 dec", "sorted", "auto dec", "sorted")
     print("".join(f"{name:>10}" for name in names))
     for model in MODELS:
         shapes = (2 * model.inter, model.hidden), (model.hidden, model.inter)
-        weights = {to: [random_weight(model.experts, *shape, to) for shape in shapes] for to in LAYOUTS}
+        weights = {
+            to: [random_weight(model.experts, *shape, to, format) for shape in shapes] for to in LAYOUTS
+        }
         for each in rows:
             block(model, weights, each)
 

@@ -150,7 +150,7 @@ def check_scales(
     check_multiple(name, "columns", k, layout.k_padding, layout)
     check_dtype(scale_name, block_scale, (layout.scale_dtype,))
     check_device(scale_name, block_scale, name, packed)
-    check_shape(scale_name, block_scale, (*packed.shape[:-1], k // (layout.block or fmt.block)))
+    check_shape(scale_name, block_scale, (*packed.shape[:-1], k // fmt.block))
     if not layout.has_factor:
         check_global_scale(global_name, global_scale, name, packed, fmt)
         return

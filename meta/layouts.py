@@ -7,10 +7,10 @@ register holds the same few k of 16 rows. Rows past the last whole panel, and ma
 `TILE16_K` divides, keep the plain order. csrc/cpu/layout.h defines the order inside a panel. Shapes, dtypes
 and byte counts are those of `plain`.
 
-`sm90`: made by `fp4::prepack` for the Hopper kernels. It holds nvfp4 and mxfp4 in one shape: e2m1 codes, one
-scale byte a block of 16, one float32 factor a matrix; K, a multiple of 16, is padded to Kp, a multiple of
-128, with zero codes and zero scales. So packed is uint8 [..., N, Kp/2], block_scale uint8 [..., N, Kp/16] and
-global_scale float32 [...], for mxfp4 too. csrc/common/sm90_layout.h defines the order of the bits.
+`sm90`: made by `fp4::prepack` for the Hopper kernels. It holds nvfp4 and mxfp4: e2m1 codes, an e4m3 scale a
+block of the format, one float32 factor a matrix; K, a multiple of 16, is padded to Kp, a multiple of 128,
+with zero codes. So packed is uint8 [..., N, Kp/2], block_scale uint8 [..., N, Kp/block] and global_scale
+float32 [...], for mxfp4 too. csrc/common/sm90_layout.h defines the order of the bits.
 
 `sm90_bf16`: `sm90` with codes and bits in another order and other scale bytes, for the Hopper kernels of
 bfloat16 activations: products are faster there than in `sm90`, and take rows as they are, but fp8 rows find
@@ -44,9 +44,7 @@ class Layout:
     k_padding: int = 1
     """... and is padded with zeros to a multiple of this."""
     scale_dtype: torch.dtype | None = None
-    """If set, block scales have this dtype, whatever the format: one for each `block` of the padded K, ..."""
-    block: int | None = None
-    """... or where there is none, as the format says."""
+    """If set, block scales have this dtype, whatever the format, and there are those of the padded K."""
     has_factor: bool = False
     """Whether there is one float32 factor a matrix, whatever the format."""
     formats: tuple[str, ...] = tuple(FORMATS)
@@ -95,7 +93,6 @@ _SM90 = Layout(
     k_multiple=16,
     k_padding=128,
     scale_dtype=torch.uint8,
-    block=16,
     has_factor=True,
     formats=FP4_FORMATS,
     hopper=True,
@@ -151,7 +148,7 @@ def packed_spec(
     if layout.scale_dtype is None:
         scale = ((*lead, n, fmt.num_blocks(k)), scale_dtype or fmt.scale_dtype)
     else:
-        scale = ((*lead, n, k // (layout.block or fmt.block)), layout.scale_dtype)
+        scale = ((*lead, n, k // fmt.block), layout.scale_dtype)
     spec = [((*lead, n, k // 2), torch.uint8), scale]
     if fmt.has_global_scale or layout.has_factor:
         spec.append((lead, torch.float32))

@@ -12,13 +12,14 @@ kernels in which every lane does (csrc/sm90/warp.cuh); under the sanitizer, nvcc
 from __future__ import annotations
 
 import argparse
+import itertools
 import subprocess
 import tempfile
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import torch
-from fp4_ops.meta.formats import ACTIVATIONS
+from fp4_ops.meta.formats import ACTIVATIONS, FORMATS
 from fp4_ops.meta.layouts import LAYOUTS
 
 import fp4_ops  # noqa: F401
@@ -26,6 +27,7 @@ from fp4_ops.sm90 import choice, decode, library, prefill, rows
 
 op = torch.ops.fp4
 FORM, WIDE = ({"format": "nvfp4", "layout": layout} for layout in ("sm90", "sm90_bf16"))
+MX_FORM, MX_WIDE = (form | {"format": "mxfp4"} for form in (FORM, WIDE))
 DTYPES = (torch.bfloat16, torch.float16)
 
 
@@ -48,16 +50,20 @@ def weight(*shape: int, format: str = "nvfp4", layout: str = "sm90") -> tuple[to
 
 def products() -> None:
     for groups, n, k in ((5, 64, 208), (40, 128, 512), (16, 64, 5120)):  # the last: 24 warps
-        of = {layout: weight(groups, n, k, layout=layout) for layout in ("sm90", "sm90_bf16")}
-        w = of["sm90"]
+        of = [
+            (weight(groups, n, k, **form), form, dtype)
+            for form in (FORM, MX_FORM, WIDE, MX_WIDE)
+            for dtype in (DTYPES if form["layout"] == "sm90" else DTYPES[:1])
+        ]
+        w = of[0][0]
         for m in (1, 37, 300):
             ids = torch.randint(-1, groups, (m,), device="cuda")
             counts = torch.bincount(torch.where(ids < 0, groups, ids), minlength=groups + 1)
             offs = counts[:groups].cumsum(0).int()
-            for dtype, layout in (*((dtype, "sm90") for dtype in DTYPES), (torch.bfloat16, "sm90_bf16")):
-                x, form = torch.randn(m, k, device="cuda").to(dtype), FORM | {"layout": layout}
-                op.grouped_mm(x, *of[layout], offs, **form)
-                op.indexed_mm(x, *of[layout], ids, **form)
+            for operands, form, dtype in of:
+                x = torch.randn(m, k, device="cuda").to(dtype)
+                op.grouped_mm(x, *operands, offs, **form)
+                op.indexed_mm(x, *operands, ids, **form)
             a, scale = op.quantize_fp8(x, layout="sm90")
             op.grouped_mm(a, *w, offs, scale, **FORM)
             masked = x.view(1, m, k).expand(groups, -1, -1).contiguous()
@@ -90,17 +96,15 @@ def candidates() -> None:
 
 
 def candidates_of(groups: int, n: int, k: int) -> None:
-    of = {
-        name: decode.Weight(*weight(groups, n, k, layout=name), None, groups, n, k, LAYOUTS[name])
-        for name in ("sm90", "sm90_bf16")
-    }
     offs = torch.tensor([0, 230, 300], dtype=torch.int32, device="cuda")
     x = torch.randn(int(offs[-1]), k, device="cuda").bfloat16()
     out = torch.empty(len(x), n, dtype=torch.bfloat16, device="cuda")
     gate = ACTIVATIONS["silu_interleaved"]
     kernels = {"half": rows.to_half(x), "bf16": (x, None), "w4a8": rows.quantize_fp8(x)}
-    for kernel, ordered in kernels.items():
-        w = of["sm90_bf16" if kernel == "bf16" else "sm90"]
+    for (kernel, ordered), format in itertools.product(kernels.items(), ("nvfp4", "mxfp4")):
+        layout = "sm90_bf16" if kernel == "bf16" else "sm90"
+        packed, block = weight(groups, n, k, format=format, layout=layout), FORMATS[format].block
+        w = decode.Weight(*packed, None, groups, n, k, LAYOUTS[layout], block)
         for config in range(len(prefill.candidates(kernel))):
             routed = (w, offs, decode.Routing.OFFS, len(x))
             prefill.run(*ordered, *routed, out, config=config)

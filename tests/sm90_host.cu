@@ -36,7 +36,7 @@ extern "C" void fold_words(const uint32_t* words, const uint8_t* scales, int cou
 extern "C" void decode_words(const uint32_t* words, const uint8_t* scales, int count, uint16_t* out) {
   for (int i = 0; i < count; ++i) {
     uint32_t pairs[4];
-    dequantize_word(words[i], __low2half2(HalfWords::decode_scales(scales[i] & 0x7F)), pairs);
+    dequantize_word(words[i], __low2half2(e4m3_pair(scales[i] & 0x7F)), pairs);
     memcpy(out + 8 * i, pairs, sizeof(pairs));
   }
 }
@@ -84,7 +84,9 @@ void decode_product(const uint8_t* codes, const uint8_t* scales, const uint16_t*
         typename Words::Scales scale;
         for (int j = 0; j < kSliceSteps && first + j < steps; ++j) {
           const int64_t step = int64_t(tile) * steps + first + j;
-          const auto four = load<uint32_t>(scales + (step - j % 2) * kStepScales + lane * 4);
+          uint32_t four = 0;  // or two
+          const int bytes = sizeof(typename Words::ScaleBytes);
+          memcpy(&four, scales + (step - j % 2) * Words::kStepScales + Words::scales_at(lane), bytes);
           if (j % Words::kScaleSteps == 0)
             scale = Words::decode_scales(Words::without_flags(four) >> (16 * (j % 2)));
           uint32_t a[4][4];
@@ -105,52 +107,61 @@ void decode_product(const uint8_t* codes, const uint8_t* scales, const uint16_t*
 }
 
 extern "C" void decode_product(const uint8_t* codes, const uint8_t* scales, const uint16_t* x, int n, int kp,
-                               int bf16, float* out) {
-  if (bf16) {
-    decode_product<Bf16Words, DType::kBFloat16>(codes, scales, x, n, kp, out);
-  } else {
-    decode_product<HalfWords, DType::kFloat16>(codes, scales, x, n, kp, out);
-  }
+                               int scale_block, int bf16, float* out) {
+  const auto run = scale_block == 16 ? (bf16 ? decode_product<Bf16Words<16>, DType::kBFloat16>
+                                             : decode_product<HalfWords<16>, DType::kFloat16>)
+                                     : (bf16 ? decode_product<Bf16Words<32>, DType::kBFloat16>
+                                             : decode_product<HalfWords<32>, DType::kFloat16>);
+  run(codes, scales, x, n, kp, out);
 }
 
 // A weight [n, kp] of layout sm90_bf16 as prefill's lanes make operand A of it: out [n, kp], by the row and K
 // that wgmma.m64nNk16 gives to each element of a fragment, rows 2g and 2g + 1 in place of g and g + 8.
-extern "C" void bf16_operand(const uint8_t* codes, const uint8_t* scales, int n, int kp, float* out) {
+template <int kScaleBlock>
+void bf16_operand(const uint8_t* codes, const uint8_t* scales, int n, int kp, float* out) {
+  using Weights = Bf16Weights<kScaleBlock>;
   const int steps = kp / 128;
   for (int64_t at = 0; at < int64_t(n) / 16 * steps; ++at) {
     for (int lane = 0; lane < 32; ++lane) {
-      uint32_t four[4];
-      memcpy(four, scales + at * 128 + Bf16Weights::scales_at(lane), sizeof(four));
+      const auto bytes =
+          load<typename Weights::Scales>(scales + at * Weights::kTileScales + Weights::scales_at(lane));
+      const typename Weights::Prepared halves[2] = {Weights::template decode<0>(bytes),
+                                                    Weights::template decode<1>(bytes)};
       for (int i = 0; i < 4; ++i) {
-        const auto word = load<uint2>(codes + at * 1024 + Bf16Weights::word_at(lane, i));
+        const auto word = load<uint2>(codes + at * 1024 + Weights::word_at(lane, i));
         uint32_t a[2][4];
-        Bf16Words::dequantize(word.x, word.y, Bf16Words::decode_scales(four[i]), a);
+        Bf16Words<kScaleBlock>::dequantize(word.x, word.y, halves[i / 2].pair[i % 2], a);
         for (int j = 0; j < 16; ++j) {
           const int instruction = 2 * i + j / 8, fragment = j / 2 % 4;
           const int row = at / steps * 16 + 2 * (lane / 4) + fragment % 2;
           const int k = at % steps * 128 + 16 * instruction + fragment / 2 * 8 + lane % 4 * 2 + j % 2;
           out[int64_t(row) * kp + k] =
-              value(a[j / 8][fragment], j % 2, Element::kBFloat16) * Bf16Words::kFactor;
+              value(a[j / 8][fragment], j % 2, Element::kBFloat16) * Weights::kFactor;
         }
       }
     }
   }
 }
 
+extern "C" void bf16_operand(const uint8_t* codes, const uint8_t* scales, int n, int kp, int scale_block,
+                             float* out) {
+  (scale_block == 16 ? bf16_operand<16> : bf16_operand<32>)(codes, scales, n, kp, out);
+}
+
 // What the device's pack and dequantize do, lane by lane.
-extern "C" void pack(const uint8_t* packed, const uint8_t* scales, int rows, int k, int kp, int bf16,
-                     uint8_t* to_packed, uint8_t* to_scales) {
+extern "C" void pack(const uint8_t* packed, const uint8_t* scales, int rows, int k, int kp, int scale_block,
+                     int bf16, uint8_t* to_packed, uint8_t* to_scales) {
   for (int64_t i = 0; i < rows / 16 * (kp / kStep) * 32; ++i) {
     const auto lane = bf16 ? pack_lane<Sm90Bf16> : pack_lane<Sm90>;
-    lane(i, packed, scales, k, kp, to_packed, to_scales);
+    lane(i, packed, scales, k, kp, scale_block, to_packed, to_scales);
   }
 }
 
 extern "C" void dequantize(const uint8_t* packed, const uint8_t* scales, const float* global_scale, int rows,
-                           int n, int kp, int bf16, double* out) {
+                           int n, int kp, int scale_block, int bf16, double* out) {
   for (int64_t i = 0; i < rows / 16 * (kp / kStep) * 32; ++i) {
     const auto lane = bf16 ? dequantize_lane<Sm90Bf16, double> : dequantize_lane<Sm90, double>;
-    lane(i, packed, scales, global_scale, n, kp, out);
+    lane(i, packed, scales, global_scale, n, kp, scale_block, out);
   }
 }
 
@@ -280,6 +291,7 @@ extern "C" void decode_fields(char* text) {
                 FP4_AT(k_warps),
                 FP4_AT(row_warps),
                 FP4_AT(passes),
+                FP4_AT(scale_block),
                 FP4_AT(early),
                 FP4_AT(bf16_words),
                 {"launcher", offsetof(Fields, k_warps_inverse)},

@@ -67,7 +67,7 @@ class Weights:
     def __init__(self, *shape: int, format: str, exact_scales: bool = False, layout: str = "sm90") -> None:
         spread = torch.rand(*shape[:-1], 1, device="cuda") * 4 + 0.01
         plain = torch.ops.fp4.quantize(torch.randn(*shape, device="cuda") * spread, format)
-        if exact_scales:  # mantissas 0, 2, 4: the products with 1.5 need no rounding in e4m3
+        if exact_scales and format == "nvfp4":  # mantissas 0, 2, 4: products with 1.5 are exact in e4m3
             byte = plain[1].view(torch.uint8)
             mantissa = torch.tensor([0, 0, 2, 2, 4, 4, 4, 4], device="cuda", dtype=torch.uint8)[
                 (byte & 7).long()
@@ -82,7 +82,8 @@ class Weights:
 
     def of_kernels(self, bias: torch.Tensor | None = None) -> decode.Weight:
         groups, n, k = self.values.shape
-        return decode.Weight(*self.packed, bias, groups, n, self.layout.padded(k), self.layout)
+        block = reference.BLOCK[self.format]
+        return decode.Weight(*self.packed, bias, groups, n, self.layout.padded(k), self.layout, block)
 
 
 def by_row(values: torch.Tensor, a: torch.Tensor, ids: torch.Tensor) -> torch.Tensor:
@@ -177,14 +178,15 @@ def test_products_of_16_bit_rows(kernel, shape, dtype, layout, format):
     assert not got[~live.expand_as(got)].any()
 
 
+@pytest.mark.parametrize("format", FORMATS)
 @pytest.mark.parametrize("layout", LAYOUT_NAMES)
 @pytest.mark.parametrize("compute_warps", [decode.FEW_WARPS, decode.MANY_WARPS])
 @pytest.mark.parametrize("k", [64, 768, 1536, 2880, 4096, 5120, 7168, 14336])
-def test_both_decode_kernels_in_float32(k, compute_warps, layout):
+def test_both_decode_kernels_in_float32(k, compute_warps, layout, format):
     config = decode.warps_for(LAYOUTS["sm90"].padded(k), compute_warps)
     assert config is not None
     groups, n = 3, 192
-    w = Weights(groups, n, k, format="nvfp4", layout=layout)
+    w = Weights(groups, n, k, format=format, layout=layout)
     for m in (1, 50):
         a = torch.randn(m, k, device="cuda").bfloat16()
         _, ordered, offs = routed(m, groups)
@@ -217,13 +219,14 @@ PREFILL_SHAPES = [
 ]
 
 
+@pytest.mark.parametrize("format", FORMATS)
 @pytest.mark.parametrize("config", CONFIGS["half"])
 @pytest.mark.parametrize("dtype, layout", ROWS_OF)
 @pytest.mark.parametrize("shape", PREFILL_SHAPES, ids=str)
-def test_every_16_bit_prefill_candidate(shape, dtype, layout, config):
+def test_every_16_bit_prefill_candidate(shape, dtype, layout, config, format):
     """Dense, contiguous and masked, token tiles of every width, empty experts, rows of none, with factors."""
     groups, n, k = shape
-    w = Weights(*shape, format="nvfp4", layout=layout)
+    w = Weights(*shape, format=format, layout=layout)
     bias = torch.randn(groups, n, device="cuda", dtype=dtype)
     weight = w.of_kernels(bias)
     counts = torch.tensor([0, 1, 64, 65, 120, 160, 161, 190, 193, 300, 385], device="cuda")
@@ -250,7 +253,7 @@ def test_every_16_bit_prefill_candidate(shape, dtype, layout, config):
             run(a, scale, weight, offs, decode.Routing.OFFS, m, out)
             assert error(out, by_row(w.values, values, ids) + own) < max(BOUND[out_dtype], sums_bound(k))
             assert not out[-5:].any()
-    one = decode.Weight(*(t[-1] for t in w.packed), None, 1, n, weight.kp, w.layout)
+    one = decode.Weight(*(t[-1] for t in w.packed), None, 1, *weight[5:])
     out = torch.full((m, n), float("nan"), device="cuda")
     run(a, None, one, None, decode.Routing.DENSE, m, out)
     assert error(out, a.double() @ w.values[-1].T) < sums_bound(k)
@@ -267,12 +270,13 @@ def test_every_16_bit_prefill_candidate(shape, dtype, layout, config):
     assert not out[ids < 0].any()
 
 
+@pytest.mark.parametrize("format", FORMATS)
 @pytest.mark.parametrize("gate", ["silu_interleaved", "swigluoai"])
 @pytest.mark.parametrize("dtype, config", CANDIDATES)
-def test_gates_of_every_prefill_candidate(dtype, config, gate):
+def test_gates_of_every_prefill_candidate(dtype, config, gate, format):
     """Contiguous and masked, token tiles of every width, the last columns, empty experts, rows of none."""
     groups, n, k = 13, 320, 384
-    w = Weights(groups, n, k, format="nvfp4", exact_scales=True, layout=layout_for(dtype))
+    w = Weights(groups, n, k, format=format, exact_scales=True, layout=layout_for(dtype))
     weight = w.of_kernels(bias := torch.randn(groups, n, device="cuda"))
     counts = torch.tensor([0, 1, 31, 64, 65, 120, 129, 170, 190, 193, 265, 285, 600], device="cuda")
     counts = counts[torch.randperm(groups)]
@@ -347,11 +351,15 @@ def test_a_large_group_is_cut_into_more_tiles_than_it_needs(dtype, config):
         assert error(out, by_row(w.values, values, ids)) < 4e-3
 
 
-@pytest.mark.parametrize("exact_scales", [False, True], ids=["any scales", "fp8-exact scales"])
+@pytest.mark.parametrize(
+    "format, exact_scales",
+    [("nvfp4", False), ("nvfp4", True), ("mxfp4", True)],
+    ids=["nvfp4", "nvfp4 exact", "mxfp4"],
+)
 @pytest.mark.parametrize("shape", [*SHAPES, large((2, 24576, 256))], ids=str)
-def test_products_of_fp8_rows(kernel, shape, exact_scales):
-    """Where scales are not exact, over all calls together: one call may see few blocks."""
-    w = Weights(*shape, format="nvfp4", exact_scales=exact_scales)
+def test_products_of_fp8_rows(kernel, shape, format, exact_scales):
+    """Where scales are not exact in fp8, over all calls together: one call may see few blocks."""
+    w = Weights(*shape, format=format, exact_scales=exact_scales)
     groups, n, k = shape
     few_blocks = groups * n * k < 2**14
     bound = 4e-3 if exact_scales else 6e-2 if few_blocks else FP8_BOUND

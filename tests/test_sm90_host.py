@@ -11,8 +11,9 @@ from pathlib import Path
 import pytest
 import reference
 import torch
+from fp4_ops.meta.formats import FORMATS
 
-from fp4_ops.sm90 import decode, int4, prefill
+from fp4_ops.sm90 import decode, int4, prefill, rows
 
 HERE = Path(__file__).parent
 NVCC = shutil.which("nvcc")
@@ -107,41 +108,49 @@ def test_decode_is_exact_in_fp16(host):
     assert torch.equal(got.transpose(-1, -2).reshape(-1, 8).double(), weights(codes, scales))
 
 
+@pytest.mark.parametrize("format", reference.FP4_FORMATS)
 @pytest.mark.parametrize("layout", ["sm90", "sm90_bf16"])
 @pytest.mark.parametrize("k", [16, 336])
-def test_the_device_packs_as_the_cpu_does(host, layout, k):
+def test_the_device_packs_as_the_cpu_does(host, layout, k, format):
     groups, n, kp, bf16 = 3, 64, -(-k // 128) * 128, int(layout == "sm90_bf16")
-    w = reference.random_weight("nvfp4", groups, n, k)
-    want = torch.ops.fp4.prepack(*w.operands(), "nvfp4", layout)
+    w = reference.random_weight(format, groups, n, k, narrow=True)
+    want = torch.ops.fp4.prepack(*w.operands(), format, layout)
     packed, scales = (torch.full_like(t, 0x55) for t in want[:2])
-    host("pack", w.packed, w.scale.view(U8), groups * n, k, kp, bf16, packed, scales)
+    e4m3 = w.scale.view(U8)
+    if format == "mxfp4":
+        e4m3, factor = rows._e4m3_from_e8m0(w.packed, e4m3, FORMATS[format], layout)
+        assert torch.equal(factor, want[2])
+    block = FORMATS[format].block
+    host("pack", w.packed, e4m3.contiguous(), groups * n, k, kp, block, bf16, packed, scales)
     assert torch.equal(packed, want[0]) and torch.equal(scales, want[1])
     got = torch.full((groups, n, kp), float("nan"), dtype=torch.float64)
-    host("dequantize", packed, scales, want[2], groups * n, n, kp, bf16, got)
-    assert torch.equal(got, torch.ops.fp4.dequantize(*want, "nvfp4", torch.float64, layout=layout))
+    host("dequantize", packed, scales, want[2], groups * n, n, kp, block, bf16, got)
+    assert torch.equal(got, torch.ops.fp4.dequantize(*want, format, torch.float64, layout=layout))
 
 
+@pytest.mark.parametrize("format", reference.FP4_FORMATS)
 @pytest.mark.parametrize("layout", ["sm90", "sm90_bf16"])
 @pytest.mark.parametrize("k", [16, 128, 336, 768])
-def test_decode_multiplies_what_the_layout_holds(host, layout, k):
+def test_decode_multiplies_what_the_layout_holds(host, layout, k, format):
     """Lanes' fragments of weights and rows, put through mma.sync as PTX defines it."""
     n, kp, bf16 = 64, -(-k // 128) * 128, layout == "sm90_bf16"
-    w = reference.random_weight("nvfp4", n, k)
-    packed, scales, factor = torch.ops.fp4.prepack(*w.operands(), "nvfp4", layout)
+    w = reference.random_weight(format, n, k, narrow=True)
+    packed, scales, factor = torch.ops.fp4.prepack(*w.operands(), format, layout)
     x = torch.nn.functional.pad(torch.randn(8, k), (0, kp - k)).to(torch.bfloat16 if bf16 else torch.float16)
     got = torch.empty(8, n)
-    host("decode_product", packed, scales, x, n, kp, int(bf16), got)
+    host("decode_product", packed, scales, x, n, kp, FORMATS[format].block, int(bf16), got)
     want = x[:, :k].double() @ w.dense.double().T / factor.double()
     assert reference.relative_error(got * (128 if bf16 else 1), want) < 1e-5
 
 
+@pytest.mark.parametrize("format", reference.FP4_FORMATS)
 @pytest.mark.parametrize("k", [16, 128, 336])
-def test_prefill_takes_plain_rows_for_bf16_words(host, k):
+def test_prefill_takes_plain_rows_for_bf16_words(host, k, format):
     n, kp = 128, -(-k // 128) * 128
-    w = reference.random_weight("nvfp4", n, k)
-    packed, scales, factor = torch.ops.fp4.prepack(*w.operands(), "nvfp4", "sm90_bf16")
+    w = reference.random_weight(format, n, k, narrow=True)
+    packed, scales, factor = torch.ops.fp4.prepack(*w.operands(), format, "sm90_bf16")
     got = torch.full((n, kp), float("nan"))
-    host("bf16_operand", packed, scales, n, kp, got)
+    host("bf16_operand", packed, scales, n, kp, FORMATS[format].block, got)
     assert torch.equal(got[:, :k].double() * factor.double(), w.dense.double()) and not got[:, k:].any()
 
 
@@ -153,7 +162,7 @@ def test_every_code_and_scale_is_exact_in_bf16(host):
     plain = packed, scale, torch.tensor(1.0)
     words, scales, _ = torch.ops.fp4.prepack(*plain, "nvfp4", "sm90_bf16")
     got = torch.empty(n, k)
-    host("bf16_operand", words, scales, n, k, got)
+    host("bf16_operand", words, scales, n, k, 16, got)
     assert torch.equal(got.double(), torch.ops.fp4.dequantize(*plain, "nvfp4", torch.float64))
 
 

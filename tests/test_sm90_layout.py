@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 from conftest import poisoned
-from reference import FP4_FORMATS, dequantize, random_weight, scale_values, unpack_codes
+from reference import BLOCK, FP4_FORMATS, dequantize, random_weight, scale_values, unpack_codes
 
 fp4 = torch.ops.fp4
 U8 = torch.uint8
@@ -27,11 +27,18 @@ E2M1 = torch.tensor([0, 0.5, 1, 1.5, 2, 3, 4, 6], dtype=torch.float64)
 
 
 def lanes(packed, block_scale, layout):
-    """Of each lane its four words [G, N/16, Kp/128, lane, 4, lower or upper half] and its scales [.., 4]."""
+    """Of each lane its four words [G, N/16, Kp/128, lane, 4, lower or upper half] and its scales: four, or of
+    blocks of 32 the four of two lanes, or two."""
     n, kp = packed.shape[-2], packed.shape[-1] * 2
     words = packed.reshape(-1, n // 16, kp // 128, 2, 32, 16).view(torch.int32).long() & 0xFFFFFFFF
     words = words.unflatten(-1, (2, 2)).transpose(-4, -3).flatten(-3, -2)
-    scales = block_scale.reshape(-1, n // 16, kp // 128, 32, 4)
+    scales = block_scale.reshape(-1, n // 16, kp // 128, block_scale.shape[-1] // (kp // 128) * 16)
+    if kp == 16 * block_scale.shape[-1]:
+        scales = scales.unflatten(-1, (32, 4))
+    elif layout == "sm90_bf16":
+        scales = scales.unflatten(-1, (32, 2)).repeat(1, 1, 1, 1, 2)
+    else:
+        scales = scales.unflatten(-1, (16, 4)).repeat_interleave(2, -2)
     if layout == "sm90_bf16":
         g, t = torch.arange(32) // 4, torch.arange(32) % 4
         words = words[:, :, :, g // 2 * 8 + t // 2 * 4 + g % 2 * 2 + (t + g // 2) % 2]
@@ -90,7 +97,7 @@ def test_every_bit_is_where_the_definition_says(shape, format, layout):
         packed, scale, factor = fp4.prepack(*w.operands(), format, layout)
     n, k = shape[-2:]
     kp = (k + 127) // 128 * 128
-    assert packed.shape == (*shape[:-1], kp // 2) and scale.shape == (*shape[:-1], kp // 16)
+    assert packed.shape == (*shape[:-1], kp // 2) and scale.shape == (*shape[:-1], kp // BLOCK[format])
     assert packed.dtype == scale.dtype == U8 and factor.dtype == torch.float32 and factor.shape == shape[:-2]
     got = read(packed, scale, factor, layout)
     assert torch.equal(got[..., :k], w.dense.reshape(-1, n, k))
@@ -178,9 +185,11 @@ def test_damaged_and_negative_scales_are_refused(format, layout):
 
 def test_unpack_as_another_format(layout):
     """Scales that are no powers of two never come from mxfp4."""
-    operands = fp4.prepack(*random_weight("nvfp4", 64, 64).operands(), "nvfp4", layout)
-    with pytest.raises(RuntimeError, match="packed is no mxfp4 weight"):
-        fp4.unpack(*operands, "mxfp4", layout)
+    packed, scale, factor = fp4.prepack(*random_weight("nvfp4", 64, 64).operands(), "nvfp4", layout)
+    with pytest.raises(RuntimeError, match=r"block_scale has shape \[64, 8\]; it must be \[64, 4\]"):
+        fp4.unpack(packed, scale, factor, "mxfp4", layout)
+    with pytest.raises(RuntimeError, match="packed is no mxfp4 weight: its scales are not all powers of two"):
+        fp4.unpack(packed, scale[:, ::2].contiguous(), factor, "mxfp4", layout)
 
 
 @pytest.mark.parametrize("op", ["mm", "grouped_mm", "grouped_mm_masked", "indexed_mm", "grouped_mm_k", "moe"])

@@ -166,6 +166,8 @@ def test_gated_rows(width, m, gate):
         exact = reference.activate(x.double(), gate.name)
         amax = exact.abs().amax(-1, keepdim=True)
         noise = 2e-5 * exact.abs() + 2e-6 * amax  # of exp and erf in float32
+        if gate.function == "gelu":  # 1 + erf loses bits where a gate is negative
+            noise += 2.0**-22 * reference.activate(x.double().abs(), gate.name)
         got = rows.same(x, gate)
         rounding = 2.0**-8 if dtype == torch.bfloat16 else 2.0**-11
         assert ((got.double() - exact).abs() <= noise + rounding * exact.abs() + 2.0**-25).all()

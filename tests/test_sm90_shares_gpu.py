@@ -3,7 +3,17 @@
 import pytest
 import torch
 from fp4_ops.meta.formats import ACTIVATIONS
-from test_sm90_gpu import CONFIGS, FP8_BOUND, Weights, by_row, error, plain_order, pytestmark, sums_bound
+from test_sm90_gpu import (
+    CONFIGS,
+    FORMATS,
+    FP8_BOUND,
+    Weights,
+    by_row,
+    error,
+    plain_order,
+    pytestmark,
+    sums_bound,
+)
 
 from fp4_ops.sm90 import decode, library, prefill, rows
 
@@ -40,12 +50,13 @@ def test_such_sizes_are_shared(kernel, counts):
     assert prefill.choose(*size, kernel).share_below > 0
 
 
+@pytest.mark.parametrize("format", FORMATS)
 @pytest.mark.parametrize("counts", COUNTS, ids=str)
 @pytest.mark.parametrize("kernel, config", CANDIDATES)
-def test_every_candidate(kernel, config, counts):
-    w = Weights(GROUPS, N, K, format="nvfp4")
+def test_every_candidate(kernel, config, counts, format):
+    w = Weights(GROUPS, N, K, format=format)
     bias = torch.randn(GROUPS, N, device="cuda")
-    weight = decode.Weight(*w.packed, bias, GROUPS, N, K)
+    weight = w.of_kernels(bias)
     offs = torch.tensor(counts, device="cuda").cumsum(0).int()
     ids = torch.repeat_interleave(torch.arange(GROUPS, device="cuda"), torch.tensor(counts, device="cuda"))
     ids = torch.cat([ids, ids.new_full((2,), -1)])  # and rows of nobody
@@ -62,7 +73,7 @@ def test_every_candidate(kernel, config, counts):
     assert torch.equal(*results) and not results[0][-2:].any()
 
     out = torch.full((m, N), float("nan"), device="cuda")
-    one = decode.Weight(*(t[-1:] for t in w.packed), None, 1, N, K)
+    one = decode.Weight(*(t[-1:] for t in w.packed), None, 1, *weight[5:])
     prefill.run(*given, one, None, decode.Routing.DENSE, m, out, config=config)
     assert error(out, values @ w.values[-1].T) < bound(kernel)
 
@@ -70,7 +81,7 @@ def test_every_candidate(kernel, config, counts):
     out = torch.full((m, N // 2), float("nan"), device="cuda", dtype=torch.bfloat16)
     scale = 1 / want.abs().max().float()  # so that no exponential overflows
     given = given[0], given[1] * scale
-    plain = decode.Weight(*w.packed, None, GROUPS, N, K)
+    plain = w.of_kernels()
     prefill.run(*given, plain, offs, decode.Routing.OFFS, m, out, gate=gate, config=config)
     pairs = by_row(w.values, values * scale.double(), ids).unflatten(-1, (-1, 2))
     assert error(out, torch.nn.functional.silu(pairs[..., 0]) * pairs[..., 1]) < max(2 * bound(kernel), 5e-3)
@@ -81,7 +92,7 @@ def test_every_candidate(kernel, config, counts):
 def test_two_streams_and_replays(kernel):
     """Each launch has scratch memory of its own, and a replay finds its flags as the launch did."""
     w = Weights(GROUPS, N, K, format="nvfp4")
-    weight = decode.Weight(*w.packed, None, GROUPS, N, K)
+    weight = w.of_kernels()
     work = []
     for counts in COUNTS:
         given, _ = ordered(kernel, torch.randn(sum(counts), K, device="cuda").bfloat16())

@@ -282,7 +282,7 @@ inline void check_scales(const std::string& prefix, const Tensor& block_scale,
   const bool bytes = layout.scales == LayoutScales::bytes;
   check_dtype(scale_name, block_scale, bytes ? kBytes : kFloat32);
   check_device(scale_name, block_scale, name, packed);
-  shape.back() = k / (layout.block != 0 ? layout.block : fmt.block);
+  shape.back() = k / fmt.block;
   check_shape(scale_name, block_scale, shape);
   if (!global_scale) fail(global_name, " is missing; layout '", layout.name, "' needs one");
   check_factor(global_name, *global_scale, name, packed);

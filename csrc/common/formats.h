@@ -68,7 +68,6 @@ struct Layout {
   int k_multiple = 1;  // K must be a multiple of this, ...
   int k_padding = 1;   // ... and is padded with zeros to a multiple of this
   LayoutScales scales = LayoutScales::of_format;
-  int block = 0;                 // k that share a scale; 0: as the format says
   Names formats = kFormatNames;  // that it holds
   Names a_formats = {};          // of moe, that give activations its kernels read; empty: all
   bool hopper = false;           // only CUDA kernels read it
@@ -85,10 +84,9 @@ struct Layout {
 inline constexpr Layout kLayouts[] = {
     {"plain", Order::plain},
     {"tile16", Order::tile16},
-    {"sm90", Order::sm90, 64, 16, 128, LayoutScales::bytes, 16, kFp4Names, kSm90AFormatNames, true},
-    {"sm90_bf16", Order::sm90_bf16, 64, 16, 128, LayoutScales::bytes, 16, kFp4Names, kSm90Bf16AFormatNames,
-     true},
-    {"sm90_int4", Order::sm90_int4, 64, 16, 128, LayoutScales::floats, 0, kInt4Names, kSm90Int4AFormatNames,
+    {"sm90", Order::sm90, 64, 16, 128, LayoutScales::bytes, kFp4Names, kSm90AFormatNames, true},
+    {"sm90_bf16", Order::sm90_bf16, 64, 16, 128, LayoutScales::bytes, kFp4Names, kSm90Bf16AFormatNames, true},
+    {"sm90_int4", Order::sm90_int4, 64, 16, 128, LayoutScales::floats, kInt4Names, kSm90Int4AFormatNames,
      true},
 };
 inline constexpr const Layout& kPlain = kLayouts[0];

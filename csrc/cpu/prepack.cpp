@@ -113,15 +113,15 @@ struct PlainRow {
 
   Block16 block(int64_t i) const {
     Block16 out{};
-    if (i * kSm90Block >= k) return out;  // padding
-    const int64_t begin = i * kSm90Block / 2, b = i * kSm90Block / format.block;
+    const int64_t b = i * kSm90Block / format.block;
+    if (b * format.block >= k) return out;  // padding
     if (format.scales[0] == Scale::e4m3) {
       out.scale = scales[b];
     } else {
       if (!counts(b)) return out;
       out.scale = power_to_e4m3(scales[b] - emax + 8);
     }
-    std::memcpy(out.codes, codes + begin, sizeof(out.codes));
+    if (i * kSm90Block < k) std::memcpy(out.codes, codes + i * kSm90Block / 2, sizeof(out.codes));
     return out;
   }
 };
@@ -171,7 +171,7 @@ Packed to_sm90(const Tensor& packed, const Tensor& block_scale, const OptionalTe
   const int64_t kp = layout.padded(s.k), blocks = ceil_div(s.k, fmt.block), tiles = s.n / kSm90Rows;
   Shape shape = shape_of(packed), scale_shape = shape;
   shape.back() = kp / 2;
-  scale_shape.back() = kp / kSm90Block;
+  scale_shape.back() = kp / fmt.block;
   const Tensor to = empty(shape, ScalarType::Byte), to_scale = empty(scale_shape, ScalarType::Byte);
   const Tensor from = as_contiguous(packed), from_scale = as_contiguous(block_scale);
   const uint8_t *codes = data<uint8_t>(from), *scales = data<uint8_t>(from_scale);
@@ -192,20 +192,19 @@ Packed to_sm90(const Tensor& packed, const Tensor& block_scale, const OptionalTe
           const int64_t g = row / s.n;
           const PlainRow plain{fmt, codes + row * (s.k / 2), scales + row * blocks, s.k, emax[g]};
           for (int64_t b = 0; b < kp / kSm90Block; ++b) {
-            sm90_store<Bits>(plain.block(b), sm90_place<Bits>(row % s.n, b, kp),
-                             to_codes + g * s.n * (kp / 2), to_scales + g * s.n * (kp / kSm90Block));
+            sm90_store<Bits>(plain.block(b), sm90_place<Bits>(row % s.n, b, kp, fmt.block),
+                             to_codes + g * s.n * (kp / 2), to_scales + g * s.n * (kp / fmt.block));
           }
         }
       });
   return {to, to_scale, factor};
 }
 
-// The exponent byte of an mxfp4 block whose halves have these e4m3 scales, or -1 if there is none.
-int to_e8m0(uint8_t first, uint8_t second, int emax) {
-  if (first == 0 && second == 0) return 0;
-  if (first != 0 && second != 0 && first != second) return -1;
+// The exponent byte of an mxfp4 block with this e4m3 scale, or -1 if there is none.
+int to_e8m0(uint8_t scale, int emax) {
+  if (scale == 0) return 0;
   int exponent;
-  if (std::frexp(e4m3_to_float(first | second), &exponent) != .5f) return -1;
+  if (std::frexp(e4m3_to_float(scale), &exponent) != .5f) return -1;
   const int byte = exponent - 1 + emax - 8;
   return byte >= 0 && byte < 255 ? byte : -1;
 }
@@ -233,22 +232,21 @@ Packed from_sm90(const Tensor& packed, const Tensor& block_scale, const Tensor& 
           int exponent = 0;
           if (mx && std::frexp(data<float>(factor)[g], &exponent) != .5f) exact = false;
           for (int64_t b = 0; b < blocks; ++b) {
-            uint8_t halves[2] = {};
-            for (int64_t h = 0; h < per_block; ++h) {
-              const int64_t i = b * per_block + h;
-              const Block16 block = sm90_load<Bits>(sm90_place<Bits>(row % s.n, i, s.k),
+            uint8_t scale = 0;
+            for (int64_t i = b * per_block; i < (b + 1) * per_block; ++i) {
+              const Block16 block = sm90_load<Bits>(sm90_place<Bits>(row % s.n, i, s.k, fmt.block),
                                                     data<uint8_t>(from) + g * s.n * (s.k / 2),
-                                                    data<uint8_t>(from_scale) + g * s.n * (s.k / kSm90Block));
+                                                    data<uint8_t>(from_scale) + g * s.n * blocks);
               std::memcpy(codes + i * kSm90Block / 2, block.codes, kSm90Block / 2);
-              halves[h] = block.scale;
+              scale = block.scale;
             }
-            const int byte = mx ? to_e8m0(halves[0], halves[1], exponent - 1 + kEmaxBias) : halves[0];
+            const int byte = mx ? to_e8m0(scale, exponent - 1 + kEmaxBias) : scale;
             if (byte < 0) exact = false;
             scales[b] = uint8_t(byte);
           }
         }
       });
-  if (!exact) fail("packed is no mxfp4 weight: its scales are not all powers of two, one for each 32");
+  if (!exact) fail("packed is no mxfp4 weight: its scales are not all powers of two");
   return {to, to_scale, copy_of(mx ? OptionalTensor() : OptionalTensor(factor))};
 }
 

@@ -32,7 +32,7 @@ void sm90_store(const Block16& block, const Sm90Place& at, uint8_t* codes, uint8
     const uint64_t word = (load(to) & ~mine[i]) | words[i];
     std::memcpy(to, &word, sizeof(word));
   }
-  scales[at.lane.scales + at.number] = byte;
+  scales[at.scale] = byte;
 }
 
 template <class Bits>
@@ -46,7 +46,7 @@ Block16 sm90_load(const Sm90Place& at, const uint8_t* codes, const uint8_t* scal
   }
   Block16 block;
   std::memcpy(block.codes, &to, sizeof(to));
-  block.scale = Bits::decode_scale(scales[at.lane.scales + at.number]);
+  block.scale = Bits::decode_scale(scales[at.scale]);
   return block;
 }
 

@@ -10,23 +10,27 @@ namespace fp4::cpu {
 
 inline constexpr int kSm90Rows = 16, kSm90Block = 16, kSm90Step = 128;
 
-// 16 codes (8 bytes, the lower k in the lower nibble) and their e4m3 scale, which is not negative.
+// 16 codes (8 bytes, the lower k in the lower nibble) and their e4m3 scale, which is not negative. Of scales
+// for 32 codes two of them have the same.
 struct Block16 {
   uint8_t codes[8];
   uint8_t scale;
 };
 
-// Where a row's block is: the lane that holds it, and which of its four it is.
+// Where a row's block is: the lane that holds it, which of its four it is, and its scale.
 struct Sm90Place {
   Sm90Lane lane;
   int number;
+  int64_t scale;
 };
 
+// `scale_block`: k that share a scale, 16 or 32.
 template <class Bits>
-Sm90Place sm90_place(int64_t row, int64_t block, int64_t padded_k) {
-  const int in = int(block % 8);
-  return {sm90_lane<Bits>(row / 16, block / 8, padded_k / kSm90Step, int(row % 16 / 2), Bits::lane_of(in)),
-          2 * Bits::part_of(in) + int(row % 2)};
+Sm90Place sm90_place(int64_t row, int64_t block, int64_t padded_k, int scale_block) {
+  const int in = int(block % 8), r = int(row % 2);
+  const Sm90Lane lane = sm90_lane<Bits>(row / 16, block / 8, padded_k / kSm90Step, int(row % 16 / 2),
+                                        Bits::lane_of(in), scale_block);
+  return {lane, 2 * Bits::part_of(in) + r, lane.scales + Bits::scale_at(in, r, scale_block)};
 }
 
 // Bits: Sm90 or Sm90Bf16. `codes`, `scales`: of the matrix. Storing changes no other block's bits.
@@ -43,7 +47,7 @@ inline constexpr uint8_t kSm90Int4Nibbles[16] = {0b1011, 0b0000, 0b0001, 0b0010,
                                                  0b0111, 0b0110, 0b0101, 0b0100};
 
 inline int64_t sm90_int4_codes(int64_t row, int64_t block, int64_t padded_k) {
-  const Sm90Place at = sm90_place<Sm90>(row, block, padded_k);
+  const Sm90Place at = sm90_place<Sm90>(row, block, padded_k, kSm90Block);
   return at.lane.word(at.number);
 }
 

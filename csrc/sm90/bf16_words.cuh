@@ -10,6 +10,7 @@
 #include <cuda_bf16.h>
 
 #include <cstdint>
+#include <type_traits>
 
 #include "../common/sm90_layout.h"
 #include "bytes.cuh"
@@ -39,23 +40,33 @@ __host__ __device__ __forceinline__ uint32_t rotated_left(uint32_t word, int lef
 #endif
 }
 
+// kScaleBlock: K that share a scale.
+template <int kScaleBlock>
 struct Bf16Words {
   static constexpr Element kElement = Element::kBFloat16;
   static constexpr float kFactor = 128.0f;  // 2^126 / 2^119
   using Layout = Sm90Bf16;
-  static constexpr int kScaleSteps = 2;  // of 64 K that share scales
+  using ScaleBytes = std::conditional_t<kScaleBlock == 16, uint32_t, uint16_t>;  // of a lane for 128 k
+  static constexpr int kScaleSteps = 2;                   // of 64 K that share what decode_scales makes
+  static constexpr int kStepScales = 1024 / kScaleBlock;  // bytes of 16 rows by 64 k
   using Pair = __nv_bfloat162;
+
+  // A lane's scales of 16 rows by 128 k: four bytes, or two.
+  static __host__ __device__ __forceinline__ int scales_at(int lane) { return lane * (64 / kScaleBlock); }
 
   // Of the four blocks of a lane: both of row r of a pair of rows.
   struct Scales {
     Pair row[2];
   };
 
-  // `four`: their bytes, {exponent + 10: 5 bits, mantissa: 3}.
-  static __host__ __device__ __forceinline__ Scales decode_scales(uint32_t four) {
+  // Their bytes, {exponent + 10: 5 bits, mantissa: 3}, are those from kFirst on.
+  template <int kFirst = 0>
+  static __host__ __device__ __forceinline__ Scales decode_scales(uint32_t bytes) {
+    constexpr uint32_t kSecond = kFirst + (kScaleBlock == 16 ? 2 : 0);  // of the even row
+    constexpr uint32_t kEven = 0x4040 | kSecond << 8 | kFirst;          // each under a zero
     // A byte x 16 is a bf16's exponent and mantissa; the sum makes the factor of 2^119.
-    const uint32_t even = permute_bytes(four, 0, 0x4240) * 16 + 0x76007600,
-                   odd = permute_bytes(four, 0, 0x4341) * 16 + 0x76007600;
+    const uint32_t even = permute_bytes(bytes, 0, kEven) * 16 + 0x76007600,
+                   odd = permute_bytes(bytes, 0, kEven + 0x0101) * 16 + 0x76007600;
     return {{reinterpret_cast<const Pair&>(even), reinterpret_cast<const Pair&>(odd)}};
   }
 

@@ -16,12 +16,32 @@ int launch(const DecodeParams& p, int blocks, cudaStream_t stream) {
   return launch_kernel(kernel, shape, true, stream, p);
 }
 
-template <DType kType, class Words = HalfWords>
+template <DType kType, class Words>
 int launch_warps(const DecodeParams& p, int blocks, cudaStream_t stream) {
   const int warps = p.k_warps * p.row_warps;
   if (warps <= 16) return launch<kType, Words, 16>(p, blocks, stream);
   if (warps <= 24) return launch<kType, Words, 24>(p, blocks, stream);
   return cudaErrorInvalidValue;
+}
+
+template <int kScaleBlock>
+int launch_type(const DecodeParams& p, int blocks, cudaStream_t stream) {
+  using Words = HalfWords<kScaleBlock>;
+  if (p.bf16_words) {
+    return p.x_type == DType::kBFloat16
+               ? launch_warps<DType::kBFloat16, Bf16Words<kScaleBlock>>(p, blocks, stream)
+               : cudaErrorInvalidValue;
+  }
+  switch (p.x_type) {
+    case DType::kBFloat16:
+      return launch_warps<DType::kBFloat16, Words>(p, blocks, stream);
+    case DType::kFloat16:
+      return launch_warps<DType::kFloat16, Words>(p, blocks, stream);
+    case DType::kFloat8:
+      return launch_warps<DType::kFloat8, Words>(p, blocks, stream);
+    default:
+      return cudaErrorInvalidValue;
+  }
 }
 
 // d's multiplier and shift for `divide`.
@@ -42,17 +62,11 @@ extern "C" int fp4_sm90_decode(const fp4::sm90::DecodeParams* params, int blocks
   p.k_warps_inverse = 1.f / p.k_warps;
   p.row_warps_inverse = 1.f / p.row_warps;
   auto* s = static_cast<cudaStream_t>(stream);
-  if (p.bf16_words) {
-    return p.x_type == DType::kBFloat16 ? launch_warps<DType::kBFloat16, Bf16Words>(p, blocks, s)
-                                        : cudaErrorInvalidValue;
-  }
-  switch (p.x_type) {
-    case DType::kBFloat16:
-      return launch_warps<DType::kBFloat16>(p, blocks, s);
-    case DType::kFloat16:
-      return launch_warps<DType::kFloat16>(p, blocks, s);
-    case DType::kFloat8:
-      return launch_warps<DType::kFloat8>(p, blocks, s);
+  switch (p.scale_block) {
+    case 16:
+      return launch_type<16>(p, blocks, s);
+    case 32:
+      return launch_type<32>(p, blocks, s);
     default:
       return cudaErrorInvalidValue;
   }

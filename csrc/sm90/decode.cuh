@@ -1,7 +1,7 @@
 // Decode: grouped products of e2m1 weights in the sm90 layout with a few rows per expert, bound by memory.
 //
-//   out[r, n] = x_scale[r] * global_scale[e] * sum_k code[e, n, k] * block_scale[e, n, k / 16] * x[r / a_div,
-//   k] (+ bias[e, n])
+//   out[r, n] = x_scale[r] * global_scale[e] * sum_k code[e, n, k] * block_scale[e, n, k / scale_block] *
+//   x[r / a_div, k] (+ bias[e, n])
 //
 // A work item is a row tile: 16 rows of one expert's weight times up to eight of its activation rows (a
 // chunk). Each block, one an SM, takes an equal range of consecutive row tiles. Inside a block the compute
@@ -105,8 +105,8 @@ struct RowBlock {
   __host__ __device__ uint2 pairs(int i, float scale) const {
     float2 lo, hi;
     if constexpr (kType == DType::kFloat8) {
-      lo = __half22float2(HalfWords::decode_scales(w[i]));
-      hi = __half22float2(HalfWords::decode_scales(w[i] >> 16));
+      lo = __half22float2(e4m3_pair(w[i]));
+      hi = __half22float2(e4m3_pair(w[i] >> 16));
     } else if constexpr (kType == DType::kBFloat16) {
       lo = make_float2(__uint_as_float(w[2 * i] << 16), __uint_as_float(w[2 * i] & 0xFFFF0000));
       hi = make_float2(__uint_as_float(w[2 * i + 1] << 16), __uint_as_float(w[2 * i + 1] & 0xFFFF0000));
@@ -344,12 +344,12 @@ __device__ __forceinline__ void compute(const DecodeParams& p, DecodeShared& sh,
     const int k_step = (ahead.pass * p.k_warps + slice) * kSliceSteps;
     const int64_t tile = int64_t(sh.segments[ahead.segment].expert) * tiles_n + ahead.begin + row_warp;
     code_at = p.codes + (tile * k_steps + k_step) * kStepCodes + Words::Layout::slot(lane / 4, lane % 4) * 16;
-    scale_at = p.scales + (tile * k_steps + k_step) * kStepScales + lane * 4;
+    scale_at = p.scales + (tile * k_steps + k_step) * Words::kStepScales + Words::scales_at(lane);
     live = row_warp < rows ? k_steps - k_step : 0;
   };
   auto advance = [&] {
     code_at += stride * kStepCodes;
-    scale_at += stride * kStepScales;
+    scale_at += stride * Words::kStepScales;
     if (--steps_ahead > 1) return;
     if (steps_ahead == 1) {  // the last step may be short of row tiles
       if (!last_live) live = 0;
@@ -362,7 +362,9 @@ __device__ __forceinline__ void compute(const DecodeParams& p, DecodeShared& sh,
     if (j < live) codes[j] = load_stream(code_at + j * kStepCodes);
   };
   auto fetch_scales = [&](int j) {
-    if (j < live) scales[j / 2] = load_stream_word(scale_at + j * kStepScales);
+    if (j >= live) return;
+    const uint8_t* from = scale_at + j * Words::kStepScales;
+    scales[j / 2] = sizeof(typename Words::ScaleBytes) == 4 ? load_stream_word(from) : load_stream_half(from);
   };
   aim();
 #pragma unroll

@@ -31,6 +31,7 @@ struct DecodeParams {
   float k_warps_inverse, row_warps_inverse;
   uint32_t grid_mul, grid_shift, tiles_mul, tiles_shift, a_div_mul,
       a_div_shift;  // to divide by the grid, N's row tiles, a_div
+  int scale_block;  // K that share a scale: 16 or 32
   bool early;       // the routing was known before the previous kernel began
   bool bf16_words;  // the weights are of layout sm90_bf16, for bfloat16 rows; else of sm90
 };
@@ -41,9 +42,9 @@ constexpr int kMaxSegments = 32;  // chunks that one block may touch
 constexpr int kMaxIds = 2048;
 constexpr int kPassTiles = 32;  // row tiles whose sums are kept while K is walked in several passes
 constexpr int kTileRows = 16;
-constexpr int kChunk = 8;                          // activation rows that share an instruction's weights
-constexpr int kSliceSteps = 4;                     // 64-steps of K that a warp owns
-constexpr int kStepCodes = 512, kStepScales = 64;  // bytes of 16 rows by 64 k
+constexpr int kChunk = 8;        // activation rows that share an instruction's weights
+constexpr int kSliceSteps = 4;   // 64-steps of K that a warp owns
+constexpr int kStepCodes = 512;  // bytes of 16 rows by 64 k
 
 struct Segment {
   int expert;

@@ -17,6 +17,11 @@ namespace fp4::sm90 {
 // The high bytes of 0, 0.5, 1, 1.5 and 2, 3, 4, 6 in fp16; the low bytes are zero.
 constexpr uint32_t kHalfLow = 0x3E3C3800, kHalfHigh = 0x46444240;
 
+// The lower two bytes.
+__host__ __device__ __forceinline__ half2 e4m3_pair(uint32_t two) {
+  return __nv_cvt_fp8x2_to_halfraw2(two, __NV_E4M3);
+}
+
 // Eight codes of one word to fp16, scaled: pairs (0,2), (1,3) of q = 0, then of q = 1. `low` is kHalfLow.
 __host__ __device__ __forceinline__ void dequantize_word(uint32_t w, half2 scale, uint32_t (&h)[4],
                                                          uint32_t low = kHalfLow) {
@@ -34,18 +39,22 @@ __host__ __device__ __forceinline__ void dequantize_word(uint32_t w, half2 scale
   }
 }
 
-// How a lane of a product takes its weights: layout sm90 as fp16.
+// How a lane of a product takes its weights: layout sm90 as fp16. kScaleBlock: K that share a scale.
+template <int kScaleBlock>
 struct HalfWords {
   static constexpr Element kElement = Element::kFloat16;
   static constexpr float kFactor = 1.0f;  // of the values that they stand for, over those that they have
   using Layout = Sm90;
-  static constexpr int kScaleSteps = 1;  // of 64 K that share scales
-  using Scales = half2;                  // of rows 2g and 2g + 1
+  using ScaleBytes = uint32_t;                            // of a lane for 128 k
+  static constexpr int kScaleSteps = 1;                   // of 64 K that share what decode_scales makes
+  static constexpr int kStepScales = 1024 / kScaleBlock;  // bytes of 16 rows by 64 k
+  using Scales = half2;                                   // of rows 2g and 2g + 1
+
+  // A lane's scales of 16 rows by 128 k: four bytes, with blocks of 32 those of two lanes.
+  static __host__ __device__ __forceinline__ int scales_at(int lane) { return lane * 16 / kScaleBlock * 4; }
 
   // Of two blocks, from the lower bytes of `two`, whose flags are gone.
-  static __host__ __device__ __forceinline__ Scales decode_scales(uint32_t two) {
-    return __nv_cvt_fp8x2_to_halfraw2(two, __NV_E4M3);
-  }
+  static __host__ __device__ __forceinline__ Scales decode_scales(uint32_t two) { return e4m3_pair(two); }
   static __host__ __device__ __forceinline__ uint32_t without_flags(uint32_t scales) {
     return scales & 0x7F7F7F7F;
   }

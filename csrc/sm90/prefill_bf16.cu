@@ -3,4 +3,9 @@
 #include "prefill_bf16.cuh"
 #include "prefill_words.cuh"
 
-fp4::sm90::Candidates fp4::sm90::bf16_candidates() { return word_candidates<Bf16Weights>(); }
+namespace fp4::sm90 {
+
+Candidates bf16_candidates() { return word_candidates<Bf16Weights<16>>(); }
+Candidates bf16_b32_candidates() { return word_candidates<Bf16Weights<32>>(); }
+
+}  // namespace fp4::sm90

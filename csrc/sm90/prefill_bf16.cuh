@@ -6,26 +6,47 @@
 // four lanes need the scales of all blocks.
 #pragma once
 
+#include <type_traits>
+
 #include "bf16_words.cuh"
 #include "warp.cuh"
 
 namespace fp4::sm90 {
 
+template <int kScaleBlock>
 class Bf16Weights {
+  using Words = Bf16Words<kScaleBlock>;
+
  public:
-  static constexpr Element kElement = Bf16Words::kElement;
-  static constexpr int kInstructions = 4, kTileScales = 128;
-  static constexpr float kFactor = Bf16Words::kFactor;
+  static constexpr Element kElement = Words::kElement;
+  static constexpr int kInstructions = 4, kTileScales = 2048 / kScaleBlock;
+  static constexpr float kFactor = Words::kFactor;
   using Fragments = uint32_t[4 * kInstructions];
   struct Prepared {
-    Bf16Words::Scales pair[2];  // of blocks 2i and 2i + 1 of the half step
+    typename Words::Scales pair[2];  // of blocks 2i and 2i + 1 of the half step
   };
 
   // Of 16 rows by 128 k: a lane's word of lane i of the layout, and the scales of the layout's four lanes.
   static __host__ __device__ __forceinline__ int word_at(int lane, int i) {
     return int(Sm90Lane{Sm90Bf16::slot(lane / 4, i) * 16, 0}.word(lane % 4));
   }
-  static __host__ __device__ __forceinline__ int scales_at(int lane) { return lane / 4 * 16; }
+  static __host__ __device__ __forceinline__ int scales_at(int lane) {
+    return Words::scales_at(lane / 4 * 4);
+  }
+
+  // Of all its scales, the bytes of the layout's four lanes.
+  using Scales = std::conditional_t<kScaleBlock == 16, uint4, uint2>;
+
+  template <int Half>
+  static __host__ __device__ __forceinline__ Prepared decode(const Scales& scales) {
+    if constexpr (kScaleBlock == 16) {
+      return {{Words::decode_scales(Half == 0 ? scales.x : scales.z),
+               Words::decode_scales(Half == 0 ? scales.y : scales.w)}};
+    } else {
+      const uint32_t half = Half == 0 ? scales.x : scales.y;
+      return {{Words::template decode_scales<0>(half), Words::template decode_scales<2>(half)}};
+    }
+  }
 
   // `codes` and `scales`: shared memory addresses of the warp's 16 rows in stage 0.
   __device__ __forceinline__ void init(uint32_t codes, uint32_t scales, int lane) {
@@ -35,7 +56,11 @@ class Bf16Weights {
   }
 
   __device__ __forceinline__ void load(uint32_t codes_offset, uint32_t scales_offset) {
-    scales_ = load_shared_16(lane_scales_ + scales_offset);
+    if constexpr (kScaleBlock == 16) {
+      scales_ = load_shared_16(lane_scales_ + scales_offset);
+    } else {
+      scales_ = load_shared_8(lane_scales_ + scales_offset);
+    }
 #pragma unroll
     for (int i = 0; i < 4; ++i)
       words_[i] = load_shared_8(lane_words_[i % 2] + codes_offset + kSlots * (i / 2));
@@ -43,8 +68,7 @@ class Bf16Weights {
 
   template <int Half>
   __device__ __forceinline__ Prepared prepare() const {
-    return {{Bf16Words::decode_scales(Half == 0 ? scales_.x : scales_.z),
-             Bf16Words::decode_scales(Half == 0 ? scales_.y : scales_.w)}};
+    return decode<Half>(scales_);
   }
 
   template <int Half>
@@ -52,8 +76,8 @@ class Bf16Weights {
 #pragma unroll
     for (int i = 0; i < 2; ++i) {
       const uint2& word = words_[2 * Half + i];
-      Bf16Words::dequantize(word.x, word.y, scales.pair[i],
-                            reinterpret_cast<uint32_t (&)[2][4]>(fragments[8 * i]));
+      Words::dequantize(word.x, word.y, scales.pair[i],
+                        reinterpret_cast<uint32_t (&)[2][4]>(fragments[8 * i]));
     }
   }
 
@@ -63,7 +87,7 @@ class Bf16Weights {
 
   uint32_t lane_words_[2], lane_scales_;
   uint2 words_[4];
-  uint4 scales_;
+  Scales scales_;
 };
 
 }  // namespace fp4::sm90

@@ -101,11 +101,13 @@ __device__ __forceinline__ void fold_fragments(uint4 codes, const FoldTables& ta
   fold_word(codes.w, tables.odd, fragment[5], fragment[7]);
 }
 
-// The weights of one warp as operand A: two K = 32 instructions a half step.
+// The weights of one warp as operand A: two K = 32 instructions a half step. kScaleBlock: K that share a
+// scale.
+template <int kScaleBlock>
 class FoldedWeights {
  public:
   static constexpr Element kElement = Element::kE4m3;
-  static constexpr int kInstructions = 2, kTileScales = 128;
+  static constexpr int kInstructions = 2, kTileScales = 2048 / kScaleBlock;
   static constexpr float kFactor = 8.0f;  // the fold divides block scales by this
   using Fragments = uint32_t[4 * kInstructions];
   using Prepared = FoldTables;
@@ -113,7 +115,7 @@ class FoldedWeights {
   // `codes` and `scales`: shared memory addresses of the warp's 16 rows in stage 0.
   __device__ __forceinline__ void init(uint32_t codes, uint32_t scales, int lane) {
     codes_.init(codes, lane);
-    lane_scales_ = kept_address(scales + lane * 4, lane);
+    lane_scales_ = kept_address(scales + lane * 16 / kScaleBlock * 4, lane);
   }
 
   // Takes a step's codes and scales from the stage that lies so many bytes behind stage 0.

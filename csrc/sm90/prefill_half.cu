@@ -3,4 +3,9 @@
 #include "prefill_half.cuh"
 #include "prefill_words.cuh"
 
-fp4::sm90::Candidates fp4::sm90::half_candidates() { return word_candidates<HalfWeights>(); }
+namespace fp4::sm90 {
+
+Candidates half_candidates() { return word_candidates<HalfWeights<16>>(); }
+Candidates half_b32_candidates() { return word_candidates<HalfWeights<32>>(); }
+
+}  // namespace fp4::sm90

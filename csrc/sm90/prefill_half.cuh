@@ -18,29 +18,32 @@ __host__ __device__ constexpr int half_position(int k) {
 }
 
 // The weights of one warp as operand A: four K = 16 instructions a half step.
+template <int kScaleBlock>
 class HalfWeights {
+  using Words = HalfWords<kScaleBlock>;
+
  public:
-  static constexpr Element kElement = HalfWords::kElement;
-  static constexpr int kInstructions = 4, kTileScales = 128;
-  static constexpr float kFactor = HalfWords::kFactor;
+  static constexpr Element kElement = Words::kElement;
+  static constexpr int kInstructions = 4, kTileScales = 2048 / kScaleBlock;
+  static constexpr float kFactor = Words::kFactor;
   using Fragments = uint32_t[4 * kInstructions];
-  using Prepared = HalfWords::Scales;
+  using Prepared = typename Words::Scales;
 
   // `codes` and `scales`: shared memory addresses of the warp's 16 rows in stage 0.
   __device__ __forceinline__ void init(uint32_t codes, uint32_t scales, int lane) {
     codes_.init(codes, lane);
     words_.keep_constants(lane);
-    lane_scales_ = kept_address(scales + lane * 4, lane);
+    lane_scales_ = kept_address(scales + Words::scales_at(lane), lane);
   }
 
   __device__ __forceinline__ void load(uint32_t codes_offset, uint32_t scales_offset) {
-    scales_ = HalfWords::without_flags(load_shared_4(lane_scales_ + scales_offset));
+    scales_ = Words::without_flags(load_shared_4(lane_scales_ + scales_offset));
     codes_.load(codes_offset);
   }
 
   template <int Half>
   __device__ __forceinline__ Prepared prepare() const {
-    return HalfWords::decode_scales(scales_ >> (16 * Half));
+    return Words::decode_scales(scales_ >> (16 * Half));
   }
 
   template <int Half>
@@ -51,7 +54,7 @@ class HalfWeights {
  private:
   LaneCodes codes_;
   uint32_t lane_scales_, scales_;
-  HalfWords words_;
+  Words words_;
 };
 
 }  // namespace fp4::sm90

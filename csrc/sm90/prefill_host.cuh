@@ -40,7 +40,7 @@ int launch(const Problem& problem, const Maps& maps, int sms, cudaStream_t strea
 struct Cost {
   double base, slope, full, tile_base, tile_slope;
 };
-constexpr double kClock = 1.755e9, kMemoryRate = 4e12, kBytesPerWeight = 0.5625;
+constexpr double kClock = 1.755e9, kMemoryRate = 4e12;
 
 struct Candidate {
   const char* name;
@@ -128,7 +128,8 @@ inline Estimate estimate(const Candidate& candidate, const Size& size) {
   const int rows = candidate.rows * candidate.cluster, columns = ceil_div(size.n, rows);
   const int blocks = size.sms / candidate.cluster;
   const double tiles = std::round(load.tiles / 2 * hit * columns), cycles = load.cycles / load.tiles;
-  const double bytes = load.columns / 2 * hit * columns * rows * size.kp * kBytesPerWeight;
+  const double tile_bytes = kTileCodes + candidate.tile_scales;
+  const double bytes = load.columns / 2 * hit * columns * rows / kTileRows * steps * tile_bytes;
   const double memory = bytes / kMemoryRate * kClock;
   // Full waves take their tiles' cycles or what their weights need to arrive; the last one, if it is not
   // full, the cycles.
@@ -288,10 +289,13 @@ inline int run(const Candidates& candidates, const PrefillArguments& a) {
   return choice.run(problem, maps, sms, a.stream);
 }
 
-// Of each kernel, in its file.
+// Of each kernel, in its file. b32: with a scale for 32 K, not 16.
 Candidates w4a8_candidates();
+Candidates w4a8_b32_candidates();
 Candidates half_candidates();
+Candidates half_b32_candidates();
 Candidates bf16_candidates();
+Candidates bf16_b32_candidates();
 Candidates int4_candidates();
 Candidates int4_g64_candidates();
 Candidates int4_g32_candidates();

@@ -3,4 +3,9 @@
 #include "prefill_fold.cuh"
 #include "prefill_fp8.cuh"
 
-fp4::sm90::Candidates fp4::sm90::w4a8_candidates() { return fp8_candidates<FoldedWeights>(); }
+namespace fp4::sm90 {
+
+Candidates w4a8_candidates() { return fp8_candidates<FoldedWeights<16>>(); }
+Candidates w4a8_b32_candidates() { return fp8_candidates<FoldedWeights<32>>(); }
+
+}  // namespace fp4::sm90

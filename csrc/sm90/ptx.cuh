@@ -234,6 +234,12 @@ __device__ __forceinline__ uint32_t load_stream_word(const void* p) {
   return v;
 }
 
+__device__ __forceinline__ uint32_t load_stream_half(const void* p) {
+  uint16_t v;
+  asm volatile("ld.global.nc.L1::no_allocate.u16 %0, [%1];" : "=h"(v) : "l"(p));
+  return v;
+}
+
 // One instruction: the compiler splits an ordinary store where the words were selected.
 __device__ __forceinline__ void store_16_bytes(void* to, const uint32_t* w) {
   asm volatile("st.global.v4.b32 [%0], {%1, %2, %3, %4};" ::"l"(to), "r"(w[0]), "r"(w[1]), "r"(w[2]),

@@ -13,16 +13,16 @@ constexpr int kThreads = 256;
 
 template <class Bits>
 __global__ void pack_kernel(const uint8_t* packed, const uint8_t* scales, int64_t count, int k, int kp,
-                            uint8_t* to_packed, uint8_t* to_scales) {
+                            int scale_block, uint8_t* to_packed, uint8_t* to_scales) {
   const int64_t i = int64_t(blockIdx.x) * kThreads + threadIdx.x;
-  if (i < count) pack_lane<Bits>(i, packed, scales, k, kp, to_packed, to_scales);
+  if (i < count) pack_lane<Bits>(i, packed, scales, k, kp, scale_block, to_packed, to_scales);
 }
 
 template <class Bits, typename T>
 __global__ void dequantize_kernel(const uint8_t* packed, const uint8_t* scales, const float* global_scale,
-                                  int64_t count, int64_t n, int kp, T* out) {
+                                  int64_t count, int64_t n, int kp, int scale_block, T* out) {
   const int64_t i = int64_t(blockIdx.x) * kThreads + threadIdx.x;
-  if (i < count) dequantize_lane<Bits>(i, packed, scales, global_scale, n, kp, out);
+  if (i < count) dequantize_lane<Bits>(i, packed, scales, global_scale, n, kp, scale_block, out);
 }
 
 int64_t lanes_of(int64_t rows, int kp) { return rows / 16 * (kp / kStep) * 32; }
@@ -35,21 +35,22 @@ dim3 blocks_of(int64_t count) { return dim3((count + kThreads - 1) / kThreads); 
 using namespace fp4;
 using namespace fp4::sm90;
 
-// packed [rows, k / 2] and e4m3 scales [rows, k / 16] in plain order, rows over all matrices, to layout sm90,
-// or sm90_bf16.
+// packed [rows, k / 2] and e4m3 scales [rows, ceil(k / scale_block)] in plain order, rows over all matrices,
+// to layout sm90, or sm90_bf16.
 extern "C" int fp4_sm90_pack(const uint8_t* packed, const uint8_t* scales, int64_t rows, int k, int kp,
-                             int bf16_words, uint8_t* to_packed, uint8_t* to_scales, void* stream) {
+                             int scale_block, int bf16_words, uint8_t* to_packed, uint8_t* to_scales,
+                             void* stream) {
   const int64_t count = lanes_of(rows, kp);
   if (count == 0) return 0;
   auto* kernel = bf16_words ? pack_kernel<Sm90Bf16> : pack_kernel<Sm90>;
   return launch_kernel(kernel, {blocks_of(count), dim3(kThreads)}, false, static_cast<cudaStream_t>(stream),
-                       packed, scales, count, k, kp, to_packed, to_scales);
+                       packed, scales, count, k, kp, scale_block, to_packed, to_scales);
 }
 
 // A layout to values [rows, kp]; out_type: 0 float32, 1 bfloat16, 2 float16, 3 float64; n rows a matrix.
 extern "C" int fp4_sm90_dequantize(const uint8_t* packed, const uint8_t* scales, const float* global_scale,
-                                   int64_t rows, int64_t n, int kp, int bf16_words, void* out, int out_type,
-                                   void* stream) {
+                                   int64_t rows, int64_t n, int kp, int scale_block, int bf16_words,
+                                   void* out, int out_type, void* stream) {
   const int64_t count = lanes_of(rows, kp);
   if (count == 0) return 0;
   auto* s = static_cast<cudaStream_t>(stream);
@@ -57,7 +58,7 @@ extern "C" int fp4_sm90_dequantize(const uint8_t* packed, const uint8_t* scales,
     using T = std::remove_pointer_t<decltype(to)>;
     auto* kernel = bf16_words ? dequantize_kernel<Sm90Bf16, T> : dequantize_kernel<Sm90, T>;
     return launch_kernel(kernel, {blocks_of(count), dim3(kThreads)}, false, s, packed, scales, global_scale,
-                         count, n, kp, to);
+                         count, n, kp, scale_block, to);
   };
   switch (out_type) {
     case 0:

@@ -19,39 +19,44 @@ template <class Bits>
 struct LanePlace {
   Sm90Lane lane;
   int64_t row;  // the even one, over all matrices
-  int k, t;
+  int k, t, scale_block;
 
-  __host__ __device__ LanePlace(int64_t i, int kp) {
+  __host__ __device__ LanePlace(int64_t i, int kp, int scale_block) : scale_block(scale_block) {
     const int64_t tile_step = i >> 5, tile = tile_step / (kp / kStep);
     const int step = int(tile_step - tile * (kp / kStep)), g = int(i) >> 2 & 7;
     t = int(i) & 3;
-    lane = sm90_lane<Bits>(tile, step, kp / kStep, g, t);
+    lane = sm90_lane<Bits>(tile, step, kp / kStep, g, t, scale_block);
     row = tile * 16 + 2 * g;
     k = step * kStep;
   }
 
   __host__ __device__ int64_t row_of(int number) const { return row + number % 2; }
   __host__ __device__ int k_of(int number) const { return k + 16 * Bits::block_of(t, number / 2); }
+  __host__ __device__ int64_t scale_of(int number) const {
+    return lane.scales + Bits::scale_at(Bits::block_of(t, number / 2), number % 2, scale_block);
+  }
+  // Of the blocks that share a scale.
+  __host__ __device__ bool first(int number) const { return k_of(number) % scale_block == 0; }
 };
 
-// Lane i of plain codes [rows, k / 2] and e4m3 scales [rows, k / 16], rows over all matrices.
+// Lane i of plain codes [rows, k / 2] and e4m3 scales [rows, ceil(k / scale_block)], rows over all matrices.
 template <class Bits>
 __host__ __device__ void pack_lane(int64_t i, const uint8_t* packed, const uint8_t* scales, int k, int kp,
-                                   uint8_t* to_packed, uint8_t* to_scales) {
-  const LanePlace<Bits> at(i, kp);
+                                   int scale_block, uint8_t* to_packed, uint8_t* to_scales) {
+  const LanePlace<Bits> at(i, kp, scale_block);
+  const int row_scales = (k + scale_block - 1) / scale_block;
   uint64_t words[kBlocks] = {};
-  uint32_t four = 0;
 #pragma unroll
   for (int b = 0; b < kBlocks; ++b) {
     uint64_t codes = 0;
     uint8_t scale = 0;
     if (at.k_of(b) < k) {
       codes = *reinterpret_cast<const uint64_t*>(packed + at.row_of(b) * (k / 2) + at.k_of(b) / 2);
-      scale = scales[at.row_of(b) * (k / 16) + at.k_of(b) / 16];
+      scale = scales[at.row_of(b) * row_scales + at.k_of(b) / scale_block];
     }
     const uint8_t held = Bits::encode_scale(scale);
     if (held == 0) codes = 0;
-    four |= uint32_t(held) << (8 * b);
+    if (at.first(b)) to_scales[at.scale_of(b)] = held;
 #pragma unroll
     for (int j = 0; j < 16; ++j) {
 #pragma unroll
@@ -62,7 +67,6 @@ __host__ __device__ void pack_lane(int64_t i, const uint8_t* packed, const uint8
   }
 #pragma unroll
   for (int w = 0; w < kBlocks; ++w) *reinterpret_cast<uint64_t*>(to_packed + at.lane.word(w)) = words[w];
-  *reinterpret_cast<uint32_t*>(to_scales + at.lane.scales) = four;
 }
 
 template <typename T>
@@ -83,17 +87,17 @@ inline __host__ __device__ __half convert(float v) {
 // Lane i to values [rows, kp] = (code * scale) * factor, rounded once; n rows a matrix.
 template <class Bits, typename T>
 __host__ __device__ void dequantize_lane(int64_t i, const uint8_t* packed, const uint8_t* scales,
-                                         const float* global_scale, int64_t n, int kp, T* out) {
-  const LanePlace<Bits> at(i, kp);
+                                         const float* global_scale, int64_t n, int kp, int scale_block,
+                                         T* out) {
+  const LanePlace<Bits> at(i, kp, scale_block);
   uint64_t words[kBlocks];
 #pragma unroll
   for (int w = 0; w < kBlocks; ++w) words[w] = *reinterpret_cast<const uint64_t*>(packed + at.lane.word(w));
-  const uint32_t four = *reinterpret_cast<const uint32_t*>(scales + at.lane.scales);
   const float factor = global_scale[at.row / n];
 #pragma unroll
   for (int b = 0; b < kBlocks; ++b) {
     __nv_fp8_e4m3 scale;
-    scale.__x = Bits::decode_scale(uint8_t(four >> (8 * b)));
+    scale.__x = Bits::decode_scale(scales[at.scale_of(b)]);
     alignas(16) T v[16];
 #pragma unroll
     for (int j = 0; j < 16; ++j) {

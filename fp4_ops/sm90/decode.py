@@ -52,6 +52,8 @@ class Weight(NamedTuple):
     n: int
     kp: int
     layout: Layout = LAYOUTS["sm90"]
+    block: int = 16
+    """K that share a scale."""
 
     @property
     def bf16(self) -> bool:
@@ -139,6 +141,7 @@ class _Params(ctypes.Structure):
         ("gate", Gate),
         *((name, ctypes.c_int) for name in ("k_warps", "row_warps", "passes")),
         ("launcher", ctypes.c_uint32 * 8),
+        ("scale_block", ctypes.c_int),
         ("early", ctypes.c_bool),
         ("bf16_words", ctypes.c_bool),
     ]
@@ -197,6 +200,7 @@ def run(
         k_warps=config.k_warps,
         row_warps=config.row_warps,
         passes=config.passes,
+        scale_block=w.block,
         early=early,
         bf16_words=w.bf16,
     )

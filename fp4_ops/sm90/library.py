@@ -37,8 +37,8 @@ SIGNATURES = {
         *(POINTER, INT, POINTER, POINTER, INT, POINTER, INT, POINTER, INT, POINTER, INT),
         *(INT, INT, INT, INT, POINTER),
     ],
-    "fp4_sm90_pack": [POINTER, POINTER, LONG, INT, INT, INT, POINTER, POINTER, POINTER],
-    "fp4_sm90_dequantize": [POINTER, POINTER, POINTER, LONG, LONG, INT, INT, POINTER, INT, POINTER],
+    "fp4_sm90_pack": [POINTER, POINTER, LONG, INT, INT, INT, INT, POINTER, POINTER, POINTER],
+    "fp4_sm90_dequantize": [POINTER, POINTER, POINTER, LONG, LONG, INT, INT, INT, POINTER, INT, POINTER],
 }
 """The arguments of each launcher; all return a cudaError_t."""
 

@@ -49,9 +49,10 @@ def weight(
     b, b_scale, factor = b.contiguous(), b_scale.contiguous(), b_global_scale.contiguous()
     bias = _contiguous(bias)
     shape = 1 if w.groups is None else w.groups, w.n, w.k
+    block = FORMATS[format].block
     if w.layout is int4.LAYOUT:
-        return Int4Weight(b, b_scale, factor, FORMATS[format].block, bias, *shape)
-    return decode.Weight(b, b_scale, factor, bias, *shape, w.layout)
+        return Int4Weight(b, b_scale, factor, block, bias, *shape)
+    return decode.Weight(b, b_scale, factor, bias, *shape, w.layout, block)
 
 
 def _contiguous(t: Tensor | None) -> Tensor | None:
@@ -73,16 +74,16 @@ def decodes(a: Tensor, w: Weight, routing: Routing, rows: int) -> bool:
     """`rows`: those of a group where masked, else all."""
     if not isinstance(w, decode.Weight):
         return False
-    product = Product(routing, w.groups, rows, w.n, w.kp)
+    product = Product(routing, w.groups, rows, w.n, w.kp, w.block)
     kernel = "w4a8" if a.dtype == torch.float8_e4m3fn else "bf16" if w.bf16 else "half"
     return choice.decodes(product, kernel, multiprocessors(a.device.index))
 
 
 def block_decodes(up: Weight, down: Weight, rows: int, a_format: str, device: torch.device) -> bool:
     """`rows`: (token, expert) pairs."""
-    if not isinstance(up, decode.Weight):
+    if isinstance(up, Int4Weight) or isinstance(down, Int4Weight):
         return False
-    products = tuple(Product(Routing.OFFS, w.groups, rows, w.n, w.kp) for w in (up, down))
+    products = tuple(Product(Routing.OFFS, w.groups, rows, w.n, w.kp, w.block) for w in (up, down))
     return choice.block_decodes(products, a_format, multiprocessors(device.index), up.bf16)
 
 

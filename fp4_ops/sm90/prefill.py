@@ -19,15 +19,23 @@ if TYPE_CHECKING:
 MODES = {Routing.DENSE: 0, Routing.OFFS: 1, Routing.MASKED: 2}
 CHOOSE = -1
 """Lets the launcher take a candidate from the sizes."""
-KERNELS = ("w4a8", "half", "bf16", "int4", "int4_g64", "int4_g32")
-"""kKernels of csrc/sm90/prefill.cu: of fp8 rows; of fp16 rows as rows.to_half makes them; of bfloat16 rows;
-of fp8 rows with int4 weights in groups of 128, 64, 32."""
+KERNELS = (
+    *("w4a8", "w4a8_b32", "half", "half_b32", "bf16", "bf16_b32"),
+    *("int4", "int4_g64", "int4_g32"),
+)
+"""kKernels of csrc/sm90/prefill.cu: of fp8 rows; of fp16 rows as rows.to_half makes them; of bfloat16 rows,
+all with e2m1 weights in blocks of 16, or 32; of fp8 rows with int4 weights in groups of 128, 64, 32."""
 
 
 def gates(gate: Activation, out: torch.dtype) -> bool:
     """Whether `run` can apply this activation to results of this dtype: gate and up of a column meet in one
     lane's sums, and its function is cheap enough beside the products."""
     return gate.interleaved and gate.function == "silu" and out != torch.float32
+
+
+def for_block(kernel: str, block: int) -> str:
+    """The one of KERNELS for e2m1 weights with a scale for so many K; `kernel`: that for 16."""
+    return kernel if block == 16 else f"{kernel}_b{block}"
 
 
 class _Arguments(ctypes.Structure):
@@ -102,7 +110,7 @@ def run(
     before this one makes x and x_scale at most, and those before had ended when that one began: weights may
     be fetched before it ends. `config`: the index of a candidate.
     """
-    kernel = {torch.float16: "half", torch.bfloat16: "bf16"}.get(x.dtype, "w4a8")
+    kernel = for_block({torch.float16: "half", torch.bfloat16: "bf16"}.get(x.dtype, "w4a8"), w.block)
     launch(kernel, x, x_scale, w, w.global_scale, route, routing, rows, out, gate, early, config)
 
 

@@ -182,17 +182,17 @@ def prepack(
     else:
         scale, factor = _e4m3_from_e8m0(packed, scale, fmt, name)
     to_packed = packed.new_empty((*lead, n, kp // 2))
-    to_scale = packed.new_empty((*lead, n, kp // 16))
+    to_scale = packed.new_empty((*lead, n, kp // fmt.block))
     rows = to_packed.numel() // (kp // 2) if kp else 0
     call(
-        "fp4_sm90_pack", address(packed), address(scale), rows, k, kp, bf16,
+        "fp4_sm90_pack", address(packed), address(scale), rows, k, kp, fmt.block, bf16,
         address(to_packed), address(to_scale), stream(),
     )  # fmt: skip
     return to_packed, to_scale, factor
 
 
 def _e4m3_from_e8m0(packed: Tensor, scale: Tensor, fmt: Format, name: str) -> tuple[Tensor, Tensor]:
-    """Powers of two as e4m3 bytes, one a block of 16, and one factor a matrix: exact, or an error."""
+    """Powers of two as e4m3 bytes, and one factor a matrix: exact, or an error."""
     *lead, n, blocks = scale.shape
     half = packed.shape[-1]
     padding = blocks * (fmt.block // 2) - half
@@ -212,13 +212,12 @@ def _e4m3_from_e8m0(packed: Tensor, scale: Tensor, fmt: Format, name: str) -> tu
     power = exponent - largest[..., None, None] + 8
     byte = torch.where(power >= -6, (power + 7) << 3, 1 << (power + 9).clamp(0, 2))
     byte = torch.where(counts, byte, 0).to(torch.uint8)
-    byte = byte.repeat_interleave(fmt.block // 16, -1)[..., : half // 8].contiguous()
     factor = torch.ldexp(torch.ones_like(largest, dtype=torch.float32), largest.int() - 135)
     return byte, factor
 
 
 def dequantize(
-    packed: Tensor, block_scale: Tensor, global_scale: Tensor, dtype: torch.dtype, bf16: bool = False
+    packed: Tensor, block_scale: Tensor, global_scale: Tensor, fmt: Format, dtype: torch.dtype, bf16: bool
 ) -> Tensor:
     """The values [..., N, Kp] of a weight in layout sm90_bf16 or sm90."""
     *lead, n, half = packed.shape
@@ -227,6 +226,6 @@ def dequantize(
     code = 3 if dtype == torch.float64 else DTYPE_CODES[dtype]
     call(
         "fp4_sm90_dequantize", address(packed), address(block_scale), address(global_scale.contiguous()),
-        rows, n, 2 * half, bf16, address(out), code, stream(),
+        rows, n, 2 * half, fmt.block, bf16, address(out), code, stream(),
     )  # fmt: skip
     return out

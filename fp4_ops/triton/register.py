@@ -65,9 +65,8 @@ def dequantize(packed, block_scale, global_scale, format, dtype, *, layout="plai
         return ops.dequantize(packed, block_scale, global_scale, fmt, dtype)
     if layout in (SM90, SM90_BF16):
         sm90.require("dequantize", layout, packed.device)
-        return sm90_rows.dequantize(
-            packed.contiguous(), block_scale.contiguous(), global_scale, dtype, layout == SM90_BF16
-        )
+        packed, block_scale = packed.contiguous(), block_scale.contiguous()
+        return sm90_rows.dequantize(packed, block_scale, global_scale, fmt, dtype, layout == SM90_BF16)
     ops.refuse_layout("dequantize", layout)
     return ops.dequantize(packed, block_scale, global_scale, fmt, dtype)
 
