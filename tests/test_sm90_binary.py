@@ -182,6 +182,18 @@ def test_few_tiles_are_spread_over_the_chip(kernel):
     assert rows(8, 20, 28672, 4096) > 64 and rows(1, 2000, 4096, 4096) > 64
 
 
+def test_dense_rows_are_cut_so_that_tiles_fill_waves():
+    def chosen(*size: int, routing: decode.Routing = decode.Routing.DENSE) -> tuple[int, int]:
+        choice = prefill.choose(routing, 1, *size, 132)
+        return int(re.match(r"rows (\d+)", prefill.candidates()[choice.candidate])[1]), choice.tile_width
+
+    for m, n, k in ((4096, 1536, 2048), (512, 4096, 4096)):  # 22 x 192 tokens, 4 x 128
+        rows, width = chosen(m, n, k)
+        assert -(-m // width) * (n // rows) % 132 in (0, 128)
+    assert chosen(8192, 28672, 4096)[1] == 0  # many waves
+    assert chosen(4096, 1536, 2048, routing=decode.Routing.OFFS)[1] == 0  # rows that the host does not know
+
+
 @pytest.mark.parametrize("kernel", prefill.KERNELS)
 def test_tiles_are_shared_where_that_saves_more_than_it_costs(kernel):
     def shared(groups: int, m: int, n: int, kp: int) -> bool:

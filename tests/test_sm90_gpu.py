@@ -351,6 +351,22 @@ def test_a_large_group_is_cut_into_more_tiles_than_it_needs(dtype, config):
         assert error(out, by_row(w.values, values, ids)) < 4e-3
 
 
+@pytest.mark.parametrize("kernel", CONFIGS)
+def test_dense_rows_in_tiles_of_a_chosen_width(kernel):
+    dtype = {"half": torch.float16, "bf16": torch.bfloat16, "w4a8": torch.float8_e4m3fn}[kernel]
+    widths = []
+    for m, n, k in ((200, 192, 256), (500, 320, 640), (1100, 320, 640), (2030, 192, 256)):
+        w = Weights(1, n, k, format="nvfp4", exact_scales=True, layout=layout_for(dtype))
+        x = torch.randn(m, k, device="cuda").bfloat16()
+        a, scale, values = as_prefill_takes(x, dtype)
+        out = torch.full((m, n), float("nan"), device="cuda", dtype=torch.bfloat16)
+        prefill.run(a, scale, w.of_kernels(), None, decode.Routing.DENSE, m, out)
+        assert error(out, values @ w.values[0].T) < 4e-3
+        size = decode.Routing.DENSE, 1, m, n, w.layout.padded(k), library.multiprocessors(0), kernel
+        widths.append(prefill.choose(*size).tile_width)
+    assert any(widths)
+
+
 @pytest.mark.parametrize(
     "format, exact_scales",
     [("nvfp4", False), ("nvfp4", True), ("mxfp4", True)],

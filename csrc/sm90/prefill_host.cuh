@@ -47,6 +47,7 @@ struct Candidate {
   Element element;
   int rows, cluster, store_tokens, tile_scales, sum_bytes, flags;
   TokenTiles (*cut)(int rows);
+  int (*round_up)(int rows);
   Cost cost;
   Launch run;
 };
@@ -68,6 +69,7 @@ constexpr Candidate candidate(const char* name, const Cost& cost) {
           Config::SumBytes,
           Config::Warpgroups * kWarpgroup,
           Config::Widths::cut,
+          Config::Widths::round_up,
           cost,
           launch<Config>};
 }
@@ -78,9 +80,10 @@ struct Load {
   double tiles = 0, cycles = 0, columns = 0, width = 0;
 };
 
-inline void add_group(const Candidate& candidate, int rows, int steps, Load* load) {
+inline void add_group(const Candidate& candidate, int rows, int steps, int tile_width, Load* load) {
   if (rows == 0) return;
-  const auto [tiles, width] = candidate.cut(rows);
+  const auto [tiles, width] =
+      tile_width > 0 ? TokenTiles{ceil_div(rows, tile_width), tile_width} : candidate.cut(rows);
   const Cost& cost = candidate.cost;
   double step = std::max(cost.base + cost.slope * width, cost.full * width);
   load->tiles += tiles;
@@ -101,6 +104,7 @@ constexpr double kShareCycles = 3500, kShareSum = 0.3, kCounted = 24000;
 struct Estimate {
   double seconds;
   int share_below;  // as TileWalk takes it
+  int tile_width;   // as Rows has it
 };
 
 struct Choice {
@@ -112,7 +116,7 @@ struct Choice {
 // the weights take to arrive. How full the groups are is known on the device only: as many are taken to be
 // empty as when each row draws a group; half of the others one standard deviation below their mean, half
 // above, but with few rows for so many groups all equal.
-inline Estimate estimate(const Candidate& candidate, const Size& size) {
+inline Estimate estimate(const Candidate& candidate, const Size& size, int tile_width) {
   const bool by_chance = size.mode == RowMode::kContiguous && size.groups > 1;
   double mean = size.mode == RowMode::kContiguous ? static_cast<double>(size.m) / size.groups : size.m;
   double hit = size.groups, deviation = 0;
@@ -123,8 +127,9 @@ inline Estimate estimate(const Candidate& candidate, const Size& size) {
   }
   Load load;
   const int steps = size.kp / kStepK;
-  add_group(candidate, static_cast<int>(std::lround(mean - deviation)), steps, &load);
-  add_group(candidate, std::max(1, static_cast<int>(std::lround(mean + deviation))), steps, &load);
+  add_group(candidate, static_cast<int>(std::lround(mean - deviation)), steps, tile_width, &load);
+  add_group(candidate, std::max(1, static_cast<int>(std::lround(mean + deviation))), steps, tile_width,
+            &load);
   const int rows = candidate.rows * candidate.cluster, columns = ceil_div(size.n, rows);
   const int blocks = size.sms / candidate.cluster;
   const double tiles = std::round(load.tiles / 2 * hit * columns), cycles = load.cycles / load.tiles;
@@ -145,7 +150,24 @@ inline Estimate estimate(const Candidate& candidate, const Size& size) {
   }
   // What the longer of them hides costs a little all the same: it decides where the other is equal.
   const double time = std::max(compute, memory) + 0.05 * std::min(compute, memory);
-  return {time / kClock, share_below};
+  return {time / kClock, share_below, tile_width};
+}
+
+// Where the rows are known, with another width of token tiles if that is much better: 4096 of them and few
+// weights are better 22 x 192, which fill two waves, than 16 x 256, which fill one and a half. What the model
+// sees less of a difference in is as often the other way round.
+inline Estimate estimate(const Candidate& candidate, const Size& size) {
+  constexpr double kGain = 0.95;
+  const Estimate as_cut = estimate(candidate, size, 0);
+  if (size.mode != RowMode::kDense) return as_cut;
+  Estimate best = as_cut;
+  const int most = candidate.round_up(size.m);
+  for (int width = kTokenStep; width <= most; width += kTokenStep) {
+    if (candidate.round_up(width) != width) continue;
+    const Estimate here = estimate(candidate, size, width);
+    if (here.seconds < std::min(best.seconds, kGain * as_cut.seconds)) best = here;
+  }
+  return best;
 }
 
 // The candidate with the least time.
@@ -247,10 +269,11 @@ inline int run(const Candidates& candidates, const PrefillArguments& a) {
   if (error != cudaSuccess) return error;
 
   const Size size = {a.mode, a.groups, a.m, a.n, a.kp, sms};
-  int config = a.config >= 0 ? a.config : choose(candidates, size).candidate;
-  const Candidate& choice = candidates.list[config];
+  const Choice chosen =
+      a.config >= 0 ? Choice{a.config, estimate(candidates.list[a.config], size)} : choose(candidates, size);
+  const Candidate& choice = candidates.list[chosen.candidate];
   Problem problem = {};
-  problem.rows = {a.mode, a.group_rows, a.groups, a.m};
+  problem.rows = {a.mode, a.group_rows, a.groups, a.m, chosen.estimate.tile_width};
   problem.x_scale = a.x_scale;
   problem.global_scale = a.global_scale;
   problem.bias = a.bias;
@@ -260,7 +283,7 @@ inline int run(const Candidates& candidates, const PrefillArguments& a) {
   problem.gate = a.gate;
   problem.n = a.n;
   problem.steps = a.kp / kStepK;
-  problem.share_below = estimate(choice, size).share_below;
+  problem.share_below = chosen.estimate.share_below;
   problem.part_sums = static_cast<float4*>(a.workspace);
   problem.part_flags =
       reinterpret_cast<uint64_t*>(static_cast<uint8_t*>(a.workspace) + int64_t(sms) * choice.sum_bytes);

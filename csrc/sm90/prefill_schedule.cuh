@@ -19,7 +19,8 @@ struct Rows {
   RowMode mode;
   const int32_t* group_rows;  // contiguous: cumulative ends [groups]; masked: counts [groups]
   int groups;
-  int m;  // all rows, or rows of every group where masked
+  int m;               // all rows, or rows of every group where masked
+  int tile_width = 0;  // of the token tiles; 0: as WidthList::cut has it
 };
 
 struct Tile {
@@ -164,9 +165,15 @@ class TileWalk {
   }
 
  private:
+  __device__ __forceinline__ TokenTiles cut(int rows) const {
+    const int width = rows_.tile_width;
+    return width > 0 ? TokenTiles{quotient(rows + width - 1, width), width} : Widths::cut(rows);
+  }
+
   // All of the launch. Each lane takes four groups in a row, so that their loads are under way together and
   // one scan over the lanes is enough.
   __device__ int count_tiles() const {
+    if (rows_.mode == RowMode::kDense) return cut(rows_.m).count * columns_;
     constexpr int kEach = 4;
     const int lane = threadIdx.x % kWarp;
     int tiles = 0, last_end = 0;
@@ -175,8 +182,7 @@ class TileWalk {
 #pragma unroll
       for (int i = 0; i < kEach; ++i) {
         const int group = chunk + kEach * lane + i;
-        end[i] = group >= rows_.groups ? 0 : rows_.group_rows ? __ldg(rows_.group_rows + group) : rows_.m;
-        end[i] = clamp_rows(end[i], rows_.m);
+        end[i] = group < rows_.groups ? clamp_rows(__ldg(rows_.group_rows + group), rows_.m) : 0;
       }
       int begin = 0;
       if (rows_.mode == RowMode::kContiguous) {
@@ -229,7 +235,8 @@ class TileWalk {
   __device__ void load_chunk() {
     const int lane = threadIdx.x % kWarp;
     place(chunk_, load_rows(chunk_), row_, count_);
-    int tiles = Widths::cut(count_).count * columns_;
+    cut_ = cut(count_);
+    int tiles = cut_.count * columns_;
     int sum = tiles;
     for (int step = 1; step < kWarp; step *= 2) {
       int below = __shfl_up_sync(~0u, sum, step);
@@ -245,8 +252,8 @@ class TileWalk {
     int lane = 31 - __clz(__ballot_sync(~0u, first_ <= local));
     local -= __shfl_sync(~0u, first_, lane);
     tile.group = chunk_ + lane;
-    int count = __shfl_sync(~0u, count_, lane);
-    TokenTiles tiles = Widths::cut(count);
+    const int count = __shfl_sync(~0u, count_, lane);
+    const TokenTiles tiles = {__shfl_sync(~0u, cut_.count, lane), __shfl_sync(~0u, cut_.width, lane)};
     int band_size = kBandTiles * columns_;
     int band = quotient(local, band_size);
     local -= band * band_size;
@@ -266,6 +273,7 @@ class TileWalk {
   int chunk_ = -kWarp, chunk_begin_ = 0, chunk_end_ = 0;  // groups and tiles of the chunk
   int last_end_ = 0;
   int row_ = 0, count_ = 0, first_ = 0;  // this lane's group: first row, rows, first tile in the chunk
+  TokenTiles cut_ = {};                  // and its token tiles
 };
 
 // Zeroes the output rows that belong to no group. `row_vectors` is a row's 16-byte vectors; thread of

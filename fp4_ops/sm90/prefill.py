@@ -136,10 +136,15 @@ def workspace_bytes(kernel: str, sms: int) -> int:
 
 
 class Choice(ctypes.Structure):
-    """What CHOOSE takes: a candidate, the seconds that the launcher's model gives it, and how few tiles have
-    to be left over full waves for all multiprocessors to share them (0: they never do)."""
+    """What CHOOSE takes: a candidate, the seconds that the launcher's model gives it, how few tiles have to
+    be left over full waves for all multiprocessors to share them (0: they never do), and of a dense product
+    the tokens of a tile (0: as the candidate cuts any group)."""
 
-    _fields_ = (("candidate", ctypes.c_int), ("seconds", ctypes.c_double), ("share_below", ctypes.c_int))
+    _fields_ = (
+        ("candidate", ctypes.c_int),
+        ("seconds", ctypes.c_double),
+        *((name, ctypes.c_int) for name in ("share_below", "tile_width")),
+    )
 
 
 def choose(
