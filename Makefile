@@ -29,7 +29,7 @@ test test-more test-all: $(VENV)/built
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -q -n auto --dist worksteal $(TESTS)
 
 test-hopper: $(VENV)/built
-	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -q -n auto --dist worksteal --emulate --draw 32 tests/test_sm90_gpu.py tests/test_sm90_*_gpu.py
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -q -n auto --dist worksteal --emulate --draw 48 tests/test_sm90_gpu.py tests/test_sm90_*_gpu.py
 
 lint: $(VENV)/linters
 	$(BIN)/ruff check .

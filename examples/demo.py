@@ -31,8 +31,8 @@ import fp4_ops
 HERE = Path(__file__).parent / "demo_model"
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 BATCHES = (1, 32)
-PROMPT, STEPS, ROUNDS = 128, 24, 7
-WINDOW, HELDOUT_BYTES = 512, 50_000
+PROMPT, STEPS, ROUNDS = 128, 24, 5
+WINDOW, HELDOUT_BYTES = 512, 16_000
 SAMPLE_PROMPT, SAMPLE_BYTES = b"class Queue:\n    def ", 160
 CACHE = max(PROMPT + STEPS, len(SAMPLE_PROMPT) + SAMPLE_BYTES)
 # Inductor compiles one-token sdpa on a CPU poorly (3x slower at batch 32): all rows use plain attention.
