@@ -111,6 +111,25 @@ def candidates_of(groups: int, n: int, k: int) -> None:
             prefill.run(*ordered, *routed, out[:, : n // 2].contiguous(), gate=gate, config=config)
 
 
+def claimed() -> None:
+    """Tiles that multiprocessors claim: many, so of random bytes."""
+    sms = library.multiprocessors(0)
+    groups, n, k, m = 4, 128 * sms, 2048, 60
+    codes = torch.randint(0, 256, (groups, n, k // 2), dtype=torch.uint8, device="cuda")
+    scale = torch.randint(40, 120, (groups, n, k // 16), dtype=torch.uint8, device="cuda")
+    factor = torch.ones(groups, device="cuda")
+    x = torch.randn(m, k, device="cuda").bfloat16()
+    out = torch.empty(m, n, dtype=torch.bfloat16, device="cuda")
+    offs = torch.tensor([20, 20, 59, 60], dtype=torch.int32, device="cuda")
+    for kernel, layout, ordered in (("bf16", "sm90_bf16", (x, None)), ("w4a8", "sm90", rows.quantize_fp8(x))):
+        w = decode.Weight(codes, scale, factor, None, groups, n, k, LAYOUTS[layout], 16)
+        size = decode.Routing.OFFS, groups, m, n, k, sms, kernel
+        configs = [i for i in range(len(prefill.candidates(kernel))) if prefill.choose(*size, i).claims]
+        assert configs, kernel
+        for config in configs:
+            prefill.run(*ordered, w, offs, decode.Routing.OFFS, m, out, config=config)
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
@@ -128,6 +147,7 @@ def main() -> None:
             products()
             blocks()
     candidates()
+    claimed()
     torch.cuda.synchronize()
     print("done")
 

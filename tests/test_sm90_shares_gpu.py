@@ -1,4 +1,4 @@
-"""Prefill where blocks share tiles in parts of K: few tiles, many steps."""
+"""Prefill where blocks share tiles in parts of K (few tiles, many steps), or claim them (many tiles)."""
 
 import pytest
 import torch
@@ -85,6 +85,76 @@ def test_every_candidate(kernel, config, counts, format):
     prefill.run(*given, plain, offs, decode.Routing.OFFS, m, out, gate=gate, config=config)
     pairs = by_row(w.values, values * scale.double(), ids).unflatten(-1, (-1, 2))
     assert error(out, torch.nn.functional.silu(pairs[..., 0]) * pairs[..., 1]) < max(2 * bound(kernel), 5e-3)
+
+
+CLAIMED = [(3, 40, 0, 17), (0, 0, 60, 0), (0, 0, 0, 0), (15, 15, 15, 15)]
+"""Rows of each group, of 60: other tiles than the launch was planned for, or none."""
+
+
+def claimed_size(kernel: str, config: int) -> tuple[int, int] | None:
+    """N and K of which such a launch claims the tiles, if it ever does."""
+    size = decode.Routing.OFFS, len(CLAIMED[0]), 60
+    sms = library.multiprocessors(0)
+    sizes = ((n, k) for k in (2048, 4096) for n in range(512, 320 * sms, 64))
+    return next((s for s in sizes if prefill.choose(*size, *s, sms, kernel, config).claims), None)
+
+
+@pytest.mark.parametrize("kernel, config", CANDIDATES)
+def test_tiles_are_claimed_once(kernel, config):
+    size = claimed_size(kernel, config)
+    assert (size is None) == ("cluster 2" in prefill.candidates(kernel)[config])
+    if size is None:
+        return
+    n, k = size
+    w = Weights(len(CLAIMED[0]), n, k, format="nvfp4")
+    given, values = ordered(kernel, torch.randn(60, k, device="cuda").bfloat16())
+    for counts in CLAIMED:
+        offs = torch.tensor(counts, device="cuda").cumsum(0).int()
+        ids = torch.searchsorted(offs, torch.arange(60, device="cuda"), right=True)
+        ids = torch.where(ids < len(counts), ids, -1)
+        results = []
+        for _ in range(2):
+            out = torch.full((60, n), float("nan"), device="cuda", dtype=torch.bfloat16)
+            leave_noise()
+            prefill.run(*given, w.of_kernels(), offs, decode.Routing.OFFS, 60, out, config=config)
+            results.append(out)
+        assert torch.equal(*results) and not results[0][ids < 0].any()
+        assert error(results[0], by_row(w.values, values, ids)) < max(bound(kernel), 4e-3)
+
+
+@pytest.mark.hardware
+@pytest.mark.parametrize("kernel", ["half", "w4a8"])
+def test_claims_of_streams_and_replays(kernel):
+    """Launches beside each other count their tiles apart; a replay counts anew, whatever the routing."""
+    config = next(i for i in CONFIGS[kernel] if claimed_size(kernel, i))
+    n, k = claimed_size(kernel, config)
+    w = Weights(len(CLAIMED[0]), n, k, format="nvfp4").of_kernels()
+    given, _ = ordered(kernel, torch.randn(60, k, device="cuda").bfloat16())
+
+    def run(offs):
+        out = torch.full((60, n), float("nan"), device="cuda", dtype=torch.bfloat16)
+        prefill.run(*given, w, offs, decode.Routing.OFFS, 60, out, config=config)
+        return out
+
+    routes = [torch.tensor(counts, device="cuda").cumsum(0).int() for counts in CLAIMED]
+    want = [run(offs) for offs in routes]
+    torch.cuda.synchronize()
+    streams = [torch.cuda.Stream() for _ in routes]
+    for _ in range(20):
+        got = []
+        for stream, offs in zip(streams, routes):
+            with torch.cuda.stream(stream):
+                got.append(run(offs))
+        torch.cuda.synchronize()
+        assert all(torch.equal(a, b) for a, b in zip(got, want, strict=True))
+    offs = routes[0].clone()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        out = run(offs)
+    for i in [0, 1, 2, 2, 3, 0, 2, 1] * 3:
+        offs.copy_(routes[i])
+        graph.replay()
+        assert torch.equal(out, want[i])
 
 
 @pytest.mark.hardware

@@ -50,6 +50,8 @@ struct Sm90 {
     const int shared = scale_block / 16;
     return block % 4 / shared * 4 + block / 4 * 2 + r;
   }
+  // Where the four bytes begin that a lane reads, among those of 16 rows by 128 k.
+  static constexpr FP4_BOTH int scales_of(int lane, int scale_block) { return lane * 16 / scale_block * 4; }
 
   // Where bit 0 to 2 of the magnitude of code k, or its sign (3), is in its word.
   static constexpr FP4_BOTH int bit(int, int k, int bit) {
@@ -99,6 +101,9 @@ struct Sm90Bf16 {
     return static_cast<uint8_t>(((byte & 7) | 8) >> (4 - (byte >> 3)));
   }
 };
+
+// Bytes of the scales of 16 rows by `k`.
+constexpr FP4_BOTH int sm90_scales(int k, int scale_block) { return 16 * k / scale_block; }
 
 // What a lane holds: bytes into the codes of its matrix, and into the scales for those of its g.
 struct Sm90Lane {

@@ -47,8 +47,8 @@ struct Bf16Words {
   static constexpr float kFactor = 128.0f;  // 2^126 / 2^119
   using Layout = Sm90Bf16;
   using ScaleBytes = std::conditional_t<kScaleBlock == 16, uint32_t, uint16_t>;  // of a lane for 128 k
-  static constexpr int kScaleSteps = 2;                   // of 64 K that share what decode_scales makes
-  static constexpr int kStepScales = 1024 / kScaleBlock;  // bytes of 16 rows by 64 k
+  static constexpr int kScaleSteps = 2;  // of 64 K that share what decode_scales makes
+  static constexpr int kStepScales = sm90_scales(64, kScaleBlock);
   using Pair = __nv_bfloat162;
 
   // A lane's scales of 16 rows by 128 k: four bytes, or two.

@@ -45,13 +45,15 @@ struct HalfWords {
   static constexpr Element kElement = Element::kFloat16;
   static constexpr float kFactor = 1.0f;  // of the values that they stand for, over those that they have
   using Layout = Sm90;
-  using ScaleBytes = uint32_t;                            // of a lane for 128 k
-  static constexpr int kScaleSteps = 1;                   // of 64 K that share what decode_scales makes
-  static constexpr int kStepScales = 1024 / kScaleBlock;  // bytes of 16 rows by 64 k
-  using Scales = half2;                                   // of rows 2g and 2g + 1
+  using ScaleBytes = uint32_t;           // of a lane for 128 k
+  static constexpr int kScaleSteps = 1;  // of 64 K that share what decode_scales makes
+  static constexpr int kStepScales = sm90_scales(64, kScaleBlock);
+  using Scales = half2;  // of rows 2g and 2g + 1
 
   // A lane's scales of 16 rows by 128 k: four bytes, with blocks of 32 those of two lanes.
-  static __host__ __device__ __forceinline__ int scales_at(int lane) { return lane * 16 / kScaleBlock * 4; }
+  static __host__ __device__ __forceinline__ int scales_at(int lane) {
+    return Sm90::scales_of(lane, kScaleBlock);
+  }
 
   // Of two blocks, from the lower bytes of `two`, whose flags are gone.
   static __host__ __device__ __forceinline__ Scales decode_scales(uint32_t two) { return e4m3_pair(two); }

@@ -29,7 +29,8 @@ extern "C" int64_t fp4_sm90_prefill_workspace(int kernel, int sms) {
   return workspace_bytes(kKernels[kernel](), sms);
 }
 
-// What config = -1 takes on a GPU of `sms` multiprocessors.
-extern "C" Choice fp4_sm90_prefill_choose(int kernel, int mode, int groups, int m, int n, int kp, int sms) {
-  return choose(kKernels[kernel](), {static_cast<RowMode>(mode), groups, m, n, kp, sms});
+// How a launch with `config` goes on a GPU of `sms` multiprocessors.
+extern "C" Choice fp4_sm90_prefill_choose(int kernel, int mode, int groups, int m, int n, int kp, int sms,
+                                          int config) {
+  return choose(kKernels[kernel](), {static_cast<RowMode>(mode), groups, m, n, kp, sms}, config);
 }

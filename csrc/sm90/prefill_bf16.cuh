@@ -19,7 +19,7 @@ class Bf16Weights {
 
  public:
   static constexpr Element kElement = Words::kElement;
-  static constexpr int kInstructions = 4, kTileScales = 2048 / kScaleBlock;
+  static constexpr int kInstructions = 4, kTileScales = sm90_scales(128, kScaleBlock);
   static constexpr float kFactor = Words::kFactor;
   using Fragments = uint32_t[4 * kInstructions];
   struct Prepared {

@@ -21,7 +21,7 @@ constexpr int kWarpgroup = 128;
 constexpr int kMmaRows = 64;     // weight rows of a wgmma
 constexpr int kXRowBytes = 128;  // of X in shared memory, swizzled
 constexpr int kMmaTokens = 256;  // most tokens of one
-constexpr int kInfoSlots = 2;
+constexpr int kInfoSlots = 3;    // tiles: one that is stored, one multiplied, one fetched
 constexpr int kStoreBuffers = 2;
 
 // K-major rows of 128 bytes with 128-byte swizzle; 8 rows are 1024 bytes apart. `low` is swizzled_base() of
@@ -36,7 +36,7 @@ __device__ __forceinline__ uint64_t swizzled_descriptor(uint32_t low) {
 constexpr int kDescriptorStep = 2;  // 32 bytes of K
 
 struct Problem {
-  Rows rows;
+  Tiling tiling;
   const float* x_scale;       // or null: ones
   const float* global_scale;  // or null: ones
   const void* bias;           // or null
@@ -45,13 +45,12 @@ struct Problem {
   DType out_type;
   Gate gate;   // gated: rows 2i and 2i + 1 of the weight are gate i and up i; kSilu, 16-bit results
   int n;       // weight rows
-  int steps;   // of 128 K
   bool early;  // weights and routing were there before the kernel launched before this one began
   // Of tiles that several blocks share: see Shares and PrefillBlock::part_sums.
-  int share_below;
   float4* part_sums;
   uint64_t* part_flags;
-  uint64_t ticket;  // another for every launch, and not to be met in memory by chance
+  uint64_t ticket;    // another for every launch, and not to be met in memory by chance
+  uint64_t* claimed;  // where blocks claim tiles (see PrefillBlock::claim_tile), or null
 };
 
 struct Maps {
@@ -60,8 +59,7 @@ struct Maps {
 
 struct TileInfo {
   int width;  // 0: no more tiles
-  int row;
-  int rows;
+  int group, row, rows;
   int column;                       // the first weight row, in the group
   int first, steps, helpers, part;  // as in Tile and TileWalk
 };
@@ -109,6 +107,8 @@ struct alignas(1024) SharedStorage {
   TileInfo info[kInfoSlots];
   uint64_t full[Config::Stages], empty[Config::Stages];
   uint64_t info_full[kInfoSlots], info_empty[kInfoSlots];
+  uint64_t factors_full[kInfoSlots];  // token_scale and bias
+  uint64_t next_wanted;               // a tile, to be claimed
 };
 
 }  // namespace fp4::sm90

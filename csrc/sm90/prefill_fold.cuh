@@ -1,4 +1,4 @@
-// Folds NVFP4 weights of layout sm90_w4a8 into e4m3 fragments of wgmma's A operand.
+// Folds NVFP4 weights of layout sm90 into e4m3 fragments of wgmma's A operand.
 //
 // A weight is e2m1 x block scale; with the scale divided by 8 (the epilogue multiplies by 8), the eight
 // magnitudes {0, .5, 1, 1.5, 2, 3, 4, 6} times the scale become eight e4m3 bytes: a table in two registers in
@@ -11,6 +11,7 @@
 #include <cuda_fp16.h>
 #include <cuda_fp8.h>
 
+#include "../common/sm90_layout.h"
 #include "bytes.cuh"
 #include "lane_codes.cuh"
 
@@ -107,7 +108,7 @@ template <int kScaleBlock>
 class FoldedWeights {
  public:
   static constexpr Element kElement = Element::kE4m3;
-  static constexpr int kInstructions = 2, kTileScales = 2048 / kScaleBlock;
+  static constexpr int kInstructions = 2, kTileScales = sm90_scales(128, kScaleBlock);
   static constexpr float kFactor = 8.0f;  // the fold divides block scales by this
   using Fragments = uint32_t[4 * kInstructions];
   using Prepared = FoldTables;
@@ -115,7 +116,7 @@ class FoldedWeights {
   // `codes` and `scales`: shared memory addresses of the warp's 16 rows in stage 0.
   __device__ __forceinline__ void init(uint32_t codes, uint32_t scales, int lane) {
     codes_.init(codes, lane);
-    lane_scales_ = kept_address(scales + lane * 16 / kScaleBlock * 4, lane);
+    lane_scales_ = kept_address(scales + Sm90::scales_of(lane, kScaleBlock), lane);
   }
 
   // Takes a step's codes and scales from the stage that lies so many bytes behind stage 0.

@@ -24,7 +24,7 @@ class HalfWeights {
 
  public:
   static constexpr Element kElement = Words::kElement;
-  static constexpr int kInstructions = 4, kTileScales = 2048 / kScaleBlock;
+  static constexpr int kInstructions = 4, kTileScales = sm90_scales(128, kScaleBlock);
   static constexpr float kFactor = Words::kFactor;
   using Fragments = uint32_t[4 * kInstructions];
   using Prepared = typename Words::Scales;

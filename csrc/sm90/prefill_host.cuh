@@ -97,6 +97,9 @@ struct Size {
   int groups, m, n, kp, sms;
 };
 
+// Cycles of a tile from which on the next is claimed in time.
+constexpr double kClaimCycles = 12000;
+
 // Cycles that it costs to share tiles: those of a part more, and of each of a tile's sums on its way through
 // memory. Tiles that take less than kCounted are not counted for it.
 constexpr double kShareCycles = 3500, kShareSum = 0.3, kCounted = 24000;
@@ -105,6 +108,7 @@ struct Estimate {
   double seconds;
   int share_below;  // as TileWalk takes it
   int tile_width;   // as Rows has it
+  bool claims;      // whether blocks claim tiles
 };
 
 struct Choice {
@@ -150,18 +154,23 @@ inline Estimate estimate(const Candidate& candidate, const Size& size, int tile_
   }
   // What the longer of them hides costs a little all the same: it decides where the other is equal.
   const double time = std::max(compute, memory) + 0.05 * std::min(compute, memory);
-  return {time / kClock, share_below, tile_width};
+  // Blocks that claim tiles are better than shared tiles where nearly all are busy in the last wave.
+  const bool claims = candidate.cluster == 1 && size.mode != RowMode::kDense && tiles >= 2 * blocks &&
+                      cycles > kClaimCycles && std::ceil(tiles / blocks) * blocks < 1.05 * tiles;
+  return {time / kClock, claims ? 0 : share_below, tile_width, claims};
 }
 
 // Where the rows are known, with another width of token tiles if that is much better: 4096 of them and few
 // weights are better 22 x 192, which fill two waves, than 16 x 256, which fill one and a half. What the model
-// sees less of a difference in is as often the other way round.
+// sees less of a difference in is as often the other way round; of many waves the last does not matter.
 inline Estimate estimate(const Candidate& candidate, const Size& size) {
   constexpr double kGain = 0.95;
+  constexpr int kManyWaves = 10;
   const Estimate as_cut = estimate(candidate, size, 0);
   if (size.mode != RowMode::kDense) return as_cut;
   Estimate best = as_cut;
   const int most = candidate.round_up(size.m);
+  if (ceil_div(size.m, most) * ceil_div(size.n, candidate.rows) > kManyWaves * size.sms) return as_cut;
   for (int width = kTokenStep; width <= most; width += kTokenStep) {
     if (candidate.round_up(width) != width) continue;
     const Estimate here = estimate(candidate, size, width);
@@ -170,8 +179,9 @@ inline Estimate estimate(const Candidate& candidate, const Size& size) {
   return best;
 }
 
-// The candidate with the least time.
-inline Choice choose(const Candidates& candidates, const Size& size) {
+// The candidate `given`, or if that is negative the one with the least time.
+inline Choice choose(const Candidates& candidates, const Size& size, int given = -1) {
+  if (given >= 0) return {given, estimate(candidates.list[given], size)};
   Choice best;
   for (int i = 0; i < candidates.count; ++i) {
     const Estimate here = estimate(candidates.list[i], size);
@@ -230,14 +240,18 @@ inline bool encode_output(CUtensorMap* map, DType type, bool gated, void* out, u
 
 // ---- tiles that blocks share ----
 
-// What the sums and flags of a launch need at most; its workspace has so many bytes.
+constexpr int kWord = sizeof(uint64_t);
+
+// What a part of a tile needs.
+inline int64_t part_bytes(const Candidate& candidate) {
+  return candidate.sum_bytes + candidate.flags * kWord;
+}
+
+// What a launch needs at most, for a part a block, and the word by which tiles are claimed.
 inline int64_t workspace_bytes(const Candidates& candidates, int sms) {
   int64_t bytes = 0;
-  for (int i = 0; i < candidates.count; ++i) {
-    const Candidate& candidate = candidates.list[i];
-    bytes = std::max(bytes, sms * (candidate.sum_bytes + candidate.flags * int64_t(sizeof(uint64_t))));
-  }
-  return bytes;
+  for (int i = 0; i < candidates.count; ++i) bytes = std::max(bytes, sms * part_bytes(candidates.list[i]));
+  return bytes + kWord;
 }
 
 // Another number each time, in any process (splitmix64 from a random start).
@@ -269,11 +283,14 @@ inline int run(const Candidates& candidates, const PrefillArguments& a) {
   if (error != cudaSuccess) return error;
 
   const Size size = {a.mode, a.groups, a.m, a.n, a.kp, sms};
-  const Choice chosen =
-      a.config >= 0 ? Choice{a.config, estimate(candidates.list[a.config], size)} : choose(candidates, size);
+  const Choice chosen = choose(candidates, size, a.config);
   const Candidate& choice = candidates.list[chosen.candidate];
   Problem problem = {};
-  problem.rows = {a.mode, a.group_rows, a.groups, a.m, chosen.estimate.tile_width};
+  const int steps = a.kp / kStepK;
+  problem.tiling = {{a.mode, a.group_rows, a.groups, a.m, chosen.estimate.tile_width},
+                    ceil_div(a.n, choice.rows * choice.cluster),
+                    steps,
+                    chosen.estimate.share_below};
   problem.x_scale = a.x_scale;
   problem.global_scale = a.global_scale;
   problem.bias = a.bias;
@@ -282,12 +299,12 @@ inline int run(const Candidates& candidates, const PrefillArguments& a) {
   problem.out_type = a.out_type;
   problem.gate = a.gate;
   problem.n = a.n;
-  problem.steps = a.kp / kStepK;
-  problem.share_below = chosen.estimate.share_below;
-  problem.part_sums = static_cast<float4*>(a.workspace);
-  problem.part_flags =
-      reinterpret_cast<uint64_t*>(static_cast<uint8_t*>(a.workspace) + int64_t(sms) * choice.sum_bytes);
+  auto* const workspace = static_cast<uint8_t*>(a.workspace);
+  problem.part_sums = reinterpret_cast<float4*>(workspace);
+  problem.part_flags = reinterpret_cast<uint64_t*>(workspace + int64_t(sms) * choice.sum_bytes);
   problem.ticket = next_ticket();
+  if (chosen.estimate.claims)
+    problem.claimed = reinterpret_cast<uint64_t*>(workspace + sms * part_bytes(choice));
   problem.early = a.early;
 
   uint64_t rows = static_cast<uint64_t>(a.m) * (a.mode == RowMode::kMasked ? a.groups : 1);
@@ -302,11 +319,10 @@ inline int run(const Candidates& candidates, const PrefillArguments& a) {
   // Codes in 8-byte elements, since a box has at most 256 elements in a row.
   encoded =
       encoded &&
-      encode_matrix(&maps.codes, CU_TENSOR_MAP_DATA_TYPE_INT64, 8, a.codes, problem.steps * (kTileCodes / 8),
+      encode_matrix(&maps.codes, CU_TENSOR_MAP_DATA_TYPE_INT64, 8, a.codes, steps * (kTileCodes / 8),
                     weight_tiles, kTileCodes / 8, box_tiles, CU_TENSOR_MAP_SWIZZLE_NONE) &&
-      encode_matrix(&maps.scales, CU_TENSOR_MAP_DATA_TYPE_UINT8, 1, a.scales,
-                    problem.steps * choice.tile_scales, weight_tiles, choice.tile_scales, box_tiles,
-                    CU_TENSOR_MAP_SWIZZLE_NONE) &&
+      encode_matrix(&maps.scales, CU_TENSOR_MAP_DATA_TYPE_UINT8, 1, a.scales, steps * choice.tile_scales,
+                    weight_tiles, choice.tile_scales, box_tiles, CU_TENSOR_MAP_SWIZZLE_NONE) &&
       encode_output(&maps.out, problem.out_type, gated, a.out, a.n, rows, choice.store_tokens);
   if (!encoded) return kBadArgument;
   return choice.run(problem, maps, sms, a.stream);

@@ -7,9 +7,9 @@
 // tensor cores run at their full FP8 rate.
 //
 // A persistent block of one producer warpgroup and `Warpgroups` consumer warpgroups:
-//   producer warps 0, 2  walk the tiles and copy X and W into a ring of stages of 128 K;
-//   producer warp 1      walks them too and leaves each tile's place, token scales and bias to the consumers;
-//   producer warp 3      zeroes the output rows of no group;
+//   producer warp 1      walks the tiles and tells the others, then zeroes the output rows of no group;
+//   producer warps 0, 2  copy X and W into a ring of stages of 128 K;
+//   producer warp 3      fetches each tile's token scales and bias;
 //   consumers            64 rows of weights each, all tokens of the tile. Each step of 128 K is two half
 //                        steps with their own fragments: while one half's products run, the other half is
 //                        folded. Over the end of a tile the first half of the next is, before the epilogue.
@@ -38,10 +38,13 @@ struct RingPosition {
   __device__ __forceinline__ RingPosition next() const {
     return slot + 1 == Slots ? RingPosition{0, round ^ 1} : RingPosition{slot + 1, round};
   }
+  __device__ __forceinline__ RingPosition two_before() const {
+    return slot < 2 ? RingPosition{slot + Slots - 2, round ^ 1} : RingPosition{slot - 2, round};
+  }
 };
 
 // Of a producer warp.
-enum class Role : int { kActivations, kInfo, kWeights, kZeros };
+enum class Role : int { kActivations, kTiles, kWeights, kFactors };
 
 template <class Config, bool kGated>
 class PrefillBlock {
@@ -57,53 +60,57 @@ class PrefillBlock {
       barrier_init(smem_address(&shared_.empty[i]), Config::ConsumerWarps * Config::Cluster);
     }
     for (int i = 0; i < kInfoSlots; ++i) {
-      barrier_init(smem_address(&shared_.info_full[i]), kWarpArrivals);
-      barrier_init(smem_address(&shared_.info_empty[i]), Config::ConsumerWarps * kWarpArrivals);
+      barrier_init(smem_address(&shared_.info_full[i]), 1);
+      barrier_init(smem_address(&shared_.info_empty[i]), (Config::ConsumerWarps + 3) * kWarpArrivals);
+      barrier_init(smem_address(&shared_.factors_full[i]), kWarpArrivals);
     }
+    barrier_init(smem_address(&shared_.next_wanted), 1);
     barrier_init_fence();
   }
 
-  // Producer warps 0 to 2. One loop for all three: what instructions of a walk cost is their way into the
-  // multiprocessor, and the first warp's are there for the others.
+  // Producer warps 0 to 2. All find the first tile: what the instructions of a walk cost is their way into
+  // the multiprocessor, and the first warp's are there for the others.
   __device__ void produce(Role role) {
-    TileWalk<typename Config::Widths> walk(
-        problem_.rows, ceil_div(problem_.n, Config::Rows * Config::Cluster), problem_.steps,
-        problem_.share_below, blockIdx.x / Config::Cluster, gridDim.x / Config::Cluster);
-    RingPosition<Config::Stages> ring;
-    RingPosition<kInfoSlots> slots;
-    Tile tile;
-    while (walk.next(tile)) {
-      if (role == Role::kInfo) {
-        wait_free(slots);
-        describe(tile, walk, slots.slot);
-        publish(slots);
-        continue;
+    Walk walk(problem_.tiling);
+    for (RingPosition<kInfoSlots> slots;; slots = slots.next()) {
+      Tile tile;
+      const bool more = walk.next(tile);
+      if (role != Role::kTiles) {
+        if (more) copy_tiles(role, info_of(tile));
+        return;
       }
-      const int column = first_column(tile);
-#pragma unroll 1
-      for (int step = tile.first; step < tile.first + tile.steps; ++step, ring = ring.next()) {
-        barrier_wait(smem_address(&shared_.empty[ring.slot]), ring.round ^ 1);
-        if (elect_lane()) {
-          if (role == Role::kWeights) {
-            copy_weights(ring.slot, step, (tile.group * problem_.n + column) / kTileRows);
-          } else {
-            copy_activations(ring.slot, step, tile);
-          }
-        }
-        __syncwarp();
+      tell(slots, more, tile, walk);
+      if (problem_.early) wait_previous_kernel();
+      if (!more) break;
+      if (claims()) {
+        static_assert(kInfoSlots % 2 == 1);  // so that every second tile has an odd sum
+        barrier_wait(smem_address(&shared_.next_wanted), (slots.slot + slots.round) & 1);
+        walk.go_to(claim_tile());
       }
     }
-    if (role == Role::kInfo) {
-      wait_free(slots);
-      if (threadIdx.x % kWarp == 0) shared_.info[slots.slot].width = 0;
-      publish(slots);
+    // Each block's last claim is in vain; of all, the last closes them.
+    if (claims() && walk.passed_by(gridDim.x - 1)) close_claims();
+  }
+
+  // Producer warp 3.
+  __device__ void fetch_factors() {
+    bool opens = claims() && blockIdx.x == 0;
+    for (RingPosition<kInfoSlots> slots;; slots = slots.next()) {
+      const TileInfo& tile = wait_tile(slots);
+      if (tile.width == 0) break;
+      if (opens) open_claims();
+      opens = false;
+      if (tile.first == 0) fetch_factors(tile, shared_.token_scale[slots.slot], shared_.bias[slots.slot]);
+      barrier_arrive_warp(smem_address(&shared_.factors_full[slots.slot]));
+      barrier_arrive_warp(smem_address(&shared_.info_empty[slots.slot]));
     }
   }
 
   __device__ void zero_rows(int thread, int threads) {
     int columns = kGated ? problem_.n / 2 : problem_.n;
     int row_bytes = columns * (problem_.out_type == DType::kFloat32 ? 4 : 2);
-    zero_unused_rows(problem_.rows, static_cast<uint4*>(problem_.out), row_bytes / 16, thread, threads);
+    zero_unused_rows(problem_.tiling.rows, static_cast<uint4*>(problem_.out), row_bytes / 16, thread,
+                     threads);
   }
 
   // A consumer warp.
@@ -124,22 +131,23 @@ class PrefillBlock {
       // No use of a sum moves before the wait.
 #pragma unroll
       for (float& sum : sums) pin(sum);
-      // The tile's: that of `next` is taken, too.
-      int slot = (info_.slot + kInfoSlots - 2) % kInfoSlots;
-      const TileInfo& info = shared_.info[slot];
+      const RingPosition<kInfoSlots> at = info_.two_before();  // the tile's: that of `next` is taken, too
+      const TileInfo& info = shared_.info[at.slot];
       if (info.first > 0) {
         send_sums(sums, info);
       } else {
         add_sums(sums, info);
-        store_tile(sums, info, slot);
+        barrier_wait(smem_address(&shared_.factors_full[at.slot]), at.round);
+        store_tile(sums, info, at.slot);
       }
-      barrier_arrive_warp(smem_address(&shared_.info_empty[slot]));
+      barrier_arrive_warp(smem_address(&shared_.info_empty[at.slot]));
       tile = next;
     }
     store_wait_read<0>();
   }
 
  private:
+  using Walk = TileWalk<typename Config::Widths, Config::Cluster>;
   using Sums = float[Config::MaxTokens / 2];
   // Sums and both halves' fragments take more than half of a consumer's.
   static constexpr bool kFewRegisters =
@@ -148,8 +156,8 @@ class PrefillBlock {
   // ---- producers ----
 
   // Each block of a cluster fetches an equal part for all of them, in boxes of powers of two.
-  __device__ __forceinline__ void copy_activations(int slot, int step, const Tile& tile) {
-    const int part = ceil_div(tile.width, kTokenStep * Config::Cluster) * kTokenStep;
+  __device__ __forceinline__ void copy_activations(int slot, int step, int row, int width) {
+    const int part = ceil_div(width, kTokenStep * Config::Cluster) * kTokenStep;
     uint32_t full = smem_address(&shared_.full[slot]);
     barrier_expect_bytes(full, part * Config::Cluster * kXRowBytes * Config::XTiles);
     int first = part * rank_;
@@ -163,9 +171,9 @@ class PrefillBlock {
         int k = step * kStepK + i * (kXRowBytes / Config::ElementBytes);
         if constexpr (Config::Cluster > 1) {
           constexpr uint16_t kBlocks = (1 << Config::Cluster) - 1;
-          load_box_multicast(target, &maps_.x[box], full, k, tile.row + first, kBlocks);
+          load_box_multicast(target, &maps_.x[box], full, k, row + first, kBlocks);
         } else {
-          load_box(target, &maps_.x[box], full, k, tile.row + first);
+          load_box(target, &maps_.x[box], full, k, row + first);
         }
       }
       first += tokens;
@@ -180,39 +188,111 @@ class PrefillBlock {
              row_tile);
   }
 
-  __device__ __forceinline__ void wait_free(const RingPosition<kInfoSlots>& slots) {
+  __device__ __forceinline__ TileInfo info_of(const Tile& tile) const {
+    return {tile.width, tile.group, tile.row, tile.rows, first_column(tile), tile.first, tile.steps};
+  }
+
+  // Where a tile is, for all, once they are done with the slot's last; of width 0 after the last.
+  __device__ __forceinline__ void tell(const RingPosition<kInfoSlots>& slots, bool more, const Tile& tile,
+                                       const Walk& walk) {
     barrier_wait(smem_address(&shared_.info_empty[slots.slot]), slots.round ^ 1);
+    if (threadIdx.x % kWarp == 0) {
+      TileInfo& info = shared_.info[slots.slot];
+      if (more) {
+        info = info_of(tile);
+        walk.find_part(tile, info.part, info.helpers);
+      } else {
+        info.width = 0;
+      }
+      barrier_arrive(smem_address(&shared_.info_full[slots.slot]));
+    }
+    __syncwarp();
   }
 
-  __device__ __forceinline__ void publish(RingPosition<kInfoSlots>& slots) {
-    barrier_arrive_warp(smem_address(&shared_.info_full[slots.slot]));
-    slots = slots.next();
+  __device__ __forceinline__ const TileInfo& wait_tile(const RingPosition<kInfoSlots>& slots) {
+    barrier_wait(smem_address(&shared_.info_full[slots.slot]), slots.round);
+    return shared_.info[slots.slot];
   }
 
-  // What the epilogue needs.
-  __device__ __forceinline__ void describe(const Tile& tile, const TileWalk<typename Config::Widths>& walk,
-                                           int slot) {
+  // Beginning with `tile`, which is told, too.
+  __device__ __forceinline__ void copy_tiles(Role role, TileInfo tile) {
+    RingPosition<Config::Stages> ring;
+    RingPosition<kInfoSlots> slots;
+    while (true) {
+      const int end = tile.first + tile.steps, wanted = max(end - kClaimSteps, tile.first);
+#pragma unroll 1
+      for (int step = tile.first; step < end; ++step, ring = ring.next()) {
+        if (claims() && role == Role::kWeights && step == wanted && elect_lane()) {
+          barrier_arrive(smem_address(&shared_.next_wanted));
+        }
+        barrier_wait(smem_address(&shared_.empty[ring.slot]), ring.round ^ 1);
+        if (elect_lane()) {
+          if (role == Role::kWeights) {
+            copy_weights(ring.slot, step, (tile.group * problem_.n + tile.column) / kTileRows);
+          } else {
+            copy_activations(ring.slot, step, tile.row, tile.width);
+          }
+        }
+        __syncwarp();
+      }
+      barrier_arrive_warp(smem_address(&shared_.info_empty[slots.slot]));
+      slots = slots.next();
+      tile = wait_tile(slots);
+      if (tile.width == 0) break;
+    }
+  }
+
+  // What the epilogue needs. It takes long: weights are on their way already, and memory busy.
+  __device__ __forceinline__ void fetch_factors(const TileInfo& tile, float* token_scale, float* bias) {
     const int lane = threadIdx.x % kWarp;
-    TileInfo info = {tile.width, tile.row,   tile.rows,          first_column(tile),
-                     tile.first, tile.steps, walk.helpers(tile), walk.part()};
     float global = problem_.global_scale == nullptr ? 1.0f : problem_.global_scale[tile.group];
     float factor = Config::Weights::kFactor * global;
 #pragma unroll 2
     for (int i = lane; i < tile.rows; i += kWarp) {
       float scale = problem_.x_scale == nullptr ? 1.0f : problem_.x_scale[tile.row + i];
-      shared_.token_scale[slot][i] = factor * scale;
+      token_scale[i] = factor * scale;
     }
     // silu_values divides two tokens by one product: beside an odd last one no chance number, but NaN, which
     // its minima take for the same number always.
-    if (kGated && lane == 0 && tile.rows % 2 != 0) {
-      shared_.token_scale[slot][tile.rows] = __int_as_float(0x7fffffff);
-    }
-    int64_t first_bias = static_cast<int64_t>(tile.group) * problem_.n + info.column;
+    if (kGated && lane == 0 && tile.rows % 2 != 0) token_scale[tile.rows] = __int_as_float(0x7fffffff);
+    int64_t first_bias = static_cast<int64_t>(tile.group) * problem_.n + tile.column;
 #pragma unroll 1
     for (int i = lane; i < Config::Rows; i += kWarp) {
-      shared_.bias[slot][i] = info.column + i < problem_.n ? load_bias(first_bias + i) : 0.0f;
+      bias[i] = tile.column + i < problem_.n ? load_bias(first_bias + i) : 0.0f;
     }
-    if (lane == 0) shared_.info[slot] = info;
+  }
+
+  // Tiles that blocks claim, but for the first of each: a word in global memory holds the launch's mark, once
+  // block 0 has a tile, and how many were claimed. After the last claim (each block's last is in vain) it is
+  // empty, for a launch with the same ticket (a CUDA graph's next replay).
+  static constexpr int kClaimBits = 24;
+  // How many steps of a tile are yet to be fetched when the next is claimed: that takes a microsecond or two.
+  static constexpr int kClaimSteps = 8;
+
+  __device__ __forceinline__ bool claims() const {
+    return Config::Cluster == 1 && problem_.claimed != nullptr;
+  }
+
+  __device__ __forceinline__ uint64_t claim_mark() const {
+    return problem_.ticket >> kClaimBits << kClaimBits;
+  }
+
+  __device__ __forceinline__ void open_claims() {
+    if (threadIdx.x % kWarp == 0) store_release(problem_.claimed, claim_mark());
+  }
+
+  __device__ __forceinline__ int claim_tile() {
+    uint64_t word = 0;
+    if (threadIdx.x % kWarp == 0) {
+      do {
+        word = add_relaxed(problem_.claimed, 1);
+      } while ((word ^ claim_mark()) >> kClaimBits != 0);
+    }
+    return __shfl_sync(~0u, static_cast<int>(word & ((1 << kClaimBits) - 1)), 0) + gridDim.x;
+  }
+
+  __device__ __forceinline__ void close_claims() {
+    if (threadIdx.x % kWarp == 0) store_release(problem_.claimed, 0);
   }
 
   __device__ int first_column(const Tile& tile) const {
@@ -570,11 +650,13 @@ __global__ void __launch_bounds__(Config::Threads, 1)
     if constexpr (Config::MovesRegisters) register_give<Config::ProducerRegisters>();
     const auto role = static_cast<Role>(uniform(threadIdx.x / kWarp % 4));
     // Results are stored only after activations have come.
-    if (role != Role::kWeights || !problem.early) wait_previous_kernel();
-    if (role == Role::kZeros) {
-      block.zero_rows(blockIdx.x * kWarp + threadIdx.x % kWarp, gridDim.x * kWarp);
+    const bool needs_weights = role == Role::kWeights || role == Role::kTiles;
+    if (!needs_weights || !problem.early) wait_previous_kernel();
+    if (role == Role::kFactors) {
+      block.fetch_factors();
     } else {
       block.produce(role);
+      if (role == Role::kTiles) block.zero_rows(blockIdx.x * kWarp + threadIdx.x % kWarp, gridDim.x * kWarp);
     }
   } else {
     // Behind a setmaxnreg, which all warps of a warpgroup run together, ptxas keeps what the loop counts and

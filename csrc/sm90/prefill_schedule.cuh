@@ -1,10 +1,11 @@
-// Which tiles a block computes: a static walk over (group, token tile, weight tile), done by one warp.
+// Which tiles a block computes: a walk over (group, token tile, weight tile), done by one warp.
 //
 // Blocks take whole tiles in turn, but what is more than a full wave of them, and the wave before, goes to
-// all blocks in equal parts of K (stream-K; see Shares). A group's rows are cut into few token tiles and
-// those made equally wide, so that 300 rows are 160 + 140 and not 256 + 44 (WidthList::cut). Within a group
-// the tiles go in bands of token tiles, token tiles fastest: blocks that run together share a band's
-// activations and a few rows of weights in L2.
+// all blocks in equal parts of K (stream-K; see Shares). Or each takes its first tile so and claims the
+// others one by one: multiprocessors are not equally fast where they wait for memory. A group's rows are cut
+// into few token tiles and those made equally wide, so that 300 rows are 160 + 140 and not 256 + 44
+// (WidthList::cut). Within a group the tiles go in bands of token tiles, token tiles fastest: blocks that run
+// together share a band's activations and a few rows of weights in L2.
 #pragma once
 
 #include <cuda_runtime.h>
@@ -21,6 +22,14 @@ struct Rows {
   int groups;
   int m;               // all rows, or rows of every group where masked
   int tile_width = 0;  // of the token tiles; 0: as WidthList::cut has it
+};
+
+// What is cut into tiles.
+struct Tiling {
+  Rows rows;
+  int columns;      // weight tiles of a group, counted by the cluster
+  int steps;        // of 128 K
+  int share_below;  // as for Shares; if 0, tiles need not be counted first
 };
 
 struct Tile {
@@ -110,70 +119,66 @@ struct WidthList {
   }
 };
 
-template <class Widths>
+// A block's tiles, or a cluster's.
+template <class Widths, int kCluster>
 class TileWalk {
  public:
-  // Of `block` among `blocks`. share_below: as for Shares; if 0, tiles need not be counted first.
-  __device__ TileWalk(const Rows& rows, int columns, int steps, int share_below, int block, int blocks)
-      : rows_(rows),
-        columns_(columns),
-        index_(block),
-        stride_(blocks),
-        steps_(steps),
-        share_below_(share_below) {
-    if (share_below == 0) return;
-    const Shares shares(count_tiles(), steps, share_below, blocks);
+  __device__ explicit TileWalk(const Tiling& tiling)
+      : tiling_(tiling), rows_(tiling.rows), index_(blockIdx.x / kCluster) {
+    if (tiling.share_below == 0) return;
+    const Shares shares = share(count_tiles());
     whole_ = shares.whole, left_ = shares.left;
-    part_ = shares.parts - 1 - block;
-    if (part_ >= 0) step_ = shares.begin(part_), step_end_ = shares.begin(part_ + 1);
+    const int part = shares.parts - 1 - index_;
+    if (part >= 0) step_ = shares.begin(part), step_end_ = shares.begin(part + 1);
   }
 
   // Called by a whole warp; false after the last tile.
   __device__ bool next(Tile& tile) {
-    tile.first = 0, tile.steps = steps_;
     int index = index_;
+    tile.first = 0, tile.steps = tiling_.steps;
     if (index >= whole_) {
       if (step_ >= step_end_) return false;
-      index = whole_ + quotient(step_, steps_);
-      tile.first = step_ - (index - whole_) * steps_;
-      tile.steps = min(steps_ - tile.first, step_end_ - step_);
+      index = whole_ + quotient(step_, tiling_.steps);
+      tile.first = step_ - (index - whole_) * tiling_.steps;
+      tile.steps = min(tiling_.steps - tile.first, step_end_ - step_);
       step_ += tile.steps;
     } else {
-      index_ += stride_;
+      index_ += clusters();
     }
     while (index >= chunk_end_) {
       chunk_ += kWarp;
       if (chunk_ >= rows_.groups) return false;
       load_chunk();
     }
-    find(index - chunk_begin_, tile);
+    find(index, tile);
     return true;
   }
 
-  // Which part of the tiles that are shared this block has.
-  __device__ int part() const { return part_; }
-
-  // How many parts follow this one in the tile just taken, which add their sums to it if it has the first
-  // steps.
-  __device__ int helpers(const Tile& tile) const {
-    if (tile.steps == steps_ || tile.first > 0) return 0;
-    const Shares shares(whole_ + left_, steps_, share_below_, stride_);
-    const int tile_end = step_ - tile.steps + steps_;
-    int count = 0;
-    while (part_ + 1 + count < shares.parts && shares.begin(part_ + 1 + count) < tile_end) ++count;
-    return count;
+  // Which part of the tiles that are shared the tile just taken is, and how many follow it in that tile,
+  // which add their sums to it if it has the first steps.
+  __device__ void find_part(const Tile& tile, int& part, int& helpers) const {
+    part = helpers = 0;
+    if (tile.steps == tiling_.steps) return;
+    const Shares shares = share(whole_ + left_);
+    part = shares.parts - 1 - blockIdx.x / kCluster;
+    const int tile_end = step_ - tile.steps + tiling_.steps;
+    if (tile.first > 0) return;
+    while (part + 1 + helpers < shares.parts && shares.begin(part + 1 + helpers) < tile_end) ++helpers;
   }
+
+  // What next() takes, instead of the block's own: any tile after the last.
+  __device__ void go_to(int index) { index_ = index; }
+
+  // After next() has taken, in vain, what go_to() was told: whether it was the index so far behind all tiles.
+  __device__ bool passed_by(int distance) const { return index_ - clusters() == chunk_end_ + distance; }
 
  private:
-  __device__ __forceinline__ TokenTiles cut(int rows) const {
-    const int width = rows_.tile_width;
-    return width > 0 ? TokenTiles{quotient(rows + width - 1, width), width} : Widths::cut(rows);
-  }
+  static __device__ __forceinline__ int clusters() { return gridDim.x / kCluster; }
 
   // All of the launch. Each lane takes four groups in a row, so that their loads are under way together and
   // one scan over the lanes is enough.
   __device__ int count_tiles() const {
-    if (rows_.mode == RowMode::kDense) return cut(rows_.m).count * columns_;
+    if (rows_.mode == RowMode::kDense) return cut(rows_.m).count * tiling_.columns;
     constexpr int kEach = 4;
     const int lane = threadIdx.x % kWarp;
     int tiles = 0, last_end = 0;
@@ -198,7 +203,16 @@ class TileWalk {
         if (rows_.mode == RowMode::kContiguous) begin = max(begin, end[i]);
       }
     }
-    return __reduce_add_sync(~0u, tiles) * columns_;
+    return __reduce_add_sync(~0u, tiles) * tiling_.columns;
+  }
+
+  __device__ __forceinline__ Shares share(int tiles) const {
+    return Shares(tiles, tiling_.steps, tiling_.share_below, clusters());
+  }
+
+  __device__ __forceinline__ TokenTiles cut(int rows) const {
+    const int width = rows_.tile_width;
+    return width > 0 ? TokenTiles{quotient(rows + width - 1, width), width} : Widths::cut(rows);
   }
 
   // The largest of the lanes up to this one.
@@ -214,47 +228,47 @@ class TileWalk {
   }
 
   // That group's first row and rows. Ends that decrease or pass m are clamped, never trusted.
-  __device__ void place(int chunk, int given, int& row, int& count) {
+  __device__ void place(int chunk, int given) {
     const int lane = threadIdx.x % kWarp, group = chunk + lane;
     if (rows_.mode == RowMode::kContiguous) {
-      int end = clamp_rows(given, rows_.m);
-      end = max(scan_max(end), last_end_);
+      const int last_end = __shfl_sync(~0u, row_ + count_, kWarp - 1);  // of the chunk before
+      const int end = max(scan_max(clamp_rows(given, rows_.m)), last_end);
       const int before = __shfl_up_sync(~0u, end, 1);
-      row = lane == 0 ? last_end_ : before;
-      count = end - row;
-      last_end_ = __shfl_sync(~0u, end, kWarp - 1);
+      row_ = lane == 0 ? last_end : before;
+      count_ = end - row_;
     } else {
-      row = group * rows_.m;
-      count = group >= rows_.groups            ? 0
-              : rows_.mode == RowMode::kMasked ? clamp_rows(given, rows_.m)
-                                               : rows_.m;
+      row_ = group * rows_.m;
+      count_ = group >= rows_.groups            ? 0
+               : rows_.mode == RowMode::kMasked ? clamp_rows(given, rows_.m)
+                                                : rows_.m;
     }
   }
 
   // The next chunk of groups; lane i takes group chunk_ + i.
   __device__ void load_chunk() {
     const int lane = threadIdx.x % kWarp;
-    place(chunk_, load_rows(chunk_), row_, count_);
-    cut_ = cut(count_);
-    int tiles = cut_.count * columns_;
+    place(chunk_, load_rows(chunk_));
+    const TokenTiles cut = this->cut(count_);
+    cut_ = cut.count << kWidthBits | cut.width;
+    const int tiles = cut.count * tiling_.columns;
     int sum = tiles;
     for (int step = 1; step < kWarp; step *= 2) {
       int below = __shfl_up_sync(~0u, sum, step);
       if (lane >= step) sum += below;
     }
-    first_ = sum - tiles;
-    chunk_begin_ = chunk_end_;
+    first_ = chunk_end_ + sum - tiles;
     chunk_end_ += __shfl_sync(~0u, sum, kWarp - 1);
   }
 
-  // Tile `local` of the chunk.
-  __device__ void find(int local, Tile& tile) const {
-    int lane = 31 - __clz(__ballot_sync(~0u, first_ <= local));
-    local -= __shfl_sync(~0u, first_, lane);
+  // A tile of the chunk.
+  __device__ void find(int index, Tile& tile) const {
+    const int lane = 31 - __clz(__ballot_sync(~0u, first_ <= index));
+    int local = index - __shfl_sync(~0u, first_, lane);
     tile.group = chunk_ + lane;
     const int count = __shfl_sync(~0u, count_, lane);
-    const TokenTiles tiles = {__shfl_sync(~0u, cut_.count, lane), __shfl_sync(~0u, cut_.width, lane)};
-    int band_size = kBandTiles * columns_;
+    const int cut = __shfl_sync(~0u, cut_, lane);
+    const TokenTiles tiles = {cut >> kWidthBits, cut & ((1 << kWidthBits) - 1)};
+    int band_size = kBandTiles * tiling_.columns;
     int band = quotient(local, band_size);
     local -= band * band_size;
     int band_tiles = min(kBandTiles, tiles.count - band * kBandTiles);
@@ -265,15 +279,17 @@ class TileWalk {
     tile.width = Widths::round_up(tile.rows);
   }
 
+  static constexpr int kWidthBits = 9;
+  static_assert(Widths::kMost < 1 << kWidthBits);
+
+  const Tiling& tiling_;
   const Rows& rows_;
-  int columns_, index_, stride_, steps_, share_below_;
-  int whole_ = 1 << 30, left_ = 0;                        // as in Shares
-  int part_ = -1;                                         // this block's of those left
-  int step_ = 0, step_end_ = 0;                           // what it has yet to take of that
-  int chunk_ = -kWarp, chunk_begin_ = 0, chunk_end_ = 0;  // groups and tiles of the chunk
-  int last_end_ = 0;
-  int row_ = 0, count_ = 0, first_ = 0;  // this lane's group: first row, rows, first tile in the chunk
-  TokenTiles cut_ = {};                  // and its token tiles
+  int index_;                            // of the next tile
+  int whole_ = 1 << 30, left_ = 0;       // as in Shares
+  int step_ = 0, step_end_ = 0;          // what it has yet to take of that
+  int chunk_ = -kWarp, chunk_end_ = 0;   // first group and last tile of the chunk
+  int row_ = 0, count_ = 0, first_ = 0;  // this lane's group: first row, rows, first tile
+  int cut_ = 0;                          // and its token tiles: count, width
 };
 
 // Zeroes the output rows that belong to no group. `row_vectors` is a row's 16-byte vectors; thread of

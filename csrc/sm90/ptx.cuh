@@ -118,7 +118,7 @@ __device__ __forceinline__ void cluster_sync() {
   asm volatile("barrier.cluster.arrive.aligned;\nbarrier.cluster.wait.aligned;" ::: "memory");
 }
 
-// ---- flags in global memory ----
+// ---- flags and counters in global memory ----
 
 // With all that this thread wrote before.
 __device__ __forceinline__ void store_release(uint64_t* flag, uint64_t value) {
@@ -129,6 +129,16 @@ __device__ __forceinline__ uint64_t load_acquire(const uint64_t* flag) {
   uint64_t value;
   asm volatile("ld.acquire.gpu.global.u64 %0, [%1];" : "=l"(value) : "l"(flag) : "memory");
   return value;
+}
+
+// Returns what was there before.
+__device__ __forceinline__ uint64_t add_relaxed(uint64_t* word, uint64_t value) {
+  uint64_t before;
+  asm volatile("atom.relaxed.gpu.global.add.u64 %0, [%1], %2;"
+               : "=l"(before)
+               : "l"(word), "l"(value)
+               : "memory");
+  return before;
 }
 
 // ---- bulk tensor copies ----

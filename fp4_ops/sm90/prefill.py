@@ -137,22 +137,30 @@ def workspace_bytes(kernel: str, sms: int) -> int:
 
 class Choice(ctypes.Structure):
     """What CHOOSE takes: a candidate, the seconds that the launcher's model gives it, how few tiles have to
-    be left over full waves for all multiprocessors to share them (0: they never do), and of a dense product
-    the tokens of a tile (0: as the candidate cuts any group)."""
+    be left over full waves for all multiprocessors to share them (0: they never do), of a dense product the
+    tokens of a tile (0: as the candidate cuts any group), and whether multiprocessors claim tiles."""
 
     _fields_ = (
         ("candidate", ctypes.c_int),
         ("seconds", ctypes.c_double),
         *((name, ctypes.c_int) for name in ("share_below", "tile_width")),
+        ("claims", ctypes.c_bool),
     )
 
 
 def choose(
-    routing: Routing, groups: int, rows: int, n: int, kp: int, sms: int, kernel: str = "w4a8"
+    routing: Routing,
+    groups: int,
+    rows: int,
+    n: int,
+    kp: int,
+    sms: int,
+    kernel: str = "w4a8",
+    config: int = -1,
 ) -> Choice:
-    """On a GPU of `sms` multiprocessors, `rows` and `kernel` as for `run` and `candidates`."""
+    """On a GPU of `sms` multiprocessors; the others as for `run` and `candidates`."""
     loaded = library()
     assert loaded is not None
     function = loaded.fp4_sm90_prefill_choose
     function.restype = Choice
-    return function(KERNELS.index(kernel), MODES[routing], groups, rows, n, kp, sms)
+    return function(KERNELS.index(kernel), MODES[routing], groups, rows, n, kp, sms, config)

@@ -49,12 +49,16 @@ void named_barrier_arrive(int threads) {
 inline uint32_t cluster_rank() { return emulator::cluster_rank(); }
 inline void cluster_sync() { emulator::cluster_sync(); }
 
-// ---- flags in global memory ----
+// ---- flags and counters in global memory ----
 
 inline void store_release(uint64_t* flag, uint64_t value) { __atomic_store_n(flag, value, __ATOMIC_RELEASE); }
 inline uint64_t load_acquire(const uint64_t* flag) {
   emulator::yield();
   return __atomic_load_n(flag, __ATOMIC_ACQUIRE);
+}
+inline uint64_t add_relaxed(uint64_t* word, uint64_t value) {
+  emulator::yield();
+  return __atomic_fetch_add(word, value, __ATOMIC_RELAXED);
 }
 
 // ---- bulk tensor copies ----
