@@ -35,6 +35,20 @@ __device__ __forceinline__ uint64_t swizzled_descriptor(uint32_t low) {
 
 constexpr int kDescriptorStep = 2;  // 32 bytes of K
 
+// A position in a ring of `Slots` and the parity of its round.
+template <int Slots>
+struct RingPosition {
+  int slot = 0;
+  uint32_t round = 0;
+
+  __device__ __forceinline__ RingPosition next() const {
+    return slot + 1 == Slots ? RingPosition{0, round ^ 1} : RingPosition{slot + 1, round};
+  }
+  __device__ __forceinline__ RingPosition two_before() const {
+    return slot < 2 ? RingPosition{slot + Slots - 2, round ^ 1} : RingPosition{slot - 2, round};
+  }
+};
+
 struct Problem {
   Tiling tiling;
   const float* x_scale;       // or null: ones
@@ -50,7 +64,7 @@ struct Problem {
   float4* part_sums;
   uint64_t* part_flags;
   uint64_t ticket;    // another for every launch, and not to be met in memory by chance
-  uint64_t* claimed;  // where blocks claim tiles (see PrefillBlock::claim_tile), or null
+  uint64_t* claimed;  // where blocks claim tiles (see TileClaims), or null
 };
 
 struct Maps {

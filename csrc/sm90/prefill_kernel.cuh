@@ -25,23 +25,10 @@
 #include <type_traits>
 
 #include "launch.cuh"
+#include "prefill_claims.cuh"
 #include "prefill_config.cuh"
 
 namespace fp4::sm90 {
-
-// A position in a ring of `Slots` and the parity of its round.
-template <int Slots>
-struct RingPosition {
-  int slot = 0;
-  uint32_t round = 0;
-
-  __device__ __forceinline__ RingPosition next() const {
-    return slot + 1 == Slots ? RingPosition{0, round ^ 1} : RingPosition{slot + 1, round};
-  }
-  __device__ __forceinline__ RingPosition two_before() const {
-    return slot < 2 ? RingPosition{slot + Slots - 2, round ^ 1} : RingPosition{slot - 2, round};
-  }
-};
 
 // Of a producer warp.
 enum class Role : int { kActivations, kTiles, kWeights, kFactors };
@@ -82,23 +69,23 @@ class PrefillBlock {
       tell(slots, more, tile, walk);
       if (problem_.early) wait_previous_kernel();
       if (!more) break;
-      if (claims()) {
+      if (claims().made()) {
         static_assert(kInfoSlots % 2 == 1);  // so that every second tile has an odd sum
         barrier_wait(smem_address(&shared_.next_wanted), (slots.slot + slots.round) & 1);
-        walk.go_to(claim_tile());
+        walk.go_to(claims().next());
       }
     }
     // Each block's last claim is in vain; of all, the last closes them.
-    if (claims() && walk.passed_by(gridDim.x - 1)) close_claims();
+    if (claims().made() && walk.passed_by(gridDim.x - 1)) claims().close();
   }
 
   // Producer warp 3.
   __device__ void fetch_factors() {
-    bool opens = claims() && blockIdx.x == 0;
+    bool opens = claims().made() && blockIdx.x == 0;
     for (RingPosition<kInfoSlots> slots;; slots = slots.next()) {
       const TileInfo& tile = wait_tile(slots);
       if (tile.width == 0) break;
-      if (opens) open_claims();
+      if (opens) claims().open();
       opens = false;
       if (tile.first == 0) fetch_factors(tile, shared_.token_scale[slots.slot], shared_.bias[slots.slot]);
       barrier_arrive_warp(smem_address(&shared_.factors_full[slots.slot]));
@@ -222,7 +209,7 @@ class PrefillBlock {
       const int end = tile.first + tile.steps, wanted = max(end - kClaimSteps, tile.first);
 #pragma unroll 1
       for (int step = tile.first; step < end; ++step, ring = ring.next()) {
-        if (claims() && role == Role::kWeights && step == wanted && elect_lane()) {
+        if (claims().made() && role == Role::kWeights && step == wanted && elect_lane()) {
           barrier_arrive(smem_address(&shared_.next_wanted));
         }
         barrier_wait(smem_address(&shared_.empty[ring.slot]), ring.round ^ 1);
@@ -262,37 +249,11 @@ class PrefillBlock {
     }
   }
 
-  // Tiles that blocks claim, but for the first of each: a word in global memory holds the launch's mark, once
-  // block 0 has a tile, and how many were claimed. After the last claim (each block's last is in vain) it is
-  // empty, for a launch with the same ticket (a CUDA graph's next replay).
-  static constexpr int kClaimBits = 24;
   // How many steps of a tile are yet to be fetched when the next is claimed: that takes a microsecond or two.
   static constexpr int kClaimSteps = 8;
 
-  __device__ __forceinline__ bool claims() const {
-    return Config::Cluster == 1 && problem_.claimed != nullptr;
-  }
-
-  __device__ __forceinline__ uint64_t claim_mark() const {
-    return problem_.ticket >> kClaimBits << kClaimBits;
-  }
-
-  __device__ __forceinline__ void open_claims() {
-    if (threadIdx.x % kWarp == 0) store_release(problem_.claimed, claim_mark());
-  }
-
-  __device__ __forceinline__ int claim_tile() {
-    uint64_t word = 0;
-    if (threadIdx.x % kWarp == 0) {
-      do {
-        word = add_relaxed(problem_.claimed, 1);
-      } while ((word ^ claim_mark()) >> kClaimBits != 0);
-    }
-    return __shfl_sync(~0u, static_cast<int>(word & ((1 << kClaimBits) - 1)), 0) + gridDim.x;
-  }
-
-  __device__ __forceinline__ void close_claims() {
-    if (threadIdx.x % kWarp == 0) store_release(problem_.claimed, 0);
+  __device__ __forceinline__ TileClaims claims() const {
+    return TileClaims(Config::Cluster == 1 ? problem_.claimed : nullptr, problem_.ticket);
   }
 
   __device__ int first_column(const Tile& tile) const {

@@ -1,0 +1,47 @@
+// Tiles that blocks claim while a launch runs.
+#pragma once
+
+#include <cstdint>
+
+#include "warp.cuh"
+
+namespace fp4::sm90 {
+
+// All tiles but each block's first. A word in global memory holds the launch's mark, once block 0 has a tile,
+// and how many were claimed. After the last claim (each block's last is in vain) it is empty, for a launch
+// with the same ticket (a CUDA graph's next replay). Called by whole warps.
+class TileClaims {
+ public:
+  // `word`: null where blocks claim nothing. `ticket`: another for every launch.
+  __device__ __forceinline__ TileClaims(uint64_t* word, uint64_t ticket)
+      : word_(word), mark_(ticket >> kCountBits << kCountBits) {}
+
+  __device__ __forceinline__ bool made() const { return word_ != nullptr; }
+
+  __device__ __forceinline__ void open() const {
+    if (threadIdx.x % 32 == 0) store_release(word_, mark_);
+  }
+
+  // The index of a tile that nobody has, which may be past the last.
+  __device__ __forceinline__ int next() const {
+    uint64_t word = 0;
+    if (threadIdx.x % 32 == 0) {
+      do {
+        word = add_relaxed(word_, 1);
+      } while ((word ^ mark_) >> kCountBits != 0);
+    }
+    return __shfl_sync(~0u, static_cast<int>(word & ((1 << kCountBits) - 1)), 0) + gridDim.x;
+  }
+
+  __device__ __forceinline__ void close() const {
+    if (threadIdx.x % 32 == 0) store_release(word_, 0);
+  }
+
+ private:
+  static constexpr int kCountBits = 24;
+
+  uint64_t* word_;
+  uint64_t mark_;
+};
+
+}  // namespace fp4::sm90
