@@ -4,17 +4,16 @@
 //   x[r / a_div, k] (+ bias[e, n])
 //
 // A work item is a row tile: 16 rows of one expert's weight times up to eight of its activation rows (a
-// chunk). Each block, one an SM, takes an equal range of consecutive row tiles. Inside a block the compute
-// warps split K: a warp keeps its slice of the activations in registers as the B operand of mma.sync, and
-// streams its slice of one row tile after another from global memory straight into registers; no shared
-// memory and no barrier lies on that path. The partial sums of a tile go through a ring in shared memory to
-// two reducer warps, which add them in a fixed order, apply the epilogue and store: the result does not
-// depend on timing.
+// chunk). Each block, one an SM, takes consecutive row tiles (Share). Inside a block the compute warps split
+// K: a warp has its slice of the activations in shared memory as the B operand of mma.sync, and streams its
+// slice of one row tile after another from global memory straight into registers; no barrier lies on that
+// path. The partial sums of a tile go through a ring in shared memory to the reducer warps, which add them in
+// a fixed order, apply the epilogue and store: the result does not depend on timing. The reducer warps also
+// bring the activations of the next chunk, or of the next pass over K, while those before are multiplied.
 //
 // e2m1 times an e4m3 scale has at most six significant bits, so weights are exact in fp16; activations are
 // brought into fp16's range by a power of two for each row and K slice, which is exact but for what float32
-// sums would lose. With one or two tokens the reducer warps bring those of the first tiles, while the compute
-// warps ask for weights.
+// sums would lose.
 #pragma once
 
 #include <cuda_bf16.h>
@@ -137,10 +136,6 @@ struct RowBlock {
   }
 };
 
-__device__ __forceinline__ void sync_compute_warps(const DecodeParams& p) {
-  named_barrier<1>(32 * p.k_warps * p.row_warps);
-}
-
 // The powers of two that bring values up to `largest` into fp16's range, the largest one's exponent to 14,
 // and back.
 struct HalfRange {
@@ -160,7 +155,7 @@ struct FewActivations {
   RowBlock<kType, Words> raw;
   int row;
   bool live;
-  float up, factor[kFewTokens];
+  float up;
 
   // From k0 on.
   __device__ __forceinline__ void load(const DecodeParams& p, const int* row_list, int count, int k0) {
@@ -170,7 +165,8 @@ struct FewActivations {
     raw.load(p, row, k0 + 64 * (lane / 4 % kSliceSteps), lane % 4, live);
   }
 
-  __device__ __forceinline__ void find_factors(const DecodeParams& p) {
+  // One a token.
+  __device__ __forceinline__ void find_factors(const DecodeParams& p, float* factors) {
     float down;
     const float given = p.x_scale && live ? p.x_scale[row] : 1.f;  // rows with a factor each
     if constexpr (kType == DType::kFloat8 || RowBlock<kType, Words>::kAsTheyAre) {
@@ -182,8 +178,8 @@ struct FewActivations {
       const HalfRange range(amax);
       up = range.up, down = range.down * given;
     }
-#pragma unroll
-    for (int i = 0; i < kFewTokens; ++i) factor[i] = __shfl_sync(~0u, down, 16 * i);
+    const int lane = threadIdx.x % 32;
+    if (lane % 16 == 0) factors[lane / 16] = down;
   }
 
   __device__ __forceinline__ void store(uint4* fragments) const {
@@ -192,105 +188,110 @@ struct FewActivations {
   }
 };
 
-// Whether the reducer warps, which have nothing else to do yet, load the activations of a block's first run.
-// (The loads of a compute warp would wait for the weights that it has asked for: there are too few
-// scoreboards to tell them apart.)
-__device__ __forceinline__ bool reducers_begin(const DecodeShared& sh, int segments) {
-  return segments > 0 && sh.segments[0].count <= kFewTokens;
-}
+// A slice of any chunk, by one warp: lane (g, t) takes block t of each 64-step of token g. Holds kHeld of
+// them in registers; if that is not all of the slice, it reads most of them twice.
+template <DType kType, class Words, int kHeld>
+struct ChunkActivations {
+  static constexpr bool kScaled = kType != DType::kFloat8 && !RowBlock<kType, Words>::kAsTheyAre;
 
-template <DType kType, class Words>
-__device__ __forceinline__ void begin_few(const DecodeParams& p, DecodeShared& sh,
-                                          const DecodeBuffers& buffers) {
-  constexpr int kTogether = 4;  // slices whose loads are under way at once
-  const int lane = threadIdx.x % 32;
-  for (int first = threadIdx.x / 32 % kReduceWarps; first < p.k_warps; first += kTogether * kReduceWarps) {
-    FewActivations<kType, Words> few[kTogether];
+  RowBlock<kType, Words> raw[kHeld];
+  int row, k0;
+  bool live;
+  float up;
+
+  __device__ __forceinline__ void load(const DecodeParams& p, const int* row_list, int count, int k0_) {
+    const int g = threadIdx.x % 32 / 4;
+    k0 = k0_;
+    live = g < count;
+    row = live ? divide(row_list[g], p.a_div_mul, p.a_div_shift) : 0;
+    if constexpr (kScaled || kHeld == kSliceSteps) load_steps(p, kSliceSteps - kHeld);
+  }
+
+  // Token g's.
+  __device__ __forceinline__ float find_factor(const DecodeParams& p) {
+    up = 1.f;
+    if constexpr (kType == DType::kFloat8) return live ? p.x_scale[row] : 0.f;
+    float down = Words::kFactor;
+    if constexpr (kScaled) {
+      float amax = 0.f;
 #pragma unroll
-    for (int i = 0; i < kTogether; ++i) {
-      few[i].load(p, buffers.row_list[0], sh.segments[0].count,
-                  (first + i * kReduceWarps) * kSliceSteps * 64);
+      for (int first = kSliceSteps - kHeld;; first -= kHeld) {
+#pragma unroll
+        for (int j = 0; j < kHeld; ++j) amax = fmaxf(amax, raw[j].largest());
+        if (first == 0) break;
+        load_steps(p, first - kHeld);
+      }
+      amax = fmaxf(amax, __shfl_xor_sync(~0u, amax, 1));
+      amax = fmaxf(amax, __shfl_xor_sync(~0u, amax, 2));
+      const HalfRange range(amax);
+      up = range.up, down = range.down;
     }
+    return p.x_scale && live ? down * p.x_scale[row] : down;  // rows with a factor each
+  }
+
+  // The steps in the mask `share`.
+  __device__ __forceinline__ void store(const DecodeParams& p, uint4* fragments, uint32_t share) {
+    const int lane = threadIdx.x % 32;
 #pragma unroll
-    for (int i = 0; i < kTogether; ++i) {
-      const int slice = first + i * kReduceWarps;
-      if (slice >= p.k_warps) break;
-      few[i].find_factors(p);
-      few[i].store(buffers.fragments + slice * kSliceSteps * 64);
-      if (lane == 0) sh.first_factor[slice] = make_float2(few[i].factor[0], few[i].factor[1]);
+    for (int j = 0; j < kSliceSteps; ++j) {
+      if (kHeld < kSliceSteps && j % kHeld == 0) load_steps(p, j);
+      if (share >> j & 1) raw[j % kHeld].store(fragments, j, lane / 4, lane % 4, up);
     }
   }
+
+ private:
+  __device__ __forceinline__ void load_steps(const DecodeParams& p, int first) {
+#pragma unroll
+    for (int j = 0; j < kHeld; ++j) raw[j].load(p, row, k0 + 64 * (first + j), threadIdx.x % 4, live);
+  }
+};
+
+__device__ __forceinline__ int slice_begin(const DecodeParams& p, int pass, int slice) {
+  return (pass * p.k_warps + slice) * kSliceSteps * 64;
 }
 
-// Compute and reducer warps; `arrives` does not wait.
-__device__ __forceinline__ void sync_begun(const DecodeParams& p, bool arrives) {
-  const int threads = 32 * (p.k_warps * p.row_warps + kReduceWarps);
-  arrives ? named_barrier_arrive<2>(threads) : named_barrier<2>(threads);
+// Who puts the activations of a block's first run into shared memory: the compute warps, each part of its
+// slice, while nothing else can be done, or for few tokens the reducer warps, sooner. (The loads of a compute
+// warp wait for the weights that it has asked for: there are too few scoreboards to tell them apart.)
+__device__ __forceinline__ bool compute_warps_begin(const DecodeShared& sh) {
+  return sh.segments[0].count > kFewTokens;
 }
 
-// Puts the activations of a run into shared memory as B fragments, each compute warp some of its slice, and
-// returns for this lane's two tokens the factor that its sums carry. Holds kHeld 64-steps in registers; if
-// that is not all of the slice, it reads most of them twice.
+// Reducer warps put the activations of run `index` into shared memory as B fragments: of all but the first
+// while the run before is computed.
 template <DType kType, class Words, int kHeld>
-__device__ __forceinline__ void load_activations(const DecodeParams& p, const DecodeShared& sh,
-                                                 const DecodeBuffers& buffers, const Run& run, int slice,
-                                                 uint32_t share, float (&factor)[2]) {
-  const int lane = threadIdx.x % 32, t = lane % 4, g = lane / 4;
+__device__ __forceinline__ void prepare(const DecodeParams& p, DecodeShared& sh, const DecodeBuffers& buffers,
+                                        const Run& run, uint32_t index) {
+  constexpr int kTogether = 4;  // slices of few tokens whose loads are under way at once
+  const int lane = threadIdx.x % 32, which = threadIdx.x / 32 % kReduceWarps, buffer = index % kBuffers;
   const int count = sh.segments[run.segment].count;
   const int* const row_list = buffers.row_list[run.segment];
-  const int k0 = (run.pass * p.k_warps + slice) * kSliceSteps * 64;
+  uint4* const fragments = buffers.fragments + buffer * buffers.fragment_count(p);
+  constexpr int kSlice = kSliceSteps * 64;
   if (count <= kFewTokens) {
-    FewActivations<kType, Words> few;
-    few.load(p, row_list, count, k0);
-    few.find_factors(p);
-    sync_compute_warps(p);  // the fragments of the run before are done with
-    if (share & 1) few.store(buffers.fragments + slice * kSliceSteps * 64);
-    sync_compute_warps(p);
-    factor[0] = few.factor[0], factor[1] = few.factor[1];
-    return;
-  }
-  const bool live = g < count;
-  const int row = live ? divide(row_list[g], p.a_div_mul, p.a_div_shift) : 0;
-  RowBlock<kType, Words> raw[kHeld];
-  constexpr bool kScaled = kType != DType::kFloat8 && !RowBlock<kType, Words>::kAsTheyAre;
-  auto load = [&](int first) {
+    for (int first = which; first < p.k_warps; first += kTogether * kReduceWarps) {
+      FewActivations<kType, Words> few[kTogether];
 #pragma unroll
-    for (int j = 0; j < kHeld; ++j) raw[j].load(p, row, k0 + 64 * (first + j), t, live);
-  };
-  if constexpr (kScaled || kHeld == kSliceSteps) load(kSliceSteps - kHeld);
-  float up = 1.f, down = Words::kFactor;
-  if constexpr (kType == DType::kFloat8) {
-    down = live ? p.x_scale[row] : 0.f;
-  } else if constexpr (kScaled) {
-    float amax = 0.f;
+      for (int i = 0; i < kTogether; ++i)
+        few[i].load(p, row_list, count, slice_begin(p, run.pass, first + i * kReduceWarps));
 #pragma unroll
-    for (int first = kSliceSteps - kHeld;; first -= kHeld) {
-#pragma unroll
-      for (int j = 0; j < kHeld; ++j) amax = fmaxf(amax, raw[j].largest());
-      if (first == 0) break;
-      load(first - kHeld);
+      for (int i = 0; i < kTogether; ++i) {
+        const int slice = first + i * kReduceWarps;
+        if (slice >= p.k_warps) break;
+        few[i].find_factors(p, sh.factors[buffer][slice]);
+        few[i].store(fragments + slice * kSlice);
+      }
     }
-    amax = fmaxf(amax, __shfl_xor_sync(~0u, amax, 1));
-    amax = fmaxf(amax, __shfl_xor_sync(~0u, amax, 2));
-    const HalfRange range(amax);
-    up = range.up, down = range.down;
-  }
-  factor[0] = __shfl_sync(~0u, down, 8 * t);
-  factor[1] = __shfl_sync(~0u, down, 8 * t + 4);
-  sync_compute_warps(p);  // the fragments of the run before are done with
-#pragma unroll
-  for (int j = 0; j < kSliceSteps; ++j) {
-    if (kHeld < kSliceSteps && j % kHeld == 0) load(j);
-    if (share >> j & 1) raw[j % kHeld].store(buffers.fragments + slice * kSliceSteps * 64, j, g, t, up);
-  }
-  if (kType != DType::kFloat8 && p.x_scale) {  // rows with a factor each: this lane's two tokens'
-#pragma unroll
-    for (int i = 0; i < 2; ++i) {
-      if (2 * t + i >= count) continue;
-      factor[i] *= p.x_scale[divide(row_list[2 * t + i], p.a_div_mul, p.a_div_shift)];
+  } else if (index > 0) {
+    for (int slice = which; slice < p.k_warps; slice += kReduceWarps) {
+      ChunkActivations<kType, Words, kHeld> chunk;
+      chunk.load(p, row_list, count, slice_begin(p, run.pass, slice));
+      const float factor = chunk.find_factor(p);
+      if (lane % 4 == 0) sh.factors[buffer][slice][lane / 4] = factor;
+      chunk.store(p, fragments + slice * kSlice, ~0u);
     }
   }
-  sync_compute_warps(p);
+  barrier_arrive_warp(smem_address(&sh.ready[buffer]));
 }
 
 // What a compute warp does of each step: the row tile, the slice of K, and the 64-steps of the slice whose
@@ -376,17 +377,26 @@ __device__ __forceinline__ void compute(const DecodeParams& p, DecodeShared& sh,
   if (p.early) wait_previous_kernel();
 
   const Words words;
-  const uint4* fragments = buffers.fragments + slice * kSliceSteps * 64 + lane;
   float4* const ring = buffers.ring + warp * 32 + lane;
   const int stage_size = buffers.stage_count(p);
   uint32_t step = 0;
-  while (more) {
-    float factor[2];
-    if (step == 0 && reducers_begin(sh, segments)) {
-      sync_begun(p, false);
-      factor[0] = sh.first_factor[slice].x, factor[1] = sh.first_factor[slice].y;
+  for (uint32_t index = 0; more; ++index) {
+    const int buffer = index % kBuffers;
+    uint4* const slice_fragments =
+        buffers.fragments + buffer * buffers.fragment_count(p) + slice * kSliceSteps * 64;
+    const uint4* const fragments = slice_fragments + lane;
+    float2 factor;  // of this lane's two tokens
+    if (index == 0 && compute_warps_begin(sh)) {
+      ChunkActivations<kType, Words, kHeld> chunk;
+      chunk.load(p, buffers.row_list[0], sh.segments[0].count, slice_begin(p, 0, slice));
+      const float down = chunk.find_factor(p);
+      chunk.store(p, slice_fragments, share);
+      factor.x = __shfl_sync(~0u, down, 8 * (lane % 4));
+      factor.y = __shfl_sync(~0u, down, 8 * (lane % 4) + 4);
+      named_barrier<1>(32 * p.k_warps * p.row_warps);
     } else {
-      load_activations<kType, Words, kHeld>(p, sh, buffers, run, slice, share, factor);
+      barrier_wait(smem_address(&sh.ready[buffer]), index / kBuffers & 1);
+      factor = *reinterpret_cast<const float2*>(&sh.factors[buffer][slice][2 * (lane % 4)]);
     }
     for (int left = run.end - run.begin; left > 0; left -= p.row_warps) {
       float4 acc = make_float4(0.f, 0.f, 0.f, 0.f);
@@ -410,7 +420,7 @@ __device__ __forceinline__ void compute(const DecodeParams& p, DecodeShared& sh,
       const uint32_t stage = step % buffers.kRing;
       barrier_wait(smem_address(&sh.empty[stage]), (step / buffers.kRing + 1) & 1);
       ring[stage * stage_size] =
-          make_float4(acc.x * factor[0], acc.y * factor[1], acc.z * factor[0], acc.w * factor[1]);
+          make_float4(acc.x * factor.x, acc.y * factor.y, acc.z * factor.x, acc.w * factor.y);
       barrier_arrive_warp(smem_address(&sh.full[stage]));
       ++step;
     }
@@ -445,6 +455,7 @@ __device__ __forceinline__ void finish(const DecodeParams& p, const DecodeShared
 }
 
 // One reducer warp: adds the partial sums of its row tiles over the K slices, in their order.
+template <DType kType, class Words, int kHeld>
 __device__ __forceinline__ void reduce(const DecodeParams& p, DecodeShared& sh, const DecodeBuffers& buffers,
                                        int segments) {
   const int lane = threadIdx.x % 32, which = threadIdx.x / 32 % kReduceWarps;
@@ -452,7 +463,12 @@ __device__ __forceinline__ void reduce(const DecodeParams& p, DecodeShared& sh, 
   Run run{};
   bool more = run.open(sh.segments, segments, p.passes);
   uint32_t count = 0;
-  while (more) {
+  if (more) prepare<kType, Words, kHeld>(p, sh, buffers, run, 0);
+  clear_rows(p, sh);
+  for (uint32_t index = 0; more; ++index) {
+    Run ahead = run;
+    if (ahead.next(sh.segments, segments, p.passes))
+      prepare<kType, Words, kHeld>(p, sh, buffers, ahead, index + 1);
     const float scale = p.global_scale[sh.segments[run.segment].expert];
     const int rows = run.end - run.begin;
     for (int step = 0; step < rows; step += p.row_warps, ++count) {
@@ -488,11 +504,12 @@ __global__ void __launch_bounds__(32 * (kComputeWarps + kReduceWarps), 1)
   auto& sh = *reinterpret_cast<DecodeShared*>(memory);
   const DecodeBuffers buffers(p, memory + sizeof(DecodeShared));
   const int warp = threadIdx.x / 32;
-  if (threadIdx.x == 0) {
+  if (threadIdx.x == 32 * (kComputeWarps + kReduceWarps - 1)) {  // of a warp that has least to do in plan()
     for (int i = 0; i < buffers.kRing; ++i) {
       barrier_init(smem_address(&sh.full[i]), p.k_warps * p.row_warps * kWarpArrivals);
       barrier_init(smem_address(&sh.empty[i]), kReduceWarps * kWarpArrivals);
     }
+    for (uint64_t& ready : sh.ready) barrier_init(smem_address(&ready), kReduceWarps * kWarpArrivals);
   }
   const WarpPlace place(p);
   if (!p.early) wait_previous_kernel();
@@ -500,12 +517,8 @@ __global__ void __launch_bounds__(32 * (kComputeWarps + kReduceWarps), 1)
   if (!p.early) release_next_kernel();
   if (warp >= kComputeWarps) {
     if (p.early) wait_previous_kernel();
-    if (reducers_begin(sh, segments)) {
-      begin_few<kType, Words>(p, sh, buffers);
-      sync_begun(p, true);
-    }
-    clear_rows(p, sh);
-    reduce(p, sh, buffers, segments);
+    reduce<kType, Words, kComputeWarps == 16 || kType == DType::kFloat8 ? kSliceSteps : 2>(p, sh, buffers,
+                                                                                           segments);
   } else if (warp < p.k_warps * p.row_warps) {
     constexpr int kHeld = kComputeWarps == 16 || kType == DType::kFloat8 ? kSliceSteps : 1;
     compute<kType, Words, kHeld>(p, sh, buffers, place, segments);

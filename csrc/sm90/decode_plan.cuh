@@ -29,11 +29,12 @@ struct DecodeParams {
   Gate gate;  // gated: rows 2i and 2i + 1 of the weight are gate i and up i
   int k_warps, row_warps, passes;
   float k_warps_inverse, row_warps_inverse;
-  uint32_t grid_mul, grid_shift, tiles_mul, tiles_shift, a_div_mul,
-      a_div_shift;  // to divide by the grid, N's row tiles, a_div
-  int scale_block;  // K that share a scale: 16 or 32
-  bool early;       // the routing was known before the previous kernel began
-  bool bf16_words;  // the weights are of layout sm90_bf16, for bfloat16 rows; else of sm90
+  uint32_t grid_mul, grid_shift, chunk_mul, chunk_shift, a_div_mul,
+      a_div_shift;                // to divide by the grid, a chunk's units, a_div
+  int chunk_units, change_units;  // see Share
+  int scale_block;                // K that share a scale: 16 or 32
+  bool early;                     // the routing was known before the previous kernel began
+  bool bf16_words;                // the weights are of layout sm90_bf16, for bfloat16 rows; else of sm90
 };
 
 constexpr int kReduceWarps = 4;   // beside those that compute: kComputeWarps is 16 or 24
@@ -42,6 +43,7 @@ constexpr int kMaxSegments = 32;  // chunks that one block may touch
 constexpr int kMaxIds = 2048;
 constexpr int kPassTiles = 32;  // row tiles whose sums are kept while K is walked in several passes
 constexpr int kTileRows = 16;
+constexpr int kTileUnits = 4;    // of a row tile, as Share counts
 constexpr int kChunk = 8;        // activation rows that share an instruction's weights
 constexpr int kSliceSteps = 4;   // 64-steps of K that a warp owns
 constexpr int kStepCodes = 512;  // bytes of 16 rows by 64 k
@@ -55,10 +57,13 @@ struct Segment {
 };
 
 constexpr int kFewTokens = 2;  // tokens of a chunk whose activations are loaded by FewActivations
+constexpr int kMostSlices = 32;
+constexpr int kBuffers = 2;  // a run's activations and the next one's
 
 struct alignas(16) DecodeShared {
   uint64_t full[4], empty[4];
-  float2 first_factor[32];  // of the sums of each slice in the first run
+  uint64_t ready[kBuffers];                      // the activations of a run
+  float factors[kBuffers][kMostSlices][kChunk];  // of the sums of each slice and token
   Segment segments[kMaxSegments];
   int warp_totals[32];
   int ids[kMaxIds];
@@ -68,7 +73,7 @@ struct alignas(16) DecodeShared {
 // What follows DecodeShared in shared memory; sizes depend on the launch.
 struct DecodeBuffers {
   static constexpr int kRing = 4;  // steps between the compute and the reducer warps
-  uint4* fragments;                // [k_warps][kSliceSteps][2][32]: the activations as B operands
+  uint4* fragments;                // [kBuffers][k_warps][kSliceSteps][2][32]: the activations as B operands
   float4* ring;                    // [kRing][k_warps * row_warps][32]
   float4* sums;                    // [kPassTiles][32], if there are several passes
   int (*row_list)[kChunk];
@@ -81,12 +86,12 @@ struct DecodeBuffers {
     return p.passes > 1 ? kPassTiles * 32 : 0;
   }
   __host__ static int bytes(const DecodeParams& p) {
-    return 16 * (fragment_count(p) + kRing * stage_count(p) + sum_count(p)) + kMaxSegments * kChunk * 4 +
-           int(sizeof(DecodeShared));
+    return 16 * (kBuffers * fragment_count(p) + kRing * stage_count(p) + sum_count(p)) +
+           kMaxSegments * kChunk * 4 + int(sizeof(DecodeShared));
   }
   __device__ DecodeBuffers(const DecodeParams& p, void* memory) {
     fragments = static_cast<uint4*>(memory);
-    ring = reinterpret_cast<float4*>(fragments + fragment_count(p));
+    ring = reinterpret_cast<float4*>(fragments + kBuffers * fragment_count(p));
     sums = ring + kRing * stage_count(p);
     row_list = reinterpret_cast<int (*)[kChunk]>(sums + sum_count(p));
   }
@@ -131,19 +136,45 @@ struct Run {
   }
 };
 
-// The range of chunks that hold the block's share of `chunks` times N's row tiles.
+// The block's share of `chunks` times N's row tiles, and the range of chunks that hold it.
 struct Share {
   int tile_begin, tile_end, chunk, segments;
 
   __device__ Share(const DecodeParams& p, int chunks) {
-    const uint32_t tiles = chunks * (p.n / kTileRows);
-    tile_begin = divide(tiles * blockIdx.x, p.grid_mul, p.grid_shift);
-    tile_end = divide(tiles * (blockIdx.x + 1), p.grid_mul, p.grid_shift);
-    chunk = divide(tile_begin, p.tiles_mul, p.tiles_shift);
-    segments = tile_begin < tile_end
-                   ? min(int(divide(tile_end - 1, p.tiles_mul, p.tiles_shift)) - chunk + 1, kMaxSegments)
-                   : 0;
+    const int tiles_n = p.n / kTileRows, block = blockIdx.x, blocks = gridDim.x;
+    const int units = chunks * p.chunk_units;
+    const int per_chunk = divide_small(blocks, __fdividef(1.f, max(chunks, 1)));
+    const float inverse = __fdividef(1.f, per_chunk);
+    int last;
+    // So many blocks a chunk, where they take no longer than equal shares and going over to the next chunk.
+    if (per_chunk > 0 && divide_small(tiles_n + per_chunk - 1, inverse) * kTileUnits * blocks <=
+                             units + blocks * p.change_units) {
+      chunk = divide_small(block, inverse);
+      const int begin = (block - chunk * per_chunk) * tiles_n;
+      tile_begin = divide_small(begin, inverse), tile_end = divide_small(begin + tiles_n, inverse);
+      last = chunk < chunks && tile_begin < tile_end ? chunk : chunk - 1;
+      tile_begin += chunk * tiles_n, tile_end += chunk * tiles_n;
+    } else {
+      // Equal shares of units: kTileUnits a row tile, and before a chunk's first those that it costs to go
+      // over to it, which a block that begins there does not pay.
+      const int each = divide(units, p.grid_mul, p.grid_shift);
+      const int more = units - each * blocks, begin = each * block + min(block, more);
+      const Place from(p, begin), to(p, begin + each + (block < more));
+      chunk = from.chunk, last = to.tile > 0 ? to.chunk : to.chunk - 1;
+      tile_begin = from.chunk * tiles_n + from.tile, tile_end = to.chunk * tiles_n + to.tile;
+      if (tile_begin == tile_end) last = chunk - 1;
+    }
+    segments = min(last - chunk + 1, kMaxSegments);
   }
+
+ private:
+  struct Place {
+    int chunk, tile;
+
+    __device__ __forceinline__ Place(const DecodeParams& p, int unit)
+        : chunk(divide(unit, p.chunk_mul, p.chunk_shift)),
+          tile(uint32_t(max(unit - chunk * p.chunk_units - p.change_units, 0)) / kTileUnits) {}
+  };
 };
 
 constexpr int kFewRows = 16;  // more would wait longer for the shuffles than for the barriers that they save

@@ -27,9 +27,9 @@ CHUNK = 8
 FEW_WARPS, MANY_WARPS = 16, 24
 """The most warps that compute. With more warps more weights are on their way, but a block begins later."""
 SCHEDULERS = 4
-"""Of a multiprocessor: 12 warps are as fast as 15 where many rows share weights, and faster for few."""
+"""Of a multiprocessor: 12 warps are faster than 15 where they have few row tiles."""
 MAX_PASSES = 8
-MANY_ROW_TILES = 60
+MANY_ROW_TILES = 24
 """Of a block, from which the longer start of more warps pays."""
 
 
@@ -77,7 +77,7 @@ class Config:
     @property
     def shared_bytes(self) -> int:
         """As DecodeBuffers in csrc/sm90/decode_plan.cuh adds them up, with room for the fixed part."""
-        vectors = self.k_warps * 256 + 4 * self.k_warps * self.row_warps * 32
+        vectors = 2 * self.k_warps * 256 + 4 * self.k_warps * self.row_warps * 32
         vectors += 32 * 32 if self.passes > 1 else 0
         return 16 * vectors + MAX_SEGMENTS * CHUNK * 4 + 14 * 1024
 
@@ -123,11 +123,12 @@ def choose(rows: int, groups: int, n: int, kp: int, blocks: int) -> Config | Non
     chunks = min(rows, groups) + rows // CHUNK
     if groups > MAX_GROUPS or few is None or chunks // blocks + 2 > MAX_SEGMENTS:
         return None
+    row_tiles = rows / max(rows_per_expert(rows, groups), 1.0) * n / 16 / blocks
+    many_tiles = row_tiles >= MANY_ROW_TILES
     if many is not None and many.value(kp) - few.value(kp) > 0.2:
-        row_tiles = rows / max(rows_per_expert(rows, groups), 1.0) * n / 16 / blocks
-        if many.passes < few.passes or row_tiles >= MANY_ROW_TILES:
+        if many.passes < few.passes or many_tiles:
             return many
-    return few.balanced()
+    return few if many_tiles else few.balanced()
 
 
 class _Params(ctypes.Structure):
@@ -140,7 +141,7 @@ class _Params(ctypes.Structure):
         *((name, ctypes.c_int) for name in ("x_type", "out_type", "bias_type")),
         ("gate", Gate),
         *((name, ctypes.c_int) for name in ("k_warps", "row_warps", "passes")),
-        ("launcher", ctypes.c_uint32 * 8),
+        ("launcher", ctypes.c_uint32 * 10),
         ("scale_block", ctypes.c_int),
         ("early", ctypes.c_bool),
         ("bf16_words", ctypes.c_bool),

@@ -79,6 +79,7 @@ inline uint32_t __float_as_uint(float v) { return emulator::bits_as<uint32_t>(v)
 inline int __popc(uint32_t v) { return __builtin_popcount(v); }
 inline int __clz(uint32_t v) { return v ? __builtin_clz(v) : 32; }
 inline uint32_t __umulhi(uint32_t a, uint32_t b) { return uint64_t(a) * b >> 32; }
+inline float __fdividef(float a, float b) { return a / b; }
 
 #define __expf(x) expf(x)  // <cmath> has the name already
 
