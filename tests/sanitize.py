@@ -142,7 +142,7 @@ def main() -> None:
     if args.kernels:
         library.FILE = str(args.kernels.absolute())  # which takes the place of the package's folder, too
         library.library.cache_clear()
-    for kernel in ("decode", "prefill"):
+    for kernel in ("decode", "gemv", "prefill"):
         with choice.only(kernel):
             products()
             blocks()

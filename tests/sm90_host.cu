@@ -6,6 +6,7 @@
 
 #include "decode.cuh"
 #include "fp4_block.cuh"
+#include "gemv.cuh"
 #include "prefill_arguments.cuh"
 #include "prefill_bf16.cuh"
 #include "prefill_fold.cuh"
@@ -265,36 +266,40 @@ void write_fields(const Field (&fields)[kCount], char* text) {
 
 #define FP4_AT(field) {#field, offsetof(Fields, field)}
 
+// Of every decode launch.
+#define FP4_AT_PRODUCT                                                                                   \
+  FP4_AT(x), FP4_AT(x_scale), FP4_AT(codes), FP4_AT(scales), FP4_AT(global_scale), FP4_AT(bias),         \
+      FP4_AT(out), FP4_AT(route), FP4_AT(rows), FP4_AT(groups), FP4_AT(n), FP4_AT(k), FP4_AT(kp),        \
+      FP4_AT(a_div), FP4_AT(routing), FP4_AT(x_type), FP4_AT(out_type), FP4_AT(bias_type), FP4_AT(gate), \
+      FP4_AT(scale_block), FP4_AT(early), FP4_AT(bf16_words), {                                          \
+    "divisors", offsetof(Fields, grid_mul)                                                               \
+  }
+
 extern "C" void decode_fields(char* text) {
   using Fields = DecodeParams;
-  write_fields({FP4_AT(x),
-                FP4_AT(x_scale),
-                FP4_AT(codes),
-                FP4_AT(scales),
-                FP4_AT(global_scale),
-                FP4_AT(bias),
-                FP4_AT(out),
-                FP4_AT(route),
+  write_fields({FP4_AT_PRODUCT,
                 FP4_AT(sorted_rows),
-                FP4_AT(rows),
-                FP4_AT(groups),
-                FP4_AT(n),
-                FP4_AT(k),
-                FP4_AT(kp),
-                FP4_AT(a_div),
                 FP4_AT(max_m),
-                FP4_AT(routing),
-                FP4_AT(x_type),
-                FP4_AT(out_type),
-                FP4_AT(bias_type),
-                FP4_AT(gate),
                 FP4_AT(k_warps),
                 FP4_AT(row_warps),
                 FP4_AT(passes),
-                FP4_AT(scale_block),
-                FP4_AT(early),
-                FP4_AT(bf16_words),
-                {"launcher", offsetof(Fields, k_warps_inverse)},
+                {"inverses", offsetof(Fields, k_warps_inverse)},
+                {"chunks", offsetof(Fields, chunk_mul)},
+                {"size", sizeof(Fields)}},
+               text);
+}
+
+extern "C" void gemv_fields(char* text) {
+  using Fields = GemvParams;
+  write_fields({FP4_AT_PRODUCT,
+                FP4_AT(topk_weights),
+                FP4_AT(weight_type),
+                FP4_AT(top_k),
+                FP4_AT(tokens),
+                FP4_AT(columns),
+                FP4_AT(slices),
+                FP4_AT(tiles),
+                {"inverses", offsetof(Fields, slices_inverse)},
                 {"size", sizeof(Fields)}},
                text);
 }

@@ -47,6 +47,8 @@ def sums_bound(k: int) -> float:
     return max(BOUND[torch.float32], 2e-9 * k)
 
 
+WITH_GEMV = pytest.mark.parametrize("kernel", ["decode", "gemv", "prefill"], indirect=True)
+"""For tests of few rows: gemv is a part of what the others are tested as decode."""
 FP8_BOUND = 2.5e-2
 """Against float64 over the quantised activations: the prefill kernel rounds weight x block scale to e4m3."""
 SHAPES = [
@@ -507,9 +509,10 @@ def test_interleaved_rows_come_back():
 
 
 @pytest.mark.hardware
+@WITH_GEMV
 def test_two_streams_at_once(kernel):
     w = Weights(16, 256, 512, format="nvfp4")
-    inputs = [torch.randn(m, 512, device="cuda").bfloat16() for m in (16, 300)]
+    inputs = [torch.randn(m, 512, device="cuda").bfloat16() for m in (16, 300, 7)]
     routes = [routed(len(a), 16)[2] for a in inputs]
     want = [torch.ops.fp4.grouped_mm(a, *w.packed, o, **w.options) for a, o in zip(inputs, routes)]
     torch.cuda.synchronize()
@@ -525,6 +528,7 @@ def test_two_streams_at_once(kernel):
 
 
 @pytest.mark.hardware
+@WITH_GEMV
 @pytest.mark.parametrize("layout, a_format", [("sm90", "auto"), ("sm90_bf16", "none")])
 @pytest.mark.parametrize("tokens", [1, 30, 600])
 def test_replay_with_changed_routing(kernel, tokens, layout, a_format):
@@ -549,6 +553,7 @@ def test_replay_with_changed_routing(kernel, tokens, layout, a_format):
 
 
 @pytest.mark.hardware
+@WITH_GEMV
 @pytest.mark.parametrize("a_format", ["none", "fp8"])
 @pytest.mark.parametrize("tokens", [4, 400])
 def test_what_was_written_just_before_is_read(kernel, tokens, a_format):
@@ -590,11 +595,12 @@ def test_what_was_written_just_before_is_read(kernel, tokens, a_format):
     assert all(torch.equal(g, w) for i, outs in got for g, w in zip(outs, want[i], strict=True))
 
 
-def test_bad_offsets_do_not_fault():
+@pytest.mark.parametrize("m", [50, 5])
+def test_bad_offsets_do_not_fault(m):
     w = Weights(4, 64, 128, format="nvfp4")
-    a = torch.randn(50, 128, device="cuda").bfloat16()
+    a = torch.randn(m, 128, device="cuda").bfloat16()
     fp8 = torch.ops.fp4.quantize_fp8(a, layout="sm90")
-    for ends in ([60, 3, -5, 1000], [-1, -1, -1, -1], [50, 50, 50, 10**9]):
+    for ends in ([60, 3, -5, 1000], [-1, -1, -1, -1], [50, 50, 50, 10**9], [5, 4, 3, 2]):
         offs = torch.tensor(ends, dtype=torch.int32, device="cuda")
         torch.ops.fp4.grouped_mm(a, *w.packed, offs, **w.options)
         torch.ops.fp4.grouped_mm(fp8[0], *w.packed, offs, fp8[1], **w.options)

@@ -13,7 +13,7 @@ import reference
 import torch
 from fp4_ops.meta.formats import FORMATS
 
-from fp4_ops.sm90 import decode, int4, prefill, rows
+from fp4_ops.sm90 import decode, gemv, int4, prefill, rows
 
 HERE = Path(__file__).parent
 NVCC = shutil.which("nvcc")
@@ -166,7 +166,9 @@ def test_every_code_and_scale_is_exact_in_bf16(host):
     assert torch.equal(got.double(), torch.ops.fp4.dequantize(*plain, "nvfp4", torch.float64))
 
 
-@pytest.mark.parametrize("name, struct", [("decode", decode._Params), ("prefill", prefill._Arguments)])
+@pytest.mark.parametrize(
+    "name, struct", [("decode", decode._Params), ("gemv", gemv._Params), ("prefill", prefill._Arguments)]
+)
 def test_launchers_find_what_python_fills_in(host, name, struct):
     text = torch.zeros(4096, dtype=U8)
     host(f"{name}_fields", text)
@@ -174,7 +176,8 @@ def test_launchers_find_what_python_fills_in(host, name, struct):
         field: int(offset)
         for field, offset in map(str.split, bytes(text).rstrip(b"\0").decode().splitlines())
     }
-    want = {field: getattr(struct, field).offset for field, _ in struct._fields_}
+    inherited = getattr(struct.__base__, "_fields_", [])
+    want = {field: getattr(struct, field).offset for field, _ in (*inherited, *struct._fields_)}
     assert got == want | {"size": ctypes.sizeof(struct)}
 
 

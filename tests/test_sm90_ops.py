@@ -8,7 +8,7 @@ import torch
 from fp4_ops.meta.formats import ACTIVATIONS
 from fp4_ops.meta.layouts import LAYOUTS
 
-from fp4_ops.sm90 import choice, decode, int4, ops, prefill, rows
+from fp4_ops.sm90 import choice, decode, gemv, int4, ops, prefill, rows
 from fp4_ops.sm90.decode import Routing
 
 F8 = torch.float8_e4m3fn
@@ -25,10 +25,11 @@ class Kernels:
     def __init__(self, monkeypatch) -> None:
         self.seen: list[str] = []
         monkeypatch.setattr(ops, "multiprocessors", lambda index: 132)
-        monkeypatch.setattr(choice, "decode_us", lambda product, sms, bf16=False: product.rows)
+        monkeypatch.setattr(choice, "decode_us", lambda product, kernel, sms: product.rows)
         monkeypatch.setattr(choice, "prefill_us", lambda product, fp8, sms: FEW)
         for module, name in (
-            *((decode, "run"), (prefill, "run"), (int4, "run"), (rows, "route"), (rows, "quantize_fp8")),
+            *((module, "run") for module in (decode, gemv, prefill, int4)),
+            *((rows, "route"), (rows, "quantize_fp8")),
             *(
                 (rows, "quantize_fp4"),
                 (rows, "to_half"),
@@ -66,6 +67,20 @@ class Kernels:
         expert = experts_of(route, routing, w, m, max_m)
         row = torch.arange(m) if sorted_rows is None else sorted_rows.long()
         out[row] = self.product(x, x_scale, w, expert, row // a_div, gate).to(out.dtype)
+
+    def gemv_run(
+        self, x, w, route, routing, m, out, *, x_scale=None, a_div=1, gate=None, early=False,
+        topk_weights=None,
+    ):  # fmt: skip
+        assert not early or self.seen[-1] in ("gemv", "quantize", "gate")
+        size = routing, m, -(-m // a_div), w.n, w.kp, topk_weights is not None, 132
+        assert gemv.configure(*size) is not None
+        each = torch.empty(m, w.n if gate is None else w.n // 2, dtype=torch.float64)
+        self.decode_run(x, w, route, routing, m, each, x_scale=x_scale, a_div=a_div, gate=gate)
+        self.seen[-1] = "gemv"
+        if topk_weights is not None:
+            each = (each.view(*topk_weights.shape, -1) * topk_weights.double()[..., None]).sum(1)
+        out.copy_(each)
 
     def prefill_run(self, x, x_scale, w, route, routing, m, out, gate=None, early=False):
         made = ("half", "same", "gate", "quantize", "prefill")
@@ -218,9 +233,34 @@ def test_block(kernels, tokens, layout, a_format, activation):
     assert kernels.seen.count("gate") == (a_format == "none" and (few or plain) and not in_product)
 
 
+@pytest.mark.parametrize("activation", ["silu", "silu_interleaved"])
+@pytest.mark.parametrize("layout, a_format", [("sm90", "fp8"), ("sm90_bf16", "none")])
+def test_block_of_few_rows(kernels, layout, a_format, activation):
+    """Where n tiles go round evenly, the second product combines."""
+    experts, hidden, inter, tokens, top_k = 4, 16 * 132, 512, 2, 3
+    up, w13 = weight(experts, 2 * inter, hidden, bias=True, layout=layout)
+    down, w2 = weight(experts, hidden, inter, bias=True, layout=layout)
+    x, weights = torch.randn(tokens, hidden).bfloat16(), torch.rand(tokens, top_k)
+    ids = torch.randint(-1, experts + 1, (tokens, top_k))
+    ids[0] = torch.arange(top_k)
+    got = ops.moe(x, ids, weights, up, down, activation, a_format, torch.float32)
+    want = reference.moe(
+        x.double(), ids, weights, w13, w2, up.bias.double(), down.bias.double(), activation=activation,
+        a_format=a_format,
+    )  # fmt: skip
+    assert reference.relative_error(got, want) < (5e-3 if a_format == "none" else 2e-2)
+    seen = [name for name in kernels.seen if name not in ("quantize", "gate")]
+    assert seen == ["gemv", "gemv"]
+
+
 @pytest.mark.parametrize(
     "layout, rows_each, seen",
-    [("sm90", 2, ["decode"]), ("sm90", 40, ["half", "prefill"]), ("sm90_bf16", 40, ["prefill"])],
+    [
+        ("sm90", 2, ["gemv"]),
+        ("sm90", 10, ["decode"]),
+        ("sm90", 40, ["half", "prefill"]),
+        ("sm90_bf16", 40, ["prefill"]),
+    ],
 )
 def test_rows_are_put_in_order_where_the_layout_asks_for_it(kernels, layout, rows_each, seen):
     groups, n, k = 2, 64, 176

@@ -44,15 +44,7 @@ int launch_type(const DecodeParams& p, int blocks, cudaStream_t stream) {
   }
 }
 
-// d's multiplier and shift for `divide`.
-void set_divisor(uint32_t d, uint32_t& mul, uint32_t& shift) {
-  shift = 0;
-  while ((1u << shift) < d) ++shift;
-  mul = static_cast<uint32_t>(((uint64_t(1) << 32) * ((uint64_t(1) << shift) - d)) / d + 1);
-}
-
-// What a block could have read of the weights while it goes over to the next chunk, or its next pass. Between
-// 8 and 48 KB the time is the same within one per cent.
+// What a block could have read of the weights while it goes over to the next chunk, or its next pass: about.
 constexpr double kChangeBytes = 16 * 1024;
 constexpr int kStepBytes = kStepCodes + 64;  // with nvfp4's scales
 

@@ -16,177 +16,14 @@
 // sums would lose.
 #pragma once
 
-#include <cuda_bf16.h>
-#include <cuda_fp16.h>
-#include <cuda_fp8.h>
-
 #include <cstdint>
-#include <type_traits>
 
-#include "bf16_words.cuh"
+#include "activations.cuh"
 #include "decode_plan.cuh"
-#include "gate.cuh"
-#include "half_words.cuh"
 #include "launch.cuh"
 #include "warp.cuh"
 
 namespace fp4::sm90 {
-
-// --- activations ---
-
-__device__ __forceinline__ float load_as_float(const void* p, int64_t i, DType type) {
-  if (type == DType::kBFloat16) return __bfloat162float(static_cast<const __nv_bfloat16*>(p)[i]);
-  if (type == DType::kFloat16) return __half2float(static_cast<const __half*>(p)[i]);
-  return static_cast<const float*>(p)[i];
-}
-
-__device__ __forceinline__ void store_pair(void* p, int64_t i, float a, float b, DType type) {
-  if (type == DType::kBFloat16) {
-    *reinterpret_cast<__nv_bfloat162*>(static_cast<__nv_bfloat16*>(p) + i) = __floats2bfloat162_rn(a, b);
-  } else if (type == DType::kFloat16) {
-    *reinterpret_cast<half2*>(static_cast<__half*>(p) + i) = __floats2half2_rn(a, b);
-  } else {
-    *reinterpret_cast<float2*>(static_cast<float*>(p) + i) = make_float2(a, b);
-  }
-}
-
-__device__ __forceinline__ void store_one(void* p, int64_t i, float a, DType type) {
-  if (type == DType::kBFloat16) {
-    static_cast<__nv_bfloat16*>(p)[i] = __float2bfloat16_rn(a);
-  } else if (type == DType::kFloat16) {
-    static_cast<__half*>(p)[i] = __float2half_rn(a);
-  } else {
-    static_cast<float*>(p)[i] = a;
-  }
-}
-
-// One lane's share of an activation row in one 64-step: the 16 logical k of its scale block.
-// Words: HalfWords or Bf16Words, the weights that it meets.
-template <DType kType, class Words>
-struct RowBlock {
-  static constexpr bool kAsTheyAre = Words::kElement == Element::kBFloat16;
-  static_assert(!kAsTheyAre || kType == DType::kBFloat16);
-  uint32_t w[kType == DType::kFloat8 ? 4 : 8];
-
-  __device__ void load(const DecodeParams& p, int row, int k0, int t, bool live) {
-#pragma unroll
-    for (uint32_t& v : w) v = 0;
-    if constexpr (kType == DType::kFloat8) {
-      if (live && k0 < p.kp) {  // the layout's order: the four words of this lane lie 16 bytes apart
-        const auto* x =
-            reinterpret_cast<const uint32_t*>(static_cast<const uint8_t*>(p.x) + int64_t(row) * p.kp + k0);
-#pragma unroll
-        for (int i = 0; i < 4; ++i) w[i] = x[4 * i + t];
-      }
-    } else if (live && k0 + 16 * t < p.k) {
-      const auto* x = reinterpret_cast<const uint4*>(static_cast<const uint16_t*>(p.x) + int64_t(row) * p.k +
-                                                     k0 + 16 * t);
-      const uint4 a = x[0], b = x[1];
-      w[0] = a.x, w[1] = a.y, w[2] = a.z, w[3] = a.w, w[4] = b.x, w[5] = b.y, w[6] = b.z, w[7] = b.w;
-    }
-  }
-
-  __device__ float largest() const {
-    if constexpr (kType == DType::kBFloat16) {
-      __nv_bfloat162 m = __habs2(reinterpret_cast<const __nv_bfloat162&>(w[0]));
-#pragma unroll
-      for (int i = 1; i < 8; ++i) m = __hmax2_nan(m, __habs2(reinterpret_cast<const __nv_bfloat162&>(w[i])));
-      return fmaxf(__low2float(m), __high2float(m));
-    } else {
-      half2 m = __habs2(reinterpret_cast<const half2&>(w[0]));
-#pragma unroll
-      for (int i = 1; i < 8; ++i) m = __hmax2_nan(m, __habs2(reinterpret_cast<const half2&>(w[i])));
-      return fmaxf(__low2float(m), __high2float(m));
-    }
-  }
-
-  // Four consecutive values, times `scale`, as the pairs (0, 2) and (1, 3) of the weights' fragments.
-  __host__ __device__ uint2 pairs(int i, float scale) const {
-    float2 lo, hi;
-    if constexpr (kType == DType::kFloat8) {
-      lo = __half22float2(e4m3_pair(w[i]));
-      hi = __half22float2(e4m3_pair(w[i] >> 16));
-    } else if constexpr (kType == DType::kBFloat16) {
-      lo = make_float2(__uint_as_float(w[2 * i] << 16), __uint_as_float(w[2 * i] & 0xFFFF0000));
-      hi = make_float2(__uint_as_float(w[2 * i + 1] << 16), __uint_as_float(w[2 * i + 1] & 0xFFFF0000));
-    } else {
-      lo = __half22float2(reinterpret_cast<const half2&>(w[2 * i]));
-      hi = __half22float2(reinterpret_cast<const half2&>(w[2 * i + 1]));
-    }
-    const half2 even = __floats2half2_rn(lo.x * scale, hi.x * scale),
-                odd = __floats2half2_rn(lo.y * scale, hi.y * scale);
-    return make_uint2(reinterpret_cast<const uint32_t&>(even), reinterpret_cast<const uint32_t&>(odd));
-  }
-
-  // All 16 among the B fragments of their slice: block t of its `step`-th 64 K, for token g.
-  __host__ __device__ void store(uint4* fragments, int step, int g, int t, float scale) const {
-    if constexpr (kAsTheyAre) {
-      // Sm90Bf16: block t % 2 of lane 2 (step % 2) + t / 2, whose word i meets codes 2i and 2i + 8 of both.
-      auto* to = reinterpret_cast<uint2*>(fragments + step / 2 * 128 + 4 * g + step % 2 * 2 + t / 2) + t % 2;
-#pragma unroll
-      for (int i = 0; i < 4; ++i) to[64 * i] = make_uint2(w[i], w[i + 4]);
-    } else {
-      uint4* to = fragments + step * 64 + 4 * g + t;
-#pragma unroll
-      for (int h = 0; h < 2; ++h) {
-        const uint2 a = pairs(2 * h, scale), b = pairs(2 * h + 1, scale);
-        to[32 * h] = make_uint4(a.x, a.y, b.x, b.y);
-      }
-    }
-  }
-};
-
-// The powers of two that bring values up to `largest` into fp16's range, the largest one's exponent to 14,
-// and back.
-struct HalfRange {
-  float up, down;
-
-  __device__ __forceinline__ explicit HalfRange(float largest) {
-    const int exponent = max(int(__float_as_uint(largest) >> 23), 15);
-    up = __uint_as_float(uint32_t(268 - exponent) << 23);
-    down = __uint_as_float(uint32_t(exponent - 14) << 23);
-  }
-};
-
-// A slice of at most kFewTokens rows, by one warp: each lane takes one of its 64-steps, and not four of eight
-// tokens. The columns of other tokens stay as they are: nothing reads their sums.
-template <DType kType, class Words>
-struct FewActivations {
-  RowBlock<kType, Words> raw;
-  int row;
-  bool live;
-  float up;
-
-  // From k0 on.
-  __device__ __forceinline__ void load(const DecodeParams& p, const int* row_list, int count, int k0) {
-    const int lane = threadIdx.x % 32, token = lane / 16;
-    live = token < count;
-    row = live ? divide(row_list[token], p.a_div_mul, p.a_div_shift) : 0;
-    raw.load(p, row, k0 + 64 * (lane / 4 % kSliceSteps), lane % 4, live);
-  }
-
-  // One a token.
-  __device__ __forceinline__ void find_factors(const DecodeParams& p, float* factors) {
-    float down;
-    const float given = p.x_scale && live ? p.x_scale[row] : 1.f;  // rows with a factor each
-    if constexpr (kType == DType::kFloat8 || RowBlock<kType, Words>::kAsTheyAre) {
-      up = 1.f, down = Words::kFactor * given;
-    } else {
-      float amax = raw.largest();
-#pragma unroll
-      for (int d = 1; d < 16; d *= 2) amax = fmaxf(amax, __shfl_xor_sync(~0u, amax, d));
-      const HalfRange range(amax);
-      up = range.up, down = range.down * given;
-    }
-    const int lane = threadIdx.x % 32;
-    if (lane % 16 == 0) factors[lane / 16] = down;
-  }
-
-  __device__ __forceinline__ void store(uint4* fragments) const {
-    const int lane = threadIdx.x % 32;
-    if (live) raw.store(fragments, lane / 4 % kSliceSteps, lane / 16, lane % 4, up);
-  }
-};
 
 // A slice of any chunk, by one warp: lane (g, t) takes block t of each 64-step of token g. Holds kHeld of
 // them in registers; if that is not all of the slice, it reads most of them twice.
@@ -269,17 +106,21 @@ __device__ __forceinline__ void prepare(const DecodeParams& p, DecodeShared& sh,
   uint4* const fragments = buffers.fragments + buffer * buffers.fragment_count(p);
   constexpr int kSlice = kSliceSteps * 64;
   if (count <= kFewTokens) {
+    const int token = lane / 16;
+    const bool live = token < count;
+    const int row = live ? divide(row_list[token], p.a_div_mul, p.a_div_shift) : 0;
     for (int first = which; first < p.k_warps; first += kTogether * kReduceWarps) {
       FewActivations<kType, Words> few[kTogether];
 #pragma unroll
       for (int i = 0; i < kTogether; ++i)
-        few[i].load(p, row_list, count, slice_begin(p, run.pass, first + i * kReduceWarps));
+        few[i].load(p, row, live, slice_begin(p, run.pass, first + i * kReduceWarps));
 #pragma unroll
       for (int i = 0; i < kTogether; ++i) {
         const int slice = first + i * kReduceWarps;
         if (slice >= p.k_warps) break;
-        few[i].find_factors(p, sh.factors[buffer][slice]);
-        few[i].store(fragments + slice * kSlice);
+        const float factor = few[i].find_factor();
+        if (lane % 16 == 0) sh.factors[buffer][slice][token] = factor;
+        if (live) few[i].store(fragments + slice * kSlice, token);
       }
     }
   } else if (index > 0) {
@@ -445,12 +286,7 @@ __device__ __forceinline__ void finish(const DecodeParams& p, const DecodeShared
   for (int i = 0; i < 2; ++i) {
     if (2 * t + i >= seg.count) continue;
     const int64_t row = buffers.row_list[segment][2 * t + i];
-    const float v0 = (i ? sum.y : sum.x) * scale + bias0, v1 = (i ? sum.w : sum.z) * scale + bias1;
-    if (p.gate.act == Act::kNone) {
-      store_pair(p.out, row * p.n + n, v0, v1, p.out_type);
-    } else {
-      store_one(p.out, (row * p.n + n) / 2, gate_value(p.gate, v0, v1), p.out_type);
-    }
+    store_product(p, row, n, (i ? sum.y : sum.x) * scale + bias0, (i ? sum.w : sum.z) * scale + bias1);
   }
 }
 
@@ -500,6 +336,8 @@ __device__ __forceinline__ void reduce(const DecodeParams& p, DecodeShared& sh, 
 template <DType kType, class Words, int kComputeWarps>
 __global__ void __launch_bounds__(32 * (kComputeWarps + kReduceWarps), 1)
     decode_kernel(const __grid_constant__ DecodeParams p) {
+  constexpr bool kRoom = kComputeWarps == 16 || kType == DType::kFloat8;  // for a slice in registers
+  constexpr int kReduceHeld = kRoom ? kSliceSteps : Words::kElement == Element::kBFloat16 ? 2 : 1;
   FP4_DYNAMIC_SHARED(uint8_t, 16, memory);
   auto& sh = *reinterpret_cast<DecodeShared*>(memory);
   const DecodeBuffers buffers(p, memory + sizeof(DecodeShared));
@@ -517,11 +355,9 @@ __global__ void __launch_bounds__(32 * (kComputeWarps + kReduceWarps), 1)
   if (!p.early) release_next_kernel();
   if (warp >= kComputeWarps) {
     if (p.early) wait_previous_kernel();
-    reduce<kType, Words, kComputeWarps == 16 || kType == DType::kFloat8 ? kSliceSteps : 2>(p, sh, buffers,
-                                                                                           segments);
+    reduce<kType, Words, kReduceHeld>(p, sh, buffers, segments);
   } else if (warp < p.k_warps * p.row_warps) {
-    constexpr int kHeld = kComputeWarps == 16 || kType == DType::kFloat8 ? kSliceSteps : 1;
-    compute<kType, Words, kHeld>(p, sh, buffers, place, segments);
+    compute<kType, Words, kRoom ? kSliceSteps : 1>(p, sh, buffers, place, segments);
   } else if (p.early) {
     wait_previous_kernel();
   }

@@ -1,40 +1,19 @@
 // What a decode launch is given, and which row tiles of which experts each block takes: see decode.cuh.
 #pragma once
 
-#include <cuda_runtime.h>
-
 #include <cstdint>
 
-#include "types.cuh"
+#include "product.cuh"
 
 namespace fp4::sm90 {
 
-enum class Routing : int { kOffs, kIds32, kIds64, kMasked, kDense };
-
-struct DecodeParams {
-  const void* x;         // [rows / a_div, k] of x_type, row stride k (fp8: kp)
-  const float* x_scale;  // one a row of x; null for ones (16-bit rows)
-  const uint8_t* codes;  // layout sm90 or sm90_bf16
-  const uint8_t* scales;
-  const float* global_scale;  // [groups]
-  const void* bias;           // [groups, n] of bias_type, or null
-  void* out;                  // [rows, n], gated: [rows, n / 2]
-  const void* route;          // offs [groups], ids [rows], or masked_m [groups]
-  const int* sorted_rows;     // kOffs: the row at each sorted position, or null for the identity
-  int rows, groups, n, k, kp;
-  int a_div;  // row r of the output reads row r / a_div of x
-  int max_m;  // kMasked: rows an expert
-  Routing routing;
-  DType x_type, out_type, bias_type;
-  Gate gate;  // gated: rows 2i and 2i + 1 of the weight are gate i and up i
+struct DecodeParams : ProductParams {
+  const int* sorted_rows;  // kOffs: the row at each sorted position, or null for the identity
+  int max_m;               // kMasked: rows an expert
   int k_warps, row_warps, passes;
   float k_warps_inverse, row_warps_inverse;
-  uint32_t grid_mul, grid_shift, chunk_mul, chunk_shift, a_div_mul,
-      a_div_shift;                // to divide by the grid, a chunk's units, a_div
-  int chunk_units, change_units;  // see Share
-  int scale_block;                // K that share a scale: 16 or 32
-  bool early;                     // the routing was known before the previous kernel began
-  bool bf16_words;                // the weights are of layout sm90_bf16, for bfloat16 rows; else of sm90
+  uint32_t chunk_mul, chunk_shift;  // to divide by a chunk's units
+  int chunk_units, change_units;    // see Share
 };
 
 constexpr int kReduceWarps = 4;   // beside those that compute: kComputeWarps is 16 or 24
@@ -42,11 +21,7 @@ constexpr int kMaxGroups = 640;   // one thread a group in plan()
 constexpr int kMaxSegments = 32;  // chunks that one block may touch
 constexpr int kMaxIds = 2048;
 constexpr int kPassTiles = 32;  // row tiles whose sums are kept while K is walked in several passes
-constexpr int kTileRows = 16;
-constexpr int kTileUnits = 4;    // of a row tile, as Share counts
-constexpr int kChunk = 8;        // activation rows that share an instruction's weights
-constexpr int kSliceSteps = 4;   // 64-steps of K that a warp owns
-constexpr int kStepCodes = 512;  // bytes of 16 rows by 64 k
+constexpr int kTileUnits = 4;   // of a row tile, as Share counts
 
 struct Segment {
   int expert;
@@ -96,14 +71,6 @@ struct DecodeBuffers {
     row_list = reinterpret_cast<int (*)[kChunk]>(sums + sum_count(p));
   }
 };
-
-// x / d for x < 2^31, with the d's multiplier and shift from the host.
-__device__ __forceinline__ int divide(uint32_t x, uint32_t mul, uint32_t shift) {
-  return (__umulhi(x, mul) + x) >> shift;
-}
-
-// a / b for a below 2^20, with the inverse of b.
-__device__ __forceinline__ int divide_small(int a, float inverse) { return int((float(a) + 0.5f) * inverse); }
 
 // --- the order of a block's work, which compute and reducer warps share ---
 
@@ -303,8 +270,6 @@ __device__ __forceinline__ int plan(const DecodeParams& p, DecodeShared& sh, con
 
 // Rows of no expert come back as zeros.
 __device__ __forceinline__ void clear_rows(const DecodeParams& p, const DecodeShared& sh) {
-  const int width = p.gate.act == Act::kNone ? p.n : p.n / 2;
-  const int bytes = width * (p.out_type == DType::kFloat32 ? 4 : 2);
   const int end = p.routing == Routing::kOffs ? max(static_cast<const int*>(p.route)[p.groups - 1], 0) : 0;
   for (int r = blockIdx.x; r < p.rows; r += gridDim.x) {
     bool clear = false;
@@ -317,10 +282,7 @@ __device__ __forceinline__ void clear_rows(const DecodeParams& p, const DecodeSh
     } else if (p.routing != Routing::kDense) {
       clear = sh.ids[r] < 0;
     }
-    if (!clear) continue;
-    auto* to = reinterpret_cast<uint4*>(static_cast<uint8_t*>(p.out) + int64_t(row) * bytes);
-    for (int i = threadIdx.x % (32 * kReduceWarps); i < bytes / 16; i += 32 * kReduceWarps)
-      to[i] = make_uint4(0, 0, 0, 0);
+    if (clear) clear_row(p, row, threadIdx.x % (32 * kReduceWarps), 32 * kReduceWarps);
   }
 }
 

@@ -13,6 +13,7 @@ struct LaunchShape {
   dim3 grid, block;
   size_t shared = 0;
   unsigned cluster = 1;
+  bool most_shared = false;  // the multiprocessors' L1 is shared memory, as far as it can be
 };
 
 // `dependent`: the kernel may begin while the one before it runs, and calls wait_previous_kernel() before it
@@ -20,7 +21,7 @@ struct LaunchShape {
 template <class... Parameters>
 int launch_kernel(void (*kernel)(Parameters...), const LaunchShape& shape, bool dependent,
                   cudaStream_t stream, const std::common_type_t<Parameters>&... parameters) {
-  cudaLaunchAttribute attributes[2] = {};
+  cudaLaunchAttribute attributes[3] = {};
   unsigned count = 0;
   if (dependent) {
     attributes[count].id = cudaLaunchAttributeProgrammaticStreamSerialization;
@@ -31,6 +32,10 @@ int launch_kernel(void (*kernel)(Parameters...), const LaunchShape& shape, bool 
     attributes[count].val.clusterDim.x = shape.cluster;
     attributes[count].val.clusterDim.y = attributes[count].val.clusterDim.z = 1;
     ++count;
+  }
+  if (shape.most_shared) {
+    attributes[count].id = cudaLaunchAttributePreferredSharedMemoryCarveout;
+    attributes[count++].val.sharedMemCarveout = cudaSharedmemCarveoutMaxShared;
   }
   cudaLaunchConfig_t config = {};
   config.gridDim = shape.grid;

@@ -5,15 +5,13 @@ from __future__ import annotations
 import ctypes
 import functools
 from dataclasses import dataclass, replace
-from enum import IntEnum
-from typing import NamedTuple
+from typing import ClassVar
 
-import torch
 from torch import Tensor
 
 from ..meta.formats import Activation
-from ..meta.layouts import LAYOUTS, Layout
-from .library import DTYPE_CODES, Gate, address, call, gate_fields, multiprocessors, stream
+from .library import address, call, multiprocessors, stream
+from .product import ProductParams, Routing, Weight, describe
 
 SLICE_K = 256
 """K that one warp owns in a pass."""
@@ -31,33 +29,6 @@ SCHEDULERS = 4
 MAX_PASSES = 8
 MANY_ROW_TILES = 24
 """Of a block, from which the longer start of more warps pays."""
-
-
-class Routing(IntEnum):
-    OFFS = 0
-    IDS32 = 1
-    IDS64 = 2
-    MASKED = 3
-    DENSE = 4
-
-
-class Weight(NamedTuple):
-    """A weight in layout sm90 or sm90_bf16: [groups, n, kp]."""
-
-    codes: Tensor
-    scales: Tensor
-    global_scale: Tensor
-    bias: Tensor | None
-    groups: int
-    n: int
-    kp: int
-    layout: Layout = LAYOUTS["sm90"]
-    block: int = 16
-    """K that share a scale."""
-
-    @property
-    def bf16(self) -> bool:
-        return self.layout.name == "sm90_bf16"
 
 
 @dataclass(frozen=True)
@@ -125,26 +96,20 @@ def choose(rows: int, groups: int, n: int, kp: int, blocks: int) -> Config | Non
         return None
     row_tiles = rows / max(rows_per_expert(rows, groups), 1.0) * n / 16 / blocks
     many_tiles = row_tiles >= MANY_ROW_TILES
-    if many is not None and many.value(kp) - few.value(kp) > 0.2:
-        if many.passes < few.passes or many_tiles:
-            return many
+    shares_better = many is not None and many.value(kp) - few.value(kp) > 0.2
+    if many is not None and shares_better and (many.passes < few.passes or many_tiles):
+        return many
     return few if many_tiles else few.balanced()
 
 
-class _Params(ctypes.Structure):
-    """DecodeParams of csrc/sm90/decode_plan.cuh; what the launcher fills in comes last but one."""
+class _Params(ProductParams):
+    """DecodeParams of csrc/sm90/decode_plan.cuh; what the launcher fills in comes last."""
 
-    _fields_ = [
-        *((name, ctypes.c_void_p) for name in ("x", "x_scale", "codes", "scales", "global_scale")),
-        *((name, ctypes.c_void_p) for name in ("bias", "out", "route", "sorted_rows")),
-        *((name, ctypes.c_int) for name in ("rows", "groups", "n", "k", "kp", "a_div", "max_m", "routing")),
-        *((name, ctypes.c_int) for name in ("x_type", "out_type", "bias_type")),
-        ("gate", Gate),
-        *((name, ctypes.c_int) for name in ("k_warps", "row_warps", "passes")),
-        ("launcher", ctypes.c_uint32 * 10),
-        ("scale_block", ctypes.c_int),
-        ("early", ctypes.c_bool),
-        ("bf16_words", ctypes.c_bool),
+    _fields_: ClassVar = [
+        ("sorted_rows", ctypes.c_void_p),
+        *((name, ctypes.c_int) for name in ("max_m", "k_warps", "row_warps", "passes")),
+        ("inverses", ctypes.c_float * 2),
+        ("chunks", ctypes.c_uint32 * 4),
     ]
 
 
@@ -177,32 +142,11 @@ def run(
             "are more than the Hopper decode kernel takes. Use bfloat16 rows, or weights in layout 'plain'"
         )
     params = _Params(
-        x=address(x),
-        x_scale=address(x_scale),
-        codes=address(w.codes),
-        scales=address(w.scales),
-        global_scale=address(w.global_scale),
-        bias=address(w.bias),
-        out=address(out),
-        route=address(route),
         sorted_rows=address(sorted_rows),
-        rows=rows,
-        groups=w.groups,
-        n=w.n,
-        k=x.shape[-1],
-        kp=w.kp,
-        a_div=a_div,
         max_m=max_m,
-        routing=routing,
-        x_type=3 if x.dtype == torch.float8_e4m3fn else DTYPE_CODES[x.dtype],
-        out_type=DTYPE_CODES[out.dtype],
-        bias_type=DTYPE_CODES[w.bias.dtype] if w.bias is not None else 0,
-        gate=gate_fields(gate),
         k_warps=config.k_warps,
         row_warps=config.row_warps,
         passes=config.passes,
-        scale_block=w.block,
-        early=early,
-        bf16_words=w.bf16,
     )
+    describe(params, x, w, route, routing, rows, out, x_scale, a_div, gate, early)
     call("fp4_sm90_decode", ctypes.byref(params), blocks, stream())

@@ -23,6 +23,7 @@ GATE = INT, FLOAT, FLOAT, FLOAT
 
 SIGNATURES = {
     "fp4_sm90_decode": [POINTER, INT, POINTER],
+    "fp4_sm90_gemv": [POINTER, INT, POINTER],
     "fp4_sm90_prefill": [INT, POINTER],
     "fp4_sm90_route": [POINTER, INT, INT, INT, POINTER, POINTER, POINTER, POINTER, POINTER],
     "fp4_sm90_rows": [

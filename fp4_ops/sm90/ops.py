@@ -1,7 +1,8 @@
 """The operators on Hopper's layouts: which kernel runs, what lies between. Nothing here reads device memory.
 
-Few rows an expert: decode (csrc/sm90/decode.cu), with the activations as they are. Many: prefill
-(csrc/sm90/prefill_*.cu), of fp8 or of 16 bits. int4: prefill, of fp8, whatever the number of rows.
+Few rows an expert: decode (csrc/sm90/decode.cu), with the activations as they are; few rows at all: gemv
+(csrc/sm90/gemv.cu), which does the same. Many: prefill (csrc/sm90/prefill_*.cu), of fp8 or of 16 bits. int4:
+prefill, of fp8, whatever the number of rows.
 """
 
 from __future__ import annotations
@@ -16,7 +17,7 @@ from torch import Tensor
 
 from ..meta import checks
 from ..meta.formats import ACTIVATIONS, FORMATS, Activation
-from . import choice, decode, int4, prefill, rows
+from . import choice, decode, gemv, int4, prefill, rows
 from .choice import Product
 from .decode import Routing
 from .int4 import Int4Weight
@@ -98,7 +99,7 @@ def _product(
 ) -> None:
     """a [M, K], sorted by expert, masked or dense, -> out [M, n]. per_group: rows of a masked group, or M."""
     if decodes(a, w, routing, per_group):
-        _decode(a, a_scale, w, _Routed(routing, route, None), 1, out, max_m=per_group)
+        _few(a, a_scale, w, _Routed(routing, route, None), out, max_m=per_group)
     else:
         a = _aligned(a)
         ordered = a.dtype != torch.float8_e4m3fn and not w.bf16
@@ -147,7 +148,7 @@ def indexed_mm(
         return out
     a, a_scale, ids = a.contiguous(), _contiguous(a_scale), expert_ids.contiguous()
     if decodes(a, w, Routing.IDS64, m):
-        _decode(a, a_scale, w, _routed(ids, w.groups), 1, out)
+        _few(a, a_scale, w, _routed(ids, w.groups), out)
         return out
     offs, sorted_rows, position = rows.route(ids, w.groups)
     order = sorted_rows.long()
@@ -200,11 +201,23 @@ def _decode(
     a: Tensor, a_scale: Tensor | None, w: Weight, by: _Routed, a_div: int, out: Tensor, *,
     max_m: int = 0, gate: Activation | None = None, early: bool = False,
 ) -> None:  # fmt: skip
-    assert isinstance(w, decode.Weight)  # what `_few` allows
+    assert isinstance(w, decode.Weight)  # what `decodes` allows
     decode.run(
         a, w, by.route, by.routing, out.shape[0], out, x_scale=a_scale, sorted_rows=by.sorted_rows,
         a_div=a_div, max_m=max_m, gate=gate, early=early and by.sorted_rows is None,
     )  # fmt: skip
+
+
+def _few(
+    a: Tensor, a_scale: Tensor | None, w: Weight, by: _Routed, out: Tensor, *, max_m: int = 0
+) -> None:  # fmt: skip
+    """By gemv or decode."""
+    assert isinstance(w, decode.Weight)
+    product = Product(by.routing, w.groups, out.shape[0], w.n, w.kp, w.block)
+    if by.sorted_rows is None and choice.gemvs(product, multiprocessors(a.device.index)):
+        gemv.run(a, w, by.route, by.routing, len(out), out, x_scale=a_scale)
+    else:
+        _decode(a, a_scale, w, by, 1, out, max_m=max_m)
 
 
 class _Rows(NamedTuple):
@@ -255,7 +268,6 @@ def moe(
         return out.zero_()
     x, ids, weights = x.contiguous(), topk_ids.contiguous(), topk_weights.contiguous()
     gate = ACTIVATIONS[activation]
-    bare = down._replace(bias=None)
     few = block_decodes(up, down, m, a_format, x.device)
     if a_format == "auto":  # as they are while decode runs, which waits for the weights, else fp8
         a_format = "none" if few else "fp8"
@@ -263,26 +275,41 @@ def moe(
         x = x.bfloat16()
     how = _Rows.of(a_format, x.dtype, few, up.bf16)
     if few:
-        position = None
-        y = _moe_decode(x, ids, up, bare, gate, how)
+        _moe_decode(x, ids, weights, up, down, gate, how, out)
     else:
-        y, position = _moe_sorted(x, ids, up, bare, gate, how)
-    rows.combine(y, position, ids, weights, down.bias, up.groups, out)
+        y, position = _moe_sorted(x, ids, up, down._replace(bias=None), gate, how)
+        rows.combine(y, position, ids, weights, down.bias, up.groups, out)
     return out
 
 
-def _moe_decode(x: Tensor, ids: Tensor, up: Weight, down: Weight, gate: Activation, how: _Rows) -> Tensor:
-    """The experts' outputs, one row a (token, slot), in float32."""
+def _moe_decode(
+    x: Tensor,
+    ids: Tensor,
+    weights: Tensor,
+    up: Weight,
+    down: Weight,
+    gate: Activation,
+    how: _Rows,
+    out: Tensor,
+) -> None:
+    """Experts' outputs are one row a (token, slot) in float32, where they are not combined at once."""
+    assert isinstance(up, decode.Weight) and isinstance(down, decode.Weight)
     m, top_k = ids.numel(), ids.shape[1]
     by = _routed(ids, up.groups)
     a, a_scale = how(x)
     fused = gate if gate.interleaved else None  # gate and up of a column meet in one lane's sums
     h = torch.empty((m, up.n // 2 if fused else up.n), dtype=how.between, device=x.device)
+    products = tuple(Product(by.routing, w.groups, m, w.n, w.kp, w.block) for w in (up, down))
+    if choice.block_gemvs(products, top_k, multiprocessors(x.device.index)):
+        gemv.run(a, up, by.route, by.routing, m, h, x_scale=a_scale, a_div=top_k, gate=fused)
+        h, h_scale = how(h, None if fused else gate)
+        gemv.run(h, down, by.route, by.routing, m, out, x_scale=h_scale, early=True, topk_weights=weights)
+        return
     _decode(a, a_scale, up, by, top_k, h, gate=fused)
     h, h_scale = how(h, None if fused else gate)
     y = torch.empty((m, down.n), dtype=torch.float32, device=x.device)
-    _decode(h, h_scale, down, by, 1, y, early=True)
-    return y
+    _decode(h, h_scale, down._replace(bias=None), by, 1, y, early=True)
+    rows.combine(y, None, ids, weights, down.bias, up.groups, out)
 
 
 def _moe_sorted(

@@ -77,6 +77,7 @@ inline float __uint_as_float(uint32_t v) { return emulator::bits_as<float>(v); }
 inline float __int_as_float(int v) { return emulator::bits_as<float>(v); }
 inline uint32_t __float_as_uint(float v) { return emulator::bits_as<uint32_t>(v); }
 inline int __popc(uint32_t v) { return __builtin_popcount(v); }
+inline int __ffs(int v) { return __builtin_ffs(v); }
 inline int __clz(uint32_t v) { return v ? __builtin_clz(v) : 32; }
 inline uint32_t __umulhi(uint32_t a, uint32_t b) { return uint64_t(a) * b >> 32; }
 inline float __fdividef(float a, float b) { return a / b; }
@@ -154,9 +155,10 @@ uint32_t __match_any_sync(uint32_t, T v) {
   emulator::for_each_lane(v, [&](int i, T its) { same |= uint32_t(its == v) << i; });
   return same;
 }
-inline int __reduce_add_sync(uint32_t, int v) {
-  int sum = 0;
-  emulator::for_each_lane(v, [&](int, int its) { sum += its; });
+template <class T>
+T __reduce_add_sync(uint32_t, T v) {
+  T sum = 0;
+  emulator::for_each_lane(v, [&](int, T its) { sum += its; });
   return sum;
 }
 inline int __reduce_max_sync(uint32_t, int v) {

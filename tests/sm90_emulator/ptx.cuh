@@ -108,6 +108,7 @@ inline float2 load_shared_pair(uint32_t smem) { return load_shared<float2>(smem)
 inline uint4 load_stream(const void* p) { return *static_cast<const uint4*>(p); }
 inline uint32_t load_stream_word(const void* p) { return *static_cast<const uint32_t*>(p); }
 inline uint32_t load_stream_half(const void* p) { return *static_cast<const uint16_t*>(p); }
+inline void prefetch_line(const void*) {}
 inline void store_16_bytes(void* to, const uint32_t* w) { std::memcpy(to, w, 16); }
 
 // ---- arithmetic ----

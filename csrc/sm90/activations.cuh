@@ -1,0 +1,143 @@
+// Rows of activations as B operands of mma.sync, whose columns are the rows: how a warp brings a slice of
+// them from memory into fragments in shared memory.
+#pragma once
+
+#include <cuda_bf16.h>
+#include <cuda_fp16.h>
+
+#include <cstdint>
+
+#include "bf16_words.cuh"
+#include "half_words.cuh"
+#include "product.cuh"
+
+namespace fp4::sm90 {
+
+// One lane's share of an activation row in one 64-step: the 16 logical k of its scale block.
+// Words: HalfWords or Bf16Words, the weights that it meets.
+template <DType kType, class Words>
+struct RowBlock {
+  static constexpr bool kAsTheyAre = Words::kElement == Element::kBFloat16;
+  static_assert(!kAsTheyAre || kType == DType::kBFloat16);
+  uint32_t w[kType == DType::kFloat8 ? 4 : 8];
+
+  __device__ void load(const ProductParams& p, int row, int k0, int t, bool live) {
+#pragma unroll
+    for (uint32_t& v : w) v = 0;
+    if constexpr (kType == DType::kFloat8) {
+      if (live && k0 < p.kp) {  // the layout's order: the four words of this lane lie 16 bytes apart
+        const auto* x =
+            reinterpret_cast<const uint32_t*>(static_cast<const uint8_t*>(p.x) + int64_t(row) * p.kp + k0);
+#pragma unroll
+        for (int i = 0; i < 4; ++i) w[i] = x[4 * i + t];
+      }
+    } else if (live && k0 + 16 * t < p.k) {
+      const auto* x = reinterpret_cast<const uint4*>(static_cast<const uint16_t*>(p.x) + int64_t(row) * p.k +
+                                                     k0 + 16 * t);
+      const uint4 a = x[0], b = x[1];
+      w[0] = a.x, w[1] = a.y, w[2] = a.z, w[3] = a.w, w[4] = b.x, w[5] = b.y, w[6] = b.z, w[7] = b.w;
+    }
+  }
+
+  __device__ float largest() const {
+    if constexpr (kType == DType::kBFloat16) {
+      __nv_bfloat162 m = __habs2(reinterpret_cast<const __nv_bfloat162&>(w[0]));
+#pragma unroll
+      for (int i = 1; i < 8; ++i) m = __hmax2_nan(m, __habs2(reinterpret_cast<const __nv_bfloat162&>(w[i])));
+      return fmaxf(__low2float(m), __high2float(m));
+    } else {
+      half2 m = __habs2(reinterpret_cast<const half2&>(w[0]));
+#pragma unroll
+      for (int i = 1; i < 8; ++i) m = __hmax2_nan(m, __habs2(reinterpret_cast<const half2&>(w[i])));
+      return fmaxf(__low2float(m), __high2float(m));
+    }
+  }
+
+  // Four consecutive values, times `scale`, as the pairs (0, 2) and (1, 3) of the weights' fragments.
+  __host__ __device__ uint2 pairs(int i, float scale) const {
+    float2 lo, hi;
+    if constexpr (kType == DType::kFloat8) {
+      lo = __half22float2(e4m3_pair(w[i]));
+      hi = __half22float2(e4m3_pair(w[i] >> 16));
+    } else if constexpr (kType == DType::kBFloat16) {
+      lo = make_float2(__uint_as_float(w[2 * i] << 16), __uint_as_float(w[2 * i] & 0xFFFF0000));
+      hi = make_float2(__uint_as_float(w[2 * i + 1] << 16), __uint_as_float(w[2 * i + 1] & 0xFFFF0000));
+    } else {
+      lo = __half22float2(reinterpret_cast<const half2&>(w[2 * i]));
+      hi = __half22float2(reinterpret_cast<const half2&>(w[2 * i + 1]));
+    }
+    const half2 even = __floats2half2_rn(lo.x * scale, hi.x * scale),
+                odd = __floats2half2_rn(lo.y * scale, hi.y * scale);
+    return make_uint2(reinterpret_cast<const uint32_t&>(even), reinterpret_cast<const uint32_t&>(odd));
+  }
+
+  // All 16 among the B fragments of their slice: block t of its `step`-th 64 K, for token g. `lanes`: four
+  // for each token that fragments are held of.
+  __host__ __device__ void store(uint4* fragments, int step, int g, int t, float scale,
+                                 int lanes = 4 * kChunk) const {
+    if constexpr (kAsTheyAre) {
+      // Sm90Bf16: block t % 2 of lane 2 (step % 2) + t / 2, whose word i meets codes 2i and 2i + 8 of both.
+      auto* to =
+          reinterpret_cast<uint2*>(fragments + step / 2 * 4 * lanes + 4 * g + step % 2 * 2 + t / 2) + t % 2;
+#pragma unroll
+      for (int i = 0; i < 4; ++i) to[2 * lanes * i] = make_uint2(w[i], w[i + 4]);
+    } else {
+      uint4* to = fragments + step * 2 * lanes + 4 * g + t;
+#pragma unroll
+      for (int h = 0; h < 2; ++h) {
+        const uint2 a = pairs(2 * h, scale), b = pairs(2 * h + 1, scale);
+        to[lanes * h] = make_uint4(a.x, a.y, b.x, b.y);
+      }
+    }
+  }
+};
+
+// The powers of two that bring values up to `largest` into fp16's range, the largest one's exponent to 14,
+// and back.
+struct HalfRange {
+  float up, down;
+
+  __device__ __forceinline__ explicit HalfRange(float largest) {
+    const int exponent = max(int(__float_as_uint(largest) >> 23), 15);
+    up = __uint_as_float(uint32_t(268 - exponent) << 23);
+    down = __uint_as_float(uint32_t(exponent - 14) << 23);
+  }
+};
+
+// A slice of a row, by half a warp: each lane takes one of its 64-steps, and not four of eight tokens.
+// Columns of fragments that have no row stay as they are: nothing reads their sums.
+template <DType kType, class Words>
+struct FewActivations {
+  RowBlock<kType, Words> raw;
+  float given, up;
+
+  // From k0 on; `live`: whether there is such a row.
+  __device__ __forceinline__ void load(const ProductParams& p, int row, bool live, int k0) {
+    const int lane = threadIdx.x % 32;
+    raw.load(p, row, k0 + 64 * (lane / 4 % kSliceSteps), lane % 4, live);
+    given = p.x_scale && live ? p.x_scale[row] : 1.f;  // rows with a factor each
+  }
+
+  // Of the sums.
+  __device__ __forceinline__ float find_factor() {
+    up = 1.f;
+    if constexpr (kType == DType::kFloat8 || RowBlock<kType, Words>::kAsTheyAre) {
+      return Words::kFactor * given;
+    } else {
+      float amax = raw.largest();
+#pragma unroll
+      for (int d = 1; d < 16; d *= 2) amax = fmaxf(amax, __shfl_xor_sync(~0u, amax, d));
+      const HalfRange range(amax);
+      up = range.up;
+      return range.down * given;
+    }
+  }
+
+  // For column g of the fragments.
+  __device__ __forceinline__ void store(uint4* fragments, int g, int lanes = 4 * kChunk) const {
+    const int lane = threadIdx.x % 32;
+    raw.store(fragments, lane / 4 % kSliceSteps, g, lane % 4, up, lanes);
+  }
+};
+
+}  // namespace fp4::sm90

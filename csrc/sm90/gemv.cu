@@ -1,0 +1,64 @@
+// Launches the kernels for few rows; a plain C interface, so that nothing here knows torch.
+#include <algorithm>
+
+#include "gemv.cuh"
+
+namespace fp4::sm90 {
+
+template <DType kType, class Words>
+int launch(const GemvParams& p, int blocks, cudaStream_t stream) {
+  auto* kernel = gemv_kernel<kType, Words>;
+  constexpr int kMaxShared = 227 * 1024;
+  // Two blocks of a launch would share a multiprocessor, and others have none, where the kernel before has
+  // ended on a few only. A kernel that may begin `early` does beside that kernel.
+  const int shared = std::max(GemvBuffers::bytes(p), p.early ? 0 : kMaxShared / 2 + 1024);
+  if (shared > kMaxShared) return cudaErrorInvalidValue;
+  static const cudaError_t allowed =
+      cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, kMaxShared);
+  if (allowed != cudaSuccess) return allowed;
+  const LaunchShape shape = {dim3(blocks), dim3(kGemvThreads), size_t(shared), 1, true};
+  return launch_kernel(kernel, shape, true, stream, p);
+}
+
+template <int kScaleBlock>
+int launch_type(const GemvParams& p, int blocks, cudaStream_t stream) {
+  using Words = HalfWords<kScaleBlock>;
+  if (p.bf16_words) {
+    return p.x_type == DType::kBFloat16 ? launch<DType::kBFloat16, Bf16Words<kScaleBlock>>(p, blocks, stream)
+                                        : cudaErrorInvalidValue;
+  }
+  switch (p.x_type) {
+    case DType::kBFloat16:
+      return launch<DType::kBFloat16, Words>(p, blocks, stream);
+    case DType::kFloat16:
+      return launch<DType::kFloat16, Words>(p, blocks, stream);
+    case DType::kFloat8:
+      return launch<DType::kFloat8, Words>(p, blocks, stream);
+    default:
+      return cudaErrorInvalidValue;
+  }
+}
+
+}  // namespace fp4::sm90
+
+extern "C" int fp4_sm90_gemv(const fp4::sm90::GemvParams* params, int blocks, void* stream) {
+  using namespace fp4::sm90;
+  GemvParams p = *params;
+  if (p.rows > kGemvRows || p.columns > kChunk || p.slices > kGemvSlices ||
+      p.tiles * p.slices > kGemvWarps * kGemvUnits) {
+    return cudaErrorInvalidValue;
+  }
+  set_divisor(blocks, p.grid_mul, p.grid_shift);
+  set_divisor(p.a_div, p.a_div_mul, p.a_div_shift);
+  p.slices_inverse = 1.f / p.slices;
+  p.tokens_inverse = 1.f / std::max(p.tokens, 1);
+  auto* s = static_cast<cudaStream_t>(stream);
+  switch (p.scale_block) {
+    case 16:
+      return launch_type<16>(p, blocks, s);
+    case 32:
+      return launch_type<32>(p, blocks, s);
+    default:
+      return cudaErrorInvalidValue;
+  }
+}
