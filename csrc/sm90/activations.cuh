@@ -6,6 +6,7 @@
 #include <cuda_fp16.h>
 
 #include <cstdint>
+#include <type_traits>
 
 #include "bf16_words.cuh"
 #include "half_words.cuh"
@@ -139,5 +140,42 @@ struct FewActivations {
     raw.store(fragments, lane / 4 % kSliceSteps, g, lane % 4, up, lanes);
   }
 };
+
+// --- launches: by what a weight and the rows are ---
+
+template <DType kType>
+using TypeTag = std::integral_constant<DType, kType>;
+
+// launch(TypeTag, Words()), whose results it returns, for the types that `p` names.
+template <int kScaleBlock, class Launch>
+int launch_of_block(const ProductParams& p, const Launch& launch) {
+  using Words = HalfWords<kScaleBlock>;
+  if (p.bf16_words) {
+    return p.x_type == DType::kBFloat16 ? launch(TypeTag<DType::kBFloat16>(), Bf16Words<kScaleBlock>())
+                                        : cudaErrorInvalidValue;
+  }
+  switch (p.x_type) {
+    case DType::kBFloat16:
+      return launch(TypeTag<DType::kBFloat16>(), Words());
+    case DType::kFloat16:
+      return launch(TypeTag<DType::kFloat16>(), Words());
+    case DType::kFloat8:
+      return launch(TypeTag<DType::kFloat8>(), Words());
+    default:
+      return cudaErrorInvalidValue;
+  }
+}
+
+template <class Launch>
+int launch_of_types(const ProductParams& p, const Launch& launch) {
+  switch (p.scale_block) {
+    case 16:
+      return launch_of_block<16>(p, launch);
+    case 32:
+      return launch_of_block<32>(p, launch);
+    default:
+      return cudaErrorInvalidValue;
+  }
+}
 
 }  // namespace fp4::sm90

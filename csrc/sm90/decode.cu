@@ -24,26 +24,6 @@ int launch_warps(const DecodeParams& p, int blocks, cudaStream_t stream) {
   return cudaErrorInvalidValue;
 }
 
-template <int kScaleBlock>
-int launch_type(const DecodeParams& p, int blocks, cudaStream_t stream) {
-  using Words = HalfWords<kScaleBlock>;
-  if (p.bf16_words) {
-    return p.x_type == DType::kBFloat16
-               ? launch_warps<DType::kBFloat16, Bf16Words<kScaleBlock>>(p, blocks, stream)
-               : cudaErrorInvalidValue;
-  }
-  switch (p.x_type) {
-    case DType::kBFloat16:
-      return launch_warps<DType::kBFloat16, Words>(p, blocks, stream);
-    case DType::kFloat16:
-      return launch_warps<DType::kFloat16, Words>(p, blocks, stream);
-    case DType::kFloat8:
-      return launch_warps<DType::kFloat8, Words>(p, blocks, stream);
-    default:
-      return cudaErrorInvalidValue;
-  }
-}
-
 // What a block could have read of the weights while it goes over to the next chunk, or its next pass: about.
 constexpr double kChangeBytes = 16 * 1024;
 constexpr int kStepBytes = kStepCodes + 64;  // with nvfp4's scales
@@ -61,12 +41,7 @@ extern "C" int fp4_sm90_decode(const fp4::sm90::DecodeParams* params, int blocks
   p.k_warps_inverse = 1.f / p.k_warps;
   p.row_warps_inverse = 1.f / p.row_warps;
   auto* s = static_cast<cudaStream_t>(stream);
-  switch (p.scale_block) {
-    case 16:
-      return launch_type<16>(p, blocks, s);
-    case 32:
-      return launch_type<32>(p, blocks, s);
-    default:
-      return cudaErrorInvalidValue;
-  }
+  return launch_of_types(p, [&](auto type, auto words) {
+    return launch_warps<decltype(type)::value, decltype(words)>(p, blocks, s);
+  });
 }

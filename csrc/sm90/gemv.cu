@@ -20,25 +20,6 @@ int launch(const GemvParams& p, int blocks, cudaStream_t stream) {
   return launch_kernel(kernel, shape, true, stream, p);
 }
 
-template <int kScaleBlock>
-int launch_type(const GemvParams& p, int blocks, cudaStream_t stream) {
-  using Words = HalfWords<kScaleBlock>;
-  if (p.bf16_words) {
-    return p.x_type == DType::kBFloat16 ? launch<DType::kBFloat16, Bf16Words<kScaleBlock>>(p, blocks, stream)
-                                        : cudaErrorInvalidValue;
-  }
-  switch (p.x_type) {
-    case DType::kBFloat16:
-      return launch<DType::kBFloat16, Words>(p, blocks, stream);
-    case DType::kFloat16:
-      return launch<DType::kFloat16, Words>(p, blocks, stream);
-    case DType::kFloat8:
-      return launch<DType::kFloat8, Words>(p, blocks, stream);
-    default:
-      return cudaErrorInvalidValue;
-  }
-}
-
 }  // namespace fp4::sm90
 
 extern "C" int fp4_sm90_gemv(const fp4::sm90::GemvParams* params, int blocks, void* stream) {
@@ -53,12 +34,6 @@ extern "C" int fp4_sm90_gemv(const fp4::sm90::GemvParams* params, int blocks, vo
   p.slices_inverse = 1.f / p.slices;
   p.tokens_inverse = 1.f / std::max(p.tokens, 1);
   auto* s = static_cast<cudaStream_t>(stream);
-  switch (p.scale_block) {
-    case 16:
-      return launch_type<16>(p, blocks, s);
-    case 32:
-      return launch_type<32>(p, blocks, s);
-    default:
-      return cudaErrorInvalidValue;
-  }
+  return launch_of_types(
+      p, [&](auto type, auto words) { return launch<decltype(type)::value, decltype(words)>(p, blocks, s); });
 }
