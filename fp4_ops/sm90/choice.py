@@ -130,9 +130,12 @@ def gemvs(product: Product, sms: int) -> bool:
     config = gemv.configure(product.routing, rows, rows, n, kp, False, sms)
     if config is None or _only == "decode":
         return False
+    if _only == "gemv" or config.units <= GEMV_UNITS_ALONE:
+        return True
+    if config.units > GEMV_UNITS:
+        return False
     other = decode.choose(product.all_rows, product.groups, n, kp, sms)
-    once = other is not None and other.passes == 1
-    return _only == "gemv" or config.units <= (GEMV_UNITS_ALONE if once else GEMV_UNITS)
+    return other is None or other.passes > 1
 
 
 def block_gemvs(products: tuple[Product, ...], top_k: int, sms: int) -> bool:
