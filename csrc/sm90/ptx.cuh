@@ -100,12 +100,6 @@ __device__ __forceinline__ void named_barrier(int threads) {
   asm volatile("bar.sync %0, %1;" ::"n"(Id), "r"(threads) : "memory");
 }
 
-// Arrives there without waiting.
-template <int Id>
-__device__ __forceinline__ void named_barrier_arrive(int threads) {
-  asm volatile("bar.arrive %0, %1;" ::"n"(Id), "r"(threads) : "memory");
-}
-
 // ---- clusters ----
 
 __device__ __forceinline__ uint32_t cluster_rank() {

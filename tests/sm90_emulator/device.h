@@ -77,7 +77,6 @@ inline float __uint_as_float(uint32_t v) { return emulator::bits_as<float>(v); }
 inline float __int_as_float(int v) { return emulator::bits_as<float>(v); }
 inline uint32_t __float_as_uint(float v) { return emulator::bits_as<uint32_t>(v); }
 inline int __popc(uint32_t v) { return __builtin_popcount(v); }
-inline int __ffs(int v) { return __builtin_ffs(v); }
 inline int __clz(uint32_t v) { return v ? __builtin_clz(v) : 32; }
 inline uint32_t __umulhi(uint32_t a, uint32_t b) { return uint64_t(a) * b >> 32; }
 inline float __fdividef(float a, float b) { return a / b; }

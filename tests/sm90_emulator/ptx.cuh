@@ -39,10 +39,6 @@ template <int Id>
 void named_barrier(int threads) {
   emulator::named_barrier(Id, threads, true);
 }
-template <int Id>
-void named_barrier_arrive(int threads) {
-  emulator::named_barrier(Id, threads, false);
-}
 
 // ---- clusters ----
 
