@@ -19,6 +19,7 @@
 namespace fp4::sm90 {
 
 constexpr uint32_t kBf16Fields = 0x81C081C0, kLeftOfLower = 0x06030603;
+constexpr int kLowestField = 6;  // bit
 
 // The bits of kLeftOfLower of the first, the others of the second: one instruction, which the compiler, with
 // a constant for either, does not find.
@@ -98,8 +99,10 @@ struct Bf16Words {
   }
 
  private:
+  // A rotation, but where no field goes over the word's end a shift, which can be a multiplication: that is
+  // another pipe, and those of the logic are what is busy.
   static __host__ __device__ __forceinline__ uint32_t field(uint32_t word, int left) {
-    return rotated_left(word, left) & kBf16Fields;
+    return (left <= kLowestField ? word << left : rotated_left(word, left)) & kBf16Fields;
   }
 };
 
