@@ -89,7 +89,7 @@ void decode_product(const uint8_t* codes, const uint8_t* scales, const uint16_t*
           const int bytes = sizeof(typename Words::ScaleBytes);
           memcpy(&four, scales + (step - j % 2) * Words::kStepScales + Words::scales_at(lane), bytes);
           if (j % Words::kScaleSteps == 0)
-            scale = Words::decode_scales(Words::without_flags(four) >> (16 * (j % 2)));
+            scale = words.decode_scales(Words::without_flags(four) >> (16 * (j % 2)));
           uint32_t a[4][4];
           const int slot = Words::Layout::slot(lane / 4, lane % 4);
           words.dequantize(load<uint4>(codes + step * kStepCodes + slot * 16), scale, a);

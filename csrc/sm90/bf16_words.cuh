@@ -15,6 +15,7 @@
 #include "../common/sm90_layout.h"
 #include "bytes.cuh"
 #include "types.cuh"
+#include "warp.cuh"
 
 namespace fp4::sm90 {
 
@@ -62,12 +63,12 @@ struct Bf16Words {
 
   // Their bytes, {exponent + 10: 5 bits, mantissa: 3}, are those from kFirst on.
   template <int kFirst = 0>
-  static __host__ __device__ __forceinline__ Scales decode_scales(uint32_t bytes) {
+  __host__ __device__ __forceinline__ Scales decode_scales(uint32_t bytes) const {
     constexpr uint32_t kSecond = kFirst + (kScaleBlock == 16 ? 2 : 0);  // of the even row
     constexpr uint32_t kEven = 0x4040 | kSecond << 8 | kFirst;          // each under a zero
     // A byte x 16 is a bf16's exponent and mantissa; the sum makes the factor of 2^119.
-    const uint32_t even = permute_bytes(bytes, 0, kEven) * 16 + 0x76007600,
-                   odd = permute_bytes(bytes, 0, kEven + 0x0101) * 16 + 0x76007600;
+    const uint32_t even = permute_bytes(bytes, 0, kEven) * sixteen_ + 0x76007600,
+                   odd = permute_bytes(bytes, 0, kEven + 0x0101) * sixteen_ + 0x76007600;
     return {{reinterpret_cast<const Pair&>(even), reinterpret_cast<const Pair&>(odd)}};
   }
 
@@ -98,7 +99,12 @@ struct Bf16Words {
     dequantize(codes.z, codes.w, scales, reinterpret_cast<uint32_t (&)[2][4]>(a[2]));
   }
 
+  // The compiler shifts by a constant.
+  __device__ __forceinline__ void keep_constants(int lane) { sixteen_ = kept_constant(16, lane); }
+
  private:
+  uint32_t sixteen_ = 16;
+
   // A rotation, but where no field goes over the word's end a shift, which can be a multiplication: that is
   // another pipe, and those of the logic are what is busy.
   static __host__ __device__ __forceinline__ uint32_t field(uint32_t word, int left) {

@@ -245,7 +245,7 @@ __device__ __forceinline__ void compute(const DecodeParams& p, DecodeShared& sh,
 #pragma unroll
       for (int j = 0; j < kSliceSteps; ++j) {
         if (j % 2 == 0) scales[j / 2] = Words::without_flags(scales[j / 2]);
-        if (j % Words::kScaleSteps == 0) scale = Words::decode_scales(scales[j / 2] >> (16 * (j % 2)));
+        if (j % Words::kScaleSteps == 0) scale = words.decode_scales(scales[j / 2] >> (16 * (j % 2)));
         uint32_t a[4][4];
         words.dequantize(codes[j], scale, a);
         fetch(j);

@@ -38,13 +38,13 @@ class Bf16Weights {
   using Scales = std::conditional_t<kScaleBlock == 16, uint4, uint2>;
 
   template <int Half>
-  static __host__ __device__ __forceinline__ Prepared decode(const Scales& scales) {
+  static __host__ __device__ __forceinline__ Prepared decode(const Scales& scales, const Words& words = {}) {
     if constexpr (kScaleBlock == 16) {
-      return {{Words::decode_scales(Half == 0 ? scales.x : scales.z),
-               Words::decode_scales(Half == 0 ? scales.y : scales.w)}};
+      return {{words.decode_scales(Half == 0 ? scales.x : scales.z),
+               words.decode_scales(Half == 0 ? scales.y : scales.w)}};
     } else {
       const uint32_t half = Half == 0 ? scales.x : scales.y;
-      return {{Words::template decode_scales<0>(half), Words::template decode_scales<2>(half)}};
+      return {{words.template decode_scales<0>(half), words.template decode_scales<2>(half)}};
     }
   }
 
@@ -53,6 +53,7 @@ class Bf16Weights {
 #pragma unroll
     for (int i = 0; i < 2; ++i) lane_words_[i] = kept_address(codes + word_at(lane, i), lane);
     lane_scales_ = kept_address(scales + scales_at(lane), lane);
+    words_.keep_constants(lane);
   }
 
   __device__ __forceinline__ void load(uint32_t codes_offset, uint32_t scales_offset) {
@@ -63,19 +64,19 @@ class Bf16Weights {
     }
 #pragma unroll
     for (int i = 0; i < 4; ++i)
-      words_[i] = load_shared_8(lane_words_[i % 2] + codes_offset + kSlots * (i / 2));
+      codes_[i] = load_shared_8(lane_words_[i % 2] + codes_offset + kSlots * (i / 2));
   }
 
   template <int Half>
   __device__ __forceinline__ Prepared prepare() const {
-    return decode<Half>(scales_);
+    return decode<Half>(scales_, words_);
   }
 
   template <int Half>
   __device__ __forceinline__ void finish(const Prepared& scales, Fragments& fragments) const {
 #pragma unroll
     for (int i = 0; i < 2; ++i) {
-      const uint2& word = words_[2 * Half + i];
+      const uint2& word = codes_[2 * Half + i];
       Words::dequantize(word.x, word.y, scales.pair[i],
                         reinterpret_cast<uint32_t (&)[2][4]>(fragments[8 * i]));
     }
@@ -86,8 +87,9 @@ class Bf16Weights {
   static constexpr int kSlots = 16 * (Sm90Bf16::slot(0, 2) - Sm90Bf16::slot(0, 0));
 
   uint32_t lane_words_[2], lane_scales_;
-  uint2 words_[4];
+  uint2 codes_[4];
   Scales scales_;
+  Words words_;
 };
 
 }  // namespace fp4::sm90

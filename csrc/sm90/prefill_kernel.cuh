@@ -305,28 +305,33 @@ class PrefillBlock {
     weights_.load(ring_.slot * Config::CodeBytes, ring_.slot * Config::ScaleBytes);
   }
 
-  // Starts the products of a half step (64 K), each with one instruction for the first 256 tokens and one for
-  // the rest.
+  // A descriptor is added to as 64 bits: of halves put together, ptxas moves the upper one into its register
+  // before each product.
+  template <int Tokens>
+  static __device__ __forceinline__ void issue_products(float* sums,
+                                                        const typename Config::Weights::Fragments& fragments,
+                                                        uint32_t x, int keep) {
+    uint64_t descriptor = swizzled_descriptor(x);
+#pragma unroll
+    for (int i = 0; i < Config::Weights::kInstructions; ++i, descriptor += kDescriptorStep) {
+      Config::template Mma<Tokens>::run(sums, fragments + 4 * i, descriptor, i == 0 ? keep : 1);
+    }
+  }
+
+  // Starts the products of a half step (64 K), first those of the first 256 tokens.
   template <int Tokens, int Half>
   __device__ __forceinline__ void issue_half(Sums& sums, int keep) {
     constexpr int kFirst = Tokens < kMmaTokens ? Tokens : kMmaTokens;
     constexpr int kRestOffset = kMmaTokens * kXRowBytes / 16;
     constexpr int kHalfOffset = Config::XTiles == 1 ? kXRowBytes / 2 : Config::XTileBytes;
-    uint32_t x = swizzled_base(smem_address(shared_.x)) +
-                 static_cast<uint32_t>(ring_.slot) * (Config::XBytes / 16) + Half * kHalfOffset / 16;
+    const uint32_t x = swizzled_base(smem_address(shared_.x)) +
+                       static_cast<uint32_t>(ring_.slot) * (Config::XBytes / 16) + Half * kHalfOffset / 16;
 #pragma unroll
     for (uint32_t& fragment : fragments_[Half]) pin(fragment);  // all before the first starts
     wgmma_fence();
-#pragma unroll
-    for (int i = 0; i < Config::Weights::kInstructions; ++i) {
-      const uint32_t* fragment = fragments_[Half] + 4 * i;
-      uint32_t x_i = x + i * kDescriptorStep;
-      int keep_i = i == 0 ? keep : 1;
-      Config::template Mma<kFirst>::run(sums, fragment, swizzled_descriptor(x_i), keep_i);
-      if constexpr (Tokens > kFirst) {
-        Config::template Mma<Tokens - kFirst>::run(sums + kFirst / 2, fragment,
-                                                   swizzled_descriptor(x_i + kRestOffset), keep_i);
-      }
+    issue_products<kFirst>(sums, fragments_[Half], x, keep);
+    if constexpr (Tokens > kFirst) {
+      issue_products<Tokens - kFirst>(sums + kFirst / 2, fragments_[Half], x + kRestOffset, keep);
     }
     wgmma_commit();
   }
