@@ -18,7 +18,7 @@ using Middle = WidthList<192, 176, 160, 144, 128, 112, 96>;
 using Narrow = WidthList<80, 64, 48, 32>;
 using NarrowPair = WidthList<80, 64>;
 using Small = WidthList<64, 48, 32>;
-using Few = WidthList<32, 16>;
+using Few = WidthList<32, 24, 16>;
 using Any = WidthList<128, 96, 64, 32, 16>;
 
 // PrefillConfig<weights, warpgroups, widths, cluster, stages>. The last is for so few weights that

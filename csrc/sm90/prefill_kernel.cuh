@@ -136,9 +136,10 @@ class PrefillBlock {
  private:
   using Walk = TileWalk<typename Config::Widths, Config::Cluster>;
   using Sums = float[Config::MaxTokens / 2];
-  // Sums and both halves' fragments take more than half of a consumer's.
+  // Sums, the first half's fragments and, of each width's loop, the second's take most of a consumer's.
   static constexpr bool kFewRegisters =
-      Config::MaxTokens / 2 + 8 * Config::Weights::kInstructions > Config::ConsumerRegisters / 2;
+      10 * (Config::MaxTokens / 2 + 4 * Config::Weights::kInstructions * (1 + Config::Widths::kCount)) >
+      7 * Config::ConsumerRegisters;
 
   // ---- producers ----
 

@@ -99,7 +99,7 @@ struct TokenTiles {
 // The widths a token tile can have, in falling order.
 template <int Most, int... Others>
 struct WidthList {
-  static constexpr int kMost = Most;
+  static constexpr int kMost = Most, kCount = 1 + sizeof...(Others);
 
   // The least of them that holds `rows`.
   static __host__ __device__ __forceinline__ int round_up(int rows) {

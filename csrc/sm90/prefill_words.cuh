@@ -18,8 +18,8 @@ using Broad = WidthList<144, 128, 112, 96>;
 using Middle = WidthList<96, 80, 64>;
 using Small = WidthList<64, 48, 32>;
 using Pair = WidthList<64, 32>;
-using NarrowPair = WidthList<48, 32>;
-using Few = WidthList<32, 16>;
+using NarrowPair = WidthList<48, 40, 32>;
+using Few = WidthList<32, 24, 16>;
 using Any = WidthList<128, 96, 64, 32, 16>;
 
 // PrefillConfig<weights, warpgroups, widths, cluster, stages>. The last is for so few weights that

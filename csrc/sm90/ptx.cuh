@@ -318,18 +318,19 @@ __device__ __forceinline__ void wgmma_wait() {
 template <Element kElement, int Tokens>
 struct Wgmma;
 
-// The operand lists of wgmma, 8 accumulators (16 tokens) at a time.
-#define FP4_D8(i)                                                                             \
-  "+f"(d[i]), "+f"(d[i + 1]), "+f"(d[i + 2]), "+f"(d[i + 3]), "+f"(d[i + 4]), "+f"(d[i + 5]), \
-      "+f"(d[i + 6]), "+f"(d[i + 7])
+// The operand lists of wgmma, four accumulators (eight tokens) or more at a time.
+#define FP4_D4(i) "+f"(d[i]), "+f"(d[i + 1]), "+f"(d[i + 2]), "+f"(d[i + 3])
+#define FP4_D8(i) FP4_D4(i), FP4_D4(i + 4)
 #define FP4_D16(i) FP4_D8(i), FP4_D8(i + 8)
 #define FP4_D32(i) FP4_D16(i), FP4_D16(i + 16)
 #define FP4_D64(i) FP4_D32(i), FP4_D32(i + 32)
 #define FP4_D128(i) FP4_D64(i), FP4_D64(i + 64)
 
 #define FP4_S8 "%0,%1,%2,%3,%4,%5,%6,%7"
-#define FP4_S16 FP4_S8 ",%8,%9,%10,%11,%12,%13,%14,%15"
-#define FP4_S24 FP4_S16 ",%16,%17,%18,%19,%20,%21,%22,%23"
+#define FP4_S12 FP4_S8 ",%8,%9,%10,%11"
+#define FP4_S16 FP4_S12 ",%12,%13,%14,%15"
+#define FP4_S20 FP4_S16 ",%16,%17,%18,%19"
+#define FP4_S24 FP4_S20 ",%20,%21,%22,%23"
 #define FP4_S32 FP4_S24 ",%24,%25,%26,%27,%28,%29,%30,%31"
 #define FP4_S40 FP4_S32 ",%32,%33,%34,%35,%36,%37,%38,%39"
 #define FP4_S48 FP4_S40 ",%40,%41,%42,%43,%44,%45,%46,%47"
@@ -363,7 +364,9 @@ struct Wgmma;
 
 #define FP4_UNPACK(...) __VA_ARGS__
 FP4_WGMMA(16, FP4_S8, (FP4_D8(0)), 8, 9, 10, 11, 12, 13)
+FP4_WGMMA(24, FP4_S12, (FP4_D8(0), FP4_D4(8)), 12, 13, 14, 15, 16, 17)
 FP4_WGMMA(32, FP4_S16, (FP4_D16(0)), 16, 17, 18, 19, 20, 21)
+FP4_WGMMA(40, FP4_S20, (FP4_D16(0), FP4_D4(16)), 20, 21, 22, 23, 24, 25)
 FP4_WGMMA(48, FP4_S24, (FP4_D16(0), FP4_D8(16)), 24, 25, 26, 27, 28, 29)
 FP4_WGMMA(64, FP4_S32, (FP4_D32(0)), 32, 33, 34, 35, 36, 37)
 FP4_WGMMA(80, FP4_S40, (FP4_D32(0), FP4_D8(32)), 40, 41, 42, 43, 44, 45)
