@@ -99,14 +99,14 @@ struct Bf16Words {
     dequantize(codes.z, codes.w, scales, reinterpret_cast<uint32_t (&)[2][4]>(a[2]));
   }
 
-  // The compiler shifts by a constant.
+  // Scales, too, are multiplied into place: by a constant the compiler would shift.
   __device__ __forceinline__ void keep_constants(int lane) { sixteen_ = kept_constant(16, lane); }
 
  private:
   uint32_t sixteen_ = 16;
 
-  // A rotation, but where no field goes over the word's end a shift, which can be a multiplication: that is
-  // another pipe, and those of the logic are what is busy.
+  // A rotation, but where no field goes over the word's end a shift, which can be a multiplication: that has
+  // a pipe of its own, and the one of the logic is what is busy (h200_counters.txt).
   static __host__ __device__ __forceinline__ uint32_t field(uint32_t word, int left) {
     return (left <= kLowestField ? word << left : rotated_left(word, left)) & kBf16Fields;
   }

@@ -15,7 +15,7 @@ namespace fp4::sm90 {
 constexpr int kStepK = 128;       // K of a stage
 constexpr int kTileRows = 16;     // weight rows of one tile of the layout
 constexpr int kTileCodes = 1024;  // bytes of codes of a tile in one step
-constexpr int kTokenStep = 16;    // tokens come in multiples of this
+constexpr int kTokenStep = 16;    // X is copied in multiples of so many rows
 constexpr int kXBoxes = 5;        // a copy of X brings 16, 32, 64, 128 or 256 rows
 constexpr int kWarpgroup = 128;
 constexpr int kMmaRows = 64;     // weight rows of a wgmma
