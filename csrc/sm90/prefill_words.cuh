@@ -8,7 +8,7 @@
 namespace fp4::sm90 {
 
 constexpr Cost kOneWarpgroup = {330, 2.6, 4.7, 1000, 9}, kPair = {600, 5, 8.75, 1000, 9},
-               kTwoWarpgroups = {600, 5, 9.0, 1000, 9}, kThreeBroad = {760, 7, 13.5, 1500, 12},
+               kTwoWarpgroups = {600, 5, 9.1, 1300, 6.5}, kThreeBroad = {760, 7, 13.8, 1000, 7},
                kThreeMiddle = {720, 7, 13.0, 1000, 12}, kThreeWarpgroups = {650, 7, 13.0, 1000, 12},
                kFourBroad = {950, 9, 17.0, 1000, 16}, kFourWarpgroups = {800, 9, 17.0, 1000, 16};
 
