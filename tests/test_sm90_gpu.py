@@ -277,11 +277,11 @@ def test_every_16_bit_prefill_candidate(shape, dtype, layout, config, format):
 @pytest.mark.parametrize("dtype, config", CANDIDATES)
 def test_gates_of_every_prefill_candidate(dtype, config, gate, format):
     """Contiguous and masked, token tiles of every width, the last columns, empty experts, rows of none."""
-    groups, n, k = 18, 320, 384
+    counts = [0, 1, 9, 23, 24, 31, 39, 40, 64, 65, 120, 129, 170, 190, 193, 265, 285, 600]
+    groups, n, k = len(counts), 320, 384
+    counts = torch.tensor(counts, device="cuda")[torch.randperm(groups)]
     w = Weights(groups, n, k, format=format, exact_scales=True, layout=layout_for(dtype))
     weight = w.of_kernels(bias := torch.randn(groups, n, device="cuda"))
-    counts = [0, 1, 9, 23, 24, 31, 39, 40, 64, 65, 120, 129, 170, 190, 193, 265, 285, 600]
-    counts = torch.tensor(counts, device="cuda")[torch.randperm(groups)]
     m = int(counts.sum()) + 5
     ids = torch.repeat_interleave(torch.arange(groups, device="cuda"), counts)
     ids = torch.cat([ids, ids.new_full((5,), -1)])

@@ -38,7 +38,7 @@ __host__ __device__ __forceinline__ uint32_t rotated_left(uint32_t word, int lef
 #ifdef __CUDA_ARCH__
   return __funnelshift_l(word, word, left);
 #else
-  return left == 0 ? word : word << left | word >> (32 - left);
+  return word << left | word >> (32 - left);
 #endif
 }
 
