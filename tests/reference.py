@@ -361,20 +361,31 @@ def quantized(x: Tensor, a_format: str) -> Tensor:
 
 
 def moe(
-    x, ids, weights, w13, w2, w13_bias=None, w2_bias=None, *, activation="silu", a_format="none"
-) -> Tensor:
-    """out[t] = sum_j weights[t, j] * (w2[e] act(w13[e] x[t] + b13[e]) + b2[e]), e = ids[t, j]."""
+    x, ids, weights, w13, w2, w13_bias=None, w2_bias=None, *, activation="silu", a_format="none",
+    between=None, gated=False,
+) -> Tensor:  # fmt: skip
+    """out[t] = sum_j weights[t, j] * (w2[e] act(w13[e] x[t] + b13[e]) + b2[e]), e = ids[t, j].
+
+    between: the type in which the first product is stored, if that rounds it; gated: after the activation.
+    """
     out = x.new_zeros(x.shape[0], w2.shape[1], dtype=F64)
-    for j, h in enumerate(moe_hidden(x, ids, w13, w13_bias, activation, a_format)):
+    for j, h in enumerate(moe_hidden(x, ids, w13, w13_bias, activation, a_format, between, gated)):
         h = quantized(h, a_format)
         out += weights[:, j, None].to(F64) * indexed_mm(h, w2, ids[:, j], w2_bias)
     return out
 
 
-def moe_hidden(x, ids, w13, w13_bias, activation, a_format) -> list[Tensor]:
+def moe_hidden(
+    x, ids, w13, w13_bias, activation, a_format, between: torch.dtype | None = None, gated: bool = False
+) -> list[Tensor]:
     """Of each column of ids: what lies between the products, before it is quantised."""
     a = quantized(x, a_format)
-    return [activate(indexed_mm(a, w13, e, w13_bias), activation) for e in ids.unbind(1)]
+
+    def stored(v: Tensor, here: bool) -> Tensor:
+        return v.to(between).to(F64) if here and between is not None else v
+
+    products = [stored(indexed_mm(a, w13, e, w13_bias), not gated) for e in ids.unbind(1)]
+    return [stored(activate(product, activation), gated) for product in products]
 
 
 def moe_between_codes(
