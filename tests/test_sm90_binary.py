@@ -216,6 +216,8 @@ def test_tiles_are_claimed_where_that_fills_the_last_wave_in_time():
 
     assert claimed(128, 4096, 1536, 2048) and claimed(32, 512, 4096, 7168)
     assert claimed(128, 64, 1536, 2048, routing=decode.Routing.MASKED)
+    assert claimed(32, 128, 7168, 2048)  # 6.6 waves, but memory is the bound
+    assert not claimed(32, 32, 4096, 7168)  # 2.4
     assert not claimed(128, 4096, 2048, 768)  # tiles that take as long as claiming one
     assert not claimed(8, 1024, 28672, 4096)  # nine waves and a tenth of one: shared
     assert not claimed(8, 8192, 28672, 4096)  # pairs of blocks

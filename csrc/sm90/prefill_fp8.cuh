@@ -12,7 +12,9 @@ constexpr Cost kOneWarpgroup = {345, 1.8, 2.4, 1000, 9}, kPair = {505, 2.85, 3.5
                kTwoWarpgroups = {480, 2.95, 5.05, 1230, 8.3}, kThreeMiddle = {710, 3.5, 6.35, 2220, 4.3},
                kThreeWarpgroups = {685, 5.75, 9.8, 590, 3.7}, kFourWarpgroups = {770, 5.5, 18.5, 1500, 7.3};
 
-// Shared memory limits the number of stages.
+// Shared memory limits the number of stages. For few tokens it has room for more than kEnoughStages: but then
+// memory's queues are long, multiprocessors get less equal shares of it, and end apart.
+constexpr int kEnoughStages = 6;
 using Wide = WidthList<288, 272, 256, 240, 224, 208, 192, 160, 128, 96, 64>;
 using Middle = WidthList<192, 176, 160, 144, 128, 112, 96>;
 using Narrow = WidthList<80, 64, 48, 32>;
@@ -23,24 +25,24 @@ using Any = WidthList<128, 96, 64, 32, 16>;
 
 // PrefillConfig<weights, warpgroups, widths, cluster, stages>. The last is for so few weights that
 // tiles of more rows would leave multiprocessors idle.
-template <class Weights, int kSmallStages = 7>
+template <class Weights, int kNarrowStages = 8>
 constexpr Candidate kFp8Candidates[] = {
     candidate<PrefillConfig<Weights, 2, Wide, 2, 4>>("rows 128, tokens 288, cluster 2", kPair),
     candidate<PrefillConfig<Weights, 2, Wide, 1, 4>>("rows 128, tokens 288, cluster 1", kTwoWarpgroups),
     candidate<PrefillConfig<Weights, 3, Middle, 1, 5>>("rows 192, tokens 192, cluster 1", kThreeMiddle),
-    candidate<PrefillConfig<Weights, 3, Narrow, 1, kSmallStages + 1>>("rows 192, tokens 80, cluster 1",
-                                                                      kThreeWarpgroups),
+    candidate<PrefillConfig<Weights, 3, Narrow, 1, kNarrowStages>>("rows 192, tokens 80, cluster 1",
+                                                                   kThreeWarpgroups),
     candidate<PrefillConfig<Weights, 4, NarrowPair, 1, 6>>("rows 256, tokens 80, cluster 1", kFourWarpgroups),
-    candidate<PrefillConfig<Weights, 4, Small, 1, kSmallStages>>("rows 256, tokens 64, cluster 1",
-                                                                 kFourWarpgroups),
-    candidate<PrefillConfig<Weights, 4, Few, 1, kSmallStages + 1>>("rows 256, tokens 32, cluster 1",
-                                                                   kFourWarpgroups),
+    candidate<PrefillConfig<Weights, 4, Small, 1, kEnoughStages>>("rows 256, tokens 64, cluster 1",
+                                                                  kFourWarpgroups),
+    candidate<PrefillConfig<Weights, 4, Few, 1, kEnoughStages>>("rows 256, tokens 32, cluster 1",
+                                                                kFourWarpgroups),
     candidate<PrefillConfig<Weights, 1, Any, 1, 9>>("rows 64, tokens 128, cluster 1", kOneWarpgroup),
 };
 
-template <class Weights, int kSmallStages = 7>
+template <class Weights, int kNarrowStages = 8>
 Candidates fp8_candidates() {
-  return {kFp8Candidates<Weights, kSmallStages>, std::size(kFp8Candidates<Weights, kSmallStages>)};
+  return {kFp8Candidates<Weights, kNarrowStages>, std::size(kFp8Candidates<Weights, kNarrowStages>)};
 }
 
 }  // namespace fp4::sm90

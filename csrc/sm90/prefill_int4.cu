@@ -11,6 +11,6 @@ namespace fp4::sm90 {
 // Of groups of 128, 64, 32 they have the same names and costs; scales of 32 take the room of a stage.
 Candidates int4_candidates() { return fp8_candidates<Int4Weights<128>>(); }
 Candidates int4_g64_candidates() { return fp8_candidates<Int4Weights<64>>(); }
-Candidates int4_g32_candidates() { return fp8_candidates<Int4Weights<32>, 6>(); }
+Candidates int4_g32_candidates() { return fp8_candidates<Int4Weights<32>, 7>(); }
 
 }  // namespace fp4::sm90
