@@ -40,6 +40,7 @@ constexpr int kOwnChunks = 8;  // up to so many, every block of place_kernel cou
 __global__ void __launch_bounds__(kRouteThreads)
     place_kernel(const void* ids, bool wide, int rows, int groups, const int* counts, int* offs,
                  int* sorted_rows, int* position) {
+  release_next_kernel();
   FP4_DYNAMIC_SHARED(int, 4, shared);
   const int bins = groups + 1;
   int* start = shared;        // [bins]: first position in this chunk; before, ids of earlier chunks

@@ -132,8 +132,11 @@ __device__ __forceinline__ void to_words(const float (&v)[kRowValues], float up,
 template <typename T, bool kGated, Form kForm, int kLanes, int kBlocks>
 __global__ void __launch_bounds__(kLanes ? kRowThreads : 32 * kMaxRowWarps,
                                   kLanes ? blocks_resident(kBlocks) : 1) row_kernel(const Rows p) {
-  release_next_kernel();
-  wait_previous_kernel();
+  // The kernel before makes x; or positions, and x may be fetched beside it.
+  if (p.position == nullptr) {
+    release_next_kernel();
+    wait_previous_kernel();
+  }
   const int lanes = kLanes ? kLanes : blockDim.x, lane = threadIdx.x % lanes;
   const int row = kLanes ? blockIdx.x * (kRowThreads / lanes) + threadIdx.x / lanes : blockIdx.x;
   // Whole warps only: their lanes exchange values below.
@@ -147,6 +150,10 @@ __global__ void __launch_bounds__(kLanes ? kRowThreads : 32 * kMaxRowWarps,
 #pragma unroll
   for (int i = 0; i < kBlocks; ++i) {
     raw[i].load(x, p.interleaved, p.width, (i * lanes + lane) * kRowValues);
+  }
+  if (p.position != nullptr) {
+    wait_previous_kernel();
+    release_next_kernel();  // which reads routing without waiting for this kernel
   }
   // Where the copies go, one a lane; -1: nowhere.
   constexpr int kShare = kLanes == 16 ? 16 : 32;
@@ -257,7 +264,8 @@ using namespace fp4::sm90;
 // Rows of x (16-bit, aligned to 16 bytes, `width` columns, a multiple of 16; 2 * width if gated) to `out` in
 // `form`: x's type [.., width]; or e4m3 or fp16 [.., padded] with scale [..]. Row r of x becomes the `copies`
 // rows position[r, ..] of out, or row r (position null, copies 1). Rows of out from *end on (end not null)
-// may be left unwritten. dependent: starts while the kernel before it may still run.
+// may be left unwritten. dependent: starts while the kernel before it may still run, which makes x, or if
+// there is position, that and *end at most.
 extern "C" int fp4_sm90_rows(const void* x, DType x_type, int count, const int* position, int copies,
                              const int* end, Act act, float alpha, float limit, float up_offset,
                              int interleaved, int width, int padded, Form form, void* out, float* scale,

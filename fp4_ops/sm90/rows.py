@@ -84,7 +84,8 @@ def quantize_fp8(
 
     With `gate`, gate(x [M, 2 K]). With `position` (int32 [M * copies], a permutation), row r of x becomes the
     rows position[r * copies ..] of the result. Rows of the result from end[0] on may be left unwritten.
-    `dependent`: the kernel is launched while the one that makes x may still run, and waits for it.
+    `dependent`: the kernel is launched while the one before it may still run, and waits for it; with
+    `position`, which that one makes, x must have been there before it began.
     """
     out, scale = _rows(FP8, torch.float8_e4m3fn, x, gate, position, end, dependent)
     assert scale is not None
