@@ -208,7 +208,7 @@ inline Encode driver_encode() {
   return encode;
 }
 
-// Without promotion in L2, by which weights would arrive 4 to 7 % more slowly (h200_counters.txt).
+// Without promotion in L2, by which weights would arrive 4 to 7 % more slowly (h200_memory.txt).
 inline bool encode_map(CUtensorMap* map, CUtensorMapDataType type, int rank, void* base,
                        const cuuint64_t* sizes, const cuuint64_t* strides, const cuuint32_t* box,
                        CUtensorMapSwizzle swizzle) {
