@@ -226,7 +226,7 @@ inline bool encode_matrix(CUtensorMap* map, CUtensorMapDataType type, int elemen
   return encode_map(map, type, 2, const_cast<void*>(base), sizes, strides, box, swizzle);
 }
 
-// The rows appear twice, so that a copy can end at any row: see PrefillBlock::store_boxes.
+// The rows appear twice, so that a copy can end at any row: see TileStore::store_boxes.
 inline bool encode_output(CUtensorMap* map, DType type, bool gated, void* out, uint64_t n, uint64_t rows,
                           uint32_t store_tokens) {
   if (type == DType::kFloat32) return true;  // stored without copies

@@ -13,20 +13,16 @@
 //   consumers            64 rows of weights each, all tokens of the tile. Each step of 128 K is two half
 //                        steps with their own fragments: while one half's products run, the other half is
 //                        folded. Over the end of a tile the first half of the next is, before the epilogue.
-// Results leave through shared memory by bulk tensor copies that clip at the group's last row (see
-// store_boxes). With Cluster = 2, two blocks take neighbouring weight tiles and each fetches half of X for
-// both. What is more than full waves of tiles is shared out in parts of K (Shares): each part but a tile's
-// first leaves its sums in global memory for the block that has that one.
+// Results leave through shared memory (prefill_store.cuh). With Cluster = 2, two blocks take neighbouring
+// weight tiles and each fetches half of X for both. What is more than full waves of tiles is shared out in
+// parts of K (Shares): each part but a tile's first leaves its sums in global memory for the block that has
+// that one.
 #pragma once
-
-#include <cuda_bf16.h>
-#include <cuda_fp16.h>
-
-#include <type_traits>
 
 #include "launch.cuh"
 #include "prefill_claims.cuh"
 #include "prefill_config.cuh"
+#include "prefill_store.cuh"
 
 namespace fp4::sm90 {
 
@@ -39,7 +35,11 @@ class PrefillBlock {
   using Shared = SharedStorage<Config>;
 
   __device__ PrefillBlock(Shared& shared, const Problem& problem, const Maps& maps)
-      : shared_(shared), problem_(problem), maps_(maps), rank_(Config::Cluster > 1 ? cluster_rank() : 0) {}
+      : shared_(shared),
+        problem_(problem),
+        maps_(maps),
+        store_(shared, problem, maps),
+        rank_(Config::Cluster > 1 ? cluster_rank() : 0) {}
 
   __device__ void init_barriers() {
     for (int i = 0; i < Config::Stages; ++i) {
@@ -125,7 +125,7 @@ class PrefillBlock {
       } else {
         add_sums(sums, info);
         barrier_wait(smem_address(&shared_.factors_full[at.slot]), at.round);
-        store_tile(sums, info, at.slot);
+        store_.store(sums, info, at.slot);
       }
       barrier_arrive_warp(smem_address(&shared_.info_empty[at.slot]));
       tile = next;
@@ -445,161 +445,16 @@ class PrefillBlock {
     }
   }
 
-  __device__ __forceinline__ void store_tile(Sums& sums, const TileInfo& tile, int slot) {
-    const float* token_scale = shared_.token_scale[slot];
-    int row = threadIdx.x / 4 * 2;  // and the next
-    float2 bias = *reinterpret_cast<const float2*>(shared_.bias[slot] + row);
-    int column = tile.column + threadIdx.x / kWarpgroup * kMmaRows;
-    if (column < problem_.n) {
-      switch (problem_.out_type) {
-        case DType::kFloat32:
-          if constexpr (!kGated) store_float32(sums, tile, token_scale, bias, tile.column + row);
-          break;
-        case DType::kBFloat16:
-          store_rows<__nv_bfloat162>(sums, tile, token_scale, bias, column);
-          break;
-        default:
-          store_rows<__half2>(sums, tile, token_scale, bias, column);
-      }
-    }
-  }
-
-  template <class Pair>
-  __device__ __forceinline__ void store_rows(const float* sums, const TileInfo& tile,
-                                             const float* token_scale, float2 bias, int column) {
-    if constexpr (!kGated) {
-      store_halves<Pair>(sums, tile, token_scale, bias, column);
-    } else if (problem_.gate.limit > 0.0f) {
-      store_gated<Pair, true>(sums, tile, token_scale, bias, column / 2);
-    } else {
-      store_gated<Pair, false>(sums, tile, token_scale, bias, column / 2);
-    }
-  }
-
-  // All tokens x 64 weight rows of 16-bit results, StoreTokens tokens at a time.
-  template <class Pair>
-  __device__ __forceinline__ void store_halves(const float* sums, const TileInfo& tile,
-                                               const float* token_scale, float2 bias, int column) {
-    int warp = threadIdx.x / kWarp % 4, lane = threadIdx.x % kWarp, g = lane / 4, t = lane % 4;
-    // Token 8 j + 2 t + e, weight rows 16 warp + 2 g and the next; 16-byte pieces swizzled by the token.
-    int piece = 2 * warp + g / 4;
-    int even = 2 * t * 128 + ((piece ^ (2 * t)) * 16) + g % 4 * 4;
-    int odd = (2 * t + 1) * 128 + ((piece ^ (2 * t + 1)) * 16) + g % 4 * 4;
-    store_boxes<Config::StoreTokens>(
-        tile, column, token_scale, [&](int token, const float2(&scale)[kEights], uint8_t* rows) {
-#pragma unroll
-          for (int j = 0; j < kEights; ++j) {
-            const float* d = sums + token / 2 + 4 * j;
-            float2 one = make_float2(d[0] * scale[j].x + bias.x, d[2] * scale[j].x + bias.y);
-            float2 two = make_float2(d[1] * scale[j].y + bias.x, d[3] * scale[j].y + bias.y);
-            *reinterpret_cast<uint32_t*>(rows + j * 1024 + even) = round_pair<Pair>(one);
-            *reinterpret_cast<uint32_t*>(rows + j * 1024 + odd) = round_pair<Pair>(two);
-          }
-        });
-  }
-
-  // The same for a gated activation, whose gate and up are two rows of one lane: 32 columns, and so twice as
-  // many tokens at a time.
-  template <class Pair, bool kLimited>
-  __device__ __forceinline__ void store_gated(const float* sums, const TileInfo& tile,
-                                              const float* token_scale, float2 bias, int column) {
-    int warp = threadIdx.x / kWarp % 4, lane = threadIdx.x % kWarp, g = lane / 4, t = lane % 4;
-    // Token 8 j + 2 t + e, column 8 warp + g; 16-byte pieces swizzled by t.
-    int place = 2 * t * 64 + (warp ^ t) * 16 + g * 2;
-    store_boxes<2 * Config::StoreTokens>(
-        tile, column, token_scale, [&](int token, const float2(&scale)[kEights], uint8_t* rows) {
-          float2 gate[kEights], up[kEights];
-#pragma unroll
-          for (int j = 0; j < kEights; ++j) {
-            const float* d = sums + token / 2 + 4 * j;
-            gate[j] = make_float2(d[0] * scale[j].x + bias.x, d[1] * scale[j].y + bias.x);
-            up[j] = make_float2(d[2] * scale[j].x + bias.y, d[3] * scale[j].y + bias.y);
-          }
-          silu_values<kLimited>(problem_.gate, gate, up);
-#pragma unroll
-          for (int j = 0; j < kEights; ++j) {
-            uint32_t pair = round_pair<Pair>(up[j]);
-            *reinterpret_cast<uint16_t*>(rows + j * 512 + place) = static_cast<uint16_t>(pair);
-            *reinterpret_cast<uint16_t*>(rows + j * 512 + place + 64) = static_cast<uint16_t>(pair >> 16);
-          }
-        });
-  }
-
-  static constexpr int kEights = Config::MaxTokens % 32 == 0 ? 4 : 2;  // tokens / 8 that are scaled at a time
-
-  // Puts all tokens of the tile through two buffers of `kTokens` rows. store(token, the scales of this lane's
-  // pairs of tokens, where the row of `token` goes) fills kEights x 8 rows. The map of the output has the
-  // rows twice, as y and z: row r0 + i is (y, z) = (kTokens - count + i, r0 + count), and y ends at kTokens,
-  // so exactly `count` rows are written.
-  template <int kTokens, class Store>
-  __device__ __forceinline__ void store_boxes(const TileInfo& tile, int column, const float* token_scale,
-                                              const Store& store) {
-    constexpr int kBatch = 8 * kEights, kRowBytes = Config::StoreBytes / kTokens;
-    static_assert(kTokens % kBatch == 0 && Config::MaxTokens % kBatch == 0);
-    int warpgroup = threadIdx.x / kWarpgroup;
-    bool leader = threadIdx.x % kWarpgroup == 0;
-#pragma unroll
-    for (int first = 0; first < Config::MaxTokens; first += kTokens) {
-      if (first >= tile.rows) break;
-      uint8_t* buffer = shared_.store[warpgroup][store_buffer_];
-#pragma unroll
-      for (int token = first; token < first + kTokens && token < Config::MaxTokens; token += kBatch) {
-        float2 scales[kEights];  // read before the stores, which the compiler thinks could change them
-#pragma unroll
-        for (int j = 0; j < kEights; ++j) {
-          scales[j] = *reinterpret_cast<const float2*>(token_scale + token + 8 * j + threadIdx.x % 4 * 2);
-        }
-        store(token, scales, buffer + (token - first) * kRowBytes);
-      }
-      fence_async_proxy();
-      if (leader) store_wait_read<0>();  // so that after the barrier the other buffer is free
-      named_barrier(1 + warpgroup, kWarpgroup);
-      if (leader) {
-        int count = min(kTokens, tile.rows - first);
-        store_box(&maps_.out, smem_address(buffer), column, kTokens - count, tile.row + first + count);
-        store_commit();
-      }
-      store_buffer_ ^= 1;
-    }
-  }
-
-  template <class Pair>
-  static __device__ __forceinline__ uint32_t round_pair(float2 values) {
-    Pair pair;
-    if constexpr (std::is_same_v<Pair, __half2>) {
-      pair = __float22half2_rn(values);
-    } else {
-      pair = __float22bfloat162_rn(values);
-    }
-    return *reinterpret_cast<uint32_t*>(&pair);
-  }
-
-  __device__ __forceinline__ void store_float32(const float* sums, const TileInfo& tile,
-                                                const float* token_scale, float2 bias, int column) {
-    int lane = threadIdx.x % kWarp;
-    float* out = static_cast<float*>(problem_.out) + static_cast<int64_t>(tile.row) * problem_.n + column;
-#pragma unroll
-    for (int i = 0; i < Config::MaxTokens / 4; ++i) {  // token 8 j + 2 t + e
-      int token = i / 2 * 8 + lane % 4 * 2 + i % 2;
-      const float* d = sums + i / 2 * 4 + i % 2;
-      if (token < tile.rows) {
-        float scale = token_scale[token];
-        *reinterpret_cast<float2*>(out + static_cast<int64_t>(token) * problem_.n) =
-            make_float2(d[0] * scale + bias.x, d[2] * scale + bias.y);
-      }
-    }
-  }
-
   Shared& shared_;
   const Problem& problem_;
   const Maps& maps_;
+  TileStore<Config, kGated> store_;
   uint32_t rank_;  // among the blocks that share X
   RingPosition<Config::Stages> ring_;
   RingPosition<kInfoSlots> info_;
   int previous_ = 0;  // the stage whose products may still run
   typename Config::Weights weights_;
   typename Config::Weights::Fragments fragments_[2] = {};
-  int store_buffer_ = 0;
 };
 
 template <class Config, bool kGated>
