@@ -120,13 +120,12 @@ class Kernels:
             )
         return x, x.shape[0] if end is None else int(end)
 
-    def follows(self, dependent, position):
-        """What is made by a kernel that may still run is made by the one before."""
-        made_by = ("prefill", "int4") if position is None else ("route",)
-        assert not dependent or self.seen[-1] in made_by
+    def follows(self, dependent, position, *products):
+        """What is made by a kernel that may still run, x or position, is made by the one before."""
+        assert not dependent or self.seen[-1] in (products if position is None else ("route",))
 
     def quantize_fp8(self, x, gate=None, position=None, end=None, *, dependent=False):
-        self.follows(dependent, position)
+        self.follows(dependent, position, "prefill", "int4")
         self.seen.append("quantize")
         assert x.dtype != torch.float32
         values, live = self.taken(x, gate, position, end)
@@ -136,7 +135,7 @@ class Kernels:
         return codes, scale
 
     def to_half(self, x, gate=None, position=None, end=None, *, dependent=False):
-        self.follows(dependent, position)
+        self.follows(dependent, position, "prefill", "int4")
         self.seen.append("half")
         assert x.dtype != torch.float32
         values, live = self.taken(x, gate, position, end)
@@ -155,7 +154,7 @@ class Kernels:
 
     def same(self, x, gate=None, position=None, end=None, *, dependent=False):
         assert gate is not None or position is not None, "nothing to do"
-        self.follows(dependent, position)
+        self.follows(dependent, position, "prefill")
         self.seen.append("same" if gate is None else "gate")
         values, live = self.taken(x, gate, position, end)
         values = values.to(x.dtype)

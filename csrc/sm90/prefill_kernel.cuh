@@ -130,7 +130,7 @@ class PrefillBlock {
       barrier_arrive_warp(smem_address(&shared_.info_empty[at.slot]));
       tile = next;
     }
-    store_wait_read<0>();
+    store_.end();
   }
 
  private:
@@ -246,7 +246,8 @@ class PrefillBlock {
     int64_t first_bias = static_cast<int64_t>(tile.group) * problem_.n + tile.column;
 #pragma unroll 1
     for (int i = lane; i < Config::Rows; i += kWarp) {
-      bias[i] = tile.column + i < problem_.n ? load_bias(first_bias + i) : 0.0f;
+      const bool has_one = problem_.bias != nullptr && tile.column + i < problem_.n;
+      bias[i] = has_one ? load_as_float(problem_.bias, first_bias + i, problem_.bias_type) : 0.0f;
     }
   }
 
@@ -259,18 +260,6 @@ class PrefillBlock {
 
   __device__ int first_column(const Tile& tile) const {
     return (tile.column * Config::Cluster + rank_) * Config::Rows;
-  }
-
-  __device__ float load_bias(int64_t i) const {
-    if (problem_.bias == nullptr) return 0.0f;
-    switch (problem_.bias_type) {
-      case DType::kFloat32:
-        return static_cast<const float*>(problem_.bias)[i];
-      case DType::kBFloat16:
-        return __bfloat162float(static_cast<const __nv_bfloat16*>(problem_.bias)[i]);
-      default:
-        return __half2float(static_cast<const __half*>(problem_.bias)[i]);
-    }
   }
 
   // ---- consumers ----

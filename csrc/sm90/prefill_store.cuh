@@ -41,6 +41,9 @@ class TileStore {
     }
   }
 
+  // Returns when all that was stored has left shared memory.
+  __device__ __forceinline__ void end() const { store_wait_read<0>(); }
+
  private:
   template <class Pair>
   __device__ __forceinline__ void store_rows(const float* sums, const TileInfo& tile,

@@ -1,4 +1,4 @@
-// What every decode launch is given, and how its kernels read numbers and store results.
+// What every decode launch is given, and how its kernels store results.
 #pragma once
 
 #include <cuda_bf16.h>
@@ -53,12 +53,6 @@ inline void set_divisor(uint32_t d, uint32_t& mul, uint32_t& shift) {
 
 // a / b for a below 2^20, with the inverse of b.
 __device__ __forceinline__ int divide_small(int a, float inverse) { return int((float(a) + 0.5f) * inverse); }
-
-__device__ __forceinline__ float load_as_float(const void* p, int64_t i, DType type) {
-  if (type == DType::kBFloat16) return __bfloat162float(static_cast<const __nv_bfloat16*>(p)[i]);
-  if (type == DType::kFloat16) return __half2float(static_cast<const __half*>(p)[i]);
-  return static_cast<const float*>(p)[i];
-}
 
 __device__ __forceinline__ void store_pair(void* p, int64_t i, float a, float b, DType type) {
   if (type == DType::kBFloat16) {

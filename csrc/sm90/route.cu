@@ -118,12 +118,6 @@ __global__ void __launch_bounds__(kRouteThreads)
 
 // --- combine ---
 
-__device__ float read_float(const void* p, DType type, int64_t i) {
-  if (type == DType::kBFloat16) return __bfloat162float(static_cast<const __nv_bfloat16*>(p)[i]);
-  if (type == DType::kFloat16) return __half2float(static_cast<const __half*>(p)[i]);
-  return static_cast<const float*>(p)[i];
-}
-
 // Consecutive columns of any dtype, as they lie in memory: loaded whole, so aligned to their size or 16
 // bytes.
 template <int kColumns>
@@ -220,7 +214,7 @@ __global__ void __launch_bounds__(kMaxCombineThreads, 3) combine_kernel(const Co
     if (slots + lane < p.top_k) {
       const int r = t * p.top_k + slots + lane;
       const int id = read_id(p.ids, p.wide, r, p.groups), at = p.position ? p.position[r] : r;
-      weight = read_float(p.weights, p.weight_type, r);
+      weight = load_as_float(p.weights, r, p.weight_type);
       if (id != p.groups) row = at, expert = id;
     }
     const int end = min(32, p.top_k - slots);

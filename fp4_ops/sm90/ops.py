@@ -323,8 +323,8 @@ def _moe_sorted(
     y = torch.empty((m, down.n), dtype=torch.bfloat16, device=x.device)
     end = offs[-1:]  # rows of no expert are sorted last, and nothing reads them
     run = PREFILL[type(up)].run
-    a, a_scale = how(x, position=position, end=end, dependent=True)
-    run(a, a_scale, up, offs, Routing.OFFS, m, h, gate=fused, early=True)
+    ready = how(x, position=position, end=end, dependent=True)
+    run(*ready, up, offs, Routing.OFFS, m, h, gate=fused, early=True)
     ready = how(h, None if fused else gate, end=end, dependent=True)
     run(*ready, down, offs, Routing.OFFS, m, y, early=True)
     return y, position
