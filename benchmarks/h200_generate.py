@@ -4,8 +4,9 @@
 
 Random bfloat16 weights, 16 of the 48 layers. Every variant is compiled by `generate` itself (static cache,
 CompileConfig), in mode "reduce-overhead"; a step's time is the median between CUDA events on consecutive
-tokens, in the second call. Prefill goes at the pace of some hosts, so it is run as CUDA graphs, too. First
-the answer is checked: logits against the float32 model that holds the dequantised weights, next to stock
+tokens, in the second call. Steps and prefill go at the pace of some hosts: so the same steps are taken by a
+greedy loop of five lines, too, without generate's own Python, and prefill as CUDA graphs. First the answer is
+checked: logits against the float32 model that holds the dequantised weights, next to stock
 bfloat16 on the same. Expert bytes are those of parameters and buffers.
 
     stock             the default: decode through `batched_mm`
@@ -32,6 +33,7 @@ from transformers import (
     LogitsProcessorList,
     Qwen3MoeConfig,
     Qwen3MoeForCausalLM,
+    StaticCache,
 )
 
 import fp4_ops
@@ -118,6 +120,22 @@ def generate_ms(model, batch: int, config: CompileConfig) -> tuple[float, float]
         torch.cuda.synchronize()
         spent.append(time.perf_counter() - start)
     return clock.step_ms(), spent[0]
+
+
+@torch.no_grad()
+def loop_ms(model, batch: int, config: CompileConfig) -> float:
+    """Milliseconds a step of a loop that calls the compiled model and takes the likeliest token."""
+    ids = torch.randint(1, CONFIG.vocab_size, (batch, PROMPT), device="cuda")
+    cache = StaticCache(config=CONFIG, max_cache_len=PROMPT + STEPS)
+    compiled = torch.compile(model, **config.to_dict())
+    clock = Clock()
+    token, step = ids, model
+    for _ in range(STEPS):
+        torch.compiler.cudagraph_mark_step_begin()
+        logits = step(token, past_key_values=cache, logits_to_keep=1).logits
+        token, step = logits[:, -1].argmax(-1, keepdim=True), compiled
+        clock(token, logits)
+    return clock.step_ms()
 
 
 @torch.no_grad()
@@ -211,6 +229,10 @@ def run(variant: str, batches: list[int], given: argparse.Namespace, results: di
         print(
             f"{variant:16} batch {batch:3d}: {ms:7.2f} ms a step   (first call {compile_s:.0f} s)", flush=True
         )
+        torch._dynamo.reset()
+        ms = loop_ms(model, batch, config)
+        results[variant, f"{batch}, loop"] = ms
+        print(f"{variant:16} batch {batch:3d}: {ms:7.2f} ms a step of a plain loop", flush=True)
         torch._dynamo.reset()
     if not given.no_prefill and variant != "stock-grouped":
         for graphs in (False, True):

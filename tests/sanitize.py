@@ -41,6 +41,7 @@ def build(library_path: Path) -> None:
     with tempfile.TemporaryDirectory() as folder, ThreadPoolExecutor() as pool:
         objects = [f"{folder}/{s.stem}.o" for s in sources]
         list(pool.map(compile_one, sources, objects))
+        library_path.parent.mkdir(parents=True, exist_ok=True)
         subprocess.run(["nvcc", *flags, "-shared", *objects, "-o", str(library_path)], check=True)
 
 
