@@ -6,8 +6,8 @@ Random bfloat16 weights, 16 of the 48 layers. Every variant is compiled by `gene
 CompileConfig), in mode "reduce-overhead"; a step's time is the median between CUDA events on consecutive
 tokens, in the second call. Steps and prefill go at the pace of some hosts: so the same steps are taken by a
 greedy loop of five lines, too, without generate's own Python, and prefill as CUDA graphs. First the answer is
-checked: logits against the float32 model that holds the dequantised weights, next to stock
-bfloat16 on the same. Expert bytes are those of parameters and buffers.
+checked: logits against the float32 model that holds the dequantised weights, next to stock bfloat16 on the
+same. Expert bytes are those of parameters and buffers.
 
     stock             the default: decode through `batched_mm`
     stock-grouped     decode kept on `grouped_mm`
@@ -129,12 +129,12 @@ def loop_ms(model, batch: int, config: CompileConfig) -> float:
     cache = StaticCache(config=CONFIG, max_cache_len=PROMPT + STEPS)
     compiled = torch.compile(model, **config.to_dict())
     clock = Clock()
-    token, step = ids, model
+    logits = model(ids, past_key_values=cache, logits_to_keep=1).logits
     for _ in range(STEPS):
-        torch.compiler.cudagraph_mark_step_begin()
-        logits = step(token, past_key_values=cache, logits_to_keep=1).logits
-        token, step = logits[:, -1].argmax(-1, keepdim=True), compiled
+        token = logits[:, -1].argmax(-1, keepdim=True)
         clock(token, logits)
+        torch.compiler.cudagraph_mark_step_begin()
+        logits = compiled(token, past_key_values=cache, logits_to_keep=1).logits
     return clock.step_ms()
 
 

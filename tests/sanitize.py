@@ -32,6 +32,7 @@ DTYPES = (torch.bfloat16, torch.float16)
 
 
 def build(library_path: Path) -> None:
+    library_path.parent.mkdir(parents=True, exist_ok=True)
     sources = sorted((Path(__file__).parent.parent / "csrc/sm90").glob("*.cu"))
     flags = ["-gencode=arch=compute_90a,code=sm_90a", "-O3", "-std=c++17", "-lineinfo", "-Xcompiler=-fPIC"]
 
@@ -41,7 +42,6 @@ def build(library_path: Path) -> None:
     with tempfile.TemporaryDirectory() as folder, ThreadPoolExecutor() as pool:
         objects = [f"{folder}/{s.stem}.o" for s in sources]
         list(pool.map(compile_one, sources, objects))
-        library_path.parent.mkdir(parents=True, exist_ok=True)
         subprocess.run(["nvcc", *flags, "-shared", *objects, "-o", str(library_path)], check=True)
 
 
