@@ -48,7 +48,7 @@ class Bf16Weights {
     }
   }
 
-  // `codes` and `scales`: shared memory addresses of the warp's 16 rows in stage 0.
+  // `codes` and `scales`: where those of the warp's 16 rows are in a stage, in bytes.
   __device__ __forceinline__ void init(uint32_t codes, uint32_t scales, int lane) {
 #pragma unroll
     for (int i = 0; i < 2; ++i) lane_words_[i] = kept_address(codes + word_at(lane, i), lane);
@@ -56,15 +56,14 @@ class Bf16Weights {
     words_.keep_constants(lane);
   }
 
-  __device__ __forceinline__ void load(uint32_t codes_offset, uint32_t scales_offset) {
+  __device__ __forceinline__ void load(uint32_t stage) {
     if constexpr (kScaleBlock == 16) {
-      scales_ = load_shared_16(lane_scales_ + scales_offset);
+      scales_ = load_shared_16(lane_scales_ + stage);
     } else {
-      scales_ = load_shared_8(lane_scales_ + scales_offset);
+      scales_ = load_shared_8(lane_scales_ + stage);
     }
 #pragma unroll
-    for (int i = 0; i < 4; ++i)
-      codes_[i] = load_shared_8(lane_words_[i % 2] + codes_offset + kSlots * (i / 2));
+    for (int i = 0; i < 4; ++i) codes_[i] = load_shared_8(lane_words_[i % 2] + stage + kSlots * (i / 2));
   }
 
   template <int Half>

@@ -110,16 +110,22 @@ struct PrefillConfig {
   static constexpr int SumBytes = MaxTokens * Rows * 4;  // of a part of K
 };
 
+// What is fetched for a step, but for X, which is aligned to more. Consumers find all of it by one address.
+template <class Config>
+struct alignas(128) Stage {
+  uint8_t codes[Config::CodeBytes];
+  uint8_t scales[Config::ScaleBytes];
+  uint64_t full, empty;
+};
+
 template <class Config>
 struct alignas(1024) SharedStorage {
   uint8_t x[Config::Stages][Config::XBytes];
   uint8_t store[Config::Warpgroups][kStoreBuffers][Config::StoreBytes];
-  uint8_t codes[Config::Stages][Config::CodeBytes];
-  uint8_t scales[Config::Stages][Config::ScaleBytes];
-  float token_scale[kInfoSlots][(Config::MaxTokens + 63) / 64 * 64];
+  Stage<Config> stages[Config::Stages];
+  float token_scale[kInfoSlots][Config::MaxTokens];
   float bias[kInfoSlots][Config::Rows];
   TileInfo info[kInfoSlots];
-  uint64_t full[Config::Stages], empty[Config::Stages];
   uint64_t info_full[kInfoSlots], info_empty[kInfoSlots];
   uint64_t factors_full[kInfoSlots];  // token_scale and bias
   uint64_t next_wanted;               // a tile, to be claimed

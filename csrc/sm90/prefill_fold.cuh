@@ -113,16 +113,16 @@ class FoldedWeights {
   using Fragments = uint32_t[4 * kInstructions];
   using Prepared = FoldTables;
 
-  // `codes` and `scales`: shared memory addresses of the warp's 16 rows in stage 0.
+  // `codes` and `scales`: where those of the warp's 16 rows are in a stage, in bytes.
   __device__ __forceinline__ void init(uint32_t codes, uint32_t scales, int lane) {
     codes_.init(codes, lane);
     lane_scales_ = kept_address(scales + Sm90::scales_of(lane, kScaleBlock), lane);
   }
 
-  // Takes a step's codes and scales from the stage that lies so many bytes behind stage 0.
-  __device__ __forceinline__ void load(uint32_t codes_offset, uint32_t scales_offset) {
-    scales_ = prepare_scales(load_shared_4(lane_scales_ + scales_offset));
-    codes_.load(codes_offset);
+  // Takes a step's codes and scales from the stage at this address of shared memory.
+  __device__ __forceinline__ void load(uint32_t stage) {
+    scales_ = prepare_scales(load_shared_4(lane_scales_ + stage));
+    codes_.load(stage);
   }
 
   // All that need not wait for free fragments.

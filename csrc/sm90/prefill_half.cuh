@@ -29,16 +29,16 @@ class HalfWeights {
   using Fragments = uint32_t[4 * kInstructions];
   using Prepared = typename Words::Scales;
 
-  // `codes` and `scales`: shared memory addresses of the warp's 16 rows in stage 0.
+  // `codes` and `scales`: where those of the warp's 16 rows are in a stage, in bytes.
   __device__ __forceinline__ void init(uint32_t codes, uint32_t scales, int lane) {
     codes_.init(codes, lane);
     words_.keep_constants(lane);
     lane_scales_ = kept_address(scales + Words::scales_at(lane), lane);
   }
 
-  __device__ __forceinline__ void load(uint32_t codes_offset, uint32_t scales_offset) {
-    scales_ = Words::without_flags(load_shared_4(lane_scales_ + scales_offset));
-    codes_.load(codes_offset);
+  __device__ __forceinline__ void load(uint32_t stage) {
+    scales_ = Words::without_flags(load_shared_4(lane_scales_ + stage));
+    codes_.load(stage);
   }
 
   template <int Half>

@@ -77,7 +77,7 @@ class Int4Weights {
     Int4Table even, odd;  // of rows 2g and 2g + 1
   };
 
-  // `codes` and `scales`: shared memory addresses of the warp's 16 rows in stage 0.
+  // `codes` and `scales`: where those of the warp's 16 rows are in a stage, in bytes.
   __device__ __forceinline__ void init(uint32_t codes, uint32_t scales, int lane) {
     codes_.init(codes, lane);
     // Lane t owns block t of a half step's four: of two groups of 32 the one that holds it.
@@ -85,16 +85,16 @@ class Int4Weights {
     lane_scales_ = kept_address(scales + group * 64 + lane / 4 * 8, lane);
   }
 
-  __device__ __forceinline__ void load(uint32_t codes_offset, uint32_t scales_offset) {
-    scales_offset_ = scales_offset;
-    codes_.load(codes_offset);
+  __device__ __forceinline__ void load(uint32_t stage) {
+    stage_ = stage;
+    codes_.load(stage);
   }
 
   // All that need not wait for free fragments.
   template <int Half>
   __device__ __forceinline__ Prepared prepare() {
     if constexpr (Half < kScales) {  // else as for half 0
-      const float2 scale = load_shared_pair(lane_scales_ + scales_offset_ + 64 * (kGroups / kScales) * Half);
+      const float2 scale = load_shared_pair(lane_scales_ + stage_ + 64 * (kGroups / kScales) * Half);
       even_ = int4_magnitudes(scale.x);
       odd_ = int4_magnitudes(scale.y);
     }
@@ -114,7 +114,7 @@ class Int4Weights {
   static constexpr int kScales = kGroup == 128 ? 1 : 2;  // that a lane needs in a step, of each row
 
   LaneCodes codes_;
-  uint32_t lane_scales_, scales_offset_;
+  uint32_t lane_scales_, stage_;
   Int4Magnitudes even_, odd_;
 };
 

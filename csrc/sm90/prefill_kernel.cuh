@@ -19,6 +19,8 @@
 // that one.
 #pragma once
 
+#include <cstddef>
+
 #include "launch.cuh"
 #include "prefill_claims.cuh"
 #include "prefill_config.cuh"
@@ -43,8 +45,8 @@ class PrefillBlock {
 
   __device__ void init_barriers() {
     for (int i = 0; i < Config::Stages; ++i) {
-      barrier_init(smem_address(&shared_.full[i]), 2);
-      barrier_init(smem_address(&shared_.empty[i]), Config::ConsumerWarps * Config::Cluster);
+      barrier_init(smem_address(&shared_.stages[i].full), 2);
+      barrier_init(smem_address(&shared_.stages[i].empty), Config::ConsumerWarps * Config::Cluster);
     }
     for (int i = 0; i < kInfoSlots; ++i) {
       barrier_init(smem_address(&shared_.info_full[i]), 1);
@@ -104,8 +106,10 @@ class PrefillBlock {
   __device__ __forceinline__ void multiply_tiles() {
     Sums sums;
     int warp = threadIdx.x / kWarp;
-    weights_.init(smem_address(shared_.codes) + warp * kTileCodes,
-                  smem_address(shared_.scales) + warp * Config::Weights::kTileScales, threadIdx.x % kWarp);
+    weights_.init(offsetof(StageOf, codes) + warp * kTileCodes,
+                  offsetof(StageOf, scales) + warp * Config::Weights::kTileScales, threadIdx.x % kWarp);
+    at_ = {smem_address(shared_.stages), swizzled_base(smem_address(shared_.x)), 0};
+    last_stage_ = smem_address(&shared_.stages[Config::Stages - 1]);
     TileSize tile = wait_info();
     if (tile.width > 0) {
       wait_stage(false);
@@ -146,7 +150,7 @@ class PrefillBlock {
   // Each block of a cluster fetches an equal part for all of them, in boxes of powers of two.
   __device__ __forceinline__ void copy_activations(int slot, int step, int row, int width) {
     const int part = ceil_div(width, kTokenStep * Config::Cluster) * kTokenStep;
-    uint32_t full = smem_address(&shared_.full[slot]);
+    uint32_t full = smem_address(&shared_.stages[slot].full);
     barrier_expect_bytes(full, part * Config::Cluster * kXRowBytes * Config::XTiles);
     int first = part * rank_;
 #pragma unroll
@@ -169,11 +173,11 @@ class PrefillBlock {
   }
 
   __device__ __forceinline__ void copy_weights(int slot, int step, int row_tile) {
-    uint32_t full = smem_address(&shared_.full[slot]);
+    uint32_t full = smem_address(&shared_.stages[slot].full);
     barrier_expect_bytes(full, Config::CodeBytes + Config::ScaleBytes);
-    load_box(smem_address(shared_.codes[slot]), &maps_.codes, full, step * (kTileCodes / 8), row_tile);
-    load_box(smem_address(shared_.scales[slot]), &maps_.scales, full, step * Config::Weights::kTileScales,
-             row_tile);
+    load_box(smem_address(shared_.stages[slot].codes), &maps_.codes, full, step * (kTileCodes / 8), row_tile);
+    load_box(smem_address(shared_.stages[slot].scales), &maps_.scales, full,
+             step * Config::Weights::kTileScales, row_tile);
   }
 
   __device__ __forceinline__ TileInfo info_of(const Tile& tile) const {
@@ -213,7 +217,7 @@ class PrefillBlock {
         if (claims().made() && role == Role::kWeights && step == wanted && elect_lane()) {
           barrier_arrive(smem_address(&shared_.next_wanted));
         }
-        barrier_wait(smem_address(&shared_.empty[ring.slot]), ring.round ^ 1);
+        barrier_wait(smem_address(&shared_.stages[ring.slot].empty), ring.round ^ 1);
         if (elect_lane()) {
           if (role == Role::kWeights) {
             copy_weights(ring.slot, step, (tile.group * problem_.n + tile.column) / kTileRows);
@@ -264,17 +268,32 @@ class PrefillBlock {
 
   // ---- consumers ----
 
-  // Waits for the current stage unless an earlier test found it there.
-  __device__ __forceinline__ void wait_stage(bool ready) {
-    if (!ready) barrier_wait(smem_address(&shared_.full[ring_.slot]), ring_.round);
+  using StageOf = Stage<Config>;
+
+  // Where a stage is: its address, that of its X as swizzled_base() has it, and the parity of its round. Kept
+  // up by additions, they stay in uniform registers that loads and barriers take beside a lane's own.
+  struct StagePosition {
+    uint32_t stage, x, round;
+  };
+
+  __device__ __forceinline__ StagePosition after(const StagePosition& at) const {
+    const bool last = at.stage == last_stage_;
+    constexpr uint32_t kStage = sizeof(StageOf), kX = Config::XBytes / 16, kBack = Config::Stages - 1;
+    return {at.stage + (last ? -kBack * kStage : kStage), at.x + (last ? -kBack * kX : kX), at.round ^ last};
   }
 
-  __device__ __forceinline__ void release_stage(int slot) {
+  // Waits for the current stage unless an earlier test found it there.
+  __device__ __forceinline__ void wait_stage(bool ready) {
+    if (!ready) barrier_wait(at_.stage + offsetof(StageOf, full), at_.round);
+  }
+
+  __device__ __forceinline__ void release_stage(uint32_t stage) {
+    const uint32_t empty = stage + offsetof(StageOf, empty);
     int lane = threadIdx.x % kWarp;
     if constexpr (Config::Cluster > 1) {
-      if (lane < Config::Cluster) barrier_arrive_remote(smem_address(&shared_.empty[slot]), lane);
+      if (lane < Config::Cluster) barrier_arrive_remote(empty, lane);
     } else {
-      if (elect_lane()) barrier_arrive(smem_address(&shared_.empty[slot]));
+      if (elect_lane()) barrier_arrive(empty);
     }
   }
 
@@ -291,9 +310,7 @@ class PrefillBlock {
     return {info.width, info.steps};
   }
 
-  __device__ __forceinline__ void load_weights() {
-    weights_.load(ring_.slot * Config::CodeBytes, ring_.slot * Config::ScaleBytes);
-  }
+  __device__ __forceinline__ void load_weights() { weights_.load(at_.stage); }
 
   // A descriptor is added to as 64 bits: of halves put together, ptxas moves the upper one into its register
   // before each product.
@@ -314,8 +331,7 @@ class PrefillBlock {
     constexpr int kFirst = Tokens < kMmaTokens ? Tokens : kMmaTokens;
     constexpr int kRestOffset = kMmaTokens * kXRowBytes / 16;
     constexpr int kHalfOffset = Config::XTiles == 1 ? kXRowBytes / 2 : Config::XTileBytes;
-    const uint32_t x = swizzled_base(smem_address(shared_.x)) +
-                       static_cast<uint32_t>(ring_.slot) * (Config::XBytes / 16) + Half * kHalfOffset / 16;
+    const uint32_t x = at_.x + Half * kHalfOffset / 16;
 #pragma unroll
     for (uint32_t& fragment : fragments_[Half]) pin(fragment);  // all before the first starts
     wgmma_fence();
@@ -343,14 +359,14 @@ class PrefillBlock {
       issue_half<Tokens, 0>(sums, step > 0);
       if (kFewRegisters && step > steps) spill_fragments();
       auto second = weights_.template prepare<1>();
-      auto ring_next = ring_.next();
-      bool ready = barrier_test(smem_address(&shared_.full[ring_next.slot]), ring_next.round);
+      const StagePosition next_at = after(at_);
+      bool ready = barrier_test(next_at.stage + offsetof(StageOf, full), next_at.round);
       wgmma_wait<1>();  // the last step's second half: its stage is read, its fragments are free
       if (step > 0) release_stage(previous_);
       weights_.template finish<1>(second, fragments_[1]);
       issue_half<Tokens, 1>(sums, 1);
-      previous_ = ring_.slot;
-      ring_ = ring_next;
+      previous_ = at_.stage;
+      at_ = next_at;
       bool last = step + 1 == steps;
       if (last) {
         next = wait_info();
@@ -438,10 +454,11 @@ class PrefillBlock {
   const Problem& problem_;
   const Maps& maps_;
   TileStore<Config, kGated> store_;
-  uint32_t rank_;  // among the blocks that share X
-  RingPosition<Config::Stages> ring_;
+  uint32_t rank_;     // among the blocks that share X
+  StagePosition at_;  // the current stage
+  uint32_t last_stage_;
   RingPosition<kInfoSlots> info_;
-  int previous_ = 0;  // the stage whose products may still run
+  uint32_t previous_ = 0;  // the stage whose products may still run
   typename Config::Weights weights_;
   typename Config::Weights::Fragments fragments_[2] = {};
 };

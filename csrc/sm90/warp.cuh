@@ -24,10 +24,10 @@ __device__ __forceinline__ void barrier_arrive_warp(uint32_t barrier) {
 // counters, and what wgmma is told, in uniform registers.
 __device__ __forceinline__ int uniform(int value) { return __reduce_or_sync(~0u, value); }
 
-// A lane's address in stage 0. Through a shuffle, so that the compiler keeps it instead of computing it again
-// in every step.
-__device__ __forceinline__ uint32_t kept_address(uint32_t smem, int lane) {
-  return __shfl_sync(~0u, smem, lane);
+// Where a lane's values are in a stage. Through a shuffle, so that the compiler keeps it instead of computing
+// it again in every step.
+__device__ __forceinline__ uint32_t kept_address(uint32_t place, int lane) {
+  return __shfl_sync(~0u, place, lane);
 }
 
 // A constant as a register of each lane, which the compiler would else copy from a uniform one before each
