@@ -109,7 +109,6 @@ class PrefillBlock {
     weights_.init(offsetof(StageOf, codes) + warp * kTileCodes,
                   offsetof(StageOf, scales) + warp * Config::Weights::kTileScales, threadIdx.x % kWarp);
     at_ = {smem_address(shared_.stages), swizzled_base(smem_address(shared_.x)), 0};
-    last_stage_ = smem_address(&shared_.stages[Config::Stages - 1]);
     TileSize tile = wait_info();
     if (tile.width > 0) {
       wait_stage(false);
@@ -277,7 +276,7 @@ class PrefillBlock {
   };
 
   __device__ __forceinline__ StagePosition after(const StagePosition& at) const {
-    const bool last = at.stage == last_stage_;
+    const bool last = at.stage == smem_address(&shared_.stages[Config::Stages - 1]);
     constexpr uint32_t kStage = sizeof(StageOf), kX = Config::XBytes / 16, kBack = Config::Stages - 1;
     return {at.stage + (last ? -kBack * kStage : kStage), at.x + (last ? -kBack * kX : kX), at.round ^ last};
   }
@@ -456,7 +455,6 @@ class PrefillBlock {
   TileStore<Config, kGated> store_;
   uint32_t rank_;     // among the blocks that share X
   StagePosition at_;  // the current stage
-  uint32_t last_stage_;
   RingPosition<kInfoSlots> info_;
   uint32_t previous_ = 0;  // the stage whose products may still run
   typename Config::Weights weights_;
