@@ -491,18 +491,27 @@ def test_moe(kernel, layout, a_format, format, gate):
         assert torch.equal(got, torch.ops.fp4.moe(*args, **options)), "not deterministic"
 
 
-def test_interleaved_rows_come_back():
+def interleaved_weight():
+    """Random gate and up rows that take turns in a PackedWeight, and what they are, gate before up."""
     experts, inter, k = 3, 96, 256
     plain = torch.ops.fp4.quantize(torch.randn(experts, 2 * inter, k, device="cuda"), "nvfp4")
     want = torch.ops.fp4.dequantize(*plain, "nvfp4", torch.float32)
     mixed = interleave(plain[0]), interleave(plain[1].view(torch.uint8)).view(plain[1].dtype), plain[2]
     packed = torch.ops.fp4.prepack(*mixed, "nvfp4", "sm90")
-    w = PackedWeight(*packed, "nvfp4", "sm90", k, interleaved=True)
+    return PackedWeight(*packed, "nvfp4", "sm90", k, interleaved=True), want
+
+
+def test_interleaved_rows_come_back():
+    w, want = interleaved_weight()
     assert torch.equal(w.dequantize(), want)
-    state = w.state_dict()
-    there = PackedWeight(*(t.clone() for t in packed), "nvfp4", "sm90", k, interleaved=True)
-    there.load_state_dict(state)
+    there, _ = interleaved_weight()
+    there.load_state_dict(w.state_dict())
     assert there.interleaved and torch.equal(there.dequantize(), want)
+
+
+@pytest.mark.hardware
+def test_interleaved_rows_come_back_from_the_gpu():
+    w, want = interleaved_weight()
     w.cpu()
     assert not w.interleaved and w.layout != "sm90"
     assert torch.equal(w.dequantize(), want.cpu())

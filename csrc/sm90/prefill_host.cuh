@@ -208,22 +208,24 @@ inline Encode driver_encode() {
   return encode;
 }
 
-// Without promotion in L2, by which weights would arrive 4 to 7 % more slowly (h200_memory.txt).
+// `promotion`: what L2 fetches at least. None but for scales: codes would arrive 4 to 7 % more slowly
+// (h200_memory.txt).
 inline bool encode_map(CUtensorMap* map, CUtensorMapDataType type, int rank, void* base,
                        const cuuint64_t* sizes, const cuuint64_t* strides, const cuuint32_t* box,
-                       CUtensorMapSwizzle swizzle) {
+                       CUtensorMapSwizzle swizzle,
+                       CUtensorMapL2promotion promotion = CU_TENSOR_MAP_L2_PROMOTION_NONE) {
   const cuuint32_t ones[3] = {1, 1, 1};
   return driver_encode()(map, type, rank, base, sizes, strides, box, ones, CU_TENSOR_MAP_INTERLEAVE_NONE,
-                         swizzle, CU_TENSOR_MAP_L2_PROMOTION_NONE,
-                         CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE) == CUDA_SUCCESS;
+                         swizzle, promotion, CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE) == CUDA_SUCCESS;
 }
 
 inline bool encode_matrix(CUtensorMap* map, CUtensorMapDataType type, int element, const void* base,
                           uint64_t columns, uint64_t rows, uint32_t box_columns, uint32_t box_rows,
-                          CUtensorMapSwizzle swizzle) {
+                          CUtensorMapSwizzle swizzle,
+                          CUtensorMapL2promotion promotion = CU_TENSOR_MAP_L2_PROMOTION_NONE) {
   const cuuint64_t sizes[2] = {columns, rows}, strides[1] = {columns * element};
   const cuuint32_t box[2] = {box_columns, box_rows};
-  return encode_map(map, type, 2, const_cast<void*>(base), sizes, strides, box, swizzle);
+  return encode_map(map, type, 2, const_cast<void*>(base), sizes, strides, box, swizzle, promotion);
 }
 
 // The rows appear twice, so that a copy can end at any row: see TileStore::store_boxes.
@@ -319,14 +321,15 @@ inline int run(const Candidates& candidates, const PrefillArguments& a) {
     encoded &= encode_matrix(&maps.x[box], x_type, x_bytes, a.x, a.k, rows, kXRowBytes / x_bytes,
                              kTokenStep << box, CU_TENSOR_MAP_SWIZZLE_128B);
   }
-  // Codes in 8-byte elements, since a box has at most 256 elements in a row.
-  encoded =
-      encoded &&
-      encode_matrix(&maps.codes, CU_TENSOR_MAP_DATA_TYPE_INT64, 8, a.codes, steps * (kTileCodes / 8),
-                    weight_tiles, kTileCodes / 8, box_tiles, CU_TENSOR_MAP_SWIZZLE_NONE) &&
-      encode_matrix(&maps.scales, CU_TENSOR_MAP_DATA_TYPE_UINT8, 1, a.scales, steps * choice.tile_scales,
-                    weight_tiles, choice.tile_scales, box_tiles, CU_TENSOR_MAP_SWIZZLE_NONE) &&
-      encode_output(&maps.out, problem.out_type, gated, a.out, a.n, rows, choice.store_tokens);
+  // Codes in 8-byte elements, since a box has at most 256 elements in a row. Of a row tile's scales, a step
+  // takes no more than 128 bytes: memory brings the next steps' as well.
+  encoded = encoded &&
+            encode_matrix(&maps.codes, CU_TENSOR_MAP_DATA_TYPE_INT64, 8, a.codes, steps * (kTileCodes / 8),
+                          weight_tiles, kTileCodes / 8, box_tiles, CU_TENSOR_MAP_SWIZZLE_NONE) &&
+            encode_matrix(&maps.scales, CU_TENSOR_MAP_DATA_TYPE_UINT8, 1, a.scales,
+                          steps * choice.tile_scales, weight_tiles, choice.tile_scales, box_tiles,
+                          CU_TENSOR_MAP_SWIZZLE_NONE, CU_TENSOR_MAP_L2_PROMOTION_L2_256B) &&
+            encode_output(&maps.out, problem.out_type, gated, a.out, a.n, rows, choice.store_tokens);
   if (!encoded) return kBadArgument;
   return choice.run(problem, maps, sms, a.stream);
 }

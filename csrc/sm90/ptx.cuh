@@ -232,15 +232,16 @@ __device__ __forceinline__ uint4 load_stream(const void* p) {
   return v;
 }
 
+// The same of pieces so small that memory had better bring what lies beside them, too.
 __device__ __forceinline__ uint32_t load_stream_word(const void* p) {
   uint32_t v;
-  asm volatile("ld.global.nc.L1::no_allocate.u32 %0, [%1];" : "=r"(v) : "l"(p));
+  asm volatile("ld.global.nc.L1::no_allocate.L2::256B.u32 %0, [%1];" : "=r"(v) : "l"(p));
   return v;
 }
 
 __device__ __forceinline__ uint32_t load_stream_half(const void* p) {
   uint16_t v;
-  asm volatile("ld.global.nc.L1::no_allocate.u16 %0, [%1];" : "=h"(v) : "l"(p));
+  asm volatile("ld.global.nc.L1::no_allocate.L2::256B.u16 %0, [%1];" : "=h"(v) : "l"(p));
   return v;
 }
 
