@@ -66,17 +66,30 @@ def find_nvcc() -> tuple[str | None, str]:
     return nvcc, ""
 
 
+def is_newer(made: Path, *sources: Path) -> bool:
+    return made.exists() and made.stat().st_mtime > max(source.stat().st_mtime for source in sources)
+
+
 class Build(BuildExtension):
-    """Adds the flags of `ISA_FLAGS` to the sources whose name ends in that instruction set, and runs nvcc."""
+    """Adds the flags of `ISA_FLAGS` to the sources whose name ends in that instruction set, and runs nvcc.
+
+    Objects stay in build/, where an editable build and one of a wheel both find them: they take minutes.
+    """
 
     def build_extensions(self) -> None:
         compile_one = self.compiler._compile
+        shared = [*Path("csrc").rglob("*.h"), Path(__file__)]
 
         def compile_with_isa(obj, src, ext, cc_args, extra, pp_opts):
+            if is_newer(Path(obj), Path(src), *shared):
+                return
             isa = next((flags for name, flags in ISA_FLAGS.items() if Path(src).stem.endswith(name)), [])
-            compile_one(obj, src, ext, cc_args, [*extra, *isa], pp_opts)
+            part = Path(obj).with_suffix(".part.o")  # what is not whole is not taken for an object later
+            compile_one(str(part), src, ext, cc_args, [*extra, *isa], pp_opts)
+            part.replace(obj)
 
         self.compiler._compile = compile_with_isa
+        self.build_temp = "build"
         super().build_extensions()
         self._build_hopper()
 
@@ -91,18 +104,16 @@ class Build(BuildExtension):
         folder = Path("csrc/sm90")
         sources = sorted(folder.glob("*.cu"))
         headers = [*folder.glob("*.cuh"), Path("csrc/common/sm90_layout.h")]
-        if target.exists() and target.stat().st_mtime > max(p.stat().st_mtime for p in [*sources, *headers]):
+        if is_newer(target, *sources, *headers):
             return
-        # Where an editable build and one of a wheel both find them: they take minutes to compile.
         made = Path("build/sm90")
         made.mkdir(parents=True, exist_ok=True)
         objects = [made / f"{source.stem}.o" for source in sources]
-        shared = max(p.stat().st_mtime for p in [*headers, Path(__file__)])
 
         def compile_one(source: Path, to: Path) -> None:
-            if to.exists() and to.stat().st_mtime > max(shared, source.stat().st_mtime):
+            if is_newer(to, source, *headers, Path(__file__)):
                 return
-            part = to.with_suffix(".part.o")  # what is not whole is not taken for an object later
+            part = to.with_suffix(".part.o")
             subprocess.run([nvcc, *NVCC_FLAGS, "-c", str(source), "-o", str(part)], check=True)
             part.replace(to)
 
