@@ -135,6 +135,7 @@ setup(
     packages=[
         "fp4_ops",
         "fp4_ops.checkpoints",
+        "fp4_ops.checkpoints.dialects",
         "fp4_ops.quantization",
         "fp4_ops.sm90",
         "fp4_ops.triton",

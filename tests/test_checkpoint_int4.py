@@ -13,8 +13,7 @@ from torch import Tensor
 
 import fp4_ops
 from fp4_ops.checkpoints import CheckpointError
-from fp4_ops.checkpoints.codec import Codes, decode, encode, int4_values
-from fp4_ops.checkpoints.dialects import dialect_of, stored_weights, writing_dialect
+from fp4_ops.checkpoints.dialects import Codes, dialects_of, encode, stored_weights, writing_dialect
 from fp4_ops.checkpoints.files import Reader, read_header
 from fp4_ops.quantization import calibrate, quantize_weight
 
@@ -125,9 +124,9 @@ def test_groups_of_several_blocks(tmp_path):
     stored = config("pack-quantized", 256)
     tensors, values = stored_weight("w", 16, 640, stored)
     save_tensors(tmp_path, tensors)
-    (weight,) = stored_weights(read_header(tmp_path / "model.safetensors"), dialect_of(stored)).values()
+    (weight,) = stored_weights(read_header(tmp_path / "model.safetensors"), dialects_of(stored)).values()
     with Reader() as reader:
-        codes = decode(weight, reader.read)
+        codes = weight.dialect.decode(weight, reader.read)
     assert weight.dialect.format == "int4" and codes.block_scale.shape == (16, 5)
     assert torch.equal(
         torch.ops.fp4.dequantize(codes.packed, codes.block_scale, None, "int4", F64), values.double()
@@ -257,9 +256,9 @@ def test_compressed_tensors_reads_the_same_values(kind, tmp_path):
     stored = STORED[kind]
     tensors, values = stored_weight("w", 48, 384, stored)
     save_tensors(tmp_path, tensors)
-    weights = stored_weights(read_header(tmp_path / "model.safetensors"), dialect_of(stored))
+    weights = stored_weights(read_header(tmp_path / "model.safetensors"), dialects_of(stored))
     with Reader() as reader:
-        ours = int4_values(weights["w"], reader.read)
+        ours = weights["w"].dialect.values(weights["w"], reader.read)
     assert torch.equal(ours, values)
     (scheme,) = QuantizationConfig.model_validate(stored).config_groups.values()
     compressor = BaseCompressor.get_value_from_registry(stored["format"])

@@ -15,12 +15,10 @@ from torch import Tensor
 
 import fp4_ops
 from fp4_ops.checkpoints import quantize_checkpoint
-from fp4_ops.checkpoints.codec import Codes, decode, encode
 from fp4_ops.checkpoints.dialects import (
     DIALECTS,
-    GPT_OSS_MXFP4,
-    MODELOPT_NVFP4,
-    NVFP4_PACK,
+    Codes,
+    encode,
     stored_weights,
 )
 from fp4_ops.checkpoints.files import Reader, read_header
@@ -30,8 +28,8 @@ CT_FORMATS = {"nvfp4": "nvfp4-pack-quantized", "mxfp4": "mxfp4-pack-quantized"}
 
 def read(folder: Path, dialect: Any) -> dict[str, Codes]:
     with Reader() as reader:
-        weights = stored_weights(read_header(folder / "model.safetensors"), dialect)
-        return {name: decode(w, reader.read) for name, w in weights.items()}
+        weights = stored_weights(read_header(folder / "model.safetensors"), (dialect,))
+        return {name: w.dialect.decode(w, reader.read) for name, w in weights.items()}
 
 
 def values(codes: Codes, format: str, dtype: torch.dtype = torch.float32) -> Tensor:
@@ -148,10 +146,10 @@ def test_modelopt_is_read_as_compressed_tensors_converts_it(tmp_path):
         "w.input_scale": torch.tensor(0.5),
     }
     save_tensors(tmp_path, tensors)
-    ours = read(tmp_path, MODELOPT_NVFP4)["w"]
+    ours = read(tmp_path, DIALECTS["modelopt-nvfp4"])["w"]
     converted = ModelOptNvfp4Converter(targets=["w"]).process(dict(tensors))
     save_tensors(tmp_path, {n: t.reshape(1) if t.dim() == 0 else t for n, t in converted.items()})
-    theirs = read(tmp_path, NVFP4_PACK)["w"]
+    theirs = read(tmp_path, DIALECTS["nvfp4-pack-quantized"])["w"]
     assert same(ours.packed, theirs.packed) and same(ours.block_scale, theirs.block_scale)
     assert ours.global_scale == theirs.global_scale == 0.25
 
@@ -208,11 +206,11 @@ def test_gpt_oss_blocks_are_read_as_transformers_does(tmp_path):
 
     blocks, scales = random_codes(3, 48, 2, 16), torch.randint(100, 140, (3, 48, 2), dtype=torch.uint8)
     save_tensors(tmp_path, {"w_blocks": blocks, "w_scales": scales})
-    codes = read(tmp_path, GPT_OSS_MXFP4)["w"]
+    codes = read(tmp_path, DIALECTS["gpt-oss-mxfp4"])["w"]
     for dtype in (torch.bfloat16, torch.float32):
         theirs = convert_moe_packed_tensors(blocks.clone(), scales.clone(), dtype=dtype)
         assert torch.equal(values(codes, "mxfp4", dtype), theirs.transpose(1, 2))
-    again = encode("w", codes, GPT_OSS_MXFP4)
+    again = encode("w", codes, DIALECTS["gpt-oss-mxfp4"])
     assert same(again["w_blocks"], blocks) and same(again["w_scales"], scales)
 
 

@@ -17,7 +17,7 @@ from transformers.quantizers import auto
 
 import fp4_ops
 from fp4_ops.checkpoints import CheckpointError
-from fp4_ops.checkpoints.codec import Codes
+from fp4_ops.checkpoints.dialects import Codes
 from fp4_ops.checkpoints.hf import FP4Config
 from fp4_ops.checkpoints.load import Folds, join_rows
 from fp4_ops.experts import PackedWeight

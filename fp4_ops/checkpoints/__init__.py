@@ -1,4 +1,4 @@
-"""4-bit checkpoints: read in every dialect of `dialects.py`, written shard by shard, saved from models."""
+"""4-bit checkpoints: read in every dialect of `dialects/`, written shard by shard, saved from models."""
 
 from .convert import ConvertReport, quantize_checkpoint
 from .dialects import DIALECTS, Dialect

@@ -24,8 +24,8 @@ from ..quantization import quantize_weight
 from ..quantization.calibration import Recorder
 from ..quantization.experts import MATRICES, ExpertsModule, computing
 from ..quantization.methods import Method
-from .codec import Codes
 from .dense import DenseModel
+from .dialects import Codes
 from .files import CheckpointError, Folder, Reader, TensorInfo, Writer, read_header
 from .progress import progress_bar
 

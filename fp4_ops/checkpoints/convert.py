@@ -24,8 +24,7 @@ from torch import Tensor
 
 from ..meta.formats import FORMATS
 from ..quantization import Method, find_method, quantize_weight
-from .codec import Codes, encode
-from .dialects import EXPERTS_TARGET, Dialect, describe, quantization_config, writing_dialect
+from .dialects import EXPERTS_TARGET, Codes, Dialect, describe, encode, quantization_config, writing_dialect
 from .files import (
     CHUNK,
     INDEX,

@@ -16,7 +16,7 @@ from transformers.utils.quantization_config import QuantizationConfigMixin
 
 from ..meta.formats import FORMATS
 from ..prepare import A_FORMATS, prepare
-from .dialects import Dialect, check_requantize, dialect_of, quantization_config, stored_weights
+from .dialects import Dialect, check_requantize, dialects_of, quantization_config, stored_weights
 from .files import CheckpointError, Folder
 from .load import LoadReport, detach_places, fill
 from .placement import Placement, place
@@ -69,7 +69,7 @@ class FP4HfQuantizer(HfQuantizer):
     quantization_config: FP4Config
 
     report: LoadReport | None = None
-    _dialect: Dialect
+    _dialects: tuple[Dialect, ...]
     _placement: Placement
 
     @property
@@ -78,8 +78,8 @@ class FP4HfQuantizer(HfQuantizer):
 
     def validate_environment(self, *args: Any, device_map: Any = None, **kwargs: Any) -> None:
         if self.stored is not None:
-            self._dialect = dialect_of(self.stored)
-            check_requantize(self._dialect, self.quantization_config.requantize)
+            self._dialects = dialects_of(self.stored)
+            check_requantize(self._dialects, self.quantization_config.requantize)
 
     def _process_model_before_weight_loading(
         self, model: Any, checkpoint_files: list[str] | None = None, dtype: Any = None, **kwargs: Any
@@ -89,13 +89,13 @@ class FP4HfQuantizer(HfQuantizer):
         if not checkpoint_files:
             raise CheckpointError("fp4: a 4-bit checkpoint must be loaded from safetensors files")
         folder = Folder(Path(checkpoint_files[0]).parent)
-        weights = stored_weights(folder.tensors, self._dialect)
+        weights = stored_weights(folder.tensors, self._dialects)
         self._placement = place(model, weights)
         detach_places(model, self._placement)
         # Read by us, not by transformers: not unexpected.
         places = [f"{n}.{a}" for n, p in self._placement.experts.items() for a in p.shapes]
         places += [f"{n}.weight" for n in self._placement.linears]
-        patterns = {f"{s}$".replace(".", r"\.") for s in self._dialect.suffixes if s != ".weight"}
+        patterns = {f"{s}$".replace(".", r"\.") for d in self._dialects for s in d.suffixes if s != ".weight"}
         patterns |= {p.replace(".", r"\.") for p in places}
         model._keys_to_ignore_on_load_unexpected = (
             set(model._keys_to_ignore_on_load_unexpected or ()) | patterns
@@ -111,7 +111,7 @@ class FP4HfQuantizer(HfQuantizer):
         self.report = fill(
             model,
             self._placement,
-            self._dialect,
+            self._dialects,
             requantize=config.requantize,
             activation=config.activation,
             dtype=model.dtype,
@@ -163,7 +163,7 @@ class _Dispatch:
 
     def from_dict(self, config: dict[str, Any], **kwargs: Any) -> Any:
         try:
-            ours = dialect_of(config).format in FORMATS
+            ours = all(d.format in FORMATS for d in dialects_of(config))
         except CheckpointError:
             if self.other is None:
                 raise
@@ -225,9 +225,9 @@ def load_checkpoint(
             f"fp4: {folder.path} is not quantised (its config.json has no quantization_config). Use "
             "`python -m fp4_ops quantize`, or load it and call fp4_ops.prepare"
         )
-    dialect = dialect_of(stored, str(folder.path / "config.json"))
-    check_requantize(dialect, requantize)
-    stored_weights(folder.tensors, dialect)
+    dialects = dialects_of(stored, str(folder.path / "config.json"))
+    check_requantize(dialects, requantize)
+    stored_weights(folder.tensors, dialects)
 
     if isinstance(model_or_config, PreTrainedModel):
         cls: Any = type(model_or_config)

@@ -15,8 +15,7 @@ from ..meta.formats import FORMATS
 from ..meta.layouts import preferred_layout
 from ..prepare import A_FORMATS, check_activation, choose_implementation
 from ..tensor import FP4Tensor
-from .codec import Codes, Read, decode, int4_values, scale_dtype
-from .dialects import Dialect, StoredWeight
+from .dialects import Codes, Dialect, Read, StoredWeight, scale_dtype
 from .files import Reader, TensorInfo
 from .placement import HALVES, Placement
 from .progress import progress_bar
@@ -114,15 +113,19 @@ def _cat(*tensors: Tensor) -> Tensor:
 class Source:
     """Reads stored weights as codes of the operators' format."""
 
-    def __init__(self, read: Read, report: LoadReport) -> None:
-        self.read, self.report = read, report
+    def __init__(self, read: Read, report: LoadReport, requantize: str | None = None) -> None:
+        self.read, self.report, self.requantize = read, report, requantize
+
+    def format(self, stored: StoredWeight) -> str:
+        """Of the operators' weight that becomes of it."""
+        return self.requantize or stored.dialect.format
 
     def scale_dtype(self, weights: Iterable[StoredWeight], format: str) -> torch.dtype:
         """Of the block scales of a weight in `format` that is put together from these."""
         return scale_dtype(weights)
 
     def one(self, stored: StoredWeight) -> Codes:
-        return decode(stored, self.read)
+        return stored.dialect.decode(stored, self.read)
 
     def pair(self, gate: StoredWeight, up: StoredWeight) -> Codes:
         """[gate; up] as one matrix."""
@@ -142,8 +145,8 @@ class Requantized(Source):
         return self._quantize([gate, up])
 
     def _quantize(self, parts: list[StoredWeight]) -> Codes:
-        values = torch.cat([int4_values(part, self.read) for part in parts])
-        format = self.report.format
+        values = torch.cat([part.dialect.values(part, self.read) for part in parts])
+        format = self.format(parts[0])
         packed, block_scale, factor = torch.ops.fp4.quantize(values, format)
         again = torch.ops.fp4.dequantize(packed, block_scale, factor, format, torch.float32)
         error = ((again - values).norm() / values.norm()).nan_to_num(0.0).item()
@@ -154,11 +157,11 @@ class Requantized(Source):
 def load_weight(
     parts: dict[tuple[int | None, str], StoredWeight],
     shape: tuple[int, int, int],
-    format: str,
     device: torch.device,
     source: Source,
 ) -> PackedWeight:
     """One weight [E, N, K] of an experts module, each expert read straight into its place."""
+    format = source.format(next(iter(parts.values())))
     fmt, (e, n, k) = FORMATS[format], shape
     if (None, "") in parts:
         stack = source.one(parts[None, ""])
@@ -206,7 +209,7 @@ def detach_places(model: nn.Module, placement: Placement) -> None:
 def fill(
     model: nn.Module,
     placement: Placement,
-    dialect: Dialect,
+    dialects: tuple[Dialect, ...],
     *,
     requantize: str | None,
     activation: str,
@@ -215,8 +218,10 @@ def fill(
     progress: bool = True,
 ) -> LoadReport:
     """Puts the stored weights where `detach_places` made room. device_of: a module's name to its device."""
-    format = requantize or dialect.format
-    report = LoadReport(dialect.name, format, left=dict(placement.left))
+    formats = dict.fromkeys(requantize or w.dialect.format for w in _stored(placement))
+    report = LoadReport(
+        " and ".join(d.name for d in dialects), " and ".join(formats), left=dict(placement.left)
+    )
     total = sum(info.nbytes for stored in _stored(placement) for info in stored.tensors)
     with (
         torch.inference_mode(False),
@@ -230,7 +235,7 @@ def fill(
                 bar.update(info.nbytes)
                 return reader.read(info, device)
 
-            return (Requantized if requantize else Source)(read, report)
+            return (Requantized if requantize else Source)(read, report, requantize)
 
         for name, placed in placement.experts.items():
             module: Any = model.get_submodule(name)
@@ -238,7 +243,7 @@ def fill(
             weights = {}
             for attribute, shape in placed.shapes.items():
                 parts = {key[1:]: w for key, w in placed.parts.items() if key[0] == attribute}
-                weights[attribute] = load_weight(parts, shape, format, device, source(device))
+                weights[attribute] = load_weight(parts, shape, device, source(device))
             company = Company(list(weights.values()), dtype, A_FORMATS[activation] or "auto")
             if reason := company.settle():
                 report.plain[name] = reason
@@ -252,7 +257,8 @@ def fill(
             report.experts.append(name)
         for name, stored in placement.linears.items():
             linear: Any = model.get_submodule(name)
-            linear.weight = load_linear(source(device_of(name)).one(stored), format, dtype)
+            codes = source(device_of(name))
+            linear.weight = load_linear(codes.one(stored), codes.format(stored), dtype)
             report.linears.append(name)
             report.nbytes += linear.weight.nbytes
     choose_implementation(model)

@@ -105,7 +105,7 @@ def place(model: nn.Module, weights: dict[str, StoredWeight]) -> Placement:
     not_run: set[str] = set(getattr(model, "_keys_to_ignore_on_load_unexpected", None) or ())
     result = Placement({}, {}, {})
     for stored in weights.values():
-        name = stored.name if stored.dialect.stacked else stored.name + ".weight"
+        name = stored.dialect.module_name(stored.name)
         to = target(name)
         owner, _, attribute = to.parameter.rpartition(".")
         module = modules.get(owner)

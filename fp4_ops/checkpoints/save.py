@@ -10,8 +10,7 @@ from torch import Tensor, nn
 
 from ..experts import PackedWeight
 from ..tensor import FP4Tensor
-from .codec import Codes, encode
-from .dialects import EXPERTS_TARGET, Dialect, describe, writing_dialect
+from .dialects import EXPERTS_TARGET, Codes, Dialect, describe, encode, writing_dialect
 from .placement import HALVES, Target, rules
 
 

@@ -1,0 +1,77 @@
+"""How others store 4-bit weights. Which dialects a folder speaks, its config says.
+
+One file ("room") a maker: its dialects, and `claims(config, where)`, which returns the dialects that a
+`quantization_config` describes, or None where the config is not this maker's. It raises a CheckpointError
+that says what to do where the config is this maker's and cannot be read. A new dialect is a new file and a line
+in ROOMS.
+
+Nothing is ever guessed from values: compressed-tensors and ModelOpt store the second scale of nvfp4 as
+reciprocals of one another, under different names, and no number tells which is which.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from typing import Any
+
+from ...meta.formats import FORMATS, FP4_FORMATS
+from ..files import CheckpointError
+from . import compressed_tensors, gpt_oss, modelopt
+from .base import Codes, Dialect, Read, StoredWeight, quantization_config, scale_dtype, stored_weights
+from .writing import EXPERTS_TARGET, describe, encode, writing_dialect
+
+__all__ = [
+    "DIALECTS",
+    "EXPERTS_TARGET",
+    "Codes",
+    "Dialect",
+    "Read",
+    "StoredWeight",
+    "check_requantize",
+    "describe",
+    "dialects_of",
+    "encode",
+    "quantization_config",
+    "scale_dtype",
+    "stored_weights",
+    "writing_dialect",
+]
+
+ROOMS = (modelopt, compressed_tensors, gpt_oss)
+
+DIALECTS: dict[str, Dialect] = {d.name: d for room in ROOMS for d in room.DIALECTS}
+
+_CLAIMS: tuple[Callable[[dict[str, Any], str], tuple[Dialect, ...] | None], ...] = tuple(
+    room.claims for room in ROOMS
+)
+
+
+def dialects_of(config: dict[str, Any], where: str = "the config") -> tuple[Dialect, ...]:
+    """The dialects that a `quantization_config` describes: several where its precision is mixed.
+
+    where: the file that the config is from, for errors. Raises CheckpointError if no dialect fits.
+    """
+    for claims in _CLAIMS:
+        if (dialects := claims(config, where)) is not None:
+            return dialects
+    raise CheckpointError(
+        f"fp4: {where} has quant_method {config.get('quant_method')!r}; those that can be read are: "
+        f"{', '.join(DIALECTS)}. Quantise the original bf16 weights with `python -m fp4_ops quantize`"
+    )
+
+
+def check_requantize(dialects: Iterable[Dialect], requantize: str | None) -> None:
+    """Raises ValueError unless the format to quantise to is given where one is needed, and only for int4."""
+    formats = " or ".join(map(repr, FP4_FORMATS))
+    if requantize is not None and requantize not in FP4_FORMATS:
+        raise ValueError(f"fp4: requantize is {requantize!r}; it must be {formats}, or None")
+    for dialect in dialects:
+        if dialect.format in FORMATS and FORMATS[dialect.format].element != "int4" and requantize is not None:
+            raise ValueError(
+                f"fp4: requantize is {requantize!r}; {dialect.name} holds {dialect.format}: not converted"
+            )
+        if requantize is None and dialect.format not in FORMATS:
+            raise ValueError(
+                f"fp4: {dialect.name} holds {dialect.format}, which no operator computes with: requantize is "
+                f"None; it must be {formats} (lossy: the report says how much)"
+            )

@@ -1,0 +1,201 @@
+"""What a dialect is, and the weights that a folder holds in it."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ...meta.formats import FORMATS
+from ..files import CheckpointError, TensorInfo
+
+Read = Callable[[TensorInfo], Tensor]
+
+
+@dataclass
+class Codes:
+    """One weight in the operators' terms: value = code * block_scale * global_scale."""
+
+    packed: Tensor
+    """uint8 [..., N, K/2]"""
+    block_scale: Tensor
+    """[..., N, K/block] in one of the format's scale dtypes"""
+    global_scale: Tensor | None
+    """float32 [] or None"""
+
+
+@dataclass(frozen=True)
+class Dialect(ABC):
+    """The names and the arithmetic of one way to store weights.
+
+    A weight `NAME` (a linear layer, or one expert's matrix) is stored as NAME + each suffix below. What
+    differs in arithmetic or in shapes is a subclass.
+    """
+
+    name: str
+    format: str
+    """A name of FORMATS, or, in words, what no operator computes with."""
+    packed: str
+    """The suffix of the codes. By default they lie [N, K/2], the lower k in the low nibble."""
+    block_scale: str
+    """Of the scales; by default [N, K/block]."""
+    global_scale: str | None = None
+    """Of the second scale, one number."""
+    unused: tuple[str, ...] = ()
+    """What else may lie beside a weight: scales for activations, which the operators choose when they run."""
+    stacked: bool = False
+    """One tensor holds all experts, and has E in front of its dimensions."""
+    code_dtypes: tuple[torch.dtype, ...] = (torch.uint8, torch.int8)
+    """Of the tensor of codes. int32 holds eight."""
+    codes_per_byte: int = 2
+
+    @property
+    @abstractmethod
+    def block(self) -> int:
+        """Elements along K that share a block scale."""
+
+    @property
+    @abstractmethod
+    def scale_dtypes(self) -> tuple[torch.dtype, ...]:
+        """Those that block scales are stored in."""
+
+    @abstractmethod
+    def decode(self, stored: StoredWeight, read: Read) -> Codes:
+        """Reads a weight and turns it, exactly, into the operators' terms.
+
+        Raises CheckpointError for scales that are NaN, and for a global scale that is no positive number.
+        """
+
+    def values(self, stored: StoredWeight, read: Read) -> Tensor:
+        """float32 [N, K]: what the weight means. For weights that are quantised anew."""
+        raise NotImplementedError(f"{self.name} is not quantised anew")
+
+    def scale_dtype(self, weights: list[StoredWeight]) -> torch.dtype:
+        """The dtype in which the operators can hold the block scales of all these weights."""
+        return FORMATS[self.format].scale_dtype
+
+    @property
+    def suffixes(self) -> tuple[str, ...]:
+        return (
+            self.packed,
+            self.block_scale,
+            *((self.global_scale,) if self.global_scale else ()),
+            *self.unused,
+        )
+
+    def base(self, name: str) -> str | None:
+        """The weight that a tensor named `name` would be the codes of, or None."""
+        return name.removesuffix(self.packed) if name.endswith(self.packed) else None
+
+    def is_packed(self, info: TensorInfo) -> bool:
+        """Whether a tensor holds codes. ModelOpt calls them `weight` too: there the file's dtype decides."""
+        return self.base(info.name) is not None and info.dtype in self.code_dtypes
+
+    def shape(self, packed: TensorInfo) -> tuple[int, ...]:
+        """[N, K] of the weight, or [E, N, K] where all experts are stacked."""
+        if len(packed.shape) != 2:
+            raise CheckpointError(f"fp4: {packed} has {len(packed.shape)} dimensions; it must have 2")
+        return packed.shape[0], packed.shape[1] * packed.dtype.itemsize * self.codes_per_byte
+
+    def scale_shape(self, packed: TensorInfo) -> tuple[int, ...]:
+        """That of the block scales beside these codes."""
+        *rows, k = self.shape(packed)
+        return *rows, -(-k // self.block)
+
+    def module_name(self, base: str) -> str:
+        """The name that the weight has as long as it is not quantised."""
+        return base if self.stacked else base + ".weight"
+
+
+@dataclass(frozen=True)
+class StoredWeight:
+    """The tensors of one weight as they lie in the files: checked against each other, not yet read."""
+
+    name: str
+    dialect: Dialect
+    packed: TensorInfo
+    block_scale: TensorInfo
+    global_scale: TensorInfo | None
+
+    @property
+    def tensors(self) -> tuple[TensorInfo, ...]:
+        return (self.packed, self.block_scale, *((self.global_scale,) if self.global_scale else ()))
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """[N, K], or [E, N, K] where all experts are stacked."""
+        return self.dialect.shape(self.packed)
+
+
+def scale_dtype(weights: Iterable[StoredWeight]) -> torch.dtype:
+    """The dtype in which the operators can hold the block scales of all these weights of one dialect."""
+    weights = list(weights)
+    return weights[0].dialect.scale_dtype(weights)
+
+
+def quantization_config(config: dict[str, Any]) -> dict[str, Any] | None:
+    """The part of a model's config that says how its weights are stored."""
+    for part in (config, config.get("text_config") or {}):
+        for key in ("quantization_config", "compression_config"):
+            if part.get(key):
+                return part[key]
+    return None
+
+
+def stored_weights(tensors: dict[str, TensorInfo], dialects: Iterable[Dialect]) -> dict[str, StoredWeight]:
+    """Every weight that the tensors hold in these dialects.
+
+    Raises CheckpointError for parts that are missing, misshapen or of another dtype.
+    """
+    dialects = tuple(dialects)
+    found = {}
+    taken: set[str] = set()
+    for info in tensors.values():
+        dialect = next((d for d in dialects if d.is_packed(info)), None)
+        if dialect is None:
+            continue
+        base = dialect.base(info.name)
+        assert base is not None
+        found[base] = _stored_weight(base, info, tensors, dialect)
+        taken.update(base + suffix for suffix in dialect.suffixes)
+    for dialect in dialects:
+        scales = [s for s in (dialect.block_scale, dialect.global_scale) if s]
+        for info in tensors.values():
+            suffix = next((s for s in scales if info.name.endswith(s)), None)
+            if suffix and info.name not in taken:
+                codes = tensors.get(info.name.removesuffix(suffix) + dialect.packed)
+                why = f"{codes.name} is {codes.dtype}" if codes else "they are missing"
+                raise CheckpointError(f"fp4: {info} has no {dialect.name} codes beside it: {why}")
+    return found
+
+
+def _stored_weight(
+    base: str, packed: TensorInfo, tensors: dict[str, TensorInfo], dialect: Dialect
+) -> StoredWeight:
+    def beside(suffix: str) -> TensorInfo:
+        if base + suffix not in tensors:
+            raise CheckpointError(f"fp4: {packed} has no scale beside it: {base + suffix} is missing")
+        return tensors[base + suffix]
+
+    def check(info: TensorInfo, shape: tuple[int, ...], dtypes: tuple[torch.dtype, ...]) -> None:
+        if info.shape != shape:
+            raise CheckpointError(
+                f"fp4: {info} has shape {list(info.shape)}; beside codes {list(packed.shape)} it must be "
+                f"{list(shape)}"
+            )
+        if info.dtype not in dtypes:
+            wanted = " or ".join(str(d).removeprefix("torch.") for d in dtypes)
+            raise CheckpointError(f"fp4: {info} is {info.dtype}; it must be {wanted}")
+
+    scale_shape = dialect.scale_shape(packed)
+    block_scale = beside(dialect.block_scale)
+    check(block_scale, scale_shape, dialect.scale_dtypes)
+    global_scale = None
+    if dialect.global_scale:
+        global_scale = beside(dialect.global_scale)
+        check(global_scale, (1,) if global_scale.shape else (), (torch.float32,))
+    return StoredWeight(base, dialect, packed, block_scale, global_scale)

@@ -1,0 +1,68 @@
+"""The arithmetic of weights in nvfp4 and mxfp4, whatever their names."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from ...meta.formats import FORMATS
+from ..files import CheckpointError, TensorInfo
+from .base import Codes, Dialect, Read, StoredWeight
+
+
+@dataclass(frozen=True)
+class FP4Dialect(Dialect):
+    """Codes are e2m1; block scales e4m3 (nvfp4) or e8m0 (mxfp4)."""
+
+    reciprocal: bool = False
+    """The file's global scale divides: value = code * block_scale / global_scale."""
+
+    @property
+    def block(self) -> int:
+        return FORMATS[self.format].block
+
+    @property
+    def scale_dtypes(self) -> tuple[torch.dtype, ...]:
+        dtype = FORMATS[self.format].scale_dtype
+        # e8m0 is stored as its bytes by those whose torch had no such dtype
+        return (dtype, torch.uint8) if dtype == torch.float8_e8m0fnu else (dtype,)
+
+    def decode(self, stored: StoredWeight, read: Read) -> Codes:
+        packed = read(stored.packed).view(torch.uint8).reshape(*stored.shape[:-1], stored.shape[-1] // 2)
+        return Codes(packed, self.read_block_scale(stored, read), self.read_global_scale(stored, read))
+
+    def read_block_scale(self, stored: StoredWeight, read: Read) -> Tensor:
+        format = FORMATS[self.format]
+        block_scale = read(stored.block_scale).view(format.scale_dtype)
+        raw = block_scale.view(torch.uint8)
+        # NaN is 0xff in e8m0 and s1111111 in e4m3
+        nan = raw == 0xFF if format.scale_dtype == torch.float8_e8m0fnu else (raw & 0x7F) == 0x7F
+        if nan.any():
+            raise CheckpointError(f"fp4: {stored.block_scale} holds NaN")
+        return block_scale
+
+    def read_global_scale(self, stored: StoredWeight, read: Read) -> Tensor | None:
+        if stored.global_scale is None:
+            return None
+        global_scale = read(stored.global_scale).reshape(())
+        if not (global_scale.isfinite() and global_scale > 0):
+            raise CheckpointError(
+                f"fp4: {stored.global_scale} is {global_scale.item()}; it must be positive and finite"
+            )
+        return 1.0 / global_scale if self.reciprocal else global_scale
+
+
+@dataclass(frozen=True)
+class StackedBlocks(FP4Dialect):
+    """All experts in one: packed [E, N, K/block, block/2], block_scale [E, N, K/block]."""
+
+    stacked: bool = True
+
+    def shape(self, packed: TensorInfo) -> tuple[int, ...]:
+        if len(packed.shape) != 4 or packed.shape[-1] != self.block // 2:
+            want = f"[E, N, K/{self.block}, {self.block // 2}]"
+            raise CheckpointError(f"fp4: {packed} has shape {list(packed.shape)}; it must be {want}")
+        e, n, blocks, half = packed.shape
+        return e, n, blocks * half * 2

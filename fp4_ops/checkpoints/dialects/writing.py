@@ -1,0 +1,104 @@
+"""The dialects that are written: compressed-tensors', and GPT-OSS's own for GPT-OSS in mxfp4."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import replace
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ...meta.formats import FORMATS
+from .base import Codes, Dialect
+from .compressed_tensors import MXFP4_PACK, NVFP4_PACK, PACK_INT4
+from .fp4 import FP4Dialect
+from .gpt_oss import GPT_OSS_MXFP4
+from .int4 import OFFSET, Int4Dialect
+
+
+def writing_dialect(format: str, model_type: str | None, k: Iterable[int]) -> Dialect:
+    """The dialect that is written: compressed-tensors', or GPT-OSS's own where its blocks divide every K.
+
+    Raises ValueError for int4 with a K that `pack-quantized` cannot hold: readers divide a row into groups of
+    one size.
+    """
+    k, block = list(k), FORMATS[format].block
+    if FORMATS[format].element == "int4":
+        odd = [n for n in k if n % min(block, n) or n % 8]
+        if odd:
+            raise ValueError(
+                f"fp4: {PACK_INT4.name} cannot hold {format} with K = {odd[0]}; it must be a multiple of "
+                f"{block}"
+            )
+        return replace(PACK_INT4, format=format, group=block)
+    if model_type == "gpt_oss" and format == "mxfp4" and all(n % block == 0 for n in k):
+        return GPT_OSS_MXFP4
+    return {"nvfp4": NVFP4_PACK, "mxfp4": MXFP4_PACK}[format]
+
+
+EXPERTS_TARGET = r"re:.*experts\.\d+\..*"
+
+
+def describe(dialect: Dialect, targets: list[str], ignore: list[str]) -> dict[str, Any]:
+    """The `quantization_config` that says how a folder in one of the dialects that are written is stored.
+
+    targets, ignore: names of linear layers, or "re:" and a regular expression, that are in 4 bits or not.
+    """
+    if dialect.stacked:
+        return {"quant_method": "mxfp4", "modules_to_not_convert": ignore}
+    format = FORMATS[dialect.format]
+    is_int = isinstance(dialect, Int4Dialect)
+    weights = {
+        "num_bits": 4,
+        "type": "int" if is_int else "float",
+        "strategy": "tensor_group" if format.has_global_scale else "group",
+        "group_size": format.block,
+        "symmetric": True,
+        "dynamic": False,
+    }
+    if not is_int:
+        weights["scale_dtype"] = "torch.float8_e4m3fn" if format.has_global_scale else "torch.uint8"
+    group = {"targets": targets, "weights": weights, "input_activations": None, "output_activations": None}
+    return {
+        "quant_method": "compressed-tensors",
+        "format": dialect.name,
+        "quantization_status": "compressed",
+        "config_groups": {"group_0": {**group, "format": dialect.name}},
+        "ignore": ignore,
+        "kv_cache_scheme": None,
+    }
+
+
+def _reciprocal(factor: Tensor) -> Tensor:
+    """The float32 whose reciprocal is `factor`; where there is none, one whose reciprocal is next to it."""
+    near = 1.0 / factor
+    if 1.0 / near != factor:
+        for candidate in (near.nextafter(torch.zeros_like(near)), near.nextafter(2 * near)):
+            if 1.0 / candidate == factor:
+                return candidate
+    return near
+
+
+def encode(name: str, codes: Codes, dialect: Dialect) -> dict[str, Tensor]:
+    """The tensors that hold a weight in a dialect that is written: `Dialect.decode` backwards."""
+    packed, block_scale = codes.packed, codes.block_scale
+    if isinstance(dialect, Int4Dialect):
+        shape = torch.tensor([packed.shape[0], 2 * packed.shape[1]])
+        words = (packed ^ OFFSET).view(torch.int32)
+        return {
+            name + dialect.packed: words,
+            name + dialect.block_scale: block_scale,
+            name + dialect.unused[0]: shape,
+        }
+    if block_scale.dtype == torch.float8_e8m0fnu:
+        block_scale = block_scale.view(torch.uint8)  # as all of its writers do
+    if dialect.stacked:
+        packed = packed.view(*block_scale.shape, -1)
+    tensors = {name + dialect.packed: packed, name + dialect.block_scale: block_scale}
+    if dialect.global_scale:
+        assert isinstance(dialect, FP4Dialect)
+        assert codes.global_scale is not None
+        stored = _reciprocal(codes.global_scale) if dialect.reciprocal else codes.global_scale
+        tensors[name + dialect.global_scale] = stored.detach().cpu().reshape(1)
+    return tensors
