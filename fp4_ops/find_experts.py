@@ -6,11 +6,11 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 
 from .experts import ExpertsForm
-from .meta.formats import ACTIVATIONS, Activation
+from .gates import apply_gate
+from .meta.formats import ACTIVATIONS
 
 SOURCE_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 
@@ -121,18 +121,3 @@ def recognise_gate(module: Any) -> str | None:
         if got.shape == want.shape and torch.allclose(got, want, rtol=1e-4, atol=1e-5):
             return name
     return None
-
-
-_CURVES = {
-    "gelu": F.gelu,
-    "gelu_tanh": lambda gate: F.gelu(gate, approximate="tanh"),
-}
-
-
-def apply_gate(x: Tensor, activation: Activation) -> Tensor:
-    """f(gate) * (up + up_offset) in plain torch, as meta.formats.Activation defines it."""
-    gate, up = (x[..., ::2], x[..., 1::2]) if activation.interleaved else x.chunk(2, dim=-1)
-    if activation.limit is not None:
-        gate, up = gate.clamp(max=activation.limit), up.clamp(-activation.limit, activation.limit)
-    curve = _CURVES.get(activation.function, lambda gate: gate * torch.sigmoid(activation.alpha * gate))
-    return curve(gate) * (up + activation.up_offset)
