@@ -33,7 +33,14 @@ def extend_dynamo() -> None:
 
 
 def capture_loops() -> None:
-    """For the whole process: Dynamo reads these before it calls a backend, and has none for a single one."""
+    """For the whole process: Dynamo reads these before it calls a backend, and has none for a single one.
+
+    What is set belongs to this thread, or this context; so the defaults change, too. Workers of a pool, and a
+    server's tasks, read those.
+    """
+    entries = getattr(torch._dynamo.config, "_config", {})
     for name, value in CAPTURE.items():
         setattr(torch._dynamo.config, name, value)
+        if name in entries:
+            entries[name].default = value
     extend_dynamo()

@@ -2,10 +2,15 @@
 
 from __future__ import annotations
 
+import asyncio
+import contextvars
+import threading
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 import torch
+from fp4_ops.compile_passes.dynamo import CAPTURE, capture_loops
 from moe_models import Recorder, relative_error
 from moe_styles import STYLES
 
@@ -51,3 +56,78 @@ def test_threads_that_share_one_compiled_model():
     with ThreadPoolExecutor(4) as pool:
         assert max(pool.map(work, [9, 5, 12, 7, 9, 3])) < 1e-5
     assert set(recorder.ops) == {"fp4::moe"}
+
+
+# --- where a loop is compiled first ---
+
+
+def in_a_pool(work: Callable[[], None]) -> None:
+    with ThreadPoolExecutor(1) as pool:
+        pool.submit(work).result()
+
+
+def in_a_servers_task(work: Callable[[], None]) -> None:
+    """As a server does: a task hands the work to a thread, with the context it was given."""
+
+    async def task() -> None:
+        await asyncio.to_thread(work)
+
+    empty = contextvars.Context()
+    with ThreadPoolExecutor(1) as pool:
+        pool.submit(empty.run, asyncio.run, task()).result()
+
+
+def in_a_thread_of_a_thread(work: Callable[[], None]) -> None:
+    in_a_pool(lambda: in_a_pool(work))
+
+
+def in_an_older_thread(work: Callable[[], None]) -> None:
+    """One that ran before the backend was loaded."""
+    begin, started, raised = threading.Event(), threading.Event(), []
+
+    def wait() -> None:
+        started.set()
+        begin.wait()
+        try:
+            work()
+        except BaseException as error:
+            raised.append(error)
+
+    thread = threading.Thread(target=wait)
+    thread.start()
+    started.wait()
+    capture_loops()
+    begin.set()
+    thread.join()
+    assert raised == []
+
+
+@pytest.mark.parametrize(
+    "run",
+    [in_a_pool, in_a_servers_task, in_a_thread_of_a_thread, in_an_older_thread],
+    ids=lambda f: f.__name__,
+)
+def test_a_loop_that_a_worker_compiles_first(run):
+    """Dynamo's settings belong to a thread or context: what the loading thread sets, others do not see."""
+    capture_loops()
+    module, recorder = STYLES["where loop"](), Recorder(activation="bf16")
+    compiled = torch.compile(module, backend=recorder)
+
+    def work() -> None:
+        x = torch.randn(7, module.H)
+        with torch.no_grad():
+            assert relative_error(compiled(x), module.twin()(x)) < 1e-5
+
+    run(work)
+    assert recorder.ops == ["fp4::moe"]
+
+
+def test_a_worker_may_still_choose_otherwise():
+    def work() -> None:
+        for name in CAPTURE:
+            assert getattr(torch._dynamo.config, name) is True
+            with torch._dynamo.config.patch({name: False}):
+                assert getattr(torch._dynamo.config, name) is False
+
+    capture_loops()
+    in_a_pool(work)
