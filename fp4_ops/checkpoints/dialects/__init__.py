@@ -2,8 +2,8 @@
 
 One file ("room") a maker: its dialects, and `claims(config, where)`, which returns the dialects that a
 `quantization_config` describes, or None where the config is not this maker's. It raises a CheckpointError
-that says what to do where the config is this maker's and cannot be read. A new dialect is a new file and a line
-in ROOMS.
+that says what to do where the config is this maker's and cannot be read. A new dialect is a new file and a
+line in ROOMS.
 
 Nothing is ever guessed from values: compressed-tensors and ModelOpt store the second scale of nvfp4 as
 reciprocals of one another, under different names, and no number tells which is which.
