@@ -13,6 +13,7 @@ import torch
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from ..experts import interleave
+from ..meta import gradients
 from ..meta.formats import FORMATS
 from ..meta.layouts import LAYOUTS, packed_spec
 
@@ -236,6 +237,9 @@ def runtime(compiled: Callable[..., Any], keep: list[int], swaps: list[Swap]) ->
     below_autograd = torch._C._AutoDispatchBelowAutograd
 
     def run(*args: Any) -> Any:
+        # Dual tensors are not guarded against, and their tangents would be lost below autograd.
+        if gradients.has_tangent(args):
+            gradients.refuse_tangent('a model compiled with backend="fp4"', "call the model uncompiled")
         inputs = kept(args) + packed(args)
         with below_autograd():
             return compiled(*inputs)

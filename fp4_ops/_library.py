@@ -28,7 +28,7 @@ def load() -> None:
             f"on the platform it was built for). Rebuild: pip install --no-build-isolation -e . -- {error}"
         ) from None
 
-    from .meta import fakes  # noqa: F401  registers the fake kernels
+    from .meta import fakes, gradients  # noqa: F401  registers the fake kernels, and that gradients do not exist
 
     if importlib.util.find_spec("triton") is not None:
         from .triton import register  # noqa: F401  registers the CUDA kernels

@@ -1,13 +1,12 @@
 """One fake kernel for each schema of csrc/schema.cpp, in the same order: checks, then shape and dtype.
 
 All outputs are contiguous. Importing this registers them; `fp4_ops` does so after loading the schemas.
-Every operator also gets a backward that raises: a missing gradient is never silent.
 """
 
 from __future__ import annotations
 
 import torch
-from torch.library import register_autograd, register_fake
+from torch.library import register_fake
 
 from . import checks
 from .formats import INT8_BLOCK
@@ -178,17 +177,3 @@ OPERATORS = (
     "mm", "grouped_mm", "grouped_mm_masked", "indexed_mm", "grouped_mm_k", "moe",
     "offs_to_m_indices", "m_indices_to_offs", "to_masked", "from_masked",
 )  # fmt: skip
-
-
-def _no_gradient(name: str):
-    def backward(ctx, *grads):
-        raise RuntimeError(
-            f"fp4::{name} has no gradient: 4-bit weights are for inference. Run it under torch.no_grad(), or "
-            "train with the original weights."
-        )
-
-    return backward
-
-
-for _name in OPERATORS:
-    register_autograd(f"fp4::{_name}", _no_gradient(_name))

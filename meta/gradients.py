@@ -1,0 +1,84 @@
+"""No operator has a gradient. Asking for one, in any of torch's ways, is an error and never a silent zero.
+
+- Reverse mode: a call on a tensor that requires a gradient is fine; `backward` raises.
+- `torch.func.grad`, `vjp`, `jacrev`: there is no later moment to ask, so the call raises.
+- Forward mode (`torch.func.jvp`, `jacfwd`, dual tensors): the call raises, since a result without a tangent
+  would mean a derivative of zero.
+
+Importing this registers it for every schema of csrc/schema.cpp.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from typing import Any, NoReturn
+
+import torch
+from torch.autograd import forward_ad
+from torch.library import Library
+
+from .fakes import OPERATORS
+
+LIBRARY = Library("fp4", "IMPL")
+
+INFERENCE = "4-bit weights are for inference"
+ORIGINAL = "differentiate the original weights"
+
+
+def has_tangent(tensors: Iterable[Any]) -> bool:
+    """Whether one of them is a dual tensor of forward-mode differentiation, at the current level."""
+    if forward_ad._current_level < 0:
+        return False
+    # make_dual refuses other dtypes, and so does unpack_dual.
+    found = (t for t in tensors if isinstance(t, torch.Tensor) and t.dtype.is_floating_point)
+    return any(forward_ad.unpack_dual(t).tangent is not None for t in found)
+
+
+def refuse_tangent(what: str, instead: str) -> NoReturn:
+    raise RuntimeError(
+        f"{what} has no forward-mode derivative (torch.func.jvp, jacfwd, dual tensors): {INFERENCE}. Give it "
+        f"x.detach() if its result does not count for the derivative, or {instead}."
+    )
+
+
+class _Call(torch.autograd.Function):
+    """The operator's result, whose gradient raises."""
+
+    @staticmethod
+    def forward(ctx: Any, name: str, call: Callable[..., Any], *args: Any) -> Any:
+        ctx.name = name
+        return call(*args)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Any) -> NoReturn:
+        raise RuntimeError(
+            f"fp4::{ctx.name} has no gradient: {INFERENCE}. Run it under torch.no_grad(), or "
+            "train with the original weights."
+        )
+
+
+def _autograd_kernel(name: str) -> Callable[..., Any]:
+    op = getattr(torch.ops.fp4, name).default
+
+    def kernel(keyset: Any, *args: Any, **kwargs: Any) -> Any:
+        if has_tangent(args):
+            refuse_tangent(f"fp4::{name}", ORIGINAL)
+
+        def call(*args: Any) -> Any:
+            with torch._C._AutoDispatchBelowAutograd():
+                return op.redispatch(keyset & torch._C._after_autograd_keyset, *args, **kwargs)
+
+        if not (torch.is_grad_enabled() and torch._C._any_requires_grad(*args)):
+            return call(*args)
+        if torch._C._are_functorch_transforms_active():
+            raise RuntimeError(
+                f"fp4::{name} has no gradient (torch.func.grad, vjp, jacrev): {INFERENCE}. Give it "
+                f"x.detach() if its result does not count for the gradient, or {ORIGINAL}."
+            )
+        return _Call.apply(name, call, *args)
+
+    return kernel
+
+
+for _name in OPERATORS:
+    LIBRARY.impl(_name, _autograd_kernel(_name), "Autograd", with_keyset=True)
