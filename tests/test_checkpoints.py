@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 import torch
-from checkpoint_samples import PER_EXPERT, STORED, edit_json, save_tensors, tiny, write_folder
+from checkpoint_samples import PER_EXPERT, STORED, code_values, edit_json, save_tensors, tiny, write_folder
 from moe_models import FAMILIES, build, tokens, transformers
 from safetensors.torch import load_file
 from torch import Tensor
@@ -18,8 +18,8 @@ from transformers.quantizers import auto
 import fp4_ops
 from fp4_ops.checkpoints import CheckpointError
 from fp4_ops.checkpoints.dialects import Codes
+from fp4_ops.checkpoints.fold import Folds, join_rows
 from fp4_ops.checkpoints.hf import FP4Config
-from fp4_ops.checkpoints.load import Folds, join_rows
 from fp4_ops.experts import PackedWeight
 from fp4_ops.tensor import FP4Tensor
 
@@ -213,10 +213,86 @@ def test_other_ratios_go_to_the_nearest_block_scale(ratio):
     want = torch.cat([meaning(gate), meaning(up)])
     change = (meaning(both) - want).abs()
     assert (change <= want / 16 * 1.0001).all()  # half a step of three mantissa bits
-    worst = (change / want).max().item()
-    assert (folds.exact, folds.rounded) == (0, 1) and folds.worst == pytest.approx(worst) and worst > 0
     halves = change.chunk(2)
     assert (halves[0] == 0).all() or (halves[1] == 0).all()  # one keeps its own
+    codes = code_values(torch.cat([gate.packed, up.packed])).unflatten(-1, (6, 16)).square().sum(-1)
+    worst = max(
+        ((c.square() * q).sum() / (w.square() * q).sum()).sqrt().item()
+        for c, w, q in zip(halves, want.chunk(2), codes.chunk(2))
+    )
+    assert (folds.exact, folds.rounded) == (0, 1) and folds.worst == pytest.approx(worst) and worst > 0
+    assert folds.where == ("gate" if halves[0].any() else "up") and folds.where in str(folds)
+
+
+@pytest.mark.parametrize("ratio", [0.1, 0.25, 1.3, 4.0, 9.9, 200.0])
+def test_a_tiny_block_decides_nothing(ratio):
+    """A block far below e4m3's range in one half: the other one must not be spoiled for its sake."""
+    gate, up, *_ = joined(ratio)
+    for half in (gate, up):
+        half.block_scale.view(torch.uint8)[3, 2] = 1  # 2^-9
+    folds = Folds()
+    both = join_rows(gate, up, folds)
+    values = code_values(both.packed).unflatten(-1, (6, 16))
+    for scale, half, v in zip(meaning(both).chunk(2), (gate, up), values.chunk(2)):
+        want, got = meaning(half)[..., None] * v, scale[..., None] * v
+        assert (got - want).norm() <= want.norm() / 16
+        assert ((got - want).abs() <= want.abs() / 16 * 1.0001 + want.abs().max() / 2**9).all()
+
+
+def test_both_halves_keep_their_range():
+    """Each half's own scale would lose the other: one overflows e4m3, one sinks below it."""
+    gate, up, *_ = joined(1.0)
+    gate.global_scale.fill_(2.0**-20)
+    up.global_scale.fill_(2.0**-10)
+    gate.block_scale.fill_(448)
+    gate.block_scale[0] = 2.0**-5
+    up.block_scale.fill_(1)
+    up.block_scale[0] = 352
+    folds = Folds()
+    both = join_rows(gate, up, folds)
+    v = code_values(both.packed).unflatten(-1, (6, 16))
+    for scale, half, codes in zip(meaning(both).chunk(2), (gate, up), v.chunk(2)):
+        want, got = meaning(half)[..., None] * codes, scale[..., None] * codes
+        assert (got - want).norm() <= want.norm() / 16
+
+
+def test_scales_that_one_matrix_cannot_hold_are_refused():
+    with pytest.raises(
+        CheckpointError, match=r"gate \(0.003\) and up \(3e\+06\) are too far apart.*(gate|up) would"
+    ):
+        joined(1e9)
+
+
+def test_a_half_of_zeros_is_no_obstacle():
+    gate, up, *_ = joined(1.0)
+    gate.packed.zero_()
+    gate.global_scale.fill_(1e-30)
+    both = join_rows(gate, up, Folds())
+    assert torch.equal(meaning(both)[24:], meaning(up))
+
+
+def test_fold_of_a_checkpoint_with_a_tiny_block(tmp_path):
+    """ModelOpt's bytes with up's global scale about four times gate's, and one block of 1e-7."""
+
+    def factor(half: str, expert: int) -> float:
+        return 2.0**-8 * {"gate": 1.0, "up": 4.1, "down": 1.0}[half]
+
+    values = write_folder(tmp_path, tiny(), "modelopt-nvfp4", factors=factor)
+    tensors = load_file(tmp_path / "model.safetensors")
+    for name, t in tensors.items():
+        if name.endswith(("gate_proj.weight_scale", "up_proj.weight_scale")):
+            t.view(torch.uint8)[5, 1] = 1
+    save_tensors(tmp_path, tensors)
+    with pytest.warns(UserWarning, match="16 experts: 0 folded exactly, 16 to the nearest block scale"):
+        model = fp4_ops.load_checkpoint(None, tmp_path)
+    for name, got in dequantised(model).items():
+        want = values[name].double()
+        for half in (0, 1) if "gate_up" in name else (0,):
+            rows = slice(half * 96, (half + 1) * 96) if "gate_up" in name else slice(None)
+            w, g = want[:, rows].clone(), got[:, rows].double().clone()
+            if "gate_up" in name:
+                w[:, 5, 16:32] = g[:, 5, 16:32] = 0
+            assert ((g - w).norm() / w.norm()).item() < 1 / 16, name
 
 
 def test_folding_never_overflows_e4m3():
@@ -473,6 +549,19 @@ def test_other_folders_are_left_to_transformers(registered):
     pytest.importorskip("compressed_tensors")
     config = {"quant_method": "compressed-tensors", "format": "float-quantized", "config_groups": {}}
     assert type(auto.AutoQuantizationConfig.from_dict(config)).__name__ == "CompressedTensorsConfig"
+
+
+@pytest.mark.parametrize("format", ["nvfp4-pack-quantized", "mxfp4-pack-quantized", None])
+def test_folders_with_fp4_are_never_left_to_transformers(format, registered):
+    """It would leave the global scales of experts out, and say nothing."""
+    group = {"format": format, "weights": {"num_bits": 4, "type": "float", "group_size": 16}}
+    other = {"format": "marlin-24", "weights": {"num_bits": 4, "type": "int"}}
+    config = {
+        "quant_method": "compressed-tensors", "format": "mixed-precision",
+        "config_groups": {"a": group, "b": other},
+    }  # fmt: skip
+    with pytest.raises(CheckpointError, match=r"marlin-24.*python -m fp4_ops quantize"):
+        auto.AutoQuantizationConfig.from_dict(config)
 
 
 # --- memory ---

@@ -6,6 +6,7 @@ import copy
 import json
 import math
 
+import checkpoint_samples
 import moe_models
 import pytest
 import reference as ref
@@ -192,6 +193,41 @@ def test_report_names_the_bad_expert(model, tmp_path):
             sqnr, _ = weight_errors(m.weight(matrix), *q, "nvfp4")
             mine = [e.sqnr for e in report.errors if (e.module, e.matrix) == (m.name, matrix)]
             assert mine == sqnr.tolist()
+
+
+@pytest.mark.parametrize("dialect", ["nvfp4-pack-quantized", "modelopt-nvfp4", "mxfp4-pack-quantized"])
+def test_commands_on_folders_in_4_bits(dialect, tmp_path, capsys):
+    """Their own values, global scales and all: what load_checkpoint computes."""
+    model = moe_models.build("qwen3_moe", torch.bfloat16, "grouped_mm", vocab_size=256, num_hidden_layers=2)
+    model.config.moe_intermediate_size = 96
+    model = type(model)(model.config).to(torch.bfloat16)
+    values = checkpoint_samples.write_folder(
+        tmp_path / "model", model, dialect, factors=lambda half, expert: 2.0**-11, linears=("lm_head",)
+    )
+    text = tmp_path / "text"
+    text.write_bytes(bytes(torch.randint(0, 256, (200,)).tolist()))
+    common = [str(tmp_path / "model"), "--length", "32", "--device", "cpu"]
+    table = tmp_path / "table.json"
+    main(["eval", *common, "--text", str(text), "--methods", "rtn", "--activations", "bf16",
+          "--formats", "nvfp4", "--json", str(table)])  # fmt: skip
+    assert "is in 4 bits already" in capsys.readouterr().out
+    rows = {(r["format"], r["method"]): r for r in json.loads(table.read_text())["rows"]}
+
+    with torch.no_grad():
+        for name, value in values.items():
+            model.get_parameter(name).copy_(value)
+    windows = torch.tensor(list(text.read_bytes())[: 6 * 32]).view(6, 32)
+    with torch.no_grad():
+        logits = model(windows).logits[:, :-1].float()
+    want = torch.nn.functional.cross_entropy(logits.flatten(0, 1), windows[:, 1:].flatten()).exp().item()
+    own = "mxfp4" if dialect.startswith("mxfp4") else "nvfp4"
+    assert rows["bfloat16", "-"]["perplexity"] == pytest.approx(want, rel=3e-2)
+    assert rows[own, "stored"]["perplexity"] == pytest.approx(want, rel=3e-2)
+    assert rows[own, "stored"]["kl"] < 0.05
+
+    main(["report", *common, "--json", str(tmp_path / "r.json"), "--format", "mxfp4"])
+    errors = [e["sqnr"] for e in json.loads((tmp_path / "r.json").read_text())["errors"]]
+    assert len(errors) == 32 and (own == "mxfp4" or all(10 < e < 30 for e in errors))
 
 
 @torch.no_grad()

@@ -16,8 +16,8 @@ from transformers.utils.quantization_config import QuantizationConfigMixin
 
 from ..meta.formats import FORMATS
 from ..prepare import A_FORMATS, prepare
-from .dialects import Dialect, check_requantize, dialects_of, quantization_config, stored_weights
-from .files import CheckpointError, Folder
+from .dialects import Dialect, check_requantize, dialects_of, holds_fp4, quantization_config, stored_weights
+from .files import CheckpointError, Folder, read_json
 from .load import LoadReport, detach_places, fill
 from .placement import Placement, place
 from .save import state_dict_for_saving
@@ -156,7 +156,10 @@ def _device_of(model: nn.Module) -> Any:
 
 
 class _Dispatch:
-    """Stands for a config class of transformers: folders that fp4_ops runs become FP4Config, others stay."""
+    """Stands for a config class of transformers: folders that fp4_ops runs become FP4Config, others stay.
+
+    Folders with 4-bit floats that it cannot read are an error, not transformers' business.
+    """
 
     def __init__(self, other: Any) -> None:
         self.other = other
@@ -165,7 +168,8 @@ class _Dispatch:
         try:
             ours = all(d.format in FORMATS for d in dialects_of(config))
         except CheckpointError:
-            if self.other is None:
+            # transformers leaves the global scales of compressed-tensors' nvfp4 experts out: no way round
+            if self.other is None or holds_fp4(config):
                 raise
             ours = False
         return FP4Config(stored=config) if ours else self.other.from_dict(config, **kwargs)
@@ -216,10 +220,7 @@ def load_checkpoint(
     straight to `device`. What was loaded stands in `model.hf_quantizer.report`.
     """
     folder = Folder(path)
-    stored = quantization_config(folder.config)
-    if stored is None and (folder.path / "hf_quant_config.json").exists():
-        # ModelOpt's older exports keep it in a file of its own
-        stored = folder.json("hf_quant_config.json")
+    stored = stored_config(folder.path)
     if stored is None:
         raise CheckpointError(
             f"fp4: {folder.path} is not quantised (its config.json has no quantization_config). Use "
@@ -248,6 +249,16 @@ def load_checkpoint(
             what = f"{key.replace('_', ' ')}: {', '.join(sorted(map(str, info[key])))}"
             raise CheckpointError(f"fp4: {folder.path}: {what}")
     return model
+
+
+def stored_config(path: Path) -> dict[str, Any] | None:
+    """What a folder says about how its weights are stored, or None.
+
+    ModelOpt's older exports say it in a file of its own, hf_quant_config.json; newer ones in both.
+    """
+    stored = quantization_config(read_json(path / "config.json"))
+    older = path / "hf_quant_config.json"
+    return read_json(older) if stored is None and older.exists() else stored
 
 
 def model_class(config: PretrainedConfig) -> Any:

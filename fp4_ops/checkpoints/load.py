@@ -17,20 +17,9 @@ from ..prepare import A_FORMATS, check_activation, choose_implementation
 from ..tensor import FP4Tensor
 from .dialects import Codes, Dialect, Read, StoredWeight, scale_dtype
 from .files import Reader, TensorInfo
+from .fold import Folds, join_rows
 from .placement import HALVES, Placement
 from .progress import progress_bar
-
-E4M3_MAX = 448.0
-
-
-@dataclass
-class Folds:
-    """Experts whose gate and up had different global scales, now one: the ratio went into block scales."""
-
-    exact: int = 0
-    rounded: int = 0
-    worst: float = 0.0
-    """Largest relative change of a block scale."""
 
 
 @dataclass
@@ -59,55 +48,9 @@ class LoadReport:
         lines += [f"  {name}: layout plain: {why}" for name, why in self.plain.items()]
         if self.requantized:
             lines.append(f"  quantised anew: relative error of a matrix at most {self.requantized:.4f}")
-        f = self.folds
-        if f.exact or f.rounded:
-            lines.append(
-                f"  gate and up had different global scales in {f.exact + f.rounded} experts: {f.exact} "
-                f"folded exactly, {f.rounded} to the nearest block scale (largest change {f.worst:.2%})"
-            )
+        if self.folds.exact or self.folds.rounded:
+            lines.append(f"  {self.folds}")
         return "\n".join(lines)
-
-
-def join_rows(gate: Codes, up: Codes, folds: Folds) -> Codes:
-    """The two as one matrix [gate; up] with one global scale.
-
-    Where the two differ, the ratio goes into the block scales of one half: exactly if e4m3 can hold every
-    product, else rounded to the nearest. Either half's may become the common one; the one that changes the
-    block scales least does.
-    """
-    packed = torch.cat([gate.packed, up.packed])
-    a, b = gate.global_scale, up.global_scale
-    if a is None or b is None or a == b:
-        return Codes(packed, _cat(gate.block_scale, up.block_scale), a)
-    to_b, to_a = _rescale(gate.block_scale, a, b), _rescale(up.block_scale, b, a)
-    # With the larger one the block scales shrink, and none can overflow: it wins a tie.
-    if (to_a[1], bool(a < b)) <= (to_b[1], bool(b < a)):
-        worst, joined = to_a[1], Codes(packed, _cat(gate.block_scale, to_a[0]), a)
-    else:
-        worst, joined = to_b[1], Codes(packed, _cat(to_b[0], up.block_scale), b)
-    if worst == 0:
-        folds.exact += 1
-    else:
-        folds.rounded += 1
-        folds.worst = max(folds.worst, worst)
-    return joined
-
-
-def _rescale(block_scale: Tensor, old: Tensor, new: Tensor) -> tuple[Tensor, float]:
-    """Block scales that mean with `new` what they meant with `old`, and their largest relative change."""
-    wanted = block_scale.double() * old.double() / new.double()
-    rounded = wanted.clamp(max=E4M3_MAX).float().to(torch.float8_e4m3fn)
-    # Both sides by multiplication: a quotient would call an exact fold inexact.
-    change = (rounded.double() * new.double() - block_scale.double() * old.double()).abs()
-    whole = block_scale.double() * old.double()
-    return rounded, (change / whole).nan_to_num(0.0).max().item()
-
-
-def _cat(*tensors: Tensor) -> Tensor:
-    """torch.cat, for dtypes that it does not know, or of two that float32 holds."""
-    if len({t.dtype for t in tensors}) > 1:
-        return torch.cat([t.float() for t in tensors])
-    return torch.cat([t.view(torch.uint8) for t in tensors]).view(tensors[0].dtype)
 
 
 class Source:
@@ -129,7 +72,7 @@ class Source:
 
     def pair(self, gate: StoredWeight, up: StoredWeight) -> Codes:
         """[gate; up] as one matrix."""
-        return join_rows(self.one(gate), self.one(up), self.report.folds)
+        return join_rows(self.one(gate), self.one(up), self.report.folds, (gate.name, up.name))
 
 
 class Requantized(Source):

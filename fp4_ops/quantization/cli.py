@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from ..meta.formats import FORMATS
 from .activations import ACTIVATION_MODES
 from .calibration import Calibration, calibrate
-from .evaluation import HEAD, evaluate
+from .evaluation import HEAD, Stored, evaluate
 from .methods import METHODS
 from .report import error_report
 from .text import add_calibration_arguments, read_windows
@@ -51,7 +51,7 @@ def _add_common(parser: argparse.ArgumentParser) -> None:
 
 
 def _eval(args: argparse.Namespace) -> None:
-    model = _load(args)
+    model, stored = _load(args)
     windows = _windows(args, model, args.text, args.windows)
     calibration = _calibration(args, model, args.methods)
     print(f"{len(windows)} windows of {args.length} tokens\n{HEAD}\n{'-' * len(HEAD)}")
@@ -64,13 +64,14 @@ def _eval(args: argparse.Namespace) -> None:
         calibration=calibration,
         batch=args.batch,
         on_row=partial(print, flush=True),
+        stored=stored,
     )
     if args.json:
         args.json.write_text(table.to_json() + "\n")
 
 
 def _report(args: argparse.Namespace) -> None:
-    model = _load(args)
+    model, _ = _load(args)
     report = error_report(model, args.format, args.method, _calibration(args, model, [args.method]))
     print(report)
     if args.json:
@@ -79,10 +80,20 @@ def _report(args: argparse.Namespace) -> None:
         report.save_picture(args.picture)
 
 
-def _load(args: argparse.Namespace) -> nn.Module:
-    from transformers import AutoModelForCausalLM
+def _load(args: argparse.Namespace) -> tuple[nn.Module, dict[str, Stored]]:
+    """The model with ordinary weights, and what of its experts is in 4 bits already."""
+    from ..checkpoints.reference import load_reference  # which imports transformers
 
-    return AutoModelForCausalLM.from_pretrained(args.model, dtype=torch.bfloat16).to(args.device).eval()
+    try:
+        model, stored = load_reference(args.model, args.device, torch.bfloat16)
+    except ValueError as error:
+        raise SystemExit(str(error)) from None
+    if stored:
+        print(
+            f"{args.model} is in 4 bits already. Its values in bfloat16 are the reference here, and what "
+            "quantises them does so a second time"
+        )
+    return model, stored
 
 
 def _calibration(args: argparse.Namespace, model: nn.Module, methods: list[str]) -> Calibration | None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import math
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 
 import torch
@@ -72,6 +72,18 @@ class Evaluation:
         return json.dumps(asdict(self), indent=1)
 
 
+Packed = tuple[Tensor, Tensor, Tensor | None]
+
+
+@dataclass(frozen=True)
+class Stored:
+    """An experts module's weights as a checkpoint in 4 bits has them."""
+
+    format: str
+    packed: dict[str, Packed]
+    """By matrix, in the plain layout."""
+
+
 @torch.no_grad()
 def evaluate(
     model: nn.Module,
@@ -83,6 +95,7 @@ def evaluate(
     calibration: Calibration | None = None,
     batch: int = 8,
     on_row: Callable[[Row], None] | None = None,
+    stored: Mapping[str, Stored] | None = None,
 ) -> Evaluation:
     """Perplexity and agreement on tokens (int64 [windows, length], on the model's device) for every
     combination of format, method and activations, with the model itself as the first row.
@@ -93,6 +106,8 @@ def evaluate(
 
     Methods that need calibration are left out without it. W4A4 is done in the weights' own format.
     on_row is called with each row as it comes.
+    stored: where the model's weights are values of a checkpoint in 4 bits, its own codes by module. They get
+        rows of method "stored", before those that quantise the values once more.
     The model is unchanged. Extra memory: the packed weights, and up to 4 GiB of logits.
     """
     combinations = _combinations(formats, methods, activations, calibration)
@@ -108,6 +123,12 @@ def evaluate(
 
     add((dtype, "-", "-"), [], 0.0)
     add(("float32", "-", "-"), [Arithmetic(m) for m in modules], 0.0)
+    if stored:
+        own_formats = sorted({s.format for s in stored.values()})
+        for mode in (ACTIVATION_MODES[name] for name in activations):
+            if mode.name not in FORMATS or own_formats == [mode.name]:
+                own = [_stored_or_whole(m, stored, mode) for m in modules]
+                add(("+".join(own_formats), "stored", mode.label), own, 0.0)
     for format, method, modes in combinations:
         start = time.perf_counter()
         packed = [_quantized(m, format, method, calibration) for m in modules]
@@ -144,9 +165,6 @@ def _combinations(
             if find_method(name, format).calibration == "none" or calibration is not None:
                 found.append((format, name, modes))
     return found
-
-
-Packed = tuple[Tensor, Tensor, Tensor | None]
 
 
 def _quantized(
@@ -186,6 +204,13 @@ class Emulated(Arithmetic):
             # The kernels that round weights are Hopper's, for e2m1.
             significant_bits=self.mode.weight_bits if self.format.element == "e2m1" else None,
         )
+
+
+def _stored_or_whole(
+    experts: ExpertsModule, stored: Mapping[str, Stored], mode: ActivationMode
+) -> Arithmetic:
+    own = stored.get(experts.name)
+    return Arithmetic(experts) if own is None else Emulated(experts, own.format, own.packed, mode)
 
 
 class _Comparison:

@@ -31,6 +31,7 @@ __all__ = [
     "describe",
     "dialects_of",
     "encode",
+    "holds_fp4",
     "quantization_config",
     "scale_dtype",
     "stored_weights",
@@ -57,6 +58,16 @@ def dialects_of(config: dict[str, Any], where: str = "the config") -> tuple[Dial
     raise CheckpointError(
         f"fp4: {where} has quant_method {config.get('quant_method')!r}; those that can be read are: "
         f"{', '.join(DIALECTS)}. Quantise the original bf16 weights with `python -m fp4_ops quantize`"
+    )
+
+
+def holds_fp4(config: dict[str, Any]) -> bool:
+    """Whether a `quantization_config` says that any weight is a 4-bit float, readable or not."""
+    groups = config.get("config_groups") or {}
+    kinds = [g.get("weights") or {} for g in groups.values()]
+    formats = [str(part.get("format")) for part in (config, *groups.values())]
+    return any(w.get("num_bits") == 4 and w.get("type") == "float" for w in kinds) or any(
+        "fp4" in f for f in formats
     )
 
 

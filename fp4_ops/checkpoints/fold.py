@@ -1,0 +1,141 @@
+"""Gate and up as one matrix with one global scale, where a checkpoint gives each its own (nvfp4)."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from ..meta.formats import FORMATS
+from ..quantization.grid import decode
+from .dialects import Codes
+from .files import CheckpointError
+
+E4M3_MAX = 448.0
+LIMIT = 1 / 16
+"""What a fold may change a matrix by: half a step of e4m3's three bits."""
+
+
+@dataclass
+class Folds:
+    """Experts whose gate and up had different global scales, now one: the ratio went into block scales."""
+
+    exact: int = 0
+    rounded: int = 0
+    worst: float = 0.0
+    """Largest relative change of a matrix: the norm of the difference over its norm."""
+    where: str = ""
+    """The gate or up whose change that is."""
+
+    def __str__(self) -> str:
+        lines = (
+            f"gate and up had different global scales in {self.exact + self.rounded} experts: {self.exact} "
+            f"folded exactly, {self.rounded} to the nearest block scale"
+        )
+        return lines + f" (largest change {self.worst:.2%}, of {self.where})" * bool(self.rounded)
+
+
+@dataclass
+class _Half:
+    """A gate or an up: what its blocks' scales must become, and how much each of them weighs."""
+
+    block_scale: Tensor
+    factor: Tensor
+    squares: Tensor
+    """Sum of the squares of each block's codes: an error of a block's scale counts by these."""
+    largest: Tensor
+    """The largest code of each block."""
+
+    @classmethod
+    def of(cls, codes: Codes) -> _Half:
+        assert codes.global_scale is not None
+        values = (
+            decode(codes.packed, FORMATS["nvfp4"]).double().unflatten(-1, (codes.block_scale.shape[-1], -1))
+        )
+        squares, largest = values.square().sum(-1), values.abs().amax(-1)
+        return cls(codes.block_scale, codes.global_scale.double(), squares, largest)
+
+    @property
+    def scale(self) -> Tensor:
+        """What a code of 1 means, by block."""
+        return self.block_scale.double() * self.factor
+
+    def top(self) -> float:
+        """The largest such, of blocks that are not all zeros."""
+        return torch.where(self.squares > 0, self.scale, 0.0).amax().item()
+
+    def fold(self, factor: Tensor) -> tuple[Tensor, float, float]:
+        """Block scales that mean with `factor` what they meant with its own; norm(difference) / norm and
+        max(|difference|) / max(|weight|) of the matrix."""
+        old = self.scale
+        new = (old / factor).clamp(max=E4M3_MAX).float().to(torch.float8_e4m3fn)
+        # Both sides by multiplication: a quotient would call an exact fold inexact.
+        change = (new.double() * factor - old).abs()
+        norm = (old.square() * self.squares).sum().sqrt()
+        if norm == 0:
+            return new, 0.0, 0.0
+        whole = (change.square() * self.squares).sum().sqrt() / norm
+        single = (change * self.largest).amax() / (old * self.largest).amax()
+        return new, whole.item(), single.item()
+
+
+def join_rows(gate: Codes, up: Codes, folds: Folds, names: tuple[str, str] = ("gate", "up")) -> Codes:
+    """The two as one matrix [gate; up] with one global scale.
+
+    Where the two differ, the ratio goes into block scales: exactly if e4m3 can hold every product, else
+    rounded to the nearest. The common scale is either half's own, or that times a power of two, where the
+    other half's block scales would leave e4m3's range otherwise; of these, the one that changes the two
+    matrices least. Blocks count by their values: one with next to nothing in it decides nothing, and may
+    vanish.
+
+    Raises CheckpointError where that changes gate or up by more than LIMIT: in norm, or one weight by more
+    than LIMIT of the largest. names: of the two, for errors and reports.
+    """
+    packed = torch.cat([gate.packed, up.packed])
+    a, b = gate.global_scale, up.global_scale
+    if a is None or b is None or a == b:
+        return Codes(packed, cat(gate.block_scale, up.block_scale), a)
+    halves = _Half.of(gate), _Half.of(up)
+    tried = [(c, [half.fold(c.double()) for half in halves]) for c in _candidates(halves)]
+    factor, folded = min(tried, key=lambda t: sum(whole**2 for _, whole, _ in t[1]))
+    for name, (_, *changes) in zip(names, folded):
+        if max(changes) > LIMIT:
+            raise CheckpointError(
+                f"fp4: the global scales of {names[0]} ({a.item():.4g}) and {names[1]} ({b.item():.4g}) are "
+                f"too far apart for one matrix: {name} would change by {max(changes):.1%}; it must be "
+                f"{LIMIT:.2%} at most. Export the checkpoint with one global scale for an expert's gate and "
+                "up, or quantise the original weights with `python -m fp4_ops quantize`, which gives them one"
+            )
+    worst, where = max((whole, name) for name, (_, whole, _) in zip(names, folded))
+    if worst == 0:
+        folds.exact += 1
+    else:
+        folds.rounded += 1
+        if worst > folds.worst:
+            folds.worst, folds.where = worst, where
+    return Codes(packed, cat(*(scale for scale, *_ in folded)), factor)
+
+
+def _candidates(halves: tuple[_Half, _Half]) -> list[Tensor]:
+    """Global scales to try, the likeliest first: with the larger one block scales shrink, none overflows."""
+    top = max(half.top() for half in halves)
+    found = []
+    for half in sorted(halves, key=lambda h: -h.factor.item()):
+        factor = half.factor.float()
+        found.append(factor)
+        if top > 0:
+            # The power of two that puts the largest block scale just below e4m3's end.
+            steps = math.ceil(math.log2(top / (E4M3_MAX * half.factor.item())))
+            shifted = torch.ldexp(factor, torch.tensor(steps, device=factor.device))
+            if steps and shifted.isfinite() and shifted > 0:
+                found.append(shifted)
+    return found
+
+
+def cat(*tensors: Tensor) -> Tensor:
+    """torch.cat, for dtypes that it does not know, or of two that float32 holds."""
+    if len({t.dtype for t in tensors}) > 1:
+        return torch.cat([t.float() for t in tensors])
+    return torch.cat([t.view(torch.uint8) for t in tensors]).view(tensors[0].dtype)

@@ -1,0 +1,60 @@
+"""Models with ordinary weights, whatever their folder holds: what `eval` and `report` measure against."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+from transformers import AutoConfig
+
+from ..experts import PackedWeight
+from ..quantization.evaluation import Stored
+from ..tensor import FP4Tensor
+from .hf import load_checkpoint, model_class, register_with_transformers, stored_config
+
+
+def load_reference(
+    model: str | os.PathLike[str], device: str | torch.device, dtype: torch.dtype
+) -> tuple[Any, dict[str, Stored]]:
+    """A model whose weights are all ordinary ones, and by module what of its experts was in 4 bits.
+
+    model: a folder or a name for `from_pretrained`. Weights in 4 bits become the values that they stand for,
+        in `dtype`.
+    """
+    register_with_transformers()
+    if Path(model).is_dir() and stored_config(Path(model)) is not None:
+        loaded: Any = load_checkpoint(None, model, dtype=dtype)
+    else:
+        config = AutoConfig.from_pretrained(model)
+        loaded = model_class(config).from_pretrained(model, config=config, dtype=dtype)
+    return loaded.to(device).eval(), dequantize(loaded, dtype)
+
+
+@torch.no_grad()
+def dequantize(model: nn.Module, dtype: torch.dtype) -> dict[str, Stored]:
+    """Weights in 4 bits become ordinary parameters, in place. Returns what experts were, by module."""
+    stored: dict[str, Stored] = {}
+    modules: dict[str, Any] = dict(model.named_modules())
+    for name, module in modules.items():
+        recipe = module.__dict__.pop("_fp4_recipe", None)
+        if recipe is None:
+            continue
+        was = Stored(getattr(module, recipe.form.gate_up).format, {})
+        for matrix, attribute in recipe.form.weights:
+            weight: PackedWeight = getattr(module, attribute)
+            was.packed[matrix] = weight.in_layout("plain")
+            values = weight.dequantize(dtype)
+            del module._modules[attribute]
+            module._parameters[attribute] = nn.Parameter(
+                values.transpose(1, 2).contiguous() if module.is_transposed else values, requires_grad=False
+            )
+        module.config._experts_implementation = "eager"
+        stored[name] = was
+    for module in modules.values():
+        for key, p in module._parameters.items():
+            if isinstance(p, FP4Tensor):
+                module._parameters[key] = nn.Parameter(p.dequantize(dtype), requires_grad=False)
+    return stored
