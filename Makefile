@@ -2,6 +2,7 @@
 # make test       sets everything up, then tests everything that this machine can run once
 # make test-more  tests it in further forms and combinations, which are marked `more` (pyproject.toml)
 # make test-all   both at once
+# make test-real  runs other people's Mixture-of-Experts packages, which it installs from PyPI into a cache
 # make test-hopper  some of the Hopper kernels' tests, others each time, on an emulated GPU (with a CUDA toolkit)
 # make lint       ruff, clang-format, mypy
 # make wheel      builds a wheel and tries it in a new virtual environment
@@ -16,17 +17,20 @@ BIN := $(VENV)/bin
 PIP := $(BIN)/python -m pip --disable-pip-version-check
 SOURCES := $(shell find csrc -type f) setup.py pyproject.toml
 
-.PHONY: demo test test-more test-all test-hopper lint wheel bench clean
+.PHONY: demo test test-more test-all test-real test-hopper lint wheel bench clean
 .DELETE_ON_ERROR:
 
 demo: $(VENV)/built
 	$(BIN)/python examples/demo.py
 
-test: TESTS = -m "not more"
-test-more: TESTS = -m more
-test-all: TESTS =
+test: TESTS = -m "not more and not real"
+test-more: TESTS = -m "more and not real"
+test-all: TESTS = -m "not real"
 test test-more test-all: $(VENV)/built
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -q -n auto --dist worksteal $(TESTS)
+
+test-real: $(VENV)/built
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -q -n 2 --dist loadgroup -m real tests/real
 
 test-hopper: $(VENV)/built
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -q -n auto --dist worksteal --emulate --draw 48 tests/test_sm90_gpu.py tests/test_sm90_*_gpu.py

@@ -3,15 +3,13 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Sequence
 from typing import Any
 
 import pytest
 import torch
-from fp4_ops.compile_passes.dynamo import extend_dynamo
-from fp4_ops.compile_passes.options import parse
-from fp4_ops.compile_passes.pipeline import compile_graph
-from fp4_ops.compile_passes.report import Frame, Site
+from recorder import Recorder as Recorder
+from recorder import fake_quantised
+from recorder import relative_error as relative_error
 from torch import nn
 
 transformers = pytest.importorskip("transformers")
@@ -72,13 +70,6 @@ def tokens(batch: int, length: int) -> torch.Tensor:
     return torch.randint(0, _COMMON["vocab_size"], (batch, length))
 
 
-def fake_quantised(weight: torch.Tensor, format: str, transposed: bool = False) -> torch.Tensor:
-    """What the packed weight stands for, in the weight's own layout and float32."""
-    w = weight.detach().transpose(1, 2).contiguous() if transposed else weight.detach()
-    w = torch.ops.fp4.dequantize(*torch.ops.fp4.quantize(w, format), format, torch.float32)
-    return w.transpose(1, 2).contiguous() if transposed else w
-
-
 def fake_quantised_model(model: nn.Module, format: str = "nvfp4") -> nn.Module:
     """A float32 copy whose expert weights are exactly those that the packed ones stand for."""
     transposed = type(model).__name__.startswith("GptOss")
@@ -88,45 +79,6 @@ def fake_quantised_model(model: nn.Module, format: str = "nvfp4") -> nn.Module:
             if p.dim() == 3:
                 p.copy_(fake_quantised(original, format, transposed))
     return twin
-
-
-def relative_error(got: torch.Tensor, want: torch.Tensor) -> float:
-    assert torch.isfinite(got).all()
-    return ((got.double() - want.double()).norm() / want.double().norm()).item()
-
-
-class Recorder:
-    """A backend that runs the rewritten graph without Inductor, and keeps what happened."""
-
-    sees_through_branches = True
-
-    def __init__(self, **options: Any) -> None:
-        extend_dynamo()
-        self.options = parse(None, options)
-        self.compilations = 0
-        self.frames: list[Frame] = []
-        self.graphs: list[torch.fx.GraphModule] = []
-
-    def __call__(self, gm: torch.fx.GraphModule, inputs: Sequence[Any]) -> Callable[..., Any]:
-        def run_graph(graph: torch.fx.GraphModule, inputs: Sequence[Any], config_patches: Any) -> Any:
-            self.graphs.append(graph)
-            return graph
-
-        self.compilations += 1
-        return compile_graph(gm, inputs, self.options, run_graph, self.frames.append)
-
-    @property
-    def sites(self) -> list[Site]:
-        assert not [f.note for f in self.frames if f.note]
-        return [s for f in self.frames for s in f.sites]
-
-    @property
-    def ops(self) -> list[str]:
-        return [s.op for s in self.sites if s.op is not None]
-
-    @property
-    def reasons(self) -> str:
-        return " | ".join(s.reason for s in self.sites)
 
 
 class Block(nn.Module):

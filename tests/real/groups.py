@@ -1,0 +1,116 @@
+"""Other people's code, as data: which packages are installed together, and what of them is run.
+
+A file of packages/ is a group: a folder of its own, made once by `pip install --no-deps --target`, first on
+the path of a process of its own. To add a case, write a function in such a file that builds the module:
+
+    @GROUP.case("mixture-of-experts", "MoE")
+    def moe():
+        from mixture_of_experts import MoE
+        return MoE(dim=H, num_experts=4)
+"""
+
+from __future__ import annotations
+
+import fcntl
+import hashlib
+import importlib.util
+import os
+import shutil
+import subprocess
+import sys
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+HERE = Path(__file__).resolve().parent
+H = 64
+"""The hidden size of most cases."""
+
+
+@dataclass(frozen=True)
+class Case:
+    package: str
+    what: str
+    make: Callable[[], Any]
+    """Builds the module. All of its weights are drawn anew afterwards."""
+    takes: str | Callable[[int, int], Any] = "hidden"
+    """Its input: "hidden" [B, T, H], "rows" [B * T, H], "ids" [B, T]; or a function of B and T."""
+    experts: str = r"expert"
+    """Which parameters are experts' matrices, by a pattern of their names; k is their last dimension."""
+    but: str = r"shared|router|gate\.(?!weight_)|gate_weight"
+    """Which of those are not."""
+    transposed: str = r"^$"
+    """Of which the last but one is."""
+    std: float = 0.25
+    refused: str = ""
+    """What is said where the code stays as it is, for a reason that is true."""
+    unfinished: bool = False
+    """Not rewritten yet."""
+    sizes: tuple[tuple[int, int], ...] = ((2, 9), (3, 5), (4, 11))
+    """B and T of each call."""
+
+
+@dataclass
+class Group:
+    requirements: tuple[str, ...]
+    cases: list[Case] = field(default_factory=list)
+    name: str = ""
+
+    def case(self, package: str, what: str, **how: Any) -> Callable[[Callable[[], Any]], Callable[[], Any]]:
+        def add(make: Callable[[], Any]) -> Callable[[], Any]:
+            self.cases.append(Case(package, what, make, **how))
+            return make
+
+        return add
+
+    def version(self, package: str) -> str:
+        return next(
+            r.split("==")[1] for r in self.requirements if r.split("==")[0].lower() == package.lower()
+        )
+
+
+def names() -> list[str]:
+    return sorted(p.stem for p in (HERE / "packages").glob("*.py"))
+
+
+def load(name: str) -> Group:
+    spec = importlib.util.spec_from_file_location(f"real_{name}", HERE / "packages" / f"{name}.py")
+    assert spec is not None and spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    sys.modules[spec.name] = module  # Dynamo looks modules up by name
+    spec.loader.exec_module(module)
+    module.GROUP.name = name
+    return module.GROUP
+
+
+def cache() -> Path:
+    base = os.environ.get("FP4_REAL_CACHE") or os.environ.get("XDG_CACHE_HOME") or "~/.cache"
+    return Path(base).expanduser() / "fp4_ops_real"
+
+
+class CannotInstall(Exception):
+    """pip could not get a group's packages: no network, or not for this Python."""
+
+
+def installed(group: Group) -> Path:
+    """The folder with a group's packages, installed on first use."""
+    key = hashlib.sha256("\n".join((sys.version[:4], *group.requirements)).encode()).hexdigest()[:10]
+    folder = cache() / f"{group.name}-{key}"
+    folder.parent.mkdir(parents=True, exist_ok=True)
+    with open(cache() / f"{group.name}.lock", "w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        if folder.exists():
+            return folder
+        part = folder.with_suffix(".part")
+        shutil.rmtree(part, ignore_errors=True)
+        install = [sys.executable, "-m", "pip", "install", "-q", "--disable-pip-version-check", "--no-deps"]
+        done = subprocess.run(
+            [*install, "--target", str(part), *group.requirements], capture_output=True, text=True
+        )
+        if done.returncode:
+            shutil.rmtree(part, ignore_errors=True)
+            errors = [line for line in done.stderr.splitlines() if "ERROR" in line]
+            raise CannotInstall((errors or [done.stderr[-300:]])[-1])
+        part.rename(folder)
+    return folder

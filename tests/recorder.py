@@ -1,0 +1,58 @@
+"""A backend that keeps what happened, and the arithmetic of twins. Needs nothing but torch and fp4_ops."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from fp4_ops.compile_passes.dynamo import extend_dynamo
+from fp4_ops.compile_passes.options import parse
+from fp4_ops.compile_passes.pipeline import compile_graph
+from fp4_ops.compile_passes.report import Frame, Site
+
+
+def fake_quantised(weight: torch.Tensor, format: str, transposed: bool = False) -> torch.Tensor:
+    """What the packed weight stands for, in the weight's own layout and float32."""
+    w = weight.detach().transpose(1, 2).contiguous() if transposed else weight.detach()
+    w = torch.ops.fp4.dequantize(*torch.ops.fp4.quantize(w, format), format, torch.float32)
+    return w.transpose(1, 2).contiguous() if transposed else w
+
+
+def relative_error(got: torch.Tensor, want: torch.Tensor) -> float:
+    assert torch.isfinite(got).all()
+    return ((got.double() - want.double()).norm() / want.double().norm()).item()
+
+
+class Recorder:
+    """A backend that runs the rewritten graph without Inductor, and keeps what happened."""
+
+    sees_through_branches = True
+
+    def __init__(self, **options: Any) -> None:
+        extend_dynamo()
+        self.options = parse(None, options)
+        self.compilations = 0
+        self.frames: list[Frame] = []
+        self.graphs: list[torch.fx.GraphModule] = []
+
+    def __call__(self, gm: torch.fx.GraphModule, inputs: Sequence[Any]) -> Callable[..., Any]:
+        def run_graph(graph: torch.fx.GraphModule, inputs: Sequence[Any], config_patches: Any) -> Any:
+            self.graphs.append(graph)
+            return graph
+
+        self.compilations += 1
+        return compile_graph(gm, inputs, self.options, run_graph, self.frames.append)
+
+    @property
+    def sites(self) -> list[Site]:
+        assert not [f.note for f in self.frames if f.note]
+        return [s for f in self.frames for s in f.sites]
+
+    @property
+    def ops(self) -> list[str]:
+        return [s.op for s in self.sites if s.op is not None]
+
+    @property
+    def reasons(self) -> str:
+        return " | ".join(s.reason for s in self.sites)
