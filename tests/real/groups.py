@@ -114,3 +114,13 @@ def installed(group: Group) -> Path:
             raise CannotInstall((errors or [done.stderr[-300:]])[-1])
         part.rename(folder)
     return folder
+
+
+def environment(folder: Path) -> dict[str, str]:
+    """Of a process in which a group's packages come first."""
+    path = os.pathsep.join(map(str, (folder, HERE, HERE.parent)))
+    return {**os.environ, "PYTHONPATH": path, "OMP_NUM_THREADS": "1"}
+
+
+def worker(*arguments: str) -> list[str]:
+    return [sys.executable, "-m", "worker", *arguments]

@@ -4,14 +4,11 @@ from __future__ import annotations
 
 import functools
 import json
-import os
 import subprocess
-import sys
 from typing import Any
 
-import pytest
-
 import groups
+import pytest
 from groups import Case, Group
 
 GROUPS = [groups.load(name) for name in groups.names()]
@@ -31,16 +28,17 @@ pytestmark = pytest.mark.real
 @functools.cache
 def _results(name: str) -> dict[str, Any] | str:
     """Of each of a group's cases what became of it; or why its packages cannot be had."""
+    group = groups.load(name)
     try:
-        folder = groups.installed(groups.load(name))
+        folder = groups.installed(group)
     except groups.CannotInstall as why:
         return str(why)
-    env = {**os.environ, "PYTHONPATH": str(folder), "OMP_NUM_THREADS": "1"}
-    worker = [sys.executable, str(groups.HERE / "worker.py"), name]
-    done = subprocess.run(worker, env=env, capture_output=True, text=True, cwd=folder)
+    done = subprocess.run(
+        groups.worker(name), env=groups.environment(folder), cwd=folder, capture_output=True, text=True
+    )
     lines = [json.loads(line) for line in done.stdout.splitlines() if line.startswith("{")]
     found = {(r["package"], r["what"]): r for r in lines}
-    assert len(found) == len(groups.load(name).cases), done.stderr[-3000:]
+    assert len(found) == len(group.cases), done.stderr[-3000:]
     return {"results": found, "log": done.stderr}
 
 

@@ -1,4 +1,4 @@
-"""Runs a group's cases and prints a line of JSON for each: python worker.py GROUP [WHAT ...]
+"""Runs a group's cases and prints a line of JSON for each: python -m worker GROUP [WHAT ...]
 
 A case's module is compiled with the passes of backend="fp4" and compared with its twin, the same module over
 `quantize(w).dequantize()` of its experts' weights, for several sizes of the batch and lengths in turn.
@@ -13,11 +13,7 @@ import sys
 import time
 import traceback
 from collections import Counter
-from pathlib import Path
 from typing import Any
-
-sys.path[:1] = []  # this folder: its names are not the packages'
-sys.path += [str(Path(__file__).parent), str(Path(__file__).parent.parent)]
 
 import torch
 from groups import Case, H, load

@@ -1,9 +1,9 @@
 from groups import Group, H
 
 GROUP = Group((
-    "mixture-of-experts==0.2.3", "st-moe-pytorch==0.1.8", "soft-moe-pytorch==0.1.9", "CoLT5-attention==0.11.2",
-    "local-attention==1.11.2", "hyper-connections==0.4.11", "einops==0.8.2", "einx==0.4.3",
-    "beartype==0.23.1",
+    "mixture-of-experts==0.2.3", "st-moe-pytorch==0.1.8", "soft-moe-pytorch==0.1.9",
+    "CoLT5-attention==0.11.2", "local-attention==1.11.2", "hyper-connections==0.4.11", "einops==0.8.2",
+    "einx==0.4.3", "beartype==0.23.1",
 ))  # fmt: skip
 W = r"\.w1$|\.w2$"
 
