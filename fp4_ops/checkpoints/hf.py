@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import copy
 import os
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -194,6 +196,24 @@ def register_with_transformers() -> None:
         if not isinstance(mapping.get(method), _Dispatch):
             mapping[method] = _Dispatch(mapping.get(method))
         auto.AUTO_QUANTIZER_MAPPING.setdefault(method, FP4HfQuantizer)
+
+
+@contextmanager
+def registered() -> Iterator[None]:
+    """`register_with_transformers` for as long as this lasts."""
+    mappings: tuple[dict[str, Any], ...] = (
+        auto.AUTO_QUANTIZATION_CONFIG_MAPPING,
+        auto.AUTO_QUANTIZER_MAPPING,
+    )
+    before = [dict(m) for m in mappings]
+    register_with_transformers()
+    try:
+        yield
+    finally:
+        for mapping, old in zip(mappings, before):
+            mapping.clear()
+            mapping.update(old)
+        register_quantizer()
 
 
 def load_checkpoint(

@@ -13,7 +13,7 @@ from transformers import AutoConfig
 from ..experts import PackedWeight
 from ..quantization.evaluation import Stored
 from ..tensor import FP4Tensor
-from .hf import load_checkpoint, model_class, register_with_transformers, stored_config
+from .hf import load_checkpoint, model_class, registered, stored_config
 
 
 def load_reference(
@@ -24,12 +24,12 @@ def load_reference(
     model: a folder or a name for `from_pretrained`. Weights in 4 bits become the values that they stand for,
         in `dtype`.
     """
-    register_with_transformers()
     if Path(model).is_dir() and stored_config(Path(model)) is not None:
         loaded: Any = load_checkpoint(None, model, dtype=dtype)
     else:
         config = AutoConfig.from_pretrained(model)
-        loaded = model_class(config).from_pretrained(model, config=config, dtype=dtype)
+        with registered():
+            loaded = model_class(config).from_pretrained(model, config=config, dtype=dtype)
     return loaded.to(device).eval(), dequantize(loaded, dtype)
 
 
