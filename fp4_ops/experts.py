@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from .input_gradients import FrozenExperts
 from .meta.formats import FORMATS
 from .meta.layouts import LAYOUTS, packed_spec, preferred_layout
 from .relayout import relayout
@@ -53,6 +54,8 @@ class Recipe:
     """The activation function, a name of meta.formats.ACTIVATIONS."""
     a_format: str | None
     """How activations enter the products; None picks by device when it runs."""
+    trainable_inputs: bool = False
+    """Whether gradients pass to the hidden states and the routing weights."""
 
 
 def auto_a_format(device_type: str, layout: str = "plain") -> str:
@@ -272,10 +275,15 @@ def experts_forward(
     a_format = recipe.a_format
     if a_format is None:
         a_format = auto_a_format(hidden_states.device.type, w13.layout)
-    return torch.ops.fp4.moe(
-        hidden_states, top_k_index, top_k_weights,
+    operands = (
         w13.packed, w13.block_scale, w13.global_scale, w2.packed, w2.block_scale, w2.global_scale,
         bias, down_bias,
+    )  # fmt: skip
+    if recipe.trainable_inputs and torch.is_grad_enabled():
+        options = {"format": w13.format, "layout": w13.layout, "activation": gate, "a_format": a_format}
+        return FrozenExperts.apply(hidden_states, top_k_index, top_k_weights, options, *operands)
+    return torch.ops.fp4.moe(
+        hidden_states, top_k_index, top_k_weights, *operands,
         format=w13.format, layout=w13.layout, activation=gate, a_format=a_format,
     )  # fmt: skip
 

@@ -83,6 +83,7 @@ def prepare(
     *,
     method: str = "rtn",
     calibration: Calibration | None = None,
+    trainable_inputs: bool = False,
 ) -> PrepareReport:
     """Replaces the expert weights of a transformers model by 4-bit ones, in place; the originals are freed.
 
@@ -98,6 +99,9 @@ def prepare(
         model's dtype.
     method: how the weights are quantised, a name of `fp4_ops.quantization.METHODS`; see docs/accuracy.md.
     calibration: for the methods that need it, from `fp4_ops.quantization.calibrate(model, tokens)`.
+    trainable_inputs: gradients pass through the experts to what goes into them, so that adapters (LoRA) and
+        layers before them can be trained. The experts themselves are frozen: they have no gradient. Without
+        it, a backward through the experts is an error.
 
     Returns a report with one entry for each experts module; those that fp4::moe cannot express are left
     alone and keep running as before, with the reason in the report. Raises ValueError if nothing could be
@@ -121,10 +125,12 @@ def prepare(
     sizes = _replace_weights(found, plans, quantizer)
     for name, p in plans.items():
         module: Any = found[name]
-        module._fp4_recipe = Recipe(p.form.of(module), p.gate, A_FORMATS[activation])
+        module._fp4_recipe = Recipe(p.form.of(module), p.gate, A_FORMATS[activation], trainable_inputs)
+        if trainable_inputs:
+            module.requires_grad_(False)  # biases, too
         Company([getattr(module, p.form.gate_up), getattr(module, p.form.down)], dtype, wanted).join()
     choose_implementation(model)
-    _make_saveable(model, format, activation)
+    _make_saveable(model, format, activation, trainable_inputs)
     if device == "cpu":
         _return_freed_memory()
 
@@ -166,12 +172,12 @@ def _weights(found: dict[str, Any], plans: dict[str, Plan]) -> tuple[str, torch.
     return weight.device.type, weight.dtype, shapes
 
 
-def _make_saveable(model: nn.Module, format: str, activation: str) -> None:
+def _make_saveable(model: nn.Module, format: str, activation: str, trainable_inputs: bool) -> None:
     """`save_pretrained` asks the model's quantizer what to write."""
     if hasattr(model, "save_pretrained"):
         from .checkpoints.hf import attach
 
-        attach(model, format, activation)
+        attach(model, format, activation, trainable_inputs)
 
 
 def _return_freed_memory() -> None:

@@ -497,3 +497,17 @@ def check_moe(
     check_operand("w13_bias", w13_bias, "w13", w13, (up.groups, up.n), FLOATING)
     check_operand("w2_bias", w2_bias, "w13", w13, (down.groups, down.n), FLOATING)
     return up, down
+
+
+def check_moe_input_grads(
+    grad, x, topk_ids, topk_weights, w13, w13_scale, w13_global_scale, w2, w2_scale, w2_global_scale,
+    format, layout, activation, w13_bias, w2_bias,
+) -> None:  # fmt: skip
+    """As `check_moe`, and grad [T, H]. How activations were quantised does not matter here."""
+    a_formats = check_layout(layout).a_formats
+    any_dtype = "nvfp4" if a_formats is None or "nvfp4" in a_formats else "fp8"  # no kernel reads x
+    _, down = check_moe(
+        x, topk_ids, topk_weights, w13, w13_scale, w13_global_scale, w2, w2_scale, w2_global_scale,
+        format, layout, activation, any_dtype, w13_bias, w2_bias,
+    )  # fmt: skip
+    check_operand("grad", grad, "x", x, (x.shape[0], down.n), FLOATING)

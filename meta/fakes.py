@@ -141,6 +141,18 @@ def _moe(
     return x.new_empty((x.shape[0], down.n), dtype=checks.resolve_out_dtype(x, out_dtype))
 
 
+@register_fake("fp4::moe_input_grads")
+def _moe_input_grads(
+    grad, x, topk_ids, topk_weights, w13, w13_scale, w13_global_scale, w2, w2_scale, w2_global_scale,
+    w13_bias=None, w2_bias=None, *, format, layout="plain", activation="silu",
+):  # fmt: skip
+    checks.check_moe_input_grads(
+        grad, x, topk_ids, topk_weights, w13, w13_scale, w13_global_scale, w2, w2_scale, w2_global_scale,
+        format, layout, activation, w13_bias, w2_bias,
+    )  # fmt: skip
+    return x.new_empty(x.shape), topk_weights.new_empty(topk_weights.shape)
+
+
 @register_fake("fp4::offs_to_m_indices")
 def _offs_to_m_indices(offs, m):
     checks.check_offsets("offs", offs)
@@ -174,6 +186,6 @@ def _from_masked(a, masked_m, m):
 
 OPERATORS = (
     "quantize", "dequantize", "quantize_int8", "quantize_fp8", "prepack", "unpack",
-    "mm", "grouped_mm", "grouped_mm_masked", "indexed_mm", "grouped_mm_k", "moe",
+    "mm", "grouped_mm", "grouped_mm_masked", "indexed_mm", "grouped_mm_k", "moe", "moe_input_grads",
     "offs_to_m_indices", "m_indices_to_offs", "to_masked", "from_masked",
 )  # fmt: skip

@@ -1,4 +1,4 @@
-"""No operator has a gradient. Asking for one, in any of torch's ways, is an error and never a silent zero.
+"""No operator has a gradient (but see fp4_ops/input_gradients.py). Asking for one, in any of torch's ways, is an error and never a silent zero.
 
 - Reverse mode: a call on a tensor that requires a gradient is fine; `backward` raises.
 - `torch.func.grad`, `vjp`, `jacrev`: there is no later moment to ask, so the call raises.
@@ -23,6 +23,7 @@ LIBRARY = Library("fp4", "IMPL")
 
 INFERENCE = "4-bit weights are for inference"
 ORIGINAL = "differentiate the original weights"
+ADAPTERS = {"moe": " For adapters beside frozen experts: fp4_ops.prepare(model, trainable_inputs=True)."}
 
 
 def has_tangent(tensors: Iterable[Any]) -> bool:
@@ -53,7 +54,7 @@ class _Call(torch.autograd.Function):
     def backward(ctx: Any, *grads: Any) -> NoReturn:
         raise RuntimeError(
             f"fp4::{ctx.name} has no gradient: {INFERENCE}. Run it under torch.no_grad(), or "
-            "train with the original weights."
+            f"train with the original weights.{ADAPTERS.get(ctx.name, '')}"
         )
 
 

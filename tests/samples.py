@@ -126,6 +126,12 @@ def _moe(rng, device):
     return args, kwargs
 
 
+def _moe_input_grads(rng, device):
+    (x, *rest), kwargs = _moe(rng, device)
+    grad = torch.randn_like(x, dtype=rng.choice(FLOATS))
+    return (grad, x, *rest), {name: kwargs[name] for name in ("format", "layout", "activation")}
+
+
 def _quantize(rng, device):
     x, format = _x(rng, device), rng.choice(FORMATS)
     given = format == "nvfp4" and rng.random() < 0.3
@@ -186,6 +192,7 @@ SAMPLES = {
     "indexed_mm": lambda rng, device: _grouped(rng, device, "indexed"),
     "grouped_mm_k": _grouped_k,
     "moe": _moe,
+    "moe_input_grads": _moe_input_grads,
     "offs_to_m_indices": lambda rng, device: ((_offs(rng, rng.randint(1, 4), 9, device), 9), {}),
     "m_indices_to_offs": _m_indices,
     "to_masked": _to_masked,

@@ -35,7 +35,7 @@ class FP4Config(QuantizationConfigMixin):
     activation: as in `fp4_ops.prepare`.
     stored: the quantization_config of a folder that is in 4 bits already; its format counts then.
     device: where a folder in 4 bits goes; None leaves that to transformers' device_map.
-    requantize: as in `fp4_ops.load_checkpoint`.
+    requantize, trainable_inputs: as in `fp4_ops.load_checkpoint`.
     """
 
     def __init__(
@@ -45,13 +45,14 @@ class FP4Config(QuantizationConfigMixin):
         stored: dict[str, Any] | None = None,
         device: str | None = None,
         requantize: str | None = None,
+        trainable_inputs: bool = False,
         **_: Any,
     ) -> None:
         self.quant_method: Any = METHOD
         if activation not in A_FORMATS:
             raise ValueError(f"fp4: activation is {activation!r}; it must be one of: {', '.join(A_FORMATS)}")
         self.format, self.activation, self.stored, self.device = format, activation, stored, device
-        self.requantize = requantize
+        self.requantize, self.trainable_inputs = requantize, trainable_inputs
 
     def to_dict(self) -> dict[str, Any]:
         """What a saved folder's config says: the dialect of its files, which others read too."""
@@ -106,7 +107,7 @@ class FP4HfQuantizer(HfQuantizer):
     def _process_model_after_weight_loading(self, model: Any, **kwargs: Any) -> Any:
         config = self.quantization_config
         if self.stored is None:
-            prepare(model, config.format, config.activation)
+            prepare(model, config.format, config.activation, trainable_inputs=config.trainable_inputs)
             return model
         if config.device is not None:
             model.to(config.device)
@@ -116,6 +117,7 @@ class FP4HfQuantizer(HfQuantizer):
             self._dialects,
             requantize=config.requantize,
             activation=config.activation,
+            trainable_inputs=config.trainable_inputs,
             dtype=model.dtype,
             device_of=_device_of(model),
         )
@@ -132,7 +134,8 @@ class FP4HfQuantizer(HfQuantizer):
 
     @property
     def is_trainable(self) -> bool:
-        return False
+        """Whether adapters may be trained: asked by transformers' Trainer."""
+        return self.quantization_config.trainable_inputs
 
     @property
     def is_compileable(self) -> bool:
@@ -224,6 +227,7 @@ def load_checkpoint(
     device: str | torch.device = "cpu",
     dtype: torch.dtype | str = "auto",
     requantize: str | None = None,
+    trainable_inputs: bool = False,
 ) -> PreTrainedModel:
     """A model whose expert weights are the 4-bit ones of a checkpoint folder.
 
@@ -234,6 +238,7 @@ def load_checkpoint(
     requantize: for int4 folders: "nvfp4" or "mxfp4", to quantise them anew to that, matrix by matrix (lossy).
         None: as they are, exactly; an error for groups that no int4 format's block (32, 64, 128) divides.
         Weights in nvfp4 or mxfp4 are never converted to another format.
+    trainable_inputs: as in `fp4_ops.prepare`: for adapters on frozen experts.
 
     Every file is checked first: a truncated one, a missing scale, a wrong shape or an unknown dialect is a
     CheckpointError that names file and tensor, and nothing is loaded. Weights are read one expert at a time,
@@ -261,7 +266,7 @@ def load_checkpoint(
     register_quantizer()
     config.quantization_config = {
         "quant_method": METHOD, "activation": activation, "stored": stored, "device": str(device),
-        "requantize": requantize,
+        "requantize": requantize, "trainable_inputs": trainable_inputs,
     }  # fmt: skip
     model, info = cls.from_pretrained(folder.path, config=config, dtype=dtype, output_loading_info=True)
     for key in ("missing_keys", "mismatched_keys", "error_msgs"):
@@ -290,8 +295,9 @@ def model_class(config: PretrainedConfig) -> Any:
     return AutoModelForCausalLM
 
 
-def attach(model: nn.Module, format: str, activation: str) -> None:
+def attach(model: nn.Module, format: str, activation: str, trainable_inputs: bool = False) -> None:
     """Makes `save_pretrained` of a model that `prepare` changed write a 4-bit folder."""
     if isinstance(model, PreTrainedModel):
-        quantizer = FP4HfQuantizer(FP4Config(format, activation), pre_quantized=False)
+        config = FP4Config(format, activation, trainable_inputs=trainable_inputs)
+        quantizer = FP4HfQuantizer(config, pre_quantized=False)
         model.hf_quantizer = quantizer  # type: ignore[assignment]

@@ -156,6 +156,7 @@ def fill(
     *,
     requantize: str | None,
     activation: str,
+    trainable_inputs: bool,
     dtype: torch.dtype,
     device_of: Callable[[str], torch.device],
     progress: bool = True,
@@ -196,7 +197,10 @@ def fill(
                 del module._parameters[attribute]
                 module.add_module(attribute, weight)
                 report.nbytes += weight.num_bytes
-            module._fp4_recipe = Recipe(placed.plan.form.of(module), placed.plan.gate, A_FORMATS[activation])
+            form = placed.plan.form.of(module)
+            module._fp4_recipe = Recipe(form, placed.plan.gate, A_FORMATS[activation], trainable_inputs)
+            if trainable_inputs:
+                module.requires_grad_(False)  # biases, too
             report.experts.append(name)
         for name, stored in placement.linears.items():
             linear: Any = model.get_submodule(name)
