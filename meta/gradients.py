@@ -1,4 +1,6 @@
-"""No operator has a gradient (but see fp4_ops/input_gradients.py). Asking for one, in any of torch's ways, is an error and never a silent zero.
+"""No operator has a gradient. Asking for one, in any of torch's ways, is an error and never a silent zero.
+
+The inputs of `moe` may have one by way of fp4_ops/input_gradients.py.
 
 - Reverse mode: a call on a tensor that requires a gradient is fine; `backward` raises.
 - `torch.func.grad`, `vjp`, `jacrev`: there is no later moment to ask, so the call raises.
