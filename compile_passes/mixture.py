@@ -8,7 +8,7 @@ branches differ in nothing but the expert: same x, same activation, same routing
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -241,8 +241,10 @@ class Matcher:
 
     # --- the whole ---
 
-    def match(self, root: fx.Node, allow_rest: bool) -> Mixture:
-        """The mixture that `root` computes, or a Refusal; `branches`: how many experts were told apart."""
+    def match(self, root: fx.Node, allow_rest: bool, has_experts: Callable[[fx.Node], bool]) -> Mixture:
+        """The mixture that `root` computes, or a Refusal; `branches`: how many experts were told apart.
+
+        allow_rest: whether something may be added to it, which `has_experts` must not hold of."""
         self.branches = 0
         v = self.reader.value(root, 2)
         need(
@@ -269,7 +271,11 @@ class Matcher:
                     root,
                     changes.ADD_LATER,
                 )
-                mixture.rest.append(whole)  # type: ignore[arg-type]
+                assert whole is not None
+                if has_experts(whole.node):
+                    reason = f"{whole.node.name} ({whole.node.target}) has experts and is not understood"
+                    refuse(reason, whole.node, instead_of(whole.node))
+                mixture.rest.append(whole)
                 continue
             mixture.downs += 1
             for branch in self._branches(axes, factors, core, mixture):

@@ -3,18 +3,19 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from typing import Any
 
 import torch
 from torch import fx
 from torch.fx.experimental.symbolic_shapes import free_unbacked_symbols
 
 from . import changes
-from .graph import FLOATING, PRODUCTS, Refusal, is_op, is_tensor, item, need, refuse, shape, value
-from .mixture import Matcher, Mixture
+from .graph import FLOATING, PRODUCTS, Refusal, is_op, is_tensor, item, need, shape, value
+from .mixture import Linear, Matcher, Mixture
 from .products import is_grouped_mm
 from .reading import Reader
 from .steps import instead_of, instead_of_output
-from .terms import free_axes
+from .terms import Const, free_axes
 
 _STEPS_AFTER = 24
 """How many nodes after the last expert's a block may end: scaling, a view, the sum over choices."""
@@ -36,20 +37,11 @@ class Search:
         """(down products, what became of them)."""
         single = 0
         for bits in self._groups():
-            results = [(bits, self._match(bits))]
-            if not isinstance(results[0][1], Mixture):
-                # A shared expert of the same shape beside experts that are one product each.
-                alone = [1 << d for d, n in enumerate(self._downs) if bits >> d & 1 and self._is_indexed(n)]
-                apart = [(bit, self._match(bit)) for bit in alone if bit != bits]
-                if any(isinstance(found, Mixture) for _, found in apart):
-                    results = apart
-            for part, found in results:
+            for part, found in self._found(bits):
                 if found is not None:
                     yield self._of(part), found
                 elif part.bit_count() == 1 and _is_of_some_rows(*self._of(part)):
                     single |= part
-                if isinstance(found, Mixture):
-                    self.reader.cut(found.root)
         if single.bit_count() > 1:
             downs = self._of(single)
             reason = f"{len(downs)} experts read what others have computed, and are none of one block"
@@ -57,6 +49,41 @@ class Search:
         unread = self._unread()
         if unread is not None:
             yield [unread.node], unread
+
+    def _found(self, bits: int) -> list[tuple[int, Mixture | Refusal | None]]:
+        """What became of these down products, as one block or as several."""
+        whole = self._match(bits)
+        if not isinstance(whole, Mixture):
+            # A shared expert of the same shape beside experts that are one product each.
+            alone = [1 << d for d, n in enumerate(self._downs) if bits >> d & 1 and self._is_indexed(n)]
+            apart = [(bit, self._match(bit)) for bit in alone if bit != bits]
+            if any(isinstance(found, Mixture) for _, found in apart):
+                return [(bit, self._opaque_from_here(found)) for bit, found in apart]
+            parts = [each for part in self._parts(bits) for each in self._found(part)]
+            if any(found is not None for _, found in parts):
+                return parts
+        return [(bits, self._opaque_from_here(whole))]
+
+    def _opaque_from_here(self, found: Mixture | Refusal | None) -> Mixture | Refusal | None:
+        if isinstance(found, Mixture):
+            self.reader.cut(found.root)
+        return found
+
+    def _parts(self, bits: int) -> list[int]:
+        """Blocks of one shape, side by side: down products that meet each other before they meet the rest.
+
+        Within a block outputs are added one after the other, or all at once. Where sums of several meet, each
+        sum may be a block of its own. So may sums that never meet."""
+        parts: dict[int, None] = {}
+        masks = dict.fromkeys(near & bits for near in self._near.values())
+        for node in self.graph.nodes:
+            entering = {self._near.get(n, 0) & bits for n in node.all_input_nodes}
+            sums = [m for m in entering if m.bit_count() > 1 and m != self._near[node] & bits]
+            if len(sums) > 1 and self._near[node]:
+                parts.update(dict.fromkeys(sums))
+        if bits not in masks:
+            parts.update(dict.fromkeys(m for m in masks if m.bit_count() > 1))
+        return [m for m in parts if m != bits and not any(m != o and m & o == m for o in parts)]
 
     def _unread(self) -> Refusal | None:
         """Products of many choices of rows, none of which is a down product."""
@@ -79,6 +106,7 @@ class Search:
         downs = self._downs
         before: dict[fx.Node, int] = {}
         groups: dict[tuple[object, ...], int] = {}
+        keys = self._keys()
         for node in self.graph.nodes:
             inputs = node.all_input_nodes
             earlier = 0
@@ -89,7 +117,7 @@ class Search:
             if self._continues(node):
                 for n in inputs:
                     near |= self._near.get(n, 0)
-            key = self._is_down(node)
+            key = keys.get(node)
             if key is not None:
                 bit = 1 << len(downs)
                 downs.append(node)
@@ -98,16 +126,32 @@ class Search:
             self._near[node] = near
         return list(groups.values())
 
-    def _is_down(self, node: fx.Node) -> tuple[object, ...] | None:
-        if not (is_op(node, *PRODUCTS) or is_grouped_mm(node)):
-            return None
-        term = self.reader.value(node, 2).term
-        if not self.matcher.is_down(term):
-            return None
-        lin = self.matcher.linear(term)
-        assert lin is not None
+    def _keys(self) -> dict[fx.Node, tuple[object, ...]]:
+        """For each down product what those of one block have in common."""
+        made_of: dict[fx.Node, tuple[Linear, list[Linear]]] = {}
+        for node in self.graph.nodes:
+            if is_op(node, *PRODUCTS) or is_grouped_mm(node):
+                term = self.reader.value(node, 2).term
+                lin = self.matcher.linear(term) if self.matcher.is_down(term) else None
+                if lin is not None:
+                    ups = map(self.matcher.linear, self.matcher.leaves(lin.input))
+                    made_of[node] = lin, [up for up in ups if up is not None]
+        # A Linear before the experts makes a product of products of their gate/up, too. It is all experts'.
+        readers: dict[Any, set[Any]] = {}
+        for lin, ups in made_of.values():
+            for up in ups:
+                readers.setdefault(_weight(up), set()).add(_weight(lin))
         # A shared expert may be of the same shape; it has all rows, not those that a mask or `where` chose.
-        return (*(str(s) for s in (shape(node)[-1], lin.inner.size)), _is_of_some_rows(node))
+        return {
+            node: (str(shape(node)[-1]), str(lin.inner.size), _is_of_some_rows(node))
+            for node, (lin, ups) in made_of.items()
+            if not (
+                _weight(lin) in readers
+                and all(
+                    len(readers[_weight(up)]) > 1 or (_is_indexed(lin) and not _is_indexed(up)) for up in ups
+                )
+            )
+        }
 
     def _continues(self, node: fx.Node) -> bool:
         if not is_tensor(node):
@@ -120,18 +164,13 @@ class Search:
         """The furthest node that is a mixture of these down products; None if they are no experts."""
         ends = [n for n in self.graph.nodes if self._near[n] & bits == bits][:_STEPS_AFTER]
         count = bits.bit_count()
-        told: list[tuple[bool, int, Refusal]] = []
+        told: list[tuple[bool, int, int, Refusal]] = []
         for allow_rest in (False, True):
             for node in reversed(ends):
                 if self._near[node] != bits and not allow_rest:
                     continue  # another block's experts enter too
                 try:
-                    found = self.matcher.match(node, allow_rest)
-                    for r in found.rest:
-                        experts = self._near.get(r.node, 0) & bits
-                        if experts:
-                            reason = f"{r.node.name} ({r.node.target}) has experts and is not understood"
-                            refuse(reason, r.node, instead_of(r.node))
+                    found = self.matcher.match(node, allow_rest, lambda n: bool(self._near.get(n, 0) & bits))
                     need(
                         found.downs == count,
                         f"it is the sum of {found.downs} of {count} experts",
@@ -140,14 +179,16 @@ class Search:
                     )
                     return found
                 except Refusal as refusal:
-                    own = self.matcher.branches if self._near[node] == bits else 0
-                    told.append((refusal.reason not in _DULL, own, refusal))
-        experts = count >= _MANY or any(branches > 1 for _, branches, _ in told)
+                    others = (self._near[node] & ~bits).bit_count()
+                    own = self.matcher.branches if not others else 0
+                    told.append((refusal.reason not in _DULL, own, -others, refusal))
+        several = count > 1 and all(map(_is_of_some_rows, self._of(bits)))
+        experts = several or count >= _MANY or any(branches > 1 for _, branches, *_ in told)
         if not ends:
             return self._stopped(bits) if experts else None
         if not (experts or self._is_indexed(ends[0])):
             return None  # a dense FFN
-        refusal = max(told, key=lambda t: t[:2])[2]
+        refusal = max(told, key=lambda t: t[:3])[3]
         if not refusal.reason.endswith("is not understood"):
             return refusal
         return self._stopped(bits) or self._behind(refusal.node) or refusal
@@ -184,7 +225,16 @@ class Search:
     def _is_indexed(self, node: fx.Node) -> bool:
         """Whether a product's weight holds several experts."""
         lin = self.matcher.linear(self.reader.value(node, 2).term)
-        return lin is not None and len(free_axes(lin.weight)) > 2
+        return lin is not None and _is_indexed(lin)
+
+
+def _is_indexed(lin: Linear) -> bool:
+    return len(free_axes(lin.weight)) > 2
+
+
+def _weight(lin: Linear) -> tuple[object, ...]:
+    """Which matrix a product is with, whatever part of it."""
+    return lin.weight.node, *(i.value if isinstance(i, Const) else None for i in lin.weight.index)
 
 
 def _is_of_some_rows(node: fx.Node) -> bool:

@@ -35,7 +35,7 @@ _NOTHING = (
     "qwen3_5_moe_text", "qwen3_vl_moe_text", "qwen4_exp_text", "jetmoe",
 )  # fmt: skip
 
-# Family -> what its tiny config needs beyond the sizes.
+# Family, or a variant of it after a comma -> what its tiny config needs beyond the sizes.
 FAMILIES: dict[str, dict[str, Any]] = {
     **{family: {} for family in _NOTHING},
     "deepseek_v2": {"num_key_value_heads": 4, "topk_method": "greedy", "n_group": 1},
@@ -50,6 +50,7 @@ FAMILIES: dict[str, dict[str, Any]] = {
     "llama4_text": {"interleave_moe_layer_step": 1, "no_rope_layers": [1, 1]},
     "minimax": {"layer_types": ["full_attention", "full_attention"]},
     "nemotron_h": {"layers_block_type": ["attention", "moe"]},
+    "nemotron_h, latent": {"layers_block_type": ["attention", "moe"], "moe_latent_size": 32},
     "deepseek_v4": {"mlp_layer_types": ["moe", "moe"]},
     "dbrx": {
         "d_model": 64, "n_heads": 4, "n_layers": 2, "max_seq_len": 64,
@@ -80,7 +81,7 @@ def tiny(family: str, implementation: str = "", **changes: Any) -> nn.Module:
     """A float32 model with random weights, biases too. changes: to its config."""
     import transformers
 
-    cls = transformers.CONFIG_MAPPING[family]
+    cls = transformers.CONFIG_MAPPING[family.partition(",")[0]]
     names = {*inspect.signature(cls.__init__).parameters, *getattr(cls, "__annotations__", {}), *dir(cls)}
     sizes = {k: v for k, v in _SIZES.items() if k in names}
     config = cls(**{**sizes, **FAMILIES[family], **changes})

@@ -215,6 +215,22 @@ class IndexPutLoop(StackedStyle):
         return out
 
 
+@style("where loop between two Linears (Nemotron-3's latent experts)")
+class LatentLoop(WhereLoop):
+    """The experts' x is a product of what the router reads."""
+
+    def build(self) -> None:
+        super().build()
+        self.fc1 = nn.Linear(self.H, self.H, bias=self.bias)
+        self.fc2 = nn.Linear(self.H, self.H, bias=self.bias)
+
+    def latent(self, x: Tensor) -> Tensor:
+        return self.fc1(x)
+
+    def experts_of(self, x: Tensor, ids: Tensor, weights: Tensor) -> Tensor:
+        return self.fc2(super().experts_of(self.latent(x), ids, weights))
+
+
 # --- loops that skip experts without rows ---
 
 
