@@ -65,7 +65,7 @@ def test_each_change_is_a_sentence_of_changes_py():
     assert {text for _, text in chosen} <= {
         "change",
         "instead_of(root)",
-        "instead_of(r.node)",
+        "instead_of(whole.node)",
         "instead_of(cause)",
         "instead_of_output(node)",
     }
