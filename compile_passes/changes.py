@@ -97,6 +97,10 @@ STEPS = (
     "write this step by simpler ones: matrix products, + and *, indexing, torch.where, index_add, "
     "index_put, scatter of sums, views; or do it before or after the experts"
 )
+ADD_ROWS = (
+    "add each expert's rows with out.index_add_(0, token, y): out[token] += y adds one row where token names "
+    "a row twice, and out[token] = y forgets what other experts wrote"
+)
 SAME_TOKENS = (
     "say at the start of forward that ids and weights have a row for each row of x: "
     "torch._check(ids.shape[0] == x.shape[0]), or compile the router together with the experts"

@@ -8,10 +8,10 @@ import torch
 from torch import fx
 
 from .axes import Opaque, same
-from .graph import FLOATING, arguments, aten, exact_int, is_op, is_tensor, shape, strip, value
+from .graph import FLOATING, arguments, aten, exact_int, is_op, is_tensor, same_shape, shape, strip, value
 from .products import SortedRows, counted_ids
 from .read_indexing import Indexing, as_boolean, indicator, is_boolean, is_eq, is_indicator
-from .routing import support
+from .routing import distinct, support
 from .terms import (
     Add,
     AnyOf,
@@ -308,7 +308,7 @@ class Arithmetic(Indexing):
         a = arguments(node)
         if a["dim"] != 0 or a["alpha"] != 1:
             raise Opaque
-        return self._accumulate(node, level, a["self"], self.value(a["index"], 0), a["source"])
+        return self._accumulate(node, level, a["self"], [self.value(a["index"], 0)], a["source"])
 
     def _scatter_add(self, node: fx.Node, level: int) -> Value:
         a = arguments(node)
@@ -319,35 +319,40 @@ class Arithmetic(Indexing):
             raise Opaque  # columns of a row go to different places
         if not all(same(s, t) for s, t in zip(shape(a["index"])[1:], shape(a["self"])[1:])):
             raise Opaque
-        return self._accumulate(node, level, a["self"], Value(index.dims[:1], index.term), a["src"])
+        return self._accumulate(node, level, a["self"], [Value(index.dims[:1], index.term)], a["src"])
 
     def _index_put(self, node: fx.Node, level: int) -> Value:
         a = arguments(node)
-        if len(a["indices"]) != 1 or a["indices"][0] is None:
+        indices = a["indices"]
+        if any(i is None for i in indices):
             raise Opaque
-        (index,) = a["indices"]
-        if value(index).dtype == torch.bool:
-            rows, mask = self._mask_rows(index, shape(a["values"])[0])
-            if len(mask.dims) != 1:
+        if value(indices[0]).dtype == torch.bool:
+            if len(indices) > 1:
                 raise Opaque
-            place = substitute(coordinate(mask.dims[0]), dict(zip(mask.axes, rows.bound)))
-            where = Value(((rows,),), place)
+            rows, mask = self._mask_rows(indices[0], shape(a["values"])[0])
+            bound = dict(zip(mask.axes, rows.bound))
+            where = [Value(((rows,),), substitute(coordinate(g), bound)) for g in mask.dims]
         else:
-            where = self.value(index, 0)
+            where = [self.value(i, 0) for i in indices]
         if a["accumulate"]:
             return self._accumulate(node, level, a["self"], where, a["values"])
-        added = self._increment(a["self"], index, a["values"])
-        if added is not None and (value(index).dtype == torch.bool or _visits_once(where)):
+        added = self._increment(a["self"], indices, a["values"])
+        if added is not None and (_visits_once(where) or _chosen_once(where)):
             return self._accumulate(node, level, a["self"], where, added)
         return self._overwrite(node, level, a["self"], where, a["values"])
 
-    def _increment(self, base: fx.Node, index: fx.Node, new: fx.Node) -> fx.Node | None:
-        """y if new is base[index] + y: what `out[mask] += y` becomes."""
+    def _increment(self, base: fx.Node, indices: list[fx.Node], new: fx.Node) -> fx.Node | None:
+        """y if new is base[indices] + y: what `out[mask] += y` becomes."""
+        new = _unchanged(new)
         if not is_op(new, aten.add) or new.kwargs.get("alpha", 1) != 1:
             return None
         for old, y in ((new.args[0], new.args[1]), (new.args[1], new.args[0])):
-            taken = is_op(old, aten.index) and is_tensor(y) and len(old.args[1]) == 1
-            if taken and old.args[0] is base and self.canon.same(old.args[1][0], index):
+            if not is_op(old, aten.index) or not is_tensor(y) or not same_shape(shape(y), shape(new)):
+                continue
+            taken = old.args[1]
+            if old.args[0] is not base or len(taken) != len(indices):
+                continue
+            if all(i is not None and self.canon.same(i, j) for i, j in zip(taken, indices)):
                 return y
         return None
 
@@ -355,36 +360,44 @@ class Arithmetic(Indexing):
         a = arguments(node)
         if a["dim"] != 0:
             raise Opaque
-        return self._overwrite(node, level, a["self"], self.value(a["index"], 0), a["source"])
+        return self._overwrite(node, level, a["self"], [self.value(a["index"], 0)], a["source"])
 
     def _placed(
-        self, level: int, base: Value, where: Value, source: fx.Node
+        self, level: int, base: Value, where: list[Value], source: fx.Node
     ) -> tuple[Value, Term, Term | None]:
-        """base; `source` over base's axes, summed over whatever else its rows range over; the rows' mask."""
-        if level < 2 or len(where.dims) != 1:
+        """base; `source` over base's axes, summed over whatever else its rows range over; the rows' mask.
+
+        where: the place of each row along the first dimensions of base."""
+        if level < 2 or any(len(w.dims) != 1 for w in where):
             raise Opaque
         src = self.value(source, level)
-        if len(where.dims[0]) == 1 and isinstance(where.dims[0][0], Rows):
-            rows = where.dims[0][0]
-            if src.dims[0] != (rows,):
+        group = where[0].dims[0]
+        if len(group) == 1 and isinstance(group[0], Rows):
+            rows = group[0]
+            if src.dims[0] != (rows,) or any(w.dims[0] != group for w in where):
                 raise Opaque
             bound, mask = rows.bound, rows.mask
-            src = Value(((), *src.dims[1:]), src.term)
         else:
-            src, where = self.together(src, where, [(0, 0)])
-            bound, mask = where.dims[0], None
-            src = Value(((), *src.dims[1:]), src.term)
-        place = substitute(where.term, self._cuts)
-        target = place.parts if isinstance(place, Mix) else () if place is Const(0) else (place,)
-        if not all(isinstance(t, Axis) and t in bound for t in target) or len(set(target)) != len(target):
+            if len(where) > 1:
+                raise Opaque
+            src, where[0] = self.together(src, where[0], [(0, 0)])
+            bound, mask = where[0].dims[0], None
+        targets: list[tuple[Term, ...]] = []
+        for w in where:
+            place = substitute(w.term, self._cuts)
+            targets.append(place.parts if isinstance(place, Mix) else () if place is Const(0) else (place,))
+        every = [t for target in targets for t in target]
+        if not all(isinstance(t, Axis) and t in bound for t in every) or len(set(every)) != len(every):
             raise Opaque
         term = src.term if mask is None else Mul(mask, src.term)
-        carried = Value((tuple(target), *src.dims[1:]), substitute(term, self._cuts))  # type: ignore[arg-type]
-        carried, fresh = self._fresh(carried, [b for b in bound if b not in target])
+        carried = Value((*targets, *src.dims[1:]), substitute(term, self._cuts))  # type: ignore[arg-type]
+        carried, fresh = self._fresh(carried, [b for b in bound if b not in every])
         base, carried = self.together(base, carried, [(d, d) for d in range(len(base.dims))])
         return base, Sum(fresh, carried.term, None), mask
 
-    def _accumulate(self, node: fx.Node, level: int, base: fx.Node, where: Value, source: fx.Node) -> Value:
+    def _accumulate(
+        self, node: fx.Node, level: int, base: fx.Node, where: list[Value], source: fx.Node
+    ) -> Value:
         old, new, _ = self._placed(level, self.value(base, level), where, source)
         if isinstance(old.term, Const):
             if old.term.value is None:
@@ -392,7 +405,9 @@ class Arithmetic(Indexing):
             return Value(old.dims, new)
         return Value(old.dims, Add([*flatten(old.term, Add), new], self.ref(node, old.dims)))
 
-    def _overwrite(self, node: fx.Node, level: int, base: fx.Node, where: Value, source: fx.Node) -> Value:
+    def _overwrite(
+        self, node: fx.Node, level: int, base: fx.Node, where: list[Value], source: fx.Node
+    ) -> Value:
         """Rows that nobody wrote before are written: then to write is to add."""
         if not _visits_once(where):
             raise Opaque
@@ -430,12 +445,52 @@ def _scales_rows(a: fx.Node, b: fx.Node) -> bool:
     return len(sizes[0]) == len(sizes[1]) and any(same(s[-1], 1) for s in sizes)
 
 
-def _visits_once(where: Value) -> bool:
+def _unchanged(node: fx.Node) -> fx.Node:
+    """Back through copies and casts to the dtype a tensor has."""
+    while is_op(node, aten.clone, aten._to_copy) and value(node).dtype == value(node.args[0]).dtype:
+        node = node.args[0]
+    return node
+
+
+def _rows_of(where: list[Value]) -> Rows | None:
+    """What all of these are places of."""
+    groups = {w.dims for w in where}
+    dims = groups.pop() if len(groups) == 1 else ()
+    group = dims[0] if len(dims) == 1 else ()
+    return group[0] if len(group) == 1 and isinstance(group[0], Rows) else None
+
+
+def _places(where: list[Value]) -> set[Axis]:
+    return set().union(*(free_axes(w.term) for w in where))
+
+
+def _visits_once(where: list[Value]) -> bool:
     """Whether no two rows have the same place."""
-    if len(where.dims) != 1 or len(where.dims[0]) != 1 or not isinstance(where.dims[0][0], Rows):
-        return isinstance(where.term, (Axis, Mix))
-    rows = where.dims[0][0]
-    return set(rows.bound) <= free_axes(where.term)
+    rows = _rows_of(where)
+    if rows is None:
+        return len(where) == 1 and isinstance(where[0].term, (Axis, Mix))
+    return set(rows.bound) <= _places(where)
+
+
+def _chosen_once(where: list[Value]) -> bool:
+    """Whether these are the tokens t of rows (t, j) with ids[t, j] == e, and none has e among its ids twice.
+
+    What is written there may be added to what was there; another expert may have written there before."""
+    rows = _rows_of(where)
+    if rows is None or rows.mask is None:
+        return False
+    places = _places(where)
+    left = set(rows.bound) - places
+    for f in flatten(rows.mask, Mul):
+        if not is_eq(f):
+            continue
+        ids, e = f.args  # type: ignore[attr-defined]
+        if isinstance(ids, Ref) and isinstance(e, Const) and ids.index:
+            *token, choice = ids.index
+            apart = isinstance(choice, Axis) and left == {choice}
+            if apart and all(free_axes(i) <= places for i in token) and distinct(ids.node):
+                return True
+    return False
 
 
 def expert_mask(term: Term) -> tuple[Term, Any] | None:

@@ -2,9 +2,23 @@
 
 from __future__ import annotations
 
+import torch
 from torch import fx
+from torch.fx.experimental.symbolic_shapes import statically_known_true
 
-from .graph import FLOATING, aten, is_op, item, same_shape, shape, static_int, strip, value
+from .graph import (
+    FLOATING,
+    arguments,
+    aten,
+    is_op,
+    item,
+    passes_order,
+    same_shape,
+    shape,
+    static_int,
+    strip,
+    value,
+)
 
 
 class Support:
@@ -59,9 +73,29 @@ def _constant(node: fx.Node) -> float | None:
 
 
 def distinct(ids: fx.Node) -> bool:
-    """Whether no token has one expert twice: ids [T, k] of a topk, or some of them."""
-    ids = strip(ids)
-    while is_op(ids, aten.slice):
-        ids = strip(ids.args[0])
+    """Whether no row of ids [..., k], along the last dimension, names one expert twice.
+
+    Such are the indices of a `topk` or a `sort` along that dimension, and any columns of them."""
+    if shape(ids) and static_int(shape(ids)[-1]) == 1:
+        return True
+    while True:
+        source = ids.args[0] if ids.args and isinstance(ids.args[0], fx.Node) else None
+        if passes_order(ids):
+            if not _same_rows(ids, source):
+                return False
+        elif is_op(ids, aten._to_copy):
+            if value(ids).dtype not in (torch.int64, torch.int32) or value(source).dtype.is_floating_point:
+                return False
+        elif not is_op(ids, aten.slice):
+            break
+        ids = source  # type: ignore[assignment]
     found = item(ids)
-    return found is not None and found[1] == 1 and is_op(found[0], aten.topk)
+    if found is None or found[1] != 1 or not is_op(found[0], aten.topk, aten.sort):
+        return False
+    return arguments(found[0])["dim"] in (-1, len(shape(ids)) - 1)
+
+
+def _same_rows(node: fx.Node, source: fx.Node | None) -> bool:
+    """Whether a view leaves the last dimension as it is."""
+    a, b = shape(node), shape(source)
+    return bool(a) and bool(b) and statically_known_true(a[-1] == b[-1])

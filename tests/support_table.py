@@ -20,6 +20,7 @@ import sys
 from collections import Counter
 from collections.abc import Callable, Iterator
 
+import package_styles  # noqa: F401  adds its styles to STYLES
 import torch
 from families import FAMILIES, LOOPS, TRANSPOSED, expert_block, tiny
 from moe_models import Recorder, fake_quantised, relative_error

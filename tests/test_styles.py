@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import random
 
+import package_styles  # noqa: F401  adds its styles to STYLES
 import pytest
 import torch
 import torch.nn.functional as F

@@ -21,35 +21,35 @@ def config(**changes):
     return Config(**{**SIZES, **changes})
 
 
-@GROUP.case("litgpt", "LLaMAMoE", unfinished=True)
+@GROUP.case("litgpt", "LLaMAMoE")
 def moe():
     from litgpt.model import LLaMAMoE
 
     return LLaMAMoE(config())
 
 
-@GROUP.case("litgpt", "LLaMAMoE, groups and shared experts", unfinished=True)
+@GROUP.case("litgpt", "LLaMAMoE, groups and shared experts")
 def moe_grouped():
     from litgpt.model import LLaMAMoE
 
     return LLaMAMoE(config(**GROUPED))
 
 
-@GROUP.case("litgpt", "GPT (Mixtral)", takes="ids", unfinished=True)
+@GROUP.case("litgpt", "GPT (Mixtral)", takes="ids")
 def gpt():
     from litgpt import GPT
 
     return GPT(config())
 
 
-@GROUP.case("litgpt", "GPT, biases", takes="ids", unfinished=True)
+@GROUP.case("litgpt", "GPT, biases", takes="ids")
 def gpt_biases():
     from litgpt import GPT
 
     return GPT(config(bias=True))
 
 
-@GROUP.case("litgpt", "GPT (Qwen3-MoE)", takes="ids", unfinished=True)
+@GROUP.case("litgpt", "GPT (Qwen3-MoE)", takes="ids")
 def gpt_qwen():
     from litgpt import GPT
 

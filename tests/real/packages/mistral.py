@@ -24,11 +24,11 @@ def layer(experts: int, k: int, bias: bool = False) -> nn.Module:
     return MoeLayer([FeedForward(bias) for _ in range(experts)], nn.Linear(H, experts, bias=False), args)
 
 
-@GROUP.case("mistral-inference", "moe.MoeLayer", takes="rows", unfinished=True)
+@GROUP.case("mistral-inference", "moe.MoeLayer", takes="rows")
 def moe_layer():
     return layer(8, 2)
 
 
-@GROUP.case("mistral-inference", "moe.MoeLayer, experts with biases, 3 of 5", takes="rows", unfinished=True)
+@GROUP.case("mistral-inference", "moe.MoeLayer, experts with biases, 3 of 5", takes="rows")
 def moe_layer_with_biases():
     return layer(5, 3, bias=True)

@@ -1,0 +1,45 @@
+"""Styles of other people's packages (tests/real/), small and in our own words: they join STYLES."""
+
+from __future__ import annotations
+
+import torch
+from moe_styles import ListStyle, StackedStyle, style
+from torch import Tensor
+
+# --- out[token] += y adds every row, as no token has one expert twice ---
+
+
+@style("where loop, `out[token] += ...` (mistral-inference)")
+class IncrementLoop(ListStyle):
+    def experts_of(self, x: Tensor, ids: Tensor, weights: Tensor) -> Tensor:
+        out = torch.zeros_like(x)
+        for e, expert in enumerate(self.list):
+            token, slot = torch.where(ids == e)
+            out[token] += weights[token, slot, None] * expert(x[token])
+        return out
+
+
+@style("loop over masks of all experts, `out[token] += ...` (litgpt)")
+class MasksLoop(ListStyle):
+    def experts_of(self, x: Tensor, ids: Tensor, weights: Tensor) -> Tensor:
+        masks = (ids.unsqueeze(-1) == torch.arange(self.E, device=x.device)).permute(2, 0, 1)
+        out = torch.zeros_like(x)
+        for mask, expert in zip(masks, self.list):
+            token, slot = torch.where(mask)
+            out[token] = out[token] + expert(x[token]) * weights[token, slot, None]
+        return out
+
+
+@style("`out[token] += ...`, ids by argsort")
+class SortedChoices(StackedStyle):
+    def route(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        scores = torch.softmax(self.router(x), -1)
+        ids = torch.argsort(scores, dim=-1, descending=True)[:, : self.k]
+        return ids, scores.gather(-1, ids)
+
+    def experts_of(self, x: Tensor, ids: Tensor, weights: Tensor) -> Tensor:
+        out = torch.zeros_like(x)
+        for e in range(self.E):
+            token, slot = (ids.int() == e).nonzero(as_tuple=True)
+            out[token] += weights[token, slot].unsqueeze(1) * self.expert(e, x[token])
+        return out
