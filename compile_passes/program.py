@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Mapping
 from typing import Any
 
@@ -11,6 +12,7 @@ from torch.export import ExportedProgram
 from torch.export.graph_signature import InputKind, OutputKind
 from torch.utils import _pytree as pytree
 
+from ..meta.layouts import held
 from . import changes
 from .capture import capture, mutated_inputs
 from .options import parse
@@ -31,14 +33,19 @@ class RewrittenProgram(nn.Module):
     ) -> None:
         super().__init__()
         self.graph_module, self.report, self._out_spec = graph, report, spec
-        self._names = list(constants)
+        self._dtypes = {name: tensor.dtype for name, tensor in constants.items()}
         for name, tensor in constants.items():
-            self.register_buffer(name, tensor)
+            self.register_buffer(name, held(tensor))
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         given = pytree.tree_leaves((args, kwargs))
-        out = self.graph_module(*(getattr(self, name) for name in self._names), *given)
+        constants = (self._constant(name, dtype) for name, dtype in self._dtypes.items())
+        out = self.graph_module(*constants, *given)
         return pytree.tree_unflatten(list(out), self._out_spec)
+
+    def _constant(self, name: str, dtype: torch.dtype) -> torch.Tensor:
+        tensor: torch.Tensor = getattr(self, name)
+        return tensor.view(dtype) if tensor.dtype == torch.uint8 else tensor
 
 
 def rewrite(program: ExportedProgram, options: Mapping[str, Any] | None = None) -> RewrittenProgram:
@@ -62,9 +69,7 @@ def rewrite(program: ExportedProgram, options: Mapping[str, Any] | None = None) 
     report = Frame("exported program")
     rewritten, report.sites = rewrite_graph(gm, fixed, chosen, fake_mode)
     if rewritten is None:
-        told = [f"{s.reason} ({s.where}). Change: {s.change}" for s in report.sites]
-        reasons = "; ".join(told) or "nothing in it looks like experts"
-        raise ValueError(f"fp4: nothing was rewritten: {reasons}")
+        raise ValueError(f"fp4: nothing was rewritten: {_reasons(report)}")
     report.also = rewritten.also
 
     constants: dict[str, torch.Tensor] = {}
@@ -83,6 +88,17 @@ def rewrite(program: ExportedProgram, options: Mapping[str, Any] | None = None) 
             order.append(node)
     _constants_first(rewritten.gm, order)
     return RewrittenProgram(rewritten.gm, constants, program.call_spec.out_spec, report)
+
+
+def _reasons(report: Frame) -> str:
+    """Why nothing was rewritten."""
+    told = [f"{s.reason} ({s.where}). Change: {s.change}" for s in report.sites if not s.rewritten]
+    own = Counter(s.op for s in report.sites if s.op is not None)
+    if own:
+        operators = ", ".join(f"{n} {op}" for op, n in own.items())
+        rest = "what is left is listed here" if told else "it runs in 4 bits as it is"
+        told.insert(0, f"the program already holds {own.total()} fp4 operators ({operators}); {rest}")
+    return "; ".join(told) or "nothing in it looks like experts"
 
 
 def _outputs(program: ExportedProgram) -> list[Any]:

@@ -11,8 +11,8 @@ from torch import Tensor, nn
 
 from .input_gradients import FrozenExperts
 from .meta.formats import FORMATS
-from .meta.layouts import LAYOUTS, packed_spec, preferred_layout
-from .relayout import relayout
+from .meta.layouts import LAYOUTS, block_scales, held, packed_spec, preferred_layout
+from .relayout import Operands, relayout
 
 IMPLEMENTATION = "fp4"
 """Our name among transformers' experts implementations ("eager", "grouped_mm", ...)."""
@@ -84,7 +84,9 @@ def deinterleave(rows: Tensor) -> Tensor:
 class PackedWeight(nn.Module):
     """The 4-bit form of an expert weight [E, N, K], where the Parameter was.
 
-    Buffers: packed uint8 [E, N, K/2], block_scale [E, N, ceil(K/block)], global_scale float32 [E] (nvfp4).
+    Buffers: packed uint8 [E, N, K/2], block_scale [E, N, ceil(K/block)], global_scale float32 [E] (nvfp4);
+    float8 block scales are held as uint8. Calling the module gives the three as `torch.ops.fp4.*` take them:
+    whoever moves weights just in time (offloading) hooks into the call.
     A kernel layout may pad K: `k` is the weight's own. `interleaved`: while in layout sm90, row 2i is gate i
     and row 2i + 1 up i, where the model keeps all gates before all ups; any other form has the model's order.
     `.to(device)` moves them and reorders them for that device; `.to(dtype)` and `.half()` leave them alone.
@@ -108,9 +110,13 @@ class PackedWeight(nn.Module):
         super().__init__()
         self.format, self.layout, self.interleaved = format, layout, interleaved
         self.k = 2 * packed.shape[-1] if k is None else k
-        self.register_buffer("packed", packed)
-        self.register_buffer("block_scale", block_scale)
+        self.register_buffer("packed", held(packed))
+        self.register_buffer("block_scale", held(block_scale))
         self.register_buffer("global_scale", global_scale)
+
+    def forward(self) -> Operands:
+        """packed, block_scale and global_scale."""
+        return self.packed, block_scales(self.block_scale, self.format, self.layout), self.global_scale
 
     @property
     def num_bytes(self) -> int:
@@ -118,15 +124,13 @@ class PackedWeight(nn.Module):
 
     def dequantize(self, dtype: torch.dtype = torch.float32) -> Tensor:
         """The weight [E, N, K] that the codes stand for."""
-        values = torch.ops.fp4.dequantize(
-            self.packed, self.block_scale, self.global_scale, self.format, dtype, layout=self.layout
-        )
+        values = torch.ops.fp4.dequantize(*self(), self.format, dtype, layout=self.layout)
         values = values[..., : self.k]
         return deinterleave(values) if self.interleaved else values
 
-    def in_layout(self, layout: str) -> tuple[Tensor, Tensor, Tensor | None]:
+    def in_layout(self, layout: str) -> Operands:
         """packed, block_scale and global_scale in another order of the bytes."""
-        operands = (self.packed, self.block_scale, self.global_scale)
+        operands = self()
         if layout == self.layout:
             return operands
         packed, scale, factor = relayout(operands, self.format, self.k, self.layout, layout)
@@ -134,13 +138,14 @@ class PackedWeight(nn.Module):
             return packed, scale, factor
         if layout != "plain":
             raise ValueError(f"fp4: interleaved rows go to layout 'plain' first, not to '{layout}'")
-        return deinterleave(packed), deinterleave(scale.view(torch.uint8)).view(scale.dtype), factor
+        return deinterleave(packed), deinterleave(held(scale)).view(scale.dtype), factor
 
     def set_layout(self, layout: str) -> None:
         """Reorders the bytes in place of the old ones."""
         if self.interleaved and layout not in (self.layout, "plain"):
             self.set_layout("plain")
-        self.packed, self.block_scale, self.global_scale = self.in_layout(layout)
+        packed, scale, self.global_scale = self.in_layout(layout)
+        self.packed, self.block_scale = held(packed), held(scale)
         if layout != self.layout:
             self.layout, self.interleaved = layout, False
 
@@ -168,6 +173,9 @@ class PackedWeight(nn.Module):
 
     def _load_from_state_dict(self, state_dict: Any, prefix: str, *args: Any) -> None:
         """Makes room for what was saved in another layout; `set_extra_state` then puts it in order."""
+        for name in ("packed", "block_scale"):
+            if (saved := state_dict.get(prefix + name)) is not None:  # float8 in older state dicts
+                state_dict[prefix + name] = held(saved)
         state, packed, scale = (state_dict.get(prefix + n) for n in ("_extra_state", "packed", "block_scale"))
         complete = state is not None and packed is not None and scale is not None
         if complete and STORED_FORMATS[int(state[0])] == self.format:
@@ -184,8 +192,10 @@ class PackedWeight(nn.Module):
                 buffer = self._buffers[name]
                 if wanted is None:
                     self._buffers[name] = None
-                elif buffer is None or (buffer.shape, buffer.dtype) != wanted:
-                    self._buffers[name] = self.packed.new_empty(wanted[0], dtype=wanted[1])
+                else:
+                    shape, dtype = wanted[0], torch.uint8 if wanted[1].itemsize == 1 else wanted[1]
+                    if buffer is None or (buffer.shape, buffer.dtype) != (shape, dtype):
+                        self._buffers[name] = self.packed.new_empty(shape, dtype=dtype)
         super()._load_from_state_dict(state_dict, prefix, *args)
 
     def set_extra_state(self, state: Tensor) -> None:
@@ -203,6 +213,7 @@ class PackedWeight(nn.Module):
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         super().__setstate__(state)
+        self.block_scale = held(self.block_scale)  # float8 in older pickles
         register()  # a model that was pickled whole may be the first use of fp4_ops in its process
 
     def extra_repr(self) -> str:
@@ -270,15 +281,13 @@ def experts_forward(
     bias = getattr(self, form.gate_up_bias) if form.gate_up_bias else None
     down_bias = getattr(self, form.down_bias) if form.down_bias else None
     gate = recipe.gate
+    up, down = w13(), w2()
     if w13.interleaved:
         bias, gate = interleave(bias) if bias is not None else None, f"{gate}_interleaved"
     a_format = recipe.a_format
     if a_format is None:
         a_format = auto_a_format(hidden_states.device.type, w13.layout)
-    operands = (
-        w13.packed, w13.block_scale, w13.global_scale, w2.packed, w2.block_scale, w2.global_scale,
-        bias, down_bias,
-    )  # fmt: skip
+    operands = (*up, *down, bias, down_bias)
     if recipe.trainable_inputs and torch.is_grad_enabled():
         options = {"format": w13.format, "layout": w13.layout, "activation": gate, "a_format": a_format}
         return FrozenExperts.apply(hidden_states, top_k_index, top_k_weights, options, *operands)

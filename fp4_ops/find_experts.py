@@ -80,6 +80,9 @@ def plan(module: Any) -> Plan:
     forms = [f for f in FORMS if f.gate_up in module._parameters and f.down in module._parameters]
     need(bool(forms), f"its weights are not the parameters {' or '.join(f.gate_up for f in FORMS)} and down")
     form = forms[0]
+    for name, parameter in module._parameters.items():
+        if parts := split_over_processes(parameter):
+            raise Refusal(f"{name} is {parts}; {WHOLE_EXPERTS}")
     up, down = module._parameters[form.gate_up], module._parameters[form.down]
     for name, w in ((form.gate_up, up), (form.down, down)):
         need(w.dim() == 3, f"{name} has {w.dim()} dimensions, not 3")
@@ -94,6 +97,22 @@ def plan(module: Any) -> Plan:
     if gate is None:
         raise Refusal(f"its gate is none of fp4::moe's activations ({', '.join(ACTIVATIONS)})")
     return Plan(form, gate, module.is_transposed, f"{e} experts, hidden {h}, intermediate {i}")
+
+
+WHOLE_EXPERTS = (
+    "each process must hold all experts in 4 bits, whole. Load the model without tp_plan, tp_size, ep_size "
+    "and pp_size, and call fp4_ops.prepare before fully_shard or parallelize_module"
+)
+"""What to do where a model is split over several processes."""
+
+
+def split_over_processes(tensor: Any) -> str:
+    """What a DTensor is, in words; "" for any other tensor. By its attributes: torch imports DTensor late."""
+    mesh = getattr(tensor, "device_mesh", None)
+    if mesh is None:
+        return ""
+    placements = ", ".join(map(str, tensor.placements))
+    return f"a DTensor, placed {placements} on {mesh.size()} processes"
 
 
 def logical_shape(weight: Tensor, transposed: bool) -> tuple[int, int, int]:

@@ -8,7 +8,8 @@ from typing import Any, NoReturn
 import torch
 from torch import Tensor
 
-from .relayout import relayout
+from .meta.layouts import block_scales, held
+from .relayout import Operands, relayout
 
 aten = torch.ops.aten
 
@@ -27,7 +28,8 @@ class FP4Tensor(torch.Tensor):
     """
 
     packed: Tensor
-    block_scale: Tensor
+    held_scale: Tensor
+    """The block scales, float8 ones as uint8."""
     global_scale: Tensor | None
     format: str
     weight_layout: str
@@ -72,8 +74,8 @@ class FP4Tensor(torch.Tensor):
         transposed: bool = False,
         k: int | None = None,
     ) -> None:
-        self.packed = packed
-        self.block_scale = block_scale
+        self.packed = held(packed)
+        self.held_scale = held(block_scale)
         self.global_scale = global_scale
         self.format = format
         self.weight_layout = layout  # `Tensor.layout` itself is torch's (strided)
@@ -81,14 +83,14 @@ class FP4Tensor(torch.Tensor):
         self.k = packed.shape[-1] * 2 if k is None else k  # kernel layouts may pad it
 
     def __tensor_flatten__(self) -> tuple[list[str], dict[str, Any]]:
-        tensors = ["packed", "block_scale"] + (["global_scale"] if self.global_scale is not None else [])
+        tensors = ["packed", "held_scale"] + (["global_scale"] if self.global_scale is not None else [])
         return tensors, self._context()
 
     @staticmethod
     def __tensor_unflatten__(
         tensors: dict[str, Tensor], context: dict[str, Any], outer_size: Any, outer_stride: Any
     ) -> FP4Tensor:
-        return FP4Tensor(tensors["packed"], tensors["block_scale"], tensors.get("global_scale"), **context)
+        return FP4Tensor(tensors["packed"], tensors["held_scale"], tensors.get("global_scale"), **context)
 
     def __repr__(self, *, tensor_contents: object = None) -> str:  # type: ignore[override]
         notes = (
@@ -100,9 +102,9 @@ class FP4Tensor(torch.Tensor):
 
     def _stable_hash_for_caching(self) -> str:
         """Asked for by AOTAutograd's cache: everything a graph can depend on."""
-        held = [(t.dtype, t.shape, t.stride(), t.device) for t in self._operands() if t is not None]
+        inner = [(t.dtype, t.shape, t.stride(), t.device) for t in self._held() if t is not None]
         own = (self.dtype, self.shape, self.stride(), self.transposed, self.k, self.requires_grad)
-        return repr((self._options(), own, held))
+        return repr((self._options(), own, inner))
 
     def _options(self) -> dict[str, str]:
         return {"format": self.format, "layout": self.weight_layout}
@@ -110,19 +112,43 @@ class FP4Tensor(torch.Tensor):
     def _context(self) -> dict[str, Any]:
         return {**self._options(), "dtype": self.dtype, "transposed": self.transposed, "k": self.k}
 
-    def _operands(self) -> tuple[Tensor, Tensor, Tensor | None]:
+    @property
+    def block_scale(self) -> Tensor:
+        return block_scales(self.held_scale, self.format, self.weight_layout)
+
+    def _operands(self) -> Operands:
         return self.packed, self.block_scale, self.global_scale
+
+    def _held(self) -> Operands:
+        return self.packed, self.held_scale, self.global_scale
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        """Also of files in which block scales are float8."""
+        if "block_scale" in state:
+            state = {**state, "held_scale": held(state["block_scale"])}
+            del state["block_scale"]
+        self.__dict__.update(state)
 
     def _map(self, function: Callable[[Tensor], Tensor], **changes: Any) -> FP4Tensor:
         """The same tensor with `function` applied to what it holds."""
         context = {**self._context(), **changes}
-        held = (None if t is None else function(t) for t in self._operands())
-        return FP4Tensor(*held, **context)  # type: ignore[arg-type, misc]
+        inner = (None if t is None else function(t) for t in self._held())
+        return FP4Tensor(*inner, **context)  # type: ignore[arg-type, misc]
 
     @property
     def nbytes(self) -> int:  # type: ignore[override]
         """Bytes actually held: codes and scales."""
-        return sum(t.nbytes for t in self._operands() if t is not None)
+        return sum(t.nbytes for t in self._held() if t is not None)
+
+    def share_memory_(self) -> FP4Tensor:
+        """Codes and scales go to shared memory; a wrapper has no memory of its own."""
+        for t in self._held():
+            if t is not None:
+                t.share_memory_()
+        return self
+
+    def is_shared(self) -> bool:
+        return all(t.is_shared() for t in self._held() if t is not None)
 
     def dequantize(self, dtype: torch.dtype | None = None) -> Tensor:  # type: ignore[override]
         """The values the codes stand for, in `dtype` (default: the original's): a plain tensor."""
@@ -178,7 +204,17 @@ def _same(func: Any, w: FP4Tensor, **kwargs: Any) -> FP4Tensor:
     return w._map(lambda t: func(t, **kwargs))
 
 
-@_implements(aten._to_copy.default)
+@_implements(aten._pin_memory.default)
+def _pin_memory(func: Any, w: FP4Tensor, device: Any = None) -> FP4Tensor:
+    return w._map(lambda t: func(t, device))
+
+
+@_implements(aten.is_pinned.default)
+def _is_pinned(func: Any, w: FP4Tensor, device: Any = None) -> bool:
+    return all(func(t, device) for t in w._held() if t is not None)
+
+
+@_implements(aten._to_copy.default, aten.empty_like.default)
 def _to_copy(func: Any, w: FP4Tensor, *, dtype: torch.dtype | None = None, **kwargs: Any) -> FP4Tensor:
     """A new device moves what is held; a new dtype is the one that products and `dequantize` give."""
     kwargs.pop("memory_format", None)
@@ -198,7 +234,7 @@ def _copy(func: Any, w: FP4Tensor, source: Tensor, non_blocking: bool = False) -
     if w.shape != source.shape or w.format != source.format or w.transposed != source.transposed:
         _refuse(func, f"{source} does not fit {w}")
     source = source.prepack(w.weight_layout)
-    for to, value in zip(w._operands(), source._operands(), strict=True):
+    for to, value in zip(w._held(), source._held(), strict=True):
         if to is not None and value is not None:
             to.copy_(value, non_blocking)
     return w

@@ -155,6 +155,21 @@ def packed_spec(
     return spec
 
 
+def held(operand: torch.Tensor) -> torch.Tensor:
+    """`operand` as modules and tensor subclasses hold it: what has one byte an element as uint8, uncopied.
+
+    Pickle, collectives, numpy and `torch.equal` know uint8; of float8 each lacks something.
+    """
+    return operand.view(torch.uint8) if operand.dtype.itemsize == 1 else operand
+
+
+def block_scales(scale: torch.Tensor, format: str, layout: str) -> torch.Tensor:
+    """The inverse of `held` for block scales: as operators take them, uncopied."""
+    if scale.dtype != torch.uint8:
+        return scale
+    return scale.view(LAYOUTS[layout].scale_dtype or FORMATS[format].scale_dtype)
+
+
 A_LAYOUTS = ("plain", "sm90")
 """The orders in which `fp4::quantize_fp8` can write a row."""
 

@@ -107,3 +107,12 @@ def test_what_cannot_be_rewritten_is_an_error():
 
     with pytest.raises(ValueError, match=r"writes to its buffers or inputs\. Change: return new values"):
         fp4_ops.rewrite(export(Writes(), torch.randn(4, 32)))
+
+
+def test_a_prepared_model_is_4_bits_already():
+    block = expert_block(tiny("mixtral", "grouped_mm"))
+    fp4_ops.prepare(block)
+    program = export(block, torch.randn(1, 9, 64), dim=1)
+    told = r"the program already holds 1 fp4 operators \(1 fp4::moe\); it runs in 4 bits as it is"
+    with pytest.raises(ValueError, match=told):
+        fp4_ops.rewrite(program)

@@ -16,6 +16,7 @@ from transformers.quantizers import auto
 from transformers.quantizers.base import HfQuantizer
 from transformers.utils.quantization_config import QuantizationConfigMixin
 
+from ..find_experts import WHOLE_EXPERTS
 from ..meta.formats import FORMATS
 from ..prepare import A_FORMATS, prepare
 from .dialects import Dialect, check_requantize, dialects_of, holds_fp4, quantization_config, stored_weights
@@ -87,6 +88,7 @@ class FP4HfQuantizer(HfQuantizer):
     def _process_model_before_weight_loading(
         self, model: Any, checkpoint_files: list[str] | None = None, dtype: Any = None, **kwargs: Any
     ) -> None:
+        _check_whole(getattr(model.config, "distributed_config", None))
         if self.stored is None:
             return
         if not checkpoint_files:
@@ -105,6 +107,7 @@ class FP4HfQuantizer(HfQuantizer):
         )
 
     def _process_model_after_weight_loading(self, model: Any, **kwargs: Any) -> Any:
+        _check_whole(model, prefix="_")  # releases of transformers that do not put it into the config
         config = self.quantization_config
         if self.stored is None:
             prepare(model, config.format, config.activation, trainable_inputs=config.trainable_inputs)
@@ -140,6 +143,17 @@ class FP4HfQuantizer(HfQuantizer):
     @property
     def is_compileable(self) -> bool:
         return True
+
+
+def _check_whole(owner: Any, prefix: str = "") -> None:
+    """Raises ValueError where transformers splits a model: it would add up the outputs of whole experts.
+
+    owner: has the sizes, a DistributedConfig or a model, under `prefix` and their names.
+    """
+    for name in ("tp_size", "ep_size", "pp_size"):
+        size = getattr(owner, prefix + name, None)
+        if isinstance(size, int) and size > 1:
+            raise ValueError(f"fp4: {name} is {size}; it must be 1, because {WHOLE_EXPERTS}")
 
 
 def _device_of(model: nn.Module) -> Any:

@@ -1,0 +1,275 @@
+"""One of two processes that split, wrap and synchronise models: `python split_models.py FOLDER`.
+
+FOLDER has `bf16` and `4bit`, folders of one tiny model, and gets `rank0.json`: what became of each situation.
+Rank, number of processes and the port come from the environment, as torchrun sets them.
+"""
+
+from __future__ import annotations
+
+import copy
+import json
+import os
+import sys
+from collections.abc import Callable
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+import transformers
+from torch import nn
+from torch.distributed.checkpoint.state_dict import (
+    StateDictOptions,
+    get_model_state_dict,
+    set_model_state_dict,
+)
+from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor, init_device_mesh
+from torch.nn.parallel import DistributedDataParallel
+
+import fp4_ops
+from fp4_ops.checkpoints.hf import FP4Config
+from fp4_ops.find_experts import is_experts
+
+SITUATIONS: dict[str, Callable[[], Any]] = {}
+FOLDER = Path(sys.argv[1]) if len(sys.argv) > 1 else Path()
+IDS = torch.arange(14).reshape(2, 7)
+
+
+def situation(function: Callable[[], Any]) -> Callable[[], Any]:
+    SITUATIONS[function.__name__] = function
+    return function
+
+
+def load(folder: str, **kwargs: Any) -> Any:
+    return transformers.AutoModelForCausalLM.from_pretrained(FOLDER / folder, dtype=torch.float32, **kwargs)
+
+
+def split(folder: str, quantization: Any = None, **sizes: Any) -> Any:
+    from transformers.distributed import DistributedConfig
+
+    more = {"quantization_config": quantization} if quantization is not None else {}
+    return load(folder, distributed_config=DistributedConfig(**sizes), **more)
+
+
+@torch.no_grad()
+def logits(model: nn.Module) -> torch.Tensor:
+    out = model(input_ids=IDS, use_cache=False).logits
+    return out.full_tensor() if isinstance(out, DTensor) else out
+
+
+def error(got: torch.Tensor, want: torch.Tensor) -> float:
+    return ((got.double() - want.double()).norm() / want.double().norm()).item()
+
+
+def prepared(seed: int = 0) -> Any:
+    """Other weights for each seed."""
+    model, generator = load("bf16"), torch.Generator().manual_seed(seed)
+    for module in filter(is_experts, model.modules()):
+        module.down_proj.data = torch.randn(module.down_proj.shape, generator=generator)
+    fp4_ops.prepare(model, activation="bf16")
+    return model
+
+
+# --- models that transformers splits ---
+
+
+@situation
+def a_folder_with_tp_plan_auto():
+    return error(logits(load("4bit", tp_plan="auto")), logits(load("4bit")))
+
+
+@situation
+def a_folder_with_tensor_parallelism():
+    return error(logits(split("4bit", tp_size=2)), logits(load("4bit")))
+
+
+@situation
+def a_folder_with_expert_parallelism():
+    return error(logits(split("4bit", tp_size=2, ep_size=2)), logits(load("4bit")))
+
+
+@situation
+def a_folder_with_expert_parallelism_alone():
+    return error(logits(split("4bit", tp_size=2, ep_size=2, tp_plan={})), logits(load("4bit")))
+
+
+@situation
+def a_folder_with_enable_expert_parallel():
+    return error(logits(split("4bit", tp_size=2, enable_expert_parallel=True)), logits(load("4bit")))
+
+
+@situation
+def a_folder_with_pipeline_parallelism():
+    return error(logits(split("4bit", pp_size=2)), logits(load("4bit")))
+
+
+@situation
+def a_folder_with_fsdp():
+    return error(logits(split("4bit", fsdp_size=2)), logits(load("4bit")))
+
+
+@situation
+def quantising_with_tensor_parallelism():
+    return error(logits(split("bf16", FP4Config("nvfp4"), tp_size=2)), logits(load("bf16")))
+
+
+@situation
+def quantising_with_fsdp():
+    return error(logits(split("bf16", FP4Config("nvfp4"), fsdp_size=2)), logits(load("bf16")))
+
+
+@situation
+def prepare_after_tensor_parallelism():
+    return str(fp4_ops.prepare(split("bf16", tp_size=2)))
+
+
+@situation
+def prepare_after_expert_parallelism():
+    return str(fp4_ops.prepare(split("bf16", tp_size=2, ep_size=2)))
+
+
+# --- FSDP2, DDP, state dicts ---
+
+
+@situation
+def prepare_after_fully_shard():
+    model = load("bf16")
+    for layer in model.model.layers:
+        fully_shard(layer)
+    fully_shard(model)
+    return str(fp4_ops.prepare(model))
+
+
+@situation
+def fully_shard_after_prepare():
+    model = prepared()
+    want = logits(model)
+    for layer in model.model.layers:
+        fully_shard(layer)
+    fully_shard(model)
+    return error(logits(model), want)
+
+
+@situation
+def ddp_broadcasts_buffers():
+    model, want = prepared(seed=dist.get_rank()), logits(prepared(seed=0))
+    for name, parameter in model.named_parameters():
+        parameter.requires_grad_("lm_head" in name)
+    wrapped = DistributedDataParallel(model)
+    return error(logits(wrapped), want)
+
+
+@situation
+def a_state_dict_from_rank_0():
+    model, want = prepared(seed=dist.get_rank()), logits(prepared(seed=0))
+    options = StateDictOptions(full_state_dict=True, broadcast_from_rank0=True)
+    state = model.state_dict() if dist.get_rank() == 0 else {}
+    set_model_state_dict(model, state, options=options)
+    return error(logits(model), want)
+
+
+@situation
+def a_full_state_dict_after_fully_shard():
+    model, other = prepared(), prepared(seed=1)
+    want = logits(model)
+    fully_shard(model)
+    options = StateDictOptions(full_state_dict=True, cpu_offload=True)
+    state = copy.deepcopy(get_model_state_dict(model, options=options))
+    if dist.get_rank() == 0:  # who alone gets it
+        other.load_state_dict(state)
+        return error(logits(other), want)
+    return 0.0
+
+
+@situation
+def buffers_are_broadcast_one_by_one():
+    model, want = prepared(seed=dist.get_rank()), logits(prepared(seed=0))
+    for buffer in model.buffers():
+        dist.broadcast(buffer, 0)
+    return error(logits(model), want)
+
+
+# --- DTensors as operands ---
+
+
+def _mm(placement: Any, of: str) -> Any:
+    mesh = init_device_mesh("cpu", (2,))
+    x, w = torch.randn(4, 64), torch.ops.fp4.quantize(torch.randn(32, 64), "int4")[:2]
+    split = [distribute_tensor(t, mesh, [placement]) for t in (x, *w)]
+    chosen = [d if name in of else t for name, d, t in zip("xps", split, (x, *w))]
+    return str(type(torch.ops.fp4.mm(*chosen, None, format="int4")))
+
+
+@situation
+def operators_with_sharded_rows():
+    return _mm(Shard(0), "x")
+
+
+@situation
+def operators_with_sharded_operands():
+    return _mm(Shard(0), "xps")
+
+
+@situation
+def operators_with_replicated_operands():
+    return _mm(Replicate(), "xps")
+
+
+@situation
+def an_fp4_tensor_that_is_split():
+    mesh = init_device_mesh("cpu", (2,))
+    w = fp4_ops.quantize(torch.randn(32, 64), "nvfp4")
+    return str(distribute_tensor(w, mesh, [Shard(0)]))
+
+
+@situation
+def the_backend_with_sharded_experts():
+    """Experts in plain PyTorch, one tensor of them split: what the backend leaves alone stays right."""
+    mesh = init_device_mesh("cpu", (2,))
+    torch.manual_seed(0)
+    w13, w2 = torch.randn(4, 2 * 32, 64) / 8, torch.randn(4, 64, 32) / 6
+
+    class Experts(nn.Module):
+        def __init__(self, split: bool):
+            super().__init__()
+            self.w13 = nn.Parameter(distribute_tensor(w13, mesh, [Shard(0)]) if split else w13, False)
+            self.w2 = nn.Parameter(distribute_tensor(w2, mesh, [Shard(0)]) if split else w2, False)
+            self.router = nn.Linear(64, 4, bias=False)
+
+        def forward(self, x):
+            whole = [w.full_tensor() if isinstance(w, DTensor) else w for w in (self.w13, self.w2)]
+            scores = self.router(x).softmax(-1)
+            gate, up = torch.einsum("th,enh->etn", x, whole[0]).chunk(2, -1)
+            out = torch.einsum("etn,ehn->eth", F.silu(gate) * up, whole[1])
+            return torch.einsum("eth,te->th", out, scores)
+
+    one, two = Experts(True), Experts(False)
+    two.router = one.router
+    x = torch.randn(6, 64)
+    with torch.no_grad():
+        got = torch.compile(one, backend="fp4", options={"activation": "bf16"})(x)
+        return [error(got, two(x)), str(fp4_ops.explain(one, x))]
+
+
+def main() -> None:
+    dist.init_process_group("gloo", timeout=timedelta(seconds=120))
+    fp4_ops.register_with_transformers()
+    torch.set_num_threads(1)
+    results: dict[str, Any] = {}
+    for name, function in SITUATIONS.items():
+        torch.manual_seed(0)
+        torch.compiler.reset()
+        try:
+            results[name] = function()
+        except Exception as reason:
+            results[name] = f"{type(reason).__name__}: {reason}"
+        dist.barrier()
+    (FOLDER / f"rank{os.environ['RANK']}.json").write_text(json.dumps(results))
+    dist.destroy_process_group()
+
+
+if __name__ == "__main__":
+    main()
