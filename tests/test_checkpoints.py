@@ -429,12 +429,20 @@ def test_files_that_lie(tmp_path):
     ("stored", "message"),
     [
         ({"quant_method": "awq"}, "quant_method 'awq'"),
-        ({"quant_method": "modelopt", "quant_algo": "FP8"}, "ModelOpt's quant_algo 'FP8'"),
+        ({"quant_method": "modelopt", "quant_algo": "FP8"}, "in fp8 and none in 4 bits.*fp4_ops quantize"),
+        ({"quant_method": "modelopt", "quant_algo": "NVFP4_AWQ"}, "algo 'NVFP4_AWQ'; those.*Export with"),
+        ({"quant_method": "modelopt", "quant_algo": "MIXED_PRECISION"}, "no quantized_layers.*take them"),
+        (
+            {"quant_method": "modelopt", "quant_algo": "MIXED_PRECISION",
+             "quantized_layers": {"a.b": {"quant_algo": "W4A8_AWQ"}}},
+            "quant_algo 'W4A8_AWQ' for a.b; those.*Export with",
+        ),
+        ({"quant_method": "fp8", "weight_block_size": [128, 128]}, "in fp8 and none in 4 bits"),
         ({"quant_method": "compressed-tensors", "format": "float-quantized"}, "format 'float-quantized'"),
         (
             {"quant_method": "compressed-tensors", "format": "mixed-precision", "config_groups": {
-                "a": {"format": "nvfp4-pack-quantized"}, "b": {"format": "float-quantized"}}},
-            "format 'float-quantized and nvfp4-pack-quantized'",
+                "a": {"format": "nvfp4-pack-quantized"}, "b": {"format": "marlin-24"}}},
+            "format 'marlin-24'; those.*python -m fp4_ops quantize",
         ),
         (None, "is not quantised"),
     ],
@@ -560,7 +568,7 @@ def test_folders_with_fp4_are_never_left_to_transformers(format, registered):
         "quant_method": "compressed-tensors", "format": "mixed-precision",
         "config_groups": {"a": group, "b": other},
     }  # fmt: skip
-    with pytest.raises(CheckpointError, match=r"marlin-24.*python -m fp4_ops quantize"):
+    with pytest.raises(CheckpointError, match=r"(marlin-24|mixed-precision).*python -m fp4_ops quantize"):
         auto.AutoQuantizationConfig.from_dict(config)
 
 

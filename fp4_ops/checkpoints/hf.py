@@ -19,7 +19,15 @@ from transformers.utils.quantization_config import QuantizationConfigMixin
 from ..find_experts import WHOLE_EXPERTS
 from ..meta.formats import FORMATS
 from ..prepare import A_FORMATS, prepare
-from .dialects import Dialect, check_requantize, dialects_of, holds_fp4, quantization_config, stored_weights
+from .dialects import (
+    Dialect,
+    check_four_bits,
+    check_requantize,
+    dialects_of,
+    holds_fp4,
+    quantization_config,
+    stored_weights,
+)
 from .files import CheckpointError, Folder, read_json
 from .load import LoadReport, detach_places, fill
 from .placement import Placement, place
@@ -83,6 +91,7 @@ class FP4HfQuantizer(HfQuantizer):
     def validate_environment(self, *args: Any, device_map: Any = None, **kwargs: Any) -> None:
         if self.stored is not None:
             self._dialects = dialects_of(self.stored)
+            check_four_bits(self._dialects, "the config")
             check_requantize(self._dialects, self.quantization_config.requantize)
 
     def _process_model_before_weight_loading(
@@ -95,15 +104,11 @@ class FP4HfQuantizer(HfQuantizer):
             raise CheckpointError("fp4: a 4-bit checkpoint must be loaded from safetensors files")
         folder = Folder(Path(checkpoint_files[0]).parent)
         weights = stored_weights(folder.tensors, self._dialects)
-        self._placement = place(model, weights)
+        self._placement = place(model, weights, folder.tensors.values())
         detach_places(model, self._placement)
         # Read by us, not by transformers: not unexpected.
-        places = [f"{n}.{a}" for n, p in self._placement.experts.items() for a in p.shapes]
-        places += [f"{n}.weight" for n in self._placement.linears]
-        patterns = {f"{s}$".replace(".", r"\.") for d in self._dialects for s in d.suffixes if s != ".weight"}
-        patterns |= {p.replace(".", r"\.") for p in places}
         model._keys_to_ignore_on_load_unexpected = (
-            set(model._keys_to_ignore_on_load_unexpected or ()) | patterns
+            set(model._keys_to_ignore_on_load_unexpected or ()) | self._placement.patterns
         )
 
     def _process_model_after_weight_loading(self, model: Any, **kwargs: Any) -> Any:
@@ -117,7 +122,6 @@ class FP4HfQuantizer(HfQuantizer):
         self.report = fill(
             model,
             self._placement,
-            self._dialects,
             requantize=config.requantize,
             activation=config.activation,
             trainable_inputs=config.trainable_inputs,
@@ -185,13 +189,19 @@ class _Dispatch:
 
     def from_dict(self, config: dict[str, Any], **kwargs: Any) -> Any:
         try:
-            ours = all(d.format in FORMATS for d in dialects_of(config))
+            ours = _is_ours(dialects_of(config))
         except CheckpointError:
             # transformers leaves the global scales of compressed-tensors' nvfp4 experts out: no way round
             if self.other is None or holds_fp4(config):
                 raise
             ours = False
         return FP4Config(stored=config) if ours else self.other.from_dict(config, **kwargs)
+
+
+def _is_ours(dialects: tuple[Dialect, ...]) -> bool:
+    """Whether something is in 4 bits, and nothing in what no operator computes with."""
+    kinds = [d.format in FORMATS for d in dialects if not d.is_dense]
+    return bool(kinds) and all(kinds)
 
 
 def register_quantizer() -> None:
@@ -266,6 +276,7 @@ def load_checkpoint(
             "`python -m fp4_ops quantize`, or load it and call fp4_ops.prepare"
         )
     dialects = dialects_of(stored, str(folder.path / "config.json"))
+    check_four_bits(dialects, str(folder.path))
     check_requantize(dialects, requantize)
     stored_weights(folder.tensors, dialects)
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import warnings
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
@@ -10,15 +11,15 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from ..experts import Company, PackedWeight, Recipe
+from ..experts import IMPLEMENTATION, Company, PackedWeight, Recipe, interleave
 from ..meta.formats import FORMATS
 from ..meta.layouts import preferred_layout
 from ..prepare import A_FORMATS, check_activation, choose_implementation
 from ..tensor import FP4Tensor
-from .dialects import Codes, Dialect, Read, StoredWeight, scale_dtype
+from .dialects import Codes, Read, StoredWeight, scale_dtype
 from .files import Reader, TensorInfo
 from .fold import Folds, join_rows
-from .placement import HALVES, Placement
+from .placement import HALVES, DensePlacement, ExpertsPlacement, Part, Placement
 from .progress import progress_bar
 
 
@@ -33,6 +34,10 @@ class LoadReport:
     left: dict[str, str] = field(default_factory=dict)
     plain: dict[str, str] = field(default_factory=dict)
     """Experts modules that stay in the plain layout, and why the device's own cannot hold them."""
+    dense: list[str] = field(default_factory=list)
+    """Parameters that were stored in 8 bits, and are ordinary ones now."""
+    own_code: dict[str, str] = field(default_factory=dict)
+    """Experts modules that run by their own code, product by product, and why not by `fp4::moe`."""
     folds: Folds = field(default_factory=Folds)
     requantized: float = 0.0
     """Largest relative error of a matrix (norm of the difference over the norm) that was quantised anew."""
@@ -44,13 +49,30 @@ class LoadReport:
             f"loaded {self.dialect} as {self.format}: {len(self.experts)} experts modules, "
             f"{len(self.linears)} linear layers, {self.nbytes / 2**20:.2f} MiB in 4 bits"
         ]
-        lines += [f"  {name}: left alone: {why}" for name, why in self.left.items()]
-        lines += [f"  {name}: layout plain: {why}" for name, why in self.plain.items()]
+        if self.dense:
+            lines.append(f"  {_names(self.dense)}: 8 bits, dequantised")
+        for what, modules in (
+            ("left alone", self.left),
+            ("layout plain", self.plain),
+            ("runs by its own code", self.own_code),
+        ):
+            for why in dict.fromkeys(modules.values()):
+                names = [name for name, reason in modules.items() if reason == why]
+                lines.append(f"  {_names(names)}: {what}: {why}")
         if self.requantized:
             lines.append(f"  quantised anew: relative error of a matrix at most {self.requantized:.4f}")
         if self.folds.exact or self.folds.rounded:
             lines.append(f"  {self.folds}")
         return "\n".join(lines)
+
+
+def _names(names: list[str]) -> str:
+    """A few names as they are; of many their patterns, with * for numbers."""
+    if len(names) <= 2:
+        return " and ".join(names)
+    patterns = list(dict.fromkeys(re.sub(r"(?<=\.)\d+(?=\.|$)", "*", name) for name in names))
+    more = f" and {len(patterns) - 3} more" * (len(patterns) > 3)
+    return f"{', '.join(patterns[:3])}{more} ({len(names)} in all)"
 
 
 class Source:
@@ -69,6 +91,12 @@ class Source:
 
     def one(self, stored: StoredWeight) -> Codes:
         return stored.dialect.decode(stored, self.read)
+
+    def dense(self, part: StoredWeight | TensorInfo, dtype: torch.dtype) -> Tensor:
+        """An ordinary tensor."""
+        if isinstance(part, StoredWeight):
+            return part.dialect.dequantize(part, self.read, dtype)
+        return self.read(part).to(dtype)
 
     def pair(self, gate: StoredWeight, up: StoredWeight) -> Codes:
         """[gate; up] as one matrix."""
@@ -97,35 +125,72 @@ class Requantized(Source):
         return Codes(packed, block_scale, factor if factor.numel() else None)
 
 
-def load_weight(
-    parts: dict[tuple[int | None, str], StoredWeight],
+@dataclass
+class Stack:
+    """One weight [E, N, K] of an experts module in the operators' terms, in the plain layout."""
+
+    packed: Tensor
+    block_scale: Tensor
+    global_scale: Tensor | None
+    format: str
+
+
+def load_stack(
+    parts: dict[Part, StoredWeight],
     shape: tuple[int, int, int],
+    interleaved: bool,
     device: torch.device,
     source: Source,
-) -> PackedWeight:
-    """One weight [E, N, K] of an experts module, each expert read straight into its place."""
+) -> Stack:
+    """Each expert is read straight into its place. Experts that have no weights are zeros."""
     format = source.format(next(iter(parts.values())))
     fmt, (e, n, k) = FORMATS[format], shape
     if (None, "") in parts:
         stack = source.one(parts[None, ""])
-        weight = PackedWeight(stack.packed, stack.block_scale, stack.global_scale, format, "plain")
-    else:
-        packed = torch.empty((e, n, k // 2), dtype=torch.uint8, device=device)
-        dtype = source.scale_dtype(parts.values(), format)
-        block_scale = torch.empty((e, n, fmt.num_blocks(k)), dtype=dtype, device=device)
-        global_scale = torch.empty((e,), dtype=torch.float32, device=device)
-        for expert in range(e):
-            if (expert, "") in parts:
-                codes = source.one(parts[expert, ""])
-            else:
-                codes = source.pair(*(parts[expert, half] for half in HALVES))
-            packed[expert] = codes.packed
-            block_scale.view(torch.uint8)[expert] = codes.block_scale.to(dtype).view(torch.uint8)
-            if codes.global_scale is not None:
-                global_scale[expert] = codes.global_scale
-        factor = global_scale if fmt.has_global_scale else None
-        weight = PackedWeight(packed, block_scale, factor, format, "plain")
-    return weight
+        factor = stack.global_scale
+        if factor is not None:
+            factor = factor.reshape(-1).expand(e).contiguous()
+        return Stack(stack.packed, stack.block_scale, factor, format)
+    dtype = source.scale_dtype(parts.values(), format)
+    packed = torch.empty((e, n, k // 2), dtype=torch.uint8, device=device)
+    block_scale = torch.empty((e, n, fmt.num_blocks(k)), dtype=dtype, device=device)
+    global_scale = torch.ones((e,), dtype=torch.float32, device=device)
+    for expert in range(e):
+        if (expert, "") in parts:
+            codes = source.one(parts[expert, ""])
+        elif (expert, "gate") in parts:
+            codes = source.pair(*(parts[expert, half] for half in HALVES))
+            if interleaved:
+                scale = codes.block_scale
+                turned = interleave(scale.view(torch.uint8)[None])[0].view(scale.dtype)
+                codes = Codes(interleave(codes.packed[None])[0], turned, codes.global_scale)
+        else:
+            packed[expert] = 0
+            block_scale.view(torch.uint8)[expert] = 0
+            continue
+        packed[expert] = codes.packed
+        block_scale.view(torch.uint8)[expert] = codes.block_scale.to(dtype).view(torch.uint8)
+        if codes.global_scale is not None:
+            global_scale[expert] = codes.global_scale
+    return Stack(packed, block_scale, global_scale if fmt.has_global_scale else None, format)
+
+
+def load_dense(placed: DensePlacement, device: torch.device, source: Source) -> nn.Parameter:
+    """An ordinary parameter: what was dequantised, and what the family keeps in one, put together."""
+    if (None, "") in placed.parts:
+        return nn.Parameter(source.dense(placed.parts[None, ""], placed.dtype), requires_grad=False)
+    whole = torch.empty(placed.shape, dtype=placed.dtype, device=device)
+    form = placed.form
+    for (expert, half), stored in placed.parts.items():
+        assert expert is not None
+        row = whole[expert]
+        if form and form.transposed and row.dim() == 2:
+            row = row.T
+        if half:
+            i = HALVES.index(half)
+            row = row[i::2] if form and form.interleaved else row.chunk(2)[i]
+        row.copy_(source.dense(stored, placed.dtype))
+    return nn.Parameter(whole, requires_grad=False)
 
 
 def load_linear(codes: Codes, format: str, dtype: torch.dtype) -> nn.Parameter:
@@ -137,22 +202,19 @@ def load_linear(codes: Codes, format: str, dtype: torch.dtype) -> nn.Parameter:
 
 
 def detach_places(model: nn.Module, placement: Placement) -> None:
-    """Takes the Parameters away that 4-bit weights will replace, so that nothing else fills them."""
-    for name, placed in placement.experts.items():
-        module = model.get_submodule(name)
-        for attribute in placed.shapes:
-            module._parameters[attribute] = None
+    """Takes the Parameters away that are filled here, so that nothing else fills them."""
+    places = [f"{n}.{a}" for n, p in placement.experts.items() for a in p.shapes]
+    places += [f"{n}.weight" for n in placement.linears]
+    for place in {*places, *placement.dense}:
+        owner, _, attribute = place.rpartition(".")
+        module = model.get_submodule(owner)
+        module._parameters[attribute] = None
         module._is_hf_initialized = True  # type: ignore[assignment]  # transformers: not at random
-    for name in placement.linears:
-        module = model.get_submodule(name)
-        module._parameters["weight"] = None
-        module._is_hf_initialized = True  # type: ignore[assignment]
 
 
 def fill(
     model: nn.Module,
     placement: Placement,
-    dialects: tuple[Dialect, ...],
     *,
     requantize: str | None,
     activation: str,
@@ -162,11 +224,13 @@ def fill(
     progress: bool = True,
 ) -> LoadReport:
     """Puts the stored weights where `detach_places` made room. device_of: a module's name to its device."""
-    formats = dict.fromkeys(requantize or w.dialect.format for w in _stored(placement))
+    stored = [*_stored(placement)]
+    formats = dict.fromkeys(requantize or w.dialect.format for w in stored if not w.dialect.is_dense)
     report = LoadReport(
-        " and ".join(d.name for d in dialects), " and ".join(formats), left=dict(placement.left)
-    )
-    total = sum(info.nbytes for stored in _stored(placement) for info in stored.tensors)
+        " and ".join(dict.fromkeys(w.dialect.name for w in stored)), " and ".join(formats),
+        left=dict(placement.left),
+    )  # fmt: skip
+    total = sum(info.nbytes for w in stored for info in w.tensors)
     with (
         torch.inference_mode(False),
         torch.no_grad(),
@@ -181,40 +245,96 @@ def fill(
 
             return (Requantized if requantize else Source)(read, report, requantize)
 
+        for name, dense in placement.dense.items():
+            owner, _, attribute = name.rpartition(".")
+            model.get_submodule(owner)._parameters[attribute] = load_dense(
+                dense, device_of(owner), source(device_of(owner))
+            )
+            if any(isinstance(part, StoredWeight) for part in dense.parts.values()):
+                report.dense.append(name)
         for name, placed in placement.experts.items():
             module: Any = model.get_submodule(name)
             device = device_of(name)
-            weights = {}
+            stacks = {}
             for attribute, shape in placed.shapes.items():
                 parts = {key[1:]: w for key, w in placed.parts.items() if key[0] == attribute}
-                weights[attribute] = load_weight(parts, shape, device, source(device))
-            company = Company(list(weights.values()), dtype, A_FORMATS[activation] or "auto")
-            if reason := company.settle():
-                report.plain[name] = reason
-            company.join()
-            check_activation(activation, device.type, company.weights[0].layout)
-            for attribute, weight in weights.items():
-                del module._parameters[attribute]
-                module.add_module(attribute, weight)
-                report.nbytes += weight.num_bytes
-            form = placed.plan.form.of(module)
-            module._fp4_recipe = Recipe(form, placed.plan.gate, A_FORMATS[activation], trainable_inputs)
-            if trainable_inputs:
-                module.requires_grad_(False)  # biases, too
+                turned = placed.form.interleaved and attribute == placed.form.gate_up
+                stacks[attribute] = load_stack(parts, shape, turned, device, source(device))
+            if placed.plan is not None:
+                report.nbytes += _attach(module, placed, stacks, dtype, activation, device, report)
+            else:
+                report.nbytes += _attach_tensors(module, placed, stacks, dtype)
+                report.own_code[name] = placed.reason
             report.experts.append(name)
-        for name, stored in placement.linears.items():
-            linear: Any = model.get_submodule(name)
+        for name, linear in placement.linears.items():
+            layer: Any = model.get_submodule(name)
             codes = source(device_of(name))
-            linear.weight = load_linear(codes.one(stored), codes.format(stored), dtype)
+            layer.weight = load_linear(codes.one(linear), codes.format(linear), dtype)
             report.linears.append(name)
-            report.nbytes += linear.weight.nbytes
+            report.nbytes += layer.weight.nbytes
     choose_implementation(model)
+    _keep_own_code(model, placement)
     if report.folds.rounded:
         warnings.warn(f"fp4: {report}", stacklevel=2)
     return report
+
+
+def _attach(
+    module: Any,
+    placed: ExpertsPlacement,
+    stacks: dict[str, Stack],
+    dtype: torch.dtype,
+    activation: str,
+    device: torch.device,
+    report: LoadReport,
+) -> int:
+    """Weights for `fp4::moe`; the bytes that they hold."""
+    assert placed.plan is not None
+    weights = {
+        attribute: PackedWeight(s.packed, s.block_scale, s.global_scale, s.format, "plain")
+        for attribute, s in stacks.items()
+    }
+    company = Company(list(weights.values()), dtype, A_FORMATS[activation] or "auto")
+    if reason := company.settle():
+        report.plain[placed.name] = reason
+    company.join()
+    check_activation(activation, device.type, company.weights[0].layout)
+    for attribute, weight in weights.items():
+        del module._parameters[attribute]
+        module.add_module(attribute, weight)
+    module._fp4_recipe = Recipe(placed.plan.form.of(module), placed.plan.gate, A_FORMATS[activation])
+    return sum(weight.num_bytes for weight in weights.values())
+
+
+def _attach_tensors(
+    module: Any, placed: ExpertsPlacement, stacks: dict[str, Stack], dtype: torch.dtype
+) -> int:
+    """Weights for the module's own code, whose products over FP4Tensors are the operators'."""
+    nbytes = 0
+    for attribute, s in stacks.items():
+        tensor = FP4Tensor(
+            s.packed, s.block_scale, s.global_scale, format=s.format, dtype=dtype,
+            transposed=placed.form.transposed,
+        )  # fmt: skip
+        module._parameters[attribute] = nn.Parameter(tensor, requires_grad=False)
+        nbytes += tensor.nbytes
+    return nbytes
+
+
+def _keep_own_code(model: nn.Module, placement: Placement) -> None:
+    """Modules without a plan run by their own loop over experts: transformers' other ways index the weights
+    in ways that FP4Tensor does not have."""
+    for name, placed in placement.experts.items():
+        module: Any = model.get_submodule(name)
+        if placed.plan is None and hasattr(module, "config"):
+            module._fp4_previous = "eager"
+            if module.config._experts_implementation != IMPLEMENTATION:
+                module.config._experts_implementation = "eager"
 
 
 def _stored(placement: Placement) -> Iterable[StoredWeight]:
     for placed in placement.experts.values():
         yield from placed.parts.values()
     yield from placement.linears.values()
+    for dense in placement.dense.values():
+        yield from (part for part in dense.parts.values() if isinstance(part, StoredWeight))

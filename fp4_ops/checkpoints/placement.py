@@ -3,45 +3,81 @@
 transformers keeps, for each family, the rules that turn a checkpoint's tensors into its parameters
 (`mlp.experts.*.gate_proj.weight` and `mlp.experts.*.up_proj.weight` -> `mlp.experts.gate_up_proj`). They are
 written for whole weights; here they are asked with the name that a whole weight would have.
+
+Tools that quantise take apart what a family stacks: its experts then have numbers that its rules do not know.
+Those are placed by their matrix's name.
 """
 
 from __future__ import annotations
 
 import re
-from collections.abc import Callable
+from collections.abc import Iterable
 from dataclasses import dataclass, field
 from typing import Any
 
+import torch
 from torch import nn
 
 from ..find_experts import Plan, Refusal, is_experts, plan
 from .dialects import StoredWeight
-from .files import CheckpointError
+from .files import CheckpointError, TensorInfo
 
 _EXPERT = re.compile(r"experts\.(\d+)\.")
+_NUMBERED = re.compile(r"^(.*?)(\.?experts)\.(\d+)\.(\w+?)(\.weight|\.bias|_bias|)$")
 _MERGES = {"MergeModulelist", "Concatenate", "Transpose"}
 """transformers' operations that only put the experts' matrices side by side."""
 
 HALVES = ("gate", "up")
+_MATRICES = {
+    "gate_proj": ("gate_up", "gate"), "w1": ("gate_up", "gate"),
+    "up_proj": ("gate_up", "up"), "w3": ("gate_up", "up"),
+    "gate_up_proj": ("gate_up", ""), "input_linear": ("gate_up", ""),
+    "down_proj": ("down", ""), "w2": ("down", ""), "output_linear": ("down", ""),
+}  # fmt: skip
+"""An expert's matrix, by the name that tools give it: which weight of the module it is in, and which half."""
 
 
 @dataclass(frozen=True)
 class Target:
-    """Where transformers' rules send a weight: a parameter, and which part of it."""
+    """Where a weight belongs: a parameter, and which part of it."""
 
     parameter: str
     expert: int | None = None
     """None: the whole parameter."""
     half: str = ""
     """"gate" or "up" where two weights are joined along N."""
+    own: bool = field(default=False, compare=False)
+    """transformers' rules do not know the name: it would leave the weight in the file."""
+
+
+@dataclass(frozen=True)
+class Form:
+    """How an experts module holds its weights; biases have the names of their weights and "_bias"."""
+
+    gate_up: str
+    down: str
+    transposed: bool
+    """[E, K, N]."""
+    interleaved: bool
+    """gate 0, up 0, gate 1, ... instead of all gates before all ups."""
+
+
+Part = tuple[int | None, str]
+"""Expert and half."""
 
 
 @dataclass
 class ExpertsPlacement:
-    """One experts module and the weights that fill it."""
+    """One experts module and the 4-bit weights that fill it."""
 
     name: str
-    plan: Plan
+    plan: Plan | None
+    """How `fp4::moe` runs it; None: it runs by its own code over `FP4Tensor`s."""
+    reason: str
+    """Why there is no plan."""
+    form: Form
+    experts: int
+    """Those that have weights. A module may have room for more."""
     shapes: dict[str, tuple[int, int, int]]
     """[E, N, K] of each of its two weights."""
     parts: dict[tuple[str, int | None, str], StoredWeight] = field(default_factory=dict)
@@ -49,102 +85,257 @@ class ExpertsPlacement:
 
 
 @dataclass
+class DensePlacement:
+    """A parameter that stays an ordinary one, and what transformers cannot fill it from."""
+
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+    form: Form | None
+    """Of the experts module that it is part of."""
+    parts: dict[Part, StoredWeight | TensorInfo] = field(default_factory=dict)
+
+
+@dataclass
 class Placement:
-    """Where everything goes that is stored in 4 bits."""
+    """Where everything goes that transformers does not load."""
 
     experts: dict[str, ExpertsPlacement]
     linears: dict[str, StoredWeight]
+    dense: dict[str, DensePlacement]
+    """By parameter."""
     left: dict[str, str]
     """Modules that 4-bit weights do not fill, and why."""
+    patterns: set[str]
+    """Regular expressions for the names of the tensors that are read here: the files' and transformers'."""
 
 
-def rules(model: nn.Module) -> Callable[[str], Target]:
-    """transformers' conversion rules for this model as a function from a weight's name to its target."""
-    from transformers.conversion_mapping import get_model_conversion_mapping
-    from transformers.core_model_loading import WeightConverter, WeightRenaming, rename_source_key
+def form_of(module: nn.Module) -> Form | None:
+    """How a module holds its experts' weights: the two of them, stacked; None for other modules."""
+    for gate_up, halves in (("gate_up_proj", 2), ("up_proj", 1)):
+        up, down = module._parameters.get(gate_up), module._parameters.get("down_proj")
+        if up is None or down is None or up.dim() != 3 or down.dim() != 3:
+            continue
+        (_, a, b), (_, c, d) = up.shape, down.shape
+        if not ((a, b) == (halves * d, c) or (b, a) == (halves * c, d)):
+            continue
+        transposed = bool(getattr(module, "is_transposed", (a, b) != (halves * d, c)))
+        return Form(gate_up, "down_proj", transposed, not getattr(module, "is_concatenated", True))
+    return None
 
-    mapping = get_model_conversion_mapping(model)  # type: ignore[arg-type]
-    renamings = [t for t in mapping if isinstance(t, WeightRenaming)]
-    converters = [t for t in mapping if isinstance(t, WeightConverter)]
-    by_pattern = {pattern: c for c in converters for pattern in c.source_patterns}
-    state: dict[str, Any] = model.state_dict()
-    prefix = getattr(model, "base_model_prefix", None)
 
-    def target(name: str) -> Target:
-        renamed, pattern = rename_source_key(name, renamings, converters, prefix, state)
+class Rules:
+    """From a weight's name to its target: transformers' conversion rules for a model, and ours."""
+
+    def __init__(self, model: nn.Module) -> None:
+        from transformers.conversion_mapping import get_model_conversion_mapping
+        from transformers.core_model_loading import WeightConverter, WeightRenaming
+
+        mapping = get_model_conversion_mapping(model)  # type: ignore[arg-type]
+        self._renamings = [t for t in mapping if isinstance(t, WeightRenaming)]
+        self._converters = [t for t in mapping if isinstance(t, WeightConverter)]
+        self._by_pattern = {pattern: c for c in self._converters for pattern in c.source_patterns}
+        self._state: dict[str, Any] = model.state_dict()
+        self._prefix = getattr(model, "base_model_prefix", None)
+        self._numbered = _Numbered(model)
+
+    def renamed(self, name: str) -> tuple[str, str | None]:
+        """transformers' name for a tensor of the files, and the pattern of the conversion it goes through."""
+        from transformers.core_model_loading import rename_source_key
+
+        return rename_source_key(name, self._renamings, self._converters, self._prefix, self._state)
+
+    def __call__(self, name: str) -> Target:
+        renamed, pattern = self.renamed(name)
         if pattern is None:
-            # experts that the family's own checkpoints stack, but this one numbers
-            stacked = _EXPERT.sub("experts.", renamed).removesuffix(".weight")
-            number = _EXPERT.search(renamed)
-            if number and stacked in state:
-                return Target(stacked, int(number[1]))
-            return Target(renamed)
-        converter, number = by_pattern[pattern], _EXPERT.search(name)
+            return self._numbered.target(renamed) or Target(renamed)
+        converter, number = self._by_pattern[pattern], _EXPERT.search(name)
         operations = {type(o).__name__ for o in converter.operations}
+        if number is None and operations <= {"Transpose"} and len(converter.source_patterns) == 1:
+            return Target(renamed)  # a stack, whose shape tells which way it lies
         if not operations <= _MERGES or len(converter.source_patterns) > 2 or number is None:
             raise CheckpointError(
-                f"fp4: {name} goes through {sorted(operations)}, which 4-bit weights cannot"
+                f"fp4: {name} goes through {sorted(operations)}, which quantised weights cannot. Leave that "
+                "layer in bf16 when you quantise"
             )
         split = len(converter.source_patterns) == 2
-        return Target(
-            renamed, int(number[1]), HALVES[converter.source_patterns.index(pattern)] if split else ""
-        )
-
-    return target
+        half = HALVES[converter.source_patterns.index(pattern)] if split else ""
+        return Target(renamed, int(number[1]), half)
 
 
-def place(model: nn.Module, weights: dict[str, StoredWeight]) -> Placement:
+def rules(model: nn.Module) -> Rules:
+    """A model's `Rules`."""
+    return Rules(model)
+
+
+def pattern_of(name: str) -> str:
+    """A regular expression for the names that differ from this one in numbers only."""
+    return re.sub(r"(?<=\\.)\d+(?=\\.|$)", r"\\d+", re.escape(name)) + "$"
+
+
+class _Numbered:
+    """Experts that have numbers in the files, where the family's rules know them only stacked."""
+
+    def __init__(self, model: nn.Module) -> None:
+        self.forms = {name: form for name, m in model.named_modules() if (form := form_of(m))}
+        self._owners: dict[str, str | None] = {}
+
+    def target(self, name: str) -> Target | None:
+        match = _NUMBERED.match(name)
+        if match is None or match[4] not in _MATRICES:
+            return None
+        owner = self._owner(match[1], match[2])
+        if owner is None:
+            return None
+        form = self.forms[owner]
+        matrix, half = _MATRICES[match[4]]
+        if form.gate_up == "up_proj" and matrix == "gate_up":  # no gate: up is the whole weight
+            half = ""
+        bias = "_bias" * ("bias" in match[5])
+        attribute = form.gate_up if matrix == "gate_up" else form.down
+        return Target(f"{owner}.{attribute}{bias}", int(match[3]), half, own=True)
+
+    def _owner(self, start: str, experts: str) -> str | None:
+        """The experts module: of that name, or the only one of the block or the layer that the name is in."""
+        key = start + experts
+        if key not in self._owners:
+            candidates = [key]
+            if key not in self.forms:
+                block, layer = start, start.rpartition(".")[0]
+                for place in (block, layer):
+                    inside = [n for n in self.forms if n == place or n.startswith(place + ".")]
+                    if place and len(inside) == 1 and re.search(r"\d", place):
+                        candidates = inside
+                        break
+            self._owners[key] = candidates[0] if candidates[0] in self.forms else None
+        return self._owners[key]
+
+
+def place(
+    model: nn.Module, weights: dict[str, StoredWeight], tensors: Iterable[TensorInfo] = ()
+) -> Placement:
     """Finds the place of every stored weight, and a stored weight for every part of each place.
 
     model: on any device, the meta device too; as transformers builds it, not yet prepared.
+    tensors: those of the folder. Ordinary ones that transformers' rules leave aside are placed, too.
     Raises CheckpointError for weights without a place, of another shape than their place, or missing.
     """
-    target = rules(model)
-    modules = dict(model.named_modules())
-    # Layers that predict further tokens, mostly.
-    not_run: set[str] = set(getattr(model, "_keys_to_ignore_on_load_unexpected", None) or ())
-    result = Placement({}, {}, {})
-    for stored in weights.values():
+    return _Placer(model).place(weights, tensors)
+
+
+class _Placer:
+    def __init__(self, model: nn.Module) -> None:
+        self.model, self.target = model, rules(model)
+        self.modules = dict(model.named_modules())
+        # Layers that predict further tokens, mostly.
+        self.not_run: set[str] = set(getattr(model, "_keys_to_ignore_on_load_unexpected", None) or ())
+        self.result = Placement({}, {}, {}, {}, set())
+
+    def place(self, weights: dict[str, StoredWeight], tensors: Iterable[TensorInfo]) -> Placement:
+        result = self.result
+        taken: set[str] = set()
+        for stored in weights.values():
+            self._stored(stored)
+            taken.update(info.name for info in stored.tensors)
+            taken.update(stored.name + suffix for suffix in stored.dialect.suffixes)
+        for name in {pattern_of(name): name for name in taken}.values():
+            result.patterns.update((pattern_of(name), pattern_of(self.target.renamed(name)[0])))
+        for info in tensors:
+            if info.name not in taken and _NUMBERED.match(info.name):
+                self._ordinary(info)
+        for name, placed in result.experts.items():
+            _check_complete(name, placed)
+        for name, dense in result.dense.items():
+            _check_whole(name, dense)
+        for name, module in self.modules.items():
+            if (is_experts(module) or form_of(module)) and name not in result.experts:
+                result.left[name] = "its weights are not stored in 4 bits"
+        return result
+
+    def _stored(self, stored: StoredWeight) -> None:
         name = stored.dialect.module_name(stored.name)
-        to = target(name)
+        to = self.target(name)
+        self.result.patterns.add(pattern_of(to.parameter))
         owner, _, attribute = to.parameter.rpartition(".")
-        module = modules.get(owner)
-        if isinstance(module, nn.Linear) and attribute == "weight" and to.expert is None:
+        module = self.modules.get(owner)
+        parameter = None if module is None else module._parameters.get(attribute)
+        if module is None and any(re.search(pattern, name) for pattern in self.not_run):
+            self.result.left[owner] = "the model has no such layer, and its family is known to leave it out"
+        elif parameter is not None and stored.dialect.is_dense:
+            self._dense(to, parameter, module, stored)
+        elif isinstance(module, nn.Linear) and attribute == "weight" and to.expert is None:
             _check_shape(stored, tuple(module.weight.shape))
-            result.linears[owner] = stored
-        elif module is not None and is_experts(module):
-            placed = result.experts.get(owner)
+            self.result.linears[owner] = stored
+        elif module is not None and (form := form_of(module)) is not None:
+            placed = self.result.experts.get(owner)
             if placed is None:
-                placed = result.experts[owner] = _experts(owner, module, stored)
+                placed = self.result.experts[owner] = _experts(owner, module, form)
             _add(placed, stored, attribute, to)
-        elif module is None and any(re.search(pattern, name) for pattern in not_run):
-            result.left[owner] = "the model has no such layer, and its family is known to leave it out"
         else:
             what = f"a {type(module).__name__}" if module is not None else "not in the model"
             raise CheckpointError(
-                f"fp4: {stored.packed} is in 4 bits; its place {to.parameter} is {what}, "
-                "which cannot hold 4-bit weights"
+                f"fp4: {stored.packed} is in {stored.dialect.format}; its place {to.parameter} is {what}, "
+                "which cannot hold such weights. Leave it in bf16 when you quantise, or give the model class "
+                "that has the place (load_checkpoint's model_or_config)"
             )
-    for name, placed in result.experts.items():
-        _check_complete(name, placed)
-    for name, module in modules.items():
-        if is_experts(module) and name not in result.experts:
-            result.left[name] = "its weights are not stored in 4 bits"
-    return result
+
+    def _ordinary(self, info: TensorInfo) -> None:
+        """A bias or a weight of one expert that is not quantised, in a family that stacks them."""
+        to = self.target(info.name)
+        owner, _, attribute = to.parameter.rpartition(".")
+        module = self.modules.get(owner)
+        parameter = None if module is None else module._parameters.get(attribute)
+        if to.own and parameter is not None:
+            renamed, _ = self.target.renamed(info.name)
+            self.result.patterns.update(map(pattern_of, (info.name, renamed, to.parameter)))
+            self._dense(to, parameter, module, info)
+
+    def _dense(
+        self, to: Target, parameter: nn.Parameter, module: nn.Module | None, source: StoredWeight | TensorInfo
+    ) -> None:
+        dense = self.result.dense.get(to.parameter)
+        if dense is None:
+            form = form_of(module) if module is not None else None
+            dense = DensePlacement(tuple(parameter.shape), parameter.dtype, form)
+            self.result.dense[to.parameter] = dense
+        shape = _part_shape(dense, to)
+        if source.shape != shape:
+            info = source.packed if isinstance(source, StoredWeight) else source
+            raise CheckpointError(
+                f"fp4: {info} holds a weight {list(source.shape)}; the model's is {list(shape)}"
+            )
+        if (to.expert, to.half) in dense.parts:
+            raise CheckpointError(f"fp4: {source.name} is the second one for its place in {to.parameter}")
+        dense.parts[to.expert, to.half] = source
 
 
-def _experts(name: str, module: nn.Module, stored: StoredWeight) -> ExpertsPlacement:
-    try:
-        p = plan(module)
-    except Refusal as refusal:
+def _part_shape(dense: DensePlacement, to: Target) -> tuple[int, ...]:
+    """Of one part as the files have it."""
+    if to.expert is None:
+        return dense.shape
+    e, *shape = dense.shape
+    if to.expert >= e:
         raise CheckpointError(
-            f"fp4: {stored.packed} belongs to {name}, which cannot run in 4 bits: {refusal}"
-        ) from None
+            f"fp4: {to.parameter} has {e} experts; the checkpoint has an expert {to.expert}"
+        )
+    if dense.form and dense.form.transposed and len(shape) == 2:
+        shape.reverse()
+    return (shape[0] // 2 if to.half else shape[0], *shape[1:])
+
+
+def _experts(name: str, module: nn.Module, form: Form) -> ExpertsPlacement:
+    p, reason = None, ""
+    try:
+        if is_experts(module):
+            p = plan(module)
+        else:
+            reason = "it is no entry of transformers' experts interface"
+    except Refusal as refusal:
+        reason = str(refusal)
     shapes = {}
-    for attribute in (p.form.gate_up, p.form.down):
+    for attribute in (form.gate_up, form.down):
         e, n, k = getattr(module, attribute).shape
-        shapes[attribute] = (e, k, n) if p.transposed else (e, n, k)
-    return ExpertsPlacement(name, p, shapes)
+        shapes[attribute] = (e, k, n) if form.transposed else (e, n, k)
+    return ExpertsPlacement(name, p, reason, form, min(e for e, _, _ in shapes.values()), shapes)
 
 
 def _add(placed: ExpertsPlacement, stored: StoredWeight, attribute: str, to: Target) -> None:
@@ -172,15 +363,32 @@ def _check_shape(stored: StoredWeight, shape: tuple[int, ...]) -> None:
 
 
 def _check_complete(name: str, placed: ExpertsPlacement) -> None:
-    for attribute, (e, _, _) in placed.shapes.items():
+    for attribute in placed.shapes:
         have = {key[1:] for key in placed.parts if key[0] == attribute}
-        if have == {(None, "")}:
-            continue
-        halves = HALVES if any(half for _, half in have) else ("",)
-        for expert in range(e):
-            for half in halves:
-                if (expert, half) not in have:
-                    raise CheckpointError(
-                        f"fp4: the checkpoint has no 4-bit weight for {name}.{attribute}, expert {expert}"
-                        + f" ({half})" * bool(half)
-                    )
+        formats = {stored.dialect.format for key, stored in placed.parts.items() if key[0] == attribute}
+        if len(formats) > 1:
+            raise CheckpointError(
+                f"fp4: experts of {name}.{attribute} are in {' and '.join(sorted(formats))}; they must be in "
+                "one format. Export them again with the same one"
+            )
+        if part := _missing(have, placed.experts):
+            raise CheckpointError(
+                f"fp4: the checkpoint has no 4-bit weight for {name}.{attribute}, expert {part[0]}"
+                + f" ({part[1]})" * bool(part[1])
+            )
+
+
+def _check_whole(name: str, dense: DensePlacement) -> None:
+    if part := _missing(set(dense.parts), dense.shape[0]):
+        raise CheckpointError(
+            f"fp4: the checkpoint has no weight for {name}, expert {part[0]}"
+            + f" ({part[1]})" * bool(part[1])
+        )
+
+
+def _missing(have: set[Part], experts: int) -> Part | None:
+    """The first part that is not there."""
+    if have == {(None, "")}:
+        return None
+    halves = HALVES if any(half for _, half in have) else ("",)
+    return next(((e, half) for e in range(experts) for half in halves if (e, half) not in have), None)

@@ -23,24 +23,40 @@ def state_dict_for_saving(model: nn.Module) -> tuple[dict[str, Tensor], dict[str
         for n, m in model.named_modules(remove_duplicate=False)
         if isinstance(m, nn.Linear) and isinstance(m.weight, FP4Tensor)
     }
-    formats = {m.format for m in packed.values()} | {w.format for w in linears.values()}
+    stacks = {
+        f"{n}.{attribute}": w
+        for n, m in model.named_modules(remove_duplicate=False)
+        for attribute, w in m._parameters.items()
+        if isinstance(w, FP4Tensor) and w.dim() == 3
+    }
+    formats = (
+        {m.format for m in packed.values()}
+        | {w.format for w in stacks.values()}
+        | {w.format for w in linears.values()}
+    )
     if len(formats) != 1:
         held = " and ".join(sorted(formats)) or "no 4-bit weights"
         raise ValueError(f"fp4: the model holds {held}; one format can be saved")
     config: Any = model.config
-    k = {m.k for m in packed.values()} | {w.shape[-1] for w in linears.values()}
+    k = (
+        {m.k for m in packed.values()}
+        | {w.k for w in stacks.values()}
+        | {w.shape[-1] for w in linears.values()}
+    )
     dialect = writing_dialect(formats.pop(), getattr(config, "model_type", None), k)
 
-    ours = tuple(f"{n}." for n in packed) + tuple(f"{n}.weight" for n in linears)
+    ours = tuple(f"{n}." for n in packed) + tuple(stacks) + tuple(f"{n}.weight" for n in linears)
     state = {name: t for name, t in model.state_dict().items() if not name.startswith(ours)}
     names = stored_names(model)
     for name, weight in packed.items():
-        state.update(_experts(name, weight, dialect, names))
+        state.update(_experts(name, weight.in_layout("plain"), dialect, names))
+    for name, stack in stacks.items():
+        state.update(_experts(name, stack.prepack("plain")._operands(), dialect, names))
     for name, matrix in linears.items():
         state.update(encode(name, _codes(*matrix.prepack("plain")._operands()), dialect))
 
     dense = [n for n, m in model.named_modules() if isinstance(m, nn.Linear) and n not in linears]
-    targets = ([EXPERTS_TARGET] if packed else []) + list(linears)
+    targets = ([EXPERTS_TARGET] if packed or stacks else []) + list(linears)
     return state, describe(dialect, targets, dense)
 
 
@@ -49,9 +65,11 @@ def _codes(packed: Tensor, block_scale: Tensor, global_scale: Tensor | None) -> 
 
 
 def _experts(
-    name: str, weight: PackedWeight, dialect: Dialect, names: Callable[[str, int], list[str]]
+    name: str,
+    plain: tuple[Tensor, Tensor, Tensor | None],
+    dialect: Dialect,
+    names: Callable[[str, int], list[str]],
 ) -> dict[str, Tensor]:
-    plain = weight.in_layout("plain")
     if dialect.stacked:
         return encode(name, _codes(*plain), dialect)
     state: dict[str, Tensor] = {}

@@ -16,7 +16,7 @@ from typing import Any
 
 from ...meta.formats import FORMATS, FP4_FORMATS
 from ..files import CheckpointError
-from . import compressed_tensors, gpt_oss, modelopt
+from . import compressed_tensors, fp8_blocks, gpt_oss, modelopt
 from .base import Codes, Dialect, Read, StoredWeight, quantization_config, scale_dtype, stored_weights
 from .writing import EXPERTS_TARGET, describe, encode, writing_dialect
 
@@ -27,6 +27,7 @@ __all__ = [
     "Dialect",
     "Read",
     "StoredWeight",
+    "check_four_bits",
     "check_requantize",
     "describe",
     "dialects_of",
@@ -38,7 +39,7 @@ __all__ = [
     "writing_dialect",
 ]
 
-ROOMS = (modelopt, compressed_tensors, gpt_oss)
+ROOMS = (modelopt, compressed_tensors, gpt_oss, fp8_blocks)
 
 DIALECTS: dict[str, Dialect] = {d.name: d for room in ROOMS for d in room.DIALECTS}
 
@@ -61,6 +62,16 @@ def dialects_of(config: dict[str, Any], where: str = "the config") -> tuple[Dial
     )
 
 
+def check_four_bits(dialects: Iterable[Dialect], where: str) -> None:
+    """Raises CheckpointError where none of a folder's dialects is one of 4 bits."""
+    if all(d.is_dense for d in dialects):
+        kinds = " and ".join(sorted({d.format for d in dialects}))
+        raise CheckpointError(
+            f"fp4: {where} describes weights in {kinds} and none in 4 bits. `python -m fp4_ops quantize` "
+            "takes such a folder, and writes one in 4 bits"
+        )
+
+
 def holds_fp4(config: dict[str, Any]) -> bool:
     """Whether a `quantization_config` says that any weight is a 4-bit float, readable or not."""
     groups = config.get("config_groups") or {}
@@ -76,7 +87,7 @@ def check_requantize(dialects: Iterable[Dialect], requantize: str | None) -> Non
     formats = " or ".join(map(repr, FP4_FORMATS))
     if requantize is not None and requantize not in FP4_FORMATS:
         raise ValueError(f"fp4: requantize is {requantize!r}; it must be {formats}, or None")
-    for dialect in dialects:
+    for dialect in (d for d in dialects if not d.is_dense):
         if dialect.format in FORMATS and FORMATS[dialect.format].element != "int4" and requantize is not None:
             raise ValueError(
                 f"fp4: requantize is {requantize!r}; {dialect.name} holds {dialect.format}: not converted"

@@ -47,11 +47,18 @@ class Dialect(ABC):
     """Of the second scale, one number."""
     unused: tuple[str, ...] = ()
     """What else may lie beside a weight: scales for activations, which the operators choose when they run."""
+    forbidden: tuple[str, ...] = ()
+    """What changes a weight's meaning if it lies beside it, in a way that nothing here computes."""
     stacked: bool = False
     """One tensor holds all experts, and has E in front of its dimensions."""
     code_dtypes: tuple[torch.dtype, ...] = (torch.uint8, torch.int8)
     """Of the tensor of codes. int32 holds eight."""
     codes_per_byte: int = 2
+
+    @property
+    def is_dense(self) -> bool:
+        """Whether weights become ordinary ones (`dequantize`), because no operator computes with these."""
+        return False
 
     @property
     @abstractmethod
@@ -73,6 +80,10 @@ class Dialect(ABC):
     def values(self, stored: StoredWeight, read: Read) -> Tensor:
         """float32 [N, K]: what the weight means. For weights that are quantised anew."""
         raise NotImplementedError(f"{self.name} is not quantised anew")
+
+    def dequantize(self, stored: StoredWeight, read: Read, dtype: torch.dtype) -> Tensor:
+        """[N, K] in `dtype`, of a dialect that is dense."""
+        raise NotImplementedError(f"{self.name} is not dense")
 
     def scale_dtype(self, weights: list[StoredWeight]) -> torch.dtype:
         """The dtype in which the operators can hold the block scales of all these weights."""
@@ -105,6 +116,18 @@ class Dialect(ABC):
         """That of the block scales beside these codes."""
         *rows, k = self.shape(packed)
         return *rows, -(-k // self.block)
+
+    def check_scale(self, packed: TensorInfo, scale: TensorInfo) -> None:
+        """Raises CheckpointError unless `scale` can be the block scales of these codes."""
+        shape = self.scale_shape(packed)
+        if scale.shape != shape:
+            raise CheckpointError(
+                f"fp4: {scale} has shape {list(scale.shape)}; beside codes {list(packed.shape)} it must be "
+                f"{list(shape)}"
+            )
+        if scale.dtype not in self.scale_dtypes:
+            wanted = " or ".join(str(d).removeprefix("torch.") for d in self.scale_dtypes)
+            raise CheckpointError(f"fp4: {scale} is {scale.dtype}; it must be {wanted}")
 
     def module_name(self, base: str) -> str:
         """The name that the weight has as long as it is not quantised."""
@@ -155,11 +178,19 @@ def stored_weights(tensors: dict[str, TensorInfo], dialects: Iterable[Dialect]) 
     found = {}
     taken: set[str] = set()
     for info in tensors.values():
-        dialect = next((d for d in dialects if d.is_packed(info)), None)
-        if dialect is None:
+        possible = [d for d in dialects if d.is_packed(info)]
+        if not possible:
             continue
+        # Where several name their codes alike, the dtype of the scales beside them tells.
+        dialect = next((d for d in possible if _has_scales(d, info, tensors)), possible[0])
         base = dialect.base(info.name)
         assert base is not None
+        if other := next((base + s for s in dialect.forbidden if base + s in tensors), None):
+            raise CheckpointError(
+                f"fp4: {tensors[other]} scales the inputs of {base}, which the operators do not do. Export "
+                "the checkpoint with a method that leaves inputs alone (no AWQ), or quantise the original "
+                "weights with `python -m fp4_ops quantize`"
+            )
         found[base] = _stored_weight(base, info, tensors, dialect)
         taken.update(base + suffix for suffix in dialect.suffixes)
     for dialect in dialects:
@@ -173,6 +204,14 @@ def stored_weights(tensors: dict[str, TensorInfo], dialects: Iterable[Dialect]) 
     return found
 
 
+def _has_scales(dialect: Dialect, packed: TensorInfo, tensors: dict[str, TensorInfo]) -> bool:
+    base = dialect.base(packed.name)
+    assert base is not None
+    scale = tensors.get(base + dialect.block_scale)
+    second = dialect.global_scale is None or base + dialect.global_scale in tensors
+    return scale is not None and scale.dtype in dialect.scale_dtypes and second
+
+
 def _stored_weight(
     base: str, packed: TensorInfo, tensors: dict[str, TensorInfo], dialect: Dialect
 ) -> StoredWeight:
@@ -181,21 +220,17 @@ def _stored_weight(
             raise CheckpointError(f"fp4: {packed} has no scale beside it: {base + suffix} is missing")
         return tensors[base + suffix]
 
-    def check(info: TensorInfo, shape: tuple[int, ...], dtypes: tuple[torch.dtype, ...]) -> None:
-        if info.shape != shape:
-            raise CheckpointError(
-                f"fp4: {info} has shape {list(info.shape)}; beside codes {list(packed.shape)} it must be "
-                f"{list(shape)}"
-            )
-        if info.dtype not in dtypes:
-            wanted = " or ".join(str(d).removeprefix("torch.") for d in dtypes)
-            raise CheckpointError(f"fp4: {info} is {info.dtype}; it must be {wanted}")
-
-    scale_shape = dialect.scale_shape(packed)
     block_scale = beside(dialect.block_scale)
-    check(block_scale, scale_shape, dialect.scale_dtypes)
+    dialect.check_scale(packed, block_scale)
     global_scale = None
     if dialect.global_scale:
         global_scale = beside(dialect.global_scale)
-        check(global_scale, (1,) if global_scale.shape else (), (torch.float32,))
+        experts = ((dialect.shape(packed)[0],),) if dialect.stacked else ()
+        if global_scale.shape not in ((), (1,), *experts):
+            raise CheckpointError(
+                f"fp4: {global_scale} has shape {list(global_scale.shape)}; it must be one number"
+                + " or one an expert" * dialect.stacked
+            )
+        if global_scale.dtype != torch.float32:
+            raise CheckpointError(f"fp4: {global_scale} is {global_scale.dtype}; it must be float32")
     return StoredWeight(base, dialect, packed, block_scale, global_scale)

@@ -10,47 +10,77 @@ import torch
 from ..files import CheckpointError
 from .base import Dialect
 from .fp4 import FP4Dialect
+from .fp8 import EightBits
 from .int4 import Int4Dialect, of_group
 
+_KV = (".k_scale", ".v_scale", ".q_scale")
 NVFP4_PACK = FP4Dialect(
     "nvfp4-pack-quantized", "nvfp4", ".weight_packed", ".weight_scale", ".weight_global_scale",
-    reciprocal=True, unused=(".input_global_scale",),
+    reciprocal=True, unused=(".input_global_scale", ".input_scale", *_KV),
 )  # fmt: skip
 MXFP4_PACK = FP4Dialect(
-    "mxfp4-pack-quantized", "mxfp4", ".weight_packed", ".weight_scale", unused=(".input_global_scale",)
-)
+    "mxfp4-pack-quantized", "mxfp4", ".weight_packed", ".weight_scale",
+    unused=(".input_global_scale", ".input_scale", *_KV),
+)  # fmt: skip
 PACK_INT4 = Int4Dialect(
     "pack-quantized", "int4", ".weight_packed", ".weight_scale",
-    unused=(".weight_shape",), code_dtypes=(torch.int32,),
+    unused=(".weight_shape", *_KV), code_dtypes=(torch.int32,),
 )  # fmt: skip
 NAIVE_INT4 = Int4Dialect(  # what compressed-tensors makes of int4 weights that meet fp8 activations (W4AFP8)
-    "naive-quantized", "int4", ".weight", ".weight_scale", code_dtypes=(torch.int8,), codes_per_byte=1
-)
-DIALECTS: tuple[Dialect, ...] = (NVFP4_PACK, MXFP4_PACK, PACK_INT4, NAIVE_INT4)
-_INT4 = {d.name: d for d in (PACK_INT4, NAIVE_INT4)}
+    "naive-quantized", "int4", ".weight", ".weight_scale", code_dtypes=(torch.int8,), codes_per_byte=1,
+    unused=_KV,
+)  # fmt: skip
+FLOAT8 = EightBits("float-quantized", "fp8", ".weight", ".weight_scale", unused=(".input_scale", *_KV))
+INT8 = replace(FLOAT8, name="int-quantized", format="int8", code_dtypes=(torch.int8,))
+DIALECTS: tuple[Dialect, ...] = (NVFP4_PACK, MXFP4_PACK, PACK_INT4, NAIVE_INT4, FLOAT8, INT8)
+
+_INT4 = {d.name: d for d in (PACK_INT4, NAIVE_INT4)} | {"int-quantized": NAIVE_INT4}
 _FP4 = {d.name: d for d in (NVFP4_PACK, MXFP4_PACK)}
+_EIGHT = ("float-quantized", "int-quantized", "naive-quantized", "mxfp8-quantized")
 
 
 def claims(config: dict[str, Any], where: str) -> tuple[Dialect, ...] | None:
-    """`format` is in the config, or in each of its `config_groups`."""
+    """Each of `config_groups` has its format, or they have the config's."""
     if config.get("quant_method") != "compressed-tensors":
         return None
-    groups = config.get("config_groups", {}).values()
-    formats = {str(part.get("format")) for part in (config, *groups)} - {"None", "mixed-precision"}
-    if len(formats) == 1 and formats <= set(_FP4):
-        return (_FP4[formats.pop()],)
-    if len(formats) == 1 and formats <= set(_INT4):
-        return (_int4(_INT4[formats.pop()], [g.get("weights") or {} for g in groups], where),)
-    raise _unknown(where, f"format {' and '.join(sorted(formats)) or None!r}")
+    whole = config.get("format")
+    groups = list((config.get("config_groups") or {}).values()) or [{}]
+    # A group that quantises no weights is about activations or the cache.
+    groups = [g for g in groups if g.get("weights") or g.get("format") or len(groups) == 1]
+    found: dict[str, Dialect] = {}
+    for group in groups:
+        dialect = _dialect(group.get("format") or whole, group.get("weights") or {}, where)
+        if found.setdefault(dialect.name, dialect) != dialect:
+            raise _unknown(where, f"{dialect.name} weights of several group sizes")
+    codes = [d for d in found.values() if d.packed == ".weight" and torch.int8 in d.code_dtypes]
+    if len(codes) > 1:
+        raise _unknown(
+            where, f"{' and '.join(d.name for d in codes)} weights, which the files do not tell apart"
+        )
+    return tuple(found.values())
 
 
-def _int4(dialect: Int4Dialect, weights: list[dict[str, Any]], where: str) -> Int4Dialect:
+def _dialect(format: str | None, weights: dict[str, Any], where: str) -> Dialect:
+    """What one group is stored in."""
+    bits, kind = weights.get("num_bits"), weights.get("type", "int")
+    if format in _FP4:
+        return _FP4[format]
+    if format in _EIGHT and bits == 8:
+        if not weights.get("symmetric", True):
+            raise _unknown(where, f"{format} weights that are not symmetric")
+        eight = FLOAT8 if kind == "float" else INT8
+        return replace(eight, blocks=tuple(weights.get("block_structure") or eight.blocks))
+    if format in _INT4:
+        return _int4(_INT4[format], weights, where)
+    raise _unknown(where, f"format {format!r}")
+
+
+def _int4(dialect: Int4Dialect, weights: dict[str, Any], where: str) -> Int4Dialect:
     """The dialect with the group size that the config says, and the format whose blocks divide it."""
-    kinds = {(w.get("num_bits"), w.get("type"), w.get("symmetric", True), w.get("actorder")) for w in weights}
-    sizes = {w.get("group_size") or -1 for w in weights}
-    if kinds != {(4, "int", True, None)} or len(sizes) != 1:
+    kind = (weights.get("num_bits"), weights.get("type"), weights.get("symmetric", True))
+    if kind != (4, "int", True) or weights.get("actorder"):
         raise _unknown(where, f"{dialect.name} weights other than symmetric int4 of one group size")
-    return replace(dialect, **of_group(sizes.pop()))
+    return replace(dialect, **of_group(weights.get("group_size")))
 
 
 def _unknown(where: str, what: str) -> CheckpointError:

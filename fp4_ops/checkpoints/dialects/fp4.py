@@ -46,11 +46,12 @@ class FP4Dialect(Dialect):
     def read_global_scale(self, stored: StoredWeight, read: Read) -> Tensor | None:
         if stored.global_scale is None:
             return None
-        global_scale = read(stored.global_scale).reshape(())
-        if not (global_scale.isfinite() and global_scale > 0):
-            raise CheckpointError(
-                f"fp4: {stored.global_scale} is {global_scale.item()}; it must be positive and finite"
-            )
+        global_scale = read(stored.global_scale)
+        global_scale = global_scale.reshape(() if global_scale.numel() == 1 else -1)
+        bad = ~(global_scale.isfinite() & (global_scale > 0))
+        if bad.any():
+            number = global_scale.reshape(-1)[bad.reshape(-1)][0].item()
+            raise CheckpointError(f"fp4: {stored.global_scale} is {number}; it must be positive and finite")
         return 1.0 / global_scale if self.reciprocal else global_scale
 
 

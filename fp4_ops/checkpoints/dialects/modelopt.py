@@ -2,27 +2,106 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from typing import Any
 
-from ..files import CheckpointError
-from .base import Dialect
+import torch
+
+from ..files import CheckpointError, TensorInfo
+from .base import Codes, Dialect, Read, StoredWeight
 from .fp4 import FP4Dialect
+from .fp8 import EightBits
+
+_KV = (".k_scale", ".v_scale", ".q_scale", ".k_bmm_quantizer._amax", ".v_bmm_quantizer._amax")
+_FORBIDDEN = (".pre_quant_scale",)
+
+
+@dataclass(frozen=True)
+class FusedExperts(FP4Dialect):
+    """All experts in one, transposed: packed [E, K/2, N], block_scale [E, K/block, N], one global scale.
+
+    So are the families written whose experts are one parameter [E, K, N] each (Llama-4, GPT-OSS).
+    """
+
+    stacked: bool = True
+
+    def is_packed(self, info: TensorInfo) -> bool:
+        return super().is_packed(info) and len(info.shape) == 3 and info.name.endswith(("_proj", "_linear"))
+
+    def shape(self, packed: TensorInfo) -> tuple[int, ...]:
+        e, half, n = packed.shape
+        return e, n, 2 * half
+
+    def scale_shape(self, packed: TensorInfo) -> tuple[int, ...]:
+        e, n, k = self.shape(packed)
+        return e, -(-k // self.block), n
+
+    def decode(self, stored: StoredWeight, read: Read) -> Codes:
+        packed = read(stored.packed).view(torch.uint8).transpose(1, 2).contiguous()
+        scale = self.read_block_scale(stored, read).view(torch.uint8).transpose(1, 2).contiguous()
+        factor = self.read_global_scale(stored, read)
+        scales = scale.view(torch.float8_e4m3fn)
+        return Codes(packed, scales, factor)
+
 
 MODELOPT_NVFP4 = FP4Dialect(
-    "modelopt-nvfp4", "nvfp4", ".weight", ".weight_scale", ".weight_scale_2", unused=(".input_scale",)
+    "modelopt-nvfp4", "nvfp4", ".weight", ".weight_scale", ".weight_scale_2",
+    unused=(".input_scale", *_KV), forbidden=_FORBIDDEN,
+)  # fmt: skip
+MODELOPT_NVFP4_FUSED = FusedExperts(
+    "modelopt-nvfp4-fused", "nvfp4", "", "_weight_scale", "_weight_scale_2", unused=("_input_scale",)
 )
-DIALECTS: tuple[Dialect, ...] = (MODELOPT_NVFP4,)
+MODELOPT_MXFP4 = FP4Dialect(
+    "modelopt-mxfp4", "mxfp4", ".weight", ".weight_scale", unused=(".input_scale", *_KV), forbidden=_FORBIDDEN
+)
+MODELOPT_FP8 = EightBits(
+    "modelopt-fp8", "fp8", ".weight", ".weight_scale", unused=(".input_scale", *_KV), forbidden=_FORBIDDEN
+)
+DIALECTS: tuple[Dialect, ...] = (MODELOPT_NVFP4, MODELOPT_NVFP4_FUSED, MODELOPT_MXFP4, MODELOPT_FP8)
+
+_NVFP4 = (MODELOPT_NVFP4, MODELOPT_NVFP4_FUSED)
+_ALGORITHMS: dict[str, tuple[Dialect, ...]] = {
+    "NVFP4": _NVFP4,
+    "W4A16_NVFP4": _NVFP4,
+    "MXFP4": (MODELOPT_MXFP4,),
+    "W4A8_MXFP4_FP8": (MODELOPT_MXFP4,),
+    "FP8": (MODELOPT_FP8,),
+    "FP8_PER_CHANNEL_PER_TOKEN": (MODELOPT_FP8,),
+    "FP8_PB_WO": (MODELOPT_FP8,),
+    "MXFP8": (MODELOPT_FP8,),
+}
+"""`quant_algo` to the dialects of its weights. Those with AWQ scale the inputs, too: nothing here does."""
 
 
 def claims(config: dict[str, Any], where: str) -> tuple[Dialect, ...] | None:
-    """`quant_algo` is in the config itself, or in its "quantization" (hf_quant_config.json)."""
-    algorithm = config.get("quant_algo") or config.get("quantization", {}).get("quant_algo")
+    """`quant_algo` is in the config itself, or in its "quantization" (hf_quant_config.json).
+
+    MIXED_PRECISION has one for each of `quantized_layers`.
+    """
+    inner = config.get("quantization") or {}
+    algorithm = config.get("quant_algo") or (inner.get("quant_algo") if isinstance(inner, dict) else None)
     if config.get("quant_method") != "modelopt" and not algorithm:
         return None
-    if algorithm in ("NVFP4", "W4A16_NVFP4"):
-        return (MODELOPT_NVFP4,)
-    raise CheckpointError(
-        f"fp4: {where} has ModelOpt's quant_algo {algorithm!r}; those that can be read are: NVFP4, "
-        "W4A16_NVFP4. Export with one of them, or quantise the original weights with "
-        "`python -m fp4_ops quantize`"
-    )
+    if algorithm == "MIXED_PRECISION":
+        layers = config.get("quantized_layers") or inner.get("quantized_layers") or {}
+        named = {name: (layer or {}).get("quant_algo") for name, layer in layers.items()}
+        if not named:
+            raise CheckpointError(
+                f"fp4: {where} has ModelOpt's quant_algo 'MIXED_PRECISION' and no quantized_layers, which "
+                "say what each layer is in; take them from the export's hf_quant_config.json"
+            )
+    else:
+        named = {"": algorithm}
+    found: dict[str, Dialect] = {}
+    for layer, name in named.items():
+        if name not in _ALGORITHMS:
+            if name is None and layer:
+                continue  # a layer that is as it was
+            of = f" for {layer}" if layer else ""
+            raise CheckpointError(
+                f"fp4: {where} has ModelOpt's quant_algo {name!r}{of}; those that can be read are: "
+                f"{', '.join(_ALGORITHMS)}, and MIXED_PRECISION of these. Export with one of them, or "
+                "quantise the original weights with `python -m fp4_ops quantize`"
+            )
+        found |= {d.name: d for d in _ALGORITHMS[name]}
+    return tuple(found.values())

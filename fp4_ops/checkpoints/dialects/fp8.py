@@ -1,0 +1,103 @@
+"""8-bit weights, float or integer, that lie beside 4-bit ones, or are what is to be quantised."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from math import prod
+
+import torch
+from torch import Tensor
+
+from ..files import CheckpointError, TensorInfo
+from .base import Codes, Dialect, Read, StoredWeight
+
+_AT_ONCE = 1 << 22
+"""Elements dequantised at a time."""
+
+BYTES = (torch.uint8, torch.float8_e8m0fnu)
+"""Of e8m0 scales, powers of two."""
+
+
+@dataclass(frozen=True)
+class EightBits(Dialect):
+    """value = code * scale: one scale for a weight, for a row, for a block, or (MXFP8) for 32 along K.
+
+    The scale's shape says which; sizes of blocks are the config's. No operator computes with these: they
+    become weights in the model's dtype.
+    """
+
+    code_dtypes: tuple[torch.dtype, ...] = (torch.float8_e4m3fn,)
+    blocks: tuple[int, int] = (128, 128)
+    """Rows and columns of a block that has a scale."""
+
+    @property
+    def is_dense(self) -> bool:
+        return True
+
+    @property
+    def block(self) -> int:
+        return self.blocks[1]
+
+    @property
+    def scale_dtypes(self) -> tuple[torch.dtype, ...]:
+        return (torch.float32, torch.bfloat16, torch.float16, *BYTES)
+
+    def shape(self, packed: TensorInfo) -> tuple[int, ...]:
+        if len(packed.shape) != 2:
+            raise CheckpointError(f"fp4: {packed} has {len(packed.shape)} dimensions; it must have 2")
+        return packed.shape
+
+    def check_scale(self, packed: TensorInfo, scale: TensorInfo) -> None:
+        if scale.dtype not in self.scale_dtypes or self._blocks(packed.shape, scale) is None:
+            raise CheckpointError(
+                f"fp4: {scale} is {scale.dtype} {list(scale.shape)}; beside a weight {list(packed.shape)} it "
+                f"must be float32, bfloat16 or float16 with one number, one a row, or one a block of "
+                f"{list(self.blocks)}, or e8m0 with one for 32 along K"
+            )
+
+    def _blocks(self, shape: tuple[int, ...], scale: TensorInfo) -> tuple[int, int] | None:
+        """Rows and columns that share a scale; None if the scale does not fit."""
+        n, k = shape
+        if prod(scale.shape) == 1:
+            return n, k
+        if scale.dtype in BYTES and scale.shape == (n, -(-k // 32)):
+            return 1, 32
+        if scale.shape in ((n,), (n, 1)):
+            return 1, k
+        rows, columns = self.blocks
+        whole = (-(-n // rows), -(-k // columns))
+        # ModelOpt keeps a dimension of one beside each
+        if scale.shape in (whole, (whole[0], 1, whole[1], 1)):
+            return self.blocks
+        return None
+
+    def decode(self, stored: StoredWeight, read: Read) -> Codes:
+        raise NotImplementedError(f"{self.name} has no 4-bit codes")
+
+    def values(self, stored: StoredWeight, read: Read) -> Tensor:
+        return self.dequantize(stored, read, torch.float32)
+
+    def dequantize(self, stored: StoredWeight, read: Read, dtype: torch.dtype) -> Tensor:
+        """[N, K]: the product in float64, rounded once."""
+        (n, k), blocks = stored.shape, self._blocks(stored.shape, stored.block_scale)
+        assert blocks is not None
+        codes, scale = read(stored.packed), read(stored.block_scale)
+        if stored.block_scale.dtype in BYTES:
+            raw = scale.view(torch.uint8)
+            nan = raw == 0xFF
+            scale = torch.exp2(raw.double() - 127)
+        else:
+            scale = scale.double()
+            nan = ~scale.isfinite()
+        if nan.any():
+            raise CheckpointError(f"fp4: {stored.block_scale} holds NaN or infinity")
+        rows, columns = blocks
+        scale = scale.reshape(-(-n // rows), -(-k // columns))
+        out = torch.empty((n, k), dtype=dtype, device=codes.device)
+        step = max(1, _AT_ONCE // k)
+        for start in range(0, n, step):
+            part = slice(start, min(start + step, n))
+            of_row = torch.arange(part.start, part.stop, device=scale.device) // rows
+            factor = scale[of_row].repeat_interleave(columns, -1)[:, :k] if columns < k else scale[of_row]
+            out[part] = (codes[part].double() * factor).to(dtype)
+        return out

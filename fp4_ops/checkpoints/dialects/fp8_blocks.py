@@ -1,0 +1,28 @@
+"""transformers' own FP8 (`quant_method` fp8): DeepSeek-V3 and R1, Kimi-K2-Instruct, MiniMax-M2, Qwen3-FP8.
+
+Nothing in it is in 4 bits: it is read as what `quantize` starts from.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+from ..files import CheckpointError
+from .base import Dialect
+from .fp8 import EightBits
+
+FP8_BLOCKS = EightBits(
+    "fp8", "fp8", ".weight", ".weight_scale_inv", unused=(".activation_scale", ".input_scale")
+)
+"""The scale is called an inverse, and is what codes are multiplied by."""
+DIALECTS: tuple[Dialect, ...] = (FP8_BLOCKS,)
+
+
+def claims(config: dict[str, Any], where: str) -> tuple[Dialect, ...] | None:
+    if config.get("quant_method") != "fp8":
+        return None
+    size = config.get("weight_block_size") or (128, 128)
+    if len(size) != 2:
+        raise CheckpointError(f"fp4: {where} has weight_block_size {size!r}; it must be two numbers")
+    return (replace(FP8_BLOCKS, blocks=tuple(size)),)
