@@ -202,6 +202,10 @@ SAME_AFTER = (
 
 # --- whole graphs ---
 
+NOT_GATHERED = (
+    "none: it would be packed at each call. For inference leave the experts out of the sharding, or load the "
+    "whole model on each rank and call fp4_ops.prepare(model): 4 bits take a quarter of the memory"
+)
 NO_GRADIENTS = "run the model under torch.no_grad() or torch.inference_mode()"
 INLINE = "leave torch._dynamo.config.inline_inbuilt_nn_modules on"
 NO_ATTRIBUTES = (

@@ -252,6 +252,13 @@ def _swaps_last_two(node: fx.Node) -> bool:
     return order == [*range(dims - 2), dims - 1, dims - 2]
 
 
+def need_own(weight: fx.Node, mutated: set[fx.Node], site: fx.Node) -> None:
+    """A packed copy must stand for the weight from call to call."""
+    need(weight not in mutated, f"the graph writes to the weight {weight.name}", site, changes.NO_WRITES)
+    gathered = weight.meta.get("gathered", "")
+    need(not gathered, gathered, site, changes.NOT_GATHERED)
+
+
 class Weights:
     """Which inputs may be replaced by packed copies; `fixed` has weights decoded in the graph, too."""
 
@@ -276,9 +283,7 @@ class Weights:
             site,
             changes.PARAMETER,
         )
-        need(
-            node not in self._mutated, f"the graph writes to the weight {node.name}", site, changes.NO_WRITES
-        )
+        need_own(node, self._mutated, site)
         need(
             value(node).dim() == 3,
             f"the weight {node.name} has {len(shape(node))} dimensions, not 3",

@@ -17,10 +17,11 @@ from . import changes
 from .capture import CannotCapture, capture
 from .decode import BYTES, TABLE
 from .dynamo import allow_scalars
+from .gathered import gathered, is_flat
 from .held import is_subclass
 from .options import Options, inductor_patches
-from .report import Frame
-from .rewrite import Rewritten, fp4_calls, rewrite
+from .report import Frame, input_name
+from .rewrite import Rewritten, fp4_calls, may_run_twice, rewrite
 from .weights import runtime
 
 log = logging.getLogger("fp4_ops")
@@ -45,7 +46,11 @@ def analyse(gm: fx.GraphModule, inputs: Sequence[Any], options: Options) -> tupl
     try:
         traced, fake_mode = capture(gm, inputs)
         fixed = {n for n, x in _pairs(traced, inputs) if _is_fixed(n, x)}
+        from_shards = gathered(x for x in inputs if isinstance(x, torch.nn.Parameter))
         for node, x in _pairs(traced, inputs):
+            if id(x) in from_shards or (node in fixed and is_flat(getattr(node, "_dynamo_source", None))):
+                library = from_shards.get(id(x), "FSDP")
+                node.meta["gathered"] = f"{library} gathers the weight {input_name(node)} anew for each call"
             if node in fixed and x.numel() <= TABLE:
                 node.meta["constant"] = x.detach()
         rewritten, frame.sites = rewrite(traced, fixed, options, fake_mode)
@@ -77,8 +82,9 @@ def compile_graph(
     if rewritten is None:
         return _or_as_captured(gm, lambda: compile_fx(gm, inputs, config_patches=options.inductor))
     examples = [*(inputs[i] for i in rewritten.keep), *rewritten.fakes]
+    repeatable = may_run_twice(rewritten.gm.graph)
     compiled = compile_fx(rewritten.gm, examples, config_patches=inductor_patches(options))
-    return runtime(compiled, rewritten.keep, rewritten.swaps)
+    return runtime(compiled, rewritten.keep, rewritten.swaps, repeatable)
 
 
 def _or_as_captured(gm: fx.GraphModule, compile: Callable[[], Callable[..., Any]]) -> Callable[..., Any]:

@@ -29,6 +29,7 @@ from .graph import (
     aten,
     is_impure,
     is_op,
+    is_pure,
     is_tensor,
     need,
     shape,
@@ -173,6 +174,15 @@ def sweep(graph: fx.Graph) -> None:
     for node in reversed(graph.nodes):
         if node not in live:
             graph.erase_node(node)
+
+
+def may_run_twice(graph: fx.Graph) -> bool:
+    """Whether a second run with the same inputs gives the same: nothing is written to, or drawn at random."""
+    return all(
+        n.op in ("placeholder", "output", "get_attr") or is_op(n, *_ASSERTIONS) or is_pure(n)
+        for n in graph.nodes
+        if not is_op(n, aten.empty, aten.empty_like)
+    )
 
 
 def _has_effect(node: fx.Node) -> bool:

@@ -2,20 +2,23 @@
 
 from __future__ import annotations
 
+import itertools
 import operator
 import threading
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import torch
+from torch.optim.optimizer import register_optimizer_step_post_hook
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from ..experts import interleave
 from ..meta import gradients
 from ..meta.formats import FORMATS
 from ..meta.layouts import LAYOUTS, packed_spec
+from ..samples import Comparison, Samples
 
 
 @dataclass(frozen=True)
@@ -156,27 +159,84 @@ class JoinSpec:
 
 
 class _Entry:
-    __slots__ = ("packed", "refs", "states")
+    """What is known of some weights, and what they were packed into."""
 
-    def __init__(
-        self, refs: list[Any], states: list[tuple[Any, ...]], packed: tuple[torch.Tensor, ...]
-    ) -> None:
-        self.refs, self.states, self.packed = refs, states, packed
+    __slots__ = ("owned", "packed", "refs", "samples", "serial", "states", "stores", "written")
+
+    def __init__(self, weights: tuple[torch.Tensor, ...], refs: list[Any]) -> None:
+        leaves = leaves_of(weights)
+        self.refs, self.states = refs, states_of(leaves)
+        self.stores = frozenset(map(_memory, leaves))
+        self.written = False
+        # Before the weights are read to pack them: what is written meanwhile is then noticed later.
+        self.samples = Samples.of(leaves)
+        self.serial = next(_serials)
+        self.packed: tuple[torch.Tensor, ...] = ()
+        self.owned = False
+        """Whether the packed tensors share no memory with the weights."""
+
+    def holds(self, weights: tuple[torch.Tensor, ...]) -> bool:
+        """Whether these are the same weights, and nothing shows that they were written to."""
+        if self.written or any(ref() is not w for ref, w in zip(self.refs, weights, strict=True)):
+            return False
+        return self.states == states_of(leaves_of(weights)) and not any(s.differ() for s in self.samples)
+
+    def put(self, packed: tuple[torch.Tensor, ...], old: _Entry | None) -> None:
+        """Keeps them where the old ones lie, so that CUDA graphs that were recorded read the new ones."""
+        self.packed, self.owned = packed, self.stores.isdisjoint(map(_memory, packed))
+        if old is None:
+            return
+        if self.owned and old.owned and list(map(_like, old.packed)) == list(map(_like, packed)):
+            with torch.inference_mode(False), torch.no_grad():
+                for kept, new in zip(old.packed, packed, strict=True):
+                    kept.copy_(new)
+            self.packed = old.packed
+        else:
+            _Told.anew()
 
 
-def _state(weight: torch.Tensor) -> tuple[Any, ...]:
-    version = -1 if weight.is_inference() else weight._version
-    if is_traceable_wrapper_subclass(weight):
-        # A write to the whole counts as one to it, not to what it holds.
-        return (version, *(_state(getattr(weight, name)) for name in weight.__tensor_flatten__()[0]))
-    return (weight.data_ptr(), version)
+_serials = itertools.count(1)
+
+
+def _like(t: torch.Tensor) -> tuple[Any, ...]:
+    return (t.shape, t.dtype, t.device, t.stride())
+
+
+def _memory(t: torch.Tensor) -> int:
+    try:
+        return t.untyped_storage().data_ptr()
+    except (RuntimeError, NotImplementedError):  # sparse, or on no device
+        return 0
+
+
+def leaves_of(weights: Iterable[torch.Tensor]) -> tuple[torch.Tensor, ...]:
+    """The plain tensors that weights are, or, of tensor subclasses, hold."""
+    found: list[torch.Tensor] = []
+    for w in weights:
+        if is_traceable_wrapper_subclass(w):
+            found += leaves_of(getattr(w, name) for name in w.__tensor_flatten__()[0])
+        else:
+            found.append(w)
+    return tuple(found)
+
+
+def states_of(leaves: Sequence[torch.Tensor]) -> tuple[list[int], list[int]]:
+    """Versions and addresses. Inference tensors have no version."""
+    try:
+        versions = [w._version for w in leaves]
+    except RuntimeError:
+        versions = [-1 if w.is_inference() else w._version for w in leaves]
+    return versions, list(map(_data_ptr, leaves))
+
+
+_data_ptr = torch.Tensor.data_ptr
 
 
 class PackedWeights:
     """Parameters -> packed tensors under one spec.
 
-    An entry holds while the Parameters are the same objects, unwritten (`_version`; inference tensors have
-    none) and in the same memory (`p.data = ...` does not count as a write). `p.data.mul_(2)` is not seen.
+    An entry holds while the Parameters are the same objects in the same memory, and nothing shows that they
+    were written to: neither `_version`, nor an optimizer (`note_writes`), nor a sample of what they hold.
     """
 
     def __init__(self, spec: PackSpec | JoinSpec) -> None:
@@ -185,27 +245,48 @@ class PackedWeights:
         self._lock = threading.Lock()
 
     def get(self, *weights: torch.Tensor) -> tuple[torch.Tensor, ...]:
-        entry = self._entries.get(tuple(map(id, weights)))
-        if entry is not None and all(
-            ref() is weight and state == _state(weight)
-            for ref, state, weight in zip(entry.refs, entry.states, weights)
-        ):
-            return entry.packed
-        return self._pack(weights)
+        return self.entry(weights).packed
 
-    def _pack(self, weights: tuple[torch.Tensor, ...]) -> tuple[torch.Tensor, ...]:
+    def entry(self, weights: tuple[torch.Tensor, ...], but: int = 0) -> _Entry:
+        """Packed anew unless it holds; `but`: the serial of an entry that does not, whatever it shows."""
+        key = tuple(map(id, weights))
+        entry = self._entries.get(key)
+        if entry is not None and entry.serial != but and entry.holds(weights):
+            return entry
         with self._lock:
-            states = [_state(w) for w in weights]
-            key = tuple(map(id, weights))
+            now = self._entries.get(key)
+            if now is not None and now is not entry and now.serial != but and now.holds(weights):
+                return now  # another thread has packed them meanwhile
             refs = [weakref.ref(w, lambda dead: self._forget(key, dead)) for w in weights]
-            entry = _Entry(refs, states, self._spec.pack(*weights))
-            self._entries[key] = entry
-            return entry.packed
+            made = _Entry(weights, refs)
+            made.put(self._spec.pack(*weights), now)
+            self._entries[key] = made
+            return made
 
     def _forget(self, key: tuple[int, ...], dead: Any) -> None:
         entry = self._entries.get(key)
         if entry is not None and any(ref is dead for ref in entry.refs):
             del self._entries[key]
+
+    def note_writes(self, stores: set[int]) -> bool:
+        """Whether any of these weights lie in memory that was written to: they are packed anew then."""
+        found = [e for e in list(self._entries.values()) if not e.stores.isdisjoint(stores)]
+        for entry in found:
+            entry.written = True
+        return bool(found)
+
+    def refresh(self, ids: set[int]) -> int:
+        """Packs anew, now, what is made of any of these weights."""
+        done = 0
+        for key, entry in list(self._entries.items()):
+            weights = [ref() for ref in entry.refs]
+            if not ids.isdisjoint(key) and all(w is not None for w in weights):
+                self.entry(tuple(w for w in weights if w is not None), entry.serial)
+                done += 1
+        return done
+
+    def clear(self) -> None:
+        self._entries.clear()
 
     def __len__(self) -> int:
         return len(self._entries)
@@ -219,6 +300,60 @@ def store(spec: PackSpec | JoinSpec) -> PackedWeights:
     return _stores.setdefault(spec, PackedWeights(spec))
 
 
+# --- what tells that weights were written to ---
+
+
+class _Told:
+    """Something told of weights that may have changed since `last` was another: all is then asked again."""
+
+    last = object()
+
+    @classmethod
+    def anew(cls) -> None:
+        cls.last = object()
+
+
+def note_writes(tensors: Iterable[Any]) -> None:
+    """These tensors were written to in a way that leaves no trace: what is packed of them is made anew."""
+    if any(map(len, list(_stores.values()))):
+        stores = {_memory(t) for t in leaves_of(t for t in tensors if isinstance(t, torch.Tensor))} - {0}
+        if any([kept.note_writes(stores) for kept in list(_stores.values())]):
+            _Told.anew()
+
+
+def _after_a_step(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
+    """Fused optimizers leave the versions of parameters alone, and a small step may leave a sample alone."""
+    if not torch.compiler.is_compiling():  # then the graph that writes counts as a write by itself
+        note_writes(p for group in optimizer.param_groups for p in group["params"])
+
+
+register_optimizer_step_post_hook(_after_a_step)
+
+
+def refresh(model: torch.nn.Module) -> int:
+    """Packs the weights of `model` anew, now, whether or not they seem to have changed; returns how many.
+
+    Writes are noticed by themselves, but for those that nobody sees (docs/compiler.md, "Weights that
+    change"): of a few elements through `.data`, NumPy or a kernel; of any, before a CUDA graph that you
+    captured yourself is replayed. Packed tensors keep their addresses, so such a graph reads the new ones.
+    """
+    if not isinstance(model, torch.nn.Module):
+        raise TypeError(f"fp4: refresh takes a torch.nn.Module; it got {type(model).__name__}")
+    ids = {id(t) for t in itertools.chain(model.parameters(), model.buffers())}
+    done = sum(kept.refresh(ids) for kept in list(_stores.values()))
+    _Told.anew()
+    return done
+
+
+def forget_all() -> None:
+    """torch.compiler.reset(): nothing that was packed is used again."""
+    _Told.anew()
+    for kept in list(_stores.values()):
+        kept.clear()
+    for lookup in list(_lookups):
+        lookup.clear()
+
+
 @dataclass(frozen=True)
 class Swap:
     """Graph inputs `indices` make up a weight; its packed tensors follow the other inputs, in order."""
@@ -227,22 +362,33 @@ class Swap:
     spec: PackSpec | JoinSpec
 
 
-def runtime(compiled: Callable[..., Any], keep: list[int], swaps: list[Swap]) -> Callable[..., Any]:
+def runtime(
+    compiled: Callable[..., Any], keep: list[int], swaps: list[Swap], repeatable: bool = False
+) -> Callable[..., Any]:
     """The callable Dynamo gets: packed tensors are looked up, unused originals dropped.
+
+    `repeatable`: the graph may run twice for one call. Then a GPU need not say beforehand whether weights
+    have changed: the host asks when the graph's kernels are under way, and runs them again if they have.
 
     Dynamo guards that no gradient can be asked for here, so autograd is skipped as a whole: the kernel that
     refuses gradients is Python and costs each operator call 8 us.
     """
-    kept, packed = _getter(keep), _Lookup(swaps).get
+    kept, lookup = _getter(keep), _Lookup(swaps)
     below_autograd = torch._C._AutoDispatchBelowAutograd
 
     def run(*args: Any) -> Any:
         # Dual tensors are not guarded against, and their tangents would be lost below autograd.
         if gradients.has_tangent(args):
             gradients.refuse_tangent('a model compiled with backend="fp4"', "call the model uncompiled")
-        inputs = kept(args) + packed(args)
+        packed, unsure = lookup.get(args, repeatable)
         with below_autograd():
-            return compiled(*inputs)
+            out = compiled(*kept(args), *packed)
+        if unsure is not None and unsure.differ():
+            del out
+            packed = unsure.again(args)
+            with below_autograd():
+                out = compiled(*kept(args), *packed)
+        return out
 
     return run
 
@@ -253,29 +399,80 @@ def _getter(indices: Sequence[int]) -> Callable[[Sequence[Any]], tuple[Any, ...]
     return lambda args: tuple(args[i] for i in indices)
 
 
+_Packed = tuple[torch.Tensor, ...]
+
+
+class _Met:
+    """The weights of one call, all of which were packed."""
+
+    def __init__(self, told: object, states: Any, entries: list[_Entry], refs: list[Any]) -> None:
+        self.told, self.states, self.refs = told, states, refs
+        self.serials = [e.serial for e in entries]
+        self.packed: _Packed = tuple(t for e in entries for t in e.packed)
+        distinct = {e.serial: e for e in entries}.values()
+        self.samples = Samples.joined(s for e in distinct for s in e.samples)
+        self.on_gpu = any(s.device.type == "cuda" for s in self.samples)
+
+
+class _Unsure:
+    """Comparisons that a GPU has still to make."""
+
+    def __init__(self, comparisons: list[Comparison], again: Callable[[Sequence[Any]], _Packed]) -> None:
+        self._comparisons, self.again = comparisons, again
+
+    def differ(self) -> bool:
+        return any([c.differs() for c in self._comparisons])
+
+
 class _Lookup:
     """The packed tensors of all swaps, in order, for a graph's arguments.
 
     Weights that were met before, in the memory and with the version they had then, are told all at once:
-    asking each store takes microseconds a weight, before every step. Nothing is kept longer than they live.
+    asking each store takes microseconds a weight, before every step. So are their samples. Nothing is kept
+    longer than they live.
     """
 
     def __init__(self, swaps: list[Swap]) -> None:
         self._stores = [(_getter(s.indices), store(s.spec)) for s in swaps]
         self._weights = _getter(sorted({i for s in swaps for i in s.indices}))
-        self._met: dict[tuple[int, ...], tuple[Any, tuple[torch.Tensor, ...], list[Any]]] = {}
+        self._met: dict[tuple[int, ...], _Met] = {}
+        _lookups.add(self)
 
-    def get(self, args: Sequence[Any]) -> tuple[torch.Tensor, ...]:
+    def get(self, args: Sequence[Any], may_repeat: bool = False) -> tuple[_Packed, _Unsure | None]:
         weights = self._weights(args)
-        key, state = tuple(map(id, weights)), _states(weights)
+        key = tuple(map(id, weights))
         met = self._met.get(key)
-        if met is not None and met[0] == state:
-            return met[1]
+        if met is None or met.told != _Told.last or met.states != _states(weights):
+            return self._ask(key, args, ()), None
+        if met.on_gpu and torch.cuda.is_current_stream_capturing():
+            return met.packed, None  # to a CUDA graph of the user's, which cannot ask
+        comparisons = [s.begin() for s in met.samples]
+        if may_repeat and met.on_gpu:
+            return met.packed, _Unsure(comparisons, lambda args: self._ask(key, args, met.serials))
+        if any([c.differs() for c in comparisons]):
+            return self._ask(key, args, met.serials), None
+        return met.packed, None
+
+    def _ask(self, key: tuple[int, ...], args: Sequence[Any], but: Sequence[int]) -> _Packed:
+        """Asks each store. `but`: the serials of entries that are not to be trusted.
+
+        A sample of one weight that differs makes all of the graph suspect: who changes one changes others, of
+        which the samples may have missed it.
+        """
         self._met.pop(key, None)  # what is packed anew takes the place of the old
-        packed = tuple(t for chosen, kept in self._stores for t in kept.get(*chosen(args)))
-        if state is not None:
-            self._met[key] = (state, packed, [weakref.ref(w, self._forget(key)) for w in weights])
-        return packed
+        told, weights = _Told.last, self._weights(args)
+        states, suspect = _states(weights), set(but)
+        entries = []
+        for chosen, kept in self._stores:
+            of = chosen(args)
+            entry = kept.entry(of)
+            entries.append(kept.entry(of, entry.serial) if entry.serial in suspect else entry)
+        refs = [weakref.ref(w, self._forget(key)) for w in weights]
+        self._met[key] = met = _Met(told, states, entries, refs)
+        return met.packed
+
+    def clear(self) -> None:
+        self._met.clear()
 
     def _forget(self, key: tuple[int, ...]) -> Callable[[Any], None]:
         lookup = weakref.ref(self)
@@ -288,15 +485,11 @@ class _Lookup:
         return forget
 
 
+_lookups: weakref.WeakSet[_Lookup] = weakref.WeakSet()
+
+
 def _states(weights: tuple[torch.Tensor, ...]) -> Any:
-    """None for subclasses, and for inference tensors, which have no version."""
-    if not _PLAIN.issuperset(map(type, weights)):
-        return None
-    try:
-        return [w._version for w in weights], list(map(_data_ptr, weights))
-    except RuntimeError:
-        return None
+    return states_of(weights if _PLAIN.issuperset(map(type, weights)) else leaves_of(weights))
 
 
 _PLAIN = frozenset((torch.Tensor, torch.nn.Parameter))
-_data_ptr = torch.Tensor.data_ptr

@@ -23,6 +23,7 @@ from .graph import (
     FLOATING,
     aten,
     need,
+    need_own,
     shape,
     static_int,
     value,
@@ -422,7 +423,7 @@ def packing(
     sources, assembly = assemble(experts, interleaved, site)
     need(assembly.k % 2 == 0, f"K = {assembly.k} is odd; two codes share a byte", site, changes.EVEN)
     for s in sources:
-        need(s not in mutated, f"the graph writes to the weight {s.name}", site, changes.NO_WRITES)
+        need_own(s, mutated, site)
         need(
             value(s).dtype == value(sources[0]).dtype,
             "weights of one block differ in dtype",

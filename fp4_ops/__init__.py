@@ -27,6 +27,7 @@ __all__ = [
     "load_checkpoint",
     "prepare",
     "quantize",
+    "refresh",
     "register_with_transformers",
     "rewrite",
 ]
@@ -35,6 +36,7 @@ __all__ = [
 _LAZY = {
     "explain": ".compile_passes.explain",
     "load_checkpoint": ".checkpoints.hf",
+    "refresh": ".compile_passes.weights",
     "register_with_transformers": ".checkpoints.hf",
     "rewrite": ".compile_passes.program",
 }

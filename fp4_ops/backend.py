@@ -46,7 +46,10 @@ _capture_loops()
 
 
 def _reset() -> None:
-    """torch.compiler.reset() ends recorded CUDA graphs, as it does for Inductor's own backend."""
+    """torch.compiler.reset() forgets packed weights, and recorded CUDA graphs as it does for Inductor."""
+    from .compile_passes.weights import forget_all
+
+    forget_all()
     if torch.cuda.is_available():
         from torch._inductor.cudagraph_trees import reset_cudagraph_trees
 

@@ -87,9 +87,11 @@ def test_packed_weights_of_a_replaced_parameter_are_freed_at_once(compiled_block
 def test_weights_are_asked_for_only_when_something_changed(monkeypatch):
     """Not before every step: that took microseconds a weight."""
     asked = []
-    get = packed_weights.PackedWeights.get
+    entry = packed_weights.PackedWeights.entry
     monkeypatch.setattr(
-        packed_weights.PackedWeights, "get", lambda self, *w: asked.append(w[0]) or get(self, *w)
+        packed_weights.PackedWeights,
+        "entry",
+        lambda self, w, *but: asked.append(w[0]) or entry(self, w, *but),
     )
     block, x = Block("grouped_mm"), torch.randn(10, Block.H)
     compiled = torch.compile(block, backend=Recorder(activation="bf16"))

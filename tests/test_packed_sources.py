@@ -13,6 +13,7 @@ import torch
 import torch.nn.functional as F
 from conftest import more
 from fp4_ops.compile_passes import weights
+from fp4_ops.compile_passes.weights import leaves_of
 from moe_models import Block, Recorder, relative_error
 from moe_styles import STYLES, FusedStyle, StackedStyle
 from torch import Tensor, nn
@@ -203,6 +204,19 @@ def test_a_new_value_is_noticed():
         compiled(x)
         module.list[2].w1.weight.copy_(fp4_tensor(96, 64))
         assert relative_error(compiled(x), decoded(module)(x)) < 5e-6
+
+
+@pytest.mark.parametrize("make", [fp4_tensor, nvfp4_tensor], ids=["FP4Tensor", "NVFP4Tensor"])
+def test_a_write_to_what_a_tensor_holds_is_noticed(make):
+    """To its codes, past its own version and theirs."""
+    module = hold(STYLES["where loop"](**SIZES), make)
+    compiled = torch.compile(module, backend=Recorder(activation="bf16"), dynamic=True, fullgraph=True)
+    x = torch.randn(7, 64)
+    with torch.no_grad():
+        for _ in range(3):
+            assert relative_error(compiled(x), decoded(module)(x)) < 5e-6
+            codes = next(t for t in leaves_of([module.list[2].w1.weight]) if t.dtype == torch.uint8)
+            codes.data.bitwise_xor_(8)
 
 
 def test_a_gate_of_zeros():

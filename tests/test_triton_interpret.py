@@ -28,7 +28,7 @@ if ON_CPU:
     from fp4_ops.meta.layouts import LAYOUTS
     from triton.runtime import interpreter
 
-    from fp4_ops.triton import activations, ops, tiles
+    from fp4_ops.triton import activations, ops, samples, tiles
 
     # Whether integers overflow would be computed with each sum and product, and then not asserted.
     builder = interpreter.interpreter_builder
@@ -73,6 +73,29 @@ def small_tiles():
 def weight(format: str, g: int, n: int, k: int, bias=None):
     w = reference.random_weight(format, g, n, k)
     return w.dense, ops.weight(*w.operands(), bias, checks.Weight(g, n, k), FORMATS[format])
+
+
+@inside
+def test_samples():
+    """Runs of any length at any address; the number is set by a byte that differs, and never unset."""
+    x = torch.randint(0, 256, (5000,), dtype=torch.uint8)
+    starts, sizes = torch.randint(0, 4900, (77,)), torch.randint(1, 65, (77,))
+    at, held = starts + x.data_ptr(), torch.zeros(77, 64, dtype=torch.uint8)
+    found = torch.zeros(1, dtype=torch.int32)
+    samples.launch(at, sizes, held, found, compare=False)
+    for i, (start, size) in enumerate(zip(starts.tolist(), sizes.tolist())):
+        assert torch.equal(held[i, :size], x[start : start + size]) and not held[i, size:].any()
+    samples.launch(at, sizes, held, found, compare=True)
+    assert found.item() == 0
+    for i in (0, 40, 76):
+        for place in (0, int(sizes[i]) - 1):
+            x[starts[i] + place] ^= 1
+            found.zero_()
+            samples.launch(at, sizes, held, found, compare=True)
+            assert found.item() == 1
+            x[starts[i] + place] ^= 1
+    samples.launch(at, sizes, held, found, compare=True)
+    assert found.item() == 1
 
 
 def rows_of(a, dense, ids, bias):

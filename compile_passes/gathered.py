@@ -1,0 +1,51 @@
+"""Parameters that a sharding library gathers anew for each call: in 4 bits they would be packed at each call.
+
+They lie in memory that is used again for others, their versions say nothing, and what a rank packs would
+depend on which calls it made before. They stay as they are.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterable
+from typing import Any
+
+import torch
+from torch import nn
+
+
+def gathered(tensors: Iterable[torch.Tensor]) -> dict[int, str]:
+    """id -> the library, for each of these that is gathered for a call."""
+    fsdp2 = {id(p): "FSDP" for p in _unsharded()}
+    found = {}
+    for t in tensors:
+        if id(t) in fsdp2 or getattr(t, "_fsdp_flattened", False):
+            found[id(t)] = "FSDP"
+        elif hasattr(t, "ds_id") and hasattr(t, "ds_tensor"):
+            found[id(t)] = "DeepSpeed ZeRO-3"
+    return found
+
+
+def _unsharded() -> Iterable[nn.Parameter]:
+    """Of all modules under `fully_shard`: what stands in a module's place while it runs."""
+    if "torch.distributed.fsdp" not in sys.modules:
+        return
+    from torch.distributed._composable_state import _get_module_state, _module_state_mapping
+
+    for module in list(_module_state_mapping):
+        state: Any = _get_module_state(module)
+        groups = getattr(state, "_fsdp_param_groups", None)
+        if groups is None:  # older torch
+            groups = [getattr(state, "_fsdp_param_group", None)]
+        for group in groups:
+            for parameter in getattr(group, "fsdp_params", ()):
+                unsharded = getattr(parameter, "_unsharded_param", None)
+                if unsharded is not None:
+                    yield unsharded
+
+
+def is_flat(source: Any) -> bool:
+    """Whether Dynamo says that an input is of a module under FSDP's first version."""
+    guard = getattr(source, "guard_source", None)
+    guard = guard() if callable(guard) else guard  # a method in older torch
+    return guard is not None and guard.is_fsdp_module()

@@ -1,0 +1,163 @@
+"""Samples of tensors: a few short runs of bytes of each matrix, held, and compared with what is there later.
+
+A kernel or a library may write to a tensor without a trace (a fused optimizer, a collective, `p.data += d`),
+and to read all of it again costs more than 4 bits save. Samples see a change of much of a tensor at once, on
+a CPU in nanoseconds a run. They are exact about the bytes that they hold and know nothing of the others.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import functools
+import itertools
+import math
+from collections.abc import Iterable
+
+import torch
+from torch import Tensor
+
+from ._library import library_path
+
+RUN = 64
+"""Bytes of one run: a CPU's cache line, two sectors of a GPU's."""
+
+LEAST_RUNS, LEAST_RUNS_OF_A_STACK = 2, 32
+"""Of one matrix [N, K], and of a stack [E, N, K], which otherwise has one run for each matrix."""
+
+
+class Samples:
+    """What some runs of bytes of tensors on one device held when this was made."""
+
+    def __init__(self, device: torch.device, at: Tensor, sizes: Tensor, held: Tensor | None = None) -> None:
+        self.device, self.at, self.sizes = device, at, sizes
+        self.found: Tensor | None = None  # CUDA: the answer, there and on the host
+        self.on_host: Tensor | None = None
+        self._count = at.numel()
+        self._addresses = [t.data_ptr() for t in (at, sizes)]
+        self.held = held if held is not None else self.read()
+
+    @staticmethod
+    def of(tensors: Iterable[Tensor]) -> list[Samples]:
+        """One for each device. The tensors are plain (no subclass), and must live when these are compared."""
+        runs: dict[torch.device, list[tuple[int, int]]] = {}
+        for t in tensors:
+            runs.setdefault(t.device, []).extend(_runs(t))
+        made = []
+        for device, found in runs.items():
+            if found and device.type in ("cpu", "cuda"):
+                at, sizes = torch.tensor(found, dtype=torch.int64).t().contiguous().to(device)
+                made.append(Samples(device, at, sizes))
+        return made
+
+    @staticmethod
+    def joined(parts: Iterable[Samples]) -> list[Samples]:
+        """Those of each device as one, so that they are compared at once."""
+        groups: dict[torch.device, list[Samples]] = {}
+        for p in parts:
+            groups.setdefault(p.device, []).append(p)
+        return [
+            Samples(
+                device, *(torch.cat([getattr(p, name) for p in group]) for name in ("at", "sizes", "held"))
+            )
+            for device, group in groups.items()
+        ]
+
+    def read(self) -> Tensor:
+        held = torch.zeros(self._count, RUN, dtype=torch.uint8, device=self.device)
+        if self.device.type == "cuda":
+            from .triton.samples import read
+
+            read(self.at, self.sizes, held)
+        else:
+            _library().fp4_samples_read(*self._addresses, self._count, held.data_ptr())
+        return held
+
+    def differ(self) -> bool:
+        """Whether any run holds other bytes now. On CUDA the host waits for the current stream."""
+        return self.begin().differs()
+
+    def begin(self) -> Comparison:
+        """Compares as `differ` does; on CUDA the host need not wait for it yet."""
+        if self.device.type == "cuda":
+            from .triton.samples import Launched
+
+            return Launched(self)
+        found = _library().fp4_samples_differ(*self._addresses, self._count, self.held.data_ptr())
+        return Comparison(bool(found))
+
+
+class Comparison:
+    """Of samples with what is there now."""
+
+    def __init__(self, found: bool) -> None:
+        self._found = found
+
+    def differs(self) -> bool:
+        return self._found
+
+
+def _runs(t: Tensor) -> list[tuple[int, int]]:
+    """(address, bytes) of each run of a tensor."""
+    if t.numel() == 0:
+        return []
+    matrices = math.prod(t.shape[:-2])
+    count = max(matrices, LEAST_RUNS_OF_A_STACK if matrices > 1 else LEAST_RUNS)
+    first, item = t.data_ptr(), t.element_size()
+    if _is_dense(t):
+        return [(first + at, size) for at, size in _spread(t.numel() * item, count)]
+    # Rows, or elements, that lie apart: one run in each of some of them.
+    row = t.shape[-1] if t.stride(-1) == 1 else 1
+    shape, strides = (t.shape[:-1], t.stride()[:-1]) if row > 1 else (t.shape, t.stride())
+    runs = []
+    for chosen in _some(math.prod(shape), count):
+        at, rest = 0, chosen
+        for size, stride in zip(reversed(shape), reversed(strides)):
+            rest, index = divmod(rest, size)
+            at += index * stride
+        start = _hash(chosen) % (max(row * item - RUN, 0) // 4 + 1) * 4
+        runs.append((first + at * item + start, min(RUN, row * item)))
+    return runs
+
+
+def _is_dense(t: Tensor) -> bool:
+    """Whether its elements fill one piece of memory, in any order."""
+    expected = 1
+    for stride, size in sorted(zip(t.stride(), t.shape)):
+        if size != 1:
+            if stride != expected:
+                return False
+            expected *= size
+    return True
+
+
+@functools.lru_cache(256)
+def _spread(total: int, count: int) -> tuple[tuple[int, int], ...]:
+    """(start, bytes) of `count` runs within `total` bytes, or of all of these if they are few."""
+    if total <= count * RUN:
+        return tuple((at, min(RUN, total - at)) for at in range(0, total, RUN))
+    return tuple((at * 16, RUN) for at in _some((total - RUN) // 16 + 1, count))
+
+
+def _some(total: int, count: int) -> list[int]:
+    """`count` of the numbers below `total`, or all: one somewhere in each of as many equal shares.
+
+    Where, a hash says: numbers at equal distances could be one column of every matrix.
+    """
+    if total <= count:
+        return list(range(total))
+    ends = [total * i // count for i in range(count + 1)]
+    return [begin + _hash(i) % (end - begin) for i, (begin, end) in enumerate(itertools.pairwise(ends))]
+
+
+def _hash(i: int) -> int:
+    return ((i + 1) * 0x9E3779B97F4A7C15 & 0xFFFFFFFFFFFFFFFF) >> 24
+
+
+@functools.cache
+def _library() -> ctypes.CDLL:
+    loaded = ctypes.CDLL(str(library_path()))
+    pointer, count = ctypes.c_void_p, ctypes.c_int64
+    loaded.fp4_samples_read.argtypes = [pointer, pointer, count, pointer]
+    loaded.fp4_samples_read.restype = None
+    loaded.fp4_samples_differ.argtypes = [pointer, pointer, count, pointer]
+    return loaded
