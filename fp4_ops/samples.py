@@ -156,6 +156,11 @@ def _hash(i: int) -> int:
 @functools.cache
 def _library() -> ctypes.CDLL:
     loaded = ctypes.CDLL(str(library_path()))
+    if not hasattr(loaded, "fp4_samples_read"):
+        raise ImportError(
+            f"fp4_ops: {loaded._name} is older than the Python files beside it. "
+            "Build it again: pip install --no-build-isolation -e ."
+        )
     pointer, count = ctypes.c_void_p, ctypes.c_int64
     loaded.fp4_samples_read.argtypes = [pointer, pointer, count, pointer]
     loaded.fp4_samples_read.restype = None
