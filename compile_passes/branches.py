@@ -421,16 +421,21 @@ def _rounds(mask: fx.Node) -> int:
 
 
 def chosen_from(ids: fx.Node) -> int | None:
-    """The number of experts that `topk` chose these ids from, which no one wrote to."""
+    """The number of experts that `topk`, `max` or `argmax` chose these ids from, which no one wrote to."""
     chain = same_elements(ids)
     chosen = named(chain[-1], ("getitem",), ("input", "item"))
     while isinstance(chosen.get("item"), tuple | slice):  # some of them
         chain += same_elements(chosen["input"])
         chosen = named(chain[-1], ("getitem",), ("input", "item"))
-    topk = named(chosen.get("input"), ("topk",), ("input", "k", "dim", "largest", "sorted"))
-    if not topk or chosen["item"] != 1 or writes_to(chain, since(chain[-1])):
+    among = named(chain[-1], ("argmax",), ("input", "dim", "keepdim"))
+    if not among and chosen.get("item") == 1:
+        chooser = chosen["input"]
+        among = named(chooser, ("topk",), ("input", "k", "dim", "largest", "sorted"))
+        among = among or named(chooser, ("max",), ("input", "dim", "keepdim"))
+    dim = among.get("dim", -1 if "k" in among else None)
+    if not isinstance(dim, int) or writes_to(chain, since(chain[-1])):
         return None
-    size = example(topk["input"]).shape[topk.get("dim", -1)]
+    size = example(among["input"]).shape[dim]
     return size if isinstance(size, int) else None
 
 

@@ -348,17 +348,23 @@ def counted_ids(counts: fx.Node, experts: int) -> fx.Node:
 
 
 def below(ids: fx.Node, experts: int) -> bool:
-    """Whether ids are indices of a topk over E columns, sorted or not."""
-    found = item(strip(ids))
+    """Whether ids are indices of a topk, max or argmax over E columns, sorted or not."""
+    ids = strip(ids)
+    if is_op(ids, aten.argmax):
+        return _columns(ids) == experts
+    found = item(ids)
     if found is None:
         return False
     producer, index = found
     if is_op(producer, aten.sort) and index == 0:
         return below(exact_int(producer.args[0]), experts)
-    if is_op(producer, aten.topk) and index == 1:
-        a = arguments(producer)
-        return static_int(shape(a["self"])[a["dim"]]) == experts
-    return False
+    return is_op(producer, aten.topk, aten.max) and index == 1 and _columns(producer) == experts
+
+
+def _columns(chooser: fx.Node) -> int | None:
+    """Among how many a topk, max or argmax chooses along its dimension."""
+    a = arguments(chooser)
+    return static_int(shape(a["self"])[a["dim"]]) if isinstance(a.get("dim"), int) else None
 
 
 def nonnegative(ids: fx.Node) -> bool:
@@ -368,7 +374,9 @@ def nonnegative(ids: fx.Node) -> bool:
         low = arguments(ids)["min"]
         return isinstance(low, int) and low >= 0
     found = item(ids)
-    return found is not None and found[1] == 1 and is_op(found[0], aten.topk, aten.sort, aten.max)
+    return is_op(ids, aten.argmax) or (
+        found is not None and found[1] == 1 and is_op(found[0], aten.topk, aten.sort, aten.max)
+    )
 
 
 def gathered(node: fx.Node) -> tuple[fx.Node | None, fx.Node | None]:

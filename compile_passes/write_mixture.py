@@ -368,25 +368,20 @@ class _Emitter:
     def _gathered(self, node: fx.Node, ref: Ref, axes: tuple[Axis, ...]) -> tuple[fx.Node, list[Axis]]:
         """`scores[t, ids[t, j]]`: the weights of a router that does not normalise them."""
         *rows, ids = ref.index
-        if all(isinstance(i, Const) for i in rows):  # `scale[ids[t, j]]`, or of one token
-            for i in rows:
-                node = self._call(aten.select.int, node, 0, i.value)
-            labels = [a for a in axes if a in free_axes(ids)]
-            return self._call(aten.index.Tensor, node, [self._inside(ids, labels, ref)]), labels
-        labels = [*rows, *(a for a in axes if a in free_axes(ids) and a not in rows)]
-        need(
-            len(rows) == 1 and isinstance(rows[0], Axis),
-            f"{ref!r} is indexed oddly",
-            self.m.root,
-            changes.ROUTING_FIRST,
-        )
-        need(
-            len(labels) == 2 and labels[0] in free_axes(ids),
-            f"{ref!r} is indexed oddly",
-            self.m.root,
-            changes.ROUTING_FIRST,
-        )
-        return self._call(aten.gather.default, node, 1, self._inside(ids, labels, ref)), labels
+        for d in reversed(range(len(rows))):
+            if isinstance(rows[d], Const):
+                node = self._call(aten.select.int, node, d, rows.pop(d).value)
+        others = [a for a in axes if a in free_axes(ids) and a not in rows]
+        if not rows:  # `scale[ids[t, j]]`, or of one token
+            return self._call(aten.index.Tensor, node, [self._inside(ids, others, ref)]), others
+        # `scores[t, ids[t, j]]`, or `scores[t, ids[t]]` of a router with one choice
+        fits = all(isinstance(i, Axis) for i in rows) and set(rows) <= free_axes(ids) and len(others) <= 1
+        need(fits, f"{ref!r} is not a number for each of a token's ids", self.m.root, changes.ROUTING_FIRST)
+        index = self._inside(ids, [*rows, *others], ref)
+        if others:
+            return self._call(aten.gather.default, node, len(rows), index), [*rows, *others]
+        index = self._call(aten.unsqueeze.default, index, len(rows))
+        return self._call(aten.squeeze.dim, self._call(aten.gather.default, node, len(rows), index), -1), rows
 
     def _inside(self, ids: Any, labels: list[Axis], ref: Ref) -> fx.Node:
         """Ids as an index into the last dimension of `ref`; any will do where no expert's row reads it."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
@@ -306,7 +307,29 @@ def _previous_forward(module: nn.Module) -> Callable[..., Tensor]:
 
 
 def register() -> None:
-    """Makes `fp4` known to transformers."""
+    """Makes `fp4` known to transformers, and keeps 4-bit experts from its other implementations."""
+    from transformers import PreTrainedModel
     from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS
 
     ALL_EXPERTS_FUNCTIONS.register(IMPLEMENTATION, experts_forward)
+    setter = PreTrainedModel.set_experts_implementation
+    if not hasattr(setter, "_fp4"):
+        PreTrainedModel.set_experts_implementation = checked = functools.wraps(setter)(_checked(setter))
+        checked._fp4 = True
+
+
+def _checked(setter: Callable[..., Any]) -> Callable[..., Any]:
+    """`set_experts_implementation`, which for 4-bit weights can only be ours."""
+
+    def set_experts_implementation(self: nn.Module, experts_implementation: Any) -> Any:
+        named = experts_implementation
+        names = set(named.values()) if isinstance(named, dict) else {named}
+        packed = next((name for name, m in self.named_modules() if hasattr(m, "_fp4_recipe")), None)
+        if packed is not None and names != {IMPLEMENTATION}:
+            raise ValueError(
+                f"fp4: set_experts_implementation({named!r}): {packed} holds 4-bit weights, which only "
+                f"'{IMPLEMENTATION}' runs, and prepare has set that. For another one load the model anew."
+            )
+        return setter(self, experts_implementation)
+
+    return set_experts_implementation

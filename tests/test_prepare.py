@@ -327,6 +327,24 @@ def test_errors():
         fp4_ops.prepare(twice)
 
 
+@torch.no_grad()
+def test_another_implementation_is_an_error():
+    model, ids = build("mixtral", torch.float32, "grouped_mm"), tokens(1, 3)
+    other = copy.deepcopy(model)
+    fp4_ops.prepare(model)
+    want, words = logits(model, ids), r"layers\.0\.\S* holds 4-bit weights, which only 'fp4' runs"
+    for copied in (model, copy.deepcopy(model).model):
+        for name in ("grouped_mm", "batched_mm", "eager", {"": "eager"}):
+            with pytest.raises(
+                ValueError, match=r"layers\.0\.\S* holds 4-bit weights, which only 'fp4' runs"
+            ):
+                copied.set_experts_implementation(name)
+    model.set_experts_implementation("fp4")
+    assert torch.equal(logits(model, ids), want)
+    other.set_experts_implementation("eager")  # a model that is not prepared
+    assert other.config._experts_implementation == "eager"
+
+
 @pytest.mark.parametrize(
     "activation, dtype, layout",
     [
