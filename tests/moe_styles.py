@@ -476,6 +476,72 @@ class GatherBmm(FusedStyle):
         return torch.bmm(weights.unsqueeze(1), y).squeeze(1)
 
 
+# --- one expert a token, by argmax ---
+
+
+class Argmax(ListStyle):
+    """ids [T], and each token's score for its one expert."""
+
+    def scores(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        return torch.softmax(self.router(x), -1), self.router(x).argmax(-1)
+
+    def forward(self, x: Tensor) -> Tensor:
+        scores, ids = self.scores(x)
+        return self.experts_of(x, ids, scores.gather(-1, ids.unsqueeze(-1)))
+
+
+@style("argmax router, gathered scores, boolean masks (Switch)")
+class ArgmaxLoop(Argmax):
+    def experts_of(self, x: Tensor, ids: Tensor, weights: Tensor) -> Tensor:
+        out = torch.empty_like(x)
+        for e, expert in enumerate(self.list):
+            mask = ids == e
+            out[mask] = expert(x[mask])
+        return out * weights
+
+
+@style("argmax router, index_add of weighted rows")
+class ArgmaxIndexAdd(Argmax):
+    def forward(self, x: Tensor) -> Tensor:
+        scores, ids = self.scores(x)
+        weights = scores[torch.arange(x.shape[0]), ids]
+        out = torch.zeros_like(x)
+        for e, expert in enumerate(self.list):
+            token = (ids == e).nonzero().squeeze(-1)
+            out.index_add_(0, token, expert(x[token]) * weights[token].unsqueeze(-1))
+        return out
+
+
+@style("argmax router, kept dimension, dense loop")
+class ArgmaxDense(Argmax):
+    def forward(self, x: Tensor) -> Tensor:
+        scores = torch.softmax(self.router(x), -1)
+        ids = scores.argmax(-1, keepdim=True)
+        weights, out = scores.gather(-1, ids), torch.zeros_like(x)
+        for e, expert in enumerate(self.list):
+            out = out + expert(x) * (weights * (ids == e))
+        return out
+
+
+@style("argmax router, rows sorted and split by `bincount(...).tolist()` (BASE)")
+class ArgmaxSplits(Argmax):
+    def experts_of(self, x: Tensor, ids: Tensor, weights: Tensor) -> Tensor:
+        order = ids.argsort()
+        parts = x[order].split(torch.bincount(ids, minlength=self.E).tolist())
+        y = torch.cat([expert(part) for expert, part in zip(self.list, parts)])
+        out = torch.empty_like(y)
+        out[order] = y
+        return out * weights
+
+
+@style("argmax router, gathered weights, bmm")
+class ArgmaxBmm(FusedStyle):
+    def forward(self, x: Tensor) -> Tensor:
+        scores, ids = torch.softmax(self.router(x), -1).max(-1)
+        gate, up = torch.bmm(x.unsqueeze(1), self.w13[ids]).chunk(2, -1)
+        return torch.bmm(self.act(gate) * up, self.w2[ids]).squeeze(1) * scores[:, None]
+
+
 # --- rows sorted by expert ---
 
 

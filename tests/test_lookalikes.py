@@ -212,6 +212,42 @@ class TwoExpertsAtOnce(Loop):
         return (ids == e) & (ids.flip(1) == (e + 1) % self.E)
 
 
+class Switch(Loop):
+    """One expert a token, by argmax: ids [T]."""
+
+    def ids(self, scores: Tensor, e: int) -> Tensor:
+        return scores.argmax(-1)
+
+    def score(self, scores: Tensor, ids: Tensor) -> Tensor:
+        return scores.gather(-1, ids[:, None])
+
+    def forward(self, x):
+        scores, out = torch.softmax(self.router(x), -1), torch.zeros_like(x)
+        weights = self.score(scores, self.ids(scores, 0))
+        for e, expert in enumerate(self.list):
+            (token,) = torch.where(self.ids(scores, e) == e)
+            out = out.index_add(0, token, expert(x[token]) * weights[token])
+        return out
+
+
+@lookalike("routed by different ids", "compare the same ids")
+class OneByArgmin(Switch):
+    def ids(self, scores, e):
+        return scores.argmin(-1) if e == 2 else scores.argmax(-1)
+
+
+@lookalike("")
+class ScoresOfAnotherRow(Switch):
+    def score(self, scores, ids):
+        return scores.flip(0).gather(-1, ids[:, None])
+
+
+@lookalike("weighted differently", "into the routing weights before the experts")
+class ScoresOfAnotherRowsId(Switch):
+    def score(self, scores, ids):
+        return scores[ids, 0][:, None]
+
+
 class OneByOne(Loop):
     """Ids and weights of each choice are computed apart, then joined."""
 
