@@ -312,10 +312,11 @@ def register() -> None:
     from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS
 
     ALL_EXPERTS_FUNCTIONS.register(IMPLEMENTATION, experts_forward)
-    setter = PreTrainedModel.set_experts_implementation
+    cls: Any = PreTrainedModel
+    setter = cls.set_experts_implementation
     if not hasattr(setter, "_fp4"):
-        PreTrainedModel.set_experts_implementation = checked = functools.wraps(setter)(_checked(setter))
-        checked._fp4 = True
+        cls.set_experts_implementation = checked = functools.wraps(setter)(_checked(setter))
+        checked._fp4 = True  # type: ignore[attr-defined]
 
 
 def _checked(setter: Callable[..., Any]) -> Callable[..., Any]:
