@@ -43,6 +43,8 @@ class Case:
     transposed: str = r"^$"
     """Of which the last but one is."""
     std: float = 0.25
+    tolerance: float = 1e-4
+    """How far from the twin the results may be."""
     refused: str = ""
     """What is said where the code stays as it is, for a reason that is true."""
     unfinished: bool = False
