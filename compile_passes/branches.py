@@ -29,6 +29,7 @@ from torch._dynamo.utils import counters
 from torch.fx.experimental.symbolic_shapes import GuardOnDataDependentSymNode, free_unbacked_symbols
 
 from . import changes
+from .asserts import into_the_graph
 from .bytecode import asks_for
 from .without_rows import (
     Nothing,
@@ -80,6 +81,8 @@ def _answering_first(method: Handler) -> Handler:
     def jump(tx: Any, inst: Any) -> None:
         if _GROWN in vars(tx.output):
             _asks_whether_there_are_rows(tx, inst)
+        if wanted(tx.output) and into_the_graph(tx, inst):
+            return
         answer = _take_the_way_that_works(tx, inst) if wanted(tx.output) else None
         if answer is not None:
             tx.stack[-1] = ConstantVariable.create(answer)

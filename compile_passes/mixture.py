@@ -254,8 +254,6 @@ class Matcher:
             changes.HIDDEN_LAST,
         )
         hidden, tokens = v.dims[-1][0], tuple(a for g in v.dims[:-1] for a in g)
-        symbolic = sum(static_int(s) is None for s in (*shape(root)[:-1], hidden.size))
-        need(symbolic <= 1, "several sizes of the output are symbolic", root, changes.FLATTEN)
         mixture = Mixture(root, tokens, hidden, [], 0, None)
         branches: list[Branch] = []
         for axes, factors, core in self.expand(v.term):
@@ -446,6 +444,9 @@ class Matcher:
     # --- the proof ---
 
     def _prove(self, branches: list[Branch], m: Mixture) -> None:
+        choices = {b.choice for b in branches}
+        if len(choices) == 1 and len({b.expert for b in branches}) == len(branches):
+            branches = [_of_one_choice(b) for b in branches]
         first = branches[0]
         for b in branches[1:]:
             for fine, why, change in _in_common(first, b):
@@ -502,6 +503,22 @@ class Matcher:
         k = static_int(b.k if b.k is not None else shape(ids.node)[where[0]])
         need(k is not None, "k is symbolic", m.root, changes.STATIC_K)
         return k
+
+
+def _of_one_choice(b: Branch) -> Branch:
+    """A branch that serves one column of the ids, with the ids being that column."""
+    if b.choice is None or b.ids is None:
+        return b
+    at = {J: Const(b.choice)}
+    return replace(
+        b,
+        choice=None,
+        ids=substitute(b.ids, at),
+        sums_choices=False,
+        k=None,
+        chosen=tuple(substitute(t, at) for t in b.chosen),
+        factors=tuple(substitute(t, at) for t in b.factors),
+    )
 
 
 def _in_common(a: Branch, b: Branch) -> list[tuple[bool, str, str]]:

@@ -11,6 +11,7 @@ import torch
 from torch import fx
 from torch._dynamo.source import AttrSource
 from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.fx.experimental.symbolic_shapes import free_unbacked_symbols
 
 from ..meta.layouts import LAYOUTS, preferred_layout
 from . import changes
@@ -166,14 +167,26 @@ def _no_stand_in_is_left(graph: fx.Graph, sites: list[Site]) -> None:
 
 
 def sweep(graph: fx.Graph) -> None:
-    """Dead code, and assertions about the sizes of tensors that nothing needs any more."""
+    """Dead code, and assertions about sizes or chosen rows of tensors that nothing needs any more."""
     live: set[fx.Node] = set()
     _keep((n for n in graph.nodes if _has_effect(n) and not is_op(n, *_ASSERTIONS)), live)
-    asserted = [n for n in graph.nodes if is_op(n, *_ASSERTIONS) and _tensors_behind(n) & live]
+    asserted = [
+        n
+        for n in graph.nodes
+        if (is_op(n, *_ASSERTIONS) and _tensors_behind(n) & live)
+        or (is_op(n, aten._assert_async) and not _is_of_some_rows(n, live))
+    ]
     _keep(asserted, live)
     for node in reversed(graph.nodes):
         if node not in live:
             graph.erase_node(node)
+
+
+def _is_of_some_rows(node: fx.Node, live: set[fx.Node]) -> bool:
+    """Whether what is not needed otherwise, and `node` is computed from, has rows that a mask chose."""
+    seen: set[fx.Node] = set()
+    _keep([node], seen)
+    return any(is_tensor(n) and free_unbacked_symbols(value(n)) for n in seen - live)
 
 
 def may_run_twice(graph: fx.Graph) -> bool:

@@ -16,17 +16,16 @@ from .graph import (
     same_shape,
     shape,
     static_int,
-    strip,
     value,
 )
 
 
 class Support:
-    """A matrix [T, E] is zero but at `ids` [T, k], which name no expert twice."""
+    """A matrix [..., E] is zero but at `ids` [..., k], which name no expert twice."""
 
     def __init__(self, ids: fx.Node) -> None:
         self.ids = ids
-        self.k = int(shape(ids)[1])
+        self.k = int(shape(ids)[-1])
 
 
 def support(node: fx.Node) -> Support | None:
@@ -36,23 +35,22 @@ def support(node: fx.Node) -> Support | None:
 
 
 def _background(node: fx.Node) -> tuple[fx.Node, float] | None:
-    """(ids, value everywhere else) of a matrix [T, E]."""
-    node = strip(node)
+    """(ids, value everywhere else) of a matrix [..., E]."""
+    while passes_order(node):
+        if not _same_rows(node, node.args[0]):
+            return None
+        node = node.args[0]
+    last = len(shape(node)) - 1
     if is_op(node, aten.scatter):
         base, dim, ids = node.args[:3]
         fill = _constant(base)
-        if (
-            fill is not None
-            and dim % 2 == 1
-            and len(shape(ids)) == 2
-            and static_int(shape(ids)[1])
-            and distinct(ids)
-        ):
-            return (strip(ids), fill) if same_shape(shape(strip(ids)), shape(ids)) else None
+        whole = same_shape(shape(ids)[:-1], shape(node)[:-1])
+        if fill is not None and dim in (-1, last) and whole and static_int(shape(ids)[-1]) and distinct(ids):
+            return ids, fill
         return None
     if is_op(node, aten._to_copy) and value(node).dtype in FLOATING:
         return _background(node.args[0])
-    if is_op(node, aten.sigmoid) or (is_op(node, aten._softmax) and node.args[1] % 2 == 1):
+    if is_op(node, aten.sigmoid) or (is_op(node, aten._softmax) and node.args[1] in (-1, last)):
         found = _background(node.args[0])
         return (found[0], 0.0) if found is not None and found[1] == float("-inf") else None
     if is_op(node, aten.mul, aten.div):

@@ -15,10 +15,10 @@ _SELECTS = (aten.index, aten.index_select, aten.gather)
 def instead_of(step: fx.Node) -> str:
     if is_op(step, *_ADDS) and _has_token_counts(step.graph):
         return changes.SAME_TOKENS
-    if is_op(step, aten.index_put) and not step.kwargs.get("accumulate", (*step.args, False)[3]):
-        return changes.ADD_ROWS
     if any(map(_is_chosen_by_experts, step.all_input_nodes)):
         return changes.BATCH_ROWS
+    if is_op(step, aten.index_put) and not step.kwargs.get("accumulate", (*step.args, False)[3]):
+        return changes.ADD_ROWS
     if is_op(step, aten.split, aten.split_with_sizes, aten.cat):
         return changes.SPLIT
     if is_op(step, *_SELECTS):

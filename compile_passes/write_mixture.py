@@ -22,8 +22,10 @@ from .factors import OUT, E, J, K, N
 from .graph import (
     FLOATING,
     aten,
+    is_tensor,
     need,
     need_own,
+    refuse,
     shape,
     static_int,
     value,
@@ -277,15 +279,42 @@ class _Emitter:
         return size if size is not None else self._call(aten.sym_size.int, self.w.replaced.get(node, node), d)
 
     def _sizes(self) -> list[Any]:
-        """The output's shape for reshape: at most one size may be symbolic."""
-        sizes = [static_int(s) for s in (*shape(self.m.root)[:-1], self.m.hidden.size)]
-        need(
-            sizes.count(None) <= 1,
-            "several dimensions of the output are symbolic",
-            self.m.root,
-            changes.FLATTEN,
-        )
-        return [-1 if s is None else s for s in sizes]
+        """The output's shape for reshape."""
+        return self._lengths([*shape(self.m.root)[:-1], self.m.hidden.size])
+
+    def _lengths(self, sizes: list[Any]) -> list[Any]:
+        """Sizes for reshape: the first symbolic one is -1, others are read from a tensor that has them."""
+        known = [static_int(s) for s in sizes]
+        if None not in known:
+            return known
+        first = known.index(None)
+        return [
+            n if n is not None else -1 if d == first else self._length(sizes[d]) for d, n in enumerate(known)
+        ]
+
+    def _length(self, size: Any) -> Any:
+        """A size as an int, or as a node: of the first tensor that has a dimension of this size."""
+        if (known := static_int(size)) is not None:
+            return known
+        for node in self.w.gm.graph.nodes:
+            if node is self.m.root:
+                break
+            if not is_tensor(node):
+                continue
+            for d, n in enumerate(shape(node)):
+                if static_int(n) is None and same(n, size):
+                    return self._size(node, d)
+        refuse(f"no tensor has the size {size}", self.m.root, changes.FLATTEN)
+
+    def rows(self, term: Term, last: tuple[Axis, ...], sizes: list[int]) -> fx.Node:
+        """`term` for each token, over `last`: [T, *sizes]; T is 1 if it is the same for all tokens."""
+        m = self.m
+        node = self.element(term, (*m.tokens, *last))
+        own = [t in free_axes(term) for t in m.tokens]
+        if any(own) and not all(own):
+            whole = [-1 if mine else self._length(t.size) for t, mine in zip(m.tokens, own)]
+            node = self._call(aten.expand.default, node, [*whole, *(-1 for _ in last)])
+        return self._reshape(node, [-1, *sizes])
 
     def _tensor(self, ref: Ref) -> fx.Node:
         """A term over the tokens and the hidden axis, in the root's shape."""
@@ -295,8 +324,7 @@ class _Emitter:
     def _expanded(self, node: fx.Node) -> fx.Node:
         """x once for each token, where a row of the output is one choice of a token."""
         free = free_axes(self.common.x)
-        sizes = [-1 if t in free else static_int(t.size) for t in self.m.tokens]
-        need(None not in sizes, "x is shared by a symbolic number of rows", self.m.root, changes.ONE_X)
+        sizes = [-1 if t in free else self._length(t.size) for t in self.m.tokens]
         if all(s == -1 for s in sizes):
             return node
         return self._call(aten.expand.default, node, [*sizes, -1])
@@ -331,7 +359,7 @@ class _Emitter:
                     changes.ROUTING_FIRST,
                 )
                 labels += i.parts
-                sizes += [static_int(s) for s in i.sizes]
+                sizes += i.sizes
             else:
                 need(
                     isinstance(i, (Axis, Const)),
@@ -340,28 +368,16 @@ class _Emitter:
                     changes.ROUTING_FIRST,
                 )
                 labels.append(i)
-                sizes.append(self._size(ref.node, d))
+                sizes.append(shape(ref.node)[d])
         if len(labels) != len(ref.index):
-            need(
-                sum(s is None for s in sizes) <= 1,
-                f"{ref!r} has several symbolic sizes",
-                self.m.root,
-                changes.FLATTEN,
-            )
-            need(
-                not any(isinstance(s, fx.Node) for s in sizes),
-                f"{ref!r} has several symbolic sizes",
-                self.m.root,
-                changes.FLATTEN,
-            )
-            node = self._reshape(node, [-1 if s is None else s for s in sizes])
+            node = self._reshape(node, self._lengths(sizes))
         for d in reversed(range(len(labels))):
             if isinstance(labels[d], Const):
                 node = self._call(aten.select.int, node, d, labels[d].value)
                 del labels[d]
             else:  # of a slice: the weights of routed experts, beside those of shared ones
-                size = self.m.k if labels[d] is J else static_int(labels[d].size)
-                if size and isinstance(sizes[d], int) and size != sizes[d]:
+                size, whole = self.m.k if labels[d] is J else static_int(labels[d].size), static_int(sizes[d])
+                if size and whole is not None and size != whole:
                     node = self._call(aten.slice.Tensor, node, d, 0, size)
         return self._arranged(node, labels, axes, ref)
 
@@ -517,14 +533,12 @@ class _Routing:
             number = self.e.element(term, ())
             return self.e.call(aten.full_like.default, ids, number, dtype=torch.float32)
         if E not in free_axes(term):
-            axes = (*m.tokens, J)
-            last = self.k if J in free_axes(term) else 1
-            return self.e._reshape(self.e.element(term, axes), [-1, last])
+            return self.e.rows(term, (J,), [self.k if J in free_axes(term) else 1])
         each = J in free_axes(term)
-        table = self.e.element(term, (*m.tokens, J, E) if each else (*m.tokens, E))
         columns = _columns(term)
         need(columns is not None, f"{term!r} is not a matrix over experts", m.root, changes.OWN_COLUMN)
-        table = self.e._reshape(table, [-1, self.k, columns] if each else [-1, columns])
+        assert columns is not None
+        table = self.e.rows(term, (J, E) if each else (E,), [self.k, columns] if each else [columns])
         if self.dense and m.first == 0 and columns == self.k:
             return table
         inside = self.e.call(aten.clamp.default, ids, 0, columns - 1)
@@ -541,9 +555,14 @@ class _Routing:
         """The ids outside which some factor is zero, so that the other experts need not run."""
         quiet = bool(self.b.act.name) and not any((*self.b.up_bias, self.b.down_bias))
         for f in (*self.b.factors, *(self.b.scales if quiet else ())):
-            if not isinstance(f, Ref) or len(f.index) != 2:
+            if not isinstance(f, Ref):
                 continue
-            index = tuple(i for i, s in zip(f.index, shape(f.node)) if not same(s, 1))
+            index = tuple(
+                p
+                for i, s in zip(f.index, shape(f.node))
+                if not same(s, 1)
+                for p in (i.parts if isinstance(i, Mix) else (i,))
+            )
             if index == (*self.m.tokens, E):
                 found = support(f.node)
                 if found is not None:

@@ -43,3 +43,26 @@ class SortedChoices(StackedStyle):
             token, slot = (ids.int() == e).nonzero(as_tuple=True)
             out[token] += weights[token, slot].unsqueeze(1) * self.expert(e, x[token])
         return out
+
+
+# --- routers ---
+
+
+@style("where loop, finite routing asserted with a message (pytorch-mixtures)")
+class AssertedRouting(IncrementLoop):
+    def route(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        ids, weights = super().route(x)
+        for name, t in (("x", x), ("weights", weights)):
+            assert torch.isfinite(t).all(), f"{name} must be finite"
+        return ids, weights
+
+
+@style("first choice of two, rows overwritten (OmegaViT)")
+class FirstChoice(ListStyle):
+    def experts_of(self, x: Tensor, ids: Tensor, weights: Tensor) -> Tensor:
+        out = torch.zeros_like(x)
+        for e, expert in enumerate(self.list):
+            mask = ids[:, 0] == e
+            if mask.any():
+                out[mask] = expert(x[mask]) * weights[mask, 0].unsqueeze(-1)
+        return out

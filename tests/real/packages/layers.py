@@ -42,14 +42,14 @@ def mh_moe():
     return SparseMoE(H, 4, 2)
 
 
-@GROUP.case("latent-moe", "LatentMoE, loop")
+@GROUP.case("latent-moe", "LatentMoE, loop", but="shared|router")
 def latent_loop():
     from latent_moe.main import LatentMoE, LatentMoEConfig
 
     return LatentMoE(LatentMoEConfig(d=H, m=96, n_experts=4, top_k=1, alpha=2, impl="loop"))
 
 
-@GROUP.case("latent-moe", "LatentMoE, grouped")
+@GROUP.case("latent-moe", "LatentMoE, grouped", but="shared|router")
 def latent_grouped():
     from latent_moe.main import LatentMoE, LatentMoEConfig
 

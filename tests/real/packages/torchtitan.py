@@ -21,7 +21,8 @@ def qwen3():
 
     rope = CosSinRoPE.Config(dim=16, max_seq_len=64, theta=1e4)
     return moe(_build_qwen3_moe_layers(
-        **BLOCK, rope=rope, fuse_qkv=True, n_kv_heads=2, head_dim=16, moe_hidden_dim=96, num_experts=8, top_k=2,
+        **BLOCK, rope=rope, fuse_qkv=True, n_kv_heads=2, head_dim=16, moe_hidden_dim=96, num_experts=8,
+        top_k=2,
     ))  # fmt: skip
 
 
