@@ -3,6 +3,7 @@
 # make test-more  tests it in further forms and combinations, which are marked `more` (pyproject.toml)
 # make test-all   both at once
 # make test-real  runs other people's Mixture-of-Experts packages, which it installs from PyPI into a cache
+# make test-archs  compiles Triton's kernels for seven architectures of GPUs; what a kernel needs must be there
 # make test-hopper  some of the Hopper kernels' tests, others each time, on an emulated GPU (with a CUDA toolkit)
 # make lint       ruff, clang-format, mypy
 # make wheel      builds a wheel and tries it in a new virtual environment
@@ -17,16 +18,17 @@ BIN := $(VENV)/bin
 PIP := $(BIN)/python -m pip --disable-pip-version-check
 SOURCES := $(shell find csrc -type f) setup.py pyproject.toml
 
-.PHONY: demo test test-more test-all test-real test-hopper lint wheel bench clean
+.PHONY: demo test test-more test-all test-real test-archs test-hopper lint wheel bench clean
 .DELETE_ON_ERROR:
 
 demo: $(VENV)/built
 	$(BIN)/python examples/demo.py
 
-test: TESTS = -m "not more and not real"
-test-more: TESTS = -m "more and not real"
-test-all: TESTS = -m "not real"
-test test-more test-all: $(VENV)/built
+test: TESTS = -m "not more and not real and not archs"
+test-more: TESTS = -m "more and not real and not archs"
+test-archs: TESTS = -m archs tests/test_architectures.py
+test-all: TESTS = -m "not real and not archs"
+test test-more test-archs test-all: $(VENV)/built
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -q -n auto --dist worksteal $(TESTS)
 
 test-real: $(VENV)/built

@@ -163,9 +163,10 @@ def bench_model(m: Model, format: str, token_counts, bandwidth: float, rate: flo
             moved = hit * n * k * bytes_per_weight + 2 * rows * (n + k)
             floor = max(moved / bandwidth, 2 * rows * n * k / rate) * 1e6
             wide_us = median_us([partial(torch._grouped_mm, a, wide, offs=o) for o in offs])
+            device = tiles.device_of(a.device)
             for tile in tiles.CANDIDATES if sweep else (None,):
                 tiles.force(tile)
-                chosen = tiles.choose(rows, m.experts, n, k, 1)
+                chosen = tiles.preferred(rows, m.experts, tiles.Problem(n, k), device)
                 error = check_grouped(a, weight, offs[0], format)
                 call = partial(torch.ops.fp4.grouped_mm, a, *weight, format=format)
                 us = median_us([partial(call, offs=o) for o in offs])

@@ -32,4 +32,6 @@ def load() -> None:
     from .meta import fakes, gradients  # noqa: F401  registers the fake kernels, and that gradients do not exist
 
     if importlib.util.find_spec("triton") is not None:
-        from .triton import register  # noqa: F401  registers the CUDA kernels
+        from . import cuda
+
+        cuda.register()

@@ -1,10 +1,27 @@
-"""The Triton kernels on a GPU against float64 over the exactly dequantised weights, on odd shapes."""
+"""The Triton kernels on a GPU against float64 over the exactly dequantised weights, on odd shapes.
+
+Also with the tiles of GPUs that have less shared memory (`-k "99 KB"`, `-k "163 KB"`), and with the code that
+they get: `-k sm_86` and `-k sm_80` compile mma.sync and cp.async instead of wgmma, for this GPU's assembler.
+"""
+
+from dataclasses import replace
 
 import pytest
 import torch
 
 import fp4_ops  # noqa: F401
-from fp4_ops.triton import ops, tiles
+
+triton = pytest.importorskip("triton")
+
+from fp4_ops.triton import (  # noqa: E402
+    activations,
+    gemm,
+    launch,
+    ops,
+    quantize,
+    routing,
+    tiles,
+)  # fmt: skip
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")]
 
@@ -21,6 +38,46 @@ def seeded():
     torch.manual_seed(seed)
     yield
     tiles.force(None)
+
+
+def forget_compiled() -> None:
+    """Kernels are kept by their arguments, not by the architecture that they were compiled for."""
+    for module in (activations, gemm, quantize, routing):
+        for function in vars(module).values():
+            if isinstance(function, triton.runtime.JITFunction):
+                function.device_caches.clear()
+
+
+LIKE = {"this GPU": None, "99 KB": None, "163 KB": None, "sm_86": (8, 6), "sm_80": (8, 0)}
+MEMORY = {
+    "sm_86": tiles.SHARED_MEMORY["99 KB"],
+    "sm_80": tiles.SHARED_MEMORY["163 KB"],
+    **tiles.SHARED_MEMORY,
+}
+
+
+@pytest.fixture(params=LIKE)
+def like(request):
+    """As if on a GPU of less memory, or of another architecture."""
+    which, this = request.param, tiles.device_of(torch.device("cuda"))
+    if which == "this GPU":
+        yield this
+        return
+    if MEMORY[which] > this.shared_memory:
+        pytest.skip("this GPU has less")
+    capability = LIKE[which] or this.capability
+    pretended = replace(this, name=which, capability=capability, shared_memory=MEMORY[which])
+    tiles.pretend(pretended)
+    if LIKE[which]:
+        triton.knobs.runtime.override_arch = which.replace("_", "")
+        forget_compiled()
+    yield pretended
+    tiles.pretend(None)
+    if LIKE[which]:
+        triton.knobs.runtime.override_arch = None
+        forget_compiled()
+    used = [tile for device, _, tile in launch._fits if device == pretended]
+    assert used, "the choice did not ask"
 
 
 def weight(g, n, k, format):
@@ -45,7 +102,7 @@ def error(out, ref) -> float:
 @pytest.mark.parametrize("format", ["nvfp4", "mxfp4"])
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("shape", SHAPES)
-def test_indexed_and_grouped(shape, dtype, format):
+def test_indexed_and_grouped(shape, dtype, format, like):
     g, n, k = shape
     w, d = weight(g, n, k, format)
     for m in (1, 45, 200):
@@ -66,15 +123,60 @@ def test_indexed_and_grouped(shape, dtype, format):
 
 @pytest.mark.parametrize("format", ["nvfp4", "mxfp4"])
 @pytest.mark.parametrize("tile", tiles.CANDIDATES, ids=str)
-def test_every_tile(tile, format):
+def test_every_tile(tile, format, like):
+    if not tiles.usable(tile, tiles.Problem(200, 768), like):
+        pytest.skip("not for this architecture")
     tiles.force(tile)
-    g, n, k, m = 3, 200, 544, 301
+    g, n, k, m = 3, 200, 800, 301
     w, d = weight(g, n, k, format)
     a = torch.randn(m, k, device="cuda", dtype=torch.bfloat16)
     ids = torch.randint(0, g, (m,), device="cuda")
     bias = torch.zeros(g, n, device="cuda")
-    out = torch.ops.fp4.indexed_mm(a, *w, ids, format=format, out_dtype=torch.float32)
+    try:
+        out = torch.ops.fp4.indexed_mm(a, *w, ids, format=format, out_dtype=torch.float32)
+    except RuntimeError as refused:
+        assert "no tile of the product kernel" in str(refused)
+        pytest.skip("does not fit")
     assert error(out, reference(a, d, ids.tolist(), bias)) < 3e-6
+
+
+@pytest.mark.parametrize("format", ["nvfp4", "mxfp4", "int4", "int4_g32"])
+@pytest.mark.parametrize("kind", ["bfloat16", "float16", "float32", "fp8"])
+def test_prefill_of_wide_weights(kind, format, like):
+    """Enough weight rows and tokens for the largest tiles; also columns' groups, masked rows, one matrix."""
+    g, n, k, m = 2, 4096, 512, 700
+    w, d = weight(g, n, k, format)
+    if kind == "fp8":
+        a, scale = torch.ops.fp4.quantize_fp8(torch.randn(m, k, device="cuda"))
+        exact = a.double() * scale.double()[:, None]
+    else:
+        a, scale = torch.randn(m, k, device="cuda").to(getattr(torch, kind)), None
+        exact = a.double()
+    options = {"format": format, "out_dtype": torch.float32}
+    offs = torch.tensor([250, 640], device="cuda", dtype=torch.int32)
+    of_row = [0] * 250 + [1] * 390 + [-1] * 60
+    want = reference(exact, d, of_row, torch.zeros(g, n, device="cuda"))
+    assert error(torch.ops.fp4.grouped_mm(a, *w, offs, scale, **options), want) < 3e-6
+    halves = a.view(2, m // 2, k), None if scale is None else scale.view(2, m // 2)
+    counts = torch.tensor([m // 2, 200], device="cuda", dtype=torch.int32)
+    out = torch.ops.fp4.grouped_mm_masked(halves[0], *w, counts, halves[1], **options)
+    assert error(out[0], exact[: m // 2] @ d[0].T) < 3e-6
+    assert error(out[1, :200], exact[m // 2 : m // 2 + 200] @ d[1].T) < 3e-6 and not out[1, 200:].any()
+    one = [None if t is None else t[0] for t in w]
+    assert error(torch.ops.fp4.mm(a, *one, scale, **options), exact @ d[0].T) < 3e-6
+    ends = torch.tensor([128, 384], device="cuda", dtype=torch.int32)
+    out = torch.ops.fp4.grouped_mm_k(a, *one, ends, scale, **options)
+    assert error(out[0], exact[:, :128] @ d[0, :, :128].T) < 3e-6
+    assert error(out[1], exact[:, 128:384] @ d[0, :, 128:384].T) < 3e-6
+
+
+@pytest.mark.parametrize("dtype", [*DTYPES, torch.float8_e4m3fn, torch.int64])
+def test_rows_of_any_dtype_are_copied(dtype):
+    rows, offs = torch.randn(7, 40, device="cuda").to(dtype), torch.tensor([3, 7], device="cuda").int()
+    masked, counts = torch.ops.fp4.to_masked(rows, offs, 5)
+    assert masked.dtype == dtype and torch.equal(masked[0, :3].view(torch.uint8), rows[:3].view(torch.uint8))
+    back, _ = torch.ops.fp4.from_masked(masked, counts, 7)
+    assert torch.equal(back.view(torch.uint8), rows.view(torch.uint8))
 
 
 @pytest.mark.parametrize("format", ["nvfp4", "mxfp4"])
@@ -92,7 +194,7 @@ def test_sorting_by_count_gives_the_same_rows(format, m, monkeypatch):
 @pytest.mark.parametrize("activation", ["silu", "gelu", "gelu_tanh", "swigluoai"])
 @pytest.mark.parametrize("format", ["nvfp4", "mxfp4"])
 @pytest.mark.parametrize("dtype", DTYPES)
-def test_moe(dtype, format, activation):
+def test_moe(dtype, format, activation, like):
     g, hidden, inter, top_k = 6, 144, 72, 3
     w13, d13 = weight(g, 2 * inter, hidden, format)
     w2, d2 = weight(g, hidden, inter, format)

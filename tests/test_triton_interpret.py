@@ -1,5 +1,6 @@
 """The Triton kernels without a GPU: indexing, masks and offsets in Triton's interpreter, in float32 (its
-bfloat16 dot is not to be trusted), and what they compile to for Hopper and Blackwell."""
+bfloat16 dot is not to be trusted), and what they compile to for Hopper.
+What they need on each GPU: tests/test_architectures.py."""
 
 from __future__ import annotations
 
@@ -316,36 +317,19 @@ def test_rows_to_masked_and_back():
 
 def compiled(capability: int, tile, *, kind: str, gated: bool, a_factor: bool = False, mode="mapped"):
     """gemm_kernel for a GPU that need not be there."""
-    import triton.language as tl
-    from triton.backends.compiler import GPUTarget
-    from triton.compiler import ASTSource
+    from triton_targets import gpu
 
-    from fp4_ops.triton.gemm import gemm_kernel
+    from fp4_ops.triton import launch
 
-    pointers = {
-        "a_ptr": "*bf16", "b_ptr": "*u8", "s_ptr": "*bf16" if kind == "int4" else "*u8",
-        "gs_ptr": "*fp32", "bias_ptr": "*bf16",
-        "af_ptr": "*fp32", "out_ptr": "*bf16", "tiles_ptr": "*i32", "rows_ptr": "*i32",
-    }  # fmt: skip
-    numbers = dict.fromkeys(("a_rows", "out_rows", "n", "n_blocks", "m", "m_tiles"), "i32")
-    constants = dict(
-        MODE=mode, HAS_ROWS=mode == "mapped", A_DIV=8,
-        KIND=kind, BLOCK={"nvfp4": 16, "mxfp4": 32, "int4": 128}[kind],
-        K=2048, KP=2048,
-        TERMS=1, HAS_BIAS=True, HAS_A_FACTOR=a_factor, GATED=gated, INTERLEAVED=False, ACT="silu",
-        ALPHA=1.0, LIMIT=None, UP_OFFSET=0.0, OUT_KP=768, OUT_CHUNK=tile.block_k,
-        OUT_TERMS=1, SPLIT_K=1, BLOCK_N=tile.block_n, BLOCK_M=tile.block_m, BLOCK_K=tile.block_k,
-        STAGES=tile.stages, BYTES=False, ASM=True, COMPUTE=tl.bfloat16,
+    bf16, f32 = torch.bfloat16, torch.float32
+    out = f32 if mode == "k" else bf16
+    spec = launch.Spec(
+        mode, mode == "mapped", 8, kind, {"nvfp4": 16, "mxfp4": 32, "int4": 128}[kind], 1536, 2048, 1,
+        bf16 if kind == "int4" else torch.uint8, kind == "nvfp4", bf16, a_factor, out,
+        "silu" if gated else None, 768, tile.block_k, 1, False, True,
     )  # fmt: skip
-    names = gemm_kernel.arg_names
-    signature = {**pointers, **numbers, "one": "fp32"}
-    source = ASTSource(
-        fn=gemm_kernel,
-        signature={name: signature.get(name, "constexpr") for name in names},
-        constexprs={(names.index(name),): value for name, value in constants.items()},
-        attrs={(names.index(name),): [["tt.divisibility", 16]] for name in (*pointers, "n")},
-    )
-    return triton.compile(source, target=GPUTarget("cuda", capability, 32), options={"num_warps": tile.warps})
+    with gpu(capability):
+        return launch.compiled(spec, tile)
 
 
 def read_too_early(sass: str) -> list[str]:
@@ -373,10 +357,20 @@ def nvidia_tool(name: str) -> Path:
     return Path(triton.__file__).parent / "backends" / "nvidia" / "bin" / name
 
 
+def hopper_tiles():
+    """With as many stages as they have there."""
+    from fp4_ops.triton import tiles
+
+    found = [t for t in tiles.SHAPES if tiles.usable(t, tiles.Problem(1536, 2048), tiles.HOPPER)]
+    assert len(found) == TILES, "keep the number below in step"
+    return found
+
+
 # A gate or a factor comes on top of "plain"; of that and of mxfp4 another third of the tiles each run.
-DRAWN = range(SEED % 3, 9, 3)
-EPILOGUES = [(i, "nvfp4", ("gated", "a_factor")[i % 2]) for i in range(9)]
-EPILOGUES += [more(i, "nvfp4", ("a_factor", "gated")[i % 2]) for i in range(9)]
+TILES = 10
+DRAWN = range(SEED % 3, TILES, 3)
+EPILOGUES = [(i, "nvfp4", ("gated", "a_factor")[i % 2]) for i in range(TILES)]
+EPILOGUES += [more(i, "nvfp4", ("a_factor", "gated")[i % 2]) for i in range(TILES)]
 EPILOGUES += [(DRAWN[0], "mxfp4", "a_factor"), *(more(i, "mxfp4", "a_factor") for i in DRAWN[1:])]
 EPILOGUES += [more(i, "nvfp4", "plain") for i in DRAWN]
 
@@ -386,11 +380,8 @@ EPILOGUES += [more(i, "nvfp4", "plain") for i in DRAWN]
 @pytest.mark.parametrize("index, kind, epilogue", EPILOGUES)
 def test_hopper_code(index, kind, epilogue, tmp_path):
     """Weights reach wgmma from registers, loads are 16 bytes and asynchronous, nothing spills."""
-    from fp4_ops.triton.tiles import CANDIDATES
-
-    assert len(CANDIDATES) == 9, "keep the range above in step"
     gated, a_factor = epilogue == "gated", epilogue == "a_factor"
-    kernel = compiled(90, CANDIDATES[index], kind=kind, gated=gated, a_factor=a_factor)
+    kernel = compiled(90, hopper_tiles()[index], kind=kind, gated=gated, a_factor=a_factor)
     ptx = kernel.asm["ptx"]
     instructions = re.findall(r"wgmma\.mma_async[^;]*;", ptx)
     assert instructions, "no wgmma"
@@ -418,9 +409,7 @@ def test_hopper_code(index, kind, epilogue, tmp_path):
 )
 def test_hopper_code_that_scales_sums(index, kind, mode, tmp_path):
     """Groups of columns, and int4."""
-    from fp4_ops.triton.tiles import CANDIDATES
-
-    kernel = compiled(90, CANDIDATES[index], kind=kind, gated=False, mode=mode)
+    kernel = compiled(90, hopper_tiles()[index], kind=kind, gated=False, mode=mode)
     assert "wgmma.mma_async" in kernel.asm["ptx"]
     cubin = tmp_path / "kernel.cubin"
     cubin.write_bytes(kernel.asm["cubin"])
@@ -428,12 +417,3 @@ def test_hopper_code_that_scales_sums(index, kind, mode, tmp_path):
         [nvidia_tool("nvdisasm"), "-c", "-ndf", cubin], capture_output=True, text=True, check=True
     )
     assert not read_too_early(sass.stdout), "accumulators are read while wgmma still writes them"
-
-
-@pytest.mark.skipif(ON_CPU, reason="needs the compiler")
-@pytest.mark.skipif(not nvidia_tool("ptxas").exists(), reason="this Triton has no ptxas")
-@pytest.mark.parametrize("capability, instruction", [(80, r"mma\.sync"), (100, r"tcgen05\.mma|mma\.sync")])
-def test_other_gpus_compile(capability, instruction):
-    from fp4_ops.triton.tiles import CANDIDATES
-
-    assert re.search(instruction, compiled(capability, CANDIDATES[1], kind="nvfp4", gated=True).asm["ptx"])

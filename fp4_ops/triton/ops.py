@@ -1,25 +1,22 @@
 """The operators over the Triton kernels: allocate, launch, return. Nothing here reads device memory.
 
 Every product is: one launch that permutes the activations and maps tiles to experts, then `gemm_kernel`.
+Which tile both are for, `launch.choose` says before.
 """
 
 from __future__ import annotations
 
-import os
-from dataclasses import replace
 from typing import NamedTuple
 
 import torch
 import triton
-import triton.language as tl
 
 from ..meta import checks
-from ..meta.formats import ACTIVATIONS, Format
+from ..meta.formats import Format
 from ..meta.layouts import LAYOUTS, Layout
-from . import gemm, quantize, routing, tiles
-from .tiles import Tile
-
-INTERPRET = os.environ.get("TRITON_INTERPRET") == "1"
+from . import launch, quantize, routing
+from .launch import Spec, TryNext
+from .tiles import Device, Tile, device_of
 
 # Rows up to which one launch sorts by comparing all pairs; above, ids are counted first.
 SORT_BY_COMPARISON = 8192
@@ -51,11 +48,12 @@ class Activations(NamedTuple):
     terms: int
 
 
-class Gate(NamedTuple):
-    """The gated epilogue: which activation, and its output, in plane order for the next product."""
+class Hidden(NamedTuple):
+    """The rows that a gated product writes, in plane order for the next one."""
 
-    activation: str
-    h: Activations
+    kp: int
+    chunk: int
+    terms: int
 
 
 def _pow2(n: int) -> int:
@@ -124,31 +122,17 @@ def weight(b, b_scale, b_global_scale, bias, w: checks.Weight, fmt: Format) -> W
     )
 
 
-def _use_asm(device: torch.device) -> bool:
-    return not INTERPRET and torch.version.hip is None and torch.cuda.get_device_capability(device) >= (8, 0)
-
-
-def _compute(asm: bool) -> tuple[torch.dtype, tl.dtype]:
-    return (torch.bfloat16, tl.bfloat16) if asm else (torch.float32, tl.float32)
-
-
-def _terms(dtype: torch.dtype, asm: bool) -> int:
+def _terms(dtype: torch.dtype, device: Device) -> int:
     """How many bfloat16 terms hold a value of this dtype exactly."""
-    return {torch.bfloat16: 1, torch.float16: 2, torch.float32: 3}[dtype] if asm else 1
+    return {torch.bfloat16: 1, torch.float16: 2, torch.float32: 3}[dtype] if launch.uses_asm(device) else 1
 
 
-def _tile(rows: int, w: Weight, terms: int) -> Tile:
-    """The tile for `rows` rows; of int4 within one block of scales."""
-    tile = tiles.choose(rows, w.groups, w.n, w.k, terms)
-    return tile if w.fmt.element == "e2m1" else replace(tile, block_k=min(tile.block_k, w.fmt.block))
-
-
-def _permuted(rows: int, k: int, chunk: int, dtype: torch.dtype, device: torch.device) -> Activations:
+def _permuted(rows: int, k: int, chunk: int, dtype: torch.dtype, place: torch.device) -> Activations:
     """An empty buffer for `rows` rows of k values in plane order."""
-    asm = _use_asm(device)
-    terms = _terms(dtype, asm)
+    device = device_of(place)
+    terms = _terms(dtype, device)
     kp = triton.cdiv(k, chunk) * chunk
-    data = torch.empty((terms, rows, kp), dtype=_compute(asm)[0], device=device)
+    data = torch.empty((terms, rows, kp), dtype=launch.compute(launch.uses_asm(device))[0], device=place)
     return Activations(data, rows, kp, chunk, terms)
 
 
@@ -235,33 +219,61 @@ def prepare_indexed(
     return Route("mapped", tile_map, sorted_rows, bound, m)
 
 
+# The mode of the routes that each makes, and whether they sort rows.
+MODES = {
+    prepare_dense: ("dense", False),
+    prepare_masked: ("masked", False),
+    prepare_columns: ("k", False),
+    prepare_grouped: ("mapped", False),
+    prepare_indexed: ("mapped", True),
+}
+
+
+def spec_of(
+    prepare, w: Weight, terms: int, out: torch.dtype, device: Device, *,
+    a_div: int = 1, a_factor: bool = False, gate: str | None = None, h: Hidden | None = None,
+) -> Spec:  # fmt: skip
+    """What the kernel of a product is compiled for. h: the output of a gated one."""
+    mode, has_rows = MODES[prepare]
+    return Spec(
+        mode, has_rows, a_div, _kind(w.fmt), w.fmt.block, w.n, w.k, terms, w.scale.dtype,
+        w.global_scale is not None, None if w.bias is None else w.bias.dtype, a_factor, out,
+        gate, h.kp if h else 0, h.chunk if h else 8, h.terms if h else 1,
+        # int32 loads of whole words need rows that start at a word.
+        bytes=w.k % 8 != 0 or w.codes.data_ptr() % 4 != 0, asm=launch.uses_asm(device),
+    )  # fmt: skip
+
+
 def product(
-    a: Activations, w: Weight, route: Route, out: torch.Tensor, out_rows: int, tile: Tile, *,
-    a_div: int = 1, split_k: int = 1, gate: Gate | None = None, a_factor: torch.Tensor | None = None,
+    a: Activations, w: Weight, route: Route, out: torch.Tensor, out_rows: int, tile: Tile, spec: Spec,
+    a_factor: torch.Tensor | None = None,
 ) -> None:  # fmt: skip
     """Launches the kernel into `out`. Row r of the output reads row r // a_div of a."""
     assert tile.block_k == a.chunk, "the activations were permuted for another tile"
-    act = ACTIVATIONS[gate.activation] if gate is not None else ACTIVATIONS["silu"]
     # Columns of a gated output up to its padded width are written too, as zeros: the next product reads them.
-    columns = 2 * gate.h.kp if gate is not None else w.n
+    columns = 2 * spec.out_kp if spec.gate is not None else w.n
     n_blocks = triton.cdiv(columns, tile.block_n)
-    count = route.tiles * route.groups
-    asm = _use_asm(a.data.device)
-    gemm.gemm_kernel[(count * n_blocks, split_k)](
-        a.data, w.codes, w.scale, w.global_scale, w.bias if split_k == 1 else None, a_factor, out,
+    launch.launch(
+        spec, tile, device_of(a.data.device), (route.tiles * route.groups * n_blocks, 1),
+        a.data, w.codes, w.scale, w.global_scale, w.bias, a_factor, out,
         route.map, route.sorted_rows, a.rows, out_rows, w.n, n_blocks, route.m, route.tiles, 1.0,
-        MODE=route.mode, HAS_ROWS=route.sorted_rows is not None, A_DIV=a_div,
-        KIND=_kind(w.fmt), BLOCK=w.fmt.block, K=w.k, KP=a.kp, TERMS=a.terms,
-        HAS_BIAS=w.bias is not None and split_k == 1, HAS_A_FACTOR=a_factor is not None,
-        GATED=gate is not None, INTERLEAVED=act.interleaved, ACT=act.function, ALPHA=act.alpha,
-        LIMIT=act.limit, UP_OFFSET=act.up_offset,
-        OUT_KP=gate.h.kp if gate else 0, OUT_CHUNK=gate.h.chunk if gate else 8,
-        OUT_TERMS=gate.h.terms if gate else 1,
-        SPLIT_K=split_k, BLOCK_N=tile.block_n, BLOCK_M=tile.block_m, BLOCK_K=tile.block_k, STAGES=tile.stages,
-        # int32 loads of whole words need rows that start at a word.
-        BYTES=w.k % 8 != 0 or w.codes.data_ptr() % 4 != 0, ASM=asm, COMPUTE=_compute(asm)[1],
-        num_warps=tile.warps,
     )  # fmt: skip
+
+
+def _run(
+    prepare, x, rows: int, w: Weight, out: torch.Tensor, out_rows: int, a_factor, *args, **kwargs
+) -> None:
+    """Chooses a tile, prepares, multiplies into `out`; again with the next tile if a launch fails."""
+    device = device_of(x.device)
+    terms = _terms(x.dtype, device)
+    spec = spec_of(prepare, w, terms, out.dtype, device, a_factor=a_factor is not None)
+    while True:
+        (tile,) = launch.choose(rows, w.groups, [lambda: spec], device)
+        a = _permuted(rows, w.k, tile.block_k, x.dtype, x.device)
+        try:
+            return product(a, w, prepare(x, a, *args, tile, **kwargs), out, out_rows, tile, spec, a_factor)
+        except TryNext:
+            continue
 
 
 def run_product(
@@ -270,12 +282,8 @@ def run_product(
 ):  # fmt: skip
     """Prepare, multiply: out [rows, w.n], every row written. `a_factor` float32: one for each row of x."""
     out = torch.empty((rows, w.n), dtype=out_dtype, device=x.device)
-    if out.numel() == 0:
-        return out
-    terms = _terms(x.dtype, _use_asm(x.device))
-    tile = _tile(rows, w, terms)
-    a = _permuted(rows, w.k, tile.block_k, x.dtype, x.device)
-    product(a, w, prepare(x, a, *args, tile, **kwargs), out, rows, tile, a_factor=a_factor)
+    if out.numel():
+        _run(prepare, x, rows, w, out, rows, a_factor, *args, **kwargs)
     return out
 
 
@@ -283,42 +291,57 @@ def grouped_mm_k(x, w: Weight, offs: torch.Tensor, out_dtype: torch.dtype, a_fac
     """out[g] = x[:, offs[g-1]:offs[g]] @ w[:, offs[g-1]:offs[g]].T: [G, M, N]."""
     m, groups = x.shape[0], offs.shape[0]
     out = torch.zeros((groups, m, w.n), dtype=out_dtype, device=x.device)
-    if out.numel() == 0 or w.k == 0:
-        return out
-    ends = offs.clamp(0, w.k).cummax(0).values
-    terms = _terms(x.dtype, _use_asm(x.device))
-    tile = _tile(m, w._replace(groups=1), terms)
-    a = _permuted(m, w.k, tile.block_k, x.dtype, x.device)
-    product(a, w, prepare_columns(x, a, ends, tile), out, m, tile, a_factor=a_factor)
+    if out.numel() and w.k:
+        ends = offs.clamp(0, w.k).cummax(0).values
+        _run(prepare_columns, x, m, w._replace(groups=1), out, m, a_factor, ends)
     return out
 
 
 def moe(x, topk_ids, topk_weights, up: Weight, down: Weight, activation: str, out_dtype: torch.dtype):
     """Four launches: route and permute, gate/up with its activation, down, combine."""
     tokens, top_k = topk_ids.shape
-    rows = tokens * top_k
     out = torch.empty((tokens, down.n), dtype=out_dtype, device=x.device)
     if out.numel() == 0:
         return out
-    if rows == 0 or up.groups == 0 or down.k == 0:
+    if top_k == 0 or up.groups == 0 or down.k == 0:
         return out.zero_()
-    asm = _use_asm(x.device)
-    terms = _terms(x.dtype, asm)
-    up_tile = _tile(rows, up, terms)
-    down_tile = _tile(rows, down, _terms(out_dtype, asm))
-    # One tile map serves both products, so they agree on the tokens of a tile.
-    if down_tile.block_m != up_tile.block_m:
-        down_tile = up_tile
-    a = _permuted(tokens, up.k, up_tile.block_k, x.dtype, x.device)
     topk_ids = topk_ids.contiguous()
-    route = prepare_indexed(x, a, topk_ids, up.groups, up_tile, tail=False)
+    while True:
+        try:
+            y = _experts(x, topk_ids, up, down._replace(bias=None), activation, out_dtype)
+        except TryNext:
+            continue
+        combine(y, topk_ids, topk_weights, down, out)
+        return out
+
+
+def _experts(x, topk_ids, up: Weight, down: Weight, activation: str, out_dtype: torch.dtype) -> torch.Tensor:
+    """What each expert makes of each of its tokens, float32 [tokens * top_k, H], before bias and weight."""
+    top_k = topk_ids.shape[1]
+    rows = topk_ids.numel()
+    device = device_of(x.device)
+    terms = _terms(x.dtype, device)
     # The hidden state is as exact as the output.
+    h_terms = _terms(out_dtype, device)
+    down_spec = spec_of(prepare_indexed, down, h_terms, torch.float32, device)
+    dtype = launch.compute(launch.uses_asm(device))[0]
+
+    def up_spec(down_tile: Tile) -> Spec:
+        # Written in the order that the second product's tile reads.
+        kp = triton.cdiv(down.k, down_tile.block_k) * down_tile.block_k
+        return spec_of(
+            prepare_indexed, up, terms, dtype, device, a_div=top_k, gate=activation,
+            h=Hidden(kp, down_tile.block_k, h_terms),
+        )  # fmt: skip
+
+    down_tile, up_tile = launch.choose(rows, up.groups, [lambda: down_spec, up_spec], device)
+    a = _permuted(x.shape[0], up.k, up_tile.block_k, x.dtype, x.device)
+    route = prepare_indexed(x, a, topk_ids, up.groups, up_tile, tail=False)
     h = _permuted(rows, down.k, down_tile.block_k, out_dtype, x.device)
-    product(a, up, route, h.data, rows, up_tile, a_div=top_k, gate=Gate(activation, h))
+    product(a, up, route, h.data, rows, up_tile, up_spec(down_tile))
     y = torch.empty((rows, down.n), dtype=torch.float32, device=x.device)
-    product(h, down._replace(bias=None), route, y, rows, down_tile)
-    combine(y, topk_ids, topk_weights, down, out)
-    return out
+    product(h, down, route, y, rows, down_tile, down_spec)
+    return y
 
 
 def combine(y: torch.Tensor, topk_ids: torch.Tensor, topk_weights: torch.Tensor, down: Weight, out):
@@ -410,12 +433,17 @@ def quantize_fp8(x: torch.Tensor, layout: Layout = LAYOUTS["plain"]):
     return codes.view(torch.float8_e4m3fn), scale
 
 
+_BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+
+
 def copy_groups(src: torch.Tensor, ends: torch.Tensor, m: int, max_m: int, *, to_masked: bool):
     """to_masked: [m, W] -> [G, max_m, W]; else back. Returns the rows and the clamped counts or offsets."""
     src, ends = src.contiguous(), ends.contiguous()
     groups, width = ends.shape[0], src.shape[-1]
     shape = (groups, max_m, width) if to_masked else (m, width)
     out = torch.empty(shape, dtype=src.dtype, device=src.device)
+    # As bits: GPUs before sm_89 have no float8, and no kernel needs to know what a row holds.
+    bits = _BITS[src.dtype.itemsize]
     clamped = torch.empty_like(ends)
     # Program 0 also writes `clamped`, so there is one even when there is no row to write.
     rows = max(1, groups * max_m if to_masked else m)
@@ -428,7 +456,7 @@ def copy_groups(src: torch.Tensor, ends: torch.Tensor, m: int, max_m: int, *, to
             return out, count
         return out, count.cumsum(0).clamp(max=m).to(ends.dtype)
     routing.copy_groups[(rows,)](
-        src, out, ends, clamped, m, max_m, width, G=groups, GP=_pow2(groups), TO_MASKED=to_masked,
-        BLOCK=min(1024, _pow2(width)),
+        src.view(bits), out.view(bits), ends, clamped, m, max_m, width,
+        G=groups, GP=_pow2(groups), TO_MASKED=to_masked, BLOCK=min(1024, _pow2(width)),
     )  # fmt: skip
     return out, clamped

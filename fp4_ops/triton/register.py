@@ -1,4 +1,6 @@
-"""Registers the CUDA kernels of every operator in csrc/schema.cpp: Triton's, and Hopper's for their layouts.
+"""What every operator of csrc/schema.cpp does on CUDA: Triton's kernels, and Hopper's for their layouts.
+
+Functions have their operators' names; `fp4_ops/cuda.py` registers them.
 
 Arguments are checked by meta/checks.py, as the fakes do. What only the data could show (bad offsets or
 ids) is clamped on the device.
@@ -9,11 +11,9 @@ from __future__ import annotations
 from functools import partial
 
 import torch
-from torch.library import Library
 
 from ..meta import checks
 from ..meta.formats import FORMATS
-from ..meta.layouts import prefer
 from ..sm90 import int4
 from ..sm90 import library as sm90_library
 from ..sm90 import ops as sm90
@@ -21,24 +21,7 @@ from ..sm90 import rows as sm90_rows
 from . import ops
 from .activations import moe_quantized, rows_of
 
-LIBRARY = Library("fp4", "IMPL")
 SM90, SM90_BF16, SM90_INT4 = "sm90", "sm90_bf16", "sm90_int4"
-
-prefer(
-    "cuda",
-    lambda: (SM90_BF16, SM90, SM90_INT4) if sm90_library.available(torch.cuda.current_device()) else (),
-)
-
-
-def cuda_kernel(function):
-    """Registers a function under its own name, run on the device of its first argument."""
-
-    def on_device(first, *args, **kwargs):
-        with torch.cuda.device(first.device):
-            return function(first, *args, **kwargs)
-
-    LIBRARY.impl(function.__name__, on_device, "CUDA")
-    return function
 
 
 def hopper(product, a, b, b_scale, b_global_scale, bias, w, format, *route_and_dtype):
@@ -50,14 +33,12 @@ def hopper(product, a, b, b_scale, b_global_scale, bias, w, format, *route_and_d
     return product(values, scale, sm90.weight(b, b_scale, b_global_scale, bias, w, format), *route_and_dtype)
 
 
-@cuda_kernel
 def quantize(x, format, global_scale=None):
     fmt = checks.check_format(format)
     checks.check_quantize(x, global_scale, fmt)
     return ops.quantize_matrix(x, fmt, global_scale)
 
 
-@cuda_kernel
 def dequantize(packed, block_scale, global_scale, format, dtype, *, layout="plain"):
     fmt = checks.check_dequantize(packed, block_scale, global_scale, format, dtype, layout)
     if layout == SM90_INT4:
@@ -71,13 +52,11 @@ def dequantize(packed, block_scale, global_scale, format, dtype, *, layout="plai
     return ops.dequantize(packed, block_scale, global_scale, fmt, dtype)
 
 
-@cuda_kernel
 def quantize_int8(x):
     checks.check_quantize_int8(x)
     return ops.quantize_int8(x)
 
 
-@cuda_kernel
 def prepack(packed, block_scale, global_scale, format, layout):
     """`plain` is a copy; `tile16` is for CPUs; `sm90*` are made there if this GPU has no kernel for them."""
     fmt, _ = checks.check_prepack(packed, block_scale, global_scale, format, layout)
@@ -91,7 +70,6 @@ def prepack(packed, block_scale, global_scale, format, layout):
     return ops.copy_weight(packed, block_scale, global_scale)
 
 
-@cuda_kernel
 def unpack(packed, block_scale, global_scale, format, layout):
     """From any layout, by way of the CPU but for `sm90_int4`."""
     fmt, _ = checks.check_unpack(packed, block_scale, global_scale, format, layout)
@@ -102,7 +80,6 @@ def unpack(packed, block_scale, global_scale, format, layout):
     return ops.on_cpu(torch.ops.fp4.unpack, packed, block_scale, global_scale, format, layout)
 
 
-@cuda_kernel
 def quantize_fp8(x, *, layout="plain"):
     order = checks.check_quantize_fp8(x, layout)
     if layout == SM90 and sm90_library.available(x.device.index):
@@ -110,7 +87,6 @@ def quantize_fp8(x, *, layout="plain"):
     return ops.quantize_fp8(x, order)
 
 
-@cuda_kernel
 def mm(
     a, b, b_scale, b_global_scale, a_scale=None, bias=None, a_global_scale=None, *,
     format, layout="plain", a_format="", out_dtype=None,
@@ -129,7 +105,6 @@ def mm(
     return ops.run_product(ops.prepare_dense, x, a.shape[0], wt, dtype, a_factor=factor)
 
 
-@cuda_kernel
 def grouped_mm(
     a, b, b_scale, b_global_scale, offs, a_scale=None, bias=None, a_global_scale=None, *,
     format, layout="plain", a_format="", out_dtype=None,
@@ -150,7 +125,6 @@ def grouped_mm(
     return ops.run_product(ops.prepare_grouped, x, a.shape[0], wt, dtype, offs, a_factor=factor)
 
 
-@cuda_kernel
 def grouped_mm_masked(
     a, b, b_scale, b_global_scale, masked_m, a_scale=None, bias=None, a_global_scale=None, *,
     format, layout="plain", a_format="", out_dtype=None,
@@ -173,7 +147,6 @@ def grouped_mm_masked(
     return out.view(groups, max_m, w.n)
 
 
-@cuda_kernel
 def indexed_mm(
     a, b, b_scale, b_global_scale, expert_ids, a_scale=None, bias=None, a_global_scale=None, *,
     format, layout="plain", a_format="", out_dtype=None,
@@ -196,7 +169,6 @@ def indexed_mm(
     )
 
 
-@cuda_kernel
 def grouped_mm_k(
     a, b, b_scale, b_global_scale, offs, a_scale=None, a_global_scale=None, *,
     format, layout="plain", a_format="", out_dtype=None,
@@ -215,7 +187,6 @@ def grouped_mm_k(
     return ops.grouped_mm_k(x, wt, offs, checks.resolve_out_dtype(a, out_dtype), factor)
 
 
-@cuda_kernel
 def moe(
     x, topk_ids, topk_weights, w13, w13_scale, w13_global_scale, w2, w2_scale, w2_global_scale,
     w13_bias=None, w2_bias=None, *, format, layout="plain", activation="silu", a_format="none",
@@ -247,7 +218,6 @@ def moe(
     )  # fmt: skip
 
 
-@cuda_kernel
 def offs_to_m_indices(offs, m):
     checks.check_offsets("offs", offs)
     checks.check_count("m", m)
@@ -258,7 +228,6 @@ def offs_to_m_indices(offs, m):
     return torch.where(ids < offs.shape[0], ids, -1)
 
 
-@cuda_kernel
 def m_indices_to_offs(m_indices, num_groups):
     checks.check_offsets("m_indices", m_indices)
     checks.check_count("num_groups", num_groups)
@@ -268,7 +237,6 @@ def m_indices_to_offs(m_indices, num_groups):
     return torch.searchsorted(ids, groups, right=True, out_int32=True)
 
 
-@cuda_kernel
 def to_masked(a, offs, max_m):
     checks.check_dim("a", a, 2)
     checks.check_offsets("offs", offs, a)
@@ -276,7 +244,6 @@ def to_masked(a, offs, max_m):
     return ops.copy_groups(a, offs, a.shape[0], max_m, to_masked=True)
 
 
-@cuda_kernel
 def from_masked(a, masked_m, m):
     checks.check_dim("a", a, 3)
     checks.check_offsets("masked_m", masked_m, a)

@@ -1,12 +1,16 @@
-"""Tile shapes of the product kernel: an enumerated list, filtered by rules. Nothing is tuned at run time.
+"""Tile shapes of the product kernel: an enumerated list, ranked by rules. Nothing is tuned at run time.
 
-`python -m fp4_ops.triton.tiles` prints the list and what is chosen for well-known shapes.
+What a tile needs of a GPU only the compiled kernel knows; `launch.py` asks it and takes the first that fits.
+`python -m fp4_ops.triton.tiles` prints the list and what is preferred for well-known shapes.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import lru_cache
+from typing import NamedTuple
+
+import torch
 
 
 @dataclass(frozen=True)
@@ -24,8 +28,9 @@ class Tile:
 
 
 # Weights are read once for each tile of tokens, so decode wants the fewest tokens that hold an expert's rows;
-# prefill wants many, so that each expanded weight is used often. In order of preference.
-CANDIDATES = (
+# prefill wants many, so that each expanded weight is used often. In order of preference, each with the most
+# stages that pay: where these do not fit, it is tried with fewer.
+SHAPES = (
     Tile(128, 16, 256, 8, 3),
     Tile(128, 16, 128, 8, 4),
     Tile(64, 16, 256, 4, 4),
@@ -33,20 +38,85 @@ CANDIDATES = (
     Tile(128, 32, 128, 8, 4),
     Tile(256, 64, 128, 8, 3),
     Tile(128, 64, 128, 8, 3),
+    Tile(128, 64, 64, 8, 3),
     Tile(256, 128, 128, 16, 3),
+    Tile(256, 128, 128, 8, 3),
     Tile(128, 128, 64, 8, 3),
 )
+CANDIDATES = tuple(replace(t, stages=s) for t in SHAPES for s in range(t.stages, 1, -1))
 
-# Fewer programs than this leave multiprocessors of a large GPU idle.
-ENOUGH_PROGRAMS = 132
+# What GPUs may give one thread block, in bytes: sm_86, 89, 120 and 121; sm_80; sm_90 and 100.
+SHARED_MEMORY = {"99 KB": 101376, "163 KB": 166912, "227 KB": 232448}
+
+
+@dataclass(frozen=True)
+class Device:
+    """What the choice of a tile depends on."""
+
+    name: str
+    capability: tuple[int, int]
+    """(0, 0): neither CUDA nor, then, inline PTX."""
+    shared_memory: int
+    """Bytes that one thread block may have."""
+    multiprocessors: int
+
+    @property
+    def warps_of_256x128(self) -> int | None:
+        """How many warps can hold 256 x 128 sums without spilling registers, if any number can.
+
+        Hopper's wgmma wants 16; tcgen05 has 4 or 8, whose sums lie in tensor memory; mma.sync spills.
+        """
+        return {9: 16, 10: 8, 11: 8}.get(self.capability[0])
+
+
+class Problem(NamedTuple):
+    """A product with [n, k] weights, as far as the choice of a tile depends on it."""
+
+    n: int
+    k: int
+    terms: int = 1
+    """Into how many the activations are split."""
+    deepest: int = 1 << 20
+    """The most of k that a tile may hold."""
+    two_sums: bool = False
+    """Whether a part of k is summed apart from the rest, which takes as many registers again."""
+
+
+HOPPER = Device("Hopper", (9, 0), SHARED_MEMORY["227 KB"], 132)
+# Where kernels are interpreted, everything fits.
+INTERPRETER = Device("interpreter", (0, 0), 1 << 40, HOPPER.multiprocessors)
 
 _forced: Tile | None = None
+_pretended: Device | None = None
 
 
 def force(tile: Tile | None) -> None:
     """Use this tile for every product (None: choose again). For tests and benchmarks."""
     global _forced
     _forced = tile
+
+
+def pretend(device: Device | None) -> None:
+    """Choose as for this device, whatever there is (None: for what there is). For tests and benchmarks."""
+    global _pretended
+    _pretended = device
+
+
+@lru_cache(maxsize=64)
+def _properties(index: int) -> Device:
+    p = torch.cuda.get_device_properties(index)
+    optin = getattr(p, "shared_memory_per_block_optin", 0) or p.shared_memory_per_block
+    capability = (0, 0) if torch.version.hip is not None else (p.major, p.minor)
+    return Device(p.name, capability, optin, p.multi_processor_count)
+
+
+def device_of(device: torch.device) -> Device:
+    """The device that holds a tensor."""
+    if _pretended is not None:
+        return _pretended
+    if device.type != "cuda":
+        return INTERPRETER
+    return _properties(torch.cuda.current_device() if device.index is None else device.index)
 
 
 def tokens(rows_per_expert: int) -> int:
@@ -57,31 +127,58 @@ def tokens(rows_per_expert: int) -> int:
     return 128
 
 
+def usable(tile: Tile, problem: Problem, device: Device) -> bool:
+    """Whether the tile makes sense for the problem, if it fits."""
+    sums = tile.block_n * tile.block_m
+    if sums == 256 * 128 and (problem.two_sums or tile.warps != device.warps_of_256x128):
+        return False
+    if problem.terms > 1 and (tile.block_n > 128 or (sums > 128 * 64 and device.warps_of_256x128 is None)):
+        return False
+    # Deep tiles amortise the loop, but the pipeline needs several of them to overlap anything.
+    return tile.block_k <= 128 or problem.k >= 3 * tile.block_k
+
+
+def within(tile: Tile, problem: Problem) -> Tile:
+    return replace(tile, block_k=min(tile.block_k, problem.deepest))
+
+
 @lru_cache(maxsize=4096)
-def _choose(rows_per_expert: int, experts: int, n: int, k: int, terms: int) -> Tile:
-    block_m = tokens(rows_per_expert)
-    fits = [
-        t
-        for t in CANDIDATES
-        if t.block_m == block_m
-        # Deep tiles amortise the loop, but the pipeline needs several of them to overlap anything.
-        and (t.block_k <= 128 or k >= 3 * t.block_k)
-        # Every term of the activations is one more tile in shared memory and in registers.
-        and t.block_m * t.block_k * terms * t.stages <= 128 * 128 * 3 * min(terms, 2)
-        and (terms == 1 or t.block_n <= 128)
-    ]
+def _ranked(
+    per_expert: int, experts: int, problem: Problem, block_m: int, device: Device
+) -> tuple[Tile, ...]:
+    fits = [t for t in CANDIDATES if t.block_m == block_m and usable(t, problem, device)]
     # Fewer weight rows a tile where that brings more multiprocessors to work.
-    token_tiles = experts * -(-rows_per_expert // block_m)
-    crowded = [t for t in fits if token_tiles * -(-n // t.block_n) >= ENOUGH_PROGRAMS]
-    return crowded[0] if crowded else min(fits, key=lambda t: t.block_n)
+    token_tiles = experts * -(-per_expert // block_m)
+    crowded = [t for t in fits if token_tiles * -(-problem.n // t.block_n) >= device.multiprocessors]
+    spread = sorted((t for t in fits if t not in crowded), key=lambda t: t.block_n)
+    return tuple(dict.fromkeys(replace(t, block_k=min(t.block_k, problem.deepest)) for t in crowded + spread))
 
 
-def choose(rows: int, experts: int, n: int, k: int, terms: int) -> Tile:
-    """The tile for `rows` rows over `experts` experts (each row one expert) of [n, k] weights."""
-    if _forced is not None:
-        return _forced
+def spread_of(rows: int, experts: int) -> tuple[int, int]:
+    """(rows an expert, experts that have any), if each row has one expert."""
     hit = max(1, min(experts, rows))
-    return _choose(-(-rows // hit), hit, n, k, terms)
+    return -(-rows // hit), hit
+
+
+def token_blocks(rows: int, experts: int) -> tuple[int, ...]:
+    """Tokens of a tile, best first. Tiles of fewer need less memory, and are only more."""
+    if _forced is not None:
+        return (_forced.block_m,)
+    best = tokens(spread_of(rows, experts)[0])
+    return tuple(b for b in (128, 64, 32, 16) if b <= best)
+
+
+def ranked(rows: int, experts: int, problem: Problem, block_m: int, device: Device) -> tuple[Tile, ...]:
+    """Tiles of block_m tokens for `rows` rows, each of one expert, best first; none may be usable."""
+    if _forced is not None:
+        return (within(_forced, problem),)
+    return _ranked(*spread_of(rows, experts), problem, block_m, device)
+
+
+def preferred(rows: int, experts: int, problem: Problem, device: Device = HOPPER) -> Tile:
+    """The tile that is tried first."""
+    orders = (ranked(rows, experts, problem, b, device) for b in token_blocks(rows, experts))
+    return next(order[0] for order in orders if order)
 
 
 if __name__ == "__main__":
@@ -89,6 +186,6 @@ if __name__ == "__main__":
     for tile in CANDIDATES:
         print(f"  {tile}")
     for name, experts, n, k in (("qwen3-30b gate/up", 128, 1536, 2048), ("down", 128, 2048, 768)):
-        print(f"{name}: rows -> tile")
+        print(f"{name}: rows -> tile on Hopper")
         for rows in (8, 64, 512, 1024, 4096, 16384, 32768):
-            print(f"  {rows:6d}  {choose(rows, experts, n, k, 1)}")
+            print(f"  {rows:6d}  {preferred(rows, experts, Problem(n, k))}")

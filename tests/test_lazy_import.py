@@ -1,0 +1,65 @@
+"""Nothing of Triton is loaded before a GPU needs it."""
+
+from __future__ import annotations
+
+import contextlib
+import inspect
+import subprocess
+import sys
+
+import pytest
+import torch
+from fp4_ops.meta.fakes import OPERATORS
+from reference import random_weight
+
+import fp4_ops
+
+
+def loaded_after(code: str) -> set[str]:
+    """The modules of a process that ran the code: those of Triton, and ours over it."""
+    code += "\nimport sys\nprint(*sys.modules)"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    return {name for name in done.stdout.split() if name == "triton" or name.startswith("fp4_ops.triton")}
+
+
+ON_CPU = """
+import fp4_ops, torch
+fp4_ops.info()
+w = fp4_ops.quantize(torch.randn(4, 16, 32), "nvfp4")
+offs = torch.tensor([1, 2, 2, 3], dtype=torch.int32)
+torch.ops.fp4.grouped_mm(torch.randn(3, 32), w.packed, w.block_scale, w.global_scale, offs, format="nvfp4")
+torch.nn.functional.linear(torch.randn(3, 32), w[0])
+"""
+
+
+@pytest.mark.parametrize("code", ["import fp4_ops", ON_CPU], ids=["import", "operators"])
+def test_import_and_the_cpu_load_no_triton(code):
+    assert loaded_after(code) == set()
+
+
+def test_the_backend_loads_no_kernels():
+    """Dynamo itself loads Triton where it is installed; ours stays out until a GPU calls."""
+    code = "import torch\ntorch.compile(torch.nn.Linear(2, 2), backend='fp4')(torch.randn(3, 2))"
+    assert loaded_after(code) <= {"triton"}
+
+
+def test_every_operator_is_there_for_a_gpu():
+    register = pytest.importorskip("fp4_ops.triton.register")
+    for name in OPERATORS:
+        assert torch._C._dispatch_has_kernel_for_dispatch_key(f"fp4::{name}", "CUDA"), name
+        function = getattr(register, name)
+        schema = getattr(torch.ops.fp4, name).default._schema
+        assert list(inspect.signature(function).parameters) == [a.name for a in schema.arguments], name
+
+
+def test_the_first_call_loads_them(monkeypatch):
+    register = pytest.importorskip("fp4_ops.triton.register")
+    called = []
+    monkeypatch.setattr(register, "grouped_mm", lambda *args, **kwargs: called.append((args, kwargs)))
+    monkeypatch.setattr(torch.cuda, "device", lambda device: contextlib.nullcontext())
+    w = random_weight("nvfp4", 2, 16, 32).operands()
+    offs = torch.tensor([1, 3], dtype=torch.int32)
+    a = torch.randn(3, 32)
+    fp4_ops.cuda._on_cuda("grouped_mm")(a, *w, offs, format="nvfp4")
+    ((args, kwargs),) = called
+    assert args[0] is a and args[-1] is offs and kwargs == {"format": "nvfp4"}

@@ -1,0 +1,136 @@
+"""GPUs that are not there, for Triton: kernels are compiled for them, launched as far as Triton itself checks
+a launch (shared memory, tensor memory), and never run. What operators return is whatever was in memory.
+
+    with gpu(86) as compiled:
+        register.grouped_mm(...)   # on CPU tensors
+    compiled.launched              # the kernels that would have run
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import itertools
+import re
+import subprocess
+from dataclasses import dataclass, field
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import triton
+from triton.backends.compiler import GPUTarget
+from triton.runtime import driver
+
+from fp4_ops.triton import launch, tiles
+from fp4_ops.triton.tiles import Device, Tile
+
+BLOCK_MEMORY = {80: 166912, 86: 101376, 89: 101376, 90: 232448, 100: 232448, 120: 101376, 121: 101376}
+"""Bytes of shared memory that a thread block may have."""
+MULTIPROCESSORS = {80: 108, 86: 84, 89: 128, 90: 132, 100: 148, 120: 170, 121: 48}
+ARCHITECTURES = tuple(BLOCK_MEMORY)
+
+
+def device(architecture: int, shared_memory: int | None = None) -> Device:
+    return Device(
+        f"sm_{architecture}", divmod(architecture, 10), shared_memory or BLOCK_MEMORY[architecture],
+        MULTIPROCESSORS[architecture],
+    )  # fmt: skip
+
+
+# JITFunction keeps kernels by device: each of ours is a new one.
+_devices = itertools.count(1000)
+
+
+@dataclass
+class Launched:
+    name: str
+    metadata: Any
+    constants: dict[str, Any]
+    cubin: bytes = b""
+
+    @property
+    def tile(self) -> Tile:
+        """Of the product kernel."""
+        sizes = (self.constants[name] for name in ("BLOCK_N", "BLOCK_M", "BLOCK_K"))
+        return Tile(*sizes, self.metadata.num_warps, self.constants["STAGES"])
+
+    def stack(self, folder: Path) -> int:
+        return stack(self.cubin, folder)
+
+
+@dataclass
+class Kernels:
+    launched: list[Launched] = field(default_factory=list)
+    """In the order of their launches."""
+    refuse: dict = field(default_factory=dict)
+    """Launches to fail although the kernel fits: tile -> the exception."""
+
+
+class Driver:
+    """What JITFunction and CompiledKernel ask of a driver."""
+
+    def __init__(self, architecture: int, kernels: Kernels):
+        self.target = GPUTarget("cuda", architecture, 32)
+        self.kernels = kernels
+        self.device = next(_devices)
+        self.utils = SimpleNamespace(
+            get_device_properties=lambda _: {"max_shared_mem": BLOCK_MEMORY[architecture]},
+            load_binary=self.load_binary,
+        )
+
+    def get_current_target(self):
+        return self.target
+
+    def get_current_device(self):
+        return self.device
+
+    def get_current_stream(self, _):
+        return 0
+
+    def launcher_cls(self, source, metadata):
+        """Triton asks for this first and loads the binary then."""
+        constants = {source.fn.arg_names[i]: value for (i, *_), value in source.constants.items()}
+        launched = self.loading = Launched(metadata.name, metadata, constants)
+
+        def launch(*_):
+            if launched.name == "gemm_kernel" and launched.tile in self.kernels.refuse:
+                raise self.kernels.refuse[launched.tile]
+            self.kernels.launched.append(launched)
+
+        return launch
+
+    def load_binary(self, name: str, cubin: bytes, shared: int, device: int):
+        self.loading.cubin = cubin
+        return None, None, 0, 0, 1024
+
+
+@contextlib.contextmanager
+def gpu(architecture: int, shared_memory: int | None = None):
+    """Kernels are for this architecture; tiles are chosen for `shared_memory` bytes (None: what it has)."""
+    kernels = Kernels()
+    before = driver._active
+    known = dict(launch._fits)
+    driver.set_active(Driver(architecture, kernels))
+    tiles.pretend(device(architecture, shared_memory))
+    try:
+        yield kernels
+    finally:
+        driver._active = before
+        tiles.pretend(None)
+        launch._fits.clear()
+        launch._fits.update(known)
+
+
+@functools.cache
+def tool(name: str) -> Path | None:
+    path = Path(triton.__file__).parent / "backends" / "nvidia" / "bin" / name
+    return path if path.exists() else None
+
+
+def stack(cubin: bytes, folder: Path) -> int:
+    """Bytes of stack a thread of the kernel takes: what the compiler could not keep in registers."""
+    path = folder / "kernel.cubin"
+    path.write_bytes(cubin)
+    done = subprocess.run([tool("cuobjdump"), "-res-usage", path], capture_output=True, text=True, check=True)
+    return int(re.search(r"STACK:(\d+)", done.stdout + done.stderr)[1])
