@@ -10,6 +10,7 @@ from __future__ import annotations
 import itertools
 import logging
 import random
+from dataclasses import replace
 
 import pytest
 import torch
@@ -192,7 +193,7 @@ DRAWN = random.Random(SEED).sample([s for s in SITUATIONS if s[0] in (86, 89, 12
 def test_operators_find_a_tile(architecture, kind, tmp_path):
     """Prefill and decode: each launch passes Triton's own check of the memory that the device has."""
     rng = random.Random(SEED + architecture)
-    for rows in (8, 2000):
+    for rows in (8, 2000) if (architecture, kind) not in DRAWN else (2000,):
         with gpu(architecture) as kernels:
             call_everything(rng.choice(FORMAT_NAMES), kind, rows)
         products = [k for k in kernels.launched if k.name == "gemm_kernel"]
@@ -337,33 +338,29 @@ def specs(architecture: int, kind: str, product: str, rng: random.Random):
 def test_a_drawn_tile(architecture, tmp_path):
     """One tile of one cell: `make test` cannot compile more."""
     rng = random.Random(f"{SEED} {architecture}")
-    check_tiles(architecture, rng.choice(list(ROWS)), rng.choice(PRODUCTS), rng, tmp_path, most=1)
+    kind, product = rng.choice([(k, p) for k in ROWS for p in PRODUCTS if (k, p) != ("fp8", "gated")])
+    check_tiles(architecture, kind, product, rng, tmp_path, [rng.choice(tiles.SHAPES)])
 
 
 @archs
 @needs_ptxas
 @pytest.mark.parametrize("architecture, kind, product", CELLS)
 def test_every_tile(architecture, kind, product, tmp_path):
-    check_tiles(architecture, kind, product, random.Random(f"{SEED} {architecture}"), tmp_path)
+    """Some tile of each number of tokens fits, but of 128, for which tiles of 64 serve."""
+    chosen = check_tiles(architecture, kind, product, random.Random(f"{SEED} {architecture}"), tmp_path)
+    assert {t.block_m for t in chosen} >= {16, 32, 64}
 
 
-def check_tiles(architecture, kind, product, rng, folder, most: int | None = None) -> None:
-    """Every tile that may be chosen compiles, and what fits does not spill.
-
-    Some tile of each size fits, but of 128 tokens, for which tiles of 64 serve.
-    """
+def check_tiles(architecture, kind, product, rng, folder, shapes=tiles.SHAPES) -> list[Tile]:
+    """What can be chosen, of each shape the most stages that fit, compiles and does not spill."""
     if kind == "fp8" and product == "gated":
         pytest.skip("blocks with quantised activations are not fused")
-    target, stream, spilled = device(architecture), specs(architecture, kind, product, rng), []
-    for block_m in (16, 32, 64, 128) if most is None else (rng.choice((16, 32, 64, 128)),):
-        fit = []
-        shapes = [t for t in tiles.CANDIDATES if t.block_m == block_m]
-        for tile in shapes if most is None else rng.sample(shapes, most):
-            spec = next(stream)
-            problem = launch.problem(spec)
-            if not tiles.usable(tile, problem, target):
-                continue
-            tile = tiles.within(tile, problem)
+    target, stream, spilled, chosen = device(architecture), specs(architecture, kind, product, rng), [], []
+    for shape in shapes:
+        spec = next(stream)
+        problem = launch.problem(spec)
+        stages = [t for t in tiles.CANDIDATES if replace(t, stages=shape.stages) == shape]
+        for tile in (tiles.within(t, problem) for t in stages if tiles.usable(t, problem, target)):
             with gpu(architecture):
                 needed, fits = launch.need(spec, tile), launch.fits(spec, tile, target)
                 compiled = launch.compiled(spec, tile)
@@ -371,13 +368,15 @@ def check_tiles(architecture, kind, product, rng, folder, most: int | None = Non
                 needed.shared_memory <= triton_targets.BLOCK_MEMORY[architecture]
                 and needed.tensor_memory <= 512
             )
-            if not fits:
-                continue
-            fit.append(tile)
-            used = triton_targets.stack(compiled.asm["cubin"], folder)
-            if used > LARGE_STACK:
-                spilled.append((str(tile), used, spec))
-            family = {9: "wgmma.mma_async", 10: "tcgen05.mma"}.get(architecture // 10, "mma.sync")
-            assert family in compiled.asm["ptx"]
-        assert fit or block_m == 128 or most is not None
+            if fits:
+                break
+        else:
+            continue
+        chosen.append(tile)
+        family = {9: "wgmma.mma_async", 10: "tcgen05.mma"}.get(architecture // 10, "mma.sync")
+        assert family in compiled.asm["ptx"]
+        used = triton_targets.stack(compiled.asm["cubin"], folder)
+        if used > LARGE_STACK:
+            spilled.append((str(tile), used, spec))
     assert not spilled, "\n".join(map(str, spilled))
+    return chosen

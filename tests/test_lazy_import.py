@@ -47,6 +47,8 @@ def test_every_operator_is_there_for_a_gpu():
     register = pytest.importorskip("fp4_ops.triton.register")
     for name in OPERATORS:
         assert torch._C._dispatch_has_kernel_for_dispatch_key(f"fp4::{name}", "CUDA"), name
+        if name in fp4_ops.cuda.ON_EVERY_DEVICE:
+            continue
         function = getattr(register, name)
         schema = getattr(torch.ops.fp4, name).default._schema
         assert list(inspect.signature(function).parameters) == [a.name for a in schema.arguments], name

@@ -80,6 +80,8 @@ class Problem(NamedTuple):
     """The most of k that a tile may hold."""
     two_sums: bool = False
     """Whether a part of k is summed apart from the rest, which takes as many registers again."""
+    columns: bool = False
+    """Whether groups are along k, so that activations are masked and pass through registers."""
 
 
 HOPPER = Device("Hopper", (9, 0), SHARED_MEMORY["227 KB"], 132)
@@ -129,10 +131,12 @@ def tokens(rows_per_expert: int) -> int:
 
 def usable(tile: Tile, problem: Problem, device: Device) -> bool:
     """Whether the tile makes sense for the problem, if it fits."""
-    sums = tile.block_n * tile.block_m
+    sums, spills = tile.block_n * tile.block_m, device.warps_of_256x128 is None
     if sums == 256 * 128 and (problem.two_sums or tile.warps != device.warps_of_256x128):
         return False
-    if problem.terms > 1 and (tile.block_n > 128 or (sums > 128 * 64 and device.warps_of_256x128 is None)):
+    if problem.terms > 1 and (tile.block_n > 128 or (sums > 128 * 64 and spills)):
+        return False
+    if problem.columns and problem.terms > 1 and tile.block_m * tile.block_k > 64 * 64 and spills:
         return False
     # Deep tiles amortise the loop, but the pipeline needs several of them to overlap anything.
     return tile.block_k <= 128 or problem.k >= 3 * tile.block_k
