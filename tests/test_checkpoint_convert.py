@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import subprocess
 import sys
+import warnings
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +18,7 @@ from torch import Tensor
 
 import fp4_ops
 from fp4_ops.__main__ import main
-from fp4_ops.checkpoints import CheckpointError, convert, quantize_checkpoint
+from fp4_ops.checkpoints import CheckpointError, convert, quantize_checkpoint, resume
 from fp4_ops.experts import PackedWeight
 
 
@@ -118,7 +119,7 @@ def test_a_killed_run_is_resumed_with_the_same_result(after, source, tmp_path, m
     assert "config.json" not in left and "model.safetensors.index.json" not in left
     with pytest.raises(CheckpointError, match=r"config\.json cannot be read"):
         fp4_ops.load_checkpoint(None, tmp_path / "out")
-    for file in left - {convert.PROGRESS}:  # what has its name is whole
+    for file in left - {resume.PROGRESS}:  # what has its name is whole
         assert (tmp_path / "out" / file).read_bytes() == (tmp_path / "whole" / file).read_bytes()
     resumed = quantize_checkpoint(source, tmp_path / "out", progress=False)
     assert resumed.resumed == len(left) - 1 and (after < 11 or resumed.resumed > 0)
@@ -212,7 +213,7 @@ def test_bad_sources_are_named_and_leave_no_checkpoint(what, method, tmp_path):
         quantize_checkpoint(folder, tmp_path / "out", method=method, progress=False)
     assert NAME in str(error.value) and "model.safetensors" in str(error.value)
     out = tmp_path / "out"
-    assert not out.exists() or {f.name for f in out.iterdir()} == {convert.PROGRESS}
+    assert not out.exists() or {f.name for f in out.iterdir()} == {resume.PROGRESS}
 
 
 def test_sources_that_are_no_moe_or_truncated(source, tmp_path):
@@ -237,25 +238,35 @@ def test_sources_that_are_no_moe_or_truncated(source, tmp_path):
 def test_stacked_experts_are_written_as_their_family_reads_them(model_type, tmp_path):
     """[E, N, K] and [E, K, N] are told apart by their sizes, and never by the family's name."""
     e, h, i = 3, 64, 96
+    at, config = "model.layers.0.mlp.experts", {
+        "model_type": model_type, "hidden_size": h, "intermediate_size": i, "num_local_experts": e,
+        "num_hidden_layers": 1, "vocab_size": 128, "num_attention_heads": 4, "num_key_value_heads": 2,
+    }  # fmt: skip
     up, down = torch.randn(e, 2 * i, h).bfloat16(), torch.randn(e, h, i).bfloat16()
     for transposed in (False, True):
         folder = tmp_path / f"{transposed}"
         folder.mkdir()
         flip = (lambda t: t.transpose(1, 2).contiguous()) if transposed else (lambda t: t)
-        save_tensors(folder, {"x.experts.gate_up_proj": flip(up), "x.experts.down_proj": flip(down)})
-        (folder / "config.json").write_text(json.dumps({"model_type": model_type}))
-        quantize_checkpoint(folder, folder / "out", "mxfp4", progress=False)
+        save_tensors(folder, {f"{at}.gate_up_proj": flip(up), f"{at}.down_proj": flip(down)})
+        (folder / "config.json").write_text(json.dumps(config))
+        with warnings.catch_warnings(record=True) as said:
+            warnings.simplefilter("always")
+            quantize_checkpoint(folder, folder / "out", "mxfp4", progress=False)
+        unknown = "whether the result can be loaded is not known" in " ".join(str(w.message) for w in said)
+        assert unknown == (model_type == "another")
         got = all_tensors(folder / "out")
         for name, weight in (("gate_up_proj", up), ("down_proj", down)):
             packed, scale, _ = torch.ops.fp4.quantize(weight, "mxfp4")
             if model_type == "gpt_oss":
-                assert torch.equal(got[f"x.experts.{name}_blocks"].flatten(-2), packed)
-                assert torch.equal(got[f"x.experts.{name}_scales"], scale.view(torch.uint8))
+                assert torch.equal(got[f"model.layers.0.mlp.experts.{name}_blocks"].flatten(-2), packed)
+                assert torch.equal(got[f"model.layers.0.mlp.experts.{name}_scales"], scale.view(torch.uint8))
             else:
                 for expert in range(e):
-                    assert torch.equal(got[f"x.experts.{expert}.{name}.weight_packed"], packed[expert])
+                    assert torch.equal(
+                        got[f"model.layers.0.mlp.experts.{expert}.{name}.weight_packed"], packed[expert]
+                    )
     edit_json(folder / "config.json", lambda c: c.clear())
-    save_tensors(folder, {"x.experts.gate_up_proj": up, "x.experts.down_proj": down[:, :, :64].clone()})
+    save_tensors(folder, {f"{at}.gate_up_proj": up, f"{at}.down_proj": down[:, :, :64].clone()})
     with pytest.raises(CheckpointError, match=r"gate_up_proj .*\[3, 192, 64\] does not fit .*\[3, 64, 64\]"):
         quantize_checkpoint(folder, tmp_path / "no")
 

@@ -7,7 +7,6 @@ progress file, and a run that was killed goes on with the first file that is not
 
 from __future__ import annotations
 
-import hashlib
 import os
 import re
 import shutil
@@ -24,7 +23,19 @@ from torch import Tensor
 
 from ..meta.formats import FORMATS
 from ..quantization import Method, find_method, quantize_weight
-from .dialects import EXPERTS_TARGET, Codes, Dialect, describe, encode, quantization_config, writing_dialect
+from .check import Header, check_loadable
+from .dialects import (
+    EXPERTS_TARGET,
+    Codes,
+    Dialect,
+    StoredWeight,
+    describe,
+    dialects_of,
+    encode,
+    stored_config,
+    stored_weights,
+    writing_dialect,
+)
 from .files import (
     CHUNK,
     INDEX,
@@ -35,25 +46,26 @@ from .files import (
     Writer,
     are_neighbours,
     read_header,
-    read_json,
     write_json,
 )
 from .progress import progress_bar
+from .resume import Progress
 
 if TYPE_CHECKING:
     from .calibrated import CalibratedLayers
 
-PROGRESS = ".fp4_quantize.json"
 SOURCE_DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 IN_FLIGHT = 64 << 20
 """Bytes read ahead of the quantiser, and as many written behind it."""
 
 _MATRIX = re.compile(r"^(.*experts\.\d+\.)(gate_proj|up_proj|down_proj|w1|w2|w3)\.weight$")
 _PARTNER = {"gate_proj": "up_proj", "up_proj": "gate_proj", "w1": "w3", "w3": "w1"}
-_STACK = re.compile(r"^(.*experts)\.(gate_up_proj|down_proj)$")
+_STACK = re.compile(r"^(.*experts)\.(gate_up_proj|up_proj|down_proj)$")
+_LINEAR = re.compile(r"^(.*)\.(input|output)_linear\.weight$")
+"""Granite's names for the two."""
 
-_WEIGHTS = (".safetensors", ".bin", ".pt", ".pth", ".gguf")
-"""Files that hold weights, and are not copied along."""
+_WEIGHTS = (".safetensors", ".bin", ".pt", ".pth", ".gguf", ".h5", ".msgpack", ".onnx", ".index.json")
+"""Ends of the names of files that hold weights or say where they are: not copied along."""
 
 
 @dataclass(frozen=True)
@@ -87,9 +99,6 @@ class ConvertReport:
         return "\n".join(lines)
 
 
-Header = tuple[str, torch.dtype, tuple[int, ...]]
-
-
 @dataclass(frozen=True)
 class Unit:
     """A step of the work: what is read, and the tensors of the result that come of it."""
@@ -102,6 +111,8 @@ class Unit:
     outputs: list[Header]
     transposed: bool = False
     """The matrices are stored [K, N]."""
+    dequantized: bool = False
+    """It is in 8 bits, and not copied but written in the model's dtype."""
 
     @property
     def nbytes(self) -> int:
@@ -117,8 +128,19 @@ class Plan:
     def __init__(self, folder: Folder, format: str) -> None:
         self.folder, self.format = folder, FORMATS[format]
         tensors = folder.tensors
-        self.stacks = {n: self._is_transposed(n) for n in tensors if _STACK.match(n)}
+        self.eight = _eight_bits(folder)
+        """The source's weights in 8 bits, by the tensor of their codes: dequantised on the way."""
+        self._scales = {
+            w.name + s for w in self.eight.values() for s in w.dialect.suffixes if s != w.dialect.packed
+        }
+        name = folder.config.get("dtype") or folder.config.get("torch_dtype") or "bfloat16"
+        self.dtype = getattr(torch, str(name).removeprefix("torch."), torch.bfloat16)
+        """That weights in 8 bits get where they are not experts'."""
+        places = {place: n for n, info in tensors.items() if (place := _stack(info)) is not None}
+        self.stacks = {n: self._is_transposed(owner, places) for (owner, _), n in places.items()}
+        """Whether each is [E, K, N]."""
         singles = [n for n in tensors if _MATRIX.match(n)]
+        self.gated = any(_MATRIX.sub(r"\2", n) in ("gate_proj", "w1") for n in singles)
         if not singles and not self.stacks:
             raise CheckpointError(
                 f"fp4: {folder.path} has no expert weights (...experts.N.gate_proj.weight and the like, "
@@ -132,23 +154,28 @@ class Plan:
         """The tensors that hold experts' weights."""
         self.matrices = len(singles) + sum(tensors[n].shape[0] for n in self.stacks)
 
-    def _is_transposed(self, name: str) -> bool:
-        """Whether a stack is [E, K, N]: the sizes of gate_up and down, taken together, tell."""
-        owner = name.rpartition(".")[0]
-        up, down = (self.folder.tensors.get(f"{owner}.{part}") for part in ("gate_up_proj", "down_proj"))
+    def _is_transposed(self, owner: str, places: dict[tuple[str, str], str]) -> bool:
+        """Whether the stacks are [E, K, N]: the sizes of gate_up (or up alone) and down tell."""
+        names = [places.get((owner, part)) for part in ("gate_up_proj", "up_proj", "down_proj")]
+        parts, up, down = 2 if names[0] else 1, names[0] or names[1], names[2]
         if up is None or down is None:
-            raise CheckpointError(f"fp4: {up or down} has no counterpart (gate_up_proj, down_proj) beside it")
-        if len(up.shape) == len(down.shape) == 3:
-            (e, a, b), (e2, c, d) = up.shape, down.shape
-            if e == e2 and (a, b) == (2 * d, c):
-                return False
-            if e == e2 and (b, a) == (2 * c, d):
-                return True
-        raise CheckpointError(f"fp4: {up} {list(up.shape)} does not fit {down.name} {list(down.shape)}")
+            one = self.folder.tensors[up or down or ""]
+            raise CheckpointError(
+                f"fp4: {one} has no counterpart (gate_up_proj or up_proj, down_proj) beside it"
+            )
+        first, second = self.folder.tensors[up], self.folder.tensors[down]
+        (e, a, b), (e2, c, d) = first.shape, second.shape
+        if e == e2 and (a, b) == (parts * d, c):
+            return False
+        if e == e2 and (b, a) == (parts * c, d):
+            return True
+        raise CheckpointError(
+            f"fp4: {first} {list(first.shape)} does not fit {second.name} {list(second.shape)}"
+        )
 
     def _check(self, info: TensorInfo) -> int:
         """K of an expert weight."""
-        if info.dtype not in SOURCE_DTYPES:
+        if info.dtype not in SOURCE_DTYPES and info.name not in self.eight:
             raise CheckpointError(f"fp4: {info} is {info.dtype}; it must be bfloat16, float16 or float32")
         if len(info.shape) != (3 if info.name in self.stacks else 2):
             raise CheckpointError(f"fp4: {info} has shape {list(info.shape)}; it must be [N, K]")
@@ -164,6 +191,8 @@ class Plan:
         """The up matrix of a gate, and the other way round."""
         match = _MATRIX.match(info.name)
         if match is None or match[2] not in _PARTNER:
+            return None
+        if not self.gated:  # an up by itself
             return None
         name = f"{match[1]}{_PARTNER[match[2]]}.weight"
         partner = self.folder.tensors.get(name)
@@ -182,7 +211,7 @@ class Plan:
         """The work for one source file, in the order in which its result is written."""
         taken: set[str] = set()
         for info in self.folder.of_file(file):
-            if info.name in taken:
+            if info.name in taken or info.name in self._scales:
                 continue
             if info.name in self.stacks:
                 yield from self._stack(info)
@@ -194,6 +223,8 @@ class Plan:
                 names = [t.name.removesuffix(".weight") if t.file == file else "" for t in pair]
                 outputs = [o for name in names if name for o in self._outputs(name, info.shape)]
                 yield Unit([tuple(pair)], names, outputs)
+            elif info.name in self.eight:
+                yield Unit([(info,)], [], [(info.name, self.dtype, info.shape)], dequantized=True)
             else:
                 yield Unit([(info,)], [], [(info.name, info.dtype, info.shape)])
 
@@ -205,9 +236,10 @@ class Plan:
         if self.dialect.stacked:
             yield Unit(rows, [info.name], self._outputs(info.name, (e, *shape)), transposed)
             return
-        owner, _, attribute = info.name.rpartition(".")
+        place = _stack(info)
+        assert place is not None
         for i, row in enumerate(rows):
-            name = f"{owner}.{i}.{attribute}"
+            name = f"{place[0]}.{i}.{place[1]}"
             yield Unit([row], [name], self._outputs(name, shape), transposed)
 
     def _outputs(self, name: str, shape: tuple[int, ...]) -> list[Header]:
@@ -217,6 +249,17 @@ class Plan:
             block_scale = torch.empty((*rows, self.format.num_blocks(k)), dtype=self.format.scale_dtype)
         codes = Codes(packed, block_scale, torch.ones(()) if self.format.has_global_scale else None)
         return [(key, t.dtype, tuple(t.shape)) for key, t in encode(name, codes, self.dialect).items()]
+
+
+def _stack(info: TensorInfo) -> tuple[str, str] | None:
+    """The experts that a tensor is the stacked weights of, and which: gate_up_proj, up_proj or down_proj."""
+    if len(info.shape) != 3:
+        return None
+    if match := _STACK.match(info.name):
+        return match[1], match[2]
+    if match := _LINEAR.match(info.name):
+        return f"{match[1]}.experts", {"input": "gate_up_proj", "output": "down_proj"}[match[2]]
+    return None
 
 
 def quantize_checkpoint(
@@ -252,10 +295,16 @@ def quantize_checkpoint(
     chosen, device = find_method(method, format), torch.device(device)
     _check_calibration(chosen, calibration)
     folder, to = Folder(source), Path(out)
-    if quantization_config(folder.config):
-        raise CheckpointError(f"fp4: {folder.path} is quantised already (its config.json says so)")
     plan = Plan(folder, format)
-    resumable = _Progress(folder, to, format, method, calibration, batch)
+    if plan.eight and calibration is not None:
+        raise CheckpointError(
+            f"fp4: {folder.path} is in 8 bits, and method {method!r} runs the original model: dequantise it "
+            "to a folder in bf16 first (transformers: FineGrainedFP8Config(dequantize=True), then "
+            "save_pretrained), or use a method without calibration"
+        )
+    outputs = (output for file in folder.files for unit in plan.units(file) for output in unit.outputs)
+    check_loadable(folder, outputs, plan.dialect)
+    resumable = Progress(folder, to, format, method, calibration, batch)
     layers = None
     if calibration is not None:
         from .calibrated import CalibratedLayers, Text  # transformers is imported where a model is run
@@ -266,7 +315,7 @@ def quantize_checkpoint(
     total = sum(t.nbytes for t in folder.tensors.values())
     with progress_bar(total, "quantizing", progress) as bar:
         for files in _ready(plan, layers, progress):
-            with _Pipeline(format, chosen, device, layers) as pipeline:
+            with _Pipeline(format, chosen, device, layers, plan.eight) as pipeline:
                 for file in files:
                     if resumable.is_done(file):
                         bar.update(sum(t.nbytes for t in folder.of_file(file)))
@@ -278,6 +327,23 @@ def quantize_checkpoint(
     if layers is not None:
         layers.close()
     return report
+
+
+def _eight_bits(folder: Folder) -> dict[str, StoredWeight]:
+    """The weights of a folder in 8 bits, by the name of the tensor of their codes.
+
+    Raises CheckpointError for a folder that holds anything in 4 bits, or in what is not known.
+    """
+    stored = stored_config(folder.path)
+    if stored is None:
+        return {}
+    dialects = dialects_of(stored, str(folder.path / "config.json"))
+    if not all(d.is_dense for d in dialects):
+        raise CheckpointError(
+            f"fp4: {folder.path} is quantised already ({', '.join(d.name for d in dialects)}). "
+            "fp4_ops.load_checkpoint loads it as it is"
+        )
+    return {w.packed.name: w for w in stored_weights(folder.tensors, dialects).values()}
 
 
 def _check_calibration(method: Method, tokens: Tensor | None) -> None:
@@ -311,47 +377,6 @@ def _ready(plan: Plan, layers: CalibratedLayers | None, progress: bool) -> Itera
     assert not waiting
 
 
-class _Progress:
-    """Which files of the result are whole, and of what source and options."""
-
-    def __init__(
-        self, folder: Folder, to: Path, format: str, method: str, calibration: Tensor | None, batch: int
-    ) -> None:
-        stats = {f.name: f.stat() for f in folder.files}
-        self.to, self.file = to, to / PROGRESS
-        self.job: dict[str, Any] = {
-            "source": {name: [s.st_size, s.st_mtime_ns] for name, s in stats.items()},
-            "format": format,
-            "method": method,
-        }
-        if calibration is not None:
-            text = hashlib.sha256(calibration.contiguous().numpy().tobytes()).hexdigest()
-            self.job["calibration"] = {"tokens": text, "shape": list(calibration.shape), "batch": batch}
-        self.files: list[str] = []
-        if self.file.exists():
-            state = read_json(self.file)
-            if state.get("job") != self.job:
-                raise CheckpointError(
-                    f"fp4: {to} holds the beginning of a run on another source, format or method, or with "
-                    "another calibration text; remove it"
-                )
-            self.files = state["done"]
-        elif to.exists() and any(to.iterdir()):
-            raise CheckpointError(f"fp4: {to} is not empty")
-        self.resumed = len(self.files)
-
-    def begin(self) -> None:
-        self.to.mkdir(parents=True, exist_ok=True)
-        write_json(self.file, {"job": self.job, "done": self.files})
-
-    def is_done(self, file: Path) -> bool:
-        return file.name in self.files and bool(read_header(self.to / file.name))
-
-    def done(self, file: Path) -> None:
-        self.files.append(file.name)
-        write_json(self.file, {"job": self.job, "done": self.files})
-
-
 class Part(NamedTuple):
     """What is read for a unit: a matrix, or some of the bytes that are copied."""
 
@@ -366,7 +391,7 @@ class Part(NamedTuple):
 def _parts(units: list[Unit]) -> Iterator[Part]:
     for unit in units:
         for read in unit.reads:
-            if unit.names:
+            if unit.names or unit.dequantized:
                 yield Part(unit, read)
             else:
                 yield from (Part(unit, (chunk,)) for chunk in read[0].chunks())
@@ -393,9 +418,15 @@ class _Pipeline:
     """
 
     def __init__(
-        self, format: str, method: Method, device: torch.device, layers: CalibratedLayers | None
+        self,
+        format: str,
+        method: Method,
+        device: torch.device,
+        layers: CalibratedLayers | None,
+        eight: dict[str, StoredWeight],
     ) -> None:
         self.format, self.method, self.device, self._layers = format, method, device, layers
+        self._eight = eight
         self._reader = Reader(once=True)
         self._threads = torch.get_num_threads()
         workers = self._threads if self.device.type == "cpu" else 1
@@ -420,7 +451,8 @@ class _Pipeline:
             for unit in units:
                 if not unit.names:
                     self._write(0, writer.begin, *unit.outputs[0])
-                    for info in unit.reads[0][0].chunks():
+                    whole = [unit.reads[0][0]]
+                    for info in whole if unit.dequantized else whole[0].chunks():
                         self._write(info.nbytes, writer.append, next(parts))
                 else:
                     codes = [next(parts) for _ in unit.reads]
@@ -471,14 +503,33 @@ class _Pipeline:
             for i, part in enumerate(run):
                 if part.unit.names:
                     yield part.nbytes, self._working.submit(self._quantize, part, read, i).result
+                elif part.unit.dequantized:
+                    dtype = part.unit.outputs[0][1]
+                    yield part.nbytes, self._working.submit(self._values, part, read, i, dtype).result
                 else:
                     yield part.nbytes, partial(lambda read, i: read.result()[i], read, i)
 
     def _read(self, reads: list[tuple[TensorInfo, ...]]) -> list[Tensor]:
         return [self._reader.read_joint(reads[0])] if len(reads) == 1 else self._reader.read_run(reads)
 
-    def _quantize(self, part: Part, read: Future[list[Tensor]], i: int) -> Codes:
+    def _values(self, part: Part, read: Future[list[Tensor]], i: int, dtype: torch.dtype) -> Tensor:
+        """What was read of a part; weights in 8 bits by their values."""
         matrix = read.result()[i]
+        if part.infos[0].name not in self._eight:
+            return matrix
+        values = []
+        with Reader() as reader:
+            for info, codes in zip(part.infos, matrix.split([t.shape[0] for t in part.infos])):
+                stored = self._eight[info.name]
+
+                def get(t: TensorInfo, codes: Tensor = codes, packed: TensorInfo = stored.packed) -> Tensor:
+                    return codes if t == packed else reader.read(t)
+
+                values.append(stored.dialect.dequantize(stored, get, dtype))
+        return torch.cat(values)
+
+    def _quantize(self, part: Part, read: Future[list[Tensor]], i: int) -> Codes:
+        matrix = self._values(part, read, i, torch.float32)
         matrix = (matrix.T if part.unit.transposed else matrix).to(self.device).contiguous()
         try:
             if self.method.name == "rtn":
@@ -511,7 +562,7 @@ def _encode(unit: Unit, codes: list[Codes], dialect: Dialect) -> Iterator[tuple[
             yield from encode(name, one, dialect).items()
 
 
-def _finish(plan: Plan, to: Path, progress: _Progress, layers: CalibratedLayers | None) -> ConvertReport:
+def _finish(plan: Plan, to: Path, progress: Progress, layers: CalibratedLayers | None) -> ConvertReport:
     """What makes the folder one: the index, the files beside the weights, and last the config."""
     folder = plan.folder
     weight_map = {name: f.name for f in folder.files for name in read_header(to / f.name)}
@@ -520,20 +571,20 @@ def _finish(plan: Plan, to: Path, progress: _Progress, layers: CalibratedLayers 
         write_json(
             to / INDEX, {"metadata": {"total_size": after}, "weight_map": dict(sorted(weight_map.items()))}
         )
-    skip = {"config.json", INDEX, *(f.name for f in folder.files)}
+    # ModelOpt's file says how the source was stored, as its config.json did.
+    skip = {"config.json", "hf_quant_config.json", *(f.name for f in folder.files)}
     for file in sorted(folder.path.iterdir()):
-        if (
-            file.is_file()
-            and file.name not in skip
-            and file.suffix not in (".safetensors", ".bin", ".pt", ".pth")
-        ):
+        if file.is_file() and file.name not in skip and not file.name.endswith(_WEIGHTS):
             shutil.copyfile(file, to / file.name)
     dense = sorted(
         n.removesuffix(".weight")
         for n, t in folder.tensors.items()
         if n.endswith(".weight") and len(t.shape) == 2 and not _MATRIX.match(n) and "embed" not in n
     )
-    config = {**folder.config, "quantization_config": describe(plan.dialect, [EXPERTS_TARGET], dense)}
+    own = {key: value for key, value in folder.config.items() if key != "compression_config"}
+    if text := own.get("text_config"):
+        own["text_config"] = {k: v for k, v in text.items() if k != "quantization_config"}
+    config = {**own, "quantization_config": describe(plan.dialect, [EXPERTS_TARGET], dense)}
     write_json(to / "config.json", config)
     progress.file.unlink()
     before = sum(t.nbytes for t in folder.tensors.values())

@@ -201,6 +201,9 @@ class Folder:
         self.tensors: dict[str, TensorInfo] = {}
         for file in self.files:
             for name, info in read_header(file).items():
+                # Some files hold a second copy of what the index says another one holds.
+                if self._weight_map.get(name, file.name) != file.name:
+                    continue
                 if name in self.tensors:
                     raise CheckpointError(f"fp4: {info} is in {self.tensors[name].file.name} too")
                 self.tensors[name] = info

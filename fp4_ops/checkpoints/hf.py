@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import functools
 import os
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -14,6 +15,7 @@ from torch import nn
 from transformers import AutoConfig, AutoModelForCausalLM, PretrainedConfig, PreTrainedModel
 from transformers.quantizers import auto
 from transformers.quantizers.base import HfQuantizer
+from transformers.utils.hub import cached_file
 from transformers.utils.quantization_config import QuantizationConfigMixin
 
 from ..find_experts import WHOLE_EXPERTS
@@ -26,6 +28,7 @@ from .dialects import (
     dialects_of,
     holds_fp4,
     quantization_config,
+    stored_config,
     stored_weights,
 )
 from .files import CheckpointError, Folder, read_json
@@ -210,6 +213,33 @@ def register_quantizer() -> None:
     auto.AUTO_QUANTIZER_MAPPING[METHOD] = FP4HfQuantizer
 
 
+def _with_older_file() -> Any:
+    """`PretrainedConfig.get_config_dict`, which also looks into ModelOpt's hf_quant_config.json.
+
+    Its older exports say only there how the weights are stored.
+    """
+    original: Any = PretrainedConfig.__dict__["get_config_dict"].__func__
+
+    @functools.wraps(original)
+    def get_config_dict(cls: Any, name: Any, **kwargs: Any) -> tuple[dict[str, Any], dict[str, Any]]:
+        config, rest = original(cls, name, **kwargs)
+        if config and quantization_config(config) is None:
+            where = {
+                k: kwargs[k] for k in ("cache_dir", "token", "revision", "local_files_only") if k in kwargs
+            }
+            raises = dict.fromkeys(("missing_entries", "connection_errors", "gated_repo"), False)
+            file = cached_file(
+                name, "hf_quant_config.json", **where,
+                **{f"_raise_exceptions_for_{k}": v for k, v in raises.items()},
+            )  # fmt: skip
+            if file is not None:
+                config["quantization_config"] = {**read_json(Path(file)), "quant_method": "modelopt"}
+        return config, rest
+
+    get_config_dict._fp4_original = original  # type: ignore[attr-defined]
+    return classmethod(get_config_dict)
+
+
 def register_with_transformers() -> None:
     """From now on `from_pretrained` loads 4-bit folders with fp4_ops.
 
@@ -218,6 +248,8 @@ def register_with_transformers() -> None:
     GPT-OSS's mxfp4. Other folders of compressed-tensors are left to transformers.
     """
     register_quantizer()
+    if not hasattr(PretrainedConfig.get_config_dict, "_fp4_original"):
+        PretrainedConfig.get_config_dict = _with_older_file()  # type: ignore[method-assign]
     mapping: dict[str, Any] = auto.AUTO_QUANTIZATION_CONFIG_MAPPING
     for method in ("modelopt", "compressed-tensors", "mxfp4"):
         if not isinstance(mapping.get(method), _Dispatch):
@@ -233,6 +265,7 @@ def registered() -> Iterator[None]:
         auto.AUTO_QUANTIZER_MAPPING,
     )
     before = [dict(m) for m in mappings]
+    configs = PretrainedConfig.__dict__["get_config_dict"]
     register_with_transformers()
     try:
         yield
@@ -240,6 +273,7 @@ def registered() -> Iterator[None]:
         for mapping, old in zip(mappings, before):
             mapping.clear()
             mapping.update(old)
+        PretrainedConfig.get_config_dict = configs  # type: ignore[method-assign]
         register_quantizer()
 
 
@@ -299,16 +333,6 @@ def load_checkpoint(
             what = f"{key.replace('_', ' ')}: {', '.join(sorted(map(str, info[key])))}"
             raise CheckpointError(f"fp4: {folder.path}: {what}")
     return model
-
-
-def stored_config(path: Path) -> dict[str, Any] | None:
-    """What a folder says about how its weights are stored, or None.
-
-    ModelOpt's older exports say it in a file of its own, hf_quant_config.json; newer ones in both.
-    """
-    stored = quantization_config(read_json(path / "config.json"))
-    older = path / "hf_quant_config.json"
-    return read_json(older) if stored is None and older.exists() else stored
 
 
 def model_class(config: PretrainedConfig) -> Any:

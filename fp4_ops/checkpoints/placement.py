@@ -167,6 +167,13 @@ def rules(model: nn.Module) -> Rules:
     return Rules(model)
 
 
+def is_left_out(model: nn.Module, name: str) -> bool:
+    """Whether the family's checkpoints have such tensors and its model does not: layers that predict further
+    tokens, mostly."""
+    patterns = getattr(model, "_keys_to_ignore_on_load_unexpected", None) or ()
+    return any(re.search(pattern, name) for pattern in patterns)
+
+
 def pattern_of(name: str) -> str:
     """A regular expression for the names that differ from this one in numbers only."""
     return re.sub(r"(?<=\\.)\d+(?=\\.|$)", r"\\d+", re.escape(name)) + "$"
@@ -226,8 +233,6 @@ class _Placer:
     def __init__(self, model: nn.Module) -> None:
         self.model, self.target = model, rules(model)
         self.modules = dict(model.named_modules())
-        # Layers that predict further tokens, mostly.
-        self.not_run: set[str] = set(getattr(model, "_keys_to_ignore_on_load_unexpected", None) or ())
         self.result = Placement({}, {}, {}, {}, set())
 
     def place(self, weights: dict[str, StoredWeight], tensors: Iterable[TensorInfo]) -> Placement:
@@ -258,7 +263,7 @@ class _Placer:
         owner, _, attribute = to.parameter.rpartition(".")
         module = self.modules.get(owner)
         parameter = None if module is None else module._parameters.get(attribute)
-        if module is None and any(re.search(pattern, name) for pattern in self.not_run):
+        if module is None and is_left_out(self.model, name):
             self.result.left[owner] = "the model has no such layer, and its family is known to leave it out"
         elif parameter is not None and stored.dialect.is_dense:
             self._dense(to, parameter, module, stored)

@@ -13,7 +13,8 @@ from transformers import AutoConfig
 from ..experts import PackedWeight
 from ..quantization.evaluation import Stored
 from ..tensor import FP4Tensor
-from .hf import load_checkpoint, model_class, registered, stored_config
+from .dialects import stored_config
+from .hf import load_checkpoint, model_class, registered
 
 
 def load_reference(

@@ -17,7 +17,16 @@ from typing import Any
 from ...meta.formats import FORMATS, FP4_FORMATS
 from ..files import CheckpointError
 from . import compressed_tensors, fp8_blocks, gpt_oss, modelopt
-from .base import Codes, Dialect, Read, StoredWeight, quantization_config, scale_dtype, stored_weights
+from .base import (
+    Codes,
+    Dialect,
+    Read,
+    StoredWeight,
+    quantization_config,
+    scale_dtype,
+    stored_config,
+    stored_weights,
+)
 from .writing import EXPERTS_TARGET, describe, encode, writing_dialect
 
 __all__ = [
@@ -35,6 +44,7 @@ __all__ = [
     "holds_fp4",
     "quantization_config",
     "scale_dtype",
+    "stored_config",
     "stored_weights",
     "writing_dialect",
 ]

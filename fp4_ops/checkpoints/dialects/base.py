@@ -5,13 +5,14 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from ...meta.formats import FORMATS
-from ..files import CheckpointError, TensorInfo
+from ..files import CheckpointError, TensorInfo, read_json
 
 Read = Callable[[TensorInfo], Tensor]
 
@@ -167,6 +168,16 @@ def quantization_config(config: dict[str, Any]) -> dict[str, Any] | None:
             if part.get(key):
                 return part[key]
     return None
+
+
+def stored_config(path: Path) -> dict[str, Any] | None:
+    """What a folder says about how its weights are stored, or None.
+
+    ModelOpt's older exports say it in a file of its own, hf_quant_config.json; newer ones in both.
+    """
+    stored = quantization_config(read_json(path / "config.json"))
+    older = path / "hf_quant_config.json"
+    return read_json(older) if stored is None and older.exists() else stored
 
 
 def stored_weights(tensors: dict[str, TensorInfo], dialects: Iterable[Dialect]) -> dict[str, StoredWeight]:

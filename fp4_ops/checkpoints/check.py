@@ -1,0 +1,79 @@
+"""Whether a folder that is about to be written can be loaded again: found out from headers alone."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Iterable
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+
+from .dialects import Dialect, stored_weights
+from .files import CheckpointError, Folder, TensorInfo
+
+Header = tuple[str, torch.dtype, tuple[int, ...]]
+
+
+def check_loadable(folder: Folder, outputs: Iterable[Header], dialect: Dialect) -> None:
+    """Raises CheckpointError unless `load_checkpoint` finds a place for every 4-bit weight of `outputs`.
+
+    folder: the source, whose config the result has. A model that transformers cannot build from it is not
+    checked, and a warning says so.
+    """
+    try:
+        model = _on_meta(folder)
+    except Exception as error:  # remote code, an unknown family, a config that is not whole
+        why = str(error).partition("\n")[0]
+        warnings.warn(
+            f"fp4: {folder.path}: whether the result can be loaded is not known: transformers builds no "
+            f"model from its config ({type(error).__name__}: {why})",
+            stacklevel=3,
+        )
+        return
+    from .placement import is_left_out, place, rules  # which import transformers
+
+    tensors = {n: TensorInfo(n, dtype, shape, Path("the result"), 0) for n, dtype, shape in outputs}
+    try:
+        weights = stored_weights(tensors, (dialect,))
+        target, modules = rules(model), dict(model.named_modules())
+        where = {name: target(dialect.module_name(name)).parameter for name in weights}
+        outside = [name for name in weights if _in_no_layer(where[name], modules)]
+        unknown = [name for name in outside if not is_left_out(model, name)]
+        if unknown:
+            warnings.warn(
+                f"fp4: {len(unknown)} matrices are in layers that the model of {folder.path} does not have "
+                f"({unknown[0]} and the like); load_checkpoint will refuse the result for their sake, unless "
+                "its config has those layers",
+                stacklevel=3,
+            )
+        inside = {name: w for name, w in weights.items() if name not in set(outside)}
+        place(model, inside, tensors.values())
+    except CheckpointError as error:
+        family = folder.config.get("model_type")
+        raise CheckpointError(
+            f"{error}\nfp4: {folder.path} is a {family}, whose experts load_checkpoint could not load once "
+            "they are in 4 bits; nothing was written. Load the original and call fp4_ops.prepare, or compile "
+            "it with torch.compile(model, backend='fp4')"
+        ) from None
+
+
+def _in_no_layer(parameter: str, modules: dict[str, nn.Module]) -> bool:
+    """Whether it would be in a layer with a number that the model's list of layers does not have."""
+    parts = parameter.split(".")
+    known = next(i for i in range(len(parts), -1, -1) if ".".join(parts[:i]) in modules)
+    return known < len(parts) and parts[known].isdigit()
+
+
+def _on_meta(folder: Folder) -> nn.Module:
+    from transformers import AutoConfig
+
+    from .hf import model_class
+
+    config = AutoConfig.from_pretrained(folder.path)
+    cls: Any = model_class(config)
+    make = getattr(cls, "from_config", None) or cls._from_config
+    with torch.device("meta"), warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        return make(config)
