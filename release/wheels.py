@@ -1,11 +1,11 @@
-"""Builds the wheels that people install: manylinux for x86-64, and by cross build for aarch64 (Grace, DGX Spark).
+"""Builds the wheels that people install: manylinux for x86-64, and for aarch64 (Grace, DGX Spark).
 
     make wheels                                          both, into dist/
     python release/wheels.py [--machine aarch64]         one
 
-The x86-64 wheel has the Hopper kernels if there is an nvcc. The aarch64 wheel has none when it is built on
-another machine (a build on a Grace machine has them); its CPU kernels are the portable ones. auditwheel names the oldest
-glibc that a wheel needs. The cross build needs g++-aarch64-linux-gnu and what release/aarch64.py fetches.
+The x86-64 wheel has the Hopper kernels if there is an nvcc. The aarch64 wheel comes from a cross compiler
+(g++-aarch64-linux-gnu) and what release/aarch64.py fetches: with the portable CPU kernels, without Hopper's;
+a build on a Grace machine has those too. auditwheel names the oldest glibc that a wheel needs.
 """
 
 from __future__ import annotations
