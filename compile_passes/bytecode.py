@@ -43,11 +43,16 @@ def _called(inst: Any) -> bool:
     return marked or inst.opname == "LOAD_METHOD"
 
 
-def only_iterates(tx: Any) -> bool:
+def only_iterates(tx: Any, alone: bool = False) -> bool:
     """Whether the call that `tx` is at goes into a local that is only iterated over, with others or numbered,
-    and asked for its length."""
+    and asked for its length. alone: that is only iterated over, or into no local at all."""
     code = _code(tx)
-    here = code.index(tx.instructions[tx.instruction_pointer])
+    at = tx.instruction_pointer
+    while tx.instructions[at].opname in _NOTHING:
+        at += 1
+    here = code.index(tx.instructions[at])
+    if alone and _is(code[here], "GET_ITER"):
+        return True
     if code[here].opname != "STORE_FAST":
         return False
     name, later = code[here].argval, code[here:]
@@ -58,7 +63,7 @@ def only_iterates(tx: Any) -> bool:
     def iterates(at: int) -> bool:
         if _is(later[at + 1], "GET_ITER"):
             return True
-        if not (_is(later[at + 1], "CALL") and len(later) > at + 2):
+        if alone or not (_is(later[at + 1], "CALL") and len(later) > at + 2):
             return False
         if _is(later[at + 1], "CALL", 1) and _builtin(tx, later[at - 1], "len"):
             return True

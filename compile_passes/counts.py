@@ -7,9 +7,7 @@ add such numbers up: they are the parts of `rows.split(counts)`, if there are as
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Callable
-from dataclasses import replace
 from typing import Any
 
 import torch
@@ -21,12 +19,14 @@ from torch.fx.experimental.symbolic_shapes import (
     statically_known_true,
 )
 
-from .branches import chosen_from, hook_opcodes, named, wanted
+from .branches import wanted
 from .bytecode import only_iterates
-from .without_rows import Counted, called, counted, example, number, same_elements, since, writes_to
+from .hits import chosen_from
+from .traced import called, example, named, same_elements, since, writes_to
+from .without_rows import Counted, counted, number
 
 
-def _tolist(method: Callable[..., Any]) -> Callable[..., Any]:
+def as_numbers(method: Callable[..., Any]) -> Callable[..., Any]:
     """`tolist()` of how many rows each expert has is captured; any other is not.
 
     With CAPTURE Dynamo captures `torch.bincount(ids)`, and then fails in the conversion of a list whose
@@ -53,12 +53,12 @@ def _tolist(method: Callable[..., Any]) -> Callable[..., Any]:
     return tolist
 
 
-def _numpy(method: Callable[..., Any]) -> Callable[..., Any]:
+def as_array(method: Callable[..., Any]) -> Callable[..., Any]:
     def numpy(self: Any, tx: Any, *args: Any, **kwargs: Any) -> Any:
         if not args and not kwargs and wanted(tx.output) and only_iterates(tx):
             node = self.as_proxy().node
             if _are_counts(node) and _total(node) is not None:
-                return _method("tolist")(self, tx)
+                return self.call_method(tx, "tolist", [], {})
         return method(self, tx, *args, **kwargs)
 
     return numpy
@@ -86,7 +86,7 @@ def _part(tx: Any, rows: Any, start: Any, stop: Any) -> Any:
     return None
 
 
-def _subscript(method: Callable[[Any, Any], None]) -> Callable[[Any, Any], None]:
+def subscripts(method: Callable[[Any, Any], None]) -> Callable[[Any, Any], None]:
     """`rows[start:stop]`, a slice in one variable."""
     from torch._dynamo.variables.lists import SliceVariable
 
@@ -107,7 +107,7 @@ def _subscript(method: Callable[[Any, Any], None]) -> Callable[[Any, Any], None]
     return subscript
 
 
-def _slice(method: Callable[[Any, Any], None]) -> Callable[[Any, Any], None]:
+def slices(method: Callable[[Any, Any], None]) -> Callable[[Any, Any], None]:
     """The same from Python 3.12 on, with a slice in two."""
 
     def slice_(tx: Any, inst: Any) -> None:
@@ -217,31 +217,3 @@ def _distinct(ids: fx.Node) -> bool:
 
 
 _TOPK = ("input", "k", "dim", "largest", "sorted")
-
-
-# --- the hooks ---
-
-
-def _method(name: str) -> Any:
-    from torch._dynamo.variables.tensor import TensorVariable
-
-    entry = getattr(TensorVariable, "tp_methods", {}).get(name)  # torch 2.15 looks methods up in there
-    return getattr(TensorVariable, f"method_{name}", None) if entry is None else entry.handler
-
-
-def see_counts() -> None:
-    """For graphs of backends with `sees_through_branches`."""
-    from torch._dynamo.variables.tensor import TensorVariable
-
-    hook_opcodes({"BINARY_SUBSCR": _subscript, "BINARY_SLICE": _slice})
-    table = getattr(TensorVariable, "tp_methods", {})
-    for name, wrapper in (("tolist", _tolist), ("numpy", _numpy)):
-        method = _method(name)
-        if method is None or hasattr(method, "_fp4"):
-            continue
-        wrapped = functools.wraps(method)(wrapper(method))
-        wrapped._fp4 = True  # type: ignore[attr-defined]
-        if name in table:
-            table[name] = replace(table[name], handler=wrapped)
-        else:
-            setattr(TensorVariable, f"method_{name}", wrapped)

@@ -2,14 +2,20 @@
 
 from __future__ import annotations
 
+import dis
+import functools
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Any
+
 import torch
 from torch import fx
 from torch._guards import TracingContext
 from torch.fx.experimental.symbolic_shapes import free_unbacked_symbols
 
-from .branches import see_through_branches
-from .counts import see_counts
-from .without_rows import example
+from . import counts, hits, known
+from .branches import JUMPS, Handler, answering_first
+from .traced import example
 
 CAPTURE = {"capture_dynamic_output_shape_ops": True}
 """`nonzero` and boolean masks have sizes that only the data knows."""
@@ -27,9 +33,69 @@ def _items(gm: fx.GraphModule) -> list[fx.Node]:
     return list(gm.graph.find_nodes(op="call_method", target="item"))
 
 
+_OPCODES: list[tuple[tuple[str, ...], Callable[[Handler], Handler]]] = [
+    (tuple(JUMPS), answering_first),
+    (("GET_ITER",), hits.over_experts),
+    (("FOR_ITER",), hits.one_expert),
+    (("BINARY_SUBSCR",), counts.subscripts),
+    (("BINARY_SUBSCR",), known.subscripts),
+    (("BINARY_SLICE",), counts.slices),
+    (("FORMAT_VALUE", "FORMAT_SIMPLE", "FORMAT_WITH_SPEC"), known.formats),
+]
+_METHODS: list[tuple[tuple[str, ...], Callable[[Any], Any]]] = [
+    (("tolist",), counts.as_numbers),
+    (("tolist",), hits.as_list),
+    (("numpy",), counts.as_array),
+    (("item", "__int__", "__index__"), known.numbers),
+]
+"""Of Dynamo's variables of tensors."""
+
+
 def extend_dynamo() -> None:
-    see_counts()
-    see_through_branches()
+    """For graphs of backends with `sees_through_branches`."""
+    from torch._dynamo.variables import BuiltinVariable
+    from torch._dynamo.variables.tensor import TensorVariable
+
+    for names, wrapper in _OPCODES:
+        for name in names:
+            _hook_opcode(name, wrapper)
+    table = getattr(TensorVariable, "tp_methods", {})  # torch 2.15 looks methods up in there
+    for names, wrapper in _METHODS:
+        for name in names:
+            if name in table and (wrapped := _wrapped(table[name].handler, wrapper)):
+                table[name] = replace(table[name], handler=wrapped)
+            elif name not in table:
+                _hook_attribute(TensorVariable, f"method_{name}", wrapper)
+    for name in ("nb_int_impl", "nb_index_impl"):
+        _hook_attribute(TensorVariable, name, known.numbers)
+    _hook_attribute(BuiltinVariable, "call_index", known.index_of)
+
+
+def _wrapped(method: Any, wrapper: Callable[[Any], Any]) -> Any:
+    """None if it is wrapped already."""
+    known = getattr(method, "_fp4", ())
+    if wrapper in known:
+        return None
+    wrapped = functools.wraps(method)(wrapper(method))
+    wrapped._fp4 = (*known, wrapper)  # type: ignore[attr-defined]
+    return wrapped
+
+
+def _hook_attribute(cls: type, name: str, wrapper: Callable[[Any], Any]) -> None:
+    method = getattr(cls, name, None)
+    if method is not None and (wrapped := _wrapped(method, wrapper)):
+        setattr(cls, name, wrapped)
+
+
+def _hook_opcode(name: str, wrapper: Callable[[Handler], Handler]) -> None:
+    from torch._dynamo import symbolic_convert
+
+    classes = [symbolic_convert.InstructionTranslatorBase]
+    for cls in classes:
+        classes += cls.__subclasses__()
+        method = cls.dispatch_table[dis.opmap[name]] if name in dis.opmap else None
+        if method is not None and (wrapped := _wrapped(method, wrapper)):
+            cls.dispatch_table[dis.opmap[name]] = wrapped
 
 
 def capture_loops() -> None:

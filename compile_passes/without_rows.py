@@ -12,9 +12,8 @@ does not. Both come to the same if
 from __future__ import annotations
 
 import operator
-import re
 from collections import deque
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -28,6 +27,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from . import changes
 from .bytecode import joined_list
+from .traced import SAME_ELEMENTS, along, called, example, since, writes_to
 
 
 class Unproved(Exception):
@@ -42,61 +42,69 @@ def in_short(error: Exception) -> str:
     return (str(error) or type(error).__name__).splitlines()[0]
 
 
+@dataclass
+class Hits:
+    """The experts for which a mask has anything: `mask` is what it has its elements from, in which experts
+    are along `dim`; `rounds` are the experts there are."""
+
+    mask: fx.Node
+    dim: int
+    rounds: int
+    unwritten: dict[int, fx.Node] = field(default_factory=dict)
+    """Of memory of the mask, or of a copy of it: up to where nothing was found to write to it."""
+
+    def is_row(self, node: fx.Node, expert: int) -> bool:
+        """Whether `node` is what the mask, as it was, has for an expert, or a part of that."""
+        if called(node) != "getitem" or not isinstance(node.args[0], fx.Node):
+            return False
+        x, index = node.args
+        if not isinstance(example(x), Tensor):
+            return False
+        for dim in _indexed(index, expert, example(x).dim()):
+            steps = along(x, dim)
+            if steps[-1] == (self.mask, self.dim) and self._unwritten([n for n, _ in reversed(steps)]):
+                return True
+        return False
+
+    def _unwritten(self, nodes: Sequence[fx.Node]) -> bool:
+        last = next(iter(reversed(self.mask.graph.nodes)))
+        for node in nodes:
+            memory = example(node).untyped_storage()._cdata
+            if writes_to([node], since(self.unwritten.get(memory, node))):
+                return False
+            self.unwritten[memory] = last
+        return True
+
+
+def _indexed(index: Any, expert: int, rank: int) -> Iterator[int]:
+    """The dimensions in which an index is `expert`, or the slice of it alone."""
+    items = list(index) if isinstance(index, tuple) else [index]
+    if any(isinstance(i, fx.Node) for i in items):
+        return
+    if Ellipsis in items:
+        at = items.index(Ellipsis)
+        missing = rank - sum(i is not None and i is not Ellipsis for i in items)
+        items[at : at + 1] = [slice(None)] * missing
+    dim = 0
+    for i in items:
+        if i is None:
+            continue
+        if (type(i) is int and i == expert) or i in (slice(expert, expert + 1), slice(expert, expert + 1, 1)):
+            yield dim
+        dim += 1
+
+
 @dataclass(frozen=True)
 class Nothing:
-    """What is empty: these sizes are 0, these masks are False everywhere, and such rows of masks are."""
+    """What is empty: these sizes are 0, these masks are False everywhere, and what `hits` has for `expert`."""
 
     sizes: set[Any] = field(default_factory=set)
     masks: set[fx.Node] = field(default_factory=set)
-    rows: set[tuple[fx.Node, int]] = field(default_factory=set)
+    hits: Hits | None = None
+    expert: int = -1
 
-
-def called(node: fx.Node) -> str:
-    return node.target if isinstance(node.target, str) else getattr(node.target, "__name__", str(node.target))
-
-
-def example(node: fx.Node) -> Any:
-    return node.meta.get("example_value")
-
-
-SAME_ELEMENTS = (
-    "permute", "transpose", "contiguous", "to", "long", "int", "view", "reshape", "flatten", "squeeze",
-)  # fmt: skip
-
-
-def same_elements(node: fx.Node) -> list[fx.Node]:
-    """`node` and what it has its elements from, in another order or shape."""
-    chain = [node]
-    while called(chain[-1]) in SAME_ELEMENTS and chain[-1].args and isinstance(chain[-1].args[0], fx.Node):
-        chain.append(chain[-1].args[0])
-    return chain
-
-
-_IN_PLACE = re.compile(
-    r"setitem|\w*[^_]_|_*i(add|sub|mul|truediv|floordiv|mod|pow|or|and|xor|lshift|rshift)_*"
-)
-
-
-def writes_to(chain: Sequence[fx.Node], nodes: Iterable[fx.Node]) -> bool:
-    """Whether any of `nodes` writes to memory of `chain`."""
-    memory = {example(n).untyped_storage()._cdata for n in chain if isinstance(example(n), Tensor)}
-
-    def writes(node: fx.Node) -> bool:
-        to = [node.kwargs.get("out")]
-        if isinstance(node.target, torch._ops.OpOverload) and node.target._schema.is_mutable:
-            to += [*node.args, *node.kwargs.values()]
-        elif _IN_PLACE.fullmatch(called(node)):
-            to += [node.args[0] if node.args else None]
-        found = [example(n) for n in torch.utils._pytree.tree_leaves(to) if isinstance(n, fx.Node)]
-        return any(isinstance(x, Tensor) and x.untyped_storage()._cdata in memory for x in found)
-
-    return any(map(writes, nodes))
-
-
-def since(node: fx.Node) -> Iterator[fx.Node]:
-    """What was traced after `node`."""
-    while (node := node.next).op != "root":
-        yield node
+    def is_row(self, node: fx.Node) -> bool:
+        return self.hits is not None and self.hits.is_row(node, self.expert)
 
 
 @dataclass
@@ -188,7 +196,8 @@ class Way:
         self.objects.check({id(v): len(items) for v, items in grown.values()})
         if self.tx.output.graph is not self.graph:
             raise Unproved("it is in two graphs", changes.ALL_RUN)
-        if any(writes_to(same_elements(mask), list(since(self.last))) for mask, _ in self.nothing.rows):
+        hits = self.nothing.hits
+        if hits is not None and writes_to([hits.mask], since(self.last)):
             raise Unproved(
                 "the mask changes, whose rows are of the rounds to come", changes.elsewhere("the mask")
             )
@@ -418,18 +427,11 @@ def replay(nodes: Sequence[fx.Node], nothing: Nothing, output: Any) -> set[Any]:
                 env[node] = getattr(args[0], str(node.target))(*args[1:], **kwargs)
             else:
                 raise Unproved(f"{called(node)} may do more than compute", changes.ALL_RUN)
-            row = called(node) == "getitem" and (node.args[0], _one_of(node.args[1])) in nothing.rows
-            same = called(node) in (*SAME_ELEMENTS, "any") and node.args and node.args[0] in masks
-            if row or same:
+            same = called(node) in (*SAME_ELEMENTS, "bool", "any") and node.args and node.args[0] in masks
+            if same or nothing.is_row(node):
                 masks.add(node)
                 watch.keep(env[node], True)
     return sizes
-
-
-def _one_of(index: Any) -> Any:
-    """e of `mask[e]` and `mask[e : e + 1]`."""
-    e = index.start if isinstance(index, slice) else index
-    return e if isinstance(e, int) and index in (e, slice(e, e + 1)) else None
 
 
 # An assignment to elements is watched.

@@ -1,0 +1,109 @@
+"""Reading the nodes that Dynamo has traced so far: whose elements they have, and who writes to them."""
+
+from __future__ import annotations
+
+import math
+import re
+from collections.abc import Iterable, Iterator, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, fx
+from torch.fx.experimental.symbolic_shapes import statically_known_true
+
+
+def called(node: fx.Node) -> str:
+    return node.target if isinstance(node.target, str) else getattr(node.target, "__name__", str(node.target))
+
+
+def example(node: fx.Node) -> Any:
+    return node.meta.get("example_value")
+
+
+def named(node: Any, functions: Sequence[str], names: Sequence[str]) -> dict[str, Any]:
+    """The arguments of a call of one of `functions`; none if it is of another, or has others than `names`."""
+    if (
+        not isinstance(node, fx.Node)
+        or called(node).strip("_") not in functions
+        or len(node.args) > len(names)
+    ):
+        return {}
+    named = dict(zip(names, node.args)) | node.kwargs
+    return named if named.keys() <= set(names) else {}
+
+
+SAME_ELEMENTS = (
+    "permute", "transpose", "contiguous", "clone", "to", "long", "int", "view", "reshape", "flatten", "squeeze",
+)  # fmt: skip
+
+
+def same_elements(node: fx.Node) -> list[fx.Node]:
+    """`node` and what it has its elements from, in another order or shape."""
+    chain = [node]
+    while called(chain[-1]) in SAME_ELEMENTS and chain[-1].args and isinstance(chain[-1].args[0], fx.Node):
+        chain.append(chain[-1].args[0])
+    return chain
+
+
+def along(node: fx.Node, dim: int) -> list[tuple[fx.Node, int]]:
+    """`node` and what it has its elements from, or whether they are 0, with what dimension `dim` is in each."""
+    steps = [(node, dim % example(node).dim())]
+    while (before := _before(*steps[-1])) is not None:
+        steps.append(before)
+    return steps
+
+
+def _before(node: fx.Node, dim: int) -> tuple[fx.Node, int] | None:
+    name = called(node)
+    if not node.args or not isinstance(node.args[0], fx.Node):
+        return None
+    before = node.args[0]
+    x, now = example(before), example(node)
+    if not isinstance(x, Tensor) or not isinstance(now, Tensor):
+        return None
+    if name == "permute":
+        dims = torch.utils._pytree.tree_leaves(node.args[1:])
+        return (before, dims[dim] % x.dim()) if len(dims) == x.dim() and not node.kwargs else None
+    if name in ("transpose", "swapaxes") and len(node.args) == 3:
+        swapped = [d % x.dim() for d in node.args[1:]]
+        return before, swapped[1 - swapped.index(dim)] if dim in swapped else dim
+    if name in ("t", "T", "mT"):
+        return before, {x.dim() - 1: x.dim() - 2, x.dim() - 2: x.dim() - 1}.get(dim, dim)
+    if name in ("contiguous", "clone", "detach", "bool", "long", "int", "to") and x.dim() == now.dim():
+        # Of what is counted: integers and booleans stay 0 or not, by all of these.
+        kept = name not in ("bool", "long", "int", "to") or not x.dtype.is_floating_point
+        return (before, dim) if kept and not now.dtype.is_floating_point else None
+    if name in ("view", "reshape", "flatten", "unflatten", "squeeze", "unsqueeze") and now.dtype == x.dtype:
+        size, after = now.shape[dim], math.prod(now.shape[dim + 1 :])
+        for d in range(x.dim()):
+            same = statically_known_true(math.prod(x.shape[d + 1 :]) == after)
+            if same and isinstance(size, int) and size != 1 and statically_known_true(x.shape[d] == size):
+                return before, d
+    return None
+
+
+_IN_PLACE = re.compile(
+    r"setitem|\w*[^_]_|_*i(add|sub|mul|truediv|floordiv|mod|pow|or|and|xor|lshift|rshift)_*"
+)
+
+
+def writes_to(chain: Sequence[fx.Node], nodes: Iterable[fx.Node]) -> bool:
+    """Whether any of `nodes` writes to memory of `chain`."""
+    memory = {example(n).untyped_storage()._cdata for n in chain if isinstance(example(n), Tensor)}
+
+    def writes(node: fx.Node) -> bool:
+        to = [node.kwargs.get("out")]
+        if isinstance(node.target, torch._ops.OpOverload) and node.target._schema.is_mutable:
+            to += [*node.args, *node.kwargs.values()]
+        elif _IN_PLACE.fullmatch(called(node)):
+            to += [node.args[0] if node.args else None]
+        found = [example(n) for n in torch.utils._pytree.tree_leaves(to) if isinstance(n, fx.Node)]
+        return any(isinstance(x, Tensor) and x.untyped_storage()._cdata in memory for x in found)
+
+    return any(map(writes, nodes))
+
+
+def since(node: fx.Node) -> Iterator[fx.Node]:
+    """What was traced after `node`."""
+    while (node := node.next).op != "root":
+        yield node
