@@ -21,7 +21,7 @@ from torch import fx
 from . import known
 from .branches import Handler, is_kept, wanted, watch
 from .bytecode import only_iterates
-from .traced import along, called, example, named, same_elements, since, writes_to
+from .traced import along, called, example, kept, named, same_elements, since, writes_to
 from .without_rows import Hits, Nothing, Way
 
 
@@ -186,10 +186,7 @@ def _anything(node: fx.Node, dim: int, chain: list[fx.Node]) -> tuple[fx.Node, i
     of, dims = summed["input"], summed.get("dim")
     if not isinstance(of, fx.Node) or summed.get("keepdim") or dims is None:
         return None
-    rank = example(of).dim()
-    gone = {d % rank for d in (dims if isinstance(dims, tuple | list) else (dims,))}
-    left = [d for d in range(rank) if d not in gone]
-    return _anything(of, left[dim], chain)
+    return _anything(of, kept(example(of).dim(), dims)[dim], chain)
 
 
 def _counts(node: Any) -> bool:

@@ -276,6 +276,10 @@ class Arithmetic(Indexing):
     def _stack(self, node: fx.Node, level: int) -> Value:
         a = arguments(node)
         parts, rank = a["tensors"], len(shape(node))
+        if is_op(node, aten.cat):  # that takes [0] for nothing, whatever the rank of the others
+            parts = [n for n in parts if tuple(shape(n)) != (0,)] if rank > 1 else parts
+            if len(parts) == 1 and value(parts[0]).dtype == value(node).dtype:
+                return self.value(parts[0], level)
         d = a["dim"] % rank
         if level == 0 or (level == 1 and not is_op(node, aten.cat)):
             raise Opaque

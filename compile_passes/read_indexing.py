@@ -372,7 +372,11 @@ class Indexing(Values):
             rows, mask = self._mask_rows(mask_node, shape(node)[first])
             table, mask = self.together(table, mask, [(first + i, i) for i in range(count)])
             return self._selected(table, mask, rows, first, count)
-        values = self._own_axes(table, self.broadcast([self.value(i, 0) for _, i in given]))
+        indices = self.broadcast([self.value(i, 0) for _, i in given])
+        if any(len(table.dims[d]) > 1 and _is_of_selected_rows(v) for (d, _), v in zip(given, indices)):
+            table = self.opaque(a["self"])  # of which one axis is what the rows' is
+            lead, rest = table.dims[:first], table.dims[first + len(given) :]
+        values = self._own_axes(table, indices)
         dims = tuple(max((v.dims[d] for v in values), key=len) for d in range(len(values[0].dims)))
         if any(v.term is Const(None) for v in values):
             raise Opaque
@@ -420,6 +424,12 @@ class Indexing(Values):
         mapping = self._assign(*self._fit(table, dim, index.term))
         dims = tuple((i if d == dim else (t or i)) for d, (t, i) in enumerate(zip(table.dims, index.dims)))
         return Value(dims, substitute(table.term, mapping))
+
+
+def _is_of_selected_rows(index: Value) -> bool:
+    """Whether an index is an axis that rows range over which a mask selects."""
+    rows = [a for a in index.axes if isinstance(a, Rows) and a.key is None]
+    return any(index.term is x for r in rows for x in r.bound)
 
 
 def indicator(node: fx.Node, a: Term, b: Term) -> Apply:

@@ -33,7 +33,8 @@ def named(node: Any, functions: Sequence[str], names: Sequence[str]) -> dict[str
 
 
 SAME_ELEMENTS = (
-    "permute", "transpose", "contiguous", "clone", "to", "long", "int", "view", "reshape", "flatten", "squeeze",
+    "permute", "transpose", "contiguous", "clone", "to", "long", "int", "view", "reshape", "flatten",
+    "squeeze",
 )  # fmt: skip
 
 
@@ -45,12 +46,27 @@ def same_elements(node: fx.Node) -> list[fx.Node]:
     return chain
 
 
-def along(node: fx.Node, dim: int) -> list[tuple[fx.Node, int]]:
-    """`node` and what it has its elements from, or whether they are 0, with what dimension `dim` is in each."""
+def along(node: fx.Node, dim: int, sums: bool = False) -> list[tuple[fx.Node, int]]:
+    """`node` and what it has its elements from, with what dimension `dim` is in each. Of integers and
+    booleans all that counts is whether they are 0. sums: also what it sums up over other dimensions."""
     steps = [(node, dim % example(node).dim())]
-    while (before := _before(*steps[-1])) is not None:
+    while (before := _before(*steps[-1]) or (_summed(*steps[-1]) if sums else None)) is not None:
         steps.append(before)
     return steps
+
+
+def _summed(node: fx.Node, dim: int) -> tuple[fx.Node, int] | None:
+    summed = named(node, ("sum", "any"), ("input", "dim", "keepdim"))
+    of, dims = summed.get("input"), summed.get("dim")
+    if not isinstance(of, fx.Node) or dims is None or summed.get("keepdim"):
+        return None
+    return of, kept(example(of).dim(), dims)[dim]
+
+
+def kept(rank: int, dims: Any) -> list[int]:
+    """The dimensions that are left where a sum is over `dims`."""
+    gone = {d % rank for d in (dims if isinstance(dims, tuple | list) else (dims,))}
+    return [d for d in range(rank) if d not in gone]
 
 
 def _before(node: fx.Node, dim: int) -> tuple[fx.Node, int] | None:
@@ -70,9 +86,10 @@ def _before(node: fx.Node, dim: int) -> tuple[fx.Node, int] | None:
     if name in ("t", "T", "mT"):
         return before, {x.dim() - 1: x.dim() - 2, x.dim() - 2: x.dim() - 1}.get(dim, dim)
     if name in ("contiguous", "clone", "detach", "bool", "long", "int", "to") and x.dim() == now.dim():
-        # Of what is counted: integers and booleans stay 0 or not, by all of these.
-        kept = name not in ("bool", "long", "int", "to") or not x.dtype.is_floating_point
-        return (before, dim) if kept and not now.dtype.is_floating_point else None
+        # A wide count may become 0 in 8 bits, and a fraction in an integer.
+        narrow = now.dtype != x.dtype and now.dtype not in (torch.bool, torch.int32, torch.int64)
+        exact = not x.dtype.is_floating_point and not narrow
+        return (before, dim) if exact or now.dtype == x.dtype else None
     if name in ("view", "reshape", "flatten", "unflatten", "squeeze", "unsqueeze") and now.dtype == x.dtype:
         size, after = now.shape[dim], math.prod(now.shape[dim + 1 :])
         for d in range(x.dim()):

@@ -61,7 +61,7 @@ class Hits:
         if not isinstance(example(x), Tensor):
             return False
         for dim in _indexed(index, expert, example(x).dim()):
-            steps = along(x, dim)
+            steps = along(x, dim, sums=True)
             if steps[-1] == (self.mask, self.dim) and self._unwritten([n for n, _ in reversed(steps)]):
                 return True
         return False
@@ -96,7 +96,8 @@ def _indexed(index: Any, expert: int, rank: int) -> Iterator[int]:
 
 @dataclass(frozen=True)
 class Nothing:
-    """What is empty: these sizes are 0, these masks are False everywhere, and what `hits` has for `expert`."""
+    """What is empty: these sizes are 0, these masks are False everywhere, and so is what `hits` has for
+    `expert`."""
 
     sizes: set[Any] = field(default_factory=set)
     masks: set[fx.Node] = field(default_factory=set)

@@ -1,4 +1,5 @@
-"""Loops over the experts that are hit, and those among them that must not be traced over all experts."""
+"""Loops over the experts that are hit: other ways to write them, those that read the expert's number as a
+tensor, and those that must not be traced over all experts."""
 
 from __future__ import annotations
 
@@ -341,15 +342,168 @@ class HitsByTensorAndWrites(Hits):
         return out * factors.sum()
 
 
+# --- other ways to write what the loop is over ---
+
+
+class HitsFlat(HitsByTensor):
+    """Of each choice of a token."""
+
+    def hit(self, ids):
+        return super().hit(ids).flatten()
+
+    def experts_of(self, x, ids, weights):
+        out = torch.zeros_like(x)
+        for e in self.hit(ids):
+            slot, token = torch.where(self.mask[e])
+            self.work(out, x, token, slot, weights, self.list[e])
+            self.more(e, out)
+        return out
+
+
+class HitsInAColumn(HitsFlat):
+    def hit(self, ids):
+        return Hits.hit(self, ids)[:, 0]
+
+
+class HitsInATuple(HitsFlat):
+    def hit(self, ids):
+        hot = torch.nn.functional.one_hot(ids, self.E)
+        self.mask = hot.transpose(0, 2)
+        return torch.nonzero(hot.sum(0).sum(0), as_tuple=True)[0]
+
+
+class HitsWhere(HitsFlat):
+    def hit(self, ids):
+        self.mask = torch.nn.functional.one_hot(ids, self.E).bool().permute(2, 1, 0)
+        return torch.where(self.mask.any(-1).any(-1))[0]
+
+
+class HitsAsNumbers(HitsFlat):
+    def experts_of(self, x, ids, weights):
+        out = torch.zeros_like(x)
+        for e in self.hit(ids).tolist():
+            slot, token = torch.where(self.mask[e])
+            self.work(out, x, token, slot, weights, self.list[e])
+        return out
+
+
+class HitsAsRowsOfNumbers(Hits):
+    def experts_of(self, x, ids, weights):
+        out = torch.zeros_like(x)
+        hit = self.hit(ids).tolist()
+        for (e,) in hit:
+            slot, token = torch.where(self.mask[e])
+            self.work(out, x, token, slot, weights, self.list[e])
+        return out
+
+
+class HitsInTheLastDimension(Hits):
+    """Masks of tokens: a token's choices are added up before."""
+
+    def experts_of(self, x, ids, weights):
+        out = torch.zeros_like(x)
+        hot = torch.nn.functional.one_hot(ids, self.E)
+        full = torch.zeros(x.shape[0], self.E).scatter(1, ids, weights)
+        chosen = hot.sum(1).bool()
+        for e in hot.view(-1, self.E).sum(0).nonzero():
+            token = torch.where(chosen[:, e[0]])[0]
+            out.index_add_(0, token, self.list[e](x[token]) * full[token, e, None])
+        return out
+
+
+class HitsByItsNumber(Hits):
+    def experts_of(self, x, ids, weights):
+        out = torch.zeros_like(x)
+        for t in self.hit(ids):
+            slot, token = torch.where(self.mask[t.item()])
+            self.work(out, x, token, slot, weights, self.list[int(t)])
+        return out
+
+
+OTHERS = [
+    HitsFlat, HitsInAColumn, HitsInATuple, HitsWhere, HitsAsNumbers, HitsAsRowsOfNumbers, HitsByItsNumber,
+]  # fmt: skip
+
+
+# --- numbers of hits that a loop over all experts does not have ---
+
+
+class HitsAsNumbersThatAreCounted(HitsAsNumbers):
+    def experts_of(self, x, ids, weights):
+        hit = Hits.hit(self, ids).flatten().tolist()
+        out = torch.zeros_like(x)
+        for e in hit:
+            slot, token = torch.where(self.mask[e])
+            self.work(out, x, token, slot, weights, self.list[e])
+        return out * len(hit)
+
+
+class HitsAsNumbersThatAreNumbered(HitsAsNumbers):
+    def experts_of(self, x, ids, weights):
+        hit = Hits.hit(self, ids).flatten().tolist()
+        out = torch.zeros_like(x)
+        for i, e in enumerate(hit):
+            slot, token = torch.where(self.mask[e])
+            self.work(out, x * i, token, slot, weights, self.list[e])
+        return out
+
+
+class HitsAsNumbersOfFewTokens(HitsAsNumbers):
+    def hit(self, ids):
+        Hits.hit(self, ids)
+        return self.mask[:, :, :1].sum((1, 2)).nonzero().flatten()
+
+
+class HitsOfMoreThanOne(HitsAsNumbers):
+    def hit(self, ids):
+        Hits.hit(self, ids)
+        return torch.where(self.mask.sum((1, 2)) >= 2)[0]
+
+
+class HitsOfNarrowCounts(HitsFlat):
+    """A count of 256 that is cast to 8 bits is 0."""
+
+    def hit(self, ids):
+        Hits.hit(self, ids)
+        return (self.mask.sum((1, 2)) * 128).to(torch.int8).nonzero().flatten()
+
+
+class HitsOfACopyThatChanges(HitsFlat):
+    """The loop reads a copy of the mask, in which another expert has got rows."""
+
+    def hit(self, ids):
+        hot = torch.nn.functional.one_hot(ids, self.E)
+        self.mask = hot.permute(2, 1, 0).clone()
+        self.mask[2, :, :1] = 1
+        return hot.sum((0, 1)).nonzero().flatten()
+
+
+class HitsThatChangeTheirNumber(Hits):
+    """What the loop gives is written to, and read again."""
+
+    def experts_of(self, x, ids, weights):
+        out = torch.zeros_like(x)
+        for t in self.hit(ids):
+            slot, token = torch.where(self.mask[t[0]])
+            t += 1
+            self.work(out, x, token, slot, weights, self.list[t.item() % self.E])
+        return out
+
+
 BRANCHES = [
-    HitsByTensorAndReadsIt, HitsByTensorAndWrites, HitsThatBreak, HitsThatMarkOthers, HitsThatChange,
-    HitsOfFewTokens, HitsOfAnotherMask, HitsOfCountsThatCancel, HitsAndCounts, HitsAndAdds,
-    HitsAndRemembers, HitsAsTensors, HitsAndStops,
+    HitsThatBreak, HitsThatMarkOthers, HitsThatChange, HitsOfFewTokens, HitsOfAnotherMask,
+    HitsOfCountsThatCancel, HitsAndCounts, HitsAndAdds, HitsAndRemembers, HitsAndStops,
+    HitsOfACopyThatChanges, HitsAsNumbersThatAreCounted, HitsThatChangeTheirNumber,
 ]  # fmt: skip
 # They stay loops for reasons that one of those above has, too, or of a branch.
 MORE_BRANCHES = [
     HitsByTensorAndCounts, HitsByTensorThatChange, HitsByTensorOfFactorsThatCancel,
-    HitsByTensorOfCountsThatChanged, HitsByTensorAndRemembers, HitsByTensorOfSeveral,
-    HitsByTensorsOfNoDimension, HitsByTensorOfAnotherMask, HitsByItemAndReadsIt, HitsByItemAndCounts,
-    HitsOften, HitsOfAMaskThatChanges, HitsOfAMaskThatIsFilled, HitsDoubled,
+    HitsByTensorOfCountsThatChanged, HitsByTensorAndRemembers, HitsByTensorOfAnotherMask, HitsByItemAndCounts,
+    HitsOften, HitsOfAMaskThatChanges, HitsOfAMaskThatIsFilled, HitsOfMoreThanOne, HitsOfNarrowCounts,
+    HitsAsNumbersThatAreNumbered, HitsAsNumbersOfFewTokens,
+]  # fmt: skip
+# Captured, and no mixture of experts: what they compute of the number differs from expert to expert.
+NUMBERS = [
+    HitsByTensorAndReadsIt, HitsByTensorAndWrites, HitsAsTensors, HitsByItemAndReadsIt, HitsDoubled,
+    HitsByTensorOfSeveral, HitsByTensorsOfNoDimension, HitsInTheLastDimension,
 ]  # fmt: skip

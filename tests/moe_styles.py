@@ -311,62 +311,6 @@ class LenLoop(ListStyle):
         return out
 
 
-@style("loop over the experts that are hit (transformers 5, eager)")
-class HitLoop(FusedStyle):
-    def experts_of(self, x: Tensor, ids: Tensor, weights: Tensor) -> Tensor:
-        out = torch.zeros_like(x)
-        with torch.no_grad():
-            mask = F.one_hot(ids, num_classes=self.E + 1).permute(2, 1, 0)
-            hit = torch.greater(mask.sum(dim=(-1, -2)), 0).nonzero()
-        for e in hit:
-            e = e[0]
-            if e == self.E:
-                continue
-            with torch.no_grad():
-                slot, token = torch.where(mask[e])
-            y = self.expert(e, x[token]) * weights[token, slot, None]
-            out.index_add_(0, token, y.to(out.dtype))
-        return out
-
-
-@style("loop over the experts that are hit, choices made one by one (Phi-MoE)")
-class OneByOneHitLoop(HitLoop):
-    """Each choice has a softmax of its own, over the experts that are left and near the best."""
-
-    def route(self, x: Tensor) -> tuple[Tensor, Tensor]:
-        scores = self.router(x)
-        left, ids, weights = scores, [], []
-        for _ in range(self.k):
-            best, chosen = left.max(dim=-1, keepdim=True)
-            far = (best - scores) / scores.abs().clamp(min=best) > 0.2
-            ids.append(chosen)
-            weights.append(torch.softmax(left.masked_fill(far, float("-inf")), -1).gather(-1, chosen))
-            left = torch.scatter(left, -1, chosen, float("-inf"))
-        return torch.cat(ids, -1), torch.cat(weights, -1)
-
-
-@style("loop over the experts that are hit, by name and up to a capacity (Switch)")
-class NamedHitLoop(ListStyle):
-    """Few tokens an expert and choice; those that come later pass it by."""
-
-    capacity = 1
-
-    def build(self) -> None:
-        super().build()
-        self.named = nn.ModuleDict({f"expert_{e}": expert for e, expert in enumerate(self.list)})
-
-    def experts_of(self, x: Tensor, ids: Tensor, weights: Tensor) -> Tensor:
-        out, hot = torch.zeros_like(x), F.one_hot(ids, self.E)
-        mask = (hot * (torch.cumsum(hot, dim=0) <= self.capacity)).permute(2, 1, 0)
-        hit = torch.greater(mask.sum(dim=(-1, -2)), 0).nonzero()
-        for e in hit:
-            slot, token = torch.where(mask[e].squeeze(0))
-            current = x[None, token].reshape(-1, self.H)
-            y = self.named[f"expert_{e[0]}"](current) * weights[token, slot, None]
-            out.index_add_(0, token, y.to(x.dtype))
-        return out
-
-
 # --- every expert sees every token ---
 
 
@@ -691,3 +635,6 @@ class Capacity(StackedStyle):
         h = self.act(torch.einsum("ech,eih->eci", rows, self.w1))
         h = h * torch.einsum("ech,eih->eci", rows, self.w3)
         return torch.einsum("tec,ech->th", combine, torch.einsum("eci,ehi->ech", h, self.w2))
+
+
+import hit_styles  # noqa: E402, F401  (adds to STYLES)

@@ -91,6 +91,35 @@ def test_how_many_experts_were_chosen_from_is_not_always_how_many_are_hit(style)
             assert counters[SEEN_THROUGH] and not counters[KEPT]
 
 
+@pytest.mark.parametrize("style", [hit_loops.HitsFlat, *map(more, hit_loops.OTHERS[1:])])
+def test_hits_may_be_written_in_other_ways(style):
+    module, recorder = style(), Recorder(activation="bf16")
+    compiled = torch.compile(module, backend=recorder, dynamic=True, fullgraph=True)
+    with torch.no_grad():
+        for x in inputs(module)[::3]:
+            assert relative_error(compiled(x), module.twin()(x)) < 1e-5
+    assert set(recorder.ops) == {"fp4::moe"} and not counters[KEPT]
+
+
+@pytest.mark.parametrize("style", [hit_loops.NUMBERS[0], *map(more, hit_loops.NUMBERS[1:])])
+def test_the_number_of_a_hit_expert_stays_a_tensor(style):
+    """Whatever is computed of it: the graph says the same."""
+
+    def as_captured(gm, inputs):
+        return gm
+
+    as_captured.sees_through_branches = True
+    extend_dynamo()
+    module = style()
+    with torch.no_grad(), torch._dynamo.config.patch(CAPTURE):
+        for n in (3, 9):
+            torch._dynamo.reset()
+            x = torch.randn(n, module.H)
+            got = torch.compile(module, backend=as_captured, dynamic=True, fullgraph=True)(x)
+            assert relative_error(got, module(x)) < 1e-5
+            assert counters[SEEN_THROUGH] and not counters[KEPT]
+
+
 def test_random_numbers_keep_the_branch():
     class Drops(Loop):
         def work(self, out, x, token, slot, weights, expert):
