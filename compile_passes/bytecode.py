@@ -55,24 +55,24 @@ def only_iterates(tx: Any, alone: bool = False) -> bool:
         return True
     if code[here].opname != "STORE_FAST":
         return False
-    name, later = code[here].argval, code[here:]
+    name = code[here].argval
     positions = {id(i): at for at, i in enumerate(code)}
-    if any(i.opcode in JUMP_OPCODES and positions.get(id(i.target), 0) < here for i in later):
-        return False
+    again = any(i.opcode in JUMP_OPCODES and positions.get(id(i.target), 0) < here for i in code[here:])
+    first_use = 0 if again else here
 
     def iterates(at: int) -> bool:
-        if _is(later[at + 1], "GET_ITER"):
+        if _is(code[at + 1], "GET_ITER"):
             return True
-        if alone or not (_is(later[at + 1], "CALL") and len(later) > at + 2):
+        if alone or not (_is(code[at + 1], "CALL") and len(code) > at + 2):
             return False
-        if _is(later[at + 1], "CALL", 1) and _builtin(tx, later[at - 1], "len"):
+        if _is(code[at + 1], "CALL", 1) and _builtin(tx, code[at - 1], "len"):
             return True
         first = at - 1
-        while later[first].opname in ("LOAD_FAST", "LOAD_ATTR"):
+        while code[first].opname in ("LOAD_FAST", "LOAD_ATTR"):
             first -= 1
-        return _builtin(tx, later[first], "enumerate", "zip") and _is(later[at + 2], "GET_ITER")
+        return _builtin(tx, code[first], "enumerate", "zip") and _is(code[at + 2], "GET_ITER")
 
-    uses = list(_uses(later, name))[1:]
+    uses = [(at, i) for at, i in _uses(code, name) if at >= first_use and at != here]
     return all(i.opname == "LOAD_FAST" and iterates(at) for at, i in uses)
 
 

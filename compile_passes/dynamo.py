@@ -35,11 +35,13 @@ def _items(gm: fx.GraphModule) -> list[fx.Node]:
 
 _OPCODES: list[tuple[tuple[str, ...], Callable[[Handler], Handler]]] = [
     (tuple(JUMPS), answering_first),
+    (tuple(JUMPS), counts.asks_for_numbers),
     (("GET_ITER",), hits.over_experts),
     (("FOR_ITER",), hits.one_expert),
     (("BINARY_SUBSCR",), counts.subscripts),
     (("BINARY_SUBSCR",), known.subscripts),
     (("BINARY_SLICE",), counts.slices),
+    (("STORE_SUBSCR", "STORE_SLICE"), counts.stores),
     (("FORMAT_VALUE", "FORMAT_SIMPLE", "FORMAT_WITH_SPEC"), known.formats),
 ]
 _METHODS: list[tuple[tuple[str, ...], Callable[[Any], Any]]] = [
@@ -47,6 +49,7 @@ _METHODS: list[tuple[tuple[str, ...], Callable[[Any], Any]]] = [
     (("tolist",), hits.as_list),
     (("numpy",), counts.as_array),
     (("item", "__int__", "__index__"), known.numbers),
+    (("item",), counts.as_number),
 ]
 """Of Dynamo's variables of tensors."""
 

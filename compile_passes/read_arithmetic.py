@@ -277,7 +277,7 @@ class Arithmetic(Indexing):
         a = arguments(node)
         parts, rank = a["tensors"], len(shape(node))
         if is_op(node, aten.cat):  # that takes [0] for nothing, whatever the rank of the others
-            parts = [n for n in parts if tuple(shape(n)) != (0,)] if rank > 1 else parts
+            parts = [n for n in parts if len(shape(n)) == rank or not same(shape(n)[0], 0)]
             if len(parts) == 1 and value(parts[0]).dtype == value(node).dtype:
                 return self.value(parts[0], level)
         d = a["dim"] % rank
@@ -307,6 +307,13 @@ class Arithmetic(Indexing):
         axis = Axis(len(parts))
         dims = (*first.dims[:d], (axis,), *first.dims[d:])
         return Value(dims, Choose(axis, terms, self.ref(node, dims)))
+
+    def _copied(self, node: fx.Node, level: int) -> Value:
+        """What a tensor holds after another was copied into it."""
+        old, new = node.args[:2]
+        if not same_shape(shape(old), shape(new)) or value(old).dtype != value(new).dtype:
+            raise Opaque
+        return self.value(new, level)
 
     def _index_add(self, node: fx.Node, level: int) -> Value:
         a = arguments(node)

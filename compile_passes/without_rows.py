@@ -116,6 +116,8 @@ class Counted:
     total: Any
     parts: dict[fx.Node, Sequence[Any]] = field(default_factory=dict)
     """Of tensors with so many rows."""
+    written: dict[fx.Node, dict[int, Any]] = field(default_factory=dict)
+    """Of such tensors: what was written to each expert's rows, and the node that did."""
 
     def expressions(self) -> list[Any]:
         return [n.sym_num.node.expr for n in self.numbers]
@@ -134,9 +136,17 @@ def counted(output: Any) -> list[Counted]:
     return vars(output).setdefault("_fp4_counted", [])
 
 
-def number(v: Any) -> Any:
-    """The expression of a Python int or of one that only the data knows."""
-    from torch._dynamo.variables.tensor import SymNodeVariable
+def numbers(output: Any) -> dict[fx.Node, Any]:
+    """Tensors that Dynamo has as Python's numbers, too."""
+    return vars(output).setdefault("_fp4_numbers", {})
+
+
+def number(v: Any, output: Any = None) -> Any:
+    """The expression of a Python int or of one that only the data knows, or of a tensor that is one."""
+    from torch._dynamo.variables.tensor import SymNodeVariable, TensorVariable
+
+    if output is not None and isinstance(v, TensorVariable):
+        v = numbers(output).get(v.as_proxy().node)
 
     if isinstance(v, SymNodeVariable):
         return v.sym_num.node.expr if isinstance(v.sym_num, torch.SymInt) else None
@@ -222,7 +232,7 @@ class Way:
         """A sum of numbers of rows may have one more."""
         if _same(a, b):
             return True
-        now, before = ((number(v) if v is not None else None) for v in (a, b))
+        now, before = ((number(v, self.tx.output) if v is not None else None) for v in (a, b))
         if now is None or before is None:
             return False
         none = dict.fromkeys(self.nothing.sizes, 0)
