@@ -40,10 +40,10 @@ CHANGES: dict[str, dict[str, Any]] = {
         "d_model": 64, "d_kv": 16, "d_ff": 32, "num_layers": 2, "num_decoder_layers": 2, "num_heads": 4,
         "num_sparse_encoder_layers": 2, "num_sparse_decoder_layers": 2, "expert_capacity": 8,
     },
-    **dict.fromkeys(
-        ("glm4v_moe_text", "qwen3_vl_moe_text", "qwen3_omni_moe_text"),
-        {"rope_scaling": {"rope_type": "default", "type": "default", "mrope_section": [2, 3, 3]}},
-    ),
+    **{
+        family: {"rope_scaling": {"rope_type": "default", "type": "default", "mrope_section": [2, 3, 3]}}
+        for family in ("glm4v_moe_text", "qwen3_vl_moe_text", "qwen3_omni_moe_text")
+    },
 }  # fmt: skip
 """What a family's config needs beyond the sizes that it has names for."""
 
@@ -75,7 +75,7 @@ def tiny(family: str, **changes: Any) -> nn.Module:
 
 _EXPERTS = r"experts\.|block_sparse_moe\.(in|out)put_linear|mlp\.(in|out)put_linear"
 _TRANSPOSED = {
-    "gpt_oss": r"experts\..*_proj$", "llama4_text": r"experts\..*_proj$", "qwen3_vl_moe_text": r"experts\..*_proj$",
+    **dict.fromkeys(("gpt_oss", "llama4_text", "qwen3_vl_moe_text"), r"experts\..*_proj$"),
     "aria_text": r"experts\.fc", "dbrx": r"experts\.mlp\.w2$",
 }  # fmt: skip
 
