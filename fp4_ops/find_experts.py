@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass
+from types import MappingProxyType
 from typing import Any
 
 import torch
@@ -23,16 +25,20 @@ OTHERWISE = (
 """What to do where `prepare` does nothing."""
 
 
-def find_experts(model: nn.Module) -> tuple[dict[str, Any], dict[str, Plan], dict[str, str]]:
+def find_experts(
+    model: nn.Module, lists: Collection[str] = (), unlike: Mapping[str, str] = MappingProxyType({})
+) -> tuple[dict[str, Any], dict[str, Plan], dict[str, str]]:
     """A model's experts modules by name, in order; what to do with them; and why some are left alone.
+
+    lists, unlike: the lists of experts that are modules of their own, and why some others are left alone.
 
     Raises ValueError if there is nothing to do.
     """
     found: dict[str, Any] = {name: m for name, m in model.named_modules() if is_experts(m)}
-    if not found:
+    if not (found or lists or unlike):
         raise ValueError(
             "fp4: the model has no experts modules (transformers' Mixture-of-Experts layers, which hold 3D "
-            f"expert weights). {OTHERWISE}"
+            f"expert weights, or a ModuleList `experts` of modules made of Linears). {OTHERWISE}"
         )
     plans: dict[str, Plan] = {}
     refusals: dict[str, str] = {}
@@ -41,8 +47,8 @@ def find_experts(model: nn.Module) -> tuple[dict[str, Any], dict[str, Plan], dic
             plans[name] = plan(module)
         except Refusal as refusal:
             refusals[name] = str(refusal)
-    if not plans:
-        reasons = "".join(f"\n  {name}: {reason}" for name, reason in refusals.items())
+    if not plans and not lists:
+        reasons = "".join(f"\n  {name}: {reason}" for name, reason in {**refusals, **unlike}.items())
         raise ValueError(f"fp4: no experts module could be prepared:{reasons}\n{OTHERWISE}")
     return found, plans, refusals
 

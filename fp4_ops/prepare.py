@@ -11,6 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from . import experts
+from .expert_lists import find_lists, linears, put, summary
 from .experts import Company, PackedWeight, Recipe, auto_a_format, interleave
 from .find_experts import OTHERWISE, Plan, find_experts, is_experts, logical_shape
 from .meta.formats import ACTIVATIONS, FORMATS
@@ -92,6 +93,10 @@ def prepare(
     meanwhile is less than one weight tensor; with a calibrated method, that of all packed weights.
 
     model: a model, or a part of one, with transformers experts modules; weights float32, bfloat16 or float16.
+        Experts that are modules of their own, in a ModuleList or ModuleDict called `experts` (transformers
+        4), keep their code: their Linears' weights become FP4Tensors, one product each, of which
+        backend="fp4" makes one `fp4::moe`. Their activations stay in the model's dtype, with no calibrated
+        method.
     format: a name of `fp4_ops.meta.formats.FORMATS`: "nvfp4", "mxfp4", "int4", "int4_g64" or "int4_g32".
     activation: how activations enter the products. "bf16" leaves them in the model's dtype, "int8" quantises
         them in blocks of 32 (CPU only), "fp8" by rows (CPU, Hopper). "auto" is int8 on a CPU; on Hopper the
@@ -112,10 +117,13 @@ def prepare(
     if activation not in A_FORMATS:
         raise ValueError(f"fp4: activation is {activation!r}; it must be one of: {', '.join(A_FORMATS)}")
     chosen = find_method(method, format)
-    found, plans, refusals = find_experts(model)
+    lists, unlike = find_lists(model)
+    found, plans, refusals = find_experts(model, lists, unlike)
+    if lists:
+        _check_lists(lists, activation, chosen, trainable_inputs)
     for name, p in plans.items():
         _check_weights(name, found[name], p)
-    device, dtype, shapes = _weights(found, plans)
+    device, dtype, shapes = _weights(found, plans, lists)
     wanted = A_FORMATS[activation] or "auto"
     layout = preferred_layout(device, *shapes, dtype=dtype, format=format, a_format=wanted)
     check_activation(activation, device, layout)
@@ -123,18 +131,22 @@ def prepare(
     for name, p in plans.items():
         quantizer.check(name, found[name], p)
     sizes = _replace_weights(found, plans, quantizer)
+    of_lists = _replace_linears(lists, quantizer)
     for name, p in plans.items():
         module: Any = found[name]
         module._fp4_recipe = Recipe(p.form.of(module), p.gate, A_FORMATS[activation], trainable_inputs)
         if trainable_inputs:
             module.requires_grad_(False)  # biases, too
         Company([getattr(module, p.form.gate_up), getattr(module, p.form.down)], dtype, wanted).join()
-    choose_implementation(model)
-    _make_saveable(model, format, activation, trainable_inputs)
+    if plans:
+        choose_implementation(model)
+        _make_saveable(model, format, activation, trainable_inputs)
     if device == "cpu":
         _return_freed_memory()
 
     a_format = A_FORMATS[activation] or f"{auto_a_format(device, layout)} (auto)"
+    if not plans:
+        a_format = "none"
     report = PrepareReport(format, layout, a_format)
     for name in found:
         if name in plans:
@@ -144,6 +156,9 @@ def prepare(
             )
         else:
             report.modules.append(PreparedModule(name, refusals[name]))
+    for name, modules in lists.items():
+        report.modules.append(PreparedModule(name, "", "its own", summary(modules), *of_lists[name]))
+    report.modules += [PreparedModule(name, reason) for name, reason in unlike.items()]
     return report
 
 
@@ -161,15 +176,68 @@ def check_activation(activation: str, device: str, layout: str) -> None:
         )
 
 
-def _weights(found: dict[str, Any], plans: dict[str, Plan]) -> tuple[str, torch.dtype, set[tuple[int, int]]]:
+def _weights(
+    found: dict[str, Any], plans: dict[str, Plan], lists: dict[str, list[nn.Module]]
+) -> tuple[str, torch.dtype, set[tuple[int, int]]]:
     """Device and dtype of the expert weights, and their (N, K). Keeps no reference: prepare frees them."""
     shapes = set()
+    for name, of_list in lists.items() if not plans else ():
+        for _, linear in linears(name, of_list):
+            weight = linear.weight
+            shapes.add((weight.shape[0], weight.shape[1]))
     for name, p in plans.items():
         for _, attribute in p.form.weights:
             weight = getattr(found[name], attribute)
             _, n, k = logical_shape(weight, p.transposed)
             shapes.add((n, k))
     return weight.device.type, weight.dtype, shapes
+
+
+def _check_lists(
+    lists: dict[str, list[nn.Module]], activation: str, method: Method, trainable_inputs: bool
+) -> None:
+    """Everything that experts which are modules of their own cannot have, before anything is changed."""
+    name = next(iter(lists))
+    own_code = f"the experts of {name} are modules that run by their own code, over FP4Tensors"
+    if activation not in ("auto", "bf16"):
+        raise ValueError(
+            f"fp4: activation is {activation!r}, and {own_code}, whose activations stay as they are. Use "
+            f"activation='bf16', and torch.compile(model, backend='fp4', options={{'activation': "
+            f"{activation!r}}})"
+        )
+    if method.calibration != "none":
+        raise ValueError(f"fp4: method {method.name!r} needs calibration, and {own_code}. Use method='rtn'")
+    if trainable_inputs:
+        raise ValueError(f"fp4: trainable_inputs=True, and {own_code}, which have no gradients")
+    for name, modules in lists.items():
+        for weight_name, linear in linears(name, modules):
+            if linear.weight.is_meta:
+                raise ValueError(f"fp4: {weight_name} is on the meta device; load the weights before prepare")
+            if not linear.weight.isfinite().all():
+                raise ValueError(f"fp4: {weight_name} holds NaN or infinity")
+
+
+def _replace_linears(lists: dict[str, list[nn.Module]], quantizer: Quantizer) -> dict[str, tuple[int, int]]:
+    """Gives each Linear of experts its weight in 4 bits: {list: (bytes before, bytes after)}.
+
+    A Parameter may serve several; it is packed once, counted where it comes first, and freed before the next.
+    """
+    places: dict[Tensor, list[tuple[str, nn.Linear]]] = {}
+    for name, modules in lists.items():
+        for _, linear in linears(name, modules):
+            places.setdefault(linear.weight, []).append((name, linear))
+    sizes = dict.fromkeys(lists, (0, 0))
+    while places:
+        weight = next(iter(places))
+        (name, first), *others = places.pop(weight)
+        with torch.inference_mode(False), torch.no_grad():
+            size = put(first, quantizer.quantize(weight.detach()[None], None), quantizer.format)
+        for _, other in others:
+            other.weight = first.weight
+        before, after = sizes[name]
+        sizes[name] = (before + weight.nbytes, after + size)
+        del weight
+    return sizes
 
 
 def _make_saveable(model: nn.Module, format: str, activation: str, trainable_inputs: bool) -> None:
@@ -246,13 +314,13 @@ class Quantizer:
                 inputs = moments[part] if moments is not None else None
                 if interleaved:
                     matrices = interleave(matrices)
-                operands = relayout(self._quantize(matrices, inputs), self.format, k, "plain", self.layout)
+                operands = relayout(self.quantize(matrices, inputs), self.format, k, "plain", self.layout)
                 for stack, made in zip(stacks, operands):
                     stack[part] = made  # type: ignore[assignment]
         global_scale = stacks[2] if len(stacks) == 3 else None
         return PackedWeight(stacks[0], stacks[1], global_scale, self.format, self.layout, k, interleaved)
 
-    def _quantize(self, w: Tensor, moments: Tensor | None) -> tuple[Tensor, Tensor, Tensor | None]:
+    def quantize(self, w: Tensor, moments: Tensor | None) -> tuple[Tensor, Tensor, Tensor | None]:
         if self.method.name == "rtn":  # the same bits from a kernel
             return torch.ops.fp4.quantize(w, self.format)
         return quantize_weight(w, self.format, self.method.name, calibration=moments)

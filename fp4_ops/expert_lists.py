@@ -1,0 +1,82 @@
+"""Experts that are modules of their own, in a list, as transformers 4 has them: which, and their 4 bits.
+
+The block that holds the list routes and loops by its own code. So each expert's Linears keep their places,
+and their weights become `FP4Tensor`s: eagerly every product is an `fp4::mm`, and backend="fp4", which stacks
+such weights bit for bit, makes one `fp4::moe` of the loop.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import torch
+from torch import nn
+
+from .meta.layouts import preferred_layout
+from .relayout import Operands
+from .tensor import FP4Tensor
+
+NAME = "experts"
+"""What models call such a list."""
+
+
+def find_lists(model: nn.Module) -> tuple[dict[str, list[nn.Module]], dict[str, str]]:
+    """Lists and dictionaries of modules called `experts`, by name; and why some of them are left alone."""
+    found, refused = {}, {}
+    for name, m in model.named_modules():
+        if isinstance(m, nn.ModuleList | nn.ModuleDict) and name.rpartition(".")[2] == NAME and len(m) > 1:
+            experts = list(m.values() if isinstance(m, nn.ModuleDict) else m)
+            reason = _unlike(experts)
+            if reason:
+                refused[name] = reason
+            else:
+                found[name] = experts
+    return found, refused
+
+
+def _unlike(experts: list[nn.Module]) -> str:
+    """Why these are no experts that can be in 4 bits; "" if they are. Zero experts have no weights."""
+    shapes = set()
+    for expert in experts:
+        own = [(n, m) for n, m in expert.named_modules() if isinstance(m, nn.Linear)]
+        matrices = [n for n, p in expert.named_parameters() if p.dim() > 1]
+        if len(own) != len(matrices):
+            return f"an expert's weights are not those of Linears: {', '.join(matrices)}"
+        for name, m in own:
+            if isinstance(m.weight, FP4Tensor):
+                return "it is prepared already"
+            if m.weight.dtype not in (torch.float32, torch.bfloat16, torch.float16):
+                return f"{name}.weight is {m.weight.dtype}; it must be float32, bfloat16 or float16"
+            if m.in_features % 2:
+                return f"{name} has an odd number of inputs, {m.in_features}"
+        if own:
+            shapes.add(tuple((name, m.weight.shape) for name, m in own))
+    if len(shapes) != 1:
+        return "its experts have different shapes" if shapes else "its experts have no weights"
+    return ""
+
+
+def linears(name: str, experts: list[nn.Module]) -> Iterator[tuple[str, nn.Linear]]:
+    """Every Linear of a list, by the name of its weight."""
+    for e, expert in enumerate(experts):
+        for part, m in expert.named_modules():
+            if isinstance(m, nn.Linear):
+                yield f"{name}.{e}.{part}.weight", m
+
+
+def summary(experts: list[nn.Module]) -> str:
+    every = [[m for m in expert.modules() if isinstance(m, nn.Linear)] for expert in experts]
+    sizes = " ".join(f"{m.out_features}x{m.in_features}" for m in max(every, key=len))
+    return f"{len(experts)} experts as modules, {sizes}"
+
+
+def put(linear: nn.Linear, operands: Operands, format: str) -> int:
+    """Gives a Linear its weight in 4 bits, `operands` [1, N, K] in layout plain; returns the bytes."""
+    (n, k), dtype = linear.weight.shape, linear.weight.dtype
+    packed, block_scale, global_scale = (t[0] if t is not None and t.numel() else None for t in operands)
+    assert packed is not None and block_scale is not None
+    tensor = FP4Tensor(packed, block_scale, global_scale, format=format, dtype=dtype, k=k)
+    layout = preferred_layout(packed.device.type, (n, k), dtype=dtype, format=format)
+    tensor = tensor.prepack(layout)
+    linear.weight = nn.Parameter(tensor, requires_grad=False)
+    return tensor.nbytes
