@@ -13,6 +13,12 @@ from ._library import library_path
 from .meta.formats import FORMATS
 from .meta.layouts import LAYOUTS, preferred_layout
 
+_COMPILED = "tests compile its kernels and check what they need; nobody has run them"
+TESTED = {"9.0": "tests run its kernels"} | dict.fromkeys(
+    ("8.0", "8.6", "8.9", "10.0", "12.0", "12.1"), _COMPILED
+)
+"""By compute capability: tests/test_architectures.py, and the tests marked `gpu`."""
+
 
 @dataclass(frozen=True)
 class Gpu:
@@ -20,8 +26,13 @@ class Gpu:
     compute_capability: str
     """As in "9.0"."""
 
+    @property
+    def tested(self) -> str:
+        """What the tests of fp4_ops do with kernels for GPUs of this kind."""
+        return TESTED.get(self.compute_capability, "tests neither run nor compile its kernels")
+
     def __str__(self) -> str:
-        return f"{self.name} (compute capability {self.compute_capability})"
+        return f"{self.name} (compute capability {self.compute_capability}; {self.tested})"
 
 
 @dataclass(frozen=True)

@@ -21,10 +21,11 @@ pytest.importorskip("triton")
 import triton_targets
 from fp4_ops.meta.formats import FORMATS
 from fp4_ops.meta.layouts import LAYOUTS
+from triton.runtime import driver
 from triton.runtime.errors import OutOfResources
 from triton_targets import ARCHITECTURES, device, gpu
 
-from fp4_ops.triton import launch, ops, register, tiles
+from fp4_ops.triton import gemm, launch, ops, register, tiles
 from fp4_ops.triton.tiles import Problem, Tile
 
 pytestmark = pytest.mark.skipif(launch.INTERPRET, reason="needs the compiler")
@@ -208,6 +209,16 @@ def grouped(a: torch.Tensor, w: tuple) -> None:
 
 
 @needs_ptxas
+def test_what_was_asked_is_what_runs():
+    """The kernel that is asked for its needs is the one that is launched, not compiled for it again."""
+    w, a = weight("nvfp4", 2, 128, 256), torch.randn(8, 256).bfloat16()
+    with gpu(89) as kernels:
+        grouped(a, w)
+        caches = gemm.gemm_kernel.device_caches[driver.active.get_current_device()]
+        assert len(caches[0]) == 1 and kernels.launched[-1].name == "gemm_kernel"
+
+
+@needs_ptxas
 def test_a_refused_launch_takes_the_next_tile_and_says_so_once(caplog):
     w, a = weight("nvfp4", 2, 128, 256), torch.randn(8, 256).bfloat16()
     with gpu(86) as kernels, caplog.at_level(logging.WARNING, "fp4_ops"):
@@ -263,6 +274,12 @@ def elementwise(op: str) -> None:
         for dtype in (BF16, torch.float8_e4m3fn):
             register.to_masked(torch.zeros(7, 40).to(dtype), rows, 4)
             register.from_masked(torch.zeros(2, 4, 40).to(dtype), rows, 8)
+    elif op == "many experts":
+        w, a = weight("nvfp4", 384, 16, 64), torch.zeros(3000, 64, dtype=BF16)
+        register.indexed_mm(a, *w, torch.zeros(3000, dtype=torch.int64), format="nvfp4")
+        ends = torch.full((384,), 7, dtype=torch.int32)
+        grouped(a, w)
+        register.from_masked(register.to_masked(a, ends, 4)[0], ends, 8)
     elif op == "sort by count":
         w, a = weight("nvfp4", 4, 32, 64), torch.zeros(9000, 64, dtype=BF16)
         register.indexed_mm(a, *w, torch.zeros(9000, dtype=torch.int64), format="nvfp4")
@@ -281,7 +298,7 @@ def elementwise(op: str) -> None:
                 register.dequantize(*packed, op, torch.float64)
 
 
-OTHERS = ("quantize_fp8", "quantize_int8", "rows", "sort by count", *FORMAT_NAMES)
+OTHERS = ("quantize_fp8", "quantize_int8", "rows", "sort by count", "many experts", *FORMAT_NAMES)
 
 
 @needs_ptxas

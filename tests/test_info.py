@@ -13,6 +13,7 @@ from fp4_ops.meta.layouts import LAYOUTS
 
 import fp4_ops
 from fp4_ops.__main__ import main
+from fp4_ops.info import TESTED, Gpu
 
 
 def run(*arguments: str, **environment: str) -> subprocess.CompletedProcess:
@@ -102,3 +103,17 @@ def test_a_missing_library_is_one_readable_line(tmp_path):
     missing, broken = done.stdout.splitlines()
     assert missing.startswith("fp4_ops: the compiled operators are missing")
     assert broken.startswith("fp4_ops: _C.so does not load in torch")
+
+
+@pytest.mark.parametrize(
+    "capability, words",
+    [((9, 0), "tests run"), ((8, 6), "nobody has run them"), ((7, 5), "neither run nor compile")],
+)
+def test_a_gpu_says_whether_its_kernels_were_ever_run(capability, words):
+    gpu = Gpu("a GPU", "{}.{}".format(*capability))
+    assert words in str(gpu) and "a GPU (compute capability" in str(gpu)
+
+
+def test_what_is_said_to_be_compiled_is():
+    architectures = pytest.importorskip("triton_targets").ARCHITECTURES
+    assert set(TESTED) == {f"{a // 10}.{a % 10}" for a in architectures}
