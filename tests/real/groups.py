@@ -21,6 +21,7 @@ import sys
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
+from types import ModuleType
 from typing import Any
 
 HERE = Path(__file__).resolve().parent
@@ -38,7 +39,7 @@ class Case:
     """Its input: "hidden" [B, T, H], "rows" [B * T, H], "ids" [B, T]; or a function of B and T."""
     experts: str = r"expert"
     """Which parameters are experts' matrices, by a pattern of their names; k is their last dimension."""
-    but: str = r"shared|router|gate\.(?!weight_)|gate_weight"
+    but: str = r"shared|router|expert_gate"
     """Which of those are not."""
     transposed: str = r"^$"
     """Of which the last but one is."""
@@ -72,16 +73,27 @@ class Group:
         )
 
 
+def alone(path: str) -> ModuleType:
+    """A package's file without the package, which imports what the file does not need."""
+    file = next(Path(p) / path for p in sys.path if (Path(p) / path).exists())
+    return _module(f"alone_{file.stem}", file)
+
+
+def _module(name: str, file: Path) -> ModuleType:
+    spec = importlib.util.spec_from_file_location(name, file)
+    assert spec is not None and spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    sys.modules[name] = module  # Dynamo looks modules up by name
+    spec.loader.exec_module(module)
+    return module
+
+
 def names() -> list[str]:
     return sorted(p.stem for p in (HERE / "packages").glob("*.py"))
 
 
 def load(name: str) -> Group:
-    spec = importlib.util.spec_from_file_location(f"real_{name}", HERE / "packages" / f"{name}.py")
-    assert spec is not None and spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    sys.modules[spec.name] = module  # Dynamo looks modules up by name
-    spec.loader.exec_module(module)
+    module = _module(f"real_{name}", HERE / "packages" / f"{name}.py")
     module.GROUP.name = name
     return module.GROUP
 

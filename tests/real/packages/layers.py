@@ -1,10 +1,11 @@
 import torch
-from groups import Group, H
+from groups import Group, H, alone
 
 GROUP = Group((
-    "pytorch-mixtures==0.1.5", "mh-moe==0.0.2", "latent-moe==0.0.3", "soft-moe==0.0.1", "loguru==0.7.3",
+    "pytorch-mixtures==0.1.5", "mh-moe==0.0.2", "latent-moe==0.0.3", "loguru==0.7.3",
     "soft-mixture-of-experts==0.2.0", "einops==0.8.2", "omegavit==0.0.1", "sparrow-mlp==3.0.2",
-    "aptt==1.0.3",
+    "swarms-torch==0.2.3", "uni2ts==2.0.0", "jaxtyping==0.3.11", "wadler-lindig==0.1.8", "labml-nn==0.5.1",
+    "labml==0.5.3", "labml-helpers==0.4.89",
 ))  # fmt: skip
 
 
@@ -30,41 +31,30 @@ def topk_moe_gelu():
     return mixtures("topk", expert_act="gelu", num_experts=6, topk=1)
 
 
-@GROUP.case("pytorch-mixtures", "ExpertChoiceMoE")
+@GROUP.case("pytorch-mixtures", "ExpertChoiceMoE", refused="index_put")
 def expert_choice():
     return mixtures("ec")
 
 
-@GROUP.case("mh-moe", "SparseMoE")
+@GROUP.case("mh-moe", "SparseMoE", refused="`print`")
 def mh_moe():
     from mh_moe.main import SparseMoE
 
     return SparseMoE(H, 4, 2)
 
 
-@GROUP.case("latent-moe", "LatentMoE, loop", but="shared|router")
+@GROUP.case("latent-moe", "LatentMoE, loop")
 def latent_loop():
     from latent_moe.main import LatentMoE, LatentMoEConfig
 
     return LatentMoE(LatentMoEConfig(d=H, m=96, n_experts=4, top_k=1, alpha=2, impl="loop"))
 
 
-@GROUP.case("latent-moe", "LatentMoE, grouped", but="shared|router")
+@GROUP.case("latent-moe", "LatentMoE, grouped", refused="Data dependent operator")
 def latent_grouped():
     from latent_moe.main import LatentMoE, LatentMoEConfig
 
     return LatentMoE(LatentMoEConfig(d=H, m=96, n_experts=4, top_k=1, alpha=2, bias=True))
-
-
-@GROUP.case("soft-moe", "SoftMoELayerWrapper")
-def soft_moe():
-    from soft_moe.soft_moe import SoftMoELayerWrapper
-    from torch import nn
-
-    def layer():
-        return nn.Sequential(nn.Linear(H, 96), nn.GELU(), nn.Linear(96, H))
-
-    return SoftMoELayerWrapper(H, num_experts=4, slots_per_expert=2, layer=layer)
 
 
 @GROUP.case("soft-mixture-of-experts", "SoftMoE", experts="^$", transposed=r"experts\.weight")
@@ -89,8 +79,49 @@ def sparrow():
     return MoELayer(SparrowConfig(hidden_dim=H, num_experts=4, expert_hidden_size=96))
 
 
-@GROUP.case("aptt", "DeepSeekMoE")
-def aptt():
-    from aptt.layers.moe import DeepSeekMoE
+@GROUP.case("swarms-torch", "SimpleMoE")
+def simple_moe():
+    return alone("swarms_torch/structs/simple_moe.py").SimpleMoE(H, 96, H, num_experts=4)
 
-    return DeepSeekMoE(d_model=H, n_shared_experts=1, n_routed_experts=4, n_expert_per_token=2, d_ffn=96)
+
+@GROUP.case("swarms-torch", "SwitchMoE", takes="rows", refused="`print`")
+def switch_moe():
+    return alone("swarms_torch/structs/switch_moe.py").SwitchMoE(H, 96, H, num_experts=4)
+
+
+def with_centroids(b, t):
+    return torch.randn(b, t, H), torch.randn(4, H)
+
+
+@GROUP.case("uni2ts", "MoEFeedForward of Moirai-MoE", takes=with_centroids)
+def moirai():
+    return alone("uni2ts/module/ffn.py").MoEFeedForward(4, 2, H, 96)
+
+
+@GROUP.case("labml-nn", "SwitchFeedForward")
+def labml_switch():
+    from labml_nn.transformers.feed_forward import FeedForward
+    from labml_nn.transformers.switch import SwitchFeedForward
+
+    return SwitchFeedForward(
+        capacity_factor=1.2,
+        drop_tokens=False,
+        is_scale_prob=True,
+        n_experts=4,
+        expert=FeedForward(H, 96),
+        d_model=H,
+    )
+
+
+@GROUP.case("labml-nn", "SwitchFeedForward, gated experts")
+def labml_switch_gated():
+    from labml_nn.transformers.feed_forward import FeedForward
+    from labml_nn.transformers.switch import SwitchFeedForward
+    from torch import nn
+
+    expert = FeedForward(
+        H, 96, activation=nn.SiLU(), is_gated=True, bias1=False, bias2=False, bias_gate=False
+    )
+    return SwitchFeedForward(
+        capacity_factor=1.2, drop_tokens=False, is_scale_prob=True, n_experts=6, expert=expert, d_model=H
+    )

@@ -1,3 +1,4 @@
+import torch
 from groups import Group, H
 
 GROUP = Group((
@@ -39,7 +40,11 @@ def deepseek_v3():
     ))  # fmt: skip
 
 
-@GROUP.case("torchtitan", "MoE of GPT-OSS", **BF16)
+def in_bfloat16(b, t):
+    return torch.randn(b, t, H, dtype=torch.bfloat16)
+
+
+@GROUP.case("torchtitan", "MoE of GPT-OSS, bfloat16", takes=in_bfloat16, **BF16)
 def gpt_oss():
     from torchtitan.models.common.rope import CosSinRoPE
     from torchtitan.models.gpt_oss import _build_gptoss_layers
@@ -48,4 +53,4 @@ def gpt_oss():
     return moe(_build_gptoss_layers(
         **how, rope=CosSinRoPE.Config(dim=16, max_seq_len=64, theta=1e4), fuse_qkv=True, hidden_dim=96,
         num_experts=8, top_k=4, load_balance_coeff=1e-3,
-    ))  # fmt: skip
+    )).bfloat16()  # fmt: skip
