@@ -19,6 +19,7 @@ import copy
 import sys
 from collections import Counter
 from collections.abc import Callable, Iterator
+from pathlib import Path
 
 import package_styles  # noqa: F401  adds its styles to STYLES
 import torch
@@ -28,6 +29,14 @@ from moe_styles import STYLES
 from torch import nn
 
 HEAD = "| what | experts as | becomes | graphs | graph breaks | error |\n|---|---|---|---|---|---|"
+
+
+REAL = """Installed from PyPI and run unmodified by `make test-real`: experts with random weights large enough
+to matter, batch and length both changing, compared with a twin over the dequantised weights. "left alone"
+computes what it did, in the original weights, for the reason given.
+
+| package | layer or model | becomes | error |
+|---|---|---|---|"""
 
 
 def first(out: object) -> torch.Tensor:
@@ -89,9 +98,16 @@ def main() -> None:
     torch.manual_seed(0)
     import transformers
 
+    sys.path.append(str(Path(__file__).parent / "real"))
+    import groups
+
     print("# What is recognised\n")
     print((__doc__ or "").strip() + "\n")
     print(f"torch {torch.__version__}, transformers {transformers.__version__}, on CPU.\n")
+    print("## Other people's code (tests/real/)\n\n" + REAL)
+    for line in groups.table():
+        print(line, flush=True)
+    print()
     for title, rows in (("Families of transformers", families), ("Styles (tests/moe_styles.py)", styles)):
         print(f"## {title}\n\n{HEAD}")
         for line in rows():

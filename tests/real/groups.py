@@ -12,13 +12,15 @@ the path of a process of its own. To add a case, write a function in such a file
 from __future__ import annotations
 
 import fcntl
+import functools
 import hashlib
 import importlib.util
+import json
 import os
 import shutil
 import subprocess
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 from types import ModuleType
@@ -138,3 +140,33 @@ def environment(folder: Path) -> dict[str, str]:
 
 def worker(*arguments: str) -> list[str]:
     return [sys.executable, "-m", "worker", *arguments]
+
+
+@functools.cache
+def _run(name: str) -> dict[tuple[str, str], dict[str, Any]]:
+    group = load(name)
+    folder = installed(group)
+    done = subprocess.run(worker(name), env=environment(folder), cwd=folder, capture_output=True, text=True)
+    lines = [json.loads(line) for line in done.stdout.splitlines() if line.startswith("{")]
+    found = {(r["package"], r["what"]): {**r, "log": done.stderr} for r in lines}
+    if len(found) != len(group.cases):
+        raise RuntimeError(f"{name}: {len(found)} of {len(group.cases)} cases ran\n{done.stderr[-3000:]}")
+    return found
+
+
+def results(group: Group) -> dict[tuple[str, str], dict[str, Any]]:
+    """Of each of a group's cases what became of it. Raises CannotInstall."""
+    return _run(group.name)
+
+
+def table() -> Iterator[str]:
+    """A row of docs/support.md for each case."""
+    for name in names():
+        group = load(name)
+        for (package, what), r in results(group).items():
+            ops = ", ".join(f"`{op}`" for op in r.get("ops", {}))
+            why = [*r.get("reasons", ()), *(b.split("\n  Hint")[0] for b in r.get("breaks", ()))]
+            case = next(c for c in group.cases if (c.package, c.what) == (package, what))
+            told = next((w for w in why if case.refused in w), "?") if not ops else ""
+            became = ops or "left alone: " + " ".join(told.replace("Explanation:", "").split())[:160]
+            yield f"| {package} {group.version(package)} | {what} | {became} | {r.get('error', 1.0):.0e} |"

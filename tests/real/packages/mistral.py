@@ -1,3 +1,4 @@
+import torch
 import torch.nn.functional as F
 from groups import Group, H
 from torch import nn
@@ -32,3 +33,12 @@ def moe_layer():
 @GROUP.case("mistral-inference", "moe.MoeLayer, experts with biases, 3 of 5", takes="rows")
 def moe_layer_with_biases():
     return layer(5, 3, bias=True)
+
+
+def in_bfloat16(b, t):
+    return torch.randn(b * t, H, dtype=torch.bfloat16)
+
+
+@GROUP.case("mistral-inference", "moe.MoeLayer, bfloat16", takes=in_bfloat16, tolerance=2e-2)
+def moe_layer_in_bfloat16():
+    return layer(8, 2).bfloat16()
