@@ -181,6 +181,28 @@ def test_only_the_older_file_says_what_is_mixed(how, registered, tmp_path):  # n
     assert all(torch.equal(model.get_parameter(n), v.to(BF16)) for n, v in eight.items())
 
 
+def test_two_formats_of_4_bits(tmp_path):
+    """nvfp4 experts and mxfp4 attention, whose codes have one name: the scales beside them tell."""
+    _, four, eight = write_mixed(tmp_path, "compressed-tensors", "tensor1")
+    tensors = load_file(tmp_path / "model.safetensors")
+    for name in eight:
+        base = name.removesuffix(".weight")
+        for suffix in ("", "_scale"):
+            del tensors[name + suffix]
+        n, k = eight[name].shape
+        new, four[name] = WRITERS["mxfp4-pack-quantized"](base, n, k, 1.0)
+        tensors |= new
+    save_tensors(tmp_path, tensors)
+    group = {"format": "mxfp4-pack-quantized", "weights": {"num_bits": 4, "type": "float", "group_size": 32}}
+    edit_json(
+        tmp_path / "config.json", lambda c: c["quantization_config"]["config_groups"].update(group_0=group)
+    )
+    model = fp4_ops.load_checkpoint(None, tmp_path)
+    assert_holds(model, four)
+    assert model.hf_quantizer.report.format == "nvfp4 and mxfp4"
+    assert logits(model, tokens(1, 5)).isfinite().all()
+
+
 BAD_SCALES = {
     "another shape": (torch.ones(3), r"is torch.float32 \[3\]; beside a weight \[64, 64\] it must be"),
     "another dtype": (torch.ones((), dtype=torch.int32), r"is torch.int32 \[\]; beside a weight"),

@@ -57,5 +57,5 @@ def dequantize(model: nn.Module, dtype: torch.dtype) -> dict[str, Stored]:
     for module in modules.values():
         for key, p in module._parameters.items():
             if isinstance(p, FP4Tensor):
-                module._parameters[key] = nn.Parameter(p.dequantize(dtype), requires_grad=False)
+                module._parameters[key] = nn.Parameter(p.dequantize(dtype).contiguous(), requires_grad=False)
     return stored

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -33,7 +34,7 @@ def add_commands(commands: Any) -> None:
     )
     parser.add_argument("--windows", type=int, default=64, help="pieces of text to evaluate on, at most")
     parser.add_argument("--json", type=Path, help="also write the table here")
-    parser.set_defaults(run=_eval)
+    parser.set_defaults(run=partial(_run, _eval))
 
     parser = commands.add_parser("report", help="weight errors of every layer and expert")
     _add_common(parser)
@@ -41,13 +42,21 @@ def add_commands(commands: Any) -> None:
     parser.add_argument("--method", choices=list(METHODS), default="rtn")
     parser.add_argument("--json", type=Path, help="write every expert's errors here")
     parser.add_argument("--picture", type=Path, help="write a heat map, experts x layers, here (matplotlib)")
-    parser.set_defaults(run=_report)
+    parser.set_defaults(run=partial(_run, _report))
 
 
 def _add_common(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("model", metavar="MODEL", help="a folder or name for from_pretrained")
     add_calibration_arguments(parser)
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
+
+
+def _run(command: Callable[[argparse.Namespace], None], args: argparse.Namespace) -> None:
+    """Without a traceback where the model or the text is not what the command needs."""
+    try:
+        command(args)
+    except ValueError as error:
+        raise SystemExit(str(error)) from None
 
 
 def _eval(args: argparse.Namespace) -> None:
@@ -84,10 +93,7 @@ def _load(args: argparse.Namespace) -> tuple[nn.Module, dict[str, Stored]]:
     """The model with ordinary weights, and what of its experts is in 4 bits already."""
     from ..checkpoints.reference import load_reference  # which imports transformers
 
-    try:
-        model, stored = load_reference(args.model, args.device, torch.bfloat16)
-    except ValueError as error:
-        raise SystemExit(str(error)) from None
+    model, stored = load_reference(args.model, args.device, torch.bfloat16)
     if stored:
         print(
             f"{args.model} is in 4 bits already. Its values in bfloat16 are the reference here, and what "
@@ -110,8 +116,5 @@ def _calibration(args: argparse.Namespace, model: nn.Module, methods: list[str])
 
 def _windows(args: argparse.Namespace, model: Any, file: Path, count: int) -> Tensor:
     vocab_size = model.config.get_text_config().vocab_size
-    try:
-        windows = read_windows(file, args.model, vocab_size, count=count, length=args.length)
-    except ValueError as error:
-        raise SystemExit(str(error)) from None
+    windows = read_windows(file, args.model, vocab_size, count=count, length=args.length)
     return windows.to(args.device)
