@@ -42,15 +42,20 @@ class FP4Tensor(torch.Tensor):
     def __new__(
         cls,
         packed: Tensor,
-        block_scale: Tensor,
-        global_scale: Tensor | None,
+        block_scale: Tensor | None = None,
+        global_scale: Tensor | None = None,
         *,
-        format: str,
-        dtype: torch.dtype,
+        format: str = "",
+        dtype: torch.dtype | None = None,
         layout: str = "plain",
         transposed: bool = False,
         k: int | None = None,
+        requires_grad: bool = False,
     ) -> FP4Tensor:
+        if isinstance(packed, FP4Tensor):  # as tools rebuild a parameter: type(p)(p, requires_grad=...)
+            return packed._map(torch.Tensor.detach).requires_grad_(requires_grad)  # type: ignore[return-value]
+        if block_scale is None or not format or dtype is None:
+            raise TypeError("FP4Tensor: block_scale, format and dtype must be given; fp4_ops.quantize does")
         shape = [*packed.shape[:-1], packed.shape[-1] * 2 if k is None else k]
         strides = [1] * len(shape)
         for i in range(len(shape) - 2, -1, -1):
@@ -65,15 +70,18 @@ class FP4Tensor(torch.Tensor):
     def __init__(
         self,
         packed: Tensor,
-        block_scale: Tensor,
-        global_scale: Tensor | None,
+        block_scale: Tensor | None = None,
+        global_scale: Tensor | None = None,
         *,
-        format: str,
-        dtype: torch.dtype,
+        format: str = "",
+        dtype: torch.dtype | None = None,
         layout: str = "plain",
         transposed: bool = False,
         k: int | None = None,
+        requires_grad: bool = False,
     ) -> None:
+        if isinstance(packed, FP4Tensor) or block_scale is None:
+            return  # `detach` has given it all
         self.packed = held(packed)
         self.held_scale = held(block_scale)
         self.global_scale = global_scale
@@ -139,6 +147,9 @@ class FP4Tensor(torch.Tensor):
     def nbytes(self) -> int:  # type: ignore[override]
         """Bytes actually held: codes and scales."""
         return sum(t.nbytes for t in self._held() if t is not None)
+
+    def numpy(self, *, force: bool = False) -> Any:
+        _refuse("numpy", "it is several tensors, and no numpy array, as disk offloading would keep it")
 
     def share_memory_(self) -> FP4Tensor:
         """Codes and scales go to shared memory; a wrapper has no memory of its own."""

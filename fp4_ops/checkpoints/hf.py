@@ -169,7 +169,8 @@ def _device_of(model: nn.Module) -> Any:
     kinds = {str(d) for d in devices.values()}
     if "disk" in kinds or ("cpu" in kinds and len(kinds) > 1):
         raise ValueError(
-            "fp4: 4-bit weights cannot be offloaded to the CPU or to disk; change the device_map"
+            "fp4: 4-bit weights cannot be offloaded to the CPU or to disk while they are loaded; change the "
+            "device_map, or load without one and call accelerate.dispatch_model(..., offload_buffers=True)"
         )
     only = next(iter(model.parameters())).device
 

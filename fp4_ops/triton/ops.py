@@ -80,7 +80,9 @@ def refuse_layout(op: str, layout: str) -> None:
         readers = "CPU" if layout == "tile16" else "Hopper"
         raise RuntimeError(
             f"fp4::{op}: layout is '{layout}', which only the {readers} kernels read; here it must be "
-            "'plain' (convert with torch.ops.fp4.unpack)"
+            "'plain' (convert with torch.ops.fp4.unpack). A prepared model gets it by .to(device); before "
+            "tools that move its bytes themselves, such as accelerate's cpu_offload, call "
+            "set_layout('plain') on each fp4_ops.experts.PackedWeight in it"
         )
 
 
