@@ -22,7 +22,7 @@ from .held import is_subclass
 from .options import Options, inductor_patches
 from .report import Frame, input_name
 from .rewrite import Rewritten, fp4_calls, may_run_twice, rewrite
-from .weights import runtime
+from .weights import Swap, runtime
 
 log = logging.getLogger("fp4_ops")
 
@@ -84,7 +84,17 @@ def compile_graph(
     examples = [*(inputs[i] for i in rewritten.keep), *rewritten.fakes]
     repeatable = may_run_twice(rewritten.gm.graph)
     compiled = compile_fx(rewritten.gm, examples, config_patches=inductor_patches(options))
-    return runtime(compiled, rewritten.keep, rewritten.swaps, repeatable)
+    return _runtime(compiled, rewritten.keep, rewritten.swaps, repeatable)
+
+
+def _runtime(
+    compiled: Callable[..., Any], keep: list[int], swaps: list[Swap], repeatable: bool
+) -> Callable[..., Any]:
+    if getattr(torch._functorch.config, "bundled_autograd_cache", False):  # torch is precompiling
+        from .precompiled import Precompiled
+
+        return Precompiled(compiled, keep, swaps, repeatable)
+    return runtime(compiled, keep, swaps, repeatable)
 
 
 def _or_as_captured(gm: fx.GraphModule, compile: Callable[[], Callable[..., Any]]) -> Callable[..., Any]:

@@ -1,0 +1,46 @@
+"""Graphs that are saved and loaded: `torch.compile(model, backend="fp4", ...).forward.aot_compile(...)`.
+
+torch keeps what Inductor compiled; beside it stand here which arguments it takes and how weights are packed.
+The weights are the loading process' own, and are packed there at the first call.
+"""
+
+from __future__ import annotations
+
+import pickle
+from collections.abc import Callable
+from typing import Any
+
+from torch._dynamo.aot_compile_types import BundledAOTAutogradSerializableCallable, SerializableCallable
+
+from .options import version_hash
+from .weights import Swap, runtime
+
+
+class Precompiled(SerializableCallable):
+    """What `runtime` makes, with what it was made from."""
+
+    def __init__(
+        self, compiled: Callable[..., Any], keep: list[int], swaps: list[Swap], repeatable: bool
+    ) -> None:
+        self.compiled, self.made_from = compiled, (keep, swaps, repeatable)
+        self._run = runtime(compiled, *self.made_from)
+
+    def __call__(self, *args: Any) -> Any:
+        return self._run(*args)
+
+    @classmethod
+    def serialize_compile_artifacts(cls, fn: Precompiled) -> bytes:
+        bundled = BundledAOTAutogradSerializableCallable
+        compiled = bundled.serialize_compile_artifacts(bundled(fn.compiled))
+        return pickle.dumps((version_hash(), compiled, fn.made_from))
+
+    @classmethod
+    def deserialize_compile_artifacts(cls, data: bytes) -> Precompiled:
+        version, compiled, made_from = pickle.loads(data)
+        if version != version_hash():
+            raise RuntimeError(
+                "fp4: the precompiled model was saved by another build of fp4_ops or torch; compile it again"
+            )
+        return cls(
+            BundledAOTAutogradSerializableCallable.deserialize_compile_artifacts(compiled), keep, swaps
+        )
