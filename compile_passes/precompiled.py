@@ -41,6 +41,5 @@ class Precompiled(SerializableCallable):
             raise RuntimeError(
                 "fp4: the precompiled model was saved by another build of fp4_ops or torch; compile it again"
             )
-        return cls(
-            BundledAOTAutogradSerializableCallable.deserialize_compile_artifacts(compiled), keep, swaps
-        )
+        bundled = BundledAOTAutogradSerializableCallable
+        return cls(bundled.deserialize_compile_artifacts(compiled), *made_from)

@@ -6,7 +6,7 @@ import itertools
 import operator
 import threading
 import weakref
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -161,11 +161,12 @@ class JoinSpec:
 class _Entry:
     """What is known of some weights, and what they were packed into."""
 
-    __slots__ = ("owned", "packed", "refs", "samples", "serial", "states", "stores", "written")
+    __slots__ = ("owned", "packed", "refs", "samples", "serial", "shapes", "states", "stores", "written")
 
-    def __init__(self, weights: tuple[torch.Tensor, ...], refs: list[Any]) -> None:
+    def __init__(self, weights: tuple[torch.Tensor, ...]) -> None:
         leaves = leaves_of(weights)
-        self.refs, self.states = refs, states_of(leaves)
+        self.shapes, self.states = _shapes(weights), states_of(leaves)
+        self.refs: list[Any] = []
         self.stores = frozenset(map(_memory, leaves))
         self.written = False
         # Before the weights are read to pack them: what is written meanwhile is then noticed later.
@@ -177,7 +178,7 @@ class _Entry:
 
     def holds(self, weights: tuple[torch.Tensor, ...]) -> bool:
         """Whether these are the same weights, and nothing shows that they were written to."""
-        if self.written or any(ref() is not w for ref, w in zip(self.refs, weights, strict=True)):
+        if self.written or self.shapes != _shapes(weights):
             return False
         return self.states == states_of(leaves_of(weights)) and not any(s.differ() for s in self.samples)
 
@@ -220,6 +221,21 @@ def leaves_of(weights: Iterable[torch.Tensor]) -> tuple[torch.Tensor, ...]:
     return tuple(found)
 
 
+def _shapes(weights: Iterable[torch.Tensor]) -> list[tuple[Any, ...]]:
+    return [(w.shape, w.stride()) for w in weights]
+
+
+def watch(weights: Iterable[torch.Tensor], gone: Callable[[Any], None], owned: bool) -> list[Any]:
+    """Weak references that call `gone` when the weights are; `owned`: as `_Entry.owned`, of what is kept.
+
+    To their memory, not to the tensors: `torch.utils.swap_tensors`, by which `load_state_dict` and
+    `Module.to` may replace what a parameter holds, refuses a tensor that anything refers to weakly. But
+    memory that is kept here never goes.
+    """
+    kept = [leaf.untyped_storage() for leaf in leaves_of(weights)] if owned else weights
+    return [weakref.ref(x, gone) for x in kept]
+
+
 def states_of(leaves: Sequence[torch.Tensor]) -> tuple[list[int], list[int]]:
     """Versions and addresses. Inference tensors have no version."""
     try:
@@ -257,9 +273,9 @@ class PackedWeights:
             now = self._entries.get(key)
             if now is not None and now is not entry and now.serial != but and now.holds(weights):
                 return now  # another thread has packed them meanwhile
-            refs = [weakref.ref(w, lambda dead: self._forget(key, dead)) for w in weights]
-            made = _Entry(weights, refs)
+            made = _Entry(weights)
             made.put(self._spec.pack(*weights), now)
+            made.refs = watch(weights, lambda dead: self._forget(key, dead), made.owned)
             self._entries[key] = made
             return made
 
@@ -275,14 +291,16 @@ class PackedWeights:
             entry.written = True
         return bool(found)
 
-    def refresh(self, ids: set[int]) -> int:
-        """Packs anew, now, what is made of any of these weights."""
+    def refresh(self, tensors: Mapping[int, torch.Tensor]) -> int:
+        """Packs anew what is made of these weights (by id): now, or when it is used if others are in it."""
         done = 0
         for key, entry in list(self._entries.items()):
-            weights = [ref() for ref in entry.refs]
-            if not ids.isdisjoint(key) and all(w is not None for w in weights):
-                self.entry(tuple(w for w in weights if w is not None), entry.serial)
-                done += 1
+            found = (tensors[i] for i in key if i in tensors)  # an id may be that of another tensor by now
+            weights = tuple(w for w in found if not entry.stores.isdisjoint(map(_memory, leaves_of([w]))))
+            if len(weights) == len(key):
+                self.entry(weights, entry.serial)
+            entry.written = entry.written or bool(weights)
+            done += bool(weights)
         return done
 
     def clear(self) -> None:
@@ -339,8 +357,8 @@ def refresh(model: torch.nn.Module) -> int:
     """
     if not isinstance(model, torch.nn.Module):
         raise TypeError(f"fp4: refresh takes a torch.nn.Module; it got {type(model).__name__}")
-    ids = {id(t) for t in itertools.chain(model.parameters(), model.buffers())}
-    done = sum(kept.refresh(ids) for kept in list(_stores.values()))
+    tensors = {id(t): t for t in itertools.chain(model.parameters(), model.buffers())}
+    done = sum(kept.refresh(tensors) for kept in list(_stores.values()))
     _Told.anew()
     return done
 
@@ -467,7 +485,7 @@ class _Lookup:
             of = chosen(args)
             entry = kept.entry(of)
             entries.append(kept.entry(of, entry.serial) if entry.serial in suspect else entry)
-        refs = [weakref.ref(w, self._forget(key)) for w in weights]
+        refs = watch(weights, self._forget(key), all(e.owned for e in entries))
         self._met[key] = met = _Met(told, states, entries, refs)
         return met.packed
 

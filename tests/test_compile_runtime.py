@@ -19,6 +19,7 @@ from conftest import more
 from fp4_ops.compile_passes import weights as packed_weights
 from fp4_ops.compile_passes.options import inductor_patches, parse, version_hash
 from fp4_ops.compile_passes.weights import PackSpec, store
+from fp4_ops.meta.layouts import held
 from moe_models import Block, Recorder, relative_error
 
 EXACT = 1e-5
@@ -64,6 +65,42 @@ def test_new_data_is_noticed(compiled_block):
     block.w2.data = torch.randn_like(block.w2)
     check(block, compiled, x)
     assert recorder.compilations == 1
+
+
+def test_swapped_contents_are_noticed():
+    """torch.utils.swap_tensors refuses what has weak references: the cache has none to the tensors."""
+    block, other = Block("grouped_mm"), Block("grouped_mm")
+    kept = store(PackSpec("nvfp4", "plain", transposed=False))
+    before, parameter = kept.get(block.w13), block.w13
+    codes = before[0].clone()  # what is packed anew takes its place
+    freed = [weakref.ref(t) for t in before]
+    torch.utils.swap_tensors(block.w13, other.w13)
+    assert block.w13 is parameter
+    after, want = kept.get(block.w13), torch.ops.fp4.quantize(block.w13.detach(), "nvfp4")
+    assert all(torch.equal(held(a), held(b)) for a, b in zip(after, want, strict=True))
+    assert not torch.equal(codes, after[0])
+    del before, after, other, parameter
+    block.w13 = None
+    gc.collect()
+    assert len(kept) == 0 and all(ref() is None for ref in freed)
+
+
+@pytest.mark.slow
+@pytest.mark.more
+@pytest.mark.parametrize("assign", [False, True])
+def test_modules_that_swap_contents(assign):
+    """`load_state_dict` and `.to` after a compiled call."""
+    block, x = Block("grouped_mm"), torch.randn(10, Block.H)
+    compiled = torch.compile(block, backend="fp4", options={"activation": "bf16"})
+    check(block, compiled, x)
+    torch.__future__.set_swap_module_params_on_conversion(True)
+    try:
+        block.load_state_dict(Block("grouped_mm").state_dict(), assign=assign)
+        check(block, compiled, x)
+        block.to(torch.float64).to(torch.float32)
+        check(block, compiled, x)
+    finally:
+        torch.__future__.set_swap_module_params_on_conversion(False)
 
 
 def test_a_new_parameter_is_noticed(compiled_block):
