@@ -1,0 +1,141 @@
+"""What it costs a step to see that weights have changed: samples compared before each call, against none.
+
+    python benchmarks/changed_weights.py                     the demo model, and 48 layers (minutes to compile)
+    python benchmarks/changed_weights.py demo
+    python benchmarks/changed_weights.py 48x8 48x128         LAYERSxEXPERTS of a Qwen3-MoE, hidden size 64
+    ... --hidden 256 --inter 128                             other widths
+
+One decoding step with a static cache under torch.compile(backend="fp4"), bfloat16, batch 1, one thread on a CPU,
+mode "reduce-overhead" on a GPU. Both sides are one compiled model in one process, and take turns step by step:
+"without" only asks for versions and addresses. Printed: medians, and the median of the ratios of neighbours.
+On a GPU `--wait` runs with the answer awaited before the step, as graphs are run that may not run twice.
+"""
+
+from __future__ import annotations
+
+import argparse
+import logging
+import platform
+import statistics
+import time
+import warnings
+from pathlib import Path
+from typing import Any
+
+import torch
+from fp4_ops.compile_passes import weights
+from transformers import AutoConfig, AutoModelForCausalLM, StaticCache
+from transformers.utils import logging as transformers_logging
+
+DEMO = Path(__file__).parent.parent / "examples" / "demo_model"
+DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
+ATTENTION = "sdpa" if DEVICE == "cuda" else "eager"
+PROMPT = 64
+
+
+def model_of(what: str, hidden: int, inter: int) -> torch.nn.Module:
+    options = {"dtype": torch.bfloat16, "attn_implementation": ATTENTION}
+    if what == "demo":
+        return AutoModelForCausalLM.from_pretrained(DEMO, **options).to(DEVICE).eval()
+    layers, experts = map(int, what.split("x"))
+    config = AutoConfig.for_model(
+        "qwen3_moe", vocab_size=256, hidden_size=hidden, intermediate_size=inter, moe_intermediate_size=inter,
+        num_hidden_layers=layers, num_attention_heads=4, num_key_value_heads=2, head_dim=16, num_experts=experts,
+        num_experts_per_tok=min(8, experts // 2), max_position_embeddings=512,
+    )  # fmt: skip
+    return AutoModelForCausalLM.from_config(config, **options).to(DEVICE).eval()
+
+
+class Step:
+    """One token after another, and whether samples are compared."""
+
+    def __init__(self, model: torch.nn.Module, wait: bool) -> None:
+        self.cache = StaticCache(model.config, max_cache_len=512)
+        prompt = torch.randint(0, 256, (1, PROMPT), device=DEVICE)
+        model(input_ids=prompt, past_key_values=self.cache)
+        self.token = prompt[:, :1]
+        mode = "reduce-overhead" if DEVICE == "cuda" else None
+        self.model = torch.compile(model, backend="fp4", dynamic=False, mode=mode)
+        for _ in range(4):
+            self()
+        self.met: list[Any] = [m for lookup in weights._lookups for m in lookup._met.values()]
+        self.held = [(m, m.samples, m.on_gpu) for m in self.met]
+        if wait:
+            self.held = [(m, [_Waited(s) for s in samples], False) for m, samples, _ in self.held]
+
+    def compare(self, on: bool) -> None:
+        for met, samples, on_gpu in self.held:
+            met.samples, met.on_gpu = (samples, on_gpu) if on else ([], False)
+
+    def __call__(self) -> float:
+        if self.cache.get_seq_length() > 500:
+            self.cache.reset()
+        start = time.perf_counter()
+        self.model(input_ids=self.token, past_key_values=self.cache)
+        if DEVICE == "cuda":
+            torch.cuda.synchronize()
+        return (time.perf_counter() - start) * 1e3
+
+
+class _Waited:
+    def __init__(self, samples: Any) -> None:
+        self._samples = samples
+
+    def begin(self) -> Any:
+        comparison = self._samples.begin()
+        comparison.differs()
+        return comparison
+
+
+def alone(step: Step, calls: int = 300) -> float:
+    """Microseconds of the comparisons of one step, by themselves."""
+    times = []
+    for _ in range(calls):
+        start = time.perf_counter()
+        assert not any([s.begin().differs() for _, samples, _ in step.held for s in samples])
+        times.append((time.perf_counter() - start) * 1e6)
+    return statistics.median(times)
+
+
+def measure(what: str, args: argparse.Namespace) -> None:
+    torch._dynamo.reset()
+    model = model_of(what, args.hidden, args.inter)
+    step = Step(model, args.wait)
+    runs = sum(s.at.numel() for _, samples, _ in step.held for s in samples if hasattr(s, "at"))
+    experts = sum(p.numel() for n, p in model.named_parameters() if ".experts." in n)
+    times: dict[bool, list[float]] = {False: [], True: []}
+    for i in range(args.steps):
+        for on in (False, True) if i % 2 == 0 else (True, False):
+            step.compare(on)
+            times[on].append(step())
+    without, with_ = (statistics.median(times[on]) for on in (False, True))
+    ratio = statistics.median(b / a for a, b in zip(times[False], times[True]))
+    print(
+        f"{what:8} {experts / 1e6:8.1f} M expert weights, {runs:6} runs: without {without:8.3f} ms, "
+        f"with {with_:8.3f} ms, ratio {ratio:.4f}; alone {alone(step):6.1f} us",
+        flush=True,
+    )
+
+
+@torch.no_grad()
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
+    parser.add_argument("what", nargs="*", default=["demo", "48x8"])
+    parser.add_argument("--hidden", type=int, default=64)
+    parser.add_argument("--inter", type=int, default=64)
+    parser.add_argument("--steps", type=int, default=400)
+    parser.add_argument("--wait", action="store_true")
+    args = parser.parse_args()
+    warnings.filterwarnings("ignore")
+    logging.getLogger("torch").setLevel(logging.ERROR)
+    transformers_logging.set_verbosity_error()
+    transformers_logging.disable_progress_bar()
+    torch.set_num_threads(1)
+    where = torch.cuda.get_device_name() if DEVICE == "cuda" else f"{platform.machine()} CPU, one thread"
+    print(f"torch {torch.__version__}, {where}", flush=True)
+    for what in args.what:
+        measure(what, args)
+
+
+if __name__ == "__main__":
+    main()
