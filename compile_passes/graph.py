@@ -88,7 +88,9 @@ def same_shape(a: tuple[Any, ...], b: tuple[Any, ...]) -> bool:
 
 
 def static_int(x: Any) -> int | None:
-    """A Python int, or None for anything symbolic."""
+    """A Python int, or None for anything symbolic; a SymInt may hold a number."""
+    if isinstance(x, torch.SymInt):
+        return x.node.maybe_as_int()
     return x if isinstance(x, int) and not isinstance(x, bool) else None
 
 

@@ -1,4 +1,4 @@
-// Short runs of bytes at many addresses, read or compared with what they held: how a changed weight is noticed.
+// Short runs of bytes at many addresses, and a number for what each holds: how a changed weight is noticed.
 //
 // A plain C interface for ctypes: addresses of tensors' insides are no operands of an operator.
 
@@ -10,27 +10,42 @@
 
 namespace {
 
-constexpr int64_t kRun = 64;  // the most bytes of one run; those held are this far apart
-constexpr int64_t kAhead = 12;  // runs asked for before they are compared: each may be a miss of every cache
+constexpr int64_t kRun = 64;    // the most bytes of one run
+constexpr int64_t kAhead = 16;  // runs asked for before they are read: each may be a miss of every cache
 constexpr int64_t kRunsPerThread = 4096;
+
+uint64_t number(const uint8_t* at, int64_t bytes) {
+  uint64_t words[kRun / 8] = {};
+  if (bytes == kRun)
+    std::memcpy(words, at, kRun);
+  else
+    std::memcpy(words, at, bytes);
+  uint64_t hash = 0x9E3779B97F4A7C15u;
+  for (const uint64_t word : words) {
+    hash = (hash ^ word) * 0xD6E8FEB86659FD93u;
+    hash ^= hash >> 32;
+  }
+  return hash;
+}
 
 }  // namespace
 
 #define EXPORT extern "C" __attribute__((visibility("default")))
 
-EXPORT void fp4_samples_read(const uint8_t* const* at, const int64_t* bytes, int64_t runs, uint8_t* held) {
-  for (int64_t i = 0; i < runs; ++i) std::memcpy(held + i * kRun, at[i], bytes[i]);
+EXPORT void fp4_samples_read(const uint8_t* const* at, const int64_t* bytes, int64_t runs, uint64_t* held) {
+  for (int64_t i = 0; i < runs; ++i) held[i] = number(at[i], bytes == nullptr ? kRun : bytes[i]);
 }
 
-// Whether any run holds other bytes now.
-EXPORT int fp4_samples_differ(const uint8_t* const* at, const int64_t* bytes, int64_t runs, const uint8_t* held) {
+// Whether any run holds something else now. `bytes` may be null: then all runs have kRun.
+EXPORT int fp4_samples_differ(const uint8_t* const* at, const int64_t* bytes, int64_t runs,
+                              const uint64_t* held) {
   std::atomic<bool> found{false};
   const auto compare = [&](int64_t begin, int64_t end) {
+    for (int64_t i = begin; i < end && i < begin + kAhead; ++i) __builtin_prefetch(at[i]);
     bool differs = false;
-    for (int64_t i = begin; i < end && !differs; ++i) {
-      __builtin_prefetch(at[i + kAhead < end ? i + kAhead : i]);
-      differs = bytes[i] == kRun ? std::memcmp(at[i], held + i * kRun, kRun) != 0
-                                 : std::memcmp(at[i], held + i * kRun, bytes[i]) != 0;
+    for (int64_t i = begin; i < end; ++i) {
+      if (i + kAhead < end) __builtin_prefetch(at[i + kAhead]);
+      differs |= number(at[i], bytes == nullptr ? kRun : bytes[i]) != held[i];
     }
     if (differs) found = true;
   };
