@@ -98,6 +98,7 @@ def write_mixed(path: Path, maker: str, kind: str) -> tuple[Any, dict[str, Tenso
             if name.endswith(("k_proj", "v_proj")):
                 tensors[f"{name}.{name[-6]}_scale"] = torch.tensor(0.5)
     tensors |= {n: p.detach() for n, p in model.named_parameters() if p.dim() != 3 and n not in eight}
+    tensors |= {f"model.layers.{i}.self_attn.{x}_scale": torch.tensor(0.5) for i in (0, 1) for x in "kv"}
     save_tensors(path, tensors)
     if maker == "modelopt":
         algorithm = {"mxfp8": "MXFP8", "rows": "FP8_PER_CHANNEL_PER_TOKEN"}.get(kind, "FP8")
@@ -177,6 +178,21 @@ def test_only_the_older_file_says_what_is_mixed(how, registered, tmp_path):  # n
     config.pop("quant_method")
     (tmp_path / "hf_quant_config.json").write_text(json.dumps({"quantization": config}))
     model = loaded(tmp_path, how)
+    assert_holds(model, four)
+    assert all(torch.equal(model.get_parameter(n), v.to(BF16)) for n, v in eight.items())
+
+
+@pytest.mark.parametrize("kind", ["channel", "int8"])
+def test_groups_that_name_no_format(kind, tmp_path):
+    """Older configs of mixed precision: the groups' numbers say what compressed-tensors made of them."""
+    _, four, eight = write_mixed(tmp_path, "compressed-tensors", kind)
+
+    def forget(config: dict[str, Any]) -> None:
+        for group in config["quantization_config"]["config_groups"].values():
+            del group["format"]
+
+    edit_json(tmp_path / "config.json", forget)
+    model = fp4_ops.load_checkpoint(None, tmp_path)
     assert_holds(model, four)
     assert all(torch.equal(model.get_parameter(n), v.to(BF16)) for n, v in eight.items())
 
@@ -556,6 +572,15 @@ def test_quantize_and_load(name, tmp_path):
         experts = len(original.get_submodule(owner).down_proj)
         assert torch.equal(held[:experts], want[:experts]), key
     assert outputs(model, tokens(1, 5)).isfinite().all()
+
+
+@pytest.mark.parametrize("name", ["dbrx", "aria_text", "jetmoe"])
+def test_families_whose_experts_are_not_found_are_named(name, tmp_path):
+    family(name).save_pretrained(tmp_path / "bf16")
+    message = rf"a {name}, has no expert weights .*experts.* is none of: nothing was written.*torch\.compile"
+    with pytest.raises(CheckpointError, match=message):
+        quantize_checkpoint(tmp_path / "bf16", tmp_path / "out", progress=False)
+    assert not (tmp_path / "out").exists()
 
 
 def test_files_with_weights_are_not_copied(tmp_path):

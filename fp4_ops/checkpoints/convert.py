@@ -61,7 +61,7 @@ IN_FLIGHT = 64 << 20
 _MATRIX = re.compile(r"^(.*experts\.\d+\.)(gate_proj|up_proj|down_proj|w1|w2|w3)\.weight$")
 _PARTNER = {"gate_proj": "up_proj", "up_proj": "gate_proj", "w1": "w3", "w3": "w1"}
 _STACK = re.compile(r"^(.*experts)\.(gate_up_proj|up_proj|down_proj)$")
-_LINEAR = re.compile(r"^(.*)\.(input|output)_linear\.weight$")
+_LINEAR = re.compile(r"^(.*block_sparse_moe)\.(input|output)_linear\.weight$")
 """Granite's names for the two."""
 
 _WEIGHTS = (".safetensors", ".bin", ".pt", ".pth", ".gguf", ".h5", ".msgpack", ".onnx", ".index.json")
@@ -142,9 +142,15 @@ class Plan:
         singles = [n for n in tensors if _MATRIX.match(n)]
         self.gated = any(_MATRIX.sub(r"\2", n) in ("gate_proj", "w1") for n in singles)
         if not singles and not self.stacks:
+            other = next((n for n in tensors if "expert" in n), None)
+            family = folder.config.get("model_type") or "model of no known type"
             raise CheckpointError(
-                f"fp4: {folder.path} has no expert weights (...experts.N.gate_proj.weight and the like, "
-                "or ...experts.gate_up_proj)"
+                f"fp4: {folder.path}, a {family}, has no expert weights (...experts.N.gate_proj.weight and "
+                "the like, or ...experts.gate_up_proj)"
+                + f", which {other} is none of"
+                * bool(other)
+                + ": nothing was written. If it is a Mixture of Experts, load it and compile it with "
+                "torch.compile(model, backend='fp4')"
             )
         k = {self._check(tensors[n]) for n in (*singles, *self.stacks)}
         self.dialect = writing_dialect(format, folder.config.get("model_type"), k)

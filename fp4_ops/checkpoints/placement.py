@@ -37,6 +37,10 @@ _MATRICES = {
 """An expert's matrix, by the name that tools give it: which weight of the module it is in, and which half."""
 
 
+_UNUSED = {r"\.[qkv]_scale$", r"\.(input|output)(_global)?_scale$"}
+"""Scales of activations and of a kv cache, which no model of transformers has a place for."""
+
+
 @dataclass(frozen=True)
 class Target:
     """Where a weight belongs: a parameter, and which part of it."""
@@ -237,6 +241,7 @@ class _Placer:
 
     def place(self, weights: dict[str, StoredWeight], tensors: Iterable[TensorInfo]) -> Placement:
         result = self.result
+        result.patterns |= _UNUSED
         taken: set[str] = set()
         for stored in weights.values():
             self._stored(stored)

@@ -49,7 +49,9 @@ def claims(config: dict[str, Any], where: str) -> tuple[Dialect, ...] | None:
     groups = [g for g in groups if g.get("weights") or g.get("format") or len(groups) == 1]
     found: dict[str, Dialect] = {}
     for group in groups:
-        dialect = _dialect(group.get("format") or whole, group.get("weights") or {}, where)
+        weights = group.get("weights") or {}
+        named = whole if whole != "mixed-precision" else None
+        dialect = _dialect(group.get("format") or named or _format_of(weights), weights, where)
         if found.setdefault(dialect.name, dialect) != dialect:
             raise _unknown(where, f"{dialect.name} weights of several group sizes")
     codes = [d for d in found.values() if d.packed == ".weight" and torch.int8 in d.code_dtypes]
@@ -58,6 +60,17 @@ def claims(config: dict[str, Any], where: str) -> tuple[Dialect, ...] | None:
             where, f"{' and '.join(d.name for d in codes)} weights, which the files do not tell apart"
         )
     return tuple(found.values())
+
+
+def _format_of(weights: dict[str, Any]) -> str | None:
+    """The format that compressed-tensors chooses for such weights, where a config names none."""
+    bits, kind = weights.get("num_bits"), weights.get("type")
+    if (bits, kind) == (4, "float"):
+        return "nvfp4-pack-quantized" if weights.get("group_size") == 16 else "mxfp4-pack-quantized"
+    names: dict[tuple[Any, Any], str] = {
+        (8, "float"): "float-quantized", (8, "int"): "int-quantized", (4, "int"): "pack-quantized"
+    }  # fmt: skip
+    return names.get((bits, kind))
 
 
 def _dialect(format: str | None, weights: dict[str, Any], where: str) -> Dialect:
