@@ -7,7 +7,12 @@ from typing import Any
 
 from torch import fx
 
-from ..meta.formats import ACTIVATIONS
+from ..meta.formats import (
+    ACTIVATIONS,
+    Activation,
+    activation_name,
+    known_activation,
+)
 from . import changes
 from .graph import aten, need
 from .terms import Add, Apply, Axis, Const, Mul, Term, flatten, free_axes, rebuild, substitute
@@ -28,7 +33,8 @@ class Act:
 def read_activation(inputs: tuple[Term, ...], leaves: list[Term], site: fx.Node) -> tuple[Act, list[Term]]:
     """The activation, the product of `inputs`, that enters the down product; its own products, gate first."""
     if len(leaves) == 1:
-        return Act("", _over(inputs, {leaves[0]: UP}, site), False), leaves
+        term = _over(inputs, {leaves[0]: UP}, site)
+        return Act("relu2" if _relu2(term) else "", term, False), leaves
     for order in (leaves, leaves[::-1]):
         term = _over(inputs, dict(zip(order, (GATE, UP))), site)
         if name := _name(term):
@@ -70,7 +76,7 @@ def _product(factors: list[Term]) -> Term:
 
 
 def _name(term: Term) -> str:
-    """The name of f(GATE) * g(UP) in meta.formats.ACTIVATIONS, or nothing."""
+    """The name of f(GATE) * g(UP) among the operators' activations, or nothing."""
     factors = flatten(term, Mul)
     ups = [f for f in factors if UP in free_axes(f)]
     gates = [f for f in factors if UP not in free_axes(f)]
@@ -84,18 +90,47 @@ def _name(term: Term) -> str:
     kind, alpha, limit = found
     if (low, high) != ((None, None) if limit is None else (-limit, limit)):
         return ""
-    for a in ACTIVATIONS.values():
-        if (a.function, a.alpha, a.limit, a.up_offset) == (kind, alpha, limit, offset):
-            return a.name
-    return ""
+    return name_of_gate(kind, alpha, limit, offset)
+
+
+def name_of_gate(
+    function: str, alpha: float, limit: float | None, up_offset: float, interleaved: bool | None = None
+) -> str:
+    """The operators' name of a gated activation with these numbers, or nothing; None: in any order."""
+    if not all(n is None or isinstance(n, (int, float)) for n in (alpha, limit, up_offset)):
+        return ""  # the graph computes it
+    limit = None if limit is None else float(limit)
+    orders = (False, True) if interleaved is None else (interleaved,)
+    made = [activation_name(Activation("", function, o, alpha, limit, up_offset)) for o in orders]
+    named = [name for name in made if name in ACTIVATIONS]  # before one with a limit
+    return next(iter((*named, *filter(None, made))), "")
+
+
+def _relu2(term: Term) -> bool:
+    """Whether it is relu(UP), squared."""
+    if isinstance(term, Mul):
+        return len(term.args) == 2 and all(_relu(t) for t in term.args)
+    if not isinstance(term, Apply) or getattr(term.op, "overloadpacket", None) not in (aten.pow, aten.square):
+        return False
+    return _relu(term.args[0]) and term.args[1:] in ((), (2,), (2.0,))
+
+
+def _relu(term: Any) -> bool:
+    if isinstance(term, Apply) and term.op is aten.relu.default:
+        return term.args[0] is UP
+    base, low, high = _clamped(term)
+    return base is UP and low == 0 and high is None
 
 
 def same_function(name: str) -> list[str]:
     """The activations that differ from this one at most in where gate and up lie."""
     if not name:
         return []
-    own = ACTIVATIONS[name]
-    return [a.name for a in ACTIVATIONS.values() if replace(a, name=name, interleaved=own.interleaved) == own]
+    own = known_activation(name)
+    if not own.gated:
+        return [name]
+    both = [activation_name(replace(own, interleaved=order)) for order in (False, True)]
+    return [n for n in both if n is not None]
 
 
 def _gate(factors: list[Term]) -> tuple[str, float, float | None] | None:

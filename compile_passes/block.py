@@ -11,8 +11,9 @@ from typing import Any
 
 from torch import fx
 
-from ..meta.formats import ACTIVATIONS, Activation
+from ..meta.formats import ACTIVATIONS, Activation, known_activation
 from . import changes
+from .activations import name_of_gate
 from .graph import (
     FLOATING,
     Canon,
@@ -56,7 +57,7 @@ class Block:
 def match_block(down: Product, products: dict[fx.Node, Product], canon: Canon) -> Block:
     """The block that ends in `down`, or a Refusal."""
     width = down.weight.k
-    activation, pre = gated_activation(down.a, width, canon)
+    activation, pre = activation_of(down.a, width, canon)
     rows = down.rows()
     up, up_bias = _up_product(pre, rows, products)
     need(
@@ -72,8 +73,8 @@ def match_block(down: Product, products: dict[fx.Node, Product], canon: Canon) -
         changes.AS_MANY,
     )
     need(
-        up.weight.n == 2 * width,
-        f"gate/up has {up.weight.n} rows, not twice {width}",
+        up.weight.n == activation.parts * width,
+        f"gate/up has {up.weight.n} rows, not {'twice ' * activation.gated}{width}",
         up.node,
         changes.GATE_UP,
     )
@@ -131,9 +132,12 @@ def _up_product(pre: fx.Node, rows: Rows, products: dict[fx.Node, Product]) -> t
 # --- activation ---
 
 
-def gated_activation(h: fx.Node, width: int, canon: Canon) -> tuple[Activation, fx.Node]:
-    """(activation, the gate/up values it was applied to) for h [..., width] = f(gate) * g(up)."""
+def activation_of(h: fx.Node, width: int, canon: Canon) -> tuple[Activation, fx.Node]:
+    """(activation, the values it was applied to) for h [..., width] = f(gate) * g(up), or relu(up)^2."""
     node = uncast(h)
+    up = _relu2(node, canon)
+    if up is not None:
+        return ACTIVATIONS["relu2"], up
     need(
         is_op(node, aten.mul),
         f"the down product's rows ({node.name}) are not a gated activation",
@@ -168,12 +172,10 @@ def gated_activation(h: fx.Node, width: int, canon: Canon) -> tuple[Activation, 
             node,
             changes.ACTIVATION,
         )
-        found = (kind, gate_half.interleaved, alpha, gate_limit, up_offset)
-        for a in ACTIVATIONS.values():
-            if (a.function, a.interleaved, a.alpha, a.limit, a.up_offset) == found:
-                return a, gate_half.whole
+        if name := name_of_gate(kind, alpha, gate_limit, up_offset, gate_half.interleaved):
+            return known_activation(name), gate_half.whole
         refuse(
-            f"activation {kind} with interleaved={found[1]}, alpha={alpha}, limit={gate_limit}, "
+            f"activation {kind} with interleaved={gate_half.interleaved}, alpha={alpha}, limit={gate_limit}, "
             f"up_offset={up_offset} is none of: {', '.join(ACTIVATIONS)}",
             node,
             changes.ACTIVATION,
@@ -183,6 +185,23 @@ def gated_activation(h: fx.Node, width: int, canon: Canon) -> tuple[Activation, 
         node,
         changes.ACTIVATION,
     )
+
+
+def _relu2(node: fx.Node, canon: Canon) -> fx.Node | None:
+    """x where node is relu(x), squared."""
+    if (is_op(node, aten.pow) and node.args[1] in (2, 2.0)) or is_op(node, aten.square):
+        return _relu(node.args[0])
+    if is_op(node, aten.mul):
+        for a, b in _operands(node):
+            first, second = _relu(a), _relu(b)
+            if first is not None and second is not None and canon.same(uncast(first), uncast(second)):
+                return first
+    return None
+
+
+def _relu(node: Any) -> fx.Node | None:
+    node = uncast(node)
+    return node.args[0] if is_op(node, aten.relu) else None
 
 
 def _operands(node: fx.Node) -> list[tuple[fx.Node, fx.Node]]:

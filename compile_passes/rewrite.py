@@ -13,6 +13,7 @@ from torch._dynamo.source import AttrSource
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.fx.experimental.symbolic_shapes import free_unbacked_symbols
 
+from ..meta.formats import activation_name
 from ..meta.layouts import LAYOUTS, preferred_layout
 from . import changes
 from .attention import write_attention
@@ -274,9 +275,9 @@ class _Writer:
         layout = self._layout(*both)
         a_format, why = self._a_format(layout, b.down.weight)
         gate = b.activation.name
-        split = LAYOUTS[layout].interleaved and not b.activation.interleaved
+        split = LAYOUTS[layout].interleaved and b.activation.gated and not b.activation.interleaved
         if split:
-            gate += "_interleaved"
+            gate = activation_name(replace(b.activation, interleaved=True)) or ""
         up, down = self._packed(b.up.weight, layout, interleave=split), self._packed(b.down.weight, layout)
         with self.gm.graph.inserting_before(b.root):
             hidden = b.up.weight.k

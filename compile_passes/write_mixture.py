@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import fx
 
-from ..meta.formats import ACTIVATIONS
+from ..meta.formats import ACTIVATIONS, find_activation, known_activation
 from ..meta.layouts import preferred_layout
 from . import changes
 from .activations import GATE, UP, same_function
@@ -223,17 +223,20 @@ class _Emitter:
         experts = [x.up for x in self.m.branches]
         self.activation = self.common.act.name
         for name in same_function(self.activation):
-            spec = self._spec(experts, device, ACTIVATIONS[name].interleaved)
+            interleaved = known_activation(name).interleaved
+            spec = self._spec(experts, device, interleaved)
             if spec[1].assembly is None:
                 self.activation = name
-                return spec, ACTIVATIONS[name].interleaved
-        interleaved = bool(self.activation) and ACTIVATIONS[self.activation].interleaved
+                return spec, interleaved
+        interleaved = bool(self.activation) and known_activation(self.activation).interleaved
         return self._spec(experts, device, interleaved), interleaved
 
     def _rescaled(self, up: Any, down: Any) -> Any:
         """`down` with what up lacks when it is stored under gate's global scale (HeldSpec.rescale)."""
-        a = ACTIVATIONS.get(self.activation)
-        linear = a is not None and a.limit is None and not a.up_offset and not any(self.common.up_bias)
+        a = find_activation(self.activation)
+        linear = (
+            a is not None and a.gated and a.limit is None and not a.up_offset and not any(self.common.up_bias)
+        )
         need(
             linear,
             "gate and up are held under global scales of their own, and the activation is not linear in up",

@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from .input_gradients import FrozenExperts
-from .meta.formats import FORMATS
+from .meta.formats import FORMATS, activation_name, known_activation
 from .meta.layouts import LAYOUTS, block_scales, held, packed_spec, preferred_layout
 from .relayout import Operands, relayout
 
@@ -26,7 +26,7 @@ STORED_FORMATS = ("mxfp4", "nvfp4", "int4", "int4_g64", "int4_g32")
 class ExpertsForm:
     """Where a family of experts modules keeps its weights: [E, 2 I, H] and [E, H, I], or each transposed.
 
-    A bias that a module lacks has the name "".
+    Experts without a gate have up [E, I, H] alone. A bias that a module lacks has the name "".
     """
 
     gate_up: str
@@ -57,6 +57,13 @@ class Recipe:
     """How activations enter the products; None picks by device when it runs."""
     trainable_inputs: bool = False
     """Whether gradients pass to the hidden states and the routing weights."""
+    interleaved_gate: str = field(init=False)
+    """The same activation over gate 0, up 0, gate 1, ...: torch.compile need not work it out."""
+
+    def __post_init__(self) -> None:
+        own = known_activation(self.gate)
+        turned = replace(own, interleaved=own.gated)
+        object.__setattr__(self, "interleaved_gate", activation_name(turned) or "")
 
 
 def auto_a_format(device_type: str, layout: str = "plain") -> str:
@@ -284,7 +291,7 @@ def experts_forward(
     gate = recipe.gate
     up, down = w13(), w2()
     if w13.interleaved:
-        bias, gate = interleave(bias) if bias is not None else None, f"{gate}_interleaved"
+        bias, gate = interleave(bias) if bias is not None else None, recipe.interleaved_gate
     a_format = recipe.a_format
     if a_format is None:
         a_format = auto_a_format(hidden_states.device.type, w13.layout)

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping
-from dataclasses import dataclass
+import itertools
+import math
+from collections.abc import Callable, Collection, Iterator, Mapping
+from dataclasses import dataclass, replace
 from types import MappingProxyType
 from typing import Any
 
@@ -12,12 +14,13 @@ from torch import Tensor, nn
 
 from .experts import ExpertsForm
 from .gates import apply_gate
-from .meta.formats import ACTIVATIONS
+from .meta.formats import ACTIVATIONS, Activation, activation_name
 
 SOURCE_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 
 # transformers' experts modules all name their weights so; is_transposed on the module says the rest.
-FORMS = (ExpertsForm("gate_up_proj", "down_proj", "gate_up_proj_bias", "down_proj_bias"),)
+GATED = ExpertsForm("gate_up_proj", "down_proj", "gate_up_proj_bias", "down_proj_bias")
+UNGATED = ExpertsForm("up_proj", "down_proj", "up_proj_bias", "down_proj_bias")
 OTHERWISE = (
     "torch.compile(model, backend='fp4') reads graphs, not modules, and may rewrite experts that prepare "
     "does not take, whole or in parts; fp4_ops.explain says what becomes of them"
@@ -81,11 +84,10 @@ def plan(module: Any) -> Plan:
             raise Refusal(reason)
 
     need(not hasattr(module, "_fp4_recipe"), "it is prepared already")
-    need(module.has_gate, "its experts have no gate; fp4::moe computes gate and up")
     need(not getattr(module, "has_post_expert_norm", False), "it has a norm after each expert")
-    forms = [f for f in FORMS if f.gate_up in module._parameters and f.down in module._parameters]
-    need(bool(forms), f"its weights are not the parameters {' or '.join(f.gate_up for f in FORMS)} and down")
-    form = forms[0]
+    form = GATED if module.has_gate else UNGATED
+    for name in (form.gate_up, form.down):
+        need(module._parameters.get(name) is not None, f"it has no parameter {name}")
     for name, parameter in module._parameters.items():
         if parts := split_over_processes(parameter):
             raise Refusal(f"{name} is {parts}; {WHOLE_EXPERTS}")
@@ -97,11 +99,18 @@ def plan(module: Any) -> Plan:
         logical_shape(up, module.is_transposed),
         logical_shape(down, module.is_transposed),
     )
-    need((e, n13, h) == (e2, 2 * i, n2), f"{form.gate_up} {tuple(up.shape)} does not fit {tuple(down.shape)}")
+    rows = 2 * i if module.has_gate else i
+    need(
+        (e, n13, h) == (e2, rows, n2),
+        f"{form.gate_up} {tuple(up.shape)} does not fit {tuple(down.shape)}",
+    )
     need(h % 2 == 0 and i % 2 == 0, f"hidden size {h} or intermediate size {i} is odd")
     gate = recognise_gate(module)
     if gate is None:
-        raise Refusal(f"its gate is none of fp4::moe's activations ({', '.join(ACTIVATIONS)})")
+        what = "gate" if module.has_gate else "activation, without gate,"
+        raise Refusal(
+            f"its {what} is none of fp4::moe's activations ({', '.join(ACTIVATIONS)}), clamped or not"
+        )
     return Plan(form, gate, module.is_transposed, f"{e} experts, hidden {h}, intermediate {i}")
 
 
@@ -128,21 +137,56 @@ def logical_shape(weight: Tensor, transposed: bool) -> tuple[int, int, int]:
 
 
 def recognise_gate(module: Any) -> str | None:
-    """The entry of ACTIVATIONS that computes what the module's own gate does, found by trying them on data.
+    """The activation of fp4::moe that computes what the module's own does, found by trying it on data.
 
     A name would not do: clamps, scales and the order of gate and up are all in the code.
     """
+    gated = getattr(module, "has_gate", True)
+    own = module._apply_gate if gated else module.act_fn
     generator = torch.Generator().manual_seed(0)
-    # A few large values reach every clamp, most small ones tell erf from tanh.
+    # Many small values tell erf from tanh, and some large ones reach every clamp.
     here: Any = {"device": "cpu", "dtype": torch.float32}  # whatever the defaults are while models are built
-    x = torch.randn(64, 128, generator=generator, **here) * torch.logspace(-1, 1.3, 64, **here)[:, None]
+    sizes = torch.cat([torch.logspace(-1, 1.3, 64, **here), torch.logspace(1.3, 5, 16, **here)])
+    x = torch.randn(80, 128, generator=generator, **here) * sizes[:, None]
     try:
         with torch.no_grad():
-            want = module._apply_gate(x)
-    except Exception:  # whatever it needs, it is not the gate we know
+            known = (a for a in ACTIVATIONS.values() if a.gated == gated)
+            for activation in itertools.chain(known, _measured(own) if gated else ()):
+                limit = activation.limit or 4.0
+                if all(_agree(own, activation, values) for values in (x, x * (limit / 4))):
+                    return activation_name(activation)
+    except Exception:  # whatever it needs, it is not the activation we know
         return None
-    for name, activation in ACTIVATIONS.items():
-        got = apply_gate(x, activation)
-        if got.shape == want.shape and torch.allclose(got, want, rtol=1e-4, atol=1e-5):
-            return name
     return None
+
+
+def _agree(own: Callable[[Tensor], Tensor], activation: Activation, x: Tensor) -> bool:
+    want, got = own(x), apply_gate(x, activation)
+    return got.shape == want.shape and torch.allclose(
+        got, want, rtol=1e-4, atol=1e-5 * x[0].std().item() * 10
+    )
+
+
+def _measured(own: Callable[[Tensor], Tensor]) -> Iterator[Activation]:
+    """The gated activations, clamped where `own` is.
+
+    At gate g, a small one, it is f(g) * (up + offset), up clamped: three values of up give f(g), offset and
+    limit.
+    """
+
+    def at(gate: float, up: float, interleaved: bool) -> float:
+        pair = torch.tensor([[gate, up]], dtype=torch.float64, device="cpu")
+        # Several columns of one value: the first half is gate, or each even one.
+        wide = pair.repeat(1, 4) if interleaved else pair.repeat_interleave(4, dim=1)
+        return own(wide).flatten()[0].item()
+
+    for interleaved in (False, True):
+        g, u = 2.0**-6, 2.0**-6  # within any clamp that a model would use
+        base = at(g, 0.0, interleaved)
+        slope = (at(g, u, interleaved) - base) / u
+        if math.isfinite(slope) and slope > 0:
+            limit = float(
+                f"{(at(g, 1e9, interleaved) - base) / slope:.7g}"
+            )  # what was measured is off by 1e-12
+            rows = [a for a in ACTIVATIONS.values() if a.gated and a.interleaved == interleaved]
+            yield from (replace(a, limit=limit) for a in rows if 0 < limit < 1e8)

@@ -26,7 +26,7 @@ from torch.library import Library
 
 from .gates import apply_gate, gate_gradient
 from .meta import checks
-from .meta.formats import ACTIVATIONS
+from .meta.formats import known_activation
 
 DEQUANTIZED_BYTES = 64 * 2**20
 """Dequantised weights that exist at one time, or those of one expert if these are more."""
@@ -72,9 +72,9 @@ def moe_input_grads(
         grad, x, topk_ids, topk_weights, w13, w13_scale, w13_global_scale, w2, w2_scale, w2_global_scale,
         format, layout, activation, w13_bias, w2_bias,
     )  # fmt: skip
-    act, dtype = ACTIVATIONS[activation], x.dtype
+    act, dtype = known_activation(activation), x.dtype
     experts, (hidden, top_k) = w13.shape[0], (x.shape[1], topk_ids.shape[1])
-    inner = w13.shape[1] // 2
+    inner = w13.shape[1] // act.parts
     grad = grad.to(dtype)
     ids = topk_ids.reshape(-1)
     valid = (ids >= 0) & (ids < experts)  # other ids belong to no expert here, and give nothing

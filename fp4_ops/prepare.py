@@ -14,7 +14,7 @@ from . import experts
 from .expert_lists import find_lists, linears, put, summary
 from .experts import Company, PackedWeight, Recipe, auto_a_format, interleave
 from .find_experts import OTHERWISE, Plan, find_experts, is_experts, logical_shape
-from .meta.formats import ACTIVATIONS, FORMATS
+from .meta.formats import FORMATS, known_activation
 from .meta.layouts import LAYOUTS, packed_spec, preferred_layout
 from .quantization import Calibration, Method, find_method, quantize_weight
 from .quantization.weight import check_calibration, matrices_at_once, threads_of
@@ -342,7 +342,8 @@ def _replace_weights(
 
     def pack(weight: Tensor) -> PackedWeight:
         name, matrix, _ = places[weight][0]
-        split = matrix == "gate_up" and not ACTIVATIONS[plans[name].gate].interleaved
+        act = known_activation(plans[name].gate)
+        split = matrix == "gate_up" and act.gated and not act.interleaved
         return quantizer.pack(
             weight, name, matrix, transposed=plans[name].transposed,
             interleaved=split and LAYOUTS[quantizer.layout].interleaved,

@@ -12,7 +12,16 @@ from typing import NamedTuple
 
 import torch
 
-from .formats import A_FORMATS, ACTIVATIONS, FORMATS, FP4_FORMATS, INT8_BLOCK, Format
+from .formats import (
+    A_FORMATS,
+    ACTIVATIONS,
+    FORMATS,
+    FP4_FORMATS,
+    INT8_BLOCK,
+    Activation,
+    Format,
+    find_activation,
+)
 from .layouts import A_LAYOUTS, LAYOUTS, Layout
 
 FLOATING = (torch.float32, torch.bfloat16, torch.float16)
@@ -314,11 +323,22 @@ def resolve_out_dtype(a: torch.Tensor, out_dtype: torch.dtype | None) -> torch.d
     return out_dtype
 
 
-def check_activation(activation: str) -> None:
+def check_activation(activation: str) -> Activation:
+    found = find_activation(activation)
+    name, brackets, _ = activation.partition("(")
     check(
-        activation in ACTIVATIONS,
+        found is not None or (brackets != "" and name in ACTIVATIONS),
         lambda: f"activation is '{activation}'; it must be one of: {', '.join(sorted(ACTIVATIONS))}",
     )
+    check(
+        found is not None,
+        lambda: (
+            f"activation is '{activation}'; one with a gate may have brackets, and in them limit=L, "
+            "L a positive number: what gate and up are clamped to"
+        ),
+    )
+    assert found is not None
+    return found
 
 
 def check_a_format(a_format: str) -> None:
@@ -463,11 +483,12 @@ def check_moe(
     x, topk_ids, topk_weights, w13, w13_scale, w13_global_scale, w2, w2_scale, w2_global_scale,
     format, layout, activation, a_format, w13_bias, w2_bias,
 ) -> tuple[Weight, Weight]:  # fmt: skip
-    """x [T, H], topk_ids and topk_weights [T, top_k], w13 [E, 2 I, H/2], w2 [E, H, I/2]."""
+    """x [T, H], topk_ids and topk_weights [T, top_k], w13 [E, 2 I, H/2] (without gate [E, I, H/2]),
+    w2 [E, H, I/2]."""
     up = check_weight("w13", w13, w13_scale, w13_global_scale, format, layout, grouped=True)
     down = check_weight("w2", w2, w2_scale, w2_global_scale, format, layout, grouped=True)
     a_formats = up.layout.a_formats
-    check_activation(activation)
+    act = check_activation(activation)
     check_a_format(a_format)
     check(
         a_formats is None or a_format in a_formats,
@@ -487,8 +508,11 @@ def check_moe(
     check_operand("topk_ids", topk_ids, "w13", w13, (x.shape[0], topk_ids.shape[1]), INDEX)
     check_operand("topk_weights", topk_weights, "w13", w13, (x.shape[0], topk_ids.shape[1]), FLOATING)
     check(
-        up.n % 2 == 0 and up.layout.padded(up.n // 2) == down.k,
-        lambda: f"w13 has {up.n} rows; w2 has K = {down.k}, and w13 must have twice that (gate and up)",
+        up.n % act.parts == 0 and up.layout.padded(up.n // act.parts) == down.k,
+        lambda: (
+            f"w13 has {up.n} rows; w2 has K = {down.k}, and w13 must have "
+            + ("twice that (gate and up)" if act.gated else f"as many ('{activation}' has no gate)")
+        ),
     )
     check(
         up.groups == down.groups,

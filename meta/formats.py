@@ -5,7 +5,9 @@ A new format is a new row here and there, not a new branch.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+import functools
+import re
+from dataclasses import dataclass, replace
 
 import torch
 
@@ -74,14 +76,14 @@ INT4_FORMATS = tuple(f.name for f in FORMATS.values() if f.element == "int4")
 
 @dataclass(frozen=True)
 class Activation:
-    """A gated activation h = f(gate) * up over the output of the gate/up product.
+    """What stands between an expert's products: h = f(gate) * (up + up_offset), or h = f(up) without gate.
 
     `interleaved`: columns are gate0, up0, gate1, up1, ...; otherwise the first half is gate.
     """
 
     name: str
     function: str = "silu"
-    """f: "silu", "gelu" (exact, erf) or "gelu_tanh"."""
+    """f: "silu", "gelu" (exact, erf), "gelu_tanh" or "relu2" (the square of relu)."""
     interleaved: bool = False
     alpha: float = 1.0
     """f(g) = g * sigmoid(alpha * g) for the silu family."""
@@ -89,6 +91,13 @@ class Activation:
     """Clamp gate to at most, and up to within, this bound."""
     up_offset: float = 0.0
     """Added to up before the product."""
+    gated: bool = True
+    """Whether the first product makes gate and up; else it makes up alone."""
+
+    @property
+    def parts(self) -> int:
+        """Rows of the first weight for each column of the second: gate and up, or up alone."""
+        return 2 if self.gated else 1
 
 
 ACTIVATIONS = {
@@ -98,8 +107,48 @@ ACTIVATIONS = {
         *(Activation(f"{f}_interleaved", f, interleaved=True) for f in ("silu", "gelu", "gelu_tanh")),
         # GPT-OSS: gate.clamp(max=7) * sigmoid(1.702 gate) * (up.clamp(-7, 7) + 1), interleaved.
         Activation("swigluoai", interleaved=True, alpha=1.702, limit=7.0, up_offset=1.0),
+        Activation("swigluoai_halves", alpha=1.702, limit=7.0, up_offset=1.0),
+        Activation("relu2", "relu2", gated=False),  # Nemotron's: relu(up)^2
     )
 }
+"""By name. Any that has a gate may be clamped elsewhere, `silu(limit=10)`: `find_activation` reads that."""
+
+_LIMITED = re.compile(r"(\w+)\(limit=(\d+(?:\.\d*)?(?:[eE][+-]?\d+)?)\)", re.ASCII)
+_LEAST, _MOST = 1e-30, 1e30
+"""The bounds of a limit; float32 holds both."""
+
+
+@functools.cache
+def find_activation(name: str) -> Activation | None:
+    """The activation of a name, with or without a limit in brackets. None: there is none."""
+    if name in ACTIVATIONS:
+        return ACTIVATIONS[name]
+    written = _LIMITED.fullmatch(name)
+    base = ACTIVATIONS.get(written[1]) if written else None
+    if written is None or base is None or not base.gated:
+        return None
+    limit = float(written[2])
+    return replace(base, name=name, limit=limit) if _LEAST < limit < _MOST else None
+
+
+def known_activation(name: str) -> Activation:
+    """The activation of a name that has been checked."""
+    found = find_activation(name)
+    assert found is not None, name
+    return found
+
+
+def activation_name(activation: Activation) -> str | None:
+    """The name under which `find_activation` finds what computes the same, or None if there is none."""
+    for a in ACTIVATIONS.values():
+        if replace(a, name=activation.name) == activation:
+            return a.name
+    for a in ACTIVATIONS.values():
+        if replace(a, name=activation.name, limit=activation.limit) == activation:
+            name = f"{a.name}(limit={activation.limit!r})".replace(".0)", ")")
+            return name if find_activation(name) else None
+    return None
+
 
 A_FORMATS = ("none", "auto", "int8", "fp8", *FP4_FORMATS)
 """How `moe` quantises activations in front of each product, by the caller's explicit choice.

@@ -199,7 +199,14 @@ def plain_rows(codes: Tensor) -> Tensor:
 
 GATES = (
     "silu", "gelu", "gelu_tanh", "silu_interleaved", "gelu_interleaved", "gelu_tanh_interleaved", "swigluoai",
+    "relu2", "silu(limit=2)", "swigluoai_halves(limit=3)", "swigluoai(limit=0.5)",
+    "gelu_interleaved(limit=1.5)",
 )  # fmt: skip
+
+
+def rows_per_column(activation: str) -> int:
+    """Rows of the first weight for each column of the second."""
+    return 1 if activation == "relu2" else 2
 
 
 @dataclass
@@ -336,15 +343,21 @@ def masked_indices(masked_m: Tensor, max_m: int) -> Tensor:
 
 
 def activate(h: Tensor, activation: str) -> Tensor:
-    if activation == "swigluoai":
-        gate, up = h[..., 0::2].clamp(max=7), h[..., 1::2].clamp(-7, 7)
-        return gate * torch.sigmoid(1.702 * gate) * (up + 1)
-    interleaved = activation.endswith("_interleaved")
+    if activation == "relu2":
+        return h.clamp(min=0) ** 2
+    name, _, limit = activation.removesuffix(")").partition("(limit=")
+    oai = name.startswith("swigluoai")
+    interleaved = name == "swigluoai" or name.endswith("_interleaved")
     gate, up = (h[..., 0::2], h[..., 1::2]) if interleaved else h.chunk(2, -1)
-    activation = activation.removesuffix("_interleaved")
-    if activation == "silu":
+    if limit or oai:
+        most = float(limit or 7)
+        gate, up = gate.clamp(max=most), up.clamp(-most, most)
+    if oai:
+        return gate * torch.sigmoid(1.702 * gate) * (up + 1)
+    name = name.removesuffix("_interleaved")
+    if name == "silu":
         return gate * torch.sigmoid(gate) * up
-    tanh = {"gelu": "none", "gelu_tanh": "tanh"}[activation]
+    tanh = {"gelu": "none", "gelu_tanh": "tanh"}[name]
     return torch.nn.functional.gelu(gate, approximate=tanh) * up
 
 

@@ -15,6 +15,7 @@ from reference import (
     Activations,
     random_activations,
     random_weight,
+    rows_per_column,
 )
 
 HOPPER_FORMATS = {"sm90": FP4_FORMATS, "sm90_bf16": FP4_FORMATS, "sm90_int4": INT4_FORMATS}
@@ -105,7 +106,9 @@ def _moe(rng, device):
     experts, tokens, top_k = rng.randint(1, 5), rng.randint(0, 6), rng.randint(1, 3)
     hidden, inner = _sizes(rng)[1], _sizes(rng)[1]
     format, layout = rng.choice(FORMATS), _layout(rng, device)
-    w13 = random_weight(format, experts, 2 * inner, hidden, device=device, layout=layout)
+    activation = rng.choice(GATES)
+    rows = rows_per_column(activation) * inner
+    w13 = random_weight(format, experts, rows, hidden, device=device, layout=layout)
     w2 = random_weight(format, experts, hidden, inner, device=device, layout=layout)
     ids = torch.randint(-1, experts + 1, (tokens, top_k), device=device)
     args = (
@@ -114,12 +117,12 @@ def _moe(rng, device):
         torch.rand(tokens, top_k, device=device).to(rng.choice(FLOATS)),
         *w13.operands(),
         *w2.operands(),
-        _bias(rng, device, experts, 2 * inner),
+        _bias(rng, device, experts, rows),
         _bias(rng, device, experts, hidden),
     )
     kwargs = {
         **w13.options(),
-        "activation": rng.choice(GATES),
+        "activation": activation,
         "a_format": rng.choice([f for f in A_FORMATS if device == "cpu" or f != "int8"]),
         "out_dtype": rng.choice((None, *FLOATS)),
     }

@@ -16,6 +16,10 @@ fp4 = torch.ops.fp4
 G, N, K, M = 3, 20, 64, 6
 I32 = torch.int32
 DENSE = ("mm", "grouped_mm_k")
+BAD_LIMITS = (
+    "silu(limit=0)", "silu(limit=-1)", "silu(limit=inf)", "silu(limit=nan)", "silu(limit=1e40)", "silu()", "silu(limit)", "silu(7)", "silu(limit=1",
+    "silu(limit=1)x", "silu(limit=1,limit=2)", "silu(limit= 1)", "silu(alpha=1)", "relu2(limit=1)", "silu(limit=1_0)",
+)  # fmt: skip
 PRODUCTS = ("mm", "grouped_mm", "grouped_mm_masked", "indexed_mm", "grouped_mm_k")
 
 
@@ -361,7 +365,10 @@ BAD = (
     Bad("indexed_mm", {"expert_ids": cut}, f"expert_ids has shape [{M - 1}]; it must be [{M}]"),
     *weight_cases("moe", "w13"),
     *weight_cases("moe", "w2"),
-    Bad("moe", {"activation": "relu"}, "activation is 'relu'; it must be one of: gelu, gelu_interleaved, gelu_tanh, gelu_tanh_interleaved, silu, silu_interleaved, swigluoai"),
+    Bad("moe", {"activation": "relu"}, "activation is 'relu'; it must be one of: gelu, gelu_interleaved, gelu_tanh, gelu_tanh_interleaved, relu2, silu, silu_interleaved, swigluoai, swigluoai_halves"),
+    *(Bad("moe", {"activation": name}, f"activation is '{name}'; one with a gate may have brackets, and in them limit=L, L a positive number: what gate and up are clamped to") for name in BAD_LIMITS),
+    Bad("moe", {"activation": "relu(limit=1)"}, "activation is 'relu(limit=1)'; it must be one of: gelu, gelu_interleaved, gelu_tanh, gelu_tanh_interleaved, relu2, silu, silu_interleaved, swigluoai, swigluoai_halves"),
+    Bad("moe", {"activation": "relu2"}, "w13 has 64 rows; w2 has K = 32, and w13 must have as many ('relu2' has no gate)"),
     Bad("moe", {"a_format": "int4"}, "a_format is 'int4'; it must be one of: auto, fp8, int8, mxfp4, none, nvfp4"),
     Bad("moe", {"a_format": "fp16"}, "a_format is 'fp16'; it must be one of: auto, fp8, int8, mxfp4, none, nvfp4"),
     Bad("moe", {"x": to(torch.int8)}, f"x has dtype int8; it must be {FLOAT_NAMES}"),

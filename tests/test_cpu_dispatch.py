@@ -77,7 +77,9 @@ def check_moe(format: str, a_kind: str, layout: str) -> int:
     flip = int(torch.randint(2, ()))  # one token or some, in turn
     for i, activation in enumerate(reference.GATES):
         tokens = (1, 19)[(i + flip) % 2]
-        w13 = reference.random_weight(format, 4, 2 * 48, 64, layout=layout)
+        w13 = reference.random_weight(
+            format, 4, reference.rows_per_column(activation) * 48, 64, layout=layout
+        )
         w2 = reference.random_weight(format, 4, 64, 48, layout=layout)
         x = (torch.randn(tokens, 64) * 4).to(torch.float32 if quantised else KINDS[a_kind])
         ids = torch.randint(0, 5, (tokens, 3))

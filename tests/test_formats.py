@@ -2,10 +2,20 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import fp4_ops.meta.fakes
 import reference
 import torch
-from fp4_ops.meta.formats import A_FORMATS, ACTIVATIONS, E2M1_VALUES, ELEMENTS, FORMATS
+from fp4_ops.meta.formats import (
+    A_FORMATS,
+    ACTIVATIONS,
+    E2M1_VALUES,
+    ELEMENTS,
+    FORMATS,
+    activation_name,
+    find_activation,
+)
 from fp4_ops.meta.layouts import LAYOUTS
 
 fp4 = torch.ops.fp4
@@ -62,7 +72,52 @@ def test_the_cpp_names():
         text = message(lambda what=what: fp4.moe(x, ids, weights, *w13, *w2, format="nvfp4", **{what: "no"}))
         assert text == f"{what} is 'no'; it must be one of: {', '.join(sorted(names))}"
         for name in names:
-            assert fp4.moe(x, ids, weights, *w13, *w2, format="nvfp4", **{what: name}).shape == (1, 16)
+            up = w13 if what != "activation" or ACTIVATIONS[name].gated else w2
+            assert fp4.moe(x, ids, weights, *up, *w2, format="nvfp4", **{what: name}).shape == (1, 16)
+
+
+NUMBERS = (
+    "1",
+    "0.5",
+    "7.",
+    "1e3",
+    "2.5e-3",
+    "1e+3",
+    "1e400",
+    "1e-400",
+    "+1",
+    "-1",
+    "0",
+    ".5",
+    "1e",
+    "0x1",
+    "",
+)
+
+
+def test_activations_with_a_limit():
+    """Python and C++ read the same names, and refuse the same; a name is found under the name made of it."""
+    w13 = fp4.quantize(torch.randn(1, 32, 16), "nvfp4")
+    w2 = fp4.quantize(torch.randn(1, 16, 16), "nvfp4")
+    x, ids, weights = torch.randn(1, 16), torch.zeros(1, 1, dtype=torch.int64), torch.ones(1, 1)
+    taken = 0
+    for name in (f"{base}(limit={n})" for base in ("silu", "gelu_interleaved", "swigluoai") for n in NUMBERS):
+        found = find_activation(name)
+        try:
+            fp4.moe(x, ids, weights, *w13, *w2, format="nvfp4", activation=name)
+        except RuntimeError:
+            assert found is None, name
+            continue
+        assert found is not None, name
+        again = find_activation(activation_name(found))
+        assert again is not None and replace(again, name=name) == found
+        taken += 1
+    assert taken == 3 * 6
+    assert activation_name(find_activation("swigluoai(limit=7)")) == "swigluoai"
+    assert activation_name(replace(ACTIVATIONS["swigluoai"], interleaved=False, limit=10.0)) == (
+        "swigluoai_halves(limit=10)"
+    )
+    assert activation_name(replace(ACTIVATIONS["silu"], alpha=1.5)) is None
 
 
 def test_every_schema_has_a_fake_in_the_same_order():

@@ -7,7 +7,15 @@ from dataclasses import dataclass
 import pytest
 import torch
 from conftest import poisoned
-from reference import GATES, KERNEL_FORMATS, assert_close, moe, moe_between_codes, random_weight
+from reference import (
+    GATES,
+    KERNEL_FORMATS,
+    assert_close,
+    moe,
+    moe_between_codes,
+    random_weight,
+    rows_per_column,
+)
 
 fp4 = torch.ops.fp4
 
@@ -61,17 +69,18 @@ def assert_moe_close(got, want, dtype, a_format, more=0.0):
     )
 
 
-def make(case, format, dtype, device, layout, bias):
+def make(case, format, dtype, device, layout, bias, activation="silu"):
     x = torch.randn(case.tokens, case.hidden).to(dtype).to(device)
     low, high = (-1, case.experts + 1) if case.outside else (0, case.experts)
     ids = torch.randint(low, high, (case.tokens, case.top_k), device=device)
     weights = torch.rand(case.tokens, case.top_k).to(device)
-    w13 = random_weight(format, case.experts, 2 * case.inner, case.hidden, device=device, layout=layout)
+    rows = rows_per_column(activation) * case.inner
+    w13 = random_weight(format, case.experts, rows, case.hidden, device=device, layout=layout)
     w2 = random_weight(format, case.experts, case.hidden, case.inner, device=device, layout=layout)
     biases = (None, None)
     if bias:
         biases = (
-            torch.randn(case.experts, 2 * case.inner).to(dtype).to(device),
+            torch.randn(case.experts, rows).to(dtype).to(device),
             torch.randn(case.experts, case.hidden).to(device),
         )
     return x, ids, weights, w13, w2, biases
@@ -97,8 +106,8 @@ def test_moe(case, format, dtype, a_format, layout, device):
     if device == "cuda" and a_format == "int8":
         pytest.skip("int8 activations run on the CPU only")
     dtype = DTYPES[dtype]
-    for activation, bias in (("silu", False), ("swigluoai", True)):
-        x, ids, weights, w13, w2, biases = make(case, format, dtype, device, layout, bias)
+    for activation, bias in (("silu", False), ("swigluoai", True), ("relu2", True), ("silu(limit=2)", False)):
+        x, ids, weights, w13, w2, biases = make(case, format, dtype, device, layout, bias, activation)
         with poisoned():
             out = fp4.moe(
                 x, ids, weights, *w13.operands(), *w2.operands(), *biases,
@@ -115,8 +124,8 @@ def test_moe(case, format, dtype, a_format, layout, device):
 @pytest.mark.parametrize("activation", GATES)
 def test_activations(activation, device):
     case = Case("", tokens=13, top_k=2, experts=4, hidden=64, inner=96)
-    x, ids, weights, w13, w2, biases = make(case, "nvfp4", torch.float32, device, "plain", True)
-    x = x * 20  # far enough out that the clamp of swigluoai matters
+    x, ids, weights, w13, w2, biases = make(case, "nvfp4", torch.float32, device, "plain", True, activation)
+    x = x * 20  # far enough out that clamps matter
     out = fp4.moe(
         x, ids, weights, *w13.operands(), *w2.operands(), *biases, **w13.options(), activation=activation
     )

@@ -97,8 +97,9 @@ def test_each_gate_is_known_by_what_it_computes():
         assert recognise_gate(module) == name
     oss = experts_of(build("gpt_oss", torch.float32, "grouped_mm"))[0]
     assert recognise_gate(oss) == "swigluoai"
-    oss.limit = 6.0
-    assert recognise_gate(oss) is None
+    for limit in (6.0, 0.03, 1000.0):
+        oss.limit = limit
+        assert recognise_gate(oss) == f"swigluoai(limit={limit:g})"
 
 
 @pytest.mark.parametrize("previous", ["eager", "grouped_mm", "batched_mm"])

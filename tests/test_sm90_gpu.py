@@ -457,7 +457,7 @@ def test_small_block_scales_in_fp8(kernel):
     assert error(got, want) < FP8_BOUND
 
 
-GATES = ["silu", "gelu", "gelu_tanh", "swigluoai", "silu_interleaved"]
+GATES = ["silu", "gelu", "gelu_tanh", "swigluoai", "silu_interleaved", "relu2", "silu(limit=2)"]
 
 
 @pytest.mark.parametrize("gate", GATES)
@@ -469,9 +469,12 @@ def test_moe(kernel, layout, a_format, format, gate):
     experts, hidden, inter, top_k = 16, 512, 192, 4
     up, down = (
         Weights(experts, n, k, format=format, layout=layout)
-        for n, k in ((2 * inter, hidden), (hidden, inter))
+        for n, k in ((reference.rows_per_column(gate) * inter, hidden), (hidden, inter))
     )
-    b13, b2 = torch.randn(experts, 2 * inter, device="cuda"), torch.randn(experts, hidden, device="cuda")
+    b13, b2 = (
+        torch.randn(experts, up.values.shape[1], device="cuda"),
+        torch.randn(experts, hidden, device="cuda"),
+    )
     for tokens in (1, 9, 40, 700):
         x = torch.randn(tokens, hidden, device="cuda").bfloat16() / 16
         ids = torch.randint(-1, experts + 1, (tokens, top_k), device="cuda")

@@ -155,14 +155,17 @@ def test_int4_groups_along_k(m, format):
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
-@pytest.mark.parametrize("gate", ["silu", "gelu_tanh", "swigluoai", "silu_interleaved"])
+@pytest.mark.parametrize(
+    "gate", ["silu", "gelu_tanh", "swigluoai", "silu_interleaved", "relu2", "silu(limit=2)"]
+)
 @pytest.mark.parametrize("format", reference.INT4_FORMATS)
 @pytest.mark.parametrize("a_format", ["fp8", "auto"])
 def test_int4_moe(a_format, format, gate, dtype):
     experts, hidden, inter, top_k = 16, 512, 192, 4
-    up = Int4Weights(experts, 2 * inter, hidden, format=format)
+    rows = reference.rows_per_column(gate) * inter
+    up = Int4Weights(experts, rows, hidden, format=format)
     down = Int4Weights(experts, hidden, inter, format=format)
-    b13, b2 = torch.randn(experts, 2 * inter, device="cuda"), torch.randn(experts, hidden, device="cuda")
+    b13, b2 = torch.randn(experts, rows, device="cuda"), torch.randn(experts, hidden, device="cuda")
     for tokens in (1, 9, 40, 700):
         x = torch.randn(tokens, hidden, device="cuda").to(dtype) / 16
         ids = torch.randint(-1, experts + 1, (tokens, top_k), device="cuda")

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import reference
 import torch
-from fp4_ops.meta.formats import ACTIVATIONS
+from fp4_ops.meta.formats import ACTIVATIONS, known_activation
 from fp4_ops.meta.layouts import LAYOUTS
 
 from fp4_ops.sm90 import choice, decode, gemv, int4, ops, prefill, rows
@@ -204,14 +204,15 @@ def weight(*shape: int, bias: bool = False, layout: str = "sm90") -> tuple[decod
     return decode.Weight(*packed, b, groups, n, kp, LAYOUTS[layout]), w.dense.double()
 
 
-@pytest.mark.parametrize("activation", ["silu", "swigluoai", "gelu_interleaved"])
+@pytest.mark.parametrize("activation", ["silu", "swigluoai", "gelu_interleaved", "relu2", "silu(limit=2)"])
 @pytest.mark.parametrize(
     "layout, a_format", [*(("sm90", a) for a in A_FORMATS), ("sm90_bf16", "none"), ("sm90_bf16", "nvfp4")]
 )
 @pytest.mark.parametrize("tokens", [3, 60])
 def test_block(kernels, tokens, layout, a_format, activation):
     experts, hidden, inter, top_k = 4, 192, 64, 2
-    up, w13 = weight(experts, 2 * inter, hidden, bias=True, layout=layout)
+    rows = reference.rows_per_column(activation) * inter
+    up, w13 = weight(experts, rows, hidden, bias=True, layout=layout)
     down, w2 = weight(experts, hidden, inter, bias=True, layout=layout)
     x = torch.randn(tokens, hidden).bfloat16()
     ids = torch.randint(-1, experts + 1, (tokens, top_k))
@@ -220,8 +221,8 @@ def test_block(kernels, tokens, layout, a_format, activation):
     got = ops.moe(x, ids, weights, up, down, activation, a_format, torch.float32)
     few = ids.numel() < FEW
     assert few == (tokens == 3)
-    interleaved = ACTIVATIONS[activation].interleaved
-    in_product = interleaved if few else prefill.gates(ACTIVATIONS[activation], torch.bfloat16)
+    act = known_activation(activation)
+    in_product = act.interleaved if few else prefill.gates(act, torch.bfloat16)
     want = reference.moe(
         x.double(), ids, weights, w13, w2, up.bias.double(), down.bias.double(), activation=activation,
         a_format=a_format, between=torch.bfloat16 if a_format == "fp8" else None, gated=in_product,
@@ -234,7 +235,9 @@ def test_block(kernels, tokens, layout, a_format, activation):
     plain = layout == "sm90_bf16"
     assert kernels.seen.count("half") == (0 if few or plain or a_format == "fp8" else 2)
     assert kernels.seen.count("same") == (plain and not few and a_format == "none")
-    assert kernels.seen.count("gate") == (a_format == "none" and (few or plain) and not in_product)
+    assert kernels.seen.count("gate") == (
+        a_format == "none" and (few or plain) and act.gated and not in_product
+    )
 
 
 @pytest.mark.parametrize("activation", ["silu", "silu_interleaved"])
@@ -325,14 +328,15 @@ def int4_weight(group: int, *shape: int, bias: bool = False) -> tuple[int4.Int4W
     return made, w.dense.double()
 
 
-@pytest.mark.parametrize("activation", ["silu", "swigluoai", "gelu_interleaved"])
+@pytest.mark.parametrize("activation", ["silu", "swigluoai", "gelu_interleaved", "relu2"])
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
 @pytest.mark.parametrize("a_format", ["fp8", "auto"])
 @pytest.mark.parametrize("group", INT4)
 @pytest.mark.parametrize("tokens", [1, 60])
 def test_int4_block(kernels, tokens, group, a_format, dtype, activation):
-    experts, hidden, inter, top_k = 4, 192, 96, 2
-    up, w13 = int4_weight(group, experts, 2 * inter, hidden, bias=True)
+    experts, hidden, inter, top_k = 4, 192, 96 if activation != "relu2" else 128, 2
+    rows = reference.rows_per_column(activation) * inter
+    up, w13 = int4_weight(group, experts, rows, hidden, bias=True)
     down, w2 = int4_weight(group, experts, hidden, inter, bias=True)
     x = torch.randn(tokens, hidden).to(dtype)
     ids = torch.randint(-1, experts + 1, (tokens, top_k))

@@ -124,8 +124,17 @@ ACTIVATIONS = {
     "silu spelled out": (lambda x: x * torch.sigmoid(x), True, MOE),
     "relu gated": (F.relu, True, PAIR),
     "relu": (F.relu, False, PAIR),
-    "relu2": (relu2, False, PAIR),
+    "relu2": (relu2, False, MOE),
+    "relu2 by a power": (lambda x: F.relu(x) ** 2, False, MOE),
+    "relu2 as a product": (lambda x: F.relu(x) * F.relu(x), False, MOE),
+    "relu2 by clamp": (lambda x: x.clamp(min=0).square(), False, MOE),
+    "relu3": (lambda x: F.relu(x) ** 3, False, PAIR),
+    "squared gelu": (lambda x: F.gelu(x).square(), False, PAIR),
+    "clamped square": (lambda x: x.clamp(min=0.1).square(), False, PAIR),
+    "relu2 of what is clamped above": (lambda x: x.clamp(0, 0.2).square(), False, PAIR),
+    "relu2 gated": (relu2, True, PAIR),
     "gelu ungated": (F.gelu, False, PAIR),
+    "silu of what is clamped": (lambda x: F.silu(x.clamp(max=0.1)), True, PAIR),  # up is not
     "tanh clamped": (lambda x: torch.tanh(x).clamp(max=0.5), True, PAIR),
 }
 # Biases with each operator, gated and not.
@@ -360,3 +369,38 @@ def test_some_of_a_tokens_choices(name):
             assert relative_error(got, (module.twin("mxfp4") if recorder.ops else module)(x)) < 1e-5
     whole = not name.startswith(("slot mask", "sorted grouped_mm"))
     assert ({"fp4::moe"} == set(recorder.ops)) is whole, recorder.reasons
+
+
+class Clamped(Expert):
+    """Gate clamped above, up on both sides: what fp4::moe takes a limit for."""
+
+    def forward(self, x):
+        return self.w2(F.silu(self.w1(x).clamp(max=0.25)) * self.w3(x).clamp(-0.25, 0.25))
+
+
+class ClampedBelow(Expert):
+    def forward(self, x):
+        return self.w2(F.silu(self.w1(x).clamp(-0.25, 0.25)) * self.w3(x).clamp(-0.25, 0.25))
+
+
+class ClampedAfter(Expert):
+    def forward(self, x):
+        return self.w2(F.silu(self.w1(x)).clamp(max=0.25) * self.w3(x).clamp(-0.25, 0.25))
+
+
+class ClampedApart(Expert):
+    def forward(self, x):
+        return self.w2(F.silu(self.w1(x).clamp(max=0.25)) * self.w3(x).clamp(-0.5, 0.5))
+
+
+CLAMPS = {Clamped: "silu(limit=0.25)", **dict.fromkeys((ClampedBelow, ClampedAfter, ClampedApart), "")}
+
+
+@pytest.mark.parametrize("expert", CLAMPS)
+def test_clamps_of_gate_and_up(expert):
+    module, activation = STYLES["where loop"](experts=3), CLAMPS[expert]
+    for e in range(3):
+        module.list[e] = expert(module.H, module.I, F.silu, True, False)
+    recorder = check(module, MOE if activation else PAIR, SEVERAL)
+    if activation:
+        assert {site.activation for site in recorder.sites} == {activation}

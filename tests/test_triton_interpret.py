@@ -166,15 +166,17 @@ def test_bad_offsets_are_clamped(offs, small_tiles):
 
 # The gate comes after the sums, in which every format ends: each format with one gate, each gate with one.
 GATED = [(format, "silu") for format in KERNEL_FORMATS]
-GATED += [("nvfp4", "swigluoai"), *(more("nvfp4", g) for g in ("gelu", "gelu_tanh", "gelu_interleaved"))]
+GATED += [("nvfp4", "swigluoai"), ("mxfp4", "relu2"), ("nvfp4", "silu(limit=2)")]
+GATED += [*(more("nvfp4", g) for g in ("gelu", "gelu_tanh", "gelu_interleaved"))]
 
 
 @inside
 @pytest.mark.parametrize("format, activation", GATED)
 def test_moe(format, activation, small_tiles):
     g, hidden, inter, tokens, top_k = 3, 40, 18, 7, 2
-    b13, b2 = torch.randn(g, 2 * inter), torch.randn(g, hidden)
-    d13, up = weight(format, g, 2 * inter, hidden, b13)
+    rows = reference.rows_per_column(activation) * inter
+    b13, b2 = torch.randn(g, rows), torch.randn(g, hidden)
+    d13, up = weight(format, g, rows, hidden, b13)
     d2, down = weight(format, g, hidden, inter, b2)
     x = torch.randn(tokens, hidden)
     ids = torch.randint(-1, g + 1, (tokens, top_k))
@@ -229,7 +231,7 @@ def test_groups_of_columns(offs, format, small_tiles):
         assert torch.equal(again[0], got[0])
 
 
-GATES_THEN_FP8 = [("silu", "fp8", 4e-3)]
+GATES_THEN_FP8 = [("silu", "fp8", 4e-3), ("relu2", "fp8", 4e-3)]
 GATES_THEN_FP8 += [more(gate, "fp8", 4e-3) for gate in ("swigluoai", "gelu_tanh_interleaved")]
 GATES_THEN_FP4 = [("silu", "nvfp4", 2e-2), ("swigluoai", "mxfp4", 2e-2)]
 
@@ -239,8 +241,9 @@ GATES_THEN_FP4 = [("silu", "nvfp4", 2e-2), ("swigluoai", "mxfp4", 2e-2)]
 def test_moe_with_quantised_activations(activation, a_format, bound, small_tiles):
     """A hidden value between two codes may land on either: see tests/test_ops_moe.py."""
     g, hidden, inter, tokens, top_k = 3, 40, 18, 7, 2
-    b13, b2 = torch.randn(g, 2 * inter), torch.randn(g, hidden)
-    d13, up = weight("nvfp4", g, 2 * inter, hidden, b13)
+    rows = reference.rows_per_column(activation) * inter
+    b13, b2 = torch.randn(g, rows), torch.randn(g, hidden)
+    d13, up = weight("nvfp4", g, rows, hidden, b13)
     d2, down = weight("mxfp4", g, hidden, inter, b2)
     x, topk = torch.randn(tokens, hidden), torch.rand(tokens, top_k)
     ids = torch.randint(-1, g + 1, (tokens, top_k))

@@ -8,6 +8,7 @@
 
 #include <algorithm>
 #include <array>
+#include <charconv>
 #include <initializer_list>
 #include <optional>
 #include <sstream>
@@ -187,9 +188,29 @@ inline const Layout& check_layout(std::string_view layout) {
   return entry(kLayouts, layout);
 }
 
-inline const Activation& check_activation(std::string_view activation) {
-  check_name("activation", activation, kActivationNames);
-  return entry(kActivations, activation);
+// The limit in "(limit=7.5)", as meta/formats.py, find_activation takes it.
+inline bool read_limit(std::string_view text, float* limit) {
+  constexpr std::string_view kBegin = "(limit=";
+  if (!text.starts_with(kBegin) || !text.ends_with(')')) return false;
+  const std::string_view number = text.substr(kBegin.size(), text.size() - kBegin.size() - 1);
+  if (number.empty() || number[0] < '0' || number[0] > '9') return false;
+  double value = 0;
+  const auto [end, error] = std::from_chars(number.data(), number.data() + number.size(), value);
+  *limit = float(value);
+  return error == std::errc() && end == number.data() + number.size() && value > 1e-30 && value < 1e30;
+}
+
+inline Activation check_activation(std::string_view name) {
+  const size_t open = std::min(name.find('('), name.size());
+  const std::string_view base = name.substr(0, open);
+  const bool known = std::ranges::find(kActivationNames, base) != kActivationNames.end();
+  check_name("activation", known ? base : name, kActivationNames);
+  Activation a = entry(kActivations, base);
+  if (open < name.size() && (!a.gated || !read_limit(name.substr(open), &a.limit)))
+    fail("activation is '", name,
+         "'; one with a gate may have brackets, and in them limit=L, L a positive number: what gate and up are "
+         "clamped to");
+  return a;
 }
 
 inline AFormat check_a_format(std::string_view a_format) {
@@ -553,7 +574,7 @@ inline MoeShape check_moe(const Tensor& x, const Tensor& topk_ids, const Tensor&
                           const std::string& a_format) {
   const WeightShape up = check_weight("w13", w13, w13_scale, w13_global_scale, format, layout, true);
   const WeightShape down = check_weight("w2", w2, w2_scale, w2_global_scale, format, layout, true);
-  check_activation(activation);
+  const Activation act = check_activation(activation);
   check_a_format(a_format);
   const Layout& order = *up.layout;
   if (!order.a_formats.empty())
@@ -568,8 +589,9 @@ inline MoeShape check_moe(const Tensor& x, const Tensor& topk_ids, const Tensor&
   const Shape routed = {x.size(0), topk_ids.size(1)};
   check_operand("topk_ids", topk_ids, "w13", w13, routed, kIndex);
   check_operand("topk_weights", topk_weights, "w13", w13, routed, kFloating);
-  if (up.n % 2 != 0 || order.padded(up.n / 2) != down.k)
-    fail("w13 has ", up.n, " rows; w2 has K = ", down.k, ", and w13 must have twice that (gate and up)");
+  if (up.n % act.parts() != 0 || order.padded(up.n / act.parts()) != down.k)
+    fail("w13 has ", up.n, " rows; w2 has K = ", down.k, ", and w13 must have ",
+         act.gated ? "twice that (gate and up)" : "as many ('" + activation + "' has no gate)");
   if (up.groups != down.groups)
     fail("w2 has ", down.groups, " experts; w13 has ", up.groups, ", and they must be equal");
   check_operand("w13_bias", w13_bias, "w13", w13, {up.groups, up.n}, kFloating);

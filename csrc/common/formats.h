@@ -95,14 +95,18 @@ inline constexpr std::array<std::string_view, 5> kLayoutNames = {"plain", "sm90"
 // The orders in which quantize_fp8 can write a row.
 inline constexpr std::array<std::string_view, 2> kALayoutNames = {"plain", "sm90"};
 
-// A gated activation h = f(gate) * up: see meta/formats.py, Activation.
+// What stands between an expert's two products: see meta/formats.py, Activation.
 struct Activation {
   std::string_view name;
-  enum class Function : uint8_t { silu, gelu, gelu_tanh } function;
+  enum class Function : uint8_t { silu, gelu, gelu_tanh, relu2 } function;
   bool interleaved = false;  // columns are gate0, up0, gate1, ...; else the first half is gate
   float alpha = 1.f;         // silu: g * sigmoid(alpha * g)
   float limit = 0.f;         // if positive: gate is clamped to at most, up to within, this bound
   float up_offset = 0.f;
+  bool gated = true;  // else the first product makes up alone, and h = f(up)
+
+  // Rows of the first weight for each column of the second.
+  int64_t parts() const { return gated ? 2 : 1; }
 };
 
 inline constexpr Activation kActivations[] = {
@@ -113,10 +117,12 @@ inline constexpr Activation kActivations[] = {
     {"gelu_interleaved", Activation::Function::gelu, true},
     {"gelu_tanh_interleaved", Activation::Function::gelu_tanh, true},
     {"swigluoai", Activation::Function::silu, true, 1.702f, 7.f, 1.f},
+    {"swigluoai_halves", Activation::Function::silu, false, 1.702f, 7.f, 1.f},
+    {"relu2", Activation::Function::relu2, false, 1.f, 0.f, 0.f, false},
 };
-inline constexpr std::array<std::string_view, 7> kActivationNames = {
-    "gelu", "gelu_interleaved", "gelu_tanh", "gelu_tanh_interleaved",
-    "silu", "silu_interleaved", "swigluoai"};
+inline constexpr std::array<std::string_view, 9> kActivationNames = {
+    "gelu", "gelu_interleaved", "gelu_tanh", "gelu_tanh_interleaved", "relu2",
+    "silu", "silu_interleaved", "swigluoai", "swigluoai_halves"};
 
 // How `moe` quantises activations in front of each product.
 enum class AFormat : uint8_t { automatic, fp8, int8, mxfp4, none, nvfp4 };

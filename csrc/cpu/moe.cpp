@@ -15,7 +15,7 @@ constexpr int64_t kMaxBytes = int64_t(24) << 20;
 
 struct Block {
   Weight up, down;
-  const Activation& activation;
+  Activation activation;
   AFormat a_format;
   int64_t top_k;
 };
@@ -39,7 +39,8 @@ void run_tokens(const Block& block, const void* x, DType x_dtype, int64_t tokens
   const int64_t count = rows.a_index.size();
   const DType h_dtype = hidden_dtype(block, out_dtype);
   const int64_t h_bytes = inter * dtype_size(h_dtype);
-  const Buffer gate_up(count * 2 * inter * sizeof(float)), h(count * h_bytes),
+  const int64_t width = block.activation.parts() * inter;
+  const Buffer gate_up(count * width * sizeof(float)), h(count * h_bytes),
       y(count * hidden * sizeof(float));
 
   rows.out_index.clear();  // products stay in sorted order until they are combined
@@ -51,7 +52,7 @@ void run_tokens(const Block& block, const void* x, DType x_dtype, int64_t tokens
       for (int64_t i = begin; i < end; ++i) {
         uint8_t* to = h.data() + i * h_bytes;
         float* exact = h_dtype == DType::f32 ? reinterpret_cast<float*>(to) : row.floats();
-        kn.activate(gate_up.floats() + i * 2 * inter, block.activation, inter, exact);
+        kn.activate(gate_up.floats() + i * width, block.activation, inter, exact);
         if (h_dtype != DType::f32) kn.convert(exact, inter, to, h_dtype);
       }
     });

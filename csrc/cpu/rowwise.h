@@ -174,6 +174,10 @@ inline float apply(float gate, float alpha) {
   if constexpr (function == Activation::Function::silu) return gate / (1.f + exp_float(-alpha * gate));
   if constexpr (function == Activation::Function::gelu)
     return .5f * gate * (1.f + std::erf(gate * 0.70710678118654752f));
+  if constexpr (function == Activation::Function::relu2) {
+    const float positive = gate < 0.f ? 0.f : gate;  // a NaN stays one
+    return positive * positive;
+  }
   // gelu_tanh: (1 + tanh(y)) / 2 = 1 / (1 + e^-2y)
   const float twice_y = 1.59576912160573072f * (gate + 0.044715f * gate * gate * gate);
   return gate / (1.f + exp_float(-twice_y));
@@ -181,6 +185,10 @@ inline float apply(float gate, float alpha) {
 
 template <Activation::Function function>
 inline void activate_as(const float* gate_up, const Activation& a, int64_t k, float* h) {
+  if (!a.gated) {
+    for (int64_t i = 0; i < k; ++i) h[i] = apply<function>(gate_up[i], a.alpha);
+    return;
+  }
   const int64_t step = a.interleaved ? 2 : 1, up_at = a.interleaved ? 1 : k;
   for (int64_t i = 0; i < k; ++i) {
     float gate = gate_up[i * step], up = gate_up[i * step + up_at];
@@ -201,6 +209,8 @@ inline void activate_row(const float* gate_up, const Activation& a, int64_t k, f
       return activate_as<F::gelu>(gate_up, a, k, h);
     case F::gelu_tanh:
       return activate_as<F::gelu_tanh>(gate_up, a, k, h);
+    case F::relu2:
+      return activate_as<F::relu2>(gate_up, a, k, h);
   }
 }
 

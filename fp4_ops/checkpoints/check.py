@@ -69,8 +69,9 @@ def _in_no_layer(parameter: str, modules: dict[str, nn.Module]) -> bool:
 def _on_meta(folder: Folder) -> nn.Module:
     from transformers import AutoConfig
 
-    from .hf import model_class
+    from .families import model_class, register_families
 
+    register_families()
     config = AutoConfig.from_pretrained(folder.path)
     cls: Any = model_class(config)
     make = getattr(cls, "from_config", None) or cls._from_config

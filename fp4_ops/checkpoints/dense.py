@@ -17,8 +17,8 @@ from transformers.quantizers.base import HfQuantizer
 from transformers.utils.quantization_config import QuantizationConfigMixin
 
 from ..quantization.experts import MATRICES, ExpertsModule, experts_modules
+from .families import model_class, register_families
 from .files import CheckpointError, Folder, Reader, TensorInfo
-from .hf import model_class
 from .placement import HALVES, Target, rules
 
 METHOD = "fp4_without_experts"
@@ -85,6 +85,7 @@ class DenseModel:
         auto.AUTO_QUANTIZATION_CONFIG_MAPPING[METHOD] = _WithoutExperts
         auto.AUTO_QUANTIZER_MAPPING[METHOD] = _Loader
         self.device = device
+        register_families()
         config = AutoConfig.from_pretrained(folder.path)
         model, info = model_class(config).from_pretrained(
             folder.path, config=config, quantization_config=_WithoutExperts(names), output_loading_info=True

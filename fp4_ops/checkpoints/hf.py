@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 from torch import nn
-from transformers import AutoConfig, AutoModelForCausalLM, PretrainedConfig, PreTrainedModel
+from transformers import AutoModelForCausalLM, PretrainedConfig, PreTrainedModel
 from transformers.quantizers import auto
 from transformers.quantizers.base import HfQuantizer
 from transformers.utils.hub import cached_file
@@ -24,6 +24,7 @@ from ..prepare import A_FORMATS, prepare
 from .dialects import (
     Dialect,
     check_four_bits,
+    check_order,
     check_requantize,
     dialects_of,
     holds_fp4,
@@ -31,6 +32,7 @@ from .dialects import (
     stored_config,
     stored_weights,
 )
+from .families import config_of, model_class, register_families
 from .files import CheckpointError, Folder, read_json
 from .load import LoadReport, detach_places, fill
 from .placement import Placement, place
@@ -193,12 +195,16 @@ class _Dispatch:
 
     def from_dict(self, config: dict[str, Any], **kwargs: Any) -> Any:
         try:
-            ours = _is_ours(dialects_of(config))
+            dialects = dialects_of(config)
+            ours = _is_ours(dialects)
         except CheckpointError:
             # transformers leaves the global scales of compressed-tensors' nvfp4 experts out: no way round
             if self.other is None or holds_fp4(config):
                 raise
             ours = False
+        else:
+            if not ours:
+                check_order(dialects)
         return FP4Config(stored=config) if ours else self.other.from_dict(config, **kwargs)
 
 
@@ -241,18 +247,22 @@ def _with_older_file() -> Any:
     return classmethod(get_config_dict)
 
 
+METHODS = ("modelopt", "compressed-tensors", "mxfp4", "gptq", "awq", "auto-round", "quark", "fp8")
+"""The `quant_method`s of the dialects."""
+
+
 def register_with_transformers() -> None:
     """From now on `from_pretrained` loads 4-bit folders with fp4_ops.
 
-    That is: ModelOpt's NVFP4 (which transformers itself does not read), and in place of transformers' own
-    loaders compressed-tensors' nvfp4-pack-quantized and mxfp4-pack-quantized and its symmetric int4, and
-    GPT-OSS's mxfp4. Other folders of compressed-tensors are left to transformers.
+    That is: those of the table in docs/checkpoints.md that need no `requantize`, in place of transformers'
+    own loaders where it has any. Other folders of the same makers are left to transformers.
     """
     register_quantizer()
     if not hasattr(PretrainedConfig.get_config_dict, "_fp4_original"):
         PretrainedConfig.get_config_dict = _with_older_file()  # type: ignore[method-assign]
+    register_families()
     mapping: dict[str, Any] = auto.AUTO_QUANTIZATION_CONFIG_MAPPING
-    for method in ("modelopt", "compressed-tensors", "mxfp4"):
+    for method in METHODS:
         if not isinstance(mapping.get(method), _Dispatch):
             mapping[method] = _Dispatch(mapping.get(method))
         auto.AUTO_QUANTIZER_MAPPING.setdefault(method, FP4HfQuantizer)
@@ -287,6 +297,7 @@ def load_checkpoint(
     dtype: torch.dtype | str = "auto",
     requantize: str | None = None,
     trainable_inputs: bool = False,
+    trust_remote_code: bool = False,
 ) -> PreTrainedModel:
     """A model whose expert weights are the 4-bit ones of a checkpoint folder.
 
@@ -298,6 +309,7 @@ def load_checkpoint(
         None: as they are, exactly; an error for groups that no int4 format's block (32, 64, 128) divides.
         Weights in nvfp4 or mxfp4 are never converted to another format.
     trainable_inputs: as in `fp4_ops.prepare`: for adapters on frozen experts.
+    trust_remote_code: run the folder's own code where transformers does not have the family (Kimi K2 it has).
 
     Every file is checked first: a truncated one, a missing scale, a wrong shape or an unknown dialect is a
     CheckpointError that names file and tensor, and nothing is loaded. Weights are read one expert at a time,
@@ -320,7 +332,9 @@ def load_checkpoint(
         config = copy.deepcopy(model_or_config.config)
     else:
         config = (
-            copy.deepcopy(model_or_config) if model_or_config else AutoConfig.from_pretrained(folder.path)
+            copy.deepcopy(model_or_config)
+            if model_or_config
+            else config_of(folder.path, folder.config.get("model_type"), trust_remote_code)
         )
         cls = model_class(config)
     register_quantizer()
@@ -328,21 +342,15 @@ def load_checkpoint(
         "quant_method": METHOD, "activation": activation, "stored": stored, "device": str(device),
         "requantize": requantize, "trainable_inputs": trainable_inputs,
     }  # fmt: skip
-    model, info = cls.from_pretrained(folder.path, config=config, dtype=dtype, output_loading_info=True)
+    trusted = {"trust_remote_code": trust_remote_code} if cls is AutoModelForCausalLM else {}
+    model, info = cls.from_pretrained(
+        folder.path, config=config, dtype=dtype, output_loading_info=True, **trusted
+    )
     for key in ("missing_keys", "mismatched_keys", "error_msgs"):
         if info.get(key):
             what = f"{key.replace('_', ' ')}: {', '.join(sorted(map(str, info[key])))}"
             raise CheckpointError(f"fp4: {folder.path}: {what}")
     return model
-
-
-def model_class(config: PretrainedConfig) -> Any:
-    import transformers
-
-    for name in config.architectures or ():
-        if hasattr(transformers, name):
-            return getattr(transformers, name)
-    return AutoModelForCausalLM
 
 
 def attach(model: nn.Module, format: str, activation: str, trainable_inputs: bool = False) -> None:

@@ -14,7 +14,8 @@ from ..experts import PackedWeight
 from ..quantization.evaluation import Stored
 from ..tensor import FP4Tensor
 from .dialects import stored_config
-from .hf import load_checkpoint, model_class, registered
+from .families import model_class, register_families
+from .hf import load_checkpoint, registered
 
 
 def load_reference(
@@ -28,6 +29,7 @@ def load_reference(
     if Path(model).is_dir() and stored_config(Path(model)) is not None:
         loaded: Any = load_checkpoint(None, model, dtype=dtype)
     else:
+        register_families()
         config = AutoConfig.from_pretrained(model)
         with registered():
             loaded = model_class(config).from_pretrained(model, config=config, dtype=dtype)

@@ -16,7 +16,8 @@ from ..find_experts import find_experts
 
 @dataclass(frozen=True)
 class ExpertsModule:
-    """One experts module of a model: weights gate_up [E, 2 I, H] and down [E, H, I]."""
+    """One experts module of a model: weights gate_up [E, 2 I, H] and down [E, H, I]; experts without
+    a gate have up [E, I, H] for gate_up."""
 
     name: str
     module: Any
@@ -75,7 +76,8 @@ class Arithmetic:
             return torch.cat(out)
 
         x = self.quantize_input(hidden_states.float())[order // top_k]
-        h = self.quantize_input(experts.module._apply_gate(multiply("gate_up", x)))
+        act = experts.module._apply_gate if experts.module.has_gate else experts.module.act_fn
+        h = self.quantize_input(act(multiply("gate_up", x)))
         y = multiply("down", h) * routing[:, None]
         in_order = torch.empty_like(y)
         in_order[order] = y

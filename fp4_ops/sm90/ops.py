@@ -15,8 +15,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from ..gates import apply_gate
 from ..meta import checks
-from ..meta.formats import ACTIVATIONS, FORMATS, Activation
+from ..meta.formats import FORMATS, Activation, known_activation
 from . import choice, decode, gemv, int4, prefill, rows
 from .choice import Product
 from .decode import Routing
@@ -260,14 +261,14 @@ def moe(
 ) -> Tensor:  # fmt: skip
     """Route, gate/up, activation, down, combine. `down.bias` is added where the experts are combined."""
     tokens, top_k = topk_ids.shape
-    m, width = tokens * top_k, up.n // 2
+    gate = known_activation(activation)
+    m, width = tokens * top_k, up.n // gate.parts
     out = torch.empty((tokens, down.n), dtype=out_dtype, device=x.device)
     if out.numel() == 0:
         return out
     if m == 0 or up.groups == 0 or width == 0:
         return out.zero_()
     x, ids, weights = x.contiguous(), topk_ids.contiguous(), topk_weights.contiguous()
-    gate = ACTIVATIONS[activation]
     few = block_decodes(up, down, m, a_format, x.device)
     if a_format == "auto":  # as they are while decode runs, which waits for the weights, else fp8
         a_format = "none" if few else "fp8"
@@ -280,6 +281,13 @@ def moe(
         y, position = _moe_sorted(x, ids, up, down._replace(bias=None), gate, how)
         rows.combine(y, position, ids, weights, down.bias, up.groups, out)
     return out
+
+
+def _to_gate(h: Tensor, gate: Activation | None) -> tuple[Tensor, Activation | None]:
+    """What the first product left, and the gate that the row kernels apply; torch applies others here."""
+    if gate is None or rows.gates(gate):
+        return h, gate
+    return apply_gate(h.float(), gate).to(h.dtype), None
 
 
 def _moe_decode(
@@ -297,16 +305,16 @@ def _moe_decode(
     m, top_k = ids.numel(), ids.shape[1]
     by = _routed(ids, up.groups)
     a, a_scale = how(x)
-    fused = gate if gate.interleaved else None  # gate and up of a column meet in one lane's sums
-    h = torch.empty((m, up.n // 2 if fused else up.n), dtype=how.between, device=x.device)
+    fused = gate if gate.interleaved and rows.gates(gate) else None  # gate and up meet in one lane's sums
+    h = torch.empty((m, up.n // gate.parts if fused else up.n), dtype=how.between, device=x.device)
     products = tuple(Product(by.routing, w.groups, m, w.n, w.kp, w.block) for w in (up, down))
     if choice.block_gemvs(products, top_k, multiprocessors(x.device.index)):
         gemv.run(a, up, by.route, by.routing, m, h, x_scale=a_scale, a_div=top_k, gate=fused)
-        h, h_scale = how(h, None if fused else gate)
+        h, h_scale = how(*_to_gate(h, None if fused else gate))
         gemv.run(h, down, by.route, by.routing, m, out, x_scale=h_scale, early=True, topk_weights=weights)
         return
     _decode(a, a_scale, up, by, top_k, h, gate=fused)
-    h, h_scale = how(h, None if fused else gate)
+    h, h_scale = how(*_to_gate(h, None if fused else gate))
     y = torch.empty((m, down.n), dtype=torch.float32, device=x.device)
     _decode(h, h_scale, down._replace(bias=None), by, 1, y, early=True)
     rows.combine(y, None, ids, weights, down.bias, up.groups, out)
@@ -319,12 +327,12 @@ def _moe_sorted(
     m = ids.numel()
     offs, _, position = rows.route(ids, up.groups)
     fused = gate if prefill.gates(gate, how.between) else None
-    h = torch.empty((m, up.n // 2 if fused else up.n), dtype=how.between, device=x.device)
+    h = torch.empty((m, up.n // gate.parts if fused else up.n), dtype=how.between, device=x.device)
     y = torch.empty((m, down.n), dtype=torch.bfloat16, device=x.device)
     end = offs[-1:]  # rows of no expert are sorted last, and nothing reads them
     run = PREFILL[type(up)].run
     ready = how(x, position=position, end=end, dependent=True)
     run(*ready, up, offs, Routing.OFFS, m, h, gate=fused, early=True)
-    ready = how(h, None if fused else gate, end=end, dependent=True)
+    ready = how(*_to_gate(h, None if fused else gate), end=end, dependent=True)
     run(*ready, down, offs, Routing.OFFS, m, y, early=True)
     return y, position

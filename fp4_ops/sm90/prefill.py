@@ -30,7 +30,8 @@ all with e2m1 weights in blocks of 16, or 32; of fp8 rows with int4 weights in g
 def gates(gate: Activation, out: torch.dtype) -> bool:
     """Whether `run` can apply this activation to results of this dtype: gate and up of a column meet in one
     lane's sums, and its function is cheap enough beside the products."""
-    return gate.interleaved and gate.function == "silu" and out != torch.float32
+    known = gate.gated and gate.function == "silu" and (gate.limit is not None or not gate.up_offset)
+    return known and gate.interleaved and out != torch.float32
 
 
 def for_block(kernel: str, block: int) -> str:

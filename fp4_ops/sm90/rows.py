@@ -8,7 +8,7 @@ from torch import Tensor
 
 from ..meta.formats import Activation, Format
 from ..meta.layouts import LAYOUTS
-from .library import DTYPE_CODES, address, call, gate_fields, stream
+from .library import DTYPE_CODES, FUNCTIONS, address, call, gate_fields, stream
 
 LAYOUT = LAYOUTS["sm90"]
 ROUTE_CHUNK = 1024
@@ -35,6 +35,11 @@ def route(ids: Tensor, groups: int) -> tuple[Tensor, Tensor, Tensor]:
         address(counts), address(offs), address(sorted_rows), address(position), stream(),
     )  # fmt: skip
     return offs, sorted_rows, position
+
+
+def gates(gate: Activation) -> bool:
+    """Whether the kernels know this activation: those of csrc/sm90/gate.cuh."""
+    return gate.gated and gate.function in FUNCTIONS
 
 
 def _gate_arguments(gate: Activation | None) -> tuple[int | float, ...]:

@@ -11,9 +11,9 @@ import torch
 import triton
 import triton.language as tl
 
-from ..meta.formats import ACTIVATIONS, FORMATS
+from ..meta.formats import FORMATS, known_activation
 from . import ops
-from .gemm import activate
+from .gemm import activate, curve
 
 
 class Rows(NamedTuple):
@@ -60,16 +60,20 @@ def quantized_rows(x: torch.Tensor, a_format: str) -> Rows:
 
 @triton.jit
 def gate_kernel(
-    y_ptr, h_ptr, n, INTERLEAVED: tl.constexpr, ACT: tl.constexpr, ALPHA: tl.constexpr, LIMIT: tl.constexpr,
-    UP_OFFSET: tl.constexpr, BLOCK: tl.constexpr,
+    y_ptr, h_ptr, n, PARTS: tl.constexpr, INTERLEAVED: tl.constexpr, ACT: tl.constexpr, ALPHA: tl.constexpr,
+    LIMIT: tl.constexpr, UP_OFFSET: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """h [rows, n] = the gated activation of y [rows, 2 n]; one program a row and BLOCK columns."""
+    """h [rows, n] = the activation of y [rows, PARTS * n]; one program a row and BLOCK columns."""
     row = tl.program_id(0).to(tl.int64)
     i = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
-    y = y_ptr + row * 2 * n
-    gate = tl.load(y + (2 * i if INTERLEAVED else i), mask=i < n, other=0.0)
-    up = tl.load(y + (2 * i + 1 if INTERLEAVED else i + n), mask=i < n, other=0.0)
-    tl.store(h_ptr + row * n + i, activate(gate, up, ACT, ALPHA, LIMIT, UP_OFFSET), mask=i < n)
+    y = y_ptr + row * PARTS * n
+    if PARTS == 1:
+        h = curve(tl.load(y + i, mask=i < n, other=0.0), ACT, ALPHA)
+    else:
+        gate = tl.load(y + (2 * i if INTERLEAVED else i), mask=i < n, other=0.0)
+        up = tl.load(y + (2 * i + 1 if INTERLEAVED else i + n), mask=i < n, other=0.0)
+        h = activate(gate, up, ACT, ALPHA, LIMIT, UP_OFFSET)
+    tl.store(h_ptr + row * n + i, h, mask=i < n)
 
 
 def moe_quantized(
@@ -94,11 +98,11 @@ def moe_quantized(
     assert factor is not None
     y = product(Rows(values.repeat_interleave(top_k, 0), factor.repeat_interleave(top_k)), up)
     h = y.new_empty((ids.numel(), down.k))
-    act = ACTIVATIONS[activation]
+    act = known_activation(activation)
     block = min(1024, triton.next_power_of_2(down.k))
     gate_kernel[(ids.numel(), triton.cdiv(down.k, block))](
-        y, h, down.k, INTERLEAVED=act.interleaved, ACT=act.function, ALPHA=act.alpha, LIMIT=act.limit,
-        UP_OFFSET=act.up_offset, BLOCK=block,
+        y, h, down.k, PARTS=act.parts, INTERLEAVED=act.interleaved, ACT=act.function, ALPHA=act.alpha,
+        LIMIT=act.limit, UP_OFFSET=act.up_offset, BLOCK=block,
     )  # fmt: skip
     y = product(quantized_rows(h, a_format), down._replace(bias=None))
     ops.combine(y, topk_ids, topk_weights, down, out)

@@ -176,19 +176,28 @@ def _swizzle(pid, tiles, n_blocks):
 
 
 @triton.jit
+def curve(x, ACT: tl.constexpr, ALPHA: tl.constexpr):
+    """f(x) in float32; see meta.formats.Activation."""
+    if ACT == "gelu":
+        f = 0.5 * x * (1.0 + tl.math.erf(x * 0.7071067811865476))
+    elif ACT == "gelu_tanh":
+        inner = 0.7978845608028654 * (x + 0.044715 * x * x * x)
+        f = x / (1.0 + tl.exp(-2.0 * inner))
+    elif ACT == "relu2":
+        positive = tl.where(x < 0.0, 0.0, x)  # a NaN stays one
+        f = positive * positive
+    else:
+        f = x / (1.0 + tl.exp(-ALPHA * x))
+    return f
+
+
+@triton.jit
 def activate(gate, up, ACT: tl.constexpr, ALPHA: tl.constexpr, LIMIT: tl.constexpr, UP_OFFSET: tl.constexpr):
     """f(gate) * (up + UP_OFFSET) in float32; see meta.formats.ACTIVATIONS."""
     if LIMIT is not None:
         gate = tl.minimum(gate, LIMIT)
         up = tl.minimum(tl.maximum(up, -LIMIT), LIMIT)
-    if ACT == "gelu":
-        f = 0.5 * gate * (1.0 + tl.math.erf(gate * 0.7071067811865476))
-    elif ACT == "gelu_tanh":
-        inner = 0.7978845608028654 * (gate + 0.044715 * gate * gate * gate)
-        f = gate / (1.0 + tl.exp(-2.0 * inner))
-    else:
-        f = gate / (1.0 + tl.exp(-ALPHA * gate))
-    return f * (up + UP_OFFSET)
+    return curve(gate, ACT, ALPHA) * (up + UP_OFFSET)
 
 
 @triton.jit
@@ -231,7 +240,7 @@ def gemm_kernel(
     TERMS: tl.constexpr,
     HAS_BIAS: tl.constexpr,
     HAS_A_FACTOR: tl.constexpr,
-    GATED: tl.constexpr,
+    GATED: tl.constexpr,  # an activation follows: of gate and up, or, where UP_OFFSET is None, of up alone
     INTERLEAVED: tl.constexpr,
     ACT: tl.constexpr,
     ALPHA: tl.constexpr,
@@ -283,10 +292,10 @@ def gemm_kernel(
         row = pos
     source = tl.where(valid, row // A_DIV, 0).to(tl.int64)
 
-    # --- which weight rows: GATED tiles hold eight gate rows, then their eight up rows, and so on, so that
-    # both halves of a pair land in one thread ---
+    # --- which weight rows: tiles of gate and up hold eight gate rows, then their eight up rows, and so on,
+    # so that both halves of a pair land in one thread ---
     i_n = tl.arange(0, BLOCK_N)
-    if GATED:
+    if GATED and UP_OFFSET is not None:
         pair = pid_n * (BLOCK_N // 2) + (i_n // 16) * 8 + i_n % 8
         is_up = (i_n // 8) % 2
         mask_n = pair < n // 2
@@ -382,11 +391,15 @@ def gemm_kernel(
         acc = acc + bias[:, None]
     acc = tl.where(valid[None, :], acc, 0.0)
     if GATED:
-        pairs = tl.permute(tl.reshape(acc, (BLOCK_N // 16, 2, 8, BLOCK_M)), (0, 2, 3, 1))
-        gate, up = tl.split(pairs)
-        h = activate(gate, up, ACT, ALPHA, LIMIT, UP_OFFSET)
+        WORDS_N: tl.constexpr = BLOCK_N // (8 if UP_OFFSET is None else 16)
+        if UP_OFFSET is not None:
+            pairs = tl.permute(tl.reshape(acc, (WORDS_N, 2, 8, BLOCK_M)), (0, 2, 3, 1))
+            gate, up = tl.split(pairs)
+            h = activate(gate, up, ACT, ALPHA, LIMIT, UP_OFFSET)
+        else:
+            h = curve(tl.reshape(acc, (WORDS_N, 8, BLOCK_M)), ACT, ALPHA)
         h = tl.permute(h, (2, 1, 0))  # [token, plane, word]: the order the next product reads
-        word = pid_n * (BLOCK_N // 16) + tl.arange(0, BLOCK_N // 16)
+        word = pid_n * WORDS_N + tl.arange(0, WORDS_N)
         plane = tl.arange(0, 8)
         CW: tl.constexpr = OUT_CHUNK // 8
         col = (word // CW * OUT_CHUNK + word % CW)[None, None, :] + plane[None, :, None] * CW

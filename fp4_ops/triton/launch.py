@@ -18,7 +18,7 @@ import triton
 import triton.language as tl
 from triton.runtime.errors import OutOfResources
 
-from ..meta.formats import ACTIVATIONS
+from ..meta.formats import known_activation
 from . import gemm, tiles
 from .tiles import Device, Problem, Tile
 
@@ -66,13 +66,13 @@ def compute(asm: bool) -> tuple[torch.dtype, tl.dtype]:
 @lru_cache(maxsize=4096)
 def constants(spec: Spec, tile: Tile) -> dict:
     """The kernel's constants and options, by name."""
-    act = ACTIVATIONS[spec.gate or "silu"]
+    act = known_activation(spec.gate or "silu")
     return dict(
         MODE=spec.mode, HAS_ROWS=spec.has_rows, A_DIV=spec.a_div, KIND=spec.kind, BLOCK=spec.block, K=spec.k,
         KP=triton.cdiv(spec.k, tile.block_k) * tile.block_k, TERMS=spec.terms,
         HAS_BIAS=spec.bias is not None, HAS_A_FACTOR=spec.has_a_factor,
         GATED=spec.gate is not None, INTERLEAVED=act.interleaved, ACT=act.function, ALPHA=act.alpha,
-        LIMIT=act.limit, UP_OFFSET=act.up_offset,
+        LIMIT=act.limit, UP_OFFSET=act.up_offset if act.gated else None,
         OUT_KP=spec.out_kp, OUT_CHUNK=spec.out_chunk, OUT_TERMS=spec.out_terms, SPLIT_K=1,
         BLOCK_N=tile.block_n, BLOCK_M=tile.block_m, BLOCK_K=tile.block_k, STAGES=tile.stages,
         BYTES=spec.bytes, ASM=spec.asm, COMPUTE=compute(spec.asm)[1], num_warps=tile.warps,

@@ -12,7 +12,7 @@ import torch
 import triton
 
 from ..meta import checks
-from ..meta.formats import Format
+from ..meta.formats import Format, known_activation
 from ..meta.layouts import LAYOUTS, Layout
 from . import launch, quantize, routing
 from .launch import Spec, TryNext
@@ -252,8 +252,8 @@ def product(
 ) -> None:  # fmt: skip
     """Launches the kernel into `out`. Row r of the output reads row r // a_div of a."""
     assert tile.block_k == a.chunk, "the activations were permuted for another tile"
-    # Columns of a gated output up to its padded width are written too, as zeros: the next product reads them.
-    columns = 2 * spec.out_kp if spec.gate is not None else w.n
+    # Columns of h up to its padded width are written too, as zeros: the next product reads them.
+    columns = known_activation(spec.gate).parts * spec.out_kp if spec.gate is not None else w.n
     n_blocks = triton.cdiv(columns, tile.block_n)
     launch.launch(
         spec, tile, device_of(a.data.device), (route.tiles * route.groups * n_blocks, 1),

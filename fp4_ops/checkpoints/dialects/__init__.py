@@ -16,7 +16,7 @@ from typing import Any
 
 from ...meta.formats import FORMATS, FP4_FORMATS
 from ..files import CheckpointError
-from . import compressed_tensors, fp8_blocks, gpt_oss, modelopt
+from . import auto_round, compressed_tensors, deepseek, fp8_blocks, gpt_oss, gptq, modelopt, quark
 from .base import (
     Codes,
     Dialect,
@@ -27,6 +27,7 @@ from .base import (
     stored_config,
     stored_weights,
 )
+from .int4 import ASYMMETRIC, OUT_OF_ORDER
 from .writing import EXPERTS_TARGET, describe, encode, writing_dialect
 
 __all__ = [
@@ -37,6 +38,7 @@ __all__ = [
     "Read",
     "StoredWeight",
     "check_four_bits",
+    "check_order",
     "check_requantize",
     "describe",
     "dialects_of",
@@ -49,7 +51,7 @@ __all__ = [
     "writing_dialect",
 ]
 
-ROOMS = (modelopt, compressed_tensors, gpt_oss, fp8_blocks)
+ROOMS = (modelopt, compressed_tensors, gpt_oss, gptq, auto_round, quark, deepseek, fp8_blocks)
 
 DIALECTS: dict[str, Dialect] = {d.name: d for room in ROOMS for d in room.DIALECTS}
 
@@ -92,6 +94,17 @@ def holds_fp4(config: dict[str, Any]) -> bool:
     )
 
 
+def check_order(dialects: Iterable[Dialect]) -> None:
+    """Raises CheckpointError for int4 that transformers leaves out of stacked experts without a word."""
+    for dialect in dialects:
+        if dialect.format in (ASYMMETRIC, OUT_OF_ORDER):
+            raise CheckpointError(
+                f"fp4: {dialect.name} holds {dialect.format}, which no operator computes with: "
+                "fp4_ops.load_checkpoint(None, folder, requantize='nvfp4') quantises it anew (lossy: the "
+                "report says how much). Linear layers alone: load it before register_with_transformers()"
+            )
+
+
 def check_requantize(dialects: Iterable[Dialect], requantize: str | None) -> None:
     """Raises ValueError unless the format to quantise to is given where one is needed, and only for int4."""
     formats = " or ".join(map(repr, FP4_FORMATS))
@@ -103,7 +116,7 @@ def check_requantize(dialects: Iterable[Dialect], requantize: str | None) -> Non
                 f"fp4: requantize is {requantize!r}; {dialect.name} holds {dialect.format}: not converted"
             )
         if requantize is None and dialect.format not in FORMATS:
-            raise ValueError(
+            raise CheckpointError(
                 f"fp4: {dialect.name} holds {dialect.format}, which no operator computes with: requantize is "
                 f"None; it must be {formats} (lossy: the report says how much)"
             )

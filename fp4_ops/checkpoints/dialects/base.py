@@ -50,6 +50,8 @@ class Dialect(ABC):
     """What else may lie beside a weight: scales for activations, which the operators choose when they run."""
     forbidden: tuple[str, ...] = ()
     """What changes a weight's meaning if it lies beside it, in a way that nothing here computes."""
+    reads: tuple[str, ...] = ()
+    """What else `decode` reads, where it lies beside a weight."""
     stacked: bool = False
     """One tensor holds all experts, and has E in front of its dimensions."""
     code_dtypes: tuple[torch.dtype, ...] = (torch.uint8, torch.int8)
@@ -144,10 +146,17 @@ class StoredWeight:
     packed: TensorInfo
     block_scale: TensorInfo
     global_scale: TensorInfo | None
+    others: tuple[TensorInfo, ...] = ()
+    """Those of `dialect.reads` that are there."""
 
     @property
     def tensors(self) -> tuple[TensorInfo, ...]:
-        return (self.packed, self.block_scale, *((self.global_scale,) if self.global_scale else ()))
+        second = (self.global_scale,) if self.global_scale else ()
+        return (self.packed, self.block_scale, *second, *self.others)
+
+    def other(self, suffix: str) -> TensorInfo | None:
+        """The one of `others` with this suffix."""
+        return next((info for info in self.others if info.name == self.name + suffix), None)
 
     @property
     def shape(self) -> tuple[int, ...]:
@@ -166,7 +175,9 @@ def quantization_config(config: dict[str, Any]) -> dict[str, Any] | None:
     for part in (config, config.get("text_config") or {}):
         for key in ("quantization_config", "compression_config"):
             if part.get(key):
-                return part[key]
+                # DeepSeek-V4's expert_dtype stands beside it, V4.1's in it.
+                beside = {"expert_dtype": part["expert_dtype"]} if part.get("expert_dtype") else {}
+                return {**beside, **part[key]}
     return None
 
 
@@ -244,4 +255,5 @@ def _stored_weight(
             )
         if global_scale.dtype != torch.float32:
             raise CheckpointError(f"fp4: {global_scale} is {global_scale.dtype}; it must be float32")
-    return StoredWeight(base, dialect, packed, block_scale, global_scale)
+    others = tuple(tensors[base + suffix] for suffix in dialect.reads if base + suffix in tensors)
+    return StoredWeight(base, dialect, packed, block_scale, global_scale, others)

@@ -11,7 +11,7 @@ from ..files import CheckpointError
 from .base import Dialect
 from .fp4 import FP4Dialect
 from .fp8 import EightBits
-from .int4 import Int4Dialect, of_group
+from .int4 import ASYMMETRIC, OUT_OF_ORDER, Int4Dialect, of_group
 
 _KV = (".k_scale", ".v_scale", ".q_scale")
 NVFP4_PACK = FP4Dialect(
@@ -24,11 +24,12 @@ MXFP4_PACK = FP4Dialect(
 )  # fmt: skip
 PACK_INT4 = Int4Dialect(
     "pack-quantized", "int4", ".weight_packed", ".weight_scale",
-    unused=(".weight_shape", *_KV), code_dtypes=(torch.int32,),
+    unused=(".weight_shape", ".weight_zero_point", ".weight_g_idx", *_KV), code_dtypes=(torch.int32,),
+    reads=(".weight_zero_point", ".weight_g_idx"),
 )  # fmt: skip
 NAIVE_INT4 = Int4Dialect(  # what compressed-tensors makes of int4 weights that meet fp8 activations (W4AFP8)
     "naive-quantized", "int4", ".weight", ".weight_scale", code_dtypes=(torch.int8,), codes_per_byte=1,
-    unused=_KV,
+    unused=(".weight_zero_point", *_KV), reads=(".weight_zero_point",),
 )  # fmt: skip
 FLOAT8 = EightBits("float-quantized", "fp8", ".weight", ".weight_scale", unused=(".input_scale", *_KV))
 INT8 = replace(FLOAT8, name="int-quantized", format="int8", code_dtypes=(torch.int8,))
@@ -90,10 +91,16 @@ def _dialect(format: str | None, weights: dict[str, Any], where: str) -> Dialect
 
 def _int4(dialect: Int4Dialect, weights: dict[str, Any], where: str) -> Int4Dialect:
     """The dialect with the group size that the config says, and the format whose blocks divide it."""
-    kind = (weights.get("num_bits"), weights.get("type"), weights.get("symmetric", True))
-    if kind != (4, "int", True) or weights.get("actorder"):
+    if (weights.get("num_bits"), weights.get("type")) != (4, "int"):
         raise _unknown(where, f"{dialect.name} weights other than symmetric int4 of one group size")
-    return replace(dialect, **of_group(weights.get("group_size")))
+    order = weights.get("actorder")
+    made = replace(dialect, **of_group(weights.get("group_size")))
+    # "weight" ("static"): GPTQ went through the columns in another order, which the bytes do not show.
+    if order not in (None, False, "weight", "static"):
+        made = replace(made, format=OUT_OF_ORDER, required=(".weight_g_idx",))
+    if not weights.get("symmetric", True):
+        made = replace(made, format=ASYMMETRIC, required=(*made.required, ".weight_zero_point"))
+    return made
 
 
 def _unknown(where: str, what: str) -> CheckpointError:

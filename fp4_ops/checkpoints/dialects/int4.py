@@ -31,12 +31,20 @@ def of_group(size: int | None) -> dict[str, Any]:
     return {"format": format or f"int4 in groups of {size}", "group": size}
 
 
+ASYMMETRIC = "asymmetric int4"
+OUT_OF_ORDER = "int4 in groups out of order (desc_act, actorder 'group')"
+
+
 @dataclass(frozen=True)
 class Int4Dialect(Dialect):
     """Codes are two's complement, stored plus 8 where they are packed."""
 
     group: int = 0
     """Elements along K that share a scale; the config says how many."""
+    index: str = ".weight_g_idx"
+    """The suffix of the group of each k."""
+    required: tuple[str, ...] = ()
+    """Those of `reads` without which the config's words have no meaning."""
 
     @property
     def block(self) -> int:
@@ -53,6 +61,13 @@ class Int4Dialect(Dialect):
 
     def decode(self, stored: StoredWeight, read: Read) -> Codes:
         """Exact: scales are repeated for each block of a group, and float16 is widened to float32."""
+        for suffix in self.reads:
+            if (info := stored.other(suffix)) is not None:
+                raise CheckpointError(
+                    f"fp4: {info} moves zero or permutes columns, and the config says that weights are "
+                    "symmetric, in order. Quantise the original weights anew, symmetric and with actorder "
+                    "'static'"
+                )
         codes, scale = read(stored.packed).view(torch.uint8), self.read_scale(stored, read)
         if self.codes_per_byte == 2:
             packed = codes ^ OFFSET
@@ -74,10 +89,52 @@ class Int4Dialect(Dialect):
         return scale
 
     def values(self, stored: StoredWeight, read: Read) -> Tensor:
-        n, k = stored.shape
+        for suffix in self.required:
+            if stored.other(suffix) is None:
+                raise CheckpointError(
+                    f"fp4: {stored.packed} has no {suffix} beside it, and the config has {self.name} weights "
+                    "other than symmetric int4 of one group size. Quantise the original weights anew"
+                )
+        codes, scale = self.codes(stored, read), self.scales(stored, read).float()
+        index, zeros = self.groups(stored, read).to(codes.device), self.zeros(stored, read)
+        if zeros is not None:
+            codes = codes - zeros[:, index]
+        return codes.float() * scale[:, index]
+
+    def codes(self, stored: StoredWeight, read: Read) -> Tensor:
+        """int8 [N, K]: two's complement."""
         codes = read(stored.packed)
-        if self.codes_per_byte == 2:
-            codes = codes.view(torch.uint8)
-            codes = torch.stack([codes & 15, codes >> 4], -1).view(n, k).to(torch.int8) - 8
-        scale = self.read_scale(stored, read).float()
-        return codes.float() * scale.repeat_interleave(min(self.group, k), -1)[:, :k]
+        if self.codes_per_byte == 1:
+            return codes
+        codes = codes.view(torch.uint8)
+        return torch.stack([codes & 15, codes >> 4], -1).view(*stored.shape).to(torch.int8) - 8
+
+    def scales(self, stored: StoredWeight, read: Read) -> Tensor:
+        """[N, groups]"""
+        return self.read_scale(stored, read)
+
+    def groups(self, stored: StoredWeight, read: Read) -> Tensor:
+        """int64 [K]: the group of each k."""
+        info, k = stored.other(self.index), stored.shape[-1]
+        if info is None:
+            return self.in_order(stored)
+        index = read(info).long()
+        if index.shape != (k,) or bool((index < 0).any() or (index >= -(-k // min(self.group, k))).any()):
+            raise CheckpointError(f"fp4: {info} does not give each of {k} columns a group")
+        return index
+
+    def in_order(self, stored: StoredWeight, device: torch.device | None = None) -> Tensor:
+        k = stored.shape[-1]
+        return torch.arange(k, device=device) // min(self.group, k)
+
+    def zeros(self, stored: StoredWeight, read: Read) -> Tensor | None:
+        """int8 [N, groups]: what is taken from `codes`; None for nothing. Packed along N, stored plus 8."""
+        info = stored.other(".weight_zero_point")
+        if info is None:
+            return None
+        zeros = read(info)
+        if zeros.dtype == torch.int32:
+            parts = zeros.T.contiguous().view(torch.uint8)
+            zeros = torch.stack([parts & 15, parts >> 4], -1).flatten(-2).T[: stored.shape[0]]
+            zeros = zeros.to(torch.int8) - 8
+        return zeros.to(torch.int8)

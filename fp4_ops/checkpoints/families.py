@@ -1,0 +1,75 @@
+"""Families that publish 4-bit folders under names that transformers does not have, or with code of their own.
+
+Kimi K2 Thinking is DeepSeek-V3's architecture under the model type `kimi_k2`; Kimi K2.5 and K2.6 name classes
+that transformers spells otherwise. Both folders ask for `trust_remote_code`. That code holds experts as it
+likes, so transformers' own classes are taken, with or without it.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import transformers
+from transformers import AutoConfig, AutoModelForCausalLM, PretrainedConfig
+from transformers.models.auto.configuration_auto import CONFIG_MAPPING
+
+from .files import CheckpointError
+
+_SAME = {
+    "kimi_k2": ("DeepseekV3Config", {"AutoModelForCausalLM": "DeepseekV3ForCausalLM"}),
+    "kimi_k25": (
+        "Kimi_K25Config",
+        {"AutoModelForImageTextToText": "Kimi_K25ForConditionalGeneration", "AutoModel": "Kimi_K25Model"},
+    ),
+}
+"""Model type: transformers' config class, and its model classes by the Auto class that finds them."""
+
+_AUTO = ("AutoModelForCausalLM", "AutoModelForImageTextToText", "AutoModelForMultimodalLM", "AutoModel")
+"""In the order in which they are asked for a class."""
+
+
+def register_families() -> None:
+    """Makes transformers build these model types from its own classes, also where remote code is trusted.
+
+    transformers prefers classes from outside of itself to remote code: hence subclasses.
+    """
+    for model_type, (config_name, models) in _SAME.items():
+        base = getattr(transformers, config_name, None)
+        if base is None:  # an older transformers
+            continue
+        known = CONFIG_MAPPING.get(model_type, None)
+        if known is not None and known.__module__ == __name__:
+            continue
+        config: Any = type(base.__name__, (base,), {"__module__": __name__})
+        CONFIG_MAPPING.register(model_type, config, exist_ok=True)
+        for auto, name in models.items():
+            model = getattr(transformers, name)
+            own = type(model.__name__, (model,), {"__module__": __name__, "config_class": config})
+            getattr(transformers, auto)._model_mapping.register(config, own, exist_ok=True)
+
+
+def config_of(path: Any, model_type: str | None, trust_remote_code: bool) -> PretrainedConfig:
+    """A folder's config. Code from the folder runs only if transformers does not have the family itself."""
+    register_families()
+    if model_type in CONFIG_MAPPING:
+        return AutoConfig.from_pretrained(path, trust_remote_code=False)
+    if not trust_remote_code:
+        raise CheckpointError(
+            f"fp4: {path} is a {model_type!r}, which transformers {transformers.__version__} does not have. "
+            "If the folder has code for it that you trust, pass trust_remote_code=True; else give the class "
+            "to build (load_checkpoint's model_or_config), or update transformers"
+        )
+    return AutoConfig.from_pretrained(path, trust_remote_code=True)
+
+
+def model_class(config: PretrainedConfig) -> Any:
+    """The class that the config names, or the one that transformers has for it."""
+    for name in config.architectures or ():
+        if hasattr(transformers, name):
+            return getattr(transformers, name)
+    for name in _AUTO:
+        mapping = getattr(getattr(transformers, name, None), "_model_mapping", {})
+        if type(config) in mapping:
+            found = mapping[type(config)]
+            return found[0] if isinstance(found, tuple) else found
+    return AutoModelForCausalLM
