@@ -8,7 +8,6 @@ progress file, and a run that was killed goes on with the first file that is not
 from __future__ import annotations
 
 import os
-import re
 import shutil
 from collections import deque
 from collections.abc import Callable, Iterator
@@ -30,10 +29,7 @@ from .dialects import (
     Dialect,
     StoredWeight,
     describe,
-    dialects_of,
     encode,
-    stored_config,
-    stored_weights,
     writing_dialect,
 )
 from .files import (
@@ -50,6 +46,7 @@ from .files import (
 )
 from .progress import progress_bar
 from .resume import Progress
+from .source import MATRIX, PARTNER, eight_bits, stack_of
 
 if TYPE_CHECKING:
     from .calibrated import CalibratedLayers
@@ -57,12 +54,6 @@ if TYPE_CHECKING:
 SOURCE_DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 IN_FLIGHT = 64 << 20
 """Bytes read ahead of the quantiser, and as many written behind it."""
-
-_MATRIX = re.compile(r"^(.*experts\.\d+\.)(gate_proj|up_proj|down_proj|w1|w2|w3)\.weight$")
-_PARTNER = {"gate_proj": "up_proj", "up_proj": "gate_proj", "w1": "w3", "w3": "w1"}
-_STACK = re.compile(r"^(.*experts)\.(gate_up_proj|up_proj|down_proj)$")
-_LINEAR = re.compile(r"^(.*block_sparse_moe)\.(input|output)_linear\.weight$")
-"""Granite's names for the two."""
 
 _WEIGHTS = (".safetensors", ".bin", ".pt", ".pth", ".gguf", ".h5", ".msgpack", ".onnx", ".index.json")
 """Ends of the names of files that hold weights or say where they are: not copied along."""
@@ -128,7 +119,7 @@ class Plan:
     def __init__(self, folder: Folder, format: str) -> None:
         self.folder, self.format = folder, FORMATS[format]
         tensors = folder.tensors
-        self.eight = _eight_bits(folder)
+        self.eight = eight_bits(folder)
         """The source's weights in 8 bits, by the tensor of their codes: dequantised on the way."""
         self._scales = {
             w.name + s for w in self.eight.values() for s in w.dialect.suffixes if s != w.dialect.packed
@@ -136,11 +127,11 @@ class Plan:
         name = folder.config.get("dtype") or folder.config.get("torch_dtype") or "bfloat16"
         self.dtype = getattr(torch, str(name).removeprefix("torch."), torch.bfloat16)
         """That weights in 8 bits get where they are not experts'."""
-        places = {place: n for n, info in tensors.items() if (place := _stack(info)) is not None}
+        places = {place: n for n, info in tensors.items() if (place := stack_of(info)) is not None}
         self.stacks = {n: self._is_transposed(owner, places) for (owner, _), n in places.items()}
         """Whether each is [E, K, N]."""
-        singles = [n for n in tensors if _MATRIX.match(n)]
-        self.gated = any(_MATRIX.sub(r"\2", n) in ("gate_proj", "w1") for n in singles)
+        singles = [n for n in tensors if MATRIX.match(n)]
+        self.gated = any(MATRIX.sub(r"\2", n) in ("gate_proj", "w1") for n in singles)
         if not singles and not self.stacks:
             other = next((n for n in tensors if "expert" in n), None)
             family = folder.config.get("model_type") or "model of no known type"
@@ -195,12 +186,12 @@ class Plan:
 
     def _partner(self, info: TensorInfo) -> TensorInfo | None:
         """The up matrix of a gate, and the other way round."""
-        match = _MATRIX.match(info.name)
-        if match is None or match[2] not in _PARTNER:
+        match = MATRIX.match(info.name)
+        if match is None or match[2] not in PARTNER:
             return None
         if not self.gated:  # an up by itself
             return None
-        name = f"{match[1]}{_PARTNER[match[2]]}.weight"
+        name = f"{match[1]}{PARTNER[match[2]]}.weight"
         partner = self.folder.tensors.get(name)
         if partner is None:
             raise CheckpointError(f"fp4: {info} has no {name} beside it")
@@ -221,7 +212,7 @@ class Plan:
                 continue
             if info.name in self.stacks:
                 yield from self._stack(info)
-            elif _MATRIX.match(info.name):
+            elif MATRIX.match(info.name):
                 partner = self._partner(info)
                 pair = [info, partner] if partner else [info]
                 pair.sort(key=lambda t: t.name.endswith((".up_proj.weight", ".w3.weight")))
@@ -242,7 +233,7 @@ class Plan:
         if self.dialect.stacked:
             yield Unit(rows, [info.name], self._outputs(info.name, (e, *shape)), transposed)
             return
-        place = _stack(info)
+        place = stack_of(info)
         assert place is not None
         for i, row in enumerate(rows):
             name = f"{place[0]}.{i}.{place[1]}"
@@ -255,17 +246,6 @@ class Plan:
             block_scale = torch.empty((*rows, self.format.num_blocks(k)), dtype=self.format.scale_dtype)
         codes = Codes(packed, block_scale, torch.ones(()) if self.format.has_global_scale else None)
         return [(key, t.dtype, tuple(t.shape)) for key, t in encode(name, codes, self.dialect).items()]
-
-
-def _stack(info: TensorInfo) -> tuple[str, str] | None:
-    """The experts that a tensor is the stacked weights of, and which: gate_up_proj, up_proj or down_proj."""
-    if len(info.shape) != 3:
-        return None
-    if match := _STACK.match(info.name):
-        return match[1], match[2]
-    if match := _LINEAR.match(info.name):
-        return f"{match[1]}.experts", {"input": "gate_up_proj", "output": "down_proj"}[match[2]]
-    return None
 
 
 def quantize_checkpoint(
@@ -333,23 +313,6 @@ def quantize_checkpoint(
     if layers is not None:
         layers.close()
     return report
-
-
-def _eight_bits(folder: Folder) -> dict[str, StoredWeight]:
-    """The weights of a folder in 8 bits, by the name of the tensor of their codes.
-
-    Raises CheckpointError for a folder that holds anything in 4 bits, or in what is not known.
-    """
-    stored = stored_config(folder.path)
-    if stored is None:
-        return {}
-    dialects = dialects_of(stored, str(folder.path / "config.json"))
-    if not all(d.is_dense for d in dialects):
-        raise CheckpointError(
-            f"fp4: {folder.path} is quantised already ({', '.join(d.name for d in dialects)}). "
-            "fp4_ops.load_checkpoint loads it as it is"
-        )
-    return {w.packed.name: w for w in stored_weights(folder.tensors, dialects).values()}
 
 
 def _check_calibration(method: Method, tokens: Tensor | None) -> None:
@@ -585,7 +548,7 @@ def _finish(plan: Plan, to: Path, progress: Progress, layers: CalibratedLayers |
     dense = sorted(
         n.removesuffix(".weight")
         for n, t in folder.tensors.items()
-        if n.endswith(".weight") and len(t.shape) == 2 and not _MATRIX.match(n) and "embed" not in n
+        if n.endswith(".weight") and len(t.shape) == 2 and not MATRIX.match(n) and "embed" not in n
     )
     own = {key: value for key, value in folder.config.items() if key != "compression_config"}
     if text := own.get("text_config"):

@@ -178,6 +178,9 @@ def is_left_out(model: nn.Module, name: str) -> bool:
     return any(re.search(pattern, name) for pattern in patterns)
 
 
+_NUMBER = re.compile(r"(?<=\.)\d+(?=\.|$)")
+
+
 def pattern_of(name: str) -> str:
     """A regular expression for the names that differ from this one in numbers only."""
     return re.sub(r"(?<=\\.)\d+(?=\\.|$)", r"\\d+", re.escape(name)) + "$"
@@ -247,7 +250,7 @@ class _Placer:
             self._stored(stored)
             taken.update(info.name for info in stored.tensors)
             taken.update(stored.name + suffix for suffix in stored.dialect.suffixes)
-        for name in {pattern_of(name): name for name in taken}.values():
+        for name in {_NUMBER.sub("", name): name for name in taken}.values():  # one of each pattern
             result.patterns.update((pattern_of(name), pattern_of(self.target.renamed(name)[0])))
         for info in tensors:
             if info.name not in taken and _NUMBERED.match(info.name):
