@@ -72,7 +72,7 @@ class Samples:
             read(self.at, self.sizes, held)
         else:
             held = torch.zeros(self._count, dtype=torch.int64)
-            _library().fp4_samples_read(*self._addresses, self._count, held.data_ptr())
+            _library().fp4_runs_read(*self._addresses, self._count, held.data_ptr())
         return held
 
     def differ(self) -> bool:
@@ -85,7 +85,7 @@ class Samples:
             from .triton.samples import Launched
 
             return Launched(self)
-        found = _library().fp4_samples_differ(*self._addresses, self._count, self.held.data_ptr())
+        found = _library().fp4_runs_differ(*self._addresses, self._count, self.held.data_ptr())
         return Comparison(bool(found))
 
 
@@ -159,13 +159,13 @@ def _hash(i: int) -> int:
 @functools.cache
 def _library() -> ctypes.CDLL:
     loaded = ctypes.CDLL(str(library_path()))
-    if not hasattr(loaded, "fp4_samples_read"):
+    if not hasattr(loaded, "fp4_runs_read"):
         raise ImportError(
             f"fp4_ops: {loaded._name} is older than the Python files beside it. "
             "Build it again: pip install --no-build-isolation -e ."
         )
     pointer, count = ctypes.c_void_p, ctypes.c_int64
-    loaded.fp4_samples_read.argtypes = [pointer, pointer, count, pointer]
-    loaded.fp4_samples_read.restype = None
-    loaded.fp4_samples_differ.argtypes = [pointer, pointer, count, pointer]
+    loaded.fp4_runs_read.argtypes = [pointer, pointer, count, pointer]
+    loaded.fp4_runs_read.restype = None
+    loaded.fp4_runs_differ.argtypes = [pointer, pointer, count, pointer]
     return loaded

@@ -32,12 +32,12 @@ uint64_t number(const uint8_t* at, int64_t bytes) {
 
 #define EXPORT extern "C" __attribute__((visibility("default")))
 
-EXPORT void fp4_samples_read(const uint8_t* const* at, const int64_t* bytes, int64_t runs, uint64_t* held) {
+EXPORT void fp4_runs_read(const uint8_t* const* at, const int64_t* bytes, int64_t runs, uint64_t* held) {
   for (int64_t i = 0; i < runs; ++i) held[i] = number(at[i], bytes == nullptr ? kRun : bytes[i]);
 }
 
 // Whether any run holds something else now. `bytes` may be null: then all runs have kRun.
-EXPORT int fp4_samples_differ(const uint8_t* const* at, const int64_t* bytes, int64_t runs,
+EXPORT int fp4_runs_differ(const uint8_t* const* at, const int64_t* bytes, int64_t runs,
                               const uint64_t* held) {
   std::atomic<bool> found{false};
   const auto compare = [&](int64_t begin, int64_t end) {
