@@ -31,6 +31,8 @@ def batched_products(writer: Any, graph: fx.Graph, reader: Reader, mutated: set[
         if not is_op(node, aten.bmm):
             continue
         for operand, other, left in ((node.args[1], node.args[0], False), (node.args[0], node.args[1], True)):
+            if _is_written(operand, writer.written):
+                continue
             experts = _experts(reader.value(operand, 0), left, reader)
             if experts is None:
                 continue
@@ -39,6 +41,13 @@ def batched_products(writer: Any, graph: fx.Graph, reader: Reader, mutated: set[
             except Refusal as refusal:
                 yield left_alone(refusal)
             break
+
+
+def _is_written(node: fx.Node, written: set[fx.Node]) -> bool:
+    """Whether a tensor is a view of what a block has become, which is no weight."""
+    while node not in written and node.args and isinstance(node.args[0], fx.Node):
+        node = node.args[0]
+    return node in written
 
 
 def _experts(v: Value, left: bool, reader: Reader) -> list[tuple[Matrix, ...]] | None:

@@ -147,6 +147,10 @@ OWN_COLUMN = (
     "weight expert e by its column, full[:, e] with full = zeros(T, E).scatter(1, ids, weights), or mask "
     "its rows"
 )
+SLICES = (
+    "give expert e slice e of the buffer [E, C, H] and join the outputs in that order: "
+    "torch.stack([expert(buffer[e]) for e, expert in enumerate(experts)])"
+)
 OVER_CHOICES = "sum an expert's rows over a token's choices only"
 INDEX_WEIGHTS = "index the weights once, by the expert's id in their first dimension: w[ids]"
 EXPERTS_AXIS = "stack the experts along one dimension of the weights, and sum over that"

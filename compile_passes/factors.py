@@ -6,6 +6,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from typing import Any
 
 from torch import fx
 
@@ -56,7 +57,7 @@ def indexed_size(ref: Ref, ids: Ref) -> int | None:
     return None
 
 
-def eq(ids: Ref, e: int) -> Term:
+def eq(ids: Ref | Axis, e: int) -> Term:
     return Apply(aten.eq, (ids, Const(e)))
 
 
@@ -158,6 +159,41 @@ def fixed_choice(ids: Ref | None) -> int | None:
     if ids is None or len(ids.index) < 2 or not isinstance(ids.index[-1], Const):
         return None
     return None if same(shape(ids.node)[-1], 1) else ids.index[-1].value
+
+
+def along(term: Term, e: int, place: Axis) -> Term:
+    """`term` where `place` is e, with `place` for e: slice e of a buffer as the slice of any expert."""
+    if isinstance(term, Ref):
+        of_slice = [_along(i, s, e, place) for i, s in zip(term.index, shape(term.node))]
+        if sum(i is not None for i in of_slice) != 1:
+            return term
+        return Ref(term.node, [i if new is None else new for i, new in zip(term.index, of_slice)])
+    if isinstance(term, (Apply, Mul)):
+        return rebuild(term, lambda t: along(t, e, place) if isinstance(t, Term) else t)
+    return term
+
+
+def _along(i: Term, size: Any, e: int, place: Axis) -> Term | None:
+    """A coordinate that is of slice e, with `place` for e; None if it is not of a slice."""
+    if isinstance(i, Const) and i.value == e and same(size, place.size) and not same(size, 1):
+        return place
+    base, start, step = (i.base, i.start, i.step) if isinstance(i, Affine) else (i, 0, 1)
+    parts, sizes = (
+        (base.parts, base.sizes) if isinstance(base, Mix) else ((base,), (getattr(base, "size", 0),))
+    )
+    rows = 1
+    for s in sizes:
+        rows = rows * s
+    if same(size, place.size * rows) and not same(size, rows) and isinstance(place.size, int):
+        if step == 1 and same(start, e * rows):  # the experts' rows lie one after the other's
+            return Mix((place, *parts), (place.size, *sizes))
+        if (start, step) == (e, place.size):  # or in turn
+            return Mix((*parts, place), (*sizes, place.size))
+    if isinstance(i, Mix):
+        at = [d for d, (p, s) in enumerate(zip(i.parts, i.sizes)) if _along(p, s, e, place) is place]
+        if len(at) == 1:
+            return Mix((*i.parts[: at[0]], place, *i.parts[at[0] + 1 :]), i.sizes)
+    return None
 
 
 def in_general(term: Term, e: int, choice: int | None) -> Term:

@@ -21,6 +21,7 @@ from .factors import (
     J,
     K,
     N,
+    along,
     demote,
     eq,
     expert_column,
@@ -84,6 +85,8 @@ class Branch:
     ids: Ref | None
     masked: Ref | None
     """The ids that a mask over tokens is made of; only where `ids` is None."""
+    place: Axis | None
+    """Instead of ids: the axis of the output, and of x, that counts the experts."""
     sums_choices: bool
     k: Any
     """Over how many of a token's ids it sums: not all, if read through a slice. None: not over any."""
@@ -105,7 +108,7 @@ class Branch:
     @property
     def common(self) -> tuple[Any, ...]:
         """What must be the same for all experts."""
-        routing = (self.ids, self.masked, self.sums_choices, self.chosen, self.factors)
+        routing = (self.ids, self.masked, self.place, self.sums_choices, self.chosen, self.factors)
         return (*routing, self.after, self.x, self.scales, self.act)
 
 
@@ -213,7 +216,7 @@ class Matcher:
 
     def expand(self, term: Term) -> Iterator[tuple[tuple[Axis, ...], tuple[Term, ...], Term | None]]:
         """The addends of a term as (summed axes, factors, the down product or None)."""
-        if not self.has_down(term) or (isinstance(term, Choose) and not isinstance(term.index, Ref)):
+        if not self.has_down(term) or (isinstance(term, Choose) and not isinstance(term.index, (Ref, Axis))):
             yield (), (term,), None
         elif self.is_down(term):
             yield (), (), term
@@ -222,7 +225,7 @@ class Matcher:
                 yield from self.expand(t)
         elif isinstance(
             term, Choose
-        ):  # by a row's id: one of them is an expert's output, wherever the id is its
+        ):  # by a row's id, or its place: one of them is an expert's output, wherever the id is its
             for e, t in enumerate(term.options):
                 for axes, factors, core in self.expand(t):
                     yield axes, (*factors, eq(term.index, e)), core
@@ -332,13 +335,13 @@ class Matcher:
         x, scales, act, up, up_bias = self._ffn(lin, m)
 
         axes, factors = open_sums(axes, factors)
-        ids, masked, chosen, weights, k = None, None, [], [], None
+        ids, masked, place, chosen, weights, k = None, None, None, [], [], None
         for f in factors:
             inside = f.body if isinstance(f, AnyOf) else f
             if is_eq(inside):
                 at, expert = inside.args  # type: ignore[attr-defined]
                 need(
-                    isinstance(at, Ref) and isinstance(expert, Const),
+                    (isinstance(at, Ref) or at in m.tokens) and isinstance(expert, Const),
                     "a mask is not of expert ids",
                     m.root,
                     changes.MASK,
@@ -353,8 +356,9 @@ class Matcher:
                 if isinstance(f, AnyOf):
                     masked, k = substitute(at, {a: J for a in f.axes}), f.axes[0].size
                 else:
-                    need(ids is None or ids is at, "rows are selected by two masks", m.root, changes.MASK)
-                    ids = at
+                    one = at is ids or at is place or (ids is None and place is None)
+                    need(one, "rows are selected by two masks", m.root, changes.MASK)
+                    ids, place = (at, None) if isinstance(at, Ref) else (None, at)
             elif is_indicator(f):
                 chosen.append(f)
             else:
@@ -371,7 +375,10 @@ class Matcher:
         need(len(axes) <= 1, "an expert's rows are summed over several axes", m.root, changes.OVER_CHOICES)
         names: dict[Term, Term] = {a: J for a in axes}
         k = axes[0].size if axes else k
-        if ids is not None:
+        if place is not None:
+            need(masked is None and not axes, "rows are selected by two masks", m.root, changes.MASK)
+            x, k = _slice_of(x, e, place, m.root), 1
+        elif ids is not None:
             need(
                 not axes or axes[0] in ids.index,
                 "rows are summed over something other than a token's choices",
@@ -383,14 +390,18 @@ class Matcher:
         else:
             need(not axes, "rows are summed without a mask of expert ids", m.root, changes.MASK)
 
-        def general(terms: list[Term]) -> tuple[Term, ...]:
-            return tuple(sorted((in_general(substitute(t, names), e, choice) for t in terms), key=repr))
+        def one(term: Term, choice: int | None) -> Term:
+            term = substitute(term, names)
+            return in_general(term, e, choice) if place is None else along(term, e, place)
 
-        scales = tuple(in_general(demote(s), e, None) for s in scales)
+        def general(terms: list[Term]) -> tuple[Term, ...]:
+            return tuple(sorted((one(t, choice) for t in terms), key=repr))
+
+        scales = tuple(one(demote(s), None) for s in scales)
 
         return Branch(
-            e, choice, ids, masked, bool(axes) or choice is not None, k, general(chosen), general(weights),
-            after, x, scales, act, up, up_bias, down, down_bias,
+            e, choice, ids, masked, place, bool(axes) or choice is not None, k, general(chosen),
+            general(weights), after, x, scales, act, up, up_bias, down, down_bias,
         )  # fmt: skip
 
     def _ffn(self, lin: Linear, m: Mixture) -> Any:
@@ -490,6 +501,8 @@ class Matcher:
 
     def _choices(self, b: Branch, m: Mixture) -> int | None:
         """How many ids each token has; None if the routing weights are a matrix over all experts."""
+        if b.place is not None:
+            return 1
         ids = b.ids if b.ids is not None else b.masked
         if ids is None:
             return None

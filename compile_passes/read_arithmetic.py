@@ -286,10 +286,12 @@ class Arithmetic(Indexing):
         values = [self.value(n, level) for n in parts]
         rows = None
         if is_op(node, aten.cat):
-            if d == 0 and any(v.dims[0] for v in values):
+            if d == 0 and any(isinstance(x, Rows) for v in values for x in v.dims[0]):
                 rows, values = self._whole(values)
+            elif level == 2 and all(v.dims[d] and _as_long(v.dims[d], values[0].dims[d]) for v in values):
+                return self._joined_parts(node, values, d)
             elif any(v.dims[d] for v in values):
-                raise Opaque  # joined along a dimension that is longer than one
+                raise Opaque  # joined along a dimension in which they are of several sizes
             else:
                 values = [Value(v.dims[:d] + v.dims[d + 1 :], v.term) for v in values]
         if level == 1 and rows is None:
@@ -314,6 +316,18 @@ class Arithmetic(Indexing):
         if not same_shape(shape(old), shape(new)) or value(old).dtype != value(new).dtype:
             raise Opaque
         return self.value(new, level)
+
+    def _joined_parts(self, node: fx.Node, values: list[Value], d: int) -> Value:
+        """Parts of one size, one below the other: part i has the rows from i times that size on."""
+        first, terms = values[0], [values[0].term]
+        for v in values[1:]:
+            head, v = self.together(first, v, [(i, i) for i in range(len(first.dims))])
+            if head is not first:
+                raise Opaque
+            terms.append(v.term)
+        axis = Axis(len(values))
+        dims = (*first.dims[:d], (axis, *first.dims[d]), *first.dims[d + 1 :])
+        return Value(dims, Choose(axis, terms, self.ref(node, dims)))
 
     def _index_add(self, node: fx.Node, level: int) -> Value:
         a = arguments(node)
@@ -448,6 +462,19 @@ def _marked(node: fx.Node) -> fx.Node | None:
         return None
     found = support(marks)
     return None if found is None else found.ids
+
+
+def _as_long(ours: tuple[Axis, ...], theirs: tuple[Axis, ...]) -> bool:
+    """Whether two dimensions are of one size; rows that were selected have none."""
+    sizes = []
+    for group in (ours, theirs):
+        if any(isinstance(a, Rows) for a in group):
+            return False
+        size: Any = 1
+        for a in group:
+            size = size * a.size
+        sizes.append(size)
+    return same(*sizes)
 
 
 def _scales_rows(a: fx.Node, b: fx.Node) -> bool:

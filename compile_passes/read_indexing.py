@@ -87,13 +87,18 @@ class Indexing(Values):
         return Value(tuple(dims), substitute(old.term, terms))
 
     def _merges_leading(self, node: fx.Node, source: fx.Node, old: Value) -> bool:
-        """[B, S, H] -> [B * S, H]: the tokens become one axis, as the router's and the ids' are."""
+        """[B, S, H] -> [B * S, H]: the tokens become one axis, as the router's and the ids' are.
+
+        Not of a slice: of a buffer with rows for each expert, this is one expert's."""
         assert isinstance(old.term, Ref)
         new, plain = shape(node), tuple(i for i in old.term.index if isinstance(i, Axis))
+        sizes = [s for s in shape(old.term.node) if not same(s, 1)]
+        of_whole = len(plain) == len(sizes) and all(same(a.size, s) for a, s in zip(plain, sizes))
         return (
             len(shape(source)) > len(new) >= 2
             and same(shape(source)[-1], new[-1])
             and plain == tuple(old.axes)
+            and of_whole
             and not self.is_weight(old.term.node)
         )
 
@@ -181,7 +186,17 @@ class Indexing(Values):
         if size == 1:
             fixed = self._at(v, d, Const(start))
             return Value((*fixed.dims[:d], (), *fixed.dims[d:]), fixed.term)
-        if len(group) != 1 or isinstance(group[0], Rows):
+        if any(isinstance(a, Rows) for a in group):
+            raise Opaque
+        if len(group) > 1:  # of a flat buffer: what lies under one number of the first axis
+            length = 1
+            for a in group[1:]:
+                length *= a.size
+            if not (step == 1 and same(length, size) and start % size == 0):
+                raise Opaque
+            fixed = substitute(v.term, {group[0]: Const(start // size)})
+            return Value((*v.dims[:d], group[1:], *v.dims[d + 1 :]), fixed)
+        if not group:
             raise Opaque
         axis = Axis(size)
         term = substitute(v.term, {group[0]: Affine(axis, start, step)})

@@ -114,6 +114,8 @@ class _Emitter:
 
     def _form(self, routing: _Routing) -> str:
         how = "dense" if routing.dense else "routed"
+        if self.common.place is not None:
+            how = "each expert's slice of a buffer:"
         n = len(set(p.ref.node for x in self.m.branches for p in (*x.up, x.down)))
         after = "" if self.common.after is OUT else f"; each output becomes {self.common.after!r}"
         return f"{how} experts in index notation, from {n} parameters{after}"
@@ -480,7 +482,7 @@ class _Routing:
             self.k = self.e.experts if self.support is None else self.support.k
         else:
             self.k = self.m.k
-            if self.b.ids is None:
+            if self.b.ids is None and self.b.place is None:
                 assert self.b.masked is not None
                 need(
                     distinct(self.b.masked.node),
@@ -507,6 +509,11 @@ class _Routing:
         if self.dense:
             every = self.e.call(aten.arange.start, m.first, m.first + self.k, device=value(b.x.node).device)
             return self.e.call(aten.expand.default, every, [self.e.call(aten.sym_size.int, rows, 0), self.k])
+        if b.place is not None:  # a row of the output is of the expert that its place says
+            every = self.e.call(aten.arange.default, self.e.experts, device=value(b.x.node).device)
+            every = self.e._reshape(every, [-1 if a is b.place else 1 for a in m.tokens])
+            sizes = [self.e._length(a.size) for a in m.tokens]
+            return self.e._reshape(self.e.call(aten.expand.default, every, sizes), [-1, 1])
         ref = b.ids if b.ids is not None else b.masked
         assert ref is not None
         axes = (*m.tokens, J) if J in free_axes(ref) else m.tokens

@@ -620,6 +620,75 @@ class BinnedSlices(SlicedLoop):
 # --- a buffer of fixed capacity for each expert ---
 
 
+class Slices(ListStyle):
+    """Expert e takes slice e of a buffer, in which rows have places."""
+
+    capacity = 8
+
+    def places(self, ids: Tensor) -> Tensor:
+        """[T, k, E, C]: whether choice j of a token has place c at an expert."""
+        mask = F.one_hot(ids, self.E).view(-1, self.E)
+        position = (mask.cumsum(0) - 1) * mask
+        kept = mask * (position < self.capacity)
+        slots = F.one_hot(position.clamp(max=self.capacity - 1), self.capacity) * kept.unsqueeze(-1)
+        return slots.view(*ids.shape, self.E, self.capacity)
+
+    def each(self, buffer: Tensor) -> Tensor:
+        """The outputs, [E, C, H] as the buffer."""
+        raise NotImplementedError
+
+    def experts_of(self, x: Tensor, ids: Tensor, weights: Tensor) -> Tensor:
+        slots = self.places(ids).to(x.dtype)
+        buffer = torch.einsum("tec,th->ech", slots.sum(1), x)
+        combine = (slots * weights[..., None, None]).sum(1)
+        return torch.einsum("tec,ech->th", combine, self.each(buffer))
+
+
+@style("slices of a buffer, `chunk` and `cat` (DeepSpeed, Tutel)")
+class ChunkedSlices(Slices):
+    def each(self, buffer: Tensor) -> Tensor:
+        parts = buffer.chunk(self.E, dim=0)
+        return torch.cat([expert(part) for expert, part in zip(self.list, parts)], dim=0)
+
+
+@style("slices of a buffer for each group of tokens (fairseq)")
+class GroupedSlices(Slices):
+    def each(self, buffer: Tensor) -> Tensor:
+        parts = buffer.view(self.E, 2, -1, self.H).transpose(0, 1).chunk(self.E, dim=1)
+        y = torch.cat([expert(part) for expert, part in zip(self.list, parts)], dim=1)
+        return y.transpose(0, 1).reshape(self.E, -1, self.H)
+
+
+@style("slices of a buffer, one by one, and `stack` (GShard over a ModuleList)")
+class StackedSlices(Slices):
+    def each(self, buffer: Tensor) -> Tensor:
+        return torch.stack([expert(buffer[e]) for e, expert in enumerate(self.list)])
+
+
+@style("slices of a flat buffer")
+class FlatSlices(Slices):
+    def each(self, buffer: Tensor) -> Tensor:
+        rows, c = buffer.reshape(-1, self.H), self.capacity
+        y = torch.cat([expert(rows[e * c : (e + 1) * c]) for e, expert in enumerate(self.list)])
+        return y.view(self.E, c, self.H)
+
+
+@style("slots that all tokens are mixed into (Soft MoE)")
+class SoftSlots(ListStyle):
+    slots = 4
+
+    def build(self) -> None:
+        super().build()
+        self.keys = nn.Parameter(torch.randn(self.E, self.slots, self.H))
+
+    def forward(self, x: Tensor) -> Tensor:
+        scores = torch.einsum("td,esd->tes", x, self.keys)
+        combine = scores.flatten(1).softmax(-1).view_as(scores)
+        mixed = torch.einsum("td,tes->sed", x, scores.softmax(0))
+        y = torch.stack([expert(mixed[:, e]) for e, expert in enumerate(self.list)], dim=1)
+        return torch.einsum("sed,tes->td", y, combine)
+
+
 @style("capacity dispatch/combine (GShard)")
 class Capacity(StackedStyle):
     capacity = 8

@@ -240,6 +240,8 @@ MEANT: dict[str, type[nn.Module]] = {
     "ASideEffectBetweenExperts": Loop,
     **dict.fromkeys([n for n in lookalikes.CHANGES if n.startswith("Splits")], SplitsAsTold),
     "OffsetsOfOtherIds": OffsetsAsTold,
+    **dict.fromkeys([n for n in lookalikes.CHANGES if "Slice" in n or "Joined" in n], lookalikes.Buffers),
+    **dict.fromkeys(("OneByArgmin", "ScoresOfAnotherRowsId"), lookalikes.Switch),
     **dict.fromkeys([n for n in lookalikes.CHANGES if n.startswith("Norm")], NormedLoop),
 }
 """What is probably meant where a program is one step off: with the change it computes something else."""

@@ -11,7 +11,7 @@ import torch
 import torch.nn.functional as F
 from conftest import more
 from moe_models import Recorder, fake_quantised, relative_error
-from moe_styles import FusedStyle, ListStyle, NormedLoop, RestoredSplits, grouped_mm
+from moe_styles import FusedStyle, ListStyle, NormedLoop, RestoredSplits, Slices, grouped_mm
 from torch import Tensor, nn
 
 CHANGES: dict[str, tuple[type[nn.Module], str, str]] = {}
@@ -492,6 +492,90 @@ class SplitsForOtherExperts(Splits):
     def build(self):
         super().build()
         self.list = self.list[1:] + self.list[:1]
+
+
+class Buffers(Slices):
+    """Slices of a buffer, each of whose steps may be another."""
+
+    def taken(self, buffer: Tensor, e: int) -> Tensor:
+        return buffer[e]
+
+    def scaled(self, y: Tensor, e: int) -> Tensor:
+        return y
+
+    def joined(self, parts: list[Tensor]) -> Tensor:
+        return torch.stack(parts)
+
+    def each(self, buffer):
+        return self.joined([self.scaled(ex(self.taken(buffer, e)), e) for e, ex in enumerate(self.list)])
+
+
+@lookalike("of slice 3 of a buffer", "join the outputs in that order")
+class SlicesInReverse(Buffers):
+    def taken(self, buffer, e):
+        return buffer[self.E - 1 - e]
+
+
+@lookalike("of slice 1 of a buffer", "give expert e slice e")
+class ASliceForTwoExperts(Buffers):
+    def taken(self, buffer, e):
+        return buffer[max(e, 1)]
+
+
+@lookalike("of slice 3 of a buffer", "join the outputs in that order")
+class OutputsJoinedInReverse(Buffers):
+    def joined(self, parts):
+        return torch.stack(parts[::-1])
+
+
+@lookalike("read different inputs", "")
+class SlicesShiftedByARow(Buffers):
+    def taken(self, buffer, e):
+        rows = torch.cat([buffer.reshape(-1, self.H), buffer[0, :1]])
+        return rows[e * self.capacity + 1 : (e + 1) * self.capacity + 1]
+
+
+@lookalike("weighted differently", "")
+class OneSliceIsDoubled(Buffers):
+    def scaled(self, y, e):
+        return y * (2.0 if e == 2 else 1.0)
+
+
+@lookalike("")
+class SlicesScaledByANumberEach(Buffers):
+    def build(self):
+        super().build()
+        self.factors = nn.Parameter(torch.rand(self.E))
+
+    def scaled(self, y, e):
+        return y * self.factors[e]
+
+
+@lookalike("")
+class AnExpertForTwoSlices(Buffers):
+    def build(self):
+        super().build()
+        self.list[2] = self.list[1]
+
+
+@lookalike("")
+class AsManyRowsAsExperts(Buffers):
+    """A slice may be taken along either dimension."""
+
+    capacity = 4
+
+    def taken(self, buffer, e):
+        return buffer.transpose(0, 1)[:, e] if e % 2 else buffer[e]
+
+
+@lookalike("read different inputs", "")
+class SlicesOfTwoDimensions(Buffers):
+    """As many rows as experts, along which some experts take theirs."""
+
+    capacity = 4
+
+    def taken(self, buffer, e):
+        return buffer[:, e] if e % 2 else buffer[e]
 
 
 def norm(y: Tensor, over: Tensor, dim: int = -1, eps: float = 1e-6) -> Tensor:
