@@ -377,7 +377,7 @@ class Matcher:
         k = axes[0].size if axes else k
         if place is not None:
             need(masked is None and not axes, "rows are selected by two masks", m.root, changes.MASK)
-            x, k = _slice_of(x, e, place, m.root), 1
+            x, k = along(x, e, place), 1
         elif ids is not None:
             need(
                 not axes or axes[0] in ids.index,
@@ -459,6 +459,10 @@ class Matcher:
         if len(choices) == 1 and len({b.expert for b in branches}) == len(branches):
             branches = [_of_one_choice(b) for b in branches]
         first = branches[0]
+        for b in branches:
+            other = _other_slice(b)
+            joined = f"the output of expert {b.expert} is number {b.expert} of those that are joined"
+            need(other is None, f"{joined}, and of slice {other} of a buffer", m.root, changes.SLICES)
         for b in branches[1:]:
             for fine, why, change in _in_common(first, b):
                 need(fine, f"experts {first.expert} and {b.expert} {why}", m.root, change)
@@ -532,6 +536,13 @@ def _of_one_choice(b: Branch) -> Branch:
         chosen=tuple(substitute(t, at) for t in b.chosen),
         factors=tuple(substitute(t, at) for t in b.factors),
     )
+
+
+def _other_slice(b: Branch) -> int | None:
+    """The slice of a buffer that an expert reads, if it is not the one in its output's place."""
+    if b.place is None or b.place in free_axes(b.x):
+        return None
+    return next((i for i in range(b.place.size) if along(b.x, i, b.place) is not b.x), None)
 
 
 def _in_common(a: Branch, b: Branch) -> list[tuple[bool, str, str]]:
