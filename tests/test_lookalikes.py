@@ -541,6 +541,12 @@ class OneSliceIsDoubled(Buffers):
         return y * (2.0 if e == 2 else 1.0)
 
 
+@lookalike("of slice 0 of a buffer", "give expert e slice e")
+class ASliceForAllExperts(Buffers):
+    def taken(self, buffer, e):
+        return buffer[0]
+
+
 @lookalike("")
 class SlicesScaledByANumberEach(Buffers):
     def build(self):
@@ -698,7 +704,8 @@ MORE = {
     "SplitsOfDescendingRows", "SplitsOfRowsSortedByAnother", "NormOfOneExpert", "NormWithAGainOfItsOwn",
     "NormOverHalfARow", "NormOfWeightedRows",
     "TheFirstExpertsMissing", "EveryExpertIsDoubled", "ScaledByScoresOfEachExpert", "OneCapacity",
-    "ChoicesOneByOne", "ChoicesWithTheSameWeight", "SplitsAsTheyAre", "NormedDenseLoop",
+    "ChoicesOneByOne", "ChoicesWithTheSameWeight",
+    "ASliceForTwoExperts", "ASliceForAllExperts", "OutputsJoinedInReverse", "SplitsAsTheyAre", "NormedDenseLoop",
 }  # fmt: skip
 """Refused for what refuses another, or understood as another is."""
 
@@ -725,6 +732,18 @@ def test_lookalikes(name):
     else:
         assert recorder.ops, told
     assert all(instead for _, instead in told), told
+
+
+def test_ffns_side_by_side_are_no_experts():
+    class Heads(ListStyle):
+        def forward(self, x):
+            scores = torch.softmax(self.router(x), -1)
+            return torch.stack([head(x) for head in self.list]) * scores.amax(-1, keepdim=True)
+
+    module, recorder, x = Heads(experts=4), Recorder(), torch.randn(6, 32)
+    with torch.no_grad():
+        torch.testing.assert_close(torch.compile(module, backend=recorder, fullgraph=True)(x), module(x))
+    assert recorder.ops == []
 
 
 def test_a_graph_with_gradients_is_left_alone():
