@@ -705,7 +705,8 @@ MORE = {
     "NormOverHalfARow", "NormOfWeightedRows",
     "TheFirstExpertsMissing", "EveryExpertIsDoubled", "ScaledByScoresOfEachExpert", "OneCapacity",
     "ChoicesOneByOne", "ChoicesWithTheSameWeight",
-    "ASliceForTwoExperts", "ASliceForAllExperts", "OutputsJoinedInReverse", "SplitsAsTheyAre", "NormedDenseLoop",
+    "ASliceForTwoExperts", "ASliceForAllExperts", "OutputsJoinedInReverse", "SplitsAsTheyAre",
+    "NormedDenseLoop",
 }  # fmt: skip
 """Refused for what refuses another, or understood as another is."""
 
