@@ -11,6 +11,7 @@ from torch import fx
 from torch._dynamo.utils import get_compilation_metrics
 
 from .branches import KEPT, SEEN_THROUGH
+from .breaks import breaks_since, inside, known_breaks, reason_of, told
 from .dynamo import CAPTURE, extend_dynamo
 from .options import parse
 from .pipeline import analyse
@@ -35,7 +36,7 @@ def explain(
     model = getattr(model, "_orig_mod", model)
     counters = torch._dynamo.utils.counters
     before = {name: Counter(counters[name]) for name in _COUNTERS}
-    compilations = list(get_compilation_metrics())
+    compilations, known = list(get_compilation_metrics()), known_breaks()
     # The graphs made here stay in Dynamo's cache beside the user's own: don't let them use up the limit.
     settings = {"recompile_limit": 1024, "accumulated_recompile_limit": 4096, **CAPTURE}
     extend_dynamo()
@@ -43,24 +44,32 @@ def explain(
     with torch._dynamo.config.patch(settings), torch.no_grad():
         torch.compile(model, backend=backend)(*args, **kwargs)
     new = {name: Counter(counters[name]) - before[name] for name in _COUNTERS}
-    reasons = (new["graph_break"] | new["unimplemented"]).keys()
-    report.graph_breaks = list(dict.fromkeys(reason.strip().splitlines()[0] for reason in reasons))
+    breaks = breaks_since(known)
+    counted = [reason_of(reason) for reason in (new["graph_break"] | new["unimplemented"])]
+    placed = list(dict.fromkeys(map(told, breaks)))
+    report.graph_breaks = placed + [
+        r for r in dict.fromkeys(counted) if not any(p.startswith(r) for p in placed)
+    ]
     report.skipped = new["frames"]["total"] - new["frames"]["ok"]
     new_ones = [m for m in get_compilation_metrics() if not any(m is old for old in compilations)]
     failed = [m for m in new_ones if m.fail_type is not None]
-    report.not_captured = list(dict.fromkeys(map(_not_captured, failed)))
+    report.not_captured = list(dict.fromkeys(_not_captured(frame, breaks) for frame in failed))
     report.seen_through = [short_path(place) for place in new[SEEN_THROUGH]]
-    report.hints = _hints(model, report, list(new[KEPT])) or _dynamos_hints(failed)
+    report.hints = _hints(model, report, list(new[KEPT])) or _dynamos_hints(failed, breaks)
     return report
 
 
-def _not_captured(frame: Any) -> str:
+def _not_captured(frame: Any, breaks: Sequence[Any]) -> str:
     """One of Dynamo's CompilationMetrics that ended in a failure."""
-    reason = (frame.fail_reason or frame.fail_type).strip().splitlines()[0]
+    what = f"{frame.co_name} ({short_path(frame.co_filename)}:{frame.co_firstlineno})"
+    cause = inside(frame.co_name, frame.co_filename, frame.fail_user_frame_lineno, breaks)
+    if cause is not None:
+        return f"{what}, for what line {frame.fail_user_frame_lineno} calls: {told(cause)}"
+    reason = reason_of(frame.fail_reason or frame.fail_type)
     at = f"line {frame.fail_user_frame_lineno}"
     if frame.fail_user_frame_filename != frame.co_filename:
         at = f"{short_path(frame.fail_user_frame_filename or '?')}:{frame.fail_user_frame_lineno}"
-    return f"{frame.co_name} ({short_path(frame.co_filename)}:{frame.co_firstlineno}), for {at}: {reason}"
+    return f"{what}, for {at}: {reason}"
 
 
 _COUNTERS = ("graph_break", "unimplemented", "frames", SEEN_THROUGH, KEPT)
@@ -77,9 +86,9 @@ def _hints(model: Any, report: Report, branches: Sequence[str]) -> list[str]:
                 "transformers' eager experts are a loop, which is not recognised in this model: "
                 "model.set_experts_implementation('grouped_mm'), or fp4_ops.prepare(model)"
             )
-    for told in branches:
-        told, _, change = told.partition("\n")
-        place, _, why = told.partition(" stays ")
+    for text in branches:
+        text, _, change = text.partition("\n")
+        place, _, why = text.partition(" stays ")
         drop = "loop over all of them" if why.startswith("a loop") else "drop it"
         hint = f"Change: {change}. If it only skips experts without rows, {drop}: they cost nothing"
         hints.append(f"{short_path(place)} stays {why}. {hint}")
@@ -87,24 +96,33 @@ def _hints(model: Any, report: Report, branches: Sequence[str]) -> list[str]:
         hints.append(
             "a branch on data keeps a function out of the graphs: compute both ways, or use torch.where"
         )
-    numbers = ("tolist", "item()", "Data dependent operator")
-    if any(name in reason for name in numbers for reason in report.graph_breaks):
+    if any("unique(" in reason for reason in report.graph_breaks):
+        hints.append(
+            "a loop over torch.unique(ids) runs as often as only the data knows: loop over all experts, "
+            "`for e in range(E): token, slot = torch.where(ids == e)`; those without rows cost nothing"
+        )
+    numbers = ("tolist", "item()", "Data dependent operator", "a number that only the data knows")
+    if not any("unique(" in hint for hint in hints) and any(
+        name in reason for name in numbers for reason in report.graph_breaks
+    ):
         hints.append(
             "a function takes numbers out of tensors (.tolist(), .item(), .cpu().numpy()) and goes on "
             "in Python; if it slices rows sorted by expert (`x[start:end]`), cut them all at once, "
             "`rows.split(counts.tolist())` with counts = torch.bincount(ids, minlength=E) of topk's ids, or "
-            "let each expert take its rows by `token, slot = torch.where(ids == e)`, or all of them by one "
-            "grouped_mm with offsets counts.cumsum(0): then no number leaves the graph"
+            "let each expert take its rows by the tensors that `token, slot = torch.where(ids == e)` gives, "
+            "x[token] (no list of them), or all of them by one grouped_mm with offsets counts.cumsum(0): then "
+            "no number leaves the graph"
         )
     return hints
 
 
-def _dynamos_hints(failed: Sequence[Any]) -> list[str]:
+def _dynamos_hints(failed: Sequence[Any], breaks: Sequence[Any]) -> list[str]:
     """For each function that Dynamo did not capture, what Dynamo suggests first."""
     hints: dict[str, None] = {}
     for frame in failed:
-        told = (line.strip() for line in (frame.fail_reason or "").splitlines())
-        first = next((line for line in told if line.startswith("Hint: ")), None)
+        cause = inside(frame.co_name, frame.co_filename, frame.fail_user_frame_lineno, breaks)
+        text = (frame.fail_reason or "") if cause is None else cause.reason
+        first = next((line for line in map(str.strip, text.splitlines()) if line.startswith("Hint: ")), None)
         if first is not None:
-            hints[f"{_not_captured(frame)}. {first.removeprefix('Hint: ')}"] = None
+            hints[f"{_not_captured(frame, breaks)}. {first.removeprefix('Hint: ')}"] = None
     return list(hints)
