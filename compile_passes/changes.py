@@ -180,7 +180,6 @@ ROUTING_FIRST = (
 )
 DISTINCT = "take the ids from topk, whose choices differ, or sum over token, slot = torch.where(ids == e)"
 ALL_BIASES = "give all experts a bias, zeros where there is none"
-ONE_X = "give x a row for each row of the output, or let those that share one be a fixed number"
 
 SAME_X = "let all experts read rows of the same x"
 SCALE_BY_EXPERT = (

@@ -110,8 +110,8 @@ def _hints(model: Any, report: Report, branches: Sequence[str]) -> list[str]:
             "in Python; if it slices rows sorted by expert (`x[start:end]`), cut them all at once, "
             "`rows.split(counts.tolist())` with counts = torch.bincount(ids, minlength=E) of topk's ids, or "
             "let each expert take its rows by the tensors that `token, slot = torch.where(ids == e)` gives, "
-            "x[token] (no list of them), or all of them by one grouped_mm with offsets counts.cumsum(0): then "
-            "no number leaves the graph"
+            "x[token] (no list of them), or all of them by one grouped_mm with offsets counts.cumsum(0): "
+            "then no number leaves the graph"
         )
     return hints
 
