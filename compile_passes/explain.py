@@ -101,7 +101,8 @@ def _hints(model: Any, report: Report, branches: Sequence[str]) -> list[str]:
             "a loop over torch.unique(ids) runs as often as only the data knows: loop over all experts, "
             "`for e in range(E): token, slot = torch.where(ids == e)`; those without rows cost nothing"
         )
-    numbers = ("tolist", "item()", "Data dependent operator", "a number that only the data knows")
+    numbers = ["tolist", "item()", "Data dependent operator"]
+    numbers += [] if branches else ["a number that only the data knows"]
     if not any("unique(" in hint for hint in hints) and any(
         name in reason for name in numbers for reason in report.graph_breaks
     ):

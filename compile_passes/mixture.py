@@ -463,11 +463,11 @@ class Matcher:
             other = _other_slice(b)
             joined = f"the output of expert {b.expert} is number {b.expert} of those that are joined"
             need(other is None, f"{joined}, and of slice {other} of a buffer", m.root, changes.SLICES)
-        own = first.place is None or first.place in free_axes(first.x)
-        need(own, "nothing says which expert's output this is", m.root, changes.OWN_COLUMN)
         for b in branches[1:]:
             for fine, why, change in _in_common(first, b):
                 need(fine, f"experts {first.expert} and {b.expert} {why}", m.root, change)
+        own = first.place is None or first.place in free_axes(first.x)
+        need(own, "nothing says which expert's output this is", m.root, changes.OWN_COLUMN)
         serves: dict[int, list[Any]] = {}
         for b in branches:
             serves.setdefault(b.expert, []).append(b.choice)

@@ -204,3 +204,52 @@ def test_the_command_says_what_would_help(factories, capsys, json_too):
 def test_the_command_refuses_what_it_cannot_use(factories, factory, message):
     with pytest.raises(SystemExit, match=message):
         main(["explain", factory])
+
+
+class Uniques(ListStyle):
+    def experts_of(self, x, ids, weights):
+        out = torch.zeros_like(x)
+        for e in torch.unique(ids):
+            token, slot = torch.where(ids == e)
+            out.index_add_(0, token, self.list[int(e)](x[token]) * weights[token, slot, None])
+        return out
+
+
+class RowsAsNumbers(ListStyle):
+    def experts_of(self, x, ids, weights):
+        out = torch.zeros_like(x)
+        for e, expert in enumerate(self.list):
+            token, slot = torch.where(ids == e)
+            rows = token.tolist()
+            out.index_add_(0, token, expert(x[rows]) * weights[token, slot, None])
+        return out
+
+
+class InAGenerator(ListStyle):
+    def one(self, e, x, ids, weights):
+        token, slot = torch.where(ids == e)
+        if ids.max().item() > 10**6:
+            return x
+        return torch.zeros_like(x).index_add(0, token, self.list[e](x[token]) * weights[token, slot, None])
+
+    def experts_of(self, x, ids, weights):
+        return sum(self.one(e, x, ids, weights) for e in range(self.E))
+
+
+@pytest.mark.parametrize(
+    ("style", "line", "change"),
+    [
+        (Uniques, "for e in torch.unique(ids):", "loop over all experts"),
+        (RowsAsNumbers, "rows = token.tolist()", "x[token] (no list of them)"),
+        (InAGenerator, "if ids.max().item() > 10**6:", "no number leaves the graph"),
+    ],
+)
+def test_a_graph_break_is_told_with_its_line_and_what_would_help(style, line, change):
+    """Of what a generator or a comprehension calls, not the generator."""
+    report = fp4_ops.explain(style(), torch.randn(5, 32))
+    assert not report.sites
+    told = [reason for reason in report.graph_breaks if line in reason]
+    assert told and all("test_explain_cli.py:" in reason for reason in told), report.graph_breaks
+    assert any(change in hint for hint in report.hints), report.hints
+    assert report.not_captured and not any("uninitialized cell" in text for text in report.not_captured)
+    assert "graph break: " + told[0] in str(report)
