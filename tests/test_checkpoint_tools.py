@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import re
 import warnings
 from pathlib import Path
@@ -18,6 +19,7 @@ from test_checkpoints import assert_holds, dequantised, logits, registered  # no
 from torch import Tensor
 
 import fp4_ops
+from fp4_ops.__main__ import main
 from fp4_ops.checkpoints import CheckpointError, quantize_checkpoint
 from fp4_ops.checkpoints.placement import form_of
 from fp4_ops.experts import PackedWeight
@@ -408,6 +410,25 @@ def test_saved_and_loaded_again(name, tmp_path):
     for key, got in dequantised(again).items():
         torch.testing.assert_close(got, held[key], rtol=2.5e-7, atol=0)
     assert held.keys() == values.keys()
+
+
+def test_eval_of_experts_that_prepare_does_not_take(tmp_path, capsys):
+    """Its own perplexity, and then in words why there are no other rows."""
+    original = families.tiny("llama4_text", vocab_size=256).to(BF16)
+    original.config.dtype = BF16
+    values, _ = family_folder(tmp_path / "model", original, "modelopt-nvfp4")
+    (tmp_path / "text").write_bytes(bytes(torch.randint(0, 256, (200,)).tolist()))
+    command = [str(tmp_path / "model"), "--device", "cpu"]
+    with pytest.raises(SystemExit, match="the model has no experts modules"):
+        main(["eval", *command, "--text", str(tmp_path / "text"), "--length", "32", "--methods", "rtn"])
+    with torch.no_grad():
+        for name, value in values.items():
+            original.get_parameter(name).copy_(in_model_order(original, name, value))
+        windows = torch.tensor(list((tmp_path / "text").read_bytes())[: 6 * 32]).view(6, 32)
+        ids, scores = windows[:, 1:].flatten(), original(windows).logits[:, :-1].float().flatten(0, 1)
+    row = next(line for line in capsys.readouterr().out.splitlines() if line.startswith("bfloat16"))
+    want = torch.nn.functional.cross_entropy(scores, ids).item()
+    assert math.log(float(row.split()[3])) == pytest.approx(want, rel=2e-2)
 
 
 @HOW

@@ -105,15 +105,21 @@ def evaluate(
     row, experts in float32 and nothing quantised, shows how much of a difference is only rounding.
 
     Methods that need calibration are left out without it. W4A4 is done in the weights' own format.
-    on_row is called with each row as it comes.
+    on_row is called with each row as it comes. Raises ValueError, after the model's own row, where it has no
+        experts that `prepare` takes.
     stored: where the model's weights are values of a checkpoint in 4 bits, its own codes by module. They get
         rows of method "stored", before those that quantise the values once more.
     The model is unchanged. Extra memory: the packed weights, and up to 4 GiB of logits.
     """
     combinations = _combinations(formats, methods, activations, calibration)
-    modules = experts_modules(model)
+    refused = None
+    try:
+        modules = experts_modules(model)
+        some = modules[0].weight("down")
+    except ValueError as error:  # the model itself can be scored all the same
+        modules, refused, some = [], error, next(model.parameters())
     comparison = _Comparison(model, tokens, batch)
-    dtype = str(modules[0].weight("down").dtype).removeprefix("torch.")
+    dtype = str(some.dtype).removeprefix("torch.")
     result = Evaluation(comparison.positions, dtype)
 
     def add(names: tuple[str, str, str], arithmetics: list[Arithmetic], seconds: float) -> None:
@@ -122,6 +128,8 @@ def evaluate(
             on_row(result.rows[-1])
 
     add((dtype, "-", "-"), [], 0.0)
+    if refused is not None:
+        raise refused
     add(("float32", "-", "-"), [Arithmetic(m) for m in modules], 0.0)
     if stored:
         own_formats = sorted({s.format for s in stored.values()})
