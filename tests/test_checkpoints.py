@@ -428,7 +428,7 @@ def test_files_that_lie(tmp_path):
 @pytest.mark.parametrize(
     ("stored", "message"),
     [
-        ({"quant_method": "awq"}, "quant_method 'awq'"),
+        ({"quant_method": "hqq"}, "quant_method 'hqq'"),
         ({"quant_method": "modelopt", "quant_algo": "FP8"}, "in fp8 and none in 4 bits.*fp4_ops quantize"),
         ({"quant_method": "modelopt", "quant_algo": "NVFP4_AWQ"}, "algo 'NVFP4_AWQ'; those.*Export with"),
         ({"quant_method": "modelopt", "quant_algo": "MIXED_PRECISION"}, "no quantized_layers.*take them"),
