@@ -12,6 +12,7 @@ from collections.abc import Iterator
 import torch
 from torch import nn
 
+from .find_experts import WHOLE_EXPERTS, split_over_processes
 from .meta.layouts import preferred_layout
 from .relayout import Operands
 from .tensor import FP4Tensor
@@ -45,6 +46,8 @@ def _unlike(experts: list[nn.Module]) -> str:
         for name, m in own:
             if isinstance(m.weight, FP4Tensor):
                 return "it is prepared already"
+            if parts := split_over_processes(m.weight):
+                return f"{name}.weight is {parts}; {WHOLE_EXPERTS}"
             if m.weight.dtype not in (torch.float32, torch.bfloat16, torch.float16):
                 return f"{name}.weight is {m.weight.dtype}; it must be float32, bfloat16 or float16"
             if m.in_features % 2:

@@ -160,7 +160,10 @@ def held(operand: torch.Tensor) -> torch.Tensor:
 
     Pickle, collectives, numpy and `torch.equal` know uint8; of float8 each lacks something.
     """
-    return operand.view(torch.uint8) if operand.dtype.itemsize == 1 else operand
+    if operand.dtype == torch.uint8 or operand.dtype.itemsize != 1:
+        return operand
+    with torch.inference_mode(False):  # whose views could not be written to later
+        return operand.view(torch.uint8)
 
 
 def block_scales(scale: torch.Tensor, format: str, layout: str) -> torch.Tensor:

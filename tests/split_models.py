@@ -131,6 +131,17 @@ def prepare_after_expert_parallelism():
     return str(fp4_ops.prepare(split("bf16", tp_size=2, ep_size=2)))
 
 
+@situation
+def prepare_of_a_list_of_experts_that_are_split():
+    mesh = init_device_mesh("cpu", (2,))
+    block = nn.Module()
+    block.experts = nn.ModuleList(nn.Sequential(nn.Linear(64, 32), nn.Linear(32, 64)) for _ in range(4))
+    for expert in block.experts:
+        weight = distribute_tensor(expert[0].weight.detach(), mesh, [Shard(0)])
+        expert[0].weight = nn.Parameter(weight, requires_grad=False)
+    return str(fp4_ops.prepare(block))
+
+
 # --- FSDP2, DDP, state dicts ---
 
 

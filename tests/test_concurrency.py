@@ -10,9 +10,13 @@ from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 import torch
+from conftest import more
+from families import expert_block, tiny
 from fp4_ops.compile_passes.dynamo import CAPTURE, capture_loops
 from moe_models import Recorder, relative_error
 from moe_styles import STYLES
+
+import fp4_ops
 
 
 @pytest.fixture(autouse=True)
@@ -131,3 +135,33 @@ def test_a_worker_may_still_choose_otherwise():
 
     capture_loops()
     in_a_pool(work)
+
+
+@pytest.mark.parametrize("backend", [None, "eager", more("inductor")])
+def test_threads_that_share_one_prepared_model(backend):
+    """Compiled for the first time in worker threads, by several at once."""
+    block = expert_block(tiny("qwen3_moe", "grouped_mm"))
+    fp4_ops.prepare(block, activation="bf16")
+    run = torch.compile(block, backend=backend, dynamic=True) if backend else block
+    inputs = [torch.randn(1, n, 64) for n in (9, 5, 12, 7)]
+    with torch.no_grad():
+        want = [block(x) for x in inputs]
+
+    def work(i: int) -> float:
+        with torch.no_grad():
+            return max(relative_error(run(inputs[i]), want[i]) for _ in range(3))
+
+    with ThreadPoolExecutor(4) as pool:
+        assert max(pool.map(work, [0, 1, 2, 3, 0, 1])) < 1e-5
+
+
+def test_threads_that_share_fp4_tensors():
+    w = fp4_ops.quantize(torch.randn(4, 32, 64), "nvfp4").prepack("tile16")
+    x = torch.randn(4, 7, 64)
+    want = torch.bmm(x, w.mT)
+
+    def work(_: int) -> bool:
+        return all(torch.equal(torch.bmm(x, w.mT), want) for _ in range(10))
+
+    with ThreadPoolExecutor(4) as pool:
+        assert all(pool.map(work, range(8)))

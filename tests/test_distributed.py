@@ -91,6 +91,12 @@ def test_prepare_refuses_experts_that_are_split(name, outcomes):
         assert WHOLE in outcome
 
 
+def test_prepare_refuses_lists_of_experts_that_are_split(outcomes):
+    for outcome in told(outcomes, "prepare_of_a_list_of_experts_that_are_split"):
+        assert outcome.startswith("ValueError: fp4: ") and WHOLE in outcome, outcome
+        assert "experts: 0.weight is a DTensor, placed" in outcome
+
+
 @pytest.mark.parametrize(
     "name",
     [

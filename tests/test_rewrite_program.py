@@ -116,3 +116,15 @@ def test_a_prepared_model_is_4_bits_already():
     told = r"the program already holds 1 fp4 operators \(1 fp4::moe\); it runs in 4 bits as it is"
     with pytest.raises(ValueError, match=told):
         fp4_ops.rewrite(program)
+
+
+@pytest.mark.parametrize("strict", [False, True])
+def test_export_calls_no_backend(strict):
+    """As docs/deployment.md says: the original weights, until the program is rewritten."""
+    module, x = STYLES["dense einsum"](), torch.randn(9, 32)
+    compiled = torch.compile(module, backend="fp4")
+    with torch.no_grad():
+        program = torch.export.export(compiled, (x,), strict=strict)
+        assert not any(str(n.target).startswith("fp4") for n in program.graph.nodes)
+        rewritten = fp4_ops.rewrite(program, OPTIONS)
+        assert relative_error(rewritten(x), module.twin("mxfp4")(x)) < 1e-5

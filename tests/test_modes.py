@@ -1,0 +1,116 @@
+"""autocast, inference mode and no_grad around prepared and compiled models."""
+
+from __future__ import annotations
+
+import copy
+
+import pytest
+import torch
+import torch.nn.functional as F
+from conftest import more
+from moe_models import Recorder, build, fake_quantised, relative_error, tokens
+from moe_styles import STYLES
+from torch import nn
+
+import fp4_ops
+from fp4_ops.find_experts import is_experts
+
+ROUNDED = 2e-2
+"""Results in 16 bits whose products were rounded in other places."""
+
+
+@pytest.fixture(autouse=True)
+def fresh():
+    torch._dynamo.reset()
+    torch.set_num_threads(1)
+
+
+def pair(family: str, dtype: torch.dtype = torch.float32) -> tuple[nn.Module, nn.Module]:
+    """A prepared model, and the same one with the weights that its four bits stand for."""
+    model = build(family, dtype, "grouped_mm", num_hidden_layers=1)
+    twin = copy.deepcopy(model)
+    for module in filter(is_experts, twin.modules()):
+        for name in ("gate_up_proj", "down_proj"):
+            weight = getattr(module, name)
+            weight.data = fake_quantised(weight, "nvfp4", module.is_transposed)
+    fp4_ops.prepare(model, activation="bf16")
+    return model, twin
+
+
+def logits(model: nn.Module, ids: torch.Tensor) -> torch.Tensor:
+    return model(input_ids=ids, use_cache=False).logits
+
+
+@pytest.mark.parametrize("family", ["qwen3_moe", "gpt_oss"])
+@pytest.mark.parametrize("backend", [None, more("aot_eager"), more("fp4")])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, more(torch.float16)])
+def test_a_prepared_model_under_autocast(family, backend, dtype):
+    model, twin = pair(family)
+    ids = tokens(2, 7)
+    run = torch.compile(model, backend=backend) if backend else model
+    with torch.no_grad():
+        with torch.autocast("cpu", dtype=dtype):
+            got, want = logits(run, ids), logits(twin, ids)
+        assert got.dtype == want.dtype == dtype
+        assert relative_error(got, want) < ROUNDED
+        assert relative_error(logits(run, ids), logits(twin, ids)) < 1e-4  # and afterwards without
+
+
+@pytest.mark.parametrize("mode", [torch.no_grad, torch.inference_mode])
+def test_prepared_in_a_mode_and_used_in_others(mode):
+    model, ids = build("qwen3_moe", torch.float32, "grouped_mm", num_hidden_layers=1), tokens(2, 5)
+    other = copy.deepcopy(model)
+    with mode(), torch.autocast("cpu", dtype=torch.bfloat16):
+        fp4_ops.prepare(model, activation="bf16")
+    fp4_ops.prepare(other, activation="bf16")
+    for given in (torch.no_grad, torch.inference_mode):
+        with given():
+            assert torch.equal(logits(model, ids), logits(other, ids))
+    assert not any(b.is_inference() for n, b in model.named_buffers() if ".experts." in n)
+    model.load_state_dict(other.state_dict())  # writes to what was packed in inference mode
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        "dense einsum",
+        more("where loop"),
+        more("slot mask loop (boolean masks)"),
+        more("gather + bmm"),
+        more("sorted grouped_mm (torchtitan)"),
+        more("dense loop, masked sum"),
+        more("scatter_add loop, 3D parameters"),
+    ],
+)
+@pytest.mark.parametrize("dtype", [torch.bfloat16, more(torch.float16)])
+def test_the_backend_under_autocast(name, dtype):
+    """Weights are packed from what the parameters hold, not from the 16-bit copies that autocast makes."""
+    module, recorder = STYLES[name](), Recorder(activation="bf16")
+    twin, x = module.twin(), torch.randn(9, module.H)
+    compiled = torch.compile(module, backend=recorder, fullgraph=True)
+    with torch.no_grad():
+        with torch.autocast("cpu", dtype=dtype):
+            got, want = compiled(x), twin(x)
+        assert set(recorder.ops) == {"fp4::moe"}
+        assert got.dtype == want.dtype and relative_error(got, want) < ROUNDED
+        assert relative_error(compiled(x), twin(x)) < 1e-5
+    with torch.inference_mode():
+        assert relative_error(compiled(x), twin(x)) < 1e-5
+        with torch.autocast("cpu", dtype=dtype):
+            assert torch.equal(compiled(x), got)
+
+
+@pytest.mark.parametrize("bias", [False, True])
+def test_an_fp4_linear_under_autocast(bias):
+    """The dtypes of torch's own linear layer."""
+    linear, x = nn.Linear(64, 32, bias), torch.randn(5, 64)
+    w = fp4_ops.quantize(linear.weight, "nvfp4")
+    linear.weight.data = w.dequantize()
+    packed = copy.deepcopy(linear)
+    packed.weight = nn.Parameter(w, requires_grad=False)
+    with torch.no_grad(), torch.autocast("cpu", dtype=torch.bfloat16):
+        got, want = packed(x), linear(x)
+    assert got.dtype == want.dtype == torch.bfloat16
+    assert relative_error(got, want) < 1e-2
+    with torch.inference_mode():
+        assert relative_error(packed(x), F.linear(x, linear.weight, linear.bias)) < 1e-5
