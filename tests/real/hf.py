@@ -83,6 +83,8 @@ _TRANSPOSED = {
 def add(group: Group, *families: str, **how: Any) -> None:
     for family in families:
         settings = {"experts": _EXPERTS, "but": r"shared|bias", "takes": "ids", **how}
+        if family == "jetmoe":  # whose attention has experts, too: single products, which stay as they are
+            settings["but"] = "self_attention|bias"
         if family in _TRANSPOSED:
             settings["transposed"] = _TRANSPOSED[family]
         group.case("transformers", family, **settings)(lambda family=family: tiny(family))
