@@ -27,7 +27,7 @@ CHANGES: dict[str, dict[str, Any]] = {
     "llama4_text": {"interleave_moe_layer_step": 1, "no_rope_layers": [1, 1]},
     "longcat_flash": {
         "zero_expert_num": 2, "ffn_hidden_size": 64, "expert_ffn_hidden_size": 32, "num_layers": 2,
-        "moe_topk": 3, "head_dim": 8,
+        "moe_topk": 3, "head_dim": 8, "num_key_value_heads": 4,
     },
     "minimax": {"layer_types": ["full_attention", "full_attention"]},
     "nllb-moe": {
@@ -41,8 +41,8 @@ CHANGES: dict[str, dict[str, Any]] = {
         "num_sparse_encoder_layers": 2, "num_sparse_decoder_layers": 2, "expert_capacity": 8,
     },
     **{
-        family: {"rope_scaling": {"rope_type": "default", "type": "default", "mrope_section": [2, 3, 3]}}
-        for family in ("glm4v_moe_text", "qwen3_vl_moe_text", "qwen3_omni_moe_text")
+        family: {"rope_scaling": {"rope_type": "default", "type": "default", "mrope_section": section}}
+        for family, section in (("glm4v_moe_text", [1, 1, 2]), ("qwen3_vl_moe_text", [2, 3, 3]))
     },
 }  # fmt: skip
 """What a family's config needs beyond the sizes that it has names for."""
