@@ -204,6 +204,36 @@ def test_operators_find_a_tile(architecture, kind, tmp_path):
         assert max(stacks.values()) <= LARGE_STACK, max(stacks, key=stacks.get)
 
 
+MODELS = {
+    "qwen3-30b": (128, 2048, 768, 8),
+    "mixtral": (8, 4096, 14336, 2),
+    "gpt-oss-20b": (32, 2880, 2880, 4),
+}
+"""experts, hidden, intermediate, top_k"""
+
+
+def unwritten_weight(g: int, n: int, k: int) -> tuple:
+    """nvfp4, as large as it is and never touched."""
+    scale = torch.empty(g, n, k // 16, dtype=torch.float8_e4m3fn)
+    return torch.empty(g, n, k // 2, dtype=torch.uint8), scale, torch.empty(g)
+
+
+@archs
+@needs_ptxas
+@pytest.mark.parametrize("dtype", FLOATS, ids=str)
+@pytest.mark.parametrize("model", MODELS)
+@pytest.mark.parametrize("architecture", [80, 86])
+def test_blocks_of_known_models(architecture, model, dtype):
+    """Prompts of 256 tokens and more, where a GPU of 99 KB ran out of it."""
+    g, hidden, inter, top_k = MODELS[model]
+    up, down = unwritten_weight(g, 2 * inter, hidden), unwritten_weight(g, hidden, inter)
+    for tokens in (256, 2048):
+        x, ids = torch.empty(tokens, hidden, dtype=dtype), torch.zeros(tokens, top_k, dtype=torch.int64)
+        with gpu(architecture) as kernels:
+            register.moe(x, ids, torch.empty(tokens, top_k), *up, *down, format="nvfp4")
+        assert [k.name for k in kernels.launched].count("gemm_kernel") == 2
+
+
 def grouped(a: torch.Tensor, w: tuple) -> None:
     register.grouped_mm(a, *w, torch.full((w[0].shape[0],), len(a), dtype=torch.int32), format="nvfp4")
 

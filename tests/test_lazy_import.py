@@ -9,6 +9,7 @@ import sys
 
 import pytest
 import torch
+from conftest import more
 from fp4_ops.meta.fakes import OPERATORS
 from reference import random_weight
 
@@ -37,9 +38,12 @@ def test_import_and_the_cpu_load_no_triton(code):
     assert loaded_after(code) == set()
 
 
-def test_the_backend_loads_no_kernels():
+COMPILE = "import torch\ntorch.compile(torch.nn.Linear(2, 2), backend='fp4')(torch.randn(3, 2))"
+
+
+@pytest.mark.parametrize("code", ["import fp4_ops.backend", more(COMPILE)])
+def test_the_backend_loads_no_kernels(code):
     """Dynamo itself loads Triton where it is installed; ours stays out until a GPU calls."""
-    code = "import torch\ntorch.compile(torch.nn.Linear(2, 2), backend='fp4')(torch.randn(3, 2))"
     assert loaded_after(code) <= {"triton"}
 
 

@@ -40,7 +40,6 @@ SHAPES = (
     Tile(128, 64, 128, 8, 3),
     Tile(128, 64, 64, 8, 3),
     Tile(256, 128, 128, 16, 3),
-    Tile(256, 128, 128, 8, 3),
     Tile(128, 128, 64, 8, 3),
 )
 CANDIDATES = tuple(replace(t, stages=s) for t in SHAPES for s in range(t.stages, 1, -1))
@@ -61,12 +60,17 @@ class Device:
     multiprocessors: int
 
     @property
-    def warps_of_256x128(self) -> int | None:
-        """How many warps can hold 256 x 128 sums without spilling registers, if any number can.
+    def holds_256x128(self) -> bool:
+        """Whether 16 warps can hold 256 x 128 sums without spilling registers: with Hopper's wgmma alone.
 
-        Hopper's wgmma wants 16; tcgen05 has 4 or 8, whose sums lie in tensor memory; mma.sync spills.
+        Triton multiplies by tcgen05 with 4 or 8 warps, for which the epilogue of so many sums spills.
         """
-        return {9: 16, 10: 8, 11: 8}.get(self.capability[0])
+        return self.capability[0] == 9
+
+    @property
+    def sums_in_registers(self) -> bool:
+        """As mma.sync has them, beside both operands. wgmma reads one from memory, tcgen05 has its own."""
+        return self.capability[0] not in (9, 10, 11)
 
 
 class Problem(NamedTuple):
@@ -131,13 +135,15 @@ def tokens(rows_per_expert: int) -> int:
 
 def usable(tile: Tile, problem: Problem, device: Device) -> bool:
     """Whether the tile makes sense for the problem, if it fits."""
-    sums, spills = tile.block_n * tile.block_m, device.warps_of_256x128 is None
-    if sums == 256 * 128 and (problem.two_sums or tile.warps != device.warps_of_256x128):
+    sums = tile.block_n * tile.block_m
+    if sums == 256 * 128 and (problem.two_sums or not device.holds_256x128):
         return False
-    if problem.terms > 1 and (tile.block_n > 128 or (sums > 128 * 64 and spills)):
-        return False
-    if problem.columns and problem.terms > 1 and tile.block_m * tile.block_k > 64 * 64 and spills:
-        return False
+    if problem.terms > 1:
+        few = 128 * 64 if device.sums_in_registers else 128 * 128
+        if tile.block_n > 128 or sums > few:
+            return False
+        if problem.columns and device.sums_in_registers and tile.block_m * tile.block_k > 64 * 64:
+            return False
     # Deep tiles amortise the loop, but the pipeline needs several of them to overlap anything.
     return tile.block_k <= 128 or problem.k >= 3 * tile.block_k
 
