@@ -25,7 +25,7 @@ from triton.runtime import driver
 from triton.runtime.errors import OutOfResources
 from triton_targets import ARCHITECTURES, device, gpu
 
-from fp4_ops.triton import gemm, launch, ops, register, tiles
+from fp4_ops.triton import gemm, launch, ops, register, samples, tiles
 from fp4_ops.triton.tiles import Problem, Tile
 
 pytestmark = pytest.mark.skipif(launch.INTERPRET, reason="needs the compiler")
@@ -304,6 +304,10 @@ def elementwise(op: str) -> None:
         for dtype in (BF16, torch.float8_e4m3fn):
             register.to_masked(torch.zeros(7, 40).to(dtype), rows, 4)
             register.from_masked(torch.zeros(2, 4, 40).to(dtype), rows, 8)
+    elif op == "samples":
+        at, held = torch.zeros(40, dtype=torch.int64), torch.zeros(40, samples.RUN, dtype=torch.uint8)
+        for compare in (False, True):
+            samples.launch(at, at, held, torch.zeros(1, dtype=torch.int32), compare)
     elif op == "many experts":
         w, a = weight("nvfp4", 384, 16, 64), torch.zeros(3000, 64, dtype=BF16)
         register.indexed_mm(a, *w, torch.zeros(3000, dtype=torch.int64), format="nvfp4")
@@ -328,7 +332,7 @@ def elementwise(op: str) -> None:
                 register.dequantize(*packed, op, torch.float64)
 
 
-OTHERS = ("quantize_fp8", "quantize_int8", "rows", "sort by count", "many experts", *FORMAT_NAMES)
+OTHERS = ("quantize_fp8", "quantize_int8", "rows", "samples", "sort by count", "many experts", *FORMAT_NAMES)
 
 
 @needs_ptxas
