@@ -179,6 +179,7 @@ ROUTING_FIRST = (
     "compute ids and weights, [T, k] each, before the experts, and index them by token and slot only"
 )
 DISTINCT = "take the ids from topk, whose choices differ, or sum over token, slot = torch.where(ids == e)"
+FOLD_GAIN = "multiply the vector into the columns of the down weight, once, when the weights are loaded"
 ALL_BIASES = "give all experts a bias, zeros where there is none"
 
 SAME_X = "let all experts read rows of the same x"

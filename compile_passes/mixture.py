@@ -104,6 +104,8 @@ class Branch:
     up_bias: tuple[Matrix | None, ...]
     down: Matrix
     down_bias: Matrix | None
+    gain: Matrix | None = None
+    """A vector of the expert's own that scales what enters its down product."""
 
     @property
     def common(self) -> tuple[Any, ...]:
@@ -164,6 +166,8 @@ class Matcher:
         factors = flatten(term.body, Mul)
         weights = [f for f in factors if isinstance(f, Ref) and self.reader.is_weight(f.node)]
         weights = [w for w in weights if inner in free_axes(w) and value(w.node).dim() >= 2]
+        if len(weights) > 1:  # others are vectors, of parameters that hold all experts'
+            weights = [w for w in weights if free_axes(w) != {inner}]
         if len(weights) != 1:
             return None
         rest = tuple(f for f in factors if f is not weights[0])
@@ -186,11 +190,25 @@ class Matcher:
         """Whether a term is a product whose input is made of products, and of nothing else."""
         if term not in self._is_down:
             lin = self.linear(term)
-            leaves = self.leaves(lin.input) if lin is not None else []
-            rest = [bare(substitute(t, dict.fromkeys(leaves, UP))) for t in lin.input] if leaves else []
+            inputs = self._without_gains(lin)[0] if lin is not None else ()
+            leaves = self.leaves(inputs)
+            rest = [bare(substitute(t, dict.fromkeys(leaves, UP))) for t in inputs] if leaves else []
             others = [t for r in rest for t in walk(r) if isinstance(t, (Ref, Sum))]
             self._is_down[term] = bool(leaves) and not others
         return self._is_down[term]
+
+    def _without_gains(self, lin: Linear) -> tuple[tuple[Term, ...], tuple[Ref, ...]]:
+        """What a product multiplies, and the vectors of weights that scale it."""
+
+        def is_gain(t: Term) -> bool:
+            """A vector along the product, of the expert whose weight that is."""
+            if not (isinstance(t, Ref) and self.reader.is_weight(t.node) and lin.inner in t.index):
+                return False
+            others = [i for i in t.index if i is not lin.inner and not isinstance(i, Const)]
+            return all(i in lin.weight.index for i in others)
+
+        gains: Any = tuple(t for t in lin.input if is_gain(t))
+        return tuple(t for t in lin.input if t not in gains), gains
 
     def has_down(self, term: Term) -> bool:
         if term not in self._has_down:
@@ -332,7 +350,7 @@ class Matcher:
         lin = self.linear(core)
         assert lin is not None
         down, down_bias = self._matrix(lin, m.hidden, m.root)
-        x, scales, act, up, up_bias = self._ffn(lin, m)
+        x, scales, act, up, up_bias, gain = self._ffn(lin, m)
 
         axes, factors = open_sums(axes, factors)
         ids, masked, place, chosen, weights, k = None, None, None, [], [], None
@@ -401,16 +419,18 @@ class Matcher:
 
         return Branch(
             e, choice, ids, masked, place, bool(axes) or choice is not None, k, general(chosen),
-            general(weights), after, x, scales, act, up, up_bias, down, down_bias,
+            general(weights), after, x, scales, act, up, up_bias, down, down_bias, gain,
         )  # fmt: skip
 
     def _ffn(self, lin: Linear, m: Mixture) -> Any:
-        """(x, what scales it, activation, gate and up or just up, their biases) of a down product's input."""
-        leaves = self.leaves(lin.input)
+        """(x, what scales it, activation, gate and up or just up, their biases, gain) of a down's input."""
+        inputs, gains = self._without_gains(lin)
+        leaves = self.leaves(inputs)
         need(
             len(leaves) in (1, 2), f"{len(leaves)} products make the activation", m.root, changes.TWO_PRODUCTS
         )
-        act, leaves = read_activation(lin.input, leaves, m.root)
+        need(len(gains) <= 1, "several vectors scale the activation", m.root, changes.TWO_PRODUCTS)
+        act, leaves = read_activation(inputs, leaves, m.root)
         found = []
         for leaf in leaves:
             up = self.linear(leaf)
@@ -438,7 +458,17 @@ class Matcher:
                 m.root,
                 changes.SAME_SHAPE,
             )
-        return first[2], first[3], act, tuple(f[0] for f in found), tuple(f[1] for f in found)
+        k = static_int(lin.inner.size)
+        need(k is not None, "a weight has a symbolic shape", m.root, changes.STATIC_WEIGHTS)
+        gain = Matrix(substitute(gains[0], {lin.inner: N}), k, 0) if gains else None  # type: ignore[arg-type]
+        if gain is not None:
+            need(
+                free_axes(gain.ref) == {N},
+                f"{gains[0]!r} is no expert's vector",
+                m.root,
+                changes.TWO_PRODUCTS,
+            )
+        return first[2], first[3], act, tuple(f[0] for f in found), tuple(f[1] for f in found), gain
 
     def _matrix(self, lin: Linear, out: Axis, site: fx.Node) -> tuple[Matrix, Matrix | None]:
         n, k = static_int(out.size), static_int(lin.inner.size)
@@ -550,7 +580,7 @@ def _other_slice(b: Branch) -> int | None:
 def _in_common(a: Branch, b: Branch) -> list[tuple[bool, str, str]]:
     """What two experts must have in common: (whether they do, how they differ if not, what would help)."""
     shapes = [[(w.n, w.k) for w in (*x.up, x.down)] for x in (a, b)]
-    biases = [[x is None for x in (*branch.up_bias, branch.down_bias)] for branch in (a, b)]
+    biases = [[x is None for x in (*branch.up_bias, branch.down_bias, branch.gain)] for branch in (a, b)]
     choices = a.sums_choices == b.sums_choices and a.k == b.k
     conditions = f"take rows on different conditions ({a.chosen} and {b.chosen})"
     factors = f"are weighted differently ({a.factors} and {b.factors})"
@@ -568,7 +598,7 @@ def _in_common(a: Branch, b: Branch) -> list[tuple[bool, str, str]]:
             f"change their outputs differently ({a.after!r} and {b.after!r})",
             changes.SAME_AFTER,
         ),
-        (biases[0] == biases[1], "differ in biases", changes.ALL_BIASES),
+        (biases[0] == biases[1], "differ in biases or gains", changes.ALL_BIASES),
         ((a.choice is None) == (b.choice is None), "serve different choices", changes.SAME_CHOICES),
     ]
 

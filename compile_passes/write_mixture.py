@@ -63,7 +63,7 @@ class _Emitter:
         device = value(b.down.ref.node).device.type
         need(value(m.root).dtype in FLOATING, f"the output is {value(m.root).dtype}", m.root, changes.DTYPE)
         need(device in ("cpu", "cuda"), f"no kernels for device {device}", m.root, changes.DEVICE)
-        fused = bool(act.name)
+        fused = bool(act.name) and b.gain is None
         up, interleaved = self._gate_up(device)
         down = self._spec([(x.down,) for x in m.branches], device, False)
         if isinstance(up[1], HeldSpec) and isinstance(down[1], HeldSpec) and own_scales(up[1]):
@@ -74,6 +74,7 @@ class _Emitter:
         )
         up_bias = self._bias([x.up_bias for x in m.branches], interleaved)
         down_bias = self._bias([(x.down_bias,) for x in m.branches], False)
+        gain = self._bias([(x.gain,) for x in m.branches], False)
         routing = self.routing = _Routing(self)
         a_format, why = options.a_format(device, down[1].layout)
 
@@ -86,6 +87,7 @@ class _Emitter:
                 ids, weights = self._reshape(ids, [-1, 1]), self._reshape(weights, [-1, 1])
             packed = (self._slot(up), self._slot(down))
             biases = (self._slot(up_bias), self._slot(down_bias))
+            self.gain = self._slot(gain)
             emit = self._moe if fused else self._products
             if b.after is OUT:
                 out = emit(x, ids, weights, packed, biases, down[1], a_format, value(m.root).dtype)
@@ -109,6 +111,9 @@ class _Emitter:
         )  # fmt: skip
         if fused:
             return site
+        if b.gain is not None:
+            reason = "a vector of the expert's own scales what enters its down product"
+            return replace(site, reason=reason, change=changes.FOLD_GAIN)
         reason = f"activation {act.term!r} is none of: {', '.join(ACTIVATIONS)}"
         return replace(site, reason=reason, change=changes.ACTIVATION)
 
@@ -174,7 +179,12 @@ class _Emitter:
                 GATE: self._call(aten.slice.Tensor, h, 1, 0, inter),
                 UP: self._call(aten.slice.Tensor, h, 1, inter, 2 * inter),
             }
-        h = self._cast(self._pointwise(b.act.term, values), dtype)
+        h = self._pointwise(b.act.term, values)
+        if self.gain is not None:  # a row of no expert is not read
+            own = self._call(aten.clamp.default, flat, 0, self.experts - 1)
+            gains = self._cast(self._call(aten.index.Tensor, self.gain[0], [own]), torch.float32)
+            h = self._call(aten.mul.Tensor, h, gains)
+        h = self._cast(h, dtype)
         y = product(h, packed[1], biases[1])
         y = self._reshape(y, [-1, k, b.down.n])
         scale = self._cast(self._call(aten.unsqueeze.default, weights, 2), torch.float32)
@@ -223,7 +233,7 @@ class _Emitter:
     def _gate_up(self, device: str) -> tuple[Any, bool]:
         """The weight of gate and up, rows in the order the parameter has or else the activation wants."""
         experts = [x.up for x in self.m.branches]
-        self.activation = self.common.act.name
+        self.activation = self.common.act.name if self.common.gain is None else ""
         for name in same_function(self.activation):
             interleaved = known_activation(name).interleaved
             spec = self._spec(experts, device, interleaved)

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import torch
-from moe_styles import ListStyle, StackedStyle, style
-from torch import Tensor
+import torch.nn.functional as F
+from moe_styles import Expert, ListStyle, StackedStyle, style
+from torch import Tensor, nn
 
 # --- out[token] += y adds every row, as no token has one expert twice ---
 
@@ -66,3 +67,21 @@ class FirstChoice(ListStyle):
             if mask.any():
                 out[mask] = expert(x[mask]) * weights[mask, 0].unsqueeze(-1)
         return out
+
+
+# --- experts ---
+
+
+class GainedExpert(Expert):
+    def __init__(self, h: int, i: int, bias: bool) -> None:
+        super().__init__(h, i, F.gelu, True, bias)
+        self.gain = nn.Parameter(torch.rand(i) + 0.5)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.w2(F.gelu(self.w1(x)) * self.w3(x) * self.gain)
+
+
+@style("where loop, a vector of each expert's own scales the activation (ST-MoE)")
+class Gained(IncrementLoop):
+    def build(self) -> None:
+        self.list = nn.ModuleList(GainedExpert(self.H, self.I, self.bias) for _ in range(self.E))
