@@ -163,10 +163,25 @@ def table() -> Iterator[str]:
     """A row of docs/support.md for each case."""
     for name in names():
         group = load(name)
-        for (package, what), r in results(group).items():
-            ops = ", ".join(f"`{op}`" for op in r.get("ops", {}))
-            why = [*r.get("reasons", ()), *(b.split("\n  Hint")[0] for b in r.get("breaks", ()))]
-            case = next(c for c in group.cases if (c.package, c.what) == (package, what))
-            told = next((w for w in why if case.refused in w), "?") if not ops else ""
-            became = ops or "left alone: " + " ".join(told.replace("Explanation:", "").split())[:160]
-            yield f"| {package} {group.version(package)} | {what} | {became} | {r.get('error', 1.0):.0e} |"
+        try:
+            found = results(group)
+        except CannotInstall as why:
+            found = {(c.package, c.what): {"raised": str(why)} for c in group.cases}
+        for case in group.cases:
+            r = found[case.package, case.what]
+            what = f"| {case.package} {group.version(case.package)} | {case.what} |"
+            yield (
+                f"{what} {_became(case, r)} | {r['error']:.0e} |"
+                if "error" in r
+                else f"{what} {_became(case, r)} | |"
+            )
+
+
+def _became(case: Case, r: dict[str, Any]) -> str:
+    if "raised" in r:
+        return f"not run: {r['raised'][:100]}"
+    if r["ops"]:
+        return ", ".join(f"`{op}`" for op in r["ops"])
+    why = [*r["reasons"], *(b.split("\n  Hint")[0] for b in r["breaks"]), "Dynamo captures no experts"]
+    told = next((w for w in why if case.refused in w), why[0])
+    return "left alone: " + " ".join(told.replace("Explanation:", "").split())[:160]
