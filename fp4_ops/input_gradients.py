@@ -18,6 +18,7 @@ activations are treated as if they were exact (the straight-through estimator).
 from __future__ import annotations
 
 from collections.abc import Iterator
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -28,7 +29,7 @@ from .gates import apply_gate, gate_gradient
 from .meta import checks
 from .meta.formats import known_activation
 
-DEQUANTIZED_BYTES = 64 * 2**20
+DEQUANTIZED_BYTES = 256 * 2**20
 """Dequantised weights that exist at one time, or those of one expert if these are more."""
 
 
@@ -80,8 +81,8 @@ def moe_input_grads(
     valid = (ids >= 0) & (ids < experts)  # other ids belong to no expert here, and give nothing
     ids = torch.where(valid, ids, experts).long()
     order = ids.argsort(stable=True)
-    # The one host read of a call: how many rows each expert has.
-    counts = torch.bincount(ids, minlength=experts + 1)[:experts].tolist()
+    ends = torch.bincount(ids, minlength=experts + 1)[:experts].cumsum(0, dtype=torch.int32)
+    host_ends = ends.tolist()  # the one host read of a call
 
     # A place for each choice of each token, so that sums do not depend on the order of the experts.
     d_x = x.new_zeros(order.shape[0], hidden)
@@ -90,35 +91,35 @@ def moe_input_grads(
     up = (w13, w13_scale, w13_global_scale, w13_bias)
     down = (w2, w2_scale, w2_global_scale, w2_bias)
     at_once = max(1, DEQUANTIZED_BYTES // max(1, 3 * inner * hidden * dtype.itemsize))
-    for first, last, start, end in _chunks(counts, at_once):
+    for first, last, start, end in _chunks(host_ends, at_once):
         places = order[start:end]
         rows = places // top_k
-        rows_of = counts[first:last]
+        groups = _Groups(ends[first:last] - start, [e - start for e in host_ends[first:last]])
         x_rows, grads = x[rows], grad[rows]
         w_up = _dequantize(up, first, last, hidden, format, dtype, layout)
         w_down = _dequantize(down, first, last, inner, format, dtype, layout)
 
-        u = _products(x_rows, w_up.mT, rows_of).float()
+        u = groups.products(x_rows, w_up.mT).float()
         if w13_bias is not None:
             u += w13_bias[ids[places]].float()
         h = apply_gate(u, act)
-        d = _products(grads, w_down, rows_of).float()
+        d = groups.products(grads, w_down).float()
         d_weight = (d * h).sum(-1)
         if w2_bias is not None:
             d_weight += (grads.float() * w2_bias[ids[places]].float()).sum(-1)
         d_u = gate_gradient(u, d * weights[places].float()[:, None], act).to(dtype)
-        d_x[places] = _products(d_u, w_up, rows_of)
+        d_x[places] = groups.products(d_u, w_up)
         d_weights[places] = d_weight.to(d_weights.dtype)
     d_x = d_x.view(*topk_ids.shape, hidden).sum(1, dtype=torch.float32).to(dtype)
     return d_x, d_weights.view_as(topk_ids)
 
 
-def _chunks(counts: list[int], at_once: int) -> Iterator[tuple[int, int, int, int]]:
+def _chunks(ends: list[int], at_once: int) -> Iterator[tuple[int, int, int, int]]:
     """Runs of `at_once` experts: first, last + 1, and where their sorted rows start and end."""
     start = 0
-    for first in range(0, len(counts), at_once):
-        last = min(first + at_once, len(counts))
-        end = start + sum(counts[first:last])
+    for first in range(0, len(ends), at_once):
+        last = min(first + at_once, len(ends))
+        end = ends[last - 1]
         if end > start:
             yield first, last, start, end
         start = end
@@ -137,18 +138,24 @@ def _dequantize(
     return values[..., :k]
 
 
-def _products(a: Tensor, b: Tensor, counts: list[int]) -> Tensor:
-    """a [M, K] @ b [E, K, N], rows of `a` sorted by expert, counts[e] of them each."""
-    if a.is_cuda and a.dtype == torch.bfloat16 and not (a.shape[1] % 8 or b.shape[2] % 8):
-        ends = torch.tensor(counts, device=a.device).cumsum(0, dtype=torch.int32)
-        return torch._grouped_mm(a, b, offs=ends)
-    out = a.new_empty(a.shape[0], b.shape[2])
-    start = 0
-    for e, count in enumerate(counts):
-        if count:
-            torch.mm(a[start : start + count], b[e], out=out[start : start + count])
-        start += count
-    return out
+@dataclass(frozen=True)
+class _Groups:
+    """Where the rows of each expert end, on the device and on the host."""
+
+    ends: Tensor
+    host_ends: list[int]
+
+    def products(self, a: Tensor, b: Tensor) -> Tensor:
+        """a [M, K] @ b [E, K, N], rows of `a` sorted by expert."""
+        if a.is_cuda and a.dtype == torch.bfloat16 and not (a.shape[1] % 8 or b.shape[2] % 8):
+            return torch._grouped_mm(a, b, offs=self.ends)
+        out = a.new_empty(a.shape[0], b.shape[2])
+        start = 0
+        for e, end in enumerate(self.host_ends):
+            if end > start:
+                torch.mm(a[start:end], b[e], out=out[start:end])
+            start = end
+        return out
 
 
 _LIBRARY = Library("fp4", "IMPL")

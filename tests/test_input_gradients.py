@@ -101,6 +101,25 @@ def test_the_operator_against_autograd_in_float64(
     assert got[1][0, 0] == 0
 
 
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_sixteen_bits(dtype, device):
+    """On a GPU these are grouped products; an expert without rows among them."""
+    h, i, experts = 64, 48, 5
+    w13, w2 = (random_weight("nvfp4", experts, n, k, device=device) for n, k in ((2 * i, h), (h, i)))
+    x, grad = (torch.randn(33, h, device=device).to(dtype) for _ in range(2))
+    ids = torch.randint(1, experts, (33, 2), device=device)
+    weights = torch.rand(33, 2, device=device)
+    got = torch.ops.fp4.moe_input_grads(
+        grad, x, ids, weights, *w13.operands(), *w2.operands(), format="nvfp4"
+    )
+    assert [t.dtype for t in got] == [dtype, torch.float32]
+    leaves = [t.double().cpu().requires_grad_() for t in (x, weights)]
+    dense = [w.dense.double().cpu() for w in (w13, w2)]
+    out = reference(leaves[0], ids.cpu(), leaves[1], *dense, None, None, ACTIVATIONS["silu"])
+    for g, w in zip(got, torch.autograd.grad(out, leaves, grad.double().cpu()), strict=True):
+        assert error(g.cpu(), w) < 2e-2
+
+
 def test_no_more_than_some_experts_are_dequantised_at_a_time(monkeypatch):
     from fp4_ops import input_gradients
 
