@@ -29,14 +29,14 @@ def st_block():
     return SparseMoEBlock(MoE(dim=H, num_experts=4), add_ff_before=True)
 
 
-@GROUP.case("soft-moe-pytorch", "SoftMoE", unfinished=True)
+@GROUP.case("soft-moe-pytorch", "SoftMoE")
 def soft_moe():
     from soft_moe_pytorch import SoftMoE
 
     return SoftMoE(dim=H, seq_len=16, num_experts=4)
 
 
-@GROUP.case("soft-moe-pytorch", "SoftMoE, GEGLU", unfinished=True)
+@GROUP.case("soft-moe-pytorch", "SoftMoE, GEGLU")
 def soft_moe_geglu():
     from soft_moe_pytorch import SoftMoE
 
