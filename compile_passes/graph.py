@@ -257,8 +257,9 @@ def _swaps_last_two(node: fx.Node) -> bool:
 def need_own(weight: fx.Node, mutated: set[fx.Node], site: fx.Node) -> None:
     """A packed copy must stand for the weight from call to call."""
     need(weight not in mutated, f"the graph writes to the weight {weight.name}", site, changes.NO_WRITES)
-    gathered = weight.meta.get("gathered", "")
+    gathered, twice = weight.meta.get("gathered", ""), weight.meta.get("read_twice", "")
     need(not gathered, gathered, site, changes.NOT_GATHERED)
+    need(not twice, twice, site, changes.EVERY_USE)
 
 
 class Weights:

@@ -20,8 +20,9 @@ from .dynamo import allow_scalars
 from .gathered import gathered, is_flat
 from .held import is_subclass
 from .options import Options, inductor_patches
-from .report import Frame, input_name
+from .report import Frame, Site, input_name
 from .rewrite import Rewritten, fp4_calls, may_run_twice, rewrite
+from .uses import ReadTwice
 from .weights import Swap, runtime
 
 log = logging.getLogger("fp4_ops")
@@ -44,16 +45,7 @@ def analyse(gm: fx.GraphModule, inputs: Sequence[Any], options: Options) -> tupl
         # An activation this device cannot take is the user's error.
         options.a_format(device, preferred_layout(device, a_format=options.wanted))
     try:
-        traced, fake_mode = capture(gm, inputs)
-        fixed = {n for n, x in _pairs(traced, inputs) if _is_fixed(n, x)}
-        from_shards = gathered(x for x in inputs if isinstance(x, torch.nn.Parameter))
-        for node, x in _pairs(traced, inputs):
-            if id(x) in from_shards or (node in fixed and is_flat(getattr(node, "_dynamo_source", None))):
-                library = from_shards.get(id(x), "FSDP")
-                node.meta["gathered"] = f"{library} gathers the weight {input_name(node)} anew for each call"
-            if node in fixed and x.numel() <= TABLE:
-                node.meta["constant"] = x.detach()
-        rewritten, frame.sites = rewrite(traced, fixed, options, fake_mode)
+        rewritten, frame.sites = _rewritten(gm, inputs, options, {})
         frame.also = rewritten.also if rewritten is not None else []
     except CannotCapture as reason:
         frame.note, frame.change = f"left to Inductor: {reason}", reason.change
@@ -64,6 +56,31 @@ def analyse(gm: fx.GraphModule, inputs: Sequence[Any], options: Options) -> tupl
         frame.change = changes.FAULT
         return None, frame
     return rewritten, frame
+
+
+def _rewritten(
+    gm: fx.GraphModule, inputs: Sequence[Any], options: Options, stay: dict[int, str]
+) -> tuple[Rewritten | None, list[Site]]:
+    """`stay`: inputs that are left as they are, and why."""
+    traced, fake_mode = capture(gm, inputs)
+    fixed = {n for n, x in _pairs(traced, inputs) if _is_fixed(n, x)}
+    from_shards = gathered(x for x in inputs if isinstance(x, torch.nn.Parameter))
+    for node, x in _pairs(traced, inputs):
+        if id(x) in from_shards or (node in fixed and is_flat(getattr(node, "_dynamo_source", None))):
+            library = from_shards.get(id(x), "FSDP")
+            node.meta["gathered"] = f"{library} gathers the weight {input_name(node)} anew for each call"
+        if node in fixed and x.numel() <= TABLE:
+            node.meta["constant"] = x.detach()
+    for i, (node, _) in enumerate(_pairs(traced, inputs)):
+        if i in stay:
+            node.meta["read_twice"] = stay[i]
+    try:
+        return rewrite(traced, fixed, options, fake_mode)
+    except ReadTwice as found:
+        if not found.why.keys() - stay.keys():
+            raise
+        stay = {**found.why, **stay}
+    return _rewritten(gm, inputs, options, stay)
 
 
 def compile_graph(

@@ -46,6 +46,7 @@ from .report import Load, Site, hint, input_name, left_alone, location, module_p
 from .search import Search
 from .terms import interning
 from .topk import write_topk
+from .uses import refuse_two_precisions
 from .weights import Assembly, JoinSpec, PackSpec, Swap
 from .write_mixture import write_mixture
 
@@ -67,7 +68,11 @@ class Rewritten:
 def rewrite(
     gm: fx.GraphModule, fixed: set[fx.Node], options: Options, fake_mode: FakeTensorMode
 ) -> tuple[Rewritten | None, list[Site]]:
-    """Rewrite `gm` in place; (None, sites) if nothing was. `fixed`: inputs that are parameters or buffers."""
+    """Rewrite `gm` in place; (None, sites) if nothing was. `fixed`: inputs that are parameters or buffers.
+
+    Raises ReadTwice where some uses of a weight would be rewritten and others not: `gm` is of no use then.
+    Weights with `meta["read_twice"]`, which says why they stay, are left alone.
+    """
     gm.graph.eliminate_dead_code()
     mutated = mutated_inputs(gm.graph)
     decode_to_operator(gm.graph, fixed - mutated, fake_mode)
@@ -119,6 +124,7 @@ def rewrite(
         return None, sites
     sweep(gm.graph)
     _no_stand_in_is_left(gm.graph, sites)
+    writer.check_uses()
     rewritten = writer.finish(fake_mode)
     rewritten.also = also
     return rewritten, sites
@@ -458,6 +464,10 @@ class _Writer:
             bytes_after=after,
             gain=None if held else load.gain(before, after),
         )
+
+    def check_uses(self) -> None:
+        """Raises ReadTwice where a product that stays reads a weight that was packed."""
+        refuse_two_precisions(self._inputs, {s for sources, _ in self.slots for s in sources})
 
     def finish(self, fake_mode: FakeTensorMode) -> Rewritten:
         """Drop inputs that nothing uses any more, so that the graph does not keep the originals alive."""
