@@ -474,7 +474,8 @@ class _Writer:
         swaps, fakes = [], []
         position = {n: i for i, n in enumerate(self._inputs)}
         for (sources, spec), nodes in self.slots.items():
-            swaps.append(Swap(tuple(position[n] for n in sources), spec))
+            names = tuple(map(input_name, sources))
+            swaps.append(Swap(tuple(position[n] for n in sources), spec, names))
             like = value(sources[0])
             with fake_mode:
                 made = [

@@ -378,6 +378,17 @@ class Swap:
 
     indices: tuple[int, ...]
     spec: PackSpec | JoinSpec
+    names: tuple[str, ...] = ()
+    """Of these inputs, in the model."""
+
+    def check(self, weights: Sequence[torch.Tensor]) -> None:
+        """Raises ValueError if a weight has values that have no 4-bit code."""
+        for name, w in zip(self.names, weights):
+            if not is_traceable_wrapper_subclass(w) and not bool(w.isfinite().all()):
+                raise ValueError(
+                    f"fp4: the weight {name} holds NaN or infinity, which have no 4-bit code. Correct it, or "
+                    "run this model without the backend"
+                )
 
 
 def runtime(
@@ -451,6 +462,7 @@ class _Lookup:
     """
 
     def __init__(self, swaps: list[Swap]) -> None:
+        self._swaps = swaps
         self._stores = [(_getter(s.indices), store(s.spec)) for s in swaps]
         self._weights = _getter(sorted({i for s in swaps for i in s.indices}))
         self._met: dict[tuple[int, ...], _Met] = {}
@@ -481,10 +493,14 @@ class _Lookup:
         told, weights = _Told.last, self._weights(args)
         states, suspect = _states(weights), set(but)
         entries = []
-        for chosen, kept in self._stores:
+        for swap, (chosen, kept) in zip(self._swaps, self._stores):
             of = chosen(args)
-            entry = kept.entry(of)
-            entries.append(kept.entry(of, entry.serial) if entry.serial in suspect else entry)
+            try:
+                entry = kept.entry(of)
+                entries.append(kept.entry(of, entry.serial) if entry.serial in suspect else entry)
+            except RuntimeError:
+                swap.check(of)
+                raise
         refs = watch(weights, self._forget(key), all(e.owned for e in entries))
         self._met[key] = met = _Met(told, states, entries, refs)
         return met.packed

@@ -402,6 +402,17 @@ def test_weights_that_fsdp_gathers_are_refused_with_words(ranks):
         assert any("prepare" in change for change in changes)
 
 
+@pytest.mark.parametrize("value", [float("nan"), float("inf")])
+def test_a_weight_that_has_no_code_is_named(value):
+    block = a_list()
+    with torch.no_grad():
+        block.list[2].w2.weight[3, 4] = value
+        with pytest.raises(ValueError, match=r"fp4: the weight list\[2\]\.w2\.weight holds NaN or infinity"):
+            torch.compile(block, backend=Recorder())(torch.randn(9, block.H))
+        block.list[2].w2.weight[3, 4] = 1.0
+    Checked(block).check()
+
+
 def test_copies_of_a_model_do_not_share(monkeypatch):
     checked = Checked(a_stack())
     checked.check()
