@@ -208,7 +208,8 @@ inline Activation check_activation(std::string_view name) {
   Activation a = entry(kActivations, base);
   if (open < name.size() && (!a.gated || !read_limit(name.substr(open), &a.limit)))
     fail("activation is '", name,
-         "'; one with a gate may have brackets, and in them limit=L, L a positive number: what gate and up are "
+         "'; one with a gate may have brackets, and in them limit=L, L a positive number: what gate and up "
+         "are "
          "clamped to");
   return a;
 }

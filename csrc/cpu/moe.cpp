@@ -40,8 +40,7 @@ void run_tokens(const Block& block, const void* x, DType x_dtype, int64_t tokens
   const DType h_dtype = hidden_dtype(block, out_dtype);
   const int64_t h_bytes = inter * dtype_size(h_dtype);
   const int64_t width = block.activation.parts() * inter;
-  const Buffer gate_up(count * width * sizeof(float)), h(count * h_bytes),
-      y(count * hidden * sizeof(float));
+  const Buffer gate_up(count * width * sizeof(float)), h(count * h_bytes), y(count * hidden * sizeof(float));
 
   rows.out_index.clear();  // products stay in sorted order until they are combined
   if (count > 0) {

@@ -38,7 +38,7 @@ EXPORT void fp4_runs_read(const uint8_t* const* at, const int64_t* bytes, int64_
 
 // Whether any run holds something else now. `bytes` may be null: then all runs have kRun.
 EXPORT int fp4_runs_differ(const uint8_t* const* at, const int64_t* bytes, int64_t runs,
-                              const uint64_t* held) {
+                           const uint64_t* held) {
   std::atomic<bool> found{false};
   const auto compare = [&](int64_t begin, int64_t end) {
     for (int64_t i = begin; i < end && i < begin + kAhead; ++i) __builtin_prefetch(at[i]);
