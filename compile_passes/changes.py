@@ -101,6 +101,10 @@ ADD_ROWS = (
     "add each expert's rows with out.index_add_(0, token, y): out[token] += y adds one row where token names "
     "a row twice, and out[token] = y forgets what other experts wrote"
 )
+PUT_ROWS = (
+    "put the rows into zeros, out = torch.zeros_like(x), and let tokens without an expert keep x afterwards: "
+    "torch.where(chosen[:, None], out, x)"
+)
 SAME_TOKENS = (
     "say at the start of forward that ids and weights have a row for each row of x: "
     "torch._check(ids.shape[0] == x.shape[0]), or compile the router together with the experts"
@@ -116,7 +120,8 @@ FFN = (
     "experts' weights and gather them by ids: torch.bmm(w[ids], rows.unsqueeze(-1))"
 )
 ONE_AFTER_ANOTHER = none(
-    "experts that refine each other's outputs run one after the other; one operator runs all on the same x"
+    "experts that refine each other's outputs run one after the other; one operator runs all on the same x. "
+    "Experts that only share a tensor, each its own rows, can read x[token] and add to zeros by index_add"
 )
 EVAL = "leave the step out in inference (model.eval()), or do it after the experts' outputs are added up"
 AFTER_EXPERTS = (

@@ -10,7 +10,7 @@ from torch import fx
 from torch.fx.experimental.symbolic_shapes import free_unbacked_symbols
 
 from . import changes
-from .graph import FLOATING, PRODUCTS, Refusal, is_op, is_tensor, item, need, shape, value
+from .graph import FLOATING, PRODUCTS, Refusal, aten, is_op, is_tensor, item, need, shape, value
 from .mixture import Linear, Matcher, Mixture
 from .products import is_grouped_mm
 from .reading import Reader
@@ -191,7 +191,7 @@ class Search:
         refusal = max(told, key=lambda t: t[:3])[3]
         if not refusal.reason.endswith("is not understood"):
             return refusal
-        return self._stopped(bits) or self._behind(refusal.node) or refusal
+        return self._stopped(bits) or self._put_over(refusal.node) or self._behind(refusal.node) or refusal
 
     def _stopped(self, bits: int) -> Refusal | None:
         """The operator that an expert's output meets before it is added up, if no block ends with such."""
@@ -206,15 +206,32 @@ class Search:
                 return Refusal(reason, node, instead_of_output(node))
         return None
 
-    def _behind(self, step: fx.Node) -> Refusal | None:
-        """The first step of an expert's rows, of those that enter `step`, that is the reason why."""
+    def _put_over(self, step: fx.Node) -> Refusal | None:
+        """The first expert's rows, of those that enter `step`, that are written over what is not zeros."""
+        for node in self._entering(step):
+            if not is_op(node, aten.index_put) or node.kwargs.get("accumulate", (*node.args, False)[3]):
+                continue
+            base, rows = node.args[0], node.args[2]
+            if not self._near.get(rows, 0) or self._near.get(base, 0):
+                continue
+            if not isinstance(self.reader.value(base, 2).term, Const):
+                reason = f"experts' rows are put over {base.name} ({base.target}), which is not zeros"
+                return Refusal(reason, node, changes.PUT_ROWS)
+        return None
+
+    def _entering(self, step: fx.Node) -> list[fx.Node]:
+        """All that `step` is computed from, and itself, in the graph's order."""
         behind, todo = {step}, [step]
         while todo:
             new = set(todo.pop().all_input_nodes) - behind
             behind |= new
             todo += new
-        for node in self.graph.nodes:
-            if node not in behind or not is_tensor(node) or value(node).dtype not in FLOATING:
+        return [n for n in self.graph.nodes if n in behind]
+
+    def _behind(self, step: fx.Node) -> Refusal | None:
+        """The first step of an expert's rows, of those that enter `step`, that is the reason why."""
+        for node in self._entering(step):
+            if not is_tensor(node) or value(node).dtype not in FLOATING:
                 continue
             if _is_of_some_rows(node) and self.reader.value(node, 2) is self.reader.opaque(node):
                 cause = (item(node) or (node,))[0]

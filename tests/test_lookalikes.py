@@ -248,6 +248,22 @@ class ScoresOfAnotherRowsId(Switch):
         return scores[ids, 0][:, None]
 
 
+@lookalike("are put over clone (aten.clone.default), which is not zeros", "torch.zeros_like(x)")
+class RowsPutOverInputs(Switch):
+    """Tokens beyond an expert's capacity keep what they had (Switch Transformers in transformers 4)."""
+
+    def chosen(self, ids: Tensor) -> Tensor:
+        one_hot = F.one_hot(ids, self.E)
+        return (one_hot * (one_hot.cumsum(0) <= 2)).bool()
+
+    def forward(self, x):
+        scores, out = torch.softmax(self.router(x), -1), x.clone()
+        chosen = self.chosen(scores.argmax(-1))
+        for e, expert in enumerate(self.list):
+            out[chosen[:, e]] = expert(x[chosen[:, e]])
+        return scores.amax(-1, keepdim=True) * out
+
+
 class OneByOne(Loop):
     """Ids and weights of each choice are computed apart, then joined."""
 

@@ -20,9 +20,11 @@ import os
 import shutil
 import subprocess
 import sys
+from collections import Counter
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
+from textwrap import shorten
 from types import ModuleType
 from typing import Any
 
@@ -48,12 +50,17 @@ class Case:
     std: float = 0.25
     tolerance: float = 1e-4
     """How far from the twin the results may be."""
-    refused: str = ""
-    """What is said where the code stays as it is, for a reason that is true."""
-    unfinished: bool = False
-    """Not rewritten yet."""
+    becomes: tuple[str, ...] = ("fp4::moe",)
+    """Exactly which operators the experts become; none where the code stays as it is."""
+    because: str = ""
+    """A part of the true reason, which must be told, why it stays as it is."""
+    more: bool = False
+    """Left to `make test-real REAL=all`: shows what a case without this mark shows."""
     sizes: tuple[tuple[int, int], ...] = ((2, 9), (3, 5), (4, 11))
     """B and T of each call."""
+
+    def __str__(self) -> str:
+        return f"{self.package} {self.what}"
 
 
 @dataclass
@@ -143,45 +150,58 @@ def worker(*arguments: str) -> list[str]:
 
 
 @functools.cache
-def _run(name: str) -> dict[tuple[str, str], dict[str, Any]]:
+def _run(name: str, more: bool) -> dict[tuple[str, str], dict[str, Any]]:
+    """What became of a group's cases with or without the mark `more`, all in one process."""
     group = load(name)
     folder = installed(group)
-    done = subprocess.run(worker(name), env=environment(folder), cwd=folder, capture_output=True, text=True)
+    cases = [str(c) for c in group.cases if c.more == more]
+    done = subprocess.run(
+        worker(name, *cases), env=environment(folder), cwd=folder, capture_output=True, text=True
+    )
     lines = [json.loads(line) for line in done.stdout.splitlines() if line.startswith("{")]
     found = {(r["package"], r["what"]): {**r, "log": done.stderr} for r in lines}
-    if len(found) != len(group.cases):
-        raise RuntimeError(f"{name}: {len(found)} of {len(group.cases)} cases ran\n{done.stderr[-3000:]}")
+    if len(found) != len(cases):
+        raise RuntimeError(f"{name}: {len(found)} of {len(cases)} cases ran\n{done.stderr[-3000:]}")
     return found
 
 
-def results(group: Group) -> dict[tuple[str, str], dict[str, Any]]:
-    """Of each of a group's cases what became of it. Raises CannotInstall."""
-    return _run(group.name)
+def result(group: Group, case: Case) -> dict[str, Any]:
+    """What became of a case. Raises CannotInstall."""
+    return _run(group.name, case.more)[case.package, case.what]
 
 
 def table() -> Iterator[str]:
-    """A row of docs/support.md for each case."""
+    """The lines of docs/support.md: what there is in all, then a row for each case."""
+    rows: list[str] = []
+    counts: Counter[str] = Counter()
+    packages: set[str] = set()
     for name in names():
         group = load(name)
-        try:
-            found = results(group)
-        except CannotInstall as why:
-            found = {(c.package, c.what): {"raised": str(why)} for c in group.cases}
         for case in group.cases:
-            r = found[case.package, case.what]
-            what = f"| {case.package} {group.version(case.package)} | {case.what} |"
-            yield (
-                f"{what} {_became(case, r)} | {r['error']:.0e} |"
-                if "error" in r
-                else f"{what} {_became(case, r)} | |"
+            try:
+                r = result(group, case)
+            except CannotInstall as why:
+                r = {"raised": str(why)}
+            became, how = _became(case, r)
+            error = f"{r['error']:.0e}" if how == "rewritten" else ""
+            rows.append(
+                f"| {case.package} {group.version(case.package)} | {case.what} | {became} | {error} |"
             )
+            counts[how] += 1
+            packages.add(case.package)
+    yield f"{len(packages)} packages, {len(rows)} layers and models: " + ", ".join(
+        f"{counts[how]} {how}" for how in ("rewritten", "left alone", "not run")
+    )
+    yield ""
+    yield "| package | layer or model | becomes | error |\n|---|---|---|---|"
+    yield from rows
 
 
-def _became(case: Case, r: dict[str, Any]) -> str:
+def _became(case: Case, r: dict[str, Any]) -> tuple[str, str]:
     if "raised" in r:
-        return f"not run: {r['raised'][:100]}"
+        return f"not run: {r['raised'][:100]}", "not run"
     if r["ops"]:
-        return ", ".join(f"`{op}`" for op in r["ops"])
+        return ", ".join(f"`{op}`" for op in sorted(r["ops"])), "rewritten"
     why = [*r["reasons"], *(b.split("\n  Hint")[0] for b in r["breaks"]), "Dynamo captures no experts"]
-    told = next((w for w in why if case.refused in w), why[0])
-    return "left alone: " + " ".join(told.replace("Explanation:", "").split())[:160]
+    told = next((w for w in why if case.because in w), why[0])
+    return f"left alone: {shorten(told.replace('Explanation:', ''), 160, placeholder=' ...')}", "left alone"

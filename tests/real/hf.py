@@ -24,7 +24,9 @@ CHANGES: dict[str, dict[str, Any]] = {
         "expert_layer_period": 1, "expert_layer_offset": 0, "attn_layer_period": 1, "attn_layer_offset": 0,
         "use_mamba_kernels": False,
     },
-    "llama4_text": {"interleave_moe_layer_step": 1, "no_rope_layers": [1, 1]},
+    "jetmoe": {"kv_channels": 16},
+    # transformers 4.51 makes a cache of its own within the model, which Dynamo traces for no backend.
+    "llama4_text": {"interleave_moe_layer_step": 1, "no_rope_layers": [1, 1], "use_cache": False},
     "longcat_flash": {
         "zero_expert_num": 2, "ffn_hidden_size": 64, "expert_ffn_hidden_size": 32, "num_layers": 2,
         "moe_topk": 3, "head_dim": 8, "num_key_value_heads": 4,
@@ -86,7 +88,7 @@ def add(group: Group, *families: str, **how: Any) -> None:
         if family == "jetmoe":  # whose attention has experts, too: single products, which stay as they are
             settings["but"] = "self_attention|bias"
         if family == "nllb-moe":  # which keeps all experts' rows in one buffer that each reads and writes
-            settings["refused"] = "read what others have computed"
+            settings |= {"becomes": (), "because": "read what others have computed"}
         if family in _TRANSPOSED:
             settings["transposed"] = _TRANSPOSED[family]
         group.case("transformers", family, **settings)(lambda family=family: tiny(family))

@@ -11,8 +11,8 @@ CASES = [
     pytest.param(
         group,
         case,
-        id=f"{case.package} {case.what}",
-        marks=[pytest.mark.xdist_group(group.name), *([pytest.mark.xfail()] if case.unfinished else [])],
+        id=str(case),
+        marks=[pytest.mark.xdist_group(group.name), *([pytest.mark.more] if case.more else [])],
     )
     for group in GROUPS
     for case in group.cases
@@ -23,14 +23,23 @@ pytestmark = pytest.mark.real
 @pytest.mark.parametrize(("group", "case"), CASES)
 def test_real(group: Group, case: Case) -> None:
     try:
-        found = groups.results(group)[case.package, case.what]
+        found = groups.result(group, case)
     except groups.CannotInstall as why:
         pytest.skip(f"{case.package} cannot be had: {why}")
     assert "raised" not in found, (found["raised"], found["log"][-3000:])
     assert not found["failed"], found["failed"]
-    if case.refused:
-        assert any(case.refused in why for why in (*found["reasons"], *found["breaks"])), found
-        assert not found["ops"] and found["moved"] < 1e-4, found
+    assert set(found["ops"]) == set(case.becomes), found
+    assert found["far"] > 5 * max(case.tolerance, 2e-3), found  # experts matter, so that errors can show
+    if case.becomes:
+        assert found["error"] < case.tolerance, found
+        assert not found["reasons"], found
     else:
-        assert found["ops"] and found["error"] < case.tolerance, found
-        assert found["far"] > 5 * max(case.tolerance, 2e-3), found
+        assert found["moved"] < 1e-6, found
+        assert any(case.because in why for why in (*found["reasons"], *found["breaks"])), found
+
+
+@pytest.mark.parametrize("group", GROUPS, ids=[g.name for g in GROUPS])
+def test_expectations(group: Group) -> None:
+    """A case is rewritten, or has a reason why not; no two have one name."""
+    assert all(bool(c.becomes) != bool(c.because) for c in group.cases)
+    assert len({str(c) for c in group.cases}) == len(group.cases)

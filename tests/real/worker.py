@@ -1,4 +1,4 @@
-"""Runs a group's cases and prints a line of JSON for each: python -m worker GROUP [WHAT ...]
+"""Runs a group's cases and prints a line of JSON for each: python -m worker GROUP ["PACKAGE WHAT" ...]
 
 A case's module is compiled with the passes of backend="fp4" and compared with its twin, the same module over
 `quantize(w).dequantize()` of its experts' weights, for several sizes of the batch and lengths in turn.
@@ -110,7 +110,7 @@ def run(case: Case) -> dict[str, Any]:
 def main(name: str, *only: str) -> None:
     torch.set_num_threads(1)
     for case in load(name).cases:
-        if only and case.what not in only:
+        if only and str(case) not in only:
             continue
         began = time.time()
         torch.manual_seed(0)

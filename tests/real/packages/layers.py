@@ -7,6 +7,7 @@ GROUP = Group((
     "swarms-torch==0.2.3", "uni2ts==2.0.0", "jaxtyping==0.3.11", "wadler-lindig==0.1.8", "labml-nn==0.5.1",
     "labml==0.5.3", "labml-helpers==0.4.89",
 ))  # fmt: skip
+INDEXED, MASKED = ("fp4::indexed_mm",), ("fp4::grouped_mm_masked",)
 
 
 def mixtures(which, **changes):
@@ -21,22 +22,22 @@ def mixtures(which, **changes):
     return {"topk": TopkMoE, "ec": ExpertChoiceMoE}[which](MoEConfig(**{**how, **changes}))
 
 
-@GROUP.case("pytorch-mixtures", "TopkMoE, ReLU")
+@GROUP.case("pytorch-mixtures", "TopkMoE, ReLU", becomes=INDEXED)
 def topk_moe():
     return mixtures("topk")
 
 
-@GROUP.case("pytorch-mixtures", "TopkMoE, GELU, 1 of 6")
+@GROUP.case("pytorch-mixtures", "TopkMoE, GELU, 1 of 6", becomes=INDEXED)
 def topk_moe_gelu():
     return mixtures("topk", expert_act="gelu", num_experts=6, topk=1)
 
 
-@GROUP.case("pytorch-mixtures", "ExpertChoiceMoE", refused="index_put")
+@GROUP.case("pytorch-mixtures", "ExpertChoiceMoE", becomes=(), because="index_put")
 def expert_choice():
     return mixtures("ec")
 
 
-@GROUP.case("mh-moe", "SparseMoE", refused="`print`")
+@GROUP.case("mh-moe", "SparseMoE", becomes=(), because="`print`")
 def mh_moe():
     from mh_moe.main import SparseMoE
 
@@ -50,28 +51,28 @@ def latent_loop():
     return LatentMoE(LatentMoEConfig(d=H, m=96, n_experts=4, top_k=1, alpha=2, impl="loop"))
 
 
-@GROUP.case("latent-moe", "LatentMoE, grouped", refused="Data dependent operator")
+@GROUP.case("latent-moe", "LatentMoE, grouped", becomes=(), because="Tensor.tolist()")
 def latent_grouped():
     from latent_moe.main import LatentMoE, LatentMoEConfig
 
     return LatentMoE(LatentMoEConfig(d=H, m=96, n_experts=4, top_k=1, alpha=2, bias=True))
 
 
-@GROUP.case("soft-mixture-of-experts", "SoftMoE", experts="^$", transposed=r"experts\.weight")
+@GROUP.case("soft-mixture-of-experts", "SoftMoE", experts="^$", transposed=r"experts\.weight", becomes=MASKED)
 def soft_mixture():
     from soft_mixture_of_experts.soft_moe import SoftMoE
 
     return SoftMoE(H, H, num_experts=4, slots_per_expert=2)
 
 
-@GROUP.case("omegavit", "MixtureOfExperts")
+@GROUP.case("omegavit", "MixtureOfExperts", becomes=INDEXED)
 def omegavit():
     from omegavit.main import MixtureOfExperts, ViTConfig
 
     return MixtureOfExperts(ViTConfig(hidden_size=H, num_experts=4))
 
 
-@GROUP.case("sparrow-mlp", "MoELayer", takes="rows")
+@GROUP.case("sparrow-mlp", "MoELayer", takes="rows", becomes=INDEXED)
 def sparrow():
     from sparrow.config import SparrowConfig
     from sparrow.layers import MoELayer
@@ -79,12 +80,12 @@ def sparrow():
     return MoELayer(SparrowConfig(hidden_dim=H, num_experts=4, expert_hidden_size=96))
 
 
-@GROUP.case("swarms-torch", "SimpleMoE")
+@GROUP.case("swarms-torch", "SimpleMoE", becomes=INDEXED)
 def simple_moe():
     return alone("swarms_torch/structs/simple_moe.py").SimpleMoE(H, 96, H, num_experts=4)
 
 
-@GROUP.case("swarms-torch", "SwitchMoE", takes="rows", refused="`print`")
+@GROUP.case("swarms-torch", "SwitchMoE", takes="rows", becomes=(), because="`print`")
 def switch_moe():
     return alone("swarms_torch/structs/switch_moe.py").SwitchMoE(H, 96, H, num_experts=4)
 
@@ -98,7 +99,7 @@ def moirai():
     return alone("uni2ts/module/ffn.py").MoEFeedForward(4, 2, H, 96)
 
 
-@GROUP.case("labml-nn", "SwitchFeedForward")
+@GROUP.case("labml-nn", "SwitchFeedForward", becomes=INDEXED)
 def labml_switch():
     from labml_nn.transformers.feed_forward import FeedForward
     from labml_nn.transformers.switch import SwitchFeedForward

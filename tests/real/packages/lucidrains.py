@@ -6,30 +6,34 @@ GROUP = Group((
     "einx==0.4.3", "beartype==0.23.1",
 ))  # fmt: skip
 W = r"\.w1$|\.w2$"
+MASKED = ("fp4::grouped_mm_masked",)
+# `safe_one_hot` asks for the number of classes that a tensor holds: tokens are dispatched in one graph, and
+# the experts are in the next.
+CUT = dict(becomes=(), because="_local_scalar_dense")
 
 
-@GROUP.case("mixture-of-experts", "MoE", experts="^$", transposed=W)
+@GROUP.case("mixture-of-experts", "MoE", experts="^$", transposed=W, becomes=MASKED)
 def moe():
     from mixture_of_experts import MoE
 
     return MoE(dim=H, num_experts=4, hidden_dim=96)
 
 
-@GROUP.case("st-moe-pytorch", "MoE", unfinished=True)
+@GROUP.case("st-moe-pytorch", "MoE", **CUT)
 def st_moe():
     from st_moe_pytorch import MoE
 
     return MoE(dim=H, num_experts=4)
 
 
-@GROUP.case("st-moe-pytorch", "SparseMoEBlock", unfinished=True)
+@GROUP.case("st-moe-pytorch", "SparseMoEBlock", **CUT)
 def st_block():
     from st_moe_pytorch import MoE, SparseMoEBlock
 
     return SparseMoEBlock(MoE(dim=H, num_experts=4), add_ff_before=True)
 
 
-@GROUP.case("soft-moe-pytorch", "SoftMoE")
+@GROUP.case("soft-moe-pytorch", "SoftMoE", becomes=("fp4::indexed_mm",))
 def soft_moe():
     from soft_moe_pytorch import SoftMoE
 
@@ -43,7 +47,7 @@ def soft_moe_geglu():
     return SoftMoE(dim=H, seq_len=16, num_experts=4, geglu=True)
 
 
-@GROUP.case("soft-moe-pytorch", "DynamicSlotsSoftMoE", unfinished=True)
+@GROUP.case("soft-moe-pytorch", "DynamicSlotsSoftMoE")
 def dynamic_soft_moe():
     from soft_moe_pytorch import DynamicSlotsSoftMoE
 

@@ -7,7 +7,7 @@ GROUP = Group((
     "einops==0.8.2",
 ))  # fmt: skip
 # The experts compute in bfloat16, whatever the model is in.
-BF16 = dict(experts=r"inner_experts\.\w+_E(FD|DF|GD)$", tolerance=2e-2)
+BF16 = dict(experts=r"inner_experts\.\w+_E(FD|DF|GD)$", tolerance=1e-2, becomes=("fp4::grouped_mm",))
 BLOCK = dict(n_layers=2, dim=H, n_heads=4, attn_backend="flex", moe_comm_backend="standard")
 
 
