@@ -32,8 +32,8 @@ from typing import NamedTuple
 import torch
 
 from fp4_ops.checkpoints import direct
-from fp4_ops.checkpoints.convert import PROGRESS
 from fp4_ops.checkpoints.files import INDEX, Writer, write_json
+from fp4_ops.checkpoints.resume import PROGRESS
 
 HIDDEN, INTERMEDIATE, EXPERTS, VOCAB = 2048, 768, 128, 151_936
 CHUNK = 16 << 20

@@ -359,7 +359,7 @@ v27 = aten._to_copy.default(v26, dtype=torch.float32)
         self.assertExpectedInline(
             "\n".join(products),
             """\
-v50 = fp4.grouped_mm_masked.default(v48, in3, in4, in5, v49, None, None, format=nvfp4, layout=tile16, out_dtype=torch.float32)
-v60 = fp4.grouped_mm_masked.default(v58, in6, in7, in8, v59, None, None, format=nvfp4, layout=tile16, out_dtype=torch.float32)
-v70 = fp4.grouped_mm_masked.default(v68, in9, in10, in11, v69, None, None, format=nvfp4, layout=tile16, out_dtype=torch.float32)""",
+v62 = fp4.grouped_mm_masked.default(v60, in3, in4, in5, v61, None, None, format=nvfp4, layout=tile16, out_dtype=torch.float32)
+v72 = fp4.grouped_mm_masked.default(v70, in6, in7, in8, v71, None, None, format=nvfp4, layout=tile16, out_dtype=torch.float32)
+v82 = fp4.grouped_mm_masked.default(v80, in9, in10, in11, v81, None, None, format=nvfp4, layout=tile16, out_dtype=torch.float32)""",
         )

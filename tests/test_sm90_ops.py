@@ -229,7 +229,9 @@ def test_block(kernels, tokens, layout, a_format, activation):
     )  # fmt: skip
     # Between the products: rounded to bfloat16, for fp8 before that is quantised; for FP4 quantised from
     # float32, where a tie that falls to the other side moves one value of thousands.
-    assert reference.relative_error(got, want) < (5e-3 if a_format == "none" else 1e-2)
+    # relu2 squares what was rounded, so twice as many values are near a tie.
+    quantised = 2e-2 if activation == "relu2" else 1e-2
+    assert reference.relative_error(got, want) < (5e-3 if a_format == "none" else quantised)
     assert kernels.seen.count("decode" if few else "prefill") == 2
     assert kernels.seen.count("quantize") == (0 if a_format == "none" else 2)
     plain = layout == "sm90_bf16"

@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 import warnings
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -17,7 +17,7 @@ from ..meta.layouts import preferred_layout
 from ..prepare import A_FORMATS, check_activation, choose_implementation
 from ..tensor import FP4Tensor
 from .dialects import Codes, Read, StoredWeight, scale_dtype
-from .files import Reader, TensorInfo
+from .files import CheckpointError, Reader, TensorInfo
 from .fold import Folds, join_rows
 from .placement import HALVES, DensePlacement, ExpertsPlacement, Part, Placement
 from .progress import progress_bar
@@ -262,6 +262,14 @@ def fill(
                 stacks[attribute] = load_stack(parts, shape, turned, device, source(device))
             if placed.plan is not None:
                 report.nbytes += _attach(module, placed, stacks, dtype, activation, device, report)
+                module._fp4_recipe = replace(module._fp4_recipe, trainable_inputs=trainable_inputs)
+                if trainable_inputs:
+                    module.requires_grad_(False)  # biases, too
+            elif trainable_inputs:
+                raise CheckpointError(
+                    f"fp4: trainable_inputs=True, but {name} keeps its own code, which has no gradients: "
+                    f"{placed.reason}. Load without it"
+                )
             else:
                 report.nbytes += _attach_tensors(module, placed, stacks, dtype)
                 report.own_code[name] = placed.reason

@@ -24,6 +24,9 @@ from .tiles import Device, Problem, Tile
 
 INTERPRET = os.environ.get("TRITON_INTERPRET") == "1"
 
+# A pass of Triton's own that gives up, as one for sm_100 does on some tiles that are 32 deep.
+COMPILER_FAILED = "PassManager::run failed"
+
 # Columns of tensor memory, where Blackwell's products keep their sums.
 TENSOR_MEMORY = 512
 
@@ -118,8 +121,15 @@ def fits(spec: Spec, tile: Tile, device: Device) -> bool:
     key = (device, spec, tile)
     known = _fits.get(key)
     if known is None:
-        needed = need(spec, tile)
-        known = needed.shared_memory <= device.shared_memory and needed.tensor_memory <= TENSOR_MEMORY
+        try:
+            needed = need(spec, tile)
+        except RuntimeError as error:
+            if COMPILER_FAILED not in str(error):
+                raise
+            logger.warning("fp4: Triton does not compile tile %s of %s for %s", tile, spec.kind, device.name)
+            known = False
+        else:
+            known = needed.shared_memory <= device.shared_memory and needed.tensor_memory <= TENSOR_MEMORY
         _fits[key] = known
     return known
 
