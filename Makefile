@@ -2,7 +2,7 @@
 # make test       sets everything up, then tests everything that this machine can run once
 # make test-more  tests it in further forms and combinations, which are marked `more` (pyproject.toml)
 # make test-all   both at once
-# make test-real  runs other people's Mixture-of-Experts packages, which it installs from PyPI into a cache
+# make test-real  runs other people's Mixture-of-Experts packages, which it installs from PyPI into a cache (5 minutes)
 # make test-archs  compiles Triton's kernels for seven architectures of GPUs; what a kernel needs must be there
 # make test-hopper  some of the Hopper kernels' tests, others each time, on an emulated GPU (with a CUDA toolkit)
 # make lint       ruff, clang-format, mypy

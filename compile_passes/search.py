@@ -209,9 +209,12 @@ class Search:
     def _put_over(self, step: fx.Node) -> Refusal | None:
         """The first expert's rows, of those that enter `step`, that are written over what is not zeros."""
         for node in self._entering(step):
-            if not is_op(node, aten.index_put) or node.kwargs.get("accumulate", (*node.args, False)[3]):
+            if is_op(node, aten.index_copy):
+                base, _, _, rows = node.args
+            elif is_op(node, aten.index_put) and not node.kwargs.get("accumulate", (*node.args, False)[3]):
+                base, _, rows = node.args[:3]
+            else:
                 continue
-            base, rows = node.args[0], node.args[2]
             if not self._near.get(rows, 0) or self._near.get(base, 0):
                 continue
             if not isinstance(self.reader.value(base, 2).term, Const):

@@ -177,13 +177,14 @@ class RowsOfEachExpert(lookalikes.ExpertChoice):
         return torch.zeros_like(x).index_add(0, tokens.flatten(), y.flatten(0, 1))
 
 
+@applied("RowsCopiedOverInputs")
 @applied("RowsPutOverInputs")
 class RowsPutIntoZeros(lookalikes.RowsPutOverInputs):
     def forward(self, x):
         scores, out = torch.softmax(self.router(x), -1), torch.zeros_like(x)
         chosen = self.chosen(scores.argmax(-1))
         for e, expert in enumerate(self.list):
-            out[chosen[:, e]] = expert(x[chosen[:, e]])
+            out = self.put(out, chosen[:, e], expert(x[chosen[:, e]]))
         return scores.amax(-1, keepdim=True) * torch.where(chosen.any(-1)[:, None], out, x)
 
 

@@ -260,8 +260,18 @@ class RowsPutOverInputs(Switch):
         scores, out = torch.softmax(self.router(x), -1), x.clone()
         chosen = self.chosen(scores.argmax(-1))
         for e, expert in enumerate(self.list):
-            out[chosen[:, e]] = expert(x[chosen[:, e]])
+            out = self.put(out, chosen[:, e], expert(x[chosen[:, e]]))
         return scores.amax(-1, keepdim=True) * out
+
+    def put(self, out: Tensor, chosen: Tensor, rows: Tensor) -> Tensor:
+        out[chosen] = rows
+        return out
+
+
+@lookalike("are put over clone (aten.clone.default), which is not zeros", "torch.zeros_like(x)")
+class RowsCopiedOverInputs(RowsPutOverInputs):
+    def put(self, out, chosen, rows):
+        return out.index_copy(0, chosen.nonzero()[:, 0], rows)
 
 
 class OneByOne(Loop):

@@ -54,8 +54,6 @@ class Case:
     """Exactly which operators the experts become; none where the code stays as it is."""
     because: str = ""
     """A part of the true reason, which must be told, why it stays as it is."""
-    more: bool = False
-    """Left to `make test-real REAL=all`: shows what a case without this mark shows."""
     sizes: tuple[tuple[int, int], ...] = ((2, 9), (3, 5), (4, 11))
     """B and T of each call."""
 
@@ -150,24 +148,21 @@ def worker(*arguments: str) -> list[str]:
 
 
 @functools.cache
-def _run(name: str, more: bool) -> dict[tuple[str, str], dict[str, Any]]:
-    """What became of a group's cases with or without the mark `more`, all in one process."""
+def _run(name: str) -> dict[str, dict[str, Any]]:
+    """What became of a group's cases, by name, all in one process."""
     group = load(name)
     folder = installed(group)
-    cases = [str(c) for c in group.cases if c.more == more]
-    done = subprocess.run(
-        worker(name, *cases), env=environment(folder), cwd=folder, capture_output=True, text=True
-    )
+    done = subprocess.run(worker(name), env=environment(folder), cwd=folder, capture_output=True, text=True)
     lines = [json.loads(line) for line in done.stdout.splitlines() if line.startswith("{")]
-    found = {(r["package"], r["what"]): {**r, "log": done.stderr} for r in lines}
-    if len(found) != len(cases):
-        raise RuntimeError(f"{name}: {len(found)} of {len(cases)} cases ran\n{done.stderr[-3000:]}")
+    found = {f"{r['package']} {r['what']}": {**r, "log": done.stderr} for r in lines}
+    if len(found) != len(group.cases):
+        raise RuntimeError(f"{name}: {len(found)} of {len(group.cases)} cases ran\n{done.stderr[-3000:]}")
     return found
 
 
 def result(group: Group, case: Case) -> dict[str, Any]:
     """What became of a case. Raises CannotInstall."""
-    return _run(group.name, case.more)[case.package, case.what]
+    return _run(group.name)[str(case)]
 
 
 def table() -> Iterator[str]:

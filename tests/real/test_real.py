@@ -6,13 +6,13 @@ import groups
 import pytest
 from groups import Case, Group
 
-GROUPS = [groups.load(name) for name in groups.names()]
+GROUPS = sorted(map(groups.load, groups.names()), key=lambda group: -len(group.cases))  # the longest begins
 CASES = [
     pytest.param(
         group,
         case,
         id=str(case),
-        marks=[pytest.mark.xdist_group(group.name), *([pytest.mark.more] if case.more else [])],
+        marks=pytest.mark.xdist_group(group.name),
     )
     for group in GROUPS
     for case in group.cases
