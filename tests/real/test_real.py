@@ -11,7 +11,7 @@ CASES = [
     pytest.param(
         group,
         case,
-        id=str(case),
+        id=f"{case.package} {group.version(case.package)} {case.what}",
         marks=pytest.mark.xdist_group(group.name),
     )
     for group in GROUPS
