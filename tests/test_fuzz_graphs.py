@@ -20,6 +20,7 @@ from fp4_ops.compile_passes.capture import capture
 from fp4_ops.compile_passes.dynamo import extend_dynamo
 from fp4_ops.compile_passes.options import parse
 from fp4_ops.compile_passes.rewrite import rewrite
+from fp4_ops.compile_passes.uses import ReadTwice
 from fp4_ops.compile_passes.weights import runtime
 from moe_models import Block
 from moe_styles import STYLES
@@ -162,7 +163,10 @@ def test_surgery(name):
         if isinstance(want, str):
             return None
         code = gm.code
-        rewritten, _ = rewrite(gm, captured.weights(gm), options, captured.fake_mode)
+        try:
+            rewritten, _ = rewrite(gm, captured.weights(gm), options, captured.fake_mode)
+        except ReadTwice:  # the pipeline then leaves these weights as they are
+            rewritten = None
         if rewritten is None:
             return False
         got = run(runtime(rewritten.gm, rewritten.keep, rewritten.swaps), captured.inputs)

@@ -10,12 +10,9 @@ from pathlib import Path
 import pytest
 import torch
 from conftest import more
-from families import expert_block, tiny
 from moe_models import relative_error
 from moe_styles import STYLES
-from torch import nn
-
-import fp4_ops
+from prepared_block import Prepared
 
 HERE = Path(__file__).parent
 
@@ -41,20 +38,6 @@ def child(script: str, *arguments: Path) -> list[str]:
     done = subprocess.run(command, capture_output=True, text=True, timeout=600, env=env)
     assert done.returncode == 0, done.stderr[-4000:]
     return done.stdout.splitlines()
-
-
-class Prepared(nn.Module):
-    """A block of transformers' that `prepare` packed: the graph holds the operator already."""
-
-    H = 64
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.block = expert_block(tiny("qwen3_moe", "grouped_mm"))
-        fp4_ops.prepare(self.block)
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return self.block(x[None])
 
 
 CASES = {
