@@ -28,6 +28,8 @@ class Options:
     """Of activations: "bf16" leaves them in the model's dtype, "fp8" and "int8" quantise, "auto" picks."""
     linear: bool = False
     """Whether linear layers outside experts run in 4 bits too."""
+    strict: bool = False
+    """Whether experts that keep their original weights are an error."""
     inductor: dict[str, Any] = field(default_factory=dict)
 
     @property
@@ -76,9 +78,10 @@ def parse(mode: str | None, options: Mapping[str, Any] | None) -> Options:
         raise ValueError(
             f"fp4: activation is {activation!r}; it must be one of: {', '.join(ACTIVATION_CHOICES)}"
         )
-    linear = given.pop("linear", False)
-    if not isinstance(linear, bool):
-        raise ValueError(f"fp4: linear is {linear!r}; it must be True or False")
+    switches = {name: given.pop(name, False) for name in ("linear", "strict")}
+    for name, value in switches.items():
+        if not isinstance(value, bool):
+            raise ValueError(f"fp4: {name} is {value!r}; it must be True or False")
 
     from torch._inductor import config, list_mode_options
 
@@ -89,11 +92,11 @@ def parse(mode: str | None, options: Mapping[str, Any] | None) -> Options:
         name = key.replace("-", "_")
         if name not in known:
             raise ValueError(
-                f"fp4: unknown option {key!r}. fp4's own options are format, activation and linear; all "
-                "others must be Inductor's (torch._inductor.list_options())."
+                f"fp4: unknown option {key!r}. fp4's own options are format, activation, linear and strict; "
+                "all others must be Inductor's (torch._inductor.list_options())."
             )
         inductor[name] = value
-    return Options(format, activation, linear, inductor)
+    return Options(format, activation, **switches, inductor=inductor)
 
 
 @functools.cache

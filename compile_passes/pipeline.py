@@ -95,13 +95,22 @@ def compile_graph(
     rewritten, frame = analyse(gm, inputs, options)
     if tell is not None:
         tell(frame)
-    _log(frame, _has_expert_weights(gm, inputs))
+    looks_like_experts = _has_expert_weights(gm, inputs)
+    _log(frame, looks_like_experts)
+    if options.strict:
+        _refuse_what_stays(frame, looks_like_experts)
     if rewritten is None:
         return _or_as_captured(gm, lambda: compile_fx(gm, inputs, config_patches=options.inductor))
     examples = [*(inputs[i] for i in rewritten.keep), *rewritten.fakes]
     repeatable = may_run_twice(rewritten.gm.graph)
     compiled = compile_fx(rewritten.gm, examples, config_patches=inductor_patches(options))
     return _runtime(compiled, rewritten.keep, rewritten.swaps, repeatable)
+
+
+def _refuse_what_stays(frame: Frame, looks_like_experts: bool) -> None:
+    """Option "strict": raises RuntimeError where something that looks like experts keeps its weights."""
+    if any(not site.rewritten for site in frame.sites) or (frame.note and looks_like_experts):
+        raise RuntimeError(f"fp4: strict=True, but not all experts run in 4 bits. {frame}")
 
 
 def _runtime(
