@@ -74,21 +74,26 @@ def test_the_plain_loop_is_seen_through(style):
     assert set(recorder.ops) == {"fp4::moe"} and not counters[KEPT]
 
 
-@pytest.mark.parametrize("style", [HitsOfTokens, HitsOfIdsThatChange])
-def test_how_many_experts_were_chosen_from_is_not_always_how_many_are_hit(style):
+def the_graph_says_the_same(module, **options):
+    """As captured and not rewritten, with no branch left that rows decide."""
+
     def as_captured(gm, inputs):
         return gm
 
     as_captured.sees_through_branches = True
     extend_dynamo()
-    module = style()
     with torch.no_grad(), torch._dynamo.config.patch(CAPTURE):
         for n in (3, 9):
             torch._dynamo.reset()
             x = torch.randn(n, module.H)
-            got = torch.compile(module, backend=as_captured, dynamic=False)(x)
+            got = torch.compile(module, backend=as_captured, **options)(x)
             assert relative_error(got, module(x)) < 1e-5
             assert counters[SEEN_THROUGH] and not counters[KEPT]
+
+
+@pytest.mark.parametrize("style", [HitsOfTokens, HitsOfIdsThatChange])
+def test_how_many_experts_were_chosen_from_is_not_always_how_many_are_hit(style):
+    the_graph_says_the_same(style(), dynamic=False)
 
 
 @pytest.mark.parametrize("style", [hit_loops.HitsFlat, *map(more, hit_loops.OTHERS[1:])])
@@ -104,20 +109,7 @@ def test_hits_may_be_written_in_other_ways(style):
 @pytest.mark.parametrize("style", [hit_loops.NUMBERS[0], *map(more, hit_loops.NUMBERS[1:])])
 def test_the_number_of_a_hit_expert_stays_a_tensor(style):
     """Whatever is computed of it: the graph says the same."""
-
-    def as_captured(gm, inputs):
-        return gm
-
-    as_captured.sees_through_branches = True
-    extend_dynamo()
-    module = style()
-    with torch.no_grad(), torch._dynamo.config.patch(CAPTURE):
-        for n in (3, 9):
-            torch._dynamo.reset()
-            x = torch.randn(n, module.H)
-            got = torch.compile(module, backend=as_captured, dynamic=True, fullgraph=True)(x)
-            assert relative_error(got, module(x)) < 1e-5
-            assert counters[SEEN_THROUGH] and not counters[KEPT]
+    the_graph_says_the_same(style(), dynamic=True, fullgraph=True)
 
 
 def test_random_numbers_keep_the_branch():

@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 import warnings
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -261,10 +261,9 @@ def fill(
                 turned = placed.form.interleaved and attribute == placed.form.gate_up
                 stacks[attribute] = load_stack(parts, shape, turned, device, source(device))
             if placed.plan is not None:
-                report.nbytes += _attach(module, placed, stacks, dtype, activation, device, report)
-                module._fp4_recipe = replace(module._fp4_recipe, trainable_inputs=trainable_inputs)
-                if trainable_inputs:
-                    module.requires_grad_(False)  # biases, too
+                report.nbytes += _attach(
+                    module, placed, stacks, dtype, activation, trainable_inputs, device, report
+                )
             elif trainable_inputs:
                 raise CheckpointError(
                     f"fp4: trainable_inputs=True, but {name} keeps its own code, which has no gradients: "
@@ -293,6 +292,7 @@ def _attach(
     stacks: dict[str, Stack],
     dtype: torch.dtype,
     activation: str,
+    trainable_inputs: bool,
     device: torch.device,
     report: LoadReport,
 ) -> int:
@@ -310,7 +310,10 @@ def _attach(
     for attribute, weight in weights.items():
         del module._parameters[attribute]
         module.add_module(attribute, weight)
-    module._fp4_recipe = Recipe(placed.plan.form.of(module), placed.plan.gate, A_FORMATS[activation])
+    form = placed.plan.form.of(module)
+    module._fp4_recipe = Recipe(form, placed.plan.gate, A_FORMATS[activation], trainable_inputs)
+    if trainable_inputs:
+        module.requires_grad_(False)  # biases, too
     return sum(weight.num_bytes for weight in weights.values())
 
 
