@@ -234,7 +234,7 @@ def test_two_graphs_pack_a_changed_weight_once(monkeypatch):
 
 
 def test_one_weight_that_is_seen_makes_the_others_suspect():
-    """w2 changes in one element that no sample holds: w13, which changes with it, gives it away."""
+    """w2 changes in one element of each expert, which no sample holds: w13, which changes with it, gives it away."""
     checked = Checked(a_stack())
     checked.check()
     w13, w2 = checked.module.w13, checked.module.w2
@@ -243,7 +243,10 @@ def test_one_weight_that_is_seen_makes_the_others_suspect():
     held = {a for at, n in zip(samples.at.tolist(), samples.sizes.tolist()) for a in range(at, at + n)}
     flat = w2.data.view(-1)
     unseen = [i for i in range(flat.numel()) if flat[i].data_ptr() not in held]
-    flat[unseen[0]] = 50.0
+    # Of each expert, for the draw may leave any one without a token.
+    experts = {i // w2[0].numel(): i for i in unseen}
+    assert len(experts) == len(w2)
+    flat[list(experts.values())] = 50.0
     with pytest.raises(AssertionError):
         checked.check()
     w13.data.mul_(1.01)
