@@ -21,8 +21,8 @@ from ._library import library_path
 RUN = 64
 """Bytes of one run: a CPU's cache line, two sectors of a GPU's."""
 
-LEAST_RUNS, LEAST_RUNS_OF_A_STACK = 2, 16
-"""Of one matrix [N, K], and of a stack [E, N, K], which otherwise has one run for two matrices."""
+LEAST_RUNS, LEAST_RUNS_OF_A_STACK = 2, 8
+"""Of one matrix [N, K], and of a stack [E, N, K], which otherwise has one run for four matrices."""
 
 
 class Samples:
@@ -104,7 +104,7 @@ def _runs(t: Tensor) -> list[tuple[int, int]]:
     if t.numel() == 0:
         return []
     matrices = math.prod(t.shape[:-2])
-    count = max(matrices // 2, LEAST_RUNS_OF_A_STACK) if matrices > 1 else LEAST_RUNS
+    count = max(matrices // 4, LEAST_RUNS_OF_A_STACK) if matrices > 1 else LEAST_RUNS
     first, item = t.data_ptr(), t.element_size()
     if _is_dense(t):
         return [(first + at, size) for at, size in _spread(t.numel() * item, count)]
