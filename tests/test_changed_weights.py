@@ -234,7 +234,7 @@ def test_two_graphs_pack_a_changed_weight_once(monkeypatch):
 
 
 def test_one_weight_that_is_seen_makes_the_others_suspect():
-    """w2 changes in one element of each expert, which no sample holds: w13, which changes with it, gives it away."""
+    """w2 changes in one element of each expert that no sample holds: w13 changes, too, and gives it away."""
     checked = Checked(a_stack())
     checked.check()
     w13, w2 = checked.module.w13, checked.module.w2
