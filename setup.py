@@ -95,6 +95,18 @@ def is_newer(made: Path, *sources: Path) -> bool:
     return made.exists() and made.stat().st_mtime > max(source.stat().st_mtime for source in sources)
 
 
+def write_tables() -> Path:
+    """The C++ twin of the tables in meta/, in build/tables.h. Left as it is where nothing in it changes."""
+    sys.path.insert(0, str(Path(__file__).parent))  # meta/ imports torch alone
+    from meta.cpp import header
+
+    tables, text = Path("build/tables.h"), header()
+    if not tables.exists() or tables.read_text() != text:
+        tables.parent.mkdir(exist_ok=True)
+        tables.write_text(text)
+    return tables
+
+
 class Build(BuildExtension):
     """Adds the flags of `ISA_FLAGS` to the sources whose name ends in that instruction set, and runs nvcc.
 
@@ -103,7 +115,7 @@ class Build(BuildExtension):
 
     def build_extensions(self) -> None:
         compile_one = self.compiler._compile
-        shared = [*Path("csrc").rglob("*.h"), Path(__file__)]
+        shared = [*Path("csrc").rglob("*.h"), write_tables(), Path(__file__)]
 
         def compile_with_isa(obj, src, ext, cc_args, extra, pp_opts):
             if is_newer(Path(obj), Path(src), *shared):
@@ -178,7 +190,7 @@ setup(
         CppExtension(
             "fp4_ops._C",
             cpp_sources(),
-            include_dirs=[str(Path(__file__).parent.resolve() / "csrc")],
+            include_dirs=[str(Path(__file__).parent.resolve() / folder) for folder in ("csrc", "build")],
             extra_compile_args=[
                 "-O3",
                 "-std=c++20",

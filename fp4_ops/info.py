@@ -112,7 +112,7 @@ def _library() -> str:
 def _operators() -> tuple[str, ...]:
     from .meta.fakes import OPERATORS
 
-    return OPERATORS
+    return tuple(OPERATORS)
 
 
 def _cpu_name() -> str:

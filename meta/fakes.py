@@ -5,6 +5,9 @@ All outputs are contiguous. Importing this registers them; `fp4_ops` does so aft
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from typing import Any
+
 import torch
 from torch.library import register_fake
 
@@ -12,9 +15,17 @@ from . import checks
 from .formats import INT8_BLOCK
 from .layouts import LAYOUTS, packed_spec
 
+OPERATORS: list[str] = []
+"""The names of those that compute something."""
 
-@register_fake("fp4::quantize")
-def _quantize(x, format, global_scale=None):
+
+def _fake(function: Callable[..., Any]) -> Callable[..., Any]:
+    OPERATORS.append(function.__name__)
+    return register_fake(f"fp4::{function.__name__}")(function)
+
+
+@_fake
+def quantize(x, format, global_scale=None):
     fmt = checks.check_format(format)
     checks.check_quantize(x, global_scale, fmt)
     k = x.shape[-1]
@@ -25,14 +36,14 @@ def _quantize(x, format, global_scale=None):
     )
 
 
-@register_fake("fp4::dequantize")
-def _dequantize(packed, block_scale, global_scale, format, dtype, *, layout="plain"):
+@_fake
+def dequantize(packed, block_scale, global_scale, format, dtype, *, layout="plain"):
     checks.check_dequantize(packed, block_scale, global_scale, format, dtype, layout)
     return packed.new_empty((*packed.shape[:-1], packed.shape[-1] * 2), dtype=dtype)
 
 
-@register_fake("fp4::quantize_int8")
-def _quantize_int8(x):
+@_fake
+def quantize_int8(x):
     checks.check_quantize_int8(x)
     blocks = (x.shape[-1] + INT8_BLOCK - 1) // INT8_BLOCK
     return (
@@ -41,8 +52,8 @@ def _quantize_int8(x):
     )
 
 
-@register_fake("fp4::quantize_fp8")
-def _quantize_fp8(x, *, layout="plain"):
+@_fake
+def quantize_fp8(x, *, layout="plain"):
     order = checks.check_quantize_fp8(x, layout)
     return (
         x.new_empty((*x.shape[:-1], order.padded(x.shape[-1])), dtype=torch.float8_e4m3fn),
@@ -61,20 +72,20 @@ def _weight(packed, block_scale, fmt, order):
     return tuple(packed.new_empty(shape, dtype=dtype) for shape, dtype in spec)
 
 
-@register_fake("fp4::prepack")
-def _prepack(packed, block_scale, global_scale, format, layout):
+@_fake
+def prepack(packed, block_scale, global_scale, format, layout):
     fmt, order = checks.check_prepack(packed, block_scale, global_scale, format, layout)
     return _weight(packed, block_scale, fmt, order)
 
 
-@register_fake("fp4::unpack")
-def _unpack(packed, block_scale, global_scale, format, layout):
+@_fake
+def unpack(packed, block_scale, global_scale, format, layout):
     fmt, _ = checks.check_unpack(packed, block_scale, global_scale, format, layout)
     return _weight(packed, block_scale, fmt, LAYOUTS["plain"])
 
 
-@register_fake("fp4::mm")
-def _mm(
+@_fake
+def mm(
     a, b, b_scale, b_global_scale, a_scale=None, bias=None, a_global_scale=None, *,
     format, layout="plain", a_format="", out_dtype=None,
 ):  # fmt: skip
@@ -84,8 +95,8 @@ def _mm(
     return a.new_empty((a.shape[0], w.n), dtype=checks.resolve_out_dtype(a, out_dtype))
 
 
-@register_fake("fp4::grouped_mm")
-def _grouped_mm(
+@_fake
+def grouped_mm(
     a, b, b_scale, b_global_scale, offs, a_scale=None, bias=None, a_global_scale=None, *,
     format, layout="plain", a_format="", out_dtype=None,
 ):  # fmt: skip
@@ -95,8 +106,8 @@ def _grouped_mm(
     return a.new_empty((a.shape[0], w.n), dtype=checks.resolve_out_dtype(a, out_dtype))
 
 
-@register_fake("fp4::grouped_mm_masked")
-def _grouped_mm_masked(
+@_fake
+def grouped_mm_masked(
     a, b, b_scale, b_global_scale, masked_m, a_scale=None, bias=None, a_global_scale=None, *,
     format, layout="plain", a_format="", out_dtype=None,
 ):  # fmt: skip
@@ -106,8 +117,8 @@ def _grouped_mm_masked(
     return a.new_empty((a.shape[0], a.shape[1], w.n), dtype=checks.resolve_out_dtype(a, out_dtype))
 
 
-@register_fake("fp4::indexed_mm")
-def _indexed_mm(
+@_fake
+def indexed_mm(
     a, b, b_scale, b_global_scale, expert_ids, a_scale=None, bias=None, a_global_scale=None, *,
     format, layout="plain", a_format="", out_dtype=None,
 ):  # fmt: skip
@@ -117,8 +128,8 @@ def _indexed_mm(
     return a.new_empty((a.shape[0], w.n), dtype=checks.resolve_out_dtype(a, out_dtype))
 
 
-@register_fake("fp4::grouped_mm_k")
-def _grouped_mm_k(
+@_fake
+def grouped_mm_k(
     a, b, b_scale, b_global_scale, offs, a_scale=None, a_global_scale=None, *,
     format, layout="plain", a_format="", out_dtype=None,
 ):  # fmt: skip
@@ -128,8 +139,8 @@ def _grouped_mm_k(
     return a.new_empty((offs.shape[0], a.shape[0], w.n), dtype=checks.resolve_out_dtype(a, out_dtype))
 
 
-@register_fake("fp4::moe")
-def _moe(
+@_fake
+def moe(
     x, topk_ids, topk_weights, w13, w13_scale, w13_global_scale, w2, w2_scale, w2_global_scale,
     w13_bias=None, w2_bias=None, *, format, layout="plain", activation="silu", a_format="none",
     out_dtype=None,
@@ -141,8 +152,8 @@ def _moe(
     return x.new_empty((x.shape[0], down.n), dtype=checks.resolve_out_dtype(x, out_dtype))
 
 
-@register_fake("fp4::moe_input_grads")
-def _moe_input_grads(
+@_fake
+def moe_input_grads(
     grad, x, topk_ids, topk_weights, w13, w13_scale, w13_global_scale, w2, w2_scale, w2_global_scale,
     w13_bias=None, w2_bias=None, *, format, layout="plain", activation="silu",
 ):  # fmt: skip
@@ -153,39 +164,32 @@ def _moe_input_grads(
     return x.new_empty(x.shape), topk_weights.new_empty(topk_weights.shape)
 
 
-@register_fake("fp4::offs_to_m_indices")
-def _offs_to_m_indices(offs, m):
+@_fake
+def offs_to_m_indices(offs, m):
     checks.check_offsets("offs", offs)
     checks.check_count("m", m)
     return offs.new_empty((m,))
 
 
-@register_fake("fp4::m_indices_to_offs")
-def _m_indices_to_offs(m_indices, num_groups):
+@_fake
+def m_indices_to_offs(m_indices, num_groups):
     checks.check_offsets("m_indices", m_indices)
     checks.check_count("num_groups", num_groups)
     return m_indices.new_empty((num_groups,))
 
 
-@register_fake("fp4::to_masked")
-def _to_masked(a, offs, max_m):
+@_fake
+def to_masked(a, offs, max_m):
     checks.check_dim("a", a, 2)
     checks.check_offsets("offs", offs, a)
     checks.check_count("max_m", max_m)
     return a.new_empty((offs.shape[0], max_m, a.shape[1])), offs.new_empty(offs.shape)
 
 
-@register_fake("fp4::from_masked")
-def _from_masked(a, masked_m, m):
+@_fake
+def from_masked(a, masked_m, m):
     checks.check_dim("a", a, 3)
     checks.check_offsets("masked_m", masked_m, a)
     checks.check_shape("masked_m", masked_m, (a.shape[0],))
     checks.check_count("m", m)
     return a.new_empty((m, a.shape[2])), masked_m.new_empty(masked_m.shape)
-
-
-OPERATORS = (
-    "quantize", "dequantize", "quantize_int8", "quantize_fp8", "prepack", "unpack",
-    "mm", "grouped_mm", "grouped_mm_masked", "indexed_mm", "grouped_mm_k", "moe", "moe_input_grads",
-    "offs_to_m_indices", "m_indices_to_offs", "to_masked", "from_masked",
-)  # fmt: skip

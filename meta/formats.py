@@ -1,7 +1,4 @@
-"""The 4-bit formats and the activation functions, as data. The C++ twin is csrc/common/formats.h.
-
-A new format is a new row here and there, not a new branch.
-"""
+"""The 4-bit formats and the activation functions, as data. C++ gets the same tables: cpp.py."""
 
 from __future__ import annotations
 
@@ -114,8 +111,8 @@ ACTIVATIONS = {
 """By name. Any that has a gate may be clamped elsewhere, `silu(limit=10)`: `find_activation` reads that."""
 
 _LIMITED = re.compile(r"(\w+)\(limit=(\d+(?:\.\d*)?(?:[eE][+-]?\d+)?)\)", re.ASCII)
-_LEAST, _MOST = 1e-30, 1e30
-"""The bounds of a limit; float32 holds both."""
+LIMITS = 1e-30, 1e30
+"""A limit is between these; float32 holds both."""
 
 
 @functools.cache
@@ -128,7 +125,7 @@ def find_activation(name: str) -> Activation | None:
     if written is None or base is None or not base.gated:
         return None
     limit = float(written[2])
-    return replace(base, name=name, limit=limit) if _LEAST < limit < _MOST else None
+    return replace(base, name=name, limit=limit) if LIMITS[0] < limit < LIMITS[1] else None
 
 
 def known_activation(name: str) -> Activation:

@@ -1,4 +1,4 @@
-"""Orders of the bytes inside a packed weight, as data. The C++ twin is csrc/common/formats.h.
+"""Orders of the bytes inside a packed weight, as data. C++ gets the same table: cpp.py.
 
 `plain`: row n, byte j holds the codes of k = 2j (low nibble) and k = 2j + 1 (high nibble); always accepted.
 

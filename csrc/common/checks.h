@@ -9,8 +9,9 @@
 #include <algorithm>
 #include <array>
 #include <charconv>
-#include <initializer_list>
+#include <iterator>
 #include <optional>
+#include <span>
 #include <sstream>
 #include <stdexcept>
 #include <string>
@@ -21,11 +22,10 @@
 
 namespace fp4 {
 
-using torch::headeronly::ScalarType;
 using torch::stable::Tensor;
 using OptionalTensor = std::optional<Tensor>;
 using Shape = std::vector<int64_t>;
-using Dtypes = std::initializer_list<ScalarType>;
+using Dtypes = std::span<const ScalarType>;
 
 template <typename... Parts>
 [[noreturn]] void fail(const Parts&... parts) {
@@ -34,29 +34,21 @@ template <typename... Parts>
   throw std::runtime_error(text.str());
 }
 
-inline constexpr Dtypes kFloating = {ScalarType::Float, ScalarType::BFloat16, ScalarType::Half};
-inline constexpr Dtypes kFloatingOrDouble = {ScalarType::Float, ScalarType::BFloat16, ScalarType::Half,
-                                             ScalarType::Double};
-inline constexpr Dtypes kActivation = {ScalarType::Float,
-                                       ScalarType::BFloat16,
-                                       ScalarType::Half,
-                                       ScalarType::Char,
-                                       ScalarType::Float8_e4m3fn,
-                                       ScalarType::Byte,
-                                       ScalarType::Float4_e2m1fn_x2};
-inline constexpr Dtypes kPacked = {ScalarType::Byte, ScalarType::Float4_e2m1fn_x2};
-inline constexpr Dtypes kBytes = {ScalarType::Byte};
-// What the Hopper kernels read, of all activations and of floating ones.
-inline constexpr Dtypes kSm90Activation = {ScalarType::BFloat16, ScalarType::Half, ScalarType::Float8_e4m3fn,
-                                           ScalarType::Byte, ScalarType::Float4_e2m1fn_x2};
-inline constexpr Dtypes kSm90Floating = {ScalarType::BFloat16, ScalarType::Half};
-inline constexpr Dtypes kSm90Bf16Activation = {ScalarType::BFloat16, ScalarType::Byte,
-                                               ScalarType::Float4_e2m1fn_x2};
-inline constexpr Dtypes kSm90Bf16Floating = {ScalarType::BFloat16};
-inline constexpr Dtypes kFp8 = {ScalarType::Float8_e4m3fn};
-inline constexpr Dtypes kIndex = {ScalarType::Int, ScalarType::Long};
-inline constexpr Dtypes kInt32 = {ScalarType::Int};
-inline constexpr Dtypes kFloat32 = {ScalarType::Float};
+inline constexpr ScalarType kFloating[] = {ScalarType::Float, ScalarType::BFloat16, ScalarType::Half};
+inline constexpr ScalarType kFloatingOrDouble[] = {ScalarType::Float, ScalarType::BFloat16, ScalarType::Half,
+                                                   ScalarType::Double};
+inline constexpr ScalarType kActivation[] = {ScalarType::Float,
+                                             ScalarType::BFloat16,
+                                             ScalarType::Half,
+                                             ScalarType::Char,
+                                             ScalarType::Float8_e4m3fn,
+                                             ScalarType::Byte,
+                                             ScalarType::Float4_e2m1fn_x2};
+inline constexpr ScalarType kPacked[] = {ScalarType::Byte, ScalarType::Float4_e2m1fn_x2};
+inline constexpr ScalarType kBytes[] = {ScalarType::Byte};
+inline constexpr ScalarType kIndex[] = {ScalarType::Int, ScalarType::Long};
+inline constexpr ScalarType kInt32[] = {ScalarType::Int};
+inline constexpr ScalarType kFloat32[] = {ScalarType::Float};
 
 inline bool contains(Dtypes dtypes, ScalarType dtype) {
   return std::find(dtypes.begin(), dtypes.end(), dtype) != dtypes.end();
@@ -172,12 +164,6 @@ inline size_t check_name(std::string_view what, std::string_view value, Names na
   fail(what, " is '", value, "'; ", when, "it must be one of: ", text, hint);
 }
 
-// The entry of a table with this name, which must be there.
-template <typename T, size_t n>
-const T& entry(const T (&table)[n], std::string_view name) {
-  return *std::find_if(std::begin(table), std::end(table), [&](const T& t) { return t.name == name; });
-}
-
 inline const Format& check_format(std::string_view format) {
   check_name("format", format, kFormatNames);
   return entry(kFormats, format);
@@ -197,7 +183,8 @@ inline bool read_limit(std::string_view text, float* limit) {
   double value = 0;
   const auto [end, error] = std::from_chars(number.data(), number.data() + number.size(), value);
   *limit = float(value);
-  return error == std::errc() && end == number.data() + number.size() && value > 1e-30 && value < 1e30;
+  return error == std::errc() && end == number.data() + number.size() && value > kLeastLimit &&
+         value < kMostLimit;
 }
 
 inline Activation check_activation(std::string_view name) {
@@ -224,21 +211,18 @@ inline void check_multiple(std::string_view name, std::string_view what, int64_t
     fail(name, " has ", count, " ", what, "; layout '", layout.name, "' needs a multiple of ", multiple);
 }
 
-// By Scale.
-inline constexpr ScalarType kScaleDtypes[] = {ScalarType::Float8_e4m3fn, ScalarType::Float8_e8m0fnu,
-                                              ScalarType::BFloat16, ScalarType::Float};
-
 // Of the block scales that quantize makes.
-inline ScalarType scale_dtype(const Format& fmt) { return kScaleDtypes[int(fmt.scales[0])]; }
+inline ScalarType scale_dtype(const Format& fmt) { return kScales[int(fmt.scale)].dtype; }
 
 // Of checked block scales.
 inline Scale scale_kind(const Tensor& block_scale) {
-  return Scale(std::find(kScaleDtypes, kScaleDtypes + kScaleKinds, block_scale.scalar_type()) - kScaleDtypes);
+  const auto found = std::ranges::find(kScales, block_scale.scalar_type(), &ScaleKind::dtype);
+  return Scale(found - std::begin(kScales));
 }
 
 // uint8; e2m1 codes may have torch's dtype for pairs of them too.
 inline void check_packed(std::string_view name, const Tensor& packed, const Format& fmt) {
-  check_dtype(name, packed, fmt.element == Element::e2m1 ? kPacked : kBytes);
+  check_dtype(name, packed, fmt.element == Element::e2m1 ? Dtypes(kPacked) : kBytes);
 }
 
 inline std::string with_layout(const Layout& layout) {
@@ -252,10 +236,8 @@ inline void check_holds(const Layout& layout, const Format& fmt) {
 // scale [..., ceil(K/block)] for packed [..., K/2].
 inline void check_block_scale(std::string_view scale_name, const Tensor& scale, std::string_view name,
                               const Tensor& packed, const Format& fmt) {
-  if (fmt.scales[0] == fmt.scales[1])
-    check_dtype(scale_name, scale, {scale_dtype(fmt)});
-  else
-    check_dtype(scale_name, scale, {scale_dtype(fmt), kScaleDtypes[int(fmt.scales[1])]});
+  const ScalarType dtypes[] = {scale_dtype(fmt), kScales[int(fmt.another_scale)].dtype};
+  check_dtype(scale_name, scale, Dtypes(dtypes, dtypes[0] == dtypes[1] ? 1 : 2));
   check_device(scale_name, scale, name, packed);
   const auto sizes = packed.sizes();
   Shape shape(sizes.begin(), sizes.end());
@@ -291,7 +273,7 @@ inline void check_scales(const std::string& prefix, const Tensor& block_scale,
                          const Format& fmt, const Layout& layout) {
   const std::string scale_name = prefix.empty() ? "block_scale" : prefix + "_scale";
   const std::string global_name = prefix.empty() ? "global_scale" : prefix + "_global_scale";
-  if (layout.scales == LayoutScales::of_format) {
+  if (!layout.scale_dtype) {
     check_block_scale(scale_name, block_scale, name, packed, fmt);
     check_global_scale(global_name, global_scale, name, packed, fmt);
     return;
@@ -301,11 +283,11 @@ inline void check_scales(const std::string& prefix, const Tensor& block_scale,
   const int64_t k = shape.back() * 2;
   check_multiple(name, "rows", shape[shape.size() - 2], layout.n_multiple, layout);
   check_multiple(name, "columns", k, layout.k_padding, layout);
-  const bool bytes = layout.scales == LayoutScales::bytes;
-  check_dtype(scale_name, block_scale, bytes ? kBytes : kFloat32);
+  check_dtype(scale_name, block_scale, Dtypes(&*layout.scale_dtype, 1));
   check_device(scale_name, block_scale, name, packed);
   shape.back() = k / fmt.block;
   check_shape(scale_name, block_scale, shape);
+  if (!layout.has_factor) return check_global_scale(global_name, global_scale, name, packed, fmt);
   if (!global_scale) fail(global_name, " is missing; layout '", layout.name, "' needs one");
   check_factor(global_name, *global_scale, name, packed);
 }
@@ -331,32 +313,18 @@ inline WeightShape check_weight(const std::string& name, const Tensor& b, const 
   return {&fmt, &order, scale_kind(b_scale), grouped ? b.size(0) : 1, b.size(dim - 2), b.size(dim - 1) * 2};
 }
 
-// The activations that the kernels of a layout read.
-inline Dtypes a_dtypes(const Layout& layout) {
-  switch (layout.order) {
-    case Order::sm90:
-      return kSm90Activation;
-    case Order::sm90_bf16:
-      return kSm90Bf16Activation;
-    case Order::sm90_int4:
-      return kFp8;
-    default:
-      return kActivation;
-  }
-}
-
-// Of those, the ones that are not quantised.
-inline Dtypes floating_a_dtypes(const Layout& layout) {
-  return layout.order == Order::sm90        ? kSm90Floating
-         : layout.order == Order::sm90_bf16 ? kSm90Bf16Floating
-                                            : kFloating;
-}
-
-inline void check_a_dtype(std::string_view name, const Tensor& a, const Layout& layout, Dtypes allowed) {
+// The activations, of those `among`, that the kernels of a layout read; plain and tile16 take all.
+inline void check_a_dtype(std::string_view name, const Tensor& a, const Layout& layout, Dtypes among) {
+  if (layout.a_dtypes.empty()) return;
+  std::vector<ScalarType> allowed;
+  std::ranges::copy_if(layout.a_dtypes, std::back_inserter(allowed),
+                       [&](ScalarType dtype) { return contains(among, dtype); });
   if (contains(allowed, a.scalar_type())) return;
-  const bool fp8 = allowed.size() == 1 && *allowed.begin() == ScalarType::Float8_e4m3fn;
+  const bool fp8 = allowed.size() == 1 && allowed[0] == ScalarType::Float8_e4m3fn;
+  const std::string hint =
+      fp8 ? " (from quantize_fp8 with layout='" + std::string(layout.a_layout) + "')" : "";
   fail(name, " has dtype ", dtype_name(a.scalar_type()), "; layout '", layout.name, "' reads ",
-       dtype_names(allowed), fp8 ? " (from quantize_fp8 with layout='sm90')" : "");
+       dtype_names(allowed), hint);
 }
 
 // As many columns as the weight, `padded` already or to be padded as the weight is.
@@ -410,7 +378,7 @@ inline Operand check_a(const Tensor& a, const OptionalTensor& a_scale, const Opt
                        const std::string& a_format, const Tensor& b, const WeightShape& w, int64_t dim) {
   Operand op{a, a_scale, a_global_scale};
   check_dtype("a", a, kActivation);
-  check_a_dtype("a", a, *w.layout, a_dtypes(*w.layout));
+  check_a_dtype("a", a, *w.layout, kActivation);
   check_dim("a", a, dim);
   check_device("a", a, "b", b);
   const ScalarType dtype = a.scalar_type();
@@ -505,7 +473,7 @@ inline FormatAndLayout check_dequantize(const Tensor& packed, const Tensor& bloc
     fail("dtype is ", dtype_name(dtype), "; it must be ", dtype_names(kFloatingOrDouble));
   check_holds(order, fmt);
   check_packed("packed", packed, fmt);
-  if (order.scales == LayoutScales::of_format)
+  if (!order.scale_dtype)
     check_min_dim("packed", packed);
   else
     check_matrices(packed);
@@ -581,7 +549,7 @@ inline MoeShape check_moe(const Tensor& x, const Tensor& topk_ids, const Tensor&
   if (!order.a_formats.empty())
     check_name("a_format", a_format, order.a_formats, with_layout(order), "; layout 'plain' takes others");
   check_dtype("x", x, kFloating);
-  if (order.leaves(a_format)) check_a_dtype("x", x, order, floating_a_dtypes(order));
+  if (order.leaves(a_format)) check_a_dtype("x", x, order, kFloating);
   check_dim("x", x, 2);
   check_device("x", x, "w13", w13);
   check_device("w2", w2, "w13", w13);

@@ -44,16 +44,16 @@ struct PanelKernels {
 // What an instruction set with products of bfloat16 adds.
 struct Bf16Kernels {
   bool (*supported)();
-  PanelKernel panels[kScaleKinds];  // by Scale
+  PanelKernel panels[std::size(kScales)];  // by Scale
   // bfloat16 x [k] -> a bfloat16 row.
   void (*prepare)(const uint16_t* x, int64_t k, uint16_t* row);
 };
 
 struct Kernels {
   const char* name;
-  bool (*supported)();               // by this machine and its operating system
-  PanelKernels panels[kScaleKinds];  // by Scale
-  const Bf16Kernels* bf16;           // or null: bfloat16 activations become float rows
+  bool (*supported)();                      // by this machine and its operating system
+  PanelKernels panels[std::size(kScales)];  // by Scale
+  const Bf16Kernels* bf16;                  // or null: bfloat16 activations become float rows
 
   // The largest magnitude in x [count]; *finite is cleared if x holds a NaN or an infinity.
   float (*max_magnitude)(const void* x, DType dtype, int64_t count, bool* finite);

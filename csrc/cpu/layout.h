@@ -18,8 +18,8 @@
 
 namespace fp4::cpu {
 
-inline constexpr int kPanelRows = 16;
-inline constexpr int kPanelK = 32;  // panels are as long as K rounded up to this
+inline constexpr int kPanelRows = kTile16Rows;
+inline constexpr int kPanelK = kTile16K;  // panels are as long as K rounded up to this
 
 struct Panel {
   const uint8_t* codes;

@@ -23,7 +23,7 @@ std::tuple<Tensor, Tensor, Tensor> quantize(const Tensor& x, const std::string& 
   scale_shape.back() = blocks;
   if (fmt.has_global_scale)
     global_shape.assign(scale_shape.begin(), scale_shape.end() - std::min<size_t>(2, scale_shape.size()));
-  const int64_t scale_bytes = scale_size(fmt.scales[0]);
+  const int64_t scale_bytes = scale_size(fmt.scale);
   const Tensor packed = empty(packed_shape, ScalarType::Byte);
   const Tensor scales = empty(scale_shape, scale_dtype(fmt));
   const Tensor global = empty(global_shape, ScalarType::Float);

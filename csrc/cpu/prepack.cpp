@@ -115,7 +115,7 @@ struct PlainRow {
     Block16 out{};
     const int64_t b = i * kSm90Block / format.block;
     if (b * format.block >= k) return out;  // padding
-    if (format.scales[0] == Scale::e4m3) {
+    if (format.scale == Scale::e4m3) {
       out.scale = scales[b];
     } else {
       if (!counts(b)) return out;
@@ -177,7 +177,7 @@ Packed to_sm90(const Tensor& packed, const Tensor& block_scale, const OptionalTe
   const uint8_t *codes = data<uint8_t>(from), *scales = data<uint8_t>(from_scale);
   std::vector<int> emax(s.matrices, 0);
   Tensor factor = copy_of(global_scale);
-  if (fmt.scales[0] == Scale::e4m3) {
+  if (fmt.scale == Scale::e4m3) {
     check_not_negative(from_scale, layout);
   } else {
     emax = largest_exponents(fmt, layout, codes, scales, s);
@@ -215,7 +215,7 @@ Packed from_sm90(const Tensor& packed, const Tensor& block_scale, const Tensor& 
   const Format& fmt = *source.format;
   const Sizes s(packed);
   const int64_t blocks = s.k / fmt.block, tiles = s.n / kSm90Rows;
-  const bool mx = fmt.scales[0] == Scale::e8m0;
+  const bool mx = fmt.scale == Scale::e8m0;
   Shape scale_shape = shape_of(packed);
   scale_shape.back() = blocks;
   const Tensor to = empty(shape_of(packed), ScalarType::Byte),

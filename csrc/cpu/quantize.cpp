@@ -54,7 +54,7 @@ void dequantize_row(const Format& format, Scale scale, const uint8_t* packed, co
 void dequantize_row_to_float(const Format& format, const uint8_t* packed, const uint8_t* scales, int64_t k,
                              float global_scale, float* row) {
   std::vector<double> values(k);
-  dequantize_row(format, format.scales[0], packed, scales, k, double(global_scale), values.data());
+  dequantize_row(format, format.scale, packed, scales, k, double(global_scale), values.data());
   std::copy(values.begin(), values.end(), row);
 }
 

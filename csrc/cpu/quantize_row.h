@@ -119,7 +119,7 @@ inline void quantize_int4_as(const void* x, int64_t k, int block, uint8_t* packe
 inline void quantize_row_4bit(const Format& format, const void* x, DType dtype, int64_t k, float global_scale,
                               uint8_t* packed, uint8_t* scales) {
   with_dtype(dtype, [&](auto d) {
-    switch (format.scales[0]) {
+    switch (format.scale) {
       case Scale::e4m3:
         return quantize_fp4_as<d.value, Scale::e4m3, 16>(x, k, global_scale, packed, scales);
       case Scale::e8m0:
