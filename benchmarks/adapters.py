@@ -1,6 +1,6 @@
 """A training step of LoRA adapters on a Qwen3-MoE layer stack: experts in bf16, in 4 bits of ours, in nf4.
 
-    python benchmarks/adapters.py [--layers 4] [--tokens 4096] [--out FILE.json] [--tiny]
+    python benchmarks/adapters.py [--layers 4] [--tokens 4096] [--tiny]
 
 Shapes of Qwen3-30B-A3B (hidden 2048, 128 experts of 768, 8 a token), random weights, frozen but for rank-16
 adapters on q, k, v and o of each layer; checkpointing by transformers, AdamW on the adapters. Steps of all
@@ -18,14 +18,12 @@ from __future__ import annotations
 
 import argparse
 import gc
-import importlib.metadata
-import json
 import statistics
-import subprocess
 import sys
 import time
-from pathlib import Path
+from collections.abc import Iterator
 
+import record
 import torch
 from torch import nn
 from transformers import Qwen3MoeConfig, Qwen3MoeForCausalLM
@@ -101,7 +99,7 @@ def variants() -> dict:
 
         found["nf4"] = to_nf4
     except ImportError as error:
-        print(f"nf4 left out: {error}")
+        print(f"nf4 left out: {error}", file=sys.stderr)
     return found
 
 
@@ -143,14 +141,14 @@ def seconds(run) -> float:
     return time.perf_counter() - begin
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
+def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--layers", type=int, default=4)
     parser.add_argument("--tokens", type=int, default=4096)
     parser.add_argument("--rounds", type=int, default=7)
     parser.add_argument("--tiny", action="store_true", help="sizes that a CPU can take")
-    parser.add_argument("--out", type=Path)
-    args = parser.parse_args()
+
+
+def rows(args: argparse.Namespace) -> Iterator[record.Row]:
     h, i, e, k, vocab = (64, 32, 8, 2, 256) if args.tiny else (2048, 768, 128, 8, 32000)
     config = Qwen3MoeConfig(
         hidden_size=h, num_hidden_layers=args.layers, num_attention_heads=max(1, h // 64),
@@ -158,10 +156,8 @@ def main() -> None:
         norm_topk_prob=True, vocab_size=vocab, max_position_embeddings=40960,
     )  # fmt: skip
     ids = torch.randint(0, vocab, (2, args.tokens // 2), device=DEVICE)
-
-    rows = []
     error = gradient_error(Qwen3MoeConfig(**{**config.to_dict(), "num_hidden_layers": 2}), ids[:, :256])
-    print(f"gradients of 2 layers in float32 against those of the dequantised weights: {error:.1e}")
+    yield {"table": "gradients of 2 layers in float32", "relative_error": error}
     chosen = variants()
     memory = {}
     for name, change in chosen.items():
@@ -173,7 +169,7 @@ def main() -> None:
             held = torch.cuda.memory_allocated()
             torch.cuda.reset_peak_memory_stats()
             trainer.step(ids)
-            memory[name] = (held, torch.cuda.max_memory_allocated())
+            memory[name] = (held >> 20, torch.cuda.max_memory_allocated() >> 20)
         del trainer
         gc.collect()
     trainers = {name: Trainer(change, config) for name, change in chosen.items()}
@@ -185,25 +181,12 @@ def main() -> None:
             times[name].append(seconds(lambda t=t: t.step(ids)))
     base = statistics.median(times["bf16"])
     for name, ts in times.items():
-        held, peak = memory.get(name, (0, 0))
-        row = {
-            "variant": name, "step_ms": round(1e3 * statistics.median(ts), 2), "held_mib": held >> 20,
-            "peak_mib": peak >> 20, "speed_against_bf16": round(base / statistics.median(ts), 3),
+        held, peak = memory.get(name, (None, None))
+        yield {
+            "table": "training step", "variant": name, "step_ms": round(1e3 * statistics.median(ts), 2),
+            "held_mib": held, "peak_mib": peak, "speedup": round(base / statistics.median(ts), 3),
         }  # fmt: skip
-        rows.append(row)
-        print("  ".join(f"{key} {value}" for key, value in row.items()))
-    if args.out:
-        commit = subprocess.run(
-            ["git", "rev-parse", "--short", "HEAD"], capture_output=True, text=True
-        ).stdout
-        versions = {p: importlib.metadata.version(p) for p in ("torch", "transformers")}
-        gpu = torch.cuda.get_device_name() if DEVICE == "cuda" else "none"
-        record = {
-            "commit": commit.strip(), "gpu": gpu, "versions": versions, "command": " ".join(sys.argv),
-            "gradient_error": error, "rows": rows,
-        }  # fmt: skip
-        args.out.write_text(json.dumps(record, indent=1) + "\n")
 
 
 if __name__ == "__main__":
-    main()
+    record.main(__doc__, add_arguments, rows)

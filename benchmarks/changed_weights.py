@@ -7,8 +7,8 @@
 
 One decoding step with a static cache under torch.compile(backend="fp4"), bfloat16, batch 1; on a CPU one
 thread, in CPU time; on a GPU mode "reduce-overhead", in wall time. Both sides are one compiled model in one
-process and take turns step by step: "without" only asks for versions and addresses. Printed: medians, and the
-median of the ratios of neighbours.
+process and take turns step by step: "without" only asks for versions and addresses. Times are medians; the
+ratio is the median of the ratios of neighbours.
 On a GPU `--wait` runs with the answer awaited before the step, as graphs are run that may not run twice.
 """
 
@@ -16,13 +16,14 @@ from __future__ import annotations
 
 import argparse
 import logging
-import platform
 import statistics
 import time
 import warnings
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import record
 import torch
 from fp4_ops.compile_passes import weights
 from transformers import AutoConfig, AutoModelForCausalLM, StaticCache
@@ -100,7 +101,7 @@ def alone(step: Step, calls: int = 300) -> float:
     return statistics.median(times)
 
 
-def measure(what: str, args: argparse.Namespace) -> None:
+def measure(what: str, args: argparse.Namespace) -> record.Row:
     torch._dynamo.reset()
     model = model_of(what, args.hidden, args.inter)
     step = Step(model, args.wait)
@@ -113,32 +114,30 @@ def measure(what: str, args: argparse.Namespace) -> None:
             times[on].append(step())
     without, with_ = (statistics.median(times[on]) for on in (False, True))
     ratio = statistics.median(b / a for a, b in zip(times[False], times[True]))
-    print(
-        f"{what:8} {experts / 1e6:8.1f} M expert weights, {runs:6} runs: without {without:8.3f} ms, "
-        f"with {with_:8.3f} ms, ratio {ratio:.4f}; alone {alone(step):6.1f} us",
-        flush=True,
-    )
+    return {
+        "table": "step", "model": what, "expert_weights": experts, "runs": runs, "without_ms": without,
+        "with_ms": with_, "ratio": ratio, "comparison_us": alone(step),
+    }  # fmt: skip
 
 
-@torch.no_grad()
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
+def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("what", nargs="*", default=["demo", "48x8"])
     parser.add_argument("--hidden", type=int, default=64)
     parser.add_argument("--inter", type=int, default=64)
     parser.add_argument("--steps", type=int, default=400)
     parser.add_argument("--wait", action="store_true")
-    args = parser.parse_args()
+
+
+@torch.no_grad()
+def rows(args: argparse.Namespace) -> Iterator[record.Row]:
     warnings.filterwarnings("ignore")
     logging.getLogger("torch").setLevel(logging.ERROR)
     transformers_logging.set_verbosity_error()
     transformers_logging.disable_progress_bar()
     torch.set_num_threads(1)
-    where = torch.cuda.get_device_name() if DEVICE == "cuda" else f"{platform.machine()} CPU, one thread"
-    print(f"torch {torch.__version__}, {where}", flush=True)
     for what in args.what:
-        measure(what, args)
+        yield measure(what, args)
 
 
 if __name__ == "__main__":
-    main()
+    record.main(__doc__, add_arguments, rows)

@@ -13,8 +13,10 @@ import argparse
 import multiprocessing
 import shutil
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 
+import record
 import torch
 from checkpoint_stream import machine, run, same, weights
 from fp4_ops.meta.formats import FORMATS
@@ -36,21 +38,20 @@ def make_source(folder: Path, layers: int) -> None:
     model.save_pretrained(folder, max_shard_size="500MB")
 
 
-def quantize(command: list[str], out: Path, kill_after: int | None = None) -> str:
+def quantize(step: str, command: list[str], out: Path, kill_after: int | None = None) -> record.Row:
     """Runs it; kill_after: SIGKILL once so many layers are done."""
 
     def enough() -> bool:
         return any(int(f.stem[-5:]) >= kill_after for f in out.glob(f"{SPOOL}/state-*.safetensors"))
 
     seconds, processor, peak, text = run([*command, "-o", str(out)], None if kill_after is None else enough)
-    return (
-        f"{seconds:.1f} s, {processor:.1f} s of processor time, peak resident {peak:.2f} GB\n"
-        f"{text.partition(': ')[2].strip()}"
-    ).strip()
+    return {
+        "table": "quantize", "step": step, "seconds": seconds, "processor_seconds": processor,
+        "peak_gb": peak, "said": text.partition(": ")[2].strip(),
+    }  # fmt: skip
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
+def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--layers", type=int, default=4)
     parser.add_argument(
         "--method", default="gptq", choices=[m for m in METHODS if METHODS[m].calibration != "none"]
@@ -60,8 +61,9 @@ def main() -> None:
     parser.add_argument(
         "--dir", type=Path, required=True, help="scratch space: 0.4 GB a layer, removed afterwards"
     )
-    args = parser.parse_args()
-    print(machine(), flush=True)
+
+
+def rows(args: argparse.Namespace) -> Iterator[record.Row]:
     source, whole, resumed, text = (args.dir / name for name in ("bf16", "whole", "resumed", "text"))
     command = [
         sys.executable, "-m", "fp4_ops", "quantize", str(source), "--format", args.format,
@@ -75,11 +77,11 @@ def main() -> None:
         maker.join()
         text.write_bytes(b"".join(f.read_bytes() for f in sorted(SOURCES.rglob("*.py"))))
         size = sum(f.stat().st_size for f in weights(source))
-        print(f"source: {args.layers} layers, {size / 1e9:.2f} GB", flush=True)
-        print(f"{args.method}, {args.windows} windows: {quantize(command, whole)}", flush=True)
-        print(f"killed after {args.layers // 2} layers: {quantize(command, resumed, args.layers // 2)}")
-        print(f"resumed: {quantize(command, resumed)}")
-        print("identical" if same(whole, resumed) else "DIFFERENT")
+        yield {"table": "source", **machine(), "layers": args.layers, "gb": size / 1e9}
+        yield quantize("whole", command, whole)
+        yield quantize(f"killed after {args.layers // 2} layers", command, resumed, args.layers // 2)
+        yield quantize("resumed", command, resumed)
+        yield {"table": "result", "resumed_is": "identical" if same(whole, resumed) else "DIFFERENT"}
         assert same(whole, resumed)
     finally:
         for folder in (source, whole, resumed):
@@ -88,4 +90,4 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    main()
+    record.main(__doc__, add_arguments, rows)

@@ -18,7 +18,6 @@ import argparse
 import filecmp
 import json
 import os
-import platform
 import shutil
 import signal
 import subprocess
@@ -29,6 +28,7 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import NamedTuple
 
+import record
 import torch
 
 from fp4_ops.checkpoints import direct
@@ -195,59 +195,56 @@ def same(a: Path, b: Path) -> bool:
     return filecmp.cmpfiles(a, b, names, shallow=False)[0] == names
 
 
-def machine() -> str:
-    with open("/proc/cpuinfo") as f:
-        cpu = next((line.split(":")[1].strip() for line in f if line.startswith("model name")), "?")
+def machine() -> record.Row:
     memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") / 2**30
-    versions = f"Python {platform.python_version()}, torch {torch.__version__}"
-    return f"{cpu}, {os.cpu_count()} cores, {memory:.0f} GiB, load {os.getloadavg()[0]:.1f}, {versions}"
+    return {"memory_gib": memory, "load": os.getloadavg()[0]}
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
+def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--gb", type=float, default=20)
     parser.add_argument("--dir", type=Path, required=True, help="scratch space: 1.6 x gb, removed afterwards")
     parser.add_argument("--repeat", type=int, default=3, help="pairs of plain copy and quantisation")
-    args = parser.parse_args()
-    print(machine(), flush=True)
+
+
+def rows(args: argparse.Namespace) -> Iterator[record.Row]:
     source, whole, resumed = (args.dir / name for name in ("bf16", "whole", "resumed"))
     try:
         make_source(source, args.gb)
         size = sum(f.stat().st_size for f in weights(source))
-        print(f"source: {len(weights(source))} files, {size / 1e9:.2f} GB", flush=True)
+        yield {"table": "source", **machine(), "files": len(weights(source)), "gb": size / 1e9}
         quantize(source, whole)  # the sizes that plain_copy writes
         sizes = [f.stat().st_size for f in weights(whole)]
         plain, runs = [], []
         for _ in range(args.repeat):
             for name, read, write in WAYS:
                 plain.append(plain_copy(source, args.dir / "plain", sizes, read, write))
-                print(
-                    "plain, {}: read {:.1f} s, write {:.1f} s, both at once {:.1f} s".format(name, *plain[-1])
-                )
+                reading, writing, both = plain[-1]
+                yield {
+                    "table": "plain copy", "way": name, "read_s": reading, "write_s": writing, "both_s": both,
+                }  # fmt: skip
             shutil.rmtree(whole)
             runs.append(quantize(source, whole))
-            took, processor, peak, text = runs[-1]
-            print(
-                f"quantize: {took:.1f} s ({processor:.1f} s of processor time), peak resident {peak:.2f} GB, "
-                f"load {os.getloadavg()[0]:.1f}",
-                flush=True,
-            )
-        print(text.partition(": ")[2])
+            took, processor, peak, _ = runs[-1]
+            yield {
+                "table": "quantize", "seconds": took, "processor_seconds": processor, "peak_gb": peak,
+                "load": os.getloadavg()[0],
+            }  # fmt: skip
         reading, writing, together = map(min, zip(*plain, strict=True))
         took = min(run[0] for run in runs)
-        print(
-            f"best of each: read {reading:.1f} s + write {writing:.1f} s = {reading + writing:.1f} s; "
-            f"quantize {took:.1f} s, {size / took / 1e9:.2f} GB/s: rate against read + write "
-            f"{(reading + writing) / took:.0%}, against both at once {together / took:.0%}; "
-            f"peak resident {max(run[2] for run in runs):.2f} GB",
-            flush=True,
-        )
+        yield {
+            "table": "best of each", "read_s": reading, "write_s": writing, "both_s": together,
+            "quantize_s": took, "gb_per_s": size / took / 1e9,
+            "rate_ratio_to_read_then_write": (reading + writing) / took,
+            "rate_ratio_to_both_at_once": together / took, "peak_gb": max(run[2] for run in runs),
+        }  # fmt: skip
         half = len(weights(source)) // 2
         quantize(source, resumed, kill_after=half)
         left = len(weights(resumed))
         took, *_ = quantize(source, resumed)
-        print(f"killed with {left} of {len(weights(source))} files done, resumed in {took:.1f} s: ", end="")
-        print("identical" if same(whole, resumed) else "DIFFERENT")
+        yield {
+            "table": "killed and resumed", "files_done": left, "files": len(weights(source)),
+            "resumed_s": took, "result_is": "identical" if same(whole, resumed) else "DIFFERENT",
+        }  # fmt: skip
         assert same(whole, resumed)
     finally:
         for folder in (source, whole, resumed, args.dir / "plain"):
@@ -255,4 +252,4 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    main()
+    record.main(__doc__, add_arguments, rows)

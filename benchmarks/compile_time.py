@@ -14,14 +14,14 @@ from __future__ import annotations
 import argparse
 import gc
 import logging
-import platform
 import resource
 import statistics
 import time
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
+import record
 import torch
 import torch.nn.functional as F
 from fp4_ops.compile_passes import pipeline
@@ -136,8 +136,7 @@ def step_ms(call: Callable[[], Any]) -> float:
 # --- tables ---
 
 
-def loop(cells: list[str], family: str) -> None:
-    print("experts   compile s: inductor   fp4   ratio   passes   step ms: inductor    fp4   ratio")
+def loop(cells: list[str], family: str) -> Iterator[record.Row]:
     for experts in map(int, cells):
         model = Loop(experts).bfloat16()
         x = torch.randn(TOKENS, HIDDEN, dtype=torch.bfloat16)
@@ -147,40 +146,34 @@ def loop(cells: list[str], family: str) -> None:
         our_step = step_ms(call)
         stock, call = first_call(model, x, "inductor")
         stock_step = step_ms(call)
-        print(
-            f"{experts:7d} {stock:20.1f} {ours:5.1f} {stock / ours:7.1f} {passes.total:8.2f} "
-            f"{stock_step:19.2f} {our_step:6.2f} {stock_step / our_step:7.1f}",
-            flush=True,
-        )
+        yield {
+            "table": "loop", "experts": experts, "inductor_s": stock, "fp4_s": ours, "speedup": stock / ours,
+            "passes_s": passes.total, "inductor_step_ms": stock_step, "fp4_step_ms": our_step,
+            "step_speedup": stock_step / our_step,
+        }  # fmt: skip
 
 
-def layers(cells: list[str], family: str) -> None:
+def layers(cells: list[str], family: str) -> Iterator[record.Row]:
     x = torch.randint(0, 128, (1, TOKENS))
     for backend in ("fp4", "inductor"):  # what is loaded and built once
         first_call(transformer(family, 4, 1), x, backend)
-    print(f"{family}: experts layers   compile s: inductor   fp4   added   passes: s   share   s per layer")
     for experts, count in map(_cell, cells):
         model = transformer(family, experts, count)
         passes = Passes()
         ours, _ = first_call(model, x, "fp4")
         passes.stop()
         stock, _ = first_call(model, x, "inductor")
-        print(
-            f"{experts:{len(family) + 9}d} {count:6d} {stock:22.1f} {ours:5.1f} "
-            f"{100 * (ours / stock - 1):+6.1f}% {passes.total:11.2f} {100 * passes.total / stock:6.1f}% "
-            f"{passes.total / count:13.3f}",
-            flush=True,
-        )
+        yield {
+            "table": "layers", "family": family, "experts": experts, "layers": count, "inductor_s": stock,
+            "fp4_s": ours, "passes_s": passes.total,
+        }  # fmt: skip
 
 
-def passes_alone(cells: list[str], family: str) -> None:
+def passes_alone(cells: list[str], family: str) -> Iterator[record.Row]:
     """Dynamo and the passes; what they hand on is not compiled. Growth per layer is without the collector."""
     x = torch.randint(0, 128, (1, TOKENS))
     options = parse(None, None)
     first_call(transformer(family, 4, 1), x, lambda gm, inputs: _analysed(gm, inputs, options))
-    print(
-        f"{family}: experts layers   Dynamo s   passes: s   capture   the rest   collector   s per layer more"
-    )
     before = (0, 0, 0.0)
     for experts, count in map(_cell, cells):
         passes = Passes()
@@ -189,12 +182,12 @@ def passes_alone(cells: list[str], family: str) -> None:
         passes.stop()
         more = before[0] == experts and count > before[1]
         own = passes.total - passes.collector
-        growth = f"{(own - before[2]) / (count - before[1]):12.3f}" if more else ""
-        print(
-            f"{experts:{len(family) + 9}d} {count:6d} {whole - passes.total:10.1f} {passes.total:11.2f} "
-            f"{passes.capture:9.2f} {passes.total - passes.capture:10.2f} {passes.collector:11.2f} {growth}",
-            flush=True,
-        )
+        growth = (own - before[2]) / (count - before[1]) if more else None
+        yield {
+            "table": "passes", "family": family, "experts": experts, "layers": count,
+            "dynamo_s": whole - passes.total, "passes_s": passes.total, "capture_s": passes.capture,
+            "collector_s": passes.collector, "growth_s_per_layer": growth,
+        }  # fmt: skip
         before = (experts, count, own)
 
 
@@ -209,31 +202,21 @@ def _cell(text: str) -> tuple[int, int]:
     return int(experts), int(count)
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("table", choices=["loop", "layers", "passes"])
     parser.add_argument("cells", nargs="+", help="EXPERTS for loop, otherwise EXPERTSxLAYERS")
     parser.add_argument("--family", default="mixtral")
-    args = parser.parse_args()
+
+
+@torch.no_grad()
+def rows(args: argparse.Namespace) -> Iterator[record.Row]:
     torch.set_num_threads(1)
     torch._inductor.config.force_disable_caches = True
     logging.getLogger("transformers").setLevel(logging.ERROR)
     warnings.simplefilter("ignore")
-    print(
-        f"torch {torch.__version__}, {_cpu()}, one thread; python benchmarks/compile_time.py {args.table} ..."
-    )
-    with torch.no_grad():
-        torch.compile(lambda a: (a @ a).relu() + 1)(torch.randn(8, 8))  # what any first compilation costs
-        {"loop": loop, "layers": layers, "passes": passes_alone}[args.table](args.cells, args.family)
-
-
-def _cpu() -> str:
-    with open("/proc/cpuinfo") as f:
-        names = [line.split(":")[1].strip() for line in f if line.startswith("model name")]
-    return names[0] if names else platform.processor()
+    torch.compile(lambda a: (a @ a).relu() + 1)(torch.randn(8, 8))  # what any first compilation costs
+    yield from {"loop": loop, "layers": layers, "passes": passes_alone}[args.table](args.cells, args.family)
 
 
 if __name__ == "__main__":
-    main()
+    record.main(__doc__, add_arguments, rows)

@@ -13,10 +13,11 @@ from __future__ import annotations
 import argparse
 import statistics
 import time
+from collections.abc import Iterator
 
+import record
 import torch
-import transformers
-from cpu_machine import bandwidth, cpu_name
+from cpu_machine import bandwidth
 from transformers import MixtralConfig
 from transformers.models.mixtral.modeling_mixtral import MixtralSparseMoeBlock
 
@@ -77,17 +78,14 @@ def paired(runners: dict, inputs: list[torch.Tensor], blocks: int) -> dict[str, 
     return times
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--threads", type=int, nargs="+", default=sorted({1, torch.get_num_threads()}))
     parser.add_argument("--tokens", type=int, nargs="+", default=[1])
     parser.add_argument("--blocks", type=int, default=9)
-    options = parser.parse_args()
-    print(f"cpu      {cpu_name()}")
-    print(f"versions torch {torch.__version__}, transformers {transformers.__version__}, ", end="")
-    print(f"fp4_ops kernels {fp4.cpu_capability()}")
-    print(f"layer    hidden {HIDDEN}, {EXPERTS} experts, top {TOP_K}, intermediate {INTER}\n")
 
+
+@torch.no_grad()
+def rows(options: argparse.Namespace) -> Iterator[record.Row]:
     stock = {name: stock_block(name) for name in STOCK}
     first = stock[STOCK[0]]
     for parameter in first.parameters():
@@ -95,17 +93,19 @@ def main() -> None:
     for block in stock.values():
         block.load_state_dict(first.state_dict())
     ours = {f"fp4 {f}, activations {a}": Fp4Block(first, f, a) for f, a in OURS}
-    bytes_of = {n: sum(t.nbytes for w in b.weights for t in w) for n, b in ours.items()}
+    kernels = fp4.cpu_capability()
     x = torch.randn(1, 4, HIDDEN, dtype=torch.bfloat16)
     for name, block in ours.items():
         error = ((block(x).double() - block.exact(x)).norm() / block.exact(x).norm()).item()
         assert error < 0.02, f"{name}: relative error {error}"
-        print(f"  {name:28} relative error {error:.2g}, {bytes_of[name] / 1e6:.0f} MB")
-    print(f"  {'bf16':28} {sum(p.nbytes for p in first.experts.parameters()) / 1e6:.0f} MB")
+        nbytes = sum(t.nbytes for w in block.weights for t in w)
+        yield {"table": "weights", "block": name, "kernels": kernels, "error": error, "mb": nbytes / 1e6}
+    nbytes = sum(p.nbytes for p in first.experts.parameters())
+    yield {"table": "weights", "block": "bf16", "kernels": None, "error": None, "mb": nbytes / 1e6}
 
     for threads in options.threads:
         torch.set_num_threads(threads)
-        print(f"\nthreads {threads}: {bandwidth()}")
+        yield bandwidth(threads)
         for tokens in options.tokens:
             torch.compiler.reset()
             inputs = [torch.randn(1, tokens, HIDDEN, dtype=torch.bfloat16) for _ in range(8)]
@@ -114,20 +114,21 @@ def main() -> None:
             for runner in runners.values():
                 for x in inputs:
                     runner(x)
-            report(tokens, paired(runners, inputs, options.blocks))
+            yield from compared(threads, tokens, paired(runners, inputs, options.blocks))
 
 
-def report(tokens: int, times: dict[str, list[float]]) -> None:
+def compared(threads: int, tokens: int, times: dict[str, list[float]]) -> Iterator[record.Row]:
+    """`speedup`: the fastest stock block's time over this one's, the median over rounds."""
     stock = [n for n in times if n.startswith("stock")]
     fastest = min(stock, key=lambda n: statistics.median(times[n]))
     for name, values in times.items():
-        line = f"  {tokens:3} token{'s' if tokens > 1 else ' '} {name:28} {statistics.median(values):8.3f} ms"
-        if name not in stock:
-            ratios = [theirs / mine for theirs, mine in zip(times[fastest], values)]
-            line += f"   against {fastest:18} {statistics.median(ratios):6.2f}x"
-        print(line, flush=True)
+        ratios = [theirs / mine for theirs, mine in zip(times[fastest], values)]
+        yield {
+            "table": "layer", "threads": threads, "tokens": tokens, "block": name,
+            "ms": statistics.median(values), "peer": None if name in stock else fastest,
+            "speedup": None if name in stock else statistics.median(ratios),
+        }  # fmt: skip
 
 
 if __name__ == "__main__":
-    with torch.no_grad():
-        main()
+    record.main(__doc__, add_arguments, rows)

@@ -21,11 +21,13 @@ import itertools
 import math
 import statistics
 import time
+from collections.abc import Iterator
 from pathlib import Path
 
 import ggml
+import record
 import torch
-from cpu_machine import bandwidth, cpu_name
+from cpu_machine import bandwidth
 
 import fp4_ops  # noqa: F401  loads the operators
 
@@ -168,7 +170,7 @@ def to_ggml(weight: torch.Tensor, mxfp4: tuple[torch.Tensor, ...]):
     return make
 
 
-def check(runner, x: torch.Tensor, dense: torch.Tensor, bound: float) -> str:
+def check(runner, x: torch.Tensor, dense: torch.Tensor, bound: float) -> float:
     """Against float64 over `dense`: the weights both share, or the unquantised ones with a bound to match."""
     runner.set_input(x)
     worst = 0.0
@@ -179,7 +181,7 @@ def check(runner, x: torch.Tensor, dense: torch.Tensor, bound: float) -> str:
         worst = max(worst, ((runner.output(turn).double() - want).norm() / want.norm()).item())
     if not worst <= bound:
         raise SystemExit(f"{runner.name}: relative error {worst:.3g} is over {bound}")
-    return f"{runner.name} {worst:.2g}"
+    return worst
 
 
 def paired(runners: list, blocks: int, seconds: float = 0.02) -> dict[str, list[float]]:
@@ -203,25 +205,21 @@ def paired(runners: list, blocks: int, seconds: float = 0.02) -> dict[str, list[
     return times
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--threads", type=int, nargs="+", default=sorted({1, torch.get_num_threads()}))
     parser.add_argument("--tokens", type=int, nargs="+", default=[1, 64])
     parser.add_argument("--blocks", type=int, default=11)
     parser.add_argument("--sets", type=int, default=6, help="sets of weights for the streamed case")
-    options = parser.parse_args()
-    library("base").ggml_log_set(quiet, None)
-    print(f"cpu      {cpu_name()}")
-    print(
-        f"versions torch {torch.__version__}, fp4_ops kernels {fp4.cpu_capability()}, "
-        f"ggml {ggml.ggml_version().decode()} (ggml-python {ggml.__version__})"
-    )
-    isa = ("avx2", "avx512", "avx512_vnni", "avx512_vbmi", "avx512_bf16", "amx_int8")
-    print(f"ggml     built with {' '.join(n for n in isa if getattr(ggml, f'ggml_cpu_has_{n}')())}")
-    print(
-        f"shape    {EXPERTS} experts of [{N}, {K}], float32 activations quantised to int8 within the time\n"
-    )
 
+
+@torch.inference_mode()
+def rows(options: argparse.Namespace) -> Iterator[record.Row]:
+    library("base").ggml_log_set(quiet, None)
+    isa = ("avx2", "avx512", "avx512_vnni", "avx512_vbmi", "avx512_bf16", "amx_int8")
+    yield {
+        "table": "builds", "fp4_ops_kernels": fp4.cpu_capability(), "ggml": ggml.ggml_version().decode(),
+        "ggml_built_with": " ".join(n for n in isa if getattr(ggml, f"ggml_cpu_has_{n}")()),
+    }  # fmt: skip
     weight = torch.randn(EXPERTS, N, K)
     quantized = {f: fp4.quantize(weight, f) for f in ("mxfp4", "nvfp4")}
     dense = {f: fp4.dequantize(*q, f, torch.float64) for f, q in quantized.items()}
@@ -229,7 +227,7 @@ def main() -> None:
 
     for threads in options.threads:
         torch.set_num_threads(threads)
-        print(f"threads {threads}: {bandwidth()}")
+        yield bandwidth(threads)
         for tokens, sets in itertools.product(options.tokens, (1, options.sets)):
             x = torch.randn(tokens, K)
             ours = [Ours(f, "tile16", tokens, sets, quantized[f]) for f in quantized]
@@ -237,38 +235,36 @@ def main() -> None:
             for r in bf16:
                 r.name += " bf16"
             peers = [Ggml(kind, repacked, tokens, sets, make, threads) for kind, repacked in PEERS]
-            checked = [check(r, x, dense[f], 0.02) for r, f in zip((*ours, *bf16), (*quantized, *quantized))]
+            errors = {
+                r.name: check(r, x, dense[f], 0.02) for r, f in zip((*ours, *bf16), (*quantized, *quantized))
+            }
             for peer, (kind, _) in zip(peers, PEERS):
                 exact = kind == "mxfp4"
-                checked.append(
-                    check(peer, x, dense["mxfp4"] if exact else weight.double(), 0.02 if exact else 0.2)
+                errors[peer.name] = check(
+                    peer, x, dense["mxfp4"] if exact else weight.double(), 0.02 if exact else 0.2
                 )
             times = paired([*ours, *bf16, *peers], options.blocks)
-            report(tokens, sets, times, [p.name for p in peers], checked)
-    print("\nratio: the fastest ggml type's time over ours, the median over blocks; above 1 we are faster.")
+            yield from compared(threads, tokens, sets, times, [p.name for p in peers], errors)
 
 
-def report(
-    tokens: int, sets: int, times: dict[str, list[float]], peers: list[str], checked: list[str]
-) -> None:
+def compared(
+    threads: int, tokens: int, sets: int, times: dict[str, list[float]], peers: list[str], errors: dict
+) -> Iterator[record.Row]:
+    """`speedup`: the fastest ggml type's time over ours, the median over blocks of calls."""
     fastest = min(peers, key=lambda name: statistics.median(times[name]))
-    rows = min(tokens, EXPERTS) * N * K
-    where = "cached" if sets == 1 else "streamed"
-    print(f"  {tokens} token{'s' * (tokens > 1)}, {where}; relative errors: {', '.join(checked)}")
+    weights = min(tokens, EXPERTS) * N * K
     for name, values in times.items():
         median = statistics.median(values)
         bits = 4.5 if "nvfp4" in name or "q4_0" in name else 4.25
-        line = f"    {name:22} {median * 1e6:9.1f} us {rows * bits / 8 / median / 1e9:7.1f} GB/s"
-        line += f" {2 * tokens * N * K / median / 1e9:8.1f} GFLOP/s"
-        if name not in peers:
-            ratios = [theirs / mine for theirs, mine in zip(times[fastest], values)]
-            line += f"   against {fastest:18} {statistics.median(ratios):6.2f}x"
-        if name.endswith(" bf16"):
-            slower = [mine / int8 for mine, int8 in zip(values, times[name.removesuffix(" bf16")])]
-            line += f"   {statistics.median(slower):5.2f}x the time of int8"
-        print(line, flush=True)
+        ratios = [theirs / mine for theirs, mine in zip(times[fastest], values)]
+        yield {
+            "table": "product", "threads": threads, "tokens": tokens,
+            "weights": "cached" if sets == 1 else "streamed", "kernel": name, "us": median * 1e6,
+            "gb_per_s": weights * bits / 8 / median / 1e9, "gflop_per_s": 2 * tokens * N * K / median / 1e9,
+            "peer": None if name in peers else fastest,
+            "speedup": None if name in peers else statistics.median(ratios), "error": errors[name],
+        }  # fmt: skip
 
 
 if __name__ == "__main__":
-    with torch.inference_mode():
-        main()
+    record.main(__doc__, add_arguments, rows)

@@ -12,11 +12,12 @@ from __future__ import annotations
 
 import argparse
 import statistics
+from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import partial
 
+import record
 import torch
-import triton
 from fp4_ops.meta.formats import FORMATS
 
 import fp4_ops  # noqa: F401  loads torch.ops.fp4
@@ -141,19 +142,17 @@ def reference_moe(x, ids, topk_weights, w13, w2, format: str, tokens: list[int])
     return torch.stack(rows)
 
 
-def bench_model(m: Model, format: str, token_counts, bandwidth: float, rate: float, sweep: bool) -> None:
+def bench_model(
+    m: Model, format: str, token_counts, bandwidth: float, rate: float, sweep: bool
+) -> Iterator[record.Row]:
     w13 = random_weight(m.experts, 2 * m.inter, m.hidden, format)
     w2 = random_weight(m.experts, m.hidden, m.inter, format)
     bytes_per_weight = FORMATS[format].bytes_per_weight()
-    columns = f"{'T':>6} {'us':>9} {'floor':>8} {'share':>6} {'bf16 us':>9} {'ratio':>6} {'error':>8}  tile"
     for name, n, k, weight in (
         ("gate/up", 2 * m.inter, m.hidden, w13),
         ("down", m.hidden, m.inter, w2),
     ):
         wide = bf16_of(weight, format).transpose(1, 2)
-        print(
-            f"\n{m.name} {name} [{m.experts}, {n}, {k}] top-{m.top_k} {format} x bf16\n{columns}", flush=True
-        )
         for tokens in token_counts:
             rows = tokens * m.top_k
             a = torch.randn(rows, k, device=DEVICE, dtype=torch.bfloat16)
@@ -170,16 +169,15 @@ def bench_model(m: Model, format: str, token_counts, bandwidth: float, rate: flo
                 error = check_grouped(a, weight, offs[0], format)
                 call = partial(torch.ops.fp4.grouped_mm, a, *weight, format=format)
                 us = median_us([partial(call, offs=o) for o in offs])
-                print(
-                    f"{tokens:6d} {us:9.1f} {floor:8.1f} {floor / us:6.0%} "
-                    f"{wide_us:9.1f} {wide_us / us:6.2f} {error:8.1e}  {chosen}",
-                    flush=True,
-                )
+                yield {
+                    "table": "product", "model": m.name, "product": name, "experts": m.experts, "n": n,
+                    "k": k, "format": format, "tokens": tokens, "us": us, "floor_us": floor,
+                    "bf16_us": wide_us, "error": error, "tile": str(chosen),
+                }  # fmt: skip
                 assert error < 4e-3, "the answer is wrong"
         del wide
         tiles.force(None)
-    print(f"\n{m.name} whole block: route, gate/up, silu, down, combine; {format} x bf16")
-    print(f"{'T':>6} {'us':>9} {'error':>8}", flush=True)
+    # Whole blocks: route, gate/up, silu, down, combine.
     for tokens in token_counts:
         x = torch.randn(tokens, m.hidden, device=DEVICE, dtype=torch.bfloat16)
         ids = routings(tokens, m)
@@ -190,28 +188,28 @@ def bench_model(m: Model, format: str, token_counts, bandwidth: float, rate: flo
         error = relative_error(torch.ops.fp4.moe(x, ids[0], weights, *w13, *w2, format=format)[some], ref)
         calls = [partial(torch.ops.fp4.moe, x, i, weights, *w13, *w2, format=format) for i in ids]
         us = median_us(calls)
-        print(f"{tokens:6d} {us:9.1f} {error:8.1e}", flush=True)
+        yield {
+            "table": "block", "model": m.name, "format": format, "tokens": tokens, "us": us, "error": error,
+        }  # fmt: skip
         assert error < 6e-3, "the answer is wrong"
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--models", default=",".join(MODELS))
     parser.add_argument("--tokens", default="1,8,32,128,512,2048,8192")
     parser.add_argument("--formats", default="nvfp4")
     parser.add_argument("--sweep", action="store_true")
-    args = parser.parse_args()
+
+
+def rows(args: argparse.Namespace) -> Iterator[record.Row]:
     torch.manual_seed(0)
-    print(f"{torch.cuda.get_device_name()}, torch {torch.__version__}, triton {triton.__version__}")
     bandwidth, rate = ceilings()
-    print(f"ceilings: copy {bandwidth / 1e12:.2f} TB/s, bf16 8192^3 {rate / 1e12:.0f} TFLOP/s")
+    yield {"table": "ceilings", "copy_tb_per_s": bandwidth / 1e12, "bf16_tflop_per_s": rate / 1e12}
     for name in args.models.split(","):
         for format in args.formats.split(","):
             counts = [int(t) for t in args.tokens.split(",")]
-            bench_model(MODELS[name], format, counts, bandwidth, rate, args.sweep)
+            yield from bench_model(MODELS[name], format, counts, bandwidth, rate, args.sweep)
 
 
 if __name__ == "__main__":
-    main()
+    record.main(__doc__, add_arguments, rows)

@@ -9,8 +9,10 @@ first.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import argparse
+from collections.abc import Callable, Iterator
 
+import record
 import torch
 import torch.nn.functional as F
 from h200_hopper import median_us
@@ -31,7 +33,9 @@ def exact(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, mask: torch.Tensor)
     return scores.masked_fill(~mask, -torch.inf).softmax(-1) @ repeated(v).double()
 
 
-def compare(what: str, q, k, v, mask: torch.Tensor, rewritten: Callable[[], torch.Tensor]) -> None:
+def compare(
+    step: str, sequences: int, keys: int, q, k, v, mask: torch.Tensor, rewritten: Callable[[], torch.Tensor]
+) -> record.Row:
     def written() -> torch.Tensor:
         return F.scaled_dot_product_attention(q, repeated(k), repeated(v), attn_mask=mask)
 
@@ -39,32 +43,37 @@ def compare(what: str, q, k, v, mask: torch.Tensor, rewritten: Callable[[], torc
     errors = [((f()[:1] - want).norm() / want.norm()).item() for f in (written, rewritten)]
     assert max(errors) < 5e-3, errors
     before, after = median_us(lambda i: written()), median_us(lambda i: rewritten())
-    print(f"{what:28} {before:9.1f} {after:9.1f} {before / after:7.1f}x", flush=True)
+    return {
+        "table": "attention", "step": step, "sequences": sequences, "keys": keys, "written_us": before,
+        "rewritten_us": after, "speedup": before / after,
+    }  # fmt: skip
 
 
 def heads(b: int, n: int, s: int) -> torch.Tensor:
     return torch.randn(b, s, n, WIDTH, device="cuda").bfloat16().transpose(1, 2)
 
 
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """None."""
+
+
 @torch.no_grad()
-def main() -> None:
-    print(f"{torch.cuda.get_device_name()}, torch {torch.__version__}")
-    print(f"{'':28} {'written':>9} {'rewritten':>9}")
+def rows(args: argparse.Namespace) -> Iterator[record.Row]:
     for b, keys in DECODE:
         q, k, v = heads(b, HEADS, 1), heads(b, GROUPS, keys).contiguous(), heads(b, GROUPS, keys).contiguous()
         mask = (torch.arange(keys, device="cuda") < keys - 5).expand(b, 1, 1, keys)
-        compare(
-            f"decode, {b} x {keys} keys", q, k, v, mask,
+        yield compare(
+            "decode", b, keys, q, k, v, mask,
             lambda: F.scaled_dot_product_attention(q, k, v, attn_mask=mask, enable_gqa=True),  # noqa: B023
         )  # fmt: skip
     for s in PREFILL:
         q, k, v = heads(1, HEADS, s), heads(1, GROUPS, s), heads(1, GROUPS, s)
         mask = torch.ones(s, s, dtype=torch.bool, device="cuda").tril()[None, None]
-        compare(
-            f"prefill, {s} tokens", q, k, v, mask,
+        yield compare(
+            "prefill", 1, s, q, k, v, mask,
             lambda: F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=True),  # noqa: B023
         )  # fmt: skip
 
 
 if __name__ == "__main__":
-    main()
+    record.main(__doc__, add_arguments, rows)

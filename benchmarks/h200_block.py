@@ -2,14 +2,17 @@
 
     python benchmarks/h200_block.py [--tokens 1,8,32,128,512,2048,8192] [--activation silu_interleaved]
 
-Each call has another routing. h200_hopper.py times whole blocks; this says where their time goes.
+Each call has another routing. h200_hopper.py times whole blocks; this says where their time goes. Kernel
+`all` is their sum.
 """
 
 from __future__ import annotations
 
 import argparse
 from collections import Counter
+from collections.abc import Iterator
 
+import record
 import torch
 from torch.autograd import DeviceType
 from torch.profiler import ProfilerActivity, profile
@@ -27,14 +30,12 @@ def weight(n: int, k: int) -> tuple[torch.Tensor, ...]:
     return torch.ops.fp4.prepack(*plain, "nvfp4", "sm90")
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--tokens", default="1,8,32,128,512,2048,8192")
     parser.add_argument("--activation", default="silu_interleaved")
-    given = parser.parse_args()
-    print(f"{torch.cuda.get_device_name()}, torch {torch.__version__}, {given.activation}")
+
+
+def rows(given: argparse.Namespace) -> Iterator[record.Row]:
     up, down = weight(2 * INTER, HIDDEN), weight(HIDDEN, INTER)
     for a_format in ("none", "fp8"):
         for tokens in map(int, given.tokens.split(",")):
@@ -60,9 +61,10 @@ def main() -> None:
                     us[name.removeprefix("void ")[:60]] += (
                         event.time_range.end - event.time_range.start
                     ) / CALLS
-            parts = ", ".join(f"{name} {time:.1f}" for name, time in us.most_common())
-            print(f"{a_format:5}{tokens:>6} tokens{sum(us.values()):9.1f} us: {parts}", flush=True)
+            of = {"table": "kernels", "activation": given.activation, "a_format": a_format, "tokens": tokens}
+            for name, time in (("all", sum(us.values())), *us.most_common()):
+                yield {**of, "kernel": name, "us": time}
 
 
 if __name__ == "__main__":
-    main()
+    record.main(__doc__, add_arguments, rows)

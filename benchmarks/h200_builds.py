@@ -3,17 +3,18 @@
     python benchmarks/h200_builds.py before.so after.so [...] [--models qwen3-30b,...] [--tokens 128,2048]
 
 Each is the `_sm90.so` of a build (`python setup.py build_ext --inplace` leaves it in fp4_ops/). Microseconds
-as h200_hopper.py measures them, the time over the first build's, and whether the results have the first's
-bits or how far they are from them (relative norm). Prefill's kernels are compared and their choice; all
+as h200_hopper.py measures them, the time over the first build's, and how far the results are from the first's
+(relative norm; 0 means the same bits). Prefill's kernels are compared and their choice; all
 others are those of the first build, and points that decode runs are left out.
 """
 
 from __future__ import annotations
 
 import argparse
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
+import record
 import torch
 from h200_hopper import MODELS, ROUTINGS, Model, median_us, random_weight, routing
 
@@ -29,6 +30,7 @@ class Build:
     """The prefill kernels of a build, and the others of the first."""
 
     def __init__(self, path: str, first: Build | None) -> None:
+        self.name = Path(path).name
         library.FILE = str(Path(path).absolute())  # which takes the place of the package's folder, too
         library.library.cache_clear()
         self.own = library.library()
@@ -43,20 +45,23 @@ class Build:
         prefill.workspace_bytes.cache_clear()
 
 
-def compare(builds: list[Build], what: str, run: Callable[[int], torch.Tensor]) -> None:
+def compare(
+    builds: list[Build], what: record.Row, run: Callable[[int], torch.Tensor]
+) -> Iterator[record.Row]:
     times, results = [], []
     for build in builds:
         build.use()
         times.append(median_us(run, pause=PAUSE_SECONDS))
         results.append(run(0).float())
-    line = "".join(f"{us:10.1f}{us / times[0]:7.3f}" for us in times)
-    for result in results[1:]:
-        error = float((result - results[0]).norm() / results[0].norm())
-        line += "   same bits" if torch.equal(result, results[0]) else f"{error:12.1e}"
-    print(f"{what:<42}{line}", flush=True)
+    for build, us, result in zip(builds, times, results, strict=True):
+        same = torch.equal(result, results[0])
+        error = 0.0 if same else float((result - results[0]).norm() / results[0].norm())
+        yield {**what, "build": build.name, "us": us, "ratio": us / times[0], "error": error}
 
 
-def products(builds: list[Build], model: Model, weight: ops.Weight, k: int, how: str, tokens: int) -> None:
+def products(
+    builds: list[Build], model: Model, weight: ops.Weight, k: int, how: str, tokens: int
+) -> Iterator[record.Row]:
     ids = [routing(model, tokens).flatten() for _ in range(ROUTINGS)]
     offs = [torch.bincount(i, minlength=model.experts).cumsum(0).int() for i in ids]
     x, scale = torch.randn(ids[0].numel(), k, device="cuda").bfloat16(), None
@@ -64,33 +69,36 @@ def products(builds: list[Build], model: Model, weight: ops.Weight, k: int, how:
         x, scale = ops.rows.quantize_fp8(x)
     if ops.decodes(x, weight, Routing.OFFS, len(x)):
         return
-    what = f"{model.name} [{weight.n}, {k}] {how} T = {tokens}"
-    compare(builds, what, lambda i: ops.grouped_mm(x, scale, weight, offs[i], torch.bfloat16))
+    what = {
+        "table": "product", "model": model.name, "n": weight.n, "k": k, "a_format": how, "tokens": tokens,
+    }  # fmt: skip
+    yield from compare(builds, what, lambda i: ops.grouped_mm(x, scale, weight, offs[i], torch.bfloat16))
 
 
-def block(builds: list[Build], model: Model, up: ops.Weight, down: ops.Weight, how: str, tokens: int) -> None:
+def block(
+    builds: list[Build], model: Model, up: ops.Weight, down: ops.Weight, how: str, tokens: int
+) -> Iterator[record.Row]:
     ids = [routing(model, tokens) for _ in range(ROUTINGS)]
     x = torch.randn(tokens, model.hidden, device="cuda").bfloat16()
     scores = torch.rand(tokens, ids[0].shape[1], device="cuda")
     if ops.block_decodes(up, down, ids[0].numel(), how, x.device):
         return
     run = lambda i: ops.moe(x, ids[i], scores, up, down, "silu_interleaved", how, torch.bfloat16)  # noqa: E731
-    compare(builds, f"{model.name} block {how} T = {tokens}", run)
+    what = {"table": "block", "model": model.name, "a_format": how, "tokens": tokens}
+    yield from compare(builds, what, run)
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("builds", nargs="+")
     parser.add_argument("--models", default=",".join(m.name for m in MODELS))
     parser.add_argument("--tokens", default="32,128,512,2048,3000,8192")
-    given = parser.parse_args()
+
+
+def rows(given: argparse.Namespace) -> Iterator[record.Row]:
     builds: list[Build] = []
     for path in given.builds:
         builds.append(Build(path, builds[0] if builds else None))
     builds[0].use()
-    print(f"{torch.cuda.get_device_name()}, torch {torch.__version__}: {', '.join(given.builds)}")
     for model in MODELS:
         if model.name not in given.models.split(","):
             continue
@@ -99,11 +107,11 @@ def main() -> None:
             up, down = (random_weight(model.experts, *shape, layout) for shape in shapes)
             for tokens in (int(t) for t in given.tokens.split(",")):
                 for weight, (_, k) in zip((up, down), shapes, strict=True):
-                    products(builds, model, weight, k, how, tokens)
-                block(builds, model, up, down, how, tokens)
+                    yield from products(builds, model, weight, k, how, tokens)
+                yield from block(builds, model, up, down, how, tokens)
             del up, down
             torch.cuda.empty_cache()
 
 
 if __name__ == "__main__":
-    main()
+    record.main(__doc__, add_arguments, rows)

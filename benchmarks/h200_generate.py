@@ -23,10 +23,10 @@ import contextlib
 import gc
 import statistics
 import time
+from collections.abc import Iterator
 
+import record
 import torch
-import transformers
-import triton
 from transformers import (
     CompileConfig,
     LogitsProcessor,
@@ -157,7 +157,7 @@ def prefill_ms(model, backend: str, format: str, graphs: bool) -> float:
 
 
 @torch.no_grad()
-def check(format: str, variant: str) -> None:
+def check(format: str, variant: str) -> record.Row:
     """Ours and stock bfloat16 on the same 4-bit values, each against stock in float32: equally far away."""
     # Few enough rows an expert for activation="auto" to leave activations alone. A single draw is decided by
     # the choices of experts that rounding turns.
@@ -189,12 +189,11 @@ def check(format: str, variant: str) -> None:
         ours = distance(compiled(model))
     fake_quantise(model, format)
     stock = distance(model)
-    print(
-        f"check {variant} {format}: logits against float32 over the 4-bit values: ours {ours:.2e}, "
-        f"stock bfloat16 {stock:.2e} (and {four_bits:.2e} before quantisation)",
-        flush=True,
-    )
-    assert ours < 1.25 * stock, "ours does not compute what its weights say"
+    assert ours < 1.25 * stock, f"{variant} is off by {ours:.2e}, stock bfloat16 by {stock:.2e}"
+    return {
+        "table": "logits against float32 over the 4-bit values", "variant": variant, "format": format,
+        "error": ours, "stock_bf16_error": stock, "error_before_quantisation": four_bits,
+    }  # fmt: skip
 
 
 def keep_grouped(model):
@@ -203,11 +202,11 @@ def keep_grouped(model):
         model._optimize_model_for_decode = contextlib.nullcontext
 
 
-def run(variant: str, batches: list[int], given: argparse.Namespace, results: dict) -> None:
+def run(variant: str, batches: list[int], given: argparse.Namespace) -> Iterator[record.Row]:
     format = given.format
     torch._dynamo.reset()
     if not variant.startswith("stock"):
-        check(format, variant)
+        yield check(format, variant)
         torch._dynamo.reset()
         gc.collect()
         torch.cuda.empty_cache()
@@ -220,32 +219,27 @@ def run(variant: str, batches: list[int], given: argparse.Namespace, results: di
     if variant == "stock-grouped":
         keep_grouped(model)
     after = expert_bytes(model)
-    print(f"{variant}: expert bytes {after / 1e9:.2f} GB, {after / before:.3f} of bfloat16", flush=True)
+    yield {
+        "table": "expert bytes", "variant": variant, "gb": after / 1e9, "ratio_to_bf16": after / before,
+    }  # fmt: skip
     backend = "fp4" if variant.endswith("backend") else "inductor"
     config = compile_config(backend, format, given.tensor_guards)
     for batch in batches:
         ms, compile_s = generate_ms(model, batch, config)
-        results[variant, batch] = ms
-        print(
-            f"{variant:16} batch {batch:3d}: {ms:7.2f} ms a step   (first call {compile_s:.0f} s)", flush=True
-        )
+        of = {"table": "decode", "variant": variant, "batch": batch}
+        yield {**of, "loop": "generate", "ms": ms, "first_call_s": compile_s}
         torch._dynamo.reset()
         ms = loop_ms(model, batch, config)
-        results[variant, f"{batch}, loop"] = ms
-        print(f"{variant:16} batch {batch:3d}: {ms:7.2f} ms a step of a plain loop", flush=True)
+        yield {**of, "loop": "plain", "ms": ms, "first_call_s": None}
         torch._dynamo.reset()
     if not given.no_prefill and variant != "stock-grouped":
         for graphs in (False, True):
-            what = "prefill, graphs" if graphs else "prefill"
-            results[variant, what] = prefill_ms(model, backend, format, graphs)
-            print(f"{variant:16} {what}, {PREFILL} tokens: {results[variant, what]:.1f} ms", flush=True)
+            ms = prefill_ms(model, backend, format, graphs)
+            yield {"table": "prefill", "variant": variant, "tokens": PREFILL, "cuda_graphs": graphs, "ms": ms}
             torch._dynamo.reset()
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--variants", default="stock,stock-grouped,backend,prepared")
     parser.add_argument("--batches", default="1,8,64")
     parser.add_argument("--format", default="nvfp4")
@@ -255,25 +249,16 @@ def main() -> None:
         action="store_true",
         help="of Dynamo's guards keep those on tensors (docs/compiler.md)",
     )
-    args = parser.parse_args()
-    print(
-        f"{torch.cuda.get_device_name()}, torch {torch.__version__}, triton {triton.__version__}, "
-        f"transformers {transformers.__version__}"
-    )
+
+
+def rows(args: argparse.Namespace) -> Iterator[record.Row]:
     batches = [int(b) for b in args.batches.split(",")]
-    results: dict = {}
     for variant in args.variants.split(","):
         only_big = variant == "stock-grouped"
-        run(variant, batches[-1:] if only_big else batches, args, results)
+        yield from run(variant, batches[-1:] if only_big else batches, args)
         gc.collect()
         torch.cuda.empty_cache()
-    print("\nratio to stock (and, at the largest batch, to the better of its two)")
-    for (variant, what), ms in results.items():
-        stock = results.get(("stock", what))
-        if stock is not None and not variant.startswith("stock"):
-            better = min(stock, results.get(("stock-grouped", what), stock))
-            print(f"{variant:16} {what!s:>15}: {stock / ms:5.2f}x   {better / ms:5.2f}x")
 
 
 if __name__ == "__main__":
-    main()
+    record.main(__doc__, add_arguments, rows)

@@ -11,9 +11,9 @@ Each is a burst of some 20 ms after a pause, as the times in h200_peers.csv are:
 its power limit, and its clock up to a quarter lower (h200_power.py). The floor is max(bytes of the experts
 hit / copy bandwidth, flops / matmul rate), with both ceilings measured in this process. `int4` is int4 in
 groups of 128 x fp8, `bf16` torch's own grouped_mm with bfloat16 weights. `peer` is the time of the fastest
-other kernel of 4-bit weights over ours: with 16-bit rows, and with rows of any kind; as recorded in
-h200_peers.csv, in another process. Each product is checked against float32 over the dequantised weights
-first.
+other kernel of 4-bit weights: with 16-bit rows, and with rows of any kind; as recorded in h200_peers.csv, in
+another process, on an H200 (null on other cards). Each product is checked against float32 over the
+dequantised weights first.
 """
 
 from __future__ import annotations
@@ -23,13 +23,13 @@ import csv
 import functools
 import statistics
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
+import record
 import torch
 import torch.nn.functional as F
-import triton
 from fp4_ops.meta.formats import FORMATS
 from fp4_ops.meta.layouts import LAYOUTS
 
@@ -151,8 +151,8 @@ def recorded_peers() -> list[dict[str, str]]:
     return list(csv.DictReader(lines))
 
 
-def fastest_peer(shape: tuple[int, int, int], tokens: int, kinds: tuple[str, ...]) -> float:
-    """Microseconds, as recorded; NaN where nothing is."""
+def fastest_peer(shape: tuple[int, int, int], tokens: int, kinds: tuple[str, ...]) -> float | None:
+    """Microseconds, as recorded; None where nothing is."""
     times = [
         float(row[str(tokens)])
         for row in recorded_peers()
@@ -160,22 +160,18 @@ def fastest_peer(shape: tuple[int, int, int], tokens: int, kinds: tuple[str, ...
         and row["kind"] in kinds
         and str(tokens) in row
     ]
-    return min(times, default=float("nan"))
+    return min(times, default=None)
 
 
 def products(
     model: Model, n: int, k: int, format: str, tokens: list[int], peaks: tuple[float, float, float]
-) -> None:
+) -> Iterator[record.Row]:
     copy, bf16_rate, fp8_rate = peaks
+    recorded_card = "H200" in torch.cuda.get_device_name()
     w, wide = (random_weight(model.experts, n, k, layout, format) for layout in ("sm90", "sm90_bf16"))
     scales = torch.rand((model.experts, n, w.kp // 128), device="cuda") * 56
     int4 = Int4Weight(w.codes, scales, w.global_scale, 128, None, model.experts, n, w.kp)
     plain = torch.randn(model.experts, n, k, device="cuda", dtype=torch.bfloat16)
-    print(f"\n{model.name} [{model.experts}, {n}, {k}]")
-    print(
-        f"{'tokens':>7}{'floor':>9}{'W4A16':>9}{'':>6}{'peer':>6}{'floor':>9}{'W4A8':>9}{'':>6}{'peer':>6}"
-        f"{'int4':>9}{'bf16':>9}  kernels"
-    )
     for t in tokens:
         ids = [routing(model, t).flatten().sort().values for _ in range(ROUTINGS)]
         counts = [torch.bincount(i, minlength=model.experts) for i in ids]
@@ -197,60 +193,56 @@ def products(
         config = decode.choose(rows, model.experts, w.n, w.kp, library.multiprocessors(0))
         few16, few8 = (ops.decodes(a, weight, decode.Routing.OFFS, rows) for a, weight in ((x, wide), (q, w)))
         how16, how8 = str(config) if few16 else "prefill", "same" if few8 else "prefill"
-        peer16 = fastest_peer((model.experts, n, k), t, ("W4A16",)) / us16
-        peer8 = fastest_peer((model.experts, n, k), t, ("W4A16", "W4A8")) / us8
-        print(
-            f"{t:>7}{floor16:9.1f}{us16:9.1f}{floor16 / us16:6.0%}{peer16:6.2f}"
-            f"{floor8:9.1f}{us8:9.1f}{floor8 / us8:6.0%}{peer8:6.2f}{us4:9.1f}{us:9.1f}  {how16}; {how8}",
-            flush=True,
-        )
+        shape = (model.experts, n, k)
+        yield {
+            "table": "product", "model": model.name, "experts": model.experts, "n": n, "k": k, "tokens": t,
+            "format": format, "w4a16_floor_us": floor16, "w4a16_us": us16,
+            "w4a16_peer_us": fastest_peer(shape, t, ("W4A16",)) if recorded_card else None,
+            "w4a8_floor_us": floor8, "w4a8_us": us8,
+            "w4a8_peer_us": fastest_peer(shape, t, ("W4A16", "W4A8")) if recorded_card else None,
+            "int4_us": us4, "bf16_us": us, "kernels": f"{how16}; {how8}",
+        }  # fmt: skip
 
 
-def blocks(model: Model, format: str, tokens: list[int]) -> None:
+def blocks(model: Model, format: str, tokens: list[int]) -> Iterator[record.Row]:
     up, down = (2 * model.inter, model.hidden), (model.hidden, model.inter)
     weights = {
         layout: [random_weight(model.experts, *shape, layout, format) for shape in (up, down)]
         for layout in ("sm90", "sm90_bf16")
     }
     formats = ("none", "fp8", "auto")
-    print(f"\n{model.name}: whole block\n{'tokens':>7}" + "".join(f"{f:>9}" for f in formats))
     for t in tokens:
         x = torch.randn(t, model.hidden, device="cuda").bfloat16()
         ids = [routing(model, t) for _ in range(ROUTINGS)]
         scores = torch.rand(t, ids[0].shape[1], device="cuda")
-        line = f"{t:>7}"
+        row = {"table": "block", "model": model.name, "format": format, "tokens": t}
         for f in formats:
             of = weights["sm90_bf16" if f == "none" else "sm90"]
             run = lambda i: ops.moe(x, ids[i], scores, *of, "silu_interleaved", f, torch.bfloat16)  # noqa: E731, B023
-            line += f"{median_us(run):9.1f}"
-        print(line, flush=True)
+            row[f"{f}_us"] = median_us(run)
+        yield row
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--models", default=",".join(m.name for m in MODELS))
     parser.add_argument("--tokens", default="1,8,32,128,512,2048,8192")
     parser.add_argument("--format", default="nvfp4", choices=("nvfp4", "mxfp4"))
-    given = parser.parse_args()
+
+
+def rows(given: argparse.Namespace) -> Iterator[record.Row]:
     tokens = [int(t) for t in given.tokens.split(",")]
-    print(
-        f"{given.format}, {torch.cuda.get_device_name()}, torch {torch.__version__}, "
-        f"triton {triton.__version__}"
-    )
     peaks = ceilings()
-    print(
-        f"ceilings: copy {peaks[0] / 1e6:.2f} TB/s, bf16 {peaks[1] / 1e6:.0f} TFLOP/s, "
-        f"fp8 {peaks[2] / 1e6:.0f} TFLOP/s"
-    )
+    yield {
+        "table": "ceilings", "copy_tb_per_s": peaks[0] / 1e6, "bf16_tflop_per_s": peaks[1] / 1e6,
+        "fp8_tflop_per_s": peaks[2] / 1e6,
+    }  # fmt: skip
     for model in MODELS:
         if model.name in given.models.split(","):
-            products(model, 2 * model.inter, model.hidden, given.format, tokens, peaks)
-            products(model, model.hidden, model.inter, given.format, tokens, peaks)
-            blocks(model, given.format, tokens)
+            yield from products(model, 2 * model.inter, model.hidden, given.format, tokens, peaks)
+            yield from products(model, model.hidden, model.inter, given.format, tokens, peaks)
+            yield from blocks(model, given.format, tokens)
             torch.cuda.empty_cache()
 
 
 if __name__ == "__main__":
-    main()
+    record.main(__doc__, add_arguments, rows)

@@ -10,14 +10,16 @@ replays, every launch with another routing. Humming compiles a kernel for each s
 from __future__ import annotations
 
 import argparse
+from collections.abc import Iterator
 
+import record
 import torch
 import torch.nn.functional as F
 from h200_hopper import ROUTINGS, median_us, random_weight
 from humming.forward import may_process_input
 from humming.layer import HummingLayer
 
-from fp4_ops.sm90 import ops, rows
+from fp4_ops.sm90 import ops
 
 SHAPES = {
     "qwen3 gate/up": (128, 1536, 2048, 8),
@@ -47,16 +49,13 @@ def humming(groups: int, n: int, k: int, kind: str) -> HummingLayer:
     return layer
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--shapes", default=",".join(SHAPES))
     parser.add_argument("--rows", default=",".join(INPUTS))
     parser.add_argument("--tokens", default="8,32,128,512,2048,8192")
-    given = parser.parse_args()
-    print(f"{torch.cuda.get_device_name()}, torch {torch.__version__}")
-    print(f"{'':16}{'rows':>5}{'tokens':>7}{'nvfp4':>9}{'mxfp4':>9}{'Humming':>9}")
+
+
+def rows(given: argparse.Namespace) -> Iterator[record.Row]:
     for name in given.shapes.split(","):
         groups, n, k, top_k = SHAPES[name]
         for kind in given.rows.split(","):
@@ -72,7 +71,7 @@ def main() -> None:
                 layout = [F.pad(e, (1, 0)) for e in ends]
                 offs = [e.int() for e in ends]
                 x = torch.randn(m, k, device="cuda", dtype=torch.bfloat16)
-                a, a_scale = (x, None) if kind == "bf16" else rows.quantize_fp8(x)
+                a, a_scale = (x, None) if kind == "bf16" else ops.rows.quantize_fp8(x)
                 b, _, b_scale = may_process_input(theirs.humming_config, x)
                 us = [
                     median_us(lambda i: ops.grouped_mm(a, a_scale, w, offs[i], torch.bfloat16))  # noqa: B023
@@ -80,9 +79,11 @@ def main() -> None:
                 ]
                 given_b = {"input_scale": b_scale, "compute_config": {"gemm_type": "grouped_contiguous"}}
                 peer = lambda i: theirs(b, expert_layout=layout[i], **given_b)  # noqa: E731, B023
-                times = "".join(f"{t:9.1f}" for t in (*us, median_us(peer)))
-                print(f"{name:16}{kind:>5}{tokens:>7}{times}", flush=True)
+                yield {
+                    "table": "product", "shape": name, "experts": groups, "n": n, "k": k, "rows": kind,
+                    "tokens": tokens, "nvfp4_us": us[0], "mxfp4_us": us[1], "humming_us": median_us(peer),
+                }  # fmt: skip
 
 
 if __name__ == "__main__":
-    main()
+    record.main(__doc__, add_arguments, rows)

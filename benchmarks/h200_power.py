@@ -9,16 +9,18 @@ the chip does at that power is the ceiling. `to_half` puts 16-bit rows in order,
 
 from __future__ import annotations
 
+import argparse
 import statistics
 import subprocess
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 
+import record
 import torch
 from h200_hopper import MODELS, ROUTINGS, captured, random_weight, routing
 
-from fp4_ops.sm90 import prefill, rows
+from fp4_ops.sm90 import ops, prefill
 from fp4_ops.sm90.decode import Routing
 
 TOKENS = 8192
@@ -55,7 +57,7 @@ def timed(graph: torch.cuda.CUDAGraph, replays: int) -> float:
     return start.elapsed_time(end) * 1e3 / ROUTINGS / replays
 
 
-def measure(name: str, launch: Callable[[int], object]) -> None:
+def measure(name: str, launch: Callable[[int], object]) -> record.Row:
     graph = captured(launch)
     burst = []
     for _ in range(6):
@@ -71,20 +73,22 @@ def measure(name: str, launch: Callable[[int], object]) -> None:
     monitor.process.kill()
     sustained = statistics.median(times[len(times) // 2 :])
     clock, power = (statistics.median(float(line[i]) for line in seen) for i in range(2))
-    print(
-        f"{name:28}{statistics.median(burst):9.1f}{sustained:11.1f}{clock:8.0f}{power:8.0f}  {seen[-1][2]}",
-        flush=True,
-    )
+    return {
+        "table": "power", "kernel": name, "tokens": TOKENS, "burst_us": statistics.median(burst),
+        "sustained_us": sustained, "mhz": clock, "watt": power, "power_cap": seen[-1][2],
+    }  # fmt: skip
 
 
-def main() -> None:
-    print(f"{torch.cuda.get_device_name()}, torch {torch.__version__}, {TOKENS} tokens, nvfp4")
-    print(f"{'':28}{'burst us':>9}{'sustained':>11}{'MHz':>8}{'W':>8}  power cap")
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """None."""
+
+
+def rows(args: argparse.Namespace) -> Iterator[record.Row]:
     n = 8192
     dense = torch.randn(n, n, device="cuda").bfloat16()
     fp8, one = dense.to(torch.float8_e4m3fn), torch.ones((), device="cuda")
-    measure("torch bf16 8192^3", lambda i: dense @ dense)
-    measure(
+    yield measure("torch bf16 8192^3", lambda i: dense @ dense)
+    yield measure(
         "torch fp8 8192^3",
         lambda i: torch._scaled_mm(
             fp8, fp8.t(), scale_a=one, scale_b=one, out_dtype=torch.bfloat16, use_fast_accum=True
@@ -99,13 +103,13 @@ def main() -> None:
         m = ids[0].numel()
         x = torch.randn(m, k, device="cuda").bfloat16()
         out = torch.empty(m, width, device="cuda", dtype=torch.bfloat16)
-        for label, ordered in (("fp8", rows.quantize_fp8(x)), ("16 bits", rows.to_half(x))):
-            measure(
+        for label, ordered in (("fp8", ops.rows.quantize_fp8(x)), ("16 bits", ops.rows.to_half(x))):
+            yield measure(
                 f"{name} {product} {label}",
                 lambda i: prefill.run(*ordered, w, offs[i], Routing.OFFS, m, out),  # noqa: B023
             )
-        measure(f"{name} {product} to_half", lambda i: rows.to_half(x))  # noqa: B023
+        yield measure(f"{name} {product} to_half", lambda i: ops.rows.to_half(x))  # noqa: B023
 
 
 if __name__ == "__main__":
-    main()
+    record.main(__doc__, add_arguments, rows)

@@ -2,8 +2,8 @@
 
     python benchmarks/h200_prefill_w4a8.py [--tokens 512,2048,8192] [--all-candidates]
 
-Microseconds a launch, and the ratios to the floor max(bytes / 4.3 TB/s, flops / 1450 TFLOP/s) and to the best
-of vLLM's CUTLASS int4 x fp8 and Humming's mxfp4 x fp8, measured on another H200 of the same kind. Median of
+Microseconds a launch, the floor max(bytes / 4.3 TB/s, flops / 1450 TFLOP/s) and the best of vLLM's CUTLASS
+int4 x fp8 and Humming's mxfp4 x fp8, measured on another H200 of the same kind. Median of
 replays of a CUDA graph, each after a pause, with four routings (uniformly random) in turn; Gaussian weights.
 Then one matrix of some of them (dense `mm`), beside torch's fp8 product of the same sizes with a scale a row.
 """
@@ -13,7 +13,9 @@ from __future__ import annotations
 import argparse
 import functools
 import time
+from collections.abc import Iterator
 
+import record
 import torch
 
 from fp4_ops.sm90 import prefill
@@ -103,9 +105,8 @@ def measure(w: Weight, k: int, tokens: int, top_k: int, configs: list[int]) -> t
     return floor, [microseconds(functools.partial(launch, config)) for config in configs]
 
 
-def measure_dense(tokens: int) -> None:
+def measure_dense(tokens: int) -> Iterator[record.Row]:
     """One weight matrix, NVFP4 against torch's fp8 x fp8, both in bursts after a pause."""
-    print(f"dense, {tokens} tokens: us, TFLOP/s; torch._scaled_mm, rowwise; ours / torch")
     for n, k in {(n, k) for _, n, k, *_ in SHAPES.values() if k % 128 == 0}:
         w = random_weight(1, n, k)
         x = torch.randn(tokens, k, device="cuda").clamp_(-448, 448).to(torch.float8_e4m3fn)
@@ -122,18 +123,20 @@ def measure_dense(tokens: int) -> None:
 
         us, peer = microseconds(ours), microseconds(theirs)
         flops = 2e-6 * tokens * n * k
-        both = f"{us:8.1f} {flops / us:6.0f}   {peer:8.1f} {flops / peer:6.0f}   {us / peer:.3f}"
-        print(f"[{n}, {k}]".ljust(16) + both, flush=True)
+        yield {
+            "table": "dense", "tokens": tokens, "n": n, "k": k, "us": us, "tflop_per_s": flops / us,
+            "scaled_mm_us": peer, "scaled_mm_tflop_per_s": flops / peer,
+        }  # fmt: skip
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
+def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--tokens", default="512,2048,8192")
     parser.add_argument("--all-candidates", action="store_true")
-    args = parser.parse_args()
+
+
+def rows(args: argparse.Namespace) -> Iterator[record.Row]:
     torch.manual_seed(1)
     sms = torch.cuda.get_device_properties(0).multi_processor_count
-    print(torch.cuda.get_device_name(), "torch", torch.__version__, "CUDA", torch.version.cuda)
     names = prefill.candidates()
     for name, (groups, n, k, top_k, peers) in SHAPES.items():
         w = random_weight(groups, n, k)
@@ -142,13 +145,14 @@ def main() -> None:
             configs = list(range(len(names))) if args.all_candidates else [chosen]
             floor, times = measure(w, k, tokens, top_k, configs)
             for config, us in zip(configs, times, strict=True):
-                line = f"{name:20} T={tokens:5} {us:7.1f} us, {us / floor:5.2f} x floor"
-                if tokens in PEER_TOKENS:
-                    line += f", {peers[PEER_TOKENS.index(tokens)] / us:.2f} x as fast as the peer"
-                mark = "*" if len(configs) > 1 and config == chosen else " "
-                print(f"{line} {mark} {names[config]}", flush=True)
-    measure_dense(4096)
+                yield {
+                    "table": "product", "shape": name, "experts": groups, "n": n, "k": k, "tokens": tokens,
+                    "us": us, "floor_us": floor,
+                    "peer_us": peers[PEER_TOKENS.index(tokens)] if tokens in PEER_TOKENS else None,
+                    "candidate": str(names[config]), "chosen": config == chosen,
+                }  # fmt: skip
+    yield from measure_dense(4096)
 
 
 if __name__ == "__main__":
-    main()
+    record.main(__doc__, add_arguments, rows)

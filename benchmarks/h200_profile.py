@@ -4,7 +4,7 @@
 
 The host's times are medians between the calls that a step of `generate` makes, without the profiler. Those
 of a step's kernels and of prefill's are by torch.profiler, which makes a step longer than in
-h200_generate.py, but not its kernels. `other` is what does not fit into the table.
+h200_generate.py, but not its kernels. `all` is the sum, `other` what is not listed.
 """
 
 from __future__ import annotations
@@ -13,9 +13,10 @@ import argparse
 import statistics
 import time
 from collections import Counter, defaultdict
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
+import record
 import torch
 from h200_generate import CONFIG, PREFILL, PROMPT, compile_config, new_model
 from torch.autograd import DeviceType
@@ -53,29 +54,33 @@ class Host:
 
         return run
 
-    def table(self) -> None:
+    def table(self, step: str, batch: int) -> Iterator[record.Row]:
         between: defaultdict[str, list[float]] = defaultdict(list)
         for (a, start), (b, end) in zip(self.moments, self.moments[1:]):
             between[f"{a} .. {b}"].append((end - start) * 1e6)
         for what, us in between.items():
             if len(us) >= STEPS:
-                print(f"{statistics.median(us[-STEPS:]):9.1f} us  {what}")
+                median = statistics.median(us[-STEPS:])
+                yield {"table": "host", "step": step, "batch": batch, "between": what, "us": median}
 
 
-def table(events: list, runs: int, what: str) -> None:
+def table(events: list, runs: int, step: str, batch: int) -> Iterator[record.Row]:
     us: Counter[str] = Counter()
     calls: Counter[str] = Counter()
     for event in events:
         us[event.name] += event.time_range.end - event.time_range.start
         calls[event.name] += 1
-    print(f"\n{what}: {sum(us.values()) / runs / 1e3:.2f} ms of kernels, {len(events) / runs:.0f} of them")
-    for name, total in us.most_common(ROWS):
-        print(f"{total / runs:9.1f} us {calls[name] / runs:6.1f} x {total / calls[name]:8.2f}  {name[:100]}")
-    print(f"{sum(us.values()) / runs - sum(t for _, t in us.most_common(ROWS)) / runs:9.1f} us other")
+    listed = us.most_common(ROWS)
+    other = sum(us.values()) - sum(t for _, t in listed)
+    of = {"table": "kernels", "step": step, "batch": batch}
+    yield {**of, "us": sum(us.values()) / runs, "calls": len(events) / runs, "kernel": "all"}
+    for name, total in listed:
+        yield {**of, "us": total / runs, "calls": calls[name] / runs, "kernel": name[:100]}
+    yield {**of, "us": other / runs, "calls": None, "kernel": "other"}
 
 
 @torch.no_grad()
-def decode(model, batch: int, host: Host, tensor_guards: bool) -> None:
+def decode(model, batch: int, host: Host, tensor_guards: bool) -> Iterator[record.Row]:
     ids = torch.randint(1, CONFIG.vocab_size, (batch, PROMPT), device="cuda")
 
     def generate() -> None:
@@ -88,19 +93,18 @@ def decode(model, batch: int, host: Host, tensor_guards: bool) -> None:
     generate()
     host.moments.clear()
     generate()
-    print(f"\ndecode, batch {batch}: a step of the host")
-    host.table()
+    yield from host.table("decode", batch)
     with profile(activities=[ProfilerActivity.CUDA, ProfilerActivity.CPU]) as prof:
         generate()
     events = prof.events()
     launches = sorted(e.time_range.start for e in events if e.name == "cudaGraphLaunch")
     begin, end = launches[-STEPS - 1], launches[-1]
     inside = [e for e in events if e.device_type == DeviceType.CUDA and begin <= e.time_range.start < end]
-    table(inside, STEPS, f"decode, batch {batch}: one step")
+    yield from table(inside, STEPS, "decode", batch)
 
 
 @torch.no_grad()
-def prefill(model) -> None:
+def prefill(model) -> Iterator[record.Row]:
     ids = torch.randint(1, CONFIG.vocab_size, (1, PREFILL), device="cuda")
     compiled = torch.compile(model, backend="fp4")
     for _ in range(3):
@@ -109,25 +113,24 @@ def prefill(model) -> None:
     with profile(activities=[ProfilerActivity.CUDA]) as prof:
         compiled(ids, use_cache=False)
         torch.cuda.synchronize()
-    table([e for e in prof.events() if e.device_type == DeviceType.CUDA], 1, f"prefill of {PREFILL} tokens")
+    on_gpu = [e for e in prof.events() if e.device_type == DeviceType.CUDA]
+    yield from table(on_gpu, 1, f"prefill of {PREFILL} tokens", 1)
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--batches", default="64,1")
     parser.add_argument("--tensor-guards", action="store_true", help="as for h200_generate.py")
-    args = parser.parse_args()
-    print(f"{torch.cuda.get_device_name()}, torch {torch.__version__}")
+
+
+def rows(args: argparse.Namespace) -> Iterator[record.Row]:
     host, model = Host(), new_model()
     fp4_ops.prepare(model, format="nvfp4")
     torch.cuda.empty_cache()
     for batch in args.batches.split(","):
-        decode(model, int(batch), host, args.tensor_guards)
+        yield from decode(model, int(batch), host, args.tensor_guards)
         torch._dynamo.reset()
-    prefill(model)
+    yield from prefill(model)
 
 
 if __name__ == "__main__":
-    main()
+    record.main(__doc__, add_arguments, rows)

@@ -4,14 +4,16 @@
 
 nvfp4 (or mxfp4), four models' products with random routing, dense products, and the models' blocks. `16` and
 `bf16` are bfloat16 rows and weights in layout sm90, for whose prefill a pass puts them in order, and
-sm90_bf16; `8` fp8 rows, quantised before. `*` is the one that the operators take. A block in `auto` is decode
-of the rows as they are, or prefill of fp8 ones.
+sm90_bf16; `8` fp8 rows, quantised before. `decodes` says which one the operators take. A block in `auto` is
+decode of the rows as they are, or prefill of fp8 ones. `rows` is rows an expert.
 """
 
 from __future__ import annotations
 
 import argparse
+from collections.abc import Iterator
 
+import record
 import torch
 from h200_hopper import MODELS, ROUTINGS, Model, median_us, random_weight, routing
 
@@ -31,24 +33,25 @@ def both(run) -> tuple[float, float]:
     return times[0], times[1]
 
 
-def show(times: tuple[float, float], decodes: bool) -> str:
-    return "".join(f"{us:9.1f}{'*' if first == decodes else ' '}" for us, first in zip(times, (True, False)))
-
-
-def line(groups: int, n: int, k: int, each: float, columns: list[str]) -> None:
-    print(f"{groups:>5}{n:>7}{k:>7}{each:>7g}" + "".join(columns), flush=True)
+def row(table: str, shape: tuple[int, int, int], each: float, kind: str, run, decodes: bool) -> record.Row:
+    decode_us, prefill_us = both(run)
+    groups, n, k = shape
+    return {
+        "table": table, "experts": groups, "n": n, "k": k, "rows": each, "kind": kind,
+        "decode_us": decode_us, "prefill_us": prefill_us, "decodes": decodes,
+    }  # fmt: skip
 
 
 def products(
     groups: int, n: int, k: int, format: str, each: float, offs: list[torch.Tensor] | None, m: int
-) -> None:
+) -> Iterator[record.Row]:
     copies = ROUTINGS if offs is None else 1
     sm90, wide = ([random_weight(groups, n, k, layout, format) for _ in range(copies)] for layout in LAYOUTS)
     x = torch.randn(m, k, device="cuda").bfloat16()
     codes, scale = ops.rows.quantize_fp8(x)
     mode = Routing.DENSE if offs is None else Routing.OFFS
-    columns = []
-    for a, a_scale, weights in ((x, None, sm90), (x, None, wide), (codes, scale, sm90)):
+    ways = (("16", x, None, sm90), ("bf16", x, None, wide), ("8", codes, scale, sm90))
+    for kind, a, a_scale, weights in ways:
 
         def run(i: int) -> None:
             if offs is None:
@@ -56,16 +59,15 @@ def products(
             else:
                 ops.grouped_mm(a, a_scale, weights[0], offs[i], torch.bfloat16)  # noqa: B023
 
-        columns.append(show(both(run), ops.decodes(a, weights[0], mode, m)))
-    line(groups, n, k, each, columns)
+        chosen = ops.decodes(a, weights[0], mode, m)
+        yield row("dense" if offs is None else "product", (groups, n, k), each, kind, run, chosen)
 
 
-def block(model: Model, weights, each: float) -> None:
+def block(model: Model, weights, each: float) -> Iterator[record.Row]:
     tokens = max(round(each * model.experts / max(model.top_k, 1)), 1)
     ids = [routing(model, tokens) for _ in range(ROUTINGS)]
     x = torch.randn(tokens, model.hidden, device="cuda").bfloat16()
     scores = torch.rand(tokens, ids[0].shape[1], device="cuda")
-    columns = []
     for layout, a_format in BLOCKS:
         up, down = weights[layout]
 
@@ -74,44 +76,36 @@ def block(model: Model, weights, each: float) -> None:
             ops.moe(*args)
 
         chosen = ops.block_decodes(up, down, ids[0].numel(), a_format, x.device)
-        columns.append(show(both(run), chosen))
-    line(model.experts, 2 * model.inter, model.hidden, each, columns)
+        kind = "none bf16" if layout == "sm90_bf16" else a_format
+        yield row("block", (model.experts, 2 * model.inter, model.hidden), each, kind, run, chosen)
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--rows", default="0.0625,0.125,0.25,0.5,1,2,3,4,6,8,12,16,32")
     parser.add_argument("--format", default="nvfp4", choices=("nvfp4", "mxfp4"))
-    given = parser.parse_args()
-    rows, format = [float(r) for r in given.rows.split(",")], given.format
-    print(f"{format}, {torch.cuda.get_device_name()}, torch {torch.__version__}")
-    head = f"{'G':>5}{'N':>7}{'K':>7}{'rows':>7}"
-    names = ("16 dec", "prefill", "bf16 dec", "prefill", "8 dec", "prefill")
-    print(head + "".join(f"{name:>10}" for name in names))
+
+
+def rows(given: argparse.Namespace) -> Iterator[record.Row]:
+    each_rows, format = [float(r) for r in given.rows.split(",")], given.format
     for model in MODELS:
         for n, k in ((2 * model.inter, model.hidden), (model.hidden, model.inter)):
-            for each in rows:
+            for each in each_rows:
                 m = max(round(each * model.experts), 1)
                 ids = [torch.randint(0, model.experts, (m,), device="cuda") for _ in range(ROUTINGS)]
                 offs = [torch.bincount(i, minlength=model.experts).cumsum(0).int() for i in ids]
-                products(model.experts, n, k, format, each, offs, m)
+                yield from products(model.experts, n, k, format, each, offs, m)
     for n, k in DENSE:
-        for each in rows:
+        for each in each_rows:
             if each >= 1:
-                products(1, n, k, format, each, None, round(each))
-    print("blocks, [N, K] of gate/up\n" + head, end="")
-    names = ("none dec", "sorted", "bf16 dec", "sorted", "fp8 dec", "sorted", "auto dec", "sorted")
-    print("".join(f"{name:>10}" for name in names))
+                yield from products(1, n, k, format, each, None, round(each))
     for model in MODELS:
         shapes = (2 * model.inter, model.hidden), (model.hidden, model.inter)
         weights = {
             to: [random_weight(model.experts, *shape, to, format) for shape in shapes] for to in LAYOUTS
         }
-        for each in rows:
-            block(model, weights, each)
+        for each in each_rows:
+            yield from block(model, weights, each)
 
 
 if __name__ == "__main__":
-    main()
+    record.main(__doc__, add_arguments, rows)

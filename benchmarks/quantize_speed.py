@@ -10,7 +10,9 @@ from __future__ import annotations
 
 import argparse
 import time
+from collections.abc import Iterator
 
+import record
 import torch
 from fp4_ops.meta.formats import FORMATS
 
@@ -43,26 +45,26 @@ def measure(method: Method, format: str, layers: int, device: torch.device) -> t
     return seconds, extra
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--layers", type=int, default=48)
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
-    args = parser.parse_args()
+
+
+def rows(args: argparse.Namespace) -> Iterator[record.Row]:
     device = torch.device(args.device)
-    name = torch.cuda.get_device_name() if device.type == "cuda" else "CPU"
     count = args.layers * sum(e * n * k for e, n, k in SHAPES)
-    print(f"{name}, torch {torch.__version__}: {args.layers} layers, {count / 1e9:.1f} G weights")
-    print(f"{'format':8} {'method':15} {'seconds':>8} {'G weights/s':>12} {'extra GiB':>10}")
     for format in FORMATS:
         for method in METHODS.values():
             if method.calibration != "none" or format not in method.formats:
                 continue
             measure(method, format, 1, device)  # the allocator's first time
             seconds, extra = measure(method, format, args.layers, device)
-            rate = count / seconds / 1e9
-            line = f"{format:8} {method.name:15} {seconds:8.2f} {rate:12.2f} {extra / 2**30:10.2f}"
-            print(line, flush=True)
+            yield {
+                "table": "method", "layers": args.layers, "g_weights": count / 1e9, "format": format,
+                "method": method.name, "seconds": seconds, "g_weights_per_s": count / seconds / 1e9,
+                "extra_gib": extra / 2**30 if device.type == "cuda" else None,
+            }  # fmt: skip
 
 
 if __name__ == "__main__":
-    main()
+    record.main(__doc__, add_arguments, rows)

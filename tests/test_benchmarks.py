@@ -1,24 +1,310 @@
-"""The scripts under benchmarks/ still find what they take from the package and from each other.
+"""The scripts under benchmarks/ yield rows, and the files under benchmarks/results/ are records of such rows.
 
-What they measure needs a GPU, a peer or minutes; names that moved show at import.
+What they measure needs a GPU, a peer or minutes. So GPU scripts run here on the CPU, with tiny shapes,
+kernels that return zeros and a clock that says 1: names that moved and rows that do not fit show.
 """
 
+import argparse
 import importlib
+import itertools
+import json
+import re
+import sys
+import types
 from pathlib import Path
 
 import pytest
+import torch
 
-FOLDER = Path(__file__).parent.parent / "benchmarks"
+ROOT = Path(__file__).parent.parent
+FOLDER = ROOT / "benchmarks"
+RESULTS = sorted((FOLDER / "results").glob("*.json"))
 PEERS = {"ggml", "humming"}
 """Packages that nothing here installs: a script that needs one says how to get it."""
+NOT_BENCHMARKS = {"record", "run", "report", "cpu_machine"}
+NAMES = sorted(path.stem for path in FOLDER.glob("*.py"))
 
 
-@pytest.mark.parametrize("name", sorted(path.stem for path in FOLDER.glob("*.py")))
-def test_imports(name, monkeypatch):
+@pytest.fixture(autouse=True)
+def folder_on_path(monkeypatch):
     monkeypatch.syspath_prepend(str(FOLDER))
+
+
+def imported(name: str) -> types.ModuleType:
     try:
-        importlib.import_module(name)
+        return importlib.import_module(name)
     except ModuleNotFoundError as error:
         if error.name not in PEERS:
             raise
         pytest.skip(f"needs {error.name}")
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_imports(name):
+    module = imported(name)
+    if name not in NOT_BENCHMARKS:
+        module.add_arguments(argparse.ArgumentParser())
+        assert callable(module.rows) and f"python benchmarks/{name}.py" in module.__doc__
+
+
+# --- records ---
+
+
+@pytest.mark.parametrize("file", RESULTS, ids=lambda f: f.stem)
+def test_results_are_records(file):
+    record = imported("record")
+    text = file.read_text()
+    found = json.loads(text)
+    assert tuple(found) == record.FIELDS
+    assert found["gpu"] or found["cpu"], "a record says what it was measured on"
+    assert found["rows"] and all(isinstance(row["table"], str) for row in found["rows"])
+    assert not re.search(r'[" =]/\w+/', text), "a path of some machine"
+    for script in re.findall(r"python (?!-m)(\S+)", found["command"]):
+        assert (ROOT / script).exists(), script
+    for row in found["rows"]:
+        assert all(isinstance(v, str | int | float | bool | None) for v in row.values())
+
+
+@pytest.fixture
+def benchmark(monkeypatch):
+    """A benchmark that yields two rows, then fails."""
+    module = types.ModuleType("broken_off")
+    module.add_arguments = lambda parser: parser.add_argument("--folder")
+
+    def rows(args):
+        yield {"table": "a", "us": 1.25, "kernel": "one"}
+        yield {"table": "b", "us": None}
+        raise RuntimeError("time is over")
+
+    module.rows = rows
+    monkeypatch.setitem(sys.modules, "broken_off", module)
+    return module
+
+
+def test_run_keeps_what_was_measured(benchmark, tmp_path, capsys):
+    run, record = imported("run"), imported("record")
+    out = tmp_path / "new" / "broken_off_cpu.json"
+    with pytest.raises(RuntimeError, match="time is over"):
+        run.run("broken_off", ["--folder", "/some/where/else"], out)
+    found = record.read(out)
+    assert tuple(found) == record.FIELDS
+    assert found["rows"] == [{"table": "a", "us": 1.25, "kernel": "one"}, {"table": "b", "us": None}]
+    assert found["command"] == (
+        "python benchmarks/run.py broken_off --folder else --out benchmarks/results/broken_off_cpu.json"
+    )
+    assert found["versions"]["torch"] == torch.__version__ and re.fullmatch(r"\d{4}-\d\d-\d\d", found["date"])
+    printed = capsys.readouterr().out.split()
+    assert printed == ["table", "us", "kernel", "a", "1.25", "one", "table", "us", "b", "-"]
+
+
+def test_run_writes_nothing_without_rows(benchmark, tmp_path):
+    benchmark.rows = lambda args: iter(())
+    with pytest.raises(SystemExit, match="no row"):
+        imported("run").run("broken_off", [], tmp_path / "none.json")
+    assert not (tmp_path / "none.json").exists()
+
+
+def test_cards():
+    card = imported("run").card
+    assert [card(n) for n in ("NVIDIA H200", "NVIDIA H100 80GB HBM3", "NVIDIA GeForce RTX 5090", None)] == [
+        "h200", "h100", "5090", "cpu",
+    ]  # fmt: skip
+
+
+def test_run_names_the_benchmarks(monkeypatch):
+    monkeypatch.setattr(sys, "argv", ["run.py", "h200_hoper"])
+    with pytest.raises(SystemExit, match=r"no benchmark h200_hoper; there are .*h200_hopper"):
+        imported("run").main()
+
+
+# --- rows ---
+
+
+class OnCpu(torch.overrides.TorchFunctionMode):
+    """What asks for device "cuda" gets the CPU's."""
+
+    def __torch_function__(self, func, types, args=(), kwargs=None):
+        kwargs = dict(kwargs or {})
+        if kwargs.get("device") == "cuda":
+            kwargs["device"] = "cpu"
+        return func(*args, **kwargs)
+
+
+def first_rows(name: str, arguments: list[str], count: int = 40) -> list[dict]:
+    record, module = imported("record"), imported(name)
+    args = record.parser_of(module.__doc__, module.add_arguments).parse_args(arguments)
+    with OnCpu():
+        found = list(itertools.islice(module.rows(args), count))
+    json.dumps(found)
+    assert found and all("table" in row for row in found)
+    return found
+
+
+@pytest.fixture
+def no_gpu(monkeypatch):
+    """Hopper kernels that return zeros in no time."""
+    hopper, ops = imported("h200_hopper"), importlib.import_module("fp4_ops.sm90.ops")
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda *_: "NVIDIA H200")
+    for name in ("empty_cache", "synchronize"):
+        monkeypatch.setattr(torch.cuda, name, lambda: None)
+    monkeypatch.setattr(hopper, "ceilings", lambda: (4e6, 8e8, 16e8))
+    monkeypatch.setattr(hopper, "check", lambda *_: None)
+    monkeypatch.setattr(hopper.library, "multiprocessors", lambda *_: 132)
+    monkeypatch.setattr(ops.rows, "quantize_fp8", lambda x: (x.to(torch.float8_e4m3fn), torch.ones(len(x))))
+    monkeypatch.setattr(ops, "decodes", lambda *_: True)
+    monkeypatch.setattr(ops, "block_decodes", lambda *_: False)
+    for name in ("grouped_mm", "mm", "moe"):
+        monkeypatch.setattr(ops, name, lambda *_: torch.zeros(4))
+
+    def clock(launch, pause=0.0):
+        launch(0)
+        return 1.0
+
+    small = (hopper.Model("qwen3-30b", 4, 256, 128, 2), hopper.Model("dsv3", 4, 256, 128, 0))
+    for name in ("h200_hopper", "h200_attention", "h200_rows", "h200_builds", "h200_power"):
+        module = imported(name)
+        for attribute, value in (("median_us", clock), ("MODELS", small)):
+            if hasattr(module, attribute):
+                monkeypatch.setattr(module, attribute, value)
+    return clock
+
+
+def test_rows_of_hopper(no_gpu):
+    rows = first_rows("h200_hopper", ["--tokens", "1,8"])
+    assert [r["table"] for r in rows] == ["ceilings", *(["product"] * 4 + ["block"] * 2) * 2]
+    assert rows[1]["n"] == 256 and rows[1]["w4a16_us"] == 1.0 and rows[1]["w4a16_peer_us"] is None
+    assert set(rows[-1]) == {"table", "model", "format", "tokens", "none_us", "fp8_us", "auto_us"}
+
+
+def test_peers_of_hopper():
+    hopper = imported("h200_hopper")
+    assert hopper.fastest_peer((128, 1536, 2048), 1, ("W4A16",)) == 12.4
+    assert hopper.fastest_peer((128, 1536, 2048), 3, ("W4A16",)) is None
+
+
+def test_rows_of_attention(no_gpu, monkeypatch):
+    module = imported("h200_attention")
+    monkeypatch.setattr(module, "DECODE", ((2, 16),))
+    monkeypatch.setattr(module, "PREFILL", (16,))
+    rows = first_rows("h200_attention", [])
+    assert [(r["step"], r["sequences"], r["keys"]) for r in rows] == [("decode", 2, 16), ("prefill", 1, 16)]
+
+
+def test_rows_of_decode_and_prefill(no_gpu, monkeypatch):
+    monkeypatch.setattr(imported("h200_rows"), "DENSE", ((128, 256),))
+    rows = first_rows("h200_rows", ["--rows", "0.5,1"], 1000)
+    assert len(rows) == 2 * 2 * 2 * 3 + 3 + 2 * 2 * 4
+    assert {r["kind"] for r in rows} == {"16", "bf16", "8", "none", "none bf16", "fp8", "auto"}
+    assert {r["decodes"] for r in rows if r["table"] == "product"} == {True}
+
+
+def test_rows_of_builds(no_gpu, monkeypatch):
+    module = imported("h200_builds")
+
+    class Build:
+        def __init__(self, path, first):
+            self.name = path
+
+        def use(self):
+            """Nothing."""
+
+    monkeypatch.setattr(module, "Build", Build)
+    monkeypatch.setattr(module.ops, "decodes", lambda *_: False)
+    rows = first_rows("h200_builds", ["a.so", "b.so", "--models", "dsv3", "--tokens", "8"])
+    assert [(r["table"], r["build"], r["error"]) for r in rows[:2]] == [
+        ("product", "a.so", 0.0), ("product", "b.so", 0.0),
+    ]  # fmt: skip
+    assert len(rows) == 2 * 3 * 2
+
+
+def test_rows_of_power(no_gpu, monkeypatch):
+    module = imported("h200_power")
+    of = {"table": "power", "kernel": "", "mhz": 1.0}
+    monkeypatch.setattr(module, "measure", lambda name, launch: launch(0) is None or {**of, "kernel": name})
+    monkeypatch.setattr(module, "SHAPES", (("qwen3-30b", "gate/up"),))
+    monkeypatch.setattr(module, "TOKENS", 16)
+    monkeypatch.setattr(torch, "_scaled_mm", lambda *_, **__: torch.zeros(1))
+    monkeypatch.setattr(module.prefill, "run", lambda *_: torch.zeros(1))
+    monkeypatch.setattr(module.ops.rows, "to_half", lambda x: (x, torch.ones(len(x))))
+    real = torch.randn
+    monkeypatch.setattr(torch, "randn", lambda *s, **k: real(*(min(x, 512) for x in s), **k))
+    rows = first_rows("h200_power", [])
+    assert [r["kernel"] for r in rows] == [
+        "torch bf16 8192^3", "torch fp8 8192^3", "qwen3-30b gate/up fp8", "qwen3-30b gate/up 16 bits",
+        "qwen3-30b gate/up to_half",
+    ]  # fmt: skip
+
+
+def test_rows_of_fp8_prefill(no_gpu, monkeypatch):
+    module = imported("h200_prefill_w4a8")
+    monkeypatch.setattr(
+        torch.cuda, "get_device_properties", lambda *_: types.SimpleNamespace(multi_processor_count=132)
+    )
+    monkeypatch.setattr(module.prefill, "candidates", lambda: ["first", "second"])
+    monkeypatch.setattr(module.prefill, "choose", lambda *_: types.SimpleNamespace(candidate=1))
+    monkeypatch.setattr(module.prefill, "run", lambda *_, **__: None)
+    monkeypatch.setattr(torch, "_scaled_mm", lambda *_, **__: None)
+    monkeypatch.setattr(module, "SHAPES", {"small": (4, 128, 256, 2, (1.0, 2.0, 3.0))})
+    monkeypatch.setattr(module, "microseconds", lambda launch: launch(0) or 1.0)
+    rows = first_rows("h200_prefill_w4a8", ["--tokens", "512,64", "--all-candidates"])
+    assert [(r["tokens"], r["peer_us"], r["chosen"]) for r in rows[:4]] == [
+        (512, 1.0, False), (512, 1.0, True), (64, None, False), (64, None, True),
+    ]  # fmt: skip
+    assert rows[4]["table"] == "dense"
+
+
+def test_rows_of_humming(no_gpu, monkeypatch):
+    """With a package of its names, since nothing here installs it."""
+    package, forward, layer = (types.ModuleType(n) for n in ("humming", "humming.forward", "humming.layer"))
+
+    class HummingLayer:
+        humming_config = None
+
+        def __init__(self, **options):
+            self.options = options
+
+        def cuda(self):
+            return self
+
+        def load_from_unquantized(self, weight):
+            assert weight.shape == (4, 128, 256)
+
+        def transform(self):
+            """Nothing."""
+
+        def __call__(self, b, *, expert_layout, **given):
+            assert len(expert_layout) == 5
+
+    forward.may_process_input = lambda config, x: (x, None, None)
+    layer.HummingLayer = HummingLayer
+    for name, module in (("humming", package), ("humming.forward", forward), ("humming.layer", layer)):
+        monkeypatch.setitem(sys.modules, name, module)
+    monkeypatch.delitem(sys.modules, "h200_humming", raising=False)
+    module = imported("h200_humming")
+    monkeypatch.setattr(module, "SHAPES", {"small": (4, 128, 256, 2)})
+    rows = first_rows("h200_humming", ["--tokens", "8"])
+    assert [r["rows"] for r in rows] == ["bf16", "fp8"] and rows[0]["humming_us"] == 1.0
+    monkeypatch.delitem(sys.modules, "h200_humming")
+
+
+def test_rows_of_quantize_speed(monkeypatch):
+    monkeypatch.setattr(imported("quantize_speed"), "SHAPES", ((2, 64, 128), (2, 128, 64)))
+    rows = first_rows("quantize_speed", ["--layers", "1", "--device", "cpu"])
+    assert {r["format"] for r in rows} >= {"nvfp4", "mxfp4", "int4"} and rows[0]["extra_gib"] is None
+
+
+def test_rows_of_cpu_layer(monkeypatch):
+    module = imported("cpu_layer")
+    for name, value in (("HIDDEN", 64), ("EXPERTS", 4), ("INTER", 64)):
+        monkeypatch.setattr(module, name, value)
+    monkeypatch.setattr(module, "bandwidth", lambda threads: {"table": "memory", "threads": threads})
+    monkeypatch.setattr(torch, "compile", lambda block: block)
+    threads = torch.get_num_threads()
+    rows = first_rows("cpu_layer", ["--threads", str(threads), "--tokens", "1", "3", "--blocks", "2"])
+    layer = [r for r in rows if r["table"] == "layer"]
+    assert len(layer) == 2 * 6 and sum(r["speedup"] is not None for r in layer) == 2 * 3
+
+
+def test_rows_of_adapters():
+    rows = first_rows("adapters", ["--tiny", "--layers", "1", "--tokens", "32", "--rounds", "1"])
+    assert rows[0]["relative_error"] < 1e-4 and rows[1]["variant"] == "bf16"

@@ -1,5 +1,6 @@
 """The Hopper kernels as machine code, read without a GPU: the instructions they stand on, and no spills."""
 
+import json
 import re
 import shutil
 import subprocess
@@ -13,7 +14,7 @@ from fp4_ops.sm90.choice import Product
 
 BINARY = Path(fp4_ops.__file__).parent / library.FILE
 MAX_SHARED = 227 * 1024
-TIMES = Path(__file__).parent.parent / "benchmarks/results/h200_rows.txt"
+TIMES = Path(__file__).parent.parent / "benchmarks/results/rows_h200.json"
 
 
 def tool(name: str) -> str:
@@ -277,30 +278,25 @@ def test_decode_takes_more_warps_where_they_share_k_better():
 
 
 def recorded_times() -> dict[str, list[tuple[bool, float, float]]]:
-    """What benchmarks/h200_rows.py printed: by kind, whether decode is chosen now, its time and prefill's."""
+    """The rows of benchmarks/h200_rows.py: by kind, whether decode is chosen now, its time and prefill's."""
     found: dict[str, list[tuple[bool, float, float]]] = {}
-    blocks = False
-    for line in TIMES.read_text().splitlines():
-        blocks |= line.startswith("blocks")
-        if not re.match(r" +\d", line):
-            continue
-        groups, n, k, each, *times = (float(x.rstrip("*")) for x in line.split())
-        shapes = [(n, k), (k, n / 2)] if blocks else [(n, k)]
-        routing = decode.Routing.DENSE if groups == 1 else decode.Routing.OFFS
+    kernels = {"16": "half", "bf16": "bf16", "8": "w4a8"}
+    for row in json.loads(TIMES.read_text())["rows"]:
+        groups, n, k, each, table = (row[name] for name in ("experts", "n", "k", "rows", "table"))
+        shapes = [(n, k), (k, n // 2)] if table == "block" else [(n, k)]
+        routing = decode.Routing.DENSE if table == "dense" else decode.Routing.OFFS
         products = tuple(
-            Product(routing, int(groups), max(round(each * groups), 1), int(n), -(-int(k) // 128) * 128)
-            for n, k in shapes
+            Product(routing, groups, max(round(each * groups), 1), n, -(-k // 128) * 128) for n, k in shapes
         )
-        names = ("none", "none bf16", "fp8", "auto") if blocks else ("half", "bf16", "w4a8")
-        for name, decode_us, prefill_us in zip(names, times[::2], times[1::2], strict=True):
+        if table == "block":
+            name = row["kind"]
             a_format, _, bf16 = name.partition(" ")
-            decodes = (
-                choice.block_decodes(products, a_format, 132, bool(bf16))
-                if blocks
-                else choice.decodes(products[0], name, 132)
-            )
-            kind = f"dense {name}" if groups == 1 else name
-            found.setdefault(kind, []).append((decodes, decode_us, prefill_us))
+            decodes = choice.block_decodes(products, a_format, 132, bool(bf16))
+        else:
+            name = kernels[row["kind"]]
+            decodes = choice.decodes(products[0], name, 132)
+        kind = f"dense {name}" if table == "dense" else name
+        found.setdefault(kind, []).append((decodes, row["decode_us"], row["prefill_us"]))
     return found
 
 

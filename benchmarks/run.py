@@ -1,0 +1,61 @@
+"""Runs a benchmark and writes its rows, with all that says where they are from, into benchmarks/results/.
+
+    python benchmarks/run.py NAME [arguments of that benchmark] [--out FILE.json]
+
+NAME is a script of this folder, for example `h200_hopper --models qwen3-30b`. The file is
+results/NAME_CARD.json ("h200_" at the beginning of NAME is left out), CARD the GPU's name in short, or "cpu".
+It is written again after each row: what was measured before a time limit stays.
+`python benchmarks/report.py` makes docs/performance.md, and the tables of README and docs, from these files.
+"""
+
+from __future__ import annotations
+
+import argparse
+import importlib
+import sys
+from pathlib import Path
+
+import record
+
+
+def card(gpu: str | None) -> str:
+    """ "NVIDIA H100 80GB HBM3" -> "h100"."""
+    words = [w for w in (gpu or "").lower().split() if w not in ("nvidia", "geforce", "rtx")]
+    return words[0] if words else "cpu"
+
+
+def run(name: str, arguments: list[str], out: Path | None = None) -> Path:
+    """Runs a benchmark; the file that has its record."""
+    module = importlib.import_module(name)
+    args = record.parser_of(module.__doc__, module.add_arguments).parse_args(arguments)
+    told = [] if out is None else ["--out", f"benchmarks/results/{out.name}"]
+    found = record.new_record(name, arguments + told)
+    file = out or record.RESULTS / f"{name.removeprefix('h200_')}_{card(found['gpu'])}.json"
+    file.parent.mkdir(parents=True, exist_ok=True)
+    printer = record.Printer()
+    for row in module.rows(args):
+        printer.show(row)
+        found["rows"].append(row)
+        found["versions"] = record.versions()  # a peer may be imported late
+        record.write(file, found)
+    if not found["rows"]:
+        raise SystemExit(f"{name} yielded no row; nothing was written")
+    return file
+
+
+def main() -> None:
+    if sys.argv[1:2] in ([], ["-h"], ["--help"]):
+        raise SystemExit(__doc__)
+    # --help behind NAME is that benchmark's.
+    parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
+    parser.add_argument("name")
+    parser.add_argument("--out", type=Path)
+    given, rest = parser.parse_known_args()
+    if not (Path(__file__).parent / f"{given.name}.py").exists():
+        names = sorted(p.stem for p in Path(__file__).parent.glob("*.py") if "def rows(" in p.read_text())
+        raise SystemExit(f"there is no benchmark {given.name}; there are {', '.join(names)}")
+    print(f"\nwritten: {run(given.name, rest, given.out)}")
+
+
+if __name__ == "__main__":
+    main()
