@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable
 from typing import Any
 
@@ -11,6 +12,8 @@ from torch.fx.experimental.symbolic_shapes import statically_known_true
 from .graph import Canon, Refusal, shape
 from .terms import Axis, Const, Ref, Rows, Term, Value, coordinate
 
+log = logging.getLogger("fp4_ops")
+
 
 class Opaque(Exception):
     """This node has no term but itself."""
@@ -18,6 +21,13 @@ class Opaque(Exception):
 
 def same(a: Any, b: Any) -> bool:
     return statically_known_true(a == b)
+
+
+def dimension(d: int, rank: int) -> int:
+    """Dimension d, which may count from the end; a tensor without dimensions has none."""
+    if not -rank <= d < rank:
+        raise Opaque
+    return d % rank
 
 
 class Values:
@@ -46,6 +56,9 @@ class Values:
             try:
                 found = self._read(node, level)
             except (Opaque, Refusal):
+                found = self.opaque(node)
+            except Exception:  # a fault of ours is no reason to lose the rest of the graph
+                log.warning("fp4: reading %s (%s) failed; please report it", node, node.target, exc_info=True)
                 found = self.opaque(node)
             self._values[key] = found
         return found

@@ -6,6 +6,7 @@ They become `fp4::grouped_mm_masked` with all rows counted.
 from __future__ import annotations
 
 import operator
+import re
 from collections.abc import Iterator
 from typing import Any
 
@@ -17,11 +18,13 @@ from .factors import K, N, indices
 from .graph import Refusal, aten, is_op, shape, static_int, value
 from .mixture import Matrix
 from .reading import Reader
-from .report import Load, Site, hint, left_alone, location, module_path
+from .report import Load, Site, hint, input_name, left_alone, location, module_path
 from .terms import Axis, Const, Ref, Value, free_axes, substitute
 from .write_mixture import packing
 
 fp4 = torch.ops.fp4
+ATTENTION = re.compile(r"attn|attention")
+"""Names of parameters that multiply batches in attention: MLA's absorbed projections, grouped output ones."""
 FORM = "batched rows (bmm): the same number for each expert"
 
 
@@ -56,6 +59,8 @@ def _experts(v: Value, left: bool, reader: Reader) -> list[tuple[Matrix, ...]] |
         return None
     if any(isinstance(i, Ref) for i in indices(v.term)):
         return None  # gathered by ids
+    if ATTENTION.search(input_name(v.term.node)):
+        return None  # heads, or groups of heads
     if any(len(g) != 1 for g in v.dims) or free_axes(v.term) != set(v.axes):
         return None
     e, inner, out = v.axes if not left else (v.axes[0], v.axes[2], v.axes[1])

@@ -229,6 +229,8 @@ def _is_bool(node: fx.Node) -> bool:
 
 def _from_end(dim: int, node: fx.Node) -> int:
     rank = len(shape(node))
+    if not rank:
+        raise _Unknown
     return dim % rank - rank
 
 

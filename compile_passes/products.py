@@ -299,7 +299,7 @@ def _is_id_sort(node: Any) -> bool:
     if not is_op(node, aten.sort):
         return False
     a = arguments(node)
-    return not a["descending"] and a["dim"] % len(shape(a["self"])) == len(shape(a["self"])) - 1
+    return not a["descending"] and a["dim"] in (-1, len(shape(a["self"])) - 1)
 
 
 def _is_floor_divide(node: fx.Node) -> bool:
@@ -364,7 +364,8 @@ def below(ids: fx.Node, experts: int) -> bool:
 def _columns(chooser: fx.Node) -> int | None:
     """Among how many a topk, max or argmax chooses along its dimension."""
     a = arguments(chooser)
-    return static_int(shape(a["self"])[a["dim"]]) if isinstance(a.get("dim"), int) else None
+    sizes, dim = shape(a["self"]), a.get("dim")
+    return static_int(sizes[dim]) if isinstance(dim, int) and sizes else None
 
 
 def nonnegative(ids: fx.Node) -> bool:

@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch import fx
 
-from .axes import Opaque, same
+from .axes import Opaque, dimension, same
 from .graph import FLOATING, arguments, aten, exact_int, is_op, is_tensor, same_shape, shape, strip, value
 from .products import SortedRows, counted_ids
 from .read_indexing import Indexing, as_boolean, indicator, is_boolean, is_eq, is_indicator
@@ -141,7 +141,7 @@ class Arithmetic(Indexing):
         if level < 2 and not is_indicator(inner.term):
             raise Opaque
         dims = a.get("dim") or list(range(len(shape(source))))
-        return self._reduced(node, inner, [d % len(shape(source)) for d in dims], a.get("keepdim"), Sum)
+        return self._reduced(node, inner, dims, a.get("keepdim"), Sum)
 
     def _mean(self, node: fx.Node, level: int) -> Value:
         """Of an expert's output: what a norm divides it by."""
@@ -149,7 +149,7 @@ class Arithmetic(Indexing):
         if level < 2 or not a.get("dim"):
             raise Opaque
         v = self.value(a["self"], level)
-        return self._reduced(node, v, [d % len(v.dims) for d in a["dim"]], a.get("keepdim"), Mean)
+        return self._reduced(node, v, a["dim"], a.get("keepdim"), Mean)
 
     def _any(self, node: fx.Node, level: int) -> Value:
         a = arguments(node)
@@ -157,9 +157,10 @@ class Arithmetic(Indexing):
         if a.get("dim") is None or not is_indicator(v.term):
             raise Opaque
         dims = a["dim"] if isinstance(a["dim"], (list, tuple)) else [a["dim"]]
-        return self._reduced(node, v, [d % len(v.dims) for d in dims], a.get("keepdim"), AnyOf)
+        return self._reduced(node, v, dims, a.get("keepdim"), AnyOf)
 
     def _reduced(self, node: fx.Node, v: Value, over: list[int], keepdim: Any, kind: Any) -> Value:
+        over = [dimension(d, len(v.dims)) for d in over]
         axes = [x for d in over for x in v.dims[d]]
         if any(isinstance(x, Rows) for x in axes):
             raise Opaque
@@ -280,7 +281,7 @@ class Arithmetic(Indexing):
             parts = [n for n in parts if len(shape(n)) == rank or not same(shape(n)[0], 0)]
             if len(parts) == 1 and value(parts[0]).dtype == value(node).dtype:
                 return self.value(parts[0], level)
-        d = a["dim"] % rank
+        d = dimension(a["dim"], rank)
         if level == 0 or (level == 1 and not is_op(node, aten.cat)):
             raise Opaque
         values = [self.value(n, level) for n in parts]
@@ -337,7 +338,10 @@ class Arithmetic(Indexing):
 
     def _scatter_add(self, node: fx.Node, level: int) -> Value:
         a = arguments(node)
-        if a["dim"] != 0 or not same(shape(a["index"])[0], shape(a["src"])[0]):
+        whole = shape(a["src"])
+        if a["dim"] != 0 or not whole or len(whole) != len(shape(a["index"])):
+            raise Opaque
+        if not same(shape(a["index"])[0], whole[0]):
             raise Opaque
         index = self.value(a["index"], 0)
         if free_axes(index.term) & {x for g in index.dims[1:] for x in g}:
@@ -352,7 +356,7 @@ class Arithmetic(Indexing):
         if any(i is None for i in indices):
             raise Opaque
         if value(indices[0]).dtype == torch.bool:
-            if len(indices) > 1:
+            if len(indices) > 1 or not shape(a["values"]):
                 raise Opaque
             rows, mask = self._mask_rows(indices[0], shape(a["values"])[0])
             bound = dict(zip(mask.axes, rows.bound))
@@ -480,7 +484,7 @@ def _as_long(ours: tuple[Axis, ...], theirs: tuple[Axis, ...]) -> bool:
 def _scales_rows(a: fx.Node, b: fx.Node) -> bool:
     """One number for each row of the other."""
     sizes = shape(a), shape(b)
-    return len(sizes[0]) == len(sizes[1]) and any(same(s[-1], 1) for s in sizes)
+    return len(sizes[0]) == len(sizes[1]) > 0 and any(same(s[-1], 1) for s in sizes)
 
 
 def _unchanged(node: fx.Node) -> fx.Node:

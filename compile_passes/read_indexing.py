@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch import fx
 
-from .axes import Opaque, Values, prefix, same, spread
+from .axes import Opaque, Values, dimension, prefix, same, spread
 from .graph import FLOATING, arguments, aten, is_op, item, same_shape, shape, strip, value
 from .terms import (
     Affine,
@@ -130,7 +130,7 @@ class Indexing(Values):
 
     def _select(self, node: fx.Node, level: int) -> Value:
         a = arguments(node)
-        d = a["dim"] % len(shape(a["self"]))
+        d = dimension(a["dim"], len(shape(a["self"])))
         if not isinstance(a["index"], int):
             raise Opaque
         if is_op(strip(a["self"]), aten.nonzero):
@@ -171,7 +171,7 @@ class Indexing(Values):
 
     def _slice(self, node: fx.Node, level: int) -> Value:
         a = arguments(node)
-        size, new = (shape(n)[a["dim"] % len(shape(n))] for n in (a["self"], node))
+        size, new = (shape(n)[dimension(a["dim"], len(shape(n)))] for n in (a["self"], node))
         if a["start"] in (0, None) and a["step"] == 1 and same(size, new):
             return self.value(a["self"], level)
         start = a["start"] or 0
@@ -181,8 +181,10 @@ class Indexing(Values):
         return self._part(self.value(a["self"], level), a["dim"], start, a["step"], new)
 
     def _part(self, v: Value, dim: int, start: int, step: int, size: int) -> Value:
-        d = dim % len(v.dims)
+        d = dimension(dim, len(v.dims))
         group = v.dims[d]
+        if size == 0:
+            raise Opaque
         if size == 1:
             fixed = self._at(v, d, Const(start))
             return Value((*fixed.dims[:d], (), *fixed.dims[d:]), fixed.term)
@@ -212,7 +214,7 @@ class Indexing(Values):
         a = arguments(producer)
         whole = a.get("self")
         if is_op(producer, aten.unbind):
-            d = a["dim"] % len(shape(whole))
+            d = dimension(a["dim"], len(shape(whole)))
             if is_op(whole, aten.nonzero):
                 if d != 1:
                     raise Opaque
@@ -369,7 +371,9 @@ class Indexing(Values):
     def _index(self, node: fx.Node, level: int) -> Value:
         a = arguments(node)
         if is_op(node, aten.index_select):
-            d = a["dim"] % len(shape(a["self"]))
+            d = dimension(a["dim"], len(shape(a["self"])))
+            if not shape(a["index"]):
+                raise Opaque
             indices = [None] * d + [a["index"]]
         else:
             indices = list(a["indices"])
@@ -429,7 +433,9 @@ class Indexing(Values):
     def _gather(self, node: fx.Node, level: int) -> Value:
         a = arguments(node)
         table, index = self.value(a["self"], level), self.value(a["index"], 0)
-        dim = a["dim"] % len(table.dims)
+        dim = dimension(a["dim"], len(table.dims))
+        if len(table.dims) != len(index.dims):
+            raise Opaque
         for d in range(len(table.dims)):
             if d != dim and not same(shape(a["self"])[d], shape(a["index"])[d]):
                 raise Opaque

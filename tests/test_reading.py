@@ -16,6 +16,7 @@ from fp4_ops.compile_passes.terms import (
     Axis,
     Choose,
     Const,
+    Mean,
     Mix,
     Mul,
     Ref,
@@ -54,6 +55,9 @@ def evaluate(value: Value, nodes: dict[fx.Node, Tensor]) -> Tensor:
         if isinstance(t, (Sum, AnyOf)):
             every = [go(t.body, {**at, **point}) for point in points(list(t.axes))]
             return sum(every) if isinstance(t, Sum) else float(any(every))
+        if isinstance(t, Mean):
+            every = [go(t.body, {**at, **point}) for point in points(list(t.axes))]
+            return sum(every) / len(every) if every else float("nan")
         if isinstance(t, Choose):
             return go(t.options[int(go(t.index, at))], at)
         assert isinstance(t, Apply)

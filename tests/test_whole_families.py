@@ -1,0 +1,80 @@
+"""Whole models of transformers' families: no graph is left to Inductor."""
+
+from __future__ import annotations
+
+import copy
+
+import pytest
+import torch
+from conftest import more
+from families import FAMILIES, TRANSPOSED, tiny
+from fp4_ops.compile_passes.dynamo import capture_loops
+from moe_models import Recorder, fake_quantised, relative_error, tokens
+from torch import nn
+
+WITH_CATS_OF_SEVERAL_RANKS = ["hy_v4", more("inkling2_text"), more("deepseek_v4")]
+"""Their caches join `torch.tensor([])` and tensors of four dimensions."""
+
+
+@pytest.fixture(autouse=True)
+def fresh_dynamo():
+    torch._dynamo.reset()
+    torch.set_num_threads(1)
+    capture_loops()
+
+
+def run(model: nn.Module, ids: torch.Tensor, **kwargs: object) -> torch.Tensor:
+    out = model(ids, **kwargs)
+    return out.logits if hasattr(out, "logits") else out.last_hidden_state
+
+
+def exact(family: str, model: nn.Module) -> nn.Module:
+    twin = copy.deepcopy(model)
+    with torch.no_grad():
+        for name, p in twin.named_parameters():
+            if p.dim() == 3 and "experts" in name:
+                p.copy_(fake_quantised(p, "nvfp4", family in TRANSPOSED))
+    return twin
+
+
+@pytest.mark.parametrize("family", WITH_CATS_OF_SEVERAL_RANKS)
+def test_a_whole_model(family):
+    model, recorder = tiny(family, "grouped_mm"), Recorder(activation="bf16")
+    ids = tokens(2, 7)
+    with torch.no_grad():
+        got = run(torch.compile(model, backend=recorder), ids)
+        assert relative_error(got, run(exact(family, model), ids)) < 1e-3
+    assert recorder.ops, recorder.reasons
+
+
+REST = [f for f in FAMILIES if f not in ("hy_v4", "inkling2_text", "deepseek_v4")]
+
+
+@pytest.mark.more
+@pytest.mark.parametrize("family", REST)
+def test_no_pass_fails(family):
+    model, recorder = tiny(family), Recorder(activation="bf16")
+    kwargs = {"decoder_input_ids": tokens(1, 5)} if model.config.is_encoder_decoder else {}
+    with torch.no_grad():
+        run(torch.compile(model, backend=recorder), tokens(2, 7), **kwargs)
+    assert recorder.frames and not [f for f in recorder.frames if "the passes failed" in f.note]
+
+
+class Heads(nn.Module):
+    """Latent attention whose projections are absorbed into the queries: a batched product for each head."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.kv_b = nn.Linear(16, 4 * 8, bias=False)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return torch.einsum("thd,hdc->thc", x.view(-1, 4, 8), self.kv_b.weight.view(4, 8, 16)).softmax(-1)
+
+
+@pytest.mark.parametrize(("name", "ops"), [("self_attn", []), ("ffn", ["fp4::grouped_mm_masked"])])
+def test_batched_products_of_attention_stay(name, ops):
+    model, recorder = nn.Sequential(), Recorder(activation="bf16")
+    model.add_module(name, Heads())
+    with torch.no_grad():
+        torch.compile(model, backend=recorder)(torch.randn(6, 32))
+    assert recorder.ops == ops
