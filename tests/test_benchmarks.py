@@ -21,7 +21,7 @@ FOLDER = ROOT / "benchmarks"
 RESULTS = sorted((FOLDER / "results").glob("*.json"))
 PEERS = {"ggml", "humming"}
 """Packages that nothing here installs: a script that needs one says how to get it."""
-NOT_BENCHMARKS = {"record", "run", "report", "cpu_machine"}
+NOT_BENCHMARKS = {"record", "run", "report", "report_tables", "svg", "cpu_machine"}
 NAMES = sorted(path.stem for path in FOLDER.glob("*.py"))
 
 

@@ -1,0 +1,420 @@
+"""The tables of README and docs, each a function of the records in benchmarks/results/."""
+
+from __future__ import annotations
+
+import functools
+import statistics
+from collections.abc import Callable, Iterable
+from typing import Any
+
+import record
+
+Cell = str | int | float | None
+TABLES: dict[str, Callable[[], str]] = {}
+AGAIN = {
+    "generate_loops_h200": "h200_generate --variants prepared-backend,stock --batches 1,8,64 --no-prefill",
+    "humming_h100": "h200_humming",
+    "humming_h200": "h200_humming",
+    "accuracy_moe_lm_h200": "accuracy --minutes 2.2",
+    "accuracy_demo_cpu": "accuracy",
+    "compile_time_loop_cpu": "compile_time loop 8 64 128",
+    "compile_time_layers_cpu": "compile_time layers 64x48 128x48",
+}
+"""Arguments of run.py that make a file again, where they are not those in its record."""
+
+
+@functools.cache
+def read(name: str) -> dict[str, Any]:
+    return record.read(record.RESULTS / f"{name}.json")
+
+
+def rows(name: str, table: str, **where: Any) -> list[dict[str, Any]]:
+    return [r for r in read(name)["rows"] if r["table"] == table and all(r[k] == v for k, v in where.items())]
+
+
+def one(name: str, table: str, **where: Any) -> dict[str, Any]:
+    (found,) = rows(name, table, **where)
+    return found
+
+
+# --- Markdown ---
+
+
+def cell(value: Cell) -> str:
+    """One number, to three or four digits."""
+    if isinstance(value, float):
+        if value >= 1000 or (value >= 100 and value.is_integer()):
+            return f"{value:.0f}"
+        return f"{value:.1f}" if value >= 10 else f"{value:.2f}" if value >= 0.1 else f"{value:.2g}"
+    return "" if value is None else str(value)
+
+
+def grid(heads: list[str], lines: Iterable[Iterable[Cell]]) -> str:
+    shown = [heads, ["---"] * len(heads), *([cell(c) for c in line] for line in lines)]
+    return "\n".join(f"| {' | '.join(line)} |" for line in shown)
+
+
+def again(name: str) -> str:
+    """The command that measures a record again."""
+    found = read(name)["command"]
+    arguments = AGAIN.get(name) or found.removeprefix("python benchmarks/").removeprefix("run.py ").replace(
+        ".py", "", 1
+    )
+    benchmark = arguments.split()[0].removeprefix("h200_")
+    usual = {f"{benchmark}_{card}" for card in ("h200", "h100", "cpu")}
+    out = "" if name in usual else f" --out benchmarks/results/{name}.json"
+    if "--out" in arguments:
+        out = ""
+    return f"python benchmarks/run.py {arguments}{out}"
+
+
+def source(*names: str) -> str:
+    """Where a table's numbers are from, and how to make them again."""
+    lines = []
+    for name in names:
+        r = read(name)
+        versions = ", ".join(f"{k} {v}" for k, v in r["versions"].items() if k not in ("python", "cuda"))
+        parts = [r["gpu"] or r["cpu"], f"commit {r['commit'] or 'not recorded'}", r["date"] or "", versions]
+        lines.append(f"{', '.join(p for p in parts if p)}: `{again(name)}`")
+    return "\n\n".join(f"*{line.replace(': `', ':* `')}" for line in lines)
+
+
+def table(make: Callable[[], str]) -> Callable[[], str]:
+    TABLES[make.__name__] = make
+    return make
+
+
+def spread(ratios: list[float]) -> list[Cell]:
+    """Number of points, least, median, most."""
+    return [len(ratios), min(ratios), statistics.median(ratios), max(ratios)]
+
+
+# --- models ---
+
+
+def decode_steps(loop: str = "generate", name: str = "generate_h200") -> dict[int, list[float | None]]:
+    """By batch: milliseconds a step of stock, of stock kept on grouped_mm, and of ours."""
+    found = {(r["batch"], r["variant"]): r["ms"] for r in rows(name, "decode", loop=loop)}
+    batches = sorted({batch for batch, _ in found})
+    variants = ("stock", "stock-grouped", "prepared-backend")
+    return {b: [found.get((b, v)) for v in variants] for b in batches}
+
+
+@table
+def decode() -> str:
+    lines = []
+    for batch, (stock, grouped, ours) in decode_steps().items():
+        assert stock and ours
+        best = min(stock, grouped or stock)
+        lines.append([batch, stock, grouped, ours, best / ours, 1e3 * batch / ours])
+    heads = ["batch", "transformers, ms", "kept on grouped_mm, ms", "fp4_ops, ms", "speedup", "tokens/s"]
+    return f"{grid(heads, lines)}\n\n{source('generate_h200')}"
+
+
+@table
+def decode_loops() -> str:
+    name, lines = "generate_loops_h200", []
+    for loop in ("generate", "plain"):
+        for batch, (stock, _, ours) in decode_steps(loop, name).items():
+            assert ours
+            lines.append([loop, batch, stock, ours, stock / ours if stock else None])
+    heads = ["loop", "batch", "transformers, ms", "fp4_ops, ms", "speedup"]
+    return f"{grid(heads, lines)}\n\n{source(name)}"
+
+
+@table
+def prefill() -> str:
+    name = "generate_h200"
+    lines = [[r["variant"], r["tokens"], r["ms"]] for r in rows(name, "prefill")]
+    return f"{grid(['variant', 'tokens', 'ms'], lines)}\n\n{source(name)}"
+
+
+@table
+def expert_bytes() -> str:
+    name = "generate_h200"
+    lines = [[r["variant"], r["gb"], r["ratio_to_bf16"]] for r in rows(name, "expert bytes")]
+    return f"{grid(['variant', 'experts, GB', 'of bf16'], lines)}\n\n{source(name)}"
+
+
+# --- Hopper ---
+
+
+def products(name: str) -> str:
+    recorded = any(r["w4a16_peer_us"] for r in rows(name, "product"))
+    heads = ["experts, N, K", "tokens", "floor, bf16 rows", "bf16 rows", "of floor"]
+    heads += ["other 4-bit"] * recorded
+    heads += ["floor, fp8 rows", "fp8 rows", "of floor"] + ["other 4-bit"] * recorded
+    heads += ["int4 x fp8", "torch bf16"]
+    lines = []
+    for r in rows(name, "product"):
+        line = [f"{r['model']} [{r['experts']}, {r['n']}, {r['k']}]", r["tokens"]]
+        for kind in ("w4a16", "w4a8"):
+            floor, us = r[f"{kind}_floor_us"], r[f"{kind}_us"]
+            line += [floor, us, us / floor] + [r[f"{kind}_peer_us"]] * recorded
+        lines.append([*line, r["int4_us"], r["bf16_us"]])
+    return f"{grid(heads, lines)}\n\n{source(name)}"
+
+
+def blocks(name: str) -> str:
+    heads = ["model", "tokens", "bf16 activations", "fp8 activations", "auto"]
+    keys = ("model", "tokens", "none_us", "fp8_us", "auto_us")
+    return f"{grid(heads, ([r[k] for k in keys] for r in rows(name, 'block')))}\n\n{source(name)}"
+
+
+def ceilings(*names: str) -> str:
+    heads = ["card", "copy, TB/s", "bf16, TFLOP/s", "fp8, TFLOP/s"]
+    lines = []
+    for name in names:
+        r = one(name, "ceilings")
+        lines.append([read(name)["gpu"], r["copy_tb_per_s"], r["bf16_tflop_per_s"], r["fp8_tflop_per_s"]])
+    return f"{grid(heads, lines)}\n\n{source(*names)}"
+
+
+TABLES["hopper_ceilings"] = lambda: ceilings("hopper_h200", "hopper_h100")
+TABLES["products_h200"] = lambda: products("hopper_h200")
+TABLES["products_h100"] = lambda: products("hopper_h100")
+TABLES["blocks_h200"] = lambda: blocks("hopper_h200")
+TABLES["blocks_h100"] = lambda: blocks("hopper_h100")
+
+
+@table
+def floor_summary() -> str:
+    heads = ["card", "rows", "tokens", "points", "least", "median", "most"]
+    lines: list[list[Cell]] = []
+    for name in ("hopper_h200", "hopper_h100"):
+        for kind, label in (("w4a16", "bf16"), ("w4a8", "fp8")):
+            for tokens in (1, 8, 32, 128, 512, 2048, 8192):
+                found = [
+                    r[f"{kind}_us"] / r[f"{kind}_floor_us"] for r in rows(name, "product", tokens=tokens)
+                ]
+                lines.append([read(name)["gpu"], label, tokens, *spread(found)])
+    return f"{grid(heads, lines)}\n\n{source('hopper_h200', 'hopper_h100')}"
+
+
+def humming_ratios(name: str, kind: str, **where: Any) -> list[float]:
+    """Humming's time over that of nvfp4; with fp8 rows its weights are mxfp4."""
+    return [r["humming_us"] / r["nvfp4_us"] for r in rows(name, "product", rows=kind, **where)]
+
+
+@table
+def humming() -> str:
+    heads = ["card", "product", "rows", "points", "least", "median", "most"]
+    lines: list[list[Cell]] = []
+    for name in ("humming_h100", "humming_h200"):
+        for kind in ("bf16", "fp8"):
+            shapes = dict.fromkeys(r["shape"] for r in rows(name, "product", rows=kind))
+            for shape in shapes:
+                lines.append(
+                    [read(name)["gpu"], shape, kind, *spread(humming_ratios(name, kind, shape=shape))]
+                )
+            lines.append([read(name)["gpu"], "**all**", kind, *spread(humming_ratios(name, kind))])
+    return f"{grid(heads, lines)}\n\n{source('humming_h100', 'humming_h200')}"
+
+
+@table
+def attention() -> str:
+    keys = ("step", "sequences", "keys", "written_us", "rewritten_us", "speedup")
+    heads = ["step", "sequences", "keys", "as written, us", "rewritten, us", "speedup"]
+    lines = ([r[k] for k in keys] for r in rows("attention_h200", "attention"))
+    return f"{grid(heads, lines)}\n\n{source('attention_h200')}"
+
+
+@table
+def power() -> str:
+    heads = ["8192 tokens", "burst, us", "sustained, us", "MHz", "W", "power cap"]
+    keys = ("kernel", "burst_us", "sustained_us", "mhz", "watt", "power_cap")
+    lines = ([r[k] for k in keys] for r in rows("power_h200", "power"))
+    return f"{grid(heads, lines)}\n\n{source('power_h200')}"
+
+
+@table
+def kernel_choice() -> str:
+    heads = ["card", "what", "activations", "points", "mean loss, %", "largest loss, %"]
+    lines: list[list[Cell]] = []
+    for name in ("rows_h200", "rows_h100"):
+        kinds = dict.fromkeys((r["table"], r["kind"]) for r in rows(name, "product"))
+        for what in ("product", "dense", "block"):
+            kinds = dict.fromkeys(r["kind"] for r in rows(name, what))
+            for kind in kinds:
+                losses = []
+                for r in rows(name, what, kind=kind):
+                    taken = r["decode_us"] if r["decodes"] else r["prefill_us"]
+                    losses.append(100 * (taken / min(r["decode_us"], r["prefill_us"]) - 1))
+                line: list[Cell] = [read(name)["gpu"], what, kind, len(losses)]
+                lines.append([*line, statistics.mean(losses), max(losses)])
+    return f"{grid(heads, lines)}\n\n{source('rows_h200', 'rows_h100')}"
+
+
+# --- CPU ---
+
+
+@table
+def cpu_products() -> str:
+    heads = ["CPU", "threads", "tokens", "weights", "kernel", "us", "fastest ggml type", "speedup"]
+    names, lines = ("cpu_vs_ggml_zen5", "cpu_vs_ggml_rocketlake"), []
+    for name in names:
+        for r in rows(name, "product"):
+            if r["speedup"] is not None:
+                line = [r[k] for k in ("threads", "tokens", "weights", "kernel", "us", "peer", "speedup")]
+                lines.append([(read(name)["cpu"] or "").rpartition(",")[0], *line])
+    return f"{grid(heads, lines)}\n\n{source(*names)}"
+
+
+@table
+def cpu_layers() -> str:
+    heads = ["CPU", "threads", "tokens", "block", "ms", "fastest stock block", "speedup"]
+    names, lines = ("cpu_layer_zen5", "cpu_layer_zen4", "cpu_layer_rocketlake"), []
+    for name in names:
+        for r in rows(name, "layer"):
+            if r["speedup"] is not None:
+                line = [r[k] for k in ("threads", "tokens", "block", "ms", "peer", "speedup")]
+                lines.append([(read(name)["cpu"] or "").rpartition(",")[0], *line])
+    return f"{grid(heads, lines)}\n\n{source(*names)}"
+
+
+# --- compilation, quantising, checkpoints, adapters ---
+
+
+@table
+def compile_loop() -> str:
+    name = "compile_time_loop_cpu"
+    heads = [
+        "experts",
+        "Inductor, s",
+        "fp4, s",
+        "speedup",
+        "passes, s",
+        "step, Inductor, ms",
+        "step, fp4, ms",
+    ]
+    keys = ("experts", "inductor_s", "fp4_s", "speedup", "passes_s", "inductor_step_ms", "fp4_step_ms")
+    return f"{grid(heads, ([r[k] for k in keys] for r in rows(name, 'loop')))}\n\n{source(name)}"
+
+
+@table
+def compile_layers() -> str:
+    name, heads = "compile_time_layers_cpu", ["experts", "layers", "Inductor, s", "fp4, s", "passes, s"]
+    keys = ("experts", "layers", "inductor_s", "fp4_s", "passes_s")
+    return f"{grid(heads, ([r[k] for k in keys] for r in rows(name, 'layers')))}\n\n{source(name)}"
+
+
+@table
+def quantize_speed() -> str:
+    name, heads = "quantize_speed_h200", ["format", "method", "seconds", "G weights/s", "extra memory, GiB"]
+    keys = ("format", "method", "seconds", "g_weights_per_s", "extra_gib")
+    return f"{grid(heads, ([r[k] for k in keys] for r in rows(name, 'method')))}\n\n{source(name)}"
+
+
+@table
+def checkpoint_stream() -> str:
+    name = "checkpoint_stream_cpu"
+    best, size = one(name, "best of each"), one(name, "source")
+    resumed = one(name, "killed and resumed")
+    lines: list[list[Cell]] = [
+        ["source, GB", size["gb"]],
+        ["read alone, s", best["read_s"]],
+        ["write alone, s", best["write_s"]],
+        ["read and write at the same time, s", best["both_s"]],
+        ["quantise, s", best["quantize_s"]],
+        ["peak resident memory, GB", best["peak_gb"]],
+        ["killed after half of the files, the rest, s", resumed["resumed_s"]],
+        ["the resumed result is", resumed["result_is"]],
+    ]
+    return f"{grid(['', 'best of the runs'], lines)}\n\n{source(name)}"
+
+
+@table
+def checkpoint_calibrated() -> str:
+    name, heads = "checkpoint_calibrated_cpu", ["run", "seconds", "processor seconds", "peak resident, GB"]
+    keys = ("step", "seconds", "processor_seconds", "peak_gb")
+    return f"{grid(heads, ([r[k] for k in keys] for r in rows(name, 'quantize')))}\n\n{source(name)}"
+
+
+@table
+def adapters() -> str:
+    name, heads = "adapters_h100", ["experts", "ms a step", "model, MiB", "peak, MiB"]
+    labels = {
+        "bf16": "bf16, transformers' `grouped_mm`", "nvfp4": 'nvfp4, `activation="bf16"`',
+        "nvfp4-auto": 'nvfp4, `activation="auto"`',
+        "nf4": "nf4, experts4bit-qlora without its fused kernels",
+    }  # fmt: skip
+    lines = (
+        [labels[r["variant"]], r["step_ms"], r["held_mib"], r["peak_mib"]]
+        for r in rows(name, "training step")
+    )
+    return f"{grid(heads, lines)}\n\n{source(name)}"
+
+
+# --- accuracy ---
+
+
+def perplexities(name: str) -> str:
+    """Ratio and KL by format and method, for each kind of activations."""
+    found = [r for r in rows(name, "perplexity") if r["method"] != "-"]
+    labels = [
+        a for a in ("W4A16", "W4A8 int8", "W4A8 fp8", "W4A4") if any(a in r["activations"] for r in found)
+    ]
+    heads = ["weights", "method"]
+    for label in labels:
+        heads += [label, "+-", "KL"]
+    lines = []
+    for format, method in dict.fromkeys((r["format"], r["method"]) for r in found):
+        line: list[Cell] = [format, f"`{method}`"]
+        for label in labels:
+            (r,) = (
+                r
+                for r in found
+                if (r["format"], r["method"]) == (format, method) and label in r["activations"]
+            )
+            line += [f"{r['ratio']:.5f}", f"{r['ratio_error']:.5f}", f"{1e3 * r['kl']:.2f}"]
+        lines.append(line)
+    return f"{grid(heads, lines)}\n\n{source(name)}"
+
+
+TABLES["perplexity_moe_lm"] = lambda: perplexities("accuracy_moe_lm_h200")
+TABLES["perplexity_demo"] = lambda: perplexities("accuracy_demo_cpu")
+
+
+# --- README ---
+
+
+@table
+def summary() -> str:
+    heads = ["what", "where", "other", "other's", "fp4_ops", "ratio"]
+    lines: list[list[Cell]] = []
+    for batch, (stock, grouped, ours) in decode_steps().items():
+        assert stock and ours
+        best, label = min(
+            (s, n) for s, n in ((stock, "transformers"), (grouped, "transformers, grouped_mm")) if s
+        )
+        what = f"decoding step, batch {batch}, ms"
+        lines.append([what, "H200", label, best, ours, best / ours])
+    name = "generate_h200"
+    stock, ours = (one(name, "prefill", variant=v)["ms"] for v in ("stock", "prepared-backend"))
+    lines.append(["prefill of 4096 tokens, ms", "H200", "transformers", stock, ours, stock / ours])
+    stock, ours = (one(name, "expert bytes", variant=v)["gb"] for v in ("stock", "prepared-backend"))
+    lines.append(["expert weights, GB", "H200", "bf16", stock, ours, stock / ours])
+    card = {"humming_h100": "H100", "humming_h200": "H200"}
+    for name, where in card.items():
+        median = statistics.median(humming_ratios(name, "bf16"))
+        lines.append(["grouped products, bf16 rows, median", where, "Humming", None, None, median])
+    for tokens in (1, 64):
+        r = one(
+            "cpu_vs_ggml_zen5",
+            "product",
+            threads=1,
+            tokens=tokens,
+            weights="streamed",
+            kernel="fp4_ops nvfp4",
+        )
+        peer = one(
+            "cpu_vs_ggml_zen5", "product", threads=1, tokens=tokens, weights="streamed", kernel=r["peer"]
+        )
+        what = f"product, {tokens} token{'s' * (tokens > 1)}, us"
+        lines.append([what, "Zen 5, one core", r["peer"], peer["us"], r["us"], r["speedup"]])
+    for method in ("rtn", "search", "gptq"):
+        r = one("accuracy_moe_lm_h200", "perplexity", format="nvfp4", method=method, activations="W4A16")
+        base = one("accuracy_moe_lm_h200", "perplexity", format="bfloat16")
+        line = [f"perplexity of a 110 M MoE, `{method}`", "H200", "bf16", f"{base['perplexity']:.4f}"]
+        lines.append([*line, f"{r['perplexity']:.4f}", f"{r['ratio']:.5f}"])
+    return grid(heads, lines)
