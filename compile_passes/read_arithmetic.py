@@ -23,6 +23,7 @@ from .terms import (
     Mean,
     Mix,
     Mul,
+    NoneOf,
     Ref,
     Rows,
     Sum,
@@ -437,21 +438,30 @@ class Arithmetic(Indexing):
     def _overwrite(
         self, node: fx.Node, level: int, base: fx.Node, where: list[Value], source: fx.Node
     ) -> Value:
-        """Rows that nobody wrote before are written: then to write is to add."""
+        """Rows that nobody wrote before are written: then to write is to add. Others keep what they had."""
         if not _visits_once(where):
             raise Opaque
-        old, new, mask = self._placed(level, self.value(base, level), where, source)
+        under = self.value(base, level)
+        first = all(kept_rows(t) is None and expert_mask(t) is None for t in flatten(under.term, Add))
+        if first and not isinstance(under.term, Const):
+            under = self.opaque(base)
+        old, new, mask = self._placed(level, under, where, source)
         if isinstance(old.term, Const) and not old.term.value:
             return Value(old.dims, new)
-        before = flatten(old.term, Add)
         ours = expert_mask(new)
         if mask is None or ours is None:
             raise Opaque
+        before = [Mul(NoneOf(()), old.term)] if first else flatten(old.term, Add)
+        kept = [t for t in before if kept_rows(t) is not None]
         for t in before:
+            if t in kept:
+                continue
             theirs = expert_mask(t)
             if theirs is None or theirs[0] is not ours[0] or theirs[1] == ours[1]:
                 raise Opaque
-        return Value(old.dims, Add([*before, new], self.ref(node, old.dims)))
+        assert isinstance(new, Mul)
+        after = [Mul(NoneOf((*t.args[0].masks, new.args[0])), t.args[1]) if t in kept else t for t in before]
+        return Value(old.dims, Add([*after, new], self.ref(node, old.dims)))
 
 
 def _marked(node: fx.Node) -> fx.Node | None:
@@ -533,6 +543,11 @@ def _chosen_once(where: list[Value]) -> bool:
             if apart and all(free_axes(i) <= places for i in token) and distinct(ids.node):
                 return True
     return False
+
+
+def kept_rows(term: Term) -> NoneOf | None:
+    """Where a term's rows are those that were not written over, if it is of such."""
+    return term.args[0] if isinstance(term, Mul) and isinstance(term.args[0], NoneOf) else None
 
 
 def expert_mask(term: Term) -> tuple[Term, Any] | None:

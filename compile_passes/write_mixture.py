@@ -98,6 +98,8 @@ class _Emitter:
             if self.apart and k > 1:
                 out = self._call(aten.sum.dim_IntList, self._reshape(out, [-1, k, b.down.n]), [1])
             out = self._reshape(out, self._sizes())
+            if m.kept:
+                out = self._or_kept(out, ids)
             for rest in m.rest:
                 out = self._call(aten.add.Tensor, out, self._tensor(rest))
             out = self._cast(out, value(m.root).dtype)
@@ -140,8 +142,22 @@ class _Emitter:
         """What becomes of each expert's output, weighted; nothing where the id is no expert's."""
         out = self._pointwise(self.common.after, {OUT: out})
         out = self._call(aten.mul.Tensor, out, self._cast(weights, torch.float32))
+        return self._call(aten.masked_fill.Scalar, out, self._nobodys(ids), 0)
+
+    def _nobodys(self, ids: fx.Node) -> fx.Node:
+        """Whether an id is no expert's."""
         low, high = (self._call(op.Scalar, ids, n) for op, n in ((aten.lt, 0), (aten.ge, self.experts)))
-        return self._call(aten.masked_fill.Scalar, out, self._call(aten.logical_or.default, low, high), 0)
+        return self._call(aten.logical_or.default, low, high)
+
+    def _or_kept(self, out: fx.Node, ids: fx.Node) -> fx.Node:
+        """The output, and what rows that are no expert's keep."""
+        m = self.m
+        rows = [self.element(f, (*m.tokens, m.hidden)) for f in m.kept]
+        kept = rows[0]
+        for row in rows[1:]:
+            kept = self._call(aten.mul.Tensor, kept, row)
+        nobodys = self._reshape(self._nobodys(ids), [*self._sizes()[:-1], 1])
+        return self._call(aten.where.self, nobodys, self._cast(kept, value(m.root).dtype), out)
 
     # --- operators ---
 
