@@ -12,6 +12,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field, replace
 from typing import Any
 
+import torch
 from torch import fx
 
 from . import changes
@@ -418,12 +419,17 @@ class Matcher:
                 chosen.append(f)
             else:
                 weights.append(f)
-        weights = [demote(f, masks=ids is not None and not self._has_experts(f)) for f in weights]
+        known = ids is not None
+        weights = [
+            demote(f, masks=(known or isinstance(f, Add)) and not self._has_experts(f)) for f in weights
+        ]
+        # A row's input may be masked, too: where it is, so is what becomes of it.
+        scales = tuple(s for s in map(demote, scales) if not (s in weights and _is_mask(s)))
         for f in chosen:
             pointwise = isinstance(f, Apply) and ids is not None
             need(pointwise, f"rows are selected by {f!r}, not by expert ids", m.root, changes.MASK)
         if e is None:
-            e = expert_column((*weights, *map(demote, scales)), m.tokens)
+            e = expert_column((*weights, *scales), m.tokens)
         need(e is not None, "nothing says which expert's output this is", m.root, changes.OWN_COLUMN)
         assert e is not None
         choice = fixed_choice(ids)
@@ -452,7 +458,7 @@ class Matcher:
         def general(terms: list[Term]) -> tuple[Term, ...]:
             return tuple(sorted((one(t, choice) for t in terms), key=repr))
 
-        scales = tuple(one(demote(s), None) for s in scales)
+        scales = tuple(one(s, None) for s in scales)
 
         return Branch(
             e, choice, ids, masked, place, bool(axes) or choice is not None, k, general(chosen),
@@ -617,6 +623,10 @@ def _of_one_choice(b: Branch) -> Branch:
         chosen=tuple(substitute(t, at) for t in b.chosen),
         factors=tuple(substitute(t, at) for t in b.factors),
     )
+
+
+def _is_mask(term: Term) -> bool:
+    return isinstance(term, Ref) and value(term.node).dtype == torch.bool
 
 
 def _other_slice(b: Branch) -> int | None:

@@ -531,7 +531,7 @@ class _Routing:
     def _expert_ids(self, rows: fx.Node) -> fx.Node:
         m, b = self.m, self.b
         if self.support is not None:
-            return self.e._reshape(self.support.ids, [-1, self.k])
+            return self._united([self.e._reshape(p, [-1, int(shape(p)[-1])]) for p in self.support.parts])
         if self.dense:
             every = self.e.call(aten.arange.start, m.first, m.first + self.k, device=value(b.x.node).device)
             return self.e.call(aten.expand.default, every, [self.e.call(aten.sym_size.int, rows, 0), self.k])
@@ -548,6 +548,18 @@ class _Routing:
             wrapped = self.e.call(aten.add.Tensor, ids, self.e.experts)
             ids = self.e.call(aten.where.self, self.e.call(aten.lt.Scalar, ids, 0), wrapped, ids)
         return ids
+
+    def _united(self, parts: list[fx.Node]) -> fx.Node:
+        """Ids of several kinds, [T, k] in all; one that was named before is no expert's."""
+        call, nobody = self.e.call, self.m.first + self.e.experts
+        out = parts[0]
+        for ids in parts[1:]:
+            again = call(
+                aten.eq.Tensor, call(aten.unsqueeze.default, ids, 2), call(aten.unsqueeze.default, out, 1)
+            )
+            ids = call(aten.where.ScalarSelf, call(aten.any.dim, again, 2), nobody, ids)
+            out = call(aten.cat.default, [out, ids], 1)
+        return out
 
     def weighted(self, factors: tuple[Term, ...], ids: fx.Node) -> fx.Node:
         """The product of factors over tokens, choices and experts, as [T, k]."""
