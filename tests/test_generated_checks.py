@@ -56,7 +56,7 @@ inline void check_it(std::string_view name, const OptionalTensor& t, const Tenso
     ],
 )
 def test_what_it_cannot_translate_it_names(body, said):
-    with pytest.raises(generate.CannotTranslate, match="checks.py, line 2: ") as raised:
+    with pytest.raises(generate.CannotTranslate, match=r"checks\.py, line 2: ") as raised:
         translated(f"def check_it(t: torch.Tensor) -> None:\n    {body}\n")
     assert said in str(raised.value)
 

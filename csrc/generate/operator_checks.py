@@ -158,9 +158,8 @@ class Function:
             case ast.Expr(
                 value=ast.Call(func=ast.Name(id="check"), args=[condition, ast.Lambda(body=words)])
             ):
-                self.write(
-                    depth, f"if (!({self.expression(condition)})) fail({', '.join(self.parts(words))});"
-                )
+                self.write(depth, f"if (!({self.expression(condition)}))")
+                self.write(depth + 1, f"fail({', '.join(self.parts(words))});")
             case ast.Expr(value=ast.Call() as call):
                 self.write(depth, f"{self.expression(call)};")
             case ast.Assert(test=ast.Compare(left=ast.Name(id=name), ops=[ast.IsNot()])):
