@@ -6,6 +6,7 @@
 # make test-archs  compiles Triton's kernels for seven architectures of GPUs; what a kernel needs must be there
 # make test-hopper  some of the Hopper kernels' tests, others each time, on an emulated GPU (with a CUDA toolkit)
 # make lint       ruff, clang-format, mypy
+# make docs       builds the documentation as a site into build/site; every link and anchor must lead somewhere
 # make wheel      builds a wheel for this machine and tries it in a new virtual environment
 # make wheels     both wheels that people install, x86-64 and aarch64, into dist/
 # make test-aarch64  tests the operators from the aarch64 wheel, on an emulated processor
@@ -20,7 +21,7 @@ BIN := $(VENV)/bin
 PIP := $(BIN)/python -m pip --disable-pip-version-check
 SOURCES := $(shell find csrc -type f) setup.py pyproject.toml
 
-.PHONY: demo test test-more test-all test-real test-archs test-hopper test-aarch64 lint wheel wheels bench clean
+.PHONY: demo test test-more test-all test-real test-archs test-hopper test-aarch64 lint docs wheel wheels bench clean
 .DELETE_ON_ERROR:
 
 demo: $(VENV)/built
@@ -44,6 +45,9 @@ lint: $(VENV)/linters
 	$(BIN)/ruff format --check .
 	find csrc tests -name '*.cpp' -o -name '*.h' -o -name '*.cu' -o -name '*.cuh' | xargs $(BIN)/clang-format --dry-run -Werror
 	$(BIN)/mypy
+
+docs: $(VENV)/site
+	NO_MKDOCS_2_WARNING=1 $(BIN)/python -m mkdocs build --strict
 
 # A wheel must work where nothing of this repository is: a new environment, another working directory.
 wheel: $(VENV)/built $(VENV)/auditwheel
@@ -85,6 +89,10 @@ $(VENV)/built: $(VENV)/deps $(SOURCES)
 
 $(VENV)/linters: $(VENV)/deps
 	$(PIP) install -q -c constraints.txt ruff mypy clang-format
+	@touch $@
+
+$(VENV)/site: $(VENV)/deps
+	$(PIP) install -q -c constraints.txt mkdocs-material
 	@touch $@
 
 $(VENV)/auditwheel: $(VENV)/deps

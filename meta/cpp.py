@@ -1,27 +1,16 @@
-"""The tables of meta/formats.py and meta/layouts.py as C++.
+"""The tables of formats.py and layouts.py as C++: setup.py writes them to build/tables.h.
 
 csrc/common/formats.h says what the fields mean. Names stand sorted, as error messages list them.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
-from typing import Any
+from collections.abc import Iterable
 
 import torch
 
-from meta.formats import (
-    A_FORMAT_NAMES,
-    ACTIVATION_NAMES,
-    ACTIVATIONS,
-    ELEMENTS,
-    FORMAT_NAMES,
-    FORMATS,
-    FP4_NAMES,
-    INT8_BLOCK,
-    LIMITS,
-)
-from meta.layouts import A_LAYOUTS, LAYOUT_NAMES, LAYOUTS, TILE16_K, TILE16_ROWS
+from .formats import A_FORMATS, ACTIVATIONS, ELEMENTS, FORMATS, FP4_FORMATS, INT8_BLOCK, LIMITS
+from .layouts import A_LAYOUTS, LAYOUTS, TILE16_K, TILE16_ROWS
 
 SCALAR_TYPES = {
     torch.uint8: "Byte",
@@ -45,11 +34,10 @@ SCALES = {
 KEYWORDS = {"auto": "automatic"}
 
 
-def tables() -> str:
-    """The text of build/tables.h."""
+def header() -> str:
     return "\n".join(
         [
-            "// Made by csrc/generate/tables.py; common/formats.h includes it.",
+            "// Made by setup.py of meta/formats.py and meta/layouts.py, and included by common/formats.h.",
             "#pragma once",
             "",
             "namespace fp4 {",
@@ -103,7 +91,7 @@ def _enums() -> list[str]:
         _enum("Element", ELEMENTS),
         _enum("Scale", SCALES.values()),
         _enum("Order", LAYOUTS),
-        _enum("AFormat", A_FORMAT_NAMES),
+        _enum("AFormat", sorted(A_FORMATS)),
         _enum("GateFunction", dict.fromkeys(a.function for a in ACTIVATIONS.values())),
         "",
     ]
@@ -111,12 +99,17 @@ def _enums() -> list[str]:
 
 def _formats() -> list[str]:
     element_of = {s: f.element for f in FORMATS.values() for s in f.scale_dtypes}
-    lines, rows = [], []
-    for f in FORMATS.values():
-        scales, packed = f"k_{f.name}_scale_dtypes", f"k_{f.name}_packed_dtypes"
-        lines += [_dtypes(scales, f.scale_dtypes), _dtypes(packed, f.packed_dtypes)]
-        row = [f'"{f.name}"', f"Element::{f.element}", str(f.block), f"Scale::{SCALES[f.scale_dtype]}"]
-        rows.append([*row, scales, packed, _bool(f.has_global_scale)])
+    rows = (
+        (
+            f'"{f.name}"',
+            f"Element::{f.element}",
+            str(f.block),
+            f"Scale::{SCALES[f.scale_dtypes[0]]}",
+            f"Scale::{SCALES[f.scale_dtypes[-1]]}",
+            _bool(f.has_global_scale),
+        )
+        for f in FORMATS.values()
+    )
     # `unit` makes every value an integer; `offset` makes these unsigned.
     codes = []
     for values in ELEMENTS.values():
@@ -124,41 +117,39 @@ def _formats() -> list[str]:
         codes.append(("{" + ", ".join(map(_float, values)) + "}", str(unit), str(int(-min(values) * unit))))
     return [
         *_table("Codes", "kCodes", codes),
-        *lines,
         *_table("Format", "kFormats", rows),
         *_table(
             "ScaleKind",
             "kScales",
             ((_scalar_type(d), f"Element::{element_of[d]}", str(d.itemsize)) for d in SCALES),
         ),
-        _names("kFormatNames", FORMAT_NAMES),
-        _names("kFp4Names", FP4_NAMES),
+        _names("kFormatNames", sorted(FORMATS)),
+        _names("kFp4Names", sorted(FP4_FORMATS)),
         "",
     ]
 
 
 def _layouts() -> list[str]:
-    lines: list[str] = []
-    rows = []
-
-    def array(name: str, write: Callable[[str, Any], str], values: tuple[Any, ...]) -> str:
-        if values:
-            lines.append(write(name, values))
-        return name if values else "{}"
-
+    lines, rows = [], []
     for layout in LAYOUTS.values():
-        own = f"k_{layout.name}"
+        formats, a_formats, a_dtypes = (
+            f"k_{layout.name}_{what}" for what in ("formats", "a_formats", "a_dtypes")
+        )
+        lines.append(_names(formats, sorted(layout.formats)))
+        if layout.a_formats:
+            lines.append(_names(a_formats, layout.a_formats))
+        if layout.a_dtypes:
+            lines.append(_dtypes(a_dtypes, layout.a_dtypes))
         rows.append(
             (
                 f'"{layout.name}"',
                 f"Order::{layout.name}",
                 *map(str, (layout.n_multiple, layout.k_multiple, layout.k_padding)),
                 _scalar_type(layout.scale_dtype) if layout.scale_dtype else "std::nullopt",
-                array(f"{own}_scale_dtypes", _dtypes, layout.scale_dtypes),
                 _bool(layout.has_factor),
-                array(f"{own}_formats", _names, layout.formats),
-                array(f"{own}_a_formats", _names, layout.a_formats),
-                array(f"{own}_a_dtypes", _dtypes, layout.a_dtypes),
+                formats,
+                a_formats if layout.a_formats else "{}",
+                a_dtypes if layout.a_dtypes else "{}",
                 f'"{layout.a_layout}"',
                 _bool(layout.hopper),
             )
@@ -166,8 +157,8 @@ def _layouts() -> list[str]:
     return [
         *lines,
         *_table("Layout", "kLayouts", rows),
-        _names("kLayoutNames", LAYOUT_NAMES),
-        _names("kALayouts", A_LAYOUTS),
+        _names("kLayoutNames", sorted(LAYOUTS)),
+        _names("kALayoutNames", A_LAYOUTS),
         "",
     ]
 
@@ -186,7 +177,7 @@ def _activations() -> list[str]:
     return [
         *_table("Activation", "kActivations", rows),
         f"inline constexpr double kLeastLimit = {LIMITS[0]!r}, kMostLimit = {LIMITS[1]!r};",
-        _names("kActivationNames", ACTIVATION_NAMES),
-        _names("kAFormatNames", A_FORMAT_NAMES),
+        _names("kActivationNames", sorted(ACTIVATIONS)),
+        _names("kAFormatNames", sorted(A_FORMATS)),
         "",
     ]
