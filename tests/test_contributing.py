@@ -6,7 +6,10 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).parent.parent
-PAGE = (ROOT / "docs" / "contributing.md").read_text()
+FILE = ROOT / "docs" / "contributing.md"
+if not FILE.exists():
+    pytest.skip("a source distribution has no docs/", allow_module_level=True)
+PAGE = FILE.read_text()
 SECTIONS = dict(re.findall(r"^## (Adding .*?)\n(.*?)(?=^## |\Z)", PAGE, re.DOTALL | re.MULTILINE))
 
 

@@ -9,6 +9,9 @@ import pytest
 from test_benchmarks import imported
 
 ROOT = Path(__file__).parent.parent
+pytestmark = pytest.mark.skipif(
+    not (ROOT / "benchmarks").exists(), reason="a source distribution has no benchmarks/"
+)
 
 
 @pytest.fixture(autouse=True)
