@@ -5,7 +5,7 @@
 NAME is a script of this folder, for example `h200_hopper --models qwen3-30b`. The file is
 results/NAME_CARD.json ("h200_" at the beginning of NAME is left out), CARD the GPU's name in short, or "cpu".
 It is written again after each row: what was measured before a time limit stays.
-`python benchmarks/report.py` makes docs/performance.md, and the tables of README and docs, from these files.
+`python benchmarks/report.py` writes tables and pictures of these files into README and docs.
 """
 
 from __future__ import annotations

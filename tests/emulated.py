@@ -1,7 +1,7 @@
 """A Hopper GPU without one: `pytest --emulate tests/test_sm90_gpu.py`.
 
 The sources of csrc/sm90 are compiled by the host's compiler, with tests/sm90_emulator in the place of what
-only a GPU does, and the tests' tensors stay on the CPU. docs/architecture.md says what that shows.
+only a GPU does, and the tests' tensors stay on the CPU. docs/kernels.md says what that shows.
 """
 
 from __future__ import annotations
