@@ -5,6 +5,7 @@ kernels that return zeros and a clock that says 1: names that moved and rows tha
 """
 
 import argparse
+import contextlib
 import importlib
 import itertools
 import json
@@ -309,3 +310,98 @@ def test_rows_of_cpu_layer(monkeypatch):
 def test_rows_of_adapters():
     rows = first_rows("adapters", ["--tiny", "--layers", "1", "--tokens", "32", "--rounds", "1"])
     assert rows[0]["relative_error"] < 1e-4 and rows[1]["variant"] == "bf16"
+
+
+def test_rows_of_triton(monkeypatch):
+    pytest.importorskip("triton")
+    module = imported("gpu_ops")
+    small = module.Model("small", 4, 2, 64, 32)
+    for name, value in (
+        ("DEVICE", "cpu"), ("MODELS", {"small": small}), ("ceilings", lambda: (4e12, 8e14)),
+        ("median_us", lambda calls: [call() for call in calls][:0] or 1.0),
+    ):  # fmt: skip
+        monkeypatch.setattr(module, name, value)
+    for name in ("device_of", "force", "preferred"):
+        monkeypatch.setattr(module.tiles, name, lambda *_, name=name: name)
+    rows = first_rows("gpu_ops", ["--models", "small", "--tokens", "3", "--formats", "nvfp4,mxfp4"])
+    assert [r["table"] for r in rows] == ["ceilings", *["product", "product", "block"] * 2]
+    assert all(0 < r["error"] < 6e-3 for r in rows[1:]) and rows[1]["tile"] == "preferred"
+
+
+@pytest.fixture
+def events():
+    """What a profiler saw: two kernels, one of them twice."""
+    device = torch.autograd.DeviceType.CUDA
+    times = [
+        ("void fp4::sm90::decode_kernel", 0, 6),
+        ("sort", 6, 8),
+        ("void fp4::sm90::decode_kernel", 8, 12),
+    ]
+    return [
+        types.SimpleNamespace(
+            name=name, device_type=device, time_range=types.SimpleNamespace(start=start, end=end)
+        )
+        for name, start, end in times
+    ]
+
+
+def test_rows_of_block(no_gpu, monkeypatch, events):
+    module = imported("h200_block")
+    monkeypatch.setattr(module, "weight", lambda n, k: ())
+    monkeypatch.setattr(torch.ops.fp4, "moe", lambda *_, **__: None)
+    profiler = types.SimpleNamespace(events=lambda: events)
+    monkeypatch.setattr(module, "profile", lambda **_: contextlib.nullcontext(profiler))
+    rows = first_rows("h200_block", ["--tokens", "2"])
+    assert [(r["a_format"], r["kernel"]) for r in rows[:3]] == [
+        ("none", "all"), ("none", "decode_kernel"), ("none", "sort"),
+    ]  # fmt: skip
+    assert [r["us"] for r in rows[:3]] == pytest.approx([1.0, 10 / 12, 2 / 12])
+    assert len(rows) == 6
+
+
+def test_rows_of_profile(monkeypatch, events):
+    module = imported("h200_profile")
+    monkeypatch.setattr(module, "ROWS", 1)
+    rows = list(module.table(events, 2, "decode", 8))
+    assert [(r["kernel"], r["us"], r["calls"]) for r in rows] == [
+        ("all", 6.0, 1.5), ("void fp4::sm90::decode_kernel", 5.0, 1.0), ("other", 1.0, None),
+    ]  # fmt: skip
+    host = module.Host.__new__(module.Host)
+    host.moments = [
+        (f"{what} {i}", 1e-6 * t) for t, (i, what) in enumerate(itertools.product((0,), "ab"))
+    ] * 30
+    found = list(host.table("decode", 8))
+    assert {(r["table"], r["step"], r["batch"]) for r in found} == {("host", "decode", 8)}
+    assert found[0]["between"] == "a 0 .. b 0" and found[0]["us"] == pytest.approx(1.0)
+
+
+def test_rows_of_generate(no_gpu, monkeypatch):
+    module = imported("h200_generate")
+
+    def new_model():
+        config = {**module.CONFIG.to_dict(), "num_hidden_layers": 1, "num_experts": 4, "hidden_size": 64}
+        sizes = {
+            "vocab_size": 64,
+            "num_attention_heads": 2,
+            "num_key_value_heads": 1,
+            "num_experts_per_tok": 2,
+        }
+        return module.Qwen3MoeForCausalLM(module.Qwen3MoeConfig(**{**config, **sizes})).bfloat16().eval()
+
+    of = {"table": "logits against float32 over the 4-bit values"}
+    for name, value in (
+        ("new_model", new_model), ("check", lambda format, variant: {**of, "variant": variant}),
+        ("generate_ms", lambda *_: (2.0, 30.0)), ("loop_ms", lambda *_: 1.0),
+        ("prefill_ms", lambda *_: 4.0),
+    ):  # fmt: skip
+        monkeypatch.setattr(module, name, value)
+    rows = first_rows(
+        "h200_generate", ["--variants", "stock,stock-grouped,prepared-backend", "--batches", "1,8"]
+    )
+    assert [r["table"] for r in rows if r.get("variant") == "prepared-backend"] == [
+        "logits against float32 over the 4-bit values", "expert bytes", *["decode"] * 4, *["prefill"] * 2,
+    ]  # fmt: skip
+    (grouped,) = (r for r in rows if r.get("variant") == "stock-grouped" and r.get("loop") == "plain")
+    assert grouped["batch"] == 8 and grouped["ms"] == 1.0
+    shrunk = [r["ratio_to_bf16"] for r in rows if r["table"] == "expert bytes"]
+    assert shrunk[:2] == [1, 1] and 0.25 < shrunk[2] < 0.4
