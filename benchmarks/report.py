@@ -19,7 +19,7 @@ import svg
 
 PAGES = [record.ROOT / "README.md", *sorted((record.ROOT / "docs").glob("*.md"))]
 PICTURES = record.ROOT / "docs" / "pictures"
-PLACE = re.compile(r"<!-- table: (\S+) -->\n.*?<!-- end of table -->", re.DOTALL)
+PLACE = re.compile(r"<!-- table: ([a-z0-9_]+) -->\n.*?<!-- end of table -->", re.DOTALL)
 
 
 def filled(page: str) -> str:

@@ -27,7 +27,7 @@ def test_pages_and_pictures_are_what_the_data_give(report):
 
 
 def test_each_table_is_on_a_page(report):
-    used = re.findall(r"<!-- table: (\S+) -->", "".join(page.read_text() for page in report.PAGES))
+    used = re.findall(r"<!-- table: ([a-z0-9_]+) -->", "".join(page.read_text() for page in report.PAGES))
     assert set(used) == set(report.report_tables.TABLES)
 
 
