@@ -405,3 +405,74 @@ def test_rows_of_generate(no_gpu, monkeypatch):
     assert grouped["batch"] == 8 and grouped["ms"] == 1.0
     shrunk = [r["ratio_to_bf16"] for r in rows if r["table"] == "expert bytes"]
     assert shrunk[:2] == [1, 1] and 0.25 < shrunk[2] < 0.4
+
+
+def test_rows_of_compile_time(monkeypatch):
+    module = imported("compile_time")
+    monkeypatch.setattr(module, "first_call", lambda *_: (2.0, lambda: None))
+    monkeypatch.setattr(module, "transformer", lambda *_: None)
+    threads = torch.get_num_threads()
+    try:
+        (loop,) = first_rows("compile_time", ["loop", "4"])
+        (layers,) = first_rows("compile_time", ["layers", "8x4"])
+        passes = first_rows("compile_time", ["passes", "8x4", "8x6", "16x6"])
+    finally:
+        torch.set_num_threads(threads)
+    assert (loop["experts"], loop["speedup"]) == (4, 1.0)
+    assert (layers["family"], layers["experts"], layers["layers"]) == ("mixtral", 8, 4)
+    assert [row["growth_s_per_layer"] for row in passes] == [None, 0.0, None]
+
+
+def test_rows_of_changed_weights(monkeypatch):
+    module = imported("changed_weights")
+
+    class Step:
+        def __init__(self, model, wait):
+            self.held, self.on = [], False
+
+        def compare(self, on):
+            self.on = on
+
+        def __call__(self):
+            return 3.0 if self.on else 2.0
+
+    monkeypatch.setattr(module, "Step", Step)
+    threads = torch.get_num_threads()
+    try:
+        (row,) = first_rows("changed_weights", ["2x4", "--steps", "4"])
+    finally:
+        torch.set_num_threads(threads)
+    assert (row["model"], row["with_ms"], row["without_ms"], row["ratio"]) == ("2x4", 3.0, 2.0, 1.5)
+
+
+def test_rows_of_checkpoints(monkeypatch, tmp_path):
+    """With a command that writes its result at once, whole or not."""
+    stream, calibrated = imported("checkpoint_stream"), imported("checkpoint_calibrated")
+    monkeypatch.setattr(stream, "HIDDEN", 64)
+    for name, value in (("INTERMEDIATE", 32), ("EXPERTS", 2), ("VOCAB", 64), ("CHUNK", 4096)):
+        monkeypatch.setattr(stream, name, value)
+
+    def run(command, killed=None):
+        out = Path(command[command.index("-o") + 1])
+        out.mkdir(parents=True, exist_ok=True)
+        (out / "model.safetensors").write_bytes(b"x" * 8192)
+        return 2.0, 3.0, 0.5, "OUT: said"
+
+    monkeypatch.setattr(stream, "run", run)
+    rows = first_rows("checkpoint_stream", ["--gb", "0", "--repeat", "1", "--dir", str(tmp_path)])
+    assert [r["table"] for r in rows] == [
+        "source", "plain copy", "plain copy", "quantize", "best of each", "killed and resumed",
+    ]  # fmt: skip
+    assert rows[-1]["result_is"] == "identical" and rows[-2]["quantize_s"] == 2.0
+
+    def start(target, args):
+        target(*args)
+        return types.SimpleNamespace(start=lambda: None, join=lambda: None)
+
+    monkeypatch.setattr(calibrated, "run", run)
+    monkeypatch.setattr(calibrated, "make_source", lambda folder, layers: folder.mkdir())
+    context = types.SimpleNamespace(Process=start)
+    monkeypatch.setattr(calibrated.multiprocessing, "get_context", lambda _: context)
+    rows = first_rows("checkpoint_calibrated", ["--layers", "2", "--dir", str(tmp_path)])
+    assert [r.get("step") for r in rows] == [None, "whole", "killed after 1 layers", "resumed", None]
+    assert rows[1]["said"] == "said" and not list(tmp_path.iterdir())
