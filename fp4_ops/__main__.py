@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 
+from . import selftest
 from .checkpoints import cli as checkpoints_cli
 from .compile_passes import cli as compile_cli
 from .info import info
@@ -19,6 +20,7 @@ def main(arguments: list[str] | None = None) -> None:
         "info", help="print versions, what was built, this machine, and which kernels will run"
     )
     command.set_defaults(run=lambda args: print(info()))
+    selftest.add_commands(commands)
     checkpoints_cli.add_commands(commands)
     compile_cli.add_commands(commands)
     quantization_cli.add_commands(commands)

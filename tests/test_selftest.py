@@ -1,0 +1,77 @@
+"""`python -m fp4_ops selftest`: it covers what there is, passes here, and fails where an operator is wrong."""
+
+from __future__ import annotations
+
+import argparse
+import itertools
+
+import pytest
+import torch
+from conftest import SEED
+from fp4_ops import selftest
+from fp4_ops.meta.fakes import OPERATORS
+from fp4_ops.meta.formats import A_FORMATS, ACTIVATIONS, FORMATS
+
+ARGUMENTS = argparse.Namespace(seed=SEED)
+ROWS = {"offs_to_m_indices", "m_indices_to_offs", "to_masked", "from_masked"}
+
+
+def test_every_operator_format_layout_and_kind_has_a_case():
+    cases = list(selftest.cases("cpu"))
+    kinds = ["float32", "bfloat16", "float16", "int8", "fp8", "nvfp4", "mxfp4"]
+    products = {(c.operator, c.format, c.layout, c.kind) for c in cases if c.operator != "moe"}
+    assert products == set(itertools.product(selftest.PRODUCTS, FORMATS, ("plain", "tile16"), kinds))
+    blocks = {(c.format, c.layout, c.kind) for c in cases if c.operator == "moe"}
+    assert blocks == set(itertools.product(FORMATS, ("plain", "tile16"), A_FORMATS))
+    assert {c.activation for c in cases if c.operator == "moe"} == set(ACTIVATIONS)
+    done = {c.operator for c in cases} | {what.split()[0] for what, *_ in selftest.conversions("cpu")}
+    # unpack is part of prepack's check; gradients and orders of rows are exact, or torch's own.
+    assert set(OPERATORS) - done == {"unpack", "moe_input_grads", *ROWS}
+
+
+def test_on_a_gpu_triton_takes_kinds_in_turn(monkeypatch):
+    monkeypatch.setattr(selftest, "layouts", lambda device: ["plain"])
+    cases = [c for c in selftest.cases("cuda") if c.operator != "moe"]
+    assert len(cases) == len(FORMATS) * len(selftest.PRODUCTS)
+    assert {c.kind for c in cases} == {"float32", "bfloat16", "float16", "fp8", "nvfp4", "mxfp4"}
+
+
+def a_few(monkeypatch) -> None:
+    chosen = [c for i, c in enumerate(selftest.cases("cpu")) if (i + SEED) % 29 == 0]
+    monkeypatch.setattr(selftest, "cases", lambda device: iter(chosen))
+    monkeypatch.setattr(selftest, "SHAPE", (4, 64, 64))
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+
+
+def test_it_passes_and_ends_with_one_line(monkeypatch, capsys):
+    a_few(monkeypatch)
+    selftest.main(ARGUMENTS)
+    said = capsys.readouterr().out
+    assert "FAILED" not in said and "RAISED" not in said
+    last = said.strip().splitlines()[-1]
+    assert " 0 failed, " in last and torch.__version__ in last and "kernels: cpu" in last
+
+
+@pytest.mark.parametrize("wrong", ["values", "NaN", "an error"])
+def test_a_wrong_operator_is_found(monkeypatch, capsys, wrong):
+    a_few(monkeypatch)
+    right = selftest.product
+
+    def product(case, device):
+        got, want = right(case, device)
+        if wrong == "an error":
+            raise RuntimeError("no kernel image is available")
+        return (got * 1.02 if wrong == "values" else torch.where(got == got.max(), torch.nan, got)), want
+
+    monkeypatch.setattr(selftest, "product", product)
+    with pytest.raises(SystemExit) as left:
+        selftest.main(ARGUMENTS)
+    said = capsys.readouterr().out
+    assert left.value.code == 1 and "FAILED  cpu  " in said
+    assert ("RAISED" in said and "no kernel image" in said) == (wrong == "an error")
+
+
+@pytest.mark.more
+def test_all_of_it():
+    result = selftest.run("cpu")
+    assert result.failed == [] and result.checked > 500
