@@ -1,4 +1,4 @@
-"""`python -m fp4_ops selftest`: it covers what there is, passes here, and fails where an operator is wrong."""
+"""`python -m fp4_ops selftest`: it covers all, passes here, and fails where an operator is wrong."""
 
 from __future__ import annotations
 
@@ -8,9 +8,10 @@ import itertools
 import pytest
 import torch
 from conftest import SEED
-from fp4_ops import selftest
 from fp4_ops.meta.fakes import OPERATORS
 from fp4_ops.meta.formats import A_FORMATS, ACTIVATIONS, FORMATS
+
+from fp4_ops import selftest
 
 ARGUMENTS = argparse.Namespace(seed=SEED)
 ROWS = {"offs_to_m_indices", "m_indices_to_offs", "to_masked", "from_masked"}
