@@ -95,16 +95,19 @@ def is_newer(made: Path, *sources: Path) -> bool:
     return made.exists() and made.stat().st_mtime > max(source.stat().st_mtime for source in sources)
 
 
-def write_tables() -> Path:
-    """The C++ twin of the tables in meta/, in build/tables.h. Left as it is where nothing in it changes."""
-    sys.path.insert(0, str(Path(__file__).parent))  # meta/ imports torch alone
-    from meta.cpp import header
+def generated_headers() -> list[Path]:
+    """What C++ has in common with Python, in build/: a file is written only where something in it changed."""
+    root = Path(__file__).parent
+    sys.path[:0] = [str(root), str(root / "csrc")]
+    from generate import operator_checks, tables
 
-    tables, text = Path("build/tables.h"), header()
-    if not tables.exists() or tables.read_text() != text:
-        tables.parent.mkdir(exist_ok=True)
-        tables.write_text(text)
-    return tables
+    headers = {"tables.h": tables.tables(), "operator_checks.h": operator_checks.operator_checks()}
+    Path("build").mkdir(exist_ok=True)
+    for name, text in headers.items():
+        header = Path("build", name)
+        if not header.exists() or header.read_text() != text:
+            header.write_text(text)
+    return [Path("build", name) for name in headers]
 
 
 class Build(BuildExtension):
@@ -115,7 +118,7 @@ class Build(BuildExtension):
 
     def build_extensions(self) -> None:
         compile_one = self.compiler._compile
-        shared = [*Path("csrc").rglob("*.h"), write_tables(), Path(__file__)]
+        shared = [*Path("csrc").rglob("*.h"), *generated_headers(), Path(__file__)]
 
         def compile_with_isa(obj, src, ext, cc_args, extra, pp_opts):
             if is_newer(Path(obj), Path(src), *shared):

@@ -102,8 +102,9 @@ ADD_ROWS = (
     "a row twice, and out[token] = y forgets what other experts wrote"
 )
 PUT_ROWS = (
-    "put the rows into zeros, out = torch.zeros_like(x), and let tokens without an expert keep x afterwards: "
-    "torch.where(chosen[:, None], out, x)"
+    "choose the rows by ids that name one expert for each row, out[ids == e] = y: then rows without an "
+    "expert keep what they had; where a token has several experts, add their rows to zeros: "
+    "torch.zeros_like(x).index_add_(0, token, y)"
 )
 SAME_TOKENS = (
     "say at the start of forward that ids and weights have a row for each row of x: "

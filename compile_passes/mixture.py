@@ -12,6 +12,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field, replace
 from typing import Any
 
+import torch
 from torch import fx
 
 from . import changes
@@ -47,6 +48,7 @@ from .terms import (
     Choose,
     Const,
     Mul,
+    NoneOf,
     Ref,
     Sum,
     Term,
@@ -127,6 +129,8 @@ class Mixture:
     k: int | None
     """Choices a token; None: every expert serves every token."""
     rest: list[Ref] = field(default_factory=list)
+    kept: tuple[Term, ...] = ()
+    """The factors of what a row is that no expert's rows were written over."""
     downs: int = 0
     """How many down products of the graph it is made of."""
     wraps: bool = False
@@ -277,8 +281,13 @@ class Matcher:
         hidden, tokens = v.dims[-1][0], tuple(a for g in v.dims[:-1] for a in g)
         mixture = Mixture(root, tokens, hidden, [], 0, None)
         branches: list[Branch] = []
+        kept: list[tuple[Term, ...]] = []
         for axes, factors, core in self.expand(v.term):
             if core is None:
+                row = tuple(f for each in factors for f in flatten(each, Mul))
+                if any(isinstance(f, NoneOf) for f in row):
+                    kept.append(row)
+                    continue
                 if all(isinstance(f, Const) and not f.value for f in factors):
                     continue
                 whole = product_ref(factors)
@@ -301,8 +310,37 @@ class Matcher:
                 branches.append(branch)
                 self.branches = len(branches)
         need(len(branches) > 1, "there is only one expert", root, changes.ONE_EXPERT)
+        kept_by = [(b.expert, b.ids, b.choice, b.chosen) for b in branches]
         self._prove(branches, mixture)
+        if kept:
+            need(len(kept) == 1, "experts' rows are put over several tensors", root, changes.PUT_ROWS)
+            mixture.kept = self._kept(kept[0], kept_by, mixture, has_experts)
         return mixture
+
+    @staticmethod
+    def _kept(
+        row: tuple[Term, ...], written: list[Any], m: Mixture, has_experts: Callable[[fx.Node], bool]
+    ) -> tuple[Term, ...]:
+        """What scales a row that no expert has, and the row, of a sum in which others are put over it."""
+        none = [f for f in row if isinstance(f, NoneOf)]
+        factors = tuple(demote(f) for f in row if not isinstance(f, NoneOf))
+        own = len(none) == 1 and m.k == 1 and m.common.place is None and not m.wraps
+        need(
+            own and sorted(map(repr, map(_written_by, none[0].masks))) == sorted(map(repr, written)),
+            "the rows that keep what they had are not those without an expert",
+            m.root,
+            changes.PUT_ROWS,
+        )
+        for f in factors:
+            known = free_axes(f) <= {*m.tokens, m.hidden}
+            read = [t.node for t in walk(f) if isinstance(t, Ref)]
+            need(
+                known and not any(map(has_experts, read)),
+                f"rows without an expert keep {f!r}, which cannot be computed apart",
+                m.root,
+                changes.PUT_ROWS,
+            )
+        return factors
 
     def _branches(
         self, axes: tuple[Axis, ...], factors: tuple[Term, ...], core: Term, m: Mixture
@@ -381,12 +419,17 @@ class Matcher:
                 chosen.append(f)
             else:
                 weights.append(f)
-        weights = [demote(f, masks=ids is not None and not self._has_experts(f)) for f in weights]
+        known = ids is not None
+        weights = [
+            demote(f, masks=(known or isinstance(f, Add)) and not self._has_experts(f)) for f in weights
+        ]
+        # A row's input may be masked, too: where it is, so is what becomes of it.
+        scales = tuple(s for s in map(demote, scales) if not (s in weights and _is_mask(s)))
         for f in chosen:
             pointwise = isinstance(f, Apply) and ids is not None
             need(pointwise, f"rows are selected by {f!r}, not by expert ids", m.root, changes.MASK)
         if e is None:
-            e = expert_column((*weights, *map(demote, scales)), m.tokens)
+            e = expert_column((*weights, *scales), m.tokens)
         need(e is not None, "nothing says which expert's output this is", m.root, changes.OWN_COLUMN)
         assert e is not None
         choice = fixed_choice(ids)
@@ -415,7 +458,7 @@ class Matcher:
         def general(terms: list[Term]) -> tuple[Term, ...]:
             return tuple(sorted((one(t, choice) for t in terms), key=repr))
 
-        scales = tuple(one(demote(s), None) for s in scales)
+        scales = tuple(one(s, None) for s in scales)
 
         return Branch(
             e, choice, ids, masked, place, bool(axes) or choice is not None, k, general(chosen),
@@ -554,6 +597,18 @@ class Matcher:
         return k
 
 
+def _written_by(mask: Term) -> tuple[Any, ...]:
+    """(expert, ids, choice, further conditions) of the rows that a mask selects, as a Branch has them."""
+    factors = flatten(mask, Mul)
+    ids, expert = next((f.args for f in factors if is_eq(f)), (None, None))  # type: ignore[attr-defined]
+    if not (isinstance(ids, Ref) and isinstance(expert, Const)):
+        return ()
+    e, choice = int(expert.value), fixed_choice(ids)
+    at = ids if choice is None else Ref(ids.node, (*ids.index[:-1], J))
+    chosen = sorted((in_general(f, e, choice) for f in factors if not is_eq(f)), key=repr)
+    return e, at, choice, tuple(chosen)
+
+
 def _of_one_choice(b: Branch) -> Branch:
     """A branch that serves one column of the ids, with the ids being that column."""
     if b.choice is None or b.ids is None:
@@ -568,6 +623,10 @@ def _of_one_choice(b: Branch) -> Branch:
         chosen=tuple(substitute(t, at) for t in b.chosen),
         factors=tuple(substitute(t, at) for t in b.factors),
     )
+
+
+def _is_mask(term: Term) -> bool:
+    return isinstance(term, Ref) and value(term.node).dtype == torch.bool
 
 
 def _other_slice(b: Branch) -> int | None:

@@ -23,6 +23,7 @@ from .terms import (
     Mean,
     Mix,
     Mul,
+    NoneOf,
     Ref,
     Rows,
     Sum,
@@ -73,8 +74,9 @@ class Arithmetic(Indexing):
     def _mul(self, node: fx.Node, level: int) -> Value:
         a, b = node.args[:2]
         if level == 0 and not (is_tensor(a) and is_tensor(b) and _scales_rows(a, b)):
-            inner = [self.value(n, 0) for n in (a, b) if is_tensor(n)]
-            if not any(is_indicator(v.term) for v in inner):
+            tensors = [n for n in (a, b) if is_tensor(n)]
+            masks = [value(n).dtype == torch.bool or is_indicator(self.value(n, 0).term) for n in tensors]
+            if not any(masks):
                 raise Opaque
         values = self._operands(node, level)
         dims = self._joined(values)
@@ -318,6 +320,22 @@ class Arithmetic(Indexing):
             raise Opaque
         return self.value(new, level)
 
+    def _select_scatter(self, node: fx.Node, level: int) -> Value:
+        """A tensor with one of its parts replaced: of each number along the dimension, a part of its own."""
+        a = arguments(node)
+        base, part = self.value(a["self"], level), self.value(a["src"], level)
+        d = a["dim"] % len(base.dims)
+        (axis,) = base.dims[d] if len(base.dims[d]) == 1 else (None,)
+        if level < 2 or not isinstance(a["index"], int) or axis is None or not isinstance(axis.size, int):
+            raise Opaque
+        rest = [i for i in range(len(base.dims)) if i != d]
+        base, part = self.together(base, part, [(i, at) for at, i in enumerate(rest)])
+        if base.dims[d] != (axis,):
+            raise Opaque
+        parts = [substitute(base.term, {axis: Const(i)}) for i in range(axis.size)]
+        parts[a["index"]] = part.term
+        return Value(base.dims, Choose(axis, parts, self.ref(node, base.dims)))
+
     def _joined_parts(self, node: fx.Node, values: list[Value], d: int) -> Value:
         """Parts of one size, one below the other: part i has the rows from i times that size on."""
         first, terms = values[0], [values[0].term]
@@ -437,21 +455,34 @@ class Arithmetic(Indexing):
     def _overwrite(
         self, node: fx.Node, level: int, base: fx.Node, where: list[Value], source: fx.Node
     ) -> Value:
-        """Rows that nobody wrote before are written: then to write is to add."""
+        """Rows that nobody wrote before are written: then to write is to add. Others keep what they had."""
         if not _visits_once(where):
             raise Opaque
         old, new, mask = self._placed(level, self.value(base, level), where, source)
+        before = flatten(old.term, Add)
         if isinstance(old.term, Const) and not old.term.value:
             return Value(old.dims, new)
-        before = flatten(old.term, Add)
-        ours = expert_mask(new)
-        if mask is None or ours is None:
+        if mask is None or not isinstance(new, Mul):
             raise Opaque
+        chosen = set(flatten(new.args[0], Mul))
+        if all(chosen <= set(flatten(t, Mul)) for t in before):
+            return Value(old.dims, new)  # other rows are zeros
+        if all(kept_rows(t) is None and expert_mask(t) is None for t in before):
+            old, new, _ = self._placed(level, self.opaque(base), where, source)
+            before = [Mul(NoneOf(()), old.term)]
+        ours = expert_mask(new)
+        if ours is None:
+            raise Opaque
+        kept = [t for t in before if kept_rows(t) is not None]
         for t in before:
+            if t in kept:
+                continue
             theirs = expert_mask(t)
             if theirs is None or theirs[0] is not ours[0] or theirs[1] == ours[1]:
                 raise Opaque
-        return Value(old.dims, Add([*before, new], self.ref(node, old.dims)))
+        assert isinstance(new, Mul)
+        after = [Mul(NoneOf((*t.args[0].masks, new.args[0])), t.args[1]) if t in kept else t for t in before]
+        return Value(old.dims, Add([*after, new], self.ref(node, old.dims)))
 
 
 def _marked(node: fx.Node) -> fx.Node | None:
@@ -465,7 +496,7 @@ def _marked(node: fx.Node) -> fx.Node | None:
     if not is_op(marks, aten.scatter) or marks.target is not aten.scatter.value or marks.args[3] != 1:
         return None
     found = support(marks)
-    return None if found is None else found.ids
+    return found.parts[0] if found is not None and len(found.parts) == 1 else None
 
 
 def _as_long(ours: tuple[Axis, ...], theirs: tuple[Axis, ...]) -> bool:
@@ -533,6 +564,11 @@ def _chosen_once(where: list[Value]) -> bool:
             if apart and all(free_axes(i) <= places for i in token) and distinct(ids.node):
                 return True
     return False
+
+
+def kept_rows(term: Term) -> NoneOf | None:
+    """Where a term's rows are those that were not written over, if it is of such."""
+    return term.args[0] if isinstance(term, Mul) and isinstance(term.args[0], NoneOf) else None
 
 
 def expert_mask(term: Term) -> tuple[Term, Any] | None:

@@ -72,6 +72,7 @@ class Reader(Arithmetic):
             aten.index_add: self._index_add, aten.scatter_add: self._scatter_add,
             aten.index_put: self._index_put, aten.index_copy: self._index_copy,
             aten.stack: self._stack, aten.cat: self._stack, aten.copy: self._copied,
+            aten.select_scatter: self._select_scatter,
             aten.floor_divide: self._divide, aten.div: self._divide,
             aten.where: self._where, aten.masked_fill: self._where,
             aten.logical_and: self._and, aten.bitwise_and: self._and,

@@ -49,6 +49,7 @@ from .topk import write_topk
 from .uses import refuse_two_precisions
 from .weights import Assembly, JoinSpec, PackSpec, Swap
 from .write_mixture import write_mixture
+from .written_slices import read_past_writes
 
 fp4 = torch.ops.fp4
 
@@ -73,6 +74,7 @@ def rewrite(
     Raises ReadTwice where some uses of a weight would be rewritten and others not: `gm` is of no use then.
     Weights with `meta["read_twice"]`, which says why they stay, are left alone.
     """
+    read_past_writes(gm.graph)
     gm.graph.eliminate_dead_code()
     mutated = mutated_inputs(gm.graph)
     decode_to_operator(gm.graph, fixed - mutated, fake_mode)

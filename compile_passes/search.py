@@ -218,7 +218,8 @@ class Search:
             if not self._near.get(rows, 0) or self._near.get(base, 0):
                 continue
             if not isinstance(self.reader.value(base, 2).term, Const):
-                reason = f"experts' rows are put over {base.name} ({base.target}), which is not zeros"
+                over = f"experts' rows are put over {base.name} ({base.target}), which is not zeros"
+                reason = f"{over}, and not by ids that name one expert a row"
                 return Refusal(reason, node, changes.PUT_ROWS)
         return None
 

@@ -300,6 +300,22 @@ class AnyOf(OverAxes):
     word = "any"
 
 
+class NoneOf(Term):
+    """1 where none of these masks is set, else 0: of rows that nothing was written over."""
+
+    __slots__ = ()
+
+    def __new__(cls, masks: Iterable[Term]) -> NoneOf:
+        return cls._make(tuple(masks))
+
+    @property
+    def masks(self) -> tuple[Term, ...]:
+        return self._fields[0]
+
+    def __repr__(self) -> str:
+        return f"none of {self.masks!r}"
+
+
 class Choose(Composite):
     """options[index]: tensors that were stacked."""
 
@@ -350,6 +366,8 @@ def rebuild(t: Term, go: Any) -> Term:
         return Ref(t.node, map(go, t.index))
     if isinstance(t, Mix):
         return Mix(map(go, t.parts), t.sizes)
+    if isinstance(t, NoneOf):
+        return NoneOf(map(go, t.masks))
     if isinstance(t, Affine):
         return Affine(go(t.base), t.start, t.step)
     if isinstance(t, Apply):

@@ -98,6 +98,8 @@ class _Emitter:
             if self.apart and k > 1:
                 out = self._call(aten.sum.dim_IntList, self._reshape(out, [-1, k, b.down.n]), [1])
             out = self._reshape(out, self._sizes())
+            if m.kept:
+                out = self._or_kept(out, ids)
             for rest in m.rest:
                 out = self._call(aten.add.Tensor, out, self._tensor(rest))
             out = self._cast(out, value(m.root).dtype)
@@ -140,8 +142,22 @@ class _Emitter:
         """What becomes of each expert's output, weighted; nothing where the id is no expert's."""
         out = self._pointwise(self.common.after, {OUT: out})
         out = self._call(aten.mul.Tensor, out, self._cast(weights, torch.float32))
+        return self._call(aten.masked_fill.Scalar, out, self._nobodys(ids), 0)
+
+    def _nobodys(self, ids: fx.Node) -> fx.Node:
+        """Whether an id is no expert's."""
         low, high = (self._call(op.Scalar, ids, n) for op, n in ((aten.lt, 0), (aten.ge, self.experts)))
-        return self._call(aten.masked_fill.Scalar, out, self._call(aten.logical_or.default, low, high), 0)
+        return self._call(aten.logical_or.default, low, high)
+
+    def _or_kept(self, out: fx.Node, ids: fx.Node) -> fx.Node:
+        """The output, and what rows that are no expert's keep."""
+        m = self.m
+        rows = [self.element(f, (*m.tokens, m.hidden)) for f in m.kept]
+        kept = rows[0]
+        for row in rows[1:]:
+            kept = self._call(aten.mul.Tensor, kept, row)
+        nobodys = self._reshape(self._nobodys(ids), [*self._sizes()[:-1], 1])
+        return self._call(aten.where.self, nobodys, self._cast(kept, value(m.root).dtype), out)
 
     # --- operators ---
 
@@ -515,7 +531,7 @@ class _Routing:
     def _expert_ids(self, rows: fx.Node) -> fx.Node:
         m, b = self.m, self.b
         if self.support is not None:
-            return self.e._reshape(self.support.ids, [-1, self.k])
+            return self._united([self.e._reshape(p, [-1, int(shape(p)[-1])]) for p in self.support.parts])
         if self.dense:
             every = self.e.call(aten.arange.start, m.first, m.first + self.k, device=value(b.x.node).device)
             return self.e.call(aten.expand.default, every, [self.e.call(aten.sym_size.int, rows, 0), self.k])
@@ -532,6 +548,18 @@ class _Routing:
             wrapped = self.e.call(aten.add.Tensor, ids, self.e.experts)
             ids = self.e.call(aten.where.self, self.e.call(aten.lt.Scalar, ids, 0), wrapped, ids)
         return ids
+
+    def _united(self, parts: list[fx.Node]) -> fx.Node:
+        """Ids of several kinds, [T, k] in all; one that was named before is no expert's."""
+        call, nobody = self.e.call, self.m.first + self.e.experts
+        out = parts[0]
+        for ids in parts[1:]:
+            again = call(
+                aten.eq.Tensor, call(aten.unsqueeze.default, ids, 2), call(aten.unsqueeze.default, out, 1)
+            )
+            ids = call(aten.where.ScalarSelf, call(aten.any.dim, again, 2), nobody, ids)
+            out = call(aten.cat.default, [out, ids], 1)
+        return out
 
     def weighted(self, factors: tuple[Term, ...], ids: fx.Node) -> fx.Node:
         """The product of factors over tokens, choices and experts, as [T, k]."""

@@ -1,102 +1,90 @@
-"""The argument checks of every operator, shared by the fakes and the Triton kernels.
+"""What arguments every operator takes: for the fakes and for the kernels, those in C++ too.
 
-csrc/common/checks.h makes the same checks with the same words for the C++ kernels;
-tests/test_bad_input.py holds the two against each other. All raise RuntimeError (`torch._check`), and the
-message names the argument, what it was and what it must be. Token counts may be symbolic.
+setup.py writes the functions of this file as C++ to build/operator_checks.h, so they use what
+csrc/generate/operator_checks.py can translate: conditions of check_parts.py, sizes, dtypes, rows of tables.
+Each operator's check returns what its fake and its kernels need next.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import NamedTuple
 
 import torch
 
-from .formats import (
-    A_FORMATS,
-    ACTIVATIONS,
-    FORMATS,
-    FP4_FORMATS,
-    INT8_BLOCK,
-    Activation,
-    Format,
-    find_activation,
+from .check_parts import (
+    Dtypes,
+    Shape,
+    check,
+    check_activation,
+    check_device,
+    check_dtype,
+    check_name,
+    check_shape,
+    common,
+    dtype_name,
+    dtype_names,
+    leading,
 )
-from .layouts import A_LAYOUTS, LAYOUTS, Layout
+from .formats import A_FORMAT_NAMES, FORMAT_NAMES, FORMATS, FP4_NAMES, INT8_BLOCK, Format
+from .layouts import A_LAYOUTS, LAYOUT_NAMES, LAYOUTS, Layout
 
 FLOATING = (torch.float32, torch.bfloat16, torch.float16)
+FLOATING_OR_DOUBLE = (*FLOATING, torch.float64)
 PACKED = (torch.uint8, torch.float4_e2m1fn_x2)
 INDEX = (torch.int32, torch.int64)
+INT32 = (torch.int32,)
+FLOAT32 = (torch.float32,)
+FLOAT8 = (torch.float8_e4m3fn,)
 ACTIVATION = (*FLOATING, torch.int8, torch.float8_e4m3fn, *PACKED)
 
 
 class Weight(NamedTuple):
-    """The shape of a packed weight: `groups` is None for a single matrix, k is as its layout pads it."""
+    """The shape of a packed weight, k as its layout pads it. `groups` is 1 for a single matrix, too."""
 
-    groups: int | None
+    groups: int
     n: int
     k: int
-    layout: Layout = LAYOUTS["plain"]
+    format: Format
+    layout: Layout
+    scale_dtype: torch.dtype
 
 
-def check(condition: bool | torch.SymBool, message: Callable[[], str]) -> None:
-    """`torch._check`, whose microseconds are spent only where sizes are symbolic or the check fails."""
-    if condition is not True:
-        torch._check(condition, message)
+class Stored(NamedTuple):
+    format: Format
+    layout: Layout
 
 
-def _names(dtypes: tuple[torch.dtype, ...]) -> str:
-    return " or ".join(str(d).removeprefix("torch.") for d in dtypes)
+class Experts(NamedTuple):
+    up: Weight
+    down: Weight
 
 
-def _shape(t: torch.Tensor) -> str:
-    return "[" + ", ".join(str(s) for s in t.shape) + "]"
+def check_format(format: str) -> Format:
+    check_name("format", format, FORMAT_NAMES)
+    return FORMATS[format]
 
 
-def check_dtype(name: str, t: torch.Tensor, allowed: tuple[torch.dtype, ...]) -> None:
-    check(
-        t.dtype in allowed,
-        lambda: f"{name} has dtype {str(t.dtype).removeprefix('torch.')}; it must be {_names(allowed)}",
-    )
+def check_layout(layout: str) -> Layout:
+    check_name("layout", layout, LAYOUT_NAMES)
+    return LAYOUTS[layout]
+
+
+def check_holds(layout: Layout, fmt: Format) -> None:
+    check_name("format", fmt.name, layout.formats, f"with layout '{layout.name}' ")
 
 
 def check_dim(name: str, t: torch.Tensor, dim: int) -> None:
     check(t.dim() == dim, lambda: f"{name} has {t.dim()} dimensions; it must have {dim}")
 
 
-def check_shape(name: str, t: torch.Tensor, shape: tuple[int, ...]) -> None:
-    def message() -> str:
-        return f"{name} has shape {_shape(t)}; it must be [{', '.join(map(str, shape))}]"
-
-    check(t.dim() == len(shape), message)
-    for got, want in zip(t.shape, shape):
-        check(got == want, message)
+def check_not_scalar(name: str, t: torch.Tensor) -> None:
+    check(t.dim() >= 1, lambda: f"{name} has 0 dimensions; it must have 1 or more")
 
 
-def check_device(name: str, t: torch.Tensor, like_name: str, like: torch.Tensor) -> None:
+def check_matrices(packed: torch.Tensor) -> None:
     check(
-        t.device == like.device,
-        lambda: f"{name} is on {t.device} and {like_name} on {like.device}; they must be on one device",
-    )
-
-
-def check_format(format: str) -> Format:
-    check(format in FORMATS, lambda: f"format is '{format}'; it must be one of: {', '.join(sorted(FORMATS))}")
-    return FORMATS[format]
-
-
-def check_layout(layout: str) -> Layout:
-    check(layout in LAYOUTS, lambda: f"layout is '{layout}'; it must be one of: {', '.join(sorted(LAYOUTS))}")
-    return LAYOUTS[layout]
-
-
-def check_holds(layout: Layout, fmt: Format) -> None:
-    check(
-        fmt.name in layout.formats,
-        lambda: (
-            f"format is '{fmt.name}'; with layout '{layout.name}' it must be one of: "
-            + ", ".join(sorted(layout.formats))
-        ),
+        packed.dim() == 2 or packed.dim() == 3,
+        lambda: f"packed has {packed.dim()} dimensions; it must have 2 or 3",
     )
 
 
@@ -107,13 +95,46 @@ def check_multiple(name: str, what: str, count: int, multiple: int, layout: Layo
     )
 
 
+def check_count(name: str, count: int) -> None:
+    check(count >= 0, lambda: f"{name} is {count}; it must be 0 or more")
+
+
+def check_offsets(name: str, t: torch.Tensor) -> None:
+    check_dtype(name, t, INT32)
+    check_dim(name, t, 1)
+
+
+def check_operand(
+    name: str, t: torch.Tensor, like_name: str, like: torch.Tensor, shape: Shape, dtypes: Dtypes
+) -> None:
+    """Routing weights, offsets, expert ids, scales."""
+    check_dtype(name, t, dtypes)
+    check_device(name, t, like_name, like)
+    check_shape(name, t, shape)
+
+
+def check_bias(
+    name: str, bias: torch.Tensor | None, like_name: str, like: torch.Tensor, shape: Shape
+) -> None:
+    """One row of N for each expert, or None."""
+    if bias is not None:
+        check_operand(name, bias, like_name, like, shape, FLOATING)
+
+
+# --- weights ---
+
+
 def check_block_scale(
     scale_name: str, scale: torch.Tensor, name: str, packed: torch.Tensor, fmt: Format
 ) -> None:
     """scale [..., ceil(K/block)] for packed [..., K/2]."""
-    check_dtype(scale_name, scale, fmt.scale_dtypes)
-    check_device(scale_name, scale, name, packed)
-    check_shape(scale_name, scale, (*packed.shape[:-1], fmt.num_blocks(packed.shape[-1] * 2)))
+    shape = (*leading(packed, -1), fmt.num_blocks(packed.shape[-1] * 2))
+    check_operand(scale_name, scale, name, packed, shape, fmt.scale_dtypes)
+
+
+def check_factor(scale_name: str, scale: torch.Tensor, name: str, packed: torch.Tensor) -> None:
+    """scale float32 packed.shape[:-2]: one factor a matrix."""
+    check_operand(scale_name, scale, name, packed, leading(packed, -2), FLOAT32)
 
 
 def check_global_scale(
@@ -131,16 +152,10 @@ def check_global_scale(
     check_factor(scale_name, scale, name, packed)
 
 
-def check_factor(scale_name: str, scale: torch.Tensor, name: str, packed: torch.Tensor) -> None:
-    """scale float32 packed.shape[:-2]: one factor a matrix."""
-    check_dtype(scale_name, scale, (torch.float32,))
-    check_device(scale_name, scale, name, packed)
-    check_shape(scale_name, scale, tuple(packed.shape[:-2]))
-
-
 def check_scales(
-    prefix: str,
+    scale_name: str,
     block_scale: torch.Tensor,
+    global_name: str,
     global_scale: torch.Tensor | None,
     name: str,
     packed: torch.Tensor,
@@ -148,8 +163,6 @@ def check_scales(
     layout: Layout,
 ) -> None:
     """The scales of packed [..., N, K/2] (K padded) in the form the layout gives them."""
-    scale_name = f"{prefix}_scale" if prefix else "block_scale"
-    global_name = f"{prefix}_global_scale" if prefix else "global_scale"
     if layout.scale_dtype is None:
         check_block_scale(scale_name, block_scale, name, packed, fmt)
         check_global_scale(global_name, global_scale, name, packed, fmt)
@@ -157,9 +170,8 @@ def check_scales(
     k = packed.shape[-1] * 2
     check_multiple(name, "rows", packed.shape[-2], layout.n_multiple, layout)
     check_multiple(name, "columns", k, layout.k_padding, layout)
-    check_dtype(scale_name, block_scale, (layout.scale_dtype,))
-    check_device(scale_name, block_scale, name, packed)
-    check_shape(scale_name, block_scale, (*packed.shape[:-1], k // fmt.block))
+    shape = (*leading(packed, -1), k // fmt.block)
+    check_operand(scale_name, block_scale, name, packed, shape, layout.scale_dtypes)
     if not layout.has_factor:
         check_global_scale(global_name, global_scale, name, packed, fmt)
         return
@@ -175,7 +187,6 @@ def check_weight(
     b_global_scale: torch.Tensor | None,
     format: str,
     layout: str,
-    *,
     grouped: bool,
 ) -> Weight:
     """A weight operand: b [G, N, K/2] if grouped, else [N, K/2]."""
@@ -184,30 +195,33 @@ def check_weight(
     check_holds(order, fmt)
     check_dtype(name, b, fmt.packed_dtypes)
     check_dim(name, b, 3 if grouped else 2)
-    check_scales(name, b_scale, b_global_scale, name, b, fmt, order)
-    return Weight(b.shape[0] if grouped else None, b.shape[-2], b.shape[-1] * 2, order)
+    check_scales(f"{name}_scale", b_scale, f"{name}_global_scale", b_global_scale, name, b, fmt, order)
+    groups = b.shape[0] if grouped else 1
+    return Weight(groups, b.shape[-2], b.shape[-1] * 2, fmt, order, b_scale.dtype)
 
 
-def check_a_dtype(name: str, a: torch.Tensor, layout: Layout, among: tuple[torch.dtype, ...]) -> None:
+# --- activations ---
+
+
+def check_a_dtype(name: str, a: torch.Tensor, layout: Layout, among: Dtypes) -> None:
     """The activations, of those `among`, that the kernels of a layout read; plain and tile16 take all."""
-    if layout.a_dtypes is None:
+    if len(layout.a_dtypes) == 0:
         return
-    allowed = tuple(d for d in layout.a_dtypes if d in among)
-    hint = (
-        f" (from quantize_fp8 with layout='{layout.a_layout}')" if allowed == (torch.float8_e4m3fn,) else ""
-    )
+    allowed = common(layout.a_dtypes, among)
+    hint = f" (from quantize_fp8 with layout='{layout.a_layout}')" if allowed == FLOAT8 else ""
     check(
         a.dtype in allowed,
         lambda: (
-            f"{name} has dtype {str(a.dtype).removeprefix('torch.')}; "
-            f"layout '{layout.name}' reads {_names(allowed)}{hint}"
+            f"{name} has dtype {dtype_name(a.dtype)}; "
+            f"layout '{layout.name}' reads {dtype_names(allowed)}{hint}"
         ),
     )
 
 
-def check_columns(name: str, columns: int, b_name: str, b: Weight, *, padded: bool = False) -> None:
+def check_columns(name: str, columns: int, padded: bool, b_name: str, b: Weight) -> None:
     """As many columns as the weight, `padded` already or to be padded as the weight is."""
-    note = "" if b.layout.k_padding == 1 else f" (padded to a multiple of {b.layout.k_padding})"
+    multiple = b.layout.k_padding
+    note = f" (padded to a multiple of {multiple})" if multiple > 1 else ""
     check_multiple(name, "columns", columns, b.layout.k_multiple, b.layout)
     k = columns if padded else b.layout.padded(columns)
     check(
@@ -216,14 +230,18 @@ def check_columns(name: str, columns: int, b_name: str, b: Weight, *, padded: bo
     )
 
 
-def check_a_scale(a: torch.Tensor, a_scale: torch.Tensor | None, shape: tuple[int, ...]) -> None:
+def check_a_scale(a: torch.Tensor, a_scale: torch.Tensor | None, shape: Shape) -> None:
     """The float32 scales of int8 or fp8 activations."""
-    kind = "int8" if a.dtype == torch.int8 else "float8_e4m3fn"
-    check(a_scale is not None, lambda: f"a_scale is missing; {kind} activations need one")
+    check(a_scale is not None, lambda: f"a_scale is missing; {dtype_name(a.dtype)} activations need one")
     assert a_scale is not None
-    check_dtype("a_scale", a_scale, (torch.float32,))
-    check_device("a_scale", a_scale, "a", a)
-    check_shape("a_scale", a_scale, shape)
+    check_operand("a_scale", a_scale, "a", a, shape, FLOAT32)
+
+
+def check_no_a_global_scale(a_global_scale: torch.Tensor | None) -> None:
+    check(
+        a_global_scale is None or a_global_scale.numel() == 0,
+        lambda: "a_global_scale was given; only nvfp4 activations have one",
+    )
 
 
 def check_a_packed(
@@ -238,18 +256,12 @@ def check_a_packed(
         return
     check(a_global_scale is not None, lambda: f"a_global_scale is missing; {fmt.name} activations need one")
     assert a_global_scale is not None
-    check_dtype("a_global_scale", a_global_scale, (torch.float32,))
+    check_dtype("a_global_scale", a_global_scale, FLOAT32)
     check_device("a_global_scale", a_global_scale, "a", a)
-    dim, most = a_global_scale.dim(), a.dim() - 1
+    dim = a_global_scale.dim()
+    most = a.dim() - 1
     check(dim <= most, lambda: f"a_global_scale has {dim} dimensions; it must have at most {most}")
-    check_shape("a_global_scale", a_global_scale, tuple(a.shape[:dim]))
-
-
-def check_no_a_global_scale(a_global_scale: torch.Tensor | None) -> None:
-    check(
-        a_global_scale is None or a_global_scale.numel() == 0,
-        lambda: "a_global_scale was given; only nvfp4 activations have one",
-    )
+    check_shape("a_global_scale", a_global_scale, leading(a, dim))
 
 
 def check_a(
@@ -259,8 +271,7 @@ def check_a(
     a_format: str,
     b: torch.Tensor,
     w: Weight,
-    *,
-    dim: int = 2,
+    dim: int,
 ) -> None:
     """Activations [..., K] of one of these kinds:
 
@@ -274,42 +285,23 @@ def check_a(
     check_dim("a", a, dim)
     check_device("a", a, "b", b)
     if a.dtype in PACKED:
-        check(
-            a_format in FP4_FORMATS,
-            lambda: (
-                f"a_format is '{a_format}'; for packed a it must be one of: {', '.join(sorted(FP4_FORMATS))}"
-            ),
-        )
-        check_columns("a", a.shape[-1] * 2, "b", w)
+        check_name("a_format", a_format, FP4_NAMES, "for packed a ")
+        check_columns("a", a.shape[-1] * 2, False, "b", w)
         check_a_packed(a, a_scale, a_global_scale, FORMATS[a_format])
         return
     check(
-        a_format == "", lambda: f"a_format is '{a_format}'; only packed a has one, for others it must be ''"
+        a_format == "",
+        lambda: f"a_format is '{a_format}'; only packed a has one, for others it must be ''",
     )
     # quantize_fp8 pads its rows itself where the layout asks for it.
-    check_columns("a", a.shape[-1], "b", w, padded=a.dtype == torch.float8_e4m3fn)
+    check_columns("a", a.shape[-1], a.dtype == torch.float8_e4m3fn, "b", w)
     check_no_a_global_scale(a_global_scale)
     if a.dtype == torch.int8:
-        check_a_scale(a, a_scale, (*a.shape[:-1], (w.k + INT8_BLOCK - 1) // INT8_BLOCK))
+        check_a_scale(a, a_scale, (*leading(a, -1), (w.k + INT8_BLOCK - 1) // INT8_BLOCK))
     elif a.dtype == torch.float8_e4m3fn:
-        check_a_scale(a, a_scale, tuple(a.shape[:-1]))
+        check_a_scale(a, a_scale, leading(a, -1))
     else:
-        check(a_scale is None, lambda: f"a_scale was given; {_names((a.dtype,))} activations have none")
-
-
-def check_operand(
-    name: str,
-    t: torch.Tensor | None,
-    like_name: str,
-    like: torch.Tensor,
-    shape: tuple[int, ...],
-    dtypes: tuple[torch.dtype, ...],
-) -> None:
-    """A bias (float, one row of N for each expert; may be None), routing weights, offsets or expert ids."""
-    if t is not None:
-        check_dtype(name, t, dtypes)
-        check_device(name, t, like_name, like)
-        check_shape(name, t, shape)
+        check(a_scale is None, lambda: f"a_scale was given; {dtype_name(a.dtype)} activations have none")
 
 
 def resolve_out_dtype(a: torch.Tensor, out_dtype: torch.dtype | None) -> torch.dtype:
@@ -318,220 +310,303 @@ def resolve_out_dtype(a: torch.Tensor, out_dtype: torch.dtype | None) -> torch.d
         return a.dtype if a.dtype in FLOATING else torch.bfloat16
     check(
         out_dtype in FLOATING,
-        lambda: f"out_dtype is {str(out_dtype).removeprefix('torch.')}; it must be {_names(FLOATING)}",
+        lambda: f"out_dtype is {dtype_name(out_dtype)}; it must be {dtype_names(FLOATING)}",
     )
     return out_dtype
 
 
-def check_activation(activation: str) -> Activation:
-    found = find_activation(activation)
-    name, brackets, _ = activation.partition("(")
-    check(
-        found is not None or (brackets != "" and name in ACTIVATIONS),
-        lambda: f"activation is '{activation}'; it must be one of: {', '.join(sorted(ACTIVATIONS))}",
-    )
-    check(
-        found is not None,
-        lambda: (
-            f"activation is '{activation}'; one with a gate may have brackets, and in them limit=L, "
-            "L a positive number: what gate and up are clamped to"
-        ),
-    )
-    assert found is not None
-    return found
-
-
-def check_a_format(a_format: str) -> None:
-    check(
-        a_format in A_FORMATS,
-        lambda: f"a_format is '{a_format}'; it must be one of: {', '.join(sorted(A_FORMATS))}",
-    )
-
-
-# --- one check for each operator: returns what the fake and the kernels need next ---
+# --- one check for each operator ---
 
 
 def check_quantize(x: torch.Tensor, global_scale: torch.Tensor | None, fmt: Format) -> None:
     """x [..., K], K even; global_scale float32 x.shape[:-2], for formats that have one."""
     check_dtype("x", x, FLOATING)
-    check(x.dim() >= 1, lambda: "x has 0 dimensions; it must have 1 or more")
+    check_not_scalar("x", x)
     check(x.shape[-1] % 2 == 0, lambda: f"x has K = {x.shape[-1]} (last dimension); it must be even")
     if global_scale is not None:
         check_global_scale("global_scale", global_scale, "x", x, fmt)
 
 
-def check_dequantize(packed, block_scale, global_scale, format, dtype, layout) -> Format:
-    fmt = check_format(format)
-    order = check_layout(layout)
-    allowed = (*FLOATING, torch.float64)
-    check(
-        dtype in allowed,
-        lambda: f"dtype is {str(dtype).removeprefix('torch.')}; it must be {_names(allowed)}",
-    )
-    check_holds(order, fmt)
-    check_dtype("packed", packed, fmt.packed_dtypes)
-    if order.scale_dtype is None:
-        check(packed.dim() >= 1, lambda: "packed has 0 dimensions; it must have 1 or more")
-    else:
-        check_matrices(packed)
-    check_scales("", block_scale, global_scale, "packed", packed, fmt, order)
-    return fmt
-
-
 def check_quantize_int8(x: torch.Tensor) -> None:
     check_dtype("x", x, FLOATING)
-    check(x.dim() >= 1, lambda: "x has 0 dimensions; it must have 1 or more")
+    check_not_scalar("x", x)
 
 
 def check_quantize_fp8(x: torch.Tensor, layout: str) -> Layout:
-    check(layout in A_LAYOUTS, lambda: f"layout is '{layout}'; it must be one of: {', '.join(A_LAYOUTS)}")
+    check_name("layout", layout, A_LAYOUTS)
     check_quantize_int8(x)
     return LAYOUTS[layout]
 
 
-def check_matrices(packed: torch.Tensor) -> None:
-    check(packed.dim() in (2, 3), lambda: f"packed has {packed.dim()} dimensions; it must have 2 or 3")
+def check_dequantize(
+    packed: torch.Tensor,
+    block_scale: torch.Tensor,
+    global_scale: torch.Tensor | None,
+    format: str,
+    dtype: torch.dtype,
+    layout: str,
+) -> Stored:
+    fmt = check_format(format)
+    order = check_layout(layout)
+    check(
+        dtype in FLOATING_OR_DOUBLE,
+        lambda: f"dtype is {dtype_name(dtype)}; it must be {dtype_names(FLOATING_OR_DOUBLE)}",
+    )
+    check_holds(order, fmt)
+    check_dtype("packed", packed, fmt.packed_dtypes)
+    if order.scale_dtype is None:
+        check_not_scalar("packed", packed)
+    else:
+        check_matrices(packed)
+    check_scales("block_scale", block_scale, "global_scale", global_scale, "packed", packed, fmt, order)
+    return Stored(fmt, order)
 
 
-def check_prepack(packed, block_scale, global_scale, format, layout) -> tuple[Format, Layout]:
-    """A plain weight, that `layout` can hold."""
-    fmt, order = _check_stored(packed, block_scale, global_scale, format, layout, "plain")
-    check_multiple("packed", "rows", packed.shape[-2], order.n_multiple, order)
-    check_multiple("packed", "columns", packed.shape[-1] * 2, order.k_multiple, order)
-    return fmt, order
-
-
-def check_unpack(packed, block_scale, global_scale, format, layout) -> tuple[Format, Layout]:
-    """A weight in `layout`."""
-    return _check_stored(packed, block_scale, global_scale, format, layout, layout)
-
-
-def _check_stored(packed, block_scale, global_scale, format, layout, stored) -> tuple[Format, Layout]:
+def check_stored(
+    packed: torch.Tensor,
+    block_scale: torch.Tensor,
+    global_scale: torch.Tensor | None,
+    format: str,
+    layout: str,
+    stored: str,
+) -> Stored:
+    """A weight that `layout` can hold, in layout `stored`."""
     fmt = check_format(format)
     order = check_layout(layout)
     check_holds(order, fmt)
     check_dtype("packed", packed, fmt.packed_dtypes)
     check_matrices(packed)
-    check_scales("", block_scale, global_scale, "packed", packed, fmt, LAYOUTS[stored])
-    return fmt, order
+    check_scales(
+        "block_scale", block_scale, "global_scale", global_scale, "packed", packed, fmt, LAYOUTS[stored]
+    )
+    return Stored(fmt, order)
 
 
-def check_count(name: str, count: int) -> None:
-    check(count >= 0, lambda: f"{name} is {count}; it must be 0 or more")
+def check_prepack(
+    packed: torch.Tensor,
+    block_scale: torch.Tensor,
+    global_scale: torch.Tensor | None,
+    format: str,
+    layout: str,
+) -> Stored:
+    """A plain weight, that `layout` can hold."""
+    checked = check_stored(packed, block_scale, global_scale, format, layout, "plain")
+    check_multiple("packed", "rows", packed.shape[-2], checked.layout.n_multiple, checked.layout)
+    check_multiple("packed", "columns", packed.shape[-1] * 2, checked.layout.k_multiple, checked.layout)
+    return checked
 
 
-def check_offsets(name: str, t: torch.Tensor, a: torch.Tensor | None = None) -> None:
-    check_dtype(name, t, (torch.int32,))
-    check_dim(name, t, 1)
-    if a is not None:
-        check_device(name, t, "a", a)
+def check_unpack(
+    packed: torch.Tensor,
+    block_scale: torch.Tensor,
+    global_scale: torch.Tensor | None,
+    format: str,
+    layout: str,
+) -> Stored:
+    """A weight in `layout`."""
+    return check_stored(packed, block_scale, global_scale, format, layout, layout)
 
 
 def check_mm(
-    a, b, b_scale, b_global_scale, format, layout, a_scale, bias, a_global_scale, a_format
+    a: torch.Tensor,
+    b: torch.Tensor,
+    b_scale: torch.Tensor,
+    b_global_scale: torch.Tensor | None,
+    format: str,
+    layout: str,
+    a_scale: torch.Tensor | None,
+    bias: torch.Tensor | None,
+    a_global_scale: torch.Tensor | None,
+    a_format: str,
 ) -> Weight:
-    w = check_weight("b", b, b_scale, b_global_scale, format, layout, grouped=False)
-    check_a(a, a_scale, a_global_scale, a_format, b, w)
-    check_operand("bias", bias, "b", b, (w.n,), FLOATING)
+    w = check_weight("b", b, b_scale, b_global_scale, format, layout, False)
+    check_a(a, a_scale, a_global_scale, a_format, b, w, 2)
+    check_bias("bias", bias, "b", b, (w.n,))
     return w
 
 
 def check_grouped_mm(
-    a, b, b_scale, b_global_scale, offs, format, layout, a_scale, bias, a_global_scale, a_format
+    a: torch.Tensor,
+    b: torch.Tensor,
+    b_scale: torch.Tensor,
+    b_global_scale: torch.Tensor | None,
+    offs: torch.Tensor,
+    format: str,
+    layout: str,
+    a_scale: torch.Tensor | None,
+    bias: torch.Tensor | None,
+    a_global_scale: torch.Tensor | None,
+    a_format: str,
 ) -> Weight:
-    w = check_weight("b", b, b_scale, b_global_scale, format, layout, grouped=True)
-    check_a(a, a_scale, a_global_scale, a_format, b, w)
-    check_operand("offs", offs, "b", b, (w.groups,), (torch.int32,))
-    check_operand("bias", bias, "b", b, (w.groups, w.n), FLOATING)
+    w = check_weight("b", b, b_scale, b_global_scale, format, layout, True)
+    check_a(a, a_scale, a_global_scale, a_format, b, w, 2)
+    check_operand("offs", offs, "b", b, (w.groups,), INT32)
+    check_bias("bias", bias, "b", b, (w.groups, w.n))
     return w
 
 
 def check_grouped_mm_masked(
-    a, b, b_scale, b_global_scale, masked_m, format, layout, a_scale, bias, a_global_scale, a_format
+    a: torch.Tensor,
+    b: torch.Tensor,
+    b_scale: torch.Tensor,
+    b_global_scale: torch.Tensor | None,
+    masked_m: torch.Tensor,
+    format: str,
+    layout: str,
+    a_scale: torch.Tensor | None,
+    bias: torch.Tensor | None,
+    a_global_scale: torch.Tensor | None,
+    a_format: str,
 ) -> Weight:
-    w = check_weight("b", b, b_scale, b_global_scale, format, layout, grouped=True)
-    check_a(a, a_scale, a_global_scale, a_format, b, w, dim=3)
+    w = check_weight("b", b, b_scale, b_global_scale, format, layout, True)
+    check_a(a, a_scale, a_global_scale, a_format, b, w, 3)
     check(
-        a.shape[0] == w.groups, lambda: f"a has {a.shape[0]} groups; b has {w.groups}, and they must be equal"
+        a.shape[0] == w.groups,
+        lambda: f"a has {a.shape[0]} groups; b has {w.groups}, and they must be equal",
     )
-    check_operand("masked_m", masked_m, "b", b, (w.groups,), (torch.int32,))
-    check_operand("bias", bias, "b", b, (w.groups, w.n), FLOATING)
+    check_operand("masked_m", masked_m, "b", b, (w.groups,), INT32)
+    check_bias("bias", bias, "b", b, (w.groups, w.n))
     return w
 
 
 def check_indexed_mm(
-    a, b, b_scale, b_global_scale, expert_ids, format, layout, a_scale, bias, a_global_scale, a_format
+    a: torch.Tensor,
+    b: torch.Tensor,
+    b_scale: torch.Tensor,
+    b_global_scale: torch.Tensor | None,
+    expert_ids: torch.Tensor,
+    format: str,
+    layout: str,
+    a_scale: torch.Tensor | None,
+    bias: torch.Tensor | None,
+    a_global_scale: torch.Tensor | None,
+    a_format: str,
 ) -> Weight:
-    w = check_weight("b", b, b_scale, b_global_scale, format, layout, grouped=True)
-    check_a(a, a_scale, a_global_scale, a_format, b, w)
+    w = check_weight("b", b, b_scale, b_global_scale, format, layout, True)
+    check_a(a, a_scale, a_global_scale, a_format, b, w, 2)
     check_operand("expert_ids", expert_ids, "b", b, (a.shape[0],), INDEX)
-    check_operand("bias", bias, "b", b, (w.groups, w.n), FLOATING)
+    check_bias("bias", bias, "b", b, (w.groups, w.n))
     return w
 
 
 def check_grouped_mm_k(
-    a, b, b_scale, b_global_scale, offs, format, layout, a_scale, a_global_scale, a_format
+    a: torch.Tensor,
+    b: torch.Tensor,
+    b_scale: torch.Tensor,
+    b_global_scale: torch.Tensor | None,
+    offs: torch.Tensor,
+    format: str,
+    layout: str,
+    a_scale: torch.Tensor | None,
+    a_global_scale: torch.Tensor | None,
+    a_format: str,
 ) -> Weight:
     """a [M, T], b [N, T/2]: offs int32 [G] are ends within T."""
-    w = check_weight("b", b, b_scale, b_global_scale, format, layout, grouped=False)
-    check_a(a, a_scale, a_global_scale, a_format, b, w)
-    check_offsets("offs", offs, a)
+    w = check_weight("b", b, b_scale, b_global_scale, format, layout, False)
+    check_a(a, a_scale, a_global_scale, a_format, b, w, 2)
+    check_offsets("offs", offs)
+    check_device("offs", offs, "a", a)
     return w
 
 
 def check_moe(
-    x, topk_ids, topk_weights, w13, w13_scale, w13_global_scale, w2, w2_scale, w2_global_scale,
-    format, layout, activation, a_format, w13_bias, w2_bias,
-) -> tuple[Weight, Weight]:  # fmt: skip
+    x: torch.Tensor,
+    topk_ids: torch.Tensor,
+    topk_weights: torch.Tensor,
+    w13: torch.Tensor,
+    w13_scale: torch.Tensor,
+    w13_global_scale: torch.Tensor | None,
+    w2: torch.Tensor,
+    w2_scale: torch.Tensor,
+    w2_global_scale: torch.Tensor | None,
+    format: str,
+    layout: str,
+    activation: str,
+    a_format: str,
+    w13_bias: torch.Tensor | None,
+    w2_bias: torch.Tensor | None,
+) -> Experts:
     """x [T, H], topk_ids and topk_weights [T, top_k], w13 [E, 2 I, H/2] (without gate [E, I, H/2]),
     w2 [E, H, I/2]."""
-    up = check_weight("w13", w13, w13_scale, w13_global_scale, format, layout, grouped=True)
-    down = check_weight("w2", w2, w2_scale, w2_global_scale, format, layout, grouped=True)
-    a_formats = up.layout.a_formats
+    up = check_weight("w13", w13, w13_scale, w13_global_scale, format, layout, True)
+    down = check_weight("w2", w2, w2_scale, w2_global_scale, format, layout, True)
     act = check_activation(activation)
-    check_a_format(a_format)
-    check(
-        a_formats is None or a_format in a_formats,
-        lambda: (
-            f"a_format is '{a_format}'; with layout '{layout}' it must be one of: {', '.join(a_formats)}; "
-            "layout 'plain' takes others"
-        ),
-    )
+    check_name("a_format", a_format, A_FORMAT_NAMES)
+    if len(up.layout.a_formats) > 0:
+        when = f"with layout '{layout}' "
+        check_name("a_format", a_format, up.layout.a_formats, when, "; layout 'plain' takes others")
     check_dtype("x", x, FLOATING)
     if up.layout.leaves(a_format):
         check_a_dtype("x", x, up.layout, FLOATING)
     check_dim("x", x, 2)
     check_device("x", x, "w13", w13)
     check_device("w2", w2, "w13", w13)
-    check_columns("x", x.shape[1], "w13", up)
+    check_columns("x", x.shape[1], False, "w13", up)
     check_dim("topk_ids", topk_ids, 2)
     check_operand("topk_ids", topk_ids, "w13", w13, (x.shape[0], topk_ids.shape[1]), INDEX)
     check_operand("topk_weights", topk_weights, "w13", w13, (x.shape[0], topk_ids.shape[1]), FLOATING)
+    wanted = "twice that (gate and up)" if act.gated else f"as many ('{activation}' has no gate)"
     check(
         up.n % act.parts == 0 and up.layout.padded(up.n // act.parts) == down.k,
-        lambda: (
-            f"w13 has {up.n} rows; w2 has K = {down.k}, and w13 must have "
-            + ("twice that (gate and up)" if act.gated else f"as many ('{activation}' has no gate)")
-        ),
+        lambda: f"w13 has {up.n} rows; w2 has K = {down.k}, and w13 must have {wanted}",
     )
     check(
         up.groups == down.groups,
         lambda: f"w2 has {down.groups} experts; w13 has {up.groups}, and they must be equal",
     )
-    check_operand("w13_bias", w13_bias, "w13", w13, (up.groups, up.n), FLOATING)
-    check_operand("w2_bias", w2_bias, "w13", w13, (down.groups, down.n), FLOATING)
-    return up, down
+    check_bias("w13_bias", w13_bias, "w13", w13, (up.groups, up.n))
+    check_bias("w2_bias", w2_bias, "w13", w13, (down.groups, down.n))
+    return Experts(up, down)
 
 
 def check_moe_input_grads(
-    grad, x, topk_ids, topk_weights, w13, w13_scale, w13_global_scale, w2, w2_scale, w2_global_scale,
-    format, layout, activation, w13_bias, w2_bias,
-) -> None:  # fmt: skip
+    grad: torch.Tensor,
+    x: torch.Tensor,
+    topk_ids: torch.Tensor,
+    topk_weights: torch.Tensor,
+    w13: torch.Tensor,
+    w13_scale: torch.Tensor,
+    w13_global_scale: torch.Tensor | None,
+    w2: torch.Tensor,
+    w2_scale: torch.Tensor,
+    w2_global_scale: torch.Tensor | None,
+    format: str,
+    layout: str,
+    activation: str,
+    w13_bias: torch.Tensor | None,
+    w2_bias: torch.Tensor | None,
+) -> None:
     """As `check_moe`, and grad [T, H]. How activations were quantised does not matter here."""
-    a_formats = check_layout(layout).a_formats
-    any_dtype = "nvfp4" if a_formats is None or "nvfp4" in a_formats else "fp8"  # no kernel reads x
-    _, down = check_moe(
+    order = check_layout(layout)
+    # No kernel reads x: any format that the layout takes.
+    any_format = "nvfp4" if len(order.a_formats) == 0 or "nvfp4" in order.a_formats else "fp8"
+    experts = check_moe(
         x, topk_ids, topk_weights, w13, w13_scale, w13_global_scale, w2, w2_scale, w2_global_scale,
-        format, layout, activation, any_dtype, w13_bias, w2_bias,
+        format, layout, activation, any_format, w13_bias, w2_bias,
     )  # fmt: skip
-    check_operand("grad", grad, "x", x, (x.shape[0], down.n), FLOATING)
+    check_operand("grad", grad, "x", x, (x.shape[0], experts.down.n), FLOATING)
+
+
+def check_offs_to_m_indices(offs: torch.Tensor, m: int) -> None:
+    check_offsets("offs", offs)
+    check_count("m", m)
+
+
+def check_m_indices_to_offs(m_indices: torch.Tensor, num_groups: int) -> None:
+    check_offsets("m_indices", m_indices)
+    check_count("num_groups", num_groups)
+
+
+def check_to_masked(a: torch.Tensor, offs: torch.Tensor, max_m: int) -> None:
+    check_dim("a", a, 2)
+    check_offsets("offs", offs)
+    check_device("offs", offs, "a", a)
+    check_count("max_m", max_m)
+
+
+def check_from_masked(a: torch.Tensor, masked_m: torch.Tensor, m: int) -> None:
+    check_dim("a", a, 3)
+    check_offsets("masked_m", masked_m)
+    check_device("masked_m", masked_m, "a", a)
+    check_shape("masked_m", masked_m, (a.shape[0],))
+    check_count("m", m)

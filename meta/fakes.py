@@ -166,30 +166,23 @@ def moe_input_grads(
 
 @_fake
 def offs_to_m_indices(offs, m):
-    checks.check_offsets("offs", offs)
-    checks.check_count("m", m)
+    checks.check_offs_to_m_indices(offs, m)
     return offs.new_empty((m,))
 
 
 @_fake
 def m_indices_to_offs(m_indices, num_groups):
-    checks.check_offsets("m_indices", m_indices)
-    checks.check_count("num_groups", num_groups)
+    checks.check_m_indices_to_offs(m_indices, num_groups)
     return m_indices.new_empty((num_groups,))
 
 
 @_fake
 def to_masked(a, offs, max_m):
-    checks.check_dim("a", a, 2)
-    checks.check_offsets("offs", offs, a)
-    checks.check_count("max_m", max_m)
+    checks.check_to_masked(a, offs, max_m)
     return a.new_empty((offs.shape[0], max_m, a.shape[1])), offs.new_empty(offs.shape)
 
 
 @_fake
 def from_masked(a, masked_m, m):
-    checks.check_dim("a", a, 3)
-    checks.check_offsets("masked_m", masked_m, a)
-    checks.check_shape("masked_m", masked_m, (a.shape[0],))
-    checks.check_count("m", m)
+    checks.check_from_masked(a, masked_m, m)
     return a.new_empty((m, a.shape[2])), masked_m.new_empty(masked_m.shape)

@@ -1,4 +1,4 @@
-"""The 4-bit formats and the activation functions, as data. C++ gets the same tables: cpp.py."""
+"""The 4-bit formats and activation functions, as data. C++ gets the same rows: csrc/generate/tables.py."""
 
 from __future__ import annotations
 
@@ -65,8 +65,12 @@ FORMATS = {
     )
 }
 
+FORMAT_NAMES = tuple(sorted(FORMATS))
+
 FP4_FORMATS = tuple(f.name for f in FORMATS.values() if f.element == "e2m1")
 """Those that activations, too, may have."""
+
+FP4_NAMES = tuple(sorted(FP4_FORMATS))
 
 INT4_FORMATS = tuple(f.name for f in FORMATS.values() if f.element == "int4")
 
@@ -109,6 +113,8 @@ ACTIVATIONS = {
     )
 }
 """By name. Any that has a gate may be clamped elsewhere, `silu(limit=10)`: `find_activation` reads that."""
+
+ACTIVATION_NAMES = tuple(sorted(ACTIVATIONS))
 
 _LIMITED = re.compile(r"(\w+)\(limit=(\d+(?:\.\d*)?(?:[eE][+-]?\d+)?)\)", re.ASCII)
 LIMITS = 1e-30, 1e30
@@ -154,3 +160,5 @@ A_FORMATS = ("none", "auto", "int8", "fp8", *FP4_FORMATS)
 
 "nvfp4" gives every row a global scale of its own, so that no token depends on its batch.
 """
+
+A_FORMAT_NAMES = tuple(sorted(A_FORMATS))

@@ -1,4 +1,4 @@
-"""Orders of the bytes inside a packed weight, as data. C++ gets the same table: cpp.py.
+"""Orders of the bytes inside a packed weight, as data. C++ gets the same rows: csrc/generate/tables.py.
 
 `plain`: row n, byte j holds the codes of k = 2j (low nibble) and k = 2j + 1 (high nibble); always accepted.
 
@@ -29,7 +29,7 @@ from dataclasses import dataclass, replace
 
 import torch
 
-from .formats import A_FORMATS, FORMATS, FP4_FORMATS, INT4_FORMATS, Format
+from .formats import A_FORMATS, FORMAT_NAMES, FORMATS, FP4_NAMES, INT4_FORMATS, Format
 
 
 @dataclass(frozen=True)
@@ -47,18 +47,22 @@ class Layout:
     """If set, block scales have this dtype, whatever the format, and there are those of the padded K."""
     has_factor: bool = False
     """Whether there is one float32 factor a matrix, whatever the format."""
-    formats: tuple[str, ...] = tuple(FORMATS)
-    """Those that it holds."""
+    formats: tuple[str, ...] = FORMAT_NAMES
+    """Those that it holds, sorted."""
     hopper: bool = False
     """Whether it is for the Hopper kernels, which alone read it."""
     interleaved: bool = False
     """Whether they apply the gate of an expert block to a gate and an up row that lie side by side."""
-    a_dtypes: tuple[torch.dtype, ...] | None = None
-    """The activations that its kernels read; None: all."""
-    a_formats: tuple[str, ...] | None = None
-    """The `a_format`s of `fp4::moe` that give such activations; None: all."""
+    a_dtypes: tuple[torch.dtype, ...] = ()
+    """The activations that its kernels read; empty: all."""
+    a_formats: tuple[str, ...] = ()
+    """The `a_format`s of `fp4::moe` that give such activations; empty: all."""
     a_layout: str = "plain"
     """The order of fp8 activations: the `layout` of `fp4::quantize_fp8`."""
+
+    @property
+    def scale_dtypes(self) -> tuple[torch.dtype, ...]:
+        return () if self.scale_dtype is None else (self.scale_dtype,)
 
     def padded(self, k: int) -> int:
         return (k + self.k_padding - 1) // self.k_padding * self.k_padding
@@ -80,9 +84,9 @@ class Layout:
             return False
         if format is not None and format not in self.formats:
             return False
-        if self.a_formats is not None and a_format not in self.a_formats:
+        if self.a_formats and a_format not in self.a_formats:
             return False
-        if self.a_dtypes is None or not self.leaves(a_format):
+        if not self.a_dtypes or not self.leaves(a_format):
             return True
         return dtype in self.a_dtypes if dtype is not None else torch.float16 in self.a_dtypes
 
@@ -94,7 +98,7 @@ _SM90 = Layout(
     k_padding=128,
     scale_dtype=torch.uint8,
     has_factor=True,
-    formats=FP4_FORMATS,
+    formats=FP4_NAMES,
     hopper=True,
     interleaved=True,
     a_dtypes=(torch.bfloat16, torch.float16, torch.float8_e4m3fn, torch.uint8, torch.float4_e2m1fn_x2),
@@ -122,7 +126,7 @@ LAYOUTS = {
             k_padding=128,
             scale_dtype=torch.float32,
             has_factor=True,
-            formats=INT4_FORMATS,
+            formats=tuple(sorted(INT4_FORMATS)),
             hopper=True,
             a_dtypes=(torch.float8_e4m3fn,),
             a_formats=("fp8", "auto"),
@@ -172,6 +176,8 @@ def block_scales(scale: torch.Tensor, format: str, layout: str) -> torch.Tensor:
         return scale
     return scale.view(LAYOUTS[layout].scale_dtype or FORMATS[format].scale_dtype)
 
+
+LAYOUT_NAMES = tuple(sorted(LAYOUTS))
 
 A_LAYOUTS = ("plain", "sm90")
 """The orders in which `fp4::quantize_fp8` can write a row."""

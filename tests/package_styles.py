@@ -46,7 +46,41 @@ class SortedChoices(StackedStyle):
         return out
 
 
+# --- experts' rows are written over others ---
+
+
+@style("rows put over a copy of x, which tokens beyond a capacity keep (Switch in transformers 4)")
+class PutOverInputs(ListStyle):
+    def forward(self, x: Tensor) -> Tensor:
+        scores, out = torch.softmax(self.router(x), -1), x.clone()
+        one_hot = F.one_hot(scores.argmax(-1), self.E)
+        mask = (one_hot * (one_hot.cumsum(0) <= 2)).bool()
+        for e in torch.nonzero(mask.sum(0), as_tuple=True)[0].tolist():
+            out[mask[:, e]] = self.list[e](x[mask[:, e]])
+        return scores.amax(-1, keepdim=True) * out
+
+
+@style("slices of a masked buffer, each written over by its expert (NLLB-MoE)")
+class MaskedSlices(ListStyle):
+    def experts_of(self, x: Tensor, ids: Tensor, weights: Tensor) -> Tensor:
+        probs = torch.zeros(x.shape[0], self.E).scatter(1, ids, weights)
+        rows = torch.einsum("th,te->eth", x, probs.bool())
+        for e, expert in enumerate(self.list):
+            chosen = probs.bool()[:, e]
+            rows[e, chosen] = torch.einsum("t,th->th", probs[chosen, e], expert(rows[e, chosen]))
+        return rows.sum(0)
+
+
 # --- routers ---
+
+
+@style("dense loop, weights of two choices added up as matrices, which may name one expert twice")
+class AddedMatrices(ListStyle):
+    def experts_of(self, x: Tensor, ids: Tensor, weights: Tensor) -> Tensor:
+        second = (ids[:, 0] + x[:, 0].gt(0)) % self.E
+        first, other = (F.one_hot(i, self.E) * w[:, None] for i, w in zip((ids[:, 0], second), weights.T))
+        gates = first + other
+        return sum(expert(x) * gates[:, e, None] for e, expert in enumerate(self.list))
 
 
 @style("where loop, finite routing asserted with a message (pytorch-mixtures)")

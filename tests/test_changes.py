@@ -9,7 +9,8 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
-import test_lookalikes as lookalikes
+import test_lookalikes
+import test_lookalikes_rows as rows
 import torch
 import torch.nn.functional as F
 from conftest import more
@@ -17,9 +18,11 @@ from fp4_ops.compile_passes import changes
 from fp4_ops.compile_passes.functional import CannotCapture
 from fp4_ops.compile_passes.graph import Refusal, need, refuse
 from fp4_ops.compile_passes.without_rows import Unproved
+from lookalikes import CHANGES, Loop
 from moe_models import Recorder, relative_error
 from moe_styles import NormedLoop
-from test_lookalikes import Loop, Splits, norm
+from test_lookalikes import norm
+from test_lookalikes_rows import Splits
 from torch import Tensor, nn
 
 REFUSING = (need, refuse, Refusal, CannotCapture, Unproved)
@@ -168,24 +171,13 @@ def linear(weight: Tensor) -> nn.Linear:
 
 
 @applied("ExpertChoice")
-class RowsOfEachExpert(lookalikes.ExpertChoice):
+class RowsOfEachExpert(rows.ExpertChoice):
     def forward(self, x):
         scores = torch.softmax(self.router(x), -1)
         weights, tokens = torch.topk(scores.T, 3)
         gate, up = torch.bmm(x[tokens], self.w13).chunk(2, -1)
         y = torch.bmm(F.silu(gate) * up, self.w2) * weights.unsqueeze(-1)
         return torch.zeros_like(x).index_add(0, tokens.flatten(), y.flatten(0, 1))
-
-
-@applied("RowsCopiedOverInputs")
-@applied("RowsPutOverInputs")
-class RowsPutIntoZeros(lookalikes.RowsPutOverInputs):
-    def forward(self, x):
-        scores, out = torch.softmax(self.router(x), -1), torch.zeros_like(x)
-        chosen = self.chosen(scores.argmax(-1))
-        for e, expert in enumerate(self.list):
-            out = self.put(out, chosen[:, e], expert(x[chosen[:, e]]))
-        return scores.amax(-1, keepdim=True) * torch.where(chosen.any(-1)[:, None], out, x)
 
 
 @applied("SplitsWithAnExpertOfZeros")
@@ -215,7 +207,7 @@ class TheSumTimesInputs(NormedLoop):
 
 
 @applied("TransposedSum")
-class RowsOfATokenInARow(lookalikes.TransposedSum):
+class RowsOfATokenInARow(rows.TransposedSum):
     """What it sums is another token's rows: with the change it computes something else."""
 
     def experts_of(self, x, ids, weights):
@@ -235,13 +227,13 @@ class SplitsAsTold(Splits):
         return torch.zeros_like(x).index_add(0, perm // self.k, y)
 
 
-class OffsetsAsTold(lookalikes.OffsetsOfOtherIds):
+class OffsetsAsTold(rows.OffsetsOfOtherIds):
     def experts_of(self, x, ids, weights):
         sorted_ids, perm = ids.flatten().sort()
         counts = torch.histc(sorted_ids.float(), bins=self.E, min=0, max=self.E - 1)
         offs = counts.cumsum(0, dtype=torch.int32)
-        gate, up = lookalikes.grouped_mm(x[perm // self.k], self.w13, offs).chunk(2, -1)
-        y = lookalikes.grouped_mm(F.silu(gate) * up, self.w2, offs)
+        gate, up = rows.grouped_mm(x[perm // self.k], self.w13, offs).chunk(2, -1)
+        y = rows.grouped_mm(F.silu(gate) * up, self.w2, offs)
         y = y[perm.argsort()].view(-1, self.k, self.H)
         return (y * weights.unsqueeze(-1)).sum(1)
 
@@ -249,19 +241,21 @@ class OffsetsAsTold(lookalikes.OffsetsOfOtherIds):
 MEANT: dict[str, type[nn.Module]] = {
     **dict.fromkeys(("TwoExpertsForOneId", "OneReadsAnotherInput", "SelectedByInequality"), Loop),
     "ASideEffectBetweenExperts": Loop,
-    **dict.fromkeys([n for n in lookalikes.CHANGES if n.startswith("Splits")], SplitsAsTold),
+    **dict.fromkeys([n for n in CHANGES if n.startswith("Splits")], SplitsAsTold),
     "OffsetsOfOtherIds": OffsetsAsTold,
-    **dict.fromkeys([n for n in lookalikes.CHANGES if "Slice" in n or "Joined" in n], lookalikes.Buffers),
-    **dict.fromkeys(("OneByArgmin", "ScoresOfAnotherRowsId"), lookalikes.Switch),
-    **dict.fromkeys([n for n in lookalikes.CHANGES if n.startswith("Norm")], NormedLoop),
+    **dict.fromkeys([n for n in CHANGES if n.startswith("RowsPut")], rows.RowsPutOverInputs),
+    **dict.fromkeys(("SlicesThatKeepTheirInputs", "MaskedSlicesOfOtherRows"), rows.OneMaskedSlice),
+    **dict.fromkeys([n for n, (cls, *_) in CHANGES.items() if issubclass(cls, rows.Buffers)], rows.Buffers),
+    **dict.fromkeys(("OneByArgmin", "ScoresOfAnotherRowsId"), test_lookalikes.Switch),
+    **dict.fromkeys([n for n in CHANGES if n.startswith("Norm")], NormedLoop),
 }
 """What is probably meant where a program is one step off: with the change it computes something else."""
 SAME = APPLIED.keys() - {"TransposedSum"}
-NO_CHANGE = {"OneOtherActivation", "ExpertsFollowEachOther"}
+NO_CHANGE = {"OneOtherActivation", "ExpertsFollowEachOther", "SlicesOfWhatIsWritten"}
 
 
 def changed(name: str) -> tuple[nn.Module, nn.Module]:
-    refused = lookalikes.CHANGES[name][0](experts=4)
+    refused = CHANGES[name][0](experts=4)
     change, module = APPLIED.get(name) or MEANT[name], copy.deepcopy(refused)
     if isinstance(change, type):
         module.__class__ = change
@@ -445,7 +439,7 @@ def test_experts_without_their_router(checks):
 
 
 def test_every_refused_lookalike_has_a_change_here():
-    refused = {name for name, (_, reason, _) in lookalikes.CHANGES.items() if reason} | {"TransposedSum"}
+    refused = {name for name, (_, reason, _) in CHANGES.items() if reason} | {"TransposedSum"}
     assert refused <= APPLIED.keys() | MEANT.keys() | NO_CHANGE
     for name in NO_CHANGE:
-        assert lookalikes.CHANGES[name][2] == "none: "
+        assert CHANGES[name][2] == "none: "

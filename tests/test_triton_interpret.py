@@ -73,7 +73,9 @@ def small_tiles():
 
 def weight(format: str, g: int, n: int, k: int, bias=None):
     w = reference.random_weight(format, g, n, k)
-    return w.dense, ops.weight(*w.operands(), bias, checks.Weight(g, n, k), FORMATS[format])
+    return w.dense, ops.weight(
+        *w.operands(), bias, checks.Weight(g, n, k, FORMATS[format], LAYOUTS["plain"], w.scale.dtype)
+    )
 
 
 @inside

@@ -1,5 +1,6 @@
 // What formats, layouts and activations are, as data. The rows are those of meta/formats.py and
-// meta/layouts.py, which explain each field: setup.py writes them to tables.h (meta/cpp.py).
+// meta/layouts.py, which explain each field: setup.py writes them to build/tables.h
+// (csrc/generate/tables.py).
 #pragma once
 
 #include <torch/headeronly/core/ScalarType.h>
@@ -35,12 +36,18 @@ struct ScaleKind {
   int bytes;
 };
 
+using Dtypes = std::span<const ScalarType>;
+
 struct Format {
   std::string_view name;
   Element element;
-  int block;                   // elements along K that share one block scale
-  Scale scale, another_scale;  // what quantize makes, and what else is taken (the same: nothing)
-  bool has_global_scale;       // a float32 factor for each matrix on top of the block scales
+  int block;              // elements along K that share one block scale
+  Scale scale;            // that quantize makes
+  Dtypes scale_dtypes;    // of block scales that are taken: those of quantize, and others
+  Dtypes packed_dtypes;   // of codes that are taken
+  bool has_global_scale;  // a float32 factor for each matrix on top of the block scales
+
+  int64_t num_blocks(int64_t k) const { return (k + block - 1) / block; }
 };
 
 struct Layout {
@@ -48,10 +55,11 @@ struct Layout {
   Order order;
   int n_multiple, k_multiple, k_padding;  // N and K are multiples of these; K is padded with zeros to one
   std::optional<ScalarType> scale_dtype;  // of the block scales, whatever the format
+  Dtypes scale_dtypes;                    // the same, or empty
   bool has_factor;                        // a float32 factor for each matrix, whatever the format
   Names formats;                          // that it holds
   Names a_formats;                        // of moe, that give activations its kernels read; empty: all
-  std::span<const ScalarType> a_dtypes;   // of such activations; empty: all
+  Dtypes a_dtypes;                        // of such activations; empty: all
   std::string_view a_layout;              // the order of fp8 ones: the `layout` of quantize_fp8
   bool hopper;                            // only CUDA kernels read it
 

@@ -16,9 +16,8 @@ Tensor mm(const Tensor& a, const Tensor& b, const Tensor& b_scale, const Optiona
           const OptionalTensor& a_scale, const OptionalTensor& bias, const OptionalTensor& a_global_scale,
           const std::string& format, const std::string& layout, const std::string& a_format,
           std::optional<ScalarType> out_dtype) {
-  const WeightShape w = check_weight("b", b, b_scale, b_global_scale, format, layout, false);
-  const Operand operand = check_a(a, a_scale, a_global_scale, a_format, b, w, 2);
-  check_operand("bias", bias, "b", b, {w.n}, kFloating);
+  const WeightShape w =
+      check_mm(a, b, b_scale, b_global_scale, format, layout, a_scale, bias, a_global_scale, a_format);
   refuse_layout("mm", *w.layout);
   const ScalarType dtype = resolve_out_dtype(a, out_dtype);
   const int64_t m = a.size(0);
@@ -26,7 +25,7 @@ Tensor mm(const Tensor& a, const Tensor& b, const Tensor& b_scale, const Optiona
   if (m == 0) return out;
   const WeightOperand weight(w, b, b_scale, b_global_scale, bias);
   const Rows rows{.segments = {{0, 0, m}}, .a_index = {}, .out_index = {}};
-  const ActivationOperand ready(operand, w);
+  const ActivationOperand ready(a, a_scale, a_global_scale, a_format, w);
   gemm(ready.view(), weight.view(), rows, out.data_ptr(), dtype_of(dtype));
   return out;
 }
@@ -36,10 +35,8 @@ Tensor grouped_mm(const Tensor& a, const Tensor& b, const Tensor& b_scale,
                   const OptionalTensor& bias, const OptionalTensor& a_global_scale, const std::string& format,
                   const std::string& layout, const std::string& a_format,
                   std::optional<ScalarType> out_dtype) {
-  const WeightShape w = check_weight("b", b, b_scale, b_global_scale, format, layout, true);
-  const Operand operand = check_a(a, a_scale, a_global_scale, a_format, b, w, 2);
-  check_operand("offs", offs, "b", b, {w.groups}, kInt32);
-  check_operand("bias", bias, "b", b, {w.groups, w.n}, kFloating);
+  const WeightShape w = check_grouped_mm(a, b, b_scale, b_global_scale, offs, format, layout, a_scale, bias,
+                                         a_global_scale, a_format);
   refuse_layout("grouped_mm", *w.layout);
   const ScalarType dtype = resolve_out_dtype(a, out_dtype);
   const int64_t m = a.size(0);
@@ -56,7 +53,7 @@ Tensor grouped_mm(const Tensor& a, const Tensor& b, const Tensor& b_scale,
   zero_rows(out, begin, m, w.n, dtype);
   if (rows.segments.empty()) return out;
   const WeightOperand weight(w, b, b_scale, b_global_scale, bias);
-  const ActivationOperand ready(operand, w);
+  const ActivationOperand ready(a, a_scale, a_global_scale, a_format, w);
   gemm(ready.view(), weight.view(), rows, out.data_ptr(), dtype_of(dtype));
   return out;
 }
@@ -67,12 +64,8 @@ Tensor grouped_mm_masked(const Tensor& a, const Tensor& b, const Tensor& b_scale
                          const OptionalTensor& a_global_scale, const std::string& format,
                          const std::string& layout, const std::string& a_format,
                          std::optional<ScalarType> out_dtype) {
-  const WeightShape w = check_weight("b", b, b_scale, b_global_scale, format, layout, true);
-  const Operand operand = check_a(a, a_scale, a_global_scale, a_format, b, w, 3);
-  if (a.size(0) != w.groups)
-    fail("a has ", a.size(0), " groups; b has ", w.groups, ", and they must be equal");
-  check_operand("masked_m", masked_m, "b", b, {w.groups}, kInt32);
-  check_operand("bias", bias, "b", b, {w.groups, w.n}, kFloating);
+  const WeightShape w = check_grouped_mm_masked(a, b, b_scale, b_global_scale, masked_m, format, layout,
+                                                a_scale, bias, a_global_scale, a_format);
   refuse_layout("grouped_mm_masked", *w.layout);
   const ScalarType dtype = resolve_out_dtype(a, out_dtype);
   const int64_t max_m = a.size(1);
@@ -87,7 +80,7 @@ Tensor grouped_mm_masked(const Tensor& a, const Tensor& b, const Tensor& b_scale
   }
   if (rows.segments.empty()) return out;
   const WeightOperand weight(w, b, b_scale, b_global_scale, bias);
-  const ActivationOperand ready(operand, w);
+  const ActivationOperand ready(a, a_scale, a_global_scale, a_format, w);
   gemm(ready.view(), weight.view(), rows, out.data_ptr(), dtype_of(dtype));
   return out;
 }
@@ -97,10 +90,8 @@ Tensor indexed_mm(const Tensor& a, const Tensor& b, const Tensor& b_scale,
                   const OptionalTensor& a_scale, const OptionalTensor& bias,
                   const OptionalTensor& a_global_scale, const std::string& format, const std::string& layout,
                   const std::string& a_format, std::optional<ScalarType> out_dtype) {
-  const WeightShape w = check_weight("b", b, b_scale, b_global_scale, format, layout, true);
-  const Operand operand = check_a(a, a_scale, a_global_scale, a_format, b, w, 2);
-  check_operand("expert_ids", expert_ids, "b", b, {a.size(0)}, kIndex);
-  check_operand("bias", bias, "b", b, {w.groups, w.n}, kFloating);
+  const WeightShape w = check_indexed_mm(a, b, b_scale, b_global_scale, expert_ids, format, layout, a_scale,
+                                         bias, a_global_scale, a_format);
   refuse_layout("indexed_mm", *w.layout);
   const ScalarType dtype = resolve_out_dtype(a, out_dtype);
   const int64_t m = a.size(0);
@@ -110,7 +101,7 @@ Tensor indexed_mm(const Tensor& a, const Tensor& b, const Tensor& b_scale,
   if (int64_t(rows.out_index.size()) < m) zero_rows(out, 0, m, w.n, dtype);
   if (rows.segments.empty()) return out;
   const WeightOperand weight(w, b, b_scale, b_global_scale, bias);
-  const ActivationOperand ready(operand, w);
+  const ActivationOperand ready(a, a_scale, a_global_scale, a_format, w);
   gemm(ready.view(), weight.view(), rows, out.data_ptr(), dtype_of(dtype));
   return out;
 }
@@ -120,14 +111,13 @@ Tensor grouped_mm_k(const Tensor& a, const Tensor& b, const Tensor& b_scale,
                     const OptionalTensor& a_global_scale, const std::string& format,
                     const std::string& layout, const std::string& a_format,
                     std::optional<ScalarType> out_dtype) {
-  const WeightShape w = check_weight("b", b, b_scale, b_global_scale, format, layout, false);
-  const Operand operand = check_a(a, a_scale, a_global_scale, a_format, b, w, 2);
-  check_offsets("offs", offs, &a);
+  const WeightShape w = check_grouped_mm_k(a, b, b_scale, b_global_scale, offs, format, layout, a_scale,
+                                           a_global_scale, a_format);
   refuse_layout("grouped_mm_k", *w.layout);
   const ScalarType dtype = resolve_out_dtype(a, out_dtype);
   // No group may begin inside a block of scales.
   int block = w.format->block;
-  if (operand.format != nullptr) block = std::max(block, operand.format->block);
+  if (!a_format.empty()) block = std::max(block, entry(kFormats, a_format).block);
   if (a.scalar_type() == ScalarType::Char) block = std::max(block, kInt8Block);
   const std::vector<int64_t> ends = indices(offs);
   for (size_t g = 0; g < ends.size(); ++g) {
@@ -143,9 +133,9 @@ Tensor grouped_mm_k(const Tensor& a, const Tensor& b, const Tensor& b_scale,
   const Tensor out = empty({groups, m, w.n}, dtype);
   if (m == 0 || w.n == 0 || groups == 0) return out;
   const auto [packed, scales, factor] = to_plain(b, b_scale, b_global_scale, {w.format, w.layout});
-  const ActivationOperand ready(operand, w, /*as_float=*/true);
+  const ActivationOperand ready(a, a_scale, a_global_scale, a_format, w, /*as_float=*/true);
   const Activations& rows = ready.view();
-  const BlockScales of{w.format->block, w.scale};
+  const BlockScales of{w.format->block, scale_kind(w.scale_dtype)};
   int64_t begin = 0;
   for (int64_t g = 0; g < groups; begin = ends[g++]) {
     const int64_t k = ends[g] - begin, group_bytes = of.bytes(k);
@@ -170,7 +160,7 @@ Tensor grouped_mm_k(const Tensor& a, const Tensor& b, const Tensor& b_scale,
     }
     const Weight weight{.format = w.format,
                         .order = Order::plain,
-                        .scale = w.scale,
+                        .scale = scale_kind(w.scale_dtype),
                         .groups = 1,
                         .n = w.n,
                         .k = k,

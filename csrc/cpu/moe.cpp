@@ -78,8 +78,8 @@ Tensor moe(const Tensor& x, const Tensor& topk_ids, const Tensor& topk_weights, 
            const Tensor& w2_scale, const OptionalTensor& w2_global_scale, const OptionalTensor& w13_bias,
            const OptionalTensor& w2_bias, const std::string& format, const std::string& layout,
            const std::string& activation, const std::string& a_format, std::optional<ScalarType> out_dtype) {
-  const MoeShape shape = check_moe(x, topk_ids, topk_weights, w13, w13_scale, w13_global_scale, w2, w2_scale,
-                                   w2_global_scale, w13_bias, w2_bias, format, layout, activation, a_format);
+  const Experts shape = check_moe(x, topk_ids, topk_weights, w13, w13_scale, w13_global_scale, w2, w2_scale,
+                                  w2_global_scale, format, layout, activation, a_format, w13_bias, w2_bias);
   refuse_layout("moe", *shape.up.layout);
   const ScalarType dtype = resolve_out_dtype(x, out_dtype);
   const int64_t tokens = x.size(0), hidden = shape.down.n, top_k = topk_ids.size(1);
@@ -88,7 +88,7 @@ Tensor moe(const Tensor& x, const Tensor& topk_ids, const Tensor& topk_weights, 
 
   const WeightOperand up(shape.up, w13, w13_scale, w13_global_scale, w13_bias);
   const WeightOperand down(shape.down, w2, w2_scale, w2_global_scale, w2_bias);
-  const Block block{up.view(), down.view(), check_activation(activation), check_a_format(a_format), top_k};
+  const Block block{up.view(), down.view(), check_activation(activation), a_format_of(a_format), top_k};
   const Tensor rows = as_contiguous(x), route = as_contiguous(topk_weights);
   const DType x_dtype = dtype_of(rows.scalar_type()), out_kind = dtype_of(dtype);
   const std::vector<int64_t> ids = indices(topk_ids);

@@ -25,7 +25,7 @@ std::tuple<Tensor, Tensor, Tensor> quantize(const Tensor& x, const std::string& 
     global_shape.assign(scale_shape.begin(), scale_shape.end() - std::min<size_t>(2, scale_shape.size()));
   const int64_t scale_bytes = scale_size(fmt.scale);
   const Tensor packed = empty(packed_shape, ScalarType::Byte);
-  const Tensor scales = empty(scale_shape, scale_dtype(fmt));
+  const Tensor scales = empty(scale_shape, fmt.scale_dtypes[0]);
   const Tensor global = empty(global_shape, ScalarType::Float);
 
   const Tensor source = as_contiguous(x);
@@ -110,7 +110,7 @@ Tensor dequantize(const Tensor& packed, const Tensor& block_scale, const Optiona
   const Tensor from = as_contiguous(codes), from_scale = as_contiguous(block_scales);
   const OptionalTensor global = as_contiguous(factors);
   const int64_t k = packed.size(packed.dim() - 1) * 2, rows = num_rows(packed),
-                row_scales = ceil_div(k, fmt->block) * scale_size(scale_kind(from_scale));
+                row_scales = ceil_div(k, fmt->block) * scale_size(scale_kind(from_scale.scalar_type()));
   const int64_t per_matrix = packed.dim() >= 2 ? packed.size(packed.dim() - 2) : 1;
   Shape shape = shape_of(packed);
   shape.back() = k;
@@ -121,7 +121,7 @@ Tensor dequantize(const Tensor& packed, const Tensor& block_scale, const Optiona
     for (int64_t i = begin; i < end; ++i) {
       const double factor = f.has_global_scale ? data<float>(*global)[i / per_matrix] : 1.;
       double* to = dtype == ScalarType::Double ? mutable_data<double>(out) + i * k : values.data();
-      dequantize_row(f, scale_kind(from_scale), data<uint8_t>(from) + i * (k / 2),
+      dequantize_row(f, scale_kind(from_scale.scalar_type()), data<uint8_t>(from) + i * (k / 2),
                      data<uint8_t>(from_scale) + i * row_scales, k, factor, to);
       if (dtype != ScalarType::Double)
         store_values(to, k, dtype_of(dtype),

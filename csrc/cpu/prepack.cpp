@@ -48,14 +48,14 @@ struct Sizes {
 
 // --- tile16 ---
 
-BlockScales block_scales(const Tensor& block_scale, FormatAndLayout weight) {
-  return {weight.format->block, scale_kind(block_scale)};
+BlockScales block_scales(const Tensor& block_scale, Stored weight) {
+  return {weight.format->block, scale_kind(block_scale.scalar_type())};
 }
 
 // The same bytes in the other order. f(codes, scales, to_codes, to_scales) moves one panel of 16 rows; what
 // tile16 keeps plain is copied.
 template <typename F>
-std::tuple<Tensor, Tensor> reorder(const Tensor& packed, const Tensor& block_scale, FormatAndLayout target,
+std::tuple<Tensor, Tensor> reorder(const Tensor& packed, const Tensor& block_scale, Stored target,
                                    const F& f) {
   const Tensor to = empty(shape_of(packed), ScalarType::Byte);
   advise_huge_pages(to);
@@ -164,7 +164,7 @@ void check_not_negative(const Tensor& block_scale, const Layout& layout) {
 
 template <class Bits>
 Packed to_sm90(const Tensor& packed, const Tensor& block_scale, const OptionalTensor& global_scale,
-               FormatAndLayout target) {
+               Stored target) {
   const Format& fmt = *target.format;
   const Layout& layout = *target.layout;
   const Sizes s(packed);
@@ -210,8 +210,7 @@ int to_e8m0(uint8_t scale, int emax) {
 }
 
 template <class Bits>
-Packed from_sm90(const Tensor& packed, const Tensor& block_scale, const Tensor& global_scale,
-                 FormatAndLayout source) {
+Packed from_sm90(const Tensor& packed, const Tensor& block_scale, const Tensor& global_scale, Stored source) {
   const Format& fmt = *source.format;
   const Sizes s(packed);
   const int64_t blocks = s.k / fmt.block, tiles = s.n / kSm90Rows;
@@ -219,7 +218,7 @@ Packed from_sm90(const Tensor& packed, const Tensor& block_scale, const Tensor& 
   Shape scale_shape = shape_of(packed);
   scale_shape.back() = blocks;
   const Tensor to = empty(shape_of(packed), ScalarType::Byte),
-               to_scale = empty(scale_shape, scale_dtype(fmt));
+               to_scale = empty(scale_shape, fmt.scale_dtypes[0]);
   const Tensor from = as_contiguous(packed), from_scale = as_contiguous(block_scale);
   const Tensor factor = as_contiguous(global_scale);
   std::atomic<bool> exact = true;
@@ -275,7 +274,7 @@ float int4_factor(float largest) {
   return std::ldexp(1.f, std::max(exponent - (mantissa <= .875f ? 6 : 5), -126));
 }
 
-Packed to_sm90_int4(const Tensor& packed, const Tensor& block_scale, FormatAndLayout target) {
+Packed to_sm90_int4(const Tensor& packed, const Tensor& block_scale, Stored target) {
   const Format& fmt = *target.format;
   const Layout& layout = *target.layout;
   const Sizes s(packed);
@@ -286,7 +285,7 @@ Packed to_sm90_int4(const Tensor& packed, const Tensor& block_scale, FormatAndLa
   const Tensor to = empty(shape, ScalarType::Byte), to_scale = empty(scale_shape, ScalarType::Float),
                to_factor = empty(Shape(shape.begin(), shape.end() - 2), ScalarType::Float);
   const Tensor from = as_contiguous(packed), from_scale = as_contiguous(block_scale);
-  const bool wide = scale_kind(from_scale) == Scale::f32;
+  const bool wide = scale_kind(from_scale.scalar_type()) == Scale::f32;
   const uint8_t* scales = data<uint8_t>(from_scale);
   const auto scale_at = [&](int64_t i) {
     return wide ? load_as_float<DType::f32>(scales, i) : load_as_float<DType::bf16>(scales, i);
@@ -329,8 +328,7 @@ Packed to_sm90_int4(const Tensor& packed, const Tensor& block_scale, FormatAndLa
 }
 
 // Block scales stay float32: they may have been so before.
-Packed from_sm90_int4(const Tensor& packed, const Tensor& block_scale, const Tensor& factor,
-                      FormatAndLayout source) {
+Packed from_sm90_int4(const Tensor& packed, const Tensor& block_scale, const Tensor& factor, Stored source) {
   const Sizes s(packed);
   const int64_t blocks = s.k / source.format->block;
   const Tensor to = empty(shape_of(packed), ScalarType::Byte),
@@ -375,7 +373,7 @@ bool is_damaged(Scale scale, const uint8_t* scales, int64_t i) {
 void check_scales_finite(const Tensor& block_scale) {
   const Tensor c = as_contiguous(block_scale);
   const uint8_t* bytes = data<uint8_t>(c);
-  const Scale scale = scale_kind(c);
+  const Scale scale = scale_kind(c.scalar_type());
   std::atomic<bool> damaged = false;
   torch::stable::parallel_for(0, c.numel(), 1 << 16, [&](int64_t begin, int64_t end) {
     bool nan = false;
@@ -387,7 +385,7 @@ void check_scales_finite(const Tensor& block_scale) {
 
 Packed prepack(const Tensor& packed, const Tensor& block_scale, const OptionalTensor& global_scale,
                const std::string& format, const std::string& layout) {
-  const FormatAndLayout target = check_prepack(packed, block_scale, global_scale, format, layout);
+  const Stored target = check_prepack(packed, block_scale, global_scale, format, layout);
   check_scales_finite(block_scale);
   const Order order = target.layout->order;
   if (order == Order::sm90) return to_sm90<Sm90>(packed, block_scale, global_scale, target);
@@ -410,7 +408,7 @@ Packed unpack(const Tensor& packed, const Tensor& block_scale, const OptionalTen
 }  // namespace
 
 Packed to_plain(const Tensor& packed, const Tensor& block_scale, const OptionalTensor& global_scale,
-                FormatAndLayout from) {
+                Stored from) {
   const Order order = from.layout->order;
   if (order == Order::sm90) return from_sm90<Sm90>(packed, block_scale, *global_scale, from);
   if (order == Order::sm90_bf16) return from_sm90<Sm90Bf16>(packed, block_scale, *global_scale, from);

@@ -9,6 +9,6 @@ namespace fp4::cpu {
 
 // packed, block_scale and global_scale in the plain layout, K still padded as `from.layout` pads it.
 std::tuple<Tensor, Tensor, Tensor> to_plain(const Tensor& packed, const Tensor& block_scale,
-                                            const OptionalTensor& global_scale, FormatAndLayout from);
+                                            const OptionalTensor& global_scale, Stored from);
 
 }  // namespace fp4::cpu

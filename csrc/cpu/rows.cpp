@@ -28,8 +28,7 @@ std::vector<int64_t> checked_counts(const Tensor& masked_m, int64_t max_m) {
 }
 
 Tensor offs_to_m_indices(const Tensor& offs, int64_t m) {
-  check_offsets("offs", offs);
-  check_count("m", m);
+  check_offs_to_m_indices(offs, m);
   const std::vector<int64_t> ends = checked_offs(offs, m, "m is only");
   const Tensor out = empty({m}, ScalarType::Int);
   int32_t* to = mutable_data<int32_t>(out);
@@ -41,8 +40,7 @@ Tensor offs_to_m_indices(const Tensor& offs, int64_t m) {
 }
 
 Tensor m_indices_to_offs(const Tensor& m_indices, int64_t num_groups) {
-  check_offsets("m_indices", m_indices);
-  check_count("num_groups", num_groups);
+  check_m_indices_to_offs(m_indices, num_groups);
   const std::vector<int64_t> ids = indices(m_indices);
   std::vector<int64_t> counts(num_groups, 0);
   int64_t previous = 0;
@@ -64,9 +62,7 @@ Tensor m_indices_to_offs(const Tensor& m_indices, int64_t num_groups) {
 }
 
 std::tuple<Tensor, Tensor> to_masked(const Tensor& a, const Tensor& offs, int64_t max_m) {
-  check_dim("a", a, 2);
-  check_offsets("offs", offs, &a);
-  check_count("max_m", max_m);
+  check_to_masked(a, offs, max_m);
   const std::vector<int64_t> ends = checked_offs(offs, a.size(0), "the rows of a are only");
   const int64_t groups = ends.size(), k = a.size(1), row_bytes = k * a.element_size();
   const Tensor source = as_contiguous(a);
@@ -84,10 +80,7 @@ std::tuple<Tensor, Tensor> to_masked(const Tensor& a, const Tensor& offs, int64_
 }
 
 std::tuple<Tensor, Tensor> from_masked(const Tensor& a, const Tensor& masked_m, int64_t m) {
-  check_dim("a", a, 3);
-  check_offsets("masked_m", masked_m, &a);
-  check_shape("masked_m", masked_m, {a.size(0)});
-  check_count("m", m);
+  check_from_masked(a, masked_m, m);
   const int64_t groups = a.size(0), max_m = a.size(1), k = a.size(2), row_bytes = k * a.element_size();
   const std::vector<int64_t> counts = checked_counts(masked_m, max_m);
   const Tensor source = as_contiguous(a);

@@ -30,11 +30,6 @@ inline Tensor empty(const Shape& shape, ScalarType dtype) {
   return Tensor(handle);
 }
 
-inline Shape shape_of(const Tensor& t) {
-  const auto sizes = t.sizes();
-  return Shape(sizes.begin(), sizes.end());
-}
-
 template <typename T>
 const T* data(const Tensor& t) {
   return static_cast<const T*>(t.data_ptr());
@@ -60,7 +55,7 @@ class WeightOperand {
         bias_(as_contiguous(bias)) {
     view_ = {.format = shape.format,
              .order = shape.layout->order,
-             .scale = shape.scale,
+             .scale = scale_kind(shape.scale_dtype),
              .groups = shape.groups,
              .n = shape.n,
              .k = shape.k,
@@ -81,21 +76,22 @@ class WeightOperand {
 // Activations made contiguous and ready for the panel kernels; `as_float`: float32 rows, int8 codes too.
 class ActivationOperand {
  public:
-  ActivationOperand(const Operand& operand, const WeightShape& w, bool as_float = false)
-      : a_(as_contiguous(operand.a)),
-        scale_(as_contiguous(operand.scale)),
-        global_(as_contiguous(operand.global_scale)) {
+  ActivationOperand(const Tensor& a, const OptionalTensor& a_scale, const OptionalTensor& a_global_scale,
+                    std::string_view a_format, const WeightShape& w, bool as_float = false)
+      : a_(as_contiguous(a)), scale_(as_contiguous(a_scale)), global_(as_contiguous(a_global_scale)) {
     const int64_t rows = num_rows(a_);
     const ScalarType dtype = a_.scalar_type();
-    if (operand.format != nullptr) {
-      const bool factors = operand.format->has_global_scale;
+    if (!a_format.empty()) {
+      const Format& format = entry(kFormats, a_format);
+      const bool factors = format.has_global_scale;
       const int64_t per_factor =
           factors ? std::max<int64_t>(1, rows / std::max<int64_t>(1, global_->numel())) : 1;
-      view_ = prepare_packed(*operand.format, data<uint8_t>(a_), data<uint8_t>(*scale_),
+      view_ = prepare_packed(format, data<uint8_t>(a_), data<uint8_t>(*scale_),
                              factors ? data<float>(*global_) : nullptr, per_factor, rows, w.k);
     } else if (dtype == ScalarType::Char) {
       view_ = as_float ? prepare_int8_as_float(data<int8_t>(a_), data<float>(*scale_), rows, w.k)
-                       : prepare_int8(data<int8_t>(a_), data<float>(*scale_), rows, w.k, w.scale);
+                       : prepare_int8(data<int8_t>(a_), data<float>(*scale_), rows, w.k,
+                                      scale_kind(w.scale_dtype));
     } else if (dtype == ScalarType::Float8_e4m3fn) {
       view_ = prepare_fp8(data<uint8_t>(a_), data<float>(*scale_), rows, w.k);
     } else {

@@ -17,7 +17,7 @@ from torch import Tensor
 
 from ..gates import apply_gate
 from ..meta import checks
-from ..meta.formats import FORMATS, Activation, known_activation
+from ..meta.formats import Activation, known_activation
 from . import choice, decode, gemv, int4, prefill, rows
 from .choice import Product
 from .decode import Routing
@@ -45,13 +45,11 @@ def weight(
     b_global_scale: Tensor | None,
     bias: Tensor | None,
     w: checks.Weight,
-    format: str,
 ) -> Weight:
     assert b_global_scale is not None  # both layouts have a factor
     b, b_scale, factor = b.contiguous(), b_scale.contiguous(), b_global_scale.contiguous()
     bias = _contiguous(bias)
-    shape = 1 if w.groups is None else w.groups, w.n, w.k
-    block = FORMATS[format].block
+    shape, block = (w.groups, w.n, w.k), w.format.block
     if w.layout is int4.LAYOUT:
         return Int4Weight(b, b_scale, factor, block, bias, *shape)
     return decode.Weight(b, b_scale, factor, bias, *shape, w.layout, block)

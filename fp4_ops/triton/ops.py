@@ -111,16 +111,16 @@ def on_cpu(convert, packed, block_scale, global_scale, format, layout):
     )
 
 
-def weight(b, b_scale, b_global_scale, bias, w: checks.Weight, fmt: Format) -> Weight:
+def weight(b, b_scale, b_global_scale, bias, w: checks.Weight) -> Weight:
     return Weight(
         _bytes(b),
         _scales(b_scale),
-        b_global_scale.contiguous() if fmt.has_global_scale else None,
+        b_global_scale.contiguous() if w.format.has_global_scale else None,
         bias.contiguous() if bias is not None else None,
-        1 if w.groups is None else w.groups,
+        w.groups,
         w.n,
         w.k,
-        fmt,
+        w.format,
     )
 
 

@@ -13,7 +13,6 @@ from functools import partial
 import torch
 
 from ..meta import checks
-from ..meta.formats import FORMATS
 from ..sm90 import int4
 from ..sm90 import library as sm90_library
 from ..sm90 import ops as sm90
@@ -24,13 +23,13 @@ from .activations import moe_quantized, rows_of
 SM90, SM90_BF16, SM90_INT4 = "sm90", "sm90_bf16", "sm90_int4"
 
 
-def hopper(product, a, b, b_scale, b_global_scale, bias, w, format, *route_and_dtype):
+def hopper(product, a, b, b_scale, b_global_scale, bias, w, *route_and_dtype):
     """A product of fp4_ops.sm90 with a weight in its layouts. `a`: (a, a_scale, a_global_scale, a_format)."""
     sm90.require(product.__name__, w.layout.name, b.device)
     values, scale, _, a_format = a
     if a_format:  # packed: exact in bfloat16 but for a factor of each row
         values, scale = rows_of(*a)
-    return product(values, scale, sm90.weight(b, b_scale, b_global_scale, bias, w, format), *route_and_dtype)
+    return product(values, scale, sm90.weight(b, b_scale, b_global_scale, bias, w), *route_and_dtype)
 
 
 def quantize(x, format, global_scale=None):
@@ -97,10 +96,10 @@ def mm(
     dtype = checks.resolve_out_dtype(a, out_dtype)
     if w.layout.hopper:
         given = a, a_scale, a_global_scale, a_format
-        return hopper(sm90.mm, given, b, b_scale, b_global_scale, bias, w, format, dtype)
+        return hopper(sm90.mm, given, b, b_scale, b_global_scale, bias, w, dtype)
     ops.refuse_layout("mm", layout)
     ops.refuse_int8("mm", a.dtype)
-    wt = ops.weight(b, b_scale, b_global_scale, bias, w, FORMATS[format])
+    wt = ops.weight(b, b_scale, b_global_scale, bias, w)
     x, factor = rows_of(a, a_scale, a_global_scale, a_format)
     return ops.run_product(ops.prepare_dense, x, a.shape[0], wt, dtype, a_factor=factor)
 
@@ -115,10 +114,10 @@ def grouped_mm(
     dtype = checks.resolve_out_dtype(a, out_dtype)
     if w.layout.hopper:
         given = a, a_scale, a_global_scale, a_format
-        return hopper(sm90.grouped_mm, given, b, b_scale, b_global_scale, bias, w, format, offs, dtype)
+        return hopper(sm90.grouped_mm, given, b, b_scale, b_global_scale, bias, w, offs, dtype)
     ops.refuse_layout("grouped_mm", layout)
     ops.refuse_int8("grouped_mm", a.dtype)
-    wt = ops.weight(b, b_scale, b_global_scale, bias, w, FORMATS[format])
+    wt = ops.weight(b, b_scale, b_global_scale, bias, w)
     if w.groups == 0:
         return a.new_zeros((a.shape[0], w.n), dtype=dtype)
     x, factor = rows_of(a, a_scale, a_global_scale, a_format)
@@ -135,12 +134,10 @@ def grouped_mm_masked(
     dtype = checks.resolve_out_dtype(a, out_dtype)
     if w.layout.hopper:
         given = a, a_scale, a_global_scale, a_format
-        return hopper(
-            sm90.grouped_mm_masked, given, b, b_scale, b_global_scale, bias, w, format, masked_m, dtype
-        )
+        return hopper(sm90.grouped_mm_masked, given, b, b_scale, b_global_scale, bias, w, masked_m, dtype)
     ops.refuse_layout("grouped_mm_masked", layout)
     ops.refuse_int8("grouped_mm_masked", a.dtype)
-    wt = ops.weight(b, b_scale, b_global_scale, bias, w, FORMATS[format])
+    wt = ops.weight(b, b_scale, b_global_scale, bias, w)
     groups, max_m, _ = a.shape
     x, factor = rows_of(a, a_scale, a_global_scale, a_format)
     out = ops.run_product(ops.prepare_masked, x, groups * max_m, wt, dtype, masked_m, a_factor=factor)
@@ -157,10 +154,10 @@ def indexed_mm(
     dtype = checks.resolve_out_dtype(a, out_dtype)
     if w.layout.hopper:
         given = a, a_scale, a_global_scale, a_format
-        return hopper(sm90.indexed_mm, given, b, b_scale, b_global_scale, bias, w, format, expert_ids, dtype)
+        return hopper(sm90.indexed_mm, given, b, b_scale, b_global_scale, bias, w, expert_ids, dtype)
     ops.refuse_layout("indexed_mm", layout)
     ops.refuse_int8("indexed_mm", a.dtype)
-    wt = ops.weight(b, b_scale, b_global_scale, bias, w, FORMATS[format])
+    wt = ops.weight(b, b_scale, b_global_scale, bias, w)
     if w.groups == 0:
         return a.new_zeros((a.shape[0], w.n), dtype=dtype)
     x, factor = rows_of(a, a_scale, a_global_scale, a_format)
@@ -179,10 +176,10 @@ def grouped_mm_k(
     if w.layout.hopper:
         given = a, a_scale, a_global_scale, a_format
         dtype = checks.resolve_out_dtype(a, out_dtype)
-        return hopper(sm90.grouped_mm_k, given, b, b_scale, b_global_scale, None, w, format, offs, dtype)
+        return hopper(sm90.grouped_mm_k, given, b, b_scale, b_global_scale, None, w, offs, dtype)
     ops.refuse_layout("grouped_mm_k", layout)
     ops.refuse_int8("grouped_mm_k", a.dtype)
-    wt = ops.weight(b, b_scale, b_global_scale, None, w, FORMATS[format])
+    wt = ops.weight(b, b_scale, b_global_scale, None, w)
     x, factor = rows_of(a, a_scale, a_global_scale, a_format)
     return ops.grouped_mm_k(x, wt, offs, checks.resolve_out_dtype(a, out_dtype), factor)
 
@@ -201,26 +198,24 @@ def moe(
         sm90.require("moe", layout, w13.device)
         return sm90.moe(
             x, topk_ids, topk_weights,
-            sm90.weight(w13, w13_scale, w13_global_scale, w13_bias, up, format),
-            sm90.weight(w2, w2_scale, w2_global_scale, w2_bias, down, format),
+            sm90.weight(w13, w13_scale, w13_global_scale, w13_bias, up),
+            sm90.weight(w2, w2_scale, w2_global_scale, w2_bias, down),
             activation, a_format, out_dtype,
         )  # fmt: skip
     ops.refuse_layout("moe", layout)
     if a_format == "int8":
         raise RuntimeError("fp4::moe: a_format is 'int8', which runs on CPU only; on CUDA it can be 'fp8'")
-    fmt = FORMATS[format]
     run = ops.moe if a_format in ("none", "auto") else partial(moe_quantized, a_format=a_format)
     return run(
         x, topk_ids, topk_weights,
-        ops.weight(w13, w13_scale, w13_global_scale, w13_bias, up, fmt),
-        ops.weight(w2, w2_scale, w2_global_scale, w2_bias, down, fmt),
+        ops.weight(w13, w13_scale, w13_global_scale, w13_bias, up),
+        ops.weight(w2, w2_scale, w2_global_scale, w2_bias, down),
         activation, out_dtype,
     )  # fmt: skip
 
 
 def offs_to_m_indices(offs, m):
-    checks.check_offsets("offs", offs)
-    checks.check_count("m", m)
+    checks.check_offs_to_m_indices(offs, m)
     # A row's expert is how many ends are at or before it; the running maximum keeps bad offsets in order.
     ends = offs.cummax(0).values if offs.numel() else offs
     rows = torch.arange(m, dtype=torch.int32, device=offs.device)
@@ -229,8 +224,7 @@ def offs_to_m_indices(offs, m):
 
 
 def m_indices_to_offs(m_indices, num_groups):
-    checks.check_offsets("m_indices", m_indices)
-    checks.check_count("num_groups", num_groups)
+    checks.check_m_indices_to_offs(m_indices, num_groups)
     groups = torch.arange(num_groups, dtype=torch.int32, device=m_indices.device)
     valid = (m_indices >= 0) & (m_indices < num_groups)
     ids = torch.where(valid, m_indices, num_groups).sort().values
@@ -238,15 +232,10 @@ def m_indices_to_offs(m_indices, num_groups):
 
 
 def to_masked(a, offs, max_m):
-    checks.check_dim("a", a, 2)
-    checks.check_offsets("offs", offs, a)
-    checks.check_count("max_m", max_m)
+    checks.check_to_masked(a, offs, max_m)
     return ops.copy_groups(a, offs, a.shape[0], max_m, to_masked=True)
 
 
 def from_masked(a, masked_m, m):
-    checks.check_dim("a", a, 3)
-    checks.check_offsets("masked_m", masked_m, a)
-    checks.check_shape("masked_m", masked_m, (a.shape[0],))
-    checks.check_count("m", m)
+    checks.check_from_masked(a, masked_m, m)
     return ops.copy_groups(a, masked_m, m, a.shape[1], to_masked=False)

@@ -87,8 +87,6 @@ def add(group: Group, *families: str, **how: Any) -> None:
         settings = {"experts": _EXPERTS, "but": r"shared|bias", "takes": "ids", **how}
         if family == "jetmoe":  # whose attention has experts, too: single products, which stay as they are
             settings["but"] = "self_attention|bias"
-        if family == "nllb-moe":  # which keeps all experts' rows in one buffer that each reads and writes
-            settings |= {"becomes": (), "because": "read what others have computed"}
         if family in _TRANSPOSED:
             settings["transposed"] = _TRANSPOSED[family]
         group.case("transformers", family, **settings)(lambda family=family: tiny(family))

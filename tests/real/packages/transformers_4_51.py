@@ -8,8 +8,7 @@ GROUP = Group((
 add(
     GROUP,
     "aria_text", "dbrx", "deepseek_v3", "granitemoe", "granitemoeshared", "jamba", "jetmoe",
-    "mixtral", "nllb-moe", "olmoe", "phimoe", "qwen2_moe", "qwen3_moe",
+    "mixtral", "olmoe", "phimoe", "qwen2_moe", "qwen3_moe",
 )  # fmt: skip
 add(GROUP, "llama4_text", becomes=("fp4::grouped_mm_masked",))
-# Tokens beyond an expert's capacity keep what they had.
-add(GROUP, "switch_transformers", becomes=(), because="are put over clone")
+add(GROUP, "nllb-moe", "switch_transformers", becomes=("fp4::indexed_mm",))

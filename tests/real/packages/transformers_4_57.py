@@ -9,7 +9,7 @@ add(
     GROUP,
     "aria_text", "dbrx", "deepseek_v2", "deepseek_v3", "dots1", "ernie4_5_moe", "flex_olmo", "glm4_moe",
     "glm4v_moe_text", "gpt_oss", "granitemoe", "granitemoehybrid", "granitemoeshared", "hunyuan_v1_moe",
-    "jamba", "jetmoe", "llama4_text", "longcat_flash", "minimax", "mixtral", "nllb-moe", "olmoe", "phimoe",
+    "jamba", "jetmoe", "llama4_text", "longcat_flash", "minimax", "mixtral", "olmoe", "phimoe",
     "qwen2_moe", "qwen3_moe", "qwen3_next", "qwen3_vl_moe_text",
 )  # fmt: skip
-add(GROUP, "switch_transformers", becomes=("fp4::indexed_mm",))
+add(GROUP, "nllb-moe", "switch_transformers", becomes=("fp4::indexed_mm",))

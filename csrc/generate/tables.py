@@ -1,16 +1,27 @@
-"""The tables of formats.py and layouts.py as C++: setup.py writes them to build/tables.h.
+"""The tables of meta/formats.py and meta/layouts.py as C++.
 
 csrc/common/formats.h says what the fields mean. Names stand sorted, as error messages list them.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
+from typing import Any
 
 import torch
 
-from .formats import A_FORMATS, ACTIVATIONS, ELEMENTS, FORMATS, FP4_FORMATS, INT8_BLOCK, LIMITS
-from .layouts import A_LAYOUTS, LAYOUTS, TILE16_K, TILE16_ROWS
+from meta.formats import (
+    A_FORMAT_NAMES,
+    ACTIVATION_NAMES,
+    ACTIVATIONS,
+    ELEMENTS,
+    FORMAT_NAMES,
+    FORMATS,
+    FP4_NAMES,
+    INT8_BLOCK,
+    LIMITS,
+)
+from meta.layouts import A_LAYOUTS, LAYOUT_NAMES, LAYOUTS, TILE16_K, TILE16_ROWS
 
 SCALAR_TYPES = {
     torch.uint8: "Byte",
@@ -34,10 +45,11 @@ SCALES = {
 KEYWORDS = {"auto": "automatic"}
 
 
-def header() -> str:
+def tables() -> str:
+    """The text of build/tables.h."""
     return "\n".join(
         [
-            "// Made by setup.py of meta/formats.py and meta/layouts.py, and included by common/formats.h.",
+            "// Made by csrc/generate/tables.py; common/formats.h includes it.",
             "#pragma once",
             "",
             "namespace fp4 {",
@@ -91,7 +103,7 @@ def _enums() -> list[str]:
         _enum("Element", ELEMENTS),
         _enum("Scale", SCALES.values()),
         _enum("Order", LAYOUTS),
-        _enum("AFormat", sorted(A_FORMATS)),
+        _enum("AFormat", A_FORMAT_NAMES),
         _enum("GateFunction", dict.fromkeys(a.function for a in ACTIVATIONS.values())),
         "",
     ]
@@ -99,17 +111,12 @@ def _enums() -> list[str]:
 
 def _formats() -> list[str]:
     element_of = {s: f.element for f in FORMATS.values() for s in f.scale_dtypes}
-    rows = (
-        (
-            f'"{f.name}"',
-            f"Element::{f.element}",
-            str(f.block),
-            f"Scale::{SCALES[f.scale_dtypes[0]]}",
-            f"Scale::{SCALES[f.scale_dtypes[-1]]}",
-            _bool(f.has_global_scale),
-        )
-        for f in FORMATS.values()
-    )
+    lines, rows = [], []
+    for f in FORMATS.values():
+        scales, packed = f"k_{f.name}_scale_dtypes", f"k_{f.name}_packed_dtypes"
+        lines += [_dtypes(scales, f.scale_dtypes), _dtypes(packed, f.packed_dtypes)]
+        row = [f'"{f.name}"', f"Element::{f.element}", str(f.block), f"Scale::{SCALES[f.scale_dtype]}"]
+        rows.append([*row, scales, packed, _bool(f.has_global_scale)])
     # `unit` makes every value an integer; `offset` makes these unsigned.
     codes = []
     for values in ELEMENTS.values():
@@ -117,39 +124,41 @@ def _formats() -> list[str]:
         codes.append(("{" + ", ".join(map(_float, values)) + "}", str(unit), str(int(-min(values) * unit))))
     return [
         *_table("Codes", "kCodes", codes),
+        *lines,
         *_table("Format", "kFormats", rows),
         *_table(
             "ScaleKind",
             "kScales",
             ((_scalar_type(d), f"Element::{element_of[d]}", str(d.itemsize)) for d in SCALES),
         ),
-        _names("kFormatNames", sorted(FORMATS)),
-        _names("kFp4Names", sorted(FP4_FORMATS)),
+        _names("kFormatNames", FORMAT_NAMES),
+        _names("kFp4Names", FP4_NAMES),
         "",
     ]
 
 
 def _layouts() -> list[str]:
-    lines, rows = [], []
+    lines: list[str] = []
+    rows = []
+
+    def array(name: str, write: Callable[[str, Any], str], values: tuple[Any, ...]) -> str:
+        if values:
+            lines.append(write(name, values))
+        return name if values else "{}"
+
     for layout in LAYOUTS.values():
-        formats, a_formats, a_dtypes = (
-            f"k_{layout.name}_{what}" for what in ("formats", "a_formats", "a_dtypes")
-        )
-        lines.append(_names(formats, sorted(layout.formats)))
-        if layout.a_formats:
-            lines.append(_names(a_formats, layout.a_formats))
-        if layout.a_dtypes:
-            lines.append(_dtypes(a_dtypes, layout.a_dtypes))
+        own = f"k_{layout.name}"
         rows.append(
             (
                 f'"{layout.name}"',
                 f"Order::{layout.name}",
                 *map(str, (layout.n_multiple, layout.k_multiple, layout.k_padding)),
                 _scalar_type(layout.scale_dtype) if layout.scale_dtype else "std::nullopt",
+                array(f"{own}_scale_dtypes", _dtypes, layout.scale_dtypes),
                 _bool(layout.has_factor),
-                formats,
-                a_formats if layout.a_formats else "{}",
-                a_dtypes if layout.a_dtypes else "{}",
+                array(f"{own}_formats", _names, layout.formats),
+                array(f"{own}_a_formats", _names, layout.a_formats),
+                array(f"{own}_a_dtypes", _dtypes, layout.a_dtypes),
                 f'"{layout.a_layout}"',
                 _bool(layout.hopper),
             )
@@ -157,8 +166,8 @@ def _layouts() -> list[str]:
     return [
         *lines,
         *_table("Layout", "kLayouts", rows),
-        _names("kLayoutNames", sorted(LAYOUTS)),
-        _names("kALayoutNames", A_LAYOUTS),
+        _names("kLayoutNames", LAYOUT_NAMES),
+        _names("kALayouts", A_LAYOUTS),
         "",
     ]
 
@@ -177,7 +186,7 @@ def _activations() -> list[str]:
     return [
         *_table("Activation", "kActivations", rows),
         f"inline constexpr double kLeastLimit = {LIMITS[0]!r}, kMostLimit = {LIMITS[1]!r};",
-        _names("kActivationNames", sorted(ACTIVATIONS)),
-        _names("kAFormatNames", sorted(A_FORMATS)),
+        _names("kActivationNames", ACTIVATION_NAMES),
+        _names("kAFormatNames", A_FORMAT_NAMES),
         "",
     ]

@@ -1,0 +1,92 @@
+"""The conditions of which checks.py is made, and their words.
+
+csrc/common/checks.h has the same functions for C++; tests/test_bad_input.py holds the two against each other.
+All raise RuntimeError (`torch._check`), and the message names the argument, what it was and what it must be.
+Sizes may be symbolic.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+
+import torch
+
+from .formats import ACTIVATION_NAMES, Activation, find_activation
+
+Shape = tuple[int, ...]
+Dtypes = tuple[torch.dtype, ...]
+
+
+def check(condition: bool | torch.SymBool, message: Callable[[], str]) -> None:
+    """`torch._check`, whose microseconds are spent only where sizes are symbolic or the check fails."""
+    if condition is not True:
+        torch._check(condition, message)
+
+
+def dtype_name(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")
+
+
+def dtype_names(dtypes: Dtypes) -> str:
+    return " or ".join(map(dtype_name, dtypes))
+
+
+def listed(names: Iterable[str]) -> str:
+    return ", ".join(names)
+
+
+def shape_text(shape: Iterable[int]) -> str:
+    return "[" + ", ".join(map(str, shape)) + "]"
+
+
+def leading(t: torch.Tensor, count: int) -> Shape:
+    """The first `count` sizes; a negative count leaves that many out at the end."""
+    return tuple(t.shape[:count])
+
+
+def common(dtypes: Dtypes, others: Dtypes) -> Dtypes:
+    """Those of `dtypes` that are among `others`."""
+    return tuple(d for d in dtypes if d in others)
+
+
+def check_name(what: str, value: str, names: Iterable[str], when: str = "", hint: str = "") -> None:
+    check(value in names, lambda: f"{what} is '{value}'; {when}it must be one of: {listed(names)}{hint}")
+
+
+def check_dtype(name: str, t: torch.Tensor, allowed: Dtypes) -> None:
+    check(
+        t.dtype in allowed,
+        lambda: f"{name} has dtype {dtype_name(t.dtype)}; it must be {dtype_names(allowed)}",
+    )
+
+
+def check_shape(name: str, t: torch.Tensor, shape: Shape) -> None:
+    def message() -> str:
+        return f"{name} has shape {shape_text(t.shape)}; it must be {shape_text(shape)}"
+
+    check(t.dim() == len(shape), message)
+    for got, want in zip(t.shape, shape):
+        check(got == want, message)
+
+
+def check_device(name: str, t: torch.Tensor, like_name: str, like: torch.Tensor) -> None:
+    check(
+        t.device == like.device,
+        lambda: f"{name} is on {t.device} and {like_name} on {like.device}; they must be on one device",
+    )
+
+
+def check_activation(activation: str) -> Activation:
+    found = find_activation(activation)
+    name, brackets, _ = activation.partition("(")
+    if not (brackets and name in ACTIVATION_NAMES):
+        check_name("activation", activation, ACTIVATION_NAMES)
+    check(
+        found is not None,
+        lambda: (
+            f"activation is '{activation}'; one with a gate may have brackets, and in them limit=L, "
+            "L a positive number: what gate and up are clamped to"
+        ),
+    )
+    assert found is not None
+    return found

@@ -1,0 +1,94 @@
+"""What the tests of look-alikes have in common: their registry, a loop each of whose steps may be another.
+
+A look-alike is a style of moe_styles with one thing changed, so that it is no mixture of experts, or another
+one. A change that is understood may be rewritten; the result must be the changed program's either way.
+"""
+
+from __future__ import annotations
+
+import torch
+from moe_models import Recorder, relative_error
+from moe_styles import ListStyle
+from torch import Tensor, nn
+
+CHANGES: dict[str, tuple[type[nn.Module], str, str]] = {}
+
+
+def lookalike(reason: str, change: str = ""):
+    """What the report must say, and what it must suggest; both "" if it is understood, and so rewritten."""
+
+    def add(cls):
+        CHANGES[cls.__name__] = (cls, reason, change)
+        return cls
+
+    return add
+
+
+def names(module: str) -> list[str]:
+    """The look-alikes of a file."""
+    return [name for name, (cls, *_) in CHANGES.items() if cls.__module__ == module]
+
+
+def check(name: str, experts: int = 4) -> None:
+    cls, reason, change = CHANGES[name]
+    module, recorder = cls(experts=experts), Recorder(activation="bf16")
+    compiled = torch.compile(module, backend=recorder, dynamic=True, fullgraph=True)
+    with torch.no_grad():
+        for n in (10, 8):
+            x = torch.randn(n, module.H)
+            want, exact = module.twin()(x), module(x)
+            got = compiled(x)
+            blocks = [s.op for s in recorder.sites if s.op in ("fp4::moe", "fp4::indexed_mm")]
+            if recorder.ops:
+                assert relative_error(got, want) < 1e-5
+            else:
+                assert relative_error(got, exact) < 1e-5
+    told = [(s.reason, s.change) for s in recorder.sites if s.reason]
+    if reason:
+        assert not blocks, blocks
+        assert any(reason in why and change in instead for why, instead in told), told
+    else:
+        assert recorder.ops, told
+    assert all(instead for _, instead in told), told
+
+
+class Loop(ListStyle):
+    """A where loop, each of whose steps a look-alike may replace."""
+
+    def masked(self, ids: Tensor, e: int) -> Tensor:
+        return ids == e
+
+    def rows(self, x: Tensor, token: Tensor, e: int) -> Tensor:
+        return x[token]
+
+    def scale(self, weights: Tensor, token: Tensor, slot: Tensor, e: int) -> Tensor:
+        return weights[token, slot, None]
+
+    def steps(self) -> list[tuple[int, nn.Module]]:
+        return list(enumerate(self.list))
+
+    def experts_of(self, x: Tensor, ids: Tensor, weights: Tensor) -> Tensor:
+        out = torch.zeros_like(x)
+        for e, expert in self.steps():
+            token, slot = torch.where(self.masked(ids, e))
+            y = expert(self.rows(x, token, e)) * self.scale(weights, token, slot, e)
+            out = out.index_add(0, token, y)
+        return out
+
+
+class Switch(Loop):
+    """One expert a token, by argmax: ids [T]."""
+
+    def ids(self, scores: Tensor, e: int) -> Tensor:
+        return scores.argmax(-1)
+
+    def score(self, scores: Tensor, ids: Tensor) -> Tensor:
+        return scores.gather(-1, ids[:, None])
+
+    def forward(self, x):
+        scores, out = torch.softmax(self.router(x), -1), torch.zeros_like(x)
+        weights = self.score(scores, self.ids(scores, 0))
+        for e, expert in enumerate(self.list):
+            (token,) = torch.where(self.ids(scores, e) == e)
+            out = out.index_add(0, token, expert(x[token]) * weights[token])
+        return out

@@ -1,0 +1,386 @@
+"""Look-alikes (lookalikes.py) of ways to hand rows to experts other than masks whose rows are added up."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+import torch.nn.functional as F
+from conftest import more
+from lookalikes import Switch, check, lookalike, names
+from moe_styles import FusedStyle, RestoredSplits, Slices, grouped_mm
+from package_styles import MaskedSlices
+from torch import Tensor, nn
+
+
+@pytest.fixture(autouse=True)
+def fresh_dynamo():
+    torch._dynamo.reset()
+    torch.set_num_threads(1)
+
+
+# --- rows put over another tensor: those of no expert keep what they had ---
+
+
+@lookalike("")
+class RowsPutOverInputs(Switch):
+    """Tokens beyond an expert's capacity keep what they had (Switch Transformers in transformers 4)."""
+
+    def chosen(self, ids: Tensor) -> Tensor:
+        one_hot = F.one_hot(ids, self.E)
+        return (one_hot * (one_hot.cumsum(0) <= 2)).bool()
+
+    def steps(self) -> list[tuple[int, nn.Module]]:
+        return list(enumerate(self.list))
+
+    def under(self, x: Tensor) -> Tensor:
+        return x.clone()
+
+    def forward(self, x):
+        scores, out = torch.softmax(self.router(x), -1), self.under(x)
+        chosen = self.chosen(scores.argmax(-1))
+        for e, expert in self.steps():
+            out = self.put(out, chosen[:, e], expert(x[chosen[:, e]]))
+        return scores.amax(-1, keepdim=True) * out
+
+    def put(self, out: Tensor, chosen: Tensor, rows: Tensor) -> Tensor:
+        out[chosen] = rows
+        return out
+
+
+@lookalike("")
+class RowsCopiedOverInputs(RowsPutOverInputs):
+    def put(self, out, chosen, rows):
+        return out.index_copy(0, chosen.nonzero()[:, 0], rows)
+
+
+@lookalike("")
+class RowsPutOverWhatIsShared(RowsPutOverInputs):
+    def build(self):
+        super().build()
+        self.shared = nn.Linear(self.H, self.H)
+
+    def under(self, x):
+        return torch.tanh(self.shared(x)) * 2
+
+
+@lookalike("")
+class RowsOfSomeExpertsPutOverInputs(RowsPutOverInputs):
+    """Tokens of the last expert keep what they had, too."""
+
+    def steps(self):
+        return super().steps()[:-1]
+
+
+@lookalike("which is not zeros", "one expert for each row")
+class RowsPutOverOtherExperts(RowsPutOverInputs):
+    """A token has two experts, of which the later one is put over the other."""
+
+    def chosen(self, ids):
+        return (F.one_hot(ids, self.E) + F.one_hot((ids + 1) % self.E, self.E)).bool()
+
+
+@lookalike("which is not zeros", "one expert for each row")
+class RowsPutOverTheSameExpert(RowsPutOverInputs):
+    def steps(self):
+        return [*super().steps(), (0, self.list[1])]
+
+
+@lookalike("which is not zeros", "one expert for each row")
+class RowsPutUpToACapacityEach(RowsPutOverInputs):
+    def chosen(self, ids):
+        one_hot = F.one_hot(ids, self.E)
+        limits = [one_hot[:, e] * (one_hot[:, e].cumsum(0) <= 1 + e % 2) for e in range(self.E)]
+        return torch.stack(limits, -1).bool()
+
+
+@lookalike("", "")
+class RowsOfOneExpertAreZeros(RowsOfSomeExpertsPutOverInputs):
+    """The last expert's tokens do not keep what they had."""
+
+    def forward(self, x):
+        scores, out = torch.softmax(self.router(x), -1), self.under(x)
+        ids = scores.argmax(-1)
+        for e, expert in self.steps():
+            out = self.put(out, ids == e, expert(x[ids == e]))
+        return self.put(out, ids == self.E - 1, torch.zeros(1, self.H))
+
+
+# --- slices of one masked buffer, each read and written over by its expert ---
+
+
+class OneMaskedSlice(MaskedSlices):
+    """MaskedSlices, each of whose steps may be another."""
+
+    def filled(self, x: Tensor, mask: Tensor) -> Tensor:
+        return torch.einsum("th,te->eth", x, mask)
+
+    def steps(self) -> list[tuple[int, nn.Module]]:
+        return list(enumerate(self.list))
+
+    def read(self, rows: Tensor, e: int, chosen: Tensor) -> Tensor:
+        return rows[e, chosen]
+
+    def written(self, mask: Tensor, e: int) -> Tensor:
+        return mask[:, e]
+
+    def experts_of(self, x, ids, weights):
+        probs = torch.zeros(x.shape[0], self.E).scatter(1, ids, weights)
+        rows = self.filled(x, probs.bool())
+        for e, expert in self.steps():
+            chosen = self.written(probs.bool(), e)
+            rows[e, chosen] = probs[chosen, e, None] * expert(self.read(rows, e, chosen))
+        return rows.sum(0)
+
+
+@lookalike("")
+class MaskedSlicesFromTheLast(OneMaskedSlice):
+    def steps(self):
+        return super().steps()[::-1]
+
+
+@lookalike("which is not zeros", "one expert for each row")
+class SlicesThatKeepTheirInputs(OneMaskedSlice):
+    """Rows that an expert does not have stay x, and are added up."""
+
+    def filled(self, x, mask):
+        return x.expand(self.E, -1, -1).clone()
+
+
+@lookalike("read what others have computed", "none: ")
+class SlicesOfWhatIsWritten(OneMaskedSlice):
+    """An expert reads what the one before has written."""
+
+    def read(self, rows, e, chosen):
+        return rows[max(e - 1, 0), chosen]
+
+
+@lookalike("")
+class OneMaskedSliceIsLeft(OneMaskedSlice):
+    """The last expert's tokens are added as they are."""
+
+    def steps(self):
+        return super().steps()[:-1]
+
+
+@lookalike("which is not zeros", "one expert for each row")
+class MaskedSlicesOfOtherRows(OneMaskedSlice):
+    """What is written is not what the mask of the buffer left."""
+
+    def written(self, mask, e):
+        return mask.roll(1, -1)[:, e]
+
+
+@lookalike("is not understood", "gather them as rows [E, C, H]")
+class ExpertChoice(FusedStyle):
+    """Experts choose tokens: their row sets overlap as they please."""
+
+    def forward(self, x):
+        scores = torch.softmax(self.router(x), -1)
+        weights, tokens = torch.topk(scores.T, 3)
+        out = torch.zeros_like(x)
+        for e in range(self.E):
+            out.index_add_(0, tokens[e], self.expert(e, x[tokens[e]]) * weights[e, :, None])
+        return out
+
+
+@lookalike("offs", "count the ids that sort the rows")
+class OffsetsOfOtherIds(FusedStyle):
+    def experts_of(self, x, ids, weights):
+        flat = ids.flatten()
+        offs = F.one_hot((flat + 1) % self.E, self.E).sum(0).cumsum(0).to(torch.int32)
+        perm = torch.argsort(flat, stable=True)
+        gate, up = grouped_mm(x.index_select(0, perm // self.k), self.w13, offs).chunk(2, -1)
+        y = grouped_mm(F.silu(gate) * up, self.w2, offs)
+        y = torch.zeros_like(y).index_copy(0, perm, y)
+        return (y.view(-1, self.k, self.H) * weights.unsqueeze(-1)).sum(dim=1)
+
+
+class Splits(RestoredSplits):
+    """Slices of sorted rows, each of whose steps may be another."""
+
+    def counts(self, ids: Tensor) -> Tensor:
+        return F.one_hot(ids.view(-1), self.E).sum(0)
+
+    def order(self, ids: Tensor) -> Tensor:
+        return ids.view(-1).argsort()
+
+    def joined(self, parts: list[Tensor]) -> Tensor:
+        return torch.cat(parts)
+
+    def experts_of(self, x, ids, weights):
+        order = self.order(ids)
+        parts = x[order // self.k].split(self.counts(ids).tolist())
+        y = self.joined([expert(part) for expert, part in zip(self.list, parts, strict=False)])
+        new = torch.zeros_like(x.repeat(self.k, 1))
+        new = new.index_copy(0, order, y)
+        return (new.view(-1, self.k, self.H) * weights.unsqueeze(-1)).sum(1)
+
+
+@lookalike("")
+class SplitsAsTheyAre(Splits):
+    pass
+
+
+@lookalike("(aten.split_with_sizes.default) of an expert's rows", "by how many of these each expert has")
+class SplitsOfOtherIds(Splits):
+    def counts(self, ids):
+        return F.one_hot((ids.view(-1) + 1) % self.E, self.E).sum(0)
+
+
+@lookalike("(aten.split_with_sizes.default) of an expert's rows", "by how many of these each expert has")
+class SplitsOfCountsInAnotherOrder(Splits):
+    def counts(self, ids):
+        return super().counts(ids).roll(1, 0)
+
+
+@lookalike("(aten.split_with_sizes.default) of an expert's rows", "by how many of these each expert has")
+class SplitsOfUnsortedRows(Splits):
+    def order(self, ids):
+        return super().order(ids).flip(0)
+
+
+@lookalike("(aten.split_with_sizes.default) of an expert's rows", "by how many of these each expert has")
+class SplitsOfDescendingRows(Splits):
+    def order(self, ids):
+        return ids.view(-1).argsort(descending=True)
+
+
+@lookalike("(aten.split_with_sizes.default) of an expert's rows", "by how many of these each expert has")
+class SplitsOfRowsSortedByAnother(Splits):
+    def order(self, ids):
+        return ids.flip(1).reshape(-1).argsort()
+
+
+@lookalike("(aten.cat.default) of an expert's rows", "join the outputs in that order")
+class SplitsJoinedInAnotherOrder(Splits):
+    def joined(self, parts):
+        return torch.cat([*parts[1:], parts[0]])
+
+
+@lookalike("something else is added to it", "after the experts' weighted outputs are summed up")
+class SplitsWithAnExpertOfZeros(Splits):
+    """As many rows, of which one expert's are another's input."""
+
+    def joined(self, parts):
+        return torch.cat([*parts[:-1], parts[-1] * 0 + parts[-1].new_ones(1, self.H)])
+
+
+@lookalike("")
+class SplitsForOtherExperts(Splits):
+    def build(self):
+        super().build()
+        self.list = self.list[1:] + self.list[:1]
+
+
+class Buffers(Slices):
+    """Slices of a buffer, each of whose steps may be another."""
+
+    def taken(self, buffer: Tensor, e: int) -> Tensor:
+        return buffer[e]
+
+    def scaled(self, y: Tensor, e: int) -> Tensor:
+        return y
+
+    def joined(self, parts: list[Tensor]) -> Tensor:
+        return torch.stack(parts)
+
+    def each(self, buffer):
+        return self.joined([self.scaled(ex(self.taken(buffer, e)), e) for e, ex in enumerate(self.list)])
+
+
+@lookalike("of slice 3 of a buffer", "join the outputs in that order")
+class SlicesInReverse(Buffers):
+    def taken(self, buffer, e):
+        return buffer[self.E - 1 - e]
+
+
+@lookalike("of slice 1 of a buffer", "give expert e slice e")
+class ASliceForTwoExperts(Buffers):
+    def taken(self, buffer, e):
+        return buffer[max(e, 1)]
+
+
+@lookalike("of slice 3 of a buffer", "join the outputs in that order")
+class OutputsJoinedInReverse(Buffers):
+    def joined(self, parts):
+        return torch.stack(parts[::-1])
+
+
+@lookalike("read different inputs", "")
+class SlicesShiftedByARow(Buffers):
+    def taken(self, buffer, e):
+        rows = torch.cat([buffer.reshape(-1, self.H), buffer[0, :1]])
+        return rows[e * self.capacity + 1 : (e + 1) * self.capacity + 1]
+
+
+@lookalike("weighted differently", "")
+class OneSliceIsDoubled(Buffers):
+    def scaled(self, y, e):
+        return y * (2.0 if e == 2 else 1.0)
+
+
+@lookalike("of slice 0 of a buffer", "give expert e slice e")
+class ASliceForAllExperts(Buffers):
+    def taken(self, buffer, e):
+        return buffer[0]
+
+
+@lookalike("")
+class SlicesScaledByANumberEach(Buffers):
+    def build(self):
+        super().build()
+        self.factors = nn.Parameter(torch.rand(self.E))
+
+    def scaled(self, y, e):
+        return y * self.factors[e]
+
+
+@lookalike("")
+class AnExpertForTwoSlices(Buffers):
+    def build(self):
+        super().build()
+        self.list[2] = self.list[1]
+
+
+@lookalike("")
+class AsManyRowsAsExperts(Buffers):
+    """A slice may be taken along either dimension."""
+
+    capacity = 4
+
+    def taken(self, buffer, e):
+        return buffer.transpose(0, 1)[:, e] if e % 2 else buffer[e]
+
+
+@lookalike("read different inputs", "")
+class SlicesOfTwoDimensions(Buffers):
+    """As many rows as experts, along which some experts take theirs."""
+
+    capacity = 4
+
+    def taken(self, buffer, e):
+        return buffer[:, e] if e % 2 else buffer[e]
+
+
+@lookalike("")
+class TransposedSum(FusedStyle):
+    """The tokens' choices are taken for tokens."""
+
+    def experts_of(self, x, ids, weights):
+        y = torch.bmm(x.repeat(self.k, 1).unsqueeze(1), self.w13[ids.flatten()])
+        gate, up = y.chunk(2, -1)
+        y = torch.bmm(F.silu(gate) * up, self.w2[ids.flatten()]).view(-1, self.k, self.H)
+        return (y * weights.unsqueeze(-1)).sum(1)
+
+
+MORE = {
+    "SplitsOfCountsInAnotherOrder", "SplitsOfUnsortedRows", "SplitsOfDescendingRows",
+    "SplitsOfRowsSortedByAnother", "ASliceForTwoExperts", "ASliceForAllExperts", "OutputsJoinedInReverse",
+    "SplitsAsTheyAre",
+}  # fmt: skip
+"""Refused for what refuses another, or understood as another is."""
+
+
+@pytest.mark.parametrize("name", [more(name) if name in MORE else name for name in names(__name__)])
+def test_lookalikes(name):
+    check(name)
