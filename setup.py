@@ -3,6 +3,7 @@
 The result is not a Python extension module: it holds operators only, knows nothing of CPython, and loads
 in every torch from 2.11 on. So one binary serves all Python versions too, and the wheel is tagged so.
 The Hopper kernels know no torch at all: nvcc makes one shared library of them, which Python loads by ctypes.
+That takes minutes, so they are built where there is a Hopper GPU, and where FP4_CUDA_ARCHS=90a asks for them.
 """
 
 import os
@@ -19,6 +20,7 @@ from setuptools import setup
 from setuptools.command.bdist_wheel import bdist_wheel
 
 try:
+    import torch
     from torch.utils.cpp_extension import BuildExtension, CppExtension
 except ImportError:
     # No build requirement: pip would fetch gigabytes of CUDA for headers, of another torch than will be used.
@@ -63,6 +65,27 @@ def isa_of(source: Path) -> str | None:
 def cpp_sources() -> list[str]:
     found = sorted([*Path("csrc").glob("*.cpp"), *Path("csrc/cpu").glob("*.cpp")])
     return [str(source) for source in found if X86 or isa_of(source) is None]
+
+
+def hopper_asked() -> bool | None:
+    """What FP4_CUDA_ARCHS says of the Hopper kernels: "90a" is yes, "" is no; None if it is not set."""
+    asked = os.environ.get("FP4_CUDA_ARCHS")
+    if asked is None:
+        return None
+    names = re.split(r"[\s,;]+", asked.strip()) if asked.strip() else []
+    if unknown := [name for name in names if name not in ("90a", "9.0a", "sm_90a")]:
+        sys.exit(
+            f"fp4_ops: FP4_CUDA_ARCHS is {asked!r}, and there are no kernels to build for {', '.join(unknown)}. "
+            "It may be '90a' (the kernels for Hopper GPUs) or '' (none). Other GPUs need no build: Triton "
+            "compiles their kernels when they run."
+        )
+    return bool(names)
+
+
+def has_hopper_gpu() -> bool:
+    if not torch.cuda.is_available():
+        return False
+    return any(torch.cuda.get_device_capability(i) == (9, 0) for i in range(torch.cuda.device_count()))
 
 
 NVCC_FLAGS = [
@@ -134,20 +157,28 @@ class Build(BuildExtension):
         self._build_hopper()
 
     def _build_hopper(self) -> None:
-        nvcc, why = find_nvcc()
-        if platform.machine() != MACHINE:
-            nvcc, why = None, f"this is a cross build for {MACHINE}"
-        if nvcc is None:
-            print(f"fp4_ops: {why}, so no Hopper kernels are built; the others work without")
-            return
         in_place = self.inplace or getattr(self, "editable_mode", False)
         target = (Path() if in_place else Path(self.build_lib)) / "fp4_ops" / "_sm90.so"
-        target.parent.mkdir(parents=True, exist_ok=True)
         folder = Path("csrc/sm90")
         sources = sorted(folder.glob("*.cu"))
         headers = [*folder.glob("*.cuh"), Path("csrc/common/sm90_layout.h")]
-        if is_newer(target, *sources, *headers):
+        asked, cross = hopper_asked(), platform.machine() != MACHINE
+        # What was built before is kept, and kept up to date: newer Python must not call older kernels.
+        wanted = not cross and (target.exists() or has_hopper_gpu() if asked is None else asked)
+        if wanted and is_newer(target, *sources, *headers):
             return
+        nvcc, why = find_nvcc()
+        if not wanted or nvcc is None:
+            target.unlink(missing_ok=True)
+            if wanted and asked:
+                sys.exit(f"fp4_ops: FP4_CUDA_ARCHS asks for the Hopper kernels, but {why}")
+            if cross:
+                why = f"this is a cross build for {MACHINE}"
+            elif not wanted:
+                why = "no Hopper GPU is here, or FP4_CUDA_ARCHS is empty (FP4_CUDA_ARCHS=90a builds them)"
+            print(f"fp4_ops: {why}, so no Hopper kernels are built; the others work without")
+            return
+        target.parent.mkdir(parents=True, exist_ok=True)
         made = Path("build/sm90")
         made.mkdir(parents=True, exist_ok=True)
         objects = [made / f"{source.stem}.o" for source in sources]

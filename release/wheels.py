@@ -3,7 +3,7 @@
     make wheels                                          both, into dist/
     python release/wheels.py [--machine aarch64]         one
 
-The x86-64 wheel has the Hopper kernels if there is an nvcc. The aarch64 wheel comes from a cross compiler
+The x86-64 wheel always has the Hopper kernels, so it needs an nvcc (12.8 or later). The aarch64 wheel comes from a cross compiler
 (g++-aarch64-linux-gnu) and what release/aarch64.py fetches: with the portable CPU kernels, without Hopper's;
 a build on a Grace machine has those too. auditwheel names the oldest glibc that a wheel needs.
 """
@@ -29,7 +29,7 @@ NOT_OURS = ("libtorch.so", "libtorch_cpu.so", "libc10.so")
 
 def environment(machine: str) -> dict[str, str]:
     if machine == platform.machine():
-        return dict(os.environ)
+        return {**os.environ, "FP4_CUDA_ARCHS": "90a"}
     libraries = aarch64.Machine().torch_libraries()
     return {
         **os.environ,
