@@ -29,7 +29,7 @@ def load() -> None:
         ) from None
 
     from . import input_gradients  # noqa: F401  registers an operator of torch's own operations
-    from .meta import fakes, gradients  # noqa: F401  registers the fake kernels, and that gradients do not exist
+    from .meta import dtensors, fakes, gradients  # noqa: F401  registers the fake kernels, and what is refused
 
     if importlib.util.find_spec("triton") is not None:
         from . import cuda

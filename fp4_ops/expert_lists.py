@@ -12,7 +12,8 @@ from collections.abc import Iterator
 import torch
 from torch import nn
 
-from .find_experts import WHOLE_EXPERTS, split_over_processes
+from .find_experts import WHOLE_EXPERTS
+from .meta.dtensors import split_over_processes
 from .meta.layouts import preferred_layout
 from .relayout import Operands
 from .tensor import FP4Tensor

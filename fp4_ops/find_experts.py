@@ -14,6 +14,7 @@ from torch import Tensor, nn
 
 from .experts import ExpertsForm
 from .gates import apply_gate
+from .meta.dtensors import split_over_processes
 from .meta.formats import ACTIVATIONS, Activation, activation_name
 
 SOURCE_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
@@ -119,15 +120,6 @@ WHOLE_EXPERTS = (
     "and pp_size, and call fp4_ops.prepare before fully_shard or parallelize_module"
 )
 """What to do where a model is split over several processes."""
-
-
-def split_over_processes(tensor: Any) -> str:
-    """What a DTensor is, in words; "" for any other tensor. By its attributes: torch imports DTensor late."""
-    mesh = getattr(tensor, "device_mesh", None)
-    if mesh is None:
-        return ""
-    placements = ", ".join(map(str, tensor.placements))
-    return f"a DTensor, placed {placements} on {mesh.size()} processes"
 
 
 def logical_shape(weight: Tensor, transposed: bool) -> tuple[int, int, int]:

@@ -8,6 +8,7 @@ from typing import Any, NoReturn
 import torch
 from torch import Tensor
 
+from .meta.dtensors import refuse_dtensors
 from .meta.layouts import block_scales, held
 from .relayout import Operands, relayout
 
@@ -56,6 +57,8 @@ class FP4Tensor(torch.Tensor):
             return packed._map(torch.Tensor.detach).requires_grad_(requires_grad)  # type: ignore[return-value]
         if block_scale is None or not format or dtype is None:
             raise TypeError("FP4Tensor: block_scale, format and dtype must be given; fp4_ops.quantize does")
+        operands = {"packed": packed, "block_scale": block_scale, "global_scale": global_scale}
+        refuse_dtensors("FP4Tensor", operands.items())
         shape = [*packed.shape[:-1], packed.shape[-1] * 2 if k is None else k]
         strides = [1] * len(shape)
         for i in range(len(shape) - 2, -1, -1):
@@ -183,9 +186,15 @@ class FP4Tensor(torch.Tensor):
         cls, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         implementation = IMPLEMENTATIONS.get(func)
+        refuse_dtensors(f"{func} on an FP4Tensor", _named(func, args, kwargs))
         if implementation is None:
             _refuse(func, "it is not one of the functions FP4Tensor has")
         return implementation(func, *args, **(kwargs or {}))
+
+
+def _named(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any] | None) -> list[tuple[str, Any]]:
+    """The arguments of a call by their names in the schema."""
+    return [*zip((argument.name for argument in func._schema.arguments), args), *(kwargs or {}).items()]
 
 
 def _refuse(func: Any, why: str) -> NoReturn:

@@ -116,9 +116,15 @@ def test_what_wraps_whole_experts_is_right(name, outcomes):
 @pytest.mark.parametrize(
     "name, words",
     [
-        ("operators_with_sharded_rows", "got mixed torch.Tensor and DTensor"),
-        ("operators_with_sharded_operands", "fp4.mm.default does not have a sharding strategy"),
-        ("operators_with_replicated_operands", "fp4.mm.default does not have a sharding strategy"),
+        ("operators_with_sharded_rows", "fp4::mm: a is a DTensor, placed S(0) on 2 processes; it must be"),
+        (
+            "operators_with_sharded_operands",
+            "fp4::mm: a is a DTensor, placed S(0) on 2 processes; it must be",
+        ),
+        (
+            "operators_with_replicated_operands",
+            "fp4::mm: a is a DTensor, placed R on 2 processes; it must be",
+        ),
         ("an_fp4_tensor_that_is_split", "on an FP4Tensor"),
     ],
 )
