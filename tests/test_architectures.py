@@ -1,8 +1,7 @@
 """Triton kernels on GPUs that are not there: what each takes of them, and which tile is chosen.
 
-`make test` shows the choice with invented figures, and compiles a part that is drawn anew each run. `make
-test-archs` (mark `archs`) compiles, for each of seven architectures, every tile x kind of activations x kind
-of product; the weights' format and the way rows are routed rotate, other ones each run.
+`make test` shows the choice with invented figures, and compiles a part that is drawn anew each run; `make
+test-archs` (mark `archs`) the rest. Each candidate on its own: test_every_candidate.py.
 """
 
 from __future__ import annotations
@@ -10,7 +9,6 @@ from __future__ import annotations
 import itertools
 import logging
 import random
-from dataclasses import replace
 
 import pytest
 import torch
@@ -19,7 +17,6 @@ from conftest import SEED
 pytest.importorskip("triton")
 
 import triton_targets
-from fp4_ops.meta.formats import FORMATS
 from fp4_ops.meta.layouts import LAYOUTS
 from triton.runtime import driver
 from triton.runtime.errors import OutOfResources
@@ -350,88 +347,3 @@ def test_other_kernels(op, architecture, tmp_path):
     for k in others:
         assert k.metadata.shared <= 48 * 1024, k.name
         assert k.stack(tmp_path) <= LARGE_STACK, k.name
-
-
-# --- every tile ---
-
-ROUTES = (ops.prepare_dense, ops.prepare_masked, ops.prepare_grouped, ops.prepare_indexed)
-ACTIVATIONS = ("silu", "swigluoai", "gelu", "gelu_tanh", "gelu_tanh_interleaved")
-PRODUCTS = ("rows", "columns", "gated")
-CELLS = list(itertools.product(ARCHITECTURES, ROWS, PRODUCTS))
-
-
-def specs(architecture: int, kind: str, product: str, rng: random.Random):
-    """One spec after another: format and route rotate, what else a kernel is compiled for is drawn."""
-    terms, factor, out = ROWS[kind]
-    gpu = device(architecture)
-    formats, routes, gates = (rng.sample(x, len(x)) for x in (FORMAT_NAMES, ROUTES, ACTIVATIONS))
-    for i in itertools.count():
-        fmt = FORMATS[formats[i % len(formats)]]
-        n, k = rng.choice(((1536, 2048), (2880, 2880), (4096, 14336)))
-        scale = torch.zeros(1, dtype=BF16) if fmt.element == "int4" else torch.zeros(1, dtype=torch.uint8)
-        bias = rng.choice((None, torch.zeros(1, dtype=BF16), torch.zeros(1)))
-        w = ops.Weight(
-            torch.zeros(16, dtype=torch.uint8), scale, torch.zeros(1) if fmt.has_global_scale else None,
-            None if product == "columns" else bias, 8, n, k, fmt,
-        )  # fmt: skip
-        if product == "gated":
-            h = ops.Hidden(-(-k // 128) * 128, 128, terms)
-            yield ops.spec_of(
-                ops.prepare_indexed, w, terms, BF16, gpu, a_div=8, gate=gates[i % len(gates)], h=h
-            )
-        else:
-            route = ops.prepare_columns if product == "columns" else routes[i % len(routes)]
-            yield ops.spec_of(route, w, terms, out, gpu, a_factor=factor)
-
-
-@needs_ptxas
-@pytest.mark.parametrize("architecture", ARCHITECTURES)
-def test_a_drawn_tile(architecture, tmp_path):
-    """One tile of one cell: `make test` cannot compile more."""
-    rng = random.Random(f"{SEED} {architecture}")
-    kind, product = rng.choice([(k, p) for k in ROWS for p in PRODUCTS if (k, p) != ("fp8", "gated")])
-    check_tiles(architecture, kind, product, rng, tmp_path, [rng.choice(tiles.SHAPES)])
-
-
-@archs
-@needs_ptxas
-@pytest.mark.parametrize("architecture, kind, product", CELLS)
-def test_every_tile(architecture, kind, product, tmp_path):
-    """Some tile of each number of tokens fits, but of 128, for which tiles of 64 serve."""
-    chosen = check_tiles(architecture, kind, product, random.Random(f"{SEED} {architecture}"), tmp_path)
-    assert {t.block_m for t in chosen} >= {16, 32, 64}
-
-
-def check_tiles(architecture, kind, product, rng, folder, shapes=tiles.SHAPES) -> list[Tile]:
-    """What can be chosen, of each shape the most stages that fit, compiles and does not spill."""
-    if kind == "fp8" and product == "gated":
-        pytest.skip("blocks with quantised activations are not fused")
-    target, stream, spilled, chosen = device(architecture), specs(architecture, kind, product, rng), [], []
-    for shape in shapes:
-        spec = next(stream)
-        problem = launch.problem(spec)
-        stages = [t for t in tiles.CANDIDATES if replace(t, stages=shape.stages) == shape]
-        for tile in (tiles.within(t, problem) for t in stages if tiles.usable(t, problem, target)):
-            with gpu(architecture):
-                fits = launch.fits(spec, tile, target)
-                try:
-                    needed, compiled = launch.need(spec, tile), launch.compiled(spec, tile)
-                except RuntimeError as error:
-                    assert launch.COMPILER_FAILED in str(error) and not fits
-                    continue
-            assert fits == (
-                needed.shared_memory <= triton_targets.BLOCK_MEMORY[architecture]
-                and needed.tensor_memory <= 512
-            )
-            if fits:
-                break
-        else:
-            continue
-        chosen.append(tile)
-        family = {9: "wgmma.mma_async", 10: "tcgen05.mma"}.get(architecture // 10, "mma.sync")
-        assert family in compiled.asm["ptx"]
-        used = triton_targets.stack(compiled.asm["cubin"], folder)
-        if used > LARGE_STACK:
-            spilled.append((str(tile), used, spec))
-    assert not spilled, "\n".join(map(str, spilled))
-    return chosen

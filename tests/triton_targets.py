@@ -13,22 +13,31 @@ import functools
 import itertools
 import re
 import subprocess
+import tempfile
 from dataclasses import dataclass, field
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+import pytest
 import triton
 from triton.backends.compiler import GPUTarget
+from triton.backends.nvidia.compiler import get_ptxas, sm_arch_from_capability
 from triton.runtime import driver
 
-from fp4_ops.triton import launch, tiles
+from fp4_ops.triton import gemm, launch, tiles
 from fp4_ops.triton.tiles import Device, Tile
 
 BLOCK_MEMORY = {80: 166912, 86: 101376, 89: 101376, 90: 232448, 100: 232448, 120: 101376, 121: 101376}
 """Bytes of shared memory that a thread block may have."""
 MULTIPROCESSORS = {80: 108, 86: 84, 89: 128, 90: 132, 100: 148, 120: 170, 121: 48}
 ARCHITECTURES = tuple(BLOCK_MEMORY)
+
+FAMILIES = ((80, 86, 89), (90,), (100,), (120, 121))
+"""Architectures for which Triton makes one PTX. What ptxas makes of it, and what it must fit in, differ."""
+
+LARGE_STACK = 256
+"""Bytes a thread. A few registers that are kept there outside of the loop cost nothing."""
 
 
 def device(architecture: int, shared_memory: int | None = None) -> Device:
@@ -116,10 +125,32 @@ def gpu(architecture: int, shared_memory: int | None = None):
     try:
         yield kernels
     finally:
+        gemm.gemm_kernel.device_caches.pop(driver._active.device, None)
         driver._active = before
         tiles.pretend(None)
         launch._fits.clear()
         launch._fits.update(known)
+
+
+@contextlib.contextmanager
+def short_cache():
+    """What Triton compiles is not kept: a test of thousands of kernels would leave gigabytes."""
+    with tempfile.TemporaryDirectory() as folder, pytest.MonkeyPatch.context() as patch:
+        patch.setenv("TRITON_CACHE_DIR", folder)
+        yield
+
+
+def retarget(ptx: str, architecture: int) -> str:
+    return re.sub(r"(?m)^\.target sm_\w+", f".target {sm_arch_from_capability(architecture)}", ptx)
+
+
+def assemble(ptx: str, architecture: int, folder: Path) -> bytes:
+    """What ptxas makes of PTX that Triton made for another architecture of the family."""
+    source, made = folder / "kernel.ptx", folder / "kernel.o"
+    source.write_text(retarget(ptx, architecture))
+    name = f"--gpu-name={sm_arch_from_capability(architecture)}"
+    subprocess.run([get_ptxas(architecture).path, "-lineinfo", name, source, "-o", made], check=True)
+    return made.read_bytes()
 
 
 @functools.cache
