@@ -75,8 +75,8 @@ def hopper_asked() -> bool | None:
     names = re.split(r"[\s,;]+", asked.strip()) if asked.strip() else []
     if unknown := [name for name in names if name not in ("90a", "9.0a", "sm_90a")]:
         sys.exit(
-            f"fp4_ops: FP4_CUDA_ARCHS is {asked!r}, and there are no kernels to build for {', '.join(unknown)}. "
-            "It may be '90a' (the kernels for Hopper GPUs) or '' (none). Other GPUs need no build: Triton "
+            f"fp4_ops: FP4_CUDA_ARCHS is {asked!r}, and nothing is built for {', '.join(unknown)}. It may "
+            "be '90a' (the kernels for Hopper GPUs) or '' (none). Other GPUs need no build: Triton "
             "compiles their kernels when they run."
         )
     return bool(names)

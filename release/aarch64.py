@@ -2,6 +2,7 @@
 
     make test-aarch64                        the operators' tests on the portable kernels
     python release/aarch64.py -m pytest …  Python there, with this repository's wheel and tests
+    python release/aarch64.py              fetches what that needs; status 75 if it cannot be had
 
 Debian's packages and PyPI's wheels are fetched once into a cache ($FP4_AARCH64_CACHE, else ~/.cache/fp4_ops).
 torch's aarch64 wheels are CUDA builds that do not load without some gigabytes of CUDA libraries. Stand-ins
@@ -19,6 +20,7 @@ import sys
 import zipfile
 from collections.abc import Iterable
 from pathlib import Path
+from typing import Any, NoReturn
 
 TORCH, NUMPY = "torch==2.13.0", "numpy==2.3.5"
 NO_DEVICE = 100  # cudaErrorNoDevice
@@ -52,6 +54,21 @@ TOOLS = {
 }
 
 
+UNAVAILABLE = 75
+"""The status of a process for want of something outside of this repository (EX_TEMPFAIL)."""
+
+
+def unavailable(why: str) -> NoReturn:
+    print(f"aarch64: {why}", file=sys.stderr)
+    sys.exit(UNAVAILABLE)
+
+
+def fetch(what: str, command: list[str], **options: Any) -> None:
+    """Runs a command that needs the network."""
+    if subprocess.run(command, **options).returncode:
+        unavailable(f"{what} cannot be fetched (no network, or no mirror that has it)")
+
+
 def missing_tools() -> list[str]:
     """Debian's packages that have to be installed first."""
     return [package for tool, package in TOOLS.items() if shutil.which(tool) is None]
@@ -60,7 +77,7 @@ def missing_tools() -> list[str]:
 class Machine:
     def __init__(self) -> None:
         if packages := missing_tools():
-            sys.exit(f"aarch64: install these first: apt-get install {' '.join(packages)}")
+            unavailable(f"install these first: apt-get install {' '.join(packages)}")
         base = os.environ.get("FP4_AARCH64_CACHE") or "~/.cache/fp4_ops"
         self.folder = Path(base).expanduser() / "aarch64"
         self.root, self.site = self.folder / "root", self.folder / "site"
@@ -102,8 +119,9 @@ class Machine:
         (apt / "lists" / "partial").mkdir(parents=True)
         options = ["-oAPT::Architecture=arm64", "-oAPT::Architectures=arm64", "-oAPT::Sandbox::User=root",
                    f"-oDir::State::Lists={apt / 'lists'}", "-oDir::State::status=/dev/null"]  # fmt: skip
-        subprocess.run(["apt-get", "-qq", *options, "update"], check=True)
-        subprocess.run(["apt-get", "-qq", *options, "download", *DEBIAN], cwd=apt, check=True)
+        # Without a network `update` succeeds, and `download` finds nothing.
+        fetch("Debian's list of packages", ["apt-get", "-qq", *options, "update"])
+        fetch("Python for aarch64", ["apt-get", "-qq", *options, "download", *DEBIAN], cwd=apt)
         self.root.mkdir()
         for package in apt.glob("*.deb"):
             subprocess.run(["dpkg", "-x", str(package), str(self.root)], check=True)
@@ -115,7 +133,7 @@ class Machine:
         chosen = [option for p in platforms for option in ("--platform", p)]
         pip = [sys.executable, "-m", "pip", "download", "-q", "--disable-pip-version-check", "--no-deps"]
         only = ["--only-binary=:all:", "--python-version", "3.11"]
-        subprocess.run([*pip, *chosen, *only, "-d", str(to), name], check=True)
+        fetch(f"{name} for aarch64", [*pip, *chosen, *only, "-d", str(to), name])
         (wheel,) = to.glob("*.whl")
         with zipfile.ZipFile(wheel) as archive:
             archive.extractall(self.site, [n for n in archive.namelist() if "/include/" not in n])
@@ -223,6 +241,9 @@ def install(machine: Machine, wheel: Path) -> Path:
 
 
 def main() -> None:
+    if len(sys.argv) == 1:
+        Machine()
+        return
     root = Path(__file__).parent.parent
     (wheel,) = (root / "dist").glob("*_aarch64.whl")
     machine = Machine()

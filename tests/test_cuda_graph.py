@@ -26,7 +26,7 @@ class Product:
 
     def __init__(self, format: str, layout: str, rows: torch.dtype) -> None:
         if layout != "plain" and not library.available(0):
-            pytest.skip("needs a Hopper GPU and a build with nvcc")
+            pytest.skip("needs a Hopper GPU and its kernels (build with FP4_CUDA_ARCHS=90a)")
         if layout != "sm90" and rows == torch.float8_e4m3fn:
             pytest.skip(f"layout {layout} has no kernels of fp8 rows")
         self.options = {"format": format, "layout": layout}

@@ -8,6 +8,8 @@ import sys
 import tomllib
 from pathlib import Path
 
+import pytest
+
 ROOT = Path(__file__).parent.parent
 
 
@@ -46,3 +48,74 @@ def test_another_machine_gets_no_flags_and_no_kernels_of_x86():
     assert "kernels_scalar.cpp" in sources and "avx" not in sources
     here = setup(code, _PYTHON_HOST_PLATFORM="linux-x86_64").stdout
     assert {Path(s).name for s in here.split()} > {"kernels_avx2.cpp", "kernels_avx512_bf16.cpp"}
+
+
+BUILD = """
+import os, pathlib, tempfile, torch
+build = object.__new__(found["Build"])
+build.inplace, build.build_lib = True, ""
+g = build._build_hopper.__func__.__globals__
+
+def outcome(asked, gpu=False, there=False, nvcc="nvcc"):
+    os.environ.pop("FP4_CUDA_ARCHS", None)
+    if asked is not None:
+        os.environ["FP4_CUDA_ARCHS"] = asked
+    torch.cuda.is_available, torch.cuda.device_count = lambda: gpu, lambda: 1
+    torch.cuda.get_device_capability = lambda i: (9, 0)
+    g["subprocess"].run = lambda command, **_: ran.append(command) or pathlib.Path(command[-1]).touch()
+    g["find_nvcc"] = lambda: (nvcc, "no nvcc (set CUDA_HOME)")
+    ran = []
+    os.chdir(tempfile.mkdtemp(dir={folder!r}))
+    for folder in ("csrc/sm90", "csrc/common", "fp4_ops"):
+        pathlib.Path(folder).mkdir(parents=True)
+    for file in ("csrc/sm90/a.cu", "csrc/common/sm90_layout.h", *["fp4_ops/_sm90.so"] * there):
+        pathlib.Path(file).touch()
+    if there:
+        os.utime("fp4_ops/_sm90.so", (0, 0))
+    try:
+        build._build_hopper()
+    except SystemExit as error:
+        return str(error)
+    return "built" if ran else "left, there is one" if os.path.exists("fp4_ops/_sm90.so") else "left"
+
+for case in {cases!r}:
+    print("outcome:", outcome(**case))
+"""
+
+
+def test_when_the_hopper_kernels_are_built(tmp_path):
+    unknown = "nothing is built for 100a. It may be '90a'"
+    cases = [
+        (dict(asked=None), "left"),
+        (dict(asked=None, gpu=True), "built"),
+        (dict(asked=None, there=True), "built"),  # what was built once is kept up to date
+        (dict(asked="90a"), "built"),
+        (dict(asked=" 9.0a;sm_90a"), "built"),
+        (dict(asked="", gpu=True, there=True), "left"),
+        (dict(asked="90a;100a"), f"fp4_ops: FP4_CUDA_ARCHS is '90a;100a', and {unknown}"),
+        (dict(asked="90a", nvcc=None), "fp4_ops: FP4_CUDA_ARCHS asks for the Hopper kernels, but no nvcc"),
+        (dict(asked=None, gpu=True, nvcc=None), "left"),
+    ]
+    run = setup(BUILD.format(folder=str(tmp_path), cases=[case for case, _ in cases]))
+    assert run.returncode == 0, run.stderr
+    outcomes = [line[9:] for line in run.stdout.splitlines() if line.startswith("outcome: ")]
+    assert len(outcomes) == len(cases)
+    for outcome, (case, want) in zip(outcomes, cases):
+        assert outcome.startswith(want) and (outcome == want or ":" in want), (case, outcome)
+    assert "FP4_CUDA_ARCHS=90a builds them" in run.stdout
+
+
+def test_a_machine_without_what_aarch64_needs_skips_it_by_name(tmp_path):
+    """No qemu: `make test-aarch64` says so; and so with qemu where nothing can be fetched."""
+    script = ROOT / "release" / "aarch64.py"
+    run = subprocess.run(
+        [sys.executable, str(script)], env={"PATH": str(tmp_path)}, capture_output=True, text=True
+    )
+    assert run.returncode == 75 and "apt-get install qemu-user gcc-aarch64-linux-gnu" in run.stderr
+    for name in ("qemu-aarch64", "aarch64-linux-gnu-gcc", "dpkg", "apt-get"):
+        tool = tmp_path / name
+        tool.write_text("#!/bin/sh\nexit 100\n")
+        tool.chmod(0o755)
+    env = {"PATH": f"{tmp_path}:{os.environ['PATH']}", "FP4_AARCH64_CACHE": str(tmp_path)}
+    run = subprocess.run([sys.executable, str(script)], env=env, capture_output=True, text=True)
+    assert run.returncode == 75 and "cannot be fetched" in run.stderr

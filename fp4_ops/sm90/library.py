@@ -46,7 +46,7 @@ SIGNATURES = {
 
 @functools.cache
 def library() -> ctypes.CDLL | None:
-    """The kernels, or None where they were not built (no nvcc)."""
+    """The kernels, or None where they were not built (setup.py says when they are)."""
     path = Path(__file__).parent.parent / FILE
     if not path.exists():
         return None

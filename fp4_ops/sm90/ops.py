@@ -35,7 +35,7 @@ def require(op: str, layout: str, device: torch.device) -> None:
         name = torch.cuda.get_device_name(device)
         raise RuntimeError(
             f"fp4::{op}: layout is '{layout}', whose kernels need compute capability 9.0 and a build with "
-            f"nvcc; this is {name}. Use layout 'plain' (convert with torch.ops.fp4.unpack)"
+            f"FP4_CUDA_ARCHS=90a; this is {name}. Use layout 'plain' (convert with torch.ops.fp4.unpack)"
         )
 
 

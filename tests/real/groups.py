@@ -114,8 +114,14 @@ class CannotInstall(Exception):
     """pip could not get a group's packages: no network, or not for this Python."""
 
 
+_missing: dict[str, CannotInstall] = {}
+"""Groups that pip could not get: it is asked once, since without a network it tries for long."""
+
+
 def installed(group: Group) -> Path:
     """The folder with a group's packages, installed on first use."""
+    if group.name in _missing:
+        raise _missing[group.name]
     key = hashlib.sha256("\n".join((sys.version[:4], *group.requirements)).encode()).hexdigest()[:10]
     folder = cache() / f"{group.name}-{key}"
     folder.parent.mkdir(parents=True, exist_ok=True)
@@ -132,7 +138,8 @@ def installed(group: Group) -> Path:
         if done.returncode:
             shutil.rmtree(part, ignore_errors=True)
             errors = [line for line in done.stderr.splitlines() if "ERROR" in line]
-            raise CannotInstall((errors or [done.stderr[-300:]])[-1])
+            _missing[group.name] = CannotInstall((errors or [done.stderr[-300:]])[-1])
+            raise _missing[group.name]
         part.rename(folder)
     return folder
 
