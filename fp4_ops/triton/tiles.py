@@ -84,6 +84,8 @@ class Problem(NamedTuple):
     """The most of k that a tile may hold."""
     two_sums: bool = False
     """Whether a part of k is summed apart from the rest, which takes as many registers again."""
+    bytes: bool = False
+    """Whether rows of weights start at any byte, so that words are put together from four loads."""
     columns: bool = False
     """Whether groups are along k, so that activations are masked and pass through registers."""
 
@@ -136,7 +138,7 @@ def tokens(rows_per_expert: int) -> int:
 def usable(tile: Tile, problem: Problem, device: Device) -> bool:
     """Whether the tile makes sense for the problem, if it fits."""
     sums = tile.block_n * tile.block_m
-    if sums == 256 * 128 and (problem.two_sums or not device.holds_256x128):
+    if sums == 256 * 128 and (problem.two_sums or problem.bytes or not device.holds_256x128):
         return False
     if problem.terms > 1:
         few = 128 * 64 if device.sums_in_registers else 128 * 128
