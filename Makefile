@@ -3,6 +3,7 @@
 # make test-more  tests it in further forms and combinations, which are marked `more` (pyproject.toml)
 # make test-all   both at once
 # make test-real  runs other people's Mixture-of-Experts packages, which it installs from PyPI into a cache (5 minutes)
+# make test-tools  reads the folders that ModelOpt, llm-compressor, AutoRound and GPTQModel write, which it installs, too
 # make test-archs  compiles Triton's kernels for seven architectures of GPUs; what a kernel needs must be there
 # make test-archs-all  every candidate in every format (half an hour or more)
 # make test-hopper  some of the Hopper kernels' tests, others each time, on an emulated GPU (with a CUDA toolkit)
@@ -22,15 +23,15 @@ BIN := $(VENV)/bin
 PIP := $(BIN)/python -m pip --disable-pip-version-check
 SOURCES := $(shell find csrc -type f) setup.py pyproject.toml
 
-.PHONY: demo test test-more test-all test-real test-archs test-archs-all test-hopper test-aarch64 lint docs wheel wheels bench clean
+.PHONY: demo test test-more test-all test-real test-tools test-archs test-archs-all test-hopper test-aarch64 lint docs wheel wheels bench clean
 .DELETE_ON_ERROR:
 
 demo: $(VENV)/built
 	$(BIN)/python examples/demo.py
 
-test: TESTS = -m "not more and not real and not archs and not archs_all"
-test-more: TESTS = -m "more and not real and not archs and not archs_all"
-test-all: TESTS = -m "not real and not archs and not archs_all"
+test: TESTS = -m "not more and not real and not tools and not archs and not archs_all"
+test-more: TESTS = -m "more and not real and not tools and not archs and not archs_all"
+test-all: TESTS = -m "not real and not tools and not archs and not archs_all"
 test-archs: TESTS = -m archs tests/test_architectures.py tests/test_every_candidate.py
 test-archs-all: TESTS = -m "archs or archs_all" tests/test_architectures.py tests/test_every_candidate.py
 test test-more test-archs test-archs-all test-all: $(VENV)/built
@@ -38,6 +39,9 @@ test test-more test-archs test-archs-all test-all: $(VENV)/built
 
 test-real: $(VENV)/built
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -q -n 2 --dist loadgroup -m real tests/real
+
+test-tools: $(VENV)/built
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -q -n 2 --dist loadgroup -m tools tests/tools
 
 test-hopper: $(VENV)/built
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -q -n auto --dist worksteal --emulate --draw 48 tests/test_sm90_gpu.py tests/test_sm90_*_gpu.py

@@ -1,7 +1,7 @@
 """Other people's code, as data: which packages are installed together, and what of them is run.
 
-A file of packages/ is a group: a folder of its own, made once by `pip install --no-deps --target`, first on
-the path of a process of its own. To add a case, write a function in such a file that builds the module:
+A file of packages/ is a group: a folder of its own (installs.py), first on the path of a process of its own.
+To add a case, write a function in such a file that builds the module:
 
     @GROUP.case("mixture-of-experts", "MoE")
     def moe():
@@ -11,13 +11,9 @@ the path of a process of its own. To add a case, write a function in such a file
 
 from __future__ import annotations
 
-import fcntl
 import functools
-import hashlib
 import importlib.util
 import json
-import os
-import shutil
 import subprocess
 import sys
 from collections import Counter
@@ -27,6 +23,9 @@ from pathlib import Path
 from textwrap import shorten
 from types import ModuleType
 from typing import Any
+
+import installs
+from installs import CannotInstall
 
 HERE = Path(__file__).resolve().parent
 H = 64
@@ -105,51 +104,6 @@ def load(name: str) -> Group:
     return module.GROUP
 
 
-def cache() -> Path:
-    base = os.environ.get("FP4_REAL_CACHE") or os.environ.get("XDG_CACHE_HOME") or "~/.cache"
-    return Path(base).expanduser() / "fp4_ops_real"
-
-
-class CannotInstall(Exception):
-    """pip could not get a group's packages: no network, or not for this Python."""
-
-
-_missing: dict[str, CannotInstall] = {}
-"""Groups that pip could not get: it is asked once, since without a network it tries for long."""
-
-
-def installed(group: Group) -> Path:
-    """The folder with a group's packages, installed on first use."""
-    if group.name in _missing:
-        raise _missing[group.name]
-    key = hashlib.sha256("\n".join((sys.version[:4], *group.requirements)).encode()).hexdigest()[:10]
-    folder = cache() / f"{group.name}-{key}"
-    folder.parent.mkdir(parents=True, exist_ok=True)
-    with open(cache() / f"{group.name}.lock", "w") as lock:
-        fcntl.flock(lock, fcntl.LOCK_EX)
-        if folder.exists():
-            return folder
-        part = folder.with_suffix(".part")
-        shutil.rmtree(part, ignore_errors=True)
-        install = [sys.executable, "-m", "pip", "install", "-q", "--disable-pip-version-check", "--no-deps"]
-        done = subprocess.run(
-            [*install, "--target", str(part), *group.requirements], capture_output=True, text=True
-        )
-        if done.returncode:
-            shutil.rmtree(part, ignore_errors=True)
-            errors = [line for line in done.stderr.splitlines() if "ERROR" in line]
-            _missing[group.name] = CannotInstall((errors or [done.stderr[-300:]])[-1])
-            raise _missing[group.name]
-        part.rename(folder)
-    return folder
-
-
-def environment(folder: Path) -> dict[str, str]:
-    """Of a process in which a group's packages come first."""
-    path = os.pathsep.join(map(str, (folder, HERE, HERE.parent)))
-    return {**os.environ, "PYTHONPATH": path, "OMP_NUM_THREADS": "1"}
-
-
 def worker(*arguments: str) -> list[str]:
     return [sys.executable, "-m", "worker", *arguments]
 
@@ -158,8 +112,9 @@ def worker(*arguments: str) -> list[str]:
 def _run(name: str) -> dict[str, dict[str, Any]]:
     """What became of a group's cases, by name, all in one process."""
     group = load(name)
-    folder = installed(group)
-    done = subprocess.run(worker(name), env=environment(folder), cwd=folder, capture_output=True, text=True)
+    folder = installs.installed(name, group.requirements)
+    env = installs.environment(folder, HERE, HERE.parent)
+    done = subprocess.run(worker(name), env=env, cwd=folder, capture_output=True, text=True)
     lines = [json.loads(line) for line in done.stdout.splitlines() if line.startswith("{")]
     found = {f"{r['package']} {r['what']}": {**r, "log": done.stderr} for r in lines}
     if len(found) != len(group.cases):

@@ -5,6 +5,7 @@ from __future__ import annotations
 import groups
 import pytest
 from groups import Case, Group
+from installs import CannotInstall
 
 GROUPS = sorted(map(groups.load, groups.names()), key=lambda group: -len(group.cases))  # the longest begins
 CASES = [
@@ -24,7 +25,7 @@ pytestmark = pytest.mark.real
 def test_real(group: Group, case: Case) -> None:
     try:
         found = groups.result(group, case)
-    except groups.CannotInstall as why:
+    except CannotInstall as why:
         pytest.skip(f"{case.package} cannot be had: {why}")
     assert "raised" not in found, (found["raised"], found["log"][-3000:])
     assert not found["failed"], found["failed"]

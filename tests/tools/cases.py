@@ -1,0 +1,141 @@
+"""The tools that write 4-bit folders, as data: what each is asked to write, and what must come of reading it.
+
+A file of makers/ is a tool: its packages are in a folder of their own (installs.py), first on the path of a
+process of its own, which writes all of its folders (writer.py). To add a scheme, add a line to its SCHEMES.
+"""
+
+from __future__ import annotations
+
+import functools
+import importlib.util
+import json
+import os
+import random
+import subprocess
+import sys
+import tempfile
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import installs
+
+HERE = Path(__file__).resolve().parent
+ALL = os.environ.get("FP4_TOOLS") == "all"
+"""Every family of every scheme, instead of those that are drawn."""
+
+
+@dataclass(frozen=True)
+class Scheme:
+    """One way that a tool quantises.
+
+    families: that it is tried on. draw: how many of them a run takes, at random; None: all.
+    refused: a regular expression for why `load_checkpoint` refuses the folders; empty: it reads them.
+    requantize: what it reads them with where they are refused otherwise.
+    but: families whose folders are refused although others' are read, and why, as a regular expression.
+    rounded: gate's and up's global scales may differ, so that folding them may round a block scale.
+    far: how far from the original a matrix may be, its norm taken for 1. Another expert's is at 1.4.
+    """
+
+    families: tuple[str, ...]
+    draw: int | None = None
+    refused: str = ""
+    requantize: str = ""
+    but: tuple[tuple[str, str], ...] = ()
+    rounded: bool = False
+    far: float = 0.25
+    note: str = ""
+    """For the table: what of it is in 4 bits."""
+
+    def drawn(self, seed: str) -> tuple[str, ...]:
+        if ALL or self.draw is None:
+            return self.families
+        return tuple(random.Random(seed).sample(self.families, min(self.draw, len(self.families))))
+
+
+@dataclass(frozen=True)
+class Tool:
+    name: str
+    """As people call it."""
+    requirements: tuple[str, ...]
+    """The tool itself first."""
+    schemes: dict[str, Scheme]
+    write: Callable[[Any, str, Path, Path], None]
+    """A model, the name of a scheme, the folder of the model in bf16, and the folder to write."""
+    second_opinion: Callable[[dict[str, Any], Path], dict[str, Any]] | None = None
+    """The tensors of a folder and the folder: values by the tool's own code, by weight."""
+
+    @property
+    def version(self) -> str:
+        return self.requirements[0].split("==")[1]
+
+
+@dataclass(frozen=True)
+class Case:
+    maker: str
+    scheme: str
+    family: str
+
+    def __str__(self) -> str:
+        return f"{self.maker} {self.scheme} {self.family}"
+
+    @property
+    def folder(self) -> str:
+        return f"{self.scheme}-{self.family}".replace(":", "_").replace(" ", "_")
+
+
+def names() -> list[str]:
+    return sorted(p.stem for p in (HERE / "makers").glob("*.py"))
+
+
+@functools.cache
+def load(maker: str) -> Tool:
+    spec = importlib.util.spec_from_file_location(f"maker_{maker}", HERE / "makers" / f"{maker}.py")
+    assert spec is not None and spec.loader is not None
+    module: ModuleType = importlib.util.module_from_spec(spec)
+    sys.modules[spec.name] = module
+    spec.loader.exec_module(module)
+    return module.TOOL
+
+
+def cases(maker: str, seed: int) -> list[Case]:
+    tool = load(maker)
+    return [
+        Case(maker, name, family) for name, scheme in tool.schemes.items() for family in scheme.drawn(f"{seed} {maker} {name}")
+    ]
+
+
+class CannotWrite(Exception):
+    """The tool itself failed."""
+
+
+@functools.cache
+def _written(maker: str, seed: int) -> tuple[tempfile.TemporaryDirectory[str], dict[str, dict[str, Any]]]:
+    """The folders of one tool, all written by one process, and what it says about each."""
+    tool = load(maker)
+    packages = installs.installed(f"tool_{maker}", tool.requirements)
+    where = tempfile.TemporaryDirectory(prefix=f"fp4_tools_{maker}_")
+    out = Path(where.name)
+    (out / "cases.json").write_text(json.dumps([[c.scheme, c.family] for c in cases(maker, seed)]))
+    command = [sys.executable, "-m", "writer", maker, str(out)]
+    env = installs.environment(packages, HERE, HERE.parent)
+    done = subprocess.run(command, env={**env, "FP4_TEST_SEED": str(seed)}, capture_output=True, text=True)
+    lines = [json.loads(line) for line in done.stdout.splitlines() if line.startswith('{"scheme"')]
+    found = {str(Case(maker, r["scheme"], r["family"])): r for r in lines}
+    if len(found) != len(cases(maker, seed)):
+        raise RuntimeError(f"{maker}: {len(found)} folders were written\n{done.stderr[-3000:]}")
+    return where, found
+
+
+def written(case: Case, seed: int) -> tuple[Path, float]:
+    """The folder that has `original` and `folder` in it, and the seconds that writing took.
+
+    Raises installs.CannotInstall, and CannotWrite.
+    """
+    where, found = _written(case.maker, seed)
+    result = found[str(case)]
+    if "raised" in result:
+        raise CannotWrite(result["raised"])
+    return Path(where.name) / case.folder, result["seconds"]

@@ -1,0 +1,84 @@
+"""NVIDIA's ModelOpt. Its experts are those of transformers, taken out of their stacks when it exports."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import torch
+from cases import Scheme, Tool
+
+FAMILIES = (
+    "mixtral", "qwen2_moe", "qwen3_moe", "olmoe", "phimoe", "granitemoe", "granitemoeshared", "ernie4_5_moe",
+    "glm4_moe", "glm4_moe_lite", "hunyuan_v1_moe", "minimax_m2", "dots1", "flex_olmo", "exaone_moe",
+    "solar_open", "afmoe", "cohere2_moe", "mimo_v2_flash", "hy_v3", "hy_v4", "axk1", "axk2", "bailing_hybrid",
+    "deepseek_v2", "deepseek_v3", "deepseek_v32", "glm_moe_dsa", "granitemoe_swa", "granitemoehybrid",
+    "gpt_oss", "inkling_text", "jamba", "kimi_linear", "kolibri1", "laguna", "lfm2_moe", "llama4_text",
+    "mellum", "minimax", "minimax_m3_vl_text", "mistral4", "mistral_large4_text", "muse_spark_text",
+    "nemotron_h", "deepseek_v4", "qwen3_next", "qwen3_5_moe_text", "qwen4_exp_text", "qwen3_vl_moe_text",
+    "longcat_flash",
+)  # fmt: skip
+SOME = ("mixtral", "qwen3_moe", "glm4_moe", "gpt_oss", "llama4_text", "nemotron_h", "minimax_m2", "deepseek_v3")
+
+CONFIGS = {
+    "NVFP4": "NVFP4_DEFAULT_CFG",
+    "NVFP4, experts only": "NVFP4_EXPERTS_ONLY_CFG",
+    "NVFP4, MLP only": "NVFP4_MLP_ONLY_CFG",
+    "W4A16_NVFP4": "W4A16_NVFP4_CFG",
+    "W4A8_NVFP4_FP8": "W4A8_NVFP4_FP8_CFG",
+    "MXFP4": "MXFP4_DEFAULT_CFG",
+    "W4A8_MXFP4_FP8": "W4A8_MXFP4_FP8_CFG",
+    "FP8": "FP8_DEFAULT_CFG",
+    "MIXED_PRECISION": "NVFP4_DEFAULT_CFG",
+}
+SCHEMES = {
+    "NVFP4": Scheme(FAMILIES),
+    **{name: Scheme(SOME, draw=2) for name in CONFIGS if name != "NVFP4"},
+}
+
+
+def write(model: Any, scheme: str, source: Path, out: Path) -> None:
+    import modelopt.torch.quantization as mtq
+    from modelopt.torch.export import export_hf_checkpoint
+
+    ids = torch.randint(0, 128, (2, 16))
+    if scheme == "AutoQuantize":
+        configs = [mtq.NVFP4_DEFAULT_CFG, mtq.FP8_DEFAULT_CFG]
+        model, _ = mtq.auto_quantize(
+            model,
+            constraints={"effective_bits": 6.0},
+            quantization_formats=configs,
+            data_loader=[ids],
+            forward_step=lambda m, batch: m(batch, use_cache=False),
+            loss_func=lambda output, batch: output.logits.float().square().mean(),
+        )
+    else:
+        config = getattr(mtq, CONFIGS[scheme])
+        model = mtq.quantize(model, config, lambda m: m(ids, use_cache=False))
+    export_hf_checkpoint(model, export_dir=str(out))
+
+
+def second_opinion(tensors: dict[str, torch.Tensor], folder: Path) -> dict[str, torch.Tensor]:
+    from modelopt.torch.quantization.qtensor import NVFP4QTensor
+
+    found = {}
+    for name, packed in tensors.items():
+        second = tensors.get(name + "_scale_2")
+        if name.endswith(".weight") and second is not None:
+            shape = torch.Size((packed.shape[0], 2 * packed.shape[1]))
+            found[name] = NVFP4QTensor(shape, torch.float32, packed).dequantize(
+                torch.float32, scale=tensors[name + "_scale"], double_scale=second, block_sizes={-1: 16}
+            )
+    return found
+
+
+TOOL = Tool(
+    "ModelOpt",
+    (
+        "nvidia-modelopt==0.47.0", "nvidia-ml-py==13.615.71", "omegaconf==2.4.0", "PuLP==3.3.2",
+        "scipy==1.17.1", "requests==2.34.2", "certifi", "charset-normalizer==3.5.3", "urllib3==2.8.0",
+    ),
+    SCHEMES,
+    write,
+    second_opinion,
+)  # fmt: skip
