@@ -253,7 +253,11 @@ class _Placer:
         for name in {_NUMBER.sub("", name): name for name in taken}.values():  # one of each pattern
             result.patterns.update((pattern_of(name), pattern_of(self.target.renamed(name)[0])))
         for info in tensors:
-            if info.name not in taken and _NUMBERED.match(info.name):
+            if info.name in taken:
+                continue
+            if info.dtype.itemsize == 1 or not info.dtype.is_floating_point:
+                self._no_codes(info)
+            if _NUMBERED.match(info.name):
                 self._ordinary(info)
         for name, placed in result.experts.items():
             _check_complete(name, placed)
@@ -289,6 +293,22 @@ class _Placer:
                 f"fp4: {stored.packed} is in {stored.dialect.format}; its place {to.parameter} is {what}, "
                 "which cannot hold such weights. Leave it in bf16 when you quantise, or give the model class "
                 "that has the place (load_checkpoint's model_or_config)"
+            )
+
+    def _no_codes(self, info: TensorInfo) -> None:
+        """Raises CheckpointError for codes whose meaning the config does not tell: transformers would take
+        them for the weight's values."""
+        to = self.target(info.name)
+        owner, _, attribute = to.parameter.rpartition(".")
+        module = self.modules.get(owner)
+        parameter = None if module is None else module._parameters.get(attribute)
+        if parameter is not None and parameter.dtype.is_floating_point:
+            dtype = str(info.dtype).removeprefix("torch.")
+            raise CheckpointError(
+                f"fp4: {info} is {dtype}, and the folder's quantization_config does not say what that means: "
+                f"no weight of its kinds is stored so. Its place, {to.parameter}, is an ordinary weight. "
+                "Take the config that the tool wrote beside these files, or leave the layer in bf16 when you "
+                "quantise"
             )
 
     def _ordinary(self, info: TensorInfo) -> None:

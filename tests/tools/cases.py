@@ -46,8 +46,6 @@ class Scheme:
     but: tuple[tuple[str, str], ...] = ()
     rounded: bool = False
     far: float = 0.25
-    note: str = ""
-    """For the table: what of it is in 4 bits."""
 
     def drawn(self, seed: str) -> tuple[str, ...]:
         if ALL or self.draw is None:
@@ -64,6 +62,8 @@ class Tool:
     schemes: dict[str, Scheme]
     write: Callable[[Any, str, Path, Path], None]
     """A model, the name of a scheme, the folder of the model in bf16, and the folder to write."""
+    draw: int | None = None
+    """How many of all cases a run takes, at random, of a tool that takes long; None: all."""
     second_opinion: Callable[[dict[str, Any], Path], dict[str, Any]] | None = None
     """The tensors of a folder and the folder: values by the tool's own code, by weight."""
 
@@ -102,9 +102,14 @@ def load(maker: str) -> Tool:
 
 def cases(maker: str, seed: int) -> list[Case]:
     tool = load(maker)
-    return [
-        Case(maker, name, family) for name, scheme in tool.schemes.items() for family in scheme.drawn(f"{seed} {maker} {name}")
+    found = [
+        Case(maker, name, family)
+        for name, scheme in tool.schemes.items()
+        for family in scheme.drawn(f"{seed} {maker} {name}")
     ]
+    if ALL or tool.draw is None:
+        return found
+    return random.Random(f"{seed} {maker}").sample(found, min(tool.draw, len(found)))
 
 
 class CannotWrite(Exception):
@@ -120,9 +125,10 @@ def _written(maker: str, seed: int) -> tuple[tempfile.TemporaryDirectory[str], d
     out = Path(where.name)
     (out / "cases.json").write_text(json.dumps([[c.scheme, c.family] for c in cases(maker, seed)]))
     command = [sys.executable, "-m", "writer", maker, str(out)]
-    env = installs.environment(packages, HERE, HERE.parent)
-    done = subprocess.run(command, env={**env, "FP4_TEST_SEED": str(seed)}, capture_output=True, text=True)
-    lines = [json.loads(line) for line in done.stdout.splitlines() if line.startswith('{"scheme"')]
+    env = {**installs.environment(packages, HERE, HERE.parent), "FP4_TEST_SEED": str(seed)}
+    done = subprocess.run(command, env=env, cwd=out, capture_output=True, text=True)
+    results = out / "results.jsonl"
+    lines = [json.loads(line) for line in results.read_text().splitlines()] if results.exists() else []
     found = {str(Case(maker, r["scheme"], r["family"])): r for r in lines}
     if len(found) != len(cases(maker, seed)):
         raise RuntimeError(f"{maker}: {len(found)} folders were written\n{done.stderr[-3000:]}")

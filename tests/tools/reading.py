@@ -1,8 +1,8 @@
 """Whether a loaded model holds what a tool's folder says, and holds it in the right places.
 
-By content, not by names: each weight of the folder must be one of the model's of its shape, to the last bits of a
-float32, and each of the model's one of the folder's. That it is in the right place, the original model tells,
-which a weight in 4 bits is near, and no other is.
+By content, not by names: each weight of the folder must be one of the model's of its shape, to the last bits
+of a float32, and each of the model's one of the folder's. That it is in the right place, the original model
+tells, which a weight in 4 bits is near, and no other is.
 """
 
 from __future__ import annotations
@@ -24,8 +24,8 @@ EXACT = 2.5e-7
 
 
 def parts_of(model: nn.Module, split: bool = True) -> Values:
-    """A model's weights that experts and linear layers have, matrix by matrix [N, K]: of each expert its gate, its
-    up and its down. split: False leaves gate and up in one."""
+    """A model's weights that experts and linear layers have, matrix by matrix [N, K]: of each expert its
+    gate, its up and its down. split: False leaves gate and up in one."""
     found: Values = {}
     forms = _forms(model)
     for name, value in _weights(model).items():
@@ -90,17 +90,17 @@ def check(model: Any, original: nn.Module, path: Path, far: float = 0.25, requan
             error = (value.double() - want).norm() / want.norm()
             assert 0 < error < far, (name, error.item())
         else:
+            want = want.to(model.dtype).double()  # some tools write float16
             assert torch.equal(value.double(), want), f"{name} is not the original's"
     for name, p in original.named_parameters():
         if p.dim() == 1:
-            assert torch.equal(model.get_parameter(name).float(), p.float()), name
+            assert torch.equal(model.get_parameter(name).double(), p.to(model.dtype).double()), name
     if requantized:
         return len(quantised)
     stacks = any("#" in name for name in folder.of4)
     held = {n: v for n, v in parts_of(model, not stacks).items() if n.partition("#")[0] in four}
     _same_contents(folder.of4, held, bool(report.folds.rounded))
-    dtype = torch.bfloat16
-    eight = {n: v.to(dtype) for n, v in folder.of8.items()}
+    eight = {n: v.to(model.dtype) for n, v in folder.of8.items()}
     assert not report.dense or eight
     _same_contents(eight, {n: parts[n] for n in dense}, False)
     second = path.parent / "second_opinion.safetensors"

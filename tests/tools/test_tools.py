@@ -1,7 +1,7 @@
 """Folders that the tools themselves write, read: `make test-tools`.
 
-Each tool is installed from PyPI into a folder of its own and run in a process of its own, on tiny random models.
-Which families the slower schemes are tried on is drawn; FP4_TOOLS=all takes them all.
+Each tool is installed from PyPI into a folder of its own and run in a process of its own, on tiny random
+models. Which families the slower schemes are tried on is drawn; FP4_TOOLS=all takes them all.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Writes a tool's folders, and prints a line of JSON for each: python -m writer MAKER OUT
+"""Writes a tool's folders, and a line of JSON for each in OUT/results.jsonl: python -m writer MAKER OUT
 
 OUT/cases.json lists schemes and families. A case's folder gets `original`, a tiny random model in bf16,
 `folder`, what the tool made of it, and, where the tool can read its own, `second_opinion.safetensors`.
@@ -20,10 +20,8 @@ import torch
 from cases import Case, Tool, load
 
 CHANGES: dict[str, dict[str, Any]] = {
-    **dict.fromkeys(
-        ("axk2", "deepseek_v32", "glm_moe_dsa", "mistral_large4_text", "longcat_flash"),
-        {"num_key_value_heads": 4},
-    ),
+    family: {"num_key_value_heads": 4}
+    for family in ("axk2", "deepseek_v32", "glm_moe_dsa", "mistral_large4_text")
 }
 """What a family's tiny config needs to run forward."""
 
@@ -69,7 +67,8 @@ def main(maker: str, out: str) -> None:
             result["raised"] = f"{type(error).__name__}: {str(error)[:300]}"
             print(f"== {case}", file=sys.stderr)
             traceback.print_exc(file=sys.stderr)
-        print("\n" + json.dumps(result | {"seconds": round(time.time() - began, 2)}), flush=True)
+        with open(Path(out) / "results.jsonl", "a") as results:  # tools print what they like
+            results.write(json.dumps(result | {"seconds": round(time.time() - began, 2)}) + "\n")
 
 
 if __name__ == "__main__":

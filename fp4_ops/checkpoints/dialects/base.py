@@ -120,13 +120,17 @@ class Dialect(ABC):
         *rows, k = self.shape(packed)
         return *rows, -(-k // self.block)
 
+    def scale_shapes(self, packed: TensorInfo) -> tuple[tuple[int, ...], ...]:
+        """All that the block scales beside these codes may have."""
+        return (self.scale_shape(packed),)
+
     def check_scale(self, packed: TensorInfo, scale: TensorInfo) -> None:
         """Raises CheckpointError unless `scale` can be the block scales of these codes."""
-        shape = self.scale_shape(packed)
-        if scale.shape != shape:
+        shapes = self.scale_shapes(packed)
+        if scale.shape not in shapes:
             raise CheckpointError(
                 f"fp4: {scale} has shape {list(scale.shape)}; beside codes {list(packed.shape)} it must be "
-                f"{list(shape)}"
+                + " or ".join(str(list(shape)) for shape in shapes)
             )
         if scale.dtype not in self.scale_dtypes:
             wanted = " or ".join(str(d).removeprefix("torch.") for d in self.scale_dtypes)

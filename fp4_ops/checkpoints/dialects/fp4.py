@@ -18,6 +18,8 @@ class FP4Dialect(Dialect):
 
     reciprocal: bool = False
     """The file's global scale divides: value = code * block_scale / global_scale."""
+    wider: int = 0
+    """Elements along K that may share a scale as well, several of the format's blocks: the shape tells."""
 
     @property
     def block(self) -> int:
@@ -29,9 +31,25 @@ class FP4Dialect(Dialect):
         # e8m0 is stored as its bytes by those whose torch had no such dtype
         return (dtype, torch.uint8) if dtype == torch.float8_e8m0fnu else (dtype,)
 
+    def scale_shapes(self, packed: TensorInfo) -> tuple[tuple[int, ...], ...]:
+        first = self.scale_shape(packed)
+        if not self.wider:
+            return (first,)
+        *rows, k = self.shape(packed)
+        return first, (*rows, -(-k // self.wider))
+
     def decode(self, stored: StoredWeight, read: Read) -> Codes:
         packed = read(stored.packed).view(torch.uint8).reshape(*stored.shape[:-1], stored.shape[-1] // 2)
-        return Codes(packed, self.read_block_scale(stored, read), self.read_global_scale(stored, read))
+        scale = self.each_block(self.read_block_scale(stored, read), stored.shape[-1])
+        return Codes(packed, scale, self.read_global_scale(stored, read))
+
+    def each_block(self, scale: Tensor, k: int) -> Tensor:
+        """[..., N, K/block], where several blocks may share one of the scales given."""
+        blocks = -(-k // self.block)
+        if scale.shape[-1] == blocks:
+            return scale
+        several = self.wider // self.block
+        return scale.view(torch.uint8).repeat_interleave(several, -1)[..., :blocks].view(scale.dtype)
 
     def read_block_scale(self, stored: StoredWeight, read: Read) -> Tensor:
         format = FORMATS[self.format]

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -32,16 +32,27 @@ class FusedExperts(FP4Dialect):
         e, half, n = packed.shape
         return e, n, 2 * half
 
-    def scale_shape(self, packed: TensorInfo) -> tuple[int, ...]:
-        e, n, k = self.shape(packed)
-        return e, -(-k // self.block), n
+    def scale_shapes(self, packed: TensorInfo) -> tuple[tuple[int, ...], ...]:
+        return tuple((e, blocks, n) for e, n, blocks in super().scale_shapes(packed))
+
+    def check_scale(self, packed: TensorInfo, scale: TensorInfo) -> None:
+        e, k, half = packed.shape
+        if scale.shape not in self.scale_shapes(packed) and any(
+            scale.shape == (e, k, -(-2 * half // block)) for block in (self.block, self.wider) if block
+        ):
+            raise CheckpointError(
+                f"fp4: {packed} [E, K, N/2] and {scale} have their blocks along N, an expert's outputs; the "
+                "operators need them along K, its inputs. ModelOpt exports experts like these so in this "
+                "format: export it as NVFP4, or quantise the original weights with `python -m fp4_ops "
+                "quantize`"
+            )
+        super().check_scale(packed, scale)
 
     def decode(self, stored: StoredWeight, read: Read) -> Codes:
         packed = read(stored.packed).view(torch.uint8).transpose(1, 2).contiguous()
-        scale = self.read_block_scale(stored, read).view(torch.uint8).transpose(1, 2).contiguous()
-        factor = self.read_global_scale(stored, read)
-        scales = scale.view(torch.float8_e4m3fn)
-        return Codes(packed, scales, factor)
+        scale = self.read_block_scale(stored, read)
+        scale = scale.view(torch.uint8).transpose(1, 2).contiguous().view(scale.dtype)
+        return Codes(packed, self.each_block(scale, stored.shape[-1]), self.read_global_scale(stored, read))
 
 
 MODELOPT_NVFP4 = FP4Dialect(
@@ -51,20 +62,29 @@ MODELOPT_NVFP4 = FP4Dialect(
 MODELOPT_NVFP4_FUSED = FusedExperts(
     "modelopt-nvfp4-fused", "nvfp4", "", "_weight_scale", "_weight_scale_2", unused=("_input_scale",)
 )
+# For activations in FP8, its blocks are 32 long: two of ours with one scale.
+MODELOPT_W4A8_NVFP4 = replace(MODELOPT_NVFP4, name="modelopt-w4a8-nvfp4", wider=32)
+MODELOPT_W4A8_NVFP4_FUSED = replace(MODELOPT_NVFP4_FUSED, name="modelopt-w4a8-nvfp4-fused", wider=32)
 MODELOPT_MXFP4 = FP4Dialect(
     "modelopt-mxfp4", "mxfp4", ".weight", ".weight_scale", unused=(".input_scale", *_KV), forbidden=_FORBIDDEN
+)
+MODELOPT_MXFP4_FUSED = FusedExperts(
+    "modelopt-mxfp4-fused", "mxfp4", "", "_weight_scale", unused=("_input_scale",)
 )
 MODELOPT_FP8 = EightBits(
     "modelopt-fp8", "fp8", ".weight", ".weight_scale", unused=(".input_scale", *_KV), forbidden=_FORBIDDEN
 )
-DIALECTS: tuple[Dialect, ...] = (MODELOPT_NVFP4, MODELOPT_NVFP4_FUSED, MODELOPT_MXFP4, MODELOPT_FP8)
-
 _NVFP4 = (MODELOPT_NVFP4, MODELOPT_NVFP4_FUSED)
+_W4A8_NVFP4 = (MODELOPT_W4A8_NVFP4, MODELOPT_W4A8_NVFP4_FUSED)
+_MXFP4 = (MODELOPT_MXFP4, MODELOPT_MXFP4_FUSED)
+DIALECTS: tuple[Dialect, ...] = (*_NVFP4, *_W4A8_NVFP4, *_MXFP4, MODELOPT_FP8)
+
 _ALGORITHMS: dict[str, tuple[Dialect, ...]] = {
     "NVFP4": _NVFP4,
     "W4A16_NVFP4": _NVFP4,
-    "MXFP4": (MODELOPT_MXFP4,),
-    "W4A8_MXFP4_FP8": (MODELOPT_MXFP4,),
+    "W4A8_NVFP4_FP8": _W4A8_NVFP4,
+    "MXFP4": _MXFP4,
+    "W4A8_MXFP4_FP8": _MXFP4,
     "FP8": (MODELOPT_FP8,),
     "FP8_PER_CHANNEL_PER_TOKEN": (MODELOPT_FP8,),
     "FP8_PB_WO": (MODELOPT_FP8,),
@@ -94,6 +114,7 @@ def claims(config: dict[str, Any], where: str) -> tuple[Dialect, ...] | None:
         named = {"": algorithm}
     found: dict[str, Dialect] = {}
     for layer, name in named.items():
+        name = str(name).upper() if name else name  # 0.47 writes "mxfp4"
         if name not in _ALGORITHMS:
             if name is None and layer:
                 continue  # a layer that is as it was

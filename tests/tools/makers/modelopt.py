@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from pathlib import Path
 from typing import Any
 
@@ -16,25 +17,52 @@ FAMILIES = (
     "gpt_oss", "inkling_text", "jamba", "kimi_linear", "kolibri1", "laguna", "lfm2_moe", "llama4_text",
     "mellum", "minimax", "minimax_m3_vl_text", "mistral4", "mistral_large4_text", "muse_spark_text",
     "nemotron_h", "deepseek_v4", "qwen3_next", "qwen3_5_moe_text", "qwen4_exp_text", "qwen3_vl_moe_text",
-    "longcat_flash",
 )  # fmt: skip
-SOME = ("mixtral", "qwen3_moe", "glm4_moe", "gpt_oss", "llama4_text", "nemotron_h", "minimax_m2", "deepseek_v3")
+SOME = (
+    "mixtral",
+    "qwen3_moe",
+    "glm4_moe",
+    "gpt_oss",
+    "llama4_text",
+    "nemotron_h",
+    "minimax_m2",
+    "deepseek_v3",
+)
+
+ALONG_N = tuple((family, "blocks along N") for family in ("gpt_oss", "llama4_text"))
+"""ModelOpt leaves these families' experts [E, K, N] as they are, and their blocks then lie along N."""
+LONG_K = tuple(family for family in SOME if family != "deepseek_v3")
+"""Whose sizes 32 divides."""
 
 CONFIGS = {
     "NVFP4": "NVFP4_DEFAULT_CFG",
+    "NVFP4, FP8 kv cache": "NVFP4_DEFAULT_CFG",
     "NVFP4, experts only": "NVFP4_EXPERTS_ONLY_CFG",
     "NVFP4, MLP only": "NVFP4_MLP_ONLY_CFG",
     "W4A16_NVFP4": "W4A16_NVFP4_CFG",
     "W4A8_NVFP4_FP8": "W4A8_NVFP4_FP8_CFG",
     "MXFP4": "MXFP4_DEFAULT_CFG",
     "W4A8_MXFP4_FP8": "W4A8_MXFP4_FP8_CFG",
+    "NVFP4 experts, FP8 attention": "NVFP4_DEFAULT_CFG",
+    "NVFP4 experts, FP8_PB_WO attention": "NVFP4_DEFAULT_CFG",
+    "NVFP4 experts, MXFP8 attention": "NVFP4_DEFAULT_CFG",
     "FP8": "FP8_DEFAULT_CFG",
-    "MIXED_PRECISION": "NVFP4_DEFAULT_CFG",
 }
 SCHEMES = {
-    "NVFP4": Scheme(FAMILIES),
-    **{name: Scheme(SOME, draw=2) for name in CONFIGS if name != "NVFP4"},
+    "NVFP4": Scheme(FAMILIES, but=(("hy_v4", "missing keys: model.hc_head.hc_base"),)),
+    **{name: Scheme(SOME, draw=2) for name in CONFIGS if name.startswith(("NVFP4,", "NVFP4 ", "W4A16"))},
+    **{name: Scheme(LONG_K, draw=2, but=ALONG_N) for name in CONFIGS if "MXFP4" in name or "W4A8" in name},
+    "FP8": Scheme(SOME, draw=1, refused="weights in fp8 and none in 4 bits"),
 }
+"""Without a GPU it cannot do AWQ, SVDQuant and AutoQuantize in NVFP4, nor four-over-six."""
+
+ATTENTION = {
+    "FP8 attention": {"num_bits": (4, 3), "axis": None},
+    "FP8_PB_WO attention": {"num_bits": (4, 3), "block_sizes": {-1: 128, -2: 128}},
+    "MXFP8 attention": {
+        "num_bits": (4, 3), "block_sizes": {-1: 32, "type": "dynamic", "scale_bits": (8, 0)}
+    },
+}  # fmt: skip
 
 
 def write(model: Any, scheme: str, source: Path, out: Path) -> None:
@@ -42,19 +70,16 @@ def write(model: Any, scheme: str, source: Path, out: Path) -> None:
     from modelopt.torch.export import export_hf_checkpoint
 
     ids = torch.randint(0, 128, (2, 16))
-    if scheme == "AutoQuantize":
-        configs = [mtq.NVFP4_DEFAULT_CFG, mtq.FP8_DEFAULT_CFG]
-        model, _ = mtq.auto_quantize(
-            model,
-            constraints={"effective_bits": 6.0},
-            quantization_formats=configs,
-            data_loader=[ids],
-            forward_step=lambda m, batch: m(batch, use_cache=False),
-            loss_func=lambda output, batch: output.logits.float().square().mean(),
-        )
-    else:
-        config = getattr(mtq, CONFIGS[scheme])
-        model = mtq.quantize(model, config, lambda m: m(ids, use_cache=False))
+    config = copy.deepcopy(getattr(mtq, CONFIGS[scheme]))
+    if own := ATTENTION.get(scheme.rpartition(", ")[2]):
+        inputs = {"enable": False} if "PB_WO" in scheme else {"cfg": own}
+        config["quant_cfg"] += [
+            {"quantizer_name": "*attn*weight_quantizer", "cfg": own},
+            {"quantizer_name": "*attn*input_quantizer", **inputs},
+        ]
+    if "kv cache" in scheme:
+        config["quant_cfg"] += mtq.FP8_KV_CFG["quant_cfg"]
+    model = mtq.quantize(model, config, lambda m: m(ids, use_cache=False))
     export_hf_checkpoint(model, export_dir=str(out))
 
 
@@ -65,9 +90,10 @@ def second_opinion(tensors: dict[str, torch.Tensor], folder: Path) -> dict[str, 
     for name, packed in tensors.items():
         second = tensors.get(name + "_scale_2")
         if name.endswith(".weight") and second is not None:
+            block = 2 * packed.shape[1] // tensors[name + "_scale"].shape[1]
             shape = torch.Size((packed.shape[0], 2 * packed.shape[1]))
             found[name] = NVFP4QTensor(shape, torch.float32, packed).dequantize(
-                torch.float32, scale=tensors[name + "_scale"], double_scale=second, block_sizes={-1: 16}
+                torch.float32, scale=tensors[name + "_scale"], double_scale=second, block_sizes={-1: block}
             )
     return found
 
@@ -80,5 +106,5 @@ TOOL = Tool(
     ),
     SCHEMES,
     write,
-    second_opinion,
+    second_opinion=second_opinion,
 )  # fmt: skip
