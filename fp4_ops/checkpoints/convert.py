@@ -484,18 +484,22 @@ class _Pipeline:
     def _values(self, part: Part, read: Future[list[Tensor]], i: int, dtype: torch.dtype) -> Tensor:
         """What was read of a part; weights in 8 bits by their values."""
         matrix = read.result()[i]
-        if part.infos[0].name not in self._eight:
+        if part.infos[0].name.partition("[")[0] not in self._eight:
             return matrix
         values = []
         with Reader() as reader:
             for info, codes in zip(part.infos, matrix.split([t.shape[0] for t in part.infos])):
-                stored = self._eight[info.name]
-
-                def get(t: TensorInfo, codes: Tensor = codes, packed: TensorInfo = stored.packed) -> Tensor:
-                    return codes if t == packed else reader.read(t)
-
-                values.append(stored.dialect.dequantize(stored, get, dtype))
+                stored, expert = self._stored(info)
+                if codes.dim() == 3:  # not one of those whose experts come one by one
+                    values.append(stored.dialect.dequantize(stored, reader.read, dtype))
+                else:
+                    values.append(stored.dialect.matrix(stored, expert, codes, reader.read, dtype))
         return torch.cat(values)
+
+    def _stored(self, info: TensorInfo) -> tuple[StoredWeight, int | None]:
+        """The weight in 8 bits that is read, and which expert's, of all experts in one."""
+        name, _, expert = info.name.partition("[")
+        return self._eight[name], int(expert[:-1]) if expert else None
 
     def _quantize(self, part: Part, read: Future[list[Tensor]], i: int) -> Codes:
         matrix = self._values(part, read, i, torch.float32)

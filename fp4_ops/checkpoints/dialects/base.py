@@ -16,6 +16,9 @@ from ..files import CheckpointError, TensorInfo, read_json
 
 Read = Callable[[TensorInfo], Tensor]
 
+STACKS = ("_proj", "_linear")
+"""Ends of the names of tensors that hold all experts, where these have no suffix: their scales do."""
+
 
 @dataclass
 class Codes:
@@ -85,7 +88,13 @@ class Dialect(ABC):
         raise NotImplementedError(f"{self.name} is not quantised anew")
 
     def dequantize(self, stored: StoredWeight, read: Read, dtype: torch.dtype) -> Tensor:
-        """[N, K] in `dtype`, of a dialect that is dense."""
+        """In `dtype` and as it is stored, [N, K] or all experts', of a dialect that is dense."""
+        raise NotImplementedError(f"{self.name} is not dense")
+
+    def matrix(
+        self, stored: StoredWeight, expert: int | None, codes: Tensor, read: Read, dtype: torch.dtype
+    ) -> Tensor:
+        """`dequantize` of one matrix whose codes are read already: the weight's, or one expert's."""
         raise NotImplementedError(f"{self.name} is not dense")
 
     def scale_dtype(self, weights: list[StoredWeight]) -> torch.dtype:

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from ..files import CheckpointError, TensorInfo
-from .base import Codes, Dialect, Read, StoredWeight
+from .base import STACKS, Codes, Dialect, Read, StoredWeight
 
 _AT_ONCE = 1 << 22
 """Elements dequantised at a time."""
@@ -42,32 +42,47 @@ class EightBits(Dialect):
     def scale_dtypes(self) -> tuple[torch.dtype, ...]:
         return (torch.float32, torch.bfloat16, torch.float16, *BYTES)
 
+    def is_packed(self, info: TensorInfo) -> bool:
+        stack = len(info.shape) == 3 and info.name.endswith(STACKS)
+        return super().is_packed(info) and (stack or not self.stacked)
+
     def shape(self, packed: TensorInfo) -> tuple[int, ...]:
-        if len(packed.shape) != 2:
-            raise CheckpointError(f"fp4: {packed} has {len(packed.shape)} dimensions; it must have 2")
+        """As the tensor is stored: [N, K], or all experts', [E, N, K] or [E, K, N]."""
+        if len(packed.shape) not in (2, 3):
+            raise CheckpointError(f"fp4: {packed} has {len(packed.shape)} dimensions; it must have 2 or 3")
         return packed.shape
 
     def check_scale(self, packed: TensorInfo, scale: TensorInfo) -> None:
         if scale.dtype not in self.scale_dtypes or self._blocks(packed.shape, scale) is None:
+            each = " for each expert, or for all" * (len(packed.shape) == 3)
             raise CheckpointError(
                 f"fp4: {scale} is {scale.dtype} {list(scale.shape)}; beside a weight {list(packed.shape)} it "
                 f"must be float32, bfloat16 or float16 with one number, one a row, or one a block of "
-                f"{list(self.blocks)}, or e8m0 with one for 32 along K"
+                f"{list(self.blocks)}, or e8m0 with one for 32 along K{each}"
             )
 
     def _blocks(self, shape: tuple[int, ...], scale: TensorInfo) -> tuple[int, int] | None:
-        """Rows and columns that share a scale; None if the scale does not fit."""
-        n, k = shape
-        if prod(scale.shape) == 1:
+        """Rows and columns of a matrix that share a scale; None if the scale does not fit."""
+        *experts, n, k = shape
+        of_matrix = scale.shape
+        if prod(of_matrix) == 1:
             return n, k
-        if scale.dtype in BYTES and scale.shape == (n, -(-k // 32)):
+        if experts:
+            if of_matrix[0] != experts[0]:
+                return None
+            of_matrix = of_matrix[1:]
+            if prod(of_matrix) == 1:
+                return n, k
+            if of_matrix == (1, k):  # [E, K, N] whose outputs have a scale each
+                return n, 1
+        if scale.dtype in BYTES and of_matrix == (n, -(-k // 32)):
             return 1, 32
-        if scale.shape in ((n,), (n, 1)):
+        if of_matrix in ((n,), (n, 1)):
             return 1, k
         rows, columns = self.blocks
         whole = (-(-n // rows), -(-k // columns))
         # ModelOpt keeps a dimension of one beside each
-        if scale.shape in (whole, (whole[0], 1, whole[1], 1)):
+        if of_matrix in (whole, (whole[0], 1, whole[1], 1)):
             return self.blocks
         return None
 
@@ -78,10 +93,19 @@ class EightBits(Dialect):
         return self.dequantize(stored, read, torch.float32)
 
     def dequantize(self, stored: StoredWeight, read: Read, dtype: torch.dtype) -> Tensor:
-        """[N, K]: the product in float64, rounded once."""
-        (n, k), blocks = stored.shape, self._blocks(stored.shape, stored.block_scale)
+        """As it is stored, [N, K] or all experts': the product in float64, rounded once."""
+        if len(stored.shape) == 2:
+            return self.matrix(stored, None, read(stored.packed), read, dtype)
+        experts = range(stored.shape[0])
+        return torch.stack([self.matrix(stored, i, read(stored.packed.row(i)), read, dtype) for i in experts])
+
+    def matrix(
+        self, stored: StoredWeight, expert: int | None, codes: Tensor, read: Read, dtype: torch.dtype
+    ) -> Tensor:
+        """One matrix of a weight, from its codes: the whole weight's (None), or an expert's."""
+        blocks = self._blocks(stored.shape, stored.block_scale)
         assert blocks is not None
-        codes, scale = read(stored.packed), read(stored.block_scale)
+        scale = read(stored.block_scale)
         if stored.block_scale.dtype in BYTES:
             raw = scale.view(torch.uint8)
             nan = raw == 0xFF
@@ -91,7 +115,9 @@ class EightBits(Dialect):
             nan = ~scale.isfinite()
         if nan.any():
             raise CheckpointError(f"fp4: {stored.block_scale} holds NaN or infinity")
-        rows, columns = blocks
+        if expert is not None and scale.numel() > 1:
+            scale = scale[expert]
+        (n, k), (rows, columns) = codes.shape, blocks
         scale = scale.reshape(-(-n // rows), -(-k // columns))
         out = torch.empty((n, k), dtype=dtype, device=codes.device)
         step = max(1, _AT_ONCE // k)

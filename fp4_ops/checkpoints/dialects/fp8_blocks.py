@@ -16,7 +16,12 @@ FP8_BLOCKS = EightBits(
     "fp8", "fp8", ".weight", ".weight_scale_inv", unused=(".activation_scale", ".input_scale")
 )
 """The scale is called an inverse, and is what codes are multiplied by."""
-DIALECTS: tuple[Dialect, ...] = (FP8_BLOCKS,)
+FP8_STACKED = replace(
+    FP8_BLOCKS, name="fp8-stacked", packed="", block_scale="_scale_inv", stacked=True,
+    unused=("_activation_scale", "_input_scale"),
+)  # fmt: skip
+"""Families that keep all experts in one, [E, N, K]."""
+DIALECTS: tuple[Dialect, ...] = (FP8_BLOCKS, FP8_STACKED)
 
 
 def claims(config: dict[str, Any], where: str) -> tuple[Dialect, ...] | None:
@@ -25,4 +30,4 @@ def claims(config: dict[str, Any], where: str) -> tuple[Dialect, ...] | None:
     size = config.get("weight_block_size") or (128, 128)
     if len(size) != 2:
         raise CheckpointError(f"fp4: {where} has weight_block_size {size!r}; it must be two numbers")
-    return (replace(FP8_BLOCKS, blocks=tuple(size)),)
+    return tuple(replace(dialect, blocks=tuple(size)) for dialect in (FP8_BLOCKS, FP8_STACKED))

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 
 from ..files import CheckpointError, TensorInfo
-from .base import Codes, Dialect, Read, StoredWeight
+from .base import STACKS, Codes, Dialect, Read, StoredWeight
 from .fp4 import FP4Dialect
 from .fp8 import EightBits
 
@@ -26,7 +26,7 @@ class FusedExperts(FP4Dialect):
     stacked: bool = True
 
     def is_packed(self, info: TensorInfo) -> bool:
-        return super().is_packed(info) and len(info.shape) == 3 and info.name.endswith(("_proj", "_linear"))
+        return super().is_packed(info) and len(info.shape) == 3 and info.name.endswith(STACKS)
 
     def shape(self, packed: TensorInfo) -> tuple[int, ...]:
         e, half, n = packed.shape
@@ -74,10 +74,15 @@ MODELOPT_MXFP4_FUSED = FusedExperts(
 MODELOPT_FP8 = EightBits(
     "modelopt-fp8", "fp8", ".weight", ".weight_scale", unused=(".input_scale", *_KV), forbidden=_FORBIDDEN
 )
+MODELOPT_FP8_FUSED = replace(
+    MODELOPT_FP8, name="modelopt-fp8-fused", packed="", block_scale="_weight_scale", stacked=True,
+    unused=("_input_scale",), forbidden=(),
+)  # fmt: skip
 _NVFP4 = (MODELOPT_NVFP4, MODELOPT_NVFP4_FUSED)
 _W4A8_NVFP4 = (MODELOPT_W4A8_NVFP4, MODELOPT_W4A8_NVFP4_FUSED)
 _MXFP4 = (MODELOPT_MXFP4, MODELOPT_MXFP4_FUSED)
-DIALECTS: tuple[Dialect, ...] = (*_NVFP4, *_W4A8_NVFP4, *_MXFP4, MODELOPT_FP8)
+_FP8 = (MODELOPT_FP8, MODELOPT_FP8_FUSED)
+DIALECTS: tuple[Dialect, ...] = (*_NVFP4, *_W4A8_NVFP4, *_MXFP4, *_FP8)
 
 _ALGORITHMS: dict[str, tuple[Dialect, ...]] = {
     "NVFP4": _NVFP4,
@@ -85,10 +90,10 @@ _ALGORITHMS: dict[str, tuple[Dialect, ...]] = {
     "W4A8_NVFP4_FP8": _W4A8_NVFP4,
     "MXFP4": _MXFP4,
     "W4A8_MXFP4_FP8": _MXFP4,
-    "FP8": (MODELOPT_FP8,),
-    "FP8_PER_CHANNEL_PER_TOKEN": (MODELOPT_FP8,),
-    "FP8_PB_WO": (MODELOPT_FP8,),
-    "MXFP8": (MODELOPT_FP8,),
+    "FP8": _FP8,
+    "FP8_PER_CHANNEL_PER_TOKEN": _FP8,
+    "FP8_PB_WO": _FP8,
+    "MXFP8": _FP8,
 }
 """`quant_algo` to the dialects of its weights. Those with AWQ scale the inputs, too: nothing here does."""
 
