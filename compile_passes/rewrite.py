@@ -139,7 +139,8 @@ def _mixtures(
     refused = []
     with interning():
         reader = Reader(graph, Canon(graph), lambda n: _is_weight(n, fixed))
-        for downs, found in list(Search(graph, reader).run()):
+        search = Search(graph, reader)
+        for downs, found in list(search.run()):
             try:
                 if isinstance(found, Refusal):
                     raise found
@@ -147,7 +148,7 @@ def _mixtures(
             except Refusal as refusal:
                 refused.append((downs, refusal))
         sweep(graph)
-        sites += batched_products(writer, graph, reader, mutated)
+        sites += batched_products(writer, graph, reader, search.matcher, mutated)
         sweep(graph)
         alive = set(graph.nodes)
         refused = [(downs, r) for downs, r in refused if alive.issuperset(downs)]
