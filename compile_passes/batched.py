@@ -153,7 +153,7 @@ def _experts(v: Value, left: bool, reader: Reader) -> list[tuple[Matrix, ...]] |
         return None  # gathered by ids
     if ATTENTION.search(input_name(v.term.node)):
         return None  # heads, or groups of heads
-    if any(len(g) != 1 for g in v.dims) or free_axes(v.term) != set(v.axes):
+    if len(v.dims) != 3 or any(len(g) != 1 for g in v.dims) or free_axes(v.term) != set(v.axes):
         return None
     e, inner, out = v.axes if not left else (v.axes[0], v.axes[2], v.axes[1])
     sizes = [static_int(a.size) for a in (e, out, inner)]

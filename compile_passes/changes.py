@@ -213,7 +213,7 @@ SAME_AFTER = (
 # --- whole graphs ---
 
 EVERY_USE = (
-    "let each use run the experts by itself (call them again for each gate), and read no expert's output "
+    "for one fp4::moe let each use run the experts by itself (call them again for each gate), and read no expert's output "
     "but for the weighted sum; or call fp4_ops.prepare(model) where its experts are of transformers' kind"
 )
 NOT_GATHERED = (

@@ -254,12 +254,21 @@ def _swaps_last_two(node: fx.Node) -> bool:
     return order == [*range(dims - 2), dims - 1, dims - 2]
 
 
+def why_not_own(weight: fx.Node, mutated: set[fx.Node]) -> tuple[str, str] | None:
+    """(why, change) if a packed copy cannot stand for the weight from call to call."""
+    if weight in mutated:
+        return f"the graph writes to the weight {weight.name}", changes.NO_WRITES
+    if "gathered" in weight.meta:
+        return weight.meta["gathered"], changes.NOT_GATHERED
+    if "read_twice" in weight.meta:
+        return weight.meta["read_twice"], changes.EVERY_USE
+    return weight.meta.get("stays")
+
+
 def need_own(weight: fx.Node, mutated: set[fx.Node], site: fx.Node) -> None:
-    """A packed copy must stand for the weight from call to call."""
-    need(weight not in mutated, f"the graph writes to the weight {weight.name}", site, changes.NO_WRITES)
-    gathered, twice = weight.meta.get("gathered", ""), weight.meta.get("read_twice", "")
-    need(not gathered, gathered, site, changes.NOT_GATHERED)
-    need(not twice, twice, site, changes.EVERY_USE)
+    why = why_not_own(weight, mutated)
+    if why is not None:
+        raise Refusal(why[0], site, why[1])
 
 
 class Weights:

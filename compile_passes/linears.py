@@ -38,8 +38,10 @@ def linear_layers(writer: Any, graph: fx.Graph, reader: Reader, mutated: set[fx.
         if any(node.kwargs.get(n, 1) != 1 for n in ("alpha", "beta")):
             continue
         *bias, a, weight = node.args
-        matrix = _matrix(weight, reader)
-        if matrix is None or not (is_held(matrix.ref.node) or _is_asked_for(matrix, writer.options)):
+        matrix = read_matrix(weight, reader)
+        if matrix is None or set(matrix.ref.index) != {N, K}:
+            continue
+        if not (is_held(matrix.ref.node) or _is_asked_for(matrix, writer.options)):
             continue
         if bias and len(shape(bias[0])) != 1:
             continue
@@ -53,13 +55,15 @@ def _is_asked_for(matrix: Matrix, options: Options) -> bool:
     return options.linear and not KEPT.search(input_name(matrix.ref.node))
 
 
-def _matrix(node: fx.Node, reader: Reader) -> Matrix | None:
-    """The parameter [N, K] whose transpose `node` is."""
+def read_matrix(node: fx.Node, reader: Reader) -> Matrix | None:
+    """The matrix [N, K], of a parameter or of one expert's part of it, whose transpose `node` is."""
     v = reader.value(node, 0)
-    if not isinstance(v.term, Ref) or not reader.is_weight(v.term.node) or any(len(g) != 1 for g in v.dims):
+    if not isinstance(v.term, Ref) or not reader.is_weight(v.term.node):
+        return None
+    if len(v.dims) != 2 or any(len(g) != 1 for g in v.dims) or any(isinstance(i, Ref) for i in v.term.index):
         return None
     k, n = v.axes
-    if set(v.term.index) != {k, n} or free_axes(v.term) != {k, n}:
+    if free_axes(v.term) != {k, n}:
         return None
     sizes = static_int(n.size), static_int(k.size)
     if sizes[0] is None or sizes[1] is None:

@@ -45,7 +45,7 @@ def analyse(gm: fx.GraphModule, inputs: Sequence[Any], options: Options) -> tupl
         # An activation this device cannot take is the user's error.
         options.a_format(device, preferred_layout(device, a_format=options.wanted))
     try:
-        rewritten, frame.sites = _rewritten(gm, inputs, options, {})
+        rewritten, frame.sites = _rewritten(gm, inputs, options, {}, {})
         frame.also = rewritten.also if rewritten is not None else []
     except CannotCapture as reason:
         frame.note, frame.change = f"left to Inductor: {reason}", reason.change
@@ -59,9 +59,9 @@ def analyse(gm: fx.GraphModule, inputs: Sequence[Any], options: Options) -> tupl
 
 
 def _rewritten(
-    gm: fx.GraphModule, inputs: Sequence[Any], options: Options, stay: dict[int, str]
+    gm: fx.GraphModule, inputs: Sequence[Any], options: Options, each: dict[int, str], stay: dict[int, str]
 ) -> tuple[Rewritten | None, list[Site]]:
-    """`stay`: inputs that are left as they are, and why."""
+    """`each`: inputs whose products are rewritten one by one; `stay`: those that are left as they are; and why."""
     traced, fake_mode = capture(gm, inputs)
     fixed = {n for n, x in _pairs(traced, inputs) if _is_fixed(n, x)}
     from_shards = gathered(x for x in inputs if isinstance(x, torch.nn.Parameter))
@@ -74,13 +74,20 @@ def _rewritten(
     for i, (node, _) in enumerate(_pairs(traced, inputs)):
         if i in stay:
             node.meta["read_twice"] = stay[i]
+        elif i in each:
+            node.meta["each"] = each[i]
     try:
         return rewrite(traced, fixed, options, fake_mode)
     except ReadTwice as found:
         if not found.why.keys() - stay.keys():
             raise
-        stay = {**found.why, **stay}
-    return _rewritten(gm, inputs, options, stay)
+        again = {
+            i: f"{why}, and is not rewritten: the block stays as it is"
+            for i, why in found.why.items()
+            if i in each
+        }
+        each, stay = {**found.why, **each}, {**again, **stay}
+    return _rewritten(gm, inputs, options, each, stay)
 
 
 def compile_graph(

@@ -22,6 +22,7 @@ from .block import Block, ends_a_block, match_block
 from .capture import CannotCapture, mutated_inputs
 from .decode import decode_to_operator
 from .decoded import find_decoded
+from .every_use import weights_of, write_every_use
 from .graph import (
     FLOATING,
     Canon,
@@ -36,9 +37,11 @@ from .graph import (
     need,
     shape,
     value,
+    why_not_own,
 )
 from .held import HeldSpec, format_of, held_spec, inputs_of, is_held
 from .linears import linear_layers
+from .mixture import Mixture
 from .options import Options
 from .products import IndexedRows, Product, find_products, nonnegative
 from .reading import Reader
@@ -72,7 +75,8 @@ def rewrite(
     """Rewrite `gm` in place; (None, sites) if nothing was. `fixed`: inputs that are parameters or buffers.
 
     Raises ReadTwice where some uses of a weight would be rewritten and others not: `gm` is of no use then.
-    Weights with `meta["read_twice"]`, which says why they stay, are left alone.
+    Weights with `meta["each"]`, which says why, are rewritten in each product by itself, and those with
+    `meta["read_twice"]` left alone.
     """
     read_past_writes(gm.graph)
     gm.graph.eliminate_dead_code()
@@ -105,7 +109,7 @@ def rewrite(
     for block in blocks:
         sites.append(writer.block(block))
     sweep(gm.graph)
-    refused = _mixtures(gm.graph, writer, sites, fixed, mutated)
+    refused = _mixtures(gm.graph, writer, sites, fixed, mutated, set(products))
     sweep(gm.graph)
     alive = set(gm.graph.nodes)
     sites += [left_alone(r) for r in found if isinstance(r, Refusal) and r.node in alive]
@@ -133,10 +137,18 @@ def rewrite(
 
 
 def _mixtures(
-    graph: fx.Graph, writer: _Writer, sites: list[Site], fixed: set[fx.Node], mutated: set[fx.Node]
+    graph: fx.Graph,
+    writer: _Writer,
+    sites: list[Site],
+    fixed: set[fx.Node],
+    mutated: set[fx.Node],
+    products: set[fx.Node],
 ) -> list[tuple[list[fx.Node], Refusal]]:
-    """Blocks written in any other way, read in index notation; the refused come back with their products."""
-    refused = []
+    """Blocks written in any other way, read in index notation; the refused come back with their products.
+
+    `products` are rewritten later, each by itself."""
+    refused, others = [], set(writer.slots)
+    taken: set[fx.Node] = set()
     with interning():
         reader = Reader(graph, Canon(graph), lambda n: _is_weight(n, fixed))
         search = Search(graph, reader)
@@ -144,10 +156,19 @@ def _mixtures(
             try:
                 if isinstance(found, Refusal):
                     raise found
-                sites.append(write_mixture(writer, found, mutated))
+                weights = [n for n in writer.inputs if n in weights_of(found)]
+                why = next((n.meta["each"] for n in weights if "each" in n.meta), "")
+                if why:
+                    sites += write_every_use(writer, found, reader, why, mutated, taken)
+                else:
+                    sites.append(write_mixture(writer, found, mutated))
             except Refusal as refusal:
                 refused.append((downs, refusal))
+                if isinstance(found, Mixture):
+                    _stay_together(weights_of(found), mutated)
         sweep(graph)
+        packed = {s for slot in writer.slots.keys() - others for s in slot[0] if not is_held(s)}
+        writer.check_uses(packed, products)
         sites += batched_products(writer, graph, reader, search.matcher, mutated)
         sweep(graph)
         alive = set(graph.nodes)
@@ -155,6 +176,14 @@ def _mixtures(
         if writer.options.linear or any(map(is_held, fixed)):
             sites += linear_layers(writer, graph, reader, mutated)
     return refused
+
+
+def _stay_together(weights: set[fx.Node], mutated: set[fx.Node]) -> None:
+    """All weights of a block stay if one must."""
+    why = next((r for n in weights if (r := why_not_own(n, mutated)) is not None), None)
+    if why is not None:
+        for node in weights:
+            node.meta.setdefault("stays", why)
 
 
 def _is_weight(node: fx.Node, fixed: set[fx.Node]) -> bool:
@@ -273,8 +302,8 @@ class _Writer:
         self.slots: dict[tuple[tuple[fx.Node, ...], PackSpec | JoinSpec | HeldSpec], tuple[fx.Node, ...]] = {}
         self.written: set[fx.Node] = set()
         self.replaced: dict[fx.Node, fx.Node] = {}
-        self._inputs = list(gm.graph.find_nodes(op="placeholder"))
-        self._last_input = self._inputs[-1]
+        self.inputs = list(gm.graph.find_nodes(op="placeholder"))
+        self._last_input = self.inputs[-1]
 
     # --- tiers ---
 
@@ -468,14 +497,18 @@ class _Writer:
             gain=None if held else load.gain(before, after),
         )
 
-    def check_uses(self) -> None:
-        """Raises ReadTwice where a product that stays reads a weight that was packed."""
-        refuse_two_precisions(self._inputs, {s for sources, _ in self.slots for s in sources})
+    def check_uses(
+        self, packed: Collection[fx.Node] | None = None, products: Collection[fx.Node] = ()
+    ) -> None:
+        """Raises ReadTwice where a product that stays, none of `products`, reads a weight that was packed."""
+        if packed is None:
+            packed = {s for sources, _ in self.slots for s in sources}
+        refuse_two_precisions(self.inputs, packed, products)
 
     def finish(self, fake_mode: FakeTensorMode) -> Rewritten:
         """Drop inputs that nothing uses any more, so that the graph does not keep the originals alive."""
         swaps, fakes = [], []
-        position = {n: i for i, n in enumerate(self._inputs)}
+        position = {n: i for i, n in enumerate(self.inputs)}
         for (sources, spec), nodes in self.slots.items():
             names = tuple(map(input_name, sources))
             swaps.append(Swap(tuple(position[n] for n in sources), spec, names))
@@ -489,7 +522,7 @@ class _Writer:
             fakes += made
         swapped = {p for sources, _ in self.slots for p in sources}
         keep = []
-        for index, node in enumerate(self._inputs):
+        for index, node in enumerate(self.inputs):
             if (node in swapped or is_held(node)) and not node.users:
                 self.gm.graph.erase_node(node)
             else:

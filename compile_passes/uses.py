@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import operator
-from collections.abc import Iterable
+from collections.abc import Collection, Iterable
 
 from torch import fx
 
@@ -20,30 +20,31 @@ _PARTS = (
 
 
 class ReadTwice(Exception):
-    """Products that stay as they are read weights that others read in 4 bits.
+    """Products that were not rewritten read weights that others read in 4 bits.
 
-    `why`: for the place of each such graph input, the product that stays.
+    `why`: for the place of each such graph input, which product.
     """
 
     def __init__(self, products: dict[int, tuple[fx.Node, fx.Node]]) -> None:
         super().__init__("some uses of a weight would run in 4 bits, and others not")
         self.why = {
-            i: f"a product of {input_name(weight)} has other users than this block and stays as it is, at "
-            f"{location(product)}"
+            i: f"a product of {input_name(weight)} has other users than this block, at {location(product)}"
             for i, (weight, product) in products.items()
         }
 
 
-def refuse_two_precisions(inputs: list[fx.Node], packed: Iterable[fx.Node]) -> None:
-    """Raises ReadTwice if any of the inputs that are `packed` is still an operand of a product."""
+def refuse_two_precisions(
+    inputs: list[fx.Node], packed: Iterable[fx.Node], others: Collection[fx.Node] = ()
+) -> None:
+    """Raises ReadTwice if any of the inputs that are `packed` is still an operand of a product, not of `others`."""
     chosen = set(packed)
-    found = {i: (n, _product_of(n)) for i, n in enumerate(inputs) if n in chosen}
+    found = {i: (n, _product_of(n, others)) for i, n in enumerate(inputs) if n in chosen}
     products = {i: (n, p) for i, (n, p) in found.items() if p is not None}
     if products:
         raise ReadTwice(products)
 
 
-def _product_of(weight: fx.Node) -> fx.Node | None:
+def _product_of(weight: fx.Node, others: Collection[fx.Node]) -> fx.Node | None:
     """A product with this weight, or a part of it, as it is."""
     todo, seen = list(weight.users), {weight}
     while todo:
@@ -52,6 +53,8 @@ def _product_of(weight: fx.Node) -> fx.Node | None:
             continue
         seen.add(node)
         if is_op(node, *PRODUCTS) or is_grouped_mm(node):
+            if node in others:
+                continue
             return node
         if is_op(node, *_PARTS) or node.target is operator.getitem:
             todo += node.users

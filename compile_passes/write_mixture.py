@@ -488,7 +488,7 @@ def assemble(
     for parts in experts:
         taken = []
         for p in parts:
-            at = tuple(_place(i, site) for i in p.ref.index)
+            at = tuple(place(i, site) for i in p.ref.index)
             taken.append(Piece(sources.setdefault(p.ref.node, len(sources)), at))
         pieces.append(tuple(taken))
     first = experts[0][0]
@@ -627,7 +627,7 @@ def _columns(term: Term) -> int | None:
     return found.pop() if len(found) == 1 else None
 
 
-def _place(index: Term, site: fx.Node) -> tuple[Any, ...]:
+def place(index: Term, site: fx.Node) -> tuple[Any, ...]:
     """One dimension of a parameter in a Piece."""
     if isinstance(index, Const):
         return ("at", index.value)
