@@ -20,8 +20,9 @@ from . import changes
 from .factors import K, N, indices
 from .graph import PRODUCTS, Refusal, aten, is_op, need, shape, static_int, value
 from .mixture import Matcher, Matrix
+from .naming import input_name, location, module_path
 from .reading import Reader
-from .report import Load, Site, hint, input_name, left_alone, location, module_path
+from .report import Load, Site, hint, left_alone
 from .terms import Axis, Const, Ref, Value, free_axes, substitute
 from .write_mixture import packing
 

@@ -34,6 +34,7 @@ from .graph import (
     uncast,
     value,
 )
+from .naming import called
 from .products import IndexedRows, Product, Rows, gathered
 
 
@@ -112,7 +113,7 @@ def _up_product(pre: fx.Node, rows: Rows, products: dict[fx.Node, Product]) -> t
         return products[node], None
     need(
         is_op(node, aten.add),
-        f"the activation's input ({node.name}) is not a product of the experts",
+        f"the activation's input ({called(node)}) is not a product of the experts",
         node,
         changes.BETWEEN,
     )
@@ -121,12 +122,12 @@ def _up_product(pre: fx.Node, rows: Rows, products: dict[fx.Node, Product]) -> t
             table = rows.is_expert_row(strip(bias))
             need(
                 table is not None,
-                f"{bias.name} is added to gate/up and is not each row's bias",
+                f"{called(bias)} is added to gate/up and is not each row's bias",
                 node,
                 changes.ROW_BIAS,
             )
             return products[uncast(product)], table
-    refuse(f"the activation's input ({node.name}) is not a product of the experts", node, changes.BETWEEN)
+    refuse(f"the activation's input ({called(node)}) is not a product of the experts", node, changes.BETWEEN)
 
 
 # --- activation ---
@@ -140,7 +141,7 @@ def activation_of(h: fx.Node, width: int, canon: Canon) -> tuple[Activation, fx.
         return ACTIVATIONS["relu2"], up
     need(
         is_op(node, aten.mul),
-        f"the down product's rows ({node.name}) are not a gated activation",
+        f"the down product's rows ({called(node)}) are not a gated activation",
         node,
         changes.ACTIVATION,
     )
@@ -181,7 +182,7 @@ def activation_of(h: fx.Node, width: int, canon: Canon) -> tuple[Activation, fx.
             changes.ACTIVATION,
         )
     refuse(
-        f"the down product's rows ({node.name}) do not gate one half of a product by the other",
+        f"the down product's rows ({called(node)}) do not gate one half of a product by the other",
         node,
         changes.ACTIVATION,
     )
@@ -341,7 +342,7 @@ def _combine(down: Product, rows: Rows, k: int) -> tuple[fx.Node, fx.Node, fx.No
             table = rows.is_expert_row(strip(others[0])) if others and not (in_order and rows.sorts) else None
             need(
                 table is not None,
-                f"{user.name} adds something other than each row's expert bias",
+                f"{called(user)} adds something other than each row's expert bias",
                 user,
                 changes.ROW_BIAS,
             )
@@ -353,11 +354,11 @@ def _combine(down: Product, rows: Rows, k: int) -> tuple[fx.Node, fx.Node, fx.No
             )
             bias = table
         elif is_op(user, aten.mul):
-            need(weights is None, f"{user.name} scales the rows a second time", user, changes.ONE_SCALE)
+            need(weights is None, f"{called(user)} scales the rows a second time", user, changes.ONE_SCALE)
             (other,) = [a for a in user.all_input_nodes if a is not node] or [None]
             need(
                 is_tensor(other) and same_shape(shape(other), (*shape(node)[:-1], 1)),
-                f"{user.name} scales the rows by something other than one routing weight each",
+                f"{called(user)} scales the rows by something other than one routing weight each",
                 user,
                 changes.ONE_SCALE,
             )
@@ -365,14 +366,14 @@ def _combine(down: Product, rows: Rows, k: int) -> tuple[fx.Node, fx.Node, fx.No
         elif gathered(user)[0] is node:
             need(
                 not in_order and rows.restored(user) is node,
-                f"{user.name} reorders the rows",
+                f"{called(user)} reorders the rows",
                 user,
                 changes.RESTORE,
             )
             in_order = True
         else:
             refuse(
-                f"{user.name} ({user.target}) stands between down and the sum over choices",
+                f"{called(user)} stands between down and the sum over choices",
                 user,
                 changes.AFTER_SUM,
             )

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch._dynamo.utils import graph_break_reasons
 
-from .report import short_path
+from .naming import short_path
 
 _TORCH = str(torch.__file__).removesuffix("__init__.py")
 _SIZE = "data-dependent expression"

@@ -34,6 +34,7 @@ from .functional import (
     storage,
 )
 from .held import Held, Unreadable, held, is_subclass, stand_in
+from .naming import source_name
 
 aten = torch.ops.aten
 log = logging.getLogger("fp4_ops")
@@ -127,12 +128,6 @@ def mutated_inputs(graph: fx.Graph) -> set[fx.Node]:
     """Placeholders that the graph writes to."""
     writes = graph.find_nodes(op="call_function", target=aten.copy_.default)
     return {n.args[0] for n in writes if isinstance(n.args[0], fx.Node) and n.args[0].op == "placeholder"}
-
-
-def source_name(source: Any) -> str:
-    """Where Dynamo found an input, such as L['self']._modules['experts']._parameters['down_proj']."""
-    name = getattr(source, "name", "")
-    return name if isinstance(name, str) else name()  # a method in older torch
 
 
 def _expert_constants(gm: fx.GraphModule) -> dict[fx.Node, float]:

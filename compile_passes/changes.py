@@ -213,8 +213,9 @@ SAME_AFTER = (
 # --- whole graphs ---
 
 EVERY_USE = (
-    "for one fp4::moe let each use run the experts by itself (call them again for each gate), and read no expert's output "
-    "but for the weighted sum; or call fp4_ops.prepare(model) where its experts are of transformers' kind"
+    "for one fp4::moe let each use run the experts by itself (call them again for each gate), and read no "
+    "expert's output but for the weighted sum; or call fp4_ops.prepare(model) where its experts are of "
+    "transformers' kind"
 )
 NOT_GATHERED = (
     "none: it would be packed at each call. For inference leave the experts out of the sharding, or load the "

@@ -1,7 +1,7 @@
 """Experts whose values have other users than the block: each product by itself, every one in 4 bits.
 
-The weights are packed as for the block (gate and up of an expert as one operand), so its values are those that
-the block would have. A product with one expert's matrix becomes `fp4::mm`, one with all experts'
+The weights are packed as for the block (gate and up of an expert as one operand), so they are in 4 bits what
+they would be there. A product with one expert's matrix becomes `fp4::mm`, one with all experts'
 `fp4::grouped_mm_masked`.
 """
 
@@ -22,8 +22,9 @@ from .graph import aten, is_op, need, shape, value
 from .held import is_held
 from .linears import read_matrix
 from .mixture import Matrix, Mixture
+from .naming import location, module_path
 from .reading import Reader
-from .report import Load, Site, hint, location, module_path
+from .report import Load, Site, hint
 from .terms import Term
 from .write_mixture import packing, place
 
@@ -158,7 +159,7 @@ class _Products:
         return self.call(aten.slice.Tensor, whole, dim, rows.start, rows.stop, rows.step)
 
     def _find(self, matrices: Sequence[Matrix]) -> tuple[int, int, range] | None:
-        """(operand, expert, rows) of a matrix in what is packed; of all experts' in their order: the first's."""
+        """(operand, expert, rows) of a matrix in what is packed; of those of all experts, the first."""
         found: set[tuple[int, range]] = set()
         experts = []
         for matrix in matrices:

@@ -13,9 +13,10 @@ from torch._dynamo.utils import get_compilation_metrics
 from .branches import KEPT, SEEN_THROUGH
 from .breaks import breaks_since, inside, known_breaks, reason_of, told
 from .dynamo import CAPTURE, extend_dynamo
+from .naming import short_path
 from .options import parse
 from .pipeline import analyse
-from .report import Report, short_path
+from .report import Report
 
 
 def explain(

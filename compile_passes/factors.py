@@ -31,6 +31,7 @@ from .terms import (
     free_axes,
     rebuild,
     substitute,
+    told,
 )
 
 N, K, E, J = Axis(0, "n"), Axis(0, "k"), Axis(0, "e"), Axis(0, "j")
@@ -86,7 +87,10 @@ def split_after(
         own = OUT in axes or any(isinstance(t, Ref) and t.node is weight for t in walk(f))
         if own or hidden in axes:
             need(
-                axes <= {OUT, hidden}, f"an expert's output is scaled by {row!r}", site, changes.OUTPUT_SCALE
+                axes <= {OUT, hidden},
+                f"an expert's output is scaled by {told(row)}",
+                site,
+                changes.OUTPUT_SCALE,
             )
             after = Mul(after, row)
         else:

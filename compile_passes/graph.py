@@ -10,6 +10,7 @@ from torch import fx
 from torch.fx.experimental.symbolic_shapes import statically_known_true
 
 from . import changes
+from .naming import called
 
 aten = torch.ops.aten
 
@@ -152,7 +153,7 @@ def exact_int(node: fx.Node) -> fx.Node:
 
 def sole_user(node: fx.Node) -> fx.Node:
     users = list(node.users)
-    need(len(users) == 1, f"{node.name} is used {len(users)} times, so it must stay", node, changes.UNREAD)
+    need(len(users) == 1, f"{called(node)} is used {len(users)} times, so it must stay", node, changes.UNREAD)
     return users[0]
 
 
@@ -257,7 +258,7 @@ def _swaps_last_two(node: fx.Node) -> bool:
 def why_not_own(weight: fx.Node, mutated: set[fx.Node]) -> tuple[str, str] | None:
     """(why, change) if a packed copy cannot stand for the weight from call to call."""
     if weight in mutated:
-        return f"the graph writes to the weight {weight.name}", changes.NO_WRITES
+        return f"the graph writes to the weight {called(weight)}", changes.NO_WRITES
     if "gathered" in weight.meta:
         return weight.meta["gathered"], changes.NOT_GATHERED
     if "read_twice" in weight.meta:
@@ -285,27 +286,27 @@ class Weights:
         """`node` with its last two dimensions swapped or not must be used as [E, K, N]."""
         need(
             node.op == "placeholder" or node in self._fixed,
-            f"the weight ({node.name}) is computed in the graph",
+            f"the weight ({called(node)}) is computed in the graph",
             site,
             changes.ONCE,
         )
         need(
             node in self._fixed,
-            f"the weight {node.name} is not a parameter or buffer",
+            f"the weight {called(node)} is not a parameter or buffer",
             site,
             changes.PARAMETER,
         )
         need_own(node, self._mutated, site)
         need(
             value(node).dim() == 3,
-            f"the weight {node.name} has {len(shape(node))} dimensions, not 3",
+            f"the weight {called(node)} has {len(shape(node))} dimensions, not 3",
             site,
             changes.STACK,
         )
         dtype = value(node).dtype
         need(
             dtype in FLOATING,
-            f"the weight {node.name} is {dtype}, not float32, bfloat16 or float16",
+            f"the weight {called(node)} is {dtype}, not float32, bfloat16 or float16",
             site,
             changes.DTYPE,
         )
@@ -313,7 +314,7 @@ class Weights:
         need(device in ("cpu", "cuda"), f"no kernels for device {device}", site, changes.DEVICE)
         need(
             all(static_int(s) is not None for s in shape(node)),
-            f"the weight {node.name} has a symbolic shape",
+            f"the weight {called(node)} has a symbolic shape",
             site,
             changes.STATIC_WEIGHTS,
         )
@@ -321,7 +322,7 @@ class Weights:
         way = node.meta.get("held")
         need(
             way is None or way.transposed == weight.transposed,
-            f"the weight {node.name} is quantised along a dimension that its product keeps",
+            f"the weight {called(node)} is quantised along a dimension that its product keeps",
             site,
             changes.ALONG,
         )

@@ -19,9 +19,10 @@ from .factors import K, N
 from .graph import Refusal, aten, is_op, shape, static_int, value
 from .held import format_of, is_held
 from .mixture import Matrix
+from .naming import input_name, location, module_path
 from .options import Options
 from .reading import Reader
-from .report import Load, Site, hint, input_name, left_alone, location, module_path
+from .report import Load, Site, hint, left_alone
 from .terms import Ref, free_axes, substitute
 from .write_mixture import packing
 

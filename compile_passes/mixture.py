@@ -18,6 +18,7 @@ from torch import fx
 from . import changes
 from .activations import UP, Act, bare, read_activation
 from .axes import same
+from .compared import in_common
 from .factors import (
     J,
     K,
@@ -37,6 +38,7 @@ from .factors import (
     walk,
 )
 from .graph import need, refuse, shape, static_int, value
+from .naming import called
 from .read_indexing import is_eq, is_indicator
 from .reading import Reader
 from .steps import instead_of
@@ -55,6 +57,7 @@ from .terms import (
     flatten,
     free_axes,
     substitute,
+    told,
 )
 
 
@@ -292,7 +295,7 @@ class Matcher:
                     continue
                 whole = product_ref(factors)
                 if whole is not None and whole.node is root:
-                    refuse(f"{root.name} ({root.target}) is not understood", root, instead_of(root))
+                    refuse(f"{called(root)} is not understood", root, instead_of(root))
                 need(
                     allow_rest and whole is not None and not axes,
                     "something else is added to it",
@@ -301,7 +304,7 @@ class Matcher:
                 )
                 assert whole is not None
                 if has_experts(whole.node):
-                    reason = f"{whole.node.name} ({whole.node.target}) has experts and is not understood"
+                    reason = f"{called(whole.node)} has experts and is not understood"
                     refuse(reason, whole.node, instead_of(whole.node))
                 mixture.rest.append(whole)
                 continue
@@ -427,7 +430,7 @@ class Matcher:
         scales = tuple(s for s in map(demote, scales) if not (s in weights and _is_mask(s)))
         for f in chosen:
             pointwise = isinstance(f, Apply) and ids is not None
-            need(pointwise, f"rows are selected by {f!r}, not by expert ids", m.root, changes.MASK)
+            need(pointwise, f"rows are selected by {told(f)}, not by expert ids", m.root, changes.MASK)
         if e is None:
             e = expert_column((*weights, *scales), m.tokens)
         need(e is not None, "nothing says which expert's output this is", m.root, changes.OWN_COLUMN)
@@ -507,7 +510,7 @@ class Matcher:
         if gain is not None:
             need(
                 free_axes(gain.ref) == {N},
-                f"{gains[0]!r} is no expert's vector",
+                f"{told(gains[0])} is no expert's vector",
                 m.root,
                 changes.TWO_PRODUCTS,
             )
@@ -518,11 +521,11 @@ class Matcher:
         need(n is not None and k is not None, "a weight has a symbolic shape", site, changes.STATIC_WEIGHTS)
         assert n is not None and k is not None
         ref = substitute(lin.weight, {out: N, lin.inner: K})
-        need(free_axes(ref) == {N, K}, f"{lin.weight!r} is no expert's matrix", site, changes.OWN_MATRIX)
+        need(free_axes(ref) == {N, K}, f"{told(lin.weight)} is no expert's matrix", site, changes.OWN_MATRIX)
         bias = None
         if lin.bias is not None:
             bias = Matrix(substitute(lin.bias, {out: N}), n, 0)
-            need(free_axes(bias.ref) == {N}, f"{lin.bias!r} is no expert's bias", site, changes.ROW_BIAS)
+            need(free_axes(bias.ref) == {N}, f"{told(lin.bias)} is no expert's bias", site, changes.ROW_BIAS)
         return Matrix(ref, n, k), bias
 
     # --- the proof ---
@@ -537,8 +540,9 @@ class Matcher:
             joined = f"the output of expert {b.expert} is number {b.expert} of those that are joined"
             need(other is None, f"{joined}, and of slice {other} of a buffer", m.root, changes.SLICES)
         for b in branches[1:]:
-            for fine, why, change in _in_common(first, b):
-                need(fine, f"experts {first.expert} and {b.expert} {why}", m.root, change)
+            for fine, why, change in in_common(first, b):
+                if not fine:
+                    refuse(f"experts {first.expert} and {b.expert} {why()}", m.root, change)
         own = first.place is None or first.place in free_axes(first.x)
         need(own, "nothing says which expert's output this is", m.root, changes.OWN_COLUMN)
         serves: dict[int, list[Any]] = {}
@@ -634,32 +638,6 @@ def _other_slice(b: Branch) -> int | None:
     if b.place is None or b.place in free_axes(b.x):
         return None
     return next((i for i in range(b.place.size) if along(b.x, i, b.place) is not b.x), None)
-
-
-def _in_common(a: Branch, b: Branch) -> list[tuple[bool, str, str]]:
-    """What two experts must have in common: (whether they do, how they differ if not, what would help)."""
-    shapes = [[(w.n, w.k) for w in (*x.up, x.down)] for x in (a, b)]
-    biases = [[x is None for x in (*branch.up_bias, branch.down_bias, branch.gain)] for branch in (a, b)]
-    choices = a.sums_choices == b.sums_choices and a.k == b.k
-    conditions = f"take rows on different conditions ({a.chosen} and {b.chosen})"
-    factors = f"are weighted differently ({a.factors} and {b.factors})"
-    return [
-        (a.x is b.x, f"read different inputs ({a.x!r} and {b.x!r})", changes.SAME_X),
-        (a.scales == b.scales, "scale their inputs differently", changes.SCALE_BY_EXPERT),
-        (a.act == b.act, "have different activations", changes.SAME_ACTIVATION),
-        (shapes[0] == shapes[1], f"have different shapes ({shapes[0]} and {shapes[1]})", changes.SAME_SHAPES),
-        (a.ids is b.ids and a.masked is b.masked, "are routed by different ids", changes.SAME_IDS),
-        (choices, "serve a token's choices differently", changes.SAME_CHOICES),
-        (a.chosen == b.chosen, conditions, changes.CONDITION),
-        (a.factors == b.factors, factors, changes.WEIGHT_BY_EXPERT),
-        (
-            a.after is b.after,
-            f"change their outputs differently ({a.after!r} and {b.after!r})",
-            changes.SAME_AFTER,
-        ),
-        (biases[0] == biases[1], "differ in biases or gains", changes.ALL_BIASES),
-        ((a.choice is None) == (b.choice is None), "serve different choices", changes.SAME_CHOICES),
-    ]
 
 
 def _arguments(term: Term) -> tuple[Term, ...]:

@@ -19,8 +19,9 @@ from .decode import BYTES, TABLE
 from .dynamo import allow_scalars
 from .gathered import gathered, is_flat
 from .held import is_subclass
+from .naming import input_name
 from .options import Options, inductor_patches
-from .report import Frame, Site, input_name
+from .report import Frame, Site
 from .rewrite import Rewritten, fp4_calls, may_run_twice, rewrite
 from .uses import ReadTwice
 from .weights import Swap, runtime
@@ -61,7 +62,7 @@ def analyse(gm: fx.GraphModule, inputs: Sequence[Any], options: Options) -> tupl
 def _rewritten(
     gm: fx.GraphModule, inputs: Sequence[Any], options: Options, each: dict[int, str], stay: dict[int, str]
 ) -> tuple[Rewritten | None, list[Site]]:
-    """`each`: inputs whose products are rewritten one by one; `stay`: those that are left as they are; and why."""
+    """`each`: inputs whose products are rewritten one by one, and why; `stay`: those that are left alone."""
     traced, fake_mode = capture(gm, inputs)
     fixed = {n for n, x in _pairs(traced, inputs) if _is_fixed(n, x)}
     from_shards = gathered(x for x in inputs if isinstance(x, torch.nn.Parameter))

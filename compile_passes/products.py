@@ -35,6 +35,7 @@ from .graph import (
     unswap,
     value,
 )
+from .naming import called
 
 
 class Rows:
@@ -139,7 +140,7 @@ class SortedRows(Rows):
         node = exact_int(offs)
         need(
             is_op(node, aten.cumsum),
-            f"the offsets ({node.name}) are not a cumulative sum of counts",
+            f"the offsets ({called(node)}) are not a cumulative sum of counts",
             offs,
             changes.OFFSETS,
         )
@@ -195,7 +196,7 @@ class SortedRows(Rows):
         a = uncast(a)  # autocast rounds the rows for the product
         a = uncast(self.unmask(a) or a)
         x, index = gathered(a)
-        need(x is not None, f"the rows ({a.name}) are not gathered from the tokens", a, changes.TOKEN_ROWS)
+        need(x is not None, f"the rows ({called(a)}) are not gathered from the tokens", a, changes.TOKEN_ROWS)
         assert x is not None and index is not None
         source = strip(index)
         if self._is_perm(source):
@@ -204,7 +205,7 @@ class SortedRows(Rows):
         else:
             need(
                 _is_floor_divide(source),
-                f"the rows are gathered by {source.name}, not by perm // k",
+                f"the rows are gathered by {called(source)}, not by perm // k",
                 a,
                 changes.TOKEN_ROWS,
             )
@@ -344,7 +345,9 @@ def counted_ids(counts: fx.Node, experts: int) -> fx.Node:
         bins = shape(counts)[0]
         need(bins == experts, f"bincount has {bins} bins for {experts} experts", counts, changes.OFFSETS)
         return exact_int(counts.args[0])
-    refuse(f"the offsets add up {counts.name}, which is no histogram of expert ids", counts, changes.OFFSETS)
+    refuse(
+        f"the offsets add up {called(counts)}, which is no histogram of expert ids", counts, changes.OFFSETS
+    )
 
 
 def below(ids: fx.Node, experts: int) -> bool:

@@ -2,17 +2,11 @@
 
 from __future__ import annotations
 
-import re
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
-import torch
-from torch import fx
-
-from .capture import source_name
 from .graph import Refusal
-
-_TORCH = str(torch.__file__).removesuffix("__init__.py")
+from .naming import location, module_path
 
 
 @dataclass(frozen=True)
@@ -223,35 +217,3 @@ def _count(sites: list[Site]) -> str:
 
 def _mib(n: int) -> str:
     return f"{n / 2**20:.2f} MiB"
-
-
-def location(node: fx.Node) -> str:
-    """The innermost line outside torch that a node comes from."""
-    frames = re.findall(r'File "([^"]+)", line (\d+), in (\S+)', node.meta.get("stack_trace") or "")
-    frames = [f for f in frames if not f[0].startswith(_TORCH)]
-    if not frames:
-        return node.name
-    path, line, function = frames[-1]
-    return f"{short_path(path)}:{line} in {function}"
-
-
-def short_path(path: str) -> str:
-    return "/".join(path.split("/")[-3:])
-
-
-def module_path(node: fx.Node) -> str:
-    """The module whose code a node comes from, as the model's own paths name it."""
-    stack = node.meta.get("nn_module_stack")
-    if not stack:
-        return ""
-    path = list(stack.values())[-1][0]
-    path = re.sub(r"\._(?:modules|parameters|buffers)\['([^']+)'\]", r".\1", path)
-    return re.sub(r"^L\['(?:self|[a-z_]+)'\]\.?|^L__self___?", "", path)
-
-
-def input_name(placeholder: fx.Node) -> str:
-    """A graph input's name in the model, such as model.layers[0].mlp.experts.down_proj."""
-    name = source_name(getattr(placeholder, "_dynamo_source", None))
-    name = re.sub(r"\._(?:modules|parameters|buffers)\['([^']+)'\]", r".\1", name)
-    name = re.sub(r"^L\['(?:self|[a-z_]+)'\]\.?", "", name)
-    return re.sub(r"\.(\d+)(?=\.|$)", r"[\1]", name) or placeholder.name

@@ -42,10 +42,11 @@ from .graph import (
 from .held import HeldSpec, format_of, held_spec, inputs_of, is_held
 from .linears import linear_layers
 from .mixture import Mixture
+from .naming import called, input_name, location, module_path
 from .options import Options
 from .products import IndexedRows, Product, find_products, nonnegative
 from .reading import Reader
-from .report import Load, Site, hint, input_name, left_alone, location, module_path
+from .report import Load, Site, hint, left_alone
 from .search import Search
 from .terms import interning
 from .topk import write_topk
@@ -200,7 +201,7 @@ def _no_stand_in_is_left(graph: fx.Graph, sites: list[Site]) -> None:
     for node in graph.find_nodes(op="placeholder"):
         for user in node.users if is_held(node) else ():
             kind, refused = node.meta["held"].kind, [(s.reason, s.change) for s in sites if not s.rewritten]
-            own = f"{user.name} ({user.target}) reads it", changes.HELD_PRODUCT
+            own = f"{called(user)} reads it", changes.HELD_PRODUCT
             why, change = refused[0] if refused else own
             raise CannotCapture(f"a product of {input_name(node)} ({kind}) was not found: {why}", change)
 

@@ -12,6 +12,7 @@ from torch.fx.experimental.symbolic_shapes import free_unbacked_symbols
 from . import changes
 from .graph import FLOATING, PRODUCTS, Refusal, aten, is_op, is_tensor, item, need, shape, value
 from .mixture import Linear, Matcher, Mixture
+from .naming import called
 from .products import is_grouped_mm
 from .reading import Reader
 from .steps import instead_of, instead_of_output
@@ -202,7 +203,7 @@ class Search:
             alone = near and near & bits == near and near & (near - 1) == 0
             computes = isinstance(node.meta.get("val"), (torch.Tensor, tuple, list))
             if alone and computes and not self._continues(node):
-                reason = f"{node.target} of one expert's output, before all are added, is not understood"
+                reason = f"{called(node)} of one expert's output, before all are added, is not understood"
                 return Refusal(reason, node, instead_of_output(node))
         return None
 
@@ -218,7 +219,7 @@ class Search:
             if not self._near.get(rows, 0) or self._near.get(base, 0):
                 continue
             if not isinstance(self.reader.value(base, 2).term, Const):
-                over = f"experts' rows are put over {base.name} ({base.target}), which is not zeros"
+                over = f"experts' rows are put over {called(base)}, which is not zeros"
                 reason = f"{over}, and not by ids that name one expert a row"
                 return Refusal(reason, node, changes.PUT_ROWS)
         return None
@@ -239,7 +240,7 @@ class Search:
                 continue
             if _is_of_some_rows(node) and self.reader.value(node, 2) is self.reader.opaque(node):
                 cause = (item(node) or (node,))[0]
-                reason = f"{cause.name} ({cause.target}) of an expert's rows is not understood"
+                reason = f"{called(cause)} of an expert's rows is not understood"
                 return Refusal(reason, cause, instead_of(cause))
         return None
 

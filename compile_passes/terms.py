@@ -16,6 +16,8 @@ from typing import Any
 
 from torch import fx
 
+from .naming import called
+
 Size = Any
 """int or SymInt."""
 
@@ -439,3 +441,29 @@ def coordinate(axes: tuple[Axis, ...]) -> Term:
 
 def _as_tuple(x: Any) -> tuple[Axis, ...]:
     return x if isinstance(x, tuple) else (x,)
+
+
+def told(term: Any, inside: bool = False) -> str:
+    """A term, or several, in the user's words: `:` is a coordinate, a node what `called` says."""
+    if isinstance(term, tuple):
+        return ", ".join(map(told, term)) or "nothing"
+    if isinstance(term, Axis):
+        return ":" if inside else term.name
+    if isinstance(term, (Mix, Affine)):
+        return ":" if inside else "a position"
+    if isinstance(term, Const):
+        return "memory that nobody wrote" if term.value is None else str(term.value)
+    if isinstance(term, Ref):
+        index = [told(i, inside=True) for i in term.index]
+        whole = all(i == ":" for i in index)
+        return called(term.node) + ("" if whole else f"[{', '.join(index)}]")
+    if isinstance(term, Apply):
+        name = getattr(term.op, "overloadpacket", term.op).__name__
+        return f"{name}({', '.join(map(told, term.args))})"
+    if isinstance(term, Mul):
+        return " * ".join(map(told, term.args))
+    if isinstance(term, Add):
+        return f"({' + '.join(map(told, term.args))})"
+    if isinstance(term, OverAxes):
+        return f"{term.word}({told(term.body)})"
+    return f"one of {', '.join(map(told, term.options))}" if isinstance(term, Choose) else str(term)

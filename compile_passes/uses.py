@@ -8,8 +8,8 @@ from collections.abc import Collection, Iterable
 from torch import fx
 
 from .graph import PRODUCTS, aten, is_op
+from .naming import input_name, location
 from .products import is_grouped_mm
-from .report import input_name, location
 
 _PARTS = (
     aten.view, aten._unsafe_view, aten.reshape, aten.unsqueeze, aten.squeeze, aten.clone, aten.alias,
@@ -36,7 +36,7 @@ class ReadTwice(Exception):
 def refuse_two_precisions(
     inputs: list[fx.Node], packed: Iterable[fx.Node], others: Collection[fx.Node] = ()
 ) -> None:
-    """Raises ReadTwice if any of the inputs that are `packed` is still an operand of a product, not of `others`."""
+    """Raises ReadTwice if an input that is `packed` is an operand of a product that is none of `others`."""
     chosen = set(packed)
     found = {i: (n, _product_of(n, others)) for i, n in enumerate(inputs) if n in chosen}
     products = {i: (n, p) for i, (n, p) in found.items() if p is not None}

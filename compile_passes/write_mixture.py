@@ -32,11 +32,12 @@ from .graph import (
 )
 from .held import HeldSpec, format_of, held_spec, is_held, own_scales
 from .mixture import Matrix, Mixture
+from .naming import location, module_path
 from .products import below, nonnegative
 from .read_indexing import INDICATOR
-from .report import Load, Site, hint, location, module_path
+from .report import Load, Site, hint
 from .routing import Support, distinct, support
-from .terms import Add, Affine, Apply, Axis, Const, Mean, Mix, Mul, Ref, Term, free_axes
+from .terms import Add, Affine, Apply, Axis, Const, Mean, Mix, Mul, Ref, Term, free_axes, told
 from .weights import Assembly, JoinSpec, PackSpec, Piece
 
 fp4 = torch.ops.fp4
@@ -107,7 +108,7 @@ class _Emitter:
         self.w.replace(m.root, out)
         site = self.w.site(
             "fp4::moe" if fused else "fp4::indexed_mm", "", where, [up, down], self._form(routing),
-            f"{a_format} ({why})", self.activation or repr(act.term),
+            f"{a_format} ({why})", self.activation or told(act.term),
             f"{self.experts} experts, top {k}, hidden {b.up[0].k}, intermediate {b.down.k}",
             Load(self.experts, k, hint(value(m.root).numel() // b.down.n), all_before=m.k is None),
         )  # fmt: skip
@@ -116,7 +117,7 @@ class _Emitter:
         if b.gain is not None:
             reason = "a vector of the expert's own scales what enters its down product"
             return replace(site, reason=reason, change=changes.FOLD_GAIN)
-        reason = f"activation {act.term!r} is none of: {', '.join(ACTIVATIONS)}"
+        reason = f"activation {told(act.term)} is none of: {', '.join(ACTIVATIONS)}"
         return replace(site, reason=reason, change=changes.ACTIVATION)
 
     def _form(self, routing: _Routing) -> str:
@@ -124,7 +125,7 @@ class _Emitter:
         if self.common.place is not None:
             how = "each expert's slice of a buffer:"
         n = len(set(p.ref.node for x in self.m.branches for p in (*x.up, x.down)))
-        after = "" if self.common.after is OUT else f"; each output becomes {self.common.after!r}"
+        after = "" if self.common.after is OUT else f"; each output becomes {told(self.common.after)}"
         return f"{how} experts in index notation, from {n} parameters{after}"
 
     def _for_each_choice(self, x: fx.Node, ids: fx.Node, k: int) -> fx.Node:
@@ -368,7 +369,7 @@ class _Emitter:
             return self._ref(term, axes)
         need(
             isinstance(term, (Apply, Mul, Add)),
-            f"{term!r} cannot be computed apart",
+            f"{told(term)} cannot be computed apart",
             self.m.root,
             changes.ROUTING_FIRST,
         )
@@ -385,7 +386,7 @@ class _Emitter:
             if isinstance(i, Mix):
                 need(
                     all(isinstance(p, Axis) for p in i.parts),
-                    f"{ref!r} is indexed oddly",
+                    f"{told(ref)} is indexed oddly",
                     self.m.root,
                     changes.ROUTING_FIRST,
                 )
@@ -394,7 +395,7 @@ class _Emitter:
             else:
                 need(
                     isinstance(i, (Axis, Const)),
-                    f"{ref!r} is indexed oddly",
+                    f"{told(ref)} is indexed oddly",
                     self.m.root,
                     changes.ROUTING_FIRST,
                 )
@@ -423,7 +424,9 @@ class _Emitter:
             return self._call(aten.index.Tensor, node, [self._inside(ids, others, ref)]), others
         # `scores[t, ids[t, j]]`, or `scores[t, ids[t]]` of a router with one choice
         fits = all(isinstance(i, Axis) for i in rows) and set(rows) <= free_axes(ids) and len(others) <= 1
-        need(fits, f"{ref!r} is not a number for each of a token's ids", self.m.root, changes.ROUTING_FIRST)
+        need(
+            fits, f"{told(ref)} is not a number for each of a token's ids", self.m.root, changes.ROUTING_FIRST
+        )
         index = self._inside(ids, [*rows, *others], ref)
         if others:
             return self._call(aten.gather.default, node, len(rows), index), [*rows, *others]
@@ -433,14 +436,14 @@ class _Emitter:
     def _inside(self, ids: Any, labels: list[Axis], ref: Ref) -> fx.Node:
         """Ids as an index into the last dimension of `ref`; any will do where no expert's row reads it."""
         index, size = self.element(ids, tuple(labels)), static_int(shape(ref.node)[-1])
-        need(size is not None, f"{ref!r} has a symbolic size", self.m.root, changes.ROUTING_FIRST)
+        need(size is not None, f"{told(ref)} has a symbolic size", self.m.root, changes.ROUTING_FIRST)
         assert size is not None
         return index if below(ids.node, size) else self._call(aten.remainder.Scalar, index, size)
 
     def _arranged(self, node: fx.Node, labels: list[Any], axes: tuple[Axis, ...], ref: Ref) -> fx.Node:
         need(
             set(labels) <= set(axes) and len(set(labels)) == len(labels),
-            f"{ref!r} has axes of its own",
+            f"{told(ref)} has axes of its own",
             self.m.root,
             changes.ROUTING_FIRST,
         )
@@ -584,7 +587,7 @@ class _Routing:
             return self.e.rows(term, (J,), [self.k if J in free_axes(term) else 1])
         each = J in free_axes(term)
         columns = _columns(term)
-        need(columns is not None, f"{term!r} is not a matrix over experts", m.root, changes.OWN_COLUMN)
+        need(columns is not None, f"{told(term)} is not a matrix over experts", m.root, changes.OWN_COLUMN)
         assert columns is not None
         table = self.e.rows(term, (J, E) if each else (E,), [self.k, columns] if each else [columns])
         if self.dense and m.first == 0 and columns == self.k:
@@ -632,7 +635,7 @@ def place(index: Term, site: fx.Node) -> tuple[Any, ...]:
     if isinstance(index, Const):
         return ("at", index.value)
     base, start, step = (index.base, index.start, index.step) if isinstance(index, Affine) else (index, 0, 1)
-    need(base is N or base is K, f"a weight is indexed by {index!r}", site, changes.OWN_MATRIX)
+    need(base is N or base is K, f"a weight is indexed by {told(index)}", site, changes.OWN_MATRIX)
     return ("n" if base is N else "k", start, step)
 
 

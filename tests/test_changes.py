@@ -67,6 +67,7 @@ def test_each_change_is_a_sentence_of_changes_py():
     assert len(calls()) > 120 and len(named) > 60
     assert {text for _, text in chosen} <= {
         "change",
+        "why[1]",
         "instead_of(root)",
         "instead_of(whole.node)",
         "instead_of(cause)",
@@ -368,8 +369,18 @@ class LinearExpertsGathered(LinearExperts):
 
 
 FURTHER = {
-    "dropout": (Dropout, Dropout.eval, "native_dropout.default of one expert's output", "model.eval()"),
-    "outputs": (OutputsNormed, SumNormed, "layer_norm.default of one expert's output", "are added up"),
+    "dropout": (
+        Dropout,
+        Dropout.eval,
+        "F.dropout(expert(rows), 0.1, self.training)`) of one expert's output",
+        "model.eval()",
+    ),
+    "outputs": (
+        OutputsNormed,
+        SumNormed,
+        "F.layer_norm(expert(rows), (self.H,))`) of one expert's output",
+        "are added up",
+    ),
     "inputs": (InputsNormed, InputsNormedBefore, "of an expert's rows is not", "before or after the experts"),
     "products": (
         ThirdProduct,

@@ -7,7 +7,7 @@ import torch
 from conftest import more
 from fp4_ops.compile_passes.dynamo import capture_loops
 from moe_models import Recorder, relative_error
-from moe_styles import FusedStyle, ListStyle, StackedStyle, Style
+from moe_styles import FusedStyle, ListStyle, StackedStyle
 from torch import Tensor, nn
 
 EXACT = 1e-5

@@ -65,14 +65,15 @@ class OneReadsAnotherInput(Loop):
         return x.roll(1, 0)[token] if e == 2 else x[token]
 
 
-@lookalike("new_ones (aten.new_ones.default) of an expert's rows", "write this step by simpler ones")
+@lookalike("if e == 2 else x[token]`) of an expert's rows", "write this step by simpler ones")
 class OneReadsTwiceItsInput(Loop):
     def rows(self, x, token, e):
         return x[token] * x[token].new_ones(token.shape[0], 1) if e == 2 else x[token]
 
 
 @lookalike(
-    "(aten.index.Tensor) of an expert's rows", "compute ids and weights, [T, k] each, before the experts"
+    "else weights[token, slot, None]`) of an expert's rows",
+    "compute ids and weights, [T, k] each, before the experts",
 )
 class OneWeightFromTheWrongSlot(Loop):
     def scale(self, weights, token, slot, e):

@@ -221,37 +221,37 @@ class SplitsAsTheyAre(Splits):
     pass
 
 
-@lookalike("(aten.split_with_sizes.default) of an expert's rows", "by how many of these each expert has")
+@lookalike(".tolist())`) of an expert's rows", "by how many of these each expert has")
 class SplitsOfOtherIds(Splits):
     def counts(self, ids):
         return F.one_hot((ids.view(-1) + 1) % self.E, self.E).sum(0)
 
 
-@lookalike("(aten.split_with_sizes.default) of an expert's rows", "by how many of these each expert has")
+@lookalike(".tolist())`) of an expert's rows", "by how many of these each expert has")
 class SplitsOfCountsInAnotherOrder(Splits):
     def counts(self, ids):
         return super().counts(ids).roll(1, 0)
 
 
-@lookalike("(aten.split_with_sizes.default) of an expert's rows", "by how many of these each expert has")
+@lookalike(".tolist())`) of an expert's rows", "by how many of these each expert has")
 class SplitsOfUnsortedRows(Splits):
     def order(self, ids):
         return super().order(ids).flip(0)
 
 
-@lookalike("(aten.split_with_sizes.default) of an expert's rows", "by how many of these each expert has")
+@lookalike(".tolist())`) of an expert's rows", "by how many of these each expert has")
 class SplitsOfDescendingRows(Splits):
     def order(self, ids):
         return ids.view(-1).argsort(descending=True)
 
 
-@lookalike("(aten.split_with_sizes.default) of an expert's rows", "by how many of these each expert has")
+@lookalike(".tolist())`) of an expert's rows", "by how many of these each expert has")
 class SplitsOfRowsSortedByAnother(Splits):
     def order(self, ids):
         return ids.flip(1).reshape(-1).argsort()
 
 
-@lookalike("(aten.cat.default) of an expert's rows", "join the outputs in that order")
+@lookalike("torch.cat([*parts[1:], parts[0]])`) of an expert's rows", "join the outputs in that order")
 class SplitsJoinedInAnotherOrder(Splits):
     def joined(self, parts):
         return torch.cat([*parts[1:], parts[0]])

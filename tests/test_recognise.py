@@ -75,7 +75,7 @@ BATCHED = [
     (
         "alpha",
         ["fp4::indexed_mm"],
-        "sigmoid(gate*1.5)",
+        "sigmoid(gate * 1.5)",
         "one of silu",
     ),  # the block, with the model's own activation
     ("rows in another order", PAIR, "choices", "x.repeat_interleave(k, 0)"),

@@ -1,0 +1,59 @@
+"""What two experts of one block must have in common, and how they differ if they do not."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any
+
+from . import changes
+from .terms import told
+
+if TYPE_CHECKING:
+    from .mixture import Branch
+
+
+def in_common(a: Branch, b: Branch) -> list[tuple[bool, Callable[[], str], str]]:
+    """For each: whether they have it, in words how they differ if not, what would help."""
+    shapes = [[(w.n, w.k) for w in (*x.up, x.down)] for x in (a, b)]
+    biases = [[x is None for x in (*branch.up_bias, branch.down_bias, branch.gain)] for branch in (a, b)]
+    choices = a.sums_choices == b.sums_choices and a.k == b.k
+
+    def differ(how: str, x: Any, y: Any) -> Callable[[], str]:
+        return lambda: f"{how} ({told(x)}, and {told(y)})"
+
+    def plain(how: str) -> Callable[[], str]:
+        return lambda: how
+
+    return [
+        (a.x is b.x, differ("read different inputs", a.x, b.x), changes.SAME_X),
+        (a.scales == b.scales, plain("scale their inputs differently"), changes.SCALE_BY_EXPERT),
+        (a.act == b.act, plain("have different activations"), changes.SAME_ACTIVATION),
+        (
+            shapes[0] == shapes[1],
+            plain(f"have different shapes ({shapes[0]} and {shapes[1]})"),
+            changes.SAME_SHAPES,
+        ),
+        (a.ids is b.ids and a.masked is b.masked, plain("are routed by different ids"), changes.SAME_IDS),
+        (choices, plain("serve a token's choices differently"), changes.SAME_CHOICES),
+        (
+            a.chosen == b.chosen,
+            differ("take rows on different conditions", a.chosen, b.chosen),
+            changes.CONDITION,
+        ),
+        (
+            a.factors == b.factors,
+            differ("are weighted differently", a.factors, b.factors),
+            changes.WEIGHT_BY_EXPERT,
+        ),
+        (
+            a.after is b.after,
+            differ("change their outputs differently", a.after, b.after),
+            changes.SAME_AFTER,
+        ),
+        (biases[0] == biases[1], plain("differ in biases or gains"), changes.ALL_BIASES),
+        (
+            (a.choice is None) == (b.choice is None),
+            plain("serve different choices"),
+            changes.SAME_CHOICES,
+        ),
+    ]

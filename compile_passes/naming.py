@@ -1,0 +1,75 @@
+"""What nodes are called in messages: by the user's names and lines, never by the graph's."""
+
+from __future__ import annotations
+
+import re
+from typing import Any
+
+import torch
+from torch import fx
+
+_TORCH = str(torch.__file__).removesuffix("__init__.py")
+_LONG = 80
+"""Characters of a line that are quoted."""
+
+
+def called(node: fx.Node) -> str:
+    """An input's name in the model; for anything else the operator, and the user's code that it is of."""
+    if node.op == "placeholder":
+        return input_name(node)
+    packet = getattr(node.target, "overloadpacket", node.target)
+    name = str(getattr(packet, "__name__", packet)).strip("_")
+    code = source_line(node)
+    return f"{name} (`{code}`)" if code else name
+
+
+def source_line(node: fx.Node) -> str:
+    """The innermost line of code outside torch that a node comes from, as it is written."""
+    frames = _frames(node)
+    code = frames[-1][3].strip() if frames else ""
+    return code if len(code) <= _LONG else f"{code[:_LONG]}..."
+
+
+def _frames(node: fx.Node) -> list[tuple[str, str, str, str]]:
+    """(path, line, function, code) of all frames outside torch."""
+    found = re.findall(
+        r'File "([^"]+)", line (\d+), in (\S+)(?:\n    ([^\n]*))?', node.meta.get("stack_trace") or ""
+    )
+    return [f for f in found if not f[0].startswith(_TORCH)]
+
+
+def source_name(source: Any) -> str:
+    """Where Dynamo found an input, such as L['self']._modules['experts']._parameters['down_proj']."""
+    name = getattr(source, "name", "")
+    return name if isinstance(name, str) else name()  # a method in older torch
+
+
+def location(node: fx.Node) -> str:
+    """The innermost line outside torch that a node comes from."""
+    frames = _frames(node)
+    if not frames:
+        return called(node) if node.op == "placeholder" else node.name
+    path, line, function, _ = frames[-1]
+    return f"{short_path(path)}:{line} in {function}"
+
+
+def short_path(path: str) -> str:
+    return "/".join(path.split("/")[-3:])
+
+
+def module_path(node: fx.Node) -> str:
+    """The module whose code a node comes from, as the model's own paths name it."""
+    stack = node.meta.get("nn_module_stack")
+    if not stack:
+        return ""
+    path = list(stack.values())[-1][0]
+    path = re.sub(r"\._(?:modules|parameters|buffers)\['([^']+)'\]", r".\1", path)
+    return re.sub(r"^L\['(?:self|[a-z_]+)'\]\.?|^L__self___?", "", path)
+
+
+def input_name(placeholder: fx.Node) -> str:
+    """A graph input's name in the model, such as model.layers[0].mlp.experts.down_proj."""
+    name = source_name(getattr(placeholder, "_dynamo_source", None))
+    name = re.sub(r"\._(?:modules|parameters|buffers)\['([^']+)'\]", r".\1", name)
+    name = re.sub(r"^L\['(?:self|[a-z_]+)'\]\.?", "", name)
+    return re.sub(r"\.(\d+)(?=\.|$)", r"[\1]", name) or placeholder.name
