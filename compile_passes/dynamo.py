@@ -13,7 +13,7 @@ from torch import fx
 from torch._guards import TracingContext
 from torch.fx.experimental.symbolic_shapes import free_unbacked_symbols
 
-from . import counts, hits, known
+from . import counts, hits, known, left_out
 from .branches import JUMPS, Handler, answering_first
 from .traced import example
 
@@ -56,6 +56,7 @@ _METHODS: list[tuple[tuple[str, ...], Callable[[Any], Any]]] = [
 
 def extend_dynamo() -> None:
     """For graphs of backends with `sees_through_branches`."""
+    from torch._dynamo.eval_frame import OptimizeContext
     from torch._dynamo.variables import BuiltinVariable
     from torch._dynamo.variables.tensor import TensorVariable
 
@@ -72,6 +73,7 @@ def extend_dynamo() -> None:
     for name in ("nb_int_impl", "nb_index_impl"):
         _hook_attribute(TensorVariable, name, known.numbers)
     _hook_attribute(BuiltinVariable, "call_index", known.index_of)
+    _hook_attribute(OptimizeContext, "__call__", left_out.watch_calls)
 
 
 def _wrapped(method: Any, wrapper: Callable[[Any], Any]) -> Any:

@@ -42,6 +42,7 @@ def explain(
     settings = {"recompile_limit": 1024, "accumulated_recompile_limit": 4096, **CAPTURE}
     extend_dynamo()
     backend.sees_through_branches = True  # type: ignore[attr-defined]
+    backend.watched = False  # type: ignore[attr-defined]
     with torch._dynamo.config.patch(settings), torch.no_grad():
         torch.compile(model, backend=backend)(*args, **kwargs)
     new = {name: Counter(counters[name]) - before[name] for name in _COUNTERS}

@@ -13,7 +13,7 @@ from torch._guards import TracingContext
 from torch.fx.experimental.symbolic_shapes import free_unbacked_symbols
 
 from ..meta.layouts import preferred_layout
-from . import changes
+from . import changes, left_out
 from .capture import CannotCapture, capture
 from .decode import BYTES, TABLE
 from .dynamo import allow_scalars
@@ -105,6 +105,7 @@ def compile_graph(
         tell(frame)
     looks_like_experts = _has_expert_weights(gm, inputs)
     _log(frame, looks_like_experts)
+    left_out.note(frame, inputs, looks_like_experts, options.strict)
     if options.strict:
         _refuse_what_stays(frame, looks_like_experts)
     if rewritten is None:

@@ -303,6 +303,9 @@ class PackedWeights:
             done += bool(weights)
         return done
 
+    def ids(self) -> set[int]:
+        return {i for key in list(self._entries) for i in key}
+
     def clear(self) -> None:
         self._entries.clear()
 
@@ -361,6 +364,11 @@ def refresh(model: torch.nn.Module) -> int:
     done = sum(kept.refresh(tensors) for kept in list(_stores.values()))
     _Told.anew()
     return done
+
+
+def packed_ids() -> set[int]:
+    """The ids of all tensors of which something is packed."""
+    return set().union(*(kept.ids() for kept in list(_stores.values())))
 
 
 def forget_all() -> None:

@@ -1,0 +1,269 @@
+"""Experts that are in no graph: one warning, once, or an error with strict; never a wrong alarm."""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+
+import pytest
+import torch
+from fp4_ops.compile_passes.left_out import expert_parameters
+from moe_models import Recorder, build, tokens
+from moe_styles import STYLES, Expert, FusedStyle, ListStyle, Style
+from torch import Tensor, nn
+
+import fp4_ops
+
+LEFT = "nothing was rewritten, yet these parameters look like experts"
+
+
+@pytest.fixture(autouse=True)
+def fresh_dynamo():
+    torch._dynamo.reset()
+    torch.set_num_threads(1)
+
+
+@pytest.fixture
+def warnings(caplog):
+    caplog.set_level(logging.WARNING, "fp4_ops")
+    return lambda: [r.getMessage() for r in caplog.records if r.name == "fp4_ops"]
+
+
+class Broken(ListStyle):
+    """A loop that Dynamo leaves to Python."""
+
+    def experts_of(self, x: Tensor, ids: Tensor, weights: Tensor) -> Tensor:
+        out = torch.zeros_like(x)
+        for e, expert in enumerate(self.list):
+            token, j = torch.where(ids == e)
+            torch._dynamo.graph_break()
+            out.index_add_(0, token, weights[token, j, None] * expert(x[token]))
+        return out
+
+
+class Disabled(ListStyle):
+    """Experts behind what Dynamo never enters, as accelerate's hooks are."""
+
+    @torch.compiler.disable
+    def experts_of(self, x: Tensor, ids: Tensor, weights: Tensor) -> Tensor:
+        outs = torch.stack([expert(x) for expert in self.list], 1)
+        return (outs.gather(1, ids.unsqueeze(-1).expand(-1, -1, self.H)) * weights.unsqueeze(-1)).sum(1)
+
+
+class DisabledStack(FusedStyle):
+    @torch.compiler.disable
+    def experts_of(self, x: Tensor, ids: Tensor, weights: Tensor) -> Tensor:
+        outs = torch.stack([self.expert(e, x) for e in range(self.E)], 1)
+        return (outs.gather(1, ids.unsqueeze(-1).expand(-1, -1, self.H)) * weights.unsqueeze(-1)).sum(1)
+
+
+class InAGraph(ListStyle):
+    """Experts of a kind that nothing recognises, in one graph: each has three layers, one after the other."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return torch.cumsum(torch.stack([e.w2(torch.fft.fft(e.w1(x)).real) for e in self.list]), 0)[-1]
+
+
+class Model(nn.Module):
+    def __init__(self, moe: Style) -> None:
+        super().__init__()
+        self.attn, self.moe, self.H = nn.Linear(moe.H, moe.H), moe, moe.H
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = torch.softmax(self.attn(x), -1) + x
+        torch._dynamo.graph_break()
+        return self.moe(x)
+
+
+LEFT_OUT = [Broken, Disabled, DisabledStack, InAGraph]
+
+
+def call(module: nn.Module, compiled=None, **options: object) -> Recorder:
+    recorder = Recorder(activation="bf16", **options)
+    compiled = torch.compile(module, backend=recorder) if compiled is None else compiled(module, recorder)
+    with torch.no_grad():
+        for n in (9, 5):
+            x = torch.randn(n, module.H)
+            torch.testing.assert_close(compiled(x), module(x), rtol=1e-3, atol=1e-4)
+    return recorder
+
+
+@pytest.mark.parametrize("make", LEFT_OUT, ids=lambda c: c.__name__)
+@pytest.mark.parametrize("inside", [False, True], ids=["alone", "in a model"])
+def test_one_warning_once(make, inside, warnings):
+    module = Model(make()) if inside else make()
+    call(module)
+    (told,) = warnings()
+    assert LEFT in told and "fp4_ops.explain(model" in told
+    assert ("moe" if inside else "list" if issubclass(make, ListStyle) else make.__name__) in told
+
+
+@pytest.mark.parametrize("make", LEFT_OUT, ids=lambda c: c.__name__)
+def test_an_error_with_strict(make):
+    with pytest.raises(
+        RuntimeError, match=r"strict=True, but not all(.|\n)*look like experts: .*parameters of"
+    ):
+        call(Model(make()), strict=True)
+    assert torch.compile(lambda x: x + 1, backend="eager")(torch.zeros(2)).sum() == 2  # Dynamo is as before
+
+
+def test_the_line_is_told(warnings):
+    call(Disabled())
+    assert "graph break: " in warnings()[0] and "return self.experts_of(x, ids, weights)" in warnings()[0]
+
+
+def test_model_compile(warnings):
+    module, recorder = Disabled(), Recorder()
+    module.compile(backend=recorder)
+    with torch.no_grad():
+        module(torch.randn(9, module.H))
+        module(torch.randn(9, module.H))
+    assert len(warnings()) == 1 and LEFT in warnings()[0]
+
+
+def test_the_backend_itself(warnings):
+    module = Model(Disabled())
+    with torch.no_grad():
+        torch.compile(module, backend="fp4")(torch.randn(9, module.H))
+        assert len(warnings()) == 1 and LEFT in warnings()[0]
+        torch._dynamo.reset()
+        with pytest.raises(RuntimeError, match="strict=True"):
+            torch.compile(module, backend="fp4", options={"strict": True})(torch.randn(9, module.H))
+
+
+def test_under_accelerates_hooks(warnings):
+    accelerate = pytest.importorskip("accelerate")
+    module = Disabled()
+    accelerate.hooks.attach_execution_device_hook(module, torch.device("cpu"))
+    call(module)
+    assert len(warnings()) == 1 and LEFT in warnings()[0]
+
+
+def test_without_no_grad(warnings):
+    module = Disabled().requires_grad_(False)
+    torch.compile(module, backend=Recorder())(torch.randn(9, module.H))
+    assert len(warnings()) == 1
+    module = Disabled()  # training: all is as it was, and nothing is said
+    torch.compile(module, backend=Recorder())(torch.randn(9, module.H))
+    assert len([told for told in warnings() if LEFT in told]) == 1
+
+
+# --- no alarm ---
+
+
+class Dense(nn.Module):
+    H = 32
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(Expert(32, 48, torch.relu, True, False) for _ in range(4))
+        self.head = nn.Linear(32, 32)
+
+    def forward(self, x: Tensor) -> Tensor:
+        for layer in self.layers:
+            x = x + layer(x)
+            torch._dynamo.graph_break()
+        return self.head(x)
+
+
+class SharedOnly(nn.Module):
+    H = 32
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.shared_experts = nn.ModuleList(Expert(32, 48, torch.relu, True, False) for _ in range(2))
+
+    def forward(self, x: Tensor) -> Tensor:
+        torch._dynamo.graph_break()
+        return sum(e(x) for e in self.shared_experts)
+
+
+class Later(nn.Module):
+    """Its experts are not run yet."""
+
+    H = 32
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.experts, self.proj = STYLES["where loop"](), nn.Linear(32, 32)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.proj(x) if x.shape[0] < 100 else self.experts(x)
+
+
+class Layers(nn.Module):
+    """Layers that share one compilation, with breaks between them."""
+
+    H = 32
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(STYLES["where loop"]() for _ in range(3))
+
+    def forward(self, x: Tensor) -> Tensor:
+        for layer in self.layers:
+            torch._dynamo.graph_break()
+            x = layer(x)
+        return x
+
+
+@pytest.mark.parametrize("strict", [False, True])
+@pytest.mark.parametrize("make", [Dense, SharedOnly, Later], ids=lambda c: c.__name__)
+def test_nothing_to_say(make, strict, warnings):
+    call(make(), strict=strict)
+    assert warnings() == []
+
+
+@pytest.mark.parametrize("strict", [False, True])
+@pytest.mark.parametrize("make", [Layers, lambda: Model(STYLES["where loop"]())], ids=["layers", "model"])
+def test_experts_that_another_graph_has(make, strict, warnings):
+    """A graph of attention comes before theirs; layers share code."""
+    module, recorder = make(), Recorder(activation="bf16", strict=strict)
+    with torch.no_grad():
+        torch.compile(module, backend=recorder)(torch.randn(9, 32))
+        torch.compile(module, backend=recorder)(torch.randn(9, 32))
+    assert "fp4::moe" in recorder.ops and warnings() == []
+
+
+@pytest.mark.parametrize("format", ["nvfp4", "mxfp4", "int4"])
+def test_a_prepared_model(format, warnings):
+    model = build("mixtral", torch.float32, "grouped_mm")
+    fp4_ops.prepare(model, format=format)
+    assert expert_parameters(model) == {}
+    with torch.no_grad():
+        torch.compile(model, backend=Recorder(strict=True))(tokens(1, 6), use_cache=False)
+    assert warnings() == []
+
+
+def test_a_part_of_a_model_and_an_error_of_its_own(warnings):
+    module, recorder = Later(), Recorder()
+    method = torch.compile(module.extra_repr, backend=recorder)  # a method that runs a part of the model
+    method()
+
+    class Fails(Disabled):
+        def forward(self, x: Tensor) -> Tensor:
+            torch._dynamo.graph_break()
+            raise KeyError("its own")
+
+    with contextlib.suppress(KeyError), torch.no_grad():
+        torch.compile(Fails(), backend=recorder)(torch.randn(9, 32))
+    with torch.no_grad():
+        fp4_ops.explain(Disabled(), torch.randn(9, 32))
+        with torch.compiler.set_stance("force_eager"):
+            torch.compile(Disabled(), backend=recorder)(torch.randn(9, 32))
+    assert warnings() == []
+
+
+def test_what_was_reported_is_not_said_again(warnings):
+    from test_lookalikes import OneExpertTwice
+
+    call(OneExpertTwice())
+    assert len(warnings()) == 2 and not any(
+        LEFT in told for told in warnings()
+    )  # one for each of two lengths
+
+
+@pytest.mark.parametrize("implementation", ["grouped_mm", "eager"])
+def test_transformers_experts_look_like_experts(implementation):
+    model = build("qwen3_moe", torch.float32, implementation)
+    assert [len(w) for w in expert_parameters(model).values()] == [2, 2]
