@@ -11,7 +11,17 @@ from checkpoint_samples import edit_json, save_tensors
 from moe_models import tokens
 from safetensors.torch import load_file
 from test_checkpoint_modelopt import write_fused
-from test_checkpoint_tools import BF16, HOW, MODELOPT, e4m3, family, in_model_order, loaded, outputs
+from test_checkpoint_tools import (
+    BF16,
+    HOW,
+    MODELOPT,
+    e4m3,
+    family,
+    in_model_order,
+    loaded,
+    outputs,
+    write_fp8,
+)
 from test_checkpoints import dequantised, registered  # noqa: F401
 from torch import Tensor
 
@@ -129,3 +139,47 @@ def test_bad_scales_of_stacks_are_named(what, tmp_path):
         quantize_checkpoint(tmp_path / "fp8", tmp_path / "out", progress=False)
     assert name in str(error.value)
     assert not (tmp_path / "out" / "config.json").exists()
+
+
+# --- calibration: the model that runs is the one that the 8 bits mean ---
+
+
+def bf16_twin(folder: Path, out: Path, values: dict[str, Tensor]) -> None:
+    """The same folder with ordinary weights."""
+    out.mkdir()
+    tensors = load_file(folder / "model.safetensors")
+    kept = {n: t for n, t in tensors.items() if t.dtype == BF16 and n not in values and "_scale" not in n}
+    save_tensors(out, kept | {n: v.to(BF16) for n, v in values.items()})
+    (out / "config.json").write_text((folder / "config.json").read_text())
+    edit_json(out / "config.json", lambda c: c.pop("quantization_config"))
+
+
+EIGHT = ["deepseek", "modelopt", "compressed-tensors", "stacked gpt_oss"]
+
+
+@pytest.mark.parametrize("method", ["gptq", pytest.param("weighted", marks=pytest.mark.more)])
+@pytest.mark.parametrize("kind", EIGHT)
+def test_calibrated_as_a_folder_in_bf16_is(kind, method, tmp_path):
+    source = tmp_path / "fp8"
+    if kind.startswith("stacked"):
+        model = family(kind.partition(" ")[2])
+        model.save_pretrained(source)
+        values = put_stacks(source, model, "one", "_weight_scale")
+        edit_json(source / "config.json", lambda c: c.update(quantization_config=SOURCES["modelopt"][0]))
+    else:
+        _, values = write_fp8(source, kind)
+    bf16_twin(source, tmp_path / "bf16", values)
+    text = tokens(3, 12)
+    made = []
+    for folder in (source, tmp_path / "bf16"):
+        out = folder.with_suffix(".out")
+        quantize_checkpoint(folder, out, method=method, calibration=text, progress=False)
+        made.append(load_file(out / "model.safetensors"))
+    got, want = made
+    assert got.keys() == want.keys()
+    seen = 0
+    for name, tensor in got.items():
+        # Experts that no token reached are quantised from float32 values where these are in 8 bits.
+        seen += torch.equal(tensor.view(torch.uint8), want[name].view(torch.uint8))
+    assert seen > 0.9 * len(got)
+    assert outputs(fp4_ops.load_checkpoint(None, source.with_suffix(".out")), text).isfinite().all()

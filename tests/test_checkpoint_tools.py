@@ -546,18 +546,6 @@ def test_8_bits_are_what_quantize_starts_from(kind, format, tmp_path):
     assert logits(model, tokens(1, 4)).isfinite().all()
 
 
-def test_8_bits_and_calibration(tmp_path):
-    write_fp8(tmp_path / "fp8", "deepseek")
-    with pytest.raises(CheckpointError, match=r"is in 8 bits, and method 'gptq' runs.*dequantise it"):
-        quantize_checkpoint(
-            tmp_path / "fp8",
-            tmp_path / "out",
-            method="gptq",
-            calibration=torch.zeros(1, 8, dtype=torch.int64),
-        )
-    assert not (tmp_path / "out").exists()
-
-
 def test_a_result_that_cannot_be_loaded_is_not_written(tmp_path):
     """Experts that the config does not have: found before anything is written, not after hours."""
     model = tiny()

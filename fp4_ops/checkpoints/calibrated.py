@@ -25,7 +25,7 @@ from ..quantization.calibration import Recorder
 from ..quantization.experts import MATRICES, ExpertsModule, computing
 from ..quantization.methods import Method
 from .dense import DenseModel
-from .dialects import Codes
+from .dialects import Codes, StoredWeight
 from .files import CheckpointError, Folder, Reader, TensorInfo, Writer, read_header
 from .progress import progress_bar
 
@@ -45,6 +45,7 @@ class CalibratedLayers:
     """Quantises the experts of a folder's decoder layers in turn, and hands out their codes.
 
     names: the tensors that hold experts' weights. Those of stacks are asked for as `name[expert]`.
+    eight: the folder's weights in 8 bits, by the tensor of their codes.
     """
 
     def __init__(
@@ -56,9 +57,10 @@ class CalibratedLayers:
         method: Method,
         text: Text,
         device: torch.device,
+        eight: dict[str, StoredWeight],
     ) -> None:
         self.format, self.method, self.text = format, method, text
-        self._dense = DenseModel(folder, names, device)
+        self._dense = DenseModel(folder, names, device, eight)
         self._spool = out / SPOOL
         self._layers, path = _decoder_layers(self._dense)
         at = {m.name: int(m.name.removeprefix(f"{path}.").partition(".")[0]) for m in self._dense.experts}

@@ -282,12 +282,6 @@ def quantize_checkpoint(
     _check_calibration(chosen, calibration)
     folder, to = Folder(source), Path(out)
     plan = Plan(folder, format)
-    if plan.eight and calibration is not None:
-        raise CheckpointError(
-            f"fp4: {folder.path} is in 8 bits, and method {method!r} runs the original model: dequantise it "
-            "to a folder in bf16 first (transformers: FineGrainedFP8Config(dequantize=True), then "
-            "save_pretrained), or use a method without calibration"
-        )
     outputs = (output for file in folder.files for unit in plan.units(file) for output in unit.outputs)
     check_loadable(folder, outputs, plan.dialect)
     resumable = Progress(folder, to, format, method, calibration, batch)
@@ -296,7 +290,7 @@ def quantize_checkpoint(
         from .calibrated import CalibratedLayers, Text  # transformers is imported where a model is run
 
         text = Text(calibration, batch)
-        layers = CalibratedLayers(folder, plan.weights, to, format, chosen, text, device)
+        layers = CalibratedLayers(folder, plan.weights, to, format, chosen, text, device, plan.eight)
     resumable.begin()
     total = sum(t.nbytes for t in folder.tensors.values())
     with progress_bar(total, "quantizing", progress) as bar:

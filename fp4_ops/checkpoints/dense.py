@@ -6,7 +6,6 @@ Everything else is a small part of a Mixture-of-Experts model, and is loaded by 
 from __future__ import annotations
 
 from collections.abc import Iterable
-from functools import reduce
 from typing import Any
 
 import torch
@@ -17,19 +16,25 @@ from transformers.quantizers.base import HfQuantizer
 from transformers.utils.quantization_config import QuantizationConfigMixin
 
 from ..quantization.experts import MATRICES, ExpertsModule, experts_modules
+from .dialects import StoredWeight
 from .families import model_class, register_families
 from .files import CheckpointError, Folder, Reader, TensorInfo
-from .placement import HALVES, Target, rules
+from .load import LoadReport, Source, detach_places, load_dense
+from .placement import HALVES, Placement, Target, pattern_of, place, rules
 
 METHOD = "fp4_without_experts"
 
 
 class _WithoutExperts(QuantizationConfigMixin):
-    """names: the experts' tensors, which `from_pretrained` is to leave in the files."""
+    """names: the experts' tensors, which `from_pretrained` is to leave in the files.
 
-    def __init__(self, names: Iterable[str]) -> None:
+    eight: what is in 8 bits, by the name of the tensor of its codes: `from_pretrained` is to leave it, too.
+    """
+
+    def __init__(self, names: Iterable[str], eight: dict[str, StoredWeight]) -> None:
         self.quant_method: Any = METHOD
         self.names = list(names)
+        self.eight = eight
 
     def to_dict(self) -> dict[str, Any]:
         return {"quant_method": METHOD}
@@ -45,9 +50,14 @@ class _Loader(HfQuantizer):
     experts: list[ExpertsModule]
     shapes: dict[str, tuple[int, ...]]
     """As the model stores them, by parameter."""
+    dense: Placement
+    """Of what is in 8 bits and no expert's."""
 
     def _process_model_before_weight_loading(self, model: Any, **kwargs: Any) -> None:
         target = rules(model)
+        eight, names = self.quantization_config.eight, set(self.quantization_config.names)
+        self.dense = place(model, {w.name: w for n, w in eight.items() if n not in names})
+        detach_places(model, self.dense)
         self.targets = {name: target(name) for name in self.quantization_config.names}
         self.experts = experts_modules(model)
         self.shapes = {}
@@ -59,7 +69,17 @@ class _Loader(HfQuantizer):
             m.module._is_hf_initialized = True  # not at random
         ignored = set(model._keys_to_ignore_on_load_unexpected or ())
         patterns = {rf"{t.parameter}$".replace(".", r"\.") for t in self.targets.values()}
-        model._keys_to_ignore_on_load_unexpected = ignored | patterns
+        patterns |= {pattern_of(w.name + suffix) for w in eight.values() for suffix in w.dialect.suffixes}
+        model._keys_to_ignore_on_load_unexpected = ignored | patterns | self.dense.patterns
+
+    def _process_model_after_weight_loading(self, model: Any, **kwargs: Any) -> Any:
+        with torch.no_grad(), Reader() as reader:
+            source = Source(reader.read, LoadReport("", ""))
+            for parameter, placed in self.dense.dense.items():
+                owner, _, attribute = parameter.rpartition(".")
+                module = model.get_submodule(owner)
+                module._parameters[attribute] = load_dense(placed, torch.device("cpu"), source)
+        return model
 
     def is_serializable(self, **_: Any) -> bool:
         return False
@@ -77,25 +97,32 @@ class DenseModel:
 
     names: the tensors that hold experts' weights. `targets` says where each of them belongs; those with no
     place among `experts` are no part of the model (layers that predict further tokens, for example).
+    eight: the folder's weights in 8 bits, by the tensor of their codes. They get the model's dtype.
 
     Raises CheckpointError for weights that are missing or have another shape than the model's.
     """
 
-    def __init__(self, folder: Folder, names: Iterable[str], device: torch.device) -> None:
+    def __init__(
+        self, folder: Folder, names: Iterable[str], device: torch.device, eight: dict[str, StoredWeight]
+    ) -> None:
         auto.AUTO_QUANTIZATION_CONFIG_MAPPING[METHOD] = _WithoutExperts
         auto.AUTO_QUANTIZER_MAPPING[METHOD] = _Loader
-        self.device = device
+        self.device, self._eight = device, eight
         register_families()
         config = AutoConfig.from_pretrained(folder.path)
+        for part in (config, config.get_text_config()):
+            if hasattr(part, "quantization_config"):  # read by us
+                del part.quantization_config
+        how = _WithoutExperts(names, eight)
         model, info = model_class(config).from_pretrained(
-            folder.path, config=config, quantization_config=_WithoutExperts(names), output_loading_info=True
+            folder.path, config=config, quantization_config=how, output_loading_info=True
         )
         for key in ("missing_keys", "mismatched_keys", "error_msgs"):
             if info.get(key):
                 what = f"{key.replace('_', ' ')}: {', '.join(sorted(map(str, info[key])))}"
                 raise CheckpointError(f"fp4: {folder.path}: {what}")
         loader: _Loader = model.hf_quantizer
-        self.model: nn.Module = model.to(device).eval()
+        self.model: Any = model.to(device).eval()
         self.experts, self._shapes = loader.experts, loader.shapes
         self.targets = {n: t for n, t in loader.targets.items() if t.parameter in self._shapes}
         self._parts: dict[str, list[Part]] = {parameter: [] for parameter in self._shapes}
@@ -116,15 +143,31 @@ class DenseModel:
         """Reads the weights of one module. Raises CheckpointError for those that hold NaN or infinity."""
         for matrix in MATRICES:
             parameter = self.parameter(experts, matrix)
-            dtype = reduce(torch.promote_types, (info.dtype for _, info in self._parts[parameter]))
+            dtype = self._dtype(parameter)
             weight = torch.empty(self._shapes[parameter], dtype=dtype, device=self.device)
             for target, info in self._parts[parameter]:
-                for part, place in _places(weight, target, info, experts.transposed):
-                    tensor = reader.read(part, self.device)
+                for part, spot in _places(weight, target, info, experts.transposed):
+                    tensor = self._read(part, reader, dtype)
                     if not tensor.isfinite().all():
                         raise CheckpointError(f"fp4: {info} cannot be quantised: it holds NaN or infinity")
-                    place.copy_(tensor)
+                    spot.copy_(tensor)
             experts.module._parameters[getattr(experts.form, matrix)] = nn.Parameter(weight, False)
+
+    def _dtype(self, parameter: str) -> torch.dtype:
+        """Of a weight that is put together: one that holds all of its parts; the model's for 8 bits."""
+        found: set[torch.dtype] = {
+            self.model.dtype if info.name in self._eight else info.dtype for _, info in self._parts[parameter]
+        }
+        return found.pop() if len(found) == 1 else torch.float32
+
+    def _read(self, part: TensorInfo, reader: Reader, dtype: torch.dtype) -> Tensor:
+        tensor = reader.read(part, self.device)
+        name, _, expert = part.name.partition("[")
+        if name not in self._eight:
+            return tensor
+        stored = self._eight[name]
+        one = int(expert[:-1]) if expert else None
+        return stored.dialect.matrix(stored, one, tensor, lambda t: reader.read(t, self.device), dtype)
 
     def free(self, experts: ExpertsModule) -> None:
         for matrix in MATRICES:

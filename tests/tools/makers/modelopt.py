@@ -52,6 +52,7 @@ SCHEMES = {
     "NVFP4": Scheme(FAMILIES, but=(("hy_v4", "missing keys: model.hc_head.hc_base"),)),
     **{name: Scheme(SOME, draw=2) for name in CONFIGS if name.startswith(("NVFP4,", "NVFP4 ", "W4A16"))},
     **{name: Scheme(LONG_K, draw=2, but=ALONG_N) for name in CONFIGS if "MXFP4" in name or "W4A8" in name},
+    "NVFP4 experts, MXFP8 attention": Scheme(LONG_K, draw=2),
     "FP8": Scheme(SOME, draw=1, refused="weights in fp8 and none in 4 bits"),
 }
 """Without a GPU it cannot do AWQ, SVDQuant and AutoQuantize in NVFP4, nor four-over-six."""
