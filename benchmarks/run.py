@@ -45,7 +45,8 @@ def run(name: str, arguments: list[str], out: Path | None = None) -> Path:
 
 def main() -> None:
     if sys.argv[1:2] in ([], ["-h"], ["--help"]):
-        raise SystemExit(__doc__)
+        print(__doc__)
+        return
     # --help behind NAME is that benchmark's.
     parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
     parser.add_argument("name")
