@@ -12,6 +12,7 @@ import json
 import re
 import sys
 import types
+import unittest.mock
 from pathlib import Path
 
 import pytest
@@ -476,3 +477,33 @@ def test_rows_of_checkpoints(monkeypatch, tmp_path):
     rows = first_rows("checkpoint_calibrated", ["--layers", "2", "--dir", str(tmp_path)])
     assert [r.get("step") for r in rows] == [None, "whole", "killed after 1 layers", "resumed", None]
     assert rows[1]["said"] == "said" and not list(tmp_path.iterdir())
+
+
+def test_rows_of_ggml(monkeypatch):
+    """With a package of its name, since nothing here installs it."""
+    monkeypatch.setitem(sys.modules, "ggml", unittest.mock.MagicMock(__version__="0"))
+    monkeypatch.delitem(sys.modules, "cpu_vs_ggml", raising=False)
+    module = imported("cpu_vs_ggml")
+
+    class Peer:
+        def __init__(self, kind, repacked, tokens, sets, weights, threads):
+            self.name = f"ggml {kind}{' repacked' if repacked else ''}"
+
+    def paired(runners, blocks):
+        return {r.name: [2.0 if r.name.startswith("ggml") else 1.0] * blocks for r in runners}
+
+    version = types.SimpleNamespace(decode=lambda: "0")
+    monkeypatch.setattr(module.ggml, "ggml_version", lambda: version)
+    for name, value in (
+        ("N", 32), ("K", 64), ("EXPERTS", 2), ("Ggml", Peer), ("paired", paired),
+        ("library", lambda part: unittest.mock.MagicMock()), ("check", lambda runner, *_: 1e-3),
+        ("bandwidth", lambda threads: {"table": "memory", "threads": threads}),
+    ):  # fmt: skip
+        monkeypatch.setattr(module, name, value)
+    threads = torch.get_num_threads()
+    rows = first_rows("cpu_vs_ggml", ["--threads", str(threads), "--tokens", "1", "--blocks", "3"])
+    monkeypatch.delitem(sys.modules, "cpu_vs_ggml")
+    products = [r for r in rows if r["table"] == "product"]
+    assert len(products) == 2 * 9 and {r["weights"] for r in products} == {"cached", "streamed"}
+    assert {r["speedup"] for r in products} == {None, 2.0}
+    assert products[0]["kernel"] == "fp4_ops mxfp4" and products[0]["error"] == 1e-3
