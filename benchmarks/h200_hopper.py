@@ -3,29 +3,27 @@
     python benchmarks/h200_hopper.py [--models qwen3-30b,...] [--tokens 1,8,32,128,512,2048,8192]
                                      [--format mxfp4]
 
-nvfp4 (or mxfp4), random weights, uniform random routing. Times are microseconds: the median over replays of a
-CUDA graph of launches, each with another of `ROUTINGS` routings, so that weights are cold in L2; activations
-are quantised to fp8 outside the products' rows and inside the block's. 16-bit rows meet weights in layout
-sm90_bf16, as in a model that was prepared with activation="bf16"; others, and `auto`, those of sm90.
-Each is a burst of some 20 ms after a pause, as the times in h200_peers.csv are: without pauses the chip is at
-its power limit, and its clock up to a quarter lower (h200_power.py). The floor is max(bytes of the experts
-hit / copy bandwidth, flops / matmul rate), with both ceilings measured in this process. `int4` is int4 in
-groups of 128 x fp8, `bf16` torch's own grouped_mm with bfloat16 weights. `peer` is the time of the fastest
-other kernel of 4-bit weights: with 16-bit rows, and with rows of any kind; as recorded in h200_peers.csv, in
-another process, on an H200 (null on other cards). Each product is checked against float32 over the
-dequantised weights first.
+nvfp4 (or mxfp4), random weights, uniform random routing. Times are microseconds: the median over replays of
+a CUDA graph of launches, each with another of `ROUTINGS` routings, so that weights are cold in L2;
+activations are quantised to fp8 outside the products' rows and inside the block's. 16-bit rows meet weights
+in layout sm90_bf16, as in a model that was prepared with activation="bf16"; others, and `auto`, those of
+sm90. Each is a burst of some 20 ms after a pause, as the times in results/peers_h200.json are: without
+pauses the chip is at its power limit, and its clock up to a quarter lower (h200_power.py). The floor is
+max(bytes of the experts hit / copy bandwidth, flops / matmul rate), with both ceilings measured in this
+process. `int4` is int4 in groups of 128 x fp8, `bf16` torch's own grouped_mm with bfloat16 weights. `peer`
+is the time of the fastest other kernel of 4-bit weights: with 16-bit rows, and with rows of any kind; as
+recorded in results/peers_h200.json, in another process, on an H200 (null on other cards). Each product is
+checked against float32 over the dequantised weights first.
 """
 
 from __future__ import annotations
 
 import argparse
-import csv
 import functools
 import statistics
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from pathlib import Path
 
 import record
 import torch
@@ -44,7 +42,7 @@ BURST_US = 20_000
 GRAPH_US = 1_000
 """Of a graph at least, so that what its launch costs is not seen in its kernels."""
 LAYOUT = ops.rows.LAYOUT
-PEERS = Path(__file__).with_name("h200_peers.csv")
+PEERS = record.RESULTS / "peers_h200.json"
 
 
 @dataclass(frozen=True)
@@ -146,19 +144,16 @@ def check(a, w: Weight, k: int, format: str, offs, out, what: str, bound: float)
 
 
 @functools.cache
-def recorded_peers() -> list[dict[str, str]]:
-    lines = (line for line in PEERS.read_text().splitlines() if not line.startswith("#"))
-    return list(csv.DictReader(lines))
+def recorded_peers() -> list[record.Row]:
+    return [row for row in record.read(PEERS)["rows"] if row["table"] == "product"]
 
 
 def fastest_peer(shape: tuple[int, int, int], tokens: int, kinds: tuple[str, ...]) -> float | None:
     """Microseconds, as recorded; None where nothing is."""
     times = [
-        float(row[str(tokens)])
+        row["us"]
         for row in recorded_peers()
-        if tuple(int(row[name]) for name in ("groups", "n", "k")) == shape
-        and row["kind"] in kinds
-        and str(tokens) in row
+        if (row["experts"], row["n"], row["k"], row["tokens"]) == (*shape, tokens) and row["kind"] in kinds
     ]
     return min(times, default=None)
 

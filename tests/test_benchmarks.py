@@ -62,7 +62,7 @@ def test_results_are_records(file):
     assert found["gpu"] or found["cpu"], "a record says what it was measured on"
     assert found["rows"] and all(isinstance(row["table"], str) for row in found["rows"])
     assert not re.search(r'[" =]/\w+/', text), "a path of some machine"
-    for script in re.findall(r"python (?!-m)(\S+)", found["command"]):
+    for script in re.findall(r"python (?!-m)(\S+)", found["command"] or ""):
         assert (ROOT / script).exists(), script
     for row in found["rows"]:
         assert all(isinstance(v, str | int | float | bool | None) for v in row.values())
