@@ -115,11 +115,44 @@ def plan(module: Any) -> Plan:
     return Plan(form, gate, module.is_transposed, f"{e} experts, hidden {h}, intermediate {i}")
 
 
+@dataclass(frozen=True)
+class Form:
+    """How an experts module holds its weights; biases have the names of their weights and "_bias"."""
+
+    gate_up: str
+    down: str
+    transposed: bool
+    """[E, K, N]."""
+    interleaved: bool
+    """gate 0, up 0, gate 1, ... instead of all gates before all ups."""
+
+
+def form_of(module: nn.Module) -> Form | None:
+    """How a module holds its experts' weights: the two of them, stacked; None for other modules."""
+    for gate_up, halves in (("gate_up_proj", 2), ("up_proj", 1)):
+        up, down = module._parameters.get(gate_up), module._parameters.get("down_proj")
+        if up is None or down is None or up.dim() != 3 or down.dim() != 3:
+            continue
+        (_, a, b), (_, c, d) = up.shape, down.shape
+        if not ((a, b) == (halves * d, c) or (b, a) == (halves * c, d)):
+            continue
+        transposed = bool(getattr(module, "is_transposed", (a, b) != (halves * d, c)))
+        return Form(gate_up, "down_proj", transposed, not getattr(module, "is_concatenated", True))
+    return None
+
+
 WHOLE_EXPERTS = (
     "each process must hold all experts in 4 bits, whole. Load the model without tp_plan, tp_size, ep_size "
     "and pp_size, and call fp4_ops.prepare before fully_shard or parallelize_module"
 )
 """What to do where a model is split over several processes."""
+
+
+def plan_of(module: nn.Module) -> Plan:
+    """`plan`, of modules that may be no entry of transformers' experts interface. Raises Refusal."""
+    if not is_experts(module):
+        raise Refusal("it is no entry of transformers' experts interface")
+    return plan(module)
 
 
 def logical_shape(weight: Tensor, transposed: bool) -> tuple[int, int, int]:

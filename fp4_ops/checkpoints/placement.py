@@ -18,7 +18,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from ..find_experts import Plan, Refusal, is_experts, plan
+from ..find_experts import Form, Plan, Refusal, form_of, is_experts, plan_of
 from .dialects import StoredWeight
 from .files import CheckpointError, TensorInfo
 
@@ -52,18 +52,6 @@ class Target:
     """"gate" or "up" where two weights are joined along N."""
     own: bool = field(default=False, compare=False)
     """transformers' rules do not know the name: it would leave the weight in the file."""
-
-
-@dataclass(frozen=True)
-class Form:
-    """How an experts module holds its weights; biases have the names of their weights and "_bias"."""
-
-    gate_up: str
-    down: str
-    transposed: bool
-    """[E, K, N]."""
-    interleaved: bool
-    """gate 0, up 0, gate 1, ... instead of all gates before all ups."""
 
 
 Part = tuple[int | None, str]
@@ -111,20 +99,6 @@ class Placement:
     """Modules that 4-bit weights do not fill, and why."""
     patterns: set[str]
     """Regular expressions for the names of the tensors that are read here: the files' and transformers'."""
-
-
-def form_of(module: nn.Module) -> Form | None:
-    """How a module holds its experts' weights: the two of them, stacked; None for other modules."""
-    for gate_up, halves in (("gate_up_proj", 2), ("up_proj", 1)):
-        up, down = module._parameters.get(gate_up), module._parameters.get("down_proj")
-        if up is None or down is None or up.dim() != 3 or down.dim() != 3:
-            continue
-        (_, a, b), (_, c, d) = up.shape, down.shape
-        if not ((a, b) == (halves * d, c) or (b, a) == (halves * c, d)):
-            continue
-        transposed = bool(getattr(module, "is_transposed", (a, b) != (halves * d, c)))
-        return Form(gate_up, "down_proj", transposed, not getattr(module, "is_concatenated", True))
-    return None
 
 
 class Rules:
@@ -358,10 +332,7 @@ def _part_shape(dense: DensePlacement, to: Target) -> tuple[int, ...]:
 def _experts(name: str, module: nn.Module, form: Form) -> ExpertsPlacement:
     p, reason = None, ""
     try:
-        if is_experts(module):
-            p = plan(module)
-        else:
-            reason = "it is no entry of transformers' experts interface"
+        p = plan_of(module)
     except Refusal as refusal:
         reason = str(refusal)
     shapes = {}

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from ..experts import ExpertsForm
-from ..find_experts import find_experts
+from ..find_experts import Refusal, find_experts, form_of, is_experts, plan_of
 
 
 @dataclass(frozen=True)
@@ -40,6 +40,25 @@ def experts_modules(model: nn.Module) -> list[ExpertsModule]:
     """The modules that `prepare` would prepare, in the order of the model. Raises ValueError if none."""
     found, plans, _ = find_experts(model)
     return [ExpertsModule(name, found[name], p.form, p.transposed) for name, p in plans.items()]
+
+
+def stacked_experts(model: nn.Module) -> tuple[list[ExpertsModule], dict[str, str]]:
+    """Those, and the ones that `prepare` leaves alone though their weights are stacks, which
+    `python -m fp4_ops quantize` takes, with the reasons. Raises ValueError if there are none.
+    """
+    modules: dict[str, Any] = dict(model.named_modules())
+    names = [n for n, m in modules.items() if is_experts(m)] or [n for n, m in modules.items() if form_of(m)]
+    found, left = [], {}
+    for name in names:
+        try:
+            p = plan_of(modules[name])
+            found.append(ExpertsModule(name, modules[name], p.form, p.transposed))
+        except Refusal as refusal:
+            if form := form_of(modules[name]):
+                left[name] = str(refusal)
+                own = ExpertsForm(form.gate_up, form.down, f"{form.gate_up}_bias", f"{form.down}_bias")
+                found.append(ExpertsModule(name, modules[name], own, form.transposed))
+    return (found, left) if found else (experts_modules(model), {})
 
 
 class Arithmetic:

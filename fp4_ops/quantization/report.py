@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 from ..meta.formats import FORMATS
 from .calibration import Calibration
-from .experts import MATRICES, experts_modules
+from .experts import MATRICES, stacked_experts
 from .grid import decode, element, split_blocks
 from .methods import METHODS
 from .weight import matrices_at_once, quantize_weight
@@ -39,6 +39,8 @@ class ErrorReport:
     format: str
     method: str
     errors: list[ExpertError] = field(default_factory=list)
+    left: dict[str, str] = field(default_factory=dict)
+    """Modules that `prepare` leaves as they are, and why; `python -m fp4_ops quantize` quantises them."""
 
     def worst(self, count: int = 10) -> list[ExpertError]:
         """Those with the lowest SQNR."""
@@ -65,6 +67,9 @@ class ErrorReport:
         for e in self.worst():
             where = f"{e.module:{width}} {e.matrix:8}"
             lines.append(f"{where} {e.expert:7} {e.sqnr:12.2f} {'':7} {100 * e.saturated:8.2f}%")
+        for why in dict.fromkeys(self.left.values()):
+            names = ", ".join(name for name, reason in self.left.items() if reason == why)
+            lines.append(f"prepare leaves {names} alone: {why}; `python -m fp4_ops quantize` does not")
         return "\n".join(lines)
 
     def to_json(self) -> str:
@@ -131,13 +136,15 @@ def _parts(w: Tensor) -> Iterator[slice]:
 def error_report(
     model: nn.Module, format: str = "nvfp4", method: str = "rtn", calibration: Calibration | None = None
 ) -> ErrorReport:
-    """The weight errors that `prepare` with these arguments would make. The model is unchanged.
+    """The weight errors that `prepare` with these arguments would make; of stacks of experts that it leaves
+    alone, those that `python -m fp4_ops quantize` would make. The model is unchanged.
 
     Methods that use calibration minimise the error of outputs, and so lose SQNR here: compare them with
     `evaluate`.
     """
-    report = ErrorReport(format, method)
-    for m in experts_modules(model):
+    modules, left = stacked_experts(model)
+    report = ErrorReport(format, method, left=left)
+    for m in modules:
         for matrix in MATRICES:
             w = m.weight(matrix)
             needs = method in METHODS and METHODS[method].calibration != "none"
