@@ -131,6 +131,11 @@ def new_record(name: str, arguments: list[str]) -> dict[str, Any]:
 # --- files ---
 
 
+def rounded(row: Row) -> Row:
+    """Six digits of each number, more than any clock here has."""
+    return {k: float(f"{v:.6g}") if isinstance(v, float) else v for k, v in row.items()}
+
+
 def write(path: Path, record: dict[str, Any]) -> None:
     """A line for each field and each row, so that changes can be read."""
     head = [f"{json.dumps(k)}: {json.dumps(v)}" for k, v in record.items() if k != "rows"]

@@ -28,14 +28,14 @@ def run(name: str, arguments: list[str], out: Path | None = None) -> Path:
     """Runs a benchmark; the file that has its record."""
     module = importlib.import_module(name)
     args = record.parser_of(module.__doc__, module.add_arguments).parse_args(arguments)
-    told = [] if out is None else ["--out", f"benchmarks/results/{out.name}"]
+    told = [] if out is None else ["--out", str(out)]
     found = record.new_record(name, arguments + told)
     file = out or record.RESULTS / f"{name.removeprefix('h200_')}_{card(found['gpu'])}.json"
     file.parent.mkdir(parents=True, exist_ok=True)
     printer = record.Printer()
     for row in module.rows(args):
         printer.show(row)
-        found["rows"].append(row)
+        found["rows"].append(record.rounded(row))
         found["versions"] = record.versions()  # a peer may be imported late
         record.write(file, found)
     if not found["rows"]:

@@ -76,7 +76,7 @@ def benchmark(monkeypatch):
 
     def rows(args):
         yield {"table": "a", "us": 1.25, "kernel": "one"}
-        yield {"table": "b", "us": None}
+        yield {"table": "b", "us": None, "error": 1.23456789e-7}
         raise RuntimeError("time is over")
 
     module.rows = rows
@@ -91,13 +91,14 @@ def test_run_keeps_what_was_measured(benchmark, tmp_path, capsys):
         run.run("broken_off", ["--folder", "/some/where/else"], out)
     found = record.read(out)
     assert tuple(found) == record.FIELDS
-    assert found["rows"] == [{"table": "a", "us": 1.25, "kernel": "one"}, {"table": "b", "us": None}]
-    assert found["command"] == (
-        "python benchmarks/run.py broken_off --folder else --out benchmarks/results/broken_off_cpu.json"
-    )
+    assert found["rows"] == [
+        {"table": "a", "us": 1.25, "kernel": "one"},
+        {"table": "b", "us": None, "error": 1.23457e-7},
+    ]
+    assert found["command"] == ("python benchmarks/run.py broken_off --folder else --out broken_off_cpu.json")
     assert found["versions"]["torch"] == torch.__version__ and re.fullmatch(r"\d{4}-\d\d-\d\d", found["date"])
-    printed = capsys.readouterr().out.split()
-    assert printed == ["table", "us", "kernel", "a", "1.25", "one", "table", "us", "b", "-"]
+    printed = " ".join(capsys.readouterr().out.split())
+    assert printed == "table us kernel a 1.25 one table us error b - 1.2e-07"
 
 
 def test_run_writes_nothing_without_rows(benchmark, tmp_path):
