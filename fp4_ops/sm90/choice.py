@@ -1,8 +1,8 @@
 """Decode or prefill: the one that a model of its time says is faster.
 
 Fitted to times of both as benchmarks/h200_rows.py prints them. In its table of the kernels since then
-(benchmarks/results/rows_h200.json) the choice costs 0.5 per cent of the faster one's time at most, in the mean
-of each column, but 1.1 of dense fp8 rows (tests/test_sm90_binary.py).
+(benchmarks/results/rows_h200.json) the choice costs 0.5 per cent of the faster one's time at most, in the
+mean of each column, but 1.1 of dense fp8 rows (tests/test_sm90_binary.py).
 """
 
 from __future__ import annotations
