@@ -13,7 +13,7 @@ from torch import fx
 from torch._guards import TracingContext
 from torch.fx.experimental.symbolic_shapes import free_unbacked_symbols
 
-from . import counts, hits, known, left_out
+from . import classes, counts, hits, known, left_out
 from .branches import JUMPS, Handler, answering_first
 from .traced import example
 
@@ -57,7 +57,7 @@ _METHODS: list[tuple[tuple[str, ...], Callable[[Any], Any]]] = [
 def extend_dynamo() -> None:
     """For graphs of backends with `sees_through_branches`."""
     from torch._dynamo.eval_frame import OptimizeContext
-    from torch._dynamo.variables import BuiltinVariable
+    from torch._dynamo.variables import BuiltinVariable, TorchInGraphFunctionVariable
     from torch._dynamo.variables.tensor import TensorVariable
 
     for names, wrapper in _OPCODES:
@@ -74,6 +74,8 @@ def extend_dynamo() -> None:
         _hook_attribute(TensorVariable, name, known.numbers)
     _hook_attribute(BuiltinVariable, "call_index", known.index_of)
     _hook_attribute(OptimizeContext, "__call__", left_out.watch_calls)
+    _hook_attribute(BuiltinVariable, "call_max", classes.at_least)
+    _hook_attribute(TorchInGraphFunctionVariable, "call_function", classes.one_hot)
 
 
 def _wrapped(method: Any, wrapper: Callable[[Any], Any]) -> Any:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 import torch.nn.functional as F
-from moe_styles import Expert, ListStyle, StackedStyle, style
+from moe_styles import Expert, ListStyle, StackedSlices, StackedStyle, style
 from torch import Tensor, nn
 
 # --- out[token] += y adds every row, as no token has one expert twice ---
@@ -69,6 +69,16 @@ class MaskedSlices(ListStyle):
             chosen = probs.bool()[:, e]
             rows[e, chosen] = torch.einsum("t,th->th", probs[chosen, e], expert(rows[e, chosen]))
         return rows.sum(0)
+
+
+@style("slices of a buffer, places by `one_hot` of as many classes as the data says (ST-MoE)")
+class SlicesOfCountedPlaces(StackedSlices):
+    def places(self, ids: Tensor) -> Tensor:
+        c = max(ids.shape[0] // 2, 4)
+        mask = F.one_hot(ids, self.E).view(-1, self.E)
+        position = ((mask.cumsum(0) - 1) * mask).sum(-1)
+        slots = F.one_hot(position, max(position.max() + 1, c))[..., :c]
+        return (mask.unsqueeze(-1) * slots.unsqueeze(-2)).view(*ids.shape, self.E, c)
 
 
 # --- routers ---

@@ -7,9 +7,6 @@ GROUP = Group((
 ))  # fmt: skip
 W = r"\.w1$|\.w2$"
 MASKED = ("fp4::grouped_mm_masked",)
-# `safe_one_hot` asks for the number of classes that a tensor holds: tokens are dispatched in one graph, and
-# the experts are in the next.
-CUT = dict(becomes=(), because="_local_scalar_dense")
 
 
 @GROUP.case("mixture-of-experts", "MoE", experts="^$", transposed=W, becomes=MASKED)
@@ -19,14 +16,14 @@ def moe():
     return MoE(dim=H, num_experts=4, hidden_dim=96)
 
 
-@GROUP.case("st-moe-pytorch", "MoE", **CUT)
+@GROUP.case("st-moe-pytorch", "MoE", becomes=("fp4::indexed_mm",))
 def st_moe():
     from st_moe_pytorch import MoE
 
     return MoE(dim=H, num_experts=4)
 
 
-@GROUP.case("st-moe-pytorch", "SparseMoEBlock", **CUT)
+@GROUP.case("st-moe-pytorch", "SparseMoEBlock", becomes=("fp4::indexed_mm",))
 def st_block():
     from st_moe_pytorch import MoE, SparseMoEBlock
 
