@@ -1,7 +1,7 @@
 """`one_hot(ids, n)` where only the data knows n: `one_hot(ids, max(ids.max() + 1, c))[..., :c]`, captured.
 
-A tensor as the number of classes is a number that Python asks the data for, at which Dynamo breaks its graph. As
-a size that only the data knows it can stay in the graph: c, and as many more as there are.
+A tensor as the number of classes is a number that Python asks the data for, where Dynamo breaks its graph.
+As a size that only the data knows it can stay in the graph: c, and as many more as there are.
 """
 
 from __future__ import annotations

@@ -427,7 +427,8 @@ class Matcher:
             demote(f, masks=(known or isinstance(f, Add)) and not self._has_experts(f)) for f in weights
         ]
         # A row's input may be masked, too: where it is, so is what becomes of it.
-        scales = tuple(s for s in map(demote, scales) if not (s in weights and _is_mask(s)))
+        scales = tuple(demote(s, masks=place is not None) for s in scales)
+        scales = tuple(s for s in scales if not (s in weights and _is_mask(s)))
         for f in chosen:
             pointwise = isinstance(f, Apply) and ids is not None
             need(pointwise, f"rows are selected by {told(f)}, not by expert ids", m.root, changes.MASK)
@@ -543,7 +544,7 @@ class Matcher:
             for fine, why, change in in_common(first, b):
                 if not fine:
                     refuse(f"experts {first.expert} and {b.expert} {why()}", m.root, change)
-        own = first.place is None or first.place in free_axes(first.x)
+        own = first.place is None or any(first.place in free_axes(t) for t in (first.x, *first.scales))
         need(own, "nothing says which expert's output this is", m.root, changes.OWN_COLUMN)
         serves: dict[int, list[Any]] = {}
         for b in branches:
