@@ -2,6 +2,7 @@
 
     hit = (mask.sum((1, 2)) > 0).nonzero()
     for e in hit: ...  # experts[e], torch.where(mask[e]), f"expert_{e[0]}"
+    for e in ids.unique(): ...  # experts[e], torch.where(ids == e)
 
 skips the experts for which the mask has nothing. So it is traced over all experts, each a tensor whose value
 is known (`known.py`), and each round is proved to do nothing where the mask has nothing for it
@@ -22,7 +23,7 @@ from . import known
 from .branches import Handler, is_kept, wanted, watch
 from .bytecode import only_iterates
 from .traced import along, called, example, kept, named, same_elements, since, writes_to
-from .without_rows import Hits, Nothing, Way
+from .without_rows import Hits, Named, Nothing, Way
 
 
 @dataclass
@@ -114,6 +115,9 @@ def _hits(v: Any) -> Hits | None:
     chain = [hits]
     while (before := _same_hits(chain[-1])) is not None:
         chain.append(before)
+    among = _unique(chain[-1])
+    if among is not None:
+        return _named_in(among, chain)
     some = _where(chain[-1])
     if some is None or example(some).dim() != 1:
         return None
@@ -129,6 +133,26 @@ def _hits(v: Any) -> Hits | None:
         return None
     rounds = _most(source, dim, experts)
     return Hits(source, dim, rounds) if rounds <= _MOST_ROUNDS else None
+
+
+def _unique(node: fx.Node) -> fx.Node | None:
+    """The ids whose numbers, each once and in their order, `node` has."""
+    part = named(node, ("getitem",), ("input", "item"))
+    if part.get("item") == 0 and isinstance(part["input"], fx.Node):
+        node = part["input"]
+    asked = named(node, ("unique",), ("input", "sorted", "return_inverse", "return_counts", "dim"))
+    return asked.get("input") if asked.get("sorted", True) is True and asked.get("dim") is None else None
+
+
+def _named_in(ids: fx.Node, chain: list[fx.Node]) -> Hits | None:
+    """The experts among ids, of all from which these were chosen."""
+    experts = chosen_from(ids)
+    source = same_elements(ids)
+    if experts is None or experts > _MOST_ROUNDS or example(ids).is_floating_point():
+        return None
+    if writes_to([*chain, *source], since(source[-1])):
+        return None
+    return Named(source[-1], 0, experts)
 
 
 def _same_hits(node: fx.Node) -> fx.Node | None:

@@ -14,6 +14,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, fx, nn
+from torch.utils._python_dispatch import _disable_current_modes
 
 from .traced import called, example, since, writes_to
 
@@ -63,6 +64,13 @@ def number(v: Any) -> int | bool | None:
     """Its value as Python's number, if it is known and one."""
     known = value(v)
     return known.item() if known is not None and known.numel() == 1 else None
+
+
+def number_of(node: fx.Node) -> Any:
+    """The number that a node is, if it is known and one; also while others are fake."""
+    with _disable_current_modes():
+        known = _value(node)
+        return known.item() if known is not None and known.numel() == 1 else None
 
 
 def _constant(number: Any) -> Any:

@@ -245,6 +245,13 @@ class Indexing(Values):
             dims = tuple(() if same(s, 1) else (Axis(s),) for s in shape(node))
             return Value(dims, Const(None))
         number = arguments(node).get("fill_value", 0)
+        if (
+            is_op(node, aten.full)
+            and type(number) is int
+            and not shape(node)
+            and value(node).dtype == torch.int64
+        ):
+            return Value((), Const(number))  # an expert's, as a tensor
         if number != 0:
             raise Opaque
         return Value(own.dims, Const(0.0))

@@ -46,6 +46,22 @@ def same_elements(node: fx.Node) -> list[fx.Node]:
     return chain
 
 
+def some_elements(node: fx.Node) -> list[fx.Node]:
+    """`node` and what it has its elements from, be they only some of those."""
+    chain = same_elements(node)
+    while (part := named(chain[-1], ("getitem",), ("input", "item"))) and _is_basic(part["item"]):
+        if not isinstance(example(part["input"]), Tensor):  # one of several results
+            break
+        chain += same_elements(part["input"])
+    return chain
+
+
+def _is_basic(index: Any) -> bool:
+    """Whether an index is of numbers and slices alone, so that it chooses and computes nothing."""
+    items = index if isinstance(index, tuple) else (index,)
+    return all(i is None or i is Ellipsis or isinstance(i, int | slice) for i in items)
+
+
 def along(node: fx.Node, dim: int, sums: bool = False) -> list[tuple[fx.Node, int]]:
     """`node` and what it has its elements from, with what dimension `dim` is in each. Of integers and
     booleans all that counts is whether they are 0. sums: also what it sums up over other dimensions."""

@@ -27,7 +27,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from . import changes
 from .bytecode import joined_list
-from .traced import SAME_ELEMENTS, along, called, example, since, writes_to
+from .known import number_of
+from .traced import SAME_ELEMENTS, along, called, example, since, some_elements, writes_to
 
 
 class Unproved(Exception):
@@ -74,6 +75,27 @@ class Hits:
                 return False
             self.unwritten[memory] = last
         return True
+
+
+class Named(Hits):
+    """The experts that are among ids, which `mask` has: `ids == e` is what it has for an expert."""
+
+    def is_row(self, node: fx.Node, expert: int) -> bool:
+        if called(node) not in ("eq", "__eq__") or len(node.args) != 2:
+            return False
+        for ids, number in (node.args, node.args[::-1]):
+            asked = number_of(number) if isinstance(number, fx.Node) else number
+            if isinstance(ids, fx.Node) and type(asked) is int and asked == expert:
+                chain = some_elements(ids)
+                at = next((i for i, n in enumerate(chain) if _alike(n, self.mask)), None)
+                if at is not None and self._unwritten([self.mask, *chain[at::-1]]):
+                    return True
+        return False
+
+
+def _alike(a: fx.Node, b: fx.Node) -> bool:
+    """Whether two nodes take the same part of one tensor."""
+    return a is b or (called(a) == called(b) == "getitem" and (a.args, a.kwargs) == (b.args, b.kwargs))
 
 
 def _indexed(index: Any, expert: int, rank: int) -> Iterator[int]:

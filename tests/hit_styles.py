@@ -122,3 +122,33 @@ class NumberHitLoop(ListStyle):
                 one[mask[:, e]] = getattr(self.named, f"expert_{e}")(x[mask[:, e]])
             out = out + one * weights[:, slot, None]
         return out
+
+
+class NamedInIds(ListStyle):
+    """`named` is written in several ways; the rows are those of `ids == e`."""
+
+    def named(self, ids: Tensor) -> Tensor:
+        return torch.unique(ids)
+
+    def experts_of(self, x: Tensor, ids: Tensor, weights: Tensor) -> Tensor:
+        out = torch.zeros_like(x)
+        for e in self.named(ids):
+            token, slot = torch.where(ids == e)
+            out.index_add_(0, token, self.list[e](x[token]) * weights[token, slot, None])
+        return out
+
+
+@style("loop over the experts among the ids: `torch.unique(ids)`")
+class UniqueLoop(NamedInIds):
+    pass
+
+
+@style("loop over the experts among a choice's ids: `ids.unique().tolist()`")
+class UniqueNumbersLoop(ListStyle):
+    def experts_of(self, x: Tensor, ids: Tensor, weights: Tensor) -> Tensor:
+        out = torch.zeros_like(x)
+        for slot in range(self.k):
+            for e in ids[:, slot].unique().tolist():
+                mask = ids[:, slot] == e
+                out[mask] += self.list[e](x[mask]) * weights[mask, slot, None]
+        return out
