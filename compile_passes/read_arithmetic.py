@@ -100,7 +100,10 @@ class Arithmetic(Indexing):
         a, b = node.args[:2]
         if is_tensor(b):
             values = self.broadcast([self._compared(a), self._compared(b)])
-            return Value(self._joined(values), indicator(node, values[0].term, values[1].term))
+            of = [v.term for v in values]
+            if isinstance(of[0], Const) and is_op(node, aten.eq):
+                of.reverse()
+            return Value(self._joined(values), indicator(node, *of))
         v = self.value(a, 0)
         if is_op(node, aten.gt, aten.ne) and b == 0 and is_indicator(v.term):
             return Value(v.dims, as_boolean(v.term))

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import branch_loops
 import hit_loops
+import named_loops
 import pytest
 import torch
 from branch_loops import Loop
@@ -41,8 +42,9 @@ def inputs(module: nn.Module) -> list[torch.Tensor]:
     return [torch.randn(n, module.H) for n in (1, 2, 3, 9)]
 
 
-BRANCHES = [*branch_loops.BRANCHES, *hit_loops.BRANCHES]
-BRANCHES += map(more, [*branch_loops.MORE_BRANCHES, *hit_loops.MORE_BRANCHES])
+LOOPS = branch_loops, hit_loops, named_loops
+BRANCHES = [style for loops in LOOPS for style in loops.BRANCHES]
+BRANCHES += [more(style) for loops in LOOPS for style in loops.MORE_BRANCHES]
 
 
 @pytest.mark.parametrize("style", BRANCHES, ids=lambda s: s.__name__)
@@ -96,7 +98,7 @@ def test_how_many_experts_were_chosen_from_is_not_always_how_many_are_hit(style)
     the_graph_says_the_same(style(), dynamic=False)
 
 
-@pytest.mark.parametrize("style", [hit_loops.HitsFlat, *map(more, hit_loops.OTHERS[1:])])
+@pytest.mark.parametrize("style", [hit_loops.HitsFlat, *named_loops.OTHERS, *map(more, hit_loops.OTHERS[1:])])
 def test_hits_may_be_written_in_other_ways(style):
     module, recorder = style(), Recorder(activation="bf16")
     compiled = torch.compile(module, backend=recorder, dynamic=True, fullgraph=True)
