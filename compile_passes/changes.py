@@ -140,6 +140,10 @@ ADD_LATER = (
     "each choice adds it)"
 )
 ONE_EXPERT = none("a single expert is a linear layer; with options={'linear': True} it is in 4 bits, too")
+IN_THE_GRAPH = (
+    "keep the numbers in the graph: counts = torch.bincount(ids.flatten(), minlength=E) of ids that topk "
+    "chose, then rows.split(counts.tolist()); or loop over all experts, token, slot = torch.where(ids == e)"
+)
 ALL_TOGETHER = "add all experts' outputs up in one sum before anything else reads them"
 MASK = (
     "select an expert's rows by its own number, token, slot = torch.where(ids == e); ids that should not "

@@ -10,6 +10,7 @@ from torch import fx
 from torch.fx.experimental.symbolic_shapes import free_unbacked_symbols
 
 from . import changes
+from .given import lists_given
 from .graph import FLOATING, PRODUCTS, Refusal, aten, is_op, is_tensor, item, need, shape, value
 from .mixture import Linear, Matcher, Mixture
 from .naming import called
@@ -30,6 +31,7 @@ class Search:
     def __init__(self, graph: fx.Graph, reader: Reader) -> None:
         self.graph, self.reader, self.matcher = graph, reader, Matcher(reader)
         self._order = {n: i for i, n in enumerate(graph.nodes)}
+        self._given = lists_given()
         self._downs: list[fx.Node] = []
         self._near: dict[fx.Node, int] = {}
         """Bit d: down product d enters the node through operators that a block may end with."""
@@ -177,6 +179,13 @@ class Search:
                         f"it is the sum of {found.downs} of {count} experts",
                         node,
                         changes.ALL_TOGETHER,
+                    )
+                    need(
+                        found.downs == 1 or all(n < found.downs for n in self._given.values()),
+                        f"{found.downs} experts, where Python was given a list of numbers: which experts and "
+                        "rows these are may depend on the data",
+                        node,
+                        changes.IN_THE_GRAPH,
                     )
                     return found
                 except Refusal as refusal:
