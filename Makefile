@@ -1,4 +1,5 @@
 # make demo       sets everything up, then runs a small MoE language model in bf16 and in 4 bits side by side
+# make demo-full  the same with mxfp4, prefill of 32 prompts, and more rounds (3 minutes)
 # make test       sets everything up, then tests everything that this machine can run once
 # make test-more  tests it in further forms and combinations, which are marked `more` (pyproject.toml)
 # make test-all   both at once
@@ -23,11 +24,14 @@ BIN := $(VENV)/bin
 PIP := $(BIN)/python -m pip --disable-pip-version-check
 SOURCES := $(shell find csrc -type f) setup.py pyproject.toml
 
-.PHONY: demo test test-more test-all test-real test-tools test-archs test-archs-all test-hopper test-aarch64 lint docs wheel wheels bench clean
+.PHONY: demo demo-full test test-more test-all test-real test-tools test-archs test-archs-all test-hopper test-aarch64 lint docs wheel wheels bench clean
 .DELETE_ON_ERROR:
 
 demo: $(VENV)/built
 	$(BIN)/python examples/demo.py
+
+demo-full: $(VENV)/built
+	$(BIN)/python examples/demo.py --full
 
 test: TESTS = -m "not more and not real and not tools and not archs and not archs_all"
 test-more: TESTS = -m "more and not real and not tools and not archs and not archs_all"

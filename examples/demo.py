@@ -1,15 +1,16 @@
 """A small Mixture-of-Experts language model in bfloat16 and in 4 bits, side by side.
 
-    python examples/demo.py
+    python examples/demo.py [--full]
 
-The model (examples/demo_model: a Qwen3-MoE over bytes, trained on Python's standard library) runs four ways:
-bf16 eager, bf16 under stock torch.compile, and with its experts in nvfp4 and mxfp4 under
-torch.compile(backend="fp4"). Speeds are medians over rounds in which the four take turns. Uses an NVIDIA GPU
-if there is one.
+The model (examples/demo_model: a Qwen3-MoE over bytes, trained on Python's standard library) runs three ways:
+bf16 eager, bf16 under stock torch.compile, and with its experts in nvfp4 under torch.compile(backend="fp4").
+Speeds are medians over rounds in which they take turns. --full adds mxfp4, prefill of the large batch, and
+more rounds: each speed of each way takes a compilation of its own. Uses an NVIDIA GPU if there is one.
 """
 
 from __future__ import annotations
 
+import argparse
 import copy
 import logging
 import math
@@ -31,10 +32,15 @@ import fp4_ops
 HERE = Path(__file__).parent / "demo_model"
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 BATCHES = (1, 32)
-PROMPT, STEPS, ROUNDS = 128, 24, 5
+PROMPT, STEPS = 128, 24
 WINDOW, HELDOUT_BYTES = 512, 16_000
 SAMPLE_PROMPT, SAMPLE_BYTES = b"class Queue:\n    def ", 160
 CACHE = max(PROMPT + STEPS, len(SAMPLE_PROMPT) + SAMPLE_BYTES)
+FORMATS, ROUNDS = ("nvfp4",), 3
+SPEEDS = (("prefill", 1), ("decode", 1), ("decode", 32))
+"""What is measured, at which batch."""
+FULL_FORMATS, FULL_ROUNDS = ("nvfp4", "mxfp4"), 5
+FULL_SPEEDS = (("prefill", 1), ("prefill", 32), ("decode", 1), ("decode", 32))
 # Inductor compiles one-token sdpa on a CPU poorly (3x slower at batch 32): all rows use plain attention.
 ATTENTION = "sdpa" if DEVICE == "cuda" else "eager"
 COMPILE = {"dynamic": False, "mode": "reduce-overhead" if DEVICE == "cuda" else None}
@@ -47,9 +53,8 @@ class Variant:
     step: Callable[[torch.nn.Module, Tensor, StaticCache], Tensor]
     caches: dict[int, StaticCache] = field(default_factory=dict)
     loss: float = 0.0
-    prefill: dict[int, list[float]] = field(default_factory=dict)
-    """Tokens a second, one entry a round."""
-    decode: dict[int, list[float]] = field(default_factory=dict)
+    speeds: dict[tuple[str, int], list[float]] = field(default_factory=dict)
+    """Tokens a second, one entry a round; by one of SPEEDS."""
 
 
 def step(model: torch.nn.Module, tokens: Tensor, cache: StaticCache) -> Tensor:
@@ -67,14 +72,14 @@ def progress(text: str) -> None:
     print(f"  {time.monotonic() - START:5.0f} s  {text}", flush=True)
 
 
-def build() -> list[Variant]:
+def build(formats: tuple[str, ...] = FORMATS) -> list[Variant]:
     model = AutoModelForCausalLM.from_pretrained(HERE, dtype=torch.bfloat16, attn_implementation=ATTENTION)
     model = model.to(DEVICE).eval()
     variants = [
         Variant("bf16 eager", model, step),
         Variant("bf16 torch.compile", model, torch.compile(step, **COMPILE)),
     ]
-    for format in ("nvfp4", "mxfp4"):
+    for format in formats:
         packed = copy.deepcopy(model)
         report = fp4_ops.prepare(packed, format)
         if format == "nvfp4":
@@ -99,11 +104,13 @@ def heldout_loss(variant: Variant) -> float:
     return (sum(losses) / sum(len(w) for w in windows)).item()
 
 
-def warm_up(variant: Variant, prompts: dict[int, Tensor]) -> None:
+def warm_up(variant: Variant, prompts: dict[int, Tensor], speeds=SPEEDS) -> None:
     for batch, prompt in prompts.items():
         cache = variant.caches[batch] = StaticCache(variant.model.config, max_cache_len=CACHE)
         step(variant.model, prompt[:, :1], cache)  # the cache takes its memory here, outside compiled code
         for shape, tokens in (("prefill", prompt), ("decode", prompt[:, :1])):
+            if (shape, batch) not in speeds:
+                continue
             if variant.step is not step:
                 progress(f"{variant.name}: compiling {shape}, batch {batch}")
             for _ in range(3):
@@ -111,19 +118,24 @@ def warm_up(variant: Variant, prompts: dict[int, Tensor]) -> None:
                 variant.step(variant.model, tokens, cache)
 
 
-def measure(variant: Variant, batch: int, prompt: Tensor) -> None:
+def measure(variant: Variant, batch: int, prompt: Tensor, speeds=SPEEDS) -> None:
     cache = variant.caches[batch]
+    # Not compiled where only what comes after it is measured.
+    prefill = variant.step if ("prefill", batch) in speeds else step
     cache.reset()
     synchronize()
     start = time.perf_counter()
-    token = variant.step(variant.model, prompt, cache)
+    token = prefill(variant.model, prompt, cache)
     synchronize()
     prefilled = time.perf_counter()
     for _ in range(STEPS):
         token = variant.step(variant.model, token.clone(), cache)
     synchronize()
-    variant.prefill.setdefault(batch, []).append(batch * PROMPT / (prefilled - start))
-    variant.decode.setdefault(batch, []).append(batch * STEPS / (time.perf_counter() - prefilled))
+    decoded = time.perf_counter()
+    found = {"prefill": PROMPT / (prefilled - start), "decode": STEPS / (decoded - prefilled)}
+    for what, tokens in found.items():
+        if (what, batch) in speeds:
+            variant.speeds.setdefault((what, batch), []).append(batch * tokens)
 
 
 def sample(variant: Variant) -> str:
@@ -141,25 +153,27 @@ def sample(variant: Variant) -> str:
 def print_table(variants: list[Variant]) -> None:
     stock = variants[1]
 
-    def speed(values: dict[int, list[float]], base: dict[int, list[float]], batch: int) -> str:
-        ratio = statistics.median(a / b for a, b in zip(values[batch], base[batch]))
-        return f"{statistics.median(values[batch]):>9,.0f} {ratio:>5.2f}x"
+    def speed(values: list[float], base: list[float]) -> str:
+        ratio = statistics.median(a / b for a, b in zip(values, base))
+        return f"{statistics.median(values):>9,.0f} {ratio:>5.2f}x"
 
     print(f"\n{'':20}{'weights':>9}{'experts':>9}{'bits per':>10}{'perplexity':>12}", end="")
-    print("".join(f"{f'{what}, batch {b}':>19}" for what in ("prefill", "decode") for b in BATCHES))
+    print("".join(f"{f'{what}, batch {b}':>19}" for what, b in stock.speeds))
     note = "tokens/s, and times stock torch.compile"
-    print(f"{'':20}{'MB':>9}{'MB':>9}{'byte':>10}{'of a byte':>12}{note:>76}")
+    print(f"{'':20}{'MB':>9}{'MB':>9}{'byte':>10}{'of a byte':>12}{note:>{19 * len(stock.speeds)}}")
     for v in variants:
         total, experts = weight_bytes(v.model)
         print(f"{v.name:20}{total / 1e6:9.2f}{experts / 1e6:9.2f}", end="")
         print(f"{v.loss / math.log(2):10.4f}{math.exp(v.loss):12.4f}", end="")
-        cells = [speed(v.prefill, stock.prefill, b) for b in BATCHES]
-        cells += [speed(v.decode, stock.decode, b) for b in BATCHES]
-        print("".join(f"{cell:>19}" for cell in cells))
+        print("".join(f"{speed(values, stock.speeds[s]):>19}" for s, values in v.speeds.items()))
 
 
 @torch.no_grad()
 def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
+    parser.add_argument("--full", action="store_true")
+    full = parser.parse_args().full
+    formats, speeds, rounds = (FULL_FORMATS, FULL_SPEEDS, FULL_ROUNDS) if full else (FORMATS, SPEEDS, ROUNDS)
     warnings.filterwarnings("ignore")
     logging.getLogger("torch").setLevel(logging.ERROR)
     transformers_logging.set_verbosity_error()
@@ -171,7 +185,7 @@ def main() -> None:
     where = torch.cuda.get_device_name() if DEVICE == "cuda" else f"{platform.machine()} CPU"
     print(f"torch {torch.__version__} on {where}, {torch.get_num_threads()} threads\n")
 
-    variants = build()
+    variants = build(formats)
     for v in variants:
         progress(f"{v.name}: perplexity on {HELDOUT_BYTES // 1000} kB of held-out text")
         v.loss = heldout_loss(v)
@@ -180,12 +194,12 @@ def main() -> None:
     )
     prompts = {b: text[: b * PROMPT].view(b, PROMPT) for b in BATCHES}
     for v in variants:
-        warm_up(v, prompts)
-    for i in range(ROUNDS):
-        progress(f"measuring, round {i + 1} of {ROUNDS}")
+        warm_up(v, prompts, speeds)
+    for i in range(rounds):
+        progress(f"measuring, round {i + 1} of {rounds}")
         for batch, prompt in prompts.items():
             for v in variants:
-                measure(v, batch, prompt)
+                measure(v, batch, prompt, speeds)
     print_table(variants)
 
     print("\nGreedy samples:")
