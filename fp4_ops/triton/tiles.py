@@ -144,8 +144,11 @@ def usable(tile: Tile, problem: Problem, device: Device) -> bool:
         few = 128 * 64 if device.sums_in_registers else 128 * 128
         if tile.block_n > 128 or sums > few:
             return False
-        if problem.columns and device.sums_in_registers and tile.block_m * tile.block_k > 64 * 64:
+        if problem.columns and tile.block_m * tile.block_k > 64 * 64:
             return False
+    # Words that are put together from bytes leave fewer registers for the second sum.
+    if problem.bytes and problem.two_sums and sums > 128 * 64:
+        return False
     # Deep tiles amortise the loop, but the pipeline needs several of them to overlap anything.
     return tile.block_k <= 128 or problem.k >= 3 * tile.block_k
 
