@@ -151,6 +151,16 @@ def emulated_gpu(request, fresh_data):
         yield
 
 
+@pytest.fixture
+def fresh_dynamo() -> None:
+    """Nothing is compiled yet, and Dynamo captures loops over experts, as a first compilation makes it."""
+    from fp4_ops.compile_passes.dynamo import capture_loops
+
+    torch._dynamo.reset()
+    torch.set_num_threads(1)
+    capture_loops()
+
+
 DEVICES = ["cpu"] + [pytest.param("cuda", marks=pytest.mark.gpu)] * torch.cuda.is_available()
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 import torch.nn.functional as F
-from moe_styles import FusedStyle, ListStyle, StackedStyle, style
+from moe_style_base import FusedStyle, ListStyle, StackedStyle, style
 from torch import Tensor, nn
 
 

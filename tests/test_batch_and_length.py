@@ -5,23 +5,18 @@ The first call has static sizes; once they change, Dynamo makes symbols of the b
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 import torch
 import torch.nn.functional as F
 from conftest import more
-from fp4_ops.compile_passes.dynamo import capture_loops
 from moe_models import Recorder, relative_error
-from moe_styles import ListStyle, StackedStyle
+from moe_styles import FusedStyle, ListStyle, StackedStyle, Style
 from torch import Tensor
 
 EXACT = 1e-5
-
-
-@pytest.fixture(autouse=True)
-def fresh_dynamo():
-    torch._dynamo.reset()
-    torch.set_num_threads(1)
-    capture_loops()
+pytestmark = pytest.mark.usefixtures("fresh_dynamo")
 
 
 class DenseLoop(ListStyle):
@@ -126,42 +121,118 @@ class BesideAnother(DenseLoop):
         return x + super().experts_of(x, ids, weights) + self.shared(x)
 
 
-TOPS = {
-    DenseLoop: 2, DenseLoopLast: 2, MaskedSoftmax: 2, AllExperts: 6, WhereLoop: 2, FlatInside: 2, Einsum: 2,
-    OneHotLoop: 2, Gathered: 2, BesideAnother: 2,
-}  # fmt: skip
-"""How many experts a token meets."""
+class SubscriptLoop(ListStyle):
+    """Rows by batch and position, added in place."""
+
+    def experts_of(self, x: Tensor, ids: Tensor, weights: Tensor) -> Tensor:
+        out = torch.zeros_like(x)
+        for e, expert in enumerate(self.list):
+            batch, token, slot = torch.where(ids == e)
+            out[batch, token] += expert(x[batch, token]) * weights[batch, token, slot, None]
+        return out
+
+
+class MaskLoop(FusedStyle):
+    """Rows by a mask of the tokens."""
+
+    def experts_of(self, x: Tensor, ids: Tensor, weights: Tensor) -> Tensor:
+        out = torch.zeros_like(x)
+        for e in range(self.E):
+            chosen = ids == e
+            mask = chosen.any(-1)
+            out[mask] += self.expert(e, x[mask]) * (weights * chosen).sum(-1)[mask].unsqueeze(-1)
+        return out
+
+
+class ScatteredWeights(ListStyle):
+    """Only the chosen experts need run."""
+
+    def experts_of(self, x: Tensor, ids: Tensor, weights: Tensor) -> Tensor:
+        every = torch.zeros(*x.shape[:-1], self.E).scatter(-1, ids, weights)
+        return sum(every[..., e, None] * expert(x) for e, expert in enumerate(self.list))
+
+
+class SoftmaxOfScattered(StackedStyle):
+    """Scattered scores, and their softmax."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        scores, ids = self.router(x).topk(self.k, dim=-1)
+        every = torch.full_like(self.router(x), float("-inf")).scatter(-1, ids, scores).softmax(-1)
+        return sum(every[:, :, e].unsqueeze(-1) * self.expert(e, x) for e in range(self.E))
+
+
+class DenseEinsum(StackedStyle):
+    """All experts for every token, in one product with the scores."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        scores = torch.softmax(self.router(x), -1)
+        h = F.silu(torch.einsum("bth,eih->btei", x, self.w1)) * torch.einsum("bth,eih->btei", x, self.w3)
+        return torch.einsum("btei,ehi,bte->bth", h, self.w2, scores)
+
+
+class UnnormalisedScores(ListStyle):
+    """Sigmoids that add up to anything."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        scores = self.router(x).sigmoid()
+        ids = scores.topk(self.k)[1]
+        out = torch.zeros_like(x)
+        for e, expert in enumerate(self.list):
+            weight = (scores[..., e] * (ids == e).any(-1)).unsqueeze(-1)
+            out = out + weight * expert(x)
+        return out
+
+
+FORMS = (
+    DenseLoop, DenseLoopLast, MaskedSoftmax, AllExperts, WhereLoop, FlatInside, Einsum, OneHotLoop, Gathered,
+    BesideAnother,
+)  # fmt: skip
+FURTHER = (
+    SubscriptLoop, MaskLoop, ScatteredWeights, SoftmaxOfScattered, DenseEinsum, UnnormalisedScores,
+)  # fmt: skip
+FEW = (SubscriptLoop, ScatteredWeights, DenseEinsum)
+ALL_EXPERTS = (AllExperts, DenseEinsum)
+"""A token meets all of them."""
 
 CALLS = {
     "both": [(2, 8), (4, 9), (3, 5), (2, 8)],
     "the length": [(2, 8), (2, 9), (2, 5)],
     "the batch": [(2, 8), (4, 8), (3, 8)],
+    "both, and 1": [(2, 8), (4, 9), (3, 5), (5, 9), (1, 7), (2, 1), (1, 1)],
 }
 
 
-def run(style: type, shapes: list[tuple[int, int]], **options) -> tuple[Recorder, int]:
-    module, recorder = style(), Recorder(activation="bf16")
-    compiled = torch.compile(module, backend=recorder, **options)
-    twin = module.twin()
+def run(style: type[Style], calls: str, format: str = "nvfp4", **options: Any) -> int:
+    """How often it was compiled, each time to 4 bits."""
+    module, recorder = style(), Recorder(activation="bf16", format=format)
+    compiled, twin = torch.compile(module, backend=recorder, **options), module.twin(format)
     with torch.no_grad():
-        for shape in shapes:
+        for shape in CALLS[calls]:
             x = torch.randn(*shape, module.H)
             want, got = twin(x), compiled(x)
-            assert got.shape == want.shape and relative_error(got, want) < EXACT, shape
-    return recorder, recorder.compilations
+            assert got.shape == want.shape and relative_error(got, want) < EXACT, (shape, recorder.reasons)
+    assert recorder.ops == ["fp4::moe"] * recorder.compilations, recorder.reasons
+    top = module.E if style in ALL_EXPERTS else module.k
+    assert all(f"top {top}," in s.shape for s in recorder.sites)
+    return recorder.compilations
+
+
+def named(style: type[Style]) -> str:
+    return style.__name__
 
 
 @pytest.mark.parametrize("calls", ["both", more("the length"), more("the batch")])
-@pytest.mark.parametrize("style", TOPS, ids=lambda s: s.__name__)
+@pytest.mark.parametrize("style", FORMS, ids=named)
 def test_sizes_that_change(style, calls):
-    recorder, compilations = run(style, CALLS[calls])
-    assert compilations == 2
-    assert recorder.ops == ["fp4::moe"] * 2
-    assert all(f"top {TOPS[style]}," in s.shape for s in recorder.sites)
+    assert run(style, calls) == 2
 
 
 @pytest.mark.more
-@pytest.mark.parametrize("style", TOPS, ids=lambda s: s.__name__)
+@pytest.mark.parametrize("style", FORMS, ids=named)
 def test_sizes_that_are_symbols_from_the_start(style):
-    recorder, compilations = run(style, CALLS["both"], dynamic=True)
-    assert compilations == 1 and recorder.ops == ["fp4::moe"]
+    assert run(style, "both", dynamic=True) == 1
+
+
+@pytest.mark.parametrize("style", [s if s in FEW else more(s) for s in (*FURTHER, *FORMS)], ids=named)
+def test_one_graph_also_for_one_sequence_or_token(style):
+    assert run(style, "both, and 1", "mxfp4", fullgraph=True)

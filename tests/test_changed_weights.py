@@ -15,7 +15,6 @@ import pytest
 import torch
 from conftest import more
 from fp4_ops.compile_passes import weights as packed_weights
-from fp4_ops.compile_passes.dynamo import capture_loops
 from fp4_ops.compile_passes.weights import PackedWeights, PackSpec, note_writes
 from moe_models import Block, Recorder, relative_error
 from moe_styles import STYLES
@@ -24,13 +23,7 @@ from torch import Tensor, nn
 import fp4_ops
 
 EXACT = 1e-5
-
-
-@pytest.fixture(autouse=True)
-def fresh_dynamo():
-    torch._dynamo.reset()
-    torch.set_num_threads(1)
-    capture_loops()
+pytestmark = pytest.mark.usefixtures("fresh_dynamo")
 
 
 def a_stack() -> nn.Module:

@@ -5,19 +5,12 @@ from __future__ import annotations
 import pytest
 import torch
 from conftest import more
-from fp4_ops.compile_passes.dynamo import capture_loops
 from moe_models import Recorder, relative_error
 from moe_styles import FusedStyle, ListStyle, StackedStyle
 from torch import Tensor, nn
 
 EXACT = 1e-5
-
-
-@pytest.fixture(autouse=True)
-def fresh_dynamo():
-    torch._dynamo.reset()
-    torch.set_num_threads(1)
-    capture_loops()
+pytestmark = pytest.mark.usefixtures("fresh_dynamo")
 
 
 class Gates(ListStyle):
