@@ -36,9 +36,10 @@ ARCHITECTURES = tuple(BLOCK_MEMORY)
 FAMILIES = ((80, 86, 89), (90,), (100,), (120, 121))
 """Architectures for which Triton makes one PTX. What ptxas makes of it, and what it must fit in, differ."""
 
-LARGE_STACK = 192
-"""Bytes a thread. Some tiles of 256 x 64 and of 128 x 128 sums take up to 160, which is 40 of 255 registers, with
-int4 or columns. Smaller tiles would read the weights more often."""
+LARGE_STACK = 256
+"""Bytes a thread. The most that is known of a tile that may be chosen is 160, or 40 of 255 registers: some of
+256 x 64 and of 128 x 128 sums, with int4 or columns. Smaller tiles would read the weights more often. The
+rest is what another draw or another Triton may bring."""
 
 
 def device(architecture: int, shared_memory: int | None = None) -> Device:

@@ -72,6 +72,11 @@ class Device:
         """As mma.sync has them, beside both operands. wgmma reads one from memory, tcgen05 has its own."""
         return self.capability[0] not in (9, 10, 11)
 
+    @property
+    def sums_in_tensor_memory(self) -> bool:
+        """tcgen05's. To be added to others they pass through registers: 128 x 128 of int4 spill 256 bytes."""
+        return self.capability[0] in (10, 11)
+
 
 class Problem(NamedTuple):
     """A product with [n, k] weights, as far as the choice of a tile depends on it."""
@@ -148,6 +153,8 @@ def usable(tile: Tile, problem: Problem, device: Device) -> bool:
             return False
     # Words that are put together from bytes leave fewer registers for the second sum.
     if problem.bytes and problem.two_sums and sums > 128 * 64:
+        return False
+    if problem.two_sums and tile.block_m == 128 and device.sums_in_tensor_memory:
         return False
     # Deep tiles amortise the loop, but the pipeline needs several of them to overlap anything.
     return tile.block_k <= 128 or problem.k >= 3 * tile.block_k
