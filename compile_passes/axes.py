@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from typing import Any
 
 from torch import fx
@@ -76,6 +76,11 @@ class Values:
         """Nothing is read through `node` any more: it is a block of its own."""
         for level in range(3):
             self._values[node, level] = self.opaque(node)
+
+    def forget(self, nodes: Collection[fx.Node]) -> None:
+        """These are read anew, for something that they are made of was cut."""
+        for key in [k for k in self._values if k[0] in nodes]:
+            del self._values[key]
 
     # --- axes ---
 

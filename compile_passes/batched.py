@@ -18,7 +18,7 @@ from torch import fx
 from ..meta.layouts import preferred_layout
 from . import changes
 from .factors import K, N, indices
-from .graph import PRODUCTS, Refusal, aten, is_op, need, shape, static_int, value
+from .graph import PRODUCTS, Refusal, aten, is_op, need, shape, static_int, value, written_to
 from .mixture import Matcher, Matrix
 from .naming import input_name, location, module_path
 from .reading import Reader
@@ -54,9 +54,16 @@ class Batched:
 
 
 def batched_products(
-    writer: Any, graph: fx.Graph, reader: Reader, matcher: Matcher, mutated: set[fx.Node]
+    writer: Any,
+    graph: fx.Graph,
+    reader: Reader,
+    matcher: Matcher,
+    mutated: set[fx.Node],
+    written: dict[fx.Node, fx.Node],
 ) -> Iterator[Site]:
-    """Rewrite every `bmm` with a whole expert weight that no block has taken."""
+    """Rewrite every `bmm` with a whole expert weight that no block has taken.
+
+    written: products with weights that the graph has written to before."""
     found = [b for node in graph.nodes if (b := read_batched(node, reader, writer.written)) is not None]
     nodes = {b.node for b in found}
     packed: dict[fx.Node, Any] = {}
@@ -67,6 +74,8 @@ def batched_products(
             packed[b.node] = packing(b.experts, writer.options.format, _layout(b), False, mutated, b.node)
             if not b.shared:
                 made_of[b.node] = _before(b, graph, reader, matcher, nodes)
+                for product in _nearest_products(b.a) & written.keys():
+                    raise written_to(written[product], product)
         except Refusal as refusal:
             stays[b.node] = refusal
     for down, ups in made_of.items():  # all of an expert, or nothing
@@ -84,6 +93,20 @@ def batched_products(
             yield left_alone(stays[b.node])
         elif b.node not in stays and (b.node in wanted or not b.shared):
             yield _write(writer, b, packed[b.node])
+
+
+def _nearest_products(node: fx.Node) -> set[fx.Node]:
+    """The products that these rows are made of."""
+    found, todo, seen = set(), [node], {node}
+    while todo:
+        n = todo.pop()
+        if is_op(n, *PRODUCTS):
+            found.add(n)
+        else:
+            new = set(n.all_input_nodes) - seen
+            seen |= new
+            todo += new
+    return found
 
 
 def _layout(b: Batched) -> str:

@@ -173,14 +173,26 @@ def _functional(run: Callable[..., Any]) -> Callable[..., Any]:
             outputs = run(*wrapped)
             flat, spec = pytree.tree_flatten(outputs)
             inputs = [(a, w) for a, w in zip(args, wrapped) if isinstance(w, FunctionalTensor)]
-            _check_aliases(inputs, flat)
-            flat = [current(o) for o in flat]
+            themselves = [_written_input(o, inputs) for o in flat]
+            _check_aliases(inputs, [o for o, same in zip(flat, themselves) if same is None])
+            flat = [current(o) if same is None else same for o, same in zip(flat, themselves)]
             writes = [(a, current(w)) for a, w in inputs if is_written(w)]
         for target, new in writes:
             target.copy_(new)
         return pytree.tree_unflatten(flat, spec)
 
     return inner
+
+
+def _written_input(output: Any, inputs: list[tuple[torch.Tensor, FunctionalTensor]]) -> torch.Tensor | None:
+    """The input that an output is, as `self.load += counts` makes the buffer an output."""
+
+    def layout(t: torch.Tensor) -> tuple[Any, ...]:
+        return storage(t), tuple(t.shape), t.stride(), t.storage_offset(), t.dtype
+
+    if not isinstance(output, FunctionalTensor):
+        return None
+    return next((a for a, w in inputs if is_written(w) and layout(output) == layout(w)), None)
 
 
 def _check_aliases(inputs: list[tuple[torch.Tensor, FunctionalTensor]], outputs: list[Any]) -> None:

@@ -145,6 +145,9 @@ IN_THE_GRAPH = (
     "chose, then rows.split(counts.tolist()); or loop over all experts, token, slot = torch.where(ids == e)"
 )
 ALL_TOGETHER = "add all experts' outputs up in one sum before anything else reads them"
+ONE_SUM_EACH = (
+    "add up each block's experts by themselves, and the blocks' outputs after that: out = a(x) + b(x)"
+)
 MASK = (
     "select an expert's rows by its own number, token, slot = torch.where(ids == e); ids that should not "
     "count can be set to E before"

@@ -255,10 +255,17 @@ def _swaps_last_two(node: fx.Node) -> bool:
     return order == [*range(dims - 2), dims - 1, dims - 2]
 
 
+_WRITTEN = "the graph writes to the weight {}"
+
+
+def written_to(weight: fx.Node, site: fx.Node) -> Refusal:
+    return Refusal(_WRITTEN.format(called(weight)), site, changes.NO_WRITES)
+
+
 def why_not_own(weight: fx.Node, mutated: set[fx.Node]) -> tuple[str, str] | None:
     """(why, change) if a packed copy cannot stand for the weight from call to call."""
     if weight in mutated:
-        return f"the graph writes to the weight {called(weight)}", changes.NO_WRITES
+        return _WRITTEN.format(called(weight)), changes.NO_WRITES
     if "gathered" in weight.meta:
         return weight.meta["gathered"], changes.NOT_GATHERED
     if "read_twice" in weight.meta:

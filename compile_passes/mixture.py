@@ -152,6 +152,8 @@ class Matcher:
         self._is_down: dict[Term, bool] = {}
         self._has_down: dict[Term, bool] = {}
         self.branches = 0
+        self.most: list[Branch] = []
+        """What `match` told apart, at most, since this was emptied."""
 
     # --- pieces of a term ---
 
@@ -312,6 +314,8 @@ class Matcher:
             for branch in self._branches(axes, factors, core, mixture):
                 branches.append(branch)
                 self.branches = len(branches)
+        if len(branches) > len(self.most):
+            self.most = branches
         need(len(branches) > 1, "there is only one expert", root, changes.ONE_EXPERT)
         kept_by = [(b.expert, b.ids, b.choice, b.chosen) for b in branches]
         self._prove(branches, mixture)

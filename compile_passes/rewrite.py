@@ -38,6 +38,7 @@ from .graph import (
     shape,
     value,
     why_not_own,
+    written_to,
 )
 from .held import HeldSpec, format_of, held_spec, inputs_of, is_held
 from .linears import linear_layers
@@ -50,7 +51,7 @@ from .report import Load, Site, hint, left_alone
 from .search import Search
 from .terms import interning
 from .topk import write_topk
-from .uses import refuse_two_precisions
+from .uses import refuse_two_precisions, written_before
 from .weights import Assembly, JoinSpec, PackSpec, Swap
 from .write_mixture import write_mixture
 from .written_slices import read_past_writes
@@ -152,7 +153,8 @@ def _mixtures(
     taken: set[fx.Node] = set()
     with interning():
         reader = Reader(graph, Canon(graph), lambda n: _is_weight(n, fixed))
-        search = Search(graph, reader)
+        written = written_before(graph, fixed & mutated)
+        search = Search(graph, reader, written)
         for downs, found in list(search.run()):
             try:
                 if isinstance(found, Refusal):
@@ -170,10 +172,14 @@ def _mixtures(
         sweep(graph)
         packed = {s for slot in writer.slots.keys() - others for s in slot[0] if not is_held(s)}
         writer.check_uses(packed, products)
-        sites += batched_products(writer, graph, reader, search.matcher, mutated)
+        sites += batched_products(writer, graph, reader, search.matcher, mutated, written)
         sweep(graph)
         alive = set(graph.nodes)
         refused = [(downs, r) for downs, r in refused if alive.issuperset(downs)]
+        told = {r.reason for _, r in refused} | {s.reason for s in sites}
+        stacks = [(p, w) for p, w in written.items() if p in alive and value(w).dim() == 3]
+        writes = [([p], written_to(w, p)) for p, w in stacks]
+        refused += [(downs, r) for downs, r in writes if r.reason not in told]
         if writer.options.linear or any(map(is_held, fixed)):
             sites += linear_layers(writer, graph, reader, mutated)
     return refused

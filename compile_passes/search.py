@@ -11,13 +11,13 @@ from torch.fx.experimental.symbolic_shapes import free_unbacked_symbols
 
 from . import changes
 from .given import lists_given
-from .graph import FLOATING, PRODUCTS, Refusal, aten, is_op, is_tensor, item, need, shape, value
+from .graph import FLOATING, PRODUCTS, Refusal, aten, is_op, is_tensor, item, need, shape, value, written_to
 from .mixture import Linear, Matcher, Mixture
 from .naming import called
 from .products import is_grouped_mm
 from .reading import Reader
 from .steps import instead_of, instead_of_output
-from .terms import Const, free_axes
+from .terms import Const, Ref, free_axes
 
 _STEPS_AFTER = 24
 """How many nodes after the last expert's a block may end: scaling, a view, the sum over choices."""
@@ -28,7 +28,9 @@ _MANY = 4
 class Search:
     """Finds mixtures in topological order; what was found is opaque to those after it."""
 
-    def __init__(self, graph: fx.Graph, reader: Reader) -> None:
+    def __init__(self, graph: fx.Graph, reader: Reader, written: dict[fx.Node, fx.Node]) -> None:
+        """written: products with weights that the graph has written to before."""
+        self._written = written
         self.graph, self.reader, self.matcher = graph, reader, Matcher(reader)
         self._order = {n: i for i, n in enumerate(graph.nodes)}
         self._given = lists_given()
@@ -55,7 +57,9 @@ class Search:
 
     def _found(self, bits: int) -> list[tuple[int, Mixture | Refusal | None]]:
         """What became of these down products, as one block or as several."""
+        self.matcher.most = []
         whole = self._match(bits)
+        routed = self._by_routing(bits)
         if not isinstance(whole, Mixture):
             # A shared expert of the same shape beside experts that are one product each.
             alone = [1 << d for d, n in enumerate(self._downs) if bits >> d & 1 and self._is_indexed(n)]
@@ -65,12 +69,53 @@ class Search:
             parts = [each for part in self._parts(bits) for each in self._found(part)]
             if any(found is not None for _, found in parts):
                 return parts
+            in_turn = [(part, self._after_those_before(self._match(part))) for part in routed]
+            if any(isinstance(found, Mixture) for _, found in in_turn):
+                return in_turn
+            if in_turn and isinstance(whole, Refusal):
+                reason = f"experts of {len(in_turn)} blocks are added to one tensor, in turns"
+                whole = Refusal(reason, whole.node, changes.ONE_SUM_EACH)
         return [(bits, self._opaque_from_here(whole))]
 
     def _opaque_from_here(self, found: Mixture | Refusal | None) -> Mixture | Refusal | None:
         if isinstance(found, Mixture):
             self.reader.cut(found.root)
         return found
+
+    def _after_those_before(self, found: Mixture | Refusal | None) -> Mixture | Refusal | None:
+        """A block to whose output others are added: what is read later does not look into it."""
+        if isinstance(found, Mixture):
+            self.reader.cut(found.root)
+            later: set[fx.Node] = set()
+            todo = list(found.root.users)
+            while todo:
+                node = todo.pop()
+                if node not in later:
+                    later.add(node)
+                    todo += node.users
+            self.reader.forget(later)
+        return found
+
+    def _by_routing(self, bits: int) -> list[int]:
+        """Blocks that are added to one tensor: down products that are routed and weighted alike, in the graph's
+        order. None if they are one block, or if experts stand alone."""
+        at: dict[object, int] = {}
+        for d, n in enumerate(self._downs):
+            lin = self.matcher.linear(self.reader.value(n, 2).term) if bits >> d & 1 else None
+            if lin is not None:
+                at[_weight(lin)] = at.get(_weight(lin), 0) | 1 << d
+        groups: dict[object, int] = {}
+        for b in self.matcher.most:
+            own = at.get((b.down.ref.node, *_places(b.down.ref)), 0)
+            alike = (b.ids, b.masked, b.place, b.x, b.factors)
+            groups[alike] = groups.get(alike, 0) | own
+        parts = sorted(groups.values(), key=lambda part: part & -part)
+        whole = 0
+        for part in parts:
+            if part.bit_count() < 2 or whole & part:
+                return []
+            whole |= part
+        return parts if len(parts) > 1 and whole == bits else []
 
     def _parts(self, bits: int) -> list[int]:
         """Blocks of one shape, side by side: down products that meet each other before they meet the rest.
@@ -201,7 +246,21 @@ class Search:
         refusal = max(told, key=lambda t: t[:3])[3]
         if not refusal.reason.endswith("is not understood"):
             return refusal
-        return self._stopped(bits) or self._put_over(refusal.node) or self._behind(refusal.node) or refusal
+        step = refusal.node
+        return (
+            self._of_written(step)
+            or self._stopped(bits)
+            or self._put_over(step)
+            or self._behind(step)
+            or refusal
+        )
+
+    def _of_written(self, step: fx.Node) -> Refusal | None:
+        """A product that enters `step` with a weight that the graph has written to before."""
+        for node in self._entering(step):
+            if node in self._written:
+                return written_to(self._written[node], node)
+        return None
 
     def _stopped(self, bits: int) -> Refusal | None:
         """The operator that an expert's output meets before it is added up, if no block ends with such."""
@@ -265,7 +324,11 @@ def _is_indexed(lin: Linear) -> bool:
 
 def _weight(lin: Linear) -> tuple[object, ...]:
     """Which matrix a product is with, whatever part of it."""
-    return lin.weight.node, *(i.value if isinstance(i, Const) else None for i in lin.weight.index)
+    return lin.weight.node, *_places(lin.weight)
+
+
+def _places(weight: Ref) -> tuple[object, ...]:
+    return tuple(i.value if isinstance(i, Const) else None for i in weight.index)
 
 
 def _is_of_some_rows(node: fx.Node) -> bool:

@@ -44,6 +44,20 @@ def refuse_two_precisions(
         raise ReadTwice(products)
 
 
+def written_before(graph: fx.Graph, weights: set[fx.Node]) -> dict[fx.Node, fx.Node]:
+    """Product -> which of these weights, that the graph writes to, it multiplies by after a write."""
+    found = {}
+    for product in graph.nodes:
+        for operand in product.all_input_nodes if is_op(product, *PRODUCTS) or is_grouped_mm(product) else ():
+            node, changed = operand, False
+            while isinstance(node, fx.Node) and node.op == "call_function" and node.args:
+                changed = changed or not (is_op(node, *_PARTS) or node.target is operator.getitem)
+                node = node.args[0] if not is_op(node, *PRODUCTS) else None
+            if changed and node in weights and node.meta["val"].dim() >= 2:
+                found[product] = node
+    return found
+
+
 def _product_of(weight: fx.Node, others: Collection[fx.Node]) -> fx.Node | None:
     """A product with this weight, or a part of it, as it is."""
     todo, seen = list(weight.users), {weight}
