@@ -145,8 +145,10 @@ IN_THE_GRAPH = (
     "chose, then rows.split(counts.tolist()); or loop over all experts, token, slot = torch.where(ids == e)"
 )
 ALL_TOGETHER = "add all experts' outputs up in one sum before anything else reads them"
-ONE_SUM_EACH = (
-    "add up each block's experts by themselves, and the blocks' outputs after that: out = a(x) + b(x)"
+ONE_SUM_EACH = "add up each block's experts by themselves, and then the blocks' outputs: out = a(x) + b(x)"
+THREE_LAYERS = (
+    "pass options={'linear': True}, with which each nn.Linear is in 4 bits by itself; one operator has two "
+    "layers, gate/up and down"
 )
 MASK = (
     "select an expert's rows by its own number, token, slot = torch.where(ids == e); ids that should not "
@@ -163,6 +165,10 @@ OWN_COLUMN = (
 SLICES = (
     "give expert e slice e of the buffer [E, C, H] and join the outputs in that order: "
     "torch.stack([expert(buffer[e]) for e, expert in enumerate(experts)])"
+)
+ROW_BY_TOKEN = (
+    "index the scores by the token first, then by its id: scores.gather(-1, ids), or "
+    "scores[token, ids[token]]"
 )
 OVER_CHOICES = "sum an expert's rows over a token's choices only"
 INDEX_WEIGHTS = "index the weights once, by the expert's id in their first dimension: w[ids]"

@@ -6,7 +6,7 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 from . import changes
-from .terms import told
+from .terms import Ref, Term, told
 
 if TYPE_CHECKING:
     from .mixture import Branch
@@ -21,20 +21,22 @@ def in_common(a: Branch, b: Branch) -> list[tuple[bool, Callable[[], str], str]]
     def differ(how: str, x: Any, y: Any) -> Callable[[], str]:
         return lambda: f"{how} ({told(x)}, and {told(y)})"
 
-    def plain(how: str) -> Callable[[], str]:
-        return lambda: how
+    by_id = next((f for f in (*a.factors, *b.factors) if _looks_up_a_row(f)), None)
+    weighted = differ("are weighted differently", a.factors, b.factors)
+    if by_id is not None:
+        weighted = _plain(f"are weighted by {told(by_id)}: an expert's id looks up a token's row")
 
     return [
         (a.x is b.x, differ("read different inputs", a.x, b.x), changes.SAME_X),
-        (a.scales == b.scales, plain("scale their inputs differently"), changes.SCALE_BY_EXPERT),
-        (a.act == b.act, plain("have different activations"), changes.SAME_ACTIVATION),
+        (a.scales == b.scales, _plain("scale their inputs differently"), changes.SCALE_BY_EXPERT),
+        (a.act == b.act, _plain("have different activations"), changes.SAME_ACTIVATION),
         (
             shapes[0] == shapes[1],
-            plain(f"have different shapes ({shapes[0]} and {shapes[1]})"),
+            _plain(f"have different shapes ({shapes[0]} and {shapes[1]})"),
             changes.SAME_SHAPES,
         ),
-        (a.ids is b.ids and a.masked is b.masked, plain("are routed by different ids"), changes.SAME_IDS),
-        (choices, plain("serve a token's choices differently"), changes.SAME_CHOICES),
+        (a.ids is b.ids and a.masked is b.masked, _plain("are routed by different ids"), changes.SAME_IDS),
+        (choices, _plain("serve a token's choices differently"), changes.SAME_CHOICES),
         (
             a.chosen == b.chosen,
             differ("take rows on different conditions", a.chosen, b.chosen),
@@ -42,18 +44,27 @@ def in_common(a: Branch, b: Branch) -> list[tuple[bool, Callable[[], str], str]]
         ),
         (
             a.factors == b.factors,
-            differ("are weighted differently", a.factors, b.factors),
-            changes.WEIGHT_BY_EXPERT,
+            weighted,
+            changes.WEIGHT_BY_EXPERT if by_id is None else changes.ROW_BY_TOKEN,
         ),
         (
             a.after is b.after,
             differ("change their outputs differently", a.after, b.after),
             changes.SAME_AFTER,
         ),
-        (biases[0] == biases[1], plain("differ in biases or gains"), changes.ALL_BIASES),
+        (biases[0] == biases[1], _plain("differ in biases or gains"), changes.ALL_BIASES),
         (
             (a.choice is None) == (b.choice is None),
-            plain("serve different choices"),
+            _plain("serve different choices"),
             changes.SAME_CHOICES,
         ),
     ]
+
+
+def _plain(how: str) -> Callable[[], str]:
+    return lambda: how
+
+
+def _looks_up_a_row(factor: Term) -> bool:
+    """scores[ids, j]: an id where the token should be."""
+    return isinstance(factor, Ref) and len(factor.index) > 1 and isinstance(factor.index[0], Ref)

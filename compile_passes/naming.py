@@ -62,14 +62,18 @@ def module_path(node: fx.Node) -> str:
     stack = node.meta.get("nn_module_stack")
     if not stack:
         return ""
-    path = list(stack.values())[-1][0]
-    path = re.sub(r"\._(?:modules|parameters|buffers)\['([^']+)'\]", r".\1", path)
-    return re.sub(r"^L\['(?:self|[a-z_]+)'\]\.?|^L__self___?", "", path)
+    return re.sub(r"^L__self___?", "", _plain_path(list(stack.values())[-1][0]))
 
 
 def input_name(placeholder: fx.Node) -> str:
     """A graph input's name in the model, such as model.layers[0].mlp.experts.down_proj."""
-    name = source_name(getattr(placeholder, "_dynamo_source", None))
-    name = re.sub(r"\._(?:modules|parameters|buffers)\['([^']+)'\]", r".\1", name)
-    name = re.sub(r"^L\['(?:self|[a-z_]+)'\]\.?", "", name)
+    name = _plain_path(source_name(getattr(placeholder, "_dynamo_source", None)))
     return re.sub(r"\.(\d+)(?=\.|$)", r"[\1]", name) or placeholder.name
+
+
+def _plain_path(path: str) -> str:
+    """Dynamo's path as a person writes it, from the module that was compiled."""
+    path = re.sub(r"\.__dict__\['_(modules|parameters|buffers)'\]", r"._\1", path)
+    path = re.sub(r"\._(?:modules|parameters|buffers)\['([^']+)'\]", r".\1", path)
+    path = re.sub(r"^.*\.cell_contents\.?|^L\['self'\]$|^L\['\w+'\]\.", "", path)
+    return re.sub(r"^[LG]\['(\w+)'\]", r"\1", path)

@@ -36,20 +36,28 @@ class Search:
         self._given = lists_given()
         self._downs: list[fx.Node] = []
         self._near: dict[fx.Node, int] = {}
+        for node in _tokens_that_a_mask_chose(graph):
+            reader.cut(node)
         """Bit d: down product d enters the node through operators that a block may end with."""
 
     def run(self) -> Iterator[tuple[list[fx.Node], Mixture | Refusal]]:
         """(down products, what became of them)."""
-        single = 0
+        single = deep = 0
         for bits in self._groups():
             for part, found in self._found(bits):
                 if found is not None:
                     yield self._of(part), found
+                elif part.bit_count() == 1 and self._is_third(*self._of(part)):
+                    deep |= part
                 elif part.bit_count() == 1 and _is_of_some_rows(*self._of(part)):
                     single |= part
+        layers = self._of(deep)
+        if len(layers) >= _MANY or (len(layers) > 1 and all(map(_is_of_some_rows, layers))):
+            reason = f"{len(layers)} experts have three linear layers or more, one after the other"
+            yield layers, Refusal(reason, layers[-1], changes.THREE_LAYERS)
         if single.bit_count() > 1:
             downs = self._of(single)
-            reason = f"{len(downs)} experts read what others have computed, and are none of one block"
+            reason = f"{len(downs)} experts read what others have computed: rows that those before wrote to"
             yield downs, Refusal(reason, downs[-1], changes.ONE_AFTER_ANOTHER)
         unread = self._unread()
         if unread is not None:
@@ -97,17 +105,20 @@ class Search:
         return found
 
     def _by_routing(self, bits: int) -> list[int]:
-        """Blocks that are added to one tensor: down products that are routed and weighted alike, in the graph's
-        order. None if they are one block, or if experts stand alone."""
+        """Blocks that are added to one tensor: down products that are routed and weighted alike, in order.
+
+        Empty if they are one block, or if experts stand alone."""
         at: dict[object, int] = {}
         for d, n in enumerate(self._downs):
-            lin = self.matcher.linear(self.reader.value(n, 2).term) if bits >> d & 1 else None
-            if lin is not None:
-                at[_weight(lin)] = at.get(_weight(lin), 0) | 1 << d
+            if bits >> d & 1:
+                weight = _weight(self._linear(n))
+                at[weight] = at.get(weight, 0) | 1 << d
         groups: dict[object, int] = {}
         for b in self.matcher.most:
             own = at.get((b.down.ref.node, *_places(b.down.ref)), 0)
-            alike = (b.ids, b.masked, b.place, b.x, b.factors)
+            if b.place is not None:
+                return []
+            alike = (b.ids, b.masked, None if b.ids or b.masked else b.factors)
             groups[alike] = groups.get(alike, 0) | own
         parts = sorted(groups.values(), key=lambda part: part & -part)
         whole = 0
@@ -312,10 +323,40 @@ class Search:
                 return Refusal(reason, cause, instead_of(cause))
         return None
 
+    def _is_third(self, node: fx.Node) -> bool:
+        """Whether a down product's input is made of another's output."""
+        downs = [self._linear(n) for n in self._downs]
+        ups = map(self.matcher.linear, self.matcher.leaves(self._linear(node).input))
+        return bool({_weight(lin) for lin in downs} & {_weight(up) for up in ups if up is not None})
+
+    def _linear(self, node: fx.Node) -> Linear:
+        lin = self.matcher.linear(self.reader.value(node, 2).term)
+        assert lin is not None
+        return lin
+
     def _is_indexed(self, node: fx.Node) -> bool:
         """Whether a product's weight holds several experts."""
         lin = self.matcher.linear(self.reader.value(node, 2).term)
         return lin is not None and _is_indexed(lin)
+
+
+def _tokens_that_a_mask_chose(graph: fx.Graph) -> set[fx.Node]:
+    """Rows for which a router chooses experts, text or image tokens: those of a block of their own."""
+    found: set[fx.Node] = set()
+    for node in graph.nodes:
+        if not is_op(node, aten.topk, aten.argmax, aten.max, aten.sort):
+            continue
+        scores = node.args[0]
+        sizes = free_unbacked_symbols(value(scores))
+        todo = [scores] if sizes else []
+        while todo:
+            n = todo.pop()
+            if is_op(n, aten.index, aten.index_select) and not free_unbacked_symbols(value(n.args[0])):
+                found.add(n)
+            elif n.op == "call_function":
+                own = [i for i in n.all_input_nodes if is_tensor(i)]
+                todo += [i for i in own if free_unbacked_symbols(value(i)) == sizes]
+    return {n for n in found if value(n).dtype in FLOATING}
 
 
 def _is_indexed(lin: Linear) -> bool:

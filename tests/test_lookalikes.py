@@ -189,7 +189,7 @@ class ScoresOfAnotherRow(Switch):
         return scores.flip(0).gather(-1, ids[:, None])
 
 
-@lookalike("weighted differently", "into the routing weights before the experts")
+@lookalike("]: an expert's id looks up a token's row", "scores.gather(-1, ids)")
 class ScoresOfAnotherRowsId(Switch):
     def score(self, scores, ids):
         return scores[ids, 0][:, None]
