@@ -43,22 +43,30 @@ def _called(inst: Any) -> bool:
     return marked or inst.opname == "LOAD_METHOD"
 
 
+def _goes_into(tx: Any) -> tuple[list[Any], int]:
+    """The instructions, and which of them takes the result of the call that `tx` is at."""
+    code, at = _code(tx), tx.instruction_pointer
+    while tx.instructions[at].opname in _NOTHING:
+        at += 1
+    return code, code.index(tx.instructions[at])
+
+
+def _later_uses(code: Sequence[Any], here: int) -> list[tuple[int, Any]]:
+    """The uses of the local that instruction `here` stores; in a loop also those before it."""
+    positions = {id(i): at for at, i in enumerate(code)}
+    again = any(i.opcode in JUMP_OPCODES and positions.get(id(i.target), 0) < here for i in code[here:])
+    first_use = 0 if again else here
+    return [(at, i) for at, i in _uses(code, code[here].argval) if at >= first_use and at != here]
+
+
 def only_iterates(tx: Any, alone: bool = False) -> bool:
     """Whether the call that `tx` is at goes into a local that is only iterated over, with others or numbered,
     and asked for its length. alone: that is only iterated over, or into no local at all."""
-    code = _code(tx)
-    at = tx.instruction_pointer
-    while tx.instructions[at].opname in _NOTHING:
-        at += 1
-    here = code.index(tx.instructions[at])
+    code, here = _goes_into(tx)
     if alone and _is(code[here], "GET_ITER"):
         return True
     if code[here].opname != "STORE_FAST":
         return False
-    name = code[here].argval
-    positions = {id(i): at for at, i in enumerate(code)}
-    again = any(i.opcode in JUMP_OPCODES and positions.get(id(i.target), 0) < here for i in code[here:])
-    first_use = 0 if again else here
 
     def iterates(at: int) -> bool:
         if _is(code[at + 1], "GET_ITER"):
@@ -72,8 +80,34 @@ def only_iterates(tx: Any, alone: bool = False) -> bool:
             first -= 1
         return _builtin(tx, code[first], "enumerate", "zip") and _is(code[at + 2], "GET_ITER")
 
-    uses = [(at, i) for at, i in _uses(code, name) if at >= first_use and at != here]
-    return all(i.opname == "LOAD_FAST" and iterates(at) for at, i in uses)
+    return all(i.opname == "LOAD_FAST" and iterates(at) for at, i in _later_uses(code, here))
+
+
+def only_indexes(tx: Any) -> bool:
+    """Whether the call that `tx` is at is an index, or goes into a local that is nothing but one."""
+    code, here = _goes_into(tx)
+    if code[here].opname != "STORE_FAST":
+        return _is_index(code, here)
+    return all(i.opname == "LOAD_FAST" and _is_index(code, at + 1) for at, i in _later_uses(code, here))
+
+
+def _is_index(code: Sequence[Any], at: int) -> bool:
+    """Whether what is on the stack before instruction `at` becomes an index, or one of several."""
+    above = 0
+    for inst in code[at:]:
+        if inst.opname in ("LOAD_FAST", "LOAD_CONST"):
+            above += 1
+        elif inst.opname == "BUILD_TUPLE":
+            above = 0 if above < inst.arg else above - inst.arg + 1
+        elif inst.opname in ("BINARY_SUBSCR", "STORE_SUBSCR"):
+            if above == 0 or inst.opname == "STORE_SUBSCR":
+                return above == 0
+            if above == 1:
+                return False
+            above -= 1
+        else:
+            return False
+    return False
 
 
 def joined_list(tx: Any, name: str) -> bool:

@@ -13,7 +13,7 @@ from torch import fx
 from torch._guards import TracingContext
 from torch.fx.experimental.symbolic_shapes import free_unbacked_symbols
 
-from . import classes, counts, hits, known, left_out
+from . import classes, counts, hits, known, left_out, row_numbers
 from .branches import JUMPS, Handler, answering_first
 from .traced import example
 
@@ -47,6 +47,7 @@ _OPCODES: list[tuple[tuple[str, ...], Callable[[Handler], Handler]]] = [
 _METHODS: list[tuple[tuple[str, ...], Callable[[Any], Any]]] = [
     (("tolist",), counts.as_numbers),
     (("tolist",), hits.as_list),
+    (("tolist",), row_numbers.as_index),
     (("numpy",), counts.as_array),
     (("item", "__int__", "__index__"), known.numbers),
     (("item",), counts.as_number),

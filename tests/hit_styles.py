@@ -152,3 +152,19 @@ class UniqueNumbersLoop(ListStyle):
                 mask = ids[:, slot] == e
                 out[mask] += self.list[e](x[mask]) * weights[mask, slot, None]
         return out
+
+
+@style("one-hot loop, rows indexed by lists: `token.tolist()` (Mixtral's old remote code)")
+class ListedRows(ListStyle):
+    def experts_of(self, x: Tensor, ids: Tensor, weights: Tensor) -> Tensor:
+        out, mask = torch.zeros_like(x), F.one_hot(ids, num_classes=self.E).permute(2, 1, 0)
+        for e in range(self.E):
+            slot, token = torch.where(mask[e])
+            if token.shape[0] == 0:
+                continue
+            tokens = token.tolist()
+            slots = slot.tolist()
+            current = x[None, tokens].reshape(-1, self.H)
+            y = self.list[e](current) * weights[tokens, slots, None]
+            out.index_add_(0, token, y.to(x.dtype))
+        return out
