@@ -99,6 +99,8 @@ def _is_index(code: Sequence[Any], at: int) -> bool:
             above += 1
         elif inst.opname == "BUILD_TUPLE":
             above = 0 if above < inst.arg else above - inst.arg + 1
+        elif inst.opname == "BUILD_SLICE" and above >= inst.arg:
+            above -= inst.arg - 1
         elif inst.opname in ("BINARY_SUBSCR", "STORE_SUBSCR"):
             if above == 0 or inst.opname == "STORE_SUBSCR":
                 return above == 0
