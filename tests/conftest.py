@@ -93,6 +93,11 @@ def pytest_collection_modifyitems(config, items) -> None:
                 total += place.setdefault(repr(value), len(place))
             if total % crossed.args[0]:  # not drawn: `make test` and `make test-more` must run all there is
                 item.add_marker("more")
+    if getattr(config.option, "loadgroup", False):
+        for item in items:
+            group = item.get_closest_marker("xdist_group")
+            if group and hasattr(item, "_id"):  # pytest 9.2, where what xdist 3.8 sets is no name of a test's
+                item._id = type(item._id).parse(f"{item.nodeid}@{group.args[0]}")
     # Long tests first: no worker is left with one at the end.
     items.sort(key=lambda item: item.get_closest_marker("slow") is None)
 

@@ -107,7 +107,9 @@ def check(model: Any, original: nn.Module, path: Path, far: float = 0.25, requan
     if second.exists():
         for name, value in load_file(second).items():
             want = folder.of4[name]
-            assert (value.double() - want).norm() <= 1e-6 * want.norm(), f"the tool reads {name} otherwise"
+            rounded = 1e-6 if value.dtype == torch.float32 else 2**-7  # a product or two in its dtype
+            error = (value.double() - want).norm()
+            assert error <= rounded * want.norm(), f"the tool reads {name} otherwise"
     return len(quantised)
 
 

@@ -18,6 +18,9 @@ SOME = (
     "hunyuan_v1_moe",
 )
 
+NVFP4 = tuple(family for family in SOME if family != "ernie4_5_moe")
+"""Whose experts it calibrates with some tokens each."""
+
 SCHEMES = {
     "W4A16, groups of 32:auto_gptq": Scheme(SOME, draw=1),
     "W4A16, groups of 32:auto_awq": Scheme(SOME, draw=1),
@@ -25,8 +28,8 @@ SCHEMES = {
     "W4A16, asymmetric:auto_awq": Scheme(SOME, draw=1, refused="asymmetric int4", requantize="mxfp4"),
     "MXFP4:auto_round": Scheme(SOME, draw=1),
     "MXFP4:llm_compressor": Scheme(SOME, draw=1),
-    "NVFP4:auto_round": Scheme(SOME, draw=1),
-    "NVFP4:llm_compressor": Scheme(SOME, draw=1),
+    "NVFP4:auto_round": Scheme(NVFP4, draw=1),
+    "NVFP4:llm_compressor": Scheme(NVFP4, draw=1),
     "W2A16:auto_round": Scheme(SOME, draw=1, refused="of 2 bits"),
 }
 
@@ -64,9 +67,10 @@ def write(model: Any, scheme: str, source: Path, out: Path) -> None:
 TOOL = Tool(
     "AutoRound",
     (
-        "auto-round==0.16.1", "datasets==5.2.0", "py-cpuinfo==9.0.0", "requests==2.34.2", "certifi",
+        "auto-round==0.16.1", "datasets==5.2.0", "py-cpuinfo==9.0.0", "requests==2.34.2",
+        "certifi==2026.10.19.post1",
         "charset-normalizer==3.5.3", "dill==0.4.1", "multiprocess==0.70.19", "pyarrow==26.0.1",
-        "urllib3==2.8.0", "pandas==3.1.1", "xxhash==4.1.0", "python-dateutil==4.0.0", "tzdata",
+        "urllib3==2.8.0", "pandas==3.1.1", "xxhash==4.1.0", "python-dateutil==4.0.0", "tzdata==2026.6",
     ),
     SCHEMES,
     write,

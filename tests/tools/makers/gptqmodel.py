@@ -47,9 +47,10 @@ TOOL = Tool(
     "GPTQModel",
     (
         "gptqmodel==7.7.0", "defuser==0.0.28", "pypcre==0.6.4", "device-smi==0.5.7", "tokenicer==0.0.14",
-        "logbar==0.4.15", "threadpoolctl==3.8.0", "dill==0.4.1", "requests==2.34.2", "certifi",
+        "logbar==0.4.15", "threadpoolctl==3.8.0", "dill==0.4.1", "requests==2.34.2",
+        "certifi==2026.10.19.post1",
         "charset-normalizer==3.5.3", "urllib3==2.8.0", "datasets==5.2.0", "pyarrow==26.0.1",
-        "multiprocess==0.70.19", "pandas==3.1.1", "python-dateutil==4.0.0", "xxhash==4.1.0", "tzdata",
+        "multiprocess==0.70.19", "pandas==3.1.1", "python-dateutil==4.0.0", "xxhash==4.1.0", "tzdata==2026.6",
         "maturin==1.16.0", "protobuf==7.36.2", "pillow==13.0.0",
     ),
     SCHEMES,

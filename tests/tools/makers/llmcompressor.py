@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 from typing import Any
 
@@ -98,16 +99,35 @@ def write(model: Any, scheme: str, source: Path, out: Path) -> None:
     model.save_pretrained(out, save_compressed=True)
 
 
+def second_opinion(tensors: dict[str, torch.Tensor], folder: Path) -> dict[str, torch.Tensor]:
+    """By compressed-tensors, where all weights are stored in one way."""
+    from compressed_tensors.compressors import BaseCompressor
+    from compressed_tensors.quantization import QuantizationConfig
+
+    stored = json.loads((folder / "config.json").read_text())["quantization_config"]
+    schemes = list(QuantizationConfig.model_validate(stored).config_groups.values())
+    if len(schemes) > 1 or "pack-quantized" not in stored["format"]:
+        return {}
+    compressor, found = BaseCompressor.get_value_from_registry(stored["format"]), {}
+    for base in (name.removesuffix("_packed") for name in tensors if name.endswith(".weight_packed")):
+        prefix = base.removesuffix("weight")
+        own = {name.removeprefix(prefix): t for name, t in tensors.items() if name.startswith(base)}
+        found[base] = compressor.decompress(own, schemes[0])["weight"]
+    return found
+
+
 TOOL = Tool(
     "llm-compressor",
     (
         "llmcompressor==0.14.0.1", "compressed-tensors==0.19.0", "auto-round==0.15.1", "datasets==5.2.0",
         "nvidia-ml-py==13.615.71", "pillow==13.0.0", "requests==2.34.2", "transformers==5.17.0",
-        "certifi", "charset-normalizer==3.5.3", "dill==0.4.1",
+        "certifi==2026.10.19.post1", "charset-normalizer==3.5.3", "dill==0.4.1",
         "huggingface-hub==1.33.0", "multiprocess==0.70.19", "pyarrow==26.0.1", "urllib3==2.8.0",
         "pandas==3.1.1", "py-cpuinfo==9.0.0", "xxhash==4.1.0", "httpx==0.28.1", "httpcore==1.0.9",
-        "python-dateutil==4.0.0", "tzdata", "loguru", "h11", "anyio", "sniffio", "idna",
+        "python-dateutil==4.0.0", "tzdata==2026.6", "loguru==0.7.3", "h11==0.16.0", "anyio==4.16.0",
+        "sniffio==1.3.1", "idna==3.20",
     ),
     SCHEMES,
     write,
+    second_opinion=second_opinion,
 )  # fmt: skip

@@ -103,7 +103,8 @@ TOOL = Tool(
     "ModelOpt",
     (
         "nvidia-modelopt==0.47.0", "nvidia-ml-py==13.615.71", "omegaconf==2.4.0", "PuLP==3.3.2",
-        "scipy==1.17.1", "requests==2.34.2", "certifi", "charset-normalizer==3.5.3", "urllib3==2.8.0",
+        "scipy==1.17.1", "requests==2.34.2", "certifi==2026.10.19.post1", "charset-normalizer==3.5.3",
+        "urllib3==2.8.0",
     ),
     SCHEMES,
     write,
