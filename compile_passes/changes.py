@@ -154,6 +154,10 @@ MASK = (
     "select an expert's rows by its own number, token, slot = torch.where(ids == e); ids that should not "
     "count can be set to E before"
 )
+KINDS = (
+    "number the kinds of tokens, and compare the number: ids = torch.where(image, 1, 0); "
+    "out[ids == e] = experts[e](x[ids == e])"
+)
 CONDITION = (
     "put the condition into the ids before the experts, ids = torch.where(keep, ids, E): id E is no "
     "expert's. What differs among experts can be looked up by id: limit[ids]"

@@ -10,11 +10,13 @@ from torch import fx
 from torch.fx.experimental.symbolic_shapes import free_unbacked_symbols
 
 from . import changes
+from .factors import walk
 from .given import lists_given
 from .graph import FLOATING, PRODUCTS, Refusal, aten, is_op, is_tensor, item, need, shape, value, written_to
 from .mixture import Linear, Matcher, Mixture
 from .naming import called
 from .products import is_grouped_mm
+from .read_indexing import is_eq
 from .reading import Reader
 from .steps import instead_of, instead_of_output
 from .terms import Const, Ref, free_axes
@@ -260,6 +262,7 @@ class Search:
         step = refusal.node
         return (
             self._of_written(step)
+            or self._by_other_masks(step)
             or self._stopped(bits)
             or self._put_over(step)
             or self._behind(step)
@@ -271,6 +274,22 @@ class Search:
         for node in self._entering(step):
             if node in self._written:
                 return written_to(self._written[node], node)
+        return None
+
+    def _by_other_masks(self, step: fx.Node) -> Refusal | None:
+        """Experts' rows that enter `step`, put where a mask says that is not of ids: text and image tokens."""
+        for node in self._entering(step):
+            if not is_op(node, aten.index_put) or not self._near.get(node.args[2], 0):
+                continue
+            mask = node.args[1][0]
+            while is_op(mask, aten.select, aten.squeeze, aten.view, aten.unbind) or item(mask) is not None:
+                mask = mask.args[0]
+            mask = mask.args[0] if is_op(mask, aten.nonzero) else mask
+            if mask is None or value(mask).dtype != torch.bool:
+                continue
+            if not any(map(is_eq, walk(self.reader.value(mask, 0).term))):
+                reason = f"an expert's rows are selected by {called(mask)}, not by expert ids"
+                return Refusal(reason, node, changes.KINDS)
         return None
 
     def _stopped(self, bits: int) -> Refusal | None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import re
 
 import pytest
 import torch
@@ -11,7 +12,7 @@ from conftest import more
 from fp4_ops.compile_passes.dynamo import capture_loops
 from lookalikes import GRAPHS_OWN
 from moe_models import Recorder, relative_error
-from moe_styles import STYLES, StackedStyle
+from moe_styles import STYLES, Expert, StackedStyle
 from test_several_blocks import twin_of
 from torch import Tensor, nn
 
@@ -141,6 +142,41 @@ class Modalities(nn.Module):
 def test_experts_of_masked_tokens(name):
     recorder = told(Modalities(name))
     assert recorder.ops == ["fp4::moe"] * 2, recorder.reasons
+
+
+class Kinds(nn.Module):
+    """An FFN for text and one for image tokens."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.experts = nn.ModuleList(Expert(32, 48, F.silu, True, False) for _ in range(2))
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = torch.softmax(x, -1) + x
+        image, out = x[:, 0] > 0.1, torch.zeros_like(x)
+        out[image] = self.experts[1](x[image])
+        out[~image] = self.experts[0](x[~image])
+        return out
+
+
+class KindsByNumber(Kinds):
+    def forward(self, x: Tensor) -> Tensor:
+        x = torch.softmax(x, -1) + x
+        ids, out = torch.where(x[:, 0] > 0.1, 1, 0), torch.zeros_like(x)
+        for e, expert in enumerate(self.experts):
+            out[ids == e] = expert(x[ids == e])
+        return out
+
+
+def test_an_ffn_for_each_kind_of_token():
+    (site,) = told(Kinds()).sites
+    assert re.match(r"an expert's rows are selected by \w+ \(`.*`\), not by expert ids", site.reason)
+    assert "ids = torch.where(image, 1, 0)" in site.change
+    torch._dynamo.reset()
+    module, recorder, x = KindsByNumber(), Recorder(activation="bf16", format="mxfp4"), torch.randn(9, 32)
+    with torch.no_grad():
+        torch.compile(module, backend=recorder)(x)
+    assert recorder.ops == ["fp4::moe"]
 
 
 # --- experts of three layers ---
