@@ -262,9 +262,9 @@ class Search:
         step = refusal.node
         return (
             self._of_written(step)
-            or self._by_other_masks(step)
             or self._stopped(bits)
             or self._put_over(step)
+            or self._by_other_masks(step)
             or self._behind(step)
             or refusal
         )
@@ -277,7 +277,7 @@ class Search:
         return None
 
     def _by_other_masks(self, step: fx.Node) -> Refusal | None:
-        """Experts' rows that enter `step`, put where a mask says that is not of ids: text and image tokens."""
+        """Experts' rows that enter `step`, put where a mask says that is not of ids: text, image tokens."""
         for node in self._entering(step):
             if not is_op(node, aten.index_put) or not self._near.get(node.args[2], 0):
                 continue
