@@ -6,7 +6,7 @@
 # make test-real  runs other people's Mixture-of-Experts packages, which it installs from PyPI into a cache (5 minutes)
 # make test-tools  reads the folders that ModelOpt, llm-compressor, AutoRound and GPTQModel write, which it installs, too
 # make test-archs  compiles Triton's kernels for seven architectures of GPUs; what a kernel needs must be there
-# make test-archs-all  every candidate in every format (half an hour or more)
+# make test-archs-all  every candidate in every format (long: some thousands of kernels)
 # make test-hopper  some of the Hopper kernels' tests, others each time, on an emulated GPU (with a CUDA toolkit)
 # make lint       ruff, clang-format, mypy
 # make docs       builds the documentation as a site into build/site; every link and anchor must lead somewhere
