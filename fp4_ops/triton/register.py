@@ -39,7 +39,7 @@ def quantize(x, format, global_scale=None):
 
 
 def dequantize(packed, block_scale, global_scale, format, dtype, *, layout="plain"):
-    fmt = checks.check_dequantize(packed, block_scale, global_scale, format, dtype, layout)
+    fmt, _ = checks.check_dequantize(packed, block_scale, global_scale, format, dtype, layout)
     if layout == SM90_INT4:
         packed, block_scale, global_scale = int4.unpack(packed, block_scale, global_scale, fmt)
         return ops.dequantize(packed, block_scale, global_scale, fmt, dtype)
