@@ -38,6 +38,7 @@ from .factors import (
     walk,
 )
 from .graph import need, refuse, shape, static_int, value
+from .kept import kept_row
 from .naming import called
 from .read_indexing import is_eq, is_indicator
 from .reading import Reader
@@ -321,33 +322,8 @@ class Matcher:
         self._prove(branches, mixture)
         if kept:
             need(len(kept) == 1, "experts' rows are put over several tensors", root, changes.PUT_ROWS)
-            mixture.kept = self._kept(kept[0], kept_by, mixture, has_experts)
+            mixture.kept = kept_row(kept[0], kept_by, mixture, has_experts)
         return mixture
-
-    @staticmethod
-    def _kept(
-        row: tuple[Term, ...], written: list[Any], m: Mixture, has_experts: Callable[[fx.Node], bool]
-    ) -> tuple[Term, ...]:
-        """What scales a row that no expert has, and the row, of a sum in which others are put over it."""
-        none = [f for f in row if isinstance(f, NoneOf)]
-        factors = tuple(demote(f) for f in row if not isinstance(f, NoneOf))
-        own = len(none) == 1 and m.k == 1 and m.common.place is None and not m.wraps
-        need(
-            own and sorted(map(repr, map(_written_by, none[0].masks))) == sorted(map(repr, written)),
-            "the rows that keep what they had are not those without an expert",
-            m.root,
-            changes.PUT_ROWS,
-        )
-        for f in factors:
-            known = free_axes(f) <= {*m.tokens, m.hidden}
-            read = [t.node for t in walk(f) if isinstance(t, Ref)]
-            need(
-                known and not any(map(has_experts, read)),
-                f"rows without an expert keep {f!r}, which cannot be computed apart",
-                m.root,
-                changes.PUT_ROWS,
-            )
-        return factors
 
     def _branches(
         self, axes: tuple[Axis, ...], factors: tuple[Term, ...], core: Term, m: Mixture
@@ -604,18 +580,6 @@ class Matcher:
         k = static_int(b.k if b.k is not None else shape(ids.node)[where[0]])
         need(k is not None, "k is symbolic", m.root, changes.STATIC_K)
         return k
-
-
-def _written_by(mask: Term) -> tuple[Any, ...]:
-    """(expert, ids, choice, further conditions) of the rows that a mask selects, as a Branch has them."""
-    factors = flatten(mask, Mul)
-    ids, expert = next((f.args for f in factors if is_eq(f)), (None, None))  # type: ignore[attr-defined]
-    if not (isinstance(ids, Ref) and isinstance(expert, Const)):
-        return ()
-    e, choice = int(expert.value), fixed_choice(ids)
-    at = ids if choice is None else Ref(ids.node, (*ids.index[:-1], J))
-    chosen = sorted((in_general(f, e, choice) for f in factors if not is_eq(f)), key=repr)
-    return e, at, choice, tuple(chosen)
 
 
 def _of_one_choice(b: Branch) -> Branch:

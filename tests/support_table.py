@@ -38,16 +38,16 @@ both changing, compared with a twin over the dequantised weights, from which `er
 alone" computes what it did, in the original weights, for the reason given; tests/real/ asserts each operator
 and each reason. With `capture_dynamic_output_shape_ops`, without Inductor, on CPU.
 
-What the reasons mean. st-moe-pytorch asks a tensor for the number of classes of `one_hot`, and latent-moe's
-grouped form for the ends of its groups, a cumsum as a list: Dynamo cuts between routing and experts. mh-moe
-prints within its router, and SwitchMoE where scores are NaN, which cuts, too. In ExpertChoiceMoE a loop adds
-rows of tokens that experts chose. NLLB-MoE's experts each read their rows from a tensor that all of them
-write to. Switch Transformers of 4.51 writes experts' rows over a copy of its inputs, which tokens beyond the
-capacity keep.
+What the reasons mean. latent-moe's grouped form asks for the ends of its groups, a cumsum as a list
+beside the counts: Dynamo cuts between routing and experts. mh-moe prints within its router, and SwitchMoE
+where scores are NaN, which cuts, too: what is printed is the program's output, and no backend may leave
+it out. In ExpertChoiceMoE a loop adds rows of tokens that experts chose. NLLB-MoE and Switch Transformers
+have ReLU without a gate, so their experts are two `fp4::indexed_mm`.
 
-Not run: doge (experts are single rows of an embedding) and qwen3_omni_moe (no tiny model by sizes alone) of
-transformers 4.57, vitpose of both versions (the caller names the expert); and torchtune, megablocks,
-scattermoe, tutel, deepspeed and vLLM, which are not in tests/real/."""
+Not run: doge (experts are single rows of an embedding) and qwen3_omni_moe (no tiny model by sizes alone)
+of transformers 4.57, vitpose of both versions (the caller names the expert); tutel and scattermoe, which
+PyPI does not have; torchtune 0.6.1, which has no such layer; and megablocks, deepspeed and vLLM, which
+are not in tests/real/."""
 
 
 def first(out: object) -> torch.Tensor:
