@@ -273,3 +273,17 @@ def test_the_change_that_is_told_works():
         got, want = torch.compile(module, backend=recorder)(x), module.twin()(x)
     assert all(relative_error(g, w) < EXACT for g, w in zip(got, want))
     assert recorder.ops == ["fp4::moe"] * 3
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("make", [Gates, Fused], ids=lambda c: c.__name__)
+@pytest.mark.parametrize("sizes", [(32, 48), (256, 512)], ids=str)
+def test_every_use_on_a_gpu(make, sizes):
+    """One expert's part of what is packed for all, in the layout of that device."""
+    module = make(hidden=sizes[0], inter=sizes[1]).to("cuda", torch.bfloat16)
+    twin, recorder = module.twin(), Recorder(activation="bf16")
+    x = torch.randn(9, module.H, device="cuda", dtype=torch.bfloat16)
+    with torch.no_grad():
+        got, want = torch.compile(module, backend=recorder)(x), twin(x)
+    assert all(relative_error(g, w) < 3e-2 for g, w in zip(got, want))
+    assert recorder.ops and all(s.rewritten for s in recorder.sites)
