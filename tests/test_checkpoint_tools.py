@@ -366,7 +366,9 @@ def assert_computes(model: Any, original: Any, values: dict[str, Tensor]) -> Non
             twin.get_parameter(name)[: len(value)] = in_model_order(twin, name, value).float()
     ids = tokens(2, 7)
     got, want = outputs(model, ids).float(), outputs(twin, ids).float()
-    assert ((got - want).norm() / want.norm()).item() < 1e-3
+    # Products of experts that run by their own code take their inputs in bfloat16.
+    near = 4e-3 if model.hf_quantizer.report.own_code else 1e-3
+    assert ((got - want).norm() / want.norm()).item() < near
 
 
 STACKED = ("mixtral", "qwen3_vl_moe_text", "granitemoe", "minimax_m2", "gpt_oss")

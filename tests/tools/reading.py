@@ -78,6 +78,7 @@ def check(model: Any, original: nn.Module, path: Path, far: float = 0.25, requan
     """Asserts all of it; the number of matrices in 4 bits."""
     folder = Folder(path)
     report = model.hf_quantizer.report
+    assert report.experts, "the tool left the experts as they were"
     four = {n for n, m in model.named_modules() if isinstance(m, PackedWeight)}
     four |= {n for n, p in model.named_parameters() if isinstance(p, FP4Tensor)}
     parts, before = parts_of(model), parts_of(original)

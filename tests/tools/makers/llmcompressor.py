@@ -16,7 +16,7 @@ FAMILIES = (
     "deepseek_v2", "deepseek_v3", "deepseek_v32", "glm_moe_dsa", "granitemoehybrid",
     "gpt_oss", "jamba", "kimi_linear", "laguna", "lfm2_moe",
     "minimax", "minimax_m3_vl_text", "mistral4", "nemotron_h", "qwen3_next",
-    "qwen3_5_moe_text", "qwen3_vl_moe_text", "longcat_flash",
+    "qwen3_5_moe_text", "qwen3_vl_moe_text",
 )  # fmt: skip
 SOME = ("mixtral", "qwen3_moe", "olmoe", "minimax_m2", "qwen3_vl_moe_text", "granitemoe")
 
