@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from torch import fx
 
-from .graph import arguments, aten, is_op, shape, static_int
+from .graph import arguments, aten, is_op, shape, static_int, value
 
 
 def read_past_writes(graph: fx.Graph) -> None:
@@ -20,6 +20,7 @@ def read_past_writes(graph: fx.Graph) -> None:
         while ours is not None and is_op(source, aten.select_scatter, aten.slice_scatter):
             theirs = _part(source, source.args[0])
             same_kind = is_op(node, aten.select) == is_op(source, aten.select_scatter)
+            same_kind = same_kind and value(source.args[1]).dtype == value(node).dtype  # or it was converted
             if theirs == ours and same_kind:
                 node.replace_all_uses_with(source.args[1])
                 break
