@@ -108,7 +108,9 @@ def warm_up(variant: Variant, prompts: dict[int, Tensor], speeds=SPEEDS) -> None
     for batch, prompt in prompts.items():
         cache = variant.caches[batch] = StaticCache(variant.model.config, max_cache_len=CACHE)
         step(variant.model, prompt[:, :1], cache)  # the cache takes its memory here, outside compiled code
-        for shape, tokens in (("prefill", prompt), ("decode", prompt[:, :1])):
+        # With the strides of decode's own tokens, else it would be compiled again when it is measured.
+        first = prompt[:, :1].clone(memory_format=torch.contiguous_format)
+        for shape, tokens in (("prefill", prompt), ("decode", first)):
             if (shape, batch) not in speeds:
                 continue
             if variant.step is not step:
