@@ -1,4 +1,4 @@
-"""What compile_passes/attention.py makes of attention, and what models write: us a call on a Hopper GPU.
+"""What compile_passes/neighbours/attention.py makes of attention, and what models write: us a call on Hopper.
 
     python benchmarks/h200_attention.py
 

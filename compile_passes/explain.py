@@ -10,9 +10,9 @@ import torch
 from torch import fx
 from torch._dynamo.utils import get_compilation_metrics
 
-from .branches import KEPT, SEEN_THROUGH
-from .breaks import breaks_since, inside, known_breaks, reason_of, told
-from .dynamo import CAPTURE, extend_dynamo
+from .dynamo.branches import KEPT, SEEN_THROUGH
+from .dynamo.breaks import breaks_since, inside, known_breaks, reason_of, told
+from .dynamo.extend import CAPTURE, extend_dynamo
 from .naming import short_path
 from .options import parse
 from .pipeline import analyse

@@ -13,18 +13,19 @@ from torch._guards import TracingContext
 from torch.fx.experimental.symbolic_shapes import free_unbacked_symbols
 
 from ..meta.layouts import preferred_layout
-from . import changes, left_out
-from .capture import CannotCapture, capture
-from .decode import BYTES, TABLE
-from .dynamo import allow_scalars
-from .gathered import gathered, is_flat
-from .held import is_subclass
+from . import advice
+from .dynamo import left_out
+from .dynamo.extend import allow_scalars
+from .emit.one_precision import ReadTwice
+from .emit.rewrite import Rewritten, fp4_calls, may_run_twice, rewrite
 from .naming import input_name
 from .options import Options, inductor_patches
+from .recognise.decode import BYTES, TABLE
 from .report import Frame, Site
-from .rewrite import Rewritten, fp4_calls, may_run_twice, rewrite
-from .uses import ReadTwice
-from .weights import Swap, runtime
+from .trace.capture import CannotCapture, capture
+from .weights.packed import Swap, runtime
+from .weights.prequantized import is_subclass
+from .weights.sharded import gathered, is_flat
 
 log = logging.getLogger("fp4_ops")
 
@@ -37,7 +38,7 @@ def analyse(gm: fx.GraphModule, inputs: Sequence[Any], options: Options) -> tupl
     frame = Frame(_frame_name())
     if torch.is_grad_enabled() and any(isinstance(x, torch.Tensor) and x.requires_grad for x in inputs):
         frame.note = "left to Inductor, because gradients may be asked for and 4-bit weights have none"
-        frame.change = changes.NO_GRADIENTS
+        frame.change = advice.NO_GRADIENTS
         return None, frame
     if not options.linear and not _has_expert_weights(gm, inputs):
         frame.sites = fp4_calls(gm.graph)
@@ -54,7 +55,7 @@ def analyse(gm: fx.GraphModule, inputs: Sequence[Any], options: Options) -> tupl
     except Exception as error:  # a model that Inductor compiles must not fail because of these passes
         log.debug("the passes failed", exc_info=True)
         frame.note = f"left to Inductor, the passes failed: {type(error).__name__}: {error}"
-        frame.change = changes.FAULT
+        frame.change = advice.FAULT
         return None, frame
     return rewritten, frame
 

@@ -13,11 +13,11 @@ from torch.export.graph_signature import InputKind, OutputKind
 from torch.utils import _pytree as pytree
 
 from ..meta.layouts import held
-from . import changes
-from .capture import capture, mutated_inputs
+from . import advice
+from .emit.rewrite import rewrite as rewrite_graph
 from .options import parse
 from .report import Frame
-from .rewrite import rewrite as rewrite_graph
+from .trace.capture import capture, mutated_inputs
 
 _CONSTANT = (InputKind.PARAMETER, InputKind.BUFFER, InputKind.CONSTANT_TENSOR)
 
@@ -59,7 +59,7 @@ def rewrite(program: ExportedProgram, options: Mapping[str, Any] | None = None) 
     fakes = [n.meta["val"] for n in source.graph.find_nodes(op="placeholder")]
     gm, fake_mode = capture(source, fakes)
     if mutated_inputs(gm.graph) or any(s.kind is not OutputKind.USER_OUTPUT for s in _outputs(program)):
-        raise ValueError(f"fp4: the program writes to its buffers or inputs. Change: {changes.PURE}")
+        raise ValueError(f"fp4: the program writes to its buffers or inputs. Change: {advice.PURE}")
     values = [
         _value(program, spec) if spec.kind in _CONSTANT else None
         for spec in program.graph_signature.input_specs

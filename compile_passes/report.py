@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
-from .graph import Refusal
+from .graph.nodes import Refusal
 from .naming import location, module_path
 
 

@@ -36,7 +36,7 @@ __all__ = [
 _LAZY = {
     "explain": ".compile_passes.explain",
     "load_checkpoint": ".checkpoints.hf",
-    "refresh": ".compile_passes.weights",
+    "refresh": ".compile_passes.weights.packed",
     "register_with_transformers": ".checkpoints.hf",
     "rewrite": ".compile_passes.program",
 }

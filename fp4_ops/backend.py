@@ -39,7 +39,7 @@ def _capture_loops() -> None:
     Dynamo reads this setting before it calls a backend and has none for a single backend, so it is made when
     this module is loaded, which `torch.compile(backend="fp4")` does, and for the whole process.
     """
-    from .compile_passes.dynamo import capture_loops
+    from .compile_passes.dynamo.extend import capture_loops
 
     capture_loops()
 
@@ -49,7 +49,7 @@ _capture_loops()
 
 def _reset() -> None:
     """torch.compiler.reset() forgets packed weights, and recorded CUDA graphs as it does for Inductor."""
-    from .compile_passes.weights import forget_all
+    from .compile_passes.weights.packed import forget_all
 
     forget_all()
     if torch.cuda.is_available():

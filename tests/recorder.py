@@ -6,7 +6,7 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
-from fp4_ops.compile_passes.dynamo import extend_dynamo
+from fp4_ops.compile_passes.dynamo.extend import extend_dynamo
 from fp4_ops.compile_passes.options import parse
 from fp4_ops.compile_passes.pipeline import compile_graph
 from fp4_ops.compile_passes.report import Frame, Site

@@ -9,8 +9,8 @@ import pytest
 import torch
 from branch_loops import Loop
 from conftest import more
-from fp4_ops.compile_passes.branches import KEPT, SEEN_THROUGH
-from fp4_ops.compile_passes.dynamo import CAPTURE, extend_dynamo
+from fp4_ops.compile_passes.dynamo.branches import KEPT, SEEN_THROUGH
+from fp4_ops.compile_passes.dynamo.extend import CAPTURE, extend_dynamo
 from hit_loops import (
     Hits,
     HitsByItem,

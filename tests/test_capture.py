@@ -14,9 +14,9 @@ import pytest
 import torch
 import torch.nn.functional as F
 from conftest import SEED, more
-from fp4_ops.compile_passes import capture as module
-from fp4_ops.compile_passes.calls import Copier
-from fp4_ops.compile_passes.dynamo import CAPTURE, extend_dynamo
+from fp4_ops.compile_passes.dynamo.extend import CAPTURE, extend_dynamo
+from fp4_ops.compile_passes.trace import capture as module
+from fp4_ops.compile_passes.trace.copier import Copier
 from moe_models import FAMILIES, build, tokens
 from moe_styles import STYLES
 from torch import nn

@@ -14,8 +14,8 @@ from pathlib import Path
 import pytest
 import torch
 from conftest import more
-from fp4_ops.compile_passes import weights as packed_weights
-from fp4_ops.compile_passes.weights import PackedWeights, PackSpec, note_writes
+from fp4_ops.compile_passes.weights import packed as packed_weights
+from fp4_ops.compile_passes.weights.packed import PackedWeights, PackSpec, note_writes
 from moe_models import Block, Recorder, relative_error
 from moe_styles import STYLES
 from torch import Tensor, nn

@@ -14,10 +14,10 @@ import test_lookalikes_rows as rows
 import torch
 import torch.nn.functional as F
 from conftest import more
-from fp4_ops.compile_passes import changes
-from fp4_ops.compile_passes.functional import CannotCapture
-from fp4_ops.compile_passes.graph import Refusal, need, refuse
-from fp4_ops.compile_passes.without_rows import Unproved
+from fp4_ops.compile_passes import advice
+from fp4_ops.compile_passes.dynamo.empty_rows import Unproved
+from fp4_ops.compile_passes.graph.nodes import Refusal, need, refuse
+from fp4_ops.compile_passes.trace.functional import CannotCapture
 from lookalikes import CHANGES, Loop
 from moe_models import Recorder, relative_error
 from moe_styles import NormedLoop
@@ -45,23 +45,23 @@ def test_nothing_is_refused_without_a_change(refusing):
 
 def calls() -> list[tuple[str, ast.expr]]:
     """(place, the change) of each call that refuses something."""
-    package = Path(str(changes.__file__)).parent
+    package = Path(str(advice.__file__)).parent
     names = {f.__name__ for f in REFUSING}
     found = []
-    for path in package.glob("*.py"):
+    for path in package.rglob("*.py"):
         for node in ast.walk(ast.parse(path.read_text())):
             if isinstance(node, ast.Call) and getattr(node.func, "id", "") in names:
                 found.append((f"{path.name}:{node.lineno}", node.args[-1]))
     return found
 
 
-def test_each_change_is_a_sentence_of_changes_py():
+def test_each_change_is_a_sentence_of_advice_py():
     """Or what decides among them, or what another refusal has named."""
     named, chosen = set(), []
     for place, change in calls():
         text = ast.unparse(change)
-        if text.startswith("changes."):
-            named.add(text.removeprefix("changes.").split("(")[0])
+        if text.startswith("advice."):
+            named.add(text.removeprefix("advice.").split("(")[0])
         else:
             chosen.append((place.split(":")[0], text))
     assert len(calls()) > 120 and len(named) > 60
@@ -74,16 +74,16 @@ def test_each_change_is_a_sentence_of_changes_py():
         "instead_of_output(node)",
     }
     for name in named:
-        sentence = getattr(changes, name)
+        sentence = getattr(advice, name)
         sentence = sentence("x") if callable(sentence) else sentence
         assert 20 < len(sentence) < 500 and not sentence.endswith("."), name
 
 
 def test_no_sentence_is_left_that_nothing_names():
-    package = Path(str(changes.__file__)).parent
-    code = "".join(p.read_text() for p in package.glob("*.py"))
-    sentences = [n for n in vars(changes) if n.isupper() and n != "ACTIVATIONS"] + ["elsewhere"]
-    assert [n for n in sentences if f"changes.{n}" not in code] == []
+    package = Path(str(advice.__file__)).parent
+    code = "".join(p.read_text() for p in package.rglob("*.py"))
+    sentences = [n for n in vars(advice) if n.isupper() and n != "ACTIVATIONS"] + ["elsewhere"]
+    assert [n for n in sentences if f"advice.{n}" not in code] == []
 
 
 # --- those of the look-alikes, applied ---

@@ -16,9 +16,9 @@ import pytest
 import torch
 import torch._inductor.compile_fx
 from conftest import more
-from fp4_ops.compile_passes import weights as packed_weights
 from fp4_ops.compile_passes.options import inductor_patches, parse, version_hash
-from fp4_ops.compile_passes.weights import PackSpec, store
+from fp4_ops.compile_passes.weights import packed as packed_weights
+from fp4_ops.compile_passes.weights.packed import PackSpec, store
 from fp4_ops.meta.layouts import held
 from moe_models import Block, Recorder, relative_error
 

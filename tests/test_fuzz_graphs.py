@@ -16,12 +16,12 @@ from typing import Any
 import pytest
 import torch
 from conftest import SEED
-from fp4_ops.compile_passes.capture import capture
-from fp4_ops.compile_passes.dynamo import extend_dynamo
+from fp4_ops.compile_passes.dynamo.extend import extend_dynamo
+from fp4_ops.compile_passes.emit.one_precision import ReadTwice
+from fp4_ops.compile_passes.emit.rewrite import rewrite
 from fp4_ops.compile_passes.options import parse
-from fp4_ops.compile_passes.rewrite import rewrite
-from fp4_ops.compile_passes.uses import ReadTwice
-from fp4_ops.compile_passes.weights import runtime
+from fp4_ops.compile_passes.trace.capture import capture
+from fp4_ops.compile_passes.weights.packed import runtime
 from moe_models import Block
 from moe_styles import STYLES
 from test_styles import EACH_KIND_FIRST, NAMES

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
-from fp4_ops.compile_passes.routing import distinct
+from fp4_ops.compile_passes.index.routing import distinct
 from moe_models import Recorder, relative_error
 from package_styles import IncrementLoop
 from torch import Tensor

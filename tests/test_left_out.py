@@ -7,7 +7,7 @@ import logging
 
 import pytest
 import torch
-from fp4_ops.compile_passes.left_out import expert_parameters
+from fp4_ops.compile_passes.dynamo.left_out import expert_parameters
 from moe_models import Recorder, build, tokens
 from moe_styles import STYLES, Expert, FusedStyle, ListStyle, Style
 from torch import Tensor, nn

@@ -9,7 +9,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from conftest import more
-from fp4_ops.compile_passes.dynamo import capture_loops
+from fp4_ops.compile_passes.dynamo.extend import capture_loops
 from lookalikes import GRAPHS_OWN
 from moe_models import Recorder, relative_error
 from moe_styles import STYLES, Expert, StackedStyle

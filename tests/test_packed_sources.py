@@ -12,8 +12,8 @@ import pytest
 import torch
 import torch.nn.functional as F
 from conftest import more
-from fp4_ops.compile_passes import weights
-from fp4_ops.compile_passes.weights import leaves_of
+from fp4_ops.compile_passes.weights import packed as packed_weights
+from fp4_ops.compile_passes.weights.packed import leaves_of
 from moe_models import Block, Recorder, relative_error
 from moe_styles import STYLES, FusedStyle, StackedStyle
 from torch import Tensor, nn
@@ -192,7 +192,7 @@ def test_linear_layers(kind):
 
 def packed_from(weight: Tensor) -> list[tuple[tuple[int, ...], tuple[Tensor, ...]]]:
     """What was made of a weight and others: (ids of all of them, operands)."""
-    entries = [item for s in weights._stores.values() for item in s._entries.items()]
+    entries = [item for s in packed_weights._stores.values() for item in s._entries.items()]
     return [(key, entry.packed) for key, entry in entries if id(weight) in key]
 
 

@@ -6,9 +6,9 @@ from collections.abc import Callable
 
 import pytest
 import torch
-from fp4_ops.compile_passes.graph import Canon
-from fp4_ops.compile_passes.reading import Reader
-from fp4_ops.compile_passes.terms import (
+from fp4_ops.compile_passes.graph.nodes import Canon
+from fp4_ops.compile_passes.index.reader import Reader
+from fp4_ops.compile_passes.index.terms import (  # fmt: skip
     Add,
     Affine,
     AnyOf,
@@ -24,7 +24,7 @@ from fp4_ops.compile_passes.terms import (
     Term,
     Value,
     interning,
-)  # fmt: skip
+)
 from torch import Tensor, fx
 from torch.fx.experimental.proxy_tensor import make_fx
 

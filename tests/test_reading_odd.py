@@ -10,10 +10,10 @@ from collections.abc import Callable
 
 import torch
 from conftest import SEED
-from fp4_ops.compile_passes.axes import Opaque
-from fp4_ops.compile_passes.graph import Canon, Refusal, is_tensor
-from fp4_ops.compile_passes.reading import Reader
-from fp4_ops.compile_passes.terms import Const, Rows, Value, interning
+from fp4_ops.compile_passes.graph.nodes import Canon, Refusal, is_tensor
+from fp4_ops.compile_passes.index.axes import Opaque
+from fp4_ops.compile_passes.index.reader import Reader
+from fp4_ops.compile_passes.index.terms import Const, Rows, Value, interning
 from test_reading import evaluate
 from torch import Tensor, fx
 from torch.fx.experimental.proxy_tensor import make_fx

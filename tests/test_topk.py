@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import pytest
 import torch
-from fp4_ops.compile_passes import rewrite
-from fp4_ops.compile_passes import topk as module
-from fp4_ops.compile_passes.topk import write_topk
+from fp4_ops.compile_passes.emit import rewrite
+from fp4_ops.compile_passes.neighbours import topk as module
+from fp4_ops.compile_passes.neighbours.topk import write_topk
 from moe_models import Block, Recorder, build, tokens
 from torch.fx.experimental.proxy_tensor import make_fx
 

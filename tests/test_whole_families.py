@@ -8,7 +8,7 @@ import pytest
 import torch
 from conftest import more
 from families import FAMILIES, TRANSPOSED, tiny
-from fp4_ops.compile_passes.dynamo import capture_loops
+from fp4_ops.compile_passes.dynamo.extend import capture_loops
 from moe_models import Recorder, fake_quantised, relative_error, tokens
 from torch import nn
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
-from fp4_ops.compile_passes.written_slices import read_past_writes
+from fp4_ops.compile_passes.emit.written_slices import read_past_writes
 from torch.fx.experimental.proxy_tensor import make_fx
 
 SCATTERS = ("select_scatter", "slice_scatter")

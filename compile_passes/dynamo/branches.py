@@ -1,0 +1,221 @@
+"""`if token.numel() == 0: continue` in a loop over experts, captured as if the branch were not there.
+
+Dynamo breaks its graph at a branch on a size that only the data knows; in a loop that leaves the whole
+function to Python. A branch that only skips what does nothing for empty rows need not be one: the graph of
+the way that does the work holds for both. So a condition that asks if a number of rows is 0 (a size that only
+the data knows, or how much of a mask is set) is answered for that way, and once Dynamo has traced it up to
+where both meet, `without_rows` has to prove that it does nothing without rows. Where that fails Dynamo starts
+over, and breaks the graph at that branch as it always did.
+
+A loop over the experts that are hit is such a loop, too: `hits.py`.
+"""
+
+from __future__ import annotations
+
+import dis
+import re
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import sympy
+import torch
+from torch import fx
+from torch._dynamo.bytecode_analysis import JUMP_OPCODES, TERMINAL_OPCODES
+from torch._dynamo.exc import RestartAnalysis, UnspecializeRestartAnalysis, Unsupported
+from torch._dynamo.utils import counters
+from torch.fx.experimental.symbolic_shapes import GuardOnDataDependentSymNode, free_unbacked_symbols
+
+from .. import advice
+from . import known_values
+from .asserts import into_the_graph
+from .bytecode import asks_for
+from .empty_rows import Nothing, Unproved, Way, has_all_rows, in_short
+from .traced_nodes import called, example
+
+SEEN_THROUGH, KEPT = "fp4_branches_seen_through", "fp4_branches_kept"
+"""Of `torch._dynamo.utils.counters`: places (file:line), and "file:line stays a branch: why" (or a loop)
+above what would help."""
+
+
+Handler = Callable[[Any, Any], None]
+
+
+JUMPS = [name for name in dis.opmap if re.fullmatch(r"POP_JUMP_.*IF_(TRUE|FALSE)", name)]
+
+
+def answering_first(method: Handler) -> Handler:
+    from torch._dynamo.variables import ConstantVariable
+
+    def jump(tx: Any, inst: Any) -> None:
+        if _GROWN in vars(tx.output):
+            _asks_whether_there_are_rows(tx, inst)
+        answer = known_values.number(tx.stack[-1])
+        if answer is None and wanted(tx.output):
+            if into_the_graph(tx, inst):
+                return
+            answer = _take_the_way_that_works(tx, inst)
+        if answer is not None:
+            tx.stack[-1] = ConstantVariable.create(bool(answer))
+        try:
+            method(tx, inst)
+        except GuardOnDataDependentSymNode:  # from `if len(rows):`, where `len(rows) > 0` breaks the graph
+            raise Unsupported("a branch on a size that only the data knows") from None
+
+    return jump
+
+
+def _take_the_way_that_works(tx: Any, branch: Any) -> bool | None:
+    """What the condition on the stack is where there are rows, if the branch may turn out to be none."""
+    asked = _rows_asked_for(tx.stack[-1])
+    around = vars(tx).get("step")
+    if asked is None or (around and not around.replaced) or is_kept(tx, branch):
+        return None
+    nothing, empty = asked
+    following = tx.instructions[tx.instruction_pointer]
+    skip = branch.target if ("IF_TRUE" in branch.opname) is empty else following
+    watch(tx, Way(tx, nothing, _first_work(tx.instructions, tx.indexof, skip)), branch)
+    return not empty
+
+
+_GROWN = "_fp4_grown"
+"""On Dynamo's output: lists that are shorter where experts without rows are skipped, and those branches."""
+
+
+def _asks_whether_there_are_rows(tx: Any, jump: Any) -> None:
+    """`if len(outputs):`, of a list with something for each expert that has rows: some expert has any, if the
+    list is of all experts and there are rows."""
+    asked = asks_for(tx, jump)
+    for v, branch, place in vars(tx.output)[_GROWN]:
+        if asked is not None and tx.symbolic_locals.get(asked) is v and not has_all_rows(tx.output, v):
+            _kept(tx).add(branch)
+            counters[SEEN_THROUGH].pop(place, None)
+            _tell_kept(place, "a branch", f"`{asked}` may be empty", advice.COUNT_TOKENS)
+            raise UnspecializeRestartAnalysis(restart_reason=f"fp4: {place} is a branch")
+
+
+def _tell_kept(place: str, what: str, why: str, change: str) -> None:
+    counters[KEPT][f"{place} stays {what}: {why}\n{change}"] += 1
+
+
+def is_kept(tx: Any, inst: Any) -> bool:
+    return (tx.f_code, inst.offset) in _kept(tx)
+
+
+def _kept(tx: Any) -> set[tuple[Any, int]]:
+    """What stays as it is, in all attempts to trace a function."""
+    return vars(tx.speculation_log).setdefault("_fp4_kept", set())
+
+
+def watch(tx: Any, way: Way, branch: Any, replaced: bool = False) -> None:
+    """Has `way` proved when it ends. replaced: it is a round of a loop over all experts."""
+    place = f"{tx.f_code.co_filename}:{tx.lineno}"
+    around, advance_in = vars(tx).get("step"), tx.step
+
+    def advance() -> bool:
+        try:
+            return advance_in()
+        except RestartAnalysis:
+            raise
+        except Exception as error:
+            if not replaced:
+                raise
+            raise Unproved(f"over all experts it fails: {in_short(error)}", advice.ALL_RUN) from error
+
+    def step() -> bool:
+        """Instead of tx.step, until both ways meet."""
+        try:
+            if tx.instruction_pointer == way.join:
+                if tx.step is not step:
+                    raise Unproved("a branch in it ends after it", advice.ALL_RUN)
+                del tx.step
+                if around is not None:
+                    tx.step = around
+                way.prove()
+                for v in way.grown:
+                    known = vars(tx.output).setdefault(_GROWN, [])
+                    known.append((v, (tx.f_code, branch.offset), place))
+                counters[SEEN_THROUGH][place] += 1
+            elif not advance():
+                raise Unproved(
+                    "it leaves the function, or the graph breaks, before both ways meet", advice.ALL_RUN
+                )
+            return True
+        except Unproved as why:
+            _kept(tx).add((tx.f_code, branch.offset))
+            counters[SEEN_THROUGH].pop(place, None)
+            _tell_kept(place, "a loop" if replaced else "a branch", str(why), why.change)
+            # The one restart that also forgets where Dynamo tried to break the graph: the way is another now.
+            raise UnspecializeRestartAnalysis(restart_reason=f"fp4: {place} is a branch") from None
+
+    step.replaced = replaced  # type: ignore[attr-defined]
+    tx.step = step
+
+
+def wanted(output: Any) -> bool:
+    backend = output.compiler_fn
+    for name in ("_torchdynamo_orig_backend", "compiler_fn"):
+        while hasattr(backend, name):
+            backend = getattr(backend, name)
+    return getattr(backend, "sees_through_branches", False)
+
+
+def _rows_asked_for(condition: Any) -> tuple[Nothing, bool] | None:
+    """What is empty if there are no rows, and what `condition` is then; it is the opposite for every other
+    number of rows. None if it asks for anything else, or if its answer is known."""
+    from torch._dynamo.variables.tensor import SymNodeVariable, TensorVariable
+
+    nothing = Nothing()
+    if isinstance(condition, SymNodeVariable):
+        expr = condition.sym_num.node.expr
+        if len(expr.free_symbols) != 1 or not free_unbacked_symbols(condition.sym_num):
+            return None
+        nothing.sizes.update(expr.free_symbols)
+        if not isinstance(condition.sym_num, torch.SymBool):
+            expr = sympy.Ne(expr, 0)
+    elif isinstance(condition, TensorVariable):
+        found = _count_of_a_mask(condition.as_proxy().node)
+        if found is None:
+            return None
+        mask, expr = found
+        nothing.masks.add(mask)
+    else:
+        return None
+    (symbol,) = expr.free_symbols
+    some = expr.subs(symbol, sympy.Symbol("some", integer=True, positive=True))
+    none = expr.subs(symbol, 0)
+    if some not in (sympy.true, sympy.false) or none != sympy.Not(some):
+        return None
+    return nothing, bool(none)
+
+
+_COMPARISONS = {
+    "eq": sympy.Eq, "ne": sympy.Ne, "gt": sympy.Gt, "ge": sympy.Ge, "lt": sympy.Lt, "le": sympy.Le,
+}  # fmt: skip
+
+
+def _count_of_a_mask(node: fx.Node) -> tuple[fx.Node, Any] | None:
+    """The mask and the condition for `mask.any()`, `mask.sum() == 0` and their like. Nothing may have been
+    traced since: the mask is still what it was."""
+    last = next(iter(reversed(node.graph.nodes)))
+    count = sympy.Symbol("count", integer=True)
+    expr = sympy.Ne(count, 0)
+    compared = _COMPARISONS.get(called(node).strip("_"))
+    if compared is not None and isinstance(node.args[0], fx.Node) and isinstance(node.args[1], int):
+        expr = compared(count, node.args[1])
+        last = last.prev if last is node else last
+        node = node.args[0]
+    if (
+        last is not node
+        or called(node) not in ("any", "sum", "count_nonzero")
+        or len(node.args) != 1
+        or node.kwargs
+    ):
+        return None
+    (mask,) = node.args
+    return (mask, expr) if isinstance(mask, fx.Node) and example(mask).dtype == torch.bool else None
+
+
+def _first_work(instructions: Sequence[Any], indexof: dict[Any, int], at: Any) -> int:
+    while at.opcode in JUMP_OPCODES & TERMINAL_OPCODES or at.opname == "NOP":
+        at = at.target if at.opcode in JUMP_OPCODES else instructions[indexof[at] + 1]
+    return indexof[at]

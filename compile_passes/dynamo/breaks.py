@@ -1,0 +1,65 @@
+"""Why Dynamo left a graph, and for which line: the reasons that it keeps, in words."""
+
+from __future__ import annotations
+
+import traceback
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch._dynamo.utils import graph_break_reasons
+
+from ..naming import short_path
+
+_TORCH = str(torch.__file__).removesuffix("__init__.py")
+_SIZE = "data-dependent expression"
+"""In Dynamo's reason: Python asks for a number that only the data knows."""
+
+
+def known_breaks() -> list[Any]:
+    """Dynamo's reasons up to now, for `breaks_since`."""
+    return list(graph_break_reasons)
+
+
+def breaks_since(known: Sequence[Any]) -> list[Any]:
+    before = {id(b) for b in known}
+    return [b for b in graph_break_reasons if id(b) not in before and b.reason != "step_unsupported"]
+
+
+def told(broken: Any) -> str:
+    """The reason, and the user's line that it is for."""
+    frame = innermost(broken.user_stack)
+    return reason_of(broken.reason) if frame is None else f"{reason_of(broken.reason)}, {place(frame)}"
+
+
+def place(frame: traceback.FrameSummary) -> str:
+    code = f": {frame.line.strip()}" if frame.line else ""
+    return f"at {short_path(frame.filename)}:{frame.lineno} in {frame.name}{code}"
+
+
+def reason_of(text: str) -> str:
+    first = text.strip().splitlines()[0]
+    if _SIZE in first:
+        return "Python asks for a number that only the data knows"
+    return first.rstrip(".")
+
+
+def innermost(stack: Sequence[traceback.FrameSummary]) -> traceback.FrameSummary | None:
+    """The last line outside of torch."""
+    own = [f for f in stack if not f.filename.startswith(_TORCH) and not f.filename.startswith("<")]
+    return own[-1] if own else None
+
+
+def inside(function: str, path: str, line: int | None, breaks: Sequence[Any]) -> Any:
+    """The break in what this line of a function calls: the cause where Dynamo names a generator or a
+    comprehension, which it cannot leave half-way."""
+    for b in breaks:
+        called = [f for f in b.user_stack if not f.filename.startswith(_TORCH)]
+        outer = {_key(f) for f in called[:-1]} - {_key(f) for f in called[-1:]}
+        if any(f[:2] == (function, path) and line in (None, f[2]) for f in outer):
+            return b
+    return None
+
+
+def _key(frame: traceback.FrameSummary) -> tuple[str, str, int | None]:
+    return frame.name, frame.filename, frame.lineno

@@ -1,0 +1,90 @@
+"""`one_hot(ids, n)` where only the data knows n: `one_hot(ids, max(ids.max() + 1, c))[..., :c]`, captured.
+
+A tensor as the number of classes is a number that Python asks the data for, where Dynamo breaks its graph.
+As a size that only the data knows it can stay in the graph: c, and as many more as there are.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import fx
+
+from .branches import wanted
+from .traced_nodes import called, example
+
+
+def at_least(method: Callable[..., Any]) -> Callable[..., Any]:
+    """`max(n, c)` of a tensor and a size: for Dynamo a comparison, whose answer only the data knows."""
+    from torch._dynamo.variables import TorchInGraphFunctionVariable
+    from torch._dynamo.variables.tensor import SymNodeVariable
+
+    def call_max(self: Any, tx: Any, *args: Any, **kwargs: Any) -> Any:
+        if len(args) == 2 and not kwargs and wanted(tx.output):
+            of = [v.realize() for v in args]
+            numbers = [v for v in of if _is_number(v)]
+            sizes = [v for v in of if isinstance(v, SymNodeVariable) and isinstance(v.sym_num, torch.SymInt)]
+            if len(numbers) == len(sizes) == 1:
+                clamp = TorchInGraphFunctionVariable(torch.clamp)
+                return clamp.call_function(tx, numbers, {"min": sizes[0]})
+        return method(self, tx, *args, **kwargs)
+
+    return call_max
+
+
+def one_hot(method: Callable[..., Any]) -> Callable[..., Any]:
+    """Of Dynamo's variables of torch's functions: how one is called."""
+
+    def call_function(self: Any, tx: Any, args: Any, kwargs: Any) -> Any:
+        if self.value is torch.nn.functional.one_hot and wanted(tx.output) and len(args) + len(kwargs) == 2:
+            ids, classes = [*args, *kwargs.values()] if kwargs.keys() <= {"num_classes"} else (None, None)
+            if classes is not None and _is_number(classes.realize()):
+                return _one_hot(tx, ids.realize(), classes.realize())
+        return method(self, tx, args, kwargs)
+
+    return call_function
+
+
+def _one_hot(tx: Any, ids: Any, classes: Any) -> Any:
+    from torch._dynamo.variables import ConstantVariable, TorchInGraphFunctionVariable
+    from torch._dynamo.variables.builder import wrap_fx_proxy
+
+    n, of = classes.as_proxy(), ids.as_proxy()
+    least = _least(n.node)
+    mode = tx.output.fake_mode
+    allowed, mode.allow_scalar_outputs = mode.allow_scalar_outputs, True
+    try:
+        more = wrap_fx_proxy(tx, (n - least).item())
+    finally:
+        mode.allow_scalar_outputs = allowed
+    torch._check(more.sym_num >= 0)
+    columns = wrap_fx_proxy(tx, more.as_proxy() + least)
+    for fine, what in ((of >= 0, "non-negative"), (of < n, "smaller than num_classes")):
+        message = f"one_hot: Class values must be {what}."
+        tx.output.create_proxy("call_function", torch._assert_async, (fine.all(), message), {})
+    where = {"device": ConstantVariable.create(example(of.node).device)}
+    every = TorchInGraphFunctionVariable(torch.arange).call_function(tx, [columns], where)
+    rows = ids.call_method(tx, "unsqueeze", [ConstantVariable.create(-1)], {})
+    return wrap_fx_proxy(tx, (rows.as_proxy() == every.as_proxy()).long())
+
+
+def _is_number(v: Any) -> bool:
+    """Whether a variable of Dynamo's is a tensor that holds one integer."""
+    from torch._dynamo.variables.tensor import TensorVariable
+
+    x = example(v.as_proxy().node) if type(v) is TensorVariable else None
+    return isinstance(x, torch.Tensor) and x.dim() == 0 and x.dtype in (torch.int32, torch.int64)
+
+
+def _least(node: fx.Node) -> Any:
+    """What a number is certainly not less than: an int or a size."""
+    if called(node) in ("clamp", "clip", "clamp_min") and isinstance(node.args[0], fx.Node):
+        names = ("min", "max") if called(node) != "clamp_min" else ("min",)
+        bounds = dict(zip(names, node.args[1:])) | node.kwargs
+        least = bounds.get("min")
+        known = example(least) if isinstance(least, fx.Node) else least
+        if bounds.get("max") is None and isinstance(known, int | torch.SymInt):
+            return fx.Proxy(least, node.graph) if isinstance(least, fx.Node) else least
+    return 0

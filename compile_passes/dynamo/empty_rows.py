@@ -1,0 +1,562 @@
+"""The proof that what Dynamo traced does nothing where there are no rows.
+
+`branches.py` has Dynamo trace the way through a branch that does the work, up to where it meets the way that
+does not. Both come to the same if
+
+1. Python: no local that is read later has changed, and no object that Dynamo knows of (`Way`);
+2. tensors: the nodes traced in between, run again on fake tensors with no rows, raise nothing, draw no
+   random numbers, need no gradient, and write to tensors of their own only, or to no element of another's
+   (`replay`).
+"""
+
+from __future__ import annotations
+
+import operator
+from collections import deque
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import sympy
+import torch
+from torch import Tensor, fx
+from torch._dispatch.python import enable_python_dispatcher
+from torch._dynamo.bytecode_analysis import HASFREE, HASLOCAL, JUMP_OPCODES, TERMINAL_OPCODES
+from torch.fx.experimental.symbolic_shapes import free_unbacked_symbols, statically_known_true
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from .. import advice
+from .bytecode import joined_list
+from .known_values import number_of
+from .traced_nodes import SAME_ELEMENTS, along, called, example, since, some_elements, writes_to
+
+
+class Unproved(Exception):
+    """Why a branch stays one, and what would help."""
+
+    def __init__(self, why: str, change: str) -> None:
+        super().__init__(why)
+        self.change = change
+
+
+def in_short(error: Exception) -> str:
+    return (str(error) or type(error).__name__).splitlines()[0]
+
+
+@dataclass
+class Hits:
+    """The experts for which a mask has anything: `mask` is what it has its elements from, in which experts
+    are along `dim`; `rounds` are the experts there are."""
+
+    mask: fx.Node
+    dim: int
+    rounds: int
+    unwritten: dict[int, fx.Node] = field(default_factory=dict)
+    """Of memory of the mask, or of a copy of it: up to where nothing was found to write to it."""
+
+    def is_row(self, node: fx.Node, expert: int) -> bool:
+        """Whether `node` is what the mask, as it was, has for an expert, or a part of that."""
+        if called(node) != "getitem" or not isinstance(node.args[0], fx.Node):
+            return False
+        x, index = node.args
+        if not isinstance(example(x), Tensor):
+            return False
+        for dim in _indexed(index, expert, example(x).dim()):
+            steps = along(x, dim, sums=True)
+            if steps[-1] == (self.mask, self.dim) and self._unwritten([n for n, _ in reversed(steps)]):
+                return True
+        return False
+
+    def _unwritten(self, nodes: Sequence[fx.Node]) -> bool:
+        last = next(iter(reversed(self.mask.graph.nodes)))
+        for node in nodes:
+            memory = example(node).untyped_storage()._cdata
+            if writes_to([node], since(self.unwritten.get(memory, node))):
+                return False
+            self.unwritten[memory] = last
+        return True
+
+
+class Named(Hits):
+    """The experts that are among ids, which `mask` has: `ids == e` is what it has for an expert."""
+
+    def is_row(self, node: fx.Node, expert: int) -> bool:
+        if called(node) not in ("eq", "__eq__") or len(node.args) != 2:
+            return False
+        for ids, number in (node.args, node.args[::-1]):
+            asked = number_of(number) if isinstance(number, fx.Node) else number
+            if isinstance(ids, fx.Node) and type(asked) is int and asked == expert:
+                chain = some_elements(ids)
+                at = next((i for i, n in enumerate(chain) if _alike(n, self.mask)), None)
+                if at is not None and self._unwritten([self.mask, *chain[at::-1]]):
+                    return True
+        return False
+
+
+def _alike(a: fx.Node, b: fx.Node) -> bool:
+    """Whether two nodes take the same part of one tensor."""
+    return a is b or (called(a) == called(b) == "getitem" and (a.args, a.kwargs) == (b.args, b.kwargs))
+
+
+def _indexed(index: Any, expert: int, rank: int) -> Iterator[int]:
+    """The dimensions in which an index is `expert`, or the slice of it alone."""
+    items = list(index) if isinstance(index, tuple) else [index]
+    if any(isinstance(i, fx.Node) for i in items):
+        return
+    if Ellipsis in items:
+        at = items.index(Ellipsis)
+        missing = rank - sum(i is not None and i is not Ellipsis for i in items)
+        items[at : at + 1] = [slice(None)] * missing
+    dim = 0
+    for i in items:
+        if i is None:
+            continue
+        if (type(i) is int and i == expert) or i in (slice(expert, expert + 1), slice(expert, expert + 1, 1)):
+            yield dim
+        dim += 1
+
+
+@dataclass(frozen=True)
+class Nothing:
+    """What is empty: these sizes are 0, these masks are False everywhere, and so is what `hits` has for
+    `expert`."""
+
+    sizes: set[Any] = field(default_factory=set)
+    masks: set[fx.Node] = field(default_factory=set)
+    hits: Hits | None = None
+    expert: int = -1
+
+    def is_row(self, node: fx.Node) -> bool:
+        return self.hits is not None and self.hits.is_row(node, self.expert)
+
+
+@dataclass
+class Counted:
+    """The numbers of rows of all experts, as Dynamo has them, and what they add up to."""
+
+    numbers: list[Any]
+    total: Any
+    parts: dict[fx.Node, Sequence[Any]] = field(default_factory=dict)
+    """Of tensors with so many rows."""
+    written: dict[fx.Node, dict[int, Any]] = field(default_factory=dict)
+    """Of such tensors: what was written to each expert's rows, and the node that did."""
+
+    def expressions(self) -> list[Any]:
+        return [n.sym_num.node.expr for n in self.numbers]
+
+    def between(self, start: Any, stop: Any) -> int | None:
+        """The expert whose rows, of rows sorted by expert, begin and end there."""
+        before: Any = sympy.Integer(0)
+        for e, n in enumerate(self.expressions()):
+            if before == start and before + n == stop:
+                return e
+            before = before + n
+        return None
+
+
+def counted(output: Any) -> list[Counted]:
+    return vars(output).setdefault("_fp4_counted", [])
+
+
+def numbers(output: Any) -> dict[fx.Node, Any]:
+    """Tensors that Dynamo has as Python's numbers, too."""
+    return vars(output).setdefault("_fp4_numbers", {})
+
+
+def number(v: Any, output: Any = None) -> Any:
+    """The expression of a Python int or of one that only the data knows, or of a tensor that is one."""
+    from torch._dynamo.variables.tensor import SymNodeVariable, TensorVariable
+
+    if output is not None and isinstance(v, TensorVariable):
+        v = numbers(output).get(v.as_proxy().node)
+
+    if isinstance(v, SymNodeVariable):
+        return v.sym_num.node.expr if isinstance(v.sym_num, torch.SymInt) else None
+    value = v.as_python_constant() if v is not None and v.is_python_constant() else None
+    return sympy.Integer(value) if type(value) is int else None
+
+
+def has_all_rows(output: Any, rows: Any) -> bool:
+    """Whether a list of tensors has the rows of all experts, and they are any."""
+    sizes = {expression(example(x.as_proxy().node).shape[0]) for x in rows.items}
+    return any(
+        sizes.issuperset(c.expressions()) and statically_known_true(c.total >= 1) for c in counted(output)
+    )
+
+
+def expression(size: Any) -> Any:
+    return size.node.expr if isinstance(size, torch.SymInt) else sympy.Integer(size)
+
+
+class Way:
+    """The way through a branch that does the work, from the branch on."""
+
+    def __init__(self, tx: Any, nothing: Nothing, join: int) -> None:
+        self.tx, self.nothing, self.join = tx, nothing, join
+        self.names = live(tx, join, swallowing=False) | set(tx.cell_and_freevars())
+        self.swallowing = live(tx, join, swallowing=True) - self.names
+        self.graph = tx.output.graph
+        self.last = next(iter(reversed(self.graph.nodes)))
+        self.locals, self.stack, self.state = self._locals(), tx.stack[:-1], self._state()
+        self.objects = _Objects(tx)
+        self.lists = {n: (v, list(v.items)) for n, v in self.locals.items() if _is_new_list(v)}
+        self.grown: list[Any] = []
+
+    def _locals(self) -> dict[str, Any]:
+        return {n: v for n, v in self.tx.symbolic_locals.items() if n in self.names}
+
+    def _state(self) -> tuple[Any, ...]:
+        tx, side = self.tx, self.tx.output.side_effects
+        return (
+            torch.is_grad_enabled(), torch.is_inference_mode_enabled(), torch.get_default_dtype(),
+            torch.is_autocast_enabled("cpu"), torch.is_autocast_enabled("cuda"), len(tx.block_stack),
+            len(tx.debug_locals), len(side.tensor_hooks), len(side.save_for_backward),
+        )  # fmt: skip
+
+    def prove(self) -> None:
+        now = self._locals()
+        for name in now.keys() | self.locals.keys():
+            if not self._same(self.locals.get(name), now.get(name)):
+                raise Unproved(
+                    f"`{name}`, which is read later, changes where there are rows",
+                    advice.elsewhere(f"`{name}`"),
+                )
+        if not _all_same(self.stack, self.tx.stack) or self._state() != self.state:
+            raise Unproved(
+                "what is being computed, or a setting of torch, changes where there are rows", advice.ALL_RUN
+            )
+        grown = self._grown()
+        self.objects.check({id(v): len(items) for v, items in grown.values()})
+        if self.tx.output.graph is not self.graph:
+            raise Unproved("it is in two graphs", advice.ALL_RUN)
+        hits = self.nothing.hits
+        if hits is not None and writes_to([hits.mask], since(self.last)):
+            raise Unproved(
+                "the mask changes, whose rows are of the rounds to come", advice.elsewhere("the mask")
+            )
+        for name in self.swallowing:  # a read of them breaks the graph
+            self.tx.symbolic_locals.pop(name, None)
+        try:
+            sizes = replay(list(since(self.last)), self.nothing, self.tx.output)
+        except Unproved:
+            raise
+        except Exception as error:  # of whatever the model calls
+            raise Unproved(f"without rows it fails: {in_short(error)}", advice.ALL_RUN) from error
+        for name, (v, items) in grown.items():
+            if not all(_is_like_without_rows(x, v.items[0], sizes) for x in v.items[len(items) :]):
+                raise Unproved(
+                    f"`{name}`, which is read later, changes where there are rows",
+                    advice.elsewhere(f"`{name}`"),
+                )
+        self.grown = [v for v, _ in grown.values()]
+
+    def _same(self, a: Any, b: Any) -> bool:
+        """A sum of numbers of rows may have one more."""
+        if _same(a, b):
+            return True
+        now, before = ((number(v, self.tx.output) if v is not None else None) for v in (a, b))
+        if now is None or before is None:
+            return False
+        none = dict.fromkeys(self.nothing.sizes, 0)
+        return now.subs(none) == before.subs(none)
+
+    def _grown(self) -> dict[str, Any]:
+        """Lists that got longer and, later, are only joined, which is not changed by tensors without rows."""
+        tx, found = self.tx, {}
+        for name, (v, items) in self.lists.items():
+            if len(v.items) > len(items) and joined_list(tx, name) and self._has_alone(name, v):
+                found[name] = v, items
+        return found
+
+    def _has_alone(self, name: str, v: Any) -> bool:
+        """Whether nothing else holds what the local `name` does."""
+        held, frame = [], self.tx
+        while frame is not None:
+            held += [n for n, x in frame.symbolic_locals.items() if x is v]
+            held += ["" for x in frame.stack if x is v]
+            frame = getattr(frame, "parent", None)
+        elsewhere = any(part is v for _, parts in self.objects.known.values() for part in parts)
+        return held == [name] and name not in self.tx.cell_and_freevars() and not elsewhere
+
+
+def _is_new_list(v: Any) -> bool:
+    from torch._dynamo.variables import ListVariable
+    from torch._dynamo.variables.base import ValueMutationNew
+
+    return type(v) is ListVariable and isinstance(v.mutation_type, ValueMutationNew)
+
+
+def _is_like_without_rows(x: Any, other: Any, sizes: set[Any]) -> bool:
+    """Whether x, which has no rows where `sizes` are 0, can be joined to `other` and is then not seen."""
+    from torch._dynamo.variables import TensorVariable
+
+    if not all(isinstance(v, TensorVariable) for v in (x, other)):
+        return False
+    a, b = (example(v.as_proxy().node) for v in (x, other))
+    alike = (a.dtype, a.device, a.layout, a.dim()) == (b.dtype, b.device, b.layout, b.dim())
+    if not alike or a.dim() < 2 or expression(a.shape[0]).subs(dict.fromkeys(sizes, 0)) != 0:
+        return False
+    return all(statically_known_true(m == n) for m, n in zip(a.shape[1:], b.shape[1:]))
+
+
+def _same(a: Any, b: Any) -> bool:
+    if a is b:
+        return True
+    constants = all(v is not None and v.is_python_constant() for v in (a, b))
+    return constants and _equal(a.as_python_constant(), b.as_python_constant())
+
+
+def _equal(a: Any, b: Any) -> bool:
+    return a is b or (type(a) is type(b) and isinstance(a, bool | int | float | str) and a == b)
+
+
+def _all_same(a: Sequence[Any], b: Sequence[Any]) -> bool:
+    return len(a) == len(b) and all(x is y for x, y in zip(a, b))
+
+
+class _Objects:
+    """All objects that Dynamo can reach and what they are made of, one level deep."""
+
+    def __init__(self, tx: Any) -> None:
+        from torch._dynamo.variables import base
+        from torch._dynamo.variables.lazy import LazyVariableTracker
+
+        self.attributes = base.AttributeMutation
+        self.existing = (base.AttributeMutationExisting, base.ValueMutationExisting)
+        self.side = tx.output.side_effects
+        self.known: dict[int, tuple[Any, list[Any]]] = {}
+
+        def record(v: Any) -> None:
+            if not isinstance(v, LazyVariableTracker):
+                self.known[id(v)] = v, self._parts(v)
+
+        side = self.side
+        roots: list[Any] = [list(side.id_to_variable.values()), list(side.store_attr_mutations)]
+        roots += [list(attributes.values()) for attributes in side.store_attr_mutations.values()]
+        frame = tx
+        while frame is not None:
+            roots += [list(frame.symbolic_locals.values()), list(frame.stack)]
+            frame = getattr(frame, "parent", None)
+        base.VariableTracker.visit(record, roots)
+
+    def _parts(self, v: Any) -> list[Any]:
+        """Fields, and what their containers hold; of objects with attributes those that were set, since their
+        other fields are Dynamo's caches."""
+        parts: list[Any] = [*self.side.store_attr_mutations.get(v, {}).values()]
+        if isinstance(v.mutation_type, self.attributes):
+            return parts
+        generator = getattr(v, "inline_tracer", None)
+        if generator is not None:
+            parts += [generator.instruction_pointer, *generator.symbolic_locals.values()]
+        for fields in (vars(v), vars(v.mutation_type) if v.mutation_type else {}):
+            for name, value in fields.items():
+                if name == "source_location":  # where it was read first
+                    continue
+                parts.append(name)
+                if isinstance(value, list | tuple | deque):
+                    parts += value
+                elif isinstance(value, dict):
+                    parts += [*value.keys(), *value.values()]
+                else:
+                    parts.append(value)
+        return parts
+
+    def check(self, grown: dict[int, int]) -> None:
+        """grown: lists of which only the first items count."""
+        for v, before in self.known.values():
+            items = v.items if id(v) in grown else None
+            if items is not None:
+                v.items = items[: grown[id(v)]]
+            now = self._parts(v)
+            if items is not None:
+                v.items = items
+            if len(now) != len(before) or not all(map(_equal, before, now)):
+                raise Unproved(f"{_name(v)} changes where there are rows", advice.elsewhere(_name(v)))
+        for v in (*self.side.id_to_variable.values(), *self.side.store_attr_mutations):
+            new = id(v) not in self.known and isinstance(v.mutation_type, self.existing)
+            if new and self.side.is_modified(v):
+                raise Unproved(f"{_name(v)} changes where there are rows", advice.elsewhere(_name(v)))
+
+
+def _name(v: Any) -> str:
+    source = getattr(v, "source", None)
+    return f"`{source.name if isinstance(source.name, str) else source.name()}`" if source else "an object"
+
+
+def live(tx: Any, start: int, swallowing: bool) -> set[str]:
+    """The locals that may be read, from instruction `start` on, before they are written. swallowing: also if
+    a context manager ends an exception."""
+    instructions, indexof = tx.instructions, tx.indexof
+
+    def handled(inst: Any) -> bool:
+        handler = indexof[inst.exn_tab_entry.target]
+        return swallowing or all(i.opname != "WITH_EXCEPT_START" for i in instructions[handler : handler + 2])
+
+    def successors(i: int) -> Iterator[int]:
+        inst = instructions[i]
+        if inst.opcode in JUMP_OPCODES:
+            yield indexof[inst.target]
+        if inst.opcode not in TERMINAL_OPCODES:
+            yield i + 1
+        if inst.exn_tab_entry and handled(inst):
+            yield indexof[inst.exn_tab_entry.target]
+
+    found: list[set[str]] = [set() for _ in instructions]
+    changed = True
+    while changed:
+        changed = False
+        for i in reversed(range(len(instructions))):
+            inst = instructions[i]
+            now = set().union(*(found[j] for j in successors(i) if j < len(instructions)))
+            if inst.opcode in HASLOCAL:
+                # Python 3.13 has instructions with two names: taken as reads of both.
+                if isinstance(inst.argval, str) and inst.opname.startswith("STORE"):
+                    now.discard(inst.argval)
+                else:
+                    now.update([inst.argval] if isinstance(inst.argval, str) else inst.argval)
+            elif inst.opcode in HASFREE:
+                now.add(inst.argval)
+            changed |= now != found[i]
+            found[i] = now
+    return found[start]
+
+
+def replay(nodes: Sequence[fx.Node], nothing: Nothing, output: Any) -> set[Any]:
+    """Runs Dynamo's `nodes` on fake tensors without rows, and raises Unproved unless nothing comes of it.
+    Returns the sizes that are 0."""
+    env: dict[fx.Node, Any] = {}
+    watch = _Watch()
+    sizes, masks = set(nothing.sizes), set(nothing.masks)
+
+    def emptied(node: fx.Node) -> Any:
+        return fx.node.map_aggregate(example(node), lambda v: _emptied(v, sizes))
+
+    def argument(node: fx.Node) -> Any:
+        if node not in env:
+            env[node] = emptied(node)
+            watch.keep(env[node], node in masks)
+        return env[node]
+
+    with output.fake_mode, enable_python_dispatcher(), watch, output.shape_env.suppress_guards():
+        for node in nodes:
+            if torch.is_grad_enabled() and _needs_gradient(example(node)):
+                raise Unproved(
+                    "gradients are asked for, and experts without rows have none", advice.NO_GRADIENTS
+                )
+            if _selects_by(node, masks):
+                sizes |= _data_sizes(node) - _data_sizes(node.args[0])
+                env[node] = emptied(node)
+                continue
+            if called(node) == "split" and not sizes.isdisjoint(_data_sizes(node)):  # views of some rows each
+                env[node] = emptied(node)
+                watch.keep(env[node], False)
+                continue
+            if node.meta.get("unbacked_bindings"):
+                raise Unproved(f"{called(node)} has a size that only the data knows", advice.SIZES)
+            args, kwargs = fx.node.map_arg((node.args, node.kwargs), argument)
+            if node.op == "call_function" and node.target not in _EFFECTS:
+                env[node] = node.target(*args, **kwargs)  # type: ignore[operator]
+            elif node.op == "call_method":
+                env[node] = getattr(args[0], str(node.target))(*args[1:], **kwargs)
+            else:
+                raise Unproved(f"{called(node)} may do more than compute", advice.ALL_RUN)
+            same = called(node) in (*SAME_ELEMENTS, "bool", "any") and node.args and node.args[0] in masks
+            if same or nothing.is_row(node):
+                masks.add(node)
+                watch.keep(env[node], True)
+    return sizes
+
+
+# An assignment to elements is watched.
+_EFFECTS = fx.node._side_effectful_functions - {operator.setitem}
+
+
+def _selects_by(node: fx.Node, masks: set[fx.Node]) -> bool:
+    """Whether the elements that `node` chooses are those where one of `masks` is set."""
+    if called(node) in ("where", "nonzero"):
+        return len(node.args) == 1 and node.args[0] in masks
+    if called(node) != "getitem":
+        return False
+    index = node.args[1]
+    tensors = [i for i in (index if isinstance(index, tuple) else (index,)) if isinstance(i, fx.Node)]
+    if masks.isdisjoint(tensors):
+        return False
+    if len(tensors) > 1:
+        raise Unproved("a mask is one of several indices", advice.SIZES)
+    return True
+
+
+def _data_sizes(node: fx.Node) -> set[Any]:
+    tensors = torch.utils._pytree.tree_leaves(example(node))
+    return set().union(*(free_unbacked_symbols(t) for t in tensors))
+
+
+def _needs_gradient(value: Any) -> bool:
+    if isinstance(value, list | tuple):
+        return any(map(_needs_gradient, value))
+    return isinstance(value, Tensor) and value.requires_grad
+
+
+def _emptied(value: Any, sizes: set[Any]) -> Any:
+    if isinstance(value, Tensor):
+        shape = [_emptied(size, sizes) for size in value.shape]
+        return value if _all_same(shape, value.shape) else value.new_empty(shape)
+    if isinstance(value, torch.SymInt | torch.SymBool | torch.SymFloat):
+        expr = value.node.expr
+        if not sizes.isdisjoint(expr.free_symbols):
+            expr = expr.subs(dict.fromkeys(sizes, 0))
+            if expr.free_symbols:
+                raise Unproved(f"{value} is about more than one size", advice.SIZES)
+            return bool(expr) if isinstance(value, torch.SymBool) else int(expr)
+    return value
+
+
+_WRITES_AT = {
+    "aten::index_add_": "index", "aten::index_copy_": "index", "aten::index_fill_": "index",
+    "aten::index_put_": "indices", "aten::_index_put_impl_": "indices",
+    "aten::scatter_": "index", "aten::scatter_add_": "index", "aten::scatter_reduce_": "index",
+}  # fmt: skip
+
+
+class _Watch(TorchDispatchMode):
+    """Lets only through what computes, or writes to what was made under it, or writes nothing at all."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.outer: dict[int, Any] = {}
+        self.empty_masks: list[Tensor] = []
+
+    def keep(self, values: Any, empty_mask: bool) -> None:
+        """`values` came from outside."""
+        if empty_mask:
+            self.empty_masks.append(values)
+        for v in torch.utils._pytree.tree_leaves(values):
+            if isinstance(v, Tensor):
+                storage = v.untyped_storage()
+                self.outer[storage._cdata] = storage
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        if torch.Tag.nondeterministic_seeded in func.tags:
+            raise Unproved(f"{func} draws random numbers", advice.NO_RANDOM)
+        if torch.Tag.inplace_view in func.tags:
+            raise Unproved(f"{func} changes a tensor's shape", advice.NO_SHAPES)
+        schema = func._schema
+        named = {a.name: v for a, v in zip(schema.arguments, args)} | kwargs
+        at = torch.utils._pytree.tree_leaves(named.get(_WRITES_AT.get(schema.name, "")))
+        if any(index is mask for index in at for mask in self.empty_masks):
+            return args[0]
+        if not any(isinstance(index, Tensor) and _no_elements(index) for index in at):
+            for argument in schema.arguments:
+                if argument.alias_info is not None and argument.alias_info.is_write:
+                    written = torch.utils._pytree.tree_leaves(named.get(argument.name))
+                    if not all(map(self._own, written)):
+                        raise Unproved(f"{func} writes to a tensor that is read later", advice.OWN_TENSOR)
+        return func(*args, **kwargs)
+
+    def _own(self, t: Any) -> bool:
+        return not isinstance(t, Tensor) or t.untyped_storage()._cdata not in self.outer or _no_elements(t)
+
+
+def _no_elements(t: Tensor) -> bool:
+    return statically_known_true(t.numel() == 0)

@@ -1,0 +1,192 @@
+"""Tensors that Dynamo traces and whose value is known: the number of an expert, and what is computed of it.
+
+A loop over the experts that are hit is traced over all experts (`hits.py`). Its variable stays the tensor
+that it is, but its value is known, so what Python asks of it has an answer: `t.item()`, `int(t)`,
+`experts[t]` of a list, `f"expert_{t[0]}"`, `if t == 3`. Where it indexes a tensor, the index becomes a number
+or a slice, which says the same and can be read in the graph.
+"""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor, fx, nn
+from torch.utils._python_dispatch import _disable_current_modes
+
+from .traced_nodes import called, example, since, writes_to
+
+_VALUE = "fp4_known"
+"""In the meta of a node: its value, on the CPU. On Dynamo's output: there are such nodes."""
+
+_COMPUTED = {
+    "getitem", "squeeze", "unsqueeze", "view", "reshape", "flatten", "clone", "contiguous", "detach",
+    "long", "int", "eq", "ne", "lt", "le", "gt", "ge", "add", "sub", "mul", "floordiv", "mod",
+}  # fmt: skip
+
+
+def create(tx: Any, number: int, like: Tensor) -> Any:
+    """A variable of Dynamo's: an element of `like` [n], or a row of `like` [n, 1], that is `number`."""
+    from torch._dynamo.variables.builder import wrap_fx_proxy
+
+    shape = tuple(1 for _ in like.shape[1:])
+    settings = {"dtype": like.dtype, "device": like.device}
+    v = wrap_fx_proxy(tx, tx.output.create_proxy("call_function", torch.full, (shape, number), settings))
+    v.as_proxy().node.meta[_VALUE] = torch.full(shape, number, dtype=like.dtype)
+    vars(tx.output)[_VALUE] = True
+    return v
+
+
+def value(v: Any) -> Tensor | None:
+    """The value of a variable of Dynamo's, if it is known."""
+    from torch._dynamo.variables.tensor import TensorVariable
+
+    return _value(v.as_proxy().node) if isinstance(v, TensorVariable) else None
+
+
+def _value(node: fx.Node) -> Tensor | None:
+    found = node.meta.get(_VALUE)
+    if found is None and called(node) in _COMPUTED and not node.kwargs:
+        args = [_value(a) if isinstance(a, fx.Node) else a for a in node.args]
+        if not any(isinstance(a, Tensor) for a in args) or any(a is None for a in args):
+            return None
+        of = args[0]
+        method = node.op == "call_method"
+        found = getattr(of, str(node.target))(*args[1:]) if method else node.target(*args)  # type: ignore[operator]
+    if found is not None and writes_to([node], since(node)):
+        return None
+    return found
+
+
+def number(v: Any) -> int | bool | None:
+    """Its value as Python's number, if it is known and one."""
+    known = value(v)
+    return known.item() if known is not None and known.numel() == 1 else None
+
+
+def number_of(node: fx.Node) -> Any:
+    """The number that a node is, if it is known and one; also while others are fake."""
+    with _disable_current_modes():
+        known = _value(node)
+        return known.item() if known is not None and known.numel() == 1 else None
+
+
+def _constant(number: Any) -> Any:
+    from torch._dynamo.variables import ConstantVariable
+
+    return ConstantVariable.create(number)
+
+
+# --- what wraps Dynamo's handlers of opcodes ---
+
+Handler = Callable[[Any, Any], None]
+
+
+def formats(method: Handler) -> Handler:
+    """`f"{t}"` of a tensor without dimensions is its number's."""
+
+    def format_value(tx: Any, inst: Any) -> None:
+        with_spec = inst.opname == "FORMAT_WITH_SPEC" or (inst.opname == "FORMAT_VALUE" and inst.arg & 4)
+        converted = inst.opname == "FORMAT_VALUE" and inst.arg & 3
+        at = -2 if with_spec else -1
+        known = value(tx.stack[at]) if _VALUE in vars(tx.output) and not converted else None
+        if known is not None and known.dim() == 0:
+            tx.stack[at] = _constant(known.item())
+        method(tx, inst)
+
+    return format_value
+
+
+def subscripts(method: Handler) -> Handler:
+    def subscript(tx: Any, inst: Any) -> None:
+        if _VALUE in vars(tx.output):
+            x, index = (v.realize() for v in tx.stack[-2:])
+            found = _subscript(tx, x, index)
+            if found is not None:
+                tx.popn(2)
+                tx.push(found)
+                return
+        method(tx, inst)
+
+    return subscript
+
+
+def _subscript(tx: Any, x: Any, index: Any) -> Any:
+    """`x[index]`, with numbers or slices instead of known tensors; None where there is nothing to do."""
+    from torch._dynamo.variables import BuiltinVariable, TupleVariable
+    from torch._dynamo.variables.tensor import TensorVariable
+
+    several = isinstance(index, TupleVariable)
+    items = [v.realize() for v in index.items] if several else [index]
+    numbers = {at: number(v) for at, v in enumerate(items)}
+    numbers = {at: n for at, n in numbers.items() if type(n) is int}
+    if not numbers:
+        return None
+    if not isinstance(x, TensorVariable):
+        if several or not issubclass(_type(x), _SEQUENCES):
+            return None
+        return BuiltinVariable(operator.getitem).call_function(tx, [x, _constant(numbers[0])], {})
+    rows = [at for at in numbers if example(items[at].as_proxy().node).dim() == 1]
+    others = [at for at, v in enumerate(items) if isinstance(v, TensorVariable) and at not in numbers]
+    dims = {example(items[at].as_proxy().node).dim() for at in others}
+    masks = any(example(items[at].as_proxy().node).dtype in (torch.bool, torch.uint8) for at in others)
+    if rows and others:
+        # One index for all of them: known ones are repeated, if they are beside each other.
+        together = sorted([*rows, *others])
+        if dims != {1} or masks or together != list(range(together[0], together[-1] + 1)):
+            return None
+    elif len(rows) > 1 or any(example(items[at].as_proxy().node).dim() > 1 for at in numbers):
+        return None
+    copies = bool(rows) and not others
+    for at, n in numbers.items():
+        items[at] = _slice(n) if at in rows and copies else _constant(n)
+    key = TupleVariable(items) if several else items[0]
+    found = BuiltinVariable(operator.getitem).call_function(tx, [x, key], {})
+    return found.call_method(tx, "clone", [], {}) if copies else found  # an index copies, a slice is a view
+
+
+_SEQUENCES = (list, tuple, nn.ModuleList, nn.Sequential, nn.ParameterList)
+"""What takes such an index as a number."""
+
+
+def _type(v: Any) -> type:
+    try:
+        found = v.python_type()
+    except Exception:  # of what Dynamo cannot say
+        return object
+    return found if isinstance(found, type) else object
+
+
+def _slice(n: int) -> Any:
+    from torch._dynamo.variables.lists import SliceVariable
+
+    items = [_constant(n), _constant(n + 1), _constant(None)]
+    try:
+        return SliceVariable(items)
+    except TypeError:  # newer ones want to know where
+        return SliceVariable(items, None)
+
+
+# --- what wraps methods of Dynamo's variables of tensors ---
+
+
+def numbers(method: Callable[..., Any]) -> Callable[..., Any]:
+    """`t.item()`, `int(t)`, `operator.index(t)`."""
+
+    def as_number(self: Any, tx: Any, *args: Any, **kwargs: Any) -> Any:
+        found = number(self) if _VALUE in vars(tx.output) and not args and not kwargs else None
+        return _constant(found) if found is not None else method(self, tx, *args, **kwargs)
+
+    return as_number
+
+
+def index_of(method: Callable[..., Any]) -> Callable[..., Any]:
+    """`operator.index(t)`, where Dynamo's builtin functions answer it."""
+
+    def index(self: Any, tx: Any, arg: Any) -> Any:
+        found = number(arg.realize()) if _VALUE in vars(tx.output) else None
+        return _constant(found) if type(found) is int else method(self, tx, arg)
+
+    return index

@@ -1,0 +1,243 @@
+"""Experts that are in no graph: said once, after a compiled model's first call, or an error with "strict".
+
+A backend sees graphs, one at a time. Where Dynamo leaves a loop over experts to Python, none of them has
+experts, and there is nothing to report; so the model is looked at when its call is over. Said are parameters
+that look like experts': several of one shape, one of them leading back to where another came from, and a name
+or a router that tells. None of them runs in 4 bits, nothing was reported of any graph of the call, and they
+cannot have been left unused: a graph had them as inputs, or Dynamo broke or skipped one in that call.
+"""
+
+from __future__ import annotations
+
+import itertools
+import logging
+import re
+import sys
+import threading
+import weakref
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+import torch
+from torch import nn
+from torch._dynamo.utils import counters
+from torch.utils._python_dispatch import is_traceable_wrapper_subclass
+
+from ..report import Frame
+from ..weights.packed import packed_ids
+from .breaks import breaks_since, known_breaks, told
+
+log = logging.getLogger("fp4_ops")
+
+CHANGE = (
+    "fp4_ops.explain(model, *inputs) says which line keeps them out and what to write instead; "
+    "fp4_ops.prepare(model) needs no graph, where the experts are of transformers' kind"
+)
+_EXPERTS = re.compile(r"expert", re.IGNORECASE)
+_SHARED = re.compile(r"shared", re.IGNORECASE)
+_ROUTER = re.compile(r"router|gate|gating|switch|route", re.IGNORECASE)
+
+
+# --- parameters that look like experts ---
+
+
+def expert_parameters(model: nn.Module) -> dict[str, list[nn.Parameter]]:
+    """Name of a module with experts -> their matrices; empty for a dense or a prepared model."""
+    found = {}
+    for name, module in model.named_modules():
+        for path, experts in ((name, [module]), *_lists(name, module)):
+            weights = _stacked(module) if path == name else _of_each(experts)
+            if not weights or _SHARED.search(path):
+                continue
+            count = weights[0].shape[0] if path == name else len(experts)
+            if _EXPERTS.search(path) or _has_router(model, path, module, count):
+                found[path or type(model).__name__] = weights
+    return found
+
+
+def _lists(name: str, module: nn.Module) -> Iterator[tuple[str, list[nn.Module]]]:
+    for child, values in module.named_children():
+        if isinstance(values, (nn.ModuleList, nn.ModuleDict)):
+            each = list(values.values() if isinstance(values, nn.ModuleDict) else values)
+            yield f"{name}.{child}" if name else child, each
+
+
+def _matrices(module: nn.Module, recurse: bool, dims: int) -> list[nn.Parameter]:
+    return [
+        p
+        for p in module.parameters(recurse=recurse)
+        if p.dim() == dims
+        and p.is_floating_point()
+        and p.itemsize > 1
+        and not is_traceable_wrapper_subclass(p)
+    ]
+
+
+def _undone(weights: Sequence[nn.Parameter]) -> bool:
+    """Whether one of these matrices leads back to where another, maybe gate and up in one, came from."""
+
+    def back(a: Sequence[int], b: Sequence[int]) -> bool:
+        return (a[1] == b[0] and a[0] in (b[1], 2 * b[1])) or (a[0] == b[1] and a[1] in (b[0], 2 * b[0]))
+
+    return any(back(a.shape[-2:], b.shape[-2:]) for a, b in itertools.permutations(weights, 2))
+
+
+def _stacked(module: nn.Module) -> list[nn.Parameter]:
+    weights = _matrices(module, False, 3)
+    same = [w for w in weights if w.shape[0] == weights[0].shape[0] > 1]
+    return same if len(same) > 1 and _undone(same) else []
+
+
+def _of_each(experts: list[nn.Module]) -> list[nn.Parameter]:
+    own = [_matrices(e, True, 2) for e in experts]
+    shapes = {tuple(tuple(w.shape) for w in weights) for weights in own}
+    alike = len(own) > 1 and len(shapes) == 1 and len({type(e) for e in experts}) == 1
+    return (
+        [w for weights in own for w in weights] if alike and 2 <= len(own[0]) <= 4 and _undone(own[0]) else []
+    )
+
+
+def _has_router(model: nn.Module, path: str, module: nn.Module, count: int) -> bool:
+    """Whether a matrix with a row for each expert stands beside them."""
+    parent = path.rpartition(".")[0]
+    for holder in (module, model.get_submodule(parent)):
+        for name, p in holder.named_parameters():
+            if name.count(".") <= 1 and p.dim() == 2 and count in p.shape and _ROUTER.search(name):
+                return True
+    return False
+
+
+# --- calls ---
+
+
+class Watch:
+    """The first calls of one compiled callable, until one is over that Dynamo compiled something for."""
+
+    def __init__(self, context: Any, model: nn.Module, strict: bool) -> None:
+        self._context, self._strict = context, strict
+        self._model = weakref.ref(model)
+        self.silent = False
+        self.inputs: set[int] = set()
+
+    def enter(self) -> Callable[[], None]:
+        if _waits(self._model()):
+            return _nothing
+        self.silent, self.inputs = False, set()
+        before, known = _frames(), known_breaks()
+        _stack().append(self)
+        return lambda: self._exit(before, known)
+
+    def note(self, frame: Frame, inputs: Sequence[Any], looks_like_experts: bool, strict: bool) -> None:
+        self._strict = self._strict or strict
+        self.silent = self.silent or bool(frame.sites) or bool(frame.note and looks_like_experts)
+        self.inputs |= {id(x) for x in inputs if isinstance(x, nn.Parameter)}
+
+    def _exit(self, before: tuple[int, int], known: list[Any]) -> None:
+        stack = _stack()
+        if self in stack:
+            del stack[stack.index(self) :]
+        model, (total, captured) = self._model(), _frames()
+        if sys.exc_info()[1] is not None or total == before[0]:
+            return
+        if self.enter in self._context.enter_exit_hooks:
+            self._context.enter_exit_hooks.remove(self.enter)
+        broken = breaks_since(known)
+        if model is None or (self.silent and not self._strict):
+            return
+        in_python = bool(broken) or total - before[0] > captured - before[1]
+        found, done = expert_parameters(model), packed_ids()
+        left = {
+            name: weights
+            for name, weights in found.items()
+            if not any(id(w) in done for w in weights)
+            and (in_python or any(id(w) in self.inputs for w in weights))
+        }
+        if not left or (not self._strict and len(left) < len(found)):
+            return
+        text = _told(left, [told(b) for b in broken], len(found))
+        if self._strict:
+            raise RuntimeError(f"fp4: strict=True, but not all experts run in 4 bits. {text}")
+        log.warning("%s", text)
+
+
+def _told(left: dict[str, list[nn.Parameter]], breaks: list[str], all_of_them: int) -> str:
+    names = [f"{name} ({len(weights)} parameters of {weights[0].dtype})" for name, weights in left.items()]
+    shown = ", ".join(names[:4]) + (f", and {len(names) - 4} more" if len(names) > 4 else "")
+    what = "nothing was rewritten, yet" if len(left) == all_of_them else "in no graph that was rewritten:"
+    lines = [f"{what} these parameters look like experts: {shown}"]
+    lines += [f"  graph break: {why}" for why in dict.fromkeys(breaks[:4])]
+    return "\n".join([*lines, f"  change: {CHANGE}"])
+
+
+_local = threading.local()
+
+
+def _stack() -> list[Watch]:
+    if not hasattr(_local, "stack"):
+        _local.stack = []
+    return _local.stack
+
+
+def note(frame: Frame, inputs: Sequence[Any], looks_like_experts: bool, strict: bool) -> None:
+    """What the backend found in one graph."""
+    for watch in _stack():
+        watch.note(frame, inputs, looks_like_experts, strict)
+
+
+def _frames() -> tuple[int, int]:
+    return counters["frames"]["total"], counters["frames"]["ok"]
+
+
+def _waits(model: nn.Module | None) -> bool:
+    """Whether nothing can be concluded from this call."""
+    from torch._dynamo import eval_frame
+
+    stance = getattr(getattr(eval_frame, "_stance", None), "stance", "default")
+    loads = getattr(torch._dynamo.config, "caching_precompile", False)
+    if model is None or stance != "default" or loads or torch.compiler.is_compiling():
+        return True
+    return torch.is_grad_enabled() and any(p.requires_grad for p in model.parameters())
+
+
+def _nothing() -> None:
+    pass
+
+
+# --- Dynamo ---
+
+
+def watch_calls(method: Callable[..., Any]) -> Callable[..., Any]:
+    """For OptimizeContext.__call__, which wraps what is compiled."""
+
+    def call(self: Any, fn: Any) -> Any:
+        compiled = method(self, fn)
+        backend, options = _backend_of(self)
+        model = _model_of(fn)
+        hooks = getattr(self, "enter_exit_hooks", None)
+        ours = getattr(backend, "sees_through_branches", False) and getattr(backend, "watched", True)
+        if ours and model is not None and hooks is not None:
+            hooks.append(Watch(self, model, options.get("strict") is True).enter)
+        return compiled
+
+    return call
+
+
+def _backend_of(context: Any) -> tuple[Any, dict[str, Any]]:
+    """Whose backend, and its options."""
+    backend, options = context.callback, {}
+    for name in ("_torchdynamo_orig_backend", "compiler_fn"):
+        while hasattr(backend, name):
+            backend = getattr(backend, name)
+            options = getattr(backend, "kwargs", {}).get("options") or options
+    return backend, dict(options)
+
+
+_WHOLE = ("forward", "__call__", "_call_impl", "_wrapped_call_impl")
+
+
+def _model_of(fn: Any) -> nn.Module | None:
+    """The module that a call runs as a whole; a method of it may run a part."""
+    if isinstance(fn, nn.Module):
+        return None  # wrapped once more, by its method
+    owner = getattr(fn, "__self__", None)
+    return owner if isinstance(owner, nn.Module) and getattr(fn, "__name__", "") in _WHOLE else None

@@ -1,0 +1,403 @@
+"""How many rows each expert has, as Python's numbers, and what programs do with them.
+
+`counts.tolist()` is captured for `rows.split(counts)`. So are slices `rows[start : start + n]` whose bounds
+add such numbers up: they are the parts of `rows.split(counts)`, if there are as many rows as were counted.
+`counts.numpy()`, of which a program only takes one number after the other, stands for the list. Where such
+numbers stay tensors (`for n in counts:`, `ends = counts.cumsum(0)`), what Python asks of them is answered by
+the same numbers (`number_of`).
+"""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import fx
+from torch._dynamo.exc import Unsupported
+from torch.fx.experimental.symbolic_shapes import (
+    GuardOnDataDependentSymNode,
+    is_concrete_int,
+    statically_known_true,
+)
+
+from .branches import wanted
+from .bytecode import only_iterates
+from .empty_rows import Counted, counted, number, numbers
+from .hit_experts import chosen_from
+from .traced_nodes import called, example, named, same_elements, since, writes_to
+
+
+def as_numbers(method: Callable[..., Any]) -> Callable[..., Any]:
+    """`tolist()` of how many rows each expert has is captured; any other is not.
+
+    With CAPTURE Dynamo captures `torch.bincount(ids)`, and then fails in the conversion of a list whose
+    length is unknown instead of breaking the graph: a model that compiles under Inductor would not under this
+    backend.
+    """
+
+    def tolist(self: Any, tx: Any, *args: Any, **kwargs: Any) -> Any:
+        mode, node = tx.output.fake_mode, self.as_proxy().node
+        counts = wanted(tx.output) and _are_counts(node)
+        allowed = mode.allow_scalar_outputs
+        mode.allow_scalar_outputs = allowed or counts
+        try:
+            numbers = method(self, tx, *args, **kwargs)
+        except GuardOnDataDependentSymNode:
+            raise Unsupported("Tensor.tolist() of as many numbers as only the data knows") from None
+        finally:
+            mode.allow_scalar_outputs = allowed
+        total = _total(node) if counts else None
+        if total is not None:
+            counted(tx.output).append(Counted(list(numbers.items), total))
+        return numbers
+
+    return tolist
+
+
+def number_of(tx: Any, v: Any) -> Any:
+    """The number of Python's that a tensor without dimensions is, if that is how many rows one or several
+    experts have together, or whether that is 0."""
+    from torch._dynamo.variables.tensor import TensorVariable
+
+    if not isinstance(v, TensorVariable) or not wanted(tx.output):
+        return None
+    x = example(v.as_proxy().node)
+    return _number(tx, v.as_proxy().node) if isinstance(x, torch.Tensor) and x.dim() == 0 else None
+
+
+def _number(tx: Any, node: fx.Node) -> Any:
+    from torch._dynamo.variables import BuiltinVariable, ConstantVariable
+
+    known = numbers(tx.output)
+    if node in known or writes_to([node], since(node)):
+        return known.get(node)
+    found, operation = None, _OPERATIONS.get(called(node).strip("_"))
+    element = named(node, ("getitem",), ("input", "item"))
+    if type(element.get("item")) is int:
+        elements = _elements(tx, element["input"])
+        found = elements[element["item"]] if elements is not None else None
+    elif operation is not None and len(node.args) == 2 and not node.kwargs:
+        of = [_number(tx, a) if isinstance(a, fx.Node) else a for a in node.args]
+        of = [ConstantVariable.create(a) if type(a) is int else a for a in of]
+        if not any(a is None or isinstance(a, float) for a in of):
+            found = BuiltinVariable(operation).call_function(tx, of, {})
+    if found is not None:
+        known[node] = found
+    return found
+
+
+_OPERATIONS = {name: getattr(operator, name) for name in ("add", "sub", "eq", "ne", "gt", "ge", "lt", "le")}
+
+
+def _elements(tx: Any, node: fx.Node) -> list[Any] | None:
+    """The numbers in a tensor of one dimension: counts, their sums up to each expert, and these after a 0."""
+    from torch._dynamo.variables import BuiltinVariable, ConstantVariable
+    from torch._dynamo.variables.builder import wrap_fx_proxy
+
+    if example(node).dim() != 1 or writes_to([node], since(node)):
+        return None
+    name, known = called(node), numbers(tx.output)
+    if node in known:
+        return known[node]
+    found = None
+    if _are_counts(node) and (total := _total(node)) is not None:
+        mode, proxy = tx.output.fake_mode, fx.Proxy(node, tx.output.current_tracer)
+        allowed, mode.allow_scalar_outputs = mode.allow_scalar_outputs, True
+        try:
+            found = [wrap_fx_proxy(tx, proxy[e].item()) for e in range(example(node).shape[0])]
+        finally:
+            mode.allow_scalar_outputs = allowed
+        counted(tx.output).append(Counted(found, total))
+    elif (
+        name in ("to", "long", "int", "cpu", "clone", "contiguous") and not example(node).is_floating_point()
+    ):
+        before = node.args[0] if node.args else None
+        found = _elements(tx, before) if isinstance(before, fx.Node) else None
+    elif name == "cumsum" and named(node, ("cumsum",), ("input", "dim")).get("dim") in (0, -1):
+        parts = _elements(tx, node.args[0])
+        if parts is not None:
+            found = parts[:1]
+            for part in parts[1:]:
+                found.append(BuiltinVariable(operator.add).call_function(tx, [found[-1], part], {}))
+    elif name in ("cat", "concat") and named(node, ("cat", "concat"), ("tensors", "dim")).get("dim", 0) in (
+        0,
+        -1,
+    ):
+        joined = [_elements(tx, n) for n in node.args[0]]
+        found = [n for part in joined for n in part] if None not in joined else None  # type: ignore[union-attr]
+    elif name in _ZEROS and example(node).shape == (1,):
+        found = [ConstantVariable.create(0)]
+    if found is not None:
+        known[node] = found
+    return found
+
+
+_INTEGERS = (torch.int32, torch.int64)
+
+
+def asks_for_numbers(method: Callable[[Any, Any], None]) -> Callable[[Any, Any], None]:
+    """`if n == 0:`, of a number of rows that is a tensor."""
+
+    def jump(tx: Any, inst: Any) -> None:
+        asked = number_of(tx, tx.stack[-1])
+        if asked is not None:
+            tx.stack[-1] = asked
+        method(tx, inst)
+
+    return jump
+
+
+def as_number(method: Callable[..., Any]) -> Callable[..., Any]:
+    """`n.item()`, which slices ask for, too."""
+
+    def item(self: Any, tx: Any, *args: Any, **kwargs: Any) -> Any:
+        found = number_of(tx, self) if not args and not kwargs else None
+        return found if found is not None else method(self, tx, *args, **kwargs)
+
+    return item
+
+
+def as_array(method: Callable[..., Any]) -> Callable[..., Any]:
+    def numpy(self: Any, tx: Any, *args: Any, **kwargs: Any) -> Any:
+        if not args and not kwargs and wanted(tx.output) and only_iterates(tx):
+            node = self.as_proxy().node
+            if _are_counts(node) and _total(node) is not None:
+                return self.call_method(tx, "tolist", [], {})
+        return method(self, tx, *args, **kwargs)
+
+    return numpy
+
+
+def _expert(tx: Any, rows: Any, start: Any, stop: Any) -> tuple[Counted, int] | None:
+    """Whose rows `rows[start:stop]` of Dynamo's variables are, if these are one expert's."""
+    from torch._dynamo.variables import TensorVariable
+
+    known = counted(tx.output)
+    if not known or not isinstance(rows, TensorVariable):
+        return None
+    at = [number(v) for v in (start, stop)]
+    x = example(rows.as_proxy().node)
+    if None in at or not isinstance(x, torch.Tensor) or not x.dim():
+        return None
+    for counts in known:
+        expert = counts.between(*at)
+        if expert is not None and statically_known_true(x.shape[0] == counts.total):
+            return counts, expert
+    return None
+
+
+def _part(tx: Any, rows: Any, start: Any, stop: Any) -> Any:
+    """`rows[start:stop]` of Dynamo's variables, if these are one expert's."""
+    from torch._dynamo.variables import ListVariable
+    from torch._dynamo.variables.base import ValueMutationNew
+
+    found = _expert(tx, rows, start, stop)
+    if found is None:
+        return None
+    counts, expert = found
+    node = rows.as_proxy().node
+    if node not in counts.parts:
+        sizes = ListVariable(list(counts.numbers), mutation_type=ValueMutationNew())
+        counts.parts[node] = rows.call_method(tx, "split", [sizes], {}).items
+    return counts.parts[node][expert]
+
+
+def subscripts(method: Callable[[Any, Any], None]) -> Callable[[Any, Any], None]:
+    """`rows[start:stop]`, a slice in one variable."""
+    from torch._dynamo.variables.lists import SliceVariable
+
+    def subscript(tx: Any, inst: Any) -> None:
+        rows, at = (v.realize() for v in tx.stack[-2:]) if counted(tx.output) else (None, None)
+        found = None
+        if (
+            isinstance(at, SliceVariable)
+            and at.items[2].is_python_constant()
+            and at.items[2].as_python_constant() in (None, 1)
+        ):
+            found = _part(tx, rows, *at.items[:2])
+        if found is None:
+            return method(tx, inst)
+        tx.popn(2)
+        tx.push(found)
+
+    return subscript
+
+
+def slices(method: Callable[[Any, Any], None]) -> Callable[[Any, Any], None]:
+    """The same from Python 3.12 on, with a slice in two."""
+
+    def slice_(tx: Any, inst: Any) -> None:
+        found = _part(tx, *(v.realize() for v in tx.stack[-3:])) if counted(tx.output) else None
+        if found is None:
+            return method(tx, inst)
+        tx.popn(3)
+        tx.push(found)
+
+    return slice_
+
+
+def stores(method: Callable[[Any, Any], None]) -> Callable[[Any, Any], None]:
+    """`rows[start:stop] = y`, with a slice in one variable or, from Python 3.12 on, in two. When the rows of
+    all experts are written, they are once more, joined: that can be read in the graph."""
+    from torch._dynamo.variables.lists import SliceVariable
+
+    def store(tx: Any, inst: Any) -> None:
+        in_two, at = inst.opname == "STORE_SLICE", []
+        if counted(tx.output):
+            y, rows, *at = (v.realize() for v in tx.stack[-4 if in_two else -3 :])
+            if not in_two and isinstance(at[0], SliceVariable):
+                step = at[0].items[2]
+                whole = step.is_python_constant() and step.as_python_constant() in (None, 1)
+                at = at[0].items[:2] if whole else at
+        method(tx, inst)
+        found = _expert(tx, rows, *at) if len(at) == 2 else None
+        if found is not None:
+            _join_when_complete(tx, *found, rows, y)
+
+    return store
+
+
+def _join_when_complete(tx: Any, counts: Counted, expert: int, rows: Any, y: Any) -> None:
+    from torch._dynamo.variables import ListVariable, TensorVariable, TorchInGraphFunctionVariable
+    from torch._dynamo.variables.base import ValueMutationNew
+
+    node = rows.as_proxy().node
+    write = next(iter(reversed(node.graph.nodes)))
+    written = counts.written.setdefault(node, {})
+    written[expert] = y, write
+    if len(written) < len(counts.numbers) or not all(
+        isinstance(y, TensorVariable) for y, _ in written.values()
+    ):
+        return
+    shape, writes = example(node).shape, {write for _, write in written.values()}
+    for e, (y, write) in written.items():
+        x = example(y.as_proxy().node)
+        like = x.dim() == len(shape) and x.dtype == example(node).dtype
+        sizes = zip(x.shape, (counts.numbers[e].sym_num, *shape[1:]))
+        if not like or not all(statically_known_true(m == n) for m, n in sizes):
+            return
+        if writes_to([y.as_proxy().node], since(write)):
+            return
+    first = next(n for n in node.graph.nodes if n in writes)
+    if writes_to([node], (n for n in since(first) if n not in writes)):
+        return
+    parts = ListVariable([written[e][0] for e in range(len(written))], mutation_type=ValueMutationNew())
+    joined = TorchInGraphFunctionVariable(torch.cat).call_function(tx, [parts], {})
+    rows.call_method(tx, "copy_", [joined], {})
+
+
+# --- which tensors are counts ---
+
+
+def _source(node: fx.Node) -> list[fx.Node]:
+    """`node`, and what it has its elements from, on whatever device."""
+    chain = same_elements(node)
+    while called(chain[-1]) == "cpu":
+        chain += same_elements(chain[-1].args[0])
+    return chain
+
+
+def _are_counts(node: fx.Node) -> bool:
+    """Whether a tensor looks like the number of rows of each expert; whether it is one is proved later."""
+    source = _source(node)[-1]
+    binned = named(source, ("bincount",), ("input", "weights", "minlength"))
+    if binned:
+        experts = chosen_from(binned["input"])
+        if experts is not None and experts == binned.get("minlength"):
+            torch._check(example(source).shape[0] == experts)  # no id is larger
+    histogram = named(source, ("histc",), ("input", "bins", "min", "max"))
+    if histogram:  # of ids that are cast to floats: each is in a bin of its own
+        binned = _ids_of(histogram) is not None
+    shape = example(source).shape
+    marked = named(source, ("sum",), ("input", "dim")).get("input")
+    marks = called(same_elements(marked)[-1]) if marked is not None else ""
+    return bool(binned or marks in (*_MARKS, *_ZEROS)) and len(shape) == 1 and is_concrete_int(shape[0])
+
+
+_MARKS = ("one_hot", "scatter", "scatter_")
+_ZEROS = ("zeros", "new_zeros", "zeros_like")
+
+
+def _total(node: fx.Node) -> Any:
+    """How many rows there are in all, if that is certain."""
+    chain = _source(node)
+    source, ids = chain[-1], None
+    binned = named(source, ("bincount",), ("input", "weights", "minlength"))
+    summed = named(source, ("sum",), ("input", "dim"))
+    histogram = named(source, ("histc",), ("input", "bins", "min", "max"))
+    if binned and binned.get("weights") is None:
+        ids = binned["input"]
+    elif histogram:
+        ids = _ids_of(histogram)
+    elif "dim" in summed:
+        marks = same_elements(summed["input"])
+        dims = torch.utils._pytree.tree_leaves(summed["dim"])
+        rank = example(summed["input"]).dim()
+        if {d % rank for d in dims} == set(range(rank - 1)):
+            ids = named(marks[-1], ("one_hot",), ("input", "num_classes")).get("input")
+            if ids is not None:
+                chain += marks
+            elif rank == 2:
+                ids = _scattered(marks[-1])
+    if ids is None or writes_to(chain, since(chain[-1])):
+        return None
+    return example(ids).numel()
+
+
+def _ids_of(histogram: dict[str, Any]) -> fx.Node | None:
+    """The ids, chosen from as many experts as there are bins, that a histogram counts."""
+    ids = histogram["input"]
+    while called(ids) in ("float", "to", "view", "reshape", "flatten") and isinstance(ids.args[0], fx.Node):
+        ids = ids.args[0]
+    bins = histogram.get("bins")
+    whole = histogram.get("min") == 0 and type(bins) is int and histogram.get("max") in (bins - 1, bins)
+    return ids if whole and not example(ids).is_floating_point() and chosen_from(ids) == bins else None
+
+
+def _scattered(node: fx.Node) -> fx.Node | None:
+    """ids [T, k] if node is zeros [T, E] with a 1 put at each token's ids, which are distinct."""
+    put = _put(node)
+    zeros = put["input"] if put else node
+    if called(zeros) not in _ZEROS:
+        return None
+    later = list(since(zeros))
+    if not put or called(node).endswith("_"):  # in place
+        writers = [n for n in later if writes_to([zeros], [n])]
+        if len(writers) != 1:
+            return None
+        put = _put(writers[0])
+    elif writes_to([zeros, node], later):
+        return None
+    one = put.get("value", put.get("src"))
+    if put.get("dim") not in (1, -1) or type(one) not in (int, float) or one != 1:
+        return None
+    return put["index"] if _distinct(put["index"]) else None
+
+
+def _put(node: fx.Node) -> dict[str, Any]:
+    put = named(node, ("scatter",), ("input", "dim", "index", "src"))
+    return put or named(node, ("scatter",), ("input", "dim", "index", "value"))
+
+
+def _distinct(ids: fx.Node) -> bool:
+    """Whether the ids of a token, or some of them, were chosen by `topk` along the last dimension."""
+    node = ids
+    while True:
+        chain = same_elements(node)
+        sizes = {example(n).shape[-1] for n in chain}
+        whole = len(sizes) == 1 and all(map(is_concrete_int, sizes))
+        if not whole or any(called(n) in ("permute", "transpose") for n in chain):
+            return False
+        taken = named(chain[-1], ("getitem",), ("input", "item"))
+        at = taken.get("item")
+        if not all(isinstance(i, slice) for i in (at if isinstance(at, tuple) else (at,))):
+            break
+        node = taken["input"]
+    topk = named(taken.get("input"), ("topk",), _TOPK)
+    rank = example(chain[-1]).dim()
+    return bool(topk) and topk.get("dim", -1) in (-1, rank - 1) and chosen_from(ids) is not None
+
+
+_TOPK = ("input", "k", "dim", "largest", "sorted")

@@ -1,0 +1,1 @@
+"""Writes what was proved: one operator for a block, or single products."""

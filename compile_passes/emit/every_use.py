@@ -1,0 +1,216 @@
+"""Experts whose values have other users than the block: each product by itself, every one in 4 bits.
+
+The weights are packed as for the block (gate and up of an expert as one operand), so they are in 4 bits what
+they would be there. A product with one expert's matrix becomes `fp4::mm`, one with all experts'
+`fp4::grouped_mm_masked`.
+"""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from torch import fx
+
+from ...meta.layouts import preferred_layout
+from .. import advice
+from ..graph.nodes import aten, is_op, need, shape, value
+from ..index.reader import Reader
+from ..index.terms import Term
+from ..naming import location, module_path
+from ..recognise.mixture import Matrix, Mixture
+from ..report import Load, Site, hint
+from ..weights.prequantized import is_held
+from .batched import multiplied, put_back, read_batched
+from .linears import read_matrix
+from .mixture import packing, place
+
+fp4 = torch.ops.fp4
+FORM = "experts whose outputs have several users, each product by itself"
+
+
+@dataclass(frozen=True)
+class _Part:
+    """Where row `start + step r` of a parameter's matrix is: row `at + by r` of expert `expert`, r < n."""
+
+    operand: int
+    expert: int
+    start: int
+    step: int
+    n: int
+    at: int
+    by: int
+
+    def row(self, r: int) -> int | None:
+        own, rest = divmod(r - self.start, self.step)
+        return self.at + self.by * own if not rest and 0 <= own < self.n else None
+
+
+def write_every_use(
+    writer: Any, m: Mixture, reader: Reader, why: str, mutated: set[fx.Node], taken: set[fx.Node]
+) -> list[Site]:
+    """What became of the products with this mixture's weights; those in `taken` are others'."""
+    return _Products(writer, m, reader, mutated).run(why, taken)
+
+
+class _Products:
+    def __init__(self, writer: Any, m: Mixture, reader: Reader, mutated: set[fx.Node]) -> None:
+        self.w, self.m, self.reader = writer, m, reader
+        self.call = writer.call
+        parts: list[list[tuple[Matrix, ...]]] = [[b.up for b in m.branches], [(b.down,) for b in m.branches]]
+        like = parts[0][0][0].ref.node
+        for node in {p.ref.node for experts in parts for each in experts for p in each}:
+            need(not is_held(node), "a weight in 4 bits has other users", m.root, advice.EVERY_USE)
+        device, dtype, options = value(like).device.type, value(like).dtype, writer.options
+        shapes = {(p.n, p.k) for experts in parts for each in experts for p in each}
+        layout = preferred_layout(
+            device, *shapes, dtype=dtype, format=options.format, a_format=options.wanted
+        )
+        self.a_format, why = options.a_format(device, layout)
+        self.told = f"{self.a_format} ({why})"
+        self.packed, self.parts = [], {}
+        for o, experts in enumerate(parts):
+            interleaved = len(experts[0]) == 2 and _step(experts[0][0], m.root) == 2
+            self.packed.append(packing(experts, options.format, layout, interleaved, mutated, m.root))
+            for e, each in enumerate(experts):
+                for i, p in enumerate(each):
+                    key, start, step = _rows(p, m.root)
+                    at, by = (i, len(each)) if interleaved else (i * p.n, 1)
+                    self.parts.setdefault(key, []).append(_Part(o, e, start, step, p.n, at, by))
+        self.made: dict[Any, fx.Node] = {}
+
+    def run(self, why: str, taken: set[fx.Node]) -> list[Site]:
+        ops = []
+        for node in list(self.w.gm.graph.nodes):
+            if node not in taken and (op := self._rewrite(node)):
+                taken.add(node)
+                ops.append(op)
+        if not ops:
+            return []
+        m, b, root = self.m, self.m.common, self.m.root
+        load = Load(len(m.branches), len(m.branches), hint(value(root).numel() // b.down.n), all_before=True)
+        site = self.w.site(
+            ops[0], f"not one operator: {why}", (location(root), module_path(root)), self.packed, FORM,
+            self.told, "",
+            f"{len(ops)} products of {len(m.branches)} experts, hidden {b.up[0].k}, intermediate {b.down.k}",
+            load,
+        )  # fmt: skip
+        return [replace(site, change=advice.EVERY_USE)]
+
+    def _rewrite(self, node: fx.Node) -> str:
+        """The operator that a product became, or nothing."""
+        if is_op(node, aten.mm, aten.addmm) and all(node.kwargs.get(n, 1) == 1 for n in ("alpha", "beta")):
+            *bias, a, weight = node.args
+            matrix = read_matrix(weight, self.reader)
+            found = self._find([matrix]) if matrix is not None else None
+            if found is not None:
+                self._replace_one(node, a, bias, found)
+                return "fp4::mm"
+        batched = read_batched(node, self.reader, self.w.written)
+        if batched is None:
+            return ""
+        found = self._find([each[0] for each in batched.experts])
+        if found is None or len(batched.experts) != len(self.m.branches):
+            return ""
+        operand, _, rows = found
+        key = (self._number(batched.a), operand, batched.left, batched.shared)
+        with self.w.gm.graph.inserting_before(node):
+            if key not in self.made:
+                slot, spec = self.w.slot(*self.packed[operand]), self.packed[operand][1]
+                self.made[key] = multiplied(self.w, batched, slot, spec, self.a_format)
+            out = put_back(self.w, batched, self._cut(self.made[key], 2, rows, operand))
+        self.w.replace(node, out)
+        return "fp4::grouped_mm_masked"
+
+    def _replace_one(self, node: fx.Node, a: fx.Node, bias: list[fx.Node], found: Any) -> None:
+        operand, expert, rows = found
+        spec = self.packed[operand][1]
+        key = (self._number(a), operand, expert)
+        with self.w.gm.graph.inserting_before(node):
+            if key not in self.made:
+                scale = None
+                if self.a_format in ("int8", "fp8"):
+                    quantised = (self._number(a), "quantised")
+                    if quantised not in self.made:
+                        self.made[quantised] = self.w.quantize(a, self.a_format, spec.layout)
+                    a, scale = (self.call(operator.getitem, self.made[quantised], i) for i in (0, 1))
+                weight = [
+                    self.call(aten.select.int, t, 0, expert) for t in self.w.slot(*self.packed[operand])
+                ]
+                self.made[key] = self.call(
+                    fp4.mm.default, a, *(*weight, None)[:3], scale, None, format=spec.format,
+                    layout=spec.layout, out_dtype=value(node).dtype,
+                )  # fmt: skip
+            out = self._cut(self.made[key], 1, rows, operand)
+            if bias:
+                out = self.call(aten.add.Tensor, out, bias[0])
+        self.w.replace(node, out)
+
+    def _number(self, node: fx.Node) -> Any:
+        return node if node in self.w.written else self.reader.canon.number(node)
+
+    def _cut(self, whole: fx.Node, dim: int, rows: range, operand: int) -> fx.Node:
+        _, n, _ = _shape_of(self.packed[operand])
+        if rows == range(n):
+            return whole
+        return self.call(aten.slice.Tensor, whole, dim, rows.start, rows.stop, rows.step)
+
+    def _find(self, matrices: Sequence[Matrix]) -> tuple[int, int, range] | None:
+        """(operand, expert, rows) of a matrix in what is packed; of those of all experts, the first."""
+        found: set[tuple[int, range]] = set()
+        experts = []
+        for matrix in matrices:
+            one = self._find_one(matrix)
+            if one is None:
+                return None
+            found.add((one[0], one[2]))
+            experts.append(one[1])
+        if len(found) != 1 or experts != list(range(experts[0], experts[0] + len(experts))):
+            return None
+        operand, rows = found.pop()
+        return operand, experts[0], rows
+
+    def _find_one(self, matrix: Matrix) -> tuple[int, int, range] | None:
+        key, start, step = _rows(matrix, self.m.root)
+        parts, rows = self.parts.get(key, ()), []
+        owners = set()
+        for r in range(start, start + step * matrix.n, step):
+            own = [(p, at) for p in parts if (at := p.row(r)) is not None]
+            if not own:
+                return None
+            owners.add((own[0][0].operand, own[0][0].expert))
+            rows.append(own[0][1])
+        by = rows[1] - rows[0] if len(rows) > 1 else 1
+        whole = range(rows[0], rows[0] + by * len(rows), by) if by > 0 else range(0)
+        if len(owners) != 1 or list(whole) != rows:
+            return None
+        return (*owners.pop(), whole)
+
+
+def _shape_of(packed: Any) -> tuple[int, ...]:
+    """[E, N, K] of what is packed."""
+    sources, spec = packed
+    if spec.assembly is not None:
+        return spec.assembly.shape
+    e, n, k = shape(sources[0])
+    return (e, k, n) if spec.transposed else (e, n, k)
+
+
+def _rows(matrix: Matrix, site: fx.Node) -> tuple[tuple[Any, ...], int, int]:
+    """(the parameter and what of it all rows have in common, first row, step)."""
+    at = [place(i, site) for i in matrix.ref.index]
+    start, step = next((p[1], p[2]) for p in at if p[0] == "n")
+    fixed = tuple(p if p[0] != "n" else ("n",) for p in at)
+    return (matrix.ref.node, matrix.k, *fixed), start, step
+
+
+def _step(matrix: Matrix, site: fx.Node) -> int:
+    return _rows(matrix, site)[2]
+
+
+def weights_of(m: Mixture) -> set[fx.Node]:
+    refs: list[Term] = [p.ref for b in m.branches for p in (*b.up, b.down)]
+    return {r.node for r in refs}  # type: ignore[attr-defined]

@@ -1,0 +1,501 @@
+"""Emits a Mixture: routing and rows as the operators want them, weights as packed inputs, then one operator.
+
+A block whose activation the operator knows becomes `fp4::moe`. Any other becomes two `fp4::indexed_mm` over
+(token, choice) rows with the activation, as the model has it, between them.
+"""
+
+from __future__ import annotations
+
+import operator
+from dataclasses import replace
+from typing import Any
+
+import torch
+from torch import fx
+
+from ...meta.formats import ACTIVATIONS, find_activation, known_activation
+from ...meta.layouts import preferred_layout
+from .. import advice
+from ..graph.nodes import FLOATING, aten, is_tensor, need, need_own, refuse, shape, static_int, value
+from ..graph.products import below
+from ..index.axes import same
+from ..index.indexing import INDICATOR
+from ..index.terms import Add, Affine, Apply, Axis, Const, Mean, Mix, Mul, Ref, Term, free_axes, told
+from ..naming import location, module_path
+from ..recognise.activations import GATE, UP, same_function
+from ..recognise.factors import OUT, J, K, N
+from ..recognise.mixture import Matrix, Mixture
+from ..report import Load, Site, hint
+from ..weights.packed import Assembly, JoinSpec, PackSpec, Piece
+from ..weights.prequantized import HeldSpec, format_of, held_spec, is_held, own_scales
+from .routing import Routing
+
+fp4 = torch.ops.fp4
+
+
+def write_mixture(writer: Any, m: Mixture, mutated: set[fx.Node]) -> Site:
+    """Put the operator in place of `m.root`; a Refusal leaves the graph as it was."""
+    return _Emitter(writer, m, mutated).run()
+
+
+class _Emitter:
+    def __init__(self, writer: Any, m: Mixture, mutated: set[fx.Node]) -> None:
+        self.w, self.m, self.call = writer, m, writer.call
+        self.mutated = mutated
+        self.common = m.common
+        self.experts = len(m.branches)
+        self.apart = bool(self.common.scales) or self.common.after is not OUT
+        """Rows differ among a token's choices, going in or out: each is a token of its own."""
+
+    def run(self) -> Site:
+        m, b = self.m, self.common
+        options = self.w.options
+        act = b.act
+        device = value(b.down.ref.node).device.type
+        need(value(m.root).dtype in FLOATING, f"the output is {value(m.root).dtype}", m.root, advice.DTYPE)
+        need(device in ("cpu", "cuda"), f"no kernels for device {device}", m.root, advice.DEVICE)
+        fused = bool(act.name) and b.gain is None
+        up, interleaved = self._gate_up(device)
+        down = self._spec([(x.down,) for x in m.branches], device, False)
+        if isinstance(up[1], HeldSpec) and isinstance(down[1], HeldSpec) and own_scales(up[1]):
+            down = self._rescaled(up, down)
+        same_kind = (up[1].format, up[1].layout) == (down[1].format, down[1].layout)
+        need(
+            same_kind, "gate/up and down are packed in different formats or layouts", m.root, advice.ALL_HELD
+        )
+        up_bias = self._bias([x.up_bias for x in m.branches], interleaved)
+        down_bias = self._bias([(x.down_bias,) for x in m.branches], False)
+        gain = self._bias([(x.gain,) for x in m.branches], False)
+        routing = self.routing = Routing(self)
+        a_format, why = options.a_format(device, down[1].layout)
+
+        with self.w.gm.graph.inserting_before(m.root):
+            x = self._reshape(self._expanded(self.element(b.x, (*m.tokens, K))), [-1, b.up[0].k])
+            ids, weights = routing.emit(x)
+            k = routing.k
+            if self.apart:
+                x = self._for_each_choice(x, ids, k)
+                ids, weights = self._reshape(ids, [-1, 1]), self._reshape(weights, [-1, 1])
+            packed = (self._slot(up), self._slot(down))
+            biases = (self._slot(up_bias), self._slot(down_bias))
+            self.gain = self._slot(gain)
+            emit = self._moe if fused else self._products
+            if b.after is OUT:
+                out = emit(x, ids, weights, packed, biases, down[1], a_format, value(m.root).dtype)
+            else:
+                ones = self._call(aten.ones_like.default, ids, dtype=torch.float32)
+                out = emit(x, ids, ones, packed, biases, down[1], a_format, torch.float32)
+                out = self._finished(out, ids, weights)
+            if self.apart and k > 1:
+                out = self._call(aten.sum.dim_IntList, self._reshape(out, [-1, k, b.down.n]), [1])
+            out = self._reshape(out, self._sizes())
+            if m.kept:
+                out = self._or_kept(out, ids)
+            for rest in m.rest:
+                out = self._call(aten.add.Tensor, out, self._tensor(rest))
+            out = self._cast(out, value(m.root).dtype)
+        where = location(m.root), module_path(m.root)
+        self.w.replace(m.root, out)
+        site = self.w.site(
+            "fp4::moe" if fused else "fp4::indexed_mm", "", where, [up, down], self._form(routing),
+            f"{a_format} ({why})", self.activation or told(act.term),
+            f"{self.experts} experts, top {k}, hidden {b.up[0].k}, intermediate {b.down.k}",
+            Load(self.experts, k, hint(value(m.root).numel() // b.down.n), all_before=m.k is None),
+        )  # fmt: skip
+        if fused:
+            return site
+        if b.gain is not None:
+            reason = "a vector of the expert's own scales what enters its down product"
+            return replace(site, reason=reason, change=advice.FOLD_GAIN)
+        reason = f"activation {told(act.term)} is none of: {', '.join(ACTIVATIONS)}"
+        return replace(site, reason=reason, change=advice.ACTIVATION)
+
+    def _form(self, routing: Routing) -> str:
+        how = "dense" if routing.dense else "routed"
+        if self.common.place is not None:
+            how = "each expert's slice of a buffer:"
+        n = len(set(p.ref.node for x in self.m.branches for p in (*x.up, x.down)))
+        after = "" if self.common.after is OUT else f"; each output becomes {told(self.common.after)}"
+        return f"{how} experts in index notation, from {n} parameters{after}"
+
+    def _for_each_choice(self, x: fx.Node, ids: fx.Node, k: int) -> fx.Node:
+        """x once for each choice of a token, scaled for it."""
+        b = self.common
+        x = self._call(aten.unsqueeze.default, x, 1)
+        if b.scales:
+            scale = self._reshape(self.routing.weighted(b.scales, ids), [-1, k, 1])
+            x = self._cast(self._call(aten.mul.Tensor, x, scale), value(b.x.node).dtype)
+        else:
+            x = self._call(aten.expand.default, x, [-1, k, -1])
+        return self._reshape(x, [-1, b.up[0].k])
+
+    def _finished(self, out: fx.Node, ids: fx.Node, weights: fx.Node) -> fx.Node:
+        """What becomes of each expert's output, weighted; nothing where the id is no expert's."""
+        out = self._pointwise(self.common.after, {OUT: out})
+        out = self._call(aten.mul.Tensor, out, self._cast(weights, torch.float32))
+        return self._call(aten.masked_fill.Scalar, out, self._nobodys(ids), 0)
+
+    def _nobodys(self, ids: fx.Node) -> fx.Node:
+        """Whether an id is no expert's."""
+        low, high = (self._call(op.Scalar, ids, n) for op, n in ((aten.lt, 0), (aten.ge, self.experts)))
+        return self._call(aten.logical_or.default, low, high)
+
+    def _or_kept(self, out: fx.Node, ids: fx.Node) -> fx.Node:
+        """The output, and what rows that are no expert's keep."""
+        m = self.m
+        rows = [self.element(f, (*m.tokens, m.hidden)) for f in m.kept]
+        kept = rows[0]
+        for row in rows[1:]:
+            kept = self._call(aten.mul.Tensor, kept, row)
+        nobodys = self._reshape(self._nobodys(ids), [*self._sizes()[:-1], 1])
+        return self._call(aten.where.self, nobodys, self._cast(kept, value(m.root).dtype), out)
+
+    # --- operators ---
+
+    def _moe(self, x, ids, weights, packed, biases, spec: PackSpec, a_format: str, dtype) -> fx.Node:
+        return self._call(
+            fp4.moe.default, x, ids, weights, *_three(packed[0]), *_three(packed[1]),
+            *(b[0] if b else None for b in biases), format=spec.format, layout=spec.layout,
+            activation=self.activation, a_format=a_format, out_dtype=dtype,
+        )  # fmt: skip
+
+    def _products(self, x, ids, weights, packed, biases, spec: PackSpec, a_format: str, out_dtype) -> fx.Node:
+        """The two products over (token, choice) rows, in float32 between and after."""
+        b = self.common
+        k = 1 if self.apart else self.routing.k
+        dtype = value(b.x.node).dtype
+        rows = self._call(aten.expand.default, self._call(aten.unsqueeze.default, x, 1), [-1, k, -1])
+        rows = self._reshape(rows, [-1, b.up[0].k])
+        flat = self._reshape(ids, [-1])
+
+        def product(a: fx.Node, weight: Any, bias: Any) -> fx.Node:
+            scale = None
+            if a_format in ("int8", "fp8"):
+                both = self.w.quantize(a, a_format, spec.layout)
+                a, scale = (self._call(operator.getitem, both, i) for i in (0, 1))
+            return self._call(
+                fp4.indexed_mm.default, a, *_three(weight), flat, scale, bias[0] if bias else None,
+                format=spec.format, layout=spec.layout, out_dtype=torch.float32,
+            )  # fmt: skip
+
+        h = product(rows, packed[0], biases[0])
+        inter = b.down.k
+        values: dict[Term, fx.Node] = {UP: h}
+        if b.act.gated:
+            values = {
+                GATE: self._call(aten.slice.Tensor, h, 1, 0, inter),
+                UP: self._call(aten.slice.Tensor, h, 1, inter, 2 * inter),
+            }
+        h = self._pointwise(b.act.term, values)
+        if self.gain is not None:  # a row of no expert is not read
+            own = self._call(aten.clamp.default, flat, 0, self.experts - 1)
+            gains = self._cast(self._call(aten.index.Tensor, self.gain[0], [own]), torch.float32)
+            h = self._call(aten.mul.Tensor, h, gains)
+        h = self._cast(h, dtype)
+        y = product(h, packed[1], biases[1])
+        y = self._reshape(y, [-1, k, b.down.n])
+        scale = self._cast(self._call(aten.unsqueeze.default, weights, 2), torch.float32)
+        y = self._call(aten.sum.dim_IntList, self._call(aten.mul.Tensor, y, scale), [1])
+        return self._cast(y, out_dtype)
+
+    def _pointwise(self, term: Any, values: dict[Term, fx.Node]) -> Any:
+        """A term of pointwise operators over given tensors."""
+        if not isinstance(term, Term):
+            return term
+        if term in values:
+            return values[term]
+        if isinstance(term, Const):
+            return term.value
+        if isinstance(term, Ref):
+            found = self.element(term, (self.m.hidden,))
+            return self._cast(found, torch.float32) if term.index else found
+        if isinstance(term, Mean):
+            return self._call(aten.mean.dim, self._pointwise(term.body, values), [-1], True)
+        args = [self._pointwise(a, values) for a in term.args]  # type: ignore[attr-defined]
+        if isinstance(term, Apply):
+            op = term.op
+            if op in INDICATOR:
+                op = op.Tensor if isinstance(term.args[1], Ref) and term.args[1].index else op.Scalar
+            return self._call(op, *args, **term.kwargs)
+        op = aten.mul if isinstance(term, Mul) else aten.add
+        out = args[0]
+        for a in args[1:]:
+            first, second = (a, out) if not isinstance(out, fx.Node) else (out, a)
+            out = self._call(op.Tensor if isinstance(second, fx.Node) else op.Scalar, first, second)
+        return out
+
+    # --- weights ---
+
+    def _spec(self, experts: list[tuple[Matrix, ...]], device: str, interleaved: bool) -> Any:
+        layout = self._layout(device, experts[0][0].ref.node)
+        return packing(experts, self.w.options.format, layout, interleaved, self.mutated, self.m.root)
+
+    def _layout(self, device: str, like: fx.Node) -> str:
+        """One layout for all weights of the block, which are as `like` is."""
+        parts = {(p.n, p.k) for branch in self.m.branches for p in (*branch.up, branch.down)}
+        format = format_of(like, self.w.options.format)
+        wanted = self.w.options.wanted
+        return preferred_layout(device, *parts, dtype=value(like).dtype, format=format, a_format=wanted)
+
+    def _gate_up(self, device: str) -> tuple[Any, bool]:
+        """The weight of gate and up, rows in the order the parameter has or else the activation wants."""
+        experts = [x.up for x in self.m.branches]
+        self.activation = self.common.act.name if self.common.gain is None else ""
+        for name in same_function(self.activation):
+            interleaved = known_activation(name).interleaved
+            spec = self._spec(experts, device, interleaved)
+            if spec[1].assembly is None:
+                self.activation = name
+                return spec, interleaved
+        interleaved = bool(self.activation) and known_activation(self.activation).interleaved
+        return self._spec(experts, device, interleaved), interleaved
+
+    def _rescaled(self, up: Any, down: Any) -> Any:
+        """`down` with what up lacks when it is stored under gate's global scale (HeldSpec.rescale)."""
+        a = find_activation(self.activation)
+        linear = (
+            a is not None and a.gated and a.limit is None and not a.up_offset and not any(self.common.up_bias)
+        )
+        need(
+            linear,
+            "gate and up are held under global scales of their own, and the activation is not linear in up",
+            self.m.root,
+            advice.ONE_SCALE_HELD,
+        )
+        sources = tuple(dict.fromkeys((*down[0], *up[0])))
+        at = [sources.index(s) for s in up[0]]
+        pairs = tuple(
+            tuple(replace(p, source=at[p.source]) for p in parts) for parts in up[1].assembly.experts
+        )
+        held = tuple(s.meta["held"] for s in sources)
+        return sources, replace(down[1], held=held, rescale=pairs)
+
+    def _bias(self, experts: list[tuple[Matrix | None, ...]], interleaved: bool) -> Any:
+        if all(p is None for parts in experts for p in parts):
+            return None
+        need(
+            all(p is not None for parts in experts for p in parts),
+            "only some have biases",
+            self.m.root,
+            advice.ALL_BIASES,
+        )
+        sources, assembly = assemble(experts, interleaved, self.m.root)  # type: ignore[arg-type]
+        return sources, JoinSpec(assembly, value(sources[0]).dtype)
+
+    def _slot(self, packed: Any) -> tuple[fx.Node, ...] | None:
+        return None if packed is None else self.w.slot(*packed)
+
+    # --- tensors of terms ---
+
+    def _call(self, target: Any, *args: Any, **kwargs: Any) -> fx.Node:
+        return self.call(target, *args, **kwargs)
+
+    def _reshape(self, node: fx.Node, sizes: list[Any]) -> fx.Node:
+        return self._call(aten.reshape.default, node, sizes)
+
+    def _cast(self, node: fx.Node, dtype: torch.dtype) -> fx.Node:
+        return self._call(aten._to_copy.default, node, dtype=dtype)
+
+    def _size(self, node: fx.Node, d: int) -> Any:
+        size = static_int(shape(node)[d])
+        return size if size is not None else self._call(aten.sym_size.int, self.w.replaced.get(node, node), d)
+
+    def _sizes(self) -> list[Any]:
+        """The output's shape for reshape."""
+        return self._lengths([*shape(self.m.root)[:-1], self.m.hidden.size])
+
+    def _lengths(self, sizes: list[Any]) -> list[Any]:
+        """Sizes for reshape: the first symbolic one is -1, others are read from a tensor that has them."""
+        known = [static_int(s) for s in sizes]
+        if None not in known:
+            return known
+        first = known.index(None)
+        return [
+            n if n is not None else -1 if d == first else self._length(sizes[d]) for d, n in enumerate(known)
+        ]
+
+    def _length(self, size: Any) -> Any:
+        """A size as an int, or as a node: of the first tensor that has a dimension of this size."""
+        if (known := static_int(size)) is not None:
+            return known
+        for node in self.w.gm.graph.nodes:
+            if node is self.m.root:
+                break
+            if not is_tensor(node):
+                continue
+            for d, n in enumerate(shape(node)):
+                if static_int(n) is None and same(n, size):
+                    return self._size(node, d)
+        refuse(f"no tensor has the size {size}", self.m.root, advice.FLATTEN)
+
+    def rows(self, term: Term, last: tuple[Axis, ...], sizes: list[int]) -> fx.Node:
+        """`term` for each token, over `last`: [T, *sizes]; T is 1 if it is the same for all tokens."""
+        m = self.m
+        node = self.element(term, (*m.tokens, *last))
+        own = [t in free_axes(term) for t in m.tokens]
+        if any(own) and not all(own):
+            whole = [-1 if mine else self._length(t.size) for t, mine in zip(m.tokens, own)]
+            node = self._call(aten.expand.default, node, [*whole, *(-1 for _ in last)])
+        return self._reshape(node, [-1, *sizes])
+
+    def _tensor(self, ref: Ref) -> fx.Node:
+        """A term over the tokens and the hidden axis, in the root's shape."""
+        m = self.m
+        return self._reshape(self.element(ref, (*m.tokens, m.hidden)), self._sizes())
+
+    def _expanded(self, node: fx.Node) -> fx.Node:
+        """x once for each token, where a row of the output is one choice of a token."""
+        free = free_axes(self.common.x)
+        sizes = [-1 if t in free else self._length(t.size) for t in self.m.tokens]
+        if all(s == -1 for s in sizes):
+            return node
+        return self._call(aten.expand.default, node, [*sizes, -1])
+
+    def element(self, term: Term, axes: tuple[Axis, ...]) -> Any:
+        """A tensor whose dimensions are `axes` (size 1 where the term lacks one), or a Python number."""
+        if isinstance(term, Const):
+            return term.value
+        if isinstance(term, Ref):
+            return self._ref(term, axes)
+        need(
+            isinstance(term, (Apply, Mul, Add)),
+            f"{told(term)} cannot be computed apart",
+            self.m.root,
+            advice.ROUTING_FIRST,
+        )
+        parts = {a: self.element(a, axes) for a in term.args if isinstance(a, Term)}  # type: ignore[attr-defined]
+        return self._pointwise(term, parts)
+
+    def _ref(self, ref: Ref, axes: tuple[Axis, ...]) -> fx.Node:
+        node, labels, sizes = self.w.replaced.get(ref.node, ref.node), [], []
+        if not ref.index:
+            return node
+        if isinstance(ref.index[-1], Ref):
+            return self._arranged(*self._gathered(node, ref, axes), axes, ref)
+        for d, i in enumerate(ref.index):
+            if isinstance(i, Mix):
+                need(
+                    all(isinstance(p, Axis) for p in i.parts),
+                    f"{told(ref)} is indexed oddly",
+                    self.m.root,
+                    advice.ROUTING_FIRST,
+                )
+                labels += i.parts
+                sizes += i.sizes
+            else:
+                need(
+                    isinstance(i, (Axis, Const)),
+                    f"{told(ref)} is indexed oddly",
+                    self.m.root,
+                    advice.ROUTING_FIRST,
+                )
+                labels.append(i)
+                sizes.append(shape(ref.node)[d])
+        if len(labels) != len(ref.index):
+            node = self._reshape(node, self._lengths(sizes))
+        for d in reversed(range(len(labels))):
+            if isinstance(labels[d], Const):
+                node = self._call(aten.select.int, node, d, labels[d].value)
+                del labels[d]
+            else:  # of a slice: the weights of routed experts, beside those of shared ones
+                size, whole = self.m.k if labels[d] is J else static_int(labels[d].size), static_int(sizes[d])
+                if size and whole is not None and size != whole:
+                    node = self._call(aten.slice.Tensor, node, d, 0, size)
+        return self._arranged(node, labels, axes, ref)
+
+    def _gathered(self, node: fx.Node, ref: Ref, axes: tuple[Axis, ...]) -> tuple[fx.Node, list[Axis]]:
+        """`scores[t, ids[t, j]]`: the weights of a router that does not normalise them."""
+        *rows, ids = ref.index
+        for d in reversed(range(len(rows))):
+            if isinstance(rows[d], Const):
+                node = self._call(aten.select.int, node, d, rows.pop(d).value)
+        others = [a for a in axes if a in free_axes(ids) and a not in rows]
+        if not rows:  # `scale[ids[t, j]]`, or of one token
+            return self._call(aten.index.Tensor, node, [self._inside(ids, others, ref)]), others
+        # `scores[t, ids[t, j]]`, or `scores[t, ids[t]]` of a router with one choice
+        fits = all(isinstance(i, Axis) for i in rows) and set(rows) <= free_axes(ids) and len(others) <= 1
+        need(
+            fits, f"{told(ref)} is not a number for each of a token's ids", self.m.root, advice.ROUTING_FIRST
+        )
+        index = self._inside(ids, [*rows, *others], ref)
+        if others:
+            return self._call(aten.gather.default, node, len(rows), index), [*rows, *others]
+        index = self._call(aten.unsqueeze.default, index, len(rows))
+        return self._call(aten.squeeze.dim, self._call(aten.gather.default, node, len(rows), index), -1), rows
+
+    def _inside(self, ids: Any, labels: list[Axis], ref: Ref) -> fx.Node:
+        """Ids as an index into the last dimension of `ref`; any will do where no expert's row reads it."""
+        index, size = self.element(ids, tuple(labels)), static_int(shape(ref.node)[-1])
+        need(size is not None, f"{told(ref)} has a symbolic size", self.m.root, advice.ROUTING_FIRST)
+        assert size is not None
+        return index if below(ids.node, size) else self._call(aten.remainder.Scalar, index, size)
+
+    def _arranged(self, node: fx.Node, labels: list[Any], axes: tuple[Axis, ...], ref: Ref) -> fx.Node:
+        need(
+            set(labels) <= set(axes) and len(set(labels)) == len(labels),
+            f"{told(ref)} has axes of its own",
+            self.m.root,
+            advice.ROUTING_FIRST,
+        )
+        order = [labels.index(a) for a in axes if a in labels]
+        if order != sorted(order):
+            node = self._call(aten.permute.default, node, order)
+        for d, a in enumerate(axes):
+            if a not in labels:
+                node = self._call(aten.unsqueeze.default, node, d)
+        return node
+
+
+def packing(
+    experts: list[tuple[Matrix, ...]],
+    format: str,
+    layout: str,
+    interleaved: bool,
+    mutated: set[fx.Node],
+    site: fx.Node,
+) -> tuple[tuple[fx.Node, ...], PackSpec | HeldSpec]:
+    """(parameters, how they become one packed operand): for each expert its parts, one below the other."""
+    sources, assembly = assemble(experts, interleaved, site)
+    need(assembly.k % 2 == 0, f"K = {assembly.k} is odd; two codes share a byte", site, advice.EVEN)
+    for s in sources:
+        need_own(s, mutated, site)
+        need(
+            value(s).dtype == value(sources[0]).dtype,
+            "weights of one block differ in dtype",
+            site,
+            advice.ONE_DTYPE,
+        )
+    if any(map(is_held, sources)):
+        return sources, held_spec(sources, assembly, layout, site)
+    whole = assembly.whole([tuple(shape(s)) for s in sources])
+    if whole is not None:
+        return sources, PackSpec(format, layout, whole)
+    return sources, PackSpec(format, layout, False, assembly)
+
+
+def assemble(
+    experts: list[tuple[Matrix, ...]], interleaved: bool, site: fx.Node
+) -> tuple[tuple[fx.Node, ...], Assembly]:
+    sources: dict[fx.Node, int] = {}
+    pieces = []
+    for parts in experts:
+        taken = []
+        for p in parts:
+            at = tuple(place(i, site) for i in p.ref.index)
+            taken.append(Piece(sources.setdefault(p.ref.node, len(sources)), at))
+        pieces.append(tuple(taken))
+    first = experts[0][0]
+    return tuple(sources), Assembly(tuple(pieces), first.n, first.k, interleaved)
+
+
+def place(index: Term, site: fx.Node) -> tuple[Any, ...]:
+    """One dimension of a parameter in a Piece."""
+    if isinstance(index, Const):
+        return ("at", index.value)
+    base, start, step = (index.base, index.start, index.step) if isinstance(index, Affine) else (index, 0, 1)
+    need(base is N or base is K, f"a weight is indexed by {told(index)}", site, advice.OWN_MATRIX)
+    return ("n" if base is N else "k", start, step)
+
+
+def _three(packed: tuple[fx.Node, ...]) -> tuple[Any, ...]:
+    return (*packed, None)[:3]

@@ -1,0 +1,75 @@
+"""Every use of a weight in 4 bits, or none: a model must not read one expert in two precisions."""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Collection, Iterable
+
+from torch import fx
+
+from ..graph.nodes import PRODUCTS, aten, is_op
+from ..graph.products import is_grouped_mm
+from ..naming import input_name, location
+
+_PARTS = (
+    aten.view, aten._unsafe_view, aten.reshape, aten.unsqueeze, aten.squeeze, aten.clone, aten.alias,
+    aten.detach, aten.transpose, aten.t, aten.permute, aten.select, aten.slice, aten.unbind, aten.split,
+    aten.split_with_sizes, aten.chunk, aten.expand, aten._to_copy, aten.index, aten.index_select, aten.cat,
+    aten.stack, aten.contiguous,
+)  # fmt: skip
+
+
+class ReadTwice(Exception):
+    """Products that were not rewritten read weights that others read in 4 bits.
+
+    `why`: for the place of each such graph input, which product.
+    """
+
+    def __init__(self, products: dict[int, tuple[fx.Node, fx.Node]]) -> None:
+        super().__init__("some uses of a weight would run in 4 bits, and others not")
+        self.why = {
+            i: f"a product of {input_name(weight)} has other users than this block, at {location(product)}"
+            for i, (weight, product) in products.items()
+        }
+
+
+def refuse_two_precisions(
+    inputs: list[fx.Node], packed: Iterable[fx.Node], others: Collection[fx.Node] = ()
+) -> None:
+    """Raises ReadTwice if an input that is `packed` is an operand of a product that is none of `others`."""
+    chosen = set(packed)
+    found = {i: (n, _product_of(n, others)) for i, n in enumerate(inputs) if n in chosen}
+    products = {i: (n, p) for i, (n, p) in found.items() if p is not None}
+    if products:
+        raise ReadTwice(products)
+
+
+def written_before(graph: fx.Graph, weights: set[fx.Node]) -> dict[fx.Node, fx.Node]:
+    """Product -> which of these weights, that the graph writes to, it multiplies by after a write."""
+    found = {}
+    for product in graph.nodes:
+        for operand in product.all_input_nodes if is_op(product, *PRODUCTS) or is_grouped_mm(product) else ():
+            node, changed = operand, False
+            while isinstance(node, fx.Node) and node.op == "call_function" and node.args:
+                changed = changed or not (is_op(node, *_PARTS) or node.target is operator.getitem)
+                node = node.args[0] if not is_op(node, *PRODUCTS) else None
+            if changed and node in weights and node.meta["val"].dim() >= 2:
+                found[product] = node
+    return found
+
+
+def _product_of(weight: fx.Node, others: Collection[fx.Node]) -> fx.Node | None:
+    """A product with this weight, or a part of it, as it is."""
+    todo, seen = list(weight.users), {weight}
+    while todo:
+        node = todo.pop()
+        if node in seen:
+            continue
+        seen.add(node)
+        if is_op(node, *PRODUCTS) or is_grouped_mm(node):
+            if node in others:
+                continue
+            return node
+        if is_op(node, *_PARTS) or node.target is operator.getitem:
+            todo += node.users
+    return None

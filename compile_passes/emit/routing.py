@@ -1,0 +1,148 @@
+"""Emits which experts each row of a Mixture has, and what they count for: ids and weights."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import fx
+
+from .. import advice
+from ..graph.nodes import aten, need, shape, static_int, value
+from ..graph.products import nonnegative
+from ..index.axes import same
+from ..index.routing import Support, distinct, support
+from ..index.terms import Const, Mix, Ref, Term, free_axes, told
+from ..recognise.factors import E, J
+
+
+class Routing:
+    """Ids and weights [T, k] of a mixture."""
+
+    def __init__(self, emitter: Any) -> None:
+        self.e, self.m, self.b = emitter, emitter.m, emitter.common
+        self.support: Support | None = None
+        self.dense = False
+        if self.m.k is None:
+            self.support = self._support()
+            self.dense = self.support is None
+            self.k = self.e.experts if self.support is None else self.support.k
+        else:
+            self.k = self.m.k
+            if self.b.ids is None and self.b.place is None:
+                assert self.b.masked is not None
+                need(
+                    distinct(self.b.masked.node),
+                    "a token may have one expert twice",
+                    self.m.root,
+                    advice.DISTINCT,
+                )
+
+    def emit(self, rows: fx.Node) -> tuple[fx.Node, fx.Node]:
+        call, m = self.e.call, self.m
+        ids = self._expert_ids(rows)
+        weights = self.weighted(self.b.factors, ids)
+        if self.b.chosen:  # the other rows are no expert's
+            nobody = m.first + self.e.experts
+            ids = call(aten.where.ScalarOther, self.weighted(self.b.chosen, ids), ids, nobody)
+        if m.first:
+            ids = call(aten.sub.Tensor, ids, m.first)
+        return ids, weights
+
+    def _expert_ids(self, rows: fx.Node) -> fx.Node:
+        m, b = self.m, self.b
+        if self.support is not None:
+            return self._united([self.e._reshape(p, [-1, int(shape(p)[-1])]) for p in self.support.parts])
+        if self.dense:
+            every = self.e.call(aten.arange.start, m.first, m.first + self.k, device=value(b.x.node).device)
+            return self.e.call(aten.expand.default, every, [self.e.call(aten.sym_size.int, rows, 0), self.k])
+        if b.place is not None:  # a row of the output is of the expert that its place says
+            every = self.e.call(aten.arange.default, self.e.experts, device=value(b.x.node).device)
+            every = self.e._reshape(every, [-1 if a is b.place else 1 for a in m.tokens])
+            sizes = [self.e._length(a.size) for a in m.tokens]
+            return self.e._reshape(self.e.call(aten.expand.default, every, sizes), [-1, 1])
+        ref = b.ids if b.ids is not None else b.masked
+        assert ref is not None
+        axes = (*m.tokens, J) if J in free_axes(ref) else m.tokens
+        ids = self.e._reshape(self.e.element(ref, axes), [-1, self.k])
+        if m.wraps and not nonnegative(ref.node):  # indexing counts negative ids from the end
+            wrapped = self.e.call(aten.add.Tensor, ids, self.e.experts)
+            ids = self.e.call(aten.where.self, self.e.call(aten.lt.Scalar, ids, 0), wrapped, ids)
+        return ids
+
+    def _united(self, parts: list[fx.Node]) -> fx.Node:
+        """Ids of several kinds, [T, k] in all; one that was named before is no expert's."""
+        call, nobody = self.e.call, self.m.first + self.e.experts
+        out = parts[0]
+        for ids in parts[1:]:
+            again = call(
+                aten.eq.Tensor, call(aten.unsqueeze.default, ids, 2), call(aten.unsqueeze.default, out, 1)
+            )
+            ids = call(aten.where.ScalarSelf, call(aten.any.dim, again, 2), nobody, ids)
+            out = call(aten.cat.default, [out, ids], 1)
+        return out
+
+    def weighted(self, factors: tuple[Term, ...], ids: fx.Node) -> fx.Node:
+        """The product of factors over tokens, choices and experts, as [T, k]."""
+        out = None
+        for f in factors:
+            part = self._factor(f, ids)
+            out = part if out is None else self.e.call(aten.mul.Tensor, out, part)
+        if out is None:
+            return self.e.call(aten.ones_like.default, ids, dtype=torch.float32)
+        if not isinstance(out, fx.Node):
+            return self.e.call(aten.full_like.default, ids, out, dtype=torch.float32)
+        return self.e.call(aten.expand.default, out, [-1, self.k])
+
+    def _factor(self, term: Term, ids: fx.Node) -> Any:
+        m = self.m
+        if isinstance(term, Const):
+            return term.value
+        if isinstance(term, Ref) and not term.index:  # a number that the graph computes
+            number = self.e.element(term, ())
+            return self.e.call(aten.full_like.default, ids, number, dtype=torch.float32)
+        if E not in free_axes(term):
+            return self.e.rows(term, (J,), [self.k if J in free_axes(term) else 1])
+        each = J in free_axes(term)
+        columns = _columns(term)
+        need(columns is not None, f"{told(term)} is not a matrix over experts", m.root, advice.OWN_COLUMN)
+        assert columns is not None
+        table = self.e.rows(term, (J, E) if each else (E,), [self.k, columns] if each else [columns])
+        if self.dense and m.first == 0 and columns == self.k:
+            return table
+        inside = self.e.call(aten.clamp.default, ids, 0, columns - 1)
+        inside = self.e.call(aten._to_copy.default, inside, dtype=torch.int64)
+        if each:
+            table = self.e.call(aten.expand.default, table, [self.e.call(aten.sym_size.int, ids, 0), -1, -1])
+            column = self.e.call(aten.unsqueeze.default, inside, 2)
+            return self.e.call(aten.squeeze.dim, self.e.call(aten.gather.default, table, 2, column), 2)
+        if not set(m.tokens) & free_axes(term):
+            return self.e.call(aten.index.Tensor, self.e._reshape(table, [-1]), [inside])
+        return self.e.call(aten.gather.default, table, 1, inside)
+
+    def _support(self) -> Support | None:
+        """The ids outside which some factor is zero, so that the other experts need not run."""
+        quiet = bool(self.b.act.name) and not any((*self.b.up_bias, self.b.down_bias))
+        for f in (*self.b.factors, *(self.b.scales if quiet else ())):
+            if not isinstance(f, Ref):
+                continue
+            index = tuple(
+                p
+                for i, s in zip(f.index, shape(f.node))
+                if not same(s, 1)
+                for p in (i.parts if isinstance(i, Mix) else (i,))
+            )
+            if index == (*self.m.tokens, E):
+                found = support(f.node)
+                if found is not None:
+                    return found
+        return None
+
+
+def _columns(term: Term) -> int | None:
+    """The size of the expert axis of a term."""
+    found = set()
+    for t in [term, *term.children()]:
+        if isinstance(t, Ref) and E in t.index:
+            found.add(static_int(shape(t.node)[t.index.index(E)]))
+    return found.pop() if len(found) == 1 else None

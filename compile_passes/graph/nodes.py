@@ -1,0 +1,342 @@
+"""Reading a functional aten graph: what a node is, what it equals, and why a proof failed."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any, NoReturn
+
+import torch
+from torch import fx
+from torch.fx.experimental.symbolic_shapes import statically_known_true
+
+from .. import advice
+from ..naming import called
+
+aten = torch.ops.aten
+
+FLOATING = (torch.float32, torch.bfloat16, torch.float16)
+PRODUCTS = (aten.mm, aten.bmm, aten.addmm, aten.baddbmm)
+
+
+class Refusal(Exception):
+    """A step of a proof that does not hold; the graph stays as it is.
+
+    `change`: what in the model would make it hold, in a sentence of advice.py.
+    """
+
+    def __init__(self, reason: str, node: fx.Node, change: str) -> None:
+        super().__init__(reason)
+        self.reason = reason
+        self.node = node
+        self.change = change
+
+
+def need(condition: Any, reason: str, node: fx.Node, change: str) -> None:
+    """One step of a proof. A symbolic condition must hold for all sizes; nothing is ever guarded on."""
+    if not statically_known_true(condition):
+        raise Refusal(reason, node, change)
+
+
+def refuse(reason: str, node: fx.Node, change: str) -> NoReturn:
+    raise Refusal(reason, node, change)
+
+
+# --- what a node is ---
+
+
+def is_op(node: Any, *packets: Any) -> bool:
+    """Whether `node` calls any overload of one of these operators."""
+    return (
+        isinstance(node, fx.Node)
+        and node.op == "call_function"
+        and getattr(node.target, "overloadpacket", None) in packets
+    )
+
+
+def arguments(node: fx.Node) -> dict[str, Any]:
+    """All arguments of an operator call by their schema names, defaults filled in."""
+    schema = node.target._schema
+    out = {a.name: a.default_value for a in schema.arguments}
+    out.update(zip((a.name for a in schema.arguments), node.args))
+    out.update(node.kwargs)
+    return out
+
+
+def item(node: Any) -> tuple[fx.Node, int] | None:
+    """(producer, index) of one output of a multi-output operator."""
+    if isinstance(node, fx.Node) and node.op == "call_function" and node.target.__name__ == "getitem":
+        producer, index = node.args
+        if isinstance(producer, fx.Node) and isinstance(index, int):
+            return producer, index
+    return None
+
+
+def value(node: fx.Node) -> torch.Tensor:
+    """The fake tensor a node stands for."""
+    return node.meta["val"]
+
+
+def is_tensor(node: Any) -> bool:
+    return isinstance(node, fx.Node) and isinstance(node.meta.get("val"), torch.Tensor)
+
+
+def shape(node: fx.Node) -> tuple[Any, ...]:
+    return tuple(value(node).shape)
+
+
+def same_shape(a: tuple[Any, ...], b: tuple[Any, ...]) -> bool:
+    return len(a) == len(b) and all(statically_known_true(x == y) for x, y in zip(a, b))
+
+
+def static_int(x: Any) -> int | None:
+    """A Python int, or None for anything symbolic; a SymInt may hold a number."""
+    if isinstance(x, torch.SymInt):
+        return x.node.maybe_as_int()
+    return x if isinstance(x, int) and not isinstance(x, bool) else None
+
+
+# --- looking through operators that change nothing that matters ---
+
+_RESHAPES = (
+    aten.view, aten._unsafe_view, aten.reshape, aten.unsqueeze, aten.squeeze, aten.clone, aten.alias,
+    aten.detach, aten.contiguous, aten.lift_fresh_copy,
+)  # fmt: skip
+_MAX = 2**63 - 1
+
+
+def passes_order(node: fx.Node) -> bool:
+    """Whether the row-major sequence of elements (values and dtype) goes through unchanged."""
+    if is_op(node, *_RESHAPES):
+        return node.target is not aten.view.dtype
+    if is_op(node, aten._to_copy):
+        return value(node).dtype == value(node.args[0]).dtype
+    if is_op(node, aten.expand):
+        return same_shape(shape(node), shape(node.args[0]))
+    if is_op(node, aten.slice):
+        a = arguments(node)
+        return a["start"] in (0, None) and a["end"] in (_MAX, None) and a["step"] == 1
+    return False
+
+
+def strip(node: fx.Node) -> fx.Node:
+    """Back through reshapes and copies: same elements, same row-major order, same dtype."""
+    while passes_order(node):
+        node = node.args[0]
+    return node
+
+
+def is_float_cast(node: Any) -> bool:
+    return (
+        is_op(node, aten._to_copy)
+        and is_tensor(node.args[0])
+        and value(node).dtype in FLOATING
+        and value(node.args[0]).dtype in FLOATING
+    )
+
+
+def uncast(node: fx.Node) -> fx.Node:
+    """`strip`, and back through casts between float32, bfloat16 and float16, which only round."""
+    node = strip(node)
+    while is_float_cast(node):
+        node = strip(node.args[0])
+    return node
+
+
+def exact_int(node: fx.Node) -> fx.Node:
+    """`strip`, and back through casts of integers to a type that holds small ones exactly (ids, counts)."""
+    node = strip(node)
+    exact = (torch.int64, torch.int32, torch.float32, torch.float64)
+    while is_op(node, aten._to_copy) and value(node).dtype in exact and value(node.args[0]).dtype in exact:
+        node = strip(node.args[0])
+    return node
+
+
+def sole_user(node: fx.Node) -> fx.Node:
+    users = list(node.users)
+    need(len(users) == 1, f"{called(node)} is used {len(users)} times, so it must stay", node, advice.UNREAD)
+    return users[0]
+
+
+# --- equality ---
+
+
+class Canon:
+    """Value numbering: two nodes with one number compute the same value from the same inputs.
+
+    The graph is not edited, so repeated `x[ids]` compare equal where they stand.
+    """
+
+    def __init__(self, graph: fx.Graph) -> None:
+        self._numbers: dict[fx.Node, int] = {}
+        table: dict[Any, int] = {}
+        for node in graph.nodes:
+            key: Any = node
+            if node.op == "call_function" and is_pure(node):
+                parts = fx.node.map_aggregate(
+                    (node.args, dict(node.kwargs)),
+                    lambda a: ("node", self._numbers[a]) if isinstance(a, fx.Node) else (type(a).__name__, a),
+                )
+                key = (node.target, repr(parts))
+            self._numbers[node] = table.setdefault(key, len(table))
+
+    def number(self, node: fx.Node) -> int:
+        return self._numbers[node]
+
+    def same(self, a: fx.Node, b: fx.Node) -> bool:
+        """Equal up to reshapes and copies."""
+        return self._numbers[strip(a)] == self._numbers[strip(b)]
+
+
+def is_pure(node: fx.Node) -> bool:
+    if is_op(node, aten.empty, aten.empty_like, aten.copy_):
+        return False
+    tags = getattr(node.target, "tags", ())
+    return torch.Tag.nondeterministic_seeded not in tags and not is_impure(node)
+
+
+def is_impure(node: fx.Node) -> bool:
+    """What fx says, which searches torch's registries, once for each operator."""
+    if not isinstance(node.target, torch._ops.OpOverload):
+        return node.is_impure()
+    if node.target not in _IMPURE:
+        _IMPURE[node.target] = node.is_impure()
+    return _IMPURE[node.target]
+
+
+_IMPURE: dict[Any, bool] = {}
+
+
+# --- operands that are weights ---
+
+
+@dataclass(frozen=True)
+class WeightRef:
+    """An expert weight as the graph holds it: `placeholder` is [E, N, K], or [E, K, N] if `transposed`.
+
+    It is a graph input, or what the graph decodes from inputs in 4 bits (decoded.py).
+    """
+
+    placeholder: fx.Node
+    transposed: bool
+
+    @property
+    def experts(self) -> int:
+        return int(value(self.placeholder).shape[0])
+
+    @property
+    def n(self) -> int:
+        return int(value(self.placeholder).shape[2 if self.transposed else 1])
+
+    @property
+    def k(self) -> int:
+        return int(value(self.placeholder).shape[1 if self.transposed else 2])
+
+
+def unswap(node: fx.Node) -> tuple[fx.Node, bool]:
+    """Back through copies, float casts and swaps of the last two dimensions: (source, swapped)."""
+    swapped = False
+    while True:
+        if is_op(node, aten.transpose, aten.t, aten.permute):
+            if not _swaps_last_two(node):
+                return node, swapped
+            swapped = not swapped
+        elif not (is_float_cast(node) or is_op(node, aten.clone, aten.alias, aten.detach, aten.contiguous)):
+            return node, swapped
+        node = node.args[0]
+
+
+def _swaps_last_two(node: fx.Node) -> bool:
+    dims = len(shape(node))
+    if is_op(node, aten.t):
+        return True
+    if is_op(node, aten.transpose):
+        return {d % dims for d in node.args[1:3]} == {dims - 2, dims - 1}
+    order = [d % dims for d in node.args[1]]
+    return order == [*range(dims - 2), dims - 1, dims - 2]
+
+
+_WRITTEN = "the graph writes to the weight {}"
+
+
+def written_to(weight: fx.Node, site: fx.Node) -> Refusal:
+    return Refusal(_WRITTEN.format(called(weight)), site, advice.NO_WRITES)
+
+
+def why_not_own(weight: fx.Node, mutated: set[fx.Node]) -> tuple[str, str] | None:
+    """(why, change) if a packed copy cannot stand for the weight from call to call."""
+    if weight in mutated:
+        return _WRITTEN.format(called(weight)), advice.NO_WRITES
+    if "gathered" in weight.meta:
+        return weight.meta["gathered"], advice.NOT_GATHERED
+    if "read_twice" in weight.meta:
+        return weight.meta["read_twice"], advice.EVERY_USE
+    return weight.meta.get("stays")
+
+
+def need_own(weight: fx.Node, mutated: set[fx.Node], site: fx.Node) -> None:
+    why = why_not_own(weight, mutated)
+    if why is not None:
+        raise Refusal(why[0], site, why[1])
+
+
+class Weights:
+    """Which inputs may be replaced by packed copies; `fixed` has weights decoded in the graph, too."""
+
+    def __init__(self, graph: fx.Graph, fixed: set[fx.Node], mutated: set[fx.Node]) -> None:
+        self._fixed = fixed
+        self._mutated = mutated
+
+    def is_candidate(self, node: fx.Node) -> bool:
+        return node in self._fixed and len(shape(node)) == 3 and value(node).dtype.is_floating_point
+
+    def resolve(self, node: fx.Node, swapped: bool, site: fx.Node) -> WeightRef:
+        """`node` with its last two dimensions swapped or not must be used as [E, K, N]."""
+        need(
+            node.op == "placeholder" or node in self._fixed,
+            f"the weight ({called(node)}) is computed in the graph",
+            site,
+            advice.ONCE,
+        )
+        need(
+            node in self._fixed,
+            f"the weight {called(node)} is not a parameter or buffer",
+            site,
+            advice.PARAMETER,
+        )
+        need_own(node, self._mutated, site)
+        need(
+            value(node).dim() == 3,
+            f"the weight {called(node)} has {len(shape(node))} dimensions, not 3",
+            site,
+            advice.STACK,
+        )
+        dtype = value(node).dtype
+        need(
+            dtype in FLOATING,
+            f"the weight {called(node)} is {dtype}, not float32, bfloat16 or float16",
+            site,
+            advice.DTYPE,
+        )
+        device = value(node).device.type
+        need(device in ("cpu", "cuda"), f"no kernels for device {device}", site, advice.DEVICE)
+        need(
+            all(static_int(s) is not None for s in shape(node)),
+            f"the weight {called(node)} has a symbolic shape",
+            site,
+            advice.STATIC_WEIGHTS,
+        )
+        weight = WeightRef(node, transposed=not swapped)
+        way = node.meta.get("held")
+        need(
+            way is None or way.transposed == weight.transposed,
+            f"the weight {called(node)} is quantised along a dimension that its product keeps",
+            site,
+            advice.ALONG,
+        )
+        need(
+            weight.k % 2 == 0,
+            f"K = {weight.k} is odd; two codes share a byte, so K must be even",
+            site,
+            advice.EVEN,
+        )
+        return weight

@@ -1,0 +1,595 @@
+"""Arithmetic in terms: pointwise operators, products, sums, and results that are put together row by row."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import fx
+
+from ..graph.nodes import (
+    FLOATING,
+    arguments,
+    aten,
+    exact_int,
+    is_op,
+    is_tensor,
+    same_shape,
+    shape,
+    strip,
+    value,
+)
+from ..graph.products import SortedRows, counted_ids
+from .axes import Opaque, dimension, same
+from .indexing import Indexing, as_boolean, indicator, is_boolean, is_eq, is_indicator
+from .routing import distinct, support
+from .terms import (  # fmt: skip
+    Add,
+    AnyOf,
+    Apply,
+    Axis,
+    Choose,
+    Composite,
+    Const,
+    Mean,
+    Mix,
+    Mul,
+    NoneOf,
+    Ref,
+    Rows,
+    Sum,
+    Term,
+    Value,
+    coordinate,
+    flatten,
+    free_axes,
+    substitute,
+)
+
+
+class Arithmetic(Indexing):
+    # --- arithmetic ---
+
+    def _operands(self, node: fx.Node, level: int) -> list[Value]:
+        tensors = [n for n in node.args if is_tensor(n)]
+        return self.broadcast([self.value(n, level) for n in tensors])
+
+    @staticmethod
+    def _joined(values: list[Value]) -> tuple[tuple[Axis, ...], ...]:
+        return tuple(max((v.dims[d] for v in values), key=len) for d in range(len(values[0].dims)))
+
+    def _number(self, x: Any) -> Term:
+        """A number of the call, or one that the graph computes: an element of its node, without an index."""
+        if isinstance(x, fx.Node) and isinstance(x.meta.get("val"), (torch.SymFloat, torch.SymInt)):
+            return Ref(self._scalars.setdefault(self.canon.number(x), x), ())
+        if not isinstance(x, (int, float)):
+            raise Opaque
+        return Const(x)
+
+    def _pointwise(self, node: fx.Node, level: int) -> Value:
+        if level == 0 or value(node).dtype not in FLOATING:
+            raise Opaque
+        values = self._operands(node, level)
+        if not values:
+            raise Opaque
+        terms = iter(values)
+        args = [next(terms).term if is_tensor(a) else a for a in node.args]
+        if any(isinstance(a, (fx.Node, list, tuple)) for a in args):
+            raise Opaque
+        kwargs = tuple(node.kwargs.items())
+        if any(isinstance(v, fx.Node) for _, v in kwargs):
+            raise Opaque
+        dims = self._joined(values)
+        return Value(dims, Apply(node.target, args, kwargs, self.ref(node, dims)))
+
+    def _mul(self, node: fx.Node, level: int) -> Value:
+        a, b = node.args[:2]
+        if level == 0 and not (is_tensor(a) and is_tensor(b) and _scales_rows(a, b)):
+            tensors = [n for n in (a, b) if is_tensor(n)]
+            masks = [value(n).dtype == torch.bool or is_indicator(self.value(n, 0).term) for n in tensors]
+            if not any(masks):
+                raise Opaque
+        values = self._operands(node, level)
+        dims = self._joined(values)
+        terms = iter(values)
+        factors = [next(terms).term if is_tensor(n) else self._number(n) for n in (a, b)]
+        return Value(dims, Mul(factors[0], factors[1], self.ref(node, dims)))
+
+    def _add(self, node: fx.Node, level: int) -> Value:
+        if level == 0 or node.kwargs.get("alpha", 1) != 1 or value(node).dtype not in FLOATING:
+            raise Opaque
+        values = self._operands(node, level)
+        dims = self._joined(values)
+        terms = iter(values)
+        args = [next(terms).term if is_tensor(n) else self._number(n) for n in node.args[:2]]
+        args = [t for a in args for t in flatten(a, Add)]
+        args = [t for t in args if not (isinstance(t, Const) and t.value == 0)] or [Const(0.0)]
+        return Value(dims, args[0] if len(args) == 1 else Add(args, self.ref(node, dims)))
+
+    def _compare(self, node: fx.Node, level: int) -> Value:
+        """Comparisons of ids with experts, or of routing weights with zero: indicators, 0 or 1."""
+        a, b = node.args[:2]
+        if is_tensor(b):
+            values = self.broadcast([self._compared(a), self._compared(b)])
+            of = [v.term for v in values]
+            if isinstance(of[0], Const) and is_op(node, aten.eq):
+                of.reverse()
+            return Value(self._joined(values), indicator(node, *of))
+        v = self.value(a, 0)
+        if is_op(node, aten.gt, aten.ne) and b == 0 and is_indicator(v.term):
+            return Value(v.dims, as_boolean(v.term))
+        v = self._compared(a)
+        return Value(v.dims, indicator(node, v.term, self._number(b)))
+
+    def _compared(self, node: fx.Node) -> Value:
+        """What is compared has values of its own, be they 0 and 1: these are ids, not conditions."""
+        v = self.value(node, 0)
+        return self.opaque(node) if isinstance(v.term, Composite) else v
+
+    def _and(self, node: fx.Node, level: int) -> Value:
+        """Both of two conditions."""
+        if value(node).dtype != torch.bool or not all(map(is_tensor, node.args[:2])):
+            raise Opaque
+        a, b = self.broadcast([self.value(n, 0) for n in node.args[:2]])
+        if not (is_boolean(a.term) and is_boolean(b.term)):
+            raise Opaque
+        return Value(self._joined([a, b]), Mul(a.term, b.term))
+
+    def _where(self, node: fx.Node, level: int) -> Value:
+        """where(mask, a, 0) and masked_fill(a, mask, 0): a times an indicator."""
+        if is_op(node, aten.masked_fill):
+            raise Opaque
+        mask, a, other = node.args
+        if not (is_tensor(mask) and is_tensor(a)):
+            raise Opaque
+        if is_tensor(other) and self.value(other, 0).term is not Const(0.0):
+            raise Opaque
+        values = self.broadcast([self.value(mask, 0), self.value(a, level)])
+        if not is_indicator(values[0].term):
+            raise Opaque
+        dims = self._joined(values)
+        return Value(dims, Mul(values[0].term, values[1].term, self.ref(node, dims)))
+
+    def _sum(self, node: fx.Node, level: int) -> Value:
+        a = arguments(node)
+        source = a["self"]
+        inner = self.value(source, level if level == 2 else 0)
+        if level < 2 and not is_indicator(inner.term):
+            raise Opaque
+        dims = a.get("dim") or list(range(len(shape(source))))
+        return self._reduced(node, inner, dims, a.get("keepdim"), Sum)
+
+    def _mean(self, node: fx.Node, level: int) -> Value:
+        """Of an expert's output: what a norm divides it by."""
+        a = arguments(node)
+        if level < 2 or not a.get("dim"):
+            raise Opaque
+        v = self.value(a["self"], level)
+        return self._reduced(node, v, a["dim"], a.get("keepdim"), Mean)
+
+    def _any(self, node: fx.Node, level: int) -> Value:
+        a = arguments(node)
+        v = self.value(a["self"], 0)
+        if a.get("dim") is None or not is_indicator(v.term):
+            raise Opaque
+        dims = a["dim"] if isinstance(a["dim"], (list, tuple)) else [a["dim"]]
+        return self._reduced(node, v, dims, a.get("keepdim"), AnyOf)
+
+    def _reduced(self, node: fx.Node, v: Value, over: list[int], keepdim: Any, kind: Any) -> Value:
+        over = [dimension(d, len(v.dims)) for d in over]
+        axes = [x for d in over for x in v.dims[d]]
+        if any(isinstance(x, Rows) for x in axes):
+            raise Opaque
+        v, fresh = self._fresh(v, axes)
+        kept = [() if d in over else g for d, g in enumerate(v.dims) if keepdim or d not in over]
+        return Value(tuple(kept), kind(fresh, v.term, self.ref(node, tuple(kept))))
+
+    @staticmethod
+    def _fresh(v: Value, axes: list[Axis]) -> tuple[Value, tuple[Axis, ...]]:
+        """Axes that are summed over get names of their own."""
+        new = {a: Axis(a.size) for a in axes}
+        return Value(
+            tuple(tuple(new.get(a, a) for a in g) for g in v.dims), substitute(v.term, dict(new))
+        ), tuple(new.values())
+
+    # --- products ---
+
+    def _product(self, node: fx.Node, level: int) -> Value:
+        if level == 0:
+            raise Opaque
+        args = list(node.args)
+        bias = args.pop(0) if is_op(node, aten.addmm, aten.baddbmm) else None
+        if any(node.kwargs.get(n, 1) != 1 for n in ("alpha", "beta")):
+            raise Opaque
+        left, right = self._factors(args[0], args[1], level)
+        batch = [(d, d) for d in range(len(left.dims) - 2)]
+        left, right = self.together(left, right, [*batch, (-1, -2)])
+        inner = left.dims[-1] or right.dims[-2]
+        if any(isinstance(x, Rows) for x in inner):
+            raise Opaque
+        lead = tuple(a or b for a, b in zip(left.dims[:-2], right.dims[:-2]))
+        dims = (*lead, left.dims[-2], right.dims[-1])
+        fresh = {a: Axis(a.size) for a in inner}
+        body = substitute(Mul(left.term, right.term), dict(fresh))
+        term = Sum(tuple(fresh.values()), body, self.ref(node, dims) if bias is None else None)
+        if bias is not None:
+            b = self.value(bias, 0)
+            b = Value(((),) * (len(dims) - len(b.dims)) + b.dims, b.term)
+            whole, b = self.together(Value(dims, term), b, [(d, d) for d in range(len(dims))])
+            return Value(whole.dims, Add((whole.term, b.term), self.ref(node, whole.dims)))
+        return Value(dims, term)
+
+    def _factors(self, a: fx.Node, b: fx.Node, level: int) -> tuple[Value, Value]:
+        """Operands of a product; one with a weight lowers the level of what it multiplies."""
+        left, right = self.value(a, 0), self.value(b, 0)
+        if self._is_weight(right.term):
+            return self.value(a, level - 1), right
+        if self._is_weight(left.term):
+            return left, self.value(b, level - 1)
+        if level == 2:
+            return self.value(a, 2), self.value(b, 2)
+        raise Opaque
+
+    def _is_weight(self, term: Term) -> bool:
+        return isinstance(term, Ref) and self.is_weight(term.node)
+
+    def _grouped_mm(self, node: fx.Node, level: int) -> Value:
+        """Rows sorted by expert: each meets the weight of its own id."""
+        a, weight, offs = node.args[:3] if len(node.args) > 2 else (*node.args, node.kwargs["offs"])
+        if level == 0 or len(shape(a)) != 2 or len(shape(weight)) != 3 or not is_tensor(offs):
+            raise Opaque
+        if is_op(node, aten._grouped_mm) and arguments(node)["bias"] is not None:
+            raise Opaque
+        w = self.value(weight, 0)
+        if not self._is_weight(w.term) or len(w.dims[0]) != 1:
+            raise Opaque
+        x = self.value(a, level - 1)
+        if len(x.dims[0]) != 1 or not isinstance(x.dims[0][0], Rows) or x.dims[0][0].key is None:
+            raise Opaque
+        rows = x.dims[0][0]
+        if not self._ends_of(offs, rows, shape(weight)[0]):
+            raise Opaque
+        w = Value(w.dims[1:], substitute(w.term, self._assign(w.dims[0], rows.key)))
+        x, w = self.together(x, w, [(1, 0)])
+        fresh = {k: Axis(k.size) for k in x.dims[1]}
+        body = substitute(Mul(x.term, w.term), dict(fresh))
+        return Value(((rows,), w.dims[1]), Sum(tuple(fresh.values()), body, None))
+
+    def _ends_of(self, offs: fx.Node, rows: Rows, experts: Any) -> bool:
+        """Whether offs [E] is where the rows of each expert end, rows being sorted by expert."""
+        cumsum = exact_int(offs)
+        if not is_op(cumsum, aten.cumsum) or len(shape(cumsum)) != 1 or not isinstance(experts, int):
+            return False
+        if self._counts_in_one_hot(exact_int(cumsum.args[0]), rows):
+            return True
+        proof = SortedRows.prove(offs, experts, self.canon)
+        return self._sorted(proof.sort, 0).dims == ((rows,),)
+
+    def _counts_in_one_hot(self, node: fx.Node, rows: Rows) -> bool:
+        counts = self.value(node, 0)
+        if not isinstance(counts.term, Sum) or not is_eq(counts.term.body):
+            return False
+        ids, expert = counts.term.body.args  # type: ignore[attr-defined]
+        return counts.dims == ((expert,),) and self._is_key(ids, counts.term.axes, rows)
+
+    @staticmethod
+    def _is_key(ids: Term, axes: tuple[Axis, ...] | list[Axis], rows: Rows) -> bool:
+        """Whether `ids` over `axes` are what `rows` were sorted by."""
+        return len(axes) == len(rows.bound) and substitute(ids, dict(zip(axes, rows.bound))) is rows.key
+
+    def _counts_of(self, counts: fx.Node, experts: int, rows: Rows) -> bool:
+        node = exact_int(counts)
+        if self._counts_in_one_hot(node, rows):
+            return True
+        if is_op(node, aten.sum):
+            ids = _marked(node)
+        else:
+            ids = counted_ids(node, experts)
+        found = self.value(ids, 0) if ids is not None else None
+        return found is not None and self._is_key(found.term, found.axes, rows)
+
+    # --- results put together ---
+
+    def _stack(self, node: fx.Node, level: int) -> Value:
+        a = arguments(node)
+        parts, rank = a["tensors"], len(shape(node))
+        if is_op(node, aten.cat):  # that takes [0] for nothing, whatever the rank of the others
+            parts = [n for n in parts if len(shape(n)) == rank or not same(shape(n)[0], 0)]
+            if len(parts) == 1 and value(parts[0]).dtype == value(node).dtype:
+                return self.value(parts[0], level)
+        d = dimension(a["dim"], rank)
+        if level == 0 or (level == 1 and not is_op(node, aten.cat)):
+            raise Opaque
+        values = [self.value(n, level) for n in parts]
+        rows = None
+        if is_op(node, aten.cat):
+            if d == 0 and any(isinstance(x, Rows) for v in values for x in v.dims[0]):
+                rows, values = self._whole(values)
+            elif level == 2 and all(v.dims[d] and _as_long(v.dims[d], values[0].dims[d]) for v in values):
+                return self._joined_parts(node, values, d)
+            elif any(v.dims[d] for v in values):
+                raise Opaque  # joined along a dimension in which they are of several sizes
+            else:
+                values = [Value(v.dims[:d] + v.dims[d + 1 :], v.term) for v in values]
+        if level == 1 and rows is None:
+            raise Opaque
+        first = values[0]
+        terms = [first.term]
+        for v in values[1:]:
+            head, v = self.together(first, v, [(i, i) for i in range(len(first.dims))])
+            if head is not first:
+                raise Opaque
+            terms.append(v.term)
+        if rows is not None:
+            assert rows.key is not None
+            return Value(((rows,), *first.dims), Choose(rows.key, terms))
+        axis = Axis(len(parts))
+        dims = (*first.dims[:d], (axis,), *first.dims[d:])
+        return Value(dims, Choose(axis, terms, self.ref(node, dims)))
+
+    def _copied(self, node: fx.Node, level: int) -> Value:
+        """What a tensor holds after another was copied into it."""
+        old, new = node.args[:2]
+        if not same_shape(shape(old), shape(new)) or value(old).dtype != value(new).dtype:
+            raise Opaque
+        return self.value(new, level)
+
+    def _select_scatter(self, node: fx.Node, level: int) -> Value:
+        """A tensor with one of its parts replaced: of each number along the dimension, a part of its own."""
+        a = arguments(node)
+        base, part = self.value(a["self"], level), self.value(a["src"], level)
+        d = a["dim"] % len(base.dims)
+        (axis,) = base.dims[d] if len(base.dims[d]) == 1 else (None,)
+        if level < 2 or not isinstance(a["index"], int) or axis is None or not isinstance(axis.size, int):
+            raise Opaque
+        rest = [i for i in range(len(base.dims)) if i != d]
+        base, part = self.together(base, part, [(i, at) for at, i in enumerate(rest)])
+        if base.dims[d] != (axis,):
+            raise Opaque
+        parts = [substitute(base.term, {axis: Const(i)}) for i in range(axis.size)]
+        parts[a["index"]] = part.term
+        return Value(base.dims, Choose(axis, parts, self.ref(node, base.dims)))
+
+    def _joined_parts(self, node: fx.Node, values: list[Value], d: int) -> Value:
+        """Parts of one size, one below the other: part i has the rows from i times that size on."""
+        first, terms = values[0], [values[0].term]
+        for v in values[1:]:
+            head, v = self.together(first, v, [(i, i) for i in range(len(first.dims))])
+            if head is not first:
+                raise Opaque
+            terms.append(v.term)
+        axis = Axis(len(values))
+        dims = (*first.dims[:d], (axis, *first.dims[d]), *first.dims[d + 1 :])
+        return Value(dims, Choose(axis, terms, self.ref(node, dims)))
+
+    def _index_add(self, node: fx.Node, level: int) -> Value:
+        a = arguments(node)
+        if a["dim"] != 0 or a["alpha"] != 1:
+            raise Opaque
+        return self._accumulate(node, level, a["self"], [self.value(a["index"], 0)], a["source"])
+
+    def _scatter_add(self, node: fx.Node, level: int) -> Value:
+        a = arguments(node)
+        whole = shape(a["src"])
+        if a["dim"] != 0 or not whole or len(whole) != len(shape(a["index"])):
+            raise Opaque
+        if not same(shape(a["index"])[0], whole[0]):
+            raise Opaque
+        index = self.value(a["index"], 0)
+        if free_axes(index.term) & {x for g in index.dims[1:] for x in g}:
+            raise Opaque  # columns of a row go to different places
+        if not all(same(s, t) for s, t in zip(shape(a["index"])[1:], shape(a["self"])[1:])):
+            raise Opaque
+        return self._accumulate(node, level, a["self"], [Value(index.dims[:1], index.term)], a["src"])
+
+    def _index_put(self, node: fx.Node, level: int) -> Value:
+        a = arguments(node)
+        indices = a["indices"]
+        if any(i is None for i in indices):
+            raise Opaque
+        if value(indices[0]).dtype == torch.bool:
+            if len(indices) > 1 or not shape(a["values"]):
+                raise Opaque
+            rows, mask = self._mask_rows(indices[0], shape(a["values"])[0])
+            bound = dict(zip(mask.axes, rows.bound))
+            where = [Value(((rows,),), substitute(coordinate(g), bound)) for g in mask.dims]
+        else:
+            where = [self.value(i, 0) for i in indices]
+        if a["accumulate"]:
+            return self._accumulate(node, level, a["self"], where, a["values"])
+        added = self._increment(a["self"], indices, a["values"])
+        if added is not None and (_visits_once(where) or _chosen_once(where)):
+            return self._accumulate(node, level, a["self"], where, added)
+        return self._overwrite(node, level, a["self"], where, a["values"])
+
+    def _increment(self, base: fx.Node, indices: list[fx.Node], new: fx.Node) -> fx.Node | None:
+        """y if new is base[indices] + y: what `out[mask] += y` becomes."""
+        new = _unchanged(new)
+        if not is_op(new, aten.add) or new.kwargs.get("alpha", 1) != 1:
+            return None
+        for old, y in ((new.args[0], new.args[1]), (new.args[1], new.args[0])):
+            if not is_op(old, aten.index) or not is_tensor(y) or not same_shape(shape(y), shape(new)):
+                continue
+            taken = old.args[1]
+            if old.args[0] is not base or len(taken) != len(indices):
+                continue
+            if all(i is not None and self.canon.same(i, j) for i, j in zip(taken, indices)):
+                return y
+        return None
+
+    def _index_copy(self, node: fx.Node, level: int) -> Value:
+        a = arguments(node)
+        if a["dim"] != 0:
+            raise Opaque
+        return self._overwrite(node, level, a["self"], [self.value(a["index"], 0)], a["source"])
+
+    def _placed(
+        self, level: int, base: Value, where: list[Value], source: fx.Node
+    ) -> tuple[Value, Term, Term | None]:
+        """base; `source` over base's axes, summed over whatever else its rows range over; the rows' mask.
+
+        where: the place of each row along the first dimensions of base."""
+        if level < 2 or any(len(w.dims) != 1 for w in where):
+            raise Opaque
+        src = self.value(source, level)
+        group = where[0].dims[0]
+        if len(group) == 1 and isinstance(group[0], Rows):
+            rows = group[0]
+            if src.dims[0] != (rows,) or any(w.dims[0] != group for w in where):
+                raise Opaque
+            bound, mask = rows.bound, rows.mask
+        else:
+            if len(where) > 1:
+                raise Opaque
+            src, where[0] = self.together(src, where[0], [(0, 0)])
+            bound, mask = where[0].dims[0], None
+        targets: list[tuple[Term, ...]] = []
+        for w in where:
+            place = substitute(w.term, self._cuts)
+            targets.append(place.parts if isinstance(place, Mix) else () if place is Const(0) else (place,))
+        every = [t for target in targets for t in target]
+        if not all(isinstance(t, Axis) and t in bound for t in every) or len(set(every)) != len(every):
+            raise Opaque
+        term = src.term if mask is None else Mul(mask, src.term)
+        carried = Value((*targets, *src.dims[1:]), substitute(term, self._cuts))  # type: ignore[arg-type]
+        carried, fresh = self._fresh(carried, [b for b in bound if b not in every])
+        base, carried = self.together(base, carried, [(d, d) for d in range(len(base.dims))])
+        return base, Sum(fresh, carried.term, None), mask
+
+    def _accumulate(
+        self, node: fx.Node, level: int, base: fx.Node, where: list[Value], source: fx.Node
+    ) -> Value:
+        old, new, _ = self._placed(level, self.value(base, level), where, source)
+        if isinstance(old.term, Const):
+            if old.term.value is None:
+                raise Opaque
+            return Value(old.dims, new)
+        return Value(old.dims, Add([*flatten(old.term, Add), new], self.ref(node, old.dims)))
+
+    def _overwrite(
+        self, node: fx.Node, level: int, base: fx.Node, where: list[Value], source: fx.Node
+    ) -> Value:
+        """Rows that nobody wrote before are written: then to write is to add. Others keep what they had."""
+        if not _visits_once(where):
+            raise Opaque
+        old, new, mask = self._placed(level, self.value(base, level), where, source)
+        before = flatten(old.term, Add)
+        if isinstance(old.term, Const) and not old.term.value:
+            return Value(old.dims, new)
+        if mask is None or not isinstance(new, Mul):
+            raise Opaque
+        chosen = set(flatten(new.args[0], Mul))
+        if all(chosen <= set(flatten(t, Mul)) for t in before):
+            return Value(old.dims, new)  # other rows are zeros
+        if all(kept_rows(t) is None and expert_mask(t) is None for t in before):
+            old, new, _ = self._placed(level, self.opaque(base), where, source)
+            before = [Mul(NoneOf(()), old.term)]
+        ours = expert_mask(new)
+        if ours is None:
+            raise Opaque
+        kept = [t for t in before if kept_rows(t) is not None]
+        for t in before:
+            if t in kept:
+                continue
+            theirs = expert_mask(t)
+            if theirs is None or theirs[0] is not ours[0] or theirs[1] == ours[1]:
+                raise Opaque
+        assert isinstance(new, Mul)
+        after = [Mul(NoneOf((*t.args[0].masks, new.args[0])), t.args[1]) if t in kept else t for t in before]
+        return Value(old.dims, Add([*after, new], self.ref(node, old.dims)))
+
+
+def _marked(node: fx.Node) -> fx.Node | None:
+    """ids [T, k] if node [E] counts the rows of zeros [T, E] with a 1 put at the ids, which are distinct."""
+    a = arguments(node)
+    marks = strip(a["self"])
+    if a["dim"] != [0] or a["keepdim"] or value(marks).dtype not in (torch.int64, torch.int32, torch.float32):
+        return None
+    while is_op(marks, aten._to_copy):
+        marks = strip(marks.args[0])
+    if not is_op(marks, aten.scatter) or marks.target is not aten.scatter.value or marks.args[3] != 1:
+        return None
+    found = support(marks)
+    return found.parts[0] if found is not None and len(found.parts) == 1 else None
+
+
+def _as_long(ours: tuple[Axis, ...], theirs: tuple[Axis, ...]) -> bool:
+    """Whether two dimensions are of one size; rows that were selected have none."""
+    sizes = []
+    for group in (ours, theirs):
+        if any(isinstance(a, Rows) for a in group):
+            return False
+        size: Any = 1
+        for a in group:
+            size = size * a.size
+        sizes.append(size)
+    return same(*sizes)
+
+
+def _scales_rows(a: fx.Node, b: fx.Node) -> bool:
+    """One number for each row of the other."""
+    sizes = shape(a), shape(b)
+    return len(sizes[0]) == len(sizes[1]) > 0 and any(same(s[-1], 1) for s in sizes)
+
+
+def _unchanged(node: fx.Node) -> fx.Node:
+    """Back through copies and casts to the dtype a tensor has."""
+    while is_op(node, aten.clone, aten._to_copy) and value(node).dtype == value(node.args[0]).dtype:
+        node = node.args[0]
+    return node
+
+
+def _rows_of(where: list[Value]) -> Rows | None:
+    """What all of these are places of."""
+    groups = {w.dims for w in where}
+    dims = groups.pop() if len(groups) == 1 else ()
+    group = dims[0] if len(dims) == 1 else ()
+    return group[0] if len(group) == 1 and isinstance(group[0], Rows) else None
+
+
+def _places(where: list[Value]) -> set[Axis]:
+    return set().union(*(free_axes(w.term) for w in where))
+
+
+def _visits_once(where: list[Value]) -> bool:
+    """Whether no two rows have the same place."""
+    rows = _rows_of(where)
+    if rows is None:
+        return len(where) == 1 and isinstance(where[0].term, (Axis, Mix))
+    return set(rows.bound) <= _places(where)
+
+
+def _chosen_once(where: list[Value]) -> bool:
+    """Whether these are the tokens t of rows (t, j) with ids[t, j] == e, and none has e among its ids twice.
+
+    What is written there may be added to what was there; another expert may have written there before."""
+    rows = _rows_of(where)
+    if rows is None or rows.mask is None:
+        return False
+    places = _places(where)
+    left = set(rows.bound) - places
+    for f in flatten(rows.mask, Mul):
+        if not is_eq(f):
+            continue
+        ids, e = f.args  # type: ignore[attr-defined]
+        if isinstance(ids, Ref) and isinstance(e, Const) and ids.index:
+            *token, choice = ids.index
+            apart = isinstance(choice, Axis) and left == {choice}
+            if apart and all(free_axes(i) <= places for i in token) and distinct(ids.node):
+                return True
+    return False
+
+
+def kept_rows(term: Term) -> NoneOf | None:
+    """Where a term's rows are those that were not written over, if it is of such."""
+    return term.args[0] if isinstance(term, Mul) and isinstance(term.args[0], NoneOf) else None
+
+
+def expert_mask(term: Term) -> tuple[Term, Any] | None:
+    """(ids, e) if the term is something times [ids == e], in its first factors."""
+    for f in flatten(term, Mul):
+        if is_eq(f):
+            ids, e = f.args  # type: ignore[attr-defined]
+            if isinstance(e, Const):
+                return ids, e.value
+    return None

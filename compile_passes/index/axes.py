@@ -1,0 +1,181 @@
+"""What each dimension of a tensor is made of, and how operands' dimensions are brought together."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Collection
+from typing import Any
+
+from torch import fx
+from torch.fx.experimental.symbolic_shapes import statically_known_true
+
+from ..graph.nodes import Canon, Refusal, shape
+from .terms import Axis, Const, Ref, Rows, Term, Value, coordinate
+
+log = logging.getLogger("fp4_ops")
+
+
+class Opaque(Exception):
+    """This node has no term but itself."""
+
+
+def same(a: Any, b: Any) -> bool:
+    return statically_known_true(a == b)
+
+
+def dimension(d: int, rank: int) -> int:
+    """Dimension d, which may count from the end; a tensor without dimensions has none."""
+    if not -rank <= d < rank:
+        raise Opaque
+    return d % rank
+
+
+class Values:
+    """The value of each node read so far, and the axes it is over."""
+
+    def __init__(self, graph: fx.Graph, canon: Canon, is_weight: Callable[[fx.Node], bool]) -> None:
+        self.canon, self.is_weight = canon, is_weight
+        self._values: dict[tuple[fx.Node, int], Value] = {}
+        self._own: dict[int, Value] = {}
+        self._splits: dict[tuple[Axis, str], tuple[Axis, ...]] = {}
+        self._rows: dict[Any, Rows] = {}
+        self._cuts: dict[Axis, Term] = {}
+        self._scalars: dict[int, fx.Node] = {}
+        self._parts: dict[Rows, list[Rows]] = {}
+        """Of sorted rows: those of each expert, which together are all."""
+
+    def _read(self, node: fx.Node, level: int) -> Value:
+        raise NotImplementedError
+
+    # --- values ---
+
+    def value(self, node: fx.Node, level: int) -> Value:
+        key = (node, level)
+        found = self._values.get(key)
+        if found is None:
+            try:
+                found = self._read(node, level)
+            except (Opaque, Refusal):
+                found = self.opaque(node)
+            except Exception:  # a fault of ours is no reason to lose the rest of the graph
+                log.warning("fp4: reading %s (%s) failed; please report it", node, node.target, exc_info=True)
+                found = self.opaque(node)
+            self._values[key] = found
+        return found
+
+    def opaque(self, node: fx.Node) -> Value:
+        """The node as a root with axes of its own; equal nodes have the same ones."""
+        number = self.canon.number(node)
+        if number not in self._own:
+            axes = [None if same(s, 1) else Axis(s, f"{node.name}.{d}") for d, s in enumerate(shape(node))]
+            dims = tuple(() if a is None else (a,) for a in axes)
+            self._own[number] = Value(dims, Ref(node, [Const(0) if a is None else a for a in axes]))
+        return self._own[number]
+
+    def cut(self, node: fx.Node) -> None:
+        """Nothing is read through `node` any more: it is a block of its own."""
+        for level in range(3):
+            self._values[node, level] = self.opaque(node)
+
+    def forget(self, nodes: Collection[fx.Node]) -> None:
+        """These are read anew, for something that they are made of was cut."""
+        for key in [k for k in self._values if k[0] in nodes]:
+            del self._values[key]
+
+    # --- axes ---
+
+    def split(self, axis: Axis, sizes: tuple[Any, ...]) -> tuple[Axis, ...]:
+        """The parts that an axis has in a view; all views that cut it alike share them."""
+        if isinstance(axis, Rows):
+            raise Opaque
+        key = (axis, str(sizes))
+        if key not in self._splits:
+            self._splits[key] = tuple(Axis(s, f"{axis.name}/{i}") for i, s in enumerate(sizes))
+        return self._splits[key]
+
+    def align(self, ours: tuple[Axis, ...], theirs: tuple[Axis, ...]) -> tuple[dict, dict]:
+        """Renamings that make two groups of one total size the same axes; theirs take our names (ours
+        theirs, where only they know the size)."""
+        a, b = list(ours), list(theirs)
+        rename_a: dict[Axis, Any] = {}
+        rename_b: dict[Axis, Any] = {}
+        while a and b:
+            x, y = a.pop(0), b.pop(0)
+            if x is y:
+                continue
+            if isinstance(x, Rows) or isinstance(y, Rows):
+                raise Opaque
+            if same(x.size, y.size):
+                if isinstance(y.size, int) and not isinstance(x.size, int):
+                    rename_a[x] = y
+                else:
+                    rename_b[y] = x
+                continue
+            parts = prefix(y.size, [x, *a])
+            if parts is not None:  # our next few axes make up theirs
+                rename_b[y] = tuple(parts)
+                del a[: len(parts) - 1]
+                continue
+            parts = prefix(x.size, [y, *b])
+            if parts is None:
+                raise Opaque
+            cut = self.split(x, tuple(p.size for p in parts))
+            rename_a[x] = cut
+            rename_b.update(zip(parts, cut))
+            del b[: len(parts) - 1]
+        if a or b:
+            raise Opaque
+        return rename_a, rename_b
+
+    def together(self, a: Value, b: Value, pairs: list[tuple[int, int]]) -> tuple[Value, Value]:
+        """Two values whose dimensions `pairs` run together, with the same axes there and no others shared."""
+        b = self._apart(a, b, pairs)
+        for i, j in pairs:
+            if a.dims[i] and b.dims[j]:
+                rename_a, rename_b = self.align(a.dims[i], b.dims[j])
+                a, b = a.rename(rename_a), b.rename(rename_a).rename(rename_b)
+        return a, b
+
+    @staticmethod
+    def _apart(a: Value, b: Value, pairs: list[tuple[int, int]]) -> Value:
+        """`b` with axes of its own, unless it shares with `a` only those that will be one anyway."""
+        shared = set(a.axes) & set(b.axes)
+        for i, j in pairs:
+            if a.dims[i] == b.dims[j]:
+                shared -= set(a.dims[i])
+        return b.rename({x: Axis(x.size) for x in shared if not isinstance(x, Rows)})
+
+    def broadcast(self, values: list[Value]) -> list[Value]:
+        """Operands of a pointwise operator: same number of dimensions, same axes."""
+        rank = max(len(v.dims) for v in values)
+        values = [Value(((),) * (rank - len(v.dims)) + v.dims, v.term) for v in values]
+        pairs = [(d, d) for d in range(rank)]
+        for i in range(len(values)):
+            for j in range(i + 1, len(values)):
+                values[i], values[j] = self.together(values[i], values[j], pairs)
+        if len(values) > 2 and any(len({v.dims[d] for v in values if v.dims[d]}) > 1 for d in range(rank)):
+            raise Opaque  # a later operand cut an axis of an earlier pair
+        return values
+
+    def ref(self, node: fx.Node, dims: tuple[tuple[Axis, ...], ...]) -> Ref | None:
+        """An element of `node` itself; none where rows were selected, which no other place can index."""
+        if any(isinstance(a, Rows) for group in dims for a in group):
+            return None
+        return Ref(node, [coordinate(g) for g in dims])
+
+
+def prefix(size: Any, axes: list[Axis]) -> list[Axis] | None:
+    """The first axes whose sizes multiply to `size`."""
+    total: Any = 1
+    for i, axis in enumerate(axes):
+        total = total * axis.size
+        if same(total, size):
+            return axes[: i + 1]
+    return None
+
+
+def spread(parts: Any, axis: Axis, into: tuple[Axis, ...]) -> list[Axis]:
+    out: list[Axis] = []
+    for p in parts:
+        out.extend(into if p is axis else (p,))
+    return out

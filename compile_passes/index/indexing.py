@@ -1,0 +1,495 @@
+"""Re-indexing in terms: views, gathers, and the rows that masks and sorts choose."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import fx
+
+from ..graph.nodes import FLOATING, arguments, aten, is_op, item, same_shape, shape, strip, value
+from .axes import Opaque, Values, dimension, prefix, same, spread
+from .terms import (  # fmt: skip
+    Affine,
+    AnyOf,
+    Apply,
+    Axis,
+    Const,
+    Mix,
+    Mul,
+    Ref,
+    Rows,
+    Sum,
+    Term,
+    Value,
+    coordinate,
+    substitute,
+)
+
+INDICATOR = (aten.eq, aten.ne, aten.ge, aten.gt, aten.le, aten.lt)
+
+
+class Indexing(Values):
+    # --- re-indexing ---
+
+    def _copy(self, node: fx.Node, level: int) -> Value:
+        return self.value(node.args[0], level)
+
+    def _cast(self, node: fx.Node, level: int) -> Value:
+        """Casts between floats only round; indicators are 0 and 1 in any type, and ids fit theirs."""
+        source, dtype = node.args[0], value(node).dtype
+        was = value(source).dtype
+        if was in FLOATING and dtype in FLOATING:
+            return self.value(source, level)
+        inner = self.value(source, 0)
+        if dtype == torch.bool and was != torch.bool:
+            return Value(inner.dims, as_boolean(inner.term))
+        if was == torch.bool or is_indicator(inner.term):
+            return inner
+        if not was.is_floating_point and dtype in (torch.int64, torch.int32):
+            return inner
+        raise Opaque
+
+    def _view(self, node: fx.Node, level: int) -> Value:
+        source = node.args[0]
+        if is_op(source, aten.nonzero) and len(shape(node)) == 1 and shape(source)[1] == 1:
+            return self._coordinate(source, 0)
+        old = self.value(source, level)
+        atoms = old.axes
+        if isinstance(old.term, Ref) and self._merges_leading(node, source, old):
+            raise Opaque
+        dims, mapping = [], {}
+        last = max((d for d, size in enumerate(shape(node)) if not same(size, 1)), default=-1)
+        for d, size in enumerate(shape(node)):
+            if same(size, 1):
+                dims.append(())
+                continue
+            if not atoms:
+                raise Opaque
+            group = prefix(size, atoms)
+            if group is None and d == last:  # what is left, whatever its size is called
+                group = list(atoms)
+            if group is None:
+                first = atoms[0]
+                rest = first.size // size
+                if isinstance(first, Rows) or not same(rest * size, first.size):
+                    raise Opaque
+                parts = self.split(first, (size, rest))
+                mapping[first] = parts
+                mapping = {a: tuple(spread(b, first, parts)) for a, b in mapping.items()}
+                atoms[:1] = list(parts)
+                group = [parts[0]]
+            del atoms[: len(group)]
+            dims.append(tuple(group))
+        if any(not same(a.size, 1) for a in atoms):
+            raise Opaque
+        terms = {a: coordinate(tuple(b)) for a, b in mapping.items()}
+        return Value(tuple(dims), substitute(old.term, terms))
+
+    def _merges_leading(self, node: fx.Node, source: fx.Node, old: Value) -> bool:
+        """[B, S, H] -> [B * S, H]: the tokens become one axis, as the router's and the ids' are.
+
+        Not of a slice: of a buffer with rows for each expert, this is one expert's."""
+        assert isinstance(old.term, Ref)
+        new, plain = shape(node), tuple(i for i in old.term.index if isinstance(i, Axis))
+        sizes = [s for s in shape(old.term.node) if not same(s, 1)]
+        of_whole = len(plain) == len(sizes) and all(same(a.size, s) for a, s in zip(plain, sizes))
+        return (
+            len(shape(source)) > len(new) >= 2
+            and same(shape(source)[-1], new[-1])
+            and plain == tuple(old.axes)
+            and of_whole
+            and not self.is_weight(old.term.node)
+        )
+
+    def _permute(self, node: fx.Node, level: int) -> Value:
+        v = self.value(node.args[0], level)
+        rank = len(v.dims)
+        order = list(range(rank))
+        if is_op(node, aten.permute):
+            order = [d % rank for d in node.args[1]]
+        elif rank >= 2:
+            i, j = (0, 1) if is_op(node, aten.t) else (d % rank for d in node.args[1:3])
+            order[i], order[j] = order[j], order[i]
+        return Value(tuple(v.dims[d] for d in order), v.term)
+
+    def _expand(self, node: fx.Node, level: int) -> Value:
+        v = self.value(node.args[0], level)
+        new = shape(node)
+        dims = ((),) * (len(new) - len(v.dims)) + v.dims
+        return Value(
+            tuple(g if g or same(s, 1) else (Axis(s),) for g, s in zip(dims, new)),
+            v.term,
+        )
+
+    def _repeat(self, node: fx.Node, level: int) -> Value:
+        v = self.value(node.args[0], level)
+        times = node.args[1]
+        dims = ((),) * (len(times) - len(v.dims)) + v.dims
+        return Value(tuple(g if same(n, 1) else (Axis(n), *g) for g, n in zip(dims, times)), v.term)
+
+    def _select(self, node: fx.Node, level: int) -> Value:
+        a = arguments(node)
+        d = dimension(a["dim"], len(shape(a["self"])))
+        if not isinstance(a["index"], int):
+            raise Opaque
+        if is_op(strip(a["self"]), aten.nonzero):
+            if d != 1:
+                raise Opaque
+            return self._coordinate(strip(a["self"]), a["index"] % shape(a["self"])[1])
+        v = self.value(a["self"], level)
+        index = a["index"]
+        if index < 0:
+            size = shape(a["self"])[d]
+            if not isinstance(size, int):
+                raise Opaque
+            index += size
+        return self._at(v, d, Const(index))
+
+    def _at(self, v: Value, d: int, index: Term) -> Value:
+        """v with one dimension fixed."""
+        mapping = self._assign(v.dims[d], index)
+        return Value(v.dims[:d] + v.dims[d + 1 :], substitute(v.term, mapping))
+
+    def _assign(self, group: tuple[Axis, ...], index: Term) -> dict[Axis, Term]:
+        """Axes of one dimension -> what they are where the dimension's coordinate is `index`."""
+        if any(isinstance(a, Rows) for a in group):
+            raise Opaque
+        if len(group) <= 1:
+            return dict.fromkeys(group, index)
+        if isinstance(index, Const):
+            out, rest = {}, index.value
+            for axis in reversed(group):
+                if not isinstance(axis.size, int):
+                    raise Opaque
+                out[axis], rest = Const(rest % axis.size), rest // axis.size
+            return out
+        fits = isinstance(index, Mix) and len(index.parts) == len(group)
+        if fits and all(same(a.size, s) for a, s in zip(group, index.sizes)):
+            return dict(zip(group, index.parts))
+        raise Opaque
+
+    def _slice(self, node: fx.Node, level: int) -> Value:
+        a = arguments(node)
+        size, new = (shape(n)[dimension(a["dim"], len(shape(n)))] for n in (a["self"], node))
+        if a["start"] in (0, None) and a["step"] == 1 and same(size, new):
+            return self.value(a["self"], level)
+        start = a["start"] or 0
+        if not all(isinstance(n, int) for n in (size, new, start)):
+            raise Opaque
+        start = max(start + size, 0) if start < 0 else start
+        return self._part(self.value(a["self"], level), a["dim"], start, a["step"], new)
+
+    def _part(self, v: Value, dim: int, start: int, step: int, size: int) -> Value:
+        d = dimension(dim, len(v.dims))
+        group = v.dims[d]
+        if size == 0:
+            raise Opaque
+        if size == 1:
+            fixed = self._at(v, d, Const(start))
+            return Value((*fixed.dims[:d], (), *fixed.dims[d:]), fixed.term)
+        if any(isinstance(a, Rows) for a in group):
+            raise Opaque
+        if len(group) > 1:  # of a flat buffer: what lies under one number of the first axis
+            length = 1
+            for a in group[1:]:
+                length *= a.size
+            if not (step == 1 and same(length, size) and start % size == 0):
+                raise Opaque
+            fixed = substitute(v.term, {group[0]: Const(start // size)})
+            return Value((*v.dims[:d], group[1:], *v.dims[d + 1 :]), fixed)
+        if not group:
+            raise Opaque
+        axis = Axis(size)
+        term = substitute(v.term, {group[0]: Affine(axis, start, step)})
+        return Value((*v.dims[:d], (axis,), *v.dims[d + 1 :]), term)
+
+    def _getitem(self, node: fx.Node, level: int) -> Value:
+        found = item(node)
+        if found is None:
+            raise Opaque
+        producer, index = found
+        if is_op(producer, aten.sort):
+            return self._sorted(producer, index)
+        a = arguments(producer)
+        whole = a.get("self")
+        if is_op(producer, aten.unbind):
+            d = dimension(a["dim"], len(shape(whole)))
+            if is_op(whole, aten.nonzero):
+                if d != 1:
+                    raise Opaque
+                return self._coordinate(whole, index)
+            return self._at(self.value(whole, level), d, Const(index))
+        if is_op(producer, aten.split, aten.split_with_sizes, aten.chunk):
+            if is_op(producer, aten.split_with_sizes) and a["dim"] % len(shape(whole)) == 0:
+                counted = self._counted_by(a["split_sizes"])
+                if counted is not None:
+                    sizes = [t.shape[0] for t in producer.meta["val"]]
+                    return self._rows_of(index, counted, self.value(whole, level), sizes)
+            sizes = [shape_of[a["dim"]] for shape_of in (tuple(t.shape) for t in producer.meta["val"])]
+            if not all(isinstance(s, int) for s in sizes):
+                raise Opaque
+            return self._part(self.value(whole, level), a["dim"], sum(sizes[:index]), 1, sizes[index])
+        raise Opaque
+
+    def _arange(self, node: fx.Node, level: int) -> Value:
+        a = arguments(node)
+        if a.get("start", 0) != 0 or a.get("step", 1) != 1 or value(node).dtype.is_floating_point:
+            raise Opaque
+        own = self.opaque(node)
+        return Value(own.dims, own.axes[0] if own.axes else Const(0))
+
+    def _fill(self, node: fx.Node, level: int) -> Value:
+        own = self.opaque(node)
+        if is_op(node, aten.empty, aten.empty_like, aten.new_empty):
+            dims = tuple(() if same(s, 1) else (Axis(s),) for s in shape(node))
+            return Value(dims, Const(None))
+        number = arguments(node).get("fill_value", 0)
+        if (
+            is_op(node, aten.full)
+            and type(number) is int
+            and not shape(node)
+            and value(node).dtype == torch.int64
+        ):
+            return Value((), Const(number))  # an expert's, as a tensor
+        if number != 0:
+            raise Opaque
+        return Value(own.dims, Const(0.0))
+
+    # --- rows ---
+
+    def _mask_rows(self, mask: fx.Node, size: Any) -> tuple[Rows, Value]:
+        """The rows that a mask selects, in row-major order, and the mask over axes of its own."""
+        v = self.value(mask, 0)
+        if any(isinstance(x, Rows) for x in v.axes):
+            raise Opaque
+        key = ("mask", self.canon.number(mask))
+        if key not in self._rows:
+            bound = tuple(Axis(x.size) for x in v.axes)
+            term = substitute(v.term, dict(zip(v.axes, bound)))
+            if value(mask).dtype != torch.bool and not is_boolean(term):
+                raise Opaque
+            self._rows[key] = Rows(size, bound, term)
+        return self._rows[key], v
+
+    def _coordinate(self, nonzero: fx.Node, dim: int) -> Value:
+        """Column `dim` of nonzero(mask): where each selected row lies along that dimension of the mask."""
+        rows, mask = self._mask_rows(nonzero.args[0], shape(nonzero)[0])
+        place = coordinate(mask.dims[dim])
+        return Value(((rows,),), substitute(place, dict(zip(mask.axes, rows.bound))))
+
+    def _sorted(self, sort: fx.Node, output: int) -> Value:
+        """Sorting orders all rows anew: each stands for one position of the sorted tensor."""
+        a = arguments(sort)
+        v = self.value(a["self"], 0)
+        if len(v.dims) != 1 or a["descending"] or any(isinstance(x, Rows) for x in v.axes):
+            raise Opaque
+        key = ("sort", self.canon.number(a["self"]), str(a.get("stable")))
+        if key not in self._rows:
+            bound = tuple(Axis(x.size) for x in v.axes)
+            by = substitute(v.term, dict(zip(v.axes, bound)))
+            self._rows[key] = Rows(shape(a["self"])[0], bound, None, by)
+        rows = self._rows[key]
+        assert rows.key is not None
+        place = substitute(coordinate(v.dims[0]), dict(zip(v.axes, rows.bound)))
+        return Value(((rows,),), place if output == 1 else rows.key)
+
+    @staticmethod
+    def _counted_by(sizes: Any) -> fx.Node | None:
+        """counts if sizes are the numbers counts[0], counts[1], ... to the last."""
+        found = set()
+        for i, size in enumerate(sizes):
+            at = size.args[0] if is_op(size, aten._local_scalar_dense) else None
+            if not is_op(at, aten.select) or tuple(at.args[1:]) != (0, i):
+                return None
+            found.add(at.args[0])
+        counts = found.pop() if len(found) == 1 else None
+        return counts if counts is not None and same_shape(shape(counts), (len(sizes),)) else None
+
+    def _rows_of(self, e: int, counts: fx.Node, v: Value, sizes: list[Any]) -> Value:
+        """Expert e's part of rows sorted by expert, cut into as many rows for each as it has."""
+        if len(v.dims[0]) != 1 or not isinstance(v.dims[0][0], Rows):
+            raise Opaque
+        rows = v.dims[0][0]
+        if rows.key is None or not self._counts_of(counts, len(sizes), rows):
+            raise Opaque
+        if rows not in self._parts:
+            self._parts[rows] = [self._part_of(rows, i, size) for i, size in enumerate(sizes)]
+        if len(self._parts[rows]) != len(sizes):
+            raise Opaque
+        own = self._parts[rows][e]
+        term = substitute(v.term, dict(zip(rows.bound, own.bound)))
+        return Value(((own,), *v.dims[1:]), substitute(term, {own.mask.args[0]: Const(e)}))  # type: ignore[union-attr]
+
+    @staticmethod
+    def _part_of(rows: Rows, e: int, size: Any) -> Rows:
+        bound = tuple(Axis(x.size) for x in rows.bound)
+        key = substitute(rows.key, dict(zip(rows.bound, bound)))
+        return Rows(size, bound, Apply(aten.eq, (key, Const(e))))
+
+    def _whole(self, parts: list[Value]) -> tuple[Rows, list[Value]]:
+        """Sorted rows, if these are the parts of all experts, and the parts over them."""
+        for rows, owns in self._parts.items():
+            if [v.dims[0] for v in parts] == [(own,) for own in owns]:
+                terms = [substitute(v.term, dict(zip(own.bound, rows.bound))) for v, own in zip(parts, owns)]
+                return rows, [Value(v.dims[1:], t) for v, t in zip(parts, terms)]
+        raise Opaque
+
+    def _counts_of(self, counts: fx.Node, experts: int, rows: Rows) -> bool:
+        """Whether counts[e] is how many of `rows` have the id e, for each of so many experts."""
+        raise NotImplementedError
+
+    def _divide(self, node: fx.Node, level: int) -> Value:
+        """A row's token, from the number of its (token, choice) pair: pair // k."""
+        if is_op(node, aten.div) and node.kwargs.get("rounding_mode") not in ("floor", "trunc"):
+            return self._pointwise(node, level)
+        source, by = node.args[:2]
+        v = self.value(source, 0)
+        if by == 1:
+            return v
+        if isinstance(v.term, Mix) and isinstance(by, int):
+            tail: Any = 1
+            for cut in range(len(v.term.parts) - 1, 0, -1):
+                tail = tail * v.term.sizes[cut]
+                if same(tail, by):
+                    return Value(v.dims, Mix(v.term.parts[:cut], v.term.sizes[:cut]))
+        if isinstance(v.term, Axis) and isinstance(by, int) and not isinstance(v.term, Rows):
+            axis = v.term
+            if same(axis.size, by):
+                return Value(v.dims, Const(0))
+            count = axis.size // by
+            if same(count * by, axis.size):
+                parts = self.split(axis, (count, by))
+                if axis in v.axes:
+                    return Value(v.rename({axis: parts}).dims, parts[0])
+                if any(isinstance(r, Rows) and axis in r.bound for r in v.axes):
+                    self._recut(v, axis, parts)
+                    return Value(v.dims, parts[0])
+        raise Opaque
+
+    def _recut(self, v: Value, axis: Axis, parts: tuple[Axis, ...]) -> None:
+        """Rows that range over `axis` range over its parts; terms over `axis` are mended where rows end."""
+        self._cuts[axis] = coordinate(parts)
+        for rows in v.axes:
+            if isinstance(rows, Rows) and axis in rows.bound:
+                at = rows.bound.index(axis)
+                rows.bound = (*rows.bound[:at], *parts, *rows.bound[at + 1 :])
+
+    def _index(self, node: fx.Node, level: int) -> Value:
+        a = arguments(node)
+        if is_op(node, aten.index_select):
+            d = dimension(a["dim"], len(shape(a["self"])))
+            if not shape(a["index"]):
+                raise Opaque
+            indices = [None] * d + [a["index"]]
+        else:
+            indices = list(a["indices"])
+        table = self.value(a["self"], level)
+        given = [(d, i) for d, i in enumerate(indices) if i is not None]
+        if [d for d, _ in given] != list(range(given[0][0], given[0][0] + len(given))):
+            raise Opaque
+        first = given[0][0]
+        lead, rest = table.dims[:first], table.dims[first + len(given) :]
+        if value(given[0][1]).dtype == torch.bool:
+            if len(given) > 1:
+                raise Opaque
+            mask_node = given[0][1]
+            count = len(shape(mask_node))
+            rows, mask = self._mask_rows(mask_node, shape(node)[first])
+            table, mask = self.together(table, mask, [(first + i, i) for i in range(count)])
+            return self._selected(table, mask, rows, first, count)
+        indices = self.broadcast([self.value(i, 0) for _, i in given])
+        if any(len(table.dims[d]) > 1 and _is_of_selected_rows(v) for (d, _), v in zip(given, indices)):
+            table = self.opaque(a["self"])  # of which one axis is what the rows' is
+            lead, rest = table.dims[:first], table.dims[first + len(given) :]
+        values = self._own_axes(table, indices)
+        dims = tuple(max((v.dims[d] for v in values), key=len) for d in range(len(values[0].dims)))
+        if any(v.term is Const(None) for v in values):
+            raise Opaque
+        mapping: dict[Axis, Term] = {}
+        for (d, _), v in zip(given, values):
+            mapping.update(self._assign(*self._fit(table, d, v.term)))
+        return Value((*lead, *dims, *rest), substitute(table.term, mapping))
+
+    @staticmethod
+    def _own_axes(table: Value, indices: list[Value]) -> list[Value]:
+        """Indices over axes that the table does not have, so that no row meets its own column by accident."""
+        shared = set(table.axes) & {a for v in indices for a in v.axes}
+        if any(isinstance(a, Rows) for a in shared):
+            raise Opaque
+        fresh: dict[Axis, Any] = {a: Axis(a.size) for a in shared}
+        return [v.rename(fresh) for v in indices]
+
+    def _fit(self, table: Value, d: int, index: Term) -> tuple[tuple[Axis, ...], Term]:
+        """The axes of dimension d, and the index in as many parts as there are axes."""
+        group = table.dims[d]
+        if len(group) > 1 and isinstance(index, Axis) and not isinstance(index, Rows):
+            cut = self.split(index, tuple(a.size for a in group))
+            return group, coordinate(cut)
+        return group, index
+
+    def _selected(self, table: Value, mask: Value, rows: Rows, first: int, count: int) -> Value:
+        """table where mask, over the axes that `rows` stands for."""
+        if len(mask.axes) != len(rows.bound):
+            raise Opaque
+        if not all(same(x.size, y.size) for x, y in zip(mask.axes, rows.bound)):
+            raise Opaque
+        term = substitute(table.term, dict(zip(mask.axes, rows.bound)))
+        return Value((*table.dims[:first], (rows,), *table.dims[first + count :]), term)
+
+    def _gather(self, node: fx.Node, level: int) -> Value:
+        a = arguments(node)
+        table, index = self.value(a["self"], level), self.value(a["index"], 0)
+        dim = dimension(a["dim"], len(table.dims))
+        if len(table.dims) != len(index.dims):
+            raise Opaque
+        for d in range(len(table.dims)):
+            if d != dim and not same(shape(a["self"])[d], shape(a["index"])[d]):
+                raise Opaque
+        if not isinstance(index.term, Term):
+            raise Opaque
+        table, index = self.together(table, index, [(d, d) for d in range(len(table.dims)) if d != dim])
+        mapping = self._assign(*self._fit(table, dim, index.term))
+        dims = tuple((i if d == dim else (t or i)) for d, (t, i) in enumerate(zip(table.dims, index.dims)))
+        return Value(dims, substitute(table.term, mapping))
+
+
+def _is_of_selected_rows(index: Value) -> bool:
+    """Whether an index is an axis that rows range over which a mask selects."""
+    rows = [a for a in index.axes if isinstance(a, Rows) and a.key is None]
+    return any(index.term is x for r in rows for x in r.bound)
+
+
+def indicator(node: fx.Node, a: Term, b: Term) -> Apply:
+    return Apply(node.target.overloadpacket, (a, b))
+
+
+def is_indicator(term: Term) -> bool:
+    """Whether a term is built from comparisons, and so is 0 or 1 (or a count of them)."""
+    if isinstance(term, Apply):
+        return term.op in INDICATOR
+    if isinstance(term, (Sum, AnyOf)):
+        return is_indicator(term.body)
+    if isinstance(term, Mul):
+        return all(map(is_indicator, term.args))
+    return False
+
+
+def is_boolean(term: Term) -> bool:
+    """Whether an indicator is never more than 1."""
+    if isinstance(term, Mul):
+        return all(map(is_boolean, term.args))
+    return is_indicator(term) and not isinstance(term, Sum)
+
+
+def as_boolean(term: Term) -> Term:
+    """Whether a count is not zero."""
+    if isinstance(term, Sum) and is_boolean(term.body):
+        return AnyOf(term.axes, term.body)
+    if not is_boolean(term):
+        raise Opaque
+    return term
+
+
+def is_eq(term: Any) -> bool:
+    return isinstance(term, Apply) and term.op is aten.eq

@@ -1,0 +1,126 @@
+"""Which experts a matrix of routing weights leaves out, and whether ids name one twice."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import fx
+from torch.fx.experimental.symbolic_shapes import statically_known_true
+
+from ..graph.nodes import (
+    FLOATING,
+    arguments,
+    aten,
+    is_op,
+    item,
+    passes_order,
+    same_shape,
+    shape,
+    static_int,
+    value,
+)
+
+
+class Support:
+    """A matrix [..., E] is zero but at the ids of `parts`, [..., k] each; none names an expert twice."""
+
+    def __init__(self, parts: Sequence[fx.Node]) -> None:
+        self.parts = parts
+        self.k = sum(int(shape(ids)[-1]) for ids in parts)
+
+
+def support(node: fx.Node) -> Support | None:
+    """The ids that a matrix of routing weights was made from, or None."""
+    found = _background(node)
+    return Support(found[0]) if found is not None and found[1] == 0 else None
+
+
+def _background(node: fx.Node) -> tuple[tuple[fx.Node, ...], float] | None:
+    """(ids, value everywhere else) of a matrix [..., E]."""
+    while passes_order(node):
+        if not _same_rows(node, node.args[0]):
+            return None
+        node = node.args[0]
+    last = len(shape(node)) - 1
+    if is_op(node, aten.scatter):
+        base, dim, ids = node.args[:3]
+        fill = _constant(base)
+        whole = same_shape(shape(ids)[:-1], shape(node)[:-1])
+        if fill is not None and dim in (-1, last) and whole and static_int(shape(ids)[-1]) and distinct(ids):
+            return (ids,), fill
+        return None
+    if is_op(node, aten.eq):
+        ids = _one_hot(node)
+        return None if ids is None else ((ids,), 0.0)
+    if is_op(node, aten._to_copy):
+        found = _background(node.args[0])
+        exact = found is not None and (found[1] == 0 or value(node).dtype in FLOATING)
+        return found if exact else None
+    if is_op(node, aten.sigmoid) or (is_op(node, aten._softmax) and node.args[1] in (-1, last)):
+        found = _background(node.args[0])
+        return (found[0], 0.0) if found is not None and found[1] == float("-inf") else None
+    if is_op(node, aten.mul, aten.div):
+        for a in node.args[: 2 if is_op(node, aten.mul) else 1]:
+            found = _zeros(a, node)
+            if found is not None:
+                return found
+    if is_op(node, aten.add):
+        both = [_zeros(a, node) for a in node.args[:2]]
+        if None not in both:
+            return both[0][0] + both[1][0], 0.0  # type: ignore[index]
+    return None
+
+
+def _zeros(a: Any, node: fx.Node) -> tuple[tuple[fx.Node, ...], float] | None:
+    """What is zero elsewhere, of the operands of an elementwise operator."""
+    found = _background(a) if isinstance(a, fx.Node) and same_shape(shape(a), shape(node)) else None
+    return found if found is not None and found[1] == 0 else None
+
+
+def _one_hot(node: fx.Node) -> fx.Node | None:
+    """ids [..., 1] where node [..., E] is `ids == arange(E)`."""
+    ids, every = node.args[:2]
+    if not isinstance(every, fx.Node) or not is_op(every, aten.arange) or len(shape(every)) != 1:
+        return None
+    a = arguments(every)
+    numbered = a.get("start", 0) == 0 and a.get("step", 1) == 1 and same_shape(shape(every), shape(node)[-1:])
+    return ids if numbered and same_shape(shape(ids), (*shape(node)[:-1], 1)) else None
+
+
+def _constant(node: fx.Node) -> float | None:
+    if is_op(node, aten.zeros, aten.zeros_like, aten.new_zeros):
+        return 0.0
+    if is_op(node, aten.full, aten.full_like):
+        return float(node.args[1])
+    return None
+
+
+def distinct(ids: fx.Node) -> bool:
+    """Whether no row of ids [..., k], along the last dimension, names one expert twice.
+
+    Such are the indices of a `topk` or a `sort` along that dimension, and any columns of them."""
+    if shape(ids) and static_int(shape(ids)[-1]) == 1:
+        return True
+    while True:
+        source = ids.args[0] if ids.args and isinstance(ids.args[0], fx.Node) else None
+        if passes_order(ids):
+            if not _same_rows(ids, source):
+                return False
+        elif is_op(ids, aten._to_copy):
+            if value(ids).dtype not in (torch.int64, torch.int32) or value(source).dtype.is_floating_point:
+                return False
+        elif not is_op(ids, aten.slice):
+            break
+        ids = source  # type: ignore[assignment]
+    found = item(ids)
+    if found is None or found[1] != 1 or not is_op(found[0], aten.topk, aten.sort):
+        return False
+    return arguments(found[0])["dim"] in (-1, len(shape(ids)) - 1)
+
+
+def _same_rows(node: fx.Node, source: fx.Node | None) -> bool:
+    """Whether a view leaves the last dimension as it is."""
+    a, b = shape(node), shape(source)
+    return bool(a) and bool(b) and statically_known_true(a[-1] == b[-1])

@@ -1,0 +1,469 @@
+"""Index notation: what one element of a tensor is, as a term over named axes.
+
+`x[token]` with `token = nonzero(ids == 3)[0]` and `x` gathered, viewed or permuted by other means all become
+the same `Ref(x, (t, h))`: programs that are written differently but compute the same have equal terms.
+Terms are interned: equal terms are one object.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import itertools
+import threading
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from torch import fx
+
+from ..naming import called
+
+Size = Any
+"""int or SymInt."""
+
+
+class Term:
+    """An interned expression: compare with `is`."""
+
+    __slots__ = ("_fields",)
+    _fields: tuple[Any, ...]
+
+    @classmethod
+    def _make(cls, *fields: Any) -> Any:
+        key = (cls, *fields)
+        table = _interned.table
+        found = table.get(key)
+        if found is None:
+            found = object.__new__(cls)
+            found._fields = fields
+            table[key] = found
+        return found
+
+    def children(self) -> Iterator[Term]:
+        for field in self._fields:
+            if isinstance(field, Term):
+                yield field
+            elif isinstance(field, tuple):
+                yield from (f for f in field if isinstance(f, Term))
+
+
+_interned = threading.local()
+
+
+@contextlib.contextmanager
+def interning() -> Iterator[None]:
+    """Terms exist only inside: they hold graph nodes, and live no longer than one graph's analysis."""
+    outer = getattr(_interned, "table", None)
+    _interned.table = {}
+    try:
+        yield
+    finally:
+        _interned.table = outer
+
+
+class Axis(Term):
+    """A coordinate that runs from 0 to size - 1; as a term it is its own value."""
+
+    __slots__ = ("name", "size")
+    _count = itertools.count()
+
+    def __init__(self, size: Size, name: str = "") -> None:
+        self.size = size
+        self.name = name or f"a{next(Axis._count)}"
+        self._fields = ()
+
+    def __repr__(self) -> str:
+        return self.name
+
+
+class Rows(Axis):
+    """Counts the rows that a mask selects, or that a sort orders: row r stands for values of `bound`.
+
+    Tensors with this axis have terms over `bound`, axes that occur nowhere else. `mask` None: every
+    combination occurs, once. `key` (sorts only): the term by which the rows are in ascending order.
+    """
+
+    __slots__ = ("bound", "key", "mask")
+
+    def __init__(
+        self, size: Size, bound: tuple[Axis, ...], mask: Term | None, key: Term | None = None
+    ) -> None:
+        super().__init__(size)
+        self.bound, self.mask, self.key = bound, mask, key
+
+
+class Const(Term):
+    """A Python number; None for memory that nobody has written."""
+
+    __slots__ = ()
+
+    def __new__(cls, value: float | int | None) -> Const:
+        return cls._make(type(value).__name__, value)
+
+    @property
+    def value(self) -> Any:
+        return self._fields[1]
+
+    def __repr__(self) -> str:
+        return str(self.value)
+
+
+class Mix(Term):
+    """A coordinate made of several, row-major; sizes are those of the parts."""
+
+    __slots__ = ("sizes",)
+    sizes: tuple[Size, ...]
+
+    def __new__(cls, parts: Iterable[Term], sizes: Iterable[Size]) -> Any:
+        parts, sizes = tuple(parts), tuple(sizes)
+        if len(parts) == 1:
+            return parts[0]
+        if (only := cls._affine(parts, sizes)) is not None:
+            return only
+        self = cls._make(parts, tuple(map(str, sizes)))
+        self.sizes = sizes
+        return self
+
+    @staticmethod
+    def _affine(parts: tuple[Term, ...], sizes: tuple[Size, ...]) -> Term | None:
+        """With at most one part that is not fixed: a number, or a slice of the whole."""
+        free = [i for i, p in enumerate(parts) if not isinstance(p, Const)]
+        if len(free) > 1:
+            return None
+        start, stride, step = 0, 1, 1
+        for i in reversed(range(len(parts))):
+            if i in free:
+                step = stride
+            else:
+                start += parts[i].value * stride  # type: ignore[attr-defined]
+            if i and not isinstance(sizes[i], int):
+                return None
+            stride *= sizes[i] if i else 1
+        return Affine(parts[free[0]], start, step) if free else Const(start)
+
+    @property
+    def parts(self) -> tuple[Term, ...]:
+        return self._fields[0]
+
+    def __repr__(self) -> str:
+        return f"({' '.join(map(repr, self.parts))})"
+
+
+class Affine(Term):
+    """start + step * base: a coordinate inside a slice."""
+
+    __slots__ = ()
+
+    def __new__(cls, base: Term, start: int, step: int) -> Any:
+        if (start, step) == (0, 1):
+            return base
+        if isinstance(base, Const):
+            return Const(start + step * base.value)
+        if isinstance(base, Affine):
+            return cls(base.base, start + step * base.start, step * base.step)
+        return cls._make(base, start, step)
+
+    @property
+    def base(self) -> Term:
+        return self._fields[0]
+
+    @property
+    def start(self) -> int:
+        return self._fields[1]
+
+    @property
+    def step(self) -> int:
+        return self._fields[2]
+
+    def __repr__(self) -> str:
+        return f"{self.start}+{self.step}{self.base!r}"
+
+
+class Ref(Term):
+    """An element of what a graph node computes."""
+
+    __slots__ = ()
+
+    def __new__(cls, node: fx.Node, index: Iterable[Term]) -> Ref:
+        return cls._make(node, tuple(index))
+
+    @property
+    def node(self) -> fx.Node:
+        return self._fields[0]
+
+    @property
+    def index(self) -> tuple[Term, ...]:
+        return self._fields[1]
+
+    def __repr__(self) -> str:
+        return f"{self.node.name}[{', '.join(map(repr, self.index))}]"
+
+
+class Composite(Term):
+    """A term that some node computes too, so it can also be had as `ref`."""
+
+    __slots__ = ()
+
+    @property
+    def ref(self) -> Ref | None:
+        return self._fields[-1]
+
+
+class Apply(Composite):
+    """A pointwise operator. `op` is the overload, `args` its arguments: terms, or constants of the call."""
+
+    __slots__ = ()
+
+    def __new__(
+        cls, op: Any, args: Iterable[Any], kwargs: tuple[Any, ...] = (), ref: Ref | None = None
+    ) -> Any:
+        return cls._make(op, tuple(args), kwargs, ref)
+
+    @property
+    def op(self) -> Any:
+        return self._fields[0]
+
+    @property
+    def args(self) -> tuple[Any, ...]:
+        return self._fields[1]
+
+    @property
+    def kwargs(self) -> dict[str, Any]:
+        return dict(self._fields[2])
+
+    def __repr__(self) -> str:
+        return f"{getattr(self.op, 'overloadpacket', self.op).__name__}({', '.join(map(repr, self.args))})"
+
+
+class Mul(Composite):
+    __slots__ = ()
+
+    def __new__(cls, a: Term, b: Term, ref: Ref | None = None) -> Mul:
+        return cls._make(a, b, ref)
+
+    @property
+    def args(self) -> tuple[Term, Term]:
+        return self._fields[:2]
+
+    def __repr__(self) -> str:
+        return f"{self.args[0]!r}*{self.args[1]!r}"
+
+
+class Add(Composite):
+    __slots__ = ()
+
+    def __new__(cls, args: Iterable[Term], ref: Ref | None = None) -> Any:
+        return cls._make(tuple(args), ref)
+
+    @property
+    def args(self) -> tuple[Term, ...]:
+        return self._fields[0]
+
+    def __repr__(self) -> str:
+        return f"({' + '.join(map(repr, self.args))})"
+
+
+class OverAxes(Composite):
+    """One value of `body` for all of `axes`, which occur nowhere outside it; without axes the body itself."""
+
+    __slots__ = ()
+    word = ""
+
+    def __new__(cls, axes: Iterable[Axis], body: Term, ref: Ref | None = None) -> Any:
+        axes = tuple(axes)
+        return body if not axes else cls._make(axes, body, ref)
+
+    @property
+    def axes(self) -> tuple[Axis, ...]:
+        return self._fields[0]
+
+    @property
+    def body(self) -> Term:
+        return self._fields[1]
+
+    def __repr__(self) -> str:
+        return f"{self.word}{self.axes!r}[{self.body!r}]"
+
+
+class Sum(OverAxes):
+    __slots__ = ()
+    word = "sum"
+
+
+class Mean(OverAxes):
+    __slots__ = ()
+    word = "mean"
+
+
+class AnyOf(OverAxes):
+    """Whether the body holds for some value of the axes."""
+
+    __slots__ = ()
+    word = "any"
+
+
+class NoneOf(Term):
+    """1 where none of these masks is set, else 0: of rows that nothing was written over."""
+
+    __slots__ = ()
+
+    def __new__(cls, masks: Iterable[Term]) -> NoneOf:
+        return cls._make(tuple(masks))
+
+    @property
+    def masks(self) -> tuple[Term, ...]:
+        return self._fields[0]
+
+    def __repr__(self) -> str:
+        return f"none of {self.masks!r}"
+
+
+class Choose(Composite):
+    """options[index]: tensors that were stacked."""
+
+    __slots__ = ()
+
+    def __new__(cls, index: Term, options: Iterable[Term], ref: Ref | None = None) -> Any:
+        options = tuple(options)
+        return options[index.value] if isinstance(index, Const) else cls._make(index, options, ref)
+
+    @property
+    def index(self) -> Term:
+        return self._fields[0]
+
+    @property
+    def options(self) -> tuple[Term, ...]:
+        return self._fields[1]
+
+
+Substitution = Mapping[Term, Term]
+
+
+def substitute(term: Any, mapping: Substitution) -> Any:
+    """`term` with axes replaced, all at once."""
+    if not mapping:
+        return term
+    memo: dict[Term, Term] = dict(mapping)
+
+    def go(t: Any) -> Any:
+        if not isinstance(t, Term):
+            return t
+        done = memo.get(t)
+        if done is None:
+            done = memo[t] = rebuild(t, go)
+        return done
+
+    return go(term)
+
+
+def rebuild(t: Term, go: Any) -> Term:
+    """`t` with `go` applied to its children."""
+
+    def ref(r: Ref | None) -> Any:
+        return None if r is None else go(r)
+
+    if isinstance(t, (Axis, Const)):
+        return t
+    if isinstance(t, Ref):
+        return Ref(t.node, map(go, t.index))
+    if isinstance(t, Mix):
+        return Mix(map(go, t.parts), t.sizes)
+    if isinstance(t, NoneOf):
+        return NoneOf(map(go, t.masks))
+    if isinstance(t, Affine):
+        return Affine(go(t.base), t.start, t.step)
+    if isinstance(t, Apply):
+        return Apply(t.op, [go(a) if isinstance(a, Term) else a for a in t.args], t._fields[2], ref(t.ref))
+    if isinstance(t, Mul):
+        return Mul(go(t.args[0]), go(t.args[1]), ref(t.ref))
+    if isinstance(t, Add):
+        return Add(map(go, t.args), ref(t.ref))
+    if isinstance(t, Sum):
+        return Sum(t.axes, go(t.body), ref(t.ref))
+    if isinstance(t, (Mean, AnyOf)):
+        return type(t)(t.axes, go(t.body), ref(t.ref))
+    assert isinstance(t, Choose)
+    return Choose(go(t.index), map(go, t.options), ref(t.ref))
+
+
+def free_axes(term: Term, seen: set[Term] | None = None) -> set[Axis]:
+    """All axes that occur in a term, bound ones too (they are fresh, so no name means two things)."""
+    found: set[Axis] = set()
+    seen = set() if seen is None else seen
+    todo = [term]
+    while todo:
+        t = todo.pop()
+        if t in seen:
+            continue
+        seen.add(t)
+        if isinstance(t, Axis):
+            found.add(t)
+        todo.extend(t.children())
+    return found
+
+
+def flatten(term: Term, kind: type) -> list[Term]:
+    """The operands of nested sums or products."""
+    out, todo = [], [term]
+    while todo:
+        t = todo.pop()
+        if isinstance(t, kind):
+            todo.extend(reversed(t.args))  # type: ignore[attr-defined]
+        else:
+            out.append(t)
+    return out
+
+
+@dataclass(frozen=True)
+class Value:
+    """A tensor: for each dimension the axes it is made of (none if its size is 1); and an element's term."""
+
+    dims: tuple[tuple[Axis, ...], ...]
+    term: Term
+
+    @property
+    def axes(self) -> list[Axis]:
+        return [a for group in self.dims for a in group]
+
+    def rename(self, mapping: Mapping[Axis, Axis | tuple[Axis, ...]]) -> Value:
+        """Axes replaced by others, one by one or one by several of the same total size."""
+        if not mapping:
+            return self
+        dims = tuple(tuple(b for a in group for b in _as_tuple(mapping.get(a, a))) for group in self.dims)
+        terms = {a: coordinate(_as_tuple(b)) for a, b in mapping.items()}
+        return Value(dims, substitute(self.term, terms))
+
+
+def coordinate(axes: tuple[Axis, ...]) -> Term:
+    """The position along a dimension made of these axes."""
+    return Mix(axes, [a.size for a in axes]) if axes else Const(0)
+
+
+def _as_tuple(x: Any) -> tuple[Axis, ...]:
+    return x if isinstance(x, tuple) else (x,)
+
+
+def told(term: Any, inside: bool = False) -> str:
+    """A term, or several, in the user's words: `:` is a coordinate, a node what `called` says."""
+    if isinstance(term, tuple):
+        return ", ".join(map(told, term)) or "nothing"
+    if isinstance(term, Axis):
+        return ":" if inside else term.name
+    if isinstance(term, (Mix, Affine)):
+        return ":" if inside else "a position"
+    if isinstance(term, Const):
+        return "memory that nobody wrote" if term.value is None else str(term.value)
+    if isinstance(term, Ref):
+        index = [told(i, inside=True) for i in term.index]
+        whole = all(i == ":" for i in index)
+        return called(term.node) + ("" if whole else f"[{', '.join(index)}]")
+    if isinstance(term, Apply):
+        name = getattr(term.op, "overloadpacket", term.op).__name__
+        return f"{name}({', '.join(map(told, term.args))})"
+    if isinstance(term, Mul):
+        return " * ".join(map(told, term.args))
+    if isinstance(term, Add):
+        return f"({' + '.join(map(told, term.args))})"
+    if isinstance(term, OverAxes):
+        return f"{term.word}({told(term.body)})"
+    return f"one of {', '.join(map(told, term.options))}" if isinstance(term, Choose) else str(term)

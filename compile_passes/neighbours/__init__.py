@@ -1,0 +1,1 @@
+"""What stands beside experts in a graph: attention and routers, as torch's kernels take them best."""

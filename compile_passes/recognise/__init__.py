@@ -1,0 +1,1 @@
+"""Proofs: what is a Mixture of Experts, and what each part of it does."""

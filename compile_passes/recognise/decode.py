@@ -1,0 +1,456 @@
+"""Weights that a graph decodes from 4-bit codes by tables or bit arithmetic: they become `fp4.dequantize`.
+
+An element of such a weight is read in index notation, down to the bytes it comes from, as a product of
+
+    code(byte, k % 2) * scale(byte of the block) * anything that is the same for the whole matrix
+
+`code` and `scale` are evaluated for all 256 bytes and must be e2m1, and e4m3 in blocks of 16 or e8m0 in
+blocks of 32; where the bytes lie is proved by the axes. So it does not matter how a model writes it.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+from torch import Tensor, fx
+from torch._subclasses.fake_tensor import FakeTensorMode
+
+from ...meta.formats import FORMATS
+from ..graph.nodes import FLOATING, Canon, arguments, aten, is_op, is_pure, is_tensor, shape, value
+from ..index.axes import Opaque, same
+from ..index.reader import Reader
+from ..index.terms import Affine, Apply, Axis, Choose, Const, Mix, Ref, Term, Value, free_axes, interning
+
+fp4 = torch.ops.fp4
+
+BYTES = (torch.uint8, torch.float8_e4m3fn, torch.float8_e8m0fnu, torch.float4_e2m1fn_x2)
+TABLE = 4096
+"""The most values that a table has."""
+_E2M1 = torch.tensor([0, 0.5, 1, 1.5, 2, 3, 4, 6, 0, -0.5, -1, -1.5, -2, -3, -4, -6])
+
+
+_EMPTY = (aten.empty, aten.empty_like, aten.new_empty)
+_POINTWISE = (aten.floor_divide, aten.remainder, aten.bitwise_and, aten.__and__, aten.__rshift__)
+"""Those without the tag."""
+
+
+def decode_to_operator(graph: fx.Graph, fixed: set[fx.Node], fake_mode: FakeTensorMode) -> None:
+    """Put `fp4.dequantize` in place of every weight that the graph decodes from `fixed` inputs."""
+    constant = _constant_nodes(graph, fixed)
+    if not any(value(n).dtype in BYTES for n in constant & fixed):
+        return
+    with interning():
+        _decode_all(graph, constant, fake_mode)
+    graph.eliminate_dead_code()
+
+
+def _decode_all(graph: fx.Graph, constant: set[fx.Node], fake_mode: FakeTensorMode) -> None:
+    _note_tables(graph, constant)
+    reader, done = Decoder(graph, constant), set[fx.Node]()
+    for node in reversed(list(graph.nodes)):
+        if node not in constant or node in done or value(node).dtype not in FLOATING or len(shape(node)) < 2:
+            continue
+        try:
+            new = _replace(graph, node, reader, fake_mode)
+        except Opaque:
+            continue
+        done |= _behind(node)
+        node.replace_all_uses_with(new)
+
+
+def _constant_nodes(graph: fx.Graph, fixed: set[fx.Node]) -> set[fx.Node]:
+    """What is the same in every call."""
+    found: set[fx.Node] = set()
+    for node in graph.nodes:
+        pure = node.op == "call_function" and is_tensor(node) and (is_pure(node) or is_op(node, *_EMPTY))
+        sizes = is_tensor(node) and all(isinstance(s, int) for s in shape(node))
+        if node in fixed or (pure and sizes and found.issuperset(node.all_input_nodes)):
+            found.add(node)
+    return found
+
+
+def _note_tables(graph: fx.Graph, constant: set[fx.Node]) -> None:
+    """Small tensors that the model makes of numbers: their values, in `meta["constant"]`."""
+    for node in graph.nodes:
+        made = node.op == "call_function" and node in constant and value(node).numel() <= TABLE
+        if made and all(n.op != "placeholder" and "constant" in n.meta for n in node.all_input_nodes):
+            args, kwargs = fx.node.map_arg((node.args, dict(node.kwargs)), lambda n: n.meta["constant"])
+            kwargs = {name: x for name, x in kwargs.items() if name not in ("device", "pin_memory")}
+            with torch.inference_mode(False), torch.no_grad():
+                node.meta["constant"] = node.target(*args, **kwargs)
+
+
+def _behind(node: fx.Node) -> set[fx.Node]:
+    found, todo = set(), [node]
+    while todo:
+        n = todo.pop()
+        if n not in found:
+            found.add(n)
+            todo.extend(n.all_input_nodes)
+    return found
+
+
+class Decoder(Reader):
+    """Reads integers too, and keeps every cast between them: only casts between floats are seen through."""
+
+    def __init__(self, graph: fx.Graph, constant: set[fx.Node]) -> None:
+        super().__init__(graph, Canon(graph), lambda n: False)
+        self._constant = constant
+
+    _MOVES = (
+        aten.clone, aten.alias, aten.detach, aten.contiguous, aten.lift_fresh_copy, aten._unsafe_view,
+        aten.reshape, aten.unsqueeze, aten.squeeze, aten.flatten, aten.permute, aten.transpose, aten.t,
+        aten.expand, aten.select, aten.slice, aten.index, aten.index_select,
+    )  # fmt: skip
+
+    def _read(self, node: fx.Node, level: int) -> Value:
+        if node not in self._constant or node.op != "call_function" or "constant" in node.meta:
+            raise Opaque
+        if is_op(node, aten._to_copy):
+            return self._cast(node, node.args[0])
+        if is_op(node, aten.copy) and shape(node) == shape(node.args[1]):  # what was there is overwritten
+            return self._cast(node, node.args[1])
+        if is_op(node, aten.view) and isinstance(node.args[1], torch.dtype):
+            return self._bits(node)
+        if is_op(node, aten.view, *self._MOVES):
+            return super()._read(node, 2)
+        if is_op(node, aten.stack):
+            return self._stack(node, 2)
+        if is_op(node, *_EMPTY):
+            return self._fill(node, 2)
+        if is_op(node, aten.slice_scatter):
+            return self._every_other(node)
+        pointwise = torch.Tag.pointwise in getattr(node.target, "tags", ()) or is_op(node, *_POINTWISE)
+        if node.all_input_nodes and pointwise:
+            return self._pointwise(node, 2)
+        return super()._getitem(node, 2)
+
+    def ref(self, node: fx.Node, dims: tuple[tuple[Axis, ...], ...]) -> None:
+        """What a decoding computes on its way is no element to stop at."""
+        return None
+
+    def align(self, ours: tuple[Axis, ...], theirs: tuple[Axis, ...]) -> tuple[dict, dict]:
+        """Nibbles of bytes and elements of blocks cut K differently: both are cut where either is."""
+        try:
+            return super().align(ours, theirs)
+        except Opaque:
+            if not all(type(a) is Axis and isinstance(a.size, int) for a in (*ours, *theirs)):
+                raise
+        cuts = sorted({c for group in (ours, theirs) for c in _suffixes(group)}, reverse=True)
+        if any(big % small for big, small in itertools.pairwise(cuts)):
+            raise Opaque
+
+        def pieces(group: tuple[Axis, ...]) -> list[tuple[Axis, ...]]:
+            ends, out = _suffixes(group), []
+            for axis, high, low in zip(group, ends, ends[1:]):
+                inside = [c for c in cuts if low <= c <= high]
+                sizes = tuple(big // small for big, small in itertools.pairwise(inside))
+                out.append(self.split(axis, sizes) if len(sizes) > 1 else (axis,))
+            return out
+
+        mine = pieces(ours)
+        flat = [p for parts in mine for p in parts]
+        rename_a = {x: parts for x, parts in zip(ours, mine) if parts != (x,)}
+        rename_b = {}
+        for y, parts in zip(theirs, pieces(theirs)):
+            rename_b[y] = tuple(flat[: len(parts)])
+            del flat[: len(parts)]
+        return rename_a, rename_b
+
+    def _cast(self, node: fx.Node, source: Any) -> Value:  # type: ignore[override]
+        dtype, was = value(node).dtype, value(source).dtype
+        v = self.value(source, 2)
+        if dtype == was or (dtype in FLOATING and was in FLOATING):
+            return v
+        return Value(v.dims, Apply(aten._to_copy.default, (v.term,), (("dtype", dtype),)))
+
+    def _every_other(self, node: fx.Node) -> Value:
+        """out[..., 0::2] = a; out[..., 1::2] = b."""
+        a = arguments(node)
+        d, start, size = len(shape(node)) - 1, a["start"] or 0, shape(node)[-1]
+        if (
+            a["dim"] % (d + 1) != d
+            or a["step"] != 2
+            or start not in (0, 1)
+            or 2 * shape(a["src"])[-1] != size
+        ):
+            raise Opaque
+        if not (a["end"] is None or a["end"] >= size):
+            raise Opaque
+        base, src = self.value(a["self"], 2), self.value(a["src"], 2)
+        options: list[Term] = [Const(None), Const(None)]
+        half = Axis(2)
+        if isinstance(base.term, Choose) and base.dims[d] and base.term.index is base.dims[d][-1]:
+            half = base.dims[d][-1]
+            other = Value((*base.dims[:d], base.dims[d][:-1]), base.term)
+            head, src = self.together(other, src, [(i, i) for i in range(d + 1)])
+            if head is not other:
+                raise Opaque
+            options = list(base.term.options)
+        elif base.term is not Const(None):
+            raise Opaque
+        options[start] = src.term
+        return Value((*src.dims[:d], (*src.dims[d], half)), Choose(half, options))
+
+    def _bits(self, node: fx.Node) -> Value:
+        source, dtype = node.args
+        if value(source).dtype.itemsize != dtype.itemsize:
+            raise Opaque
+        v = self.value(source, 2)
+        return Value(v.dims, Apply(aten.view.dtype, (v.term, dtype)))
+
+    def _pointwise(self, node: fx.Node, level: int) -> Value:
+        values = self._operands(node, 2)
+        terms = iter(values)
+        args = [next(terms).term if is_tensor(a) else a for a in node.args]
+        if any(isinstance(a, (fx.Node, list, tuple)) for a in (*args, *node.kwargs.values())):
+            raise Opaque
+        return Value(self._joined(values), Apply(node.target, args, tuple(node.kwargs.items())))
+
+
+# --- one weight ---
+
+
+def _replace(graph: fx.Graph, node: fx.Node, reader: Decoder, fake_mode: FakeTensorMode) -> fx.Node:
+    """`fp4.dequantize` with the operands that `node` is decoded from."""
+    v = reader.value(node, 2)
+    axes = v.axes
+    sizes = [a.size for a in axes]
+    if isinstance(v.term, Ref) or any(isinstance(a.size, torch.SymInt) for a in axes):
+        raise Opaque
+    *lead, n, k = shape(node)
+    lead_axes = [a for g in v.dims[:-2] for a in g]
+    codes = _leaf(v.term, [*axes[:-1]], lambda total: total * 2 == value(node).numel())
+    if sizes[-1] != 2 or codes is None:
+        raise Opaque
+    for format in ("nvfp4", "mxfp4"):
+        block = FORMATS[format].block
+        cut = next((i for i in range(len(axes)) if _product(sizes[i:]) == block), None)
+        scale = _leaf(v.term, axes[:cut], lambda total: total * block == value(node).numel())  # noqa: B023
+        if cut is not None and scale is not None and scale is not codes and k % block == 0:
+            break
+    else:
+        raise Opaque
+    others = _others(v.term, codes, scale, format, axes[-1], lead_axes)
+
+    def call(target: Any, *args: Any, **kwargs: Any) -> fx.Node:
+        made = graph.call_function(target, args, kwargs)
+        with fake_mode:
+            given = fx.node.map_arg((args, kwargs), lambda n: n.meta["val"])
+            made.meta["val"] = target(*given[0], **given[1])
+        return made
+
+    def operand(leaf: Ref, dtype: torch.dtype, *last: int) -> fx.Node:
+        out = leaf.node
+        if value(out).dtype != dtype:
+            out = call(aten.view.dtype, out, dtype)
+        return call(aten.reshape.default, out, [*lead, n, *last])
+
+    with graph.inserting_before(node):
+        packed = operand(codes, torch.uint8, k // 2)
+        scales = operand(scale, FORMATS[format].scale_dtype, k // block)
+        global_scale = None
+        if FORMATS[format].has_global_scale:
+            global_scale = call(aten.ones.default, lead, dtype=torch.float32, device=value(node).device)
+            for f in others:
+                global_scale = call(aten.mul.Tensor, global_scale, _emit(f, lead_axes, lead, call))
+        dtype = value(node).dtype
+        new = call(fp4.dequantize.default, packed, scales, global_scale, format, dtype)
+    new.meta.update(node.meta)
+    unused = _behind(node) - _behind(new)
+    new.meta["tables"] = tuple(n for n in unused if n.op == "placeholder" and "constant" in n.meta)
+    return new
+
+
+def _others(term: Term, codes: Ref, scale: Ref, format: str, nibble: Axis, lead: list[Axis]) -> list[Term]:
+    """The factors of a weight besides its codes and block scales, once these are proved."""
+    of_codes, of_scale, others, numbers = [], [], [], []
+    for f in _product_of(term):
+        leaves = _leaves(f)
+        if leaves == {codes}:
+            of_codes.append(f)
+        elif leaves == {scale}:
+            of_scale.append(f)
+        elif isinstance(f, Const):
+            numbers.append(f)
+        elif leaves & {codes, scale} or not free_axes(f) <= set(lead):
+            raise Opaque
+        else:
+            others.append(f)
+    if _is_e2m1([*of_codes, *numbers], codes, nibble):  # a table of integers, halved
+        numbers = []
+    elif not _is_e2m1(of_codes, codes, nibble):
+        raise Opaque
+    if numbers and _is_scale([*of_scale, *numbers], scale, format):
+        numbers = []
+    elif not _is_scale(of_scale, scale, format):
+        raise Opaque
+    others += numbers
+    if others and not FORMATS[format].has_global_scale:
+        raise Opaque
+    return others
+
+
+def _suffixes(group: tuple[Axis, ...]) -> list[int]:
+    """The products of the sizes from each axis on, and 1."""
+    return [_product([a.size for a in group[i:]]) for i in range(len(group) + 1)]
+
+
+def _product(sizes: list[int]) -> int:
+    out = 1
+    for s in sizes:
+        out *= s
+    return out
+
+
+def _product_of(term: Term) -> Iterator[Term]:
+    """Factors of a product of floats."""
+    op = getattr(term.op, "overloadpacket", None) if isinstance(term, Apply) else None
+    if op is aten.mul and isinstance(term, Apply):
+        for a in term.args:
+            yield from _product_of(a if isinstance(a, Term) else Const(a))
+    elif op in (aten.div, aten.ldexp) and isinstance(term, Apply) and not term.kwargs:
+        a, b = (t if isinstance(t, Term) else Const(t) for t in term.args)
+        yield from _product_of(a)
+        yield Apply(op.Tensor, (Const(1.0), b))
+    else:
+        yield term
+
+
+def _leaves(term: Term) -> set[Ref]:
+    """Elements of inputs that a term is computed from; tables are none."""
+    found: set[Ref] = set()
+    todo: list[Term] = [term]
+    while todo:
+        t = todo.pop()
+        if isinstance(t, Ref) and (table(t.node) is None or _is_held(t)):
+            found.add(t)
+        else:
+            todo.extend(t.children())
+    return found
+
+
+def _is_held(ref: Ref) -> bool:
+    """Bytes of an input, in order; a table is indexed by what is computed."""
+    return ref.node.op == "placeholder" and value(ref.node).dtype in BYTES and _along(ref) is not None
+
+
+def _leaf(term: Term, axes: list[Axis], fits: Any) -> Ref | None:
+    """The one input of bytes that lies, in row-major order, along exactly these axes."""
+    found = [t for t in _leaves(term) if _is_held(t) and fits(value(t.node).numel()) and _along(t) == axes]
+    return found[0] if len(found) == 1 else None
+
+
+def _along(ref: Ref) -> list[Axis] | None:
+    """The axes that an input's elements are indexed by, if each is by one of its own."""
+    out: list[Axis] = []
+    for i, size in zip(ref.index, shape(ref.node)):
+        parts = i.parts if isinstance(i, Mix) else () if same(size, 1) else (i,)
+        if not all(isinstance(p, Axis) for p in parts):
+            return None
+        out += parts  # type: ignore[arg-type]
+    whole = all(
+        _product([p.size for p in (i.parts if isinstance(i, Mix) else (i,))]) == s  # type: ignore[attr-defined]
+        for i, s in zip(ref.index, shape(ref.node))
+        if not same(s, 1)
+    )
+    return out if whole else None
+
+
+def table(node: fx.Node) -> Tensor | None:
+    """The values of a small constant: written in the model, or a fixed input as it is now."""
+    return node.meta.get("constant")
+
+
+# --- evaluation for every byte ---
+
+
+def _evaluate(term: Any, given: dict[Term, Any]) -> Any:
+    if not isinstance(term, Term):
+        return term
+    if term in given:
+        return given[term]
+    if isinstance(term, Const):
+        return term.value
+    if isinstance(term, Apply):
+        args = [_evaluate(a, given) for a in term.args]
+        if _takes_tensor(term) and not isinstance(args[0], Tensor):
+            args[0] = torch.tensor(args[0])
+        return term.op(*args, **term.kwargs)
+    if isinstance(term, Choose):
+        index = _evaluate(term.index, given)
+        return _evaluate(term.options[int(index)], given)
+    if isinstance(term, Affine):
+        return term.start + term.step * _evaluate(term.base, given)
+    if isinstance(term, Mix):
+        out: Any = 0
+        for part, size in zip(term.parts, term.sizes):
+            out = out * size + _evaluate(part, given)
+        return out
+    values = table(term.node) if isinstance(term, Ref) else None
+    if values is None:
+        raise Opaque
+    index = [torch.as_tensor(_evaluate(i, given)).long() for i in term.index]  # type: ignore[union-attr]
+    if any(((i < 0) | (i >= s)).any() for i, s in zip(index, values.shape)):
+        raise Opaque
+    found = values.cpu()[tuple(index)]
+    # Of as many dimensions as in the model, for tensors of none have their own rules of type promotion.
+    return found.expand(256) if index else found
+
+
+def _takes_tensor(term: Apply) -> bool:
+    return isinstance(term.op._schema.arguments[0].type, torch.TensorType)
+
+
+def _all_bytes(factors: list[Term], leaf: Ref, given: dict[Term, Any]) -> Tensor:
+    """The product of `factors` for every byte that `leaf` may be."""
+    every = torch.arange(256, dtype=torch.uint8).view(value(leaf.node).dtype)
+    out = torch.ones(256, dtype=torch.float64)
+    with torch.inference_mode(False), torch.no_grad():
+        for f in factors:
+            try:
+                out = out * _evaluate(f, {**given, leaf: every})
+            except (RuntimeError, TypeError, NotImplementedError):
+                raise Opaque from None
+    return out
+
+
+def _is_e2m1(factors: list[Term], leaf: Ref, nibble: Axis) -> bool:
+    """Whether the low nibble of each byte comes first, as e2m1."""
+    byte = torch.arange(256)
+    each = [_all_bytes(factors, leaf, {nibble: i}) for i in (0, 1)]
+    return all(torch.equal(got, _E2M1[code].double()) for got, code in zip(each, (byte & 15, byte >> 4)))
+
+
+def _is_scale(factors: list[Term], leaf: Ref, format: str) -> bool:
+    """NaN codes may mean anything; 2^-127, a subnormal, may be 0."""
+    got = _all_bytes(factors, leaf, {})
+    want = torch.arange(256, dtype=torch.uint8).view(FORMATS[format].scale_dtype).double()
+    number = ~want.isnan()
+    return torch.allclose(got[number], want[number], rtol=0, atol=2.0**-126)
+
+
+# --- what is the same for a whole matrix ---
+
+
+def _emit(term: Any, axes: list[Axis], lead: list[int], call: Any) -> Any:
+    """A term over the leading axes as a tensor of their shape, or of none."""
+    if not isinstance(term, Term):
+        return term
+    if isinstance(term, Const):
+        return term.value
+    if isinstance(term, Ref):
+        along = _along(term)
+        if along not in ([], axes):
+            raise Opaque
+        flat = call(aten.reshape.default, term.node, lead if along else [])
+        return call(aten._to_copy.default, flat, dtype=torch.float32)
+    if isinstance(term, Apply):
+        args = [_emit(a, axes, lead, call) for a in term.args]
+        if _takes_tensor(term) and not isinstance(args[0], fx.Node):
+            args[0] = call(torch.tensor, args[0])
+        return call(term.op, *args, **term.kwargs)
+    raise Opaque

@@ -1,0 +1,216 @@
+"""What stands around an expert's output in the sum over experts: masks, routing weights, norms.
+
+`in_general` names one branch's expert and choice E and J, so that the branches of a block compare equal.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+from torch import fx
+
+from .. import advice
+from ..graph.nodes import aten, need, shape, static_int
+from ..index.axes import same
+from ..index.indexing import is_eq
+from ..index.terms import (
+    Add,
+    Affine,
+    Apply,
+    Axis,
+    Composite,
+    Const,
+    Mean,
+    Mix,
+    Mul,
+    Ref,
+    Sum,
+    Term,
+    flatten,
+    free_axes,
+    rebuild,
+    substitute,
+    told,
+)
+
+N, K, E, J = Axis(0, "n"), Axis(0, "k"), Axis(0, "e"), Axis(0, "j")
+"""In matched terms: row and column of a weight, the expert, a token's choice."""
+OUT = Axis(0, "out")
+"""In what becomes of an expert's output before it is weighted: that output."""
+
+
+def indices(ref: Ref) -> Iterator[Term]:
+    """Coordinates of an element, those inside a composed one too."""
+    for i in ref.index:
+        if isinstance(i, Mix):
+            yield from i.parts
+        else:
+            yield i.base if isinstance(i, Affine) else i
+
+
+def indexed_size(ref: Ref, ids: Ref) -> int | None:
+    for d, i in enumerate(ref.index):
+        if i is ids:
+            return static_int(shape(ref.node)[d])
+        if isinstance(i, Mix) and i.parts[0] is ids:
+            return static_int(i.sizes[0])
+    return None
+
+
+def eq(ids: Ref | Axis, e: int) -> Term:
+    return Apply(aten.eq, (ids, Const(e)))
+
+
+def split_after(
+    core: Term, weight: fx.Node, factors: tuple[Term, ...], hidden: Axis, site: fx.Node
+) -> tuple[Term, tuple[Term, ...]]:
+    """The factors that a row of the output `core` (of `weight`) is scaled by element by element, or by a mean
+    over it: as one term over OUT and the hidden axis; the other factors."""
+
+    def go(t: Term) -> Term:
+        if t is core:
+            return OUT
+        if isinstance(t, Mean) and len(t.axes) == 1 and same(t.axes[0].size, hidden.size):
+            return Mean((hidden,), go(substitute(t.body, {t.axes[0]: hidden})))
+        if isinstance(t, Apply):
+            return Apply(t.op, [go(a) if isinstance(a, Term) else a for a in t.args], t._fields[2])
+        if isinstance(t, Mul):
+            return Mul(go(t.args[0]), go(t.args[1]))
+        return Add(map(go, t.args)) if isinstance(t, Add) else t
+
+    after: Term = OUT
+    rest = []
+    for f in factors:
+        row = go(f)
+        axes = free_axes(row)
+        own = OUT in axes or any(isinstance(t, Ref) and t.node is weight for t in walk(f))
+        if own or hidden in axes:
+            need(
+                axes <= {OUT, hidden},
+                f"an expert's output is scaled by {told(row)}",
+                site,
+                advice.OUTPUT_SCALE,
+            )
+            after = Mul(after, row)
+        else:
+            rest.append(f)
+    return after, tuple(rest)
+
+
+def open_sums(axes: tuple[Axis, ...], factors: tuple[Term, ...]) -> tuple[tuple[Axis, ...], tuple[Term, ...]]:
+    """A factor sum over j of w[t, j] * [ids[t, j] == e] becomes its factors, summed with the rest."""
+    out: list[Term] = []
+    masked = any(map(is_eq, factors))
+    for f in factors:
+        inside = flatten(f.body, Mul) if isinstance(f, Sum) else []
+        if not (axes or masked) and isinstance(f, Sum) and any(map(is_eq, inside)):
+            axes = f.axes
+            out.extend(inside)
+        else:
+            out.append(f)
+    return axes, tuple(out)
+
+
+def demote(term: Term, masks: bool = False) -> Term:
+    """A computed term as an element of the node that computes it; routing need not be known further.
+
+    masks: also if masks are among what computes it, as they do not say whose output it scales."""
+    if isinstance(term, Composite) and term.ref is not None and (masks or not has_masks(term)):
+        return term.ref
+    if isinstance(term, (Apply, Mul)):
+        return rebuild(term, lambda t: demote(t, masks) if isinstance(t, Term) else t)
+    return term
+
+
+def has_masks(term: Term) -> bool:
+    """Whether a term tells experts apart by a mask."""
+    return any(is_eq(t) for t in walk(term))
+
+
+def walk(term: Term) -> Iterator[Term]:
+    seen: set[Term] = set()
+    todo = [term]
+    while todo:
+        t = todo.pop()
+        if t in seen:
+            continue
+        seen.add(t)
+        yield t
+        if isinstance(t, Composite):
+            todo.extend(c for c in t.children() if c is not t.ref)
+
+
+def product_ref(factors: tuple[Term, ...]) -> Ref | None:
+    if len(factors) != 1:
+        return None
+    found = demote(factors[0])
+    return found if isinstance(found, Ref) else None
+
+
+def expert_column(terms: tuple[Term, ...], tokens: tuple[Axis, ...]) -> int | None:
+    """e of C[t, e], where a matrix over all experts weights them."""
+    columns = set()
+    for t in terms:
+        if isinstance(t, Ref) and set(tokens) <= free_axes(t):
+            sizes = shape(t.node)
+            columns |= {i.value for i, s in zip(t.index, sizes) if isinstance(i, Const) and not same(s, 1)}
+    return columns.pop() if len(columns) == 1 else None
+
+
+def fixed_choice(ids: Ref | None) -> int | None:
+    """j of a mask ids[t, j] == e for one choice j."""
+    if ids is None or len(ids.index) < 2 or not isinstance(ids.index[-1], Const):
+        return None
+    return None if same(shape(ids.node)[-1], 1) else ids.index[-1].value
+
+
+def along(term: Term, e: int, place: Axis) -> Term:
+    """`term` where `place` is e, with `place` for e: slice e of a buffer as the slice of any expert."""
+    if isinstance(term, Ref):
+        of_slice = [_along(i, s, e, place) for i, s in zip(term.index, shape(term.node))]
+        if sum(i is not None for i in of_slice) != 1:
+            return term
+        return Ref(term.node, [i if new is None else new for i, new in zip(term.index, of_slice)])
+    if isinstance(term, (Apply, Mul)):
+        return rebuild(term, lambda t: along(t, e, place) if isinstance(t, Term) else t)
+    return term
+
+
+def _along(i: Term, size: Any, e: int, place: Axis) -> Term | None:
+    """A coordinate that is of slice e, with `place` for e; None if it is not of a slice."""
+    if isinstance(i, Const) and i.value == e and same(size, place.size) and not same(size, 1):
+        return place
+    base, start, step = (i.base, i.start, i.step) if isinstance(i, Affine) else (i, 0, 1)
+    parts, sizes = (
+        (base.parts, base.sizes) if isinstance(base, Mix) else ((base,), (getattr(base, "size", 0),))
+    )
+    rows = 1
+    for s in sizes:
+        rows = rows * s
+    if same(size, place.size * rows) and not same(size, rows) and isinstance(place.size, int):
+        if step == 1 and same(start, e * rows):  # the experts' rows lie one after the other's
+            return Mix((place, *parts), (place.size, *sizes))
+        if (start, step) == (e, place.size):  # or in turn
+            return Mix((*parts, place), (*sizes, place.size))
+    if isinstance(i, Mix):
+        at = [d for d, (p, s) in enumerate(zip(i.parts, i.sizes)) if _along(p, s, e, place) is place]
+        if len(at) == 1:
+            return Mix((*i.parts[: at[0]], place, *i.parts[at[0] + 1 :]), i.sizes)
+    return None
+
+
+def in_general(term: Term, e: int, choice: int | None) -> Term:
+    """`term` with this branch's expert and choice named E and J, so that branches compare equal."""
+    if isinstance(term, Ref):
+        index = list(term.index)
+        fixed = [d for d, i in enumerate(index) if isinstance(i, Const) and not same(shape(term.node)[d], 1)]
+        for d in fixed:
+            if choice is not None and d == len(index) - 1 and index[d].value == choice:  # type: ignore[attr-defined]
+                index[d] = J
+            elif index[d].value == e:  # type: ignore[attr-defined]
+                index[d] = E
+        return Ref(term.node, index)
+    if isinstance(term, (Apply, Mul)):
+        return rebuild(term, lambda t: in_general(t, e, choice) if isinstance(t, Term) else t)
+    return term

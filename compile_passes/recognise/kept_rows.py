@@ -1,0 +1,51 @@
+"""Rows that no expert's were written over: what they keep."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+from torch import fx
+
+from .. import advice
+from ..graph.nodes import need
+from ..index.indexing import is_eq
+from ..index.terms import Const, Mul, NoneOf, Ref, Term, flatten, free_axes
+from .factors import J, demote, fixed_choice, in_general, walk
+
+
+def kept_row(
+    row: tuple[Term, ...], written: list[Any], m: Any, has_experts: Callable[[fx.Node], bool]
+) -> tuple[Term, ...]:
+    """What scales a row that no expert has, and the row, of a sum in which others are put over it."""
+    none = [f for f in row if isinstance(f, NoneOf)]
+    factors = tuple(demote(f) for f in row if not isinstance(f, NoneOf))
+    own = len(none) == 1 and m.k == 1 and m.common.place is None and not m.wraps
+    need(
+        own and sorted(map(repr, map(_written_by, none[0].masks))) == sorted(map(repr, written)),
+        "the rows that keep what they had are not those without an expert",
+        m.root,
+        advice.PUT_ROWS,
+    )
+    for f in factors:
+        known = free_axes(f) <= {*m.tokens, m.hidden}
+        read = [t.node for t in walk(f) if isinstance(t, Ref)]
+        need(
+            known and not any(map(has_experts, read)),
+            f"rows without an expert keep {f!r}, which cannot be computed apart",
+            m.root,
+            advice.PUT_ROWS,
+        )
+    return factors
+
+
+def _written_by(mask: Term) -> tuple[Any, ...]:
+    """(expert, ids, choice, further conditions) of the rows that a mask selects, as a Branch has them."""
+    factors = flatten(mask, Mul)
+    ids, expert = next((f.args for f in factors if is_eq(f)), (None, None))  # type: ignore[attr-defined]
+    if not (isinstance(ids, Ref) and isinstance(expert, Const)):
+        return ()
+    e, choice = int(expert.value), fixed_choice(ids)
+    at = ids if choice is None else Ref(ids.node, (*ids.index[:-1], J))
+    chosen = sorted((in_general(f, e, choice) for f in factors if not is_eq(f)), key=repr)
+    return e, at, choice, tuple(chosen)

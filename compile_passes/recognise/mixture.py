@@ -1,0 +1,613 @@
+"""A mixture of experts in index notation, whatever way its program was written:
+
+    out[t] = sum over e of c(t, e) * down_e(act(up_e(s(t, e) * x[t])))
+
+`Matcher.match` takes a node's term (reading.py) apart into one branch for each expert, and proves that the
+branches differ in nothing but the expert: same x, same activation, same routing, each expert exactly once.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import torch
+from torch import fx
+
+from .. import advice
+from ..graph.nodes import need, refuse, shape, static_int, value
+from ..index.axes import same
+from ..index.indexing import is_eq, is_indicator
+from ..index.reader import Reader
+from ..index.terms import (
+    Add,
+    AnyOf,
+    Apply,
+    Axis,
+    Choose,
+    Const,
+    Mul,
+    NoneOf,
+    Ref,
+    Sum,
+    Term,
+    flatten,
+    free_axes,
+    substitute,
+    told,
+)
+from ..naming import called
+from .activations import UP, Act, bare, read_activation
+from .compared import in_common
+from .factors import (
+    J,
+    K,
+    N,
+    along,
+    demote,
+    eq,
+    expert_column,
+    fixed_choice,
+    has_masks,
+    in_general,
+    indexed_size,
+    indices,
+    open_sums,
+    product_ref,
+    split_after,
+    walk,
+)
+from .kept_rows import kept_row
+from .steps import instead_of
+
+
+@dataclass(frozen=True)
+class Matrix:
+    """A weight [n, k] of one expert, or its bias [n]: an element is `ref`, over the axes N and K."""
+
+    ref: Ref
+    n: int
+    k: int
+
+
+@dataclass(frozen=True)
+class Linear:
+    """sum over `inner` of weight * input, plus bias."""
+
+    weight: Ref
+    inner: Axis
+    input: tuple[Term, ...]
+    bias: Ref | None
+
+
+@dataclass(frozen=True)
+class Branch:
+    """One expert's addend of the output."""
+
+    expert: int
+    choice: int | None
+    """The one choice j that this branch serves, if it serves not all of them."""
+    ids: Ref | None
+    masked: Ref | None
+    """The ids that a mask over tokens is made of; only where `ids` is None."""
+    place: Axis | None
+    """Instead of ids: the axis of the output, and of x, that counts the experts."""
+    sums_choices: bool
+    k: Any
+    """Over how many of a token's ids it sums: not all, if read through a slice. None: not over any."""
+    chosen: tuple[Term, ...]
+    """Further conditions, over tokens, J and E, that a row meets: the expert's capacity is not used up."""
+    factors: tuple[Term, ...]
+    """What scales the output, over tokens, J and E."""
+    after: Term
+    """What becomes of a row of the expert's output before that: a norm, over OUT and the hidden axis."""
+    x: Ref
+    scales: tuple[Term, ...]
+    """What scales the input."""
+    act: Act
+    up: tuple[Matrix, ...]
+    up_bias: tuple[Matrix | None, ...]
+    down: Matrix
+    down_bias: Matrix | None
+    gain: Matrix | None = None
+    """A vector of the expert's own that scales what enters its down product."""
+
+    @property
+    def common(self) -> tuple[Any, ...]:
+        """What must be the same for all experts."""
+        routing = (self.ids, self.masked, self.place, self.sums_choices, self.chosen, self.factors)
+        return (*routing, self.after, self.x, self.scales, self.act)
+
+
+@dataclass
+class Mixture:
+    """The block that `root` computes; `rest` is added to it."""
+
+    root: fx.Node
+    tokens: tuple[Axis, ...]
+    hidden: Axis
+    branches: list[Branch]
+    """In the order of the experts `first`, `first` + 1, ..."""
+    first: int
+    k: int | None
+    """Choices a token; None: every expert serves every token."""
+    rest: list[Ref] = field(default_factory=list)
+    kept: tuple[Term, ...] = ()
+    """The factors of what a row is that no expert's rows were written over."""
+    downs: int = 0
+    """How many down products of the graph it is made of."""
+    wraps: bool = False
+    """Ids index a tensor of weights, so negative ones count from the end."""
+    form: str = ""
+
+    @property
+    def common(self) -> Branch:
+        return self.branches[0]
+
+
+class Matcher:
+    def __init__(self, reader: Reader) -> None:
+        self.reader = reader
+        self._linear: dict[Term, Linear | None] = {}
+        self._is_down: dict[Term, bool] = {}
+        self._has_down: dict[Term, bool] = {}
+        self.branches = 0
+        self.most: list[Branch] = []
+        """What `match` told apart, at most, since this was emptied."""
+
+    # --- pieces of a term ---
+
+    def linear(self, term: Term) -> Linear | None:
+        if term not in self._linear:
+            self._linear[term] = self._read_linear(term)
+        return self._linear[term]
+
+    def _read_linear(self, term: Term) -> Linear | None:
+        bias = None
+        if isinstance(term, Add) and len(term.args) == 2:
+            for product, other in (term.args, term.args[::-1]):
+                if isinstance(product, Sum) and isinstance(other, Ref) and self.reader.is_weight(other.node):
+                    term, bias = product, other
+                    break
+        if not isinstance(term, Sum) or len(term.axes) != 1:
+            return None
+        (inner,) = term.axes
+        factors = flatten(term.body, Mul)
+        weights = [f for f in factors if isinstance(f, Ref) and self.reader.is_weight(f.node)]
+        weights = [w for w in weights if inner in free_axes(w) and value(w.node).dim() >= 2]
+        if len(weights) > 1:  # others are vectors, of parameters that hold all experts'
+            weights = [w for w in weights if free_axes(w) != {inner}]
+        if len(weights) != 1:
+            return None
+        rest = tuple(f for f in factors if f is not weights[0])
+        return Linear(weights[0], inner, rest, bias) if rest else None
+
+    def leaves(self, terms: tuple[Term, ...]) -> list[Term]:
+        """The innermost products below pointwise operators, each once."""
+        found: list[Term] = []
+        todo = list(reversed(terms))
+        while todo:
+            t = todo.pop()
+            if self.linear(t) is not None:
+                if t not in found:
+                    found.append(t)
+            elif isinstance(t, (Apply, Mul, Add)):
+                todo.extend(a for a in reversed(t.args) if isinstance(a, Term))
+        return found
+
+    def is_down(self, term: Term) -> bool:
+        """Whether a term is a product whose input is made of products, and of nothing else."""
+        if term not in self._is_down:
+            lin = self.linear(term)
+            inputs = self._without_gains(lin)[0] if lin is not None else ()
+            leaves = self.leaves(inputs)
+            rest = [bare(substitute(t, dict.fromkeys(leaves, UP))) for t in inputs] if leaves else []
+            others = [t for r in rest for t in walk(r) if isinstance(t, (Ref, Sum))]
+            self._is_down[term] = bool(leaves) and not others
+        return self._is_down[term]
+
+    def _without_gains(self, lin: Linear) -> tuple[tuple[Term, ...], tuple[Ref, ...]]:
+        """What a product multiplies, and the vectors of weights that scale it."""
+
+        def is_gain(t: Term) -> bool:
+            """A vector along the product, of the expert whose weight that is."""
+            if not (isinstance(t, Ref) and self.reader.is_weight(t.node) and lin.inner in t.index):
+                return False
+            others = [i for i in t.index if i is not lin.inner and not isinstance(i, Const)]
+            return all(i in lin.weight.index for i in others)
+
+        gains: Any = tuple(t for t in lin.input if is_gain(t))
+        return tuple(t for t in lin.input if t not in gains), gains
+
+    def has_down(self, term: Term) -> bool:
+        if term not in self._has_down:
+            self._has_down[term] = self.is_down(term) or (
+                isinstance(term, (Mul, Add, Sum, Choose)) and any(self.has_down(c) for c in _arguments(term))
+            )
+        return self._has_down[term]
+
+    def _has_experts(self, term: Term) -> bool:
+        return any(map(self.is_down, walk(term)))
+
+    def _tells_apart(self, stacked: Choose) -> bool:
+        return any(self.has_down(t) or has_masks(t) for t in stacked.options)
+
+    def _written_out(self, term: Sum) -> list[Term]:
+        """A sum over tensors that were stacked, if experts or masks are among them: its addends."""
+        for factor in flatten(term.body, Mul):
+            if isinstance(factor, Choose) and factor.index in term.axes and self._tells_apart(factor):
+                rest = tuple(a for a in term.axes if a is not factor.index)
+                options = range(len(factor.options))
+                return [Sum(rest, substitute(term.body, {factor.index: Const(i)})) for i in options]
+        return []
+
+    def expand(self, term: Term) -> Iterator[tuple[tuple[Axis, ...], tuple[Term, ...], Term | None]]:
+        """The addends of a term as (summed axes, factors, the down product or None)."""
+        if not self.has_down(term) or (isinstance(term, Choose) and not isinstance(term.index, (Ref, Axis))):
+            yield (), (term,), None
+        elif self.is_down(term):
+            yield (), (), term
+        elif isinstance(term, Add):
+            for t in term.args:
+                yield from self.expand(t)
+        elif isinstance(
+            term, Choose
+        ):  # by a row's id, or its place: one of them is an expert's output, wherever the id is its
+            for e, t in enumerate(term.options):
+                for axes, factors, core in self.expand(t):
+                    yield axes, (*factors, eq(term.index, e)), core
+        elif isinstance(term, Sum):
+            addends = self._written_out(term)
+            for t in addends:
+                yield from self.expand(t)
+            if not addends:
+                for axes, factors, core in self.expand(term.body):
+                    yield (*term.axes, *axes), factors, core
+        else:
+            assert isinstance(term, Mul)
+            a, b = term.args if self.has_down(term.args[0]) else term.args[::-1]
+            for axes, factors, core in self.expand(a):
+                yield axes, (*factors, *flatten(b, Mul)), core
+
+    # --- the whole ---
+
+    def match(self, root: fx.Node, allow_rest: bool, has_experts: Callable[[fx.Node], bool]) -> Mixture:
+        """The mixture that `root` computes, or a Refusal; `branches`: how many experts were told apart.
+
+        allow_rest: whether something may be added to it, which `has_experts` must not hold of."""
+        self.branches = 0
+        v = self.reader.value(root, 2)
+        need(
+            len(v.dims) >= 1 and len(v.dims[-1]) == 1,
+            "the last dimension is not the hidden one",
+            root,
+            advice.HIDDEN_LAST,
+        )
+        hidden, tokens = v.dims[-1][0], tuple(a for g in v.dims[:-1] for a in g)
+        mixture = Mixture(root, tokens, hidden, [], 0, None)
+        branches: list[Branch] = []
+        kept: list[tuple[Term, ...]] = []
+        for axes, factors, core in self.expand(v.term):
+            if core is None:
+                row = tuple(f for each in factors for f in flatten(each, Mul))
+                if any(isinstance(f, NoneOf) for f in row):
+                    kept.append(row)
+                    continue
+                if all(isinstance(f, Const) and not f.value for f in factors):
+                    continue
+                whole = product_ref(factors)
+                if whole is not None and whole.node is root:
+                    refuse(f"{called(root)} is not understood", root, instead_of(root))
+                need(
+                    allow_rest and whole is not None and not axes,
+                    "something else is added to it",
+                    root,
+                    advice.ADD_LATER,
+                )
+                assert whole is not None
+                if has_experts(whole.node):
+                    reason = f"{called(whole.node)} has experts and is not understood"
+                    refuse(reason, whole.node, instead_of(whole.node))
+                mixture.rest.append(whole)
+                continue
+            mixture.downs += 1
+            for branch in self._branches(axes, factors, core, mixture):
+                branches.append(branch)
+                self.branches = len(branches)
+        if len(branches) > len(self.most):
+            self.most = branches
+        need(len(branches) > 1, "there is only one expert", root, advice.ONE_EXPERT)
+        kept_by = [(b.expert, b.ids, b.choice, b.chosen) for b in branches]
+        self._prove(branches, mixture)
+        if kept:
+            need(len(kept) == 1, "experts' rows are put over several tensors", root, advice.PUT_ROWS)
+            mixture.kept = kept_row(kept[0], kept_by, mixture, has_experts)
+        return mixture
+
+    def _branches(
+        self, axes: tuple[Axis, ...], factors: tuple[Term, ...], core: Term, m: Mixture
+    ) -> Iterator[Branch]:
+        """One addend is one expert's, or all experts' at once: over an axis, or by ids that index weights."""
+        lin = self.linear(core)
+        assert lin is not None
+        after, factors = split_after(core, lin.weight.node, factors, m.hidden, m.root)
+        ids = [i for i in indices(lin.weight) if isinstance(i, Ref)]
+        over = [a for a in axes if a in free_axes(lin.weight) and a is not lin.inner]
+        if ids:
+            need(len(ids) == 1, "the weights are indexed twice", m.root, advice.INDEX_WEIGHTS)
+            count = indexed_size(lin.weight, ids[0])
+            need(count is not None, "the weights are not indexed by expert", m.root, advice.INDEX_WEIGHTS)
+            m.wraps = True
+            for e in range(count):  # type: ignore[arg-type]
+                at = substitute(core, {ids[0]: Const(e)})
+                mask = eq(ids[0], e)
+                yield self._branch(axes, (*factors, mask), at, after, m)
+        elif over:
+            need(
+                len(over) == 1 and isinstance(over[0].size, int),
+                "experts lie along several axes",
+                m.root,
+                advice.EXPERTS_AXIS,
+            )
+            rest = tuple(a for a in axes if a is not over[0])
+            for e in range(over[0].size):
+                at = {over[0]: Const(e)}
+                yield self._branch(
+                    rest, tuple(substitute(f, at) for f in factors), substitute(core, at), after, m, e
+                )
+        else:
+            yield self._branch(axes, factors, core, after, m)
+
+    def _branch(
+        self,
+        axes: tuple[Axis, ...],
+        factors: tuple[Term, ...],
+        core: Term,
+        after: Term,
+        m: Mixture,
+        e: int | None = None,
+    ) -> Branch:
+        lin = self.linear(core)
+        assert lin is not None
+        down, down_bias = self._matrix(lin, m.hidden, m.root)
+        x, scales, act, up, up_bias, gain = self._ffn(lin, m)
+
+        axes, factors = open_sums(axes, factors)
+        ids, masked, place, chosen, weights, k = None, None, None, [], [], None
+        for f in factors:
+            inside = f.body if isinstance(f, AnyOf) else f
+            if is_eq(inside):
+                at, expert = inside.args  # type: ignore[attr-defined]
+                need(
+                    (isinstance(at, Ref) or at in m.tokens) and isinstance(expert, Const),
+                    "a mask is not of expert ids",
+                    m.root,
+                    advice.MASK,
+                )
+                need(
+                    e is None or e == expert.value,
+                    f"expert {e}'s output is masked for another",
+                    m.root,
+                    advice.MASK,
+                )
+                e = int(expert.value)
+                if isinstance(f, AnyOf):
+                    masked, k = substitute(at, {a: J for a in f.axes}), f.axes[0].size
+                else:
+                    one = at is ids or at is place or (ids is None and place is None)
+                    need(one, "rows are selected by two masks", m.root, advice.MASK)
+                    ids, place = (at, None) if isinstance(at, Ref) else (None, at)
+            elif is_indicator(f):
+                chosen.append(f)
+            else:
+                weights.append(f)
+        known = ids is not None
+        weights = [
+            demote(f, masks=(known or isinstance(f, Add)) and not self._has_experts(f)) for f in weights
+        ]
+        # A row's input may be masked, too: where it is, so is what becomes of it.
+        scales = tuple(demote(s, masks=place is not None) for s in scales)
+        scales = tuple(s for s in scales if not (s in weights and _is_mask(s)))
+        for f in chosen:
+            pointwise = isinstance(f, Apply) and ids is not None
+            need(pointwise, f"rows are selected by {told(f)}, not by expert ids", m.root, advice.MASK)
+        if e is None:
+            e = expert_column((*weights, *scales), m.tokens)
+        need(e is not None, "nothing says which expert's output this is", m.root, advice.OWN_COLUMN)
+        assert e is not None
+        choice = fixed_choice(ids)
+        need(len(axes) <= 1, "an expert's rows are summed over several axes", m.root, advice.OVER_CHOICES)
+        names: dict[Term, Term] = {a: J for a in axes}
+        k = axes[0].size if axes else k
+        if place is not None:
+            need(masked is None and not axes, "rows are selected by two masks", m.root, advice.MASK)
+            x, k = along(x, e, place), 1
+        elif ids is not None:
+            need(
+                not axes or axes[0] in ids.index,
+                "rows are summed over something other than a token's choices",
+                m.root,
+                advice.OVER_CHOICES,
+            )
+            masked = None  # any choice of a token follows from one
+            ids = substitute(ids, names) if choice is None else Ref(ids.node, (*ids.index[:-1], J))
+        else:
+            need(not axes, "rows are summed without a mask of expert ids", m.root, advice.MASK)
+
+        def one(term: Term, choice: int | None) -> Term:
+            term = substitute(term, names)
+            return in_general(term, e, choice) if place is None else along(term, e, place)
+
+        def general(terms: list[Term]) -> tuple[Term, ...]:
+            return tuple(sorted((one(t, choice) for t in terms), key=repr))
+
+        scales = tuple(one(s, None) for s in scales)
+
+        return Branch(
+            e, choice, ids, masked, place, bool(axes) or choice is not None, k, general(chosen),
+            general(weights), after, x, scales, act, up, up_bias, down, down_bias, gain,
+        )  # fmt: skip
+
+    def _ffn(self, lin: Linear, m: Mixture) -> Any:
+        """(x, what scales it, activation, gate and up or just up, their biases, gain) of a down's input."""
+        inputs, gains = self._without_gains(lin)
+        leaves = self.leaves(inputs)
+        need(
+            len(leaves) in (1, 2), f"{len(leaves)} products make the activation", m.root, advice.TWO_PRODUCTS
+        )
+        need(len(gains) <= 1, "several vectors scale the activation", m.root, advice.TWO_PRODUCTS)
+        act, leaves = read_activation(inputs, leaves, m.root)
+        found = []
+        for leaf in leaves:
+            up = self.linear(leaf)
+            assert up is not None
+            matrix, bias = self._matrix(up, lin.inner, m.root)
+            rows = [demote(substitute(f, {up.inner: K})) for f in up.input]
+            rows = [f for r in rows for f in flatten(r, Mul)]
+            xs = [f for f in rows if K in free_axes(f)]
+            need(
+                len(xs) == 1 and isinstance(xs[0], Ref),
+                "the rows of gate/up are not x's",
+                m.root,
+                advice.ROWS_OF_X,
+            )
+            part = any(i is K and not same(s, matrix.k) for i, s in zip(xs[0].index, shape(xs[0].node)))
+            need(not part, "gate/up read some columns of x only", m.root, advice.ROWS_OF_X)
+            scales = tuple(f for f in rows if f is not xs[0])
+            found.append((matrix, bias, xs[0], scales))
+        first = found[0]
+        for other in found[1:]:
+            need(other[2:] == first[2:], "gate and up read different rows", m.root, advice.ROWS_OF_X)
+            need(
+                (other[0].n, other[0].k) == (first[0].n, first[0].k),
+                "gate and up differ in shape",
+                m.root,
+                advice.SAME_SHAPE,
+            )
+        k = static_int(lin.inner.size)
+        need(k is not None, "a weight has a symbolic shape", m.root, advice.STATIC_WEIGHTS)
+        gain = Matrix(substitute(gains[0], {lin.inner: N}), k, 0) if gains else None  # type: ignore[arg-type]
+        if gain is not None:
+            need(
+                free_axes(gain.ref) == {N},
+                f"{told(gains[0])} is no expert's vector",
+                m.root,
+                advice.TWO_PRODUCTS,
+            )
+        return first[2], first[3], act, tuple(f[0] for f in found), tuple(f[1] for f in found), gain
+
+    def _matrix(self, lin: Linear, out: Axis, site: fx.Node) -> tuple[Matrix, Matrix | None]:
+        n, k = static_int(out.size), static_int(lin.inner.size)
+        need(n is not None and k is not None, "a weight has a symbolic shape", site, advice.STATIC_WEIGHTS)
+        assert n is not None and k is not None
+        ref = substitute(lin.weight, {out: N, lin.inner: K})
+        need(free_axes(ref) == {N, K}, f"{told(lin.weight)} is no expert's matrix", site, advice.OWN_MATRIX)
+        bias = None
+        if lin.bias is not None:
+            bias = Matrix(substitute(lin.bias, {out: N}), n, 0)
+            need(free_axes(bias.ref) == {N}, f"{told(lin.bias)} is no expert's bias", site, advice.ROW_BIAS)
+        return Matrix(ref, n, k), bias
+
+    # --- the proof ---
+
+    def _prove(self, branches: list[Branch], m: Mixture) -> None:
+        choices = {b.choice for b in branches}
+        if len(choices) == 1 and len({b.expert for b in branches}) == len(branches):
+            branches = [_of_one_choice(b) for b in branches]
+        first = branches[0]
+        for b in branches:
+            other = _other_slice(b)
+            joined = f"the output of expert {b.expert} is number {b.expert} of those that are joined"
+            need(other is None, f"{joined}, and of slice {other} of a buffer", m.root, advice.SLICES)
+        for b in branches[1:]:
+            for fine, why, change in in_common(first, b):
+                if not fine:
+                    refuse(f"experts {first.expert} and {b.expert} {why()}", m.root, change)
+        own = first.place is None or any(first.place in free_axes(t) for t in (first.x, *first.scales))
+        need(own, "nothing says which expert's output this is", m.root, advice.OWN_COLUMN)
+        serves: dict[int, list[Any]] = {}
+        for b in branches:
+            serves.setdefault(b.expert, []).append(b.choice)
+        experts = sorted(serves)
+        m.first = experts[0]
+        need(
+            experts == list(range(m.first, m.first + len(experts))),
+            f"experts {experts} are not consecutive",
+            m.root,
+            advice.CONSECUTIVE,
+        )
+        m.k = self._choices(first, m)
+        for e, choices in serves.items():
+            if first.choice is None:
+                need(len(choices) == 1, f"expert {e} is added {len(choices)} times", m.root, advice.ONCE_EACH)
+            else:
+                complete = sorted(choices) == list(range(m.k or 0))
+                need(complete, f"expert {e} serves choices {choices} of {m.k}", m.root, advice.ALL_CHOICES)
+        one = {b.expert: b for b in branches}
+        for b in branches:
+            need(
+                b.up == one[b.expert].up and b.down == one[b.expert].down,
+                "choices differ in weights",
+                m.root,
+                advice.SAME_WEIGHTS,
+            )
+        m.branches = [replace(one[e], choice=None) for e in experts]
+        x_tokens = set(m.tokens) & free_axes(first.x)
+        need(
+            free_axes(first.x) == x_tokens | {K},
+            "x is not one row for each token",
+            m.root,
+            advice.ROW_A_TOKEN,
+        )
+
+    def _choices(self, b: Branch, m: Mixture) -> int | None:
+        """How many ids each token has; None if the routing weights are a matrix over all experts."""
+        if b.place is not None:
+            return 1
+        ids = b.ids if b.ids is not None else b.masked
+        if ids is None:
+            return None
+        at = set(m.tokens)
+        if not b.sums_choices and b.masked is None:  # a row of the output is one choice
+            need(free_axes(ids) <= at, "the ids are not one for each row", m.root, advice.IDS_SHAPE)
+            return 1
+        need(free_axes(ids) == at | {J}, "the ids are not some for each token", m.root, advice.IDS_SHAPE)
+        where = [d for d, i in enumerate(ids.index) if i is J]
+        need(len(where) == 1, "a token's choices are not one dimension of the ids", m.root, advice.IDS_SHAPE)
+        k = static_int(b.k if b.k is not None else shape(ids.node)[where[0]])
+        need(k is not None, "k is symbolic", m.root, advice.STATIC_K)
+        return k
+
+
+def _of_one_choice(b: Branch) -> Branch:
+    """A branch that serves one column of the ids, with the ids being that column."""
+    if b.choice is None or b.ids is None:
+        return b
+    at = {J: Const(b.choice)}
+    return replace(
+        b,
+        choice=None,
+        ids=substitute(b.ids, at),
+        sums_choices=False,
+        k=None,
+        chosen=tuple(substitute(t, at) for t in b.chosen),
+        factors=tuple(substitute(t, at) for t in b.factors),
+    )
+
+
+def _is_mask(term: Term) -> bool:
+    return isinstance(term, Ref) and value(term.node).dtype == torch.bool
+
+
+def _other_slice(b: Branch) -> int | None:
+    """The slice of a buffer that an expert reads, if it is not the one in its output's place."""
+    if b.place is None or b.place in free_axes(b.x):
+        return None
+    return next((i for i in range(b.place.size) if along(b.x, i, b.place) is not b.x), None)
+
+
+def _arguments(term: Term) -> tuple[Term, ...]:
+    if isinstance(term, Choose):
+        return term.options
+    return (term.body,) if isinstance(term, Sum) else term.args  # type: ignore[attr-defined]

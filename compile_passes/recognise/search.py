@@ -1,0 +1,412 @@
+"""Where in a graph mixtures of experts may be, and which node is the whole of one."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+from torch import fx
+from torch.fx.experimental.symbolic_shapes import free_unbacked_symbols
+
+from .. import advice
+from ..graph.given_numbers import lists_given
+from ..graph.nodes import (
+    FLOATING,
+    PRODUCTS,
+    Refusal,
+    aten,
+    is_op,
+    is_tensor,
+    item,
+    need,
+    shape,
+    value,
+    written_to,
+)
+from ..graph.products import is_grouped_mm
+from ..index.indexing import is_eq
+from ..index.reader import Reader
+from ..index.terms import Const, Ref, free_axes
+from ..naming import called
+from .factors import walk
+from .mixture import Linear, Matcher, Mixture
+from .steps import instead_of, instead_of_output
+
+_STEPS_AFTER = 24
+"""How many nodes after the last expert's a block may end: scaling, a view, the sum over choices."""
+_MANY = 4
+"""So many FFNs of one shape, side by side, are experts."""
+
+
+class Search:
+    """Finds mixtures in topological order; what was found is opaque to those after it."""
+
+    def __init__(self, graph: fx.Graph, reader: Reader, written: dict[fx.Node, fx.Node]) -> None:
+        """written: products with weights that the graph has written to before."""
+        self._written = written
+        self.graph, self.reader, self.matcher = graph, reader, Matcher(reader)
+        self._order = {n: i for i, n in enumerate(graph.nodes)}
+        self._given = lists_given()
+        self._downs: list[fx.Node] = []
+        self._near: dict[fx.Node, int] = {}
+        for node in _tokens_that_a_mask_chose(graph):
+            reader.cut(node)
+        """Bit d: down product d enters the node through operators that a block may end with."""
+
+    def run(self) -> Iterator[tuple[list[fx.Node], Mixture | Refusal]]:
+        """(down products, what became of them)."""
+        single = deep = 0
+        for bits in self._groups():
+            for part, found in self._found(bits):
+                if found is not None:
+                    yield self._of(part), found
+                elif part.bit_count() == 1 and self._is_third(*self._of(part)):
+                    deep |= part
+                elif part.bit_count() == 1 and _is_of_some_rows(*self._of(part)):
+                    single |= part
+        layers = self._of(deep)
+        if len(layers) >= _MANY or (len(layers) > 1 and all(map(_is_of_some_rows, layers))):
+            reason = f"{len(layers)} experts have three linear layers or more, one after the other"
+            yield layers, Refusal(reason, layers[-1], advice.THREE_LAYERS)
+        if single.bit_count() > 1:
+            downs = self._of(single)
+            reason = f"{len(downs)} experts read what others have computed: rows that those before wrote to"
+            yield downs, Refusal(reason, downs[-1], advice.ONE_AFTER_ANOTHER)
+        unread = self._unread()
+        if unread is not None:
+            yield [unread.node], unread
+
+    def _found(self, bits: int) -> list[tuple[int, Mixture | Refusal | None]]:
+        """What became of these down products, as one block or as several."""
+        self.matcher.most = []
+        whole = self._match(bits)
+        routed = self._by_routing(bits)
+        if not isinstance(whole, Mixture):
+            # A shared expert of the same shape beside experts that are one product each.
+            alone = [1 << d for d, n in enumerate(self._downs) if bits >> d & 1 and self._is_indexed(n)]
+            apart = [(bit, self._match(bit)) for bit in alone if bit != bits]
+            if any(isinstance(found, Mixture) for _, found in apart):
+                return [(bit, self._opaque_from_here(found)) for bit, found in apart]
+            parts = [each for part in self._parts(bits) for each in self._found(part)]
+            if any(found is not None for _, found in parts):
+                return parts
+            in_turn = [(part, self._after_those_before(self._match(part))) for part in routed]
+            if any(isinstance(found, Mixture) for _, found in in_turn):
+                return in_turn
+            if in_turn and isinstance(whole, Refusal):
+                reason = f"experts of {len(in_turn)} blocks are added to one tensor, in turns"
+                whole = Refusal(reason, whole.node, advice.ONE_SUM_EACH)
+        return [(bits, self._opaque_from_here(whole))]
+
+    def _opaque_from_here(self, found: Mixture | Refusal | None) -> Mixture | Refusal | None:
+        if isinstance(found, Mixture):
+            self.reader.cut(found.root)
+        return found
+
+    def _after_those_before(self, found: Mixture | Refusal | None) -> Mixture | Refusal | None:
+        """A block to whose output others are added: what is read later does not look into it."""
+        if isinstance(found, Mixture):
+            self.reader.cut(found.root)
+            later: set[fx.Node] = set()
+            todo = list(found.root.users)
+            while todo:
+                node = todo.pop()
+                if node not in later:
+                    later.add(node)
+                    todo += node.users
+            self.reader.forget(later)
+        return found
+
+    def _by_routing(self, bits: int) -> list[int]:
+        """Blocks that are added to one tensor: down products that are routed and weighted alike, in order.
+
+        Empty if they are one block, or if experts stand alone."""
+        at: dict[object, int] = {}
+        for d, n in enumerate(self._downs):
+            if bits >> d & 1:
+                weight = _weight(self._linear(n))
+                at[weight] = at.get(weight, 0) | 1 << d
+        groups: dict[object, int] = {}
+        for b in self.matcher.most:
+            own = at.get((b.down.ref.node, *_places(b.down.ref)), 0)
+            if b.place is not None:
+                return []
+            alike = (b.ids, b.masked, None if b.ids or b.masked else b.factors)
+            groups[alike] = groups.get(alike, 0) | own
+        parts = sorted(groups.values(), key=lambda part: part & -part)
+        whole = 0
+        for part in parts:
+            if part.bit_count() < 2 or whole & part:
+                return []
+            whole |= part
+        return parts if len(parts) > 1 and whole == bits else []
+
+    def _parts(self, bits: int) -> list[int]:
+        """Blocks of one shape, side by side: down products that meet each other before they meet the rest.
+
+        Within a block outputs are added one after the other, or all at once. Where sums of several meet, each
+        sum may be a block of its own. So may sums that never meet."""
+        parts: dict[int, None] = {}
+        masks = dict.fromkeys(near & bits for near in self._near.values())
+        for node in self.graph.nodes:
+            entering = {self._near.get(n, 0) & bits for n in node.all_input_nodes}
+            sums = [m for m in entering if m.bit_count() > 1 and m != self._near[node] & bits]
+            if len(sums) > 1 and self._near[node]:
+                parts.update(dict.fromkeys(sums))
+        if bits not in masks:
+            parts.update(dict.fromkeys(m for m in masks if m.bit_count() > 1))
+        return [m for m in parts if m != bits and not any(m != o and m & o == m for o in parts)]
+
+    def _unread(self) -> Refusal | None:
+        """Products of many choices of rows, none of which is a down product."""
+        rows = [n for n in self.graph.nodes if is_op(n, *PRODUCTS) and _is_of_some_rows(n)]
+        choices = len({frozenset(free_unbacked_symbols(value(n))) for n in rows})
+        if self._downs or choices < _MANY:
+            return None
+        dtype = value(rows[-1]).dtype
+        if dtype not in FLOATING:
+            reason = f"experts that compute in {dtype}, not float32, bfloat16 or float16"
+            return Refusal(reason, rows[-1], advice.DTYPE)
+        reason = f"products of {choices} choices of rows are not read as experts"
+        return Refusal(reason, rows[-1], advice.FFN)
+
+    def _of(self, bits: int) -> list[fx.Node]:
+        return [n for d, n in enumerate(self._downs) if bits >> d & 1]
+
+    def _groups(self) -> list[int]:
+        """Down products of one block: of one shape, whose inputs depend on the same earlier ones."""
+        downs = self._downs
+        before: dict[fx.Node, int] = {}
+        groups: dict[tuple[object, ...], int] = {}
+        keys = self._keys()
+        for node in self.graph.nodes:
+            inputs = node.all_input_nodes
+            earlier = 0
+            for n in inputs:
+                earlier |= before.get(n, 0)
+            before[node] = earlier
+            near = 0
+            if self._continues(node):
+                for n in inputs:
+                    near |= self._near.get(n, 0)
+            key = keys.get(node)
+            if key is not None:
+                bit = 1 << len(downs)
+                downs.append(node)
+                before[node], near = earlier | bit, bit
+                groups[(*key, earlier)] = groups.get((*key, earlier), 0) | bit
+            self._near[node] = near
+        return list(groups.values())
+
+    def _keys(self) -> dict[fx.Node, tuple[object, ...]]:
+        """For each down product what those of one block have in common."""
+        made_of: dict[fx.Node, tuple[Linear, list[Linear]]] = {}
+        for node in self.graph.nodes:
+            if is_op(node, *PRODUCTS) or is_grouped_mm(node):
+                term = self.reader.value(node, 2).term
+                lin = self.matcher.linear(term) if self.matcher.is_down(term) else None
+                if lin is not None:
+                    ups = map(self.matcher.linear, self.matcher.leaves(lin.input))
+                    made_of[node] = lin, [up for up in ups if up is not None]
+        # A Linear before the experts makes a product of products of their gate/up, too. It is all experts'.
+        readers: dict[Any, set[Any]] = {}
+        for lin, ups in made_of.values():
+            for up in ups:
+                readers.setdefault(_weight(up), set()).add(_weight(lin))
+        # A shared expert may be of the same shape; it has all rows, not those that a mask or `where` chose.
+        return {
+            node: (str(shape(node)[-1]), str(lin.inner.size), _is_of_some_rows(node))
+            for node, (lin, ups) in made_of.items()
+            if not (
+                _weight(lin) in readers
+                and all(
+                    len(readers[_weight(up)]) > 1 or (_is_indexed(lin) and not _is_indexed(up)) for up in ups
+                )
+            )
+        }
+
+    def _continues(self, node: fx.Node) -> bool:
+        if not is_tensor(node):
+            return False
+        target = getattr(node.target, "overloadpacket", None)
+        pointwise = torch.Tag.pointwise in getattr(node.target, "tags", ())
+        return target in self.reader.understood or pointwise
+
+    def _match(self, bits: int) -> Mixture | Refusal | None:
+        """The furthest node that is a mixture of these down products; None if they are no experts."""
+        ends = [n for n in self.graph.nodes if self._near[n] & bits == bits][:_STEPS_AFTER]
+        count = bits.bit_count()
+        told: list[tuple[bool, int, int, Refusal]] = []
+        for allow_rest in (False, True):
+            for node in reversed(ends):
+                if self._near[node] != bits and not allow_rest:
+                    continue  # another block's experts enter too
+                try:
+                    found = self.matcher.match(node, allow_rest, lambda n: bool(self._near.get(n, 0) & bits))
+                    need(
+                        found.downs == count,
+                        f"it is the sum of {found.downs} of {count} experts",
+                        node,
+                        advice.ALL_TOGETHER,
+                    )
+                    need(
+                        found.downs == 1 or all(n < found.downs for n in self._given.values()),
+                        f"{found.downs} experts, where Python was given a list of numbers: which experts and "
+                        "rows these are may depend on the data",
+                        node,
+                        advice.IN_THE_GRAPH,
+                    )
+                    return found
+                except Refusal as refusal:
+                    others = (self._near[node] & ~bits).bit_count()
+                    own = self.matcher.branches if not others else 0
+                    told.append((refusal.reason not in _DULL, own, -others, refusal))
+        several = count > 1 and all(map(_is_of_some_rows, self._of(bits)))
+        experts = several or count >= _MANY or any(branches > 1 for _, branches, *_ in told)
+        if not ends:
+            return self._stopped(bits) if experts else None
+        if not (experts or self._is_indexed(ends[0])):
+            return None  # a dense FFN
+        refusal = max(told, key=lambda t: t[:3])[3]
+        if not refusal.reason.endswith("is not understood"):
+            return refusal
+        step = refusal.node
+        return (
+            self._of_written(step)
+            or self._stopped(bits)
+            or self._put_over(step)
+            or self._by_other_masks(step)
+            or self._behind(step)
+            or refusal
+        )
+
+    def _of_written(self, step: fx.Node) -> Refusal | None:
+        """A product that enters `step` with a weight that the graph has written to before."""
+        for node in self._entering(step):
+            if node in self._written:
+                return written_to(self._written[node], node)
+        return None
+
+    def _by_other_masks(self, step: fx.Node) -> Refusal | None:
+        """Experts' rows that enter `step`, put where a mask says that is not of ids: text, image tokens."""
+        for node in self._entering(step):
+            if not is_op(node, aten.index_put) or not self._near.get(node.args[2], 0):
+                continue
+            mask = node.args[1][0]
+            while is_op(mask, aten.select, aten.squeeze, aten.view, aten.unbind) or item(mask) is not None:
+                mask = mask.args[0]
+            mask = mask.args[0] if is_op(mask, aten.nonzero) else mask
+            if mask is None or value(mask).dtype != torch.bool:
+                continue
+            if not any(map(is_eq, walk(self.reader.value(mask, 0).term))):
+                reason = f"an expert's rows are selected by {called(mask)}, not by expert ids"
+                return Refusal(reason, node, advice.KINDS)
+        return None
+
+    def _stopped(self, bits: int) -> Refusal | None:
+        """The operator that an expert's output meets before it is added up, if no block ends with such."""
+        for node in self.graph.nodes:
+            near = 0
+            for n in node.all_input_nodes:
+                near |= self._near.get(n, 0)
+            alone = near and near & bits == near and near & (near - 1) == 0
+            computes = isinstance(node.meta.get("val"), (torch.Tensor, tuple, list))
+            if alone and computes and not self._continues(node):
+                reason = f"{called(node)} of one expert's output, before all are added, is not understood"
+                return Refusal(reason, node, instead_of_output(node))
+        return None
+
+    def _put_over(self, step: fx.Node) -> Refusal | None:
+        """The first expert's rows, of those that enter `step`, that are written over what is not zeros."""
+        for node in self._entering(step):
+            if is_op(node, aten.index_copy):
+                base, _, _, rows = node.args
+            elif is_op(node, aten.index_put) and not node.kwargs.get("accumulate", (*node.args, False)[3]):
+                base, _, rows = node.args[:3]
+            else:
+                continue
+            if not self._near.get(rows, 0) or self._near.get(base, 0):
+                continue
+            if not isinstance(self.reader.value(base, 2).term, Const):
+                over = f"experts' rows are put over {called(base)}, which is not zeros"
+                reason = f"{over}, and not by ids that name one expert a row"
+                return Refusal(reason, node, advice.PUT_ROWS)
+        return None
+
+    def _entering(self, step: fx.Node) -> list[fx.Node]:
+        """All that `step` is computed from, and itself, in the graph's order."""
+        behind, todo = {step}, [step]
+        while todo:
+            new = set(todo.pop().all_input_nodes) - behind
+            behind |= new
+            todo += new
+        return [n for n in self.graph.nodes if n in behind]
+
+    def _behind(self, step: fx.Node) -> Refusal | None:
+        """The first step of an expert's rows, of those that enter `step`, that is the reason why."""
+        for node in self._entering(step):
+            if not is_tensor(node) or value(node).dtype not in FLOATING:
+                continue
+            if _is_of_some_rows(node) and self.reader.value(node, 2) is self.reader.opaque(node):
+                cause = (item(node) or (node,))[0]
+                reason = f"{called(cause)} of an expert's rows is not understood"
+                return Refusal(reason, cause, instead_of(cause))
+        return None
+
+    def _is_third(self, node: fx.Node) -> bool:
+        """Whether a down product's input is made of another's output."""
+        downs = [self._linear(n) for n in self._downs]
+        ups = map(self.matcher.linear, self.matcher.leaves(self._linear(node).input))
+        return bool({_weight(lin) for lin in downs} & {_weight(up) for up in ups if up is not None})
+
+    def _linear(self, node: fx.Node) -> Linear:
+        lin = self.matcher.linear(self.reader.value(node, 2).term)
+        assert lin is not None
+        return lin
+
+    def _is_indexed(self, node: fx.Node) -> bool:
+        """Whether a product's weight holds several experts."""
+        lin = self.matcher.linear(self.reader.value(node, 2).term)
+        return lin is not None and _is_indexed(lin)
+
+
+def _tokens_that_a_mask_chose(graph: fx.Graph) -> set[fx.Node]:
+    """Rows for which a router chooses experts, text or image tokens: those of a block of their own."""
+    found: set[fx.Node] = set()
+    for node in graph.nodes:
+        if not is_op(node, aten.topk, aten.argmax, aten.max, aten.sort):
+            continue
+        scores = node.args[0]
+        sizes = free_unbacked_symbols(value(scores))
+        todo = [scores] if sizes else []
+        while todo:
+            n = todo.pop()
+            if is_op(n, aten.index, aten.index_select) and not free_unbacked_symbols(value(n.args[0])):
+                found.add(n)
+            elif n.op == "call_function":
+                own = [i for i in n.all_input_nodes if is_tensor(i)]
+                todo += [i for i in own if free_unbacked_symbols(value(i)) == sizes]
+    return {n for n in found if value(n).dtype in FLOATING}
+
+
+def _is_indexed(lin: Linear) -> bool:
+    return len(free_axes(lin.weight)) > 2
+
+
+def _weight(lin: Linear) -> tuple[object, ...]:
+    """Which matrix a product is with, whatever part of it."""
+    return lin.weight.node, *_places(lin.weight)
+
+
+def _places(weight: Ref) -> tuple[object, ...]:
+    return tuple(i.value if isinstance(i, Const) else None for i in weight.index)
+
+
+def _is_of_some_rows(node: fx.Node) -> bool:
+    """Whether a tensor has the rows that a mask or `where` chose."""
+    return bool(free_unbacked_symbols(value(node)))
+
+
+_DULL = ("there is only one expert", "something else is added to it")
+"""What is wrong with every node that is not the whole of a block."""

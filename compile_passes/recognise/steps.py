@@ -1,0 +1,47 @@
+"""What to write for a step that is not understood, by what the step is."""
+
+from __future__ import annotations
+
+from torch import fx
+
+from .. import advice
+from ..graph.nodes import PRODUCTS, aten, is_op, is_tensor, item, passes_order, shape, static_int
+
+_RANDOM = (aten.native_dropout, aten.bernoulli, aten.rand_like, aten.randn_like)
+_ADDS = (aten.index_add, aten.index_put, aten.index_copy, aten.scatter_add)
+_SELECTS = (aten.index, aten.index_select, aten.gather)
+
+
+def instead_of(step: fx.Node) -> str:
+    if is_op(step, *_ADDS) and _has_token_counts(step.graph):
+        return advice.SAME_TOKENS
+    if any(map(_is_chosen_by_experts, step.all_input_nodes)):
+        return advice.BATCH_ROWS
+    if is_op(step, aten.index_put) and not step.kwargs.get("accumulate", (*step.args, False)[3]):
+        return advice.ADD_ROWS
+    if is_op(step, aten.split, aten.split_with_sizes, aten.cat):
+        return advice.SPLIT
+    if is_op(step, *_SELECTS):
+        return advice.ROUTING_FIRST
+    if is_op(step, aten.add, aten.sub, aten.mul) and any(is_op(n, *PRODUCTS) for n in step.all_input_nodes):
+        return advice.TWO_PRODUCTS
+    return advice.STEPS
+
+
+def instead_of_output(step: fx.Node) -> str:
+    """Of one expert's output, before all are added."""
+    return advice.EVAL if is_op(step, *_RANDOM) else advice.AFTER_EXPERTS
+
+
+def _has_token_counts(graph: fx.Graph) -> bool:
+    """Whether inputs have several numbers of rows, of which no one has said that they are one."""
+    inputs = (n for n in graph.find_nodes(op="placeholder") if is_tensor(n) and shape(n))
+    return len({str(shape(n)[0]) for n in inputs if static_int(shape(n)[0]) is None}) > 1
+
+
+def _is_chosen_by_experts(index: fx.Node) -> bool:
+    """Whether these rows are, or are some of, the indices that `topk` chose."""
+    while passes_order(index) or is_op(index, aten.select, aten.slice):
+        index = index.args[0]
+    found = item(index)
+    return found is not None and found[1] == 1 and is_op(found[0], aten.topk)

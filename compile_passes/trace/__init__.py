@@ -1,0 +1,1 @@
+"""Dynamo's graph becomes a functional aten graph."""

@@ -1,0 +1,225 @@
+"""Dynamo's graph -> a functional aten graph in which `silu`, `_softmax`, `_grouped_mm` are still whole.
+
+Inductor decomposes while it traces, so an FFN is hard to see in its graphs. Here Dynamo's graph is
+interpreted once more under its own fake tensors with no decompositions; the result is handed back to
+Inductor as if Dynamo had produced it. Dynamo's graph itself is never changed.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch import fx
+from torch._dispatch.python import enable_python_dispatcher
+from torch._guards import TracingContext, detect_fake_mode
+from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
+from torch._subclasses.functional_tensor import FunctionalTensor
+from torch.fx.experimental.proxy_tensor import make_fx
+from torch.fx.experimental.symbolic_shapes import PropagateUnbackedSymInts
+from torch.utils import _pytree as pytree
+
+from .. import advice
+from ..naming import source_name
+from ..weights.prequantized import Held, Unreadable, held, is_subclass, stand_in
+from .copier import CannotCopy, Copier
+from .functional import (
+    CannotCapture,
+    current,
+    functional_tensors,
+    inline_constants,
+    is_reshaped,
+    is_written,
+    storage,
+)
+
+aten = torch.ops.aten
+log = logging.getLogger("fp4_ops")
+
+
+def fake_inputs(fake_mode: FakeTensorMode, inputs: Sequence[Any]) -> list[Any]:
+    """The fakes Dynamo used for these inputs: same symbols, so nothing is guarded or recompiled anew."""
+    context = TracingContext.try_get()
+    known = context.tensor_to_context if context is not None else {}
+
+    def convert(x: Any) -> Any:
+        if not isinstance(x, torch.Tensor):
+            return x
+        if is_subclass(x):  # one that is held in 4 bits: an ordinary tensor takes its place
+            with fake_mode:
+                return stand_in(x)
+        if isinstance(x, FakeTensor):
+            return x if x.fake_mode is fake_mode else fake_mode.from_tensor(x)
+        symbolic = known.get(x)
+        source = symbolic.tensor_source if symbolic is not None else None
+        return fake_mode.from_tensor(x, symbolic_context=symbolic, source=source, trace=symbolic is None)
+
+    return [convert(x) for x in inputs]
+
+
+def capture(gm: fx.GraphModule, inputs: Sequence[Any]) -> tuple[fx.GraphModule, FakeTensorMode]:
+    """Trace `gm`. Writes to inputs become a `copy_` epilogue, which Inductor's AOTAutograd understands."""
+    if any(True for _ in gm.parameters()) or any(True for _ in gm.buffers()):
+        raise CannotCapture(
+            "the graph holds tensors as attributes (inline_inbuilt_nn_modules is off?)", advice.INLINE
+        )
+    ways = [_held(x) for x in inputs]
+
+    context = TracingContext.try_get()
+    fake_mode = (context.fake_mode if context is not None else None) or detect_fake_mode(inputs)
+    if fake_mode is None:
+        fake_mode = FakeTensorMode()
+    fakes = fake_inputs(fake_mode, inputs)
+    # Memoised fake outputs of Dynamo's own run must not be taken for those of this one.
+    fake_mode.epoch += 1
+
+    constants = _expert_constants(gm)
+    with contextlib.ExitStack() as stack:
+        stack.enter_context(fake_mode)
+        stack.enter_context(enable_python_dispatcher())
+        stack.enter_context(torch.no_grad())
+        traced = _by_calls(gm, fakes, fake_mode, constants) or _whole(gm, fakes, constants)
+    _restore_dynamo_metadata(gm, traced)
+    for node, way in zip(_placeholders(traced), ways, strict=True):
+        if way is not None:
+            node.meta["held"] = way
+    return traced, fake_mode
+
+
+def _held(x: Any) -> Held | None:
+    if not is_subclass(x):
+        return None
+    try:
+        way = held(x)
+    except Unreadable as reason:
+        raise CannotCapture(f"an input is {reason}", advice.FOUR_BITS) from None
+    if way is None:
+        raise CannotCapture(f"an input is a tensor subclass, {type(x).__name__}", advice.OTHER_SUBCLASS)
+    return way
+
+
+def _by_calls(
+    gm: fx.GraphModule, fakes: list[Any], fake_mode: FakeTensorMode, constants: dict[fx.Node, float]
+) -> fx.GraphModule | None:
+    try:
+        return Copier(gm, fakes, fake_mode, constants).run()
+    except Exception as reason:  # whatever is odd about one call, the whole can still be traced
+        log.debug("the graph is traced as a whole: %s", reason, exc_info=not isinstance(reason, CannotCopy))
+        fake_mode.epoch += 1
+        return None
+
+
+def _whole(gm: fx.GraphModule, fakes: list[Any], constants: dict[fx.Node, float]) -> fx.GraphModule:
+    run = _functional(_Interpreter(gm, constants).run)
+    with fx.traceback.preserve_node_meta():
+        traced = make_fx(run, decomposition_table={})(*fakes)
+    inline_constants(traced)
+    return traced
+
+
+def _placeholders(gm: fx.GraphModule) -> list[fx.Node]:
+    return list(gm.graph.find_nodes(op="placeholder"))
+
+
+def mutated_inputs(graph: fx.Graph) -> set[fx.Node]:
+    """Placeholders that the graph writes to."""
+    writes = graph.find_nodes(op="call_function", target=aten.copy_.default)
+    return {n.args[0] for n in writes if isinstance(n.args[0], fx.Node) and n.args[0].op == "placeholder"}
+
+
+def _expert_constants(gm: fx.GraphModule) -> dict[fx.Node, float]:
+    """Python floats beside expert weights in a module (alpha, limit) or in a module of that one's, which
+    count as constants.
+
+    With `dynamic=True` Dynamo makes symbols of them, and an activation could not be told. They are guarded
+    on, so another value compiles anew; all other floats stay symbols.
+    """
+    weights = [source_name(getattr(n, "_dynamo_source", None)) for n in _placeholders(gm) if _rank(n) == 3]
+    holders = [f"{w.rpartition('._parameters[')[0]}." for w in weights if "._parameters[" in w]
+    found = {}
+    for node in gm.graph.find_nodes(op="call_method", target="item"):
+        symbol = node.meta.get("example_value")
+        module = source_name(getattr(getattr(node.args[0], "_dynamo_source", None), "base", None))
+        beside = module and any(w.startswith(f"{module}.") for w in weights)
+        if isinstance(symbol, torch.SymFloat) and (beside or module.startswith(tuple(holders))):
+            found[node] = float(symbol)
+    return found
+
+
+def _rank(node: fx.Node) -> int:
+    example = node.meta.get("example_value")
+    return example.dim() if isinstance(example, torch.Tensor) else 0
+
+
+class _Interpreter(PropagateUnbackedSymInts):
+    """Runs Dynamo's graph, with some nodes known."""
+
+    def __init__(self, gm: fx.GraphModule, constants: dict[fx.Node, float]) -> None:
+        super().__init__(gm)
+        self._constants = constants
+
+    def run_node(self, n: fx.Node) -> Any:
+        return self._constants[n] if n in self._constants else super().run_node(n)
+
+
+def _functional(run: Callable[..., Any]) -> Callable[..., Any]:
+    """`run` without writes: what it wrote to an input is copied there at the end."""
+
+    def inner(*args: Any) -> Any:
+        with functional_tensors(args) as wrapped:
+            outputs = run(*wrapped)
+            flat, spec = pytree.tree_flatten(outputs)
+            inputs = [(a, w) for a, w in zip(args, wrapped) if isinstance(w, FunctionalTensor)]
+            themselves = [_written_input(o, inputs) for o in flat]
+            _check_aliases(inputs, [o for o, same in zip(flat, themselves) if same is None])
+            flat = [current(o) if same is None else same for o, same in zip(flat, themselves)]
+            writes = [(a, current(w)) for a, w in inputs if is_written(w)]
+        for target, new in writes:
+            target.copy_(new)
+        return pytree.tree_unflatten(flat, spec)
+
+    return inner
+
+
+def _written_input(output: Any, inputs: list[tuple[torch.Tensor, FunctionalTensor]]) -> torch.Tensor | None:
+    """The input that an output is, as `self.load += counts` makes the buffer an output."""
+
+    def layout(t: torch.Tensor) -> tuple[Any, ...]:
+        return storage(t), tuple(t.shape), t.stride(), t.storage_offset(), t.dtype
+
+    if not isinstance(output, FunctionalTensor):
+        return None
+    return next((a for a, w in inputs if is_written(w) and layout(output) == layout(w)), None)
+
+
+def _check_aliases(inputs: list[tuple[torch.Tensor, FunctionalTensor]], outputs: list[Any]) -> None:
+    """A second view of a mutated input would be taken for separate memory once the graph is functional."""
+    if any(is_reshaped(w) for _, w in inputs):
+        raise CannotCapture("the graph changes the shape or strides of an input in place", advice.NO_RESIZE)
+    written = [(storage(a), storage(w)) for a, w in inputs if is_written(w)]
+    memory = {m for m, _ in written}
+    if len(written) < sum(storage(a) in memory for a, _ in inputs):
+        raise CannotCapture("two inputs share memory and the graph writes to it", advice.OWN_MEMORY)
+    results = [storage(o) for o in outputs if isinstance(o, FunctionalTensor)]
+    if any(memory in results for _, memory in written):
+        raise CannotCapture(
+            "an output shares memory with an input that the graph writes to", advice.OWN_MEMORY
+        )
+
+
+def _restore_dynamo_metadata(gm: fx.GraphModule, traced: fx.GraphModule) -> None:
+    """What AOTAutograd reads from Dynamo's graph: sources, and which inputs have fixed addresses."""
+    for old, new in zip(_placeholders(gm), _placeholders(traced), strict=True):
+        new._dynamo_source = getattr(old, "_dynamo_source", None)
+        if "tensor_dict" in old.meta:
+            new.meta["tensor_dict"] = dict(old.meta["tensor_dict"])
+    if hasattr(gm, "_param_name_to_source"):
+        traced._param_name_to_source = {}
+    # Constants (`torch.tensor(2.0)` in the model) are traced as buffers, which need a source in AOTAutograd.
+    for name, constant in list(traced.named_buffers(recurse=False)):
+        delattr(traced, name)
+        setattr(traced, name, constant)
+    traced.meta.update(gm.meta)

@@ -1,0 +1,94 @@
+"""Traces without writes, by AOTAutograd's functional tensors.
+
+`torch.func.functionalize` turns symbolic sizes into numbers in some composite operators (a linear layer with
+a bias).
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import torch
+from torch import fx
+from torch._subclasses.fake_tensor import FakeTensor
+from torch._subclasses.functional_tensor import FunctionalTensor, FunctionalTensorMode
+from torch.fx.experimental.proxy_tensor import disable_proxy_modes_tracing
+
+from .. import advice
+
+aten = torch.ops.aten
+
+
+class CannotCapture(Exception):
+    """The graph is left to Inductor as it is; the message says why, and `change` what would help."""
+
+    def __init__(self, reason: str, change: str) -> None:
+        super().__init__(reason)
+        self.change = change
+
+
+@contextlib.contextmanager
+def functional_tensors(inputs: Sequence[Any]) -> Iterator[list[Any]]:
+    """The inputs, tensors as functional ones: operators on these leave no writes in a trace."""
+    keep_out = torch._C._ExcludeDispatchKeyGuard(torch._C.DispatchKeySet(torch._C.DispatchKey.Functionalize))
+    with keep_out, FunctionalTensorMode():
+        with disable_proxy_modes_tracing():
+            wrapped = [
+                FunctionalTensor.to_functional(a) if isinstance(a, torch.Tensor) else a for a in inputs
+            ]
+        yield wrapped
+
+
+def current(t: Any) -> Any:
+    """What a functional tensor holds now."""
+    if not isinstance(t, FunctionalTensor):
+        return t
+    torch._sync(t)
+    return torch._from_functional_tensor(t.elem)
+
+
+def is_written(t: Any) -> bool:
+    if not isinstance(t, FunctionalTensor):
+        return False
+    torch._sync(t)
+    return torch._functionalize_has_data_mutation(t.elem)
+
+
+def is_reshaped(t: Any) -> bool:
+    """Whether the shape or strides of an input were changed in place."""
+    return isinstance(t, FunctionalTensor) and torch._functionalize_has_metadata_mutation(t.elem)
+
+
+def storage(t: torch.Tensor) -> int:
+    """The memory a tensor is in: equal for views of each other."""
+    return (t.elem if isinstance(t, FunctionalTensor) else t).untyped_storage()._cdata
+
+
+def inline_constants(gm: fx.GraphModule) -> None:
+    """`torch.tensor([...])` in the model became an attribute; Inductor expects Dynamo's graphs to have none.
+
+    An empty DynamicCache starts with one, so every call of a transformers model that fills a cache does.
+    """
+    attributes = list(gm.graph.find_nodes(op="get_attr"))
+    for node in attributes:
+        value = getattr(gm, node.target)
+        if not isinstance(value, torch.Tensor):
+            continue
+        for user in list(node.users):
+            if user.target is not aten.lift_fresh_copy.default or isinstance(value, FakeTensor):
+                raise CannotCapture(
+                    f"the graph holds a tensor as an attribute ({node.target})", advice.NO_ATTRIBUTES
+                )
+            with gm.graph.inserting_before(user):
+                new = gm.graph.call_function(
+                    torch.tensor, (value.tolist(),), {"dtype": value.dtype, "device": value.device}
+                )
+            new.meta.update(user.meta)
+            user.replace_all_uses_with(new)
+            gm.graph.erase_node(user)
+        gm.graph.erase_node(node)
+        delattr(gm, node.target)
+    if attributes:
+        gm.recompile()

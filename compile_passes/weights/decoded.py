@@ -1,0 +1,95 @@
+"""Weights that a graph decodes from 4-bit codes, as `fp4.dequantize` of fixed inputs.
+
+What stands between the inputs and the operator's arguments (views, stacks, a reciprocal) becomes a `Program`
+that runs once, when the operands are made.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+import torch
+from torch import Tensor, fx
+
+from ...relayout import relayout
+from ..graph.nodes import arguments, is_op, is_pure, is_tensor, shape
+from .prequantized import Held, Parts
+
+fp4 = torch.ops.fp4
+
+
+@dataclass(frozen=True)
+class Program:
+    """Fixed graph inputs -> the operands of `fp4.dequantize`; equal if the code is."""
+
+    code: str
+    format: str
+    layout: str
+    k: int
+    tables: tuple[tuple[float, ...], ...]
+    """What the last inputs held when the decoding was proved: tables of values."""
+    run: fx.GraphModule = field(compare=False)
+
+    def __call__(self, *inputs: Tensor) -> Parts:
+        given = len(inputs) - len(self.tables)
+        for now, proved in zip(inputs[given:], self.tables):
+            if tuple(now.flatten().tolist()) != proved:
+                raise RuntimeError(
+                    "fp4: a table from which the model decodes its weights has changed; compile anew"
+                )
+        inputs = inputs[:given]
+        return relayout(self.run(*inputs), self.format, self.k, self.layout, "plain")
+
+
+def find_decoded(graph: fx.Graph, fixed: set[fx.Node], mutated: set[fx.Node]) -> set[fx.Node]:
+    """The nodes that stand for weights held in 4 bits; each knows how (`held.is_held`)."""
+    found = set()
+    for node in graph.nodes:
+        if is_op(node, fp4.dequantize) and _note(node, fixed - mutated):
+            found.add(node)
+    return found
+
+
+def _note(node: fx.Node, fixed: set[fx.Node]) -> bool:
+    a = arguments(node)
+    operands = [a["packed"], a["block_scale"], a["global_scale"]]
+    extracted = _extract([n for n in operands if n is not None], fixed)
+    if extracted is None:
+        return False
+    inputs, gm = extracted
+    tables = node.meta.get("tables", ())
+    values = tuple(tuple(t.meta["constant"].flatten().tolist()) for t in tables)
+    program = Program(gm.code, a["format"], a["layout"], int(shape(node)[-1]), values, gm)
+    inputs = (*inputs, *tables)
+    node.meta["held"] = Held("fp4.dequantize", a["format"], program, inputs=len(inputs))
+    node.meta["held_inputs"] = inputs
+    return True
+
+
+def _extract(
+    outputs: list[fx.Node], fixed: set[fx.Node]
+) -> tuple[tuple[fx.Node, ...], fx.GraphModule] | None:
+    """(inputs, a program from them to three outputs), if these depend on fixed inputs and nothing else."""
+    needed: set[fx.Node] = set()
+    todo = list(outputs)
+    while todo:
+        node = todo.pop()
+        if node in needed:
+            continue
+        pure = node.op == "call_function" and is_pure(node) and is_tensor(node)
+        if not (pure or node in fixed):
+            return None
+        needed.add(node)
+        if node.op != "placeholder":
+            todo.extend(node.all_input_nodes)
+    graph, copies, inputs = fx.Graph(), {}, []
+    for node in outputs[0].graph.nodes:
+        if node in needed and node.op == "placeholder":
+            copies[node] = graph.placeholder(f"given_{len(inputs)}")
+            inputs.append(node)
+    for node in outputs[0].graph.nodes:
+        if node in needed and node.op != "placeholder":
+            copies[node] = graph.node_copy(node, lambda n: copies[n])
+    results = [copies[n] for n in outputs]
+    graph.output((*results, None)[:3])
+    return tuple(inputs), fx.GraphModule(torch.nn.Module(), graph)

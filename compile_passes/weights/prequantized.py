@@ -1,0 +1,250 @@
+"""Weights that a model holds in 4 bits already: their codes and block scales are taken bit for bit.
+
+`FP4Tensor` and torchao's `NVFP4Tensor` and `MXTensor` are graph inputs. The passes see an ordinary tensor of
+the same shape in their place; what a product becomes then takes its operands from the real one. Weights that
+the graph itself decodes are found by decoded.py.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, fx
+from torch.utils._python_dispatch import is_traceable_wrapper_subclass
+
+from ...meta.formats import FORMATS
+from ...meta.layouts import LAYOUTS, packed_spec
+from ...relayout import relayout
+from ...tensor import FP4Tensor
+from .. import advice
+from ..graph.nodes import need
+from .packed import Assembly, Piece
+
+Parts = tuple[Tensor, Tensor, Tensor | None]
+"""packed [..., N, K/2], block_scale [..., N, blocks], global_scale [...] or [] (None: 1)."""
+
+
+class Unreadable(Exception):
+    """A tensor subclass whose values the rewrite would change; the message says why."""
+
+
+@dataclass(frozen=True)
+class Held:
+    """How the graph inputs behind one weight are read."""
+
+    kind: str
+    format: str
+    parts: Callable[..., Parts]
+    """Takes the `inputs` tensors, gives the plain layout."""
+    transposed: bool = False
+    """The dimension along which it is quantised is the last but one."""
+    inputs: int = 1
+    scale_dtype: torch.dtype | None = None
+    """Of the block scales, where the format leaves a choice."""
+
+
+def held(x: Any) -> Held | None:
+    """How a tensor subclass is read; None if it is no 4-bit tensor that is known here."""
+    if isinstance(x, FP4Tensor):
+        choice = len(FORMATS[x.format].scale_dtypes) > 1
+        return Held(
+            "FP4Tensor", x.format, _fp4, x.transposed, scale_dtype=x.block_scale.dtype if choice else None
+        )
+    if type(x).__module__.startswith("torchao.") and type(x).__name__ in _TORCHAO:
+        return _TORCHAO[type(x).__name__](x)
+    return None
+
+
+def stand_in(x: Tensor) -> Tensor:
+    """An ordinary tensor of the same shape and dtype; made under a fake mode, so it holds nothing."""
+    return torch.empty(tuple(x.shape), dtype=x.dtype, device=x.device)
+
+
+def _fp4(w: FP4Tensor) -> Parts:
+    return relayout(w._operands(), w.format, w.k, w.weight_layout, "plain")
+
+
+# --- torchao, whose classes are known by name: it need not be installed ---
+
+
+def _torchao_plain(w: Any) -> Parts:
+    """(packed, block_scale, per_tensor_scale) in row-major order, whether or not the scales are swizzled."""
+    packed, scale = w.qdata, w.scale
+    if _is_transposed(w):
+        packed, scale = packed.transpose(-2, -1), scale.transpose(-2, -1)
+    packed = packed.view(torch.uint8)
+    if w.is_swizzled_scales:
+        *lead, n, half = packed.shape
+        rows, blocks = torch.Size(lead).numel() * n, half * 2 // w.block_size
+        scale = unswizzled(scale, rows, blocks).view(*lead, n, blocks)
+    return packed.contiguous(), scale.contiguous(), getattr(w, "per_tensor_scale", None)
+
+
+def unswizzled(scale: Tensor, rows: int, blocks: int) -> Tensor:
+    """Block scales [rows, blocks] from cuBLAS' order: tiles of 128 x 4, in each row 32 i + j at (j, i)."""
+    tall, wide = -(-rows // 128), -(-blocks // 4)
+    tiles = scale.reshape(tall, wide, 32, 4, 4).permute(0, 3, 2, 1, 4)
+    return tiles.reshape(tall * 128, wide * 4)[:rows, :blocks]
+
+
+def _is_transposed(w: Any) -> bool:
+    return w.qdata.stride(-2) < w.qdata.stride(-1)
+
+
+def _nvfp4_tensor(w: Any) -> Held:
+    return Held(_kind(w), "nvfp4", _torchao_plain, _is_transposed(w))
+
+
+def _kind(w: Any) -> str:
+    """How activations are quantised is the backend's option, not the weight's."""
+    own = " (its act_quant_kwargs give way to the option `activation`)" if w.act_quant_kwargs else ""
+    return f"torchao {type(w).__name__}{own}"
+
+
+def _mx_tensor(w: Any) -> Held:
+    if w.elem_dtype != torch.float4_e2m1fn_x2:
+        raise Unreadable(f"an MXTensor of {str(w.elem_dtype).removeprefix('torch.')}, not of 4 bits")
+    if w.block_size != FORMATS["mxfp4"].block:
+        raise Unreadable(f"an MXTensor with blocks of {w.block_size}, not of 32")
+    return Held(_kind(w), "mxfp4", _torchao_plain, _is_transposed(w))
+
+
+_TORCHAO: dict[str, Callable[[Any], Held]] = {"NVFP4Tensor": _nvfp4_tensor, "MXTensor": _mx_tensor}
+
+
+# --- what a rewritten graph gets ---
+
+
+@dataclass(frozen=True)
+class HeldSpec:
+    """Operands [E, parts * n, k] put together from held weights: stacked and reordered, never decoded.
+
+    Parts of one expert that have global scales of their own (gate and up) are stored under the first one's;
+    `rescale`, of the down weight, then has for each expert that (gate, up) pair, and the missing factor
+    up / gate goes into its global scale. That is exact as long as the activation is linear in up.
+    """
+
+    format: str
+    layout: str
+    assembly: Assembly
+    held: tuple[Held, ...]
+    rescale: tuple[tuple[Piece, Piece], ...] = ()
+    transposed = False
+
+    @property
+    def tensors(self) -> int:
+        return len(self.shapes(()))
+
+    def shapes(self, stored: tuple[int, ...]) -> list[tuple[tuple[int, ...], torch.dtype]]:
+        e, n, k = self.assembly.shape
+        dtypes = {h.scale_dtype for h in self.held}  # of several, the widest
+        scale_dtype = dtypes.pop() if len(dtypes) == 1 else FORMATS[self.format].wide_scale_dtype
+        return packed_spec(FORMATS[self.format], LAYOUTS[self.layout], (e,), n, k, scale_dtype)
+
+    def num_bytes(self, stored: tuple[int, ...]) -> int:
+        return sum(torch.Size(s).numel() * d.itemsize for s, d in self.shapes(stored))
+
+    def pack(self, *inputs: Tensor) -> tuple[Tensor, ...]:
+        with torch.inference_mode(False), torch.no_grad():
+            given, parts = iter(inputs), []
+            for h in self.held:
+                parts.append(h.parts(*(next(given) for _ in range(h.inputs))))
+            experts = [[self._piece(parts, p) for p in pieces] for pieces in self.assembly.experts]
+            packed, scale = (torch.stack([self._rows(e, i) for e in experts]) for i in (0, 1))
+            global_scale = None
+            if FORMATS[self.format].has_global_scale:
+                global_scale = torch.stack([e[0][2] for e in experts])
+                if self.rescale:
+                    gate, up = (
+                        torch.stack([self._piece(parts, pair[i])[2] for pair in self.rescale]) for i in (0, 1)
+                    )
+                    # A gate of zeros makes the whole expert zero.
+                    global_scale = torch.where(gate == 0, 0.0, global_scale * (up / gate))
+            operands = (packed, scale, global_scale)
+            operands = relayout(operands, self.format, self.assembly.k, "plain", self.layout)
+        return tuple(t for t in operands if t is not None)
+
+    def _rows(self, parts: list[tuple[Tensor, Tensor, Tensor]], i: int) -> Tensor:
+        rows = [p[i] for p in parts]
+        return torch.stack(rows, 1).flatten(0, 1) if self.assembly.interleaved else torch.cat(rows)
+
+    def _piece(self, parts: list[Parts], piece: Piece) -> tuple[Tensor, Tensor, Tensor]:
+        """(codes [n, K/2], block scales, global scale []) of one part of one expert."""
+        packed, scale, global_scale = parts[piece.source]
+        lead = tuple(i for what, i, *_ in piece.at if what == "at")
+        ((start, step),) = [rest for what, *rest in piece.at if what == "n"]
+        rows = slice(start, start + step * (self.assembly.n - 1) + 1, step)
+        if global_scale is None:
+            global_scale = packed.new_ones((), dtype=torch.float32)
+        if global_scale.dim() > 0:
+            global_scale = global_scale.reshape(packed.shape[: len(lead)])[lead]
+        return packed[lead][rows], scale[lead][rows], global_scale.float()
+
+
+def is_held(node: fx.Node) -> bool:
+    return "held" in node.meta
+
+
+def format_of(node: fx.Node, format: str) -> str:
+    """The format that a weight is held in, or else will have."""
+    return node.meta["held"].format if is_held(node) else format
+
+
+def inputs_of(node: fx.Node) -> tuple[fx.Node, ...]:
+    """The graph inputs that hold a weight: itself, or what the graph decodes it from."""
+    return node.meta.get("held_inputs", (node,))
+
+
+def held_spec(sources: tuple[fx.Node, ...], assembly: Assembly, layout: str, site: fx.Node) -> HeldSpec:
+    """The spec for weights all of which are held, in one format, and used along the dimension they should."""
+    need(
+        all(map(is_held, sources)),
+        "some of the experts' weights are held in 4 bits, others not",
+        site,
+        advice.ALL_HELD,
+    )
+    ways: tuple[Held, ...] = tuple(s.meta["held"] for s in sources)
+    formats = sorted({h.format for h in ways})
+    need(
+        len(formats) == 1,
+        f"the experts' weights are in different formats ({', '.join(formats)})",
+        site,
+        advice.ALL_HELD,
+    )
+    for pieces in assembly.experts:
+        for p in pieces:
+            order = [what for what, *_ in p.at][-2:]
+            along = ["k", "n"] if ways[p.source].transposed else ["n", "k"]
+            need(
+                order == along,
+                "a weight is quantised along a dimension that its product keeps",
+                site,
+                advice.ALONG,
+            )
+            stored = sources[p.source].meta["val"].shape[-2 if ways[p.source].transposed else -1]
+            whole = ("k", 0, 1) in p.at and stored == assembly.k
+            need(
+                whole,
+                "a product takes only some columns of a weight that is held in 4 bits",
+                site,
+                advice.WHOLE_HELD,
+            )
+    return HeldSpec(formats[0], layout, assembly, ways)
+
+
+def own_scales(spec: HeldSpec) -> bool:
+    """Whether the parts of an expert may differ in their global scales."""
+    if not FORMATS[spec.format].has_global_scale:
+        return False
+
+    def scale(p: Piece) -> Any:
+        return p.source, [i for what, i, *_ in p.at if what == "at"]
+
+    return any(scale(p) != scale(pieces[0]) for pieces in spec.assembly.experts for p in pieces)
+
+
+def is_subclass(x: Any) -> bool:
+    return isinstance(x, Tensor) and is_traceable_wrapper_subclass(x)

@@ -1,0 +1,124 @@
+"""Imports run one way: between packages, between the rooms of compile_passes, and between folders of csrc."""
+
+from __future__ import annotations
+
+import ast
+import re
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[1]
+
+ROOMS = {
+    "advice": set(),
+    "naming": set(),
+    "options": set(),
+    "graph": {"advice", "naming"},
+    "index": {"graph", "naming"},
+    "recognise": {"advice", "graph", "index", "naming"},
+    "weights": {"advice", "graph"},
+    "trace": {"advice", "graph", "naming", "weights"},
+    "neighbours": {"graph"},
+    "report": {"graph", "naming"},
+    "dynamo": {"advice", "naming", "report", "weights"},
+    "emit": {
+        *("advice", "graph", "index", "naming", "neighbours"),
+        *("options", "recognise", "report", "trace", "weights"),
+    },
+    "precompiled": {"options", "weights"},
+    "pipeline": {
+        *("advice", "dynamo", "emit", "naming", "options"),
+        *("precompiled", "recognise", "report", "trace", "weights"),
+    },
+    "explain": {"dynamo", "naming", "options", "pipeline", "report"},
+    "program": {"advice", "emit", "options", "report", "trace"},
+    "cli": {"explain", "options"},
+}
+"""What each room of compile_passes may import of the others."""
+
+PACKAGES = {"meta": set(), "fp4_ops": {"meta"}, "compile_passes": {"meta", "fp4_ops"}}
+ENTRIES = {
+    *("backend.py", "__init__.py", "__main__.py"),
+}
+"""Files of fp4_ops that may import compile_passes: the backend's entry and the command line."""
+
+FOLDERS = {"common": {"common"}, "cpu": {"common", "cpu"}, "sm90": {"common", "sm90"}}
+
+
+def imports(path: Path, package: list[str]) -> set[str]:
+    """The modules of fp4_ops that a file imports, as dotted names inside it."""
+    found = set()
+    for node in ast.walk(ast.parse(path.read_text())):
+        if not isinstance(node, ast.ImportFrom):
+            continue
+        if node.level:
+            base = package[: len(package) - (node.level - 1)]
+        elif node.module and node.module.startswith("fp4_ops"):
+            base = []
+        else:
+            continue
+        name = [*base, *(node.module.split(".") if node.module else [])]
+        found |= {".".join((*name, a.name)) for a in node.names} if len(name) < 3 else {".".join(name)}
+    return found
+
+
+def package_of(path: Path) -> list[str]:
+    top, *rest = path.relative_to(ROOT).parts
+    return ["fp4_ops", *([] if top == "fp4_ops" else [top]), *rest[:-1]]
+
+
+def rooms_of(path: Path) -> set[str]:
+    names = (name.split(".") for name in imports(path, package_of(path)))
+    return {n[2] for n in names if n[:2] == ["fp4_ops", "compile_passes"] and len(n) > 2}
+
+
+PASSES = ROOT / "compile_passes"
+
+
+def test_every_room_is_named():
+    assert {p.stem for p in PASSES.iterdir() if p.name not in ("__init__.py", "__pycache__")} == set(ROOMS)
+
+
+def test_rules_have_no_circle():
+    above: dict[str, set[str]] = {}
+
+    def reached(room: str, way: tuple[str, ...] = ()) -> set[str]:
+        assert room not in way, (*way, room)
+        if room not in above:
+            above[room] = ROOMS[room].union(*(reached(r, (*way, room)) for r in ROOMS[room]))
+        return above[room]
+
+    for room in ROOMS:
+        assert room not in reached(room)
+
+
+@pytest.mark.parametrize("room", ROOMS)
+def test_rooms_of_the_compile_passes(room):
+    files = [PASSES / f"{room}.py"] if (PASSES / f"{room}.py").exists() else (PASSES / room).glob("*.py")
+    used = set()
+    for path in files:
+        wrong = rooms_of(path) - ROOMS[room] - {room}
+        assert not wrong, f"{path.relative_to(ROOT)} imports {wrong}"
+        used |= rooms_of(path) - {room}
+    assert used == ROOMS[room]  # a rule that nothing needs goes
+
+
+@pytest.mark.parametrize("package", PACKAGES)
+def test_packages(package):
+    for path in (ROOT / package).rglob("*.py"):
+        here = str(path.relative_to(ROOT / package))
+        for name in imports(path, package_of(path)):
+            parts = name.split(".")
+            to = parts[1] if len(parts) > 1 and parts[1] in ("meta", "compile_passes") else "fp4_ops"
+            allowed = {package, *PACKAGES[package]}
+            if package == "fp4_ops" and here in ENTRIES:
+                allowed.add("compile_passes")
+            assert to in allowed, f"{package}/{here} imports {name}"
+
+
+@pytest.mark.parametrize("folder", FOLDERS)
+def test_folders_of_csrc(folder):
+    for path in (ROOT / "csrc" / folder).iterdir():
+        for included in re.findall(r'#include "(\w+)/', path.read_text()):
+            assert included in FOLDERS[folder], f"{path.relative_to(ROOT)} includes {included}/"
