@@ -150,7 +150,7 @@ REWRITTEN_TOO = [StackedByExpert, Spread, RowsRead, FusedBmm, FusedMatmul, NoGat
 
 
 @pytest.mark.parametrize(
-    "kwargs", [{}, more({"bias": True}), more({"gated": False, "act": torch.relu})], ids=str
+    "kwargs", [{}, more({"bias": True}), more({"gated": False, "act": torch.relu})], ids=" ".join
 )
 @pytest.mark.parametrize("make", [*REWRITTEN, *map(more, REWRITTEN_TOO)], ids=lambda c: c.__name__)
 def test_every_use(make, kwargs):

@@ -127,7 +127,7 @@ def test_a_branch_that_was_seen_through_is_told():
     report = fp4_ops.explain(STYLES["where loop, `if len(token):`"](), torch.randn(5, 32))
     assert report.sites and not report.graph_breaks and not report.hints
     (place,) = report.seen_through
-    assert "moe_styles.py" in place and f"no branch at {place}" in str(report)
+    assert "moe_style_loops.py" in place and f"no branch at {place}" in str(report)
 
 
 @pytest.mark.parametrize(
@@ -206,12 +206,12 @@ def test_the_command_refuses_what_it_cannot_use(factories, factory, message):
         main(["explain", factory])
 
 
-class Uniques(ListStyle):
+class ASet(ListStyle):
     def experts_of(self, x, ids, weights):
         out = torch.zeros_like(x)
-        for e in torch.unique(ids):
+        for e in sorted(set(ids.flatten().tolist())):
             token, slot = torch.where(ids == e)
-            out.index_add_(0, token, self.list[int(e)](x[token]) * weights[token, slot, None])
+            out.index_add_(0, token, self.list[e](x[token]) * weights[token, slot, None])
         return out
 
 
@@ -221,6 +221,8 @@ class RowsAsNumbers(ListStyle):
         for e, expert in enumerate(self.list):
             token, slot = torch.where(ids == e)
             rows = token.tolist()
+            if len(rows) > 1 and rows[0] > rows[1]:
+                continue
             out.index_add_(0, token, expert(x[rows]) * weights[token, slot, None])
         return out
 
@@ -239,7 +241,7 @@ class InAGenerator(ListStyle):
 @pytest.mark.parametrize(
     ("style", "line", "change"),
     [
-        (Uniques, "for e in torch.unique(ids):", "loop over all experts"),
+        (ASet, "for e in sorted(set(ids.flatten().tolist())):", "no number leaves the graph"),
         (RowsAsNumbers, "rows = token.tolist()", "x[token] (no list of them)"),
         (InAGenerator, "if ids.max().item() > 10**6:", "no number leaves the graph"),
     ],
@@ -247,7 +249,7 @@ class InAGenerator(ListStyle):
 def test_a_graph_break_is_told_with_its_line_and_what_would_help(style, line, change):
     """Of what a generator or a comprehension calls, not the generator."""
     report = fp4_ops.explain(style(), torch.randn(5, 32))
-    assert not report.sites
+    assert not any(site.rewritten for site in report.sites)
     told = [reason for reason in report.graph_breaks if line in reason]
     assert told and all("test_explain_cli.py:" in reason for reason in told), report.graph_breaks
     assert any(change in hint for hint in report.hints), report.hints

@@ -63,7 +63,8 @@ REVERSE = {
 @pytest.mark.parametrize("op", SAMPLES)
 def test_a_derivative_is_an_error(op, device):
     """Each operator, each of its floating arguments, each way to ask."""
-    calls = [c for _ in range(3) for c in call_of(op, device) if c[1].numel()]
+    # A draw may have no rows.
+    calls = [c for _ in range(20) for c in call_of(op, device) if c[1].numel()][:6]
     for function, x in calls:
         for ask in FORWARD.values():
             with pytest.raises(RuntimeError, match=NO_TANGENT.format(op)):
