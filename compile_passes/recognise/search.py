@@ -297,7 +297,7 @@ class Search:
             while is_op(mask, aten.select, aten.squeeze, aten.view, aten.unbind) or item(mask) is not None:
                 mask = mask.args[0]
             mask = mask.args[0] if is_op(mask, aten.nonzero) else mask
-            if mask is None or value(mask).dtype != torch.bool:
+            if mask is None or not is_tensor(mask) or value(mask).dtype != torch.bool:
                 continue
             if not any(map(is_eq, walk(self.reader.value(mask, 0).term))):
                 reason = f"an expert's rows are selected by {called(mask)}, not by expert ids"
