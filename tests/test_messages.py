@@ -330,3 +330,19 @@ def test_a_step_is_told_with_its_line():
     (site,) = told(Odd(experts=3)).sites
     assert "cumsum (`out.index_add_(0, token, expert(x[token]).cumsum(-1) * " in site.reason
     assert "test_messages.py" in site.where
+
+
+def test_rows_that_topk_chose_of_each_expert():
+    """`topk` gives a pair, which is no mask: the step that adds up is named."""
+
+    class ExpertsChoose(Loop):
+        def experts_of(self, x: Tensor, ids: Tensor, weights: Tensor) -> Tensor:
+            affinity = x.new_zeros(len(x), len(self.list)).scatter(1, ids, weights)
+            values, tokens = torch.topk(affinity.T, 3)
+            out = torch.zeros_like(x)
+            for e, expert in enumerate(self.list):
+                out[tokens[e]] += values[e, :, None] * expert(x[tokens[e]])
+            return out
+
+    (site,) = told(ExpertsChoose(experts=4)).sites
+    assert "index_put (`out[tokens[e]] += " in site.reason
