@@ -284,3 +284,4 @@ def main() -> None:
 
 if __name__ == "__main__":
     main()
+    os._exit(0)  # without Python's end, where a thread of gloo's may still be there and C++ terminates

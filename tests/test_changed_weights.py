@@ -358,6 +358,8 @@ notes += [s.reason for f in recorder.frames for s in f.sites if not s.rewritten]
 assert not any(s.rewritten for f in recorder.frames for s in f.sites)
 print("RESULT", json.dumps([found, notes, [s.change for f in recorder.frames for s in f.sites]]))
 dist.destroy_process_group()
+sys.stdout.flush()
+os._exit(0)  # without Python's end, where a thread of gloo's may still be there and C++ terminates
 """
 
 
