@@ -137,7 +137,10 @@ def fits(spec: Spec, tile: Tile, device: Device) -> bool:
 def problem(spec: Spec) -> Problem:
     columns = spec.mode == "k"
     two_sums = spec.kind == "int4" or spec.terms > 1 or columns
-    found = Problem(spec.n, spec.k, spec.terms, two_sums=two_sums, bytes=spec.bytes, columns=columns)
+    scaled = spec.has_a_factor and spec.mode == "mapped"
+    found = Problem(
+        spec.n, spec.k, spec.terms, two_sums=two_sums, bytes=spec.bytes, columns=columns, scaled=scaled
+    )
     # A tile of int4 lies within one block of scales, which multiply its sums.
     return found._replace(deepest=spec.block) if spec.kind == "int4" else found
 

@@ -93,6 +93,8 @@ class Problem(NamedTuple):
     """Whether rows of weights start at any byte, so that words are put together from four loads."""
     columns: bool = False
     """Whether groups are along k, so that activations are masked and pass through registers."""
+    scaled: bool = False
+    """Whether rows have a factor each, and a map of tiles says whose they are."""
 
 
 HOPPER = Device("Hopper", (9, 0), SHARED_MEMORY["227 KB"], 132)
@@ -143,7 +145,9 @@ def tokens(rows_per_expert: int) -> int:
 def usable(tile: Tile, problem: Problem, device: Device) -> bool:
     """Whether the tile makes sense for the problem, if it fits."""
     sums = tile.block_n * tile.block_m
-    if sums == 256 * 128 and (problem.two_sums or problem.bytes or not device.holds_256x128):
+    # On Hopper 264 to 408 bytes a thread went to the stack where rows that a map finds are scaled.
+    crowded = problem.two_sums or problem.bytes or problem.scaled
+    if sums == 256 * 128 and (crowded or not device.holds_256x128):
         return False
     if problem.terms > 1:
         few = 128 * 64 if device.sums_in_registers else 128 * 128
