@@ -12,7 +12,8 @@ import torch
 import torch.nn.functional as F
 from conftest import more
 from moe_models import Recorder, relative_error
-from moe_styles import FusedStyle, ListStyle, StackedStyle, Style
+from moe_style_loops import TokenMaskLoop
+from moe_styles import ListStyle, StackedStyle, Style
 from torch import Tensor
 
 EXACT = 1e-5
@@ -132,18 +133,6 @@ class SubscriptLoop(ListStyle):
         return out
 
 
-class MaskLoop(FusedStyle):
-    """Rows by a mask of the tokens."""
-
-    def experts_of(self, x: Tensor, ids: Tensor, weights: Tensor) -> Tensor:
-        out = torch.zeros_like(x)
-        for e in range(self.E):
-            chosen = ids == e
-            mask = chosen.any(-1)
-            out[mask] += self.expert(e, x[mask]) * (weights * chosen).sum(-1)[mask].unsqueeze(-1)
-        return out
-
-
 class ScatteredWeights(ListStyle):
     """Only the chosen experts need run."""
 
@@ -188,7 +177,7 @@ FORMS = (
     BesideAnother,
 )  # fmt: skip
 FURTHER = (
-    SubscriptLoop, MaskLoop, ScatteredWeights, SoftmaxOfScattered, DenseEinsum, UnnormalisedScores,
+    SubscriptLoop, TokenMaskLoop, ScatteredWeights, SoftmaxOfScattered, DenseEinsum, UnnormalisedScores,
 )  # fmt: skip
 FEW = (SubscriptLoop, ScatteredWeights, DenseEinsum)
 ALL_EXPERTS = (AllExperts, DenseEinsum)

@@ -8,7 +8,6 @@ import pytest
 import torch
 from conftest import more
 from families import FAMILIES, TRANSPOSED, tiny
-from fp4_ops.compile_passes.dynamo.extend import capture_loops
 from moe_models import Recorder, fake_quantised, relative_error, tokens
 from torch import nn
 
@@ -16,11 +15,7 @@ WITH_CATS_OF_SEVERAL_RANKS = ["hy_v4", more("inkling2_text"), more("deepseek_v4"
 """Their caches join `torch.tensor([])` and tensors of four dimensions."""
 
 
-@pytest.fixture(autouse=True)
-def fresh_dynamo():
-    torch._dynamo.reset()
-    torch.set_num_threads(1)
-    capture_loops()
+pytestmark = pytest.mark.usefixtures("fresh_dynamo")
 
 
 def run(model: nn.Module, ids: torch.Tensor, **kwargs: object) -> torch.Tensor:
