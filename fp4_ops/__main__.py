@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 
 from . import selftest
+from ._library import libraries
 from .checkpoints import cli as checkpoints_cli
 from .compile_passes import cli as compile_cli
 from .info import info
@@ -20,6 +21,11 @@ def main(arguments: list[str] | None = None) -> None:
         "info", help="print versions, what was built, this machine, and which kernels will run"
     )
     command.set_defaults(run=lambda args: print(info()))
+    command = commands.add_parser(
+        "libraries",
+        help="print the libraries that register the operators, for a program without Python to load",
+    )
+    command.set_defaults(run=lambda args: print(*libraries(), sep="\n"))
     selftest.add_commands(commands)
     checkpoints_cli.add_commands(commands)
     compile_cli.add_commands(commands)

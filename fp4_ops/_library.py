@@ -8,9 +8,13 @@ from pathlib import Path
 import torch
 
 
+def libraries() -> list[Path]:
+    """The libraries that register operators, in the order to load them: `_C.so` has the schemas."""
+    return sorted(Path(__file__).parent.glob("_C*.so"))
+
+
 def library_path() -> Path | None:
-    found = sorted(Path(__file__).parent.glob("_C*.so"))
-    return found[0] if found else None
+    return next(iter(libraries()), None)
 
 
 def load() -> None:

@@ -94,6 +94,7 @@ def test_a_saved_program_runs_in_a_fresh_process(tmp_path):
     assert done.returncode == 0, done.stderr[-2000:]
 
 
+@pytest.mark.more  # test_cpp.py packages the demo model
 @pytest.mark.slow
 @pytest.mark.skipif(shutil.which("g++") is None, reason="AOTInductor compiles C++ on a CPU")
 def test_aotinductor_packages_and_runs_it(tmp_path):
