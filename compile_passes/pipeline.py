@@ -20,6 +20,7 @@ from .emit.one_precision import ReadTwice
 from .emit.rewrite import Rewritten, fp4_calls, may_run_twice, rewrite
 from .naming import input_name
 from .options import Options, inductor_patches
+from .passes import PassLog
 from .recognise.decode import BYTES, TABLE
 from .report import Frame, Site
 from .trace.capture import CannotCapture, capture
@@ -36,6 +37,7 @@ Compile = Callable[..., Callable[..., Any]]
 def analyse(gm: fx.GraphModule, inputs: Sequence[Any], options: Options) -> tuple[Rewritten | None, Frame]:
     """What becomes of one graph of Dynamo's. `gm` itself is never changed."""
     frame = Frame(_frame_name())
+    passes = PassLog(frame.name, frame.passes)
     if torch.is_grad_enabled() and any(isinstance(x, torch.Tensor) and x.requires_grad for x in inputs):
         frame.note = "left to Inductor, because gradients may be asked for and 4-bit weights have none"
         frame.change = advice.NO_GRADIENTS
@@ -47,24 +49,32 @@ def analyse(gm: fx.GraphModule, inputs: Sequence[Any], options: Options) -> tupl
         # An activation this device cannot take is the user's error.
         options.a_format(device, preferred_layout(device, a_format=options.wanted))
     try:
-        rewritten, frame.sites = _rewritten(gm, inputs, options, {}, {})
+        rewritten, frame.sites = _rewritten(gm, inputs, options, {}, {}, passes)
         frame.also = rewritten.also if rewritten is not None else []
     except CannotCapture as reason:
         frame.note, frame.change = f"left to Inductor: {reason}", reason.change
         return None, frame
     except Exception as error:  # a model that Inductor compiles must not fail because of these passes
         log.debug("the passes failed", exc_info=True)
-        frame.note = f"left to Inductor, the passes failed: {type(error).__name__}: {error}"
+        failed = f"pass {passes.current}" if passes.current else "the passes"
+        frame.note = f"left to Inductor, {failed} failed: {type(error).__name__}: {error}"
         frame.change = advice.FAULT
         return None, frame
     return rewritten, frame
 
 
 def _rewritten(
-    gm: fx.GraphModule, inputs: Sequence[Any], options: Options, each: dict[int, str], stay: dict[int, str]
+    gm: fx.GraphModule,
+    inputs: Sequence[Any],
+    options: Options,
+    each: dict[int, str],
+    stay: dict[int, str],
+    passes: PassLog,
 ) -> tuple[Rewritten | None, list[Site]]:
     """`each`: inputs whose products are rewritten one by one, and why; `stay`: those that are left alone."""
-    traced, fake_mode = capture(gm, inputs)
+    with passes.timed("capture", gm.graph) as made:
+        traced, fake_mode = capture(gm, inputs)
+        made.append(traced.graph)
     fixed = {n for n, x in _pairs(traced, inputs) if _is_fixed(n, x)}
     from_shards = gathered(x for x in inputs if isinstance(x, torch.nn.Parameter))
     for node, x in _pairs(traced, inputs):
@@ -79,7 +89,7 @@ def _rewritten(
         elif i in each:
             node.meta["each"] = each[i]
     try:
-        return rewrite(traced, fixed, options, fake_mode)
+        return rewrite(traced, fixed, options, fake_mode, passes)
     except ReadTwice as found:
         if not found.why.keys() - stay.keys():
             raise
@@ -89,7 +99,7 @@ def _rewritten(
             if i in each
         }
         each, stay = {**found.why, **each}, {**again, **stay}
-    return _rewritten(gm, inputs, options, each, stay)
+    return _rewritten(gm, inputs, options, each, stay, passes)
 
 
 def compile_graph(

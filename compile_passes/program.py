@@ -16,6 +16,7 @@ from ..meta.layouts import held
 from . import advice
 from .emit.rewrite import rewrite as rewrite_graph
 from .options import parse
+from .passes import PassLog
 from .report import Frame
 from .trace.capture import capture, mutated_inputs
 
@@ -57,7 +58,11 @@ def rewrite(program: ExportedProgram, options: Mapping[str, Any] | None = None) 
     chosen = parse(None, options)
     source = program.graph_module
     fakes = [n.meta["val"] for n in source.graph.find_nodes(op="placeholder")]
-    gm, fake_mode = capture(source, fakes)
+    report = Frame("exported program")
+    passes = PassLog(report.name, report.passes)
+    with passes.timed("capture", source.graph) as made:
+        gm, fake_mode = capture(source, fakes)
+        made.append(gm.graph)
     if mutated_inputs(gm.graph) or any(s.kind is not OutputKind.USER_OUTPUT for s in _outputs(program)):
         raise ValueError(f"fp4: the program writes to its buffers or inputs. Change: {advice.PURE}")
     values = [
@@ -66,8 +71,7 @@ def rewrite(program: ExportedProgram, options: Mapping[str, Any] | None = None) 
     ]
     placeholders = gm.graph.find_nodes(op="placeholder")
     fixed = {n for n, v in zip(placeholders, values, strict=True) if v is not None}
-    report = Frame("exported program")
-    rewritten, report.sites = rewrite_graph(gm, fixed, chosen, fake_mode)
+    rewritten, report.sites = rewrite_graph(gm, fixed, chosen, fake_mode, passes)
     if rewritten is None:
         raise ValueError(f"fp4: nothing was rewritten: {_reasons(report)}")
     report.also = rewritten.also

@@ -7,6 +7,7 @@ from typing import Any
 
 from .graph.nodes import Refusal
 from .naming import location, module_path
+from .passes import PassRun
 
 
 @dataclass(frozen=True)
@@ -140,6 +141,8 @@ class Frame:
     """What would help then."""
     also: list[str] = field(default_factory=list)
     """What was rewritten around the experts, in words."""
+    passes: list[PassRun] = field(default_factory=list)
+    """Each pass that ran, in order, with its time."""
 
     def __str__(self) -> str:
         head = f"graph {self.name}: "

@@ -40,6 +40,7 @@ from ..naming import called, input_name, location, module_path
 from ..neighbours.attention import write_attention
 from ..neighbours.topk import write_topk
 from ..options import Options
+from ..passes import Pass, PassLog
 from ..recognise.block import Block, ends_a_block, match_block
 from ..recognise.decode import decode_to_operator
 from ..recognise.mixture import Mixture
@@ -71,8 +72,38 @@ class Rewritten:
     """What else was rewritten, in words."""
 
 
+@dataclass
+class _State:
+    """What the passes of one graph hand on."""
+
+    gm: fx.GraphModule
+    fixed: set[fx.Node]
+    """Inputs that are parameters or buffers."""
+    options: Options
+    fake_mode: FakeTensorMode
+    mutated: set[fx.Node]
+    """Inputs that the graph writes to."""
+    writer: _Writer
+    sites: list[Site] = field(default_factory=list)
+    found: list[Product | Refusal] = field(default_factory=list)
+    products: dict[fx.Node, Product] = field(default_factory=dict)
+    why_not: dict[fx.Node, Refusal] = field(default_factory=dict)
+    """Of a product that ends something like a block: why it is none."""
+    written: dict[fx.Node, fx.Node] = field(default_factory=dict)
+    """Products with weights that the graph has written to before."""
+    search: Search | None = None
+    refused: list[tuple[list[fx.Node], Refusal]] = field(default_factory=list)
+    """Blocks in index notation that were refused, with their products."""
+    also: list[str] = field(default_factory=list)
+    rewritten: Rewritten | None = None
+
+
 def rewrite(
-    gm: fx.GraphModule, fixed: set[fx.Node], options: Options, fake_mode: FakeTensorMode
+    gm: fx.GraphModule,
+    fixed: set[fx.Node],
+    options: Options,
+    fake_mode: FakeTensorMode,
+    passes: PassLog | None = None,
 ) -> tuple[Rewritten | None, list[Site]]:
     """Rewrite `gm` in place; (None, sites) if nothing was. `fixed`: inputs that are parameters or buffers.
 
@@ -80,22 +111,36 @@ def rewrite(
     Weights with `meta["each"]`, which says why, are rewritten in each product by itself, and those with
     `meta["read_twice"]` left alone.
     """
-    read_past_writes(gm.graph)
-    gm.graph.eliminate_dead_code()
-    mutated = mutated_inputs(gm.graph)
-    decode_to_operator(gm.graph, fixed - mutated, fake_mode)
-    canon = Canon(gm.graph)
-    fixed = fixed | find_decoded(gm.graph, fixed, mutated)
-    found = list(find_products(gm.graph, Weights(gm.graph, fixed, mutated), canon))
-    sites: list[Site] = []
-    products = {p.node: p for p in found if isinstance(p, Product)}
+    state = _State(gm, fixed, options, fake_mode, set(), _Writer(gm, options))
+    with interning():
+        (passes or PassLog("graph")).run(PASSES, state, gm.graph)
+    return state.rewritten, state.sites
 
-    blocks: list[Block] = []
-    why_not: dict[fx.Node, Refusal] = {}
-    for product in products.values():
+
+def _read_past_writes(s: _State) -> None:
+    read_past_writes(s.gm.graph)
+    s.gm.graph.eliminate_dead_code()
+    s.mutated = mutated_inputs(s.gm.graph)
+
+
+def _decode(s: _State) -> None:
+    """Codes that the model decodes by itself are weights, too."""
+    decode_to_operator(s.gm.graph, s.fixed - s.mutated, s.fake_mode)
+
+
+def _find(s: _State) -> None:
+    s.fixed = s.fixed | find_decoded(s.gm.graph, s.fixed, s.mutated)
+    s.found = list(find_products(s.gm.graph, Weights(s.gm.graph, s.fixed, s.mutated), Canon(s.gm.graph)))
+    s.products = {p.node: p for p in s.found if isinstance(p, Product)}
+
+
+def _blocks(s: _State) -> None:
+    """Blocks of sorted rows or gathered weights."""
+    blocks, canon = [], Canon(s.gm.graph)
+    for product in s.products.values():
         try:
-            block = match_block(product, products, canon)
-            formats = [_format(w.placeholder, options) for w in (block.up.weight, block.down.weight)]
+            block = match_block(product, s.products, canon)
+            formats = [_format(w.placeholder, s.options) for w in (block.up.weight, block.down.weight)]
             need(
                 formats[0] == formats[1],
                 "gate/up and down are held in different formats",
@@ -104,85 +149,106 @@ def rewrite(
             )
             blocks.append(block)
         except Refusal as refusal:
-            if ends_a_block(product, products, canon):
-                why_not[product.node] = refusal
-
-    writer = _Writer(gm, options)
+            if ends_a_block(product, s.products, canon):
+                s.why_not[product.node] = refusal
     for block in blocks:
-        sites.append(writer.block(block))
-    sweep(gm.graph)
-    refused = _mixtures(gm.graph, writer, sites, fixed, mutated, set(products))
-    sweep(gm.graph)
-    alive = set(gm.graph.nodes)
-    sites += [left_alone(r) for r in found if isinstance(r, Refusal) and r.node in alive]
-    refused = [r for downs, r in refused if not any(n in products for n in downs)]
-    sites += dict.fromkeys(map(left_alone, refused))
-    for product in products.values():
+        s.sites.append(s.writer.block(block))
+    sweep(s.gm.graph)
+
+
+def _mixtures(s: _State) -> None:
+    """Blocks written in any other way, read in index notation. `s.products` come later, each alone."""
+    graph, writer, others = s.gm.graph, s.writer, set(s.writer.slots)
+    taken: set[fx.Node] = set()
+    reader = Reader(graph, Canon(graph), lambda n: _is_weight(n, s.fixed))
+    s.written = written_before(graph, s.fixed & s.mutated)
+    s.search = search = Search(graph, reader, s.written)
+    for downs, found in list(search.run()):
+        try:
+            if isinstance(found, Refusal):
+                raise found
+            weights = [n for n in writer.inputs if n in weights_of(found)]
+            why = next((n.meta["each"] for n in weights if "each" in n.meta), "")
+            if why:
+                s.sites += write_every_use(writer, found, reader, why, s.mutated, taken)
+            else:
+                s.sites.append(write_mixture(writer, found, s.mutated))
+        except Refusal as refusal:
+            s.refused.append((downs, refusal))
+            if isinstance(found, Mixture):
+                _stay_together(weights_of(found), s.mutated)
+    sweep(graph)
+    packed = {n for slot in writer.slots.keys() - others for n in slot[0] if not is_held(n)}
+    writer.check_uses(packed, set(s.products))
+
+
+def _batched(s: _State) -> None:
+    """Products of buffers that have as many rows for each expert."""
+    graph, search = s.gm.graph, s.search
+    assert search is not None
+    s.sites += batched_products(s.writer, graph, search.reader, search.matcher, s.mutated, s.written)
+    sweep(graph)
+    alive = set(graph.nodes)
+    refused = [(downs, r) for downs, r in s.refused if alive.issuperset(downs)]
+    told = {r.reason for _, r in refused} | {site.reason for site in s.sites}
+    stacks = [(p, w) for p, w in s.written.items() if p in alive and value(w).dim() == 3]
+    writes = [([p], written_to(w, p)) for p, w in stacks]
+    refused += [(downs, r) for downs, r in writes if r.reason not in told]
+    s.refused = [(downs, r) for downs, r in refused if not any(n in s.products for n in downs)]
+
+
+def _linears(s: _State) -> None:
+    assert s.search is not None
+    s.sites += linear_layers(s.writer, s.gm.graph, s.search.reader, s.mutated)
+    sweep(s.gm.graph)
+
+
+def _products(s: _State) -> None:
+    """Single products of sorted rows or gathered weights that no block has taken."""
+    alive = set(s.gm.graph.nodes)
+    s.sites += [left_alone(r) for r in s.found if isinstance(r, Refusal) and r.node in alive]
+    s.sites += dict.fromkeys(left_alone(r) for _, r in s.refused)
+    for product in s.products.values():
         if product.node in alive:
-            site, why = writer.product(product), why_not.get(product.node)
+            site, why = s.writer.product(product), s.why_not.get(product.node)
             if why is not None:
                 reason = f"not a whole block: {why.reason} ({location(why.node)})"
                 site = replace(site, reason=reason, change=why.change)
-            sites.append(site)
-    sites += fp4_calls(gm.graph, writer.written)
-    also = []
-    if any(s.rewritten for s in sites):
-        also = write_topk(gm.graph) + write_attention(gm.graph, fake_mode)
-    if not writer.written and not also:
-        return None, sites
-    sweep(gm.graph)
-    _no_stand_in_is_left(gm.graph, sites)
-    writer.check_uses()
-    rewritten = writer.finish(fake_mode)
-    rewritten.also = also
-    return rewritten, sites
+            s.sites.append(site)
+    s.sites += fp4_calls(s.gm.graph, s.writer.written)
 
 
-def _mixtures(
-    graph: fx.Graph,
-    writer: _Writer,
-    sites: list[Site],
-    fixed: set[fx.Node],
-    mutated: set[fx.Node],
-    products: set[fx.Node],
-) -> list[tuple[list[fx.Node], Refusal]]:
-    """Blocks written in any other way, read in index notation; the refused come back with their products.
+def _topk(s: _State) -> None:
+    s.also += write_topk(s.gm.graph)
 
-    `products` are rewritten later, each by itself."""
-    refused, others = [], set(writer.slots)
-    taken: set[fx.Node] = set()
-    with interning():
-        reader = Reader(graph, Canon(graph), lambda n: _is_weight(n, fixed))
-        written = written_before(graph, fixed & mutated)
-        search = Search(graph, reader, written)
-        for downs, found in list(search.run()):
-            try:
-                if isinstance(found, Refusal):
-                    raise found
-                weights = [n for n in writer.inputs if n in weights_of(found)]
-                why = next((n.meta["each"] for n in weights if "each" in n.meta), "")
-                if why:
-                    sites += write_every_use(writer, found, reader, why, mutated, taken)
-                else:
-                    sites.append(write_mixture(writer, found, mutated))
-            except Refusal as refusal:
-                refused.append((downs, refusal))
-                if isinstance(found, Mixture):
-                    _stay_together(weights_of(found), mutated)
-        sweep(graph)
-        packed = {s for slot in writer.slots.keys() - others for s in slot[0] if not is_held(s)}
-        writer.check_uses(packed, products)
-        sites += batched_products(writer, graph, reader, search.matcher, mutated, written)
-        sweep(graph)
-        alive = set(graph.nodes)
-        refused = [(downs, r) for downs, r in refused if alive.issuperset(downs)]
-        told = {r.reason for _, r in refused} | {s.reason for s in sites}
-        stacks = [(p, w) for p, w in written.items() if p in alive and value(w).dim() == 3]
-        writes = [([p], written_to(w, p)) for p, w in stacks]
-        refused += [(downs, r) for downs, r in writes if r.reason not in told]
-        if writer.options.linear or any(map(is_held, fixed)):
-            sites += linear_layers(writer, graph, reader, mutated)
-    return refused
+
+def _attention(s: _State) -> None:
+    s.also += write_attention(s.gm.graph, s.fake_mode)
+
+
+def _inputs(s: _State) -> None:
+    """Packed weights are new inputs, and inputs that nothing reads any more go."""
+    sweep(s.gm.graph)
+    _no_stand_in_is_left(s.gm.graph, s.sites)
+    s.writer.check_uses()
+    s.rewritten = s.writer.finish(s.fake_mode)
+    s.rewritten.also = s.also
+
+
+PASSES: tuple[Pass[_State], ...] = (
+    Pass("read_past_writes", _read_past_writes),
+    Pass("decode", _decode),
+    Pass("find_products", _find),
+    Pass("blocks", _blocks),
+    Pass("mixtures", _mixtures),
+    Pass("batched_products", _batched),
+    Pass("linear_layers", _linears, when=lambda s: s.options.linear or any(map(is_held, s.fixed))),
+    Pass("single_products", _products),
+    Pass("topk", _topk, when=lambda s: any(site.rewritten for site in s.sites)),
+    Pass("attention", _attention, when=lambda s: any(site.rewritten for site in s.sites)),
+    Pass("inputs", _inputs, when=lambda s: bool(s.writer.written or s.also)),
+)
+"""All that happens to a captured graph, in order."""
 
 
 def _stay_together(weights: set[fx.Node], mutated: set[fx.Node]) -> None:

@@ -103,7 +103,7 @@ def run(case: Case) -> dict[str, Any]:
         "reasons": list(dict.fromkeys(reasons)),
         "compilations": recorder.compilations,
         "breaks": [str(r.reason) for r in torch._dynamo.utils.graph_break_reasons],
-        "failed": next((f.note for f in recorder.frames if "passes failed" in f.note), ""),
+        "failed": next((f.note for f in recorder.frames if " failed: " in f.note), ""),
     }
 
 
