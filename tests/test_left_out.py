@@ -8,6 +8,7 @@ import logging
 import pytest
 import torch
 from fp4_ops.compile_passes.dynamo.left_out import expert_parameters
+from fp4_ops.compile_passes.weights.packed import PackSpec, store
 from moe_models import Recorder, build, tokens
 from moe_styles import STYLES, Expert, FusedStyle, ListStyle, Style
 from torch import Tensor, nn
@@ -96,6 +97,18 @@ def test_one_warning_once(make, inside, warnings):
     (told,) = warnings()
     assert LEFT in told and "fp4_ops.explain(model" in told
     assert ("moe" if inside else "list" if issubclass(make, ListStyle) else make.__name__) in told
+
+
+def test_parameters_with_the_ids_of_dead_ones_that_were_packed(warnings):
+    """A view keeps the memory of a packed parameter, and what was packed of it, when the parameter is gone."""
+    module, kept = Disabled(), store(PackSpec("nvfp4", "plain", transposed=False))
+    views = []
+    for w in module.parameters():
+        old = torch.nn.Parameter(torch.randn(1, 32, 32))
+        views.append(old.detach())
+        kept._entries[id(w),] = kept.entry((old,))
+    call(module)
+    assert len(warnings()) == 1
 
 
 @pytest.mark.parametrize("make", LEFT_OUT, ids=lambda c: c.__name__)

@@ -145,7 +145,8 @@ class Watch:
         if model is None or (self.silent and not self._strict):
             return
         in_python = bool(broken) or total - before[0] > captured - before[1]
-        found, done = expert_parameters(model), packed_ids()
+        found = expert_parameters(model)
+        done = packed_ids([w for weights in found.values() for w in weights])
         left = {
             name: weights
             for name, weights in found.items()

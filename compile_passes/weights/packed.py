@@ -303,8 +303,15 @@ class PackedWeights:
             done += bool(weights)
         return done
 
-    def ids(self) -> set[int]:
-        return {i for key in list(self._entries) for i in key}
+    def of(self, weights: Iterable[torch.Tensor]) -> set[int]:
+        """The ids of those weights of which something is kept."""
+        stores: dict[int, set[int]] = {}
+        for key, entry in list(self._entries.items()):
+            for i in key:
+                stores.setdefault(i, set()).update(entry.stores)
+        # An id may be that of another tensor by now, as memory may outlive the parameter that was packed.
+        known = [w for w in weights if id(w) in stores]
+        return {id(w) for w in known if not stores[id(w)].isdisjoint(map(_memory, leaves_of([w])))}
 
     def clear(self) -> None:
         self._entries.clear()
@@ -366,9 +373,9 @@ def refresh(model: torch.nn.Module) -> int:
     return done
 
 
-def packed_ids() -> set[int]:
-    """The ids of all tensors of which something is packed."""
-    return set().union(*(kept.ids() for kept in list(_stores.values())))
+def packed_ids(weights: Sequence[torch.Tensor]) -> set[int]:
+    """The ids of those weights of which something is packed."""
+    return set().union(*(kept.of(weights) for kept in list(_stores.values())))
 
 
 def forget_all() -> None:
