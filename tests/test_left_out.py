@@ -100,7 +100,7 @@ def test_one_warning_once(make, inside, warnings):
 
 
 def test_parameters_with_the_ids_of_dead_ones_that_were_packed(warnings):
-    """A view keeps the memory of a packed parameter, and what was packed of it, when the parameter is gone."""
+    """A view keeps the memory of a packed parameter, with what was packed of it, when it is gone."""
     module, kept = Disabled(), store(PackSpec("nvfp4", "plain", transposed=False))
     views = []
     for w in module.parameters():
