@@ -6,7 +6,6 @@ product of x and a matrix [K, E N], where it makes the rows of a batched down pr
 
 from __future__ import annotations
 
-import operator
 import re
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -20,13 +19,12 @@ from .. import advice
 from ..graph.nodes import PRODUCTS, Refusal, aten, is_op, need, shape, static_int, value, written_to
 from ..index.reader import Reader
 from ..index.terms import Axis, Const, Ref, Value, free_axes, substitute
-from ..naming import input_name, location, module_path
+from ..naming import input_name, location
 from ..recognise.factors import K, N, indices
 from ..recognise.mixture import Matcher, Matrix
 from ..report import Load, Site, hint, left_alone
-from .mixture import packing
+from .writer import Activations, Packed, Writer
 
-fp4 = torch.ops.fp4
 ATTENTION = re.compile(r"attn|attention")
 """Names of parameters that multiply batches in attention: MLA's absorbed projections, grouped output ones."""
 FORM = "batched rows (bmm): the same number for each expert"
@@ -54,24 +52,20 @@ class Batched:
 
 
 def batched_products(
-    writer: Any,
-    graph: fx.Graph,
-    reader: Reader,
-    matcher: Matcher,
-    mutated: set[fx.Node],
-    written: dict[fx.Node, fx.Node],
+    writer: Writer, reader: Reader, matcher: Matcher, written: dict[fx.Node, fx.Node]
 ) -> Iterator[Site]:
     """Rewrite every `bmm` with a whole expert weight that no block has taken.
 
     written: products with weights that the graph has written to before."""
+    graph = writer.gm.graph
     found = [b for node in graph.nodes if (b := read_batched(node, reader, writer.written)) is not None]
     nodes = {b.node for b in found}
-    packed: dict[fx.Node, Any] = {}
+    packed: dict[fx.Node, Packed] = {}
     stays: dict[fx.Node, Refusal] = {}
     made_of: dict[fx.Node, list[fx.Node]] = {}
     for b in found:
         try:
-            packed[b.node] = packing(b.experts, writer.options.format, _layout(b), False, mutated, b.node)
+            packed[b.node] = writer.pack(b.experts, _layout(b), b.node)
             if not b.shared:
                 made_of[b.node] = _before(b, graph, reader, matcher, nodes)
                 for product in _nearest_products(b.a) & written.keys():
@@ -188,41 +182,33 @@ def _experts(v: Value, left: bool, reader: Reader) -> list[tuple[Matrix, ...]] |
     return [(Matrix(r, out.size, inner.size),) for r in refs]
 
 
-def _write(writer: Any, b: Batched, packed: Any) -> Site:
-    a_format, why = writer.options.a_format(value(b.weight).device.type, packed[1].layout)
-    with writer.gm.graph.inserting_before(b.node):
-        out = put_back(writer, b, multiplied(writer, b, writer.slot(*packed), packed[1], a_format))
-    where = location(b.node), module_path(b.node)
-    writer.replace(b.node, out)
+def _write(w: Writer, b: Batched, packed: Packed) -> Site:
+    how = w.activations(b.weight, packed.layout)
+    with w.gm.graph.inserting_before(b.node):
+        out = put_back(w, b, multiplied(w, b, packed, how))
+    w.replace(b.node, out)
     matrix = b.experts[0][0]
     load = Load(len(b.experts), len(b.experts), hint(b.rows))
     text = f"{len(b.experts)} experts, N {matrix.n}, K {matrix.k}"
-    return writer.site(
-        "fp4::grouped_mm_masked", "", where, [packed], FORM, f"{a_format} ({why})", "", text, load
-    )
+    return w.site("fp4::grouped_mm_masked", b.node, [packed], FORM, how, text, load)
 
 
-def multiplied(writer: Any, b: Batched, slot: tuple[fx.Node, ...], spec: Any, a_format: str) -> fx.Node:
+def multiplied(w: Writer, b: Batched, packed: Packed, how: Activations) -> fx.Node:
     """[E, T, N]: each expert's rows times its packed weight."""
-    call, a, count = writer.call, b.a, static_int(b.rows)
+    weight, call, a, count = w.operands(packed), w.call, b.a, static_int(b.rows)
     if b.shared:
         a = call(aten.reshape.default, a, [-1, b.experts[0][0].k])
         a = call(aten.expand.default, call(aten.unsqueeze.default, a, 0), [len(b.experts), -1, -1])
     elif b.left:
         a = call(aten.transpose.int, a, 1, 2)
-    rows = count if count is not None else call(aten.sym_size.int, a, 1)
-    device, scale = value(b.node).device, None
-    every = call(aten.full.default, [len(b.experts)], rows, dtype=torch.int32, device=device)
-    if a_format in ("int8", "fp8"):
-        both = writer.quantize(a, a_format, spec.layout)
-        a, scale = (call(operator.getitem, both, i) for i in (0, 1))
-    return call(
-        fp4.grouped_mm_masked.default, a, *(*slot, None)[:3], every, scale, None,
-        format=spec.format, layout=spec.layout, out_dtype=value(b.node).dtype,
-    )  # fmt: skip
+    counted = count if count is not None else call(aten.sym_size.int, a, 1)
+    dtype, device = value(b.node).dtype, value(b.node).device
+    every = call(aten.full.default, [len(b.experts)], counted, dtype=torch.int32, device=device)
+    rows = w.quantised(a, how, packed.layout)
+    return w.product("grouped_mm_masked", rows, weight, packed.spec, dtype, every)
 
 
-def put_back(writer: Any, b: Batched, out: fx.Node) -> fx.Node:
+def put_back(writer: Writer, b: Batched, out: fx.Node) -> fx.Node:
     """[E, T, N] in the shape that the product has."""
     if b.left:
         return writer.call(aten.transpose.int, out, 1, 2)

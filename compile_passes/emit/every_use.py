@@ -7,28 +7,23 @@ they would be there. A product with one expert's matrix becomes `fp4::mm`, one w
 
 from __future__ import annotations
 
-import operator
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
-import torch
 from torch import fx
 
-from ...meta.layouts import preferred_layout
 from .. import advice
-from ..graph.nodes import aten, is_op, need, shape, value
+from ..graph.nodes import aten, is_op, need, value
 from ..index.reader import Reader
 from ..index.terms import Term
-from ..naming import location, module_path
 from ..recognise.mixture import Matrix, Mixture
 from ..report import Load, Site, hint
 from ..weights.prequantized import is_held
 from .batched import multiplied, put_back, read_batched
 from .linears import read_matrix
-from .mixture import packing, place
+from .writer import Packed, Writer, place
 
-fp4 = torch.ops.fp4
 FORM = "experts whose outputs have several users, each product by itself"
 
 
@@ -49,38 +44,33 @@ class _Part:
         return self.at + self.by * own if not rest and 0 <= own < self.n else None
 
 
-def write_every_use(
-    writer: Any, m: Mixture, reader: Reader, why: str, mutated: set[fx.Node], taken: set[fx.Node]
-) -> list[Site]:
+def write_every_use(writer: Writer, m: Mixture, reader: Reader, why: str, taken: set[fx.Node]) -> list[Site]:
     """What became of the products with this mixture's weights; those in `taken` are others'."""
-    return _Products(writer, m, reader, mutated).run(why, taken)
+    return _Products(writer, m, reader).run(why, taken)
 
 
 class _Products:
-    def __init__(self, writer: Any, m: Mixture, reader: Reader, mutated: set[fx.Node]) -> None:
+    def __init__(self, writer: Writer, m: Mixture, reader: Reader) -> None:
         self.w, self.m, self.reader = writer, m, reader
-        self.call = writer.call
         parts: list[list[tuple[Matrix, ...]]] = [[b.up for b in m.branches], [(b.down,) for b in m.branches]]
         like = parts[0][0][0].ref.node
         for node in {p.ref.node for experts in parts for each in experts for p in each}:
             need(not is_held(node), "a weight in 4 bits has other users", m.root, advice.EVERY_USE)
-        device, dtype, options = value(like).device.type, value(like).dtype, writer.options
-        shapes = {(p.n, p.k) for experts in parts for each in experts for p in each}
-        layout = preferred_layout(
-            device, *shapes, dtype=dtype, format=options.format, a_format=options.wanted
+        self.layout = writer.layout(
+            like, *{(p.n, p.k) for experts in parts for each in experts for p in each}
         )
-        self.a_format, why = options.a_format(device, layout)
-        self.told = f"{self.a_format} ({why})"
-        self.packed, self.parts = [], {}
+        self.how = writer.activations(like, self.layout)
+        self.packed: list[Packed] = []
+        self.parts: dict[Any, list[_Part]] = {}
         for o, experts in enumerate(parts):
             interleaved = len(experts[0]) == 2 and _step(experts[0][0], m.root) == 2
-            self.packed.append(packing(experts, options.format, layout, interleaved, mutated, m.root))
+            self.packed.append(writer.pack(experts, self.layout, m.root, interleaved=interleaved))
             for e, each in enumerate(experts):
                 for i, p in enumerate(each):
                     key, start, step = _rows(p, m.root)
                     at, by = (i, len(each)) if interleaved else (i * p.n, 1)
                     self.parts.setdefault(key, []).append(_Part(o, e, start, step, p.n, at, by))
-        self.made: dict[Any, fx.Node] = {}
+        self.made: dict[Any, Any] = {}
 
     def run(self, why: str, taken: set[fx.Node]) -> list[Site]:
         ops = []
@@ -93,12 +83,11 @@ class _Products:
         m, b, root = self.m, self.m.common, self.m.root
         load = Load(len(m.branches), len(m.branches), hint(value(root).numel() // b.down.n), all_before=True)
         site = self.w.site(
-            ops[0], f"not one operator: {why}", (location(root), module_path(root)), self.packed, FORM,
-            self.told, "",
+            ops[0], root, self.packed, FORM, self.how,
             f"{len(ops)} products of {len(m.branches)} experts, hidden {b.up[0].k}, intermediate {b.down.k}",
-            load,
+            load, reason=f"not one operator: {why}", change=advice.EVERY_USE,
         )  # fmt: skip
-        return [replace(site, change=advice.EVERY_USE)]
+        return [site]
 
     def _rewrite(self, node: fx.Node) -> str:
         """The operator that a product became, or nothing."""
@@ -119,44 +108,34 @@ class _Products:
         key = (self._number(batched.a), operand, batched.left, batched.shared)
         with self.w.gm.graph.inserting_before(node):
             if key not in self.made:
-                slot, spec = self.w.slot(*self.packed[operand]), self.packed[operand][1]
-                self.made[key] = multiplied(self.w, batched, slot, spec, self.a_format)
+                self.made[key] = multiplied(self.w, batched, self.packed[operand], self.how)
             out = put_back(self.w, batched, self._cut(self.made[key], 2, rows, operand))
         self.w.replace(node, out)
         return "fp4::grouped_mm_masked"
 
     def _replace_one(self, node: fx.Node, a: fx.Node, bias: list[fx.Node], found: Any) -> None:
         operand, expert, rows = found
-        spec = self.packed[operand][1]
-        key = (self._number(a), operand, expert)
+        packed, key, given = self.packed[operand], (self._number(a), operand, expert), (self._number(a), None)
         with self.w.gm.graph.inserting_before(node):
             if key not in self.made:
-                scale = None
-                if self.a_format in ("int8", "fp8"):
-                    quantised = (self._number(a), "quantised")
-                    if quantised not in self.made:
-                        self.made[quantised] = self.w.quantize(a, self.a_format, spec.layout)
-                    a, scale = (self.call(operator.getitem, self.made[quantised], i) for i in (0, 1))
-                weight = [
-                    self.call(aten.select.int, t, 0, expert) for t in self.w.slot(*self.packed[operand])
-                ]
-                self.made[key] = self.call(
-                    fp4.mm.default, a, *(*weight, None)[:3], scale, None, format=spec.format,
-                    layout=spec.layout, out_dtype=value(node).dtype,
-                )  # fmt: skip
+                if given not in self.made:
+                    self.made[given] = self.w.quantised(a, self.how, self.layout)
+                weight = self.w.one_expert(packed, expert)
+                self.made[key] = self.w.product(
+                    "mm", self.made[given], weight, packed.spec, value(node).dtype
+                )
             out = self._cut(self.made[key], 1, rows, operand)
             if bias:
-                out = self.call(aten.add.Tensor, out, bias[0])
+                out = self.w.call(aten.add.Tensor, out, bias[0])
         self.w.replace(node, out)
 
     def _number(self, node: fx.Node) -> Any:
         return node if node in self.w.written else self.reader.canon.number(node)
 
     def _cut(self, whole: fx.Node, dim: int, rows: range, operand: int) -> fx.Node:
-        _, n, _ = _shape_of(self.packed[operand])
-        if rows == range(n):
+        if rows == range(self.packed[operand].shape[1]):
             return whole
-        return self.call(aten.slice.Tensor, whole, dim, rows.start, rows.stop, rows.step)
+        return self.w.call(aten.slice.Tensor, whole, dim, rows.start, rows.stop, rows.step)
 
     def _find(self, matrices: Sequence[Matrix]) -> tuple[int, int, range] | None:
         """(operand, expert, rows) of a matrix in what is packed; of those of all experts, the first."""
@@ -188,15 +167,6 @@ class _Products:
         if len(owners) != 1 or list(whole) != rows:
             return None
         return (*owners.pop(), whole)
-
-
-def _shape_of(packed: Any) -> tuple[int, ...]:
-    """[E, N, K] of what is packed."""
-    sources, spec = packed
-    if spec.assembly is not None:
-        return spec.assembly.shape
-    e, n, k = shape(sources[0])
-    return (e, k, n) if spec.transposed else (e, n, k)
 
 
 def _rows(matrix: Matrix, site: fx.Node) -> tuple[tuple[Any, ...], int, int]:

@@ -6,34 +6,28 @@ Attention, the output head and routers stay as they are, by their names: they co
 
 from __future__ import annotations
 
-import operator
 import re
 from collections.abc import Iterator
-from typing import Any
 
-import torch
 from torch import fx
 
-from ...meta.layouts import preferred_layout
 from ..graph.nodes import Refusal, aten, is_op, shape, static_int, value
 from ..index.reader import Reader
 from ..index.terms import Ref, free_axes, substitute
-from ..naming import input_name, location, module_path
+from ..naming import input_name
 from ..options import Options
 from ..recognise.factors import K, N
 from ..recognise.mixture import Matrix
 from ..report import Load, Site, hint, left_alone
-from ..weights.prequantized import format_of, is_held
-from .mixture import packing
-
-fp4 = torch.ops.fp4
+from ..weights.prequantized import is_held
+from .writer import Writer
 
 KEPT = re.compile(r"attn|attention|(^|\.)(lm_head|embed\w*|router|gate|score\w*|shared_expert_gate)\.weight$")
 """Names of parameters that stay in the model's dtype."""
 
 
-def linear_layers(writer: Any, graph: fx.Graph, reader: Reader, mutated: set[fx.Node]) -> Iterator[Site]:
-    for node in list(graph.nodes):
+def linear_layers(writer: Writer, reader: Reader) -> Iterator[Site]:
+    for node in list(writer.gm.graph.nodes):
         if not is_op(node, aten.mm, aten.addmm):
             continue
         if any(node.kwargs.get(n, 1) != 1 for n in ("alpha", "beta")):
@@ -47,7 +41,7 @@ def linear_layers(writer: Any, graph: fx.Graph, reader: Reader, mutated: set[fx.
         if bias and len(shape(bias[0])) != 1:
             continue
         try:
-            yield _write(writer, node, a, matrix, bias[0] if bias else None, mutated)
+            yield _write(writer, node, a, matrix, bias[0] if bias else None)
         except Refusal as refusal:
             yield left_alone(refusal)
 
@@ -72,31 +66,15 @@ def read_matrix(node: fx.Node, reader: Reader) -> Matrix | None:
     return Matrix(substitute(v.term, {n: N, k: K}), *sizes)
 
 
-def _write(
-    writer: Any, node: fx.Node, a: fx.Node, matrix: Matrix, bias: fx.Node | None, mutated: set[fx.Node]
-) -> Site:
-    call, options = writer.call, writer.options
-    like = value(matrix.ref.node)
-    format = format_of(matrix.ref.node, options.format)
-    layout = preferred_layout(
-        like.device.type, (matrix.n, matrix.k), dtype=like.dtype, format=format, a_format=options.wanted
-    )
-    packed = packing([(matrix,)], options.format, layout, False, mutated, node)
-    a_format, why = options.a_format(like.device.type, layout)
-    with writer.gm.graph.inserting_before(node):
-        scale = None
-        if a_format in ("int8", "fp8"):
-            both = writer.quantize(a, a_format, layout)
-            a, scale = (call(operator.getitem, both, i) for i in (0, 1))
-        operands = [call(aten.select.int, t, 0, 0) for t in writer.slot(*packed)]
-        out = call(
-            fp4.mm.default, a, *(*operands, None)[:3], scale, bias, format=packed[1].format, layout=layout,
-            out_dtype=value(node).dtype,
-        )  # fmt: skip
-    where = location(node), module_path(node)
-    writer.replace(node, out)
+def _write(w: Writer, node: fx.Node, a: fx.Node, matrix: Matrix, bias: fx.Node | None) -> Site:
+    like = matrix.ref.node
+    layout = w.layout(like, (matrix.n, matrix.k))
+    packed = w.pack([(matrix,)], layout, node)
+    how = w.activations(like, layout)
+    with w.gm.graph.inserting_before(node):
+        rows = w.quantised(a, how, layout)
+        out = w.product("mm", rows, w.one_expert(packed, 0), packed.spec, value(node).dtype, bias=bias)
+    w.replace(node, out)
     load = Load(1, 1, hint(value(node).numel() // matrix.n))
     text = f"N {matrix.n}, K {matrix.k}"
-    return writer.site(
-        "fp4::mm", "", where, [packed], "a linear layer", f"{a_format} ({why})", "", text, load
-    )
+    return w.site("fp4::mm", node, [packed], "a linear layer", how, text, load)

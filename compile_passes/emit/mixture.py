@@ -6,7 +6,6 @@ A block whose activation the operator knows becomes `fp4::moe`. Any other become
 
 from __future__ import annotations
 
-import operator
 from dataclasses import replace
 from typing import Any
 
@@ -14,34 +13,32 @@ import torch
 from torch import fx
 
 from ...meta.formats import ACTIVATIONS, find_activation, known_activation
-from ...meta.layouts import preferred_layout
 from .. import advice
-from ..graph.nodes import FLOATING, aten, is_tensor, need, need_own, refuse, shape, static_int, value
+from ..graph.nodes import FLOATING, aten, is_tensor, need, refuse, shape, static_int, value
 from ..graph.products import below
 from ..index.axes import same
 from ..index.indexing import INDICATOR
-from ..index.terms import Add, Affine, Apply, Axis, Const, Mean, Mix, Mul, Ref, Term, free_axes, told
-from ..naming import location, module_path
+from ..index.terms import Add, Apply, Axis, Const, Mean, Mix, Mul, Ref, Term, free_axes, told
 from ..recognise.activations import GATE, UP, same_function
-from ..recognise.factors import OUT, J, K, N
+from ..recognise.factors import OUT, J, K
 from ..recognise.mixture import Matrix, Mixture
 from ..report import Load, Site, hint
-from ..weights.packed import Assembly, JoinSpec, PackSpec, Piece
-from ..weights.prequantized import HeldSpec, format_of, held_spec, is_held, own_scales
+from ..weights.packed import JoinSpec, PackSpec
+from ..weights.prequantized import HeldSpec, own_scales
 from .routing import Routing
+from .writer import Experts, Operands, Packed, Writer, assemble
 
 fp4 = torch.ops.fp4
 
 
-def write_mixture(writer: Any, m: Mixture, mutated: set[fx.Node]) -> Site:
+def write_mixture(writer: Writer, m: Mixture) -> Site:
     """Put the operator in place of `m.root`; a Refusal leaves the graph as it was."""
-    return _Emitter(writer, m, mutated).run()
+    return Emitter(writer, m).run()
 
 
-class _Emitter:
-    def __init__(self, writer: Any, m: Mixture, mutated: set[fx.Node]) -> None:
+class Emitter:
+    def __init__(self, writer: Writer, m: Mixture) -> None:
         self.w, self.m, self.call = writer, m, writer.call
-        self.mutated = mutated
         self.common = m.common
         self.experts = len(m.branches)
         self.apart = bool(self.common.scales) or self.common.after is not OUT
@@ -49,17 +46,16 @@ class _Emitter:
 
     def run(self) -> Site:
         m, b = self.m, self.common
-        options = self.w.options
-        act = b.act
-        device = value(b.down.ref.node).device.type
+        act, like = b.act, b.down.ref.node
+        device = value(like).device.type
         need(value(m.root).dtype in FLOATING, f"the output is {value(m.root).dtype}", m.root, advice.DTYPE)
         need(device in ("cpu", "cuda"), f"no kernels for device {device}", m.root, advice.DEVICE)
         fused = bool(act.name) and b.gain is None
-        up, interleaved = self._gate_up(device)
-        down = self._spec([(x.down,) for x in m.branches], device, False)
-        if isinstance(up[1], HeldSpec) and isinstance(down[1], HeldSpec) and own_scales(up[1]):
+        up, interleaved = self._gate_up()
+        down = self._packed([(x.down,) for x in m.branches], False)
+        if isinstance(up.spec, HeldSpec) and isinstance(down.spec, HeldSpec) and own_scales(up.spec):
             down = self._rescaled(up, down)
-        same_kind = (up[1].format, up[1].layout) == (down[1].format, down[1].layout)
+        same_kind = (up.spec.format, up.layout) == (down.spec.format, down.layout)
         need(
             same_kind, "gate/up and down are packed in different formats or layouts", m.root, advice.ALL_HELD
         )
@@ -67,7 +63,7 @@ class _Emitter:
         down_bias = self._bias([(x.down_bias,) for x in m.branches], False)
         gain = self._bias([(x.gain,) for x in m.branches], False)
         routing = self.routing = Routing(self)
-        a_format, why = options.a_format(device, down[1].layout)
+        self.how = self.w.activations(like, down.layout)
 
         with self.w.gm.graph.inserting_before(m.root):
             x = self._reshape(self._expanded(self.element(b.x, (*m.tokens, K))), [-1, b.up[0].k])
@@ -76,15 +72,15 @@ class _Emitter:
             if self.apart:
                 x = self._for_each_choice(x, ids, k)
                 ids, weights = self._reshape(ids, [-1, 1]), self._reshape(weights, [-1, 1])
-            packed = (self._slot(up), self._slot(down))
+            operands = (self.w.operands(up), self.w.operands(down))
             biases = (self._slot(up_bias), self._slot(down_bias))
             self.gain = self._slot(gain)
             emit = self._moe if fused else self._products
             if b.after is OUT:
-                out = emit(x, ids, weights, packed, biases, down[1], a_format, value(m.root).dtype)
+                out = emit(x, ids, weights, operands, biases, down.spec, value(m.root).dtype)
             else:
                 ones = self._call(aten.ones_like.default, ids, dtype=torch.float32)
-                out = emit(x, ids, ones, packed, biases, down[1], a_format, torch.float32)
+                out = emit(x, ids, ones, operands, biases, down.spec, torch.float32)
                 out = self._finished(out, ids, weights)
             if self.apart and k > 1:
                 out = self._call(aten.sum.dim_IntList, self._reshape(out, [-1, k, b.down.n]), [1])
@@ -94,21 +90,20 @@ class _Emitter:
             for rest in m.rest:
                 out = self._call(aten.add.Tensor, out, self._tensor(rest))
             out = self._cast(out, value(m.root).dtype)
-        where = location(m.root), module_path(m.root)
         self.w.replace(m.root, out)
-        site = self.w.site(
-            "fp4::moe" if fused else "fp4::indexed_mm", "", where, [up, down], self._form(routing),
-            f"{a_format} ({why})", self.activation or told(act.term),
-            f"{self.experts} experts, top {k}, hidden {b.up[0].k}, intermediate {b.down.k}",
-            Load(self.experts, k, hint(value(m.root).numel() // b.down.n), all_before=m.k is None),
-        )  # fmt: skip
-        if fused:
-            return site
+        reason, change = "", ""
         if b.gain is not None:
             reason = "a vector of the expert's own scales what enters its down product"
-            return replace(site, reason=reason, change=advice.FOLD_GAIN)
-        reason = f"activation {told(act.term)} is none of: {', '.join(ACTIVATIONS)}"
-        return replace(site, reason=reason, change=advice.ACTIVATION)
+            change = advice.FOLD_GAIN
+        elif not fused:
+            reason = f"activation {told(act.term)} is none of: {', '.join(ACTIVATIONS)}"
+            change = advice.ACTIVATION
+        return self.w.site(
+            "fp4::moe" if fused else "fp4::indexed_mm", m.root, [up, down], self._form(routing), self.how,
+            f"{self.experts} experts, top {k}, hidden {b.up[0].k}, intermediate {b.down.k}",
+            Load(self.experts, k, hint(value(m.root).numel() // b.down.n), all_before=m.k is None),
+            activation=self.activation or told(act.term), reason=reason, change=change,
+        )  # fmt: skip
 
     def _form(self, routing: Routing) -> str:
         how = "dense" if routing.dense else "routed"
@@ -152,14 +147,31 @@ class _Emitter:
 
     # --- operators ---
 
-    def _moe(self, x, ids, weights, packed, biases, spec: PackSpec, a_format: str, dtype) -> fx.Node:
+    def _moe(
+        self,
+        x: fx.Node,
+        ids: fx.Node,
+        weights: fx.Node,
+        operands: tuple[Operands, Operands],
+        biases: tuple[fx.Node | None, fx.Node | None],
+        spec: PackSpec | HeldSpec,
+        out_dtype: torch.dtype,
+    ) -> fx.Node:
         return self._call(
-            fp4.moe.default, x, ids, weights, *_three(packed[0]), *_three(packed[1]),
-            *(b[0] if b else None for b in biases), format=spec.format, layout=spec.layout,
-            activation=self.activation, a_format=a_format, out_dtype=dtype,
+            fp4.moe.default, x, ids, weights, *operands[0], *operands[1], *biases, format=spec.format,
+            layout=spec.layout, activation=self.activation, a_format=self.how.format, out_dtype=out_dtype,
         )  # fmt: skip
 
-    def _products(self, x, ids, weights, packed, biases, spec: PackSpec, a_format: str, out_dtype) -> fx.Node:
+    def _products(
+        self,
+        x: fx.Node,
+        ids: fx.Node,
+        weights: fx.Node,
+        operands: tuple[Operands, Operands],
+        biases: tuple[fx.Node | None, fx.Node | None],
+        spec: PackSpec | HeldSpec,
+        out_dtype: torch.dtype,
+    ) -> fx.Node:
         """The two products over (token, choice) rows, in float32 between and after."""
         b = self.common
         k = 1 if self.apart else self.routing.k
@@ -168,17 +180,11 @@ class _Emitter:
         rows = self._reshape(rows, [-1, b.up[0].k])
         flat = self._reshape(ids, [-1])
 
-        def product(a: fx.Node, weight: Any, bias: Any) -> fx.Node:
-            scale = None
-            if a_format in ("int8", "fp8"):
-                both = self.w.quantize(a, a_format, spec.layout)
-                a, scale = (self._call(operator.getitem, both, i) for i in (0, 1))
-            return self._call(
-                fp4.indexed_mm.default, a, *_three(weight), flat, scale, bias[0] if bias else None,
-                format=spec.format, layout=spec.layout, out_dtype=torch.float32,
-            )  # fmt: skip
+        def product(a: fx.Node, weight: Operands, bias: fx.Node | None) -> fx.Node:
+            quantised = self.w.quantised(a, self.how, spec.layout)
+            return self.w.product("indexed_mm", quantised, weight, spec, torch.float32, flat, bias=bias)
 
-        h = product(rows, packed[0], biases[0])
+        h = product(rows, operands[0], biases[0])
         inter = b.down.k
         values: dict[Term, fx.Node] = {UP: h}
         if b.act.gated:
@@ -189,10 +195,10 @@ class _Emitter:
         h = self._pointwise(b.act.term, values)
         if self.gain is not None:  # a row of no expert is not read
             own = self._call(aten.clamp.default, flat, 0, self.experts - 1)
-            gains = self._cast(self._call(aten.index.Tensor, self.gain[0], [own]), torch.float32)
+            gains = self._cast(self._call(aten.index.Tensor, self.gain, [own]), torch.float32)
             h = self._call(aten.mul.Tensor, h, gains)
         h = self._cast(h, dtype)
-        y = product(h, packed[1], biases[1])
+        y = product(h, operands[1], biases[1])
         y = self._reshape(y, [-1, k, b.down.n])
         scale = self._cast(self._call(aten.unsqueeze.default, weights, 2), torch.float32)
         y = self._call(aten.sum.dim_IntList, self._call(aten.mul.Tensor, y, scale), [1])
@@ -226,31 +232,25 @@ class _Emitter:
 
     # --- weights ---
 
-    def _spec(self, experts: list[tuple[Matrix, ...]], device: str, interleaved: bool) -> Any:
-        layout = self._layout(device, experts[0][0].ref.node)
-        return packing(experts, self.w.options.format, layout, interleaved, self.mutated, self.m.root)
+    def _packed(self, experts: Experts, interleaved: bool) -> Packed:
+        parts = {(p.n, p.k) for b in self.m.branches for p in (*b.up, b.down)}
+        layout = self.w.layout(experts[0][0].ref.node, *parts)
+        return self.w.pack(experts, layout, self.m.root, interleaved=interleaved)
 
-    def _layout(self, device: str, like: fx.Node) -> str:
-        """One layout for all weights of the block, which are as `like` is."""
-        parts = {(p.n, p.k) for branch in self.m.branches for p in (*branch.up, branch.down)}
-        format = format_of(like, self.w.options.format)
-        wanted = self.w.options.wanted
-        return preferred_layout(device, *parts, dtype=value(like).dtype, format=format, a_format=wanted)
-
-    def _gate_up(self, device: str) -> tuple[Any, bool]:
+    def _gate_up(self) -> tuple[Packed, bool]:
         """The weight of gate and up, rows in the order the parameter has or else the activation wants."""
         experts = [x.up for x in self.m.branches]
         self.activation = self.common.act.name if self.common.gain is None else ""
         for name in same_function(self.activation):
             interleaved = known_activation(name).interleaved
-            spec = self._spec(experts, device, interleaved)
-            if spec[1].assembly is None:
+            packed = self._packed(experts, interleaved)
+            if packed.spec.assembly is None:
                 self.activation = name
-                return spec, interleaved
+                return packed, interleaved
         interleaved = bool(self.activation) and known_activation(self.activation).interleaved
-        return self._spec(experts, device, interleaved), interleaved
+        return self._packed(experts, interleaved), interleaved
 
-    def _rescaled(self, up: Any, down: Any) -> Any:
+    def _rescaled(self, up: Packed, down: Packed) -> Packed:
         """`down` with what up lacks when it is stored under gate's global scale (HeldSpec.rescale)."""
         a = find_activation(self.activation)
         linear = (
@@ -262,13 +262,14 @@ class _Emitter:
             self.m.root,
             advice.ONE_SCALE_HELD,
         )
-        sources = tuple(dict.fromkeys((*down[0], *up[0])))
-        at = [sources.index(s) for s in up[0]]
+        sources = tuple(dict.fromkeys((*down.sources, *up.sources)))
+        at = [sources.index(s) for s in up.sources]
+        assert isinstance(up.spec, HeldSpec) and isinstance(down.spec, HeldSpec)
         pairs = tuple(
-            tuple(replace(p, source=at[p.source]) for p in parts) for parts in up[1].assembly.experts
+            tuple(replace(p, source=at[p.source]) for p in parts) for parts in up.spec.assembly.experts
         )
         held = tuple(s.meta["held"] for s in sources)
-        return sources, replace(down[1], held=held, rescale=pairs)
+        return Packed(sources, replace(down.spec, held=held, rescale=pairs))
 
     def _bias(self, experts: list[tuple[Matrix | None, ...]], interleaved: bool) -> Any:
         if all(p is None for parts in experts for p in parts):
@@ -282,8 +283,8 @@ class _Emitter:
         sources, assembly = assemble(experts, interleaved, self.m.root)  # type: ignore[arg-type]
         return sources, JoinSpec(assembly, value(sources[0]).dtype)
 
-    def _slot(self, packed: Any) -> tuple[fx.Node, ...] | None:
-        return None if packed is None else self.w.slot(*packed)
+    def _slot(self, joined: Any) -> fx.Node | None:
+        return None if joined is None else self.w.slot(*joined)[0]
 
     # --- tensors of terms ---
 
@@ -444,58 +445,3 @@ class _Emitter:
             if a not in labels:
                 node = self._call(aten.unsqueeze.default, node, d)
         return node
-
-
-def packing(
-    experts: list[tuple[Matrix, ...]],
-    format: str,
-    layout: str,
-    interleaved: bool,
-    mutated: set[fx.Node],
-    site: fx.Node,
-) -> tuple[tuple[fx.Node, ...], PackSpec | HeldSpec]:
-    """(parameters, how they become one packed operand): for each expert its parts, one below the other."""
-    sources, assembly = assemble(experts, interleaved, site)
-    need(assembly.k % 2 == 0, f"K = {assembly.k} is odd; two codes share a byte", site, advice.EVEN)
-    for s in sources:
-        need_own(s, mutated, site)
-        need(
-            value(s).dtype == value(sources[0]).dtype,
-            "weights of one block differ in dtype",
-            site,
-            advice.ONE_DTYPE,
-        )
-    if any(map(is_held, sources)):
-        return sources, held_spec(sources, assembly, layout, site)
-    whole = assembly.whole([tuple(shape(s)) for s in sources])
-    if whole is not None:
-        return sources, PackSpec(format, layout, whole)
-    return sources, PackSpec(format, layout, False, assembly)
-
-
-def assemble(
-    experts: list[tuple[Matrix, ...]], interleaved: bool, site: fx.Node
-) -> tuple[tuple[fx.Node, ...], Assembly]:
-    sources: dict[fx.Node, int] = {}
-    pieces = []
-    for parts in experts:
-        taken = []
-        for p in parts:
-            at = tuple(place(i, site) for i in p.ref.index)
-            taken.append(Piece(sources.setdefault(p.ref.node, len(sources)), at))
-        pieces.append(tuple(taken))
-    first = experts[0][0]
-    return tuple(sources), Assembly(tuple(pieces), first.n, first.k, interleaved)
-
-
-def place(index: Term, site: fx.Node) -> tuple[Any, ...]:
-    """One dimension of a parameter in a Piece."""
-    if isinstance(index, Const):
-        return ("at", index.value)
-    base, start, step = (index.base, index.start, index.step) if isinstance(index, Affine) else (index, 0, 1)
-    need(base is N or base is K, f"a weight is indexed by {told(index)}", site, advice.OWN_MATRIX)
-    return ("n" if base is N else "k", start, step)
-
-
-def _three(packed: tuple[fx.Node, ...]) -> tuple[Any, ...]:
-    return (*packed, None)[:3]

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import fx
@@ -15,11 +15,14 @@ from ..index.routing import Support, distinct, support
 from ..index.terms import Const, Mix, Ref, Term, free_axes, told
 from ..recognise.factors import E, J
 
+if TYPE_CHECKING:
+    from .mixture import Emitter
+
 
 class Routing:
     """Ids and weights [T, k] of a mixture."""
 
-    def __init__(self, emitter: Any) -> None:
+    def __init__(self, emitter: Emitter) -> None:
         self.e, self.m, self.b = emitter, emitter.m, emitter.common
         self.support: Support | None = None
         self.dense = False

@@ -1,0 +1,313 @@
+"""What every rewritten form needs, once: a layout, packed weights, activations in the operators' format, one
+product, the record of what was done.
+"""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Collection, Sequence
+from typing import Any, NamedTuple
+
+import torch
+from torch import fx
+from torch._dynamo.source import AttrSource
+from torch._subclasses.fake_tensor import FakeTensorMode
+
+from ...meta.layouts import LAYOUTS, preferred_layout
+from .. import advice
+from ..graph.nodes import WeightRef, aten, need, need_own, shape, value
+from ..index.terms import Affine, Const, Term, told
+from ..naming import input_name, location, module_path
+from ..options import Options
+from ..recognise.factors import K, N
+from ..recognise.mixture import Matrix
+from ..report import Load, Site
+from ..weights.packed import Assembly, JoinSpec, PackSpec, Piece, Swap
+from ..weights.prequantized import HeldSpec, format_of, held_spec, inputs_of, is_held
+from .one_precision import refuse_two_precisions
+
+fp4 = torch.ops.fp4
+
+Operands = tuple[fx.Node | None, ...]
+"""(packed, block_scale, global_scale or None), as the operators take a weight."""
+Experts = Sequence[tuple[Matrix, ...]]
+"""For each expert the parts of its weight, one below the other."""
+
+
+class Packed(NamedTuple):
+    """A weight of an operator: the parameters it is made of, and how."""
+
+    sources: tuple[fx.Node, ...]
+    spec: PackSpec | HeldSpec
+
+    @property
+    def layout(self) -> str:
+        return self.spec.layout
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """[E, N, K]."""
+        if self.spec.assembly is not None:
+            return self.spec.assembly.shape
+        e, n, k = shape(self.sources[0])
+        return (e, k, n) if self.spec.transposed else (e, n, k)
+
+
+class Activations(NamedTuple):
+    """How activations enter a product, as `fp4::moe` names it, and why."""
+
+    format: str
+    why: str
+
+    def __str__(self) -> str:
+        return f"{self.format} ({self.why})"
+
+    @property
+    def are_quantised(self) -> bool:
+        """Whether a single product takes them quantised: `fp4::moe` quantises its own."""
+        return self.format in ("int8", "fp8")
+
+
+class Writer:
+    """Writes operators into a graph."""
+
+    def __init__(self, gm: fx.GraphModule, options: Options) -> None:
+        self.gm, self.options = gm, options
+        self.mutated: set[fx.Node] = set()
+        """Inputs that the graph writes to, which stay as they are."""
+        self.slots: dict[tuple[tuple[fx.Node, ...], PackSpec | JoinSpec | HeldSpec], tuple[fx.Node, ...]] = {}
+        self.written: set[fx.Node] = set()
+        self.replaced: dict[fx.Node, fx.Node] = {}
+        self.inputs = list(gm.graph.find_nodes(op="placeholder"))
+        self._last_input = self.inputs[-1]
+
+    # --- nodes ---
+
+    def call(self, target: Any, *args: Any, **kwargs: Any) -> fx.Node:
+        node = self.gm.graph.call_function(target, args, kwargs)
+        self.written.add(node)
+        return node
+
+    def replace(self, old: fx.Node, new: fx.Node) -> None:
+        for key in ("val", "stack_trace", "nn_module_stack", "source_fn_stack"):
+            if key in old.meta:
+                new.meta[key] = old.meta[key]
+        old.replace_all_uses_with(new)
+        self.replaced[old] = new
+
+    # --- weights ---
+
+    def layout(self, like: fx.Node, *shapes: tuple[int, int]) -> str:
+        """One layout for the weights (N, K) of one operator, which are as the parameter `like` is."""
+        v = value(like)
+        return preferred_layout(
+            v.device.type,
+            *shapes,
+            dtype=v.dtype,
+            format=format_of(like, self.options.format),
+            a_format=self.options.wanted,
+        )
+
+    def pack(self, experts: Experts, layout: str, site: fx.Node, *, interleaved: bool = False) -> Packed:
+        """Weights of one operand; a Refusal if they cannot be. interleaved: rows of an expert's parts take
+        turns."""
+        sources, assembly = assemble(experts, interleaved, site)
+        need(assembly.k % 2 == 0, f"K = {assembly.k} is odd; two codes share a byte", site, advice.EVEN)
+        for s in sources:
+            need_own(s, self.mutated, site)
+            need(
+                value(s).dtype == value(sources[0]).dtype,
+                "weights of one block differ in dtype",
+                site,
+                advice.ONE_DTYPE,
+            )
+        if any(map(is_held, sources)):
+            return Packed(sources, held_spec(sources, assembly, layout, site))
+        whole = assembly.whole([tuple(shape(s)) for s in sources])
+        if whole is not None:
+            return Packed(sources, PackSpec(self.options.format, layout, whole))
+        return Packed(sources, PackSpec(self.options.format, layout, False, assembly))
+
+    def pack_whole(self, w: WeightRef, layout: str, *, interleave: bool = False) -> Packed:
+        """A parameter as it is; interleave: its first and its second half of rows take turns."""
+        spec: PackSpec | HeldSpec
+        if is_held(w.placeholder):
+            whole = Assembly.of_one(w.experts, w.n, w.k, w.transposed, 2 if interleave else 1)
+            spec = held_spec((w.placeholder,), whole, layout, w.placeholder)
+        else:
+            spec = PackSpec(self.options.format, layout, w.transposed, interleave=interleave)
+        return Packed((w.placeholder,), spec)
+
+    def operands(self, packed: Packed) -> Operands:
+        """Graph inputs with what is packed, made once for each weight."""
+        return (*self.slot(*packed), None)[:3]
+
+    def one_expert(self, packed: Packed, e: int) -> Operands:
+        """Expert e's matrix of `operands`."""
+        tensors = self.slot(*packed)
+        return (*(self.call(aten.select.int, t, 0, e) for t in tensors), None)[:3]
+
+    def slot(self, sources: tuple[fx.Node, ...], spec: PackSpec | JoinSpec | HeldSpec) -> tuple[fx.Node, ...]:
+        """The graph inputs that hold what `spec` makes of these parameters."""
+        sources = tuple(n for s in sources for n in inputs_of(s))
+        key = (sources, spec)
+        if key not in self.slots:
+            first, nodes = sources[0], []
+            for i in range(spec.tensors):
+                with self.gm.graph.inserting_after(self._last_input):
+                    node = self.gm.graph.placeholder(f"{first.name}_fp4_{len(self.slots)}_{i}")
+                source = getattr(first, "_dynamo_source", None)
+                order = "i" if getattr(spec, "interleave", False) else ""
+                attribute = f"_fp4_{spec.layout}{order}_{int(spec.transposed)}_{i}"
+                if len(sources) > 1 or getattr(spec, "assembly", None) is not None:
+                    attribute += f"_{len(self.slots)}"
+                node._dynamo_source = AttrSource(source, attribute) if source is not None else None
+                # Fixed addresses until the weight changes: CUDA graphs need not copy these inputs.
+                node.meta["tensor_dict"] = {"_dynamo_static_input_type": "unguarded"}
+                self._last_input = node
+                nodes.append(node)
+            self.slots[key] = tuple(nodes)
+        return self.slots[key]
+
+    # --- products ---
+
+    def activations(self, like: fx.Node, layout: str) -> Activations:
+        """How rows enter products with a weight in this layout, on the device of the parameter `like`."""
+        return Activations(*self.options.a_format(value(like).device.type, layout))
+
+    def quantised(self, a: fx.Node, how: Activations, layout: str) -> tuple[fx.Node, fx.Node | None]:
+        """Rows of one product and their scales, for products with weights in this layout."""
+        if not how.are_quantised:
+            return a, None
+        if how.format == "int8":
+            both = self.call(fp4.quantize_int8.default, a)
+        else:
+            both = self.call(fp4.quantize_fp8.default, a, layout=LAYOUTS[layout].a_layout)
+        return self.call(operator.getitem, both, 0), self.call(operator.getitem, both, 1)
+
+    def product(
+        self,
+        name: str,
+        rows: tuple[fx.Node, fx.Node | None],
+        weight: Operands,
+        spec: PackSpec | HeldSpec,
+        out_dtype: torch.dtype,
+        *route: fx.Node,
+        bias: fx.Node | None = None,
+    ) -> fx.Node:
+        """One product of `quantised` rows, by the operator of this name; `route`: offsets, ids or counts."""
+        a, scale = rows
+        return self.call(
+            getattr(fp4, name).default, a, *weight, *route, scale, bias,
+            format=spec.format, layout=spec.layout, out_dtype=out_dtype,
+        )  # fmt: skip
+
+    # --- what was done ---
+
+    def site(
+        self,
+        op: str,
+        at: fx.Node,
+        packed: Sequence[Packed],
+        form: str,
+        how: Activations,
+        shape_text: str,
+        load: Load,
+        *,
+        activation: str = "",
+        reason: str = "",
+        change: str = "",
+    ) -> Site:
+        """What the node `at` became; `packed`: each weight of the operator."""
+        sources = list(dict.fromkeys(n for p in packed for n in p.sources))
+        values = [value(n) for n in sources]
+        after = sum(p.spec.num_bytes(tuple(value(p.sources[0]).shape)) for p in packed)
+        held = any(map(is_held, sources))
+        before = after if held else sum(v.numel() * v.dtype.itemsize for v in values)
+        spec = packed[0].spec
+        return Site(
+            module=module_path(at),
+            op=op,
+            reason=reason,
+            where=location(at),
+            weights=tuple(input_name(inputs_of(n)[0]) for n in sources),
+            shape=shape_text,
+            form=form + (f", weights from {sources[0].meta['held'].kind}" if held else ""),
+            kernel=kernel(values[0].device.type, spec.layout),
+            format=spec.format,
+            layout=spec.layout,
+            activation=activation,
+            a_format=str(how),
+            bytes_before=before,
+            bytes_after=after,
+            gain=None if held else load.gain(before, after),
+            change=change,
+        )
+
+    def check_uses(
+        self, packed: Collection[fx.Node] | None = None, products: Collection[fx.Node] = ()
+    ) -> None:
+        """Raises ReadTwice where a product that stays, none of `products`, reads a weight that was packed."""
+        if packed is None:
+            packed = {s for sources, _ in self.slots for s in sources}
+        refuse_two_precisions(self.inputs, packed, products)
+
+    def finish(self, fake_mode: FakeTensorMode) -> tuple[list[int], list[Swap], list[torch.Tensor]]:
+        """(which inputs are left, the packed ones after them, their fakes). Inputs that nothing uses any more
+        go, so that the graph does not keep the originals alive."""
+        swaps, fakes = [], []
+        position = {n: i for i, n in enumerate(self.inputs)}
+        for (sources, spec), nodes in self.slots.items():
+            names = tuple(map(input_name, sources))
+            swaps.append(Swap(tuple(position[n] for n in sources), spec, names))
+            like = value(sources[0])
+            with fake_mode:
+                made = [
+                    torch.empty(s, dtype=d, device=like.device) for s, d in spec.shapes(tuple(like.shape))
+                ]
+            for node, fake in zip(nodes, made, strict=True):
+                node.meta["val"] = fake
+            fakes += made
+        swapped = {p for sources, _ in self.slots for p in sources}
+        keep = []
+        for index, node in enumerate(self.inputs):
+            if (node in swapped or is_held(node)) and not node.users:
+                self.gm.graph.erase_node(node)
+            else:
+                keep.append(index)
+        self.gm.graph.lint()
+        self.gm.recompile()
+        return keep, swaps, fakes
+
+
+def kernel(device_type: str, layout: str = "plain") -> str:
+    """The name of the kernels that run an operator."""
+    if device_type == "cpu":
+        return f"cpu {torch.ops.fp4.cpu_capability()}"
+    return "hopper" if LAYOUTS[layout].hopper else "triton"
+
+
+# --- how parameters make one operand ---
+
+
+def assemble(experts: Experts, interleaved: bool, site: fx.Node) -> tuple[tuple[fx.Node, ...], Assembly]:
+    """(parameters, how they become one operand): for each expert its parts, one below the other."""
+    sources: dict[fx.Node, int] = {}
+    pieces = []
+    for parts in experts:
+        taken = []
+        for p in parts:
+            at = tuple(place(i, site) for i in p.ref.index)
+            taken.append(Piece(sources.setdefault(p.ref.node, len(sources)), at))
+        pieces.append(tuple(taken))
+    first = experts[0][0]
+    return tuple(sources), Assembly(tuple(pieces), first.n, first.k, interleaved)
+
+
+def place(index: Term, site: fx.Node) -> tuple[Any, ...]:
+    """One dimension of a parameter in a Piece."""
+    if isinstance(index, Const):
+        return ("at", index.value)
+    base, start, step = (index.base, index.start, index.step) if isinstance(index, Affine) else (index, 0, 1)
+    need(base is N or base is K, f"a weight is indexed by {told(index)}", site, advice.OWN_MATRIX)
+    return ("n" if base is N else "k", start, step)
