@@ -13,6 +13,7 @@ import torch
 from torch import fx
 
 from ...meta.formats import ACTIVATIONS, find_activation, known_activation
+from ...meta.layouts import LAYOUTS
 from .. import advice
 from ..graph.nodes import FLOATING, aten, is_tensor, need, refuse, shape, static_int, value
 from ..graph.products import below
@@ -26,7 +27,7 @@ from ..report import Load, Site, hint
 from ..weights.packed import JoinSpec, PackSpec
 from ..weights.prequantized import HeldSpec, own_scales
 from .routing import Routing
-from .writer import Experts, Operands, Packed, Writer, assemble
+from .writer import Operands, Packed, Writer, assemble
 
 fp4 = torch.ops.fp4
 
@@ -51,17 +52,20 @@ class Emitter:
         need(value(m.root).dtype in FLOATING, f"the output is {value(m.root).dtype}", m.root, advice.DTYPE)
         need(device in ("cpu", "cuda"), f"no kernels for device {device}", m.root, advice.DEVICE)
         fused = bool(act.name) and b.gain is None
-        up, interleaved = self._gate_up()
-        down = self._packed([(x.down,) for x in m.branches], False)
+        layout = self._layout()
+        up, interleaved = self._gate_up(layout)
+        down = self.w.pack([(x.down,) for x in m.branches], layout, m.root)
         if isinstance(up.spec, HeldSpec) and isinstance(down.spec, HeldSpec) and own_scales(up.spec):
             down = self._rescaled(up, down)
         same_kind = (up.spec.format, up.layout) == (down.spec.format, down.layout)
         need(
             same_kind, "gate/up and down are packed in different formats or layouts", m.root, advice.ALL_HELD
         )
-        up_bias = self._bias([x.up_bias for x in m.branches], interleaved)
-        down_bias = self._bias([(x.down_bias,) for x in m.branches], False)
-        gain = self._bias([(x.gain,) for x in m.branches], False)
+        vectors = (
+            self._vectors([x.up_bias for x in m.branches], interleaved),
+            self._vectors([(x.down_bias,) for x in m.branches], False),
+            self._vectors([(x.gain,) for x in m.branches], False),
+        )
         routing = self.routing = Routing(self)
         self.how = self.w.activations(like, down.layout)
 
@@ -73,8 +77,8 @@ class Emitter:
                 x = self._for_each_choice(x, ids, k)
                 ids, weights = self._reshape(ids, [-1, 1]), self._reshape(weights, [-1, 1])
             operands = (self.w.operands(up), self.w.operands(down))
-            biases = (self._slot(up_bias), self._slot(down_bias))
-            self.gain = self._slot(gain)
+            up_bias, down_bias, self.gain = (v and self.w.slot(*v)[0] for v in vectors)
+            biases = (up_bias, down_bias)
             emit = self._moe if fused else self._products
             if b.after is OUT:
                 out = emit(x, ids, weights, operands, biases, down.spec, value(m.root).dtype)
@@ -89,7 +93,8 @@ class Emitter:
                 out = self._or_kept(out, ids)
             for rest in m.rest:
                 out = self._call(aten.add.Tensor, out, self._tensor(rest))
-            out = self._cast(out, value(m.root).dtype)
+            if m.rest or b.after is not OUT:
+                out = self._cast(out, value(m.root).dtype)
         self.w.replace(m.root, out)
         reason, change = "", ""
         if b.gain is not None:
@@ -102,7 +107,7 @@ class Emitter:
             "fp4::moe" if fused else "fp4::indexed_mm", m.root, [up, down], self._form(routing), self.how,
             f"{self.experts} experts, top {k}, hidden {b.up[0].k}, intermediate {b.down.k}",
             Load(self.experts, k, hint(value(m.root).numel() // b.down.n), all_before=m.k is None),
-            activation=self.activation or told(act.term), reason=reason, change=change,
+            activation=self.told or told(act.term), reason=reason, change=change,
         )  # fmt: skip
 
     def _form(self, routing: Routing) -> str:
@@ -232,23 +237,34 @@ class Emitter:
 
     # --- weights ---
 
-    def _packed(self, experts: Experts, interleaved: bool) -> Packed:
+    def _layout(self) -> str:
+        """One layout for all weights of the block."""
         parts = {(p.n, p.k) for b in self.m.branches for p in (*b.up, b.down)}
-        layout = self.w.layout(experts[0][0].ref.node, *parts)
-        return self.w.pack(experts, layout, self.m.root, interleaved=interleaved)
+        return self.w.layout(self.common.down.ref.node, *parts)
 
-    def _gate_up(self) -> tuple[Packed, bool]:
-        """The weight of gate and up, rows in the order the parameter has or else the activation wants."""
-        experts = [x.up for x in self.m.branches]
+    def _gate_up(self, layout: str) -> tuple[Packed, bool]:
+        """The weight of gate and up, and whether their rows take turns: as the layout's kernels read them
+        fastest, or else as the parameter has them, or as the activation wants them."""
+        experts, site = [x.up for x in self.m.branches], self.m.root
         self.activation = self.common.act.name if self.common.gain is None else ""
-        for name in same_function(self.activation):
+        names = same_function(self.activation)
+        whole = None
+        for name in names:
             interleaved = known_activation(name).interleaved
-            packed = self._packed(experts, interleaved)
+            packed = self.w.pack(experts, layout, site, interleaved=interleaved)
             if packed.spec.assembly is None:
-                self.activation = name
-                return packed, interleaved
+                self.activation, whole = name, packed
+                break
         interleaved = bool(self.activation) and known_activation(self.activation).interleaved
-        return self._packed(experts, interleaved), interleaved
+        self.told = self.activation
+        turned = next((n for n in names if known_activation(n).interleaved), "")
+        if turned and not interleaved and LAYOUTS[layout].interleaved:
+            self.activation = turned
+            if whole is None:
+                return self.w.pack(experts, layout, site, interleaved=True), True
+            assert isinstance(whole.spec, PackSpec)
+            return Packed(whole.sources, replace(whole.spec, interleave=True)), True
+        return whole or self.w.pack(experts, layout, site, interleaved=interleaved), interleaved
 
     def _rescaled(self, up: Packed, down: Packed) -> Packed:
         """`down` with what up lacks when it is stored under gate's global scale (HeldSpec.rescale)."""
@@ -271,7 +287,10 @@ class Emitter:
         held = tuple(s.meta["held"] for s in sources)
         return Packed(sources, replace(down.spec, held=held, rescale=pairs))
 
-    def _bias(self, experts: list[tuple[Matrix | None, ...]], interleaved: bool) -> Any:
+    def _vectors(
+        self, experts: list[tuple[Matrix | None, ...]], interleaved: bool
+    ) -> tuple[tuple[fx.Node, ...], JoinSpec] | None:
+        """Biases, or other vectors of the experts, as one tensor."""
         if all(p is None for parts in experts for p in parts):
             return None
         need(
@@ -282,9 +301,6 @@ class Emitter:
         )
         sources, assembly = assemble(experts, interleaved, self.m.root)  # type: ignore[arg-type]
         return sources, JoinSpec(assembly, value(sources[0]).dtype)
-
-    def _slot(self, joined: Any) -> fx.Node | None:
-        return None if joined is None else self.w.slot(*joined)[0]
 
     # --- tensors of terms ---
 
