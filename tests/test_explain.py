@@ -279,7 +279,6 @@ v10 = aten.reshape.default(v7, [-1, 2])
 v11 = aten.expand.default(v10, [-1, 2])
 v12 = fp4.moe.default(v8, v9, v11, in3, in4, in5, in6, in7, in8, None, None, format=nvfp4, layout=tile16, activation=silu, a_format=none, out_dtype=torch.float32)
 v13 = aten.reshape.default(v12, [-1, 32])
-v14 = aten._to_copy.default(v13, dtype=torch.float32)
 """,
         )
 
