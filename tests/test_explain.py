@@ -312,7 +312,6 @@ v23 = aten.mul.Tensor(v20, v22)
 v24 = aten.sum.dim_IntList(v23, [1])
 v25 = aten._to_copy.default(v24, dtype=torch.float32)
 v26 = aten.reshape.default(v25, [-1, 32])
-v27 = aten._to_copy.default(v26, dtype=torch.float32)
 """,
         )
 
@@ -347,7 +346,6 @@ v23 = fp4.moe.default(v20, v21, v22, in3, in4, in5, in6, in7, in8, None, None, f
 v24 = aten.reshape.default(v23, [-1, 2, 32])
 v25 = aten.sum.dim_IntList(v24, [1])
 v26 = aten.reshape.default(v25, [-1, 32])
-v27 = aten._to_copy.default(v26, dtype=torch.float32)
 """,
         )
 
