@@ -8,6 +8,7 @@
 # make test-archs  compiles Triton's kernels for seven architectures of GPUs; what a kernel needs must be there
 # make test-archs-all  every candidate in every format (long: some thousands of kernels)
 # make test-hopper  some of the Hopper kernels' tests, others each time, on an emulated GPU (with a CUDA toolkit)
+# make test-sanitized  tests the CPU's operators under gcc's AddressSanitizer and UndefinedBehaviorSanitizer
 # make lint       ruff, clang-format, mypy
 # make docs       builds the documentation as a site into build/site; every link and anchor must lead somewhere
 # make wheel      builds a wheel for this machine and tries it in a new virtual environment
@@ -24,7 +25,7 @@ BIN := $(VENV)/bin
 PIP := $(BIN)/python -m pip --disable-pip-version-check
 SOURCES := $(shell find csrc -type f) setup.py pyproject.toml
 
-.PHONY: demo demo-full test test-more test-all test-real test-tools test-archs test-archs-all test-hopper test-aarch64 lint docs wheel wheels bench clean
+.PHONY: demo demo-full test test-more test-all test-real test-tools test-archs test-archs-all test-hopper test-sanitized test-aarch64 lint docs wheel wheels bench clean
 .DELETE_ON_ERROR:
 
 demo: $(VENV)/built
@@ -49,6 +50,13 @@ test-tools: $(VENV)/built
 
 test-hopper: $(VENV)/built
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -q -n auto --dist worksteal --emulate --draw 48 tests/test_sm90_gpu.py tests/test_sm90_*_gpu.py
+
+# Pytest starts in another folder, whose fp4_ops is the sanitised one. Status 75: this machine lacks what it needs.
+test-sanitized: TESTS = $(wildcard tests/test_ops_*.py) tests/test_cpu_dispatch.py tests/test_sm90_layout.py tests/test_row_numbers.py
+test-sanitized: $(VENV)/built
+	@OMP_NUM_THREADS=1 $(BIN)/python release/sanitized.py -m pytest -q -n auto --dist worksteal -p no:cacheprovider \
+	-m "not more and not gpu" $(addprefix $(CURDIR)/,$(TESTS)); status=$$?; \
+	if [ $$status = 75 ]; then echo "SKIPPED make test-sanitized, for the reason above"; else exit $$status; fi
 
 lint: $(VENV)/linters
 	$(BIN)/ruff check .

@@ -9,7 +9,7 @@ namespace {
 
 void zero_rows(const Tensor& out, int64_t begin, int64_t end, int64_t n, ScalarType dtype) {
   const int64_t bytes = n * dtype_size(dtype_of(dtype));
-  std::memset(mutable_data<uint8_t>(out) + begin * bytes, 0, (end - begin) * bytes);
+  zero_bytes(mutable_data<uint8_t>(out) + begin * bytes, (end - begin) * bytes);
 }
 
 Tensor mm(const Tensor& a, const Tensor& b, const Tensor& b_scale, const OptionalTensor& b_global_scale,

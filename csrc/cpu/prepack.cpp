@@ -34,7 +34,7 @@ void advise_huge_pages(const Tensor& t) {
 Tensor copy_of(const OptionalTensor& t) {
   if (!t) return empty({0}, ScalarType::Float);
   const Tensor from = as_contiguous(*t), to = empty(shape_of(*t), ScalarType::Float);
-  std::memcpy(to.data_ptr(), from.data_ptr(), from.numel() * sizeof(float));
+  copy_bytes(to.data_ptr(), from.data_ptr(), from.numel() * sizeof(float));
   return to;
 }
 

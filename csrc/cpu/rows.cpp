@@ -73,8 +73,8 @@ std::tuple<Tensor, Tensor> to_masked(const Tensor& a, const Tensor& offs, int64_
     const int64_t count = ends[g] - begin;
     if (count > max_m) fail("offs gives group ", g, " ", count, " rows; max_m is only ", max_m);
     mutable_data<int32_t>(masked_m)[g] = int32_t(count);
-    std::memcpy(to + g * max_m * row_bytes, data<uint8_t>(source) + begin * row_bytes, count * row_bytes);
-    std::memset(to + (g * max_m + count) * row_bytes, 0, (max_m - count) * row_bytes);
+    copy_bytes(to + g * max_m * row_bytes, data<uint8_t>(source) + begin * row_bytes, count * row_bytes);
+    zero_bytes(to + (g * max_m + count) * row_bytes, (max_m - count) * row_bytes);
   }
   return {out, masked_m};
 }
@@ -90,11 +90,11 @@ std::tuple<Tensor, Tensor> from_masked(const Tensor& a, const Tensor& masked_m, 
   for (int64_t g = 0; g < groups; ++g) {
     if (row + counts[g] > m)
       fail("masked_m adds up to ", row + counts[g], " at index ", g, "; m is only ", m);
-    std::memcpy(to + row * row_bytes, data<uint8_t>(source) + g * max_m * row_bytes, counts[g] * row_bytes);
+    copy_bytes(to + row * row_bytes, data<uint8_t>(source) + g * max_m * row_bytes, counts[g] * row_bytes);
     row += counts[g];
     mutable_data<int32_t>(offs)[g] = int32_t(row);
   }
-  std::memset(to + row * row_bytes, 0, (m - row) * row_bytes);
+  zero_bytes(to + row * row_bytes, (m - row) * row_bytes);
   return {out, offs};
 }
 

@@ -3,6 +3,7 @@
 
 #include <torch/csrc/stable/ops.h>
 
+#include <cstring>
 #include <vector>
 
 #include "common/checks.h"
@@ -38,6 +39,15 @@ const T* data(const Tensor& t) {
 template <typename T>
 T* mutable_data(const Tensor& t) {
   return static_cast<T*>(t.data_ptr());
+}
+
+// memcpy and memset, which must not get a null pointer, that of a tensor without elements, even for no bytes.
+inline void copy_bytes(void* to, const void* from, int64_t bytes) {
+  if (bytes > 0) std::memcpy(to, from, bytes);
+}
+
+inline void zero_bytes(void* to, int64_t bytes) {
+  if (bytes > 0) std::memset(to, 0, bytes);
 }
 
 inline DType dtype_of(ScalarType dtype) {

@@ -1,0 +1,123 @@
+"""The operators' tests on a build of csrc/ with gcc's AddressSanitizer and UndefinedBehaviorSanitizer.
+
+    make test-sanitized
+    python release/sanitized.py -m pytest ...     Python with such a build of the package, in build/sanitized
+
+What reads or writes outside of a tensor, overflows a signed number, or uses a null or misaligned pointer ends
+the process with a stack trace. Leaks are not looked for: Python and torch never free much of theirs.
+"""
+
+from __future__ import annotations
+
+import os
+import runpy
+import shutil
+import subprocess
+import sys
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+ROOT = Path(__file__).parent.parent
+HERE = ROOT / "build/sanitized"
+SANITIZE = ["-fsanitize=address,undefined", "-fno-sanitize-recover=all", "-fno-omit-frame-pointer"]
+UNAVAILABLE = 75
+"""The status of a process for want of something outside of this repository (EX_TEMPFAIL)."""
+
+
+def read_setup() -> dict[str, Any]:
+    """The names of setup.py, and `options`, what it gives to setuptools."""
+    import setuptools
+
+    given: dict[str, Any] = {}
+    setuptools.setup = lambda **options: given.update(options=options)
+    return runpy.run_path("setup.py") | given
+
+
+def build() -> None:
+    """build/sanitized/fp4_ops: the Python files of the package, and a sanitised _C.so."""
+    setup = read_setup()
+    extension, folders = setup["options"]["ext_modules"][0], setup["options"]["package_dir"]
+    headers = [*Path("csrc").rglob("*.h"), *setup["generated_headers"](), Path("setup.py"), Path(__file__)]
+    include = [f"-I{folder}" for folder in extension.include_dirs]
+    own = [flag for flag in extension.extra_compile_args if not flag.startswith(("-O", "-g", "-W"))]
+    objects = HERE / "objects"
+    objects.mkdir(parents=True, exist_ok=True)
+
+    def compile_one(source: str) -> str:
+        to = objects / f"{Path(source).stem}.o"
+        if not setup["is_newer"](to, Path(source), *headers):
+            isa = setup["ISA_FLAGS"].get(setup["isa_of"](Path(source)), [])
+            part = to.with_suffix(".part.o")
+            flags = ["-O1", "-g1", "-w", "-fPIC", *SANITIZE, *include, *own, *isa]
+            subprocess.run(["g++", *flags, "-c", source, "-o", str(part)], check=True)
+            part.replace(to)
+        return str(to)
+
+    with ThreadPoolExecutor(os.cpu_count()) as pool:
+        made = list(pool.map(compile_one, setup["cpp_sources"]()))
+    for package in setup["options"]["packages"]:
+        parent = max((name for name in folders if f"{package}.".startswith(f"{name}.")), key=len)
+        from_folder = Path(folders[parent], *package.removeprefix(parent).split("."))
+        to = HERE / package.replace(".", "/")
+        shutil.rmtree(to, ignore_errors=True)
+        to.mkdir(parents=True)
+        for file in from_folder.glob("*.py"):
+            shutil.copy(file, to)
+    libraries = [f"-L{folder}" for folder in extension.library_dirs]
+    libraries += [f"-l{name}" for name in extension.libraries if "python" not in name]
+    target = str(HERE / "fp4_ops/_C.so")
+    subprocess.run(["g++", "-shared", *SANITIZE, *made, *libraries, "-o", target], check=True)
+
+
+def environment() -> dict[str, str]:
+    # Python links neither. libasan.so must come first, and looks for libstdc++'s functions when it starts.
+    runtimes = [find(name) for name in ("libasan.so", "libstdc++.so")]
+    return {
+        **os.environ,
+        "LD_PRELOAD": " ".join(runtimes),
+        "ASAN_OPTIONS": "detect_leaks=0:abort_on_error=1:allocator_may_return_null=1",
+        "UBSAN_OPTIONS": "print_stacktrace=1:halt_on_error=1",
+        "PYTHONPATH": str(HERE),
+    }
+
+
+def find(library: str) -> str:
+    command = ["g++", f"-print-file-name={library}"]
+    found = subprocess.run(command, capture_output=True, text=True, check=True).stdout.strip()
+    if not Path(found).is_absolute():
+        print(f"g++ has no {library}")
+        sys.exit(UNAVAILABLE)
+    return found
+
+
+OUTSIDE = """
+import ctypes, fp4_ops
+from fp4_ops._library import library_path
+malloc = ctypes.CDLL(None).malloc
+malloc.restype = ctypes.c_void_p
+address, number = (ctypes.c_void_p * 1)(malloc(16)), (ctypes.c_uint64 * 1)()
+ctypes.CDLL(str(library_path())).fp4_runs_read(address, None, ctypes.c_int64(1), number)
+"""
+"""Reads 64 bytes where there are 16."""
+
+
+def check_that_it_notices(env: dict[str, str]) -> None:
+    done = subprocess.run([sys.executable, "-c", OUTSIDE], env=env, cwd=HERE, capture_output=True, text=True)
+    if done.returncode == 0 or "heap-buffer-overflow" not in done.stderr:
+        sys.exit(f"a read outside of its memory was not noticed\n{done.stderr[-2000:]}")
+
+
+def main() -> None:
+    os.chdir(ROOT)
+    if shutil.which("g++") is None:
+        print("there is no g++")
+        sys.exit(UNAVAILABLE)
+    env = environment()
+    build()
+    check_that_it_notices(env)
+    sys.exit(subprocess.run([sys.executable, *sys.argv[1:]], env=env, cwd=HERE).returncode)
+
+
+if __name__ == "__main__":
+    main()
