@@ -5,7 +5,8 @@
 Random bfloat16 weights, 16 of the 48 layers. Every variant is compiled by `generate` itself (static cache,
 CompileConfig), in mode "reduce-overhead"; a step's time is the median between CUDA events on consecutive
 tokens, in the second call. Steps and prefill go at the pace of some hosts: so the same steps are taken by a
-greedy loop of five lines, too, without generate's own Python, and prefill as CUDA graphs. First the answer is
+greedy loop of five lines, too, without generate's own Python, and by generate with
+`custom_generate=fp4_ops.decoding_loop`; and prefill as CUDA graphs. First the answer is
 checked: logits against the float32 model that holds the dequantised weights, next to stock bfloat16 on the
 same. Expert bytes are those of parameters and buffers.
 
@@ -123,6 +124,30 @@ def generate_ms(model, batch: int, config: CompileConfig) -> tuple[float, float]
 
 
 @torch.no_grad()
+def decoding_loop_ms(model, batch: int, config: CompileConfig) -> float:
+    """Milliseconds a step of `generate` with fp4_ops' loop: what STEPS tokens take more than SKIP tokens do.
+
+    A processor of logits, such as the clock, would change what the loop does.
+    """
+    ids = torch.randint(1, CONFIG.vocab_size, (batch, PROMPT), device="cuda")
+    cache = StaticCache(config=CONFIG, max_cache_len=PROMPT + STEPS)
+    seconds: dict[int, list[float]] = {SKIP: [], STEPS: []}
+    for _ in range(4):
+        for steps, spent in seconds.items():
+            cache.reset()
+            torch.cuda.synchronize()
+            start = time.perf_counter()
+            model.generate(
+                ids, max_new_tokens=steps, do_sample=False, past_key_values=cache, compile_config=config,
+                custom_generate=fp4_ops.decoding_loop,
+            )  # fmt: skip
+            torch.cuda.synchronize()
+            spent.append(time.perf_counter() - start)
+    few, many = (statistics.median(spent[1:]) for spent in seconds.values())
+    return 1e3 * (many - few) / (STEPS - SKIP)
+
+
+@torch.no_grad()
 def loop_ms(model, batch: int, config: CompileConfig) -> float:
     """Milliseconds a step of a loop that calls the compiled model and takes the likeliest token."""
     ids = torch.randint(1, CONFIG.vocab_size, (batch, PROMPT), device="cuda")
@@ -228,6 +253,9 @@ def run(variant: str, batches: list[int], given: argparse.Namespace) -> Iterator
         ms, compile_s = generate_ms(model, batch, config)
         of = {"table": "decode", "variant": variant, "batch": batch}
         yield {**of, "loop": "generate", "ms": ms, "first_call_s": compile_s}
+        torch._dynamo.reset()
+        ms = decoding_loop_ms(model, batch, config)
+        yield {**of, "loop": "decoding_loop", "ms": ms, "first_call_s": None}
         torch._dynamo.reset()
         ms = loop_ms(model, batch, config)
         yield {**of, "loop": "plain", "ms": ms, "first_call_s": None}

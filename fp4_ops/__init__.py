@@ -22,6 +22,7 @@ __all__ = [
     "FP4Tensor",
     "Info",
     "PrepareReport",
+    "decoding_loop",
     "explain",
     "info",
     "load_checkpoint",
@@ -35,6 +36,7 @@ __all__ = [
 # Loaded when they are needed: the compile passes, and what imports transformers.
 _LAZY = {
     "explain": ".compile_passes.explain",
+    "decoding_loop": ".generation",
     "load_checkpoint": ".checkpoints.hf",
     "refresh": ".compile_passes.weights.packed",
     "register_with_transformers": ".checkpoints.hf",

@@ -394,6 +394,7 @@ def test_rows_of_generate(no_gpu, monkeypatch):
     for name, value in (
         ("new_model", new_model), ("check", lambda format, variant: {**of, "variant": variant}),
         ("generate_ms", lambda *_: (2.0, 30.0)), ("loop_ms", lambda *_: 1.0),
+        ("decoding_loop_ms", lambda *_: 1.2),
         ("prefill_ms", lambda *_: 4.0),
     ):  # fmt: skip
         monkeypatch.setattr(module, name, value)
@@ -401,7 +402,7 @@ def test_rows_of_generate(no_gpu, monkeypatch):
         "h200_generate", ["--variants", "stock,stock-grouped,prepared-backend", "--batches", "1,8"]
     )
     assert [r["table"] for r in rows if r.get("variant") == "prepared-backend"] == [
-        "logits against float32 over the 4-bit values", "expert bytes", *["decode"] * 4, *["prefill"] * 2,
+        "logits against float32 over the 4-bit values", "expert bytes", *["decode"] * 6, *["prefill"] * 2,
     ]  # fmt: skip
     (grouped,) = (r for r in rows if r.get("variant") == "stock-grouped" and r.get("loop") == "plain")
     assert grouped["batch"] == 8 and grouped["ms"] == 1.0
