@@ -57,6 +57,15 @@ STABLE_TORCH_LIBRARY(fp4, m) {
       "Tensor? w13_bias=None, Tensor? w2_bias=None, *, str format, str layout='plain', "
       "str activation='silu') -> (Tensor, Tensor)");
 
+  // --- several processes (fp4_ops/distributed/) ---
+  m.def(
+      "moe_ep(Tensor x, Tensor topk_ids, Tensor topk_weights, Tensor w13, Tensor w13_scale, "
+      "Tensor? w13_global_scale, Tensor w2, Tensor w2_scale, Tensor? w2_global_scale, "
+      "Tensor? w13_bias=None, Tensor? w2_bias=None, *, SymInt num_experts, str tokens, str group_name, "
+      "SymInt? max_tokens=None, str format, str layout='plain', str activation='silu', "
+      "str a_format='none', ScalarType? out_dtype=None) -> Tensor");
+  m.def("all_reduce(Tensor x, *, str group_name) -> Tensor");
+
   // --- layouts of the rows ---
   m.def("offs_to_m_indices(Tensor offs, SymInt m) -> Tensor");
   m.def("m_indices_to_offs(Tensor m_indices, SymInt num_groups) -> Tensor");

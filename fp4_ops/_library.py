@@ -32,7 +32,7 @@ def load() -> None:
             f"on the platform it was built for). Rebuild: pip install --no-build-isolation -e . -- {error}"
         ) from None
 
-    from . import input_gradients  # noqa: F401  registers an operator of torch's own operations
+    from . import distributed, input_gradients  # noqa: F401  registers operators of torch's own operations
     from .meta import dtensors, fakes, gradients  # noqa: F401  registers the fake kernels, and what is refused
 
     if importlib.util.find_spec("triton") is not None:

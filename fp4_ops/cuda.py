@@ -41,8 +41,8 @@ def _on_cuda(name: str) -> Callable[..., Any]:
     return on_device
 
 
-ON_EVERY_DEVICE = ("moe_input_grads",)
-"""Written over the other operators, in input_gradients.py."""
+ON_EVERY_DEVICE = ("moe_input_grads", "moe_ep", "all_reduce")
+"""Written over the other operators: input_gradients.py, distributed/."""
 
 
 def register() -> None:

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch.library import register_fake
 
-from . import checks
+from . import checks, group_checks
 from .formats import INT8_BLOCK
 from .layouts import LAYOUTS, packed_spec
 
@@ -162,6 +162,25 @@ def moe_input_grads(
         format, layout, activation, w13_bias, w2_bias,
     )  # fmt: skip
     return x.new_empty(x.shape), topk_weights.new_empty(topk_weights.shape)
+
+
+@_fake
+def moe_ep(
+    x, topk_ids, topk_weights, w13, w13_scale, w13_global_scale, w2, w2_scale, w2_global_scale,
+    w13_bias=None, w2_bias=None, *, num_experts, tokens, group_name, max_tokens=None, format,
+    layout="plain", activation="silu", a_format="none", out_dtype=None,
+):  # fmt: skip
+    _, down = group_checks.check_moe_ep(
+        x, topk_ids, topk_weights, w13, w13_scale, w13_global_scale, w2, w2_scale, w2_global_scale,
+        format, layout, activation, a_format, w13_bias, w2_bias, num_experts, tokens, max_tokens,
+    )  # fmt: skip
+    return x.new_empty((x.shape[0], down.n), dtype=checks.resolve_out_dtype(x, out_dtype))
+
+
+@_fake
+def all_reduce(x, *, group_name):
+    group_checks.check_all_reduce(x)
+    return x.new_empty(x.shape)
 
 
 @_fake

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import random
 
 import torch
@@ -135,6 +136,27 @@ def _moe_input_grads(rng, device):
     return (grad, x, *rest), {name: kwargs[name] for name in ("format", "layout", "activation")}
 
 
+ALIVE: list[object] = []
+
+
+@functools.cache
+def alone() -> str:
+    """The name of a group of this process alone."""
+    from torch._C._distributed_c10d import _register_process_group
+
+    group = torch.distributed.ProcessGroup(torch.distributed.HashStore(), 0, 1)
+    _register_process_group("alone", group)
+    ALIVE.append(group)
+    return "alone"
+
+
+def _moe_ep(rng, device):
+    args, kwargs = _moe(rng, device)
+    tokens, most = rng.choice((("own", None), ("own", args[0].shape[0] + rng.randint(0, 3)), ("same", None)))
+    spread = {"tokens": tokens, "max_tokens": most, "num_experts": args[3].shape[0], "group_name": alone()}
+    return args, {**kwargs, **spread}
+
+
 def _quantize(rng, device):
     x, format = _x(rng, device), rng.choice(FORMATS)
     given = format == "nvfp4" and rng.random() < 0.3
@@ -196,6 +218,8 @@ SAMPLES = {
     "grouped_mm_k": _grouped_k,
     "moe": _moe,
     "moe_input_grads": _moe_input_grads,
+    "moe_ep": _moe_ep,
+    "all_reduce": lambda rng, device: ((_x(rng, device),), {"group_name": alone()}),
     "offs_to_m_indices": lambda rng, device: ((_offs(rng, rng.randint(1, 4), 9, device), 9), {}),
     "m_indices_to_offs": _m_indices,
     "to_masked": _to_masked,

@@ -1,0 +1,153 @@
+"""Collectives of one process group that end, with the name of the rank that is missing, where one never comes.
+
+On the CPU (gloo) a process that waits looks into the group's store every POLL: has another one given up? One
+that gives up writes there that it is alive, waits REPLY for the others to do so, and names those that did not.
+So all end soon after the first of them notices: at once where a connection breaks, after the group's own timeout
+(`init_process_group(timeout=...)`) where nothing does. On GPUs nothing waits here: NCCL's watchdog has its timeout.
+"""
+
+from __future__ import annotations
+
+import time
+from dataclasses import dataclass
+from datetime import timedelta
+from typing import Any, NoReturn
+
+import torch
+from torch import Tensor
+
+from .shares import described
+
+POLL = timedelta(seconds=1)
+REPLY = 3 * POLL
+"""More than POLL: for the others to look."""
+
+
+def _function(name: str) -> Any:
+    """torch's collective over whole tensors, which older releases call otherwise."""
+    import torch.distributed as dist
+
+    older = {"all_gather": "all_gather_into_tensor", "reduce_scatter": "reduce_scatter_tensor"}[name]
+    return getattr(dist, f"{name}_single", None) or getattr(dist, older)
+
+
+@dataclass(frozen=True)
+class Group:
+    """A process group by its name, as an operator's argument has it."""
+
+    what: str
+    """The operator, for errors."""
+    group: Any
+
+    @classmethod
+    def named(cls, what: str, name: str) -> Group:
+        from torch.distributed import is_available
+
+        if not is_available():
+            raise RuntimeError(f"{what}: this torch was built without torch.distributed")
+        from torch.distributed.distributed_c10d import _resolve_process_group
+
+        try:
+            return cls(what, _resolve_process_group(name))  # type: ignore[arg-type]
+        except (RuntimeError, ValueError, KeyError):
+            raise RuntimeError(
+                f"{what}: group_name is '{name}', and this process is in no such group. Pass group.group_name of "
+                "one that torch.distributed.init_process_group or new_group made"
+            ) from None
+
+    @property
+    def size(self) -> int:
+        return self.group.size()
+
+    @property
+    def rank(self) -> int:
+        return self.group.rank()
+
+    def sum(self, t: Tensor) -> Tensor:
+        """Over the ranks; contiguous `t` itself may hold it."""
+        from torch.distributed import all_reduce
+
+        if self.size > 1 and t.numel():
+            self._wait(all_reduce(t, group=self.group, async_op=True), t)
+        return t
+
+    def largest(self, t: Tensor) -> Tensor:
+        """The largest of the ranks' values, each alone; contiguous `t` itself may hold it."""
+        from torch.distributed import ReduceOp, all_reduce
+
+        if self.size > 1 and t.numel():
+            self._wait(all_reduce(t, ReduceOp.MAX, group=self.group, async_op=True), t)
+        return t
+
+    def gather(self, t: Tensor) -> Tensor:
+        """[size, *t.shape]: of each rank, all in this shape."""
+        if self.size == 1:
+            return t[None]
+        data = t.contiguous()
+        data = data.view(torch.uint8) if data.dim() else data.view(1)  # no backend needs to know the dtype
+        out = data.new_empty((self.size * data.shape[0], *data.shape[1:]))
+        if data.numel():
+            self._wait(_function("all_gather")(out, data, group=self.group, async_op=True), t)
+        return out.view(t.dtype).view(self.size, *t.shape)
+
+    def sum_of_own(self, t: Tensor) -> Tensor:
+        """t [size, ...]: the sum over the ranks of t[rank]."""
+        if self.size == 1:
+            return t[0]
+        out = t.new_empty(t.shape[1:])
+        if out.numel():
+            self._wait(_function("reduce_scatter")(out, t.flatten(0, 1), group=self.group, async_op=True), t)
+        return out
+
+    # --- ranks that are missing ---
+
+    def _wait(self, work: Any, t: Tensor) -> None:
+        if t.device.type != "cpu":
+            work.wait()
+            return
+        while True:
+            try:
+                work.wait(POLL)
+                return
+            except RuntimeError as error:
+                if work.is_completed():
+                    self._give_up(str(error), error)
+                if other := self._who_gave_up():
+                    self._give_up(f"{described(other)} gave up", None)
+
+    def _key(self, rank: int) -> str:
+        return f"fp4_ops/gave_up/{rank}"
+
+    def _others(self) -> list[int]:
+        return [rank for rank in range(self.size) if rank != self.rank]
+
+    def _who_gave_up(self) -> list[int]:
+        try:
+            store = self.group.get_group_store()
+            return [self._global(rank) for rank in self._others() if store.check([self._key(rank)])]
+        except Exception:  # the store has ended with the process that held it; the collective will, too
+            return []
+
+    def _global(self, rank: int) -> int:
+        from torch.distributed import get_process_group_ranks
+
+        return get_process_group_ranks(self.group)[rank]
+
+    def _give_up(self, reason: str, error: Exception | None) -> NoReturn:
+        missing, end = self._others(), time.monotonic() + REPLY.total_seconds()
+        try:
+            store = self.group.get_group_store()
+            store.set(self._key(self.rank), "1")
+            while missing and time.monotonic() < end:
+                time.sleep(0.05)
+                missing = [rank for rank in missing if not store.check([self._key(rank)])]
+            who = described([self._global(rank) for rank in missing]) if missing else ""
+            missed = f"{who} did not answer within {REPLY.seconds} s" if who else "all ranks still answer"
+        except Exception:
+            missed = "rank 0 has ended, which held the store that the ranks find each other by"
+        ranks = ", ".join(str(self._global(rank)) for rank in range(self.size))
+        raise RuntimeError(
+            f"{self.what}: on rank {self._global(self.rank)} of the group {ranks}: {missed}. A rank has ended, hangs "
+            f"or never called the operator; nothing was computed. Look at its own output, and start all ranks anew. "
+            f"({reason.strip().splitlines()[0][:300]})"
+        ) from error

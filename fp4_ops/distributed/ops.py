@@ -1,0 +1,132 @@
+"""`fp4::moe_ep` and `fp4::all_reduce`: `fp4::moe` between torch.distributed's collectives.
+
+What ranks add is added in float32, and rounded once to the result's dtype.
+"""
+
+from __future__ import annotations
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+from torch.library import Library
+
+from ..meta import checks, group_checks
+from ..meta.layouts import LAYOUTS
+from .collectives import Group
+from .shares import own_experts
+
+
+def moe_ep(
+    x: Tensor, topk_ids: Tensor, topk_weights: Tensor,
+    w13: Tensor, w13_scale: Tensor, w13_global_scale: Tensor | None,
+    w2: Tensor, w2_scale: Tensor, w2_global_scale: Tensor | None,
+    w13_bias: Tensor | None = None, w2_bias: Tensor | None = None, *,
+    num_experts: int, tokens: str, group_name: str, max_tokens: int | None = None,
+    format: str, layout: str = "plain", activation: str = "silu", a_format: str = "none",
+    out_dtype: torch.dtype | None = None,
+) -> Tensor:  # fmt: skip
+    """out[t] = sum_j topk_weights[t, j] * expert(topk_ids[t, j], x[t]), the experts spread over the group's ranks.
+
+    num_experts: E, of all ranks; w13 and w2 are those of this rank (`own_experts`). topk_ids: of all, in [0, E).
+    tokens: "same" where all ranks have the same x, ids and weights; "own" where each has its own, T >= 0.
+    max_tokens: the most that a rank has, the same number on each; None: the ranks tell each other first.
+    """
+    experts = group_checks.check_moe_ep(
+        x, topk_ids, topk_weights, w13, w13_scale, w13_global_scale, w2, w2_scale, w2_global_scale,
+        format, layout, activation, a_format, w13_bias, w2_bias, num_experts, tokens, max_tokens,
+    )  # fmt: skip
+    dtype = checks.resolve_out_dtype(x, out_dtype)
+    group = Group.named("fp4::moe_ep", group_name)
+    own = own_experts(num_experts, group.size, group.rank)
+    if len(own) != experts.up.groups:
+        raise RuntimeError(
+            f"fp4::moe_ep: w13 has {experts.up.groups} experts; of {num_experts} on {group.size} ranks, rank "
+            f"{group.rank} must have {len(own)}"
+        )
+    rows = _Rows.of(group, x, topk_ids, topk_weights, max_tokens) if tokens == "own" else None
+    if rows is not None:
+        x, topk_ids, topk_weights = rows.all
+    pairs = x.shape[0] * topk_ids.shape[1]
+    here = (topk_ids >= own.start) & (topk_ids < own.stop)
+    part = torch.ops.fp4.moe(
+        x, torch.where(here, topk_ids - own.start, -1), topk_weights,
+        w13, w13_scale, w13_global_scale, w2, w2_scale, w2_global_scale, w13_bias, w2_bias,
+        format=format, layout=layout, activation=activation,
+        a_format=_of_all(a_format, experts, num_experts, pairs, x.device), out_dtype=torch.float32,
+    )  # fmt: skip
+    return (group.sum(part) if rows is None else rows.sum_of_own(part)).to(dtype)
+
+
+class _Rows:
+    """The tokens of all ranks, in the order of the ranks."""
+
+    def __init__(self, group: Group, own: int, counts: list[int], all: tuple[Tensor, ...]) -> None:
+        self.group, self.own, self.counts, self.all = group, own, counts, all
+
+    @classmethod
+    def of(cls, group: Group, x: Tensor, ids: Tensor, weights: Tensor, max_tokens: int | None) -> _Rows:
+        if max_tokens is None:
+            counts = cls._counts(group, x, ids, weights)
+        else:
+            counts = [max_tokens] * group.size
+        missing = max(counts) - x.shape[0]
+        given = (x, ids, weights)
+        if missing:
+            given = tuple(F.pad(t, (0, 0, 0, missing), value=-1 if t is ids else 0) for t in given)
+        gathered = (group.gather(t) for t in given)
+        all = tuple(torch.cat([t[:n] for t, n in zip(of, counts)]) for of in gathered)
+        return cls(group, x.shape[0], counts, all)
+
+    @staticmethod
+    def _counts(group: Group, x: Tensor, ids: Tensor, weights: Tensor) -> list[int]:
+        """Tokens of each rank. Raises RuntimeError where ranks bring what does not fit together."""
+        kinds = [checks.FLOATING.index(x.dtype), checks.FLOATING.index(weights.dtype), int(ids.dtype == torch.int64)]
+        own = torch.tensor([x.shape[0], x.shape[1], ids.shape[1], *kinds], dtype=torch.int64, device=x.device)
+        told = group.gather(own).tolist()
+        if len({tuple(kind) for _, *kind in told}) > 1:
+            raise RuntimeError(
+                f"fp4::moe_ep: x, topk_ids and topk_weights differ between ranks in dtypes, hidden size or top_k; "
+                f"here they are {checks.dtype_name(x.dtype)} {list(x.shape)}, {checks.dtype_name(ids.dtype)} "
+                f"{list(ids.shape)} and {checks.dtype_name(weights.dtype)}; only T may differ"
+            )
+        return [count for count, *_ in told]
+
+    def sum_of_own(self, part: Tensor) -> Tensor:
+        """part [all rows, H]: the sum over the ranks of this rank's rows."""
+        padded = max(self.counts)
+        if len(set(self.counts)) > 1:
+            split = part.split(self.counts)
+            part = torch.stack([F.pad(t, (0, 0, 0, padded - t.shape[0])) for t in split])
+        return self.group.sum_of_own(part.view(self.group.size, padded, part.shape[-1]))[: self.own]
+
+
+def _of_all(
+    a_format: str, experts: checks.Experts, num_experts: int, pairs: int, device: torch.device
+) -> str:
+    """What "auto" is on Hopper for all experts and all rows, so that it does not depend on the number of ranks."""
+    order = experts.up.layout
+    if a_format != "auto" or not order.hopper or "none" not in order.a_formats:
+        return a_format
+    from ..sm90 import choice
+    from ..sm90.decode import Routing
+    from ..sm90.library import multiprocessors
+
+    products = tuple(
+        choice.Product(Routing.OFFS, num_experts, pairs, w.n, w.k, w.format.block) for w in experts
+    )
+    few = choice.block_decodes(products, "auto", multiprocessors(device.index), order is LAYOUTS["sm90_bf16"])
+    return "none" if few else "fp8"
+
+
+def all_reduce(x: Tensor, *, group_name: str) -> Tensor:
+    """The sum of the ranks' x, a new tensor; x has the same shape on all of them."""
+    group_checks.check_all_reduce(x)
+    group = Group.named("fp4::all_reduce", group_name)
+    total = x.to(torch.float32, copy=True, memory_format=torch.contiguous_format)
+    return group.sum(total).to(x.dtype)
+
+
+_LIBRARY = Library("fp4", "IMPL")
+for _device in ("CPU", "CUDA"):
+    _LIBRARY.impl("moe_ep", moe_ep, _device)
+    _LIBRARY.impl("all_reduce", all_reduce, _device)

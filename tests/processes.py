@@ -1,0 +1,39 @@
+"""Starts a script several times, as torchrun would: one process a rank, gloo on the CPU."""
+
+from __future__ import annotations
+
+import json
+import os
+import socket
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+
+def free_port() -> int:
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        return free.getsockname()[1]
+
+
+def start(script: str, ranks: int, *args: object) -> list[subprocess.Popen[bytes]]:
+    """`script`, beside this file, with each rank's place in the environment."""
+    port, processes = free_port(), []
+    for rank in range(ranks):
+        env = {
+            **os.environ, "RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": str(ranks),
+            "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": "",
+            "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port),
+        }  # fmt: skip
+        command = [sys.executable, str(Path(__file__).parent / script), *map(str, args)]
+        processes.append(subprocess.Popen(command, env=env, stdout=subprocess.PIPE, stderr=subprocess.STDOUT))
+    return processes
+
+
+def outcomes(script: str, ranks: int, folder: Path, *args: object) -> list[dict[str, Any]]:
+    """What each rank wrote into `folder`, its first argument, as rank0.json, ..."""
+    processes = start(script, ranks, folder, *args)
+    logs = [p.communicate(timeout=600)[0].decode() for p in processes]
+    assert not any(p.returncode for p in processes), "\n".join(log[-4000:] for log in logs)
+    return [json.loads((folder / f"rank{rank}.json").read_text()) for rank in range(ranks)]

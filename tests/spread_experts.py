@@ -1,0 +1,255 @@
+"""One of several processes that call the operators over a group: `python spread_experts.py FOLDER`.
+
+FOLDER gets `rank0.json`, ...: what became of each situation. All ranks draw the same weights and all ranks'
+tokens, and compare their own rows with float64 over exactly dequantised weights.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import random
+import sys
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+import reference
+import torch
+import torch.distributed as dist
+from reference import FORMATS, GATES, assert_close, random_weight, rows_per_column
+
+import fp4_ops  # noqa: F401  loads the operators
+from fp4_ops.distributed.shares import own_experts
+
+FOLDER = Path(sys.argv[1])
+SEED = int(os.environ.get("FP4_TEST_SEED", "0"))
+FLOATS = (torch.float32, torch.bfloat16, torch.float16)
+
+
+def cut(w: reference.Weight, own: range) -> tuple[Any, ...]:
+    part = slice(own.start, own.stop)
+    return tuple(None if t is None else t[part].contiguous() for t in w.operands())
+
+
+class Case:
+    """A block of E experts and the tokens of each rank, the same draw on all of them."""
+
+    def __init__(self, rng: random.Random, ranks: int, rank: int, *, experts: int, counts: list[int], **fixed: Any):
+        self.rank, self.ranks, self.experts, self.counts = rank, ranks, experts, counts
+        self.format = fixed.get("format") or rng.choice(FORMATS)
+        self.activation = fixed.get("activation") or rng.choice(GATES)
+        self.a_format = fixed.get("a_format") or rng.choice(("none", "int8", "fp8", "auto"))
+        self.dtype = fixed.get("dtype") or rng.choice(FLOATS)
+        layout = rng.choice(("plain", "tile16"))
+        hidden, inner = 2 * rng.choice((16, 24, 47)), 2 * rng.choice((8, 16, 33))
+        self.hidden, self.inner, self.top_k = hidden, inner, rng.randint(1, 3)
+        n = rows_per_column(self.activation) * inner
+        self.w13 = random_weight(self.format, experts, n, hidden, layout=layout)
+        self.w2 = random_weight(self.format, experts, hidden, inner, layout=layout)
+        biases = rng.random() < 0.5
+        self.b13 = torch.randn(experts, n) if biases else None
+        self.b2 = torch.randn(experts, hidden) if biases else None
+        low, high = fixed.get("ids", (-1, experts + 1))
+        dtype = rng.choice((torch.int32, torch.int64))
+        self.x = [torch.randn(t, hidden).to(self.dtype) for t in counts]
+        self.ids = [torch.randint(low, high, (t, self.top_k)).to(dtype) for t in counts]
+        self.weights = [torch.rand(t, self.top_k) for t in counts]
+        self.own = own_experts(experts, ranks, rank)
+
+    def operands(self) -> tuple[Any, ...]:
+        biases = (None if b is None else b[self.own.start : self.own.stop] for b in (self.b13, self.b2))
+        return *cut(self.w13, self.own), *cut(self.w2, self.own), *biases
+
+    def options(self, **more: Any) -> dict[str, Any]:
+        return {
+            "format": self.format, "layout": self.w13.layout, "activation": self.activation,
+            "a_format": self.a_format, **more,
+        }  # fmt: skip
+
+    def call(self, tokens: str, of: int, op: Any = None, **more: Any) -> torch.Tensor:
+        op = op or torch.ops.fp4.moe_ep
+        more = {"num_experts": self.experts, "tokens": tokens, "group_name": dist.group.WORLD.group_name, **more}
+        return op(self.x[of], self.ids[of], self.weights[of], *self.operands(), **self.options(**more))
+
+    def check(self, got: torch.Tensor, of: int) -> None:
+        """Against float64, and against one process in float32, to which only the order of sums may differ."""
+        x, ids, weights = self.x[of], self.ids[of], self.weights[of]
+        assert got.shape == x.shape and got.dtype == self.dtype, (got.shape, got.dtype)
+        whole = (*self.w13.operands(), *self.w2.operands(), self.b13, self.b2)
+        one = torch.ops.fp4.moe(x, ids, weights, *whole, **self.options(out_dtype=torch.float32))
+        typical = one.double().norm().item()
+        assert_close(got, one.double(), self.dtype, self.hidden * self.top_k, typical=typical)
+        a_format = "int8" if self.a_format == "auto" else self.a_format
+        kwargs = {"activation": self.activation, "a_format": a_format}
+        args = (x, ids, weights, self.w13.dense, self.w2.dense, self.b13)
+        want = reference.moe(*args, self.b2, **kwargs)
+        between = reference.moe_between_codes(*args, **kwargs)
+        assert_close(got, want, self.dtype, self.hidden, factor=2.0, typical=want.norm().item(), more=between)
+
+
+def group_calls(rng: random.Random, ranks: int, rank: int) -> dict[str, Any]:
+    """Each with the word "right", or what is wrong."""
+
+    def case(**named: Any) -> Case:
+        return Case(rng, ranks, rank, **named)
+
+    def uneven(most: int = 9) -> list[int]:
+        return [rng.randint(0, most) for _ in range(ranks)]
+
+    def own(c: Case, **more: Any) -> None:
+        c.check(c.call("own", rank, **more), rank)
+
+    def same(c: Case) -> None:
+        c.check(c.call("same", 0), 0)
+
+    def own_tokens():
+        for experts in (1, 2, ranks, 5, 7, 8):
+            own(case(experts=experts, counts=uneven()))
+
+    def every_format_and_a_format():
+        for format in FORMATS:
+            for a_format in ("none", "int8", "fp8"):
+                own(case(experts=rng.choice((3, 4)), counts=uneven(), format=format, a_format=a_format))
+
+    def ranks_without_tokens():
+        for counts in ([0] * ranks, [5] + [0] * (ranks - 1), [0] * (ranks - 1) + [1]):
+            own(case(experts=4, counts=counts))
+
+    def one_rank_has_all_the_work():
+        own(case(experts=4, counts=uneven(), ids=(0, 1)))
+        own(case(experts=4, counts=uneven(), ids=(3, 4)))
+
+    def no_token_chooses_an_expert():
+        c = case(experts=4, counts=uneven(), ids=(-1, 0))
+        got = c.call("own", rank)
+        assert (got == 0).all()
+
+    def padded_to_max_tokens():
+        c = case(experts=5, counts=uneven(6))
+        own(c, max_tokens=6)
+        own(c, max_tokens=11)
+
+    def same_tokens():
+        for experts, count in ((1, 3), (2, 1), (5, 8), (8, 0), (ranks, 33)):
+            same(case(experts=experts, counts=[count]))
+
+    def equal_bits_on_all_ranks():
+        c = case(experts=7, counts=[12], a_format="int8")
+        bits = c.call("same", 0).float()
+        told = [torch.empty_like(bits) for _ in range(ranks)]
+        dist.all_gather(told, bits)
+        assert all(torch.equal(t, bits) for t in told)
+        assert torch.equal(c.call("same", 0).float(), bits)
+
+    def compiled_whole_for_any_number_of_tokens():
+        c = case(experts=5, counts=[4] * ranks, dtype=torch.bfloat16)
+        graphs = []
+
+        def backend(graph, _):
+            graphs.append(graph)
+            return graph.forward
+
+        def call(x, ids, weights, *w, **options):
+            return torch.ops.fp4.moe_ep(x * 1, ids, weights, *w, **options) * 1
+
+        compiled = torch.compile(call, fullgraph=True, dynamic=True, backend=backend)
+        for counts in ([11] * ranks, [13 + r for r in range(ranks)], [21] * ranks):  # no other size is such a number
+            d = case(experts=5, counts=counts, dtype=torch.bfloat16)
+            c.x, c.counts = [torch.randn(t, c.hidden).bfloat16() for t in counts], counts
+            c.ids = [torch.randint(0, 5, (t, c.top_k)) for t in counts]
+            c.weights = [w[:, :1].expand(-1, c.top_k).contiguous() for w in d.weights]
+            c.check(c.call("own", rank, compiled), rank)
+        assert len(graphs) == 1, len(graphs)
+
+    def all_reduce():
+        for dtype in FLOATS:
+            parts = [torch.randn(5, 7).to(dtype) for _ in range(ranks)]
+            mine = parts[rank].clone()
+            got = torch.ops.fp4.all_reduce(mine.T, group_name=dist.group.WORLD.group_name)
+            assert torch.equal(mine, parts[rank]), "its argument changed"
+            assert_close(got, sum(p.double() for p in parts).T, dtype, ranks, typical=35**0.5)
+        assert torch.ops.fp4.all_reduce(torch.empty(0, 3), group_name=dist.group.WORLD.group_name).shape == (0, 3)
+
+    def a_smaller_group():
+        group = dist.new_group([0, ranks - 1])
+        if rank in (0, ranks - 1):
+            place = 0 if rank == 0 else 1
+            c = Case(rng, 2, place, experts=5, counts=[3, 4])
+            c.check(c.call("own", place, group_name=group.group_name), place)
+
+    results: dict[str, Any] = {}
+    for function in (
+        own_tokens, every_format_and_a_format, ranks_without_tokens, one_rank_has_all_the_work,
+        no_token_chooses_an_expert, padded_to_max_tokens, same_tokens, equal_bits_on_all_ranks,
+        compiled_whole_for_any_number_of_tokens, all_reduce, a_smaller_group,
+    ):  # fmt: skip
+        rng.seed(f"{SEED} {function.__name__}")
+        torch.manual_seed(rng.getrandbits(32))
+        try:
+            function()
+            results[function.__name__] = "right"
+        except Exception as reason:
+            results[function.__name__] = f"{type(reason).__name__}: {reason}"
+        dist.barrier()
+    return results
+
+
+def refusals(rng: random.Random, ranks: int, rank: int) -> dict[str, Any]:
+    """The error of each bad call, after which the group still works."""
+    rng.seed(SEED)
+    torch.manual_seed(SEED)
+    c = Case(rng, ranks, rank, experts=2 * ranks, counts=[3] * ranks, dtype=torch.float32)
+
+    def another_share():
+        c.call("own", rank, num_experts=9 * ranks)
+
+    def an_unknown_group():
+        c.call("own", rank, group_name="nobody's")
+
+    def ranks_that_differ():
+        other = Case(rng, ranks, rank, experts=4, counts=[3] * ranks, dtype=FLOATS[1 if rank else 0])
+        other.call("own", rank)
+
+    def an_unknown_mode():
+        c.call("mine", rank)
+
+    def too_few_experts():
+        c.call("own", rank, num_experts=1)
+
+    def too_many_tokens():
+        c.call("own", rank, max_tokens=2)
+
+    def padding_of_the_same():
+        c.call("same", 0, max_tokens=9)
+
+    results = {}
+    for function in (
+        another_share, an_unknown_group, ranks_that_differ, an_unknown_mode, too_few_experts,
+        too_many_tokens, padding_of_the_same,
+    ):  # fmt: skip
+        rng.seed(f"{SEED} {function.__name__}")
+        torch.manual_seed(rng.getrandbits(32))
+        try:
+            function()
+            results[function.__name__] = "no error"
+        except RuntimeError as reason:
+            results[function.__name__] = str(reason)
+    c.check(c.call("own", rank), rank)
+    return results
+
+
+def main() -> None:
+    dist.init_process_group("gloo", timeout=timedelta(seconds=60))
+    torch.set_num_threads(1)
+    ranks, rank = dist.get_world_size(), dist.get_rank()
+    rng = random.Random(SEED)
+    results = group_calls(rng, ranks, rank) | refusals(rng, ranks, rank)
+    (FOLDER / f"rank{rank}.json").write_text(json.dumps(results))
+    dist.barrier()
+
+
+if __name__ == "__main__":
+    with torch.no_grad():
+        main()
+    os._exit(0)  # without Python's end, where a thread of gloo's may still be there and C++ terminates

@@ -1,0 +1,64 @@
+"""`fp4::moe_ep` and `fp4::all_reduce` over two and three processes, and what becomes of them where one is lost."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+from processes import outcomes, start
+
+distributed = pytest.importorskip("torch.distributed")
+if not distributed.is_available() or not distributed.is_gloo_available():
+    pytest.skip("torch was built without gloo", allow_module_level=True)
+
+RIGHT = (
+    "own_tokens", "every_format_and_a_format", "ranks_without_tokens", "one_rank_has_all_the_work",
+    "no_token_chooses_an_expert", "padded_to_max_tokens", "same_tokens", "equal_bits_on_all_ranks",
+    "compiled_whole_for_any_number_of_tokens", "all_reduce", "a_smaller_group",
+)  # fmt: skip
+REFUSED = {
+    "another_share": r"fp4::moe_ep: w13 has 2 experts; of \d+ on \d ranks, rank \d must have 9",
+    "an_unknown_group": "group_name is 'nobody's', and this process is in no such group. Pass group.group_name",
+    "ranks_that_differ": "topk_weights differ between ranks in dtypes, hidden size or top_k; here they are",
+    "an_unknown_mode": "tokens is 'mine'; it must be one of: own, same",
+    "too_few_experts": "num_experts is 1, those of all processes; w13 of this one alone has 2",
+    "too_many_tokens": "x has 3 tokens; max_tokens is 2, the most that a process may have",
+    "padding_of_the_same": "max_tokens is 9; with tokens 'same' it must be None",
+}
+
+
+@pytest.fixture(scope="module")
+def ranks(request, tmp_path_factory):
+    return outcomes("spread_experts.py", request.param, tmp_path_factory.mktemp("spread"))
+
+
+PROCESSES = [2, pytest.param(3, marks=pytest.mark.more)]
+
+
+@pytest.mark.parametrize("ranks", PROCESSES, indirect=True)
+def test_operators_over_a_group(ranks):
+    assert set(ranks[0]) == {*RIGHT, *REFUSED}
+    for outcome in ranks:
+        assert {name: outcome[name] for name in RIGHT} == dict.fromkeys(RIGHT, "right")
+
+
+@pytest.mark.parametrize("ranks", PROCESSES, indirect=True)
+def test_bad_calls_over_a_group(ranks):
+    """All ranks say so, and the group still works (spread_experts.py)."""
+    for outcome in ranks:
+        for name, words in REFUSED.items():
+            with pytest.raises(RuntimeError, match=words.replace("(", r"\(")):
+                raise RuntimeError(outcome[name])
+
+
+def test_a_rank_that_is_lost_is_named(tmp_path):
+    """Rank 1 of three: it does not come, and later it ends. The others' errors name it, soon."""
+    processes = start("lost_ranks.py", 3, tmp_path)
+    logs = [p.communicate(timeout=120)[0].decode() for p in processes]
+    assert [p.returncode for p in processes] == [0, 9, 0], logs
+    for rank in (0, 2):
+        told = json.loads((tmp_path / f"rank{rank}.json").read_text())
+        for name, (words, seconds) in told.items():
+            assert words.startswith(f"fp4::all_reduce: on rank {rank} of the group 0, 1, 2: rank 1 did not"), told
+            assert "start all ranks anew" in words
+            assert seconds < 60, (name, seconds)
