@@ -10,6 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from .distributed.parts import Part
 from .input_gradients import FrozenExperts
 from .meta.formats import FORMATS, activation_name, known_activation
 from .meta.layouts import LAYOUTS, block_scales, held, packed_spec, preferred_layout
@@ -57,6 +58,8 @@ class Recipe:
     """How activations enter the products; None picks by device when it runs."""
     trainable_inputs: bool = False
     """Whether gradients pass to the hidden states and the routing weights."""
+    part: Part | None = None
+    """What this process holds of the experts, if that is not all."""
     interleaved_gate: str = field(init=False)
     """The same activation over gate 0, up 0, gate 1, ...: torch.compile need not work it out."""
 
@@ -296,6 +299,13 @@ def experts_forward(
     if a_format is None:
         a_format = auto_a_format(hidden_states.device.type, w13.layout)
     operands = (*up, *down, bias, down_bias)
+    part = recipe.part
+    if part is not None and part.tokens:
+        return torch.ops.fp4.moe_ep(
+            hidden_states, top_k_index, top_k_weights, *operands,
+            num_experts=part.experts, tokens=part.tokens, group_name=part.group_name,
+            format=w13.format, layout=w13.layout, activation=gate, a_format=a_format,
+        )  # fmt: skip
     if recipe.trainable_inputs and torch.is_grad_enabled():
         options = {"format": w13.format, "layout": w13.layout, "activation": gate, "a_format": a_format}
         return FrozenExperts.apply(hidden_states, top_k_index, top_k_weights, options, *operands)

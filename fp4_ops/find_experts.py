@@ -12,10 +12,10 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from .distributed.parts import NoPart, Part, local, part_of
 from .experts import ExpertsForm
 from .gates import apply_gate
-from .meta.dtensors import split_over_processes
-from .meta.formats import ACTIVATIONS, Activation, activation_name
+from .meta.formats import ACTIVATIONS, Activation, activation_name, known_activation
 
 SOURCE_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 
@@ -65,6 +65,9 @@ class Plan:
     gate: str
     transposed: bool
     shape: str
+    experts: int
+    part: Part | None = None
+    """What this process holds, if that is not all."""
 
 
 class Refusal(Exception):
@@ -89,17 +92,16 @@ def plan(module: Any) -> Plan:
     form = GATED if module.has_gate else UNGATED
     for name in (form.gate_up, form.down):
         need(module._parameters.get(name) is not None, f"it has no parameter {name}")
-    for name, parameter in module._parameters.items():
-        if parts := split_over_processes(parameter):
-            raise Refusal(f"{name} is {parts}; {WHOLE_EXPERTS}")
-    up, down = module._parameters[form.gate_up], module._parameters[form.down]
+    transposed = module.is_transposed
+    try:
+        part = part_of(module, form.gate_up, form.down, (form.gate_up_bias, form.down_bias), transposed)
+    except NoPart as reason:
+        raise Refusal(f"{reason}; {WHOLE_EXPERTS}") from None
+    up, down = (local(module._parameters[name]) for name in (form.gate_up, form.down))
     for name, w in ((form.gate_up, up), (form.down, down)):
         need(w.dim() == 3, f"{name} has {w.dim()} dimensions, not 3")
         need(w.dtype in SOURCE_DTYPES, f"{name} is {w.dtype}; it must be float32, bfloat16 or float16")
-    (e, n13, h), (e2, n2, i) = (
-        logical_shape(up, module.is_transposed),
-        logical_shape(down, module.is_transposed),
-    )
+    (e, n13, h), (e2, n2, i) = logical_shape(up, transposed), logical_shape(down, transposed)
     rows = 2 * i if module.has_gate else i
     need(
         (e, n13, h) == (e2, rows, n2),
@@ -112,7 +114,10 @@ def plan(module: Any) -> Plan:
         raise Refusal(
             f"its {what} is none of fp4::moe's activations ({', '.join(ACTIVATIONS)}), clamped or not"
         )
-    return Plan(form, gate, module.is_transposed, f"{e} experts, hidden {h}, intermediate {i}")
+    if part is not None and part.kind == "split" and known_activation(gate).interleaved:
+        raise Refusal(f"its gate is interleaved, and the processes have parts of it; {WHOLE_EXPERTS}")
+    held = f"{e} experts" if part is None else str(part)
+    return Plan(form, gate, transposed, f"{held}, hidden {h}, intermediate {i}", e, part)
 
 
 @dataclass(frozen=True)
@@ -142,8 +147,9 @@ def form_of(module: nn.Module) -> Form | None:
 
 
 WHOLE_EXPERTS = (
-    "each process must hold all experts in 4 bits, whole. Load the model without tp_plan, tp_size, ep_size "
-    "and pp_size, and call fp4_ops.prepare before fully_shard or parallelize_module"
+    "each process must hold all experts, or the part that transformers' tp_size or ep_size gives it "
+    "(docs/several_gpus.md). Call fp4_ops.prepare before fully_shard or parallelize_module; "
+    "prepare(model, ep_group=group) spreads whole experts"
 )
 """What to do where a model is split over several processes."""
 

@@ -4,13 +4,15 @@ from __future__ import annotations
 
 import copy
 import ctypes
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from . import experts
+from .distributed.collectives import Group
+from .distributed.parts import Part, keep_local
 from .expert_lists import find_lists, linears, put, summary
 from .experts import Company, PackedWeight, Recipe, auto_a_format, interleave
 from .find_experts import OTHERWISE, Plan, find_experts, is_experts, logical_shape
@@ -85,6 +87,7 @@ def prepare(
     method: str = "rtn",
     calibration: Calibration | None = None,
     trainable_inputs: bool = False,
+    ep_group: Any = None,
 ) -> PrepareReport:
     """Replaces the expert weights of a transformers model by 4-bit ones, in place; the originals are freed.
 
@@ -107,6 +110,12 @@ def prepare(
     trainable_inputs: gradients pass through the experts to what goes into them, so that adapters (LoRA) and
         layers before them can be trained. The experts themselves are frozen: they have no gradient. Without
         it, a backward through the experts is an error.
+    ep_group: a torch.distributed process group, over which the experts are spread: this process keeps its
+    own, and
+        calls `fp4::moe_ep` with tokens of its own. All its processes must run the model's blocks equally
+        often.
+        None: each process has all experts, or the part of them that transformers gave it (DTensors, by
+        `DistributedConfig(tp_size, ep_size)`), whose results transformers adds up. See docs/several_gpus.md.
 
     Returns a report with one entry for each experts module; those that fp4::moe cannot express are left
     alone and keep running as before, with the reason in the report. Raises ValueError if nothing could be
@@ -119,22 +128,38 @@ def prepare(
     chosen = find_method(method, format)
     lists, unlike = find_lists(model)
     found, plans, refusals = find_experts(model, lists, unlike)
+    if ep_group is not None:
+        plans = _spread(plans, lists, ep_group)
+    for name, p in plans.items():
+        _check_part(name, p, chosen, trainable_inputs)
     if lists:
         _check_lists(lists, activation, chosen, trainable_inputs)
-    for name, p in plans.items():
-        _check_weights(name, found[name], p)
-    device, dtype, shapes = _weights(found, plans, lists)
+    originals = {
+        name: keep_local(found[name], p.part if p.part and p.part.tokens else None)
+        for name, p in plans.items()
+    }
     wanted = A_FORMATS[activation] or "auto"
-    layout = preferred_layout(device, *shapes, dtype=dtype, format=format, a_format=wanted)
-    check_activation(activation, device, layout)
-    quantizer = Quantizer(format, chosen, calibration, layout)
-    for name, p in plans.items():
-        quantizer.check(name, found[name], p)
+    try:
+        for name, p in plans.items():
+            _check_weights(name, found[name], p, format)
+        device, dtype, shapes = _weights(found, plans, lists)
+        layout = preferred_layout(device, *shapes, dtype=dtype, format=format, a_format=wanted)
+        check_activation(activation, device, layout)
+        quantizer = Quantizer(format, chosen, calibration, layout)
+        for name, p in plans.items():
+            quantizer.check(name, found[name], p)
+    except Exception:
+        for name, parameters in originals.items():
+            found[name]._parameters.update(parameters)
+        raise
+    originals.clear()
     sizes = _replace_weights(found, plans, quantizer)
     of_lists = _replace_linears(lists, quantizer)
     for name, p in plans.items():
         module: Any = found[name]
-        module._fp4_recipe = Recipe(p.form.of(module), p.gate, A_FORMATS[activation], trainable_inputs)
+        module._fp4_recipe = Recipe(
+            p.form.of(module), p.gate, A_FORMATS[activation], trainable_inputs, p.part
+        )
         if trainable_inputs:
             module.requires_grad_(False)  # biases, too
         Company([getattr(module, p.form.gate_up), getattr(module, p.form.down)], dtype, wanted).join()
@@ -160,6 +185,39 @@ def prepare(
         report.modules.append(PreparedModule(name, "", "its own", summary(modules), *of_lists[name]))
     report.modules += [PreparedModule(name, reason) for name, reason in unlike.items()]
     return report
+
+
+def _spread(plans: dict[str, Plan], lists: dict[str, Any], ep_group: Any) -> dict[str, Plan]:
+    """The same plans for this process's share of whole experts."""
+    if lists:
+        raise ValueError(
+            f"fp4: ep_group is given, and the experts of {next(iter(lists))} are modules of their own, "
+            f"which run by "
+            "their own code. Call prepare without it"
+        )
+    size, rank, spread = ep_group.size(), ep_group.rank(), {}
+    for name, p in plans.items():
+        if p.part is not None:
+            raise ValueError(
+                f"fp4: ep_group is given, and {name} has {p.part} already, as DTensors. Call prepare "
+                f"without it"
+            )
+        part = Part("spread", p.experts, size, rank, ep_group.group_name, "own")
+        shape = p.shape.partition(", ")[2]
+        spread[name] = replace(p, part=part, shape=f"{part}, {shape}")
+    return spread
+
+
+def _check_part(name: str, p: Plan, method: Method, trainable_inputs: bool) -> None:
+    """What experts that are spread or split over processes cannot have."""
+    if p.part is None:
+        return
+    if trainable_inputs:
+        raise ValueError(
+            f"fp4: trainable_inputs=True, and {name} has {p.part}: gradients need all of them here"
+        )
+    if method.calibration != "none" or (p.part.kind == "split" and method.name != "rtn"):
+        raise ValueError(f"fp4: method is {method.name!r}, and {name} has {p.part}. Use method='rtn'")
 
 
 def check_activation(activation: str, device: str, layout: str) -> None:
@@ -255,8 +313,11 @@ def _return_freed_memory() -> None:
         trim(0)
 
 
-def _check_weights(name: str, module: nn.Module, p: Plan) -> None:
+def _check_weights(name: str, module: nn.Module, p: Plan, format: str) -> None:
     """Everything that could fail half-way, before anything is changed."""
+    if p.part is not None and p.part.kind == "split":
+        inner = logical_shape(getattr(module, p.form.down), p.transposed)[2]
+        check_columns(name, p.part, inner * p.part.size, format)
     for attribute in (p.form.gate_up, p.form.down):
         weight = getattr(module, attribute)
         if weight.is_meta:
@@ -266,6 +327,19 @@ def _check_weights(name: str, module: nn.Module, p: Plan) -> None:
         for expert, matrix in enumerate(weight.detach()):
             if not matrix.isfinite().all():
                 raise ValueError(f"fp4: {name}.{attribute} holds NaN or infinity in expert {expert}")
+
+
+def check_columns(name: str, part: Part, inner: int, format: str) -> None:
+    """Raises ValueError unless each process's columns of the intermediate size are whole blocks."""
+    block = FORMATS[format].block
+    if inner % part.size or inner // part.size % block:
+        raise ValueError(
+            f"fp4: {name} has intermediate size {inner}, which {part.size} processes split (tp_size); "
+            f"each part must be "
+            f"a multiple of {block}, the block of {format}. Use another tp_size or format, or ep_size, "
+            f"which keeps "
+            "experts whole"
+        )
 
 
 @dataclass(frozen=True)
@@ -292,16 +366,20 @@ class Quantizer:
         return self.calibration.get(name, matrix)
 
     def pack(
-        self, weight: Tensor, name: str, matrix: str, *, transposed: bool = False, interleaved: bool = False
-    ) -> PackedWeight:
+        self, weight: Tensor, name: str, matrix: str, *, transposed: bool = False, interleaved: bool = False,
+        part: Part | None = None,
+    ) -> PackedWeight:  # fmt: skip
         """The weight [E, N, K] (stored [E, K, N] if transposed) in 4 bits, made a few experts at a time.
 
-        `interleaved`: with the rows of gate and up in turn.
+        `interleaved`: with the rows of gate and up in turn. `part`: what it is of a weight; of one that is
+        split
+        the codes are those that the whole one has.
         """
         moments = self._moments(name, matrix)
         # No inference tensors: they could not be loaded into or moved later.
         with torch.inference_mode(False), torch.no_grad():
             weight = weight.detach()
+            factors = self._factors(weight, part) if part is not None and part.kind == "split" else None
             e, n, k = logical_shape(weight, transposed)
             spec = packed_spec(FORMATS[self.format], LAYOUTS[self.layout], (e,), n, k)
             stacks = [weight.new_empty(shape, dtype=dtype) for shape, dtype in spec]
@@ -309,20 +387,32 @@ class Quantizer:
             if self.method.name != "rtn":  # whose kernel has threads of its own
                 at_once *= threads_of(weight.device)
             for start in range(0, e, at_once):
-                part = slice(start, start + at_once)
-                matrices = weight[part].transpose(1, 2).contiguous() if transposed else weight[part]
-                inputs = moments[part] if moments is not None else None
+                at = slice(start, start + at_once)
+                matrices = weight[at].transpose(1, 2).contiguous() if transposed else weight[at]
+                inputs = moments[at] if moments is not None else None
                 if interleaved:
                     matrices = interleave(matrices)
-                operands = relayout(self.quantize(matrices, inputs), self.format, k, "plain", self.layout)
+                made_here = self.quantize(matrices, inputs, factors[at] if factors is not None else None)
+                operands = relayout(made_here, self.format, k, "plain", self.layout)
                 for stack, made in zip(stacks, operands):
-                    stack[part] = made  # type: ignore[assignment]
+                    stack[at] = made  # type: ignore[assignment]
         global_scale = stacks[2] if len(stacks) == 3 else None
         return PackedWeight(stacks[0], stacks[1], global_scale, self.format, self.layout, k, interleaved)
 
-    def quantize(self, w: Tensor, moments: Tensor | None) -> tuple[Tensor, Tensor, Tensor | None]:
+    def _factors(self, weight: Tensor, part: Part) -> Tensor | None:
+        """Global scales [E] of weights of which other processes have the rest."""
+        if not FORMATS[self.format].has_global_scale:
+            return None
+        largest = weight.abs().amax((1, 2)).float().contiguous()
+        largest = Group.named("fp4_ops.prepare", part.group_name).largest(largest)
+        return torch.where(largest == 0, 1.0, largest / (6 * 448))
+
+    def quantize(
+        self, w: Tensor, moments: Tensor | None, factors: Tensor | None = None
+    ) -> tuple[Tensor, Tensor, Tensor | None]:
+        """factors: the global scales [E]; None: by w itself."""
         if self.method.name == "rtn":  # the same bits from a kernel
-            return torch.ops.fp4.quantize(w, self.format)
+            return torch.ops.fp4.quantize(w, self.format, factors)
         return quantize_weight(w, self.format, self.method.name, calibration=moments)
 
 
@@ -346,7 +436,7 @@ def _replace_weights(
         split = matrix == "gate_up" and act.gated and not act.interleaved
         return quantizer.pack(
             weight, name, matrix, transposed=plans[name].transposed,
-            interleaved=split and LAYOUTS[quantizer.layout].interleaved,
+            interleaved=split and LAYOUTS[quantizer.layout].interleaved, part=plans[name].part,
         )  # fmt: skip
 
     early = {w: pack(w) for w in places} if quantizer.method.calibration != "none" else {}

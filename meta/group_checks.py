@@ -1,4 +1,5 @@
-"""What the operators of several processes ask of their arguments. Their kernels are Python, so no C++ is made."""
+"""What the operators of several processes ask of their arguments. Their kernels are Python, so no C++ is
+made."""
 
 from __future__ import annotations
 
@@ -20,8 +21,10 @@ def check_moe_ep(*moe: Any) -> Experts:
     check_name("tokens", tokens, TOKENS)
     check(
         num_experts >= experts.up.groups,
-        lambda: f"num_experts is {num_experts}, those of all processes; w13 of this one alone has "
-        f"{experts.up.groups}",
+        lambda: (
+            f"num_experts is {num_experts}, those of all processes; w13 of this one alone has "
+            f"{experts.up.groups}"
+        ),
     )
     if max_tokens is not None:
         check_count("max_tokens", max_tokens)
@@ -32,7 +35,9 @@ def check_moe_ep(*moe: Any) -> Experts:
         )
         check(
             x.shape[0] <= max_tokens,
-            lambda: f"x has {x.shape[0]} tokens; max_tokens is {max_tokens}, the most that a process may have",
+            lambda: (
+                f"x has {x.shape[0]} tokens; max_tokens is {max_tokens}, the most that a process may have"
+            ),
         )
     return experts
 

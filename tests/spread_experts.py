@@ -35,7 +35,9 @@ def cut(w: reference.Weight, own: range) -> tuple[Any, ...]:
 class Case:
     """A block of E experts and the tokens of each rank, the same draw on all of them."""
 
-    def __init__(self, rng: random.Random, ranks: int, rank: int, *, experts: int, counts: list[int], **fixed: Any):
+    def __init__(
+        self, rng: random.Random, ranks: int, rank: int, *, experts: int, counts: list[int], **fixed: Any
+    ):
         self.rank, self.ranks, self.experts, self.counts = rank, ranks, experts, counts
         self.format = fixed.get("format") or rng.choice(FORMATS)
         self.activation = fixed.get("activation") or rng.choice(GATES)
@@ -69,7 +71,12 @@ class Case:
 
     def call(self, tokens: str, of: int, op: Any = None, **more: Any) -> torch.Tensor:
         op = op or torch.ops.fp4.moe_ep
-        more = {"num_experts": self.experts, "tokens": tokens, "group_name": dist.group.WORLD.group_name, **more}
+        more = {
+            "num_experts": self.experts,
+            "tokens": tokens,
+            "group_name": dist.group.WORLD.group_name,
+            **more,
+        }
         return op(self.x[of], self.ids[of], self.weights[of], *self.operands(), **self.options(**more))
 
     def check(self, got: torch.Tensor, of: int) -> None:
@@ -154,7 +161,11 @@ def group_calls(rng: random.Random, ranks: int, rank: int) -> dict[str, Any]:
             return torch.ops.fp4.moe_ep(x * 1, ids, weights, *w, **options) * 1
 
         compiled = torch.compile(call, fullgraph=True, dynamic=True, backend=backend)
-        for counts in ([11] * ranks, [13 + r for r in range(ranks)], [21] * ranks):  # no other size is such a number
+        for counts in (
+            [11] * ranks,
+            [13 + r for r in range(ranks)],
+            [21] * ranks,
+        ):  # no other size is such a number
             d = case(experts=5, counts=counts, dtype=torch.bfloat16)
             c.x, c.counts = [torch.randn(t, c.hidden).bfloat16() for t in counts], counts
             c.ids = [torch.randint(0, 5, (t, c.top_k)) for t in counts]
@@ -169,7 +180,10 @@ def group_calls(rng: random.Random, ranks: int, rank: int) -> dict[str, Any]:
             got = torch.ops.fp4.all_reduce(mine.T, group_name=dist.group.WORLD.group_name)
             assert torch.equal(mine, parts[rank]), "its argument changed"
             assert_close(got, sum(p.double() for p in parts).T, dtype, ranks, typical=35**0.5)
-        assert torch.ops.fp4.all_reduce(torch.empty(0, 3), group_name=dist.group.WORLD.group_name).shape == (0, 3)
+        assert torch.ops.fp4.all_reduce(torch.empty(0, 3), group_name=dist.group.WORLD.group_name).shape == (
+            0,
+            3,
+        )
 
     def a_smaller_group():
         group = dist.new_group([0, ranks - 1])

@@ -26,7 +26,8 @@ def test_every_operator_format_layout_and_kind_has_a_case():
     assert blocks == set(itertools.product(FORMATS, ("plain", "tile16"), A_FORMATS))
     assert {c.activation for c in cases if c.operator == "moe"} == set(ACTIVATIONS)
     done = {c.operator for c in cases} | {what.split()[0] for what, *_ in selftest.conversions("cpu")}
-    # unpack is part of prepack's check; gradients and orders of rows are exact, or torch's own; the rest needs
+    # unpack is part of prepack's check; gradients and orders of rows are exact, or torch's own; the rest
+    # needs
     # several processes.
     assert set(OPERATORS) - done == {"unpack", "moe_input_grads", "moe_ep", "all_reduce", *ROWS}
 

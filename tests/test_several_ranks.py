@@ -1,4 +1,5 @@
-"""`fp4::moe_ep` and `fp4::all_reduce` over two and three processes, and what becomes of them where one is lost."""
+"""`fp4::moe_ep` and `fp4::all_reduce` over two and three processes, and what becomes of them where one is
+lost."""
 
 from __future__ import annotations
 
@@ -18,7 +19,7 @@ RIGHT = (
 )  # fmt: skip
 REFUSED = {
     "another_share": r"fp4::moe_ep: w13 has 2 experts; of \d+ on \d ranks, rank \d must have 9",
-    "an_unknown_group": "group_name is 'nobody's', and this process is in no such group. Pass group.group_name",
+    "an_unknown_group": "group_name is 'nobody's', and this process is in no such group. Pass group",
     "ranks_that_differ": "topk_weights differ between ranks in dtypes, hidden size or top_k; here they are",
     "an_unknown_mode": "tokens is 'mine'; it must be one of: own, same",
     "too_few_experts": "num_experts is 1, those of all processes; w13 of this one alone has 2",
@@ -59,6 +60,8 @@ def test_a_rank_that_is_lost_is_named(tmp_path):
     for rank in (0, 2):
         told = json.loads((tmp_path / f"rank{rank}.json").read_text())
         for name, (words, seconds) in told.items():
-            assert words.startswith(f"fp4::all_reduce: on rank {rank} of the group 0, 1, 2: rank 1 did not"), told
+            assert words.startswith(
+                f"fp4::all_reduce: on rank {rank} of the group 0, 1, 2: rank 1 did not"
+            ), told
             assert "start all ranks anew" in words
             assert seconds < 60, (name, seconds)

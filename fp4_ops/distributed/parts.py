@@ -1,0 +1,128 @@
+"""What one process holds of an experts module: some of the experts whole, or some columns of each.
+
+transformers (and whoever uses its meshes' names) says it with DTensors: Shard(0) on a mesh "ep" spreads the
+experts;
+on a mesh "tp" the rows of gate and up, and the columns of down, are split along the intermediate size.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+from torch import Tensor, nn
+
+from ..meta.dtensors import split_over_processes
+from .shares import own_experts
+
+
+@dataclass(frozen=True)
+class Part:
+    kind: str
+    """"spread": `own` experts, whole. "split": of every expert, `own_columns` of the intermediate size."""
+    experts: int
+    """Of all processes together."""
+    size: int
+    rank: int
+    group_name: str
+    tokens: str = ""
+    """As in `fp4::moe_ep`; "": whoever calls the module gives it this process's ids and adds up the
+    results."""
+
+    @property
+    def own(self) -> range:
+        """The experts that are here."""
+        spread = self.kind == "spread"
+        return own_experts(self.experts, self.size, self.rank) if spread else range(self.experts)
+
+    def own_columns(self, inner: int) -> range:
+        """Of an intermediate size, those that are here."""
+        each = inner // self.size
+        return range(self.rank * each, (self.rank + 1) * each) if self.kind == "split" else range(inner)
+
+    def __str__(self) -> str:
+        if self.kind == "spread":
+            return f"{len(self.own)} of {self.experts} experts, on rank {self.rank} of {self.size}"
+        return f"a {self.size}th of each of {self.experts} experts, on rank {self.rank} of {self.size}"
+
+
+class NoPart(Exception):
+    """DTensors that are none of these; says which, without what to do."""
+
+
+def part_of(module: nn.Module, up: str, down: str, biases: tuple[str, ...], transposed: bool) -> Part | None:
+    """By the DTensors among a module's parameters; None if there are none. Raises NoPart."""
+    named: dict[str, Any] = {n: p for n, p in module._parameters.items() if p is not None}
+    split = {name: p for name, p in named.items() if split_over_processes(p)}
+    if not split:
+        return None
+    first = next(iter(split))
+    words = f"{first} is {split_over_processes(split[first])}"
+    mesh = split[first].device_mesh
+    names = mesh.mesh_dim_names or ("without a name",)
+    if mesh.ndim != 1 or names[0] not in ("ep", "tp") or any(p.device_mesh != mesh for p in split.values()):
+        raise NoPart(words)
+    if "forward" not in module.__dict__:
+        raise NoPart(
+            f"{words}, and nothing adds up what the processes compute (transformers' own forward does)"
+        )
+    experts = named[up].shape[0]
+    where = mesh.size(), mesh.get_local_rank(), mesh.get_group().group_name
+    if names[0] == "ep":
+        for name, p in named.items():
+            if name not in split or not p.placements[0].is_shard(0):
+                raise NoPart(
+                    f"{name} is {split_over_processes(p) or 'whole'}; on a mesh 'ep' it must be placed S(0)"
+                )
+        if experts % mesh.size():
+            raise NoPart(f"{words}; {experts} experts must be a multiple of the processes")
+        return Part("spread", experts, *where)
+    if present := [name for name in biases if named.get(name) is not None]:
+        raise NoPart(f"{words}, and {present[0]} is a bias, which each process would add")
+    rows, columns = (2, 1) if transposed else (1, 2)
+    gated = named[up].shape[rows] == 2 * named[down].shape[columns]
+    if not (_is_split(split.get(up), rows, 2 if gated else 1) and _is_split(split.get(down), columns, 1)):
+        other = split.get(down)
+        raise NoPart(
+            f"{words}, and {down} {split_over_processes(other) or 'whole'}, not by the intermediate size"
+        )
+    if named[down].shape[columns] % mesh.size():
+        raise NoPart(f"{words}; the intermediate size must be a multiple of the processes")
+    return Part("split", experts, *where)
+
+
+def _is_split(p: Any, dim: int, groups: int) -> bool:
+    """Whether a DTensor has, of each of `groups` equal parts of dimension `dim`, one piece a process."""
+    if p is None:
+        return False
+    placement = p.placements[0]
+    if getattr(placement, "dim", None) not in (dim, dim - p.dim()):
+        return False
+    factor = getattr(placement, "split_factor", 1)
+    return bool(factor == groups)
+
+
+def local(parameter: Tensor) -> Tensor:
+    """What this process has of a DTensor; any other tensor itself."""
+    return parameter.to_local() if split_over_processes(parameter) else parameter  # type: ignore[attr-defined]
+
+
+def keep_local(module: nn.Module, part: Part | None = None) -> dict[str, Any]:
+    """Puts this process's part in place of each parameter that is a DTensor, or with `part` (spread) is
+    whole.
+
+    Returns the parameters as they were.
+    """
+    before = dict(module._parameters)
+    for name, p in before.items():
+        if p is None:
+            continue
+        if part is not None:
+            own = p.detach()[part.own.start : part.own.stop]
+            own = own if p.dim() == 3 else own.clone()  # weights are packed soon, which frees all of them
+        elif split_over_processes(p):
+            own = local(p.detach())
+        else:
+            continue
+        module._parameters[name] = nn.Parameter(own, requires_grad=p.requires_grad)
+    return before

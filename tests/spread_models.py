@@ -1,0 +1,157 @@
+"""One of several processes that spread or split a prepared model's experts: `python spread_models.py FOLDER`.
+
+FOLDER has `bf16` and `4bit` of each family that is named in it, and gets `rank0.json`, ...: what became of each
+situation, as [error against one process, bytes of 4-bit experts here, bytes of them all].
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+import warnings
+from collections.abc import Callable
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+import transformers
+from torch import nn
+from torch.distributed.tensor import DTensor
+
+import fp4_ops
+from fp4_ops.checkpoints.hf import FP4Config
+from fp4_ops.experts import PackedWeight
+from fp4_ops.find_experts import is_experts
+
+SITUATIONS: dict[str, Callable[[], Any]] = {}
+FOLDER = Path(sys.argv[1]) if len(sys.argv) > 1 else Path()
+ONLY = sys.argv[2:]
+"""Families; the first is that of all situations that are of one."""
+IDS = torch.arange(14).reshape(2, 7)
+
+
+def situation(function: Callable[..., Any]) -> Callable[..., Any]:
+    SITUATIONS[function.__name__] = function
+    return function
+
+
+def load(folder: str, **kwargs: Any) -> Any:
+    return transformers.AutoModelForCausalLM.from_pretrained(FOLDER / folder, dtype=torch.float32, **kwargs)
+
+
+def split(folder: str, quantization: Any = None, **sizes: Any) -> Any:
+    from transformers.distributed import DistributedConfig
+
+    more = {"quantization_config": quantization} if quantization is not None else {}
+    return load(folder, distributed_config=DistributedConfig(**sizes), **more)
+
+
+@torch.no_grad()
+def logits(model: nn.Module, ids: torch.Tensor = IDS) -> torch.Tensor:
+    out = model(input_ids=ids, use_cache=False).logits
+    return out.full_tensor() if isinstance(out, DTensor) else out
+
+
+def error(got: torch.Tensor, want: torch.Tensor) -> float:
+    return ((got.double() - want.double()).norm() / want.double().norm()).item()
+
+
+def held(model: nn.Module) -> int:
+    return sum(m.num_bytes for m in model.modules() if isinstance(m, PackedWeight))
+
+
+def compared(model: nn.Module, one: nn.Module, ids: torch.Tensor = IDS) -> list[float]:
+    return [error(logits(model, ids), logits(one, ids)), held(model), held(one)]
+
+
+def prepared(folder: str, **kwargs: Any) -> Any:
+    model = load(folder)
+    fp4_ops.prepare(model, **{"activation": "bf16", **kwargs})
+    return model
+
+
+def own_ids() -> torch.Tensor:
+    """This rank's tokens: other ones, and another number of them, than on the other ranks."""
+    return torch.randint(0, 128, (1 + dist.get_rank(), 5), generator=torch.Generator().manual_seed(dist.get_rank()))
+
+
+# --- whole models, whose experts prepare spreads ---
+
+
+@situation
+def a_group_of_ranks_with_own_tokens(family: str):
+    model = prepared(f"{family}/bf16", ep_group=dist.group.WORLD)
+    assert all(m.part.kind == "spread" for m in recipes(model))
+    return compared(model, prepared(f"{family}/bf16"), own_ids())
+
+
+@situation
+def a_group_that_generates(family: str):
+    """The same number of steps on all ranks, with tokens of their own."""
+    model, one = prepared(f"{family}/bf16", ep_group=dist.group.WORLD), prepared(f"{family}/bf16")
+    options = {"max_new_tokens": 4, "min_new_tokens": 4, "do_sample": False, "pad_token_id": 0}
+    got, want = (m.generate(own_ids(), **options) for m in (model, one))
+    return [float((got != want).sum()), held(model), held(one)]
+
+
+@situation
+def a_group_and_activations_by_device(family: str):
+    model = prepared(f"{family}/bf16", ep_group=dist.group.WORLD, activation="auto")
+    return compared(model, prepared(f"{family}/bf16", activation="auto"), own_ids())
+
+
+def recipes(model: nn.Module) -> list[Any]:
+    return [m._fp4_recipe for m in model.modules() if hasattr(m, "_fp4_recipe")]
+
+
+# --- models that transformers splits, in 16 bits until prepare ---
+
+
+def after(family: str, activation: str = "bf16", **sizes: Any) -> list[float]:
+    model = split(f"{family}/bf16", **sizes)
+    fp4_ops.prepare(model, activation=activation)
+    return compared(model, prepared(f"{family}/bf16", activation=activation))
+
+
+@situation
+def prepare_after_expert_parallelism(family: str):
+    return after(family, tp_size=dist.get_world_size(), ep_size=dist.get_world_size())
+
+
+@situation
+def prepare_after_tensor_parallelism(family: str):
+    return after(family, tp_size=dist.get_world_size())
+
+
+# --- main ---
+
+
+def main() -> None:
+    dist.init_process_group("gloo", timeout=timedelta(seconds=60))
+    warnings.simplefilter("ignore")
+    fp4_ops.register_with_transformers()
+    torch.set_num_threads(1)
+    results: dict[str, Any] = {}
+    for name, function in SITUATIONS.items():
+        for family in ONLY:
+            torch.manual_seed(0)
+            torch.compiler.reset()
+            try:
+                results[f"{name} {family}"] = function(family)
+            except Exception as reason:
+                results[f"{name} {family}"] = f"{type(reason).__name__}: {reason}"
+                if os.environ.get("TRACE"):
+                    import traceback
+
+                    traceback.print_exc()
+            dist.barrier()
+    (FOLDER / f"rank{dist.get_rank()}.json").write_text(json.dumps(results))
+    dist.barrier()
+
+
+if __name__ == "__main__":
+    main()
+    os._exit(0)  # without Python's end, where a thread of gloo's may still be there and C++ terminates
