@@ -1,6 +1,7 @@
 """One of several processes that spread or split a prepared model's experts: `python spread_models.py FOLDER`.
 
-FOLDER has `bf16` and `4bit` of each family that is named in it, and gets `rank0.json`, ...: what became of each
+FOLDER has `bf16` and `4bit` of each family that is named in it, and gets `rank0.json`, ...: what became of
+each
 situation, as [error against one process, bytes of 4-bit experts here, bytes of them all].
 """
 
@@ -24,7 +25,6 @@ from torch.distributed.tensor import DTensor
 import fp4_ops
 from fp4_ops.checkpoints.hf import FP4Config
 from fp4_ops.experts import PackedWeight
-from fp4_ops.find_experts import is_experts
 
 SITUATIONS: dict[str, Callable[[], Any]] = {}
 FOLDER = Path(sys.argv[1]) if len(sys.argv) > 1 else Path()
@@ -75,7 +75,9 @@ def prepared(folder: str, **kwargs: Any) -> Any:
 
 def own_ids() -> torch.Tensor:
     """This rank's tokens: other ones, and another number of them, than on the other ranks."""
-    return torch.randint(0, 128, (1 + dist.get_rank(), 5), generator=torch.Generator().manual_seed(dist.get_rank()))
+    return torch.randint(
+        0, 128, (1 + dist.get_rank(), 5), generator=torch.Generator().manual_seed(dist.get_rank())
+    )
 
 
 # --- whole models, whose experts prepare spreads ---
@@ -124,6 +126,66 @@ def prepare_after_expert_parallelism(family: str):
 @situation
 def prepare_after_tensor_parallelism(family: str):
     return after(family, tp_size=dist.get_world_size())
+
+
+# --- 4-bit folders, and quantising while loading ---
+
+
+def loaded(family: str, **sizes: Any) -> list[float]:
+    model, one = split(f"{family}/4bit", **sizes), load(f"{family}/4bit")
+    for m in (model, one):
+        for recipe in recipes(m):
+            object.__setattr__(recipe, "a_format", "none")
+    assert recipes(model)
+    return compared(model, one)
+
+
+@situation
+def a_folder_with_expert_parallelism(family: str):
+    return loaded(family, tp_size=dist.get_world_size(), ep_size=dist.get_world_size())
+
+
+@situation
+def a_folder_with_tensor_parallelism(family: str):
+    return loaded(family, tp_size=dist.get_world_size())
+
+
+@situation
+def a_folder_with_tp_plan_auto(family: str):
+    model, one = load(f"{family}/4bit", tp_plan="auto"), load(f"{family}/4bit")
+    return compared(model, one)
+
+
+@situation
+def a_folder_over_a_group(family: str):
+    path = FOLDER / family / "4bit"
+    options = {"activation": "bf16", "dtype": torch.float32}
+    model = fp4_ops.load_checkpoint(None, path, ep_group=dist.group.WORLD, **options)
+    return compared(model, fp4_ops.load_checkpoint(None, path, **options), own_ids())
+
+
+@situation
+def load_checkpoint_with_expert_parallelism(family: str):
+    from transformers.distributed import DistributedConfig
+
+    path, size = FOLDER / family / "4bit", dist.get_world_size()
+    options = {"activation": "bf16", "dtype": torch.float32}
+    config = DistributedConfig(tp_size=size, ep_size=size)
+    model = fp4_ops.load_checkpoint(None, path, distributed_config=config, **options)
+    return compared(model, fp4_ops.load_checkpoint(None, path, **options))
+
+
+@situation
+def quantising_with_expert_parallelism(family: str):
+    size = dist.get_world_size()
+    model = split(f"{family}/bf16", FP4Config("nvfp4", "bf16"), tp_size=size, ep_size=size)
+    return compared(model, prepared(f"{family}/bf16"))
+
+
+@situation
+def quantising_with_tensor_parallelism(family: str):
+    model = split(f"{family}/bf16", FP4Config("nvfp4", "bf16"), tp_size=dist.get_world_size())
+    return compared(model, prepared(f"{family}/bf16"))
 
 
 # --- main ---

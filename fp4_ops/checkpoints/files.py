@@ -69,6 +69,13 @@ class TensorInfo:
         row = replace(self, name=f"{self.name}[{i}]", shape=self.shape[1:])
         return replace(row, offset=self.offset + i * row.nbytes)
 
+    def rows(self, which: range) -> TensorInfo:
+        """Neighbouring entries along the first dimension."""
+        cut = replace(
+            self, name=f"{self.name}[{which.start}:{which.stop}]", shape=(len(which), *self.shape[1:])
+        )
+        return replace(cut, offset=self.offset + which.start * (self.nbytes // max(self.shape[0], 1)))
+
     def chunks(self) -> Iterator[TensorInfo]:
         """Its bytes, some at a time, as tensors of their own."""
         for start in range(0, self.nbytes, CHUNK):

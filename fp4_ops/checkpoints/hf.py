@@ -36,6 +36,7 @@ from .families import config_of, model_class, register_families
 from .files import CheckpointError, Folder, read_json
 from .load import LoadReport, detach_places, fill
 from .placement import Placement, place
+from .ranks import announce, divide, kinds_of
 from .save import state_dict_for_saving
 
 METHOD = "fp4"
@@ -49,7 +50,7 @@ class FP4Config(QuantizationConfigMixin):
     activation: as in `fp4_ops.prepare`.
     stored: the quantization_config of a folder that is in 4 bits already; its format counts then.
     device: where a folder in 4 bits goes; None leaves that to transformers' device_map.
-    requantize, trainable_inputs: as in `fp4_ops.load_checkpoint`.
+    requantize, trainable_inputs: as in `fp4_ops.load_checkpoint`; ep_group: the group's name.
     """
 
     def __init__(
@@ -60,13 +61,14 @@ class FP4Config(QuantizationConfigMixin):
         device: str | None = None,
         requantize: str | None = None,
         trainable_inputs: bool = False,
+        ep_group: str | None = None,
         **_: Any,
     ) -> None:
         self.quant_method: Any = METHOD
         if activation not in A_FORMATS:
             raise ValueError(f"fp4: activation is {activation!r}; it must be one of: {', '.join(A_FORMATS)}")
         self.format, self.activation, self.stored, self.device = format, activation, stored, device
-        self.requantize, self.trainable_inputs = requantize, trainable_inputs
+        self.requantize, self.trainable_inputs, self.ep_group = requantize, trainable_inputs, ep_group
 
     def to_dict(self) -> dict[str, Any]:
         """What a saved folder's config says: the dialect of its files, which others read too."""
@@ -88,6 +90,7 @@ class FP4HfQuantizer(HfQuantizer):
     report: LoadReport | None = None
     _dialects: tuple[Dialect, ...]
     _placement: Placement
+    _kinds: dict[str, str]
 
     @property
     def stored(self) -> dict[str, Any] | None:
@@ -102,7 +105,7 @@ class FP4HfQuantizer(HfQuantizer):
     def _process_model_before_weight_loading(
         self, model: Any, checkpoint_files: list[str] | None = None, dtype: Any = None, **kwargs: Any
     ) -> None:
-        _check_whole(getattr(model.config, "distributed_config", None))
+        _check_sizes(model, self.quantization_config.ep_group)
         if self.stored is None:
             return
         if not checkpoint_files:
@@ -110,6 +113,8 @@ class FP4HfQuantizer(HfQuantizer):
         folder = Folder(Path(checkpoint_files[0]).parent)
         weights = stored_weights(folder.tensors, self._dialects)
         self._placement = place(model, weights, folder.tensors.values())
+        self._kinds = kinds_of(model, self._placement)
+        announce(model, self._placement, self._kinds)
         detach_places(model, self._placement)
         # Read by us, not by transformers: not unexpected.
         model._keys_to_ignore_on_load_unexpected = (
@@ -117,11 +122,11 @@ class FP4HfQuantizer(HfQuantizer):
         )
 
     def _process_model_after_weight_loading(self, model: Any, **kwargs: Any) -> Any:
-        _check_whole(model, prefix="_")  # releases of transformers that do not put it into the config
         config = self.quantization_config
         if self.stored is None:
             prepare(model, config.format, config.activation, trainable_inputs=config.trainable_inputs)
             return model
+        divide(model, self._placement, self._kinds, config.ep_group)
         if config.device is not None:
             model.to(config.device)
         self.report = fill(
@@ -154,15 +159,21 @@ class FP4HfQuantizer(HfQuantizer):
         return True
 
 
-def _check_whole(owner: Any, prefix: str = "") -> None:
-    """Raises ValueError where transformers splits a model: it would add up the outputs of whole experts.
-
-    owner: has the sizes, a DistributedConfig or a model, under `prefix` and their names.
-    """
-    for name in ("tp_size", "ep_size", "pp_size"):
-        size = getattr(owner, prefix + name, None)
-        if isinstance(size, int) and size > 1:
-            raise ValueError(f"fp4: {name} is {size}; it must be 1, because {WHOLE_EXPERTS}")
+def _check_sizes(model: Any, ep_group: str | None) -> None:
+    """Raises ValueError where transformers divides a model in a way that 4-bit experts do not follow."""
+    config = getattr(model.config, "distributed_config", None)
+    for name in ("pp_size", "tp_size", "ep_size"):
+        size = getattr(config, name, None)
+        if not isinstance(size, int) or size == 1:
+            continue
+        if name == "pp_size":
+            raise ValueError(f"fp4: pp_size is {size}; it must be 1, because {WHOLE_EXPERTS}")
+        if ep_group is not None:
+            raise ValueError(f"fp4: {name} is {size}, and ep_group is given; give one of the two")
+        if not hasattr(model, "_resolve_parallel_plans"):
+            raise ValueError(
+                f"fp4: {name} is {size}; this transformers does not say what it divides. Use 5.23 or later"
+            )
 
 
 def _device_of(model: nn.Module) -> Any:
@@ -298,6 +309,8 @@ def load_checkpoint(
     requantize: str | None = None,
     trainable_inputs: bool = False,
     trust_remote_code: bool = False,
+    distributed_config: Any = None,
+    ep_group: Any = None,
 ) -> PreTrainedModel:
     """A model whose expert weights are the 4-bit ones of a checkpoint folder.
 
@@ -310,6 +323,10 @@ def load_checkpoint(
         Weights in nvfp4 or mxfp4 are never converted to another format.
     trainable_inputs: as in `fp4_ops.prepare`: for adapters on frozen experts.
     trust_remote_code: run the folder's own code where transformers does not have the family (Kimi K2 it has).
+    distributed_config: transformers' `DistributedConfig(tp_size, ep_size)`: this process reads its own
+    experts, or its
+        part of each. ep_group: as in `fp4_ops.prepare`; the rest of the model is whole. See
+        docs/several_gpus.md.
 
     Every file is checked first: a truncated one, a missing scale, a wrong shape or an unknown dialect is a
     CheckpointError that names file and tensor, and nothing is loaded. Weights are read one expert at a time,
@@ -341,8 +358,11 @@ def load_checkpoint(
     config.quantization_config = {
         "quant_method": METHOD, "activation": activation, "stored": stored, "device": str(device),
         "requantize": requantize, "trainable_inputs": trainable_inputs,
+        "ep_group": None if ep_group is None else ep_group.group_name,
     }  # fmt: skip
-    trusted = {"trust_remote_code": trust_remote_code} if cls is AutoModelForCausalLM else {}
+    trusted: dict[str, Any] = {"trust_remote_code": trust_remote_code} if cls is AutoModelForCausalLM else {}
+    if distributed_config is not None:
+        trusted["distributed_config"] = distributed_config
     model, info = cls.from_pretrained(
         folder.path, config=config, dtype=dtype, output_loading_info=True, **trusted
     )

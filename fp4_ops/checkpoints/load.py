@@ -11,6 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from ..distributed.parts import keep_local
 from ..experts import IMPLEMENTATION, Company, PackedWeight, Recipe, interleave
 from ..meta.formats import FORMATS
 from ..meta.layouts import preferred_layout
@@ -21,6 +22,7 @@ from .files import CheckpointError, Reader, TensorInfo
 from .fold import Folds, join_rows
 from .placement import HALVES, DensePlacement, ExpertsPlacement, Part, Placement
 from .progress import progress_bar
+from .ranks import columns
 
 
 @dataclass
@@ -141,12 +143,18 @@ def load_stack(
     interleaved: bool,
     device: torch.device,
     source: Source,
+    cut: Callable[[Codes, str], Codes] | None = None,
 ) -> Stack:
-    """Each expert is read straight into its place. Experts that have no weights are zeros."""
+    """Each expert is read straight into its place. Experts that have no weights are zeros.
+
+    `cut` takes what this process has, of shape `shape`, from codes in a format.
+    """
     format = source.format(next(iter(parts.values())))
     fmt, (e, n, k) = FORMATS[format], shape
     if (None, "") in parts:
         stack = source.one(parts[None, ""])
+        if cut is not None:
+            stack = cut(stack, format)
         factor = stack.global_scale
         if factor is not None:
             factor = factor.reshape(-1).expand(e).contiguous()
@@ -168,6 +176,8 @@ def load_stack(
             packed[expert] = 0
             block_scale.view(torch.uint8)[expert] = 0
             continue
+        if cut is not None:
+            codes = cut(codes, format)
         packed[expert] = codes.packed
         block_scale.view(torch.uint8)[expert] = codes.block_scale.to(dtype).view(torch.uint8)
         if codes.global_scale is not None:
@@ -258,8 +268,12 @@ def fill(
             stacks = {}
             for attribute, shape in placed.shapes.items():
                 parts = {key[1:]: w for key, w in placed.parts.items() if key[0] == attribute}
-                turned = placed.form.interleaved and attribute == placed.form.gate_up
-                stacks[attribute] = load_stack(parts, shape, turned, device, source(device))
+                up = attribute == placed.form.gate_up
+                turned = placed.form.interleaved and up
+                cut = None
+                if placed.part is not None and placed.part.kind == "split":
+                    cut, shape = _cut(placed, up, shape)
+                stacks[attribute] = load_stack(parts, shape, turned, device, source(device), cut)
             if placed.plan is not None:
                 report.nbytes += _attach(
                     module, placed, stacks, dtype, activation, trainable_inputs, device, report
@@ -286,6 +300,20 @@ def fill(
     return report
 
 
+def _cut(
+    placed: ExpertsPlacement, up: bool, shape: tuple[int, int, int]
+) -> tuple[Callable[[Codes, str], Codes], tuple[int, int, int]]:
+    """How to take this process's columns out of codes, and the shape of all of them."""
+    part, inner = placed.part, placed.shapes[placed.form.down][2]
+    assert part is not None
+    e, n, k = shape
+
+    def cut(codes: Codes, format: str) -> Codes:
+        return columns(codes, up, inner, part, FORMATS[format].block, placed.form.interleaved)
+
+    return cut, (e, n // part.size, k) if up else (e, n, k // part.size)
+
+
 def _attach(
     module: Any,
     placed: ExpertsPlacement,
@@ -310,8 +338,21 @@ def _attach(
     for attribute, weight in weights.items():
         del module._parameters[attribute]
         module.add_module(attribute, weight)
+    if placed.part is not None:
+        if trainable_inputs:
+            raise CheckpointError(
+                f"fp4: trainable_inputs=True, and {placed.name} has {placed.part}: gradients need all of "
+                f"them here"
+            )
+        keep_local(module)  # biases
+        if placed.part.tokens:
+            for name, bias in module._parameters.items():
+                if bias is not None and bias.shape[0] == placed.part.experts:
+                    own = bias.detach()[placed.part.own.start : placed.part.own.stop].clone()
+                    module._parameters[name] = nn.Parameter(own, requires_grad=False)
     form = placed.plan.form.of(module)
-    module._fp4_recipe = Recipe(form, placed.plan.gate, A_FORMATS[activation], trainable_inputs)
+    recipe = Recipe(form, placed.plan.gate, A_FORMATS[activation], trainable_inputs, placed.part)
+    module._fp4_recipe = recipe
     if trainable_inputs:
         module.requires_grad_(False)  # biases, too
     return sum(weight.num_bytes for weight in weights.values())

@@ -18,6 +18,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from ..distributed.parts import Part as Distributed
 from ..find_experts import Form, Plan, Refusal, form_of, is_experts, plan_of
 from .dialects import StoredWeight
 from .files import CheckpointError, TensorInfo
@@ -74,6 +75,8 @@ class ExpertsPlacement:
     """[E, N, K] of each of its two weights."""
     parts: dict[tuple[str, int | None, str], StoredWeight] = field(default_factory=dict)
     """By attribute, expert and half."""
+    part: Distributed | None = None
+    """What this process has of them, if that is not all (ranks.py)."""
 
 
 @dataclass

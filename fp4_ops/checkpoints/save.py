@@ -17,6 +17,12 @@ from .placement import HALVES, Target, rules
 def state_dict_for_saving(model: nn.Module) -> tuple[dict[str, Tensor], dict[str, Any]]:
     """(tensors by name, quantization_config). Names are transformers' own: `save_pretrained` turns them back
     into those of the family's checkpoints."""
+    for name, module in model.named_modules():
+        part = getattr(getattr(module, "_fp4_recipe", None), "part", None)
+        if part is not None:
+            raise ValueError(
+                f"fp4: {name} has {part} here; a folder needs all. Save a model that is whole in one process"
+            )
     packed = {n: m for n, m in model.named_modules(remove_duplicate=False) if isinstance(m, PackedWeight)}
     linears = {
         n: m.weight
