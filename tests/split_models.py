@@ -77,31 +77,6 @@ def prepared(seed: int = 0) -> Any:
 
 
 @situation
-def a_folder_with_tp_plan_auto():
-    return error(logits(load("4bit", tp_plan="auto")), logits(load("4bit")))
-
-
-@situation
-def a_folder_with_tensor_parallelism():
-    return error(logits(split("4bit", tp_size=2)), logits(load("4bit")))
-
-
-@situation
-def a_folder_with_expert_parallelism():
-    return error(logits(split("4bit", tp_size=2, ep_size=2)), logits(load("4bit")))
-
-
-@situation
-def a_folder_with_expert_parallelism_alone():
-    return error(logits(split("4bit", tp_size=2, ep_size=2, tp_plan={})), logits(load("4bit")))
-
-
-@situation
-def a_folder_with_enable_expert_parallel():
-    return error(logits(split("4bit", tp_size=2, enable_expert_parallel=True)), logits(load("4bit")))
-
-
-@situation
 def a_folder_with_pipeline_parallelism():
     return error(logits(split("4bit", pp_size=2)), logits(load("4bit")))
 
@@ -112,23 +87,8 @@ def a_folder_with_fsdp():
 
 
 @situation
-def quantising_with_tensor_parallelism():
-    return error(logits(split("bf16", FP4Config("nvfp4"), tp_size=2)), logits(load("bf16")))
-
-
-@situation
 def quantising_with_fsdp():
     return error(logits(split("bf16", FP4Config("nvfp4"), fsdp_size=2)), logits(load("bf16")))
-
-
-@situation
-def prepare_after_tensor_parallelism():
-    return str(fp4_ops.prepare(split("bf16", tp_size=2)))
-
-
-@situation
-def prepare_after_expert_parallelism():
-    return str(fp4_ops.prepare(split("bf16", tp_size=2, ep_size=2)))
 
 
 @situation

@@ -1,14 +1,16 @@
-"""One of several processes that spread or split a prepared model's experts: `python spread_models.py FOLDER`.
+"""One of several processes that spread or split a prepared model's experts: `python spread_models.py FOLDER
+PATTERN FAMILY ...`.
 
 FOLDER has `bf16` and `4bit` of each family that is named in it, and gets `rank0.json`, ...: what became of
 each
-situation, as [error against one process, bytes of 4-bit experts here, bytes of them all].
+situation whose name has PATTERN, as [error against one process, bytes of 4-bit experts here, of them all].
 """
 
 from __future__ import annotations
 
 import json
 import os
+import re
 import sys
 import warnings
 from collections.abc import Callable
@@ -28,8 +30,7 @@ from fp4_ops.experts import PackedWeight
 
 SITUATIONS: dict[str, Callable[[], Any]] = {}
 FOLDER = Path(sys.argv[1]) if len(sys.argv) > 1 else Path()
-ONLY = sys.argv[2:]
-"""Families; the first is that of all situations that are of one."""
+FAMILIES = sys.argv[3:]
 IDS = torch.arange(14).reshape(2, 7)
 
 
@@ -152,8 +153,32 @@ def a_folder_with_tensor_parallelism(family: str):
 
 @situation
 def a_folder_with_tp_plan_auto(family: str):
+    """Activations by device: int8, in blocks that are others where columns are split."""
     model, one = load(f"{family}/4bit", tp_plan="auto"), load(f"{family}/4bit")
     return compared(model, one)
+
+
+@situation
+def bytes_read_by_a_rank(family: str):
+    """Of the folder's 4-bit weights: [0, here, all of them]."""
+    from fp4_ops.checkpoints import files
+
+    size, read = dist.get_world_size(), files.Reader.read
+    bytes_read = 0
+
+    def counted(self: Any, info: Any, device: Any = "cpu") -> torch.Tensor:
+        nonlocal bytes_read
+        bytes_read += info.nbytes
+        return read(self, info, device)
+
+    files.Reader.read = counted
+    try:
+        split(f"{family}/4bit", tp_size=size, ep_size=size)
+        here, bytes_read = bytes_read, 0
+        load(f"{family}/4bit")
+    finally:
+        files.Reader.read = read
+    return [0.0, here, bytes_read]
 
 
 @situation
@@ -188,6 +213,58 @@ def quantising_with_tensor_parallelism(family: str):
     return compared(model, prepared(f"{family}/bf16"))
 
 
+# --- what is refused ---
+
+
+@situation
+def refused_blocks_that_do_not_fit(family: str):
+    model = split(f"{family}/bf16", tp_size=dist.get_world_size())
+    want = logits(model)
+    try:
+        fp4_ops.prepare(model, "int4")
+    except ValueError as reason:
+        assert torch.equal(logits(model), want), "the model changed"
+        return str(reason)
+
+
+@situation
+def refused_gradients(family: str):
+    return str(fp4_ops.prepare(load(f"{family}/bf16"), trainable_inputs=True, ep_group=dist.group.WORLD))
+
+
+@situation
+def refused_twice(family: str):
+    size = dist.get_world_size()
+    return str(
+        fp4_ops.prepare(split(f"{family}/bf16", tp_size=size, ep_size=size), ep_group=dist.group.WORLD)
+    )
+
+
+@situation
+def refused_to_save(family: str):
+    prepared(f"{family}/bf16", ep_group=dist.group.WORLD).save_pretrained(FOLDER / "never")
+
+
+@situation
+def refused_linears(family: str):
+    return str(type(split(f"{family}/linears", tp_size=dist.get_world_size())))
+
+
+@situation
+def refused_a_group_and_a_plan(family: str):
+    from transformers.distributed import DistributedConfig
+
+    config = DistributedConfig(tp_size=dist.get_world_size())
+    path = FOLDER / family / "4bit"
+    return str(fp4_ops.load_checkpoint(None, path, distributed_config=config, ep_group=dist.group.WORLD))
+
+
+@situation
+def refused_mixtures_of_plans(family: str):
+    plan = {"model.layers.*.mlp.experts.down_proj": "colwise"}
+    return str(split(f"{family}/4bit", tp_size=dist.get_world_size(), tp_plan=plan))
+
+
 # --- main ---
 
 
@@ -198,7 +275,7 @@ def main() -> None:
     torch.set_num_threads(1)
     results: dict[str, Any] = {}
     for name, function in SITUATIONS.items():
-        for family in ONLY:
+        for family in FAMILIES if re.search(sys.argv[2], name) else ():
             torch.manual_seed(0)
             torch.compiler.reset()
             try:

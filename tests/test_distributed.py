@@ -2,15 +2,10 @@
 
 from __future__ import annotations
 
-import json
-import os
 import re
-import socket
-import subprocess
-import sys
-from pathlib import Path
 from typing import Any
 
+import processes
 import pytest
 from checkpoint_samples import tiny, write_folder
 
@@ -18,7 +13,7 @@ distributed = pytest.importorskip("torch.distributed")
 if not distributed.is_available() or not distributed.is_gloo_available():
     pytest.skip("torch was built without gloo", allow_module_level=True)
 
-WHOLE = "each process must hold all experts in 4 bits, whole. Load the model without tp_plan"
+WHOLE = "each process must hold all experts, or the part that transformers' tp_size or ep_size gives it"
 
 
 @pytest.fixture(scope="module")
@@ -28,22 +23,7 @@ def outcomes(tmp_path_factory):
     model = tiny()
     model.save_pretrained(folder / "bf16")
     write_folder(folder / "4bit", model, "modelopt-nvfp4")
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
-    here = Path(__file__).parent
-    processes = []
-    for rank in range(2):
-        env = {
-            **os.environ, "RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": "2",
-            "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": "",
-            "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port),
-        }  # fmt: skip
-        command = [sys.executable, str(here / "split_models.py"), str(folder)]
-        processes.append(subprocess.Popen(command, env=env, stdout=subprocess.PIPE, stderr=subprocess.STDOUT))
-    logs = [p.communicate(timeout=600)[0].decode() for p in processes]
-    assert not any(p.returncode for p in processes), "\n".join(log[-4000:] for log in logs)
-    return [json.loads((folder / f"rank{rank}.json").read_text()) for rank in range(2)]
+    return processes.outcomes("split_models.py", 2, folder)
 
 
 def told(outcomes: list[dict[str, Any]], name: str) -> list[Any]:
@@ -55,29 +35,14 @@ def told(outcomes: list[dict[str, Any]], name: str) -> list[Any]:
     return both
 
 
-SPLIT_BY_TRANSFORMERS = {
-    "a_folder_with_tp_plan_auto": "tp_size is 2",
-    "a_folder_with_tensor_parallelism": "tp_size is 2",
-    "a_folder_with_expert_parallelism": "tp_size is 2",
-    "a_folder_with_expert_parallelism_alone": "tp_size is 2",
-    "a_folder_with_enable_expert_parallel": "tp_size is 2",
-    "a_folder_with_pipeline_parallelism": "pp_size is 2",
-    "quantising_with_tensor_parallelism": "tp_size is 2",
-}
-
-
-@pytest.mark.parametrize("name", SPLIT_BY_TRANSFORMERS)
-def test_a_folder_that_transformers_would_split_is_refused(name, outcomes):
-    for outcome in told(outcomes, name):
-        assert re.match("ValueError: fp4: ", outcome), outcome
-        assert SPLIT_BY_TRANSFORMERS[name] in outcome and WHOLE in outcome
+def test_a_folder_of_several_stages_is_refused(outcomes):
+    for outcome in told(outcomes, "a_folder_with_pipeline_parallelism"):
+        assert re.match("ValueError: fp4: pp_size is 2", outcome) and WHOLE in outcome, outcome
 
 
 @pytest.mark.parametrize(
     "name",
     [
-        "prepare_after_tensor_parallelism",
-        "prepare_after_expert_parallelism",
         "prepare_after_fully_shard",
         "quantising_with_fsdp",
     ],

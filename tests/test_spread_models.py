@@ -1,0 +1,107 @@
+"""Models whose experts several processes hold: by a group, by transformers' plans, from 4-bit folders."""
+
+from __future__ import annotations
+
+import processes
+import pytest
+from checkpoint_samples import tiny, write_folder
+from moe_models import FAMILIES
+
+distributed = pytest.importorskip("torch.distributed")
+if not distributed.is_available() or not distributed.is_gloo_available():
+    pytest.skip("torch was built without gloo", allow_module_level=True)
+pytest.importorskip("transformers.distributed.expert_parallel")
+
+BY_GROUP = (
+    "a_group_of_ranks_with_own_tokens", "a_group_that_generates", "a_group_and_activations_by_device",
+    "a_folder_over_a_group",
+)  # fmt: skip
+SPREAD = (
+    "prepare_after_expert_parallelism", "a_folder_with_expert_parallelism",
+    "load_checkpoint_with_expert_parallelism", "quantising_with_expert_parallelism",
+)  # fmt: skip
+SPLIT = (
+    "prepare_after_tensor_parallelism", "a_folder_with_tensor_parallelism",
+    "quantising_with_tensor_parallelism",
+)  # fmt: skip
+WHOLE_BY_TP = ("gpt_oss",)
+"""Whose tensor parallel plan leaves experts whole."""
+REFUSED = {
+    "refused_blocks_that_do_not_fit": "has intermediate size 96, which 2 processes split (tp_size); each part "
+    "must be a multiple of 128, the block of int4. Use another tp_size or format, or ep_size",
+    "refused_gradients": "trainable_inputs=True, and model.layers.0.mlp.experts has 4 of 8 experts, on rank",
+    "refused_twice": "ep_group is given, and model.layers.0.mlp.experts has 4 of 8 experts, on rank",
+    "refused_to_save": "has 4 of 8 experts, on rank 0 of 2 here; a folder needs all. Save a model that is",
+    "refused_linears": "q_proj.weight is stored in 4 or 8 bits, and the plan divides it ('colwise')",
+    "refused_a_group_and_a_plan": "tp_size is 2, and ep_group is given; give one of the two",
+    "refused_mixtures_of_plans": "down_proj 'colwise'; 4-bit experts take 'moe_tp_experts' around gate",
+}
+
+
+def run(folder, ranks: int, pattern: str, families: tuple[str, ...]):
+    for family in families:
+        model = tiny(family)
+        model.save_pretrained(folder / family / "bf16")
+        dialect = "gpt-oss-mxfp4" if family == "gpt_oss" else "modelopt-nvfp4"
+        write_folder(folder / family / "4bit", model, dialect)
+        if family == "qwen3_moe":
+            linears = ("model.layers.0.self_attn.q_proj",)
+            write_folder(folder / family / "linears", model, dialect, linears=linears)
+    return processes.outcomes("spread_models.py", ranks, folder, pattern, *families)
+
+
+@pytest.fixture(scope="module")
+def two(tmp_path_factory):
+    return run(tmp_path_factory.mktemp("two"), 2, "", ("qwen3_moe",))
+
+
+def check(told, ranks: int, whole: bool = False) -> None:
+    """One process's outputs but for rounding, with a share of its bytes: of split weights, scales are on
+    each."""
+    assert isinstance(told, list), told
+    error, here, all_bytes = told
+    assert error < 1e-5, told
+    if whole:
+        assert here == all_bytes
+    else:
+        assert all_bytes / ranks <= here <= all_bytes / ranks * 1.01, told
+
+
+@pytest.mark.parametrize("name", [*BY_GROUP, *SPREAD, *SPLIT, "bytes_read_by_a_rank"])
+def test_two_processes_are_one(name, two):
+    for outcome in two:
+        check(outcome[f"{name} qwen3_moe"], 2)
+
+
+def test_tp_plan_auto_is_right(two):
+    for outcome in two:
+        error, here, all_bytes = outcome["a_folder_with_tp_plan_auto qwen3_moe"]
+        assert error < 0.05 and here < 0.51 * all_bytes  # once, the sum was twice what it is
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_what_processes_refuse(name, two):
+    """Rank 0 alone saves."""
+    for outcome in two[: 1 if name == "refused_to_save" else 2]:
+        told = outcome[f"{name} qwen3_moe"]
+        assert REFUSED[name] in told, told
+
+
+@pytest.mark.more
+def test_families(tmp_path):
+    others = tuple(f for f in FAMILIES if f != "qwen3_moe")
+    for outcome in run(tmp_path, 2, "^(a|prepare|quantising)_", others):
+        for family in others:
+            for name in (*BY_GROUP, *SPREAD, *SPLIT):
+                if name in outcome:
+                    check(outcome[f"{name} {family}"], 2, whole=name in SPLIT and family in WHOLE_BY_TP)
+
+
+@pytest.mark.more
+def test_three_processes_with_unequal_shares(tmp_path):
+    """8 experts: 2, 3 and 3 of them."""
+    told = run(tmp_path, 3, "^a_(group|folder_over)", ("qwen3_moe",))
+    for name in BY_GROUP:
+        results = [outcome[f"{name} qwen3_moe"] for outcome in told]
+        assert all(error < 1e-5 for error, *_ in results), results
+        assert sum(here for _, here, _ in results) == results[0][2]
