@@ -27,8 +27,8 @@ SPLIT = (
 WHOLE_BY_TP = ("gpt_oss",)
 """Whose tensor parallel plan leaves experts whole."""
 REFUSED = {
-    "refused_blocks_that_do_not_fit": "has intermediate size 96, which 2 processes split (tp_size); each part "
-    "must be a multiple of 128, the block of int4. Use another tp_size or format, or ep_size",
+    "refused_blocks_that_do_not_fit": "has intermediate size 96, which 2 processes split (tp_size); each "
+    "part must be a multiple of 128, the block of int4. Use another tp_size or format, or ep_size",
     "refused_gradients": "trainable_inputs=True, and model.layers.0.mlp.experts has 4 of 8 experts, on rank",
     "refused_twice": "ep_group is given, and model.layers.0.mlp.experts has 4 of 8 experts, on rank",
     "refused_to_save": "has 4 of 8 experts, on rank 0 of 2 here; a folder needs all. Save a model that is",
