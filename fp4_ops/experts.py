@@ -9,6 +9,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.nn.modules import module as _every_module
 
 from .distributed.parts import Part
 from .input_gradients import FrozenExperts
@@ -21,6 +22,9 @@ IMPLEMENTATION = "fp4"
 
 STORED_FORMATS = ("mxfp4", "nvfp4", "int4", "int4_g64", "int4_g32")
 """State dicts hold a format's place in here, so new ones go to the end."""
+
+_MOE = torch.ops.fp4.moe.default
+"""Without overloads to choose among."""
 
 
 @dataclass(frozen=True)
@@ -277,6 +281,23 @@ class Company:
             self.settle()
 
 
+def _operands(weight: Any) -> Operands:
+    """`weight()`, without the way through `nn.Module.__call__` where nothing listens to it."""
+    own = weight.__dict__
+    if (
+        type(weight) is not PackedWeight
+        or "forward" in own  # accelerate's offloading
+        or own["_forward_pre_hooks"] or own["_forward_hooks"]
+        or own["_backward_hooks"] or own["_backward_pre_hooks"]
+        or _every_module._global_forward_pre_hooks or _every_module._global_forward_hooks
+        or _every_module._global_backward_hooks or _every_module._global_backward_pre_hooks
+    ):  # fmt: skip
+        return weight()
+    buffers = own["_buffers"]
+    scale = block_scales(buffers["block_scale"], own["format"], own["layout"])
+    return buffers["packed"], scale, buffers["global_scale"]
+
+
 def experts_forward(
     self: nn.Module, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor
 ) -> Tensor:
@@ -292,7 +313,10 @@ def experts_forward(
     bias = getattr(self, form.gate_up_bias) if form.gate_up_bias else None
     down_bias = getattr(self, form.down_bias) if form.down_bias else None
     gate = recipe.gate
-    up, down = w13(), w2()
+    if type(hidden_states) is Tensor and not torch.compiler.is_compiling():
+        up, down = _operands(w13), _operands(w2)
+    else:  # whoever traces wants to see the modules
+        up, down = w13(), w2()
     if w13.interleaved:
         bias, gate = interleave(bias) if bias is not None else None, recipe.interleaved_gate
     a_format = recipe.a_format
@@ -309,7 +333,7 @@ def experts_forward(
     if recipe.trainable_inputs and torch.is_grad_enabled():
         options = {"format": w13.format, "layout": w13.layout, "activation": gate, "a_format": a_format}
         return FrozenExperts.apply(hidden_states, top_k_index, top_k_weights, options, *operands)
-    return torch.ops.fp4.moe(
+    return _MOE(
         hidden_states, top_k_index, top_k_weights, *operands,
         format=w13.format, layout=w13.layout, activation=gate, a_format=a_format,
     )  # fmt: skip

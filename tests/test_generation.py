@@ -238,7 +238,7 @@ def test_a_static_cache_that_is_used_again_needs_no_new_compilation(ours, fresh_
     assert compiled["graphs"] == 1 and len(ours) == 3
 
 
-def test_stop_strings_as_a_criterion(models, ours):
+def test_stop_strings_are_refused_by_transformers(models):
     """transformers keeps the tokenizer, which it needs for the argument, from any loop that is a callable."""
     model, ids = models["mixtral"], tokens(2, 5)
     with pytest.raises(ValueError, match="tokenizer"):
