@@ -1,9 +1,12 @@
 """Builds the extension of fp4_ops against libtorch's stable ABI, and with nvcc the Hopper kernels.
 
-The result is not a Python extension module: it holds operators only, knows nothing of CPython, and loads
-in every torch from 2.11 on. So one binary serves all Python versions too, and the wheel is tagged so.
-The Hopper kernels know no torch at all: nvcc makes one shared library of them, which Python loads by ctypes.
-That takes minutes, so they are built where there is a Hopper GPU, and where FP4_CUDA_ARCHS=90a asks for them.
+The result is not a Python extension module: it holds operators only, knows nothing of CPython, and loads in
+every torch from 2.11 on. So one binary serves all Python versions too, and the wheel is tagged so. The
+Hopper kernels know no torch at all: nvcc makes one shared library of them. That takes minutes, so they are
+built where there is a Hopper GPU, and where FP4_CUDA_ARCHS=90a asks for them. With them comes a library of
+the operators that launch them (csrc/cuda), which needs neither nvcc nor CUDA's headers: it finds the
+kernels' library beside itself. It is not a part of the first one, because it uses what only a libtorch for
+CUDA has.
 """
 
 import os
@@ -13,6 +16,7 @@ import shutil
 import subprocess
 import sys
 import sysconfig
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
@@ -21,7 +25,7 @@ from setuptools.command.bdist_wheel import bdist_wheel
 
 try:
     import torch
-    from torch.utils.cpp_extension import BuildExtension, CppExtension
+    from torch.utils.cpp_extension import BuildExtension, CppExtension, include_paths, library_paths
 except ImportError:
     # No build requirement: pip would fetch gigabytes of CUDA for headers, of another torch than will be used.
     sys.exit(
@@ -133,6 +137,27 @@ def generated_headers() -> list[Path]:
     return [Path("build", name) for name in headers]
 
 
+INCLUDE_DIRS = [str(Path(__file__).parent.resolve() / folder) for folder in ("csrc", "build")]
+CXX_FLAGS = [
+    "-O3",
+    "-std=c++20",
+    "-g0",  # whatever flags Python itself was built with
+    "-Wall",
+    "-Wno-unknown-pragmas",
+    "-fvisibility=hidden",
+    f"-DTORCH_TARGET_VERSION={TORCH_TARGET}",
+]
+
+
+def run_parallel(compile_one: Callable[[Path, Path], None], sources: list[Path], made: Path) -> list[str]:
+    """The objects of these sources in folder `made`: a file at a time takes minutes."""
+    made.mkdir(parents=True, exist_ok=True)
+    objects = [made / f"{source.stem}.o" for source in sources]
+    with ThreadPoolExecutor(os.cpu_count()) as pool:
+        list(pool.map(compile_one, sources, objects))
+    return [str(o) for o in objects]
+
+
 class Build(BuildExtension):
     """Adds the flags of `ISA_FLAGS` to the sources whose name ends in that instruction set, and runs nvcc.
 
@@ -141,7 +166,8 @@ class Build(BuildExtension):
 
     def build_extensions(self) -> None:
         compile_one = self.compiler._compile
-        shared = [*Path("csrc").rglob("*.h"), *generated_headers(), Path(__file__)]
+        headers = [header for room in ("common", "cpu") for header in Path("csrc", room).glob("*.h")]
+        shared = [*headers, *generated_headers(), Path(__file__)]
 
         def compile_with_isa(obj, src, ext, cc_args, extra, pp_opts):
             if is_newer(Path(obj), Path(src), *shared):
@@ -154,14 +180,42 @@ class Build(BuildExtension):
         self.compiler._compile = compile_with_isa
         self.build_temp = "build" if platform.machine() == MACHINE else f"build/{MACHINE}"
         super().build_extensions()
-        self._build_hopper()
-
-    def _build_hopper(self) -> None:
         in_place = self.inplace or getattr(self, "editable_mode", False)
-        target = (Path() if in_place else Path(self.build_lib)) / "fp4_ops" / "_sm90.so"
+        folder = (Path() if in_place else Path(self.build_lib)) / "fp4_ops"
+        self._build_hopper(folder / "_sm90.so")
+        self._build_runtime(folder / "_C_cuda.so", wanted=(folder / "_sm90.so").exists())
+
+    def _build_runtime(self, target: Path, wanted: bool) -> None:
+        """The operators of csrc/cuda, where the kernels that they launch are built."""
+        if not wanted:
+            target.unlink(missing_ok=True)
+            return
+        sources = [*sorted(Path("csrc/cuda").glob("*.cpp")), Path("csrc/glibc.cpp")]
+        rooms = Path("csrc/cuda"), Path("csrc/common"), Path("csrc/sm90"), Path("build")
+        headers = [Path(__file__), *(header for room in rooms for header in room.glob("*.h"))]
+        if is_newer(target, *sources, *headers):
+            return
+        compiler = os.environ.get("CXX", "g++")
+        includes = [f"-I{folder}" for folder in [*INCLUDE_DIRS, *include_paths()]]
+
+        def compile_one(source: Path, to: Path) -> None:
+            if is_newer(to, source, *headers):
+                return
+            part = to.with_suffix(".part.o")
+            command = [compiler, *CXX_FLAGS, *includes, "-fPIC", "-c", str(source), "-o", str(part)]
+            subprocess.run(command, check=True)
+            part.replace(to)
+
+        objects = run_parallel(compile_one, sources, Path("build/cuda"))
+        # By way of libtorch a CUDA build's libtorch_cuda is found; a CPU build has none, and loads this too.
+        libraries = [*(f"-L{folder}" for folder in library_paths()), "-Wl,--no-as-needed", "-ltorch"]
+        libraries += ["-ltorch_cpu", "-lc10", "-ldl"]
+        subprocess.run([compiler, "-shared", *objects, *libraries, "-o", str(target)], check=True)
+
+    def _build_hopper(self, target: Path) -> None:
         folder = Path("csrc/sm90")
         sources = sorted(folder.glob("*.cu"))
-        headers = [*folder.glob("*.cuh"), Path("csrc/common/sm90_layout.h")]
+        headers = [*folder.glob("*.cuh"), *folder.glob("*.h"), Path("csrc/common/sm90_layout.h")]
         asked, cross = hopper_asked(), platform.machine() != MACHINE
         # What was built before is kept, and kept up to date: newer Python must not call older kernels.
         wanted = not cross and (target.exists() or has_hopper_gpu() if asked is None else asked)
@@ -179,9 +233,6 @@ class Build(BuildExtension):
             print(f"fp4_ops: {why}, so no Hopper kernels are built; the others work without")
             return
         target.parent.mkdir(parents=True, exist_ok=True)
-        made = Path("build/sm90")
-        made.mkdir(parents=True, exist_ok=True)
-        objects = [made / f"{source.stem}.o" for source in sources]
 
         def compile_one(source: Path, to: Path) -> None:
             if is_newer(to, source, *headers, Path(__file__)):
@@ -190,9 +241,8 @@ class Build(BuildExtension):
             subprocess.run([nvcc, *NVCC_FLAGS, "-c", str(source), "-o", str(part)], check=True)
             part.replace(to)
 
-        with ThreadPoolExecutor(os.cpu_count()) as pool:  # a file at a time takes minutes
-            list(pool.map(compile_one, sources, objects))
-        subprocess.run([nvcc, *NVCC_FLAGS, "-shared", *map(str, objects), "-o", str(target)], check=True)
+        objects = run_parallel(compile_one, sources, Path("build/sm90"))
+        subprocess.run([nvcc, *NVCC_FLAGS, "-shared", *objects, "-o", str(target)], check=True)
 
 
 class AnyPythonWheel(bdist_wheel):
@@ -232,16 +282,8 @@ setup(
         CppExtension(
             "fp4_ops._C",
             cpp_sources(),
-            include_dirs=[str(Path(__file__).parent.resolve() / folder) for folder in ("csrc", "build")],
-            extra_compile_args=[
-                "-O3",
-                "-std=c++20",
-                "-g0",  # whatever flags Python itself was built with
-                "-Wall",
-                "-Wno-unknown-pragmas",
-                "-fvisibility=hidden",
-                f"-DTORCH_TARGET_VERSION={TORCH_TARGET}",
-            ],
+            include_dirs=INCLUDE_DIRS,
+            extra_compile_args=CXX_FLAGS,
             py_limited_api=True,
         )
     ],

@@ -3,9 +3,9 @@
     python benchmarks/h200_builds.py before.so after.so [...] [--models qwen3-30b,...] [--tokens 128,2048]
 
 Each is the `_sm90.so` of a build (`python setup.py build_ext --inplace` leaves it in fp4_ops/). Microseconds
-as h200_hopper.py measures them, the time over the first build's, and how far the results are from the first's
-(relative norm; 0 means the same bits). Prefill's kernels are compared and their choice; all
-others are those of the first build, and points that decode runs are left out.
+as h200_hopper.py measures them, the time over the first build's, and how far the results are from the
+first's (relative norm; 0 means the same bits). The operators launch all kernels of each build; points that
+decode runs are left out.
 """
 
 from __future__ import annotations
@@ -14,12 +14,14 @@ import argparse
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
+import hopper_operators as ops
 import record
 import torch
 from h200_hopper import MODELS, ROUTINGS, Model, median_us, random_weight, routing
 
-from fp4_ops.sm90 import library, ops, prefill
-from fp4_ops.sm90.decode import Routing
+from fp4_ops import native
+from fp4_ops.sm90 import rows as row_kernels
+from fp4_ops.sm90.decode import Routing, Weight
 
 PAUSE_SECONDS = 0.1
 LAYOUTS = {"fp8": "sm90", "none": "sm90_bf16"}
@@ -27,22 +29,13 @@ LAYOUTS = {"fp8": "sm90", "none": "sm90_bf16"}
 
 
 class Build:
-    """The prefill kernels of a build, and the others of the first."""
+    """The kernels of a build."""
 
-    def __init__(self, path: str, first: Build | None) -> None:
-        self.name = Path(path).name
-        library.FILE = str(Path(path).absolute())  # which takes the place of the package's folder, too
-        library.library.cache_clear()
-        self.own = library.library()
-        self.others = self.own if first is None else first.own
-
-    def __getattr__(self, name: str) -> object:
-        return getattr(self.own if name.startswith("fp4_sm90_prefill") else self.others, name)
+    def __init__(self, path: str) -> None:
+        self.name, self.path = Path(path).name, str(Path(path).absolute())
 
     def use(self) -> None:
-        library.library = prefill.library = lambda: self
-        prefill.candidates.cache_clear()
-        prefill.workspace_bytes.cache_clear()
+        native.use_kernels(self.path)
 
 
 def compare(
@@ -60,13 +53,13 @@ def compare(
 
 
 def products(
-    builds: list[Build], model: Model, weight: ops.Weight, k: int, how: str, tokens: int
+    builds: list[Build], model: Model, weight: Weight, k: int, how: str, tokens: int
 ) -> Iterator[record.Row]:
     ids = [routing(model, tokens).flatten() for _ in range(ROUTINGS)]
     offs = [torch.bincount(i, minlength=model.experts).cumsum(0).int() for i in ids]
     x, scale = torch.randn(ids[0].numel(), k, device="cuda").bfloat16(), None
     if how == "fp8":
-        x, scale = ops.rows.quantize_fp8(x)
+        x, scale = row_kernels.quantize_fp8(x)
     if ops.decodes(x, weight, Routing.OFFS, len(x)):
         return
     what = {
@@ -76,7 +69,7 @@ def products(
 
 
 def block(
-    builds: list[Build], model: Model, up: ops.Weight, down: ops.Weight, how: str, tokens: int
+    builds: list[Build], model: Model, up: Weight, down: Weight, how: str, tokens: int
 ) -> Iterator[record.Row]:
     ids = [routing(model, tokens) for _ in range(ROUTINGS)]
     x = torch.randn(tokens, model.hidden, device="cuda").bfloat16()
@@ -95,10 +88,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def rows(given: argparse.Namespace) -> Iterator[record.Row]:
-    builds: list[Build] = []
-    for path in given.builds:
-        builds.append(Build(path, builds[0] if builds else None))
-    builds[0].use()
+    builds = [Build(path) for path in given.builds]
     for model in MODELS:
         if model.name not in given.models.split(","):
             continue

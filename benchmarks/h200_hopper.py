@@ -25,6 +25,7 @@ import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
+import hopper_operators as ops
 import record
 import torch
 import torch.nn.functional as F
@@ -32,7 +33,9 @@ from fp4_ops.meta.formats import FORMATS
 from fp4_ops.meta.layouts import LAYOUTS
 
 import fp4_ops  # noqa: F401  loads the operators
-from fp4_ops.sm90 import decode, library, ops
+from fp4_ops import native
+from fp4_ops.sm90 import decode, library
+from fp4_ops.sm90 import rows as row_kernels
 from fp4_ops.sm90.decode import Weight
 from fp4_ops.sm90.int4 import Int4Weight
 
@@ -41,7 +44,7 @@ PAUSE_SECONDS = 0.25
 BURST_US = 20_000
 GRAPH_US = 1_000
 """Of a graph at least, so that what its launch costs is not seen in its kernels."""
-LAYOUT = ops.rows.LAYOUT
+LAYOUT = row_kernels.LAYOUT
 PEERS = record.RESULTS / "peers_h200.json"
 
 
@@ -137,7 +140,7 @@ def check(a, w: Weight, k: int, format: str, offs, out, what: str, bound: float)
     for r in torch.randint(0, a.shape[0], (4,)).tolist():
         e = int(torch.searchsorted(offs, r, right=True))
         expert = (t[e : e + 1] for t in (w.codes, w.scales, w.global_scale))
-        one = ops.rows.dequantize(*expert, FORMATS[format], torch.float32, w.bf16)
+        one = row_kernels.dequantize(*expert, FORMATS[format], torch.float32, w.bf16)
         want = one[0, :, :k] @ a[r].float()
         error = (out[r].float() - want).norm() / want.norm()
         assert error < bound, f"{what}: row {r} is off by {error:.1e}"
@@ -177,7 +180,7 @@ def products(
         floor16 = max((weight_bytes + 2 * rows * (n + k)) / copy, flops / bf16_rate)
         floor8 = max((weight_bytes + rows * (2 * n + k)) / copy, flops / fp8_rate)
         x = torch.randn(rows, k, device="cuda").bfloat16()
-        q, s = ops.rows.quantize_fp8(x)
+        q, s = row_kernels.quantize_fp8(x)
         a16 = lambda i: ops.grouped_mm(x, None, wide, offs[i], torch.bfloat16)  # noqa: E731, B023
         a8 = lambda i: ops.grouped_mm(q, s, w, offs[i], torch.bfloat16)  # noqa: E731, B023
         i4 = lambda i: ops.grouped_mm(q, s, int4, offs[i], torch.bfloat16)  # noqa: E731, B023
@@ -185,7 +188,7 @@ def products(
         check(x, wide, k, format, offs[0], a16(0), "W4A16", 8e-3)
         check(x, w, k, format, offs[0], a8(0), "W4A8", 7e-2)
         us16, us8, us4, us = median_us(a16), median_us(a8), median_us(i4), median_us(stock)
-        config = decode.choose(rows, model.experts, w.n, w.kp, library.multiprocessors(0))
+        config = native.decode_config(rows, model.experts, w.n, w.kp, library.multiprocessors(0))
         few16, few8 = (ops.decodes(a, weight, decode.Routing.OFFS, rows) for a, weight in ((x, wide), (q, w)))
         how16, how8 = str(config) if few16 else "prefill", "same" if few8 else "prefill"
         shape = (model.experts, n, k)

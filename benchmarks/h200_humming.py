@@ -12,6 +12,7 @@ from __future__ import annotations
 import argparse
 from collections.abc import Iterator
 
+import hopper_operators as ops
 import record
 import torch
 import torch.nn.functional as F
@@ -19,7 +20,7 @@ from h200_hopper import ROUTINGS, median_us, random_weight
 from humming.forward import may_process_input
 from humming.layer import HummingLayer
 
-from fp4_ops.sm90 import ops
+from fp4_ops.sm90 import rows as row_kernels
 
 SHAPES = {
     "qwen3 gate/up": (128, 1536, 2048, 8),
@@ -71,7 +72,7 @@ def rows(given: argparse.Namespace) -> Iterator[record.Row]:
                 layout = [F.pad(e, (1, 0)) for e in ends]
                 offs = [e.int() for e in ends]
                 x = torch.randn(m, k, device="cuda", dtype=torch.bfloat16)
-                a, a_scale = (x, None) if kind == "bf16" else ops.rows.quantize_fp8(x)
+                a, a_scale = (x, None) if kind == "bf16" else row_kernels.quantize_fp8(x)
                 b, _, b_scale = may_process_input(theirs.humming_config, x)
                 us = [
                     median_us(lambda i: ops.grouped_mm(a, a_scale, w, offs[i], torch.bfloat16))  # noqa: B023

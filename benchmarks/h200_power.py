@@ -20,7 +20,8 @@ import record
 import torch
 from h200_hopper import MODELS, ROUTINGS, captured, random_weight, routing
 
-from fp4_ops.sm90 import ops, prefill
+from fp4_ops.sm90 import prefill
+from fp4_ops.sm90 import rows as row_kernels
 from fp4_ops.sm90.decode import Routing
 
 TOKENS = 8192
@@ -103,12 +104,12 @@ def rows(args: argparse.Namespace) -> Iterator[record.Row]:
         m = ids[0].numel()
         x = torch.randn(m, k, device="cuda").bfloat16()
         out = torch.empty(m, width, device="cuda", dtype=torch.bfloat16)
-        for label, ordered in (("fp8", ops.rows.quantize_fp8(x)), ("16 bits", ops.rows.to_half(x))):
+        for label, ordered in (("fp8", row_kernels.quantize_fp8(x)), ("16 bits", row_kernels.to_half(x))):
             yield measure(
                 f"{name} {product} {label}",
                 lambda i: prefill.run(*ordered, w, offs[i], Routing.OFFS, m, out),  # noqa: B023
             )
-        yield measure(f"{name} {product} to_half", lambda i: ops.rows.to_half(x))  # noqa: B023
+        yield measure(f"{name} {product} to_half", lambda i: row_kernels.to_half(x))  # noqa: B023
 
 
 if __name__ == "__main__":

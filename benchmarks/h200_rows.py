@@ -1,4 +1,4 @@
-"""Decode and prefill by rows an expert, us, and which of them fp4_ops/sm90/choice.py takes.
+"""Decode and prefill by rows an expert, us, and which of them the planner (csrc/cuda/choice.cpp) takes.
 
     python benchmarks/h200_rows.py [--rows 0.25,1,2,...] [--format mxfp4]
 
@@ -13,11 +13,13 @@ from __future__ import annotations
 import argparse
 from collections.abc import Iterator
 
+import hopper_operators as ops
 import record
 import torch
 from h200_hopper import MODELS, ROUTINGS, Model, median_us, random_weight, routing
 
-from fp4_ops.sm90 import choice, ops
+from fp4_ops import native
+from fp4_ops.sm90 import rows as row_kernels
 from fp4_ops.sm90.decode import Routing
 
 LAYOUTS = ("sm90", "sm90_bf16")
@@ -28,7 +30,7 @@ DENSE = ((2048, 768), (4096, 4096), (5760, 2880), (28672, 4096), (4096, 14336), 
 def both(run) -> tuple[float, float]:
     times = []
     for kernel in ("decode", "prefill"):
-        with choice.only(kernel):
+        with native.only(kernel):
             times.append(median_us(run, pause=0.05))
     return times[0], times[1]
 
@@ -48,7 +50,7 @@ def products(
     copies = ROUTINGS if offs is None else 1
     sm90, wide = ([random_weight(groups, n, k, layout, format) for _ in range(copies)] for layout in LAYOUTS)
     x = torch.randn(m, k, device="cuda").bfloat16()
-    codes, scale = ops.rows.quantize_fp8(x)
+    codes, scale = row_kernels.quantize_fp8(x)
     mode = Routing.DENSE if offs is None else Routing.OFFS
     ways = (("16", x, None, sm90), ("bf16", x, None, wide), ("8", codes, scale, sm90))
     for kind, a, a_scale, weights in ways:

@@ -21,7 +21,7 @@ def load() -> None:
     path = library_path()
     if path is None:
         raise ImportError(
-            "fp4_ops: the compiled operators are missing (no _C*.so beside fp4_ops/__init__.py). "
+            "fp4_ops: the compiled operators are missing (no _C.so beside fp4_ops/__init__.py). "
             "Build them with: pip install --no-build-isolation -e ."
         )
     try:
@@ -32,10 +32,7 @@ def load() -> None:
             f"on the platform it was built for). Rebuild: pip install --no-build-isolation -e . -- {error}"
         ) from None
 
-    from . import distributed, input_gradients  # noqa: F401  registers operators of torch's own operations
+    from . import cuda, distributed, input_gradients  # noqa: F401  registers operators of torch's own operations
     from .meta import dtensors, fakes, gradients  # noqa: F401  registers the fake kernels, and what is refused
 
-    if importlib.util.find_spec("triton") is not None:
-        from . import cuda
-
-        cuda.register()
+    cuda.register(with_triton=importlib.util.find_spec("triton") is not None)

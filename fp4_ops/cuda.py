@@ -1,10 +1,14 @@
-"""The operators on CUDA: registered when fp4_ops is imported, loaded with Triton when a GPU first calls one.
+"""The operators on CUDA that are written in Python: registered when fp4_ops is imported, loaded with Triton
+when a GPU first calls one.
 
+They are `fp4_triton::*`, with the schemas of `fp4::*`. Where the native runtime is built (native.py),
+`fp4::*` are C++ and call these for what has no native kernel; elsewhere these are `fp4::*` themselves.
 Triton takes a third of a second to import, and a process without work for a GPU needs none of it.
 """
 
 from __future__ import annotations
 
+import functools
 import importlib
 from collections.abc import Callable
 from functools import cache
@@ -14,11 +18,13 @@ from typing import Any
 import torch
 from torch.library import Library
 
+from . import native
 from .meta.fakes import OPERATORS
 from .meta.layouts import prefer
 from .sm90 import library as sm90_library
 
 LIBRARY = Library("fp4", "IMPL")
+TRITON = Library("fp4_triton", "DEF")
 
 prefer(
     "cuda",
@@ -41,12 +47,34 @@ def _on_cuda(name: str) -> Callable[..., Any]:
     return on_device
 
 
+def reported(function: Callable[..., Any]) -> Callable[..., Any]:
+    """`function`, whose errors the native runtime, which calls it, tells in their own words."""
+
+    @functools.wraps(function)
+    def report(*args: Any, **kwargs: Any) -> Any:
+        try:
+            return function(*args, **kwargs)
+        except Exception as error:
+            native.loaded().fp4_cuda_set_error(str(error).encode(errors="replace"))
+            raise
+
+    return report
+
+
 ON_EVERY_DEVICE = ("moe_input_grads", "moe_ep", "all_reduce")
 """Written over the other operators: input_gradients.py, distributed/."""
 
 
-def register() -> None:
+def register(with_triton: bool) -> None:
+    """The operators, of which those in Python need Triton."""
+    runtime = native.library()
     for name in OPERATORS:
-        if name in ON_EVERY_DEVICE:
+        if name in ON_EVERY_DEVICE or not with_triton:
             continue
-        LIBRARY.impl(name, _on_cuda(name), "CUDA")
+        TRITON.define(str(getattr(torch.ops.fp4, name).default._schema).removeprefix("fp4::"))
+        if runtime is None:
+            LIBRARY.impl(name, _on_cuda(name), "CUDA")
+        else:
+            TRITON.impl(name, reported(_on_cuda(name)), "CUDA")
+    if runtime is not None and with_triton:
+        runtime.fp4_cuda_has_fallbacks(True)

@@ -1,11 +1,13 @@
 """A Hopper GPU without one: `pytest --emulate tests/test_sm90_gpu.py`.
 
 The sources of csrc/sm90 are compiled by the host's compiler, with tests/sm90_emulator in the place of what
-only a GPU does, and the tests' tensors stay on the CPU. docs/kernels.md says what that shows.
+only a GPU does, and the tests' tensors stay on the CPU. docs/kernels.md says what that shows. The operators
+of csrc/cuda are compiled as they are, but register as `fp4_emulated::*` for tensors on the CPU.
 """
 
 from __future__ import annotations
 
+import contextlib
 import os
 import shutil
 import subprocess
@@ -16,8 +18,11 @@ from types import SimpleNamespace
 from typing import Any
 
 import torch
+from fp4_ops.meta.fakes import OPERATORS
 from torch.overrides import TorchFunctionMode
 
+from fp4_ops import cuda as fp4_cuda
+from fp4_ops import native
 from fp4_ops.sm90 import library
 
 ROOT = Path(__file__).parent.parent
@@ -64,6 +69,65 @@ def kernels() -> Path:
     return target
 
 
+def runtime() -> Path:
+    """The operators of csrc/cuda over the emulated kernels, as a library like `_C_cuda.so`."""
+    target = ROOT / "build/sm90_runtime_emulated.so"
+    sources = sorted((ROOT / "csrc/cuda").glob("*.cpp"))
+    shared = [*ROOT.glob("csrc/cuda/*.h"), *ROOT.glob("csrc/common/*.h"), ROOT / "csrc/sm90/interface.h"]
+    newest = max(file.stat().st_mtime for file in [*sources, *shared, *(ROOT / "build").glob("*.h")])
+    if target.exists() and target.stat().st_mtime > newest:
+        return target
+    torch_folder = Path(torch.__file__).parent
+    include = torch_folder / "include"
+    flags = [
+        *("-std=c++20", "-O1", "-fPIC", "-Wall", "-Wno-unknown-pragmas", "-fvisibility=hidden"),
+        *(f"-I{ROOT / 'csrc'}", f"-I{ROOT / 'build'}", f"-I{include}"),
+        *(f"-I{include / 'torch/csrc/api/include'}", "-DTORCH_TARGET_VERSION=0x020b000000000000"),
+        *("-DFP4_EMULATED", '-DFP4_KERNELS_FILE="sm90_emulated.so"'),
+    ]
+    compiler = os.environ.get("CXX", "g++")
+    with tempfile.TemporaryDirectory() as made, ThreadPoolExecutor(os.cpu_count()) as pool:
+
+        def compile_one(source: Path) -> str:
+            to = f"{made}/{source.stem}.o"
+            subprocess.run([compiler, *flags, "-c", str(source), "-o", to], check=True)
+            return to
+
+        objects = list(pool.map(compile_one, sources))
+        libraries = [f"-L{torch_folder / 'lib'}", "-ltorch", "-ltorch_cpu", "-lc10", "-ldl"]
+        subprocess.run([compiler, "-shared", *objects, *libraries, "-o", f"{made}/all.so"], check=True)
+        shutil.move(f"{made}/all.so", target)
+    return target
+
+
+LIBRARIES: list[torch.library.Library] = []
+"""What `pretend` registers; an operator is there as long as its library."""
+
+
+def register_operators() -> None:
+    """`fp4_emulated`, whose kernels the runtime brings, and `fp4_triton`, which it calls, on the CPU."""
+    names = torch.library.Library("fp4_emulated", "DEF"), torch.library.Library("fp4_triton", "FRAGMENT")
+    LIBRARIES.extend(names)
+    for name in OPERATORS:
+        schema = str(getattr(torch.ops.fp4, name).default._schema).removeprefix("fp4::")
+        names[0].define(schema)
+        names[1].impl(name, without_triton(name), "CPU")
+
+
+def without_triton(name: str) -> Any:
+    """What fp4_ops/triton/register.py does on Hopper's layouts, and the CPU's operator for others."""
+    from fp4_ops.triton import register
+
+    def run(*args: Any, **kwargs: Any) -> Any:
+        words = [value for value in (*args, *kwargs.values()) if isinstance(value, str)]
+        hopper = any(word.startswith("sm90") for word in words)
+        # Of these only grouped_mm_k calls an operator that the emulated GPU runs.
+        with OnCpu() if name == "grouped_mm_k" else contextlib.nullcontext():
+            return getattr(register if hopper else torch.ops.fp4, name)(*args, **kwargs)
+
+    return fp4_cuda.reported(run)
+
+
 def seed(value: int) -> None:
     """Decides in which order things happen."""
     loaded = library.library()
@@ -82,9 +146,7 @@ class OnCpu(TorchFunctionMode):
             return args[0]
         words = [value for value in (*args, *kwargs.values()) if isinstance(value, str)]
         if str(func).startswith("fp4.") and any(word.startswith("sm90") for word in words):
-            from fp4_ops.triton import register
-
-            return getattr(register, func.__name__)(*args, **kwargs)
+            return getattr(torch.ops.fp4_emulated, func.__name__)(*args, **kwargs)
         return func(*args, **kwargs)
 
 
@@ -103,6 +165,10 @@ def pretend() -> None:
     assert loaded is not None
     loaded.emulator_multiprocessors(MULTIPROCESSORS)
     ops.dequantize = dequantize
+    register_operators()
+    native.FILE = str(runtime())
+    native.library.cache_clear()
+    native.loaded().fp4_cuda_has_fallbacks(True)
     cuda = torch.cuda
     cuda.is_available = lambda: True
     cuda.get_device_capability = lambda *_: (9, 0)

@@ -7,11 +7,12 @@
 #include "decode.cuh"
 #include "fp4_block.cuh"
 #include "gemv.cuh"
-#include "prefill_arguments.cuh"
+#include "interface.h"
 #include "prefill_bf16.cuh"
 #include "prefill_fold.cuh"
 #include "prefill_half.cuh"
 #include "prefill_int4.cuh"
+#include "prefill_schedule.cuh"
 #include "row_values.cuh"
 #include "weights.cuh"
 

@@ -18,13 +18,15 @@ from pathlib import Path
 import pytest
 import torch
 
+from fp4_ops import native
+
 ROOT = Path(__file__).parent.parent
 FOLDER = ROOT / "benchmarks"
 pytestmark = pytest.mark.skipif(not FOLDER.exists(), reason="a source distribution has no benchmarks/")
 RESULTS = sorted((FOLDER / "results").glob("*.json"))
 PEERS = {"ggml", "humming"}
 """Packages that nothing here installs: a script that needs one says how to get it."""
-NOT_BENCHMARKS = {"record", "run", "report", "report_tables", "svg", "cpu_machine"}
+NOT_BENCHMARKS = {"hopper_operators", "record", "run", "report", "report_tables", "svg", "cpu_machine"}
 NAMES = sorted(path.stem for path in FOLDER.glob("*.py"))
 
 
@@ -147,14 +149,19 @@ def first_rows(name: str, arguments: list[str], count: int = 40) -> list[dict]:
 @pytest.fixture
 def no_gpu(monkeypatch):
     """Hopper kernels that return zeros in no time."""
-    hopper, ops = imported("h200_hopper"), importlib.import_module("fp4_ops.sm90.ops")
+    hopper, ops = imported("h200_hopper"), imported("hopper_operators")
+    row_kernels = importlib.import_module("fp4_ops.sm90.rows")
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda *_: "NVIDIA H200")
     for name in ("empty_cache", "synchronize"):
         monkeypatch.setattr(torch.cuda, name, lambda: None)
     monkeypatch.setattr(hopper, "ceilings", lambda: (4e6, 8e8, 16e8))
     monkeypatch.setattr(hopper, "check", lambda *_: None)
     monkeypatch.setattr(hopper.library, "multiprocessors", lambda *_: 132)
-    monkeypatch.setattr(ops.rows, "quantize_fp8", lambda x: (x.to(torch.float8_e4m3fn), torch.ones(len(x))))
+    monkeypatch.setattr(
+        row_kernels, "quantize_fp8", lambda x: (x.to(torch.float8_e4m3fn), torch.ones(len(x)))
+    )
+    monkeypatch.setattr(native, "decode_config", lambda *_: "decode: 8 x 2 warps (K x rows), 1 pass")
+    monkeypatch.setattr(native, "only", lambda kernel: contextlib.nullcontext())
     monkeypatch.setattr(ops, "decodes", lambda *_: True)
     monkeypatch.setattr(ops, "block_decodes", lambda *_: False)
     for name in ("grouped_mm", "mm", "moe"):
@@ -178,6 +185,22 @@ def test_rows_of_hopper(no_gpu):
     assert [r["table"] for r in rows] == ["ceilings", *(["product"] * 4 + ["block"] * 2) * 2]
     assert rows[1]["n"] == 256 and rows[1]["w4a16_us"] == 1.0 and rows[1]["w4a16_peer_us"] is None
     assert set(rows[-1]) == {"table", "model", "format", "tokens", "none_us", "fp8_us", "auto_us"}
+
+
+def test_rows_of_host_time(no_gpu, monkeypatch):
+    module = imported("host_time")
+    for name, value in (("EXPERTS", 4), ("HIDDEN", 128), ("INTER", 64), ("TOP_K", 2), ("RUNS", 1)):
+        monkeypatch.setattr(module, name, value)
+    monkeypatch.setattr(module, "gpu_us", lambda call: call() is None or 1.0)
+    monkeypatch.setattr(torch, "_grouped_mm", lambda *_, **__: torch.zeros(1))
+    empty = types.SimpleNamespace(
+        **dict.fromkeys(("mm", "grouped_mm", "indexed_mm", "moe"), lambda *_, **__: 0)
+    )
+    monkeypatch.setattr(module, "weight", lambda *_: (torch.zeros(4, 1),) * 3)
+    monkeypatch.setattr(torch.ops, "fp4", empty)
+    rows = first_rows("host_time", ["--tokens", "1,8", "--calls", "2"])
+    assert len(rows) == 2 * 2 * 7 and {r["mode"] for r in rows} == {"inference_mode", "no_grad"}
+    assert rows[0]["operator"] == "F.linear" and rows[0]["ratio"] == 1.0 and rows[-1]["gpu_us"] == 1.0
 
 
 def test_peers_of_hopper():
@@ -206,7 +229,7 @@ def test_rows_of_builds(no_gpu, monkeypatch):
     module = imported("h200_builds")
 
     class Build:
-        def __init__(self, path, first):
+        def __init__(self, path):
             self.name = path
 
         def use(self):
@@ -229,7 +252,7 @@ def test_rows_of_power(no_gpu, monkeypatch):
     monkeypatch.setattr(module, "TOKENS", 16)
     monkeypatch.setattr(torch, "_scaled_mm", lambda *_, **__: torch.zeros(1))
     monkeypatch.setattr(module.prefill, "run", lambda *_: torch.zeros(1))
-    monkeypatch.setattr(module.ops.rows, "to_half", lambda x: (x, torch.ones(len(x))))
+    monkeypatch.setattr(module.row_kernels, "to_half", lambda x: (x, torch.ones(len(x))))
     real = torch.randn
     monkeypatch.setattr(torch, "randn", lambda *s, **k: real(*(min(x, 512) for x in s), **k))
     rows = first_rows("h200_power", [])

@@ -44,7 +44,12 @@ ENTRIES = {
 }
 """Files of fp4_ops that may import compile_passes: the backend's entry and the command line."""
 
-FOLDERS = {"common": {"common"}, "cpu": {"common", "cpu"}, "sm90": {"common", "sm90"}}
+FOLDERS = {
+    "common": {"common"},
+    "cpu": {"common", "cpu"},
+    "sm90": {"common", "sm90"},
+    "cuda": {"common", "cuda", "sm90"},
+}
 
 
 def imports(path: Path, package: list[str]) -> set[str]:

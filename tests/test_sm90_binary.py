@@ -9,8 +9,8 @@ from pathlib import Path
 import pytest
 
 import fp4_ops
-from fp4_ops.sm90 import choice, decode, gemv, library, prefill
-from fp4_ops.sm90.choice import Product
+from fp4_ops import native
+from fp4_ops.sm90 import decode, library, prefill
 
 BINARY = Path(fp4_ops.__file__).parent / library.FILE
 MAX_SHARED = 227 * 1024
@@ -29,7 +29,7 @@ def run(command: list[str], **kwargs) -> str:
 
 
 pytestmark = pytest.mark.skipif(
-    not BINARY.exists(),
+    not BINARY.exists() or native.library() is None,
     reason="the Hopper kernels are not built: FP4_CUDA_ARCHS=90a pip install --no-build-isolation -e .",
 )
 
@@ -251,26 +251,26 @@ def test_int4_has_the_candidates_of_nvfp4():
 @pytest.mark.parametrize("compute_warps", [decode.FEW_WARPS, decode.MANY_WARPS])
 @pytest.mark.parametrize("kp", [128, 768, 1536, 2048, 2944, 4096, 5120, 7168, 14336, 16384])
 def test_decode_configurations_fit(kp, compute_warps):
-    config = decode.warps_for(kp, compute_warps)
+    config = native.decode_warps(kp, compute_warps)
     assert config is not None
     assert config.shared_bytes <= MAX_SHARED
     assert config.k_warps * config.row_warps <= compute_warps
-    assert config.k_warps * config.passes * decode.SLICE_K >= kp
+    assert config.k_warps * config.passes * 256 >= kp
     assert str(config).startswith(f"decode: {config.k_warps} x {config.row_warps} warps")
 
 
 def test_decode_loads_schedulers_evenly():
     """K = 768: 12 warps, not 15. K = 1280 has 5 slices, for which there is no even number of warps."""
-    assert decode.choose(8, 128, 2048, 768, 132) == decode.Config(3, 4, 1)
-    assert decode.choose(8, 128, 2048, 1280, 132) == decode.Config(5, 3, 1)
-    assert decode.choose(8, 128, 1536, 2048, 132) == decode.Config(8, 2, 1)
+    assert native.decode_config(8, 128, 2048, 768, 132) == native.DecodeConfig(3, 4, 1)
+    assert native.decode_config(8, 128, 2048, 1280, 132) == native.DecodeConfig(5, 3, 1)
+    assert native.decode_config(8, 128, 1536, 2048, 132) == native.DecodeConfig(8, 2, 1)
 
 
 def test_decode_takes_more_warps_where_they_share_k_better():
     """gpt-oss (K = 2880) once there is enough to do; where a pass is saved, always."""
 
     def warps(rows: int, groups: int, n: int, kp: int) -> tuple[int, int, int]:
-        config = decode.choose(rows, groups, n, kp, 132)
+        config = native.decode_config(rows, groups, n, kp, 132)
         assert config is not None
         return config.k_warps, config.row_warps, config.passes
 
@@ -287,17 +287,15 @@ def recorded_times() -> dict[str, list[tuple[bool, float, float]]]:
     for row in json.loads(TIMES.read_text())["rows"]:
         groups, n, k, each, table = (row[name] for name in ("experts", "n", "k", "rows", "table"))
         shapes = [(n, k), (k, n // 2)] if table == "block" else [(n, k)]
-        routing = decode.Routing.DENSE if table == "dense" else decode.Routing.OFFS
-        products = tuple(
-            Product(routing, groups, max(round(each * groups), 1), n, -(-k // 128) * 128) for n, k in shapes
-        )
+        routing, rows = "dense" if table == "dense" else "offs", max(round(each * groups), 1)
+        products = [native.product(routing, groups, rows, n, -(-k // 128) * 128) for n, k in shapes]
         if table == "block":
             name = row["kind"]
             a_format, _, bf16 = name.partition(" ")
-            decodes = choice.block_decodes(products, a_format, 132, bool(bf16))
+            decodes = native.block_plan(*products, 1, a_format, 132, bf16=bool(bf16)).few
         else:
             name = kernels[row["kind"]]
-            decodes = choice.decodes(products[0], name, 132)
+            decodes = native.plan(products[0], name, 132).kernel != "prefill"
         kind = f"dense {name}" if table == "dense" else name
         found.setdefault(kind, []).append((decodes, row["decode_us"], row["prefill_us"]))
     return found
@@ -325,16 +323,16 @@ def test_few_rows_leave_room_beside_them(functions, resources):
 def test_gemv_runs_what_is_small():
     """Few bytes for each multiprocessor; a block also where n tiles go round evenly."""
 
-    def product(rows: int, n: int, k: int) -> Product:
-        return Product(decode.Routing.IDS64, 128, rows, n, k)
+    def product(rows: int, n: int, k: int) -> native.Product:
+        return native.product("ids64", 128, rows, n, k)
 
     def alone(*size: int) -> bool:
-        return choice.gemvs(product(*size), 132)
+        return native.plan(product(*size), "half", 132).kernel == "gemv"
 
     def block(tokens: int, top_k: int, hidden: int, inter: int) -> bool:
         rows = tokens * top_k
         products = product(rows, 2 * inter, hidden), product(rows, hidden, inter)
-        return choice.block_gemvs(products, top_k, 132)
+        return native.block_plan(*products, top_k, "none", 132).gemv
 
     assert alone(8, 2048, 768) and alone(1, 4096, 7168) and alone(1, 7168, 2048)
     assert not alone(8, 1536, 2048)  # decode has more under way
@@ -342,9 +340,9 @@ def test_gemv_runs_what_is_small():
     assert block(1, 8, 2048, 768) and block(1, 1, 7168, 2048)
     assert not block(2, 8, 2048, 768) and not block(1, 2, 4096, 14336) and not block(1, 4, 2880, 2880)
     assert block(1, 4, 2048, 512) and not block(1, 4, 2880, 512)  # 180 n tiles for 132
-    with choice.only("decode"):
+    with native.only("decode"):
         assert not alone(8, 2048, 768) and not block(1, 8, 2048, 768)
-    with choice.only("gemv"):
+    with native.only("gemv"):
         assert alone(8, 1536, 2048) and block(1, 4, 2880, 512) and not alone(16, 2048, 768)
 
 
@@ -353,20 +351,47 @@ def test_gemv_runs_what_is_small():
 )
 @pytest.mark.parametrize("combined", [False, True])
 def test_gemv_configurations_fit(rows, columns, n, k, combined):
-    config = gemv.configure(decode.Routing.OFFS, rows, columns, n, k, combined, 132)
+    config, most = native.gemv_config(decode.Routing.OFFS, rows, columns, n, k, combined, 132), 12 * 32
     if config is None:
-        assert rows * n * k > 132 * gemv.MAX_UNITS * 16 * 256 / 1.2
+        assert rows * n * k > 132 * most * 16 * 256 / 1.2
         return
-    assert config.shared_bytes <= MAX_SHARED and config.units <= gemv.MAX_UNITS
+    assert config.shared_bytes <= MAX_SHARED and config.units <= most
     assert config.tiles * 132 >= rows * n / 16 and str(config).startswith("gemv: ")
 
 
 def test_decode_can_be_taken_or_left():
-    sms, product = 132, Product(decode.Routing.OFFS, 8, 16, 4096, 4096)
-    with choice.only("decode"):
-        assert choice.decodes(product._replace(rows=400), "half", sms)
-        assert not choice.decodes(product._replace(groups=1000), "half", sms), "more experts than it takes"
-    with choice.only("prefill"):
-        assert not choice.decodes(product, "half", sms)
-    assert choice.decodes(product, "half", sms)
-    assert not choice.decodes(product._replace(rows=400), "half", sms)
+    def decodes(rows: int = 16, groups: int = 8) -> bool:
+        product = native.product("offs", groups, rows, 4096, 4096)
+        return native.plan(product, "half", 132).kernel != "prefill"
+
+    with native.only("decode"):
+        assert decodes(rows=400)
+        assert not decodes(groups=1000), "more experts than it takes"
+    with native.only("prefill"):
+        assert not decodes()
+    assert decodes()
+    assert not decodes(rows=400)
+
+
+def test_where_rows_of_a_product_go():
+    """Ids that decode does not sort itself are sorted for it, and gemv has none of them."""
+    for rows, kernel in ((1, "gemv"), (300, "decode"), (40000, "prefill")):
+        for routing in ("ids32", "ids64"):
+            assert native.plan(native.product(routing, 128, rows, 1536, 2048), "half", 132).kernel == kernel
+    with native.only("gemv"):
+        assert native.plan(native.product("ids64", 128, 4000, 64, 256), "half", 132).kernel == "decode"
+    assert not native.block_plan(
+        *[native.product("ids64", 8, 2, 128, 128)] * 2, 1, "auto", 132, int4=True
+    ).few
+
+
+def test_a_decision_is_kept_by_all_that_it_depends_on():
+    """Each of these differs from the first in one number, and is decided anew."""
+    base = {"routing": "ids64", "groups": 128, "rows": 8, "n": 2048, "kp": 768, "block": 16}
+    others = [{"rows": 16}, {"n": 8192}, {"kp": 7168}, {"groups": 2000}, {"routing": "masked"}]
+    first = native.plan(native.product(**base), "half", 132)
+    assert first.kernel == "gemv"
+    for change in others:
+        made = native.plan(native.product(**(base | change)), "half", 132)
+        assert (made.kernel, str(made.gemv)) != (first.kernel, str(first.gemv)), change
+        assert native.plan(native.product(**base), "half", 132).kernel == "gemv"

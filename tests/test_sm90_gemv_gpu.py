@@ -17,7 +17,8 @@ from test_sm90_gpu import (
     sums_bound,
 )
 
-from fp4_ops.sm90 import choice, gemv, library, rows
+from fp4_ops import native
+from fp4_ops.sm90 import gemv, library, rows
 from fp4_ops.sm90.product import Routing
 
 __all__ = ["pytestmark"]
@@ -61,7 +62,7 @@ def test_every_routing(shape, dtype, layout, format):
     for m, a_div in ((1, 1), (8, 8), (5, 1), (8, 4), (8, 1), (7, 2)):
         columns = -(-m // a_div)
         size = m, columns, n, weight.kp, False, library.multiprocessors(0)
-        if gemv.configure(Routing.IDS64, *size) is None:
+        if native.gemv_config(Routing.IDS64, *size) is None:
             assert m > 1  # a thread block would have too many units, or too little memory
             continue
         power = 10 ** torch.empty(columns, 1, device="cuda").uniform_(-3, 3)
@@ -146,7 +147,7 @@ def test_blocks_are_those_of_decode(tokens, top_k, layout, a_format):
         for gate in ("silu_interleaved", "swigluoai", "silu"):
             got = []
             for kernel in ("decode", "gemv"):
-                with choice.only(kernel):
+                with native.only(kernel):
                     got.append(
                         torch.ops.fp4.moe(
                             x, ids, scores, *up.packed, *down.packed, b13, b2, activation=gate,

@@ -7,8 +7,9 @@ from conftest import large
 from fp4_ops.meta.formats import ACTIVATIONS
 from fp4_ops.meta.layouts import LAYOUTS
 
+from fp4_ops import native
 from fp4_ops.experts import PackedWeight, interleave
-from fp4_ops.sm90 import choice, decode, library, prefill, rows
+from fp4_ops.sm90 import decode, library, prefill, rows
 
 pytestmark = [
     pytest.mark.gpu,
@@ -38,7 +39,7 @@ BOUND = {torch.bfloat16: 4e-3, torch.float16: 1e-3, torch.float32: 2e-6}
 
 @pytest.fixture(params=["decode", "prefill"])
 def kernel(request):
-    with choice.only(request.param):
+    with native.only(request.param):
         yield request.param
 
 
@@ -185,7 +186,7 @@ def test_products_of_16_bit_rows(kernel, shape, dtype, layout, format):
 @pytest.mark.parametrize("compute_warps", [decode.FEW_WARPS, decode.MANY_WARPS])
 @pytest.mark.parametrize("k", [64, 768, 1536, 2880, 4096, 5120, 7168, 14336])
 def test_both_decode_kernels_in_float32(k, compute_warps, layout, format):
-    config = decode.warps_for(LAYOUTS["sm90"].padded(k), compute_warps)
+    config = native.decode_warps(LAYOUTS["sm90"].padded(k), compute_warps)
     assert config is not None
     groups, n = 3, 192
     w = Weights(groups, n, k, format=format, layout=layout)

@@ -9,9 +9,8 @@ int launch(const DecodeParams& p, int blocks, cudaStream_t stream) {
   constexpr int kMaxShared = 227 * 1024;
   const int shared = DecodeBuffers::bytes(p);
   if (shared > kMaxShared) return cudaErrorInvalidValue;
-  static const cudaError_t allowed =
-      cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, kMaxShared);
-  if (allowed != cudaSuccess) return allowed;
+  static std::atomic<uint64_t> allowed;
+  if (const cudaError_t error = allow_shared(kernel, kMaxShared, allowed); error != cudaSuccess) return error;
   const LaunchShape shape = {dim3(blocks), dim3(32 * (kComputeWarps + kReduceWarps)), size_t(shared)};
   return launch_kernel(kernel, shape, true, stream, p);
 }

@@ -7,15 +7,6 @@
 
 namespace fp4::sm90 {
 
-struct DecodeParams : ProductParams {
-  const int* sorted_rows;  // kOffs: the row at each sorted position, or null for the identity
-  int max_m;               // kMasked: rows an expert
-  int k_warps, row_warps, passes;
-  float k_warps_inverse, row_warps_inverse;
-  uint32_t chunk_mul, chunk_shift;  // to divide by a chunk's units
-  int chunk_units, change_units;    // see Share
-};
-
 constexpr int kReduceWarps = 4;   // beside those that compute: kComputeWarps is 16 or 24
 constexpr int kMaxGroups = 640;   // one thread a group in plan()
 constexpr int kMaxSegments = 32;  // chunks that one block may touch

@@ -13,9 +13,8 @@ int launch(const GemvParams& p, int blocks, cudaStream_t stream) {
   // ended on a few only. A kernel that may begin `early` does beside that kernel.
   const int shared = std::max(GemvBuffers::bytes(p), p.early ? 0 : kMaxShared / 2 + 1024);
   if (shared > kMaxShared) return cudaErrorInvalidValue;
-  static const cudaError_t allowed =
-      cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, kMaxShared);
-  if (allowed != cudaSuccess) return allowed;
+  static std::atomic<uint64_t> allowed;
+  if (const cudaError_t error = allow_shared(kernel, kMaxShared, allowed); error != cudaSuccess) return error;
   const LaunchShape shape = {dim3(blocks), dim3(kGemvThreads), size_t(shared), 1, true};
   return launch_kernel(kernel, shape, true, stream, p);
 }

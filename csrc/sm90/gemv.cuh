@@ -28,16 +28,6 @@ constexpr int kGemvRows = 8;     // at most
 constexpr int kGemvSlices = 64;  // of K, at most
 constexpr int kGemvUnits = 32;   // of a warp, at most
 
-struct GemvParams : ProductParams {
-  const void* topk_weights;  // [rows] of weight_type: the product is combined; else null
-  DType weight_type;
-  int top_k, tokens;  // rows that are combined into one, and how many that makes
-  int columns;        // rows of x: at most kChunk
-  int slices;         // of K
-  int tiles;          // row tiles of a block, at most
-  float slices_inverse, tokens_inverse;
-};
-
 // A lane's part of a unit. A register is loaded for the next unit as soon as it is used.
 template <class Words>
 struct UnitLoads {

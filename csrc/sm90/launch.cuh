@@ -4,7 +4,9 @@
 
 #include <cuda_runtime.h>
 
+#include <atomic>
 #include <cstddef>
+#include <cstdint>
 #include <type_traits>
 
 namespace fp4::sm90 {
@@ -45,6 +47,19 @@ int launch_kernel(void (*kernel)(Parameters...), const LaunchShape& shape, bool 
   config.attrs = attributes;
   config.numAttrs = count;
   return cudaLaunchKernelEx(&config, kernel, parameters...);
+}
+
+// Lets a kernel have so much dynamic shared memory. The driver keeps that for each device, so it is asked
+// once for each: `done`, one of the kernel's own, has a bit for every device that was told.
+template <class Kernel>
+cudaError_t allow_shared(Kernel* kernel, int bytes, std::atomic<uint64_t>& done) {
+  int device = 0;
+  if (const cudaError_t error = cudaGetDevice(&device); error != cudaSuccess) return error;
+  const uint64_t bit = device < 64 ? uint64_t(1) << device : 0;
+  if (done.load(std::memory_order_acquire) & bit) return cudaSuccess;
+  const cudaError_t error = cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, bytes);
+  if (error == cudaSuccess) done.fetch_or(bit, std::memory_order_release);
+  return error;
 }
 
 }  // namespace fp4::sm90

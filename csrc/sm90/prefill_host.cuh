@@ -8,7 +8,7 @@
 #include <cstdint>
 #include <random>
 
-#include "prefill_arguments.cuh"
+#include "interface.h"
 #include "prefill_kernel.cuh"
 
 namespace fp4::sm90 {
@@ -22,8 +22,8 @@ int launch_gated(const Problem& problem, const Maps& maps, int sms, cudaStream_t
   constexpr size_t kBytes = sizeof(SharedStorage<Config>);
   static_assert(kBytes <= 232448, "more shared memory than a block of sm_90 can have");
   auto kernel = prefill_kernel<Config, kGated>;
-  cudaError_t error = cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, kBytes);
-  if (error != cudaSuccess) return error;
+  static std::atomic<uint64_t> allowed;
+  if (const cudaError_t error = allow_shared(kernel, kBytes, allowed); error != cudaSuccess) return error;
   const LaunchShape shape = {dim3(sms / Config::Cluster * Config::Cluster), dim3(Config::Threads), kBytes,
                              Config::Cluster};
   return launch_kernel(kernel, shape, true, stream, problem, maps);
@@ -103,18 +103,6 @@ constexpr double kClaimCycles = 12000;
 // Cycles that it costs to share tiles: those of a part more, and of each of a tile's sums on its way through
 // memory. Tiles that take less than kCounted are not counted for it.
 constexpr double kShareCycles = 3500, kShareSum = 0.3, kCounted = 24000;
-
-struct Estimate {
-  double seconds;
-  int share_below;  // as TileWalk takes it
-  int tile_width;   // as Rows has it
-  bool claims;      // whether blocks claim tiles
-};
-
-struct Choice {
-  int candidate = 0;
-  Estimate estimate = {};
-};
 
 // A launch of a candidate for groups of equal expected size: what a block has of the tiles, but no less than
 // the weights take to arrive. How full the groups are is known on the device only: as many are taken to be
@@ -331,7 +319,7 @@ inline int run(const Candidates& candidates, const PrefillArguments& a) {
                           CU_TENSOR_MAP_SWIZZLE_NONE, CU_TENSOR_MAP_L2_PROMOTION_L2_256B) &&
             encode_output(&maps.out, problem.out_type, gated, a.out, a.n, rows, choice.store_tokens);
   if (!encoded) return kBadArgument;
-  return choice.run(problem, maps, sms, a.stream);
+  return choice.run(problem, maps, sms, static_cast<cudaStream_t>(a.stream));
 }
 
 // Of each kernel, in its file. b32: with a scale for 32 K, not 16.

@@ -12,9 +12,9 @@
 
 #include <cstdint>
 
-namespace fp4::sm90 {
+#include "interface.h"
 
-enum class RowMode : int { kDense = 0, kContiguous = 1, kMasked = 2 };
+namespace fp4::sm90 {
 
 struct Rows {
   RowMode mode;

@@ -1,4 +1,4 @@
-// What every decode launch is given, and how its kernels store results.
+// How decode and gemv divide, and store results. What a launch is given: interface.h.
 #pragma once
 
 #include <cuda_bf16.h>
@@ -11,28 +11,6 @@
 #include "types.cuh"
 
 namespace fp4::sm90 {
-
-enum class Routing : int { kOffs, kIds32, kIds64, kMasked, kDense };
-
-struct ProductParams {
-  const void* x;         // [rows / a_div, k] of x_type, row stride k (fp8: kp)
-  const float* x_scale;  // one a row of x; null for ones (16-bit rows)
-  const uint8_t* codes;  // layout sm90 or sm90_bf16
-  const uint8_t* scales;
-  const float* global_scale;  // [groups]
-  const void* bias;           // [groups, n] of bias_type, or null
-  void* out;                  // [rows, n], gated: [rows, n / 2]
-  const void* route;          // offs [groups], ids [rows], or masked_m [groups]
-  int rows, groups, n, k, kp;
-  int a_div;  // row r of the output reads row r / a_div of x
-  Routing routing;
-  DType x_type, out_type, bias_type;
-  Gate gate;        // gated: rows 2i and 2i + 1 of the weight are gate i and up i
-  int scale_block;  // K that share a scale: 16 or 32
-  bool early;       // the routing was known before the previous kernel began
-  bool bf16_words;  // the weights are of layout sm90_bf16, for bfloat16 rows; else of sm90
-  uint32_t grid_mul, grid_shift, a_div_mul, a_div_shift;  // to divide by the grid and a_div
-};
 
 constexpr int kTileRows = 16;    // of a weight, which a warp multiplies at a time
 constexpr int kChunk = 8;        // activation rows that share an instruction's weights

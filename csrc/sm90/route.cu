@@ -274,9 +274,11 @@ extern "C" int fp4_sm90_route(const void* ids, int wide, int rows, int groups, i
   const int chunks = (rows + kRouteThreads - 1) / kRouteThreads, bins = groups + 1;
   if (bins > kRouteThreads) return cudaErrorInvalidValue;
   constexpr int kBinBytes = 8 + 2 * kRouteWarps;
-  static const cudaError_t allowed = cudaFuncSetAttribute(
-      place_kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, kRouteThreads * kBinBytes);
-  if (allowed != cudaSuccess) return allowed;
+  static std::atomic<uint64_t> allowed;
+  if (const cudaError_t error = allow_shared(place_kernel, kRouteThreads * kBinBytes, allowed);
+      error != cudaSuccess) {
+    return error;
+  }
   if (chunks > kOwnChunks) {
     const int error = launch_kernel(count_kernel, {dim3(chunks), dim3(kRouteThreads), size_t(bins) * 4},
                                     false, s, ids, wide != 0, rows, groups, counts);

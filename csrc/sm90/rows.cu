@@ -18,11 +18,6 @@ namespace {
 
 constexpr float kFp8Max = 448.f;
 
-// What becomes of a row: x's type in plain order; or, in the layout's order, e4m3 with a scale a row; or fp16
-// with a power of two a row (half_position in prefill_half.cuh), so that of a bfloat16 row bits are lost only
-// of values below 2^-31 of its largest.
-enum class Form : int { kSame, kFp8, kHalf };
-
 struct Rows {
   const void* x;
   int count;            // of x

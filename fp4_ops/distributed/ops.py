@@ -115,14 +115,15 @@ def _of_all(
     order = experts.up.layout
     if a_format != "auto" or not order.hopper or "none" not in order.a_formats:
         return a_format
-    from ..sm90 import choice
-    from ..sm90.decode import Routing
+    from .. import native
     from ..sm90.library import multiprocessors
 
-    products = tuple(
-        choice.Product(Routing.OFFS, num_experts, pairs, w.n, w.k, w.format.block) for w in experts
+    up, down = (
+        native.product("offs", num_experts, pairs, w.n, w.k, w.format.block)
+        for w in (experts.up, experts.down)
     )
-    few = choice.block_decodes(products, "auto", multiprocessors(device.index), order is LAYOUTS["sm90_bf16"])
+    sms, bf16 = multiprocessors(device.index), order is LAYOUTS["sm90_bf16"]
+    few = native.block_plan(up, down, 1, "auto", sms, bf16=bf16).few
     return "none" if few else "fp8"
 
 

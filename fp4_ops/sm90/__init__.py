@@ -1,1 +1,2 @@
-"""The Hopper kernels (csrc/sm90): their launchers, and the operators built of them."""
+"""The Hopper kernels (csrc/sm90) by themselves: conversions of layouts, and a launcher for each, for tests
+and measurements. Operators launch them in C++ (csrc/cuda)."""

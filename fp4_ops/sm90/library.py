@@ -12,6 +12,7 @@ from pathlib import Path
 
 import torch
 
+from .. import native
 from ..meta.formats import Activation
 
 FILE = "_sm90.so"
@@ -19,7 +20,7 @@ FILE = "_sm90.so"
 POINTER, INT, LONG, FLOAT = ctypes.c_void_p, ctypes.c_int, ctypes.c_int64, ctypes.c_float
 
 GATE = INT, FLOAT, FLOAT, FLOAT
-"""The fields of Gate in csrc/sm90/types.cuh."""
+"""The fields of Gate in csrc/sm90/interface.h."""
 
 SIGNATURES = {
     "fp4_sm90_decode": [POINTER, INT, POINTER],
@@ -58,8 +59,10 @@ def library() -> ctypes.CDLL | None:
 
 @functools.cache
 def available(device_index: int) -> bool:
-    """Whether this GPU runs them: they use instructions that only compute capability 9.0 has."""
-    return torch.cuda.get_device_capability(device_index) == (9, 0) and library() is not None
+    """Whether this GPU runs them, and the operators that launch them are there: they use instructions that
+    only compute capability 9.0 has."""
+    built = library() is not None and native.library() is not None
+    return built and torch.cuda.get_device_capability(device_index) == (9, 0)
 
 
 @functools.cache

@@ -40,7 +40,7 @@ def for_block(kernel: str, block: int) -> str:
 
 
 class _Arguments(ctypes.Structure):
-    """PrefillArguments of csrc/sm90/prefill_arguments.cuh."""
+    """PrefillArguments of csrc/sm90/interface.h."""
 
     _fields_ = [
         *((name, ctypes.c_void_p) for name in ("x", "x_scale", "codes", "scales", "global_scale", "bias")),

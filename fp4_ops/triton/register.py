@@ -1,4 +1,5 @@
-"""What every operator of csrc/schema.cpp does on CUDA: Triton's kernels, and Hopper's for their layouts.
+"""What every operator of csrc/schema.cpp does on CUDA where no native kernel does it: by Triton's kernels,
+and conversions to and from Hopper's layouts.
 
 Functions have their operators' names; `fp4_ops/cuda.py` registers them.
 
@@ -15,21 +16,11 @@ import torch
 from ..meta import checks
 from ..sm90 import int4
 from ..sm90 import library as sm90_library
-from ..sm90 import ops as sm90
 from ..sm90 import rows as sm90_rows
 from . import ops
 from .activations import moe_quantized, rows_of
 
 SM90, SM90_BF16, SM90_INT4 = "sm90", "sm90_bf16", "sm90_int4"
-
-
-def hopper(product, a, b, b_scale, b_global_scale, bias, w, *route_and_dtype):
-    """A product of fp4_ops.sm90 with a weight in its layouts. `a`: (a, a_scale, a_global_scale, a_format)."""
-    sm90.require(product.__name__, w.layout.name, b.device)
-    values, scale, _, a_format = a
-    if a_format:  # packed: exact in bfloat16 but for a factor of each row
-        values, scale = rows_of(*a)
-    return product(values, scale, sm90.weight(b, b_scale, b_global_scale, bias, w), *route_and_dtype)
 
 
 def quantize(x, format, global_scale=None):
@@ -43,10 +34,6 @@ def dequantize(packed, block_scale, global_scale, format, dtype, *, layout="plai
     if layout == SM90_INT4:
         packed, block_scale, global_scale = int4.unpack(packed, block_scale, global_scale, fmt)
         return ops.dequantize(packed, block_scale, global_scale, fmt, dtype)
-    if layout in (SM90, SM90_BF16):
-        sm90.require("dequantize", layout, packed.device)
-        packed, block_scale = packed.contiguous(), block_scale.contiguous()
-        return sm90_rows.dequantize(packed, block_scale, global_scale, fmt, dtype, layout == SM90_BF16)
     ops.refuse_layout("dequantize", layout)
     return ops.dequantize(packed, block_scale, global_scale, fmt, dtype)
 
@@ -94,9 +81,6 @@ def mm(
         a, b, b_scale, b_global_scale, format, layout, a_scale, bias, a_global_scale, a_format
     )
     dtype = checks.resolve_out_dtype(a, out_dtype)
-    if w.layout.hopper:
-        given = a, a_scale, a_global_scale, a_format
-        return hopper(sm90.mm, given, b, b_scale, b_global_scale, bias, w, dtype)
     ops.refuse_layout("mm", layout)
     ops.refuse_int8("mm", a.dtype)
     wt = ops.weight(b, b_scale, b_global_scale, bias, w)
@@ -112,9 +96,6 @@ def grouped_mm(
         a, b, b_scale, b_global_scale, offs, format, layout, a_scale, bias, a_global_scale, a_format
     )
     dtype = checks.resolve_out_dtype(a, out_dtype)
-    if w.layout.hopper:
-        given = a, a_scale, a_global_scale, a_format
-        return hopper(sm90.grouped_mm, given, b, b_scale, b_global_scale, bias, w, offs, dtype)
     ops.refuse_layout("grouped_mm", layout)
     ops.refuse_int8("grouped_mm", a.dtype)
     wt = ops.weight(b, b_scale, b_global_scale, bias, w)
@@ -132,9 +113,6 @@ def grouped_mm_masked(
         a, b, b_scale, b_global_scale, masked_m, format, layout, a_scale, bias, a_global_scale, a_format
     )
     dtype = checks.resolve_out_dtype(a, out_dtype)
-    if w.layout.hopper:
-        given = a, a_scale, a_global_scale, a_format
-        return hopper(sm90.grouped_mm_masked, given, b, b_scale, b_global_scale, bias, w, masked_m, dtype)
     ops.refuse_layout("grouped_mm_masked", layout)
     ops.refuse_int8("grouped_mm_masked", a.dtype)
     wt = ops.weight(b, b_scale, b_global_scale, bias, w)
@@ -152,9 +130,6 @@ def indexed_mm(
         a, b, b_scale, b_global_scale, expert_ids, format, layout, a_scale, bias, a_global_scale, a_format
     )
     dtype = checks.resolve_out_dtype(a, out_dtype)
-    if w.layout.hopper:
-        given = a, a_scale, a_global_scale, a_format
-        return hopper(sm90.indexed_mm, given, b, b_scale, b_global_scale, bias, w, expert_ids, dtype)
     ops.refuse_layout("indexed_mm", layout)
     ops.refuse_int8("indexed_mm", a.dtype)
     wt = ops.weight(b, b_scale, b_global_scale, bias, w)
@@ -166,6 +141,35 @@ def indexed_mm(
     )
 
 
+def hopper_grouped_mm_k(a, b, offs, dtype, options):
+    """One dense product of a copy of `a` for each group, zeros outside the group's columns.
+
+    It multiplies each group by all of K: right for every size, fast only for few rows. Groups along K come up
+    in training, where weights are not in 4 bits. `a`: (a, a_scale, a_global_scale, a_format).
+    """
+    values, scale, _, a_format = a
+    if a_format:  # exact in bfloat16 but for a factor of each row
+        values, scale = rows_of(*a)
+    groups, (m, k) = offs.numel(), values.shape
+    column = torch.arange(k, device=values.device)
+    fp8 = values.dtype == torch.float8_e4m3fn
+    if fp8:  # the layout's order: block t, word 2s + q -> word, block
+        column = column.view(-1, 4, 4, 4).transpose(1, 2).reshape(-1)
+        values = values.view(torch.uint8)  # zero is the byte zero
+    ends = offs.clamp(0, k).cummax(0).values[:, None] if groups else offs[:, None]
+    begins = torch.nn.functional.pad(ends[:-1], (0, 0, 1, 0))[:groups]
+    mine = (column >= begins) & (column < ends)
+    masked = torch.where(mine[:, None], values, 0).reshape(groups * m, k)
+    scale = scale.repeat(groups) if scale is not None else None
+    if fp8:
+        out = torch.ops.fp4.mm(masked.view(torch.float8_e4m3fn), *b, scale, out_dtype=dtype, **options)
+    elif scale is None:
+        out = torch.ops.fp4.mm(masked, *b, out_dtype=dtype, **options)
+    else:
+        out = torch.ops.fp4.mm(masked, *b, out_dtype=torch.float32, **options) * scale[:, None]
+    return out.to(dtype).view(groups, m, out.shape[1])
+
+
 def grouped_mm_k(
     a, b, b_scale, b_global_scale, offs, a_scale=None, a_global_scale=None, *,
     format, layout="plain", a_format="", out_dtype=None,
@@ -174,9 +178,9 @@ def grouped_mm_k(
         a, b, b_scale, b_global_scale, offs, format, layout, a_scale, a_global_scale, a_format
     )
     if w.layout.hopper:
-        given = a, a_scale, a_global_scale, a_format
+        given, packed = (a, a_scale, a_global_scale, a_format), (b, b_scale, b_global_scale)
         dtype = checks.resolve_out_dtype(a, out_dtype)
-        return hopper(sm90.grouped_mm_k, given, b, b_scale, b_global_scale, None, w, offs, dtype)
+        return hopper_grouped_mm_k(given, packed, offs, dtype, {"format": format, "layout": layout})
     ops.refuse_layout("grouped_mm_k", layout)
     ops.refuse_int8("grouped_mm_k", a.dtype)
     wt = ops.weight(b, b_scale, b_global_scale, None, w)
@@ -194,14 +198,6 @@ def moe(
         format, layout, activation, a_format, w13_bias, w2_bias,
     )  # fmt: skip
     out_dtype = checks.resolve_out_dtype(x, out_dtype)
-    if up.layout.hopper:
-        sm90.require("moe", layout, w13.device)
-        return sm90.moe(
-            x, topk_ids, topk_weights,
-            sm90.weight(w13, w13_scale, w13_global_scale, w13_bias, up),
-            sm90.weight(w2, w2_scale, w2_global_scale, w2_bias, down),
-            activation, a_format, out_dtype,
-        )  # fmt: skip
     ops.refuse_layout("moe", layout)
     if a_format == "int8":
         raise RuntimeError("fp4::moe: a_format is 'int8', which runs on CPU only; on CUDA it can be 'fp8'")

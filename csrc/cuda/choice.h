@@ -1,0 +1,69 @@
+// Which kernels run a product or an expert block: a cost model predicts the times of those that can, and the
+// fastest is taken. Decisions are kept by their sizes, so that a warm call looks one up. Neither torch nor
+// CUDA is needed here, but for prefill's candidates, which the kernels' library knows.
+#pragma once
+
+#include "cuda/configs.h"
+
+namespace fp4::cuda {
+
+// What the activations of a product are for its kernels: 16-bit rows with weights in layout sm90 or
+// sm90_bf16, or fp8 rows.
+enum class Kernel : int { kFp8, kHalf, kBf16 };
+
+// `rows` activation rows, of each group where the routing is masked, times [groups, n, kp].
+struct Product {
+  Routing routing;
+  int groups, rows, n, kp;
+  int block = 16;  // K that share a scale
+
+  int all_rows() const { return routing == Routing::kMasked ? rows * groups : rows; }
+};
+
+enum class Family : int { kPrefill, kDecode, kGemv };
+
+struct ProductPlan {
+  Family family = Family::kPrefill;
+  DecodeConfig decode;
+  GemvConfig gemv;
+};
+
+// `rows`: (token, expert) pairs.
+struct Block {
+  Product up, down;
+  int top_k;
+  bool bf16;     // the weights are in layout sm90_bf16
+  bool int4;     // or in sm90_int4
+  int a_format;  // an AFormat of common/formats.h
+};
+
+struct BlockPlan {
+  bool few = false;   // decode or gemv runs both products, else prefill
+  bool gemv = false;  // gemv runs both, and combines
+  ProductPlan up, down;
+};
+
+// Routing by id is sorted for prefill and for decode of more than kMaxIds rows.
+ProductPlan plan(const Product& product, Kernel kernel, int sms);
+BlockPlan plan(const Block& block, int sms);
+
+// What the models say, in microseconds; infinite where decode cannot run.
+double decode_us(const Product& product, Kernel kernel, int sms);
+double prefill_us(const Product& product, Kernel kernel, int sms);
+sm90::Choice prefill_choice(const Product& product, int kernel, int sms);
+
+// The one of the launchers in csrc/sm90/prefill.cu for e2m1 weights with a scale for so many K.
+inline int prefill_kernel(Kernel kernel, int block) { return 2 * int(kernel) + (block == 32); }
+// And for int4 weights.
+inline int prefill_int4_kernel(int block) { return block == 128 ? 6 : block == 64 ? 7 : 8; }
+inline bool prefill_takes(Routing routing) {
+  return routing != Routing::kIds32 && routing != Routing::kIds64;
+}
+sm90::RowMode row_mode(Routing routing);
+
+// For tests and measurements: whatever the models say, decode, or gemv and decode, wherever they can run, or
+// prefill.
+enum class Only : int { kAny, kDecode, kGemv, kPrefill };
+void set_only(Only only);
+
+}  // namespace fp4::cuda

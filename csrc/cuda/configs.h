@@ -1,0 +1,49 @@
+// How decode and gemv share a product among warps, and whether they can run it. Neither torch nor CUDA is
+// needed here.
+#pragma once
+
+#include <optional>
+
+#include "sm90/interface.h"
+
+namespace fp4::cuda {
+
+using sm90::Routing;
+
+inline constexpr int kSliceK = 256;   // K that one warp owns in a pass
+inline constexpr int kChunk = 8;      // rows of an expert that share one reading of its weights
+inline constexpr int kMaxIds = 2048;  // rows up to which decode sorts expert ids itself
+
+// decode: `k_warps` share K in `passes`, `row_warps` tiles of N a step.
+struct DecodeConfig {
+  int k_warps = 0, row_warps = 0, passes = 0;
+
+  int shared_bytes() const;
+  double value(int kp) const;
+  DecodeConfig balanced() const;
+};
+
+// The split of so many warps that keeps most of them busy; nothing where no split fits shared memory.
+std::optional<DecodeConfig> decode_warps_for(int kp, int compute_warps);
+
+// Expected rows of an expert that has any, under uniform routing.
+double rows_per_expert(int rows, int groups);
+
+// The configuration for `rows` activation rows on a GPU of `sms` multiprocessors, or nothing where decode
+// cannot run them.
+std::optional<DecodeConfig> choose_decode(int rows, int groups, int n, int kp, int sms);
+
+// gemv: each thread block has at most `tiles` row tiles, of `slices` units each.
+struct GemvConfig {
+  int columns = 0, slices = 0, tiles = 0;
+
+  int units() const { return tiles * slices; }
+  int shared_bytes() const;
+};
+
+// For `rows` rows, which are `columns` rows of x; nothing where gemv cannot run them, or where they share
+// weights, which it would read for each. `combined`: it adds up the experts of a token.
+std::optional<GemvConfig> configure_gemv(Routing routing, int rows, int columns, int n, int kp, bool combined,
+                                         int sms);
+
+}  // namespace fp4::cuda

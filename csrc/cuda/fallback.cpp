@@ -1,0 +1,38 @@
+#include "cuda/fallback.h"
+
+#include <atomic>
+
+namespace fp4::cuda {
+namespace {
+
+std::atomic<bool> registered{false};
+thread_local std::string error;
+
+}  // namespace
+
+void require_fallback(std::string_view op, std::string_view why) {
+  if (registered.load(std::memory_order_relaxed)) return;
+  fail("fp4::", op, ": ", why,
+       ", for which only Triton has a CUDA kernel, and Triton needs a Python process that has imported "
+       "fp4_ops. "
+       "Without Python, weights must be in a layout whose kernels are native: sm90, sm90_bf16 or sm90_int4, "
+       "on "
+       "a GPU of compute capability 9.0 (fp4_ops.prepare(model, device='cuda') on such a GPU makes them)");
+}
+
+std::string take_fallback_error() {
+  std::string said;
+  said.swap(error);
+  return said;
+}
+
+}  // namespace fp4::cuda
+
+// For Python: whether `fp4_triton` is registered, and what one of its operators raised, in the thread that
+// called it (the stable ABI of torch 2.11 and 2.12 returns no message).
+extern "C" __attribute__((visibility("default"))) void fp4_cuda_has_fallbacks(int yes) {
+  fp4::cuda::registered.store(yes != 0);
+}
+extern "C" __attribute__((visibility("default"))) void fp4_cuda_set_error(const char* message) {
+  fp4::cuda::error = message;
+}

@@ -1,0 +1,35 @@
+// Operators for which there is no native kernel, on this GPU or in this layout: Triton's, which fp4_ops
+// registers from Python as `fp4_triton::NAME`, with the schemas of `fp4::NAME`.
+#pragma once
+
+#include <string>
+#include <string_view>
+
+#include "cuda/host.h"
+
+namespace fp4::cuda {
+
+// Throws unless a Python process has registered them. `op`: without its namespace; `why`: what has no native
+// kernel.
+void require_fallback(std::string_view op, std::string_view why);
+
+// The message of what Python raised in the operator that was called last in this thread.
+std::string take_fallback_error();
+
+template <class Result = Tensor, class... Arguments>
+Result fallback(const char* op, std::string_view why, const Arguments&... arguments) {
+  require_fallback(op, why);
+  take_fallback_error();
+  try {
+    return call<Result>(std::string("fp4_triton::") + op, "", arguments...);
+  } catch (const std::exception&) {
+    const std::string said = take_fallback_error();
+    if (said.empty()) throw;
+    throw std::runtime_error(said);
+  }
+}
+
+// Of a layout that Triton's kernels serve.
+inline std::string layout_words(std::string_view layout) { return text("layout is '", layout, "'"); }
+
+}  // namespace fp4::cuda

@@ -1,0 +1,121 @@
+// What an operator needs of torch beside its tensors: device, stream, memory, and other operators.
+#pragma once
+
+#include <torch/csrc/stable/accelerator.h>
+#include <torch/csrc/stable/ops.h>
+
+#include <array>
+#include <optional>
+#include <string>
+
+#include "common/boxed.h"
+#include "common/checks.h"
+#include "cuda/library.h"
+
+// The emulator of tests/ compiles these sources with a namespace of its own, for tensors that lie in the
+// host's memory.
+#ifdef FP4_EMULATED
+#define FP4_LIBRARY fp4_emulated
+#define FP4_DISPATCH_KEY CPU
+#else
+#define FP4_LIBRARY fp4
+#define FP4_DISPATCH_KEY CUDA
+#endif
+#define FP4_REGISTER(library, key, m) STABLE_TORCH_LIBRARY_IMPL(library, key, m)
+
+extern "C" {
+// Of libtorch_cuda. Weak: in a libtorch without CUDA this library loads too, and no operator of it is called.
+__attribute__((weak)) AOTITorchError aoti_torch_get_current_cuda_stream(int32_t device_index, void** stream);
+// Of torch 2.13 and later: the message of the last error that a function of the stable ABI returned.
+__attribute__((weak)) const char* torch_exception_get_what_without_backtrace();
+}
+
+namespace fp4::cuda {
+
+// Makes a tensor's device the current one, and knows its kind and current stream.
+class Here {
+ public:
+  explicit Here(const Tensor& t);
+
+  const DeviceKind& kind() const { return kind_; }
+  int sms() const { return kind_.sms; }
+  void* stream() const { return stream_; }
+
+  // A new tensor there, not initialised.
+  Tensor empty(std::initializer_list<int64_t> shape, ScalarType dtype) const;
+  Tensor zeros(std::initializer_list<int64_t> shape, ScalarType dtype) const;
+
+ private:
+  int index_ = 0;
+  DeviceKind kind_;
+  void* stream_ = nullptr;
+  std::optional<torch::stable::accelerator::DeviceGuard> guard_;
+};
+
+// --- other operators, through the dispatcher ---
+
+// Throws with torch's words, as far as this torch tells them.
+[[noreturn]] void fail_from_torch(const std::string& what);
+
+// What `name` returns; `count` results, owned, in stack[0 ..].
+void call_stack(const std::string& name, const char* overload, StableIValue* stack);
+
+template <class Result = Tensor, class... Arguments>
+Result call(const std::string& name, const char* overload, const Arguments&... arguments) {
+  // Results come where arguments were; no operator here has more than four.
+  std::array<StableIValue, std::max<size_t>(sizeof...(Arguments), 4)> stack = {
+      torch::stable::detail::from(arguments)...};
+  call_stack(name, overload, stack.data());
+  using torch::stable::detail::to;
+  if constexpr (std::is_same_v<Result, Tensor>) {
+    return to<Tensor>(stack[0]);
+  } else {  // a tuple of tensors
+    return [&]<size_t... i>(std::index_sequence<i...>) {
+      return Result(to<Tensor>(stack[i])...);
+    }(std::make_index_sequence<std::tuple_size_v<Result>>());
+  }
+}
+
+// --- tensors ---
+
+inline Tensor as_contiguous(const Tensor& t) { return t.is_contiguous() ? t : torch::stable::contiguous(t); }
+inline OptionalTensor as_contiguous(const OptionalTensor& t) {
+  return t ? OptionalTensor(as_contiguous(*t)) : std::nullopt;
+}
+
+template <class T = void>
+const T* pointer(const Tensor& t) {
+  return static_cast<const T*>(t.const_data_ptr());
+}
+template <class T = void>
+const T* pointer(const OptionalTensor& t) {
+  return t ? pointer<T>(*t) : nullptr;
+}
+template <class T = void>
+T* mutable_pointer(const Tensor& t) {
+  return static_cast<T*>(t.mutable_data_ptr());
+}
+
+inline bool aligned(const Tensor& t) { return reinterpret_cast<uintptr_t>(pointer(t)) % 16 == 0; }
+
+// The number by which the kernels know a dtype.
+inline sm90::DType code_of(ScalarType dtype) {
+  switch (dtype) {
+    case ScalarType::BFloat16:
+      return sm90::DType::kBFloat16;
+    case ScalarType::Half:
+      return sm90::DType::kFloat16;
+    case ScalarType::Float8_e4m3fn:
+      return sm90::DType::kFloat8;
+    default:
+      return sm90::DType::kFloat32;
+  }
+}
+
+inline sm90::DType code_of(const OptionalTensor& t) {
+  return t ? code_of(t->scalar_type()) : sm90::DType::kFloat32;
+}
+
+Tensor to_dtype(const Tensor& t, ScalarType dtype);
+
+}  // namespace fp4::cuda

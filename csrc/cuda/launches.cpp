@@ -1,0 +1,200 @@
+#include "cuda/launches.h"
+
+namespace fp4::cuda {
+namespace {
+
+constexpr int kMaxWidth = 32768, kMaxFp4Width = 16384;  // columns that one block of the row kernels holds
+constexpr int kRouteChunk = 1024;                       // as in csrc/sm90/route.cu
+
+static_assert(1 + int(GateFunction::silu) == int(sm90::Act::kSilu) &&
+              1 + int(GateFunction::gelu) == int(sm90::Act::kGelu) &&
+              1 + int(GateFunction::gelu_tanh) == int(sm90::Act::kGeluTanh));
+
+sm90::Gate gate_fields(const Activation* gate) {
+  if (gate == nullptr) return {};
+  return {sm90::Act(1 + int(gate->function)), gate->alpha, gate->limit, gate->up_offset};
+}
+
+// The fields of decode's and gemv's launches.
+void describe(sm90::ProductParams& p, const Rows& x, const WeightOperand& w, const Route& route,
+              const ProductArguments& arguments, const Tensor& out) {
+  p.x = pointer(x.values);
+  p.x_scale = pointer<float>(x.factor);
+  p.codes = pointer<uint8_t>(w.codes);
+  p.scales = pointer<uint8_t>(w.scales);
+  p.global_scale = pointer<float>(w.factor);
+  p.bias = pointer(w.bias);
+  p.out = mutable_pointer(out);
+  p.route = route.route;
+  p.rows = arguments.rows;
+  p.groups = w.groups;
+  p.n = w.n;
+  p.k = int(size(x.values, -1));
+  p.kp = w.kp;
+  p.a_div = arguments.a_div;
+  p.routing = route.routing;
+  p.x_type = code_of(x.values.scalar_type());
+  p.out_type = code_of(out.scalar_type());
+  p.bias_type = code_of(w.bias);
+  p.gate = gate_fields(arguments.gate);
+  p.scale_block = w.block;
+  p.early = arguments.early;
+  p.bf16_words = w.bf16;
+}
+
+// The rows of a result and how wide they are.
+struct Shaped {
+  int count, width, copies;
+};
+
+Shaped shape_rows(const Tensor& x, const Activation* gate, const Placed& to, int most) {
+  const int count = int(x.size(0)), columns = int(x.size(1));
+  const int width = gate == nullptr ? columns : columns / 2;
+  if (width > most)
+    fail("fp4: rows of ", width, " columns; the Hopper kernels take at most ", most, ". Use layout 'plain'");
+  if (to.position == nullptr) return {count, width, 1};
+  return {to.rows, width, to.rows / std::max(count, 1)};
+}
+
+}  // namespace
+
+WeightOperand::WeightOperand(const WeightShape& shape, const Tensor& b, const Tensor& b_scale,
+                             const OptionalTensor& b_factor, const OptionalTensor& b_bias)
+    : codes(as_contiguous(b)),
+      scales(as_contiguous(b_scale)),
+      factor(as_contiguous(b_factor.value())),  // all these layouts have one
+      bias(as_contiguous(b_bias)),
+      groups(int(shape.groups)),
+      n(int(shape.n)),
+      kp(int(shape.k)),
+      block(shape.format->block),
+      bf16(shape.layout->order == Order::sm90_bf16),
+      int4(shape.layout->order == Order::sm90_int4) {}
+
+void run_decode(const Here& here, const DecodeConfig& config, const Rows& x, const WeightOperand& w,
+                const Route& route, const ProductArguments& arguments, const Tensor& out) {
+  sm90::DecodeParams p;
+  describe(p, x, w, route, arguments, out);
+  p.sorted_rows = route.sorted_rows;
+  p.max_m = route.max_m;
+  p.k_warps = config.k_warps;
+  p.row_warps = config.row_warps;
+  p.passes = config.passes;
+  check_launch(kernels().decode(&p, here.sms(), here.stream()), "fp4_sm90_decode");
+}
+
+void run_gemv(const Here& here, const GemvConfig& config, const Rows& x, const WeightOperand& w,
+              const Route& route, const ProductArguments& arguments, const Tensor& out,
+              const Tensor* topk_weights) {
+  sm90::GemvParams p;
+  describe(p, x, w, route, arguments, out);
+  p.columns = config.columns;
+  p.slices = config.slices;
+  p.tiles = config.tiles;
+  if (topk_weights != nullptr) {
+    p.topk_weights = pointer(*topk_weights);
+    p.weight_type = code_of(topk_weights->scalar_type());
+    p.tokens = int(topk_weights->size(0));
+    p.top_k = int(topk_weights->size(1));
+  }
+  check_launch(kernels().gemv(&p, here.sms(), here.stream()), "fp4_sm90_gemv");
+}
+
+void run_prefill(const Here& here, const Rows& x, const WeightOperand& w, const Route& route,
+                 const ProductArguments& arguments, const Tensor& out) {
+  const ScalarType dtype = x.values.scalar_type();
+  const Kernel of_rows = dtype == ScalarType::Half       ? Kernel::kHalf
+                         : dtype == ScalarType::BFloat16 ? Kernel::kBf16
+                                                         : Kernel::kFp8;
+  const int kernel = w.int4 ? prefill_int4_kernel(w.block) : prefill_kernel(of_rows, w.block);
+  const Tensor workspace = here.empty({kernels().prefill_workspace(kernel, here.sms())}, ScalarType::Byte);
+  sm90::PrefillArguments p;
+  p.x = pointer(x.values);
+  p.x_scale = pointer<float>(x.factor);
+  p.codes = pointer(w.codes);
+  p.scales = pointer(w.scales);
+  p.global_scale = pointer<float>(w.factor);
+  p.bias = pointer(w.bias);
+  p.out = mutable_pointer(out);
+  p.group_rows = static_cast<const int32_t*>(route.route);
+  p.workspace = mutable_pointer(workspace);
+  p.m = arguments.rows;
+  p.groups = w.groups;
+  p.n = w.n;
+  p.k = int(size(x.values, -1));
+  p.kp = w.kp;
+  p.mode = row_mode(route.routing);
+  p.out_type = code_of(out.scalar_type());
+  p.bias_type = code_of(w.bias);
+  p.gate = gate_fields(arguments.gate);
+  p.early = arguments.early;
+  p.stream = here.stream();
+  check_launch(kernels().prefill(kernel, &p), "fp4_sm90_prefill");
+}
+
+// gate and up of a column meet in one lane's sums, and the function is cheap enough beside the products.
+bool prefill_gates(const Activation& gate, ScalarType out) {
+  const bool known =
+      gate.gated && gate.function == GateFunction::silu && (gate.limit > 0 || gate.up_offset == 0);
+  return known && gate.interleaved && out != ScalarType::Float;
+}
+
+bool rows_gate(const Activation& gate) { return gate.gated && gate.function != GateFunction::relu2; }
+
+Rows make_rows(const Here& here, sm90::Form form, const Tensor& x, const Activation* gate, const Placed& to) {
+  const Shaped shape = shape_rows(x, gate, to, kMaxWidth);
+  const int padded = int(entry(kLayouts, "sm90").padded(shape.width));
+  const bool same = form == sm90::Form::kSame;
+  const ScalarType dtype = same                       ? x.scalar_type()
+                           : form == sm90::Form::kFp8 ? ScalarType::Float8_e4m3fn
+                                                      : ScalarType::Half;
+  Rows made{here.empty({shape.count, same ? shape.width : padded}, dtype), std::nullopt};
+  if (!same) made.factor = here.empty({shape.count}, ScalarType::Float);
+  const sm90::Gate g = gate_fields(gate);
+  check_launch(
+      kernels().rows(pointer(x), code_of(x.scalar_type()), int(x.size(0)), to.position, shape.copies, to.end,
+                     g.act, g.alpha, g.limit, g.up_offset, gate != nullptr && gate->interleaved, shape.width,
+                     padded, form, mutable_pointer(made.values),
+                     same ? nullptr : mutable_pointer<float>(*made.factor), to.dependent, here.stream()),
+      "fp4_sm90_rows");
+  return made;
+}
+
+Rows make_fp4_rows(const Here& here, bool nvfp4, const Tensor& x, const Activation* gate, const Placed& to) {
+  const Shaped shape = shape_rows(x, gate, to, kMaxFp4Width);
+  Rows made{here.empty({shape.count, shape.width}, ScalarType::BFloat16),
+            here.empty({shape.count}, ScalarType::Float)};
+  const sm90::Gate g = gate_fields(gate);
+  check_launch(kernels().rows_fp4(
+                   pointer(x), code_of(x.scalar_type()), int(x.size(0)), to.position, shape.copies, g.act,
+                   g.alpha, g.limit, g.up_offset, gate != nullptr && gate->interleaved, shape.width, nvfp4,
+                   mutable_pointer(made.values), mutable_pointer<float>(*made.factor), here.stream()),
+               "fp4_sm90_rows_fp4");
+  return made;
+}
+
+Sorted sort_rows(const Here& here, const Tensor& ids, int groups) {
+  const int rows = int(ids.numel());
+  const int64_t counts = ceil_div(rows, kRouteChunk) * int64_t(groups + 1);
+  const Sorted sorted{here.empty({groups + 2 * int64_t(rows) + counts}, ScalarType::Int), groups, rows};
+  int* offs = mutable_pointer<int>(sorted.made);
+  int *sorted_rows = offs + groups, *position = sorted_rows + rows;
+  check_launch(kernels().route(pointer(ids), ids.scalar_type() == ScalarType::Long, rows, groups,
+                               position + rows, offs, sorted_rows, position, here.stream()),
+               "fp4_sm90_route");
+  return sorted;
+}
+
+void combine(const Here& here, const Tensor& y, const int* position, const Tensor& ids, const Tensor& weights,
+             const OptionalTensor& bias, int groups, const Tensor& out) {
+  // A bias may be a view that begins between 16 bytes.
+  const OptionalTensor b = bias && !aligned(*bias) ? OptionalTensor(torch::stable::clone(*bias)) : bias;
+  check_launch(kernels().combine(pointer(y), code_of(y.scalar_type()), position, pointer(ids),
+                                 ids.scalar_type() == ScalarType::Long, pointer(weights),
+                                 code_of(weights.scalar_type()), pointer(b), code_of(b), mutable_pointer(out),
+                                 code_of(out.scalar_type()), int(ids.size(0)), int(ids.size(1)), groups,
+                                 int(y.size(1)), here.stream()),
+               "fp4_sm90_combine");
+}
+
+}  // namespace fp4::cuda

@@ -1,0 +1,104 @@
+// The launches that operators are made of: each takes tensors that were checked, on the current device and
+// its current stream. None reads device memory.
+#pragma once
+
+#include "cuda/choice.h"
+#include "cuda/host.h"
+
+namespace fp4::cuda {
+
+// A weight in one of the Hopper layouts: [groups, n, kp].
+struct WeightOperand {
+  WeightOperand(const WeightShape& shape, const Tensor& b, const Tensor& b_scale,
+                const OptionalTensor& factor, const OptionalTensor& bias);
+
+  Tensor codes, scales, factor;
+  OptionalTensor bias;
+  int groups, n, kp;
+  int block;  // K that share a scale
+  bool bf16, int4;
+
+  WeightOperand without_bias() const {
+    WeightOperand w = *this;
+    w.bias.reset();
+    return w;
+  }
+};
+
+// Activation rows as a kernel takes them, with a factor each where they have one.
+struct Rows {
+  Tensor values;
+  OptionalTensor factor;
+};
+
+// Which expert each row of a product has.
+struct Route {
+  Routing routing = Routing::kDense;
+  const void* route = nullptr;       // offs, ids or masked_m; none for kDense
+  const int* sorted_rows = nullptr;  // as DecodeParams has it
+  int max_m = 0;                     // kMasked: rows a group
+};
+
+// Of rows that prefill multiplies.
+struct Sorted {
+  Tensor made;  // offs [groups], the row at each position, the position of each row
+  int groups, rows;
+
+  const int* offs() const { return pointer<int>(made); }
+  const int* sorted_rows() const { return offs() + groups; }
+  const int* position() const { return sorted_rows() + rows; }
+};
+
+// --- products ---
+
+struct ProductArguments {
+  int rows;                          // of the output
+  int a_div = 1;                     // row r of it reads row r / a_div of x
+  const Activation* gate = nullptr;  // applied to results; its weight has gate and up rows interleaved
+  bool early = false;                // the routing was known before the kernel launched before this one began
+};
+
+void run_decode(const Here& here, const DecodeConfig& config, const Rows& x, const WeightOperand& w,
+                const Route& route, const ProductArguments& arguments, const Tensor& out);
+
+// With `topk_weights` [tokens, k], out [tokens, n] is the sum of k rows each, times them.
+void run_gemv(const Here& here, const GemvConfig& config, const Rows& x, const WeightOperand& w,
+              const Route& route, const ProductArguments& arguments, const Tensor& out,
+              const Tensor* topk_weights = nullptr);
+
+// x sorted by expert, masked or dense; `rows` of a group where masked. `early`: of what it reads, the kernel
+// launched before makes x and its factors at most.
+void run_prefill(const Here& here, const Rows& x, const WeightOperand& w, const Route& route,
+                 const ProductArguments& arguments, const Tensor& out);
+
+// Whether run_prefill can apply this activation to results of this dtype.
+bool prefill_gates(const Activation& gate, ScalarType out);
+// Whether the row kernels, decode and gemv can.
+bool rows_gate(const Activation& gate);
+
+// --- rows ---
+
+// Where the rows of a launch go: each row of x becomes the rows position[r * copies ..]. Rows from *end on
+// may be left unwritten. `dependent`: the kernel begins while the one before may still run, and waits for it.
+struct Placed {
+  const int* position = nullptr;
+  int rows = 0;  // of the result, where `position` is given
+  const int* end = nullptr;
+  bool dependent = false;
+};
+
+// x [M, K] (gated: [M, 2 K]) -> Form::kSame: K columns of x's dtype; Form::kFp8: e4m3 [.., Kp] in the
+// layout's order with scales; Form::kHalf: fp16 in prefill's order with powers of two.
+Rows make_rows(const Here& here, sm90::Form form, const Tensor& x, const Activation* gate, const Placed& to);
+
+// x quantised to `nvfp4` or `mxfp4` row by row, as values: bf16 [.., K] and factors.
+Rows make_fp4_rows(const Here& here, bool nvfp4, const Tensor& x, const Activation* gate, const Placed& to);
+
+// A stable sort by expert; ids outside [0, groups) come last and count in no offset.
+Sorted sort_rows(const Here& here, const Tensor& ids, int groups);
+
+// out[t] = sum over j of weights[t, j] * (y[position[t * k + j]] + bias[ids[t, j]]), in float32.
+void combine(const Here& here, const Tensor& y, const int* position, const Tensor& ids, const Tensor& weights,
+             const OptionalTensor& bias, int groups, const Tensor& out);
+
+}  // namespace fp4::cuda

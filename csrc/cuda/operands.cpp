@@ -1,0 +1,70 @@
+#include "cuda/operands.h"
+
+namespace fp4::cuda {
+namespace {
+
+// One factor for each row of a leading shape, of factors that are for all, for a group or for a row each.
+Tensor factor_a_row(const Tensor& factor, const Shape& lead) {
+  Shape shape = shape_of(factor);
+  shape.resize(lead.size(), 1);
+  const Tensor each = call("aten::expand", "", torch::stable::reshape(factor, shape), lead, false);
+  return as_contiguous(torch::stable::reshape(each, Shape{-1}));
+}
+
+// Codes times block scales, which are bfloat16 values, and the factor.
+Rows packed_rows(const Here& here, const Tensor& a, const OptionalTensor& a_scale,
+                 const OptionalTensor& a_global_scale, const std::string& a_format) {
+  OptionalTensor ones;
+  if (entry(kFormats, a_format).has_global_scale) {
+    Tensor made = torch::stable::new_empty(a, leading(a, -2), ScalarType::Float);
+    ones = torch::stable::fill_(made, 1.0);
+  }
+  Rows rows{fallback("dequantize", text("a is packed ", a_format), a, a_scale.value(), ones, a_format,
+                     ScalarType::BFloat16, std::string("plain")),
+            std::nullopt};
+  if (ones) rows.factor = factor_a_row(a_global_scale.value(), leading(a, -1));
+  return rows;
+}
+
+}  // namespace
+
+Kernel kernel_of(ScalarType rows, const WeightOperand& w) {
+  return rows == ScalarType::Float8_e4m3fn ? Kernel::kFp8 : w.bf16 ? Kernel::kBf16 : Kernel::kHalf;
+}
+
+Rows given_rows(const Here& here, const Tensor& a, const OptionalTensor& a_scale,
+                const OptionalTensor& a_global_scale, const std::string& a_format) {
+  Rows rows = a_format.empty() ? Rows{a, a_scale} : packed_rows(here, a, a_scale, a_global_scale, a_format);
+  return {as_contiguous(rows.values), as_contiguous(rows.factor)};
+}
+
+Rows ordered(const Here& here, const Rows& rows) {
+  Rows made = make_rows(here, sm90::Form::kHalf, rows.values, nullptr, {});
+  if (rows.factor) made.factor = call("aten::mul", "Tensor", *made.factor, *rows.factor);
+  return made;
+}
+
+void multiply(const Here& here, const Rows& x, const WeightOperand& w, const Route& route, int per_group,
+              const Tensor& out) {
+  ProductPlan plan;
+  const ScalarType dtype = x.values.scalar_type();
+  if (!w.int4) plan = cuda::plan(product_of(w, route.routing, per_group), kernel_of(dtype, w), here.sms());
+  const ProductArguments arguments{.rows = int(out.size(0))};
+  switch (plan.family) {
+    case Family::kGemv:
+      return run_gemv(here, plan.gemv, x, w, route, arguments, out);
+    case Family::kDecode:
+      return run_decode(here, plan.decode, x, w, route, arguments, out);
+    case Family::kPrefill:
+      break;
+  }
+  // Rows are fetched as whole 16 bytes; a view may begin between them.
+  Rows given{aligned(x.values) ? x.values : torch::stable::clone(x.values), x.factor};
+  const bool in_order = dtype != ScalarType::Float8_e4m3fn && !w.bf16;
+  if (in_order) given = ordered(here, given);
+  // With rows put in order, the last kernel launched is that pass, and made all that may be under way; a
+  // factor of the rows is multiplied by another kernel.
+  run_prefill(here, given, w, route, {.rows = per_group, .early = in_order}, out);
+}
+
+}  // namespace fp4::cuda

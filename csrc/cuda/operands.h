@@ -1,0 +1,35 @@
+// Operands of the operators on Hopper's layouts, made ready for the launches.
+#pragma once
+
+#include "cuda/fallback.h"
+#include "cuda/launches.h"
+
+namespace fp4::cuda {
+
+// The kernels of a Hopper layout run on this GPU, or an error.
+inline void require_hopper(std::string_view op, std::string_view layout, const Here& here) {
+  const DeviceKind& kind = here.kind();
+  if (!kind.hopper)
+    fail("fp4::", op, ": layout is '", layout, "', whose kernels need compute capability 9.0; this GPU has ",
+         kind.major, ".", kind.minor, ". Use layout 'plain' (convert with torch.ops.fp4.unpack)");
+}
+
+// Rows of a product, checked: packed FP4 as bfloat16 values and a factor a row, others as they are.
+Rows given_rows(const Here& here, const Tensor& a, const OptionalTensor& a_scale,
+                const OptionalTensor& a_global_scale, const std::string& a_format);
+
+// 16-bit rows as prefill takes them for weights in layout sm90: fp16, in its order.
+Rows ordered(const Here& here, const Rows& rows);
+
+// out [rows, n] = x times w, by the kernel that the plan says. `per_group`: rows of a masked group, else all.
+void multiply(const Here& here, const Rows& x, const WeightOperand& w, const Route& route, int per_group,
+              const Tensor& out);
+
+// What of a product's activations decides the kernels.
+Kernel kernel_of(ScalarType rows, const WeightOperand& w);
+
+inline Product product_of(const WeightOperand& w, Routing routing, int rows) {
+  return {routing, w.groups, rows, w.n, w.kp, w.block};
+}
+
+}  // namespace fp4::cuda

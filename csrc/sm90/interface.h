@@ -1,0 +1,130 @@
+// The C interface of the Hopper kernels: what their library, `_sm90.so`, takes. Neither torch nor CUDA is
+// needed to read it, so the operators (csrc/cuda) and the kernels share one definition of each struct.
+//
+// Pointers are device pointers unless a comment says otherwise. Launchers return a cudaError_t as an int, 0
+// is success, and launch on the current device.
+#pragma once
+
+#include <cstdint>
+
+namespace fp4::sm90 {
+
+// Dtypes and gates cross the interface as these numbers (fp4_ops/sm90/library.py has them too).
+enum class DType : int { kFloat32, kBFloat16, kFloat16, kFloat8 };
+enum class Act : int { kNone, kSilu, kGelu, kGeluTanh };
+enum class Routing : int { kOffs, kIds32, kIds64, kMasked, kDense };
+enum class RowMode : int { kDense = 0, kContiguous = 1, kMasked = 2 };
+
+// What becomes of a row: x's type in plain order; or, in the layout's order, e4m3 with a scale a row; or fp16
+// with a power of two a row (half_position in prefill_half.cuh), so that of a bfloat16 row bits are lost only
+// of values below 2^-31 of its largest.
+enum class Form : int { kSame, kFp8, kHalf };
+
+// An activation of meta/formats.py: f(gate) * up.
+struct Gate {
+  Act act = Act::kNone;  // f; kNone: values as they are
+  float alpha = 1, limit = 0, up_offset = 0;
+};
+
+struct ProductParams {
+  const void* x = nullptr;         // [rows / a_div, k] of x_type, row stride k (fp8: kp)
+  const float* x_scale = nullptr;  // one a row of x; null for ones (16-bit rows)
+  const uint8_t* codes = nullptr;  // layout sm90 or sm90_bf16
+  const uint8_t* scales = nullptr;
+  const float* global_scale = nullptr;  // [groups]
+  const void* bias = nullptr;           // [groups, n] of bias_type, or null
+  void* out = nullptr;                  // [rows, n], gated: [rows, n / 2]
+  const void* route = nullptr;          // offs [groups], ids [rows], or masked_m [groups]
+  int rows = 0, groups = 0, n = 0, k = 0, kp = 0;
+  int a_div = 1;  // row r of the output reads row r / a_div of x
+  Routing routing = Routing::kOffs;
+  DType x_type = DType::kFloat32, out_type = DType::kFloat32, bias_type = DType::kFloat32;
+  Gate gate;                // gated: rows 2i and 2i + 1 of the weight are gate i and up i
+  int scale_block = 16;     // K that share a scale: 16 or 32
+  bool early = false;       // the routing was known before the previous kernel began
+  bool bf16_words = false;  // the weights are of layout sm90_bf16, for bfloat16 rows; else of sm90
+  uint32_t grid_mul = 0, grid_shift = 0, a_div_mul = 0, a_div_shift = 0;  // the launcher's: for divisions
+};
+
+struct DecodeParams : ProductParams {
+  const int* sorted_rows = nullptr;  // kOffs: the row at each sorted position, or null for the identity
+  int max_m = 0;                     // kMasked: rows an expert
+  int k_warps = 0, row_warps = 0, passes = 0;
+  float k_warps_inverse = 0, row_warps_inverse = 0;  // from here on the launcher's
+  uint32_t chunk_mul = 0, chunk_shift = 0;           // to divide by a chunk's units
+  int chunk_units = 0, change_units = 0;             // see Share
+};
+
+struct GemvParams : ProductParams {
+  const void* topk_weights = nullptr;  // [rows] of weight_type: the product is combined; else null
+  DType weight_type = DType::kFloat32;
+  int top_k = 0, tokens = 0;                     // rows that are combined into one, and how many that makes
+  int columns = 0;                               // rows of x: at most kChunk
+  int slices = 0;                                // of K
+  int tiles = 0;                                 // row tiles of a block, at most
+  float slices_inverse = 0, tokens_inverse = 0;  // the launcher's
+};
+
+// One launch of a prefill kernel. Pointers are 16-byte aligned.
+struct PrefillArguments {
+  const void* x = nullptr;         // [rows, k] of the kernel's element, in the order that it takes
+  const float* x_scale = nullptr;  // [rows]
+  const void *codes = nullptr, *scales = nullptr;
+  const float* global_scale = nullptr;  // [groups]
+  const void* bias = nullptr;           // [groups, n] of bias_type, or null
+  void* out = nullptr;                  // [rows, n] of out_type, gated: [rows, n / 2]
+  const int32_t* group_rows = nullptr;  // as in Rows
+  void* workspace = nullptr;            // of fp4_sm90_prefill_workspace bytes
+  int m = 0, groups = 0, n = 0;
+  int k = 0, kp = 0;  // the columns of x, which may be fewer than the weights': zeros follow
+  RowMode mode = RowMode::kDense;
+  DType out_type = DType::kFloat32, bias_type = DType::kFloat32;
+  Gate gate;
+  bool early = false;  // of what is read, the kernel launched before makes x and x_scale at most: weights
+                       // need not wait
+  int config = -1;     // a candidate; -1: the one that `choose` takes
+  void* stream = nullptr;
+};
+
+struct Estimate {
+  double seconds;
+  int share_below;  // as TileWalk takes it
+  int tile_width;   // as Rows has it
+  bool claims;      // whether blocks claim tiles
+};
+
+struct Choice {
+  int candidate = 0;
+  Estimate estimate = {};
+};
+
+}  // namespace fp4::sm90
+
+extern "C" {
+
+// Of a GPU: its compute capability and its multiprocessors (addresses of the host).
+int fp4_sm90_device(int device, int* major, int* minor, int* multiprocessors);
+
+int fp4_sm90_decode(const fp4::sm90::DecodeParams* params, int blocks, void* stream);
+int fp4_sm90_gemv(const fp4::sm90::GemvParams* params, int blocks, void* stream);
+int fp4_sm90_prefill(int kernel, const fp4::sm90::PrefillArguments* arguments);
+int64_t fp4_sm90_prefill_workspace(int kernel, int sms);
+fp4::sm90::Choice fp4_sm90_prefill_choose(int kernel, int mode, int groups, int m, int n, int kp, int sms,
+                                          int config);
+int fp4_sm90_route(const void* ids, int wide, int rows, int groups, int* counts, int* offs, int* sorted_rows,
+                   int* position, void* stream);
+int fp4_sm90_rows(const void* x, fp4::sm90::DType x_type, int count, const int* position, int copies,
+                  const int* end, fp4::sm90::Act act, float alpha, float limit, float up_offset,
+                  int interleaved, int width, int padded, fp4::sm90::Form form, void* out, float* scale,
+                  int dependent, void* stream);
+int fp4_sm90_rows_fp4(const void* x, fp4::sm90::DType x_type, int count, const int* position, int copies,
+                      fp4::sm90::Act act, float alpha, float limit, float up_offset, int interleaved,
+                      int width, int nvfp4, void* out, float* factor, void* stream);
+int fp4_sm90_combine(const void* y, fp4::sm90::DType y_type, const int* position, const void* ids, int wide,
+                     const void* weights, fp4::sm90::DType weight_type, const void* bias,
+                     fp4::sm90::DType bias_type, void* out, fp4::sm90::DType out_type, int tokens, int top_k,
+                     int groups, int n, void* stream);
+int fp4_sm90_dequantize(const uint8_t* packed, const uint8_t* scales, const float* global_scale, int64_t rows,
+                        int64_t n, int kp, int scale_block, int bf16_words, void* out, int out_type,
+                        void* stream);
+}
