@@ -14,6 +14,7 @@ from torch.nn.modules import module as _every_module
 from .distributed.parts import Part
 from .input_gradients import FrozenExperts
 from .meta.formats import FORMATS, activation_name, known_activation
+from .meta.gradients import call
 from .meta.layouts import LAYOUTS, block_scales, held, packed_spec, preferred_layout
 from .relayout import Operands, relayout
 
@@ -333,8 +334,8 @@ def experts_forward(
     if recipe.trainable_inputs and torch.is_grad_enabled():
         options = {"format": w13.format, "layout": w13.layout, "activation": gate, "a_format": a_format}
         return FrozenExperts.apply(hidden_states, top_k_index, top_k_weights, options, *operands)
-    return _MOE(
-        hidden_states, top_k_index, top_k_weights, *operands,
+    return call(
+        _MOE, hidden_states, top_k_index, top_k_weights, *operands,
         format=w13.format, layout=w13.layout, activation=gate, a_format=a_format,
     )  # fmt: skip
 

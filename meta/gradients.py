@@ -60,6 +60,20 @@ class _Call(torch.autograd.Function):
         )
 
 
+def call(op: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    """op(*args, **kwargs). Where nobody can ask for a derivative, it does not pass through the Python of the
+    kernel below: under `no_grad` that is most of what a small call costs the host."""
+    if (
+        torch.compiler.is_compiling()
+        or torch.is_grad_enabled()
+        or forward_ad._current_level >= 0
+        or torch._C._are_functorch_transforms_active()
+    ):
+        return op(*args, **kwargs)
+    with torch._C._AutoDispatchBelowAutograd():
+        return op(*args, **kwargs)
+
+
 def _autograd_kernel(name: str) -> Callable[..., Any]:
     op = getattr(torch.ops.fp4, name).default
 
@@ -67,18 +81,18 @@ def _autograd_kernel(name: str) -> Callable[..., Any]:
         if has_tangent(args):
             refuse_tangent(f"fp4::{name}", ORIGINAL)
 
-        def call(*args: Any) -> Any:
+        def below(*args: Any) -> Any:
             with torch._C._AutoDispatchBelowAutograd():
                 return op.redispatch(keyset & torch._C._after_autograd_keyset, *args, **kwargs)
 
         if not (torch.is_grad_enabled() and torch._C._any_requires_grad(*args)):
-            return call(*args)
+            return below(*args)
         if torch._C._are_functorch_transforms_active():
             raise RuntimeError(
                 f"fp4::{name} has no gradient (torch.func.grad, vjp, jacrev): {INFERENCE}. Give it "
                 f"x.detach() if its result does not count for the gradient, or {ORIGINAL}."
             )
-        return _Call.apply(name, call, *args)
+        return _Call.apply(name, below, *args)
 
     return kernel
 

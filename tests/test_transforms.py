@@ -8,6 +8,8 @@ import pytest
 import torch
 import torch.nn.functional as F
 from conftest import more
+from fp4_ops.meta import gradients
+from prepared_block import Prepared
 from reference import random_weight
 from samples import SAMPLES, sample
 from torch.autograd import forward_ad
@@ -206,3 +208,22 @@ def test_tangents_are_not_lost_in_a_compiled_model(mode):
                 RuntimeError, match='compiled with backend="fp4" has no forward-mode derivative'
             ):
                 compiled(*args)
+
+
+@pytest.mark.parametrize("mode", [torch.no_grad, torch.inference_mode])
+def test_without_gradients_a_prepared_block_runs_no_python_of_autograds(monkeypatch, mode):
+    """And with a transformation it does, whatever the mode of gradients."""
+    block, x = Prepared(), torch.randn(5, Prepared.H)
+    seen = []
+    tangent = gradients.has_tangent
+    monkeypatch.setattr(gradients, "has_tangent", lambda args: seen.append("asked") or tangent(args))
+    with mode():
+        want = block(x)
+    assert not seen
+    assert torch.equal(block(x).detach(), want) and seen
+    with torch.no_grad(), pytest.raises(RuntimeError, match=r"fp4::moe has no forward-mode derivative"):
+        jvp(block, (x,), (torch.ones_like(x),))
+    with torch.no_grad(), forward_ad.dual_level():
+        dual = forward_ad.make_dual(x, torch.ones_like(x))
+        with pytest.raises(RuntimeError, match=r"fp4::moe has no forward-mode derivative"):
+            block(dual)
