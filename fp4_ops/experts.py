@@ -309,10 +309,24 @@ def experts_forward(
     recipe: Recipe | None = getattr(self, "_fp4_recipe", None)
     if recipe is None:
         return _previous_forward(self)(self, hidden_states, top_k_index, top_k_weights)
+    tokens = recipe.part.tokens if recipe.part is not None else ""
+    return run_experts(self, recipe, hidden_states, top_k_index, top_k_weights, tokens)
+
+
+def run_experts(
+    module: nn.Module,
+    recipe: Recipe,
+    hidden_states: Tensor,
+    top_k_index: Tensor,
+    top_k_weights: Tensor,
+    tokens: str,
+) -> Tensor:
+    """A prepared module. `tokens`: as in `fp4::moe_ep`, with ids of all experts; "": those of this
+    process's."""
     form = recipe.form
-    w13, w2 = getattr(self, form.gate_up), getattr(self, form.down)
-    bias = getattr(self, form.gate_up_bias) if form.gate_up_bias else None
-    down_bias = getattr(self, form.down_bias) if form.down_bias else None
+    w13, w2 = getattr(module, form.gate_up), getattr(module, form.down)
+    bias = getattr(module, form.gate_up_bias) if form.gate_up_bias else None
+    down_bias = getattr(module, form.down_bias) if form.down_bias else None
     gate = recipe.gate
     if type(hidden_states) is Tensor and not torch.compiler.is_compiling():
         up, down = _operands(w13), _operands(w2)
@@ -324,11 +338,12 @@ def experts_forward(
     if a_format is None:
         a_format = auto_a_format(hidden_states.device.type, w13.layout)
     operands = (*up, *down, bias, down_bias)
-    part = recipe.part
-    if part is not None and part.tokens:
+    if tokens:
+        part = recipe.part
+        assert part is not None
         return torch.ops.fp4.moe_ep(
             hidden_states, top_k_index, top_k_weights, *operands,
-            num_experts=part.experts, tokens=part.tokens, group_name=part.group_name,
+            num_experts=part.experts, tokens=tokens, group_name=part.group_name,
             format=w13.format, layout=w13.layout, activation=gate, a_format=a_format,
         )  # fmt: skip
     if recipe.trainable_inputs and torch.is_grad_enabled():

@@ -125,6 +125,58 @@ def prepare_after_expert_parallelism(family: str):
 
 
 @situation
+def own_implementation_of_expert_parallelism(family: str):
+    """Before prepare as transformers' own; afterwards the operator, whose graph is compiled whole."""
+    size = dist.get_world_size()
+    model = split(f"{family}/bf16", tp_size=size, ep_size=size, ep_implementation="fp4")
+    assert error(logits(model), logits(load(f"{family}/bf16"))) < 1e-5
+    fp4_ops.prepare(model, activation="bf16")
+    graphs: list[Any] = []
+
+    def backend(graph: Any, _: Any) -> Any:
+        graphs.append(graph)
+        return graph.forward
+
+    eager, one = compared(model, prepared(f"{family}/bf16")), logits(model)
+    with torch.no_grad():
+        compiled = torch.compile(model, backend=backend, fullgraph=True)
+        assert error(logits(compiled), one) < 1e-5
+    calls = [str(n.target) for g in graphs for n in g.graph.nodes if "fp4" in str(n.target)]
+    assert len(graphs) == 1 and len(calls) == len(recipes(model)), calls
+    assert all("moe_ep" in call for call in calls), calls
+    return eager
+
+
+@situation
+def own_implementation_from_a_folder(family: str):
+    size = dist.get_world_size()
+    return loaded(family, tp_size=size, ep_size=size, ep_implementation="fp4")
+
+
+@situation
+def own_implementation_with_own_batches(family: str):
+    """Each process has a batch of its own: FSDP holds what is not experts."""
+    return own_batches(family, "fp4")
+
+
+@situation
+def transformers_all_to_all_with_own_batches(family: str):
+    return own_batches(family, "auto")
+
+
+def own_batches(family: str, implementation: str) -> list[float]:
+    from transformers.distributed import DistributedConfig
+
+    path, size = FOLDER / family / "4bit", dist.get_world_size()
+    config = DistributedConfig(fsdp_size=size, ep_size=size, ep_implementation=implementation)
+    options = {"activation": "bf16", "dtype": torch.float32}
+    model = fp4_ops.load_checkpoint(None, path, distributed_config=config, **options)
+    one = fp4_ops.load_checkpoint(None, path, **options)
+    ids = torch.randint(0, 128, (2, 5), generator=torch.Generator().manual_seed(dist.get_rank()))
+    return compared(model, one, ids)
+
+
+@situation
 def prepare_after_tensor_parallelism(family: str):
     return after(family, tp_size=dist.get_world_size())
 

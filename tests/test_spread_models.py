@@ -17,6 +17,8 @@ BY_GROUP = (
     "a_folder_over_a_group",
 )  # fmt: skip
 SPREAD = (
+    "own_implementation_of_expert_parallelism", "own_implementation_from_a_folder",
+    "own_implementation_with_own_batches", "transformers_all_to_all_with_own_batches",
     "prepare_after_expert_parallelism", "a_folder_with_expert_parallelism",
     "load_checkpoint_with_expert_parallelism", "quantising_with_expert_parallelism",
 )  # fmt: skip

@@ -18,6 +18,7 @@ from transformers.quantizers.base import HfQuantizer
 from transformers.utils.hub import cached_file
 from transformers.utils.quantization_config import QuantizationConfigMixin
 
+from .. import expert_parallel
 from ..find_experts import WHOLE_EXPERTS
 from ..meta.formats import FORMATS
 from ..prepare import A_FORMATS, prepare
@@ -226,7 +227,8 @@ def _is_ours(dialects: tuple[Dialect, ...]) -> bool:
 
 
 def register_quantizer() -> None:
-    """Makes quant_method "fp4" known to transformers; nothing else changes."""
+    """Makes quant_method and ep_implementation "fp4" known to transformers; nothing else changes."""
+    expert_parallel.register()
     auto.AUTO_QUANTIZATION_CONFIG_MAPPING[METHOD] = FP4Config
     auto.AUTO_QUANTIZER_MAPPING[METHOD] = FP4HfQuantizer
 

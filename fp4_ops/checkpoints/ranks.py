@@ -32,10 +32,11 @@ def kinds_of(model: Any, placement: Placement) -> dict[str, str]:
     config = getattr(model.config, "distributed_config", None)
     if config is None or max(config.tp_size, config.ep_size) == 1:
         return {}
-    if config.pp_size > 1 or config.dp_size > 1:
-        what = "pp_size" if config.pp_size > 1 else "fsdp_size or dp_replicate_size"
+    if config.dp_size > 1 and config.tp_size > 1:
         raise ValueError(
-            f"fp4: {what} is above 1 beside tp_size or ep_size; 4-bit folders take one of them alone"
+            f"fp4: fsdp_size or dp_replicate_size is above 1 beside tp_size {config.tp_size}; 4-bit "
+            f"folders take one "
+            "of them alone, or fsdp_size with ep_size"
         )
     tp, ep, _ = model._resolve_parallel_plans(config)
     kinds = {}
