@@ -24,6 +24,7 @@ from .passes import PassLog
 from .recognise.decode import BYTES, TABLE
 from .report import Frame, Site
 from .trace.capture import CannotCapture, capture
+from .weights.local_parts import given_parts, see_through
 from .weights.packed import Swap, runtime
 from .weights.prequantized import is_subclass
 from .weights.sharded import gathered, is_flat
@@ -36,6 +37,7 @@ Compile = Callable[..., Callable[..., Any]]
 
 def analyse(gm: fx.GraphModule, inputs: Sequence[Any], options: Options) -> tuple[Rewritten | None, Frame]:
     """What becomes of one graph of Dynamo's. `gm` itself is never changed."""
+    gm, inputs, _ = see_through(gm, inputs)
     frame = Frame(_frame_name())
     passes = PassLog(frame.name, frame.passes)
     if torch.is_grad_enabled() and any(isinstance(x, torch.Tensor) and x.requires_grad for x in inputs):
@@ -111,6 +113,7 @@ def compile_graph(
 ) -> Callable[..., Any]:
     """Compile one graph of Dynamo's, with 4-bit experts where they were proved; `tell` gets the findings."""
     allow_scalars(gm)
+    gm, inputs, parts = see_through(gm, inputs)
     rewritten, frame = analyse(gm, inputs, options)
     if tell is not None:
         tell(frame)
@@ -120,11 +123,12 @@ def compile_graph(
     if options.strict:
         _refuse_what_stays(frame, looks_like_experts)
     if rewritten is None:
-        return _or_as_captured(gm, lambda: compile_fx(gm, inputs, config_patches=options.inductor))
+        ordinary = _or_as_captured(gm, lambda: compile_fx(gm, inputs, config_patches=options.inductor))
+        return given_parts(ordinary, parts)
     examples = [*(inputs[i] for i in rewritten.keep), *rewritten.fakes]
     repeatable = may_run_twice(rewritten.gm.graph)
     compiled = compile_fx(rewritten.gm, examples, config_patches=inductor_patches(options))
-    return _runtime(compiled, rewritten.keep, rewritten.swaps, repeatable)
+    return given_parts(_runtime(compiled, rewritten.keep, rewritten.swaps, repeatable), parts)
 
 
 def _refuse_what_stays(frame: Frame, looks_like_experts: bool) -> None:

@@ -17,6 +17,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+import torch.distributed._functional_collectives as funcol
 import torch.nn.functional as F
 import transformers
 from torch import nn
@@ -223,6 +224,60 @@ def the_backend_with_sharded_experts():
     with torch.no_grad():
         got = torch.compile(one, backend="fp4", options={"activation": "bf16"})(x)
         return [error(got, two(x)), str(fp4_ops.explain(one, x))]
+
+
+class LocalExperts(nn.Module):
+    """As torchtitan's: this process's experts by `to_local()`, other tokens' weights zero, then an
+    all-reduce."""
+
+    def __init__(self, mesh: Any, also: bool = False):
+        super().__init__()
+        weights = {"w13": torch.randn(4, 2 * 32, 64) / 8, "w2": torch.randn(4, 64, 32) / 6}
+        for name, w in weights.items():
+            setattr(self, name, nn.Parameter(distribute_tensor(w, mesh, [Shard(0)]), False))
+        self.router, self.also, self.first = nn.Linear(64, 4, bias=False), also, 2 * dist.get_rank()
+
+    def forward(self, x):
+        w13, w2 = self.w13.to_local(), self.w2.to_local()
+        scores, ids = self.router(x).softmax(-1).topk(2)
+        here = torch.zeros(x.shape[0], 4).scatter(1, ids, scores)[:, self.first : self.first + 2]
+        gate, up = torch.einsum("th,enh->etn", x, w13).chunk(2, -1)
+        out = torch.einsum("etn,ehn->eth", F.silu(gate) * up, w2)
+        out = torch.einsum("eth,te->th", out, here)
+        out = funcol.all_reduce(out, "sum", dist.group.WORLD)
+        return out + self.w2.full_tensor().sum() * 0 if self.also else out
+
+
+@situation
+def the_backend_sees_through_to_local():
+    """[error against 4-bit experts, error after a weight changed, explain's sites that are rewritten, its
+    text]."""
+    model = LocalExperts(init_device_mesh("cpu", (2,), mesh_dim_names=("ep",)))
+    twin, x = copy.deepcopy(model), torch.randn(6, 64)
+    compiled = torch.compile(model, backend="fp4", options={"activation": "bf16"})
+
+    def want() -> torch.Tensor:
+        for name in ("w13", "w2"):
+            local = getattr(model, name).to_local()
+            getattr(twin, name).to_local().copy_(fp4_ops.quantize(local, "nvfp4").dequantize())
+        return twin(x)
+
+    with torch.no_grad():
+        first = error(compiled(x), want())
+        model.w2.to_local().mul_(-2)
+        second = error(compiled(x), want())
+        report = fp4_ops.explain(model, x)
+    return [first, second, sum(site.rewritten for site in report.sites), str(report)]
+
+
+@situation
+def the_backend_where_a_part_is_read_otherwise_too():
+    model = LocalExperts(init_device_mesh("cpu", (2,), mesh_dim_names=("ep",)), also=True)
+    x = torch.randn(6, 64)
+    with torch.no_grad():
+        compiled = torch.compile(model, backend="fp4", options={"activation": "bf16"})
+        report = fp4_ops.explain(model, x)
+        return [error(compiled(x), model(x)), sum(site.rewritten for site in report.sites), str(report)]
 
 
 def main() -> None:

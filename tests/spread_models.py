@@ -265,6 +265,28 @@ def quantising_with_tensor_parallelism(family: str):
     return compared(model, prepared(f"{family}/bf16"))
 
 
+# --- the compiler's backend, of models in 16 bits ---
+
+
+def compiled(family: str, **sizes: Any) -> list[Any]:
+    """[error against prepared, fp4 operators in the graph, explain's text]."""
+    model, one = split(f"{family}/bf16", **sizes), prepared(f"{family}/bf16")
+    report = fp4_ops.explain(model, input_ids=IDS, use_cache=False)
+    with torch.no_grad():
+        fast = torch.compile(model, backend="fp4", options={"activation": "bf16"})
+        return [error(logits(fast), logits(one)), sum(s.rewritten for s in report.sites), str(report)]
+
+
+@situation
+def backend_with_expert_parallelism(family: str):
+    return compiled(family, tp_size=dist.get_world_size(), ep_size=dist.get_world_size())
+
+
+@situation
+def backend_with_tensor_parallelism(family: str):
+    return compiled(family, tp_size=dist.get_world_size())
+
+
 # --- what is refused ---
 
 

@@ -98,6 +98,16 @@ def test_operators_refuse_dtensors(name, words, outcomes):
         assert words in outcome, outcome
 
 
+def test_the_backend_sees_through_to_local(outcomes):
+    for first, second, sites, report in told(outcomes, "the_backend_sees_through_to_local"):
+        assert sites == 2 and first < 1e-5 and second < 1e-5, (first, second, report)
+
+
+def test_a_part_that_is_read_otherwise_too_is_left_alone(outcomes):
+    for error, sites, report in told(outcomes, "the_backend_where_a_part_is_read_otherwise_too"):
+        assert sites == 0 and error < 1e-5 and "DTensor" in report, report
+
+
 def test_the_backend_leaves_split_experts_alone(outcomes):
     for error, report in told(outcomes, "the_backend_with_sharded_experts"):
         assert error < 1e-6, report

@@ -1,0 +1,85 @@
+"""DTensor parameters that a graph reads by `to_local()` alone: the part that this process has takes their
+place.
+
+torchtitan's experts, and others that run their own kernels, begin so. Then the graph has ordinary weights,
+and what
+it does with the other processes (its collectives) stays as it is.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch import fx
+from torch._guards import TracingContext
+
+from ...meta.dtensors import split_over_processes
+from .sharded import gathered
+
+
+def see_through(gm: fx.GraphModule, inputs: Sequence[Any]) -> tuple[fx.GraphModule, list[Any], list[int]]:
+    """A graph, its inputs, and which of them are parts now; what was given, if none is."""
+    placeholders = gm.graph.find_nodes(op="placeholder")
+    from_shards = gathered(x for x in inputs if isinstance(x, torch.nn.Parameter))
+    parts = [
+        i
+        for i, (node, x) in enumerate(zip(placeholders, inputs, strict=True))
+        if isinstance(x, torch.nn.Parameter) and split_over_processes(x) and id(x) not in from_shards
+        if not (torch.is_grad_enabled() and x.requires_grad) and _is_read_locally(node, x)
+    ]
+    if not parts or getattr(
+        torch._functorch.config, "bundled_autograd_cache", False
+    ):  # torch is precompiling
+        return gm, list(inputs), []
+    gm = fx.GraphModule(gm, _copy(gm.graph))
+    nodes, given = gm.graph.find_nodes(op="placeholder"), list(inputs)
+    context = TracingContext.try_get()
+    known = context.tensor_to_context if context is not None else {}
+    for i in parts:
+        node, whole = nodes[i], given[i]
+        given[i] = _local(whole)
+        inner = getattr(known.get(whole), "inner_contexts", {}).get("_local_tensor")
+        if inner is not None:  # as Dynamo made its fake: the same symbols
+            known[given[i]] = inner
+        if (example := node.meta.get("example_value")) is not None:
+            node.meta["example_value"] = example._local_tensor
+        node.type = torch.Tensor
+        node.meta.setdefault("tensor_dict", {})["_dynamo_static_input_type"] = "unguarded"
+        for use in list(node.users):
+            use.replace_all_uses_with(node)
+            gm.graph.erase_node(use)
+    gm.recompile()
+    return gm, given, parts
+
+
+def _copy(graph: fx.Graph) -> fx.Graph:
+    new = fx.Graph()
+    new.output(new.graph_copy(graph, {}))
+    return new
+
+
+def _local(x: Any) -> torch.Tensor:
+    """The same tensor at every call."""
+    return x._local_tensor  # type: ignore[no-any-return]
+
+
+def _is_read_locally(node: fx.Node, x: Any) -> bool:
+    """Whether `to_local()` is all that is done with it, and gives the very tensor that it holds."""
+    reads = [u.op == "call_method" and u.target == "to_local" and u.args == (node,) for u in node.users]
+    return bool(reads) and all(reads) and type(_local(x)) is torch.Tensor
+
+
+def given_parts(call: Callable[..., Any], parts: list[int]) -> Callable[..., Any]:
+    """`call` of a graph whose inputs at `parts` are parts, for those that have the DTensors there."""
+    if not parts:
+        return call
+
+    def run(*args: Any) -> Any:
+        given = list(args)
+        for i in parts:
+            given[i] = _local(given[i])
+        return call(*given)
+
+    return run
