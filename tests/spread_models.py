@@ -270,7 +270,8 @@ def quantising_with_tensor_parallelism(family: str):
 
 def compiled(family: str, **sizes: Any) -> list[Any]:
     """[error against prepared, fp4 operators in the graph, explain's text]."""
-    model, one = split(f"{family}/bf16", **sizes), prepared(f"{family}/bf16")
+    whole = {"model.embed_tokens": "replicate", "lm_head": "replicate"}  # read as DTensors otherwise
+    model, one = split(f"{family}/bf16", tp_plan=whole, **sizes), prepared(f"{family}/bf16")
     report = fp4_ops.explain(model, input_ids=IDS, use_cache=False)
     with torch.no_grad():
         fast = torch.compile(model, backend="fp4", options={"activation": "bf16"})

@@ -75,6 +75,17 @@ def test_two_processes_are_one(name, two):
         check(outcome[f"{name} qwen3_moe"], 2)
 
 
+def test_the_backend_finds_local_experts(two):
+    """In models whose DTensors are read by `to_local()` alone: `fp4::moe`, then transformers' all-reduce."""
+    for outcome in two:
+        for name, bound in (
+            ("backend_with_expert_parallelism", 1e-5),
+            ("backend_with_tensor_parallelism", 0.05),
+        ):
+            error, sites, report = outcome[f"{name} qwen3_moe"]
+            assert error < bound and sites == 2 and report.count("fp4::moe") == 2, (name, error, report)
+
+
 def test_tp_plan_auto_is_right(two):
     for outcome in two:
         error, here, all_bytes = outcome["a_folder_with_tp_plan_auto qwen3_moe"]

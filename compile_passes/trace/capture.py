@@ -22,6 +22,7 @@ from torch.fx.experimental.proxy_tensor import make_fx
 from torch.fx.experimental.symbolic_shapes import PropagateUnbackedSymInts
 from torch.utils import _pytree as pytree
 
+from ...meta.dtensors import split_over_processes
 from .. import advice
 from ..naming import source_name
 from ..weights.prequantized import Held, Unreadable, held, is_subclass, stand_in
@@ -96,6 +97,8 @@ def _held(x: Any) -> Held | None:
         way = held(x)
     except Unreadable as reason:
         raise CannotCapture(f"an input is {reason}", advice.FOUR_BITS) from None
+    if words := split_over_processes(x):
+        raise CannotCapture(f"an input is {words}", advice.DTENSOR)
     if way is None:
         raise CannotCapture(f"an input is a tensor subclass, {type(x).__name__}", advice.OTHER_SUBCLASS)
     return way
