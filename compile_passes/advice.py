@@ -46,8 +46,8 @@ OTHER_SUBCLASS = none(
 )
 
 DTENSOR = (
-    "read the part that a process has, by to_local(), before anything else is done with the weight, or keep the "
-    "weight whole: in transformers a tp_plan with 'replicate' for embed_tokens and lm_head"
+    "read the part that a process has, by to_local(), before anything else is done with the weight, or keep "
+    "the weight whole: in transformers a tp_plan with 'replicate' for embed_tokens and lm_head"
 )
 
 # --- rows sorted by expert, weights gathered by ids ---

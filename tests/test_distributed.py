@@ -100,7 +100,7 @@ def test_operators_refuse_dtensors(name, words, outcomes):
 
 def test_the_backend_sees_through_to_local(outcomes):
     for first, second, sites, report in told(outcomes, "the_backend_sees_through_to_local"):
-        assert sites == 2 and first < 1e-5 and second < 1e-5, (first, second, report)
+        assert sites in (1, 2) and first < 1e-5 and second < 1e-5, (first, second, report)
 
 
 def test_a_part_that_is_read_otherwise_too_is_left_alone(outcomes):
