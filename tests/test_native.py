@@ -12,9 +12,13 @@ from pathlib import Path
 
 import pytest
 import torch
+from fp4_ops.meta import checks
 from fp4_ops.meta.fakes import OPERATORS
+from fp4_ops.meta.formats import FORMATS
+from fp4_ops.meta.layouts import LAYOUTS
 
 from fp4_ops import cuda, native
+from fp4_ops.distributed.ops import _of_all
 
 ROOT = Path(__file__).parents[1]
 
@@ -75,6 +79,21 @@ def test_the_kernel_of_a_warm_call_is_found_in_no_time():
     first = native.plan(product, "half", 132)
     for _ in range(3):
         assert bytes(native.plan(product, "half", 132)) == bytes(first)
+
+
+def test_auto_of_experts_on_several_ranks_is_the_planners(monkeypatch):
+    """Decided for all experts and all rows, as one rank with all of them would."""
+    monkeypatch.setattr("fp4_ops.sm90.library.multiprocessors", lambda index: 132)
+    of = {"groups": 16, "format": FORMATS["nvfp4"], "layout": LAYOUTS["sm90"], "scale_dtype": torch.uint8}
+    experts = checks.Experts(checks.Weight(n=1536, k=2048, **of), checks.Weight(n=2048, k=768, **of))
+
+    def chosen(pairs: int) -> str:
+        return _of_all("auto", experts, 128, pairs, torch.device("cuda:0"))
+
+    for pairs in (8, 64, 512, 4096, 32768):
+        up, down = (native.product("offs", 128, pairs, *s) for s in ((1536, 2048), (2048, 768)))
+        assert chosen(pairs) == ("none" if native.block_plan(up, down, 1, "auto", 132).few else "fp8")
+    assert chosen(8) == "none" and chosen(32768) == "fp8"
 
 
 def test_only_ends_with_its_block():
