@@ -31,7 +31,7 @@ from .weights.sharded import gathered, is_flat
 
 log = logging.getLogger("fp4_ops")
 
-Compile = Callable[..., Callable[..., Any]]
+Compile = Callable[..., Any]
 """(gm, example_inputs, *, config_patches) -> callable; Inductor's compile_fx unless a test replaces it."""
 
 

@@ -106,13 +106,13 @@ def _reasons(report: Frame) -> str:
 
 
 def _outputs(program: ExportedProgram) -> list[Any]:
-    return program.graph_signature.output_specs
+    return list(program.graph_signature.output_specs)
 
 
 def _value(program: ExportedProgram, spec: Any) -> torch.Tensor:
-    if spec.target in program.state_dict:
-        return program.state_dict[spec.target]
-    return program.constants[spec.target]
+    known = program.state_dict if spec.target in program.state_dict else program.constants
+    tensor: torch.Tensor = known[spec.target]
+    return tensor
 
 
 def _constants_first(gm: fx.GraphModule, constants: list[fx.Node]) -> None:

@@ -48,10 +48,8 @@ class Load:
             return None
         read = self.experts * (1 - (1 - min(self.k, self.experts) / self.experts) ** self.tokens)
         before = self.experts if self.all_before else read
-        reads = [round(b * n / self.experts) for b, n in ((bytes_before, before), (bytes_after, read))]
-        if not reads[1]:
-            return None
-        return Gain(self.tokens, round(read, 2), *reads, round(reads[0] / reads[1], 2))
+        old, new = round(bytes_before * before / self.experts), round(bytes_after * read / self.experts)
+        return Gain(self.tokens, round(read, 2), old, new, round(old / new, 2)) if new else None
 
 
 def hint(size: Any) -> int | None:

@@ -146,7 +146,7 @@ class PackedWeight(nn.Module):
 
     def in_layout(self, layout: str) -> Operands:
         """packed, block_scale and global_scale in another order of the bytes."""
-        operands = self()
+        operands: Operands = self()
         if layout == self.layout:
             return operands
         packed, scale, factor = relayout(operands, self.format, self.k, self.layout, layout)
@@ -341,26 +341,30 @@ def run_experts(
     if tokens:
         part = recipe.part
         assert part is not None
-        return torch.ops.fp4.moe_ep(
+        out: Tensor = torch.ops.fp4.moe_ep(
             hidden_states, top_k_index, top_k_weights, *operands,
             num_experts=part.experts, tokens=tokens, group_name=part.group_name,
             format=w13.format, layout=w13.layout, activation=gate, a_format=a_format,
         )  # fmt: skip
+        return out
     if recipe.trainable_inputs and torch.is_grad_enabled():
         options = {"format": w13.format, "layout": w13.layout, "activation": gate, "a_format": a_format}
-        return FrozenExperts.apply(hidden_states, top_k_index, top_k_weights, options, *operands)
-    return call(
+        out = FrozenExperts.apply(hidden_states, top_k_index, top_k_weights, options, *operands)
+        return out
+    out = call(
         _MOE, hidden_states, top_k_index, top_k_weights, *operands,
         format=w13.format, layout=w13.layout, activation=gate, a_format=a_format,
     )  # fmt: skip
+    return out
 
 
 def _previous_forward(module: nn.Module) -> Callable[..., Tensor]:
     from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS
 
-    own = type(module).forward.__wrapped__  # type: ignore[attr-defined]  # under transformers' decorator
+    own: Callable[..., Tensor] = type(module).forward.__wrapped__  # type: ignore[attr-defined]  # under transformers' decorator
     previous = getattr(module, "_fp4_previous", "eager")
-    return own if previous == "eager" else ALL_EXPERTS_FUNCTIONS[previous]
+    chosen: Callable[..., Tensor] = own if previous == "eager" else ALL_EXPERTS_FUNCTIONS[previous]
+    return chosen
 
 
 def register() -> None:

@@ -412,7 +412,8 @@ class Quantizer:
     ) -> tuple[Tensor, Tensor, Tensor | None]:
         """factors: the global scales [E]; None: by w itself."""
         if self.method.name == "rtn":  # the same bits from a kernel
-            return torch.ops.fp4.quantize(w, self.format, factors)
+            codes: tuple[Tensor, Tensor, Tensor] = torch.ops.fp4.quantize(w, self.format, factors)
+            return codes
         return quantize_weight(w, self.format, self.method.name, calibration=moments)
 
 

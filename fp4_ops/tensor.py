@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any, NoReturn
+from typing import Any, NoReturn, TypeVar
 
 import torch
 from torch import Tensor
@@ -169,7 +169,9 @@ class FP4Tensor(torch.Tensor):
         if self.requires_grad and torch.is_grad_enabled():
             raise RuntimeError("FP4Tensor.dequantize has no gradient: 4-bit weights are for inference")
         dtype = dtype or self.dtype
-        values = torch.ops.fp4.dequantize(*self._operands(), self.format, dtype, layout=self.weight_layout)
+        values: Tensor = torch.ops.fp4.dequantize(
+            *self._operands(), self.format, dtype, layout=self.weight_layout
+        )
         values = values[..., : self.k]
         return values.transpose(-2, -1) if self.transposed else values
 
@@ -207,8 +209,11 @@ def _refuse(func: Any, why: str) -> NoReturn:
 IMPLEMENTATIONS: dict[Any, Callable[..., Any]] = {}
 
 
-def _implements(*functions: Any) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
-    def register(implementation: Callable[..., Any]) -> Callable[..., Any]:
+Function = TypeVar("Function", bound=Callable[..., Any])
+
+
+def _implements(*functions: Any) -> Callable[[Function], Function]:
+    def register(implementation: Function) -> Function:
         IMPLEMENTATIONS.update(dict.fromkeys(functions, implementation))
         return implementation
 
@@ -304,7 +309,7 @@ def _check_product(func: Any, a: Any, w: Any, *, transposed: bool = True) -> Non
 
 def _mm_rows(a: Tensor, w: FP4Tensor, bias: Tensor | None) -> Tensor:
     """a [..., K] x w [N, K] -> [..., N]."""
-    out = torch.ops.fp4.mm(a.reshape(-1, a.shape[-1]), *w._operands(), None, bias, **w._options())
+    out: Tensor = torch.ops.fp4.mm(a.reshape(-1, a.shape[-1]), *w._operands(), None, bias, **w._options())
     return out.view(*a.shape[:-1], out.shape[-1])
 
 
@@ -332,7 +337,8 @@ def _linear(func: Any, a: Tensor, w: FP4Tensor, bias: Tensor | None = None) -> T
 def _bmm(func: Any, a: Tensor, w: FP4Tensor) -> Tensor:
     _check_product(func, a, w)
     every_row = torch.full((a.shape[0],), a.shape[1], dtype=torch.int32, device=a.device)
-    return torch.ops.fp4.grouped_mm_masked(a, *w._operands(), every_row, **w._options())
+    out: Tensor = torch.ops.fp4.grouped_mm_masked(a, *w._operands(), every_row, **w._options())
+    return out
 
 
 @_implements(aten._grouped_mm.default)
@@ -347,7 +353,9 @@ def _grouped_mm(
     _check_product(func, a, w)
     if a.dim() != 2 or w.dim() != 3 or offs is None:
         _refuse(func, "a must have 2 dimensions, the weight 3, and offs must be given")
-    return torch.ops.fp4.grouped_mm(a, *w._operands(), offs, None, bias, **w._options(), out_dtype=out_dtype)
+    options = {**w._options(), "out_dtype": out_dtype}
+    out: Tensor = torch.ops.fp4.grouped_mm(a, *w._operands(), offs, None, bias, **options)
+    return out
 
 
 torch.serialization.add_safe_globals([FP4Tensor])

@@ -23,7 +23,7 @@ def split_over_processes(tensor: Any) -> str:
     mesh = getattr(tensor, "device_mesh", None)
     if mesh is None or not isinstance(tensor, torch.Tensor):
         return ""
-    placements = ", ".join(map(str, tensor.placements))
+    placements = ", ".join(map(str, getattr(tensor, "placements", ())))
     size = mesh.size()
     return f"a DTensor, placed {placements} on {size} process{'es' * (size != 1)}"
 

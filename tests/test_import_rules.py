@@ -13,16 +13,17 @@ ROOT = Path(__file__).parents[1]
 ROOMS = {
     "advice": set(),
     "naming": set(),
+    "operands": set(),
     "options": set(),
     "passes": set(),
-    "graph": {"advice", "naming"},
-    "index": {"graph", "naming"},
+    "graph": {"advice", "naming", "operands"},
+    "index": {"graph", "naming", "operands"},
     "recognise": {"advice", "graph", "index", "naming"},
     "weights": {"advice", "graph"},
-    "trace": {"advice", "graph", "naming", "weights"},
-    "neighbours": {"graph"},
+    "trace": {"advice", "graph", "naming", "operands", "weights"},
+    "neighbours": {"graph", "operands"},
     "report": {"graph", "naming", "passes"},
-    "dynamo": {"advice", "naming", "report", "weights"},
+    "dynamo": {"advice", "naming", "operands", "report", "weights"},
     "emit": {
         *("advice", "graph", "index", "naming", "neighbours"),
         *("options", "passes", "recognise", "report", "trace", "weights"),
@@ -128,3 +129,9 @@ def test_folders_of_csrc(folder):
     for path in (ROOT / "csrc" / folder).iterdir():
         for included in re.findall(r'#include "(\w+)/', path.read_text()):
             assert included in FOLDERS[folder], f"{path.relative_to(ROOT)} includes {included}/"
+
+
+def test_mypy_sees_the_package_as_it_is_installed():
+    mapped = dict(re.findall(r'"fp4_ops\.(\w+)": "(\w+)"', (ROOT / "setup.py").read_text()))
+    links = {p.name: p.resolve() for p in (ROOT / "typed/fp4_ops").iterdir()}
+    assert links == {name: ROOT / folder for name, folder in mapped.items()}

@@ -39,9 +39,9 @@ def one_hot(method: Callable[..., Any]) -> Callable[..., Any]:
 
     def call_function(self: Any, tx: Any, args: Any, kwargs: Any) -> Any:
         if self.value is torch.nn.functional.one_hot and wanted(tx.output) and len(args) + len(kwargs) == 2:
-            ids, classes = [*args, *kwargs.values()] if kwargs.keys() <= {"num_classes"} else (None, None)
-            if classes is not None and _is_number(classes.realize()):
-                return _one_hot(tx, ids.realize(), classes.realize())
+            given = [v.realize() for v in (*args, *kwargs.values())]
+            if kwargs.keys() <= {"num_classes"} and _is_number(given[1]):
+                return _one_hot(tx, *given)
         return method(self, tx, args, kwargs)
 
     return call_function
@@ -52,11 +52,11 @@ def _one_hot(tx: Any, ids: Any, classes: Any) -> Any:
     from torch._dynamo.variables.builder import wrap_fx_proxy
 
     n, of = classes.as_proxy(), ids.as_proxy()
-    least = _least(n.node)
+    least = _least(n)
     mode = tx.output.fake_mode
     allowed, mode.allow_scalar_outputs = mode.allow_scalar_outputs, True
     try:
-        more = wrap_fx_proxy(tx, (n - least).item())
+        more: Any = wrap_fx_proxy(tx, (n - least).item())
     finally:
         mode.allow_scalar_outputs = allowed
     torch._check(more.sym_num >= 0)
@@ -78,13 +78,14 @@ def _is_number(v: Any) -> bool:
     return isinstance(x, torch.Tensor) and x.dim() == 0 and x.dtype in (torch.int32, torch.int64)
 
 
-def _least(node: fx.Node) -> Any:
+def _least(number: fx.Proxy) -> Any:
     """What a number is certainly not less than: an int or a size."""
+    node = number.node
     if called(node) in ("clamp", "clip", "clamp_min") and isinstance(node.args[0], fx.Node):
         names = ("min", "max") if called(node) != "clamp_min" else ("min",)
         bounds = dict(zip(names, node.args[1:])) | node.kwargs
         least = bounds.get("min")
         known = example(least) if isinstance(least, fx.Node) else least
         if bounds.get("max") is None and isinstance(known, int | torch.SymInt):
-            return fx.Proxy(least, node.graph) if isinstance(least, fx.Node) else least
+            return fx.Proxy(least, number.tracer) if isinstance(least, fx.Node) else least
     return 0

@@ -26,6 +26,7 @@ from torch.fx.experimental.symbolic_shapes import free_unbacked_symbols, statica
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from .. import advice
+from ..operands import operand
 from .bytecode import joined_list
 from .known_values import number_of
 from .traced_nodes import SAME_ELEMENTS, along, called, example, since, some_elements, writes_to
@@ -58,7 +59,7 @@ class Hits:
         """Whether `node` is what the mask, as it was, has for an expert, or a part of that."""
         if called(node) != "getitem" or not isinstance(node.args[0], fx.Node):
             return False
-        x, index = node.args
+        x, index = operand(node), node.args[1]
         if not isinstance(example(x), Tensor):
             return False
         for dim in _indexed(index, expert, example(x).dim()):
@@ -444,7 +445,7 @@ def replay(nodes: Sequence[fx.Node], nothing: Nothing, output: Any) -> set[Any]:
                     "gradients are asked for, and experts without rows have none", advice.NO_GRADIENTS
                 )
             if _selects_by(node, masks):
-                sizes |= _data_sizes(node) - _data_sizes(node.args[0])
+                sizes |= _data_sizes(node) - _data_sizes(operand(node))
                 env[node] = emptied(node)
                 continue
             if called(node) == "split" and not sizes.isdisjoint(_data_sizes(node)):  # views of some rows each

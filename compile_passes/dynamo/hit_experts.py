@@ -19,6 +19,7 @@ from typing import Any
 import torch
 from torch import fx
 
+from ..operands import operand
 from . import known_values
 from .branches import Handler, is_kept, wanted, watch
 from .bytecode import only_iterates
@@ -203,7 +204,7 @@ def _anything(node: fx.Node, dim: int, chain: list[fx.Node]) -> tuple[fx.Node, i
         at_all = type(than) in (int, float) and than == _MORE_THAN[name.strip("_")]
         return _anything(compared["input"], dim, chain) if at_all else None
     if name in ("bool", "long", "int") and len(node.args) == 1:
-        return _anything(node.args[0], dim, chain)
+        return _anything(operand(node), dim, chain)
     summed = named(node, ("sum", "any", "count_nonzero"), ("input", "dim", "keepdim"))
     if not summed:
         return node, dim

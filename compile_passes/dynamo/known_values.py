@@ -60,7 +60,7 @@ def _value(node: fx.Node) -> Tensor | None:
     return found
 
 
-def number(v: Any) -> int | bool | None:
+def number(v: Any) -> int | float | None:
     """Its value as Python's number, if it is known and one."""
     known = value(v)
     return known.item() if known is not None and known.numel() == 1 else None
@@ -120,8 +120,8 @@ def _subscript(tx: Any, x: Any, index: Any) -> Any:
 
     several = isinstance(index, TupleVariable)
     items = [v.realize() for v in index.items] if several else [index]
-    numbers = {at: number(v) for at, v in enumerate(items)}
-    numbers = {at: n for at, n in numbers.items() if type(n) is int}
+    known = {at: number(v) for at, v in enumerate(items)}
+    numbers = {at: n for at, n in known.items() if isinstance(n, int) and not isinstance(n, bool)}
     if not numbers:
         return None
     if not isinstance(x, TensorVariable):

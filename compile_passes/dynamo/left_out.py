@@ -225,7 +225,8 @@ def watch_calls(method: Callable[..., Any]) -> Callable[..., Any]:
 
 def _backend_of(context: Any) -> tuple[Any, dict[str, Any]]:
     """Whose backend, and its options."""
-    backend, options = context.callback, {}
+    backend: Any = context.callback
+    options: dict[str, Any] = {}
     for name in ("_torchdynamo_orig_backend", "compiler_fn"):
         while hasattr(backend, name):
             backend = getattr(backend, name)

@@ -10,7 +10,7 @@ the same numbers (`number_of`).
 from __future__ import annotations
 
 import operator
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -22,6 +22,7 @@ from torch.fx.experimental.symbolic_shapes import (
     statically_known_true,
 )
 
+from ..operands import operand, several
 from .branches import wanted
 from .bytecode import only_iterates
 from .empty_rows import Counted, counted, number, numbers
@@ -79,7 +80,7 @@ def _number(tx: Any, node: fx.Node) -> Any:
         elements = _elements(tx, element["input"])
         found = elements[element["item"]] if elements is not None else None
     elif operation is not None and len(node.args) == 2 and not node.kwargs:
-        of = [_number(tx, a) if isinstance(a, fx.Node) else a for a in node.args]
+        of: list[Any] = [_number(tx, a) if isinstance(a, fx.Node) else a for a in node.args]
         of = [ConstantVariable.create(a) if type(a) is int else a for a in of]
         if not any(a is None or isinstance(a, float) for a in of):
             found = BuiltinVariable(operation).call_function(tx, of, {})
@@ -89,6 +90,11 @@ def _number(tx: Any, node: fx.Node) -> Any:
 
 
 _OPERATIONS = {name: getattr(operator, name) for name in ("add", "sub", "eq", "ne", "gt", "ge", "lt", "le")}
+
+
+def _proxy(tx: Any, node: fx.Node) -> Any:
+    """Of a one-dimensional tensor, whose elements are proxies again."""
+    return fx.Proxy(node, tx.output.current_tracer)
 
 
 def _elements(tx: Any, node: fx.Node) -> list[Any] | None:
@@ -103,7 +109,7 @@ def _elements(tx: Any, node: fx.Node) -> list[Any] | None:
         return known[node]
     found = None
     if _are_counts(node) and (total := _total(node)) is not None:
-        mode, proxy = tx.output.fake_mode, fx.Proxy(node, tx.output.current_tracer)
+        mode, proxy = tx.output.fake_mode, _proxy(tx, node)
         allowed, mode.allow_scalar_outputs = mode.allow_scalar_outputs, True
         try:
             found = [wrap_fx_proxy(tx, proxy[e].item()) for e in range(example(node).shape[0])]
@@ -116,7 +122,7 @@ def _elements(tx: Any, node: fx.Node) -> list[Any] | None:
         before = node.args[0] if node.args else None
         found = _elements(tx, before) if isinstance(before, fx.Node) else None
     elif name == "cumsum" and named(node, ("cumsum",), ("input", "dim")).get("dim") in (0, -1):
-        parts = _elements(tx, node.args[0])
+        parts = _elements(tx, operand(node))
         if parts is not None:
             found = parts[:1]
             for part in parts[1:]:
@@ -125,8 +131,8 @@ def _elements(tx: Any, node: fx.Node) -> list[Any] | None:
         0,
         -1,
     ):
-        joined = [_elements(tx, n) for n in node.args[0]]
-        found = [n for part in joined for n in part] if None not in joined else None  # type: ignore[union-attr]
+        joined = [part for n in several(node, 0) if (part := _elements(tx, n)) is not None]
+        found = [n for part in joined for n in part] if len(joined) == len(several(node, 0)) else None
     elif name in _ZEROS and example(node).shape == (1,):
         found = [ConstantVariable.create(0)]
     if found is not None:
@@ -244,7 +250,8 @@ def stores(method: Callable[[Any, Any], None]) -> Callable[[Any, Any], None]:
     from torch._dynamo.variables.lists import SliceVariable
 
     def store(tx: Any, inst: Any) -> None:
-        in_two, at = inst.opname == "STORE_SLICE", []
+        in_two = inst.opname == "STORE_SLICE"
+        at: Sequence[Any] = ()
         if counted(tx.output):
             y, rows, *at = (v.realize() for v in tx.stack[-4 if in_two else -3 :])
             if not in_two and isinstance(at[0], SliceVariable):
@@ -295,17 +302,18 @@ def _source(node: fx.Node) -> list[fx.Node]:
     """`node`, and what it has its elements from, on whatever device."""
     chain = same_elements(node)
     while called(chain[-1]) == "cpu":
-        chain += same_elements(chain[-1].args[0])
+        chain += same_elements(operand(chain[-1]))
     return chain
 
 
 def _are_counts(node: fx.Node) -> bool:
     """Whether a tensor looks like the number of rows of each expert; whether it is one is proved later."""
     source = _source(node)[-1]
-    binned = named(source, ("bincount",), ("input", "weights", "minlength"))
-    if binned:
-        experts = chosen_from(binned["input"])
-        if experts is not None and experts == binned.get("minlength"):
+    counts = named(source, ("bincount",), ("input", "weights", "minlength"))
+    binned = bool(counts)
+    if counts:
+        experts = chosen_from(counts["input"])
+        if experts is not None and experts == counts.get("minlength"):
             torch._check(example(source).shape[0] == experts)  # no id is larger
     histogram = named(source, ("histc",), ("input", "bins", "min", "max"))
     if histogram:  # of ids that are cast to floats: each is in a bin of its own
@@ -313,7 +321,7 @@ def _are_counts(node: fx.Node) -> bool:
     shape = example(source).shape
     marked = named(source, ("sum",), ("input", "dim")).get("input")
     marks = called(same_elements(marked)[-1]) if marked is not None else ""
-    return bool(binned or marks in (*_MARKS, *_ZEROS)) and len(shape) == 1 and is_concrete_int(shape[0])
+    return (binned or marks in (*_MARKS, *_ZEROS)) and len(shape) == 1 and is_concrete_int(shape[0])
 
 
 _MARKS = ("one_hot", "scatter", "scatter_")

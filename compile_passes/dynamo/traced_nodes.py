@@ -11,6 +11,8 @@ import torch
 from torch import Tensor, fx
 from torch.fx.experimental.symbolic_shapes import statically_known_true
 
+from ..operands import integer
+
 
 def called(node: fx.Node) -> str:
     return node.target if isinstance(node.target, str) else getattr(node.target, "__name__", str(node.target))
@@ -97,7 +99,7 @@ def _before(node: fx.Node, dim: int) -> tuple[fx.Node, int] | None:
         dims = torch.utils._pytree.tree_leaves(node.args[1:])
         return (before, dims[dim] % x.dim()) if len(dims) == x.dim() and not node.kwargs else None
     if name in ("transpose", "swapaxes") and len(node.args) == 3:
-        swapped = [d % x.dim() for d in node.args[1:]]
+        swapped = [integer(node, i) % x.dim() for i in (1, 2)]
         return before, swapped[1 - swapped.index(dim)] if dim in swapped else dim
     if name in ("t", "T", "mT"):
         return before, {x.dim() - 1: x.dim() - 2, x.dim() - 2: x.dim() - 1}.get(dim, dim)

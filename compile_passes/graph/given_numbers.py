@@ -21,7 +21,7 @@ def lists_given() -> dict[str, int]:
     found: Counter[str] = Counter()
     for guard in context.guards_context.dynamo_guards:
         source = guard.originating_source
-        base = getattr(source, "base", None)
+        base: Any = getattr(source, "base", None)
         constant = guard.create_fn_name() in ("CONSTANT_MATCH", "EQUALS_MATCH")
         if constant and type(source).__name__ == "GetItemSource" and type(base).__name__ == "LocalSource":
             found[base.local_name] += 1

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any, NoReturn
+from typing import Any, NoReturn, TypeGuard
 
 import torch
 from torch import fx
@@ -11,6 +11,7 @@ from torch.fx.experimental.symbolic_shapes import statically_known_true
 
 from .. import advice
 from ..naming import called
+from ..operands import integer, operand, several
 
 aten = torch.ops.aten
 
@@ -44,7 +45,7 @@ def refuse(reason: str, node: fx.Node, change: str) -> NoReturn:
 # --- what a node is ---
 
 
-def is_op(node: Any, *packets: Any) -> bool:
+def is_op(node: Any, *packets: Any) -> TypeGuard[fx.Node]:
     """Whether `node` calls any overload of one of these operators."""
     return (
         isinstance(node, fx.Node)
@@ -55,6 +56,7 @@ def is_op(node: Any, *packets: Any) -> bool:
 
 def arguments(node: fx.Node) -> dict[str, Any]:
     """All arguments of an operator call by their schema names, defaults filled in."""
+    assert isinstance(node.target, torch._ops.OpOverload)
     schema = node.target._schema
     out = {a.name: a.default_value for a in schema.arguments}
     out.update(zip((a.name for a in schema.arguments), node.args))
@@ -64,7 +66,7 @@ def arguments(node: fx.Node) -> dict[str, Any]:
 
 def item(node: Any) -> tuple[fx.Node, int] | None:
     """(producer, index) of one output of a multi-output operator."""
-    if isinstance(node, fx.Node) and node.op == "call_function" and node.target.__name__ == "getitem":
+    if isinstance(node, fx.Node) and getattr(node.target, "__name__", "") == "getitem":
         producer, index = node.args
         if isinstance(producer, fx.Node) and isinstance(index, int):
             return producer, index
@@ -76,7 +78,7 @@ def value(node: fx.Node) -> torch.Tensor:
     return node.meta["val"]
 
 
-def is_tensor(node: Any) -> bool:
+def is_tensor(node: Any) -> TypeGuard[fx.Node]:
     return isinstance(node, fx.Node) and isinstance(node.meta.get("val"), torch.Tensor)
 
 
@@ -109,9 +111,9 @@ def passes_order(node: fx.Node) -> bool:
     if is_op(node, *_RESHAPES):
         return node.target is not aten.view.dtype
     if is_op(node, aten._to_copy):
-        return value(node).dtype == value(node.args[0]).dtype
+        return value(node).dtype == value(operand(node)).dtype
     if is_op(node, aten.expand):
-        return same_shape(shape(node), shape(node.args[0]))
+        return same_shape(shape(node), shape(operand(node)))
     if is_op(node, aten.slice):
         a = arguments(node)
         return a["start"] in (0, None) and a["end"] in (_MAX, None) and a["step"] == 1
@@ -121,11 +123,11 @@ def passes_order(node: fx.Node) -> bool:
 def strip(node: fx.Node) -> fx.Node:
     """Back through reshapes and copies: same elements, same row-major order, same dtype."""
     while passes_order(node):
-        node = node.args[0]
+        node = operand(node)
     return node
 
 
-def is_float_cast(node: Any) -> bool:
+def is_float_cast(node: Any) -> TypeGuard[fx.Node]:
     return (
         is_op(node, aten._to_copy)
         and is_tensor(node.args[0])
@@ -138,7 +140,7 @@ def uncast(node: fx.Node) -> fx.Node:
     """`strip`, and back through casts between float32, bfloat16 and float16, which only round."""
     node = strip(node)
     while is_float_cast(node):
-        node = strip(node.args[0])
+        node = strip(operand(node))
     return node
 
 
@@ -146,8 +148,8 @@ def exact_int(node: fx.Node) -> fx.Node:
     """`strip`, and back through casts of integers to a type that holds small ones exactly (ids, counts)."""
     node = strip(node)
     exact = (torch.int64, torch.int32, torch.float32, torch.float64)
-    while is_op(node, aten._to_copy) and value(node).dtype in exact and value(node.args[0]).dtype in exact:
-        node = strip(node.args[0])
+    while is_op(node, aten._to_copy) and value(node).dtype in exact and value(operand(node)).dtype in exact:
+        node = strip(operand(node))
     return node
 
 
@@ -242,7 +244,7 @@ def unswap(node: fx.Node) -> tuple[fx.Node, bool]:
             swapped = not swapped
         elif not (is_float_cast(node) or is_op(node, aten.clone, aten.alias, aten.detach, aten.contiguous)):
             return node, swapped
-        node = node.args[0]
+        node = operand(node)
 
 
 def _swaps_last_two(node: fx.Node) -> bool:
@@ -250,8 +252,8 @@ def _swaps_last_two(node: fx.Node) -> bool:
     if is_op(node, aten.t):
         return True
     if is_op(node, aten.transpose):
-        return {d % dims for d in node.args[1:3]} == {dims - 2, dims - 1}
-    order = [d % dims for d in node.args[1]]
+        return {integer(node, i) % dims for i in (1, 2)} == {dims - 2, dims - 1}
+    order = [d % dims for d in several(node, 1)]
     return order == [*range(dims - 2), dims - 1, dims - 2]
 
 

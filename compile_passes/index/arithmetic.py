@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -20,6 +21,7 @@ from ..graph.nodes import (
     value,
 )
 from ..graph.products import SortedRows, counted_ids
+from ..operands import operand, several
 from .axes import Opaque, dimension, same
 from .indexing import Indexing, as_boolean, indicator, is_boolean, is_eq, is_indicator
 from .routing import distinct, support
@@ -108,7 +110,7 @@ class Arithmetic(Indexing):
 
     def _compare(self, node: fx.Node, level: int) -> Value:
         """Comparisons of ids with experts, or of routing weights with zero: indicators, 0 or 1."""
-        a, b = node.args[:2]
+        a, b = operand(node), node.args[1]
         if is_tensor(b):
             values = self.broadcast([self._compared(a), self._compared(b)])
             of = [v.term for v in values]
@@ -128,9 +130,9 @@ class Arithmetic(Indexing):
 
     def _and(self, node: fx.Node, level: int) -> Value:
         """Both of two conditions."""
-        if value(node).dtype != torch.bool or not all(map(is_tensor, node.args[:2])):
+        if value(node).dtype != torch.bool or not all(is_tensor(n) for n in node.args[:2]):
             raise Opaque
-        a, b = self.broadcast([self.value(n, 0) for n in node.args[:2]])
+        a, b = self.broadcast([self.value(operand(node, i), 0) for i in (0, 1)])
         if not (is_boolean(a.term) and is_boolean(b.term)):
             raise Opaque
         return Value(self._joined([a, b]), Mul(a.term, b.term))
@@ -175,7 +177,7 @@ class Arithmetic(Indexing):
         dims = a["dim"] if isinstance(a["dim"], (list, tuple)) else [a["dim"]]
         return self._reduced(node, v, dims, a.get("keepdim"), AnyOf)
 
-    def _reduced(self, node: fx.Node, v: Value, over: list[int], keepdim: Any, kind: Any) -> Value:
+    def _reduced(self, node: fx.Node, v: Value, over: Sequence[int], keepdim: Any, kind: Any) -> Value:
         over = [dimension(d, len(v.dims)) for d in over]
         axes = [x for d in over for x in v.dims[d]]
         if any(isinstance(x, Rows) for x in axes):
@@ -188,20 +190,20 @@ class Arithmetic(Indexing):
     def _fresh(v: Value, axes: list[Axis]) -> tuple[Value, tuple[Axis, ...]]:
         """Axes that are summed over get names of their own."""
         new = {a: Axis(a.size) for a in axes}
-        return Value(
-            tuple(tuple(new.get(a, a) for a in g) for g in v.dims), substitute(v.term, dict(new))
-        ), tuple(new.values())
+        return Value(tuple(tuple(new.get(a, a) for a in g) for g in v.dims), substitute(v.term, new)), tuple(
+            new.values()
+        )
 
     # --- products ---
 
     def _product(self, node: fx.Node, level: int) -> Value:
         if level == 0:
             raise Opaque
-        args = list(node.args)
-        bias = args.pop(0) if is_op(node, aten.addmm, aten.baddbmm) else None
+        bias = operand(node) if is_op(node, aten.addmm, aten.baddbmm) else None
+        first = 0 if bias is None else 1
         if any(node.kwargs.get(n, 1) != 1 for n in ("alpha", "beta")):
             raise Opaque
-        left, right = self._factors(args[0], args[1], level)
+        left, right = self._factors(operand(node, first), operand(node, first + 1), level)
         batch = [(d, d) for d in range(len(left.dims) - 2)]
         left, right = self.together(left, right, [*batch, (-1, -2)])
         inner = left.dims[-1] or right.dims[-2]
@@ -210,7 +212,7 @@ class Arithmetic(Indexing):
         lead = tuple(a or b for a, b in zip(left.dims[:-2], right.dims[:-2]))
         dims = (*lead, left.dims[-2], right.dims[-1])
         fresh = {a: Axis(a.size) for a in inner}
-        body = substitute(Mul(left.term, right.term), dict(fresh))
+        body = substitute(Mul(left.term, right.term), fresh)
         term = Sum(tuple(fresh.values()), body, self.ref(node, dims) if bias is None else None)
         if bias is not None:
             b = self.value(bias, 0)
@@ -235,7 +237,8 @@ class Arithmetic(Indexing):
 
     def _grouped_mm(self, node: fx.Node, level: int) -> Value:
         """Rows sorted by expert: each meets the weight of its own id."""
-        a, weight, offs = node.args[:3] if len(node.args) > 2 else (*node.args, node.kwargs["offs"])
+        a, weight = operand(node), operand(node, 1)
+        offs = node.args[2] if len(node.args) > 2 else node.kwargs["offs"]
         if level == 0 or len(shape(a)) != 2 or len(shape(weight)) != 3 or not is_tensor(offs):
             raise Opaque
         if is_op(node, aten._grouped_mm) and arguments(node)["bias"] is not None:
@@ -244,15 +247,15 @@ class Arithmetic(Indexing):
         if not self._is_weight(w.term) or len(w.dims[0]) != 1:
             raise Opaque
         x = self.value(a, level - 1)
-        if len(x.dims[0]) != 1 or not isinstance(x.dims[0][0], Rows) or x.dims[0][0].key is None:
+        rows = x.dims[0][0] if len(x.dims[0]) == 1 else None
+        if not isinstance(rows, Rows) or rows.key is None:
             raise Opaque
-        rows = x.dims[0][0]
         if not self._ends_of(offs, rows, shape(weight)[0]):
             raise Opaque
         w = Value(w.dims[1:], substitute(w.term, self._assign(w.dims[0], rows.key)))
         x, w = self.together(x, w, [(1, 0)])
         fresh = {k: Axis(k.size) for k in x.dims[1]}
-        body = substitute(Mul(x.term, w.term), dict(fresh))
+        body = substitute(Mul(x.term, w.term), fresh)
         return Value(((rows,), w.dims[1]), Sum(tuple(fresh.values()), body, None))
 
     def _ends_of(self, offs: fx.Node, rows: Rows, experts: Any) -> bool:
@@ -260,7 +263,7 @@ class Arithmetic(Indexing):
         cumsum = exact_int(offs)
         if not is_op(cumsum, aten.cumsum) or len(shape(cumsum)) != 1 or not isinstance(experts, int):
             return False
-        if self._counts_in_one_hot(exact_int(cumsum.args[0]), rows):
+        if self._counts_in_one_hot(exact_int(operand(cumsum)), rows):
             return True
         proof = SortedRows.prove(offs, experts, self.canon)
         return self._sorted(proof.sort, 0).dims == ((rows,),)
@@ -329,7 +332,7 @@ class Arithmetic(Indexing):
 
     def _copied(self, node: fx.Node, level: int) -> Value:
         """What a tensor holds after another was copied into it."""
-        old, new = node.args[:2]
+        old, new = operand(node), operand(node, 1)
         if not same_shape(shape(old), shape(new)) or value(old).dtype != value(new).dtype:
             raise Opaque
         return self.value(new, level)
@@ -410,7 +413,7 @@ class Arithmetic(Indexing):
         for old, y in ((new.args[0], new.args[1]), (new.args[1], new.args[0])):
             if not is_op(old, aten.index) or not is_tensor(y) or not same_shape(shape(y), shape(new)):
                 continue
-            taken = old.args[1]
+            taken = several(old, 1)
             if old.args[0] is not base or len(taken) != len(indices):
                 continue
             if all(i is not None and self.canon.same(i, j) for i, j in zip(taken, indices)):
@@ -487,7 +490,7 @@ class Arithmetic(Indexing):
         ours = expert_mask(new)
         if ours is None:
             raise Opaque
-        kept = [t for t in before if kept_rows(t) is not None]
+        kept = {t: rows for t in before if (rows := kept_rows(t)) is not None}
         for t in before:
             if t in kept:
                 continue
@@ -495,7 +498,11 @@ class Arithmetic(Indexing):
             if theirs is None or theirs[0] is not ours[0] or theirs[1] == ours[1]:
                 raise Opaque
         assert isinstance(new, Mul)
-        after = [Mul(NoneOf((*t.args[0].masks, new.args[0])), t.args[1]) if t in kept else t for t in before]
+        by = new.args[0]
+        after = [
+            Mul(NoneOf((*kept[t].masks, by)), t.args[1]) if isinstance(t, Mul) and t in kept else t
+            for t in before
+        ]
         return Value(old.dims, Add([*after, new], self.ref(node, old.dims)))
 
 
@@ -506,7 +513,7 @@ def _marked(node: fx.Node) -> fx.Node | None:
     if a["dim"] != [0] or a["keepdim"] or value(marks).dtype not in (torch.int64, torch.int32, torch.float32):
         return None
     while is_op(marks, aten._to_copy):
-        marks = strip(marks.args[0])
+        marks = strip(operand(marks))
     if not is_op(marks, aten.scatter) or marks.target is not aten.scatter.value or marks.args[3] != 1:
         return None
     found = support(marks)
@@ -534,8 +541,8 @@ def _scales_rows(a: fx.Node, b: fx.Node) -> bool:
 
 def _unchanged(node: fx.Node) -> fx.Node:
     """Back through copies and casts to the dtype a tensor has."""
-    while is_op(node, aten.clone, aten._to_copy) and value(node).dtype == value(node.args[0]).dtype:
-        node = node.args[0]
+    while is_op(node, aten.clone, aten._to_copy) and value(node).dtype == value(operand(node)).dtype:
+        node = operand(node)
     return node
 
 

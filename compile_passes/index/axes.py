@@ -93,7 +93,9 @@ class Values:
             self._splits[key] = tuple(Axis(s, f"{axis.name}/{i}") for i, s in enumerate(sizes))
         return self._splits[key]
 
-    def align(self, ours: tuple[Axis, ...], theirs: tuple[Axis, ...]) -> tuple[dict, dict]:
+    def align(
+        self, ours: tuple[Axis, ...], theirs: tuple[Axis, ...]
+    ) -> tuple[dict[Axis, Any], dict[Axis, Any]]:
         """Renamings that make two groups of one total size the same axes; theirs take our names (ours
         theirs, where only they know the size)."""
         a, b = list(ours), list(theirs)

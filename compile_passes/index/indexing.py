@@ -8,6 +8,7 @@ import torch
 from torch import fx
 
 from ..graph.nodes import FLOATING, arguments, aten, is_op, item, same_shape, shape, strip, value
+from ..operands import integer, operand, several
 from .axes import Opaque, Values, dimension, prefix, same, spread
 from .terms import (  # fmt: skip
     Affine,
@@ -33,11 +34,11 @@ class Indexing(Values):
     # --- re-indexing ---
 
     def _copy(self, node: fx.Node, level: int) -> Value:
-        return self.value(node.args[0], level)
+        return self.value(operand(node), level)
 
     def _cast(self, node: fx.Node, level: int) -> Value:
         """Casts between floats only round; indicators are 0 and 1 in any type, and ids fit theirs."""
-        source, dtype = node.args[0], value(node).dtype
+        source, dtype = operand(node), value(node).dtype
         was = value(source).dtype
         if was in FLOATING and dtype in FLOATING:
             return self.value(source, level)
@@ -51,14 +52,15 @@ class Indexing(Values):
         raise Opaque
 
     def _view(self, node: fx.Node, level: int) -> Value:
-        source = node.args[0]
+        source = operand(node)
         if is_op(source, aten.nonzero) and len(shape(node)) == 1 and shape(source)[1] == 1:
             return self._coordinate(source, 0)
         old = self.value(source, level)
         atoms = old.axes
         if isinstance(old.term, Ref) and self._merges_leading(node, source, old):
             raise Opaque
-        dims, mapping = [], {}
+        dims: list[tuple[Axis, ...]] = []
+        mapping: dict[Axis, tuple[Axis, ...]] = {}
         last = max((d for d, size in enumerate(shape(node)) if not same(size, 1)), default=-1)
         for d, size in enumerate(shape(node)):
             if same(size, 1):
@@ -103,18 +105,18 @@ class Indexing(Values):
         )
 
     def _permute(self, node: fx.Node, level: int) -> Value:
-        v = self.value(node.args[0], level)
+        v = self.value(operand(node), level)
         rank = len(v.dims)
         order = list(range(rank))
         if is_op(node, aten.permute):
-            order = [d % rank for d in node.args[1]]
+            order = [d % rank for d in several(node, 1)]
         elif rank >= 2:
-            i, j = (0, 1) if is_op(node, aten.t) else (d % rank for d in node.args[1:3])
+            i, j = (0, 1) if is_op(node, aten.t) else (integer(node, n) % rank for n in (1, 2))
             order[i], order[j] = order[j], order[i]
         return Value(tuple(v.dims[d] for d in order), v.term)
 
     def _expand(self, node: fx.Node, level: int) -> Value:
-        v = self.value(node.args[0], level)
+        v = self.value(operand(node), level)
         new = shape(node)
         dims = ((),) * (len(new) - len(v.dims)) + v.dims
         return Value(
@@ -123,8 +125,8 @@ class Indexing(Values):
         )
 
     def _repeat(self, node: fx.Node, level: int) -> Value:
-        v = self.value(node.args[0], level)
-        times = node.args[1]
+        v = self.value(operand(node), level)
+        times = several(node, 1)
         dims = ((),) * (len(times) - len(v.dims)) + v.dims
         return Value(tuple(g if same(n, 1) else (Axis(n), *g) for g, n in zip(dims, times)), v.term)
 
@@ -158,16 +160,18 @@ class Indexing(Values):
         if len(group) <= 1:
             return dict.fromkeys(group, index)
         if isinstance(index, Const):
-            out, rest = {}, index.value
+            out: dict[Axis, Term] = {}
+            rest = index.value
             for axis in reversed(group):
                 if not isinstance(axis.size, int):
                     raise Opaque
                 out[axis], rest = Const(rest % axis.size), rest // axis.size
             return out
-        fits = isinstance(index, Mix) and len(index.parts) == len(group)
-        if fits and all(same(a.size, s) for a, s in zip(group, index.sizes)):
-            return dict(zip(group, index.parts))
-        raise Opaque
+        if not isinstance(index, Mix) or len(index.parts) != len(group):
+            raise Opaque
+        if not all(same(a.size, s) for a, s in zip(group, index.sizes)):
+            raise Opaque
+        return dict(zip(group, index.parts))
 
     def _slice(self, node: fx.Node, level: int) -> Value:
         a = arguments(node)
@@ -212,7 +216,7 @@ class Indexing(Values):
         if is_op(producer, aten.sort):
             return self._sorted(producer, index)
         a = arguments(producer)
-        whole = a.get("self")
+        whole = operand(producer)
         if is_op(producer, aten.unbind):
             d = dimension(a["dim"], len(shape(whole)))
             if is_op(whole, aten.nonzero):
@@ -274,7 +278,7 @@ class Indexing(Values):
 
     def _coordinate(self, nonzero: fx.Node, dim: int) -> Value:
         """Column `dim` of nonzero(mask): where each selected row lies along that dimension of the mask."""
-        rows, mask = self._mask_rows(nonzero.args[0], shape(nonzero)[0])
+        rows, mask = self._mask_rows(operand(nonzero), shape(nonzero)[0])
         place = coordinate(mask.dims[dim])
         return Value(((rows,),), substitute(place, dict(zip(mask.axes, rows.bound))))
 
@@ -297,12 +301,12 @@ class Indexing(Values):
     @staticmethod
     def _counted_by(sizes: Any) -> fx.Node | None:
         """counts if sizes are the numbers counts[0], counts[1], ... to the last."""
-        found = set()
+        found: set[fx.Node] = set()
         for i, size in enumerate(sizes):
-            at = size.args[0] if is_op(size, aten._local_scalar_dense) else None
+            at = operand(size) if is_op(size, aten._local_scalar_dense) else None
             if not is_op(at, aten.select) or tuple(at.args[1:]) != (0, i):
                 return None
-            found.add(at.args[0])
+            found.add(operand(at))
         counts = found.pop() if len(found) == 1 else None
         return counts if counts is not None and same_shape(shape(counts), (len(sizes),)) else None
 
@@ -339,12 +343,14 @@ class Indexing(Values):
         """Whether counts[e] is how many of `rows` have the id e, for each of so many experts."""
         raise NotImplementedError
 
+    def _pointwise(self, node: fx.Node, level: int) -> Value:
+        raise NotImplementedError
+
     def _divide(self, node: fx.Node, level: int) -> Value:
         """A row's token, from the number of its (token, choice) pair: pair // k."""
         if is_op(node, aten.div) and node.kwargs.get("rounding_mode") not in ("floor", "trunc"):
             return self._pointwise(node, level)
-        source, by = node.args[:2]
-        v = self.value(source, 0)
+        by, v = node.args[1], self.value(operand(node), 0)
         if by == 1:
             return v
         if isinstance(v.term, Mix) and isinstance(by, int):
@@ -461,6 +467,7 @@ def _is_of_selected_rows(index: Value) -> bool:
 
 
 def indicator(node: fx.Node, a: Term, b: Term) -> Apply:
+    assert isinstance(node.target, torch._ops.OpOverload)
     return Apply(node.target.overloadpacket, (a, b))
 
 

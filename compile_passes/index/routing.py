@@ -21,6 +21,7 @@ from ..graph.nodes import (
     static_int,
     value,
 )
+from ..operands import operand
 
 
 class Support:
@@ -40,26 +41,26 @@ def support(node: fx.Node) -> Support | None:
 def _background(node: fx.Node) -> tuple[tuple[fx.Node, ...], float] | None:
     """(ids, value everywhere else) of a matrix [..., E]."""
     while passes_order(node):
-        if not _same_rows(node, node.args[0]):
+        if not _same_rows(node, operand(node)):
             return None
-        node = node.args[0]
+        node = operand(node)
     last = len(shape(node)) - 1
     if is_op(node, aten.scatter):
-        base, dim, ids = node.args[:3]
-        fill = _constant(base)
+        dim, ids = node.args[1], operand(node, 2)
+        fill = _constant(operand(node))
         whole = same_shape(shape(ids)[:-1], shape(node)[:-1])
         if fill is not None and dim in (-1, last) and whole and static_int(shape(ids)[-1]) and distinct(ids):
             return (ids,), fill
         return None
     if is_op(node, aten.eq):
-        ids = _one_hot(node)
-        return None if ids is None else ((ids,), 0.0)
+        marked = _one_hot(node)
+        return None if marked is None else ((marked,), 0.0)
     if is_op(node, aten._to_copy):
-        found = _background(node.args[0])
+        found = _background(operand(node))
         exact = found is not None and (found[1] == 0 or value(node).dtype in FLOATING)
         return found if exact else None
     if is_op(node, aten.sigmoid) or (is_op(node, aten._softmax) and node.args[1] in (-1, last)):
-        found = _background(node.args[0])
+        found = _background(operand(node))
         return (found[0], 0.0) if found is not None and found[1] == float("-inf") else None
     if is_op(node, aten.mul, aten.div):
         for a in node.args[: 2 if is_op(node, aten.mul) else 1]:
@@ -68,8 +69,8 @@ def _background(node: fx.Node) -> tuple[tuple[fx.Node, ...], float] | None:
                 return found
     if is_op(node, aten.add):
         both = [_zeros(a, node) for a in node.args[:2]]
-        if None not in both:
-            return both[0][0] + both[1][0], 0.0  # type: ignore[index]
+        if both[0] is not None and both[1] is not None:
+            return both[0][0] + both[1][0], 0.0
     return None
 
 
@@ -81,7 +82,7 @@ def _zeros(a: Any, node: fx.Node) -> tuple[tuple[fx.Node, ...], float] | None:
 
 def _one_hot(node: fx.Node) -> fx.Node | None:
     """ids [..., 1] where node [..., E] is `ids == arange(E)`."""
-    ids, every = node.args[:2]
+    ids, every = operand(node), node.args[1]
     if not isinstance(every, fx.Node) or not is_op(every, aten.arange) or len(shape(every)) != 1:
         return None
     a = arguments(every)
@@ -93,7 +94,8 @@ def _constant(node: fx.Node) -> float | None:
     if is_op(node, aten.zeros, aten.zeros_like, aten.new_zeros):
         return 0.0
     if is_op(node, aten.full, aten.full_like):
-        return float(node.args[1])
+        fill = arguments(node)["fill_value"]
+        return float(fill) if isinstance(fill, (int, float)) else None
     return None
 
 
@@ -104,23 +106,23 @@ def distinct(ids: fx.Node) -> bool:
     if shape(ids) and static_int(shape(ids)[-1]) == 1:
         return True
     while True:
-        source = ids.args[0] if ids.args and isinstance(ids.args[0], fx.Node) else None
         if passes_order(ids):
-            if not _same_rows(ids, source):
+            if not _same_rows(ids, operand(ids)):
                 return False
         elif is_op(ids, aten._to_copy):
-            if value(ids).dtype not in (torch.int64, torch.int32) or value(source).dtype.is_floating_point:
+            exact = value(ids).dtype in (torch.int64, torch.int32)
+            if not exact or value(operand(ids)).dtype.is_floating_point:
                 return False
         elif not is_op(ids, aten.slice):
             break
-        ids = source  # type: ignore[assignment]
+        ids = operand(ids)
     found = item(ids)
     if found is None or found[1] != 1 or not is_op(found[0], aten.topk, aten.sort):
         return False
     return arguments(found[0])["dim"] in (-1, len(shape(ids)) - 1)
 
 
-def _same_rows(node: fx.Node, source: fx.Node | None) -> bool:
+def _same_rows(node: fx.Node, source: fx.Node) -> bool:
     """Whether a view leaves the last dimension as it is."""
     a, b = shape(node), shape(source)
     return bool(a) and bool(b) and statically_known_true(a[-1] == b[-1])

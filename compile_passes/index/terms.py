@@ -12,7 +12,7 @@ import itertools
 import threading
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypeVar
 
 from torch import fx
 
@@ -336,14 +336,14 @@ class Choose(Composite):
         return self._fields[1]
 
 
-Substitution = Mapping[Term, Term]
+Replaced = TypeVar("Replaced", bound=Term)
 
 
-def substitute(term: Any, mapping: Substitution) -> Any:
+def substitute(term: Any, mapping: Mapping[Replaced, Term]) -> Any:
     """`term` with axes replaced, all at once."""
     if not mapping:
         return term
-    memo: dict[Term, Term] = dict(mapping)
+    memo: dict[Term, Term] = dict(mapping.items())
 
     def go(t: Any) -> Any:
         if not isinstance(t, Term):

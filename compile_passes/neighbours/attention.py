@@ -20,6 +20,7 @@ from torch.fx.experimental.symbolic_shapes import statically_known_true
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from ..graph.nodes import arguments, aten, is_op, is_tensor, same_shape, shape, static_int, strip, value
+from ..operands import integer, operand
 from .masks import CAUSAL, TRUE, Masks
 
 SDPA = aten.scaled_dot_product_attention.default
@@ -83,12 +84,12 @@ def _groups(a: dict[str, Any]) -> tuple[_Group, _Group] | None:
 
 def _group(x: fx.Node) -> _Group | None:
     """Each head n times, side by side: [B, H, 1, L, D] expanded to [B, H, n, L, D], as [B, H n, L, D]."""
-    swapped = is_op(x, aten.transpose) and {d % 4 for d in x.args[1:3]} == {1, 2}
-    flat = x.args[0] if swapped else x
+    swapped = is_op(x, aten.transpose) and {integer(x, i) % 4 for i in (1, 2)} == {1, 2}
+    flat = operand(x) if swapped else x
     expanded = strip(flat)
     if not is_op(expanded, aten.expand) or len(shape(expanded)) != 5:
         return None
-    group = _Group(expanded.args[0], swapped)
+    group = _Group(operand(expanded), swapped)
     d, old, new = group.repeated_dim, shape(group.node), shape(expanded)
     copies = static_int(new[d])
     joined = (*new[: d - 1], new[d - 1] * new[d], *new[d + 1 :])
@@ -138,7 +139,7 @@ class _Operators(TorchDispatchMode):
         super().__init__()
         self.names: list[str] = []
 
-    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         self.names.append(func.__name__)
         return func(*args, **(kwargs or {}))
 

@@ -220,7 +220,7 @@ def _restore_dynamo_metadata(gm: fx.GraphModule, traced: fx.GraphModule) -> None
         if "tensor_dict" in old.meta:
             new.meta["tensor_dict"] = dict(old.meta["tensor_dict"])
     if hasattr(gm, "_param_name_to_source"):
-        traced._param_name_to_source = {}
+        traced.__dict__["_param_name_to_source"] = {}
     # Constants (`torch.tensor(2.0)` in the model) are traced as buffers, which need a source in AOTAutograd.
     for name, constant in list(traced.named_buffers(recurse=False)):
         delattr(traced, name)

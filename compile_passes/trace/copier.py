@@ -19,11 +19,12 @@ import torch
 from torch import fx
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.fx.experimental.proxy_tensor import make_fx
-from torch.fx.experimental.symbolic_shapes import rebind_unbacked
+from torch.fx.experimental.symbolic_shapes import ShapeEnv, rebind_unbacked
 from torch.utils import _pytree as pytree
 from torch.utils._sympy.symbol import SymT, symbol_is_type
 
 from ..graph.nodes import arguments
+from ..operands import integer
 from .functional import current, functional_tensors, inline_constants, is_reshaped, is_written, storage
 
 aten = torch.ops.aten
@@ -90,7 +91,7 @@ class Copier:
         constants: dict[fx.Node, float],
     ) -> None:
         self.graph = fx.Graph()
-        self._fakes, self._mode, self._shape_env = fakes, fake_mode, fake_mode.shape_env
+        self._fakes, self._mode, self._shape_env = fakes, fake_mode, _shape_env(fake_mode)
         self._order = {n: i for i, n in enumerate(gm.graph.nodes)}
         self._held: dict[fx.Node, Any] = dict(constants)
         """What a node of Dynamo's is here: a node, a Python number, or a tuple of those."""
@@ -115,16 +116,15 @@ class Copier:
                 if isinstance(x, torch.Tensor) and not self._is_plain(x):
                     raise CannotCopy(f"{node.name} is not a plain tensor")
         self._asserts: dict[sympy.Symbol, list[sympy.Basic]] = {}
-        if self._shape_env is not None:
-            for found in self._shape_env.deferred_runtime_asserts.values():
-                for expr in (a.expr for a in found):
-                    for symbol in expr.free_symbols:
-                        self._asserts.setdefault(symbol, []).append(expr)
+        for found in self._shape_env.deferred_runtime_asserts.values():
+            for expr in (a.expr for a in found):
+                for symbol in expr.free_symbols:
+                    self._asserts.setdefault(symbol, []).append(expr)
 
     def _is_plain(self, x: torch.Tensor) -> bool:
         return (
             isinstance(x, FakeTensor)
-            and x.fake_mode.shape_env is self._shape_env
+            and x.fake_mode.shape_env is self._mode.shape_env
             and x.layout is torch.strided
             and not (x.is_quantized or x.is_conj() or x.is_neg())
         )
@@ -193,9 +193,10 @@ class Copier:
     def _result(self, node: fx.Node) -> Any:
         if node.target in _CONTEXTS:
             return self._context(node)
-        args = node.args
-        if node.target is operator.getitem and isinstance(self._held.get(args[0]), (tuple, list)):
-            return self._held[args[0]][args[1]]
+        if node.target is operator.getitem and isinstance(node.args[0], fx.Node):
+            parts = self._held.get(node.args[0])
+            if isinstance(parts, (tuple, list)):
+                return parts[integer(node, 1)]
         if node.target is torch._C._nn.scaled_dot_product_attention and (new := self._attention(node)):
             return new
         if node.target in _ON_SCALARS or (
@@ -205,9 +206,9 @@ class Copier:
         call = self._describe(node)
         template = self._templates.get(call.key)
         if template is None or not (template.places or template.number == call.number):
-            new = self._trace(call)
-            new.places = _places(template, new) if template is not None else None
-            template = self._templates[call.key] = new
+            traced = self._trace(call)
+            traced.places = _places(template, traced) if template is not None else None
+            template = self._templates[call.key] = traced
         return self._copy(template, call)
 
     def _context(self, node: fx.Node) -> Any:
@@ -269,7 +270,7 @@ class Copier:
                 return type(a), repr(a)
             return object()  # like no other
 
-        what = (node.op, node.target, of(node.args), of(node.kwargs), _autocast())
+        what: Any = (node.op, node.target, of(node.args), of(node.kwargs), _autocast())
         bindings = node.meta.get("unbacked_bindings") or {}
         for symbol in (*bindings, *sorted(filter(_is_unbacked, _symbols(_example(node))), key=str)):
             symbols.setdefault(symbol, len(symbols))
@@ -308,10 +309,13 @@ class Copier:
     # --- a call, traced alone ---
 
     def _trace(self, call: _Call) -> _Template:
-        node, found = call.node, {}
+        node = call.node
+        spec: list[pytree.TreeSpec] = []
+        written: list[int] = []
         target: Any = node.target
         if node.op == "call_method":
-            target = lambda self, *args, **kwargs: getattr(self, node.target)(*args, **kwargs)  # noqa: E731
+            method = str(node.target)
+            target = lambda self, *args, **kwargs: getattr(self, method)(*args, **kwargs)  # noqa: E731
 
         def alone(*inputs: Any) -> Any:
             with functional_tensors(inputs) as wrapped:
@@ -321,10 +325,11 @@ class Copier:
                 )
                 result = target(*args, **kwargs)
                 rebind_unbacked(self._shape_env, node, result)
-                flat, found["spec"] = pytree.tree_flatten(result)
+                flat, form = pytree.tree_flatten(result)
+                spec[:] = [form]
                 self._check_memory(call, wrapped, flat)
-                found["writes"] = [i for i, w in enumerate(wrapped) if is_written(w)]
-                return [current(o) for o in flat], [current(wrapped[i]) for i in found["writes"]]
+                written[:] = [i for i, w in enumerate(wrapped) if is_written(w)]
+                return [current(o) for o in flat], [current(wrapped[i]) for i in written]
 
         traced = make_fx(alone, decomposition_table={})(*self._inputs(call))
         inline_constants(traced)
@@ -336,8 +341,8 @@ class Copier:
         own = set(call.symbols)
         named = {n for n in inner if own & _symbols(n.meta.get("val"))}
         return _Template(
-            call.symbols, nodes[: len(call.inputs)], inner, named, outputs, found["spec"],
-            list(zip(found["writes"], contents)), call.number,
+            call.symbols, nodes[: len(call.inputs)], inner, named, outputs, spec[0],
+            list(zip(written, contents)), call.number,
         )  # fmt: skip
 
     def _check_memory(self, call: _Call, inputs: Sequence[Any], outputs: list[Any]) -> None:
@@ -520,3 +525,8 @@ def _kept(node: fx.Node) -> dict[str, Any]:
 def _name(node: fx.Node) -> str:
     packet = getattr(node.target, "overloadpacket", node.target)
     return getattr(packet, "__name__", node.name)
+
+
+def _shape_env(mode: FakeTensorMode) -> ShapeEnv:
+    """Sizes without symbols need none, and an empty one knows of none."""
+    return mode.shape_env if mode.shape_env is not None else ShapeEnv()

@@ -53,7 +53,8 @@ def is_written(t: Any) -> bool:
     if not isinstance(t, FunctionalTensor):
         return False
     torch._sync(t)
-    return torch._functionalize_has_data_mutation(t.elem)
+    written: bool = torch._functionalize_has_data_mutation(t.elem)  # type: ignore[attr-defined]
+    return written
 
 
 def is_reshaped(t: Any) -> bool:

@@ -82,7 +82,9 @@ def _extract(
         needed.add(node)
         if node.op != "placeholder":
             todo.extend(node.all_input_nodes)
-    graph, copies, inputs = fx.Graph(), {}, []
+    graph = fx.Graph()
+    copies: dict[fx.Node, fx.Node] = {}
+    inputs: list[fx.Node] = []
     for node in outputs[0].graph.nodes:
         if node in needed and node.op == "placeholder":
             copies[node] = graph.placeholder(f"given_{len(inputs)}")

@@ -33,7 +33,7 @@ class Piece:
     at: tuple[tuple[Any, ...], ...]
 
     def take(self, weights: tuple[torch.Tensor, ...], sizes: dict[str, int]) -> torch.Tensor:
-        w, order = weights[self.source].detach(), []
+        w, order = weights[self.source].detach(), list[str]()
         for what, *rest in self.at:
             d = len(order)
             if what == "at":

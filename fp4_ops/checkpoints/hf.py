@@ -257,7 +257,8 @@ def _with_older_file() -> Any:
         return config, rest
 
     get_config_dict._fp4_original = original  # type: ignore[attr-defined]
-    return classmethod(get_config_dict)
+    made: Any = get_config_dict
+    return classmethod(made)
 
 
 METHODS = ("modelopt", "compressed-tensors", "mxfp4", "gptq", "awq", "auto-round", "quark", "fp8")

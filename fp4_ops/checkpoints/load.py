@@ -205,9 +205,8 @@ def load_dense(placed: DensePlacement, device: torch.device, source: Source) -> 
 
 def load_linear(codes: Codes, format: str, dtype: torch.dtype) -> nn.Parameter:
     weight = FP4Tensor(codes.packed, codes.block_scale, codes.global_scale, format=format, dtype=dtype)
-    layout = preferred_layout(
-        codes.packed.device.type, tuple(weight.shape), dtype=dtype, format=format, a_format="auto"
-    )
+    n, k = weight.shape
+    layout = preferred_layout(codes.packed.device.type, (n, k), dtype=dtype, format=format, a_format="auto")
     return nn.Parameter(weight.prepack(layout), requires_grad=False)
 
 

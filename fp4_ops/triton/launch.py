@@ -11,7 +11,7 @@ import logging
 import os
 from collections.abc import Callable, Sequence
 from functools import lru_cache
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 import triton
@@ -67,7 +67,7 @@ def compute(asm: bool) -> tuple[torch.dtype, tl.dtype]:
 
 
 @lru_cache(maxsize=4096)
-def constants(spec: Spec, tile: Tile) -> dict:
+def constants(spec: Spec, tile: Tile) -> dict[str, Any]:
     """The kernel's constants and options, by name."""
     act = known_activation(spec.gate or "silu")
     return dict(
@@ -82,7 +82,7 @@ def constants(spec: Spec, tile: Tile) -> dict:
     )  # fmt: skip
 
 
-def arguments(spec: Spec) -> tuple:
+def arguments(spec: Spec) -> tuple[Any, ...]:
     """What stands for the kernel's other arguments where it is compiled only: a tensor by its dtype."""
     f32, i32 = torch.float32, torch.int32
     mapped = None if spec.mode == "dense" else i32
