@@ -162,6 +162,7 @@ def fresh_dynamo() -> None:
     from fp4_ops.compile_passes.dynamo.extend import capture_loops
 
     torch._dynamo.reset()
+    torch._dynamo.utils.counters.clear()
     torch.set_num_threads(1)
     capture_loops()
 

@@ -26,15 +26,10 @@ from torch import nn
 
 import fp4_ops  # noqa: F401
 
+pytestmark = pytest.mark.usefixtures("fresh_dynamo")
+
 counters = torch._dynamo.utils.counters
 SKIPPING = STYLES["where loop, `if token.numel() == 0: continue`"]
-
-
-@pytest.fixture(autouse=True)
-def fresh_dynamo():
-    torch._dynamo.reset()
-    torch._dynamo.utils.counters.clear()
-    torch.set_num_threads(1)
 
 
 def inputs(module: nn.Module) -> list[torch.Tensor]:

@@ -22,10 +22,7 @@ from moe_styles import STYLES
 from torch import nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 
-
-@pytest.fixture(autouse=True)
-def fresh_dynamo():
-    torch._dynamo.reset()
+pytestmark = pytest.mark.usefixtures("fresh_dynamo")
 
 
 class Both:

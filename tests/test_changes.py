@@ -25,13 +25,9 @@ from test_lookalikes import norm
 from test_lookalikes_rows import Splits
 from torch import Tensor, nn
 
+pytestmark = pytest.mark.usefixtures("fresh_dynamo")
+
 REFUSING = (need, refuse, Refusal, CannotCapture, Unproved)
-
-
-@pytest.fixture(autouse=True)
-def fresh_dynamo():
-    torch._dynamo.reset()
-    torch.set_num_threads(1)
 
 
 # --- every refusal has one ---

@@ -18,12 +18,12 @@ import pytest
 import test_checkpoint_makers as makers
 import test_checkpoint_modelopt as modelopt
 import torch
+from checkpoint_folders import MODELOPT, family, family_folder, loaded, outputs, write_mixed
 from conftest import more
 from moe_models import tokens
 from safetensors.torch import load_file
 from test_checkpoint_calibrated import words
 from test_checkpoint_eight_bits import put_stacks
-from test_checkpoint_tools import MODELOPT, family, family_folder, loaded, outputs, write_mixed
 from test_checkpoints import dequantised, registered  # noqa: F401
 
 import fp4_ops

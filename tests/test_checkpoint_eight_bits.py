@@ -7,11 +7,7 @@ from typing import Any
 
 import pytest
 import torch
-from checkpoint_samples import edit_json, save_tensors
-from moe_models import tokens
-from safetensors.torch import load_file
-from test_checkpoint_modelopt import write_fused
-from test_checkpoint_tools import (
+from checkpoint_folders import (
     BF16,
     HOW,
     MODELOPT,
@@ -22,6 +18,10 @@ from test_checkpoint_tools import (
     outputs,
     write_fp8,
 )
+from checkpoint_samples import edit_json, save_tensors
+from moe_models import tokens
+from safetensors.torch import load_file
+from test_checkpoint_modelopt import write_fused
 from test_checkpoints import dequantised, registered  # noqa: F401
 from torch import Tensor
 

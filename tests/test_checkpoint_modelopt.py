@@ -7,10 +7,10 @@ from typing import Any
 
 import pytest
 import torch
+from checkpoint_folders import BF16, HOW, MODELOPT, family, loaded, per_expert, write_mixed
 from checkpoint_samples import code_values, e8m0_values, edit_json, save_tensors, times_blocks
 from moe_models import tokens
 from safetensors.torch import load_file
-from test_checkpoint_tools import BF16, HOW, MODELOPT, family, loaded, per_expert, write_mixed
 from test_checkpoints import assert_holds, dequantised, logits, registered  # noqa: F401
 from torch import Tensor
 

@@ -11,9 +11,9 @@ import families
 import pytest
 import torch
 import transformers
+from checkpoint_folders import assert_computes, assert_family_holds, per_expert
 from checkpoint_samples import WRITERS, edit_json, save_tensors
 from safetensors.torch import load_file
-from test_checkpoint_tools import assert_computes, assert_family_holds, per_expert
 from test_checkpoints import dequantised
 from torch import Tensor
 

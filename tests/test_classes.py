@@ -9,11 +9,7 @@ from conftest import more
 from moe_models import Recorder, relative_error
 from package_styles import SlicesOfCountedPlaces
 
-
-@pytest.fixture(autouse=True)
-def fresh_dynamo():
-    torch._dynamo.reset()
-    torch.set_num_threads(1)
+pytestmark = pytest.mark.usefixtures("fresh_dynamo")
 
 
 def cut(ids, x):

@@ -9,12 +9,7 @@ from moe_models import Block, build, fake_quantised_model, relative_error
 import fp4_ops
 
 transformers = pytest.importorskip("transformers")
-pytestmark = pytest.mark.gpu
-
-
-@pytest.fixture(autouse=True)
-def fresh_dynamo():
-    torch._dynamo.reset()
+pytestmark = [pytest.mark.gpu, pytest.mark.usefixtures("fresh_dynamo")]
 
 
 @pytest.mark.parametrize("form", ["grouped_mm", "batched_mm"])

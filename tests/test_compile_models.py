@@ -11,13 +11,9 @@ from conftest import more
 from moe_models import FAMILIES, Recorder, build, fake_quantised_model, relative_error, tokens
 
 transformers = pytest.importorskip("transformers")
+
+pytestmark = pytest.mark.usefixtures("fresh_dynamo")
 FORMS = ("grouped_mm", "batched_mm")
-
-
-@pytest.fixture(autouse=True)
-def fresh_dynamo():
-    torch._dynamo.reset()
-    torch.set_num_threads(1)
 
 
 def first(output):

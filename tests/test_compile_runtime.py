@@ -22,13 +22,9 @@ from fp4_ops.compile_passes.weights.packed import PackSpec, store
 from fp4_ops.meta.layouts import held
 from moe_models import Block, Recorder, relative_error
 
+pytestmark = pytest.mark.usefixtures("fresh_dynamo")
+
 EXACT = 1e-5
-
-
-@pytest.fixture(autouse=True)
-def fresh_dynamo():
-    torch._dynamo.reset()
-    torch.set_num_threads(1)
 
 
 @pytest.fixture

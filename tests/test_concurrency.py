@@ -18,11 +18,7 @@ from moe_styles import STYLES
 
 import fp4_ops
 
-
-@pytest.fixture(autouse=True)
-def fresh_dynamo():
-    torch._dynamo.reset()
-    torch.set_num_threads(1)
+pytestmark = pytest.mark.usefixtures("fresh_dynamo")
 
 
 def test_threads_that_compile_and_run_models_of_their_own():

@@ -16,11 +16,7 @@ import fp4_ops
 
 expecttest = pytest.importorskip("expecttest")
 
-
-@pytest.fixture(autouse=True)
-def fresh_dynamo():
-    torch._dynamo.reset()
-    torch.set_num_threads(1)
+pytestmark = pytest.mark.usefixtures("fresh_dynamo")
 
 
 def test_a_model_that_is_rewritten():

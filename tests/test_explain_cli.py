@@ -18,6 +18,8 @@ from moe_styles import STYLES, ListStyle
 import fp4_ops
 from fp4_ops.__main__ import main
 
+pytestmark = pytest.mark.usefixtures("fresh_dynamo")
+
 FACTORY = """
 from moe_styles import STYLES
 import torch
@@ -33,12 +35,6 @@ def mixed():
 def wrong():
     return STYLES["where loop"]()
 """
-
-
-@pytest.fixture(autouse=True)
-def fresh_dynamo():
-    torch._dynamo.reset()
-    torch._dynamo.utils.counters.clear()
 
 
 class Counts(ListStyle):

@@ -32,10 +32,8 @@ aten = torch.ops.aten
 
 
 @pytest.fixture(autouse=True)
-def poisoned():
+def poisoned(fresh_dynamo):
     """Memory that nobody wrote is NaN."""
-    torch._dynamo.reset()
-    torch.set_num_threads(1)
     torch.use_deterministic_algorithms(True)
     yield
     torch.use_deterministic_algorithms(False)

@@ -14,9 +14,8 @@ from torch import nn
 
 
 @pytest.fixture(autouse=True)
-def fresh_dynamo(monkeypatch):
+def interleaved(fresh_dynamo, monkeypatch):
     """The CPU's kernels of the plain layout, said to be of that kind: the sums can be compared."""
-    torch._dynamo.reset()
     monkeypatch.setitem(layouts.LAYOUTS, "plain", replace(layouts.LAYOUTS["plain"], interleaved=True))
     monkeypatch.setitem(layouts._preferred, "cpu", lambda: ("plain",))
 

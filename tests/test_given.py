@@ -8,18 +8,14 @@ from moe_models import Recorder, relative_error
 from moe_styles import ListStyle
 from torch import Tensor
 
+pytestmark = pytest.mark.usefixtures("fresh_dynamo")
+
 E = 4
 IDS = {
     "as many for each": torch.arange(12).view(6, 2) % E,
     "the first two": torch.arange(12).view(6, 2) % 2,
     "by chance": torch.tensor([[0, 3], [3, 1], [2, 3], [3, 0], [3, 2], [1, 3]]),
 }
-
-
-@pytest.fixture(autouse=True)
-def fresh_dynamo():
-    torch._dynamo.reset()
-    torch.set_num_threads(1)
 
 
 class Given(ListStyle):

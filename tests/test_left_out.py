@@ -15,13 +15,9 @@ from torch import Tensor, nn
 
 import fp4_ops
 
+pytestmark = pytest.mark.usefixtures("fresh_dynamo")
+
 LEFT = "nothing was rewritten, yet these parameters look like experts"
-
-
-@pytest.fixture(autouse=True)
-def fresh_dynamo():
-    torch._dynamo.reset()
-    torch.set_num_threads(1)
 
 
 @pytest.fixture

@@ -8,11 +8,7 @@ from fp4_ops.compile_passes.options import parse
 from moe_models import Recorder, build, fake_quantised, relative_error, tokens
 from torch import nn
 
-
-@pytest.fixture(autouse=True)
-def fresh_dynamo():
-    torch._dynamo.reset()
-    torch.set_num_threads(1)
+pytestmark = pytest.mark.usefixtures("fresh_dynamo")
 
 
 class Net(nn.Module):

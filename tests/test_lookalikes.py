@@ -14,11 +14,7 @@ from moe_models import Recorder, fake_quantised, relative_error
 from moe_styles import ListStyle, NormedLoop
 from torch import Tensor, nn
 
-
-@pytest.fixture(autouse=True)
-def fresh_dynamo():
-    torch._dynamo.reset()
-    torch.set_num_threads(1)
+pytestmark = pytest.mark.usefixtures("fresh_dynamo")
 
 
 @lookalike("is added 2 times", "run each expert once")

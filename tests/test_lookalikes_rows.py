@@ -11,11 +11,7 @@ from moe_styles import FusedStyle, RestoredSplits, Slices, grouped_mm
 from package_styles import MaskedSlices
 from torch import Tensor, nn
 
-
-@pytest.fixture(autouse=True)
-def fresh_dynamo():
-    torch._dynamo.reset()
-    torch.set_num_threads(1)
+pytestmark = pytest.mark.usefixtures("fresh_dynamo")
 
 
 # --- rows put over another tensor: those of no expert keep what they had ---

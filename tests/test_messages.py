@@ -9,21 +9,15 @@ import pytest
 import torch
 import torch.nn.functional as F
 from conftest import more
-from fp4_ops.compile_passes.dynamo.extend import capture_loops
 from lookalikes import GRAPHS_OWN
 from moe_models import Recorder, relative_error
 from moe_styles import STYLES, Expert, StackedStyle
 from test_several_blocks import twin_of
 from torch import Tensor, nn
 
+pytestmark = pytest.mark.usefixtures("fresh_dynamo")
+
 Loop = STYLES["where loop"]
-
-
-@pytest.fixture(autouse=True)
-def fresh_dynamo():
-    torch._dynamo.reset()
-    torch.set_num_threads(1)
-    capture_loops()
 
 
 def told(module: nn.Module, **options: object) -> Recorder:

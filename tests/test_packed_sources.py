@@ -21,14 +21,10 @@ from torch import Tensor, nn
 import fp4_ops
 from fp4_ops import FP4Tensor
 
+pytestmark = pytest.mark.usefixtures("fresh_dynamo")
+
 FORMATS = ["nvfp4", "mxfp4"]
 SIZES = {"experts": 3, "hidden": 64, "inter": 96}
-
-
-@pytest.fixture(autouse=True)
-def fresh_dynamo():
-    torch._dynamo.reset()
-    torch.set_num_threads(1)
 
 
 def random_parts(*shape: int, format: str = "nvfp4") -> tuple[Tensor, Tensor, Tensor | None]:

@@ -7,13 +7,9 @@ import torch
 from conftest import more
 from moe_models import Block, Recorder, fake_quantised, relative_error
 
+pytestmark = pytest.mark.usefixtures("fresh_dynamo")
+
 FORMS = ("grouped_mm", "batched_mm")
-
-
-@pytest.fixture(autouse=True)
-def fresh_dynamo():
-    torch._dynamo.reset()
-    torch.set_num_threads(1)
 
 
 def run(module: torch.nn.Module, *args, dynamic=None, **options) -> tuple[object, Recorder]:

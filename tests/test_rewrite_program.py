@@ -15,10 +15,7 @@ import fp4_ops
 OPTIONS = {"format": "mxfp4", "activation": "bf16"}
 
 
-@pytest.fixture(autouse=True)
-def one_thread():
-    torch._dynamo.reset()
-    torch.set_num_threads(1)
+pytestmark = pytest.mark.usefixtures("fresh_dynamo")
 
 
 def export(module: torch.nn.Module, x: torch.Tensor, dim: int = 0):

@@ -7,11 +7,7 @@ import torch
 from moe_models import Recorder, relative_error
 from moe_styles import ListStyle
 
-
-@pytest.fixture(autouse=True)
-def fresh_dynamo():
-    torch._dynamo.reset()
-    torch.set_num_threads(1)
+pytestmark = pytest.mark.usefixtures("fresh_dynamo")
 
 
 class Listed(ListStyle):

@@ -12,14 +12,10 @@ from moe_models import Recorder, relative_error
 from moe_styles import STYLES, Expert, Style, relu2
 from torch import Tensor, nn
 
+pytestmark = pytest.mark.usefixtures("fresh_dynamo")
+
 MOE = "fp4::moe"
 H, INTER = 32, 48
-
-
-@pytest.fixture(autouse=True)
-def fresh_dynamo():
-    torch._dynamo.reset()
-    torch.set_num_threads(1)
 
 
 def check(module: nn.Module, ops: list[str], twin: nn.Module | None = None) -> Recorder:

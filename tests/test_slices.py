@@ -10,14 +10,9 @@ from fp4_ops.compile_passes.dynamo.extend import CAPTURE
 from moe_models import Recorder, relative_error
 from moe_styles import BinnedSlices, SlicedLoop
 
+pytestmark = pytest.mark.usefixtures("fresh_dynamo")
+
 counters = torch._dynamo.utils.counters
-
-
-@pytest.fixture(autouse=True)
-def fresh_dynamo():
-    torch._dynamo.reset()
-    counters.clear()
-    torch.set_num_threads(1)
 
 
 class InOneBranch(BinnedSlices):

@@ -12,11 +12,7 @@ from torch import nn
 
 import fp4_ops
 
-
-@pytest.fixture(autouse=True)
-def fresh_dynamo():
-    torch._dynamo.reset()
-    torch.set_num_threads(1)
+pytestmark = pytest.mark.usefixtures("fresh_dynamo")
 
 
 class Splits(ListStyle):

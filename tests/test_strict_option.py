@@ -9,10 +9,7 @@ from moe_styles import STYLES
 from recorder import Recorder
 from test_lookalikes import OneExpertTwice
 
-
-@pytest.fixture(autouse=True)
-def fresh_dynamo():
-    torch._dynamo.reset()
+pytestmark = pytest.mark.usefixtures("fresh_dynamo")
 
 
 def run(module: torch.nn.Module, **options: bool) -> torch.Tensor:

@@ -16,14 +16,10 @@ from moe_styles import STYLES, Expert, ListStyle, relu2
 from test_capture import Both
 from torch import nn
 
+pytestmark = pytest.mark.usefixtures("fresh_dynamo")
+
 MOE, PAIR = "fp4::moe", "fp4::indexed_mm"
 SEVERAL = (11, 7)  # lengths, where what a single token compiles to is not the point
-
-
-@pytest.fixture(autouse=True)
-def fresh_dynamo():
-    torch._dynamo.reset()
-    torch.set_num_threads(1)
 
 
 class ComparesCaptures(Recorder):

@@ -18,9 +18,8 @@ aten = torch.ops.aten
 
 
 @pytest.fixture(autouse=True)
-def on_this_device(monkeypatch):
+def on_this_device(fresh_dynamo, monkeypatch):
     """What is done on a GPU, done on this machine."""
-    torch._dynamo.reset()
     monkeypatch.setattr(module, "DEVICES", ("cpu",))
 
 

@@ -11,6 +11,8 @@ from __future__ import annotations
 import ast
 from pathlib import Path
 
+from .header import header
+
 TYPES = {
     "str": "std::string_view",
     "int": "int64_t",
@@ -81,19 +83,7 @@ def operator_checks() -> str:
             case ast.FunctionDef(name=name):
                 body += ["", *Function(node, known).lines]
                 known.add(name)
-    return "\n".join(
-        [
-            "// Made by csrc/generate/operator_checks.py of meta/checks.py; common/checks.h includes it.",
-            "#pragma once",
-            "",
-            "namespace fp4 {",
-            "",
-            *body,
-            "",
-            "}  // namespace fp4",
-            "",
-        ]
-    )
+    return header("csrc/generate/operator_checks.py of meta/checks.py; common/checks.h includes it.", body)
 
 
 def constant_name(name: str) -> str:

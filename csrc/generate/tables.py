@@ -23,6 +23,8 @@ from meta.formats import (
 )
 from meta.layouts import A_LAYOUTS, LAYOUT_NAMES, LAYOUTS, TILE16_K, TILE16_ROWS
 
+from .header import header
+
 SCALAR_TYPES = {
     torch.uint8: "Byte",
     torch.int8: "Char",
@@ -47,23 +49,13 @@ KEYWORDS = {"auto": "automatic"}
 
 def tables() -> str:
     """The text of build/tables.h."""
-    return "\n".join(
-        [
-            "// Made by csrc/generate/tables.py; common/formats.h includes it.",
-            "#pragma once",
-            "",
-            "namespace fp4 {",
-            "",
-            *_enums(),
-            *_formats(),
-            *_layouts(),
-            *_activations(),
-            f"inline constexpr int kInt8Block = {INT8_BLOCK};",
-            f"inline constexpr int kTile16Rows = {TILE16_ROWS}, kTile16K = {TILE16_K};",
-            "",
-            "}  // namespace fp4",
-            "",
-        ]
+    numbers = [
+        f"inline constexpr int kInt8Block = {INT8_BLOCK};",
+        f"inline constexpr int kTile16Rows = {TILE16_ROWS}, kTile16K = {TILE16_K};",
+    ]
+    return header(
+        "csrc/generate/tables.py; common/formats.h includes it.",
+        [*_enums(), *_formats(), *_layouts(), *_activations(), *numbers],
     )
 
 

@@ -14,9 +14,9 @@ import pytest
 import reading
 import torch
 from cases import Case
+from checkpoint_folders import outputs
 from conftest import SEED
 from installs import CannotInstall
-from test_checkpoint_tools import outputs
 
 import fp4_ops
 from fp4_ops.checkpoints import CheckpointError
