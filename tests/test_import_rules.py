@@ -18,7 +18,7 @@ ROOMS = {
     "passes": set(),
     "graph": {"advice", "naming", "operands"},
     "index": {"graph", "naming", "operands"},
-    "recognise": {"advice", "graph", "index", "naming"},
+    "recognise": {"advice", "graph", "index", "naming", "operands"},
     "weights": {"advice", "graph"},
     "trace": {"advice", "graph", "naming", "operands", "weights"},
     "neighbours": {"graph", "operands"},
@@ -26,7 +26,7 @@ ROOMS = {
     "dynamo": {"advice", "naming", "operands", "report", "weights"},
     "emit": {
         *("advice", "graph", "index", "naming", "neighbours"),
-        *("options", "passes", "recognise", "report", "trace", "weights"),
+        *("operands", "options", "passes", "recognise", "report", "trace", "weights"),
     },
     "precompiled": {"options", "weights"},
     "pipeline": {

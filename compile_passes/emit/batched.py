@@ -20,6 +20,7 @@ from ..graph.nodes import PRODUCTS, Refusal, aten, is_op, need, shape, static_in
 from ..index.reader import Reader
 from ..index.terms import Axis, Const, Ref, Value, free_axes, substitute
 from ..naming import input_name, location
+from ..operands import operand
 from ..recognise.factors import K, N, indices
 from ..recognise.mixture import Matcher, Matrix
 from ..report import Load, Site, hint, left_alone
@@ -134,11 +135,11 @@ def _weights_of(product: fx.Node, reader: Reader) -> set[fx.Node]:
 def read_batched(node: fx.Node, reader: Reader, written: set[fx.Node]) -> Batched | None:
     if not is_op(node, aten.bmm, aten.mm):
         return None
-    a, b = node.args
-    for operand, other, left in ((b, a, False), (a, b, True)):
-        if _is_written(operand, written):
+    a, b = operand(node), operand(node, 1)
+    for matrix, other, left in ((b, a, False), (a, b, True)):
+        if _is_written(matrix, written):
             continue
-        v = reader.value(operand, 0)
+        v = reader.value(matrix, 0)
         if is_op(node, aten.bmm) and (experts := _experts(v, left, reader)) is not None:
             return Batched(node, other, experts, left, shared=False)
         if not left and all(s == 1 for s in shape(other)[:-2]):

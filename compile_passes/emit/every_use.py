@@ -21,7 +21,7 @@ from ..recognise.mixture import Matrix, Mixture
 from ..report import Load, Site, hint
 from ..weights.prequantized import is_held
 from .batched import multiplied, put_back, read_batched
-from .linears import read_matrix
+from .linears import factors, read_matrix
 from .writer import Packed, Writer, place
 
 FORM = "experts whose outputs have several users, each product by itself"
@@ -92,7 +92,7 @@ class _Products:
     def _rewrite(self, node: fx.Node) -> str:
         """The operator that a product became, or nothing."""
         if is_op(node, aten.mm, aten.addmm) and all(node.kwargs.get(n, 1) == 1 for n in ("alpha", "beta")):
-            *bias, a, weight = node.args
+            bias, a, weight = factors(node)
             matrix = read_matrix(weight, self.reader)
             found = self._find([matrix]) if matrix is not None else None
             if found is not None:
@@ -113,7 +113,7 @@ class _Products:
         self.w.replace(node, out)
         return "fp4::grouped_mm_masked"
 
-    def _replace_one(self, node: fx.Node, a: fx.Node, bias: list[fx.Node], found: Any) -> None:
+    def _replace_one(self, node: fx.Node, a: fx.Node, bias: fx.Node | None, found: Any) -> None:
         operand, expert, rows = found
         packed, key, given = self.packed[operand], (self._number(a), operand, expert), (self._number(a), None)
         with self.w.gm.graph.inserting_before(node):
@@ -125,8 +125,8 @@ class _Products:
                     "mm", self.made[given], weight, packed.spec, value(node).dtype
                 )
             out = self._cut(self.made[key], 1, rows, operand)
-            if bias:
-                out = self.w.call(aten.add.Tensor, out, bias[0])
+            if bias is not None:
+                out = self.w.call(aten.add.Tensor, out, bias)
         self.w.replace(node, out)
 
     def _number(self, node: fx.Node) -> Any:

@@ -15,6 +15,7 @@ from ..graph.nodes import Refusal, aten, is_op, shape, static_int, value
 from ..index.reader import Reader
 from ..index.terms import Ref, free_axes, substitute
 from ..naming import input_name
+from ..operands import operand
 from ..options import Options
 from ..recognise.factors import K, N
 from ..recognise.mixture import Matrix
@@ -32,18 +33,24 @@ def linear_layers(writer: Writer, reader: Reader) -> Iterator[Site]:
             continue
         if any(node.kwargs.get(n, 1) != 1 for n in ("alpha", "beta")):
             continue
-        *bias, a, weight = node.args
+        bias, a, weight = factors(node)
         matrix = read_matrix(weight, reader)
         if matrix is None or set(matrix.ref.index) != {N, K}:
             continue
         if not (is_held(matrix.ref.node) or _is_asked_for(matrix, writer.options)):
             continue
-        if bias and len(shape(bias[0])) != 1:
+        if bias is not None and len(shape(bias)) != 1:
             continue
         try:
-            yield _write(writer, node, a, matrix, bias[0] if bias else None)
+            yield _write(writer, node, a, matrix, bias)
         except Refusal as refusal:
             yield left_alone(refusal)
+
+
+def factors(node: fx.Node) -> tuple[fx.Node | None, fx.Node, fx.Node]:
+    """(bias, a, b) of `mm` or `addmm`."""
+    bias = operand(node) if is_op(node, aten.addmm) else None
+    return bias, operand(node, len(node.args) - 2), operand(node, len(node.args) - 1)
 
 
 def _is_asked_for(matrix: Matrix, options: Options) -> bool:
@@ -60,10 +67,10 @@ def read_matrix(node: fx.Node, reader: Reader) -> Matrix | None:
     k, n = v.axes
     if free_axes(v.term) != {k, n}:
         return None
-    sizes = static_int(n.size), static_int(k.size)
-    if sizes[0] is None or sizes[1] is None:
+    rows, columns = static_int(n.size), static_int(k.size)
+    if rows is None or columns is None:
         return None
-    return Matrix(substitute(v.term, {n: N, k: K}), *sizes)
+    return Matrix(substitute(v.term, {n: N, k: K}), rows, columns)
 
 
 def _write(w: Writer, node: fx.Node, a: fx.Node, matrix: Matrix, bias: fx.Node | None) -> Site:

@@ -9,6 +9,7 @@ from __future__ import annotations
 from torch import fx
 
 from ..graph.nodes import arguments, aten, is_op, shape, static_int, value
+from ..operands import operand
 
 
 def read_past_writes(graph: fx.Graph) -> None:
@@ -16,17 +17,20 @@ def read_past_writes(graph: fx.Graph) -> None:
     for node in list(graph.nodes):
         if not is_op(node, aten.select, aten.slice):
             continue
-        source, ours = node.args[0], _part(node, node.args[0])
+        source = operand(node)
+        ours = _part(node, source)
         while ours is not None and is_op(source, aten.select_scatter, aten.slice_scatter):
-            theirs = _part(source, source.args[0])
+            theirs = _part(source, operand(source))
             same_kind = is_op(node, aten.select) == is_op(source, aten.select_scatter)
-            same_kind = same_kind and value(source.args[1]).dtype == value(node).dtype  # or it was converted
+            same_kind = (
+                same_kind and value(operand(source, 1)).dtype == value(node).dtype
+            )  # or it was converted
             if theirs == ours and same_kind:
-                node.replace_all_uses_with(source.args[1])
+                node.replace_all_uses_with(operand(source, 1))
                 break
             if theirs is None or theirs[0] != ours[0] or not set(theirs[1]).isdisjoint(ours[1]):
                 break
-            source = source.args[0]
+            source = operand(source)
             node.update_arg(0, source)
 
 

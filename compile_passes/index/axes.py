@@ -14,6 +14,9 @@ from .terms import Axis, Const, Ref, Rows, Term, Value, coordinate
 
 log = logging.getLogger("fp4_ops")
 
+Renamed = dict[Axis, Any]
+"""What axes become: others, or several of the same total size."""
+
 
 class Opaque(Exception):
     """This node has no term but itself."""
@@ -93,9 +96,7 @@ class Values:
             self._splits[key] = tuple(Axis(s, f"{axis.name}/{i}") for i, s in enumerate(sizes))
         return self._splits[key]
 
-    def align(
-        self, ours: tuple[Axis, ...], theirs: tuple[Axis, ...]
-    ) -> tuple[dict[Axis, Any], dict[Axis, Any]]:
+    def align(self, ours: tuple[Axis, ...], theirs: tuple[Axis, ...]) -> tuple[Renamed, Renamed]:
         """Renamings that make two groups of one total size the same axes; theirs take our names (ours
         theirs, where only they know the size)."""
         a, b = list(ours), list(theirs)

@@ -20,9 +20,10 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 
 from ...meta.formats import FORMATS
 from ..graph.nodes import FLOATING, Canon, arguments, aten, is_op, is_pure, is_tensor, shape, value
-from ..index.axes import Opaque, same
+from ..index.axes import Opaque, Renamed, same
 from ..index.reader import Reader
 from ..index.terms import Affine, Apply, Axis, Choose, Const, Mix, Ref, Term, Value, free_axes, interning
+from ..operands import operand
 
 fp4 = torch.ops.fp4
 
@@ -110,9 +111,9 @@ class Decoder(Reader):
         if node not in self._constant or node.op != "call_function" or "constant" in node.meta:
             raise Opaque
         if is_op(node, aten._to_copy):
-            return self._cast(node, node.args[0])
-        if is_op(node, aten.copy) and shape(node) == shape(node.args[1]):  # what was there is overwritten
-            return self._cast(node, node.args[1])
+            return self._cast(node, operand(node))
+        if is_op(node, aten.copy) and shape(node) == shape(operand(node, 1)):  # what was there is overwritten
+            return self._cast(node, operand(node, 1))
         if is_op(node, aten.view) and isinstance(node.args[1], torch.dtype):
             return self._bits(node)
         if is_op(node, aten.view, *self._MOVES):
@@ -132,7 +133,7 @@ class Decoder(Reader):
         """What a decoding computes on its way is no element to stop at."""
         return None
 
-    def align(self, ours: tuple[Axis, ...], theirs: tuple[Axis, ...]) -> tuple[dict, dict]:
+    def align(self, ours: tuple[Axis, ...], theirs: tuple[Axis, ...]) -> tuple[Renamed, Renamed]:
         """Nibbles of bytes and elements of blocks cut K differently: both are cut where either is."""
         try:
             return super().align(ours, theirs)
@@ -196,8 +197,8 @@ class Decoder(Reader):
         return Value((*src.dims[:d], (*src.dims[d], half)), Choose(half, options))
 
     def _bits(self, node: fx.Node) -> Value:
-        source, dtype = node.args
-        if value(source).dtype.itemsize != dtype.itemsize:
+        source, dtype = operand(node), node.args[1]
+        if not isinstance(dtype, torch.dtype) or value(source).dtype.itemsize != dtype.itemsize:
             raise Opaque
         v = self.value(source, 2)
         return Value(v.dims, Apply(aten.view.dtype, (v.term, dtype)))
@@ -390,10 +391,9 @@ def _evaluate(term: Any, given: dict[Term, Any]) -> Any:
         for part, size in zip(term.parts, term.sizes):
             out = out * size + _evaluate(part, given)
         return out
-    values = table(term.node) if isinstance(term, Ref) else None
-    if values is None:
+    if not isinstance(term, Ref) or (values := table(term.node)) is None:
         raise Opaque
-    index = [torch.as_tensor(_evaluate(i, given)).long() for i in term.index]  # type: ignore[union-attr]
+    index = [torch.as_tensor(_evaluate(i, given)).long() for i in term.index]
     if any(((i < 0) | (i >= s)).any() for i, s in zip(index, values.shape)):
         raise Opaque
     found = values.cpu()[tuple(index)]

@@ -6,6 +6,7 @@ from torch import fx
 
 from .. import advice
 from ..graph.nodes import PRODUCTS, aten, is_op, is_tensor, item, passes_order, shape, static_int
+from ..operands import operand
 
 _RANDOM = (aten.native_dropout, aten.bernoulli, aten.rand_like, aten.randn_like)
 _ADDS = (aten.index_add, aten.index_put, aten.index_copy, aten.scatter_add)
@@ -42,6 +43,6 @@ def _has_token_counts(graph: fx.Graph) -> bool:
 def _is_chosen_by_experts(index: fx.Node) -> bool:
     """Whether these rows are, or are some of, the indices that `topk` chose."""
     while passes_order(index) or is_op(index, aten.select, aten.slice):
-        index = index.args[0]
+        index = operand(index)
     found = item(index)
     return found is not None and found[1] == 1 and is_op(found[0], aten.topk)

@@ -8,7 +8,7 @@ import threading
 import weakref
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from torch.optim.optimizer import register_optimizer_step_post_hook
@@ -158,6 +158,21 @@ class JoinSpec:
             return (self.assembly.build(*weights),)
 
 
+class Spec(Protocol):
+    """How graph inputs are made of weights: PackSpec, JoinSpec and prequantized.HeldSpec; a key."""
+
+    @property
+    def tensors(self) -> int: ...
+
+    def shapes(self, stored: tuple[int, ...]) -> list[tuple[tuple[int, ...], torch.dtype]]:
+        """Shape and dtype of each input, for a weight that is stored with this shape."""
+
+    def pack(self, *weights: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        """The inputs."""
+
+    def __hash__(self) -> int: ...
+
+
 class _Entry:
     """What is known of some weights, and what they were packed into."""
 
@@ -255,7 +270,7 @@ class PackedWeights:
     were written to: neither `_version`, nor an optimizer (`note_writes`), nor a sample of what they hold.
     """
 
-    def __init__(self, spec: PackSpec | JoinSpec) -> None:
+    def __init__(self, spec: Spec) -> None:
         self._spec = spec
         self._entries: dict[tuple[int, ...], _Entry] = {}
         self._lock = threading.Lock()
@@ -320,10 +335,10 @@ class PackedWeights:
         return len(self._entries)
 
 
-_stores: dict[PackSpec | JoinSpec, PackedWeights] = {}
+_stores: dict[Spec, PackedWeights] = {}
 
 
-def store(spec: PackSpec | JoinSpec) -> PackedWeights:
+def store(spec: Spec) -> PackedWeights:
     """The one cache for this spec: prefill, decode and regional graphs share their packed weights."""
     return _stores.setdefault(spec, PackedWeights(spec))
 
@@ -392,7 +407,7 @@ class Swap:
     """Graph inputs `indices` make up a weight; its packed tensors follow the other inputs, in order."""
 
     indices: tuple[int, ...]
-    spec: PackSpec | JoinSpec
+    spec: Spec
     names: tuple[str, ...] = ()
     """Of these inputs, in the model."""
 
