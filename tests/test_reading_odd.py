@@ -13,7 +13,7 @@ from conftest import SEED
 from fp4_ops.compile_passes.graph.nodes import Canon, Refusal, is_tensor
 from fp4_ops.compile_passes.index.axes import Opaque
 from fp4_ops.compile_passes.index.reader import Reader
-from fp4_ops.compile_passes.index.terms import Const, Rows, Value, interning
+from fp4_ops.compile_passes.index.terms import Const, Ref, Rows, Value, interning
 from test_reading import evaluate
 from torch import Tensor, fx
 from torch.fx.experimental.proxy_tensor import make_fx
@@ -202,3 +202,13 @@ def test_every_operator_on_odd_tensors():
         except Exception as error:
             raise AssertionError(f"draw {seed}, inputs {[tuple(t.shape) for t in d.inputs]}") from error
     assert compared > 20
+
+
+def test_a_result_of_an_operator_on_a_list_is_itself(caplog):
+    gm = make_fx(lambda x: torch._foreach_add([x, x], 1.0)[1] * 2)(torch.randn(3))
+    with interning():
+        reader = Reader(gm.graph, Canon(gm.graph), lambda n: False)
+        results = [n for n in gm.graph.nodes if n.op == "call_function" and is_tensor(n)]
+        values = [reader.value(n, 2) for n in results]
+    assert results and isinstance(values[0].term, Ref) and values[0].term.node in results
+    assert "report it" not in caplog.text

@@ -216,7 +216,7 @@ class Indexing(Values):
         if is_op(producer, aten.sort):
             return self._sorted(producer, index)
         a = arguments(producer)
-        whole = operand(producer)
+        whole: Any = a.get("self")
         if is_op(producer, aten.unbind):
             d = dimension(a["dim"], len(shape(whole)))
             if is_op(whole, aten.nonzero):
