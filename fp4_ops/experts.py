@@ -293,7 +293,8 @@ def _operands(weight: Any) -> Operands:
         or _every_module._global_forward_pre_hooks or _every_module._global_forward_hooks
         or _every_module._global_backward_hooks or _every_module._global_backward_pre_hooks
     ):  # fmt: skip
-        return weight()
+        whole: Operands = weight()
+        return whole
     buffers = own["_buffers"]
     scale = block_scales(buffers["block_scale"], own["format"], own["layout"])
     return buffers["packed"], scale, buffers["global_scale"]
