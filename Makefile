@@ -100,7 +100,7 @@ $(VENV)/deps: pyproject.toml constraints.txt
 	@if $(PYTHON) -c 'import torch, sys; sys.exit(tuple(map(int, torch.__version__.split(".")[:2])) < (2, 11))' 2>/dev/null; \
 	then echo "== using the torch of $(PYTHON)"; $(PYTHON) -m venv --clear --system-site-packages $(VENV); \
 	else echo "== installing $(TORCH) into $(VENV) (a minute or more)"; $(PYTHON) -m venv --clear $(VENV); $(PIP) install -q '$(TORCH)'; fi
-	$(PIP) install -q -c constraints.txt 'setuptools>=77' wheel ninja numpy expecttest pytest pytest-xdist transformers compressed-tensors torchao accelerate peft cmake
+	$(PIP) install -q -c constraints.txt 'setuptools>=77' wheel ninja numpy expecttest pytest pytest-xdist transformers compressed-tensors torchao accelerate peft cmake fastapi uvicorn openai
 	$(BIN)/python -c 'import triton' 2>/dev/null || $(PIP) install -q '$(TRITON)'
 	@touch $@
 
