@@ -225,3 +225,11 @@ def test_a_gradient_is_refused():
     out = torch.ops.fp4.mm(a, *(t[0] for t in w.packed), **w.options)
     with pytest.raises(RuntimeError, match="fp4::mm has no gradient"):
         out.sum().backward()
+
+
+def test_too_little_memory_is_said_in_words_that_callers_look_for():
+    """accelerate and others look for them, as the type of torch's error does not pass the stable ABI."""
+    w = Weights(64, 128, format="nvfp4")
+    huge = torch.zeros(1, 128, device="cuda", dtype=torch.bfloat16).expand(1 << 50, 128)
+    with pytest.raises(RuntimeError, match=r"(?i)memory"):
+        torch.ops.fp4.mm(huge, *w.packed, **w.options)

@@ -54,7 +54,7 @@ Tensor Here::empty(std::initializer_list<int64_t> shape, ScalarType dtype) const
   AtenTensorHandle handle;
   if (aoti_torch_empty_strided(int64_t(shape.size()), shape.begin(), strides.data(), dtype_code(dtype),
                                device, index_, &handle) != AOTI_TORCH_SUCCESS)
-    fail_from_torch(text("CUDA out of memory? fp4 asked for a tensor of shape ",
+    fail_from_torch(text("CUDA out of memory. fp4 asked for a tensor of shape ",
                          shape_text({shape.begin(), shape.size()}), " and dtype ", dtype_name(dtype),
                          " on cuda:", index_));
   return Tensor(handle);
@@ -75,7 +75,7 @@ void fail_from_torch(const std::string& what) {
 
 void call_stack(const std::string& name, const char* overload, StableIValue* stack) {
   if (torch_call_dispatcher(name.c_str(), overload, stack, TORCH_ABI_VERSION) != AOTI_TORCH_SUCCESS)
-    fail_from_torch(text("fp4: ", name, " failed"));
+    fail_from_torch(text("fp4: ", name, " failed, most often for want of memory (CUDA out of memory.)"));
 }
 
 Tensor to_dtype(const Tensor& t, ScalarType dtype) {

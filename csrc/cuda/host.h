@@ -78,7 +78,13 @@ Result call(const std::string& name, const char* overload, const Arguments&... a
 
 // --- tensors ---
 
-inline Tensor as_contiguous(const Tensor& t) { return t.is_contiguous() ? t : torch::stable::contiguous(t); }
+// A contiguous copy. By `call`, as torch::stable's functions tell of an error no more than their own line.
+inline Tensor copy_of(const Tensor& t) {
+  return call("aten::clone", "", t,
+              std::optional(torch::headeronly::MemoryFormat(torch::headeronly::MemoryFormat::Contiguous)));
+}
+
+inline Tensor as_contiguous(const Tensor& t) { return t.is_contiguous() ? t : copy_of(t); }
 inline OptionalTensor as_contiguous(const OptionalTensor& t) {
   return t ? OptionalTensor(as_contiguous(*t)) : std::nullopt;
 }

@@ -188,7 +188,7 @@ Sorted sort_rows(const Here& here, const Tensor& ids, int groups) {
 void combine(const Here& here, const Tensor& y, const int* position, const Tensor& ids, const Tensor& weights,
              const OptionalTensor& bias, int groups, const Tensor& out) {
   // A bias may be a view that begins between 16 bytes.
-  const OptionalTensor b = bias && !aligned(*bias) ? OptionalTensor(torch::stable::clone(*bias)) : bias;
+  const OptionalTensor b = bias && !aligned(*bias) ? OptionalTensor(copy_of(*bias)) : bias;
   check_launch(kernels().combine(pointer(y), code_of(y.scalar_type()), position, pointer(ids),
                                  ids.scalar_type() == ScalarType::Long, pointer(weights),
                                  code_of(weights.scalar_type()), pointer(b), code_of(b), mutable_pointer(out),

@@ -59,7 +59,7 @@ void multiply(const Here& here, const Rows& x, const WeightOperand& w, const Rou
       break;
   }
   // Rows are fetched as whole 16 bytes; a view may begin between them.
-  Rows given{aligned(x.values) ? x.values : torch::stable::clone(x.values), x.factor};
+  Rows given{aligned(x.values) ? x.values : copy_of(x.values), x.factor};
   const bool in_order = dtype != ScalarType::Float8_e4m3fn && !w.bf16;
   if (in_order) given = ordered(here, given);
   // With rows put in order, the last kernel launched is that pass, and made all that may be under way; a
