@@ -6,7 +6,15 @@ from __future__ import annotations
 import json
 
 import pytest
+import torch
+from fp4_ops.meta import checks
+from fp4_ops.meta.formats import FORMATS
+from fp4_ops.meta.layouts import LAYOUTS
 from processes import outcomes, start
+
+from fp4_ops import native
+from fp4_ops.distributed import ops
+from fp4_ops.sm90 import library
 
 distributed = pytest.importorskip("torch.distributed")
 if not distributed.is_available() or not distributed.is_gloo_available():
@@ -50,6 +58,28 @@ def test_bad_calls_over_a_group(ranks):
         for name, words in REFUSED.items():
             with pytest.raises(RuntimeError, match=words.replace("(", r"\(")):
                 raise RuntimeError(outcome[name])
+
+
+@pytest.mark.skipif(
+    native.library() is None, reason="needs the native runtime (build with FP4_CUDA_ARCHS=90a)"
+)
+def test_how_activations_enter_is_decided_by_all_experts_and_rows(monkeypatch):
+    """On Hopper "auto" is what one GPU with all experts takes, whatever number of them a rank has."""
+    monkeypatch.setattr(library, "multiprocessors", lambda index: 132)
+    device, chosen = torch.device("cuda", 0), {}
+    for held in (128, 64, 16):
+        up, down = (
+            checks.Weight(held, n, k, FORMATS["nvfp4"], LAYOUTS["sm90"], torch.float8_e4m3fn)
+            for n, k in ((1536, 2048), (2048, 768))
+        )
+        experts = checks.Experts(up, down)
+        chosen[held] = [ops._of_all("auto", experts, 128, 8 * 2**i, device) for i in range(14)]
+        assert ops._of_all("fp8", experts, 128, 8, device) == "fp8"
+        plain = checks.Experts(*(w._replace(layout=LAYOUTS["plain"]) for w in experts))
+        assert ops._of_all("auto", plain, 128, 8, device) == "auto"
+    assert chosen[128] == chosen[64] == chosen[16]
+    assert chosen[128] == sorted(chosen[128], key=["none", "fp8"].index)
+    assert {"none", "fp8"} == set(chosen[128])
 
 
 def test_a_rank_that_is_lost_is_named(tmp_path):

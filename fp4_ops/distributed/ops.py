@@ -11,7 +11,6 @@ from torch import Tensor
 from torch.library import Library
 
 from ..meta import checks, group_checks
-from ..meta.layouts import LAYOUTS
 from .collectives import Group
 from .shares import own_experts
 
@@ -122,8 +121,7 @@ def _of_all(
         native.product("offs", num_experts, pairs, w.n, w.k, w.format.block)
         for w in (experts.up, experts.down)
     )
-    sms, bf16 = multiprocessors(device.index), order is LAYOUTS["sm90_bf16"]
-    few = native.block_plan(up, down, 1, "auto", sms, bf16=bf16).few
+    few = native.block_plan(up, down, 1, "auto", multiprocessors(device.index)).few
     return "none" if few else "fp8"
 
 
