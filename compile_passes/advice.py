@@ -60,7 +60,6 @@ GROUPED = (
     "multiply rows [S, K] sorted by expert with one weight [E, K, N] and offs=; if each expert has as many "
     "rows as the others, use torch.bmm"
 )
-FLAT_IDS = "sort the ids as one dimension: ids.flatten().sort()"
 TOKEN_ROWS = (
     "gather the rows by the permutation that sorts the ids: x[perm // k] where ids, perm = "
     "ids.flatten().sort()"
@@ -75,7 +74,6 @@ REPEATED = "repeat each token k times in a row, x.repeat_interleave(k, 0), in th
 
 SAME_ROUTE = "route gate/up and down by the same ids: one permutation and the same offsets for both products"
 AS_MANY = "give gate/up and down as many experts"
-GATE_UP = "stack gate and up in one weight of twice as many rows as the down product has columns"
 ACTIVATION = (
     "for one fp4::moe: one of "
     + ", ".join(ACTIVATIONS)
@@ -86,15 +84,11 @@ BETWEEN = "put nothing but the activation, and each row's own bias[ids], between
 ROW_BIAS = (
     "add the expert's own bias, bias[ids] for each row, once and before the routing weights; nothing else"
 )
-ONE_SCALE = "multiply all that scales a row into its routing weight first, one number a row, and scale once"
-AFTER_SUM = "do this after the sum over a token's choices"
 UNREAD = "let nothing outside of the block read what is between its steps: return only the block's output"
-WEIGHTED = "multiply the rows by their routing weights before the sum (by ones, if all count alike)"
 SUM_CHOICES = (
     "let a token's k rows follow each other, x.repeat_interleave(k, 0) for ids.flatten(), and sum over "
     "these, all columns: rows.view(T, k, H).sum(1)"
 )
-WEIGHTS_DTYPE = "cast the routing weights to float32, bfloat16 or float16"
 
 # --- experts in index notation ---
 

@@ -17,7 +17,7 @@ ROOMS = {
     "options": set(),
     "passes": set(),
     "graph": {"advice", "naming", "operands"},
-    "index": {"graph", "naming", "operands"},
+    "index": {"advice", "graph", "naming", "operands"},
     "recognise": {"advice", "graph", "index", "naming", "operands"},
     "weights": {"advice", "graph"},
     "trace": {"advice", "graph", "naming", "operands", "weights"},

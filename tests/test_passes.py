@@ -46,7 +46,6 @@ capture: # ms, # -> # nodes
 read_past_writes: # ms, # -> # nodes
 decode: # ms, # -> # nodes
 find_products: # ms, # -> # nodes
-blocks: # ms, # -> # nodes
 mixtures: # ms, # -> # nodes
 batched_products: # ms, # -> # nodes
 single_products: # ms, # -> # nodes
@@ -108,7 +107,7 @@ def test_graphs_are_files_in_the_debug_folder(tmp_path):
     assert names[:2] == ["00_input", "01_capture"] and names[-1].endswith("_inputs")
     assert all(text.startswith(f"# {frame.name}\n") for text in texts)
     assert all(a != b for a, b in itertools.pairwise(texts))  # a pass that changes nothing writes nothing
-    assert "05_mixtures" not in names
+    assert "05_mixtures" in names and "06_batched_products" not in names
     assert ["fp4.moe" in text for text in (*texts[:2], texts[-1])] == [False, False, True]
 
 

@@ -33,14 +33,14 @@ GROUPED = [
     ("alpha", SINGLE, "alpha=1.5", "one of silu"),
     ("up offset", SINGLE, "up_offset=1.0", "one of silu"),
     ("up is clamped", SINGLE, "clamped", "one of silu"),
-    ("gate is the second half", SINGLE, "two halves (gate first)", "in the order that its formula says"),
+    ("gate is the second half", ["fp4::moe"], "", ""),  # packed with gate first
     ("descending", SINGLE, "not sorted anywhere", "ids, perm = ids.flatten().sort()"),
     ("offs of other ids", SINGLE, "not sorted anywhere", "count the ids that sort the rows"),
     ("histc range", SINGLE, "does not give each expert a bin", "min=0, max=E - 1"),
     ("rows not sorted", SINGLE, "another order", "x[perm // k]"),
     ("another mask", SINGLE, "not a product of the experts", "nothing but the activation"),
     ("down routes otherwise", SINGLE, "the offsets (getitem", "count the ids that sort the rows"),
-    ("rows scaled twice", SINGLE, "scales the rows a second time", "into its routing weight first"),
+    ("rows scaled twice", ["fp4::moe"], "", ""),  # by the product of both
     (
         "bias that is no expert's",
         SINGLE,

@@ -18,7 +18,7 @@ from .. import advice
 from ..graph.nodes import FLOATING, aten, is_tensor, need, refuse, shape, static_int, value
 from ..graph.products import below
 from ..index.axes import same
-from ..index.indexing import INDICATOR
+from ..index.indicators import INDICATOR
 from ..index.terms import Add, Apply, Axis, Const, Mean, Mix, Mul, Ref, Term, free_axes, told
 from ..recognise.activations import GATE, UP, same_function
 from ..recognise.factors import OUT, J, K
@@ -77,7 +77,7 @@ class Emitter:
                 x = self._for_each_choice(x, ids, k)
                 ids, weights = self._reshape(ids, [-1, 1]), self._reshape(weights, [-1, 1])
             operands = (self.w.operands(up), self.w.operands(down))
-            up_bias, down_bias, self.gain = (v and self.w.slot(*v)[0] for v in vectors)
+            up_bias, down_bias, self.gain = map(self._joined, vectors)
             biases = (up_bias, down_bias)
             emit = self._moe if fused else self._products
             if b.after is OUT:
@@ -88,7 +88,8 @@ class Emitter:
                 out = self._finished(out, ids, weights)
             if self.apart and k > 1:
                 out = self._call(aten.sum.dim_IntList, self._reshape(out, [-1, k, b.down.n]), [1])
-            out = self._reshape(out, self._sizes())
+            if len(shape(m.root)) != 2:
+                out = self._reshape(out, self._sizes())
             if m.kept:
                 out = self._or_kept(out, ids)
             for rest in m.rest:
@@ -104,18 +105,21 @@ class Emitter:
             reason = f"activation {told(act.term)} is none of: {', '.join(ACTIVATIONS)}"
             change = advice.ACTIVATION
         return self.w.site(
-            "fp4::moe" if fused else "fp4::indexed_mm", m.root, [up, down], self._form(routing), self.how,
+            "fp4::moe" if fused else "fp4::indexed_mm", m.at or m.root, [up, down],
+            self._form(routing), self.how,
             f"{self.experts} experts, top {k}, hidden {b.up[0].k}, intermediate {b.down.k}",
             Load(self.experts, k, hint(value(m.root).numel() // b.down.n), all_before=m.k is None),
             activation=self.told or told(act.term), reason=reason, change=change,
         )  # fmt: skip
 
     def _form(self, routing: Routing) -> str:
+        after = "" if self.common.after is OUT else f"; each output becomes {told(self.common.after)}"
+        if self.m.form:
+            return self.m.form + after
         how = "dense" if routing.dense else "routed"
         if self.common.place is not None:
             how = "each expert's slice of a buffer:"
         n = len(set(p.ref.node for x in self.m.branches for p in (*x.up, x.down)))
-        after = "" if self.common.after is OUT else f"; each output becomes {told(self.common.after)}"
         return f"{how} experts in index notation, from {n} parameters{after}"
 
     def _for_each_choice(self, x: fx.Node, ids: fx.Node, k: int) -> fx.Node:
@@ -302,12 +306,24 @@ class Emitter:
         sources, assembly = assemble(experts, interleaved, self.m.root)  # type: ignore[arg-type]
         return sources, JoinSpec(assembly, value(sources[0]).dtype)
 
+    def _joined(self, vectors: tuple[tuple[fx.Node, ...], JoinSpec] | None) -> fx.Node | None:
+        """One parameter as it is, or a graph input that holds the parts of several."""
+        if vectors is None:
+            return None
+        sources, spec = vectors
+        if spec.assembly.whole([tuple(shape(n)) for n in sources]) is not None:
+            return sources[0]
+        return self.w.slot(*vectors)[0]
+
     # --- tensors of terms ---
 
     def _call(self, target: Any, *args: Any, **kwargs: Any) -> fx.Node:
         return self.call(target, *args, **kwargs)
 
     def _reshape(self, node: fx.Node, sizes: list[Any]) -> fx.Node:
+        old = shape(node) if is_tensor(node) else ()
+        if len(old) == len(sizes) == 2 and sizes[0] == -1 and same(old[1], sizes[1]):
+            return node
         return self._call(aten.reshape.default, node, sizes)
 
     def _cast(self, node: fx.Node, dtype: torch.dtype) -> fx.Node:

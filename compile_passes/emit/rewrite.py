@@ -21,7 +21,6 @@ from ..graph.nodes import (
     is_op,
     is_pure,
     is_tensor,
-    need,
     shape,
     value,
     why_not_own,
@@ -35,7 +34,6 @@ from ..neighbours.attention import write_attention
 from ..neighbours.topk import write_topk
 from ..options import Options
 from ..passes import Pass, PassLog
-from ..recognise.block import ends_a_block, match_block
 from ..recognise.decode import decode_to_operator
 from ..recognise.mixture import Mixture
 from ..recognise.search import Search
@@ -49,7 +47,7 @@ from .every_use import weights_of, write_every_use
 from .linears import linear_layers
 from .mixture import write_mixture
 from .one_precision import written_before
-from .products import write_block, write_product
+from .products import write_product
 from .writer import Writer, kernel
 from .written_slices import read_past_writes
 
@@ -124,36 +122,12 @@ def _decode(s: _State) -> None:
 
 def _find(s: _State) -> None:
     s.fixed = s.fixed | find_decoded(s.gm.graph, s.fixed, s.writer.mutated)
-    s.found = list(
-        find_products(s.gm.graph, Weights(s.gm.graph, s.fixed, s.writer.mutated), Canon(s.gm.graph))
-    )
+    s.found = list(find_products(s.gm.graph, Weights(s.gm.graph, s.fixed, s.writer.mutated)))
     s.products = {p.node: p for p in s.found if isinstance(p, Product)}
 
 
-def _blocks(s: _State) -> None:
-    """Blocks of sorted rows or gathered weights."""
-    blocks, canon = [], Canon(s.gm.graph)
-    for product in s.products.values():
-        try:
-            block = match_block(product, s.products, canon)
-            formats = [_format(w.placeholder, s.options) for w in (block.up.weight, block.down.weight)]
-            need(
-                formats[0] == formats[1],
-                "gate/up and down are held in different formats",
-                product.node,
-                advice.ALL_HELD,
-            )
-            blocks.append(block)
-        except Refusal as refusal:
-            if ends_a_block(product, s.products, canon):
-                s.why_not[product.node] = refusal
-    for block in blocks:
-        s.sites.append(write_block(s.writer, block))
-    sweep(s.gm.graph)
-
-
 def _mixtures(s: _State) -> None:
-    """Blocks written in any other way, read in index notation. `s.products` come later, each alone."""
+    """Mixtures of experts, in whatever way they are written. `s.products` come later, each alone."""
     graph, writer, others = s.gm.graph, s.writer, set(s.writer.slots)
     taken: set[fx.Node] = set()
     reader = Reader(graph, Canon(graph), lambda n: _is_weight(n, s.fixed))
@@ -190,7 +164,12 @@ def _batched(s: _State) -> None:
     stacks = [(p, w) for p, w in s.written.items() if p in alive and value(w).dim() == 3]
     writes = [([p], written_to(w, p)) for p, w in stacks]
     refused += [(downs, r) for downs, r in writes if r.reason not in told]
-    s.refused = [(downs, r) for downs, r in refused if not any(n in s.products for n in downs)]
+    s.refused = []
+    for downs, refusal in refused:
+        alone = [n for n in downs if n in s.products]
+        s.why_not |= dict.fromkeys(alone, refusal)
+        if not alone:
+            s.refused.append((downs, refusal))
 
 
 def _linears(s: _State) -> None:
@@ -204,14 +183,29 @@ def _products(s: _State) -> None:
     alive = set(s.gm.graph.nodes)
     s.sites += [left_alone(r) for r in s.found if isinstance(r, Refusal) and r.node in alive]
     s.sites += dict.fromkeys(left_alone(r) for _, r in s.refused)
-    for product in s.products.values():
-        if product.node in alive:
-            site, why = write_product(s.writer, product), s.why_not.get(product.node)
-            if why is not None:
-                reason = f"not a whole block: {why.reason} ({location(why.node)})"
-                site = replace(site, reason=reason, change=why.change)
-            s.sites.append(site)
+    left = [p for p in s.products.values() if p.node in alive]
+    reasons = [s.why_not.get(p.node) or _why_not_read(s, p) for p in left]
+    for product, why in zip(left, reasons):
+        site = write_product(s.writer, product)
+        if why is not None:
+            reason = f"not a whole block: {why.reason} ({location(why.node)})"
+            site = replace(site, reason=reason, change=why.change)
+        s.sites.append(site)
     s.sites += fp4_calls(s.gm.graph, s.writer.written)
+
+
+def _why_not_read(s: _State, product: Product) -> Refusal | None:
+    """Why a product that another feeds is not read as the end of a block."""
+    assert s.search is not None
+    read = s.search.reader.refusals
+    between, todo, feeds = {product.node}, [product.a], False
+    while todo and len(between) < 64:  # an activation is a handful of nodes
+        node = todo.pop()
+        if node not in between and node.op == "call_function":
+            between.add(node)
+            feeds = feeds or node in s.products
+            todo += () if node in s.products else node.all_input_nodes
+    return next((read[n] for n in read if n in between), None) if feeds else None
 
 
 def _topk(s: _State) -> None:
@@ -234,7 +228,6 @@ PASSES: tuple[Pass[_State], ...] = (
     Pass("read_past_writes", _read_past_writes),
     Pass("decode", _decode),
     Pass("find_products", _find),
-    Pass("blocks", _blocks),
     Pass("mixtures", _mixtures),
     Pass("batched_products", _batched),
     Pass("linear_layers", _linears, when=lambda s: s.options.linear or any(map(is_held, s.fixed))),

@@ -8,7 +8,7 @@ import torch
 from torch import fx
 
 from .. import advice
-from ..graph.nodes import aten, need, shape, static_int, value
+from ..graph.nodes import FLOATING, aten, need, shape, static_int, value
 from ..graph.products import nonnegative
 from ..index.axes import same
 from ..index.routing import Support, distinct, support
@@ -95,7 +95,10 @@ class Routing:
             return self.e.call(aten.ones_like.default, ids, dtype=torch.float32)
         if not isinstance(out, fx.Node):
             return self.e.call(aten.full_like.default, ids, out, dtype=torch.float32)
-        return self.e.call(aten.expand.default, out, [-1, self.k])
+        if any(isinstance(f, Ref) and f.index and value(f.node).dtype not in FLOATING for f in factors):
+            out = self.e.call(aten._to_copy.default, out, dtype=torch.float32)
+        each = self.k == 1 or any({J, E} & free_axes(f) for f in factors)
+        return out if each else self.e.call(aten.expand.default, out, [-1, self.k])
 
     def _factor(self, term: Term, ids: fx.Node) -> Any:
         m = self.m

@@ -128,14 +128,12 @@ class Writer:
             return Packed(sources, PackSpec(self.options.format, layout, whole))
         return Packed(sources, PackSpec(self.options.format, layout, False, assembly))
 
-    def pack_whole(self, w: WeightRef, layout: str, *, interleave: bool = False) -> Packed:
-        """A parameter as it is; interleave: its first and its second half of rows take turns."""
-        spec: PackSpec | HeldSpec
+    def pack_whole(self, w: WeightRef, layout: str) -> Packed:
+        """A parameter as it is."""
+        spec: PackSpec | HeldSpec = PackSpec(self.options.format, layout, w.transposed)
         if is_held(w.placeholder):
-            whole = Assembly.of_one(w.experts, w.n, w.k, w.transposed, 2 if interleave else 1)
+            whole = Assembly.of_one(w.experts, w.n, w.k, w.transposed)
             spec = held_spec((w.placeholder,), whole, layout, w.placeholder)
-        else:
-            spec = PackSpec(self.options.format, layout, w.transposed, interleave=interleave)
         return Packed((w.placeholder,), spec)
 
     def operands(self, packed: Packed) -> Operands:

@@ -8,23 +8,27 @@ from typing import Any
 import torch
 from torch import fx
 
+from .. import advice
 from ..graph.nodes import (
     FLOATING,
     arguments,
     aten,
-    exact_int,
     is_op,
     is_tensor,
+    need,
+    refuse,
     same_shape,
     shape,
     strip,
     value,
 )
-from ..graph.products import SortedRows, counted_ids
+from ..naming import called
 from ..operands import operand, several
 from .axes import Opaque, dimension, same
-from .indexing import Indexing, as_boolean, indicator, is_boolean, is_eq, is_indicator
-from .routing import distinct, support
+from .indexing import Indexing
+from .indicators import as_boolean, indicator, is_boolean, is_eq, is_indicator
+from .routing import distinct
+from .sorted_rows import sorted_rows
 from .terms import (  # fmt: skip
     Add,
     AnyOf,
@@ -46,15 +50,27 @@ from .terms import (  # fmt: skip
     flatten,
     free_axes,
     substitute,
+    walk,
 )
 
 
 class Arithmetic(Indexing):
     # --- arithmetic ---
 
-    def _operands(self, node: fx.Node, level: int) -> list[Value]:
+    def _operands(self, node: fx.Node, level: int, change: str = "") -> list[Value]:
+        """Values of a pointwise operator's tensors; `change`: what helps where rows are in two orders."""
         tensors = [n for n in node.args if is_tensor(n)]
-        return self.broadcast([self.value(n, level) for n in tensors])
+        values = [self.value(n, level) for n in tensors]
+        if change and len(values) == 2 and values[0].dims and values[1].dims:
+            rank = len(shape(node))
+            sort = [sorted_rows(v, 0) if len(v.dims) == rank else None for v in values]
+            for i, j in ((0, 1), (1, 0)):
+                other = values[j].dims[0] if len(values[j].dims) == rank else ()
+                if sort[i] is not None and other and other != (sort[i],):
+                    what = "routing weights are" if is_op(node, aten.mul) else "bias is"
+                    name = called(strip(tensors[j]))
+                    refuse(f"the {what} not in the order of the sorted rows: {name}", node, change)
+        return self.broadcast(values)
 
     @staticmethod
     def _joined(values: list[Value]) -> tuple[tuple[Axis, ...], ...]:
@@ -91,7 +107,7 @@ class Arithmetic(Indexing):
             masks = [value(n).dtype == torch.bool or is_indicator(self.value(n, 0).term) for n in tensors]
             if not any(masks):
                 raise Opaque
-        values = self._operands(node, level)
+        values = self._operands(node, level, advice.SORTED_WEIGHTS)
         dims = self._joined(values)
         terms = iter(values)
         factors = [next(terms).term if is_tensor(n) else self._number(n) for n in (a, b)]
@@ -100,7 +116,7 @@ class Arithmetic(Indexing):
     def _add(self, node: fx.Node, level: int) -> Value:
         if level == 0 or node.kwargs.get("alpha", 1) != 1 or value(node).dtype not in FLOATING:
             raise Opaque
-        values = self._operands(node, level)
+        values = self._operands(node, level, advice.ROW_BIAS)
         dims = self._joined(values)
         terms = iter(values)
         args = [next(terms).term if is_tensor(n) else self._number(n) for n in node.args[:2]]
@@ -140,7 +156,7 @@ class Arithmetic(Indexing):
     def _where(self, node: fx.Node, level: int) -> Value:
         """where(mask, a, 0) and masked_fill(a, mask, 0): a times an indicator."""
         if is_op(node, aten.masked_fill):
-            raise Opaque
+            return self._no_sentinels(node, level)
         mask, a, other = node.args
         if not (is_tensor(mask) and is_tensor(a)):
             raise Opaque
@@ -205,7 +221,16 @@ class Arithmetic(Indexing):
             raise Opaque
         left, right = self._factors(operand(node, first), operand(node, first + 1), level)
         batch = [(d, d) for d in range(len(left.dims) - 2)]
-        left, right = self.together(left, right, [*batch, (-1, -2)])
+        try:
+            left, right = self.together(left, right, [*batch, (-1, -2)])
+        except Opaque:
+            for own, rows in ((left, operand(node, first + 1)), (right, operand(node, first))):
+                gathered = isinstance(own.term, Ref) and any(isinstance(i, Ref) for i in own.term.index)
+                reason = (
+                    f"the rows ({called(strip(rows))}) follow each other in another order than choices do"
+                )
+                need(not (gathered and self._is_weight(own.term)), reason, node, advice.REPEATED)
+            raise
         inner = left.dims[-1] or right.dims[-2]
         if any(isinstance(x, Rows) for x in inner):
             raise Opaque
@@ -246,50 +271,18 @@ class Arithmetic(Indexing):
         w = self.value(weight, 0)
         if not self._is_weight(w.term) or len(w.dims[0]) != 1:
             raise Opaque
-        x = self.value(a, level - 1)
-        rows = x.dims[0][0] if len(x.dims[0]) == 1 else None
-        if not isinstance(rows, Rows) or rows.key is None:
-            raise Opaque
-        if not self._ends_of(offs, rows, shape(weight)[0]):
-            raise Opaque
+        x, experts = self.value(a, level - 1), int(shape(weight)[0])
+        rows = self._rows_that_end_at(offs, experts, sorted_rows(x, 0), a)
+        assert rows.key is not None
+        x = Value(x.dims, self._of_experts(x.term, rows.key, experts))
+        masked = any(isinstance(t, Apply) and t.args[0] is rows.key for t in walk(x.term))
+        reason = f"a mask zeroes rows of experts: {called(strip(a))} is not a product of the experts alone"
+        need(not masked, reason, a, advice.BETWEEN)
         w = Value(w.dims[1:], substitute(w.term, self._assign(w.dims[0], rows.key)))
         x, w = self.together(x, w, [(1, 0)])
         fresh = {k: Axis(k.size) for k in x.dims[1]}
         body = substitute(Mul(x.term, w.term), fresh)
         return Value(((rows,), w.dims[1]), Sum(tuple(fresh.values()), body, None))
-
-    def _ends_of(self, offs: fx.Node, rows: Rows, experts: Any) -> bool:
-        """Whether offs [E] is where the rows of each expert end, rows being sorted by expert."""
-        cumsum = exact_int(offs)
-        if not is_op(cumsum, aten.cumsum) or len(shape(cumsum)) != 1 or not isinstance(experts, int):
-            return False
-        if self._counts_in_one_hot(exact_int(operand(cumsum)), rows):
-            return True
-        proof = SortedRows.prove(offs, experts, self.canon)
-        return self._sorted(proof.sort, 0).dims == ((rows,),)
-
-    def _counts_in_one_hot(self, node: fx.Node, rows: Rows) -> bool:
-        counts = self.value(node, 0)
-        if not isinstance(counts.term, Sum) or not is_eq(counts.term.body):
-            return False
-        ids, expert = counts.term.body.args  # type: ignore[attr-defined]
-        return counts.dims == ((expert,),) and self._is_key(ids, counts.term.axes, rows)
-
-    @staticmethod
-    def _is_key(ids: Term, axes: tuple[Axis, ...] | list[Axis], rows: Rows) -> bool:
-        """Whether `ids` over `axes` are what `rows` were sorted by."""
-        return len(axes) == len(rows.bound) and substitute(ids, dict(zip(axes, rows.bound))) is rows.key
-
-    def _counts_of(self, counts: fx.Node, experts: int, rows: Rows) -> bool:
-        node = exact_int(counts)
-        if self._counts_in_one_hot(node, rows):
-            return True
-        if is_op(node, aten.sum):
-            ids = _marked(node)
-        else:
-            ids = counted_ids(node, experts)
-        found = self.value(ids, 0) if ids is not None else None
-        return found is not None and self._is_key(found.term, found.axes, rows)
 
     # --- results put together ---
 
@@ -504,20 +497,6 @@ class Arithmetic(Indexing):
             for t in before
         ]
         return Value(old.dims, Add([*after, new], self.ref(node, old.dims)))
-
-
-def _marked(node: fx.Node) -> fx.Node | None:
-    """ids [T, k] if node [E] counts the rows of zeros [T, E] with a 1 put at the ids, which are distinct."""
-    a = arguments(node)
-    marks = strip(a["self"])
-    if a["dim"] != [0] or a["keepdim"] or value(marks).dtype not in (torch.int64, torch.int32, torch.float32):
-        return None
-    while is_op(marks, aten._to_copy):
-        marks = strip(operand(marks))
-    if not is_op(marks, aten.scatter) or marks.target is not aten.scatter.value or marks.args[3] != 1:
-        return None
-    found = support(marks)
-    return found.parts[0] if found is not None and len(found.parts) == 1 else None
 
 
 def _as_long(ours: tuple[Axis, ...], theirs: tuple[Axis, ...]) -> bool:

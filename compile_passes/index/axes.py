@@ -44,6 +44,10 @@ class Values:
         self._rows: dict[Any, Rows] = {}
         self._cuts: dict[Axis, Term] = {}
         self._scalars: dict[int, fx.Node] = {}
+        self.refusals: dict[fx.Node, Refusal] = {}
+        """Why nodes could not be read, where the reason is in the user's words."""
+        self._sorted_from: dict[Rows, Term] = {}
+        """Of sorted rows: the place that each had before, over `bound` as it was before any cut."""
         self._parts: dict[Rows, list[Rows]] = {}
         """Of sorted rows: those of each expert, which together are all."""
 
@@ -58,7 +62,10 @@ class Values:
         if found is None:
             try:
                 found = self._read(node, level)
-            except (Opaque, Refusal):
+            except Refusal as refusal:
+                self.refusals.setdefault(node, refusal)
+                found = self.opaque(node)
+            except Opaque:
                 found = self.opaque(node)
             except Exception:  # a fault of ours is no reason to lose the rest of the graph
                 log.warning("fp4: reading %s (%s) failed; please report it", node, node.target, exc_info=True)

@@ -7,30 +7,38 @@ from typing import Any
 import torch
 from torch import fx
 
-from ..graph.nodes import FLOATING, arguments, aten, is_op, item, same_shape, shape, strip, value
+from ..graph.nodes import (
+    FLOATING,
+    arguments,
+    aten,
+    is_op,
+    item,
+    same_shape,
+    shape,
+    strip,
+    value,
+)
+from ..graph.products import gathered
 from ..operands import integer, operand, several
-from .axes import Opaque, Values, dimension, prefix, same, spread
+from .axes import Opaque, dimension, prefix, same, spread
+from .indicators import as_boolean, is_boolean, is_indicator
+from .sorted_rows import SortedRows, sorted_rows
 from .terms import (  # fmt: skip
     Affine,
-    AnyOf,
     Apply,
     Axis,
     Const,
     Mix,
-    Mul,
     Ref,
     Rows,
-    Sum,
     Term,
     Value,
     coordinate,
     substitute,
 )
 
-INDICATOR = (aten.eq, aten.ne, aten.ge, aten.gt, aten.le, aten.lt)
 
-
-class Indexing(Values):
+class Indexing(SortedRows):
     # --- re-indexing ---
 
     def _copy(self, node: fx.Node, level: int) -> Value:
@@ -282,22 +290,6 @@ class Indexing(Values):
         place = coordinate(mask.dims[dim])
         return Value(((rows,),), substitute(place, dict(zip(mask.axes, rows.bound))))
 
-    def _sorted(self, sort: fx.Node, output: int) -> Value:
-        """Sorting orders all rows anew: each stands for one position of the sorted tensor."""
-        a = arguments(sort)
-        v = self.value(a["self"], 0)
-        if len(v.dims) != 1 or a["descending"] or any(isinstance(x, Rows) for x in v.axes):
-            raise Opaque
-        key = ("sort", self.canon.number(a["self"]), str(a.get("stable")))
-        if key not in self._rows:
-            bound = tuple(Axis(x.size) for x in v.axes)
-            by = substitute(v.term, dict(zip(v.axes, bound)))
-            self._rows[key] = Rows(shape(a["self"])[0], bound, None, by)
-        rows = self._rows[key]
-        assert rows.key is not None
-        place = substitute(coordinate(v.dims[0]), dict(zip(v.axes, rows.bound)))
-        return Value(((rows,),), place if output == 1 else rows.key)
-
     @staticmethod
     def _counted_by(sizes: Any) -> fx.Node | None:
         """counts if sizes are the numbers counts[0], counts[1], ... to the last."""
@@ -339,10 +331,6 @@ class Indexing(Values):
                 return rows, [Value(v.dims[1:], t) for v, t in zip(parts, terms)]
         raise Opaque
 
-    def _counts_of(self, counts: fx.Node, experts: int, rows: Rows) -> bool:
-        """Whether counts[e] is how many of `rows` have the id e, for each of so many experts."""
-        raise NotImplementedError
-
     def _pointwise(self, node: fx.Node, level: int) -> Value:
         raise NotImplementedError
 
@@ -368,6 +356,8 @@ class Indexing(Values):
                 parts = self.split(axis, (count, by))
                 if axis in v.axes:
                     return Value(v.rename({axis: parts}).dims, parts[0])
+                if self._cuts.get(axis) is coordinate(parts):  # as it was cut before
+                    return Value(v.dims, parts[0])
                 if any(isinstance(r, Rows) and axis in r.bound for r in v.axes):
                     self._recut(v, axis, parts)
                     return Value(v.dims, parts[0])
@@ -392,6 +382,11 @@ class Indexing(Values):
             indices = list(a["indices"])
         table = self.value(a["self"], level)
         given = [(d, i) for d, i in enumerate(indices) if i is not None]
+        if len(given) == 1:
+            d, index = given[0]
+            rows = sorted_rows(table, d)
+            if rows is not None and value(index).dtype != torch.bool:
+                return self._restored(table, d, rows, index)
         if [d for d, _ in given] != list(range(given[0][0], given[0][0] + len(given))):
             raise Opaque
         first = given[0][0]
@@ -404,7 +399,7 @@ class Indexing(Values):
             rows, mask = self._mask_rows(mask_node, shape(node)[first])
             table, mask = self.together(table, mask, [(first + i, i) for i in range(count)])
             return self._selected(table, mask, rows, first, count)
-        indices = self.broadcast([self.value(i, 0) for _, i in given])
+        indices = self.broadcast([self._index_into(a["self"], d, i) for d, i in given])
         if any(len(table.dims[d]) > 1 and _is_of_selected_rows(v) for (d, _), v in zip(given, indices)):
             table = self.opaque(a["self"])  # of which one axis is what the rows' is
             lead, rest = table.dims[:first], table.dims[first + len(given) :]
@@ -447,6 +442,9 @@ class Indexing(Values):
         a = arguments(node)
         table, index = self.value(a["self"], level), self.value(a["index"], 0)
         dim = dimension(a["dim"], len(table.dims))
+        rows, (_, whole) = sorted_rows(table, dim), gathered(node)
+        if rows is not None and whole is not None:
+            return self._restored(table, dim, rows, whole)
         if len(table.dims) != len(index.dims):
             raise Opaque
         for d in range(len(table.dims)):
@@ -464,39 +462,3 @@ def _is_of_selected_rows(index: Value) -> bool:
     """Whether an index is an axis that rows range over which a mask selects."""
     rows = [a for a in index.axes if isinstance(a, Rows) and a.key is None]
     return any(index.term is x for r in rows for x in r.bound)
-
-
-def indicator(node: fx.Node, a: Term, b: Term) -> Apply:
-    assert isinstance(node.target, torch._ops.OpOverload)
-    return Apply(node.target.overloadpacket, (a, b))
-
-
-def is_indicator(term: Term) -> bool:
-    """Whether a term is built from comparisons, and so is 0 or 1 (or a count of them)."""
-    if isinstance(term, Apply):
-        return term.op in INDICATOR
-    if isinstance(term, (Sum, AnyOf)):
-        return is_indicator(term.body)
-    if isinstance(term, Mul):
-        return all(map(is_indicator, term.args))
-    return False
-
-
-def is_boolean(term: Term) -> bool:
-    """Whether an indicator is never more than 1."""
-    if isinstance(term, Mul):
-        return all(map(is_boolean, term.args))
-    return is_indicator(term) and not isinstance(term, Sum)
-
-
-def as_boolean(term: Term) -> Term:
-    """Whether a count is not zero."""
-    if isinstance(term, Sum) and is_boolean(term.body):
-        return AnyOf(term.axes, term.body)
-    if not is_boolean(term):
-        raise Opaque
-    return term
-
-
-def is_eq(term: Any) -> bool:
-    return isinstance(term, Apply) and term.op is aten.eq

@@ -20,7 +20,7 @@ from ..graph.nodes import Canon, aten, is_tensor
 from ..graph.products import is_grouped_mm
 from .arithmetic import Arithmetic
 from .axes import Opaque
-from .indexing import INDICATOR
+from .indicators import INDICATOR
 from .terms import Value
 
 _COPIES = (aten.clone, aten.alias, aten.detach, aten.contiguous, aten.lift_fresh_copy)

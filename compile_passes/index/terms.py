@@ -402,6 +402,19 @@ def free_axes(term: Term, seen: set[Term] | None = None) -> set[Axis]:
     return found
 
 
+def walk(term: Term) -> Iterator[Term]:
+    seen: set[Term] = set()
+    todo = [term]
+    while todo:
+        t = todo.pop()
+        if t in seen:
+            continue
+        seen.add(t)
+        yield t
+        if isinstance(t, Composite):
+            todo.extend(c for c in t.children() if c is not t.ref)
+
+
 def flatten(term: Term, kind: type) -> list[Term]:
     """The operands of nested sums or products."""
     out, todo = [], [term]

@@ -10,7 +10,7 @@ from torch import fx
 from ...meta.formats import ACTIVATIONS, Activation, activation_name, known_activation
 from .. import advice
 from ..graph.nodes import aten, need
-from ..index.terms import Add, Apply, Axis, Const, Mul, Term, flatten, free_axes, rebuild, substitute
+from ..index.terms import Add, Apply, Axis, Const, Mul, Term, flatten, free_axes, rebuild, substitute, told
 
 GATE, UP = Axis(0, "gate"), Axis(0, "up")
 """In activation terms: the values of the two products; UP alone if there is no gate."""
@@ -70,33 +70,55 @@ def _product(factors: list[Term]) -> Term:
     return out
 
 
-def _name(term: Term) -> str:
-    """The name of f(GATE) * g(UP) among the operators' activations, or nothing."""
+@dataclass(frozen=True)
+class _Gated:
+    """function(GATE) * (UP + offset): the numbers in it."""
+
+    function: str
+    alpha: float
+    limit: float | None
+    """Where GATE is clamped."""
+    up_offset: float
+    up_limits: tuple[float | None, float | None]
+
+
+def _gated(term: Term) -> _Gated | None:
     factors = flatten(term, Mul)
     ups = [f for f in factors if UP in free_axes(f)]
     gates = [f for f in factors if UP not in free_axes(f)]
     if len(ups) != 1 or not all(free_axes(f) == {GATE} for f in gates):
-        return ""
+        return None
     offset, up = _offset(ups[0])
     up, low, high = _clamped(up)
     found = _gate(gates)
-    if up is not UP or found is None:
-        return ""
-    kind, alpha, limit = found
-    if (low, high) != ((None, None) if limit is None else (-limit, limit)):
-        return ""
-    return name_of_gate(kind, alpha, limit, offset)
+    return _Gated(*found, offset, (low, high)) if up is UP and found is not None else None
 
 
-def name_of_gate(
-    function: str, alpha: float, limit: float | None, up_offset: float, interleaved: bool | None = None
-) -> str:
-    """The operators' name of a gated activation with these numbers, or nothing; None: in any order."""
+def _name(term: Term) -> str:
+    """The name of f(GATE) * g(UP) among the operators' activations, or nothing."""
+    g = _gated(term)
+    if g is None or g.up_limits != ((None, None) if g.limit is None else (-g.limit, g.limit)):
+        return ""
+    return name_of_gate(g.function, g.alpha, g.limit, g.up_offset)
+
+
+def in_words(act: Act) -> str:
+    """As the model has it, and in the numbers that the operators' activations have."""
+    g = _gated(act.term) if act.gated else None
+    if g is None:
+        return told(act.term)
+    numbers = f"{g.function} with alpha={g.alpha}, limit={g.limit}, up_offset={g.up_offset}"
+    low, high = g.up_limits
+    clamped = "" if (low, high) == (None, None) else f", up clamped at [{low}, {high}]"
+    return f"{told(act.term)} ({numbers}{clamped})"
+
+
+def name_of_gate(function: str, alpha: float, limit: float | None, up_offset: float) -> str:
+    """The operators' name of a gated activation with these numbers, or nothing."""
     if not all(n is None or isinstance(n, (int, float)) for n in (alpha, limit, up_offset)):
         return ""  # the graph computes it
     limit = None if limit is None else float(limit)
-    orders = (False, True) if interleaved is None else (interleaved,)
-    made = [activation_name(Activation("", function, o, alpha, limit, up_offset)) for o in orders]
+    made = [activation_name(Activation("", function, o, alpha, limit, up_offset)) for o in (False, True)]
     named = [name for name in made if name in ACTIVATIONS]  # before one with a limit
     return next(iter((*named, *filter(None, made))), "")
 

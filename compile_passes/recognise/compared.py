@@ -9,7 +9,7 @@ from .. import advice
 from ..index.terms import Ref, Term, told
 
 if TYPE_CHECKING:
-    from .mixture import Branch
+    from .branches import Branch
 
 
 def in_common(a: Branch, b: Branch) -> list[tuple[bool, Callable[[], str], str]]:

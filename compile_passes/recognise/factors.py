@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+import operator
 from collections.abc import Iterator
 from typing import Any
 
@@ -13,7 +14,7 @@ from torch import fx
 from .. import advice
 from ..graph.nodes import aten, need, shape, static_int
 from ..index.axes import same
-from ..index.indexing import is_eq
+from ..index.indicators import is_eq
 from ..index.terms import (
     Add,
     Affine,
@@ -32,6 +33,7 @@ from ..index.terms import (
     rebuild,
     substitute,
     told,
+    walk,
 )
 
 N, K, E, J = Axis(0, "n"), Axis(0, "k"), Axis(0, "e"), Axis(0, "j")
@@ -60,6 +62,33 @@ def indexed_size(ref: Ref, ids: Ref) -> int | None:
 
 def eq(ids: Ref | Axis, e: int) -> Term:
     return Apply(aten.eq, (ids, Const(e)))
+
+
+def coordinate_after(first: Term, second: Term, e: int) -> Term | None:
+    """The coordinate of expert e, where those of experts 0 and 1 are these; None if that cannot be said."""
+    if first is second:
+        return first
+    if isinstance(first, Const) and isinstance(second, Const):
+        return Const(first.value + e * (second.value - first.value))
+    places = [(i.base, i.start, i.step) if isinstance(i, Affine) else (i, 0, 1) for i in (first, second)]
+    (base, start, step), (other, further, by) = places
+    if base is other and step == by:
+        return Affine(base, start + e * (further - start), step)
+    return None
+
+
+def is_implied(condition: Term, ids: Term | None, e: int) -> bool:
+    """Whether a condition on `ids` holds wherever they are e: [ids < 8] does for expert 3."""
+    if not isinstance(condition, Apply) or condition.op not in _COMPARISONS or condition.args[0] is not ids:
+        return False
+    other = condition.args[1]
+    return isinstance(other, Const) and _COMPARISONS[condition.op](e, other.value)
+
+
+_COMPARISONS = {
+    aten.lt: operator.lt, aten.le: operator.le, aten.gt: operator.gt, aten.ge: operator.ge,
+    aten.ne: operator.ne,
+}  # fmt: skip
 
 
 def split_after(
@@ -126,19 +155,6 @@ def demote(term: Term, masks: bool = False) -> Term:
 def has_masks(term: Term) -> bool:
     """Whether a term tells experts apart by a mask."""
     return any(is_eq(t) for t in walk(term))
-
-
-def walk(term: Term) -> Iterator[Term]:
-    seen: set[Term] = set()
-    todo = [term]
-    while todo:
-        t = todo.pop()
-        if t in seen:
-            continue
-        seen.add(t)
-        yield t
-        if isinstance(t, Composite):
-            todo.extend(c for c in t.children() if c is not t.ref)
 
 
 def product_ref(factors: tuple[Term, ...]) -> Ref | None:

@@ -9,9 +9,9 @@ from torch import fx
 
 from .. import advice
 from ..graph.nodes import need
-from ..index.indexing import is_eq
-from ..index.terms import Const, Mul, NoneOf, Ref, Term, flatten, free_axes
-from .factors import J, demote, fixed_choice, in_general, walk
+from ..index.indicators import is_eq
+from ..index.terms import Const, Mul, NoneOf, Ref, Term, flatten, free_axes, walk
+from .factors import J, demote, fixed_choice, in_general, is_implied
 
 
 def kept_row(
@@ -47,5 +47,6 @@ def _written_by(mask: Term) -> tuple[Any, ...]:
         return ()
     e, choice = int(expert.value), fixed_choice(ids)
     at = ids if choice is None else Ref(ids.node, (*ids.index[:-1], J))
-    chosen = sorted((in_general(f, e, choice) for f in factors if not is_eq(f)), key=repr)
+    further = [f for f in factors if not (is_eq(f) or is_implied(f, ids, e))]
+    chosen = sorted((in_general(f, e, choice) for f in further), key=repr)
     return e, at, choice, tuple(chosen)

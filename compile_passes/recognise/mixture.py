@@ -9,7 +9,7 @@ branches differ in nothing but the expert: same x, same activation, same routing
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -18,7 +18,7 @@ from torch import fx
 from .. import advice
 from ..graph.nodes import need, refuse, shape, static_int, value
 from ..index.axes import same
-from ..index.indexing import is_eq, is_indicator
+from ..index.indicators import INDICATOR, is_eq, is_indicator
 from ..index.reader import Reader
 from ..index.terms import (
     Add,
@@ -27,6 +27,7 @@ from ..index.terms import (
     Axis,
     Choose,
     Const,
+    Mix,
     Mul,
     NoneOf,
     Ref,
@@ -36,9 +37,11 @@ from ..index.terms import (
     free_axes,
     substitute,
     told,
+    walk,
 )
 from ..naming import called
-from .activations import UP, Act, bare, read_activation
+from .activations import UP, bare, read_activation
+from .branches import Branch, Linear, Matrix, Mixture, branches_by_id
 from .compared import in_common
 from .factors import (
     J,
@@ -53,97 +56,13 @@ from .factors import (
     in_general,
     indexed_size,
     indices,
+    is_implied,
     open_sums,
     product_ref,
     split_after,
-    walk,
 )
 from .kept_rows import kept_row
 from .steps import instead_of
-
-
-@dataclass(frozen=True)
-class Matrix:
-    """A weight [n, k] of one expert, or its bias [n]: an element is `ref`, over the axes N and K."""
-
-    ref: Ref
-    n: int
-    k: int
-
-
-@dataclass(frozen=True)
-class Linear:
-    """sum over `inner` of weight * input, plus bias."""
-
-    weight: Ref
-    inner: Axis
-    input: tuple[Term, ...]
-    bias: Ref | None
-
-
-@dataclass(frozen=True)
-class Branch:
-    """One expert's addend of the output."""
-
-    expert: int
-    choice: int | None
-    """The one choice j that this branch serves, if it serves not all of them."""
-    ids: Ref | None
-    masked: Ref | None
-    """The ids that a mask over tokens is made of; only where `ids` is None."""
-    place: Axis | None
-    """Instead of ids: the axis of the output, and of x, that counts the experts."""
-    sums_choices: bool
-    k: Any
-    """Over how many of a token's ids it sums: not all, if read through a slice. None: not over any."""
-    chosen: tuple[Term, ...]
-    """Further conditions, over tokens, J and E, that a row meets: the expert's capacity is not used up."""
-    factors: tuple[Term, ...]
-    """What scales the output, over tokens, J and E."""
-    after: Term
-    """What becomes of a row of the expert's output before that: a norm, over OUT and the hidden axis."""
-    x: Ref
-    scales: tuple[Term, ...]
-    """What scales the input."""
-    act: Act
-    up: tuple[Matrix, ...]
-    up_bias: tuple[Matrix | None, ...]
-    down: Matrix
-    down_bias: Matrix | None
-    gain: Matrix | None = None
-    """A vector of the expert's own that scales what enters its down product."""
-
-    @property
-    def common(self) -> tuple[Any, ...]:
-        """What must be the same for all experts."""
-        routing = (self.ids, self.masked, self.place, self.sums_choices, self.chosen, self.factors)
-        return (*routing, self.after, self.x, self.scales, self.act)
-
-
-@dataclass
-class Mixture:
-    """The block that `root` computes; `rest` is added to it."""
-
-    root: fx.Node
-    tokens: tuple[Axis, ...]
-    hidden: Axis
-    branches: list[Branch]
-    """In the order of the experts `first`, `first` + 1, ..."""
-    first: int
-    k: int | None
-    """Choices a token; None: every expert serves every token."""
-    rest: list[Ref] = field(default_factory=list)
-    kept: tuple[Term, ...] = ()
-    """The factors of what a row is that no expert's rows were written over."""
-    downs: int = 0
-    """How many down products of the graph it is made of."""
-    wraps: bool = False
-    """Ids index a tensor of weights, so negative ones count from the end."""
-    form: str = ""
-
-    @property
-    def common(self) -> Branch:
-        return self.branches[0]
 
 
 class Matcher:
@@ -299,6 +218,8 @@ class Matcher:
                 whole = product_ref(factors)
                 if whole is not None and whole.node is root:
                     refuse(f"{called(root)} is not understood", root, instead_of(root))
+                reason = f"it adds something other than each row's expert bias to rows: {told(factors)}"
+                need(not axes or any(map(has_masks, factors)), reason, root, advice.ROW_BIAS)
                 need(
                     allow_rest and whole is not None and not axes,
                     "something else is added to it",
@@ -339,10 +260,13 @@ class Matcher:
             count = indexed_size(lin.weight, ids[0])
             need(count is not None, "the weights are not indexed by expert", m.root, advice.INDEX_WEIGHTS)
             m.wraps = True
-            for e in range(count):  # type: ignore[arg-type]
+
+            def of(e: int) -> Branch:
                 at = substitute(core, {ids[0]: Const(e)})
-                mask = eq(ids[0], e)
-                yield self._branch(axes, (*factors, mask), at, after, m)
+                return self._branch(axes, (*factors, eq(ids[0], e)), at, after, m)
+
+            conditions = any(isinstance(t, Apply) and t.op in INDICATOR for f in factors for t in walk(f))
+            yield from branches_by_id(of, count or 0, conditions)
         elif over:
             need(
                 len(over) == 1 and isinstance(over[0].size, int),
@@ -374,6 +298,12 @@ class Matcher:
         x, scales, act, up, up_bias, gain = self._ffn(lin, m)
 
         axes, factors = open_sums(axes, factors)
+        need(
+            not free_axes(x) & set(axes),
+            "the sum is not over the choices of each token",
+            m.root,
+            advice.SUM_CHOICES,
+        )
         ids, masked, place, chosen, weights, k = None, None, None, [], [], None
         for f in factors:
             inside = f.body if isinstance(f, AnyOf) else f
@@ -402,6 +332,7 @@ class Matcher:
                 chosen.append(f)
             else:
                 weights.append(f)
+        chosen = [f for f in chosen if not is_implied(f, ids, e)] if e is not None else chosen
         known = ids is not None
         weights = [
             demote(f, masks=(known or isinstance(f, Add)) and not self._has_experts(f)) for f in weights
@@ -425,7 +356,7 @@ class Matcher:
             x, k = along(x, e, place), 1
         elif ids is not None:
             need(
-                not axes or axes[0] in ids.index,
+                not axes or axes[0] in _coordinates(ids),
                 "rows are summed over something other than a token's choices",
                 m.root,
                 advice.OVER_CHOICES,
@@ -502,7 +433,12 @@ class Matcher:
         need(n is not None and k is not None, "a weight has a symbolic shape", site, advice.STATIC_WEIGHTS)
         assert n is not None and k is not None
         ref = substitute(lin.weight, {out: N, lin.inner: K})
+        by_ids = any(isinstance(i, Ref) for i in indices(ref))
+        need(not by_ids, "gate/up and down products route their rows differently", site, advice.SAME_ROUTE)
         need(free_axes(ref) == {N, K}, f"{told(lin.weight)} is no expert's matrix", site, advice.OWN_MATRIX)
+        at = [(i.value, static_int(s)) for i, s in zip(ref.index, shape(ref.node)) if isinstance(i, Const)]
+        inside = all(s is None or i < s for i, s in at)
+        need(inside, "gate/up and down differ in experts", site, advice.AS_MANY)
         bias = None
         if lin.bias is not None:
             bias = Matrix(substitute(lin.bias, {out: N}), n, 0)
@@ -573,11 +509,16 @@ class Matcher:
             need(free_axes(ids) <= at, "the ids are not one for each row", m.root, advice.IDS_SHAPE)
             return 1
         need(free_axes(ids) == at | {J}, "the ids are not some for each token", m.root, advice.IDS_SHAPE)
-        where = [d for d, i in enumerate(ids.index) if i is J]
-        need(len(where) == 1, "a token's choices are not one dimension of the ids", m.root, advice.IDS_SHAPE)
-        k = static_int(b.k if b.k is not None else shape(ids.node)[where[0]])
+        at_j = _coordinates(ids).count(J)
+        need(at_j == 1, "a token's choices are not one dimension of the ids", m.root, advice.IDS_SHAPE)
+        k = static_int(b.k if b.k is not None else shape(ids.node)[ids.index.index(J)])
         need(k is not None, "k is symbolic", m.root, advice.STATIC_K)
         return k
+
+
+def _coordinates(ref: Ref) -> list[Term]:
+    """What an element is indexed by; of a dimension that a view has cut, its parts."""
+    return [p for i in ref.index for p in (i.parts if isinstance(i, Mix) else (i,))]
 
 
 def _of_one_choice(b: Branch) -> Branch:

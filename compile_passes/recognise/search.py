@@ -25,12 +25,12 @@ from ..graph.nodes import (
     written_to,
 )
 from ..graph.products import is_grouped_mm
-from ..index.indexing import is_eq
+from ..index.indicators import is_eq
 from ..index.reader import Reader
-from ..index.terms import Const, Ref, free_axes
+from ..index.terms import Const, Ref, free_axes, walk
 from ..naming import called
-from .factors import walk
 from .mixture import Linear, Matcher, Mixture
+from .sorted_rows import GATHERED, SORTED, need_one_operator
 from .steps import instead_of, instead_of_output
 
 _STEPS_AFTER = 24
@@ -244,6 +244,7 @@ class Search:
                     continue  # another block's experts enter too
                 try:
                     found = self.matcher.match(node, allow_rest, lambda n: bool(self._near.get(n, 0) & bits))
+                    self._note_form(found, bits)
                     need(
                         found.downs == count,
                         f"it is the sum of {found.downs} of {count} experts",
@@ -268,6 +269,9 @@ class Search:
             return self._stopped(bits) if experts else None
         if not (experts or self._is_indexed(ends[0])):
             return None  # a dense FFN
+        unread = self._not_read(bits)
+        if unread is not None:
+            return unread
         refusal = max(told, key=lambda t: t[:3])[3]
         if not refusal.reason.endswith("is not understood"):
             return refusal
@@ -280,6 +284,21 @@ class Search:
             or self._behind(step)
             or refusal
         )
+
+    def _note_form(self, found: Mixture, bits: int) -> None:
+        """What kind of products those of a block are; if of sorted rows, it must be one operator."""
+        downs = self._of(bits)
+        if all(map(is_grouped_mm, downs)):
+            found.form, found.wraps, found.at = SORTED, False, downs[0]
+            for down in downs:
+                need_one_operator(found, down)
+        elif found.wraps and len(downs) == 1 and is_op(*downs, aten.bmm):
+            found.form, found.at = GATHERED, downs[0]
+
+    def _not_read(self, bits: int) -> Refusal | None:
+        """The first reason why what comes of these products could not be read."""
+        read = self.reader.refusals
+        return next((read[n] for n in self.graph.nodes if n in read and self._near[n] & bits), None)
 
     def _of_written(self, step: fx.Node) -> Refusal | None:
         """A product that enters `step` with a weight that the graph has written to before."""

@@ -61,14 +61,12 @@ class Assembly:
         return (len(self.experts), rows, self.k) if self.k else (len(self.experts), rows)
 
     @staticmethod
-    def of_one(e: int, n: int, k: int, transposed: bool, parts: int = 1) -> Assembly:
-        """One parameter as it is; its rows in `parts` parts, interleaved if there are several."""
-        rows = n // parts
-        pieces = []
-        for i in range(e):
-            taken = [(("n", p * rows, 1), ("k", 0, 1)) for p in range(parts)]
-            pieces.append(tuple(Piece(0, (("at", i), *(at[::-1] if transposed else at))) for at in taken))
-        return Assembly(tuple(pieces), rows, k, parts > 1)
+    def of_one(e: int, n: int, k: int, transposed: bool) -> Assembly:
+        """One parameter as it is."""
+        rows: tuple[tuple[Any, ...], ...] = (
+            (("k", 0, 1), ("n", 0, 1)) if transposed else (("n", 0, 1), ("k", 0, 1))
+        )
+        return Assembly(tuple((Piece(0, (("at", i), *rows)),) for i in range(e)), n, k)
 
     def build(self, *weights: torch.Tensor) -> torch.Tensor:
         sizes = {"n": self.n, "k": self.k}
@@ -79,19 +77,17 @@ class Assembly:
         return torch.stack(rows)
 
     def whole(self, shapes: list[tuple[int, ...]]) -> bool | None:
-        """None unless it is one 3D parameter as it is; then whether that is stored transposed, [E, K, N]."""
-        if len(shapes) != 1 or len(shapes[0]) != 3 or not self.k:
-            return None
+        """None unless it is one parameter as it is; then whether that is stored transposed, [E, K, N]."""
         count, order = len(self.experts[0]), [what for what, *_ in self.experts[0][0].at[1:]]
         transposed = order == ["k", "n"]
-        e, n, k = self.shape
-        if shapes[0] != ((e, k, n) if transposed else (e, n, k)):
+        e, n, *k = self.shape
+        if shapes != [(e, *k, n) if transposed else (e, n, *k)]:
             return None
         for i, parts in enumerate(self.experts):
             for p, part in enumerate(parts):
                 rows = ("n", p, count) if self.interleaved else ("n", p * self.n, 1)
-                both = (("k", 0, 1), rows) if transposed else (rows, ("k", 0, 1))
-                if part.at != (("at", i), *both):
+                both = [rows, ("k", 0, 1)] if k else [rows]
+                if part.at != (("at", i), *(both[::-1] if transposed else both)):
                     return None
         return transposed
 

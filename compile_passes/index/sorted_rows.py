@@ -1,0 +1,232 @@
+"""Rows sorted by expert: how many each has, rows that are no expert's, and how rows are put back."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import fx
+
+from .. import advice
+from ..graph.nodes import (
+    arguments,
+    aten,
+    exact_int,
+    is_op,
+    is_tensor,
+    item,
+    need,
+    refuse,
+    same_shape,
+    shape,
+    strip,
+    value,
+)
+from ..graph.products import counted_ids
+from ..naming import called
+from ..operands import operand
+from .axes import Opaque, Values, same
+from .indicators import is_eq
+from .routing import support
+from .terms import Apply, Axis, Composite, Const, Mul, Rows, Sum, Term, Value, coordinate, rebuild, substitute
+
+
+class SortedRows(Values):
+    def _sorted(self, sort: fx.Node, output: int) -> Value:
+        """Sorting orders all rows anew: each stands for one position of the sorted tensor."""
+        a = arguments(sort)
+        v = self.value(a["self"], 0)
+        if len(v.dims) != 1 or a["descending"] or any(isinstance(x, Rows) for x in v.axes):
+            raise Opaque
+        key = ("sort", self.canon.number(a["self"]), str(a.get("stable")))
+        if key not in self._rows:
+            bound = tuple(Axis(x.size) for x in v.axes)
+            names = dict(zip(v.axes, bound))
+            rows = self._rows[key] = Rows(shape(a["self"])[0], bound, None, substitute(v.term, names))
+            self._sorted_from[rows] = substitute(coordinate(v.dims[0]), names)
+        rows = self._rows[key]
+        assert rows.key is not None
+        return Value(((rows,),), self._sorted_from[rows] if output == 1 else rows.key)
+
+    # --- put back ---
+
+    def _index_into(self, table: fx.Node, d: int, index: fx.Node) -> Value:
+        """An index into dimension d of a tensor; for a bias [E, N] without a clamp of sorted ids to experts.
+
+        It changes what no expert's rows read. What those hold is nobody's, unless it is masked."""
+        clamp = strip(index)
+        bias = self.is_weight(strip(table)) and len(shape(table)) == 2 and d == 0
+        if bias and len(shape(index)) == 1 and is_op(clamp, aten.clamp):
+            a = arguments(clamp)
+            v, last = self.value(a["self"], 0), shape(table)[d] - 1
+            rows = sorted_rows(v, 0) if len(v.dims) == 1 else None
+            if rows is not None and v.term is rows.key and a["min"] in (None, 0) and same(a["max"], last):
+                return v
+        return self.value(index, 0)
+
+    def _restored(self, table: Value, d: int, rows: Rows, index: fx.Node) -> Value:
+        """Sorted rows back in the order that they had: `bound` are axes like any others then."""
+        if len(shape(index)) != 1:
+            raise Opaque
+        need(
+            self._inverts(index, rows),
+            "rows are put back by other than the inverse permutation",
+            index,
+            advice.RESTORE,
+        )
+        fresh = tuple(Axis(a.size) for a in rows.bound)
+        term = substitute(substitute(table.term, self._cuts), dict(zip(rows.bound, fresh)))
+        return Value((*table.dims[:d], fresh, *table.dims[d + 1 :]), term)
+
+    def _inverts(self, index: fx.Node, rows: Rows) -> bool:
+        """Whether index[s] is the row that stands for place s: the inverse of the permutation that sorts."""
+        index = exact_int(index)
+        found = item(index)
+        if found is not None:  # its argsort
+            source, output = found
+            ascending = is_op(source, aten.sort) and not arguments(source)["descending"]
+            return ascending and output == 1 and self._permutes(operand(source), rows)
+        a = arguments(index) if index.op == "call_function" else {}
+        if is_op(index, aten.index_put):
+            if a["accumulate"] or len(a["indices"]) != 1:
+                return False
+            at, new = a["indices"][0], a["values"]
+        elif index.target is aten.scatter.src and a["dim"] in (0, -1):
+            at, new = a["index"], a["src"]
+        else:
+            return False
+        if not (is_tensor(at) and is_tensor(new)):
+            return False
+        whole = len(shape(index)) == 1 and same_shape(shape(index), shape(at))
+        return whole and self._permutes(at, rows) and is_arange(new, shape(index))
+
+    def _permutes(self, node: fx.Node, rows: Rows) -> bool:
+        """Whether an element of `node` is the place in the unsorted tensor that a row stands for."""
+        v = self.value(node, 0)
+        return v.dims == ((rows,),) and substitute(v.term, self._cuts) is coordinate(rows.bound)
+
+    # --- counted ---
+
+    def _rows_that_end_at(self, offs: fx.Node, experts: int, rows: Rows | None, a: fx.Node) -> Rows:
+        """`rows`, the rows of `a`, if offs [E] is where those of each expert end."""
+        cumsum = exact_int(offs)
+        need(
+            is_op(cumsum, aten.cumsum) and len(shape(cumsum)) == 1,
+            f"the offsets ({called(cumsum)}) are not a cumulative sum of counts",
+            offs,
+            advice.OFFSETS,
+        )
+        counted = self._counted(operand(cumsum), experts)
+        if counted is None:
+            raise Opaque
+        if rows is not None and self._are_of(counted, rows):
+            return rows
+        sorts = [r for r in self._rows.values() if r.key is not None]
+        reason = "the offsets count ids that are not sorted anywhere"
+        need(any(self._are_of(counted, r) for r in sorts), reason, offs, advice.OFFSETS)
+        reason = f"the rows ({called(strip(a))}) are in another order than the ids that the offsets count"
+        refuse(reason, a, advice.TOKEN_ROWS)
+
+    def _counted(self, counts: fx.Node, experts: int) -> tuple[Term, list[Axis]] | None:
+        """Of what, over which axes, counts [E] is the histogram: counts[e] is how often it is e."""
+        node = exact_int(counts)
+        v = self.value(node, 0)
+        if isinstance(v.term, Sum) and is_eq(v.term.body):
+            ids, expert = v.term.body.args  # type: ignore[attr-defined]
+            if v.dims == ((expert,),):
+                return ids, list(v.term.axes)
+        ids = _marked(node) if is_op(node, aten.sum) else counted_ids(node, experts)
+        found = self.value(ids, 0) if ids is not None else None
+        return None if found is None else (found.term, found.axes)
+
+    def _counts_of(self, counts: fx.Node, experts: int, rows: Rows) -> bool:
+        counted = self._counted(counts, experts)
+        return counted is not None and self._are_of(counted, rows)
+
+    def _are_of(self, counted: tuple[Term, list[Axis]], rows: Rows) -> bool:
+        """Whether these are the ids that `rows` were sorted by, in any order."""
+        ids, axes = counted
+        if axes == [rows]:
+            return ids is rows.key
+        own: dict[Any, Term] = dict(zip(axes, rows.bound))
+        if len(axes) != len(rows.bound):  # an axis of one of them was cut
+            if len(axes) != 1:
+                return False
+            own = {axes[0]: coordinate(rows.bound)}
+        return substitute(ids, own) is substitute(rows.key, self._cuts)
+
+    # --- rows that are no expert's ---
+
+    def _no_sentinels(self, node: fx.Node, level: int) -> Value:
+        """masked_fill(rows, ids >= c, 0), where rows are sorted by these ids: rows * [ids < c].
+
+        Ids of as many as there are experts, or more, are no expert's: what such rows hold is masked away."""
+        a = arguments(node)
+        if not is_tensor(a["mask"]) or a["value"] != 0:
+            raise Opaque
+        v, mask = self.value(a["self"], level), self.value(a["mask"], 0)
+        rows = sorted_rows(v, 0) if v.dims else None
+        low = _sentinels_from(mask.term, rows.key) if rows is not None else None
+        if low is None or mask.dims != ((rows,), *[()] * (len(v.dims) - 1)):
+            raise Opaque
+        return Value(v.dims, Mul(Apply(aten.lt, (rows.key, Const(low))), v.term))  # type: ignore[union-attr]
+
+    @staticmethod
+    def _of_experts(term: Term, key: Term, experts: int) -> Term:
+        """`term` where the id `key` is one of so many experts: without conditions that say so."""
+        memo: dict[Term, Term] = {}
+
+        def go(t: Any) -> Any:
+            if not isinstance(t, Composite):
+                return t
+            if t not in memo:
+                rest = [f for f in t.args if not _is_id_below(f, key, experts)] if isinstance(t, Mul) else []
+                memo[t] = go(rest[0]) if len(rest) == 1 else rebuild(t, go)
+            return memo[t]
+
+        return go(term)
+
+
+def sorted_rows(v: Value, d: int) -> Rows | None:
+    """The axis of dimension d, if that has the rows of a sort."""
+    group = v.dims[d]
+    rows = group[0] if len(group) == 1 else None
+    return rows if isinstance(rows, Rows) and rows.key is not None else None
+
+
+def is_arange(node: fx.Node, size: tuple[Any, ...]) -> bool:
+    """Whether a tensor of this shape counts 0, 1, 2, ..."""
+    node = exact_int(node)
+    if not is_op(node, aten.arange):
+        return False
+    a = arguments(node)
+    return a.get("start", 0) == 0 and a.get("step", 1) == 1 and same_shape(shape(node), size)
+
+
+def _is_id_below(term: Any, key: Term, experts: int) -> bool:
+    """Whether it is [key < c] where c is all experts, or more."""
+    below = isinstance(term, Apply) and term.op is aten.lt and term.args[0] is key
+    return below and isinstance(term.args[1], Const) and term.args[1].value >= experts
+
+
+def _sentinels_from(mask: Term, key: Term | None) -> int | None:
+    """c if the mask is [key >= c]."""
+    if not isinstance(mask, Apply) or mask.op not in (aten.ge, aten.gt) or mask.args[0] is not key:
+        return None
+    low = mask.args[1]
+    known = isinstance(low, Const) and isinstance(low.value, int)
+    return low.value + (mask.op is aten.gt) if known else None
+
+
+def _marked(node: fx.Node) -> fx.Node | None:
+    """ids [T, k] if node [E] counts the rows of zeros [T, E] with a 1 put at the ids, which are distinct."""
+    a = arguments(node)
+    marks = strip(a["self"])
+    if a["dim"] != [0] or a["keepdim"] or value(marks).dtype not in (torch.int64, torch.int32, torch.float32):
+        return None
+    while is_op(marks, aten._to_copy):
+        marks = strip(operand(marks))
+    if not is_op(marks, aten.scatter) or marks.target is not aten.scatter.value or marks.args[3] != 1:
+        return None
+    found = support(marks)
+    return found.parts[0] if found is not None and len(found.parts) == 1 else None

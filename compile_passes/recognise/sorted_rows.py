@@ -1,0 +1,52 @@
+"""A block whose products are of rows sorted by expert: where one operator is better than its two.
+
+Two `fp4::grouped_mm` are as good as two `fp4::indexed_mm`, and rows that others read must be there anyway. So
+such a block is one `fp4::moe`, or it stays two products.
+"""
+
+from __future__ import annotations
+
+from torch import fx
+
+from ...meta.formats import ACTIVATIONS
+from .. import advice
+from ..graph.nodes import need
+from ..index.terms import free_axes
+from ..naming import called
+from .activations import in_words
+from .mixture import Mixture
+
+SORTED = "rows sorted by expert (grouped_mm)"
+GATHERED = "weights gathered for each row (batched_mm)"
+
+
+def need_one_operator(m: Mixture, down: fx.Node) -> None:
+    """A Refusal unless `m`, which ends in the product `down`, is one operator that leaves nothing behind."""
+    act, root = m.common.act, m.root
+    _need_only_users(down, root)
+    need(
+        set(m.tokens) <= free_axes(m.common.x),
+        "the sum is not over the choices of each token",
+        root,
+        advice.SUM_CHOICES,
+    )
+    reason = f"activation {in_words(act)} is none of: {', '.join(ACTIVATIONS)}"
+    need(bool(act.name) and m.common.gain is None, reason, down, advice.ACTIVATION)
+
+
+def _need_only_users(down: fx.Node, root: fx.Node) -> None:
+    """What is between the product and the block's output has no other users."""
+    before, todo = {root}, [root]
+    while todo:
+        new = set(todo.pop().all_input_nodes) - before
+        before |= new
+        todo += new
+    seen, todo = {down}, [down]
+    while todo:
+        node = todo.pop()
+        if node is root:
+            continue
+        reason = f"{called(node)} is used {len(node.users)} times, so it must stay"
+        need(before.issuperset(node.users), reason, node, advice.UNREAD)
+        todo += [n for n in node.users if n not in seen]
+        seen.update(node.users)
