@@ -23,7 +23,8 @@ from fp4_ops.meta.formats import ACTIVATIONS, FORMATS
 from fp4_ops.meta.layouts import LAYOUTS
 
 import fp4_ops  # noqa: F401
-from fp4_ops.sm90 import choice, decode, library, prefill, rows
+from fp4_ops import native
+from fp4_ops.sm90 import decode, library, prefill, rows
 
 op = torch.ops.fp4
 FORM, WIDE = ({"format": "nvfp4", "layout": layout} for layout in ("sm90", "sm90_bf16"))
@@ -144,7 +145,7 @@ def main() -> None:
         library.FILE = str(args.kernels.absolute())  # which takes the place of the package's folder, too
         library.library.cache_clear()
     for kernel in ("decode", "gemv", "prefill"):
-        with choice.only(kernel):
+        with native.only(kernel):
             products()
             blocks()
     candidates()
