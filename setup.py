@@ -20,7 +20,7 @@ from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
-from setuptools import setup
+from setuptools import find_packages, setup
 from setuptools.command.bdist_wheel import bdist_wheel
 
 try:
@@ -245,6 +245,18 @@ class Build(BuildExtension):
         subprocess.run([nvcc, *NVCC_FLAGS, "-shared", *objects, "-o", str(target)], check=True)
 
 
+ROOMS = {
+    "fp4_ops": "fp4_ops",
+    "fp4_ops.meta": "meta",
+    "fp4_ops.compile_passes": "compile_passes",
+}
+
+
+def packages() -> list[str]:
+    """Every folder of Python below the rooms: what a list forgot would be missing only from the wheel."""
+    return [p for name, room in ROOMS.items() for p in (name, *(f"{name}.{s}" for s in find_packages(room)))]
+
+
 class AnyPythonWheel(bdist_wheel):
     def finalize_options(self) -> None:
         super().finalize_options()
@@ -255,29 +267,8 @@ class AnyPythonWheel(bdist_wheel):
 
 
 setup(
-    packages=[
-        "fp4_ops",
-        "fp4_ops.checkpoints",
-        "fp4_ops.checkpoints.dialects",
-        "fp4_ops.quantization",
-        "fp4_ops.sm90",
-        "fp4_ops.triton",
-        "fp4_ops.meta",
-        "fp4_ops.compile_passes",
-        "fp4_ops.compile_passes.dynamo",
-        "fp4_ops.compile_passes.trace",
-        "fp4_ops.compile_passes.graph",
-        "fp4_ops.compile_passes.index",
-        "fp4_ops.compile_passes.recognise",
-        "fp4_ops.compile_passes.weights",
-        "fp4_ops.compile_passes.emit",
-        "fp4_ops.compile_passes.neighbours",
-    ],
-    package_dir={
-        "fp4_ops": "fp4_ops",
-        "fp4_ops.meta": "meta",
-        "fp4_ops.compile_passes": "compile_passes",
-    },
+    packages=packages(),
+    package_dir=ROOMS,
     ext_modules=[
         CppExtension(
             "fp4_ops._C",

@@ -29,6 +29,21 @@ def test_a_build_asks_pip_for_no_torch():
     assert not [r for r in requires if "torch" in r or "nvidia" in r]
 
 
+def test_the_wheel_has_every_folder_of_python():
+    child = setup("print(*options['packages'], sep='\\n')")
+    assert child.returncode == 0, child.stderr
+    found = set()
+    for name, room in (
+        ("fp4_ops", "fp4_ops"),
+        ("fp4_ops.meta", "meta"),
+        ("fp4_ops.compile_passes", "compile_passes"),
+    ):
+        for file in (ROOT / room).rglob("*.py"):
+            found.add(".".join((name, *file.relative_to(ROOT / room).parts[:-1])))
+    assert {"fp4_ops.distributed", "fp4_ops.checkpoints.dialects"} <= found
+    assert sorted(child.stdout.split()) == sorted(found)
+
+
 def test_without_torch_one_line_says_what_to_do():
     block = "import sys; sys.modules['torch'] = None; import runpy; runpy.run_path('setup.py')"
     run = subprocess.run([sys.executable, "-c", block], cwd=ROOT, capture_output=True, text=True)
