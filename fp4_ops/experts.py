@@ -325,7 +325,8 @@ def run_experts(
     """A prepared module. `tokens`: as in `fp4::moe_ep`, with ids of all experts; "": those of this
     process's."""
     form = recipe.form
-    w13, w2 = getattr(module, form.gate_up), getattr(module, form.down)
+    modules: Any = module._modules  # without the way through `nn.Module.__getattr__`
+    w13, w2 = modules[form.gate_up], modules[form.down]
     bias = getattr(module, form.gate_up_bias) if form.gate_up_bias else None
     down_bias = getattr(module, form.down_bias) if form.down_bias else None
     gate = recipe.gate

@@ -228,7 +228,7 @@ def test_a_static_cache_that_is_used_again_needs_no_new_compilation(ours, fresh_
     cache = transformers.StaticCache(config=model.config, max_cache_len=20)
     for steps in (4, 9, 4):
         cache.reset()
-        ids = tokens(2, 5)
+        ids = tokens(2, 5).clamp(min=1)  # 0 is padding, with which generate passes a mask, too
         options = {"do_sample": False, "max_new_tokens": steps}
         got = model.generate(
             ids, **options, past_key_values=cache, compile_config=config,
