@@ -3,16 +3,14 @@
 from __future__ import annotations
 
 import ast
-import importlib.util
+import sys
 from pathlib import Path
 
 import pytest
 
-PATH = Path(__file__).parents[1] / "csrc" / "generate" / "operator_checks.py"
-spec = importlib.util.spec_from_file_location("operator_checks", PATH)
-assert spec is not None and spec.loader is not None
-generate = importlib.util.module_from_spec(spec)
-spec.loader.exec_module(generate)
+sys.path.insert(0, str(Path(__file__).parents[1] / "csrc"))  # as setup.py does
+
+from generate import operator_checks as generate
 
 
 def translated(source: str) -> str:

@@ -104,7 +104,8 @@ def test_the_documented_command_serves_a_folder(folder):
     finally:
         server.kill()
         server.wait()
-    assert answer["choices"][0]["text"].split() == [f"w{i}" for i in alone(model, prompt)]
+    want = [f"w{i}" for i in alone(model, prompt) if i]  # without the padding token
+    assert answer["choices"][0]["text"].split() == want
 
 
 def free_port() -> int:
@@ -182,7 +183,8 @@ def test_transformers_serve_answers_concurrent_requests_as_alone(continuous, fol
     model = transformers.AutoModelForCausalLM.from_pretrained(folder, device_map="cpu")
     assert any(hasattr(m, "_fp4_recipe") for m in model.modules())
     prompts = draw()
-    want = [" ".join(f"w{i}" for i in alone(model, p)) for p in prompts]
+    # Text is without the padding token 0, which a model may give as any other.
+    want = [" ".join(f"w{i}" for i in alone(model, p) if i) for p in prompts]
     sizes = {"cb_num_blocks": 16, "cb_max_batch_tokens": 12} if continuous else {}
     server = Server(folder, continuous_batching=continuous, **sizes)
     got: dict[int, str] = {}

@@ -12,6 +12,7 @@ from torch.fx.experimental.symbolic_shapes import free_unbacked_symbols
 
 from .. import advice
 from ..graph.nodes import (
+    ASSERTIONS,
     FLOATING,
     Canon,
     Refusal,
@@ -269,11 +270,11 @@ def _no_stand_in_is_left(graph: fx.Graph, sites: list[Site]) -> None:
 def sweep(graph: fx.Graph) -> None:
     """Dead code, and assertions about sizes or chosen rows of tensors that nothing needs any more."""
     live: set[fx.Node] = set()
-    _keep((n for n in graph.nodes if _has_effect(n) and not is_op(n, *_ASSERTIONS)), live)
+    _keep((n for n in graph.nodes if _has_effect(n) and not is_op(n, *ASSERTIONS)), live)
     asserted = [
         n
         for n in graph.nodes
-        if (is_op(n, *_ASSERTIONS) and _tensors_behind(n) & live)
+        if (is_op(n, *ASSERTIONS) and _tensors_behind(n) & live)
         or (is_op(n, aten._assert_async) and not _is_of_some_rows(n, live))
     ]
     _keep(asserted, live)
@@ -292,7 +293,7 @@ def _is_of_some_rows(node: fx.Node, live: set[fx.Node]) -> bool:
 def may_run_twice(graph: fx.Graph) -> bool:
     """Whether a second run with the same inputs gives the same: nothing is written to, or drawn at random."""
     return all(
-        n.op in ("placeholder", "output", "get_attr") or is_op(n, *_ASSERTIONS) or is_pure(n)
+        n.op in ("placeholder", "output", "get_attr") or is_op(n, *ASSERTIONS) or is_pure(n)
         for n in graph.nodes
         if not is_op(n, aten.empty, aten.empty_like)
     )
@@ -310,12 +311,6 @@ def _keep(nodes: Iterable[fx.Node], live: set[fx.Node]) -> None:
         if node not in live:
             live.add(node)
             todo.extend(node.all_input_nodes)
-
-
-_ASSERTIONS = (
-    aten._assert_scalar, aten._assert_async, aten._assert_tensor_metadata, aten.sym_constrain_range,
-    aten.sym_constrain_range_for_size,
-)  # fmt: skip
 
 
 def _tensors_behind(node: fx.Node) -> set[fx.Node]:

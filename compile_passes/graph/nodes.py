@@ -17,6 +17,11 @@ aten = torch.ops.aten
 
 FLOATING = (torch.float32, torch.bfloat16, torch.float16)
 PRODUCTS = (aten.mm, aten.bmm, aten.addmm, aten.baddbmm)
+ASSERTIONS = (
+    aten._assert_scalar, aten._assert_async, aten._assert_tensor_metadata, aten.sym_constrain_range,
+    aten.sym_constrain_range_for_size,
+)  # fmt: skip
+"""They give nothing to the model, and go with the tensors that they are about."""
 
 
 class Refusal(Exception):

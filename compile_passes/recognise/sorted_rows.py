@@ -10,7 +10,7 @@ from torch import fx
 
 from ...meta.formats import ACTIVATIONS
 from .. import advice
-from ..graph.nodes import need
+from ..graph.nodes import ASSERTIONS, is_op, need
 from ..index.terms import free_axes
 from ..naming import called
 from .activations import in_words
@@ -46,7 +46,8 @@ def _need_only_users(down: fx.Node, root: fx.Node) -> None:
         node = todo.pop()
         if node is root:
             continue
-        reason = f"{called(node)} is used {len(node.users)} times, so it must stay"
-        need(before.issuperset(node.users), reason, node, advice.UNREAD)
-        todo += [n for n in node.users if n not in seen]
-        seen.update(node.users)
+        users = [n for n in node.users if not is_op(n, *ASSERTIONS)]
+        reason = f"{called(node)} is used {len(users)} times, so it must stay"
+        need(before.issuperset(users), reason, node, advice.UNREAD)
+        todo += [n for n in users if n not in seen]
+        seen.update(users)
