@@ -138,7 +138,8 @@ def _mixtures(s: _State) -> None:
         try:
             if isinstance(found, Refusal):
                 raise found
-            weights = [n for n in writer.inputs if n in weights_of(found)]
+            own = weights_of(found)
+            weights = [n for n in writer.inputs if n in own]
             why = next((n.meta["each"] for n in weights if "each" in n.meta), "")
             if why:
                 s.sites += write_every_use(writer, found, reader, why, taken)
