@@ -151,6 +151,8 @@ def write_folder(
             new, values[f"{name}.weight"] = write(name, *model.get_submodule(name).weight.shape, 2.0**-9)
             tensors |= new
     rest = {n: p.detach().clone() for n, p in model.named_parameters() if n not in values}
+    parameters = dict(model.named_parameters(remove_duplicate=False))
+    rest |= {n: t.clone() for n, t in model.state_dict().items() if n not in parameters}  # buffers
     save_tensors(path, tensors | rest, shards)
     edit_json(path / "config.json", lambda c: c.update(quantization_config=STORED[dialect]))
     return values

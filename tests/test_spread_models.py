@@ -109,9 +109,9 @@ def test_families(tmp_path):
     for outcome in run(tmp_path, 2, "^(a|prepare|quantising)_", others):
         for family in others:
             for name in (*BY_GROUP, *SPREAD, *SPLIT):
-                if name in outcome:
+                if f"{name} {family}" in outcome:
                     whole = name in SPLIT and family in WHOLE_BY_TP
-                check(outcome[f"{name} {family}"], 2, whole, BOUNDS.get(name, 1e-5))
+                    check(outcome[f"{name} {family}"], 2, whole, BOUNDS.get(name, 1e-5))
 
 
 @pytest.mark.more

@@ -456,27 +456,51 @@ def _as_tuple(x: Any) -> tuple[Axis, ...]:
     return x if isinstance(x, tuple) else (x,)
 
 
-def told(term: Any, inside: bool = False) -> str:
+MOST_PARTS = 100
+"""How many parts of a term are told. Terms share their parts, so a whole text may be exponentially long."""
+
+
+def told(term: Any) -> str:
     """A term, or several, in the user's words: `:` is a coordinate, a node what `called` says."""
-    if isinstance(term, tuple):
-        return ", ".join(map(told, term)) or "nothing"
-    if isinstance(term, Axis):
-        return ":" if inside else term.name
-    if isinstance(term, (Mix, Affine)):
-        return ":" if inside else "a position"
-    if isinstance(term, Const):
-        return "memory that nobody wrote" if term.value is None else str(term.value)
-    if isinstance(term, Ref):
-        index = [told(i, inside=True) for i in term.index]
-        whole = all(i == ":" for i in index)
-        return called(term.node) + ("" if whole else f"[{', '.join(index)}]")
-    if isinstance(term, Apply):
-        name = getattr(term.op, "overloadpacket", term.op).__name__
-        return f"{name}({', '.join(map(told, term.args))})"
-    if isinstance(term, Mul):
-        return " * ".join(map(told, term.args))
-    if isinstance(term, Add):
-        return f"({' + '.join(map(told, term.args))})"
-    if isinstance(term, OverAxes):
-        return f"{term.word}({told(term.body)})"
-    return f"one of {', '.join(map(told, term.options))}" if isinstance(term, Choose) else str(term)
+    return _Told().text(term)
+
+
+class _Told:
+    def __init__(self) -> None:
+        self._parts = 0
+
+    def _texts(self, terms: Iterable[Any], inside: bool = False) -> list[str]:
+        found = []
+        for term in terms:
+            found.append(self.text(term, inside))
+            if self._parts > MOST_PARTS:
+                break
+        return found
+
+    def text(self, term: Any, inside: bool = False) -> str:
+        """inside: of an index."""
+        self._parts += 1
+        if self._parts > MOST_PARTS:
+            return "..."
+        if isinstance(term, tuple):
+            return ", ".join(self._texts(term)) or "nothing"
+        if isinstance(term, Axis):
+            return ":" if inside else term.name
+        if isinstance(term, (Mix, Affine)):
+            return ":" if inside else "a position"
+        if isinstance(term, Const):
+            return "memory that nobody wrote" if term.value is None else str(term.value)
+        if isinstance(term, Ref):
+            index = self._texts(term.index, inside=True)
+            whole = all(i == ":" for i in index)
+            return called(term.node) + ("" if whole else f"[{', '.join(index)}]")
+        if isinstance(term, Apply):
+            name = getattr(term.op, "overloadpacket", term.op).__name__
+            return f"{name}({', '.join(self._texts(term.args))})"
+        if isinstance(term, Mul):
+            return " * ".join(self._texts(term.args))
+        if isinstance(term, Add):
+            return f"({' + '.join(self._texts(term.args))})"
+        if isinstance(term, OverAxes):
+            return f"{term.word}({self.text(term.body)})"
+        return f"one of {', '.join(self._texts(term.options))}" if isinstance(term, Choose) else str(term)
