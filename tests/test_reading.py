@@ -24,6 +24,7 @@ from fp4_ops.compile_passes.index.terms import (  # fmt: skip
     Term,
     Value,
     interning,
+    told,
 )
 from torch import Tensor, fx
 from torch.fx.experimental.proxy_tensor import make_fx
@@ -139,3 +140,13 @@ CASES: dict[str, Callable[[], tuple]] = {
 def test_terms_compute_what_the_graph_does(name):
     f, *inputs = CASES[name]()
     check(f, *inputs)
+
+
+def test_a_term_of_shared_parts_is_told_in_short():
+    """Its whole text would have 2**60 parts."""
+    with interning():
+        term = Axis(3, "token")
+        for _ in range(60):
+            term = Apply(aten.atan2.default, (term, term))
+        text = told(Mul(term, Const(2)))
+    assert text.startswith("atan2(atan2(") and text.endswith(")") and "..." in text and len(text) < 2000
