@@ -153,7 +153,8 @@ def usable(tile: Tile, problem: Problem, device: Device) -> bool:
         few = 128 * 64 if device.sums_in_registers else 128 * 128
         if tile.block_n > 128 or sums > few:
             return False
-        if problem.columns and tile.block_m * tile.block_k > 64 * 64:
+        # 64 x 16 x 256 put 264 bytes a thread on the stack for sm_120.
+        if problem.columns and (tile.block_m * tile.block_k > 64 * 64 or tile.block_k > 128):
             return False
     # Words that are put together from bytes leave fewer registers for the second sum.
     if problem.bytes and problem.two_sums and sums > 128 * 64:
