@@ -24,7 +24,7 @@ from .passes import PassLog
 from .recognise.decode import BYTES, TABLE
 from .report import Frame, Site
 from .trace.capture import CannotCapture, capture
-from .weights.local_parts import given_parts, see_through
+from .weights.local_parts import given_parts, is_precompiling, see_through
 from .weights.packed import Swap, runtime
 from .weights.prequantized import is_subclass
 from .weights.sharded import gathered, is_flat
@@ -140,7 +140,7 @@ def _refuse_what_stays(frame: Frame, looks_like_experts: bool) -> None:
 def _runtime(
     compiled: Callable[..., Any], keep: list[int], swaps: list[Swap], repeatable: bool
 ) -> Callable[..., Any]:
-    if getattr(torch._functorch.config, "bundled_autograd_cache", False):  # torch is precompiling
+    if is_precompiling():
         from .precompiled import Precompiled
 
         return Precompiled(compiled, keep, swaps, repeatable)

@@ -29,10 +29,9 @@ def register() -> None:
             super().__init__(experts, ep_mesh, tp_mesh)
             if not self.shares_batch and tp_mesh.size() > 1:
                 raise ValueError(
-                    f"fp4: ep_implementation 'fp4' takes ep_size == tp_size, or tp_size 1; here the "
-                    f"processes of "
-                    f"{ep_mesh.size()} experts' shares have {tp_mesh.size()} copies of each batch. Use "
-                    "ep_implementation='all_to_all'"
+                    "fp4: ep_implementation 'fp4' takes ep_size == tp_size, or tp_size 1; here the "
+                    f"processes of {ep_mesh.size()} experts' shares have {tp_mesh.size()} copies of each "
+                    "batch. Use ep_implementation='all_to_all'"
                 )
             self.experts = experts
             self.tokens = "same" if self.shares_batch else "own"

@@ -192,15 +192,14 @@ def _spread(plans: dict[str, Plan], lists: dict[str, Any], ep_group: Any) -> dic
     if lists:
         raise ValueError(
             f"fp4: ep_group is given, and the experts of {next(iter(lists))} are modules of their own, "
-            f"which run by "
-            "their own code. Call prepare without it"
+            "which run by their own code. Call prepare without it"
         )
     size, rank, spread = ep_group.size(), ep_group.rank(), {}
     for name, p in plans.items():
         if p.part is not None:
             raise ValueError(
                 f"fp4: ep_group is given, and {name} has {p.part} already, as DTensors. Call prepare "
-                f"without it"
+                "without it"
             )
         part = Part("spread", p.experts, size, rank, ep_group.group_name, "own")
         shape = p.shape.partition(", ")[2]
@@ -335,10 +334,8 @@ def check_columns(name: str, part: Part, inner: int, format: str) -> None:
     if inner % part.size or inner // part.size % block:
         raise ValueError(
             f"fp4: {name} has intermediate size {inner}, which {part.size} processes split (tp_size); "
-            f"each part must be "
-            f"a multiple of {block}, the block of {format}. Use another tp_size or format, or ep_size, "
-            f"which keeps "
-            "experts whole"
+            f"each part must be a multiple of {block}, the block of {format}. Use another tp_size or format, "
+            "or ep_size, which keeps experts whole"
         )
 
 

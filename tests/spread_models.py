@@ -1,9 +1,8 @@
 """One of several processes that spread or split a prepared model's experts: `python spread_models.py FOLDER
 PATTERN FAMILY ...`.
 
-FOLDER has `bf16` and `4bit` of each family that is named in it, and gets `rank0.json`, ...: what became of
-each
-situation whose name has PATTERN, as [error against one process, bytes of 4-bit experts here, of them all].
+FOLDER has `bf16` and `4bit` of each family, and gets `rank0.json`, ...: what became of each situation whose
+name has PATTERN, as [error against one process, bytes of 4-bit experts here, of them all].
 """
 
 from __future__ import annotations

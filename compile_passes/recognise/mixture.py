@@ -218,8 +218,9 @@ class Matcher:
                 whole = product_ref(factors)
                 if whole is not None and whole.node is root:
                     refuse(f"{called(root)} is not understood", root, instead_of(root))
-                reason = f"it adds something other than each row's expert bias to rows: {told(factors)}"
-                need(not axes or any(map(has_masks, factors)), reason, root, advice.ROW_BIAS)
+                if axes and not any(map(has_masks, factors)):
+                    reason = f"it adds something other than each row's expert bias to rows: {told(factors)}"
+                    refuse(reason, root, advice.ROW_BIAS)
                 need(
                     allow_rest and whole is not None and not axes,
                     "something else is added to it",

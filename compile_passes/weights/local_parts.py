@@ -1,9 +1,7 @@
-"""DTensor parameters that a graph reads by `to_local()` alone: the part that this process has takes their
-place.
+"""DTensor parameters that a graph reads by `to_local()` alone: this process's part takes their place.
 
-torchtitan's experts, and others that run their own kernels, begin so. Then the graph has ordinary weights,
-and what
-it does with the other processes (its collectives) stays as it is.
+torchtitan's experts, and others that run their own kernels, begin so. Then the graph has ordinary weights.
+What it does with the other processes (its collectives) stays as it is.
 """
 
 from __future__ import annotations
@@ -29,9 +27,7 @@ def see_through(gm: fx.GraphModule, inputs: Sequence[Any]) -> tuple[fx.GraphModu
         if isinstance(x, torch.nn.Parameter) and split_over_processes(x) and id(x) not in from_shards
         if not (torch.is_grad_enabled() and x.requires_grad) and _is_read_locally(node, x)
     ]
-    if not parts or getattr(
-        torch._functorch.config, "bundled_autograd_cache", False
-    ):  # torch is precompiling
+    if not parts or is_precompiling():
         return gm, list(inputs), []
     gm = fx.GraphModule(gm, _copy(gm.graph))
     nodes, given = gm.graph.find_nodes(op="placeholder"), list(inputs)
@@ -52,6 +48,11 @@ def see_through(gm: fx.GraphModule, inputs: Sequence[Any]) -> tuple[fx.GraphModu
             gm.graph.erase_node(use)
     gm.recompile()
     return gm, given, parts
+
+
+def is_precompiling() -> bool:
+    """Whether what torch compiles now is to be saved, and loaded in another process."""
+    return bool(getattr(torch._functorch.config, "bundled_autograd_cache", False))
 
 
 def _copy(graph: fx.Graph) -> fx.Graph:

@@ -118,11 +118,11 @@ Tensor indexed_mm(const Tensor& a, const Tensor& b, const Tensor& b_scale,
   if (out.numel() == 0) return out;
   const int m = int(a.size(0));
   const Tensor ids = as_contiguous(expert_ids);
-  const Routing by_id = ids.scalar_type() == ScalarType::Long ? Routing::kIds64 : Routing::kIds32;
+  const Route route{by_id(ids), pointer(ids), nullptr, 0};
   ProductPlan plan;
   if (!r.w.int4)
-    plan = cuda::plan(product_of(r.w, by_id, m), kernel_of(r.rows.values.scalar_type(), r.w), r.here.sms());
-  const Route route{by_id, pointer(ids), nullptr, 0};
+    plan = cuda::plan(product_of(r.w, route.routing, m), kernel_of(r.rows.values.scalar_type(), r.w),
+                      r.here.sms());
   switch (plan.family) {
     case Family::kGemv:
       run_gemv(r.here, plan.gemv, r.rows, r.w, route, {.rows = m}, out);

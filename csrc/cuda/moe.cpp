@@ -52,9 +52,8 @@ Tensor hidden(const Call& c, const Activation* fused) {
 // Few rows an expert: their outputs are one row a (token, slot) in float32, where they are not combined at
 // once.
 void run_few(const Call& c, const BlockPlan& plan, const Tensor& out) {
-  const bool wide = c.ids.scalar_type() == ScalarType::Long;
   std::optional<Sorted> sorted;
-  Route route{wide ? Routing::kIds64 : Routing::kIds32, pointer(c.ids), nullptr, 0};
+  Route route{by_id(c.ids), pointer(c.ids), nullptr, 0};
   if (c.pairs > kMaxIds) {
     sorted = sort_rows(c.here, c.ids, c.up.groups);
     route = {Routing::kOffs, sorted->offs(), sorted->sorted_rows(), 0};
@@ -127,9 +126,7 @@ Tensor moe(const Tensor& x, const Tensor& topk_ids, const Tensor& topk_weights, 
          .few = false,
          .between = x.scalar_type(),
          .pairs = int(pairs)};
-  const Routing routing = pairs > kMaxIds                           ? Routing::kOffs
-                          : c.ids.scalar_type() == ScalarType::Long ? Routing::kIds64
-                                                                    : Routing::kIds32;
+  const Routing routing = pairs > kMaxIds ? Routing::kOffs : by_id(c.ids);
   const BlockPlan plan =
       cuda::plan(Block{product_of(c.up, routing, c.pairs), product_of(c.down, routing, c.pairs), c.top_k(),
                        c.up.bf16, c.up.int4, int(c.a_format)},

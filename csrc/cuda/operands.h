@@ -25,6 +25,11 @@ Rows ordered(const Here& here, const Rows& rows);
 void multiply(const Here& here, const Rows& x, const WeightOperand& w, const Route& route, int per_group,
               const Tensor& out);
 
+// Rows by their experts' ids, which the kernel reads as they are.
+inline Routing by_id(const Tensor& ids) {
+  return ids.scalar_type() == ScalarType::Long ? Routing::kIds64 : Routing::kIds32;
+}
+
 // What of a product's activations decides the kernels.
 Kernel kernel_of(ScalarType rows, const WeightOperand& w);
 

@@ -341,7 +341,7 @@ def _attach(
         if trainable_inputs:
             raise CheckpointError(
                 f"fp4: trainable_inputs=True, and {placed.name} has {placed.part}: gradients need all of "
-                f"them here"
+                "them here"
             )
         keep_local(module)  # biases
         if placed.part.tokens:

@@ -92,8 +92,7 @@ def _check(name: str, placed: ExpertsPlacement, module: nn.Module, kind: str, co
         if biases:
             raise ValueError(
                 f"fp4: {name} is split over processes (tp_size), and {biases[0]} is a bias, which each "
-                f"would add. Use "
-                "ep_size"
+                "would add. Use ep_size"
             )
         part, inner = Part("split", placed.experts, config.tp_size, 0, ""), placed.shapes[placed.form.down][2]
         for format in {w.dialect.format for w in placed.parts.values()}:

@@ -1,13 +1,10 @@
-"""Collectives of one process group that end, with the name of the rank that is missing, where one never
-comes.
+"""Collectives of one process group. Where a rank never comes, they end with an error that names it.
 
-On the CPU (gloo) a process that waits looks into the group's store every POLL: has another one given up? One
-that gives up writes there that it is alive, waits REPLY for the others to do so, and names those that did
-not.
-So all end soon after the first of them notices: at once where a connection breaks, after the group's own
-timeout
-(`init_process_group(timeout=...)`) where nothing does. On GPUs nothing waits here: NCCL's watchdog has its
-timeout.
+On the CPU (gloo) a process that waits looks into the group's store every POLL: has another one given up?
+One that gives up writes there that it is alive, waits REPLY for the others to do so, and names those that
+did not. So all end soon after the first of them notices: at once where a connection breaks, after the
+group's own timeout (`init_process_group(timeout=...)`) where nothing does. On GPUs nothing waits here:
+NCCL's watchdog has its timeout.
 """
 
 from __future__ import annotations
@@ -56,8 +53,7 @@ class Group:
         except (RuntimeError, ValueError, KeyError):
             raise RuntimeError(
                 f"{what}: group_name is '{name}', and this process is in no such group. Pass "
-                f"group.group_name of "
-                "one that torch.distributed.init_process_group or new_group made"
+                "group.group_name of one that torch.distributed.init_process_group or new_group made"
             ) from None
 
     @property
@@ -153,8 +149,7 @@ class Group:
         ranks = ", ".join(str(self._global(rank)) for rank in range(self.size))
         raise RuntimeError(
             f"{self.what}: on rank {self._global(self.rank)} of the group {ranks}: {missed}. A rank has "
-            f"ended, hangs "
-            f"or never called the operator; nothing was computed. Look at its own output, and start all "
-            f"ranks anew. "
+            "ended, hangs or never called the operator; nothing was computed. Look at its own output, and "
+            "start all ranks anew. "
             f"({reason.strip().splitlines()[0][:300]})"
         ) from error

@@ -24,11 +24,10 @@ def moe_ep(
     format: str, layout: str = "plain", activation: str = "silu", a_format: str = "none",
     out_dtype: torch.dtype | None = None,
 ) -> Tensor:  # fmt: skip
-    """out[t] = sum_j topk_weights[t, j] * expert(topk_ids[t, j], x[t]), the experts spread over the group's
-    ranks.
+    """out[t] = sum_j topk_weights[t, j] * expert(topk_ids[t, j], x[t]), experts spread over the ranks.
 
-    num_experts: E, of all ranks; w13 and w2 are those of this rank (`own_experts`). topk_ids: of all, in
-    [0, E).
+    num_experts: E, of all ranks; w13 and w2 are those of this rank (`own_experts`).
+    topk_ids: of all, in [0, E).
     tokens: "same" where all ranks have the same x, ids and weights; "own" where each has its own, T >= 0.
     max_tokens: the most that a rank has, the same number on each; None: the ranks tell each other first.
     """
@@ -90,10 +89,10 @@ class _Rows:
         told = group.gather(own).tolist()
         if len({tuple(kind) for _, *kind in told}) > 1:
             raise RuntimeError(
-                f"fp4::moe_ep: x, topk_ids and topk_weights differ between ranks in dtypes, hidden size "
-                f"or top_k; "
-                f"here they are {checks.dtype_name(x.dtype)} {list(x.shape)}, {checks.dtype_name(ids.dtype)} "
-                f"{list(ids.shape)} and {checks.dtype_name(weights.dtype)}; only T may differ"
+                "fp4::moe_ep: x, topk_ids and topk_weights differ between ranks in dtypes, hidden size or "
+                f"top_k; here they are {checks.dtype_name(x.dtype)} {list(x.shape)}, "
+                f"{checks.dtype_name(ids.dtype)} {list(ids.shape)} and {checks.dtype_name(weights.dtype)}; "
+                "only T may differ"
             )
         return [count for count, *_ in told]
 
@@ -109,8 +108,7 @@ class _Rows:
 def _of_all(
     a_format: str, experts: checks.Experts, num_experts: int, pairs: int, device: torch.device
 ) -> str:
-    """What "auto" is on Hopper for all experts and all rows, so that it does not depend on the number of
-    ranks."""
+    """What "auto" is on Hopper for all experts and all rows: the number of ranks does not change it."""
     order = experts.up.layout
     if a_format != "auto" or not order.hopper or "none" not in order.a_formats:
         return a_format

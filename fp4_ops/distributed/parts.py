@@ -1,8 +1,8 @@
 """What one process holds of an experts module: some of the experts whole, or some columns of each.
 
-transformers (and whoever uses its meshes' names) says it with DTensors: Shard(0) on a mesh "ep" spreads the
-experts;
-on a mesh "tp" the rows of gate and up, and the columns of down, are split along the intermediate size.
+transformers (and whoever uses its meshes' names) says it with DTensors. Shard(0) on a mesh "ep" spreads the
+experts. On a mesh "tp" the rows of gate and up, and the columns of down, are split along the intermediate
+size.
 """
 
 from __future__ import annotations
@@ -26,8 +26,7 @@ class Part:
     rank: int
     group_name: str
     tokens: str = ""
-    """As in `fp4::moe_ep`; "": whoever calls the module gives it this process's ids and adds up the
-    results."""
+    """As in `fp4::moe_ep`; "": the caller gives this process's ids, and adds up the results."""
 
     @property
     def own(self) -> range:
@@ -108,8 +107,7 @@ def local(parameter: Tensor) -> Tensor:
 
 
 def keep_local(module: nn.Module, part: Part | None = None) -> dict[str, Any]:
-    """Puts this process's part in place of each parameter that is a DTensor, or with `part` (spread) is
-    whole.
+    """Puts this process's part in place of each DTensor parameter, or with `part` (spread) of each whole one.
 
     Returns the parameters as they were.
     """

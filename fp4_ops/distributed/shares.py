@@ -4,8 +4,7 @@ from __future__ import annotations
 
 
 def own_experts(num_experts: int, processes: int, rank: int) -> range:
-    """In order, and equally many each, or one more or less; where the number divides, as DTensor's
-    Shard(0)."""
+    """In order; the numbers differ by one at most. Where it divides, they are those of DTensor's Shard(0)."""
     return range(num_experts * rank // processes, num_experts * (rank + 1) // processes)
 
 
