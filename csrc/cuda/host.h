@@ -102,7 +102,13 @@ T* mutable_pointer(const Tensor& t) {
   return static_cast<T*>(t.mutable_data_ptr());
 }
 
-inline bool aligned(const Tensor& t) { return reinterpret_cast<uintptr_t>(pointer(t)) % 16 == 0; }
+// As kernels fetch it, whole 16 bytes at a time: contiguous, and not a view that begins between them.
+inline Tensor as_operand(const Tensor& t) {
+  return t.is_contiguous() && reinterpret_cast<uintptr_t>(pointer(t)) % 16 == 0 ? t : copy_of(t);
+}
+inline OptionalTensor as_operand(const OptionalTensor& t) {
+  return t ? OptionalTensor(as_operand(*t)) : std::nullopt;
+}
 
 // The number by which the kernels know a dtype.
 inline sm90::DType code_of(ScalarType dtype) {

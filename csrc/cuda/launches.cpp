@@ -60,8 +60,8 @@ Shaped shape_rows(const Tensor& x, const Activation* gate, const Placed& to, int
 
 WeightOperand::WeightOperand(const WeightShape& shape, const Tensor& b, const Tensor& b_scale,
                              const OptionalTensor& b_factor, const OptionalTensor& b_bias)
-    : codes(as_contiguous(b)),
-      scales(as_contiguous(b_scale)),
+    : codes(as_operand(b)),
+      scales(as_operand(b_scale)),
       factor(as_contiguous(b_factor.value())),  // all these layouts have one
       bias(as_contiguous(b_bias)),
       groups(int(shape.groups)),
@@ -187,8 +187,7 @@ Sorted sort_rows(const Here& here, const Tensor& ids, int groups) {
 
 void combine(const Here& here, const Tensor& y, const int* position, const Tensor& ids, const Tensor& weights,
              const OptionalTensor& bias, int groups, const Tensor& out) {
-  // A bias may be a view that begins between 16 bytes.
-  const OptionalTensor b = bias && !aligned(*bias) ? OptionalTensor(copy_of(*bias)) : bias;
+  const OptionalTensor b = as_operand(bias);
   check_launch(kernels().combine(pointer(y), code_of(y.scalar_type()), position, pointer(ids),
                                  ids.scalar_type() == ScalarType::Long, pointer(weights),
                                  code_of(weights.scalar_type()), pointer(b), code_of(b), mutable_pointer(out),

@@ -116,7 +116,7 @@ Tensor moe(const Tensor& x, const Tensor& topk_ids, const Tensor& topk_weights, 
     return torch::stable::zero_(zeros);
   }
   Call c{.here = here,
-         .x = as_contiguous(x),
+         .x = as_operand(x),
          .ids = as_contiguous(topk_ids),
          .weights = as_contiguous(topk_weights),
          .up = WeightOperand(shape.up, w13, w13_scale, w13_global_scale, w13_bias),

@@ -35,7 +35,7 @@ Kernel kernel_of(ScalarType rows, const WeightOperand& w) {
 Rows given_rows(const Here& here, const Tensor& a, const OptionalTensor& a_scale,
                 const OptionalTensor& a_global_scale, const std::string& a_format) {
   Rows rows = a_format.empty() ? Rows{a, a_scale} : packed_rows(here, a, a_scale, a_global_scale, a_format);
-  return {as_contiguous(rows.values), as_contiguous(rows.factor)};
+  return {as_operand(rows.values), as_contiguous(rows.factor)};
 }
 
 Rows ordered(const Here& here, const Rows& rows) {
@@ -58,13 +58,10 @@ void multiply(const Here& here, const Rows& x, const WeightOperand& w, const Rou
     case Family::kPrefill:
       break;
   }
-  // Rows are fetched as whole 16 bytes; a view may begin between them.
-  Rows given{aligned(x.values) ? x.values : copy_of(x.values), x.factor};
   const bool in_order = dtype != ScalarType::Float8_e4m3fn && !w.bf16;
-  if (in_order) given = ordered(here, given);
   // With rows put in order, the last kernel launched is that pass, and made all that may be under way; a
   // factor of the rows is multiplied by another kernel.
-  run_prefill(here, given, w, route, {.rows = per_group, .early = in_order}, out);
+  run_prefill(here, in_order ? ordered(here, x) : x, w, route, {.rows = per_group, .early = in_order}, out);
 }
 
 }  // namespace fp4::cuda

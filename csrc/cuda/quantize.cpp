@@ -33,7 +33,7 @@ Two quantize_fp8(const Tensor& x, const std::string& layout) {
   const Here here(x);
   if (!here.kind().hopper)
     return fallback<Two>("quantize_fp8", "this GPU is none of compute capability 9.0", x, layout);
-  const Tensor rows = as_contiguous(x);
+  const Tensor rows = as_operand(x);
   const Rows made = make_rows(here, sm90::Form::kFp8,
                               x.dim() == 2 ? rows : torch::stable::view(rows, {-1, k}), nullptr, {});
   if (x.dim() == 2) return {made.values, *made.factor};
@@ -51,7 +51,7 @@ Tensor dequantize(const Tensor& packed, const Tensor& block_scale, const Optiona
                     layout);
   const Here here(packed);
   require_hopper("dequantize", layout, here);
-  const Tensor codes = as_contiguous(packed), scales = as_contiguous(block_scale),
+  const Tensor codes = as_operand(packed), scales = as_operand(block_scale),
                factor = as_contiguous(global_scale.value());
   const int64_t n = size(codes, -2), k = 2 * size(codes, -1);
   const int64_t rows = num_rows(codes);
