@@ -24,6 +24,18 @@ def relative_error(got: torch.Tensor, want: torch.Tensor) -> float:
     return ((got.double() - want.double()).norm() / want.double().norm()).item()
 
 
+def token_errors(got: torch.Tensor, want: torch.Tensor) -> tuple[float, float]:
+    """The relative error of the typical token (the median over all but the last dimension), and of the whole.
+
+    A value halfway between two codes, or between the scores of two experts, goes either way. That moves a
+    token or two by much, and those that attend to them; what is wrong moves all of them.
+    """
+    assert torch.isfinite(got).all() and got.shape == want.shape
+    a, b = (t.double().flatten(0, -2) for t in (got, want))
+    each = (a - b).norm(dim=-1) / b.norm(dim=-1)
+    return each.median().item(), relative_error(got, want)
+
+
 class Recorder:
     """A backend that runs the rewritten graph without Inductor, and keeps what happened."""
 

@@ -2,7 +2,8 @@
 PATTERN FAMILY ...`.
 
 FOLDER has `bf16` and `4bit` of each family, and gets `rank0.json`, ...: what became of each situation whose
-name has PATTERN, as [error against one process, bytes of 4-bit experts here, of them all].
+name has PATTERN, as [error of the typical token against one process, error of all logits, bytes of 4-bit
+experts here, of them all].
 """
 
 from __future__ import annotations
@@ -20,12 +21,14 @@ from typing import Any
 import torch
 import torch.distributed as dist
 import transformers
+from recorder import fake_quantised, token_errors
 from torch import nn
 from torch.distributed.tensor import DTensor
 
 import fp4_ops
 from fp4_ops.checkpoints.hf import FP4Config
 from fp4_ops.experts import PackedWeight
+from fp4_ops.find_experts import is_experts
 
 SITUATIONS: dict[str, Callable[[], Any]] = {}
 FOLDER = Path(sys.argv[1]) if len(sys.argv) > 1 else Path()
@@ -55,8 +58,10 @@ def logits(model: nn.Module, ids: torch.Tensor = IDS) -> torch.Tensor:
     return out.full_tensor() if isinstance(out, DTensor) else out
 
 
-def error(got: torch.Tensor, want: torch.Tensor) -> float:
-    return ((got.double() - want.double()).norm() / want.double().norm()).item()
+def exact(got: torch.Tensor, want: torch.Tensor) -> bool:
+    """But for the order of float32 sums, of which a token or two may see more."""
+    typical, whole = token_errors(got, want)
+    return typical < 1e-5 and whole < 1e-3
 
 
 def held(model: nn.Module) -> int:
@@ -64,7 +69,7 @@ def held(model: nn.Module) -> int:
 
 
 def compared(model: nn.Module, one: nn.Module, ids: torch.Tensor = IDS) -> list[float]:
-    return [error(logits(model, ids), logits(one, ids)), held(model), held(one)]
+    return [*token_errors(logits(model, ids), logits(one, ids)), held(model), held(one)]
 
 
 def prepared(folder: str, **kwargs: Any) -> Any:
@@ -96,7 +101,8 @@ def a_group_that_generates(family: str):
     model, one = prepared(f"{family}/bf16", ep_group=dist.group.WORLD), prepared(f"{family}/bf16")
     options = {"max_new_tokens": 4, "min_new_tokens": 4, "do_sample": False, "pad_token_id": 0}
     got, want = (m.generate(own_ids(), **options) for m in (model, one))
-    return [float((got != want).sum()), held(model), held(one)]
+    wrong = float((got != want).sum())
+    return [wrong, wrong, held(model), held(one)]
 
 
 @situation
@@ -128,7 +134,7 @@ def own_implementation_of_expert_parallelism(family: str):
     """Before prepare as transformers' own; afterwards the operator, whose graph is compiled whole."""
     size = dist.get_world_size()
     model = split(f"{family}/bf16", tp_size=size, ep_size=size, ep_implementation="fp4")
-    assert error(logits(model), logits(load(f"{family}/bf16"))) < 1e-5
+    assert exact(logits(model), logits(load(f"{family}/bf16")))
     fp4_ops.prepare(model, activation="bf16")
     graphs: list[Any] = []
 
@@ -139,7 +145,7 @@ def own_implementation_of_expert_parallelism(family: str):
     eager, one = compared(model, prepared(f"{family}/bf16")), logits(model)
     with torch.no_grad():
         compiled = torch.compile(model, backend=backend, fullgraph=True)
-        assert error(logits(compiled), one) < 1e-5
+        assert exact(logits(compiled), one)
     calls = [str(n.target) for g in graphs for n in g.graph.nodes if "fp4" in str(n.target)]
     assert len(graphs) == 1 and len(calls) == len(recipes(model)), calls
     assert all("moe_ep" in call for call in calls), calls
@@ -211,7 +217,7 @@ def a_folder_with_tp_plan_auto(family: str):
 
 @situation
 def bytes_read_by_a_rank(family: str):
-    """Of the folder's 4-bit weights: [0, here, all of them]."""
+    """Of the folder's 4-bit weights: [0, 0, here, all of them]."""
     from fp4_ops.checkpoints import files
 
     size, read = dist.get_world_size(), files.Reader.read
@@ -229,7 +235,7 @@ def bytes_read_by_a_rank(family: str):
         load(f"{family}/4bit")
     finally:
         files.Reader.read = read
-    return [0.0, here, bytes_read]
+    return [0.0, 0.0, here, bytes_read]
 
 
 @situation
@@ -267,24 +273,38 @@ def quantising_with_tensor_parallelism(family: str):
 # --- the compiler's backend, of models in 16 bits ---
 
 
-def compiled(family: str, **sizes: Any) -> list[Any]:
-    """[error against prepared, fp4 operators in the graph, explain's text]."""
+def in_parts(folder: str) -> Any:
+    """A model whose experts are what 4 bits make of each process's columns, with scales of their own."""
+    model, size = load(folder), dist.get_world_size()
+    for experts in filter(is_experts, model.modules()):
+        gate, up = (half.chunk(size, 1) for half in experts.gate_up_proj.data.chunk(2, 1))
+        rows = [fake_quantised(torch.cat(pair, 1), "nvfp4").chunk(2, 1) for pair in zip(gate, up)]
+        experts.gate_up_proj.data = torch.cat([part for half in zip(*rows) for part in half], 1)
+        columns = [fake_quantised(part, "nvfp4") for part in experts.down_proj.data.chunk(size, 2)]
+        experts.down_proj.data = torch.cat(columns, 2)
+    return model
+
+
+def compiled(family: str, one: nn.Module, **sizes: Any) -> list[Any]:
+    """[errors against one process, fp4 operators in the graph, explain's text]."""
     whole = {"model.embed_tokens": "replicate", "lm_head": "replicate"}  # read as DTensors otherwise
-    model, one = split(f"{family}/bf16", tp_plan=whole, **sizes), prepared(f"{family}/bf16")
+    model = split(f"{family}/bf16", tp_plan=whole, **sizes)
     report = fp4_ops.explain(model, input_ids=IDS, use_cache=False)
     with torch.no_grad():
         fast = torch.compile(model, backend="fp4", options={"activation": "bf16"})
-        return [error(logits(fast), logits(one)), sum(s.rewritten for s in report.sites), str(report)]
+        errors = token_errors(logits(fast), logits(one))
+        return [errors, sum(s.rewritten for s in report.sites), str(report)]
 
 
 @situation
 def backend_with_expert_parallelism(family: str):
-    return compiled(family, tp_size=dist.get_world_size(), ep_size=dist.get_world_size())
+    size = dist.get_world_size()
+    return compiled(family, prepared(f"{family}/bf16"), tp_size=size, ep_size=size)
 
 
 @situation
 def backend_with_tensor_parallelism(family: str):
-    return compiled(family, tp_size=dist.get_world_size())
+    return compiled(family, in_parts(f"{family}/bf16"), tp_size=dist.get_world_size())
 
 
 # --- what is refused ---

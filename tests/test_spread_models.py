@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import processes
 import pytest
+import torch
 from checkpoint_samples import tiny, write_folder
 from moe_models import FAMILIES
+from torch import nn
 
 distributed = pytest.importorskip("torch.distributed")
 if not distributed.is_available() or not distributed.is_gloo_available():
@@ -26,9 +28,15 @@ SPLIT = (
     "prepare_after_tensor_parallelism", "a_folder_with_tensor_parallelism",
     "quantising_with_tensor_parallelism",
 )  # fmt: skip
-BOUNDS = {"a_group_and_activations_by_device": 0.05}
-"""int8 activations: a value halfway between two codes becomes either, and the layers after it see the
-difference."""
+Bound = tuple[float, float]
+"""Of the error of the typical token, and of that of all logits."""
+REORDERED = (1e-5, 1e-3)
+"""The same products, whose float32 sums are in another order: about 1e-7."""
+ROUNDED = (0.05, 0.3)
+"""Activations in int8, in blocks of their own or of values that differ in the last bit. Another code is
+off by 1/254 of its block's largest value at most, so a token is by 1% or less. Where its next router takes
+another expert, it is off by as much as that expert gives, and the fourteen by a quarter of that."""
+BOUNDS = {"a_group_and_activations_by_device": ROUNDED}
 WHOLE_BY_TP = ("gpt_oss",)
 """Whose tensor parallel plan leaves experts whole."""
 REFUSED = {
@@ -43,12 +51,22 @@ REFUSED = {
 }
 
 
+@torch.no_grad()
 def run(folder, ranks: int, pattern: str, families: tuple[str, ...]):
+    """What experts give is about as large as what is added to it: were it twice as large, logits would be off
+    by 0.2 and more. Beside experts that give a hundred times as much, the norm that follows hides that."""
     for family in families:
         model = tiny(family)
+        nn.init.normal_(model.get_input_embeddings().weight)
+        for weight in model.parameters():
+            if weight.dim() == 3:
+                weight.normal_(0, 1 / 8)
         model.save_pretrained(folder / family / "bf16")
-        dialect = "gpt-oss-mxfp4" if family == "gpt_oss" else "modelopt-nvfp4"
-        write_folder(folder / family / "4bit", model, dialect)
+        dialect = "modelopt-nvfp4"
+        if family == "gpt_oss":
+            dialect = "gpt-oss-mxfp4"
+            model.get_input_embeddings().weight.mul_(8)  # random blocks of MXFP4 are large
+        write_folder(folder / family / "4bit", model, dialect, factors=lambda _, e: 2.0**-11 * (1 + e / 7))
         if family == "qwen3_moe":
             linears = ("model.layers.0.self_attn.q_proj",)
             write_folder(folder / family / "linears", model, dialect, linears=linears)
@@ -60,12 +78,16 @@ def two(tmp_path_factory):
     return run(tmp_path_factory.mktemp("two"), 2, "", ("qwen3_moe",))
 
 
-def check(told, ranks: int, whole: bool = False, bound: float = 1e-5) -> None:
+def within(errors: list[float], bound: Bound) -> bool:
+    return all(error < most for error, most in zip(errors, bound, strict=True))
+
+
+def check(told, ranks: int, whole: bool = False, bound: Bound = REORDERED) -> None:
     """One process's outputs but for rounding, with a share of its bytes: of split weights, scales are on
     each."""
     assert isinstance(told, list), told
-    error, here, all_bytes = told
-    assert error < bound, told
+    *errors, here, all_bytes = told
+    assert within(errors, bound), told
     if whole:
         assert here == all_bytes
     else:
@@ -75,24 +97,22 @@ def check(told, ranks: int, whole: bool = False, bound: float = 1e-5) -> None:
 @pytest.mark.parametrize("name", [*BY_GROUP, *SPREAD, *SPLIT, "bytes_read_by_a_rank"])
 def test_two_processes_are_one(name, two):
     for outcome in two:
-        check(outcome[f"{name} qwen3_moe"], 2, bound=BOUNDS.get(name, 1e-5))
+        check(outcome[f"{name} qwen3_moe"], 2, bound=BOUNDS.get(name, REORDERED))
 
 
 def test_the_backend_finds_local_experts(two):
     """In models whose DTensors are read by `to_local()` alone: `fp4::moe`, then transformers' all-reduce."""
     for outcome in two:
-        for name, bound in (
-            ("backend_with_expert_parallelism", 1e-5),
-            ("backend_with_tensor_parallelism", 0.05),
-        ):
-            error, sites, report = outcome[f"{name} qwen3_moe"]
-            assert error < bound and sites == 2 and report.count("fp4::moe") == 2, (name, error, report)
+        for name in ("backend_with_expert_parallelism", "backend_with_tensor_parallelism"):
+            errors, sites, report = outcome[f"{name} qwen3_moe"]
+            assert within(errors, REORDERED), (name, errors)
+            assert sites == 2 and report.count("fp4::moe") == 2, (name, report)
 
 
 def test_tp_plan_auto_is_right(two):
     for outcome in two:
-        error, here, all_bytes = outcome["a_folder_with_tp_plan_auto qwen3_moe"]
-        assert error < 0.05 and here < 0.51 * all_bytes  # once, the sum was twice what it is
+        *errors, here, all_bytes = outcome["a_folder_with_tp_plan_auto qwen3_moe"]
+        assert within(errors, ROUNDED) and here < 0.51 * all_bytes  # once, the sum was twice what it is
 
 
 @pytest.mark.parametrize("name", REFUSED)
@@ -111,7 +131,7 @@ def test_families(tmp_path):
             for name in (*BY_GROUP, *SPREAD, *SPLIT):
                 if f"{name} {family}" in outcome:
                     whole = name in SPLIT and family in WHOLE_BY_TP
-                    check(outcome[f"{name} {family}"], 2, whole, BOUNDS.get(name, 1e-5))
+                    check(outcome[f"{name} {family}"], 2, whole, BOUNDS.get(name, REORDERED))
 
 
 @pytest.mark.more
@@ -120,5 +140,5 @@ def test_three_processes_with_unequal_shares(tmp_path):
     told = run(tmp_path, 3, "^a_(group|folder_over)", ("qwen3_moe",))
     for name in BY_GROUP:
         results = [outcome[f"{name} qwen3_moe"] for outcome in told]
-        assert all(error < BOUNDS.get(name, 1e-5) for error, *_ in results), results
-        assert sum(here for _, here, _ in results) == results[0][2]
+        assert all(within(told[:2], BOUNDS.get(name, REORDERED)) for told in results), results
+        assert sum(here for *_, here, _ in results) == results[0][-1]
