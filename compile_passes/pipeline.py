@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import logging
-import operator
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -16,6 +15,7 @@ from ..meta.layouts import preferred_layout
 from . import advice
 from .dynamo import left_out
 from .dynamo.extend import allow_scalars
+from .dynamo.traced_nodes import called, example
 from .emit.one_precision import ReadTwice
 from .emit.rewrite import Rewritten, fp4_calls, may_run_twice, rewrite
 from .naming import input_name
@@ -189,12 +189,12 @@ _ROUTING = ("topk", "softmax", "argmax", "one_hot", "sort", "argsort", "nonzero"
 
 def _routes(node: fx.Node) -> bool:
     """Whether a call may choose experts, or the rows of one: `ids == 3`, where ids are an input."""
-    target = node.target
-    if target is operator.eq and len(node.args) == 2 and isinstance(node.args[1], int):
-        ids = node.args[0].meta.get("example_value") if isinstance(node.args[0], fx.Node) else None
+    if node.op not in ("call_function", "call_method"):
+        return False
+    if called(node) == "eq" and len(node.args) == 2 and isinstance(node.args[1], int):
+        ids = example(node.args[0]) if isinstance(node.args[0], fx.Node) else None
         return isinstance(ids, torch.Tensor) and not ids.dtype.is_floating_point
-    name = target if isinstance(target, str) else getattr(target, "__name__", "")
-    return node.op in ("call_function", "call_method") and name.split(".")[0].rstrip("_") in _ROUTING
+    return called(node).split(".")[0].rstrip("_") in _ROUTING
 
 
 def _frame_name() -> str:

@@ -15,6 +15,28 @@ class ConstantMessage(IncrementLoop):
         return super().route(x)
 
 
+class InALoop(IncrementLoop):
+    """From Python 3.12 on, the jump of such an assertion goes to what raises the error."""
+
+    def route(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        ids, weights = super().route(x)
+        for t in (x, weights):
+            assert torch.isfinite(t).all(), "not finite"
+        return ids, weights
+
+
+class Denied(IncrementLoop):
+    """`assert not`, with a constant message, a computed one and none."""
+
+    def route(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        ids, weights = super().route(x)
+        assert not x.isinf().any()
+        assert not x.isnan().any(), "x must be finite"
+        for name, t in (("x", x), ("weights", weights)):
+            assert not t.isnan().any(), f"{name} must be finite"
+        return ids, weights
+
+
 class OfExperts(IncrementLoop):
     """Of what nobody computes any more."""
 

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import pytest
 import torch
-from assert_loops import ConstantMessage, OfExperts
+from assert_loops import ConstantMessage, Denied, InALoop, OfExperts
 from moe_models import Recorder
 from package_styles import AssertedRouting
 
 
-@pytest.mark.parametrize("cls", [AssertedRouting, ConstantMessage, OfExperts])
+@pytest.mark.parametrize("cls", [AssertedRouting, ConstantMessage, InALoop, Denied, OfExperts])
 def test_an_assertion_is_part_of_the_graph(cls):
     torch._dynamo.reset()
     module, recorder = cls(experts=3), Recorder(activation="bf16")
@@ -21,5 +21,7 @@ def test_an_assertion_is_part_of_the_graph(cls):
         if cls is OfExperts:
             return
         x[2, 3] = float("nan")
-        with pytest.raises((AssertionError, RuntimeError), match=r"failed at .*package_styles.py|finite"):
+        with pytest.raises(
+            (AssertionError, RuntimeError), match=r"failed at .*(package_styles|assert_loops).py|finite"
+        ):
             compiled(x)

@@ -1,37 +1,57 @@
 """`assert torch.isfinite(x).all(), f"{name} is not finite"`, captured.
 
 Dynamo writes an assertion about a tensor into the graph if its message is a constant, and breaks the graph at
-one whose message is computed. That splits routers from their experts.
+one whose message is computed. That splits routers from their experts. It also breaks the graph at
+`assert not x.isnan().any()`, and at the last statement of a loop from Python 3.12 on: there the jump goes to
+what raises the error, not around it.
 """
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import torch
 
 
 def into_the_graph(tx: Any, jump: Any) -> bool:
-    """Whether `jump` only skipped the raising of an AssertionError; the graph asserts its condition now."""
+    """Whether `jump` only chose if an AssertionError is raised; the graph asserts its condition now."""
     from torch._dynamo.variables.tensor import TensorVariable
 
     condition = tx.stack[-1]
-    if type(condition) is not TensorVariable or "POP_JUMP" not in jump.opname or "IF_TRUE" not in jump.opname:
+    if type(condition) is not TensorVariable or condition.as_proxy().node.meta["example_value"].numel() != 1:
         return False
-    raising = tx.instructions[tx.instruction_pointer : tx.indexof[jump.target]]
-    names = [i.opname for i in raising]
-    if not names or names[0] != "LOAD_ASSERTION_ERROR" or names[-1] != "RAISE_VARARGS":
+    jumps_if = "IF_TRUE" in jump.opname
+    jumps_to_raise = (raising := _raising(tx.instructions[tx.indexof[jump.target] :])) is not None
+    if not jumps_to_raise:
+        raising = _raising(tx.instructions[tx.instruction_pointer :])
+    if raising is None:
         return False
-    if not any(name.startswith(("BUILD_STRING", "FORMAT_")) for name in names) or any(
-        "JUMP" in n for n in names
+    holds_if = jumps_if is not jumps_to_raise
+    if (
+        holds_if
+        and not jumps_to_raise
+        and not any(n.startswith(("BUILD_STRING", "FORMAT_")) for n in raising)
     ):
-        return False
-    if condition.as_proxy().node.meta["example_value"].numel() != 1:
-        return False
+        return False  # Dynamo does it
+    asserted = condition if holds_if else condition.call_method(tx, "logical_not", [], {})
     place = f"{tx.f_code.co_filename}:{tx.lineno}"
     tx.output.create_proxy(
-        "call_function", torch._assert_async, (condition.as_proxy(), f"the assertion failed at {place}"), {}
+        "call_function", torch._assert_async, (asserted.as_proxy(), f"the assertion failed at {place}"), {}
     )
     tx.pop()
-    tx.jump(jump)
+    if not jumps_to_raise:
+        tx.jump(jump)
     return True
+
+
+def _raising(following: Sequence[Any]) -> list[str] | None:
+    """The names of the instructions up to the raise, if all they do is to raise an AssertionError."""
+    names: list[str] = []
+    for inst in following:
+        names.append(inst.opname)
+        if names[0] != "LOAD_ASSERTION_ERROR" or "JUMP" in inst.opname:
+            return None
+        if inst.opname == "RAISE_VARARGS":
+            return names
+    return None

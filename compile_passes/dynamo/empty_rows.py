@@ -82,7 +82,7 @@ class Named(Hits):
     """The experts that are among ids, which `mask` has: `ids == e` is what it has for an expert."""
 
     def is_row(self, node: fx.Node, expert: int) -> bool:
-        if called(node) not in ("eq", "__eq__") or len(node.args) != 2:
+        if called(node) != "eq" or len(node.args) != 2:
             return False
         for ids, number in (node.args, node.args[::-1]):
             asked = number_of(number) if isinstance(number, fx.Node) else number

@@ -15,7 +15,10 @@ from ..operands import integer
 
 
 def called(node: fx.Node) -> str:
-    return node.target if isinstance(node.target, str) else getattr(node.target, "__name__", str(node.target))
+    """The name of the function or method. `a == b` is `eq`; Dynamo of torch 2.11 has `a.__eq__(b)`."""
+    target = node.target
+    name = target if isinstance(target, str) else getattr(target, "__name__", str(target))
+    return "eq" if name == "__eq__" else name
 
 
 def example(node: fx.Node) -> Any:

@@ -451,6 +451,7 @@ _CONSTANTS = (
 _OF_ONE = (
     operator.getitem, operator.eq, operator.ne, operator.ge, operator.gt, operator.le, operator.lt,
     torch.eq, torch.ne, torch.ge, torch.gt, torch.le, torch.lt, "eq", "ne", "ge", "gt", "le", "lt",
+    "__eq__",  # what Dynamo of torch 2.11 makes of `==`
 )  # fmt: skip
 """Calls with a number that is the same to each value: no result has another size or form because of it."""
 
