@@ -22,6 +22,7 @@ from torch.library import Library
 from .fakes import OPERATORS
 
 LIBRARY = Library("fp4", "IMPL")
+_BELOW = torch._C._after_autograd_keyset
 
 INFERENCE = "4-bit weights are for inference"
 ORIGINAL = "differentiate the original weights"
@@ -75,17 +76,20 @@ def call(op: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
 
 
 def _autograd_kernel(name: str) -> Callable[..., Any]:
-    op = getattr(torch.ops.fp4, name).default
+    redispatch = getattr(torch.ops.fp4, name).default._handle.redispatch_boxed
 
     def kernel(keyset: Any, *args: Any, **kwargs: Any) -> Any:
+        asked = torch.is_grad_enabled() and torch._C._any_requires_grad(*args)
+        if not asked and forward_ad._current_level < 0:  # every call under no_grad: as little as can be
+            return redispatch(keyset & _BELOW, *args, **kwargs)
         if has_tangent(args):
             refuse_tangent(f"fp4::{name}", ORIGINAL)
 
         def below(*args: Any) -> Any:
             with torch._C._AutoDispatchBelowAutograd():
-                return op.redispatch(keyset & torch._C._after_autograd_keyset, *args, **kwargs)
+                return redispatch(keyset & _BELOW, *args, **kwargs)
 
-        if not (torch.is_grad_enabled() and torch._C._any_requires_grad(*args)):
+        if not asked:
             return below(*args)
         if torch._C._are_functorch_transforms_active():
             raise RuntimeError(
