@@ -4,8 +4,8 @@
 
 The model of h200_generate (a Qwen3-MoE with 30B-A3B layer shapes, 16 layers, random bfloat16 weights).
 `eager generate`: a dynamic cache, nothing compiled; ms is the median between CUDA events on consecutive
-tokens, in the second call. `generate_batch`: 32 requests of 32 tokens are each continued by 64, in transformers'
-continuous batching; seconds of the second call. Variants:
+tokens, in the second call. `generate_batch`: 32 requests of 32 tokens are each continued by 64, in
+transformers' continuous batching; seconds of the second call. Variants:
 
     stock             the model as it is
     prepared          fp4_ops.prepare(model)
@@ -79,16 +79,11 @@ def rows(args: argparse.Namespace) -> Iterator[record.Row]:
             torch.cuda.empty_cache()
         if variant != "prepared-backend":
             for batch in (int(b) for b in args.batches.split(",")):
-                yield {
-                    "table": "eager generate",
-                    "variant": variant,
-                    "batch": batch,
-                    "ms": step_ms(model, batch),
-                }
+                of = {"table": "eager generate", "variant": variant, "batch": batch}
+                yield {**of, "ms": step_ms(model, batch)}
         seconds = batch_s(model, variant.endswith("backend"))
-        yield {
-            "table": "generate_batch", "variant": variant, "requests": REQUESTS, "new_tokens": NEW, "s": seconds,
-        }  # fmt: skip
+        of = {"table": "generate_batch", "variant": variant, "requests": REQUESTS, "new_tokens": NEW}
+        yield {**of, "s": seconds}
         gc.collect()
         torch.cuda.empty_cache()
 
