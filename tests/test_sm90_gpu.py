@@ -458,6 +458,8 @@ def test_small_block_scales_in_fp8(kernel):
     assert error(got, want) < FP8_BOUND
 
 
+HALF_STEP = 2.0**-9
+"""Of bfloat16: the largest relative error of one rounding."""
 GATES = ["silu", "gelu", "gelu_tanh", "swigluoai", "silu_interleaved", "relu2", "silu(limit=2)"]
 
 
@@ -482,16 +484,21 @@ def test_moe(kernel, layout, a_format, format, gate):
         ids[0, 0] = 0
         weights = torch.rand(tokens, top_k, device="cuda")
         fp4 = a_format in FORMATS
-        want = reference.moe(
-            x.double(), ids, weights, up.values, down.values, b13.double(), b2.double(), activation=gate,
-            a_format=a_format if fp4 else "none",
-        )  # fmt: skip
+        operands = x.double(), ids, weights, up.values, down.values, b13.double()
+        how = {"activation": gate, "a_format": a_format if fp4 else "none"}
+        want = reference.moe(*operands, b2.double(), **how)
         args = (x, ids, weights, *up.packed, *down.packed, b13, b2)
         options = {"activation": gate, "a_format": a_format, **up.options}
         got = torch.ops.fp4.moe(*args, **options)
         exact = a_format == "none" or (a_format == "auto" and kernel == "decode")
-        # A hidden value near a tie of FP4 may fall to its other side: rarely, and the sum has thousands.
-        assert error(got, want) < (6e-3 if exact else 2e-2 if fp4 else 8e-2)
+        # bfloat16 rounds what a gate takes, what it gives, each expert's row and their sum, by 2e-3 each.
+        # Most averages out, but where one hidden value outweighs the rest of its row: it has the roundings of
+        # both parts of the gate, or relu2's one twice, and 3 more.
+        one_value = tokens == 1 or gate == "relu2"
+        bound = 2e-2 if fp4 else 8e-2 if not exact else 5 * HALF_STEP if one_value else 6e-3
+        # A hidden value near a tie of FP4 may fall to its other side.
+        either = reference.moe_between_codes(*operands, **how)
+        assert (got.double() - want).norm().item() < bound * want.norm().item() + either
         assert torch.equal(got, torch.ops.fp4.moe(*args, **options)), "not deterministic"
 
 
