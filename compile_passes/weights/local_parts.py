@@ -68,8 +68,15 @@ def _local(x: Any) -> torch.Tensor:
 
 def _is_read_locally(node: fx.Node, x: Any) -> bool:
     """Whether `to_local()` is all that is done with it, and gives the very tensor that it holds."""
-    reads = [u.op == "call_method" and u.target == "to_local" and u.args == (node,) for u in node.users]
+    reads = [_reads_locally(u) and u.args == (node,) for u in node.users]
     return bool(reads) and all(reads) and type(_local(x)) is torch.Tensor
+
+
+def _reads_locally(node: fx.Node) -> bool:
+    """Whether it is `to_local()`; Dynamo of torch 2.11 has a function for it, which knows its arguments."""
+    if node.op == "call_method":
+        return node.target == "to_local"
+    return getattr(node.target, "__name__", "") == "prim_to_local"
 
 
 def given_parts(call: Callable[..., Any], parts: list[int]) -> Callable[..., Any]:

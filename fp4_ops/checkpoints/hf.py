@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import fnmatch
 import functools
 import os
 from collections.abc import Iterator
@@ -92,6 +93,7 @@ class FP4HfQuantizer(HfQuantizer):
     _dialects: tuple[Dialect, ...]
     _placement: Placement
     _kinds: dict[str, str]
+    _dtypes: dict[str, torch.dtype]
 
     @property
     def stored(self) -> dict[str, Any] | None:
@@ -109,6 +111,7 @@ class FP4HfQuantizer(HfQuantizer):
         _check_sizes(model, self.quantization_config.ep_group)
         if self.stored is None:
             return
+        self._dtypes = _dtypes_of(model)
         if not checkpoint_files:
             raise CheckpointError("fp4: a 4-bit checkpoint must be loaded from safetensors files")
         folder = Folder(Path(checkpoint_files[0]).parent)
@@ -128,6 +131,7 @@ class FP4HfQuantizer(HfQuantizer):
             prepare(model, config.format, config.activation, trainable_inputs=config.trainable_inputs)
             return model
         divide(model, self._placement, self._kinds, config.ep_group)
+        _cast(model, self._dtypes)
         if config.device is not None:
             model.to(config.device)
         self.report = fill(
@@ -158,6 +162,29 @@ class FP4HfQuantizer(HfQuantizer):
     @property
     def is_compileable(self) -> bool:
         return True
+
+
+def _dtypes_of(model: Any) -> dict[str, torch.dtype]:
+    """Of the parameters, by name, before their weights are read; but for those that a model of half precision
+    keeps in float32, whose dtype is transformers' business."""
+    in_float32 = [f"*{pattern}*" for pattern in model._get_dtype_plan(model.dtype)]
+    return {
+        name: p.dtype
+        for name, p in model.named_parameters()
+        if not any(fnmatch.fnmatchcase(name, pattern) for pattern in in_float32)
+    }
+
+
+def _cast(model: Any, dtypes: dict[str, torch.dtype]) -> None:
+    """Gives parameters the dtype that was asked for: those that have another name in the files come in the
+    files' own dtype from transformers 5.17, and no product takes two."""
+    for name, p in model.named_parameters():
+        dtype = dtypes.get(name, p.dtype)
+        if p.dtype != dtype and {p.dtype, dtype} <= _FLOATS:
+            p.data = p.data.to(dtype)
+
+
+_FLOATS = {torch.float16, torch.bfloat16, torch.float32, torch.float64}
 
 
 def _check_sizes(model: Any, ep_group: str | None) -> None:
