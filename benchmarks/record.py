@@ -105,6 +105,9 @@ def versions() -> dict[str, str]:
     for module, distribution in PACKAGES.items():
         if module in sys.modules:
             found[distribution] = importlib.metadata.version(distribution)
+    found["torch"] = str(
+        torch.__version__
+    )  # with the CUDA that it was built for, which its wheel may not say
     if torch.version.cuda:
         found["cuda"] = torch.version.cuda
     return found

@@ -11,6 +11,12 @@ from pathlib import Path
 from typing import Any
 
 
+def environment(**more: str) -> dict[str, str]:
+    """For a process that imports what is beside this file, also where PYTHONSAFEPATH is set."""
+    path = [str(Path(__file__).parent), *filter(None, [os.environ.get("PYTHONPATH")])]
+    return {**os.environ, "PYTHONPATH": os.pathsep.join(path), **more}
+
+
 def free_port() -> int:
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
@@ -21,11 +27,11 @@ def start(script: str, ranks: int, *args: object) -> list[subprocess.Popen[bytes
     """`script`, beside this file, with each rank's place in the environment."""
     port, processes = free_port(), []
     for rank in range(ranks):
-        env = {
-            **os.environ, "RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": str(ranks),
-            "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": "",
-            "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port),
-        }  # fmt: skip
+        env = environment(
+            RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE=str(ranks),
+            OMP_NUM_THREADS="1", CUDA_VISIBLE_DEVICES="",
+            MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port),
+        )  # fmt: skip
         command = [sys.executable, str(Path(__file__).parent / script), *map(str, args)]
         processes.append(subprocess.Popen(command, env=env, stdout=subprocess.PIPE, stderr=subprocess.STDOUT))
     return processes

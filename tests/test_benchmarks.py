@@ -71,7 +71,7 @@ def test_results_are_records(file):
 
 
 @pytest.fixture
-def benchmark(monkeypatch):
+def broken_off(monkeypatch):
     """A benchmark that yields two rows, then fails."""
     module = types.ModuleType("broken_off")
     module.add_arguments = lambda parser: parser.add_argument("--folder")
@@ -86,7 +86,7 @@ def benchmark(monkeypatch):
     return module
 
 
-def test_run_keeps_what_was_measured(benchmark, tmp_path, capsys):
+def test_run_keeps_what_was_measured(broken_off, tmp_path, capsys):
     run, record = imported("run"), imported("record")
     out = tmp_path / "new" / "broken_off_cpu.json"
     with pytest.raises(RuntimeError, match="time is over"):
@@ -103,8 +103,8 @@ def test_run_keeps_what_was_measured(benchmark, tmp_path, capsys):
     assert printed == "table us kernel a 1.25 one table us error b - 1.2e-07"
 
 
-def test_run_writes_nothing_without_rows(benchmark, tmp_path):
-    benchmark.rows = lambda args: iter(())
+def test_run_writes_nothing_without_rows(broken_off, tmp_path):
+    broken_off.rows = lambda args: iter(())
     with pytest.raises(SystemExit, match="no row"):
         imported("run").run("broken_off", [], tmp_path / "none.json")
     assert not (tmp_path / "none.json").exists()

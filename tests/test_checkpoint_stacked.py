@@ -29,6 +29,7 @@ from test_checkpoints import assert_holds, dequantised, logits, registered  # no
 import fp4_ops
 from fp4_ops.__main__ import main
 from fp4_ops.checkpoints import CheckpointError
+from fp4_ops.checkpoints.hf import FP4HfQuantizer
 from fp4_ops.checkpoints.placement import form_of
 
 
@@ -48,6 +49,17 @@ def test_experts_one_by_one(name, dialect, how, registered, tmp_path):  # noqa: 
     if how == "load_checkpoint":
         exact = fp4_ops.load_checkpoint(None, tmp_path, activation="bf16", dtype=torch.float32)
         assert_computes(exact, original, values)
+
+
+def test_all_weights_have_the_dtype_that_is_asked_for(monkeypatch, tmp_path):
+    """Those, too, that have another name in the files: transformers 5.17 reads them in the files' dtype, as a
+    newer one does where it is told to."""
+    monkeypatch.setattr(FP4HfQuantizer, "get_new_dtype", lambda *_: None, raising=False)
+    original = family("granitemoe")
+    values, _ = family_folder(tmp_path, original, "modelopt-nvfp4")
+    exact = fp4_ops.load_checkpoint(None, tmp_path, activation="bf16", dtype=torch.float32)
+    assert {p.dtype for p in exact.parameters()} == {torch.float32}
+    assert_computes(exact, original, values)
 
 
 @pytest.mark.parametrize("name", ["llama4_text", "gpt_oss", "muse_spark_text"])

@@ -46,7 +46,11 @@ def path() -> str:
 
 def run(command: list[str], where: Path) -> subprocess.CompletedProcess[str]:
     return subprocess.run(
-        command, cwd=where, env={**os.environ, "PATH": path()}, capture_output=True, text=True
+        command,
+        cwd=where,
+        env={**os.environ, "PATH": path(), "PYTHONFAULTHANDLER": "1"},
+        capture_output=True,
+        text=True,
     )
 
 

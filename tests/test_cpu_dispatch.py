@@ -8,11 +8,11 @@ from __future__ import annotations
 
 import itertools
 import json
-import os
 import subprocess
 import sys
 import traceback
 
+import processes
 import pytest
 import reference
 import torch
@@ -135,10 +135,8 @@ def main(seed: str) -> None:
 
 
 def run(capability: str, *arguments: str) -> subprocess.CompletedProcess:
-    environment = dict(os.environ, FP4_CPU_CAPABILITY=capability, OMP_NUM_THREADS="1")
-    return subprocess.run(
-        [sys.executable, *arguments], env=environment, capture_output=True, text=True, timeout=600
-    )
+    env = processes.environment(FP4_CPU_CAPABILITY=capability, OMP_NUM_THREADS="1")
+    return subprocess.run([sys.executable, *arguments], env=env, capture_output=True, text=True, timeout=600)
 
 
 @pytest.mark.parametrize("capability", CAPABILITIES)

@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import logging
+import re
 import subprocess
 import sys
 
@@ -330,10 +331,11 @@ v21 = aten.sum.dim_IntList(v20, [1])
         module = STYLES["capacity dispatch/combine (GShard)"](k=1)
         graph = graph_of(module, activation="bf16")
         products = [line for line in graph.splitlines() if "fp4." in line]
+        products = [re.sub(r"\bv\d+", "v", line) for line in products]  # torches have other nodes before them
         self.assertExpectedInline(
             "\n".join(products),
             """\
-v62 = fp4.grouped_mm_masked.default(v60, in3, in4, in5, v61, None, None, format=nvfp4, layout=tile16, out_dtype=torch.float32)
-v72 = fp4.grouped_mm_masked.default(v70, in6, in7, in8, v71, None, None, format=nvfp4, layout=tile16, out_dtype=torch.float32)
-v82 = fp4.grouped_mm_masked.default(v80, in9, in10, in11, v81, None, None, format=nvfp4, layout=tile16, out_dtype=torch.float32)""",
+v = fp4.grouped_mm_masked.default(v, in3, in4, in5, v, None, None, format=nvfp4, layout=tile16, out_dtype=torch.float32)
+v = fp4.grouped_mm_masked.default(v, in6, in7, in8, v, None, None, format=nvfp4, layout=tile16, out_dtype=torch.float32)
+v = fp4.grouped_mm_masked.default(v, in9, in10, in11, v, None, None, format=nvfp4, layout=tile16, out_dtype=torch.float32)""",
         )

@@ -35,9 +35,17 @@ def prepared(family: str, layers: int = 1) -> Logits:
 
 
 def export(model: nn.Module, strict: bool) -> torch.export.ExportedProgram:
+    """Skips what torch cannot export, prepared or not (docs/troubleshooting.md): torch 2.11 makes a condition
+    of the length, min(16 * length, 32 * length) == 16 * length, and does not see that it always holds."""
     length = torch.export.Dim("length", min=2, max=256)
     with torch.no_grad():
-        return torch.export.export(model, (tokens(2, 8),), dynamic_shapes=({1: length},), strict=strict)
+        try:
+            return torch.export.export(model, (tokens(2, 8),), dynamic_shapes=({1: length},), strict=strict)
+        except torch._dynamo.exc.UserError as error:
+            known = "satisfy the generated guard min(" in str(error)
+            if not known or not torch.__version__.startswith("2.11."):
+                raise
+            pytest.skip("torch 2.11 does not export Mixtral's attention with a Dim")
 
 
 def moe_calls(program: torch.export.ExportedProgram) -> int:

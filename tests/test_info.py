@@ -79,7 +79,9 @@ def test_no_command_shows_the_commands(capsys):
 
 
 MISSING = """
+import sys
 from pathlib import Path
+sys.path.insert(0, "")  # the folder that it runs in, also where PYTHONSAFEPATH is set
 for content in (None, b"not a library"):
     if content:
         Path("fp4_ops/_C.so").write_bytes(content)

@@ -4,13 +4,12 @@ from __future__ import annotations
 
 import itertools
 import logging
-import os
 import re
 import subprocess
 import sys
-from pathlib import Path
 from typing import Any
 
+import processes
 import pytest
 import torch
 from fp4_ops.compile_passes.emit import rewrite
@@ -126,10 +125,8 @@ with torch.no_grad():
 
 
 def test_torch_shows_them_as_it_shows_its_own(tmp_path):
-    env = {**os.environ, "TORCH_LOGS": "+fp4_ops", "TORCH_TRACE": str(tmp_path), "OMP_NUM_THREADS": "1"}
-    done = subprocess.run(
-        [sys.executable, "-c", SCRIPT], cwd=Path(__file__).parent, env=env, capture_output=True, text=True
-    )
+    env = processes.environment(TORCH_LOGS="+fp4_ops", TORCH_TRACE=str(tmp_path), OMP_NUM_THREADS="1")
+    done = subprocess.run([sys.executable, "-c", SCRIPT], env=env, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
     assert re.search(r"pass mixtures: [\d.]+ ms, \d+ -> \d+ nodes", done.stderr)
     (trace,) = tmp_path.iterdir()

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-import os
 import subprocess
 import sys
 from pathlib import Path
 
+import processes
 import pytest
 import torch
 from conftest import more
@@ -34,7 +34,7 @@ def precompilation():
 def child(script: str, *arguments: Path) -> list[str]:
     """The lines that a fresh process prints, with a cache folder of its own."""
     command = [sys.executable, str(HERE / script), *map(str, arguments)]
-    env = {**os.environ, "TORCHINDUCTOR_CACHE_DIR": str(arguments[0] / "cache")}
+    env = processes.environment(TORCHINDUCTOR_CACHE_DIR=str(arguments[0] / "cache"))
     done = subprocess.run(command, capture_output=True, text=True, timeout=600, env=env)
     assert done.returncode == 0, done.stderr[-4000:]
     return done.stdout.splitlines()

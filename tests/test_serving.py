@@ -45,7 +45,9 @@ def batched(model: nn.Module, prompts: list[list[int]], **options) -> list[list[
     config = transformers.GenerationConfig(
         max_new_tokens=NEW, do_sample=False, eos_token_id=-1, pad_token_id=0
     )
-    sizes = {"page_size": 16, "num_blocks": 16, "max_batch_tokens": 12, "max_requests_per_batch": 3}
+    # transformers 5.17 has another name for it.
+    page = "page_size" if hasattr(transformers.ContinuousBatchingConfig, "page_size") else "block_size"
+    sizes = {page: 16, "num_blocks": 16, "max_batch_tokens": 12, "max_requests_per_batch": 3}
     batching = transformers.ContinuousBatchingConfig(**{**sizes, **options})
     found = model.generate_batch(prompts, generation_config=config, continuous_batching_config=batching)
     assert not [r.error for r in found.values() if r.error]

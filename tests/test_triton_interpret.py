@@ -21,6 +21,8 @@ triton = pytest.importorskip("triton")
 ON_CPU = os.environ.get("TRITON_INTERPRET") == "1"
 inside = pytest.mark.skipif(not ON_CPU, reason="run by test_in_the_interpreter, in a process of its own")
 
+TOO_NEW = "Triton's interpreter needs numpy < 2.4"
+
 if ON_CPU:
     import numpy
     import reference
@@ -37,7 +39,7 @@ if ON_CPU:
 
     pytestmark = pytest.mark.skipif(
         tuple(map(int, numpy.__version__.split(".")[:2])) >= (2, 4),
-        reason="Triton's interpreter needs numpy < 2.4",
+        reason=TOO_NEW,
     )
 
 
@@ -55,6 +57,8 @@ def test_in_the_interpreter(which):
     )
     print(result.stdout[-4000:], result.stderr[-2000:])
     assert result.returncode == 0
+    if TOO_NEW in result.stdout:
+        pytest.skip(TOO_NEW)
     assert re.search(r"\d+ passed", result.stdout)
 
 

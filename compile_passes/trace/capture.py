@@ -26,7 +26,7 @@ from ...meta.dtensors import split_over_processes
 from .. import advice
 from ..naming import source_name
 from ..weights.prequantized import Held, Unreadable, held, is_subclass, stand_in
-from .copier import CannotCopy, Copier
+from .copier import CannotCopy, Copier, as_written
 from .functional import (
     CannotCapture,
     current,
@@ -166,6 +166,9 @@ class _Interpreter(PropagateUnbackedSymInts):
 
     def run_node(self, n: fx.Node) -> Any:
         return self._constants[n] if n in self._constants else super().run_node(n)
+
+    def call_function(self, target: Any, args: Any, kwargs: Any) -> Any:
+        return super().call_function(as_written(target), args, kwargs)
 
 
 def _functional(run: Callable[..., Any]) -> Callable[..., Any]:

@@ -312,7 +312,7 @@ class Copier:
         node = call.node
         spec: list[pytree.TreeSpec] = []
         written: list[int] = []
-        target: Any = node.target
+        target: Any = as_written(node.target)
         if node.op == "call_method":
             method = str(node.target)
             target = lambda self, *args, **kwargs: getattr(self, method)(*args, **kwargs)  # noqa: E731
@@ -441,6 +441,18 @@ class Copier:
                 self._held[node] = contents
             elif node.op == "placeholder" or any(self._order[u] > now for u in node.users):
                 raise CannotCopy(f"{call.node.name} writes to memory that {node.name} is a view of")
+
+
+def as_written(target: Any) -> Any:
+    """`torch.einsum` of three operands as two products from left to right, also where the package opt_einsum
+    is installed. That chooses by sizes, and then what scales an expert's result scales its activations."""
+    return _from_left_to_right if target is torch.functional.einsum else target
+
+
+def _from_left_to_right(*args: Any) -> torch.Tensor:
+    if not isinstance(args[0], str) or len(args) < 3:  # dimensions as numbers, or operands in a list
+        return torch.functional.einsum(*args)
+    return torch._VF.einsum(args[0], args[1:])  # type: ignore[attr-defined, no-any-return]
 
 
 _CONSTANTS = (

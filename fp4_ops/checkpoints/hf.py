@@ -260,17 +260,21 @@ def register_quantizer() -> None:
     auto.AUTO_QUANTIZER_MAPPING[METHOD] = FP4HfQuantizer
 
 
-def _with_older_file() -> Any:
-    """`PretrainedConfig.get_config_dict`, which also looks into ModelOpt's hf_quant_config.json.
+def _with_all_it_says() -> Any:
+    """`PretrainedConfig.get_config_dict`, whose quantization_config has all that a folder says of them.
 
-    Its older exports say only there how the weights are stored.
+    ModelOpt's older exports say it only in hf_quant_config.json. DeepSeek-V4's `expert_dtype` stands beside
+    it, where transformers 5.17 does not look.
     """
     original: Any = PretrainedConfig.__dict__["get_config_dict"].__func__
 
     @functools.wraps(original)
     def get_config_dict(cls: Any, name: Any, **kwargs: Any) -> tuple[dict[str, Any], dict[str, Any]]:
         config, rest = original(cls, name, **kwargs)
-        if config and quantization_config(config) is None:
+        stored = quantization_config(config) if config else None
+        if stored is not None and config.get("quantization_config"):
+            config["quantization_config"] = stored
+        elif config and stored is None:
             where = {
                 k: kwargs[k] for k in ("cache_dir", "token", "revision", "local_files_only") if k in kwargs
             }
@@ -300,7 +304,7 @@ def register_with_transformers() -> None:
     """
     register_quantizer()
     if not hasattr(PretrainedConfig.get_config_dict, "_fp4_original"):
-        PretrainedConfig.get_config_dict = _with_older_file()  # type: ignore[method-assign]
+        PretrainedConfig.get_config_dict = _with_all_it_says()  # type: ignore[method-assign]
     register_families()
     mapping: dict[str, Any] = auto.AUTO_QUANTIZATION_CONFIG_MAPPING
     for method in METHODS:

@@ -28,7 +28,7 @@ ADVICE = "Load the folder without tp_size, or with a tp_plan that leaves it out"
 def kinds_of(model: Any, placement: Placement) -> dict[str, str]:
     """How transformers will divide each experts module of the placement: "spread" or "split"; those that
     stay whole are left out. Raises ValueError for what it would divide in another way."""
-    config = getattr(model.config, "distributed_config", None)
+    config: Any = getattr(model.config, "distributed_config", None)
     # transformers 5.17 has no ep_size, and None for a size that is not given.
     if all((getattr(config, name, None) or 1) == 1 for name in ("tp_size", "ep_size")):
         return {}
