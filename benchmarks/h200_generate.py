@@ -130,7 +130,10 @@ def decoding_loop_ms(model, batch: int, config: CompileConfig) -> float:
     A processor of logits, such as the clock, would change what the loop does.
     """
     ids = torch.randint(1, CONFIG.vocab_size, (batch, PROMPT), device="cuda")
-    seconds: dict[int, list[float]] = {STEPS: [], SKIP: []}  # the cache gets the size of the first, and keeps it
+    seconds: dict[int, list[float]] = {
+        STEPS: [],
+        SKIP: [],
+    }  # the cache gets the size of the first, and keeps it
     for _ in range(4):
         for steps, spent in seconds.items():
             torch.cuda.synchronize()

@@ -12,7 +12,7 @@ import record
 Cell = str | int | float | None
 TABLES: dict[str, Callable[[], str]] = {}
 AGAIN = {
-    "generate_loops_h200": "h200_generate --variants prepared-backend,stock --batches 1,8,64 --no-prefill",
+    "generate_loops_h200": "h200_generate --variants stock,prepared,prepared-backend --no-prefill",
     "humming_h100": "h200_humming",
     "humming_h200": "h200_humming",
     "accuracy_moe_lm_h200": "accuracy --minutes 2.2",
@@ -113,13 +113,57 @@ def decode() -> str:
 
 @table
 def decode_loops() -> str:
-    name, lines = "generate_loops_h200", []
-    for loop in ("generate", "plain"):
-        for batch, (stock, _, ours) in decode_steps(loop, name).items():
-            assert ours
-            lines.append([loop, batch, stock, ours, stock / ours if stock else None])
-    heads = ["loop", "batch", "transformers, ms", "fp4_ops, ms", "speedup"]
+    name = "generate_loops_h200"
+    found = {(r["loop"], r["batch"], r["variant"]): r["ms"] for r in rows(name, "decode")}
+    lines: list[list[Cell]] = []
+    for loop in ("generate", "decoding_loop", "plain"):
+        for batch in sorted({batch for _, batch, _ in found}):
+            stock, *ours = (found.get((loop, batch, v)) for v in ("stock", "prepared", "prepared-backend"))
+            lines.append([loop, batch, stock, *ours, stock / min(filter(None, ours))])
+    heads = ["loop", "batch", "transformers, ms", "prepared, ms", "and backend, ms", "speedup"]
     return f"{grid(heads, lines)}\n\n{source(name)}"
+
+
+@table
+def eager() -> str:
+    name = "eager_h100"
+    steps = {(r["batch"], r["variant"]): r["ms"] for r in rows(name, "eager generate")}
+    lines: list[list[Cell]] = [
+        ["a step of `generate`, ms", batch, steps[batch, "stock"], steps[batch, "prepared"], None,
+         steps[batch, "stock"] / steps[batch, "prepared"]]
+        for batch in sorted({batch for batch, _ in steps})
+    ]  # fmt: skip
+    whole = {r["variant"]: r for r in rows(name, "generate_batch")}
+    stock, *ours = (whole[v]["s"] for v in ("stock", "prepared", "prepared-backend"))
+    lines.append(["`generate_batch`, s", whole["stock"]["requests"], stock, *ours, stock / min(ours)])
+    heads = ["", "sequences", "transformers", "prepared", "and backend, CUDA graphs", "speedup"]
+    return f"{grid(heads, lines)}\n\n{source(name)}"
+
+
+def _host(name: str) -> str:
+    modes = ("inference_mode", "no_grad")
+    found = {(r["operator"], r["tokens"], r["mode"]): r for r in rows(name, "host")}
+    lines: list[list[Cell]] = []
+    for operator, tokens in dict.fromkeys((operator, tokens) for operator, tokens, _ in found):
+        of = [found[operator, tokens, mode] for mode in modes]
+        lines.append(
+            [operator, tokens, *(c for r in of for c in (r["host_us"], r["ratio"])), of[0]["gpu_us"]]
+        )
+    heads = [
+        "operator",
+        "tokens",
+        "inference_mode, us",
+        "of F.linear",
+        "no_grad, us",
+        "of F.linear",
+        "GPU, us",
+    ]
+    return f"{grid(heads, lines)}\n\n{source(name)}"
+
+
+@table
+def host_h100() -> str:
+    return _host("host_time_h100")
 
 
 @table
