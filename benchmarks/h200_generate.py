@@ -3,8 +3,8 @@
     python benchmarks/h200_generate.py [--variants stock,stock-grouped,prepared] [--batches 1,8,64]
 
 Random bfloat16 weights, 16 of the 48 layers. Every variant is compiled by `generate` itself (static cache,
-CompileConfig), in mode "reduce-overhead"; a step's time is the median between CUDA events on consecutive
-tokens, in the second call. Steps and prefill go at the pace of some hosts: so the same steps are taken by a
+CompileConfig), in mode "reduce-overhead"; a step's time is the median between CUDA events before consecutive
+steps, in the second call. Steps and prefill go at the pace of some hosts: so the same steps are taken by a
 greedy loop of five lines, too, without generate's own Python, and by generate with
 `custom_generate=fp4_ops.decoding_loop`; and prefill as CUDA graphs. First the answer is
 checked: logits against the float32 model that holds the dequantised weights, next to stock bfloat16 on the
@@ -31,7 +31,6 @@ import torch
 from transformers import (
     CompileConfig,
     LogitsProcessor,
-    LogitsProcessorList,
     Qwen3MoeConfig,
     Qwen3MoeForCausalLM,
     StaticCache,
@@ -106,46 +105,43 @@ def compile_config(backend: str, format: str, tensor_guards: bool) -> CompileCon
     return CompileConfig(backend=backend, mode=None, options=options)
 
 
+@contextlib.contextmanager
+def clocked(model) -> Iterator[Clock]:
+    """A clock that ticks before each call of the compiled step. In `generate` itself nothing is added: a
+    processor of logits would change what a loop does."""
+    clock, compiled_call = Clock(), model.get_compiled_call
+
+    def get_compiled_call(config):
+        step = compiled_call(config)
+
+        def timed(*args, **kwargs):
+            clock(None, None)
+            return step(*args, **kwargs)
+
+        return timed
+
+    model.get_compiled_call = get_compiled_call
+    try:
+        yield clock
+    finally:
+        del model.get_compiled_call
+
+
 @torch.no_grad()
-def generate_ms(model, batch: int, config: CompileConfig) -> tuple[float, float]:
+def generate_ms(model, batch: int, config: CompileConfig, **options) -> tuple[float, float]:
     """Milliseconds a step, and seconds of the first call (compilation)."""
     ids = torch.randint(1, CONFIG.vocab_size, (batch, PROMPT), device="cuda")
     spent = []
     for _ in range(2):
-        clock = Clock()
-        start = time.perf_counter()
-        model.generate(
-            ids, max_new_tokens=STEPS, min_new_tokens=STEPS, do_sample=False, cache_implementation="static",
-            compile_config=config, logits_processor=LogitsProcessorList([clock]),
-        )  # fmt: skip
-        torch.cuda.synchronize()
-        spent.append(time.perf_counter() - start)
-    return clock.step_ms(), spent[0]
-
-
-@torch.no_grad()
-def decoding_loop_ms(model, batch: int, config: CompileConfig) -> float:
-    """Milliseconds a step of `generate` with fp4_ops' loop: what STEPS tokens take more than SKIP tokens do.
-
-    A processor of logits, such as the clock, would change what the loop does.
-    """
-    ids = torch.randint(1, CONFIG.vocab_size, (batch, PROMPT), device="cuda")
-    seconds: dict[int, list[float]] = {
-        STEPS: [],
-        SKIP: [],
-    }  # the cache gets the size of the first, and keeps it
-    for _ in range(4):
-        for steps, spent in seconds.items():
-            torch.cuda.synchronize()
+        with clocked(model) as clock:
             start = time.perf_counter()
             model.generate(
-                ids, max_new_tokens=steps, do_sample=False, cache_implementation="static",
-                compile_config=config, custom_generate=fp4_ops.decoding_loop,
+                ids, max_new_tokens=STEPS, do_sample=False, cache_implementation="static",
+                compile_config=config, **options,
             )  # fmt: skip
             torch.cuda.synchronize()
             spent.append(time.perf_counter() - start)
-    many, few = (statistics.median(spent[1:]) for spent in seconds.values())
-    return 1e3 * (many - few) / (STEPS - SKIP)
+    return clock.step_ms(), spent[0]
 
 
 @torch.no_grad()
@@ -251,13 +247,13 @@ def run(variant: str, batches: list[int], given: argparse.Namespace) -> Iterator
     backend = "fp4" if variant.endswith("backend") else "inductor"
     config = compile_config(backend, format, given.tensor_guards)
     for batch in batches:
-        ms, compile_s = generate_ms(model, batch, config)
         of = {"table": "decode", "variant": variant, "batch": batch}
-        yield {**of, "loop": "generate", "ms": ms, "first_call_s": compile_s}
-        torch._dynamo.reset()
-        ms = decoding_loop_ms(model, batch, config)
-        yield {**of, "loop": "decoding_loop", "ms": ms, "first_call_s": None}
-        torch._dynamo.reset()
+        for loop, options in (
+            ("generate", {}), ("decoding_loop", {"custom_generate": fp4_ops.decoding_loop}),
+        ):  # fmt: skip
+            ms, compile_s = generate_ms(model, batch, config, **options)
+            yield {**of, "loop": loop, "ms": ms, "first_call_s": compile_s}
+            torch._dynamo.reset()
         ms = loop_ms(model, batch, config)
         yield {**of, "loop": "plain", "ms": ms, "first_call_s": None}
         torch._dynamo.reset()

@@ -17,7 +17,9 @@ from pathlib import Path
 
 import pytest
 import torch
+from moe_models import build, tokens
 
+import fp4_ops
 from fp4_ops import native
 
 ROOT = Path(__file__).parent.parent
@@ -416,9 +418,8 @@ def test_rows_of_generate(no_gpu, monkeypatch):
     of = {"table": "logits against float32 over the 4-bit values"}
     for name, value in (
         ("new_model", new_model), ("check", lambda format, variant: {**of, "variant": variant}),
-        ("generate_ms", lambda *_: (2.0, 30.0)), ("loop_ms", lambda *_: 1.0),
-        ("decoding_loop_ms", lambda *_: 1.2),
-        ("prefill_ms", lambda *_: 4.0),
+        ("generate_ms", lambda *_, custom_generate=None: (1.2 if custom_generate else 2.0, 30.0)),
+        ("loop_ms", lambda *_: 1.0), ("prefill_ms", lambda *_: 4.0),
     ):  # fmt: skip
         monkeypatch.setattr(module, name, value)
     rows = first_rows(
@@ -427,10 +428,30 @@ def test_rows_of_generate(no_gpu, monkeypatch):
     assert [r["table"] for r in rows if r.get("variant") == "prepared-backend"] == [
         "logits against float32 over the 4-bit values", "expert bytes", *["decode"] * 6, *["prefill"] * 2,
     ]  # fmt: skip
+    assert {r["loop"]: r["ms"] for r in rows if r["table"] == "decode"} == {
+        "generate": 2.0, "decoding_loop": 1.2, "plain": 1.0,
+    }  # fmt: skip
     (grouped,) = (r for r in rows if r.get("variant") == "stock-grouped" and r.get("loop") == "plain")
     assert grouped["batch"] == 8 and grouped["ms"] == 1.0
     shrunk = [r["ratio_to_bf16"] for r in rows if r["table"] == "expert bytes"]
     assert shrunk[:2] == [1, 1] and 0.25 < shrunk[2] < 0.4
+
+
+def test_the_clock_ticks_once_a_step(monkeypatch, fresh_dynamo):
+    """In transformers' loop and in ours; afterwards the model is as before."""
+    module, ticks = imported("h200_generate"), []
+    monkeypatch.setattr(module, "Clock", lambda: lambda *_: ticks.append(1))
+    model = build("qwen3_moe", torch.float32, "grouped_mm")
+    config = module.CompileConfig(backend="eager", mode=None)
+    config._compile_all_devices = True  # transformers compiles on GPUs only unless told so
+    for custom in (None, fp4_ops.decoding_loop):
+        ticks.clear()
+        with module.clocked(model):
+            model.generate(
+                tokens(2, 5), max_new_tokens=9, do_sample=False, cache_implementation="static",
+                compile_config=config, custom_generate=custom,
+            )  # fmt: skip
+        assert len(ticks) == 8 and "get_compiled_call" not in vars(model)
 
 
 def test_rows_of_compile_time(monkeypatch):
