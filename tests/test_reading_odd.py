@@ -193,7 +193,8 @@ def read_all(f: Callable[..., Tensor], inputs: list[Tensor]) -> int:
 
 def test_every_operator_on_odd_tensors():
     seed, compared, until = SEED, 0, time.monotonic() + SECONDS
-    while time.monotonic() < until:
+    # However slow the machine is: about each second draw is compared.
+    while time.monotonic() < until or (compared <= 20 and seed < SEED + 500):
         seed += 1
         d = Draw(seed)
         f = made(d)
