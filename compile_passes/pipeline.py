@@ -191,9 +191,9 @@ def _routes(node: fx.Node) -> bool:
     """Whether a call may choose experts, or the rows of one: `ids == 3`, where ids are an input."""
     if node.op not in ("call_function", "call_method"):
         return False
-    if called(node) == "eq" and len(node.args) == 2 and isinstance(node.args[1], int):
-        ids = example(node.args[0]) if isinstance(node.args[0], fx.Node) else None
-        return isinstance(ids, torch.Tensor) and not ids.dtype.is_floating_point
+    if called(node) == "eq" and len(node.args) == 2 and any(isinstance(a, int) for a in node.args):
+        of = [example(a) for a in node.args if isinstance(a, fx.Node)]
+        return any(isinstance(x, torch.Tensor) and not x.dtype.is_floating_point for x in of)
     return called(node).split(".")[0].rstrip("_") in _ROUTING
 
 

@@ -296,6 +296,29 @@ def test_a_region_without_the_router(name):
     assert relative_error(got, want) < 1e-5
 
 
+@pytest.mark.parametrize(
+    "is_of",
+    [lambda ids, e: e == ids, torch.eq, torch.Tensor.eq],
+    ids=["the number first", "torch.eq", "a method"],
+)
+def test_a_region_where_experts_are_named_otherwise(is_of):
+    class Named(STYLES["where loop"]):
+        def experts_of(self, x, ids, weights):
+            out = torch.zeros_like(x)
+            for e, expert in enumerate(self.list):
+                token, slot = torch.where(is_of(ids, e))
+                out.index_add_(0, token, expert(x[token]) * weights[token, slot, None])
+            return out
+
+    module, recorder = Named(experts=3), Recorder(activation="bf16", format="mxfp4")
+    x = torch.randn(9, module.H)
+    with torch.no_grad():
+        routing = module.route(x)
+        got = torch.compile(module.experts_of, backend=recorder, fullgraph=True)(x, *routing)
+        assert relative_error(got, module.twin("mxfp4").experts_of(x, *routing)) < 1e-5
+    assert recorder.ops == [MOE], recorder.reasons
+
+
 def test_inputs_with_a_batch_dimension():
     class Batched(STYLES["where loop"]):
         def forward(self, x):
