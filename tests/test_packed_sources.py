@@ -418,6 +418,7 @@ def written(style: type, format: str, codes: Callable, scales: Callable) -> nn.M
     return Written(**SIZES)
 
 
+@pytest.mark.filterwarnings("error:An output with one or more elements was resized")
 @pytest.mark.parametrize(("format", "codes", "scales"), WRITTEN)
 def test_decoding_written_out(format, codes, scales):
     module = written(STYLES["token mask loop"], format, codes, scales)

@@ -316,7 +316,8 @@ def _product_of(term: Term) -> Iterator[Term]:
     elif op in (aten.div, aten.ldexp) and isinstance(term, Apply) and not term.kwargs:
         a, b = (t if isinstance(t, Term) else Const(t) for t in term.args)
         yield from _product_of(a)
-        yield Apply(op.Tensor, (Const(1.0), b))
+        # torch's ldexp of a tensor without dimensions warns, and will be an error, where it grows.
+        yield Apply(aten.div.Tensor, (Const(1.0), b)) if op is aten.div else Apply(aten.pow.Scalar, (2.0, b))
     else:
         yield term
 
