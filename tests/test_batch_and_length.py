@@ -210,11 +210,14 @@ def named(style: type[Style]) -> str:
     return style.__name__
 
 
+ASKED = 2 * torch.backends.opt_einsum.is_available()
+"""Dynamo guards on what opt_einsum, where it is installed, asks of sizes."""
+
+
 @pytest.mark.parametrize("calls", ["both", more("the length"), more("the batch")])
 @pytest.mark.parametrize("style", FORMS, ids=named)
 def test_sizes_that_change(style, calls):
-    # Where opt_einsum is installed, Dynamo guards on what it asks of sizes.
-    assert 0 <= run(style, calls) - 2 <= torch.backends.opt_einsum.is_available()
+    assert 2 <= run(style, calls) <= 2 + ASKED
 
 
 class ScalesFirst:
@@ -237,7 +240,7 @@ def test_opt_einsum_changes_nothing(monkeypatch):
 @pytest.mark.more
 @pytest.mark.parametrize("style", FORMS, ids=named)
 def test_sizes_that_are_symbols_from_the_start(style):
-    assert run(style, "both", dynamic=True) == 1
+    assert 1 <= run(style, "both", dynamic=True) <= 1 + ASKED
 
 
 @pytest.mark.parametrize("style", [s if s in FEW else more(s) for s in (*FURTHER, *FORMS)], ids=named)
