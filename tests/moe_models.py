@@ -10,6 +10,7 @@ import torch
 from recorder import Recorder as Recorder
 from recorder import fake_quantised
 from recorder import relative_error as relative_error
+from recorder import token_errors as token_errors
 from torch import nn
 
 transformers = pytest.importorskip("transformers")
@@ -63,6 +64,14 @@ def build(family: str, dtype: torch.dtype, implementation: str, **changes: Any) 
         for name, p in model.named_parameters():
             if p.dim() == 3 or "bias" in name:
                 p.normal_(0, 0.1)
+    return model
+
+
+def that_answers(family: str, **changes: Any) -> nn.Module:
+    """One that continues each prompt otherwise: its embeddings are of size one. Those of 0.02 that
+    transformers draws may be lost among biases, and then all prompts go on alike."""
+    model = build(family, torch.float32, "grouped_mm", **changes)
+    nn.init.normal_(model.get_input_embeddings().weight)
     return model
 
 

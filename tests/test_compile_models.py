@@ -8,7 +8,7 @@ import pytest
 import torch
 import torch._inductor.compile_fx
 from conftest import more
-from moe_models import FAMILIES, Recorder, build, fake_quantised_model, relative_error, tokens
+from moe_models import FAMILIES, Recorder, build, fake_quantised_model, relative_error, that_answers, tokens
 
 transformers = pytest.importorskip("transformers")
 
@@ -98,7 +98,7 @@ def generate(model, backend, cache: str, **config) -> torch.Tensor:
 def test_generate_with_a_static_cache(family):
     """Decode steps write to the cache in place; sliding-window layers too. transformers compiles these only
     and prefills as ever, so the model starts from values that 4 bits hold exactly."""
-    model = fake_quantised_model(build(family, torch.float32, "grouped_mm"))
+    model = fake_quantised_model(that_answers(family))
     recorder = Recorder(activation="bf16")
 
     def backend(gm, inputs, mode=None):
@@ -112,7 +112,7 @@ def test_generate_with_a_static_cache(family):
 
 
 def test_generate_with_a_dynamic_cache():
-    model = build("mixtral", torch.float32, "grouped_mm")
+    model = that_answers("mixtral")
     recorder = Recorder(activation="bf16")
     twin = fake_quantised_model(model)
     want = twin.generate(tokens(1, 5), max_new_tokens=6, do_sample=False, pad_token_id=0)
@@ -184,7 +184,7 @@ def test_through_inductor_itself(form, activation, bound):
 @pytest.mark.slow
 def test_generate_through_inductor_by_name(monkeypatch):
     """transformers' CompileConfig passes mode="reduce-overhead" unless told otherwise."""
-    model = fake_quantised_model(build("mixtral", torch.float32, "grouped_mm", num_hidden_layers=1))
+    model = fake_quantised_model(that_answers("mixtral", num_hidden_layers=1))
     got = generate(model, "fp4", "static", mode=None, options={"activation": "bf16"})
     want = model.generate(got[:, :5], max_new_tokens=6, do_sample=False, pad_token_id=0)
     assert torch.equal(got, want)

@@ -83,13 +83,6 @@ def replay_equals_eager(call, change) -> None:
     assert not all(torch.equal(seen[0], s) for s in seen[1:]), "the change changed nothing"
 
 
-@pytest.fixture(autouse=True)
-def seeded():
-    seed = torch.seed() % 2**31
-    print("seed", seed)
-    torch.manual_seed(seed)
-
-
 @each_product
 @pytest.mark.parametrize("m", ROWS)
 def test_mm_with_changed_rows(format, layout, rows, m):

@@ -10,7 +10,7 @@ import pytest
 import torch
 import transformers
 from conftest import more
-from moe_models import build, tokens
+from moe_models import that_answers, tokens
 from transformers import LogitsProcessor, LogitsProcessorList, StoppingCriteria, StoppingCriteriaList
 from transformers.generation.streamers import BaseStreamer
 
@@ -22,7 +22,7 @@ FAMILIES = ("mixtral", "qwen3_moe", "gpt_oss", "deepseek_v3", "olmoe")
 
 
 def prepared(family: str, **changes) -> torch.nn.Module:
-    model = build(family, torch.float32, "grouped_mm", **changes)
+    model = that_answers(family, **changes)
     fp4_ops.prepare(model, activation="bf16")
     model.generation_config.pad_token_id = 0
     model.generation_config.eos_token_id = None

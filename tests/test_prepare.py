@@ -11,7 +11,7 @@ import weakref
 import pytest
 import torch
 from fp4_ops.meta import layouts
-from moe_models import FAMILIES, build, fake_quantised, tokens
+from moe_models import FAMILIES, build, fake_quantised, that_answers, tokens
 from torch import nn
 
 import fp4_ops
@@ -276,7 +276,7 @@ def test_torch_compile_gives_the_eager_answer(backend):
 @pytest.mark.parametrize("cache", ["dynamic", "static"])
 def test_generate(cache):
     torch.compiler.reset()
-    model = build("mixtral", torch.float32, "grouped_mm")
+    model = that_answers("mixtral")
     want = dequantised(model, "nvfp4")
     fp4_ops.prepare(model, activation="bf16")
     ids = tokens(2, 4)

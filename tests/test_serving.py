@@ -17,7 +17,7 @@ import pytest
 import torch
 import transformers
 from conftest import more
-from moe_models import Recorder, build, fake_quantised_model, tokens
+from moe_models import Recorder, fake_quantised_model, that_answers, tokens
 from torch import nn
 
 import fp4_ops
@@ -27,10 +27,7 @@ LENGTHS = (3, 9, 5, 17, 4, 1)
 
 
 def prepared(family: str) -> nn.Module:
-    """What it continues with depends on the prompt: its embeddings, of 0.02 as transformers draws them, are
-    not lost among its biases."""
-    model = build(family, torch.float32, "grouped_mm")
-    nn.init.normal_(model.get_input_embeddings().weight)
+    model = that_answers(family)
     fp4_ops.prepare(model, activation="bf16")
     return model
 
@@ -71,7 +68,7 @@ def test_generate_batch_of_a_prepared_model(family):
 @pytest.mark.slow
 def test_generate_batch_with_the_backend(fresh_dynamo):
     """Its compile options take the backend; the model starts from values that 4 bits hold exactly."""
-    model, prompts = fake_quantised_model(build("qwen3_moe", torch.float32, "grouped_mm")), draw()
+    model, prompts = fake_quantised_model(that_answers("qwen3_moe")), draw()
     want = [alone(model, p) for p in prompts]
     recorder = Recorder(activation="bf16")
 
