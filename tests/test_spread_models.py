@@ -54,7 +54,7 @@ REFUSED = {
 @torch.no_grad()
 def run(folder, ranks: int, pattern: str, families: tuple[str, ...]):
     """What experts give is about as large as what is added to it: were it twice as large, logits would be off
-    by 0.2 and more. Beside experts that give a hundred times as much, the norm that follows hides that."""
+    by 0.1 and more. Beside experts that give a hundred times as much, the norm that follows hides that."""
     for family in families:
         model = tiny(family)
         nn.init.normal_(model.get_input_embeddings().weight)
