@@ -46,8 +46,8 @@ def refuse_two_precisions(
 
 def written_before(graph: fx.Graph, weights: set[fx.Node]) -> dict[fx.Node, fx.Node]:
     """Product -> which of these weights, that the graph writes to, it multiplies by after a write."""
-    found = {}
-    for product in graph.nodes:
+    found: dict[fx.Node, fx.Node] = {}
+    for product in graph.nodes if weights else ():
         for operand in product.all_input_nodes if is_op(product, *PRODUCTS) or is_grouped_mm(product) else ():
             node, changed = operand, False
             while isinstance(node, fx.Node) and node.op == "call_function" and node.args:

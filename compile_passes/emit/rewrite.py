@@ -112,7 +112,7 @@ def rewrite(
 
 def _read_past_writes(s: _State) -> None:
     read_past_writes(s.gm.graph)
-    s.gm.graph.eliminate_dead_code()
+    _erase_unused(s.gm.graph)
     s.writer.mutated = mutated_inputs(s.gm.graph)
 
 
@@ -271,16 +271,23 @@ def _no_stand_in_is_left(graph: fx.Graph, sites: list[Site]) -> None:
 def sweep(graph: fx.Graph) -> None:
     """Dead code, and assertions about sizes or chosen rows of tensors that nothing needs any more."""
     live: set[fx.Node] = set()
-    _keep((n for n in graph.nodes if _has_effect(n) and not is_op(n, *ASSERTIONS)), live)
+    assertions = {n: None for n in graph.nodes if is_op(n, *ASSERTIONS)}
+    _keep((n for n in graph.nodes if _has_effect(n) and n not in assertions), live)
     asserted = [
         n
-        for n in graph.nodes
-        if (is_op(n, *ASSERTIONS) and _tensors_behind(n) & live)
-        or (is_op(n, aten._assert_async) and not _is_of_some_rows(n, live))
+        for n in assertions
+        if _tensors_behind(n) & live or (is_op(n, aten._assert_async) and not _is_of_some_rows(n, live))
     ]
     _keep(asserted, live)
     for node in reversed(graph.nodes):
         if node not in live:
+            graph.erase_node(node)
+
+
+def _erase_unused(graph: fx.Graph) -> None:
+    """As fx's own `eliminate_dead_code`, which searches registries for what each node may do."""
+    for node in reversed(graph.nodes):
+        if not node.users and not _has_effect(node):
             graph.erase_node(node)
 
 

@@ -40,11 +40,10 @@ _POINTWISE = (aten.floor_divide, aten.remainder, aten.bitwise_and, aten.__and__,
 
 def decode_to_operator(graph: fx.Graph, fixed: set[fx.Node], fake_mode: FakeTensorMode) -> None:
     """Put `fp4.dequantize` in place of every weight that the graph decodes from `fixed` inputs."""
-    constant = _constant_nodes(graph, fixed)
-    if not any(value(n).dtype in BYTES for n in constant & fixed):
+    if not any(value(n).dtype in BYTES for n in fixed):
         return
     with interning():
-        _decode_all(graph, constant, fake_mode)
+        _decode_all(graph, _constant_nodes(graph, fixed), fake_mode)
     graph.eliminate_dead_code()
 
 

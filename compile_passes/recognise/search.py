@@ -81,8 +81,8 @@ class Search:
         """What became of these down products, as one block or as several."""
         self.matcher.most = []
         whole = self._match(bits)
-        routed = self._by_routing(bits)
         if not isinstance(whole, Mixture):
+            routed = self._by_routing(bits)
             # A shared expert of the same shape beside experts that are one product each.
             alone = [1 << d for d, n in enumerate(self._downs) if bits >> d & 1 and self._is_indexed(n)]
             apart = [(bit, self._match(bit)) for bit in alone if bit != bits]

@@ -38,7 +38,7 @@ def _need_only_users(down: fx.Node, root: fx.Node) -> None:
     """What is between the product and the block's output has no other users."""
     before, todo = {root}, [root]
     while todo:
-        new = set(todo.pop().all_input_nodes) - before
+        new = {n for n in todo.pop().all_input_nodes if down < n} - before
         before |= new
         todo += new
     seen, todo = {down}, [down]

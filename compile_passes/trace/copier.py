@@ -18,6 +18,7 @@ import sympy
 import torch
 from torch import fx
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
+from torch.fx._lazy_graph_module import _make_graph_module
 from torch.fx.experimental.proxy_tensor import make_fx
 from torch.fx.experimental.symbolic_shapes import ShapeEnv, rebind_unbacked
 from torch.utils import _pytree as pytree
@@ -142,7 +143,8 @@ class Copier:
                 elif node not in self._held:
                     self._held[node] = self._result(node)
                 self._share(node)
-        return fx.GraphModule(torch.nn.Module(), self.graph)
+        # Under Dynamo one that writes its code when someone calls it or reads it, which Inductor does not.
+        return _make_graph_module(torch.nn.Module(), self.graph)
 
     @contextlib.contextmanager
     def _end_autocasts(self) -> Iterator[None]:
