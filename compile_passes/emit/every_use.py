@@ -16,7 +16,6 @@ from torch import fx
 from .. import advice
 from ..graph.nodes import aten, is_op, need, value
 from ..index.reader import Reader
-from ..index.terms import Term
 from ..recognise.mixture import Matrix, Mixture
 from ..report import Load, Site, hint
 from ..weights.prequantized import is_held
@@ -52,7 +51,7 @@ def write_every_use(writer: Writer, m: Mixture, reader: Reader, why: str, taken:
 class _Products:
     def __init__(self, writer: Writer, m: Mixture, reader: Reader) -> None:
         self.w, self.m, self.reader = writer, m, reader
-        parts: list[list[tuple[Matrix, ...]]] = [[b.up for b in m.branches], [(b.down,) for b in m.branches]]
+        parts = [list(m.parts(lambda b: b.up)), list(m.parts(lambda b: (b.down,)))]
         like = parts[0][0][0].ref.node
         for node in {p.ref.node for experts in parts for each in experts for p in each}:
             need(not is_held(node), "a weight in 4 bits has other users", m.root, advice.EVERY_USE)
@@ -179,8 +178,3 @@ def _rows(matrix: Matrix, site: fx.Node) -> tuple[tuple[Any, ...], int, int]:
 
 def _step(matrix: Matrix, site: fx.Node) -> int:
     return _rows(matrix, site)[2]
-
-
-def weights_of(m: Mixture) -> set[fx.Node]:
-    refs: list[Term] = [p.ref for b in m.branches for p in (*b.up, b.down)]
-    return {r.node for r in refs}  # type: ignore[attr-defined]

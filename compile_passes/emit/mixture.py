@@ -6,8 +6,9 @@ A block whose activation the operator knows becomes `fp4::moe`. Any other become
 
 from __future__ import annotations
 
-from dataclasses import replace
-from typing import Any
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from typing import Any, NamedTuple
 
 import torch
 from torch import fx
@@ -19,17 +20,49 @@ from ..graph.nodes import FLOATING, aten, is_tensor, need, refuse, shape, static
 from ..graph.products import below
 from ..index.axes import same
 from ..index.indicators import INDICATOR
-from ..index.terms import Add, Apply, Axis, Const, Mean, Mix, Mul, Ref, Term, free_axes, told
+from ..index.terms import Add, Apply, Axis, Const, Mean, Mix, Mul, Ref, Size, Term, free_axes, told
 from ..recognise.activations import GATE, UP, same_function
+from ..recognise.branches import Branch, Matrix, Mixture
 from ..recognise.factors import OUT, J, K
-from ..recognise.mixture import Matrix, Mixture
 from ..report import Load, Site, hint
 from ..weights.packed import JoinSpec, PackSpec
 from ..weights.prequantized import HeldSpec, own_scales
 from .routing import Routing
-from .writer import Operands, Packed, Writer, assemble
+from .writer import Operands, Packed, Writer, as_it_is, assemble
 
 fp4 = torch.ops.fp4
+
+Dimension = int | fx.Node
+"""A size: known, or what the graph computes."""
+
+
+class Joined(NamedTuple):
+    """Vectors of all experts, put together from these parameters."""
+
+    sources: tuple[fx.Node, ...]
+    spec: JoinSpec
+
+
+@dataclass(frozen=True)
+class _Experts:
+    """What the experts are, as nodes of the graph: the same for one operator and for two products."""
+
+    up: Operands
+    down: Operands
+    up_bias: fx.Node | None
+    down_bias: fx.Node | None
+    gain: fx.Node | None
+    spec: PackSpec | HeldSpec
+    """How gate/up and down are packed."""
+
+
+@dataclass(frozen=True)
+class _Rows:
+    """What the experts get: rows [T, K], and for each of them ids and weights [T, k]."""
+
+    x: fx.Node
+    ids: fx.Node
+    weights: fx.Node
 
 
 def write_mixture(writer: Writer, m: Mixture) -> Site:
@@ -54,7 +87,7 @@ class Emitter:
         fused = bool(act.name) and b.gain is None
         layout = self._layout()
         up, interleaved = self._gate_up(layout)
-        down = self.w.pack([(x.down,) for x in m.branches], layout, m.root)
+        down = self.w.pack(m.parts(lambda b: (b.down,)), layout, m.root)
         if isinstance(up.spec, HeldSpec) and isinstance(down.spec, HeldSpec) and own_scales(up.spec):
             down = self._rescaled(up, down)
         same_kind = (up.spec.format, up.layout) == (down.spec.format, down.layout)
@@ -62,29 +95,29 @@ class Emitter:
             same_kind, "gate/up and down are packed in different formats or layouts", m.root, advice.ALL_HELD
         )
         vectors = (
-            self._vectors([x.up_bias for x in m.branches], interleaved),
-            self._vectors([(x.down_bias,) for x in m.branches], False),
-            self._vectors([(x.gain,) for x in m.branches], False),
+            self._vectors(lambda b: b.up_bias, interleaved),
+            self._vectors(lambda b: (b.down_bias,), False),
+            self._vectors(lambda b: (b.gain,), False),
         )
         routing = self.routing = Routing(self)
         self.how = self.w.activations(like, down.layout)
 
         with self.w.gm.graph.inserting_before(m.root):
-            x = self._reshape(self._expanded(self.element(b.x, (*m.tokens, K))), [-1, b.up[0].k])
+            x = self._reshape(self._expanded(self._ref(b.x, (*m.tokens, K))), [-1, b.up[0].k])
             ids, weights = routing.emit(x)
             k = routing.k
             if self.apart:
                 x = self._for_each_choice(x, ids, k)
                 ids, weights = self._reshape(ids, [-1, 1]), self._reshape(weights, [-1, 1])
-            operands = (self.w.operands(up), self.w.operands(down))
-            up_bias, down_bias, self.gain = map(self._joined, vectors)
-            biases = (up_bias, down_bias)
+            operands = self.w.operands(up), self.w.operands(down)
+            up_bias, down_bias, gain = map(self._joined, vectors)
+            experts = _Experts(*operands, up_bias, down_bias, gain, down.spec)
             emit = self._moe if fused else self._products
             if b.after is OUT:
-                out = emit(x, ids, weights, operands, biases, down.spec, value(m.root).dtype)
+                out = emit(_Rows(x, ids, weights), experts, value(m.root).dtype)
             else:
                 ones = self._call(aten.ones_like.default, ids, dtype=torch.float32)
-                out = emit(x, ids, ones, operands, biases, down.spec, torch.float32)
+                out = emit(_Rows(x, ids, ones), experts, torch.float32)
                 out = self._finished(out, ids, weights)
             if self.apart and k > 1:
                 out = self._call(aten.sum.dim_IntList, self._reshape(out, [-1, k, b.down.n]), [1])
@@ -119,8 +152,7 @@ class Emitter:
         how = "dense" if routing.dense else "routed"
         if self.common.place is not None:
             how = "each expert's slice of a buffer:"
-        n = len(set(p.ref.node for x in self.m.branches for p in (*x.up, x.down)))
-        return f"{how} experts in index notation, from {n} parameters{after}"
+        return f"{how} experts in index notation, from {len(self.m.weights)} parameters{after}"
 
     def _for_each_choice(self, x: fx.Node, ids: fx.Node, k: int) -> fx.Node:
         """x once for each choice of a token, scaled for it."""
@@ -156,44 +188,27 @@ class Emitter:
 
     # --- operators ---
 
-    def _moe(
-        self,
-        x: fx.Node,
-        ids: fx.Node,
-        weights: fx.Node,
-        operands: tuple[Operands, Operands],
-        biases: tuple[fx.Node | None, fx.Node | None],
-        spec: PackSpec | HeldSpec,
-        out_dtype: torch.dtype,
-    ) -> fx.Node:
+    def _moe(self, rows: _Rows, experts: _Experts, out_dtype: torch.dtype) -> fx.Node:
         return self._call(
-            fp4.moe.default, x, ids, weights, *operands[0], *operands[1], *biases, format=spec.format,
-            layout=spec.layout, activation=self.activation, a_format=self.how.format, out_dtype=out_dtype,
+            fp4.moe.default, rows.x, rows.ids, rows.weights, *experts.up, *experts.down, experts.up_bias,
+            experts.down_bias, format=experts.spec.format, layout=experts.spec.layout,
+            activation=self.activation, a_format=self.how.format, out_dtype=out_dtype,
         )  # fmt: skip
 
-    def _products(
-        self,
-        x: fx.Node,
-        ids: fx.Node,
-        weights: fx.Node,
-        operands: tuple[Operands, Operands],
-        biases: tuple[fx.Node | None, fx.Node | None],
-        spec: PackSpec | HeldSpec,
-        out_dtype: torch.dtype,
-    ) -> fx.Node:
+    def _products(self, rows: _Rows, experts: _Experts, out_dtype: torch.dtype) -> fx.Node:
         """The two products over (token, choice) rows, in float32 between and after."""
-        b = self.common
+        b, spec = self.common, experts.spec
         k = 1 if self.apart else self.routing.k
         dtype = value(b.x.node).dtype
-        rows = self._call(aten.expand.default, self._call(aten.unsqueeze.default, x, 1), [-1, k, -1])
-        rows = self._reshape(rows, [-1, b.up[0].k])
-        flat = self._reshape(ids, [-1])
+        each = self._call(aten.expand.default, self._call(aten.unsqueeze.default, rows.x, 1), [-1, k, -1])
+        each = self._reshape(each, [-1, b.up[0].k])
+        flat = self._reshape(rows.ids, [-1])
 
         def product(a: fx.Node, weight: Operands, bias: fx.Node | None) -> fx.Node:
             quantised = self.w.quantised(a, self.how, spec.layout)
             return self.w.product("indexed_mm", quantised, weight, spec, torch.float32, flat, bias=bias)
 
-        h = product(rows, operands[0], biases[0])
+        h = product(each, experts.up, experts.up_bias)
         inter = b.down.k
         values: dict[Term, fx.Node] = {UP: h}
         if b.act.gated:
@@ -202,14 +217,14 @@ class Emitter:
                 UP: self._call(aten.slice.Tensor, h, 1, inter, 2 * inter),
             }
         h = self._pointwise(b.act.term, values)
-        if self.gain is not None:  # a row of no expert is not read
+        if experts.gain is not None:  # a row of no expert is not read
             own = self._call(aten.clamp.default, flat, 0, self.experts - 1)
-            gains = self._cast(self._call(aten.index.Tensor, self.gain, [own]), torch.float32)
+            gains = self._cast(self._call(aten.index.Tensor, experts.gain, [own]), torch.float32)
             h = self._call(aten.mul.Tensor, h, gains)
         h = self._cast(h, dtype)
-        y = product(h, operands[1], biases[1])
+        y = product(h, experts.down, experts.down_bias)
         y = self._reshape(y, [-1, k, b.down.n])
-        scale = self._cast(self._call(aten.unsqueeze.default, weights, 2), torch.float32)
+        scale = self._cast(self._call(aten.unsqueeze.default, rows.weights, 2), torch.float32)
         y = self._call(aten.sum.dim_IntList, self._call(aten.mul.Tensor, y, scale), [1])
         return self._cast(y, out_dtype)
 
@@ -226,7 +241,8 @@ class Emitter:
             return self._cast(found, torch.float32) if term.index else found
         if isinstance(term, Mean):
             return self._call(aten.mean.dim, self._pointwise(term.body, values), [-1], True)
-        args = [self._pointwise(a, values) for a in term.args]  # type: ignore[attr-defined]
+        assert isinstance(term, (Apply, Mul, Add))
+        args = [self._pointwise(a, values) for a in term.args]
         if isinstance(term, Apply):
             op = term.op
             if op in INDICATOR:
@@ -243,13 +259,13 @@ class Emitter:
 
     def _layout(self) -> str:
         """One layout for all weights of the block."""
-        parts = {(p.n, p.k) for b in self.m.branches for p in (*b.up, b.down)}
+        parts = {(p.n, p.k) for p in (*self.common.up, self.common.down)}
         return self.w.layout(self.common.down.ref.node, *parts)
 
     def _gate_up(self, layout: str) -> tuple[Packed, bool]:
         """The weight of gate and up, and whether their rows take turns: as the layout's kernels read them
         fastest, or else as the parameter has them, or as the activation wants them."""
-        experts, site = [x.up for x in self.m.branches], self.m.root
+        experts, site = self.m.parts(lambda b: b.up), self.m.root
         self.activation = self.common.act.name if self.common.gain is None else ""
         names = same_function(self.activation)
         whole = None
@@ -286,68 +302,65 @@ class Emitter:
         at = [sources.index(s) for s in up.sources]
         assert isinstance(up.spec, HeldSpec) and isinstance(down.spec, HeldSpec)
         pairs = tuple(
-            tuple(replace(p, source=at[p.source]) for p in parts) for parts in up.spec.assembly.experts
+            (replace(gate, source=at[gate.source]), replace(own, source=at[own.source]))
+            for gate, own in up.spec.assembly.experts
         )
         held = tuple(s.meta["held"] for s in sources)
         return Packed(sources, replace(down.spec, held=held, rescale=pairs))
 
     def _vectors(
-        self, experts: list[tuple[Matrix | None, ...]], interleaved: bool
-    ) -> tuple[tuple[fx.Node, ...], JoinSpec] | None:
-        """Biases, or other vectors of the experts, as one tensor."""
-        if all(p is None for parts in experts for p in parts):
+        self, of: Callable[[Branch], tuple[Matrix | None, ...]], interleaved: bool
+    ) -> fx.Node | Joined | None:
+        """Biases, or other vectors of the experts: one parameter as it is, or what puts several together."""
+        own = [p is not None for p in of(self.common)]
+        if not any(own):
             return None
-        need(
-            all(p is not None for parts in experts for p in parts),
-            "only some have biases",
-            self.m.root,
-            advice.ALL_BIASES,
-        )
-        sources, assembly = assemble(experts, interleaved, self.m.root)  # type: ignore[arg-type]
-        return sources, JoinSpec(assembly, value(sources[0]).dtype)
+        need(all(own), "only some have biases", self.m.root, advice.ALL_BIASES)
+        experts = self.m.parts(of)
+        one = as_it_is(experts, interleaved, self.m.root)
+        if one is not None:
+            return one.parameter
+        sources, assembly = assemble(experts, interleaved, self.m.root)
+        return Joined(sources, JoinSpec(assembly, value(sources[0]).dtype))
 
-    def _joined(self, vectors: tuple[tuple[fx.Node, ...], JoinSpec] | None) -> fx.Node | None:
-        """One parameter as it is, or a graph input that holds the parts of several."""
-        if vectors is None:
-            return None
-        sources, spec = vectors
-        if spec.assembly.whole([tuple(shape(n)) for n in sources]) is not None:
-            return sources[0]
-        return self.w.slot(*vectors)[0]
+    def _joined(self, vectors: fx.Node | Joined | None) -> fx.Node | None:
+        """One tensor of the graph: if of several parameters, an input that holds them."""
+        return self.w.slot(*vectors)[0] if isinstance(vectors, Joined) else vectors
 
     # --- tensors of terms ---
 
     def _call(self, target: Any, *args: Any, **kwargs: Any) -> fx.Node:
         return self.call(target, *args, **kwargs)
 
-    def _reshape(self, node: fx.Node, sizes: list[Any]) -> fx.Node:
+    def _reshape(self, node: fx.Node, sizes: Sequence[Dimension]) -> fx.Node:
         old = shape(node) if is_tensor(node) else ()
         if len(old) == len(sizes) == 2 and sizes[0] == -1 and same(old[1], sizes[1]):
             return node
-        return self._call(aten.reshape.default, node, sizes)
+        return self._call(aten.reshape.default, node, list(sizes))
 
     def _cast(self, node: fx.Node, dtype: torch.dtype) -> fx.Node:
         return self._call(aten._to_copy.default, node, dtype=dtype)
 
-    def _size(self, node: fx.Node, d: int) -> Any:
+    def _size(self, node: fx.Node, d: int) -> Dimension:
         size = static_int(shape(node)[d])
         return size if size is not None else self._call(aten.sym_size.int, self.w.replaced.get(node, node), d)
 
-    def _sizes(self) -> list[Any]:
+    def _sizes(self) -> list[Dimension]:
         """The output's shape for reshape."""
         return self._lengths([*shape(self.m.root)[:-1], self.m.hidden.size])
 
-    def _lengths(self, sizes: list[Any]) -> list[Any]:
+    def _lengths(self, sizes: Sequence[Size]) -> list[Dimension]:
         """Sizes for reshape: the first symbolic one is -1, others are read from a tensor that has them."""
-        known = [static_int(s) for s in sizes]
-        if None not in known:
-            return known
-        first = known.index(None)
-        return [
-            n if n is not None else -1 if d == first else self._length(sizes[d]) for d, n in enumerate(known)
-        ]
+        found: list[Dimension] = []
+        for size in sizes:
+            known = static_int(size)
+            if known is None:
+                found.append(self._length(size) if -1 in found else -1)
+            else:
+                found.append(known)
+        return found
 
-    def _length(self, size: Any) -> Any:
+    def _length(self, size: Size) -> Dimension:
         """A size as an int, or as a node: of the first tensor that has a dimension of this size."""
         if (known := static_int(size)) is not None:
             return known
@@ -390,86 +403,71 @@ class Emitter:
             return term.value
         if isinstance(term, Ref):
             return self._ref(term, axes)
-        need(
-            isinstance(term, (Apply, Mul, Add)),
-            f"{told(term)} cannot be computed apart",
-            self.m.root,
-            advice.ROUTING_FIRST,
-        )
-        parts = {a: self.element(a, axes) for a in term.args if isinstance(a, Term)}  # type: ignore[attr-defined]
+        if not isinstance(term, (Apply, Mul, Add)):
+            refuse(f"{told(term)} cannot be computed apart", self.m.root, advice.ROUTING_FIRST)
+        parts = {a: self.element(a, axes) for a in term.args if isinstance(a, Term)}
         return self._pointwise(term, parts)
 
     def _ref(self, ref: Ref, axes: tuple[Axis, ...]) -> fx.Node:
-        node, labels, sizes = self.w.replaced.get(ref.node, ref.node), [], []
+        node = self.w.replaced.get(ref.node, ref.node)
         if not ref.index:
             return node
-        if isinstance(ref.index[-1], Ref):
-            return self._arranged(*self._gathered(node, ref, axes), axes, ref)
+        *rows, last = ref.index
+        if isinstance(last, Ref):
+            return self._arranged(*self._gathered(node, rows, last, axes, ref), axes, ref)
+        labels: list[Axis | Const] = []
+        sizes: list[Size] = []
         for d, i in enumerate(ref.index):
-            if isinstance(i, Mix):
-                need(
-                    all(isinstance(p, Axis) for p in i.parts),
-                    f"{told(ref)} is indexed oddly",
-                    self.m.root,
-                    advice.ROUTING_FIRST,
-                )
-                labels += i.parts
-                sizes += i.sizes
-            else:
-                need(
-                    isinstance(i, (Axis, Const)),
-                    f"{told(ref)} is indexed oddly",
-                    self.m.root,
-                    advice.ROUTING_FIRST,
-                )
-                labels.append(i)
-                sizes.append(shape(ref.node)[d])
+            for part in i.parts if isinstance(i, Mix) else (i,):
+                if not (isinstance(part, Axis) or (isinstance(part, Const) and part is i)):
+                    refuse(f"{told(ref)} is indexed oddly", self.m.root, advice.ROUTING_FIRST)
+                labels.append(part)
+            sizes += i.sizes if isinstance(i, Mix) else (shape(ref.node)[d],)
         if len(labels) != len(ref.index):
             node = self._reshape(node, self._lengths(sizes))
-        for d in reversed(range(len(labels))):
-            if isinstance(labels[d], Const):
-                node = self._call(aten.select.int, node, d, labels[d].value)
-                del labels[d]
+        for d, label in reversed(list(enumerate(labels))):
+            if isinstance(label, Const):
+                node = self._call(aten.select.int, node, d, label.value)
             else:  # of a slice: the weights of routed experts, beside those of shared ones
-                size, whole = self.m.k if labels[d] is J else static_int(labels[d].size), static_int(sizes[d])
+                size, whole = self.m.k if label is J else static_int(label.size), static_int(sizes[d])
                 if size and whole is not None and size != whole:
                     node = self._call(aten.slice.Tensor, node, d, 0, size)
-        return self._arranged(node, labels, axes, ref)
+        return self._arranged(node, [a for a in labels if isinstance(a, Axis)], axes, ref)
 
-    def _gathered(self, node: fx.Node, ref: Ref, axes: tuple[Axis, ...]) -> tuple[fx.Node, list[Axis]]:
+    def _gathered(
+        self, node: fx.Node, index: list[Term], ids: Ref, axes: tuple[Axis, ...], ref: Ref
+    ) -> tuple[fx.Node, list[Axis]]:
         """`scores[t, ids[t, j]]`: the weights of a router that does not normalise them."""
-        *rows, ids = ref.index
-        for d in reversed(range(len(rows))):
-            if isinstance(rows[d], Const):
-                node = self._call(aten.select.int, node, d, rows.pop(d).value)
-        others = [a for a in axes if a in free_axes(ids) and a not in rows]
+        for d, i in reversed(list(enumerate(index))):
+            if isinstance(i, Const):
+                node = self._call(aten.select.int, node, d, i.value)
+        others = [a for a in axes if a in free_axes(ids) and a not in index]
+        rows: list[Axis] = []
+        for i in index:
+            if isinstance(i, Axis) and i in free_axes(ids) and len(others) <= 1:
+                rows.append(i)
+            elif not isinstance(i, Const):
+                reason = f"{told(ref)} is not a number for each of a token's ids"
+                refuse(reason, self.m.root, advice.ROUTING_FIRST)
         if not rows:  # `scale[ids[t, j]]`, or of one token
             return self._call(aten.index.Tensor, node, [self._inside(ids, others, ref)]), others
         # `scores[t, ids[t, j]]`, or `scores[t, ids[t]]` of a router with one choice
-        fits = all(isinstance(i, Axis) for i in rows) and set(rows) <= free_axes(ids) and len(others) <= 1
-        need(
-            fits, f"{told(ref)} is not a number for each of a token's ids", self.m.root, advice.ROUTING_FIRST
-        )
-        index = self._inside(ids, [*rows, *others], ref)
+        at = self._inside(ids, [*rows, *others], ref)
         if others:
-            return self._call(aten.gather.default, node, len(rows), index), [*rows, *others]
-        index = self._call(aten.unsqueeze.default, index, len(rows))
-        return self._call(aten.squeeze.dim, self._call(aten.gather.default, node, len(rows), index), -1), rows
+            return self._call(aten.gather.default, node, len(rows), at), [*rows, *others]
+        at = self._call(aten.unsqueeze.default, at, len(rows))
+        return self._call(aten.squeeze.dim, self._call(aten.gather.default, node, len(rows), at), -1), rows
 
-    def _inside(self, ids: Any, labels: list[Axis], ref: Ref) -> fx.Node:
+    def _inside(self, ids: Ref, labels: list[Axis], ref: Ref) -> fx.Node:
         """Ids as an index into the last dimension of `ref`; any will do where no expert's row reads it."""
-        index, size = self.element(ids, tuple(labels)), static_int(shape(ref.node)[-1])
-        need(size is not None, f"{told(ref)} has a symbolic size", self.m.root, advice.ROUTING_FIRST)
-        assert size is not None
+        index, size = self._ref(ids, tuple(labels)), static_int(shape(ref.node)[-1])
+        if size is None:
+            refuse(f"{told(ref)} has a symbolic size", self.m.root, advice.ROUTING_FIRST)
         return index if below(ids.node, size) else self._call(aten.remainder.Scalar, index, size)
 
-    def _arranged(self, node: fx.Node, labels: list[Any], axes: tuple[Axis, ...], ref: Ref) -> fx.Node:
-        need(
-            set(labels) <= set(axes) and len(set(labels)) == len(labels),
-            f"{told(ref)} has axes of its own",
-            self.m.root,
-            advice.ROUTING_FIRST,
-        )
+    def _arranged(self, node: fx.Node, labels: list[Axis], axes: tuple[Axis, ...], ref: Ref) -> fx.Node:
+        if not (set(labels) <= set(axes) and len(set(labels)) == len(labels)):
+            refuse(f"{told(ref)} has axes of its own", self.m.root, advice.ROUTING_FIRST)
         order = [labels.index(a) for a in axes if a in labels]
         if order != sorted(order):
             node = self._call(aten.permute.default, node, order)

@@ -44,7 +44,7 @@ from ..weights.decoded import find_decoded
 from ..weights.packed import Swap
 from ..weights.prequantized import is_held
 from .batched import batched_products
-from .every_use import weights_of, write_every_use
+from .every_use import write_every_use
 from .linears import linear_layers
 from .mixture import write_mixture
 from .one_precision import written_before
@@ -138,7 +138,7 @@ def _mixtures(s: _State) -> None:
         try:
             if isinstance(found, Refusal):
                 raise found
-            own = weights_of(found)
+            own = found.weights
             weights = [n for n in writer.inputs if n in own]
             why = next((n.meta["each"] for n in weights if "each" in n.meta), "")
             if why:
@@ -148,7 +148,7 @@ def _mixtures(s: _State) -> None:
         except Refusal as refusal:
             s.refused.append((downs, refusal))
             if isinstance(found, Mixture):
-                _stay_together(weights_of(found), s.writer.mutated)
+                _stay_together(found.weights, s.writer.mutated)
     sweep(graph)
     packed = {n for slot in writer.slots.keys() - others for n in slot[0] if not is_held(n)}
     writer.check_uses(packed, set(s.products))

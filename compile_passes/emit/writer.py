@@ -5,7 +5,7 @@ product, the record of what was done.
 from __future__ import annotations
 
 import operator
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Iterable, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -15,12 +15,12 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 
 from ...meta.layouts import LAYOUTS, preferred_layout
 from .. import advice
-from ..graph.nodes import WeightRef, aten, need, need_own, shape, value
+from ..graph.nodes import WeightRef, aten, need, need_own, refuse, shape, value
 from ..index.terms import Affine, Const, Term, told
 from ..naming import input_name, location, module_path
 from ..options import Options
+from ..recognise.branches import EvenParts, Experts, Parts
 from ..recognise.factors import K, N
-from ..recognise.mixture import Matrix
 from ..report import Load, Site
 from ..weights.packed import Assembly, JoinSpec, PackSpec, Piece, Swap
 from ..weights.prequantized import HeldSpec, format_of, held_spec, inputs_of, is_held
@@ -30,8 +30,6 @@ fp4 = torch.ops.fp4
 
 Operands = tuple[fx.Node | None, ...]
 """(packed, block_scale, global_scale or None), as the operators take a weight."""
-Experts = Sequence[tuple[Matrix, ...]]
-"""For each expert the parts of its weight, one below the other."""
 
 
 class Packed(NamedTuple):
@@ -111,8 +109,13 @@ class Writer:
     def pack(self, experts: Experts, layout: str, site: fx.Node, *, interleaved: bool = False) -> Packed:
         """Weights of one operand; a Refusal if they cannot be. interleaved: rows of an expert's parts take
         turns."""
+        one = as_it_is(experts, interleaved, site)
+        k = next(iter(experts))[0].k
+        need(k % 2 == 0, f"K = {k} is odd; two codes share a byte", site, advice.EVEN)
+        if one is not None and not is_held(one.parameter):
+            need_own(one.parameter, self.mutated, site)
+            return Packed((one.parameter,), PackSpec(self.options.format, layout, one.transposed))
         sources, assembly = assemble(experts, interleaved, site)
-        need(assembly.k % 2 == 0, f"K = {assembly.k} is odd; two codes share a byte", site, advice.EVEN)
         for s in sources:
             need_own(s, self.mutated, site)
             need(
@@ -123,9 +126,6 @@ class Writer:
             )
         if any(map(is_held, sources)):
             return Packed(sources, held_spec(sources, assembly, layout, site))
-        whole = assembly.whole([tuple(shape(s)) for s in sources])
-        if whole is not None:
-            return Packed(sources, PackSpec(self.options.format, layout, whole))
         return Packed(sources, PackSpec(self.options.format, layout, False, assembly))
 
     def pack_whole(self, w: WeightRef, layout: str) -> Packed:
@@ -288,7 +288,30 @@ def kernel(device_type: str, layout: str = "plain") -> str:
 # --- how parameters make one operand ---
 
 
-def assemble(experts: Experts, interleaved: bool, site: fx.Node) -> tuple[tuple[fx.Node, ...], Assembly]:
+class Whole(NamedTuple):
+    """One parameter that is an operand as it is."""
+
+    parameter: fx.Node
+    transposed: bool
+    """It is stored as [E, K, N]."""
+
+
+def as_it_is(experts: Experts, interleaved: bool, site: fx.Node) -> Whole | None:
+    """The parameter that holds the parts of these experts, in order, and nothing else."""
+    some = [experts.first, experts.second] if isinstance(experts, EvenParts) else experts
+    if len({p.ref.node for parts in some for p in parts}) != 1:
+        return None
+    (parameter,), assembly = assemble(some, interleaved, site)
+    e, *rest = shape(parameter)
+    if e != len(experts):
+        return None
+    transposed = assembly.whole([(len(some), *rest)])  # of even parts the first two say it
+    return None if transposed is None else Whole(parameter, transposed)
+
+
+def assemble(
+    experts: Iterable[Parts], interleaved: bool, site: fx.Node
+) -> tuple[tuple[fx.Node, ...], Assembly]:
     """(parameters, how they become one operand): for each expert its parts, one below the other."""
     sources: dict[fx.Node, int] = {}
     pieces = []
@@ -298,7 +321,7 @@ def assemble(experts: Experts, interleaved: bool, site: fx.Node) -> tuple[tuple[
             at = tuple(place(i, site) for i in p.ref.index)
             taken.append(Piece(sources.setdefault(p.ref.node, len(sources)), at))
         pieces.append(tuple(taken))
-    first = experts[0][0]
+    first = parts[0]
     return tuple(sources), Assembly(tuple(pieces), first.n, first.k, interleaved)
 
 
@@ -307,5 +330,6 @@ def place(index: Term, site: fx.Node) -> tuple[Any, ...]:
     if isinstance(index, Const):
         return ("at", index.value)
     base, start, step = (index.base, index.start, index.step) if isinstance(index, Affine) else (index, 0, 1)
-    need(base is N or base is K, f"a weight is indexed by {told(index)}", site, advice.OWN_MATRIX)
+    if base is not N and base is not K:
+        refuse(f"a weight is indexed by {told(index)}", site, advice.OWN_MATRIX)
     return ("n" if base is N else "k", start, step)

@@ -14,6 +14,7 @@ from torch import fx
 
 from .. import advice
 from ..naming import called
+from ..operands import operand, several
 from .nodes import (
     Refusal,
     WeightRef,
@@ -54,10 +55,8 @@ class Product:
 
 
 def is_grouped_mm(node: fx.Node) -> bool:
-    return is_op(node, aten._grouped_mm) or (
-        getattr(node.target, "_schema", None) is not None
-        and node.target._schema.name == "transformers::grouped_mm_fallback"
-    )
+    schema = getattr(node.target, "_schema", None)
+    return schema is not None and schema.name in ("aten::_grouped_mm", "transformers::grouped_mm_fallback")
 
 
 def sorted_product(node: fx.Node, weights: Weights) -> Product:
@@ -112,7 +111,7 @@ def counted_ids(counts: fx.Node, experts: int) -> fx.Node:
     if is_op(counts, aten.bincount) and arguments(counts)["weights"] is None:
         bins = shape(counts)[0]
         need(bins == experts, f"bincount has {bins} bins for {experts} experts", counts, advice.OFFSETS)
-        return exact_int(counts.args[0])
+        return exact_int(operand(counts))
     refuse(
         f"the offsets add up {called(counts)}, which is no histogram of expert ids", counts, advice.OFFSETS
     )
@@ -128,7 +127,7 @@ def below(ids: fx.Node, experts: int) -> bool:
         return False
     producer, index = found
     if is_op(producer, aten.sort) and index == 0:
-        return below(exact_int(producer.args[0]), experts)
+        return below(exact_int(operand(producer)), experts)
     return is_op(producer, aten.topk, aten.max) and index == 1 and _columns(producer) == experts
 
 
@@ -153,16 +152,16 @@ def nonnegative(ids: fx.Node) -> bool:
 
 def gathered(node: fx.Node) -> tuple[fx.Node | None, fx.Node | None]:
     """(table, index) if node is table[index], whole rows of the first dimension."""
-    if is_op(node, aten.index) and len(node.args[1]) == 1 and is_tensor(node.args[1][0]):
-        table, index = node.args[0], node.args[1][0]
-        if value(index).dtype in (torch.int64, torch.int32) and len(shape(index)) == 1:
-            return table, index
+    if is_op(node, aten.index):
+        index = several(node, 1)[0] if len(several(node, 1)) == 1 else None
+        if is_tensor(index) and value(index).dtype in (torch.int64, torch.int32) and len(shape(index)) == 1:
+            return operand(node), index
     if is_op(node, aten.index_select) and arguments(node)["dim"] == 0:
-        return node.args[0], node.args[2]
+        return operand(node), operand(node, 2)
     if is_op(node, aten.gather) and arguments(node)["dim"] == 0 and len(shape(node)) == 2:
         # gather(x, 0, index[:, None].expand(-1, H)) with H all columns of x
-        table, index = node.args[0], node.args[2]
-        rows = index.args[0] if is_op(index, aten.expand) else None
+        table, index = operand(node), operand(node, 2)
+        rows = operand(index) if is_op(index, aten.expand) else None
         whole_rows = same_shape(shape(node)[1:], shape(table)[1:])
         if whole_rows and rows is not None and same_shape(shape(rows), (shape(node)[0], 1)):
             return table, strip(rows)
@@ -174,9 +173,9 @@ def gathered(node: fx.Node) -> tuple[fx.Node | None, fx.Node | None]:
 
 def indexed_product(bmm: fx.Node, weights: Weights) -> Product:
     """bmm of W[ids] [S, N, K] and rows [S, K, 1], or of rows [S, 1, K] and W[ids] [S, K, N]."""
-    left, right = bmm.args
-    for operand, rows, weight_first in ((left, right, True), (right, left, False)):
-        gather, swapped = unswap(operand)
+    left, right = operand(bmm), operand(bmm, 1)
+    for factor, rows, weight_first in ((left, right, True), (right, left, False)):
+        gather, swapped = unswap(factor)
         table, index = gathered(gather)
         if table is None or len(shape(gather)) != 3:
             continue
@@ -208,8 +207,8 @@ def find_products(graph: fx.Graph, weights: Weights) -> Iterator[Product | Refus
 
 
 def _touches_weight(bmm: fx.Node, weights: Weights) -> bool:
-    for operand in bmm.args:
-        source, _ = unswap(operand)
+    for factor in (operand(bmm), operand(bmm, 1)):
+        source, _ = unswap(factor)
         table, _ = gathered(source)
         if table is not None and len(shape(table)) == 3:
             return True

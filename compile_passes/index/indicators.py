@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, TypeGuard
 
 import torch
 from torch import fx
@@ -46,5 +46,5 @@ def as_boolean(term: Term) -> Term:
     return term
 
 
-def is_eq(term: Any) -> bool:
+def is_eq(term: Any) -> TypeGuard[Apply]:
     return isinstance(term, Apply) and term.op is aten.eq

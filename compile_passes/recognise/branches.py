@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field, replace
-from typing import Any
 
 from torch import fx
 
-from ..index.terms import Axis, Ref, Term
+from ..index.terms import Axis, Ref, Size, Term
 from .activations import Act
 from .factors import coordinate_after
 
@@ -45,7 +44,7 @@ class Branch:
     place: Axis | None
     """Instead of ids: the axis of the output, and of x, that counts the experts."""
     sums_choices: bool
-    k: Any
+    k: Size | None
     """Over how many of a token's ids it sums: not all, if read through a slice. None: not over any."""
     chosen: tuple[Term, ...]
     """Further conditions, over tokens, J and E, that a row meets: the expert's capacity is not used up."""
@@ -65,50 +64,94 @@ class Branch:
     """A vector of the expert's own that scales what enters its down product."""
 
     @property
-    def common(self) -> tuple[Any, ...]:
-        """What must be the same for all experts."""
-        routing = (self.ids, self.masked, self.place, self.sums_choices, self.chosen, self.factors)
-        return (*routing, self.after, self.x, self.scales, self.act)
+    def matrices(self) -> tuple[Matrix | None, ...]:
+        """All that is of the expert's own."""
+        return *self.up, self.down, *self.up_bias, self.down_bias, self.gain
 
 
-def branches_by_id(of: Callable[[int], Branch], count: int, conditions: bool) -> list[Branch]:
+Parts = tuple[Matrix, ...]
+"""Some of an expert's matrices or vectors, one below the other."""
+
+
+@dataclass(frozen=True)
+class EvenParts:
+    """Parts of `count` experts: each has them where the one before has its, and as much further on."""
+
+    first: Parts
+    second: Parts
+    count: int
+
+    def __len__(self) -> int:
+        return self.count
+
+    def __iter__(self) -> Iterator[Parts]:
+        return map(self.of, range(self.count))
+
+    def of(self, e: int) -> Parts:
+        return tuple(_matrix_after(a, b, e) for a, b in zip(self.first, self.second, strict=True))
+
+
+Experts = list[Parts] | EvenParts
+"""For each expert some parts of it."""
+
+
+@dataclass(frozen=True)
+class EvenBranches:
+    """Branches of experts 0 to `count` - 1, which differ in nothing but where their matrices are, evenly."""
+
+    first: Branch
+    second: Branch
+    count: int
+
+    def __len__(self) -> int:
+        return self.count
+
+    def __iter__(self) -> Iterator[Branch]:
+        return map(self.of, range(self.count))
+
+    def of(self, e: int) -> Branch:
+        a, b = self.first, self.second
+
+        def at(x: Matrix | None, y: Matrix | None) -> Matrix | None:
+            return _matrix_after(x, y, e) if x is not None and y is not None else None
+
+        return replace(
+            b, expert=e, up=EvenParts(a.up, b.up, self.count).of(e), down=_matrix_after(a.down, b.down, e),
+            up_bias=tuple(map(at, a.up_bias, b.up_bias)), down_bias=at(a.down_bias, b.down_bias),
+            gain=at(a.gain, b.gain),
+        )  # fmt: skip
+
+
+Branches = list[Branch] | EvenBranches
+
+
+def branches_by_id(of: Callable[[int], Branch], count: int, conditions: bool) -> Branches:
     """Branches `of` all experts whose ids index the weights; conditions: rows are chosen by more than ids.
 
-    Without such, experts differ in which of the weights' matrices they have: the first two and the last say
-    which the others have."""
-    if conditions or count < 4:
-        return [of(e) for e in range(count)]
-    first, second, last = of(0), of(1), of(count - 1)
-    found = [first, second]
-    for e in range(2, count):
-        between = _after(first, second, e)
-        if between is None:
-            break
-        found.append(between)
-    return found if found[-1] == last else [of(e) for e in range(count)]
+    Without such, experts differ in which of the weights' matrices they have. If the last one has those that
+    the first two lead to, so have the others, and there is no need to read them one by one."""
+    if not conditions and count >= 4:
+        even = EvenBranches(of(0), of(1), count)
+        if _lead_on(even.first, even.second) and even.of(count - 1) == of(count - 1):
+            return even
+    return [of(e) for e in range(count)]
 
 
-def _after(first: Branch, second: Branch, e: int) -> Branch | None:
-    """Branch e, if what each of the first two has is where the one before had it, and so much further on."""
-
-    def at(a: Matrix | None, b: Matrix | None) -> Matrix | None:
+def _lead_on(first: Branch, second: Branch) -> bool:
+    """Whether where these have their matrices says where others have theirs."""
+    for a, b in zip(first.matrices, second.matrices, strict=True):
         if a is None or b is None:
-            return None
-        index = [coordinate_after(i, j, e) for i, j in zip(a.ref.index, b.ref.index, strict=True)]
-        known = [i for i in index if i is not None]
-        if a.ref.node is not b.ref.node or len(known) != len(index):
-            return None
-        return replace(b, ref=Ref(b.ref.node, known))
+            continue
+        places = zip(a.ref.index, b.ref.index, strict=True)
+        if a.ref.node is not b.ref.node or any(coordinate_after(i, j, 2) is None for i, j in places):
+            return False
+    return True
 
-    up = [m for a, b in zip(first.up, second.up) if (m := at(a, b)) is not None]
-    down = at(first.down, second.down)
-    if down is None or len(up) != len(second.up):
-        return None
-    return replace(
-        second, expert=e, up=tuple(up), down=down,
-        up_bias=tuple(at(a, b) for a, b in zip(first.up_bias, second.up_bias)),
-        down_bias=at(first.down_bias, second.down_bias), gain=at(first.gain, second.gain),
-    )  # fmt: skip
+
+def _matrix_after(first: Matrix, second: Matrix, e: int) -> Matrix:
+    """Expert e's matrix, where those of experts 0 and 1 are these and lead on."""
+    index = [coordinate_after(i, j, e) for i, j in zip(first.ref.index, second.ref.index, strict=True)]
+    return replace(second, ref=Ref(second.ref.node, [i for i in index if i is not None]))
 
 
 @dataclass
@@ -118,7 +161,7 @@ class Mixture:
     root: fx.Node
     tokens: tuple[Axis, ...]
     hidden: Axis
-    branches: list[Branch]
+    branches: Branches
     """In the order of the experts `first`, `first` + 1, ..."""
     first: int
     k: int | None
@@ -137,4 +180,21 @@ class Mixture:
 
     @property
     def common(self) -> Branch:
-        return self.branches[0]
+        """The first branch: in all but its matrices it is like any other."""
+        return self.branches.first if isinstance(self.branches, EvenBranches) else self.branches[0]
+
+    @property
+    def weights(self) -> set[fx.Node]:
+        """The parameters that the experts' matrices are in."""
+        branches = [self.common] if isinstance(self.branches, EvenBranches) else self.branches
+        return {p.ref.node for b in branches for p in (*b.up, b.down)}
+
+    def parts(self, of: Callable[[Branch], tuple[Matrix | None, ...]]) -> Experts:
+        """For each expert, in order, these parts of it, without those that it has not."""
+
+        def own(b: Branch) -> Parts:
+            return tuple(p for p in of(b) if p is not None)
+
+        if isinstance(self.branches, EvenBranches):
+            return EvenParts(own(self.branches.first), own(self.branches.second), len(self.branches))
+        return [own(b) for b in self.branches]

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import operator
 from collections.abc import Iterator
-from typing import Any
+from typing import Any, overload
 
 from torch import fx
 
@@ -181,6 +181,10 @@ def fixed_choice(ids: Ref | None) -> int | None:
     return None if same(shape(ids.node)[-1], 1) else ids.index[-1].value
 
 
+@overload
+def along(term: Ref, e: int, place: Axis) -> Ref: ...
+@overload
+def along(term: Term, e: int, place: Axis) -> Term: ...
 def along(term: Term, e: int, place: Axis) -> Term:
     """`term` where `place` is e, with `place` for e: slice e of a buffer as the slice of any expert."""
     if isinstance(term, Ref):

@@ -9,8 +9,8 @@ branches differ in nothing but the expert: same x, same activation, same routing
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from dataclasses import replace
-from typing import Any
+from dataclasses import dataclass, field, replace
+from typing import TypeGuard
 
 import torch
 from torch import fx
@@ -31,6 +31,7 @@ from ..index.terms import (
     Mul,
     NoneOf,
     Ref,
+    Size,
     Sum,
     Term,
     flatten,
@@ -40,8 +41,8 @@ from ..index.terms import (
     walk,
 )
 from ..naming import called
-from .activations import UP, bare, read_activation
-from .branches import Branch, Linear, Matrix, Mixture, branches_by_id
+from .activations import UP, Act, bare, read_activation
+from .branches import Branch, Branches, EvenBranches, Linear, Matrix, Mixture, branches_by_id
 from .compared import in_common
 from .factors import (
     J,
@@ -65,6 +66,41 @@ from .kept_rows import kept_row
 from .steps import instead_of
 
 
+@dataclass(frozen=True)
+class _Up:
+    """One of the products that the activation is made of: its weight, and the rows that it multiplies."""
+
+    matrix: Matrix
+    bias: Matrix | None
+    x: Ref
+    scales: tuple[Term, ...]
+
+
+@dataclass(frozen=True)
+class _Input:
+    """What enters a down product; the fields are those of a Branch."""
+
+    x: Ref
+    scales: tuple[Term, ...]
+    act: Act
+    up: tuple[Matrix, ...]
+    up_bias: tuple[Matrix | None, ...]
+    gain: Matrix | None
+
+
+@dataclass
+class _Selection:
+    """What the factors of an expert's output say of its rows; most fields are those of a Branch."""
+
+    expert: int | None
+    ids: Ref | None = None
+    masked: Ref | None = None
+    place: Axis | None = None
+    chosen: list[Term] = field(default_factory=list)
+    weights: list[Term] = field(default_factory=list)
+    k: Size | None = None
+
+
 class Matcher:
     def __init__(self, reader: Reader) -> None:
         self.reader = reader
@@ -72,7 +108,7 @@ class Matcher:
         self._is_down: dict[Term, bool] = {}
         self._has_down: dict[Term, bool] = {}
         self.branches = 0
-        self.most: list[Branch] = []
+        self.most: Branches = []
         """What `match` told apart, at most, since this was emptied."""
 
     # --- pieces of a term ---
@@ -129,14 +165,14 @@ class Matcher:
     def _without_gains(self, lin: Linear) -> tuple[tuple[Term, ...], tuple[Ref, ...]]:
         """What a product multiplies, and the vectors of weights that scale it."""
 
-        def is_gain(t: Term) -> bool:
+        def is_gain(t: Term) -> TypeGuard[Ref]:
             """A vector along the product, of the expert whose weight that is."""
             if not (isinstance(t, Ref) and self.reader.is_weight(t.node) and lin.inner in t.index):
                 return False
             others = [i for i in t.index if i is not lin.inner and not isinstance(i, Const)]
             return all(i in lin.weight.index for i in others)
 
-        gains: Any = tuple(t for t in lin.input if is_gain(t))
+        gains = tuple(t for t in lin.input if is_gain(t))
         return tuple(t for t in lin.input if t not in gains), gains
 
     def has_down(self, term: Term) -> bool:
@@ -163,16 +199,18 @@ class Matcher:
 
     def expand(self, term: Term) -> Iterator[tuple[tuple[Axis, ...], tuple[Term, ...], Term | None]]:
         """The addends of a term as (summed axes, factors, the down product or None)."""
-        if not self.has_down(term) or (isinstance(term, Choose) and not isinstance(term.index, (Ref, Axis))):
+        if not self.has_down(term):
             yield (), (term,), None
         elif self.is_down(term):
             yield (), (), term
         elif isinstance(term, Add):
             for t in term.args:
                 yield from self.expand(t)
-        elif isinstance(
-            term, Choose
-        ):  # by a row's id, or its place: one of them is an expert's output, wherever the id is its
+        elif isinstance(term, Choose):
+            if not isinstance(term.index, (Ref, Axis)):
+                yield (), (term,), None
+                return
+            # By a row's id, or its place: one of them is an expert's output, wherever the id is its.
             for e, t in enumerate(term.options):
                 for axes, factors, core in self.expand(t):
                     yield axes, (*factors, eq(term.index, e)), core
@@ -205,7 +243,7 @@ class Matcher:
         )
         hidden, tokens = v.dims[-1][0], tuple(a for g in v.dims[:-1] for a in g)
         mixture = Mixture(root, tokens, hidden, [], 0, None)
-        branches: list[Branch] = []
+        addends: list[Branches] = []
         kept: list[tuple[Term, ...]] = []
         for axes, factors, core in self.expand(v.term):
             if core is None:
@@ -234,22 +272,23 @@ class Matcher:
                 mixture.rest.append(whole)
                 continue
             mixture.downs += 1
-            for branch in self._branches(axes, factors, core, mixture):
-                branches.append(branch)
-                self.branches = len(branches)
+            for found in self._branches(axes, factors, core, mixture):
+                addends.append(found)
+                self.branches += len(found)
+        branches = addends[0] if len(addends) == 1 else [b for found in addends for b in found]
         if len(branches) > len(self.most):
             self.most = branches
         need(len(branches) > 1, "there is only one expert", root, advice.ONE_EXPERT)
-        kept_by = [(b.expert, b.ids, b.choice, b.chosen) for b in branches]
         self._prove(branches, mixture)
         if kept:
             need(len(kept) == 1, "experts' rows are put over several tensors", root, advice.PUT_ROWS)
+            kept_by = [(b.expert, b.ids, b.choice, b.chosen) for b in branches]
             mixture.kept = kept_row(kept[0], kept_by, mixture, has_experts)
         return mixture
 
     def _branches(
         self, axes: tuple[Axis, ...], factors: tuple[Term, ...], core: Term, m: Mixture
-    ) -> Iterator[Branch]:
+    ) -> Iterator[Branches]:
         """One addend is one expert's, or all experts' at once: over an axis, or by ids that index weights."""
         lin = self.linear(core)
         assert lin is not None
@@ -267,7 +306,7 @@ class Matcher:
                 return self._branch(axes, (*factors, eq(ids[0], e)), at, after, m)
 
             conditions = any(isinstance(t, Apply) and t.op in INDICATOR for f in factors for t in walk(f))
-            yield from branches_by_id(of, count or 0, conditions)
+            yield branches_by_id(of, count or 0, conditions)
         elif over:
             need(
                 len(over) == 1 and isinstance(over[0].size, int),
@@ -278,11 +317,10 @@ class Matcher:
             rest = tuple(a for a in axes if a is not over[0])
             for e in range(over[0].size):
                 at = {over[0]: Const(e)}
-                yield self._branch(
-                    rest, tuple(substitute(f, at) for f in factors), substitute(core, at), after, m, e
-                )
+                own = tuple(substitute(f, at) for f in factors)
+                yield [self._branch(rest, own, substitute(core, at), after, m, e)]
         else:
-            yield self._branch(axes, factors, core, after, m)
+            yield [self._branch(axes, factors, core, after, m)]
 
     def _branch(
         self,
@@ -296,7 +334,8 @@ class Matcher:
         lin = self.linear(core)
         assert lin is not None
         down, down_bias = self._matrix(lin, m.hidden, m.root)
-        x, scales, act, up, up_bias, gain = self._ffn(lin, m)
+        inner = self._input(lin, m)
+        x = inner.x
 
         axes, factors = open_sums(axes, factors)
         need(
@@ -305,56 +344,21 @@ class Matcher:
             m.root,
             advice.SUM_CHOICES,
         )
-        ids, masked, place, chosen, weights, k = None, None, None, [], [], None
-        for f in factors:
-            inside = f.body if isinstance(f, AnyOf) else f
-            if is_eq(inside):
-                at, expert = inside.args  # type: ignore[attr-defined]
-                need(
-                    (isinstance(at, Ref) or at in m.tokens) and isinstance(expert, Const),
-                    "a mask is not of expert ids",
-                    m.root,
-                    advice.MASK,
-                )
-                need(
-                    e is None or e == expert.value,
-                    f"expert {e}'s output is masked for another",
-                    m.root,
-                    advice.MASK,
-                )
-                e = int(expert.value)
-                if isinstance(f, AnyOf):
-                    masked, k = substitute(at, {a: J for a in f.axes}), f.axes[0].size
-                else:
-                    one = at is ids or at is place or (ids is None and place is None)
-                    need(one, "rows are selected by two masks", m.root, advice.MASK)
-                    ids, place = (at, None) if isinstance(at, Ref) else (None, at)
-            elif is_indicator(f):
-                chosen.append(f)
-            else:
-                weights.append(f)
-        chosen = [f for f in chosen if not is_implied(f, ids, e)] if e is not None else chosen
-        known = ids is not None
-        weights = [
-            demote(f, masks=(known or isinstance(f, Add)) and not self._has_experts(f)) for f in weights
-        ]
+        rows = self._selection(factors, e, m)
+        ids, masked, place = rows.ids, rows.masked, rows.place
         # A row's input may be masked, too: where it is, so is what becomes of it.
-        scales = tuple(demote(s, masks=place is not None) for s in scales)
-        scales = tuple(s for s in scales if not (s in weights and _is_mask(s)))
-        for f in chosen:
-            pointwise = isinstance(f, Apply) and ids is not None
-            need(pointwise, f"rows are selected by {told(f)}, not by expert ids", m.root, advice.MASK)
-        if e is None:
-            e = expert_column((*weights, *scales), m.tokens)
-        need(e is not None, "nothing says which expert's output this is", m.root, advice.OWN_COLUMN)
-        assert e is not None
+        scales = tuple(demote(s, masks=place is not None) for s in inner.scales)
+        scales = tuple(s for s in scales if not (s in rows.weights and _is_mask(s)))
+        expert = rows.expert if rows.expert is not None else expert_column((*rows.weights, *scales), m.tokens)
+        if expert is None:
+            refuse("nothing says which expert's output this is", m.root, advice.OWN_COLUMN)
         choice = fixed_choice(ids)
         need(len(axes) <= 1, "an expert's rows are summed over several axes", m.root, advice.OVER_CHOICES)
         names: dict[Term, Term] = {a: J for a in axes}
-        k = axes[0].size if axes else k
+        k = axes[0].size if axes else rows.k
         if place is not None:
             need(masked is None and not axes, "rows are selected by two masks", m.root, advice.MASK)
-            x, k = along(x, e, place), 1
+            x, k = along(x, expert, place), 1
         elif ids is not None:
             need(
                 not axes or axes[0] in _coordinates(ids),
@@ -369,20 +373,56 @@ class Matcher:
 
         def one(term: Term, choice: int | None) -> Term:
             term = substitute(term, names)
-            return in_general(term, e, choice) if place is None else along(term, e, place)
+            return in_general(term, expert, choice) if place is None else along(term, expert, place)
 
         def general(terms: list[Term]) -> tuple[Term, ...]:
             return tuple(sorted((one(t, choice) for t in terms), key=repr))
 
-        scales = tuple(one(s, None) for s in scales)
-
         return Branch(
-            e, choice, ids, masked, place, bool(axes) or choice is not None, k, general(chosen),
-            general(weights), after, x, scales, act, up, up_bias, down, down_bias, gain,
+            expert, choice, ids, masked, place, bool(axes) or choice is not None, k, general(rows.chosen),
+            general(rows.weights), after, x, tuple(one(s, None) for s in scales), inner.act, inner.up,
+            inner.up_bias, down, down_bias, inner.gain,
         )  # fmt: skip
 
-    def _ffn(self, lin: Linear, m: Mixture) -> Any:
-        """(x, what scales it, activation, gate and up or just up, their biases, gain) of a down's input."""
+    def _selection(self, factors: tuple[Term, ...], e: int | None, m: Mixture) -> _Selection:
+        """Which rows an expert's output is of, and what they count for; `e`: whose output it is, if known."""
+        rows = _Selection(e)
+        for f in factors:
+            inside = f.body if isinstance(f, AnyOf) else f
+            if is_eq(inside):
+                at, expert = inside.args
+                need(
+                    (isinstance(at, Ref) or at in m.tokens) and isinstance(expert, Const),
+                    "a mask is not of expert ids",
+                    m.root,
+                    advice.MASK,
+                )
+                known = rows.expert is None or rows.expert == expert.value
+                need(known, f"expert {rows.expert}'s output is masked for another", m.root, advice.MASK)
+                rows.expert = int(expert.value)
+                if isinstance(f, AnyOf):
+                    rows.masked, rows.k = substitute(at, {a: J for a in f.axes}), f.axes[0].size
+                else:
+                    alone = at is rows.ids or at is rows.place or (rows.ids is None and rows.place is None)
+                    need(alone, "rows are selected by two masks", m.root, advice.MASK)
+                    rows.ids, rows.place = (at, None) if isinstance(at, Ref) else (None, at)
+            elif is_indicator(f):
+                rows.chosen.append(f)
+            else:
+                rows.weights.append(f)
+        if rows.expert is not None:
+            rows.chosen = [f for f in rows.chosen if not is_implied(f, rows.ids, rows.expert)]
+        known = rows.ids is not None
+        rows.weights = [
+            demote(f, masks=(known or isinstance(f, Add)) and not self._has_experts(f)) for f in rows.weights
+        ]
+        for f in rows.chosen:
+            if not (isinstance(f, Apply) and known):
+                refuse(f"rows are selected by {told(f)}, not by expert ids", m.root, advice.MASK)
+        return rows
+
+    def _input(self, lin: Linear, m: Mixture) -> _Input:
+        """What a down product multiplies: an activation of gate and up, or just up, of rows of x."""
         inputs, gains = self._without_gains(lin)
         leaves = self.leaves(inputs)
         need(
@@ -390,68 +430,87 @@ class Matcher:
         )
         need(len(gains) <= 1, "several vectors scale the activation", m.root, advice.TWO_PRODUCTS)
         act, leaves = read_activation(inputs, leaves, m.root)
-        found = []
-        for leaf in leaves:
-            up = self.linear(leaf)
-            assert up is not None
-            matrix, bias = self._matrix(up, lin.inner, m.root)
-            rows = [demote(substitute(f, {up.inner: K})) for f in up.input]
-            rows = [f for r in rows for f in flatten(r, Mul)]
-            xs = [f for f in rows if K in free_axes(f)]
+        ups = [self._up(leaf, lin, m) for leaf in leaves]
+        first = ups[0]
+        for up in ups[1:]:
             need(
-                len(xs) == 1 and isinstance(xs[0], Ref),
-                "the rows of gate/up are not x's",
+                (up.x, up.scales) == (first.x, first.scales),
+                "gate and up read different rows",
                 m.root,
                 advice.ROWS_OF_X,
             )
-            part = any(i is K and not same(s, matrix.k) for i, s in zip(xs[0].index, shape(xs[0].node)))
-            need(not part, "gate/up read some columns of x only", m.root, advice.ROWS_OF_X)
-            scales = tuple(f for f in rows if f is not xs[0])
-            found.append((matrix, bias, xs[0], scales))
-        first = found[0]
-        for other in found[1:]:
-            need(other[2:] == first[2:], "gate and up read different rows", m.root, advice.ROWS_OF_X)
             need(
-                (other[0].n, other[0].k) == (first[0].n, first[0].k),
+                (up.matrix.n, up.matrix.k) == (first.matrix.n, first.matrix.k),
                 "gate and up differ in shape",
                 m.root,
                 advice.SAME_SHAPE,
             )
         k = static_int(lin.inner.size)
-        need(k is not None, "a weight has a symbolic shape", m.root, advice.STATIC_WEIGHTS)
-        gain = Matrix(substitute(gains[0], {lin.inner: N}), k, 0) if gains else None  # type: ignore[arg-type]
-        if gain is not None:
-            need(
-                free_axes(gain.ref) == {N},
-                f"{told(gains[0])} is no expert's vector",
-                m.root,
-                advice.TWO_PRODUCTS,
-            )
-        return first[2], first[3], act, tuple(f[0] for f in found), tuple(f[1] for f in found), gain
+        if k is None:
+            refuse("a weight has a symbolic shape", m.root, advice.STATIC_WEIGHTS)
+        gain = Matrix(substitute(gains[0], {lin.inner: N}), k, 0) if gains else None
+        if gain is not None and free_axes(gain.ref) != {N}:
+            refuse(f"{told(gains[0])} is no expert's vector", m.root, advice.TWO_PRODUCTS)
+        matrices, biases = tuple(up.matrix for up in ups), tuple(up.bias for up in ups)
+        return _Input(first.x, first.scales, act, matrices, biases, gain)
+
+    def _up(self, leaf: Term, lin: Linear, m: Mixture) -> _Up:
+        """Of gate and up one, which is `leaf`."""
+        up = self.linear(leaf)
+        assert up is not None
+        matrix, bias = self._matrix(up, lin.inner, m.root)
+        whole = [demote(substitute(f, {up.inner: K})) for f in up.input]
+        rows: list[Term] = [f for r in whole for f in flatten(r, Mul)]
+        xs = [f for f in rows if K in free_axes(f)]
+        if len(xs) != 1 or not isinstance(xs[0], Ref):
+            refuse("the rows of gate/up are not x's", m.root, advice.ROWS_OF_X)
+        x = xs[0]
+        part = any(i is K and not same(s, matrix.k) for i, s in zip(x.index, shape(x.node)))
+        need(not part, "gate/up read some columns of x only", m.root, advice.ROWS_OF_X)
+        return _Up(matrix, bias, x, tuple(f for f in rows if f is not x))
 
     def _matrix(self, lin: Linear, out: Axis, site: fx.Node) -> tuple[Matrix, Matrix | None]:
         n, k = static_int(out.size), static_int(lin.inner.size)
-        need(n is not None and k is not None, "a weight has a symbolic shape", site, advice.STATIC_WEIGHTS)
-        assert n is not None and k is not None
+        if n is None or k is None:
+            refuse("a weight has a symbolic shape", site, advice.STATIC_WEIGHTS)
         ref = substitute(lin.weight, {out: N, lin.inner: K})
         by_ids = any(isinstance(i, Ref) for i in indices(ref))
         need(not by_ids, "gate/up and down products route their rows differently", site, advice.SAME_ROUTE)
-        need(free_axes(ref) == {N, K}, f"{told(lin.weight)} is no expert's matrix", site, advice.OWN_MATRIX)
+        if free_axes(ref) != {N, K}:
+            refuse(f"{told(lin.weight)} is no expert's matrix", site, advice.OWN_MATRIX)
         at = [(i.value, static_int(s)) for i, s in zip(ref.index, shape(ref.node)) if isinstance(i, Const)]
         inside = all(s is None or i < s for i, s in at)
         need(inside, "gate/up and down differ in experts", site, advice.AS_MANY)
         bias = None
         if lin.bias is not None:
             bias = Matrix(substitute(lin.bias, {out: N}), n, 0)
-            need(free_axes(bias.ref) == {N}, f"{told(lin.bias)} is no expert's bias", site, advice.ROW_BIAS)
+            if free_axes(bias.ref) != {N}:
+                refuse(f"{told(lin.bias)} is no expert's bias", site, advice.ROW_BIAS)
         return Matrix(ref, n, k), bias
 
     # --- the proof ---
 
-    def _prove(self, branches: list[Branch], m: Mixture) -> None:
-        choices = {b.choice for b in branches}
-        if len(choices) == 1 and len({b.expert for b in branches}) == len(branches):
-            branches = [_of_one_choice(b) for b in branches]
+    def _prove(self, branches: Branches, m: Mixture) -> None:
+        """The branches are those of `m`: alike but in their experts, and each expert is there once."""
+        if isinstance(branches, EvenBranches):
+            branches = replace(
+                branches, first=_of_one_choice(branches.first), second=_of_one_choice(branches.second)
+            )
+            self._prove_alike([branches.first, branches.second], m)
+            m.first, m.branches = 0, branches
+            m.k = self._choices(m.common, m)
+        else:
+            one_choice = len({b.choice for b in branches}) == 1
+            if one_choice and len({b.expert for b in branches}) == len(branches):
+                branches = [_of_one_choice(b) for b in branches]
+            self._prove_alike(branches, m)
+            self._prove_each_once(branches, m)
+        x = m.common.x
+        x_tokens = set(m.tokens) & free_axes(x)
+        need(free_axes(x) == x_tokens | {K}, "x is not one row for each token", m.root, advice.ROW_A_TOKEN)
+
+    @staticmethod
+    def _prove_alike(branches: list[Branch], m: Mixture) -> None:
         first = branches[0]
         for b in branches:
             other = _other_slice(b)
@@ -463,10 +522,13 @@ class Matcher:
                     refuse(f"experts {first.expert} and {b.expert} {why()}", m.root, change)
         own = first.place is None or any(first.place in free_axes(t) for t in (first.x, *first.scales))
         need(own, "nothing says which expert's output this is", m.root, advice.OWN_COLUMN)
-        serves: dict[int, list[Any]] = {}
+
+    def _prove_each_once(self, branches: list[Branch], m: Mixture) -> None:
+        """Of each expert there is one branch, or one for each of a token's choices."""
+        of: dict[int, list[Branch]] = {}
         for b in branches:
-            serves.setdefault(b.expert, []).append(b.choice)
-        experts = sorted(serves)
+            of.setdefault(b.expert, []).append(b)
+        experts = sorted(of)
         m.first = experts[0]
         need(
             experts == list(range(m.first, m.first + len(experts))),
@@ -474,29 +536,17 @@ class Matcher:
             m.root,
             advice.CONSECUTIVE,
         )
-        m.k = self._choices(first, m)
-        for e, choices in serves.items():
-            if first.choice is None:
-                need(len(choices) == 1, f"expert {e} is added {len(choices)} times", m.root, advice.ONCE_EACH)
+        m.k = self._choices(branches[0], m)
+        for e, own in of.items():
+            choices = sorted(b.choice for b in own if b.choice is not None)
+            if branches[0].choice is None:
+                need(len(own) == 1, f"expert {e} is added {len(own)} times", m.root, advice.ONCE_EACH)
             else:
-                complete = sorted(choices) == list(range(m.k or 0))
+                complete = choices == list(range(m.k or 0))
                 need(complete, f"expert {e} serves choices {choices} of {m.k}", m.root, advice.ALL_CHOICES)
-        one = {b.expert: b for b in branches}
-        for b in branches:
-            need(
-                b.up == one[b.expert].up and b.down == one[b.expert].down,
-                "choices differ in weights",
-                m.root,
-                advice.SAME_WEIGHTS,
-            )
-        m.branches = [replace(one[e], choice=None) for e in experts]
-        x_tokens = set(m.tokens) & free_axes(first.x)
-        need(
-            free_axes(first.x) == x_tokens | {K},
-            "x is not one row for each token",
-            m.root,
-            advice.ROW_A_TOKEN,
-        )
+            alike = all(b.matrices == own[0].matrices for b in own)
+            need(alike, "choices differ in weights", m.root, advice.SAME_WEIGHTS)
+        m.branches = [replace(of[e][0], choice=None) for e in experts]
 
     def _choices(self, b: Branch, m: Mixture) -> int | None:
         """How many ids each token has; None if the routing weights are a matrix over all experts."""

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import Any
+from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 from torch import fx
@@ -29,6 +30,7 @@ from ..index.indicators import is_eq
 from ..index.reader import Reader
 from ..index.terms import Const, Ref, free_axes, walk
 from ..naming import called
+from ..operands import operand, several
 from .mixture import Linear, Matcher, Mixture
 from .sorted_rows import GATHERED, SORTED, need_one_operator
 from .steps import instead_of, instead_of_output
@@ -37,6 +39,32 @@ _STEPS_AFTER = 24
 """How many nodes after the last expert's a block may end: scaling, a view, the sum over choices."""
 _MANY = 4
 """So many FFNs of one shape, side by side, are experts."""
+
+
+class _Weight(NamedTuple):
+    """Which matrix a product is with, whatever part of it: a parameter, and the numbers that index it."""
+
+    parameter: fx.Node
+    places: tuple[int | None, ...]
+
+
+@dataclass(frozen=True)
+class _Down:
+    """A down product, and the products that its input is made of."""
+
+    own: Linear
+    ups: list[Linear]
+
+
+class _Attempt(NamedTuple):
+    """Why a node is not the whole of a block. The greatest is the one that says most."""
+
+    says_something: bool
+    experts: int
+    """How many were told apart, if no others' outputs are in it."""
+    others: int
+    """Minus the number of outputs in it that are not the block's."""
+    refusal: Refusal
 
 
 class Search:
@@ -122,14 +150,14 @@ class Search:
         """Blocks that are added to one tensor: down products that are routed and weighted alike, in order.
 
         Empty if they are one block, or if experts stand alone."""
-        at: dict[object, int] = {}
+        at: dict[_Weight, int] = {}
         for d, n in enumerate(self._downs):
             if bits >> d & 1:
-                weight = _weight(self._linear(n))
+                weight = _weight(self._linear(n).weight)
                 at[weight] = at.get(weight, 0) | 1 << d
         groups: dict[object, int] = {}
         for b in self.matcher.most:
-            own = at.get((b.down.ref.node, *_places(b.down.ref)), 0)
+            own = at.get(_weight(b.down.ref), 0)
             if b.place is not None:
                 return []
             alike = (b.ids, b.masked, None if b.ids or b.masked else b.factors)
@@ -201,30 +229,37 @@ class Search:
 
     def _keys(self) -> dict[fx.Node, tuple[object, ...]]:
         """For each down product what those of one block have in common."""
-        made_of: dict[fx.Node, tuple[Linear, list[Linear]]] = {}
+        made_of: dict[fx.Node, _Down] = {}
         for node in self.graph.nodes:
             if is_op(node, *PRODUCTS) or is_grouped_mm(node):
                 term = self.reader.value(node, 2).term
                 lin = self.matcher.linear(term) if self.matcher.is_down(term) else None
                 if lin is not None:
-                    ups = map(self.matcher.linear, self.matcher.leaves(lin.input))
-                    made_of[node] = lin, [up for up in ups if up is not None]
+                    made_of[node] = _Down(lin, self._ups(lin))
         # A Linear before the experts makes a product of products of their gate/up, too. It is all experts'.
-        readers: dict[Any, set[Any]] = {}
-        for lin, ups in made_of.values():
-            for up in ups:
-                readers.setdefault(_weight(up), set()).add(_weight(lin))
+        readers: dict[_Weight, set[_Weight]] = {}
+        for down in made_of.values():
+            for up in down.ups:
+                readers.setdefault(_weight(up.weight), set()).add(_weight(down.own.weight))
+
+        def is_before(down: _Down) -> bool:
+            """Whether it is what experts read, not one of them."""
+            indexed = _is_indexed(down.own)
+            return _weight(down.own.weight) in readers and all(
+                len(readers[_weight(up.weight)]) > 1 or (indexed and not _is_indexed(up)) for up in down.ups
+            )
+
         # A shared expert may be of the same shape; it has all rows, not those that a mask or `where` chose.
         return {
-            node: (str(shape(node)[-1]), str(lin.inner.size), _is_of_some_rows(node))
-            for node, (lin, ups) in made_of.items()
-            if not (
-                _weight(lin) in readers
-                and all(
-                    len(readers[_weight(up)]) > 1 or (_is_indexed(lin) and not _is_indexed(up)) for up in ups
-                )
-            )
+            node: (str(shape(node)[-1]), str(down.own.inner.size), _is_of_some_rows(node))
+            for node, down in made_of.items()
+            if not is_before(down)
         }
+
+    def _ups(self, down: Linear) -> list[Linear]:
+        """The products that the input of a down product is made of."""
+        ups = map(self.matcher.linear, self.matcher.leaves(down.input))
+        return [up for up in ups if up is not None]
 
     def _continues(self, node: fx.Node) -> bool:
         if not is_tensor(node):
@@ -237,7 +272,7 @@ class Search:
         """The furthest node that is a mixture of these down products; None if they are no experts."""
         ends = [n for n in self.graph.nodes if self._near[n] & bits == bits][:_STEPS_AFTER]
         count = bits.bit_count()
-        told: list[tuple[bool, int, int, Refusal]] = []
+        told: list[_Attempt] = []
         for allow_rest in (False, True):
             for node in reversed(ends):
                 if self._near[node] != bits and not allow_rest:
@@ -259,12 +294,12 @@ class Search:
                         advice.IN_THE_GRAPH,
                     )
                     return found
-                except Refusal as refusal:
+                except Refusal as why:
                     others = (self._near[node] & ~bits).bit_count()
                     own = self.matcher.branches if not others else 0
-                    told.append((refusal.reason not in _DULL, own, -others, refusal))
-        several = count > 1 and all(map(_is_of_some_rows, self._of(bits)))
-        experts = several or count >= _MANY or any(branches > 1 for _, branches, *_ in told)
+                    told.append(_Attempt(why.reason not in _DULL, own, -others, why))
+        routed = count > 1 and all(map(_is_of_some_rows, self._of(bits)))
+        experts = routed or count >= _MANY or any(attempt.experts > 1 for attempt in told)
         if not ends:
             return self._stopped(bits) if experts else None
         if not (experts or self._is_indexed(ends[0])):
@@ -272,7 +307,7 @@ class Search:
         unread = self._not_read(bits)
         if unread is not None:
             return unread
-        refusal = max(told, key=lambda t: t[:3])[3]
+        refusal = max(told, key=lambda attempt: attempt[:3]).refusal
         if not refusal.reason.endswith("is not understood"):
             return refusal
         step = refusal.node
@@ -288,11 +323,11 @@ class Search:
     def _note_form(self, found: Mixture, bits: int) -> None:
         """What kind of products those of a block are; if of sorted rows, it must be one operator."""
         downs = self._of(bits)
-        if all(map(is_grouped_mm, downs)):
+        if all(is_grouped_mm(down) for down in downs):
             found.form, found.wraps, found.at = SORTED, False, downs[0]
             for down in downs:
                 need_one_operator(found, down)
-        elif found.wraps and len(downs) == 1 and is_op(*downs, aten.bmm):
+        elif found.wraps and len(downs) == 1 and is_op(downs[0], aten.bmm):
             found.form, found.at = GATHERED, downs[0]
 
     def _not_read(self, bits: int) -> Refusal | None:
@@ -310,13 +345,13 @@ class Search:
     def _by_other_masks(self, step: fx.Node) -> Refusal | None:
         """Experts' rows that enter `step`, put where a mask says that is not of ids: text, image tokens."""
         for node in self._entering(step):
-            if not is_op(node, aten.index_put) or not self._near.get(node.args[2], 0):
+            if not is_op(node, aten.index_put) or not self._near.get(operand(node, 2), 0):
                 continue
-            mask = node.args[1][0]
+            mask = several(node, 1)[0]
             while is_op(mask, aten.select, aten.squeeze, aten.view, aten.unbind) or item(mask) is not None:
-                mask = mask.args[0]
-            mask = mask.args[0] if is_op(mask, aten.nonzero) else mask
-            if mask is None or not is_tensor(mask) or value(mask).dtype != torch.bool:
+                mask = operand(mask)
+            mask = operand(mask) if is_op(mask, aten.nonzero) else mask
+            if not is_tensor(mask) or value(mask).dtype != torch.bool:
                 continue
             if not any(map(is_eq, walk(self.reader.value(mask, 0).term))):
                 reason = f"an expert's rows are selected by {called(mask)}, not by expert ids"
@@ -340,9 +375,9 @@ class Search:
         """The first expert's rows, of those that enter `step`, that are written over what is not zeros."""
         for node in self._entering(step):
             if is_op(node, aten.index_copy):
-                base, _, _, rows = node.args
+                base, rows = operand(node), operand(node, 3)
             elif is_op(node, aten.index_put) and not node.kwargs.get("accumulate", (*node.args, False)[3]):
-                base, _, rows = node.args[:3]
+                base, rows = operand(node), operand(node, 2)
             else:
                 continue
             if not self._near.get(rows, 0) or self._near.get(base, 0):
@@ -375,9 +410,8 @@ class Search:
 
     def _is_third(self, node: fx.Node) -> bool:
         """Whether a down product's input is made of another's output."""
-        downs = [self._linear(n) for n in self._downs]
-        ups = map(self.matcher.linear, self.matcher.leaves(self._linear(node).input))
-        return bool({_weight(lin) for lin in downs} & {_weight(up) for up in ups if up is not None})
+        downs = {_weight(self._linear(n).weight) for n in self._downs}
+        return any(_weight(up.weight) in downs for up in self._ups(self._linear(node)))
 
     def _linear(self, node: fx.Node) -> Linear:
         lin = self.matcher.linear(self.reader.value(node, 2).term)
@@ -396,12 +430,12 @@ def _tokens_that_a_mask_chose(graph: fx.Graph) -> set[fx.Node]:
     for node in graph.nodes:
         if not is_op(node, aten.topk, aten.argmax, aten.max, aten.sort):
             continue
-        scores = node.args[0]
+        scores = operand(node)
         sizes = free_unbacked_symbols(value(scores))
         todo = [scores] if sizes else []
         while todo:
             n = todo.pop()
-            if is_op(n, aten.index, aten.index_select) and not free_unbacked_symbols(value(n.args[0])):
+            if is_op(n, aten.index, aten.index_select) and not free_unbacked_symbols(value(operand(n))):
                 found.add(n)
             elif n.op == "call_function":
                 own = [i for i in n.all_input_nodes if is_tensor(i)]
@@ -413,13 +447,8 @@ def _is_indexed(lin: Linear) -> bool:
     return len(free_axes(lin.weight)) > 2
 
 
-def _weight(lin: Linear) -> tuple[object, ...]:
-    """Which matrix a product is with, whatever part of it."""
-    return lin.weight.node, *_places(lin.weight)
-
-
-def _places(weight: Ref) -> tuple[object, ...]:
-    return tuple(i.value if isinstance(i, Const) else None for i in weight.index)
+def _weight(weight: Ref) -> _Weight:
+    return _Weight(weight.node, tuple(i.value if isinstance(i, Const) else None for i in weight.index))
 
 
 def _is_of_some_rows(node: fx.Node) -> bool:
