@@ -220,6 +220,48 @@ class ChoicesWithTheSameWeight(OneByOne):
         return torch.stack([p.squeeze(-1) for p in [parts[1], parts[1]]], -1)
 
 
+class ByChoice(Loop):
+    """The experts of all first choices, then those of all second ones; the bias is of the up projection."""
+
+    def build(self):
+        super().build()
+        self.biases = nn.Parameter(torch.randn(2, self.E, self.I))
+
+    def bias_of(self, e, choice):
+        return self.biases[0, e]
+
+    def weight_of(self, e, choice):
+        return self.list[e].w3.weight
+
+    def experts_of(self, x, ids, weights):
+        out = torch.zeros_like(x)
+        for choice in range(2):
+            for e, expert in enumerate(self.list):
+                (token,) = torch.where(ids[:, choice] == e)
+                rows = x[token]
+                up = F.linear(rows, self.weight_of(e, choice), self.bias_of(e, choice))
+                y = expert.w2(self.act(F.linear(rows, expert.w1.weight, self.biases[1, e])) * up)
+                out = out.index_add(0, token, y * weights[token, choice, None])
+        return out
+
+
+@lookalike("")
+class TheSameForEachChoice(ByChoice):
+    pass
+
+
+@lookalike("choices differ in weights", "the same weights for each choice")
+class EachChoiceHasItsBias(ByChoice):
+    def bias_of(self, e, choice):
+        return self.biases[choice, e]
+
+
+@lookalike("choices differ in weights", "the same weights for each choice")
+class EachChoiceHasItsWeights(ByChoice):
+    def weight_of(self, e, choice):
+        return self.list[(e + choice) % self.E].w3.weight
+
+
 @lookalike("routed by different ids", "compare the same ids")
 class OneIsRoutedOtherwise(Loop):
     def masked(self, ids, e):

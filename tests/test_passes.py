@@ -12,8 +12,10 @@ from typing import Any
 import processes
 import pytest
 import torch
+from fp4_ops.compile_passes import pipeline
 from fp4_ops.compile_passes.emit import rewrite
 from fp4_ops.compile_passes.passes import Pass
+from lookalikes import Loop
 from moe_models import Block, Recorder
 
 import fp4_ops
@@ -96,6 +98,43 @@ def test_the_report_names_the_pass_that_failed(monkeypatch):
     assert [run.name for run in frame.passes] == ["capture", first.name]
 
 
+def calls_of_the_passes(module: torch.nn.Module, monkeypatch: pytest.MonkeyPatch) -> int:
+    """How many functions of the package run while the passes rewrite the module's graph."""
+    folder, count = str(Path(rewrite.__file__).parents[1]), 0
+
+    def note(frame: Any, event: str, _: Any) -> None:
+        nonlocal count
+        count += event == "call" and frame.f_code.co_filename.startswith(folder)
+
+    def counted(*args: Any) -> Any:
+        before = sys.getprofile()
+        sys.setprofile(note)
+        try:
+            return rewrite.rewrite(*args)
+        finally:
+            sys.setprofile(before)
+
+    monkeypatch.setattr(pipeline, "rewrite", counted)
+    recorder = Recorder()
+    torch._dynamo.reset()
+    with torch.no_grad():
+        torch.compile(module, backend=recorder, fullgraph=True)(torch.randn(8, 32))
+    assert [site.op for site in recorder.sites] == ["fp4::moe"]
+    return count
+
+
+@pytest.mark.parametrize("form", ["grouped_mm", "batched_mm"])
+def test_many_experts_of_one_parameter_take_no_more_steps(form, monkeypatch):
+    few, many = (type("Sized", (Block,), {"E": n}) for n in (8, 64))
+    assert calls_of_the_passes(many(form), monkeypatch) <= 1.02 * calls_of_the_passes(few(form), monkeypatch)
+
+
+def test_steps_grow_with_the_experts_of_a_loop_as_these_do(monkeypatch):
+    counts = [calls_of_the_passes(Loop(experts=n), monkeypatch) for n in (4, 8, 16)]
+    first, second = (b - a for a, b in itertools.pairwise(counts))
+    assert second <= 2.1 * first, counts
+
+
 def test_graphs_are_files_in_the_debug_folder(tmp_path):
     inductor, dynamo = torch._inductor.config, torch._dynamo.config
     with inductor.patch({"trace.enabled": True}), dynamo.patch(debug_dir_root=str(tmp_path)):
@@ -118,6 +157,7 @@ def test_no_file_is_written_unasked(tmp_path):
 
 SCRIPT = """
 import torch
+from lookalikes import Loop
 from moe_models import Block, Recorder
 with torch.no_grad():
     torch.compile(Block("batched_mm"), backend=Recorder())(torch.randn(4, Block.H))

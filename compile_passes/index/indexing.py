@@ -69,9 +69,10 @@ class Indexing(SortedRows):
             raise Opaque
         dims: list[tuple[Axis, ...]] = []
         mapping: dict[Axis, tuple[Axis, ...]] = {}
-        last = max((d for d, size in enumerate(shape(node)) if not same(size, 1)), default=-1)
-        for d, size in enumerate(shape(node)):
-            if same(size, 1):
+        sizes = [None if same(size, 1) else size for size in shape(node)]
+        last = max((d for d, size in enumerate(sizes) if size is not None), default=-1)
+        for d, size in enumerate(sizes):
+            if size is None:
                 dims.append(())
                 continue
             if not atoms:
@@ -101,16 +102,13 @@ class Indexing(SortedRows):
 
         Not of a slice: of a buffer with rows for each expert, this is one expert's."""
         assert isinstance(old.term, Ref)
-        new, plain = shape(node), tuple(i for i in old.term.index if isinstance(i, Axis))
-        sizes = [s for s in shape(old.term.node) if not same(s, 1)]
-        of_whole = len(plain) == len(sizes) and all(same(a.size, s) for a, s in zip(plain, sizes))
-        return (
-            len(shape(source)) > len(new) >= 2
-            and same(shape(source)[-1], new[-1])
-            and plain == tuple(old.axes)
-            and of_whole
-            and not self.is_weight(old.term.node)
-        )
+        ours, new = shape(source), shape(node)
+        plain = tuple(i for i in old.term.index if isinstance(i, Axis))
+        if not len(ours) > len(new) >= 2 or plain != tuple(old.axes) or self.is_weight(old.term.node):
+            return False
+        whole = [s for s in shape(old.term.node) if not same(s, 1)]
+        of_whole = len(plain) == len(whole) and all(same(a.size, s) for a, s in zip(plain, whole))
+        return of_whole and same(ours[-1], new[-1])
 
     def _permute(self, node: fx.Node, level: int) -> Value:
         v = self.value(operand(node), level)
