@@ -143,7 +143,7 @@ class Copier:
                 elif node not in self._held:
                     self._held[node] = self._result(node)
                 self._share(node)
-        # Under Dynamo one that writes its code when someone calls it or reads it, which Inductor does not.
+        # Under Dynamo one that writes its code when that is read, not after each of Inductor's passes.
         return _make_graph_module(torch.nn.Module(), self.graph)
 
     @contextlib.contextmanager
