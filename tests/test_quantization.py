@@ -308,6 +308,29 @@ def test_strided_and_chunked_weights_give_the_same(format, monkeypatch):
         monkeypatch.undo()
 
 
+@pytest.mark.parametrize("method", ("search", "weighted"))
+@pytest.mark.parametrize("format", ("nvfp4", "int4_g32"))
+def test_a_near_tie_of_two_scales_goes_by_the_values_alone(format, method, monkeypatch):
+    """Blocks that are bisected to where the scale changes: the errors of two scales differ in the last bits."""
+    calibration = torch.rand(1, 32) if method == "weighted" else None
+
+    def quantized(w):
+        return quantize_weight(w, format, method, calibration=calibration)
+
+    low, high = draw(1, 512, 32), draw(1, 512, 32)
+    low[..., ::16], high[..., ::16] = 4.0, 4.0  # the largest of each block: the same scales are tried
+    first = quantized(low)[1].float()
+    for _ in range(26):
+        middle = (low + high) / 2
+        as_low = (quantized(middle)[1].float() == first).all(-1, keepdim=True)
+        low, high = torch.where(as_low, middle, low), torch.where(as_low, high, middle)
+    want = quantized(low)
+    monkeypatch.setattr("fp4_ops.quantization.weight.ROUNDED", {"cpu": 7 * 32})
+    for w in (low, low.mT.contiguous().mT, low.repeat_interleave(2, -1)[..., ::2]):
+        for a, b in zip(want, quantized(w), strict=True):
+            assert (a is None and b is None) or torch.equal(a.view(torch.uint8), b.view(torch.uint8))
+
+
 @pytest.fixture
 def threads():
     """Sets how many there are."""

@@ -77,7 +77,9 @@ def quantize_weight(
         else:
             rows = _slices(n, ROUNDED.get(w.device.type, ROUNDED["cpu"]) // max(1, len(w[part]) * k))
         for row in rows:
-            made = _quantize(w[part, row].float(), fmt, chosen, global_scale[part], inputs)
+            # A near tie between two scales goes by the order of a sum, and that by strides: they are the same.
+            here = w[part, row].float().contiguous()
+            made = _quantize(here, fmt, chosen, global_scale[part], inputs)
             packed[part, row], codes[part, row] = made
 
     at_once = matrices_at_once(w.device.type, n, k)
