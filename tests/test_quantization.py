@@ -311,7 +311,7 @@ def test_strided_and_chunked_weights_give_the_same(format, monkeypatch):
 @pytest.mark.parametrize("method", ("search", "weighted"))
 @pytest.mark.parametrize("format", ("nvfp4", "int4_g32"))
 def test_a_near_tie_of_two_scales_goes_by_the_values_alone(format, method, monkeypatch):
-    """Blocks that are bisected to where the scale changes: the errors of two scales differ in the last bits."""
+    """Blocks bisected to where the scale changes: the errors of two scales differ in the last bits."""
     calibration = torch.rand(1, 32) if method == "weighted" else None
 
     def quantized(w):

@@ -77,7 +77,7 @@ def quantize_weight(
         else:
             rows = _slices(n, ROUNDED.get(w.device.type, ROUNDED["cpu"]) // max(1, len(w[part]) * k))
         for row in rows:
-            # A near tie between two scales goes by the order of a sum, and that by strides: they are the same.
+            # A near tie of two scales goes by the order of a sum, and that by the strides.
             here = w[part, row].float().contiguous()
             made = _quantize(here, fmt, chosen, global_scale[part], inputs)
             packed[part, row], codes[part, row] = made
