@@ -15,7 +15,15 @@ _NOTHING = ("PRECALL", "PUSH_NULL", "TO_BOOL", "NOP", "CACHE")
 
 
 def _code(tx: Any) -> list[Any]:
-    return [i for i in tx.instructions if i.opname not in _NOTHING]
+    code = tx.instructions
+    return [i for at, i in enumerate(code) if i.opname not in _NOTHING and not _loads_a_method(code, at - 2)]
+
+
+def _loads_a_method(code: Sequence[Any], at: int) -> bool:
+    """Whether an attribute that is called at once is loaded by three instructions: torch 2.15 writes Python
+    3.12's marked LOAD_ATTR so."""
+    names = [i.opname for i in code[at : at + 3]] if at >= 0 else []
+    return names == ["LOAD_ATTR", "PUSH_NULL", "SWAP"]
 
 
 def _names(inst: Any) -> Sequence[str]:
@@ -37,10 +45,11 @@ def _builtin(tx: Any, inst: Any, *names: str) -> bool:
     return own and not any(inst.argval in scope for scope in (tx.f_globals, tx.symbolic_globals))
 
 
-def _called(inst: Any) -> bool:
+def _called(tx: Any, inst: Any) -> bool:
     """LOAD_METHOD, which is an attribute with a mark from Python 3.12 on."""
-    marked = sys.version_info >= (3, 12) and inst.opname == "LOAD_ATTR" and bool((inst.arg or 0) & 1)
-    return marked or inst.opname == "LOAD_METHOD"
+    if inst.opname != "LOAD_ATTR" or sys.version_info < (3, 12):
+        return inst.opname == "LOAD_METHOD"
+    return bool((inst.arg or 0) & 1) or _loads_a_method(tx.instructions, tx.indexof[inst])
 
 
 def _goes_into(tx: Any) -> tuple[list[Any], int]:
@@ -124,7 +133,7 @@ def joined_list(tx: Any, name: str) -> bool:
             stores += 1
         elif i.opname != "LOAD_FAST":
             return False
-        elif _called(after[0]) and after[0].argval == "append":
+        elif _called(tx, after[0]) and after[0].argval == "append":
             appends += 1
         elif _truth(tx, before, after) is None and not (
             len(before) == 2
