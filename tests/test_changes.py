@@ -245,6 +245,7 @@ MEANT: dict[str, type[nn.Module]] = {
     **dict.fromkeys([n for n, (cls, *_) in CHANGES.items() if issubclass(cls, rows.Buffers)], rows.Buffers),
     **dict.fromkeys(("OneByArgmin", "ScoresOfAnotherRowsId"), test_lookalikes.Switch),
     **dict.fromkeys([n for n in CHANGES if n.startswith("Norm")], NormedLoop),
+    **dict.fromkeys([n for n in CHANGES if n.startswith("EachChoice")], test_lookalikes.TheSameForEachChoice),
 }
 """What is probably meant where a program is one step off: with the change it computes something else."""
 SAME = APPLIED.keys() - {"TransposedSum"}
