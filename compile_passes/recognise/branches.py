@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field, replace
+from typing import Generic, TypeVar
 
 from torch import fx
 
@@ -71,21 +72,30 @@ class Branch:
 
 Parts = tuple[Matrix, ...]
 """Some of an expert's matrices or vectors, one below the other."""
+T = TypeVar("T")
 
 
 @dataclass(frozen=True)
-class EvenParts:
-    """Parts of `count` experts: each has them where the one before has its, and as much further on."""
+class _Even(Generic[T]):
+    """What experts 0 to `count` - 1 have: the first two say where the others have theirs."""
 
-    first: Parts
-    second: Parts
+    first: T
+    second: T
     count: int
 
     def __len__(self) -> int:
         return self.count
 
-    def __iter__(self) -> Iterator[Parts]:
+    def __iter__(self) -> Iterator[T]:
         return map(self.of, range(self.count))
+
+    def of(self, e: int) -> T:
+        raise NotImplementedError
+
+
+@dataclass(frozen=True)
+class EvenParts(_Even[Parts]):
+    """Parts of experts: each has them where the one before has its, and as much further on."""
 
     def of(self, e: int) -> Parts:
         return tuple(_matrix_after(a, b, e) for a, b in zip(self.first, self.second, strict=True))
@@ -96,18 +106,8 @@ Experts = list[Parts] | EvenParts
 
 
 @dataclass(frozen=True)
-class EvenBranches:
-    """Branches of experts 0 to `count` - 1, which differ in nothing but where their matrices are, evenly."""
-
-    first: Branch
-    second: Branch
-    count: int
-
-    def __len__(self) -> int:
-        return self.count
-
-    def __iter__(self) -> Iterator[Branch]:
-        return map(self.of, range(self.count))
+class EvenBranches(_Even[Branch]):
+    """Branches of experts, which differ in nothing but where their matrices are, evenly."""
 
     def of(self, e: int) -> Branch:
         a, b = self.first, self.second

@@ -21,6 +21,7 @@ from transformers.utils.quantization_config import QuantizationConfigMixin
 
 from .. import expert_parallel
 from ..find_experts import WHOLE_EXPERTS
+from ..meta.checks import FLOATING_OR_DOUBLE
 from ..meta.formats import FORMATS
 from ..prepare import A_FORMATS, prepare
 from .dialects import (
@@ -180,11 +181,8 @@ def _cast(model: Any, dtypes: dict[str, torch.dtype]) -> None:
     files' own dtype from transformers 5.17, and no product takes two."""
     for name, p in model.named_parameters():
         dtype = dtypes.get(name, p.dtype)
-        if p.dtype != dtype and {p.dtype, dtype} <= _FLOATS:
+        if p.dtype != dtype and {p.dtype, dtype} <= {*FLOATING_OR_DOUBLE}:
             p.data = p.data.to(dtype)
-
-
-_FLOATS = {torch.float16, torch.bfloat16, torch.float32, torch.float64}
 
 
 def _check_sizes(model: Any, ep_group: str | None) -> None:
@@ -261,10 +259,10 @@ def register_quantizer() -> None:
 
 
 def _with_all_it_says() -> Any:
-    """`PretrainedConfig.get_config_dict`, whose quantization_config has all that a folder says of them.
+    """`PretrainedConfig.get_config_dict`, whose quantization_config has all that a folder says of weights.
 
-    ModelOpt's older exports say it only in hf_quant_config.json. DeepSeek-V4's `expert_dtype` stands beside
-    it, where transformers 5.17 does not look.
+    ModelOpt's older exports say it in hf_quant_config.json alone. DeepSeek-V4's `expert_dtype` stands beside
+    quantization_config, where transformers 5.17 does not look.
     """
     original: Any = PretrainedConfig.__dict__["get_config_dict"].__func__
 
