@@ -191,7 +191,7 @@ class Build(BuildExtension):
             target.unlink(missing_ok=True)
             return
         sources = [*sorted(Path("csrc/cuda").glob("*.cpp")), Path("csrc/glibc.cpp")]
-        rooms = Path("csrc/cuda"), Path("csrc/common"), Path("csrc/sm90"), Path("build")
+        rooms = Path("csrc/cuda"), Path("csrc/common"), Path("csrc/device"), Path("build")
         headers = [Path(__file__), *(header for room in rooms for header in room.glob("*.h"))]
         if is_newer(target, *sources, *headers):
             return
@@ -213,9 +213,10 @@ class Build(BuildExtension):
         subprocess.run([compiler, "-shared", *objects, *libraries, "-o", str(target)], check=True)
 
     def _build_hopper(self, target: Path) -> None:
-        folder = Path("csrc/sm90")
-        sources = sorted(folder.glob("*.cu"))
-        headers = [*folder.glob("*.cuh"), *folder.glob("*.h"), Path("csrc/common/sm90_layout.h")]
+        folders = Path("csrc/device"), Path("csrc/sm90")
+        sources = sorted(source for folder in folders for source in folder.glob("*.cu"))
+        headers = [file for folder in folders for kind in ("*.cuh", "*.h") for file in folder.glob(kind)]
+        headers.append(Path("csrc/common/sm90_layout.h"))
         asked, cross = hopper_asked(), platform.machine() != MACHINE
         # What was built before is kept, and kept up to date: newer Python must not call older kernels.
         wanted = not cross and (target.exists() or has_hopper_gpu() if asked is None else asked)

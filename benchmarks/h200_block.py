@@ -57,7 +57,11 @@ def rows(given: argparse.Namespace) -> Iterator[record.Row]:
             us: Counter[str] = Counter()
             for event in prof.events():
                 if event.device_type == DeviceType.CUDA:
-                    name = event.name.replace("(anonymous namespace)::", "").replace("fp4::sm90::", "")
+                    name = (
+                        event.name.replace("(anonymous namespace)::", "")
+                        .replace("fp4::sm90::", "")
+                        .replace("fp4::device::", "")
+                    )
                     us[name.removeprefix("void ")[:60]] += (
                         event.time_range.end - event.time_range.start
                     ) / CALLS

@@ -20,7 +20,7 @@ FILE = "_C_cuda.so"
 KERNELS = ("w4a8", "half", "bf16")
 """Kernel of csrc/cuda/choice.h: fp8 rows; 16-bit rows with weights in layout sm90, or in sm90_bf16."""
 ROUTINGS = ("offs", "ids32", "ids64", "masked", "dense")
-"""Routing of csrc/sm90/interface.h."""
+"""Routing of csrc/device/interface.h."""
 A_FORMATS = ("auto", "fp8", "int8", "mxfp4", "none", "nvfp4")
 """AFormat, as csrc/generate/tables.py writes it."""
 FAMILIES = ("prefill", "decode", "gemv")

@@ -1,8 +1,8 @@
 """A Hopper GPU without one: `pytest --emulate tests/test_sm90_gpu.py`.
 
-The sources of csrc/sm90 are compiled by the host's compiler, with tests/sm90_emulator in the place of what
-only a GPU does, and the tests' tensors stay on the CPU. docs/kernels.md says what that shows. The operators
-of csrc/cuda are compiled as they are, but register as `fp4_emulated::*` for tensors on the CPU.
+The sources of csrc/device and csrc/sm90 are compiled by the host's compiler, with tests/sm90_emulator in the
+place of what only a GPU does, and the tests' tensors stay on the CPU. docs/kernels.md says what that shows.
+The operators of csrc/cuda are compiled as they are, but register as `fp4_emulated::*` for tensors on the CPU.
 """
 
 from __future__ import annotations
@@ -27,6 +27,8 @@ from fp4_ops.sm90 import library
 
 ROOT = Path(__file__).parent.parent
 EMULATOR = ROOT / "tests/sm90_emulator"
+FOLDERS = "common", "device", "sm90"
+"""Of csrc, with the kernels."""
 MULTIPROCESSORS = 14
 WARNINGS = ["-Wall", "-Wno-unknown-pragmas", "-Wno-sign-compare", "-Wno-psabi"]
 FLAGS = ["-std=c++17", "-O1", "-fPIC", "-U_FORTIFY_SOURCE", *WARNINGS]  # which would check longjmp, too
@@ -45,17 +47,18 @@ def kernels() -> Path:
     target = ROOT / "build/sm90_emulated.so"
     headers = cuda_headers()
     assert headers is not None
-    folders = ROOT / "csrc/sm90", ROOT / "csrc/common", EMULATOR
+    folders = *(ROOT / "csrc" / name for name in FOLDERS), EMULATOR
     newest = max(file.stat().st_mtime for folder in folders for file in folder.iterdir())
     if target.exists() and target.stat().st_mtime > newest:
         return target
     target.parent.mkdir(exist_ok=True)
     compiler = [os.environ.get("CXX", "g++"), *FLAGS, f"-I{headers}", f"-I{EMULATOR}"]
     with tempfile.TemporaryDirectory() as made, ThreadPoolExecutor(os.cpu_count()) as pool:
-        # A source finds what lies beside it first: here the other ptx.cuh does.
-        sources = shutil.copytree(ROOT / "csrc/sm90", Path(made) / "sm90")
-        shutil.copytree(ROOT / "csrc/common", Path(made) / "common")
-        shutil.copy(EMULATOR / "ptx.cuh", sources)
+        for name in FOLDERS:
+            shutil.copytree(ROOT / "csrc" / name, Path(made) / name)
+        # A source finds what lies beside it first: here the emulator's own instructions.
+        shutil.copy(EMULATOR / "ptx.cuh", Path(made) / "device")
+        shutil.copy(EMULATOR / "ptx_sm90.cuh", Path(made) / "sm90")
 
         def compile_one(source: Path) -> str:
             to = f"{made}/{source.stem}.o"
@@ -63,7 +66,7 @@ def kernels() -> Path:
             subprocess.run([*compiler, *device, "-x", "c++", "-c", str(source), "-o", to], check=True)
             return to
 
-        objects = list(pool.map(compile_one, [*sources.glob("*.cu"), *EMULATOR.glob("*.cpp")]))
+        objects = list(pool.map(compile_one, [*Path(made).glob("*/*.cu"), *EMULATOR.glob("*.cpp")]))
         subprocess.run([*compiler, "-shared", *objects, "-o", f"{made}/all.so", "-lpthread"], check=True)
         shutil.move(f"{made}/all.so", target)
     return target
@@ -73,7 +76,7 @@ def runtime() -> Path:
     """The operators of csrc/cuda over the emulated kernels, as a library like `_C_cuda.so`."""
     target = ROOT / "build/sm90_runtime_emulated.so"
     sources = sorted((ROOT / "csrc/cuda").glob("*.cpp"))
-    shared = [*ROOT.glob("csrc/cuda/*.h"), *ROOT.glob("csrc/common/*.h"), ROOT / "csrc/sm90/interface.h"]
+    shared = [*ROOT.glob("csrc/cuda/*.h"), *ROOT.glob("csrc/common/*.h"), ROOT / "csrc/device/interface.h"]
     newest = max(file.stat().st_mtime for file in [*sources, *shared, *(ROOT / "build").glob("*.h")])
     if target.exists() and target.stat().st_mtime > newest:
         return target

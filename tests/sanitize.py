@@ -6,7 +6,7 @@
 
 racecheck credits an mbarrier's arrival with the accesses of the lane that arrives alone, not with those that
 __syncwarp orders before it, and so reports each place where one lane arrives for its warp. --build makes
-kernels in which every lane does (csrc/sm90/warp.cuh); under the sanitizer, nvcc would not end.
+kernels in which every lane does (csrc/device/warp.cuh); under the sanitizer, nvcc would not end.
 """
 
 from __future__ import annotations
@@ -34,7 +34,8 @@ DTYPES = (torch.bfloat16, torch.float16)
 
 def build(library_path: Path) -> None:
     library_path.parent.mkdir(parents=True, exist_ok=True)
-    sources = sorted((Path(__file__).parent.parent / "csrc/sm90").glob("*.cu"))
+    csrc = Path(__file__).parent.parent / "csrc"
+    sources = sorted([*csrc.glob("device/*.cu"), *csrc.glob("sm90/*.cu")])
     flags = ["-gencode=arch=compute_90a,code=sm_90a", "-O3", "-std=c++17", "-lineinfo", "-Xcompiler=-fPIC"]
 
     def compile_one(source: Path, to: str) -> None:

@@ -360,9 +360,9 @@ def events():
     """What a profiler saw: two kernels, one of them twice."""
     device = torch.autograd.DeviceType.CUDA
     times = [
-        ("void fp4::sm90::decode_kernel", 0, 6),
+        ("void fp4::device::decode_kernel", 0, 6),
         ("sort", 6, 8),
-        ("void fp4::sm90::decode_kernel", 8, 12),
+        ("void fp4::device::decode_kernel", 8, 12),
     ]
     return [
         types.SimpleNamespace(
@@ -391,7 +391,7 @@ def test_rows_of_profile(monkeypatch, events):
     monkeypatch.setattr(module, "ROWS", 1)
     rows = list(module.table(events, 2, "decode", 8))
     assert [(r["kernel"], r["us"], r["calls"]) for r in rows] == [
-        ("all", 6.0, 1.5), ("void fp4::sm90::decode_kernel", 5.0, 1.0), ("other", 1.0, None),
+        ("all", 6.0, 1.5), ("void fp4::device::decode_kernel", 5.0, 1.0), ("other", 1.0, None),
     ]  # fmt: skip
     host = module.Host.__new__(module.Host)
     host.moments = [

@@ -48,8 +48,9 @@ ENTRIES = {
 FOLDERS = {
     "common": {"common"},
     "cpu": {"common", "cpu"},
-    "sm90": {"common", "sm90"},
-    "cuda": {"common", "cuda", "sm90"},
+    "device": {"common", "device"},
+    "sm90": {"common", "device", "sm90"},
+    "cuda": {"common", "cuda", "device"},
 }
 
 
@@ -127,7 +128,7 @@ def test_packages(package):
 @pytest.mark.parametrize("folder", FOLDERS)
 def test_folders_of_csrc(folder):
     for path in (ROOT / "csrc" / folder).iterdir():
-        for included in re.findall(r'#include "(\w+)/', path.read_text()):
+        for included in re.findall(r'#include "(?:\.\./)?(\w+)/', path.read_text()):
             assert included in FOLDERS[folder], f"{path.relative_to(ROOT)} includes {included}/"
 
 

@@ -55,7 +55,7 @@ def test_names_are_counted_as_in_c():
     made = (ROOT / "build/tables.h").read_text()
     assert f"enum class AFormat : uint8_t {{ automatic, {', '.join(native.A_FORMATS[1:])} }};" in made
     assert native.A_FORMATS[0] == "auto"
-    header = (ROOT / "csrc/sm90/interface.h").read_text()
+    header = (ROOT / "csrc/device/interface.h").read_text()
     names = re.search(r"enum class Routing : int \{(.*?)\}", header)[1].split(",")
     assert tuple(name.strip().removeprefix("k").lower() for name in names) == native.ROUTINGS
 

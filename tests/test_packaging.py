@@ -79,7 +79,7 @@ def outcome(asked, gpu=False, there=False, nvcc="nvcc"):
     g["find_nvcc"] = lambda: (nvcc, "no nvcc (set CUDA_HOME)")
     ran = []
     os.chdir(tempfile.mkdtemp(dir={folder!r}))
-    for folder in ("csrc/sm90", "csrc/common", "fp4_ops"):
+    for folder in ("csrc/device", "csrc/sm90", "csrc/common", "fp4_ops"):
         pathlib.Path(folder).mkdir(parents=True)
     for file in ("csrc/sm90/a.cu", "csrc/common/sm90_layout.h", *["fp4_ops/_sm90.so"] * there):
         pathlib.Path(file).touch()

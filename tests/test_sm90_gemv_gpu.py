@@ -1,4 +1,4 @@
-"""Products of few rows (csrc/sm90/gemv.cu), by themselves and combined, against float64."""
+"""Products of few rows (csrc/device/gemv.cu), by themselves and combined, against float64."""
 
 import pytest
 import reference

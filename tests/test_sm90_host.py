@@ -27,9 +27,9 @@ pytestmark = pytest.mark.skipif(NVCC is None, reason="needs nvcc, for its header
 def host(tmp_path_factory):
     """Calls a function of sm90_host.cu with tensors as pointers and Python ints as int."""
     target = tmp_path_factory.mktemp("host") / "sm90_host.so"
-    sources = HERE.parent / "csrc/sm90"
+    folders = [f"-I{HERE.parent / 'csrc' / name}" for name in ("device", "sm90")]
     flags = ["-gencode=arch=compute_90a,code=sm_90a", "-std=c++17", "-shared", "-Xcompiler=-fPIC"]
-    subprocess.run([NVCC, *flags, f"-I{sources}", str(HERE / "sm90_host.cu"), "-o", str(target)], check=True)
+    subprocess.run([NVCC, *flags, *folders, str(HERE / "sm90_host.cu"), "-o", str(target)], check=True)
     library = ctypes.CDLL(str(target))
 
     def call(name: str, *args):
@@ -270,7 +270,7 @@ def test_every_block_of_a_row_is_taken_once(host, rows):
         host("row_plan_of", rows, blocks, plan, taken)
         lanes, each = plan.tolist()
         assert taken[: lanes * each].eq(1).all() and lanes * each >= blocks
-        # What csrc/sm90/rows.cu has kernels for.
+        # What csrc/device/rows.cu has kernels for.
         assert (lanes, each) in [(16, 3), *((32, i) for i in (1, 2, 3, 4))] or (
             lanes % 32 == 0 and 32 < lanes <= 512 and each in (1, 2, 4)
         )

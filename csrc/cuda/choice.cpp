@@ -177,10 +177,10 @@ class Decided {
 
 void set_only(Only only) { only_runs.store(only); }
 
-sm90::RowMode row_mode(Routing routing) {
-  return routing == Routing::kDense    ? sm90::RowMode::kDense
-         : routing == Routing::kMasked ? sm90::RowMode::kMasked
-                                       : sm90::RowMode::kContiguous;
+device::RowMode row_mode(Routing routing) {
+  return routing == Routing::kDense    ? device::RowMode::kDense
+         : routing == Routing::kMasked ? device::RowMode::kMasked
+                                       : device::RowMode::kContiguous;
 }
 
 double decode_us(const Product& p, Kernel kernel, int sms) {
@@ -200,12 +200,12 @@ double decode_us(const Product& p, Kernel kernel, int sms) {
   return kDecodeUs + time + kRowUs * std::max(values, 0.0) / 2048;
 }
 
-sm90::Choice prefill_choice(const Product& p, int kernel, int sms) {
+device::Choice prefill_choice(const Product& p, int kernel, int sms) {
   return kernels().prefill_choose(kernel, int(row_mode(p.routing)), p.groups, p.rows, p.n, p.kp, sms, -1);
 }
 
 double prefill_us(const Product& p, Kernel kernel, int sms) {
-  const sm90::Estimate estimate = prefill_choice(p, prefill_kernel(kernel, p.block), sms).estimate;
+  const device::Estimate estimate = prefill_choice(p, prefill_kernel(kernel, p.block), sms).estimate;
   const PrefillCost& cost = kPrefillCost[int(kernel)];
   double time = cost.model_scale * estimate.seconds * 1e6;
   if (estimate.share_below > 0) time = cost.shared_extra_us + cost.shared_scale * time;

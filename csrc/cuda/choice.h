@@ -50,7 +50,7 @@ BlockPlan plan(const Block& block, int sms);
 // What the models say, in microseconds; infinite where decode cannot run.
 double decode_us(const Product& product, Kernel kernel, int sms);
 double prefill_us(const Product& product, Kernel kernel, int sms);
-sm90::Choice prefill_choice(const Product& product, int kernel, int sms);
+device::Choice prefill_choice(const Product& product, int kernel, int sms);
 
 // The one of the launchers in csrc/sm90/prefill.cu for e2m1 weights with a scale for so many K.
 inline int prefill_kernel(Kernel kernel, int block) { return 2 * int(kernel) + (block == 32); }
@@ -59,7 +59,7 @@ inline int prefill_int4_kernel(int block) { return block == 128 ? 6 : block == 6
 inline bool prefill_takes(Routing routing) {
   return routing != Routing::kIds32 && routing != Routing::kIds64;
 }
-sm90::RowMode row_mode(Routing routing);
+device::RowMode row_mode(Routing routing);
 
 // For tests and measurements: whatever the models say, decode, or gemv and decode, wherever they can run, or
 // prefill.

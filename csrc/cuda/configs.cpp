@@ -26,7 +26,7 @@ constexpr int ceil_div(int a, int b) { return (a + b - 1) / b; }
 
 }  // namespace
 
-// As DecodeBuffers in csrc/sm90/decode_plan.cuh adds them up, with room for the fixed part.
+// As DecodeBuffers in csrc/device/decode_plan.cuh adds them up, with room for the fixed part.
 int DecodeConfig::shared_bytes() const {
   const int vectors = 2 * k_warps * 256 + 4 * k_warps * row_warps * 32 + (passes > 1 ? 32 * 32 : 0);
   return 16 * vectors + kMaxSegments * kChunk * 4 + 14 * 1024;
@@ -73,7 +73,7 @@ std::optional<DecodeConfig> choose_decode(int rows, int groups, int n, int kp, i
   return many_tiles ? *few : few->balanced();
 }
 
-// As GemvBuffers in csrc/sm90/gemv.cuh adds them up.
+// As GemvBuffers in csrc/device/gemv.cuh adds them up.
 int GemvConfig::shared_bytes() const {
   return kGemvFixedBytes + 2 * slices * kSliceK * columns + units() * kTileRows * 4;
 }

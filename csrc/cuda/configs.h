@@ -4,11 +4,11 @@
 
 #include <optional>
 
-#include "sm90/interface.h"
+#include "device/interface.h"
 
 namespace fp4::cuda {
 
-using sm90::Routing;
+using device::Routing;
 
 inline constexpr int kSliceK = 256;   // K that one warp owns in a pass
 inline constexpr int kChunk = 8;      // rows of an expert that share one reading of its weights

@@ -111,21 +111,21 @@ inline OptionalTensor as_operand(const OptionalTensor& t) {
 }
 
 // The number by which the kernels know a dtype.
-inline sm90::DType code_of(ScalarType dtype) {
+inline device::DType code_of(ScalarType dtype) {
   switch (dtype) {
     case ScalarType::BFloat16:
-      return sm90::DType::kBFloat16;
+      return device::DType::kBFloat16;
     case ScalarType::Half:
-      return sm90::DType::kFloat16;
+      return device::DType::kFloat16;
     case ScalarType::Float8_e4m3fn:
-      return sm90::DType::kFloat8;
+      return device::DType::kFloat8;
     default:
-      return sm90::DType::kFloat32;
+      return device::DType::kFloat32;
   }
 }
 
-inline sm90::DType code_of(const OptionalTensor& t) {
-  return t ? code_of(t->scalar_type()) : sm90::DType::kFloat32;
+inline device::DType code_of(const OptionalTensor& t) {
+  return t ? code_of(t->scalar_type()) : device::DType::kFloat32;
 }
 
 Tensor to_dtype(const Tensor& t, ScalarType dtype);

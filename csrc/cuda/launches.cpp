@@ -4,19 +4,19 @@ namespace fp4::cuda {
 namespace {
 
 constexpr int kMaxWidth = 32768, kMaxFp4Width = 16384;  // columns that one block of the row kernels holds
-constexpr int kRouteChunk = 1024;                       // as in csrc/sm90/route.cu
+constexpr int kRouteChunk = 1024;                       // as in csrc/device/route.cu
 
-static_assert(1 + int(GateFunction::silu) == int(sm90::Act::kSilu) &&
-              1 + int(GateFunction::gelu) == int(sm90::Act::kGelu) &&
-              1 + int(GateFunction::gelu_tanh) == int(sm90::Act::kGeluTanh));
+static_assert(1 + int(GateFunction::silu) == int(device::Act::kSilu) &&
+              1 + int(GateFunction::gelu) == int(device::Act::kGelu) &&
+              1 + int(GateFunction::gelu_tanh) == int(device::Act::kGeluTanh));
 
-sm90::Gate gate_fields(const Activation* gate) {
+device::Gate gate_fields(const Activation* gate) {
   if (gate == nullptr) return {};
-  return {sm90::Act(1 + int(gate->function)), gate->alpha, gate->limit, gate->up_offset};
+  return {device::Act(1 + int(gate->function)), gate->alpha, gate->limit, gate->up_offset};
 }
 
 // The fields of decode's and gemv's launches.
-void describe(sm90::ProductParams& p, const Rows& x, const WeightOperand& w, const Route& route,
+void describe(device::ProductParams& p, const Rows& x, const WeightOperand& w, const Route& route,
               const ProductArguments& arguments, const Tensor& out) {
   p.x = pointer(x.values);
   p.x_scale = pointer<float>(x.factor);
@@ -73,20 +73,20 @@ WeightOperand::WeightOperand(const WeightShape& shape, const Tensor& b, const Te
 
 void run_decode(const Here& here, const DecodeConfig& config, const Rows& x, const WeightOperand& w,
                 const Route& route, const ProductArguments& arguments, const Tensor& out) {
-  sm90::DecodeParams p;
+  device::DecodeParams p;
   describe(p, x, w, route, arguments, out);
   p.sorted_rows = route.sorted_rows;
   p.max_m = route.max_m;
   p.k_warps = config.k_warps;
   p.row_warps = config.row_warps;
   p.passes = config.passes;
-  check_launch(kernels().decode(&p, here.sms(), here.stream()), "fp4_sm90_decode");
+  check_launch(kernels().decode(&p, here.sms(), here.stream()), "fp4_kernel_decode");
 }
 
 void run_gemv(const Here& here, const GemvConfig& config, const Rows& x, const WeightOperand& w,
               const Route& route, const ProductArguments& arguments, const Tensor& out,
               const Tensor* topk_weights) {
-  sm90::GemvParams p;
+  device::GemvParams p;
   describe(p, x, w, route, arguments, out);
   p.columns = config.columns;
   p.slices = config.slices;
@@ -97,7 +97,7 @@ void run_gemv(const Here& here, const GemvConfig& config, const Rows& x, const W
     p.tokens = int(topk_weights->size(0));
     p.top_k = int(topk_weights->size(1));
   }
-  check_launch(kernels().gemv(&p, here.sms(), here.stream()), "fp4_sm90_gemv");
+  check_launch(kernels().gemv(&p, here.sms(), here.stream()), "fp4_kernel_gemv");
 }
 
 void run_prefill(const Here& here, const Rows& x, const WeightOperand& w, const Route& route,
@@ -108,7 +108,7 @@ void run_prefill(const Here& here, const Rows& x, const WeightOperand& w, const 
                                                          : Kernel::kFp8;
   const int kernel = w.int4 ? prefill_int4_kernel(w.block) : prefill_kernel(of_rows, w.block);
   const Tensor workspace = here.empty({kernels().prefill_workspace(kernel, here.sms())}, ScalarType::Byte);
-  sm90::PrefillArguments p;
+  device::PrefillArguments p;
   p.x = pointer(x.values);
   p.x_scale = pointer<float>(x.factor);
   p.codes = pointer(w.codes);
@@ -129,7 +129,7 @@ void run_prefill(const Here& here, const Rows& x, const WeightOperand& w, const 
   p.gate = gate_fields(arguments.gate);
   p.early = arguments.early;
   p.stream = here.stream();
-  check_launch(kernels().prefill(kernel, &p), "fp4_sm90_prefill");
+  check_launch(kernels().prefill(kernel, &p), "fp4_kernel_prefill");
 }
 
 // gate and up of a column meet in one lane's sums, and the function is cheap enough beside the products.
@@ -141,22 +141,23 @@ bool prefill_gates(const Activation& gate, ScalarType out) {
 
 bool rows_gate(const Activation& gate) { return gate.gated && gate.function != GateFunction::relu2; }
 
-Rows make_rows(const Here& here, sm90::Form form, const Tensor& x, const Activation* gate, const Placed& to) {
+Rows make_rows(const Here& here, device::Form form, const Tensor& x, const Activation* gate,
+               const Placed& to) {
   const Shaped shape = shape_rows(x, gate, to, kMaxWidth);
   const int padded = int(entry(kLayouts, "sm90").padded(shape.width));
-  const bool same = form == sm90::Form::kSame;
-  const ScalarType dtype = same                       ? x.scalar_type()
-                           : form == sm90::Form::kFp8 ? ScalarType::Float8_e4m3fn
-                                                      : ScalarType::Half;
+  const bool same = form == device::Form::kSame;
+  const ScalarType dtype = same                         ? x.scalar_type()
+                           : form == device::Form::kFp8 ? ScalarType::Float8_e4m3fn
+                                                        : ScalarType::Half;
   Rows made{here.empty({shape.count, same ? shape.width : padded}, dtype), std::nullopt};
   if (!same) made.factor = here.empty({shape.count}, ScalarType::Float);
-  const sm90::Gate g = gate_fields(gate);
+  const device::Gate g = gate_fields(gate);
   check_launch(
       kernels().rows(pointer(x), code_of(x.scalar_type()), int(x.size(0)), to.position, shape.copies, to.end,
                      g.act, g.alpha, g.limit, g.up_offset, gate != nullptr && gate->interleaved, shape.width,
                      padded, form, mutable_pointer(made.values),
                      same ? nullptr : mutable_pointer<float>(*made.factor), to.dependent, here.stream()),
-      "fp4_sm90_rows");
+      "fp4_kernel_rows");
   return made;
 }
 
@@ -164,12 +165,12 @@ Rows make_fp4_rows(const Here& here, bool nvfp4, const Tensor& x, const Activati
   const Shaped shape = shape_rows(x, gate, to, kMaxFp4Width);
   Rows made{here.empty({shape.count, shape.width}, ScalarType::BFloat16),
             here.empty({shape.count}, ScalarType::Float)};
-  const sm90::Gate g = gate_fields(gate);
+  const device::Gate g = gate_fields(gate);
   check_launch(kernels().rows_fp4(
                    pointer(x), code_of(x.scalar_type()), int(x.size(0)), to.position, shape.copies, g.act,
                    g.alpha, g.limit, g.up_offset, gate != nullptr && gate->interleaved, shape.width, nvfp4,
                    mutable_pointer(made.values), mutable_pointer<float>(*made.factor), here.stream()),
-               "fp4_sm90_rows_fp4");
+               "fp4_kernel_rows_fp4");
   return made;
 }
 
@@ -181,7 +182,7 @@ Sorted sort_rows(const Here& here, const Tensor& ids, int groups) {
   int *sorted_rows = offs + groups, *position = sorted_rows + rows;
   check_launch(kernels().route(pointer(ids), ids.scalar_type() == ScalarType::Long, rows, groups,
                                position + rows, offs, sorted_rows, position, here.stream()),
-               "fp4_sm90_route");
+               "fp4_kernel_route");
   return sorted;
 }
 
@@ -193,7 +194,7 @@ void combine(const Here& here, const Tensor& y, const int* position, const Tenso
                                  code_of(weights.scalar_type()), pointer(b), code_of(b), mutable_pointer(out),
                                  code_of(out.scalar_type()), int(ids.size(0)), int(ids.size(1)), groups,
                                  int(y.size(1)), here.stream()),
-               "fp4_sm90_combine");
+               "fp4_kernel_combine");
 }
 
 }  // namespace fp4::cuda

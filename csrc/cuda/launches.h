@@ -89,7 +89,8 @@ struct Placed {
 
 // x [M, K] (gated: [M, 2 K]) -> Form::kSame: K columns of x's dtype; Form::kFp8: e4m3 [.., Kp] in the
 // layout's order with scales; Form::kHalf: fp16 in prefill's order with powers of two.
-Rows make_rows(const Here& here, sm90::Form form, const Tensor& x, const Activation* gate, const Placed& to);
+Rows make_rows(const Here& here, device::Form form, const Tensor& x, const Activation* gate,
+               const Placed& to);
 
 // x quantised to `nvfp4` or `mxfp4` row by row, as values: bf16 [.., K] and factors.
 Rows make_fp4_rows(const Here& here, bool nvfp4, const Tensor& x, const Activation* gate, const Placed& to);

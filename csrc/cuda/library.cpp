@@ -33,17 +33,17 @@ Kernels load(const std::string& path) {
     }
   };
   Kernels k = {};
-  find(k.device, "fp4_sm90_device");
-  find(k.decode, "fp4_sm90_decode");
-  find(k.gemv, "fp4_sm90_gemv");
-  find(k.prefill, "fp4_sm90_prefill");
-  find(k.prefill_workspace, "fp4_sm90_prefill_workspace");
-  find(k.prefill_choose, "fp4_sm90_prefill_choose");
-  find(k.route, "fp4_sm90_route");
-  find(k.rows, "fp4_sm90_rows");
-  find(k.rows_fp4, "fp4_sm90_rows_fp4");
-  find(k.combine, "fp4_sm90_combine");
-  find(k.dequantize, "fp4_sm90_dequantize");
+  find(k.device, "fp4_kernel_device");
+  find(k.decode, "fp4_kernel_decode");
+  find(k.gemv, "fp4_kernel_gemv");
+  find(k.prefill, "fp4_kernel_prefill");
+  find(k.prefill_workspace, "fp4_kernel_prefill_workspace");
+  find(k.prefill_choose, "fp4_kernel_prefill_choose");
+  find(k.route, "fp4_kernel_route");
+  find(k.rows, "fp4_kernel_rows");
+  find(k.rows_fp4, "fp4_kernel_rows_fp4");
+  find(k.combine, "fp4_kernel_combine");
+  find(k.dequantize, "fp4_kernel_dequantize");
   return k;
 }
 

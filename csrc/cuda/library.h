@@ -3,22 +3,22 @@
 
 #include <string>
 
-#include "sm90/interface.h"
+#include "device/interface.h"
 
 namespace fp4::cuda {
 
 struct Kernels {
-  decltype(&fp4_sm90_device) device;
-  decltype(&fp4_sm90_decode) decode;
-  decltype(&fp4_sm90_gemv) gemv;
-  decltype(&fp4_sm90_prefill) prefill;
-  decltype(&fp4_sm90_prefill_workspace) prefill_workspace;
-  decltype(&fp4_sm90_prefill_choose) prefill_choose;
-  decltype(&fp4_sm90_route) route;
-  decltype(&fp4_sm90_rows) rows;
-  decltype(&fp4_sm90_rows_fp4) rows_fp4;
-  decltype(&fp4_sm90_combine) combine;
-  decltype(&fp4_sm90_dequantize) dequantize;
+  decltype(&fp4_kernel_device) device;
+  decltype(&fp4_kernel_decode) decode;
+  decltype(&fp4_kernel_gemv) gemv;
+  decltype(&fp4_kernel_prefill) prefill;
+  decltype(&fp4_kernel_prefill_workspace) prefill_workspace;
+  decltype(&fp4_kernel_prefill_choose) prefill_choose;
+  decltype(&fp4_kernel_route) route;
+  decltype(&fp4_kernel_rows) rows;
+  decltype(&fp4_kernel_rows_fp4) rows_fp4;
+  decltype(&fp4_kernel_combine) combine;
+  decltype(&fp4_kernel_dequantize) dequantize;
 };
 
 // Throws std::runtime_error where the library does not load.

@@ -22,16 +22,16 @@ struct Call {
 Rows rows_for(const Call& c, const Tensor& x, const Activation* gate, const Placed& to) {
   switch (c.a_format) {
     case AFormat::fp8:
-      return make_rows(c.here, sm90::Form::kFp8, x, gate, to);
+      return make_rows(c.here, device::Form::kFp8, x, gate, to);
     case AFormat::nvfp4:
     case AFormat::mxfp4: {
       const Rows rows = make_fp4_rows(c.here, c.a_format == AFormat::nvfp4, x, gate, to);
       return c.few || c.up.bf16 ? rows : ordered(c.here, rows);
     }
     default:
-      if (!c.few && !c.up.bf16) return make_rows(c.here, sm90::Form::kHalf, x, gate, to);
+      if (!c.few && !c.up.bf16) return make_rows(c.here, device::Form::kHalf, x, gate, to);
       if (gate == nullptr && to.position == nullptr) return {x, std::nullopt};
-      return make_rows(c.here, sm90::Form::kSame, x, gate, to);
+      return make_rows(c.here, device::Form::kSame, x, gate, to);
   }
 }
 

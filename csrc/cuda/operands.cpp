@@ -39,7 +39,7 @@ Rows given_rows(const Here& here, const Tensor& a, const OptionalTensor& a_scale
 }
 
 Rows ordered(const Here& here, const Rows& rows) {
-  Rows made = make_rows(here, sm90::Form::kHalf, rows.values, nullptr, {});
+  Rows made = make_rows(here, device::Form::kHalf, rows.values, nullptr, {});
   if (rows.factor) made.factor = call("aten::mul", "Tensor", *made.factor, *rows.factor);
   return made;
 }

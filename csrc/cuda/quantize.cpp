@@ -34,7 +34,7 @@ Two quantize_fp8(const Tensor& x, const std::string& layout) {
   if (!here.kind().hopper)
     return fallback<Two>("quantize_fp8", "this GPU is none of compute capability 9.0", x, layout);
   const Tensor rows = as_operand(x);
-  const Rows made = make_rows(here, sm90::Form::kFp8,
+  const Rows made = make_rows(here, device::Form::kFp8,
                               x.dim() == 2 ? rows : torch::stable::view(rows, {-1, k}), nullptr, {});
   if (x.dim() == 2) return {made.values, *made.factor};
   const Shape lead = leading(x, -1);
@@ -61,7 +61,7 @@ Tensor dequantize(const Tensor& packed, const Tensor& block_scale, const Optiona
     check_launch(kernels().dequantize(pointer<uint8_t>(codes), pointer<uint8_t>(scales),
                                       pointer<float>(factor), rows, n, int(k), stored.format->block,
                                       order == Order::sm90_bf16, mutable_pointer(flat), code, here.stream()),
-                 "fp4_sm90_dequantize");
+                 "fp4_kernel_dequantize");
   return codes.dim() == 2 ? flat : torch::stable::view(flat, with_last(leading(codes, -1), k));
 }
 

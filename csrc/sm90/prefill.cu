@@ -13,24 +13,24 @@ constexpr Candidates (*kKernels[])() = {w4a8_candidates,     w4a8_b32_candidates
 
 }  // namespace
 
-extern "C" int fp4_sm90_prefill(int kernel, const PrefillArguments* arguments) {
+extern "C" int fp4_kernel_prefill(int kernel, const PrefillArguments* arguments) {
   return run(kKernels[kernel](), *arguments);
 }
 
-extern "C" int fp4_sm90_prefill_configs(int kernel) { return kKernels[kernel]().count; }
+extern "C" int fp4_kernel_prefill_configs(int kernel) { return kKernels[kernel]().count; }
 
-extern "C" const char* fp4_sm90_prefill_config_name(int kernel, int config) {
+extern "C" const char* fp4_kernel_prefill_config_name(int kernel, int config) {
   const Candidates candidates = kKernels[kernel]();
   return config >= 0 && config < candidates.count ? candidates.list[config].name : "";
 }
 
 // Bytes of scratch memory that a launch needs.
-extern "C" int64_t fp4_sm90_prefill_workspace(int kernel, int sms) {
+extern "C" int64_t fp4_kernel_prefill_workspace(int kernel, int sms) {
   return workspace_bytes(kKernels[kernel](), sms);
 }
 
 // How a launch with `config` goes on a GPU of `sms` multiprocessors.
-extern "C" Choice fp4_sm90_prefill_choose(int kernel, int mode, int groups, int m, int n, int kp, int sms,
-                                          int config) {
+extern "C" Choice fp4_kernel_prefill_choose(int kernel, int mode, int groups, int m, int n, int kp, int sms,
+                                            int config) {
   return choose(kKernels[kernel](), {static_cast<RowMode>(mode), groups, m, n, kp, sms}, config);
 }

@@ -8,10 +8,12 @@
 
 #include <type_traits>
 
-#include "bf16_words.cuh"
-#include "warp.cuh"
+#include "../device/bf16_words.cuh"
+#include "../device/warp.cuh"
 
 namespace fp4::sm90 {
+
+using namespace device;
 
 template <int kScaleBlock>
 class Bf16Weights {

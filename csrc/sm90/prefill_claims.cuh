@@ -3,9 +3,12 @@
 
 #include <cstdint>
 
-#include "warp.cuh"
+#include "../device/warp.cuh"
+#include "ptx_sm90.cuh"
 
 namespace fp4::sm90 {
+
+using namespace device;
 
 // All tiles but each block's first. A word in global memory holds the launch's mark, once block 0 has a tile,
 // and how many were claimed. After the last claim (each block's last is in vain) it is empty, for a launch

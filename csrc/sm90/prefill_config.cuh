@@ -5,10 +5,11 @@
 
 #include <cstdint>
 
-#include "gate.cuh"
+#include "../device/gate.cuh"
+#include "../device/types.cuh"
+#include "../device/warp.cuh"
 #include "prefill_schedule.cuh"
-#include "types.cuh"
-#include "warp.cuh"
+#include "ptx_sm90.cuh"
 
 namespace fp4::sm90 {
 

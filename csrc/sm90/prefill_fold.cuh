@@ -12,10 +12,12 @@
 #include <cuda_fp8.h>
 
 #include "../common/sm90_layout.h"
-#include "bytes.cuh"
-#include "lane_codes.cuh"
+#include "../device/bytes.cuh"
+#include "../device/lane_codes.cuh"
 
 namespace fp4::sm90 {
+
+using namespace device;
 
 constexpr uint32_t kEighth = 24;          // e4m3 byte distance of a factor 8
 constexpr uint32_t kFirstFastScale = 40;  // the byte of scale 0.25: half its eighth is the least normal e4m3

@@ -6,16 +6,12 @@
 // + 8s + 4q + i of the activations lies at 16 (2s + q) + 8 (i % 2) + 2t + i / 2 (half_position).
 #pragma once
 
-#include "half_words.cuh"
-#include "lane_codes.cuh"
+#include "../device/half_words.cuh"
+#include "../device/lane_codes.cuh"
 
 namespace fp4::sm90 {
 
-// Where logical element k of an fp16 activation row lies.
-__host__ __device__ constexpr int half_position(int k) {
-  const int t = k / 16 % 4, sq = k / 4 % 4, i = k % 4;
-  return k / 64 * 64 + 16 * sq + 8 * (i % 2) + 2 * t + i / 2;
-}
+using namespace device;
 
 // The weights of one warp as operand A: four K = 16 instructions a half step.
 template <int kScaleBlock>

@@ -8,7 +8,7 @@
 #include <cstdint>
 #include <random>
 
-#include "interface.h"
+#include "../device/interface.h"
 #include "prefill_kernel.cuh"
 
 namespace fp4::sm90 {

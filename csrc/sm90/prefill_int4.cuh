@@ -12,10 +12,12 @@
 
 #include <cuda_fp8.h>
 
-#include "bytes.cuh"
-#include "lane_codes.cuh"
+#include "../device/bytes.cuh"
+#include "../device/lane_codes.cuh"
 
 namespace fp4::sm90 {
+
+using namespace device;
 
 // Bytes of e4m3: {1, 2, 3, 4} and {5, 6, 7, 8} times a scale.
 struct Int4Magnitudes {

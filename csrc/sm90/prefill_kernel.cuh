@@ -21,7 +21,7 @@
 
 #include <cstddef>
 
-#include "launch.cuh"
+#include "../device/launch.cuh"
 #include "prefill_claims.cuh"
 #include "prefill_config.cuh"
 #include "prefill_store.cuh"

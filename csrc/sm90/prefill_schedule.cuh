@@ -12,9 +12,11 @@
 
 #include <cstdint>
 
-#include "interface.h"
+#include "../device/interface.h"
 
 namespace fp4::sm90 {
+
+using namespace device;
 
 struct Rows {
   RowMode mode;

@@ -1,4 +1,4 @@
-"""Launches csrc/sm90/decode.cu: grouped products with a few rows an expert, bound by the weights' bytes."""
+"""Launches csrc/device/decode.cu: grouped products with a few rows an expert, bound by the weights' bytes."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ FEW_WARPS, MANY_WARPS = 16, 24
 
 
 class _Params(ProductParams):
-    """DecodeParams of csrc/sm90/interface.h; what the launcher fills in comes last."""
+    """DecodeParams of csrc/device/interface.h; what the launcher fills in comes last."""
 
     _fields_: ClassVar = [
         ("sorted_rows", ctypes.c_void_p),
@@ -65,4 +65,4 @@ def run(
         passes=config.passes,
     )
     describe(params, x, w, route, routing, rows, out, x_scale, a_div, gate, early)
-    call("fp4_sm90_decode", ctypes.byref(params), blocks, stream())
+    call("fp4_kernel_decode", ctypes.byref(params), blocks, stream())

@@ -1,4 +1,4 @@
-"""Launches csrc/sm90/gemv.cu: products of few rows, bound by latency, and what combines them."""
+"""Launches csrc/device/gemv.cu: products of few rows, bound by latency, and what combines them."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from .product import ProductParams, Routing, Weight, describe
 
 
 class _Params(ProductParams):
-    """GemvParams of csrc/sm90/interface.h; what the launcher fills in comes last."""
+    """GemvParams of csrc/device/interface.h; what the launcher fills in comes last."""
 
     _fields_: ClassVar = [
         ("topk_weights", ctypes.c_void_p),
@@ -48,4 +48,4 @@ def run(
     if topk_weights is not None:
         params.topk_weights, params.weight_type = address(topk_weights), DTYPE_CODES[topk_weights.dtype]
         params.tokens, params.top_k = topk_weights.shape
-    call("fp4_sm90_gemv", ctypes.byref(params), blocks, stream())
+    call("fp4_kernel_gemv", ctypes.byref(params), blocks, stream())

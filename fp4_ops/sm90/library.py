@@ -1,4 +1,4 @@
-"""Loads `_sm90.so`, the kernels of csrc/sm90 behind a plain C interface.
+"""Loads `_sm90.so`, the kernels of csrc/device and csrc/sm90 behind a plain C interface.
 
 It knows neither torch nor Python, so one file serves all versions of both. Tensors cross as addresses; the
 callers in this package have checked them (meta/checks.py).
@@ -20,27 +20,27 @@ FILE = "_sm90.so"
 POINTER, INT, LONG, FLOAT = ctypes.c_void_p, ctypes.c_int, ctypes.c_int64, ctypes.c_float
 
 GATE = INT, FLOAT, FLOAT, FLOAT
-"""The fields of Gate in csrc/sm90/interface.h."""
+"""The fields of Gate in csrc/device/interface.h."""
 
 SIGNATURES = {
-    "fp4_sm90_decode": [POINTER, INT, POINTER],
-    "fp4_sm90_gemv": [POINTER, INT, POINTER],
-    "fp4_sm90_prefill": [INT, POINTER],
-    "fp4_sm90_route": [POINTER, INT, INT, INT, POINTER, POINTER, POINTER, POINTER, POINTER],
-    "fp4_sm90_rows": [
+    "fp4_kernel_decode": [POINTER, INT, POINTER],
+    "fp4_kernel_gemv": [POINTER, INT, POINTER],
+    "fp4_kernel_prefill": [INT, POINTER],
+    "fp4_kernel_route": [POINTER, INT, INT, INT, POINTER, POINTER, POINTER, POINTER, POINTER],
+    "fp4_kernel_rows": [
         *(POINTER, INT, INT, POINTER, INT, POINTER, *GATE, INT),
         *(INT, INT, INT, POINTER, POINTER, INT, POINTER),
     ],
-    "fp4_sm90_rows_fp4": [
+    "fp4_kernel_rows_fp4": [
         *(POINTER, INT, INT, POINTER, INT, *GATE, INT),
         *(INT, INT, POINTER, POINTER, POINTER),
     ],
-    "fp4_sm90_combine": [
+    "fp4_kernel_combine": [
         *(POINTER, INT, POINTER, POINTER, INT, POINTER, INT, POINTER, INT, POINTER, INT),
         *(INT, INT, INT, INT, POINTER),
     ],
-    "fp4_sm90_pack": [POINTER, POINTER, LONG, INT, INT, INT, INT, POINTER, POINTER, POINTER],
-    "fp4_sm90_dequantize": [POINTER, POINTER, POINTER, LONG, LONG, INT, INT, INT, POINTER, INT, POINTER],
+    "fp4_kernel_pack": [POINTER, POINTER, LONG, INT, INT, INT, INT, POINTER, POINTER, POINTER],
+    "fp4_kernel_dequantize": [POINTER, POINTER, POINTER, LONG, LONG, INT, INT, INT, POINTER, INT, POINTER],
 }
 """The arguments of each launcher; all return a cudaError_t."""
 
@@ -71,11 +71,11 @@ def multiprocessors(device_index: int) -> int:
 
 
 DTYPE_CODES = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}
-"""DType in csrc/sm90, as far as all kernels agree."""
+"""DType of csrc/device/interface.h, as far as all kernels agree."""
 
 
 FUNCTIONS = {"silu": 1, "gelu": 2, "gelu_tanh": 3}
-"""Act in csrc/sm90; 0 is none."""
+"""Act of csrc/device/interface.h; 0 is none."""
 
 
 def gate_fields(gate: Activation | None) -> tuple[int, float, float, float]:

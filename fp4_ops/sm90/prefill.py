@@ -40,7 +40,7 @@ def for_block(kernel: str, block: int) -> str:
 
 
 class _Arguments(ctypes.Structure):
-    """PrefillArguments of csrc/sm90/interface.h."""
+    """PrefillArguments of csrc/device/interface.h."""
 
     _fields_ = [
         *((name, ctypes.c_void_p) for name in ("x", "x_scale", "codes", "scales", "global_scale", "bias")),
@@ -84,7 +84,7 @@ def launch(
         config=config,
         stream=stream(),
     )
-    call("fp4_sm90_prefill", KERNELS.index(kernel), ctypes.byref(arguments))
+    call("fp4_kernel_prefill", KERNELS.index(kernel), ctypes.byref(arguments))
 
 
 def run(
@@ -120,10 +120,10 @@ def candidates(kernel: str = "w4a8") -> list[str]:
     """What `config` of `run` counts, in words; `kernel`: of KERNELS."""
     loaded = library()
     assert loaded is not None
-    name = loaded.fp4_sm90_prefill_config_name
+    name = loaded.fp4_kernel_prefill_config_name
     name.restype = ctypes.c_char_p
     which = KERNELS.index(kernel)
-    return [name(which, i).decode() for i in range(loaded.fp4_sm90_prefill_configs(which))]
+    return [name(which, i).decode() for i in range(loaded.fp4_kernel_prefill_configs(which))]
 
 
 @functools.cache
@@ -131,7 +131,7 @@ def workspace_bytes(kernel: str, sms: int) -> int:
     """Scratch memory of a launch, for tiles that multiprocessors share."""
     loaded = library()
     assert loaded is not None
-    function = loaded.fp4_sm90_prefill_workspace
+    function = loaded.fp4_kernel_prefill_workspace
     function.restype = ctypes.c_int64
     return function(KERNELS.index(kernel), sms)
 
@@ -162,6 +162,6 @@ def choose(
     """On a GPU of `sms` multiprocessors; the others as for `run` and `candidates`."""
     loaded = library()
     assert loaded is not None
-    function = loaded.fp4_sm90_prefill_choose
+    function = loaded.fp4_kernel_prefill_choose
     function.restype = Choice
     return function(KERNELS.index(kernel), MODES[routing], groups, rows, n, kp, sms, config)

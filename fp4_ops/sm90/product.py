@@ -42,7 +42,7 @@ class Weight(NamedTuple):
 
 
 class ProductParams(ctypes.Structure):
-    """Of csrc/sm90/interface.h; what the launcher fills in comes last."""
+    """Of csrc/device/interface.h; what the launcher fills in comes last."""
 
     _fields_ = [
         *((name, ctypes.c_void_p) for name in ("x", "x_scale", "codes", "scales", "global_scale")),

@@ -1,4 +1,4 @@
-"""Launches csrc/sm90/{route,rows*,weights}.cu: routing, quantisation, gates, combine, and the layout."""
+"""Launches csrc/device/{route,rows*,weights}.cu: routing, quantisation, gates, combine, and the layout."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ FP8_MAX = 448.0
 MAX_WIDTH, MAX_FP4_WIDTH = 32768, 16384
 """Columns that one block of the row kernels holds."""
 SAME, FP8, HALF = range(3)
-"""Form in csrc/sm90/rows.cu."""
+"""Form in csrc/device/rows.cu."""
 E8M0_BINADES = 17
 """mxfp4: how far below the largest exponent of a matrix the layout's e4m3 scales reach."""
 
@@ -31,14 +31,14 @@ def route(ids: Tensor, groups: int) -> tuple[Tensor, Tensor, Tensor]:
     made = torch.empty(chunks * (groups + 1) + groups + 2 * rows, dtype=torch.int32, device=ids.device)
     counts, offs, sorted_rows, position = made.split([chunks * (groups + 1), groups, rows, rows])
     call(
-        "fp4_sm90_route", address(ids), ids.dtype == torch.int64, rows, groups,
+        "fp4_kernel_route", address(ids), ids.dtype == torch.int64, rows, groups,
         address(counts), address(offs), address(sorted_rows), address(position), stream(),
     )  # fmt: skip
     return offs, sorted_rows, position
 
 
 def gates(gate: Activation) -> bool:
-    """Whether the kernels know this activation: those of csrc/sm90/gate.cuh."""
+    """Whether the kernels know this activation: those of csrc/device/gate.cuh."""
     return gate.gated and gate.function in FUNCTIONS
 
 
@@ -74,7 +74,7 @@ def _rows(
     out = torch.empty((count, width if form == SAME else padded), dtype=dtype, device=x.device)
     scale = None if form == SAME else torch.empty(count, dtype=torch.float32, device=x.device)
     call(
-        "fp4_sm90_rows", address(x), DTYPE_CODES[x.dtype], x.shape[0], address(position), copies,
+        "fp4_kernel_rows", address(x), DTYPE_CODES[x.dtype], x.shape[0], address(position), copies,
         address(end), *_gate_arguments(gate), width, padded, form, address(out), address(scale),
         dependent, stream(),
     )  # fmt: skip
@@ -101,7 +101,7 @@ def to_half(
     x: Tensor, gate: Activation | None = None, position: Tensor | None = None, end: Tensor | None = None, *,
     dependent: bool = False,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
-    """x [M, K] (16-bit) -> fp16 [.., Kp] in the order of csrc/sm90/prefill_half.cuh, float32 factors.
+    """x [M, K] (16-bit) -> fp16 [.., Kp] in the order of csrc/device/half_words.cuh, float32 factors.
 
     A row's factor is the power of two that takes its largest value to 2^14 and above: of a bfloat16 row,
     bits are lost only of values below 2^-31 of that. The other arguments as in `quantize_fp8`.
@@ -124,7 +124,7 @@ def quantize_fp4(
     out = torch.empty((count, width), dtype=torch.bfloat16, device=x.device)
     factor = torch.empty(count, dtype=torch.float32, device=x.device)
     call(
-        "fp4_sm90_rows_fp4", address(x), DTYPE_CODES[x.dtype], x.shape[0], address(position), copies,
+        "fp4_kernel_rows_fp4", address(x), DTYPE_CODES[x.dtype], x.shape[0], address(position), copies,
         *_gate_arguments(gate), width, format == "nvfp4", address(out), address(factor), stream(),
     )  # fmt: skip
     return out, factor
@@ -163,7 +163,7 @@ def combine(
     if bias is not None and bias.data_ptr() % 16:  # a view that begins between them
         bias = bias.clone()
     call(
-        "fp4_sm90_combine", address(y), DTYPE_CODES[y.dtype], address(position), address(ids),
+        "fp4_kernel_combine", address(y), DTYPE_CODES[y.dtype], address(position), address(ids),
         ids.dtype == torch.int64, address(weights), DTYPE_CODES[weights.dtype], address(bias),
         DTYPE_CODES[bias.dtype] if bias is not None else 0, address(out), DTYPE_CODES[out.dtype],
         tokens, top_k, groups, y.shape[1], stream(),
@@ -191,7 +191,7 @@ def prepack(
     to_scale = packed.new_empty((*lead, n, kp // fmt.block))
     rows = to_packed.numel() // (kp // 2) if kp else 0
     call(
-        "fp4_sm90_pack", address(packed), address(scale), rows, k, kp, fmt.block, bf16,
+        "fp4_kernel_pack", address(packed), address(scale), rows, k, kp, fmt.block, bf16,
         address(to_packed), address(to_scale), stream(),
     )  # fmt: skip
     return to_packed, to_scale, factor
@@ -231,7 +231,7 @@ def dequantize(
     rows = out.numel() // (2 * half) if half else 0
     code = 3 if dtype == torch.float64 else DTYPE_CODES[dtype]
     call(
-        "fp4_sm90_dequantize", address(packed), address(block_scale), address(global_scale.contiguous()),
+        "fp4_kernel_dequantize", address(packed), address(block_scale), address(global_scale.contiguous()),
         rows, n, 2 * half, fmt.block, bf16, address(out), code, stream(),
     )  # fmt: skip
     return out

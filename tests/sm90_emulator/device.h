@@ -1,5 +1,6 @@
-// The words of CUDA that a host compiler does not know, for sources of csrc/sm90 that are compiled as C++
-// (g++ -include): the toolkit's headers have the types and the arithmetic of fp16, bf16 and fp8.
+// The words of CUDA that a host compiler does not know, for sources of csrc/device and csrc/sm90 that are
+// compiled as C++ (g++ -include): the toolkit's headers have the types and the arithmetic of fp16, bf16 and
+// fp8.
 #pragma once
 
 #include <cuda.h>

@@ -1,5 +1,6 @@
-// A model of what a Hopper GPU does with the kernels of csrc/sm90, for machines without one: right results
-// for right kernels, and wrong ones or a deadlock for many wrong ones. It knows no time, and no cache.
+// A model of what a Hopper GPU does with the kernels of csrc/device and csrc/sm90, for machines without one:
+// right results for right kernels, and wrong ones or a deadlock for many wrong ones. It knows no time, and no
+// cache.
 //
 // A thread of a kernel is a fiber; the fibers of a block share a thread of the host, the blocks of a cluster
 // run in threads of their own. A fiber runs until it waits: for the other lanes of its warp (exchange), for a

@@ -1,11 +1,11 @@
-// What the instructions in csrc/sm90/ptx.cuh do, for the emulator: takes that file's place.
+// What the instructions in csrc/device/ptx.cuh do, for the emulator: takes that file's place.
 #pragma once
 
 #include <atomic>
 
 #include "types.cuh"
 
-namespace fp4::sm90 {
+namespace fp4::device {
 
 // ---- launches that overlap: here none do ----
 
@@ -23,12 +23,6 @@ inline uint32_t smem_address(const void* pointer) { return emulator::shared_addr
 inline void barrier_init(uint32_t barrier, uint32_t arrivals) { emulator::barrier_init(barrier, arrivals); }
 inline void barrier_init_fence() {}
 inline void barrier_arrive(uint32_t barrier) { emulator::barrier_arrive(barrier); }
-inline void barrier_arrive_remote(uint32_t barrier, uint32_t rank) {
-  emulator::barrier_arrive_remote(barrier, rank);
-}
-inline void barrier_expect_bytes(uint32_t barrier, uint32_t bytes) {
-  emulator::barrier_arrive(barrier, bytes);
-}
 inline void barrier_wait(uint32_t barrier, uint32_t parity) { emulator::barrier_wait(barrier, parity); }
 inline bool barrier_test(uint32_t barrier, uint32_t parity) {
   return emulator::barrier_test(barrier, parity);
@@ -40,11 +34,6 @@ void named_barrier(int threads) {
   emulator::named_barrier(Id, threads, true);
 }
 
-// ---- clusters ----
-
-inline uint32_t cluster_rank() { return emulator::cluster_rank(); }
-inline void cluster_sync() { emulator::cluster_sync(); }
-
 // ---- flags and counters in global memory ----
 
 inline void store_release(uint64_t* flag, uint64_t value) { __atomic_store_n(flag, value, __ATOMIC_RELEASE); }
@@ -55,37 +44,6 @@ inline uint64_t load_acquire(const uint64_t* flag) {
 inline uint64_t add_relaxed(uint64_t* word, uint64_t value) {
   emulator::yield();
   return __atomic_fetch_add(word, value, __ATOMIC_RELAXED);
-}
-
-// ---- bulk tensor copies ----
-
-inline void load_box(uint32_t smem, const CUtensorMap* map, uint32_t barrier, int x, int y) {
-  emulator::load_box(smem, map, barrier, x, y, 1u << emulator::cluster_rank());
-}
-inline void load_box_multicast(uint32_t smem, const CUtensorMap* map, uint32_t barrier, int x, int y,
-                               uint16_t blocks) {
-  emulator::load_box(smem, map, barrier, x, y, blocks);
-}
-inline void store_box(const CUtensorMap* map, uint32_t smem, int x, int y, int z) {
-  emulator::store_box(map, smem, x, y, z);
-}
-inline void store_commit() { emulator::store_commit(); }
-template <int Pending>
-void store_wait_read() {
-  emulator::store_wait(Pending);
-}
-inline void fence_async_proxy() {}
-
-// ---- warps and registers ----
-
-template <int Registers>
-void register_take() {}
-template <int Registers>
-void register_give() {}
-
-inline bool elect_lane() {
-  emulator::exchange(nullptr, 0);
-  return emulator::lane() == 0;
 }
 
 // ---- loads and stores ----
@@ -131,18 +89,4 @@ void mma(float4& d, const uint32_t (&a)[4], uint32_t b0, uint32_t b1) {
   emulator::mma(&d.x, a, b0, b1, type_of(kElement));
 }
 
-inline void wgmma_fence() {}
-inline void wgmma_commit() { emulator::wgmma_commit(); }
-template <int Pending>
-void wgmma_wait() {
-  emulator::wgmma_wait(Pending);
-}
-
-template <Element kElement, int Tokens>
-struct Wgmma {
-  static void run(float* d, const uint32_t* a, uint64_t b_desc, int keep) {
-    emulator::wgmma(d, a, b_desc, keep, Tokens, type_of(kElement));
-  }
-};
-
-}  // namespace fp4::sm90
+}  // namespace fp4::device

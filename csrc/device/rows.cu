@@ -8,12 +8,12 @@
 #include <cstdint>
 #include <type_traits>
 
+#include "half_words.cuh"
 #include "launch.cuh"
-#include "prefill_half.cuh"
 #include "row_values.cuh"
 #include "types.cuh"
 
-namespace fp4::sm90 {
+namespace fp4::device {
 namespace {
 
 constexpr float kFp8Max = 448.f;
@@ -252,19 +252,19 @@ int launch(const Rows& p, Form form, bool dependent, cudaStream_t stream) {
 }
 
 }  // namespace
-}  // namespace fp4::sm90
+}  // namespace fp4::device
 
-using namespace fp4::sm90;
+using namespace fp4::device;
 
 // Rows of x (16-bit, aligned to 16 bytes, `width` columns, a multiple of 16; 2 * width if gated) to `out` in
 // `form`: x's type [.., width]; or e4m3 or fp16 [.., padded] with scale [..]. Row r of x becomes the `copies`
 // rows position[r, ..] of out, or row r (position null, copies 1). Rows of out from *end on (end not null)
 // may be left unwritten. dependent: starts while the kernel before it may still run, which makes x, or if
 // there is position, that and *end at most.
-extern "C" int fp4_sm90_rows(const void* x, DType x_type, int count, const int* position, int copies,
-                             const int* end, Act act, float alpha, float limit, float up_offset,
-                             int interleaved, int width, int padded, Form form, void* out, float* scale,
-                             int dependent, void* stream) {
+extern "C" int fp4_kernel_rows(const void* x, DType x_type, int count, const int* position, int copies,
+                               const int* end, Act act, float alpha, float limit, float up_offset,
+                               int interleaved, int width, int padded, Form form, void* out, float* scale,
+                               int dependent, void* stream) {
   if (count == 0) return 0;
   if (width % kRowValues != 0) return cudaErrorInvalidValue;
   const Gate gate{act, alpha, limit, up_offset};

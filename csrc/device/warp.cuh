@@ -3,7 +3,7 @@
 
 #include "ptx.cuh"
 
-namespace fp4::sm90 {
+namespace fp4::device {
 
 // What one warp's arrival counts. compute-sanitizer's racecheck credits an arrival with the accesses of the
 // lane that arrives alone, not with those that __syncwarp orders before it; for its sake every lane can
@@ -36,4 +36,4 @@ __device__ __forceinline__ uint32_t kept_constant(uint32_t value, int lane) {
   return __shfl_sync(~0u, value + lane, lane) - lane;
 }
 
-}  // namespace fp4::sm90
+}  // namespace fp4::device

@@ -5,7 +5,7 @@
 
 #include "product.cuh"
 
-namespace fp4::sm90 {
+namespace fp4::device {
 
 constexpr int kReduceWarps = 4;   // beside those that compute: kComputeWarps is 16 or 24
 constexpr int kMaxGroups = 640;   // one thread a group in plan()
@@ -277,4 +277,4 @@ __device__ __forceinline__ void clear_rows(const DecodeParams& p, const DecodeSh
   }
 }
 
-}  // namespace fp4::sm90
+}  // namespace fp4::device

@@ -1,5 +1,6 @@
-// The C interface of the Hopper kernels: what their library, `_sm90.so`, takes. Neither torch nor CUDA is
-// needed to read it, so the operators (csrc/cuda) and the kernels share one definition of each struct.
+// The C interface of the kernels: what each library of them, such as `_sm90.so`, takes. Neither torch nor
+// CUDA is needed to read it, so the operators (csrc/cuda) and the kernels share one definition of each
+// struct.
 //
 // Pointers are device pointers unless a comment says otherwise. Launchers return a cudaError_t as an int, 0
 // is success, and launch on the current device.
@@ -7,7 +8,7 @@
 
 #include <cstdint>
 
-namespace fp4::sm90 {
+namespace fp4::device {
 
 // Dtypes and gates cross the interface as these numbers (fp4_ops/sm90/library.py has them too).
 enum class DType : int { kFloat32, kBFloat16, kFloat16, kFloat8 };
@@ -16,7 +17,7 @@ enum class Routing : int { kOffs, kIds32, kIds64, kMasked, kDense };
 enum class RowMode : int { kDense = 0, kContiguous = 1, kMasked = 2 };
 
 // What becomes of a row: x's type in plain order; or, in the layout's order, e4m3 with a scale a row; or fp16
-// with a power of two a row (half_position in prefill_half.cuh), so that of a bfloat16 row bits are lost only
+// with a power of two a row (half_position in half_words.cuh), so that of a bfloat16 row bits are lost only
 // of values below 2^-31 of its largest.
 enum class Form : int { kSame, kFp8, kHalf };
 
@@ -74,7 +75,7 @@ struct PrefillArguments {
   const void* bias = nullptr;           // [groups, n] of bias_type, or null
   void* out = nullptr;                  // [rows, n] of out_type, gated: [rows, n / 2]
   const int32_t* group_rows = nullptr;  // as in Rows
-  void* workspace = nullptr;            // of fp4_sm90_prefill_workspace bytes
+  void* workspace = nullptr;            // of fp4_kernel_prefill_workspace bytes
   int m = 0, groups = 0, n = 0;
   int k = 0, kp = 0;  // the columns of x, which may be fewer than the weights': zeros follow
   RowMode mode = RowMode::kDense;
@@ -98,33 +99,33 @@ struct Choice {
   Estimate estimate = {};
 };
 
-}  // namespace fp4::sm90
+}  // namespace fp4::device
 
 extern "C" {
 
 // Of a GPU: its compute capability and its multiprocessors (addresses of the host).
-int fp4_sm90_device(int device, int* major, int* minor, int* multiprocessors);
+int fp4_kernel_device(int device, int* major, int* minor, int* multiprocessors);
 
-int fp4_sm90_decode(const fp4::sm90::DecodeParams* params, int blocks, void* stream);
-int fp4_sm90_gemv(const fp4::sm90::GemvParams* params, int blocks, void* stream);
-int fp4_sm90_prefill(int kernel, const fp4::sm90::PrefillArguments* arguments);
-int64_t fp4_sm90_prefill_workspace(int kernel, int sms);
-fp4::sm90::Choice fp4_sm90_prefill_choose(int kernel, int mode, int groups, int m, int n, int kp, int sms,
-                                          int config);
-int fp4_sm90_route(const void* ids, int wide, int rows, int groups, int* counts, int* offs, int* sorted_rows,
-                   int* position, void* stream);
-int fp4_sm90_rows(const void* x, fp4::sm90::DType x_type, int count, const int* position, int copies,
-                  const int* end, fp4::sm90::Act act, float alpha, float limit, float up_offset,
-                  int interleaved, int width, int padded, fp4::sm90::Form form, void* out, float* scale,
-                  int dependent, void* stream);
-int fp4_sm90_rows_fp4(const void* x, fp4::sm90::DType x_type, int count, const int* position, int copies,
-                      fp4::sm90::Act act, float alpha, float limit, float up_offset, int interleaved,
-                      int width, int nvfp4, void* out, float* factor, void* stream);
-int fp4_sm90_combine(const void* y, fp4::sm90::DType y_type, const int* position, const void* ids, int wide,
-                     const void* weights, fp4::sm90::DType weight_type, const void* bias,
-                     fp4::sm90::DType bias_type, void* out, fp4::sm90::DType out_type, int tokens, int top_k,
-                     int groups, int n, void* stream);
-int fp4_sm90_dequantize(const uint8_t* packed, const uint8_t* scales, const float* global_scale, int64_t rows,
-                        int64_t n, int kp, int scale_block, int bf16_words, void* out, int out_type,
-                        void* stream);
+int fp4_kernel_decode(const fp4::device::DecodeParams* params, int blocks, void* stream);
+int fp4_kernel_gemv(const fp4::device::GemvParams* params, int blocks, void* stream);
+int fp4_kernel_prefill(int kernel, const fp4::device::PrefillArguments* arguments);
+int64_t fp4_kernel_prefill_workspace(int kernel, int sms);
+fp4::device::Choice fp4_kernel_prefill_choose(int kernel, int mode, int groups, int m, int n, int kp, int sms,
+                                              int config);
+int fp4_kernel_route(const void* ids, int wide, int rows, int groups, int* counts, int* offs,
+                     int* sorted_rows, int* position, void* stream);
+int fp4_kernel_rows(const void* x, fp4::device::DType x_type, int count, const int* position, int copies,
+                    const int* end, fp4::device::Act act, float alpha, float limit, float up_offset,
+                    int interleaved, int width, int padded, fp4::device::Form form, void* out, float* scale,
+                    int dependent, void* stream);
+int fp4_kernel_rows_fp4(const void* x, fp4::device::DType x_type, int count, const int* position, int copies,
+                        fp4::device::Act act, float alpha, float limit, float up_offset, int interleaved,
+                        int width, int nvfp4, void* out, float* factor, void* stream);
+int fp4_kernel_combine(const void* y, fp4::device::DType y_type, const int* position, const void* ids,
+                       int wide, const void* weights, fp4::device::DType weight_type, const void* bias,
+                       fp4::device::DType bias_type, void* out, fp4::device::DType out_type, int tokens,
+                       int top_k, int groups, int n, void* stream);
+int fp4_kernel_dequantize(const uint8_t* packed, const uint8_t* scales, const float* global_scale,
+                          int64_t rows, int64_t n, int kp, int scale_block, int bf16_words, void* out,
+                          int out_type, void* stream);
 }

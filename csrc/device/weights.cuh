@@ -9,7 +9,7 @@
 
 #include "../common/sm90_layout.h"
 
-namespace fp4::sm90 {
+namespace fp4::device {
 
 constexpr int kStep = 128, kBlocks = 4;
 
@@ -121,4 +121,4 @@ __host__ __device__ void dequantize_lane(int64_t i, const uint8_t* packed, const
   }
 }
 
-}  // namespace fp4::sm90
+}  // namespace fp4::device

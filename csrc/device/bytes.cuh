@@ -5,7 +5,7 @@
 
 #include <cstdint>
 
-namespace fp4::sm90 {
+namespace fp4::device {
 
 // PRMT with a run-time selector. Unlike __byte_perm, a selector's top bit replicates the byte's sign. Spelled
 // out for the host, where tests run what the kernels compute in registers.
@@ -25,4 +25,4 @@ __host__ __device__ __forceinline__ uint32_t permute_bytes(uint32_t low, uint32_
 #endif
 }
 
-}  // namespace fp4::sm90
+}  // namespace fp4::device

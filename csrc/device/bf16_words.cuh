@@ -17,7 +17,7 @@
 #include "types.cuh"
 #include "warp.cuh"
 
-namespace fp4::sm90 {
+namespace fp4::device {
 
 constexpr uint32_t kBf16Fields = 0x81C081C0, kLeftOfLower = 0x06030603;
 constexpr int kLowestField = 6;  // bit
@@ -112,4 +112,4 @@ struct Bf16Words {
   }
 };
 
-}  // namespace fp4::sm90
+}  // namespace fp4::device

@@ -6,7 +6,7 @@
 #include "launch.cuh"
 #include "weights.cuh"
 
-namespace fp4::sm90 {
+namespace fp4::device {
 namespace {
 
 constexpr int kThreads = 256;
@@ -30,16 +30,16 @@ int64_t lanes_of(int64_t rows, int kp) { return rows / 16 * (kp / kStep) * 32; }
 dim3 blocks_of(int64_t count) { return dim3((count + kThreads - 1) / kThreads); }
 
 }  // namespace
-}  // namespace fp4::sm90
+}  // namespace fp4::device
 
 using namespace fp4;
-using namespace fp4::sm90;
+using namespace fp4::device;
 
 // packed [rows, k / 2] and e4m3 scales [rows, ceil(k / scale_block)] in plain order, rows over all matrices,
 // to layout sm90, or sm90_bf16.
-extern "C" int fp4_sm90_pack(const uint8_t* packed, const uint8_t* scales, int64_t rows, int k, int kp,
-                             int scale_block, int bf16_words, uint8_t* to_packed, uint8_t* to_scales,
-                             void* stream) {
+extern "C" int fp4_kernel_pack(const uint8_t* packed, const uint8_t* scales, int64_t rows, int k, int kp,
+                               int scale_block, int bf16_words, uint8_t* to_packed, uint8_t* to_scales,
+                               void* stream) {
   const int64_t count = lanes_of(rows, kp);
   if (count == 0) return 0;
   auto* kernel = bf16_words ? pack_kernel<Sm90Bf16> : pack_kernel<Sm90>;
@@ -48,9 +48,9 @@ extern "C" int fp4_sm90_pack(const uint8_t* packed, const uint8_t* scales, int64
 }
 
 // A layout to values [rows, kp]; out_type: 0 float32, 1 bfloat16, 2 float16, 3 float64; n rows a matrix.
-extern "C" int fp4_sm90_dequantize(const uint8_t* packed, const uint8_t* scales, const float* global_scale,
-                                   int64_t rows, int64_t n, int kp, int scale_block, int bf16_words,
-                                   void* out, int out_type, void* stream) {
+extern "C" int fp4_kernel_dequantize(const uint8_t* packed, const uint8_t* scales, const float* global_scale,
+                                     int64_t rows, int64_t n, int kp, int scale_block, int bf16_words,
+                                     void* out, int out_type, void* stream) {
   const int64_t count = lanes_of(rows, kp);
   if (count == 0) return 0;
   auto* s = static_cast<cudaStream_t>(stream);

@@ -3,7 +3,7 @@
 
 #include "interface.h"
 
-extern "C" int fp4_sm90_device(int device, int* major, int* minor, int* multiprocessors) {
+extern "C" int fp4_kernel_device(int device, int* major, int* minor, int* multiprocessors) {
   cudaError_t error = cudaDeviceGetAttribute(major, cudaDevAttrComputeCapabilityMajor, device);
   if (error == cudaSuccess) error = cudaDeviceGetAttribute(minor, cudaDevAttrComputeCapabilityMinor, device);
   if (error == cudaSuccess) {

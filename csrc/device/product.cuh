@@ -10,7 +10,7 @@
 #include "gate.cuh"
 #include "types.cuh"
 
-namespace fp4::sm90 {
+namespace fp4::device {
 
 constexpr int kTileRows = 16;    // of a weight, which a warp multiplies at a time
 constexpr int kChunk = 8;        // activation rows that share an instruction's weights
@@ -70,4 +70,4 @@ __device__ __forceinline__ void clear_row(const ProductParams& p, int64_t row, i
   for (int i = thread; i < bytes / 16; i += threads) to[i] = make_uint4(0, 0, 0, 0);
 }
 
-}  // namespace fp4::sm90
+}  // namespace fp4::device

@@ -7,7 +7,7 @@
 #include <cmath>
 #include <cstdint>
 
-namespace fp4::sm90 {
+namespace fp4::device {
 
 // A block's scale: `value` is what the quantised values carry, `step` what the originals are divided by
 // (zero: the block is zeros).
@@ -46,4 +46,4 @@ __host__ __device__ __forceinline__ Fp4Scale mxfp4_scale(float block_max) {
   return {scale.number, scale.number};
 }
 
-}  // namespace fp4::sm90
+}  // namespace fp4::device

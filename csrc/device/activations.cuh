@@ -12,7 +12,7 @@
 #include "half_words.cuh"
 #include "product.cuh"
 
-namespace fp4::sm90 {
+namespace fp4::device {
 
 // One lane's share of an activation row in one 64-step: the 16 logical k of its scale block.
 // Words: HalfWords or Bf16Words, the weights that it meets.
@@ -178,4 +178,4 @@ int launch_of_types(const ProductParams& p, const Launch& launch) {
   }
 }
 
-}  // namespace fp4::sm90
+}  // namespace fp4::device

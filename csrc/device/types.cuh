@@ -8,7 +8,7 @@
 
 #include "interface.h"
 
-namespace fp4::sm90 {
+namespace fp4::device {
 
 enum class Element { kE4m3, kFloat16, kBFloat16 };
 
@@ -19,4 +19,4 @@ __device__ __forceinline__ float load_as_float(const void* p, int64_t i, DType t
   return static_cast<const float*>(p)[i];
 }
 
-}  // namespace fp4::sm90
+}  // namespace fp4::device

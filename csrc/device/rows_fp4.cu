@@ -7,7 +7,7 @@
 #include "launch.cuh"
 #include "row_values.cuh"
 
-namespace fp4::sm90 {
+namespace fp4::device {
 namespace {
 
 constexpr int kMaxRowThreads = 1024;
@@ -83,15 +83,15 @@ int launch(const void* x, int count, const int* position, int copies, const Gate
 }
 
 }  // namespace
-}  // namespace fp4::sm90
+}  // namespace fp4::device
 
-using namespace fp4::sm90;
+using namespace fp4::device;
 
 // Rows of x (`width` columns; float32 ones 2 * width if gated) to `out` bf16 [.., width] and factor [..]: row
 // r of x to the `copies` rows position[r, ..], or to row r (position null, copies 1). nvfp4: else mxfp4.
-extern "C" int fp4_sm90_rows_fp4(const void* x, DType x_type, int count, const int* position, int copies,
-                                 Act act, float alpha, float limit, float up_offset, int interleaved,
-                                 int width, int nvfp4, void* out, float* factor, void* stream) {
+extern "C" int fp4_kernel_rows_fp4(const void* x, DType x_type, int count, const int* position, int copies,
+                                   Act act, float alpha, float limit, float up_offset, int interleaved,
+                                   int width, int nvfp4, void* out, float* factor, void* stream) {
   if (count == 0) return 0;
   const Gate gate{act, alpha, limit, up_offset};
   auto* s = static_cast<cudaStream_t>(stream);

@@ -6,7 +6,7 @@
 #include "ptx.cuh"
 #include "types.cuh"
 
-namespace fp4::sm90 {
+namespace fp4::device {
 
 // silu and tanh-gelu are gate / (1 + exp of this).
 __device__ __forceinline__ float gate_exponent(const Gate& f, float gate) {
@@ -116,4 +116,4 @@ __device__ __forceinline__ void gate_values(const Gate& f, const float (&gate)[k
   for (int j = 0; j < kCount; ++j) out[j] *= limited_up(f, up[j]);
 }
 
-}  // namespace fp4::sm90
+}  // namespace fp4::device

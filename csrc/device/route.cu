@@ -10,7 +10,7 @@
 #include "ptx.cuh"
 #include "types.cuh"
 
-namespace fp4::sm90 {
+namespace fp4::device {
 namespace {
 
 constexpr int kRouteThreads = 1024;
@@ -262,14 +262,14 @@ int launch_combine(const Combine& p, int tokens, cudaStream_t stream) {
 }
 
 }  // namespace
-}  // namespace fp4::sm90
+}  // namespace fp4::device
 
-using namespace fp4::sm90;
+using namespace fp4::device;
 
 // ids [rows] int32 or int64 -> offs [groups], sorted_rows [rows] (position -> row), position [rows] (row ->
 // position). counts: scratch, ceil(rows / 1024) * (groups + 1) ints.
-extern "C" int fp4_sm90_route(const void* ids, int wide, int rows, int groups, int* counts, int* offs,
-                              int* sorted_rows, int* position, void* stream) {
+extern "C" int fp4_kernel_route(const void* ids, int wide, int rows, int groups, int* counts, int* offs,
+                                int* sorted_rows, int* position, void* stream) {
   auto* s = static_cast<cudaStream_t>(stream);
   const int chunks = (rows + kRouteThreads - 1) / kRouteThreads, bins = groups + 1;
   if (bins > kRouteThreads) return cudaErrorInvalidValue;
@@ -291,10 +291,10 @@ extern "C" int fp4_sm90_route(const void* ids, int wide, int rows, int groups, i
 }
 
 // y float32 or bf16 [rows, n], n a multiple of 4; y, bias and out aligned to 16 bytes.
-extern "C" int fp4_sm90_combine(const void* y, DType y_type, const int* position, const void* ids, int wide,
-                                const void* weights, DType weight_type, const void* bias, DType bias_type,
-                                void* out, DType out_type, int tokens, int top_k, int groups, int n,
-                                void* stream) {
+extern "C" int fp4_kernel_combine(const void* y, DType y_type, const int* position, const void* ids, int wide,
+                                  const void* weights, DType weight_type, const void* bias, DType bias_type,
+                                  void* out, DType out_type, int tokens, int top_k, int groups, int n,
+                                  void* stream) {
   if (n % 4 != 0) return cudaErrorInvalidValue;
   const Combine p{y,   position, ids,   wide != 0, weights, weight_type, bias, bias_type,
                   out, out_type, top_k, groups,    n};

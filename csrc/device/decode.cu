@@ -1,7 +1,7 @@
 // Launches the decode kernels; a plain C interface, so that nothing here knows torch.
 #include "decode.cuh"
 
-namespace fp4::sm90 {
+namespace fp4::device {
 
 template <DType kType, class Words, int kComputeWarps>
 int launch(const DecodeParams& p, int blocks, cudaStream_t stream) {
@@ -27,10 +27,10 @@ int launch_warps(const DecodeParams& p, int blocks, cudaStream_t stream) {
 constexpr double kChangeBytes = 16 * 1024;
 constexpr int kStepBytes = kStepCodes + 64;  // with nvfp4's scales
 
-}  // namespace fp4::sm90
+}  // namespace fp4::device
 
-extern "C" int fp4_sm90_decode(const fp4::sm90::DecodeParams* params, int blocks, void* stream) {
-  using namespace fp4::sm90;
+extern "C" int fp4_kernel_decode(const fp4::device::DecodeParams* params, int blocks, void* stream) {
+  using namespace fp4::device;
   DecodeParams p = *params;
   set_divisor(blocks, p.grid_mul, p.grid_shift);
   p.change_units = int(kTileUnits * p.passes * kChangeBytes / (p.kp / 64 * kStepBytes) + 0.5);

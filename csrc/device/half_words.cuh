@@ -12,7 +12,13 @@
 #include "types.cuh"
 #include "warp.cuh"
 
-namespace fp4::sm90 {
+namespace fp4::device {
+
+// Where logical element k of an fp16 activation row lies.
+__host__ __device__ constexpr int half_position(int k) {
+  const int t = k / 16 % 4, sq = k / 4 % 4, i = k % 4;
+  return k / 64 * 64 + 16 * sq + 8 * (i % 2) + 2 * t + i / 2;
+}
 
 // The high bytes of 0, 0.5, 1, 1.5 and 2, 3, 4, 6 in fp16; the low bytes are zero.
 constexpr uint32_t kHalfLow = 0x3E3C3800, kHalfHigh = 0x46444240;
@@ -85,4 +91,4 @@ struct HalfWords {
   uint32_t table_ = kHalfLow;
 };
 
-}  // namespace fp4::sm90
+}  // namespace fp4::device

@@ -3,7 +3,7 @@
 
 #include "warp.cuh"
 
-namespace fp4::sm90 {
+namespace fp4::device {
 
 constexpr uint32_t kHalfCodes = 512;  // bytes of 16 weight rows' codes for 64 K
 
@@ -25,4 +25,4 @@ class LaneCodes {
   uint32_t place_;
 };
 
-}  // namespace fp4::sm90
+}  // namespace fp4::device

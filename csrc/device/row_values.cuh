@@ -10,7 +10,7 @@
 
 #include "gate.cuh"
 
-namespace fp4::sm90 {
+namespace fp4::device {
 
 constexpr int kRowValues = 16;  // a block: what a thread takes at a time
 
@@ -157,4 +157,4 @@ __host__ __device__ __forceinline__ int half_column(int block, int half) {
   return (block / 2 * 2 + half) * kRowValues + block % 2 * (kRowValues / 2);
 }
 
-}  // namespace fp4::sm90
+}  // namespace fp4::device

@@ -21,7 +21,7 @@
 #include "launch.cuh"
 #include "warp.cuh"
 
-namespace fp4::sm90 {
+namespace fp4::device {
 
 constexpr int kGemvWarps = 12, kGemvThreads = 32 * kGemvWarps;
 constexpr int kGemvRows = 8;     // at most
@@ -381,4 +381,4 @@ __global__ void __launch_bounds__(kGemvThreads, 2) gemv_kernel(const __grid_cons
   }
 }
 
-}  // namespace fp4::sm90
+}  // namespace fp4::device

@@ -3,7 +3,7 @@
 
 #include "gemv.cuh"
 
-namespace fp4::sm90 {
+namespace fp4::device {
 
 template <DType kType, class Words>
 int launch(const GemvParams& p, int blocks, cudaStream_t stream) {
@@ -19,10 +19,10 @@ int launch(const GemvParams& p, int blocks, cudaStream_t stream) {
   return launch_kernel(kernel, shape, true, stream, p);
 }
 
-}  // namespace fp4::sm90
+}  // namespace fp4::device
 
-extern "C" int fp4_sm90_gemv(const fp4::sm90::GemvParams* params, int blocks, void* stream) {
-  using namespace fp4::sm90;
+extern "C" int fp4_kernel_gemv(const fp4::device::GemvParams* params, int blocks, void* stream) {
+  using namespace fp4::device;
   GemvParams p = *params;
   if (p.rows > kGemvRows || p.columns > kChunk || p.slices > kGemvSlices ||
       p.tiles * p.slices > kGemvWarps * kGemvUnits) {

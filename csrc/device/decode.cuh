@@ -23,7 +23,7 @@
 #include "launch.cuh"
 #include "warp.cuh"
 
-namespace fp4::sm90 {
+namespace fp4::device {
 
 // A slice of any chunk, by one warp: lane (g, t) takes block t of each 64-step of token g. Holds kHeld of
 // them in registers; if that is not all of the slice, it reads most of them twice.
@@ -364,4 +364,4 @@ __global__ void __launch_bounds__(32 * (kComputeWarps + kReduceWarps), 1)
   if (p.early) release_next_kernel();
 }
 
-}  // namespace fp4::sm90
+}  // namespace fp4::device

@@ -9,7 +9,7 @@
 #include <cstdint>
 #include <type_traits>
 
-namespace fp4::sm90 {
+namespace fp4::device {
 
 struct LaunchShape {
   dim3 grid, block;
@@ -62,4 +62,4 @@ cudaError_t allow_shared(Kernel* kernel, int bytes, std::atomic<uint64_t>& done)
   return error;
 }
 
-}  // namespace fp4::sm90
+}  // namespace fp4::device
