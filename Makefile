@@ -37,8 +37,8 @@ demo-full: $(VENV)/built
 test: TESTS = -m "not more and not real and not tools and not archs and not archs_all"
 test-more: TESTS = -m "more and not real and not tools and not archs and not archs_all"
 test-all: TESTS = -m "not real and not tools and not archs and not archs_all"
-test-archs: TESTS = -m archs tests/test_architectures.py tests/test_every_candidate.py
-test-archs-all: TESTS = -m "archs or archs_all" tests/test_architectures.py tests/test_every_candidate.py
+test-archs: TESTS = -m archs tests/test_architectures.py tests/test_every_candidate.py tests/test_triton_scaled.py
+test-archs-all: TESTS = -m "archs or archs_all" tests/test_architectures.py tests/test_every_candidate.py tests/test_triton_scaled.py
 test test-more test-archs test-archs-all test-all: $(VENV)/built
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -q -n auto --dist worksteal $(TESTS)
 

@@ -87,7 +87,7 @@ def test_the_tile_that_is_chosen_fits_and_is_the_first_that_does(memory, no_comp
             assert invented_need(spec, tile).shared_memory <= memory
             before = []
             for block_m in tiles.token_blocks(per_expert * experts, experts):
-                before += tiles.ranked(per_expert * experts, experts, launch.problem(spec), block_m, gpu)
+                before += tiles.ranked(per_expert * experts, experts, spec.problem(), block_m, gpu)
             for better in before[: before.index(tile)]:
                 assert invented_need(spec, better).shared_memory > memory
 

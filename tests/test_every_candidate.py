@@ -132,7 +132,7 @@ def compiled(spec: Spec, tile: Tile, architecture: int) -> Kernel | None:
 
 def candidates(spec: Spec, architecture: int) -> dict[Tile, list[Tile]]:
     """Those that a rule may choose: a shape -> the same with fewer and fewer stages."""
-    problem = launch.problem(spec)
+    problem = spec.problem()
     found: dict[Tile, list[Tile]] = {}
     for t in tiles.CANDIDATES:
         if tiles.usable(t, problem, device(architecture)):
@@ -203,7 +203,7 @@ def test_all_that_are_chosen(form, tmp_path):
     def compile_all(drawn):
         for shape, format in drawn:
             spec = form.spec(format, rng)
-            within = replace(tiles.within(shape, launch.problem(spec)))
+            within = replace(tiles.within(shape, spec.problem()))
             stages = candidates(spec, form.family[0]).get(within, ())  # int4 may not be as deep
             for kernel, here in chosen(spec, stages, form.family):
                 wrong.extend(problems_of(kernel, here, tmp_path))
@@ -223,7 +223,7 @@ def hardest(tile: Tile, architecture: int, rng: random.Random) -> Spec:
         form = Form((architecture,), rows, rng.choice(("gated", "columns", "indexed")))
         for format in ("nvfp4", "mxfp4"):
             spec = form.spec(format, rng)
-            if tiles.usable(tile, launch.problem(spec), device(architecture)):
+            if tiles.usable(tile, spec.problem(), device(architecture)):
                 return spec
     form = Form((architecture,), "bfloat16", "indexed")
     return form.spec("nvfp4", rng)
@@ -237,7 +237,7 @@ def test_each_number_of_stages_where_it_is_hardest(family, tmp_path):
     with triton_targets.short_cache():
         for tile in tiles.CANDIDATES:
             spec = hardest(tile, family[0], rng)
-            if tiles.usable(tile, launch.problem(spec), device(family[0])):
+            if tiles.usable(tile, spec.problem(), device(family[0])):
                 for kernel, here in every(spec, [tile], family):
                     wrong += problems_of(kernel, here, tmp_path)
     assert not wrong, "\n".join(wrong)

@@ -26,12 +26,18 @@ from triton.backends.nvidia.compiler import get_ptxas, sm_arch_from_capability
 from triton.runtime import driver
 
 from fp4_ops.triton import gemm, launch, tiles
+from fp4_ops.triton.scaled.kernel import scaled_kernel
 from fp4_ops.triton.tiles import Device, Tile
 
-BLOCK_MEMORY = {80: 166912, 86: 101376, 89: 101376, 90: 232448, 100: 232448, 120: 101376, 121: 101376}
+BLOCK_MEMORY = {
+    **{80: 166912, 86: 101376, 89: 101376},
+    **{90: 232448, 100: 232448, 103: 232448},
+    **{120: 101376, 121: 101376},
+}
 """Bytes of shared memory that a thread block may have."""
-MULTIPROCESSORS = {80: 108, 86: 84, 89: 128, 90: 132, 100: 148, 120: 170, 121: 48}
-ARCHITECTURES = tuple(BLOCK_MEMORY)
+MULTIPROCESSORS = {80: 108, 86: 84, 89: 128, 90: 132, 100: 148, 103: 160, 120: 170, 121: 48}
+ARCHITECTURES = tuple(a for a in BLOCK_MEMORY if a != 103)
+"""Those for which the product kernel of all GPUs is compiled; it is the same for sm_103 as for sm_100."""
 
 FAMILIES = ((80, 86, 89), (90,), (100,), (120, 121))
 """Architectures for which Triton makes one PTX. What ptxas makes of it, and what it must fit in, differ."""
@@ -127,7 +133,8 @@ def gpu(architecture: int, shared_memory: int | None = None):
     try:
         yield kernels
     finally:
-        gemm.gemm_kernel.device_caches.pop(driver._active.device, None)
+        for kernel in (gemm.gemm_kernel, scaled_kernel):
+            kernel.device_caches.pop(driver._active.device, None)
         driver._active = before
         tiles.pretend(None)
         launch._fits.clear()

@@ -11,7 +11,7 @@ import torch
 import triton
 import triton.language as tl
 
-from ..meta.formats import FORMATS, known_activation
+from ..meta.formats import FORMATS, Activation, known_activation
 from . import ops
 from .gemm import activate, curve
 
@@ -51,11 +51,11 @@ def quantized_rows(x: torch.Tensor, a_format: str) -> Rows:
     if a_format == "fp8":
         codes, scale = ops.quantize_fp8(x)
         return Rows(codes.to(torch.bfloat16), scale)
-    packed, block_scale, factor = ops.quantize_matrix(x[:, None], FORMATS[a_format], None)
-    ones = torch.ones(x.shape[0], dtype=torch.float32, device=x.device)
-    factor = torch.where(x.abs().amax(-1).isfinite(), factor if factor.numel() else ones, torch.nan)
-    values = ops.dequantize(packed, block_scale, ones, FORMATS[a_format], torch.bfloat16)
-    return Rows(values[:, 0], factor)
+    fmt = FORMATS[a_format]
+    packed, block_scale, factor = ops.quantize_rows(x, fmt)
+    block_scale = block_scale[:, : fmt.num_blocks(x.shape[1])]
+    ones = torch.ones((), dtype=torch.float32, device=x.device)
+    return Rows(ops.dequantize(packed, block_scale, ones, fmt, torch.bfloat16), factor)
 
 
 @triton.jit
@@ -74,6 +74,17 @@ def gate_kernel(
         up = tl.load(y + (2 * i + 1 if INTERLEAVED else i + n), mask=i < n, other=0.0)
         h = activate(gate, up, ACT, ALPHA, LIMIT, UP_OFFSET)
     tl.store(h_ptr + row * n + i, h, mask=i < n)
+
+
+def gated(y: torch.Tensor, n: int, act: Activation) -> torch.Tensor:
+    """act of the first product's rows, float32: y [rows, parts * n] -> [rows, n]."""
+    h = y.new_empty((y.shape[0], n))
+    block = min(1024, triton.next_power_of_2(n))
+    gate_kernel[(y.shape[0], triton.cdiv(n, block))](
+        y, h, n, PARTS=act.parts, INTERLEAVED=act.interleaved, ACT=act.function, ALPHA=act.alpha,
+        LIMIT=act.limit, UP_OFFSET=act.up_offset, BLOCK=block,
+    )  # fmt: skip
+    return h
 
 
 def moe_quantized(
@@ -97,13 +108,7 @@ def moe_quantized(
     values, factor = quantized_rows(x, a_format)
     assert factor is not None
     y = product(Rows(values.repeat_interleave(top_k, 0), factor.repeat_interleave(top_k)), up)
-    h = y.new_empty((ids.numel(), down.k))
-    act = known_activation(activation)
-    block = min(1024, triton.next_power_of_2(down.k))
-    gate_kernel[(ids.numel(), triton.cdiv(down.k, block))](
-        y, h, down.k, PARTS=act.parts, INTERLEAVED=act.interleaved, ACT=act.function, ALPHA=act.alpha,
-        LIMIT=act.limit, UP_OFFSET=act.up_offset, BLOCK=block,
-    )  # fmt: skip
+    h = gated(y, down.k, known_activation(activation))
     y = product(quantized_rows(h, a_format), down._replace(bias=None))
     ops.combine(y, topk_ids, topk_weights, down, out)
     return out

@@ -176,6 +176,34 @@ def _swizzle(pid, tiles, n_blocks):
 
 
 @triton.jit
+def unused(pid, tiles_ptr, n_blocks, MODE: tl.constexpr):
+    """Whether a program has no tile: the host knows a bound on their number only where a map has them."""
+    if MODE == "mapped":
+        return pid >= tl.load(tiles_ptr) * n_blocks
+    else:
+        return False
+
+
+@triton.jit
+def tile_of(pid, tiles_ptr, n_blocks, m, m_tiles, MODE: tl.constexpr, BLOCK_M: tl.constexpr):
+    """-> tile, block of weight rows, expert, first row, end of the valid rows, end of the written rows."""
+    if MODE == "mapped":
+        tile, pid_n = _swizzle(pid, tl.load(tiles_ptr), n_blocks)
+        entry = tiles_ptr + 4 + 4 * tile
+        return tile, pid_n, tl.load(entry), tl.load(entry + 1), tl.load(entry + 2), tl.load(entry + 3)
+    else:
+        tile, pid_n = _swizzle(pid, tl.num_programs(0) // n_blocks, n_blocks)
+        if MODE == "masked":
+            expert = tile // m_tiles
+            start = expert * m + (tile % m_tiles) * BLOCK_M
+            valid_end = expert * m + tl.minimum(tl.maximum(tl.load(tiles_ptr + expert), 0), m)
+            write_end = (expert + 1) * m
+            return tile, pid_n, expert, start, valid_end, write_end
+        else:
+            return tile, pid_n, 0, tile % m_tiles * BLOCK_M, m, m
+
+
+@triton.jit
 def curve(x, ACT: tl.constexpr, ALPHA: tl.constexpr):
     """f(x) in float32; see meta.formats.Activation."""
     if ACT == "gelu":
@@ -261,28 +289,11 @@ def gemm_kernel(
     pid = tl.program_id(0)
     split = tl.program_id(1)
     # --- which tokens, which expert ---
-    if MODE == "mapped":
-        count = tl.load(tiles_ptr)
-        if pid >= count * n_blocks:
-            return
-        tile, pid_n = _swizzle(pid, count, n_blocks)
-        entry = tiles_ptr + 4 + 4 * tile
-        expert = tl.load(entry)
-        start = tl.load(entry + 1)
-        valid_end = tl.load(entry + 2)
-        write_end = tl.load(entry + 3)
-    elif MODE == "masked":
-        tile, pid_n = _swizzle(pid, tl.num_programs(0) // n_blocks, n_blocks)
-        expert = tile // m_tiles
-        start = expert * m + (tile % m_tiles) * BLOCK_M
-        valid_end = expert * m + tl.minimum(tl.maximum(tl.load(tiles_ptr + expert), 0), m)
-        write_end = (expert + 1) * m
-    else:
-        tile, pid_n = _swizzle(pid, tl.num_programs(0) // n_blocks, n_blocks)
-        expert = 0
-        start = tile % m_tiles * BLOCK_M
-        valid_end = m
-        write_end = m
+    if unused(pid, tiles_ptr, n_blocks, MODE):
+        return
+    tile, pid_n, expert, start, valid_end, write_end = tile_of(
+        pid, tiles_ptr, n_blocks, m, m_tiles, MODE, BLOCK_M
+    )
     pos = start + tl.arange(0, BLOCK_M)
     valid = pos < valid_end
     written = pos < write_end

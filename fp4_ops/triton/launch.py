@@ -1,4 +1,4 @@
-"""The product kernel and the GPU it runs on: what it is compiled for, what it needs, which tile fits.
+"""The product kernels and the GPU they run on: what they are compiled for, what they need, which tile fits.
 
 Triton decides how much shared memory a kernel takes, anew with each version. So the compiled kernel is asked,
 tile by tile in the order of `tiles.ranked`, until one fits. Where a launch fails all the same, because the
@@ -11,7 +11,7 @@ import logging
 import os
 from collections.abc import Callable, Sequence
 from functools import lru_cache
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Protocol
 
 import torch
 import triton
@@ -33,8 +33,37 @@ TENSOR_MEMORY = 512
 logger = logging.getLogger("fp4_ops")
 
 
+class Compilable(Protocol):
+    """A product kernel and everything that it is compiled for, but the tile; hashable."""
+
+    def __hash__(self) -> int: ...
+
+    @property
+    def kernel(self) -> Any:
+        """The function of Triton."""
+
+    @property
+    def what(self) -> str:
+        """What it multiplies, in words."""
+
+    def arguments(self) -> tuple[Any, ...]:
+        """What stands for its other arguments where it is compiled only: a tensor by its dtype."""
+
+    def constants(self, tile: Tile) -> dict[str, Any]:
+        """Its constants and options, by name."""
+
+    def ranked(self, rows: int, experts: int, block_m: int, device: Device) -> tuple[Tile, ...]:
+        """Tiles of block_m tokens for `rows` rows, each of one expert, best first."""
+
+    def as_meant(self, kernel: Any) -> bool:
+        """Whether the compiler has made of it what it is for."""
+
+    def trusted(self, tile: Tile, device: Device) -> bool:
+        """Whether it is known to be right on the device. May run the kernel."""
+
+
 class Spec(NamedTuple):
-    """Everything that gemm_kernel is compiled for, but the tile."""
+    """gemm_kernel's."""
 
     mode: str
     has_rows: bool
@@ -56,6 +85,54 @@ class Spec(NamedTuple):
     bytes: bool
     asm: bool
 
+    @property
+    def kernel(self) -> Any:
+        return gemm.gemm_kernel
+
+    @property
+    def what(self) -> str:
+        return f"{self.kind} weights"
+
+    def constants(self, tile: Tile) -> dict[str, Any]:
+        act = known_activation(self.gate or "silu")
+        return dict(
+            MODE=self.mode, HAS_ROWS=self.has_rows, A_DIV=self.a_div, KIND=self.kind, BLOCK=self.block,
+            K=self.k, KP=triton.cdiv(self.k, tile.block_k) * tile.block_k, TERMS=self.terms,
+            HAS_BIAS=self.bias is not None, HAS_A_FACTOR=self.has_a_factor,
+            GATED=self.gate is not None, INTERLEAVED=act.interleaved, ACT=act.function, ALPHA=act.alpha,
+            LIMIT=act.limit, UP_OFFSET=act.up_offset if act.gated else None,
+            OUT_KP=self.out_kp, OUT_CHUNK=self.out_chunk, OUT_TERMS=self.out_terms, SPLIT_K=1,
+            BLOCK_N=tile.block_n, BLOCK_M=tile.block_m, BLOCK_K=tile.block_k, STAGES=tile.stages,
+            BYTES=self.bytes, ASM=self.asm, COMPUTE=compute(self.asm)[1], num_warps=tile.warps,
+        )  # fmt: skip
+
+    def arguments(self) -> tuple[Any, ...]:
+        f32, i32 = torch.float32, torch.int32
+        mapped = None if self.mode == "dense" else i32
+        return (
+            compute(self.asm)[0], torch.uint8, self.scale, f32 if self.has_global_scale else None, self.bias,
+            f32 if self.has_a_factor else None, self.out, mapped, i32 if self.has_rows else None,
+            2, 2, self.n, 2, 2, 2, 1.0,
+        )  # fmt: skip
+
+    def problem(self) -> Problem:
+        columns = self.mode == "k"
+        found = Problem(
+            self.n, self.k, self.terms, two_sums=self.kind == "int4" or self.terms > 1 or columns,
+            bytes=self.bytes, columns=columns, scaled=self.has_a_factor and self.mode == "mapped",
+        )  # fmt: skip
+        # A tile of int4 lies within one block of scales, which multiply its sums.
+        return found._replace(deepest=self.block) if self.kind == "int4" else found
+
+    def ranked(self, rows: int, experts: int, block_m: int, device: Device) -> tuple[Tile, ...]:
+        return tiles.ranked(rows, experts, self.problem(), block_m, device)
+
+    def as_meant(self, kernel: Any) -> bool:
+        return True
+
+    def trusted(self, tile: Tile, device: Device) -> bool:
+        return True
+
 
 def uses_asm(device: Device) -> bool:
     """Whether weights are expanded by inline PTX; elsewhere, in float32."""
@@ -67,30 +144,8 @@ def compute(asm: bool) -> tuple[torch.dtype, tl.dtype]:
 
 
 @lru_cache(maxsize=4096)
-def constants(spec: Spec, tile: Tile) -> dict[str, Any]:
-    """The kernel's constants and options, by name."""
-    act = known_activation(spec.gate or "silu")
-    return dict(
-        MODE=spec.mode, HAS_ROWS=spec.has_rows, A_DIV=spec.a_div, KIND=spec.kind, BLOCK=spec.block, K=spec.k,
-        KP=triton.cdiv(spec.k, tile.block_k) * tile.block_k, TERMS=spec.terms,
-        HAS_BIAS=spec.bias is not None, HAS_A_FACTOR=spec.has_a_factor,
-        GATED=spec.gate is not None, INTERLEAVED=act.interleaved, ACT=act.function, ALPHA=act.alpha,
-        LIMIT=act.limit, UP_OFFSET=act.up_offset if act.gated else None,
-        OUT_KP=spec.out_kp, OUT_CHUNK=spec.out_chunk, OUT_TERMS=spec.out_terms, SPLIT_K=1,
-        BLOCK_N=tile.block_n, BLOCK_M=tile.block_m, BLOCK_K=tile.block_k, STAGES=tile.stages,
-        BYTES=spec.bytes, ASM=spec.asm, COMPUTE=compute(spec.asm)[1], num_warps=tile.warps,
-    )  # fmt: skip
-
-
-def arguments(spec: Spec) -> tuple[Any, ...]:
-    """What stands for the kernel's other arguments where it is compiled only: a tensor by its dtype."""
-    f32, i32 = torch.float32, torch.int32
-    mapped = None if spec.mode == "dense" else i32
-    return (
-        compute(spec.asm)[0], torch.uint8, spec.scale, f32 if spec.has_global_scale else None, spec.bias,
-        f32 if spec.has_a_factor else None, spec.out, mapped, i32 if spec.has_rows else None,
-        2, 2, spec.n, 2, 2, 2, 1.0,
-    )  # fmt: skip
+def constants(spec: Compilable, tile: Tile) -> dict[str, Any]:
+    return spec.constants(tile)
 
 
 class Need(NamedTuple):
@@ -98,25 +153,27 @@ class Need(NamedTuple):
 
     shared_memory: int
     tensor_memory: int
+    as_meant: bool = True
+    """Whether the compiler has made of the kernel what it is for."""
 
 
-def compiled(spec: Spec, tile: Tile):
+def compiled(spec: Compilable, tile: Tile):
     """The kernel as compiled for the current device, now or before."""
-    kernel = gemm.gemm_kernel.warmup(*arguments(spec), grid=(1,), **constants(spec, tile))
+    kernel = spec.kernel.warmup(*spec.arguments(), grid=(1,), **constants(spec, tile))
     return kernel.result() if hasattr(kernel, "result") else kernel
 
 
-def need(spec: Spec, tile: Tile) -> Need:
+def need(spec: Compilable, tile: Tile) -> Need:
     if INTERPRET:
         return Need(0, 0)
     kernel = compiled(spec, tile)
-    return Need(kernel.metadata.shared, getattr(kernel.metadata, "tmem_size", 0) or 0)
+    return Need(kernel.metadata.shared, getattr(kernel.metadata, "tmem_size", 0) or 0, spec.as_meant(kernel))
 
 
-_fits: dict[tuple[Device, Spec, Tile], bool] = {}
+_fits: dict[tuple[Device, Compilable, Tile], bool] = {}
 
 
-def fits(spec: Spec, tile: Tile, device: Device) -> bool:
+def fits(spec: Compilable, tile: Tile, device: Device) -> bool:
     """Whether the device can run the kernel: it has what the kernel needs, and no launch has failed."""
     key = (device, spec, tile)
     known = _fits.get(key)
@@ -126,43 +183,39 @@ def fits(spec: Spec, tile: Tile, device: Device) -> bool:
         except RuntimeError as error:
             if COMPILER_FAILED not in str(error):
                 raise
-            logger.warning("fp4: Triton does not compile tile %s of %s for %s", tile, spec.kind, device.name)
+            logger.warning("fp4: Triton does not compile tile %s of %s for %s", tile, spec.what, device.name)
             known = False
         else:
-            known = needed.shared_memory <= device.shared_memory and needed.tensor_memory <= TENSOR_MEMORY
+            held = needed.shared_memory <= device.shared_memory and needed.tensor_memory <= TENSOR_MEMORY
+            known = held and needed.as_meant
         _fits[key] = known
     return known
 
 
-def problem(spec: Spec) -> Problem:
-    columns = spec.mode == "k"
-    two_sums = spec.kind == "int4" or spec.terms > 1 or columns
-    scaled = spec.has_a_factor and spec.mode == "mapped"
-    found = Problem(
-        spec.n, spec.k, spec.terms, two_sums=two_sums, bytes=spec.bytes, columns=columns, scaled=scaled
-    )
-    # A tile of int4 lies within one block of scales, which multiply its sums.
-    return found._replace(deepest=spec.block) if spec.kind == "int4" else found
+class NoTile(RuntimeError):
+    """No tile of a product kernel can run here."""
 
 
-def choose(rows: int, experts: int, specs: Sequence[Callable[..., Spec]], device: Device) -> tuple[Tile, ...]:
+def choose(
+    rows: int, experts: int, specs: Sequence[Callable[..., Compilable]], device: Device
+) -> tuple[Tile, ...]:
     """A tile that fits for each product. They have as many tokens: one map of tiles serves all.
 
-    Each of `specs` is called with the tiles that were chosen for those before it.
+    Each of `specs` is called with the tiles that were chosen for those before it. NoTile: there is none.
     """
     for block_m in tiles.token_blocks(rows, experts):
         chosen: tuple[Tile, ...] = ()
         for spec_after in specs:
             spec = spec_after(*chosen)
-            order = tiles.ranked(rows, experts, problem(spec), block_m, device)
-            found = next((tile for tile in order if fits(spec, tile, device)), None)
+            order = spec.ranked(rows, experts, block_m, device)
+            found = next((t for t in order if fits(spec, t, device) and spec.trusted(t, device)), None)
             if found is None:
                 break
             chosen += (found,)
         else:
             return chosen
-    raise RuntimeError(
-        f"fp4_ops: no tile of the product kernel for {spec.kind} weights fits {device.name}, where a thread "
+    raise NoTile(
+        f"fp4_ops: no tile of the product kernel for {spec.what} fits {device.name}, where a thread "
         f"block has {device.shared_memory} bytes of shared memory (Triton {triton.__version__}). Please "
         "report this; until then, multiply by torch.ops.fp4.dequantize(...)"
     )
@@ -178,9 +231,9 @@ def _wants_resources(error: Exception) -> bool:
     return isinstance(error, OutOfResources) or any(w in str(error).lower() for w in words)
 
 
-def launch(spec: Spec, tile: Tile, device: Device, grid: tuple[int, ...], *args) -> None:
+def launch(spec: Compilable, tile: Tile, device: Device, grid: tuple[int, ...], *args) -> None:
     try:
-        gemm.gemm_kernel[grid](*args, **constants(spec, tile))
+        spec.kernel[grid](*args, **constants(spec, tile))
     except (OutOfResources, RuntimeError) as error:
         if not _wants_resources(error):
             raise

@@ -60,14 +60,14 @@ def _pow2(n: int) -> int:
     return 1 << max(0, n - 1).bit_length()
 
 
-def _bytes(t: torch.Tensor) -> torch.Tensor:
+def as_bytes(t: torch.Tensor) -> torch.Tensor:
     t = t.contiguous()
     return t if t.dtype == torch.uint8 else t.view(torch.uint8)
 
 
 def _scales(t: torch.Tensor) -> torch.Tensor:
     """Block scales as the kernels take them: float8 as its bytes."""
-    return _bytes(t) if t.dtype.itemsize == 1 else t.contiguous()
+    return as_bytes(t) if t.dtype.itemsize == 1 else t.contiguous()
 
 
 def _kind(fmt: Format) -> str:
@@ -114,7 +114,7 @@ def on_cpu(convert, packed, block_scale, global_scale, format, layout):
 
 def weight(b, b_scale, b_global_scale, bias, w: checks.Weight) -> Weight:
     return Weight(
-        _bytes(b),
+        as_bytes(b),
         _scales(b_scale),
         b_global_scale.contiguous() if w.format.has_global_scale else None,
         bias.contiguous() if bias is not None else None,
@@ -395,6 +395,26 @@ def quantize_matrix(x: torch.Tensor, fmt: Format, global_scale: torch.Tensor | N
     return packed, scale.view(fmt.scale_dtype), gs
 
 
+def quantize_rows(x: torch.Tensor, fmt: Format):
+    """x [rows, K] to FP4, each row as a matrix of its own.
+
+    Returns packed [rows, K/2]; block scales as bytes [rows, S], S the blocks of a row, padded with zeros to a
+    multiple of 16; and float32 [rows]: the global scale, for mxfp4 1, NaN for a row with a NaN or infinity.
+    """
+    x = x.contiguous()
+    rows, k = x.shape
+    blocks = fmt.num_blocks(k)
+    packed = torch.empty((rows, k // 2), dtype=torch.uint8, device=x.device)
+    scale = torch.empty((rows, triton.cdiv(blocks, 16) * 16), dtype=torch.uint8, device=x.device)
+    factor = torch.empty(rows, dtype=torch.float32, device=x.device)
+    if rows:
+        quantize.quantize_rows_kernel[(rows,)](
+            x, packed, scale, factor, K=k, SCALES=scale.shape[1], BLOCK=fmt.block, KIND=_kind(fmt),
+            TILE=min(1024 // fmt.block, _pow2(blocks)),
+        )  # fmt: skip
+    return packed, scale, factor
+
+
 def dequantize(packed, block_scale, global_scale, fmt: Format, dtype: torch.dtype) -> torch.Tensor:
     k = packed.shape[-1] * 2
     out = torch.empty((*packed.shape[:-1], k), dtype=dtype, device=packed.device)
@@ -404,7 +424,7 @@ def dequantize(packed, block_scale, global_scale, fmt: Format, dtype: torch.dtyp
         tile = 64
         gs = global_scale.contiguous() if fmt.has_global_scale else None
         quantize.dequantize_kernel[(triton.cdiv(rows * fmt.num_blocks(k), tile),)](
-            _bytes(packed), _scales(block_scale), gs, out, rows, per_matrix, K=k, BLOCK=fmt.block,
+            as_bytes(packed), _scales(block_scale), gs, out, rows, per_matrix, K=k, BLOCK=fmt.block,
             KIND=_kind(fmt), TILE=tile,
         )  # fmt: skip
     return out

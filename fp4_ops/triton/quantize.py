@@ -1,4 +1,5 @@
-"""Elementwise kernels: quantize, dequantize, quantize_int8, quantize_fp8. Bit for bit what csrc/cpu does."""
+"""Elementwise kernels: quantize (matrices, and rows one by one), dequantize, quantize_int8, quantize_fp8.
+Bit for bit what csrc/cpu does."""
 
 from __future__ import annotations
 
@@ -39,6 +40,43 @@ def _bf16_bits(v):
     return tl.where(bits > 0x7F800000, 0x7FC0, (bits + 0x7FFF + ((bits >> 16) & 1)) >> 16)
 
 
+@triton.jit
+def _encode_blocks(x, gs, KIND: tl.constexpr):
+    """Blocks of float32 values [T, BLOCK], zeros past the end -> the bytes or bits of their scales [T], and
+    their codes [T, BLOCK]. gs: float32, one or one a block; nvfp4."""
+    amax = tl.max(tl.abs(x), 1)
+    if KIND == "nvfp4":
+        byte = _encode_e4m3(tl.div_rn(tl.div_rn(amax, 6.0), gs))
+        scale = decode_e4m3(byte) * gs
+    elif KIND == "int4":
+        byte = _bf16_bits(tl.div_rn(amax, 7.5))
+        scale = (byte << 16).to(tl.float32, bitcast=True)
+    else:
+        # floor(log2(amax)) - 2 in the e8m0 bias is the float32 exponent field less 2.
+        byte = tl.maximum((amax.to(tl.int32, bitcast=True) >> 23) - 2, 0)
+        scale = decode_e8m0(byte)
+    usable = scale > 0.0
+    value = tl.div_rn(x, tl.where(usable, scale, 1.0)[:, None])
+    if KIND == "int4":
+        # Adding 1.5 * 2^23 rounds to nearest even and leaves the integer in the low bits.
+        rounded = tl.minimum(tl.maximum(value, -8.0), 7.0) + 12582912.0
+        code = tl.where(usable[:, None], rounded.to(tl.int32, bitcast=True) & 15, 0)
+    else:
+        # A block whose scale is zero holds zeros, or values too small for any scale: only their signs stay.
+        code = _encode_e2m1(value)
+        code = tl.where(usable[:, None], code, code & 8)
+    return byte, code
+
+
+@triton.jit
+def _pairs(code):
+    """Codes [T, BLOCK] -> bytes [T, BLOCK/2]."""
+    T: tl.constexpr = code.shape[0]
+    BLOCK: tl.constexpr = code.shape[1]
+    low, high = tl.split(tl.reshape(code, (T, BLOCK // 2, 2)))
+    return (low | (high << 4)).to(tl.uint8)
+
+
 @triton.jit(do_not_specialize=["rows", "rows_per_matrix"])
 def quantize_kernel(
     x_ptr,  # [rows, K]
@@ -60,33 +98,50 @@ def quantize_kernel(
     k = block[:, None] * BLOCK + tl.arange(0, BLOCK)[None, :]
     mask = inside[:, None] & (k < K)
     x = tl.load(x_ptr + row[:, None] * K + k, mask=mask, other=0.0).to(tl.float32)
-    amax = tl.max(tl.abs(x), 1)
-    if KIND == "nvfp4":
-        gs = tl.load(gs_ptr + row // rows_per_matrix, mask=inside, other=1.0)
-        byte = _encode_e4m3(tl.div_rn(tl.div_rn(amax, 6.0), gs))
-        scale = decode_e4m3(byte) * gs
-    elif KIND == "int4":
-        byte = _bf16_bits(tl.div_rn(amax, 7.5))
-        scale = (byte << 16).to(tl.float32, bitcast=True)
-    else:
-        # floor(log2(amax)) - 2 in the e8m0 bias is the float32 exponent field less 2.
-        byte = tl.maximum((amax.to(tl.int32, bitcast=True) >> 23) - 2, 0)
-        scale = decode_e8m0(byte)
+    gs = tl.load(gs_ptr + row // rows_per_matrix, mask=inside, other=1.0) if KIND == "nvfp4" else 1.0
+    byte, code = _encode_blocks(x, gs, KIND)
     tl.store(scale_ptr + i, byte.to(scale_ptr.dtype.element_ty), mask=inside)
-    usable = scale > 0.0
-    value = tl.div_rn(x, tl.where(usable, scale, 1.0)[:, None])
-    if KIND == "int4":
-        # Adding 1.5 * 2^23 rounds to nearest even and leaves the integer in the low bits.
-        rounded = tl.minimum(tl.maximum(value, -8.0), 7.0) + 12582912.0
-        code = tl.where(usable[:, None], rounded.to(tl.int32, bitcast=True) & 15, 0)
-    else:
-        # A block whose scale is zero holds zeros, or values too small for any scale: only their signs stay.
-        code = _encode_e2m1(value)
-        code = tl.where(usable[:, None], code, code & 8)
-    low, high = tl.split(tl.reshape(code, (TILE, BLOCK // 2, 2)))
     byte_k = block[:, None] * (BLOCK // 2) + tl.arange(0, BLOCK // 2)[None, :]
     out = packed_ptr + row[:, None] * (K // 2) + byte_k
-    tl.store(out, (low | (high << 4)).to(tl.uint8), mask=inside[:, None] & (byte_k < K // 2))
+    tl.store(out, _pairs(code), mask=inside[:, None] & (byte_k < K // 2))
+
+
+@triton.jit
+def quantize_rows_kernel(
+    x_ptr,  # [rows, K]
+    packed_ptr,  # [rows, K/2] uint8
+    scale_ptr,  # [rows, SCALES] uint8
+    factor_ptr,  # [rows] float32
+    K: tl.constexpr,
+    SCALES: tl.constexpr,
+    BLOCK: tl.constexpr,
+    KIND: tl.constexpr,
+    TILE: tl.constexpr,  # scale blocks at a time
+):
+    """One program a row, quantised as a matrix of its own, to FP4: factor = its global scale, for mxfp4 1;
+    NaN where the row has a NaN or infinity. Scales past the row's blocks are zero bytes."""
+    row = tl.program_id(0).to(tl.int64)
+    i_block = tl.arange(0, TILE)
+    i_k = i_block[:, None] * BLOCK + tl.arange(0, BLOCK)[None, :]
+    # As integers, the bits of a NaN are above those of every number.
+    top = tl.zeros((TILE, BLOCK), dtype=tl.int32)
+    for start in range(0, K, TILE * BLOCK):
+        x = tl.load(x_ptr + row * K + start + i_k, mask=start + i_k < K, other=0.0).to(tl.float32)
+        top = tl.maximum(top, x.to(tl.int32, bitcast=True) & 0x7FFFFFFF)
+    bits = tl.max(tl.max(top, 1), 0)
+    amax = bits.to(tl.float32, bitcast=True)
+    gs = tl.where(bits == 0, 1.0, tl.div_rn(amax, 2688.0)) if KIND == "nvfp4" else 1.0
+    tl.store(factor_ptr + row, tl.where(bits < 0x7F800000, gs, float("nan")))
+    each = tl.zeros((TILE,), dtype=tl.float32) + gs
+    for start in range(0, SCALES, TILE):
+        k = start * BLOCK + i_k
+        x = tl.load(x_ptr + row * K + k, mask=k < K, other=0.0).to(tl.float32)
+        byte, code = _encode_blocks(x, each, KIND)
+        block = start + i_block
+        byte = tl.where(block * BLOCK < K, byte, 0)
+        tl.store(scale_ptr + row * SCALES + block, byte.to(tl.uint8), mask=block < SCALES)
+        byte_k = block[:, None] * (BLOCK // 2) + tl.arange(0, BLOCK // 2)[None, :]
+        tl.store(packed_ptr + row * (K // 2) + byte_k, _pairs(code), mask=byte_k < K // 2)
 
 
 @triton.jit(do_not_specialize=["rows", "rows_per_matrix"])

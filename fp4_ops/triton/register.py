@@ -19,6 +19,10 @@ from ..sm90 import library as sm90_library
 from ..sm90 import rows as sm90_rows
 from . import ops
 from .activations import moe_quantized, rows_of
+from .launch import NoTile
+from .scaled import ops as scaled
+from .scaled import support
+from .tiles import device_of
 
 SM90, SM90_BF16, SM90_INT4 = "sm90", "sm90_bf16", "sm90_int4"
 
@@ -73,6 +77,32 @@ def quantize_fp8(x, *, layout="plain"):
     return ops.quantize_fp8(x, order)
 
 
+def or_else(w: ops.Weight, a_format: str, fp4, other):
+    """fp4(), by the kernels that multiply FP4 rows as they are, where they take the weight; else other()."""
+    device = device_of(w.codes.device)
+    if w.k and support.takes(w.fmt, a_format, device):
+        try:
+            return fp4()
+        except NoTile as error:
+            support.no_tile(error, a_format, device)
+    return other()
+
+
+def product(prepare, a, m: int, w: ops.Weight, dtype: torch.dtype, *args, **kwargs):
+    """out [m, w.n] of activations (a, a_scale, a_global_scale, a_format)."""
+    values, scale, global_scale, a_format = a
+
+    def fp4():
+        rows = scaled.rows_of(values, scale, global_scale, w.fmt)
+        return scaled.product(prepare, rows, m, w, dtype, *args, **kwargs)
+
+    def other():
+        x, factor = rows_of(*a)
+        return ops.run_product(prepare, x, m, w, dtype, *args, a_factor=factor, **kwargs)
+
+    return or_else(w, a_format, fp4, other)
+
+
 def mm(
     a, b, b_scale, b_global_scale, a_scale=None, bias=None, a_global_scale=None, *,
     format, layout="plain", a_format="", out_dtype=None,
@@ -84,8 +114,7 @@ def mm(
     ops.refuse_layout("mm", layout)
     ops.refuse_int8("mm", a.dtype)
     wt = ops.weight(b, b_scale, b_global_scale, bias, w)
-    x, factor = rows_of(a, a_scale, a_global_scale, a_format)
-    return ops.run_product(ops.prepare_dense, x, a.shape[0], wt, dtype, a_factor=factor)
+    return product(ops.prepare_dense, (a, a_scale, a_global_scale, a_format), a.shape[0], wt, dtype)
 
 
 def grouped_mm(
@@ -101,8 +130,7 @@ def grouped_mm(
     wt = ops.weight(b, b_scale, b_global_scale, bias, w)
     if w.groups == 0:
         return a.new_zeros((a.shape[0], w.n), dtype=dtype)
-    x, factor = rows_of(a, a_scale, a_global_scale, a_format)
-    return ops.run_product(ops.prepare_grouped, x, a.shape[0], wt, dtype, offs, a_factor=factor)
+    return product(ops.prepare_grouped, (a, a_scale, a_global_scale, a_format), a.shape[0], wt, dtype, offs)
 
 
 def grouped_mm_masked(
@@ -117,8 +145,8 @@ def grouped_mm_masked(
     ops.refuse_int8("grouped_mm_masked", a.dtype)
     wt = ops.weight(b, b_scale, b_global_scale, bias, w)
     groups, max_m, _ = a.shape
-    x, factor = rows_of(a, a_scale, a_global_scale, a_format)
-    out = ops.run_product(ops.prepare_masked, x, groups * max_m, wt, dtype, masked_m, a_factor=factor)
+    given = a, a_scale, a_global_scale, a_format
+    out = product(ops.prepare_masked, given, groups * max_m, wt, dtype, masked_m)
     return out.view(groups, max_m, w.n)
 
 
@@ -135,10 +163,8 @@ def indexed_mm(
     wt = ops.weight(b, b_scale, b_global_scale, bias, w)
     if w.groups == 0:
         return a.new_zeros((a.shape[0], w.n), dtype=dtype)
-    x, factor = rows_of(a, a_scale, a_global_scale, a_format)
-    return ops.run_product(
-        ops.prepare_indexed, x, a.shape[0], wt, dtype, expert_ids, w.groups, tail=True, a_factor=factor
-    )
+    given = a, a_scale, a_global_scale, a_format
+    return product(ops.prepare_indexed, given, a.shape[0], wt, dtype, expert_ids, w.groups, tail=True)
 
 
 def hopper_grouped_mm_k(a, b, offs, dtype, options):
@@ -184,8 +210,16 @@ def grouped_mm_k(
     ops.refuse_layout("grouped_mm_k", layout)
     ops.refuse_int8("grouped_mm_k", a.dtype)
     wt = ops.weight(b, b_scale, b_global_scale, None, w)
-    x, factor = rows_of(a, a_scale, a_global_scale, a_format)
-    return ops.grouped_mm_k(x, wt, offs, checks.resolve_out_dtype(a, out_dtype), factor)
+    dtype = checks.resolve_out_dtype(a, out_dtype)
+
+    def other():
+        x, factor = rows_of(a, a_scale, a_global_scale, a_format)
+        return ops.grouped_mm_k(x, wt, offs, dtype, factor)
+
+    def fp4():
+        return scaled.grouped_mm_k(scaled.rows_of(a, a_scale, a_global_scale, wt.fmt), wt, offs, dtype)
+
+    return or_else(wt, a_format, fp4, other)
 
 
 def moe(
@@ -202,12 +236,10 @@ def moe(
     if a_format == "int8":
         raise RuntimeError("fp4::moe: a_format is 'int8', which runs on CPU only; on CUDA it can be 'fp8'")
     run = ops.moe if a_format in ("none", "auto") else partial(moe_quantized, a_format=a_format)
-    return run(
-        x, topk_ids, topk_weights,
-        ops.weight(w13, w13_scale, w13_global_scale, w13_bias, up),
-        ops.weight(w2, w2_scale, w2_global_scale, w2_bias, down),
-        activation, out_dtype,
-    )  # fmt: skip
+    w_up = ops.weight(w13, w13_scale, w13_global_scale, w13_bias, up)
+    w_down = ops.weight(w2, w2_scale, w2_global_scale, w2_bias, down)
+    arguments = x, topk_ids, topk_weights, w_up, w_down, activation, out_dtype
+    return or_else(w_up, a_format, lambda: scaled.moe(*arguments), lambda: run(*arguments))
 
 
 def offs_to_m_indices(offs, m):

@@ -111,6 +111,10 @@ def force(tile: Tile | None) -> None:
     _forced = tile
 
 
+def forced() -> Tile | None:
+    return _forced
+
+
 def pretend(device: Device | None) -> None:
     """Choose as for this device, whatever there is (None: for what there is). For tests and benchmarks."""
     global _pretended
@@ -174,11 +178,19 @@ def _ranked(
     per_expert: int, experts: int, problem: Problem, block_m: int, device: Device
 ) -> tuple[Tile, ...]:
     fits = [t for t in CANDIDATES if t.block_m == block_m and usable(t, problem, device)]
-    # Fewer weight rows a tile where that brings more multiprocessors to work.
-    token_tiles = experts * -(-per_expert // block_m)
-    crowded = [t for t in fits if token_tiles * -(-problem.n // t.block_n) >= device.multiprocessors]
-    spread = sorted((t for t in fits if t not in crowded), key=lambda t: t.block_n)
-    return tuple(dict.fromkeys(replace(t, block_k=min(t.block_k, problem.deepest)) for t in crowded + spread))
+    order = by_programs(fits, per_expert, experts, problem.n, device)
+    return tuple(dict.fromkeys(within(t, problem) for t in order))
+
+
+def by_programs(fits: list[Tile], per_expert: int, experts: int, n: int, device: Device) -> list[Tile]:
+    """Tiles of as many tokens in their order, but fewer weight rows a tile where that brings more
+    multiprocessors to work."""
+
+    def programs(t: Tile) -> int:
+        return experts * -(-per_expert // t.block_m) * -(-n // t.block_n)
+
+    crowded = [t for t in fits if programs(t) >= device.multiprocessors]
+    return crowded + sorted((t for t in fits if t not in crowded), key=lambda t: t.block_n)
 
 
 def spread_of(rows: int, experts: int) -> tuple[int, int]:

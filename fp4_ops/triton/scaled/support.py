@@ -1,0 +1,103 @@
+"""Where the FP4 x FP4 kernels run: by the GPU, by Triton's version, and by what their first use gives."""
+
+from __future__ import annotations
+
+import logging
+from functools import cache
+from importlib.metadata import version
+
+import torch
+import triton
+
+from ... import first_use
+from ...meta.formats import FORMATS, Format
+from ...selftest import dequantize, relative_error
+from .. import launch
+from ..tiles import Device, Tile
+
+FIRST_TRITON = {(10, 0): (3, 6), (10, 3): (3, 6), (12, 0): (3, 6), (12, 1): (3, 8)}
+"""Compute capability -> the first Triton, of those that fp4_ops takes, that has its FP4 instructions.
+
+Others multiply what `tl.dot_scaled` is given by bfloat16, or fail: 3.7 for sm_121 does one or the other.
+"""
+
+BOUND = 1e-3
+"""Of the first use: sums are float32 sums of exact products, so a wrong scale or code is far above."""
+
+INSTEAD = "The path for all GPUs, with rows as bfloat16,"
+
+logger = logging.getLogger("fp4_ops")
+
+_wrong: set[tuple[Device, str]] = set()
+_told: set[tuple[Device, str]] = set()
+
+
+def has_instructions(device: Device, triton_version: tuple[int, ...] | None = None) -> bool:
+    """Whether this Triton (None: the one that is installed) makes FP4 instructions for the device."""
+    first = FIRST_TRITON.get(device.capability)
+    return first is not None and (triton_version or _triton()) >= first
+
+
+@cache
+def _triton() -> tuple[int, ...]:
+    return tuple(int(part) for part in triton.__version__.split(".")[:2])
+
+
+def takes(fmt: Format, a_format: str, device: Device) -> bool:
+    """Whether these kernels multiply rows of `a_format` by weights of `fmt` on the device.
+
+    Formats must be the same: an instruction reads the scales of both in one way. For fp8 rows it would read
+    nvfp4's scales as powers of two.
+    """
+    same = fmt.element == "e2m1" and a_format == fmt.name
+    return same and has_instructions(device) and (device, fmt.name) not in _wrong
+
+
+def trusted(format: str, tile: Tile, device: Device) -> bool:
+    """Whether the tile's first product on the device agreed with the dequantised one: now, or in the user's
+    cache. One that does not is the last of its format."""
+    if launch.INTERPRET:
+        return True
+    if (device, format) in _wrong:
+        return False
+    place = torch.device("cuda", torch.cuda.current_device())
+    try:
+        right = first_use.agrees(
+            f"the product of {format} rows and weights, tile {tile}",
+            f"{device.name}, compute capability {device.capability[0]}.{device.capability[1]}",
+            f"fp4_ops {version('fp4_ops')}, Triton {triton.__version__}",
+            lambda: first_error(format, tile, device, place),
+            BOUND,
+            INSTEAD,
+        )
+    except launch.TryNext:  # the device refuses the tile
+        return False
+    if not right and not first_use.capturing():
+        _wrong.add((device, format))
+    return right
+
+
+def no_tile(error: launch.NoTile, format: str, device: Device) -> None:
+    """Says once that the path for all GPUs is taken, and why."""
+    if (device, format) in _wrong | _told or first_use.capturing():
+        return
+    _told.add((device, format))
+    logger.warning("fp4: %s. %s is used instead", str(error).split(". Please")[0], INSTEAD.rstrip(","))
+
+
+def first_error(format: str, tile: Tile, device: Device, place: torch.device) -> float:
+    """The larger error of two small products, relative to the norm: K a multiple of the tile's, and K that
+    ends inside a tile and inside a block of scales."""
+    from .ops import product_with  # which asks this module
+
+    fmt, found = FORMATS[format], 0.0
+    generator = torch.Generator().manual_seed(tile.block_n * tile.block_k + tile.block_m)
+    groups, n, rows = 3, tile.block_n + 40, 2 * tile.block_m + 5
+    for k in (3 * tile.block_k, tile.block_k + 32 + fmt.block // 2):
+        a = torch.randn(rows, k, generator=generator).to(place)
+        b = torch.randn(groups, n, k, generator=generator).to(place)
+        ids = torch.randint(groups, (rows,), generator=generator).to(place)
+        got, a_given, w_given = product_with(a, b, ids, fmt, tile, device)
+        a_exact, w_exact = (dequantize(*t, format) for t in (a_given, w_given))
+        found = max(found, relative_error(got, torch.einsum("mk,mnk->mn", a_exact[:, 0], w_exact[ids])))
+    return found
