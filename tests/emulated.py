@@ -27,8 +27,8 @@ from fp4_ops.sm90 import library
 
 ROOT = Path(__file__).parent.parent
 EMULATOR = ROOT / "tests/sm90_emulator"
-FOLDERS = "common", "device", "sm90"
-"""Of csrc, with the kernels."""
+FOLDERS = {"sm90": ("common", "device", "sm90"), "sm80": ("common", "device", "sm80")}
+"""Of csrc, with the kernels of each library."""
 MULTIPROCESSORS = 14
 WARNINGS = ["-Wall", "-Wno-unknown-pragmas", "-Wno-sign-compare", "-Wno-psabi"]
 FLAGS = ["-std=c++17", "-O1", "-fPIC", "-U_FORTIFY_SOURCE", *WARNINGS]  # which would check longjmp, too
@@ -42,23 +42,23 @@ def cuda_headers() -> Path | None:
     return next((folder for folder in found if (folder / "cuda_fp8.h").is_file()), None)
 
 
-def kernels() -> Path:
-    """The kernels and the emulator as one library with the interface of `_sm90.so`."""
-    target = ROOT / "build/sm90_emulated.so"
+def kernels(name: str = "sm90") -> Path:
+    """The kernels and the emulator as one library with the interface of `_sm90.so`, or of `_sm80.so`."""
+    target = ROOT / f"build/{name}_emulated.so"
     headers = cuda_headers()
     assert headers is not None
-    folders = *(ROOT / "csrc" / name for name in FOLDERS), EMULATOR
+    folders = *(ROOT / "csrc" / folder for folder in FOLDERS[name]), EMULATOR
     newest = max(file.stat().st_mtime for folder in folders for file in folder.iterdir())
     if target.exists() and target.stat().st_mtime > newest:
         return target
     target.parent.mkdir(exist_ok=True)
     compiler = [os.environ.get("CXX", "g++"), *FLAGS, f"-I{headers}", f"-I{EMULATOR}"]
     with tempfile.TemporaryDirectory() as made, ThreadPoolExecutor(os.cpu_count()) as pool:
-        for name in FOLDERS:
-            shutil.copytree(ROOT / "csrc" / name, Path(made) / name)
+        for folder in FOLDERS[name]:
+            shutil.copytree(ROOT / "csrc" / folder, Path(made) / folder)
         # A source finds what lies beside it first: here the emulator's own instructions.
         shutil.copy(EMULATOR / "ptx.cuh", Path(made) / "device")
-        shutil.copy(EMULATOR / "ptx_sm90.cuh", Path(made) / "sm90")
+        shutil.copy(EMULATOR / f"ptx_{name}.cuh", Path(made) / name)
 
         def compile_one(source: Path) -> str:
             to = f"{made}/{source.stem}.o"
@@ -68,7 +68,9 @@ def kernels() -> Path:
 
         objects = list(pool.map(compile_one, [*Path(made).glob("*/*.cu"), *EMULATOR.glob("*.cpp")]))
         subprocess.run([*compiler, "-shared", *objects, "-o", f"{made}/all.so", "-lpthread"], check=True)
-        shutil.move(f"{made}/all.so", target)
+        whole = target.with_suffix(f".{os.getpid()}")  # another process may be loading what is there
+        shutil.move(f"{made}/all.so", whole)
+        whole.replace(target)
     return target
 
 

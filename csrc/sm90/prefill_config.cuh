@@ -6,12 +6,14 @@
 #include <cstdint>
 
 #include "../device/gate.cuh"
+#include "../device/prefill_schedule.cuh"
 #include "../device/types.cuh"
 #include "../device/warp.cuh"
-#include "prefill_schedule.cuh"
 #include "ptx_sm90.cuh"
 
 namespace fp4::sm90 {
+
+using namespace device;
 
 constexpr int kStepK = 128;       // K of a stage
 constexpr int kTileRows = 16;     // weight rows of one tile of the layout

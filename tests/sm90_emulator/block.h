@@ -32,6 +32,13 @@ struct Store {
   int x, y, z;
 };
 
+// cp.async: of 16 bytes, those behind the first `bytes` are zeros.
+struct Copy {
+  uint32_t to;
+  const void* from;
+  int bytes;
+};
+
 struct Load {
   const CUtensorMap* map;
   uint32_t to, barrier;
@@ -67,6 +74,8 @@ struct Lane {
   int uncommitted = 0;
   std::deque<std::vector<Store>> store_groups;
   std::vector<Store> stores;
+  std::deque<std::vector<Copy>> copy_groups;
+  std::vector<Copy> copies;
 };
 
 // An mbarrier, in its eight bytes of shared memory.
@@ -119,6 +128,7 @@ class Block {
   bool chance(uint32_t in) { return random_() % in == 0; }
   void wait(const Waiting& waiting);
   void store(const Store& store);
+  void copy(const Copy& copy);
 
   Place place_;
   Cluster& cluster_;

@@ -90,6 +90,36 @@ void store_commit() {
   lane.stores.clear();
 }
 
+void Block::copy(const Copy& copy) {
+  if (!holds(copy.to, 16) || copy.to % 16 != 0)
+    return fail("a copy goes beyond shared memory, or between pieces");
+  std::memset(memory_ + copy.to, 0, 16);
+  if (copy.bytes > 0) std::memcpy(memory_ + copy.to, copy.from, copy.bytes);
+}
+
+// At once, or when it is waited for.
+void copy(uint32_t to, const void* from, int bytes) {
+  if (block->late_) {
+    block->lane_->copies.push_back({to, from, bytes});
+  } else {
+    block->copy({to, from, bytes});
+  }
+}
+
+void copy_commit() {
+  Lane& lane = *block->lane_;
+  lane.copy_groups.push_back(std::move(lane.copies));
+  lane.copies.clear();
+}
+
+void copy_wait(int pending) {
+  Lane& lane = *block->lane_;
+  while (static_cast<int>(lane.copy_groups.size()) > pending) {
+    for (const Copy& copy : lane.copy_groups.front()) block->copy(copy);
+    lane.copy_groups.pop_front();
+  }
+}
+
 void store_wait(int pending) {
   Lane& lane = *block->lane_;
   while (static_cast<int>(lane.store_groups.size()) > pending) {
@@ -146,9 +176,12 @@ cudaError_t cudaGetDevice(int* device) {
 }
 
 cudaError_t cudaDeviceGetAttribute(int* value, cudaDeviceAttr attribute, int) {
-  *value = attribute == cudaDevAttrComputeCapabilityMajor   ? 9
-           : attribute == cudaDevAttrComputeCapabilityMinor ? 0
-                                                            : multiprocessors;
+  *value = attribute == cudaDevAttrComputeCapabilityMajor             ? 9
+           : attribute == cudaDevAttrComputeCapabilityMinor           ? 0
+           : attribute == cudaDevAttrMaxSharedMemoryPerBlockOptin     ? 227 << 10
+           : attribute == cudaDevAttrMaxSharedMemoryPerMultiprocessor ? 228 << 10
+           : attribute == cudaDevAttrMultiProcessorCount              ? multiprocessors
+                                                                      : 0;
   return cudaSuccess;
 }
 

@@ -64,6 +64,9 @@ enum class Type { kE4m3, kFloat16, kBFloat16 };
 // mma.sync.m16n8k16. d: four floats.
 void mma(float* d, const uint32_t* a, uint32_t b0, uint32_t b1, Type type);
 
+// ldmatrix.x4.
+void load_matrices(uint32_t address, uint32_t (&m)[4]);
+
 // wgmma.mma_async.m64n{tokens}, A from registers, B in rows of 128 bytes, swizzled. a and d are used until
 // the wait that says that the products are over.
 void wgmma(float* d, const uint32_t* a, uint64_t descriptor, int keep, int tokens, Type type);
@@ -76,6 +79,11 @@ void load_box(uint32_t to, const CUtensorMap* map, uint32_t barrier, int x, int 
 void store_box(const CUtensorMap* map, uint32_t from, int x, int y, int z);
 void store_commit();
 void store_wait(int pending);
+
+// A thread's own copies of 16 bytes.
+void copy(uint32_t to, const void* from, int bytes);
+void copy_commit();
+void copy_wait(int pending);
 
 // ---- launches, which have ended when they return ----
 

@@ -182,4 +182,14 @@ void wgmma_wait(int pending) {
   });
 }
 
+void load_matrices(uint32_t address, uint32_t (&m)[4]) {
+  const Slots rows = exchange(&address, sizeof(address));
+  const int lane = place().thread.x % kWarp;
+  for (int i = 0; i < 4; ++i) {
+    uint32_t row;
+    std::memcpy(&row, rows[8 * i + lane / 4], sizeof(row));
+    std::memcpy(&m[i], shared_memory() + row + lane % 4 * 4, sizeof(m[i]));
+  }
+}
+
 }  // namespace emulator

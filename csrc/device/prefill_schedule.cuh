@@ -12,11 +12,9 @@
 
 #include <cstdint>
 
-#include "../device/interface.h"
+#include "interface.h"
 
-namespace fp4::sm90 {
-
-using namespace device;
+namespace fp4::device {
 
 struct Rows {
   RowMode mode;
@@ -313,4 +311,4 @@ __device__ __forceinline__ void zero_unused_rows(const Rows& rows, uint4* out, i
   }
 }
 
-}  // namespace fp4::sm90
+}  // namespace fp4::device

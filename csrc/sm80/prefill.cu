@@ -1,0 +1,95 @@
+// The prefill kernels by mma.sync, behind the same entry points as Hopper's (csrc/sm90/prefill.cu), with the
+// same numbers; there are none but those for bf16 rows.
+
+#include <mutex>
+
+#include "prefill_candidates.cuh"
+
+using namespace fp4::sm80;
+
+namespace {
+
+constexpr int kBf16 = 4, kBf16B32 = 5;
+
+Candidates candidates_of(int kernel) {
+  return kernel == kBf16 ? bf16_candidates() : kernel == kBf16B32 ? bf16_b32_candidates() : Candidates{};
+}
+
+// Shared memory that launches may use at most, if it is less than the GPU's: for tests and measurements.
+std::atomic<int> most_shared{0};
+
+int attribute(cudaDeviceAttr which, int device, int otherwise) {
+  int value = 0;
+  return cudaDeviceGetAttribute(&value, which, device) == cudaSuccess && value > 0 ? value : otherwise;
+}
+
+// Cycles of a tensor core for one mma.m16n8k16 of bf16 with float32 sums: measured on an H100; 2048
+// operations a clock and multiprocessor on sm_80; on others half of that, which GeForce cards halve again.
+double mma_cycles(int major, int minor) {
+  if (major == 9 || major == 10) return 6.5;
+  return major == 8 && minor == 0 ? 8 : 16;
+}
+
+// Of the current GPU; without one, as to memory, the least.
+Device read_device(int device) {
+  Device d;
+  d.sms = attribute(cudaDevAttrMultiProcessorCount, device, 1);
+  d.block_shared = attribute(cudaDevAttrMaxSharedMemoryPerBlockOptin, device, 101376);
+  d.sm_shared = attribute(cudaDevAttrMaxSharedMemoryPerMultiprocessor, device, 102400);
+  d.clock = 1e3 * attribute(cudaDevAttrClockRate, device, 1700000);
+  d.mma_cycles = mma_cycles(attribute(cudaDevAttrComputeCapabilityMajor, device, 8),
+                            attribute(cudaDevAttrComputeCapabilityMinor, device, 6));
+  constexpr double kReached = 0.92;  // of the memory's rate
+  const double bits = attribute(cudaDevAttrGlobalMemoryBusWidth, device, 384);
+  d.memory_rate = kReached * 2e3 * attribute(cudaDevAttrMemoryClockRate, device, 9000000) * bits / 8;
+  return d;
+}
+
+Device current_device() {
+  constexpr int kMost = 64;
+  static Device known[kMost];
+  static std::once_flag once[kMost];
+  int device = 0;
+  cudaGetDevice(&device);
+  Device d;
+  if (device < kMost) {
+    std::call_once(once[device], [&] { known[device] = read_device(device); });
+    d = known[device];
+  } else {
+    d = read_device(device);
+  }
+  if (const int most = most_shared.load(); most > 0) {
+    d.block_shared = std::min(d.block_shared, most);
+    d.sm_shared = std::min(d.sm_shared, most + 1024);
+  }
+  return d;
+}
+
+}  // namespace
+
+extern "C" int fp4_kernel_prefill(int kernel, const PrefillArguments* arguments) {
+  return run(candidates_of(kernel), *arguments, current_device());
+}
+
+extern "C" int fp4_kernel_prefill_configs(int kernel) { return candidates_of(kernel).count; }
+
+extern "C" const char* fp4_kernel_prefill_config_name(int kernel, int config) {
+  const Candidates candidates = candidates_of(kernel);
+  return config >= 0 && config < candidates.count ? candidates.list[config].name : "";
+}
+
+// Bytes of scratch memory that a launch needs.
+extern "C" int64_t fp4_kernel_prefill_workspace(int kernel, int sms) {
+  return workspace_bytes(candidates_of(kernel), sms);
+}
+
+// How a launch with `config` goes on the current GPU, if that had `sms` multiprocessors.
+extern "C" Choice fp4_kernel_prefill_choose(int kernel, int mode, int groups, int m, int n, int kp, int sms,
+                                            int config) {
+  Device device = current_device();
+  device.sms = sms;
+  return choose(candidates_of(kernel), {static_cast<RowMode>(mode), groups, m, n, kp}, device, config);
+}
+
+// From now on launches use at most so many bytes of shared memory in a block; 0: what the GPU has.
+extern "C" void fp4_kernel_prefill_most_shared(int bytes) { most_shared = bytes; }

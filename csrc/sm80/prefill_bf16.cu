@@ -1,0 +1,9 @@
+// nvfp4 weights x bf16 activations.
+
+#include "prefill_candidates.cuh"
+
+namespace fp4::sm80 {
+
+Candidates bf16_candidates() { return candidates_of<16>(); }
+
+}  // namespace fp4::sm80

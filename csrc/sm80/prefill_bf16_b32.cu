@@ -1,0 +1,9 @@
+// mxfp4 weights x bf16 activations.
+
+#include "prefill_candidates.cuh"
+
+namespace fp4::sm80 {
+
+Candidates bf16_b32_candidates() { return candidates_of<32>(); }
+
+}  // namespace fp4::sm80

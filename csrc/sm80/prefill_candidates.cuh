@@ -1,0 +1,37 @@
+// The candidates, whatever K share a scale. Each weight format has a file of its own, so that they compile
+// side by side.
+#pragma once
+
+#include <iterator>
+
+#include "prefill_host.cuh"
+
+namespace fp4::sm80 {
+
+using Wide = WidthList<256, 128>;
+using Broad = WidthList<128, 96, 64>;
+using Middle = WidthList<64, 48, 32>;
+using Small = WidthList<32, 16>;
+using Few = WidthList<16>;
+
+// PrefillConfig<scale block, warps (rows), warps (tokens), row tiles of a warp, widths, stages, blocks>.
+template <int kScaleBlock>
+constexpr Candidate kCandidates[] = {
+    candidate<PrefillConfig<kScaleBlock, 8, 1, 2, Broad, 2, 1>>("rows 256, tokens 128, warps 8, stages 2"),
+    candidate<PrefillConfig<kScaleBlock, 4, 1, 2, Broad, 2, 2>>("rows 128, tokens 128, warps 4, stages 2"),
+    candidate<PrefillConfig<kScaleBlock, 8, 1, 2, Middle, 3, 1>>("rows 256, tokens 64, warps 8, stages 3"),
+    candidate<PrefillConfig<kScaleBlock, 4, 1, 2, Middle, 2, 3>>("rows 128, tokens 64, warps 4, stages 2"),
+    candidate<PrefillConfig<kScaleBlock, 4, 1, 2, Small, 4, 3>>("rows 128, tokens 32, warps 4, stages 4"),
+    candidate<PrefillConfig<kScaleBlock, 4, 1, 2, Few, 4, 3>>("rows 128, tokens 16, warps 4, stages 4"),
+};
+
+// Of each weight format, in its file. b32: with a scale for 32 K, not 16.
+Candidates bf16_candidates();
+Candidates bf16_b32_candidates();
+
+template <int kScaleBlock>
+Candidates candidates_of() {
+  return {kCandidates<kScaleBlock>, static_cast<int>(std::size(kCandidates<kScaleBlock>))};
+}
+
+}  // namespace fp4::sm80

@@ -1,0 +1,80 @@
+// What a prefill GEMM by mma.sync is told, the candidates' parameters, and what a block keeps in shared
+// memory.
+#pragma once
+
+#include <cstdint>
+
+#include "../device/bf16_words.cuh"
+#include "../device/gate.cuh"
+#include "../device/prefill_schedule.cuh"
+#include "../device/types.cuh"
+
+namespace fp4::sm80 {
+
+using namespace device;
+
+constexpr int kStepK = 128, kHalfK = 64;  // K of a step of the layout, and of X that is fetched at a time
+constexpr int kTileRows = 16;             // weight rows of one tile of the layout
+constexpr int kTileCodes = 1024;          // bytes of codes of a tile in one step
+constexpr int kXRowBytes = 128;           // of X in shared memory: a half step
+constexpr int kPiece = 16;                // bytes that a thread copies at a time
+constexpr int kInfoSlots = 8;             // tiles that are known: those under way, and one more
+
+struct Problem {
+  Tiling tiling;
+  const uint8_t* x;  // [rows, k] bf16
+  const uint8_t* codes;
+  const uint8_t* scales;
+  const float* x_scale;       // or null: ones
+  const float* global_scale;  // or null: ones
+  const void* bias;           // or null
+  void* out;
+  DType bias_type, out_type;
+  Gate gate;  // gated: rows 2i and 2i + 1 of the weight are gate i and up i; kSilu, 16-bit results
+  int n, k;   // weight rows; columns of X
+  // Of tiles that several blocks share: see Shares and PrefillBlock::part_sums.
+  float4* part_sums;
+  uint64_t* part_flags;
+  uint64_t ticket;  // another for every launch, and not to be met in memory by chance
+};
+
+struct TileInfo {
+  int width;  // 0: no more tiles
+  int group, row, rows;
+  int column;                       // the first weight row, in the group
+  int first, steps, helpers, part;  // as in Tile and TileWalk
+};
+
+// A block of WarpsM x WarpsN warps, each with TilesM x 16 weight rows and 1 / WarpsN of the tokens. Stages:
+// steps of weights in shared memory. Blocks: of a multiprocessor, if its shared memory has room.
+template <int kScaleBlock, int WarpsM_, int WarpsN_, int TilesM_, class Widths_, int Stages_, int Blocks_>
+struct PrefillConfig {
+  using Words = Bf16Words<kScaleBlock>;
+  using Widths = Widths_;
+  static constexpr int WarpsM = WarpsM_, WarpsN = WarpsN_, TilesM = TilesM_, Stages = Stages_;
+  static constexpr int Blocks = Blocks_;
+  static constexpr int Threads = kWarp * WarpsM * WarpsN;
+  static constexpr int RowTiles = TilesM * WarpsM, Rows = kTileRows * RowTiles;
+  static constexpr int MaxTokens = Widths::kMost, WarpTokens = MaxTokens / WarpsN;
+  static constexpr int TileScales = sm90_scales(kStepK, kScaleBlock);
+  // X is fetched so many half steps ahead, and weights one more.
+  static constexpr int Ahead = 2 * (Stages - 1), XSlots = Ahead + 1;
+  static constexpr int XBytes = MaxTokens * kXRowBytes;
+  static constexpr int CodeBytes = RowTiles * kTileCodes, ScaleBytes = RowTiles * TileScales;
+  static constexpr int SumBytes = MaxTokens * Rows * 4;  // of a part of K
+  static_assert(WarpTokens % 16 == 0 && Stages >= 2 && Stages + 2 <= kInfoSlots);
+  static_assert(RowTiles * (TileScales / kPiece) <= Threads);
+};
+
+template <class Config>
+struct alignas(128) SharedStorage {
+  using Walk = TileWalk<typename Config::Widths, 1>;
+
+  uint8_t x[Config::XSlots][Config::XBytes];
+  uint8_t codes[Config::Stages][Config::CodeBytes];
+  uint8_t scales[Config::Stages][Config::ScaleBytes];
+  TileInfo info[kInfoSlots];
+  alignas(Walk) uint8_t walks[kWarp][sizeof(Walk)];  // of each lane of the warp that walks
+};
+
+}  // namespace fp4::sm80

@@ -1,0 +1,248 @@
+// Host side of the prefill GEMMs by mma.sync: the choice among candidates, and launches.
+#pragma once
+
+#include <algorithm>
+#include <atomic>
+#include <cmath>
+#include <cstddef>
+#include <cstdint>
+#include <random>
+
+#include "../device/launch.cuh"
+#include "prefill_kernel.cuh"
+
+namespace fp4::sm80 {
+
+constexpr int kBadArgument = -1, kTooLittleShared = -3;
+
+// What the choice knows of a GPU.
+struct Device {
+  int sms;
+  int block_shared, sm_shared;  // bytes of shared memory that a block, or a multiprocessor, can have
+  double clock;                 // Hz
+  double mma_cycles;            // of a tensor core for one mma.m16n8k16
+  double memory_rate;           // bytes a second
+};
+
+using Launch = int (*)(const Problem&, int blocks, cudaStream_t);
+
+template <class Config, bool kGated>
+int launch_gated(const Problem& problem, int blocks, cudaStream_t stream) {
+  constexpr size_t kBytes = sizeof(SharedStorage<Config>);
+  auto kernel = prefill_kernel<Config, kGated>;
+  static std::atomic<uint64_t> allowed;
+  if (const cudaError_t error = allow_shared(kernel, kBytes, allowed); error != cudaSuccess) return error;
+  const LaunchShape shape = {dim3(blocks), dim3(Config::Threads), kBytes, 1, true};
+  return launch_kernel(kernel, shape, false, stream, problem);
+}
+
+template <class Config>
+int launch(const Problem& problem, int blocks, cudaStream_t stream) {
+  return problem.gate.act == Act::kNone ? launch_gated<Config, false>(problem, blocks, stream)
+                                        : launch_gated<Config, true>(problem, blocks, stream);
+}
+
+struct Candidate {
+  const char* name;
+  int warps_m, warps_n, tiles_m, stages, blocks;
+  int shared_bytes, sum_bytes, tile_scales;
+  TokenTiles (*cut)(int rows);
+  int (*round_up)(int rows);
+  Launch run;
+
+  constexpr int warps() const { return warps_m * warps_n; }
+  constexpr int rows() const { return warps_m * tiles_m * kTileRows; }
+  constexpr int threads() const { return warps() * kWarp; }
+};
+
+struct Candidates {
+  const Candidate* list;
+  int count;
+};
+
+template <class Config>
+constexpr Candidate candidate(const char* name) {
+  return {name,
+          Config::WarpsM,
+          Config::WarpsN,
+          Config::TilesM,
+          Config::Stages,
+          Config::Blocks,
+          sizeof(SharedStorage<Config>),
+          Config::SumBytes,
+          Config::TileScales,
+          Config::Widths::cut,
+          Config::Widths::round_up,
+          launch<Config>};
+}
+
+// Blocks of a candidate that a multiprocessor holds; 0 if not even one. The system keeps 1 KB for each.
+inline int blocks_of(const Candidate& candidate, const Device& device) {
+  if (candidate.shared_bytes > device.block_shared) return 0;
+  return std::clamp(device.sm_shared / (candidate.shared_bytes + 1024), 1, candidate.blocks);
+}
+
+struct Size {
+  RowMode mode;
+  int groups, m, n, kp;
+};
+
+// Fitted to times on an H100 (docs/kernels.md). Cycles of a multiprocessor that all blocks of it share:
+//   kDecode        instructions that make the operands A of 16 rows by 32 K
+//   kBusy          how much longer half a step takes than its tensor cores' work, or its instructions
+//   kBarrier       the half step's start, which other blocks of the multiprocessor hide
+//   kTile, kStore  of a tile, and of each 32 sums of a warp
+//   kLatency       seconds from a copy's request to its arrival where memory is busy
+constexpr double kDecode = 27, kBusy = 1.06, kBarrier = 110, kTile = 2500, kStore = 6, kLatency = 1.3e-6;
+constexpr double kLaunch = 3e-6;
+
+// Cycles of half a step of 64 K, if all multiprocessor's blocks do the same.
+inline double half_step_cycles(const Candidate& c, int width, const Device& device, int blocks) {
+  const double eights = double(width) / c.warps_n / 8, mmas = 4 * c.tiles_m * eights;
+  const double instructions = mmas + 2 * c.tiles_m * kDecode + 2 * eights + 60;
+  const double tensor = mmas * device.mma_cycles;
+  return (std::max(tensor, instructions) * kBusy + 0.15 * std::min(tensor, instructions)) * c.warps() / 4 +
+         kBarrier / blocks;
+}
+
+inline double tile_cycles(const Candidate& c, int width, int steps, const Device& device, int blocks) {
+  const double sums = double(c.tiles_m) * width / c.warps_n / 8 * c.warps();
+  return 2 * steps * half_step_cycles(c, width, device, blocks) + kTile / blocks + kStore * sums;
+}
+
+// The tiles of a group of `rows`, as the device cuts it, their cycles and width; columns of weights that are
+// read.
+struct Load {
+  double tiles = 0, cycles = 0, columns = 0, width = 0;
+};
+
+inline void add_group(const Candidate& c, int rows, int steps, int tile_width, const Device& device,
+                      int blocks, Load* load) {
+  if (rows == 0) return;
+  const auto [tiles, width] =
+      tile_width > 0 ? TokenTiles{ceil_div(rows, tile_width), tile_width} : c.cut(rows);
+  load->tiles += tiles;
+  load->cycles += tiles * tile_cycles(c, width, steps, device, blocks);
+  load->columns += 1;
+  load->width += width;
+}
+
+// Cycles that it costs to share tiles: those of a part more, and of each of a tile's sums on its way through
+// memory.
+constexpr double kShareCycles = 3500, kShareSum = 0.3;
+
+// A launch of a candidate that fits, for groups of equal expected size. How full the groups are is known on
+// the device only: as many are taken to be empty as when each row draws a group; half of the others one
+// standard deviation below their mean, half above, but with few rows for so many groups all equal.
+inline Estimate estimate(const Candidate& c, const Size& size, const Device& device, int tile_width) {
+  const bool by_chance = size.mode == RowMode::kContiguous && size.groups > 1;
+  double mean = size.mode == RowMode::kContiguous ? static_cast<double>(size.m) / size.groups : size.m;
+  double hit = size.groups, deviation = 0;
+  if (by_chance) {
+    hit = -std::expm1(-mean) * size.groups;
+    deviation = mean < 2 ? 0 : std::sqrt(mean);
+    mean = size.m / hit;
+  }
+  const int steps = size.kp / kStepK, each = blocks_of(c, device), blocks = each * device.sms;
+  Load load;
+  add_group(c, static_cast<int>(std::lround(mean - deviation)), steps, tile_width, device, each, &load);
+  add_group(c, std::max(1, static_cast<int>(std::lround(mean + deviation))), steps, tile_width, device, each,
+            &load);
+  const int columns = ceil_div(size.n, c.rows());
+  const double tiles = std::round(load.tiles / 2 * hit * columns);
+  const double cycles = load.cycles / load.tiles * each;  // of a block's tile, beside the other blocks
+  const double step_bytes = double(c.rows()) / kTileRows * (kTileCodes + c.tile_scales);
+  const double bytes = load.columns / 2 * hit * columns * steps * step_bytes;
+  const double on_the_way = blocks * (c.stages - 1) * step_bytes;
+  const double memory = bytes / std::min(device.memory_rate, on_the_way / kLatency) * device.clock;
+  const double wave = std::max(cycles, memory * blocks / tiles);
+  const double share = kShareCycles + kShareSum * c.rows() * load.width / 2;
+  int share_below = std::max(0, static_cast<int>(blocks * (cycles - share) / wave));
+  if (Shares(tiles, steps, share_below, blocks).left == 0) share_below = 0;
+  const Shares shares(tiles, steps, share_below, blocks);
+  double compute = std::ceil(double(shares.whole) / blocks) * cycles;
+  if (shares.left > 0) {
+    const double pieces = double(shares.parts) / shares.left;  // of a tile, whose first adds the others' sums
+    compute += cycles / pieces + share * std::max(1.0, pieces - 1);
+  }
+  const double time = std::max(compute, memory) + 0.1 * std::min(compute, memory);
+  return {kLaunch + time / device.clock, share_below, tile_width, false};
+}
+
+// The candidate `given`, or if that is negative the one with the least time; none (-1) where none fits.
+inline Choice choose(const Candidates& candidates, const Size& size, const Device& device, int given = -1) {
+  Choice best;
+  best.candidate = -1;
+  for (int i = 0; i < candidates.count; ++i) {
+    const Candidate& candidate = candidates.list[i];
+    if ((given >= 0 && i != given) || blocks_of(candidate, device) == 0) continue;
+    const Estimate here = estimate(candidate, size, device, 0);
+    if (best.candidate < 0 || here.seconds < best.estimate.seconds) best = {i, here};
+  }
+  return best;
+}
+
+// ---- tiles that blocks share ----
+
+constexpr int kWord = sizeof(uint64_t);
+
+inline int64_t part_bytes(const Candidate& candidate) {
+  return candidate.sum_bytes + candidate.threads() * kWord;
+}
+
+// What a launch needs at most, for a part a block.
+inline int64_t workspace_bytes(const Candidates& candidates, int sms) {
+  int64_t bytes = 0;
+  for (int i = 0; i < candidates.count; ++i)
+    bytes = std::max(bytes, sms * candidates.list[i].blocks * part_bytes(candidates.list[i]));
+  return bytes;
+}
+
+// Another number each time, in any process (splitmix64 from a random start).
+inline uint64_t next_ticket() {
+  static std::atomic<uint64_t> state = uint64_t(std::random_device()()) << 32 | std::random_device()();
+  uint64_t z = state += 0x9E3779B97F4A7C15;
+  z = (z ^ z >> 30) * 0xBF58476D1CE4E5B9;
+  z = (z ^ z >> 27) * 0x94D049BB133111EB;
+  return z ^ z >> 31;
+}
+
+// Returns 0, a cudaError_t, or a negative number: kBadArgument, kTooLittleShared.
+inline int run(const Candidates& candidates, const PrefillArguments& a, const Device& device) {
+  const bool gated = a.gate.act != Act::kNone;
+  if (gated && (a.out_type == DType::kFloat32 || a.gate.act != Act::kSilu)) return kBadArgument;
+  if (a.groups < 1 || a.m < 0 || a.n < 64 || a.n % 64 != 0 || a.kp < kStepK || a.kp % kStepK != 0 ||
+      a.k < 1 || a.k > a.kp || a.k % 8 != 0 || a.config >= candidates.count ||
+      (a.mode == RowMode::kDense && a.groups != 1)) {
+    return kBadArgument;
+  }
+  if (a.m == 0) return 0;
+  const Choice choice = choose(candidates, {a.mode, a.groups, a.m, a.n, a.kp}, device, a.config);
+  if (choice.candidate < 0) return kTooLittleShared;
+  const Candidate& chosen = candidates.list[choice.candidate];
+  const int blocks = device.sms * blocks_of(chosen, device);
+  Problem problem = {};
+  problem.tiling = {{a.mode, a.group_rows, a.groups, a.m, choice.estimate.tile_width},
+                    ceil_div(a.n, chosen.rows()),
+                    a.kp / kStepK,
+                    choice.estimate.share_below};
+  problem.x = static_cast<const uint8_t*>(a.x);
+  problem.codes = static_cast<const uint8_t*>(a.codes);
+  problem.scales = static_cast<const uint8_t*>(a.scales);
+  problem.x_scale = a.x_scale;
+  problem.global_scale = a.global_scale;
+  problem.bias = a.bias;
+  problem.out = a.out;
+  problem.bias_type = a.bias_type;
+  problem.out_type = a.out_type;
+  problem.gate = a.gate;
+  problem.n = a.n;
+  problem.k = a.k;
+  auto* const workspace = static_cast<uint8_t*>(a.workspace);
+  problem.part_sums = reinterpret_cast<float4*>(workspace);
+  problem.part_flags = reinterpret_cast<uint64_t*>(workspace + int64_t(blocks) * chosen.sum_bytes);
+  problem.ticket = next_ticket();
+  return chosen.run(problem, blocks, static_cast<cudaStream_t>(a.stream));
+}
+
+}  // namespace fp4::sm80

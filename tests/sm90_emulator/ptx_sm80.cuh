@@ -1,0 +1,18 @@
+// What the instructions in csrc/sm80/ptx_sm80.cuh do, for the emulator: takes that file's place.
+#pragma once
+
+#include <cstdint>
+
+namespace fp4::sm80 {
+
+inline void copy_16(uint32_t smem, const void* from, int bytes) { emulator::copy(smem, from, bytes); }
+inline void copy_16_ahead(uint32_t smem, const void* from) { emulator::copy(smem, from, 16); }
+inline void copy_commit() { emulator::copy_commit(); }
+template <int Pending>
+void copy_wait() {
+  emulator::copy_wait(Pending);
+}
+
+inline void load_matrices(uint32_t smem, uint32_t (&m)[4]) { emulator::load_matrices(smem, m); }
+
+}  // namespace fp4::sm80

@@ -1,0 +1,285 @@
+"""Prefill by mma.sync (csrc/sm80) against float64 over the exactly dequantised weights, by its C interface.
+
+It runs on every GPU that has the kernels; `--emulate` runs it without one, and then with shared memory as
+other GPUs have it.
+"""
+
+import ctypes
+import functools
+from pathlib import Path
+
+import emulated
+import pytest
+import reference
+import torch
+from fp4_ops.meta.formats import ACTIVATIONS
+from fp4_ops.meta.layouts import LAYOUTS
+
+import fp4_ops
+from fp4_ops.sm90 import library, prefill
+
+BUILT = Path(fp4_ops.__file__).parent / "_sm80.so"
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(
+        not torch.cuda.is_available() or (library.FILE == "_sm90.so" and not BUILT.exists()),
+        reason="needs a GPU and _sm80.so",
+    ),
+]
+
+KERNELS = {"nvfp4": 4, "mxfp4": 5}
+CANDIDATES = range(6)
+LAYOUT = "mma_bf16" if "mma_bf16" in LAYOUTS else "sm90_bf16"
+BOUND = {torch.bfloat16: 4e-3, torch.float16: 1e-3, torch.float32: 2e-6}
+DENSE, CONTIGUOUS, MASKED = range(3)
+GATES = ["silu_interleaved", "swigluoai"]
+
+
+class Kernels:
+    """The library's launchers."""
+
+    def __init__(self, path: Path) -> None:
+        self.loaded = ctypes.CDLL(str(path))
+        self.loaded.fp4_kernel_prefill_config_name.restype = ctypes.c_char_p
+        self.loaded.fp4_kernel_prefill_workspace.restype = ctypes.c_int64
+        self.loaded.fp4_kernel_prefill_choose.restype = prefill.Choice
+
+    @property
+    def sms(self) -> int:
+        return torch.cuda.get_device_properties(0).multi_processor_count
+
+    def names(self, format: str) -> list[str]:
+        kernel = KERNELS[format]
+        count = self.loaded.fp4_kernel_prefill_configs(kernel)
+        return [self.loaded.fp4_kernel_prefill_config_name(kernel, i).decode() for i in range(count)]
+
+    def choose(self, format: str, mode: int, groups: int, m: int, n: int, kp: int, config: int = -1):
+        arguments = KERNELS[format], mode, groups, m, n, kp, self.sms, config
+        return self.loaded.fp4_kernel_prefill_choose(*arguments)
+
+    def run(self, format: str, arguments: prefill._Arguments) -> int:
+        kernel = KERNELS[format]
+        size = self.loaded.fp4_kernel_prefill_workspace(kernel, self.sms)
+        # Not flags that are down by chance.
+        workspace = torch.randint(0, 256, (size,), dtype=torch.uint8, device="cuda")
+        arguments.workspace = workspace.data_ptr()
+        arguments.stream = torch.cuda.current_stream().cuda_stream
+        code = self.loaded.fp4_kernel_prefill(kernel, ctypes.byref(arguments))
+        torch.cuda.synchronize()
+        return code
+
+    def most_shared(self, kilobytes: int) -> None:
+        self.loaded.fp4_kernel_prefill_most_shared(kilobytes * 1024)
+
+
+@functools.cache
+def load() -> Kernels:
+    if library.FILE == "_sm90.so":
+        return Kernels(BUILT)
+    made = Kernels(emulated.kernels("sm80"))
+    made.loaded.emulator_multiprocessors(emulated.MULTIPROCESSORS)
+    return made
+
+
+@pytest.fixture
+def kernels():
+    made = load()
+    if library.FILE != "_sm90.so":
+        made.loaded.emulator_seed(torch.initial_seed() % 2**32)
+    yield made
+    made.most_shared(0)
+
+
+class Weight:
+    """[groups, n, k] of random scales, packed, and the values it stands for."""
+
+    def __init__(self, format: str, groups: int, n: int, k: int) -> None:
+        values = torch.randn(groups, n, k) * (torch.rand(groups, n, 1) + 0.01)
+        made = torch.ops.fp4.quantize(values, format)
+        plain = (*made[:2], made[2] if made[2].numel() else None)
+        self.format, self.groups, self.n, self.k = format, groups, n, k
+        self.packed = [t.cuda() for t in torch.ops.fp4.prepack(*made, format, LAYOUT)]
+        self.values = torch.ops.fp4.dequantize(*plain, format, torch.float64).cuda()
+
+
+class Case:
+    """Rows, their experts, and what the product of them is."""
+
+    def __init__(
+        self,
+        w: Weight,
+        mode: int,
+        counts: list[int],
+        unused: int = 0,
+        out: torch.dtype = torch.float32,
+        bias: torch.dtype | None = None,
+        scaled: bool = False,
+        gate: str | None = None,
+    ) -> None:
+        self.w, self.mode = w, mode
+        if mode == CONTIGUOUS:
+            self.m = sum(counts) + unused
+            ids = [e for e, count in enumerate(counts) for _ in range(count)] + [-1] * unused
+            self.route = torch.tensor(counts, device="cuda").cumsum(0).int()
+        elif mode == MASKED:
+            self.m = max(*counts, 1) + unused
+            ids = [e if i < count else -1 for e, count in enumerate(counts) for i in range(self.m)]
+            self.route = torch.tensor(counts, device="cuda").int()
+        else:
+            self.m, ids, self.route = counts[0], [0] * counts[0], None
+        self.ids = torch.tensor(ids, device="cuda", dtype=torch.int64)
+        self.x = torch.randn(len(ids), w.k, device="cuda").bfloat16()
+        self.scale = torch.rand(len(ids), device="cuda") + 0.5 if scaled else None
+        self.bias = torch.randn(w.groups, w.n, device="cuda").to(bias) if bias else None
+        self.gate = ACTIVATIONS[gate] if gate else None
+        self.out = out
+
+    def arguments(self, config: int = -1) -> prefill._Arguments:
+        w, codes = self.w, library.DTYPE_CODES
+        width = w.n // 2 if self.gate else w.n
+        self.result = torch.full((len(self.ids), width), float("nan"), dtype=self.out, device="cuda")
+        return prefill._Arguments(
+            x=self.x.data_ptr(),
+            x_scale=self.scale.data_ptr() if self.scale is not None else None,
+            codes=w.packed[0].data_ptr(),
+            scales=w.packed[1].data_ptr(),
+            global_scale=w.packed[2].data_ptr(),
+            bias=self.bias.data_ptr() if self.bias is not None else None,
+            out=self.result.data_ptr(),
+            group_rows=self.route.data_ptr() if self.route is not None else None,
+            m=self.m,
+            groups=w.groups,
+            n=w.n,
+            k=w.k,
+            kp=reference.ceil_div(w.k, 128) * 128,
+            mode=self.mode,
+            out_type=codes[self.out],
+            bias_type=codes[self.bias.dtype] if self.bias is not None else 0,
+            gate=library.gate_fields(self.gate),
+            config=config,
+        )
+
+    def expected(self) -> torch.Tensor:
+        want = torch.zeros(len(self.ids), self.w.n, dtype=torch.float64, device="cuda")
+        for e in range(self.w.groups):
+            mine = self.ids == e
+            want[mine] = self.x[mine].double() @ self.w.values[e].T
+        if self.scale is not None:
+            want *= self.scale.double()[:, None]
+        used = self.ids >= 0
+        if self.bias is not None:
+            want[used] += self.bias.double()[self.ids[used]]
+        if self.gate is None:
+            return want
+        gate, up = want[:, 0::2], want[:, 1::2]
+        if self.gate.limit is not None:
+            gate, up = gate.clamp(max=self.gate.limit), up.clamp(-self.gate.limit, self.gate.limit)
+        want = gate * torch.sigmoid(self.gate.alpha * gate) * (up + self.gate.up_offset)
+        return torch.where(used[:, None], want, 0)
+
+    def check(self, kernels: Kernels, config: int = -1) -> None:
+        assert kernels.run(self.w.format, self.arguments(config)) == 0
+        first = self.result
+        error = reference.relative_error(first, self.expected())
+        bound = BOUND[self.out] if self.gate is None else max(BOUND[self.out], 1e-3)
+        assert error < max(bound, 2e-9 * self.w.k), error
+        assert not first[self.ids < 0].any()
+        assert kernels.run(self.w.format, self.arguments(config)) == 0
+        assert torch.equal(first, self.result)  # the sums have one order
+
+
+def test_candidates_have_names(kernels):
+    for format in KERNELS:
+        names = kernels.names(format)
+        assert len(names) == len(set(names)) == len(CANDIDATES)
+
+
+@pytest.mark.parametrize("format", KERNELS)
+@pytest.mark.parametrize("config", CANDIDATES)
+@pytest.mark.parametrize("mode", [CONTIGUOUS, MASKED, DENSE])
+def test_every_candidate(kernels, config, mode, format):
+    """Rows that fill no tile, empty experts, one row, K that ends within a step; two results in one type."""
+    groups = 1 if mode == DENSE else 5
+    w = Weight(format, groups, 320, 336)
+    counts = [97] if mode == DENSE else [0, 1, 131, 0, 40]
+    unused = 0 if mode == DENSE else 3
+    Case(w, mode, counts, unused, scaled=True, bias=torch.float32).check(kernels, config)
+    Case(w, mode, counts, unused, out=torch.bfloat16).check(kernels, config)
+
+
+@pytest.mark.parametrize("config", CANDIDATES)
+@pytest.mark.parametrize("format", KERNELS)
+@pytest.mark.parametrize("gate", GATES)
+def test_gates(kernels, gate, format, config):
+    w = Weight(format, 3, 192, 256)
+    for out in (torch.bfloat16, torch.float16):
+        Case(w, CONTIGUOUS, [33, 0, 70], 2, out, bias=out, scaled=True, gate=gate).check(kernels, config)
+
+
+@pytest.mark.parametrize("bias", [None, torch.float32, torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("out", BOUND)
+def test_types(kernels, out, bias):
+    Case(Weight("nvfp4", 2, 128, 144), CONTIGUOUS, [19, 8], out=out, bias=bias).check(kernels)
+
+
+@pytest.mark.parametrize("k", [16, 128, 144, 1040, 2880])
+@pytest.mark.parametrize("format", KERNELS)
+def test_sizes_of_k(kernels, format, k):
+    Case(Weight(format, 2, 64, k), CONTIGUOUS, [1, 17]).check(kernels)
+
+
+@pytest.mark.parametrize("groups, rows", [(1, 1), (70, 1), (200, 0), (33, 3)])
+def test_many_experts_of_few_rows(kernels, groups, rows):
+    counts = torch.randint(0, rows + 1, (groups,)).tolist()
+    counts[-1] = max(counts[-1], 1)
+    Case(Weight("nvfp4", groups, 64, 128), CONTIGUOUS, counts).check(kernels)
+
+
+@pytest.mark.parametrize("config", CANDIDATES)
+def test_tiles_that_blocks_share(kernels, config):
+    """Few tiles and many steps: parts of K, whose sums meet in a fixed order."""
+    w = Weight("nvfp4", 2, 320, 4480)
+    case = Case(w, CONTIGUOUS, [0, 37], out=torch.float32)
+    assert kernels.choose("nvfp4", CONTIGUOUS, 2, 37, 320, 4480, config).share_below > 0
+    case.check(kernels, config)
+
+
+def test_rows_with_ends_that_decrease_or_pass_m(kernels):
+    """Ends are clamped: no row is written twice, and none beyond the result."""
+    w = Weight("nvfp4", 4, 64, 128)
+    case = Case(w, CONTIGUOUS, [5, 6, 7, 8])
+    case.route = torch.tensor([9, 4, 1000, -3], device="cuda").int()
+    case.ids = torch.tensor([0] * 9 + [2] * 17, device="cuda")
+    case.check(kernels)
+
+
+@pytest.mark.parametrize("kilobytes", [99, 163])
+def test_less_shared_memory(kernels, kilobytes):
+    """What sm_86, 89 and 120, or sm_80, have: another candidate, or fewer blocks of a multiprocessor."""
+    kernels.most_shared(kilobytes)
+    w = Weight("mxfp4", 2, 192, 512)
+    for counts in ([3, 0], [20, 33], [90, 140]):
+        Case(w, CONTIGUOUS, counts).check(kernels)
+
+
+def test_where_nothing_fits_it_says_so(kernels):
+    kernels.most_shared(16)
+    case = Case(Weight("nvfp4", 1, 64, 128), CONTIGUOUS, [3])
+    assert kernels.run("nvfp4", case.arguments()) == -3
+
+
+@pytest.mark.parametrize(
+    "change", [{"n": 96}, {"kp": 192}, {"k": 20}, {"k": 256}, {"config": 99}, {"groups": 0}]
+)
+def test_bad_arguments(kernels, change):
+    case = Case(Weight("nvfp4", 1, 64, 128), CONTIGUOUS, [3])
+    arguments = case.arguments()
+    for name, value in change.items():
+        setattr(arguments, name, value)
+    assert kernels.run("nvfp4", arguments) == -1
+    assert case.result.isnan().all()
+
+
+def test_no_rows(kernels):
+    case = Case(Weight("nvfp4", 2, 64, 128), CONTIGUOUS, [0, 0])
+    assert kernels.run("nvfp4", case.arguments()) == 0
