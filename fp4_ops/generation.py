@@ -4,16 +4,20 @@
 
 `generate` prepares everything as ever: inputs, cache, logits processors, stopping criteria. The loop then
 gives the same tokens as its own. A step of ours is a call of the model (compiled, and with CUDA graphs, where
-`generate` would do so), and a choice of the next token: masks and positions are not made anew for each.
+`generate` would do so), and a choice of the next token: masks and positions are not made anew for each, and
+a CUDA graph holds the whole call.
 """
 
 from __future__ import annotations
 
 import sys
+from collections.abc import Callable
 from typing import Any
 
 import torch
 from torch import Tensor
+
+from .step_graph import GraphStep, without_graphs
 
 _KNOWN = frozenset({"past_key_values", "attention_mask", "position_ids", "use_cache", "logits_to_keep"})
 """The arguments of a model that the loop knows how to carry from one step to the next."""
@@ -151,10 +155,11 @@ class _Decoding:
     def run(self) -> Any:
         model, ids, kwargs = self.model, self.prompt, self.kwargs
         compiles = model._valid_auto_compile_criteria(kwargs, self.config)
-        forward = model.get_compiled_call(self.config.compile_config) if compiles else model.__call__
         outputs = model._prefill(ids, self.config, kwargs, is_first_iteration=True)
         cache = outputs.past_key_values
-        step = _Step(forward, compiles, cache, kwargs)
+        step: Callable[[Tensor], Any] = (
+            self._step(cache) if compiles else _Step(model.__call__, False, cache, kwargs)
+        )
         flag = self._flag(cache)
         pad: Any = self.config._pad_token_tensor
         pad = pad.to(ids.device) if pad is not None else None
@@ -197,6 +202,15 @@ class _Decoding:
         output: Any = GenerateDecoderOnlyOutput
         return output(sequences=sequences, scores=self.scores, logits=self.logits, past_key_values=cache)
 
+    def _step(self, cache: Any) -> Callable[[Tensor], Any]:
+        """The compiled step, as one CUDA graph where the configuration asks for CUDA graphs."""
+        model, config = self.model, self.config.compile_config
+        plain = without_graphs(config or _default_config(model)) if self.prompt.is_cuda else None
+        if plain is None or len(set(getattr(model, "hf_device_map", {}).values())) > 1:
+            return _Step(model.get_compiled_call(config), True, cache, self.kwargs)
+        step = _Step(model.get_compiled_call(plain), True, cache, self.kwargs)
+        return GraphStep(step, lambda: step.call(model.get_compiled_call(config)))
+
     def _choose(self, ids: Tensor, outputs: Any) -> Tensor:
         """The next token of each row. A copy of the logits: a CUDA graph writes to the same memory again."""
         logits = outputs.logits[:, -1].to(copy=True, dtype=torch.float32)
@@ -219,6 +233,12 @@ class _Decoding:
 
 def _looks_late(device: torch.device) -> bool:
     return device.type == "cuda"
+
+
+def _default_config(model: Any) -> Any:
+    from transformers import CompileConfig
+
+    return getattr(model, "_default_compile_config", CompileConfig)()
 
 
 class _Flag:
@@ -263,6 +283,10 @@ class _Step:
         if self.mask is not None and self.static:  # later tokens are hidden by their positions
             later = max(0, cache.layers[0].max_cache_len - self.mask.shape[1])
             self.mask = torch.cat([self.mask, self.mask.new_ones(len(self.mask), later)], -1)
+
+    def call(self, forward: Any) -> None:
+        """From now on."""
+        self.forward = forward
 
     def __call__(self, token: Tensor) -> Any:
         arguments: dict[str, Any] = {"input_ids": token[:, None], "past_key_values": self.cache, **self.fixed}

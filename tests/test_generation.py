@@ -15,7 +15,7 @@ from transformers import LogitsProcessor, LogitsProcessorList, StoppingCriteria,
 from transformers.generation.streamers import BaseStreamer
 
 import fp4_ops
-from fp4_ops import generation
+from fp4_ops import generation, step_graph
 
 NEW = 7
 FAMILIES = ("mixtral", "qwen3_moe", "gpt_oss", "deepseek_v3", "olmoe")
@@ -356,3 +356,26 @@ def test_several_threads(models):
     for i, stream in enumerate(streams):
         assert torch.equal(got[i], want[i])
         assert torch.equal(torch.cat([t.view(-1) for t in stream.got]), want[i].view(-1))
+
+
+@pytest.mark.parametrize(
+    ("given", "plain"),
+    [
+        ({}, ("inductor", None, None)),
+        ({"mode": "max-autotune"}, ("inductor", "max-autotune-no-cudagraphs", None)),
+        ({"mode": "default"}, None),
+        ({"backend": "fp4", "mode": None, "options": {"format": "nvfp4"}}, None),
+        (
+            {"backend": "fp4", "mode": None, "options": {"triton.cudagraphs": True, "format": "mxfp4"}},
+            ("fp4", None, {"format": "mxfp4"}),
+        ),
+        ({"mode": None, "options": {"triton.cudagraphs": True}}, ("inductor", None, None)),
+        ({"backend": "cudagraphs"}, None),
+    ],
+)
+def test_a_configuration_without_its_cuda_graphs(given, plain):
+    config = transformers.CompileConfig(**given)
+    before = config.to_dict()
+    changed = step_graph.without_graphs(config)
+    assert (changed and (changed.backend, changed.mode, changed.options)) == plain
+    assert config.to_dict() == before
