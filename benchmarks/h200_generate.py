@@ -252,15 +252,14 @@ def run(variant: str, batches: list[int], given: argparse.Namespace) -> Iterator
     config = compile_config(backend, format, given.tensor_guards)
     for batch in batches:
         of = {"table": "decode", "variant": variant, "batch": batch}
-        for loop, options in (
-            ("generate", {}), ("decoding_loop", {"custom_generate": fp4_ops.decoding_loop}),
-        ):  # fmt: skip
-            ms, first_s, second_s = generate_ms(model, batch, config, **options)
-            yield {**of, "loop": loop, "ms": ms, "first_call_s": first_s, "second_call_s": second_s}
+        for loop in given.loops.split(","):
+            if loop == "plain":
+                ms, seconds = loop_ms(model, batch, config), (None, None)
+            else:
+                ours = {"custom_generate": fp4_ops.decoding_loop} if loop == "decoding_loop" else {}
+                ms, *seconds = generate_ms(model, batch, config, **ours)
+            yield {**of, "loop": loop, "ms": ms, **dict(zip(("first_call_s", "second_call_s"), seconds))}
             torch._dynamo.reset()
-        ms = loop_ms(model, batch, config)
-        yield {**of, "loop": "plain", "ms": ms, "first_call_s": None, "second_call_s": None}
-        torch._dynamo.reset()
     if not given.no_prefill and variant != "stock-grouped":
         for graphs in (False, True):
             ms = prefill_ms(model, backend, format, graphs)
@@ -271,6 +270,7 @@ def run(variant: str, batches: list[int], given: argparse.Namespace) -> Iterator
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--variants", default="stock,stock-grouped,backend,prepared")
     parser.add_argument("--batches", default="1,8,64")
+    parser.add_argument("--loops", default="generate,decoding_loop,plain")
     parser.add_argument("--format", default="nvfp4")
     parser.add_argument("--no-prefill", action="store_true")
     parser.add_argument(
