@@ -14,18 +14,15 @@ import torch
 from .. import _library
 from ..experts import auto_a_format
 from ..meta import formats
-from ..meta.formats import FORMATS
+from ..meta.formats import ACTIVATION_CHOICES, FORMATS, FP4_FORMATS, check_activation_choice
 from ..meta.layouts import LAYOUTS
-
-ACTIVATION_CHOICES = {"auto": "auto", "bf16": "none", "fp8": "fp8", "int8": "int8"}
-"""What `activation` can be, and the `a_format` of `fp4::moe` that it asks for."""
 
 
 @dataclass(frozen=True)
 class Options:
     format: str = "nvfp4"
     activation: str = "auto"
-    """Of activations: "bf16" leaves them in the model's dtype, "fp8" and "int8" quantise, "auto" picks."""
+    """Of activations, one of ACTIVATION_CHOICES: "bf16" leaves them in the model's dtype, "auto" picks."""
     linear: bool = False
     """Whether linear layers outside experts run in 4 bits too."""
     strict: bool = False
@@ -56,6 +53,13 @@ class Options:
                     "Use activation='bf16' or 'auto'."
                 )
             return "int8", "asked for"
+        if self.activation in FP4_FORMATS:
+            if self.activation not in (LAYOUTS[layout].a_formats or FP4_FORMATS):
+                raise ValueError(
+                    f"fp4: activation={self.activation!r} finds no kernel for weights in layout {layout!r}. "
+                    "Use activation='bf16' or 'auto'."
+                )
+            return self.activation, "asked for"
         return "none", "asked for"
 
 
@@ -74,10 +78,7 @@ def parse(mode: str | None, options: Mapping[str, Any] | None) -> Options:
     if format not in FORMATS:
         raise ValueError(f"fp4: format is {format!r}; it must be one of: {', '.join(FORMATS)}")
     activation = given.pop("activation", "auto")
-    if activation not in ACTIVATION_CHOICES:
-        raise ValueError(
-            f"fp4: activation is {activation!r}; it must be one of: {', '.join(ACTIVATION_CHOICES)}"
-        )
+    check_activation_choice(activation, format)
     switches = {name: given.pop(name, False) for name in ("linear", "strict")}
     for name, value in switches.items():
         if not isinstance(value, bool):

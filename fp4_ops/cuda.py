@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import functools
 import importlib
+import importlib.util
 from collections.abc import Callable
 from functools import cache
 from types import ModuleType
@@ -20,21 +21,39 @@ from torch.library import Library
 
 from . import native
 from .meta.fakes import OPERATORS
+from .meta.formats import FORMATS
 from .meta.layouts import prefer
 from .sm90 import library as sm90_library
 
 LIBRARY = Library("fp4", "IMPL")
 TRITON = Library("fp4_triton", "DEF")
 
-prefer(
-    "cuda",
-    lambda: ("sm90_bf16", "sm90", "sm90_int4") if sm90_library.available(torch.cuda.current_device()) else (),
-)
-
 
 @cache
 def _kernels() -> ModuleType:
     return importlib.import_module(".triton.register", __package__)
+
+
+def _multiplies_fp4(format: str | None, a_format: str) -> bool:
+    """Whether this GPU's kernels of FP4 rows and weights, which are Triton's, take both."""
+    if (
+        format is None
+        or format != a_format
+        or not torch.cuda.is_available()
+        or importlib.util.find_spec("triton") is None
+    ):
+        return False
+    from .triton.scaled import support
+    from .triton.tiles import device_of
+
+    return support.takes(FORMATS[format], a_format, device_of(torch.device("cuda")))
+
+
+prefer(
+    "cuda",
+    lambda: ("sm90_bf16", "sm90", "sm90_int4") if sm90_library.available(torch.cuda.current_device()) else (),
+    plain=_multiplies_fp4,
+)
 
 
 def _on_cuda(name: str) -> Callable[..., Any]:

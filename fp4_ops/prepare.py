@@ -16,14 +16,14 @@ from .distributed.parts import Part, keep_local
 from .expert_lists import find_lists, linears, put, summary
 from .experts import Company, PackedWeight, Recipe, auto_a_format, interleave
 from .find_experts import OTHERWISE, Plan, find_experts, is_experts, logical_shape
-from .meta.formats import FORMATS, known_activation
+from .meta.formats import ACTIVATION_CHOICES, FORMATS, check_activation_choice, known_activation
 from .meta.layouts import LAYOUTS, packed_spec, preferred_layout
 from .quantization import Calibration, Method, find_method, quantize_weight
 from .quantization.weight import check_calibration, matrices_at_once, threads_of
 from .relayout import relayout
 
 # What `activation` means to the operators; None: by device, when it runs.
-A_FORMATS = {"auto": None, "bf16": "none", "fp8": "fp8", "int8": "int8"}
+A_FORMATS = {name: None if name == "auto" else a_format for name, a_format in ACTIVATION_CHOICES.items()}
 
 
 @dataclass(frozen=True)
@@ -102,9 +102,10 @@ def prepare(
         method.
     format: a name of `fp4_ops.meta.formats.FORMATS`: "nvfp4", "mxfp4", "int4", "int4_g64" or "int4_g32".
     activation: how activations enter the products. "bf16" leaves them in the model's dtype, "int8" quantises
-        them in blocks of 32 (CPU only), "fp8" by rows (CPU, Hopper). "auto" is int8 on a CPU; on Hopper the
-        model's dtype for few tokens and fp8 for many, or always fp8 for int4; elsewhere the
-        model's dtype.
+        them in blocks of 32 (CPU only), "fp8" by rows (CPU, Hopper). "nvfp4" and "mxfp4" quantise them to
+        the FP4 that the weights have: every device computes that, Blackwell's tensor cores multiply it, and
+        it costs accuracy (docs/accuracy.md). "auto" is int8 on a CPU; on Hopper the model's dtype for few
+        tokens and fp8 for many, or always fp8 for int4; elsewhere the model's dtype.
     method: how the weights are quantised, a name of `fp4_ops.quantization.METHODS`; see docs/accuracy.md.
     calibration: for the methods that need it, from `fp4_ops.quantization.calibrate(model, tokens)`.
     trainable_inputs: gradients pass through the experts to what goes into them, so that adapters (LoRA) and
@@ -123,8 +124,7 @@ def prepare(
     """
     if format not in FORMATS:
         raise ValueError(f"fp4: format is {format!r}; it must be one of: {', '.join(FORMATS)}")
-    if activation not in A_FORMATS:
-        raise ValueError(f"fp4: activation is {activation!r}; it must be one of: {', '.join(A_FORMATS)}")
+    check_activation_choice(activation, format)
     chosen = find_method(method, format)
     lists, unlike = find_lists(model)
     found, plans, refusals = find_experts(model, lists, unlike)

@@ -162,3 +162,23 @@ A_FORMATS = ("none", "auto", "int8", "fp8", *FP4_FORMATS)
 """
 
 A_FORMAT_NAMES = tuple(sorted(A_FORMATS))
+
+ACTIVATION_CHOICES = {"auto": "auto", "bf16": "none", **{n: n for n in ("fp8", "int8", *FP4_FORMATS)}}
+"""What `activation` can be of a whole model, and the `a_format` of `fp4::moe` that it asks for."""
+
+
+def check_activation_choice(activation: str, format: str | None) -> None:
+    """Raises ValueError unless it is one of them, and fits weights of this format (None: not known yet).
+
+    The operators multiply rows in FP4 by any weights, but no tensor core takes two formats.
+    """
+    if activation not in ACTIVATION_CHOICES:
+        raise ValueError(
+            f"fp4: activation is {activation!r}; it must be one of: {', '.join(ACTIVATION_CHOICES)}"
+        )
+    if activation in FP4_FORMATS and format not in (None, activation):
+        instead = f"activation={format!r}" if format in FP4_FORMATS else "activation='bf16' or 'auto'"
+        raise ValueError(
+            f"fp4: activation is {activation!r} and the weights' format is {format!r}; activations in FP4 "
+            f"need weights of the same format. Use {instead}, or weights in {activation!r}"
+        )

@@ -189,9 +189,17 @@ TILE16_K = 32
 _preferred: dict[str, Callable[[], tuple[str, ...]]] = {"cpu": lambda: ("tile16",)}
 
 
-def prefer(device_type: str, layouts: Callable[[], tuple[str, ...]]) -> None:
-    """Kernels of one device say which layouts they read fastest, asked for when weights are packed."""
-    _preferred[device_type] = layouts
+_plain: dict[str, Callable[[str | None, str], bool]] = {}
+
+
+def prefer(
+    device_type: str,
+    layouts: Callable[[], tuple[str, ...]],
+    plain: Callable[[str | None, str], bool] = lambda format, a_format: False,
+) -> None:
+    """Kernels of one device say which layouts they read fastest, asked for when weights are packed, and for
+    which (format, a_format) they read `plain` fastest."""
+    _preferred[device_type], _plain[device_type] = layouts, plain
 
 
 def preferred_layout(
@@ -206,5 +214,7 @@ def preferred_layout(
     `dtype`: of the activations, `format`: of the weights, where they are known. `a_format`: how activations
     will be quantised in front of each product, as `fp4::moe` names it.
     """
+    if device_type in _plain and _plain[device_type](format, a_format):
+        return "plain"
     names = _preferred.get(device_type, tuple)()
     return next((n for n in names if LAYOUTS[n].fits(weights, dtype, format, a_format)), "plain")

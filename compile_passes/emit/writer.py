@@ -4,6 +4,7 @@ product, the record of what was done.
 
 from __future__ import annotations
 
+import math
 import operator
 from collections.abc import Collection, Iterable, Sequence
 from typing import Any, NamedTuple
@@ -13,6 +14,7 @@ from torch import fx
 from torch._dynamo.source import AttrSource
 from torch._subclasses.fake_tensor import FakeTensorMode
 
+from ...meta.formats import FORMATS, FP4_FORMATS
 from ...meta.layouts import LAYOUTS, preferred_layout
 from .. import advice
 from ..graph.nodes import WeightRef, aten, need, need_own, refuse, shape, value
@@ -63,7 +65,18 @@ class Activations(NamedTuple):
     @property
     def are_quantised(self) -> bool:
         """Whether a single product takes them quantised: `fp4::moe` quantises its own."""
-        return self.format in ("int8", "fp8")
+        return self.format in ("int8", "fp8", *FP4_FORMATS)
+
+
+class QuantisedRows(NamedTuple):
+    """Activations of one product, as the operators take them."""
+
+    a: fx.Node
+    scale: fx.Node | None = None
+    global_scale: fx.Node | None = None
+    a_format: str = ""
+    finite: fx.Node | None = None
+    """bool [..., 1]: rows whose products are NaN where it is false, as no scale can say so."""
 
 
 class Writer:
@@ -173,20 +186,35 @@ class Writer:
         """How rows enter products with a weight in this layout, on the device of the parameter `like`."""
         return Activations(*self.options.a_format(value(like).device.type, layout))
 
-    def quantised(self, a: fx.Node, how: Activations, layout: str) -> tuple[fx.Node, fx.Node | None]:
+    def quantised(self, a: fx.Node, how: Activations, layout: str) -> QuantisedRows:
         """Rows of one product and their scales, for products with weights in this layout."""
         if not how.are_quantised:
-            return a, None
+            return QuantisedRows(a)
+        if how.format in FP4_FORMATS:
+            return self._in_fp4(a, how.format)
         if how.format == "int8":
             both = self.call(fp4.quantize_int8.default, a)
         else:
             both = self.call(fp4.quantize_fp8.default, a, layout=LAYOUTS[layout].a_layout)
-        return self.call(operator.getitem, both, 0), self.call(operator.getitem, both, 1)
+        return QuantisedRows(self.call(operator.getitem, both, 0), self.call(operator.getitem, both, 1))
+
+    def _in_fp4(self, a: fx.Node, format: str) -> QuantisedRows:
+        """As `fp4::moe` quantises: each row as a matrix of its own, and one with a NaN or infinity is NaN."""
+        call = self.call
+        finite = call(aten.all.dim, call(aten.isfinite.default, a), -1, True)
+        rows = call(aten.unsqueeze.default, call(aten.where.ScalarOther, finite, a, 0), -2)
+        made = call(fp4.quantize.default, rows, format)
+        packed, scale, factor = (call(operator.getitem, made, i) for i in range(3))
+        packed, scale = (call(aten.squeeze.dim, t, -2) for t in (packed, scale))
+        if FORMATS[format].has_global_scale:
+            factor = call(aten.where.ScalarOther, call(aten.squeeze.dim, finite, -1), factor, math.nan)
+            return QuantisedRows(packed, scale, factor, format)
+        return QuantisedRows(packed, scale, None, format, finite)
 
     def product(
         self,
         name: str,
-        rows: tuple[fx.Node, fx.Node | None],
+        rows: QuantisedRows,
         weight: Operands,
         spec: PackSpec | HeldSpec,
         out_dtype: torch.dtype,
@@ -194,11 +222,11 @@ class Writer:
         bias: fx.Node | None = None,
     ) -> fx.Node:
         """One product of `quantised` rows, by the operator of this name; `route`: offsets, ids or counts."""
-        a, scale = rows
-        return self.call(
-            getattr(fp4, name).default, a, *weight, *route, scale, bias,
-            format=spec.format, layout=spec.layout, out_dtype=out_dtype,
+        out = self.call(
+            getattr(fp4, name).default, rows.a, *weight, *route, rows.scale, bias, rows.global_scale,
+            format=spec.format, layout=spec.layout, a_format=rows.a_format, out_dtype=out_dtype,
         )  # fmt: skip
+        return out if rows.finite is None else self.call(aten.where.ScalarOther, rows.finite, out, math.nan)
 
     # --- what was done ---
 

@@ -22,8 +22,8 @@ from transformers.utils.quantization_config import QuantizationConfigMixin
 from .. import expert_parallel
 from ..find_experts import WHOLE_EXPERTS
 from ..meta.checks import FLOATING_OR_DOUBLE
-from ..meta.formats import FORMATS
-from ..prepare import A_FORMATS, prepare
+from ..meta.formats import FORMATS, check_activation_choice
+from ..prepare import prepare
 from .dialects import (
     Dialect,
     check_four_bits,
@@ -68,8 +68,8 @@ class FP4Config(QuantizationConfigMixin):
         **_: Any,
     ) -> None:
         self.quant_method: Any = METHOD
-        if activation not in A_FORMATS:
-            raise ValueError(f"fp4: activation is {activation!r}; it must be one of: {', '.join(A_FORMATS)}")
+        # Of a folder in 4 bits, each weight's own format counts.
+        check_activation_choice(activation, None if stored else format)
         self.format, self.activation, self.stored, self.device = format, activation, stored, device
         self.requantize, self.trainable_inputs, self.ep_group = requantize, trainable_inputs, ep_group
 

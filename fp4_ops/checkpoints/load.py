@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 from ..distributed.parts import keep_local
 from ..experts import IMPLEMENTATION, Company, PackedWeight, Recipe, interleave
-from ..meta.formats import FORMATS
+from ..meta.formats import FORMATS, check_activation_choice
 from ..meta.layouts import preferred_layout
 from ..prepare import A_FORMATS, check_activation, choose_implementation
 from ..tensor import FP4Tensor
@@ -333,6 +333,7 @@ def _attach(
     if reason := company.settle():
         report.plain[placed.name] = reason
     company.join()
+    check_activation_choice(activation, company.weights[0].format)
     check_activation(activation, device.type, company.weights[0].layout)
     for attribute, weight in weights.items():
         del module._parameters[attribute]
