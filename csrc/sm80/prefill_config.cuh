@@ -64,6 +64,7 @@ struct PrefillConfig {
   static constexpr int SumBytes = MaxTokens * Rows * 4;  // of a part of K
   static_assert(WarpTokens % 16 == 0 && Stages >= 2 && Stages + 2 <= kInfoSlots);
   static_assert(RowTiles * (TileScales / kPiece) <= Threads);
+  static_assert(RowTiles * (kTileCodes / kPiece) % Threads == 0);
 };
 
 template <class Config>

@@ -118,7 +118,10 @@ class PrefillBlock {
     const TileInfo& info = shared_.info[cursor_.slot];
     cursor_.width = info.width;
     cursor_.steps = info.steps;
-    if (info.width == 0) return;
+    if (info.width == 0) {
+      cursor_.row_tiles = cursor_.scale_tiles = 0;
+      return;
+    }
     const int row = threadIdx.x / kXPieces, piece = threadIdx.x % kXPieces;
     const int64_t row_bytes = int64_t(problem_.k) * 2;
     const int from = info.first * (kStepK * 2) + piece * kPiece;
@@ -138,8 +141,6 @@ class PrefillBlock {
     cursor_.scale_tiles = scale_tile < Config::RowTiles ? tiles - scale_tile : 0;
   }
 
-  __device__ __forceinline__ bool copies() const { return cursor_.steps > 0; }
-
   // X of a half step.
   __device__ __forceinline__ void copy_x() {
     const int row = threadIdx.x / kXPieces, piece = threadIdx.x % kXPieces;
@@ -148,10 +149,8 @@ class PrefillBlock {
     const int pass_bytes = kXPass * 2 * problem_.k;
 #pragma unroll
     for (int i = 0; i < ceil_div(Config::MaxTokens, kXPass); ++i) {
-      if (i * kXPass >= cursor_.width) break;
-      const bool there = i * kXPass < cursor_.rows && cursor_.x_left > 0;
-      copy_16(to + i * kXPass * kXRowBytes, there ? cursor_.x + int64_t(i) * pass_bytes : problem_.x,
-              there ? kPiece : 0);
+      copy_16(to + i * kXPass * kXRowBytes, cursor_.x + int64_t(i) * pass_bytes, i * kXPass < cursor_.width,
+              i * kXPass < cursor_.rows && cursor_.x_left > 0);
     }
     cursor_.x += kXRowBytes;
     cursor_.x_left -= kXRowBytes;
@@ -165,11 +164,11 @@ class PrefillBlock {
     const int64_t pass_bytes = int64_t(kCodePass) * problem_.tiling.steps * kTileCodes;
 #pragma unroll
     for (int i = 0; i < Config::RowTiles / kCodePass; ++i) {
-      if (i * kCodePass < cursor_.row_tiles)
-        copy_16_ahead(codes + i * kCodePass * kTileCodes, cursor_.codes + i * pass_bytes);
+      copy_16_ahead(codes + i * kCodePass * kTileCodes, cursor_.codes + i * pass_bytes,
+                    i * kCodePass < cursor_.row_tiles);
     }
-    if (cursor_.scale_tiles > 0)
-      copy_16_ahead(smem_address(shared_.scales[stage]) + threadIdx.x * kPiece, cursor_.scales);
+    copy_16_ahead(smem_address(shared_.scales[stage]) + threadIdx.x * kPiece, cursor_.scales,
+                  cursor_.scale_tiles > 0);
     cursor_.codes += kTileCodes;
     cursor_.scales += Config::TileScales;
     cursor_.stage = stage + 1 == Config::Stages ? 0 : stage + 1;
@@ -179,15 +178,13 @@ class PrefillBlock {
   // second half the weights of the step that follows.
   template <int kHalf>
   __device__ __forceinline__ void copy_half() {
-    if (copies()) {
-      copy_x();
-      if constexpr (kHalf == 1) {
-        if (--cursor_.steps == 0) {
-          cursor_.slot = next_slot(cursor_.slot);
-          aim();
-        }
-        if (copies()) copy_weights();
+    copy_x();
+    if constexpr (kHalf == 1) {
+      if (--cursor_.steps == 0) {
+        cursor_.slot = next_slot(cursor_.slot);
+        aim();
       }
+      copy_weights();
     }
     copy_commit();
   }
@@ -201,7 +198,7 @@ class PrefillBlock {
       __syncthreads();
       if (i == 0) {
         aim();
-        if (copies()) copy_weights();
+        copy_weights();
       } else {
         copy_half<1>();
       }

@@ -8,14 +8,23 @@ namespace fp4::sm80 {
 
 // ---- copies into shared memory that run beside the thread's own work ----
 
-// 16 bytes, of which the first `bytes` (0 to 16) are read, and the others are zero. Past L1.
-__device__ __forceinline__ void copy_16(uint32_t smem, const void* from, int bytes) {
-  asm volatile("cp.async.cg.shared.global [%0], [%1], 16, %2;" ::"r"(smem), "l"(from), "r"(bytes) : "memory");
+// If `wanted` 16 bytes, which are read if `there` and else are zeros. Past L1. Without branches, so that the
+// compiler can put other work between copies.
+__device__ __forceinline__ void copy_16(uint32_t smem, const void* from, bool wanted, bool there) {
+  asm volatile(
+      "{\n.reg .pred wanted;\nsetp.ne.b32 wanted, %3, 0;\n"
+      "@wanted cp.async.cg.shared.global [%0], [%1], 16, %2;\n}\n" ::"r"(smem),
+      "l"(from), "r"(there ? 16 : 0), "r"(static_cast<int>(wanted))
+      : "memory");
 }
 
-// 16 bytes of weights, which are read once: memory brings what lies beside them, too.
-__device__ __forceinline__ void copy_16_ahead(uint32_t smem, const void* from) {
-  asm volatile("cp.async.cg.shared.global.L2::256B [%0], [%1], 16;" ::"r"(smem), "l"(from) : "memory");
+// If `wanted` 16 bytes of weights, which are read once: memory brings what lies beside them, too.
+__device__ __forceinline__ void copy_16_ahead(uint32_t smem, const void* from, bool wanted) {
+  asm volatile(
+      "{\n.reg .pred wanted;\nsetp.ne.b32 wanted, %2, 0;\n"
+      "@wanted cp.async.cg.shared.global.L2::256B [%0], [%1], 16;\n}\n" ::"r"(smem),
+      "l"(from), "r"(static_cast<int>(wanted))
+      : "memory");
 }
 
 __device__ __forceinline__ void copy_commit() { asm volatile("cp.async.commit_group;" ::: "memory"); }

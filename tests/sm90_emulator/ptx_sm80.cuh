@@ -5,8 +5,12 @@
 
 namespace fp4::sm80 {
 
-inline void copy_16(uint32_t smem, const void* from, int bytes) { emulator::copy(smem, from, bytes); }
-inline void copy_16_ahead(uint32_t smem, const void* from) { emulator::copy(smem, from, 16); }
+inline void copy_16(uint32_t smem, const void* from, bool wanted, bool there) {
+  if (wanted) emulator::copy(smem, from, there ? 16 : 0);
+}
+inline void copy_16_ahead(uint32_t smem, const void* from, bool wanted) {
+  if (wanted) emulator::copy(smem, from, 16);
+}
 inline void copy_commit() { emulator::copy_commit(); }
 template <int Pending>
 void copy_wait() {
