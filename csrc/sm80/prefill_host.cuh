@@ -88,21 +88,23 @@ struct Size {
 };
 
 // Fitted to times on an H100 (docs/kernels.md). Cycles of a multiprocessor that all blocks of it share:
-//   kDecode        instructions that make the operands A of 16 rows by 32 K
-//   kBusy          how much longer half a step takes than its tensor cores' work, or its instructions
-//   kBarrier       the half step's start, which other blocks of the multiprocessor hide
-//   kTile, kStore  of a tile, and of each 32 sums of a warp
-//   kLatency       seconds from a copy's request to its arrival where memory is busy
-constexpr double kDecode = 27, kBusy = 1.06, kBarrier = 110, kTile = 2500, kStore = 6, kLatency = 1.3e-6;
-constexpr double kLaunch = 3e-6;
+//   kDecode, kFixed  a warp's instructions that make the operands A of 16 rows by 32 K; others of half a step
+//   kBusy, kBeside   how much longer half a step takes than its tensor cores' work (or its instructions, if
+//                    those are more), and how much of the other comes on top
+//   kBarrier         the half step's start, which other blocks of the multiprocessor hide
+//   kTile, kStore    of a tile, and of each 16 x 8 sums of a warp
+//   kLatency         seconds from a copy's request to its arrival where memory is busy
+//   kLaunch          seconds
+constexpr double kDecode = 24, kFixed = 28, kBusy = 1.3, kBeside = 0.52, kBarrier = 187, kTile = 3460,
+                 kStore = 12.8, kLatency = 1.42e-6, kLaunch = 3.5e-6;
 
-// Cycles of half a step of 64 K, if all multiprocessor's blocks do the same.
+// Cycles of half a step of 64 K, if all of the multiprocessor's blocks do the same.
 inline double half_step_cycles(const Candidate& c, int width, const Device& device, int blocks) {
   const double eights = double(width) / c.warps_n / 8, mmas = 4 * c.tiles_m * eights;
-  const double instructions = mmas + 2 * c.tiles_m * kDecode + 2 * eights + 60;
+  const double instructions = mmas + 2 * c.tiles_m * kDecode + 2 * eights + kFixed;
   const double tensor = mmas * device.mma_cycles;
-  return (std::max(tensor, instructions) * kBusy + 0.15 * std::min(tensor, instructions)) * c.warps() / 4 +
-         kBarrier / blocks;
+  const double warp = kBusy * std::max(tensor, instructions) + kBeside * std::min(tensor, instructions);
+  return warp * c.warps() / 4 + kBarrier / blocks;
 }
 
 inline double tile_cycles(const Candidate& c, int width, int steps, const Device& device, int blocks) {
@@ -129,7 +131,9 @@ inline void add_group(const Candidate& c, int rows, int steps, int tile_width, c
 
 // Cycles that it costs to share tiles: those of a part more, and of each of a tile's sums on its way through
 // memory.
-constexpr double kShareCycles = 3500, kShareSum = 0.3;
+constexpr double kBoth =
+    0.22;  // of the work of tensor cores and memory, the less, that the other does not hide
+constexpr double kShareCycles = 2170, kShareSum = 0.35;
 
 // A launch of a candidate that fits, for groups of equal expected size. How full the groups are is known on
 // the device only: as many are taken to be empty as when each row draws a group; half of the others one
@@ -165,7 +169,7 @@ inline Estimate estimate(const Candidate& c, const Size& size, const Device& dev
     const double pieces = double(shares.parts) / shares.left;  // of a tile, whose first adds the others' sums
     compute += cycles / pieces + share * std::max(1.0, pieces - 1);
   }
-  const double time = std::max(compute, memory) + 0.1 * std::min(compute, memory);
+  const double time = std::max(compute, memory) + kBoth * std::min(compute, memory);
   return {kLaunch + time / device.clock, share_below, tile_width, false};
 }
 
