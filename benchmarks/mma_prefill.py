@@ -1,0 +1,113 @@
+"""4-bit weights x bf16 activations by mma.sync (csrc/sm80), as GPUs without wgmma run them.
+
+    python benchmarks/mma_prefill.py [--library FILE] [--most-shared KB] [--tokens 128,512,2048,8192]
+        [--format nvfp4] [--all-candidates]
+
+The kernels are those of `_sm80.so`, or of `--library`: an H100 runs them if they are built for it, as
+`nvcc -gencode arch=compute_80,code=sm_90` does. `--most-shared 99` has launches use no more shared memory
+than sm_86, 89 and 120 have, 163 than sm_80. Microseconds a launch, TFLOP/s, what the bytes alone need at
+the rate of a copy, which is measured first, and torch's grouped product of bf16 weights. Bursts of 8 ms
+after a pause, with four routings (uniformly random) in turn; Gaussian weights.
+"""
+
+from __future__ import annotations
+
+import argparse
+import ctypes
+import functools
+from collections.abc import Iterator
+
+import record
+import torch
+from fp4_ops.meta.layouts import LAYOUTS
+from h200_prefill_w4a8 import gaussian_codes, microseconds, random_routing
+
+from fp4_ops.sm90 import library, prefill
+from fp4_ops.sm90.decode import Routing, Weight
+
+SHAPES = {  # experts, N, K, top-k
+    "qwen3-30b gate/up": (128, 1536, 2048, 8),
+    "qwen3-30b down": (128, 2048, 768, 8),
+    "gpt-oss-20b gate/up": (32, 5760, 2880, 4),
+    "gpt-oss-20b down": (32, 2880, 2880, 4),
+    "dsv3 gate/up": (32, 4096, 7168, 1),
+    "dsv3 down": (32, 7168, 2048, 1),
+    "mixtral-8x7b gate/up": (8, 28672, 4096, 2),
+    "mixtral-8x7b down": (8, 4096, 14336, 2),
+}
+BLOCK = {"nvfp4": 16, "mxfp4": 32}
+ROUTINGS = 4
+"""In turn, so that weights of other experts lie in L2."""
+
+
+def random_weight(groups: int, n: int, k: int, block: int) -> Weight:
+    """In the layout's bytes: scales 2^-4 to 2^3, times what they stand for."""
+    kp = -(-k // 128) * 128
+    layout = LAYOUTS["mma_bf16" if "mma_bf16" in LAYOUTS else "sm90_bf16"]
+    scales = torch.randint(6 << 3, 13 << 3, (groups * n * kp // block,), device="cuda").to(torch.uint8)
+    factor = torch.rand(groups, device="cuda") + 0.5
+    codes = gaussian_codes(groups * n * kp // 2)
+    return Weight(codes, scales, factor, None, groups, n, kp, layout, block)
+
+
+def copy_rate() -> float:
+    """Bytes a second, read and written."""
+    a = torch.empty(1 << 29, dtype=torch.uint8, device="cuda")
+    b = torch.empty_like(a)
+    return 2 * a.numel() / microseconds(lambda _: b.copy_(a)) * 1e6
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--library")
+    parser.add_argument("--most-shared", type=int, default=0)
+    parser.add_argument("--tokens", default="128,512,2048,8192")
+    parser.add_argument("--format", default="nvfp4", choices=BLOCK)
+    parser.add_argument("--all-candidates", action="store_true")
+    parser.add_argument("--no-torch", action="store_true")
+
+
+def rows(args: argparse.Namespace) -> Iterator[record.Row]:
+    torch.manual_seed(1)
+    library.FILE = args.library or "_sm80.so"
+    library.library.cache_clear()
+    loaded = library.library()
+    assert isinstance(loaded, ctypes.CDLL), f"{library.FILE} is not built"
+    loaded.fp4_kernel_prefill_most_shared(args.most_shared * 1024)
+    kernel, sms = prefill.for_block("bf16", BLOCK[args.format]), library.multiprocessors(0)
+    names, rate = prefill.candidates(kernel), copy_rate()
+    for name, (groups, n, k, top_k) in SHAPES.items():
+        w = random_weight(groups, n, k, BLOCK[args.format])
+        dense = None if args.no_torch else torch.randn(groups, n, k, device="cuda", dtype=torch.bfloat16)
+        for tokens in map(int, args.tokens.split(",")):
+            m = tokens * top_k
+            routings = [random_routing(tokens, groups, top_k) for _ in range(ROUTINGS)]
+            x = torch.randn(m, k, device="cuda", dtype=torch.bfloat16)
+            out = torch.empty(m, n, dtype=torch.bfloat16, device="cuda")
+            hit = sum((r.diff(prepend=r.new_zeros(1)) > 0).sum().item() for r in routings) / ROUTINGS
+            weight_bytes = hit * n * w.kp * (0.5 + 1 / BLOCK[args.format])
+
+            def launch(config: int, i: int) -> None:
+                prefill.run(x, None, w, routings[i % ROUTINGS], Routing.OFFS, m, out, config=config)  # noqa: B023
+
+            def theirs(i: int) -> None:
+                torch._grouped_mm(x, dense.transpose(-2, -1), routings[i % ROUTINGS])  # noqa: B023
+
+            choice = prefill.choose(Routing.OFFS, groups, m, n, w.kp, sms, kernel)
+            peer = None if dense is None else microseconds(theirs, repeats=3)
+            configs = range(len(names)) if args.all_candidates else [choice.candidate]
+            for config in configs:
+                if prefill.choose(Routing.OFFS, groups, m, n, w.kp, sms, kernel, config).candidate < 0:
+                    continue  # it needs more shared memory
+                us = microseconds(functools.partial(launch, config), repeats=3)
+                yield {
+                    "table": "mma_prefill", "shape": name, "experts": groups, "n": n, "k": k,
+                    "tokens": tokens,
+                    "us": us, "tflop_per_s": 2e-6 * m * n * k / us,
+                    "bytes_us": (weight_bytes + 2 * m * (k + n)) / rate * 1e6, "torch_bf16_us": peer,
+                    "model_us": 1e6 * choice.seconds if config == choice.candidate else None,
+                    "candidate": names[config], "chosen": config == choice.candidate,
+                }  # fmt: skip
+
+
+if __name__ == "__main__":
+    record.main(__doc__, add_arguments, rows)
