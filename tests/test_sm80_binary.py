@@ -1,0 +1,85 @@
+"""Prefill by mma.sync as machine code for each GPU, read without one; and its choice among candidates."""
+
+import ctypes
+import re
+import subprocess
+from pathlib import Path
+
+import pytest
+from test_sm90_binary import run, tool
+
+import fp4_ops
+from fp4_ops.sm90 import prefill
+
+BINARY = Path(fp4_ops.__file__).parent / "_sm80.so"
+pytestmark = pytest.mark.skipif(not BINARY.exists(), reason="_sm80.so is not built")
+KERNELS = [4, 5]  # nvfp4, mxfp4
+CONTIGUOUS = 1
+SIZES = [
+    *((128, m, 1536, 2048) for m in (8, 512, 8192, 65536)),
+    *((8, m, 28672, 4096) for m in (8, 256, 4096, 16384)),
+    *((32, m, 2880, 2944) for m in (4, 256, 4096, 32768)),
+    (1, 1, 64, 128),
+    (300, 40000, 512, 7168),
+]
+"""Groups, rows, N and padded K."""
+
+
+@pytest.fixture(scope="module")
+def cubins(tmp_path_factory) -> list[Path]:
+    folder = tmp_path_factory.mktemp("sm80")
+    subprocess.run(
+        [tool("cuobjdump"), "-xelf", "all", str(BINARY)], cwd=folder, check=True, capture_output=True
+    )
+    return sorted(folder.glob("*.cubin"))
+
+
+def test_kernels_keep_to_their_registers(cubins):
+    """All multiply in bf16, copy past the registers and spill nothing."""
+    seen = 0
+    for cubin in cubins:
+        text = run([tool("nvdisasm"), "-c", str(cubin)])
+        for name, body in re.findall(r"\.section\s+\.text\.(\S+?),(.*?)(?=\.section\s|\Z)", text, re.S):
+            if "4sm8014prefill_kernel" not in name:
+                continue
+            seen += 1
+            for instruction in (
+                r"HMMA\.16816\.F32\.BF16\s",
+                r"LDGSTS\.E\.BYPASS\.128",
+                r"LDSM\.16\.M88\.4",
+                r"LDGDEPBAR",
+            ):
+                assert re.search(instruction, body), (cubin.name, name, instruction)
+            assert not re.search(r"\b(?:LDL|STL)\b", body), (cubin.name, name)
+    assert seen
+
+
+@pytest.fixture
+def library():
+    loaded = ctypes.CDLL(str(BINARY))
+    loaded.fp4_kernel_prefill_choose.restype = prefill.Choice
+    loaded.fp4_kernel_prefill_config_name.restype = ctypes.c_char_p
+    yield loaded
+    loaded.fp4_kernel_prefill_most_shared(0)
+
+
+@pytest.mark.parametrize("kernel", KERNELS)
+@pytest.mark.parametrize("sms", [28, 84, 108, 132, 170])
+def test_every_gpu_has_a_candidate(library, kernel, sms):
+    """With as little shared memory as there is; more rows an expert are given wider tiles."""
+    library.fp4_kernel_prefill_most_shared(99 * 1024)
+    tokens = []
+    for size in SIZES:
+        choice = library.fp4_kernel_prefill_choose(kernel, CONTIGUOUS, *size, sms, -1)
+        assert choice.candidate >= 0 and 0 < choice.seconds < 1
+        name = library.fp4_kernel_prefill_config_name(kernel, choice.candidate).decode()
+        tokens.append(int(re.search(r"tokens (\d+)", name)[1]))
+    for few, *_, many in (tokens[:4], tokens[4:8], tokens[8:12]):
+        assert few <= 32 and many >= 64, tokens
+
+
+@pytest.mark.parametrize("kernel", KERNELS)
+def test_other_kernels_have_no_candidates(library, kernel):
+    assert library.fp4_kernel_prefill_configs(kernel) > 1
+    assert library.fp4_kernel_prefill_configs(0) == 0
+    assert library.fp4_kernel_prefill_choose(0, CONTIGUOUS, *SIZES[0], 132, -1).candidate == -1
