@@ -37,7 +37,7 @@ BLOCK_MEMORY = {
 """Bytes of shared memory that a thread block may have."""
 MULTIPROCESSORS = {80: 108, 86: 84, 89: 128, 90: 132, 100: 148, 103: 160, 120: 170, 121: 48}
 ARCHITECTURES = tuple(a for a in BLOCK_MEMORY if a != 103)
-"""Those for which the product kernel of all GPUs is compiled; it is the same for sm_103 as for sm_100."""
+"""Those for which the product kernel of all GPUs is compiled; that of FP4 rows is for sm_103, too."""
 
 FAMILIES = ((80, 86, 89), (90,), (100,), (120, 121))
 """Architectures for which Triton makes one PTX. What ptxas makes of it, and what it must fit in, differ."""
