@@ -92,7 +92,7 @@ bench: $(VENV)/built
 	$(BIN)/python benchmarks/cpu_vs_ggml.py
 
 clean:
-	rm -rf build dist $(VENV) fp4_ops/_C*.so fp4_ops/_sm90.so *.egg-info
+	rm -rf build dist $(VENV) fp4_ops/_C*.so fp4_ops/_sm90.so fp4_ops/_nvlink.so *.egg-info
 
 # A torch that is already there (2.11 or later) is used, and nothing is downloaded for it.
 $(VENV)/deps: pyproject.toml constraints.txt

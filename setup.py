@@ -99,6 +99,12 @@ NVCC_FLAGS = [
     "-Xcompiler=-fPIC",
 ]
 
+# Any GPU with NVLink runs these: there is machine code for Hopper, and PTX for others.
+NVLINK_FLAGS = [
+    "-gencode=arch=compute_80,code=compute_80",
+    "-gencode=arch=compute_90,code=[sm_90,compute_90]",
+    *["-O3", "-std=c++17", "-Xcompiler=-fPIC"],
+]
 
 OLDEST_NVCC = (12, 8)
 
@@ -184,6 +190,7 @@ class Build(BuildExtension):
         folder = (Path() if in_place else Path(self.build_lib)) / "fp4_ops"
         self._build_hopper(folder / "_sm90.so")
         self._build_runtime(folder / "_C_cuda.so", wanted=(folder / "_sm90.so").exists())
+        self._build_nvlink(folder / "_nvlink.so", wanted=(folder / "_sm90.so").exists())
 
     def _build_runtime(self, target: Path, wanted: bool) -> None:
         """The operators of csrc/cuda, where the kernels that they launch are built."""
@@ -211,6 +218,32 @@ class Build(BuildExtension):
         libraries = [*(f"-L{folder}" for folder in library_paths()), "-Wl,--no-as-needed", "-ltorch"]
         libraries += ["-ltorch_cpu", "-lc10", "-ldl"]
         subprocess.run([compiler, "-shared", *objects, *libraries, "-o", str(target)], check=True)
+
+    def _build_nvlink(self, target: Path, wanted: bool) -> None:
+        """The exchange between GPUs of csrc/nvlink, where kernels for them are built."""
+        if not wanted:
+            target.unlink(missing_ok=True)
+            return
+        folder = Path("csrc/nvlink")
+        sources = sorted(folder.glob("*.cu"))
+        headers = [*folder.glob("*.cuh"), *folder.glob("*.h")]
+        if is_newer(target, *sources, *headers):
+            return
+        nvcc, why = find_nvcc()
+        if nvcc is None:
+            target.unlink(missing_ok=True)
+            print(f"fp4_ops: {why}, so the exchange between GPUs is torch.distributed's")
+            return
+
+        def compile_one(source: Path, to: Path) -> None:
+            if is_newer(to, source, *headers, Path(__file__)):
+                return
+            part = to.with_suffix(".part.o")
+            subprocess.run([nvcc, *NVLINK_FLAGS, "-c", str(source), "-o", str(part)], check=True)
+            part.replace(to)
+
+        objects = run_parallel(compile_one, sources, Path("build/nvlink"))
+        subprocess.run([nvcc, *NVLINK_FLAGS, "-shared", *objects, "-o", str(target)], check=True)
 
     def _build_hopper(self, target: Path) -> None:
         folders = Path("csrc/device"), Path("csrc/sm90")

@@ -7,9 +7,34 @@ from __future__ import annotations
 
 from typing import Any
 
-from torch import Tensor
+import torch
+from torch import Tensor, nn
 
-from .experts import IMPLEMENTATION, Recipe, run_experts
+from .distributed.workspace import MAX_TOKENS, connect
+from .experts import IMPLEMENTATION, PackedWeight, Recipe, run_experts
+
+
+def connect_model(model: nn.Module, dtype: torch.dtype, max_tokens: int = MAX_TOKENS) -> str:
+    """Workspaces for the groups over which a model's 4-bit experts are spread; all their processes call it.
+
+    Returns how tokens will reach them, in words; "" where none are spread.
+    """
+    found: dict[str, tuple[torch.device, int]] = {}
+    for module in model.modules():
+        recipe: Recipe | None = getattr(module, "_fp4_recipe", None)
+        if recipe is None or recipe.part is None or recipe.part.kind != "spread":
+            continue
+        up: PackedWeight = getattr(module, recipe.form.gate_up)
+        _, hidden = found.get(recipe.part.group_name, (None, 0))
+        found[recipe.part.group_name] = up.packed.device, max(hidden, up.k)
+    reasons = [
+        connect("fp4_ops.prepare", name, device, hidden * dtype.itemsize, max_tokens)
+        for name, (device, hidden) in found.items()
+    ]
+    if not found:
+        return ""
+    why = next(filter(None, reasons), "")
+    return f"torch.distributed ({why})" if why else f"NVLink, up to {max_tokens} tokens a process"
 
 
 def register() -> None:

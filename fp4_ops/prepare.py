@@ -13,7 +13,9 @@ from torch import Tensor, nn
 from . import experts
 from .distributed.collectives import Group
 from .distributed.parts import Part, keep_local
+from .distributed.workspace import MAX_TOKENS
 from .expert_lists import find_lists, linears, put, summary
+from .expert_parallel import connect_model
 from .experts import Company, PackedWeight, Recipe, auto_a_format, interleave
 from .find_experts import OTHERWISE, Plan, find_experts, is_experts, logical_shape
 from .meta.formats import ACTIVATION_CHOICES, FORMATS, check_activation_choice, known_activation
@@ -53,6 +55,8 @@ class PrepareReport:
     layout: str
     activations: str
     modules: list[PreparedModule] = field(default_factory=list)
+    exchange: str = ""
+    """How tokens reach experts that are spread over processes."""
 
     @property
     def prepared(self) -> list[PreparedModule]:
@@ -70,6 +74,8 @@ class PrepareReport:
         done, left = len(self.prepared), len(self.modules) - len(self.prepared)
         head = f"prepared {done} experts modules, {left} left alone: {self.format}, layout {self.layout}, "
         lines = [head + f"activations {self.activations}", *(f"  {m}" for m in self.modules)]
+        if self.exchange:
+            lines.append(f"  between processes: {self.exchange}")
         if left:
             lines.append(f"  {OTHERWISE}")
         return "\n".join([*lines, f"expert weights {_mib(self.bytes_before)} -> {_mib(self.bytes_after)}"])
@@ -88,6 +94,7 @@ def prepare(
     calibration: Calibration | None = None,
     trainable_inputs: bool = False,
     ep_group: Any = None,
+    max_tokens: int = MAX_TOKENS,
 ) -> PrepareReport:
     """Replaces the expert weights of a transformers model by 4-bit ones, in place; the originals are freed.
 
@@ -117,6 +124,8 @@ def prepare(
         often.
         None: each process has all experts, or the part of them that transformers gave it (DTensors, by
         `DistributedConfig(tp_size, ep_size)`), whose results transformers adds up. See docs/several_gpus.md.
+    max_tokens: of experts that are spread over GPUs of one node, the most tokens that a process brings to a
+        block at once by NVLink: it sizes the buffers. Calls with more go by torch.distributed's collectives.
 
     Returns a report with one entry for each experts module; those that fp4::moe cannot express are left
     alone and keep running as before, with the reason in the report. Raises ValueError if nothing could be
@@ -125,6 +134,8 @@ def prepare(
     if format not in FORMATS:
         raise ValueError(f"fp4: format is {format!r}; it must be one of: {', '.join(FORMATS)}")
     check_activation_choice(activation, format)
+    if max_tokens < 1:
+        raise ValueError(f"fp4: max_tokens is {max_tokens}; it must be at least 1")
     chosen = find_method(method, format)
     lists, unlike = find_lists(model)
     found, plans, refusals = find_experts(model, lists, unlike)
@@ -172,7 +183,8 @@ def prepare(
     a_format = A_FORMATS[activation] or f"{auto_a_format(device, layout)} (auto)"
     if not plans:
         a_format = "none"
-    report = PrepareReport(format, layout, a_format)
+    exchange = connect_model(model, dtype, max_tokens)
+    report = PrepareReport(format, layout, a_format, exchange=exchange)
     for name in found:
         if name in plans:
             before, after = sizes[name]

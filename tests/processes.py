@@ -1,4 +1,4 @@
-"""Starts a script several times, as torchrun would: one process a rank, gloo on the CPU."""
+"""Starts a script several times, as torchrun would: one process a rank, on the CPU, or each with a GPU."""
 
 from __future__ import annotations
 
@@ -23,13 +23,13 @@ def free_port() -> int:
         return free.getsockname()[1]
 
 
-def start(script: str, ranks: int, *args: object) -> list[subprocess.Popen[bytes]]:
+def start(script: str, ranks: int, *args: object, gpus: bool = False) -> list[subprocess.Popen[bytes]]:
     """`script`, beside this file, with each rank's place in the environment."""
     port, processes = free_port(), []
     for rank in range(ranks):
         env = environment(
             RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE=str(ranks),
-            OMP_NUM_THREADS="1", CUDA_VISIBLE_DEVICES="",
+            OMP_NUM_THREADS="1", **({} if gpus else {"CUDA_VISIBLE_DEVICES": ""}),
             MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port),
         )  # fmt: skip
         command = [sys.executable, str(Path(__file__).parent / script), *map(str, args)]
@@ -37,9 +37,11 @@ def start(script: str, ranks: int, *args: object) -> list[subprocess.Popen[bytes
     return processes
 
 
-def outcomes(script: str, ranks: int, folder: Path, *args: object) -> list[dict[str, Any]]:
+def outcomes(
+    script: str, ranks: int, folder: Path, *args: object, gpus: bool = False
+) -> list[dict[str, Any]]:
     """What each rank wrote into `folder`, its first argument, as rank0.json, ..."""
-    processes = start(script, ranks, folder, *args)
+    processes = start(script, ranks, folder, *args, gpus=gpus)
     logs = [p.communicate(timeout=600)[0].decode() for p in processes]
     assert not any(p.returncode for p in processes), "\n".join(log[-4000:] for log in logs)
     return [json.loads((folder / f"rank{rank}.json").read_text()) for rank in range(ranks)]

@@ -1,4 +1,6 @@
-"""One of several processes that call the operators over a group: `python spread_experts.py FOLDER`.
+"""One of several processes that call the operators over a group: `python spread_experts.py FOLDER [WAY]`.
+
+WAY: gloo, on the CPU; nccl, each rank on a GPU; nvlink, the same with a workspace.
 
 FOLDER gets `rank0.json`, ...: what became of each situation. All ranks draw the same weights and all ranks'
 tokens, and compare their own rows with float64 over exactly dequantised weights.
@@ -21,10 +23,16 @@ from reference import FORMATS, GATES, assert_close, random_weight, rows_per_colu
 
 import fp4_ops  # noqa: F401  loads the operators
 from fp4_ops.distributed.shares import own_experts
+from fp4_ops.distributed.workspace import connect
 
 FOLDER = Path(sys.argv[1])
+WAY = sys.argv[2] if len(sys.argv) > 2 else "gloo"
+DEVICE = "cpu" if WAY == "gloo" else f"cuda:{os.environ['LOCAL_RANK']}"
 SEED = int(os.environ.get("FP4_TEST_SEED", "0"))
 FLOATS = (torch.float32, torch.bfloat16, torch.float16)
+ON_GPU = WAY != "gloo"
+QUANTISED = "fp8" if ON_GPU else "int8"
+"""Activations, where a test wants them so; on GPUs layout plain leaves them alone."""
 
 
 def cut(w: reference.Weight, own: range) -> tuple[Any, ...]:
@@ -45,18 +53,24 @@ class Case:
         self.dtype = fixed.get("dtype") or rng.choice(FLOATS)
         layout = rng.choice(("plain", "tile16"))
         hidden, inner = 2 * rng.choice((16, 24, 47)), 2 * rng.choice((8, 16, 33))
+        if ON_GPU:
+            layout = rng.choice(("plain", "sm90")) if self.format in ("nvfp4", "mxfp4") else "plain"
+            self.a_format = rng.choice(("none", "fp8")) if layout == "sm90" else "none"
+            self.dtype = torch.float16 if self.dtype == torch.float16 else torch.bfloat16
+            if layout == "sm90":
+                hidden, inner = rng.choice((128, 256, 320)), rng.choice((64, 128))
         self.hidden, self.inner, self.top_k = hidden, inner, rng.randint(1, 3)
         n = rows_per_column(self.activation) * inner
-        self.w13 = random_weight(self.format, experts, n, hidden, layout=layout)
-        self.w2 = random_weight(self.format, experts, hidden, inner, layout=layout)
+        self.w13 = random_weight(self.format, experts, n, hidden, layout=layout, device=DEVICE)
+        self.w2 = random_weight(self.format, experts, hidden, inner, layout=layout, device=DEVICE)
         biases = fixed.get("biases") or rng.random() < 0.5
-        self.b13 = torch.randn(experts, n) if biases else None
-        self.b2 = torch.randn(experts, hidden) if biases else None
+        self.b13 = torch.randn(experts, n).to(DEVICE) if biases else None
+        self.b2 = torch.randn(experts, hidden).to(DEVICE) if biases else None
         low, high = fixed.get("ids", (-1, experts + 1))
         dtype = rng.choice((torch.int32, torch.int64))
-        self.x = [torch.randn(t, hidden).to(self.dtype) for t in counts]
-        self.ids = [torch.randint(low, high, (t, self.top_k)).to(dtype) for t in counts]
-        self.weights = [torch.rand(t, self.top_k) for t in counts]
+        self.x = [torch.randn(t, hidden).to(DEVICE, self.dtype) for t in counts]
+        self.ids = [torch.randint(low, high, (t, self.top_k)).to(DEVICE, dtype) for t in counts]
+        self.weights = [torch.rand(t, self.top_k).to(DEVICE) for t in counts]
         self.own = own_experts(experts, ranks, rank)
 
     def operands(self) -> tuple[Any, ...]:
@@ -92,9 +106,11 @@ class Case:
         whole = (*self.w13.operands(), *self.w2.operands(), self.b13, self.b2)
         one = torch.ops.fp4.moe(x, ids, weights, *whole, **self.options(out_dtype=torch.float32)).double()
         typical = one.norm().item()
-        assert_close(got, one, self.dtype, self.hidden * self.top_k, typical=typical, more=between)
+        # On GPUs kernels for few and for many rows round what lies between to other dtypes.
+        factor = 3.0 if ON_GPU else 1.0
+        assert_close(got, one, self.dtype, self.hidden * self.top_k, factor, typical=typical, more=between)
         want = reference.moe(*args, self.b2, **kwargs)
-        assert_close(got, want, self.dtype, self.hidden, factor=2.0, typical=typical, more=between)
+        assert_close(got, want, self.dtype, self.hidden, 2 * factor, typical=typical, more=between)
 
 
 def group_calls(rng: random.Random, ranks: int, rank: int) -> dict[str, Any]:
@@ -144,7 +160,7 @@ def group_calls(rng: random.Random, ranks: int, rank: int) -> dict[str, Any]:
             same(case(experts=experts, counts=[count]))
 
     def equal_bits_on_all_ranks():
-        c = case(experts=7, counts=[12], a_format="int8")
+        c = case(experts=7, counts=[12], a_format=QUANTISED)
         bits = c.call("same", 0).float()
         told = [torch.empty_like(bits) for _ in range(ranks)]
         dist.all_gather(told, bits)
@@ -168,23 +184,23 @@ def group_calls(rng: random.Random, ranks: int, rank: int) -> dict[str, Any]:
             [13 + r for r in range(ranks)],
             [21] * ranks,
         ):  # no other size is such a number
-            c.x, c.counts = [torch.randn(t, c.hidden).bfloat16() for t in counts], counts
-            c.ids = [torch.randint(0, 5, (t, c.top_k)) for t in counts]
-            c.weights = [torch.rand(t, c.top_k) for t in counts]
+            c.x, c.counts = [torch.randn(t, c.hidden).to(DEVICE, c.dtype) for t in counts], counts
+            c.ids = [torch.randint(0, 5, (t, c.top_k)).to(DEVICE) for t in counts]
+            c.weights = [torch.rand(t, c.top_k).to(DEVICE) for t in counts]
             c.check(c.call("own", rank, compiled), rank)
         assert len(graphs) == 1, len(graphs)
 
     def all_reduce():
         for dtype in FLOATS:
-            parts = [torch.randn(5, 7).to(dtype) for _ in range(ranks)]
+            parts = [torch.randn(5, 8).to(DEVICE, dtype) for _ in range(ranks)]
             mine = parts[rank].clone()
             got = torch.ops.fp4.all_reduce(mine.T, group_name=dist.group.WORLD.group_name)
             assert torch.equal(mine, parts[rank]), "its argument changed"
-            assert_close(got, sum(p.double() for p in parts).T, dtype, ranks, typical=35**0.5)
-        assert torch.ops.fp4.all_reduce(torch.empty(0, 3), group_name=dist.group.WORLD.group_name).shape == (
-            0,
-            3,
+            assert_close(got, sum(p.double() for p in parts).T, dtype, ranks, typical=40**0.5)
+        none = torch.ops.fp4.all_reduce(
+            torch.empty(0, 3, device=DEVICE), group_name=dist.group.WORLD.group_name
         )
+        assert none.shape == (0, 3)
 
     def a_smaller_group():
         group = dist.new_group([0, ranks - 1])
@@ -223,7 +239,9 @@ def refusals(rng: random.Random, ranks: int, rank: int) -> dict[str, Any]:
         c.call("own", rank, group_name="nobody's")
 
     def ranks_that_differ():
-        other = Case(rng, ranks, rank, experts=4, counts=[3] * ranks, dtype=FLOATS[1 if rank else 0])
+        other = Case(
+            rng, ranks, rank, experts=4, counts=[3] * ranks, format="int4", dtype=FLOATS[1 if rank else 2]
+        )
         other.call("own", rank)
 
     def an_unknown_mode():
@@ -255,8 +273,13 @@ def refusals(rng: random.Random, ranks: int, rank: int) -> dict[str, Any]:
 
 
 def main() -> None:
-    dist.init_process_group("gloo", timeout=timedelta(seconds=60))
+    if ON_GPU:
+        torch.cuda.set_device(DEVICE)
+    dist.init_process_group("nccl" if ON_GPU else "gloo", timeout=timedelta(seconds=60))
     torch.set_num_threads(1)
+    if WAY == "nvlink":
+        why = connect("a test", dist.group.WORLD.group_name, torch.device(DEVICE), 640, 64)
+        assert why == "", why
     ranks, rank = dist.get_world_size(), dist.get_rank()
     rng = random.Random(SEED)
     results = group_calls(rng, ranks, rank) | refusals(rng, ranks, rank)

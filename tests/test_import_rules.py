@@ -50,6 +50,7 @@ FOLDERS = {
     "cpu": {"common", "cpu"},
     "device": {"common", "device"},
     "sm90": {"common", "device", "sm90"},
+    "nvlink": {"nvlink"},
     "cuda": {"common", "cuda", "device"},
 }
 

@@ -144,6 +144,7 @@ class FP4HfQuantizer(HfQuantizer):
             dtype=model.dtype,
             device_of=_device_of(model),
         )
+        expert_parallel.connect_model(model, model.dtype)
         return model
 
     def get_state_dict_and_metadata(self, model: Any) -> tuple[dict[str, torch.Tensor], dict[str, str]]:

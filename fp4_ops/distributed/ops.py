@@ -1,9 +1,12 @@
 """`fp4::moe_ep` and `fp4::all_reduce`: `fp4::moe` between torch.distributed's collectives.
 
-What ranks add is added in float32, and rounded once to the result's dtype.
+What ranks add is added in float32, and rounded once to the result's dtype. Where the group's ranks have a
+workspace (NVLink) kernels carry the exchange, and each rank's part is rounded to that dtype before.
 """
 
 from __future__ import annotations
+
+from dataclasses import dataclass
 
 import torch
 import torch.nn.functional as F
@@ -11,6 +14,7 @@ from torch import Tensor
 from torch.library import Library
 
 from ..meta import checks, group_checks
+from . import workspace
 from .collectives import Group
 from .shares import own_experts
 
@@ -43,58 +47,106 @@ def moe_ep(
             f"fp4::moe_ep: w13 has {experts.up.groups} experts; of {num_experts} on {group.size} ranks, rank "
             f"{group.rank} must have {len(own)}"
         )
-    rows = _Rows.of(group, x, topk_ids, topk_weights, max_tokens) if tokens == "own" else None
-    if rows is not None:
-        x, topk_ids, topk_weights = rows.all
-    pairs = x.shape[0] * topk_ids.shape[1]
-    here = (topk_ids >= own.start) & (topk_ids < own.stop)
-    part = torch.ops.fp4.moe(
-        x, torch.where(here, topk_ids - own.start, -1), topk_weights,
-        w13, w13_scale, w13_global_scale, w2, w2_scale, w2_global_scale, w13_bias, w2_bias,
-        format=format, layout=layout, activation=activation,
-        a_format=_of_all(a_format, experts, num_experts, pairs, x.device), out_dtype=torch.float32,
+    local = _Local(
+        experts, num_experts, own,
+        (w13, w13_scale, w13_global_scale, w2, w2_scale, w2_global_scale, w13_bias, w2_bias),
+        {"format": format, "layout": layout, "activation": activation}, a_format,
     )  # fmt: skip
-    return (group.sum(part) if rows is None else rows.sum_of_own(part)).to(dtype)
+    space = workspace.of(group_name) if x.is_cuda else None
+    if tokens == "same":
+        pairs = topk_ids.numel()
+        ids = topk_ids - own.start if own.start else topk_ids  # those of others are in no range
+        if space is not None and space.sums(x.numel() * dtype.itemsize):
+            return space.all_reduce(local(x, ids, topk_weights, pairs, dtype))
+        return group.sum(local(x, ids, topk_weights, pairs, torch.float32)).to(dtype)
+    counts = _counts(group, space, x, topk_ids, topk_weights, max_tokens)
+    pairs, most = sum(counts) * topk_ids.shape[1], max(counts)
+    wide = x.shape[1] * max(x.itemsize, dtype.itemsize), x.shape[1] * min(x.itemsize, dtype.itemsize)
+    if space is not None and most and all(space.takes(most, w, topk_ids.shape[1]) for w in wide):
+        given = space.gather(
+            as_operand(x), topk_ids.contiguous(), topk_weights.contiguous(), most, num_experts
+        )
+        part = local(*given, pairs, dtype)
+        return space.reduce(part, given[1], topk_ids.contiguous(), most, num_experts)
+    rows = _Rows(group, counts, x.shape[0])
+    x, topk_ids, topk_weights = (
+        rows.of_all(t, padding) for t, padding in ((x, 0), (topk_ids, -1), (topk_weights, 0))
+    )
+    part = local(x, topk_ids - own.start, topk_weights, pairs, torch.float32)
+    return rows.sum_of_own(part).to(dtype)
+
+
+@dataclass(frozen=True)
+class _Local:
+    """`fp4::moe` with the experts of this rank; ids of others are outside [0, len(own))."""
+
+    experts: checks.Experts
+    num_experts: int
+    own: range
+    operands: tuple[Tensor | None, ...]
+    options: dict[str, str]
+    a_format: str
+
+    def __call__(self, x: Tensor, ids: Tensor, weights: Tensor, pairs: int, dtype: torch.dtype) -> Tensor:
+        """pairs: of tokens and experts, of all ranks."""
+        a_format = _of_all(self.a_format, self.experts, self.num_experts, pairs, x.device)
+        out: Tensor = torch.ops.fp4.moe(
+            x, ids, weights, *self.operands, **self.options, a_format=a_format, out_dtype=dtype
+        )
+        return out
+
+
+def as_operand(x: Tensor) -> Tensor:
+    """Contiguous, at an address that kernels read 16 bytes from."""
+    x = x.contiguous()
+    return x if x.data_ptr() % 16 == 0 else x.clone()
+
+
+def _counts(
+    group: Group,
+    space: workspace.Workspace | None,
+    x: Tensor,
+    ids: Tensor,
+    weights: Tensor,
+    max_tokens: int | None,
+) -> list[int]:
+    """Tokens of each rank, or as many as they are padded to."""
+    if max_tokens is not None:
+        return [max_tokens] * group.size
+    if space is not None and torch.cuda.is_current_stream_capturing():
+        return [x.shape[0]] * group.size  # nothing can be asked for; the kernels compare
+    return _told(group, x, ids, weights)
+
+
+def _told(group: Group, x: Tensor, ids: Tensor, weights: Tensor) -> list[int]:
+    """Tokens of each rank. Raises RuntimeError where ranks bring what does not fit together."""
+    kinds = [
+        checks.FLOATING.index(x.dtype),
+        checks.FLOATING.index(weights.dtype),
+        int(ids.dtype == torch.int64),
+    ]
+    own = torch.tensor([x.shape[0], x.shape[1], ids.shape[1], *kinds], dtype=torch.int64, device=x.device)
+    told = group.gather(own).tolist()
+    if len({tuple(kind) for _, *kind in told}) > 1:
+        raise RuntimeError(
+            "fp4::moe_ep: x, topk_ids and topk_weights differ between ranks in dtypes, hidden size or "
+            f"top_k; here they are {checks.dtype_name(x.dtype)} {list(x.shape)}, "
+            f"{checks.dtype_name(ids.dtype)} {list(ids.shape)} and {checks.dtype_name(weights.dtype)}; "
+            "only T may differ"
+        )
+    return [count for count, *_ in told]
 
 
 class _Rows:
     """The tokens of all ranks, in the order of the ranks."""
 
-    def __init__(self, group: Group, own: int, counts: list[int], all: tuple[Tensor, ...]) -> None:
-        self.group, self.own, self.counts, self.all = group, own, counts, all
+    def __init__(self, group: Group, counts: list[int], own: int) -> None:
+        self.group, self.counts, self.own = group, counts, own
 
-    @classmethod
-    def of(cls, group: Group, x: Tensor, ids: Tensor, weights: Tensor, max_tokens: int | None) -> _Rows:
-        if max_tokens is None:
-            counts = cls._counts(group, x, ids, weights)
-        else:
-            counts = [max_tokens] * group.size
-        missing = max(counts) - x.shape[0]
-        given: tuple[Tensor, ...] = (x, ids, weights)
-        if missing:
-            given = tuple(F.pad(t, (0, 0, 0, missing), value=-1 if t is ids else 0) for t in given)
-        gathered = (group.gather(t) for t in given)
-        all = tuple(torch.cat([t[:n] for t, n in zip(of, counts)]) for of in gathered)
-        return cls(group, x.shape[0], counts, all)
-
-    @staticmethod
-    def _counts(group: Group, x: Tensor, ids: Tensor, weights: Tensor) -> list[int]:
-        """Tokens of each rank. Raises RuntimeError where ranks bring what does not fit together."""
-        kinds = [
-            checks.FLOATING.index(x.dtype),
-            checks.FLOATING.index(weights.dtype),
-            int(ids.dtype == torch.int64),
-        ]
-        own = torch.tensor([x.shape[0], x.shape[1], ids.shape[1], *kinds], dtype=torch.int64, device=x.device)
-        told = group.gather(own).tolist()
-        if len({tuple(kind) for _, *kind in told}) > 1:
-            raise RuntimeError(
-                "fp4::moe_ep: x, topk_ids and topk_weights differ between ranks in dtypes, hidden size or "
-                f"top_k; here they are {checks.dtype_name(x.dtype)} {list(x.shape)}, "
-                f"{checks.dtype_name(ids.dtype)} {list(ids.shape)} and {checks.dtype_name(weights.dtype)}; "
-                "only T may differ"
-            )
-        return [count for count, *_ in told]
+    def of_all(self, t: Tensor, padding: int) -> Tensor:
+        if missing := max(self.counts) - t.shape[0]:
+            t = F.pad(t, (0, 0, 0, missing), value=padding)
+        return torch.cat([rows[:n] for rows, n in zip(self.group.gather(t), self.counts)])
 
     def sum_of_own(self, part: Tensor) -> Tensor:
         """part [all rows, H]: the sum over the ranks of this rank's rows."""
@@ -126,6 +178,9 @@ def _of_all(
 def all_reduce(x: Tensor, *, group_name: str) -> Tensor:
     """The sum of the ranks' x, a new tensor; x has the same shape on all of them."""
     group_checks.check_all_reduce(x)
+    space = workspace.of(group_name) if x.is_cuda else None
+    if space is not None and space.sums(x.nbytes):
+        return space.all_reduce(as_operand(x))
     group = Group.named("fp4::all_reduce", group_name)
     total = x.to(torch.float32, copy=True, memory_format=torch.contiguous_format)
     return group.sum(total).to(x.dtype)

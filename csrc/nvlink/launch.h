@@ -1,0 +1,26 @@
+// The host's side of a launch.
+#pragma once
+
+#include <cuda_runtime.h>
+
+namespace fp4::nvlink {
+
+// The kernel may begin while the one before it runs, and begins with wait_previous_kernel().
+template <class Params>
+int launch(void (*kernel)(const Params), int blocks, int threads, void* stream, const Params& params) {
+  cudaLaunchAttribute attribute = {};
+  attribute.id = cudaLaunchAttributeProgrammaticStreamSerialization;
+  attribute.val.programmaticStreamSerializationAllowed = 1;
+  cudaLaunchConfig_t config = {};
+  config.gridDim = dim3(blocks);
+  config.blockDim = dim3(threads);
+  config.stream = static_cast<cudaStream_t>(stream);
+  config.attrs = &attribute;
+  config.numAttrs = 1;
+  return cudaLaunchKernelEx(&config, kernel, params);
+}
+
+// How many blocks: the same on all ranks, since blocks of one number wait for each other.
+inline int at_most(int64_t blocks, int most) { return int(blocks < 1 ? 1 : blocks < most ? blocks : most); }
+
+}  // namespace fp4::nvlink

@@ -1,0 +1,80 @@
+// What memory that several GPUs share asks of loads and stores: the PTX, and nothing else.
+#pragma once
+
+#include <cuda_runtime.h>
+
+#include <cstdint>
+
+namespace fp4::nvlink {
+
+// With all that this thread, and by a barrier its block, wrote before.
+__device__ __forceinline__ void store_release(uint32_t* p, uint32_t v) {
+  asm volatile("st.release.sys.global.u32 [%0], %1;" ::"l"(p), "r"(v) : "memory");
+}
+
+__device__ __forceinline__ uint32_t load_acquire(const uint32_t* p) {
+  uint32_t v;
+  asm volatile("ld.acquire.sys.global.u32 %0, [%1];" : "=r"(v) : "l"(p) : "memory");
+  return v;
+}
+
+__device__ __forceinline__ void store_relaxed(uint64_t* p, uint64_t v) {
+  asm volatile("st.relaxed.sys.global.u64 [%0], %1;" ::"l"(p), "l"(v) : "memory");
+}
+
+__device__ __forceinline__ uint64_t load_relaxed(const uint64_t* p) {
+  uint64_t v;
+  asm volatile("ld.relaxed.sys.global.u64 %0, [%1];" : "=l"(v) : "l"(p) : "memory");
+  return v;
+}
+
+// Eight bytes twice, each of data and flag. GPUs deliver eight bytes whole.
+__device__ __forceinline__ void store_word(void* p, uint2 data, uint32_t flag) {
+  asm volatile("st.volatile.global.v4.u32 [%0], {%1, %2, %3, %2};" ::"l"(p), "r"(data.x), "r"(flag),
+               "r"(data.y)
+               : "memory");
+}
+
+// x and z are data, y and w flags.
+__device__ __forceinline__ uint4 load_word(const void* p) {
+  uint4 v;
+  asm volatile("ld.volatile.global.v4.u32 {%0, %1, %2, %3}, [%4];"
+               : "=r"(v.x), "=r"(v.y), "=r"(v.z), "=r"(v.w)
+               : "l"(p)
+               : "memory");
+  return v;
+}
+
+// Of data that another GPU wrote, not of a cache of this multiprocessor.
+__device__ __forceinline__ uint4 load_data(const void* p) {
+  uint4 v;
+  asm volatile("ld.relaxed.sys.global.v4.u32 {%0, %1, %2, %3}, [%4];"
+               : "=r"(v.x), "=r"(v.y), "=r"(v.z), "=r"(v.w)
+               : "l"(p)
+               : "memory");
+  return v;
+}
+
+__device__ __forceinline__ int64_t nanoseconds() {
+  int64_t v;
+  asm volatile("mov.u64 %0, %%globaltimer;" : "=l"(v));
+  return v;
+}
+
+// Until all that the kernels before wrote is there; this one may have begun while the last of them ran.
+__device__ __forceinline__ void wait_previous_kernel() {
+#if !defined(__CUDA_ARCH__) || __CUDA_ARCH__ >= 900
+  asm volatile("griddepcontrol.wait;" ::: "memory");
+#endif
+}
+
+// Ends the kernel with an error, and the process's use of the GPU with it.
+__device__ __forceinline__ void abort_kernel() {
+  __threadfence_system();
+  __trap();
+}
+
+// A wait goes on.
+__device__ __forceinline__ void keep_waiting() {}
+
+}  // namespace fp4::nvlink
