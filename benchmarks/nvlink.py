@@ -147,7 +147,7 @@ def exchange(at: Rank, tokens_list: list[int]) -> None:
 
         def ours(i: int) -> torch.Tensor:
             given = space.gather(x, ids[i % ROUTINGS], weights, tokens, experts)  # noqa: B023
-            return space.reduce(part, given[1], ids[i % ROUTINGS], tokens, experts)  # noqa: B023
+            return space.reduce(part, given, ids[i % ROUTINGS], tokens, experts)  # noqa: B023
 
         def gather_and_scatter(i: int) -> None:
             at.dist.all_gather_into_tensor(all_packed, packed)  # noqa: B023
@@ -209,7 +209,8 @@ def random_weight(at: Rank, experts: int, n: int, k: int) -> list[torch.Tensor]:
 
 
 def blocks(at: Rank, name: str, tables: list[str], tokens_list: list[int]) -> None:
-    from fp4_ops.distributed import ops, workspace
+    from fp4_ops.distributed import workspace
+    from fp4_ops.distributed.local import Local
     from fp4_ops.distributed.shares import own_experts
 
     experts, hidden, inner, top_k = MODELS[name]
@@ -244,9 +245,8 @@ def blocks(at: Rank, name: str, tables: list[str], tokens_list: list[int]) -> No
             ids = [t[part].contiguous() for t in all_ids]
             every = (all_x, all_ids, all_weights) if table == "own" else (x, ids, weights)
             local_ids = [t - own.start for t in every[1]]
-            kind = ops._of_all(
-                "auto", _shape(mine, hidden, inner), experts, every[0].shape[0] * top_k, at.device
-            )
+            shape = _shape(mine, hidden, inner)
+            kind = Local(shape, experts, own, (), {}, "auto").chosen(every[0].shape[0] * top_k, at.device)
             want = alone(x, ids[0], weights, whole, kind)
             off = at.largest(error(spread(x, ids[0], weights, table), want))
 

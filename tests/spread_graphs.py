@@ -117,7 +117,7 @@ def delay(rng: random.Random) -> None:
 
 
 def equal_on_all_ranks(t: torch.Tensor) -> None:
-    bits = t.contiguous().view(torch.int16)
+    bits = t.contiguous().view(torch.uint8)
     told = [torch.empty_like(bits) for _ in range(dist.get_world_size())]
     dist.all_gather(told, bits)
     assert all(torch.equal(told[0], other) for other in told), "ranks differ"
@@ -200,7 +200,7 @@ def sums():
     space = workspace.of(dist.group.WORLD.group_name)
     assert space is not None
     rank, name = dist.get_rank(), dist.group.WORLD.group_name
-    for numel in (8, 1024, 100_000, 1_000_000, 1_229_824):
+    for numel in (8, 1024, 100_000, 150_000):
         for dtype in (torch.bfloat16, torch.float16, torch.float32):
             for two_steps in (None, True):
                 torch.manual_seed(SEED + rank)

@@ -4,6 +4,7 @@ lost."""
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 
 import pytest
 import torch
@@ -13,7 +14,7 @@ from fp4_ops.meta.layouts import LAYOUTS
 from processes import outcomes, start
 
 from fp4_ops import native
-from fp4_ops.distributed import ops
+from fp4_ops.distributed.local import Local
 from fp4_ops.sm90 import library
 
 distributed = pytest.importorskip("torch.distributed")
@@ -73,10 +74,11 @@ def test_how_activations_enter_is_decided_by_all_experts_and_rows(monkeypatch):
             for n, k in ((1536, 2048), (2048, 768))
         )
         experts = checks.Experts(up, down)
-        chosen[held] = [ops._of_all("auto", experts, 128, 8 * 2**i, device) for i in range(14)]
-        assert ops._of_all("fp8", experts, 128, 8, device) == "fp8"
+        local = Local(experts, 128, range(held), (), {}, "auto")
+        chosen[held] = [local.chosen(8 * 2**i, device) for i in range(14)]
+        assert replace(local, a_format="fp8").chosen(8, device) == "fp8"
         plain = checks.Experts(*(w._replace(layout=LAYOUTS["plain"]) for w in experts))
-        assert ops._of_all("auto", plain, 128, 8, device) == "auto"
+        assert replace(local, experts=plain).chosen(8, device) == "auto"
     assert chosen[128] == chosen[64] == chosen[16]
     assert chosen[128] == sorted(chosen[128], key=["none", "fp8"].index)
     assert {"none", "fp8"} == set(chosen[128])

@@ -16,9 +16,11 @@
 // host's memory.
 #ifdef FP4_EMULATED
 #define FP4_LIBRARY fp4_emulated
+#define FP4_PARTS_LIBRARY fp4_emulated_parts
 #define FP4_DISPATCH_KEY CPU
 #else
 #define FP4_LIBRARY fp4
+#define FP4_PARTS_LIBRARY fp4_parts
 #define FP4_DISPATCH_KEY CUDA
 #endif
 #define FP4_REGISTER(library, key, m) STABLE_TORCH_LIBRARY_IMPL(library, key, m)

@@ -161,6 +161,17 @@ Rows make_rows(const Here& here, device::Form form, const Tensor& x, const Activ
   return made;
 }
 
+Rows place_rows(const Here& here, const Rows& x, const Placed& to) {
+  const int count = int(x.values.size(0)), bytes = int(x.values.size(1));
+  Rows made{here.empty({to.rows, bytes}, ScalarType::Float8_e4m3fn),
+            here.empty({to.rows}, ScalarType::Float)};
+  check_launch(kernels().place(pointer(x.values), pointer<float>(x.factor), count, to.position,
+                               to.rows / std::max(count, 1), to.end, bytes, mutable_pointer(made.values),
+                               mutable_pointer<float>(*made.factor), to.dependent, here.stream()),
+               "fp4_kernel_place");
+  return made;
+}
+
 Rows make_fp4_rows(const Here& here, bool nvfp4, const Tensor& x, const Activation* gate, const Placed& to) {
   const Shaped shape = shape_rows(x, gate, to, kMaxFp4Width);
   Rows made{here.empty({shape.count, shape.width}, ScalarType::BFloat16),

@@ -92,6 +92,9 @@ struct Placed {
 Rows make_rows(const Here& here, device::Form form, const Tensor& x, const Activation* gate,
                const Placed& to);
 
+// Rows that are fp8 already, as make_rows(Form::kFp8) leaves them, brought to their places.
+Rows place_rows(const Here& here, const Rows& x, const Placed& to);
+
 // x quantised to `nvfp4` or `mxfp4` row by row, as values: bf16 [.., K] and factors.
 Rows make_fp4_rows(const Here& here, bool nvfp4, const Tensor& x, const Activation* gate, const Placed& to);
 

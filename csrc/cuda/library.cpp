@@ -42,6 +42,7 @@ Kernels load(const std::string& path) {
   find(k.route, "fp4_kernel_route");
   find(k.rows, "fp4_kernel_rows");
   find(k.rows_fp4, "fp4_kernel_rows_fp4");
+  find(k.place, "fp4_kernel_place");
   find(k.combine, "fp4_kernel_combine");
   find(k.dequantize, "fp4_kernel_dequantize");
   return k;

@@ -17,6 +17,7 @@ struct Kernels {
   decltype(&fp4_kernel_route) route;
   decltype(&fp4_kernel_rows) rows;
   decltype(&fp4_kernel_rows_fp4) rows_fp4;
+  decltype(&fp4_kernel_place) place;
   decltype(&fp4_kernel_combine) combine;
   decltype(&fp4_kernel_dequantize) dequantize;
 };

@@ -8,6 +8,7 @@ namespace {
 struct Call {
   const Here& here;
   Tensor x, ids, weights;  // contiguous
+  const Rows* ready;       // rows of x as prefill takes them; null: they are made of x
   WeightOperand up, down;
   Activation gate;
   AFormat a_format;
@@ -78,47 +79,57 @@ void run_few(const Call& c, const BlockPlan& plan, const Tensor& out) {
   combine(c.here, y, nullptr, c.ids, c.weights, c.down.bias, c.up.groups, out);
 }
 
-// Many: rows sorted by expert, whose outputs are bfloat16.
-void run_sorted(const Call& c, const Tensor& out) {
-  const Sorted sorted = sort_rows(c.here, c.ids, c.up.groups);
+// Many: rows sorted by expert, whose outputs, one a (token, slot) in that order, are bfloat16.
+Tensor run_sorted(const Call& c, const Sorted& sorted) {
   const Activation* fused = prefill_gates(c.gate, c.between) ? &c.gate : nullptr;
   const Tensor h = hidden(c, fused), y = c.here.empty({c.pairs, c.down.n}, ScalarType::BFloat16);
   const int* end =
       sorted.offs() + c.up.groups - 1;  // rows of no expert are sorted last, and nothing reads them
   const Route route{Routing::kOffs, sorted.offs(), nullptr, 0};
-  const Rows a = rows_for(c, c.x, nullptr, {sorted.position(), c.pairs, end, true});
+  const Placed to{sorted.position(), c.pairs, end, true};
+  const Rows a = c.ready ? place_rows(c.here, *c.ready, to) : rows_for(c, c.x, nullptr, to);
   run_prefill(c.here, a, c.up, route, {.rows = c.pairs, .gate = fused, .early = true}, h);
   const Rows ready = hidden_rows(c, h, fused != nullptr ? nullptr : &c.gate, {nullptr, 0, end, true});
   run_prefill(c.here, ready, c.down.without_bias(), route, {.rows = c.pairs, .early = true}, y);
-  combine(c.here, y, sorted.position(), c.ids, c.weights, c.down.bias, c.up.groups, out);
+  return y;
 }
 
-Tensor moe(const Tensor& x, const Tensor& topk_ids, const Tensor& topk_weights, const Tensor& w13,
-           const Tensor& w13_scale, const OptionalTensor& w13_global_scale, const Tensor& w2,
-           const Tensor& w2_scale, const OptionalTensor& w2_global_scale, const OptionalTensor& w13_bias,
-           const OptionalTensor& w2_bias, const std::string& format, const std::string& layout,
-           const std::string& activation, const std::string& a_format, std::optional<ScalarType> out_dtype) {
+// What becomes of a call: the sums over each token's experts; or where these are left to the caller, the rows
+// of `y`, and how they are sorted.
+struct Outcome {
+  Tensor out;
+  std::optional<Sorted> sorted;
+};
+
+Outcome run(bool combined, const Rows* ready, const Tensor& x, const Tensor& topk_ids,
+            const Tensor& topk_weights, const Tensor& w13, const Tensor& w13_scale,
+            const OptionalTensor& w13_global_scale, const Tensor& w2, const Tensor& w2_scale,
+            const OptionalTensor& w2_global_scale, const OptionalTensor& w13_bias,
+            const OptionalTensor& w2_bias, const std::string& format, const std::string& layout,
+            const std::string& activation, const std::string& a_format, std::optional<ScalarType> out_dtype) {
   const Experts shape = check_moe(x, topk_ids, topk_weights, w13, w13_scale, w13_global_scale, w2, w2_scale,
                                   w2_global_scale, format, layout, activation, a_format, w13_bias, w2_bias);
   const ScalarType dtype = resolve_out_dtype(x, out_dtype);
   if (!shape.up.layout->hopper)
-    return fallback("moe", layout_words(layout), x, topk_ids, topk_weights, w13, w13_scale, w13_global_scale,
-                    w2, w2_scale, w2_global_scale, w13_bias, w2_bias, format, layout, activation, a_format,
-                    out_dtype);
+    return {fallback("moe", layout_words(layout), x, topk_ids, topk_weights, w13, w13_scale, w13_global_scale,
+                     w2, w2_scale, w2_global_scale, w13_bias, w2_bias, format, layout, activation, a_format,
+                     out_dtype),
+            {}};
   const Here here(w13);
   require_hopper("moe", layout, here);
   const int64_t tokens = x.size(0), pairs = topk_ids.numel();
   const Activation gate = check_activation(activation);
-  const Tensor out = here.empty({tokens, shape.down.n}, dtype);
-  if (out.numel() == 0) return out;
+  const auto new_out = [&] { return here.empty({tokens, shape.down.n}, dtype); };
+  if (tokens == 0 || shape.down.n == 0) return {new_out(), {}};
   if (pairs == 0 || shape.up.groups == 0 || shape.up.n / gate.parts() == 0) {
-    Tensor zeros = out;
-    return torch::stable::zero_(zeros);
+    Tensor zeros = new_out();
+    return {torch::stable::zero_(zeros), {}};
   }
   Call c{.here = here,
-         .x = as_operand(x),
+         .x = ready != nullptr ? x : as_operand(x),
          .ids = as_contiguous(topk_ids),
          .weights = as_contiguous(topk_weights),
+         .ready = ready,
          .up = WeightOperand(shape.up, w13, w13_scale, w13_global_scale, w13_bias),
          .down = WeightOperand(shape.down, w2, w2_scale, w2_global_scale, w2_bias),
          .gate = gate,
@@ -141,15 +152,60 @@ Tensor moe(const Tensor& x, const Tensor& topk_ids, const Tensor& topk_weights, 
     c.between = ScalarType::Float;
   }
   if (plan.few) {
+    if (ready != nullptr) fail("fp4: moe_parts has fp8 rows, and so few that they must be as they are");
+    const Tensor out = new_out();
     run_few(c, plan, out);
-  } else {
-    run_sorted(c, out);
+    return {out, {}};
   }
-  return out;
+  const Sorted sorted = sort_rows(c.here, c.ids, c.up.groups);
+  const Tensor y = run_sorted(c, sorted);
+  if (!combined) return {y, sorted};
+  const Tensor out = new_out();
+  combine(c.here, y, sorted.position(), c.ids, c.weights, c.down.bias, c.up.groups, out);
+  return {out, {}};
+}
+
+Tensor moe(const Tensor& x, const Tensor& topk_ids, const Tensor& topk_weights, const Tensor& w13,
+           const Tensor& w13_scale, const OptionalTensor& w13_global_scale, const Tensor& w2,
+           const Tensor& w2_scale, const OptionalTensor& w2_global_scale, const OptionalTensor& w13_bias,
+           const OptionalTensor& w2_bias, const std::string& format, const std::string& layout,
+           const std::string& activation, const std::string& a_format, std::optional<ScalarType> out_dtype) {
+  return run(true, nullptr, x, topk_ids, topk_weights, w13, w13_scale, w13_global_scale, w2, w2_scale,
+             w2_global_scale, w13_bias, w2_bias, format, layout, activation, a_format, out_dtype)
+      .out;
+}
+
+// `moe` for a caller that adds up itself (fp4_ops/distributed): out and an empty tensor; or y [pairs, N] and
+// how its rows are sorted, from groups + pairs on the place of each (token, slot). With x_values
+// and x_factor, rows of x that are fp8 already, x says what they were and is not read.
+std::tuple<Tensor, Tensor> moe_parts(const Tensor& x, const OptionalTensor& x_values,
+                                     const OptionalTensor& x_factor, const Tensor& topk_ids,
+                                     const Tensor& topk_weights, const Tensor& w13, const Tensor& w13_scale,
+                                     const OptionalTensor& w13_global_scale, const Tensor& w2,
+                                     const Tensor& w2_scale, const OptionalTensor& w2_global_scale,
+                                     const OptionalTensor& w13_bias, const std::string& format,
+                                     const std::string& layout, const std::string& activation,
+                                     const std::string& a_format, std::optional<ScalarType> out_dtype) {
+  std::optional<Rows> ready;
+  if (x_values) ready = Rows{*x_values, x_factor};
+  const Outcome made =
+      run(false, ready ? &*ready : nullptr, x, topk_ids, topk_weights, w13, w13_scale, w13_global_scale, w2,
+          w2_scale, w2_global_scale, w13_bias, std::nullopt, format, layout, activation, a_format, out_dtype);
+  return {made.out, made.sorted ? made.sorted->made : Here(w13).empty({0}, ScalarType::Int)};
 }
 
 }  // namespace
 
 FP4_REGISTER(FP4_LIBRARY, FP4_DISPATCH_KEY, m) { m.impl("moe", FP4_BOX(moe)); }
+
+#define FP4_DEFINE(library, m) STABLE_TORCH_LIBRARY(library, m)
+FP4_DEFINE(FP4_PARTS_LIBRARY, m) {
+  m.def(
+      "moe_parts(Tensor x, Tensor? x_values, Tensor? x_factor, Tensor topk_ids, Tensor topk_weights, "
+      "Tensor w13, Tensor w13_scale, Tensor? w13_global_scale, Tensor w2, Tensor w2_scale, "
+      "Tensor? w2_global_scale, Tensor? w13_bias, *, str format, str layout, str activation, str a_format, "
+      "ScalarType? out_dtype) -> (Tensor, Tensor)");
+}
+FP4_REGISTER(FP4_PARTS_LIBRARY, FP4_DISPATCH_KEY, m) { m.impl("moe_parts", FP4_BOX(moe_parts)); }
 
 }  // namespace fp4::cuda

@@ -121,6 +121,8 @@ int fp4_kernel_rows(const void* x, fp4::device::DType x_type, int count, const i
 int fp4_kernel_rows_fp4(const void* x, fp4::device::DType x_type, int count, const int* position, int copies,
                         fp4::device::Act act, float alpha, float limit, float up_offset, int interleaved,
                         int width, int nvfp4, void* out, float* factor, void* stream);
+int fp4_kernel_place(const void* x, const float* factor, int count, const int* position, int copies,
+                     const int* end, int bytes, void* out, float* out_factor, int dependent, void* stream);
 int fp4_kernel_combine(const void* y, fp4::device::DType y_type, const int* position, const void* ids,
                        int wide, const void* weights, fp4::device::DType weight_type, const void* bias,
                        fp4::device::DType bias_type, void* out, fp4::device::DType out_type, int tokens,

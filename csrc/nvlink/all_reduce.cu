@@ -6,19 +6,18 @@
 namespace fp4::nvlink {
 namespace {
 
-constexpr int kThreads = 512;
+constexpr int kThreads = 512, kWordThreads = 128;
 
 // The sum of unit i, of which `from(r)` is what rank r sent.
 template <Type type, class From>
 __device__ __forceinline__ uint4 total(const AllReduceParams& p, const uint4& own, const From& from) {
   float sum[Values<type>::kCount] = {};
-  for (int r = 0; r < p.space.ranks; ++r)
-    Values<type>::add(sum, r == p.space.rank ? own : from(r), 1.f);
+  for (int r = 0; r < p.space.ranks; ++r) Values<type>::add(sum, r == p.space.rank ? own : from(r), 1.f);
   return Values<type>::pack(sum);
 }
 
 template <Type type>
-__global__ void __launch_bounds__(kThreads) all_reduce_words(const __grid_constant__ AllReduceParams p) {
+__global__ void __launch_bounds__(kWordThreads) all_reduce_words(const __grid_constant__ AllReduceParams p) {
   const Call call(p.space, kAllReduce, p.signature);
   call.begin();
   const int me = p.space.rank, ranks = p.space.ranks;
@@ -29,8 +28,7 @@ __global__ void __launch_bounds__(kThreads) all_reduce_words(const __grid_consta
     for (int r = 0; r < ranks; ++r)
       if (r != me) call.store_words(r, 2 * i, x[i]);
   for (int64_t i = first; i < p.units; i += stride)
-    static_cast<uint4*>(p.out)[i] =
-        total<type>(p, x[i], [&](int r) { return call.wait_words(r, 2 * i); });
+    static_cast<uint4*>(p.out)[i] = total<type>(p, x[i], [&](int r) { return call.wait_words(r, 2 * i); });
   call.end();
 }
 
@@ -119,8 +117,8 @@ __global__ void __launch_bounds__(kThreads) all_reduce_twice(const __grid_consta
 template <Type type>
 int start(const AllReduceParams& p, void* stream) {
   if (p.words)
-    return launch(all_reduce_words<type>, at_most((p.units + kThreads - 1) / kThreads, p.blocks), kThreads, stream,
-                  p);
+    return launch(all_reduce_words<type>, at_most((p.units + kWordThreads - 1) / kWordThreads, p.blocks),
+                  kWordThreads, stream, p);
   const int blocks = at_most((p.units + kThreads - 1) / kThreads, p.blocks);
   return launch(p.two_steps ? all_reduce_twice<type> : all_reduce_flags<type>, blocks, kThreads, stream, p);
 }

@@ -6,7 +6,7 @@
 namespace fp4::nvlink {
 namespace {
 
-constexpr int kThreads = 512;
+constexpr int kThreads = 512, kWordThreads = 256;
 
 // What the buffer of `space.rank` holds of row r * tokens + t.
 struct Received {
@@ -34,7 +34,7 @@ __device__ __forceinline__ uint2 piece(const GatherParams& p, int t, int i) {
                     __float_as_uint(load_float(p.weights, p.weight_type, at)));
 }
 
-__global__ void __launch_bounds__(kThreads) gather_words(const __grid_constant__ GatherParams p) {
+__global__ void __launch_bounds__(kWordThreads) gather_words(const __grid_constant__ GatherParams p) {
   const Call call(p.space, kGather, p.signature);
   call.begin();
   const int me = p.space.rank, ranks = p.space.ranks;
@@ -115,7 +115,8 @@ extern "C" int fp4_nvlink_gather(const fp4::nvlink::GatherParams* p, void* strea
   using namespace fp4::nvlink;
   if (p->words) {
     const int64_t pieces = int64_t(p->tokens) * (p->row_bytes / 8 + p->top_k);
-    return launch(gather_words, at_most((pieces + kThreads - 1) / kThreads, p->blocks), kThreads, stream, *p);
+    return launch(gather_words, at_most((pieces + kWordThreads - 1) / kWordThreads, p->blocks), kWordThreads,
+                  stream, *p);
   }
   return launch(gather_rows, at_most(p->tokens, p->blocks), kThreads, stream, *p);
 }

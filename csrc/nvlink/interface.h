@@ -42,11 +42,11 @@ struct Workspace {
 // that have no expert there, `rows` keeps what it was.
 struct GatherParams {
   Workspace space;
-  const uint8_t* x;      // [own, row_bytes]; row_bytes is a multiple of 16
-  const float* factor;   // [own], or null
-  const void* ids;       // [own, top_k] of all experts, int32 or int64
-  const void* weights;   // [own, top_k]
-  int32_t own, tokens;   // own <= tokens, which is the same on all ranks
+  const uint8_t* x;     // [own, row_bytes]; row_bytes is a multiple of 16
+  const float* factor;  // [own], or null
+  const void* ids;      // [own, top_k] of all experts, int32 or int64
+  const void* weights;  // [own, top_k]
+  int32_t own, tokens;  // own <= tokens, which is the same on all ranks
   int32_t row_bytes, top_k, experts;
   int32_t ids64, weight_type;
   int32_t words;   // few bytes: data that carries its flags

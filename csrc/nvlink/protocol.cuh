@@ -27,8 +27,8 @@ struct Call {
     return reinterpret_cast<uint64_t*>(space.base[at] + space.headers) + parity * kMaxRanks + from;
   }
   __device__ uint32_t* flag(int at, int from, int slot) const {
-    return reinterpret_cast<uint32_t*>(space.base[at] + space.flags) +
-           (parity * kMaxRanks + from) * kSlots + slot;
+    return reinterpret_cast<uint32_t*>(space.base[at] + space.flags) + (parity * kMaxRanks + from) * kSlots +
+           slot;
   }
   __device__ uint8_t* word(int at, int from, int64_t i) const {
     return space.base[at] + space.words + (parity * space.ranks + from) * space.word_stride + i * 16;

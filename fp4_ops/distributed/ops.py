@@ -6,8 +6,6 @@ workspace (NVLink) kernels carry the exchange, and each rank's part is rounded t
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-
 import torch
 import torch.nn.functional as F
 from torch import Tensor
@@ -16,6 +14,7 @@ from torch.library import Library
 from ..meta import checks, group_checks
 from . import workspace
 from .collectives import Group
+from .local import Local
 from .shares import own_experts
 
 
@@ -47,7 +46,7 @@ def moe_ep(
             f"fp4::moe_ep: w13 has {experts.up.groups} experts; of {num_experts} on {group.size} ranks, rank "
             f"{group.rank} must have {len(own)}"
         )
-    local = _Local(
+    local = Local(
         experts, num_experts, own,
         (w13, w13_scale, w13_global_scale, w2, w2_scale, w2_global_scale, w13_bias, w2_bias),
         {"format": format, "layout": layout, "activation": activation}, a_format,
@@ -57,43 +56,37 @@ def moe_ep(
         pairs = topk_ids.numel()
         ids = topk_ids - own.start if own.start else topk_ids  # those of others are in no range
         if space is not None and space.sums(x.numel() * dtype.itemsize):
-            return space.all_reduce(local(x, ids, topk_weights, pairs, dtype))
-        return group.sum(local(x, ids, topk_weights, pairs, torch.float32)).to(dtype)
+            return space.all_reduce(local.sums(x, ids, topk_weights, pairs, dtype))
+        return group.sum(local.sums(x, ids, topk_weights, pairs, torch.float32)).to(dtype)
     counts = _counts(group, space, x, topk_ids, topk_weights, max_tokens)
     pairs, most = sum(counts) * topk_ids.shape[1], max(counts)
     wide = x.shape[1] * max(x.itemsize, dtype.itemsize), x.shape[1] * min(x.itemsize, dtype.itemsize)
     if space is not None and most and all(space.takes(most, w, topk_ids.shape[1]) for w in wide):
-        given = space.gather(
-            as_operand(x), topk_ids.contiguous(), topk_weights.contiguous(), most, num_experts
-        )
-        part = local(*given, pairs, dtype)
-        return space.reduce(part, given[1], topk_ids.contiguous(), most, num_experts)
+        return _through(space, local, x, topk_ids.contiguous(), topk_weights.contiguous(), most, pairs, dtype)
     rows = _Rows(group, counts, x.shape[0])
     x, topk_ids, topk_weights = (
         rows.of_all(t, padding) for t, padding in ((x, 0), (topk_ids, -1), (topk_weights, 0))
     )
-    part = local(x, topk_ids - own.start, topk_weights, pairs, torch.float32)
+    part = local.sums(x, topk_ids - own.start, topk_weights, pairs, torch.float32)
     return rows.sum_of_own(part).to(dtype)
 
 
-@dataclass(frozen=True)
-class _Local:
-    """`fp4::moe` with the experts of this rank; ids of others are outside [0, len(own))."""
-
-    experts: checks.Experts
-    num_experts: int
-    own: range
-    operands: tuple[Tensor | None, ...]
-    options: dict[str, str]
-    a_format: str
-
-    def __call__(self, x: Tensor, ids: Tensor, weights: Tensor, pairs: int, dtype: torch.dtype) -> Tensor:
-        """pairs: of tokens and experts, of all ranks."""
-        a_format = _of_all(self.a_format, self.experts, self.num_experts, pairs, x.device)
-        out: Tensor = torch.ops.fp4.moe(
-            x, ids, weights, *self.operands, **self.options, a_format=a_format, out_dtype=dtype
-        )
-        return out
+def _through(
+    space: workspace.Workspace, local: Local, x: Tensor, ids: Tensor, weights: Tensor, tokens: int,
+    pairs: int, dtype: torch.dtype,
+) -> Tensor:  # fmt: skip
+    """With a workspace. tokens: of each rank, with padding."""
+    ready = None
+    if dtype != torch.float32 and local.sends_fp8(x, space.ranks, pairs, space.ranks * tokens * ids.shape[1]):
+        values, factor = torch.ops.fp4.quantize_fp8(x, layout=local.experts.up.layout.a_layout)
+        got = space.gather(values, ids, weights, tokens, local.num_experts, factor)
+        ready = got.rows, got.factors
+        like = space.rows_like(tokens, x)
+    else:
+        got = space.gather(as_operand(x), ids, weights, tokens, local.num_experts)
+        like = got.rows
+    y, places = local.parts(like, ready, got.ids, got.weights, pairs, dtype)
+    return space.reduce(y, got, ids, tokens, local.num_experts, places, dtype)
 
 
 def as_operand(x: Tensor) -> Tensor:
@@ -155,24 +148,6 @@ class _Rows:
             split = part.split(self.counts)
             part = torch.stack([F.pad(t, (0, 0, 0, padded - t.shape[0])) for t in split])
         return self.group.sum_of_own(part.view(self.group.size, padded, part.shape[-1]))[: self.own]
-
-
-def _of_all(
-    a_format: str, experts: checks.Experts, num_experts: int, pairs: int, device: torch.device
-) -> str:
-    """What "auto" is on Hopper for all experts and all rows: the number of ranks does not change it."""
-    order = experts.up.layout
-    if a_format != "auto" or not order.hopper or "none" not in order.a_formats:
-        return a_format
-    from .. import native
-    from ..sm90.library import multiprocessors
-
-    up, down = (
-        native.product("offs", num_experts, pairs, w.n, w.k, w.format.block)
-        for w in (experts.up, experts.down)
-    )
-    few = native.block_plan(up, down, 1, "auto", multiprocessors(device.index)).few
-    return "none" if few else "fp8"
 
 
 def all_reduce(x: Tensor, *, group_name: str) -> Tensor:

@@ -16,7 +16,7 @@ import time
 import zlib
 from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -24,13 +24,17 @@ from torch import Tensor
 from . import nvlink
 from .collectives import Group
 
-WORD_BYTES = 384 * 1024
+WORD_BYTES = 512 * 1024
 """Of data to one rank: up to there it carries its flags, which doubles it and saves a fence."""
-TWO_STEPS_BYTES = 512 * 1024
-"""Of a sum over more than two ranks, from which on each adds a share first."""
-GATHER_BLOCKS, GATHER_WORD_BLOCKS = 64, 128
-REDUCE_BLOCKS, REDUCE_WORD_BLOCKS, REDUCE_TURNS = 384, 1024, 4
-SUM_BLOCKS, SUM_TURNS = 128, 4
+SUM_WORD_BYTES = 160 * 1024
+"""The same for a sum, which leaves nothing out."""
+TWO_STEPS_BYTES = {2: 8 * 2**20}
+"""Of a sum, from which on each rank adds a share first, by the number of ranks: more of them send less so."""
+MORE_RANKS_BYTES = 512 * 1024
+GATHER_BLOCKS, GATHER_WORD_BLOCKS = 128, 256
+REDUCE_BLOCKS, REDUCE_WORD_BLOCKS, REDUCE_TURNS = 528, 1024, 4
+SUM_BLOCKS, SUM_TURNS = 256, 4
+"""Thread blocks, and how often each sends a part of what it has: measured on two H100 (docs/kernels.md)."""
 MAX_TOKENS = 4096
 
 
@@ -61,6 +65,18 @@ class Layout:
         for name, size in sizes.items():
             self.at[name] = self.bytes
             self.bytes += _aligned(size)
+
+
+class Gathered(NamedTuple):
+    """Of [ranks * tokens] tokens. Views of the buffer, good until the next call."""
+
+    rows: Tensor
+    """Those without a local id hold anything."""
+    factors: Tensor
+    ids: Tensor
+    """int32 numbers of experts here; -1: of another rank."""
+    weights: Tensor
+    """float32."""
 
 
 class Workspace:
@@ -115,17 +131,15 @@ class Workspace:
         return torch.cuda.current_stream(self.buffer.device).cuda_stream
 
     def gather(
-        self, x: Tensor, ids: Tensor, weights: Tensor, tokens: int, experts: int
-    ) -> tuple[Tensor, Tensor, Tensor]:
-        """Rows, local ids (int32, -1: of another rank) and weights (float32) of [ranks * tokens] tokens.
-
-        They are views of the buffer, good until the next call. Rows without a local id hold anything.
-        """
-        (own, hidden), top_k = x.shape, ids.shape[1]
-        row_bytes = hidden * x.itemsize
-        words = tokens * row_bytes <= WORD_BYTES and row_bytes >= 256
+        self, x: Tensor, ids: Tensor, weights: Tensor, tokens: int, experts: int, factor: Tensor | None = None
+    ) -> Gathered:
+        """x [own, row] of any dtype, and a factor of each row if it is fp8, to the ranks of its experts."""
+        (own, width), top_k = x.shape, ids.shape[1]
+        row_bytes = width * x.itemsize
+        words = factor is None and tokens * row_bytes <= WORD_BYTES and row_bytes >= 256
         params = nvlink.GatherParams(
-            space=self.space, x=x.data_ptr(), factor=None, ids=ids.data_ptr(), weights=weights.data_ptr(),
+            space=self.space, x=x.data_ptr(), factor=None if factor is None else factor.data_ptr(),
+            ids=ids.data_ptr(), weights=weights.data_ptr(),
             own=own, tokens=tokens, row_bytes=row_bytes, top_k=top_k, experts=experts,
             ids64=ids.dtype == torch.int64, weight_type=nvlink.dtype_code(weights), words=words,
             blocks=GATHER_WORD_BLOCKS if words else GATHER_BLOCKS,
@@ -133,26 +147,39 @@ class Workspace:
         )  # fmt: skip
         self._launch("gather", params)
         rows = self.ranks * tokens
-        return (
-            self._view("rows", (rows, hidden), x.dtype),
+        return Gathered(
+            self._view("rows", (rows, width), x.dtype),
+            self._view("factors", (rows,), torch.float32),
             self._view("ids", (rows, top_k), torch.int32),
             self._view("weights", (rows, top_k), torch.float32),
         )
 
-    def reduce(self, part: Tensor, ids: Tensor, own_ids: Tensor, tokens: int, experts: int) -> Tensor:
-        """part [ranks * tokens, H] of all ranks' tokens -> [own, H], the sum over the ranks of mine."""
+    def rows_like(self, tokens: int, x: Tensor) -> Tensor:
+        """Where gather would have brought rows of x, for operators that ask what they are and do not read."""
+        return self._view("rows", (self.ranks * tokens, x.shape[1]), x.dtype)
+
+    def reduce(
+        self, y: Tensor, got: Gathered, own_ids: Tensor, tokens: int, experts: int,
+        places: Tensor | None = None, dtype: torch.dtype | None = None,
+    ) -> Tensor:  # fmt: skip
+        """[own, H], the sum over the ranks of my tokens' parts.
+
+        y: parts [ranks * tokens, H] of all ranks' tokens, in the result's dtype; or with `places`, int32, of
+        each (token, slot), the rows of experts, bfloat16 or float32: their weighted sums are taken here.
+        """
         own, top_k = own_ids.shape
-        hidden = part.shape[1]
-        out = part.new_empty((own, hidden))
-        row_bytes = hidden * part.itemsize
+        hidden = y.shape[1]
+        out = y.new_empty((own, hidden), dtype=dtype or y.dtype)
+        row_bytes = hidden * out.itemsize
         words = tokens * row_bytes <= WORD_BYTES
         params = nvlink.ReduceParams(
-            space=self.space, y=part.data_ptr(), position=None, ids=ids.data_ptr(), weights=None,
+            space=self.space, y=y.data_ptr(), position=None if places is None else places.data_ptr(),
+            ids=got.ids.data_ptr(), weights=got.weights.data_ptr(),
             own_ids=own_ids.data_ptr(), out=out.data_ptr(), own=own, tokens=tokens, columns=hidden,
             top_k=top_k, experts=experts, ids64=own_ids.dtype == torch.int64,
-            type=nvlink.dtype_code(part), y_type=nvlink.dtype_code(part), fused=False, words=words,
+            type=nvlink.dtype_code(out), y_type=nvlink.dtype_code(y), fused=places is not None, words=words,
             blocks=REDUCE_WORD_BLOCKS if words else REDUCE_BLOCKS, turns=REDUCE_TURNS,
-            signature=nvlink.signature(1, tokens, row_bytes, top_k, experts, str(part.dtype)),
+            signature=nvlink.signature(1, tokens, row_bytes, top_k, experts, str(out.dtype)),
         )  # fmt: skip
         self._launch("reduce", params)
         return out
@@ -160,13 +187,13 @@ class Workspace:
     def all_reduce(self, x: Tensor, two_steps: bool | None = None) -> Tensor:
         """The sum over the ranks, with equal bits on all."""
         out = torch.empty_like(x)
-        words = x.nbytes <= WORD_BYTES
         if two_steps is None:
-            two_steps = self.ranks > 2 and x.nbytes >= TWO_STEPS_BYTES
+            two_steps = x.nbytes >= TWO_STEPS_BYTES.get(self.ranks, MORE_RANKS_BYTES)
         params = nvlink.AllReduceParams(
             space=self.space, x=x.data_ptr(), out=out.data_ptr(), units=x.nbytes // 16,
-            type=nvlink.dtype_code(x), words=words and not two_steps, blocks=SUM_BLOCKS, turns=SUM_TURNS,
-            two_steps=two_steps, signature=nvlink.signature(2, x.nbytes // 16, str(x.dtype), two_steps),
+            type=nvlink.dtype_code(x), words=x.nbytes <= SUM_WORD_BYTES and not two_steps,
+            blocks=SUM_BLOCKS, turns=1 if two_steps else SUM_TURNS, two_steps=two_steps,
+            signature=nvlink.signature(2, x.nbytes // 16, str(x.dtype), two_steps),
         )  # fmt: skip
         self._launch("all_reduce", params)
         return out

@@ -1,0 +1,93 @@
+"""What a rank computes of a block whose experts are spread: `fp4::moe` with its own experts."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from ..meta import checks
+
+FEW_IDS = 2048
+"""Rows up to which Hopper's plans know ids unsorted."""
+
+
+@dataclass(frozen=True)
+class Local:
+    """The experts of this rank; ids of others are outside [0, len(own))."""
+
+    experts: checks.Experts
+    num_experts: int
+    """Of all ranks."""
+    own: range
+    operands: tuple[Tensor | None, ...]
+    """w13, its scales and factors, w2, its scales and factors, and both biases."""
+    options: dict[str, str]
+    a_format: str
+
+    def sums(self, x: Tensor, ids: Tensor, weights: Tensor, pairs: int, dtype: torch.dtype) -> Tensor:
+        """[T, H] of the experts here. pairs: of tokens and experts, of all ranks."""
+        out: Tensor = torch.ops.fp4.moe(
+            x, ids, weights, *self.operands, **self.options,
+            a_format=self.chosen(pairs, x.device), out_dtype=dtype,
+        )  # fmt: skip
+        return out
+
+    def parts(
+        self, x: Tensor, ready: tuple[Tensor, Tensor] | None, ids: Tensor, weights: Tensor, pairs: int,
+        dtype: torch.dtype,
+    ) -> tuple[Tensor, Tensor | None]:  # fmt: skip
+        """The sums and None; or, where many rows were sorted, the rows of experts, and each slot's place.
+
+        ready: rows in fp8 and their factors, where `sends_fp8`; then x is not read.
+        """
+        *weight_operands, w13_bias, w2_bias = self.operands
+        if not self.experts.up.layout.hopper or w2_bias is not None or dtype == torch.float32:
+            return self.sums(x, ids, weights, pairs, dtype), None
+        values, factor = ready or (None, None)
+        y, order = torch.ops.fp4_parts.moe_parts(
+            x, values, factor, ids, weights, *weight_operands, w13_bias, **self.options,
+            a_format=self.chosen(pairs, x.device), out_dtype=dtype,
+        )  # fmt: skip
+        if not order.numel():
+            return y, None
+        start = len(self.own) + ids.numel()
+        return y, order[start : start + ids.numel()]
+
+    def sends_fp8(self, x: Tensor, ranks: int, pairs: int, here: int) -> bool:
+        """Whether the rows become fp8 anyway, so that they can go so. The same answer on all ranks.
+
+        here: the (token, slot)s that come to a rank.
+        """
+        order = self.experts.up.layout
+        if not order.hopper or x.dtype == torch.float32 or self.num_experts % ranks:
+            return False
+        if self.operands[-1] is not None or self.chosen(pairs, x.device) != "fp8":
+            return False
+        from .. import native
+        from ..sm90.library import multiprocessors
+
+        few = False
+        for routing in ("ids32", "offs") if here <= FEW_IDS else ("offs",):
+            up, down = (
+                native.product(routing, len(self.own), here, w.n, w.k, w.format.block) for w in self.experts
+            )
+            few |= native.block_plan(
+                up, down, 1, "fp8", multiprocessors(x.device.index), int4=order.name == "sm90_int4"
+            ).few
+        return not few
+
+    def chosen(self, pairs: int, device: torch.device) -> str:
+        """What "auto" is on Hopper for all experts and all rows: the number of ranks does not change it."""
+        order = self.experts.up.layout
+        if self.a_format != "auto" or not order.hopper or "none" not in order.a_formats:
+            return self.a_format
+        from .. import native
+        from ..sm90.library import multiprocessors
+
+        up, down = (
+            native.product("offs", self.num_experts, pairs, w.n, w.k, w.format.block) for w in self.experts
+        )
+        few = native.block_plan(up, down, 1, "auto", multiprocessors(device.index)).few
+        return "none" if few else "fp8"
