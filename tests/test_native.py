@@ -18,7 +18,7 @@ from fp4_ops.meta.formats import FORMATS
 from fp4_ops.meta.layouts import LAYOUTS
 
 from fp4_ops import cuda, native
-from fp4_ops.distributed.ops import _of_all
+from fp4_ops.distributed.local import Local
 
 ROOT = Path(__file__).parents[1]
 
@@ -88,7 +88,7 @@ def test_auto_of_experts_on_several_ranks_is_the_planners(monkeypatch):
     experts = checks.Experts(checks.Weight(n=1536, k=2048, **of), checks.Weight(n=2048, k=768, **of))
 
     def chosen(pairs: int) -> str:
-        return _of_all("auto", experts, 128, pairs, torch.device("cuda:0"))
+        return Local(experts, 128, range(16), (), {}, "auto").chosen(pairs, torch.device("cuda:0"))
 
     for pairs in (8, 64, 512, 4096, 32768):
         up, down = (native.product("offs", 128, pairs, *s) for s in ((1536, 2048), (2048, 768)))

@@ -1,3 +1,33 @@
 """Experts of several processes: operators over torch.distributed, and which part of a model a process has."""
 
-from . import ops  # noqa: F401  registers the kernels
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from . import ops, workspace  # registers the kernels
+
+__all__ = ["connect", "ops"]
+
+
+def connect(
+    group: Any,
+    hidden_size: int,
+    *,
+    dtype: torch.dtype = torch.bfloat16,
+    max_tokens: int = workspace.MAX_TOKENS,
+    device: torch.device | str = "cuda",
+) -> str:
+    """Lets `fp4::moe_ep` and `fp4::all_reduce` over `group` write into the other GPUs' memory.
+
+    `prepare` and `load_checkpoint` do so themselves. All processes of the group must call it, before a CUDA
+    graph is captured. hidden_size, dtype: of the tokens; max_tokens: the most that a process brings to one
+    call. A larger call goes by torch.distributed's collectives.
+
+    Returns "", or why these processes cannot: then all goes by the collectives.
+    """
+    name = group.group_name
+    return workspace.connect(
+        "fp4_ops.distributed.connect", name, torch.device(device), hidden_size * dtype.itemsize, max_tokens
+    )

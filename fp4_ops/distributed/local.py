@@ -9,9 +9,6 @@ from torch import Tensor
 
 from ..meta import checks
 
-FEW_IDS = 2048
-"""Rows up to which Hopper's plans know ids unsorted."""
-
 
 @dataclass(frozen=True)
 class Local:
@@ -66,10 +63,11 @@ class Local:
         if self.operands[-1] is not None or self.chosen(pairs, x.device) != "fp8":
             return False
         from .. import native
+        from ..sm90.decode import MAX_IDS
         from ..sm90.library import multiprocessors
 
         few = False
-        for routing in ("ids32", "offs") if here <= FEW_IDS else ("offs",):
+        for routing in ("ids32", "offs") if here <= MAX_IDS else ("offs",):
             up, down = (
                 native.product(routing, len(self.own), here, w.n, w.k, w.format.block) for w in self.experts
             )
