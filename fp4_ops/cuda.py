@@ -34,14 +34,11 @@ def _kernels() -> ModuleType:
     return importlib.import_module(".triton.register", __package__)
 
 
-def _multiplies_fp4(format: str | None, a_format: str) -> bool:
-    """Whether this GPU's kernels of FP4 rows and weights, which are Triton's, take both."""
-    if (
-        format is None
-        or format != a_format
-        or not torch.cuda.is_available()
-        or importlib.util.find_spec("triton") is None
-    ):
+def multiplies_fp4(format: str | None, a_format: str) -> bool:
+    """Whether this GPU's tensor cores multiply FP4 rows and weights as they are, by Triton's kernels."""
+    if format is None or format != a_format:
+        return False
+    if not torch.cuda.is_available() or importlib.util.find_spec("triton") is None:
         return False
     from .triton.scaled import support
     from .triton.tiles import device_of
@@ -52,7 +49,7 @@ def _multiplies_fp4(format: str | None, a_format: str) -> bool:
 prefer(
     "cuda",
     lambda: ("sm90_bf16", "sm90", "sm90_int4") if sm90_library.available(torch.cuda.current_device()) else (),
-    plain=_multiplies_fp4,
+    plain=multiplies_fp4,
 )
 
 

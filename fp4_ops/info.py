@@ -150,6 +150,8 @@ def _gpus() -> tuple[Gpu, ...]:
 
 
 def _gpu_kernels() -> tuple[Kernels, ...]:
+    from .cuda import multiplies_fp4
+
     if not torch.cuda.is_available():
         return ()
     registered = torch._C._dispatch_has_kernel_for_dispatch_key("fp4::grouped_mm", "CUDA")
@@ -157,4 +159,6 @@ def _gpu_kernels() -> tuple[Kernels, ...]:
     layout = preferred_layout("cuda")
     if LAYOUTS[layout].hopper:
         family = f"hopper, {family}"
+    if multiplies_fp4("nvfp4", "nvfp4"):
+        family += " (FP4 rows on FP4 tensor cores)"
     return (Kernels("cuda", family, "float32, bfloat16, float16, fp8, FP4", layout),)

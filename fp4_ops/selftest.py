@@ -18,6 +18,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from .cuda import multiplies_fp4
 from .gates import apply_gate
 from .info import info
 from .meta.formats import A_FORMATS, ACTIVATIONS, ELEMENTS, FORMATS, FP4_FORMATS, INT8_BLOCK
@@ -154,6 +155,10 @@ def cases(device: str) -> Iterator[Case]:
             for i, activation in enumerate(activations):
                 for kind in [allowed[(turn + i) % len(allowed)]] if some or i else allowed:
                     yield Case("moe", format, layout, kind, activation)
+    for format in FP4_FORMATS:
+        if device == "cuda" and multiplies_fp4(format, format):  # by kernels of their own
+            yield from (Case(operator, format, "plain", format) for operator in PRODUCTS)
+            yield Case("moe", format, "plain", format, "silu")
 
 
 def product(case: Case, device: str) -> tuple[Tensor, Tensor]:

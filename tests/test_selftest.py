@@ -39,6 +39,15 @@ def test_on_a_gpu_triton_takes_kinds_in_turn(monkeypatch):
     assert {c.kind for c in cases} == {"float32", "bfloat16", "float16", "fp8", "nvfp4", "mxfp4"}
 
 
+def test_fp4_tensor_cores_have_all_their_cases(monkeypatch):
+    monkeypatch.setattr(selftest, "layouts", lambda device: ["plain"])
+    before = len(list(selftest.cases("cuda")))
+    monkeypatch.setattr(selftest, "multiplies_fp4", lambda format, a_format: format == a_format == "nvfp4")
+    added = list(selftest.cases("cuda"))[before:]
+    assert [c.operator for c in added] == [*selftest.PRODUCTS, "moe"]
+    assert {(c.format, c.kind, c.layout) for c in added} == {("nvfp4", "nvfp4", "plain")}
+
+
 def a_few(monkeypatch) -> None:
     chosen = [c for i, c in enumerate(selftest.cases("cpu")) if (i + SEED) % 29 == 0]
     monkeypatch.setattr(selftest, "cases", lambda device: iter(chosen))

@@ -282,8 +282,8 @@ def test_rows_are_quantised_as_matrices_of_their_own(shape, format):
 
 
 @inside
-def test_a_weight_row_with_a_negative_scale_is_nan(small_tiles):
-    """Tensor cores would read it without its sign."""
+def test_a_row_with_a_negative_scale_is_nan(small_tiles):
+    """Of the weights or of the activations: tensor cores would read it without its sign."""
     w, a = reference.random_weight("nvfp4", 2, 40, 144), reference.random_activations(7, 144, kind="nvfp4")
     w.scale.view(torch.uint8)[1, 33, 4] |= 128
     got = register.indexed_mm(
@@ -292,6 +292,9 @@ def test_a_weight_row_with_a_negative_scale_is_nan(small_tiles):
     want = torch.zeros(7, 40, dtype=torch.bool)
     want[[1, 2, 5], 33] = True
     assert torch.equal(got.isnan(), want)
+    a.scale.view(torch.uint8)[3, -1] |= 128
+    got = register.mm(a.data, w.packed[0], w.scale[0], w.global_scale[0], **given(a), format="nvfp4")
+    assert got.isnan().all(-1).tolist() == [i == 3 for i in range(7)] and got[:3].isfinite().all()
 
 
 @inside

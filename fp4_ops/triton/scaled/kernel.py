@@ -10,7 +10,7 @@ be few. Codes go from memory to shared memory by cp.async and are never unpacked
 order [rows, K / block]: they come by cp.async too, 16 bytes a row at most, and the compiler moves them to
 tensor memory (sm_100) or registers (sm_120) from there. Bytes past K are read as zeros.
 
-Tensor cores read nvfp4's scales without a sign. A weight row that has a negative one becomes NaN.
+Tensor cores read nvfp4's scales without a sign. A row, or a weight row, that has a negative one becomes NaN.
 """
 
 from __future__ import annotations
@@ -32,6 +32,12 @@ def _either(a, b, ASM: tl.constexpr):
         return tl.inline_asm_elementwise(OR_ASM, OR_CONSTRAINTS, [a, b], dtype=tl.uint8, is_pure=True, pack=4)
     else:
         return a | b
+
+
+@triton.jit
+def _has_sign(byte):
+    """[N, B] -> [N], whether any of the B has one."""
+    return tl.max(byte.to(tl.int32), 1) > 127
 
 
 @triton.jit
@@ -112,7 +118,8 @@ def scaled_kernel(
         first_block = k_begin // BLOCK
         end_block = (k_end + BLOCK - 1) // BLOCK
     acc = tl.zeros((BLOCK_N, BLOCK_M), dtype=tl.float32)
-    signs = tl.zeros((BLOCK_N, SCALES), dtype=tl.uint8)
+    w_signs = tl.zeros((BLOCK_N, SCALES), dtype=tl.uint8)
+    x_signs = tl.zeros((BLOCK_M, SCALES), dtype=tl.uint8)
     for kk in tl.range(first, last, num_stages=STAGES):
         if EVEN_K:
             w = tl.load(b_base + kk * BYTES)
@@ -132,13 +139,14 @@ def scaled_kernel(
             ws = tl.load(bs_base + kk * SCALES, mask=has_scale[None, :], other=0)
             xs = tl.load(as_base + kk * SCALES, mask=has_scale[None, :], other=0)
         if NVFP4:
-            signs = _either(signs, ws, ASM)
+            w_signs = _either(w_signs, ws, ASM)
+            x_signs = _either(x_signs, xs, ASM)
         acc = tl.dot_scaled(w, _scales(ws, NVFP4), "e2m1", x, _scales(xs, NVFP4), "e2m1", acc)
 
     # --- epilogue ---
     if NVFP4:
-        negative = tl.max(signs.to(tl.int32), 1) > 127
-        acc = tl.where(negative[:, None], float("nan"), acc * tl.load(gs_ptr + e))
+        negative = _has_sign(w_signs)[:, None] | _has_sign(x_signs)[None, :]
+        acc = tl.where(negative, float("nan"), acc * tl.load(gs_ptr + e))
     if HAS_A_FACTOR:
         acc = acc * tl.load(af_ptr + source, mask=valid, other=0.0)[None, :]
     if HAS_BIAS:
