@@ -17,10 +17,10 @@ def fp4(
 ) -> Callable[..., Any]:
     """Inductor with 4-bit experts: `torch.compile(model, backend="fp4", options={...})`.
 
-    options: "format" ("nvfp4", "mxfp4", "int4", ...: fp4_ops.info().formats), "activation" ("auto", "bf16" or
-    "int8"; "bf16" leaves activations in the model's dtype), "linear" (also linear layers outside experts),
-    "strict" (an error where something that looks like experts keeps its weights), and any of Inductor's own.
-    `mode` is Inductor's.
+    options: "format" ("nvfp4", "mxfp4", "int4", ...: fp4_ops.info().formats), "activation" ("auto", "bf16",
+    "fp8", "int8" or the weights' own FP4 format; "bf16" leaves activations in the model's dtype), "linear"
+    (also linear layers outside experts), "strict" (an error where something that looks like experts keeps
+    its weights), and any of Inductor's own. `mode` is Inductor's.
     Loading this backend turns torch._dynamo.config.capture_dynamic_output_shape_ops on: see `_capture_loops`.
     Expert blocks become `fp4::moe`, or else single products; what cannot be proved stays as it is, and
     `fp4_ops.explain` or the log ("fp4_ops") says why. With gradients the graph is Inductor's own.

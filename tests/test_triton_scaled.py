@@ -299,9 +299,9 @@ def test_a_row_with_a_negative_scale_is_nan(small_tiles):
 
 @inside
 @pytest.mark.parametrize("format", FORMAT_NAMES)
-def test_the_first_use_finds_scales_that_are_read_wrongly(format, dot_scaled, monkeypatch):
+def test_the_first_use_finds_scales_that_are_read_wrongly_and_races(format, dot_scaled, monkeypatch):
     tile, cpu = tiles.Tile(32, 16, 128, 4, 2), torch.device("cpu")
-    assert support.first_error(format, tile, BLACKWELL, cpu) < 1e-5
+    assert support.first_error(format, tile, BLACKWELL, cpu, 1, 1) < 1e-5
     right = semantic.TritonSemantic.dot_scaled
 
     def shifted(self, a, a_scale, *args):
@@ -310,7 +310,15 @@ def test_the_first_use_finds_scales_that_are_read_wrongly(format, dot_scaled, mo
         return right(self, a, self.tensor(handle, a_scale.type), *args)
 
     monkeypatch.setattr(semantic.TritonSemantic, "dot_scaled", shifted)
-    assert support.first_error(format, tile, BLACKWELL, cpu) > 100 * support.BOUND
+    assert support.first_error(format, tile, BLACKWELL, cpu, 1, 1) > 100 * support.BOUND
+
+    def racing(self, *args):
+        sums = right(self, *args)
+        sums.handle.data *= 1 + 1e-4 * len(dot_scaled)
+        return sums
+
+    monkeypatch.setattr(semantic.TritonSemantic, "dot_scaled", racing)
+    assert support.first_error(format, tile, BLACKWELL, cpu, 1, 1) == float("inf")
 
 
 @inside
@@ -551,3 +559,21 @@ def test_every_shape_compiles_to_fp4_products(tile, family, format, i, tmp_path)
     with triton_targets.short_cache(), triton_targets.gpu(family[0]):
         kernel = launch.compiled(spec, tile)
     assert not problems_of(kernel, spec, tile, family, tmp_path)
+
+
+@compiles
+@pytest.mark.archs
+@pytest.mark.parametrize("terms", [2, 3])
+def test_products_into_one_sum_wait_for_each_other(terms):
+    """Of float16 and float32 rows, by the kernel for all GPUs: where Triton 3.6 to 3.8 overlap two products
+    into one sum of tensor memory, results are wrong."""
+    tile = tiles.Tile(128, 64, 128, 8, 3)
+    spec = launch.Spec(
+        "mapped", True, 1, "nvfp4", 16, 1536, 2048, terms, torch.uint8, True, None, False, torch.float32,
+        None, 0, 8, 1, False, True,
+    )  # fmt: skip
+    with triton_targets.gpu(100):
+        code = launch.compiled(spec, tile).asm["ttgir"]
+    loop = code[code.index("scf.for") :]
+    order = re.findall(r"(?m)^\s*(?:%\S+ = )?ttng\.(tc_gen5_mma|wait_barrier)\b", loop)
+    assert order[: 2 * terms] == ["tc_gen5_mma", "wait_barrier"] * terms

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import NamedTuple
 
 import torch
@@ -153,10 +154,11 @@ def _experts(x, topk_ids, up: Weight, down: Weight, activation: str) -> torch.Te
 
 def product_with(
     a: torch.Tensor, b: torch.Tensor, ids: torch.Tensor, fmt: Format, tile: Tile, device: Device
-) -> tuple[torch.Tensor, Quantized, Quantized]:
+) -> tuple[Callable[[], torch.Tensor], Quantized, Quantized]:
     """a [rows, K] and b [G, N, K], quantised, multiplied with this very tile, which is not asked about.
 
-    Returns the product, and both operands as packed, scale and global scale; of `a` as matrices of one row.
+    Returns what makes the product, and both operands as packed, scale and global scale; of `a` as matrices of
+    one row.
     """
     rows, groups = a.shape[0], b.shape[0]
     packed, scale, factor = ops.quantize_matrix(a[:, None], fmt, None)
@@ -170,7 +172,11 @@ def product_with(
     spec = _spec(ops.prepare_indexed, x, weight, torch.float32, checked=False)
     if not launch.fits(spec, tile, device):
         raise TryNext
-    out = torch.empty((rows, weight.n), dtype=torch.float32, device=a.device)
     route = _route(ops.prepare_indexed, packed, rows, tile, ids, groups, tail=True)
-    _launch(x, weight, route, out, tile, spec)
-    return out, (packed, scale, factor), (w_packed, w_scale, w_factor)
+
+    def run() -> torch.Tensor:
+        out = torch.empty((rows, weight.n), dtype=torch.float32, device=a.device)
+        _launch(x, weight, route, out, tile, spec)
+        return out
+
+    return run, (packed, scale, factor), (w_packed, w_scale, w_factor)

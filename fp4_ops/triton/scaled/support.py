@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import math
 from functools import cache
 from importlib.metadata import version
 
@@ -70,7 +71,7 @@ def trusted(format: str, tile: Tile, device: Device) -> bool:
             BOUND,
             INSTEAD,
         )
-    except launch.TryNext:  # the device refuses the tile
+    except (launch.TryNext, torch.OutOfMemoryError):  # the device refuses the tile, or is full for now
         return False
     if not right and not first_use.capturing():
         _wrong.add((device, format))
@@ -85,19 +86,27 @@ def no_tile(error: launch.NoTile, format: str, device: Device) -> None:
     logger.warning("fp4: %s. %s is used instead", str(error).split(". Please")[0], INSTEAD.rstrip(","))
 
 
-def first_error(format: str, tile: Tile, device: Device, place: torch.device) -> float:
-    """The larger error of two small products, relative to the norm: K a multiple of the tile's, and K that
-    ends inside a tile and inside a block of scales."""
+def first_error(
+    format: str, tile: Tile, device: Device, place: torch.device, blocks: int = 20, repeats: int = 8
+) -> float:
+    """The larger error of two products, relative to the norm: K a multiple of the tile's, and K that ends
+    inside a tile and inside a block of scales. Infinite if repeats differ in a bit.
+
+    Programs of each: some five tiles of tokens times `blocks`, as compilers' races need many to be seen.
+    """
     from .ops import product_with  # which asks this module
 
     fmt, found = FORMATS[format], 0.0
     generator = torch.Generator().manual_seed(tile.block_n * tile.block_k + tile.block_m)
-    groups, n, rows = 3, tile.block_n + 40, 2 * tile.block_m + 5
+    groups, n, rows = 3, blocks * tile.block_n + 40, 2 * tile.block_m + 5
     for k in (3 * tile.block_k, tile.block_k + 32 + fmt.block // 2):
         a = torch.randn(rows, k, generator=generator).to(place)
         b = torch.randn(groups, n, k, generator=generator).to(place)
         ids = torch.randint(groups, (rows,), generator=generator).to(place)
-        got, a_given, w_given = product_with(a, b, ids, fmt, tile, device)
+        run, a_given, w_given = product_with(a, b, ids, fmt, tile, device)
+        got = run()
+        if any(not torch.equal(run(), got) for _ in range(repeats)):
+            return math.inf
         a_exact, w_exact = (dequantize(*t, format) for t in (a_given, w_given))
         want = (a_exact[:, 0] @ w_exact.mT)[ids, torch.arange(rows, device=place)]
         found = max(found, relative_error(got, want))
