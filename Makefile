@@ -7,6 +7,7 @@
 # make test-tools  reads the folders that ModelOpt, llm-compressor, AutoRound and GPTQModel write, which it installs, too
 # make test-archs  compiles Triton's kernels for seven architectures of GPUs; what a kernel needs must be there
 # make test-archs-all  every candidate in every format (long: some thousands of kernels)
+# make test-kernels  compiles the CUDA kernels for GPUs other than Hopper, and looks into them (ARCHS=all: all of them)
 # make test-hopper  some of the Hopper kernels' tests, others each time, on an emulated GPU (with a CUDA toolkit)
 # make test-sanitized  tests the CPU's operators under gcc's AddressSanitizer and UndefinedBehaviorSanitizer
 # make lint       ruff, clang-format, mypy
@@ -25,7 +26,7 @@ BIN := $(VENV)/bin
 PIP := $(BIN)/python -m pip --disable-pip-version-check
 SOURCES := $(shell find csrc -type f) setup.py pyproject.toml
 
-.PHONY: demo demo-full test test-more test-all test-real test-tools test-archs test-archs-all test-hopper test-sanitized test-aarch64 lint docs wheel wheels bench clean
+.PHONY: demo demo-full test test-more test-all test-real test-tools test-archs test-archs-all test-kernels test-hopper test-sanitized test-aarch64 lint docs wheel wheels bench clean
 .DELETE_ON_ERROR:
 
 demo: $(VENV)/built
@@ -48,8 +49,11 @@ test-real: $(VENV)/built
 test-tools: $(VENV)/built
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -q -n 2 --dist loadgroup -m tools tests/tools
 
+test-kernels: $(VENV)/built
+	FP4_KERNEL_ARCHS=$(or $(ARCHS),drawn) $(BIN)/python -m pytest -q tests/test_kernel_archs.py
+
 test-hopper: $(VENV)/built
-	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -q -n auto --dist worksteal --emulate --draw 48 tests/test_sm90_gpu.py tests/test_sm90_*_gpu.py tests/test_sm80_prefill_gpu.py
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -q -n auto --dist worksteal --emulate --draw 48 tests/test_sm90_gpu.py tests/test_sm90_*_gpu.py tests/test_sm80_gpu.py tests/test_sm80_prefill_gpu.py
 
 # Pytest starts in another folder, whose fp4_ops is the sanitised one. Status 75: this machine lacks what it needs.
 test-sanitized: TESTS = $(wildcard tests/test_ops_*.py) tests/test_cpu_dispatch.py tests/test_sm90_layout.py tests/test_row_numbers.py
@@ -92,7 +96,7 @@ bench: $(VENV)/built
 	$(BIN)/python benchmarks/cpu_vs_ggml.py
 
 clean:
-	rm -rf build dist $(VENV) fp4_ops/_C*.so fp4_ops/_sm90.so fp4_ops/_nvlink.so *.egg-info
+	rm -rf build dist $(VENV) fp4_ops/_C*.so fp4_ops/_sm90.so fp4_ops/_sm80.so fp4_ops/_nvlink.so *.egg-info
 
 # A torch that is already there (2.11 or later) is used, and nothing is downloaded for it.
 $(VENV)/deps: pyproject.toml constraints.txt

@@ -1,12 +1,12 @@
-"""Builds the extension of fp4_ops against libtorch's stable ABI, and with nvcc the Hopper kernels.
+"""Builds the extension of fp4_ops against libtorch's stable ABI, and with nvcc the CUDA kernels.
 
 The result is not a Python extension module: it holds operators only, knows nothing of CPython, and loads in
-every torch from 2.11 on. So one binary serves all Python versions too, and the wheel is tagged so. The
-Hopper kernels know no torch at all: nvcc makes one shared library of them. That takes minutes, so they are
-built where there is a Hopper GPU, and where FP4_CUDA_ARCHS=90a asks for them. With them comes a library of
-the operators that launch them (csrc/cuda), which needs neither nvcc nor CUDA's headers: it finds the
-kernels' library beside itself. It is not a part of the first one, because it uses what only a libtorch for
-CUDA has.
+every torch from 2.11 on. So one binary serves all Python versions too, and the wheel is tagged so. The CUDA
+kernels know no torch at all: nvcc makes two shared libraries of them, `_sm90.so` for Hopper GPUs and
+`_sm80.so` for others. That takes minutes, so they are built for the GPUs that are here, and for those that
+FP4_CUDA_ARCHS names. With them comes a library of the operators that launch them (csrc/cuda), which needs
+neither nvcc nor CUDA's headers: it finds the kernels' libraries beside itself. It is not a part of the first
+one, because it uses what only a libtorch for CUDA has.
 """
 
 import os
@@ -16,9 +16,10 @@ import shutil
 import subprocess
 import sys
 import sysconfig
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from typing import NamedTuple
 
 from setuptools import find_packages, setup
 from setuptools.command.bdist_wheel import bdist_wheel
@@ -71,33 +72,59 @@ def cpp_sources() -> list[str]:
     return [str(source) for source in found if X86 or isa_of(source) is None]
 
 
-def hopper_asked() -> bool | None:
-    """What FP4_CUDA_ARCHS says of the Hopper kernels: "90a" is yes, "" is no; None if it is not set."""
-    asked = os.environ.get("FP4_CUDA_ARCHS")
-    if asked is None:
-        return None
-    names = re.split(r"[\s,;]+", asked.strip()) if asked.strip() else []
-    if unknown := [name for name in names if name not in ("90a", "9.0a", "sm_90a")]:
+# What FP4_CUDA_ARCHS may name, and nvcc's flag for each. SASS alone: drivers have been known to compile PTX
+# of an older GPU wrongly. wgmma and setmaxnreg exist for sm_90a alone; code of a family runs on 10.0 and
+# 10.3, and on 12.0 and 12.1. Code for 8.0 runs on all of 8.x.
+CUDA_ARCHS = {
+    "80": "-gencode=arch=compute_80,code=sm_80",
+    "86": "-gencode=arch=compute_86,code=sm_86",
+    "89": "-gencode=arch=compute_89,code=sm_89",
+    "90a": "-gencode=arch=compute_90a,code=sm_90a",
+    "100f": "-gencode=arch=compute_100f,code=sm_100f",
+    "120f": "-gencode=arch=compute_120f,code=sm_120f",
+}
+OF_CAPABILITY = {(8, 0): "80", (8, 6): "86", (8, 7): "80", (8, 9): "89", (9, 0): "90a"}
+OF_CAPABILITY |= {(10, 0): "100f", (10, 3): "100f", (12, 0): "120f", (12, 1): "120f"}
+
+
+def cuda_archs(asked: str) -> list[str]:
+    """The keys of `CUDA_ARCHS` that a text names, also as 8.6, sm_86, 90 or 12.1, or all of them."""
+    found, unknown = [], []
+    capabilities = {f"{major}{minor}": arch for (major, minor), arch in OF_CAPABILITY.items()}
+    for word in re.split(r"[\s,;]+", asked.strip()) if asked.strip() else []:
+        name = word.lower().removeprefix("sm_").replace(".", "")
+        if name == "all":
+            found += CUDA_ARCHS
+        elif name in CUDA_ARCHS:
+            found.append(name)
+        elif name.rstrip("af") in capabilities:
+            found.append(capabilities[name.rstrip("af")])
+        else:
+            unknown.append(word)
+    if unknown:
         sys.exit(
             f"fp4_ops: FP4_CUDA_ARCHS is {asked!r}, and nothing is built for {', '.join(unknown)}. It may "
-            "be '90a' (the kernels for Hopper GPUs) or '' (none). Other GPUs need no build: Triton "
+            f"name some of {', '.join(CUDA_ARCHS)}, be 'all', or '' (none). Other GPUs need no build: Triton "
             "compiles their kernels when they run."
         )
-    return bool(names)
+    return [arch for arch in CUDA_ARCHS if arch in found]
 
 
-def has_hopper_gpu() -> bool:
+def archs_asked() -> list[str] | None:
+    """What FP4_CUDA_ARCHS names; None if it is not set."""
+    asked = os.environ.get("FP4_CUDA_ARCHS")
+    return None if asked is None else cuda_archs(asked)
+
+
+def archs_here() -> list[str]:
+    """Those of this machine's GPUs."""
     if not torch.cuda.is_available():
-        return False
-    return any(torch.cuda.get_device_capability(i) == (9, 0) for i in range(torch.cuda.device_count()))
+        return []
+    found = {torch.cuda.get_device_capability(i) for i in range(torch.cuda.device_count())}
+    return [arch for capability, arch in OF_CAPABILITY.items() if capability in found]
 
 
-NVCC_FLAGS = [
-    "-gencode=arch=compute_90a,code=sm_90a",  # wgmma and setmaxnreg exist for sm_90a alone
-    "-O3",
-    "-std=c++17",
-    "-Xcompiler=-fPIC",
-]
+NVCC_FLAGS = ["-O3", "-std=c++17", "-Xcompiler=-fPIC"]
 
 # Any GPU with NVLink runs these: there is machine code for Hopper, and PTX for others.
 NVLINK_FLAGS = [
@@ -106,11 +133,41 @@ NVLINK_FLAGS = [
     *["-O3", "-std=c++17", "-Xcompiler=-fPIC"],
 ]
 
-OLDEST_NVCC = (12, 8)
+
+class KernelLibrary(NamedTuple):
+    """A library of CUDA kernels: csrc/device and a folder of its own."""
+
+    name: str
+    archs: tuple[str, ...]
+    """Those that it may hold."""
+
+    @property
+    def folders(self) -> tuple[Path, ...]:
+        return Path("csrc/device"), Path("csrc", self.name)
+
+    @property
+    def sources(self) -> list[Path]:
+        return sorted(source for folder in self.folders for source in folder.glob("*.cu"))
+
+    @property
+    def headers(self) -> list[Path]:
+        found = [file for folder in self.folders for kind in ("*.cuh", "*.h") for file in folder.glob(kind)]
+        return [*found, Path("csrc/common/sm90_layout.h")]
+
+    def flags(self, archs: Sequence[str]) -> list[str]:
+        return [*(CUDA_ARCHS[arch] for arch in archs), f"-DFP4_FAMILY={self.name[2:]}", *NVCC_FLAGS]
 
 
-def find_nvcc() -> tuple[str | None, str]:
-    """An nvcc that can build the Hopper kernels, or why there is none."""
+HOPPER = KernelLibrary("sm90", ("90a",))
+MMA = KernelLibrary("sm80", tuple(arch for arch in CUDA_ARCHS if arch != "90a"))
+
+
+OLDEST_NVCC, OLDEST_NVCC_OF_FAMILIES = (12, 8), (12, 9)  # the second knows 100f and 120f
+
+
+def find_nvcc(archs: Sequence[str]) -> tuple[str | None, str]:
+    """An nvcc that can build the kernels, or why there is none."""
+    oldest = OLDEST_NVCC_OF_FAMILIES if any(arch.endswith("f") for arch in archs) else OLDEST_NVCC
     homes = [os.environ.get("CUDA_HOME"), os.environ.get("CUDA_PATH"), "/usr/local/cuda"]
     found = [str(Path(home) / "bin" / "nvcc") for home in homes if home]
     nvcc = next((nvcc for nvcc in found if Path(nvcc).is_file()), shutil.which("nvcc"))
@@ -118,9 +175,9 @@ def find_nvcc() -> tuple[str | None, str]:
         return None, "no nvcc (set CUDA_HOME)"
     text = subprocess.run([nvcc, "--version"], capture_output=True, text=True).stdout
     release = re.search(r"release (\d+)\.(\d+)", text)
-    if release is None or tuple(map(int, release.groups())) < OLDEST_NVCC:
+    if release is None or tuple(map(int, release.groups())) < oldest:
         version = release.group(0) if release else "of an unknown release"
-        return None, f"{nvcc} is {version}, and {'.'.join(map(str, OLDEST_NVCC))} is needed"
+        return None, f"{nvcc} is {version}, and {'.'.join(map(str, oldest))} is needed"
     return nvcc, ""
 
 
@@ -188,8 +245,10 @@ class Build(BuildExtension):
         super().build_extensions()
         in_place = self.inplace or getattr(self, "editable_mode", False)
         folder = (Path() if in_place else Path(self.build_lib)) / "fp4_ops"
-        self._build_hopper(folder / "_sm90.so")
-        self._build_runtime(folder / "_C_cuda.so", wanted=(folder / "_sm90.so").exists())
+        for library in (HOPPER, MMA):
+            self._build_kernels(library, folder)
+        built = any((folder / f"_{library.name}.so").exists() for library in (HOPPER, MMA))
+        self._build_runtime(folder / "_C_cuda.so", wanted=built)
         self._build_nvlink(folder / "_nvlink.so", wanted=(folder / "_sm90.so").exists())
 
     def _build_runtime(self, target: Path, wanted: bool) -> None:
@@ -229,7 +288,7 @@ class Build(BuildExtension):
         headers = [*folder.glob("*.cuh"), *folder.glob("*.h")]
         if is_newer(target, *sources, *headers):
             return
-        nvcc, why = find_nvcc()
+        nvcc, why = find_nvcc([])
         if nvcc is None:
             target.unlink(missing_ok=True)
             print(f"fp4_ops: {why}, so the exchange between GPUs is torch.distributed's")
@@ -245,38 +304,42 @@ class Build(BuildExtension):
         objects = run_parallel(compile_one, sources, Path("build/nvlink"))
         subprocess.run([nvcc, *NVLINK_FLAGS, "-shared", *objects, "-o", str(target)], check=True)
 
-    def _build_hopper(self, target: Path) -> None:
-        folders = Path("csrc/device"), Path("csrc/sm90")
-        sources = sorted(source for folder in folders for source in folder.glob("*.cu"))
-        headers = [file for folder in folders for kind in ("*.cuh", "*.h") for file in folder.glob(kind)]
-        headers.append(Path("csrc/common/sm90_layout.h"))
-        asked, cross = hopper_asked(), platform.machine() != MACHINE
+    def _build_kernels(self, library: KernelLibrary, folder: Path) -> None:
+        target, made = folder / f"_{library.name}.so", Path("build", library.name)
+        asked, cross, record = archs_asked(), platform.machine() != MACHINE, made / "archs"
         # What was built before is kept, and kept up to date: newer Python must not call older kernels.
-        wanted = not cross and (target.exists() or has_hopper_gpu() if asked is None else asked)
-        if wanted and is_newer(target, *sources, *headers):
+        before = record.read_text().split() if record.exists() and target.exists() else []
+        if target.exists() and not before:
+            before = list(library.archs)
+        wanted = [*before, *archs_here()] if asked is None else asked
+        archs = [] if cross else [arch for arch in library.archs if arch in wanted]
+        if archs and archs == before and is_newer(target, *library.sources, *library.headers):
             return
-        nvcc, why = find_nvcc()
-        if not wanted or nvcc is None:
+        nvcc, why = find_nvcc(archs)
+        if not archs or nvcc is None:
             target.unlink(missing_ok=True)
-            if wanted and asked:
-                sys.exit(f"fp4_ops: FP4_CUDA_ARCHS asks for the Hopper kernels, but {why}")
+            if archs and asked:
+                sys.exit(f"fp4_ops: FP4_CUDA_ARCHS asks for CUDA kernels, but {why}")
             if cross:
                 why = f"this is a cross build for {MACHINE}"
-            elif not wanted:
-                why = "no Hopper GPU is here, or FP4_CUDA_ARCHS is empty (FP4_CUDA_ARCHS=90a builds them)"
-            print(f"fp4_ops: {why}, so no Hopper kernels are built; the others work without")
+            elif not archs:
+                names = ", ".join(library.archs)
+                why = f"no GPU of {names} is here, and FP4_CUDA_ARCHS names none (it builds them)"
+            print(f"fp4_ops: {why}, so {target.name} is not built; what other GPUs run works without")
             return
         target.parent.mkdir(parents=True, exist_ok=True)
+        flags = library.flags(archs)
 
         def compile_one(source: Path, to: Path) -> None:
-            if is_newer(to, source, *headers, Path(__file__)):
+            if is_newer(to, source, *library.headers, Path(__file__)):
                 return
             part = to.with_suffix(".part.o")
-            subprocess.run([nvcc, *NVCC_FLAGS, "-c", str(source), "-o", str(part)], check=True)
+            subprocess.run([nvcc, *flags, "-c", str(source), "-o", str(part)], check=True)
             part.replace(to)
 
-        objects = run_parallel(compile_one, sources, Path("build/sm90"))
-        subprocess.run([nvcc, *NVCC_FLAGS, "-shared", *objects, "-o", str(target)], check=True)
+        objects = run_parallel(compile_one, library.sources, made / "_".join(archs))
+        subprocess.run([nvcc, *flags, "-shared", *objects, "-o", str(target)], check=True)
+        record.write_text(" ".join(archs))
 
 
 ROOMS = {

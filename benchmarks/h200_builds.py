@@ -24,7 +24,7 @@ from fp4_ops.sm90 import rows as row_kernels
 from fp4_ops.sm90.decode import Routing, Weight
 
 PAUSE_SECONDS = 0.1
-LAYOUTS = {"fp8": "sm90", "none": "sm90_bf16"}
+LAYOUTS = {"fp8": "sm90", "none": "mma_bf16"}
 """What is done to activations, and the layout of the weights that they meet."""
 
 

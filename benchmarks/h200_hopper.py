@@ -6,7 +6,7 @@
 nvfp4 (or mxfp4), random weights, uniform random routing. Times are microseconds: the median over replays of
 a CUDA graph of launches, each with another of `ROUTINGS` routings, so that weights are cold in L2;
 activations are quantised to fp8 outside the products' rows and inside the block's. 16-bit rows meet weights
-in layout sm90_bf16, as in a model that was prepared with activation="bf16"; others, and `auto`, those of
+in layout mma_bf16, as in a model that was prepared with activation="bf16"; others, and `auto`, those of
 sm90. Each is a burst of some 20 ms after a pause, as the times in results/peers_h200.json are: without
 pauses the chip is at its power limit, and its clock up to a quarter lower (h200_power.py). The floor is
 max(bytes of the experts hit / copy bandwidth, flops / matmul rate), with both ceilings measured in this
@@ -166,7 +166,7 @@ def products(
 ) -> Iterator[record.Row]:
     copy, bf16_rate, fp8_rate = peaks
     recorded_card = "H200" in torch.cuda.get_device_name()
-    w, wide = (random_weight(model.experts, n, k, layout, format) for layout in ("sm90", "sm90_bf16"))
+    w, wide = (random_weight(model.experts, n, k, layout, format) for layout in ("sm90", "mma_bf16"))
     scales = torch.rand((model.experts, n, w.kp // 128), device="cuda") * 56
     int4 = Int4Weight(w.codes, scales, w.global_scale, 128, None, model.experts, n, w.kp)
     plain = torch.randn(model.experts, n, k, device="cuda", dtype=torch.bfloat16)
@@ -206,7 +206,7 @@ def blocks(model: Model, format: str, tokens: list[int]) -> Iterator[record.Row]
     up, down = (2 * model.inter, model.hidden), (model.hidden, model.inter)
     weights = {
         layout: [random_weight(model.experts, *shape, layout, format) for shape in (up, down)]
-        for layout in ("sm90", "sm90_bf16")
+        for layout in ("sm90", "mma_bf16")
     }
     formats = ("none", "fp8", "auto")
     for t in tokens:
@@ -215,7 +215,7 @@ def blocks(model: Model, format: str, tokens: list[int]) -> Iterator[record.Row]
         scores = torch.rand(t, ids[0].shape[1], device="cuda")
         row = {"table": "block", "model": model.name, "format": format, "tokens": t}
         for f in formats:
-            of = weights["sm90_bf16" if f == "none" else "sm90"]
+            of = weights["mma_bf16" if f == "none" else "sm90"]
             run = lambda i: ops.moe(x, ids[i], scores, *of, "silu_interleaved", f, torch.bfloat16)  # noqa: E731, B023
             row[f"{f}_us"] = median_us(run)
         yield row

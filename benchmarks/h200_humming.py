@@ -60,7 +60,7 @@ def rows(given: argparse.Namespace) -> Iterator[record.Row]:
     for name in given.shapes.split(","):
         groups, n, k, top_k = SHAPES[name]
         for kind in given.rows.split(","):
-            theirs, to = humming(groups, n, k, kind), "sm90_bf16" if kind == "bf16" else "sm90"
+            theirs, to = humming(groups, n, k, kind), "mma_bf16" if kind == "bf16" else "sm90"
             ours = [random_weight(groups, n, k, to, format) for format in ("nvfp4", "mxfp4")]
             for tokens in map(int, given.tokens.split(",")):
                 m = tokens * top_k

@@ -4,7 +4,7 @@
 
 nvfp4 (or mxfp4), four models' products with random routing, dense products, and the models' blocks. `16` and
 `bf16` are bfloat16 rows and weights in layout sm90, for whose prefill a pass puts them in order, and
-sm90_bf16; `8` fp8 rows, quantised before. `decodes` says which one the operators take. A block in `auto` is
+mma_bf16; `8` fp8 rows, quantised before. `decodes` says which one the operators take. A block in `auto` is
 decode of the rows as they are, or prefill of fp8 ones. `rows` is rows an expert.
 """
 
@@ -22,8 +22,8 @@ from fp4_ops import native
 from fp4_ops.sm90 import rows as row_kernels
 from fp4_ops.sm90.decode import Routing
 
-LAYOUTS = ("sm90", "sm90_bf16")
-BLOCKS = (("sm90", "none"), ("sm90_bf16", "none"), ("sm90", "fp8"), ("sm90", "auto"))
+LAYOUTS = ("sm90", "mma_bf16")
+BLOCKS = (("sm90", "none"), ("mma_bf16", "none"), ("sm90", "fp8"), ("sm90", "auto"))
 DENSE = ((2048, 768), (4096, 4096), (5760, 2880), (28672, 4096), (4096, 14336), (8192, 8192))
 
 
@@ -78,7 +78,7 @@ def block(model: Model, weights, each: float) -> Iterator[record.Row]:
             ops.moe(*args)
 
         chosen = ops.block_decodes(up, down, ids[0].numel(), a_format, x.device)
-        kind = "none bf16" if layout == "sm90_bf16" else a_format
+        kind = "none bf16" if layout == "mma_bf16" else a_format
         yield row("block", (model.experts, 2 * model.inter, model.hidden), each, kind, run, chosen)
 
 

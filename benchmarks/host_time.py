@@ -3,7 +3,7 @@
     python benchmarks/host_time.py [--tokens 1,8,64] [--calls 200]
 
 Qwen3-30B-A3B's shapes (128 experts, hidden 2048, intermediate 768, 8 experts a token) in nvfp4, layouts
-sm90_bf16 (`moe` in a_format none) and sm90 (`auto`). host_us: the median of runs of calls that are launched
+mma_bf16 (`moe` in a_format none) and sm90 (`auto`). host_us: the median of runs of calls that are launched
 and not waited for, over the calls. gpu_us: the same calls replayed in a CUDA graph. `ratio` is the host's
 time over F.linear's of the same tokens and mode. Rows of `table: host`.
 """
@@ -76,7 +76,7 @@ class Calls:
         self.weights = {
             (name, layout): weight(EXPERTS, *shape, layout)
             for name, shape in shapes.items()
-            for layout in ("sm90", "sm90_bf16")
+            for layout in ("sm90", "mma_bf16")
         }
 
     def of(self, tokens: int) -> dict[str, Callable[[], object]]:
@@ -87,7 +87,7 @@ class Calls:
         flat = ids.flatten().sort().values
         rows = x.repeat_interleave(TOP_K, 0)
         offs = torch.bincount(flat, minlength=EXPERTS).cumsum(0).int()
-        up, options = self.weights["up", "sm90_bf16"], {"format": "nvfp4", "layout": "sm90_bf16"}
+        up, options = self.weights["up", "mma_bf16"], {"format": "nvfp4", "layout": "mma_bf16"}
         one = [t[0] for t in up]
         stacked = self.experts.mT
 
@@ -102,7 +102,7 @@ class Calls:
             "mm": lambda: op.mm(x, *one, **options),
             "grouped_mm": lambda: op.grouped_mm(rows, *up, offs, **options),
             "indexed_mm": lambda: op.indexed_mm(rows, *up, flat, **options),
-            "moe none": lambda: block("sm90_bf16", "none"),
+            "moe none": lambda: block("mma_bf16", "none"),
             "moe auto": lambda: block("sm90", "auto"),
         }
 

@@ -43,7 +43,7 @@ ROUTINGS = 4
 def random_weight(groups: int, n: int, k: int, block: int) -> Weight:
     """In the layout's bytes: scales 2^-4 to 2^3, times what they stand for."""
     kp = -(-k // 128) * 128
-    layout = LAYOUTS["mma_bf16" if "mma_bf16" in LAYOUTS else "sm90_bf16"]
+    layout = LAYOUTS["mma_bf16"]
     scales = torch.randint(6 << 3, 13 << 3, (groups * n * kp // block,), device="cuda").to(torch.uint8)
     factor = torch.rand(groups, device="cuda") + 0.5
     codes = gaussian_codes(groups * n * kp // 2)

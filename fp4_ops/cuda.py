@@ -19,11 +19,10 @@ from typing import Any
 import torch
 from torch.library import Library
 
-from . import native
+from . import native, trust
 from .meta.fakes import OPERATORS
 from .meta.formats import FORMATS
 from .meta.layouts import prefer
-from .sm90 import library as sm90_library
 
 LIBRARY = Library("fp4", "IMPL")
 TRITON = Library("fp4_triton", "DEF")
@@ -46,11 +45,16 @@ def multiplies_fp4(format: str | None, a_format: str) -> bool:
     return support.takes(FORMATS[format], a_format, device_of(torch.device("cuda")))
 
 
-prefer(
-    "cuda",
-    lambda: ("sm90_bf16", "sm90", "sm90_int4") if sm90_library.available(torch.cuda.current_device()) else (),
-    plain=multiplies_fp4,
-)
+def preferred() -> tuple[str, ...]:
+    """The layouts that the current GPU reads fastest."""
+    device = torch.cuda.current_device()
+    family = native.family(device)
+    if family == native.HOPPER:
+        return "mma_bf16", "sm90", "sm90_int4"
+    return ("mma_bf16",) if family == native.MMA and trust.mma_kernels(device) else ()
+
+
+prefer("cuda", preferred, plain=multiplies_fp4)
 
 
 def _on_cuda(name: str) -> Callable[..., Any]:

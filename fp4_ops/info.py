@@ -9,9 +9,10 @@ from pathlib import Path
 
 import torch
 
+from . import native
 from ._library import library_path
 from .meta.formats import FORMATS
-from .meta.layouts import LAYOUTS, preferred_layout
+from .meta.layouts import preferred_layout
 
 _COMPILED = "tests compile its kernels and check what they need; nobody has run them"
 TESTED = {"9.0": "tests run its kernels"} | dict.fromkeys(
@@ -156,9 +157,9 @@ def _gpu_kernels() -> tuple[Kernels, ...]:
         return ()
     registered = torch._C._dispatch_has_kernel_for_dispatch_key("fp4::grouped_mm", "CUDA")
     family = "triton" if registered else "none: Triton is not installed"
-    layout = preferred_layout("cuda")
-    if LAYOUTS[layout].hopper:
-        family = f"hopper, {family}"
+    layout = preferred_layout("cuda", dtype=torch.bfloat16)
+    if native_kernels := native.NAMES.get(native.family(torch.cuda.current_device())):
+        family = f"{native_kernels}, {family}"
     if multiplies_fp4("nvfp4", "nvfp4"):
         family += " (FP4 rows on FP4 tensor cores)"
     return (Kernels("cuda", family, "float32, bfloat16, float16, fp8, FP4", layout),)

@@ -1,4 +1,4 @@
-"""The native CUDA runtime, `_C_cuda.so` (csrc/cuda): operators in C++ for Hopper's layouts, and their
+"""The native CUDA runtime, `_C_cuda.so` (csrc/cuda): operators in C++ for the native layouts, and their
 planner.
 
 Loading it registers the operators `fp4::*` for CUDA. What has no native kernel they call as `fp4_triton::*`
@@ -16,9 +16,12 @@ from pathlib import Path
 import torch
 
 FILE = "_C_cuda.so"
+REBUILD = (
+    "Rebuild both: pip install --no-build-isolation -e ., with FP4_CUDA_ARCHS=all where GPUs are elsewhere."
+)
 
 KERNELS = ("w4a8", "half", "bf16")
-"""Kernel of csrc/cuda/choice.h: fp8 rows; 16-bit rows with weights in layout sm90, or in sm90_bf16."""
+"""Kernel of csrc/cuda/choice.h: fp8 rows; 16-bit rows with weights in layout sm90, or in mma_bf16."""
 ROUTINGS = ("offs", "ids32", "ids64", "masked", "dense")
 """Routing of csrc/device/interface.h."""
 A_FORMATS = ("auto", "fp8", "int8", "mxfp4", "none", "nvfp4")
@@ -39,10 +42,22 @@ class _Config(ctypes.Structure):
     __hash__ = None  # type: ignore[assignment]
 
 
-class DecodeConfig(_Config):
-    """`k_warps` share K in `passes`, `row_warps` tiles of N a step."""
+class Gpu(ctypes.Structure):
+    """What the planner knows of a GPU: Gpu of csrc/cuda/gpu.h. `copy_rate`: bytes a microsecond."""
 
-    _fields_ = [(name, ctypes.c_int) for name in ("k_warps", "row_warps", "passes")]
+    _fields_ = [(name, ctypes.c_int) for name in ("family", "sms", "shared_bytes", "copy_rate")]
+
+
+HOPPER, MMA = 90, 80
+NAMES = {HOPPER: "hopper", MMA: "mma"}
+"""Families of kernels: of `_sm90.so`, and of `_sm80.so`, for GPUs from compute capability 8.0 on."""
+
+
+class DecodeConfig(_Config):
+    """`k_warps` share K in `passes`, `row_warps` tiles of N a step; `ring` steps lie between the warps that
+    compute and those that add up; `ids`: rows whose ids a block keeps."""
+
+    _fields_ = [(name, ctypes.c_int) for name in ("k_warps", "row_warps", "passes", "ring", "ids")]
 
     @property
     def shared_bytes(self) -> int:
@@ -109,26 +124,32 @@ def library() -> ctypes.CDLL | None:
         loaded = ctypes.CDLL(str(found))
     except OSError as error:
         raise ImportError(
-            f"fp4_ops: {found.name} does not load in torch {torch.__version__}. Rebuild: "
-            f"FP4_CUDA_ARCHS=90a pip install --no-build-isolation -e . -- {error}"
+            f"fp4_ops: {found.name} does not load in torch {torch.__version__}. {REBUILD} -- {error}"
         ) from None
     pointer, number = ctypes.c_void_p, ctypes.c_int
     for name, arguments, result in (
         ("only", [number], None),
         ("has_fallbacks", [number], None),
         ("set_error", [ctypes.c_char_p], None),
-        ("use_kernels", [ctypes.c_char_p], number),
-        ("decode_us", [pointer, number, number], ctypes.c_double),
-        ("prefill_us", [pointer, number, number], ctypes.c_double),
-        ("plan", [pointer, number, number, pointer], None),
-        ("block_plan", [pointer, number, pointer], None),
-        ("decode_config", [number] * 5 + [pointer], ctypes.c_bool),
-        ("decode_warps", [number, number, pointer], ctypes.c_bool),
-        ("gemv_config", [number] * 5 + [ctypes.c_bool, number, pointer], ctypes.c_bool),
+        ("use_kernels", [ctypes.c_char_p, number], number),
+        ("family", [number], number),
+        ("gpu", [number, pointer], number),
+        ("decode_us", [pointer, number, pointer], ctypes.c_double),
+        ("prefill_us", [pointer, number, pointer], ctypes.c_double),
+        ("plan", [pointer, number, pointer, pointer], None),
+        ("block_plan", [pointer, pointer, pointer], None),
+        ("decode_config", [number] * 4 + [pointer, pointer], ctypes.c_bool),
+        ("decode_warps", [number] * 3 + [pointer, pointer], ctypes.c_bool),
+        ("gemv_config", [number] * 5 + [ctypes.c_bool, pointer, pointer], ctypes.c_bool),
         ("decode_bytes", [pointer], number),
         ("gemv_bytes", [pointer], number),
     ):
-        function = getattr(loaded, f"fp4_cuda_{name}")
+        try:
+            function = getattr(loaded, f"fp4_cuda_{name}")
+        except AttributeError:
+            raise ImportError(
+                f"fp4_ops: {found.name} is of another build than this Python package. {REBUILD}"
+            ) from None
         function.argtypes, function.restype = arguments, result
     return loaded
 
@@ -143,10 +164,36 @@ def loaded() -> ctypes.CDLL:
     return found
 
 
-def use_kernels(file: str) -> None:
-    """From now on operators launch the kernels of this `_sm90.so`: to measure one build beside another."""
-    if loaded().fp4_cuda_use_kernels(file.encode()) != 0:
+used: dict[int, str] = {}
+"""The file that `use_kernels` was given, by its family."""
+
+
+def use_kernels(file: str, shared_bytes: int = 0) -> None:
+    """From now on operators launch the kernels of this `_sm90.so` or `_sm80.so` on every GPU, to measure one
+    build beside another, and plan for no more than `shared_bytes` of shared memory a thread block (0: what
+    the GPU has)."""
+    its_family = int(loaded().fp4_cuda_use_kernels(file.encode(), shared_bytes))
+    if its_family == 0:
         raise RuntimeError(f"{file} does not load, or is of another interface than this runtime")
+    used[its_family] = file
+    family.cache_clear()
+
+
+@functools.cache
+def family(device_index: int) -> int:
+    """The kernels that this GPU runs: HOPPER, MMA, or 0 for none."""
+    return 0 if library() is None else int(loaded().fp4_cuda_family(device_index))
+
+
+def gpu(device_index: int) -> Gpu:
+    made = Gpu()
+    if loaded().fp4_cuda_gpu(device_index, ctypes.byref(made)) != 0:
+        raise RuntimeError(f"fp4: cuda:{device_index} does not tell its properties")
+    return made
+
+
+def _gpu(sms: int | Gpu) -> ctypes._Pointer[Gpu]:
+    return ctypes.pointer(sms if isinstance(sms, Gpu) else Gpu(HOPPER, sms, 227 * 1024, 0))
 
 
 def product(routing: str, groups: int, rows: int, n: int, kp: int, block: int = 16) -> Product:
@@ -154,52 +201,62 @@ def product(routing: str, groups: int, rows: int, n: int, kp: int, block: int = 
     return Product(ROUTINGS.index(routing), groups, rows, n, kp, block)
 
 
-def decode_us(of: Product, kernel: str, sms: int) -> float:
+def decode_us(of: Product, kernel: str, sms: int | Gpu) -> float:
     """What the cost model says of decode; infinite where it cannot run. `kernel`: of KERNELS."""
-    return float(loaded().fp4_cuda_decode_us(ctypes.byref(of), KERNELS.index(kernel), sms))
+    return float(loaded().fp4_cuda_decode_us(ctypes.byref(of), KERNELS.index(kernel), _gpu(sms)))
 
 
-def prefill_us(of: Product, kernel: str, sms: int) -> float:
-    return float(loaded().fp4_cuda_prefill_us(ctypes.byref(of), KERNELS.index(kernel), sms))
+def prefill_us(of: Product, kernel: str, sms: int | Gpu) -> float:
+    return float(loaded().fp4_cuda_prefill_us(ctypes.byref(of), KERNELS.index(kernel), _gpu(sms)))
 
 
-def plan(of: Product, kernel: str, sms: int) -> ProductPlan:
-    """The kernel that an operator takes for a product on a GPU of `sms` multiprocessors."""
+def plan(of: Product, kernel: str, sms: int | Gpu) -> ProductPlan:
+    """The kernel that an operator takes for a product on a GPU, or a Hopper GPU of `sms` multiprocessors."""
     made = ProductPlan()
-    loaded().fp4_cuda_plan(ctypes.byref(of), KERNELS.index(kernel), sms, ctypes.byref(made))
+    loaded().fp4_cuda_plan(ctypes.byref(of), KERNELS.index(kernel), _gpu(sms), ctypes.byref(made))
     return made
 
 
 def block_plan(
-    up: Product, down: Product, top_k: int, a_format: str, sms: int, *, bf16: bool = False, int4: bool = False
+    up: Product,
+    down: Product,
+    top_k: int,
+    a_format: str,
+    sms: int | Gpu,
+    *,
+    bf16: bool = False,
+    int4: bool = False,
 ) -> BlockPlan:
     """The kernels that `moe` takes. Of both products `rows` are the (token, expert) pairs."""
     made = BlockPlan()
     block = Block(up, down, top_k, bf16, int4, A_FORMATS.index(a_format))
-    loaded().fp4_cuda_block_plan(ctypes.byref(block), sms, ctypes.byref(made))
+    loaded().fp4_cuda_block_plan(ctypes.byref(block), _gpu(sms), ctypes.byref(made))
     return made
 
 
-def decode_config(rows: int, groups: int, n: int, kp: int, sms: int) -> DecodeConfig | None:
+def decode_config(rows: int, groups: int, n: int, kp: int, sms: int | Gpu) -> DecodeConfig | None:
     """What decode takes for `rows` activation rows in all, or None where it cannot run them."""
     made = DecodeConfig()
-    fits = loaded().fp4_cuda_decode_config(rows, groups, n, kp, sms, ctypes.byref(made))
+    fits = loaded().fp4_cuda_decode_config(rows, groups, n, kp, _gpu(sms), ctypes.byref(made))
     return made if fits else None
 
 
-def decode_warps(kp: int, compute_warps: int) -> DecodeConfig | None:
-    """The split of so many warps that keeps most of them busy."""
+def decode_warps(
+    kp: int, compute_warps: int, *, rows: int = 2048, sms: int | Gpu = 132
+) -> DecodeConfig | None:
+    """The split of so many warps that keeps most of them busy, for `rows` activation rows."""
     made = DecodeConfig()
-    return made if loaded().fp4_cuda_decode_warps(kp, compute_warps, ctypes.byref(made)) else None
+    size = rows, kp, compute_warps, _gpu(sms)
+    return made if loaded().fp4_cuda_decode_warps(*size, ctypes.byref(made)) else None
 
 
 def gemv_config(
-    routing: int, rows: int, columns: int, n: int, kp: int, combined: bool, sms: int
+    routing: int, rows: int, columns: int, n: int, kp: int, combined: bool, sms: int | Gpu
 ) -> GemvConfig | None:
     """For `rows` rows, which are `columns` rows of x; None where gemv cannot run them, or where they share
     weights. `routing`: an index of ROUTINGS; `combined`: it adds up the experts of a token."""
     made = GemvConfig()
-    size = routing, rows, columns, n, kp, combined, sms
+    size = routing, rows, columns, n, kp, combined, _gpu(sms)
     return made if loaded().fp4_cuda_gemv_config(*size, ctypes.byref(made)) else None
 
 

@@ -238,7 +238,7 @@ def check_activation(activation: str, device: str, layout: str) -> None:
             f"fp4: activation='int8' runs on CPU only; the model is on {device}. "
             "Use activation='bf16' or 'auto'."
         )
-    if activation == "fp8" and device != "cpu" and not LAYOUTS[layout].hopper:
+    if activation == "fp8" and device != "cpu" and not LAYOUTS[layout].native:
         raise ValueError(
             "fp4: activation='fp8' needs the Hopper kernels, which this device or these weights do not have. "
             "Use activation='bf16' or 'auto'."

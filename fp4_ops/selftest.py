@@ -18,6 +18,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from . import native
 from .cuda import multiplies_fp4
 from .gates import apply_gate
 from .info import info
@@ -127,8 +128,11 @@ def random_weight(shape: tuple[int, ...], format: str, layout: str, device: str)
 
 def layouts(device: str) -> list[str]:
     """Those that this device's kernels read."""
-    hopper = device == "cuda" and LAYOUTS[preferred_layout("cuda")].hopper
-    return [n for n in LAYOUTS if n == "plain" or (hopper if LAYOUTS[n].hopper else device == "cpu")]
+    family = native.family(torch.cuda.current_device()) if device == "cuda" else 0
+    read = {native.HOPPER: [n for n in LAYOUTS if LAYOUTS[n].native], native.MMA: ["mma_bf16"]}.get(
+        family, []
+    )
+    return ["plain", *(["tile16"] if device == "cpu" else read)]
 
 
 def kinds(layout: str, device: str) -> list[str]:
@@ -143,7 +147,7 @@ def cases(device: str) -> Iterator[Case]:
     """All on a CPU and for Hopper's kernels. Triton compiles for each, so there each takes the next kind."""
     turn = 0
     for layout in layouts(device):
-        some = device == "cuda" and not LAYOUTS[layout].hopper
+        some = device == "cuda" and not LAYOUTS[layout].native
         for format in LAYOUTS[layout].formats:
             for operator in PRODUCTS:
                 found = kinds(layout, device)
@@ -151,7 +155,7 @@ def cases(device: str) -> Iterator[Case]:
                     yield Case(operator, format, layout, kind)
                 turn += 1
             allowed = [a for a in LAYOUTS[layout].a_formats or A_FORMATS if a != "int8" or device == "cpu"]
-            activations = [a for a in ACTIVATIONS if ACTIVATIONS[a].gated or not LAYOUTS[layout].hopper]
+            activations = [a for a in ACTIVATIONS if ACTIVATIONS[a].gated or not LAYOUTS[layout].native]
             for i, activation in enumerate(activations):
                 for kind in [allowed[(turn + i) % len(allowed)]] if some or i else allowed:
                     yield Case("moe", format, layout, kind, activation)
@@ -221,7 +225,7 @@ def block(case: Case, device: str) -> tuple[Tensor, Tensor]:
 
 def bound(case: Case) -> float:
     least = (MOE_BOUNDS if case.operator == "moe" else BOUNDS)[case.kind]
-    folds = LAYOUTS[case.layout].hopper and case.kind in ("fp8", "auto")
+    folds = LAYOUTS[case.layout].native and case.kind in ("fp8", "auto")
     if not folds:
         return least
     int4 = case.operator == "moe" and FORMATS[case.format].element == "int4"
@@ -271,6 +275,7 @@ def times(device: str) -> dict[str, float]:
     layout = preferred_layout(device, *shapes, dtype=torch.bfloat16, format="nvfp4", a_format="auto")
     w13 = random_weight((experts, 2 * inner, hidden), "nvfp4", layout, device)[:3]
     w2 = random_weight((experts, hidden, inner), "nvfp4", layout, device)[:3]
+    a_format = "auto" if "auto" in (LAYOUTS[layout].a_formats or A_FORMATS) else "none"
     found = {}
     for tokens in (1, 64):
         x = torch.randn(tokens, hidden, device=device, dtype=torch.bfloat16)
@@ -280,7 +285,7 @@ def times(device: str) -> dict[str, float]:
         def call() -> None:
             torch.ops.fp4.moe(
                 x, ids, weights, *w13, *w2,  # noqa: B023
-                format="nvfp4", layout=layout, a_format="auto",
+                format="nvfp4", layout=layout, a_format=a_format,
             )  # fmt: skip
             if device == "cuda":
                 torch.cuda.synchronize()

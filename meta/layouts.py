@@ -12,9 +12,9 @@ block of the format, one float32 factor a matrix; K, a multiple of 16, is padded
 with zero codes. So packed is uint8 [..., N, Kp/2], block_scale uint8 [..., N, Kp/block] and global_scale
 float32 [...], for mxfp4 too. csrc/common/sm90_layout.h defines the order of the bits.
 
-`sm90_bf16`: `sm90` with codes and bits in another order and other scale bytes, for the Hopper kernels of
-bfloat16 activations: products are faster there than in `sm90`, and take rows as they are, but fp8 rows find
-no kernel.
+`mma_bf16`: `sm90` with codes and bits in another order and other scale bytes, for the kernels of bfloat16
+activations, which all GPUs from compute capability 8.0 on have: products are faster there than in `sm90`, and
+take rows as they are, but fp8 rows find no kernel.
 
 `sm90_int4`: made by `fp4::prepack` for the Hopper kernel of int4 weights and fp8 activations. packed has the
 shape of `sm90`, block_scale is float32 [..., N, Kp/block], its values in the order [..., N/16, Kp/block, 16
@@ -49,8 +49,8 @@ class Layout:
     """Whether there is one float32 factor a matrix, whatever the format."""
     formats: tuple[str, ...] = FORMAT_NAMES
     """Those that it holds, sorted."""
-    hopper: bool = False
-    """Whether it is for the Hopper kernels, which alone read it."""
+    native: bool = False
+    """Whether it is for the native CUDA kernels, which alone read it."""
     interleaved: bool = False
     """Whether they apply the gate of an expert block to a gate and an up row that lie side by side."""
     a_dtypes: tuple[torch.dtype, ...] = ()
@@ -99,7 +99,7 @@ _SM90 = Layout(
     scale_dtype=torch.uint8,
     has_factor=True,
     formats=FP4_NAMES,
-    hopper=True,
+    native=True,
     interleaved=True,
     a_dtypes=(torch.bfloat16, torch.float16, torch.float8_e4m3fn, torch.uint8, torch.float4_e2m1fn_x2),
     a_formats=("none", "fp8", "nvfp4", "mxfp4", "auto"),
@@ -114,7 +114,7 @@ LAYOUTS = {
         _SM90,
         replace(
             _SM90,
-            name="sm90_bf16",
+            name="mma_bf16",
             a_dtypes=(torch.bfloat16, torch.uint8, torch.float4_e2m1fn_x2),
             a_formats=("none", "nvfp4", "mxfp4"),
             a_layout="plain",
@@ -127,7 +127,7 @@ LAYOUTS = {
             scale_dtype=torch.float32,
             has_factor=True,
             formats=tuple(sorted(INT4_FORMATS)),
-            hopper=True,
+            native=True,
             a_dtypes=(torch.float8_e4m3fn,),
             a_formats=("fp8", "auto"),
             a_layout="sm90",
@@ -217,4 +217,6 @@ def preferred_layout(
     if device_type in _plain and _plain[device_type](format, a_format):
         return "plain"
     names = _preferred.get(device_type, tuple)()
+    if a_format == "auto" and not any("auto" in LAYOUTS[name].a_formats for name in names):
+        a_format = "none"  # all that `fp4_ops.experts.auto_a_format` finds there
     return next((n for n in names if LAYOUTS[n].fits(weights, dtype, format, a_format)), "plain")

@@ -30,7 +30,7 @@ NOT_OURS = ("libtorch.so", "libtorch_cpu.so", "libc10.so")
 
 def environment(machine: str) -> dict[str, str]:
     if machine == platform.machine():
-        return {**os.environ, "FP4_CUDA_ARCHS": "90a"}
+        return {"FP4_CUDA_ARCHS": "all", **os.environ}
     libraries = aarch64.Machine().torch_libraries()
     return {
         **os.environ,

@@ -19,6 +19,7 @@ from typing import Any
 
 import torch
 from fp4_ops.meta.fakes import OPERATORS
+from fp4_ops.meta.layouts import LAYOUTS
 from torch.overrides import TorchFunctionMode
 
 from fp4_ops import cuda as fp4_cuda
@@ -52,7 +53,8 @@ def kernels(name: str = "sm90") -> Path:
     if target.exists() and target.stat().st_mtime > newest:
         return target
     target.parent.mkdir(exist_ok=True)
-    compiler = [os.environ.get("CXX", "g++"), *FLAGS, f"-I{headers}", f"-I{EMULATOR}"]
+    options = [f"-DFP4_FAMILY={name[2:]}", f"-I{headers}", f"-I{EMULATOR}"]
+    compiler = [os.environ.get("CXX", "g++"), *FLAGS, *options]
     with tempfile.TemporaryDirectory() as made, ThreadPoolExecutor(os.cpu_count()) as pool:
         for folder in FOLDERS[name]:
             shutil.copytree(ROOT / "csrc" / folder, Path(made) / folder)
@@ -88,7 +90,7 @@ def runtime() -> Path:
         *("-std=c++20", "-O1", "-fPIC", "-Wall", "-Wno-unknown-pragmas", "-fvisibility=hidden"),
         *(f"-I{ROOT / 'csrc'}", f"-I{ROOT / 'build'}", f"-I{include}"),
         *(f"-I{include / 'torch/csrc/api/include'}", "-DTORCH_TARGET_VERSION=0x020b000000000000"),
-        *("-DFP4_EMULATED", '-DFP4_KERNELS_FILE="sm90_emulated.so"'),
+        *("-DFP4_EMULATED", '-DFP4_SM90_FILE="sm90_emulated.so"', '-DFP4_SM80_FILE="sm80_emulated.so"'),
     ]
     compiler = os.environ.get("CXX", "g++")
     with tempfile.TemporaryDirectory() as made, ThreadPoolExecutor(os.cpu_count()) as pool:
@@ -125,10 +127,10 @@ def without_triton(name: str) -> Any:
 
     def run(*args: Any, **kwargs: Any) -> Any:
         words = [value for value in (*args, *kwargs.values()) if isinstance(value, str)]
-        hopper = any(word.startswith("sm90") for word in words)
+        native_layout = any(word in LAYOUTS and LAYOUTS[word].native for word in words)
         # Of these only grouped_mm_k calls an operator that the emulated GPU runs.
         with OnCpu() if name == "grouped_mm_k" else contextlib.nullcontext():
-            return getattr(register if hopper else torch.ops.fp4, name)(*args, **kwargs)
+            return getattr(register if native_layout else torch.ops.fp4, name)(*args, **kwargs)
 
     return fp4_cuda.reported(run)
 
@@ -150,7 +152,7 @@ class OnCpu(TorchFunctionMode):
         if func is torch.Tensor.cuda:
             return args[0]
         words = [value for value in (*args, *kwargs.values()) if isinstance(value, str)]
-        if str(func).startswith("fp4.") and any(word.startswith("sm90") for word in words):
+        if str(func).startswith("fp4.") and any(word in LAYOUTS and LAYOUTS[word].native for word in words):
             return getattr(torch.ops.fp4_emulated, func.__name__)(*args, **kwargs)
         return func(*args, **kwargs)
 
@@ -168,15 +170,19 @@ def pretend() -> None:
     library.library.cache_clear()
     loaded = library.library()
     assert loaded is not None
-    loaded.emulator_multiprocessors(MULTIPROCESSORS)
+    loaded.emulator_device(90, MULTIPROCESSORS, 227 * 1024)
     ops.dequantize = dequantize
     register_operators()
     native.FILE = str(runtime())
     native.library.cache_clear()
     native.loaded().fp4_cuda_has_fallbacks(True)
+    of_index = native.family
+    native.family = lambda index: of_index(index or 0)  # tensors on the CPU have none
+    native.family.cache_clear = of_index.cache_clear
     cuda = torch.cuda
     cuda.is_available = lambda: True
     cuda.get_device_capability = lambda *_: (9, 0)
     cuda.get_device_properties = lambda *_: SimpleNamespace(multi_processor_count=MULTIPROCESSORS)
     cuda.current_stream = lambda *_: SimpleNamespace(cuda_stream=None)
+    cuda.current_device = lambda: 0
     cuda.manual_seed_all = cuda.synchronize = lambda *_: None

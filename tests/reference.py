@@ -246,12 +246,12 @@ def random_weight(
 ) -> Weight:
     """shape is logical: [..., N, K]. Every code, ordinary scales, and now and then a tiny or zero one.
 
-    `narrow`: mxfp4 scales within 17 binades, which is what layouts sm90 and sm90_bf16 hold.
+    `narrow`: mxfp4 scales within 17 binades, which is what layouts sm90 and mma_bf16 hold.
     """
     *lead, n, k = shape
     packed = torch.randint(0, 256, (*lead, n, k // 2), dtype=torch.uint8)
     global_scale = torch.rand(tuple(lead)) * 0.01 + 0.002 if format == "nvfp4" else None
-    scale = _scale(format, (*lead, n, ceil_div(k, BLOCK[format])), narrow or layout in ("sm90", "sm90_bf16"))
+    scale = _scale(format, (*lead, n, ceil_div(k, BLOCK[format])), narrow or layout in ("sm90", "mma_bf16"))
     dense = dequantize(packed, scale, global_scale, format)
     packed, scale = packed.to(device), scale.to(device)
     global_scale = None if global_scale is None else global_scale.to(device)

@@ -19,7 +19,7 @@ from reference import (
     rows_per_column,
 )
 
-HOPPER_FORMATS = {"sm90": FP4_FORMATS, "sm90_bf16": FP4_FORMATS, "sm90_int4": INT4_FORMATS}
+HOPPER_FORMATS = {"sm90": FP4_FORMATS, "mma_bf16": FP4_FORMATS, "sm90_int4": INT4_FORMATS}
 """The layouts of the Hopper kernels, and what they hold."""
 
 FLOATS = (torch.float32, torch.bfloat16, torch.float16)

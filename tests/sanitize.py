@@ -27,7 +27,7 @@ from fp4_ops import native
 from fp4_ops.sm90 import decode, library, prefill, rows
 
 op = torch.ops.fp4
-FORM, WIDE = ({"format": "nvfp4", "layout": layout} for layout in ("sm90", "sm90_bf16"))
+FORM, WIDE = ({"format": "nvfp4", "layout": layout} for layout in ("sm90", "mma_bf16"))
 MX_FORM, MX_WIDE = (form | {"format": "mxfp4"} for form in (FORM, WIDE))
 DTYPES = (torch.bfloat16, torch.float16)
 
@@ -105,7 +105,7 @@ def candidates_of(groups: int, n: int, k: int) -> None:
     gate = ACTIVATIONS["silu_interleaved"]
     kernels = {"half": rows.to_half(x), "bf16": (x, None), "w4a8": rows.quantize_fp8(x)}
     for (kernel, ordered), format in itertools.product(kernels.items(), ("nvfp4", "mxfp4")):
-        layout = "sm90_bf16" if kernel == "bf16" else "sm90"
+        layout = "mma_bf16" if kernel == "bf16" else "sm90"
         packed, block = weight(groups, n, k, format=format, layout=layout), FORMATS[format].block
         w = decode.Weight(*packed, None, groups, n, k, LAYOUTS[layout], block)
         for config in range(len(prefill.candidates(kernel))):
@@ -124,7 +124,7 @@ def claimed() -> None:
     x = torch.randn(m, k, device="cuda").bfloat16()
     out = torch.empty(m, n, dtype=torch.bfloat16, device="cuda")
     offs = torch.tensor([20, 20, 59, 60], dtype=torch.int32, device="cuda")
-    for kernel, layout, ordered in (("bf16", "sm90_bf16", (x, None)), ("w4a8", "sm90", rows.quantize_fp8(x))):
+    for kernel, layout, ordered in (("bf16", "mma_bf16", (x, None)), ("w4a8", "sm90", rows.quantize_fp8(x))):
         w = decode.Weight(codes, scale, factor, None, groups, n, k, LAYOUTS[layout], 16)
         size = decode.Routing.OFFS, groups, m, n, k, sms, kernel
         configs = [i for i in range(len(prefill.candidates(kernel))) if prefill.choose(*size, i).claims]

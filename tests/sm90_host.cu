@@ -117,7 +117,7 @@ extern "C" void decode_product(const uint8_t* codes, const uint8_t* scales, cons
   run(codes, scales, x, n, kp, out);
 }
 
-// A weight [n, kp] of layout sm90_bf16 as prefill's lanes make operand A of it: out [n, kp], by the row and K
+// A weight [n, kp] of layout mma_bf16 as prefill's lanes make operand A of it: out [n, kp], by the row and K
 // that wgmma.m64nNk16 gives to each element of a fragment, rows 2g and 2g + 1 in place of g and g + 8.
 template <int kScaleBlock>
 void bf16_operand(const uint8_t* codes, const uint8_t* scales, int n, int kp, float* out) {
@@ -154,7 +154,7 @@ extern "C" void bf16_operand(const uint8_t* codes, const uint8_t* scales, int n,
 extern "C" void pack(const uint8_t* packed, const uint8_t* scales, int rows, int k, int kp, int scale_block,
                      int bf16, uint8_t* to_packed, uint8_t* to_scales) {
   for (int64_t i = 0; i < rows / 16 * (kp / kStep) * 32; ++i) {
-    const auto lane = bf16 ? pack_lane<Sm90Bf16> : pack_lane<Sm90>;
+    const auto lane = bf16 ? pack_lane<MmaBf16> : pack_lane<Sm90>;
     lane(i, packed, scales, k, kp, scale_block, to_packed, to_scales);
   }
 }
@@ -162,9 +162,18 @@ extern "C" void pack(const uint8_t* packed, const uint8_t* scales, int rows, int
 extern "C" void dequantize(const uint8_t* packed, const uint8_t* scales, const float* global_scale, int rows,
                            int n, int kp, int scale_block, int bf16, double* out) {
   for (int64_t i = 0; i < rows / 16 * (kp / kStep) * 32; ++i) {
-    const auto lane = bf16 ? dequantize_lane<Sm90Bf16, double> : dequantize_lane<Sm90, double>;
+    const auto lane = bf16 ? dequantize_lane<MmaBf16, double> : dequantize_lane<Sm90, double>;
     lane(i, packed, scales, global_scale, n, kp, scale_block, out);
   }
+}
+
+// Bytes of shared memory that a decode launch asks for.
+extern "C" void decode_bytes(int k_warps, int row_warps, int passes, int ring, int rows, int by_id,
+                             int* bytes) {
+  DecodeParams p;
+  p.k_warps = k_warps, p.row_warps = row_warps, p.passes = passes, p.ring = ring, p.rows = rows;
+  p.routing = by_id ? Routing::kIds32 : Routing::kOffs;
+  *bytes = DecodeBuffers::bytes(p);
 }
 
 // Where each of k elements of an fp16 activation row lies.
@@ -284,6 +293,7 @@ extern "C" void decode_fields(char* text) {
                 FP4_AT(k_warps),
                 FP4_AT(row_warps),
                 FP4_AT(passes),
+                FP4_AT(ring),
                 {"inverses", offsetof(Fields, k_warps_inverse)},
                 {"chunks", offsetof(Fields, chunk_mul)},
                 {"size", sizeof(Fields)}},

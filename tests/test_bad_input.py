@@ -118,7 +118,7 @@ def first(t):
 
 FLOAT_NAMES = "float32 or bfloat16 or float16"
 FORMAT_NAMES = "it must be one of: int4, int4_g32, int4_g64, mxfp4, nvfp4"
-LAYOUT_NAMES = "it must be one of: plain, sm90, sm90_bf16, sm90_int4, tile16"
+LAYOUT_NAMES = "it must be one of: mma_bf16, plain, sm90, sm90_int4, tile16"
 ACTIVATION_NAMES = f"{FLOAT_NAMES} or int8 or float8_e4m3fn or uint8 or float4_e2m1fn_x2"
 
 
@@ -220,11 +220,11 @@ def moe_sm90(**changes):
 
 
 def bf16(**changes):
-    return sm90(layout="sm90_bf16", **changes)
+    return sm90(layout="mma_bf16", **changes)
 
 
 def bf16_block(**changes):
-    return {**moe_sm90(layout="sm90_bf16"), **changes}
+    return {**moe_sm90(layout="mma_bf16"), **changes}
 
 
 def sm90_cases() -> list[Bad]:
@@ -257,10 +257,10 @@ def sm90_cases() -> list[Bad]:
         Bad("moe", moe_sm90(a_format="int8"), "a_format is 'int8'; with layout 'sm90' it must be one of: none, fp8, nvfp4, mxfp4, auto; layout 'plain' takes others"),
         Bad("moe", moe_sm90(), "x has dtype float32; layout 'sm90' reads bfloat16 or float16"),
         Bad("moe", moe_sm90(a_format="fp8", x=torch.randn(M, 72)), f"x has 72 columns; {needs} 16"),
-        Bad(op, bf16(a=fp8), "a has dtype float8_e4m3fn; layout 'sm90_bf16' reads bfloat16 or uint8 or float4_e2m1fn_x2"),
-        Bad(op, bf16(a=torch.randn(M, K).half()), "a has dtype float16; layout 'sm90_bf16' reads bfloat16 or uint8 or float4_e2m1fn_x2"),
-        Bad("moe", bf16_block(a_format="auto"), "a_format is 'auto'; with layout 'sm90_bf16' it must be one of: none, nvfp4, mxfp4; layout 'plain' takes others"),
-        Bad("moe", bf16_block(x=torch.randn(M, K).half()), "x has dtype float16; layout 'sm90_bf16' reads bfloat16"),
+        Bad(op, bf16(a=fp8), "a has dtype float8_e4m3fn; layout 'mma_bf16' reads bfloat16 or uint8 or float4_e2m1fn_x2"),
+        Bad(op, bf16(a=torch.randn(M, K).half()), "a has dtype float16; layout 'mma_bf16' reads bfloat16 or uint8 or float4_e2m1fn_x2"),
+        Bad("moe", bf16_block(a_format="auto"), "a_format is 'auto'; with layout 'mma_bf16' it must be one of: none, nvfp4, mxfp4; layout 'plain' takes others"),
+        Bad("moe", bf16_block(x=torch.randn(M, K).half()), "x has dtype float16; layout 'mma_bf16' reads bfloat16"),
     ]  # fmt: skip
 
 

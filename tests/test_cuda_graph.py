@@ -12,7 +12,7 @@ from fp4_ops.sm90 import library
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")]
 
 G, N, K, TOP_K = 7, 144, 160, 3
-LAYOUTS = ["plain", "sm90", "sm90_bf16"]
+LAYOUTS = ["plain", "sm90", "mma_bf16"]
 ROWS = [1, 61, 400]
 
 

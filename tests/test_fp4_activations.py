@@ -134,7 +134,7 @@ def test_which_gpus_leave_them_plain(capability, plain, monkeypatch):
     from fp4_ops.triton import tiles
 
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
-    monkeypatch.setattr(cuda.sm90_library, "available", lambda index: True)
+    monkeypatch.setattr(cuda.native, "family", lambda index: cuda.native.HOPPER)
     monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
     tiles.pretend(tiles.Device("some", capability, 1 << 17, 100))
     try:

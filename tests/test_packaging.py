@@ -66,48 +66,67 @@ def test_another_machine_gets_no_flags_and_no_kernels_of_x86():
 BUILD = """
 import os, pathlib, tempfile, torch
 build = object.__new__(found["Build"])
-build.inplace, build.build_lib = True, ""
-g = build._build_hopper.__func__.__globals__
+g = build._build_kernels.__func__.__globals__
 
-def outcome(asked, gpu=False, there=False, nvcc="nvcc"):
+def outcome(asked, gpu=None, there=False, nvcc="nvcc", library="sm90", before=None):
     os.environ.pop("FP4_CUDA_ARCHS", None)
     if asked is not None:
         os.environ["FP4_CUDA_ARCHS"] = asked
-    torch.cuda.is_available, torch.cuda.device_count = lambda: gpu, lambda: 1
-    torch.cuda.get_device_capability = lambda i: (9, 0)
+    torch.cuda.is_available, torch.cuda.device_count = lambda: gpu is not None, lambda: 1
+    torch.cuda.get_device_capability = lambda i: gpu
     g["subprocess"].run = lambda command, **_: ran.append(command) or pathlib.Path(command[-1]).touch()
-    g["find_nvcc"] = lambda: (nvcc, "no nvcc (set CUDA_HOME)")
+    g["find_nvcc"] = lambda archs: (nvcc, "no nvcc (set CUDA_HOME)")
     ran = []
     os.chdir(tempfile.mkdtemp(dir={folder!r}))
-    for folder in ("csrc/device", "csrc/sm90", "csrc/common", "fp4_ops"):
+    made, target = pathlib.Path("build", library), pathlib.Path("fp4_ops", f"_{{library}}.so")
+    for folder in ("csrc/device", f"csrc/{{library}}", "csrc/common", "fp4_ops", made):
         pathlib.Path(folder).mkdir(parents=True)
-    for file in ("csrc/sm90/a.cu", "csrc/common/sm90_layout.h", *["fp4_ops/_sm90.so"] * there):
+    for file in (f"csrc/{{library}}/a.cu", "csrc/common/sm90_layout.h", *[target] * there):
         pathlib.Path(file).touch()
     if there:
-        os.utime("fp4_ops/_sm90.so", (0, 0))
+        os.utime(target, (0, 0))
+    if before:
+        (made / "archs").write_text(before)
     try:
-        build._build_hopper(pathlib.Path("fp4_ops/_sm90.so"))
+        build._build_kernels(g["MMA" if library == "sm80" else "HOPPER"], pathlib.Path("fp4_ops"))
     except SystemExit as error:
         return str(error)
-    return "built" if ran else "left, there is one" if os.path.exists("fp4_ops/_sm90.so") else "left"
+    if ran:
+        codes = [word.rpartition("=")[2] for word in ran[-1] if word.startswith("-gencode")]
+        return "built " + " ".join(codes)
+    return "left, there is one" if target.exists() else "left"
 
 for case in {cases!r}:
     print("outcome:", outcome(**case))
 """
 
 
-def test_when_the_hopper_kernels_are_built(tmp_path):
-    unknown = "nothing is built for 100a. It may be '90a'"
+def test_when_the_cuda_kernels_are_built(tmp_path):
+    unknown = "nothing is built for 75, 130. It may name some of 80, 86, 89, 90a, 100f, 120f, be 'all', or ''"
+    hopper, ada, every = (9, 0), (8, 9), "built sm_80 sm_86 sm_89 sm_100f sm_120f"
+    mma = dict(library="sm80")
     cases = [
         (dict(asked=None), "left"),
-        (dict(asked=None, gpu=True), "built"),
-        (dict(asked=None, there=True), "built"),  # what was built once is kept up to date
-        (dict(asked="90a"), "built"),
-        (dict(asked=" 9.0a;sm_90a"), "built"),
-        (dict(asked="", gpu=True, there=True), "left"),
-        (dict(asked="90a;100a"), f"fp4_ops: FP4_CUDA_ARCHS is '90a;100a', and {unknown}"),
-        (dict(asked="90a", nvcc=None), "fp4_ops: FP4_CUDA_ARCHS asks for the Hopper kernels, but no nvcc"),
-        (dict(asked=None, gpu=True, nvcc=None), "left"),
+        (dict(asked=None, gpu=hopper), "built sm_90a"),
+        (dict(asked=None, gpu=ada), "left"),
+        (dict(asked=None, there=True), "built sm_90a"),  # what was built once is kept up to date
+        (dict(asked="90a"), "built sm_90a"),
+        (dict(asked=" 9.0;sm_90a"), "built sm_90a"),
+        (dict(asked="89"), "left"),
+        (dict(asked="", gpu=hopper, there=True), "left"),
+        (dict(asked="90a;75,130"), f"fp4_ops: FP4_CUDA_ARCHS is '90a;75,130', and {unknown}"),
+        (dict(asked="90a", nvcc=None), "fp4_ops: FP4_CUDA_ARCHS asks for CUDA kernels, but no nvcc"),
+        (dict(asked=None, gpu=hopper, nvcc=None), "left"),
+        (dict(asked=None, **mma), "left"),
+        (dict(asked=None, gpu=ada, **mma), "built sm_89"),
+        (dict(asked=None, gpu=(8, 7), **mma), "built sm_80"),
+        (dict(asked=None, gpu=hopper, **mma), "left"),
+        (dict(asked=None, gpu=(7, 5), **mma), "left"),
+        (dict(asked=None, there=True, **mma), every),
+        (dict(asked=None, there=True, before="86", gpu=(12, 1), **mma), "built sm_86 sm_120f"),
+        (dict(asked="all", **mma), every),
+        (dict(asked="8.6, 12.1 sm_103a", **mma), "built sm_86 sm_100f sm_120f"),
+        (dict(asked="90a", there=True, **mma), "left"),
     ]
     run = setup(BUILD.format(folder=str(tmp_path), cases=[case for case, _ in cases]))
     assert run.returncode == 0, run.stderr
@@ -115,7 +134,7 @@ def test_when_the_hopper_kernels_are_built(tmp_path):
     assert len(outcomes) == len(cases)
     for outcome, (case, want) in zip(outcomes, cases):
         assert outcome.startswith(want) and (outcome == want or ":" in want), (case, outcome)
-    assert "FP4_CUDA_ARCHS=90a builds them" in run.stdout
+    assert "FP4_CUDA_ARCHS names none" in run.stdout
 
 
 def test_a_machine_without_what_aarch64_needs_skips_it_by_name(tmp_path):

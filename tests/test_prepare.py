@@ -223,7 +223,7 @@ def packed_weight(format: str, layout: str, k: int) -> PackedWeight:
     "format, hopper",
     [
         *(("nvfp4", "sm90"), ("mxfp4", "sm90"), ("int4", "sm90_int4"), ("int4_g32", "sm90_int4")),
-        *(("nvfp4", "sm90_bf16"), ("mxfp4", "sm90_bf16")),
+        *(("nvfp4", "mma_bf16"), ("mxfp4", "mma_bf16")),
     ],
 )
 def test_a_state_dict_of_another_layout(format, hopper, k):
@@ -347,7 +347,7 @@ def test_another_implementation_is_an_error():
 @pytest.mark.parametrize(
     "activation, dtype, layout",
     [
-        ("bf16", torch.bfloat16, "sm90_bf16"),
+        ("bf16", torch.bfloat16, "mma_bf16"),
         ("bf16", torch.float16, "sm90"),
         ("auto", torch.bfloat16, "sm90"),
     ],
@@ -355,7 +355,7 @@ def test_another_implementation_is_an_error():
 def test_weights_of_activations_that_stay_bfloat16_have_a_layout_of_their_own(
     monkeypatch, activation, dtype, layout
 ):
-    monkeypatch.setitem(layouts._preferred, "cpu", lambda: ("sm90_bf16", "sm90"))
+    monkeypatch.setitem(layouts._preferred, "cpu", lambda: ("mma_bf16", "sm90"))
     model = build("mixtral", dtype, "grouped_mm", hidden_size=128)
     report = fp4_ops.prepare(model, activation=activation)
     assert report.layout == experts_of(model)[0].down_proj.layout == layout

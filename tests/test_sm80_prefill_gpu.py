@@ -13,7 +13,6 @@ import pytest
 import reference
 import torch
 from fp4_ops.meta.formats import ACTIVATIONS
-from fp4_ops.meta.layouts import LAYOUTS
 
 import fp4_ops
 from fp4_ops.sm90 import library, prefill
@@ -29,7 +28,7 @@ pytestmark = [
 
 KERNELS = {"nvfp4": 4, "mxfp4": 5}
 CANDIDATES = range(6)
-LAYOUT = "mma_bf16" if "mma_bf16" in LAYOUTS else "sm90_bf16"
+LAYOUT = "mma_bf16"
 BOUND = {torch.bfloat16: 4e-3, torch.float16: 1e-3, torch.float32: 2e-6}
 DENSE, CONTIGUOUS, MASKED = range(3)
 GATES = ["silu_interleaved", "swigluoai"]
@@ -77,7 +76,7 @@ def load() -> Kernels:
     if library.FILE == "_sm90.so":
         return Kernels(BUILT)
     made = Kernels(emulated.kernels("sm80"))
-    made.loaded.emulator_multiprocessors(emulated.MULTIPROCESSORS)
+    made.loaded.emulator_device(90, emulated.MULTIPROCESSORS, 227 * 1024)
     return made
 
 

@@ -261,9 +261,9 @@ def test_decode_configurations_fit(kp, compute_warps):
 
 def test_decode_loads_schedulers_evenly():
     """K = 768: 12 warps, not 15. K = 1280 has 5 slices, for which there is no even number of warps."""
-    assert native.decode_config(8, 128, 2048, 768, 132) == native.DecodeConfig(3, 4, 1)
-    assert native.decode_config(8, 128, 2048, 1280, 132) == native.DecodeConfig(5, 3, 1)
-    assert native.decode_config(8, 128, 1536, 2048, 132) == native.DecodeConfig(8, 2, 1)
+    assert native.decode_config(8, 128, 2048, 768, 132) == native.DecodeConfig(3, 4, 1, 4, 8)
+    assert native.decode_config(8, 128, 2048, 1280, 132) == native.DecodeConfig(5, 3, 1, 4, 8)
+    assert native.decode_config(8, 128, 1536, 2048, 132) == native.DecodeConfig(8, 2, 1, 4, 8)
 
 
 def test_decode_takes_more_warps_where_they_share_k_better():

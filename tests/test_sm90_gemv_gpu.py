@@ -131,7 +131,7 @@ def test_combined(tokens, top_k, layout, format):
 
 @pytest.mark.parametrize(
     "layout, a_format",
-    [("sm90", "none"), ("sm90", "fp8"), ("sm90", "nvfp4"), ("sm90_bf16", "none"), ("sm90_bf16", "mxfp4")],
+    [("sm90", "none"), ("sm90", "fp8"), ("sm90", "nvfp4"), ("mma_bf16", "none"), ("mma_bf16", "mxfp4")],
 )
 @pytest.mark.parametrize("tokens, top_k", [(1, 8), (2, 2), (1, 1)])
 def test_blocks_are_those_of_decode(tokens, top_k, layout, a_format):

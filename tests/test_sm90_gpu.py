@@ -1,4 +1,4 @@
-"""The Hopper kernels (layouts sm90 and sm90_bf16) against float64 over the exactly dequantised operands."""
+"""The Hopper kernels (layouts sm90 and mma_bf16) against float64 over the exactly dequantised operands."""
 
 import pytest
 import reference
@@ -21,8 +21,8 @@ pytestmark = [
 
 FORMATS = ["nvfp4", "mxfp4"]
 DTYPES = [torch.bfloat16, torch.float16]
-LAYOUT_NAMES = ["sm90", "sm90_bf16"]
-ROWS_OF = [(torch.bfloat16, "sm90"), (torch.float16, "sm90"), (torch.bfloat16, "sm90_bf16")]
+LAYOUT_NAMES = ["sm90", "mma_bf16"]
+ROWS_OF = [(torch.bfloat16, "sm90"), (torch.float16, "sm90"), (torch.bfloat16, "mma_bf16")]
 """16-bit rows and the layouts whose kernels read them."""
 CONFIGS = {
     kernel: range(len(prefill.candidates(kernel)) if library.library() else 1)
@@ -209,7 +209,7 @@ def as_prefill_takes(
 
 
 def layout_for(dtype: torch.dtype) -> str:
-    return "sm90_bf16" if dtype == torch.bfloat16 else "sm90"
+    return "mma_bf16" if dtype == torch.bfloat16 else "sm90"
 
 
 PREFILL_SHAPES = [
@@ -556,7 +556,7 @@ def test_two_streams_at_once(kernel):
 
 @pytest.mark.hardware
 @WITH_GEMV
-@pytest.mark.parametrize("layout, a_format", [("sm90", "auto"), ("sm90_bf16", "none")])
+@pytest.mark.parametrize("layout, a_format", [("sm90", "auto"), ("mma_bf16", "none")])
 @pytest.mark.parametrize("tokens", [1, 30, 600])
 def test_replay_with_changed_routing(kernel, tokens, layout, a_format):
     up, down = (Weights(32, 256, k, format="nvfp4", layout=layout) for k in (256, 128))

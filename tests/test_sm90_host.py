@@ -13,6 +13,7 @@ import reference
 import torch
 from fp4_ops.meta.formats import FORMATS
 
+from fp4_ops import native
 from fp4_ops.sm90 import decode, gemv, int4, prefill, rows
 
 HERE = Path(__file__).parent
@@ -109,10 +110,10 @@ def test_decode_is_exact_in_fp16(host):
 
 
 @pytest.mark.parametrize("format", reference.FP4_FORMATS)
-@pytest.mark.parametrize("layout", ["sm90", "sm90_bf16"])
+@pytest.mark.parametrize("layout", ["sm90", "mma_bf16"])
 @pytest.mark.parametrize("k", [16, 336])
 def test_the_device_packs_as_the_cpu_does(host, layout, k, format):
-    groups, n, kp, bf16 = 3, 64, -(-k // 128) * 128, int(layout == "sm90_bf16")
+    groups, n, kp, bf16 = 3, 64, -(-k // 128) * 128, int(layout == "mma_bf16")
     w = reference.random_weight(format, groups, n, k, narrow=True)
     want = torch.ops.fp4.prepack(*w.operands(), format, layout)
     packed, scales = (torch.full_like(t, 0x55) for t in want[:2])
@@ -129,11 +130,11 @@ def test_the_device_packs_as_the_cpu_does(host, layout, k, format):
 
 
 @pytest.mark.parametrize("format", reference.FP4_FORMATS)
-@pytest.mark.parametrize("layout", ["sm90", "sm90_bf16"])
+@pytest.mark.parametrize("layout", ["sm90", "mma_bf16"])
 @pytest.mark.parametrize("k", [16, 128, 336, 768])
 def test_decode_multiplies_what_the_layout_holds(host, layout, k, format):
     """Lanes' fragments of weights and rows, put through mma.sync as PTX defines it."""
-    n, kp, bf16 = 64, -(-k // 128) * 128, layout == "sm90_bf16"
+    n, kp, bf16 = 64, -(-k // 128) * 128, layout == "mma_bf16"
     w = reference.random_weight(format, n, k, narrow=True)
     packed, scales, factor = torch.ops.fp4.prepack(*w.operands(), format, layout)
     x = torch.nn.functional.pad(torch.randn(8, k), (0, kp - k)).to(torch.bfloat16 if bf16 else torch.float16)
@@ -148,7 +149,7 @@ def test_decode_multiplies_what_the_layout_holds(host, layout, k, format):
 def test_prefill_takes_plain_rows_for_bf16_words(host, k, format):
     n, kp = 128, -(-k // 128) * 128
     w = reference.random_weight(format, n, k, narrow=True)
-    packed, scales, factor = torch.ops.fp4.prepack(*w.operands(), format, "sm90_bf16")
+    packed, scales, factor = torch.ops.fp4.prepack(*w.operands(), format, "mma_bf16")
     got = torch.full((n, kp), float("nan"))
     host("bf16_operand", packed, scales, n, kp, FORMATS[format].block, got)
     assert torch.equal(got[:, :k].double() * factor.double(), w.dense.double()) and not got[:, k:].any()
@@ -160,7 +161,7 @@ def test_every_code_and_scale_is_exact_in_bf16(host):
     codes = (torch.arange(k // 16)[:, None] + torch.arange(16) * 3).flatten() % 16
     packed = (codes[::2] | codes[1::2] << 4).to(U8).repeat(n, 1)
     plain = packed, scale, torch.tensor(1.0)
-    words, scales, _ = torch.ops.fp4.prepack(*plain, "nvfp4", "sm90_bf16")
+    words, scales, _ = torch.ops.fp4.prepack(*plain, "nvfp4", "mma_bf16")
     got = torch.empty(n, k)
     host("bf16_operand", words, scales, n, k, 16, got)
     assert torch.equal(got.double(), torch.ops.fp4.dequantize(*plain, "nvfp4", torch.float64))
@@ -179,6 +180,27 @@ def test_launchers_find_what_python_fills_in(host, name, struct):
     inherited = getattr(struct.__base__, "_fields_", [])
     want = {field: getattr(struct, field).offset for field, _ in (*inherited, *struct._fields_)}
     assert got == want | {"size": ctypes.sizeof(struct)}
+
+
+@pytest.mark.skipif(native.library() is None, reason="needs the native runtime")
+@pytest.mark.parametrize("k", [128, 768, 2048, 2880, 4096, 7168, 14336, 18432])
+@pytest.mark.parametrize("shared", [101376, 166912, 232448])
+def test_decode_fits_into_the_shared_memory_of_each_gpu(host, k, shared):
+    """The planner counts no less than the launcher asks for. Hopper has kernels for the long ring alone."""
+    bytes_ = torch.empty(1, dtype=torch.int32)
+    kp = -(-k // 128) * 128
+    for family, count, warps in itertools.product((native.MMA, native.HOPPER), (8, 300, 2048), (16, 24)):
+        gpu = native.Gpu(family, 108, shared, 1_400_000)
+        config = native.decode_warps(kp, warps, rows=count, sms=gpu)
+        if config is None:
+            never = family == native.HOPPER and shared < 232448  # there is no such GPU
+            assert never or (shared == 101376 and k > 7168 and (warps == 24 or k == 18432))
+            continue
+        host("decode_bytes", *(getattr(config, name) for name, _ in config._fields_[:4]), count, 1, bytes_)
+        assert bytes_.item() <= config.shared_bytes <= shared
+        assert config.shared_bytes - bytes_.item() < 1024 and config.k_warps * config.row_warps <= warps
+        assert config.ring == 4 or (config.ring == 2 and family == native.MMA)
+        assert config.k_warps * config.passes * 256 >= kp
 
 
 def test_half_order_is_what_the_fragments_multiply(host):

@@ -17,7 +17,7 @@ def format(request) -> str:
     return request.param
 
 
-@pytest.fixture(params=["sm90", "sm90_bf16"])
+@pytest.fixture(params=["sm90", "mma_bf16"])
 def layout(request) -> str:
     return request.param
 
@@ -35,11 +35,11 @@ def lanes(packed, block_scale, layout):
     scales = block_scale.reshape(-1, n // 16, kp // 128, block_scale.shape[-1] // (kp // 128) * 16)
     if kp == 16 * block_scale.shape[-1]:
         scales = scales.unflatten(-1, (32, 4))
-    elif layout == "sm90_bf16":
+    elif layout == "mma_bf16":
         scales = scales.unflatten(-1, (32, 2)).repeat(1, 1, 1, 1, 2)
     else:
         scales = scales.unflatten(-1, (16, 4)).repeat_interleave(2, -2)
-    if layout == "sm90_bf16":
+    if layout == "mma_bf16":
         g, t = torch.arange(32) // 4, torch.arange(32) % 4
         words = words[:, :, :, g // 2 * 8 + t // 2 * 4 + g % 2 * 2 + (t + g // 2) % 2]
     return words, scales
@@ -65,7 +65,7 @@ def codes_of(words, number, layout):
 
 def scale_of(byte, layout):
     """e4m3, with bit 7 where its mantissa is 0 or 7; or {exponent + 10, mantissa}, and 0 for zero."""
-    if layout == "sm90_bf16":
+    if layout == "mma_bf16":
         value = (1 + (byte & 7).double() / 8) * 2.0 ** ((byte >> 3).double() - 10)
         return torch.where(byte == 0, 0.0, value)
     flag, mantissa = byte >> 7, byte & 7
@@ -85,7 +85,7 @@ def read(packed, block_scale, factor, layout):
             codes = codes_of(words[:, :, :, lane], number, layout)
             value = E2M1[codes & 7] * torch.where(codes > 7, -1.0, 1.0)
             value = value * scale_of(scales[:, :, :, lane, number], layout)[..., None]
-            block = 2 * t + c if layout == "sm90_bf16" else 4 * c + t
+            block = 2 * t + c if layout == "mma_bf16" else 4 * c + t
             out.view(groups, tiles, 16, steps, 8, 16)[:, :, 2 * g + r, :, block] = value
     return out * factor.double().reshape(-1, 1, 1)
 
@@ -118,7 +118,7 @@ def test_unpack_undoes_prepack(shape, format, layout):
     was, now = w.scale.view(U8), scale[..., :blocks].view(U8)
     if format == "nvfp4":
         assert torch.equal(factor, w.global_scale) and torch.equal(now, was)
-        zero = (was & 0x7F == 0).repeat_interleave(8, -1) & (layout == "sm90_bf16")  # has zero codes
+        zero = (was & 0x7F == 0).repeat_interleave(8, -1) & (layout == "mma_bf16")  # has zero codes
         assert torch.equal(packed[..., : k // 2], torch.where(zero, 0, w.packed))
     else:
         assert factor.numel() == 0

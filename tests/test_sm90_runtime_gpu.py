@@ -30,7 +30,7 @@ def operators():
     return torch.ops.fp4 if torch.version.cuda else torch.ops.fp4_emulated
 
 
-@pytest.mark.parametrize("layout", ["sm90", "sm90_bf16"])
+@pytest.mark.parametrize("layout", ["sm90", "mma_bf16"])
 def test_rows_that_begin_or_go_on_anywhere(kernel, layout):
     """Transposed, with gaps, in the middle of 16 bytes, and ids with strides: as contiguous ones."""
     groups, n, k, m = 3, 128, 192, 8
@@ -108,7 +108,7 @@ def test_without_python_what_has_no_kernel_is_refused():
     native.loaded().fp4_cuda_has_fallbacks(False)
     try:
         with pytest.raises(
-            RuntimeError, match=r"fp4::quantize: .* only Triton .* Python process .* sm90_bf16"
+            RuntimeError, match=r"fp4::quantize: .* only Triton .* Python process .* mma_bf16"
         ):
             operators().quantize(x, "nvfp4")
         plain = torch.zeros(64, 32, dtype=torch.uint8, device="cuda"), torch.ones(64, 4, device="cuda")
@@ -174,7 +174,7 @@ def test_streams_and_a_graph_of_every_operator():
         with torch.cuda.stream(stream):
             assert equal(everything("cuda"), want)
     torch.cuda.synchronize()
-    w = Weights(4, 128, 256, format="nvfp4", layout="sm90_bf16")
+    w = Weights(4, 128, 256, format="nvfp4", layout="mma_bf16")
     a, offs = torch.randn(16, 256, device="cuda").bfloat16(), torch.tensor([3, 3, 9, 16], device="cuda").int()
     graph, stream = torch.cuda.CUDAGraph(), torch.cuda.Stream()
     with torch.cuda.stream(stream):

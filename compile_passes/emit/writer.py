@@ -14,6 +14,7 @@ from torch import fx
 from torch._dynamo.source import AttrSource
 from torch._subclasses.fake_tensor import FakeTensorMode
 
+from ... import native
 from ...meta.formats import FORMATS, FP4_FORMATS
 from ...meta.layouts import LAYOUTS, preferred_layout
 from .. import advice
@@ -310,7 +311,10 @@ def kernel(device_type: str, layout: str = "plain") -> str:
     """The name of the kernels that run an operator."""
     if device_type == "cpu":
         return f"cpu {torch.ops.fp4.cpu_capability()}"
-    return "hopper" if LAYOUTS[layout].hopper else "triton"
+    if not LAYOUTS[layout].native:
+        return "triton"
+    family = native.family(torch.cuda.current_device()) if torch.cuda.is_available() else 0
+    return native.NAMES[family or native.HOPPER]
 
 
 # --- how parameters make one operand ---

@@ -242,7 +242,7 @@ inline AFormat a_format_of(std::string_view name) {
 
 // The CPU products read plain and tile16.
 inline void refuse_layout(std::string_view op, const Layout& layout) {
-  if (layout.hopper)
+  if (layout.native)
     fail(
         "fp4::", op, ": layout is '", layout.name,
         "', which only CUDA kernels read; on CPU it must be plain or tile16 (torch.ops.fp4.unpack converts)");

@@ -61,7 +61,7 @@ struct Layout {
   Names a_formats;                        // of moe, that give activations its kernels read; empty: all
   Dtypes a_dtypes;                        // of such activations; empty: all
   std::string_view a_layout;              // the order of fp8 ones: the `layout` of quantize_fp8
-  bool hopper;                            // only CUDA kernels read it
+  bool native;                            // only the native CUDA kernels read it
 
   int64_t padded(int64_t k) const { return (k + k_padding - 1) / k_padding * k_padding; }
 

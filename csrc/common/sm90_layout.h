@@ -18,7 +18,7 @@
 // at 32 (k / 8) + 8 (k % 4) + 7, or 3 where k / 4 is odd. The scale byte is the e4m3 byte, which has no sign,
 // with bit 7 set where its mantissa is 0 or 7 (where 1.5 times the scale needs no extra step).
 //
-// Sm90Bf16 (layout sm90_bf16): blocks 2t and 2t + 1, for products in bf16; a lane has two scales of 32. Word
+// MmaBf16 (layout mma_bf16): blocks 2t and 2t + 1, for products in bf16; a lane has two scales of 32. Word
 // i holds codes 2i, 2i + 1, 2i + 8 and 2i + 9 of all four blocks: what lane i of a product's quad multiplies
 // where K is in plain order. So prefill, whose lanes read word t of every lane of their quad, takes
 // activations as they are; and decode, which brings activations into any order, reads whole blocks, with a
@@ -64,7 +64,7 @@ struct Sm90 {
   static constexpr FP4_BOTH uint8_t decode_scale(uint8_t byte) { return byte & 0x7F; }
 };
 
-struct Sm90Bf16 {
+struct MmaBf16 {
   static constexpr FP4_BOTH int lane_of(int block) { return block / 2; }
   static constexpr FP4_BOTH int part_of(int block) { return block % 2; }
   static constexpr FP4_BOTH int block_of(int t, int c) { return 2 * t + c; }

@@ -84,7 +84,7 @@ std::tuple<Tensor, Tensor> reorder(const Tensor& packed, const Tensor& block_sca
   return {to, to_scale};
 }
 
-// --- sm90 and sm90_bf16 ---
+// --- sm90 and mma_bf16 ---
 
 constexpr int kE4m3Exponents = 17;  // binades below the largest power of two, 2^8, down to 2^-9
 constexpr int kEmaxBias = 135;      // the factor of a matrix is 2^(Emax - 135), so that Emax becomes 2^8
@@ -389,7 +389,7 @@ Packed prepack(const Tensor& packed, const Tensor& block_scale, const OptionalTe
   check_scales_finite(block_scale);
   const Order order = target.layout->order;
   if (order == Order::sm90) return to_sm90<Sm90>(packed, block_scale, global_scale, target);
-  if (order == Order::sm90_bf16) return to_sm90<Sm90Bf16>(packed, block_scale, global_scale, target);
+  if (order == Order::mma_bf16) return to_sm90<MmaBf16>(packed, block_scale, global_scale, target);
   if (order == Order::sm90_int4) return to_sm90_int4(packed, block_scale, target);
   const auto [codes, scales] = reorder(
       packed, block_scale, target,
@@ -411,7 +411,7 @@ Packed to_plain(const Tensor& packed, const Tensor& block_scale, const OptionalT
                 Stored from) {
   const Order order = from.layout->order;
   if (order == Order::sm90) return from_sm90<Sm90>(packed, block_scale, *global_scale, from);
-  if (order == Order::sm90_bf16) return from_sm90<Sm90Bf16>(packed, block_scale, *global_scale, from);
+  if (order == Order::mma_bf16) return from_sm90<MmaBf16>(packed, block_scale, *global_scale, from);
   if (order == Order::sm90_int4) return from_sm90_int4(packed, block_scale, *global_scale, from);
   const auto [codes, scales] = reorder(
       packed, block_scale, from,

@@ -51,8 +51,8 @@ Block16 sm90_load(const Sm90Place& at, const uint8_t* codes, const uint8_t* scal
 }
 
 template void sm90_store<Sm90>(const Block16&, const Sm90Place&, uint8_t*, uint8_t*);
-template void sm90_store<Sm90Bf16>(const Block16&, const Sm90Place&, uint8_t*, uint8_t*);
+template void sm90_store<MmaBf16>(const Block16&, const Sm90Place&, uint8_t*, uint8_t*);
 template Block16 sm90_load<Sm90>(const Sm90Place&, const uint8_t*, const uint8_t*);
-template Block16 sm90_load<Sm90Bf16>(const Sm90Place&, const uint8_t*, const uint8_t*);
+template Block16 sm90_load<MmaBf16>(const Sm90Place&, const uint8_t*, const uint8_t*);
 
 }  // namespace fp4::cpu

@@ -33,7 +33,7 @@ Sm90Place sm90_place(int64_t row, int64_t block, int64_t padded_k, int scale_blo
   return {lane, 2 * Bits::part_of(in) + r, lane.scales + Bits::scale_at(in, r, scale_block)};
 }
 
-// Bits: Sm90 or Sm90Bf16. `codes`, `scales`: of the matrix. Storing changes no other block's bits.
+// Bits: Sm90 or MmaBf16. `codes`, `scales`: of the matrix. Storing changes no other block's bits.
 template <class Bits>
 void sm90_store(const Block16& block, const Sm90Place& at, uint8_t* codes, uint8_t* scales);
 template <class Bits>

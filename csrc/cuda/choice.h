@@ -8,7 +8,7 @@
 namespace fp4::cuda {
 
 // What the activations of a product are for its kernels: 16-bit rows with weights in layout sm90 or
-// sm90_bf16, or fp8 rows.
+// mma_bf16, or fp8 rows.
 enum class Kernel : int { kFp8, kHalf, kBf16 };
 
 // `rows` activation rows, of each group where the routing is masked, times [groups, n, kp].
@@ -32,7 +32,7 @@ struct ProductPlan {
 struct Block {
   Product up, down;
   int top_k;
-  bool bf16;     // the weights are in layout sm90_bf16
+  bool bf16;     // the weights are in layout mma_bf16
   bool int4;     // or in sm90_int4
   int a_format;  // an AFormat of common/formats.h
 };
@@ -44,13 +44,13 @@ struct BlockPlan {
 };
 
 // Routing by id is sorted for prefill and for decode of more than kMaxIds rows.
-ProductPlan plan(const Product& product, Kernel kernel, int sms);
-BlockPlan plan(const Block& block, int sms);
+ProductPlan plan(const Product& product, Kernel kernel, const Gpu& gpu);
+BlockPlan plan(const Block& block, const Gpu& gpu);
 
 // What the models say, in microseconds; infinite where decode cannot run.
-double decode_us(const Product& product, Kernel kernel, int sms);
-double prefill_us(const Product& product, Kernel kernel, int sms);
-device::Choice prefill_choice(const Product& product, int kernel, int sms);
+double decode_us(const Product& product, Kernel kernel, const Gpu& gpu);
+double prefill_us(const Product& product, Kernel kernel, const Gpu& gpu);
+device::Choice prefill_choice(const Product& product, int kernel, const Gpu& gpu);
 
 // The one of the launchers in csrc/sm90/prefill.cu for e2m1 weights with a scale for so many K.
 inline int prefill_kernel(Kernel kernel, int block) { return 2 * int(kernel) + (block == 32); }

@@ -4,7 +4,7 @@
 
 #include <optional>
 
-#include "device/interface.h"
+#include "cuda/gpu.h"
 
 namespace fp4::cuda {
 
@@ -14,24 +14,25 @@ inline constexpr int kSliceK = 256;   // K that one warp owns in a pass
 inline constexpr int kChunk = 8;      // rows of an expert that share one reading of its weights
 inline constexpr int kMaxIds = 2048;  // rows up to which decode sorts expert ids itself
 
-// decode: `k_warps` share K in `passes`, `row_warps` tiles of N a step.
+// decode: `k_warps` share K in `passes`, `row_warps` tiles of N a step. `ring`: steps between the warps that
+// compute and those that add up; `ids`: rows whose ids a block keeps.
 struct DecodeConfig {
-  int k_warps = 0, row_warps = 0, passes = 0;
+  int k_warps = 0, row_warps = 0, passes = 0, ring = 4, ids = 0;
 
   int shared_bytes() const;
   double value(int kp) const;
   DecodeConfig balanced() const;
 };
 
-// The split of so many warps that keeps most of them busy; nothing where no split fits shared memory.
-std::optional<DecodeConfig> decode_warps_for(int kp, int compute_warps);
+// The split of so many warps that keeps most of them busy; nothing where no split fits shared memory. `rows`:
+// of activations in all.
+std::optional<DecodeConfig> decode_warps_for(int rows, int kp, int compute_warps, const Gpu& gpu);
 
 // Expected rows of an expert that has any, under uniform routing.
 double rows_per_expert(int rows, int groups);
 
-// The configuration for `rows` activation rows on a GPU of `sms` multiprocessors, or nothing where decode
-// cannot run them.
-std::optional<DecodeConfig> choose_decode(int rows, int groups, int n, int kp, int sms);
+// The configuration for `rows` activation rows, or nothing where decode cannot run them.
+std::optional<DecodeConfig> choose_decode(int rows, int groups, int n, int kp, const Gpu& gpu);
 
 // gemv: each thread block has at most `tiles` row tiles, of `slices` units each.
 struct GemvConfig {
@@ -44,6 +45,6 @@ struct GemvConfig {
 // For `rows` rows, which are `columns` rows of x; nothing where gemv cannot run them, or where they share
 // weights, which it would read for each. `combined`: it adds up the experts of a token.
 std::optional<GemvConfig> configure_gemv(Routing routing, int rows, int columns, int n, int kp, bool combined,
-                                         int sms);
+                                         const Gpu& gpu);
 
 }  // namespace fp4::cuda

@@ -14,9 +14,9 @@ void require_fallback(std::string_view op, std::string_view why) {
   if (registered.load(std::memory_order_relaxed)) return;
   fail("fp4::", op, ": ", why,
        ", for which only Triton has a CUDA kernel, and Triton needs a Python process that has imported "
-       "fp4_ops. Without Python, weights must be in a layout whose kernels are native: sm90, sm90_bf16 or "
-       "sm90_int4, on a GPU of compute capability 9.0 (fp4_ops.prepare(model, device='cuda') on such a GPU "
-       "makes them)");
+       "fp4_ops. Without Python, weights must be in a layout whose kernels are native: mma_bf16, on a GPU of "
+       "compute capability 8.0 or later, or sm90 or sm90_int4, on one of 9.0 (fp4_ops.prepare(model, "
+       "device='cuda') on such a GPU makes them)");
 }
 
 std::string take_fallback_error() {

@@ -39,6 +39,7 @@ Here::Here(const Tensor& t) {
   stream_ = current_stream(index_);
 #endif
   kind_ = device_kind(index_);
+  if (kind_.gpu.family != KernelFamily::kNone) kernels_ = &cuda::kernels(kind_.gpu.family);
 }
 
 Tensor Here::empty(std::initializer_list<int64_t> shape, ScalarType dtype) const {

@@ -40,7 +40,9 @@ class Here {
   explicit Here(const Tensor& t);
 
   const DeviceKind& kind() const { return kind_; }
-  int sms() const { return kind_.sms; }
+  const Gpu& gpu() const { return kind_.gpu; }
+  const Kernels& kernels() const { return *kernels_; }
+  int sms() const { return kind_.gpu.sms; }
   void* stream() const { return stream_; }
 
   // A new tensor there, not initialised.
@@ -50,6 +52,7 @@ class Here {
  private:
   int index_ = 0;
   DeviceKind kind_;
+  const Kernels* kernels_ = nullptr;  // of its family, if it has one
   void* stream_ = nullptr;
   std::optional<torch::stable::accelerator::DeviceGuard> guard_;
 };

@@ -68,7 +68,7 @@ WeightOperand::WeightOperand(const WeightShape& shape, const Tensor& b, const Te
       n(int(shape.n)),
       kp(int(shape.k)),
       block(shape.format->block),
-      bf16(shape.layout->order == Order::sm90_bf16),
+      bf16(shape.layout->order == Order::mma_bf16),
       int4(shape.layout->order == Order::sm90_int4) {}
 
 void run_decode(const Here& here, const DecodeConfig& config, const Rows& x, const WeightOperand& w,
@@ -80,7 +80,8 @@ void run_decode(const Here& here, const DecodeConfig& config, const Rows& x, con
   p.k_warps = config.k_warps;
   p.row_warps = config.row_warps;
   p.passes = config.passes;
-  check_launch(kernels().decode(&p, here.sms(), here.stream()), "fp4_kernel_decode");
+  p.ring = config.ring;
+  check_launch(here.kernels().decode(&p, here.sms(), here.stream()), "fp4_kernel_decode");
 }
 
 void run_gemv(const Here& here, const GemvConfig& config, const Rows& x, const WeightOperand& w,
@@ -97,7 +98,7 @@ void run_gemv(const Here& here, const GemvConfig& config, const Rows& x, const W
     p.tokens = int(topk_weights->size(0));
     p.top_k = int(topk_weights->size(1));
   }
-  check_launch(kernels().gemv(&p, here.sms(), here.stream()), "fp4_kernel_gemv");
+  check_launch(here.kernels().gemv(&p, here.sms(), here.stream()), "fp4_kernel_gemv");
 }
 
 void run_prefill(const Here& here, const Rows& x, const WeightOperand& w, const Route& route,
@@ -107,7 +108,8 @@ void run_prefill(const Here& here, const Rows& x, const WeightOperand& w, const 
                          : dtype == ScalarType::BFloat16 ? Kernel::kBf16
                                                          : Kernel::kFp8;
   const int kernel = w.int4 ? prefill_int4_kernel(w.block) : prefill_kernel(of_rows, w.block);
-  const Tensor workspace = here.empty({kernels().prefill_workspace(kernel, here.sms())}, ScalarType::Byte);
+  const Tensor workspace =
+      here.empty({here.kernels().prefill_workspace(kernel, here.sms())}, ScalarType::Byte);
   device::PrefillArguments p;
   p.x = pointer(x.values);
   p.x_scale = pointer<float>(x.factor);
@@ -129,7 +131,7 @@ void run_prefill(const Here& here, const Rows& x, const WeightOperand& w, const 
   p.gate = gate_fields(arguments.gate);
   p.early = arguments.early;
   p.stream = here.stream();
-  check_launch(kernels().prefill(kernel, &p), "fp4_kernel_prefill");
+  check_launch(here.kernels().prefill(kernel, &p), "fp4_kernel_prefill");
 }
 
 // gate and up of a column meet in one lane's sums, and the function is cheap enough beside the products.
@@ -153,10 +155,10 @@ Rows make_rows(const Here& here, device::Form form, const Tensor& x, const Activ
   if (!same) made.factor = here.empty({shape.count}, ScalarType::Float);
   const device::Gate g = gate_fields(gate);
   check_launch(
-      kernels().rows(pointer(x), code_of(x.scalar_type()), int(x.size(0)), to.position, shape.copies, to.end,
-                     g.act, g.alpha, g.limit, g.up_offset, gate != nullptr && gate->interleaved, shape.width,
-                     padded, form, mutable_pointer(made.values),
-                     same ? nullptr : mutable_pointer<float>(*made.factor), to.dependent, here.stream()),
+      here.kernels().rows(pointer(x), code_of(x.scalar_type()), int(x.size(0)), to.position, shape.copies,
+                          to.end, g.act, g.alpha, g.limit, g.up_offset, gate != nullptr && gate->interleaved,
+                          shape.width, padded, form, mutable_pointer(made.values),
+                          same ? nullptr : mutable_pointer<float>(*made.factor), to.dependent, here.stream()),
       "fp4_kernel_rows");
   return made;
 }
@@ -165,9 +167,9 @@ Rows place_rows(const Here& here, const Rows& x, const Placed& to) {
   const int count = int(x.values.size(0)), bytes = int(x.values.size(1));
   Rows made{here.empty({to.rows, bytes}, ScalarType::Float8_e4m3fn),
             here.empty({to.rows}, ScalarType::Float)};
-  check_launch(kernels().place(pointer(x.values), pointer<float>(x.factor), count, to.position,
-                               to.rows / std::max(count, 1), to.end, bytes, mutable_pointer(made.values),
-                               mutable_pointer<float>(*made.factor), to.dependent, here.stream()),
+  check_launch(here.kernels().place(pointer(x.values), pointer<float>(x.factor), count, to.position,
+                                    to.rows / std::max(count, 1), to.end, bytes, mutable_pointer(made.values),
+                                    mutable_pointer<float>(*made.factor), to.dependent, here.stream()),
                "fp4_kernel_place");
   return made;
 }
@@ -177,7 +179,7 @@ Rows make_fp4_rows(const Here& here, bool nvfp4, const Tensor& x, const Activati
   Rows made{here.empty({shape.count, shape.width}, ScalarType::BFloat16),
             here.empty({shape.count}, ScalarType::Float)};
   const device::Gate g = gate_fields(gate);
-  check_launch(kernels().rows_fp4(
+  check_launch(here.kernels().rows_fp4(
                    pointer(x), code_of(x.scalar_type()), int(x.size(0)), to.position, shape.copies, g.act,
                    g.alpha, g.limit, g.up_offset, gate != nullptr && gate->interleaved, shape.width, nvfp4,
                    mutable_pointer(made.values), mutable_pointer<float>(*made.factor), here.stream()),
@@ -191,8 +193,8 @@ Sorted sort_rows(const Here& here, const Tensor& ids, int groups) {
   const Sorted sorted{here.empty({groups + 2 * int64_t(rows) + counts}, ScalarType::Int), groups, rows};
   int* offs = mutable_pointer<int>(sorted.made);
   int *sorted_rows = offs + groups, *position = sorted_rows + rows;
-  check_launch(kernels().route(pointer(ids), ids.scalar_type() == ScalarType::Long, rows, groups,
-                               position + rows, offs, sorted_rows, position, here.stream()),
+  check_launch(here.kernels().route(pointer(ids), ids.scalar_type() == ScalarType::Long, rows, groups,
+                                    position + rows, offs, sorted_rows, position, here.stream()),
                "fp4_kernel_route");
   return sorted;
 }
@@ -200,11 +202,11 @@ Sorted sort_rows(const Here& here, const Tensor& ids, int groups) {
 void combine(const Here& here, const Tensor& y, const int* position, const Tensor& ids, const Tensor& weights,
              const OptionalTensor& bias, int groups, const Tensor& out) {
   const OptionalTensor b = as_operand(bias);
-  check_launch(kernels().combine(pointer(y), code_of(y.scalar_type()), position, pointer(ids),
-                                 ids.scalar_type() == ScalarType::Long, pointer(weights),
-                                 code_of(weights.scalar_type()), pointer(b), code_of(b), mutable_pointer(out),
-                                 code_of(out.scalar_type()), int(ids.size(0)), int(ids.size(1)), groups,
-                                 int(y.size(1)), here.stream()),
+  check_launch(here.kernels().combine(pointer(y), code_of(y.scalar_type()), position, pointer(ids),
+                                      ids.scalar_type() == ScalarType::Long, pointer(weights),
+                                      code_of(weights.scalar_type()), pointer(b), code_of(b),
+                                      mutable_pointer(out), code_of(out.scalar_type()), int(ids.size(0)),
+                                      int(ids.size(1)), groups, int(y.size(1)), here.stream()),
                "fp4_kernel_combine");
 }
 

@@ -1,38 +1,45 @@
 #include "cuda/library.h"
 
 #include <dlfcn.h>
+#include <unistd.h>
 
+#include <algorithm>
 #include <map>
 #include <mutex>
+#include <optional>
 #include <stdexcept>
 
-#ifndef FP4_KERNELS_FILE
-#define FP4_KERNELS_FILE "_sm90.so"
+// The emulator of tests/ has others.
+#ifndef FP4_SM90_FILE
+#define FP4_SM90_FILE "_sm90.so"
+#define FP4_SM80_FILE "_sm80.so"
 #endif
 
 namespace fp4::cuda {
 namespace {
 
-std::string beside_this_library() {
+std::string beside_this_library(const char* file) {
   Dl_info here = {};
   dladdr(reinterpret_cast<const void*>(&beside_this_library), &here);
   const std::string path = here.dli_fname ? here.dli_fname : "";
-  return path.substr(0, path.rfind('/') + 1) + FP4_KERNELS_FILE;
+  return path.substr(0, path.rfind('/') + 1) + file;
 }
 
 Kernels load(const std::string& path) {
   void* library = dlopen(path.c_str(), RTLD_NOW | RTLD_LOCAL);
   if (library == nullptr)
-    throw std::runtime_error(std::string("fp4: the Hopper kernels do not load: ") + dlerror());
+    throw std::runtime_error(std::string("fp4: the CUDA kernels do not load: ") + dlerror());
   const auto find = [&]<class F>(F& to, const char* name) {
     to = reinterpret_cast<F>(dlsym(library, name));
     if (to == nullptr) {
       throw std::runtime_error("fp4: " + path + " has no " + name +
-                               "; it is of another build than this library. Rebuild both: FP4_CUDA_ARCHS=90a "
-                               "pip install --no-build-isolation -e .");
+                               "; it is of another build than this library. Rebuild both: pip install "
+                               "--no-build-isolation -e ., with the same FP4_CUDA_ARCHS");
     }
   };
   Kernels k = {};
+  find(k.family, "fp4_kernel_family");
+  find(k.runs, "fp4_kernel_runs");
   find(k.device, "fp4_kernel_device");
   find(k.decode, "fp4_kernel_decode");
   find(k.gemv, "fp4_kernel_gemv");
@@ -45,39 +52,86 @@ Kernels load(const std::string& path) {
   find(k.place, "fp4_kernel_place");
   find(k.combine, "fp4_kernel_combine");
   find(k.dequantize, "fp4_kernel_dequantize");
+  if (KernelFamily(k.family()) == KernelFamily::kMma)
+    find(k.prefill_most_shared, "fp4_kernel_prefill_most_shared");
   return k;
 }
 
-Kernels& current() {
-  static Kernels loaded = load(beside_this_library());
-  return loaded;
+// The libraries that were loaded, and what was found of each GPU.
+struct Loaded {
+  std::recursive_mutex mutex;
+  std::optional<Kernels> hopper, mma;
+  KernelFamily only = KernelFamily::kNone;  // by use_kernels
+  int shared_bytes = 0;
+  std::map<int, DeviceKind> devices;
+
+  std::optional<Kernels>& of(KernelFamily family) { return family == KernelFamily::kHopper ? hopper : mma; }
+};
+
+Loaded& loaded() {
+  static Loaded all;
+  return all;
+}
+
+const char* file_of(KernelFamily family) {
+  return family == KernelFamily::kHopper ? FP4_SM90_FILE : FP4_SM80_FILE;
+}
+
+bool is_there(KernelFamily family) {
+  return loaded().of(family).has_value() || access(beside_this_library(file_of(family)).c_str(), R_OK) == 0;
+}
+
+// Those whose code a GPU runs.
+KernelFamily family_for(int index, const device::DeviceFacts& facts) {
+  if (loaded().only != KernelFamily::kNone) return loaded().only;
+  const bool hopper = facts.major == 9 && facts.minor == 0;
+  for (const KernelFamily family : {KernelFamily::kHopper, KernelFamily::kMma}) {
+    if (family == KernelFamily::kHopper && !hopper) continue;
+    if (is_there(family) && kernels(family).runs(index)) return family;
+  }
+  return KernelFamily::kNone;
 }
 
 }  // namespace
 
-const Kernels& kernels() { return current(); }
+const Kernels& kernels(KernelFamily family) {
+  std::lock_guard lock(loaded().mutex);
+  std::optional<Kernels>& found = loaded().of(family);
+  if (!found) found = load(beside_this_library(file_of(family)));
+  return *found;
+}
 
-void use_kernels(const std::string& path) { current() = load(path); }
+KernelFamily use_kernels(const std::string& path, int shared_bytes) {
+  std::lock_guard lock(loaded().mutex);
+  const Kernels found = load(path);
+  loaded().only = KernelFamily(found.family());
+  loaded().of(loaded().only) = found;
+  loaded().shared_bytes = shared_bytes;
+  if (found.prefill_most_shared != nullptr) found.prefill_most_shared(shared_bytes);
+  loaded().devices.clear();
+  return loaded().only;
+}
+
+DeviceKind device_kind(int index) {
+  std::lock_guard lock(loaded().mutex);
+  const auto [at, is_new] = loaded().devices.try_emplace(index);
+  if (!is_new) return at->second;
+  device::DeviceFacts facts;
+  const bool hopper = is_there(KernelFamily::kHopper);
+  const int error =
+      kernels(hopper ? KernelFamily::kHopper : KernelFamily::kMma).device(index, &facts);  // all can tell
+  if (error != 0) loaded().devices.erase(at);
+  check_launch(error, "asking for the GPU's properties");
+  DeviceKind kind{facts.major, facts.minor, gpu_of(facts, family_for(index, facts))};
+  if (loaded().shared_bytes > 0)
+    kind.gpu.shared_bytes = std::min(kind.gpu.shared_bytes, loaded().shared_bytes);
+  return at->second = kind;
+}
 
 void check_launch(int error, const char* what) {
   if (error != 0)
     throw std::runtime_error(std::string("fp4: ") + what + " failed with CUDA error " +
                              std::to_string(error));
-}
-
-DeviceKind device_kind(int index) {
-  static std::mutex mutex;
-  static std::map<int, DeviceKind> known;
-  std::lock_guard lock(mutex);
-  const auto [at, is_new] = known.try_emplace(index);
-  if (is_new) {
-    DeviceKind& kind = at->second;
-    const int error = kernels().device(index, &kind.major, &kind.minor, &kind.sms);
-    if (error != 0) known.erase(at);
-    check_launch(error, "asking for the GPU's properties");
-    kind.hopper = kind.major == 9 && kind.minor == 0;
-  }
-  return at->second;
 }
 
 }  // namespace fp4::cuda

@@ -1,13 +1,16 @@
-// The kernels' library, `_sm90.so`, which lies beside this one: found, loaded, and its launchers.
+// The kernels' libraries, `_sm90.so` and `_sm80.so`, which lie beside this one: found, loaded, their
+// launchers.
 #pragma once
 
 #include <string>
 
-#include "device/interface.h"
+#include "cuda/gpu.h"
 
 namespace fp4::cuda {
 
 struct Kernels {
+  decltype(&fp4_kernel_family) family;
+  decltype(&fp4_kernel_runs) runs;
   decltype(&fp4_kernel_device) device;
   decltype(&fp4_kernel_decode) decode;
   decltype(&fp4_kernel_gemv) gemv;
@@ -20,17 +23,20 @@ struct Kernels {
   decltype(&fp4_kernel_place) place;
   decltype(&fp4_kernel_combine) combine;
   decltype(&fp4_kernel_dequantize) dequantize;
+  decltype(&fp4_kernel_prefill_most_shared) prefill_most_shared;  // of _sm80.so alone
 };
 
-// Throws std::runtime_error where the library does not load.
-const Kernels& kernels();
+// Those of a family. Throws std::runtime_error where the library does not load.
+const Kernels& kernels(KernelFamily family);
 
-// For measurements: from now on the kernels of another build, in this file.
-void use_kernels(const std::string& path);
+// For tests and measurements: from now on every GPU runs the kernels of another build, in this file, and the
+// planner takes no more than `shared_bytes` of shared memory for a thread block; 0: what the GPU has. Returns
+// their family.
+KernelFamily use_kernels(const std::string& path, int shared_bytes);
 
 struct DeviceKind {
-  bool hopper = false;  // the kernels run there: compute capability 9.0
-  int sms = 0, major = 0, minor = 0;
+  int major = 0, minor = 0;
+  Gpu gpu;
 };
 
 // Asked once for each GPU.

@@ -9,7 +9,7 @@ struct Ready {
   Ready(std::string_view op, const WeightShape& shape, const Tensor& a, const Tensor& b,
         const Tensor& b_scale, const OptionalTensor& b_global_scale, const OptionalTensor& a_scale,
         const OptionalTensor& bias, const OptionalTensor& a_global_scale, const std::string& a_format)
-      : here(b), w((require_hopper(op, shape.layout->name, here), shape), b, b_scale, b_global_scale, bias) {
+      : here(b), w((require_kernels(op, *shape.layout, here), shape), b, b_scale, b_global_scale, bias) {
     rows = given_rows(here, a, a_scale, a_global_scale, a_format);
   }
 
@@ -25,7 +25,7 @@ Tensor mm(const Tensor& a, const Tensor& b, const Tensor& b_scale, const Optiona
   const WeightShape shape =
       check_mm(a, b, b_scale, b_global_scale, format, layout, a_scale, bias, a_global_scale, a_format);
   const ScalarType dtype = resolve_out_dtype(a, out_dtype);
-  if (!shape.layout->hopper)
+  if (!shape.layout->native)
     return fallback("mm", layout_words(layout), a, b, b_scale, b_global_scale, a_scale, bias, a_global_scale,
                     format, layout, a_format, out_dtype);
   const Ready r("mm", shape, a, b, b_scale, b_global_scale, a_scale, bias, a_global_scale, a_format);
@@ -43,7 +43,7 @@ Tensor grouped_mm(const Tensor& a, const Tensor& b, const Tensor& b_scale,
   const WeightShape shape = check_grouped_mm(a, b, b_scale, b_global_scale, offs, format, layout, a_scale,
                                              bias, a_global_scale, a_format);
   const ScalarType dtype = resolve_out_dtype(a, out_dtype);
-  if (!shape.layout->hopper)
+  if (!shape.layout->native)
     return fallback("grouped_mm", layout_words(layout), a, b, b_scale, b_global_scale, offs, a_scale, bias,
                     a_global_scale, format, layout, a_format, out_dtype);
   const Ready r("grouped_mm", shape, a, b, b_scale, b_global_scale, a_scale, bias, a_global_scale, a_format);
@@ -64,7 +64,7 @@ Tensor grouped_mm_masked(const Tensor& a, const Tensor& b, const Tensor& b_scale
   const WeightShape shape = check_grouped_mm_masked(a, b, b_scale, b_global_scale, masked_m, format, layout,
                                                     a_scale, bias, a_global_scale, a_format);
   const ScalarType dtype = resolve_out_dtype(a, out_dtype);
-  if (!shape.layout->hopper)
+  if (!shape.layout->native)
     return fallback("grouped_mm_masked", layout_words(layout), a, b, b_scale, b_global_scale, masked_m,
                     a_scale, bias, a_global_scale, format, layout, a_format, out_dtype);
   Ready r("grouped_mm_masked", shape, a, b, b_scale, b_global_scale, a_scale, bias, a_global_scale, a_format);
@@ -109,7 +109,7 @@ Tensor indexed_mm(const Tensor& a, const Tensor& b, const Tensor& b_scale,
   const WeightShape shape = check_indexed_mm(a, b, b_scale, b_global_scale, expert_ids, format, layout,
                                              a_scale, bias, a_global_scale, a_format);
   const ScalarType dtype = resolve_out_dtype(a, out_dtype);
-  if (!shape.layout->hopper)
+  if (!shape.layout->native)
     return fallback("indexed_mm", layout_words(layout), a, b, b_scale, b_global_scale, expert_ids, a_scale,
                     bias, a_global_scale, format, layout, a_format, out_dtype);
   const Ready r("indexed_mm", shape, a, b, b_scale, b_global_scale, a_scale, bias, a_global_scale, a_format);
@@ -122,7 +122,7 @@ Tensor indexed_mm(const Tensor& a, const Tensor& b, const Tensor& b_scale,
   ProductPlan plan;
   if (!r.w.int4)
     plan = cuda::plan(product_of(r.w, route.routing, m), kernel_of(r.rows.values.scalar_type(), r.w),
-                      r.here.sms());
+                      r.here.gpu());
   switch (plan.family) {
     case Family::kGemv:
       run_gemv(r.here, plan.gemv, r.rows, r.w, route, {.rows = m}, out);
@@ -150,7 +150,7 @@ Tensor grouped_mm_k(const Tensor& a, const Tensor& b, const Tensor& b_scale,
                     std::optional<ScalarType> out_dtype) {
   const WeightShape shape = check_grouped_mm_k(a, b, b_scale, b_global_scale, offs, format, layout, a_scale,
                                                a_global_scale, a_format);
-  if (shape.layout->hopper) require_hopper("grouped_mm_k", layout, Here(b));
+  if (shape.layout->native) require_kernels("grouped_mm_k", *shape.layout, Here(b));
   return fallback("grouped_mm_k", "groups lie along K", a, b, b_scale, b_global_scale, offs, a_scale,
                   a_global_scale, format, layout, a_format, out_dtype);
 }

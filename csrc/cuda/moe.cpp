@@ -110,13 +110,13 @@ Outcome run(bool combined, const Rows* ready, const Tensor& x, const Tensor& top
   const Experts shape = check_moe(x, topk_ids, topk_weights, w13, w13_scale, w13_global_scale, w2, w2_scale,
                                   w2_global_scale, format, layout, activation, a_format, w13_bias, w2_bias);
   const ScalarType dtype = resolve_out_dtype(x, out_dtype);
-  if (!shape.up.layout->hopper)
+  if (!shape.up.layout->native)
     return {fallback("moe", layout_words(layout), x, topk_ids, topk_weights, w13, w13_scale, w13_global_scale,
                      w2, w2_scale, w2_global_scale, w13_bias, w2_bias, format, layout, activation, a_format,
                      out_dtype),
             {}};
   const Here here(w13);
-  require_hopper("moe", layout, here);
+  require_kernels("moe", *shape.up.layout, here);
   const int64_t tokens = x.size(0), pairs = topk_ids.numel();
   const Activation gate = check_activation(activation);
   const auto new_out = [&] { return here.empty({tokens, shape.down.n}, dtype); };
@@ -141,7 +141,7 @@ Outcome run(bool combined, const Rows* ready, const Tensor& x, const Tensor& top
   const BlockPlan plan =
       cuda::plan(Block{product_of(c.up, routing, c.pairs), product_of(c.down, routing, c.pairs), c.top_k(),
                        c.up.bf16, c.up.int4, int(c.a_format)},
-                 here.sms());
+                 here.gpu());
   c.few = plan.few;
   // As they are while decode runs, which waits for the weights, else fp8.
   if (c.a_format == AFormat::automatic) c.a_format = plan.few ? AFormat::none : AFormat::fp8;

@@ -28,6 +28,20 @@ Rows packed_rows(const Here& here, const Tensor& a, const OptionalTensor& a_scal
 
 }  // namespace
 
+void require_kernels(std::string_view op, const Layout& layout, const Here& here) {
+  const DeviceKind& kind = here.kind();
+  const bool everywhere = layout.order == Order::mma_bf16;
+  if (kind.gpu.hopper() || (everywhere && kind.gpu.family == KernelFamily::kMma)) return;
+  constexpr std::string_view kPlain = "Use layout 'plain' (convert with torch.ops.fp4.unpack)";
+  if (everywhere && kind.major >= 8)
+    fail("fp4::", op, ": layout is '", layout.name,
+         "', whose kernels were built for other GPUs than this one, ", "which has compute capability ",
+         kind.major, ".", kind.minor, ". Build them: FP4_CUDA_ARCHS=all pip ",
+         "install --no-build-isolation -e . ", kPlain);
+  fail("fp4::", op, ": layout is '", layout.name, "', whose kernels need compute capability ",
+       everywhere ? "8.0 or later" : "9.0", "; this GPU has ", kind.major, ".", kind.minor, ". ", kPlain);
+}
+
 Kernel kernel_of(ScalarType rows, const WeightOperand& w) {
   return rows == ScalarType::Float8_e4m3fn ? Kernel::kFp8 : w.bf16 ? Kernel::kBf16 : Kernel::kHalf;
 }
@@ -48,7 +62,7 @@ void multiply(const Here& here, const Rows& x, const WeightOperand& w, const Rou
               const Tensor& out) {
   ProductPlan plan;
   const ScalarType dtype = x.values.scalar_type();
-  if (!w.int4) plan = cuda::plan(product_of(w, route.routing, per_group), kernel_of(dtype, w), here.sms());
+  if (!w.int4) plan = cuda::plan(product_of(w, route.routing, per_group), kernel_of(dtype, w), here.gpu());
   const ProductArguments arguments{.rows = int(out.size(0))};
   switch (plan.family) {
     case Family::kGemv:

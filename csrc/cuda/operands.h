@@ -6,13 +6,8 @@
 
 namespace fp4::cuda {
 
-// The kernels of a Hopper layout run on this GPU, or an error.
-inline void require_hopper(std::string_view op, std::string_view layout, const Here& here) {
-  const DeviceKind& kind = here.kind();
-  if (!kind.hopper)
-    fail("fp4::", op, ": layout is '", layout, "', whose kernels need compute capability 9.0; this GPU has ",
-         kind.major, ".", kind.minor, ". Use layout 'plain' (convert with torch.ops.fp4.unpack)");
-}
+// The kernels of a native layout run on this GPU, or an error.
+void require_kernels(std::string_view op, const Layout& layout, const Here& here);
 
 // Rows of a product, checked: packed FP4 as bfloat16 values and a factor a row, others as they are.
 Rows given_rows(const Here& here, const Tensor& a, const OptionalTensor& a_scale,

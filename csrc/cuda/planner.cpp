@@ -10,48 +10,68 @@ using namespace fp4::cuda;
 
 FP4_FOR_PYTHON void fp4_cuda_only(int only) { set_only(Only(only)); }
 
-// The kernels of another build, for measurements; 0, or 1 where they do not load.
-FP4_FOR_PYTHON int fp4_cuda_use_kernels(const char* path) {
+// The family of kernels that this GPU runs; 0 for none, and where the GPU cannot be asked.
+FP4_FOR_PYTHON int fp4_cuda_family(int device) {
   try {
-    use_kernels(path);
+    return int(device_kind(device).gpu.family);
+  } catch (const std::exception&) {
+    return 0;
+  }
+}
+
+// What the planner knows of a GPU; 0, or 1 where it cannot be asked.
+FP4_FOR_PYTHON int fp4_cuda_gpu(int device, Gpu* to) {
+  try {
+    *to = device_kind(device).gpu;
   } catch (const std::exception&) {
     return 1;
   }
   return 0;
 }
 
-FP4_FOR_PYTHON double fp4_cuda_decode_us(const Product* product, int kernel, int sms) {
-  return decode_us(*product, Kernel(kernel), sms);
+// The kernels of another build, for tests and measurements; their family, or 0 where they do not load.
+FP4_FOR_PYTHON int fp4_cuda_use_kernels(const char* path, int shared_bytes) {
+  try {
+    return int(use_kernels(path, shared_bytes));
+  } catch (const std::exception&) {
+    return 0;
+  }
 }
 
-FP4_FOR_PYTHON double fp4_cuda_prefill_us(const Product* product, int kernel, int sms) {
-  return prefill_us(*product, Kernel(kernel), sms);
+FP4_FOR_PYTHON double fp4_cuda_decode_us(const Product* product, int kernel, const Gpu* gpu) {
+  return decode_us(*product, Kernel(kernel), *gpu);
 }
 
-FP4_FOR_PYTHON void fp4_cuda_plan(const Product* product, int kernel, int sms, ProductPlan* to) {
-  *to = plan(*product, Kernel(kernel), sms);
+FP4_FOR_PYTHON double fp4_cuda_prefill_us(const Product* product, int kernel, const Gpu* gpu) {
+  return prefill_us(*product, Kernel(kernel), *gpu);
 }
 
-FP4_FOR_PYTHON void fp4_cuda_block_plan(const Block* block, int sms, BlockPlan* to) {
-  *to = plan(*block, sms);
+FP4_FOR_PYTHON void fp4_cuda_plan(const Product* product, int kernel, const Gpu* gpu, ProductPlan* to) {
+  *to = plan(*product, Kernel(kernel), *gpu);
+}
+
+FP4_FOR_PYTHON void fp4_cuda_block_plan(const Block* block, const Gpu* gpu, BlockPlan* to) {
+  *to = plan(*block, *gpu);
 }
 
 // False where the kernel cannot run them.
-FP4_FOR_PYTHON bool fp4_cuda_decode_config(int rows, int groups, int n, int kp, int sms, DecodeConfig* to) {
-  const auto config = choose_decode(rows, groups, n, kp, sms);
+FP4_FOR_PYTHON bool fp4_cuda_decode_config(int rows, int groups, int n, int kp, const Gpu* gpu,
+                                           DecodeConfig* to) {
+  const auto config = choose_decode(rows, groups, n, kp, *gpu);
   if (config) *to = *config;
   return config.has_value();
 }
 
-FP4_FOR_PYTHON bool fp4_cuda_decode_warps(int kp, int compute_warps, DecodeConfig* to) {
-  const auto config = decode_warps_for(kp, compute_warps);
+FP4_FOR_PYTHON bool fp4_cuda_decode_warps(int rows, int kp, int compute_warps, const Gpu* gpu,
+                                          DecodeConfig* to) {
+  const auto config = decode_warps_for(rows, kp, compute_warps, *gpu);
   if (config) *to = *config;
   return config.has_value();
 }
 
 FP4_FOR_PYTHON bool fp4_cuda_gemv_config(int routing, int rows, int columns, int n, int kp, bool combined,
-                                         int sms, GemvConfig* to) {
-  const auto config = configure_gemv(Routing(routing), rows, columns, n, kp, combined, sms);
+                                         const Gpu* gpu, GemvConfig* to) {
+  const auto config = configure_gemv(Routing(routing), rows, columns, n, kp, combined, *gpu);
   if (config) *to = *config;
   return config.has_value();
 }

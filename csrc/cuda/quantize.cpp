@@ -26,12 +26,12 @@ Two quantize_fp8(const Tensor& x, const std::string& layout) {
   const Layout& order = check_quantize_fp8(x, layout);
   const int64_t k = size(x, -1);
   const bool kernel_takes = x.scalar_type() != ScalarType::Float && k % 16 == 0 && 0 < k && k <= kMaxFp8Width;
-  if (!order.hopper || !kernel_takes || x.numel() == 0)
+  if (!order.native || !kernel_takes || x.numel() == 0)
     return fallback<Two>(
         "quantize_fp8", text("layout is '", layout, "' and x ", dtype_name(x.scalar_type()), " with K = ", k),
         x, layout);
   const Here here(x);
-  if (!here.kind().hopper)
+  if (!here.gpu().hopper())
     return fallback<Two>("quantize_fp8", "this GPU is none of compute capability 9.0", x, layout);
   const Tensor rows = as_operand(x);
   const Rows made = make_rows(here, device::Form::kFp8,
@@ -46,11 +46,11 @@ Tensor dequantize(const Tensor& packed, const Tensor& block_scale, const Optiona
                   const std::string& format, ScalarType dtype, const std::string& layout) {
   const Stored stored = check_dequantize(packed, block_scale, global_scale, format, dtype, layout);
   const Order order = stored.layout->order;
-  if (order != Order::sm90 && order != Order::sm90_bf16)
+  if (order != Order::sm90 && order != Order::mma_bf16)
     return fallback("dequantize", layout_words(layout), packed, block_scale, global_scale, format, dtype,
                     layout);
   const Here here(packed);
-  require_hopper("dequantize", layout, here);
+  require_kernels("dequantize", *stored.layout, here);
   const Tensor codes = as_operand(packed), scales = as_operand(block_scale),
                factor = as_contiguous(global_scale.value());
   const int64_t n = size(codes, -2), k = 2 * size(codes, -1);
@@ -58,10 +58,11 @@ Tensor dequantize(const Tensor& packed, const Tensor& block_scale, const Optiona
   const Tensor flat = here.empty({rows, k}, dtype);
   const int code = dtype == ScalarType::Double ? 3 : int(code_of(dtype));
   if (flat.numel() > 0)
-    check_launch(kernels().dequantize(pointer<uint8_t>(codes), pointer<uint8_t>(scales),
-                                      pointer<float>(factor), rows, n, int(k), stored.format->block,
-                                      order == Order::sm90_bf16, mutable_pointer(flat), code, here.stream()),
-                 "fp4_kernel_dequantize");
+    check_launch(
+        here.kernels().dequantize(pointer<uint8_t>(codes), pointer<uint8_t>(scales), pointer<float>(factor),
+                                  rows, n, int(k), stored.format->block, order == Order::mma_bf16,
+                                  mutable_pointer(flat), code, here.stream()),
+        "fp4_kernel_dequantize");
   return codes.dim() == 2 ? flat : torch::stable::view(flat, with_last(leading(codes, -1), k));
 }
 

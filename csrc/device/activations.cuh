@@ -9,6 +9,7 @@
 #include <type_traits>
 
 #include "bf16_words.cuh"
+#include "family.cuh"
 #include "half_words.cuh"
 #include "product.cuh"
 
@@ -77,7 +78,7 @@ struct RowBlock {
   __host__ __device__ void store(uint4* fragments, int step, int g, int t, float scale,
                                  int lanes = 4 * kChunk) const {
     if constexpr (kAsTheyAre) {
-      // Sm90Bf16: block t % 2 of lane 2 (step % 2) + t / 2, whose word i meets codes 2i and 2i + 8 of both.
+      // MmaBf16: block t % 2 of lane 2 (step % 2) + t / 2, whose word i meets codes 2i and 2i + 8 of both.
       auto* to =
           reinterpret_cast<uint2*>(fragments + step / 2 * 4 * lanes + 4 * g + step % 2 * 2 + t / 2) + t % 2;
 #pragma unroll
@@ -149,21 +150,24 @@ using TypeTag = std::integral_constant<DType, kType>;
 // launch(TypeTag, Words()), whose results it returns, for the types that `p` names.
 template <int kScaleBlock, class Launch>
 int launch_of_block(const ProductParams& p, const Launch& launch) {
-  using Words = HalfWords<kScaleBlock>;
   if (p.bf16_words) {
     return p.x_type == DType::kBFloat16 ? launch(TypeTag<DType::kBFloat16>(), Bf16Words<kScaleBlock>())
                                         : cudaErrorInvalidValue;
   }
-  switch (p.x_type) {
-    case DType::kBFloat16:
-      return launch(TypeTag<DType::kBFloat16>(), Words());
-    case DType::kFloat16:
-      return launch(TypeTag<DType::kFloat16>(), Words());
-    case DType::kFloat8:
-      return launch(TypeTag<DType::kFloat8>(), Words());
-    default:
-      return cudaErrorInvalidValue;
+  if constexpr (kHopper) {
+    using Words = HalfWords<kScaleBlock>;
+    switch (p.x_type) {
+      case DType::kBFloat16:
+        return launch(TypeTag<DType::kBFloat16>(), Words());
+      case DType::kFloat16:
+        return launch(TypeTag<DType::kFloat16>(), Words());
+      case DType::kFloat8:
+        return launch(TypeTag<DType::kFloat8>(), Words());
+      default:
+        break;
+    }
   }
+  return cudaErrorInvalidValue;
 }
 
 template <class Launch>

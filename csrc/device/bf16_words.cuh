@@ -1,4 +1,4 @@
-// Weights of layout sm90_bf16 as bf16: the counterpart of half_words.cuh, in 12 instructions for eight codes
+// Weights of layout mma_bf16 as bf16: the counterpart of half_words.cuh, in 12 instructions for eight codes
 // and not 15. e2m1 x e4m3 is exact.
 //
 // Where a code's sign is bit 15 of a half word and its magnitude bits 8 to 6, the half word is the code x
@@ -47,7 +47,7 @@ template <int kScaleBlock>
 struct Bf16Words {
   static constexpr Element kElement = Element::kBFloat16;
   static constexpr float kFactor = 128.0f;  // 2^126 / 2^119
-  using Layout = Sm90Bf16;
+  using Layout = MmaBf16;
   using ScaleBytes = std::conditional_t<kScaleBlock == 16, uint32_t, uint16_t>;  // of a lane for 128 k
   static constexpr int kScaleSteps = 2;  // of 64 K that share what decode_scales makes
   static constexpr int kStepScales = sm90_scales(64, kScaleBlock);

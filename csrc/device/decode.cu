@@ -3,23 +3,34 @@
 
 namespace fp4::device {
 
-template <DType kType, class Words, int kComputeWarps>
+template <DType kType, class Words, int kComputeWarps, int kRing>
 int launch(const DecodeParams& p, int blocks, cudaStream_t stream) {
-  auto* kernel = decode_kernel<kType, Words, kComputeWarps>;
-  constexpr int kMaxShared = 227 * 1024;
-  const int shared = DecodeBuffers::bytes(p);
-  if (shared > kMaxShared) return cudaErrorInvalidValue;
+  auto* kernel = decode_kernel<kType, Words, kComputeWarps, kRing>;
+  Launching now;
+  if (const cudaError_t error = launching(now); error != cudaSuccess) return error;
+  const int shared = DecodeBuffers::bytes(p), most = now.shared_bytes;
+  if (shared > most) return cudaErrorInvalidValue;
   static std::atomic<uint64_t> allowed;
-  if (const cudaError_t error = allow_shared(kernel, kMaxShared, allowed); error != cudaSuccess) return error;
+  if (const cudaError_t error = allow_shared(kernel, most, allowed); error != cudaSuccess) return error;
   const LaunchShape shape = {dim3(blocks), dim3(32 * (kComputeWarps + kReduceWarps)), size_t(shared)};
   return launch_kernel(kernel, shape, true, stream, p);
 }
 
-template <DType kType, class Words>
+template <DType kType, class Words, int kRing>
 int launch_warps(const DecodeParams& p, int blocks, cudaStream_t stream) {
   const int warps = p.k_warps * p.row_warps;
-  if (warps <= 16) return launch<kType, Words, 16>(p, blocks, stream);
-  if (warps <= 24) return launch<kType, Words, 24>(p, blocks, stream);
+  if (warps <= 16) return launch<kType, Words, 16, kRing>(p, blocks, stream);
+  if (warps <= 24) return launch<kType, Words, 24, kRing>(p, blocks, stream);
+  return cudaErrorInvalidValue;
+}
+
+// Hopper always has room for the longer ring.
+template <DType kType, class Words>
+int launch_ring(const DecodeParams& p, int blocks, cudaStream_t stream) {
+  if (p.ring == kLongRing) return launch_warps<kType, Words, kLongRing>(p, blocks, stream);
+  if constexpr (!kHopper) {
+    if (p.ring == kShortRing) return launch_warps<kType, Words, kShortRing>(p, blocks, stream);
+  }
   return cudaErrorInvalidValue;
 }
 
@@ -41,6 +52,6 @@ extern "C" int fp4_kernel_decode(const fp4::device::DecodeParams* params, int bl
   p.row_warps_inverse = 1.f / p.row_warps;
   auto* s = static_cast<cudaStream_t>(stream);
   return launch_of_types(p, [&](auto type, auto words) {
-    return launch_warps<decltype(type)::value, decltype(words)>(p, blocks, s);
+    return launch_ring<decltype(type)::value, decltype(words)>(p, blocks, s);
   });
 }

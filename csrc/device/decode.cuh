@@ -151,7 +151,7 @@ struct WarpPlace {
 
 // One compute warp: its K slice of one row tile after another. Four 64-steps are always in flight: a register
 // that was dequantised is loaded again at once for the next tile.
-template <DType kType, class Words, int kHeld>
+template <DType kType, class Words, int kRing, int kHeld>
 __device__ __forceinline__ void compute(const DecodeParams& p, DecodeShared& sh, const DecodeBuffers& buffers,
                                         const WarpPlace& place, int segments) {
   const int lane = threadIdx.x % 32, warp = threadIdx.x / 32;
@@ -160,8 +160,8 @@ __device__ __forceinline__ void compute(const DecodeParams& p, DecodeShared& sh,
   const int k_steps = p.kp / 64, tiles_n = p.n / kTileRows;
 
   Run run{}, ahead{};
-  bool more = run.open(sh.segments, segments, p.passes);
-  bool more_ahead = ahead.open(sh.segments, segments, p.passes);
+  bool more = run.open(p, sh.segments, segments);
+  bool more_ahead = ahead.open(p, sh.segments, segments);
   if (!more) {
     if (p.early) wait_previous_kernel();
     return;
@@ -196,7 +196,7 @@ __device__ __forceinline__ void compute(const DecodeParams& p, DecodeShared& sh,
     if (steps_ahead == 1) {  // the last step may be short of row tiles
       if (!last_live) live = 0;
     } else {
-      more_ahead = more_ahead && ahead.next(sh.segments, segments, p.passes);
+      more_ahead = more_ahead && ahead.next(p, sh.segments, segments);
       aim();
     }
   };
@@ -258,14 +258,14 @@ __device__ __forceinline__ void compute(const DecodeParams& p, DecodeShared& sh,
         }
       }
       advance();
-      const uint32_t stage = step % buffers.kRing;
-      barrier_wait(smem_address(&sh.empty[stage]), (step / buffers.kRing + 1) & 1);
+      const uint32_t stage = step % kRing;
+      barrier_wait(smem_address(&sh.empty[stage]), (step / kRing + 1) & 1);
       ring[stage * stage_size] =
           make_float4(acc.x * factor.x, acc.y * factor.y, acc.z * factor.x, acc.w * factor.y);
       barrier_arrive_warp(smem_address(&sh.full[stage]));
       ++step;
     }
-    more = run.next(sh.segments, segments, p.passes);
+    more = run.next(p, sh.segments, segments);
   }
 }
 
@@ -291,25 +291,24 @@ __device__ __forceinline__ void finish(const DecodeParams& p, const DecodeShared
 }
 
 // One reducer warp: adds the partial sums of its row tiles over the K slices, in their order.
-template <DType kType, class Words, int kHeld>
+template <DType kType, class Words, int kRing, int kHeld>
 __device__ __forceinline__ void reduce(const DecodeParams& p, DecodeShared& sh, const DecodeBuffers& buffers,
                                        int segments) {
   const int lane = threadIdx.x % 32, which = threadIdx.x / 32 % kReduceWarps;
   const int stage_size = buffers.stage_count(p);
   Run run{};
-  bool more = run.open(sh.segments, segments, p.passes);
+  bool more = run.open(p, sh.segments, segments);
   uint32_t count = 0;
   if (more) prepare<kType, Words, kHeld>(p, sh, buffers, run, 0);
-  clear_rows(p, sh);
+  clear_rows(p, buffers);
   for (uint32_t index = 0; more; ++index) {
     Run ahead = run;
-    if (ahead.next(sh.segments, segments, p.passes))
-      prepare<kType, Words, kHeld>(p, sh, buffers, ahead, index + 1);
+    if (ahead.next(p, sh.segments, segments)) prepare<kType, Words, kHeld>(p, sh, buffers, ahead, index + 1);
     const float scale = p.global_scale[sh.segments[run.segment].expert];
     const int rows = run.end - run.begin;
     for (int step = 0; step < rows; step += p.row_warps, ++count) {
-      const uint32_t stage = count % buffers.kRing;
-      barrier_wait(smem_address(&sh.full[stage]), (count / buffers.kRing) & 1);
+      const uint32_t stage = count % kRing;
+      barrier_wait(smem_address(&sh.full[stage]), (count / kRing) & 1);
       for (int r = (which - step) & (kReduceWarps - 1); r < min(p.row_warps, rows - step);
            r += kReduceWarps) {
         const float4* from = buffers.ring + stage * stage_size + r * p.k_warps * 32 + lane;
@@ -328,22 +327,22 @@ __device__ __forceinline__ void reduce(const DecodeParams& p, DecodeShared& sh, 
       }
       barrier_arrive_warp(smem_address(&sh.empty[stage]));
     }
-    more = run.next(sh.segments, segments, p.passes);
+    more = run.next(p, sh.segments, segments);
   }
 }
 
 // More compute warps hide more of memory's latency, but take longer to begin, and have fewer registers.
-template <DType kType, class Words, int kComputeWarps>
+template <DType kType, class Words, int kComputeWarps, int kRing>
 __global__ void __launch_bounds__(32 * (kComputeWarps + kReduceWarps), 1)
     decode_kernel(const __grid_constant__ DecodeParams p) {
   constexpr bool kRoom = kComputeWarps == 16 || kType == DType::kFloat8;  // for a slice in registers
   constexpr int kReduceHeld = kRoom ? kSliceSteps : Words::kElement == Element::kBFloat16 ? 2 : 1;
   FP4_DYNAMIC_SHARED(uint8_t, 16, memory);
   auto& sh = *reinterpret_cast<DecodeShared*>(memory);
-  const DecodeBuffers buffers(p, memory + sizeof(DecodeShared));
+  const DecodeBuffers buffers(p, memory + sizeof(DecodeShared), kRing);
   const int warp = threadIdx.x / 32;
   if (threadIdx.x == 32 * (kComputeWarps + kReduceWarps - 1)) {  // of a warp that has least to do in plan()
-    for (int i = 0; i < buffers.kRing; ++i) {
+    for (int i = 0; i < kRing; ++i) {
       barrier_init(smem_address(&sh.full[i]), p.k_warps * p.row_warps * kWarpArrivals);
       barrier_init(smem_address(&sh.empty[i]), kReduceWarps * kWarpArrivals);
     }
@@ -355,9 +354,9 @@ __global__ void __launch_bounds__(32 * (kComputeWarps + kReduceWarps), 1)
   if (!p.early) release_next_kernel();
   if (warp >= kComputeWarps) {
     if (p.early) wait_previous_kernel();
-    reduce<kType, Words, kReduceHeld>(p, sh, buffers, segments);
+    reduce<kType, Words, kRing, kReduceHeld>(p, sh, buffers, segments);
   } else if (warp < p.k_warps * p.row_warps) {
-    compute<kType, Words, kRoom ? kSliceSteps : 1>(p, sh, buffers, place, segments);
+    compute<kType, Words, kRing, kRoom ? kSliceSteps : 1>(p, sh, buffers, place, segments);
   } else if (p.early) {
     wait_previous_kernel();
   }

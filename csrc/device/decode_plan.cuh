@@ -10,9 +10,14 @@ namespace fp4::device {
 constexpr int kReduceWarps = 4;   // beside those that compute: kComputeWarps is 16 or 24
 constexpr int kMaxGroups = 640;   // one thread a group in plan()
 constexpr int kMaxSegments = 32;  // chunks that one block may touch
-constexpr int kMaxIds = 2048;
-constexpr int kPassTiles = 32;  // row tiles whose sums are kept while K is walked in several passes
-constexpr int kTileUnits = 4;   // of a row tile, as Share counts
+
+// Steps between the compute and the reducer warps: a long ring, or a short one where memory is short.
+constexpr int kLongRing = 4, kShortRing = 2;
+
+// Row tiles whose sums are kept while K is walked in several passes: fewer, too, where memory is short.
+__host__ __device__ inline int pass_tiles(const DecodeParams& p) { return 8 * p.ring; }
+
+constexpr int kTileUnits = 4;  // of a row tile, as Share counts
 
 struct Segment {
   int expert;
@@ -27,39 +32,40 @@ constexpr int kMostSlices = 32;
 constexpr int kBuffers = 2;  // a run's activations and the next one's
 
 struct alignas(16) DecodeShared {
-  uint64_t full[4], empty[4];
+  uint64_t full[kLongRing], empty[kLongRing];
   uint64_t ready[kBuffers];                      // the activations of a run
   float factors[kBuffers][kMostSlices][kChunk];  // of the sums of each slice and token
   Segment segments[kMaxSegments];
   int warp_totals[32];
-  int ids[kMaxIds];
   int counts[kMaxGroups];
 };
 
 // What follows DecodeShared in shared memory; sizes depend on the launch.
 struct DecodeBuffers {
-  static constexpr int kRing = 4;  // steps between the compute and the reducer warps
-  uint4* fragments;                // [kBuffers][k_warps][kSliceSteps][2][32]: the activations as B operands
-  float4* ring;                    // [kRing][k_warps * row_warps][32]
-  float4* sums;                    // [kPassTiles][32], if there are several passes
+  uint4* fragments;  // [kBuffers][k_warps][kSliceSteps][2][32]: the activations as B operands
+  float4* ring;      // [p.ring][k_warps * row_warps][32]
+  float4* sums;      // [pass_tiles][32], if there are several passes
   int (*row_list)[kChunk];
+  int* ids;  // of each row, if they are sorted by id
 
   __host__ __device__ static int fragment_count(const DecodeParams& p) {
     return p.k_warps * kSliceSteps * 64;
   }
   __host__ __device__ static int stage_count(const DecodeParams& p) { return p.k_warps * p.row_warps * 32; }
   __host__ __device__ static int sum_count(const DecodeParams& p) {
-    return p.passes > 1 ? kPassTiles * 32 : 0;
+    return p.passes > 1 ? pass_tiles(p) * 32 : 0;
   }
   __host__ static int bytes(const DecodeParams& p) {
-    return 16 * (kBuffers * fragment_count(p) + kRing * stage_count(p) + sum_count(p)) +
-           kMaxSegments * kChunk * 4 + int(sizeof(DecodeShared));
+    const bool by_id = p.routing == Routing::kIds32 || p.routing == Routing::kIds64;
+    return 16 * (kBuffers * fragment_count(p) + p.ring * stage_count(p) + sum_count(p)) +
+           kMaxSegments * kChunk * 4 + int(sizeof(DecodeShared)) + (by_id ? 4 * p.rows : 0);
   }
-  __device__ DecodeBuffers(const DecodeParams& p, void* memory) {
+  __device__ DecodeBuffers(const DecodeParams& p, void* memory, int ring_steps) {
     fragments = static_cast<uint4*>(memory);
     ring = reinterpret_cast<float4*>(fragments + kBuffers * fragment_count(p));
-    sums = ring + kRing * stage_count(p);
+    sums = ring + ring_steps * stage_count(p);
     row_list = reinterpret_cast<int (*)[kChunk]>(sums + sum_count(p));
+    ids = &row_list[kMaxSegments][0];
   }
 };
 
@@ -69,28 +75,28 @@ struct DecodeBuffers {
 struct Run {
   int segment, pass, begin, end;
 
-  __device__ bool open(const Segment* segments, int count, int passes) {
+  __device__ bool open(const DecodeParams& p, const Segment* segments, int count) {
     if (segment >= count) return false;
     begin = segments[segment].tile_begin;
-    close(segments, passes);
+    close(p, segments);
     return true;
   }
-  __device__ bool next(const Segment* segments, int count, int passes) {
-    if (++pass < passes) return true;
+  __device__ bool next(const DecodeParams& p, const Segment* segments, int count) {
+    if (++pass < p.passes) return true;
     pass = 0;
     begin = end;
     if (begin < segments[segment].tile_end) {
-      close(segments, passes);
+      close(p, segments);
       return true;
     }
     ++segment;
-    return open(segments, count, passes);
+    return open(p, segments, count);
   }
 
  private:
-  __device__ void close(const Segment* segments, int passes) {
+  __device__ void close(const DecodeParams& p, const Segment* segments) {
     end = segments[segment].tile_end;
-    if (passes > 1) end = min(end, begin + kPassTiles);
+    if (p.passes > 1) end = min(end, begin + pass_tiles(p));
   }
 };
 
@@ -160,7 +166,7 @@ __device__ __forceinline__ int plan_few(const DecodeParams& p, DecodeShared& sh,
   }
   const int segment = chunk - share.chunk;
   if (threadIdx.x < 32) {
-    if (lane < p.rows) sh.ids[lane] = expert;
+    if (lane < p.rows) buffers.ids[lane] = expert;
     if (valid && segment >= 0 && segment < share.segments) {
       buffers.row_list[segment][rank % kChunk] = lane;
       if (rank % kChunk == 0) {
@@ -193,7 +199,7 @@ __device__ __forceinline__ int plan(const DecodeParams& p, DecodeShared& sh, con
       const int64_t id = p.routing == Routing::kIds64 ? static_cast<const int64_t*>(p.route)[r]
                                                       : static_cast<const int*>(p.route)[r];
       const bool valid = id >= 0 && id < p.groups;
-      sh.ids[r] = valid ? static_cast<int>(id) : -1;
+      buffers.ids[r] = valid ? static_cast<int>(id) : -1;
       if (valid) atomicAdd(&sh.counts[id], 1);
     }
     __syncthreads();
@@ -244,7 +250,7 @@ __device__ __forceinline__ int plan(const DecodeParams& p, DecodeShared& sh, con
     if (by_id) {
       int found = -seg.rank;
       for (int r = 0; r < p.rows && found < seg.count; r += 32) {
-        const bool hit = r + lane < p.rows && sh.ids[r + lane] == seg.expert;
+        const bool hit = r + lane < p.rows && buffers.ids[r + lane] == seg.expert;
         const uint32_t hits = __ballot_sync(~0u, hit);
         const int at = found + __popc(hits & ((1u << lane) - 1));
         if (hit && at >= 0 && at < seg.count) buffers.row_list[s][at] = r + lane;
@@ -260,7 +266,7 @@ __device__ __forceinline__ int plan(const DecodeParams& p, DecodeShared& sh, con
 }
 
 // Rows of no expert come back as zeros.
-__device__ __forceinline__ void clear_rows(const DecodeParams& p, const DecodeShared& sh) {
+__device__ __forceinline__ void clear_rows(const DecodeParams& p, const DecodeBuffers& buffers) {
   const int end = p.routing == Routing::kOffs ? max(static_cast<const int*>(p.route)[p.groups - 1], 0) : 0;
   for (int r = blockIdx.x; r < p.rows; r += gridDim.x) {
     bool clear = false;
@@ -271,7 +277,7 @@ __device__ __forceinline__ void clear_rows(const DecodeParams& p, const DecodeSh
     } else if (p.routing == Routing::kMasked) {
       clear = r % p.max_m >= static_cast<const int*>(p.route)[r / p.max_m];
     } else if (p.routing != Routing::kDense) {
-      clear = sh.ids[r] < 0;
+      clear = buffers.ids[r] < 0;
     }
     if (clear) clear_row(p, row, threadIdx.x % (32 * kReduceWarps), 32 * kReduceWarps);
   }

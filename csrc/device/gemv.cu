@@ -8,13 +8,15 @@ namespace fp4::device {
 template <DType kType, class Words>
 int launch(const GemvParams& p, int blocks, cudaStream_t stream) {
   auto* kernel = gemv_kernel<kType, Words>;
-  constexpr int kMaxShared = 227 * 1024;
+  Launching now;
+  if (const cudaError_t error = launching(now); error != cudaSuccess) return error;
+  const int most = now.shared_bytes;
   // Two blocks of a launch would share a multiprocessor, and others have none, where the kernel before has
   // ended on a few only. A kernel that may begin `early` does beside that kernel.
-  const int shared = std::max(GemvBuffers::bytes(p), p.early ? 0 : kMaxShared / 2 + 1024);
-  if (shared > kMaxShared) return cudaErrorInvalidValue;
+  const int shared = std::max(GemvBuffers::bytes(p), p.early ? 0 : most / 2 + 1024);
+  if (shared > most) return cudaErrorInvalidValue;
   static std::atomic<uint64_t> allowed;
-  if (const cudaError_t error = allow_shared(kernel, kMaxShared, allowed); error != cudaSuccess) return error;
+  if (const cudaError_t error = allow_shared(kernel, most, allowed); error != cudaSuccess) return error;
   const LaunchShape shape = {dim3(blocks), dim3(kGemvThreads), size_t(shared), 1, true};
   return launch_kernel(kernel, shape, true, stream, p);
 }

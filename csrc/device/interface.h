@@ -30,7 +30,7 @@ struct Gate {
 struct ProductParams {
   const void* x = nullptr;         // [rows / a_div, k] of x_type, row stride k (fp8: kp)
   const float* x_scale = nullptr;  // one a row of x; null for ones (16-bit rows)
-  const uint8_t* codes = nullptr;  // layout sm90 or sm90_bf16
+  const uint8_t* codes = nullptr;  // layout sm90 or mma_bf16
   const uint8_t* scales = nullptr;
   const float* global_scale = nullptr;  // [groups]
   const void* bias = nullptr;           // [groups, n] of bias_type, or null
@@ -43,7 +43,7 @@ struct ProductParams {
   Gate gate;                // gated: rows 2i and 2i + 1 of the weight are gate i and up i
   int scale_block = 16;     // K that share a scale: 16 or 32
   bool early = false;       // the routing was known before the previous kernel began
-  bool bf16_words = false;  // the weights are of layout sm90_bf16, for bfloat16 rows; else of sm90
+  bool bf16_words = false;  // the weights are of layout mma_bf16, for bfloat16 rows; else of sm90
   uint32_t grid_mul = 0, grid_shift = 0, a_div_mul = 0, a_div_shift = 0;  // the launcher's: for divisions
 };
 
@@ -51,6 +51,7 @@ struct DecodeParams : ProductParams {
   const int* sorted_rows = nullptr;  // kOffs: the row at each sorted position, or null for the identity
   int max_m = 0;                     // kMasked: rows an expert
   int k_warps = 0, row_warps = 0, passes = 0;
+  int ring = 4;  // steps between compute and reducer warps: 4, or 2 where memory is short
   float k_warps_inverse = 0, row_warps_inverse = 0;  // from here on the launcher's
   uint32_t chunk_mul = 0, chunk_shift = 0;           // to divide by a chunk's units
   int chunk_units = 0, change_units = 0;             // see Share
@@ -87,6 +88,13 @@ struct PrefillArguments {
   void* stream = nullptr;
 };
 
+// Of a GPU; the clocks and the bus are zero where its driver does not tell them.
+struct DeviceFacts {
+  int major = 0, minor = 0, sms = 0;
+  int shared_bytes = 0;  // that a thread block may have
+  int clock_khz = 0, memory_clock_khz = 0, memory_bus_bits = 0;
+};
+
 struct Estimate {
   double seconds;
   int share_below;  // as TileWalk takes it
@@ -103,8 +111,12 @@ struct Choice {
 
 extern "C" {
 
-// Of a GPU: its compute capability and its multiprocessors (addresses of the host).
-int fp4_kernel_device(int device, int* major, int* minor, int* multiprocessors);
+// The library's family: 90, or 80 (family.cuh).
+int fp4_kernel_family();
+// What is to be known of a GPU (to an address of the host).
+int fp4_kernel_device(int device, fp4::device::DeviceFacts* facts);
+// Whether there is code for a GPU.
+int fp4_kernel_runs(int device);
 
 int fp4_kernel_decode(const fp4::device::DecodeParams* params, int blocks, void* stream);
 int fp4_kernel_gemv(const fp4::device::GemvParams* params, int blocks, void* stream);
@@ -112,6 +124,9 @@ int fp4_kernel_prefill(int kernel, const fp4::device::PrefillArguments* argument
 int64_t fp4_kernel_prefill_workspace(int kernel, int sms);
 fp4::device::Choice fp4_kernel_prefill_choose(int kernel, int mode, int groups, int m, int n, int kp, int sms,
                                               int config);
+// Of `_sm80.so`: from now on launches use at most so many bytes of shared memory in a block; 0: what the GPU
+// has.
+void fp4_kernel_prefill_most_shared(int bytes);
 int fp4_kernel_route(const void* ids, int wide, int rows, int groups, int* counts, int* offs,
                      int* sorted_rows, int* position, void* stream);
 int fp4_kernel_rows(const void* x, fp4::device::DType x_type, int count, const int* position, int copies,

@@ -9,7 +9,20 @@
 #include <cstdint>
 #include <type_traits>
 
+#include "family.cuh"
+#include "interface.h"
+
 namespace fp4::device {
+
+// What launches have to know of the current device, and of the code that runs there.
+struct Launching {
+  int shared_bytes = 0;   // that a thread block may have
+  bool overlaps = false;  // the code is compiled for compute capability 9.0 or later: its kernels wait for
+                          // those before them
+};
+
+// Asked once for each device.
+cudaError_t launching(Launching& found);
 
 struct LaunchShape {
   dim3 grid, block;
@@ -19,13 +32,15 @@ struct LaunchShape {
 };
 
 // `dependent`: the kernel may begin while the one before it runs, and calls wait_previous_kernel() before it
-// touches what that one reads or writes.
+// touches what that one reads or writes. Where the code cannot wait it begins after that one.
 template <class... Parameters>
 int launch_kernel(void (*kernel)(Parameters...), const LaunchShape& shape, bool dependent,
                   cudaStream_t stream, const std::common_type_t<Parameters>&... parameters) {
   cudaLaunchAttribute attributes[3] = {};
   unsigned count = 0;
-  if (dependent) {
+  Launching now;
+  if (const cudaError_t error = launching(now); error != cudaSuccess) return error;
+  if (dependent && now.overlaps) {
     attributes[count].id = cudaLaunchAttributeProgrammaticStreamSerialization;
     attributes[count++].val.programmaticStreamSerializationAllowed = 1;
   }

@@ -13,14 +13,20 @@ namespace fp4::device {
 
 // ---- launches that overlap ----
 
+// GPUs before compute capability 9.0 have no such launches; launch.cuh makes none for code that is compiled
+// for them.
+#if !defined(__CUDA_ARCH__) || __CUDA_ARCH__ >= 900
+#define FP4_GRID_CONTROL(name) asm volatile("griddepcontrol." name ";" ::: "memory")
+#else
+#define FP4_GRID_CONTROL(name)
+#endif
+
 // Until the kernels before this one in the stream have ended and their results can be seen. In a kernel that
 // was not launched as `dependent` nothing.
-__device__ __forceinline__ void wait_previous_kernel() { asm volatile("griddepcontrol.wait;" ::: "memory"); }
+__device__ __forceinline__ void wait_previous_kernel() { FP4_GRID_CONTROL("wait"); }
 
 // Lets the next kernel of the stream begin, if it is `dependent`, once all thread blocks of this one have.
-__device__ __forceinline__ void release_next_kernel() {
-  asm volatile("griddepcontrol.launch_dependents;" ::: "memory");
-}
+__device__ __forceinline__ void release_next_kernel() { FP4_GRID_CONTROL("launch_dependents"); }
 
 // ---- shared memory ----
 
@@ -40,19 +46,23 @@ __device__ __forceinline__ void barrier_init(uint32_t barrier, uint32_t arrivals
   asm volatile("mbarrier.init.shared::cta.b64 [%0], %1;" ::"r"(barrier), "r"(arrivals));
 }
 
-__device__ __forceinline__ void barrier_init_fence() {
-  asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory");
-}
-
 __device__ __forceinline__ void barrier_arrive(uint32_t barrier) {
   asm volatile("mbarrier.arrive.shared::cta.b64 _, [%0];" ::"r"(barrier) : "memory");
 }
+
+// Waiting asleep needs compute capability 9.0; before it the barrier is asked again and again.
+#if !defined(__CUDA_ARCH__) || __CUDA_ARCH__ >= 900
+#define FP4_TRY_WAIT "try_wait"
+#else
+#define FP4_TRY_WAIT "test_wait"
+#endif
 
 __device__ __forceinline__ void barrier_wait(uint32_t barrier, uint32_t parity) {
   asm volatile(
       "{\n.reg .pred done;\n"
       "WAIT:\n"
-      "mbarrier.try_wait.parity.shared::cta.b64 done, [%0], %1;\n"
+      "mbarrier." FP4_TRY_WAIT
+      ".parity.shared::cta.b64 done, [%0], %1;\n"
       "@done bra DONE;\n"
       "bra WAIT;\n"
       "DONE:\n}\n" ::"r"(barrier),

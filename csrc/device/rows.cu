@@ -16,7 +16,7 @@
 namespace fp4::device {
 namespace {
 
-constexpr float kFp8Max = 448.f;
+[[maybe_unused]] constexpr float kFp8Max = 448.f;
 
 struct Rows {
   const void* x;
@@ -42,7 +42,7 @@ __device__ __forceinline__ float largest(const RawBlock<T>& block) {
   return fmaxf(float(m.x), float(m.y));
 }
 
-__device__ __forceinline__ float largest(const float (&v)[kRowValues]) {
+[[maybe_unused]] __device__ __forceinline__ float largest(const float (&v)[kRowValues]) {
   float m = 0.f;
 #pragma unroll
   for (float f : v) m = fmaxf(m, fabsf(f));
@@ -234,19 +234,20 @@ int launch(Rows p, bool dependent, cudaStream_t stream) {
                             : shared(row_kernel<T, kGated, kForm, 32, 4>);
 }
 
+template <typename T, Form kForm>
+int launch_form(const Rows& p, bool dependent, cudaStream_t stream) {
+  return p.gate.act != Act::kNone ? launch<T, true, kForm>(p, dependent, stream)
+                                  : launch<T, false, kForm>(p, dependent, stream);
+}
+
 template <typename T>
 int launch(const Rows& p, Form form, bool dependent, cudaStream_t stream) {
-  const bool gated = p.gate.act != Act::kNone;
-  switch (form) {
-    case Form::kSame:
-      return gated ? launch<T, true, Form::kSame>(p, dependent, stream)
-                   : launch<T, false, Form::kSame>(p, dependent, stream);
-    case Form::kFp8:
-      return gated ? launch<T, true, Form::kFp8>(p, dependent, stream)
-                   : launch<T, false, Form::kFp8>(p, dependent, stream);
-    case Form::kHalf:
-      return gated ? launch<T, true, Form::kHalf>(p, dependent, stream)
-                   : launch<T, false, Form::kHalf>(p, dependent, stream);
+  if constexpr (kHopper || std::is_same_v<T, __nv_bfloat16>) {
+    if (form == Form::kSame) return launch_form<T, Form::kSame>(p, dependent, stream);
+  }
+  if constexpr (kHopper) {
+    if (form == Form::kFp8) return launch_form<T, Form::kFp8>(p, dependent, stream);
+    if (form == Form::kHalf) return launch_form<T, Form::kHalf>(p, dependent, stream);
   }
   return cudaErrorInvalidValue;
 }

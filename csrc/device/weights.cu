@@ -1,4 +1,4 @@
-// Weights into and out of layouts sm90 and sm90_bf16, on the device. A plain C interface, so that nothing
+// Weights into and out of layouts sm90 and mma_bf16, on the device. A plain C interface, so that nothing
 // here knows torch.
 #include <cstdint>
 #include <type_traits>
@@ -36,13 +36,13 @@ using namespace fp4;
 using namespace fp4::device;
 
 // packed [rows, k / 2] and e4m3 scales [rows, ceil(k / scale_block)] in plain order, rows over all matrices,
-// to layout sm90, or sm90_bf16.
+// to layout sm90, or mma_bf16.
 extern "C" int fp4_kernel_pack(const uint8_t* packed, const uint8_t* scales, int64_t rows, int k, int kp,
                                int scale_block, int bf16_words, uint8_t* to_packed, uint8_t* to_scales,
                                void* stream) {
   const int64_t count = lanes_of(rows, kp);
   if (count == 0) return 0;
-  auto* kernel = bf16_words ? pack_kernel<Sm90Bf16> : pack_kernel<Sm90>;
+  auto* kernel = bf16_words ? pack_kernel<MmaBf16> : pack_kernel<Sm90>;
   return launch_kernel(kernel, {blocks_of(count), dim3(kThreads)}, false, static_cast<cudaStream_t>(stream),
                        packed, scales, count, k, kp, scale_block, to_packed, to_scales);
 }
@@ -56,7 +56,7 @@ extern "C" int fp4_kernel_dequantize(const uint8_t* packed, const uint8_t* scale
   auto* s = static_cast<cudaStream_t>(stream);
   const auto run = [&](auto* to) {
     using T = std::remove_pointer_t<decltype(to)>;
-    auto* kernel = bf16_words ? dequantize_kernel<Sm90Bf16, T> : dequantize_kernel<Sm90, T>;
+    auto* kernel = bf16_words ? dequantize_kernel<MmaBf16, T> : dequantize_kernel<Sm90, T>;
     return launch_kernel(kernel, {blocks_of(count), dim3(kThreads)}, false, s, packed, scales, global_scale,
                          count, n, kp, scale_block, to);
   };

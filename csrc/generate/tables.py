@@ -152,7 +152,7 @@ def _layouts() -> list[str]:
                 array(f"{own}_a_formats", _names, layout.a_formats),
                 array(f"{own}_a_dtypes", _dtypes, layout.a_dtypes),
                 f'"{layout.a_layout}"',
-                _bool(layout.hopper),
+                _bool(layout.native),
             )
         )
     return [

@@ -1,4 +1,4 @@
-// Grouped GEMM by mma.sync, 4-bit weights of layout sm90_bf16 x bf16 activations, for many tokens, on every
+// Grouped GEMM by mma.sync, 4-bit weights of layout mma_bf16 x bf16 activations, for many tokens, on every
 // GPU from sm_80 on: out[r, n] = scale[r] * sum_k w[n, k] x[r, k].
 //
 // The operands are swapped: weights are operand A of mma.m16n8k16, made in registers by the warps that
@@ -222,7 +222,7 @@ class PrefillBlock {
   // `kHalf` of the step in `stage`.
   template <int kHalf>
   __device__ __forceinline__ void load_raw(int stage) {
-    using Layout = Sm90Bf16;
+    using Layout = MmaBf16;
     const int lane = threadIdx.x % kWarp, g = lane / 4, t = lane % 4;
     const uint32_t codes = smem_address(shared_.codes[stage]) + warp_m() * Config::TilesM * kTileCodes +
                            t / 2 * 512 + t % 2 * 8,

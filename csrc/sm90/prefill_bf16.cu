@@ -1,4 +1,4 @@
-// NVFP4 weights of layout sm90_bf16 x bf16 activations in plain order: the candidates.
+// NVFP4 weights of layout mma_bf16 x bf16 activations in plain order: the candidates.
 
 #include "prefill_bf16.cuh"
 #include "prefill_words.cuh"

@@ -1,4 +1,4 @@
-// Weights of layout sm90_bf16 as bf16 fragments of wgmma's A operand, for activations in plain order: no pass
+// Weights of layout mma_bf16 as bf16 fragments of wgmma's A operand, for activations in plain order: no pass
 // over them is needed.
 //
 // Instruction b of a half step takes block b of its 64 K: lane t of a quad codes 2t, 2t + 1, 2t + 8 and 2t +
@@ -30,7 +30,7 @@ class Bf16Weights {
 
   // Of 16 rows by 128 k: a lane's word of lane i of the layout, and the scales of the layout's four lanes.
   static __host__ __device__ __forceinline__ int word_at(int lane, int i) {
-    return int(Sm90Lane{Sm90Bf16::slot(lane / 4, i) * 16, 0}.word(lane % 4));
+    return int(Sm90Lane{MmaBf16::slot(lane / 4, i) * 16, 0}.word(lane % 4));
   }
   static __host__ __device__ __forceinline__ int scales_at(int lane) {
     return Words::scales_at(lane / 4 * 4);
@@ -85,7 +85,7 @@ class Bf16Weights {
 
  private:
   // From the slot of lane i of the layout to that of i + 2.
-  static constexpr int kSlots = 16 * (Sm90Bf16::slot(0, 2) - Sm90Bf16::slot(0, 0));
+  static constexpr int kSlots = 16 * (MmaBf16::slot(0, 2) - MmaBf16::slot(0, 0));
 
   uint32_t lane_words_[2], lane_scales_;
   uint2 codes_[4];

@@ -14,6 +14,10 @@ using namespace device;
 
 // ---- mbarriers that count bytes, and those of other blocks ----
 
+__device__ __forceinline__ void barrier_init_fence() {
+  asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory");
+}
+
 // Arrives on the same barrier of the cluster's block `rank`. Without .release.cluster, which would cost a
 // GPU-wide memory barrier; the arriving threads only read what the barrier protects.
 __device__ __forceinline__ void barrier_arrive_remote(uint32_t barrier, uint32_t rank) {

@@ -40,7 +40,7 @@ class Local:
         ready: rows in fp8 and their factors, where `sends_fp8`; then x is not read.
         """
         *weight_operands, w13_bias, w2_bias = self.operands
-        if not self.experts.up.layout.hopper or w2_bias is not None or dtype == torch.float32:
+        if not self.experts.up.layout.native or w2_bias is not None or dtype == torch.float32:
             return self.sums(x, ids, weights, pairs, dtype), None
         values, factor = ready or (None, None)
         y, order = torch.ops.fp4_parts.moe_parts(
@@ -58,7 +58,7 @@ class Local:
         here: the (token, slot)s that come to a rank.
         """
         order = self.experts.up.layout
-        if not order.hopper or x.dtype == torch.float32 or self.num_experts % ranks:
+        if not order.native or x.dtype == torch.float32 or self.num_experts % ranks:
             return False
         if self.operands[-1] is not None or self.chosen(pairs, x.device) != "fp8":
             return False
@@ -79,7 +79,7 @@ class Local:
     def chosen(self, pairs: int, device: torch.device) -> str:
         """What "auto" is on Hopper for all experts and all rows: the number of ranks does not change it."""
         order = self.experts.up.layout
-        if self.a_format != "auto" or not order.hopper or "none" not in order.a_formats:
+        if self.a_format != "auto" or not order.native or "none" not in order.a_formats:
             return self.a_format
         from .. import native
         from ..sm90.library import multiprocessors

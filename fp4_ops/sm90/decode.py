@@ -23,7 +23,7 @@ class _Params(ProductParams):
 
     _fields_: ClassVar = [
         ("sorted_rows", ctypes.c_void_p),
-        *((name, ctypes.c_int) for name in ("max_m", "k_warps", "row_warps", "passes")),
+        *((name, ctypes.c_int) for name in ("max_m", "k_warps", "row_warps", "passes", "ring")),
         ("inverses", ctypes.c_float * 2),
         ("chunks", ctypes.c_uint32 * 4),
     ]
@@ -63,6 +63,7 @@ def run(
         k_warps=config.k_warps,
         row_warps=config.row_warps,
         passes=config.passes,
+        ring=config.ring,
     )
     describe(params, x, w, route, routing, rows, out, x_scale, a_div, gate, early)
     call("fp4_kernel_decode", ctypes.byref(params), blocks, stream())

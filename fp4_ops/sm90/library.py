@@ -1,4 +1,4 @@
-"""Loads `_sm90.so`, the kernels of csrc/device and csrc/sm90 behind a plain C interface.
+"""Loads `_sm90.so` or `_sm80.so`, kernels of csrc/device and csrc/sm90 or csrc/sm80, behind a C interface.
 
 It knows neither torch nor Python, so one file serves all versions of both. Tensors cross as addresses; the
 callers in this package have checked them (meta/checks.py).
@@ -15,7 +15,7 @@ import torch
 from .. import native
 from ..meta.formats import Activation
 
-FILE = "_sm90.so"
+FILE, MMA_FILE = "_sm90.so", "_sm80.so"
 
 POINTER, INT, LONG, FLOAT = ctypes.c_void_p, ctypes.c_int, ctypes.c_int64, ctypes.c_float
 
@@ -46,9 +46,10 @@ SIGNATURES = {
 
 
 @functools.cache
-def library() -> ctypes.CDLL | None:
-    """The kernels, or None where they were not built (setup.py says when they are)."""
-    path = Path(__file__).parent.parent / FILE
+def library(family: int = native.HOPPER) -> ctypes.CDLL | None:
+    """The kernels of a family, or None where they were not built (setup.py says when they are)."""
+    own = FILE if family == native.HOPPER else MMA_FILE
+    path = Path(__file__).parent.parent / native.used.get(family, own)
     if not path.exists():
         return None
     loaded = ctypes.CDLL(str(path))
@@ -57,12 +58,18 @@ def library() -> ctypes.CDLL | None:
     return loaded
 
 
-@functools.cache
 def available(device_index: int) -> bool:
-    """Whether this GPU runs them, and the operators that launch them are there: they use instructions that
-    only compute capability 9.0 has."""
-    built = library() is not None and native.library() is not None
-    return built and torch.cuda.get_device_capability(device_index) == (9, 0)
+    """Whether this GPU runs those of `_sm90.so`, which use instructions that only compute capability 9.0 has,
+    and the operators that launch them are there."""
+    return library() is not None and native.family(device_index) == native.HOPPER
+
+
+def packs(device_index: int) -> tuple[str, ...]:
+    """The layouts that this GPU has a kernel to make of plain weights."""
+    if available(device_index):
+        return "sm90", "mma_bf16"
+    mma = library(native.MMA) is not None and native.family(device_index) == native.MMA
+    return ("mma_bf16",) if mma else ()
 
 
 @functools.cache
@@ -100,7 +107,8 @@ def stream() -> int:
 
 
 def call(name: str, *args: object) -> None:
-    loaded = library()
+    """Launches a kernel on the current GPU."""
+    loaded = library(native.family(torch.cuda.current_device()))
     assert loaded is not None
     error = getattr(loaded, name)(*args)
     if error != 0:

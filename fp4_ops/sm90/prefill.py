@@ -103,7 +103,7 @@ def run(
     """x [M, ...] sorted by expert; out [M, n], rows of no expert as zeros.
 
     x [M, kp] in the layout's order with x_scale [M]: e4m3, and the weights are folded into e4m3; or fp16 as
-    rows.to_half makes it, and the weights are exact. With a weight in layout sm90_bf16 x [M, K] is bfloat16
+    rows.to_half makes it, and the weights are exact. With a weight in layout mma_bf16 x [M, K] is bfloat16
     in plain order, 16-byte aligned (x_scale may be None: ones), and the weights are exact. `rows`: M, or the
     rows of each group where masked.
     `gate`: out [M, n / 2] of 16 bits, gated in float32; the weight has gate and up rows interleaved, and

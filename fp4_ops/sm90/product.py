@@ -23,7 +23,7 @@ class Routing(IntEnum):
 
 
 class Weight(NamedTuple):
-    """A weight in layout sm90 or sm90_bf16: [groups, n, kp]."""
+    """A weight in layout sm90 or mma_bf16: [groups, n, kp]."""
 
     codes: Tensor
     scales: Tensor
@@ -38,7 +38,7 @@ class Weight(NamedTuple):
 
     @property
     def bf16(self) -> bool:
-        return self.layout.name == "sm90_bf16"
+        return self.layout.name == "mma_bf16"
 
 
 class ProductParams(ctypes.Structure):

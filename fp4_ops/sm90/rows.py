@@ -173,11 +173,11 @@ def combine(
 def prepack(
     packed: Tensor, block_scale: Tensor, global_scale: Tensor | None, fmt: Format, bf16: bool
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """A plain weight [..., N, K/2] into layout sm90_bf16 or sm90; the same bytes as the CPU's `fp4::prepack`
+    """A plain weight [..., N, K/2] into layout mma_bf16 or sm90; the same bytes as the CPU's `fp4::prepack`
     makes."""
     *lead, n, half = packed.shape
     k, kp = 2 * half, LAYOUT.padded(2 * half)
-    name = "sm90_bf16" if bf16 else "sm90"
+    name = "mma_bf16" if bf16 else "sm90"
     packed = packed.contiguous().view(torch.uint8)
     scale = block_scale.contiguous().view(torch.uint8)
     if fmt.has_global_scale:
@@ -225,7 +225,7 @@ def _e4m3_from_e8m0(packed: Tensor, scale: Tensor, fmt: Format, name: str) -> tu
 def dequantize(
     packed: Tensor, block_scale: Tensor, global_scale: Tensor, fmt: Format, dtype: torch.dtype, bf16: bool
 ) -> Tensor:
-    """The values [..., N, Kp] of a weight in layout sm90_bf16 or sm90."""
+    """The values [..., N, Kp] of a weight in layout mma_bf16 or sm90."""
     *lead, n, half = packed.shape
     out = torch.empty((*lead, n, 2 * half), dtype=dtype, device=packed.device)
     rows = out.numel() // (2 * half) if half else 0

@@ -77,8 +77,10 @@ def _kind(fmt: Format) -> str:
 
 def refuse_layout(op: str, layout: str) -> None:
     if layout != "plain":
-        hopper = "Hopper (compute capability 9.0 and a build with FP4_CUDA_ARCHS=90a)"
-        readers = "CPU" if layout == "tile16" else hopper
+        gpus = "8.0 or later" if layout == "mma_bf16" else "9.0"
+        readers = (
+            "CPU" if layout == "tile16" else f"native CUDA (compute capability {gpus}, FP4_CUDA_ARCHS=all)"
+        )
         raise RuntimeError(
             f"fp4::{op}: layout is '{layout}', which only the {readers} kernels read; here it must be "
             "'plain' (convert with torch.ops.fp4.unpack). A prepared model gets it by .to(device); before "

@@ -1,5 +1,5 @@
 """What every operator of csrc/schema.cpp does on CUDA where no native kernel does it: by Triton's kernels,
-and conversions to and from Hopper's layouts.
+and conversions to and from the native layouts.
 
 Functions have their operators' names; `fp4_ops/cuda.py` registers them.
 
@@ -24,7 +24,7 @@ from .scaled import ops as scaled
 from .scaled import support
 from .tiles import device_of
 
-SM90, SM90_BF16, SM90_INT4 = "sm90", "sm90_bf16", "sm90_int4"
+SM90, MMA_BF16, SM90_INT4 = "sm90", "mma_bf16", "sm90_int4"
 
 
 def quantize(x, format, global_scale=None):
@@ -48,13 +48,13 @@ def quantize_int8(x):
 
 
 def prepack(packed, block_scale, global_scale, format, layout):
-    """`plain` is a copy; `tile16` is for CPUs; `sm90*` are made there if this GPU has no kernel for them."""
+    """`plain` is a copy; `tile16` is for CPUs; native ones are made there if no kernel here makes them."""
     fmt, _ = checks.check_prepack(packed, block_scale, global_scale, format, layout)
     if layout == SM90_INT4:
         return int4.prepack(packed, block_scale, fmt)
-    if layout in (SM90, SM90_BF16) and sm90_library.available(packed.device.index):
-        return sm90_rows.prepack(packed, block_scale, global_scale, fmt, layout == SM90_BF16)
-    if layout in (SM90, SM90_BF16):
+    if layout in sm90_library.packs(packed.device.index):
+        return sm90_rows.prepack(packed, block_scale, global_scale, fmt, layout == MMA_BF16)
+    if layout in (SM90, MMA_BF16):
         return ops.on_cpu(torch.ops.fp4.prepack, packed, block_scale, global_scale, format, layout)
     ops.refuse_layout("prepack", layout)
     return ops.copy_weight(packed, block_scale, global_scale)
@@ -203,7 +203,7 @@ def grouped_mm_k(
     w = checks.check_grouped_mm_k(
         a, b, b_scale, b_global_scale, offs, format, layout, a_scale, a_global_scale, a_format
     )
-    if w.layout.hopper:
+    if w.layout.native:
         given, packed = (a, a_scale, a_global_scale, a_format), (b, b_scale, b_global_scale)
         dtype = checks.resolve_out_dtype(a, out_dtype)
         return hopper_grouped_mm_k(given, packed, offs, dtype, {"format": format, "layout": layout})

@@ -134,7 +134,7 @@ void store_wait(int pending) {
 
 namespace {
 
-int multiprocessors = 1;
+int capability = 90, multiprocessors = 1, shared_bytes = 227 * 1024;
 
 CUresult encode_tiled(CUtensorMap* map, CUtensorMapDataType type, cuuint32_t rank, void* base,
                       const cuuint64_t* sizes, const cuuint64_t* strides, const cuuint32_t* box,
@@ -167,7 +167,10 @@ CUresult encode_tiled(CUtensorMap* map, CUtensorMapDataType type, cuuint32_t ran
 
 extern "C" {
 
-void emulator_multiprocessors(int count) { multiprocessors = count; }
+// Before anything is launched.
+void emulator_device(int its_capability, int count, int bytes) {
+  capability = its_capability, multiprocessors = count, shared_bytes = bytes;
+}
 void emulator_seed(uint32_t seed) { emulator::set_seed(seed); }
 
 cudaError_t cudaGetDevice(int* device) {
@@ -176,14 +179,30 @@ cudaError_t cudaGetDevice(int* device) {
 }
 
 cudaError_t cudaDeviceGetAttribute(int* value, cudaDeviceAttr attribute, int) {
-  *value = attribute == cudaDevAttrComputeCapabilityMajor             ? 9
-           : attribute == cudaDevAttrComputeCapabilityMinor           ? 0
-           : attribute == cudaDevAttrMaxSharedMemoryPerBlockOptin     ? 227 << 10
-           : attribute == cudaDevAttrMaxSharedMemoryPerMultiprocessor ? 228 << 10
-           : attribute == cudaDevAttrMultiProcessorCount              ? multiprocessors
-                                                                      : 0;
+  switch (attribute) {
+    case cudaDevAttrComputeCapabilityMajor:
+      *value = capability / 10;
+      break;
+    case cudaDevAttrComputeCapabilityMinor:
+      *value = capability % 10;
+      break;
+    case cudaDevAttrMultiProcessorCount:
+      *value = multiprocessors;
+      break;
+    case cudaDevAttrMaxSharedMemoryPerBlockOptin:
+      *value = shared_bytes;
+      break;
+    case cudaDevAttrMaxSharedMemoryPerMultiprocessor:
+      *value = shared_bytes + 1024;
+      break;
+    default:  // clocks and the bus, which are not told
+      *value = 0;
+  }
   return cudaSuccess;
 }
+
+cudaError_t cudaSetDevice(int) { return cudaSuccess; }
+cudaError_t cudaGetLastError() { return cudaSuccess; }
 
 cudaError_t cudaGetDriverEntryPointByVersion(const char*, void** function, unsigned, unsigned long long,
                                              cudaDriverEntryPointQueryResult* result) {

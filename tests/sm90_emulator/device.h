@@ -193,7 +193,15 @@ cudaError_t set_attribute(Kernel, cudaFuncAttribute, int) {
   return cudaSuccess;
 }
 
+// Code that overlaps, as of compute capability 9.0.
+template <class Kernel>
+cudaError_t func_attributes(cudaFuncAttributes* attributes, Kernel) {
+  attributes->ptxVersion = 90;
+  return cudaSuccess;
+}
+
 }  // namespace emulator
 
+#define cudaFuncGetAttributes emulator::func_attributes
 #define cudaLaunchKernelEx emulator::launch_config
 #define cudaFuncSetAttribute emulator::set_attribute

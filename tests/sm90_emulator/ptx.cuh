@@ -21,7 +21,6 @@ inline uint32_t smem_address(const void* pointer) { return emulator::shared_addr
 // ---- mbarriers ----
 
 inline void barrier_init(uint32_t barrier, uint32_t arrivals) { emulator::barrier_init(barrier, arrivals); }
-inline void barrier_init_fence() {}
 inline void barrier_arrive(uint32_t barrier) { emulator::barrier_arrive(barrier); }
 inline void barrier_wait(uint32_t barrier, uint32_t parity) { emulator::barrier_wait(barrier, parity); }
 inline bool barrier_test(uint32_t barrier, uint32_t parity) {

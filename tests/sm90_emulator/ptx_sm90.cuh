@@ -9,6 +9,7 @@ using namespace device;
 
 // ---- mbarriers that count bytes, and those of other blocks ----
 
+inline void barrier_init_fence() {}
 inline void barrier_arrive_remote(uint32_t barrier, uint32_t rank) {
   emulator::barrier_arrive_remote(barrier, rank);
 }

@@ -1,0 +1,22 @@
+// A GPU as the planner sees it. Neither torch nor CUDA is needed here.
+#pragma once
+
+#include "device/interface.h"
+
+namespace fp4::cuda {
+
+// Which kernels run there: of `_sm90.so`, of `_sm80.so`, or none.
+enum class KernelFamily : int { kNone = 0, kMma = 80, kHopper = 90 };
+
+struct Gpu {
+  KernelFamily family = KernelFamily::kHopper;
+  int sms = 0;                    // multiprocessors
+  int shared_bytes = 227 * 1024;  // that a thread block may have
+  int copy_rate = 0;              // bytes a microsecond that kernels which only copy reach
+
+  bool hopper() const { return family == KernelFamily::kHopper; }
+};
+
+Gpu gpu_of(const device::DeviceFacts& facts, KernelFamily family);
+
+}  // namespace fp4::cuda

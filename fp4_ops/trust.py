@@ -1,0 +1,71 @@
+"""Whether the kernels of `_sm80.so` are taken for weights on this GPU: nobody has run them on most of those
+that they are built for, so their first use is checked (first_use.py)."""
+
+from __future__ import annotations
+
+import functools
+import hashlib
+import importlib.metadata
+import logging
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.utils._python_dispatch import _disable_current_modes
+
+from . import first_use, native
+from .meta.formats import FP4_FORMATS
+
+LAYOUT = "mma_bf16"
+BOUND = 4e-3
+"""Of products with bfloat16 results; half of a block's error is that of the values between its products."""
+
+
+def error_of(kernel: str) -> float:
+    """The largest error of the operators whose products this kernel runs ("decode", "gemv", "prefill");
+    infinite if one does not run."""
+    from . import selftest
+
+    with torch.random.fork_rng(devices=[torch.cuda.current_device()]), torch.no_grad(), native.only(kernel):
+        torch.manual_seed(0)
+        found = []
+        for format in FP4_FORMATS:
+            for operator in selftest.PRODUCTS:
+                case = selftest.Case(operator, format, LAYOUT, "bfloat16")
+                found.append(_error(selftest.product, case))
+            found.append(_error(selftest.block, selftest.Case("moe", format, LAYOUT, "none", "silu")))
+    return max(found)
+
+
+def _error(run: Callable[..., tuple[Tensor, Tensor]], case: Any) -> float:
+    from . import selftest
+
+    try:
+        return selftest.relative_error(*run(case, "cuda"))
+    except RuntimeError as error:
+        logging.getLogger("fp4_ops").warning("fp4: %s does not run: %s", case, error)
+        return float("inf")
+
+
+@functools.cache
+def _build() -> str:
+    """Of the package and of the kernels' file."""
+    file = native.used.get(native.MMA, str(native.path().parent / "_sm80.so"))
+    with open(file, "rb") as kernels:
+        digest = hashlib.file_digest(kernels, "sha256").hexdigest()[:12]
+    return f"fp4_ops {importlib.metadata.version('fp4_ops')}, kernels {digest}"
+
+
+def mma_kernels(device_index: int) -> bool:
+    """Of a GPU that runs them. A backend of torch.compile asks, too, whose tensors are fake meanwhile."""
+    properties = torch.cuda.get_device_properties(device_index)
+    device = f"{properties.name}, compute capability {properties.major}.{properties.minor}"
+    with torch.cuda.device(device_index), _disable_current_modes():
+        return all(
+            first_use.agrees(
+                f"the {kernel} kernel of layout '{LAYOUT}'", device, _build(),
+                functools.partial(error_of, kernel), BOUND, "Triton",
+            )
+            for kernel in ("gemv", "decode", "prefill")
+        )  # fmt: skip

@@ -1,0 +1,119 @@
+"""The operators on layout mma_bf16 with the kernels of `_sm80.so`, as GPUs other than Hopper run them:
+decode, gemv and prefill against float64, with the shared memory that those GPUs have."""
+
+from pathlib import Path
+
+import emulated
+import pytest
+import torch
+
+import fp4_ops
+from fp4_ops import native, selftest
+from fp4_ops.sm90 import library
+
+BUILT = Path(fp4_ops.__file__).parent / "_sm80.so"
+EMULATED = library.FILE != "_sm90.so"
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(
+        not torch.cuda.is_available() or not (EMULATED or native.family(0) == native.MMA),
+        reason="needs a GPU that runs _sm80.so",
+    ),
+]
+
+LAYOUT = "mma_bf16"
+SHARED = {"99 KB": 101376, "163 KB": 166912}
+BOUND = 1e-4  # of float32 results
+KERNELS = ("gemv", "decode", "prefill")
+
+
+@pytest.fixture(params=SHARED, autouse=True)
+def gpu(request):
+    """What the planner knows of the GPU, which has so much shared memory."""
+    if EMULATED:
+        before, file = library.FILE, str(emulated.kernels("sm80"))
+    else:
+        before, file = "", str(BUILT)
+    native.use_kernels(file, SHARED[request.param])
+    if EMULATED:
+        loaded = library.library(native.MMA)
+        loaded.emulator_device(89, emulated.MULTIPROCESSORS, max(SHARED.values()))
+        loaded.emulator_seed(torch.initial_seed() % 2**32)
+    yield native.gpu(0)
+    if EMULATED:
+        native.use_kernels(before)
+    else:
+        native.use_kernels(file)
+
+
+class Weight:
+    """[groups, n, k], packed, and the values it stands for."""
+
+    def __init__(self, format: str, groups: int, n: int, k: int) -> None:
+        values = torch.randn(groups, n, k) * (torch.rand(groups, n, 1) + 0.05)
+        packed, scale, factor = torch.ops.fp4.quantize(values, format)
+        given = factor if factor.numel() else None
+        self.values = torch.ops.fp4.dequantize(packed, scale, given, format, torch.float64).cuda()
+        self.packed = [t.cuda() for t in torch.ops.fp4.prepack(packed, scale, given, format, LAYOUT)]
+        self.options = {"format": format, "layout": LAYOUT, "out_dtype": torch.float32}
+
+
+def error(got, want) -> float:
+    return selftest.relative_error(got, want)
+
+
+@pytest.mark.parametrize("kernel", KERNELS)
+@pytest.mark.parametrize("format", ["nvfp4", "mxfp4"])
+@pytest.mark.parametrize(
+    "groups, n, k, m", [(5, 64, 208, 8), (3, 128, 2048, 37), (2, 64, 7168, 3), (4, 192, 2880, 6)]
+)
+def test_products(kernel, format, groups, n, k, m):
+    """A kernel that cannot run a size leaves it to the next, so all sizes are right with each."""
+    w = Weight(format, groups, n, k)
+    x = torch.randn(m, k, device="cuda").bfloat16()
+    ids = torch.randint(-1, groups, (m,), device="cuda")
+    ids[0] = 0
+    own = ids >= 0
+    want = torch.einsum("mk,mnk->mn", x.double(), w.values[ids.clamp(min=0)]) * own[:, None]
+    order = torch.argsort(torch.where(own, ids, groups), stable=True)
+    sorted_ids = torch.where(own, ids, groups)[order]
+    ends = torch.searchsorted(sorted_ids, torch.arange(groups, device="cuda"), right=True).int()
+    with native.only(kernel):
+        got = torch.ops.fp4.indexed_mm(x, *w.packed, ids, **w.options)
+        assert torch.isfinite(got).all() and error(got, want) <= BOUND
+        got = torch.ops.fp4.grouped_mm(x[order].contiguous(), *w.packed, ends, **w.options)
+        assert error(got, want[order]) <= BOUND
+        got = torch.ops.fp4.mm(x, *(t[0] for t in w.packed), **w.options)
+        assert error(got, x.double() @ w.values[0].T) <= BOUND
+
+
+@pytest.mark.parametrize("kernel", KERNELS)
+@pytest.mark.parametrize("format", ["nvfp4", "mxfp4"])
+@pytest.mark.parametrize("a_format", ["none", "nvfp4", "mxfp4"])
+def test_blocks(kernel, format, a_format):
+    case = selftest.Case("moe", format, LAYOUT, a_format, "swigluoai" if format == "mxfp4" else "silu")
+    with native.only(kernel):
+        assert selftest.relative_error(*selftest.block(case, "cuda")) <= selftest.bound(case)
+
+
+@pytest.mark.parametrize("k", [768, 2048, 2880, 4096, 7168, 14336, 18432])
+def test_every_model_has_a_configuration(gpu, k):
+    """Also for many rows, whose ids decode keeps beside the rest."""
+    for rows in (8, 300):
+        config = native.decode_config(rows, 64, 2048, k, gpu)
+        assert config is not None and config.shared_bytes <= gpu.shared_bytes
+
+
+@pytest.mark.parametrize("layout", ["sm90", "sm90_int4"])
+def test_layouts_of_hopper_are_refused_in_words(layout):
+    format = "nvfp4" if layout == "sm90" else "int4"
+    w = torch.ops.fp4.quantize(torch.randn(2, 64, 128), format)
+    packed = [t.cuda() for t in torch.ops.fp4.prepack(*w[:2], w[2] if w[2].numel() else None, format, layout)]
+    x = torch.randn(4, 128).cuda().bfloat16()
+    if layout == "sm90_int4":
+        x, scale = torch.zeros(4, 128).to(torch.float8_e4m3fn).cuda(), torch.ones(4).cuda()
+    ends = torch.tensor([2, 4], dtype=torch.int32).cuda()
+    given = {"a_scale": scale} if layout == "sm90_int4" else {}
+    words = rf"layout is '{layout}', whose kernels need compute capability 9.0; this GPU has \d+.\d"
+    with pytest.raises(RuntimeError, match=words):
+        torch.ops.fp4.grouped_mm(x, *packed, ends, format=format, layout=layout, **given)
