@@ -49,7 +49,7 @@ def library() -> Path:
     return target
 
 
-def spaces(ranks: int, max_tokens: int, row_bytes: int, seconds: float = 60.0) -> list[Workspace]:
+def spaces(ranks: int, max_tokens: int, row_bytes: int, seconds: float = 300.0) -> list[Workspace]:
     """One workspace of each rank, whose buffers are poisoned but for headers, flags and words."""
     nvlink.FILE = str(library())  # takes the place of the package's folder, too
     nvlink.library.cache_clear()

@@ -111,6 +111,9 @@ class Case:
         factor = 3.0 if ON_GPU else 1.0
         assert_close(got, one, self.dtype, self.hidden * self.top_k, factor, typical=typical, more=between)
         want = reference.moe(*args, self.b2, **kwargs)
+        if ON_GPU:  # codes of what was rounded to bfloat16 before, of all dtypes
+            factor *= 4 if self.dtype == torch.float16 else 1
+            between = reference.moe_between_codes(*args, **kwargs, near=2**-7)
         assert_close(got, want, self.dtype, self.hidden, 2 * factor, typical=typical, more=between)
 
 

@@ -171,6 +171,16 @@ def own_tokens_of_many_rows_in_fp8():
     replayed("own", "sm90", "fp8")
 
 
+def own_tokens_that_go_in_fp8():
+    """What comes is what the block would have made of the rows."""
+    before = workspace.FP8_BYTES
+    workspace.FP8_BYTES = 0
+    try:
+        replayed("own", "sm90", "fp8")
+    finally:
+        workspace.FP8_BYTES = before
+
+
 def own_tokens_plain():
     replayed("own", "plain")
 
@@ -275,8 +285,9 @@ def main() -> None:
     assert why == "", why
     results: dict[str, Any] = {}
     for function in (
-        own_tokens, own_tokens_of_many_rows_in_fp8, own_tokens_plain, same_tokens, a_rank_without_tokens,
-        sums, compiled_with_cuda_graphs, more_than_the_workspace_holds, a_larger_workspace,
+        own_tokens, own_tokens_of_many_rows_in_fp8, own_tokens_that_go_in_fp8, own_tokens_plain,
+        same_tokens, a_rank_without_tokens, sums, compiled_with_cuda_graphs,
+        more_than_the_workspace_holds, a_larger_workspace,
     ):  # fmt: skip
         start = time.monotonic()
         try:

@@ -160,12 +160,12 @@ def all_equal(made, want):
 
 
 def test_a_rank_that_does_not_come_is_named():
-    all = spaces(3, 8, 512, seconds=0.5)
+    all = spaces(3, 8, 512)
     x = torch.randn(128).bfloat16()
     assert not any(isinstance(r, Exception) for r in together(lambda rank: all[rank].all_reduce(x), 3))
-    start = time.monotonic()
+    for space in all:
+        space.seconds, space.space.patience = 0.5, int(0.5e9)
     made = together(lambda rank: all[rank].all_reduce(x) if rank != 1 else None, 3)
-    assert time.monotonic() - start < 20
     for rank in (0, 2):
         assert isinstance(made[rank], RuntimeError)
         words = all[rank].failure()
@@ -173,7 +173,7 @@ def test_a_rank_that_does_not_come_is_named():
 
 
 def test_ranks_that_call_otherwise_are_told():
-    all = spaces(2, 8, 512, seconds=20)
+    all = spaces(2, 8, 512)
     x = torch.randn(128).bfloat16()
     together(lambda rank: all[rank].all_reduce(x if rank else x[:64]), 2)
     words = [space.failure() for space in all]

@@ -76,8 +76,9 @@ def _through(
     pairs: int, dtype: torch.dtype,
 ) -> Tensor:  # fmt: skip
     """With a workspace. tokens: of each rank, with padding."""
-    ready = None
-    if dtype != torch.float32 and local.sends_fp8(x, space.ranks, pairs, space.ranks * tokens * ids.shape[1]):
+    ready, here = None, space.ranks * tokens * ids.shape[1]
+    many = tokens * x.shape[1] * x.itemsize >= workspace.FP8_BYTES and dtype != torch.float32
+    if many and local.sends_fp8(x, space.ranks, pairs, here):
         values, factor = torch.ops.fp4.quantize_fp8(x, layout=local.experts.up.layout.a_layout)
         got = space.gather(values, ids, weights, tokens, local.num_experts, factor)
         ready = got.rows, got.factors

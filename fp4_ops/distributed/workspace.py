@@ -24,13 +24,15 @@ from torch import Tensor
 from . import nvlink
 from .collectives import Group
 
-WORD_BYTES = 512 * 1024
+WORD_BYTES = 384 * 1024
 """Of data to one rank: up to there it carries its flags, which doubles it and saves a fence."""
 SUM_WORD_BYTES = 160 * 1024
 """The same for a sum, which leaves nothing out."""
 TWO_STEPS_BYTES = {2: 8 * 2**20}
 """Of a sum, from which on each rank adds a share first, by the number of ranks: more of them send less so."""
 MORE_RANKS_BYTES = 512 * 1024
+FP8_BYTES = 4 * 2**20
+"""Of a rank's tokens, from which on it pays to quantise them before they go."""
 GATHER_BLOCKS, GATHER_WORD_BLOCKS = 128, 256
 REDUCE_BLOCKS, REDUCE_WORD_BLOCKS, REDUCE_TURNS = 528, 1024, 4
 SUM_BLOCKS, SUM_TURNS = 256, 4

@@ -4,6 +4,7 @@
 
 #include <chrono>
 #include <cstdint>
+#include <thread>
 
 #include "block.h"
 
@@ -31,7 +32,12 @@ inline uint4 load_data(const void* p) { return *static_cast<const uint4*>(p); }
 
 inline int64_t nanoseconds() { return std::chrono::steady_clock::now().time_since_epoch().count(); }
 inline void wait_previous_kernel() {}
-inline void keep_waiting() { emulator::yield(); }
+// It ends by its own patience, not by the emulator's, which knows nothing of other ranks.
+inline void keep_waiting() {
+  emulator::block->progressed();
+  std::this_thread::yield();
+  emulator::yield();
+}
 
 // The launch ends with an error; this fiber never goes on.
 [[noreturn]] inline void abort_kernel() {

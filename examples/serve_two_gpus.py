@@ -1,0 +1,96 @@
+"""A transformers Mixture-of-Experts model on several GPUs: attention split, experts spread, tokens streamed.
+
+    torchrun --nproc-per-node 2 examples/serve_two_gpus.py MODEL "The capital of France is" [--new-tokens 64]
+
+MODEL: a name on the hub or a folder, in 16 bits or in 4 bits. Attention is divided by transformers' own plan
+for tensor parallelism. The experts are in 4 bits, some of them whole in each process, and tokens reach them
+by `fp4::moe_ep`: over NVLink between the GPUs of a node, else by NCCL. Without GPUs the processes run on the
+CPU, with gloo. A prompt of nothing but numbers is tokens, for a model without a tokenizer: "17 4 25".
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import time
+
+import torch
+import torch.distributed as dist
+from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
+from transformers.distributed import DistributedConfig
+
+import fp4_ops
+
+
+class Stream:
+    """What `generate` hands over, token by token: printed by the first process."""
+
+    def __init__(self, tokenizer, rank: int) -> None:
+        self.tokenizer, self.rank = tokenizer, rank
+        self.tokens: list[int] = []
+        self.shown, self.start, self.first = "", 0.0, 0.0
+
+    def put(self, value: torch.Tensor) -> None:
+        if self.start == 0.0:  # the prompt
+            self.start = time.perf_counter()
+            return
+        self.first = self.first or time.perf_counter() - self.start
+        self.tokens += value.flatten().tolist()
+        if self.rank != 0:
+            return
+        text = self.tokenizer.decode(self.tokens) if self.tokenizer else " ".join(map(str, self.tokens))
+        print(text[len(self.shown) :], end="", flush=True)
+        self.shown = text
+
+    def end(self) -> None:
+        seconds = time.perf_counter() - self.start
+        if self.rank == 0:
+            rate = (len(self.tokens) - 1) / max(seconds - self.first, 1e-9)
+            print(
+                f"\n[{len(self.tokens)} tokens, the first after {self.first:.2f} s, then {rate:.1f} a second]"
+            )
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("model")
+    parser.add_argument("prompt")
+    parser.add_argument("--new-tokens", type=int, default=64)
+    args = parser.parse_args()
+
+    rank, ranks = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
+    on_gpus = torch.cuda.is_available()
+    device = torch.device("cuda", int(os.environ["LOCAL_RANK"])) if on_gpus else torch.device("cpu")
+    if on_gpus:
+        torch.cuda.set_device(device)
+    dist.init_process_group("nccl" if on_gpus else "gloo", device_id=device if on_gpus else None)
+
+    fp4_ops.register_with_transformers()
+    divided = DistributedConfig(tp_size=ranks, ep_size=ranks, ep_implementation="fp4")
+    config = AutoConfig.from_pretrained(args.model)
+    if getattr(config, "quantization_config", None):
+        model = AutoModelForCausalLM.from_pretrained(args.model, distributed_config=divided)
+    else:
+        dtype = torch.bfloat16 if on_gpus else "auto"
+        model = AutoModelForCausalLM.from_pretrained(args.model, dtype=dtype, distributed_config=divided)
+        report = fp4_ops.prepare(model)
+        if rank == 0:
+            print(report)
+    model.eval()
+
+    if all(word.isdigit() for word in args.prompt.split()):
+        tokenizer, ids = None, torch.tensor([[int(word) for word in args.prompt.split()]])
+    else:
+        tokenizer = AutoTokenizer.from_pretrained(args.model)
+        ids = tokenizer(args.prompt, return_tensors="pt").input_ids
+    stream = Stream(tokenizer, rank)
+    with torch.inference_mode():
+        model.generate(ids.to(device), max_new_tokens=args.new_tokens, do_sample=False, streamer=stream)
+    dist.barrier()
+    dist.destroy_process_group()
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,37 @@
+"""The example that serves a model by several processes runs: here two, with gloo on the CPU."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from checkpoint_samples import tiny
+from processes import start
+
+transformers = pytest.importorskip("transformers")
+pytest.importorskip("transformers.distributed")
+distributed = pytest.importorskip("torch.distributed")
+if not distributed.is_available() or not distributed.is_gloo_available():
+    pytest.skip("torch was built without gloo", allow_module_level=True)
+
+
+def test_two_processes_stream_what_one_says(tmp_path):
+    """Activations in 8 bits round in groups that do not depend on the number of processes."""
+    import fp4_ops
+
+    model = tiny()
+    model.generation_config.eos_token_id = None
+    model.save_pretrained(tmp_path)
+    processes = start("../examples/serve_two_gpus.py", 2, tmp_path, "5 6 7", "--new-tokens", "6")
+    logs = [p.communicate(timeout=120)[0].decode() for p in processes]
+    if any("requires `accelerate`" in log for log in logs):
+        pytest.skip("transformers splits models with accelerate, which is not installed")
+    assert [p.returncode for p in processes] == [0, 0], "\n".join(log[-3000:] for log in logs)
+    lines = logs[0].splitlines()
+    assert any("4 of 8 experts, on rank 0 of 2" in line for line in lines)
+    (at,) = (i for i, line in enumerate(lines) if line.startswith("[6 tokens, the first after"))
+    said = [int(word) for word in lines[at - 1].split()]
+    fp4_ops.prepare(model)
+    with torch.no_grad():
+        alone = model.generate(torch.tensor([[5, 6, 7]]), max_new_tokens=6, do_sample=False)[0, 3:]
+    assert said[:1] == alone.tolist()[:1] and len(said) == 6
+    assert not any(line.startswith("[6 tokens") for line in logs[1].splitlines())
