@@ -298,7 +298,7 @@ def test_a_row_with_a_negative_scale_is_nan(small_tiles):
 
 
 @inside
-@pytest.mark.parametrize("format", FORMAT_NAMES)
+@pytest.mark.parametrize("format", ["nvfp4", more("mxfp4")])
 def test_the_first_use_finds_scales_that_are_read_wrongly_and_races(format, dot_scaled, monkeypatch):
     tile, cpu = tiles.Tile(32, 16, 128, 4, 2), torch.device("cpu")
     assert support.first_error(format, tile, BLACKWELL, cpu, 1, 1) < 1e-5
@@ -393,7 +393,7 @@ def test_the_path_of_all_gpus(architecture, rows, weights, monkeypatch):
 
 
 @compiles
-@pytest.mark.parametrize("triton_version", [(3, 6), (3, 8)])
+@pytest.mark.parametrize("triton_version", [more((3, 6)), (3, 8)])
 def test_sm_121_goes_by_the_version(triton_version, monkeypatch):
     monkeypatch.setattr(support, "_triton", lambda: triton_version)
     here = support.has_instructions(dataclasses.replace(tiles.HOPPER, capability=(12, 1)))
