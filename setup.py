@@ -249,7 +249,7 @@ class Build(BuildExtension):
             self._build_kernels(library, folder)
         built = any((folder / f"_{library.name}.so").exists() for library in (HOPPER, MMA))
         self._build_runtime(folder / "_C_cuda.so", wanted=built)
-        self._build_nvlink(folder / "_nvlink.so", wanted=(folder / "_sm90.so").exists())
+        self._build_nvlink(folder / "_nvlink.so", wanted=built)
 
     def _build_runtime(self, target: Path, wanted: bool) -> None:
         """The operators of csrc/cuda, where the kernels that they launch are built."""
