@@ -55,11 +55,16 @@ ISA_FLAGS = {
     "avx2": ["-mavx2", "-mfma", "-mf16c"],
     "avx512": AVX512,
     "avx512_bf16": [*AVX512, "-mavx512bf16"],
+    "neon": [],  # what every aarch64 has
+    "neon_dotprod": ["-march=armv8.2-a+dotprod"],
+    "neon_i8mm": ["-march=armv8.2-a+dotprod+i8mm"],
+    "neon_bf16": ["-march=armv8.2-a+bf16"],
 }
 
 # What the build is for: this machine, or another one that release/wheels.py names.
 MACHINE = sysconfig.get_platform().rpartition("-")[2]
 X86 = MACHINE in ("x86_64", "amd64")
+ARM = MACHINE in ("aarch64", "arm64")
 
 
 def isa_of(source: Path) -> str | None:
@@ -67,9 +72,13 @@ def isa_of(source: Path) -> str | None:
     return next((name for name in ISA_FLAGS if source.stem.endswith(f"_{name}")), None)
 
 
+def runs_here(isa: str | None) -> bool:
+    return isa is None or (ARM if isa.startswith("neon") else X86)
+
+
 def cpp_sources() -> list[str]:
     found = sorted([*Path("csrc").glob("*.cpp"), *Path("csrc/cpu").glob("*.cpp")])
-    return [str(source) for source in found if X86 or isa_of(source) is None]
+    return [str(source) for source in found if runs_here(isa_of(source))]
 
 
 # What FP4_CUDA_ARCHS may name, and nvcc's flag for each. SASS alone: drivers have been known to compile PTX

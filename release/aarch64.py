@@ -1,6 +1,6 @@
 """An aarch64 Linux with Python and torch, run by qemu-user: the wheel for it is built and tested with it.
 
-    make test-aarch64                        the operators' tests on the portable kernels
+    make test-aarch64                        the operators' tests, and each family of kernels
     python release/aarch64.py -m pytest …  Python there, with this repository's wheel and tests
     python release/aarch64.py              fetches what that needs; status 75 if it cannot be had
 
@@ -54,6 +54,10 @@ TOOLS = {
 }
 
 
+CPUS = {"neon": "cortex-a72", "neon_dotprod": "neoverse-n1", "neon_bf16": "max,sve=off,sme=off"}
+"""Processors of qemu, by the kernels that they run: the last has i8mm and bf16, as Neoverse V1 and V2 have."""
+
+
 UNAVAILABLE = 75
 """The status of a process for want of something outside of this repository (EX_TEMPFAIL)."""
 
@@ -101,7 +105,8 @@ class Machine:
             "PYTHONSAFEPATH": "1",
             **env,
         }
-        command = ["qemu-aarch64", "-cpu", "cortex-a76", str(self.root / PYTHON), *args]
+        cpu = os.environ.get("FP4_AARCH64_CPU") or CPUS["neon_bf16"]
+        command = ["qemu-aarch64", "-cpu", cpu, str(self.root / PYTHON), *args]
         return subprocess.run(command, env={**os.environ, **settings})
 
     def _make(self) -> None:

@@ -3,8 +3,7 @@
 
 #include <immintrin.h>
 
-#include <utility>
-
+#include "cpu/by_count.h"
 #include "cpu/row_kernels.h"
 
 namespace fp4::cpu {
@@ -61,18 +60,6 @@ template <int count>
 }
 
 inline __m512i broadcast4(const uint8_t* p) { return _mm512_set1_epi32(load_word(p)); }
-
-// Picks the instance for `count` rows, 1 to kTokenBlock, so that every row has its own registers.
-template <typename Tile, int... counts>
-void dispatch(std::integer_sequence<int, counts...>, const Panel& panel, const uint8_t* const* rows,
-              int count, float* tile) {
-  (void)((count == counts + 1 && (Tile::template run<counts + 1>(panel, rows, tile), true)) || ...);
-}
-
-template <typename Tile>
-void panel_kernel(const Panel& panel, const uint8_t* const* rows, int count, float* tile) {
-  dispatch<Tile>(std::make_integer_sequence<int, kTokenBlock>(), panel, rows, count, tile);
-}
 
 }  // namespace
 }  // namespace fp4::cpu

@@ -19,6 +19,16 @@ const Kernels& with_bf16() {
   }();
   return kernels;
 }
+#elif defined(__aarch64__)
+const Kernels& with_bf16() {
+  static const Kernels kernels = [] {
+    Kernels k = kNeonI8mmKernels;
+    k.name = "neon_bf16";
+    k.bf16 = &kNeonBf16;
+    return k;
+  }();
+  return kernels;
+}
 #endif
 
 const Kernels& choose() {
@@ -26,6 +36,8 @@ const Kernels& choose() {
   const Kernels* const families[] = {
 #if defined(__x86_64__)
       &with_bf16(), &kAvx512Kernels, &kAvx2Kernels,
+#elif defined(__aarch64__)
+      &with_bf16(), &kNeonI8mmKernels, &kNeonDotprodKernels, &kNeonKernels,
 #endif
       &kScalarKernels};
   const char* wanted = std::getenv("FP4_CPU_CAPABILITY");

@@ -19,12 +19,12 @@ inline constexpr int kTokenBlock = 8;
 
 // One activation row as the panel kernels read it, k padded with zeros to a multiple of 32:
 //   float    k float32, in the order of Kernels::arrange_float, which moves them within groups of eight
-//   bf16     k bfloat16, each group of eight ordered 0 4 1 5 2 6 3 7
+//   bf16     k bfloat16, in the order of Bf16Kernels::prepare, which moves them within groups of eight
 //   int8     k codes, each group of eight ordered 0 2 4 6 1 3 5 7 to meet the low and then the high nibbles
 //   of
 //            a panel word; then float32 scales, one per 32; then int32 corrections -offset * sum(codes), one
 //            per step of the weight's kernels (which multiply by unit * value + offset, an unsigned byte: see
-//            Codes).
+//            Codes). NEON's kernels have an order of their own, and need no corrections (neon.h).
 struct Int8Row {
   static int64_t bytes(int64_t k, int step) { return k + k / 32 * 4 + k / step * 4; }
   static int64_t scales_at(int64_t k) { return k; }
@@ -81,6 +81,8 @@ struct Kernels {
 
 extern const Kernels kScalarKernels, kAvx2Kernels, kAvx512Kernels;
 extern const Bf16Kernels kAvx512Bf16;
+extern const Kernels kNeonKernels, kNeonDotprodKernels, kNeonI8mmKernels;
+extern const Bf16Kernels kNeonBf16;
 
 // The table for this machine: the best it supports, or what FP4_CPU_CAPABILITY asks for.
 const Kernels& kernels();

@@ -57,6 +57,7 @@ struct Bf16Tile {
 
 bool supported() { return __builtin_cpu_supports("avx512bf16"); }
 
+// Each group of eight ordered 0 4 1 5 2 6 3 7.
 void prepare(const uint16_t* x, int64_t k, uint16_t* row) {
   for (int64_t i = 0; i < k; i += 8) {
     for (int64_t j = 0; j < 8; ++j) row[i + j] = i + j / 2 + j % 2 * 4 < k ? x[i + j / 2 + j % 2 * 4] : 0;
