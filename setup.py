@@ -62,9 +62,15 @@ ISA_FLAGS = {
 }
 
 # What the build is for: this machine, or another one that release/wheels.py names.
-MACHINE = sysconfig.get_platform().rpartition("-")[2]
-X86 = MACHINE in ("x86_64", "amd64")
-ARM = MACHINE in ("aarch64", "arm64")
+PLATFORM = sysconfig.get_platform()
+MACHINE = PLATFORM.rpartition("-")[2]
+X86, ARM = MACHINE in ("x86_64", "amd64"), MACHINE == "aarch64"
+
+if not PLATFORM.startswith("linux-"):
+    sys.exit(
+        f"fp4_ops: nothing is built for {PLATFORM}. It runs on Linux, on x86-64 and aarch64. Apple computers "
+        "run it in a virtual machine or a container with Linux for aarch64, Windows in WSL 2."
+    )
 
 
 def isa_of(source: Path) -> str | None:
@@ -72,13 +78,13 @@ def isa_of(source: Path) -> str | None:
     return next((name for name in ISA_FLAGS if source.stem.endswith(f"_{name}")), None)
 
 
-def runs_here(isa: str | None) -> bool:
+def is_built(isa: str | None) -> bool:
     return isa is None or (ARM if isa.startswith("neon") else X86)
 
 
 def cpp_sources() -> list[str]:
     found = sorted([*Path("csrc").glob("*.cpp"), *Path("csrc/cpu").glob("*.cpp")])
-    return [str(source) for source in found if runs_here(isa_of(source))]
+    return [str(source) for source in found if is_built(isa_of(source))]
 
 
 # What FP4_CUDA_ARCHS may name, and nvcc's flag for each. SASS alone: drivers have been known to compile PTX

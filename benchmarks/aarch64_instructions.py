@@ -1,4 +1,4 @@
-"""Instructions per weight of the aarch64 kernels, counted under qemu: no time, as nobody here has an Arm machine.
+"""Instructions per weight of the aarch64 kernels, counted under qemu: no times, for want of an Arm machine.
 
     python release/wheels.py --machine aarch64           compiles the kernels
     python benchmarks/aarch64_instructions.py [--ggml FOLDER]
@@ -109,11 +109,14 @@ class Counter:
         return found
 
 
-def row(kernels: str, activations: str, format: str, rows: int, found: collections.Counter[str]) -> record.Row:
+def row(
+    kernels: str, activations: str, format: str, rows: int, found: collections.Counter[str]
+) -> record.Row:
     total = sum(found.values())
     parts = {name: found[name] / WEIGHTS for name in MIX if found[name]}
     return {
-        "table": "instructions", "kernels": kernels, "activations": activations, "format": format, "rows": rows,
+        "table": "instructions", "kernels": kernels, "activations": activations, "format": format,
+        "rows": rows,
         "per_weight": total / WEIGHTS, "per_product": total / WEIGHTS / rows,
         "mix": ", ".join(f"{name} {n:.3f}" for name, n in parts.items()),
     }  # fmt: skip

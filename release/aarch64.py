@@ -1,6 +1,6 @@
 """An aarch64 Linux with Python and torch, run by qemu-user: the wheel for it is built and tested with it.
 
-    make test-aarch64                        the operators' tests, and each family of kernels
+    make test-aarch64                        tests/test_aarch64.py: the operators, and each family of kernels
     python release/aarch64.py -m pytest …  Python there, with this repository's wheel and tests
     python release/aarch64.py              fetches what that needs; status 75 if it cannot be had
 
@@ -22,6 +22,7 @@ from collections.abc import Iterable
 from pathlib import Path
 from typing import Any, NoReturn
 
+ROOT = Path(__file__).parent.parent
 TORCH, NUMPY = "torch==2.13.0", "numpy==2.3.5"
 NO_DEVICE = 100  # cudaErrorNoDevice
 PYTHON = "usr/bin/python3.11"
@@ -55,7 +56,7 @@ TOOLS = {
 
 
 CPUS = {"neon": "cortex-a72", "neon_dotprod": "neoverse-n1", "neon_bf16": "max,sve=off,sme=off"}
-"""Processors of qemu, by the kernels that they run: the last has i8mm and bf16, as Neoverse V1 and V2 have."""
+"""Processors that qemu 7 has, by the kernels they choose: the last has i8mm and bf16, as Neoverse V1 has."""
 
 
 UNAVAILABLE = 75
@@ -96,8 +97,10 @@ class Machine:
         return self.site / "torch" / "lib"
 
     def python(
-        self, *args: str, paths: Iterable[Path] = (), **env: str
-    ) -> subprocess.CompletedProcess[bytes]:
+        self, *args: str, paths: Iterable[Path] = (), cpu: str = CPUS["neon_bf16"], capture: bool = False,
+        **env: str,
+    ) -> subprocess.CompletedProcess[str]:  # fmt: skip
+        """Runs Python there. `capture`: what it prints is in the result."""
         path = ":".join(map(str, [*paths, self.site]))
         settings = {
             "QEMU_LD_PREFIX": str(self.root),
@@ -105,9 +108,8 @@ class Machine:
             "PYTHONSAFEPATH": "1",
             **env,
         }
-        cpu = os.environ.get("FP4_AARCH64_CPU") or CPUS["neon_bf16"]
         command = ["qemu-aarch64", "-cpu", cpu, str(self.root / PYTHON), *args]
-        return subprocess.run(command, env={**os.environ, **settings})
+        return subprocess.run(command, env={**os.environ, **settings}, capture_output=capture, text=True)
 
     def _make(self) -> None:
         print(f"== fetching Python and torch for aarch64 into {self.folder} (some minutes, once)")
@@ -236,9 +238,9 @@ def _symbols(file: Path) -> Iterable[tuple[str, str, bool]]:
             yield name, version, words[6] == "UND"
 
 
-def install(machine: Machine, wheel: Path) -> Path:
+def install(to: Path) -> Path:
     """The wheel's files, unpacked anew."""
-    to = machine.folder / "fp4_ops"
+    (wheel,) = (ROOT / "dist").glob("*_aarch64.whl")
     shutil.rmtree(to, ignore_errors=True)
     with zipfile.ZipFile(wheel) as archive:
         archive.extractall(to)
@@ -249,11 +251,10 @@ def main() -> None:
     if len(sys.argv) == 1:
         Machine()
         return
-    root = Path(__file__).parent.parent
-    (wheel,) = (root / "dist").glob("*_aarch64.whl")
     machine = Machine()
-    paths = [install(machine, wheel), root / "tests"]
-    sys.exit(machine.python(*sys.argv[1:], paths=paths, OMP_NUM_THREADS="2").returncode)
+    paths = [install(machine.folder / "fp4_ops"), ROOT / "tests"]
+    cpu = os.environ.get("FP4_AARCH64_CPU") or CPUS["neon_bf16"]
+    sys.exit(machine.python(*sys.argv[1:], paths=paths, cpu=cpu, OMP_NUM_THREADS="2").returncode)
 
 
 if __name__ == "__main__":

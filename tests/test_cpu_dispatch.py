@@ -122,10 +122,12 @@ CASES = (
 )
 
 
-def main(seed: str) -> None:
+def main(seed: str, *kinds: str) -> None:
     results = {"capability": torch.ops.fp4.cpu_capability()}
     for case in CASES:
         check, format, a_kind, layout = case
+        if kinds and a_kind not in kinds:
+            continue
         torch.manual_seed(int(seed))
         try:
             results[":".join(case)] = CHECKS[check](format, a_kind, layout)

@@ -8,6 +8,8 @@ import sys
 import tomllib
 from pathlib import Path
 
+import pytest
+
 ROOT = Path(__file__).parent.parent
 
 
@@ -58,9 +60,36 @@ def test_another_machine_gets_no_flags_and_no_kernels_of_x86():
     assert run.returncode == 0, run.stderr
     sources, machine = run.stdout.splitlines()
     assert machine == "aarch64"
-    assert "kernels_scalar.cpp" in sources and "avx" not in sources
+    neon = {f"kernels_{isa}.cpp" for isa in ("neon", "neon_dotprod", "neon_i8mm", "neon_bf16")}
+    found = {Path(s).name for s in sources.split()}
+    assert {name for name in found if name.startswith("kernels_")} == neon | {"kernels_scalar.cpp"}
     here = setup(code, _PYTHON_HOST_PLATFORM="linux-x86_64").stdout
-    assert {Path(s).name for s in here.split()} > {"kernels_avx2.cpp", "kernels_avx512_bf16.cpp"}
+    found = {Path(s).name for s in here.split()}
+    assert found > {"kernels_scalar.cpp", "kernels_avx2.cpp", "kernels_avx512_bf16.cpp"} and not found & neon
+    other = setup(code, _PYTHON_HOST_PLATFORM="linux-riscv64").stdout
+    found = {Path(s).name for s in other.split()}
+    assert {name for name in found if name.startswith("kernels_")} == {"kernels_scalar.cpp"}
+
+
+@pytest.mark.parametrize(
+    "platform", ["macosx-14.0-arm64", "macosx-10.13-universal2", "win-amd64", "win-arm64"]
+)
+def test_only_linux_is_built_for(platform):
+    run = setup("", _PYTHON_HOST_PLATFORM=platform)
+    assert run.returncode != 0
+    (line,) = run.stderr.strip().splitlines()
+    assert line.startswith(
+        f"fp4_ops: nothing is built for {platform}. It runs on Linux, on x86-64 and aarch64."
+    )
+
+
+def test_each_kernel_file_names_an_instruction_set_that_has_flags():
+    files = "found['Path']('csrc/cpu').glob('kernels_*.cpp')"
+    run = setup(f"for file in {files}: print(file.stem, found['isa_of'](file))")
+    assert run.returncode == 0, run.stderr
+    found = dict(line.split() for line in run.stdout.splitlines())
+    assert found.pop("kernels_scalar") == "None"
+    assert all(stem == f"kernels_{isa}" for stem, isa in found.items()), found
 
 
 BUILD = """
