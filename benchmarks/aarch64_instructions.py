@@ -8,8 +8,8 @@ rows is not in the count. --ggml: ggml's sources (vendor/ggml of the source dist
 0.0.45), whose kernels of the same weights' size are compiled with the same -march and counted alike. Needs
 qemu-user and g++-aarch64-linux-gnu.
 
-per_weight: instructions over weights; per_product: over weights times rows. mix: the instructions that
-multiply, look up and load, per weight.
+per_weight: instructions over weights; per_product: over weights times rows. mix: those that multiply, look up
+and load, per weight and row.
 """
 
 from __future__ import annotations
@@ -113,12 +113,12 @@ def row(
     kernels: str, activations: str, format: str, rows: int, found: collections.Counter[str]
 ) -> record.Row:
     total = sum(found.values())
-    parts = {name: found[name] / WEIGHTS for name in MIX if found[name]}
+    parts = {name: found[name] / WEIGHTS / rows for name in MIX}
     return {
         "table": "instructions", "kernels": kernels, "activations": activations, "format": format,
         "rows": rows,
         "per_weight": total / WEIGHTS, "per_product": total / WEIGHTS / rows,
-        "mix": ", ".join(f"{name} {n:.3f}" for name, n in parts.items()),
+        "mix": ", ".join(f"{name} {n:.3f}" for name, n in parts.items() if n >= 0.0005),
     }  # fmt: skip
 
 

@@ -316,6 +316,18 @@ def cpu_layers() -> str:
     return f"{grid(heads, lines)}\n\n{source(*names)}"
 
 
+@table
+def aarch64_instructions() -> str:
+    name = "aarch64_instructions_cpu"
+    heads = ["kernels", "activations", "format", "1 row", "64 rows", "of which, 64 rows"]
+    lines: list[list[Cell]] = []
+    for r in rows(name, "instructions", rows=1):
+        same = {k: r[k] for k in ("kernels", "activations", "format")}
+        many = one(name, "instructions", rows=64, **same)
+        lines.append([*same.values(), r["per_product"], many["per_product"], many["mix"]])
+    return f"{grid(heads, lines)}\n\n{source(name)}"
+
+
 # --- compilation, quantising, checkpoints, adapters ---
 
 
