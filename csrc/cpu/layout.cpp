@@ -2,6 +2,8 @@
 
 #if defined(__SSE2__)
 #include <emmintrin.h>
+#elif defined(__aarch64__)
+#include <arm_neon.h>
 #endif
 
 #include <cstring>
@@ -9,34 +11,62 @@
 namespace fp4::cpu {
 namespace {
 
+#if defined(__SSE2__) || defined(__aarch64__)
+
+// Vectors of 16 bytes, and the interleaving of their first or last halves.
 #if defined(__SSE2__)
 
-__m128i load(const uint8_t* p) { return _mm_loadu_si128(reinterpret_cast<const __m128i*>(p)); }
-void store(uint8_t* p, __m128i v) { _mm_storeu_si128(reinterpret_cast<__m128i*>(p), v); }
+using Bytes = __m128i;
+
+Bytes load(const uint8_t* p) { return _mm_loadu_si128(reinterpret_cast<const Bytes*>(p)); }
+void store(uint8_t* p, Bytes v) { _mm_storeu_si128(reinterpret_cast<Bytes*>(p), v); }
+Bytes first_bytes(Bytes a, Bytes b) { return _mm_unpacklo_epi8(a, b); }
+Bytes last_bytes(Bytes a, Bytes b) { return _mm_unpackhi_epi8(a, b); }
+Bytes first_words(Bytes a, Bytes b) { return _mm_unpacklo_epi32(a, b); }
+Bytes last_words(Bytes a, Bytes b) { return _mm_unpackhi_epi32(a, b); }
+Bytes first_halves(Bytes a, Bytes b) { return _mm_unpacklo_epi64(a, b); }
+Bytes last_halves(Bytes a, Bytes b) { return _mm_unpackhi_epi64(a, b); }
+
+#else
+
+using Bytes = uint8x16_t;
+
+Bytes load(const uint8_t* p) { return vld1q_u8(p); }
+void store(uint8_t* p, Bytes v) { vst1q_u8(p, v); }
+uint32x4_t words(Bytes v) { return vreinterpretq_u32_u8(v); }
+uint64x2_t halves(Bytes v) { return vreinterpretq_u64_u8(v); }
+Bytes first_bytes(Bytes a, Bytes b) { return vzip1q_u8(a, b); }
+Bytes last_bytes(Bytes a, Bytes b) { return vzip2q_u8(a, b); }
+Bytes first_words(Bytes a, Bytes b) { return vreinterpretq_u8_u32(vzip1q_u32(words(a), words(b))); }
+Bytes last_words(Bytes a, Bytes b) { return vreinterpretq_u8_u32(vzip2q_u32(words(a), words(b))); }
+Bytes first_halves(Bytes a, Bytes b) { return vreinterpretq_u8_u64(vzip1q_u64(halves(a), halves(b))); }
+Bytes last_halves(Bytes a, Bytes b) { return vreinterpretq_u8_u64(vzip2q_u64(halves(a), halves(b))); }
+
+#endif
 
 // Four words of each of 16 rows: to[w][row] = from[row][w].
 void transpose_words(const uint8_t* from, int64_t row_bytes, uint8_t* to) {
   for (int r = 0; r < kPanelRows; r += 4, from += 4 * row_bytes) {
-    const __m128i a = load(from), b = load(from + row_bytes), c = load(from + 2 * row_bytes),
-                  d = load(from + 3 * row_bytes);
-    const __m128i ab_low = _mm_unpacklo_epi32(a, b), ab_high = _mm_unpackhi_epi32(a, b);
-    const __m128i cd_low = _mm_unpacklo_epi32(c, d), cd_high = _mm_unpackhi_epi32(c, d);
-    store(to + 4 * r, _mm_unpacklo_epi64(ab_low, cd_low));
-    store(to + 4 * r + 64, _mm_unpackhi_epi64(ab_low, cd_low));
-    store(to + 4 * r + 128, _mm_unpacklo_epi64(ab_high, cd_high));
-    store(to + 4 * r + 192, _mm_unpackhi_epi64(ab_high, cd_high));
+    const Bytes a = load(from), b = load(from + row_bytes), c = load(from + 2 * row_bytes),
+                d = load(from + 3 * row_bytes);
+    const Bytes ab_first = first_words(a, b), ab_last = last_words(a, b);
+    const Bytes cd_first = first_words(c, d), cd_last = last_words(c, d);
+    store(to + 4 * r, first_halves(ab_first, cd_first));
+    store(to + 4 * r + 64, last_halves(ab_first, cd_first));
+    store(to + 4 * r + 128, first_halves(ab_last, cd_last));
+    store(to + 4 * r + 192, last_halves(ab_last, cd_last));
   }
 }
 
 // 16 bytes of each of 16 rows: to[b][row] = from[row][b]. Four rounds, each of which interleaves the rows of
 // the first half with those of the second.
 void transpose_bytes(const uint8_t* from, int64_t row_bytes, uint8_t* to) {
-  __m128i rows[16], next[16];
+  Bytes rows[16], next[16];
   for (int r = 0; r < 16; ++r) rows[r] = load(from + r * row_bytes);
   for (int round = 0; round < 4; ++round) {
     for (int r = 0; r < 8; ++r) {
-      next[2 * r] = _mm_unpacklo_epi8(rows[r], rows[r + 8]);
-      next[2 * r + 1] = _mm_unpackhi_epi8(rows[r], rows[r + 8]);
+      next[2 * r] = first_bytes(rows[r], rows[r + 8]);
+      next[2 * r + 1] = last_bytes(rows[r], rows[r + 8]);
     }
     std::memcpy(rows, next, sizeof(rows));
   }
