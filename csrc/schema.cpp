@@ -7,7 +7,8 @@
 #include <torch/csrc/stable/library.h>
 
 STABLE_TORCH_LIBRARY(fp4, m) {
-  // The kernel family this process uses on CPUs, as in "scalar", "avx512", "neon_i8mm" (csrc/cpu/dispatch.cpp).
+  // The kernel family this process uses on CPUs, as in "scalar", "avx512", "neon_i8mm"
+  // (csrc/cpu/dispatch.cpp).
   m.def("cpu_capability() -> str");
 
   // --- formats ---

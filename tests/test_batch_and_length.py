@@ -91,6 +91,25 @@ class Einsum(StackedStyle):
         return torch.einsum("btei,ehi,bte->bth", self.act(gate) * up, self.w2, gates)
 
 
+class EinsumAtOnce(StackedStyle):
+    """One product sums over experts and their inner dimension, of hidden values with their weights."""
+
+    def experts_of(self, x: Tensor, ids: Tensor, weights: Tensor) -> Tensor:
+        gates = (F.one_hot(ids, self.E).to(x.dtype) * weights[..., None]).sum(-2)
+        gate, up = (torch.einsum("bth,eih->btei", x, w) for w in (self.w1, self.w3))
+        return torch.einsum("bte,btei,ehi->bth", gates, self.act(gate) * up, self.w2)
+
+
+class FlatAtOnce(StackedStyle):
+    """The same by a plain product, of all experts' hidden values side by side."""
+
+    def experts_of(self, x: Tensor, ids: Tensor, weights: Tensor) -> Tensor:
+        gates = (F.one_hot(ids, self.E).to(x.dtype) * weights[..., None]).sum(-2)
+        gate, up = (torch.einsum("bth,eih->btei", x, w) for w in (self.w1, self.w3))
+        h = self.act(gate) * up * gates[..., None]
+        return h.flatten(-2) @ self.w2.transpose(1, 2).flatten(0, 1)
+
+
 class OneHotLoop(ListStyle):
     """A weight for each token, summed over its choices."""
 
@@ -173,11 +192,12 @@ class UnnormalisedScores(ListStyle):
 
 
 FORMS = (
-    DenseLoop, DenseLoopLast, MaskedSoftmax, AllExperts, WhereLoop, FlatInside, Einsum, OneHotLoop, Gathered,
-    BesideAnother,
+    DenseLoop, DenseLoopLast, MaskedSoftmax, AllExperts, WhereLoop, FlatInside, Einsum, EinsumAtOnce,
+    OneHotLoop, Gathered, BesideAnother,
 )  # fmt: skip
 FURTHER = (
     SubscriptLoop, TokenMaskLoop, ScatteredWeights, SoftmaxOfScattered, DenseEinsum, UnnormalisedScores,
+    FlatAtOnce,
 )  # fmt: skip
 FEW = (SubscriptLoop, ScatteredWeights, DenseEinsum)
 ALL_EXPERTS = (AllExperts, DenseEinsum)

@@ -10,7 +10,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field, replace
-from typing import TypeGuard
 
 import torch
 from torch import fx
@@ -25,14 +24,12 @@ from ..index.terms import (
     AnyOf,
     Apply,
     Axis,
-    Choose,
     Const,
     Mix,
     Mul,
     NoneOf,
     Ref,
     Size,
-    Sum,
     Term,
     flatten,
     free_axes,
@@ -41,7 +38,7 @@ from ..index.terms import (
     walk,
 )
 from ..naming import called
-from .activations import UP, Act, bare, read_activation
+from .activations import Act, read_activation
 from .branches import Branch, Branches, EvenBranches, Linear, Matrix, Mixture, branches_by_id
 from .compared import in_common
 from .factors import (
@@ -63,6 +60,7 @@ from .factors import (
     split_after,
 )
 from .kept_rows import kept_row
+from .pieces import Pieces
 from .steps import instead_of
 
 
@@ -101,133 +99,12 @@ class _Selection:
     k: Size | None = None
 
 
-class Matcher:
+class Matcher(Pieces):
     def __init__(self, reader: Reader) -> None:
-        self.reader = reader
-        self._linear: dict[Term, Linear | None] = {}
-        self._is_down: dict[Term, bool] = {}
-        self._has_down: dict[Term, bool] = {}
+        super().__init__(reader)
         self.branches = 0
         self.most: Branches = []
         """What `match` told apart, at most, since this was emptied."""
-
-    # --- pieces of a term ---
-
-    def linear(self, term: Term) -> Linear | None:
-        if term not in self._linear:
-            self._linear[term] = self._read_linear(term)
-        return self._linear[term]
-
-    def _read_linear(self, term: Term) -> Linear | None:
-        bias = None
-        if isinstance(term, Add) and len(term.args) == 2:
-            for product, other in (term.args, term.args[::-1]):
-                if isinstance(product, Sum) and isinstance(other, Ref) and self.reader.is_weight(other.node):
-                    term, bias = product, other
-                    break
-        if not isinstance(term, Sum) or len(term.axes) != 1:
-            return None
-        (inner,) = term.axes
-        factors = flatten(term.body, Mul)
-        weights = [f for f in factors if isinstance(f, Ref) and self.reader.is_weight(f.node)]
-        weights = [w for w in weights if inner in free_axes(w) and value(w.node).dim() >= 2]
-        if len(weights) > 1:  # others are vectors, of parameters that hold all experts'
-            weights = [w for w in weights if free_axes(w) != {inner}]
-        if len(weights) != 1:
-            return None
-        rest = tuple(f for f in factors if f is not weights[0])
-        return Linear(weights[0], inner, rest, bias) if rest else None
-
-    def leaves(self, terms: tuple[Term, ...]) -> list[Term]:
-        """The innermost products below pointwise operators, each once."""
-        found: list[Term] = []
-        todo = list(reversed(terms))
-        while todo:
-            t = todo.pop()
-            if self.linear(t) is not None:
-                if t not in found:
-                    found.append(t)
-            elif isinstance(t, (Apply, Mul, Add)):
-                todo.extend(a for a in reversed(t.args) if isinstance(a, Term))
-        return found
-
-    def is_down(self, term: Term) -> bool:
-        """Whether a term is a product whose input is made of products, and of nothing else."""
-        if term not in self._is_down:
-            lin = self.linear(term)
-            inputs = self._without_gains(lin)[0] if lin is not None else ()
-            leaves = self.leaves(inputs)
-            rest = [bare(substitute(t, dict.fromkeys(leaves, UP))) for t in inputs] if leaves else []
-            others = [t for r in rest for t in walk(r) if isinstance(t, (Ref, Sum))]
-            self._is_down[term] = bool(leaves) and not others
-        return self._is_down[term]
-
-    def _without_gains(self, lin: Linear) -> tuple[tuple[Term, ...], tuple[Ref, ...]]:
-        """What a product multiplies, and the vectors of weights that scale it."""
-
-        def is_gain(t: Term) -> TypeGuard[Ref]:
-            """A vector along the product, of the expert whose weight that is."""
-            if not (isinstance(t, Ref) and self.reader.is_weight(t.node) and lin.inner in t.index):
-                return False
-            others = [i for i in t.index if i is not lin.inner and not isinstance(i, Const)]
-            return all(i in lin.weight.index for i in others)
-
-        gains = tuple(t for t in lin.input if is_gain(t))
-        return tuple(t for t in lin.input if t not in gains), gains
-
-    def has_down(self, term: Term) -> bool:
-        if term not in self._has_down:
-            self._has_down[term] = self.is_down(term) or (
-                isinstance(term, (Mul, Add, Sum, Choose)) and any(self.has_down(c) for c in _arguments(term))
-            )
-        return self._has_down[term]
-
-    def _has_experts(self, term: Term) -> bool:
-        return any(map(self.is_down, walk(term)))
-
-    def _tells_apart(self, stacked: Choose) -> bool:
-        return any(self.has_down(t) or has_masks(t) for t in stacked.options)
-
-    def _written_out(self, term: Sum) -> list[Term]:
-        """A sum over tensors that were stacked, if experts or masks are among them: its addends."""
-        for factor in flatten(term.body, Mul):
-            if isinstance(factor, Choose) and factor.index in term.axes and self._tells_apart(factor):
-                rest = tuple(a for a in term.axes if a is not factor.index)
-                options = range(len(factor.options))
-                return [Sum(rest, substitute(term.body, {factor.index: Const(i)})) for i in options]
-        return []
-
-    def expand(self, term: Term) -> Iterator[tuple[tuple[Axis, ...], tuple[Term, ...], Term | None]]:
-        """The addends of a term as (summed axes, factors, the down product or None)."""
-        if not self.has_down(term):
-            yield (), (term,), None
-        elif self.is_down(term):
-            yield (), (), term
-        elif isinstance(term, Add):
-            for t in term.args:
-                yield from self.expand(t)
-        elif isinstance(term, Choose):
-            if not isinstance(term.index, (Ref, Axis)):
-                yield (), (term,), None
-                return
-            # By a row's id, or its place: one of them is an expert's output, wherever the id is its.
-            for e, t in enumerate(term.options):
-                for axes, factors, core in self.expand(t):
-                    yield axes, (*factors, eq(term.index, e)), core
-        elif isinstance(term, Sum):
-            addends = self._written_out(term)
-            for t in addends:
-                yield from self.expand(t)
-            if not addends:
-                for axes, factors, core in self.expand(term.body):
-                    yield (*term.axes, *axes), factors, core
-        else:
-            assert isinstance(term, Mul)
-            a, b = term.args if self.has_down(term.args[0]) else term.args[::-1]
-            for axes, factors, core in self.expand(a):
-                yield axes, (*factors, *flatten(b, Mul)), core
-
-    # --- the whole ---
 
     def match(self, root: fx.Node, allow_rest: bool, has_experts: Callable[[fx.Node], bool]) -> Mixture:
         """The mixture that `root` computes, or a Refusal; `branches`: how many experts were told apart.
@@ -414,7 +291,7 @@ class Matcher:
             rows.chosen = [f for f in rows.chosen if not is_implied(f, rows.ids, rows.expert)]
         known = rows.ids is not None
         rows.weights = [
-            demote(f, masks=(known or isinstance(f, Add)) and not self._has_experts(f)) for f in rows.weights
+            demote(f, masks=(known or isinstance(f, Add)) and not self.has_experts(f)) for f in rows.weights
         ]
         for f in rows.chosen:
             if not (isinstance(f, Apply) and known):
@@ -423,7 +300,7 @@ class Matcher:
 
     def _input(self, lin: Linear, m: Mixture) -> _Input:
         """What a down product multiplies: an activation of gate and up, or just up, of rows of x."""
-        inputs, gains = self._without_gains(lin)
+        inputs, gains = self.without_gains(lin)
         leaves = self.leaves(inputs)
         need(
             len(leaves) in (1, 2), f"{len(leaves)} products make the activation", m.root, advice.TWO_PRODUCTS
@@ -597,9 +474,3 @@ def _other_slice(b: Branch) -> int | None:
     if b.place is None or b.place in free_axes(b.x):
         return None
     return next((i for i in range(b.place.size) if along(b.x, i, b.place) is not b.x), None)
-
-
-def _arguments(term: Term) -> tuple[Term, ...]:
-    if isinstance(term, Choose):
-        return term.options
-    return (term.body,) if isinstance(term, Sum) else term.args  # type: ignore[attr-defined]

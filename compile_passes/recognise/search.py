@@ -233,6 +233,8 @@ class Search:
         for node in self.graph.nodes:
             if is_op(node, *PRODUCTS) or is_grouped_mm(node):
                 term = self.reader.value(node, 2).term
+                apart = self.matcher.apart(term)
+                term = term if apart is None else apart.down
                 lin = self.matcher.linear(term) if self.matcher.is_down(term) else None
                 if lin is not None:
                     made_of[node] = _Down(lin, self._ups(lin))

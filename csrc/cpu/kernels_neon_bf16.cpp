@@ -18,7 +18,8 @@ struct DotTile {
   static constexpr int kPassGroups = kGroups, kSums = kGroups;
   using Rows = RowsInPlace;
 
-  static void add(const Panel& panel, const Rows& rows, uint64_t begin, uint64_t end, int, float32x4_t* sums) {
+  static void add(const Panel& panel, const Rows& rows, uint64_t begin, uint64_t end, int,
+                  float32x4_t* sums) {
     constexpr int step = step_of(scale);
     static constexpr uint8_t kHalves[16] = {0, 1, 4, 5, 8, 9, 12, 13, 2, 3, 6, 7, 10, 11, 14, 15};
     const uint8x16_t halves = vld1q_u8(kHalves);

@@ -49,7 +49,9 @@ struct PairedRows {
   }
 
   // The two registers of pair p at k, a multiple of 16 bytes.
-  const uint8_t* at(uint64_t k, int p) const { return bytes + (k - begin) * value_bytes * 2 * pairs + p * 32; }
+  const uint8_t* at(uint64_t k, int p) const {
+    return bytes + (k - begin) * value_bytes * 2 * pairs + p * 32;
+  }
   float32x4_t int8_scale(uint64_t k, int p) const {
     return vld1q_f32(scales[(k - begin) / kInt8Block * pairs + p]);
   }

@@ -1,0 +1,212 @@
+"""The pieces of a mixture of experts in a term: linear products, and those whose input is made of others."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from functools import reduce
+from typing import NamedTuple, TypeGuard
+
+from ..graph.nodes import value
+from ..index.reader import Reader
+from ..index.terms import (
+    Add,
+    Apply,
+    Axis,
+    Choose,
+    Const,
+    Mul,
+    Ref,
+    Sum,
+    Term,
+    flatten,
+    free_axes,
+    substitute,
+    walk,
+)
+from .activations import UP, bare
+from .branches import Linear
+from .factors import eq, has_masks
+
+
+class Apart(NamedTuple):
+    """A sum over experts: of which, what their outputs are multiplied with, and the down product."""
+
+    experts: tuple[Axis, ...]
+    factors: tuple[Term, ...]
+    down: Sum
+
+
+class Pieces:
+    """Each question is answered once for a term."""
+
+    def __init__(self, reader: Reader) -> None:
+        self.reader = reader
+        self._linear: dict[Term, Linear | None] = {}
+        self._is_down: dict[Term, bool] = {}
+        self._has_down: dict[Term, bool] = {}
+        self._apart: dict[Term, Apart | None] = {}
+
+    def linear(self, term: Term) -> Linear | None:
+        if term not in self._linear:
+            self._linear[term] = self._read_linear(term)
+        return self._linear[term]
+
+    def _read_linear(self, term: Term) -> Linear | None:
+        bias = None
+        if isinstance(term, Add) and len(term.args) == 2:
+            for product, other in (term.args, term.args[::-1]):
+                if isinstance(product, Sum) and isinstance(other, Ref) and self.reader.is_weight(other.node):
+                    term, bias = product, other
+                    break
+        if not isinstance(term, Sum) or len(term.axes) != 1:
+            return None
+        (inner,) = term.axes
+        factors = flatten(term.body, Mul)
+        weights = [f for f in factors if isinstance(f, Ref) and self.reader.is_weight(f.node)]
+        weights = [w for w in weights if inner in free_axes(w) and value(w.node).dim() >= 2]
+        if len(weights) > 1:  # others are vectors, of parameters that hold all experts'
+            weights = [w for w in weights if free_axes(w) != {inner}]
+        if len(weights) != 1:
+            return None
+        rest = tuple(f for f in factors if f is not weights[0])
+        return Linear(weights[0], inner, rest, bias) if rest else None
+
+    def leaves(self, terms: tuple[Term, ...]) -> list[Term]:
+        """The innermost products below pointwise operators, each once."""
+        found: list[Term] = []
+        todo = list(reversed(terms))
+        while todo:
+            t = todo.pop()
+            if self.linear(t) is not None:
+                if t not in found:
+                    found.append(t)
+            elif isinstance(t, (Apply, Mul, Add)):
+                todo.extend(a for a in reversed(t.args) if isinstance(a, Term))
+        return found
+
+    def is_down(self, term: Term) -> bool:
+        """Whether a term is a product whose input is made of products, and of nothing else."""
+        if term not in self._is_down:
+            lin = self.linear(term)
+            inputs = self.without_gains(lin)[0] if lin is not None else ()
+            leaves = self.leaves(inputs)
+            rest = [bare(substitute(t, dict.fromkeys(leaves, UP))) for t in inputs] if leaves else []
+            others = [t for r in rest for t in walk(r) if isinstance(t, (Ref, Sum))]
+            self._is_down[term] = bool(leaves) and not others
+        return self._is_down[term]
+
+    def apart(self, term: Term) -> Apart | None:
+        """A sum over experts and their inner dimension at once, as a sum over experts of down products."""
+        if term not in self._apart:
+            self._apart[term] = self._take_apart(term)
+        return self._apart[term]
+
+    def _take_apart(self, term: Term) -> Apart | None:
+        if not isinstance(term, Sum) or len(term.axes) < 2:
+            return None
+        factors = flatten(term.body, Mul)
+        for inner in reversed(term.axes):
+            own = tuple(f for f in factors if inner in free_axes(f))
+            core = Sum((inner,), _product(own))
+            lin = self.linear(core) if self.is_down(core) else None
+            # Experts come first in a weight: their dimension and the inner one could change places else.
+            if lin is not None and all(_is_before(a, inner, lin.weight) for a in term.axes if a is not inner):
+                rest = tuple(self._routing(f) for f in factors if f not in own)
+                return Apart(tuple(a for a in term.axes if a is not inner), rest, core)
+        return None
+
+    def _routing(self, factor: Term) -> Term:
+        """What scales hidden values was read as their part. As a weight of outputs it is read further."""
+        if isinstance(factor, Ref):
+            read = self.reader.value(factor.node, 2)
+            if len(read.dims) == len(factor.index) and all(len(dim) <= 1 for dim in read.dims):
+                at = {axis: i for dim, i in zip(read.dims, factor.index) for axis in dim}
+                return substitute(read.term, at)
+        return factor
+
+    def without_gains(self, lin: Linear) -> tuple[tuple[Term, ...], tuple[Ref, ...]]:
+        """What a product multiplies, and the vectors of weights that scale it."""
+
+        def is_gain(t: Term) -> TypeGuard[Ref]:
+            """A vector along the product, of the expert whose weight that is."""
+            if not (isinstance(t, Ref) and self.reader.is_weight(t.node) and lin.inner in t.index):
+                return False
+            others = [i for i in t.index if i is not lin.inner and not isinstance(i, Const)]
+            return all(i in lin.weight.index for i in others)
+
+        gains = tuple(t for t in lin.input if is_gain(t))
+        return tuple(t for t in lin.input if t not in gains), gains
+
+    def has_down(self, term: Term) -> bool:
+        if term not in self._has_down:
+            self._has_down[term] = (
+                self.is_down(term)
+                or self.apart(term) is not None
+                or (
+                    isinstance(term, (Mul, Add, Sum, Choose))
+                    and any(self.has_down(c) for c in _arguments(term))
+                )
+            )
+        return self._has_down[term]
+
+    def has_experts(self, term: Term) -> bool:
+        return any(map(self.is_down, walk(term)))
+
+    def _tells_apart(self, stacked: Choose) -> bool:
+        return any(self.has_down(t) or has_masks(t) for t in stacked.options)
+
+    def _written_out(self, term: Sum) -> list[Term]:
+        """A sum over tensors that were stacked, if experts or masks are among them: its addends."""
+        for factor in flatten(term.body, Mul):
+            if isinstance(factor, Choose) and factor.index in term.axes and self._tells_apart(factor):
+                rest = tuple(a for a in term.axes if a is not factor.index)
+                options = range(len(factor.options))
+                return [Sum(rest, substitute(term.body, {factor.index: Const(i)})) for i in options]
+        return []
+
+    def expand(self, term: Term) -> Iterator[tuple[tuple[Axis, ...], tuple[Term, ...], Term | None]]:
+        """The addends of a term as (summed axes, factors, the down product or None)."""
+        if not self.has_down(term):
+            yield (), (term,), None
+        elif self.is_down(term):
+            yield (), (), term
+        elif (apart := self.apart(term)) is not None:
+            yield apart.experts, apart.factors, apart.down
+        elif isinstance(term, Add):
+            for t in term.args:
+                yield from self.expand(t)
+        elif isinstance(term, Choose):
+            if not isinstance(term.index, (Ref, Axis)):
+                yield (), (term,), None
+                return
+            # By a row's id, or its place: one of them is an expert's output, wherever the id is its.
+            for e, t in enumerate(term.options):
+                for axes, factors, core in self.expand(t):
+                    yield axes, (*factors, eq(term.index, e)), core
+        elif isinstance(term, Sum):
+            addends = self._written_out(term)
+            for t in addends:
+                yield from self.expand(t)
+            if not addends:
+                for axes, factors, core in self.expand(term.body):
+                    yield (*term.axes, *axes), factors, core
+        else:
+            assert isinstance(term, Mul)
+            a, b = term.args if self.has_down(term.args[0]) else term.args[::-1]
+            for axes, factors, core in self.expand(a):
+                yield axes, (*factors, *flatten(b, Mul)), core
+
+
+def _product(factors: tuple[Term, ...]) -> Term:
+    return reduce(Mul, factors)
+
+
+def _is_before(axis: Axis, other: Axis, weight: Ref) -> bool:
+    """Whether a weight has this dimension, and before the other."""
+    return axis in weight.index and weight.index.index(axis) < weight.index.index(other)
+
+
+def _arguments(term: Term) -> tuple[Term, ...]:
+    if isinstance(term, Choose):
+        return term.options
+    return (term.body,) if isinstance(term, Sum) else term.args  # type: ignore[attr-defined]
