@@ -99,10 +99,13 @@ def first_error(
     fmt, found = FORMATS[format], 0.0
     generator = torch.Generator().manual_seed(tile.block_n * tile.block_k + tile.block_m)
     groups, n, rows = 3, blocks * tile.block_n + 40, 2 * tile.block_m + 5
+
+    def random(*shape: int) -> torch.Tensor:  # whatever the user's default device and dtype are
+        return torch.randn(shape, generator=generator, device="cpu", dtype=torch.float32).to(place)
+
     for k in (3 * tile.block_k, tile.block_k + 32 + fmt.block // 2):
-        a = torch.randn(rows, k, generator=generator).to(place)
-        b = torch.randn(groups, n, k, generator=generator).to(place)
-        ids = torch.randint(groups, (rows,), generator=generator).to(place)
+        a, b = random(rows, k), random(groups, n, k)
+        ids = torch.arange(rows, device=place) * 7 % groups
         run, a_given, w_given = product_with(a, b, ids, fmt, tile, device)
         got = run()
         if any(not torch.equal(run(), got) for _ in range(repeats)):
