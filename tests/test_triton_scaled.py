@@ -234,8 +234,8 @@ def test_moe(format, activation, small_tiles):
     got = call(register.moe)
     assert small_tiles, "another kernel ran"
     want = reference.moe(x, ids, topk, w13.dense, w2.dense, b13, b2, activation=activation, a_format=format)
-    assert (got.double() - want).norm() <= 2e-2 * want.norm()
-    assert (got - call(torch.ops.fp4.moe)).norm() <= 2e-2 * want.norm()
+    assert (got.double() - want).norm() <= 5e-2 * want.norm()
+    assert (got - call(torch.ops.fp4.moe)).norm() <= 5e-2 * want.norm()
     x[2, 5] = torch.nan
     some = ((ids >= 0) & (ids < g)).any(-1)
     assert torch.equal(call(register.moe).isnan().all(-1), some & (torch.arange(tokens) == 2))
