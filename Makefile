@@ -56,7 +56,7 @@ test-hopper: $(VENV)/built
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -q -n auto --dist worksteal --emulate --draw 48 tests/test_sm90_gpu.py tests/test_sm90_*_gpu.py tests/test_sm80_gpu.py tests/test_sm80_prefill_gpu.py
 
 # Pytest starts in another folder, whose fp4_ops is the sanitised one. Status 75: this machine lacks what it needs.
-test-sanitized: TESTS = $(wildcard tests/test_ops_*.py) tests/test_cpu_dispatch.py tests/test_sm90_layout.py tests/test_row_numbers.py
+test-sanitized: TESTS = $(wildcard tests/test_ops_*.py) tests/test_cpu_dispatch.py tests/test_parallel.py tests/test_sm90_layout.py tests/test_row_numbers.py
 test-sanitized: $(VENV)/built
 	@OMP_NUM_THREADS=1 $(BIN)/python release/sanitized.py -m pytest -q -n auto --dist worksteal -p no:cacheprovider \
 	-m "not more and not gpu" $(addprefix $(CURDIR)/,$(TESTS)); status=$$?; \

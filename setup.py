@@ -55,6 +55,7 @@ ISA_FLAGS = {
     "avx2": ["-mavx2", "-mfma", "-mf16c"],
     "avx512": AVX512,
     "avx512_bf16": [*AVX512, "-mavx512bf16"],
+    "amx_bf16": AVX512,  # its tile instructions are written in assembly
     "neon": [],  # what every aarch64 has
     "neon_dotprod": ["-march=armv8.2-a+dotprod"],
     "neon_i8mm": ["-march=armv8.2-a+dotprod+i8mm"],

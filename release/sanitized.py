@@ -10,64 +10,19 @@ the process with a stack trace. Leaks are not looked for: Python and torch never
 from __future__ import annotations
 
 import os
-import runpy
 import shutil
 import subprocess
 import sys
-from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from typing import Any
+
+import variants
 
 ROOT = Path(__file__).parent.parent
 HERE = ROOT / "build/sanitized"
 SANITIZE = ["-fsanitize=address,undefined", "-fno-sanitize-recover=all", "-fno-omit-frame-pointer"]
+EMULATED = "-DFP4_EMULATED_TILES"  # a sanitizer sees what an instruction reads only where it is a loop
 UNAVAILABLE = 75
 """The status of a process for want of something outside of this repository (EX_TEMPFAIL)."""
-
-
-def read_setup() -> dict[str, Any]:
-    """The names of setup.py, and `options`, what it gives to setuptools."""
-    import setuptools
-
-    given: dict[str, Any] = {}
-    setuptools.setup = lambda **options: given.update(options=options)
-    return runpy.run_path("setup.py") | given
-
-
-def build() -> None:
-    """build/sanitized/fp4_ops: the Python files of the package, and a sanitised _C.so."""
-    setup = read_setup()
-    extension, folders = setup["options"]["ext_modules"][0], setup["options"]["package_dir"]
-    headers = [*Path("csrc").rglob("*.h"), *setup["generated_headers"](), Path("setup.py"), Path(__file__)]
-    include = [f"-I{folder}" for folder in extension.include_dirs]
-    own = [flag for flag in extension.extra_compile_args if not flag.startswith(("-O", "-g", "-W"))]
-    objects = HERE / "objects"
-    objects.mkdir(parents=True, exist_ok=True)
-
-    def compile_one(source: str) -> str:
-        to = objects / f"{Path(source).stem}.o"
-        if not setup["is_newer"](to, Path(source), *headers):
-            isa = setup["ISA_FLAGS"].get(setup["isa_of"](Path(source)), [])
-            part = to.with_suffix(".part.o")
-            flags = ["-O1", "-g1", "-w", "-fPIC", *SANITIZE, *include, *own, *isa]
-            subprocess.run(["g++", *flags, "-c", source, "-o", str(part)], check=True)
-            part.replace(to)
-        return str(to)
-
-    with ThreadPoolExecutor(os.cpu_count()) as pool:
-        made = list(pool.map(compile_one, setup["cpp_sources"]()))
-    for package in setup["options"]["packages"]:
-        parent = max((name for name in folders if f"{package}.".startswith(f"{name}.")), key=len)
-        from_folder = Path(folders[parent], *package.removeprefix(parent).split("."))
-        to = HERE / package.replace(".", "/")
-        shutil.rmtree(to, ignore_errors=True)
-        to.mkdir(parents=True)
-        for file in from_folder.glob("*.py"):
-            shutil.copy(file, to)
-    libraries = [f"-L{folder}" for folder in extension.library_dirs]
-    libraries += [f"-l{name}" for name in extension.libraries if "python" not in name]
-    target = str(HERE / "fp4_ops/_C.so")
-    subprocess.run(["g++", "-shared", *SANITIZE, *made, *libraries, "-o", target], check=True)
 
 
 def environment() -> dict[str, str]:
@@ -114,7 +69,7 @@ def main() -> None:
         print("there is no g++")
         sys.exit(UNAVAILABLE)
     env = environment()
-    build()
+    variants.build(HERE, ["-O1", "-g1", *SANITIZE, EMULATED], link=SANITIZE)
     check_that_it_notices(env)
     sys.exit(subprocess.run([sys.executable, *sys.argv[1:]], env=env, cwd=HERE).returncode)
 

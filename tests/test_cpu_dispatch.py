@@ -19,7 +19,7 @@ import torch
 
 import fp4_ops  # noqa: F401  loads the operators
 
-CAPABILITIES = ("scalar", "avx2", "avx512", "avx512_bf16")
+CAPABILITIES = ("scalar", "avx2", "avx512", "avx512_bf16", "amx_bf16")
 LAYOUTS = ("plain", "tile16")
 KINDS = {
     "f32": torch.float32,

@@ -7,6 +7,7 @@
 #include <memory>
 
 #include "cpu/kernels.h"
+#include "cpu/parallel.h"
 
 namespace fp4::cpu {
 
@@ -25,14 +26,16 @@ class Buffer {
   std::unique_ptr<uint8_t[], Free> data_;
 };
 
-enum class RowKind : uint8_t { floating, int8, bf16 };
-
-// Activation rows [rows, k] as the panel kernels read them.
+// Activation rows [rows, k] as the panel kernels read them, once `fill` has run. It reads what the rows are
+// made of, which must live until then.
 struct Activations {
   RowKind kind;
   const uint8_t* data;
   int64_t stride;  // bytes from row to row
   Buffer owned;    // holds data, unless the caller's own rows serve as they are
+  Phase fill;      // empty where they do
+
+  const uint8_t* row(int64_t i) const { return data + i * stride; }
 };
 
 Activations prepare_float(const void* x, DType dtype, int64_t rows, int64_t k);

@@ -19,6 +19,16 @@ const Kernels& with_bf16() {
   }();
   return kernels;
 }
+
+const Kernels& with_tiles() {
+  static const Kernels kernels = [] {
+    Kernels k = with_bf16();
+    k.name = "amx_bf16";
+    k.tiles = &kAmxBf16;
+    return k;
+  }();
+  return kernels;
+}
 #elif defined(__aarch64__)
 const Kernels& with_bf16() {
   static const Kernels kernels = [] {
@@ -31,11 +41,16 @@ const Kernels& with_bf16() {
 }
 #endif
 
+bool supported(const Kernels& k) {
+  return k.supported() && (k.bf16 == nullptr || k.bf16->supported()) &&
+         (k.tiles == nullptr || k.tiles->supported());
+}
+
 const Kernels& choose() {
   // Best first; the last runs anywhere.
   const Kernels* const families[] = {
 #if defined(__x86_64__)
-      &with_bf16(), &kAvx512Kernels, &kAvx2Kernels,
+      &with_tiles(), &with_bf16(), &kAvx512Kernels, &kAvx2Kernels,
 #elif defined(__aarch64__)
       &with_bf16(), &kNeonI8mmKernels, &kNeonDotprodKernels, &kNeonKernels,
 #endif
@@ -44,7 +59,7 @@ const Kernels& choose() {
   const bool any = wanted == nullptr || *wanted == '\0';
   std::string available;
   for (const Kernels* family : families) {
-    if (!family->supported() || (family->bf16 != nullptr && !family->bf16->supported())) continue;
+    if (!supported(*family)) continue;
     if (any || std::string(wanted) == family->name) return *family;
     available += (available.empty() ? "" : ", ") + std::string(family->name);
   }

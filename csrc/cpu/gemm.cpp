@@ -1,7 +1,5 @@
 #include "cpu/gemm.h"
 
-#include <torch/csrc/stable/ops.h>
-
 #include <algorithm>
 
 namespace fp4::cpu {
@@ -10,6 +8,13 @@ namespace {
 
 // A thread should get this many multiply-adds before it is worth waking.
 constexpr int64_t kWorkPerThread = 1 << 18;
+
+// How many products of the panel kernels tiles make in the time of one.
+constexpr int64_t kTileSpeed = 4;
+
+constexpr int64_t ceil_div(int64_t a, int64_t b) { return (a + b - 1) / b; }
+
+}  // namespace
 
 // The panels of one expert's matrix: in place where the layout stores panels, else packed into `scratch`.
 class PanelReader {
@@ -36,8 +41,6 @@ class PanelReader {
   Buffer scratch_;
 };
 
-}  // namespace
-
 Rows sort_by_expert(const int64_t* ids, int64_t count, int64_t groups, int64_t rows_per_a,
                     std::vector<int64_t>* position) {
   std::vector<int64_t> next(groups + 1);  // where each expert's next row goes
@@ -62,56 +65,150 @@ Rows sort_by_expert(const int64_t* ids, int64_t count, int64_t groups, int64_t r
   return rows;
 }
 
-void gemm(const Activations& a, const Weight& weight, const Rows& rows, void* out, DType out_dtype) {
-  if (weight.n == 0) return;
-  const Kernels& kn = kernels();
-  const PanelKernels& panel_kernels = kn.panels[int(weight.scale)];
-  const PanelKernel multiply = a.kind == RowKind::int8   ? panel_kernels.int8
-                               : a.kind == RowKind::bf16 ? kn.bf16->panels[int(weight.scale)]
-                                                         : panel_kernels.floating;
-  const int64_t panels = (weight.n + kPanelRows - 1) / kPanelRows;
-  // One unit of work: a panel and at most kTokenBlock rows. Units are ordered by segment, then panel, so a
-  // thread's run of units meets each panel once and in the order of memory.
-  std::vector<int64_t> first_unit = {0};
-  for (const Segment& s : rows.segments)
-    first_unit.push_back(first_unit.back() + panels * ((s.count + kTokenBlock - 1) / kTokenBlock));
+struct Product::Scratch {
+  explicit Scratch(const Weight& weight) : readers{PanelReader(weight), PanelReader(weight)} {}
 
-  const int64_t out_size = dtype_size(out_dtype), bias_size = dtype_size(weight.bias_dtype);
-  const auto run = [&](int64_t begin, int64_t end) {
-    PanelReader reader(weight);
-    Panel panel{};
-    int64_t loaded_segment = -1, loaded_panel = -1;
-    size_t s = std::upper_bound(first_unit.begin(), first_unit.end(), begin) - first_unit.begin() - 1;
-    for (int64_t unit = begin; unit < end; ++unit) {
-      while (unit >= first_unit[s + 1]) ++s;
-      const Segment& segment = rows.segments[s];
-      const int64_t blocks = (segment.count + kTokenBlock - 1) / kTokenBlock;
-      const int64_t p = (unit - first_unit[s]) / blocks, block = (unit - first_unit[s]) % blocks;
-      const int64_t n0 = p * kPanelRows, columns = std::min<int64_t>(kPanelRows, weight.n - n0);
-      if (loaded_segment != int64_t(s) || loaded_panel != p) panel = reader.read(segment.expert, n0);
-      loaded_segment = s, loaded_panel = p;
+  PanelReader readers[2];
+  Buffer unpacked;  // two panels for tiles
+  Buffer sums;      // of a unit of tiles
+};
 
-      const int64_t at = segment.begin + block * kTokenBlock;
-      const int count = int(std::min<int64_t>(kTokenBlock, segment.count - block * kTokenBlock));
-      const uint8_t* a_rows[kTokenBlock];
-      for (int i = 0; i < count; ++i)
-        a_rows[i] = a.data + (rows.a_index.empty() ? at + i : rows.a_index[at + i]) * a.stride;
-      alignas(64) float tile[kTokenBlock * kPanelRows];
-      multiply(panel, a_rows, count, tile);
-
-      const float factor = weight.global_scale ? weight.global_scale[segment.expert] : 1.f;
-      const void* bias = weight.bias == nullptr ? nullptr
-                                                : static_cast<const uint8_t*>(weight.bias) +
-                                                      (segment.expert * weight.n + n0) * bias_size;
-      for (int i = 0; i < count; ++i) {
-        const int64_t row = rows.out_index.empty() ? at + i : rows.out_index[at + i];
-        kn.store(tile + i * kPanelRows, factor, bias, weight.bias_dtype,
-                 static_cast<uint8_t*>(out) + (row * weight.n + n0) * out_size, out_dtype, columns);
-      }
+Product::Product(const Activations& a, const Weight& weight, const Rows& rows, void* out, DType out_dtype)
+    : a_(a),
+      w_(weight),
+      rows_(rows),
+      out_(static_cast<uint8_t*>(out)),
+      out_dtype_(out_dtype),
+      kp_(padded_k(weight.k)),
+      panels_(ceil_div(weight.n, kPanelRows)) {
+  const TileKernels* tiles = kernels().tiles;
+  for (const Segment& s : rows.segments) {
+    Units u{.blocks = 0, .first_block = int64_t(blocks_.size()), .first_cost = cost_};
+    if (tiles != nullptr && s.count >= kTileMinRows) {
+      for (int64_t i = 0; i < s.count; i += kTileRows)
+        blocks_.push_back({s.expert, s.begin + i, std::min<int64_t>(kTileRows, s.count - i)});
+      u.blocks = int64_t(blocks_.size()) - u.first_block;
+      u.row_groups = ceil_div(u.blocks, kTileBlocks);
+      u.count = ceil_div(panels_, 2) * u.row_groups;
+      u.cost = std::min<int64_t>(u.blocks, kTileBlocks) * kTileRows / kTokenBlock * 2 / kTileSpeed;
+    } else {
+      u.row_groups = ceil_div(s.count, kTokenBlock);
+      u.count = panels_ * u.row_groups;
+      u.cost = 1;
     }
-  };
-  const int64_t unit_work = (weight.k + 1) * kPanelRows;
-  torch::stable::parallel_for(0, first_unit.back(), std::max<int64_t>(1, kWorkPerThread / unit_work), run);
+    cost_ += u.count * u.cost;
+    units_.push_back(u);
+  }
+}
+
+Phase Product::pack() {
+  if (blocks_.empty()) return {};
+  block_bytes_ = kernels().tiles->rows_bytes(a_.kind, kp_);
+  packed_ = Buffer(int64_t(blocks_.size()) * block_bytes_);
+  return {int64_t(blocks_.size()), rows_per_thread(block_bytes_),
+          [this](int64_t begin, int64_t end) { pack_blocks(begin, end); }};
+}
+
+Phase Product::multiply() {
+  const int64_t cost_work = (w_.k + 1) * kPanelRows;
+  return {cost_, std::max<int64_t>(1, kWorkPerThread / cost_work),
+          [this](int64_t begin, int64_t end) { run(begin, end); }};
+}
+
+void Product::pack_blocks(int64_t begin, int64_t end) {
+  for (int64_t b = begin; b < end; ++b) {
+    const uint8_t* from[kTileRows];
+    for (int64_t i = 0; i < blocks_[b].count; ++i) from[i] = a_row(blocks_[b].begin + i);
+    kernels().tiles->pack_rows(a_.kind, from, int(blocks_[b].count), kp_, packed_.data() + b * block_bytes_);
+  }
+}
+
+// The units that begin in this part of the cost.
+void Product::run(int64_t begin, int64_t end) const {
+  Scratch scratch(w_);
+  for (size_t s = 0; s < units_.size(); ++s) {
+    const Units& u = units_[s];
+    const int64_t first = begin <= u.first_cost ? 0 : ceil_div(begin - u.first_cost, u.cost);
+    const int64_t last = end <= u.first_cost ? 0 : std::min(u.count, ceil_div(end - u.first_cost, u.cost));
+    if (first >= last) continue;
+    if (u.blocks > 0)
+      run_tiles(s, first, last, scratch);
+    else
+      run_panels(s, first, last, scratch);
+  }
+}
+
+void Product::run_panels(size_t s, int64_t begin, int64_t end, Scratch& scratch) const {
+  const Kernels& kn = kernels();
+  const PanelKernels& panel_kernels = kn.panels[int(w_.scale)];
+  const PanelKernel multiply = a_.kind == RowKind::int8   ? panel_kernels.int8
+                               : a_.kind == RowKind::bf16 ? kn.bf16->panels[int(w_.scale)]
+                                                          : panel_kernels.floating;
+  const Segment& segment = rows_.segments[s];
+  const int64_t groups = units_[s].row_groups;
+  Panel panel{};
+  for (int64_t unit = begin; unit < end; ++unit) {
+    const int64_t p = unit / groups, first = unit % groups * kTokenBlock;
+    if (unit == begin || first == 0) panel = scratch.readers[0].read(segment.expert, p * kPanelRows);
+    const int count = int(std::min<int64_t>(kTokenBlock, segment.count - first));
+    const uint8_t* a_rows[kTokenBlock];
+    for (int i = 0; i < count; ++i) a_rows[i] = a_row(segment.begin + first + i);
+    alignas(64) float tile[kTokenBlock * kPanelRows];
+    multiply(panel, a_rows, count, tile);
+    store(segment, segment.begin + first, count, p, tile);
+  }
+}
+
+void Product::run_tiles(size_t s, int64_t begin, int64_t end, Scratch& scratch) const {
+  const TileKernels& tiles = *kernels().tiles;
+  const Segment& segment = rows_.segments[s];
+  const Units& u = units_[s];
+  const int64_t panel_bytes = tiles.panel_bytes(kp_);
+  constexpr int64_t kSums = kTileRows * kPanelRows;
+  if (scratch.unpacked.data() == nullptr) {
+    scratch.unpacked = Buffer(2 * panel_bytes);
+    scratch.sums = Buffer(kTileBlocks * 2 * kSums * int64_t(sizeof(float)));
+  }
+  uint8_t* const weights[2] = {scratch.unpacked.data(), scratch.unpacked.data() + panel_bytes};
+  Panel panels[2];
+  bool scaled[2] = {};
+  for (int64_t unit = begin; unit < end; ++unit) {
+    const int64_t p = unit / u.row_groups * 2, first = unit % u.row_groups * kTileBlocks;
+    const int count = int(std::min<int64_t>(2, panels_ - p));
+    if (unit == begin || first == 0)
+      for (int i = 0; i < count; ++i) {
+        panels[i] = scratch.readers[i].read(segment.expert, (p + i) * kPanelRows);
+        scaled[i] = tiles.unpack[int(w_.scale)](panels[i], weights[i]);
+      }
+    const int blocks = int(std::min<int64_t>(kTileBlocks, u.blocks - first));
+    tiles.multiply[int(w_.scale)](a_.kind, packed_.data() + (u.first_block + first) * block_bytes_, blocks,
+                                  panels, count, weights, scaled, scratch.sums.floats());
+    for (int b = 0; b < blocks; ++b)
+      for (int i = 0; i < count; ++i) {
+        const Segment& block = blocks_[u.first_block + first + b];
+        store(segment, block.begin, int(block.count), p + i, scratch.sums.floats() + (b * 2 + i) * kSums);
+      }
+  }
+}
+
+// tile [count][16] to the output rows of the positions from `position` on.
+void Product::store(const Segment& segment, int64_t position, int count, int64_t panel,
+                    const float* tile) const {
+  const int64_t n0 = panel * kPanelRows, columns = std::min<int64_t>(kPanelRows, w_.n - n0);
+  const float factor = w_.global_scale ? w_.global_scale[segment.expert] : 1.f;
+  const void* bias = w_.bias == nullptr ? nullptr
+                                        : static_cast<const uint8_t*>(w_.bias) +
+                                              (segment.expert * w_.n + n0) * dtype_size(w_.bias_dtype);
+  for (int i = 0; i < count; ++i) {
+    const int64_t row = rows_.out_index.empty() ? position + i : rows_.out_index[position + i];
+    kernels().store(tile + i * kPanelRows, factor, bias, w_.bias_dtype,
+                    out_ + (row * w_.n + n0) * dtype_size(out_dtype_), out_dtype_, columns);
+  }
+}
+
+void gemm(const Activations& a, const Weight& weight, const Rows& rows, void* out, DType out_dtype) {
+  Product product(a, weight, rows, out, out_dtype);
+  run_phases({a.fill, product.pack(), product.multiply()});
 }
 
 }  // namespace fp4::cpu

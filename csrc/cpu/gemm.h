@@ -1,5 +1,5 @@
 // What every matrix product shares: one parallel loop over (expert, panel of 16 weight rows) that multiplies
-// the expert's activation rows with the panel.
+// the expert's activation rows with the panel, or with two where many rows meet them in tiles.
 #pragma once
 
 #include <cstdint>
@@ -41,7 +41,49 @@ Rows sort_by_expert(const int64_t* ids, int64_t count, int64_t groups, int64_t r
                     std::vector<int64_t>* position);
 
 // out[row] [n] = a[row] . weight[expert]^T * global_scale[expert] + bias[expert], for the rows of each
-// segment; other rows of out are left alone.
+// segment; other rows of out are left alone. `a`, `rows` and `out` must live until the phases have run.
+class Product {
+ public:
+  Product(const Activations& a, const Weight& weight, const Rows& rows, void* out, DType out_dtype);
+
+  // What runs after a's own `fill`: first packs rows, then multiplies. Both refer to this.
+  Phase pack();
+  Phase multiply();
+
+ private:
+  // The units of work of one segment: `count` of them, each worth `cost` products of a panel with kTokenBlock
+  // rows. Of rows in tiles a unit is two panels and at most kTileBlocks blocks of 16 rows, else one panel and
+  // at most kTokenBlock rows. They are ordered by panel, so that a run of them meets each panel once, in the
+  // order of memory.
+  struct Units {
+    int64_t blocks, first_block;  // of 16 rows in tiles; none where the segment has few rows
+    int64_t row_groups, count, cost, first_cost;
+  };
+  struct Scratch;
+
+  const uint8_t* a_row(int64_t position) const {
+    return a_.row(rows_.a_index.empty() ? position : rows_.a_index[position]);
+  }
+  void pack_blocks(int64_t begin, int64_t end);
+  void run(int64_t begin, int64_t end) const;
+  void run_panels(size_t s, int64_t begin, int64_t end, Scratch& scratch) const;
+  void run_tiles(size_t s, int64_t begin, int64_t end, Scratch& scratch) const;
+  void store(const Segment& segment, int64_t position, int count, int64_t panel, const float* tile) const;
+
+  const Activations& a_;
+  const Weight w_;
+  const Rows& rows_;
+  uint8_t* const out_;
+  const DType out_dtype_;
+  const int64_t kp_, panels_;
+  std::vector<Units> units_;
+  int64_t cost_ = 0;
+  std::vector<Segment> blocks_;  // of rows for tiles: at most 16 positions each
+  int64_t block_bytes_ = 0;
+  Buffer packed_;  // the blocks
+};
+
+// The whole of one product, a's `fill` included.
 void gemm(const Activations& a, const Weight& weight, const Rows& rows, void* out, DType out_dtype);
 
 }  // namespace fp4::cpu

@@ -49,11 +49,35 @@ struct Bf16Kernels {
   void (*prepare)(const uint16_t* x, int64_t k, uint16_t* row);
 };
 
+// How activation rows are stored: see above.
+enum class RowKind : uint8_t { floating, int8, bf16 };
+
+// What an instruction set with tiles of 16 x 16 sums adds, for segments of at least kTileMinRows rows.
+struct TileKernels {
+  bool (*supported)();
+  // The bytes of a block of 16 rows of k values, made of at most 16 rows as the panel kernels read them.
+  int64_t (*rows_bytes)(RowKind kind, int64_t k);
+  void (*pack_rows)(RowKind kind, const uint8_t* const* rows, int count, int64_t k, uint8_t* to);
+  // A panel's weights as the tiles read them, and whether they have their block scales.
+  int64_t (*panel_bytes)(int64_t k);
+  bool (*unpack[std::size(kScales)])(const Panel& panel, uint8_t* to);  // by Scale
+  // out[block][2][16][16] = rows . panel, for `blocks` blocks of rows one after another, and one or two
+  // panels with their unpacked weights. Without the global scale.
+  void (*multiply[std::size(kScales)])(RowKind kind, const uint8_t* rows, int blocks, const Panel* panels,
+                                       int count, uint8_t* const* weights, const bool* scaled, float* out);
+};
+
+// From this many rows an expert on, weights are unpacked for tiles.
+inline constexpr int64_t kTileMinRows = 16;
+// The rows of a block, and the most blocks that share one unpacked panel.
+inline constexpr int kTileRows = 16, kTileBlocks = 8;
+
 struct Kernels {
   const char* name;
   bool (*supported)();                      // by this machine and its operating system
   PanelKernels panels[std::size(kScales)];  // by Scale
   const Bf16Kernels* bf16;                  // or null: bfloat16 activations become float rows
+  const TileKernels* tiles;                 // or null
 
   // The largest magnitude in x [count]; *finite is cleared if x holds a NaN or an infinity.
   float (*max_magnitude)(const void* x, DType dtype, int64_t count, bool* finite);
@@ -81,6 +105,7 @@ struct Kernels {
 
 extern const Kernels kScalarKernels, kAvx2Kernels, kAvx512Kernels;
 extern const Bf16Kernels kAvx512Bf16;
+extern const TileKernels kAmxBf16;
 extern const Kernels kNeonKernels, kNeonDotprodKernels, kNeonI8mmKernels;
 extern const Bf16Kernels kNeonBf16;
 

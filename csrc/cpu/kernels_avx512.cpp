@@ -113,6 +113,7 @@ const Kernels kAvx512Kernels = with_row_kernels({
                {panel_kernel<Int8Tile<Scale::bf16>>, panel_kernel<FloatTile<Scale::bf16>>},
                {panel_kernel<Int8Tile<Scale::f32>>, panel_kernel<FloatTile<Scale::f32>>}},
     .bf16 = nullptr,
+    .tiles = nullptr,
     .arrange_float = nullptr,
 });
 

@@ -71,6 +71,7 @@ const Kernels kScalarKernels = with_row_kernels({
                {panel_int8<Scale::bf16>, panel_float<Scale::bf16>},
                {panel_int8<Scale::f32>, panel_float<Scale::f32>}},
     .bf16 = nullptr,
+    .tiles = nullptr,
     .arrange_float = nullptr,
 });
 

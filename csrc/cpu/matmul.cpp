@@ -135,6 +135,7 @@ Tensor grouped_mm_k(const Tensor& a, const Tensor& b, const Tensor& b_scale,
   const auto [packed, scales, factor] = to_plain(b, b_scale, b_global_scale, {w.format, w.layout});
   const ActivationOperand ready(a, a_scale, a_global_scale, a_format, w, /*as_float=*/true);
   const Activations& rows = ready.view();
+  run_phases({rows.fill});
   const BlockScales of{w.format->block, scale_kind(w.scale_dtype)};
   int64_t begin = 0;
   for (int64_t g = 0; g < groups; begin = ends[g++]) {
@@ -171,7 +172,7 @@ Tensor grouped_mm_k(const Tensor& a, const Tensor& b, const Tensor& b_scale,
                         .bias_dtype = DType::f32};
     const Rows all{.segments = {{0, 0, m}}, .a_index = {}, .out_index = {}};
     const uint8_t* first = group_rows.data();
-    gemm({RowKind::floating, first, kp * int64_t(sizeof(float)), std::move(group_rows)}, weight, all,
+    gemm({RowKind::floating, first, kp * int64_t(sizeof(float)), std::move(group_rows), Phase()}, weight, all,
          mutable_data<uint8_t>(out) + g * m * w.n * bytes, dtype_of(dtype));
   }
   return out;

@@ -43,34 +43,40 @@ void run_tokens(const Block& block, const void* x, DType x_dtype, int64_t tokens
   const Buffer gate_up(count * width * sizeof(float)), h(count * h_bytes), y(count * hidden * sizeof(float));
 
   rows.out_index.clear();  // products stay in sorted order until they are combined
-  if (count > 0) {
-    gemm(prepare(block, x, x_dtype, tokens, block.up), block.up, rows, gate_up.data(), DType::f32);
-    const int64_t grain = std::max<int64_t>(1, 8192 / (inter + 1));
-    torch::stable::parallel_for(0, count, grain, [&](int64_t begin, int64_t end) {
-      const Buffer row(inter * sizeof(float));
-      for (int64_t i = begin; i < end; ++i) {
-        uint8_t* to = h.data() + i * h_bytes;
-        float* exact = h_dtype == DType::f32 ? reinterpret_cast<float*>(to) : row.floats();
-        kn.activate(gate_up.floats() + i * width, block.activation, inter, exact);
-        if (h_dtype != DType::f32) kn.convert(exact, inter, to, h_dtype);
-      }
-    });
-    rows.a_index.clear();
-    gemm(prepare(block, h.data(), h_dtype, count, block.down), block.down, rows, y.data(), DType::f32);
-  }
-
-  torch::stable::parallel_for(
-      0, tokens, std::max<int64_t>(1, 16384 / (hidden + 1)), [&](int64_t begin, int64_t end) {
-        const Buffer sum(hidden * sizeof(float));
-        for (int64_t t = begin; t < end; ++t) {
-          std::memset(sum.data(), 0, hidden * sizeof(float));
-          for (int64_t i = t * block.top_k; i < (t + 1) * block.top_k; ++i)
-            if (position[i] >= 0)
-              kn.accumulate(y.floats() + position[i] * hidden, weights[i], hidden, sum.floats());
-          kn.convert(sum.floats(), hidden, static_cast<uint8_t*>(out) + t * hidden * dtype_size(out_dtype),
-                     out_dtype);
-        }
-      });
+  Rows sorted;             // of the second product, whose rows are in that order
+  sorted.segments = rows.segments;
+  const Activations x_rows = prepare(block, x, x_dtype, tokens, block.up);
+  const Activations h_rows = prepare(block, h.data(), h_dtype, count, block.down);
+  Product up(x_rows, block.up, rows, gate_up.data(), DType::f32);
+  Product down(h_rows, block.down, sorted, y.data(), DType::f32);
+  const auto activate = [&](int64_t begin, int64_t end) {
+    const Buffer row(inter * sizeof(float));
+    for (int64_t i = begin; i < end; ++i) {
+      uint8_t* to = h.data() + i * h_bytes;
+      float* exact = h_dtype == DType::f32 ? reinterpret_cast<float*>(to) : row.floats();
+      kn.activate(gate_up.floats() + i * width, block.activation, inter, exact);
+      if (h_dtype != DType::f32) kn.convert(exact, inter, to, h_dtype);
+    }
+  };
+  const auto combine = [&](int64_t begin, int64_t end) {
+    const Buffer sum(hidden * sizeof(float));
+    for (int64_t t = begin; t < end; ++t) {
+      std::memset(sum.data(), 0, hidden * sizeof(float));
+      for (int64_t i = t * block.top_k; i < (t + 1) * block.top_k; ++i)
+        if (position[i] >= 0)
+          kn.accumulate(y.floats() + position[i] * hidden, weights[i], hidden, sum.floats());
+      kn.convert(sum.floats(), hidden, static_cast<uint8_t*>(out) + t * hidden * dtype_size(out_dtype),
+                 out_dtype);
+    }
+  };
+  run_phases({x_rows.fill,
+              up.pack(),
+              up.multiply(),
+              {count, std::max<int64_t>(1, 8192 / (inter + 1)), activate},
+              h_rows.fill,
+              down.pack(),
+              down.multiply(),
+              {tokens, std::max<int64_t>(1, 16384 / (hidden + 1)), combine}});
 }
 
 Tensor moe(const Tensor& x, const Tensor& topk_ids, const Tensor& topk_weights, const Tensor& w13,

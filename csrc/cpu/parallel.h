@@ -1,0 +1,24 @@
+// Work that is shared among torch's threads: phases, each of which begins when the one before it has ended.
+//
+// All phases of one call are one parallel region. To begin a region costs more than to wait for each other in
+// it, and between the two products of a block of one token there is little else.
+#pragma once
+
+#include <cstdint>
+#include <functional>
+#include <vector>
+
+namespace fp4::cpu {
+
+// run(begin, end) for parts of [0, count) that together are all of it, each of at least `grain` but the last.
+// A phase may be empty.
+struct Phase {
+  int64_t count = 0, grain = 1;
+  std::function<void(int64_t begin, int64_t end)> run = nullptr;
+};
+
+// Runs the phases one after another, each by up to torch.get_num_threads() threads. What a part throws, this
+// throws; later phases do not run then.
+void run_phases(const std::vector<Phase>& phases);
+
+}  // namespace fp4::cpu

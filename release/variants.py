@@ -1,0 +1,70 @@
+"""Builds of csrc/ with other flags than the package's own, each a copy of the package in a folder below build/."""
+
+from __future__ import annotations
+
+import os
+import runpy
+import shutil
+import subprocess
+from collections.abc import Collection
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+ROOT = Path(__file__).parent.parent
+
+
+def read_setup() -> dict[str, Any]:
+    """The names of setup.py, and `options`, what it gives to setuptools."""
+    import setuptools
+
+    given: dict[str, Any] = {}
+    before, setuptools.setup = setuptools.setup, lambda **options: given.update(options=options)
+    try:
+        return runpy.run_path("setup.py") | given
+    finally:
+        setuptools.setup = before
+
+
+def build(
+    to: Path, flags: list[str], link: Collection[str] = (), only: Collection[str] | None = None
+) -> None:
+    """`to`/fp4_ops: the Python files of the package, and a _C.so whose sources had these flags as well.
+
+    `only`: the names of the sources that the flags concern. Of the others the objects of the package's own
+    build serve, which must be there. The working directory must be the repository's root.
+    """
+    setup = read_setup()
+    extension, folders = setup["options"]["ext_modules"][0], setup["options"]["package_dir"]
+    headers = [*Path("csrc").rglob("*.h"), *setup["generated_headers"](), Path("setup.py"), Path(__file__)]
+    include = [f"-I{folder}" for folder in extension.include_dirs]
+    own = [flag for flag in extension.extra_compile_args if not flag.startswith(("-O", "-g", "-W"))]
+    objects = to / "objects"
+    objects.mkdir(parents=True, exist_ok=True)
+
+    def compile_one(source: str) -> str:
+        if only is not None and Path(source).name not in only:
+            return str(Path("build", source).with_suffix(".o"))
+        made = objects / f"{Path(source).stem}.o"
+        if not setup["is_newer"](made, Path(source), *headers):
+            isa = setup["ISA_FLAGS"].get(setup["isa_of"](Path(source)), [])
+            part = made.with_suffix(".part.o")
+            command = ["g++", "-w", "-fPIC", *flags, *include, *own, *isa, "-c", source, "-o", str(part)]
+            subprocess.run(command, check=True)
+            part.replace(made)
+        return str(made)
+
+    with ThreadPoolExecutor(os.cpu_count()) as pool:
+        made = list(pool.map(compile_one, setup["cpp_sources"]()))
+    for package in setup["options"]["packages"]:
+        parent = max((name for name in folders if f"{package}.".startswith(f"{name}.")), key=len)
+        from_folder = Path(folders[parent], *package.removeprefix(parent).split("."))
+        folder = to / package.replace(".", "/")
+        shutil.rmtree(folder, ignore_errors=True)
+        folder.mkdir(parents=True)
+        for file in from_folder.glob("*.py"):
+            shutil.copy(file, folder)
+    libraries = [f"-L{folder}" for folder in extension.library_dirs]
+    libraries += [f"-l{name}" for name in extension.libraries if "python" not in name]
+    target = str(to / "fp4_ops/_C.so")
+    subprocess.run(["g++", "-shared", *link, *made, *libraries, "-o", target], check=True)
