@@ -1,7 +1,7 @@
 """fp4::grouped_mm against ggml's ggml_mul_mat_id on this CPU, in one process, call for call.
 
-    pip install ggml-python==0.0.38        (a source build of a few minutes, for the machine at hand)
-    python benchmarks/cpu_vs_ggml.py [--threads 1 2] [--tokens 1 64] [--blocks 11]
+    pip install ggml-python==0.0.45        (a source build of a few minutes, for the machine at hand)
+    python benchmarks/cpu_vs_ggml.py [--threads 1 2] [--tokens 1 64 512] [--blocks 11]
 
 Both multiply float32 activations [tokens, 2048] with the same 8 experts of [2048, 2048], each quantising the
 activations to int8 within its time (ours by fp4::quantize_int8). Rows meet experts in the same way on both
@@ -11,6 +11,10 @@ the next of several sets, more than an L3 holds, as a model's layers do).
 
 ggml runs every 4-bit type it has a claim with: MXFP4 (with our own codes, so that the values are equal) and
 Q4_0, both plain and in its repacked buffer type, and NVFP4; the ratio is against the fastest of them.
+
+Then `fp4::moe` runs whole blocks, alone: one token with 2 of 8 experts (hidden and intermediate 2048), other
+ones at each call, from more sets of weights than an L3 holds. Its bytes a second stand beside those of plain
+reads.
 """
 
 from __future__ import annotations
@@ -33,6 +37,7 @@ import fp4_ops  # noqa: F401  loads the operators
 
 fp4 = torch.ops.fp4
 EXPERTS, N, K = 8, 2048, 2048
+INTER, TOP_K = 2048, 2
 PEERS = (("mxfp4", False), ("mxfp4", True), ("q4_0", False), ("q4_0", True), ("nvfp4", False))
 """(ggml type, repacked)."""
 TYPES = {"mxfp4": ggml.GGML_TYPE_MXFP4, "q4_0": ggml.GGML_TYPE_Q4_0, "nvfp4": ggml.GGML_TYPE_NVFP4}
@@ -151,6 +156,26 @@ class Ours:
         return self.out
 
 
+class Block:
+    """`fp4::moe` of one token."""
+
+    def __init__(self, format: str, a_format: str, sets: int = 8) -> None:
+        self.name, self.options = (
+            f"fp4_ops {format}, activations {a_format}",
+            {"format": format, "a_format": a_format},
+        )
+        shapes = (EXPERTS, 2 * INTER, K), (EXPERTS, K, INTER)
+        quantized = [fp4.quantize(torch.randn(shape), format) for shape in shapes]
+        self.sets = [[t for q in quantized for t in fp4.prepack(*q, format, "tile16")] for _ in range(sets)]
+        self.mb = sum(t.nbytes for t in self.sets[0]) * TOP_K / EXPERTS / 1e6
+        self.x, self.weights = torch.randn(1, K).bfloat16(), torch.full((1, TOP_K), 1 / TOP_K)
+        self.ids = [torch.tensor([[i, (i + 3) % EXPERTS]]) for i in range(EXPERTS)]
+
+    def __call__(self, turn: int) -> None:
+        weights = self.sets[turn % len(self.sets)]
+        fp4.moe(self.x, self.ids[turn % EXPERTS], self.weights, *weights, layout="tile16", **self.options)
+
+
 def to_ggml(weight: torch.Tensor, mxfp4: tuple[torch.Tensor, ...]):
     """The bytes of the weight in a ggml type: MXFP4 from our own codes, the others by ggml's quantiser."""
 
@@ -207,7 +232,7 @@ def paired(runners: list, blocks: int, seconds: float = 0.02) -> dict[str, list[
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--threads", type=int, nargs="+", default=sorted({1, torch.get_num_threads()}))
-    parser.add_argument("--tokens", type=int, nargs="+", default=[1, 64])
+    parser.add_argument("--tokens", type=int, nargs="+", default=[1, 64, 512])
     parser.add_argument("--blocks", type=int, default=11)
     parser.add_argument("--sets", type=int, default=6, help="sets of weights for the streamed case")
 
@@ -225,9 +250,18 @@ def rows(options: argparse.Namespace) -> Iterator[record.Row]:
     dense = {f: fp4.dequantize(*q, f, torch.float64) for f, q in quantized.items()}
     make = to_ggml(weight, quantized["mxfp4"])
 
+    blocks = [Block(f, a) for f in quantized for a in ("int8", "none")]
     for threads in options.threads:
         torch.set_num_threads(threads)
-        yield bandwidth(threads)
+        memory = bandwidth(threads)
+        yield memory
+        for name, values in paired(blocks, options.blocks).items():
+            (mb,) = (b.mb for b in blocks if b.name == name)
+            rate = mb / statistics.median(values) / 1e3
+            yield {
+                "table": "block", "threads": threads, "block": name, "us": statistics.median(values) * 1e6,
+                "gb_per_s": rate, "of_reads_ratio": rate / memory["read_gb_per_s"],
+            }  # fmt: skip
         for tokens, sets in itertools.product(options.tokens, (1, options.sets)):
             x = torch.randn(tokens, K)
             ours = [Ours(f, "tile16", tokens, sets, quantized[f]) for f in quantized]

@@ -42,8 +42,8 @@ class Kernels:
 
     device: str
     family: str
-    """On a CPU "scalar", "avx2", "avx512" or "avx512_bf16", on Arm "neon", "neon_dotprod", "neon_i8mm" or
-    "neon_bf16" (i8mm and bf16); "triton" on a GPU; "none" with the reason."""
+    """On a CPU "scalar", "avx2", "avx512", "avx512_bf16" or "amx_bf16", on Arm "neon", "neon_dotprod",
+    "neon_i8mm" or "neon_bf16" (i8mm and bf16); "triton" on a GPU; "none" with the reason."""
     activations: str
     """The activations its operators take."""
     preferred_layout: str
@@ -129,7 +129,7 @@ def _cpu_name() -> str:
 
 def _cpu_features() -> tuple[str, ...]:
     capabilities = torch.cpu.get_capabilities() if hasattr(torch.cpu, "get_capabilities") else {}
-    x86 = ("avx2", "avx512_f", "avx512_vl", "avx512_vnni", "avx512_bf16", "amx_int8")
+    x86 = ("avx2", "avx512_f", "avx512_vl", "avx512_vnni", "avx512_bf16", "amx_bf16")
     wanted = ("neon", "dot", "i8mm", "bf16") if platform.machine() == "aarch64" else x86
     return tuple(name for name in wanted if capabilities.get(name))
 

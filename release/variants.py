@@ -1,4 +1,4 @@
-"""Builds of csrc/ with other flags than the package's own, each a copy of the package in a folder below build/."""
+"""Builds of csrc/ with other flags than the package's own, each with a copy of the package's Python files."""
 
 from __future__ import annotations
 

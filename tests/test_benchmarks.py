@@ -541,14 +541,16 @@ def test_rows_of_ggml(monkeypatch):
     version = types.SimpleNamespace(decode=lambda: "0")
     monkeypatch.setattr(module.ggml, "ggml_version", lambda: version)
     for name, value in (
-        ("N", 32), ("K", 64), ("EXPERTS", 2), ("Ggml", Peer), ("paired", paired),
+        ("N", 32), ("K", 64), ("EXPERTS", 2), ("INTER", 32), ("Ggml", Peer), ("paired", paired),
         ("library", lambda part: unittest.mock.MagicMock()), ("check", lambda runner, *_: 1e-3),
-        ("bandwidth", lambda threads: {"table": "memory", "threads": threads}),
+        ("bandwidth", lambda threads: {"table": "memory", "threads": threads, "read_gb_per_s": 1.0}),
     ):  # fmt: skip
         monkeypatch.setattr(module, name, value)
     threads = torch.get_num_threads()
     rows = first_rows("cpu_vs_ggml", ["--threads", str(threads), "--tokens", "1", "--blocks", "3"])
     monkeypatch.delitem(sys.modules, "cpu_vs_ggml")
+    blocks = [r for r in rows if r["table"] == "block"]
+    assert len(blocks) == 4 and all(r["of_reads_ratio"] == r["gb_per_s"] > 0 for r in blocks)
     products = [r for r in rows if r["table"] == "product"]
     assert len(products) == 2 * 9 and {r["weights"] for r in products} == {"cached", "streamed"}
     assert {r["speedup"] for r in products} == {None, 2.0}

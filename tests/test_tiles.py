@@ -1,5 +1,5 @@
-"""The kernels for AMX with emulated tiles (csrc/cpu/tiles.h): their packing and indexing, on any processor with
-AVX-512. Where there is AMX, test_cpu_dispatch.py runs them as they are.
+"""The kernels for AMX with emulated tiles (csrc/cpu/tiles.h): their packing and indexing, on any processor
+with AVX-512. Where there is AMX, test_cpu_dispatch.py runs them as they are.
 
 Such a build of the package is made in build/emulated_tiles: its Python files are copies, and of _C.so what
 concerns tiles is compiled again.
@@ -81,7 +81,7 @@ def test_sizes_and_scales(emulated):
 
 
 def check_sizes() -> None:
-    """16 rows and one less, blocks of 16 with a rest, more than share a panel; one panel, two, a rest of one."""
+    """16 rows and one less, blocks of 16 with a rest, more than share a panel; one panel, two, a rest."""
     counts = [15, 16, 0, 17, 48, 129, 1]
     offs = torch.tensor(counts).cumsum(0).int()
     m = sum(counts)
@@ -102,7 +102,7 @@ def check_sizes() -> None:
 
 def check_scales_at_the_ends() -> None:
     """e8m0 scales that bfloat16 weights could not have: blocks of zeros (byte 0), 2^-126, 2^126."""
-    packed, scale, factor = torch.ops.fp4.quantize(torch.randn(1, 80, 128), "mxfp4")
+    packed, scale, _ = torch.ops.fp4.quantize(torch.randn(1, 80, 128), "mxfp4")
     scale = scale.view(torch.uint8).clone()
     for row, byte in ((0, 0), (17, 1), (34, 253), (79, 2), (50, 252)):
         scale[0, row] = byte
@@ -112,9 +112,7 @@ def check_scales_at_the_ends() -> None:
     dense = reference.dequantize(packed, scale, None, "mxfp4")[0]
     x[:, ::2] *= 2.0**-6  # so that no sum overflows
     for a in (x * 2.0**-8, (x * 2.0**-8).bfloat16()):
-        got = torch.ops.fp4.mm(
-            a, packed[0], scale[0], None, format="mxfp4", out_dtype=torch.float32
-        ).double()
+        got = torch.ops.fp4.mm(a, packed[0], scale[0], None, format="mxfp4", out_dtype=torch.float32).double()
         want = a.double() @ dense.T
         error = (got - want).norm(dim=0) / want.norm(dim=0).clamp(min=2.0**-126)
         assert error.max() < 1e-5, error
@@ -125,7 +123,9 @@ def check_not_finite() -> None:
     w = reference.random_weight("nvfp4", 1, 32, 64)
     x = torch.randn(20, 64)
     x[3, 7], x[5, 40] = torch.inf, torch.nan
-    x[6, 0] = torch.tensor(0x7F800001, dtype=torch.int32).view(torch.float32)  # a NaN whose upper half is none
+    x[6, 0] = torch.tensor(0x7F800001, dtype=torch.int32).view(
+        torch.float32
+    )  # a NaN whose upper half is none
     x[8] = torch.finfo(torch.float32).max / 2**20
     packed, scale, factor = w.operands()
     got = torch.ops.fp4.mm(x, packed[0], scale[0], factor[0], format="nvfp4", out_dtype=torch.float32)

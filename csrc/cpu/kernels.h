@@ -61,10 +61,10 @@ struct TileKernels {
   // A panel's weights as the tiles read them, and whether they have their block scales.
   int64_t (*panel_bytes)(int64_t k);
   bool (*unpack[std::size(kScales)])(const Panel& panel, uint8_t* to);  // by Scale
-  // out[block][2][16][16] = rows . panel, for `blocks` blocks of rows one after another, and one or two
+  // out[block][2][16 rows][16] = rows . panel, for `blocks` blocks of rows one after another, and one or two
   // panels with their unpacked weights. Without the global scale.
-  void (*multiply[std::size(kScales)])(RowKind kind, const uint8_t* rows, int blocks, const Panel* panels,
-                                       int count, uint8_t* const* weights, const bool* scaled, float* out);
+  void (*multiply)(RowKind kind, const uint8_t* rows, int blocks, const Panel* panels, int count,
+                   uint8_t* const* weights, const bool* scaled, float* out);
 };
 
 // From this many rows an expert on, weights are unpacked for tiles.

@@ -1,5 +1,5 @@
-// Many rows an expert, with AMX's products of bfloat16 (Sapphire Rapids and later): 16 rows x 16 weight rows
-// x 32 k an instruction.
+// Many rows an expert, with AMX's products of bfloat16 (Sapphire Rapids and later): 16 weight rows x 16
+// activation rows x 32 k an instruction.
 //
 // Every kind of activation row goes this way. bfloat16 rows are what they are. int8 codes are exact in
 // bfloat16, and each 32 of them share a scale, which is one instruction's k. AMX has products of int8 too, of
@@ -10,30 +10,71 @@
 // e8m0 is but at the ends of the range, so sums stay in tiles over all of K ("scaled" weights). Other weights
 // stay bare codes, and each block's sums meet its scales in float32.
 //
-// Within eight k the order of a panel's pairs is 0 4, 1 5, 2 6, 3 7 (see kernels_avx512_bf16.cpp), and rows
-// are packed to meet it. bfloat16 subnormals count as zero.
+// A tile of weights is the left operand, so that 16 activation rows lie side by side in a tile of sums: their
+// int8 scales are then one vector. Within eight k the order of a panel's pairs is 0 4, 1 5, 2 6, 3 7 (see
+// kernels_avx512_bf16.cpp), and rows are packed to meet it. bfloat16 subnormals and subnormal sums count as
+// zero.
 #include "cpu/avx512.h"
 #include "cpu/tiles.h"
 
 namespace fp4::cpu {
 namespace {
 
-constexpr int kStep = 32;  // k of one tile
+constexpr int kStep = 32;                      // k of one tile
+constexpr int kSums = kTileRows * kPanelRows;  // of one tile of sums
+constexpr int64_t kChunk = 8;                  // steps whose weights stay in the L1 cache for all rows
+constexpr int64_t kScratch = 4;                // sums of one tile that wait for their scales
 
 int64_t planes_of(RowKind kind) { return kind == RowKind::floating ? 3 : 1; }
 
 int64_t scales_at(RowKind kind, int64_t k) { return k / kStep * planes_of(kind) * kTileBytes; }
 
 int64_t rows_bytes(RowKind kind, int64_t k) {
-  return scales_at(kind, k) +
-         (kind == RowKind::int8 ? k / kInt8Block * kTileRows * int64_t(sizeof(float)) : 0);
+  const int64_t scales = kind == RowKind::int8 ? k / kInt8Block * kTileRows * int64_t(sizeof(float)) : 0;
+  return scales_at(kind, k) + scales;
 }
 
-int64_t panel_bytes(int64_t k) { return k / kStep * kTileBytes; }
+// A panel's tiles, then its scales by step, as float32 [k / 32][16].
+int64_t weight_scales_at(int64_t k) { return k / kStep * kTileBytes; }
 
-// --- rows ---
+int64_t panel_bytes(int64_t k) {
+  return weight_scales_at(k) + k / kStep * kPanelRows * int64_t(sizeof(float));
+}
 
 __m512i load64(const void* p) { return _mm512_loadu_si512(p); }
+
+// to[i][j] = r[j][i], of 32-bit values.
+[[gnu::always_inline]] inline void transpose(__m512i (&r)[16]) {
+  __m512i t[16];
+#pragma GCC unroll 8
+  for (int i = 0; i < 16; i += 2) {
+    t[i] = _mm512_unpacklo_epi32(r[i], r[i + 1]);
+    t[i + 1] = _mm512_unpackhi_epi32(r[i], r[i + 1]);
+  }
+#pragma GCC unroll 4
+  for (int i = 0; i < 16; i += 4) {
+    r[i] = _mm512_unpacklo_epi64(t[i], t[i + 2]);
+    r[i + 1] = _mm512_unpackhi_epi64(t[i], t[i + 2]);
+    r[i + 2] = _mm512_unpacklo_epi64(t[i + 1], t[i + 3]);
+    r[i + 3] = _mm512_unpackhi_epi64(t[i + 1], t[i + 3]);
+  }
+  // r[4 a + c] holds, in its lane b, rows 4 a to 4 a + 3 of column 4 b + c.
+#pragma GCC unroll 4
+  for (int c = 0; c < 4; ++c) {
+    const __m512i ab_low = _mm512_shuffle_i32x4(r[c], r[4 + c], 0x88);
+    const __m512i ab_high = _mm512_shuffle_i32x4(r[c], r[4 + c], 0xdd);
+    const __m512i cd_low = _mm512_shuffle_i32x4(r[8 + c], r[12 + c], 0x88);
+    const __m512i cd_high = _mm512_shuffle_i32x4(r[8 + c], r[12 + c], 0xdd);
+    t[c] = _mm512_shuffle_i32x4(ab_low, cd_low, 0x88);
+    t[4 + c] = _mm512_shuffle_i32x4(ab_high, cd_high, 0x88);
+    t[8 + c] = _mm512_shuffle_i32x4(ab_low, cd_low, 0xdd);
+    t[12 + c] = _mm512_shuffle_i32x4(ab_high, cd_high, 0xdd);
+  }
+#pragma GCC unroll 16
+  for (int i = 0; i < 16; ++i) r[i] = t[i];
+}
+
+// --- rows ---
 
 // 16 values whose lower halves are zero as bfloat16.
 __m256i upper_halves(__m512i v) { return _mm512_cvtepi32_epi16(_mm512_srli_epi32(v, 16)); }
@@ -67,7 +108,7 @@ void split(const float* x, __m512i planes[3]) {
   for (int i = 0; i < 2; ++i) {
     __m512 left = _mm512_loadu_ps(x + 16 * i);
     const __mmask16 finite = _mm512_cmp_ps_mask(_mm512_abs_ps(left), _mm512_set1_ps(HUGE_VALF), _CMP_LT_OQ);
-    // A NaN may have its bits in the lower half only.
+    // A NaN may have its bits in the lower half only; its sum is a quiet one.
     left = _mm512_mask_blend_ps(finite, _mm512_add_ps(left, left), left);
     for (int p = 0; p < 3; ++p) {
       const __m512i top = _mm512_and_si512(_mm512_castps_si512(left), _mm512_set1_epi32(int(0xffff0000)));
@@ -78,23 +119,29 @@ void split(const float* x, __m512i planes[3]) {
   for (int p = 0; p < 3; ++p) planes[p] = join(halves[0][p], halves[1][p]);
 }
 
+// Blocks of rows are tiles [k / 32][planes][16 pairs of k][16 rows][2]; behind them those of int8 rows have
+// their scales [k / 32][16].
 void pack_rows(RowKind kind, const uint8_t* const* rows, int count, int64_t k, uint8_t* to) {
-  const int64_t planes = planes_of(kind), step_bytes = planes * kTileBytes;
-  for (int m = 0; m < kTileRows; ++m) {
-    uint8_t* row = to + m * kTileRowBytes;
-    for (int64_t s = 0; s < k / kStep; ++s, row += step_bytes) {
-      __m512i values[3] = {_mm512_setzero_si512(), _mm512_setzero_si512(), _mm512_setzero_si512()};
-      if (m < count) {
-        if (kind == RowKind::bf16) {
-          values[0] = load64(rows[m] + s * kTileRowBytes);
-        } else if (kind == RowKind::int8) {
-          values[0] = pair_int8(codes_as_bf16(rows[m] + s * kStep));
-        } else {
-          split(reinterpret_cast<const float*>(rows[m]) + s * kStep, values);
-          for (int p = 0; p < 3; ++p) values[p] = pair_fours(values[p]);
-        }
+  const int64_t planes = planes_of(kind);
+  uint8_t* tile = to;
+  for (int64_t s = 0; s < k / kStep; ++s) {
+    __m512i values[3][kTileRows];
+    for (int m = 0; m < kTileRows; ++m) {
+      for (int64_t p = 0; p < planes; ++p) values[p][m] = _mm512_setzero_si512();
+      if (m >= count) continue;
+      if (kind == RowKind::bf16) {
+        values[0][m] = load64(rows[m] + s * kTileRowBytes);
+      } else if (kind == RowKind::int8) {
+        values[0][m] = pair_int8(codes_as_bf16(rows[m] + s * kStep));
+      } else {
+        __m512i split_row[3];
+        split(reinterpret_cast<const float*>(rows[m]) + s * kStep, split_row);
+        for (int p = 0; p < 3; ++p) values[p][m] = pair_fours(split_row[p]);
       }
-      for (int64_t p = 0; p < planes; ++p) _mm512_storeu_si512(row + p * kTileBytes, values[p]);
+    }
+    for (int64_t p = 0; p < planes; ++p, tile += kTileBytes) {
+      transpose(values[p]);
+      for (int i = 0; i < 16; ++i) _mm512_storeu_si512(tile + i * kTileRowBytes, values[p][i]);
     }
   }
   if (kind != RowKind::int8) return;
@@ -107,178 +154,278 @@ void pack_rows(RowKind kind, const uint8_t* const* rows, int count, int64_t k, u
 
 // --- weights ---
 
-// Whether codes times the panel's scales are exact bfloat16 numbers, none of them subnormal.
+using Table = std::array<uint16_t, 16>;  // bfloat16 by code
+
+constexpr Table table_of(Element element, float scale) {
+  Table table{};
+  for (int c = 0; c < 16; ++c)
+    table[c] = uint16_t(std::bit_cast<uint32_t>(codes_of(element).values[c] * scale) >> 16);
+  return table;
+}
+
+// By byte of the scale: codes times it.
+alignas(64) constexpr std::array<Table, 256> kE4m3Tables = [] {
+  std::array<Table, 256> tables{};
+  for (int b = 0; b < 256; ++b) {
+    const int exponent = b >> 3 & 15, mantissa = b & 7;
+    float scale = exponent == 0 ? float(mantissa) : float(8 + mantissa);
+    for (int e = exponent == 0 ? 1 : exponent; e < 10; ++e) scale *= .5f;
+    for (int e = 10; e < exponent; ++e) scale *= 2.f;
+    const bool nan = (b & 127) == 127;
+    tables[b] = table_of(element_of(Scale::e4m3), b > 127 ? -scale : scale);
+    if (nan) tables[b].fill(0x7fc0);
+  }
+  return tables;
+}();
+
+// Where products with the weights keep far from the ends of float32's range.
+constexpr int kE8m0Low = 64, kE8m0High = 190;
+
+alignas(64) constexpr std::array<Table, 256> kE8m0Tables = [] {
+  std::array<Table, 256> tables{};
+  for (int b = kE8m0Low; b <= kE8m0High; ++b)
+    tables[b] = table_of(element_of(Scale::e8m0), std::bit_cast<float>(uint32_t(b) << 23));
+  return tables;
+}();
+
+// Whether codes times the panel's scales are in the tables.
 template <Scale scale>
-bool exact_in_bf16(const Panel& panel) {
+bool has_tables(const Panel& panel) {
   if constexpr (scale == Scale::e4m3) return true;
   if constexpr (scale != Scale::e8m0) return false;
-  __m128i low = _mm_set1_epi8(-1), high = _mm_setzero_si128();
+  __m128i low = _mm_set1_epi8(char(kE8m0Low)), high = _mm_set1_epi8(char(kE8m0High));
+  const __m128i lowest = low, highest = high;
   for (int64_t b = 0; b < panel.k / step_of(scale); ++b) {
     const __m128i bytes = _mm_loadu_si128(reinterpret_cast<const __m128i*>(panel.scales + b * kPanelRows));
     low = _mm_min_epu8(low, bytes);
     high = _mm_max_epu8(high, bytes);
   }
-  // 0.5 * 2^(2 - 127) is normal, and so is 6 * 2^(252 - 127).
-  const __m128i under = _mm_cmpeq_epi8(_mm_min_epu8(low, _mm_set1_epi8(2)), _mm_set1_epi8(2));
-  const __m128i over = _mm_cmpeq_epi8(_mm_max_epu8(high, _mm_set1_epi8(char(252))), _mm_set1_epi8(char(252)));
-  return (_mm_movemask_epi8(under) & _mm_movemask_epi8(over)) == 0xffff;
+  return _mm_movemask_epi8(_mm_and_si128(_mm_cmpeq_epi8(low, lowest), _mm_cmpeq_epi8(high, highest))) ==
+         0xffff;
 }
 
-// A panel's weights as tiles: [k / 32][16 pairs of k][16 rows][2]. Returns whether they have their scales.
+__m512i both_halves(const Table& table) {
+  return _mm512_broadcast_i64x4(_mm256_loadu_si256(reinterpret_cast<const __m256i*>(table.data())));
+}
+
+// The 32 weights of each of 16 rows as bfloat16. table(row): by code, the upper half of it where `by_block`
+// for the upper 16 k.
+template <bool by_block, typename F>
+[[gnu::always_inline]] inline void unpack_step(const uint8_t* codes, const F& table, uint8_t* to) {
+  const __m512i w[4] = {load64(codes), load64(codes + 64), load64(codes + 128), load64(codes + 192)};
+  const __m512i t[4] = {_mm512_unpacklo_epi32(w[0], w[1]), _mm512_unpackhi_epi32(w[0], w[1]),
+                        _mm512_unpacklo_epi32(w[2], w[3]), _mm512_unpackhi_epi32(w[2], w[3])};
+  // Lane b of rows[i] has the four words of row 4 b + i.
+  const __m512i rows[4] = {_mm512_unpacklo_epi64(t[0], t[2]), _mm512_unpackhi_epi64(t[0], t[2]),
+                           _mm512_unpacklo_epi64(t[1], t[3]), _mm512_unpackhi_epi64(t[1], t[3])};
+  const __m512i words = _mm512_setr_epi32(0, 0, 0, 0, 1, 1, 1, 1, 2, 2, 2, 2, 3, 3, 3, 3);
+  const __m512i shifts = _mm512_broadcast_i32x4(_mm_setr_epi32(0, 4, 8, 12));
+  const __m512i upper = _mm512_inserti64x4(_mm512_setzero_si512(), _mm256_set1_epi16(16), 1);
+#pragma GCC unroll 4
+  for (int b = 0; b < 4; ++b) {
+    const __m512i lane = _mm512_add_epi32(words, _mm512_set1_epi32(4 * b));
+#pragma GCC unroll 4
+    for (int i = 0; i < 4; ++i) {
+      const int row = 4 * b + i;
+      __m512i pairs = _mm512_srlv_epi32(_mm512_permutexvar_epi32(lane, rows[i]), shifts);
+      if constexpr (by_block)  // (pairs & 15) | upper
+        pairs = _mm512_ternarylogic_epi32(pairs, _mm512_set1_epi16(15), upper, 0xea);
+      _mm512_storeu_si512(to + row * kTileRowBytes, _mm512_permutexvar_epi16(pairs, table(row)));
+    }
+  }
+}
+
+// A panel's weights as tiles: [k / 32][16 rows][16 pairs of k][2]. Returns whether they have their scales.
 template <Scale scale>
 bool unpack(const Panel& panel, uint8_t* to) {
-  const __m512 values = _mm512_loadu_ps(codes_of(element_of(scale)).values);
+  constexpr Element element = element_of(scale);
   const uint8_t* codes = panel.codes;
-  if (exact_in_bf16<scale>(panel)) {
-    const __m512 table = _mm512_mul_ps(values, _mm512_set1_ps(kScaleUnit<scale>));
-    const __m512i upper = _mm512_set1_epi32(int(0xffff0000));
-    const uint8_t* scales = panel.scales;
-    for (int64_t k0 = 0; k0 < panel.k; k0 += step_of(scale)) {
-      const __m512 b_scale = load_scales<scale>(scales);
-      scales = next_scales<scale>(panel, scales, k0 + step_of(scale));
-      for (int k = 0; k < step_of(scale); k += 8, codes += 64, to += 4 * kTileRowBytes) {
-        const __m512i words = load64(codes);
-        _mm_prefetch(codes + kPrefetch, _MM_HINT_T0);
-        const auto value = [&](int j) {  // of the words' nibbles j
-          const __m512 code = _mm512_permutexvar_ps(_mm512_srli_epi32(words, 4 * j), table);
-          return _mm512_castps_si512(_mm512_mul_ps(code, b_scale));
-        };
+  const uint8_t* scales = panel.scales;
+  const bool scaled = has_tables<scale>(panel);
+  float* to_scales = reinterpret_cast<float*>(to + weight_scales_at(panel.k));
+  for (int64_t s = 0; s < panel.k / kStep; ++s, codes += 4 * 64, to += kTileBytes) {
 #pragma GCC unroll 4
-        for (int j = 0; j < 4; ++j)  // the lower half of value(j) is zero
-          _mm512_storeu_si512(to + j * kTileRowBytes, _mm512_or_si512(_mm512_srli_epi32(value(j), 16),
-                                                                      _mm512_and_si512(value(j + 4), upper)));
-      }
+    for (int w = 0; w < 4; ++w) _mm_prefetch(codes + kPrefetch + 64 * w, _MM_HINT_T0);
+    if constexpr (scale == Scale::e4m3) {
+      unpack_step<true>(
+          codes,
+          [&](int row) {
+            const auto half = [&](int i) {
+              const Table& table = kE4m3Tables[scales[i * kPanelRows + row]];
+              return _mm256_load_si256(reinterpret_cast<const __m256i*>(table.data()));
+            };
+            return join(half(0), half(1));
+          },
+          to);
+      scales += 2 * kPanelRows;
+    } else if (scale == Scale::e8m0 && scaled) {
+      unpack_step<false>(codes, [&](int row) { return both_halves(kE8m0Tables[scales[row]]); }, to);
+      scales += kPanelRows;
+    } else {
+      constexpr Table values = table_of(element, 1.f);
+      const __m512i table = both_halves(values);
+      unpack_step<false>(codes, [&](int) { return table; }, to);
+      _mm512_storeu_ps(to_scales + s * kPanelRows,
+                       _mm512_mul_ps(load_scales<scale>(scales), _mm512_set1_ps(kScaleUnit<scale>)));
+      scales = next_scales<scale>(panel, scales, (s + 1) * kStep);
     }
-    return true;
   }
-  const __m256i narrow = upper_halves(_mm512_castps_si512(values));
-  const __m512i table = _mm512_broadcast_i64x4(narrow);  // twice: see kernels_avx512_bf16.cpp
-  for (int64_t k = 0; k < panel.k; k += 8, codes += 64, to += 4 * kTileRowBytes) {
-    const __m512i words = load64(codes);
-    _mm_prefetch(codes + kPrefetch, _MM_HINT_T0);
-#pragma GCC unroll 4
-    for (int j = 0; j < 4; ++j)
-      _mm512_storeu_si512(to + j * kTileRowBytes,
-                          _mm512_permutexvar_epi16(_mm512_srli_epi32(words, 4 * j), table));
-  }
-  return false;
+  return scaled;
 }
 
 // --- products ---
 
-// Two blocks of rows x two panels, or one of either, with sums that stay in the tiles 0 to 3 over all of K.
+// What a product of one or two panels with one or two blocks of rows reads and writes. Sums are those of
+// panel p with block b at out[b * 2 + p], as [16 weight rows][16 activation rows].
+struct Operands {
+  const uint8_t* weights[2];
+  const float* weight_scales[2];
+  const uint8_t* rows[2];
+  const float* row_scales[2];
+  float* out[4];
+};
+
+// tile(b * 2 + p) += weights[p] . rows[b] of one step. Tiles 0 to 3 are sums, 4 and 5 weights, 6 and 7 rows.
 template <int blocks, int panels>
-void multiply_whole(const uint8_t* const* a, const uint8_t* const* b, int64_t steps, int64_t planes,
-                    float* const (*out)[2]) {
-  tile_zero<0>(), tile_zero<1>(), tile_zero<2>(), tile_zero<3>();
-  for (int64_t s = 0; s < steps; ++s) {
-    tile_load<6>(b[0] + s * kTileBytes);
-    if constexpr (panels == 2) tile_load<7>(b[1] + s * kTileBytes);
-    for (int64_t at = s * planes * kTileBytes, end = at + planes * kTileBytes; at < end; at += kTileBytes) {
-      tile_load<4>(a[0] + at);
-      tile_dot_bf16<0, 4, 6>();
-      if constexpr (panels == 2) tile_dot_bf16<1, 4, 7>();
-      if constexpr (blocks == 2) {
-        tile_load<5>(a[1] + at);
-        tile_dot_bf16<2, 5, 6>();
-        if constexpr (panels == 2) tile_dot_bf16<3, 5, 7>();
+[[gnu::always_inline]] inline void dot_step(const Operands& o, int64_t s, int64_t planes) {
+  tile_load<4>(o.weights[0] + s * kTileBytes);
+  if constexpr (panels == 2) tile_load<5>(o.weights[1] + s * kTileBytes);
+  for (int64_t i = s * planes; i < (s + 1) * planes; ++i) {
+    tile_load<6>(o.rows[0] + i * kTileBytes);
+    tile_dot_bf16<0, 4, 6>();
+    if constexpr (panels == 2) tile_dot_bf16<1, 5, 6>();
+    if constexpr (blocks == 2) {
+      tile_load<7>(o.rows[1] + i * kTileBytes);
+      tile_dot_bf16<2, 4, 7>();
+      if constexpr (panels == 2) tile_dot_bf16<3, 5, 7>();
+    }
+  }
+}
+
+template <int blocks, int panels>
+[[gnu::always_inline]] inline void zero_tiles() {
+  tile_zero<0>();
+  if constexpr (panels == 2) tile_zero<1>();
+  if constexpr (blocks == 2) tile_zero<2>();
+  if constexpr (blocks == 2 && panels == 2) tile_zero<3>();
+}
+
+template <int blocks, int panels>
+[[gnu::always_inline]] inline void store_tiles(float* const* to) {
+  tile_store<0>(to[0]);
+  if constexpr (panels == 2) tile_store<1>(to[1]);
+  if constexpr (blocks == 2) tile_store<2>(to[2]);
+  if constexpr (blocks == 2 && panels == 2) tile_store<3>(to[3]);
+}
+
+// The steps [begin, end), whose sums stay in tiles.
+template <int blocks, int panels>
+void multiply_whole(const Operands& o, int64_t begin, int64_t end, int64_t, int64_t planes) {
+  if (begin == 0) {
+    zero_tiles<blocks, panels>();
+  } else {
+    const auto at = [&](int i) { return reinterpret_cast<const uint8_t*>(o.out[i]); };
+    tile_load<0>(at(0));
+    if constexpr (panels == 2) tile_load<1>(at(1));
+    if constexpr (blocks == 2) tile_load<2>(at(2));
+    if constexpr (blocks == 2 && panels == 2) tile_load<3>(at(3));
+  }
+  for (int64_t s = begin; s < end; ++s) dot_step<blocks, panels>(o, s, planes);
+  store_tiles<blocks, panels>(o.out);
+}
+
+// The same where sums meet scales on the way: those of rows after each step, where there are any (by_row),
+// and those of panels after each `group` of steps, where weights lack them (by_panel).
+template <bool by_row, bool by_panel, int blocks, int panels>
+void multiply_scaled(const Operands& o, int64_t begin, int64_t end, int64_t group, int64_t planes) {
+  alignas(64) float scratch[kScratch][4][kSums];
+  for (int64_t s = begin; s < end; s += kScratch * group) {
+    const int64_t groups = std::min(kScratch, (end - s + group - 1) / group);
+    for (int64_t g = 0; g < groups; ++g) {
+      zero_tiles<blocks, panels>();
+      for (int64_t i = s + g * group; i < std::min(end, s + (g + 1) * group); ++i)
+        dot_step<blocks, panels>(o, i, planes);
+      float* const to[4] = {scratch[g][0], scratch[g][1], scratch[g][2], scratch[g][3]};
+      store_tiles<blocks, panels>(to);
+    }
+    for (int b = 0; b < blocks; ++b)
+      for (int p = 0; p < panels; ++p) {
+        float* out = o.out[b * 2 + p];
+        __m512 total[kPanelRows];
+#pragma GCC unroll 16
+        for (int n = 0; n < kPanelRows; ++n)
+          total[n] = s == 0 ? _mm512_setzero_ps() : _mm512_loadu_ps(out + n * kTileRows);
+        for (int64_t g = 0; g < groups; ++g) {
+          const float* sums = scratch[g][b * 2 + p];
+          const int64_t at = (s + g * group) * 16;
+          const __m512 row_scales = by_row ? _mm512_loadu_ps(o.row_scales[b] + at) : _mm512_set1_ps(1.f);
+#pragma GCC unroll 16
+          for (int n = 0; n < kPanelRows; ++n) {
+            __m512 factor = row_scales;
+            if constexpr (by_panel) {
+              factor = _mm512_set1_ps(o.weight_scales[p][at + n]);
+              if constexpr (by_row) factor = _mm512_mul_ps(factor, row_scales);
+            }
+            total[n] = _mm512_fmadd_ps(_mm512_load_ps(sums + n * kTileRows), factor, total[n]);
+          }
+        }
+#pragma GCC unroll 16
+        for (int n = 0; n < kPanelRows; ++n) _mm512_storeu_ps(out + n * kTileRows, total[n]);
       }
-    }
   }
-  tile_store<0>(out[0][0]);
-  if constexpr (panels == 2) tile_store<1>(out[0][1]);
-  if constexpr (blocks == 2) tile_store<2>(out[1][0]);
-  if constexpr (blocks == 2 && panels == 2) tile_store<3>(out[1][1]);
 }
 
-// The sums of `steps` steps, by way of tile c.
-template <int c, int a_tile, int b_tile>
-[[gnu::always_inline]] inline void dot_steps(const uint8_t* a, const uint8_t* b, int64_t steps,
-                                             int64_t planes, float* sums) {
-  tile_zero<c>();
-  for (int64_t s = 0; s < steps; ++s, b += kTileBytes) {
-    tile_load<b_tile>(b);
-    for (int64_t p = 0; p < planes; ++p, a += kTileBytes) {
-      tile_load<a_tile>(a);
-      tile_dot_bf16<c, a_tile, b_tile>();
-    }
+using Steps = void (*)(const Operands&, int64_t begin, int64_t end, int64_t group, int64_t planes);
+
+// By blocks and panels, less one.
+template <bool by_row, bool by_panel>
+Steps steps_for(int blocks, int panels) {
+  if constexpr (!by_row && !by_panel) {
+    constexpr Steps found[2][2] = {{multiply_whole<1, 1>, multiply_whole<1, 2>},
+                                   {multiply_whole<2, 1>, multiply_whole<2, 2>}};
+    return found[blocks - 1][panels - 1];
+  } else {
+    constexpr Steps found[2][2] = {
+        {multiply_scaled<by_row, by_panel, 1, 1>, multiply_scaled<by_row, by_panel, 1, 2>},
+        {multiply_scaled<by_row, by_panel, 2, 1>, multiply_scaled<by_row, by_panel, 2, 2>}};
+    return found[blocks - 1][panels - 1];
   }
-  tile_store<c>(sums);
 }
 
-// One block of rows x one panel, whose sums meet scales on the way: those of rows after each step, where
-// there are any (by_row), and those of the panel at the end of a block, where its weights lack them
-// (by_panel).
-template <Scale scale, bool by_row, bool by_panel>
-void multiply_scaled(const uint8_t* a, const float* a_scales, const uint8_t* b, const Panel& panel,
-                     int64_t planes, float* out) {
-  const int64_t steps = panel.k / kStep, group = by_row ? 1 : panel.block / kStep;
-  alignas(64) float sums[2][kTileRows * kPanelRows];
-  __m512 total[kTileRows];
-#pragma GCC unroll 16
-  for (int m = 0; m < kTileRows; ++m) total[m] = _mm512_setzero_ps();
-  const auto add = [&](const float* sum, int64_t s) __attribute__((always_inline)) {
-    __m512 b_scale = _mm512_set1_ps(1.f);
-    if constexpr (by_panel)
-      b_scale = load_scales<scale>(panel.scales + s * kStep / panel.block * kPanelRows * scale_size(scale));
-#pragma GCC unroll 16
-    for (int m = 0; m < kTileRows; ++m) {
-      __m512 factor = b_scale;
-      if constexpr (by_row) {
-        factor = _mm512_set1_ps(a_scales[s * kTileRows + m]);
-        if constexpr (by_panel) factor = _mm512_mul_ps(factor, b_scale);
-      }
-      total[m] = _mm512_fmadd_ps(_mm512_loadu_ps(sum + m * kPanelRows), factor, total[m]);
-    }
-  };
-  // Two at a time: while one's sums are added, the other's are made.
-  const int64_t a_step = planes * kTileBytes;
-  int64_t s = 0;
-  for (; s + 2 * group <= steps; s += 2 * group) {
-    dot_steps<0, 4, 6>(a + s * a_step, b + s * kTileBytes, group, planes, sums[0]);
-    dot_steps<1, 5, 7>(a + (s + group) * a_step, b + (s + group) * kTileBytes, group, planes, sums[1]);
-    add(sums[0], s);
-    add(sums[1], s + group);
-  }
-  for (; s < steps; s += group) {
-    dot_steps<0, 4, 6>(a + s * a_step, b + s * kTileBytes, std::min(group, steps - s), planes, sums[0]);
-    add(sums[0], s);
-  }
-#pragma GCC unroll 16
-  for (int m = 0; m < kTileRows; ++m) _mm512_storeu_ps(out + m * kPanelRows, total[m]);
-}
-
-template <Scale scale>
 void multiply(RowKind kind, const uint8_t* rows, int blocks, const Panel* panels, int count,
               uint8_t* const* weights, const bool* scaled, float* out) {
-  const int64_t k = panels[0].k, planes = planes_of(kind), stride = rows_bytes(kind, k);
-  const auto tile = [&](int block, int p) { return out + (block * 2 + p) * kTileRows * kPanelRows; };
+  const int64_t k = panels[0].k, planes = planes_of(kind), stride = rows_bytes(kind, k), steps = k / kStep;
+  const bool by_row = kind == RowKind::int8;
+  const int64_t group = by_row ? 1 : std::max(1, panels[0].block / kStep);
   const TileScope scope;
-  if (kind != RowKind::int8 && scaled[0] && (count == 1 || scaled[1])) {
-    for (int i = 0; i < blocks; i += 2) {
-      const int two = std::min(2, blocks - i), last = i + two - 1;
-      const uint8_t* const a[2] = {rows + i * stride, rows + last * stride};
-      float* const to[2][2] = {{tile(i, 0), tile(i, 1)}, {tile(last, 0), tile(last, 1)}};
-      const auto run = two == 2 ? (count == 2 ? multiply_whole<2, 2> : multiply_whole<2, 1>)
-                                : (count == 2 ? multiply_whole<1, 2> : multiply_whole<1, 1>);
-      run(a, weights, k / kStep, planes, to);
-    }
-    return;
-  }
-  for (int p = 0; p < count; ++p)
-    for (int i = 0; i < blocks; ++i) {
-      const uint8_t* a = rows + i * stride;
-      const float* a_scales = reinterpret_cast<const float*>(a + scales_at(kind, k));
-      const bool by_row = kind == RowKind::int8;
-      if (scaled[p] && !by_row) {
-        float* const to[1][2] = {{tile(i, p), nullptr}};
-        multiply_whole<1, 1>(&a, weights + p, k / kStep, planes, to);
-        continue;
+  // Two panels go together where both have their scales, or neither.
+  const int together = count == 2 && scaled[0] == scaled[1] ? 2 : 1;
+  for (int p = 0; p < count; p += together)
+    for (int64_t begin = 0; begin < steps; begin += kChunk)
+      for (int i = 0; i < blocks; i += 2) {
+        const int two = std::min(2, blocks - i);
+        Operands o;
+        for (int j = 0; j < 2; ++j) {
+          const uint8_t* const w = weights[std::min(p + j, count - 1)];
+          o.weights[j] = w;
+          o.weight_scales[j] = reinterpret_cast<const float*>(w + weight_scales_at(k));
+          o.rows[j] = rows + (i + std::min(j, two - 1)) * stride;
+          o.row_scales[j] = reinterpret_cast<const float*>(o.rows[j] + scales_at(kind, k));
+        }
+        for (int j = 0; j < 4; ++j) o.out[j] = out + ((i + j / 2) * 2 + p + j % 2) * kSums;
+        const Steps run =
+            scaled[p]
+                ? (by_row ? steps_for<true, false>(two, together) : steps_for<false, false>(two, together))
+                : (by_row ? steps_for<true, true>(two, together) : steps_for<false, true>(two, together));
+        run(o, begin, std::min(steps, begin + kChunk), group, planes);
       }
-      const auto run = scaled[p] ? multiply_scaled<scale, true, false>
-                       : by_row  ? multiply_scaled<scale, true, true>
-                                 : multiply_scaled<scale, false, true>;
-      run(a, a_scales, weights[p], panels[p], planes, tile(i, p));
+  for (int i = 0; i < blocks; ++i)
+    for (int p = 0; p < count; ++p) {
+      __m512i sums[16];
+      float* const to = out + (i * 2 + p) * kSums;
+      for (int n = 0; n < 16; ++n) sums[n] = load64(to + n * 16);
+      transpose(sums);
+      for (int m = 0; m < 16; ++m) _mm512_storeu_si512(to + m * 16, sums[m]);
     }
 }
 
@@ -292,7 +439,7 @@ const TileKernels kAmxBf16 = {
     .pack_rows = pack_rows,
     .panel_bytes = panel_bytes,
     .unpack = {unpack<Scale::e4m3>, unpack<Scale::e8m0>, unpack<Scale::bf16>, unpack<Scale::f32>},
-    .multiply = {multiply<Scale::e4m3>, multiply<Scale::e8m0>, multiply<Scale::bf16>, multiply<Scale::f32>},
+    .multiply = multiply,
 };
 
 }  // namespace fp4::cpu

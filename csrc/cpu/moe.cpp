@@ -69,11 +69,15 @@ void run_tokens(const Block& block, const void* x, DType x_dtype, int64_t tokens
                  out_dtype);
     }
   };
+  // A row of the second product is made ready by the thread that has just made it.
+  const auto activate_and_fill = [&](int64_t begin, int64_t end) {
+    activate(begin, end);
+    if (h_rows.fill.run != nullptr) h_rows.fill.run(begin, end);
+  };
   run_phases({x_rows.fill,
               up.pack(),
               up.multiply(),
-              {count, std::max<int64_t>(1, 8192 / (inter + 1)), activate},
-              h_rows.fill,
+              {count, std::max<int64_t>(1, 8192 / (inter + 1)), activate_and_fill},
               down.pack(),
               down.multiply(),
               {tokens, std::max<int64_t>(1, 16384 / (hidden + 1)), combine}});

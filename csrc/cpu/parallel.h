@@ -10,11 +10,13 @@
 
 namespace fp4::cpu {
 
-// run(begin, end) for parts of [0, count) that together are all of it, each of at least `grain` but the last.
-// A phase may be empty.
 struct Phase {
+  // run(begin, end) is called for parts of [0, count) that together are all of it. A thread takes part where
+  // there is `grain` for it. A phase may be empty.
   int64_t count = 0, grain = 1;
   std::function<void(int64_t begin, int64_t end)> run = nullptr;
+  // Or null: what a thread may do for its part while it waits for the phase before. It may ask for memory.
+  std::function<void(int64_t begin, int64_t end)> ahead = nullptr;
 };
 
 // Runs the phases one after another, each by up to torch.get_num_threads() threads. What a part throws, this
