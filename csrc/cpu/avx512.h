@@ -11,7 +11,7 @@ namespace {
 
 // How many bytes ahead of its loads a kernel asks for weights. Panels follow each other in memory, so this
 // reaches into the next one, across the page borders at which hardware prefetchers stop.
-constexpr int kPrefetch = 8192;
+constexpr int kPrefetch = 4096;
 
 // The block scales of 16 rows as float32, times 1 / kScaleUnit.
 template <Scale scale>

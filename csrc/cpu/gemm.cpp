@@ -179,7 +179,7 @@ void Product::run_panels(size_t s, int64_t begin, int64_t end, Scratch& scratch)
     for (int i = 0; i < count; ++i) a_rows[i] = a_row(segment.begin + first + i);
     alignas(64) float tile[kTokenBlock * kPanelRows];
     multiply(panel, a_rows, count, tile);
-    store(segment, segment.begin + first, count, p, tile);
+    store(segment, segment.begin + first, count, p, 1, tile);
   }
 }
 
@@ -207,26 +207,27 @@ void Product::run_tiles(size_t s, int64_t begin, int64_t end, Scratch& scratch) 
     const int blocks = int(std::min<int64_t>(kTileBlocks, u.blocks - first));
     tiles.multiply(a_.kind, packed_.data() + (u.first_block + first) * block_bytes_, blocks, panels, count,
                    weights, scaled, scratch.sums.floats());
-    for (int b = 0; b < blocks; ++b)
-      for (int i = 0; i < count; ++i) {
-        const Segment& block = blocks_[u.first_block + first + b];
-        store(segment, block.begin, int(block.count), p + i, scratch.sums.floats() + (b * 2 + i) * kSums);
-      }
+    for (int b = 0; b < blocks; ++b) {
+      const Segment& block = blocks_[u.first_block + first + b];
+      store(segment, block.begin, int(block.count), p, 2, scratch.sums.floats() + b * 2 * kSums);
+    }
   }
 }
 
-// tile [count][16] to the output rows of the positions from `position` on.
-void Product::store(const Segment& segment, int64_t position, int count, int64_t panel,
+// tile [count][panels][16] to the output rows of the positions from `position` on.
+void Product::store(const Segment& segment, int64_t position, int count, int64_t panel, int panels,
                     const float* tile) const {
-  const int64_t n0 = panel * kPanelRows, columns = std::min<int64_t>(kPanelRows, w_.n - n0);
+  const Kernels& kn = kernels();
+  const int64_t n0 = panel * kPanelRows, width = panels * kPanelRows;
+  const int64_t columns = std::min(width, w_.n - n0);
   const float factor = w_.global_scale ? w_.global_scale[segment.expert] : 1.f;
   const void* bias = w_.bias == nullptr ? nullptr
                                         : static_cast<const uint8_t*>(w_.bias) +
                                               (segment.expert * w_.n + n0) * dtype_size(w_.bias_dtype);
   for (int i = 0; i < count; ++i) {
     const int64_t row = rows_.out_index.empty() ? position + i : rows_.out_index[position + i];
-    kernels().store(tile + i * kPanelRows, factor, bias, w_.bias_dtype,
-                    out_ + (row * w_.n + n0) * dtype_size(out_dtype_), out_dtype_, columns);
+    kn.store(tile + i * width, factor, bias, w_.bias_dtype, out_ + (row * w_.n + n0) * dtype_size(out_dtype_),
+             out_dtype_, columns);
   }
 }
 

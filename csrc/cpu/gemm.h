@@ -71,7 +71,8 @@ class Product {
   void run(int64_t begin, int64_t end) const;
   void run_panels(size_t s, int64_t begin, int64_t end, Scratch& scratch) const;
   void run_tiles(size_t s, int64_t begin, int64_t end, Scratch& scratch) const;
-  void store(const Segment& segment, int64_t position, int count, int64_t panel, const float* tile) const;
+  void store(const Segment& segment, int64_t position, int count, int64_t panel, int panels,
+             const float* tile) const;
 
   const Activations& a_;
   const Weight w_;

@@ -61,7 +61,7 @@ struct TileKernels {
   // A panel's weights as the tiles read them, and whether they have their block scales.
   int64_t (*panel_bytes)(int64_t k);
   bool (*unpack[std::size(kScales)])(const Panel& panel, uint8_t* to);  // by Scale
-  // out[block][2][16 rows][16] = rows . panel, for `blocks` blocks of rows one after another, and one or two
+  // out[block][16 rows][2][16] = rows . panel, for `blocks` blocks of rows one after another, and one or two
   // panels with their unpacked weights. Without the global scale.
   void (*multiply)(RowKind kind, const uint8_t* rows, int blocks, const Panel* panels, int count,
                    uint8_t* const* weights, const bool* scaled, float* out);
@@ -69,6 +69,9 @@ struct TileKernels {
 
 // From this many rows an expert on, weights are unpacked for tiles.
 inline constexpr int64_t kTileMinRows = 16;
+// What one unit of work stores of an output row: two panels.
+inline constexpr int kMostColumns = 2 * kPanelRows;
+
 // The rows of a block, and the most blocks that share one unpacked panel.
 inline constexpr int kTileRows = 16, kTileBlocks = 8;
 
@@ -92,7 +95,7 @@ struct Kernels {
   void (*prepare_float)(const void* x, DType dtype, int64_t k, float* row);
   // float32 [k] -> a float row, in place; null where that is the same.
   void (*arrange_float)(float* row, int64_t k);
-  // out[0..count) = tile * factor + bias; bias may be null.
+  // out[0..count) = tile * factor + bias for at most kMostColumns; bias may be null.
   void (*store)(const float* tile, float factor, const void* bias, DType bias_dtype, void* out,
                 DType out_dtype, int64_t count);
   // h [k] = the gated activation of gate_up [2k].

@@ -22,8 +22,7 @@ namespace {
 
 constexpr int kStep = 32;                      // k of one tile
 constexpr int kSums = kTileRows * kPanelRows;  // of one tile of sums
-constexpr int64_t kChunk = 8;                  // steps whose weights stay in the L1 cache for all rows
-constexpr int64_t kScratch = 4;                // sums of one tile that wait for their scales
+constexpr int64_t kScratch = 2;                // tiles of sums that wait for their scales
 
 int64_t planes_of(RowKind kind) { return kind == RowKind::floating ? 3 : 1; }
 
@@ -318,64 +317,61 @@ template <int blocks, int panels>
   if constexpr (blocks == 2 && panels == 2) tile_store<3>(to[3]);
 }
 
-// The steps [begin, end), whose sums stay in tiles.
+// All steps, whose sums stay in tiles.
 template <int blocks, int panels>
-void multiply_whole(const Operands& o, int64_t begin, int64_t end, int64_t, int64_t planes) {
-  if (begin == 0) {
-    zero_tiles<blocks, panels>();
-  } else {
-    const auto at = [&](int i) { return reinterpret_cast<const uint8_t*>(o.out[i]); };
-    tile_load<0>(at(0));
-    if constexpr (panels == 2) tile_load<1>(at(1));
-    if constexpr (blocks == 2) tile_load<2>(at(2));
-    if constexpr (blocks == 2 && panels == 2) tile_load<3>(at(3));
-  }
-  for (int64_t s = begin; s < end; ++s) dot_step<blocks, panels>(o, s, planes);
+void multiply_whole(const Operands& o, int64_t steps, int64_t, int64_t planes) {
+  zero_tiles<blocks, panels>();
+  for (int64_t s = 0; s < steps; ++s) dot_step<blocks, panels>(o, s, planes);
   store_tiles<blocks, panels>(o.out);
 }
 
 // The same where sums meet scales on the way: those of rows after each step, where there are any (by_row),
-// and those of panels after each `group` of steps, where weights lack them (by_panel).
+// and those of panels, where weights lack them (by_panel), each of which holds for `group` steps.
 template <bool by_row, bool by_panel, int blocks, int panels>
-void multiply_scaled(const Operands& o, int64_t begin, int64_t end, int64_t group, int64_t planes) {
+void multiply_scaled(const Operands& o, int64_t steps, int64_t group, int64_t planes) {
   alignas(64) float scratch[kScratch][4][kSums];
-  for (int64_t s = begin; s < end; s += kScratch * group) {
-    const int64_t groups = std::min(kScratch, (end - s + group - 1) / group);
-    for (int64_t g = 0; g < groups; ++g) {
+  // Tiles are stored after so many steps, and so many times before their sums are added.
+  const int64_t each = by_row ? 1 : group, times = by_row && by_panel ? std::min(kScratch, group)
+                                                   : by_row           ? kScratch
+                                                                      : 1;
+  for (int64_t s = 0; s < steps; s += times * each) {
+    const int64_t stored = std::min(times, (steps - s + each - 1) / each);
+    for (int64_t t = 0; t < stored; ++t) {
       zero_tiles<blocks, panels>();
-      for (int64_t i = s + g * group; i < std::min(end, s + (g + 1) * group); ++i)
+      for (int64_t i = s + t * each; i < std::min(steps, s + (t + 1) * each); ++i)
         dot_step<blocks, panels>(o, i, planes);
-      float* const to[4] = {scratch[g][0], scratch[g][1], scratch[g][2], scratch[g][3]};
+      float* const to[4] = {scratch[t][0], scratch[t][1], scratch[t][2], scratch[t][3]};
       store_tiles<blocks, panels>(to);
     }
     for (int b = 0; b < blocks; ++b)
       for (int p = 0; p < panels; ++p) {
         float* out = o.out[b * 2 + p];
+        const float* panel_scales = o.weight_scales[p] + s * kPanelRows;
         __m512 total[kPanelRows];
 #pragma GCC unroll 16
         for (int n = 0; n < kPanelRows; ++n)
-          total[n] = s == 0 ? _mm512_setzero_ps() : _mm512_loadu_ps(out + n * kTileRows);
-        for (int64_t g = 0; g < groups; ++g) {
-          const float* sums = scratch[g][b * 2 + p];
-          const int64_t at = (s + g * group) * 16;
-          const __m512 row_scales = by_row ? _mm512_loadu_ps(o.row_scales[b] + at) : _mm512_set1_ps(1.f);
+          total[n] = by_panel || s == 0 ? _mm512_setzero_ps() : _mm512_loadu_ps(out + n * kTileRows);
+        for (int64_t t = 0; t < stored; ++t) {
+          const float* sums = scratch[t][b * 2 + p];
+          const __m512 scales =
+              by_row ? _mm512_loadu_ps(o.row_scales[b] + (s + t) * kTileRows) : _mm512_set1_ps(1.f);
 #pragma GCC unroll 16
-          for (int n = 0; n < kPanelRows; ++n) {
-            __m512 factor = row_scales;
-            if constexpr (by_panel) {
-              factor = _mm512_set1_ps(o.weight_scales[p][at + n]);
-              if constexpr (by_row) factor = _mm512_mul_ps(factor, row_scales);
-            }
-            total[n] = _mm512_fmadd_ps(_mm512_load_ps(sums + n * kTileRows), factor, total[n]);
-          }
+          for (int n = 0; n < kPanelRows; ++n)
+            total[n] = _mm512_fmadd_ps(_mm512_load_ps(sums + n * kTileRows), scales, total[n]);
         }
 #pragma GCC unroll 16
-        for (int n = 0; n < kPanelRows; ++n) _mm512_storeu_ps(out + n * kTileRows, total[n]);
+        for (int n = 0; n < kPanelRows; ++n) {
+          if constexpr (by_panel) {
+            const __m512 before = s == 0 ? _mm512_setzero_ps() : _mm512_loadu_ps(out + n * kTileRows);
+            total[n] = _mm512_fmadd_ps(total[n], _mm512_set1_ps(panel_scales[n]), before);
+          }
+          _mm512_storeu_ps(out + n * kTileRows, total[n]);
+        }
       }
   }
 }
 
-using Steps = void (*)(const Operands&, int64_t begin, int64_t end, int64_t group, int64_t planes);
+using Steps = void (*)(const Operands&, int64_t steps, int64_t group, int64_t planes);
 
 // By blocks and panels, less one.
 template <bool by_row, bool by_panel>
@@ -394,39 +390,40 @@ Steps steps_for(int blocks, int panels) {
 
 void multiply(RowKind kind, const uint8_t* rows, int blocks, const Panel* panels, int count,
               uint8_t* const* weights, const bool* scaled, float* out) {
-  const int64_t k = panels[0].k, planes = planes_of(kind), stride = rows_bytes(kind, k), steps = k / kStep;
+  const int64_t k = panels[0].k, planes = planes_of(kind), stride = rows_bytes(kind, k);
   const bool by_row = kind == RowKind::int8;
-  const int64_t group = by_row ? 1 : std::max(1, panels[0].block / kStep);
+  const int64_t group = std::max(1, panels[0].block / kStep);
   const TileScope scope;
   // Two panels go together where both have their scales, or neither.
   const int together = count == 2 && scaled[0] == scaled[1] ? 2 : 1;
-  for (int p = 0; p < count; p += together)
-    for (int64_t begin = 0; begin < steps; begin += kChunk)
-      for (int i = 0; i < blocks; i += 2) {
-        const int two = std::min(2, blocks - i);
-        Operands o;
-        for (int j = 0; j < 2; ++j) {
-          const uint8_t* const w = weights[std::min(p + j, count - 1)];
-          o.weights[j] = w;
-          o.weight_scales[j] = reinterpret_cast<const float*>(w + weight_scales_at(k));
-          o.rows[j] = rows + (i + std::min(j, two - 1)) * stride;
-          o.row_scales[j] = reinterpret_cast<const float*>(o.rows[j] + scales_at(kind, k));
-        }
-        for (int j = 0; j < 4; ++j) o.out[j] = out + ((i + j / 2) * 2 + p + j % 2) * kSums;
-        const Steps run =
-            scaled[p]
-                ? (by_row ? steps_for<true, false>(two, together) : steps_for<false, false>(two, together))
-                : (by_row ? steps_for<true, true>(two, together) : steps_for<false, true>(two, together));
-        run(o, begin, std::min(steps, begin + kChunk), group, planes);
+  for (int i = 0; i < blocks; i += 2) {
+    const int two = std::min(2, blocks - i);
+    alignas(64) float sums[4][kSums];  // as Operands::out
+    for (int p = 0; p < count; p += together) {
+      Operands o;
+      for (int j = 0; j < 2; ++j) {
+        const uint8_t* const w = weights[std::min(p + j, count - 1)];
+        o.weights[j] = w;
+        o.weight_scales[j] = reinterpret_cast<const float*>(w + weight_scales_at(k));
+        o.rows[j] = rows + (i + std::min(j, two - 1)) * stride;
+        o.row_scales[j] = reinterpret_cast<const float*>(o.rows[j] + scales_at(kind, k));
       }
-  for (int i = 0; i < blocks; ++i)
-    for (int p = 0; p < count; ++p) {
-      __m512i sums[16];
-      float* const to = out + (i * 2 + p) * kSums;
-      for (int n = 0; n < 16; ++n) sums[n] = load64(to + n * 16);
-      transpose(sums);
-      for (int m = 0; m < 16; ++m) _mm512_storeu_si512(to + m * 16, sums[m]);
+      for (int j = 0; j < 4; ++j) o.out[j] = sums[j / 2 * 2 + std::min(p + j % 2, 1)];
+      const Steps run =
+          scaled[p]
+              ? (by_row ? steps_for<true, false>(two, together) : steps_for<false, false>(two, together))
+              : (by_row ? steps_for<true, true>(two, together) : steps_for<false, true>(two, together));
+      run(o, k / kStep, group, planes);
     }
+    for (int b = 0; b < two; ++b)
+      for (int p = 0; p < count; ++p) {
+        __m512i values[16];
+        for (int n = 0; n < kPanelRows; ++n) values[n] = load64(sums[b * 2 + p] + n * kTileRows);
+        transpose(values);
+        float* to = out + ((i + b) * kTileRows * 2 + p) * kPanelRows;
+        for (int m = 0; m < kTileRows; ++m) _mm512_storeu_si512(to + m * 2 * kPanelRows, values[m]);
+      }
+  }
 }
 
 bool supported() { return __builtin_cpu_supports("avx512bf16") && tiles_supported(); }

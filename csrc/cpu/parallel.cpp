@@ -15,7 +15,7 @@ constexpr int64_t kParts = 4;
 
 // A thread that waits looks so often before it helps those that are late, and then before it lets others have
 // its processor, each time: some microseconds.
-constexpr int kPatience = 64, kSpins = 256;
+constexpr int kPatience = 1024, kSpins = 256;
 
 inline void relax() {
 #if defined(__x86_64__)
@@ -36,7 +36,12 @@ int64_t owners(const Phase& phase, int64_t threads) {
 class Region {
  public:
   Region(const Phase* phases, size_t count, int64_t threads)
-      : phases_(phases), count_(count), threads_(threads), done_(count), next_(count * threads) {}
+      : phases_(phases),
+        count_(count),
+        threads_(threads),
+        done_(count),
+        ended_(count),
+        next_(count * threads) {}
 
   // What one thread does, from the first phase to the last, in place of the threads [begin, end).
   void take_part(int64_t begin, int64_t end) {
@@ -72,7 +77,9 @@ class Region {
       run(phase, phase.count * part / parts, phase.count * (part + 1) / parts);
       ++done;
     }
-    if (done > 0) done_[p].value.fetch_add(done, std::memory_order_release);
+    // Those who wait look elsewhere, so that this line goes only from one that ends to the next.
+    if (done > 0 && done_[p].value.fetch_add(done, std::memory_order_acq_rel) + done == parts)
+      ended_[p].value.store(1, std::memory_order_release);
   }
 
   void run(const Phase& phase, int64_t begin, int64_t end) {
@@ -85,8 +92,8 @@ class Region {
   }
 
   void wait_for(size_t p, int64_t thread) {
-    const int64_t parts = parts_of(p);
-    const auto ended = [&] { return done_[p].value.load(std::memory_order_acquire) >= parts; };
+    const bool empty = phases_[p].count == 0;
+    const auto ended = [&] { return empty || ended_[p].value.load(std::memory_order_acquire) != 0; };
     if (p + 1 < count_ && !ended()) {
       const Phase& next = phases_[p + 1];
       const int64_t owners = owners_of(p + 1);
@@ -104,7 +111,7 @@ class Region {
   const Phase* const phases_;
   const size_t count_;
   const int64_t threads_;
-  std::vector<Counter> done_, next_;  // parts of each phase; of each phase and owner
+  std::vector<Counter> done_, ended_, next_;  // parts of each phase; whether all; of each phase and owner
   std::atomic<bool> failed_{false};
   std::exception_ptr error_;
 };

@@ -105,29 +105,49 @@ inline void quantize_int8_row(const void* x, DType dtype, int64_t k, int8_t* cod
   });
 }
 
-inline void prepare_int8_row(const int8_t* codes, const float* scales, int64_t k, Scale weight,
-                             uint8_t* row) {
-  const int step = step_of(weight), offset = codes_of(element_of(weight)).offset;
-  const int64_t kp = padded_k(k);
-  int8_t* to = reinterpret_cast<int8_t*>(row);
-  float* to_scales = reinterpret_cast<float*>(row + Int8Row::scales_at(kp));
-  int32_t* corrections = reinterpret_cast<int32_t*>(row + Int8Row::corrections_at(kp));
-  std::memcpy(to_scales, scales, kp / kInt8Block * sizeof(float));
-  for (int64_t b = 0; b < kp; b += kInt8Block) {
-    int8_t padded[kInt8Block] = {};
-    const int64_t count = k - b < kInt8Block ? k - b : kInt8Block;
-    std::memcpy(padded, codes + b, count);
-    for (int g = 0; g < kInt8Block; g += 8)
-      for (int i = 0; i < 4; ++i) {
-        to[b + g + i] = padded[g + 2 * i];
-        to[b + g + 4 + i] = padded[g + 2 * i + 1];
-      }
+// The bytes 0 2 4 6 1 3 5 7 of a word, 0 the lowest.
+inline uint64_t evens_then_odds(uint64_t word) {
+  const auto evens = [](uint64_t x) {
+    x &= 0x00ff00ff00ff00ffu;
+    x = (x | x >> 8) & 0x0000ffff0000ffffu;
+    return (x | x >> 16) & 0xffffffffu;
+  };
+  return evens(word) | evens(word >> 8) << 32;
+}
+
+template <int step>
+inline void prepare_int8_steps(const int8_t* codes, int64_t k, int offset, int8_t* to, int32_t* corrections) {
+  for (int64_t b = 0; b < padded_k(k); b += kInt8Block) {
+    int8_t padded[kInt8Block];
+    const int8_t* from = codes + b;
+    if (k - b < kInt8Block) {
+      std::memset(padded, 0, sizeof(padded));
+      std::memcpy(padded, from, k - b);
+      from = padded;
+    }
+    for (int g = 0; g < kInt8Block; g += 8) {
+      uint64_t word;
+      std::memcpy(&word, from + g, sizeof(word));
+      word = evens_then_odds(word);
+      std::memcpy(to + b + g, &word, sizeof(word));
+    }
     for (int s = 0; s < kInt8Block; s += step) {
       int32_t sum = 0;
-      for (int i = 0; i < step; ++i) sum += padded[s + i];
+      for (int i = 0; i < step; ++i) sum += from[s + i];
       corrections[(b + s) / step] = -offset * sum;
     }
   }
+}
+
+inline void prepare_int8_row(const int8_t* codes, const float* scales, int64_t k, Scale weight,
+                             uint8_t* row) {
+  const int64_t kp = padded_k(k);
+  int8_t* to = reinterpret_cast<int8_t*>(row);
+  int32_t* corrections = reinterpret_cast<int32_t*>(row + Int8Row::corrections_at(kp));
+  std::memcpy(row + Int8Row::scales_at(kp), scales, kp / kInt8Block * sizeof(float));
+  const int offset = codes_of(element_of(weight)).offset;
+  const auto steps = step_of(weight) == 16 ? prepare_int8_steps<16> : prepare_int8_steps<32>;
+  steps(codes, k, offset, to, corrections);
 }
 
 inline void prepare_float_row(const void* x, DType dtype, int64_t k, float* row) {
@@ -139,7 +159,7 @@ inline void prepare_float_row(const void* x, DType dtype, int64_t k, float* row)
 
 inline void store_row(const float* tile, float factor, const void* bias, DType bias_dtype, void* out,
                       DType out_dtype, int64_t count) {
-  float sum[kPanelRows];
+  float sum[kMostColumns];
   for (int64_t i = 0; i < count; ++i) sum[i] = tile[i] * factor;
   if (bias != nullptr) {
     with_dtype(bias_dtype, [&](auto d) {
