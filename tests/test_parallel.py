@@ -34,6 +34,7 @@ class Block:
         self.w2 = reference.random_weight(format, 4, hidden, inter, layout="tile16")
         self.x = torch.randn(tokens, hidden)
         self.ids = torch.randint(-1, 4, (tokens, 2))
+        self.ids[0, 0] = 2  # no token of any expert would be zeros, and show nothing
         self.weights = torch.rand(tokens, 2)
         self.a_format = a_format
 
