@@ -27,7 +27,7 @@ pytestmark = [
 ]
 
 KERNELS = {"nvfp4": 4, "mxfp4": 5}
-CANDIDATES = range(6)
+CANDIDATES = range(8)
 LAYOUT = "mma_bf16"
 BOUND = {torch.bfloat16: 4e-3, torch.float16: 1e-3, torch.float32: 2e-6}
 DENSE, CONTIGUOUS, MASKED = range(3)

@@ -8,8 +8,8 @@
 
 namespace fp4::sm80 {
 
-using Wide = WidthList<256, 128>;
-using Broad = WidthList<128, 96, 64>;
+using Wide = WidthList<128, 112, 96, 80, 64>;
+using Broad = WidthList<96, 80, 64, 48>;
 using Middle = WidthList<64, 48, 32>;
 using Small = WidthList<32, 16>;
 using Few = WidthList<16>;
@@ -17,11 +17,13 @@ using Few = WidthList<16>;
 // PrefillConfig<scale block, warps (rows), warps (tokens), row tiles of a warp, widths, stages, blocks>.
 template <int kScaleBlock>
 constexpr Candidate kCandidates[] = {
-    candidate<PrefillConfig<kScaleBlock, 8, 1, 2, Broad, 2, 1>>("rows 256, tokens 128, warps 8, stages 2"),
-    candidate<PrefillConfig<kScaleBlock, 4, 1, 2, Broad, 2, 2>>("rows 128, tokens 128, warps 4, stages 2"),
-    candidate<PrefillConfig<kScaleBlock, 8, 1, 2, Middle, 3, 1>>("rows 256, tokens 64, warps 8, stages 3"),
+    candidate<PrefillConfig<kScaleBlock, 8, 1, 2, Wide, 2, 1>>("rows 256, tokens 128, warps 8, stages 2"),
+    candidate<PrefillConfig<kScaleBlock, 4, 1, 2, Wide, 2, 2>>("rows 128, tokens 128, warps 4, stages 2"),
+    candidate<PrefillConfig<kScaleBlock, 12, 1, 2, Broad, 2, 1>>("rows 384, tokens 96, warps 12, stages 2"),
+    candidate<PrefillConfig<kScaleBlock, 8, 1, 2, Middle, 2, 2>>("rows 256, tokens 64, warps 8, stages 2"),
     candidate<PrefillConfig<kScaleBlock, 4, 1, 2, Middle, 2, 3>>("rows 128, tokens 64, warps 4, stages 2"),
     candidate<PrefillConfig<kScaleBlock, 4, 1, 2, Small, 4, 3>>("rows 128, tokens 32, warps 4, stages 4"),
+    candidate<PrefillConfig<kScaleBlock, 8, 1, 2, Few, 4, 2>>("rows 256, tokens 16, warps 8, stages 4"),
     candidate<PrefillConfig<kScaleBlock, 4, 1, 2, Few, 4, 3>>("rows 128, tokens 16, warps 4, stages 4"),
 };
 

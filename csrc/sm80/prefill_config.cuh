@@ -57,8 +57,12 @@ struct PrefillConfig {
   static constexpr int RowTiles = TilesM * WarpsM, Rows = kTileRows * RowTiles;
   static constexpr int MaxTokens = Widths::kMost, WarpTokens = MaxTokens / WarpsN;
   static constexpr int TileScales = sm90_scales(kStepK, kScaleBlock);
+  // Where few warps have to hide latencies, a warp loads its first X before a half step's barrier: 16 tokens
+  // so many times, for 16 K.
+  static constexpr int EarlyPairs = WarpsN == 1 && Threads * Blocks <= 256 ? 2 : 0;
   // X is fetched so many half steps ahead, and weights one more.
   static constexpr int Ahead = 2 * (Stages - 1), XSlots = Ahead + 1;
+  static constexpr int Pending = Ahead - (EarlyPairs > 0 ? 2 : 1);  // half steps that need not have arrived
   static constexpr int XBytes = MaxTokens * kXRowBytes;
   static constexpr int CodeBytes = RowTiles * kTileCodes, ScaleBytes = RowTiles * TileScales;
   static constexpr int SumBytes = MaxTokens * Rows * 4;  // of a part of K

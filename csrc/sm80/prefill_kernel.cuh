@@ -106,39 +106,27 @@ class PrefillBlock {
     int slot = 0;    // of its TileInfo; its width is 0 after the last tile
     int steps = 0;   // yet to fetch of the tile, this one's included
     int x_left = 0;  // bytes of a row of X from this thread's on
-    int rows = 0, width = 0;
+    int rows = 0;    // of X from this thread's on
     const uint8_t* x = nullptr;
-    int row_tiles = 0;  // of the weight, from this thread's on
-    int scale_tiles = 0;
-    const uint8_t *codes = nullptr, *scales = nullptr;
+    int row_tiles = 0;          // of the weight from the tile's first on
+    int row_tile = 0;           // the tile's first and its step, counted over all of the layout
     int x_slot = 0, stage = 0;  // where it goes
   };
 
   __device__ __forceinline__ void aim() {
     const TileInfo& info = shared_.info[cursor_.slot];
-    cursor_.width = info.width;
     cursor_.steps = info.steps;
-    if (info.width == 0) {
-      cursor_.row_tiles = cursor_.scale_tiles = 0;
-      return;
-    }
+    cursor_.rows = cursor_.row_tiles = 0;
+    if (info.width == 0) return;
     const int row = threadIdx.x / kXPieces, piece = threadIdx.x % kXPieces;
-    const int64_t row_bytes = int64_t(problem_.k) * 2;
     const int from = info.first * (kStepK * 2) + piece * kPiece;
-    cursor_.x = problem_.x + (info.row + row) * row_bytes + from;
+    cursor_.x = problem_.x + (info.row + row) * (int64_t(problem_.k) * 2) + from;
     cursor_.x_left = problem_.k * 2 - from;
     cursor_.rows = info.rows - row;
-    cursor_.width -= row;
-    const int tiles = (problem_.n - info.column) / kTileRows, code_tile = threadIdx.x / kCodePieces,
-              scale_tile = threadIdx.x / kScalePieces;
-    const int64_t first = (int64_t(info.group) * problem_.n + info.column) / kTileRows;
-    const int steps = problem_.tiling.steps;
-    cursor_.codes = problem_.codes + ((first + code_tile) * steps + info.first) * kTileCodes +
-                    threadIdx.x % kCodePieces * kPiece;
-    cursor_.row_tiles = tiles - code_tile;
-    cursor_.scales = problem_.scales + ((first + scale_tile) * steps + info.first) * Config::TileScales +
-                     threadIdx.x % kScalePieces * kPiece;
-    cursor_.scale_tiles = scale_tile < Config::RowTiles ? tiles - scale_tile : 0;
+    cursor_.row_tiles = (problem_.n - info.column) / kTileRows;
+    cursor_.row_tile =
+        (info.group * (problem_.n / kTileRows) + info.column / kTileRows) * problem_.tiling.steps +
+        info.first;
   }
 
   // X of a half step.
@@ -149,7 +137,8 @@ class PrefillBlock {
     const int pass_bytes = kXPass * 2 * problem_.k;
 #pragma unroll
     for (int i = 0; i < ceil_div(Config::MaxTokens, kXPass); ++i) {
-      copy_16(to + i * kXPass * kXRowBytes, cursor_.x + int64_t(i) * pass_bytes, i * kXPass < cursor_.width,
+      const bool wanted = (i + 1) * kXPass <= Config::MaxTokens || i * kXPass + row < Config::MaxTokens;
+      copy_16(to + i * kXPass * kXRowBytes, cursor_.x + int64_t(i) * pass_bytes, wanted,
               i * kXPass < cursor_.rows && cursor_.x_left > 0);
     }
     cursor_.x += kXRowBytes;
@@ -159,18 +148,22 @@ class PrefillBlock {
 
   // Weights of a step.
   __device__ __forceinline__ void copy_weights() {
-    const int stage = cursor_.stage;
+    const int stage = cursor_.stage, steps = problem_.tiling.steps;
     const uint32_t codes = smem_address(shared_.codes[stage]) + threadIdx.x * kPiece;
-    const int64_t pass_bytes = int64_t(kCodePass) * problem_.tiling.steps * kTileCodes;
 #pragma unroll
     for (int i = 0; i < Config::RowTiles / kCodePass; ++i) {
-      copy_16_ahead(codes + i * kCodePass * kTileCodes, cursor_.codes + i * pass_bytes,
-                    i * kCodePass < cursor_.row_tiles);
+      const int tile = threadIdx.x / kCodePieces + i * kCodePass;
+      copy_16_ahead(codes + i * kCodePass * kTileCodes,
+                    problem_.codes + int64_t(cursor_.row_tile + tile * steps) * kTileCodes +
+                        threadIdx.x % kCodePieces * kPiece,
+                    tile < cursor_.row_tiles);
     }
-    copy_16_ahead(smem_address(shared_.scales[stage]) + threadIdx.x * kPiece, cursor_.scales,
-                  cursor_.scale_tiles > 0);
-    cursor_.codes += kTileCodes;
-    cursor_.scales += Config::TileScales;
+    const int tile = threadIdx.x / kScalePieces;
+    copy_16_ahead(smem_address(shared_.scales[stage]) + threadIdx.x * kPiece,
+                  problem_.scales + int64_t(cursor_.row_tile + tile * steps) * Config::TileScales +
+                      threadIdx.x % kScalePieces * kPiece,
+                  tile < min(cursor_.row_tiles, Config::RowTiles));
+    ++cursor_.row_tile;
     cursor_.stage = stage + 1 == Config::Stages ? 0 : stage + 1;
   }
 
@@ -270,7 +263,12 @@ class PrefillBlock {
 #pragma unroll
       for (int p = 0; p < kPairs; ++p) {
         uint32_t b[4];
-        load_matrices(at + p * 16 * kXRowBytes, b);
+        if (i == 0 && c == 0 && p < Config::EarlyPairs) {
+#pragma unroll
+          for (int j = 0; j < 4; ++j) b[j] = early_[p][j];
+        } else {
+          load_matrices(at + p * 16 * kXRowBytes, b);
+        }
 #pragma unroll
         for (int m = 0; m < Config::TilesM; ++m) {
           mma<Element::kBFloat16>(sums.tile[m][2 * p], fragments[m][c], b[0], b[1]);
@@ -290,7 +288,7 @@ class PrefillBlock {
 
   template <int Width, int kHalf>
   __device__ __forceinline__ void half_step(Sums& sums) {
-    copy_wait<Config::Ahead - 1>();
+    copy_wait<Config::Pending>();
     __syncthreads();
     copy_half<kHalf>();
     const uint32_t x = smem_address(shared_.x[x_slot_]) + x_place<Width>();
@@ -302,14 +300,23 @@ class PrefillBlock {
     decode<0>(first_);
     multiply_32<Width, 1>(sums, second, x);
     x_slot_ = x_slot_ + 1 == Config::XSlots ? 0 : x_slot_ + 1;
+    load_early();
+  }
+
+  // What the next half step multiplies first.
+  __device__ __forceinline__ void load_early() {
+    const uint32_t x = smem_address(shared_.x[x_slot_]) + x_place<Config::MaxTokens>();
+#pragma unroll
+    for (int p = 0; p < Config::EarlyPairs; ++p) load_matrices(x + p * 16 * kXRowBytes, early_[p]);
   }
 
   // The first half step's weights; past the last tile they are what lies in shared memory, for nobody.
   __device__ __forceinline__ void begin_fragments() {
-    copy_wait<Config::Ahead - 1>();
+    copy_wait<Config::Pending>();
     __syncthreads();
     load_raw<0>(0);
     decode<0>(first_);
+    load_early();
   }
 
   template <int Width>
@@ -385,6 +392,7 @@ class PrefillBlock {
   Cursor cursor_;
   Raw raw_;
   Fragments first_;  // of the next 32 K
+  uint32_t early_[Config::EarlyPairs > 0 ? Config::EarlyPairs : 1][4];
   int x_slot_ = 0, stage_ = 0;
 };
 
