@@ -295,7 +295,8 @@ def kernel_choice() -> str:
 @table
 def cpu_products() -> str:
     heads = ["CPU", "threads", "tokens", "weights", "kernel", "us", "fastest ggml type", "speedup"]
-    names, lines = ("cpu_vs_ggml_zen5", "cpu_vs_ggml_rocketlake"), []
+    names = "cpu_vs_ggml_zen5", "cpu_vs_ggml_rocketlake", "cpu_vs_ggml_emeraldrapids"
+    lines = []
     for name in names:
         for r in rows(name, "product"):
             if r["speedup"] is not None:
