@@ -273,9 +273,10 @@ def _shape(weights: list[torch.Tensor], hidden: int, inner: int) -> Any:
     from fp4_ops.meta.layouts import LAYOUTS
 
     of = FORMATS["nvfp4"], LAYOUTS["sm90"], torch.float8_e4m3fn
-    groups = weights[0].shape[0]
+    groups, padded = weights[0].shape[0], LAYOUTS["sm90"].padded
     return checks.Experts(
-        checks.Weight(groups, 2 * inner, hidden, *of), checks.Weight(groups, hidden, inner, *of)
+        checks.Weight(groups, 2 * inner, padded(hidden), *of),
+        checks.Weight(groups, hidden, padded(inner), *of),
     )
 
 
