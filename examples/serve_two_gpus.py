@@ -5,7 +5,8 @@
 MODEL: a name on the hub or a folder, in 16 bits or in 4 bits. Attention is divided by transformers' own plan
 for tensor parallelism. The experts are in 4 bits, some of them whole in each process, and tokens reach them
 by `fp4::moe_ep`: over NVLink between the GPUs of a node, else by NCCL. Without GPUs the processes run on the
-CPU, with gloo. It needs transformers 5.23. A prompt of nothing but numbers is tokens, for a model without a tokenizer: "17 4 25".
+CPU, with gloo. It needs transformers 5.23. A prompt of nothing but numbers is tokens, for a model without a
+tokenizer: "17 4 25".
 """
 
 from __future__ import annotations

@@ -7,7 +7,7 @@ import torch
 from checkpoint_samples import tiny
 from processes import start
 
-transformers = pytest.importorskip("transformers")
+transformers = pytest.importorskip("transformers", "5.23")
 pytest.importorskip("transformers.distributed")
 distributed = pytest.importorskip("torch.distributed")
 if not distributed.is_available() or not distributed.is_gloo_available():
