@@ -12,7 +12,6 @@ import record
 Cell = str | int | float | None
 TABLES: dict[str, Callable[[], str]] = {}
 AGAIN = {
-    "generate_loops_h200": "h200_generate --variants stock,prepared,prepared-backend --no-prefill",
     "humming_h100": "h200_humming",
     "humming_h200": "h200_humming",
     "accuracy_moe_lm_h200": "accuracy --minutes 2.2",
@@ -113,14 +112,14 @@ def decode() -> str:
 
 @table
 def decode_loops() -> str:
-    name = "generate_loops_h200"
-    found = {(r["loop"], r["batch"], r["variant"]): r["ms"] for r in rows(name, "decode")}
+    name = "generate_loops_h100"
+    found = {(r["loop"], r["batch"]): r["ms"] for r in rows(name, "decode")}
+    loops = ("generate", "decoding_loop", "plain")
     lines: list[list[Cell]] = []
-    for loop in ("generate", "decoding_loop", "plain"):
-        for batch in sorted({batch for _, batch, _ in found}):
-            stock, *ours = (found.get((loop, batch, v)) for v in ("stock", "prepared", "prepared-backend"))
-            lines.append([loop, batch, stock, *ours, stock / min(filter(None, ours))])
-    heads = ["loop", "batch", "transformers, ms", "prepared, ms", "and backend, ms", "speedup"]
+    for batch in sorted({batch for _, batch in found}):
+        ms = [found.get((loop, batch)) for loop in loops]
+        lines.append([batch, *ms, ms[1] / ms[2] if ms[1] and ms[2] else None])
+    heads = ["batch", *(f"{loop}, ms" for loop in loops), "decoding_loop / plain"]
     return f"{grid(heads, lines)}\n\n{source(name)}"
 
 
