@@ -140,13 +140,14 @@ def archs_here() -> list[str]:
     return [arch for capability, arch in OF_CAPABILITY.items() if capability in found]
 
 
-NVCC_FLAGS = ["-O3", "-std=c++17", "-Xcompiler=-fPIC"]
+# Without unique symbols: static data of templates would be one for all libraries that a process loads.
+NVCC_FLAGS = ["-O3", "-std=c++17", "-Xcompiler=-fPIC,-fno-gnu-unique"]
 
 # Any GPU with NVLink runs these: there is machine code for Hopper, and PTX for others.
 NVLINK_FLAGS = [
     "-gencode=arch=compute_80,code=compute_80",
     "-gencode=arch=compute_90,code=[sm_90,compute_90]",
-    *["-O3", "-std=c++17", "-Xcompiler=-fPIC"],
+    *NVCC_FLAGS,
 ]
 
 

@@ -20,7 +20,7 @@ import torch
 from moe_models import build, tokens
 
 import fp4_ops
-from fp4_ops import native
+from fp4_ops import generation, native
 
 ROOT = Path(__file__).parent.parent
 FOLDER = ROOT / "benchmarks"
@@ -444,14 +444,16 @@ def test_the_clock_ticks_once_a_step(monkeypatch, fresh_dynamo):
     model = build("qwen3_moe", torch.float32, "grouped_mm")
     config = module.CompileConfig(backend="eager", mode=None)
     config._compile_all_devices = True  # transformers compiles on GPUs only unless told so
-    for custom in (None, fp4_ops.decoding_loop):
+    choose = generation._Decoding._choose
+    for custom, calls in ((None, 8), (fp4_ops.decoding_loop, 9)):  # the prompt's choice is one of ours
         ticks.clear()
-        with module.clocked(model):
+        with module.clocked(model, ours=custom is not None):
             model.generate(
                 tokens(2, 5), max_new_tokens=9, do_sample=False, cache_implementation="static",
                 compile_config=config, custom_generate=custom,
             )  # fmt: skip
-        assert len(ticks) == 8 and "get_compiled_call" not in vars(model)
+        assert len(ticks) == calls and "get_compiled_call" not in vars(model)
+        assert generation._Decoding._choose is choose
 
 
 def test_rows_of_compile_time(monkeypatch):

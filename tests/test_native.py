@@ -37,6 +37,18 @@ def test_it_registers_every_operator_for_cuda():
 
 
 @pytest.mark.skipif(shutil.which("nm") is None, reason="needs nm")
+@pytest.mark.parametrize("name", ["_sm90.so", "_sm80.so", "_nvlink.so"])
+def test_libraries_of_kernels_share_nothing(name):
+    """A unique symbol of a template is one for all libraries of a process, whatever `dlopen` was asked."""
+    file = native.path().parent / name
+    if not file.exists():
+        pytest.skip(f"{name} is not built")
+    done = subprocess.run(["nm", "-D", str(file)], capture_output=True, text=True, check=True)
+    assert "fp4_" in done.stdout
+    assert not re.findall(r" u .*fp4.*", done.stdout)
+
+
+@pytest.mark.skipif(shutil.which("nm") is None, reason="needs nm")
 def test_it_needs_neither_python_nor_a_libtorch_for_cuda():
     names = subprocess.run(
         ["nm", "-D", str(native.path())], capture_output=True, text=True, check=True
