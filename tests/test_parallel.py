@@ -1,4 +1,4 @@
-"""Parallel regions of the CPU's operators (csrc/cpu/parallel.h): all phases of a call are one."""
+"""Parallel regions of the CPU's operators (csrc/cpu/parallel.h)."""
 
 from __future__ import annotations
 

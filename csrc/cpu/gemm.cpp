@@ -12,9 +12,6 @@ constexpr int64_t kWorkPerThread = 1 << 18;
 // How many products of the panel kernels tiles make in the time of one.
 constexpr int64_t kTileSpeed = 4;
 
-// The bytes of weights that a thread asks for while it waits: what it reads in about a microsecond.
-constexpr int64_t kAskedFor = 16 << 10;
-
 constexpr int64_t ceil_div(int64_t a, int64_t b) { return (a + b - 1) / b; }
 
 }  // namespace
@@ -115,8 +112,7 @@ Phase Product::pack() {
 Phase Product::multiply() {
   const int64_t cost_work = (w_.k + 1) * kPanelRows;
   return {cost_, std::max<int64_t>(1, kWorkPerThread / cost_work),
-          [this](int64_t begin, int64_t end) { run(begin, end); },
-          [this](int64_t begin, int64_t end) { ask_for_weights(begin, end); }};
+          [this](int64_t begin, int64_t end) { run(begin, end); }};
 }
 
 void Product::pack_blocks(int64_t begin, int64_t end) {
@@ -133,20 +129,6 @@ std::pair<int64_t, int64_t> Product::units_in(const Units& u, int64_t begin, int
     return cost <= u.first_cost ? 0 : std::min(u.count, ceil_div(cost - u.first_cost, u.cost));
   };
   return {from(begin), from(end)};
-}
-
-// The first weights that this part will read, while its thread has nothing else to do.
-void Product::ask_for_weights(int64_t begin, int64_t end) const {
-  if (w_.order != Order::tile16 || w_.k % kPanelK != 0) return;
-  for (size_t s = 0; s < units_.size(); ++s) {
-    const auto [first, last] = units_in(units_[s], begin, end);
-    if (first >= last) continue;
-    const int64_t panel = first / units_[s].row_groups * (units_[s].blocks > 0 ? 2 : 1);
-    const int64_t row = rows_.segments[s].expert * w_.n + panel * kPanelRows;
-    const int64_t bytes = std::min(kAskedFor, (w_.n * w_.groups - row) * (w_.k / 2));
-    for (int64_t i = 0; i < bytes; i += 64) __builtin_prefetch(w_.codes + row * (w_.k / 2) + i);
-    return;
-  }
 }
 
 void Product::run(int64_t begin, int64_t end) const {

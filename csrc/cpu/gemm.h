@@ -66,7 +66,6 @@ class Product {
     return a_.row(rows_.a_index.empty() ? position : rows_.a_index[position]);
   }
   void pack_blocks(int64_t begin, int64_t end);
-  void ask_for_weights(int64_t begin, int64_t end) const;
   std::pair<int64_t, int64_t> units_in(const Units& units, int64_t begin, int64_t end) const;
   void run(int64_t begin, int64_t end) const;
   void run_panels(size_t s, int64_t begin, int64_t end, Scratch& scratch) const;
