@@ -75,7 +75,8 @@ def test_it_is_what_prepare_and_save_pretrained_write(family, method, format, tm
         source, tmp_path / "out", format, method=method, calibration=text, batch=2, progress=False
     )
     model = load(source)
-    calibration = calibrate(model, text, batch=2)
+    full = method != "weighted"  # moments of both kinds differ in rounding, which decides ties between codes
+    calibration = calibrate(model, text, full=full, batch=2)
     fp4_ops.prepare(model, format, method=method, calibration=calibration)
     model.save_pretrained(tmp_path / "want")
     assert_same(all_tensors(tmp_path / "out"), all_tensors(tmp_path / "want"), ".experts.")
