@@ -7,7 +7,7 @@ the data knows, or how much of a mask is set) is answered for that way, and once
 where both meet, `without_rows` has to prove that it does nothing without rows. Where that fails Dynamo starts
 over, and breaks the graph at that branch as it always did.
 
-A loop over the experts that are hit is such a loop, too: `hits.py`.
+A loop over the experts that are hit is such a loop, too: `hit_experts.py`.
 """
 
 from __future__ import annotations

@@ -5,8 +5,8 @@
     for e in ids.unique(): ...  # experts[e], torch.where(ids == e)
 
 skips the experts for which the mask has nothing. So it is traced over all experts, each a tensor whose value
-is known (`known.py`), and each round is proved to do nothing where the mask has nothing for it
-(`branches.py`, `without_rows.py`). Proved of the loop, here: the experts are those for which the mask has
+is known (`known_values.py`), and each round is proved to do nothing where the mask has nothing for it
+(`branches.py`, `empty_rows.py`). Proved of the loop, here: the experts are those for which the mask has
 anything, and neither the mask nor the hits are written to.
 """
 

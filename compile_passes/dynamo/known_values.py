@@ -1,7 +1,7 @@
 """Tensors that Dynamo traces and whose value is known: the number of an expert, and what is computed of it.
 
-A loop over the experts that are hit is traced over all experts (`hits.py`). Its variable stays the tensor
-that it is, but its value is known, so what Python asks of it has an answer: `t.item()`, `int(t)`,
+A loop over the experts that are hit is traced over all experts (`hit_experts.py`). Its variable stays the
+tensor that it is, but its value is known, so what Python asks of it has an answer: `t.item()`, `int(t)`,
 `experts[t]` of a list, `f"expert_{t[0]}"`, `if t == 3`. Where it indexes a tensor, the index becomes a number
 or a slice, which says the same and can be read in the graph.
 """
