@@ -21,7 +21,7 @@ import torch
 from fp4_ops.meta.formats import FORMATS
 
 import fp4_ops  # noqa: F401  loads torch.ops.fp4
-from fp4_ops.triton import tiles
+from fp4_ops.backends.triton import tiles
 
 ROUTINGS = 8
 DEVICE = "cuda"

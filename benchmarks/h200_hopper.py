@@ -34,10 +34,10 @@ from fp4_ops.meta.layouts import LAYOUTS
 
 import fp4_ops  # noqa: F401  loads the operators
 from fp4_ops import native
-from fp4_ops.sm90 import decode, library
-from fp4_ops.sm90 import rows as row_kernels
-from fp4_ops.sm90.decode import Weight
-from fp4_ops.sm90.int4 import Int4Weight
+from fp4_ops.backends.launchers import decode, library
+from fp4_ops.backends.launchers import rows as row_kernels
+from fp4_ops.backends.launchers.decode import Weight
+from fp4_ops.backends.launchers.int4 import Int4Weight
 
 ROUTINGS = 8
 PAUSE_SECONDS = 0.25

@@ -20,7 +20,7 @@ from h200_hopper import ROUTINGS, median_us, random_weight
 from humming.forward import may_process_input
 from humming.layer import HummingLayer
 
-from fp4_ops.sm90 import rows as row_kernels
+from fp4_ops.backends.launchers import rows as row_kernels
 
 SHAPES = {
     "qwen3 gate/up": (128, 1536, 2048, 8),

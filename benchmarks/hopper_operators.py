@@ -1,4 +1,4 @@
-"""The operators on Hopper's layouts, for weights as the launchers of fp4_ops.sm90 hold them, and their
+"""The operators on Hopper's layouts, for weights as fp4_ops.backends.launchers holds them, and their
 planner."""
 
 from __future__ import annotations
@@ -9,9 +9,9 @@ import torch
 from torch import Tensor
 
 from fp4_ops import native
-from fp4_ops.sm90.decode import Routing, Weight
-from fp4_ops.sm90.int4 import Int4Weight
-from fp4_ops.sm90.library import multiprocessors
+from fp4_ops.backends.launchers.decode import Routing, Weight
+from fp4_ops.backends.launchers.int4 import Int4Weight
+from fp4_ops.backends.launchers.library import multiprocessors
 
 FORMATS = {16: "nvfp4", 32: "mxfp4"}
 INT4_FORMATS = {128: "int4", 64: "int4_g64", 32: "int4_g32"}

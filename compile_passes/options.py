@@ -12,6 +12,7 @@ from typing import Any
 import torch
 
 from .. import _library
+from ..backends import takers
 from ..experts import auto_a_format
 from ..meta import formats
 from ..meta.formats import ACTIVATION_CHOICES, FORMATS, FP4_FORMATS, check_activation_choice
@@ -42,8 +43,8 @@ class Options:
         if self.activation == "fp8":
             if device_type != "cpu" and "fp8" not in (LAYOUTS[layout].a_formats or ()):
                 raise ValueError(
-                    "fp4: activation='fp8' needs the Hopper kernels, which this device or these weights "
-                    "do not have. Use activation='bf16' or 'auto'."
+                    f"fp4: activation='fp8' needs {takers('fp8', 'cuda')}, which this device or these "
+                    "weights do not have. Use activation='bf16' or 'auto'."
                 )
             return "fp8", "asked for"
         if self.activation == "int8":

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib.util
 from pathlib import Path
 
 import torch
@@ -32,7 +31,8 @@ def load() -> None:
             f"on the platform it was built for). Rebuild: pip install --no-build-isolation -e . -- {error}"
         ) from None
 
-    from . import cuda, distributed, input_gradients  # noqa: F401  registers operators of torch's own operations
+    from . import distributed, input_gradients  # noqa: F401  registers operators of torch's own operations
+    from .backends import operators
     from .meta import dtensors, fakes, gradients  # noqa: F401  registers the fake kernels, and what is refused
 
-    cuda.register(with_triton=importlib.util.find_spec("triton") is not None)
+    operators.register()

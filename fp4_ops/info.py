@@ -9,8 +9,8 @@ from pathlib import Path
 
 import torch
 
-from . import native
 from ._library import library_path
+from .backends import available, multiplies_fp4
 from .meta.formats import FORMATS
 from .meta.layouts import preferred_layout
 
@@ -153,15 +153,11 @@ def _gpus() -> tuple[Gpu, ...]:
 
 
 def _gpu_kernels() -> tuple[Kernels, ...]:
-    from .cuda import multiplies_fp4
-
     if not torch.cuda.is_available():
         return ()
-    registered = torch._C._dispatch_has_kernel_for_dispatch_key("fp4::grouped_mm", "CUDA")
-    family = "triton" if registered else "none: Triton is not installed"
+    names = [backend.name for backend in available("cuda", torch.cuda.current_device())]
+    family = ", ".join(names) or "none: Triton is not installed, and no native kernels for this GPU are built"
     layout = preferred_layout("cuda", dtype=torch.bfloat16)
-    if native_kernels := native.NAMES.get(native.family(torch.cuda.current_device())):
-        family = f"{native_kernels}, {family}"
     if multiplies_fp4("nvfp4", "nvfp4"):
         family += " (FP4 rows on FP4 tensor cores)"
     return (Kernels("cuda", family, "float32, bfloat16, float16, fp8, FP4", layout),)

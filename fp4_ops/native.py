@@ -1,8 +1,8 @@
 """The native CUDA runtime, `_C_cuda.so` (csrc/cuda): operators in C++ for the native layouts, and their
 planner.
 
-Loading it registers the operators `fp4::*` for CUDA. What has no native kernel they call as `fp4_triton::*`
-(cuda.py).
+Loading it registers the operators `fp4::*` for CUDA. What has no native kernel they call as `fp4_python::*`
+(backends/operators.py).
 """
 
 from __future__ import annotations
@@ -49,7 +49,6 @@ class Gpu(ctypes.Structure):
 
 
 HOPPER, MMA = 90, 80
-NAMES = {HOPPER: "hopper", MMA: "mma"}
 """Families of kernels: of `_sm90.so`, and of `_sm80.so`, for GPUs from compute capability 8.0 on."""
 
 

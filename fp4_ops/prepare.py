@@ -11,6 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from . import experts
+from .backends import takers
 from .distributed.collectives import Group
 from .distributed.parts import Part, keep_local
 from .distributed.workspace import MAX_TOKENS
@@ -240,8 +241,8 @@ def check_activation(activation: str, device: str, layout: str) -> None:
         )
     if activation == "fp8" and device != "cpu" and not LAYOUTS[layout].native:
         raise ValueError(
-            "fp4: activation='fp8' needs the Hopper kernels, which this device or these weights do not have. "
-            "Use activation='bf16' or 'auto'."
+            f"fp4: activation='fp8' needs {takers('fp8', 'cuda')}, which this device or these weights do not "
+            "have. Use activation='bf16' or 'auto'."
         )
 
 

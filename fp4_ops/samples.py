@@ -17,9 +17,7 @@ import torch
 from torch import Tensor
 
 from ._library import library_path
-
-RUN = 64
-"""Bytes of one run: a CPU's cache line, two sectors of a GPU's."""
+from .runs import RUN, Comparison
 
 LEAST_RUNS, LEAST_RUNS_OF_A_STACK = 2, 8
 """Of one matrix [N, K], and of a stack [E, N, K], which otherwise has one run for four matrices."""
@@ -66,7 +64,7 @@ class Samples:
     def read(self) -> Tensor:
         """The bytes of each run; on a CPU a number that tells them from others, which is less to compare."""
         if self.device.type == "cuda":
-            from .triton.samples import read
+            from .backends.triton.samples import read
 
             held = torch.zeros(self._count, RUN, dtype=torch.uint8, device=self.device)
             read(self.at, self.sizes, held)
@@ -82,21 +80,11 @@ class Samples:
     def begin(self) -> Comparison:
         """Compares as `differ` does; on CUDA the host need not wait for it yet."""
         if self.device.type == "cuda":
-            from .triton.samples import Launched
+            from .backends.triton.samples import Launched
 
             return Launched(self)
         found = _library().fp4_runs_differ(*self._addresses, self._count, self.held.data_ptr())
         return Comparison(bool(found))
-
-
-class Comparison:
-    """Of samples with what is there now."""
-
-    def __init__(self, found: bool) -> None:
-        self._found = found
-
-    def differs(self) -> bool:
-        return self._found
 
 
 def _runs(t: Tensor) -> list[tuple[int, int]]:

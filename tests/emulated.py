@@ -22,9 +22,9 @@ from fp4_ops.meta.fakes import OPERATORS
 from fp4_ops.meta.layouts import LAYOUTS
 from torch.overrides import TorchFunctionMode
 
-from fp4_ops import cuda as fp4_cuda
 from fp4_ops import native
-from fp4_ops.sm90 import library
+from fp4_ops.backends import operators
+from fp4_ops.backends.launchers import library
 
 ROOT = Path(__file__).parent.parent
 EMULATOR = ROOT / "tests/sm90_emulator"
@@ -112,8 +112,8 @@ LIBRARIES: list[torch.library.Library] = []
 
 
 def register_operators() -> None:
-    """`fp4_emulated`, whose kernels the runtime brings, and `fp4_triton`, which it calls, on the CPU."""
-    names = torch.library.Library("fp4_emulated", "DEF"), torch.library.Library("fp4_triton", "FRAGMENT")
+    """`fp4_emulated`, whose kernels the runtime brings, and `fp4_python`, which it calls, on the CPU."""
+    names = torch.library.Library("fp4_emulated", "DEF"), torch.library.Library("fp4_python", "FRAGMENT")
     LIBRARIES.extend(names)
     for name in OPERATORS:
         schema = str(getattr(torch.ops.fp4, name).default._schema).removeprefix("fp4::")
@@ -122,17 +122,17 @@ def register_operators() -> None:
 
 
 def without_triton(name: str) -> Any:
-    """What fp4_ops/triton/register.py does on Hopper's layouts, and the CPU's operator for others."""
-    from fp4_ops.triton import register
+    """What Hopper's backend does on its layouts, and the CPU's operator for others."""
 
     def run(*args: Any, **kwargs: Any) -> Any:
         words = [value for value in (*args, *kwargs.values()) if isinstance(value, str)]
-        native_layout = any(word in LAYOUTS and LAYOUTS[word].native for word in words)
+        layout = next((word for word in words if word in LAYOUTS and LAYOUTS[word].native), None)
+        found = getattr(torch.ops.fp4, name) if layout is None else operators.implementation(name, layout, 0)
         # Of these only grouped_mm_k calls an operator that the emulated GPU runs.
         with OnCpu() if name == "grouped_mm_k" else contextlib.nullcontext():
-            return getattr(register if native_layout else torch.ops.fp4, name)(*args, **kwargs)
+            return found(*args, **kwargs)
 
-    return fp4_cuda.reported(run)
+    return operators.reported(run)
 
 
 def seed(value: int) -> None:
@@ -157,21 +157,13 @@ class OnCpu(TorchFunctionMode):
         return func(*args, **kwargs)
 
 
-def dequantize(packed, block_scale, global_scale, fmt, dtype):
-    """In the place of Triton's."""
-    return torch.ops.fp4.dequantize(packed, block_scale, global_scale, fmt.name, dtype)
-
-
 def pretend() -> None:
     """From now on torch says that there is a Hopper GPU."""
-    from fp4_ops.triton import ops
-
     library.FILE = str(kernels())  # which takes the place of the package's folder, too
     library.library.cache_clear()
     loaded = library.library()
     assert loaded is not None
     loaded.emulator_device(90, MULTIPROCESSORS, 227 * 1024)
-    ops.dequantize = dequantize
     register_operators()
     native.FILE = str(runtime())
     native.library.cache_clear()

@@ -23,8 +23,8 @@ from triton.runtime import driver
 from triton.runtime.errors import OutOfResources
 from triton_targets import ARCHITECTURES, device, gpu
 
-from fp4_ops.triton import gemm, launch, ops, register, samples, tiles
-from fp4_ops.triton.tiles import Problem, Tile
+from fp4_ops.backends.triton import gemm, launch, operators, ops, samples, tiles
+from fp4_ops.backends.triton.tiles import Problem, Tile
 
 pytestmark = pytest.mark.skipif(launch.INTERPRET, reason="needs the compiler")
 needs_ptxas = pytest.mark.skipif(triton_targets.tool("ptxas") is None, reason="this Triton has no ptxas")
@@ -167,18 +167,18 @@ def call_everything(format: str, kind: str, rows: int, groups: int = 4, n: int =
     """Each operator over the product kernel."""
     w, (a, scale) = weight(format, groups, n, k), activations(kind, rows, k)
     end = torch.full((groups,), rows, dtype=torch.int32)
-    register.grouped_mm(a, *w, end, scale, format=format)
-    register.indexed_mm(a, *w, torch.zeros(rows, dtype=torch.int64), scale, format=format)
+    operators.grouped_mm(a, *w, end, scale, format=format)
+    operators.indexed_mm(a, *w, torch.zeros(rows, dtype=torch.int64), scale, format=format)
     masked, masked_scale = activations(kind, groups, rows // groups, k)
-    register.grouped_mm_masked(masked, *w, end, masked_scale, format=format)
+    operators.grouped_mm_masked(masked, *w, end, masked_scale, format=format)
     one = tuple(None if t is None else t[0] for t in w)
-    register.mm(a, *one, scale, format=format)
-    register.grouped_mm_k(a, *one, torch.tensor([k // 2, k], dtype=torch.int32), scale, format=format)
+    operators.mm(a, *one, scale, format=format)
+    operators.grouped_mm_k(a, *one, torch.tensor([k // 2, k], dtype=torch.int32), scale, format=format)
     if kind != "fp8":
         down = weight(format, groups, k, n // 2)
         ids, topk = torch.zeros(rows // 2, 2, dtype=torch.int64), torch.rand(rows // 2, 2)
         for a_format in ("none", "fp8"):
-            register.moe(a[: rows // 2], ids, topk, *w, *down, format=format, a_format=a_format)
+            operators.moe(a[: rows // 2], ids, topk, *w, *down, format=format, a_format=a_format)
 
 
 # bf16 and few rows an expert are what the issue saw working; of the rest, a GPU of 99 KB first.
@@ -238,12 +238,12 @@ def test_blocks_of_known_models(architecture, model, dtype):
     for tokens in (256, 2048):
         x, ids = torch.empty(tokens, hidden, dtype=dtype), torch.zeros(tokens, top_k, dtype=torch.int64)
         with gpu(architecture) as kernels:
-            register.moe(x, ids, torch.empty(tokens, top_k), *up, *down, format="nvfp4")
+            operators.moe(x, ids, torch.empty(tokens, top_k), *up, *down, format="nvfp4")
         assert [k.name for k in kernels.launched].count("gemm_kernel") == 2
 
 
 def grouped(a: torch.Tensor, w: tuple) -> None:
-    register.grouped_mm(a, *w, torch.full((w[0].shape[0],), len(a), dtype=torch.int32), format="nvfp4")
+    operators.grouped_mm(a, *w, torch.full((w[0].shape[0],), len(a), dtype=torch.int32), format="nvfp4")
 
 
 @needs_ptxas
@@ -276,7 +276,7 @@ def test_a_refused_launch_takes_the_next_tile_and_says_so_once(caplog):
         assert third not in (first, second) and len(caplog.records) == 2
         down = weight("nvfp4", 2, 256, 64)
         ids, topk = torch.zeros(4, 2, dtype=torch.int64), torch.rand(4, 2)
-        register.moe(a[:4], ids, topk, *w, *down, format="nvfp4")
+        operators.moe(a[:4], ids, topk, *w, *down, format="nvfp4")
         used = [k.tile for k in kernels.launched[-4:] if k.name == "gemm_kernel"]
         assert len(used) == 2 and not {first, second} & set(used)
         # Another error is the caller's.
@@ -300,8 +300,8 @@ def test_a_gpu_without_float8_gets_bytes():
     for dtype in (*dtypes, *FLOATS, torch.float64, torch.int64):
         rows = torch.zeros(5, 48).to(dtype)
         with gpu(86) as kernels:
-            masked, count = register.to_masked(rows, offs, 4)
-            back, _ = register.from_masked(masked, count, 5)
+            masked, count = operators.to_masked(rows, offs, 4)
+            back, _ = operators.from_masked(masked, count, 5)
         assert masked.dtype == back.dtype == dtype
         assert [k.name for k in kernels.launched] == ["copy_groups"] * 2
 
@@ -310,21 +310,21 @@ def elementwise(op: str) -> None:
     rows = torch.tensor([5, 7], dtype=torch.int32)
     if op == "rows":
         for dtype in (BF16, torch.float8_e4m3fn):
-            register.to_masked(torch.zeros(7, 40).to(dtype), rows, 4)
-            register.from_masked(torch.zeros(2, 4, 40).to(dtype), rows, 8)
+            operators.to_masked(torch.zeros(7, 40).to(dtype), rows, 4)
+            operators.from_masked(torch.zeros(2, 4, 40).to(dtype), rows, 8)
     elif op == "samples":
         at, held = torch.zeros(40, dtype=torch.int64), torch.zeros(40, samples.RUN, dtype=torch.uint8)
         for compare in (False, True):
             samples.launch(at, at, held, torch.zeros(1, dtype=torch.int32), compare)
     elif op == "many experts":
         w, a = weight("nvfp4", 384, 16, 64), torch.zeros(3000, 64, dtype=BF16)
-        register.indexed_mm(a, *w, torch.zeros(3000, dtype=torch.int64), format="nvfp4")
+        operators.indexed_mm(a, *w, torch.zeros(3000, dtype=torch.int64), format="nvfp4")
         ends = torch.full((384,), 7, dtype=torch.int32)
         grouped(a, w)
-        register.from_masked(register.to_masked(a, ends, 4)[0], ends, 8)
+        operators.from_masked(operators.to_masked(a, ends, 4)[0], ends, 8)
     elif op == "sort by count":
         w, a = weight("nvfp4", 4, 32, 64), torch.zeros(9000, 64, dtype=BF16)
-        register.indexed_mm(a, *w, torch.zeros(9000, dtype=torch.int64), format="nvfp4")
+        operators.indexed_mm(a, *w, torch.zeros(9000, dtype=torch.int64), format="nvfp4")
     else:
         for dtype in FLOATS:
             x = torch.randn(3, 6, 1536).to(dtype)
@@ -332,12 +332,12 @@ def elementwise(op: str) -> None:
                 for layout in ("plain", "sm90"):
                     ops.quantize_fp8(x, LAYOUTS[layout])
             elif op == "quantize_int8":
-                register.quantize_int8(x)
+                operators.quantize_int8(x)
             else:
                 packed = weight(op, 3, 6, 1536)
-                register.quantize(x, op)
-                register.dequantize(*packed, op, dtype)
-                register.dequantize(*packed, op, torch.float64)
+                operators.quantize(x, op)
+                operators.dequantize(*packed, op, dtype)
+                operators.dequantize(*packed, op, torch.float64)
 
 
 OTHERS = ("quantize_fp8", "quantize_int8", "rows", "samples", "sort by count", "many experts", *FORMAT_NAMES)

@@ -152,7 +152,7 @@ def first_rows(name: str, arguments: list[str], count: int = 40) -> list[dict]:
 def no_gpu(monkeypatch):
     """Hopper kernels that return zeros in no time."""
     hopper, ops = imported("h200_hopper"), imported("hopper_operators")
-    row_kernels = importlib.import_module("fp4_ops.sm90.rows")
+    row_kernels = importlib.import_module("fp4_ops.backends.launchers.rows")
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda *_: "NVIDIA H200")
     for name in ("empty_cache", "synchronize"):
         monkeypatch.setattr(torch.cuda, name, lambda: None)

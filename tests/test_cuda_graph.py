@@ -7,7 +7,7 @@ others are the Hopper kernels', whose numbers of rows here are served by decode 
 import pytest
 import torch
 
-from fp4_ops.sm90 import library
+from fp4_ops.backends.launchers import library
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")]
 

@@ -13,7 +13,7 @@ from moe_models import Block, Recorder, build, fake_quantised, relative_error, t
 from torch import nn
 
 import fp4_ops
-from fp4_ops import cuda
+from fp4_ops import native
 from fp4_ops.experts import PackedWeight
 
 pytestmark = pytest.mark.usefixtures("fresh_dynamo")
@@ -135,10 +135,10 @@ def test_where_tensor_cores_multiply_fp4_weights_stay_plain(monkeypatch):
 @pytest.mark.skipif(importlib.util.find_spec("triton") is None, reason="needs Triton")
 @pytest.mark.parametrize("capability, plain", [((12, 0), True), ((10, 0), True), ((9, 0), False)])
 def test_which_gpus_leave_them_plain(capability, plain, monkeypatch):
-    from fp4_ops.triton import tiles
+    from fp4_ops.backends.triton import tiles
 
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
-    monkeypatch.setattr(cuda.native, "family", lambda index: cuda.native.HOPPER)
+    monkeypatch.setattr(native, "family", lambda index: native.HOPPER)
     monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
     tiles.pretend(tiles.Device("some", capability, 1 << 17, 100))
     try:

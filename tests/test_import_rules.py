@@ -45,6 +45,21 @@ ENTRIES = {
 }
 """Files of fp4_ops that may import compile_passes: the backend's entry and the command line."""
 
+BACKENDS = {
+    "base": set(),
+    "anywhere": set(),
+    "launchers": {"anywhere"},
+    "cpu": {"base"},
+    "hopper": {"base"},
+    "mma": {"base"},
+    "triton": {"base"},
+    "operators": {"anywhere"},
+}
+"""What each room of fp4_ops/backends may import of the others: never one backend another."""
+
+CIRCLES = [{"checkpoints", "prepare", "quantization"}]
+"""The rooms and files of fp4_ops that still need each other."""
+
 FOLDERS = {
     "common": {"common"},
     "cpu": {"common", "cpu"},
@@ -111,6 +126,64 @@ def test_rooms_of_the_compile_passes(room):
         assert not wrong, f"{path.relative_to(ROOT)} imports {wrong}"
         used |= rooms_of(path) - {room}
     assert used == ROOMS[room]  # a rule that nothing needs goes
+
+
+HOME = ROOT / "fp4_ops"
+
+
+def names_in(folder: Path) -> set[str]:
+    return {p.stem for p in folder.iterdir() if p.suffix == ".py" or (p / "__init__.py").exists()}
+
+
+def files_of(folder: Path, name: str) -> list[Path]:
+    """Of a room, which is a folder or one file."""
+    return (
+        [folder / f"{name}.py"] if (folder / f"{name}.py").exists() else list((folder / name).rglob("*.py"))
+    )
+
+
+def used_of(folder: Path, name: str, depth: int) -> set[str]:
+    """What a room imports of its neighbours, whose names stand at this depth of a dotted name."""
+    within = package_of(folder / "any.py")
+    modules = (m.split(".") for path in files_of(folder, name) for m in names_imported(path))
+    return {m[depth] for m in modules if m[:depth] == within[:depth] and len(m) > depth} & names_in(
+        folder
+    ) - {name}
+
+
+def names_imported(path: Path) -> set[str]:
+    """As `imports`, but with what is imported of a package as well as of a module."""
+    found = set()
+    for node in ast.walk(ast.parse(path.read_text())):
+        if isinstance(node, ast.ImportFrom) and (node.level or str(node.module).startswith("fp4_ops")):
+            package = package_of(path)
+            base = package[: len(package) - (node.level - 1)] if node.level else []
+            name = [*base, *(node.module.split(".") if node.module else [])]
+            found |= {".".join((*name, a.name)) for a in node.names}
+    return found
+
+
+def test_every_backend_is_named():
+    assert names_in(HOME / "backends") - {"__init__"} == set(BACKENDS)
+
+
+@pytest.mark.parametrize("room", BACKENDS)
+def test_backends_never_import_each_other(room):
+    assert used_of(HOME / "backends", room, 2) == BACKENDS[room]
+
+
+def test_rooms_of_fp4_ops_have_no_circle():
+    """Imports inside functions count, too."""
+    below = {name: used_of(HOME, name, 1) for name in names_in(HOME)}
+
+    def reached(name: str) -> set[str]:
+        found, new = set(), {name}
+        while new := {n for m in new for n in below[m]} - found:
+            found |= new
+        return found
+
+    circles = {frozenset(n for n in reached(name) if name in reached(n)) for name in below}
+    assert circles - {frozenset()} == {frozenset(c) for c in CIRCLES}
 
 
 @pytest.mark.parametrize("package", PACKAGES)

@@ -13,14 +13,15 @@ from conftest import more
 from fp4_ops.meta.fakes import OPERATORS
 from reference import random_weight
 
-import fp4_ops
+from fp4_ops.backends import operators
 
 
 def loaded_after(code: str) -> set[str]:
     """The modules of a process that ran the code: those of Triton, and ours over it."""
     code += "\nimport sys\nprint(*sys.modules)"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
-    return {name for name in done.stdout.split() if name == "triton" or name.startswith("fp4_ops.triton")}
+    ours = "fp4_ops.backends.triton."  # what is in it; the package itself says only where it runs
+    return {name for name in done.stdout.split() if name == "triton" or name.startswith(ours)}
 
 
 ON_CPU = """
@@ -48,24 +49,24 @@ def test_the_backend_loads_no_kernels(code):
 
 
 def test_every_operator_is_there_for_a_gpu():
-    register = pytest.importorskip("fp4_ops.triton.register")
+    pytest.importorskip("triton")
     for name in OPERATORS:
         assert torch._C._dispatch_has_kernel_for_dispatch_key(f"fp4::{name}", "CUDA"), name
-        if name in fp4_ops.cuda.ON_EVERY_DEVICE:
+        if name in operators.ON_EVERY_DEVICE:
             continue
-        function = getattr(register, name)
+        function = operators.implementation(name, "plain", 0)
         schema = getattr(torch.ops.fp4, name).default._schema
         assert list(inspect.signature(function).parameters) == [a.name for a in schema.arguments], name
 
 
 def test_the_first_call_loads_them(monkeypatch):
-    register = pytest.importorskip("fp4_ops.triton.register")
+    module = pytest.importorskip("fp4_ops.backends.triton.operators")
     called = []
-    monkeypatch.setattr(register, "grouped_mm", lambda *args, **kwargs: called.append((args, kwargs)))
+    monkeypatch.setattr(module, "grouped_mm", lambda *args, **kwargs: called.append((args, kwargs)))
     monkeypatch.setattr(torch.cuda, "device", lambda device: contextlib.nullcontext())
     w = random_weight("nvfp4", 2, 16, 32).operands()
     offs = torch.tensor([1, 3], dtype=torch.int32)
     a = torch.randn(3, 32)
-    fp4_ops.cuda._on_cuda("grouped_mm")(a, *w, offs, format="nvfp4")
+    operators.on_cuda("grouped_mm")(a, *w, offs, format="nvfp4")
     ((args, kwargs),) = called
     assert args[0] is a and args[-1] is offs and kwargs == {"format": "nvfp4"}

@@ -17,7 +17,8 @@ from fp4_ops.meta.fakes import OPERATORS
 from fp4_ops.meta.formats import FORMATS
 from fp4_ops.meta.layouts import LAYOUTS
 
-from fp4_ops import cuda, native
+from fp4_ops import native
+from fp4_ops.backends import operators
 from fp4_ops.distributed.local import Local
 
 ROOT = Path(__file__).parents[1]
@@ -33,7 +34,7 @@ def test_it_registers_every_operator_for_cuda():
     code += "has = torch._C._dispatch_has_kernel_for_dispatch_key\n"
     code += f"print([n for n in {OPERATORS!r} if not has('fp4::' + n, 'CUDA')])"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
-    assert done.stdout.strip() == str([n for n in OPERATORS if n in cuda.ON_EVERY_DEVICE])
+    assert done.stdout.strip() == str([n for n in OPERATORS if n in operators.ON_EVERY_DEVICE])
 
 
 @pytest.mark.skipif(shutil.which("nm") is None, reason="needs nm")
@@ -95,7 +96,7 @@ def test_the_kernel_of_a_warm_call_is_found_in_no_time():
 
 def test_auto_of_experts_on_several_ranks_is_the_planners(monkeypatch):
     """Decided for all experts and all rows, as one rank with all of them would."""
-    monkeypatch.setattr("fp4_ops.sm90.library.multiprocessors", lambda index: 132)
+    monkeypatch.setattr("fp4_ops.backends.launchers.library.multiprocessors", lambda index: 132)
     of = {"groups": 16, "format": FORMATS["nvfp4"], "layout": LAYOUTS["sm90"], "scale_dtype": torch.uint8}
     experts = checks.Experts(checks.Weight(n=1536, k=2048, **of), checks.Weight(n=2048, k=768, **of))
 

@@ -14,8 +14,8 @@ from fp4_ops.meta.layouts import LAYOUTS
 from processes import outcomes, start
 
 from fp4_ops import native
+from fp4_ops.backends.launchers import library
 from fp4_ops.distributed.local import Local
-from fp4_ops.sm90 import library
 
 distributed = pytest.importorskip("torch.distributed")
 if not distributed.is_available() or not distributed.is_gloo_available():

@@ -9,7 +9,7 @@ import pytest
 from test_sm90_binary import run, tool
 
 import fp4_ops
-from fp4_ops.sm90 import prefill
+from fp4_ops.backends.launchers import prefill
 
 BINARY = Path(fp4_ops.__file__).parent / "_sm80.so"
 pytestmark = pytest.mark.skipif(not BINARY.exists(), reason="_sm80.so is not built")

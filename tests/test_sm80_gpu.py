@@ -9,7 +9,7 @@ import torch
 
 import fp4_ops
 from fp4_ops import native, selftest
-from fp4_ops.sm90 import library
+from fp4_ops.backends.launchers import library
 
 BUILT = Path(fp4_ops.__file__).parent / "_sm80.so"
 EMULATED = library.FILE != "_sm90.so"

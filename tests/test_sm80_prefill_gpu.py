@@ -15,7 +15,7 @@ import torch
 from fp4_ops.meta.formats import ACTIVATIONS
 
 import fp4_ops
-from fp4_ops.sm90 import library, prefill
+from fp4_ops.backends.launchers import library, prefill
 
 BUILT = Path(fp4_ops.__file__).parent / "_sm80.so"
 pytestmark = [

@@ -10,7 +10,7 @@ import pytest
 
 import fp4_ops
 from fp4_ops import native
-from fp4_ops.sm90 import decode, library, prefill
+from fp4_ops.backends.launchers import decode, library, prefill
 
 BINARY = Path(fp4_ops.__file__).parent / library.FILE
 MAX_SHARED = 227 * 1024

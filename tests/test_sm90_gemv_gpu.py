@@ -18,8 +18,8 @@ from test_sm90_gpu import (
 )
 
 from fp4_ops import native
-from fp4_ops.sm90 import gemv, library, rows
-from fp4_ops.sm90.product import Routing
+from fp4_ops.backends.launchers import gemv, library, rows
+from fp4_ops.backends.launchers.product import Routing
 
 __all__ = ["pytestmark"]
 

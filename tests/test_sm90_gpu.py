@@ -8,8 +8,8 @@ from fp4_ops.meta.formats import ACTIVATIONS
 from fp4_ops.meta.layouts import LAYOUTS
 
 from fp4_ops import native
+from fp4_ops.backends.launchers import decode, library, prefill, rows
 from fp4_ops.experts import PackedWeight, interleave
-from fp4_ops.sm90 import decode, library, prefill, rows
 
 pytestmark = [
     pytest.mark.gpu,

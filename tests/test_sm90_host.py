@@ -14,7 +14,7 @@ import torch
 from fp4_ops.meta.formats import FORMATS
 
 from fp4_ops import native
-from fp4_ops.sm90 import decode, gemv, int4, prefill, rows
+from fp4_ops.backends.launchers import decode, gemv, int4, prefill, rows
 
 HERE = Path(__file__).parent
 NVCC = shutil.which("nvcc")

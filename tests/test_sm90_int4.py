@@ -15,9 +15,9 @@ from moe_models import build
 from reference import BLOCK, INT4_FORMATS, fold_int4, random_weight, relative_error
 
 import fp4_ops
+from fp4_ops.backends.launchers import int4
 from fp4_ops.experts import PackedWeight
 from fp4_ops.find_experts import is_experts
-from fp4_ops.sm90 import int4
 
 fp4 = torch.ops.fp4
 SM90_INT4 = "sm90_int4"

@@ -25,7 +25,7 @@ from test_sm90_gpu import (
 )
 
 import fp4_ops
-from fp4_ops.sm90 import decode, int4
+from fp4_ops.backends.launchers import decode, int4
 
 __all__ = ["pytestmark"]
 

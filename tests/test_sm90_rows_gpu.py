@@ -9,7 +9,7 @@ from conftest import large
 from fp4_ops.meta.formats import ACTIVATIONS
 from fp4_ops.meta.layouts import LAYOUTS
 
-from fp4_ops.sm90 import library, rows
+from fp4_ops.backends.launchers import library, rows
 
 pytestmark = [
     pytest.mark.gpu,

@@ -108,7 +108,7 @@ def test_without_python_what_has_no_kernel_is_refused():
     native.loaded().fp4_cuda_has_fallbacks(False)
     try:
         with pytest.raises(
-            RuntimeError, match=r"fp4::quantize: .* only Triton .* Python process .* mma_bf16"
+            RuntimeError, match=r"fp4::quantize: .* no native CUDA kernel.* Python process .* mma_bf16"
         ):
             operators().quantize(x, "nvfp4")
         plain = torch.zeros(64, 32, dtype=torch.uint8, device="cuda"), torch.ones(64, 4, device="cuda")

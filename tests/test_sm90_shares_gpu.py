@@ -15,7 +15,7 @@ from test_sm90_gpu import (
     sums_bound,
 )
 
-from fp4_ops.sm90 import decode, library, prefill, rows
+from fp4_ops.backends.launchers import decode, library, prefill, rows
 
 __all__ = ["pytestmark"]
 

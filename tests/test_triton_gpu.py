@@ -13,7 +13,7 @@ import fp4_ops  # noqa: F401
 
 triton = pytest.importorskip("triton")
 
-from fp4_ops.triton import (  # noqa: E402
+from fp4_ops.backends.triton import (  # noqa: E402
     activations,
     gemm,
     launch,

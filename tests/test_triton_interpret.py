@@ -31,7 +31,7 @@ if ON_CPU:
     from fp4_ops.meta.layouts import LAYOUTS
     from triton.runtime import interpreter
 
-    from fp4_ops.triton import activations, ops, samples, tiles
+    from fp4_ops.backends.triton import activations, ops, samples, tiles
 
     # Whether integers overflow would be computed with each sum and product, and then not asserted.
     builder = interpreter.interpreter_builder
@@ -328,7 +328,7 @@ def compiled(capability: int, tile, *, kind: str, gated: bool, a_factor: bool = 
     """gemm_kernel for a GPU that need not be there."""
     from triton_targets import gpu
 
-    from fp4_ops.triton import launch
+    from fp4_ops.backends.triton import launch
 
     bf16, f32 = torch.bfloat16, torch.float32
     out = f32 if mode == "k" else bf16
@@ -368,7 +368,7 @@ def nvidia_tool(name: str) -> Path:
 
 def hopper_tiles():
     """With as many stages as they have there."""
-    from fp4_ops.triton import tiles
+    from fp4_ops.backends.triton import tiles
 
     found = [t for t in tiles.SHAPES if tiles.usable(t, tiles.Problem(1536, 2048), tiles.HOPPER)]
     assert len(found) == TILES, "keep the number below in step"

@@ -26,10 +26,10 @@ import triton_targets
 from fp4_ops.meta.formats import FORMATS
 
 from fp4_ops import first_use
-from fp4_ops.triton import launch, ops, register, tiles
-from fp4_ops.triton.scaled import support
-from fp4_ops.triton.scaled import tiles as scaled_tiles
-from fp4_ops.triton.scaled.spec import Scaled
+from fp4_ops.backends.triton import launch, operators, ops, tiles
+from fp4_ops.backends.triton.scaled import support
+from fp4_ops.backends.triton.scaled import tiles as scaled_tiles
+from fp4_ops.backends.triton.scaled.spec import Scaled
 
 ON_CPU = os.environ.get("TRITON_INTERPRET") == "1"
 inside = pytest.mark.skipif(not ON_CPU, reason="run by test_in_the_interpreter, in a process of its own")
@@ -147,7 +147,7 @@ def test_products(g, n, k, format, small_tiles):
         offs = torch.randint(1, m, (g,)).sort().values.int()  # often an empty group; rows past the end
         calls["grouped_mm"] = (offs,)
         for name, args in calls.items():
-            got = getattr(register, name)(a.data, *w.operands(), *args, bias=bias, **given(a), **options)
+            got = getattr(operators, name)(a.data, *w.operands(), *args, bias=bias, **given(a), **options)
             of_row = ids if name == "indexed_mm" else reference.m_indices(offs, m)
             assert_close(got, reference.indexed_mm(a.exact, w.dense, of_row, bias))
             assert not got[(of_row < 0) | (of_row >= g)].any()
@@ -158,12 +158,12 @@ def test_products(g, n, k, format, small_tiles):
         b = reference.random_activations(g, 5, k, kind=format)
         masked_m = torch.randint(0, 8, (g,)).int()
         masked_m[0] = 3
-        got = register.grouped_mm_masked(b.data, *w.operands(), masked_m, bias=bias, **given(b), **options)
+        got = operators.grouped_mm_masked(b.data, *w.operands(), masked_m, bias=bias, **given(b), **options)
         there = torch.arange(5) < masked_m[:, None]
         want = (b.exact @ w.dense.mT + bias[:, None].double()) * there[..., None]
         assert_close(got, want)
         one = [None if t is None else t[0] for t in w.operands()]
-        got = register.mm(a.data, *one, bias=bias[0], **given(a), **options)
+        got = operators.mm(a.data, *one, bias=bias[0], **given(a), **options)
         assert_close(got, a.exact @ w.dense[0].T + bias[0].double())
         assert len(small_tiles) > used, "another kernel ran"
 
@@ -179,7 +179,7 @@ def test_groups_of_columns(offs, format, small_tiles):
 
     def call():
         offsets = torch.tensor(offs, dtype=torch.int32)
-        return register.grouped_mm_k(a.data, *w.operands(), offsets, **given(a), format=format, **OPTIONS)
+        return operators.grouped_mm_k(a.data, *w.operands(), offsets, **given(a), format=format, **OPTIONS)
 
     got = call()
     assert got.shape == (len(offs), m, n) and (small_tiles or not offs)
@@ -201,7 +201,7 @@ def test_each_candidate(format, dot_scaled):
     g, n, k, m = 3, 200, 2 * tile.block_k + 48, 2 * tile.block_m + 5
     w, a = reference.random_weight(format, g, n, k), reference.random_activations(m, k, kind=format)
     ids = torch.randint(-1, g + 1, (m,))
-    got = register.indexed_mm(a.data, *w.operands(), ids, **given(a), format=format, **OPTIONS)
+    got = operators.indexed_mm(a.data, *w.operands(), ids, **given(a), format=format, **OPTIONS)
     assert_close(got, reference.indexed_mm(a.exact, w.dense, ids))
     assert set(dot_scaled) == {(tile.block_n, tile.block_k // 2)}
 
@@ -231,14 +231,14 @@ def test_moe(format, activation, small_tiles):
             a_format=format, **OPTIONS,
         )  # fmt: skip
 
-    got = call(register.moe)
+    got = call(operators.moe)
     assert small_tiles, "another kernel ran"
     want = reference.moe(x, ids, topk, w13.dense, w2.dense, b13, b2, activation=activation, a_format=format)
     assert (got.double() - want).norm() <= 5e-2 * want.norm()
     assert (got - call(torch.ops.fp4.moe)).norm() <= 5e-2 * want.norm()
     x[2, 5] = torch.nan
     some = ((ids >= 0) & (ids < g)).any(-1)
-    assert torch.equal(call(register.moe).isnan().all(-1), some & (torch.arange(tokens) == 2))
+    assert torch.equal(call(operators.moe).isnan().all(-1), some & (torch.arange(tokens) == 2))
 
 
 @inside
@@ -248,7 +248,7 @@ def test_small_blocks(shape, small_tiles):
     tokens, g, top_k, inter = shape
     w13, w2 = (reference.random_weight("nvfp4", g, *s) for s in ((2 * inter, 6), (6, inter)))
     x, ids = torch.randn(tokens, 6), torch.zeros(tokens, top_k, dtype=torch.int64)
-    got = register.moe(
+    got = operators.moe(
         x, ids, torch.ones(tokens, top_k), *w13.operands(), *w2.operands(), format="nvfp4", a_format="nvfp4"
     )
     assert got.shape == (tokens, 6)
@@ -286,14 +286,14 @@ def test_a_row_with_a_negative_scale_is_nan(small_tiles):
     """Of the weights or of the activations: tensor cores would read it without its sign."""
     w, a = reference.random_weight("nvfp4", 2, 40, 144), reference.random_activations(7, 144, kind="nvfp4")
     w.scale.view(torch.uint8)[1, 33, 4] |= 128
-    got = register.indexed_mm(
+    got = operators.indexed_mm(
         a.data, *w.operands(), torch.tensor([0, 1, 1, 0, 2, 1, 0]), **given(a), format="nvfp4", **OPTIONS
     )
     want = torch.zeros(7, 40, dtype=torch.bool)
     want[[1, 2, 5], 33] = True
     assert torch.equal(got.isnan(), want)
     a.scale.view(torch.uint8)[3, -1] |= 128
-    got = register.mm(a.data, w.packed[0], w.scale[0], w.global_scale[0], **given(a), format="nvfp4")
+    got = operators.mm(a.data, w.packed[0], w.scale[0], w.global_scale[0], **given(a), format="nvfp4")
     assert got.isnan().all(-1).tolist() == [i == 3 for i in range(7)] and got[:3].isfinite().all()
 
 
@@ -333,7 +333,7 @@ def test_other_pairs_take_the_other_path(rows, weights, small_tiles):
     monkey = pytest.MonkeyPatch()
     monkey.setattr(support, "has_instructions", lambda device: True)
     ids = torch.tensor([0, 1, 1, 0, 2, 1, 0])
-    got = register.indexed_mm(a.data, *w.operands(), ids, **given(a), format=weights, **OPTIONS)
+    got = operators.indexed_mm(a.data, *w.operands(), ids, **given(a), format=weights, **OPTIONS)
     monkey.undo()
     assert not small_tiles
     assert_close(got, reference.indexed_mm(a.exact, w.dense, ids))
@@ -368,12 +368,12 @@ def launched(architecture: int, rows: str, weights: str, monkeypatch, m: int = 4
     offs, ids = torch.tensor([3, 3, 20, m], dtype=torch.int32), torch.randint(0, g, (m,))
     one = [None if t is None else t[0] for t in w.operands()]
     with triton_targets.gpu(architecture) as kernels:
-        register.mm(a.data, *one, **given(a), format=weights)
-        register.grouped_mm(a.data, *w.operands(), offs, **given(a), format=weights)
-        register.grouped_mm_masked(b.data, *w.operands(), offs, **given(b), format=weights)
-        register.indexed_mm(a.data, *w.operands(), ids, **given(a), format=weights)
-        register.grouped_mm_k(a.data, *one, columns, **given(a), format=weights)
-        register.moe(
+        operators.mm(a.data, *one, **given(a), format=weights)
+        operators.grouped_mm(a.data, *w.operands(), offs, **given(a), format=weights)
+        operators.grouped_mm_masked(b.data, *w.operands(), offs, **given(b), format=weights)
+        operators.indexed_mm(a.data, *w.operands(), ids, **given(a), format=weights)
+        operators.grouped_mm_k(a.data, *one, columns, **given(a), format=weights)
+        operators.moe(
             torch.randn(m, n), ids[:, None], torch.ones(m, 1), *w13.operands(), *w.operands(), format=weights,
             a_format=rows if rows in ("nvfp4", "mxfp4", "fp8") else "none",
         )  # fmt: skip
@@ -457,7 +457,7 @@ def test_a_format_that_is_wrong_is_not_used_again(wrong, asked, caplog):
     tiles.pretend(BLACKWELL)
     try:
         for rows in (8, 5000, 8):
-            tile = register.or_else(
+            tile = operators.or_else(
                 w, "nvfp4", lambda rows=rows: launch.choose(rows, 8, [lambda: spec("nvfp4")], BLACKWELL), int
             )
             assert tile == 0
@@ -477,7 +477,7 @@ def test_what_does_not_compile_as_meant_is_said_once(asked, monkeypatch, caplog)
     try:
         for _ in range(2):
             choose = lambda: launch.choose(8, 8, [lambda: spec("nvfp4")], BLACKWELL)  # noqa: E731
-            assert register.or_else(w, "nvfp4", choose, int) == 0
+            assert operators.or_else(w, "nvfp4", choose, int) == 0
     finally:
         tiles.pretend(None)
     assert len(caplog.records) == 1 and "no tile" in caplog.text and "rows as bfloat16" in caplog.text

@@ -17,11 +17,11 @@ from fp4_ops import first_use
 
 pytest.importorskip("triton")
 
-from fp4_ops.triton import ops, tiles
-from fp4_ops.triton.scaled import support
-from fp4_ops.triton.scaled import tiles as scaled_tiles
-from fp4_ops.triton.scaled.kernel import scaled_kernel
-from fp4_ops.triton.scaled.spec import Scaled
+from fp4_ops.backends.triton import ops, tiles
+from fp4_ops.backends.triton.scaled import support
+from fp4_ops.backends.triton.scaled import tiles as scaled_tiles
+from fp4_ops.backends.triton.scaled.kernel import scaled_kernel
+from fp4_ops.backends.triton.scaled.spec import Scaled
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")]
 

@@ -8,7 +8,8 @@ import pytest
 import torch
 from fp4_ops.meta.layouts import preferred_layout
 
-from fp4_ops import cuda, experts, first_use, native, trust
+from fp4_ops import backends, experts, first_use, native
+from fp4_ops.backends.mma import trust
 
 BF16, FP16 = torch.bfloat16, torch.float16
 
@@ -69,6 +70,6 @@ def test_a_kernel_whose_first_use_is_wrong_is_not_used(ada, kernel, error, caplo
 def test_hopper_is_not_asked(ada, monkeypatch):
     monkeypatch.setattr(native, "family", lambda index: native.HOPPER)
     ada.clear()  # asking would raise
-    assert cuda.preferred() == ("mma_bf16", "sm90", "sm90_int4")
+    assert backends._preferred() == ("mma_bf16", "sm90", "sm90_int4")
     monkeypatch.setattr(native, "family", lambda index: 0)
-    assert cuda.preferred() == ()
+    assert backends._preferred() == ()

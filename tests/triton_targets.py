@@ -25,9 +25,9 @@ from triton.backends.compiler import GPUTarget
 from triton.backends.nvidia.compiler import get_ptxas, sm_arch_from_capability
 from triton.runtime import driver
 
-from fp4_ops.triton import gemm, launch, tiles
-from fp4_ops.triton.scaled.kernel import scaled_kernel
-from fp4_ops.triton.tiles import Device, Tile
+from fp4_ops.backends.triton import gemm, launch, tiles
+from fp4_ops.backends.triton.scaled.kernel import scaled_kernel
+from fp4_ops.backends.triton.tiles import Device, Tile
 
 BLOCK_MEMORY = {
     **{80: 166912, 86: 101376, 89: 101376},

@@ -14,7 +14,7 @@ from torch import fx
 from torch._dynamo.source import AttrSource
 from torch._subclasses.fake_tensor import FakeTensorMode
 
-from ... import native
+from ... import backends
 from ...meta.formats import FORMATS, FP4_FORMATS
 from ...meta.layouts import LAYOUTS, preferred_layout
 from .. import advice
@@ -311,10 +311,8 @@ def kernel(device_type: str, layout: str = "plain") -> str:
     """The name of the kernels that run an operator."""
     if device_type == "cpu":
         return f"cpu {torch.ops.fp4.cpu_capability()}"
-    if not LAYOUTS[layout].native:
-        return "triton"
-    family = native.family(torch.cuda.current_device()) if torch.cuda.is_available() else 0
-    return native.NAMES[family or native.HOPPER]
+    device = torch.cuda.current_device() if torch.cuda.is_available() else 0
+    return backends.reader_name(layout, device_type, device)
 
 
 # --- how parameters make one operand ---

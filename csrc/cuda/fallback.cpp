@@ -13,7 +13,7 @@ thread_local std::string error;
 void require_fallback(std::string_view op, std::string_view why) {
   if (registered.load(std::memory_order_relaxed)) return;
   fail("fp4::", op, ": ", why,
-       ", for which only Triton has a CUDA kernel, and Triton needs a Python process that has imported "
+       ", which has no native CUDA kernel, and what does it instead needs a Python process that has imported "
        "fp4_ops. Without Python, weights must be in a layout whose kernels are native: mma_bf16, on a GPU of "
        "compute capability 8.0 or later, or sm90 or sm90_int4, on one of 9.0 (fp4_ops.prepare(model, "
        "device='cuda') on such a GPU makes them)");
@@ -27,7 +27,7 @@ std::string take_fallback_error() {
 
 }  // namespace fp4::cuda
 
-// For Python: whether `fp4_triton` is registered, and what one of its operators raised, in the thread that
+// For Python: whether `fp4_python` is registered, and what one of its operators raised, in the thread that
 // called it (the stable ABI of torch 2.11 and 2.12 returns no message).
 extern "C" __attribute__((visibility("default"))) void fp4_cuda_has_fallbacks(int yes) {
   fp4::cuda::registered.store(yes != 0);

@@ -1,5 +1,5 @@
-// Operators for which there is no native kernel, on this GPU or in this layout: Triton's, which fp4_ops
-// registers from Python as `fp4_triton::NAME`, with the schemas of `fp4::NAME`.
+// Operators for which there is no native kernel, on this GPU or in this layout: those that fp4_ops registers
+// from Python as `fp4_python::NAME`, with the schemas of `fp4::NAME` (fp4_ops/backends/operators.py).
 #pragma once
 
 #include <string>
@@ -21,7 +21,7 @@ Result fallback(const char* op, std::string_view why, const Arguments&... argume
   require_fallback(op, why);
   take_fallback_error();
   try {
-    return call<Result>(std::string("fp4_triton::") + op, "", arguments...);
+    return call<Result>(std::string("fp4_python::") + op, "", arguments...);
   } catch (const std::exception&) {
     const std::string said = take_fallback_error();
     if (said.empty()) throw;
@@ -29,7 +29,7 @@ Result fallback(const char* op, std::string_view why, const Arguments&... argume
   }
 }
 
-// Of a layout that Triton's kernels serve.
+// Of a layout that has no native kernel.
 inline std::string layout_words(std::string_view layout) { return text("layout is '", layout, "'"); }
 
 }  // namespace fp4::cuda

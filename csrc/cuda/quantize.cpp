@@ -1,5 +1,5 @@
-// Formats, layouts and the order of rows on CUDA: natively where a Hopper kernel does it, else by Triton and
-// torch's operators, from Python.
+// Formats, layouts and the order of rows on CUDA: natively where a Hopper kernel does it, else from
+// Python.
 #include "cuda/operands.h"
 
 namespace fp4::cuda {

@@ -10,7 +10,7 @@
 
 namespace fp4::device {
 
-// Dtypes and gates cross the interface as these numbers (fp4_ops/sm90/library.py has them too).
+// Dtypes and gates cross the interface as these numbers (fp4_ops/backends/launchers/library.py has them too).
 enum class DType : int { kFloat32, kBFloat16, kFloat16, kFloat8 };
 enum class Act : int { kNone, kSilu, kGelu, kGeluTanh };
 enum class Routing : int { kOffs, kIds32, kIds64, kMasked, kDense };

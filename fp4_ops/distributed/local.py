@@ -63,8 +63,8 @@ class Local:
         if self.operands[-1] is not None or self.chosen(pairs, x.device) != "fp8":
             return False
         from .. import native
-        from ..sm90.decode import MAX_IDS
-        from ..sm90.library import multiprocessors
+        from ..backends.launchers.decode import MAX_IDS
+        from ..backends.launchers.library import multiprocessors
 
         few = False
         for routing in ("ids32", "offs") if here <= MAX_IDS else ("offs",):
@@ -82,7 +82,7 @@ class Local:
         if self.a_format != "auto" or not order.native or "none" not in order.a_formats:
             return self.a_format
         from .. import native
-        from ..sm90.library import multiprocessors
+        from ..backends.launchers.library import multiprocessors
 
         up, down = (
             native.product("offs", self.num_experts, pairs, w.n, w.k, w.format.block) for w in self.experts

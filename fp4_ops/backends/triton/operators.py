@@ -1,7 +1,6 @@
-"""What every operator of csrc/schema.cpp does on CUDA where no native kernel does it: by Triton's kernels,
-and conversions to and from the native layouts.
+"""The operators of csrc/schema.cpp by Triton's kernels, with weights in layout plain.
 
-Functions have their operators' names; `fp4_ops/cuda.py` registers them.
+Functions have their operators' names; `fp4_ops/backends/operators.py` finds them here.
 
 Arguments are checked by meta/checks.py, as the fakes do. What only the data could show (bad offsets or
 ids) is clamped on the device.
@@ -13,18 +12,13 @@ from functools import partial
 
 import torch
 
-from ..meta import checks
-from ..sm90 import int4
-from ..sm90 import library as sm90_library
-from ..sm90 import rows as sm90_rows
+from ...meta import checks
 from . import ops
 from .activations import moe_quantized, rows_of
 from .launch import NoTile
 from .scaled import ops as scaled
 from .scaled import support
 from .tiles import device_of
-
-SM90, MMA_BF16, SM90_INT4 = "sm90", "mma_bf16", "sm90_int4"
 
 
 def quantize(x, format, global_scale=None):
@@ -35,10 +29,6 @@ def quantize(x, format, global_scale=None):
 
 def dequantize(packed, block_scale, global_scale, format, dtype, *, layout="plain"):
     fmt, _ = checks.check_dequantize(packed, block_scale, global_scale, format, dtype, layout)
-    if layout == SM90_INT4:
-        packed, block_scale, global_scale = int4.unpack(packed, block_scale, global_scale, fmt)
-        return ops.dequantize(packed, block_scale, global_scale, fmt, dtype)
-    ops.refuse_layout("dequantize", layout)
     return ops.dequantize(packed, block_scale, global_scale, fmt, dtype)
 
 
@@ -47,33 +37,8 @@ def quantize_int8(x):
     return ops.quantize_int8(x)
 
 
-def prepack(packed, block_scale, global_scale, format, layout):
-    """`plain` is a copy; `tile16` is for CPUs; native ones are made there if no kernel here makes them."""
-    fmt, _ = checks.check_prepack(packed, block_scale, global_scale, format, layout)
-    if layout == SM90_INT4:
-        return int4.prepack(packed, block_scale, fmt)
-    if layout in sm90_library.packs(packed.device.index):
-        return sm90_rows.prepack(packed, block_scale, global_scale, fmt, layout == MMA_BF16)
-    if layout in (SM90, MMA_BF16):
-        return ops.on_cpu(torch.ops.fp4.prepack, packed, block_scale, global_scale, format, layout)
-    ops.refuse_layout("prepack", layout)
-    return ops.copy_weight(packed, block_scale, global_scale)
-
-
-def unpack(packed, block_scale, global_scale, format, layout):
-    """From any layout, by way of the CPU but for `sm90_int4`."""
-    fmt, _ = checks.check_unpack(packed, block_scale, global_scale, format, layout)
-    if layout == "plain":
-        return ops.copy_weight(packed, block_scale, global_scale)
-    if layout == SM90_INT4:
-        return int4.unpack(packed, block_scale, global_scale, fmt)
-    return ops.on_cpu(torch.ops.fp4.unpack, packed, block_scale, global_scale, format, layout)
-
-
 def quantize_fp8(x, *, layout="plain"):
     order = checks.check_quantize_fp8(x, layout)
-    if layout == SM90 and sm90_library.available(x.device.index):
-        return sm90_rows.quantize_fp8_rows(x)
     return ops.quantize_fp8(x, order)
 
 
@@ -111,7 +76,6 @@ def mm(
         a, b, b_scale, b_global_scale, format, layout, a_scale, bias, a_global_scale, a_format
     )
     dtype = checks.resolve_out_dtype(a, out_dtype)
-    ops.refuse_layout("mm", layout)
     ops.refuse_int8("mm", a.dtype)
     wt = ops.weight(b, b_scale, b_global_scale, bias, w)
     return product(ops.prepare_dense, (a, a_scale, a_global_scale, a_format), a.shape[0], wt, dtype)
@@ -125,7 +89,6 @@ def grouped_mm(
         a, b, b_scale, b_global_scale, offs, format, layout, a_scale, bias, a_global_scale, a_format
     )
     dtype = checks.resolve_out_dtype(a, out_dtype)
-    ops.refuse_layout("grouped_mm", layout)
     ops.refuse_int8("grouped_mm", a.dtype)
     wt = ops.weight(b, b_scale, b_global_scale, bias, w)
     if w.groups == 0:
@@ -141,7 +104,6 @@ def grouped_mm_masked(
         a, b, b_scale, b_global_scale, masked_m, format, layout, a_scale, bias, a_global_scale, a_format
     )
     dtype = checks.resolve_out_dtype(a, out_dtype)
-    ops.refuse_layout("grouped_mm_masked", layout)
     ops.refuse_int8("grouped_mm_masked", a.dtype)
     wt = ops.weight(b, b_scale, b_global_scale, bias, w)
     groups, max_m, _ = a.shape
@@ -158,42 +120,12 @@ def indexed_mm(
         a, b, b_scale, b_global_scale, expert_ids, format, layout, a_scale, bias, a_global_scale, a_format
     )
     dtype = checks.resolve_out_dtype(a, out_dtype)
-    ops.refuse_layout("indexed_mm", layout)
     ops.refuse_int8("indexed_mm", a.dtype)
     wt = ops.weight(b, b_scale, b_global_scale, bias, w)
     if w.groups == 0:
         return a.new_zeros((a.shape[0], w.n), dtype=dtype)
     given = a, a_scale, a_global_scale, a_format
     return product(ops.prepare_indexed, given, a.shape[0], wt, dtype, expert_ids, w.groups, tail=True)
-
-
-def hopper_grouped_mm_k(a, b, offs, dtype, options):
-    """One dense product of a copy of `a` for each group, zeros outside the group's columns.
-
-    It multiplies each group by all of K: right for every size, fast only for few rows. Groups along K come up
-    in training, where weights are not in 4 bits. `a`: (a, a_scale, a_global_scale, a_format).
-    """
-    values, scale, _, a_format = a
-    if a_format:  # exact in bfloat16 but for a factor of each row
-        values, scale = rows_of(*a)
-    groups, (m, k) = offs.numel(), values.shape
-    column = torch.arange(k, device=values.device)
-    fp8 = values.dtype == torch.float8_e4m3fn
-    if fp8:  # the layout's order: block t, word 2s + q -> word, block
-        column = column.view(-1, 4, 4, 4).transpose(1, 2).reshape(-1)
-        values = values.view(torch.uint8)  # zero is the byte zero
-    ends = offs.clamp(0, k).cummax(0).values[:, None] if groups else offs[:, None]
-    begins = torch.nn.functional.pad(ends[:-1], (0, 0, 1, 0))[:groups]
-    mine = (column >= begins) & (column < ends)
-    masked = torch.where(mine[:, None], values, 0).reshape(groups * m, k)
-    scale = scale.repeat(groups) if scale is not None else None
-    if fp8:
-        out = torch.ops.fp4.mm(masked.view(torch.float8_e4m3fn), *b, scale, out_dtype=dtype, **options)
-    elif scale is None:
-        out = torch.ops.fp4.mm(masked, *b, out_dtype=dtype, **options)
-    else:
-        out = torch.ops.fp4.mm(masked, *b, out_dtype=torch.float32, **options) * scale[:, None]
-    return out.to(dtype).view(groups, m, out.shape[1])
 
 
 def grouped_mm_k(
@@ -203,11 +135,6 @@ def grouped_mm_k(
     w = checks.check_grouped_mm_k(
         a, b, b_scale, b_global_scale, offs, format, layout, a_scale, a_global_scale, a_format
     )
-    if w.layout.native:
-        given, packed = (a, a_scale, a_global_scale, a_format), (b, b_scale, b_global_scale)
-        dtype = checks.resolve_out_dtype(a, out_dtype)
-        return hopper_grouped_mm_k(given, packed, offs, dtype, {"format": format, "layout": layout})
-    ops.refuse_layout("grouped_mm_k", layout)
     ops.refuse_int8("grouped_mm_k", a.dtype)
     wt = ops.weight(b, b_scale, b_global_scale, None, w)
     dtype = checks.resolve_out_dtype(a, out_dtype)
@@ -232,7 +159,6 @@ def moe(
         format, layout, activation, a_format, w13_bias, w2_bias,
     )  # fmt: skip
     out_dtype = checks.resolve_out_dtype(x, out_dtype)
-    ops.refuse_layout("moe", layout)
     if a_format == "int8":
         raise RuntimeError("fp4::moe: a_format is 'int8', which runs on CPU only; on CUDA it can be 'fp8'")
     run = ops.moe if a_format in ("none", "auto") else partial(moe_quantized, a_format=a_format)
@@ -240,23 +166,6 @@ def moe(
     w_down = ops.weight(w2, w2_scale, w2_global_scale, w2_bias, down)
     arguments = x, topk_ids, topk_weights, w_up, w_down, activation, out_dtype
     return or_else(w_up, a_format, lambda: scaled.moe(*arguments), lambda: run(*arguments))
-
-
-def offs_to_m_indices(offs, m):
-    checks.check_offs_to_m_indices(offs, m)
-    # A row's expert is how many ends are at or before it; the running maximum keeps bad offsets in order.
-    ends = offs.cummax(0).values if offs.numel() else offs
-    rows = torch.arange(m, dtype=torch.int32, device=offs.device)
-    ids = torch.searchsorted(ends, rows, right=True, out_int32=True)
-    return torch.where(ids < offs.shape[0], ids, -1)
-
-
-def m_indices_to_offs(m_indices, num_groups):
-    checks.check_m_indices_to_offs(m_indices, num_groups)
-    groups = torch.arange(num_groups, dtype=torch.int32, device=m_indices.device)
-    valid = (m_indices >= 0) & (m_indices < num_groups)
-    ids = torch.where(valid, m_indices, num_groups).sort().values
-    return torch.searchsorted(ids, groups, right=True, out_int32=True)
 
 
 def to_masked(a, offs, max_m):

@@ -7,8 +7,8 @@ from typing import ClassVar
 
 from torch import Tensor
 
-from .. import native
-from ..meta.formats import Activation
+from ... import native
+from ...meta.formats import Activation
 from .library import address, call, multiprocessors, stream
 from .product import ProductParams, Routing, Weight, describe
 

@@ -8,7 +8,7 @@ from typing import NamedTuple
 import torch
 import triton
 
-from ...meta.formats import Format, known_activation
+from ....meta.formats import Format, known_activation
 from .. import launch, ops
 from ..activations import gated
 from ..launch import TryNext

@@ -1,7 +1,7 @@
 """Tile shapes of the product kernel: an enumerated list, ranked by rules. Nothing is tuned at run time.
 
 What a tile needs of a GPU only the compiled kernel knows; `launch.py` asks it and takes the first that fits.
-`python -m fp4_ops.triton.tiles` prints the list and what is preferred for well-known shapes.
+`python -m fp4_ops.backends.triton.tiles` prints the list and what is preferred for well-known shapes.
 """
 
 from __future__ import annotations

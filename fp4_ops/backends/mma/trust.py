@@ -14,8 +14,8 @@ import torch
 from torch import Tensor
 from torch.utils._python_dispatch import _disable_current_modes
 
-from . import first_use, native
-from .meta.formats import FP4_FORMATS
+from ... import first_use, native, oracle
+from ...meta.formats import FP4_FORMATS
 
 LAYOUT = "mma_bf16"
 BOUND = 4e-3
@@ -25,24 +25,20 @@ BOUND = 4e-3
 def error_of(kernel: str) -> float:
     """The largest error of the operators whose products this kernel runs ("decode", "gemv", "prefill");
     infinite if one does not run."""
-    from . import selftest
-
     with torch.random.fork_rng(devices=[torch.cuda.current_device()]), torch.no_grad(), native.only(kernel):
         torch.manual_seed(0)
         found = []
         for format in FP4_FORMATS:
-            for operator in selftest.PRODUCTS:
-                case = selftest.Case(operator, format, LAYOUT, "bfloat16")
-                found.append(_error(selftest.product, case))
-            found.append(_error(selftest.block, selftest.Case("moe", format, LAYOUT, "none", "silu")))
+            for operator in oracle.PRODUCTS:
+                case = oracle.Case(operator, format, LAYOUT, "bfloat16")
+                found.append(_error(oracle.product, case))
+            found.append(_error(oracle.block, oracle.Case("moe", format, LAYOUT, "none", "silu")))
     return max(found)
 
 
 def _error(run: Callable[..., tuple[Tensor, Tensor]], case: Any) -> float:
-    from . import selftest
-
     try:
-        return selftest.relative_error(*run(case, "cuda"))
+        return oracle.relative_error(*run(case, "cuda"))
     except RuntimeError as error:
         logging.getLogger("fp4_ops").warning("fp4: %s does not run: %s", case, error)
         return float("inf")

@@ -3,16 +3,15 @@
 from __future__ import annotations
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
-from ..meta.formats import Activation, Format
-from ..meta.layouts import LAYOUTS
+from ...meta.formats import Activation, Format
+from ...meta.layouts import LAYOUTS
+from .. import anywhere
 from .library import DTYPE_CODES, FUNCTIONS, address, call, gate_fields, stream
 
 LAYOUT = LAYOUTS["sm90"]
 ROUTE_CHUNK = 1024
-FP8_MAX = 448.0
 MAX_WIDTH, MAX_FP4_WIDTH = 32768, 16384
 """Columns that one block of the row kernels holds."""
 SAME, FP8, HALF = range(3)
@@ -136,13 +135,7 @@ def quantize_fp8_rows(x: Tensor) -> tuple[Tensor, Tensor]:
     if x.dtype != torch.float32 and k % 16 == 0 and 0 < k <= MAX_WIDTH and x.numel():
         codes, scale = quantize_fp8(x.contiguous().view(-1, k))
         return codes.view(*x.shape[:-1], -1), scale.view(x.shape[:-1])
-    values = x.float()
-    largest = values.abs().amax(-1) if k else values.new_zeros(x.shape[:-1])
-    scale = largest / torch.full_like(largest, FP8_MAX)
-    codes = torch.where(scale[..., None] > 0, values / scale[..., None], 0).clamp(-FP8_MAX, FP8_MAX)
-    codes = F.pad(codes.to(torch.float8_e4m3fn).view(torch.uint8), (0, LAYOUT.padded(k) - k))
-    codes = codes.unflatten(-1, (LAYOUT.padded(k) // 64, 4, 4, 4)).transpose(-2, -3)  # block t, word 2s + q
-    return codes.flatten(-4).view(torch.float8_e4m3fn), scale  # -> word, block
+    return anywhere.fp8_rows(x, LAYOUT)
 
 
 def same(

@@ -12,8 +12,8 @@ from pathlib import Path
 
 import torch
 
-from .. import native
-from ..meta.formats import Activation
+from ... import native
+from ...meta.formats import Activation
 
 FILE, MMA_FILE = "_sm90.so", "_sm80.so"
 

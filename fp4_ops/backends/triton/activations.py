@@ -11,7 +11,7 @@ import torch
 import triton
 import triton.language as tl
 
-from ..meta.formats import FORMATS, Activation, known_activation
+from ...meta.formats import FORMATS, Activation, known_activation
 from . import ops
 from .gemm import activate, curve
 

@@ -9,8 +9,8 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from ..meta.formats import Activation
-from ..meta.layouts import LAYOUTS, Layout
+from ...meta.formats import Activation
+from ...meta.layouts import LAYOUTS, Layout
 from .library import DTYPE_CODES, Gate, address, gate_fields
 
 
@@ -39,6 +39,28 @@ class Weight(NamedTuple):
     @property
     def bf16(self) -> bool:
         return self.layout.name == "mma_bf16"
+
+
+class Int4Weight(NamedTuple):
+    """A weight in layout sm90_int4: [groups, n, kp], value = code * scale of its `group` of k * factor."""
+
+    codes: Tensor
+    scales: Tensor
+    factor: Tensor
+    group: int
+    bias: Tensor | None
+    groups: int
+    n: int
+    kp: int
+
+    @property
+    def layout(self) -> Layout:
+        return LAYOUTS["sm90_int4"]
+
+    @property
+    def bf16(self) -> bool:
+        """As of Weight: no kernel reads 16-bit rows beside it."""
+        return False
 
 
 class ProductParams(ctypes.Structure):

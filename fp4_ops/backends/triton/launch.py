@@ -18,7 +18,7 @@ import triton
 import triton.language as tl
 from triton.runtime.errors import OutOfResources
 
-from ..meta.formats import known_activation
+from ...meta.formats import known_activation
 from . import gemm, tiles
 from .tiles import Device, Problem, Tile
 

@@ -2,17 +2,12 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
-
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
-from ..samples import RUN, Comparison
-
-if TYPE_CHECKING:
-    from ..samples import Samples
+from ...runs import RUN, Comparison, Runs
 
 RUNS_A_PROGRAM = 32
 
@@ -59,7 +54,7 @@ def read(at: Tensor, sizes: Tensor, held: Tensor) -> None:
 class Launched(Comparison):
     """A comparison that the current stream has still to make. Only who asks for the answer waits for it."""
 
-    def __init__(self, samples: Samples) -> None:
+    def __init__(self, samples: Runs) -> None:
         with torch.cuda.device(samples.device):
             found, on_host = samples.found, samples.on_host
             if found is None or on_host is None:

@@ -3,40 +3,16 @@ csrc/sm90/prefill_int4.cu, the one kernel for every number of rows."""
 
 from __future__ import annotations
 
-from typing import NamedTuple
-
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from ..meta.formats import Activation, Format
-from ..meta.layouts import LAYOUTS, Layout
-from .decode import Routing
+from ...meta.formats import Activation, Format
+from ...meta.layouts import LAYOUTS
 from .prefill import CHOOSE, launch
+from .product import Int4Weight, Routing
 
 LAYOUT = LAYOUTS["sm90_int4"]
-
-
-class Int4Weight(NamedTuple):
-    """A weight in layout sm90_int4: [groups, n, kp], value = code * scale of its `group` of k * factor."""
-
-    codes: Tensor
-    scales: Tensor
-    factor: Tensor
-    group: int
-    bias: Tensor | None
-    groups: int
-    n: int
-    kp: int
-
-    @property
-    def layout(self) -> Layout:
-        return LAYOUT
-
-    @property
-    def bf16(self) -> bool:
-        """As of decode.Weight: no kernel reads 16-bit rows beside it."""
-        return False
 
 
 def prepack(packed: Tensor, block_scale: Tensor, fmt: Format) -> tuple[Tensor, Tensor, Tensor]:

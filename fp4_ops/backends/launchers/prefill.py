@@ -4,17 +4,13 @@ from __future__ import annotations
 
 import ctypes
 import functools
-from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
 
-from ..meta.formats import Activation
-from .decode import Routing, Weight
+from ...meta.formats import Activation
 from .library import DTYPE_CODES, Gate, address, call, gate_fields, library, multiprocessors, stream
-
-if TYPE_CHECKING:
-    from .int4 import Int4Weight
+from .product import Int4Weight, Routing, Weight
 
 MODES = {Routing.DENSE: 0, Routing.OFFS: 1, Routing.MASKED: 2}
 CHOOSE = -1

@@ -11,9 +11,9 @@ from typing import NamedTuple
 import torch
 import triton
 
-from ..meta import checks
-from ..meta.formats import Format, known_activation
-from ..meta.layouts import LAYOUTS, Layout
+from ...meta import checks
+from ...meta.formats import Format, known_activation
+from ...meta.layouts import LAYOUTS, Layout
 from . import launch, quantize, routing
 from .launch import Spec, TryNext
 from .tiles import Device, Tile, device_of
@@ -75,43 +75,12 @@ def _kind(fmt: Format) -> str:
     return fmt.name if fmt.element == "e2m1" else fmt.element
 
 
-def refuse_layout(op: str, layout: str) -> None:
-    if layout != "plain":
-        gpus = "8.0 or later" if layout == "mma_bf16" else "9.0"
-        readers = (
-            "CPU" if layout == "tile16" else f"native CUDA (compute capability {gpus}, FP4_CUDA_ARCHS=all)"
-        )
-        raise RuntimeError(
-            f"fp4::{op}: layout is '{layout}', which only the {readers} kernels read; here it must be "
-            "'plain' (convert with torch.ops.fp4.unpack). A prepared model gets it by .to(device); before "
-            "tools that move its bytes themselves, such as accelerate's cpu_offload, call "
-            "set_layout('plain') on each fp4_ops.experts.PackedWeight in it"
-        )
-
-
 def refuse_int8(op: str, dtype: torch.dtype) -> None:
     if dtype == torch.int8:
         raise RuntimeError(
             f"fp4::{op}: a has dtype int8; int8 activations run on CPU only. On CUDA a must be float32, "
             "bfloat16, float16, float8_e4m3fn or packed FP4"
         )
-
-
-def copy_weight(packed, block_scale, global_scale):
-    """New tensors: no output of an operator shares memory with an input."""
-    contiguous = torch.contiguous_format
-    if global_scale is None:
-        global_scale = packed.new_empty(0, dtype=torch.float32)
-    packed = packed.view(torch.uint8)
-    return tuple(t.clone(memory_format=contiguous) for t in (packed, block_scale, global_scale))
-
-
-def on_cpu(convert, packed, block_scale, global_scale, format, layout):
-    """A conversion that the CPU owns, for tensors of this device."""
-    factor = None if global_scale is None else global_scale.cpu()
-    return tuple(
-        t.to(packed.device) for t in convert(packed.cpu(), block_scale.cpu(), factor, format, layout)
-    )
 
 
 def weight(b, b_scale, b_global_scale, bias, w: checks.Weight) -> Weight:

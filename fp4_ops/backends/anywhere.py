@@ -1,0 +1,114 @@
+"""Operators for any device, by torch's own operators or by way of the CPU: what no backend there has.
+
+What goes by way of the CPU waits for the device, so no CUDA graph can hold it.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from ..meta import checks
+from ..meta.formats import FORMATS
+from ..meta.layouts import Layout
+
+FP8_MAX = 448.0
+
+
+def _by_cpu(name: str, *args: Any, **kwargs: Any) -> Any:
+    """The CPU's operator, its results on the device of the first argument."""
+    device = args[0].device
+    cpu = [a.cpu() if isinstance(a, Tensor) else a for a in args]
+    made = getattr(torch.ops.fp4, name)(*cpu, **kwargs)
+    return tuple(t.to(device) for t in made) if isinstance(made, tuple) else made.to(device)
+
+
+def _copy(packed: Tensor, block_scale: Tensor, global_scale: Tensor | None) -> tuple[Tensor, ...]:
+    """New tensors: no output of an operator shares memory with an input."""
+    if global_scale is None:
+        global_scale = packed.new_empty(0, dtype=torch.float32)
+    given = packed.view(torch.uint8), block_scale, global_scale
+    return tuple(t.clone(memory_format=torch.contiguous_format) for t in given)
+
+
+def quantize(x, format, global_scale=None):
+    checks.check_quantize(x, global_scale, checks.check_format(format))
+    return _by_cpu("quantize", x, format, global_scale)
+
+
+def dequantize(packed, block_scale, global_scale, format, dtype, *, layout="plain"):
+    checks.check_dequantize(packed, block_scale, global_scale, format, dtype, layout)
+    if layout == "plain":
+        return _by_cpu("dequantize", packed, block_scale, global_scale, format, dtype)
+    fmt = FORMATS[format]
+    *operands, factor = unpack(packed, block_scale, global_scale, format, layout)
+    given = factor if fmt.has_global_scale else None
+    return torch.ops.fp4.dequantize(*operands, given, format, dtype)
+
+
+def quantize_int8(x):
+    checks.check_quantize_int8(x)
+    return _by_cpu("quantize_int8", x)
+
+
+def quantize_fp8(x, *, layout="plain"):
+    return fp8_rows(x, checks.check_quantize_fp8(x, layout))
+
+
+def fp8_rows(x: Tensor, layout: Layout) -> tuple[Tensor, Tensor]:
+    """x [..., K] of any dtype and K: e4m3 codes in the order of a layout, float32 scales."""
+    k = x.shape[-1]
+    values = x.float()
+    largest = values.abs().amax(-1) if k else values.new_zeros(x.shape[:-1])
+    scale = largest / torch.full_like(largest, FP8_MAX)
+    codes = torch.where(scale[..., None] > 0, values / scale[..., None], 0).clamp(-FP8_MAX, FP8_MAX)
+    codes = F.pad(codes.to(torch.float8_e4m3fn).view(torch.uint8), (0, layout.padded(k) - k))
+    if layout.native:  # block t, word 2s + q -> word, block
+        codes = codes.unflatten(-1, (layout.padded(k) // 64, 4, 4, 4)).transpose(-2, -3).flatten(-4)
+    return codes.view(torch.float8_e4m3fn), scale
+
+
+def prepack(packed, block_scale, global_scale, format, layout):
+    """`plain` is a copy; other layouts are made on the CPU."""
+    checks.check_prepack(packed, block_scale, global_scale, format, layout)
+    if layout == "plain":
+        return _copy(packed, block_scale, global_scale)
+    return _by_cpu("prepack", packed, block_scale, global_scale, format, layout)
+
+
+def unpack(packed, block_scale, global_scale, format, layout):
+    """From any layout."""
+    checks.check_unpack(packed, block_scale, global_scale, format, layout)
+    if layout == "plain":
+        return _copy(packed, block_scale, global_scale)
+    return _by_cpu("unpack", packed, block_scale, global_scale, format, layout)
+
+
+def offs_to_m_indices(offs, m):
+    checks.check_offs_to_m_indices(offs, m)
+    # A row's expert is how many ends are at or before it; the running maximum keeps bad offsets in order.
+    ends = offs.cummax(0).values if offs.numel() else offs
+    rows = torch.arange(m, dtype=torch.int32, device=offs.device)
+    ids = torch.searchsorted(ends, rows, right=True, out_int32=True)
+    return torch.where(ids < offs.shape[0], ids, -1)
+
+
+def m_indices_to_offs(m_indices, num_groups):
+    checks.check_m_indices_to_offs(m_indices, num_groups)
+    groups = torch.arange(num_groups, dtype=torch.int32, device=m_indices.device)
+    valid = (m_indices >= 0) & (m_indices < num_groups)
+    ids = torch.where(valid, m_indices, num_groups).sort().values
+    return torch.searchsorted(ids, groups, right=True, out_int32=True)
+
+
+def to_masked(a, offs, max_m):
+    checks.check_to_masked(a, offs, max_m)
+    return _by_cpu("to_masked", a, offs, max_m)
+
+
+def from_masked(a, masked_m, m):
+    checks.check_from_masked(a, masked_m, m)
+    return _by_cpu("from_masked", a, masked_m, m)

@@ -1,0 +1,34 @@
+"""Any GPU that Triton knows: its kernels, compiled on the user's machine."""
+
+from __future__ import annotations
+
+import importlib.util
+from functools import cache
+
+from ..base import Backend
+
+
+@cache
+def installed() -> bool:
+    return importlib.util.find_spec("triton") is not None
+
+
+def _multiplies_fp4(format: str) -> bool:
+    import torch
+
+    from ...meta.formats import FORMATS
+    from .scaled import support
+    from .tiles import device_of
+
+    return support.takes(FORMATS[format], format, device_of(torch.device("cuda")))
+
+
+TRITON = Backend(
+    "triton",
+    "cuda",
+    layouts=("plain",),
+    needs="Triton's kernels",
+    available=lambda index: installed(),
+    multiplies_fp4=_multiplies_fp4,
+    operators=".triton.operators",
+)

@@ -1,2 +1,0 @@
-"""The Hopper kernels (csrc/device, csrc/sm90) by themselves: conversions of layouts, and a launcher for
-each, for tests and measurements. Operators launch them in C++ (csrc/cuda)."""
