@@ -291,11 +291,27 @@ def kernel_choice() -> str:
 # --- CPU ---
 
 
+CPU_PRODUCTS = "cpu_vs_ggml_zen5", "cpu_vs_ggml_rocketlake", "cpu_vs_ggml_emeraldrapids"
+
+
+@table
+def cpu_products_summary() -> str:
+    heads = ["CPU", "threads", "tokens", "points", "least speedup", "median", "most"]
+    lines: list[list[Cell]] = []
+    for name in CPU_PRODUCTS:
+        found: dict[tuple[int, int], list[float]] = {}
+        for r in rows(name, "product"):
+            if r["speedup"] is not None:
+                found.setdefault((r["threads"], r["tokens"]), []).append(r["speedup"])
+        cpu = (read(name)["cpu"] or "").rpartition(",")[0]
+        lines += [[cpu, *at, *spread(speedups)] for at, speedups in sorted(found.items())]
+    return f"{grid(heads, lines)}\n\n{source(*CPU_PRODUCTS)}"
+
+
 @table
 def cpu_products() -> str:
     heads = ["CPU", "threads", "tokens", "weights", "kernel", "us", "fastest ggml type", "speedup"]
-    names = "cpu_vs_ggml_zen5", "cpu_vs_ggml_rocketlake", "cpu_vs_ggml_emeraldrapids"
-    lines = []
+    names, lines = CPU_PRODUCTS, []
     for name in names:
         for r in rows(name, "product"):
             if r["speedup"] is not None:

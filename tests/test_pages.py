@@ -169,3 +169,24 @@ def test_torchrun(tmp_path):
         capture_output=True,
     )
     assert done.returncode == 0, done.stderr[-3000:]
+
+
+def slug(heading: str) -> str:
+    return re.sub(r"[^\w -]", "", re.sub(r"\[(.*?)\]\(.*?\)", r"\1", heading).lower()).strip().replace(" ", "-")
+
+
+def test_links_lead_somewhere():
+    """Between pages, and to headings of them, as GitHub and the site name these."""
+    wrong, count = [], 0
+    for page in PAGES:
+        text = re.sub(r"```.*?```", "", page.read_text(), flags=re.DOTALL)
+        for link in re.findall(r"\]\(([^)\s]+)\)", text):
+            file, _, anchor = link.partition("#")
+            if "://" in link:
+                continue
+            to = (page.parent / file).resolve() if file else page
+            headings = re.findall(r"^#+ (.*)", to.read_text(), re.MULTILINE) if to.suffix == ".md" else []
+            if not to.exists() or anchor and anchor not in map(slug, headings):
+                wrong.append(f"{page.name}: {link}")
+            count += 1
+    assert count > 100 and wrong == []
