@@ -172,7 +172,8 @@ def test_torchrun(tmp_path):
 
 
 def slug(heading: str) -> str:
-    return re.sub(r"[^\w -]", "", re.sub(r"\[(.*?)\]\(.*?\)", r"\1", heading).lower()).strip().replace(" ", "-")
+    plain = re.sub(r"\[(.*?)\]\(.*?\)", r"\1", heading)
+    return re.sub(r"[^\w -]", "", plain.lower()).strip().replace(" ", "-")
 
 
 def test_links_lead_somewhere():
@@ -186,7 +187,7 @@ def test_links_lead_somewhere():
                 continue
             to = (page.parent / file).resolve() if file else page
             headings = re.findall(r"^#+ (.*)", to.read_text(), re.MULTILINE) if to.suffix == ".md" else []
-            if not to.exists() or anchor and anchor not in map(slug, headings):
+            if not to.exists() or (anchor and anchor not in map(slug, headings)):
                 wrong.append(f"{page.name}: {link}")
             count += 1
     assert count > 50 and wrong == []
