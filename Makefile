@@ -38,8 +38,8 @@ demo-full: $(VENV)/built
 test: TESTS = -m "not more and not real and not tools and not archs and not archs_all and not aarch64"
 test-more: TESTS = -m "more and not real and not tools and not archs and not archs_all and not aarch64"
 test-all: TESTS = -m "not real and not tools and not archs and not archs_all and not aarch64"
-test-archs: TESTS = -m archs tests/test_architectures.py tests/test_every_candidate.py tests/test_triton_scaled.py
-test-archs-all: TESTS = -m "archs or archs_all" tests/test_architectures.py tests/test_every_candidate.py tests/test_triton_scaled.py
+test-archs: TESTS = -m archs tests/kernels_triton
+test-archs-all: TESTS = -m "archs or archs_all" tests/kernels_triton
 test test-more test-archs test-archs-all test-all: $(VENV)/built
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -q -n auto --dist worksteal $(TESTS)
 
@@ -50,13 +50,13 @@ test-tools: $(VENV)/built
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -q -n 2 --dist loadgroup -m tools tests/tools
 
 test-kernels: $(VENV)/built
-	FP4_KERNEL_ARCHS=$(or $(ARCHS),drawn) $(BIN)/python -m pytest -q tests/test_kernel_archs.py
+	FP4_KERNEL_ARCHS=$(or $(ARCHS),drawn) $(BIN)/python -m pytest -q tests/kernels_cuda/test_kernel_archs.py
 
 test-hopper: $(VENV)/built
-	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -q -n auto --dist worksteal --emulate --draw 48 tests/test_sm90_gpu.py tests/test_sm90_*_gpu.py tests/test_sm80_gpu.py tests/test_sm80_prefill_gpu.py
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -q -n auto --dist worksteal --emulate --draw 48 tests/kernels_cuda/test_sm90_gpu.py tests/kernels_cuda/test_sm90_*_gpu.py tests/kernels_cuda/test_sm80_gpu.py tests/kernels_cuda/test_sm80_prefill_gpu.py
 
 # Pytest starts in another folder, whose fp4_ops is the sanitised one. Status 75: this machine lacks what it needs.
-test-sanitized: TESTS = $(wildcard tests/test_ops_*.py) tests/test_cpu_dispatch.py tests/test_parallel.py tests/test_sm90_layout.py tests/test_row_numbers.py
+test-sanitized: TESTS = $(wildcard tests/operators/test_ops_*.py) tests/kernels_cpu/test_cpu_dispatch.py tests/kernels_cpu/test_parallel.py tests/kernels_cuda/test_sm90_layout.py tests/compile_passes/dynamo/test_row_numbers.py
 test-sanitized: $(VENV)/built
 	@OMP_NUM_THREADS=1 $(BIN)/python release/sanitized.py -m pytest -q -n auto --dist worksteal -p no:cacheprovider \
 	-m "not more and not gpu" $(addprefix $(CURDIR)/,$(TESTS)); status=$$?; \
@@ -77,19 +77,19 @@ wheel: $(VENV)/built $(VENV)/auditwheel
 	rm -rf build/wheel && mkdir -p build/wheel
 	$(PYTHON) -m venv --clear build/wheel/venv
 	build/wheel/venv/bin/python -m pip -q --disable-pip-version-check install '$(TORCH)' numpy dist/*_$(shell uname -m).whl
-	cp tests/smoke.py build/wheel/ && cd build/wheel && venv/bin/python -m fp4_ops info && venv/bin/python smoke.py
+	cp tests/scripts/smoke.py build/wheel/ && cd build/wheel && venv/bin/python -m fp4_ops info && venv/bin/python smoke.py
 
 wheels: wheel
 	$(BIN)/python release/wheels.py --machine aarch64
 
-# The wheel for another processor, on emulated ones (tests/test_aarch64.py). Needs qemu-user and g++-aarch64-linux-gnu.
+# The wheel for another processor, on emulated ones (tests/kernels_cpu/test_aarch64.py). Needs qemu-user and g++-aarch64-linux-gnu.
 # Skipped, with the reason, where what it needs cannot be had (status 75).
 test-aarch64: $(VENV)/built $(VENV)/auditwheel
 	@$(BIN)/python release/aarch64.py; status=$$?; \
 	if [ $$status = 75 ]; then echo "SKIPPED make test-aarch64, for the reason above"; \
 	elif [ $$status != 0 ]; then exit $$status; \
 	else $(BIN)/python release/wheels.py --machine aarch64 && \
-	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -q -n 2 --dist worksteal -m aarch64 tests/test_aarch64.py; fi
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -q -n 2 --dist worksteal -m aarch64 tests/kernels_cpu/test_aarch64.py; fi
 
 bench: $(VENV)/built
 	$(PIP) install -q -c constraints.txt '.[bench]' --no-build-isolation

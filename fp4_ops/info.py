@@ -18,7 +18,7 @@ _COMPILED = "tests compile its kernels and check what they need; nobody has run 
 TESTED = {"9.0": "tests run its kernels"} | dict.fromkeys(
     ("8.0", "8.6", "8.9", "10.0", "12.0", "12.1"), _COMPILED
 )
-"""By compute capability: tests/test_architectures.py, and the tests marked `gpu`."""
+"""By compute capability: tests/kernels_triton/test_architectures.py, and the tests marked `gpu`."""
 
 
 @dataclass(frozen=True)

@@ -1,6 +1,6 @@
 """The conditions of which checks.py is made, and their words.
 
-csrc/common/checks.h has the same functions for C++; tests/test_bad_input.py holds the two against each other.
+csrc/common/checks.h has the same functions for C++. tests/operators/test_bad_input.py compares the two.
 All raise RuntimeError (`torch._check`), and the message names the argument, what it was and what it must be.
 Sizes may be symbolic.
 """

@@ -1,6 +1,6 @@
 """An aarch64 Linux with Python and torch, run by qemu-user: the wheel for it is built and tested with it.
 
-    make test-aarch64                        tests/test_aarch64.py: the operators, and each family of kernels
+    make test-aarch64                        the operators, and each family of kernels (tests/kernels_cpu/)
     python release/aarch64.py -m pytest …  Python there, with this repository's wheel and tests
     python release/aarch64.py              fetches what that needs; status 75 if it cannot be had
 
@@ -252,7 +252,7 @@ def main() -> None:
         Machine()
         return
     machine = Machine()
-    paths = [install(machine.folder / "fp4_ops"), ROOT / "tests"]
+    paths = [install(machine.folder / "fp4_ops"), ROOT / "tests/helpers"]
     cpu = os.environ.get("FP4_AARCH64_CPU") or CPUS["neon_bf16"]
     sys.exit(machine.python(*sys.argv[1:], paths=paths, cpu=cpu, OMP_NUM_THREADS="2").returncode)
 

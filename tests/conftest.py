@@ -31,7 +31,7 @@ if not torch.cuda.is_available():
 import emulated
 import torch._dynamo.guards
 
-import fp4_ops  # noqa: F401  loads the operators
+import fp4_ops
 
 # After each compilation Dynamo times its guards, for its statistics, and flushes the processor's caches
 # first: 40 ms, more than many compilations here take.
@@ -165,6 +165,20 @@ def fresh_dynamo() -> None:
     torch._dynamo.utils.counters.clear()
     torch.set_num_threads(1)
     capture_loops()
+
+
+@pytest.fixture
+def registered():
+    """fp4_ops.register_with_transformers, for one test."""
+    from transformers.quantizers import auto
+
+    mappings = (auto.AUTO_QUANTIZATION_CONFIG_MAPPING, auto.AUTO_QUANTIZER_MAPPING)
+    before = [dict(m) for m in mappings]
+    fp4_ops.register_with_transformers()
+    yield
+    for mapping, old in zip(mappings, before):
+        mapping.clear()
+        mapping.update(old)
 
 
 DEVICES = ["cpu"] + [pytest.param("cuda", marks=pytest.mark.gpu)] * torch.cuda.is_available()

@@ -1,6 +1,6 @@
 // Constants are fitted to times of all kernels as benchmarks/h200_rows.py prints them. In its table of the
 // kernels since then (benchmarks/results/rows_h200.json) the choice costs 0.5 per cent of the faster one's
-// time at most, in the mean of each column, but 1.1 of dense fp8 rows (tests/test_sm90_binary.py).
+// time at most, in the mean of each column, but 1.1 of dense fp8 rows (test_sm90_binary.py).
 #include "cuda/choice.h"
 
 #include <algorithm>

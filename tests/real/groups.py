@@ -26,6 +26,7 @@ from typing import Any
 
 import installs
 from installs import CannotInstall
+from places import HELPERS
 
 HERE = Path(__file__).resolve().parent
 H = 64
@@ -113,7 +114,7 @@ def _run(name: str) -> dict[str, dict[str, Any]]:
     """What became of a group's cases, by name, all in one process."""
     group = load(name)
     folder = installs.installed(name, group.requirements)
-    env = installs.environment(folder, HERE, HERE.parent)
+    env = installs.environment(folder, HERE, HELPERS)
     done = subprocess.run(worker(name), env=env, cwd=folder, capture_output=True, text=True)
     lines = [json.loads(line) for line in done.stdout.splitlines() if line.startswith("{")]
     found = {f"{r['package']} {r['what']}": {**r, "log": done.stderr} for r in lines}

@@ -21,6 +21,7 @@ from types import ModuleType
 from typing import Any
 
 import installs
+from places import HELPERS
 
 HERE = Path(__file__).resolve().parent
 ALL = os.environ.get("FP4_TOOLS") == "all"
@@ -125,7 +126,7 @@ def _written(maker: str, seed: int) -> tuple[tempfile.TemporaryDirectory[str], d
     out = Path(where.name)
     (out / "cases.json").write_text(json.dumps([[c.scheme, c.family] for c in cases(maker, seed)]))
     command = [sys.executable, "-m", "writer", maker, str(out)]
-    env = {**installs.environment(packages, HERE, HERE.parent), "FP4_TEST_SEED": str(seed)}
+    env = {**installs.environment(packages, HERE, HELPERS), "FP4_TEST_SEED": str(seed)}
     done = subprocess.run(command, env=env, cwd=out, capture_output=True, text=True)
     results = out / "results.jsonl"
     lines = [json.loads(line) for line in results.read_text().splitlines()] if results.exists() else []

@@ -10,7 +10,7 @@ import sys
 from collections import defaultdict
 from pathlib import Path
 
-sys.path += [str(Path(__file__).parents[1]), str(Path(__file__).parent)]
+sys.path += [str(Path(__file__).resolve().parents[1] / folder) for folder in ("helpers", "", "tools")]
 
 import cases
 import torch

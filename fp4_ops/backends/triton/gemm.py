@@ -382,7 +382,7 @@ def gemm_kernel(
     if MODE == "k":
         out_row += (tile // m_tiles).to(tl.int64) * m
     # Triton 3.6's ptxas converts accumulators to bfloat16 before it has waited for wgmma to write them, if
-    # that is their first use; never if it is a product. tests/test_triton_interpret.py looks for it.
+    # that is their first use; never if it is a product. test_triton_interpret.py looks for it.
     factor = one
     if KIND == "nvfp4":
         factor = tl.load(gs_ptr + e)

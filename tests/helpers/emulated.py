@@ -1,0 +1,180 @@
+"""A Hopper GPU without one: `pytest --emulate tests/kernels_cuda/test_sm90_gpu.py`.
+
+The sources of csrc/device and csrc/sm90 are compiled by the host's compiler, with sm90_emulator/ in the
+place of what only a GPU does, and the tests' tensors stay on the CPU. docs/kernels.md says what that shows.
+The operators of csrc/cuda are compiled as they are, but register as `fp4_emulated::*` for tensors on the CPU.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import shutil
+import subprocess
+import tempfile
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import torch
+from fp4_ops.meta.fakes import OPERATORS
+from fp4_ops.meta.layouts import LAYOUTS
+from places import HELPERS, ROOT
+from torch.overrides import TorchFunctionMode
+
+from fp4_ops import native
+from fp4_ops.backends import operators
+from fp4_ops.backends.launchers import library
+
+EMULATOR = HELPERS / "sm90_emulator"
+FOLDERS = {"sm90": ("common", "device", "sm90"), "sm80": ("common", "device", "sm80")}
+"""Of csrc, with the kernels of each library."""
+MULTIPROCESSORS = 14
+WARNINGS = ["-Wall", "-Wno-unknown-pragmas", "-Wno-sign-compare", "-Wno-psabi"]
+FLAGS = ["-std=c++17", "-O1", "-fPIC", "-U_FORTIFY_SOURCE", *WARNINGS]  # which would check longjmp, too
+
+
+def cuda_headers() -> Path | None:
+    homes = [os.environ.get("CUDA_HOME"), os.environ.get("CUDA_PATH"), "/usr/local/cuda"]
+    if nvcc := shutil.which("nvcc"):
+        homes.append(str(Path(nvcc).resolve().parent.parent))
+    found = (Path(home) / "include" for home in homes if home)
+    return next((folder for folder in found if (folder / "cuda_fp8.h").is_file()), None)
+
+
+def kernels(name: str = "sm90") -> Path:
+    """The kernels and the emulator as one library with the interface of `_sm90.so`, or of `_sm80.so`."""
+    target = ROOT / f"build/{name}_emulated.so"
+    headers = cuda_headers()
+    assert headers is not None
+    folders = *(ROOT / "csrc" / folder for folder in FOLDERS[name]), EMULATOR
+    newest = max(file.stat().st_mtime for folder in folders for file in folder.iterdir())
+    if target.exists() and target.stat().st_mtime > newest:
+        return target
+    target.parent.mkdir(exist_ok=True)
+    options = [f"-DFP4_FAMILY={name[2:]}", f"-I{headers}", f"-I{EMULATOR}"]
+    compiler = [os.environ.get("CXX", "g++"), *FLAGS, *options]
+    with tempfile.TemporaryDirectory() as made, ThreadPoolExecutor(os.cpu_count()) as pool:
+        for folder in FOLDERS[name]:
+            shutil.copytree(ROOT / "csrc" / folder, Path(made) / folder)
+        # A source finds what lies beside it first: here the emulator's own instructions.
+        shutil.copy(EMULATOR / "ptx.cuh", Path(made) / "device")
+        shutil.copy(EMULATOR / f"ptx_{name}.cuh", Path(made) / name)
+
+        def compile_one(source: Path) -> str:
+            to = f"{made}/{source.stem}.o"
+            device = ["-include", str(EMULATOR / "device.h")] if source.suffix == ".cu" else ["-O3"]
+            subprocess.run([*compiler, *device, "-x", "c++", "-c", str(source), "-o", to], check=True)
+            return to
+
+        objects = list(pool.map(compile_one, [*Path(made).glob("*/*.cu"), *EMULATOR.glob("*.cpp")]))
+        subprocess.run([*compiler, "-shared", *objects, "-o", f"{made}/all.so", "-lpthread"], check=True)
+        whole = target.with_suffix(f".{os.getpid()}")  # another process may be loading what is there
+        shutil.move(f"{made}/all.so", whole)
+        whole.replace(target)
+    return target
+
+
+def runtime() -> Path:
+    """The operators of csrc/cuda over the emulated kernels, as a library like `_C_cuda.so`."""
+    target = ROOT / "build/sm90_runtime_emulated.so"
+    sources = sorted((ROOT / "csrc/cuda").glob("*.cpp"))
+    shared = [*ROOT.glob("csrc/cuda/*.h"), *ROOT.glob("csrc/common/*.h"), ROOT / "csrc/device/interface.h"]
+    newest = max(file.stat().st_mtime for file in [*sources, *shared, *(ROOT / "build").glob("*.h")])
+    if target.exists() and target.stat().st_mtime > newest:
+        return target
+    torch_folder = Path(torch.__file__).parent
+    include = torch_folder / "include"
+    flags = [
+        *("-std=c++20", "-O1", "-fPIC", "-Wall", "-Wno-unknown-pragmas", "-fvisibility=hidden"),
+        *(f"-I{ROOT / 'csrc'}", f"-I{ROOT / 'build'}", f"-I{include}"),
+        *(f"-I{include / 'torch/csrc/api/include'}", "-DTORCH_TARGET_VERSION=0x020b000000000000"),
+        *("-DFP4_EMULATED", '-DFP4_SM90_FILE="sm90_emulated.so"', '-DFP4_SM80_FILE="sm80_emulated.so"'),
+    ]
+    compiler = os.environ.get("CXX", "g++")
+    with tempfile.TemporaryDirectory() as made, ThreadPoolExecutor(os.cpu_count()) as pool:
+
+        def compile_one(source: Path) -> str:
+            to = f"{made}/{source.stem}.o"
+            subprocess.run([compiler, *flags, "-c", str(source), "-o", to], check=True)
+            return to
+
+        objects = list(pool.map(compile_one, sources))
+        libraries = [f"-L{torch_folder / 'lib'}", "-ltorch", "-ltorch_cpu", "-lc10", "-ldl"]
+        subprocess.run([compiler, "-shared", *objects, *libraries, "-o", f"{made}/all.so"], check=True)
+        shutil.move(f"{made}/all.so", target)
+    return target
+
+
+LIBRARIES: list[torch.library.Library] = []
+"""What `pretend` registers; an operator is there as long as its library."""
+
+
+def register_operators() -> None:
+    """`fp4_emulated`, whose kernels the runtime brings, and `fp4_python`, which it calls, on the CPU."""
+    names = torch.library.Library("fp4_emulated", "DEF"), torch.library.Library("fp4_python", "FRAGMENT")
+    LIBRARIES.extend(names)
+    for name in OPERATORS:
+        schema = str(getattr(torch.ops.fp4, name).default._schema).removeprefix("fp4::")
+        names[0].define(schema)
+        names[1].impl(name, without_triton(name), "CPU")
+
+
+def without_triton(name: str) -> Any:
+    """What Hopper's backend does on its layouts, and the CPU's operator for others."""
+
+    def run(*args: Any, **kwargs: Any) -> Any:
+        words = [value for value in (*args, *kwargs.values()) if isinstance(value, str)]
+        layout = next((word for word in words if word in LAYOUTS and LAYOUTS[word].native), None)
+        found = getattr(torch.ops.fp4, name) if layout is None else operators.implementation(name, layout, 0)
+        # Of these only grouped_mm_k calls an operator that the emulated GPU runs.
+        with OnCpu() if name == "grouped_mm_k" else contextlib.nullcontext():
+            return found(*args, **kwargs)
+
+    return operators.reported(run)
+
+
+def seed(value: int) -> None:
+    """Decides in which order things happen."""
+    loaded = library.library()
+    assert loaded is not None
+    loaded.emulator_seed(value % 2**32)
+
+
+class OnCpu(TorchFunctionMode):
+    """What tests want on the GPU stays on the CPU; operators on Hopper's layouts run what GPUs run."""
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = dict(kwargs or {})
+        if str(kwargs.get("device")).startswith("cuda"):
+            kwargs["device"] = "cpu"
+        if func is torch.Tensor.cuda:
+            return args[0]
+        words = [value for value in (*args, *kwargs.values()) if isinstance(value, str)]
+        if str(func).startswith("fp4.") and any(word in LAYOUTS and LAYOUTS[word].native for word in words):
+            return getattr(torch.ops.fp4_emulated, func.__name__)(*args, **kwargs)
+        return func(*args, **kwargs)
+
+
+def pretend() -> None:
+    """From now on torch says that there is a Hopper GPU."""
+    library.FILE = str(kernels())  # which takes the place of the package's folder, too
+    library.library.cache_clear()
+    loaded = library.library()
+    assert loaded is not None
+    loaded.emulator_device(90, MULTIPROCESSORS, 227 * 1024)
+    register_operators()
+    native.FILE = str(runtime())
+    native.library.cache_clear()
+    native.loaded().fp4_cuda_has_fallbacks(True)
+    of_index = native.family
+    native.family = lambda index: of_index(index or 0)  # tensors on the CPU have none
+    native.family.cache_clear = of_index.cache_clear
+    cuda = torch.cuda
+    cuda.is_available = lambda: True
+    cuda.get_device_capability = lambda *_: (9, 0)
+    cuda.get_device_properties = lambda *_: SimpleNamespace(multi_processor_count=MULTIPROCESSORS)
+    cuda.current_stream = lambda *_: SimpleNamespace(cuda_stream=None)
+    cuda.current_device = lambda: 0
+    cuda.manual_seed_all = cuda.synchronize = lambda *_: None

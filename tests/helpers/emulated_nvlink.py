@@ -1,0 +1,86 @@
+"""The kernels of csrc/nvlink without GPUs: ranks are threads of one process, whose buffers are tensors.
+
+They are compiled as emulated.py does with the Hopper kernels, with nvlink_emulator/ in the place
+of what only GPUs do to each other's memory.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import os
+import shutil
+import subprocess
+import tempfile
+import threading
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import emulated
+import torch
+from places import HELPERS, ROOT
+
+from fp4_ops.distributed import nvlink
+from fp4_ops.distributed.workspace import Layout, Workspace
+
+SOURCES, OURS = ROOT / "csrc/nvlink", HELPERS / "nvlink_emulator"
+
+
+def library() -> Path:
+    target = ROOT / "build/nvlink_emulated.so"
+    headers = emulated.cuda_headers()
+    assert headers is not None
+    files = [file for folder in (SOURCES, OURS, emulated.EMULATOR) for file in folder.iterdir()]
+    if target.exists() and target.stat().st_mtime > max(file.stat().st_mtime for file in files):
+        return target
+    target.parent.mkdir(exist_ok=True)
+    compiler = [os.environ.get("CXX", "g++"), *emulated.FLAGS, f"-I{headers}", f"-I{emulated.EMULATOR}"]
+    with tempfile.TemporaryDirectory() as made:
+        sources = shutil.copytree(SOURCES, Path(made) / "nvlink")
+        shutil.copy(OURS / "memory.cuh", sources)
+        objects = []
+        for source in [*sorted(sources.glob("*.cu")), *sorted(emulated.EMULATOR.glob("*.cpp"))]:
+            to = f"{made}/{source.stem}.o"
+            device = ["-include", str(emulated.EMULATOR / "device.h")] if source.suffix == ".cu" else ["-O2"]
+            subprocess.run([*compiler, *device, "-x", "c++", "-c", str(source), "-o", to], check=True)
+            objects.append(to)
+        subprocess.run([*compiler, "-shared", *objects, "-o", f"{made}/all.so", "-lpthread"], check=True)
+        shutil.move(f"{made}/all.so", target)
+    return target
+
+
+def spaces(ranks: int, max_tokens: int, row_bytes: int, seconds: float = 300.0) -> list[Workspace]:
+    """One workspace of each rank, whose buffers are poisoned but for headers, flags and words."""
+    nvlink.FILE = str(library())  # takes the place of the package's folder, too
+    nvlink.library.cache_clear()
+    layout = Layout(ranks, max_tokens, row_bytes)
+    buffers = [torch.zeros(layout.bytes + 16, dtype=torch.uint8) for _ in range(ranks)]
+    buffers = [b[-b.data_ptr() % 16 :][: layout.bytes] for b in buffers]
+    for b in buffers:
+        b[layout.at["parts"] :] = 0xFF
+    addresses = [b.data_ptr() for b in buffers]
+    return [Workspace(b, addresses, r, max_tokens, row_bytes, seconds) for r, b in enumerate(buffers)]
+
+
+def seed(value: int) -> None:
+    loaded = nvlink.library()
+    assert loaded is not None
+    loaded.emulator_seed(ctypes.c_uint32(value % 2**32))
+
+
+def together(run: Callable[[int], Any], ranks: int) -> list[Any]:
+    """What run(rank) returns or raises, of all ranks at once."""
+    results: list[Any] = [None] * ranks
+
+    def one(rank: int) -> None:
+        try:
+            results[rank] = run(rank)
+        except RuntimeError as error:
+            results[rank] = error
+
+    threads = [threading.Thread(target=one, args=(rank,)) for rank in range(ranks)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    return results

@@ -1,0 +1,113 @@
+"""The kernels of `_sm80.so` as machine code of each GPU they are built for: `make test-kernels`.
+
+Every file is compiled for compute capability 8.0 and for another, drawn each time, or for those that
+FP4_KERNEL_ARCHS names ("all"). Objects are those of a build (build/sm80), where there are any.
+"""
+
+import os
+import random
+import re
+import runpy
+import shutil
+import subprocess
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from unittest import mock
+
+import pytest
+import setuptools
+from places import ROOT
+
+ASKED = os.environ.get("FP4_KERNEL_ARCHS", "")
+NVCC = shutil.which("nvcc")
+pytestmark = [
+    pytest.mark.skipif(not ASKED, reason="compiles for minutes: make test-kernels"),
+    pytest.mark.skipif(NVCC is None, reason="needs nvcc"),
+]
+
+SHARED = {"80": 166912, "100f": 232448}
+"""Bytes that a thread block may have; others: 101376."""
+
+
+def setup() -> dict:
+    with mock.patch.object(setuptools, "setup"), mock.patch.object(os, "getcwd", lambda: str(ROOT)):
+        return runpy.run_path(str(ROOT / "setup.py"))
+
+
+def archs() -> list[str]:
+    if not ASKED:
+        return ["80"]
+    names = list(setup()["MMA"].archs)
+    if ASKED == "all":
+        return names
+    if ASKED != "drawn":
+        return ASKED.split(",")
+    return ["80", random.choice([name for name in names if name != "80"])]
+
+
+@pytest.fixture(scope="module", params=archs())
+def objects(request, monkeypatch_module):
+    """The architecture, and of each source its object."""
+    monkeypatch_module.chdir(ROOT)
+    found = setup()
+    library, made = found["MMA"], Path("build/sm80", request.param)
+    made.mkdir(parents=True, exist_ok=True)
+
+    def compile_one(source: Path) -> Path:
+        to = made / f"{source.stem}.o"
+        if not found["is_newer"](to, source, *library.headers):
+            part = to.with_suffix(".part.o")
+            command = [NVCC, *library.flags([request.param]), "-c", str(source), "-o", str(part)]
+            subprocess.run(command, check=True)
+            part.replace(to)
+        return to
+
+    with ThreadPoolExecutor(os.cpu_count()) as pool:
+        return request.param, list(pool.map(compile_one, library.sources))
+
+
+@pytest.fixture(scope="module")
+def monkeypatch_module():
+    with pytest.MonkeyPatch.context() as patch:
+        yield patch
+
+
+def cuobjdump() -> str:
+    triton = pytest.importorskip("triton")
+    bundled = Path(triton.__file__).parent / "backends/nvidia/bin/cuobjdump"
+    return str(bundled) if bundled.exists() else shutil.which("cuobjdump") or pytest.skip("no cuobjdump")
+
+
+def of_kernels(objects, *options: str, pattern: str) -> dict[str, str]:
+    """Kernel -> what cuobjdump says of it."""
+    found = {}
+    for file in objects:
+        text = subprocess.run([cuobjdump(), *options, str(file)], capture_output=True, text=True).stdout
+        found |= dict(re.findall(pattern, text, re.S))
+    assert found
+    return found
+
+
+def test_instructions(objects):
+    """Tensor cores multiply bfloat16 to float32; weights come 16 bytes at a time, and do not stay in L1."""
+    code = of_kernels(objects[1], "-sass", pattern=r"Function : (\S+)(.*?)(?=Function : |\Z)")
+    seen = set()
+    for name, body in code.items():
+        kernel = next((k for k in ("decode_kernel", "gemv_kernel", "prefill_kernel") if k in name), None)
+        if kernel is None:
+            continue
+        seen.add(kernel)
+        assert re.search(r"HMMA\.16816\.F32\.BF16\s", body), name
+        copies = r"LDGSTS\S*128" if kernel == "prefill_kernel" else r"LDG\.E\.NA\.128\.CONSTANT"
+        assert re.search(copies, body), name
+    assert seen == {"decode_kernel", "gemv_kernel", "prefill_kernel"}
+
+
+def test_registers_and_memory(objects):
+    arch, files = objects
+    usage = of_kernels(files, "-res-usage", pattern=r"Function (\S+):\s*\n\s*(REG:[^\n]*)")
+    for name, text in usage.items():
+        used = {k: int(v) for k, v in re.findall(r"(\w+)(?:\[\d+\])?:(\d+)", text)}
+        # decode with many warps keeps its place among its runs in memory, outside of products.
+        assert used["STACK"] + used["LOCAL"] <= (64 if "decode" in name else 32), (name, used)
+        assert used["SHARED"] <= SHARED.get(arch, 101376), (name, used)

@@ -1,0 +1,139 @@
+"""The native CUDA runtime as a file: it loads without a GPU, and what its planner says does not need one."""
+
+from __future__ import annotations
+
+import ctypes
+import math
+import re
+import shutil
+import subprocess
+import sys
+
+import pytest
+import torch
+from fp4_ops.meta import checks
+from fp4_ops.meta.fakes import OPERATORS
+from fp4_ops.meta.formats import FORMATS
+from fp4_ops.meta.layouts import LAYOUTS
+from places import ROOT
+
+from fp4_ops import native
+from fp4_ops.backends import operators
+from fp4_ops.distributed.local import Local
+
+pytestmark = pytest.mark.skipif(
+    native.library() is None, reason="needs the native runtime (build with FP4_CUDA_ARCHS=90a)"
+)
+
+
+def test_it_registers_every_operator_for_cuda():
+    code = f"import torch, ctypes\ntorch.ops.load_library({str(native.path().parent / '_C.so')!r})\n"
+    code += f"torch.ops.load_library({str(native.path())!r})\n"
+    code += "has = torch._C._dispatch_has_kernel_for_dispatch_key\n"
+    code += f"print([n for n in {OPERATORS!r} if not has('fp4::' + n, 'CUDA')])"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert done.stdout.strip() == str([n for n in OPERATORS if n in operators.ON_EVERY_DEVICE])
+
+
+@pytest.mark.skipif(shutil.which("nm") is None, reason="needs nm")
+@pytest.mark.parametrize("name", ["_sm90.so", "_sm80.so", "_nvlink.so"])
+def test_libraries_of_kernels_share_nothing(name):
+    """A unique symbol of a template is one for all libraries of a process, whatever `dlopen` was asked."""
+    file = native.path().parent / name
+    if not file.exists():
+        pytest.skip(f"{name} is not built")
+    done = subprocess.run(["nm", "-D", str(file)], capture_output=True, text=True, check=True)
+    assert "fp4_" in done.stdout
+    assert not re.findall(r" u .*fp4.*", done.stdout)
+
+
+@pytest.mark.skipif(shutil.which("nm") is None, reason="needs nm")
+def test_it_needs_neither_python_nor_a_libtorch_for_cuda():
+    names = subprocess.run(
+        ["nm", "-D", str(native.path())], capture_output=True, text=True, check=True
+    ).stdout
+    words = [line.split() for line in names.splitlines()]
+    undefined = {w[-1].split("@")[0]: w[-2] for w in words if len(w) == 2}
+    assert not [name for name in undefined if name.startswith(("Py", "_Py", "cuda", "cu"))]
+    assert undefined["aoti_torch_get_current_cuda_stream"] == "w"
+    assert undefined["torch_exception_get_what_without_backtrace"] == "w"  # of torch 2.13
+    needed = subprocess.run(["readelf", "-d", str(native.path())], capture_output=True, text=True).stdout
+    assert "libpython" not in needed and "libcuda" not in needed
+
+
+@pytest.mark.skipif(not (ROOT / "build/tables.h").exists(), reason="needs the build's headers")
+def test_names_are_counted_as_in_c():
+    made = (ROOT / "build/tables.h").read_text()
+    assert f"enum class AFormat : uint8_t {{ automatic, {', '.join(native.A_FORMATS[1:])} }};" in made
+    assert native.A_FORMATS[0] == "auto"
+    header = (ROOT / "csrc/device/interface.h").read_text()
+    names = re.search(r"enum class Routing : int \{(.*?)\}", header)[1].split(",")
+    assert tuple(name.strip().removeprefix("k").lower() for name in names) == native.ROUTINGS
+
+
+def test_structs_are_those_of_c():
+    product = native.product("ids64", 128, 8, 2048, 768)
+    assert ctypes.sizeof(product) == 24 and ctypes.sizeof(native.Block()) == 60
+    plan = native.plan(product, "half", 132)
+    assert plan.kernel == "gemv" and plan.gemv.columns == 8 and plan.gemv.slices == 3
+    assert ctypes.sizeof(native.BlockPlan()) == 4 + 2 * ctypes.sizeof(plan)
+
+
+def test_models_are_infinite_where_a_kernel_cannot_run():
+    assert math.isinf(native.decode_us(native.product("offs", 700, 8, 2048, 768), "half", 132))
+    assert 3 < native.prefill_us(native.product("dense", 1, 8, 2048, 768), "bf16", 132) < 30
+
+
+def test_the_kernel_of_a_warm_call_is_found_in_no_time():
+    """A plan of a size that was met is looked up: the model runs once."""
+    product = native.product("offs", 128, 37 * 128, 1536, 2048)
+    first = native.plan(product, "half", 132)
+    for _ in range(3):
+        assert bytes(native.plan(product, "half", 132)) == bytes(first)
+
+
+def test_auto_of_experts_on_several_ranks_is_the_planners(monkeypatch):
+    """Decided for all experts and all rows, as one rank with all of them would."""
+    monkeypatch.setattr("fp4_ops.backends.launchers.library.multiprocessors", lambda index: 132)
+    of = {"groups": 16, "format": FORMATS["nvfp4"], "layout": LAYOUTS["sm90"], "scale_dtype": torch.uint8}
+    experts = checks.Experts(checks.Weight(n=1536, k=2048, **of), checks.Weight(n=2048, k=768, **of))
+
+    def chosen(pairs: int) -> str:
+        return Local(experts, 128, range(16), (), {}, "auto").chosen(pairs, torch.device("cuda:0"))
+
+    for pairs in (8, 64, 512, 4096, 32768):
+        up, down = (native.product("offs", 128, pairs, *s) for s in ((1536, 2048), (2048, 768)))
+        assert chosen(pairs) == ("none" if native.block_plan(up, down, 1, "auto", 132).few else "fp8")
+    assert chosen(8) == "none" and chosen(32768) == "fp8"
+
+
+def test_only_ends_with_its_block():
+    def kernel() -> str:
+        return native.plan(native.product("offs", 128, 300, 1536, 2048), "half", 132).kernel
+
+    assert kernel() == "decode"
+    with native.only("prefill"):
+        assert kernel() == "prefill"
+        with native.only("decode"):
+            assert kernel() == "decode"
+        assert kernel() == "prefill"
+    assert kernel() == "decode"
+
+
+def test_a_missing_runtime_says_how_to_build_it(monkeypatch):
+    monkeypatch.setattr(native, "library", lambda: None)
+    with pytest.raises(RuntimeError, match="FP4_CUDA_ARCHS=90a"):
+        native.plan(native.product("dense", 1, 8, 64, 128), "half", 132)
+
+
+def test_kernels_of_no_build_are_refused(tmp_path):
+    with pytest.raises(RuntimeError, match=r"none\.so does not load"):
+        native.use_kernels(str(tmp_path / "none.so"))
+    assert native.plan(native.product("dense", 1, 8, 64, 128), "half", 132).kernel in native.FAMILIES
+
+
+def test_an_operator_without_a_gpu_is_torchs_error():
+    if torch.cuda.is_available():
+        pytest.skip("there is a GPU")
+    with pytest.raises((RuntimeError, AssertionError)):
+        torch.ops.fp4.quantize_int8(torch.randn(2, 32, device="cuda"))

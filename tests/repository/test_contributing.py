@@ -1,0 +1,35 @@
+"""docs/contributing.md names files that exist, and counts them rightly."""
+
+import re
+
+import pytest
+from places import ROOT
+
+FILE = ROOT / "docs" / "contributing.md"
+if not FILE.exists():
+    pytest.skip("a source distribution has no docs/", allow_module_level=True)
+PAGE = FILE.read_text()
+SECTIONS = dict(re.findall(r"^## (Adding .*?)\n(.*?)(?=^## |\Z)", PAGE, re.DOTALL | re.MULTILINE))
+
+
+@pytest.mark.parametrize("name", SECTIONS)
+def test_files_to_touch(name):
+    """If a file has moved: change the list, and the count that stands above it."""
+    count = int(re.search(r"^\*\*Files: (\d+)\*\*", SECTIONS[name], re.MULTILINE)[1])
+    files = re.findall(r"^- `([^`]+)`:", SECTIONS[name], re.MULTILINE)
+    assert len(files) == count == len(set(files))
+    assert [f for f in files if not (ROOT / f).is_file()] == []
+
+
+def test_other_paths_on_the_page():
+    named = re.findall(r"`((?:csrc|fp4_ops|meta|compile_passes|tests|docs|benchmarks|release)/[^` ]+)`", PAGE)
+    there = [f for f in named if "sm100" not in f]
+    assert len(there) > 30
+    assert [f for f in there if not (ROOT / f).exists()] == []
+
+
+def test_four_things_to_add():
+    assert list(SECTIONS) == [
+        "Adding a format", "Adding a GPU architecture", "Adding a form of Mixture of Experts",
+        "Adding a checkpoint dialect",
+    ]  # fmt: skip

@@ -1,0 +1,82 @@
+"""The shipped demo model: small, decent, and hardly worse in 4 bits. The quickstart runs."""
+
+from __future__ import annotations
+
+import importlib.util
+import math
+import subprocess
+import sys
+from types import ModuleType
+
+import pytest
+import torch
+from places import ROOT
+
+import fp4_ops
+
+transformers = pytest.importorskip("transformers")
+
+EXAMPLES = ROOT / "examples"
+
+
+def demo() -> ModuleType:
+    spec = importlib.util.spec_from_file_location("demo", EXAMPLES / "demo.py")
+    module = importlib.util.module_from_spec(spec)
+    sys.modules["demo"] = module  # its dataclasses look there
+    spec.loader.exec_module(module)
+    module.DEVICE = "cpu"
+    return module
+
+
+def test_the_checkpoint_is_small():
+    assert sum(p.stat().st_size for p in (EXAMPLES / "demo_model").iterdir()) < 10e6
+
+
+@torch.no_grad()
+def test_it_predicts_unseen_code_almost_as_well_in_4_bits():
+    module = demo()
+    module.HELDOUT_BYTES = 16 * module.WINDOW
+    path = EXAMPLES / "demo_model"
+    bits, sizes = {}, {}
+    for format in ("bf16", "nvfp4", "mxfp4"):
+        model = transformers.AutoModelForCausalLM.from_pretrained(path, dtype=torch.bfloat16).eval()
+        if format != "bf16":
+            fp4_ops.prepare(model, format)
+        bits[format] = module.heldout_loss(module.Variant(format, model, module.step)) / math.log(2)
+        sizes[format] = module.weight_bytes(model)
+    assert bits["bf16"] < 2.0  # a byte drawn at its own frequency costs more than 4
+    for format in ("nvfp4", "mxfp4"):
+        assert bits[format] < bits["bf16"] + 0.05, bits
+        assert sizes[format][0] < 0.4 * sizes["bf16"][0] and sizes[format][1] < 0.29 * sizes["bf16"][1]
+
+
+@torch.no_grad()
+def test_the_demo_measures_samples_and_prints(capsys):
+    module = demo()
+    model = transformers.AutoModelForCausalLM.from_pretrained(
+        EXAMPLES / "demo_model", dtype=torch.bfloat16
+    ).eval()
+    variants = [module.Variant("stock", model, module.step), module.Variant("again", model, module.step)]
+    prompts = {batch: torch.randint(32, 127, (batch, module.PROMPT)) for batch in module.BATCHES}
+    for variant in variants:
+        module.warm_up(variant, prompts)
+        for batch, prompt in prompts.items():
+            module.measure(variant, batch, prompt)
+    module.print_table(variants)
+    assert "7.81     7.08" in capsys.readouterr().out
+    text = module.sample(variants[0])
+    assert len(text) == len(module.SAMPLE_PROMPT) + module.SAMPLE_BYTES
+    want = model.generate(
+        torch.tensor([list(module.SAMPLE_PROMPT)]), max_new_tokens=8, do_sample=False, pad_token_id=0
+    )
+    assert text.startswith(bytes(want[0].tolist()).decode())
+
+
+@pytest.mark.slow
+@pytest.mark.more  # calls nothing that other tests do not
+def test_the_quickstart_runs():
+    command = [sys.executable, "-W", "ignore", str(EXAMPLES / "quickstart.py")]
+    done = subprocess.run(command, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr[-2000:]
+    assert "2 rewritten, 0 left alone" in done.stdout
+    assert "prepared 2 experts modules" in done.stdout

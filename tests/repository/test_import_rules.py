@@ -1,0 +1,211 @@
+"""Imports run one way: between packages, between the rooms of compile_passes, and between folders of csrc."""
+
+from __future__ import annotations
+
+import ast
+import re
+from pathlib import Path
+
+import pytest
+from places import ROOT
+
+ROOMS = {
+    "advice": set(),
+    "naming": set(),
+    "operands": set(),
+    "options": set(),
+    "passes": set(),
+    "graph": {"advice", "naming", "operands"},
+    "index": {"advice", "graph", "naming", "operands"},
+    "recognise": {"advice", "graph", "index", "naming", "operands"},
+    "weights": {"advice", "graph"},
+    "trace": {"advice", "graph", "naming", "operands", "weights"},
+    "neighbours": {"graph", "operands"},
+    "report": {"graph", "naming", "passes"},
+    "dynamo": {"advice", "naming", "operands", "report", "weights"},
+    "emit": {
+        *("advice", "graph", "index", "naming", "neighbours"),
+        *("operands", "options", "passes", "recognise", "report", "trace", "weights"),
+    },
+    "precompiled": {"options", "weights"},
+    "pipeline": {
+        *("advice", "dynamo", "emit", "naming", "options"),
+        *("passes", "precompiled", "recognise", "report", "trace", "weights"),
+    },
+    "explain": {"dynamo", "naming", "options", "pipeline", "report"},
+    "program": {"advice", "emit", "options", "passes", "report", "trace"},
+    "cli": {"explain", "options"},
+}
+"""What each room of compile_passes may import of the others."""
+
+PACKAGES = {"meta": set(), "fp4_ops": {"meta"}, "compile_passes": {"meta", "fp4_ops"}}
+ENTRIES = {
+    *("backend.py", "__init__.py", "__main__.py"),
+}
+"""Files of fp4_ops that may import compile_passes: the backend's entry and the command line."""
+
+BACKENDS = {
+    "base": set(),
+    "anywhere": set(),
+    "launchers": {"anywhere"},
+    "cpu": {"base"},
+    "hopper": {"base"},
+    "mma": {"base"},
+    "triton": {"base"},
+    "operators": {"anywhere"},
+}
+"""What each room of fp4_ops/backends may import of the others: never one backend another."""
+
+CIRCLES = [{"checkpoints", "prepare", "quantization"}]
+"""The rooms and files of fp4_ops that still need each other."""
+
+FOLDERS = {
+    "common": {"common"},
+    "cpu": {"common", "cpu"},
+    "device": {"common", "device"},
+    "sm90": {"common", "device", "sm90"},
+    "nvlink": {"nvlink"},
+    "cuda": {"common", "cuda", "device"},
+}
+
+
+def imports(path: Path, package: list[str]) -> set[str]:
+    """The modules of fp4_ops that a file imports, as dotted names inside it."""
+    found = set()
+    for node in ast.walk(ast.parse(path.read_text())):
+        if not isinstance(node, ast.ImportFrom):
+            continue
+        if node.level:
+            base = package[: len(package) - (node.level - 1)]
+        elif node.module and node.module.startswith("fp4_ops"):
+            base = []
+        else:
+            continue
+        name = [*base, *(node.module.split(".") if node.module else [])]
+        found |= {".".join((*name, a.name)) for a in node.names} if len(name) < 3 else {".".join(name)}
+    return found
+
+
+def package_of(path: Path) -> list[str]:
+    top, *rest = path.relative_to(ROOT).parts
+    return ["fp4_ops", *([] if top == "fp4_ops" else [top]), *rest[:-1]]
+
+
+def rooms_of(path: Path) -> set[str]:
+    names = (name.split(".") for name in imports(path, package_of(path)))
+    return {n[2] for n in names if n[:2] == ["fp4_ops", "compile_passes"] and len(n) > 2}
+
+
+PASSES = ROOT / "compile_passes"
+
+
+def test_every_room_is_named():
+    assert {p.stem for p in PASSES.iterdir() if p.name not in ("__init__.py", "__pycache__")} == set(ROOMS)
+
+
+def test_rules_have_no_circle():
+    above: dict[str, set[str]] = {}
+
+    def reached(room: str, way: tuple[str, ...] = ()) -> set[str]:
+        assert room not in way, (*way, room)
+        if room not in above:
+            above[room] = ROOMS[room].union(*(reached(r, (*way, room)) for r in ROOMS[room]))
+        return above[room]
+
+    for room in ROOMS:
+        assert room not in reached(room)
+
+
+@pytest.mark.parametrize("room", ROOMS)
+def test_rooms_of_the_compile_passes(room):
+    files = [PASSES / f"{room}.py"] if (PASSES / f"{room}.py").exists() else (PASSES / room).glob("*.py")
+    used = set()
+    for path in files:
+        wrong = rooms_of(path) - ROOMS[room] - {room}
+        assert not wrong, f"{path.relative_to(ROOT)} imports {wrong}"
+        used |= rooms_of(path) - {room}
+    assert used == ROOMS[room]  # a rule that nothing needs goes
+
+
+HOME = ROOT / "fp4_ops"
+
+
+def names_in(folder: Path) -> set[str]:
+    return {p.stem for p in folder.iterdir() if p.suffix == ".py" or (p / "__init__.py").exists()}
+
+
+def files_of(folder: Path, name: str) -> list[Path]:
+    """Of a room, which is a folder or one file."""
+    return (
+        [folder / f"{name}.py"] if (folder / f"{name}.py").exists() else list((folder / name).rglob("*.py"))
+    )
+
+
+def used_of(folder: Path, name: str, depth: int) -> set[str]:
+    """What a room imports of its neighbours, whose names stand at this depth of a dotted name."""
+    within = package_of(folder / "any.py")
+    modules = (m.split(".") for path in files_of(folder, name) for m in names_imported(path))
+    return {m[depth] for m in modules if m[:depth] == within[:depth] and len(m) > depth} & names_in(
+        folder
+    ) - {name}
+
+
+def names_imported(path: Path) -> set[str]:
+    """As `imports`, but with what is imported of a package as well as of a module."""
+    found = set()
+    for node in ast.walk(ast.parse(path.read_text())):
+        if isinstance(node, ast.ImportFrom) and (node.level or str(node.module).startswith("fp4_ops")):
+            package = package_of(path)
+            base = package[: len(package) - (node.level - 1)] if node.level else []
+            name = [*base, *(node.module.split(".") if node.module else [])]
+            found |= {".".join((*name, a.name)) for a in node.names}
+    return found
+
+
+def test_every_backend_is_named():
+    assert names_in(HOME / "backends") - {"__init__"} == set(BACKENDS)
+
+
+@pytest.mark.parametrize("room", BACKENDS)
+def test_backends_never_import_each_other(room):
+    assert used_of(HOME / "backends", room, 2) == BACKENDS[room]
+
+
+def test_rooms_of_fp4_ops_have_no_circle():
+    """Imports inside functions count, too."""
+    below = {name: used_of(HOME, name, 1) for name in names_in(HOME)}
+
+    def reached(name: str) -> set[str]:
+        found, new = set(), {name}
+        while new := {n for m in new for n in below[m]} - found:
+            found |= new
+        return found
+
+    circles = {frozenset(n for n in reached(name) if name in reached(n)) for name in below}
+    assert circles - {frozenset()} == {frozenset(c) for c in CIRCLES}
+
+
+@pytest.mark.parametrize("package", PACKAGES)
+def test_packages(package):
+    for path in (ROOT / package).rglob("*.py"):
+        here = str(path.relative_to(ROOT / package))
+        for name in imports(path, package_of(path)):
+            parts = name.split(".")
+            to = parts[1] if len(parts) > 1 and parts[1] in ("meta", "compile_passes") else "fp4_ops"
+            allowed = {package, *PACKAGES[package]}
+            if package == "fp4_ops" and here in ENTRIES:
+                allowed.add("compile_passes")
+            assert to in allowed, f"{package}/{here} imports {name}"
+
+
+@pytest.mark.parametrize("folder", FOLDERS)
+def test_folders_of_csrc(folder):
+    for path in (ROOT / "csrc" / folder).iterdir():
+        for included in re.findall(r'#include "(?:\.\./)?(\w+)/', path.read_text()):
+            assert included in FOLDERS[folder], f"{path.relative_to(ROOT)} includes {included}/"
+
+
+def test_mypy_sees_the_package_as_it_is_installed():
+    mapped = dict(re.findall(r'"fp4_ops\.(\w+)": "(\w+)"', (ROOT / "setup.py").read_text()))
+    links = {p.name: p.resolve() for p in (ROOT / "typed/fp4_ops").iterdir()}
+    assert links == {name: ROOT / folder for name, folder in mapped.items()}
