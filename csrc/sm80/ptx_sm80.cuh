@@ -1,5 +1,5 @@
 // What the mma.sync kernels ask of the GPU beside device/ptx.cuh, and every GPU from sm_80 on has.
-// tests/sm90_emulator/ptx_sm80.cuh says in C++ what each of them does.
+// tests/helpers/sm90_emulator/ptx_sm80.cuh says in C++ what each of them does.
 #pragma once
 
 #include <cstdint>

@@ -6,15 +6,12 @@ import re
 import shlex
 import subprocess
 import sys
-from pathlib import Path
 
 import pytest
 import torch
 import torch.nn.functional as F
+from places import ROOT
 
-ROOT = Path(__file__).resolve().parent
-while not (ROOT / "pyproject.toml").exists():
-    ROOT = ROOT.parent
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
 if len(PAGES) < 2:
     pytest.skip("a source distribution has no docs/", allow_module_level=True)
