@@ -2,7 +2,7 @@
 // else.
 //
 // With FP4_EMULATED_TILES the tiles are arrays of the thread, and their instructions are loops. So tests run
-// a kernel's indexing and packing where there is no AMX (tests/test_tiles.py).
+// a kernel's indexing and packing where there is no AMX (tests/kernels_cpu/test_tiles.py).
 #pragma once
 
 #include <cstdint>

@@ -7,7 +7,7 @@ namespace fp4::device {
 
 // What one warp's arrival counts. compute-sanitizer's racecheck credits an arrival with the accesses of the
 // lane that arrives alone, not with those that __syncwarp orders before it; for its sake every lane can
-// arrive (tests/sanitize.py).
+// arrive (tests/scripts/sanitize.py).
 #ifdef FP4_EVERY_LANE_ARRIVES
 constexpr int kWarpArrivals = 32;
 #else

@@ -1,5 +1,5 @@
 // What the Hopper kernels ask of the GPU by name beside ../device/ptx.cuh: one function for each instruction,
-// or two that belong together, and nothing else. tests/helpers/sm90_emulator/ptx_sm90.cuh says in C++ what each does.
+// or two that belong together, and nothing else. tests/helpers/sm90_emulator has the same in C++.
 #pragma once
 
 #include <cuda.h>
