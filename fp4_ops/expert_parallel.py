@@ -10,23 +10,30 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from .distributed.parts import keep_from_ddp
 from .distributed.workspace import MAX_TOKENS, connect
 from .experts import IMPLEMENTATION, PackedWeight, Recipe, run_experts
 
 
 def connect_model(model: nn.Module, dtype: torch.dtype, max_tokens: int = MAX_TOKENS) -> str:
     """Workspaces for the groups over which a model's 4-bit experts are spread; all their processes call it.
+    DDP around the model is told what each process has for itself.
 
     Returns how tokens will reach them, in words; "" where none are spread.
     """
     found: dict[str, tuple[torch.device, int]] = {}
-    for module in model.modules():
+    parts: dict[str, nn.Module] = {}
+    for name, module in model.named_modules():
         recipe: Recipe | None = getattr(module, "_fp4_recipe", None)
-        if recipe is None or recipe.part is None or recipe.part.kind != "spread":
+        if recipe is None or recipe.part is None:
+            continue
+        parts[name] = module
+        if recipe.part.kind != "spread":
             continue
         up: PackedWeight = getattr(module, recipe.form.gate_up)
         _, hidden = found.get(recipe.part.group_name, (None, 0))
         found[recipe.part.group_name] = up.packed.device, max(hidden, up.k)
+    keep_from_ddp(model, parts)
     reasons = [
         connect("fp4_ops.prepare", name, device, hidden * dtype.itemsize, max_tokens)
         for name, (device, hidden) in found.items()

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.modules import module as _every_module
 
-from .distributed.parts import Part
+from .distributed.parts import Part, local
 from .input_gradients import FrozenExperts
 from .meta.formats import FORMATS, activation_name, known_activation
 from .meta.gradients import call
@@ -23,6 +23,11 @@ IMPLEMENTATION = "fp4"
 
 STORED_FORMATS = ("mxfp4", "nvfp4", "int4", "int4_g64", "int4_g32")
 """State dicts hold a format's place in here, so new ones go to the end."""
+
+IN_PLACE = (
+    "and as parameters (packed_as_parameters) they keep the one that they have. Move or load the model "
+    "before they become parameters"
+)
 
 _MOE = torch.ops.fp4.moe.default
 """Without overloads to choose among."""
@@ -106,7 +111,8 @@ class PackedWeight(nn.Module):
     A kernel layout may pad K: `k` is the weight's own. `interleaved`: while in layout sm90, row 2i is gate i
     and row 2i + 1 up i, where the model keeps all gates before all ups; any other form has the model's order.
     `.to(device)` moves them and reorders them for that device; `.to(dtype)` and `.half()` leave them alone.
-    The state dict carries format and layout along, so that weights saved on one device load on another.
+    The state dict carries format and layout along, so that weights saved on one device load on another, and
+    `part`, what this process holds of a weight: another process's share has the same shapes.
     """
 
     packed: Tensor
@@ -122,13 +128,18 @@ class PackedWeight(nn.Module):
         layout: str,
         k: int | None = None,
         interleaved: bool = False,
+        part: Part | None = None,
     ) -> None:
         super().__init__()
         self.format, self.layout, self.interleaved = format, layout, interleaved
+        self.part = part
         self.k = 2 * packed.shape[-1] if k is None else k
         self.register_buffer("packed", held(packed))
         self.register_buffer("block_scale", held(block_scale))
         self.register_buffer("global_scale", global_scale)
+        if part is not None:
+            rank = torch.tensor([part.rank], dtype=torch.int32, device=packed.device)
+            self.register_buffer("owner", rank, persistent=False)
 
     def forward(self) -> Operands:
         """packed, block_scale and global_scale."""
@@ -136,7 +147,23 @@ class PackedWeight(nn.Module):
 
     @property
     def num_bytes(self) -> int:
-        return sum(b.nbytes for b in self.buffers())
+        return sum(t.nbytes for t in (self.packed, self.block_scale, self.global_scale) if t is not None)
+
+    def check_owner(self) -> None:
+        """Raises RuntimeError where another process's share was written over this one's: whoever broadcasts a
+        module's buffers writes `owner`, too. On a GPU, which answers late, it is read after writes alone."""
+        owner, version = self._buffers["owner"], self.packed._version
+        if type(owner) is not Tensor or owner.is_meta:
+            return
+        if owner.is_cuda and version == self.__dict__.get("_seen", 0):
+            return
+        self.__dict__["_seen"] = version
+        if self.part is not None and int(owner) != self.part.rank:
+            raise RuntimeError(
+                f"fp4: this process held {self.part}, and those of rank {int(owner)} were written over them: "
+                "buffers were broadcast. Call prepare or load_checkpoint anew, then DistributedDataParallel "
+                "with the model itself, not with a module around it, or leave out the buffers of the experts"
+            )
 
     def dequantize(self, dtype: torch.dtype = torch.float32) -> Tensor:
         """The weight [E, N, K] that the codes stand for."""
@@ -156,8 +183,19 @@ class PackedWeight(nn.Module):
             raise ValueError(f"fp4: interleaved rows go to layout 'plain' first, not to '{layout}'")
         return deinterleave(packed), deinterleave(held(scale)).view(scale.dtype), factor
 
+    def become_parameters(self) -> None:
+        """packed and block_scale are Parameters from now on, as FSDP shards them, in this layout for good."""
+        for name in ("packed", "block_scale"):
+            if name in self._buffers:
+                tensor: Any = self._buffers.pop(name)
+                self.register_parameter(name, nn.Parameter(tensor, requires_grad=False))
+
     def set_layout(self, layout: str) -> None:
         """Reorders the bytes in place of the old ones."""
+        if layout == self.layout:
+            return
+        if self._parameters:
+            raise ValueError(f"fp4: the 4-bit weights need layout '{layout}' there, {IN_PLACE}")
         if self.interleaved and layout not in (self.layout, "plain"):
             self.set_layout("plain")
         packed, scale, self.global_scale = self.in_layout(layout)
@@ -174,18 +212,28 @@ class PackedWeight(nn.Module):
         old, new = self.packed.device.type, fn(self.packed.new_empty(0)).device.type
         if old != new:
             self.set_layout("plain")  # where the old layout's kernels are
+        if self._parameters:
+            self._apply_to_parameters(fn, recurse)
         for name, buffer in list(self._buffers.items()):
             if buffer is not None:  # as bytes: a change of dtype is for the model's own numbers
                 self._buffers[name] = fn(buffer.view(torch.uint8)).view(buffer.dtype)
         self.company.follow(fn, moved=old != new)
         return self
 
+    def _apply_to_parameters(self, fn: Callable[[Tensor], Tensor], recurse: bool) -> None:
+        """As torch does: conversions leave uint8 alone, and FSDP puts its own tensors in these places."""
+        buffers, self._buffers = self._buffers, {}
+        try:
+            super()._apply(fn, recurse)
+        finally:
+            self._buffers = buffers
+
     def get_extra_state(self) -> Tensor:
-        """Format and layout, as a tensor so that any checkpoint file can hold them."""
-        return torch.tensor(
-            [STORED_FORMATS.index(self.format), list(LAYOUTS).index(self.layout), self.interleaved],
-            dtype=torch.uint8,
-        )
+        """Format, layout, and of a part which one, as a tensor so that any checkpoint file can hold them."""
+        how = [STORED_FORMATS.index(self.format), list(LAYOUTS).index(self.layout), self.interleaved]
+        if self.part is None:
+            return torch.tensor(how, dtype=torch.uint8)
+        return torch.tensor([*how, *self.part.numbers], dtype=torch.int32)
 
     def _load_from_state_dict(self, state_dict: Any, prefix: str, *args: Any) -> None:
         """Makes room for what was saved in another layout; `set_extra_state` then puts it in order."""
@@ -194,6 +242,12 @@ class PackedWeight(nn.Module):
                 state_dict[prefix + name] = held(saved)
         state, packed, scale = (state_dict.get(prefix + n) for n in ("_extra_state", "packed", "block_scale"))
         complete = state is not None and packed is not None and scale is not None
+        if state is not None and (words := self._of_another_part(state)):
+            args[-1].append(f"{prefix.rstrip('.')}: {words}")
+            return
+        if self._parameters and state is not None and list(LAYOUTS)[int(state[1])] != self.layout:
+            args[-1].append(f"{prefix.rstrip('.')}: saved in another layout than '{self.layout}', {IN_PLACE}")
+            return
         if complete and STORED_FORMATS[int(state[0])] == self.format:
             fmt, layout = FORMATS[self.format], list(LAYOUTS.values())[int(state[1])]
             e, n, _ = self.packed.shape
@@ -205,6 +259,8 @@ class PackedWeight(nn.Module):
                 errors.append(f"size mismatch for {prefix}packed: {text}")
                 return
             for name, wanted in zip(("packed", "block_scale", "global_scale"), (*spec, None), strict=False):
+                if name in self._parameters:
+                    continue  # in one layout, which set_extra_state checks
                 buffer = self._buffers[name]
                 if wanted is None:
                     self._buffers[name] = None
@@ -213,6 +269,19 @@ class PackedWeight(nn.Module):
                     if buffer is None or (buffer.shape, buffer.dtype) != (shape, dtype):
                         self._buffers[name] = self.packed.new_empty(shape, dtype=dtype)
         super()._load_from_state_dict(state_dict, prefix, *args)
+
+    def _of_another_part(self, state: Tensor) -> str:
+        """Why weights with this extra state are none for this process; "" if they are."""
+        saved = Part.of_numbers(state.tolist()[3:])
+        if saved is None and self.part is None:
+            return ""
+        if saved is not None and self.part is not None and saved.numbers == self.part.numbers:
+            return ""
+        saved_part, own = (str(part) if part else "all experts, whole" for part in (saved, self.part))
+        return (
+            f"the state dict has {saved_part}, and this process holds {own}. Each process must load what it "
+            "saved itself, among as many processes; or load the model anew and prepare it"
+        )
 
     def set_extra_state(self, state: Tensor) -> None:
         """Called once the buffers are loaded: says what they hold."""
@@ -229,6 +298,7 @@ class PackedWeight(nn.Module):
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         super().__setstate__(state)
+        self.__dict__.setdefault("part", None)  # older pickles
         self.block_scale = held(self.block_scale)  # float8 in older pickles
         register()  # a model that was pickled whole may be the first use of fp4_ops in its process
 
@@ -288,6 +358,7 @@ def _operands(weight: Any) -> Operands:
     if (
         type(weight) is not PackedWeight
         or "forward" in own  # accelerate's offloading
+        or own["_parameters"]  # FSDP's, at times
         or own["_forward_pre_hooks"] or own["_forward_hooks"]
         or own["_backward_hooks"] or own["_backward_pre_hooks"]
         or _every_module._global_forward_pre_hooks or _every_module._global_forward_hooks
@@ -329,8 +400,13 @@ def run_experts(
     w13, w2 = modules[form.gate_up], modules[form.down]
     bias = getattr(module, form.gate_up_bias) if form.gate_up_bias else None
     down_bias = getattr(module, form.down_bias) if form.down_bias else None
+    if recipe.part is not None:  # those that FSDP holds are DTensors
+        bias, down_bias = (None if b is None else local(b) for b in (bias, down_bias))
     gate = recipe.gate
     if type(hidden_states) is Tensor and not torch.compiler.is_compiling():
+        if recipe.part is not None:
+            w13.check_owner()
+            w2.check_owner()
         up, down = _operands(w13), _operands(w2)
     else:  # whoever traces wants to see the modules
         up, down = w13(), w2()

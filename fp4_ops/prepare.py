@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from . import experts
 from .backends import takers
 from .distributed.collectives import Group
-from .distributed.parts import Part, keep_local
+from .distributed.parts import Part, keep_for_itself, keep_local
 from .distributed.workspace import MAX_TOKENS
 from .expert_lists import find_lists, linears, put, summary
 from .expert_parallel import connect_model
@@ -174,6 +174,8 @@ def prepare(
         )
         if trainable_inputs:
             module.requires_grad_(False)  # biases, too
+        if p.part is not None:
+            keep_for_itself(module)
         Company([getattr(module, p.form.gate_up), getattr(module, p.form.down)], dtype, wanted).join()
     if plans:
         choose_implementation(model)
@@ -407,7 +409,9 @@ class Quantizer:
                 for stack, made in zip(stacks, operands):
                     stack[at] = made  # type: ignore[assignment]
         global_scale = stacks[2] if len(stacks) == 3 else None
-        return PackedWeight(stacks[0], stacks[1], global_scale, self.format, self.layout, k, interleaved)
+        return PackedWeight(
+            stacks[0], stacks[1], global_scale, self.format, self.layout, k, interleaved, part
+        )
 
     def _factors(self, weight: Tensor, part: Part) -> Tensor | None:
         """Global scales [E] of weights of which other processes have the rest."""

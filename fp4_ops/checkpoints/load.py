@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from ..distributed.parts import keep_local
+from ..distributed.parts import keep_for_itself, keep_local
 from ..experts import IMPLEMENTATION, Company, PackedWeight, Recipe, interleave
 from ..meta.formats import FORMATS, check_activation_choice
 from ..meta.layouts import preferred_layout
@@ -326,7 +326,7 @@ def _attach(
     """Weights for `fp4::moe`; the bytes that they hold."""
     assert placed.plan is not None
     weights = {
-        attribute: PackedWeight(s.packed, s.block_scale, s.global_scale, s.format, "plain")
+        attribute: PackedWeight(s.packed, s.block_scale, s.global_scale, s.format, "plain", part=placed.part)
         for attribute, s in stacks.items()
     }
     company = Company(list(weights.values()), dtype, A_FORMATS[activation] or "auto")
@@ -350,6 +350,7 @@ def _attach(
                 if bias is not None and bias.shape[0] == placed.part.experts:
                     own = bias.detach()[placed.part.own.start : placed.part.own.stop].clone()
                     module._parameters[name] = nn.Parameter(own, requires_grad=False)
+        keep_for_itself(module)
     form = placed.plan.form.of(module)
     recipe = Recipe(form, placed.plan.gate, A_FORMATS[activation], trainable_inputs, placed.part)
     module._fp4_recipe = recipe

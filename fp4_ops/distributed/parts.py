@@ -15,6 +15,8 @@ from torch import Tensor, nn
 from ..meta.dtensors import split_over_processes
 from .shares import own_experts
 
+KINDS = ("spread", "split")
+
 
 @dataclass(frozen=True)
 class Part:
@@ -38,6 +40,19 @@ class Part:
         """Of an intermediate size, those that are here."""
         each = inner // self.size
         return range(self.rank * each, (self.rank + 1) * each) if self.kind == "split" else range(inner)
+
+    @property
+    def numbers(self) -> list[int]:
+        """What state dicts hold of it."""
+        return [KINDS.index(self.kind), self.experts, self.size, self.rank]
+
+    @classmethod
+    def of_numbers(cls, numbers: list[int]) -> Part | None:
+        """The inverse, without a group; None of no numbers."""
+        if not numbers:
+            return None
+        kind, experts, size, rank = numbers
+        return cls(KINDS[kind], experts, size, rank, group_name="")
 
     def __str__(self) -> str:
         if self.kind == "spread":
@@ -101,6 +116,11 @@ def _is_split(p: Any, dim: int, groups: int) -> bool:
     return bool(factor == groups)
 
 
+def by_fsdp(module: nn.Module) -> bool:
+    """Whether FSDP2 holds the module's own parameters: those stay, and are whole while its forward runs."""
+    return hasattr(module, "_get_fsdp_state")
+
+
 def local(parameter: Tensor) -> Tensor:
     """What this process has of a DTensor; any other tensor itself."""
     return parameter.to_local() if split_over_processes(parameter) else parameter  # type: ignore[attr-defined]
@@ -113,7 +133,7 @@ def keep_local(module: nn.Module, part: Part | None = None) -> dict[str, Any]:
     """
     before = dict(module._parameters)
     for name, p in before.items():
-        if p is None:
+        if p is None or by_fsdp(module):
             continue
         if part is not None:
             own = p.detach()[part.own.start : part.own.stop]
@@ -124,3 +144,23 @@ def keep_local(module: nn.Module, part: Part | None = None) -> dict[str, Any]:
             continue
         module._parameters[name] = nn.Parameter(own, requires_grad=p.requires_grad)
     return before
+
+
+def keep_for_itself(module: nn.Module) -> None:
+    """Makes buffers of the biases, of which each process has other ones: whoever wraps a model (FSDP, DDP)
+    takes its parameters to be the same on all processes."""
+    for name, p in list(module._parameters.items()):
+        if p is not None and not by_fsdp(module):
+            del module._parameters[name]
+            module.register_buffer(name, p.detach())
+
+
+def keep_from_ddp(model: nn.Module, modules: dict[str, nn.Module]) -> None:
+    """Tells DistributedDataParallel, around `model` or a part of it, which tensors are other ones on each
+    process: it would overwrite them by those of rank 0. modules: with such tensors, by their names."""
+    own = [f"{name}.{buffer}" for name, m in modules.items() for buffer, _ in m.named_buffers()]
+    for prefix, module in model.named_modules():
+        start = f"{prefix}." if prefix else ""
+        if inside := [name[len(start) :] for name in own if name.startswith(start)]:
+            known: Any = getattr(module, "_ddp_params_and_buffers_to_ignore", ())
+            module._ddp_params_and_buffers_to_ignore = [*known, *inside]  # type: ignore[assignment]

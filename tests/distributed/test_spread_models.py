@@ -126,7 +126,7 @@ def test_what_processes_refuse(name, two):
 @pytest.mark.more
 def test_families(tmp_path):
     others = tuple(f for f in FAMILIES if f != "qwen3_moe")
-    for outcome in run(tmp_path, 2, "^(a|prepare|quantising)_", others):
+    for outcome in run(tmp_path, 2, "^(a|own|prepare|quantising|transformers)_", others):
         for family in others:
             for name in (*BY_GROUP, *SPREAD, *SPLIT):
                 if f"{name} {family}" in outcome:

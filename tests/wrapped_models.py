@@ -1,0 +1,277 @@
+"""One of several processes that wrap, save and load models with 4-bit experts: `wrapped_models.py FOLDER`.
+
+FOLDER gets `rank0.json`, ...: what became of each situation, or of those whose names have the second
+argument. All processes make the same models, and compare with one process's.
+"""
+
+from __future__ import annotations
+
+import copy
+import json
+import os
+import re
+import sys
+import warnings
+from collections.abc import Callable
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
+from moe_models import build
+from recorder import relative_error, token_errors
+from torch import nn
+from torch.distributed.checkpoint.state_dict import (
+    StateDictOptions,
+    get_model_state_dict,
+    set_model_state_dict,
+)
+from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+from torch.distributed.tensor import DTensor
+from torch.nn.parallel import DistributedDataParallel
+
+import fp4_ops
+from fp4_ops.experts import PackedWeight
+
+SITUATIONS: dict[str, Callable[[], Any]] = {}
+FOLDER = Path(sys.argv[1]) if len(sys.argv) > 1 else Path()
+PATTERN = sys.argv[2] if len(sys.argv) > 2 else ""
+FAMILY = "gpt_oss"
+"""Whose experts have biases: parameters that are other ones on each process."""
+
+
+def situation(function: Callable[[], Any]) -> Callable[[], Any]:
+    SITUATIONS[function.__name__] = function
+    return function
+
+
+def prepared(seed: int = 0, family: str = FAMILY, **kwargs: Any) -> Any:
+    """The same on all processes; other weights for each seed."""
+    torch.manual_seed(seed)
+    model = build(family, torch.float32, "eager")
+    fp4_ops.prepare(model, activation="bf16", **kwargs)
+    return model.eval()
+
+
+def spread(seed: int = 0, **kwargs: Any) -> Any:
+    return prepared(seed, ep_group=dist.group.WORLD, **kwargs)
+
+
+def own_ids() -> torch.Tensor:
+    generator = torch.Generator().manual_seed(dist.get_rank())
+    return torch.randint(0, 128, (2, 3 + dist.get_rank()), generator=generator)
+
+
+@torch.no_grad()
+def logits(model: nn.Module, ids: torch.Tensor | None = None) -> torch.Tensor:
+    out = model(input_ids=own_ids() if ids is None else ids, use_cache=False).logits
+    return out.full_tensor() if isinstance(out, DTensor) else out
+
+
+def error(model: nn.Module, seed: int = 0, family: str = FAMILY) -> float:
+    return relative_error(logits(model), logits(prepared(seed, family)))
+
+
+class Outer(nn.Module):
+    """As a training script's own module around a model."""
+
+    def __init__(self, model: nn.Module) -> None:
+        super().__init__()
+        self.model = model
+
+    def forward(self, **kwargs: Any) -> Any:
+        return self.model(**kwargs)
+
+
+def only_head_is_trained(model: nn.Module) -> nn.Module:
+    for name, parameter in model.named_parameters():
+        parameter.requires_grad_("lm_head" in name)
+    return model
+
+
+# --- experts that are spread: what a process holds is its own ---
+
+
+@situation
+def spread_in_ddp():
+    return error(DistributedDataParallel(only_head_is_trained(spread())))
+
+
+def alone(model: Any) -> Any:
+    """The first experts module by itself, which is an error on rank 1: rank 0 must not wait for it."""
+    experts = next(m for m in model.modules() if hasattr(m, "_fp4_recipe"))
+    if dist.get_rank() == 0:
+        return [m.check_owner() for m in experts.modules() if isinstance(m, PackedWeight)] and "right"
+    x, ids = torch.randn(3, 64), torch.tensor([[0, 1]] * 3)
+    return str(type(experts(x, ids, torch.rand(3, 2))))
+
+
+@situation
+def spread_in_ddp_with_a_module_around():
+    model = spread()
+    DistributedDataParallel(Outer(only_head_is_trained(model)))
+    return alone(model)
+
+
+@situation
+def buffers_that_are_broadcast_one_by_one():
+    model = spread()
+    for buffer in model.buffers():
+        dist.broadcast(buffer, 0)
+    return alone(model)
+
+
+@situation
+def spread_in_fsdp():
+    model = spread()
+    for layer in model.model.layers:
+        fully_shard(layer)
+    fully_shard(model)
+    return error(model)
+
+
+@situation
+def own_state_dict():
+    model, other = spread(), spread(seed=1)
+    other.load_state_dict(copy.deepcopy(model.state_dict()))
+    return error(other)
+
+
+@situation
+def state_dict_of_rank_0():
+    """As where rank 0 alone saves a file, and all read it."""
+    model = spread(seed=1)
+    states = [spread().state_dict() if dist.get_rank() == 0 else spread() and None]
+    dist.broadcast_object_list(states, 0)
+    model.load_state_dict(states[0])
+    return "loaded"
+
+
+@situation
+def state_dict_that_rank_0_broadcasts():
+    model = spread(seed=1)
+    state = spread().state_dict()
+    options = StateDictOptions(full_state_dict=True, broadcast_from_rank0=True)
+    set_model_state_dict(model, state if dist.get_rank() == 0 else {}, options=options)
+    return "loaded"
+
+
+@situation
+def distributed_checkpoint_of_spread_experts():
+    model, other = spread(), spread(seed=1)
+    dcp.save({"model": get_model_state_dict(model)}, checkpoint_id=FOLDER / "spread")
+    state = {"model": get_model_state_dict(other)}
+    dcp.load(state, checkpoint_id=FOLDER / "spread")
+    set_model_state_dict(other, state["model"])
+    return "loaded"
+
+
+# --- FSDP2 around a whole prepared model: its packed tensors as parameters ---
+
+
+def sharded(seed: int = 0, trainable: bool = False, **options: Any) -> Any:
+    model = prepared(seed, "qwen3_moe", trainable_inputs=trainable)
+    fp4_ops.packed_as_parameters(model)
+    for layer in model.model.layers:
+        fully_shard(layer, **options)
+    fully_shard(model, **options)
+    return model
+
+
+def held_share(model: nn.Module) -> float:
+    """Of the packed bytes, those that are here between calls."""
+    whole = here = 0
+    for weight in (m for m in model.modules() if isinstance(m, PackedWeight)):
+        for p in weight.parameters():
+            assert isinstance(p, DTensor)
+            whole, here = whole + p.nbytes, here + p.to_local().nbytes
+    return here / whole
+
+
+@situation
+def fsdp_around_packed_parameters():
+    """[error, share of the bytes before and after, error where activations are cast]."""
+    model = sharded()
+    before = held_share(model)
+    wrong = error(model, family="qwen3_moe")
+    cast = logits(sharded(mp_policy=MixedPrecisionPolicy(param_dtype=torch.bfloat16)))
+    typical, _ = token_errors(cast.float(), logits(prepared(0, "qwen3_moe")))
+    return [wrong, before, held_share(model), typical]
+
+
+@situation
+def fsdp_with_gradients_to_what_goes_in():
+    """Of the embeddings, averaged over the processes as FSDP does."""
+
+    def gradient(model: Any) -> torch.Tensor:
+        model.train()
+        model(input_ids=own_ids(), use_cache=False).logits.float().pow(2).mean().backward()
+        grad = model.get_input_embeddings().weight.grad
+        return grad.full_tensor() if isinstance(grad, DTensor) else grad
+
+    got, want = gradient(sharded(trainable=True)), gradient(prepared(0, "qwen3_moe", trainable_inputs=True))
+    dist.all_reduce(want)
+    return relative_error(got, want / dist.get_world_size())
+
+
+@situation
+def fsdp_state_dicts():
+    """[full ones into a whole model, full ones into shards, distributed checkpoints]."""
+    model, options = sharded(), StateDictOptions(full_state_dict=True)
+    full = copy.deepcopy(get_model_state_dict(model, options=options))
+    whole, other, third = prepared(1, "qwen3_moe"), sharded(1), sharded(2)
+    whole.load_state_dict(full)
+    set_model_state_dict(other, copy.deepcopy(full), options=options)
+    dcp.save({"model": get_model_state_dict(model)}, checkpoint_id=FOLDER / "sharded")
+    state = {"model": get_model_state_dict(third)}
+    dcp.load(state, checkpoint_id=FOLDER / "sharded")
+    set_model_state_dict(third, state["model"])
+    return [error(m, family="qwen3_moe") for m in (whole, other, third)]
+
+
+@situation
+def fsdp_of_converted_models():
+    """`.to(dtype)` leaves codes alone."""
+    model = sharded()
+    want = logits(model)
+    model.to(torch.float64)
+    return relative_error(logits(model.to(torch.float32)), want)
+
+
+@situation
+def refused_parameters_of_parts():
+    return str(fp4_ops.packed_as_parameters(spread()))
+
+
+@situation
+def refused_parameters_of_none():
+    return str(fp4_ops.packed_as_parameters(nn.Linear(2, 2)))
+
+
+def main() -> None:
+    dist.init_process_group("gloo", timeout=timedelta(seconds=60))
+    warnings.simplefilter("ignore")
+    torch.set_num_threads(1)
+    results: dict[str, Any] = {}
+    for name, function in SITUATIONS.items():
+        if not re.search(PATTERN, name):
+            continue
+        torch.compiler.reset()
+        try:
+            results[name] = function()
+        except Exception as reason:
+            results[name] = f"{type(reason).__name__}: {reason}"
+            if os.environ.get("TRACE"):
+                import traceback
+
+                traceback.print_exc()
+        dist.barrier()
+    (FOLDER / f"rank{dist.get_rank()}.json").write_text(json.dumps(results))
+    dist.barrier()
+
+
+if __name__ == "__main__":
+    main()
+    os._exit(0)  # without Python's end, where a thread of gloo's may still be there and C++ terminates
