@@ -84,6 +84,8 @@ def test_python(page, i, folder, monkeypatch, fresh_dynamo):
         pytest.importorskip(name)
     if "distributed_config" in code:
         pytest.skip("test_torchrun runs it")
+    if "fully_shard" in code:
+        pytest.skip("test_wrapped_models.py runs such code in several processes")
     if "generate_batch" in code:
         pytest.skip("test_serving.py runs such a call")
     names = {} if code.startswith("hit") else {"model": demo_model()}
