@@ -160,16 +160,17 @@ def all_equal(made, want):
 
 
 def test_a_rank_that_does_not_come_is_named():
+    """Rank 0 gives up before rank 2 begins. Were they to wait at once, each could be late for the other."""
     all = spaces(3, 8, 512)
     x = torch.randn(128).bfloat16()
     assert not any(isinstance(r, Exception) for r in together(lambda rank: all[rank].all_reduce(x), 3))
     for space in all:
-        space.seconds, space.space.patience = 0.5, int(0.5e9)
-    made = together(lambda rank: all[rank].all_reduce(x) if rank != 1 else None, 3)
+        space.seconds, space.space.patience = 0.25, int(0.25e9)
     for rank in (0, 2):
-        assert isinstance(made[rank], RuntimeError)
+        with pytest.raises(RuntimeError):
+            all[rank].all_reduce(x)
         words = all[rank].failure()
-        assert words is not None and "rank 1 did not come within 0.5 s" in words, words
+        assert words is not None and "rank 1 did not come within 0.25 s" in words, words
 
 
 def test_ranks_that_call_otherwise_are_told():

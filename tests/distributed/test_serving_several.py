@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 from checkpoint_samples import tiny
+from places import ROOT
 from processes import start
 
 transformers = pytest.importorskip("transformers", "5.23")
@@ -22,8 +23,8 @@ def test_two_processes_stream_what_one_says(tmp_path):
     model = tiny()
     model.generation_config.eos_token_id = None
     model.save_pretrained(tmp_path)
-    processes = start("../examples/serve_two_gpus.py", 2, tmp_path, "5 6 7", "--new-tokens", "6")
-    logs = [p.communicate(timeout=120)[0].decode() for p in processes]
+    processes = start(str(ROOT / "examples/serve_two_gpus.py"), 2, tmp_path, "5 6 7", "--new-tokens", "6")
+    logs = [p.communicate(timeout=600)[0].decode() for p in processes]
     if any("requires `accelerate`" in log for log in logs):
         pytest.skip("transformers splits models with accelerate, which is not installed")
     assert [p.returncode for p in processes] == [0, 0], "\n".join(log[-3000:] for log in logs)

@@ -70,10 +70,15 @@ def kernels(name: str = "sm90") -> Path:
 
         objects = list(pool.map(compile_one, [*Path(made).glob("*/*.cu"), *EMULATOR.glob("*.cpp")]))
         subprocess.run([*compiler, "-shared", *objects, "-o", f"{made}/all.so", "-lpthread"], check=True)
-        whole = target.with_suffix(f".{os.getpid()}")  # another process may be loading what is there
-        shutil.move(f"{made}/all.so", whole)
-        whole.replace(target)
+        put(Path(made, "all.so"), target)
     return target
+
+
+def put(made: Path, target: Path) -> None:
+    """All at once: another process may be loading what is there."""
+    whole = target.with_suffix(f".{os.getpid()}")
+    shutil.move(made, whole)
+    whole.replace(target)
 
 
 def runtime() -> Path:
@@ -103,7 +108,7 @@ def runtime() -> Path:
         objects = list(pool.map(compile_one, sources))
         libraries = [f"-L{torch_folder / 'lib'}", "-ltorch", "-ltorch_cpu", "-lc10", "-ldl"]
         subprocess.run([compiler, "-shared", *objects, *libraries, "-o", f"{made}/all.so"], check=True)
-        shutil.move(f"{made}/all.so", target)
+        put(Path(made, "all.so"), target)
     return target
 
 

@@ -11,8 +11,8 @@ import os
 import shutil
 import subprocess
 import tempfile
-import threading
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -45,7 +45,7 @@ def library() -> Path:
             subprocess.run([*compiler, *device, "-x", "c++", "-c", str(source), "-o", to], check=True)
             objects.append(to)
         subprocess.run([*compiler, "-shared", *objects, "-o", f"{made}/all.so", "-lpthread"], check=True)
-        shutil.move(f"{made}/all.so", target)
+        emulated.put(Path(made, "all.so"), target)
     return target
 
 
@@ -69,18 +69,13 @@ def seed(value: int) -> None:
 
 
 def together(run: Callable[[int], Any], ranks: int) -> list[Any]:
-    """What run(rank) returns or raises, of all ranks at once."""
-    results: list[Any] = [None] * ranks
+    """What run(rank) returns, or the RuntimeError that it raises, of all ranks at once."""
 
-    def one(rank: int) -> None:
+    def one(rank: int) -> Any:
         try:
-            results[rank] = run(rank)
+            return run(rank)
         except RuntimeError as error:
-            results[rank] = error
+            return error
 
-    threads = [threading.Thread(target=one, args=(rank,)) for rank in range(ranks)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    return results
+    with ThreadPoolExecutor(ranks) as pool:
+        return list(pool.map(one, range(ranks)))

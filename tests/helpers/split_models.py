@@ -279,7 +279,7 @@ def the_backend_where_a_part_is_read_otherwise_too():
 
 
 def main() -> None:
-    dist.init_process_group("gloo", timeout=timedelta(seconds=120))
+    dist.init_process_group("gloo", timeout=timedelta(seconds=300))
     fp4_ops.register_with_transformers()
     torch.set_num_threads(1)
     results: dict[str, Any] = {}

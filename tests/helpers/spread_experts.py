@@ -281,7 +281,7 @@ def refusals(rng: random.Random, ranks: int, rank: int) -> dict[str, Any]:
 def main() -> None:
     if ON_GPU:
         torch.cuda.set_device(DEVICE)
-    dist.init_process_group("nccl" if ON_GPU else "gloo", timeout=timedelta(seconds=60))
+    dist.init_process_group("nccl" if ON_GPU else "gloo", timeout=timedelta(seconds=300))
     torch.set_num_threads(1)
     if WAY == "nvlink":
         why = connect("a test", dist.group.WORLD.group_name, torch.device(DEVICE), 640, 64)

@@ -279,7 +279,7 @@ def a_larger_workspace():
 
 def main() -> None:
     torch.cuda.set_device(DEVICE)
-    dist.init_process_group("nccl", timeout=timedelta(seconds=60), device_id=DEVICE)
+    dist.init_process_group("nccl", timeout=timedelta(seconds=300), device_id=DEVICE)
     name = dist.group.WORLD.group_name
     why = workspace.connect("a test", name, DEVICE, 2 * HIDDEN, MOST)
     assert why == "", why

@@ -363,7 +363,7 @@ def refused_mixtures_of_plans(family: str):
 
 
 def main() -> None:
-    dist.init_process_group("gloo", timeout=timedelta(seconds=60))
+    dist.init_process_group("gloo", timeout=timedelta(seconds=300))
     warnings.simplefilter("ignore")
     fp4_ops.register_with_transformers()
     torch.set_num_threads(1)

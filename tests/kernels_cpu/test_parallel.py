@@ -99,7 +99,7 @@ def test_in_workers_of_a_data_loader_that_were_forked():
     with threads(2):
         want = block()
         loader = DataLoader(
-            Blocks(block), batch_size=None, num_workers=2, timeout=60,
+            Blocks(block), batch_size=None, num_workers=2, timeout=600,
             multiprocessing_context=multiprocessing.get_context("fork"),
         )  # fmt: skip
         got = list(loader)

@@ -122,12 +122,12 @@ def get(port: int, path: str, body: dict | None = None) -> dict:
     request = urllib.request.Request(
         f"http://localhost:{port}{path}", data, {"Content-Type": "application/json"}
     )
-    with urllib.request.urlopen(request, timeout=120) as answer:
+    with urllib.request.urlopen(request, timeout=600) as answer:
         return json.loads(answer.read())
 
 
 def wait_for(port: int, alive=lambda: True) -> None:
-    end = time.monotonic() + 240
+    end = time.monotonic() + 600
     while time.monotonic() < end:
         try:
             get(port, "/health")

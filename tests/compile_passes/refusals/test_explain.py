@@ -124,7 +124,7 @@ def test_the_log_says_what_was_done_and_warns_when_nothing_was(caplog):
 def test_importing_fp4_ops_is_light():
     code = "import fp4_ops, sys; print([m for m in sys.modules if 'compile_passes' in m or m == 'torch._inductor.compile_fx'])"
     out = subprocess.run(
-        [sys.executable, "-c", code], capture_output=True, text=True, check=True, timeout=120
+        [sys.executable, "-c", code], capture_output=True, text=True, check=True, timeout=600
     )
     assert out.stdout.strip() == "[]"
 

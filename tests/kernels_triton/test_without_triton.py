@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import subprocess
 import sys
-from pathlib import Path
 
 import pytest
 from emulated import cuda_headers
+from places import HELPERS
 
 NO_TRITON = """
 import sys, types
@@ -28,7 +28,7 @@ sys.path.insert(0, FOLDER)
 
 def run(code: str) -> str:
     """What a process prints in which `import triton` fails."""
-    start = NO_TRITON.replace("FOLDER", repr(str(Path(__file__).parent)))
+    start = NO_TRITON.replace("FOLDER", repr(str(HELPERS)))
     done = subprocess.run([sys.executable, "-c", start + code], capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
     return done.stdout
