@@ -151,6 +151,9 @@ NVLINK_FLAGS = [
 ]
 
 
+BUILD = Path(__file__).parent.resolve() / "build"  # has the generated headers
+
+
 class KernelLibrary(NamedTuple):
     """A library of CUDA kernels: csrc/device and a folder of its own."""
 
@@ -169,10 +172,15 @@ class KernelLibrary(NamedTuple):
     @property
     def headers(self) -> list[Path]:
         found = [file for folder in self.folders for kind in ("*.cuh", "*.h") for file in folder.glob(kind)]
-        return [*found, Path("csrc/common/sm90_layout.h")]
+        return [*found, Path("csrc/common/sm90_layout.h"), Path("build/fitted.h")]
 
     def flags(self, archs: Sequence[str]) -> list[str]:
-        return [*(CUDA_ARCHS[arch] for arch in archs), f"-DFP4_FAMILY={self.name[2:]}", *NVCC_FLAGS]
+        return [
+            *(CUDA_ARCHS[arch] for arch in archs),
+            f"-DFP4_FAMILY={self.name[2:]}",
+            f"-I{BUILD}",
+            *NVCC_FLAGS,
+        ]
 
 
 HOPPER = KernelLibrary("sm90", ("90a",))
@@ -206,9 +214,13 @@ def generated_headers() -> list[Path]:
     """What C++ has in common with Python, in build/: a file is written only where something in it changed."""
     root = Path(__file__).parent
     sys.path[:0] = [str(root), str(root / "csrc")]
-    from generate import operator_checks, tables
+    from generate import constants, operator_checks, tables
 
-    headers = {"tables.h": tables.tables(), "operator_checks.h": operator_checks.operator_checks()}
+    headers = {
+        "fitted.h": constants.constants(),
+        "operator_checks.h": operator_checks.operator_checks(),
+        "tables.h": tables.tables(),
+    }
     Path("build").mkdir(exist_ok=True)
     for name, text in headers.items():
         header = Path("build", name)
@@ -217,7 +229,7 @@ def generated_headers() -> list[Path]:
     return [Path("build", name) for name in headers]
 
 
-INCLUDE_DIRS = [str(Path(__file__).parent.resolve() / folder) for folder in ("csrc", "build")]
+INCLUDE_DIRS = [str(BUILD.parent / "csrc"), str(BUILD)]
 CXX_FLAGS = [
     "-O3",
     "-std=c++20",
@@ -383,6 +395,7 @@ class AnyPythonWheel(bdist_wheel):
 setup(
     packages=packages(),
     package_dir=ROOMS,
+    package_data={"": ["constants.json"]},
     ext_modules=[
         CppExtension(
             "fp4_ops._C",

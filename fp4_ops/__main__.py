@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import argparse
 
-from . import selftest
+from . import selftest, tune
 from ._library import libraries
 from .checkpoints import cli as checkpoints_cli
 from .compile_passes import cli as compile_cli
@@ -27,6 +27,7 @@ def main(arguments: list[str] | None = None) -> None:
     )
     command.set_defaults(run=lambda args: print(*libraries(), sep="\n"))
     selftest.add_commands(commands)
+    tune.add_commands(commands)
     checkpoints_cli.add_commands(commands)
     compile_cli.add_commands(commands)
     quantization_cli.add_commands(commands)

@@ -9,6 +9,7 @@ from pathlib import Path
 
 import torch
 
+from . import fitted, native, tuned
 from ._library import library_path
 from .backends import available, multiplies_fp4
 from .meta.formats import FORMATS
@@ -67,13 +68,15 @@ class Info:
     """Those that fp4_ops has kernels for."""
     gpus: tuple[Gpu, ...]
     kernels: tuple[Kernels, ...]
+    constants: tuple[str, ...]
+    """Those by which a GPU's kernels are chosen, and where they come from."""
 
     def __str__(self) -> str:
         lines = []
         for field in fields(self):
             value = getattr(self, field.name)
             label = field.name.replace("_", " ") if field.name != "fp4_ops" else field.name
-            if field.name in ("gpus", "kernels"):
+            if field.name in ("gpus", "kernels", "constants"):
                 items = [str(v) for v in value] or ["none"]
             else:
                 items = [", ".join(value) or "none" if isinstance(value, tuple) else value]
@@ -96,6 +99,7 @@ def info() -> Info:
         cpu_features=_cpu_features(),
         gpus=_gpus(),
         kernels=(_cpu_kernels(), *_gpu_kernels()),
+        constants=_constants(),
     )
 
 
@@ -161,3 +165,19 @@ def _gpu_kernels() -> tuple[Kernels, ...]:
     if multiplies_fp4("nvfp4", "nvfp4"):
         family += " (FP4 rows on FP4 tensor cores)"
     return (Kernels("cuda", family, "float32, bfloat16, float16, fp8, FP4", layout),)
+
+
+def _constants() -> tuple[str, ...]:
+    found = []
+    for i in range(torch.cuda.device_count() if torch.cuda.is_available() else 0):
+        if family := native.family(i):
+            found.append(f"cuda:{i}: {constants_of(torch.cuda.get_device_name(i), family)}")
+    return tuple(found) or ("none in use: no GPU here runs native kernels",)
+
+
+def constants_of(device: str, family: int) -> str:
+    """Where the constants for kernels of a family on GPUs of this name come from."""
+    if used := tuned.in_use.get((device, family)):
+        return f"measured here ({used[0].date}), {used[1]}"
+    group = fitted.groups(native.FOLDERS[family])["planner"]
+    return f"built in ({group.device}, commit {group.commit}, {group.date}); fp4_ops tune measures this GPU's"

@@ -9,11 +9,16 @@ from __future__ import annotations
 
 import ctypes
 import functools
+import hashlib
+import importlib.metadata
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from typing import NamedTuple
 
 import torch
+
+from .fitted import Values, flat, groups, unflat
 
 FILE = "_C_cuda.so"
 REBUILD = (
@@ -43,12 +48,14 @@ class _Config(ctypes.Structure):
 
 
 class Gpu(ctypes.Structure):
-    """What the planner knows of a GPU: Gpu of csrc/cuda/gpu.h. `copy_rate`: bytes a microsecond."""
+    """What the planner knows of a GPU: Gpu of csrc/cuda/gpu.h. `copy_rate`: bytes a microsecond; `constants`:
+    of the cost model, 0 for those built in, else as `tuned` counts them."""
 
-    _fields_ = [(name, ctypes.c_int) for name in ("family", "sms", "shared_bytes", "copy_rate")]
+    _fields_ = [(name, ctypes.c_int) for name in ("family", "sms", "shared_bytes", "copy_rate", "constants")]
 
 
 HOPPER, MMA = 90, 80
+FOLDERS = {HOPPER: "hopper", MMA: "mma"}
 """Families of kernels: of `_sm90.so`, and of `_sm80.so`, for GPUs from compute capability 8.0 on."""
 
 
@@ -133,6 +140,9 @@ def library() -> ctypes.CDLL | None:
         ("use_kernels", [ctypes.c_char_p, number], number),
         ("family", [number], number),
         ("gpu", [number, pointer], number),
+        ("constants", [pointer, pointer], None),
+        ("tuned", [ctypes.c_char_p, number, pointer, number], number),
+        ("work", [pointer, number, pointer, pointer, pointer], None),
         ("decode_us", [pointer, number, pointer], ctypes.c_double),
         ("prefill_us", [pointer, number, pointer], ctypes.c_double),
         ("plan", [pointer, number, pointer, pointer], None),
@@ -176,6 +186,7 @@ def use_kernels(file: str, shared_bytes: int = 0) -> None:
         raise RuntimeError(f"{file} does not load, or is of another interface than this runtime")
     used[its_family] = file
     family.cache_clear()
+    build.cache_clear()
 
 
 @functools.cache
@@ -193,6 +204,62 @@ def gpu(device_index: int) -> Gpu:
 
 def _gpu(sms: int | Gpu) -> ctypes._Pointer[Gpu]:
     return ctypes.pointer(sms if isinstance(sms, Gpu) else Gpu(HOPPER, sms, 227 * 1024, 0))
+
+
+def constants(of: Gpu) -> Values:
+    """Those of the cost model that plans for a GPU use."""
+    like = built_in(of.family)
+    made = (ctypes.c_double * len(flat(like)))()
+    loaded().fp4_cuda_constants(ctypes.byref(of), made)
+    return unflat(list(made), like)
+
+
+def built_in(of_family: int) -> Values:
+    """The constants of a family, as fp4_ops/backends/*/constants.json has them."""
+    return groups(FOLDERS[of_family])["planner"].values
+
+
+def tuned(device: str, of_family: int, values: Values) -> int:
+    """From now on GPUs of this name have these constants, for their kernels of a family. Returns the number
+    that `Gpu.constants` counts them by."""
+    numbers = flat(values)
+    made = (ctypes.c_double * len(numbers))(*numbers)
+    number = int(loaded().fp4_cuda_tuned(device.encode(), of_family, made, ctypes.sizeof(made)))
+    if number == 0:
+        raise ValueError(f"{len(numbers)} constants, and this build of {FILE} has others. {REBUILD}")
+    return number
+
+
+@functools.cache
+def build(of_family: int) -> str:
+    """Of the package and of the kernels of a family, by their file."""
+    with open(kernels_file(of_family), "rb") as kernels:
+        digest = hashlib.file_digest(kernels, "sha256").hexdigest()[:12]
+    return f"fp4_ops {importlib.metadata.version('fp4_ops')}, kernels {digest}"
+
+
+def kernels_file(of_family: int) -> Path:
+    """Those that operators launch."""
+    return Path(used.get(of_family, path().parent / f"_sm{of_family}.so"))
+
+
+class Work(NamedTuple):
+    """What the cost model is of. decode: weights that are read, passes over K, values of rows beyond an
+    expert's first; NaN where it cannot run. prefill: seconds that the kernels' own model says, whether
+    multiprocessors share tiles, 16-bit values that are put in order."""
+
+    weights: float
+    passes: float
+    values: float
+    seconds: float
+    shares: float
+    ordered: float
+
+
+def work(of: Product, kernel: str, sms: int | Gpu) -> Work:
+    decode, prefill = (ctypes.c_double * 3)(), (ctypes.c_double * 3)()
+    loaded().fp4_cuda_work(ctypes.byref(of), KERNELS.index(kernel), _gpu(sms), decode, prefill)
+    return Work(*decode, *prefill)
 
 
 def product(routing: str, groups: int, rows: int, n: int, kp: int, block: int = 16) -> Product:

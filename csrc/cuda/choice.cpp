@@ -1,6 +1,7 @@
-// Constants are fitted to times of all kernels as benchmarks/h200_rows.py prints them. In its table of the
-// kernels since then (benchmarks/results/rows_h200.json) the choice costs 0.5 per cent of the faster one's
-// time at most, in the mean of each column, but 1.1 of dense fp8 rows (test_sm90_binary.py).
+// The constants are fitted (cuda/constants.h) to times of all kernels as benchmarks/h200_rows.py prints them.
+// In its table of the kernels since then (benchmarks/results/rows_h200.json) the choice costs 0.5 per cent of
+// the faster one's time at most, in the mean of each column, but 1.1 of dense fp8 rows
+// (test_sm90_binary.py).
 #include "cuda/choice.h"
 
 #include <algorithm>
@@ -13,35 +14,11 @@
 #include <unordered_map>
 
 #include "common/formats.h"
+#include "cuda/constants.h"
 #include "cuda/library.h"
 
 namespace fp4::cuda {
 namespace {
-
-constexpr double kDecodeUs = 4.45;  // a launch that has nothing to read
-// Weights a microsecond, by Kernel. Those of mxfp4, which are fewer bytes, take as long.
-constexpr double kDecodeRate[] = {6.97e6, 6.4e6, 6.4e6};
-constexpr double kDecodeShare = 0.85;  // of a copy's rate, by which weights arrive
-constexpr double kPassPower = 0.09;    // of the passes over K, by which the weights take longer
-constexpr double kRowUs = 0.11;        // bringing 2048 values of each further row of an expert
-
-// A launch of prefill: `launch_us` with nothing to do; the measured time over the model's; what a launch that
-// shares tiles takes more, and how many times as long the rest of it.
-struct PrefillCost {
-  double launch_us, model_scale, shared_extra_us, shared_scale;
-};
-constexpr PrefillCost kPrefillCost[] = {
-    {2.87, 0.888, 1.85, 1.13}, {6.3, 1.1, 0.0, 1.09}, {2.45, 1.117, 0.0, 1.09}};
-
-constexpr double kGroupUs = 0.012;  // walking over a group, whether it has rows or not
-constexpr double kOrderRate = 1e6;  // 16-bit values a microsecond that Form::kHalf puts in order
-constexpr double kSortUs = 12;      // sorting the rows of a product by their expert, and back
-constexpr double kBlockSortUs = 9;  // the same for a block, where other kernels do most of it
-// Units of a thread block, in a block's products or where decode goes over K several times, and in other
-// products: from there on decode, which has more of them on their way, is faster.
-constexpr int kGemvUnits = 64, kGemvUnitsAlone = 40;
-constexpr double kQuantizeUs = 5.4;  // quantising the rows of both products of a block
-constexpr double kAutoGain = 1.03;   // what fp8 rows must gain over those given before 'auto' rounds them
 
 std::atomic<Only> only_runs{Only::kAny};
 
@@ -77,14 +54,17 @@ std::optional<GemvConfig> gemv_for(const Product& p, const Gpu& gpu) {
   const auto config = configure_gemv(p.routing, p.rows, p.rows, p.n, p.kp, false, gpu);
   const Only only = only_runs.load();
   if (!config || only == Only::kDecode) return std::nullopt;
-  if (only == Only::kGemv || config->units() <= kGemvUnitsAlone) return config;
-  if (config->units() > kGemvUnits) return std::nullopt;
+  // Up to there gemv is faster alone, and up to the second number in a block's products, or where decode goes
+  // over K several times: decode has more weights on their way.
+  const PlannerConstants& fitted = constants_of(gpu);
+  if (only == Only::kGemv || config->units() <= fitted.gemv_units_alone) return config;
+  if (config->units() > fitted.gemv_units) return std::nullopt;
   const auto other = choose_decode(p.all_rows(), p.groups, p.n, p.kp, gpu);
   return !other || other->passes > 1 ? config : std::nullopt;
 }
 
 bool decodes(const Product& product, Kernel kernel, const Gpu& gpu) {
-  const double sort = prefill_takes(product.routing) ? 0 : kSortUs;
+  const double sort = prefill_takes(product.routing) ? 0 : constants_of(gpu).sort_us;
   return first(decode_us(product, kernel, gpu), prefill_us(product, kernel, gpu) + sort);
 }
 
@@ -94,13 +74,14 @@ bool block_decodes(const Block& block, const Gpu& gpu) {
   const Kernel exact = block.bf16 ? Kernel::kBf16 : Kernel::kHalf;
   const bool automatic = block.a_format == int(AFormat::automatic), fp8 = block.a_format == int(AFormat::fp8);
   const Kernel many = automatic || fp8 ? Kernel::kFp8 : exact, few = fp8 ? Kernel::kFp8 : exact;
-  double decode_all = 0, prefill_all = kBlockSortUs;
+  const PlannerConstants& fitted = constants_of(gpu);
+  double decode_all = 0, prefill_all = fitted.block_sort_us;
   for (Product p : {block.up, block.down}) {
     p.routing = Routing::kOffs;
     decode_all += decode_us(p, few, gpu);
     prefill_all += prefill_us(p, many, gpu);
   }
-  if (automatic) prefill_all = (prefill_all + kQuantizeUs) * kAutoGain;
+  if (automatic) prefill_all = (prefill_all + fitted.quantize_us) * fitted.auto_gain;
   return first(decode_all, prefill_all);
 }
 
@@ -114,7 +95,7 @@ void plan_block_gemv(const Block& block, const Gpu& gpu, BlockPlan& plan) {
   const auto even = configure_gemv(down.routing, down.rows, down.rows, down.n, down.kp, false, gpu);
   const Only only = only_runs.load();
   if (!gate_up || !combined || !even || only == Only::kDecode) return;
-  const bool few = std::max(gate_up->units(), combined->units()) <= kGemvUnits;
+  const bool few = std::max(gate_up->units(), combined->units()) <= constants_of(gpu).gemv_units;
   plan.gemv = only == Only::kGemv || (few && combined->units() <= 1.1 * even->units());
   if (!plan.gemv) return;
   plan.up = {Family::kGemv, {}, *gate_up};
@@ -186,9 +167,9 @@ device::RowMode row_mode(Routing routing) {
                                        : device::RowMode::kContiguous;
 }
 
-double decode_us(const Product& p, Kernel kernel, const Gpu& gpu) {
+std::optional<DecodeWork> decode_work(const Product& p, const Gpu& gpu) {
   const auto config = choose_decode(p.all_rows(), p.groups, p.n, p.kp, gpu);
-  if (!config) return std::numeric_limits<double>::infinity();
+  if (!config) return std::nullopt;
   double each, rows;
   if (p.routing == Routing::kMasked || p.routing == Routing::kDense || p.groups == 1) {
     each = (p.rows + kChunk - 1) / kChunk;
@@ -197,13 +178,19 @@ double decode_us(const Product& p, Kernel kernel, const Gpu& gpu) {
     each = chunks_by_chance(double(p.rows) / p.groups);
     rows = rows_per_expert(p.rows, p.groups);
   }
-  const double weights = each * p.groups * p.n * p.kp;
   const double values = (std::min(rows, double(kChunk)) - 1) * p.kp;
-  // Elsewhere than on Hopper the same share of the memory's rate: nobody has measured it.
-  const double rate =
-      gpu.hopper() ? kDecodeRate[int(kernel)] : kDecodeShare * gpu.copy_rate / weight_bytes(p);
-  const double time = weights / rate * std::pow(config->passes, kPassPower);
-  return kDecodeUs + time + kRowUs * std::max(values, 0.0) / 2048;
+  return DecodeWork{each * p.groups * p.n * p.kp, double(config->passes), std::max(values, 0.0)};
+}
+
+double decode_us(const Product& p, Kernel kernel, const Gpu& gpu) {
+  const auto work = decode_work(p, gpu);
+  if (!work) return std::numeric_limits<double>::infinity();
+  const PlannerConstants& fitted = constants_of(gpu);
+  // Where nobody has measured it, the same share of the memory's rate as on Hopper.
+  const double measured = fitted.decode_rate[int(kernel)];
+  const double rate = measured > 0 ? measured : fitted.decode_share * gpu.copy_rate / weight_bytes(p);
+  const double time = work->weights / rate * std::pow(work->passes, fitted.pass_power);
+  return fitted.decode_us + time + fitted.row_us * work->values / 2048;
 }
 
 device::Choice prefill_choice(const Product& p, int kernel, const Gpu& gpu) {
@@ -211,29 +198,34 @@ device::Choice prefill_choice(const Product& p, int kernel, const Gpu& gpu) {
       .prefill_choose(kernel, int(row_mode(p.routing)), p.groups, p.rows, p.n, p.kp, gpu.sms, -1);
 }
 
-double prefill_us(const Product& p, Kernel kernel, const Gpu& gpu) {
+PrefillWork prefill_work(const Product& p, Kernel kernel, const Gpu& gpu) {
   const device::Estimate estimate = prefill_choice(p, prefill_kernel(kernel, p.block), gpu).estimate;
-  if (!gpu.hopper()) return kGroupUs * p.groups + estimate.seconds * 1e6;  // a launch is counted
-  const PrefillCost& cost = kPrefillCost[int(kernel)];
-  double time = cost.model_scale * estimate.seconds * 1e6;
-  if (estimate.share_below > 0) time = cost.shared_extra_us + cost.shared_scale * time;
-  const double order = kernel == Kernel::kHalf ? double(p.all_rows()) * p.kp / kOrderRate : 0;
-  return cost.launch_us + kGroupUs * p.groups + time + order;
+  const double ordered = kernel == Kernel::kHalf ? double(p.all_rows()) * p.kp : 0;
+  return {estimate.seconds, double(estimate.share_below > 0), ordered};
+}
+
+double prefill_us(const Product& p, Kernel kernel, const Gpu& gpu) {
+  const PrefillWork work = prefill_work(p, kernel, gpu);
+  const PlannerConstants& fitted = constants_of(gpu);
+  const int k = int(kernel);
+  double time = fitted.prefill_scale[k] * work.seconds * 1e6;
+  if (work.shares > 0) time = fitted.shared_extra_us[k] + fitted.shared_scale[k] * time;
+  return fitted.prefill_launch_us[k] + fitted.group_us * p.groups + time + work.ordered / fitted.order_rate;
 }
 
 ProductPlan plan(const Product& p, Kernel kernel, const Gpu& gpu) {
-  static Decided<12, ProductPlan> decided;
+  static Decided<13, ProductPlan> decided;
   return decided.get({int(p.routing), p.groups, p.rows, p.n, p.kp, p.block, int(kernel), int(gpu.family),
-                      gpu.sms, gpu.shared_bytes, gpu.copy_rate, int(only_runs.load())},
+                      gpu.sms, gpu.shared_bytes, gpu.copy_rate, gpu.constants, int(only_runs.load())},
                      [&] { return make_plan(p, kernel, gpu); });
 }
 
 BlockPlan plan(const Block& block, const Gpu& gpu) {
-  static Decided<16, BlockPlan> decided;
+  static Decided<17, BlockPlan> decided;
   const Product &up = block.up, &down = block.down;
   return decided.get({int(up.routing), up.groups, up.rows, up.n, up.kp, down.n, down.kp, up.block,
                       block.top_k, 2 * block.bf16 + block.int4, block.a_format, int(gpu.family), gpu.sms,
-                      gpu.shared_bytes, gpu.copy_rate, int(only_runs.load())},
+                      gpu.shared_bytes, gpu.copy_rate, gpu.constants, int(only_runs.load())},
                      [&] { return make_plan(block, gpu); });
 }
 

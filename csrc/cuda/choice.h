@@ -47,6 +47,18 @@ struct BlockPlan {
 ProductPlan plan(const Product& product, Kernel kernel, const Gpu& gpu);
 BlockPlan plan(const Block& block, const Gpu& gpu);
 
+// What the models are of, for a fit of their constants. decode: weights that are read, passes over K, values
+// of rows beyond an expert's first; nothing where it cannot run. prefill: what the kernels' own model says;
+// whether multiprocessors share tiles; 16-bit values that are put in order.
+struct DecodeWork {
+  double weights, passes, values;
+};
+struct PrefillWork {
+  double seconds, shares, ordered;
+};
+std::optional<DecodeWork> decode_work(const Product& product, const Gpu& gpu);
+PrefillWork prefill_work(const Product& product, Kernel kernel, const Gpu& gpu);
+
 // What the models say, in microseconds; infinite where decode cannot run.
 double decode_us(const Product& product, Kernel kernel, const Gpu& gpu);
 double prefill_us(const Product& product, Kernel kernel, const Gpu& gpu);

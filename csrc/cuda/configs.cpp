@@ -3,6 +3,8 @@
 #include <algorithm>
 #include <cmath>
 
+#include "cuda/constants.h"
+
 namespace fp4::cuda {
 namespace {
 
@@ -15,7 +17,6 @@ constexpr int kFewWarps = 16, kManyWarps = 24;
 constexpr int kSchedulers = 4;  // of an SM: 12 warps are faster than 15 where they have few row tiles
 constexpr int kMaxPasses = 8;
 constexpr int kLongRing = 4, kShortRing = 2;
-constexpr int kManyRowTiles = 24;  // of a block, from which the longer start of more warps pays
 
 constexpr int kTileRows = 16;
 constexpr int kGemvRows = 8, kGemvSlices = 64;
@@ -73,8 +74,10 @@ std::optional<DecodeConfig> choose_decode(int rows, int groups, int n, int kp, c
   const int chunks = std::min(rows, groups) + rows / kChunk;
   if (groups > kMaxGroups || !few || chunks / sms + 2 > kMaxSegments) return std::nullopt;
   const double row_tiles = rows / std::max(rows_per_expert(rows, groups), 1.0) * n / 16 / sms;
-  const bool many_tiles = row_tiles >= kManyRowTiles;
-  const bool shares_better = many && many->value(kp) - few->value(kp) > 0.2;
+  const PlannerConstants& fitted = constants_of(gpu);
+  const bool many_tiles =
+      row_tiles >= fitted.many_row_tiles;  // of a block: the longer start of more warps pays
+  const bool shares_better = many && many->value(kp) - few->value(kp) > fitted.better_share;
   if (shares_better && (many->passes < few->passes || many_tiles)) return many;
   return many_tiles ? *few : few->balanced();
 }

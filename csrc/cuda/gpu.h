@@ -13,6 +13,7 @@ struct Gpu {
   int sms = 0;                    // multiprocessors
   int shared_bytes = 227 * 1024;  // that a thread block may have
   int copy_rate = 0;              // bytes a microsecond that kernels which only copy reach
+  int constants = 0;              // of the cost model: 0 for those built in, else as constants.h counts them
 
   bool hopper() const { return family == KernelFamily::kHopper; }
 };

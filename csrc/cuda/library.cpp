@@ -9,6 +9,8 @@
 #include <optional>
 #include <stdexcept>
 
+#include "cuda/constants.h"
+
 // The emulator of tests/ has others.
 #ifndef FP4_SM90_FILE
 #define FP4_SM90_FILE "_sm90.so"
@@ -81,6 +83,19 @@ bool is_there(KernelFamily family) {
   return loaded().of(family).has_value() || access(beside_this_library(file_of(family)).c_str(), R_OK) == 0;
 }
 
+// As the driver, which is loaded where there is a GPU, calls it; else empty.
+std::string device_name(int index) {
+  void* driver = dlopen("libcuda.so.1", RTLD_LAZY | RTLD_NOLOAD);
+  if (driver == nullptr) return "";
+  const auto get = reinterpret_cast<int (*)(int*, int)>(dlsym(driver, "cuDeviceGet"));
+  const auto name = reinterpret_cast<int (*)(char*, int, int)>(dlsym(driver, "cuDeviceGetName"));
+  char text[256] = "";
+  int device = 0;
+  const bool told = get && name && get(&device, index) == 0 && name(text, sizeof(text) - 1, device) == 0;
+  dlclose(driver);
+  return told ? text : "";
+}
+
 // Those whose code a GPU runs.
 KernelFamily family_for(int index, const device::DeviceFacts& facts) {
   if (loaded().only != KernelFamily::kNone) return loaded().only;
@@ -93,6 +108,11 @@ KernelFamily family_for(int index, const device::DeviceFacts& facts) {
 }
 
 }  // namespace
+
+void forget_devices() {
+  std::lock_guard lock(loaded().mutex);
+  loaded().devices.clear();
+}
 
 const Kernels& kernels(KernelFamily family) {
   std::lock_guard lock(loaded().mutex);
@@ -123,6 +143,8 @@ DeviceKind device_kind(int index) {
   if (error != 0) loaded().devices.erase(at);
   check_launch(error, "asking for the GPU's properties");
   DeviceKind kind{facts.major, facts.minor, gpu_of(facts, family_for(index, facts))};
+  if (loaded().only == KernelFamily::kNone)  // of other kernels than those that were measured
+    kind.gpu.constants = tuned_for(device_name(index), kind.gpu.family);
   if (loaded().shared_bytes > 0)
     kind.gpu.shared_bytes = std::min(kind.gpu.shared_bytes, loaded().shared_bytes);
   return at->second = kind;

@@ -42,6 +42,9 @@ struct DeviceKind {
 // Asked once for each GPU.
 DeviceKind device_kind(int index);
 
+// Asks GPUs again: tuned constants were added.
+void forget_devices();
+
 // Throws where a launcher returned an error.
 void check_launch(int error, const char* what);
 

@@ -138,10 +138,12 @@ Outcome run(bool combined, const Rows* ready, const Tensor& x, const Tensor& top
          .between = x.scalar_type(),
          .pairs = int(pairs)};
   const Routing routing = pairs > kMaxIds ? Routing::kOffs : by_id(c.ids);
+  Gpu gpu = here.gpu();
+  if (!combined) gpu.constants = 0;  // all ranks decide the same, whichever of their hosts were tuned
   const BlockPlan plan =
       cuda::plan(Block{product_of(c.up, routing, c.pairs), product_of(c.down, routing, c.pairs), c.top_k(),
                        c.up.bf16, c.up.int4, int(c.a_format)},
-                 here.gpu());
+                 gpu);
   c.few = plan.few;
   // As they are while decode runs, which waits for the weights, else fp8.
   if (c.a_format == AFormat::automatic) c.a_format = plan.few ? AFormat::none : AFormat::fp8;

@@ -1,7 +1,9 @@
 // For Python, by ctypes: what the planner decides, without a GPU. fp4_ops/native.py has the signatures.
 #include <exception>
+#include <limits>
 
 #include "cuda/choice.h"
+#include "cuda/constants.h"
 #include "cuda/library.h"
 
 #define FP4_FOR_PYTHON extern "C" __attribute__((visibility("default")))
@@ -36,6 +38,29 @@ FP4_FOR_PYTHON int fp4_cuda_use_kernels(const char* path, int shared_bytes) {
   } catch (const std::exception&) {
     return 0;
   }
+}
+
+// The constants that a plan for a GPU uses.
+FP4_FOR_PYTHON void fp4_cuda_constants(const Gpu* gpu, fp4::PlannerConstants* to) {
+  *to = constants_of(*gpu);
+}
+
+// From now on GPUs of this name have these constants. `bytes`: of a PlannerConstants. Their number, or 0
+// where they are of another build.
+FP4_FOR_PYTHON int fp4_cuda_tuned(const char* device, int family, const fp4::PlannerConstants* constants,
+                                  int bytes) {
+  if (bytes != int(sizeof(*constants))) return 0;
+  const int number = add_tuned(device, KernelFamily(family), *constants);
+  forget_devices();
+  return number;
+}
+
+// What the models are of: DecodeWork (all NaN where decode cannot run), PrefillWork.
+FP4_FOR_PYTHON void fp4_cuda_work(const Product* product, int kernel, const Gpu* gpu, DecodeWork* decode,
+                                  PrefillWork* prefill) {
+  constexpr double kNone = std::numeric_limits<double>::quiet_NaN();
+  *decode = decode_work(*product, *gpu).value_or(DecodeWork{kNone, kNone, kNone});
+  *prefill = prefill_work(*product, Kernel(kernel), *gpu);
 }
 
 FP4_FOR_PYTHON double fp4_cuda_decode_us(const Product* product, int kernel, const Gpu* gpu) {

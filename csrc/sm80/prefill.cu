@@ -26,8 +26,8 @@ int attribute(cudaDeviceAttr which, int device, int otherwise) {
 // Cycles of a tensor core for one mma.m16n8k16 of bf16 with float32 sums: measured on an H100; 2048
 // operations a clock and multiprocessor on sm_80; on others half of that, which GeForce cards halve again.
 double mma_cycles(int major, int minor) {
-  if (major == 9 || major == 10) return 6.65;
-  return major == 8 && minor == 0 ? 8 : 16;
+  if (major == 9 || major == 10) return fitted::mma_cycles[0];
+  return fitted::mma_cycles[major == 8 && minor == 0 ? 1 : 2];
 }
 
 // Of the current GPU; without one, as to memory, the least.
@@ -39,9 +39,9 @@ Device read_device(int device) {
   d.clock = 1e3 * attribute(cudaDevAttrClockRate, device, 1700000);
   d.mma_cycles = mma_cycles(attribute(cudaDevAttrComputeCapabilityMajor, device, 8),
                             attribute(cudaDevAttrComputeCapabilityMinor, device, 6));
-  constexpr double kReached = 0.97;  // of the memory's rate
   const double bits = attribute(cudaDevAttrGlobalMemoryBusWidth, device, 384);
-  d.memory_rate = kReached * 2e3 * attribute(cudaDevAttrMemoryClockRate, device, 9000000) * bits / 8;
+  d.memory_rate =
+      fitted::memory_share * 2e3 * attribute(cudaDevAttrMemoryClockRate, device, 9000000) * bits / 8;
   return d;
 }
 

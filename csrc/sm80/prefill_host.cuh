@@ -9,6 +9,7 @@
 #include <random>
 
 #include "../device/launch.cuh"
+#include "fitted.h"
 #include "prefill_kernel.cuh"
 
 namespace fp4::sm80 {
@@ -95,8 +96,9 @@ struct Size {
 //   kTile, kStore    of a tile, and of each 16 x 8 sums of a warp
 //   kLatency         seconds from a copy's request to its arrival where memory is busy
 //   kLaunch          seconds
-constexpr double kDecode = 24, kFixed = 28, kBusy = 1.3, kBeside = 0.52, kBarrier = 187, kTile = 3460,
-                 kStore = 12.8, kLatency = 1.42e-6, kLaunch = 3.5e-6;
+constexpr double kDecode = fitted::decode, kFixed = fitted::fixed, kBusy = fitted::busy,
+                 kBeside = fitted::beside, kBarrier = fitted::barrier, kTile = fitted::tile,
+                 kStore = fitted::store, kLatency = fitted::latency, kLaunch = fitted::launch;
 
 // Cycles of half a step of 64 K, if all of the multiprocessor's blocks do the same.
 inline double half_step_cycles(const Candidate& c, int width, const Device& device, int blocks) {
@@ -131,9 +133,9 @@ inline void add_group(const Candidate& c, int rows, int steps, int tile_width, c
 
 // Cycles that it costs to share tiles: those of a part more, and of each of a tile's sums on its way through
 // memory.
-constexpr double kBoth =
-    0.22;  // of the work of tensor cores and memory, the less, that the other does not hide
-constexpr double kShareCycles = 2170, kShareSum = 0.35;
+constexpr double kShareCycles = fitted::share_cycles, kShareSum = fitted::share_sum;
+// Of the work of tensor cores and memory, the less, that the other does not hide.
+constexpr double kBoth = fitted::both;
 
 // A launch of a candidate that fits, for groups of equal expected size. How full the groups are is known on
 // the device only: as many are taken to be empty as when each row draws a group; half of the others one

@@ -7,10 +7,12 @@
 
 namespace fp4::sm90 {
 
-// Fitted to the times of all candidates with NVFP4 weights (h200_prefill_choice.txt, h200_builds.txt).
-constexpr Cost kOneWarpgroup = {345, 1.8, 2.4, 1000, 9}, kPair = {505, 2.85, 3.5, 2050, 4.4},
-               kTwoWarpgroups = {480, 2.95, 5.05, 1230, 8.3}, kThreeMiddle = {710, 3.5, 6.35, 2220, 4.3},
-               kThreeWarpgroups = {685, 5.75, 9.8, 590, 3.7}, kFourWarpgroups = {770, 5.5, 18.5, 1500, 7.3};
+// Fitted to the times of all candidates with NVFP4 weights.
+constexpr Cost kOneWarpgroup = cost_of(fitted::fp8_one_warpgroup), kPair = cost_of(fitted::fp8_pair),
+               kTwoWarpgroups = cost_of(fitted::fp8_two_warpgroups),
+               kThreeMiddle = cost_of(fitted::fp8_three_middle),
+               kThreeWarpgroups = cost_of(fitted::fp8_three_warpgroups),
+               kFourWarpgroups = cost_of(fitted::fp8_four_warpgroups);
 
 // Shared memory limits the number of stages. For few tokens it has room for more than kEnoughStages: but then
 // memory's queues are long, multiprocessors get less equal shares of it, and end apart.

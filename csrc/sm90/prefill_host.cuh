@@ -9,6 +9,7 @@
 #include <random>
 
 #include "../device/interface.h"
+#include "fitted.h"
 #include "prefill_kernel.cuh"
 
 namespace fp4::sm90 {
@@ -40,7 +41,9 @@ int launch(const Problem& problem, const Maps& maps, int sms, cudaStream_t strea
 struct Cost {
   double base, slope, full, tile_base, tile_slope;
 };
-constexpr double kClock = 1.755e9, kMemoryRate = 4e12;
+constexpr double kClock = fitted::clock, kMemoryRate = fitted::memory_rate;
+
+constexpr Cost cost_of(const double (&v)[5]) { return {v[0], v[1], v[2], v[3], v[4]}; }
 
 struct Candidate {
   const char* name;
@@ -98,11 +101,12 @@ struct Size {
 };
 
 // Cycles of a tile from which on the next is claimed in time.
-constexpr double kClaimCycles = 12000;
+constexpr double kClaimCycles = fitted::claim_cycles;
 
 // Cycles that it costs to share tiles: those of a part more, and of each of a tile's sums on its way through
 // memory. Tiles that take less than kCounted are not counted for it.
-constexpr double kShareCycles = 3500, kShareSum = 0.3, kCounted = 24000;
+constexpr double kShareCycles = fitted::share_cycles, kShareSum = fitted::share_sum,
+                 kCounted = fitted::share_counted;
 
 // A launch of a candidate for groups of equal expected size: what a block has of the tiles, but no less than
 // the weights take to arrive. How full the groups are is known on the device only: as many are taken to be
@@ -141,10 +145,10 @@ inline Estimate estimate(const Candidate& candidate, const Size& size, int tile_
     compute += cycles / pieces + share * std::max(1.0, pieces - 1);
   }
   // What the longer of them hides costs a little all the same: it decides where the other is equal.
-  const double time = std::max(compute, memory) + 0.05 * std::min(compute, memory);
+  const double time = std::max(compute, memory) + fitted::overlap * std::min(compute, memory);
   // Blocks that claim tiles are better than shared tiles where nearly all are busy in the last wave, or some
   // fewer, who then have more of memory each.
-  const double busy = cycles < wave ? 1.1 : 1.05;
+  const double busy = fitted::claim_busy[cycles < wave ? 0 : 1];
   const bool claims = candidate.cluster == 1 && size.mode != RowMode::kDense && tiles >= 2 * blocks &&
                       cycles > kClaimCycles && std::ceil(tiles / blocks) * blocks < busy * tiles;
   return {time / kClock, claims ? 0 : share_below, tile_width, claims};
@@ -154,8 +158,8 @@ inline Estimate estimate(const Candidate& candidate, const Size& size, int tile_
 // weights are better 22 x 192, which fill two waves, than 16 x 256, which fill one and a half. What the model
 // sees less of a difference in is as often the other way round; of many waves the last does not matter.
 inline Estimate estimate(const Candidate& candidate, const Size& size) {
-  constexpr double kGain = 0.95;
-  constexpr int kManyWaves = 10;
+  constexpr double kGain = fitted::width_gain;
+  constexpr int kManyWaves = int(fitted::many_waves);
   const Estimate as_cut = estimate(candidate, size, 0);
   if (size.mode != RowMode::kDense) return as_cut;
   Estimate best = as_cut;

@@ -7,10 +7,13 @@
 
 namespace fp4::sm90 {
 
-constexpr Cost kOneWarpgroup = {330, 2.6, 4.7, 1000, 9}, kPair = {600, 5, 8.75, 1000, 9},
-               kTwoWarpgroups = {600, 5, 9.1, 1300, 6.5}, kThreeBroad = {760, 7, 13.8, 1000, 7},
-               kThreeMiddle = {720, 7, 13.0, 1000, 12}, kThreeWarpgroups = {650, 7, 13.0, 1000, 12},
-               kFourBroad = {950, 9, 17.0, 1000, 16}, kFourWarpgroups = {800, 9, 17.0, 1000, 16};
+constexpr Cost kOneWarpgroup = cost_of(fitted::words_one_warpgroup), kPair = cost_of(fitted::words_pair),
+               kTwoWarpgroups = cost_of(fitted::words_two_warpgroups),
+               kThreeBroad = cost_of(fitted::words_three_broad),
+               kThreeMiddle = cost_of(fitted::words_three_middle),
+               kThreeWarpgroups = cost_of(fitted::words_three_warpgroups),
+               kFourBroad = cost_of(fitted::words_four_broad),
+               kFourWarpgroups = cost_of(fitted::words_four_warpgroups);
 
 // Shared memory limits the number of stages.
 using Wide = WidthList<192, 176, 160, 144, 128, 112, 96, 64>;

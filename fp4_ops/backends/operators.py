@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch.library import Library
 
-from .. import native
+from .. import native, tuned
 from ..meta.fakes import OPERATORS
 from . import BACKENDS, anywhere, available, refuse_layout
 
@@ -86,3 +86,4 @@ def register() -> None:
             PYTHON.impl(name, reported(on_cuda(name)), "CUDA")
     if runtime is not None:
         runtime.fp4_cuda_has_fallbacks(True)
+        tuned.load()

@@ -16,27 +16,33 @@ import time
 import zlib
 from collections.abc import Iterator
 from contextlib import contextmanager
+from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
+from ..fitted import FILE, read
 from . import nvlink
 from .collectives import Group
 
-WORD_BYTES = 384 * 1024
+HERE = Path(__file__).parent
+FITTED = {name: int(value) for name, value in read(HERE / FILE)["exchange"].values.items()}
+"""What was measured between GPUs (docs/kernels.md)."""
+WORD_BYTES = FITTED["word_bytes"]
 """Of data to one rank: up to there it carries its flags, which doubles it and saves a fence."""
-SUM_WORD_BYTES = 160 * 1024
+SUM_WORD_BYTES = FITTED["sum_word_bytes"]
 """The same for a sum, which leaves nothing out."""
-TWO_STEPS_BYTES = {2: 8 * 2**20}
+TWO_STEPS_BYTES = {2: FITTED["two_ranks_two_steps_bytes"]}
 """Of a sum, from which on each rank adds a share first, by the number of ranks: more of them send less so."""
-MORE_RANKS_BYTES = 512 * 1024
-FP8_BYTES = 4 * 2**20
+MORE_RANKS_BYTES = FITTED["more_ranks_two_steps_bytes"]
+FP8_BYTES = FITTED["fp8_bytes"]
 """Of a rank's tokens, from which on it pays to quantise them before they go."""
-GATHER_BLOCKS, GATHER_WORD_BLOCKS = 128, 256
-REDUCE_BLOCKS, REDUCE_WORD_BLOCKS, REDUCE_TURNS = 528, 1024, 4
-SUM_BLOCKS, SUM_TURNS = 256, 4
-"""Thread blocks, and how often each sends a part of what it has: measured on two H100 (docs/kernels.md)."""
+GATHER_BLOCKS, GATHER_WORD_BLOCKS = FITTED["gather_blocks"], FITTED["gather_word_blocks"]
+REDUCE_BLOCKS, REDUCE_WORD_BLOCKS = FITTED["reduce_blocks"], FITTED["reduce_word_blocks"]
+REDUCE_TURNS = FITTED["reduce_turns"]
+SUM_BLOCKS, SUM_TURNS = FITTED["sum_blocks"], FITTED["sum_turns"]
+"""Thread blocks, and how often each sends a part of what it has."""
 MAX_TOKENS = 4096
 
 

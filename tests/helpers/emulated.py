@@ -49,11 +49,12 @@ def kernels(name: str = "sm90") -> Path:
     headers = cuda_headers()
     assert headers is not None
     folders = *(ROOT / "csrc" / folder for folder in FOLDERS[name]), EMULATOR
-    newest = max(file.stat().st_mtime for folder in folders for file in folder.iterdir())
+    files = [*(file for folder in folders for file in folder.iterdir()), ROOT / "build/fitted.h"]
+    newest = max(file.stat().st_mtime for file in files)
     if target.exists() and target.stat().st_mtime > newest:
         return target
     target.parent.mkdir(exist_ok=True)
-    options = [f"-DFP4_FAMILY={name[2:]}", f"-I{headers}", f"-I{EMULATOR}"]
+    options = [f"-DFP4_FAMILY={name[2:]}", f"-I{headers}", f"-I{EMULATOR}", f"-I{ROOT / 'build'}"]
     compiler = [os.environ.get("CXX", "g++"), *FLAGS, *options]
     with tempfile.TemporaryDirectory() as made, ThreadPoolExecutor(os.cpu_count()) as pool:
         for folder in FOLDERS[name]:

@@ -28,7 +28,7 @@ pytestmark = pytest.mark.skipif(not FOLDER.exists(), reason="a source distributi
 RESULTS = sorted((FOLDER / "results").glob("*.json"))
 PEERS = {"ggml", "humming"}
 """Packages that nothing here installs: a script that needs one says how to get it."""
-NOT_BENCHMARKS = {"hopper_operators", "record", "run", "report", "report_tables", "svg", "cpu_machine"}
+NOT_BENCHMARKS = {"fit", "hopper_operators", "record", "run", "report", "report_tables", "svg", "cpu_machine"}
 NAMES = sorted(path.stem for path in FOLDER.glob("*.py"))
 
 

@@ -4,8 +4,6 @@ that they are built for, so their first use is checked (first_use.py)."""
 from __future__ import annotations
 
 import functools
-import hashlib
-import importlib.metadata
 import logging
 from collections.abc import Callable
 from typing import Any
@@ -44,13 +42,8 @@ def _error(run: Callable[..., tuple[Tensor, Tensor]], case: Any) -> float:
         return float("inf")
 
 
-@functools.cache
 def _build() -> str:
-    """Of the package and of the kernels' file."""
-    file = native.used.get(native.MMA, str(native.path().parent / "_sm80.so"))
-    with open(file, "rb") as kernels:
-        digest = hashlib.file_digest(kernels, "sha256").hexdigest()[:12]
-    return f"fp4_ops {importlib.metadata.version('fp4_ops')}, kernels {digest}"
+    return native.build(native.MMA)
 
 
 def mma_kernels(device_index: int) -> bool:

@@ -1,0 +1,22 @@
+// Constants of the cost model, fitted to measured times: built in for each family of kernels
+// (fp4_ops/backends/*/constants.json), or those that the user's own GPU gave (python -m fp4_ops tune).
+#pragma once
+
+#include <string>
+
+#include "cuda/gpu.h"
+#include "fitted.h"
+
+namespace fp4::cuda {
+
+// Those that a plan for this GPU uses. They never move.
+const PlannerConstants& constants_of(const Gpu& gpu);
+
+// From now on GPUs of this name have these constants for kernels of a family. Returns their number, as
+// Gpu::constants has it.
+int add_tuned(const std::string& device, KernelFamily family, const PlannerConstants& constants);
+
+// The number of those that were added last for GPUs of this name; 0 for none.
+int tuned_for(const std::string& device, KernelFamily family);
+
+}  // namespace fp4::cuda

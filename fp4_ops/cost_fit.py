@@ -1,0 +1,172 @@
+"""The planner's cost model, and its constants from measured times.
+
+With the constants' names (fp4_ops/backends/*/constants.json), the model says in microseconds
+
+    decode  = decode_us + weights / decode_rate * passes ** pass_power + row_us * values / 2048
+    prefill = prefill_launch_us + group_us * groups + tiles + ordered / order_rate
+    tiles   = prefill_scale * model, or shared_extra_us + shared_scale * prefill_scale * model where
+              multiprocessors share tiles
+
+csrc/cuda/choice.cpp predicts by the same formulas; what a product has of each (`native.Work`) is from there.
+"""
+
+from __future__ import annotations
+
+import copy
+import math
+import statistics
+from collections.abc import Iterable, Sequence
+from typing import NamedTuple
+
+import torch
+
+from .fitted import Values
+from .native import KERNELS, Work
+
+FEWEST = 6
+"""Points that a fit of some constants needs."""
+FOCUS = (10.0, 1.0, 0.3, 0.1)
+ROUNDS = 8
+"""Of reweighting, so that a few times that something else disturbed count little."""
+
+
+class Point(NamedTuple):
+    """One product, and what decode and prefill took for it."""
+
+    kernel: str
+    """Of native.KERNELS."""
+    groups: int
+    work: Work
+    decode_us: float
+    prefill_us: float
+
+
+def decode_us(p: Point, v: Values) -> float:
+    rate: float = v["decode_rate"][KERNELS.index(p.kernel)]
+    weights = p.work.weights / rate * p.work.passes ** v["pass_power"]
+    return float(v["decode_us"] + weights + v["row_us"] * p.work.values / 2048)
+
+
+def prefill_us(p: Point, v: Values) -> float:
+    k = KERNELS.index(p.kernel)
+    time = v["prefill_scale"][k] * p.work.seconds * 1e6
+    if p.work.shares:
+        time = v["shared_extra_us"][k] + v["shared_scale"][k] * time
+    return float(
+        v["prefill_launch_us"][k] + v["group_us"] * p.groups + time + p.work.ordered / v["order_rate"]
+    )
+
+
+def losses(points: Iterable[Point], v: Values) -> list[float]:
+    """Of each point: the time of the kernel that the model chooses over the faster one's, less one."""
+    found = []
+    for p in points:
+        chosen = p.decode_us if decode_us(p, v) < prefill_us(p, v) else p.prefill_us
+        found.append(chosen / min(p.decode_us, p.prefill_us) - 1)
+    return found
+
+
+def errors(points: Sequence[Point], v: Values) -> tuple[float, float]:
+    """The median relative error of the model for decode and for prefill."""
+    decode = [abs(decode_us(p, v) / p.decode_us - 1) for p in points]
+    prefill = [abs(prefill_us(p, v) / p.prefill_us - 1) for p in points]
+    return statistics.median(decode), statistics.median(prefill)
+
+
+def fit(points: Sequence[Point], start: Values) -> Values:
+    """The constants by which these products lose least, and of equal ones those that give the times best.
+
+    Those that the times do not show stay as they are in `start`. What counts is where both kernels take
+    nearly as long, so several weights of such points are tried.
+    """
+    return min((_fitted(points, start, focus) for focus in FOCUS), key=lambda v: _order(points, v))
+
+
+def better(points: Sequence[Point], start: Values) -> Values:
+    """`fit`, or `start` where that chooses better for products that a fit did not see: each half of the
+    points, by the fit of the other half."""
+    halves = points[::2], points[1::2]
+    if min(map(len, halves)) == 0:
+        return start
+    seen = [_order(other, fit(half, start)) for half, other in (halves, halves[::-1])]
+    before = [_order(half, start) for half in halves]
+    lost, off = (statistics.mean(column) for column in zip(*seen))
+    lost_before, off_before = (statistics.mean(column) for column in zip(*before))
+    return fit(points, start) if (round(lost, 4), off) < (round(lost_before, 4), off_before) else start
+
+
+def _order(points: Sequence[Point], v: Values) -> tuple[float, float]:
+    """By which of two sets the lesser one is better."""
+    return round(statistics.mean(losses(points, v)), 4), sum(errors(points, v))
+
+
+def _fitted(points: Sequence[Point], start: Values, focus: float) -> Values:
+    v = copy.deepcopy(start)
+    _fit_decode([p for p in points if p.work.weights == p.work.weights], v, focus)
+    for kernel in KERNELS:
+        _fit_prefill([p for p in points if p.kernel == kernel], KERNELS.index(kernel), v, focus)
+    return v
+
+
+def _attention(points: Iterable[Point], focus: float) -> list[float]:
+    """The weight of each: the most where decode takes as long as prefill."""
+    return [1 / (focus + abs(math.log(p.decode_us / p.prefill_us))) for p in points]
+
+
+def solve(
+    rows: Sequence[Sequence[float]], times: Sequence[float], weights: Sequence[float] | None = None
+) -> list[float]:
+    """x that makes rows @ x nearest to times: errors relative to the times, large ones with less weight."""
+    a, t = torch.tensor(rows, dtype=torch.float64), torch.tensor(times, dtype=torch.float64)
+    given = (torch.tensor(weights, dtype=torch.float64) if weights else torch.ones_like(t)) / t
+    weight = given
+    x = torch.zeros(a.shape[1], dtype=torch.float64)
+    for _ in range(ROUNDS):
+        x = torch.linalg.lstsq(a * weight[:, None], (t * weight)[:, None]).solution[:, 0]
+        off = ((a @ x - t) / t).abs()
+        weight = given / torch.sqrt(off.clamp(min=float(off.median()) + 1e-9))
+    return x.tolist()
+
+
+def _fit_decode(points: list[Point], v: Values, focus: float) -> None:
+    """One launch and one cost of rows for all kernels, a rate for each."""
+    kernels = [k for k in KERNELS if sum(p.kernel == k for p in points) >= FEWEST]
+    points = [p for p in points if p.kernel in kernels]
+    if not points:
+        return
+    rows = [
+        [1.0, p.work.values / 2048]
+        + [p.work.weights * p.work.passes ** v["pass_power"] * (p.kernel == k) for k in kernels]
+        for p in points
+    ]
+    launch, row, *inverse = solve(rows, [p.decode_us for p in points], _attention(points, focus))
+    if launch <= 0 or row < 0 or min(inverse) <= 0:
+        return
+    v["decode_us"], v["row_us"] = launch, row
+    for k, one in zip(kernels, inverse):
+        v["decode_rate"][KERNELS.index(k)] = 1 / one
+
+
+def _fit_prefill(points: list[Point], k: int, v: Values, focus: float) -> None:
+    def tiles_us(p: Point) -> float:
+        return p.prefill_us - v["group_us"] * p.groups - p.work.ordered / v["order_rate"]
+
+    points = [p for p in points if tiles_us(p) > 0]
+    whole = [p for p in points if not p.work.shares]
+    if len(whole) >= FEWEST:
+        rows = [[1.0, p.work.seconds * 1e6] for p in whole]
+        launch, scale = solve(rows, list(map(tiles_us, whole)), _attention(whole, focus))
+        if launch < 0 or scale <= 0:
+            return
+        v["prefill_launch_us"][k], v["prefill_scale"][k] = launch, scale
+    launch, scale = v["prefill_launch_us"][k], v["prefill_scale"][k]
+    shared = [p for p in points if p.work.shares and tiles_us(p) > launch]
+    if len(shared) < FEWEST:
+        return
+    rows = [[1.0, scale * p.work.seconds * 1e6] for p in shared]
+    times, weights = [tiles_us(p) - launch for p in shared], _attention(shared, focus)
+    extra, factor = solve(rows, times, weights)
+    if extra < 0:
+        extra, factor = 0.0, solve([row[1:] for row in rows], times, weights)[0]
+    if factor > 0:
+        v["shared_extra_us"][k], v["shared_scale"][k] = extra, factor

@@ -1,0 +1,219 @@
+"""Constants that were fitted: data that says where it comes from, in C++ as in Python; and the fit again."""
+
+from __future__ import annotations
+
+import copy
+import importlib
+import json
+import math
+import random
+import re
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from conftest import SEED
+
+from fp4_ops import cost_fit, fitted, native, tune
+
+ROOT = Path(__file__).resolve()
+while not (ROOT / "setup.py").exists():
+    ROOT = ROOT.parent
+FILES = sorted((ROOT / "fp4_ops").rglob(fitted.FILE))
+GPUS = {"hopper": native.Gpu(native.HOPPER, 132, 227 * 1024, 0)}
+
+runtime = pytest.mark.skipif(
+    native.library() is None or not native.kernels_file(native.HOPPER).exists(),
+    reason="needs the native runtime and the Hopper kernels (build with FP4_CUDA_ARCHS=90a)",
+)
+
+
+@pytest.fixture
+def fit(monkeypatch):
+    if not (ROOT / "benchmarks").exists():
+        pytest.skip("a source distribution has no benchmarks/")
+    monkeypatch.syspath_prepend(str(ROOT / "benchmarks"))
+    return importlib.import_module("fit")
+
+
+@pytest.mark.parametrize("file", FILES, ids=lambda f: f.parent.name)
+def test_every_group_says_where_it_comes_from(file):
+    groups = fitted.read(file)
+    assert {f.parent.name for f in FILES} == {"hopper", "mma", "distributed"} and groups
+    for group in groups.values():
+        assert group.device and re.fullmatch(r"[0-9a-f]{7,}", group.commit)
+        assert re.fullmatch(r"20\d\d-\d\d-\d\d", group.date)
+        script = re.match(r"python (\S+)", group.fit)[1]
+        assert not (ROOT / "benchmarks").exists() or (ROOT / script).exists()
+        numbers = fitted.flat(group.values)
+        assert numbers and all(math.isfinite(n) and n >= 0 for n in numbers)
+        assert fitted.unflat(numbers, group.values) == group.values
+
+
+@pytest.mark.skipif(not (ROOT / "build/fitted.h").exists(), reason="needs the build's headers")
+def test_the_header_is_made_of_them(monkeypatch):
+    for folder in ("csrc", ""):
+        monkeypatch.syspath_prepend(str(ROOT / folder))
+    for name in [n for n in sys.modules if n.split(".")[0] == "generate"]:
+        monkeypatch.delitem(sys.modules, name)
+    assert importlib.import_module("generate.constants").constants() == (ROOT / "build/fitted.h").read_text()
+
+
+@pytest.mark.skipif(native.library() is None, reason="needs the native runtime")
+@pytest.mark.parametrize("family", native.FOLDERS)
+def test_the_planner_has_them(family):
+    assert native.constants(native.Gpu(family, 100, 99 * 1024, 10**6)) == native.built_in(family)
+
+
+def changed(values: fitted.Values) -> fitted.Values:
+    """Each constant of the cost model by up to a third more or less."""
+    made = copy.deepcopy(values)
+    for name in ("decode_us", "row_us", "group_us"):
+        made[name] *= random.uniform(0.7, 1.4)
+    for name in ("decode_rate", "prefill_launch_us", "prefill_scale", "shared_scale"):
+        made[name] = [v * random.uniform(0.7, 1.4) for v in made[name]]
+    made["shared_extra_us"] = [random.uniform(0.3, 2) for _ in made["shared_extra_us"]]
+    return made
+
+
+@runtime
+def test_python_predicts_what_the_planner_predicts():
+    """Of constants that were given to it: cost_fit.py has the same formulas."""
+    random.seed(SEED)
+    gpu = GPUS["hopper"]
+    values = changed(native.built_in(native.HOPPER))
+    mine = native.Gpu(gpu.family, gpu.sms, gpu.shared_bytes, 0, native.tuned("", gpu.family, values))
+    assert native.constants(mine) == values
+    for p in random.sample(list(tune.products(native.HOPPER)), 40):
+        point = cost_fit.Point(p.kernel, p.groups, native.work(p.planned, p.kernel, gpu), 1, 1)
+        if point.work.weights == point.work.weights:
+            assert native.decode_us(p.planned, p.kernel, mine) == pytest.approx(
+                cost_fit.decode_us(point, values), rel=1e-12
+            )
+        assert native.prefill_us(p.planned, p.kernel, mine) == pytest.approx(
+            cost_fit.prefill_us(point, values), rel=1e-12
+        )
+
+
+@runtime
+def test_constants_decide():
+    gpu, values = GPUS["hopper"], copy.deepcopy(native.built_in(native.HOPPER))
+    product = native.product("offs", 128, 256, 1536, 2048)
+    assert native.plan(product, "bf16", gpu).kernel == "decode"
+    values["decode_us"] = 1e4
+    other = native.Gpu(gpu.family, gpu.sms, gpu.shared_bytes, 0, native.tuned("", gpu.family, values))
+    assert native.plan(product, "bf16", other).kernel == "prefill"
+    assert native.plan(product, "bf16", gpu).kernel == "decode"  # built in as before
+
+
+def points_of(values: fitted.Values, noise: float) -> list[cost_fit.Point]:
+    """What a GPU with these constants would measure."""
+    made = []
+    for p in tune.products(native.HOPPER):
+        work = native.work(p.planned, p.kernel, GPUS["hopper"])
+        if work.weights == work.weights:
+            point = cost_fit.Point(p.kernel, p.groups, work, 1, 1)
+            times = (
+                of(point, values) * random.uniform(1 - noise, 1 + noise)
+                for of in (cost_fit.decode_us, cost_fit.prefill_us)
+            )
+            made.append(point._replace(**dict(zip(("decode_us", "prefill_us"), times))))
+    return made
+
+
+def measured(values: fitted.Values) -> list[float]:
+    return fitted.flat(
+        {k: v for k, v in values.items() if k in ("decode_us", "decode_rate", "prefill_scale")}
+    )
+
+
+@runtime
+def test_a_fit_finds_the_constants_that_made_the_times():
+    random.seed(SEED)
+    start = native.built_in(native.HOPPER)
+    truth = {**changed(start), "group_us": start["group_us"]}
+    found = cost_fit.fit(points_of(truth, 0), start)
+    assert measured(found) == pytest.approx(measured(truth), rel=1e-3)
+    assert found["row_us"] == pytest.approx(truth["row_us"], rel=1e-2)
+    assert {k: v for k, v in found.items() if k.endswith("sort_us")} == {"sort_us": 12, "block_sort_us": 9}
+
+
+@runtime
+def test_noise_and_a_few_disturbed_times_move_it_little():
+    random.seed(SEED)
+    start = native.built_in(native.HOPPER)
+    truth = {**changed(start), "group_us": start["group_us"]}
+    points = points_of(truth, 0.03)
+    for i in random.sample(range(len(points)), 4):
+        points[i] = points[i]._replace(decode_us=5 * points[i].decode_us)
+    found = cost_fit.better(points, start)
+    decode, prefill = cost_fit.errors(points, found)
+    assert decode < 0.06 and prefill < 0.06
+
+
+@runtime
+def test_times_of_the_built_in_constants_keep_them():
+    """Noise that a fit would follow is no reason to leave them: halves that it did not see decide."""
+    random.seed(SEED)
+    start = native.built_in(native.HOPPER)
+    recorded = ROOT / "benchmarks/results/rows_h200.json"
+    if not recorded.exists():
+        pytest.skip("a source distribution has no benchmarks/")
+    sys.path.insert(0, str(ROOT / "benchmarks"))
+    try:
+        points = importlib.import_module("fit").recorded(recorded, GPUS["hopper"])
+    finally:
+        sys.path.pop(0)
+    assert len(points) > 400
+    assert cost_fit.better(points, start) == start
+    lost = cost_fit.losses(points, start)
+    assert sum(lost) / len(lost) < 0.004  # as docs/kernels.md says
+
+
+def test_few_points_change_nothing():
+    start = native.built_in(native.HOPPER)
+    work = native.Work(1e6, 1, 0, 1e-5, 0, 0)
+    assert cost_fit.better([cost_fit.Point("bf16", 8, work, 9.0, 5.0)], start) == start
+
+
+def test_the_fit_of_tiles_finds_their_costs(fit):
+    random.seed(SEED)
+    widths = (16, 32, 64, 96, 128, 192, 256)
+    truth = [
+        random.uniform(300, 800),
+        random.uniform(1, 4),
+        0,
+        random.uniform(600, 2000),
+        random.uniform(4, 9),
+    ]
+    truth[2] = truth[1] + truth[0] / random.uniform(100, 180)  # where both bounds of a step meet
+    points = [fit.Tiles(waves, steps, width, 0) for waves in (1, 2) for steps in (16, 48) for width in widths]
+    points = [p._replace(cycles=fit.tiles_cycles(p, truth)) for p in points]
+    assert fit.fit_tiles(points) == pytest.approx(truth, rel=1e-3)
+
+
+def test_the_fit_of_tiles_knows_the_candidates(fit):
+    values = fitted.groups("hopper")["prefill"].values
+    for header, prefix, count in (("prefill_fp8.cuh", "fp8", 8), ("prefill_words.cuh", "words", 9)):
+        found = fit.candidates(header, prefix)
+        assert len(found) == count and {c.cost for c in found} == {k for k in values if k.startswith(prefix)}
+        assert all(c.widths and c.rows % 64 == 0 for c in found)
+
+
+def test_what_a_fit_writes_is_read_again(fit, tmp_path):
+    file = tmp_path / fitted.FILE
+    file.write_text((fitted.HOME / "hopper" / fitted.FILE).read_text())
+    before = fitted.read(file)
+    fit.write(file, "planner", {**before["planner"].values, "decode_us": 5.5}, "a GPU")
+    after = fitted.read(file)
+    assert after["planner"].device == "a GPU" and after["planner"].values["decode_us"] == 5.5
+    assert after["prefill"] == before["prefill"]
+    assert fit.as_text(json.loads(file.read_text())) == file.read_text()
+
+
+def test_solve_is_least_squares_where_nothing_disturbs():
+    generator = torch.Generator().manual_seed(SEED)
+    rows = torch.rand(40, 3, generator=generator, dtype=torch.float64) + 0.1
+    x = torch.rand(3, generator=generator, dtype=torch.float64) + 0.5
+    assert cost_fit.solve(rows.tolist(), (rows @ x).tolist()) == pytest.approx(x.tolist(), rel=1e-6)
