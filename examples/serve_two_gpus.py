@@ -23,6 +23,13 @@ from transformers.distributed import DistributedConfig
 import fp4_ops
 
 
+def experts_of(config) -> int:
+    """How many experts a block has; 0 if the model has none."""
+    config = getattr(config, "text_config", config)
+    names = ("num_experts", "num_local_experts", "n_routed_experts")
+    return next((n for name in names if (n := getattr(config, name, None))), 0)
+
+
 class Stream:
     """What `generate` hands over, token by token: printed by the first process."""
 
@@ -61,16 +68,32 @@ def main() -> None:
     parser.add_argument("--new-tokens", type=int, default=64)
     args = parser.parse_args()
 
+    if "RANK" not in os.environ:
+        parser.error(
+            "this process has no rank. Start it by torchrun: torchrun --nproc-per-node 2 "
+            "examples/serve_two_gpus.py MODEL PROMPT"
+        )
     rank, ranks = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
+    config = AutoConfig.from_pretrained(args.model)
+    experts = experts_of(config)
+    if not experts or experts % ranks:
+        parser.error(
+            f"{args.model} has {experts} experts a block; {ranks} processes share them, so their number must "
+            "be a divisor of it (torchrun --nproc-per-node)"
+        )
     on_gpus = torch.cuda.is_available()
     device = torch.device("cuda", int(os.environ["LOCAL_RANK"])) if on_gpus else torch.device("cpu")
     if on_gpus:
+        if device.index >= torch.cuda.device_count():
+            parser.error(
+                f"process {device.index} has no GPU; there are {torch.cuda.device_count()}, one for each "
+                "process (torchrun --nproc-per-node)"
+            )
         torch.cuda.set_device(device)
     dist.init_process_group("nccl" if on_gpus else "gloo", device_id=device if on_gpus else None)
 
     fp4_ops.register_with_transformers()
-    divided = DistributedConfig(tp_size=ranks, ep_size=ranks, ep_implementation="fp4")
-    config = AutoConfig.from_pretrained(args.model)
+    divided = DistributedConfig(tp_size=ranks, ep_size=ranks, ep_implementation="fp4") if ranks > 1 else None
     if getattr(config, "quantization_config", None):
         model = AutoModelForCausalLM.from_pretrained(args.model, distributed_config=divided)
     else:

@@ -2,17 +2,22 @@
 
 from __future__ import annotations
 
+import subprocess
+import sys
+
 import pytest
 import torch
 from checkpoint_samples import tiny
 from places import ROOT
-from processes import start
+from processes import environment, start
 
 transformers = pytest.importorskip("transformers", "5.23")
 pytest.importorskip("transformers.distributed")
 distributed = pytest.importorskip("torch.distributed")
 if not distributed.is_available() or not distributed.is_gloo_available():
     pytest.skip("torch was built without gloo", allow_module_level=True)
+
+EXAMPLE = ROOT / "examples/serve_two_gpus.py"
 
 
 def test_two_processes_stream_what_one_says(tmp_path):
@@ -23,7 +28,7 @@ def test_two_processes_stream_what_one_says(tmp_path):
     model = tiny()
     model.generation_config.eos_token_id = None
     model.save_pretrained(tmp_path)
-    processes = start(str(ROOT / "examples/serve_two_gpus.py"), 2, tmp_path, "5 6 7", "--new-tokens", "6")
+    processes = start(str(EXAMPLE), 2, tmp_path, "5 6 7", "--new-tokens", "6")
     logs = [p.communicate(timeout=600)[0].decode() for p in processes]
     if any("requires `accelerate`" in log for log in logs):
         pytest.skip("transformers splits models with accelerate, which is not installed")
@@ -38,3 +43,33 @@ def test_two_processes_stream_what_one_says(tmp_path):
     behind = scores.max(-1).values - scores[range(6), said]
     assert (behind / scores.std(-1)).median() < 0.1, behind
     assert not any(line.startswith("[6 tokens") for line in logs[1].splitlines())
+
+
+@pytest.mark.parametrize(
+    "place, words",
+    [
+        ({}, "this process has no rank. Start it by torchrun: torchrun --nproc-per-node 2"),
+        pytest.param(
+            {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "16"},
+            "has 8 experts a block; 16 processes share them, so their number must be a divisor of it",
+            marks=pytest.mark.more,
+        ),
+    ],
+    ids=["no torchrun", "more processes than experts"],
+)
+def test_it_says_how_it_is_started(place, words, tmp_path):
+    tiny().config.save_pretrained(tmp_path)
+    env = {k: v for k, v in environment(**place).items() if k in place or k not in ("RANK", "WORLD_SIZE")}
+    command = [sys.executable, str(EXAMPLE), str(tmp_path), "5 6 7"]
+    done = subprocess.run(command, env=env, capture_output=True, text=True, timeout=600)
+    assert done.returncode == 2 and words in " ".join(done.stderr.split()), done.stderr[-2000:]
+
+
+@pytest.mark.more
+def test_one_process_serves_alone(tmp_path):
+    model = tiny()
+    model.generation_config.eos_token_id = None
+    model.save_pretrained(tmp_path)
+    (process,) = start(str(EXAMPLE), 1, tmp_path, "5 6 7", "--new-tokens", "3")
+    log = process.communicate(timeout=600)[0].decode()
+    assert process.returncode == 0 and "[3 tokens, the first after" in log, log[-3000:]

@@ -12,7 +12,10 @@ distributed = pytest.importorskip("torch.distributed")
 if not distributed.is_available() or not distributed.is_gloo_available():
     pytest.skip("torch was built without gloo", allow_module_level=True)
 
-RIGHT = ("spread_in_ddp", "spread_in_fsdp", "own_state_dict", "fsdp_of_converted_models")
+RIGHT = (
+    "spread_in_ddp", "spread_in_fsdp", "own_state_dict", "fsdp_of_converted_models",
+    "models_over_several_groups", "mesh_of_replicas_and_experts", "stages_of_a_pipeline",
+)  # fmt: skip
 OVERWRITTEN = (
     r"RuntimeError: fp4: this process held \d of 4 experts, on rank [12] of \d, and those of rank 0 were "
     "written over them: buffers were broadcast"
@@ -42,7 +45,7 @@ def check(outcomes, seconds: range) -> None:
     """seconds: the ranks whose experts are as many as those of rank 0."""
     for outcome in outcomes:
         for name in RIGHT:
-            assert isinstance(outcome[name], float) and outcome[name] < 1e-6, (name, outcome[name])
+            assert isinstance(outcome[name], float) and outcome[name] < 1e-5, (name, outcome[name])
     for name, words in NOT_ON_RANK_0.items():
         assert outcomes[0][name] in ("right", "loaded"), (name, outcomes[0][name])
         for rank in seconds:
@@ -65,10 +68,10 @@ def check_shards(outcomes) -> None:
     shares = []
     for outcome in outcomes:
         error, before, after, cast = outcome["fsdp_around_packed_parameters"]
-        assert error < 1e-6 and cast < 0.2, (error, cast)
+        assert error < 1e-5 and cast < 0.2, (error, cast)
         assert before == after
         shares.append(before)
-        assert all(error < 1e-6 for error in outcome["fsdp_state_dicts"]), outcome["fsdp_state_dicts"]
+        assert all(error < 1e-5 for error in outcome["fsdp_state_dicts"]), outcome["fsdp_state_dicts"]
         assert outcome["fsdp_with_gradients_to_what_goes_in"] < 1e-5
     assert sum(shares) == pytest.approx(1) and max(shares) == -(-8 // len(outcomes)) / 8
 
@@ -84,6 +87,14 @@ def test_what_packed_parameters_refuse(two):
 
 @pytest.mark.more
 def test_three_processes_with_unequal_shares(tmp_path):
-    outcomes = processes.outcomes("wrapped_models.py", 3, tmp_path, "^(spread|own|fsdp|state|buffers)_")
+    names = "^(spread|own|fsdp|state|states|stages|models|mesh|buffers)_"
+    outcomes = processes.outcomes("wrapped_models.py", 3, tmp_path, names)
     check(outcomes, range(1, 3))
     check_shards(outcomes)
+
+
+@pytest.mark.more
+def test_two_replicas_of_experts_over_two_processes(tmp_path):
+    """A mesh of two by two: groups that are not the world, and DDP over the replicas."""
+    for outcome in processes.outcomes("wrapped_models.py", 4, tmp_path, "^(mesh|models)_"):
+        assert max(outcome.values()) < 1e-5, outcome

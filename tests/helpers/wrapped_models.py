@@ -29,7 +29,7 @@ from torch.distributed.checkpoint.state_dict import (
     set_model_state_dict,
 )
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
-from torch.distributed.tensor import DTensor
+from torch.distributed.tensor import DTensor, init_device_mesh
 from torch.nn.parallel import DistributedDataParallel
 
 import fp4_ops
@@ -166,6 +166,67 @@ def distributed_checkpoint_of_spread_experts():
     dcp.load(state, checkpoint_id=FOLDER / "spread")
     set_model_state_dict(other, state["model"])
     return "loaded"
+
+
+# --- several groups, meshes, pipelines ---
+
+
+@situation
+def models_over_several_groups():
+    """In one process: all ranks, each alone, all of them once more; called in turn."""
+    ranks, alone = dist.get_world_size(), None
+    for rank in range(ranks):
+        group = dist.new_group([rank])
+        alone = group if rank == dist.get_rank() else alone
+    groups = [dist.group.WORLD, alone, dist.new_group()]
+    models = [prepared(seed, ep_group=group) for seed, group in enumerate(groups)]
+    errors = [error(model, seed) for _ in range(2) for seed, model in enumerate(models)]
+    return max(errors)
+
+
+@situation
+def mesh_of_replicas_and_experts():
+    """Half of the ranks for the experts of each replica; with two ranks, a replica a rank."""
+    size = max(dist.get_world_size() // 2, 1)
+    shape = (dist.get_world_size() // size, size)
+    if dist.get_world_size() % size:
+        shape = (1, dist.get_world_size())
+    mesh = init_device_mesh("cpu", shape, mesh_dim_names=("dp", "ep"))
+    model = prepared(ep_group=mesh["ep"].get_group())
+    wrapped = DistributedDataParallel(only_head_is_trained(model), process_group=mesh["dp"].get_group())
+    return max(error(model), error(wrapped))
+
+
+class Stage(nn.Module):
+    """One layer's experts block with what is added to it, as a stage of a pipeline."""
+
+    def __init__(self, model: Any, layer: int) -> None:
+        super().__init__()
+        self.block = model.model.layers[layer].mlp
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        out = self.block(x)
+        return x + (out[0] if isinstance(out, tuple) else out)
+
+
+@situation
+def stages_of_a_pipeline():
+    """torch's own schedule: rank 0 has the first layer's experts, rank 1 the second's."""
+    from torch.distributed.pipelining import PipelineStage, ScheduleGPipe
+
+    pair = dist.new_group([0, 1])
+    model, rank = prepared(family="qwen3_moe"), dist.get_rank()
+    torch.manual_seed(5)
+    x = torch.randn(4, 6, 64)
+    stages = [Stage(model, i) for i in range(2)]
+    with torch.no_grad():
+        want = stages[1](stages[0](x))
+        if rank > 1:
+            return 0.0
+        stage = PipelineStage(stages[rank], rank, 2, torch.device("cpu"), group=pair)
+        schedule = ScheduleGPipe(stage, 2)
+        out = schedule.step(x) if rank == 0 else schedule.step()
+    return relative_error(out, want) if rank == 1 else 0.0
 
 
 # --- FSDP2 around a whole prepared model: its packed tensors as parameters ---
