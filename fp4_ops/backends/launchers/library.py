@@ -49,7 +49,7 @@ SIGNATURES = {
 def library(family: int = native.HOPPER) -> ctypes.CDLL | None:
     """The kernels of a family, or None where they were not built (setup.py says when they are)."""
     own = FILE if family == native.HOPPER else MMA_FILE
-    path = Path(__file__).parent.parent / native.used.get(family, own)
+    path = Path(native.__file__).parent / native.used.get(family, own)
     if not path.exists():
         return None
     loaded = ctypes.CDLL(str(path))
