@@ -209,7 +209,11 @@ class _Decoding:
         if plain is None or len(set(getattr(model, "hf_device_map", {}).values())) > 1:
             return _Step(model.get_compiled_call(config), True, cache, self.kwargs)
         step = _Step(model.get_compiled_call(plain), True, cache, self.kwargs)
-        return GraphStep(step, lambda: step.call(model.get_compiled_call(config)))
+
+        def use_torchs_graphs() -> None:
+            step.forward = model.get_compiled_call(config)
+
+        return GraphStep(step, use_torchs_graphs)
 
     def _choose(self, ids: Tensor, outputs: Any) -> Tensor:
         """The next token of each row. A copy of the logits: a CUDA graph writes to the same memory again."""
@@ -283,10 +287,6 @@ class _Step:
         if self.mask is not None and self.static:  # later tokens are hidden by their positions
             later = max(0, cache.layers[0].max_cache_len - self.mask.shape[1])
             self.mask = torch.cat([self.mask, self.mask.new_ones(len(self.mask), later)], -1)
-
-    def call(self, forward: Any) -> None:
-        """From now on."""
-        self.forward = forward
 
     def __call__(self, token: Tensor) -> Any:
         arguments: dict[str, Any] = {"input_ids": token[:, None], "past_key_values": self.cache, **self.fixed}

@@ -78,7 +78,8 @@ def test_other_operators_between_calls():
     with threads(3):
         for _ in range(10):
             assert torch.equal(block(), alone)
-            torch.testing.assert_close(other @ other, want)
+            # As many threads as here may add in another order.
+            assert (other @ other - want).norm() < 1e-5 * want.norm()
             torch.testing.assert_close(other.exp().sum(), other.exp().sum())
 
 

@@ -268,16 +268,23 @@ def test_int4_methods_on_correlated_inputs(format, seed):
 def test_gptq_without_correlations_is_the_search(format):
     w = draw(2, 8, 48)
     h = torch.eye(48).expand(2, 48, 48)
-    a, b = quantize_weight(w, format, "gptq", calibration=h), quantize_weight(w, format, "search")
-    assert torch.equal(a[0], b[0]) and torch.equal(a[1].view(torch.uint8), b[1].view(torch.uint8))
+    assert_as_good(w, quantize_weight(w, format, "gptq", calibration=h), format)
+
+
+def assert_as_good(w: torch.Tensor, q, format: str) -> None:
+    """As `search`, block by block. Weights of errors, be they all equal, round them otherwise, and a tie of
+    two scales may go the other way; but nearly all codes are the same."""
+    want = quantize_weight(w, format, "search")
+    errors = [block_errors(w, dequantized(each, format), format) for each in (q, want)]
+    assert torch.allclose(*errors, rtol=1e-5, atol=0)
+    assert (q[0] == want[0]).double().mean() > 0.9
 
 
 @pytest.mark.parametrize("format", ("nvfp4", "int4_g32"))
 def test_an_expert_without_tokens_is_quantised_like_the_others(format):
     w = draw(2, 8, 48)
     for method in ("weighted", "gptq"):
-        q = quantize_weight(w, format, method, calibration=torch.zeros(2, 48, 48))
-        assert torch.equal(q[0], quantize_weight(w, format, "search")[0])
+        assert_as_good(w, quantize_weight(w, format, method, calibration=torch.zeros(2, 48, 48)), format)
 
 
 @pytest.mark.parametrize(
