@@ -288,7 +288,9 @@ class PackedWeight(nn.Module):
         format, layout = STORED_FORMATS[int(state[0])], list(LAYOUTS)[int(state[1])]
         if format != self.format:
             raise ValueError(
-                f"fp4: the weights to load are {format}; this model was prepared as {self.format}"
+                f"fp4: the weights to load are {format}; this model was prepared as {self.format}. "
+                "Prepare it "
+                f"with format={format!r}"
             )
         own, self.layout = self.layout, layout
         wanted, self.interleaved = self.interleaved, len(state) > 2 and bool(state[2])

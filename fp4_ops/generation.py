@@ -57,7 +57,10 @@ def decoding_loop(
     }  # fmt: skip
     if mode in ("BEAM_SEARCH", "BEAM_SAMPLE"):
         if streamer is not None:
-            raise ValueError("fp4: streamer is given with num_beams > 1, and beam search cannot stream")
+            raise ValueError(
+                "fp4: streamer is given with num_beams > 1, and beam search cannot stream; leave one of "
+                "them out"
+            )
         return type(model)._beam_search(model, input_ids, synced_gpus=synced, **usual)
     if mode not in ("SAMPLE", "GREEDY_SEARCH"):
         raise ValueError(

@@ -228,7 +228,8 @@ def _check_part(name: str, p: Plan, method: Method, trainable_inputs: bool) -> N
         return
     if trainable_inputs:
         raise ValueError(
-            f"fp4: trainable_inputs=True, and {name} has {p.part}: gradients need all of them here"
+            f"fp4: trainable_inputs=True, and {name} has {p.part}: gradients need all of them here. "
+            "Call prepare in one process, or without trainable_inputs"
         )
     if method.calibration != "none" or (p.part.kind == "split" and method.name != "rtn"):
         raise ValueError(f"fp4: method is {method.name!r}, and {name} has {p.part}. Use method='rtn'")
@@ -280,13 +281,18 @@ def _check_lists(
     if method.calibration != "none":
         raise ValueError(f"fp4: method {method.name!r} needs calibration, and {own_code}. Use method='rtn'")
     if trainable_inputs:
-        raise ValueError(f"fp4: trainable_inputs=True, and {own_code}, which have no gradients")
+        raise ValueError(
+            f"fp4: trainable_inputs=True, and {own_code}, which have no gradients. Leave trainable_inputs out"
+        )
     for name, modules in lists.items():
         for weight_name, linear in linears(name, modules):
             if linear.weight.is_meta:
                 raise ValueError(f"fp4: {weight_name} is on the meta device; load the weights before prepare")
             if not linear.weight.isfinite().all():
-                raise ValueError(f"fp4: {weight_name} holds NaN or infinity")
+                raise ValueError(
+                    f"fp4: {weight_name} holds NaN or infinity, which have no 4-bit code. Correct it "
+                    "before prepare"
+                )
 
 
 def _replace_linears(lists: dict[str, list[nn.Module]], quantizer: Quantizer) -> dict[str, tuple[int, int]]:
@@ -340,7 +346,10 @@ def _check_weights(name: str, module: nn.Module, p: Plan, format: str) -> None:
             )
         for expert, matrix in enumerate(weight.detach()):
             if not matrix.isfinite().all():
-                raise ValueError(f"fp4: {name}.{attribute} holds NaN or infinity in expert {expert}")
+                raise ValueError(
+                    f"fp4: {name}.{attribute} holds NaN or infinity in expert {expert}, "
+                    "which have no 4-bit code. Correct it before prepare"
+                )
 
 
 def check_columns(name: str, part: Part, inner: int, format: str) -> None:

@@ -153,7 +153,9 @@ class CalibratedLayers:
         moments = recorder.moments(matrix)
         if not moments.isfinite().all():
             raise CheckpointError(
-                f"fp4: with the calibration text, inputs of {parameter} are NaN or infinite"
+                f"fp4: with the calibration text, inputs of {parameter} are NaN or infinite; they must be "
+                "finite. Use "
+                "another text, or method 'search', which needs none"
             )
         codes = quantize_weight(
             recorder.experts.weight(matrix), self.format, self.method.name, calibration=moments

@@ -34,6 +34,8 @@ from .dialects import (
 )
 from .files import (
     CHUNK,
+    DAMAGED,
+    INCOMPLETE,
     INDEX,
     CheckpointError,
     Folder,
@@ -146,7 +148,10 @@ class Plan:
         k = {self._check(tensors[n]) for n in (*singles, *self.stacks)}
         self.dialect = writing_dialect(format, folder.config.get("model_type"), k)
         if self.dialect.stacked and singles:
-            raise CheckpointError(f"fp4: {folder.path} has expert weights both stacked and one by one")
+            raise CheckpointError(
+                f"fp4: {folder.path} has expert weights both stacked and one by one; all must be stored "
+                "one way"
+            )
         self.weights = (*singles, *self.stacks)
         """The tensors that hold experts' weights."""
         self.matrices = len(singles) + sum(tensors[n].shape[0] for n in self.stacks)
@@ -158,7 +163,7 @@ class Plan:
         if up is None or down is None:
             one = self.folder.tensors[up or down or ""]
             raise CheckpointError(
-                f"fp4: {one} has no counterpart (gate_up_proj or up_proj, down_proj) beside it"
+                f"fp4: {one} has no counterpart (gate_up_proj or up_proj, down_proj) beside it. {INCOMPLETE}"
             )
         first, second = self.folder.tensors[up], self.folder.tensors[down]
         (e, a, b), (e2, c, d) = first.shape, second.shape
@@ -173,13 +178,17 @@ class Plan:
     def _check(self, info: TensorInfo) -> int:
         """K of an expert weight."""
         if info.dtype not in SOURCE_DTYPES and info.name not in self.eight:
-            raise CheckpointError(f"fp4: {info} is {info.dtype}; it must be bfloat16, float16 or float32")
+            raise CheckpointError(
+                f"fp4: {info} is {info.dtype}; it must be bfloat16, float16 or float32. Quantise the "
+                "original weights"
+            )
         if len(info.shape) != (3 if info.name in self.stacks else 2):
             raise CheckpointError(f"fp4: {info} has shape {list(info.shape)}; it must be [N, K]")
         k = info.shape[-2 if self.stacks.get(info.name) else -1]
         if k % self.format.block:
             raise CheckpointError(
-                f"fp4: {info} has K = {k}; {self.format.name} files need a multiple of {self.format.block}"
+                f"fp4: {info} has K = {k}; {self.format.name} files need a multiple of "
+                f"{self.format.block}. Use another format"
             )
         self._partner(info)
         return k
@@ -194,9 +203,11 @@ class Plan:
         name = f"{match[1]}{PARTNER[match[2]]}.weight"
         partner = self.folder.tensors.get(name)
         if partner is None:
-            raise CheckpointError(f"fp4: {info} has no {name} beside it")
+            raise CheckpointError(f"fp4: {info} has no {name} beside it. {INCOMPLETE}")
         if partner.shape != info.shape or partner.dtype != info.dtype:
-            raise CheckpointError(f"fp4: {info} and {name} differ in shape or dtype")
+            raise CheckpointError(
+                f"fp4: {info} and {name} differ in shape or dtype; they must be alike. {DAMAGED}"
+            )
         return partner
 
     def layers(self, file: Path, calibrated: CalibratedLayers) -> set[int]:
@@ -312,10 +323,16 @@ def quantize_checkpoint(
 def _check_calibration(method: Method, tokens: Tensor | None) -> None:
     if tokens is None:
         if method.calibration != "none":
-            raise ValueError(f"fp4: method {method.name!r} needs calibration text: calibration is None")
+            raise ValueError(
+                f"fp4: method {method.name!r} needs calibration text: calibration is None; give one "
+                "(--calibration FILE)"
+            )
         return
     if method.calibration == "none":
-        raise ValueError(f"fp4: method {method.name!r} takes no calibration")
+        raise ValueError(
+            f"fp4: method {method.name!r} takes no calibration: leave the text out, or use a method that "
+            "takes one (weighted, gptq)"
+        )
     if tokens.dim() != 2 or tokens.dtype != torch.int64 or not tokens.numel():
         raise ValueError(
             f"fp4: calibration is {tokens.dtype} {list(tokens.shape)}; it must be int64 [windows, length]"

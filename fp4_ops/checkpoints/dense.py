@@ -18,7 +18,7 @@ from transformers.utils.quantization_config import QuantizationConfigMixin
 from ..quantization.experts import MATRICES, ExpertsModule, experts_modules
 from .dialects import StoredWeight
 from .families import model_class, register_families
-from .files import CheckpointError, Folder, Reader, TensorInfo
+from .files import DAMAGED, INCOMPLETE, OTHER_MODEL, CheckpointError, Folder, Reader, TensorInfo
 from .load import LoadReport, Source, detach_places, load_dense
 from .placement import HALVES, Placement, Target, pattern_of, place, rules
 
@@ -149,7 +149,9 @@ class DenseModel:
                 for part, spot in _places(weight, target, info, experts.transposed):
                     tensor = self._read(part, reader, dtype)
                     if not tensor.isfinite().all():
-                        raise CheckpointError(f"fp4: {info} cannot be quantised: it holds NaN or infinity")
+                        raise CheckpointError(
+                            f"fp4: {info} cannot be quantised: it holds NaN or infinity. {DAMAGED}"
+                        )
                     spot.copy_(tensor)
             experts.module._parameters[getattr(experts.form, matrix)] = nn.Parameter(weight, False)
 
@@ -183,7 +185,7 @@ class DenseModel:
             wanted = shape if target.expert is None else one
             if info.shape != wanted:
                 raise CheckpointError(
-                    f"fp4: {info} has shape {list(info.shape)}; the model's is {list(wanted)}"
+                    f"fp4: {info} has shape {list(info.shape)}; the model's is {list(wanted)}. {OTHER_MODEL}"
                 )
         have = sorted((t.expert, t.half) for t, _ in parts if t.expert is not None)
         halves = HALVES if any(half for _, half in have) else ("",)
@@ -193,6 +195,7 @@ class DenseModel:
             raise CheckpointError(
                 f"fp4: the checkpoint's weights for {parameter} are not those of {e} experts, each once"
                 + f": expert {lacking[0]} is missing" * bool(lacking)
+                + f". {INCOMPLETE}"
             )
 
 

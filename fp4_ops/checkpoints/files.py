@@ -49,6 +49,12 @@ class CheckpointError(ValueError):
     """A checkpoint that cannot be read as what it says it is. Names the file and the tensor."""
 
 
+DAMAGED = "The file is damaged or not complete: fetch or export it again"
+OTHER_MODEL = "config.json describes another model than the files: take the one that was written with them"
+INCOMPLETE = "Fetch or export the folder again, with all its files"
+"""What to do, at the end of an error."""
+
+
 @dataclass(frozen=True)
 class TensorInfo:
     """One tensor of a safetensors file: what its header says."""
@@ -100,7 +106,9 @@ def read_header(file: Path) -> dict[str, TensorInfo]:
     except ValueError as error:
         if isinstance(error, CheckpointError):
             raise
-        raise CheckpointError(f"fp4: {file} is not a safetensors file: its header is no JSON") from None
+        raise CheckpointError(
+            f"fp4: {file} is not a safetensors file: its header is no JSON. {DAMAGED}"
+        ) from None
     start, end = 8 + length, 8 + length
     tensors = {}
     for name, entry in header.items():
@@ -110,7 +118,9 @@ def read_header(file: Path) -> dict[str, TensorInfo]:
             dtype, shape = _DTYPES.get(entry["dtype"]), tuple(map(int, entry["shape"]))
             first, last = map(int, entry["data_offsets"])
         except (KeyError, TypeError, ValueError):
-            raise CheckpointError(f"fp4: {file}: the header's entry for {name} is malformed") from None
+            raise CheckpointError(
+                f"fp4: {file}: the header's entry for {name} is malformed. {DAMAGED}"
+            ) from None
         if dtype is None:
             raise CheckpointError(
                 f"fp4: tensor {name} of {file} has dtype {entry['dtype']}, which is unknown"
@@ -118,14 +128,14 @@ def read_header(file: Path) -> dict[str, TensorInfo]:
         info = TensorInfo(name, dtype, shape, file, start + first)
         if last - first != info.nbytes or first < 0:
             raise CheckpointError(
-                f"fp4: {info} has {last - first} bytes; {dtype} {list(shape)} needs {info.nbytes}"
+                f"fp4: {info} has {last - first} bytes; {dtype} {list(shape)} needs {info.nbytes}. {DAMAGED}"
             )
         if start + last > size:
             raise CheckpointError(f"fp4: {file} is truncated: {name} ends at byte {start + last} of {size}")
         end = max(end, start + last)
         tensors[name] = info
     if end != size:
-        raise CheckpointError(f"fp4: {file} has {size - end} bytes that belong to no tensor")
+        raise CheckpointError(f"fp4: {file} has {size - end} bytes that belong to no tensor. {DAMAGED}")
     return tensors
 
 
@@ -188,7 +198,7 @@ class Reader:
             self._fd, self._file = opened, info.file
         data = direct.read(self._fd, info.offset, nbytes)
         if data is None:
-            raise CheckpointError(f"fp4: {info} is truncated")
+            raise CheckpointError(f"fp4: {info} is truncated. {DAMAGED}")
         return data
 
 
@@ -202,7 +212,9 @@ class Folder:
     def __init__(self, path: str | os.PathLike[str]) -> None:
         self.path = Path(path)
         if not self.path.is_dir():
-            raise CheckpointError(f"fp4: {self.path} is not a folder")
+            raise CheckpointError(
+                f"fp4: {self.path} is not a folder; it must be a local one with safetensors files"
+            )
         self.config = self.json("config.json")
         self.files = self._files()
         self.tensors: dict[str, TensorInfo] = {}
@@ -228,7 +240,7 @@ class Folder:
             return [self.path / name for name in sorted(set(self._weight_map.values()))]
         if (self.path / SINGLE).exists():
             return [self.path / SINGLE]
-        raise CheckpointError(f"fp4: {self.path} has neither {SINGLE} nor {INDEX}")
+        raise CheckpointError(f"fp4: {self.path} has neither {SINGLE} nor {INDEX}. {INCOMPLETE}")
 
     def of_file(self, file: Path) -> Iterator[TensorInfo]:
         """The file's tensors in the order in which they lie there."""

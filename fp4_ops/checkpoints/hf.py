@@ -114,7 +114,11 @@ class FP4HfQuantizer(HfQuantizer):
             return
         self._dtypes = _dtypes_of(model)
         if not checkpoint_files:
-            raise CheckpointError("fp4: a 4-bit checkpoint must be loaded from safetensors files")
+            raise CheckpointError(
+                f"fp4: {type(model).__name__} is given no safetensors files; a 4-bit checkpoint must be "
+                "loaded from such. "
+                "Give from_pretrained the folder"
+            )
         folder = Folder(Path(checkpoint_files[0]).parent)
         weights = stored_weights(folder.tensors, self._dialects)
         self._placement = place(model, weights, folder.tensors.values())

@@ -21,7 +21,7 @@ from torch import nn
 from ..distributed.parts import Part as Distributed
 from ..find_experts import Form, Plan, Refusal, form_of, is_experts, plan_of
 from .dialects import StoredWeight
-from .files import CheckpointError, TensorInfo
+from .files import INCOMPLETE, OTHER_MODEL, CheckpointError, TensorInfo
 
 _EXPERT = re.compile(r"experts\.(\d+)\.")
 _NUMBERED = re.compile(r"^(.*?)(\.?experts)\.(\d+)\.(\w+?)(\.weight|\.bias|_bias|)$")
@@ -311,10 +311,13 @@ class _Placer:
         if source.shape != shape:
             info = source.packed if isinstance(source, StoredWeight) else source
             raise CheckpointError(
-                f"fp4: {info} holds a weight {list(source.shape)}; the model's is {list(shape)}"
+                f"fp4: {info} holds a weight {list(source.shape)}; the model's is {list(shape)}. "
+                f"{OTHER_MODEL}"
             )
         if (to.expert, to.half) in dense.parts:
-            raise CheckpointError(f"fp4: {source.name} is the second one for its place in {to.parameter}")
+            raise CheckpointError(
+                f"fp4: {source.name} is the second weight for its place in {to.parameter}. {OTHER_MODEL}"
+            )
         dense.parts[to.expert, to.half] = source
 
 
@@ -325,7 +328,7 @@ def _part_shape(dense: DensePlacement, to: Target) -> tuple[int, ...]:
     e, *shape = dense.shape
     if to.expert >= e:
         raise CheckpointError(
-            f"fp4: {to.parameter} has {e} experts; the checkpoint has an expert {to.expert}"
+            f"fp4: {to.parameter} has {e} experts; the checkpoint has an expert {to.expert}. {OTHER_MODEL}"
         )
     if dense.form and dense.form.transposed and len(shape) == 2:
         shape.reverse()
@@ -347,25 +350,32 @@ def _experts(name: str, module: nn.Module, form: Form) -> ExpertsPlacement:
 
 def _add(placed: ExpertsPlacement, stored: StoredWeight, attribute: str, to: Target) -> None:
     if attribute not in placed.shapes:
-        raise CheckpointError(f"fp4: {stored.packed} is in 4 bits; {placed.name} has no weight {attribute}")
+        raise CheckpointError(
+            f"fp4: {stored.packed} is in 4 bits; {placed.name} has no weight {attribute}. {OTHER_MODEL}"
+        )
     e, n, k = placed.shapes[attribute]
     if to.expert is None:
         shape: tuple[int, ...] = (e, n, k)
     elif to.expert < e:
         shape = (n // 2 if to.half else n, k)
     else:
-        raise CheckpointError(f"fp4: {stored.packed} is of expert {to.expert}; the model has {e}")
+        raise CheckpointError(
+            f"fp4: {stored.packed} is of expert {to.expert}; the model has {e} experts. {OTHER_MODEL}"
+        )
     _check_shape(stored, shape)
     key = (attribute, to.expert, to.half)
     if key in placed.parts:
-        raise CheckpointError(f"fp4: {stored.packed} and {placed.parts[key].packed} have the same place")
+        raise CheckpointError(
+            f"fp4: {stored.packed} and {placed.parts[key].packed} have the same place. {OTHER_MODEL}"
+        )
     placed.parts[key] = stored
 
 
 def _check_shape(stored: StoredWeight, shape: tuple[int, ...]) -> None:
     if stored.shape != shape:
         raise CheckpointError(
-            f"fp4: {stored.packed} holds a weight {list(stored.shape)}; the model's is {list(shape)}"
+            f"fp4: {stored.packed} holds a weight {list(stored.shape)}; the model's is {list(shape)}. "
+            f"{OTHER_MODEL}"
         )
 
 
@@ -382,6 +392,7 @@ def _check_complete(name: str, placed: ExpertsPlacement) -> None:
             raise CheckpointError(
                 f"fp4: the checkpoint has no 4-bit weight for {name}.{attribute}, expert {part[0]}"
                 + f" ({part[1]})" * bool(part[1])
+                + f". {INCOMPLETE}"
             )
 
 
@@ -390,6 +401,7 @@ def _check_whole(name: str, dense: DensePlacement) -> None:
         raise CheckpointError(
             f"fp4: the checkpoint has no weight for {name}, expert {part[0]}"
             + f" ({part[1]})" * bool(part[1])
+            + f". {INCOMPLETE}"
         )
 
 

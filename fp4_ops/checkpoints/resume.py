@@ -39,7 +39,7 @@ class Progress:
                 )
             self.files = state["done"]
         elif to.exists() and any(to.iterdir()):
-            raise CheckpointError(f"fp4: {to} is not empty")
+            raise CheckpointError(f"fp4: {to} is not empty; it must be a new or empty folder")
         self.resumed = len(self.files)
 
     def begin(self) -> None:

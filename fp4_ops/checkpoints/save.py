@@ -41,8 +41,11 @@ def state_dict_for_saving(model: nn.Module) -> tuple[dict[str, Tensor], dict[str
         | {w.format for w in linears.values()}
     )
     if len(formats) != 1:
-        held = " and ".join(sorted(formats)) or "no 4-bit weights"
-        raise ValueError(f"fp4: the model holds {held}; one format can be saved")
+        formats_held = " and ".join(sorted(formats)) or "no 4-bit weights"
+        raise ValueError(
+            f"fp4: the model holds {formats_held}; it must hold one format to be saved. Prepare all experts "
+            "with the same format"
+        )
     config: Any = model.config
     k = (
         {m.k for m in packed.values()}

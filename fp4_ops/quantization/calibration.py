@@ -41,7 +41,10 @@ class Calibration:
     def shape(self, name: str, matrix: str) -> tuple[int, ...]:
         """That of `get(name, matrix)`, without measuring it."""
         if (name, matrix) not in self._shapes:
-            raise ValueError(f"fp4: the calibration says nothing about {name} ({matrix})")
+            raise ValueError(
+                f"fp4: the calibration has no inputs of {name} ({matrix}); it must be of this model: "
+                "fp4_ops.quantization.calibrate(model, windows)"
+            )
         return self._shapes[name, matrix]
 
     def get(self, name: str, matrix: str) -> Tensor:

@@ -29,7 +29,10 @@ def read_windows(
     ids = torch.tensor(_tokens(Path(file), model, vocab_size), dtype=torch.int64)
     count = min(count, len(ids) // length)
     if count == 0:
-        raise ValueError(f"fp4: {file} has {len(ids)} tokens; one window is {length}")
+        raise ValueError(
+            f"fp4: {file} has {len(ids)} tokens; one window is {length}. Give a longer text, or a smaller "
+            "length"
+        )
     if ids.max() >= vocab_size:
         raise ValueError(
             f"fp4: the tokenizer of {model} gives token {ids.max()}; the model has {vocab_size}, 0 to "

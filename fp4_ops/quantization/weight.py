@@ -154,7 +154,7 @@ def _check(w: Tensor, format: str) -> Format:
     if w.shape[-1] % 2:
         raise ValueError(f"fp4: w has K = {w.shape[-1]}; it must be even")
     if w.is_meta:
-        raise ValueError("fp4: w is on the meta device")
+        raise ValueError("fp4: w is on the meta device; load its values first")
     return FORMATS[format]
 
 
@@ -208,7 +208,7 @@ def _global_scale(w: Tensor, fmt: Format, method: Method) -> Tensor:
     """float32 [E] of w [E, N, K]; ones where the format has none."""
     amax = _largest(w)
     if not amax.isfinite().all():
-        raise ValueError("fp4: w holds NaN or infinity")
+        raise ValueError("fp4: w holds NaN or infinity, which have no 4-bit code; correct it first")
     if not fmt.has_global_scale:
         return torch.ones_like(amax)
     return torch.where(amax == 0, 1.0, divide(amax, element(fmt).top * method.largest_scale))

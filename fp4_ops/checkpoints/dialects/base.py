@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from ...meta.formats import FORMATS
-from ..files import CheckpointError, TensorInfo, read_json
+from ..files import INCOMPLETE, CheckpointError, TensorInfo, read_json
 
 Read = Callable[[TensorInfo], Tensor]
 
@@ -235,7 +235,9 @@ def stored_weights(tensors: dict[str, TensorInfo], dialects: Iterable[Dialect]) 
             if suffix and info.name not in taken:
                 codes = tensors.get(info.name.removesuffix(suffix) + dialect.packed)
                 why = f"{codes.name} is {codes.dtype}" if codes else "they are missing"
-                raise CheckpointError(f"fp4: {info} has no {dialect.name} codes beside it: {why}")
+                raise CheckpointError(
+                    f"fp4: {info} has no {dialect.name} codes beside it: {why}. {INCOMPLETE}"
+                )
     return found
 
 
@@ -252,7 +254,9 @@ def _stored_weight(
 ) -> StoredWeight:
     def beside(suffix: str) -> TensorInfo:
         if base + suffix not in tensors:
-            raise CheckpointError(f"fp4: {packed} has no scale beside it: {base + suffix} is missing")
+            raise CheckpointError(
+                f"fp4: {packed} has no scale beside it: {base + suffix} is missing. {INCOMPLETE}"
+            )
         return tensors[base + suffix]
 
     block_scale = beside(dialect.block_scale)

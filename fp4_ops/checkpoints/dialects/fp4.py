@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from ...meta.formats import FORMATS
-from ..files import CheckpointError, TensorInfo
+from ..files import DAMAGED, CheckpointError, TensorInfo
 from .base import Codes, Dialect, Read, StoredWeight
 
 
@@ -58,7 +58,7 @@ class FP4Dialect(Dialect):
         # NaN is 0xff in e8m0 and s1111111 in e4m3
         nan = raw == 0xFF if format.scale_dtype == torch.float8_e8m0fnu else (raw & 0x7F) == 0x7F
         if nan.any():
-            raise CheckpointError(f"fp4: {stored.block_scale} holds NaN")
+            raise CheckpointError(f"fp4: {stored.block_scale} holds NaN. {DAMAGED}")
         return block_scale
 
     def read_global_scale(self, stored: StoredWeight, read: Read) -> Tensor | None:
@@ -69,7 +69,9 @@ class FP4Dialect(Dialect):
         bad = ~(global_scale.isfinite() & (global_scale > 0))
         if bad.any():
             number = global_scale.reshape(-1)[bad.reshape(-1)][0].item()
-            raise CheckpointError(f"fp4: {stored.global_scale} is {number}; it must be positive and finite")
+            raise CheckpointError(
+                f"fp4: {stored.global_scale} is {number}; it must be positive and finite. {DAMAGED}"
+            )
         return 1.0 / global_scale if self.reciprocal else global_scale
 
 

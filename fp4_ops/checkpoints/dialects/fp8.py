@@ -8,7 +8,7 @@ from math import prod
 import torch
 from torch import Tensor
 
-from ..files import CheckpointError, TensorInfo
+from ..files import DAMAGED, CheckpointError, TensorInfo
 from .base import STACKS, Codes, Dialect, Read, StoredWeight
 
 _AT_ONCE = 1 << 22
@@ -114,7 +114,7 @@ class EightBits(Dialect):
             scale = scale.double()
             nan = ~scale.isfinite()
         if nan.any():
-            raise CheckpointError(f"fp4: {stored.block_scale} holds NaN or infinity")
+            raise CheckpointError(f"fp4: {stored.block_scale} holds NaN or infinity. {DAMAGED}")
         if expert is not None and scale.numel() > 1:
             scale = scale[expert]
         (n, k), (rows, columns) = codes.shape, blocks

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from ...meta.formats import FORMATS
-from ..files import CheckpointError
+from ..files import DAMAGED, CheckpointError
 from .base import Codes, Dialect, Read, StoredWeight
 
 WHOLE_ROW = 1 << 62
@@ -85,7 +85,7 @@ class Int4Dialect(Dialect):
     def read_scale(self, stored: StoredWeight, read: Read) -> Tensor:
         scale = read(stored.block_scale)
         if not scale.isfinite().all():
-            raise CheckpointError(f"fp4: {stored.block_scale} holds NaN or infinity")
+            raise CheckpointError(f"fp4: {stored.block_scale} holds NaN or infinity. {DAMAGED}")
         return scale
 
     def values(self, stored: StoredWeight, read: Read) -> Tensor:
@@ -120,7 +120,7 @@ class Int4Dialect(Dialect):
             return self.in_order(stored)
         index = read(info).long()
         if index.shape != (k,) or bool((index < 0).any() or (index >= -(-k // min(self.group, k))).any()):
-            raise CheckpointError(f"fp4: {info} does not give each of {k} columns a group")
+            raise CheckpointError(f"fp4: {info} does not give each of {k} columns a group. {DAMAGED}")
         return index
 
     def in_order(self, stored: StoredWeight, device: torch.device | None = None) -> Tensor:

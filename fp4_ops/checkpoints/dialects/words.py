@@ -113,5 +113,7 @@ class AWQDialect(WordsDialect):
     def words(self, stored: StoredWeight, read: Read) -> Tensor:
         rows = self.columns(codes_of(read(stored.packed))).T.contiguous()
         if rows.shape[-1] % 8:
-            raise CheckpointError(f"fp4: {stored.packed} has {rows.shape[-1]} rows; 8 must divide them")
+            raise CheckpointError(
+                f"fp4: {stored.packed} has {rows.shape[-1]} rows; it must be a multiple of 8"
+            )
         return (rows[:, ::2] | rows[:, 1::2] << 4).contiguous().view(torch.int32)
