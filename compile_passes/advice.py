@@ -32,13 +32,13 @@ STATIC_WEIGHTS = (
 )
 EVEN = "pad K to an even number with zeros, in the weight and in the rows that it multiplies"
 ALONG = "quantise the weight along the dimension that its product sums over, or leave this one unquantised"
-ALL_HELD = "quantise all experts' weights in one format, or leave all as they were"
-WHOLE_HELD = "quantise each part of the weight that has a product of its own as a weight of its own"
-ONE_SCALE_HELD = "quantise gate and up of an expert under one global scale, as one weight"
+ONE_FORMAT = "quantise all experts' weights in one format, or leave all as they were"
+WHOLE_WEIGHT = "quantise each part of the weight that has a product of its own as a weight of its own"
+ONE_GLOBAL_SCALE = "quantise gate and up of an expert under one global scale, as one weight"
 OWN_MATRIX = (
     "let expert e's products read parameters of its own: w[e], a slice of it, or self.experts[e].weight"
 )
-HELD_PRODUCT = "use such a weight in matrix products only: F.linear, x @ w.T, torch.bmm, _grouped_mm"
+PRODUCTS_ONLY = "use such a weight in matrix products only: F.linear, x @ w.T, torch.bmm, _grouped_mm"
 FOUR_BITS = "quantise the weight to nvfp4, or to mxfp4 in blocks of 32, or leave it unquantised"
 OTHER_SUBCLASS = none(
     "what such a tensor holds is not known here; with weights that are ordinary tensors, FP4Tensor, or "

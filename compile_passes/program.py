@@ -12,7 +12,7 @@ from torch.export import ExportedProgram
 from torch.export.graph_signature import InputKind, OutputKind
 from torch.utils import _pytree as pytree
 
-from ..meta.layouts import held
+from ..meta.layouts import byte_view
 from . import advice
 from .emit.rewrite import rewrite as rewrite_graph
 from .options import parse
@@ -36,7 +36,7 @@ class RewrittenProgram(nn.Module):
         self.graph_module, self.report, self._out_spec = graph, report, spec
         self._dtypes = {name: tensor.dtype for name, tensor in constants.items()}
         for name, tensor in constants.items():
-            self.register_buffer(name, held(tensor))
+            self.register_buffer(name, byte_view(tensor))
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         given = pytree.tree_leaves((args, kwargs))

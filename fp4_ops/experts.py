@@ -15,7 +15,7 @@ from .distributed.parts import Part, local
 from .input_gradients import FrozenExperts
 from .meta.formats import FORMATS, activation_name, known_activation
 from .meta.gradients import call
-from .meta.layouts import LAYOUTS, block_scales, held, packed_spec, preferred_layout
+from .meta.layouts import LAYOUTS, block_scales, byte_view, packed_spec, preferred_layout
 from .relayout import Operands, relayout
 
 IMPLEMENTATION = "fp4"
@@ -134,8 +134,8 @@ class PackedWeight(nn.Module):
         self.format, self.layout, self.interleaved = format, layout, interleaved
         self.part = part
         self.k = 2 * packed.shape[-1] if k is None else k
-        self.register_buffer("packed", held(packed))
-        self.register_buffer("block_scale", held(block_scale))
+        self.register_buffer("packed", byte_view(packed))
+        self.register_buffer("block_scale", byte_view(block_scale))
         self.register_buffer("global_scale", global_scale)
         if part is not None:
             rank = torch.tensor([part.rank], dtype=torch.int32, device=packed.device)
@@ -181,7 +181,7 @@ class PackedWeight(nn.Module):
             return packed, scale, factor
         if layout != "plain":
             raise ValueError(f"fp4: interleaved rows go to layout 'plain' first, not to '{layout}'")
-        return deinterleave(packed), deinterleave(held(scale)).view(scale.dtype), factor
+        return deinterleave(packed), deinterleave(byte_view(scale)).view(scale.dtype), factor
 
     def become_parameters(self) -> None:
         """packed and block_scale are Parameters from now on, as FSDP shards them, in this layout for good."""
@@ -199,7 +199,7 @@ class PackedWeight(nn.Module):
         if self.interleaved and layout not in (self.layout, "plain"):
             self.set_layout("plain")
         packed, scale, self.global_scale = self.in_layout(layout)
-        self.packed, self.block_scale = held(packed), held(scale)
+        self.packed, self.block_scale = byte_view(packed), byte_view(scale)
         if layout != self.layout:
             self.layout, self.interleaved = layout, False
 
@@ -239,7 +239,7 @@ class PackedWeight(nn.Module):
         """Makes room for what was saved in another layout; `set_extra_state` then puts it in order."""
         for name in ("packed", "block_scale"):
             if (saved := state_dict.get(prefix + name)) is not None:  # float8 in older state dicts
-                state_dict[prefix + name] = held(saved)
+                state_dict[prefix + name] = byte_view(saved)
         state, packed, scale = (state_dict.get(prefix + n) for n in ("_extra_state", "packed", "block_scale"))
         complete = state is not None and packed is not None and scale is not None
         if state is not None and (words := self._of_another_part(state)):
@@ -301,7 +301,7 @@ class PackedWeight(nn.Module):
     def __setstate__(self, state: dict[str, Any]) -> None:
         super().__setstate__(state)
         self.__dict__.setdefault("part", None)  # older pickles
-        self.block_scale = held(self.block_scale)  # float8 in older pickles
+        self.block_scale = byte_view(self.block_scale)  # float8 in older pickles
         register()  # a model that was pickled whole may be the first use of fp4_ops in its process
 
     def extra_repr(self) -> str:

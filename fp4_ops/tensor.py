@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from .meta.dtensors import refuse_dtensors
-from .meta.layouts import block_scales, held
+from .meta.layouts import block_scales, byte_view
 from .relayout import Operands, relayout
 
 aten = torch.ops.aten
@@ -85,8 +85,8 @@ class FP4Tensor(torch.Tensor):
     ) -> None:
         if isinstance(packed, FP4Tensor) or block_scale is None:
             return  # `detach` has given it all
-        self.packed = held(packed)
-        self.held_scale = held(block_scale)
+        self.packed = byte_view(packed)
+        self.held_scale = byte_view(block_scale)
         self.global_scale = global_scale
         self.format = format
         self.weight_layout = layout  # `Tensor.layout` itself is torch's (strided)
@@ -136,7 +136,7 @@ class FP4Tensor(torch.Tensor):
     def __setstate__(self, state: dict[str, Any]) -> None:
         """Also of files in which block scales are float8."""
         if "block_scale" in state:
-            state = {**state, "held_scale": held(state["block_scale"])}
+            state = {**state, "held_scale": byte_view(state["block_scale"])}
             del state["block_scale"]
         self.__dict__.update(state)
 

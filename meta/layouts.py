@@ -159,7 +159,7 @@ def packed_spec(
     return spec
 
 
-def held(operand: torch.Tensor) -> torch.Tensor:
+def byte_view(operand: torch.Tensor) -> torch.Tensor:
     """`operand` as modules and tensor subclasses hold it: what has one byte an element as uint8, uncopied.
 
     Pickle, collectives, numpy and `torch.equal` know uint8; of float8 each lacks something.
@@ -171,7 +171,7 @@ def held(operand: torch.Tensor) -> torch.Tensor:
 
 
 def block_scales(scale: torch.Tensor, format: str, layout: str) -> torch.Tensor:
-    """The inverse of `held` for block scales: as operators take them, uncopied."""
+    """The inverse of `byte_view` for block scales: as operators take them, uncopied."""
     if scale.dtype != torch.uint8:
         return scale
     return scale.view(LAYOUTS[layout].scale_dtype or FORMATS[format].scale_dtype)

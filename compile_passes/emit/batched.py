@@ -184,17 +184,17 @@ def _experts(v: Value, left: bool, reader: Reader) -> list[tuple[Matrix, ...]] |
 
 
 def _write(w: Writer, b: Batched, packed: Packed) -> Site:
-    how = w.activations(b.weight, packed.layout)
+    activations = w.activations(b.weight, packed.layout)
     with w.gm.graph.inserting_before(b.node):
-        out = put_back(w, b, multiplied(w, b, packed, how))
+        out = put_back(w, b, multiplied(w, b, packed, activations))
     w.replace(b.node, out)
     matrix = b.experts[0][0]
     load = Load(len(b.experts), len(b.experts), hint(b.rows))
     text = f"{len(b.experts)} experts, N {matrix.n}, K {matrix.k}"
-    return w.site("fp4::grouped_mm_masked", b.node, [packed], FORM, how, text, load)
+    return w.site("fp4::grouped_mm_masked", b.node, [packed], FORM, activations, text, load)
 
 
-def multiplied(w: Writer, b: Batched, packed: Packed, how: Activations) -> fx.Node:
+def multiplied(w: Writer, b: Batched, packed: Packed, activations: Activations) -> fx.Node:
     """[E, T, N]: each expert's rows times its packed weight."""
     weight, call, a, count = w.operands(packed), w.call, b.a, static_int(b.rows)
     if b.shared:
@@ -205,7 +205,7 @@ def multiplied(w: Writer, b: Batched, packed: Packed, how: Activations) -> fx.No
     counted = count if count is not None else call(aten.sym_size.int, a, 1)
     dtype, device = value(b.node).dtype, value(b.node).device
     every = call(aten.full.default, [len(b.experts)], counted, dtype=torch.int32, device=device)
-    rows = w.quantised(a, how, packed.layout)
+    rows = w.quantised(a, activations, packed.layout)
     return w.product("grouped_mm_masked", rows, weight, packed.spec, dtype, every)
 
 

@@ -18,7 +18,7 @@ from ..graph.nodes import aten, is_op, need, value
 from ..index.reader import Reader
 from ..recognise.mixture import Matrix, Mixture
 from ..report import Load, Site, hint
-from ..weights.prequantized import is_held
+from ..weights.prequantized import is_prequantized
 from .batched import multiplied, put_back, read_batched
 from .linears import factors, read_matrix
 from .writer import Packed, Writer, place
@@ -54,7 +54,7 @@ class _Products:
         parts = [list(m.parts(lambda b: b.up)), list(m.parts(lambda b: (b.down,)))]
         like = parts[0][0][0].ref.node
         for node in {p.ref.node for experts in parts for each in experts for p in each}:
-            need(not is_held(node), "a weight in 4 bits has other users", m.root, advice.EVERY_USE)
+            need(not is_prequantized(node), "a weight in 4 bits has other users", m.root, advice.EVERY_USE)
         self.layout = writer.layout(
             like, *{(p.n, p.k) for experts in parts for each in experts for p in each}
         )

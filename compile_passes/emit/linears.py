@@ -20,7 +20,7 @@ from ..options import Options
 from ..recognise.factors import K, N
 from ..recognise.mixture import Matrix
 from ..report import Load, Site, hint, left_alone
-from ..weights.prequantized import is_held
+from ..weights.prequantized import is_prequantized
 from .writer import Writer
 
 KEPT = re.compile(r"attn|attention|(^|\.)(lm_head|embed\w*|router|gate|score\w*|shared_expert_gate)\.weight$")
@@ -37,7 +37,7 @@ def linear_layers(writer: Writer, reader: Reader) -> Iterator[Site]:
         matrix = read_matrix(weight, reader)
         if matrix is None or set(matrix.ref.index) != {N, K}:
             continue
-        if not (is_held(matrix.ref.node) or _is_asked_for(matrix, writer.options)):
+        if not (is_prequantized(matrix.ref.node) or _is_asked_for(matrix, writer.options)):
             continue
         if bias is not None and len(shape(bias)) != 1:
             continue

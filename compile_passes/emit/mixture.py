@@ -26,7 +26,7 @@ from ..recognise.branches import Branch, Matrix, Mixture
 from ..recognise.factors import OUT, J, K
 from ..report import Load, Site, hint
 from ..weights.packed import JoinSpec, PackSpec
-from ..weights.prequantized import HeldSpec, own_scales
+from ..weights.prequantized import StoredSpec, own_scales
 from .routing import Routing
 from .writer import Operands, Packed, Writer, as_it_is, assemble
 
@@ -52,7 +52,7 @@ class _Experts:
     up_bias: fx.Node | None
     down_bias: fx.Node | None
     gain: fx.Node | None
-    spec: PackSpec | HeldSpec
+    spec: PackSpec | StoredSpec
     """How gate/up and down are packed."""
 
 
@@ -88,11 +88,14 @@ class Emitter:
         layout = self._layout()
         up, interleaved = self._gate_up(layout)
         down = self.w.pack(m.parts(lambda b: (b.down,)), layout, m.root)
-        if isinstance(up.spec, HeldSpec) and isinstance(down.spec, HeldSpec) and own_scales(up.spec):
+        if isinstance(up.spec, StoredSpec) and isinstance(down.spec, StoredSpec) and own_scales(up.spec):
             down = self._rescaled(up, down)
         same_kind = (up.spec.format, up.layout) == (down.spec.format, down.layout)
         need(
-            same_kind, "gate/up and down are packed in different formats or layouts", m.root, advice.ALL_HELD
+            same_kind,
+            "gate/up and down are packed in different formats or layouts",
+            m.root,
+            advice.ONE_FORMAT,
         )
         vectors = (
             self._vectors(lambda b: b.up_bias, interleaved),
@@ -287,7 +290,7 @@ class Emitter:
         return whole or self.w.pack(experts, layout, site, interleaved=interleaved), interleaved
 
     def _rescaled(self, up: Packed, down: Packed) -> Packed:
-        """`down` with what up lacks when it is stored under gate's global scale (HeldSpec.rescale)."""
+        """`down` with what up lacks when it is stored under gate's global scale (StoredSpec.rescale)."""
         a = find_activation(self.activation)
         linear = (
             a is not None and a.gated and a.limit is None and not a.up_offset and not any(self.common.up_bias)
@@ -296,17 +299,17 @@ class Emitter:
             linear,
             "gate and up are held under global scales of their own, and the activation is not linear in up",
             self.m.root,
-            advice.ONE_SCALE_HELD,
+            advice.ONE_GLOBAL_SCALE,
         )
         sources = tuple(dict.fromkeys((*down.sources, *up.sources)))
         at = [sources.index(s) for s in up.sources]
-        assert isinstance(up.spec, HeldSpec) and isinstance(down.spec, HeldSpec)
+        assert isinstance(up.spec, StoredSpec) and isinstance(down.spec, StoredSpec)
         pairs = tuple(
             (replace(gate, source=at[gate.source]), replace(own, source=at[own.source]))
             for gate, own in up.spec.assembly.experts
         )
-        held = tuple(s.meta["held"] for s in sources)
-        return Packed(sources, replace(down.spec, held=held, rescale=pairs))
+        stored = tuple(s.meta["prequantized"] for s in sources)
+        return Packed(sources, replace(down.spec, sources=stored, rescale=pairs))
 
     def _vectors(
         self, of: Callable[[Branch], tuple[Matrix | None, ...]], interleaved: bool

@@ -42,7 +42,7 @@ from ..report import Site, left_alone
 from ..trace.capture import CannotCapture, mutated_inputs
 from ..weights.decoded import find_decoded
 from ..weights.packed import Swap
-from ..weights.prequantized import is_held
+from ..weights.prequantized import is_prequantized
 from .batched import batched_products
 from .every_use import write_every_use
 from .linears import linear_layers
@@ -150,7 +150,7 @@ def _mixtures(s: _State) -> None:
             if isinstance(found, Mixture):
                 _stay_together(found.weights, s.writer.mutated)
     sweep(graph)
-    packed = {n for slot in writer.slots.keys() - others for n in slot[0] if not is_held(n)}
+    packed = {n for slot in writer.slots.keys() - others for n in slot[0] if not is_prequantized(n)}
     writer.check_uses(packed, set(s.products))
 
 
@@ -232,7 +232,7 @@ PASSES: tuple[Pass[_State], ...] = (
     Pass("find_products", _find),
     Pass("mixtures", _mixtures),
     Pass("batched_products", _batched),
-    Pass("linear_layers", _linears, when=lambda s: s.options.linear or any(map(is_held, s.fixed))),
+    Pass("linear_layers", _linears, when=lambda s: s.options.linear or any(map(is_prequantized, s.fixed))),
     Pass("single_products", _products),
     Pass("topk", _topk, when=lambda s: any(site.rewritten for site in s.sites)),
     Pass("attention", _attention, when=lambda s: any(site.rewritten for site in s.sites)),
@@ -255,15 +255,18 @@ def _is_weight(node: fx.Node, fixed: set[fx.Node]) -> bool:
 
 def _format(weight: fx.Node, options: Options) -> tuple[str, bool]:
     """(format, whether the model itself holds it so) of a weight once it is packed."""
-    return (weight.meta["held"].format, True) if is_held(weight) else (options.format, False)
+    return (weight.meta["prequantized"].format, True) if is_prequantized(weight) else (options.format, False)
 
 
 def _no_stand_in_is_left(graph: fx.Graph, sites: list[Site]) -> None:
     """What takes the place of a tensor subclass holds no values: every use must have become an operator's."""
     for node in graph.find_nodes(op="placeholder"):
-        for user in node.users if is_held(node) else ():
-            kind, refused = node.meta["held"].kind, [(s.reason, s.change) for s in sites if not s.rewritten]
-            own = f"{called(user)} reads it", advice.HELD_PRODUCT
+        for user in node.users if is_prequantized(node) else ():
+            kind, refused = (
+                node.meta["prequantized"].kind,
+                [(s.reason, s.change) for s in sites if not s.rewritten],
+            )
+            own = f"{called(user)} reads it", advice.PRODUCTS_ONLY
             why, change = refused[0] if refused else own
             raise CannotCapture(f"a product of {input_name(node)} ({kind}) was not found: {why}", change)
 

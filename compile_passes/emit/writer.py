@@ -26,7 +26,7 @@ from ..recognise.branches import EvenParts, Experts, Parts
 from ..recognise.factors import K, N
 from ..report import Load, Site
 from ..weights.packed import Assembly, JoinSpec, PackSpec, Piece, Swap
-from ..weights.prequantized import HeldSpec, format_of, held_spec, inputs_of, is_held
+from ..weights.prequantized import StoredSpec, format_of, inputs_of, is_prequantized, stored_spec
 from .one_precision import refuse_two_precisions
 
 fp4 = torch.ops.fp4
@@ -39,7 +39,7 @@ class Packed(NamedTuple):
     """A weight of an operator: the parameters it is made of, and how."""
 
     sources: tuple[fx.Node, ...]
-    spec: PackSpec | HeldSpec
+    spec: PackSpec | StoredSpec
 
     @property
     def layout(self) -> str:
@@ -87,7 +87,9 @@ class Writer:
         self.gm, self.options = gm, options
         self.mutated: set[fx.Node] = set()
         """Inputs that the graph writes to, which stay as they are."""
-        self.slots: dict[tuple[tuple[fx.Node, ...], PackSpec | JoinSpec | HeldSpec], tuple[fx.Node, ...]] = {}
+        self.slots: dict[
+            tuple[tuple[fx.Node, ...], PackSpec | JoinSpec | StoredSpec], tuple[fx.Node, ...]
+        ] = {}
         self.written: set[fx.Node] = set()
         self.replaced: dict[fx.Node, fx.Node] = {}
         self.inputs = list(gm.graph.find_nodes(op="placeholder"))
@@ -126,7 +128,7 @@ class Writer:
         one = as_it_is(experts, interleaved, site)
         k = next(iter(experts))[0].k
         need(k % 2 == 0, f"K = {k} is odd; two codes share a byte", site, advice.EVEN)
-        if one is not None and not is_held(one.parameter):
+        if one is not None and not is_prequantized(one.parameter):
             need_own(one.parameter, self.mutated, site)
             return Packed((one.parameter,), PackSpec(self.options.format, layout, one.transposed))
         sources, assembly = assemble(experts, interleaved, site)
@@ -138,16 +140,16 @@ class Writer:
                 site,
                 advice.ONE_DTYPE,
             )
-        if any(map(is_held, sources)):
-            return Packed(sources, held_spec(sources, assembly, layout, site))
+        if any(map(is_prequantized, sources)):
+            return Packed(sources, stored_spec(sources, assembly, layout, site))
         return Packed(sources, PackSpec(self.options.format, layout, False, assembly))
 
     def pack_whole(self, w: WeightRef, layout: str) -> Packed:
         """A parameter as it is."""
-        spec: PackSpec | HeldSpec = PackSpec(self.options.format, layout, w.transposed)
-        if is_held(w.placeholder):
+        spec: PackSpec | StoredSpec = PackSpec(self.options.format, layout, w.transposed)
+        if is_prequantized(w.placeholder):
             whole = Assembly.of_one(w.experts, w.n, w.k, w.transposed)
-            spec = held_spec((w.placeholder,), whole, layout, w.placeholder)
+            spec = stored_spec((w.placeholder,), whole, layout, w.placeholder)
         return Packed((w.placeholder,), spec)
 
     def operands(self, packed: Packed) -> Operands:
@@ -159,7 +161,9 @@ class Writer:
         tensors = self.slot(*packed)
         return (*(self.call(aten.select.int, t, 0, e) for t in tensors), None)[:3]
 
-    def slot(self, sources: tuple[fx.Node, ...], spec: PackSpec | JoinSpec | HeldSpec) -> tuple[fx.Node, ...]:
+    def slot(
+        self, sources: tuple[fx.Node, ...], spec: PackSpec | JoinSpec | StoredSpec
+    ) -> tuple[fx.Node, ...]:
         """The graph inputs that hold what `spec` makes of these parameters."""
         sources = tuple(n for s in sources for n in inputs_of(s))
         key = (sources, spec)
@@ -187,13 +191,13 @@ class Writer:
         """How rows enter products with a weight in this layout, on the device of the parameter `like`."""
         return Activations(*self.options.a_format(value(like).device.type, layout))
 
-    def quantised(self, a: fx.Node, how: Activations, layout: str) -> QuantisedRows:
+    def quantised(self, a: fx.Node, activations: Activations, layout: str) -> QuantisedRows:
         """Rows of one product and their scales, for products with weights in this layout."""
-        if not how.are_quantised:
+        if not activations.are_quantised:
             return QuantisedRows(a)
-        if how.format in FP4_FORMATS:
-            return self._in_fp4(a, how.format)
-        if how.format == "int8":
+        if activations.format in FP4_FORMATS:
+            return self._in_fp4(a, activations.format)
+        if activations.format == "int8":
             both = self.call(fp4.quantize_int8.default, a)
         else:
             both = self.call(fp4.quantize_fp8.default, a, layout=LAYOUTS[layout].a_layout)
@@ -217,7 +221,7 @@ class Writer:
         name: str,
         rows: QuantisedRows,
         weight: Operands,
-        spec: PackSpec | HeldSpec,
+        spec: PackSpec | StoredSpec,
         out_dtype: torch.dtype,
         *route: fx.Node,
         bias: fx.Node | None = None,
@@ -237,7 +241,7 @@ class Writer:
         at: fx.Node,
         packed: Sequence[Packed],
         form: str,
-        how: Activations,
+        activations: Activations,
         shape_text: str,
         load: Load,
         *,
@@ -249,8 +253,8 @@ class Writer:
         sources = list(dict.fromkeys(n for p in packed for n in p.sources))
         values = [value(n) for n in sources]
         after = sum(p.spec.num_bytes(tuple(value(p.sources[0]).shape)) for p in packed)
-        held = any(map(is_held, sources))
-        before = after if held else sum(v.numel() * v.dtype.itemsize for v in values)
+        already = any(map(is_prequantized, sources))
+        before = after if already else sum(v.numel() * v.dtype.itemsize for v in values)
         spec = packed[0].spec
         return Site(
             module=module_path(at),
@@ -259,15 +263,15 @@ class Writer:
             where=location(at),
             weights=tuple(input_name(inputs_of(n)[0]) for n in sources),
             shape=shape_text,
-            form=form + (f", weights from {sources[0].meta['held'].kind}" if held else ""),
+            form=form + (f", weights from {sources[0].meta['prequantized'].kind}" if already else ""),
             kernel=kernel(values[0].device.type, spec.layout),
             format=spec.format,
             layout=spec.layout,
             activation=activation,
-            a_format=str(how),
+            a_format=str(activations),
             bytes_before=before,
             bytes_after=after,
-            gain=None if held else load.gain(before, after),
+            gain=None if already else load.gain(before, after),
             change=change,
         )
 
@@ -298,7 +302,7 @@ class Writer:
         swapped = {p for sources, _ in self.slots for p in sources}
         keep = []
         for index, node in enumerate(self.inputs):
-            if (node in swapped or is_held(node)) and not node.users:
+            if (node in swapped or is_prequantized(node)) and not node.users:
                 self.gm.graph.erase_node(node)
             else:
                 keep.append(index)

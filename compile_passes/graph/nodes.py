@@ -333,7 +333,7 @@ class Weights:
             advice.STATIC_WEIGHTS,
         )
         weight = WeightRef(node, transposed=not swapped)
-        way = node.meta.get("held")
+        way = node.meta.get("prequantized")
         need(
             way is None or way.transposed == weight.transposed,
             f"the weight {called(node)} is quantised along a dimension that its product keeps",

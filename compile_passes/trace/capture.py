@@ -25,7 +25,7 @@ from torch.utils import _pytree as pytree
 from ...meta.dtensors import split_over_processes
 from .. import advice
 from ..naming import source_name
-from ..weights.prequantized import Held, Unreadable, held, is_subclass, stand_in
+from ..weights.prequantized import Prequantized, Unreadable, is_subclass, prequantized, stand_in
 from .copier import CannotCopy, Copier, as_written
 from .functional import (
     CannotCapture,
@@ -67,7 +67,7 @@ def capture(gm: fx.GraphModule, inputs: Sequence[Any]) -> tuple[fx.GraphModule, 
         raise CannotCapture(
             "the graph holds tensors as attributes (inline_inbuilt_nn_modules is off?)", advice.INLINE
         )
-    ways = [_held(x) for x in inputs]
+    ways = [_prequantized(x) for x in inputs]
 
     context = TracingContext.try_get()
     fake_mode = (context.fake_mode if context is not None else None) or detect_fake_mode(inputs)
@@ -86,15 +86,15 @@ def capture(gm: fx.GraphModule, inputs: Sequence[Any]) -> tuple[fx.GraphModule, 
     _restore_dynamo_metadata(gm, traced)
     for node, way in zip(_placeholders(traced), ways, strict=True):
         if way is not None:
-            node.meta["held"] = way
+            node.meta["prequantized"] = way
     return traced, fake_mode
 
 
-def _held(x: Any) -> Held | None:
+def _prequantized(x: Any) -> Prequantized | None:
     if not is_subclass(x):
         return None
     try:
-        way = held(x)
+        way = prequantized(x)
     except Unreadable as reason:
         raise CannotCapture(f"an input is {reason}", advice.FOUR_BITS) from None
     if words := split_over_processes(x):

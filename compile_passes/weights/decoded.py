@@ -13,7 +13,7 @@ from torch import Tensor, fx
 
 from ...relayout import relayout
 from ..graph.nodes import arguments, is_op, is_pure, is_tensor, shape
-from .prequantized import Held, Parts
+from .prequantized import Parts, Prequantized
 
 fp4 = torch.ops.fp4
 
@@ -42,7 +42,7 @@ class Program:
 
 
 def find_decoded(graph: fx.Graph, fixed: set[fx.Node], mutated: set[fx.Node]) -> set[fx.Node]:
-    """The nodes that stand for weights held in 4 bits; each knows how (`held.is_held`)."""
+    """The nodes that stand for weights held in 4 bits; each knows how (`is_prequantized`)."""
     found = set()
     for node in graph.nodes:
         if is_op(node, fp4.dequantize) and _note(node, fixed - mutated):
@@ -61,8 +61,8 @@ def _note(node: fx.Node, fixed: set[fx.Node]) -> bool:
     values = tuple(tuple(t.meta["constant"].flatten().tolist()) for t in tables)
     program = Program(gm.code, a["format"], a["layout"], int(shape(node)[-1]), values, gm)
     inputs = (*inputs, *tables)
-    node.meta["held"] = Held("fp4.dequantize", a["format"], program, inputs=len(inputs))
-    node.meta["held_inputs"] = inputs
+    node.meta["prequantized"] = Prequantized("fp4.dequantize", a["format"], program, inputs=len(inputs))
+    node.meta["stored_inputs"] = inputs
     return True
 
 

@@ -155,7 +155,7 @@ class JoinSpec:
 
 
 class Spec(Protocol):
-    """How graph inputs are made of weights: PackSpec, JoinSpec and prequantized.HeldSpec; a key."""
+    """How graph inputs are made of weights: PackSpec, JoinSpec and prequantized.StoredSpec; a key."""
 
     @property
     def tensors(self) -> int: ...

@@ -32,7 +32,7 @@ class Unreadable(Exception):
 
 
 @dataclass(frozen=True)
-class Held:
+class Prequantized:
     """How the graph inputs behind one weight are read."""
 
     kind: str
@@ -46,11 +46,11 @@ class Held:
     """Of the block scales, where the format leaves a choice."""
 
 
-def held(x: Any) -> Held | None:
+def prequantized(x: Any) -> Prequantized | None:
     """How a tensor subclass is read; None if it is no 4-bit tensor that is known here."""
     if isinstance(x, FP4Tensor):
         choice = len(FORMATS[x.format].scale_dtypes) > 1
-        return Held(
+        return Prequantized(
             "FP4Tensor", x.format, _fp4, x.transposed, scale_dtype=x.block_scale.dtype if choice else None
         )
     if type(x).__module__.startswith("torchao.") and type(x).__name__ in _TORCHAO:
@@ -94,8 +94,8 @@ def _is_transposed(w: Any) -> bool:
     return w.qdata.stride(-2) < w.qdata.stride(-1)
 
 
-def _nvfp4_tensor(w: Any) -> Held:
-    return Held(_kind(w), "nvfp4", _torchao_plain, _is_transposed(w))
+def _nvfp4_tensor(w: Any) -> Prequantized:
+    return Prequantized(_kind(w), "nvfp4", _torchao_plain, _is_transposed(w))
 
 
 def _kind(w: Any) -> str:
@@ -104,23 +104,23 @@ def _kind(w: Any) -> str:
     return f"torchao {type(w).__name__}{own}"
 
 
-def _mx_tensor(w: Any) -> Held:
+def _mx_tensor(w: Any) -> Prequantized:
     if w.elem_dtype != torch.float4_e2m1fn_x2:
         raise Unreadable(f"an MXTensor of {str(w.elem_dtype).removeprefix('torch.')}, not of 4 bits")
     if w.block_size != FORMATS["mxfp4"].block:
         raise Unreadable(f"an MXTensor with blocks of {w.block_size}, not of 32")
-    return Held(_kind(w), "mxfp4", _torchao_plain, _is_transposed(w))
+    return Prequantized(_kind(w), "mxfp4", _torchao_plain, _is_transposed(w))
 
 
-_TORCHAO: dict[str, Callable[[Any], Held]] = {"NVFP4Tensor": _nvfp4_tensor, "MXTensor": _mx_tensor}
+_TORCHAO: dict[str, Callable[[Any], Prequantized]] = {"NVFP4Tensor": _nvfp4_tensor, "MXTensor": _mx_tensor}
 
 
 # --- what a rewritten graph gets ---
 
 
 @dataclass(frozen=True)
-class HeldSpec:
-    """Operands [E, parts * n, k] put together from held weights: stacked and reordered, never decoded.
+class StoredSpec:
+    """Operands [E, parts * n, k] put together from weights in 4 bits: stacked, reordered, never decoded.
 
     Parts of one expert that have global scales of their own (gate and up) are stored under the first one's;
     `rescale`, of the down weight, then has for each expert that (gate, up) pair, and the missing factor
@@ -130,7 +130,7 @@ class HeldSpec:
     format: str
     layout: str
     assembly: Assembly
-    held: tuple[Held, ...]
+    sources: tuple[Prequantized, ...]
     rescale: tuple[tuple[Piece, Piece], ...] = ()
     transposed = False
 
@@ -140,7 +140,7 @@ class HeldSpec:
 
     def shapes(self, stored: tuple[int, ...]) -> list[tuple[tuple[int, ...], torch.dtype]]:
         e, n, k = self.assembly.shape
-        dtypes = {h.scale_dtype for h in self.held}  # of several, the widest
+        dtypes = {h.scale_dtype for h in self.sources}  # of several, the widest
         scale_dtype = dtypes.pop() if len(dtypes) == 1 else FORMATS[self.format].wide_scale_dtype
         return packed_spec(FORMATS[self.format], LAYOUTS[self.layout], (e,), n, k, scale_dtype)
 
@@ -150,7 +150,7 @@ class HeldSpec:
     def pack(self, *inputs: Tensor) -> tuple[Tensor, ...]:
         with torch.inference_mode(False), torch.no_grad():
             given, parts = iter(inputs), []
-            for h in self.held:
+            for h in self.sources:
                 parts.append(h.parts(*(next(given) for _ in range(h.inputs))))
             experts = [[self._piece(parts, p) for p in pieces] for pieces in self.assembly.experts]
             packed, scale = (torch.stack([self._rows(e, i) for e in experts]) for i in (0, 1))
@@ -184,35 +184,35 @@ class HeldSpec:
         return packed[lead][rows], scale[lead][rows], global_scale.float()
 
 
-def is_held(node: fx.Node) -> bool:
-    return "held" in node.meta
+def is_prequantized(node: fx.Node) -> bool:
+    return "prequantized" in node.meta
 
 
 def format_of(node: fx.Node, format: str) -> str:
-    """The format that a weight is held in, or else will have."""
-    return node.meta["held"].format if is_held(node) else format
+    """The format of a weight that is in 4 bits already; of any other the one it will get."""
+    return node.meta["prequantized"].format if is_prequantized(node) else format
 
 
 def inputs_of(node: fx.Node) -> tuple[fx.Node, ...]:
     """The graph inputs that hold a weight: itself, or what the graph decodes it from."""
-    return node.meta.get("held_inputs", (node,))
+    return node.meta.get("stored_inputs", (node,))
 
 
-def held_spec(sources: tuple[fx.Node, ...], assembly: Assembly, layout: str, site: fx.Node) -> HeldSpec:
-    """The spec for weights all of which are held, in one format, and used along the dimension they should."""
+def stored_spec(sources: tuple[fx.Node, ...], assembly: Assembly, layout: str, site: fx.Node) -> StoredSpec:
+    """The spec for weights that are all in 4 bits, in one format, and used along the right dimension."""
     need(
-        all(map(is_held, sources)),
+        all(map(is_prequantized, sources)),
         "some of the experts' weights are held in 4 bits, others not",
         site,
-        advice.ALL_HELD,
+        advice.ONE_FORMAT,
     )
-    ways: tuple[Held, ...] = tuple(s.meta["held"] for s in sources)
+    ways: tuple[Prequantized, ...] = tuple(s.meta["prequantized"] for s in sources)
     formats = sorted({h.format for h in ways})
     need(
         len(formats) == 1,
         f"the experts' weights are in different formats ({', '.join(formats)})",
         site,
-        advice.ALL_HELD,
+        advice.ONE_FORMAT,
     )
     for pieces in assembly.experts:
         for p in pieces:
@@ -230,12 +230,12 @@ def held_spec(sources: tuple[fx.Node, ...], assembly: Assembly, layout: str, sit
                 whole,
                 "a product takes only some columns of a weight that is held in 4 bits",
                 site,
-                advice.WHOLE_HELD,
+                advice.WHOLE_WEIGHT,
             )
-    return HeldSpec(formats[0], layout, assembly, ways)
+    return StoredSpec(formats[0], layout, assembly, ways)
 
 
-def own_scales(spec: HeldSpec) -> bool:
+def own_scales(spec: StoredSpec) -> bool:
     """Whether the parts of an expert may differ in their global scales."""
     if not FORMATS[spec.format].has_global_scale:
         return False

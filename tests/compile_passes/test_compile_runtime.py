@@ -19,7 +19,7 @@ from conftest import more
 from fp4_ops.compile_passes.options import inductor_patches, parse, version_hash
 from fp4_ops.compile_passes.weights import packed as packed_weights
 from fp4_ops.compile_passes.weights.packed import PackSpec, store
-from fp4_ops.meta.layouts import held
+from fp4_ops.meta.layouts import byte_view
 from moe_models import Block, Recorder, relative_error
 from places import HELPERS
 
@@ -74,7 +74,7 @@ def test_swapped_contents_are_noticed():
     torch.utils.swap_tensors(block.w13, other.w13)
     assert block.w13 is parameter
     after, want = kept.get(block.w13), torch.ops.fp4.quantize(block.w13.detach(), "nvfp4")
-    assert all(torch.equal(held(a), held(b)) for a, b in zip(after, want, strict=True))
+    assert all(torch.equal(byte_view(a), byte_view(b)) for a, b in zip(after, want, strict=True))
     assert not torch.equal(codes, after[0])
     del before, after, other, parameter
     block.w13 = None

@@ -9,7 +9,7 @@ import pickle
 import pytest
 import torch
 from fp4_ops.meta.formats import FORMATS
-from fp4_ops.meta.layouts import held
+from fp4_ops.meta.layouts import byte_view
 from moe_models import build, tokens
 from torch import nn
 
@@ -124,7 +124,7 @@ def test_scales_are_held_as_bytes_and_not_copied(format):
     w = model.lm_head.weight
     assert w.block_scale.dtype == FORMATS[format].scale_dtype
     assert w.block_scale.data_ptr() == w.held_scale.data_ptr()
-    assert held(w.block_scale).dtype == w.held_scale.dtype
+    assert byte_view(w.block_scale).dtype == w.held_scale.dtype
 
 
 @pytest.mark.parametrize("format", FLOAT8)
