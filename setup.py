@@ -217,7 +217,8 @@ def generated_headers() -> list[Path]:
     from generate import constants, operator_checks, tables
 
     headers = {
-        "fitted.h": constants.constants(),
+        "fitted.h": constants.fitted(),
+        "kernel_libraries.h": constants.kernel_libraries(),
         "operator_checks.h": operator_checks.operator_checks(),
         "tables.h": tables.tables(),
     }
@@ -395,7 +396,7 @@ class AnyPythonWheel(bdist_wheel):
 setup(
     packages=packages(),
     package_dir=ROOMS,
-    package_data={"": ["constants.json"]},
+    package_data={"": ["constants.json", "kernels.json"]},
     ext_modules=[
         CppExtension(
             "fp4_ops._C",

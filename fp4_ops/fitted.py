@@ -1,8 +1,8 @@
-"""Numbers that were fitted to measured times, as data: which device gave them, at which commit, and when.
+"""What is data about native kernels, beside the code of their backend. Neither torch nor the built package is
+needed here: `setup.py` writes it into a C++ header, too (csrc/generate/constants.py).
 
-Each backend has them beside its code, in `constants.json`: groups of named values. `setup.py` writes those of
-the native kernels into a C++ header (csrc/generate/constants.py). Neither torch nor the built package is
-needed here.
+`kernels.json`: which library, which GPUs run it, which layouts it reads. `constants.json`: numbers that were
+fitted to measured times, in groups that say which device gave them, at which commit, and when.
 """
 
 from __future__ import annotations
@@ -13,6 +13,8 @@ from typing import Any, NamedTuple
 
 HOME = Path(__file__).parent / "backends"
 FILE = "constants.json"
+
+KERNELS_FILE = "kernels.json"
 
 Values = dict[str, Any]
 """Numbers, or lists of them, by name."""
@@ -28,6 +30,35 @@ class Group(NamedTuple):
     fit: str
     """The command that fits them again."""
     values: Values
+
+
+class Family(NamedTuple):
+    """Native kernels: those of csrc/sm{family}, in the library `_sm{family}.so`."""
+
+    name: str
+    """Of the backend's folder."""
+    family: int
+    capability: tuple[int, int]
+    """The compute capability of the GPUs that run them, ..."""
+    and_later: bool
+    """... and whether later ones do, too."""
+    layouts: tuple[str, ...]
+    """Those that they read, the fastest first."""
+
+    @property
+    def capability_words(self) -> str:
+        return "{}.{}".format(*self.capability) + " or later" * self.and_later
+
+
+def families() -> tuple[Family, ...]:
+    """Of the backends that have native kernels; of those that a GPU runs it takes the first."""
+    found = []
+    for file in HOME.glob(f"*/{KERNELS_FILE}"):
+        data = json.loads(file.read_text())
+        major, minor = data.pop("capability")
+        layouts = tuple(data.pop("layouts"))
+        found.append(Family(file.parent.name, capability=(major, minor), layouts=layouts, **data))
+    return tuple(sorted(found, key=lambda f: f.family, reverse=True))
 
 
 def groups(backend: str) -> dict[str, Group]:

@@ -18,7 +18,7 @@ from typing import NamedTuple
 
 import torch
 
-from .fitted import Values, flat, groups, unflat
+from .fitted import Values, families, flat, groups, unflat
 
 FILE = "_C_cuda.so"
 REBUILD = (
@@ -55,7 +55,7 @@ class Gpu(ctypes.Structure):
 
 
 HOPPER, MMA = 90, 80
-FOLDERS = {HOPPER: "hopper", MMA: "mma"}
+FOLDERS = {f.family: f.name for f in families()}
 """Families of kernels: of `_sm90.so`, and of `_sm80.so`, for GPUs from compute capability 8.0 on."""
 
 

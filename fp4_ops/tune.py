@@ -17,7 +17,7 @@ import torch
 
 from . import native, tuned
 from .cost_fit import Point, better, losses
-from .fitted import Values
+from .fitted import Values, families
 from .meta.layouts import LAYOUTS
 
 ROUTINGS = 4
@@ -30,7 +30,8 @@ SHAPES = ((64, 1536, 2048), (32, 5760, 2944), (16, 4096, 7168), (8, 4096, 14336)
 ROWS = (0.25, 0.5, 1, 2, 4, 8, 12, 16, 32, 64, 128)
 """Activation rows an expert."""
 BYTES_A_WEIGHT = 0.5 + 1 / 16
-KERNELS = {native.HOPPER: native.KERNELS, native.MMA: ("bf16",)}
+LAYOUT = {"w4a8": "sm90", "half": "sm90", "bf16": "mma_bf16"}
+"""Of the weights of native.KERNELS."""
 
 NEEDS = (
     "fp4_ops tune measures the kernels of this machine's GPU. It needs an NVIDIA GPU of compute capability "
@@ -59,8 +60,10 @@ Timer = Callable[[Product, str], float]
 
 
 def products(family: int) -> Iterator[Product]:
+    read = next(f.layouts for f in families() if f.family == family)
+    kernels = [kernel for kernel in native.KERNELS if LAYOUT[kernel] in read]
     for groups, n, kp in SHAPES:
-        for kernel in KERNELS[family]:
+        for kernel in kernels:
             for each in ROWS:
                 yield Product(kernel, groups, n, kp, max(round(each * groups), 1))
 
@@ -84,7 +87,7 @@ class OnGpu:
 
     def __call__(self, p: Product, kernel: str) -> float:
         packed, scale, factor = self._weights(p)
-        layout = LAYOUTS["mma_bf16" if p.kernel == "bf16" else "sm90"]
+        layout = LAYOUTS[LAYOUT[p.kernel]]
         x, x_scale = torch.randn(p.rows, p.kp, device="cuda").bfloat16(), None
         if p.kernel == "w4a8":
             x, x_scale = torch.ops.fp4.quantize_fp8(x, layout=layout.a_layout)

@@ -29,7 +29,8 @@ const PlannerConstants& constants_of(const Gpu& gpu) {
     std::lock_guard lock(all().mutex);
     if (size_t(gpu.constants) <= all().sets.size()) return all().sets[gpu.constants - 1].constants;
   }
-  return gpu.hopper() ? k_hopper_planner : k_mma_planner;
+  const KernelLibrary* library = library_of(gpu.family);
+  return (library ? *library : kKernelLibraries[0]).planner;
 }
 
 int add_tuned(const std::string& device, KernelFamily family, const PlannerConstants& constants) {

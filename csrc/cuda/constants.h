@@ -5,7 +5,6 @@
 #include <string>
 
 #include "cuda/gpu.h"
-#include "fitted.h"
 
 namespace fp4::cuda {
 

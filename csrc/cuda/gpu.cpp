@@ -4,6 +4,12 @@
 
 namespace fp4::cuda {
 
+const KernelLibrary* library_of(KernelFamily family) {
+  for (const KernelLibrary& library : kKernelLibraries)
+    if (library.family == int(family)) return &library;
+  return nullptr;
+}
+
 Gpu gpu_of(const device::DeviceFacts& facts, KernelFamily family) {
   Gpu gpu{family, facts.sms, facts.shared_bytes};
   const PlannerConstants& constants = constants_of(gpu);

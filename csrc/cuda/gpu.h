@@ -2,11 +2,16 @@
 #pragma once
 
 #include "device/interface.h"
+#include "kernel_libraries.h"
 
 namespace fp4::cuda {
 
-// Which kernels run there: of `_sm90.so`, of `_sm80.so`, or none.
-enum class KernelFamily : int { kNone = 0, kMma = 80, kHopper = 90 };
+// Which kernels run there: a family of kKernelLibraries, or none. Those that code here tells apart have
+// names.
+enum class KernelFamily : int { kNone = 0, kHopper = 90 };
+
+// What is known of a family; null for none.
+const KernelLibrary* library_of(KernelFamily family);
 
 struct Gpu {
   KernelFamily family = KernelFamily::kHopper;

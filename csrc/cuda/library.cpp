@@ -4,23 +4,17 @@
 #include <unistd.h>
 
 #include <algorithm>
+#include <iterator>
 #include <map>
 #include <mutex>
-#include <optional>
 #include <stdexcept>
 
 #include "cuda/constants.h"
 
-// The emulator of tests/ has others.
-#ifndef FP4_SM90_FILE
-#define FP4_SM90_FILE "_sm90.so"
-#define FP4_SM80_FILE "_sm80.so"
-#endif
-
 namespace fp4::cuda {
 namespace {
 
-std::string beside_this_library(const char* file) {
+std::string beside_this_library(const std::string& file) {
   Dl_info here = {};
   dladdr(reinterpret_cast<const void*>(&beside_this_library), &here);
   const std::string path = here.dli_fname ? here.dli_fname : "";
@@ -54,20 +48,18 @@ Kernels load(const std::string& path) {
   find(k.place, "fp4_kernel_place");
   find(k.combine, "fp4_kernel_combine");
   find(k.dequantize, "fp4_kernel_dequantize");
-  if (KernelFamily(k.family()) == KernelFamily::kMma)
-    find(k.prefill_most_shared, "fp4_kernel_prefill_most_shared");
+  k.prefill_most_shared = reinterpret_cast<decltype(k.prefill_most_shared)>(
+      dlsym(library, "fp4_kernel_prefill_most_shared"));  // of some families
   return k;
 }
 
 // The libraries that were loaded, and what was found of each GPU.
 struct Loaded {
   std::recursive_mutex mutex;
-  std::optional<Kernels> hopper, mma;
+  std::map<KernelFamily, Kernels> kernels;
   KernelFamily only = KernelFamily::kNone;  // by use_kernels
   int shared_bytes = 0;
   std::map<int, DeviceKind> devices;
-
-  std::optional<Kernels>& of(KernelFamily family) { return family == KernelFamily::kHopper ? hopper : mma; }
 };
 
 Loaded& loaded() {
@@ -75,12 +67,17 @@ Loaded& loaded() {
   return all;
 }
 
-const char* file_of(KernelFamily family) {
-  return family == KernelFamily::kHopper ? FP4_SM90_FILE : FP4_SM80_FILE;
+std::string file_of(KernelFamily family) {
+  const std::string name = "sm" + std::to_string(int(family));
+#ifdef FP4_EMULATED
+  return beside_this_library(name + "_emulated.so");
+#else
+  return beside_this_library("_" + name + ".so");
+#endif
 }
 
 bool is_there(KernelFamily family) {
-  return loaded().of(family).has_value() || access(beside_this_library(file_of(family)).c_str(), R_OK) == 0;
+  return loaded().kernels.count(family) > 0 || access(file_of(family).c_str(), R_OK) == 0;
 }
 
 // As the driver, which is loaded where there is a GPU, calls it; else empty.
@@ -99,10 +96,10 @@ std::string device_name(int index) {
 // Those whose code a GPU runs.
 KernelFamily family_for(int index, const device::DeviceFacts& facts) {
   if (loaded().only != KernelFamily::kNone) return loaded().only;
-  const bool hopper = facts.major == 9 && facts.minor == 0;
-  for (const KernelFamily family : {KernelFamily::kHopper, KernelFamily::kMma}) {
-    if (family == KernelFamily::kHopper && !hopper) continue;
-    if (is_there(family) && kernels(family).runs(index)) return family;
+  for (const KernelLibrary& library : kKernelLibraries) {
+    const KernelFamily family{library.family};
+    if (library.of(facts.major, facts.minor) && is_there(family) && kernels(family).runs(index))
+      return family;
   }
   return KernelFamily::kNone;
 }
@@ -116,16 +113,16 @@ void forget_devices() {
 
 const Kernels& kernels(KernelFamily family) {
   std::lock_guard lock(loaded().mutex);
-  std::optional<Kernels>& found = loaded().of(family);
-  if (!found) found = load(beside_this_library(file_of(family)));
-  return *found;
+  const auto found = loaded().kernels.find(family);
+  if (found != loaded().kernels.end()) return found->second;
+  return loaded().kernels.emplace(family, load(file_of(family))).first->second;
 }
 
 KernelFamily use_kernels(const std::string& path, int shared_bytes) {
   std::lock_guard lock(loaded().mutex);
   const Kernels found = load(path);
   loaded().only = KernelFamily(found.family());
-  loaded().of(loaded().only) = found;
+  loaded().kernels.insert_or_assign(loaded().only, found);
   loaded().shared_bytes = shared_bytes;
   if (found.prefill_most_shared != nullptr) found.prefill_most_shared(shared_bytes);
   loaded().devices.clear();
@@ -134,20 +131,19 @@ KernelFamily use_kernels(const std::string& path, int shared_bytes) {
 
 DeviceKind device_kind(int index) {
   std::lock_guard lock(loaded().mutex);
-  const auto [at, is_new] = loaded().devices.try_emplace(index);
-  if (!is_new) return at->second;
+  const auto known = loaded().devices.find(index);
+  if (known != loaded().devices.end()) return known->second;
   device::DeviceFacts facts;
-  const bool hopper = is_there(KernelFamily::kHopper);
-  const int error =
-      kernels(hopper ? KernelFamily::kHopper : KernelFamily::kMma).device(index, &facts);  // all can tell
-  if (error != 0) loaded().devices.erase(at);
-  check_launch(error, "asking for the GPU's properties");
+  KernelFamily any{std::rbegin(kKernelLibraries)->family};  // all can tell
+  for (const KernelLibrary& library : kKernelLibraries)
+    if (is_there(KernelFamily(library.family))) any = KernelFamily(library.family);
+  check_launch(kernels(any).device(index, &facts), "asking for the GPU's properties");
   DeviceKind kind{facts.major, facts.minor, gpu_of(facts, family_for(index, facts))};
   if (loaded().only == KernelFamily::kNone)  // of other kernels than those that were measured
     kind.gpu.constants = tuned_for(device_name(index), kind.gpu.family);
   if (loaded().shared_bytes > 0)
     kind.gpu.shared_bytes = std::min(kind.gpu.shared_bytes, loaded().shared_bytes);
-  return at->second = kind;
+  return loaded().devices.emplace(index, kind).first->second;
 }
 
 void check_launch(int error, const char* what) {

@@ -1,5 +1,7 @@
 #include "cuda/operands.h"
 
+#include <algorithm>
+
 namespace fp4::cuda {
 namespace {
 
@@ -30,16 +32,22 @@ Rows packed_rows(const Here& here, const Tensor& a, const OptionalTensor& a_scal
 
 void require_kernels(std::string_view op, const Layout& layout, const Here& here) {
   const DeviceKind& kind = here.kind();
-  const bool everywhere = layout.order == Order::mma_bf16;
-  if (kind.gpu.hopper() || (everywhere && kind.gpu.family == KernelFamily::kMma)) return;
+  std::string_view needs;  // of the family that runs on most GPUs
+  bool built_for_others = false;
+  for (const KernelLibrary& library : kKernelLibraries) {
+    if (std::ranges::find(library.layouts, layout.name) == library.layouts.end()) continue;
+    if (int(kind.gpu.family) == library.family) return;
+    needs = library.capability;
+    built_for_others |= library.of(kind.major, kind.minor);
+  }
   constexpr std::string_view kPlain = "Use layout 'plain' (convert with torch.ops.fp4.unpack)";
-  if (everywhere && kind.major >= 8)
+  if (built_for_others)
     fail("fp4::", op, ": layout is '", layout.name,
          "', whose kernels were built for other GPUs than this one, ", "which has compute capability ",
          kind.major, ".", kind.minor, ". Build them: FP4_CUDA_ARCHS=all pip ",
          "install --no-build-isolation -e . ", kPlain);
-  fail("fp4::", op, ": layout is '", layout.name, "', whose kernels need compute capability ",
-       everywhere ? "8.0 or later" : "9.0", "; this GPU has ", kind.major, ".", kind.minor, ". ", kPlain);
+  fail("fp4::", op, ": layout is '", layout.name, "', whose kernels need compute capability ", needs,
+       "; this GPU has ", kind.major, ".", kind.minor, ". ", kPlain);
 }
 
 Kernel kernel_of(ScalarType rows, const WeightOperand& w) {

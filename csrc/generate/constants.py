@@ -1,4 +1,4 @@
-"""The constants of fp4_ops/backends/*/constants.json as C++: of the planner, and of the choice of tiles."""
+"""The data of fp4_ops/backends/*/kernels.json and constants.json as C++."""
 
 from __future__ import annotations
 
@@ -10,8 +10,6 @@ from typing import Any
 from .header import header
 
 ROOT = Path(__file__).parents[2]
-TILES = {"hopper": "sm90", "mma": "sm80"}
-"""Backends, and the folder of csrc whose kernels have their constants of tiles."""
 
 
 def _reader() -> ModuleType:
@@ -29,30 +27,59 @@ def _value(value: Any) -> str:
     return repr(float(value))
 
 
-def constants() -> str:
-    """The text of build/fitted.h."""
-    groups = {name: _reader().groups(name) for name in TILES}
-    planners = {name: of["planner"].values for name, of in groups.items()}
-    names = {
-        name: {k: len(v) if isinstance(v, list) else 0 for k, v in p.items()} for name, p in planners.items()
-    }
-    fields = names.pop(next(iter(TILES)))
-    for name, own in names.items():
+def fitted() -> str:
+    """The text of build/fitted.h: constants of tiles, for the kernels' own choice among them."""
+    reader, lines = _reader(), []
+    for f in reader.families():
+        lines.append(f"namespace sm{f.family}::fitted {{")
+        for key, value in reader.groups(f.name)["prefill"].values.items():
+            size = f"[{len(value)}]" if isinstance(value, list) else ""
+            lines.append(f"inline constexpr double {key}{size} = {_value(value)};")
+        lines += [f"}}  // namespace sm{f.family}::fitted", ""]
+    return header("csrc/generate/constants.py; the prefill kernels include it.", lines)
+
+
+def kernel_libraries() -> str:
+    """The text of build/kernel_libraries.h: what the planner knows of each library of kernels."""
+    reader = _reader()
+    families = reader.families()
+    planners = {f.name: reader.groups(f.name)["planner"].values for f in families}
+    fields = _lengths(planners[families[0].name])
+    for name, values in planners.items():
+        own = _lengths(values)
         assert own == fields, f"the planner's constants of {name} differ in their names or lengths"
     lines = ["struct PlannerConstants {"]
     lines += [f"  double {name}{f'[{n}]' if n else ''};" for name, n in fields.items()]
-    lines += ["};", ""]
-    for name, values in planners.items():
-        lines.append(f"inline constexpr PlannerConstants k_{name}_planner = {{")
-        lines += [f"    {_value(value)},  // {key}" for key, value in values.items()]
-        lines += ["};", ""]
-    for name, folder in TILES.items():
-        lines.append(f"namespace {folder}::fitted {{")
-        for key, value in groups[name]["prefill"].values.items():
-            size = f"[{len(value)}]" if isinstance(value, list) else ""
-            lines.append(f"inline constexpr double {key}{size} = {_value(value)};")
-        lines += [f"}}  // namespace {folder}::fitted", ""]
-    return header(
-        "csrc/generate/constants.py; csrc/cuda/constants.h and the kernels include it.",
-        lines,
-    )
+    lines += ["};", "", _LIBRARY, ""]
+    for family in families:
+        lines.append(f"inline constexpr PlannerConstants k_{family.name}_planner = {{")
+        lines += [f"    {_value(v)},  // {key}" for key, v in planners[family.name].items()]
+        names = ", ".join(f'"{layout}"' for layout in family.layouts)
+        lines += ["};", f"inline constexpr std::string_view k_{family.name}_layouts[] = {{{names}}};", ""]
+    lines.append("inline constexpr KernelLibrary kKernelLibraries[] = {")
+    for f in families:
+        words = ", ".join([*map(str, f.capability), str(f.and_later).lower(), f'"{f.capability_words}"'])
+        lines.append(f"    {{{f.family}, {words}, k_{f.name}_layouts, k_{f.name}_planner}},")
+    text = header("csrc/generate/constants.py; cuda/gpu.h includes it.", [*lines, "};"])
+    return text.replace("#pragma once\n", "#pragma once\n\n#include <span>\n#include <string_view>\n", 1)
+
+
+_LIBRARY = """\
+// Native kernels: of which GPUs, and what they read.
+struct KernelLibrary {
+  int family;
+  int major, minor;  // the compute capability of the GPUs that run them,
+  bool and_later;    // and whether later ones do, too
+  std::string_view capability;
+  std::span<const std::string_view> layouts;
+  const PlannerConstants& planner;
+
+  bool of(int a_major, int a_minor) const {
+    const int here = 10 * a_major + a_minor, first = 10 * major + minor;
+    return and_later ? here >= first : here == first;
+  }
+};"""
+
+
+def _lengths(values: dict[str, Any]) -> dict[str, int]:
+    return {name: len(v) if isinstance(v, list) else 0 for name, v in values.items()}

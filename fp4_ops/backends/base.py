@@ -7,6 +7,9 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from types import ModuleType
 
+from .. import native
+from ..fitted import Group, families, groups
+
 
 def _always(device_index: int) -> bool:
     return True
@@ -38,12 +41,29 @@ class Backend:
     """Whether the current GPU's tensor cores multiply rows and weights of a format as they are."""
     operators: str = ""
     """The module of operators in Python, loaded when one is called. They serve where there is none in C++."""
-    constants: str = ""
-    """The file of the numbers that were fitted to times of these kernels, beside this module; or none."""
 
     def operator(self, name: str) -> Callable[..., object] | None:
         """The operator of this name in Python, or None."""
         return getattr(self.module(), name, None) if self.operators else None
 
+    @property
+    def constants(self) -> dict[str, Group]:
+        """The numbers that were fitted to times of these kernels."""
+        return groups(self.name)
+
     def module(self) -> ModuleType:
         return importlib.import_module(self.operators, __package__)
+
+
+def native_backend(name: str, trusted: Callable[[int], bool] = _always) -> Backend:
+    """The native kernels that `kernels.json` in the folder of this name describes (fitted.py)."""
+    family = next(f for f in families() if f.name == name)
+    return Backend(
+        name,
+        "cuda",
+        layouts=family.layouts,
+        needs=f"the native CUDA (compute capability {family.capability_words}, FP4_CUDA_ARCHS=all) kernels",
+        available=lambda index: native.family(index) == family.family,
+        trusted=trusted,
+        operators=".launchers.operators",
+    )

@@ -96,7 +96,7 @@ def runtime() -> Path:
         *("-std=c++20", "-O1", "-fPIC", "-Wall", "-Wno-unknown-pragmas", "-fvisibility=hidden"),
         *(f"-I{ROOT / 'csrc'}", f"-I{ROOT / 'build'}", f"-I{include}"),
         *(f"-I{include / 'torch/csrc/api/include'}", "-DTORCH_TARGET_VERSION=0x020b000000000000"),
-        *("-DFP4_EMULATED", '-DFP4_SM90_FILE="sm90_emulated.so"', '-DFP4_SM80_FILE="sm80_emulated.so"'),
+        "-DFP4_EMULATED",
     ]
     compiler = os.environ.get("CXX", "g++")
     with tempfile.TemporaryDirectory() as made, ThreadPoolExecutor(os.cpu_count()) as pool:

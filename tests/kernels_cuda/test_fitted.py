@@ -14,8 +14,9 @@ from pathlib import Path
 import pytest
 import torch
 from conftest import SEED
+from fp4_ops.meta.layouts import LAYOUTS
 
-from fp4_ops import cost_fit, fitted, native, tune
+from fp4_ops import backends, cost_fit, fitted, native, tune
 
 ROOT = Path(__file__).resolve()
 while not (ROOT / "setup.py").exists():
@@ -57,7 +58,22 @@ def test_the_header_is_made_of_them(monkeypatch):
         monkeypatch.syspath_prepend(str(ROOT / folder))
     for name in [n for n in sys.modules if n.split(".")[0] == "generate"]:
         monkeypatch.delitem(sys.modules, name)
-    assert importlib.import_module("generate.constants").constants() == (ROOT / "build/fitted.h").read_text()
+    made = importlib.import_module("generate.constants")
+    assert made.fitted() == (ROOT / "build/fitted.h").read_text()
+    assert made.kernel_libraries() == (ROOT / "build/kernel_libraries.h").read_text()
+
+
+def test_families_are_what_backends_and_layouts_are():
+    """kernels.json of each backend: its layouts are native, its sources are there."""
+    found = fitted.families()
+    assert [(f.name, f.family) for f in found] == [("hopper", native.HOPPER), ("mma", native.MMA)]
+    of = {b.name: b for b in backends.BACKENDS}
+    for f in found:
+        assert of[f.name].layouts == f.layouts and all(LAYOUTS[name].native for name in f.layouts)
+        assert (ROOT / f"csrc/sm{f.family}/prefill.cu").exists()
+        assert f.capability_words in of[f.name].needs
+        assert set(of[f.name].constants) == {"planner", "prefill"}
+    assert {layout for f in found for layout in f.layouts} == {n for n, la in LAYOUTS.items() if la.native}
 
 
 @pytest.mark.skipif(native.library() is None, reason="needs the native runtime")

@@ -6,15 +6,18 @@ import argparse
 import copy
 import json
 import logging
+import os
 import random
 import subprocess
 import sys
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, replace
 
+import emulated
 import pytest
 import torch
 from conftest import SEED
+from places import HELPERS
 
 from fp4_ops import cost_fit, first_use, native, tune, tuned
 from fp4_ops.info import constants_of
@@ -184,3 +187,33 @@ def test_the_command_measures_and_keeps(monkeypatch, capsys):
     said = capsys.readouterr().out
     path = tuned.file_of(NAME, HOPPER)
     assert f"kept in {path}" in said and tuned.read(path).values == tuned.in_use[NAME, HOPPER][0].values
+
+
+EMULATED = """
+import emulated, torch
+emulated.pretend()
+from fp4_ops import native, tune
+seen = []
+def captured(launch, count):
+    seen.append(launch(0))
+    return count
+tune._captured, tune._replay_us = captured, lambda count: 600.0 * count
+with emulated.OnCpu():
+    timer = tune.OnGpu()
+    for kernel in native.KERNELS:
+        for which in ("decode", "prefill"):
+            assert timer(tune.Product(kernel, 3, 64, 256, 5), which) == 600.0
+print(len(seen))
+"""
+
+
+@pytest.mark.more
+@pytest.mark.skipif(emulated.cuda_headers() is None, reason="the emulator needs a CUDA toolkit's headers")
+def test_the_timer_calls_the_operators_as_they_are():
+    """On the emulated GPU, with a clock that stands still: twice for each time, roughly and then often."""
+    done = subprocess.run(
+        [sys.executable, "-c", EMULATED], capture_output=True, text=True,
+        env={**os.environ, "PYTHONPATH": str(HELPERS)},
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.splitlines()[-1] == "12"

@@ -2,14 +2,6 @@
 
 from __future__ import annotations
 
-from ... import native
-from ..base import Backend
+from ..base import native_backend
 
-HOPPER = Backend(
-    "hopper",
-    "cuda",
-    layouts=("mma_bf16", "sm90", "sm90_int4"),
-    needs="the native CUDA (compute capability 9.0, FP4_CUDA_ARCHS=all) kernels",
-    available=lambda index: native.family(index) == native.HOPPER,
-    operators=".launchers.operators",
-)
+HOPPER = native_backend("hopper")

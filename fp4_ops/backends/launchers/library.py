@@ -13,9 +13,10 @@ from pathlib import Path
 import torch
 
 from ... import native
+from ...fitted import families
 from ...meta.formats import Activation
 
-FILE, MMA_FILE = "_sm90.so", "_sm80.so"
+FILE = "_sm90.so"
 
 POINTER, INT, LONG, FLOAT = ctypes.c_void_p, ctypes.c_int, ctypes.c_int64, ctypes.c_float
 
@@ -48,7 +49,7 @@ SIGNATURES = {
 @functools.cache
 def library(family: int = native.HOPPER) -> ctypes.CDLL | None:
     """The kernels of a family, or None where they were not built (setup.py says when they are)."""
-    own = FILE if family == native.HOPPER else MMA_FILE
+    own = FILE if family == native.HOPPER else f"_sm{family}.so"
     path = Path(native.__file__).parent / native.used.get(family, own)
     if not path.exists():
         return None
@@ -66,10 +67,9 @@ def available(device_index: int) -> bool:
 
 def packs(device_index: int) -> tuple[str, ...]:
     """The layouts that this GPU has a kernel to make of plain weights."""
-    if available(device_index):
-        return "sm90", "mma_bf16"
-    mma = library(native.MMA) is not None and native.family(device_index) == native.MMA
-    return ("mma_bf16",) if mma else ()
+    here = native.family(device_index)
+    read = next((f.layouts for f in families() if f.family == here and library(here) is not None), ())
+    return tuple(layout for layout in read if layout in ("sm90", "mma_bf16"))
 
 
 @functools.cache

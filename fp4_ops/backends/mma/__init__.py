@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from ... import native
-from ..base import Backend
+from ..base import native_backend
 
 
 def _trusted(device_index: int) -> bool:
@@ -12,12 +11,4 @@ def _trusted(device_index: int) -> bool:
     return trust.mma_kernels(device_index)
 
 
-MMA = Backend(
-    "mma",
-    "cuda",
-    layouts=("mma_bf16",),
-    needs="the native CUDA (compute capability 8.0 or later, FP4_CUDA_ARCHS=all) kernels",
-    available=lambda index: native.family(index) == native.MMA,
-    trusted=_trusted,
-    operators=".launchers.operators",
-)
+MMA = native_backend("mma", _trusted)
