@@ -11,7 +11,7 @@ from torch import fx
 from torch._dynamo.utils import get_compilation_metrics
 
 from .dynamo.branches import KEPT, SEEN_THROUGH
-from .dynamo.breaks import breaks_since, inside, known_breaks, reason_of, told
+from .dynamo.breaks import breaks_since, described, inside, known_breaks, reason_of
 from .dynamo.extend import CAPTURE, extend_dynamo
 from .naming import short_path
 from .options import parse
@@ -48,7 +48,7 @@ def explain(
     new = {name: Counter(counters[name]) - before[name] for name in _COUNTERS}
     breaks = breaks_since(known)
     counted = [reason_of(reason) for reason in (new["graph_break"] | new["unimplemented"])]
-    placed = list(dict.fromkeys(map(told, breaks)))
+    placed = list(dict.fromkeys(map(described, breaks)))
     report.graph_breaks = placed + [
         r for r in dict.fromkeys(counted) if not any(p.startswith(r) for p in placed)
     ]
@@ -66,7 +66,7 @@ def _not_captured(frame: Any, breaks: Sequence[Any]) -> str:
     what = f"{frame.co_name} ({short_path(frame.co_filename)}:{frame.co_firstlineno})"
     cause = inside(frame.co_name, frame.co_filename, frame.fail_user_frame_lineno, breaks)
     if cause is not None:
-        return f"{what}, for what line {frame.fail_user_frame_lineno} calls: {told(cause)}"
+        return f"{what}, for what line {frame.fail_user_frame_lineno} calls: {described(cause)}"
     reason = reason_of(frame.fail_reason or frame.fail_type)
     at = f"line {frame.fail_user_frame_lineno}"
     if frame.fail_user_frame_filename != frame.co_filename:

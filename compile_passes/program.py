@@ -96,13 +96,13 @@ def rewrite(program: ExportedProgram, options: Mapping[str, Any] | None = None) 
 
 def _reasons(report: Frame) -> str:
     """Why nothing was rewritten."""
-    told = [f"{s.reason} ({s.where}). Change: {s.change}" for s in report.sites if not s.rewritten]
+    reasons = [f"{s.reason} ({s.where}). Change: {s.change}" for s in report.sites if not s.rewritten]
     own = Counter(s.op for s in report.sites if s.op is not None)
     if own:
         operators = ", ".join(f"{n} {op}" for op, n in own.items())
-        rest = "what is left is listed here" if told else "it runs in 4 bits as it is"
-        told.insert(0, f"the program already holds {own.total()} fp4 operators ({operators}); {rest}")
-    return "; ".join(told) or "nothing in it looks like experts"
+        rest = "what is left is listed here" if reasons else "it runs in 4 bits as it is"
+        reasons.insert(0, f"the program already holds {own.total()} fp4 operators ({operators}); {rest}")
+    return "; ".join(reasons) or "nothing in it looks like experts"
 
 
 def _outputs(program: ExportedProgram) -> list[Any]:

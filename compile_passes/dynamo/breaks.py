@@ -26,7 +26,7 @@ def breaks_since(known: Sequence[Any]) -> list[Any]:
     return [b for b in graph_break_reasons if id(b) not in before and b.reason != "step_unsupported"]
 
 
-def told(broken: Any) -> str:
+def described(broken: Any) -> str:
     """The reason, and the user's line that it is for."""
     frame = innermost(broken.user_stack)
     return reason_of(broken.reason) if frame is None else f"{reason_of(broken.reason)}, {place(frame)}"

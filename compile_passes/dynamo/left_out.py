@@ -25,7 +25,7 @@ from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from ..report import Frame
 from ..weights.packed import packed_ids
-from .breaks import breaks_since, known_breaks, told
+from .breaks import breaks_since, described, known_breaks
 
 log = logging.getLogger("fp4_ops")
 
@@ -155,7 +155,7 @@ class Watch:
         }
         if not left or (not self._strict and len(left) < len(found)):
             return
-        text = _told(left, [told(b) for b in broken], len(found))
+        text = _told(left, [described(b) for b in broken], len(found))
         if self._strict:
             raise RuntimeError(f"fp4: strict=True, but not all experts run in 4 bits. {text}")
         log.warning("%s", text)

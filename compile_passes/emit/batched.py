@@ -81,10 +81,10 @@ def batched_products(
         if down in stays:
             stays |= {up: stays[down] for up in ups if up not in stays}
     wanted = {up for down, ups in made_of.items() if down not in stays for up in ups}
-    told: set[Refusal] = set()
+    refusals_seen: set[Refusal] = set()
     for b in found:
-        if b.node in stays and not b.shared and stays[b.node] not in told:
-            told.add(stays[b.node])
+        if b.node in stays and not b.shared and stays[b.node] not in refusals_seen:
+            refusals_seen.add(stays[b.node])
             yield left_alone(stays[b.node])
         elif b.node not in stays and (b.node in wanted or not b.shared):
             yield _write(writer, b, packed[b.node])

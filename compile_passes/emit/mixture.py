@@ -20,7 +20,7 @@ from ..graph.nodes import FLOATING, aten, is_tensor, need, refuse, shape, static
 from ..graph.products import below
 from ..index.axes import same
 from ..index.indicators import INDICATOR
-from ..index.terms import Add, Apply, Axis, Const, Mean, Mix, Mul, Ref, Size, Term, free_axes, told
+from ..index.terms import Add, Apply, Axis, Const, Mean, Mix, Mul, Ref, Size, Term, described, free_axes
 from ..recognise.activations import GATE, UP, same_function
 from ..recognise.branches import Branch, Matrix, Mixture
 from ..recognise.factors import OUT, J, K
@@ -138,18 +138,18 @@ class Emitter:
             reason = "a vector of the expert's own scales what enters its down product"
             change = advice.FOLD_GAIN
         elif not fused:
-            reason = f"activation {told(act.term)} is none of: {', '.join(ACTIVATIONS)}"
+            reason = f"activation {described(act.term)} is none of: {', '.join(ACTIVATIONS)}"
             change = advice.ACTIVATION
         return self.w.site(
             "fp4::moe" if fused else "fp4::indexed_mm", m.at or m.root, [up, down],
             self._form(routing), self.how,
             f"{self.experts} experts, top {k}, hidden {b.up[0].k}, intermediate {b.down.k}",
             Load(self.experts, k, hint(value(m.root).numel() // b.down.n), all_before=m.k is None),
-            activation=self.told or told(act.term), reason=reason, change=change,
+            activation=self.activation_text or described(act.term), reason=reason, change=change,
         )  # fmt: skip
 
     def _form(self, routing: Routing) -> str:
-        after = "" if self.common.after is OUT else f"; each output becomes {told(self.common.after)}"
+        after = "" if self.common.after is OUT else f"; each output becomes {described(self.common.after)}"
         if self.m.form:
             return self.m.form + after
         how = "dense" if routing.dense else "routed"
@@ -279,7 +279,7 @@ class Emitter:
                 self.activation, whole = name, packed
                 break
         interleaved = bool(self.activation) and known_activation(self.activation).interleaved
-        self.told = self.activation
+        self.activation_text = self.activation
         turned = next((n for n in names if known_activation(n).interleaved), "")
         if turned and not interleaved and LAYOUTS[layout].interleaved:
             self.activation = turned
@@ -407,7 +407,7 @@ class Emitter:
         if isinstance(term, Ref):
             return self._ref(term, axes)
         if not isinstance(term, (Apply, Mul, Add)):
-            refuse(f"{told(term)} cannot be computed apart", self.m.root, advice.ROUTING_FIRST)
+            refuse(f"{described(term)} cannot be computed apart", self.m.root, advice.ROUTING_FIRST)
         parts = {a: self.element(a, axes) for a in term.args if isinstance(a, Term)}
         return self._pointwise(term, parts)
 
@@ -423,7 +423,7 @@ class Emitter:
         for d, i in enumerate(ref.index):
             for part in i.parts if isinstance(i, Mix) else (i,):
                 if not (isinstance(part, Axis) or (isinstance(part, Const) and part is i)):
-                    refuse(f"{told(ref)} is indexed oddly", self.m.root, advice.ROUTING_FIRST)
+                    refuse(f"{described(ref)} is indexed oddly", self.m.root, advice.ROUTING_FIRST)
                 labels.append(part)
             sizes += i.sizes if isinstance(i, Mix) else (shape(ref.node)[d],)
         if len(labels) != len(ref.index):
@@ -450,7 +450,7 @@ class Emitter:
             if isinstance(i, Axis) and i in free_axes(ids) and len(others) <= 1:
                 rows.append(i)
             elif not isinstance(i, Const):
-                reason = f"{told(ref)} is not a number for each of a token's ids"
+                reason = f"{described(ref)} is not a number for each of a token's ids"
                 refuse(reason, self.m.root, advice.ROUTING_FIRST)
         if not rows:  # `scale[ids[t, j]]`, or of one token
             return self._call(aten.index.Tensor, node, [self._inside(ids, others, ref)]), others
@@ -465,12 +465,12 @@ class Emitter:
         """Ids as an index into the last dimension of `ref`; any will do where no expert's row reads it."""
         index, size = self._ref(ids, tuple(labels)), static_int(shape(ref.node)[-1])
         if size is None:
-            refuse(f"{told(ref)} has a symbolic size", self.m.root, advice.ROUTING_FIRST)
+            refuse(f"{described(ref)} has a symbolic size", self.m.root, advice.ROUTING_FIRST)
         return index if below(ids.node, size) else self._call(aten.remainder.Scalar, index, size)
 
     def _arranged(self, node: fx.Node, labels: list[Axis], axes: tuple[Axis, ...], ref: Ref) -> fx.Node:
         if not (set(labels) <= set(axes) and len(set(labels)) == len(labels)):
-            refuse(f"{told(ref)} has axes of its own", self.m.root, advice.ROUTING_FIRST)
+            refuse(f"{described(ref)} has axes of its own", self.m.root, advice.ROUTING_FIRST)
         order = [labels.index(a) for a in axes if a in labels]
         if order != sorted(order):
             node = self._call(aten.permute.default, node, order)

@@ -162,10 +162,10 @@ def _batched(s: _State) -> None:
     sweep(graph)
     alive = set(graph.nodes)
     refused = [(downs, r) for downs, r in s.refused if alive.issuperset(downs)]
-    told = {r.reason for _, r in refused} | {site.reason for site in s.sites}
+    reasons = {r.reason for _, r in refused} | {site.reason for site in s.sites}
     stacks = [(p, w) for p, w in s.written.items() if p in alive and value(w).dim() == 3]
     writes = [([p], written_to(w, p)) for p, w in stacks]
-    refused += [(downs, r) for downs, r in writes if r.reason not in told]
+    refused += [(downs, r) for downs, r in writes if r.reason not in reasons]
     s.refused = []
     for downs, refusal in refused:
         alone = [n for n in downs if n in s.products]

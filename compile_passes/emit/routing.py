@@ -12,7 +12,7 @@ from ..graph.nodes import FLOATING, aten, need, shape, static_int, value
 from ..graph.products import nonnegative
 from ..index.axes import same
 from ..index.routing import Support, distinct, support
-from ..index.terms import Const, Mix, Ref, Term, free_axes, told
+from ..index.terms import Const, Mix, Ref, Term, described, free_axes
 from ..recognise.factors import E, J
 
 if TYPE_CHECKING:
@@ -111,7 +111,9 @@ class Routing:
             return self.e.rows(term, (J,), [self.k if J in free_axes(term) else 1])
         each = J in free_axes(term)
         columns = _columns(term)
-        need(columns is not None, f"{told(term)} is not a matrix over experts", m.root, advice.OWN_COLUMN)
+        need(
+            columns is not None, f"{described(term)} is not a matrix over experts", m.root, advice.OWN_COLUMN
+        )
         assert columns is not None
         table = self.e.rows(term, (J, E) if each else (E,), [self.k, columns] if each else [columns])
         if self.dense and m.first == 0 and columns == self.k:

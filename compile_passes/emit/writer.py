@@ -19,7 +19,7 @@ from ...meta.formats import FORMATS, FP4_FORMATS
 from ...meta.layouts import LAYOUTS, preferred_layout
 from .. import advice
 from ..graph.nodes import WeightRef, aten, need, need_own, refuse, shape, value
-from ..index.terms import Affine, Const, Term, told
+from ..index.terms import Affine, Const, Term, described
 from ..naming import input_name, location, module_path
 from ..options import Options
 from ..recognise.branches import EvenParts, Experts, Parts
@@ -365,5 +365,5 @@ def place(index: Term, site: fx.Node) -> tuple[Any, ...]:
         return ("at", index.value)
     base, start, step = (index.base, index.start, index.step) if isinstance(index, Affine) else (index, 0, 1)
     if base is not N and base is not K:
-        refuse(f"a weight is indexed by {told(index)}", site, advice.OWN_MATRIX)
+        refuse(f"a weight is indexed by {described(index)}", site, advice.OWN_MATRIX)
     return ("n" if base is N else "k", start, step)

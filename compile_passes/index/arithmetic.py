@@ -35,6 +35,7 @@ from .terms import (  # fmt: skip
     Apply,
     Axis,
     Choose,
+    ChosenRows,
     Composite,
     Const,
     Mean,
@@ -42,7 +43,6 @@ from .terms import (  # fmt: skip
     Mul,
     NoneOf,
     Ref,
-    Rows,
     Sum,
     Term,
     Value,
@@ -196,7 +196,7 @@ class Arithmetic(Indexing):
     def _reduced(self, node: fx.Node, v: Value, over: Sequence[int], keepdim: Any, kind: Any) -> Value:
         over = [dimension(d, len(v.dims)) for d in over]
         axes = [x for d in over for x in v.dims[d]]
-        if any(isinstance(x, Rows) for x in axes):
+        if any(isinstance(x, ChosenRows) for x in axes):
             raise Opaque
         v, fresh = self._fresh(v, axes)
         kept = [() if d in over else g for d, g in enumerate(v.dims) if keepdim or d not in over]
@@ -232,7 +232,7 @@ class Arithmetic(Indexing):
                 need(not (gathered and self._is_weight(own.term)), reason, node, advice.REPEATED)
             raise
         inner = left.dims[-1] or right.dims[-2]
-        if any(isinstance(x, Rows) for x in inner):
+        if any(isinstance(x, ChosenRows) for x in inner):
             raise Opaque
         lead = tuple(a or b for a, b in zip(left.dims[:-2], right.dims[:-2]))
         dims = (*lead, left.dims[-2], right.dims[-1])
@@ -299,7 +299,7 @@ class Arithmetic(Indexing):
         values = [self.value(n, level) for n in parts]
         rows = None
         if is_op(node, aten.cat):
-            if d == 0 and any(isinstance(x, Rows) for v in values for x in v.dims[0]):
+            if d == 0 and any(isinstance(x, ChosenRows) for v in values for x in v.dims[0]):
                 rows, values = self._whole(values)
             elif level == 2 and all(v.dims[d] and _as_long(v.dims[d], values[0].dims[d]) for v in values):
                 return self._joined_parts(node, values, d)
@@ -429,7 +429,7 @@ class Arithmetic(Indexing):
             raise Opaque
         src = self.value(source, level)
         group = where[0].dims[0]
-        if len(group) == 1 and isinstance(group[0], Rows):
+        if len(group) == 1 and isinstance(group[0], ChosenRows):
             rows = group[0]
             if src.dims[0] != (rows,) or any(w.dims[0] != group for w in where):
                 raise Opaque
@@ -503,7 +503,7 @@ def _as_long(ours: tuple[Axis, ...], theirs: tuple[Axis, ...]) -> bool:
     """Whether two dimensions are of one size; rows that were selected have none."""
     sizes = []
     for group in (ours, theirs):
-        if any(isinstance(a, Rows) for a in group):
+        if any(isinstance(a, ChosenRows) for a in group):
             return False
         size: Any = 1
         for a in group:
@@ -525,12 +525,12 @@ def _unchanged(node: fx.Node) -> fx.Node:
     return node
 
 
-def _rows_of(where: list[Value]) -> Rows | None:
+def _rows_of(where: list[Value]) -> ChosenRows | None:
     """What all of these are places of."""
     groups = {w.dims for w in where}
     dims = groups.pop() if len(groups) == 1 else ()
     group = dims[0] if len(dims) == 1 else ()
-    return group[0] if len(group) == 1 and isinstance(group[0], Rows) else None
+    return group[0] if len(group) == 1 and isinstance(group[0], ChosenRows) else None
 
 
 def _places(where: list[Value]) -> set[Axis]:

@@ -10,7 +10,7 @@ from torch import fx
 from torch.fx.experimental.symbolic_shapes import statically_known_true
 
 from ..graph.nodes import Canon, Refusal, shape
-from .terms import Axis, Const, Ref, Rows, Term, Value, coordinate
+from .terms import Axis, ChosenRows, Const, Ref, Term, Value, coordinate
 
 log = logging.getLogger("fp4_ops")
 
@@ -41,14 +41,14 @@ class Values:
         self._values: dict[tuple[fx.Node, int], Value] = {}
         self._own: dict[int, Value] = {}
         self._splits: dict[tuple[Axis, str], tuple[Axis, ...]] = {}
-        self._rows: dict[Any, Rows] = {}
+        self._rows: dict[Any, ChosenRows] = {}
         self._cuts: dict[Axis, Term] = {}
         self._scalars: dict[int, fx.Node] = {}
         self.refusals: dict[fx.Node, Refusal] = {}
         """Why nodes could not be read, where the reason is in the user's words."""
-        self._sorted_from: dict[Rows, Term] = {}
+        self._sorted_from: dict[ChosenRows, Term] = {}
         """Of sorted rows: the place that each had before, over `bound` as it was before any cut."""
-        self._parts: dict[Rows, list[Rows]] = {}
+        self._parts: dict[ChosenRows, list[ChosenRows]] = {}
         """Of sorted rows: those of each expert, which together are all."""
 
     def _read(self, node: fx.Node, level: int) -> Value:
@@ -96,7 +96,7 @@ class Values:
 
     def split(self, axis: Axis, sizes: tuple[Any, ...]) -> tuple[Axis, ...]:
         """The parts that an axis has in a view; all views that cut it alike share them."""
-        if isinstance(axis, Rows):
+        if isinstance(axis, ChosenRows):
             raise Opaque
         key = (axis, str(sizes))
         if key not in self._splits:
@@ -113,7 +113,7 @@ class Values:
             x, y = a.pop(0), b.pop(0)
             if x is y:
                 continue
-            if isinstance(x, Rows) or isinstance(y, Rows):
+            if isinstance(x, ChosenRows) or isinstance(y, ChosenRows):
                 raise Opaque
             if same(x.size, y.size):
                 if isinstance(y.size, int) and not isinstance(x.size, int):
@@ -153,7 +153,7 @@ class Values:
         for i, j in pairs:
             if a.dims[i] == b.dims[j]:
                 shared -= set(a.dims[i])
-        return b.rename({x: Axis(x.size) for x in shared if not isinstance(x, Rows)})
+        return b.rename({x: Axis(x.size) for x in shared if not isinstance(x, ChosenRows)})
 
     def broadcast(self, values: list[Value]) -> list[Value]:
         """Operands of a pointwise operator: same number of dimensions, same axes."""
@@ -169,7 +169,7 @@ class Values:
 
     def ref(self, node: fx.Node, dims: tuple[tuple[Axis, ...], ...]) -> Ref | None:
         """An element of `node` itself; none where rows were selected, which no other place can index."""
-        if any(isinstance(a, Rows) for group in dims for a in group):
+        if any(isinstance(a, ChosenRows) for group in dims for a in group):
             return None
         return Ref(node, [coordinate(g) for g in dims])
 

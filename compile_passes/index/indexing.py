@@ -27,10 +27,10 @@ from .terms import (  # fmt: skip
     Affine,
     Apply,
     Axis,
+    ChosenRows,
     Const,
     Mix,
     Ref,
-    Rows,
     Term,
     Value,
     coordinate,
@@ -83,7 +83,7 @@ class Indexing(SortedRows):
             if group is None:
                 first = atoms[0]
                 rest = first.size // size
-                if isinstance(first, Rows) or not same(rest * size, first.size):
+                if isinstance(first, ChosenRows) or not same(rest * size, first.size):
                     raise Opaque
                 parts = self.split(first, (size, rest))
                 mapping[first] = parts
@@ -161,7 +161,7 @@ class Indexing(SortedRows):
 
     def _assign(self, group: tuple[Axis, ...], index: Term) -> dict[Axis, Term]:
         """Axes of one dimension -> what they are where the dimension's coordinate is `index`."""
-        if any(isinstance(a, Rows) for a in group):
+        if any(isinstance(a, ChosenRows) for a in group):
             raise Opaque
         if len(group) <= 1:
             return dict.fromkeys(group, index)
@@ -198,7 +198,7 @@ class Indexing(SortedRows):
         if size == 1:
             fixed = self._at(v, d, Const(start))
             return Value((*fixed.dims[:d], (), *fixed.dims[d:]), fixed.term)
-        if any(isinstance(a, Rows) for a in group):
+        if any(isinstance(a, ChosenRows) for a in group):
             raise Opaque
         if len(group) > 1:  # of a flat buffer: what lies under one number of the first axis
             length = 1
@@ -268,10 +268,10 @@ class Indexing(SortedRows):
 
     # --- rows ---
 
-    def _mask_rows(self, mask: fx.Node, size: Any) -> tuple[Rows, Value]:
+    def _mask_rows(self, mask: fx.Node, size: Any) -> tuple[ChosenRows, Value]:
         """The rows that a mask selects, in row-major order, and the mask over axes of its own."""
         v = self.value(mask, 0)
-        if any(isinstance(x, Rows) for x in v.axes):
+        if any(isinstance(x, ChosenRows) for x in v.axes):
             raise Opaque
         key = ("mask", self.canon.number(mask))
         if key not in self._rows:
@@ -279,7 +279,7 @@ class Indexing(SortedRows):
             term = substitute(v.term, dict(zip(v.axes, bound)))
             if value(mask).dtype != torch.bool and not is_boolean(term):
                 raise Opaque
-            self._rows[key] = Rows(size, bound, term)
+            self._rows[key] = ChosenRows(size, bound, term)
         return self._rows[key], v
 
     def _coordinate(self, nonzero: fx.Node, dim: int) -> Value:
@@ -302,7 +302,7 @@ class Indexing(SortedRows):
 
     def _rows_of(self, e: int, counts: fx.Node, v: Value, sizes: list[Any]) -> Value:
         """Expert e's part of rows sorted by expert, cut into as many rows for each as it has."""
-        if len(v.dims[0]) != 1 or not isinstance(v.dims[0][0], Rows):
+        if len(v.dims[0]) != 1 or not isinstance(v.dims[0][0], ChosenRows):
             raise Opaque
         rows = v.dims[0][0]
         if rows.key is None or not self._counts_of(counts, len(sizes), rows):
@@ -316,12 +316,12 @@ class Indexing(SortedRows):
         return Value(((own,), *v.dims[1:]), substitute(term, {own.mask.args[0]: Const(e)}))  # type: ignore[union-attr]
 
     @staticmethod
-    def _part_of(rows: Rows, e: int, size: Any) -> Rows:
+    def _part_of(rows: ChosenRows, e: int, size: Any) -> ChosenRows:
         bound = tuple(Axis(x.size) for x in rows.bound)
         key = substitute(rows.key, dict(zip(rows.bound, bound)))
-        return Rows(size, bound, Apply(aten.eq, (key, Const(e))))
+        return ChosenRows(size, bound, Apply(aten.eq, (key, Const(e))))
 
-    def _whole(self, parts: list[Value]) -> tuple[Rows, list[Value]]:
+    def _whole(self, parts: list[Value]) -> tuple[ChosenRows, list[Value]]:
         """Sorted rows, if these are the parts of all experts, and the parts over them."""
         for rows, owns in self._parts.items():
             if [v.dims[0] for v in parts] == [(own,) for own in owns]:
@@ -345,7 +345,7 @@ class Indexing(SortedRows):
                 tail = tail * v.term.sizes[cut]
                 if same(tail, by):
                     return Value(v.dims, Mix(v.term.parts[:cut], v.term.sizes[:cut]))
-        if isinstance(v.term, Axis) and isinstance(by, int) and not isinstance(v.term, Rows):
+        if isinstance(v.term, Axis) and isinstance(by, int) and not isinstance(v.term, ChosenRows):
             axis = v.term
             if same(axis.size, by):
                 return Value(v.dims, Const(0))
@@ -356,7 +356,7 @@ class Indexing(SortedRows):
                     return Value(v.rename({axis: parts}).dims, parts[0])
                 if self._cuts.get(axis) is coordinate(parts):  # as it was cut before
                     return Value(v.dims, parts[0])
-                if any(isinstance(r, Rows) and axis in r.bound for r in v.axes):
+                if any(isinstance(r, ChosenRows) and axis in r.bound for r in v.axes):
                     self._recut(v, axis, parts)
                     return Value(v.dims, parts[0])
         raise Opaque
@@ -365,7 +365,7 @@ class Indexing(SortedRows):
         """Rows that range over `axis` range over its parts; terms over `axis` are mended where rows end."""
         self._cuts[axis] = coordinate(parts)
         for rows in v.axes:
-            if isinstance(rows, Rows) and axis in rows.bound:
+            if isinstance(rows, ChosenRows) and axis in rows.bound:
                 at = rows.bound.index(axis)
                 rows.bound = (*rows.bound[:at], *parts, *rows.bound[at + 1 :])
 
@@ -414,7 +414,7 @@ class Indexing(SortedRows):
     def _own_axes(table: Value, indices: list[Value]) -> list[Value]:
         """Indices over axes that the table does not have, so that no row meets its own column by accident."""
         shared = set(table.axes) & {a for v in indices for a in v.axes}
-        if any(isinstance(a, Rows) for a in shared):
+        if any(isinstance(a, ChosenRows) for a in shared):
             raise Opaque
         fresh: dict[Axis, Any] = {a: Axis(a.size) for a in shared}
         return [v.rename(fresh) for v in indices]
@@ -422,12 +422,12 @@ class Indexing(SortedRows):
     def _fit(self, table: Value, d: int, index: Term) -> tuple[tuple[Axis, ...], Term]:
         """The axes of dimension d, and the index in as many parts as there are axes."""
         group = table.dims[d]
-        if len(group) > 1 and isinstance(index, Axis) and not isinstance(index, Rows):
+        if len(group) > 1 and isinstance(index, Axis) and not isinstance(index, ChosenRows):
             cut = self.split(index, tuple(a.size for a in group))
             return group, coordinate(cut)
         return group, index
 
-    def _selected(self, table: Value, mask: Value, rows: Rows, first: int, count: int) -> Value:
+    def _selected(self, table: Value, mask: Value, rows: ChosenRows, first: int, count: int) -> Value:
         """table where mask, over the axes that `rows` stands for."""
         if len(mask.axes) != len(rows.bound):
             raise Opaque
@@ -458,5 +458,5 @@ class Indexing(SortedRows):
 
 def _is_of_selected_rows(index: Value) -> bool:
     """Whether an index is an axis that rows range over which a mask selects."""
-    rows = [a for a in index.axes if isinstance(a, Rows) and a.key is None]
+    rows = [a for a in index.axes if isinstance(a, ChosenRows) and a.key is None]
     return any(index.term is x for r in rows for x in r.bound)

@@ -28,7 +28,20 @@ from ..operands import operand
 from .axes import Opaque, Values, same
 from .indicators import is_eq
 from .routing import support
-from .terms import Apply, Axis, Composite, Const, Mul, Rows, Sum, Term, Value, coordinate, rebuild, substitute
+from .terms import (
+    Apply,
+    Axis,
+    ChosenRows,
+    Composite,
+    Const,
+    Mul,
+    Sum,
+    Term,
+    Value,
+    coordinate,
+    rebuild,
+    substitute,
+)
 
 
 class SortedRows(Values):
@@ -36,13 +49,13 @@ class SortedRows(Values):
         """Sorting orders all rows anew: each stands for one position of the sorted tensor."""
         a = arguments(sort)
         v = self.value(a["self"], 0)
-        if len(v.dims) != 1 or a["descending"] or any(isinstance(x, Rows) for x in v.axes):
+        if len(v.dims) != 1 or a["descending"] or any(isinstance(x, ChosenRows) for x in v.axes):
             raise Opaque
         key = ("sort", self.canon.number(a["self"]), str(a.get("stable")))
         if key not in self._rows:
             bound = tuple(Axis(x.size) for x in v.axes)
             names = dict(zip(v.axes, bound))
-            rows = self._rows[key] = Rows(shape(a["self"])[0], bound, None, substitute(v.term, names))
+            rows = self._rows[key] = ChosenRows(shape(a["self"])[0], bound, None, substitute(v.term, names))
             self._sorted_from[rows] = substitute(coordinate(v.dims[0]), names)
         rows = self._rows[key]
         assert rows.key is not None
@@ -64,7 +77,7 @@ class SortedRows(Values):
                 return v
         return self.value(index, 0)
 
-    def _restored(self, table: Value, d: int, rows: Rows, index: fx.Node) -> Value:
+    def _restored(self, table: Value, d: int, rows: ChosenRows, index: fx.Node) -> Value:
         """Sorted rows back in the order that they had: `bound` are axes like any others then."""
         if len(shape(index)) != 1:
             raise Opaque
@@ -78,7 +91,7 @@ class SortedRows(Values):
         term = substitute(substitute(table.term, self._cuts), dict(zip(rows.bound, fresh)))
         return Value((*table.dims[:d], fresh, *table.dims[d + 1 :]), term)
 
-    def _inverts(self, index: fx.Node, rows: Rows) -> bool:
+    def _inverts(self, index: fx.Node, rows: ChosenRows) -> bool:
         """Whether index[s] is the row that stands for place s: the inverse of the permutation that sorts."""
         index = exact_int(index)
         found = item(index)
@@ -100,14 +113,16 @@ class SortedRows(Values):
         whole = len(shape(index)) == 1 and same_shape(shape(index), shape(at))
         return whole and self._permutes(at, rows) and is_arange(new, shape(index))
 
-    def _permutes(self, node: fx.Node, rows: Rows) -> bool:
+    def _permutes(self, node: fx.Node, rows: ChosenRows) -> bool:
         """Whether an element of `node` is the place in the unsorted tensor that a row stands for."""
         v = self.value(node, 0)
         return v.dims == ((rows,),) and substitute(v.term, self._cuts) is coordinate(rows.bound)
 
     # --- counted ---
 
-    def _rows_that_end_at(self, offs: fx.Node, experts: int, rows: Rows | None, a: fx.Node) -> Rows:
+    def _rows_that_end_at(
+        self, offs: fx.Node, experts: int, rows: ChosenRows | None, a: fx.Node
+    ) -> ChosenRows:
         """`rows`, the rows of `a`, if offs [E] is where those of each expert end."""
         cumsum = exact_int(offs)
         need(
@@ -139,11 +154,11 @@ class SortedRows(Values):
         found = self.value(ids, 0) if ids is not None else None
         return None if found is None else (found.term, found.axes)
 
-    def _counts_of(self, counts: fx.Node, experts: int, rows: Rows) -> bool:
+    def _counts_of(self, counts: fx.Node, experts: int, rows: ChosenRows) -> bool:
         counted = self._counted(counts, experts)
         return counted is not None and self._are_of(counted, rows)
 
-    def _are_of(self, counted: tuple[Term, list[Axis]], rows: Rows) -> bool:
+    def _are_of(self, counted: tuple[Term, list[Axis]], rows: ChosenRows) -> bool:
         """Whether these are the ids that `rows` were sorted by, in any order."""
         ids, axes = counted
         if axes == [rows]:
@@ -187,11 +202,11 @@ class SortedRows(Values):
         return go(term)
 
 
-def sorted_rows(v: Value, d: int) -> Rows | None:
+def sorted_rows(v: Value, d: int) -> ChosenRows | None:
     """The axis of dimension d, if that has the rows of a sort."""
     group = v.dims[d]
     rows = group[0] if len(group) == 1 else None
-    return rows if isinstance(rows, Rows) and rows.key is not None else None
+    return rows if isinstance(rows, ChosenRows) and rows.key is not None else None
 
 
 def is_arange(node: fx.Node, size: tuple[Any, ...]) -> bool:

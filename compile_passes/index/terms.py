@@ -76,7 +76,7 @@ class Axis(Term):
         return self.name
 
 
-class Rows(Axis):
+class ChosenRows(Axis):
     """Counts the rows that a mask selects, or that a sort orders: row r stands for values of `bound`.
 
     Tensors with this axis have terms over `bound`, axes that occur nowhere else. `mask` None: every
@@ -460,7 +460,7 @@ MOST_PARTS = 100
 """How many parts of a term are told. Terms share their parts, so a whole text may be exponentially long."""
 
 
-def told(term: Any) -> str:
+def described(term: Any) -> str:
     """A term, or several, in the user's words: `:` is a coordinate, a node what `called` says."""
     return _Told().text(term)
 

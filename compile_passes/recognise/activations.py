@@ -10,7 +10,19 @@ from torch import fx
 from ...meta.formats import ACTIVATIONS, Activation, activation_name, known_activation
 from .. import advice
 from ..graph.nodes import aten, need
-from ..index.terms import Add, Apply, Axis, Const, Mul, Term, flatten, free_axes, rebuild, substitute, told
+from ..index.terms import (
+    Add,
+    Apply,
+    Axis,
+    Const,
+    Mul,
+    Term,
+    described,
+    flatten,
+    free_axes,
+    rebuild,
+    substitute,
+)
 
 GATE, UP = Axis(0, "gate"), Axis(0, "up")
 """In activation terms: the values of the two products; UP alone if there is no gate."""
@@ -106,11 +118,11 @@ def in_words(act: Act) -> str:
     """As the model has it, and in the numbers that the operators' activations have."""
     g = _gated(act.term) if act.gated else None
     if g is None:
-        return told(act.term)
+        return described(act.term)
     numbers = f"{g.function} with alpha={g.alpha}, limit={g.limit}, up_offset={g.up_offset}"
     low, high = g.up_limits
     clamped = "" if (low, high) == (None, None) else f", up clamped at [{low}, {high}]"
-    return f"{told(act.term)} ({numbers}{clamped})"
+    return f"{described(act.term)} ({numbers}{clamped})"
 
 
 def name_of_gate(function: str, alpha: float, limit: float | None, up_offset: float) -> str:

@@ -6,7 +6,7 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 from .. import advice
-from ..index.terms import Ref, Term, told
+from ..index.terms import Ref, Term, described
 
 if TYPE_CHECKING:
     from .branches import Branch
@@ -19,12 +19,12 @@ def in_common(a: Branch, b: Branch) -> list[tuple[bool, Callable[[], str], str]]
     choices = a.sums_choices == b.sums_choices and a.k == b.k
 
     def differ(how: str, x: Any, y: Any) -> Callable[[], str]:
-        return lambda: f"{how} ({told(x)}, and {told(y)})"
+        return lambda: f"{how} ({described(x)}, and {described(y)})"
 
     by_id = next((f for f in (*a.factors, *b.factors) if _looks_up_a_row(f)), None)
     weighted = differ("are weighted differently", a.factors, b.factors)
     if by_id is not None:
-        weighted = _plain(f"are weighted by {told(by_id)}: an expert's id looks up a token's row")
+        weighted = _plain(f"are weighted by {described(by_id)}: an expert's id looks up a token's row")
 
     return [
         (a.x is b.x, differ("read different inputs", a.x, b.x), advice.SAME_X),

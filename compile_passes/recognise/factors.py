@@ -28,11 +28,11 @@ from ..index.terms import (
     Ref,
     Sum,
     Term,
+    described,
     flatten,
     free_axes,
     rebuild,
     substitute,
-    told,
     walk,
 )
 
@@ -117,7 +117,7 @@ def split_after(
         if own or hidden in axes:
             need(
                 axes <= {OUT, hidden},
-                f"an expert's output is scaled by {told(row)}",
+                f"an expert's output is scaled by {described(row)}",
                 site,
                 advice.OUTPUT_SCALE,
             )

@@ -31,10 +31,10 @@ from ..index.terms import (
     Ref,
     Size,
     Term,
+    described,
     flatten,
     free_axes,
     substitute,
-    told,
     walk,
 )
 from ..naming import called
@@ -61,7 +61,7 @@ from .factors import (
 )
 from .kept_rows import kept_row
 from .pieces import Pieces
-from .steps import instead_of
+from .unread_steps import instead_of
 
 
 @dataclass(frozen=True)
@@ -134,7 +134,9 @@ class Matcher(Pieces):
                 if whole is not None and whole.node is root:
                     refuse(f"{called(root)} is not understood", root, instead_of(root))
                 if axes and not any(map(has_masks, factors)):
-                    reason = f"it adds something other than each row's expert bias to rows: {told(factors)}"
+                    reason = (
+                        f"it adds something other than each row's expert bias to rows: {described(factors)}"
+                    )
                     refuse(reason, root, advice.ROW_BIAS)
                 need(
                     allow_rest and whole is not None and not axes,
@@ -295,7 +297,7 @@ class Matcher(Pieces):
         ]
         for f in rows.chosen:
             if not (isinstance(f, Apply) and known):
-                refuse(f"rows are selected by {told(f)}, not by expert ids", m.root, advice.MASK)
+                refuse(f"rows are selected by {described(f)}, not by expert ids", m.root, advice.MASK)
         return rows
 
     def _input(self, lin: Linear, m: Mixture) -> _Input:
@@ -327,7 +329,7 @@ class Matcher(Pieces):
             refuse("a weight has a symbolic shape", m.root, advice.STATIC_WEIGHTS)
         gain = Matrix(substitute(gains[0], {lin.inner: N}), k, 0) if gains else None
         if gain is not None and free_axes(gain.ref) != {N}:
-            refuse(f"{told(gains[0])} is no expert's vector", m.root, advice.TWO_PRODUCTS)
+            refuse(f"{described(gains[0])} is no expert's vector", m.root, advice.TWO_PRODUCTS)
         matrices, biases = tuple(up.matrix for up in ups), tuple(up.bias for up in ups)
         return _Input(first.x, first.scales, act, matrices, biases, gain)
 
@@ -354,7 +356,7 @@ class Matcher(Pieces):
         by_ids = any(isinstance(i, Ref) for i in indices(ref))
         need(not by_ids, "gate/up and down products route their rows differently", site, advice.SAME_ROUTE)
         if free_axes(ref) != {N, K}:
-            refuse(f"{told(lin.weight)} is no expert's matrix", site, advice.OWN_MATRIX)
+            refuse(f"{described(lin.weight)} is no expert's matrix", site, advice.OWN_MATRIX)
         at = [(i.value, static_int(s)) for i, s in zip(ref.index, shape(ref.node)) if isinstance(i, Const)]
         inside = all(s is None or i < s for i, s in at)
         need(inside, "gate/up and down differ in experts", site, advice.AS_MANY)
@@ -362,7 +364,7 @@ class Matcher(Pieces):
         if lin.bias is not None:
             bias = Matrix(substitute(lin.bias, {out: N}), n, 0)
             if free_axes(bias.ref) != {N}:
-                refuse(f"{told(lin.bias)} is no expert's bias", site, advice.ROW_BIAS)
+                refuse(f"{described(lin.bias)} is no expert's bias", site, advice.ROW_BIAS)
         return Matrix(ref, n, k), bias
 
     # --- the proof ---

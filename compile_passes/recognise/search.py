@@ -33,7 +33,7 @@ from ..naming import called
 from ..operands import operand, several
 from .mixture import Linear, Matcher, Mixture
 from .sorted_rows import GATHERED, SORTED, need_one_operator
-from .steps import instead_of, instead_of_output
+from .unread_steps import instead_of, instead_of_output
 
 _STEPS_AFTER = 24
 """How many nodes after the last expert's a block may end: scaling, a view, the sum over choices."""
@@ -274,7 +274,7 @@ class Search:
         """The furthest node that is a mixture of these down products; None if they are no experts."""
         ends = [n for n in self.graph.nodes if self._near[n] & bits == bits][:_STEPS_AFTER]
         count = bits.bit_count()
-        told: list[_Attempt] = []
+        attempts: list[_Attempt] = []
         for allow_rest in (False, True):
             for node in reversed(ends):
                 if self._near[node] != bits and not allow_rest:
@@ -299,9 +299,9 @@ class Search:
                 except Refusal as why:
                     others = (self._near[node] & ~bits).bit_count()
                     own = self.matcher.branches if not others else 0
-                    told.append(_Attempt(why.reason not in _DULL, own, -others, why))
+                    attempts.append(_Attempt(why.reason not in _DULL, own, -others, why))
         routed = count > 1 and all(map(_is_of_some_rows, self._of(bits)))
-        experts = routed or count >= _MANY or any(attempt.experts > 1 for attempt in told)
+        experts = routed or count >= _MANY or any(attempt.experts > 1 for attempt in attempts)
         if not ends:
             return self._stopped(bits) if experts else None
         if not (experts or self._is_indexed(ends[0])):
@@ -309,7 +309,7 @@ class Search:
         unread = self._not_read(bits)
         if unread is not None:
             return unread
-        refusal = max(told, key=lambda attempt: attempt[:3]).refusal
+        refusal = max(attempts, key=lambda attempt: attempt[:3]).refusal
         if not refusal.reason.endswith("is not understood"):
             return refusal
         step = refusal.node

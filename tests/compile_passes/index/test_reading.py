@@ -23,8 +23,8 @@ from fp4_ops.compile_passes.index.terms import (  # fmt: skip
     Sum,
     Term,
     Value,
+    described,
     interning,
-    told,
 )
 from torch import Tensor, fx
 from torch.fx.experimental.proxy_tensor import make_fx
@@ -148,5 +148,5 @@ def test_a_term_of_shared_parts_is_told_in_short():
         term = Axis(3, "token")
         for _ in range(60):
             term = Apply(aten.atan2.default, (term, term))
-        text = told(Mul(term, Const(2)))
+        text = described(Mul(term, Const(2)))
     assert text.startswith("atan2(atan2(") and text.endswith(")") and "..." in text and len(text) < 2000

@@ -13,7 +13,7 @@ from conftest import SEED
 from fp4_ops.compile_passes.graph.nodes import Canon, Refusal, is_tensor
 from fp4_ops.compile_passes.index.axes import Opaque
 from fp4_ops.compile_passes.index.reader import Reader
-from fp4_ops.compile_passes.index.terms import Const, Ref, Rows, Value, interning
+from fp4_ops.compile_passes.index.terms import ChosenRows, Const, Ref, Value, interning
 from test_reading import evaluate
 from torch import Tensor, fx
 from torch.fx.experimental.proxy_tensor import make_fx
@@ -151,7 +151,7 @@ def can_be_evaluated(value: Value) -> bool:
         if t not in seen:
             seen.add(t)
             todo += t.children()
-    return not any(isinstance(a, Rows) for a in value.axes)
+    return not any(isinstance(a, ChosenRows) for a in value.axes)
 
 
 def read_all(f: Callable[..., Tensor], inputs: list[Tensor]) -> int:
