@@ -45,6 +45,12 @@ def test_the_wheel_has_every_folder_of_python():
     assert sorted(child.stdout.split()) == sorted(found)
 
 
+def test_the_wheel_has_the_data_of_backends():
+    child = setup("print(*options['package_data'][''], sep='\\n')")
+    assert child.returncode == 0, child.stderr
+    assert set(child.stdout.split()) == {file.name for file in (ROOT / "fp4_ops").rglob("*.json")}
+
+
 def test_without_torch_one_line_says_what_to_do():
     block = "import sys; sys.modules['torch'] = None; import runpy; runpy.run_path('setup.py')"
     run = subprocess.run([sys.executable, "-c", block], cwd=ROOT, capture_output=True, text=True)
@@ -109,7 +115,8 @@ def outcome(asked, gpu=None, there=False, nvcc="nvcc", library="sm90", before=No
     made, target = pathlib.Path("build", library), pathlib.Path("fp4_ops", f"_{{library}}.so")
     for folder in ("csrc/device", f"csrc/{{library}}", "csrc/common", "fp4_ops", made):
         pathlib.Path(folder).mkdir(parents=True)
-    for file in (f"csrc/{{library}}/a.cu", "csrc/common/sm90_layout.h", *[target] * there):
+    headers = "csrc/common/sm90_layout.h", "build/fitted.h"
+    for file in (f"csrc/{{library}}/a.cu", *headers, *[target] * there):
         pathlib.Path(file).touch()
     if there:
         os.utime(target, (0, 0))
