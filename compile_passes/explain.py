@@ -22,10 +22,16 @@ from .report import Report
 def explain(
     model: Callable[..., Any], *args: Any, options: Mapping[str, Any] | None = None, **kwargs: Any
 ) -> Report:
-    """Run `model(*args, **kwargs)` once under `torch.no_grad()` and report every graph and every expert site.
+    """Runs `model(*args, **kwargs)` once and reports what the backend would do with each of its experts.
 
-    Nothing is quantised or compiled; `options` are those of the backend. `str(report)` is for people,
-    `report.sites` (and `report.frames`) for programs.
+    model: a module, or any function that torch.compile takes.
+    args, kwargs: inputs that it can run with; sizes matter only to the estimate of the gain.
+    options: those of the backend (docs/compiler.md).
+
+    The run is eager, under `torch.no_grad()`; nothing is quantised or compiled. `str(report)` is for people.
+    `report.sites` has a `Site` for each place that looks like experts, with `reason` and `change` where it
+    stays as it is; `report.frames` has the graphs, `report.to_dict()` all of it as plain data.
+    Raises ValueError for unknown options, and whatever the model raises.
     """
     chosen = parse(None, options)
     report = Report()

@@ -55,6 +55,8 @@ class Kernels:
 
 @dataclass(frozen=True)
 class Info:
+    """Versions, what was built, what this machine has, and which kernels will run. Prints itself."""
+
     fp4_ops: str
     torch: str
     python: str

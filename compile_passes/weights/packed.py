@@ -370,11 +370,12 @@ register_optimizer_step_post_hook(_after_a_step)
 
 
 def refresh(model: torch.nn.Module) -> int:
-    """Packs the weights of `model` anew, now, whether or not they seem to have changed; returns how many.
+    """Packs again, now, all weights of `model` that `backend="fp4"` has packed; returns how many.
 
-    Writes are noticed by themselves, but for those that nobody sees (docs/compiler.md, "Weights that
-    change"): of a few elements through `.data`, NumPy or a kernel; of any, before a CUDA graph that you
-    captured yourself is replayed. Packed tensors keep their addresses, so such a graph reads the new ones.
+    Call it after a write that the backend cannot notice (docs/compiler.md, "Weights that change"): of a few
+    elements through `.data`, NumPy or a kernel; or any write before you replay a CUDA graph that you captured
+    yourself. Packed tensors keep their addresses, so such a graph reads the new values.
+    Raises TypeError if `model` is no torch.nn.Module, and ValueError for a weight with NaN or infinity.
     """
     if not isinstance(model, torch.nn.Module):
         raise TypeError(f"fp4: refresh takes a torch.nn.Module; it got {type(model).__name__}")

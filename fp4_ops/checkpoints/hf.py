@@ -300,10 +300,12 @@ METHODS = ("modelopt", "compressed-tensors", "mxfp4", "gptq", "awq", "auto-round
 
 
 def register_with_transformers() -> None:
-    """From now on `from_pretrained` loads 4-bit folders with fp4_ops.
+    """From now on transformers' `from_pretrained` loads 4-bit folders with fp4_ops, in this process.
 
-    That is: those of the table in docs/checkpoints.md that need no `requantize`, in place of transformers'
-    own loaders where it has any. Other folders of the same makers are left to transformers.
+    It loads the dialects in the table of docs/checkpoints.md that need no `requantize`, in place of
+    transformers' own loaders where there are any. Other folders of the same makers stay with transformers.
+    `from_pretrained` then raises CheckpointError for a folder that cannot be read; it names file and tensor.
+    A second call changes nothing.
     """
     register_quantizer()
     if not hasattr(PretrainedConfig.get_config_dict, "_fp4_original"):

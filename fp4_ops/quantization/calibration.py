@@ -70,9 +70,12 @@ class Calibration:
 def calibrate(
     model: nn.Module, tokens: Tensor, *, full: bool = True, batch: int = 8, max_bytes: int = 8 << 30
 ) -> Calibration:
-    """Runs the model on tokens (int64 [windows, length]) and takes the moments of what its experts are given.
+    """Runs the model on tokens and takes the second moments of the inputs x of each expert's products.
 
-    full: E[x x^T], float32 [E, K, K], which "gptq" needs; otherwise E[x_k^2], [E, K], for "weighted".
+        full: E[x x^T], float32 [experts, K, K], which "gptq" needs (Frantar et al., "GPTQ", 2022)
+        else: E[x_k^2], float32 [experts, K], which "weighted" needs
+
+    tokens: int64 [windows, length], on the model's device.
     batch: windows run at a time.
     max_bytes: memory for moments. The full ones of a large model take more (2.5 GB for each layer of
         Qwen3-30B-A3B); the model then runs again for every few layers, whenever these are asked for.
