@@ -17,6 +17,10 @@ from .collectives import Group
 from .local import Local
 from .shares import own_experts
 
+OWN, SAME, SUM = KINDS = (
+    "fp4::moe_ep with tokens 'own'", "fp4::moe_ep with tokens 'same'", "fp4::all_reduce",
+)  # fmt: skip
+
 
 def moe_ep(
     x: Tensor, topk_ids: Tensor, topk_weights: Tensor,
@@ -57,6 +61,8 @@ def moe_ep(
         ids = topk_ids - own.start if own.start else topk_ids  # those of others are in no range
         if space is not None and space.sums(x.numel() * dtype.itemsize):
             return space.all_reduce(local.sums(x, ids, topk_weights, pairs, dtype))
+        if x.device.type == "cpu":
+            _told(group, SAME, x, topk_ids, topk_weights, -1)
         return group.sum(local.sums(x, ids, topk_weights, pairs, torch.float32)).to(dtype)
     counts = _counts(group, space, x, topk_ids, topk_weights, max_tokens)
     pairs, most = sum(counts) * topk_ids.shape[1], max(counts)
@@ -106,29 +112,54 @@ def _counts(
 ) -> list[int]:
     """Tokens of each rank, or as many as they are padded to."""
     if max_tokens is not None:
+        if x.device.type == "cpu":  # there it costs little; on a GPU nothing waits for an answer
+            _told(group, OWN, x, ids, weights, max_tokens)
         return [max_tokens] * group.size
     if space is not None and torch.cuda.is_current_stream_capturing():
         return [x.shape[0]] * group.size  # nothing can be asked for; the kernels compare
-    return _told(group, x, ids, weights)
+    return _told(group, OWN, x, ids, weights, -1)
 
 
-def _told(group: Group, x: Tensor, ids: Tensor, weights: Tensor) -> list[int]:
-    """Tokens of each rank. Raises RuntimeError where ranks bring what does not fit together."""
-    kinds = [
-        checks.FLOATING.index(x.dtype),
-        checks.FLOATING.index(weights.dtype),
-        int(ids.dtype == torch.int64),
-    ]
-    own = torch.tensor([x.shape[0], x.shape[1], ids.shape[1], *kinds], dtype=torch.int64, device=x.device)
-    told = group.gather(own).tolist()
-    if len({tuple(kind) for _, *kind in told}) > 1:
-        raise RuntimeError(
-            "fp4::moe_ep: x, topk_ids and topk_weights differ between ranks in dtypes, hidden size or "
-            f"top_k; here they are {checks.dtype_name(x.dtype)} {list(x.shape)}, "
-            f"{checks.dtype_name(ids.dtype)} {list(ids.shape)} and {checks.dtype_name(weights.dtype)}; "
-            "only T may differ"
-        )
-    return [count for count, *_ in told]
+def _told(
+    group: Group, kind: str, x: Tensor, ids: Tensor | None, weights: Tensor | None, most: int
+) -> list[int]:
+    """Tokens of each rank. Raises RuntimeError where ranks call something else, or with what does not fit
+    together: gloo would end the process, or add up what are different things."""
+    rows, width = (x.shape[0], x.shape[1:].numel()) if x.dim() else (1, 1)
+    own = [KINDS.index(kind), rows, width, checks.FLOATING.index(x.dtype), most]
+    if ids is not None and weights is not None:
+        own += [ids.shape[1], checks.FLOATING.index(weights.dtype), int(ids.dtype == torch.int64)]
+    own += [0] * (8 - len(own))
+    told = group.gather(torch.tensor(own, dtype=torch.int64, device=x.device)).tolist()
+    for rank, other in enumerate(told):
+        if other[0] != own[0]:
+            raise RuntimeError(
+                f"{group.what}: rank {rank} of {group.size} calls {KINDS[other[0]]}, and this rank {kind}; "
+                "all ranks must make the same calls in the same order. Start all ranks anew"
+            )
+    if any(other[2:] != own[2:] for other in told) or (
+        kind != OWN and any(other[1] != own[1] for other in told)
+    ):
+        raise RuntimeError(f"{group.what}: {_difference(kind, x, ids, weights, most)}")
+    return [count for _, count, *_ in told]
+
+
+def _difference(kind: str, x: Tensor, ids: Tensor | None, weights: Tensor | None, most: int) -> str:
+    here = f"here x is {checks.dtype_name(x.dtype)} {list(x.shape)}"
+    if ids is None or weights is None:
+        return f"x differs between ranks in dtype or shape; {here}"
+    here = (
+        f"here they are {checks.dtype_name(x.dtype)} {list(x.shape)}, {checks.dtype_name(ids.dtype)} "
+        f"{list(ids.shape)} and {checks.dtype_name(weights.dtype)}"
+    )
+    if kind == SAME:
+        return f"x, topk_ids and topk_weights differ between ranks, and tokens is 'same'; {here}"
+    if most >= 0:
+        here += f", and max_tokens is {most}, which must be one number on all ranks"
+    return (
+        "x, topk_ids and topk_weights differ between ranks in dtypes, hidden size or top_k; "
+        f"{here}; only T may differ"
+    )
 
 
 class _Rows:
@@ -158,6 +189,8 @@ def all_reduce(x: Tensor, *, group_name: str) -> Tensor:
     if space is not None and space.sums(x.nbytes):
         return space.all_reduce(as_operand(x))
     group = Group.named("fp4::all_reduce", group_name)
+    if x.device.type == "cpu":
+        _told(group, SUM, x, None, None, -1)
     total = x.to(torch.float32, copy=True, memory_format=torch.contiguous_format)
     return group.sum(total).to(x.dtype)
 

@@ -33,6 +33,10 @@ REFUSED = {
     "an_unknown_mode": "tokens is 'mine'; it must be one of: own, same",
     "too_few_experts": "num_experts is 1, those of all processes; w13 of this one alone has 2",
     "too_many_tokens": "x has 3 tokens; max_tokens is 2, the most that a process may have",
+    "same_with_other_tokens": "x, topk_ids and topk_weights differ between ranks, and tokens is 'same'",
+    "another_max_tokens": r"and max_tokens is \d, which must be one number on all ranks",
+    "another_sum": "x differs between ranks in dtype or shape",
+    "another_operator": "calls fp4::.*, and this rank",
     "padding_of_the_same": "max_tokens is 9; with tokens 'same' it must be None",
 }
 

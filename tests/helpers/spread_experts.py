@@ -262,17 +262,42 @@ def refusals(rng: random.Random, ranks: int, rank: int) -> dict[str, Any]:
     def padding_of_the_same():
         c.call("same", 0, max_tokens=9)
 
+    def same_with_other_tokens():
+        count = 3 + rank if not ON_GPU else 3
+        other = Case(rng, 2 * ranks, 0, experts=4 * ranks, counts=[count])
+        assert not ON_GPU, "x, topk_ids and topk_weights differ between ranks, and tokens is 'same'"
+        other.own = own_experts(4 * ranks, ranks, rank)
+        other.call("same", 0)
+
+    def another_max_tokens():
+        assert not ON_GPU, "and max_tokens is 5, which must be one number on all ranks"
+        c.call("own", rank, max_tokens=5 + rank)
+
+    def another_sum():
+        assert not ON_GPU, "x differs between ranks in dtype or shape"
+        torch.ops.fp4.all_reduce(torch.ones(3 + rank), group_name=dist.group.WORLD.group_name)
+
+    def another_operator():
+        assert not ON_GPU, "calls fp4::moe_ep with tokens 'own', and this rank"
+        if rank == 0:
+            c.call("own", rank)
+        elif rank == 1:
+            c.call("same", 0)
+        else:
+            torch.ops.fp4.all_reduce(torch.ones(3), group_name=dist.group.WORLD.group_name)
+
     results = {}
     for function in (
         another_share, an_unknown_group, ranks_that_differ, an_unknown_mode, too_few_experts,
-        too_many_tokens, padding_of_the_same,
+        too_many_tokens, padding_of_the_same, same_with_other_tokens, another_max_tokens, another_sum,
+        another_operator,
     ):  # fmt: skip
         rng.seed(f"{SEED} {function.__name__}")
         torch.manual_seed(rng.getrandbits(32))
         try:
             function()
             results[function.__name__] = "no error"
-        except RuntimeError as reason:
+        except (RuntimeError, AssertionError) as reason:  # gloo's alone: GPUs exchange no words
             results[function.__name__] = str(reason)
     c.check(c.call("own", rank), rank)
     return results
