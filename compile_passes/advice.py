@@ -238,6 +238,7 @@ NOT_GATHERED = (
     "whole model on each rank and call fp4_ops.prepare(model): 4 bits take a quarter of the memory"
 )
 NO_GRADIENTS = "run the model under torch.no_grad() or torch.inference_mode()"
+INDEX_OF_ONE = "index by a tensor of one dimension: w.index_select(0, i.view(1))[0] for w[i]"
 INLINE = "leave torch._dynamo.config.inline_inbuilt_nn_modules on"
 NO_ATTRIBUTES = (
     "make the tensor a buffer or parameter of a module, or create it in forward without data: torch.zeros, "

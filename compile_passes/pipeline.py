@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from torch import fx
 from torch._guards import TracingContext
+from torch._subclasses.fake_tensor import DataDependentOutputException
 from torch.fx.experimental.symbolic_shapes import free_unbacked_symbols
 
 from ..meta.layouts import preferred_layout
@@ -24,6 +25,7 @@ from .passes import PassLog
 from .recognise.decode import BYTES, TABLE
 from .report import Frame, Site
 from .trace.capture import CannotCapture, capture
+from .weights.attributes import as_inputs, with_held
 from .weights.local_parts import given_parts, is_precompiling, see_through
 from .weights.packed import Swap, runtime
 from .weights.prequantized import is_subclass
@@ -37,7 +39,7 @@ Compile = Callable[..., Any]
 
 def analyse(gm: fx.GraphModule, inputs: Sequence[Any], options: Options) -> tuple[Rewritten | None, Frame]:
     """What becomes of one graph of Dynamo's. `gm` itself is never changed."""
-    gm, inputs, _ = see_through(gm, inputs)
+    gm, inputs, _ = see_through(*as_inputs(gm, inputs)[:2])
     frame = Frame(_frame_name())
     passes = PassLog(frame.name, frame.passes)
     if torch.is_grad_enabled() and any(isinstance(x, torch.Tensor) and x.requires_grad for x in inputs):
@@ -55,6 +57,13 @@ def analyse(gm: fx.GraphModule, inputs: Sequence[Any], options: Options) -> tupl
         frame.also = rewritten.also if rewritten is not None else []
     except CannotCapture as reason:
         frame.note, frame.change = f"left to Inductor: {reason}", reason.change
+        return None, frame
+    except DataDependentOutputException:
+        frame.note = (
+            "left to Inductor: a tensor is indexed by a tensor without dimensions, whose number only "
+        )
+        frame.note += "the data knows; torch cannot trace that either"
+        frame.change = advice.INDEX_OF_ONE
         return None, frame
     except Exception as error:  # a model that Inductor compiles must not fail because of these passes
         log.debug("the passes failed", exc_info=True)
@@ -113,6 +122,8 @@ def compile_graph(
 ) -> Callable[..., Any]:
     """Compile one graph of Dynamo's, with 4-bit experts where they were proved; `tell` gets the findings."""
     allow_scalars(gm)
+    as_given, given = gm, inputs
+    gm, inputs, held = as_inputs(gm, inputs)
     gm, inputs, parts = see_through(gm, inputs)
     rewritten, frame = analyse(gm, inputs, options)
     if tell is not None:
@@ -123,12 +134,18 @@ def compile_graph(
     if options.strict:
         _refuse_what_stays(frame, looks_like_experts)
     if rewritten is None:
+        if held:
+            return _or_as_captured(
+                as_given, lambda: compile_fx(as_given, given, config_patches=options.inductor)
+            )
         ordinary = _or_as_captured(gm, lambda: compile_fx(gm, inputs, config_patches=options.inductor))
         return given_parts(ordinary, parts)
     examples = [*(inputs[i] for i in rewritten.keep), *rewritten.fakes]
     repeatable = may_run_twice(rewritten.gm.graph)
-    compiled = compile_fx(rewritten.gm, examples, config_patches=inductor_patches(options))
-    return given_parts(_runtime(compiled, rewritten.keep, rewritten.swaps, repeatable), parts)
+    patches = {**inductor_patches(options), **({"freezing": False} if held else {})}
+    compiled = compile_fx(rewritten.gm, examples, config_patches=patches)
+    run = given_parts(_runtime(compiled, rewritten.keep, rewritten.swaps, repeatable), parts)
+    return with_held(run, held)
 
 
 def _refuse_what_stays(frame: Frame, looks_like_experts: bool) -> None:
@@ -181,7 +198,9 @@ def _has_expert_weights(gm: fx.GraphModule, inputs: Sequence[Any]) -> bool:
     if any(x.dim() == 3 for x in weights):
         return True
     matrices = [x for x in weights if x.dim() == 2]
-    return bool(matrices) and any(_routes(n) for n in gm.graph.nodes)
+    # Those of torch.utils.checkpoint, and of other calls of whole graphs, too.
+    graphs = [m.graph for m in gm.modules() if isinstance(m, fx.GraphModule)] if matrices else []
+    return any(_routes(n) for graph in graphs for n in graph.nodes)
 
 
 _ROUTING = ("topk", "softmax", "argmax", "one_hot", "sort", "argsort", "nonzero", "max", "scatter")
@@ -194,7 +213,28 @@ def _routes(node: fx.Node) -> bool:
     if called(node) == "eq" and len(node.args) == 2 and any(isinstance(a, int) for a in node.args):
         of = [example(a) for a in node.args if isinstance(a, fx.Node)]
         return any(isinstance(x, torch.Tensor) and not x.dtype.is_floating_point for x in of)
-    return called(node).split(".")[0].rstrip("_") in _ROUTING
+    name = called(node).split(".")[0].rstrip("_")
+    return name in _ROUTING or _weights_by_a_column(node, name) or _chooses_rows(node)
+
+
+def _weights_by_a_column(node: fx.Node, name: str) -> bool:
+    """`scores[:, e, None] * y`: a router need not end with a softmax (sigmoid, relu, no function at all)."""
+    if name not in ("mul", "imul"):
+        return False
+    columns = [example(a) for a in node.all_input_nodes if called(a).split(".")[0] in _COLUMNS]
+    return any(
+        isinstance(x, torch.Tensor) and x.dtype.is_floating_point and x.dim() > 1 and x.shape[-1] == 1
+        for x in columns
+    )
+
+
+_COLUMNS = ("getitem", "select", "narrow", "unsqueeze", "view", "reshape", "index_select")
+
+
+def _chooses_rows(node: fx.Node) -> bool:
+    """`x[scores[:, e] > 0.5]`"""
+    x = example(node)
+    return isinstance(x, torch.Tensor) and bool(free_unbacked_symbols(x))
 
 
 def _frame_name() -> str:

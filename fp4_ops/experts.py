@@ -232,8 +232,8 @@ class PackedWeight(nn.Module):
         """Format, layout, and of a part which one, as a tensor so that any checkpoint file can hold them."""
         how = [STORED_FORMATS.index(self.format), list(LAYOUTS).index(self.layout), self.interleaved]
         if self.part is None:
-            return torch.tensor(how, dtype=torch.uint8)
-        return torch.tensor([*how, *self.part.numbers], dtype=torch.int32)
+            return torch.tensor(how, dtype=torch.uint8, device="cpu")
+        return torch.tensor([*how, *self.part.numbers], dtype=torch.int32, device="cpu")
 
     def _load_from_state_dict(self, state_dict: Any, prefix: str, *args: Any) -> None:
         """Makes room for what was saved in another layout; `set_extra_state` then puts it in order."""

@@ -260,7 +260,7 @@ class _Flag:
         if not self.late:
             return not bool(unfinished.any())
         if self.host is None:
-            self.host = torch.empty((), dtype=torch.bool, pin_memory=self.cuda)
+            self.host = torch.empty((), dtype=torch.bool, device="cpu", pin_memory=self.cuda)
         self.host.copy_(unfinished.any().logical_not(), non_blocking=True)
         if self.copied is not None:
             self.copied.record()

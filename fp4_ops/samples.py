@@ -44,7 +44,7 @@ class Samples:
         made = []
         for device, found in runs.items():
             if found and device.type in ("cpu", "cuda"):
-                at, sizes = torch.tensor(found, dtype=torch.int64).t().contiguous().to(device)
+                at, sizes = torch.tensor(found, dtype=torch.int64, device="cpu").t().contiguous().to(device)
                 made.append(Samples(device, at, sizes))
         return made
 
@@ -69,7 +69,7 @@ class Samples:
             held = torch.zeros(self._count, RUN, dtype=torch.uint8, device=self.device)
             read(self.at, self.sizes, held)
         else:
-            held = torch.zeros(self._count, dtype=torch.int64)
+            held = torch.zeros(self._count, dtype=torch.int64, device="cpu")
             _library().fp4_runs_read(*self._addresses, self._count, held.data_ptr())
         return held
 

@@ -34,7 +34,7 @@ def create(tx: Any, number: int, like: Tensor) -> Any:
     shape = tuple(1 for _ in like.shape[1:])
     settings = {"dtype": like.dtype, "device": like.device}
     v = wrap_fx_proxy(tx, tx.output.create_proxy("call_function", torch.full, (shape, number), settings))
-    v.as_proxy().node.meta[_VALUE] = torch.full(shape, number, dtype=like.dtype)
+    v.as_proxy().node.meta[_VALUE] = torch.full(shape, number, dtype=like.dtype, device="cpu")
     vars(tx.output)[_VALUE] = True
     return v
 

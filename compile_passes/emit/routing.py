@@ -66,8 +66,10 @@ class Routing:
             return self.e._reshape(self.e.call(aten.expand.default, every, sizes), [-1, 1])
         ref = b.ids if b.ids is not None else b.masked
         assert ref is not None
-        axes = (*m.tokens, J) if J in free_axes(ref) else m.tokens
-        ids = self.e._reshape(self.e.element(ref, axes), [-1, self.k])
+        several = J in free_axes(ref)
+        ids = self.e.rows(ref, (J,) if several else (), [self.k])
+        if not free_axes(ref) & set(m.tokens):  # all tokens have the same
+            ids = self.e.call(aten.expand.default, ids, [self.e.call(aten.sym_size.int, rows, 0), -1])
         if m.wraps and not nonnegative(ref.node):  # indexing counts negative ids from the end
             wrapped = self.e.call(aten.add.Tensor, ids, self.e.experts)
             ids = self.e.call(aten.where.self, self.e.call(aten.lt.Scalar, ids, 0), wrapped, ids)
@@ -98,6 +100,9 @@ class Routing:
         if any(isinstance(f, Ref) and f.index and value(f.node).dtype not in FLOATING for f in factors):
             out = self.e.call(aten._to_copy.default, out, dtype=torch.float32)
         each = self.k == 1 or any({J, E} & free_axes(f) for f in factors)
+        tokens = set(self.m.tokens)
+        if tokens and not any(E in free_axes(f) or tokens & free_axes(f) for f in factors):
+            return self.e.call(aten.expand.default, out, [self.e.call(aten.sym_size.int, ids, 0), self.k])
         return out if each else self.e.call(aten.expand.default, out, [-1, self.k])
 
     def _factor(self, term: Term, ids: fx.Node) -> Any:
@@ -116,7 +121,8 @@ class Routing:
         )
         assert columns is not None
         table = self.e.rows(term, (J, E) if each else (E,), [self.k, columns] if each else [columns])
-        if self.dense and m.first == 0 and columns == self.k:
+        alike = m.tokens and not set(m.tokens) & free_axes(term)
+        if self.dense and m.first == 0 and columns == self.k and not alike:
             return table
         inside = self.e.call(aten.clamp.default, ids, 0, columns - 1)
         inside = self.e.call(aten._to_copy.default, inside, dtype=torch.int64)
@@ -124,7 +130,7 @@ class Routing:
             table = self.e.call(aten.expand.default, table, [self.e.call(aten.sym_size.int, ids, 0), -1, -1])
             column = self.e.call(aten.unsqueeze.default, inside, 2)
             return self.e.call(aten.squeeze.dim, self.e.call(aten.gather.default, table, 2, column), 2)
-        if not set(m.tokens) & free_axes(term):
+        if alike or not m.tokens:
             return self.e.call(aten.index.Tensor, self.e._reshape(table, [-1]), [inside])
         return self.e.call(aten.gather.default, table, 1, inside)
 

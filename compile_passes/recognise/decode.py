@@ -30,7 +30,7 @@ fp4 = torch.ops.fp4
 BYTES = (torch.uint8, torch.float8_e4m3fn, torch.float8_e8m0fnu, torch.float4_e2m1fn_x2)
 TABLE = 4096
 """The most values that a table has."""
-_E2M1 = torch.tensor([0, 0.5, 1, 1.5, 2, 3, 4, 6, 0, -0.5, -1, -1.5, -2, -3, -4, -6])
+_E2M1 = torch.tensor([0, 0.5, 1, 1.5, 2, 3, 4, 6, 0, -0.5, -1, -1.5, -2, -3, -4, -6], device="cpu")
 
 
 _EMPTY = (aten.empty, aten.empty_like, aten.new_empty)
@@ -379,7 +379,7 @@ def _evaluate(term: Any, given: dict[Term, Any]) -> Any:
     if isinstance(term, Apply):
         args = [_evaluate(a, given) for a in term.args]
         if _takes_tensor(term) and not isinstance(args[0], Tensor):
-            args[0] = torch.tensor(args[0])
+            args[0] = torch.tensor(args[0], device="cpu")
         return term.op(*args, **term.kwargs)
     if isinstance(term, Choose):
         index = _evaluate(term.index, given)
@@ -393,7 +393,7 @@ def _evaluate(term: Any, given: dict[Term, Any]) -> Any:
         return out
     if not isinstance(term, Ref) or (values := table(term.node)) is None:
         raise Opaque
-    index = [torch.as_tensor(_evaluate(i, given)).long() for i in term.index]
+    index = [torch.as_tensor(_evaluate(i, given), device="cpu").long() for i in term.index]
     if any(((i < 0) | (i >= s)).any() for i, s in zip(index, values.shape)):
         raise Opaque
     found = values.cpu()[tuple(index)]
@@ -407,8 +407,8 @@ def _takes_tensor(term: Apply) -> bool:
 
 def _all_bytes(factors: list[Term], leaf: Ref, given: dict[Term, Any]) -> Tensor:
     """The product of `factors` for every byte that `leaf` may be."""
-    every = torch.arange(256, dtype=torch.uint8).view(value(leaf.node).dtype)
-    out = torch.ones(256, dtype=torch.float64)
+    every = torch.arange(256, dtype=torch.uint8, device="cpu").view(value(leaf.node).dtype)
+    out = torch.ones(256, dtype=torch.float64, device="cpu")
     with torch.inference_mode(False), torch.no_grad():
         for f in factors:
             try:
@@ -420,7 +420,7 @@ def _all_bytes(factors: list[Term], leaf: Ref, given: dict[Term, Any]) -> Tensor
 
 def _is_e2m1(factors: list[Term], leaf: Ref, nibble: Axis) -> bool:
     """Whether the low nibble of each byte comes first, as e2m1."""
-    byte = torch.arange(256)
+    byte = torch.arange(256, device="cpu")
     each = [_all_bytes(factors, leaf, {nibble: i}) for i in (0, 1)]
     return all(torch.equal(got, _E2M1[code].double()) for got, code in zip(each, (byte & 15, byte >> 4)))
 
@@ -428,7 +428,7 @@ def _is_e2m1(factors: list[Term], leaf: Ref, nibble: Axis) -> bool:
 def _is_scale(factors: list[Term], leaf: Ref, format: str) -> bool:
     """NaN codes may mean anything; 2^-127, a subnormal, may be 0."""
     got = _all_bytes(factors, leaf, {})
-    want = torch.arange(256, dtype=torch.uint8).view(FORMATS[format].scale_dtype).double()
+    want = torch.arange(256, dtype=torch.uint8, device="cpu").view(FORMATS[format].scale_dtype).double()
     number = ~want.isnan()
     return torch.allclose(got[number], want[number], rtol=0, atol=2.0**-126)
 

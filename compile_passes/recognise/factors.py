@@ -165,13 +165,20 @@ def product_ref(factors: tuple[Term, ...]) -> Ref | None:
 
 
 def expert_column(terms: tuple[Term, ...], tokens: tuple[Axis, ...]) -> int | None:
-    """e of C[t, e], where a matrix over all experts weights them."""
-    columns = set()
-    for t in terms:
-        if isinstance(t, Ref) and set(tokens) <= free_axes(t):
-            sizes = shape(t.node)
-            columns |= {i.value for i, s in zip(t.index, sizes) if isinstance(i, Const) and not same(s, 1)}
-    return columns.pop() if len(columns) == 1 else None
+    """e of C[t, e], where a matrix over all experts weights them; t may be of fewer axes than a token is:
+    a sequence's weights are those of all its tokens."""
+    refs = [t for t in terms if isinstance(t, Ref)]
+    whole = [t for t in refs if set(tokens) <= free_axes(t)]
+    for chosen in (whole, [t for t in refs if set(tokens) & free_axes(t)], refs):
+        columns = {
+            i.value
+            for t in chosen
+            for i, s in zip(t.index, shape(t.node))
+            if isinstance(i, Const) and not same(s, 1)
+        }
+        if columns:
+            return columns.pop() if len(columns) == 1 else None
+    return None
 
 
 def fixed_choice(ids: Ref | None) -> int | None:

@@ -228,7 +228,14 @@ class Matcher(Pieces):
         # A row's input may be masked, too: where it is, so is what becomes of it.
         scales = tuple(demote(s, masks=place is not None) for s in inner.scales)
         scales = tuple(s for s in scales if not (s in rows.weights and _is_mask(s)))
-        expert = rows.expert if rows.expert is not None else expert_column((*rows.weights, *scales), m.tokens)
+        expert = rows.expert
+        if expert is None:  # conditions on scores, `scores[:, e] > 0.5`, are of a column, too
+            of = (r for f in rows.chosen for r in walk(f) if isinstance(r, Ref))
+            expert = expert_column((*rows.weights, *scales, *of), m.tokens)
+        for f in rows.chosen:
+            column = expert is not None and rows.place is None
+            if not isinstance(f, Apply) or (rows.ids is None and not column):
+                refuse(f"rows are selected by {described(f)}, not by expert ids", m.root, advice.MASK)
         if expert is None:
             refuse("nothing says which expert's output this is", m.root, advice.OWN_COLUMN)
         choice = fixed_choice(ids)
@@ -295,9 +302,6 @@ class Matcher(Pieces):
         rows.weights = [
             demote(f, masks=(known or isinstance(f, Add)) and not self.has_experts(f)) for f in rows.weights
         ]
-        for f in rows.chosen:
-            if not (isinstance(f, Apply) and known):
-                refuse(f"rows are selected by {described(f)}, not by expert ids", m.root, advice.MASK)
         return rows
 
     def _input(self, lin: Linear, m: Mixture) -> _Input:
@@ -438,7 +442,13 @@ class Matcher(Pieces):
         if not b.sums_choices and b.masked is None:  # a row of the output is one choice
             need(free_axes(ids) <= at, "the ids are not one for each row", m.root, advice.IDS_SHAPE)
             return 1
-        need(free_axes(ids) == at | {J}, "the ids are not some for each token", m.root, advice.IDS_SHAPE)
+        # Not of each token: those of a sequence, or of a task, are the same for all tokens of it.
+        need(
+            J in free_axes(ids) and free_axes(ids) <= at | {J},
+            "the ids are not some for each token",
+            m.root,
+            advice.IDS_SHAPE,
+        )
         at_j = _coordinates(ids).count(J)
         need(at_j == 1, "a token's choices are not one dimension of the ids", m.root, advice.IDS_SHAPE)
         k = static_int(b.k if b.k is not None else shape(ids.node)[ids.index.index(J)])

@@ -29,7 +29,7 @@ def see_through(gm: fx.GraphModule, inputs: Sequence[Any]) -> tuple[fx.GraphModu
     ]
     if not parts or is_precompiling():
         return gm, list(inputs), []
-    gm = fx.GraphModule(gm, _copy(gm.graph))
+    gm = fx.GraphModule(gm, copied(gm.graph))
     nodes, given = gm.graph.find_nodes(op="placeholder"), list(inputs)
     context = TracingContext.try_get()
     known = context.tensor_to_context if context is not None else {}
@@ -55,7 +55,7 @@ def is_precompiling() -> bool:
     return bool(getattr(torch._functorch.config, "bundled_autograd_cache", False))
 
 
-def _copy(graph: fx.Graph) -> fx.Graph:
+def copied(graph: fx.Graph) -> fx.Graph:
     new = fx.Graph()
     new.output(new.graph_copy(graph, {}))
     return new

@@ -176,6 +176,8 @@ class _Entry:
 
     def __init__(self, weights: tuple[torch.Tensor, ...]) -> None:
         leaves = leaves_of(weights)
+        if not all(map(_has_memory, leaves)):
+            raise RuntimeError(f"fp4: a weight {NO_MEMORY}")
         self.shapes, self.states = _shapes(weights), states_of(leaves)
         self.refs: list[Any] = []
         self.stores = frozenset(map(_memory, leaves))
@@ -219,6 +221,20 @@ def _memory(t: torch.Tensor) -> int:
         return t.untyped_storage().data_ptr()
     except (RuntimeError, NotImplementedError):  # sparse, or on no device
         return 0
+
+
+NO_MEMORY = (
+    "has no memory: its storage was freed, or made smaller than the weight is. Fill it again before the "
+    "call. To run without the original weights, use fp4_ops.prepare(model), which frees them"
+)
+
+
+def _has_memory(t: torch.Tensor) -> bool:
+    """Whether all its elements lie within its storage: `untyped_storage().resize_(0)` frees what is read."""
+    if t.numel() == 0 or t.layout is not torch.strided or t.device.type == "meta":
+        return True
+    last = t.storage_offset() + sum((n - 1) * stride for n, stride in zip(t.shape, t.stride()))
+    return (last + 1) * t.element_size() <= t.untyped_storage().nbytes()
 
 
 def leaves_of(weights: Iterable[torch.Tensor]) -> tuple[torch.Tensor, ...]:
@@ -409,8 +425,10 @@ class Swap:
     """Of these inputs, in the model."""
 
     def check(self, weights: Sequence[torch.Tensor]) -> None:
-        """Raises ValueError if a weight has values that have no 4-bit code."""
+        """Raises ValueError if a weight has no memory, or values that have no 4-bit code."""
         for name, w in zip(self.names, weights):
+            if not all(map(_has_memory, leaves_of([w]))):
+                raise ValueError(f"fp4: the weight {name} {NO_MEMORY}")
             if not is_traceable_wrapper_subclass(w) and not bool(w.isfinite().all()):
                 raise ValueError(
                     f"fp4: the weight {name} holds NaN or infinity, which have no 4-bit code. Correct it, or "

@@ -44,8 +44,8 @@ def _round_e2m1_(x: Tensor) -> Tensor:
 
 
 def _code_e2m1(values: Tensor) -> Tensor:
-    table = torch.zeros(13, dtype=torch.uint8)  # the index is twice the magnitude
-    table[[round(2 * v) for v in E2M1_VALUES]] = torch.arange(8, dtype=torch.uint8)
+    table = torch.zeros(13, dtype=torch.uint8, device="cpu")  # the index is twice the magnitude
+    table[[round(2 * v) for v in E2M1_VALUES]] = torch.arange(8, dtype=torch.uint8, device="cpu")
     return table.to(values.device)[(2 * values.abs()).int()] | values.signbit().to(torch.uint8) << 3
 
 

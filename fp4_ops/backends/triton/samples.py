@@ -59,7 +59,7 @@ class Launched(Comparison):
             found, on_host = samples.found, samples.on_host
             if found is None or on_host is None:
                 found = torch.zeros(1, dtype=torch.int32, device=samples.device)
-                on_host = torch.zeros(1, dtype=torch.int32).pin_memory()
+                on_host = torch.zeros(1, dtype=torch.int32, device="cpu").pin_memory()
                 samples.found, samples.on_host = found, on_host
             launch(samples.at, samples.sizes, samples.held, found, compare=True)
             on_host.copy_(found, non_blocking=True)

@@ -7,6 +7,7 @@ import random
 
 import package_styles  # noqa: F401  adds its styles to STYLES
 import pytest
+import score_styles  # noqa: F401  its, too
 import torch
 import torch.nn.functional as F
 from both_captures import Both

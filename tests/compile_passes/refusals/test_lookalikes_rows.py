@@ -6,7 +6,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from conftest import more
-from lookalikes import Switch, check, lookalike, names
+from lookalikes import Loop, Switch, check, lookalike, names
 from moe_styles import FusedStyle, RestoredSplits, Slices, grouped_mm
 from package_styles import MaskedSlices
 from torch import Tensor, nn
@@ -369,10 +369,49 @@ class TransposedSum(FusedStyle):
         return (y * weights.unsqueeze(-1)).sum(1)
 
 
+# --- rows that scores choose by themselves ---
+
+
+class ByScore(Loop):
+    """Rows whose score for an expert is above a threshold."""
+
+    def chosen(self, scores: Tensor, e: int) -> Tensor:
+        return scores[:, e] > 0.4
+
+    def forward(self, x):
+        scores, out = torch.sigmoid(self.router(x)), torch.zeros_like(x)
+        for e, expert in enumerate(self.list):
+            (token,) = torch.where(self.chosen(scores, e))
+            out = out.index_add(0, token, expert(x[token]) * scores[token, e, None])
+        return out
+
+
+@lookalike("take rows on different conditions", "put the condition into the ids")
+class OneThresholdIsAnother(ByScore):
+    def chosen(self, scores, e):
+        return scores[:, e] > (0.6 if e == 2 else 0.4)
+
+
+@lookalike("not by expert ids", "select an expert's rows by its own number")
+class TheNextExpertsScore(ByScore):
+    def chosen(self, scores, e):
+        return scores[:, (e + 1) % self.E] > 0.4
+
+
+@lookalike("")
+class AThresholdOfEachExpertsOwn(ByScore):
+    def build(self):
+        super().build()
+        self.least = nn.Parameter(torch.rand(self.E) * 0.5)
+
+    def chosen(self, scores, e):
+        return scores[:, e] > self.least[e]
+
+
 MORE = {
     "SplitsOfCountsInAnotherOrder", "SplitsOfUnsortedRows", "SplitsOfDescendingRows",
     "SplitsOfRowsSortedByAnother", "ASliceForTwoExperts", "ASliceForAllExperts", "OutputsJoinedInReverse",
-    "SplitsAsTheyAre",
+    "SplitsAsTheyAre", "AThresholdOfEachExpertsOwn",
 }  # fmt: skip
 """Refused for what refuses another, or understood as another is."""
 

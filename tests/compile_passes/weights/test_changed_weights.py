@@ -411,6 +411,34 @@ def test_a_weight_that_has_no_code_is_named(value):
     Checked(block).check()
 
 
+@pytest.mark.parametrize("make", [a_stack, more(a_list)], ids=lambda f: f.__name__)
+def test_a_weight_whose_memory_was_freed_is_named(make):
+    """To read it would end the process."""
+    checked = Checked(make())
+    checked.check()
+    weights = [p for n, p in checked.module.named_parameters() if "router" not in n and "gate" not in n]
+    held = [w.detach().clone() for w in weights]
+    for w in weights:
+        w.untyped_storage().resize_(0)
+    with torch.no_grad(), pytest.raises(ValueError, match=r"the weight .*w\S+ has no memory: .*prepare"):
+        checked.compiled(checked.x)
+    for w, before in zip(weights, held):
+        w.untyped_storage().resize_(before.nbytes)
+        w.data.copy_(before * 1.5)
+    checked.check()
+
+
+@pytest.mark.parametrize("make", [a_stack, more(a_list)], ids=lambda f: f.__name__)
+def test_another_default_device_is_no_device_of_the_weights(make):
+    """`torch.set_default_device`, or a `with torch.device`, is where new tensors go that name no device."""
+    checked = Checked(make())
+    with torch.no_grad():
+        want = checked.module.twin()(checked.x)
+        with torch.device("meta"):
+            got = checked.compiled(checked.x)
+        assert relative_error(got, want) < EXACT
+
+
 def test_copies_of_a_model_do_not_share(monkeypatch):
     checked = Checked(a_stack())
     checked.check()
