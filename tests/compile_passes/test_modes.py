@@ -7,6 +7,7 @@ import copy
 import pytest
 import torch
 import torch.nn.functional as F
+import torch.utils.checkpoint
 from conftest import more
 from moe_models import Recorder, build, fake_quantised, relative_error, token_errors, tokens
 from moe_styles import STYLES
@@ -113,3 +114,47 @@ def test_an_fp4_linear_under_autocast(bias):
     assert relative_error(got, want) < 1e-2
     with torch.inference_mode():
         assert relative_error(packed(x), F.linear(x, linear.weight, linear.bias)) < 1e-5
+
+
+# --- graphs that hold what others get as inputs ---
+
+
+@pytest.mark.parametrize("name", ["where loop", more("dense einsum")])
+def test_inductors_freezing(name):
+    """Dynamo makes attributes of the parameters then. They are packed, and packed anew when they change."""
+    module, recorder = STYLES[name](experts=3), Recorder(activation="bf16", format="mxfp4")
+    compiled, x = torch.compile(module, backend=recorder), torch.randn(9, module.H)
+    with torch.no_grad(), torch._inductor.config.patch(freezing=True):
+        assert relative_error(compiled(x), module.twin("mxfp4")(x)) < 1e-5
+        for p in module.parameters():
+            p.data.mul_(-1.5)
+        assert relative_error(compiled(x), module.twin("mxfp4")(x)) < 1e-5
+    assert recorder.ops == ["fp4::moe"], recorder.reasons
+
+
+@pytest.mark.slow
+@pytest.mark.more
+def test_inductors_freezing_as_an_option():
+    module = STYLES["where loop"](experts=3)
+    options = {"freezing": True, "activation": "bf16", "format": "mxfp4"}
+    compiled, dense = (torch.compile(m, backend="fp4", options=options) for m in (module, nn.Linear(32, 8)))
+    with torch.no_grad(), torch._inductor.config.patch(freezing=True):
+        for n in (9, 5):
+            x = torch.randn(n, module.H)
+            assert relative_error(compiled(x), module.twin("mxfp4")(x)) < 1e-5
+        assert relative_error(dense(x), dense._orig_mod(x)) < 1e-5
+
+
+@pytest.mark.parametrize("reentrant", [False, more(True)])
+def test_layers_that_are_checkpointed(reentrant):
+    """Without gradients `torch.utils.checkpoint` is a call; Dynamo's graph has it as a graph of its own."""
+
+    class Checkpointed(STYLES["where loop"]):
+        def forward(self, x):
+            return torch.utils.checkpoint.checkpoint(super().forward, x, use_reentrant=reentrant)
+
+    module, recorder = Checkpointed(experts=3), Recorder(activation="bf16", format="mxfp4")
+    compiled, x = torch.compile(module, backend=recorder), torch.randn(9, module.H)
+    with torch.no_grad():
+        assert relative_error(compiled(x), module.twin("mxfp4")(x)) < 1e-5
+    assert recorder.ops == ["fp4::moe"], recorder.reasons
