@@ -39,6 +39,7 @@ Compile = Callable[..., Any]
 
 def analyse(gm: fx.GraphModule, inputs: Sequence[Any], options: Options) -> tuple[Rewritten | None, Frame]:
     """What becomes of one graph of Dynamo's. `gm` itself is never changed."""
+    allow_scalars(gm)
     gm, inputs, _ = see_through(*as_inputs(gm, inputs)[:2])
     frame = Frame(_frame_name())
     passes = PassLog(frame.name, frame.passes)
@@ -121,7 +122,6 @@ def compile_graph(
     tell: Callable[[Frame], None] | None = None,
 ) -> Callable[..., Any]:
     """Compile one graph of Dynamo's, with 4-bit experts where they were proved; `tell` gets the findings."""
-    allow_scalars(gm)
     as_given, given = gm, inputs
     gm, inputs, held = as_inputs(gm, inputs)
     gm, inputs, parts = see_through(gm, inputs)

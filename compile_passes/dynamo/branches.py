@@ -29,8 +29,8 @@ from .. import advice
 from . import known_values
 from .asserts import into_the_graph
 from .bytecode import asks_for
-from .empty_rows import Nothing, Unproved, Way, has_all_rows, in_short
-from .traced_nodes import called, example
+from .empty_rows import Named, Nothing, Unproved, Way, counted, has_all_rows, in_short
+from .traced_nodes import called, example, same_elements
 
 SEEN_THROUGH, KEPT = "fp4_branches_seen_through", "fp4_branches_kept"
 """Of `torch._dynamo.utils.counters`: places (file:line), and "file:line stays a branch: why" (or a loop)
@@ -66,7 +66,7 @@ def answering_first(method: Handler) -> Handler:
 
 def _take_the_way_that_works(tx: Any, branch: Any) -> bool | None:
     """What the condition on the stack is where there are rows, if the branch may turn out to be none."""
-    asked = _rows_asked_for(tx.stack[-1])
+    asked = _rows_asked_for(tx.stack[-1], tx.output)
     around = vars(tx).get("step")
     if asked is None or (around and not around.replaced) or is_kept(tx, branch):
         return None
@@ -159,7 +159,17 @@ def wanted(output: Any) -> bool:
     return getattr(backend, "sees_through_branches", False)
 
 
-def _rows_asked_for(condition: Any) -> tuple[Nothing, bool] | None:
+def _of_an_expert(output: Any, rows: Any) -> Nothing:
+    """What is empty if a number of rows is 0: if that is a count of ids, all masks for its expert, too."""
+    for counts in counted(output):
+        found = [e for e, n in enumerate(counts.expressions()) if n == rows]
+        if found:
+            hits = Named(same_elements(counts.ids)[-1], 0, len(counts.numbers))
+            return Nothing({rows}, hits=hits, expert=found[0])
+    return Nothing({rows})
+
+
+def _rows_asked_for(condition: Any, output: Any) -> tuple[Nothing, bool] | None:
     """What is empty if there are no rows, and what `condition` is then; it is the opposite for every other
     number of rows. None if it asks for anything else, or if its answer is known."""
     from torch._dynamo.variables.tensor import SymNodeVariable, TensorVariable
@@ -169,7 +179,7 @@ def _rows_asked_for(condition: Any) -> tuple[Nothing, bool] | None:
         expr = condition.sym_num.node.expr
         if len(expr.free_symbols) != 1 or not free_unbacked_symbols(condition.sym_num):
             return None
-        nothing.sizes.update(expr.free_symbols)
+        nothing = _of_an_expert(output, *expr.free_symbols)
         if not isinstance(condition.sym_num, torch.SymBool):
             expr = sympy.Ne(expr, 0)
     elif isinstance(condition, TensorVariable):

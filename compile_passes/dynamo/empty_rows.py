@@ -137,6 +137,8 @@ class Counted:
 
     numbers: list[Any]
     total: Any
+    ids: fx.Node
+    """Of which they are counted."""
     parts: dict[fx.Node, Sequence[Any]] = field(default_factory=dict)
     """Of tensors with so many rows."""
     written: dict[fx.Node, dict[int, Any]] = field(default_factory=dict)

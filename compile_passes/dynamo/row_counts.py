@@ -49,9 +49,9 @@ def as_numbers(method: Callable[..., Any]) -> Callable[..., Any]:
             raise Unsupported("Tensor.tolist() of as many numbers as only the data knows") from None
         finally:
             mode.allow_scalar_outputs = allowed
-        total = _total(node) if counts else None
-        if total is not None:
-            counted(tx.output).append(Counted(list(numbers.items), total))
+        ids = _ids_counted(node) if counts else None
+        if ids is not None:
+            counted(tx.output).append(Counted(list(numbers.items), example(ids).numel(), ids))
         return numbers
 
     return tolist
@@ -108,14 +108,14 @@ def _elements(tx: Any, node: fx.Node) -> list[Any] | None:
     if node in known:
         return known[node]
     found = None
-    if _are_counts(node) and (total := _total(node)) is not None:
+    if _are_counts(node) and (ids := _ids_counted(node)) is not None:
         mode, proxy = tx.output.fake_mode, _proxy(tx, node)
         allowed, mode.allow_scalar_outputs = mode.allow_scalar_outputs, True
         try:
             found = [wrap_fx_proxy(tx, proxy[e].item()) for e in range(example(node).shape[0])]
         finally:
             mode.allow_scalar_outputs = allowed
-        counted(tx.output).append(Counted(found, total))
+        counted(tx.output).append(Counted(found, example(ids).numel(), ids))
     elif (
         name in ("to", "long", "int", "cpu", "clone", "contiguous") and not example(node).is_floating_point()
     ):
@@ -169,7 +169,7 @@ def as_array(method: Callable[..., Any]) -> Callable[..., Any]:
     def numpy(self: Any, tx: Any, *args: Any, **kwargs: Any) -> Any:
         if not args and not kwargs and wanted(tx.output) and only_iterates(tx):
             node = self.as_proxy().node
-            if _are_counts(node) and _total(node) is not None:
+            if _are_counts(node) and _ids_counted(node) is not None:
                 return self.call_method(tx, "tolist", [], {})
         return method(self, tx, *args, **kwargs)
 
@@ -328,8 +328,8 @@ _MARKS = ("one_hot", "scatter", "scatter_")
 _ZEROS = ("zeros", "new_zeros", "zeros_like")
 
 
-def _total(node: fx.Node) -> Any:
-    """How many rows there are in all, if that is certain."""
+def _ids_counted(node: fx.Node) -> fx.Node | None:
+    """The ids of all rows, how many of which name each expert `node` certainly holds."""
     chain = _source(node)
     source, ids = chain[-1], None
     binned = named(source, ("bincount",), ("input", "weights", "minlength"))
@@ -351,7 +351,7 @@ def _total(node: fx.Node) -> Any:
                 ids = _scattered(marks[-1])
     if ids is None or writes_to(chain, since(chain[-1])):
         return None
-    return example(ids).numel()
+    return ids
 
 
 def _ids_of(histogram: dict[str, Any]) -> fx.Node | None:

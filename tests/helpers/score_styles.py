@@ -1,4 +1,4 @@
-"""Styles whose scores choose experts by themselves, without top-k and softmax: they join STYLES."""
+"""More styles, which join STYLES: scores that choose experts by themselves, and counts that skip experts."""
 
 from __future__ import annotations
 
@@ -36,5 +36,18 @@ class PositiveWeights(ListStyle):
             chosen = full[:, e] > 0
             if not chosen.any():
                 continue
-            out[chosen] += expert(x[chosen]) * full[chosen, e].unsqueeze(-1)
+            out[chosen] += expert(x[chosen]) * full[chosen][:, e, None]
+        return out
+
+
+@style("where loop, experts skipped by `bincount(...).tolist()` (DeepSeek-V3's inference code)")
+class SkippedByCounts(ListStyle):
+    def experts_of(self, x: Tensor, ids: Tensor, weights: Tensor) -> Tensor:
+        out = torch.zeros_like(x)
+        counts = torch.bincount(ids.flatten(), minlength=self.E).tolist()
+        for e, expert in enumerate(self.list):
+            if counts[e] == 0:
+                continue
+            token, slot = torch.where(ids == e)
+            out[token] += expert(x[token]) * weights[token, slot, None]
         return out

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import branch_loops
+import count_loops
 import hit_loops
 import named_loops
 import pytest
@@ -37,7 +38,7 @@ def inputs(module: nn.Module) -> list[torch.Tensor]:
     return [torch.randn(n, module.H) for n in (1, 2, 3, 9)]
 
 
-LOOPS = branch_loops, hit_loops, named_loops
+LOOPS = branch_loops, count_loops, hit_loops, named_loops
 BRANCHES = [style for loops in LOOPS for style in loops.BRANCHES]
 BRANCHES += [more(style) for loops in LOOPS for style in loops.MORE_BRANCHES]
 
@@ -59,7 +60,10 @@ def test_what_matters_without_rows_stays_a_branch(style):
 
 @pytest.mark.parametrize(
     "style",
-    [HitsByItem, HitsByTensor, *map(more, [Loop, Hits, HitsInARow, HitsByTensorUpToACapacity])],
+    [
+        *(HitsByItem, HitsByTensor, count_loops.ByCounts),
+        *map(more, [Loop, Hits, HitsInARow, HitsByTensorUpToACapacity, count_loops.ByCountsOfOneHot]),
+    ],
 )
 def test_the_plain_loop_is_seen_through(style):
     """What the branches above differ from."""

@@ -1,0 +1,62 @@
+"""Loops over experts that skip those whose count is 0 and take rows by `torch.where`, right and wrong."""
+
+from __future__ import annotations
+
+import torch
+from branch_loops import Loop
+from torch import Tensor
+
+
+class ByCounts(Loop):
+    """Right if the counts are those of the very ids that rows are taken by."""
+
+    def counts(self, ids: Tensor, x: Tensor) -> list[int]:
+        return torch.bincount(ids.flatten(), minlength=self.E).tolist()
+
+    def skips(self, counts: list[int], e: int) -> bool:
+        return counts[e] == 0
+
+    def experts_of(self, x, ids, weights):
+        out, counts = torch.zeros_like(x), self.counts(ids, x)
+        for e, expert in enumerate(self.list):
+            if self.skips(counts, e):
+                continue
+            token, slot = torch.where(ids == e)
+            self.work(out, x, token, slot, weights, expert)
+        return out
+
+
+class ByCountsOfOneHot(ByCounts):
+    def counts(self, ids, x):
+        return torch.nn.functional.one_hot(ids, self.E).sum((0, 1)).tolist()
+
+    def skips(self, counts, e):
+        return counts[e] < 1
+
+
+class CountOfTheNext(ByCounts):
+    def skips(self, counts, e):
+        return counts[(e + 1) % self.E] == 0
+
+
+class CountsOfOtherIds(ByCounts):
+    def counts(self, ids, x):
+        return super().counts(torch.topk(-self.router(x), self.k).indices, x)
+
+
+class CountsOfWhatIdsWere(ByCounts):
+    def experts_of(self, x, ids, weights):
+        ids = ids.clone()
+        counts, out = self.counts(ids, x), torch.zeros_like(x)
+        ids.fill_(1)
+        for e, expert in enumerate(self.list):
+            if counts[e] == 0:
+                continue
+            token, slot = torch.where(ids == e)
+            self.work(out, x, token, slot, weights, expert)
+        return out
+
+
+OTHERS = [ByCounts, ByCountsOfOneHot]
+BRANCHES = [CountOfTheNext, CountsOfOtherIds]
+MORE_BRANCHES = [CountsOfWhatIdsWere]
