@@ -19,7 +19,7 @@ def as_inputs(
     gm: fx.GraphModule, inputs: Sequence[Any]
 ) -> tuple[fx.GraphModule, list[Any], list[torch.Tensor]]:
     """A graph without such attributes, its inputs, and those of them, at the end, that were attributes."""
-    held = dict(gm.named_parameters(recurse=False))
+    held: dict[str, torch.Tensor] = {**dict(gm.named_parameters(recurse=False))}
     held |= dict(gm.named_buffers(recurse=False))
     if not any(isinstance(x, torch.nn.Parameter) for x in held.values()) or is_precompiling():
         return gm, list(inputs), []
