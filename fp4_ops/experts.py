@@ -204,9 +204,9 @@ class PackedWeight(nn.Module):
             self.layout, self.interleaved = layout, False
 
     @property
-    def company(self) -> Company:
+    def shared_layout(self) -> SharedLayout:
         """The weights that one operator reads together with this one."""
-        return self.__dict__.get("_company") or Company([self])
+        return self.__dict__.get("_company") or SharedLayout([self])
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> PackedWeight:
         old, new = self.packed.device.type, fn(self.packed.new_empty(0)).device.type
@@ -217,7 +217,7 @@ class PackedWeight(nn.Module):
         for name, buffer in list(self._buffers.items()):
             if buffer is not None:  # as bytes: a change of dtype is for the model's own numbers
                 self._buffers[name] = fn(buffer.view(torch.uint8)).view(buffer.dtype)
-        self.company.follow(fn, moved=old != new)
+        self.shared_layout.follow(fn, moved=old != new)
         return self
 
     def _apply_to_parameters(self, fn: Callable[[Tensor], Tensor], recurse: bool) -> None:
@@ -309,8 +309,8 @@ class PackedWeight(nn.Module):
         return f"experts={e}, n={n}, k={self.k}, format={self.format!r}, layout={self.layout!r}"
 
 
-class Company:
-    """The weights of one experts module: their layout is one, chosen by all of them and by what they meet.
+class SharedLayout:
+    """The weights of one experts module, which share one layout: it suits all of them and their activations.
 
     `dtype`: of the activations, None if not known; `a_format`: how those will be quantised, as `fp4::moe`
     names it.
@@ -352,6 +352,10 @@ class Company:
         devices = {w.packed.device for w in self.weights}  # more than one while a module is on its way
         if (moved or old != self.dtype) and len(devices) == 1 and devices.pop().type != "meta":
             self.settle()
+
+
+Company = SharedLayout
+"""As models that older releases pickled call it."""
 
 
 def _operands(weight: Any) -> Operands:

@@ -17,7 +17,7 @@ from .distributed.parts import Part, keep_for_itself, keep_local
 from .distributed.workspace import MAX_TOKENS
 from .expert_lists import find_lists, linears, put, summary
 from .expert_parallel import connect_model
-from .experts import Company, PackedWeight, Recipe, auto_a_format, interleave
+from .experts import PackedWeight, Recipe, SharedLayout, auto_a_format, interleave
 from .find_experts import OTHERWISE, Plan, find_experts, is_experts, logical_shape
 from .meta.formats import ACTIVATION_CHOICES, FORMATS, check_activation_choice, known_activation
 from .meta.layouts import LAYOUTS, packed_spec, preferred_layout
@@ -176,7 +176,7 @@ def prepare(
             module.requires_grad_(False)  # biases, too
         if p.part is not None:
             keep_for_itself(module)
-        Company([getattr(module, p.form.gate_up), getattr(module, p.form.down)], dtype, wanted).join()
+        SharedLayout([getattr(module, p.form.gate_up), getattr(module, p.form.down)], dtype, wanted).join()
     if plans:
         choose_implementation(model)
         _make_saveable(model, format, activation, trainable_inputs)

@@ -462,10 +462,10 @@ MOST_PARTS = 100
 
 def described(term: Any) -> str:
     """A term, or several, in the user's words: `:` is a coordinate, a node what `called` says."""
-    return _Told().text(term)
+    return _Description().text(term)
 
 
-class _Told:
+class _Description:
     def __init__(self) -> None:
         self._parts = 0
 

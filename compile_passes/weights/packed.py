@@ -206,7 +206,7 @@ class _Entry:
                     kept.copy_(new)
             self.packed = old.packed
         else:
-            _Told.anew()
+            _NoticedWrites.record()
 
 
 _serials = itertools.count(1)
@@ -358,13 +358,13 @@ def store(spec: Spec) -> PackedWeights:
 # --- what tells that weights were written to ---
 
 
-class _Told:
-    """Something told of weights that may have changed since `last` was another: all is then asked again."""
+class _NoticedWrites:
+    """`last` is another object after each write that was noticed: then every store is asked again."""
 
     last = object()
 
     @classmethod
-    def anew(cls) -> None:
+    def record(cls) -> None:
         cls.last = object()
 
 
@@ -373,7 +373,7 @@ def note_writes(tensors: Iterable[Any]) -> None:
     if any(map(len, list(_stores.values()))):
         stores = {_memory(t) for t in leaves_of(t for t in tensors if isinstance(t, torch.Tensor))} - {0}
         if any([kept.note_writes(stores) for kept in list(_stores.values())]):
-            _Told.anew()
+            _NoticedWrites.record()
 
 
 def _after_a_step(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
@@ -397,7 +397,7 @@ def refresh(model: torch.nn.Module) -> int:
         raise TypeError(f"fp4: refresh takes a torch.nn.Module; it got {type(model).__name__}")
     tensors = {id(t): t for t in itertools.chain(model.parameters(), model.buffers())}
     done = sum(kept.refresh(tensors) for kept in list(_stores.values()))
-    _Told.anew()
+    _NoticedWrites.record()
     return done
 
 
@@ -408,7 +408,7 @@ def packed_ids(weights: Sequence[torch.Tensor]) -> set[int]:
 
 def forget_all() -> None:
     """torch.compiler.reset(): nothing that was packed is used again."""
-    _Told.anew()
+    _NoticedWrites.record()
     for kept in list(_stores.values()):
         kept.clear()
     for lookup in list(_lookups):
@@ -479,8 +479,8 @@ _Packed = tuple[torch.Tensor, ...]
 class _Met:
     """The weights of one call, all of which were packed."""
 
-    def __init__(self, told: object, states: Any, entries: list[_Entry], refs: list[Any]) -> None:
-        self.told, self.states, self.refs = told, states, refs
+    def __init__(self, writes: object, states: Any, entries: list[_Entry], refs: list[Any]) -> None:
+        self.writes, self.states, self.refs = writes, states, refs
         self.serials = [e.serial for e in entries]
         self.packed: _Packed = tuple(t for e in entries for t in e.packed)
         distinct = {e.serial: e for e in entries}.values()
@@ -501,8 +501,8 @@ class _Unsure:
 class _Lookup:
     """The packed tensors of all swaps, in order, for a graph's arguments.
 
-    Weights that were met before, in the memory and with the version they had then, are told all at once:
-    asking each store takes microseconds a weight, before every step. So are their samples. Nothing is kept
+    One comparison checks the address and version of every weight that was met before, and one their samples:
+    asking each store takes microseconds a weight, before every step. Nothing is kept
     longer than they live.
     """
 
@@ -517,7 +517,7 @@ class _Lookup:
         weights = self._weights(args)
         key = tuple(map(id, weights))
         met = self._met.get(key)
-        if met is None or met.told != _Told.last or met.states != _states(weights):
+        if met is None or met.writes != _NoticedWrites.last or met.states != _states(weights):
             return self._ask(key, args, ()), None
         if met.on_gpu and torch.cuda.is_current_stream_capturing():
             return met.packed, None  # to a CUDA graph of the user's, which cannot ask
@@ -535,7 +535,7 @@ class _Lookup:
         which the samples may have missed it.
         """
         self._met.pop(key, None)  # what is packed anew takes the place of the old
-        told, weights = _Told.last, self._weights(args)
+        writes, weights = _NoticedWrites.last, self._weights(args)
         states, suspect = _states(weights), set(but)
         entries = []
         for swap, (chosen, kept) in zip(self._swaps, self._stores):
@@ -547,7 +547,7 @@ class _Lookup:
                 swap.check(of)
                 raise
         refs = watch(weights, self._forget(key), all(e.owned for e in entries))
-        self._met[key] = met = _Met(told, states, entries, refs)
+        self._met[key] = met = _Met(writes, states, entries, refs)
         return met.packed
 
     def clear(self) -> None:

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from ..distributed.parts import keep_for_itself, keep_local
-from ..experts import IMPLEMENTATION, Company, PackedWeight, Recipe, interleave
+from ..experts import IMPLEMENTATION, PackedWeight, Recipe, SharedLayout, interleave
 from ..meta.formats import FORMATS, check_activation_choice
 from ..meta.layouts import preferred_layout
 from ..prepare import A_FORMATS, check_activation, choose_implementation
@@ -329,12 +329,12 @@ def _attach(
         attribute: PackedWeight(s.packed, s.block_scale, s.global_scale, s.format, "plain", part=placed.part)
         for attribute, s in stacks.items()
     }
-    company = Company(list(weights.values()), dtype, A_FORMATS[activation] or "auto")
-    if reason := company.settle():
+    shared = SharedLayout(list(weights.values()), dtype, A_FORMATS[activation] or "auto")
+    if reason := shared.settle():
         report.plain[placed.name] = reason
-    company.join()
-    check_activation_choice(activation, company.weights[0].format)
-    check_activation(activation, device.type, company.weights[0].layout)
+    shared.join()
+    check_activation_choice(activation, shared.weights[0].format)
+    check_activation(activation, device.type, shared.weights[0].layout)
     for attribute, weight in weights.items():
         del module._parameters[attribute]
         module.add_module(attribute, weight)
