@@ -10,6 +10,7 @@
 # make test-kernels  compiles the CUDA kernels for GPUs other than Hopper, and looks into them (ARCHS=all: all of them)
 # make test-hopper  some of the Hopper kernels' tests, others each time, on an emulated GPU (with a CUDA toolkit)
 # make test-sanitized  tests the CPU's operators under gcc's AddressSanitizer and UndefinedBehaviorSanitizer
+# make dev        builds what tests and tools see of host-only C++: a module of pybind11, which no wheel has
 # make lint       ruff, clang-format, mypy
 # make docs       builds the documentation as a site into build/site; every link and anchor must lead somewhere
 # make wheel      builds a wheel for this machine and tries it in a new virtual environment
@@ -26,7 +27,7 @@ BIN := $(VENV)/bin
 PIP := $(BIN)/python -m pip --disable-pip-version-check
 SOURCES := $(shell find csrc -type f) setup.py pyproject.toml
 
-.PHONY: demo demo-full test test-more test-all test-real test-tools test-archs test-archs-all test-kernels test-hopper test-sanitized test-aarch64 lint docs wheel wheels bench clean
+.PHONY: demo demo-full test test-more test-all test-real test-tools test-archs test-archs-all test-kernels test-hopper test-sanitized test-aarch64 dev lint docs wheel wheels bench clean
 .DELETE_ON_ERROR:
 
 demo: $(VENV)/built
@@ -40,7 +41,7 @@ test-more: TESTS = -m "more and not real and not tools and not archs and not arc
 test-all: TESTS = -m "not real and not tools and not archs and not archs_all and not aarch64"
 test-archs: TESTS = -m archs tests/kernels_triton
 test-archs-all: TESTS = -m "archs or archs_all" tests/kernels_triton
-test test-more test-archs test-archs-all test-all: $(VENV)/built
+test test-more test-archs test-archs-all test-all: $(VENV)/dev
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -q -n auto --dist worksteal $(TESTS)
 
 test-real: $(VENV)/built
@@ -52,7 +53,7 @@ test-tools: $(VENV)/built
 test-kernels: $(VENV)/built
 	FP4_KERNEL_ARCHS=$(or $(ARCHS),drawn) $(BIN)/python -m pytest -q tests/kernels_cuda/test_kernel_archs.py
 
-test-hopper: $(VENV)/built
+test-hopper: $(VENV)/dev
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -q -n auto --dist worksteal --emulate --draw 48 tests/kernels_cuda/test_sm90_gpu.py tests/kernels_cuda/test_sm90_*_gpu.py tests/kernels_cuda/test_sm80_gpu.py tests/kernels_cuda/test_sm80_prefill_gpu.py
 
 # Pytest starts in another folder, whose fp4_ops is the sanitised one. Status 75: this machine lacks what it needs.
@@ -61,6 +62,8 @@ test-sanitized: $(VENV)/built
 	@OMP_NUM_THREADS=1 $(BIN)/python release/sanitized.py -m pytest -q -n auto --dist worksteal -p no:cacheprovider \
 	-m "not more and not gpu" $(addprefix $(CURDIR)/,$(TESTS)); status=$$?; \
 	if [ $$status = 75 ]; then echo "SKIPPED make test-sanitized, for the reason above"; else exit $$status; fi
+
+dev: $(VENV)/dev
 
 lint: $(VENV)/linters
 	$(BIN)/ruff check .
@@ -96,7 +99,7 @@ bench: $(VENV)/built
 	$(BIN)/python benchmarks/cpu_vs_ggml.py
 
 clean:
-	rm -rf build dist $(VENV) fp4_ops/_C*.so fp4_ops/_sm90.so fp4_ops/_sm80.so fp4_ops/_nvlink.so *.egg-info
+	rm -rf build dist $(VENV) fp4_ops/_C*.so fp4_ops/_sm90.so fp4_ops/_sm80.so fp4_ops/_nvlink.so fp4_ops/dev/_native*.so *.egg-info
 
 # A torch that is already there (2.11 or later) is used, and nothing is downloaded for it.
 $(VENV)/deps: pyproject.toml constraints.txt
@@ -111,6 +114,12 @@ $(VENV)/deps: pyproject.toml constraints.txt
 $(VENV)/built: $(VENV)/deps $(SOURCES)
 	@echo "== building fp4_ops"
 	$(PIP) install -q --no-build-isolation --no-deps -e .
+	@touch $@
+
+# A module of C++ for tests and tools, which no wheel has.
+$(VENV)/dev: $(VENV)/built release/dev_module.py
+	$(PIP) install -q -c constraints.txt pybind11
+	$(BIN)/python release/dev_module.py
 	@touch $@
 
 $(VENV)/linters: $(VENV)/deps

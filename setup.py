@@ -242,13 +242,40 @@ CXX_FLAGS = [
 ]
 
 
-def run_parallel(compile_one: Callable[[Path, Path], None], sources: list[Path], made: Path) -> list[str]:
-    """The objects of these sources in folder `made`: a file at a time takes minutes."""
-    made.mkdir(parents=True, exist_ok=True)
-    objects = [made / f"{source.stem}.o" for source in sources]
+def compile_if_older(made: Path, sources: Sequence[Path], compile_to: Callable[[str], object]) -> None:
+    """Makes a file by way of another name: what is not whole is not taken for one later."""
+    if not is_newer(made, *sources):
+        part = made.with_suffix(f".part{made.suffix}")
+        compile_to(str(part))
+        part.replace(made)
+
+
+def compile_all(
+    command: Sequence[str], sources: Sequence[Path], headers: Sequence[Path], folder: Path
+) -> list[str]:
+    """The objects of these sources: a file at a time takes minutes."""
+    folder.mkdir(parents=True, exist_ok=True)
+    objects = [folder / f"{source.stem}.o" for source in sources]
+
+    def compile_one(source: Path, to: Path) -> None:
+        of_source = [*command, "-c", str(source), "-o"]
+        compile_if_older(to, [source, *headers], lambda part: subprocess.run([*of_source, part], check=True))
+
     with ThreadPoolExecutor(os.cpu_count()) as pool:
         list(pool.map(compile_one, sources, objects))
     return [str(o) for o in objects]
+
+
+def runtime_headers() -> list[Path]:
+    """Of csrc/cuda."""
+    rooms = Path("csrc/cuda"), Path("csrc/common"), Path("csrc/device"), Path("build")
+    return [Path(__file__), *(header for room in rooms for header in room.glob("*.h"))]
+
+
+def compiler() -> list[str]:
+    """Of C++ sources without kernels of an instruction set, and its flags."""
+    includes = [f"-I{folder}" for folder in [*INCLUDE_DIRS, *include_paths()]]
+    return [os.environ.get("CXX", "g++"), *CXX_FLAGS, *includes, "-fPIC"]
 
 
 class Build(BuildExtension):
@@ -263,12 +290,12 @@ class Build(BuildExtension):
         shared = [*headers, *generated_headers(), Path(__file__)]
 
         def compile_with_isa(obj, src, ext, cc_args, extra, pp_opts):
-            if is_newer(Path(obj), Path(src), *shared):
-                return
             isa = ISA_FLAGS.get(isa_of(Path(src)), [])
-            part = Path(obj).with_suffix(".part.o")  # what is not whole is not taken for an object later
-            compile_one(str(part), src, ext, cc_args, [*extra, *isa], pp_opts)
-            part.replace(obj)
+            compile_if_older(
+                Path(obj),
+                [Path(src), *shared],
+                lambda part: compile_one(part, src, ext, cc_args, [*extra, *isa], pp_opts),
+            )
 
         self.compiler._compile = compile_with_isa
         self.build_temp = "build" if platform.machine() == MACHINE else f"build/{MACHINE}"
@@ -287,26 +314,14 @@ class Build(BuildExtension):
             target.unlink(missing_ok=True)
             return
         sources = [*sorted(Path("csrc/cuda").glob("*.cpp")), Path("csrc/glibc.cpp")]
-        rooms = Path("csrc/cuda"), Path("csrc/common"), Path("csrc/device"), Path("build")
-        headers = [Path(__file__), *(header for room in rooms for header in room.glob("*.h"))]
+        headers = runtime_headers()
         if is_newer(target, *sources, *headers):
             return
-        compiler = os.environ.get("CXX", "g++")
-        includes = [f"-I{folder}" for folder in [*INCLUDE_DIRS, *include_paths()]]
-
-        def compile_one(source: Path, to: Path) -> None:
-            if is_newer(to, source, *headers):
-                return
-            part = to.with_suffix(".part.o")
-            command = [compiler, *CXX_FLAGS, *includes, "-fPIC", "-c", str(source), "-o", str(part)]
-            subprocess.run(command, check=True)
-            part.replace(to)
-
-        objects = run_parallel(compile_one, sources, Path("build/cuda"))
+        objects = compile_all(compiler(), sources, headers, Path("build/cuda"))
         # By way of libtorch a CUDA build's libtorch_cuda is found; a CPU build has none, and loads this too.
         libraries = [*(f"-L{folder}" for folder in library_paths()), "-Wl,--no-as-needed", "-ltorch"]
         libraries += ["-ltorch_cpu", "-lc10", "-ldl"]
-        subprocess.run([compiler, "-shared", *objects, *libraries, "-o", str(target)], check=True)
+        subprocess.run([compiler()[0], "-shared", *objects, *libraries, "-o", str(target)], check=True)
 
     def _build_nvlink(self, target: Path, wanted: bool) -> None:
         """The exchange between GPUs of csrc/nvlink, where kernels for them are built."""
@@ -315,7 +330,7 @@ class Build(BuildExtension):
             return
         folder = Path("csrc/nvlink")
         sources = sorted(folder.glob("*.cu"))
-        headers = [*folder.glob("*.cuh"), *folder.glob("*.h")]
+        headers = [*folder.glob("*.cuh"), *folder.glob("*.h"), Path(__file__)]
         if is_newer(target, *sources, *headers):
             return
         nvcc, why = find_nvcc([])
@@ -323,16 +338,9 @@ class Build(BuildExtension):
             target.unlink(missing_ok=True)
             print(f"fp4_ops: {why}, so the exchange between GPUs is torch.distributed's")
             return
-
-        def compile_one(source: Path, to: Path) -> None:
-            if is_newer(to, source, *headers, Path(__file__)):
-                return
-            part = to.with_suffix(".part.o")
-            subprocess.run([nvcc, *NVLINK_FLAGS, "-c", str(source), "-o", str(part)], check=True)
-            part.replace(to)
-
-        objects = run_parallel(compile_one, sources, Path("build/nvlink"))
-        subprocess.run([nvcc, *NVLINK_FLAGS, "-shared", *objects, "-o", str(target)], check=True)
+        command = [nvcc, *NVLINK_FLAGS]
+        objects = compile_all(command, sources, headers, Path("build/nvlink"))
+        subprocess.run([*command, "-shared", *objects, "-o", str(target)], check=True)
 
     def _build_kernels(self, library: KernelLibrary, folder: Path) -> None:
         target, made = folder / f"_{library.name}.so", Path("build", library.name)
@@ -358,17 +366,10 @@ class Build(BuildExtension):
             print(f"fp4_ops: {why}, so {target.name} is not built; what other GPUs run works without")
             return
         target.parent.mkdir(parents=True, exist_ok=True)
-        flags = library.flags(archs)
-
-        def compile_one(source: Path, to: Path) -> None:
-            if is_newer(to, source, *library.headers, Path(__file__)):
-                return
-            part = to.with_suffix(".part.o")
-            subprocess.run([nvcc, *flags, "-c", str(source), "-o", str(part)], check=True)
-            part.replace(to)
-
-        objects = run_parallel(compile_one, library.sources, made / "_".join(archs))
-        subprocess.run([nvcc, *flags, "-shared", *objects, "-o", str(target)], check=True)
+        command = [nvcc, *library.flags(archs)]
+        headers = [*library.headers, Path(__file__)]
+        objects = compile_all(command, library.sources, headers, made / "_".join(archs))
+        subprocess.run([*command, "-shared", *objects, "-o", str(target)], check=True)
         record.write_text(" ".join(archs))
 
 
@@ -379,9 +380,15 @@ ROOMS = {
 }
 
 
+DEVELOPMENT = "fp4_ops.dev"
+"""For tests, benchmarks and tools, with a module for one version of Python (release/dev_module.py)."""
+
+
 def packages() -> list[str]:
-    """Every folder of Python below the rooms: what a list forgot would be missing only from the wheel."""
-    return [p for name, room in ROOMS.items() for p in (name, *(f"{name}.{s}" for s in find_packages(room)))]
+    """Every folder of Python below the rooms, but what is for development: what a list forgot would be
+    missing only from the wheel."""
+    found = (p for name, room in ROOMS.items() for p in (name, *(f"{name}.{s}" for s in find_packages(room))))
+    return [p for p in found if p != DEVELOPMENT]
 
 
 class AnyPythonWheel(bdist_wheel):

@@ -21,7 +21,7 @@ from h200_hopper import MODELS, ROUTINGS, Model, median_us, random_weight, routi
 
 from fp4_ops import native
 from fp4_ops.backends.launchers import rows as row_kernels
-from fp4_ops.backends.launchers.decode import Routing, Weight
+from fp4_ops.dev.product import Routing, Weight
 
 PAUSE_SECONDS = 0.1
 LAYOUTS = {"fp8": "sm90", "none": "mma_bf16"}

@@ -33,11 +33,11 @@ from fp4_ops.meta.formats import FORMATS
 from fp4_ops.meta.layouts import LAYOUTS
 
 import fp4_ops  # noqa: F401  loads the operators
-from fp4_ops import native
-from fp4_ops.backends.launchers import decode, library
+from fp4_ops.backends.launchers import library
 from fp4_ops.backends.launchers import rows as row_kernels
-from fp4_ops.backends.launchers.decode import Weight
-from fp4_ops.backends.launchers.int4 import Int4Weight
+from fp4_ops.dev import decode, planner
+from fp4_ops.dev.int4 import Int4Weight
+from fp4_ops.dev.product import Weight
 
 ROUTINGS = 8
 PAUSE_SECONDS = 0.25
@@ -188,7 +188,7 @@ def products(
         check(x, wide, k, format, offs[0], a16(0), "W4A16", 8e-3)
         check(x, w, k, format, offs[0], a8(0), "W4A8", 7e-2)
         us16, us8, us4, us = median_us(a16), median_us(a8), median_us(i4), median_us(stock)
-        config = native.decode_config(rows, model.experts, w.n, w.kp, library.multiprocessors(0))
+        config = planner.decode_config(rows, model.experts, w.n, w.kp, library.multiprocessors(0))
         few16, few8 = (ops.decodes(a, weight, decode.Routing.OFFS, rows) for a, weight in ((x, wide), (q, w)))
         how16, how8 = str(config) if few16 else "prefill", "same" if few8 else "prefill"
         shape = (model.experts, n, k)

@@ -20,9 +20,9 @@ import record
 import torch
 from h200_hopper import MODELS, ROUTINGS, captured, random_weight, routing
 
-from fp4_ops.backends.launchers import prefill
 from fp4_ops.backends.launchers import rows as row_kernels
-from fp4_ops.backends.launchers.decode import Routing
+from fp4_ops.dev import prefill
+from fp4_ops.dev.product import Routing
 
 TOKENS = 8192
 QUERY = "clocks.sm,power.draw.instant,clocks_event_reasons.sw_power_cap"

@@ -18,8 +18,8 @@ from collections.abc import Iterator
 import record
 import torch
 
-from fp4_ops.backends.launchers import prefill
-from fp4_ops.backends.launchers.decode import Routing, Weight
+from fp4_ops.dev import prefill
+from fp4_ops.dev.product import Routing, Weight
 
 SHAPES = {  # experts, N, K, top-k; best peer at 512, 2048, 8192 tokens
     "qwen3-30b gate/up": (128, 1536, 2048, 8, (73.4, 148, 399)),

@@ -20,7 +20,7 @@ from h200_hopper import MODELS, ROUTINGS, Model, median_us, random_weight, routi
 
 from fp4_ops import native
 from fp4_ops.backends.launchers import rows as row_kernels
-from fp4_ops.backends.launchers.decode import Routing
+from fp4_ops.dev.product import Routing
 
 LAYOUTS = ("sm90", "mma_bf16")
 BLOCKS = (("sm90", "none"), ("mma_bf16", "none"), ("sm90", "fp8"), ("sm90", "auto"))

@@ -8,10 +8,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from fp4_ops import native
-from fp4_ops.backends.launchers.decode import Routing, Weight
-from fp4_ops.backends.launchers.int4 import Int4Weight
 from fp4_ops.backends.launchers.library import multiprocessors
+from fp4_ops.dev import planner
+from fp4_ops.dev.int4 import Int4Weight
+from fp4_ops.dev.product import Routing, Weight
 
 FORMATS = {16: "nvfp4", 32: "mxfp4"}
 INT4_FORMATS = {128: "int4", 64: "int4_g64", 32: "int4_g32"}
@@ -48,18 +48,18 @@ def moe(
     )  # fmt: skip
 
 
-def _product(w: Weight, routing: Routing, rows: int) -> native.Product:
-    return native.product(native.ROUTINGS[routing], w.groups, rows, w.n, w.kp, w.block)
+def _product(w: Weight, routing: Routing, rows: int) -> planner.Product:
+    return planner.Product(routing, w.groups, rows, w.n, w.kp, w.block)
 
 
 def decodes(a: Tensor, w: Weight, routing: Routing, rows: int) -> bool:
     """Whether decode or gemv multiplies these rows, and not prefill."""
     kernel = "w4a8" if a.dtype == torch.float8_e4m3fn else "bf16" if w.bf16 else "half"
-    plan = native.plan(_product(w, routing, rows), kernel, multiprocessors(a.device.index))
-    return plan.kernel != "prefill"
+    plan = planner.plan(_product(w, routing, rows), kernel, multiprocessors(a.device.index))
+    return plan.family.name != "prefill"
 
 
 def block_decodes(up: Weight, down: Weight, pairs: int, a_format: str, device: torch.device) -> bool:
     """The same of a block of so many (token, expert) pairs."""
     products = [_product(w, Routing.OFFS, pairs) for w in (up, down)]
-    return bool(native.block_plan(*products, 1, a_format, multiprocessors(device.index), bf16=up.bf16).few)
+    return bool(planner.block_plan(*products, 1, a_format, multiprocessors(device.index), bf16=up.bf16).few)

@@ -1,5 +1,5 @@
-"""The native CUDA runtime, `_C_cuda.so` (csrc/cuda): operators in C++ for the native layouts, and their
-planner.
+"""The native CUDA runtime, `_C_cuda.so` (csrc/cuda): operators in C++ for the native layouts, and the
+cost model of their planner.
 
 Loading it registers the operators `fp4::*` for CUDA. What has no native kernel they call as `fp4_python::*`
 (backends/operators.py).
@@ -11,7 +11,7 @@ import ctypes
 import functools
 import hashlib
 import importlib.metadata
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import NamedTuple
@@ -29,22 +29,12 @@ KERNELS = ("w4a8", "half", "bf16")
 """Kernel of csrc/cuda/choice.h: fp8 rows; 16-bit rows with weights in layout sm90, or in mma_bf16."""
 ROUTINGS = ("offs", "ids32", "ids64", "masked", "dense")
 """Routing of csrc/device/interface.h."""
-A_FORMATS = ("auto", "fp8", "int8", "mxfp4", "none", "nvfp4")
-"""AFormat, as csrc/generate/tables.py writes it."""
-FAMILIES = ("prefill", "decode", "gemv")
 
 
 class Product(ctypes.Structure):
     """Of csrc/cuda/choice.h."""
 
     _fields_ = [(name, ctypes.c_int) for name in ("routing", "groups", "rows", "n", "kp", "block")]
-
-
-class _Config(ctypes.Structure):
-    def __eq__(self, other: object) -> bool:
-        return type(self) is type(other) and bytes(self) == bytes(other)  # type: ignore[call-overload]
-
-    __hash__ = None  # type: ignore[assignment]
 
 
 class Gpu(ctypes.Structure):
@@ -57,62 +47,6 @@ class Gpu(ctypes.Structure):
 HOPPER, MMA = 90, 80
 FOLDERS = {f.family: f.name for f in families()}
 """Families of kernels: of `_sm90.so`, and of `_sm80.so`, for GPUs from compute capability 8.0 on."""
-
-
-class DecodeConfig(_Config):
-    """`k_warps` share K in `passes`, `row_warps` tiles of N a step; `ring` steps lie between the warps that
-    compute and those that add up; `ids`: rows whose ids a block keeps."""
-
-    _fields_ = [(name, ctypes.c_int) for name in ("k_warps", "row_warps", "passes", "ring", "ids")]
-
-    @property
-    def shared_bytes(self) -> int:
-        return int(loaded().fp4_cuda_decode_bytes(ctypes.byref(self)))
-
-    def __str__(self) -> str:
-        passes = f"{self.passes} pass{'es' * (self.passes > 1)}"
-        return f"decode: {self.k_warps} x {self.row_warps} warps (K x rows), {passes}"
-
-
-class GemvConfig(_Config):
-    """Each thread block has at most `tiles` row tiles, of `slices` units each."""
-
-    _fields_ = [(name, ctypes.c_int) for name in ("columns", "slices", "tiles")]
-
-    @property
-    def units(self) -> int:
-        return int(self.tiles * self.slices)
-
-    @property
-    def shared_bytes(self) -> int:
-        return int(loaded().fp4_cuda_gemv_bytes(ctypes.byref(self)))
-
-    def __str__(self) -> str:
-        return f"gemv: {self.units} units of 16 x 256 a block"
-
-
-class ProductPlan(ctypes.Structure):
-    _fields_ = [("family", ctypes.c_int), ("decode", DecodeConfig), ("gemv", GemvConfig)]
-
-    @property
-    def kernel(self) -> str:
-        """Of FAMILIES."""
-        return FAMILIES[self.family]
-
-
-class Block(ctypes.Structure):
-    _fields_ = [
-        ("up", Product),
-        ("down", Product),
-        ("top_k", ctypes.c_int),
-        ("bf16", ctypes.c_bool),
-        ("int4", ctypes.c_bool),
-        ("a_format", ctypes.c_int),
-    ]
-
-
-class BlockPlan(ctypes.Structure):
-    _fields_ = [("few", ctypes.c_bool), ("gemv", ctypes.c_bool), ("up", ProductPlan), ("down", ProductPlan)]
 
 
 def path() -> Path:
@@ -143,15 +77,7 @@ def library() -> ctypes.CDLL | None:
         ("constants", [pointer, pointer], None),
         ("tuned", [ctypes.c_char_p, number, pointer, number], number),
         ("work", [pointer, number, pointer, pointer, pointer], None),
-        ("decode_us", [pointer, number, pointer], ctypes.c_double),
-        ("prefill_us", [pointer, number, pointer], ctypes.c_double),
-        ("plan", [pointer, number, pointer, pointer], None),
-        ("block_plan", [pointer, pointer, pointer], None),
-        ("decode_config", [number] * 4 + [pointer, pointer], ctypes.c_bool),
-        ("decode_warps", [number] * 3 + [pointer, pointer], ctypes.c_bool),
-        ("gemv_config", [number] * 5 + [ctypes.c_bool, pointer, pointer], ctypes.c_bool),
-        ("decode_bytes", [pointer], number),
-        ("gemv_bytes", [pointer], number),
+        ("takes_few", [*[number] * 7, ctypes.c_char_p, ctypes.c_bool, number], ctypes.c_bool),
     ):
         try:
             function = getattr(loaded, f"fp4_cuda_{name}")
@@ -267,78 +193,42 @@ def product(routing: str, groups: int, rows: int, n: int, kp: int, block: int = 
     return Product(ROUTINGS.index(routing), groups, rows, n, kp, block)
 
 
-def decode_us(of: Product, kernel: str, sms: int | Gpu) -> float:
-    """What the cost model says of decode; infinite where it cannot run. `kernel`: of KERNELS."""
-    return float(loaded().fp4_cuda_decode_us(ctypes.byref(of), KERNELS.index(kernel), _gpu(sms)))
+def takes_few(
+    groups: int, rows: int, block: int, up: tuple[int, int], down: tuple[int, int], a_format: str, sms: int,
+    *, int4: bool = False,
+) -> bool:  # fmt: skip
+    """Whether decode or gemv, and not prefill, run an expert block on a Hopper GPU of `sms` multiprocessors.
+
+    `rows`: of (token, expert) pairs; `block`: K that share a scale; `up`, `down`: N and K of the products;
+    `int4`: in layout sm90_int4.
+    """
+    size = groups, rows, *up, *down, block, a_format.encode(), int4, sms
+    return bool(loaded().fp4_cuda_takes_few(*size))
 
 
-def prefill_us(of: Product, kernel: str, sms: int | Gpu) -> float:
-    return float(loaded().fp4_cuda_prefill_us(ctypes.byref(of), KERNELS.index(kernel), _gpu(sms)))
+class Only:
+    """`with only("prefill")`: whatever the cost model says, "decode", or "gemv" and decode, wherever they can
+    run, or "prefill": for tests and measurements."""
+
+    NAMES = (None, "decode", "gemv", "prefill")
+
+    def __init__(self, tell: Callable[[int], object]) -> None:
+        self._tell = tell
+        self._now: str | None = None
+
+    @contextmanager
+    def __call__(self, kernel: str) -> Iterator[None]:
+        before = self._now
+        self._set(kernel)
+        try:
+            yield
+        finally:
+            self._set(before)
+
+    def _set(self, kernel: str | None) -> None:
+        self._tell(self.NAMES.index(kernel))
+        self._now = kernel
 
 
-def plan(of: Product, kernel: str, sms: int | Gpu) -> ProductPlan:
-    """The kernel that an operator takes for a product on a GPU, or a Hopper GPU of `sms` multiprocessors."""
-    made = ProductPlan()
-    loaded().fp4_cuda_plan(ctypes.byref(of), KERNELS.index(kernel), _gpu(sms), ctypes.byref(made))
-    return made
-
-
-def block_plan(
-    up: Product,
-    down: Product,
-    top_k: int,
-    a_format: str,
-    sms: int | Gpu,
-    *,
-    bf16: bool = False,
-    int4: bool = False,
-) -> BlockPlan:
-    """The kernels that `moe` takes. Of both products `rows` are the (token, expert) pairs."""
-    made = BlockPlan()
-    block = Block(up, down, top_k, bf16, int4, A_FORMATS.index(a_format))
-    loaded().fp4_cuda_block_plan(ctypes.byref(block), _gpu(sms), ctypes.byref(made))
-    return made
-
-
-def decode_config(rows: int, groups: int, n: int, kp: int, sms: int | Gpu) -> DecodeConfig | None:
-    """What decode takes for `rows` activation rows in all, or None where it cannot run them."""
-    made = DecodeConfig()
-    fits = loaded().fp4_cuda_decode_config(rows, groups, n, kp, _gpu(sms), ctypes.byref(made))
-    return made if fits else None
-
-
-def decode_warps(
-    kp: int, compute_warps: int, *, rows: int = 2048, sms: int | Gpu = 132
-) -> DecodeConfig | None:
-    """The split of so many warps that keeps most of them busy, for `rows` activation rows."""
-    made = DecodeConfig()
-    size = rows, kp, compute_warps, _gpu(sms)
-    return made if loaded().fp4_cuda_decode_warps(*size, ctypes.byref(made)) else None
-
-
-def gemv_config(
-    routing: int, rows: int, columns: int, n: int, kp: int, combined: bool, sms: int | Gpu
-) -> GemvConfig | None:
-    """For `rows` rows, which are `columns` rows of x; None where gemv cannot run them, or where they share
-    weights. `routing`: an index of ROUTINGS; `combined`: it adds up the experts of a token."""
-    made = GemvConfig()
-    size = routing, rows, columns, n, kp, combined, _gpu(sms)
-    return made if loaded().fp4_cuda_gemv_config(*size, ctypes.byref(made)) else None
-
-
-_only: str | None = None
-
-
-@contextmanager
-def only(kernel: str) -> Iterator[None]:
-    """Whatever the cost model says, "decode", or "gemv" and decode, wherever they can run, or "prefill": for
-    tests and measurements."""
-    global _only
-    names = (None, "decode", "gemv", "prefill")
-    before, _only = _only, kernel
-    loaded().fp4_cuda_only(names.index(kernel))
-    try:
-        yield
-    finally:
-        _only = before
-        loaded().fp4_cuda_only(names.index(before))
+only = Only(lambda which: loaded().fp4_cuda_only(which))
+"""Of what operators run."""

@@ -46,12 +46,11 @@ def build(
         if only is not None and Path(source).name not in only:
             return str(Path("build", source).with_suffix(".o"))
         made = objects / f"{Path(source).stem}.o"
-        if not setup["is_newer"](made, Path(source), *headers):
-            isa = setup["ISA_FLAGS"].get(setup["isa_of"](Path(source)), [])
-            part = made.with_suffix(".part.o")
-            command = ["g++", "-w", "-fPIC", *flags, *include, *own, *isa, "-c", source, "-o", str(part)]
-            subprocess.run(command, check=True)
-            part.replace(made)
+        isa = setup["ISA_FLAGS"].get(setup["isa_of"](Path(source)), [])
+        command = ["g++", "-w", "-fPIC", *flags, *include, *own, *isa, "-c", source, "-o"]
+        setup["compile_if_older"](
+            made, [Path(source), *headers], lambda part: subprocess.run([*command, part], check=True)
+        )
         return str(made)
 
     with ThreadPoolExecutor(os.cpu_count()) as pool:

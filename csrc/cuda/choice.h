@@ -3,6 +3,8 @@
 // CUDA is needed here, but for prefill's candidates, which the kernels' library knows.
 #pragma once
 
+#include <string_view>
+
 #include "cuda/configs.h"
 
 namespace fp4::cuda {
@@ -37,6 +39,9 @@ struct Block {
   int a_format;  // an AFormat of common/formats.h
 };
 
+// Of the name of an AFormat.
+int index_of(std::string_view a_format);
+
 struct BlockPlan {
   bool few = false;   // decode or gemv runs both products, else prefill
   bool gemv = false;  // gemv runs both, and combines
@@ -62,12 +67,23 @@ PrefillWork prefill_work(const Product& product, Kernel kernel, const Gpu& gpu);
 // What the models say, in microseconds; infinite where decode cannot run.
 double decode_us(const Product& product, Kernel kernel, const Gpu& gpu);
 double prefill_us(const Product& product, Kernel kernel, const Gpu& gpu);
-device::Choice prefill_choice(const Product& product, int kernel, const Gpu& gpu);
+device::Choice prefill_choice(const Product& product, device::PrefillKernel kernel, const Gpu& gpu);
 
-// The one of the launchers in csrc/sm90/prefill.cu for e2m1 weights with a scale for so many K.
-inline int prefill_kernel(Kernel kernel, int block) { return 2 * int(kernel) + (block == 32); }
-// And for int4 weights.
-inline int prefill_int4_kernel(int block) { return block == 128 ? 6 : block == 64 ? 7 : 8; }
+using device::PrefillKernel;
+
+// Of e2m1 weights with a scale for so many K.
+inline PrefillKernel prefill_kernel(Kernel kernel, int block) {
+  constexpr PrefillKernel kOf[3][2] = {{PrefillKernel::kFp8, PrefillKernel::kFp8B32},
+                                       {PrefillKernel::kHalf, PrefillKernel::kHalfB32},
+                                       {PrefillKernel::kBf16, PrefillKernel::kBf16B32}};
+  return kOf[int(kernel)][block == 32];
+}
+// Of int4 weights.
+inline PrefillKernel prefill_int4_kernel(int block) {
+  return block == 128  ? PrefillKernel::kInt4
+         : block == 64 ? PrefillKernel::kInt4G64
+                       : PrefillKernel::kInt4G32;
+}
 inline bool prefill_takes(Routing routing) {
   return routing != Routing::kIds32 && routing != Routing::kIds64;
 }

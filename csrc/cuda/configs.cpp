@@ -4,38 +4,29 @@
 #include <cmath>
 
 #include "cuda/constants.h"
+#include "device/few_rows.h"
 
 namespace fp4::cuda {
 namespace {
 
-constexpr int kMaxSegments = 32;  // chunks that one block may touch
-constexpr int kMaxGroups = 640;
+using namespace device;
 
-// decode: the most warps that compute. With more warps more weights are on their way, but a block begins
-// later.
-constexpr int kFewWarps = 16, kManyWarps = 24;
 constexpr int kSchedulers = 4;  // of an SM: 12 warps are faster than 15 where they have few row tiles
 constexpr int kMaxPasses = 8;
-constexpr int kLongRing = 4, kShortRing = 2;
-
-constexpr int kTileRows = 16;
-constexpr int kGemvRows = 8, kGemvSlices = 64;
-constexpr int kGemvUnits = 12 * 32;        // of 16 rows of a weight by kSliceK, for a thread block
-constexpr int kGemvFixedBytes = 3 * 1024;  // of shared memory, with room
 
 constexpr int ceil_div(int a, int b) { return (a + b - 1) / b; }
+constexpr int whole_kilobytes(int bytes) { return ceil_div(bytes, 1024) * 1024; }
 
 }  // namespace
 
-// As DecodeBuffers in csrc/device/decode_plan.cuh adds them up, with room for the fixed part.
 int DecodeConfig::shared_bytes() const {
-  const int vectors = 2 * k_warps * 256 + ring * k_warps * row_warps * 32 + (passes > 1 ? 8 * ring * 32 : 0);
-  return 16 * vectors + kMaxSegments * kChunk * 4 + 4 * ids + 6 * 1024;
+  return whole_kilobytes(sizeof(DecodeShared)) + decode_bytes(*this, ids);
 }
 
 // How busy the warps are, if nothing else counted; each pass but the first costs a quarter.
 double DecodeConfig::value(int kp) const {
-  const int warps = k_warps * row_warps, most = warps <= kFewWarps ? kFewWarps : kManyWarps;
+  const int warps = k_warps * row_warps,
+            most = warps <= kFewComputeWarps ? kFewComputeWarps : kManyComputeWarps;
   return double(ceil_div(kp, kSliceK)) / (passes * k_warps) * warps / most - (passes - 1) / 4.0;
 }
 
@@ -68,12 +59,12 @@ double rows_per_expert(int rows, int groups) {
 // More warps pay where they save a pass, or share K much better (K = 2880 keeps 12 of 16 busy, and 24 of 24)
 // and have enough to do.
 std::optional<DecodeConfig> choose_decode(int rows, int groups, int n, int kp, const Gpu& gpu) {
-  const auto few = decode_warps_for(rows, kp, kFewWarps, gpu),
-             many = decode_warps_for(rows, kp, kManyWarps, gpu);
+  const auto few = decode_warps_for(rows, kp, kFewComputeWarps, gpu),
+             many = decode_warps_for(rows, kp, kManyComputeWarps, gpu);
   const int sms = gpu.sms;
   const int chunks = std::min(rows, groups) + rows / kChunk;
   if (groups > kMaxGroups || !few || chunks / sms + 2 > kMaxSegments) return std::nullopt;
-  const double row_tiles = rows / std::max(rows_per_expert(rows, groups), 1.0) * n / 16 / sms;
+  const double row_tiles = rows / std::max(rows_per_expert(rows, groups), 1.0) * n / kTileRows / sms;
   const PlannerConstants& fitted = constants_of(gpu);
   const bool many_tiles =
       row_tiles >= fitted.many_row_tiles;  // of a block: the longer start of more warps pays
@@ -82,10 +73,7 @@ std::optional<DecodeConfig> choose_decode(int rows, int groups, int n, int kp, c
   return many_tiles ? *few : few->balanced();
 }
 
-// As GemvBuffers in csrc/device/gemv.cuh adds them up.
-int GemvConfig::shared_bytes() const {
-  return kGemvFixedBytes + 2 * slices * kSliceK * columns + units() * kTileRows * 4;
-}
+int GemvConfig::shared_bytes() const { return whole_kilobytes(sizeof(GemvShared)) + gemv_bytes(*this); }
 
 std::optional<GemvConfig> configure_gemv(Routing routing, int rows, int columns, int n, int kp, bool combined,
                                          const Gpu& gpu) {
@@ -94,7 +82,7 @@ std::optional<GemvConfig> configure_gemv(Routing routing, int rows, int columns,
   const int tiles_n = n / kTileRows, sms = gpu.sms;
   const int tiles = combined ? ceil_div(tiles_n, sms) * rows : ceil_div(tiles_n * rows, sms);
   const GemvConfig config{columns, ceil_div(kp, kSliceK), tiles};
-  const bool fits = config.slices <= kGemvSlices && config.units() <= kGemvUnits;
+  const bool fits = config.slices <= kGemvSlices && config.units() <= kGemvWarps * kGemvUnits;
   return fits && config.shared_bytes() <= gpu.shared_bytes ? std::optional(config) : std::nullopt;
 }
 

@@ -10,8 +10,6 @@ namespace fp4::cuda {
 
 using device::Routing;
 
-inline constexpr int kSliceK = 256;   // K that one warp owns in a pass
-inline constexpr int kChunk = 8;      // rows of an expert that share one reading of its weights
 inline constexpr int kMaxIds = 2048;  // rows up to which decode sorts expert ids itself
 
 // decode: `k_warps` share K in `passes`, `row_warps` tiles of N a step. `ring`: steps between the warps that
@@ -22,6 +20,7 @@ struct DecodeConfig {
   int shared_bytes() const;
   double value(int kp) const;
   DecodeConfig balanced() const;
+  bool operator==(const DecodeConfig&) const = default;
 };
 
 // The split of so many warps that keeps most of them busy; nothing where no split fits shared memory. `rows`:
@@ -40,6 +39,7 @@ struct GemvConfig {
 
   int units() const { return tiles * slices; }
   int shared_bytes() const;
+  bool operator==(const GemvConfig&) const = default;
 };
 
 // For `rows` rows, which are `columns` rows of x; nothing where gemv cannot run them, or where they share

@@ -107,7 +107,7 @@ void run_prefill(const Here& here, const Rows& x, const WeightOperand& w, const 
   const Kernel of_rows = dtype == ScalarType::Half       ? Kernel::kHalf
                          : dtype == ScalarType::BFloat16 ? Kernel::kBf16
                                                          : Kernel::kFp8;
-  const int kernel = w.int4 ? prefill_int4_kernel(w.block) : prefill_kernel(of_rows, w.block);
+  const int kernel = int(w.int4 ? prefill_int4_kernel(w.block) : prefill_kernel(of_rows, w.block));
   const Tensor workspace =
       here.empty({here.kernels().prefill_workspace(kernel, here.sms())}, ScalarType::Byte);
   device::PrefillArguments p;

@@ -1,4 +1,5 @@
-// For Python, by ctypes: what the planner decides, without a GPU. fp4_ops/native.py has the signatures.
+// For Python, by ctypes: fp4_ops/native.py has the signatures. Tests and tools see more of the planner
+// (csrc/dev/module.cpp).
 #include <exception>
 #include <limits>
 
@@ -63,43 +64,10 @@ FP4_FOR_PYTHON void fp4_cuda_work(const Product* product, int kernel, const Gpu*
   *prefill = prefill_work(*product, Kernel(kernel), *gpu);
 }
 
-FP4_FOR_PYTHON double fp4_cuda_decode_us(const Product* product, int kernel, const Gpu* gpu) {
-  return decode_us(*product, Kernel(kernel), *gpu);
+// Whether decode or gemv run an expert block of `rows` (token, expert) pairs on a Hopper GPU.
+FP4_FOR_PYTHON bool fp4_cuda_takes_few(int groups, int rows, int up_n, int up_kp, int down_n, int down_kp,
+                                       int block, const char* a_format, bool int4, int sms) {
+  const Product up{Routing::kOffs, groups, rows, up_n, up_kp, block};
+  const Product down{Routing::kOffs, groups, rows, down_n, down_kp, block};
+  return plan({up, down, 1, false, int4, index_of(a_format)}, {.sms = sms}).few;
 }
-
-FP4_FOR_PYTHON double fp4_cuda_prefill_us(const Product* product, int kernel, const Gpu* gpu) {
-  return prefill_us(*product, Kernel(kernel), *gpu);
-}
-
-FP4_FOR_PYTHON void fp4_cuda_plan(const Product* product, int kernel, const Gpu* gpu, ProductPlan* to) {
-  *to = plan(*product, Kernel(kernel), *gpu);
-}
-
-FP4_FOR_PYTHON void fp4_cuda_block_plan(const Block* block, const Gpu* gpu, BlockPlan* to) {
-  *to = plan(*block, *gpu);
-}
-
-// False where the kernel cannot run them.
-FP4_FOR_PYTHON bool fp4_cuda_decode_config(int rows, int groups, int n, int kp, const Gpu* gpu,
-                                           DecodeConfig* to) {
-  const auto config = choose_decode(rows, groups, n, kp, *gpu);
-  if (config) *to = *config;
-  return config.has_value();
-}
-
-FP4_FOR_PYTHON bool fp4_cuda_decode_warps(int rows, int kp, int compute_warps, const Gpu* gpu,
-                                          DecodeConfig* to) {
-  const auto config = decode_warps_for(rows, kp, compute_warps, *gpu);
-  if (config) *to = *config;
-  return config.has_value();
-}
-
-FP4_FOR_PYTHON bool fp4_cuda_gemv_config(int routing, int rows, int columns, int n, int kp, bool combined,
-                                         const Gpu* gpu, GemvConfig* to) {
-  const auto config = configure_gemv(Routing(routing), rows, columns, n, kp, combined, *gpu);
-  if (config) *to = *config;
-  return config.has_value();
-}
-
-FP4_FOR_PYTHON int fp4_cuda_decode_bytes(const DecodeConfig* config) { return config->shared_bytes(); }
-FP4_FOR_PYTHON int fp4_cuda_gemv_bytes(const GemvConfig* config) { return config->shared_bytes(); }

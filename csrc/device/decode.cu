@@ -19,8 +19,8 @@ int launch(const DecodeParams& p, int blocks, cudaStream_t stream) {
 template <DType kType, class Words, int kRing>
 int launch_warps(const DecodeParams& p, int blocks, cudaStream_t stream) {
   const int warps = p.k_warps * p.row_warps;
-  if (warps <= 16) return launch<kType, Words, 16, kRing>(p, blocks, stream);
-  if (warps <= 24) return launch<kType, Words, 24, kRing>(p, blocks, stream);
+  if (warps <= kFewComputeWarps) return launch<kType, Words, kFewComputeWarps, kRing>(p, blocks, stream);
+  if (warps <= kManyComputeWarps) return launch<kType, Words, kManyComputeWarps, kRing>(p, blocks, stream);
   return cudaErrorInvalidValue;
 }
 
@@ -45,7 +45,7 @@ extern "C" int fp4_kernel_decode(const fp4::device::DecodeParams* params, int bl
   DecodeParams p = *params;
   set_divisor(blocks, p.grid_mul, p.grid_shift);
   p.change_units = int(kTileUnits * p.passes * kChangeBytes / (p.kp / 64 * kStepBytes) + 0.5);
-  p.chunk_units = p.n / kTileRows * kTileUnits + p.change_units;
+  p.chunk_units = p.n / fp4::kTileRows * kTileUnits + p.change_units;
   set_divisor(p.chunk_units, p.chunk_mul, p.chunk_shift);
   set_divisor(p.a_div, p.a_div_mul, p.a_div_shift);
   p.k_warps_inverse = 1.f / p.k_warps;

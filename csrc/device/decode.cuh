@@ -103,7 +103,7 @@ __device__ __forceinline__ void prepare(const DecodeParams& p, DecodeShared& sh,
   const int lane = threadIdx.x % 32, which = threadIdx.x / 32 % kReduceWarps, buffer = index % kBuffers;
   const int count = sh.segments[run.segment].count;
   const int* const row_list = buffers.row_list[run.segment];
-  uint4* const fragments = buffers.fragments + buffer * buffers.fragment_count(p);
+  uint4* const fragments = buffers.fragments + buffer * decode_fragments(p);
   constexpr int kSlice = kSliceSteps * 64;
   if (count <= kFewTokens) {
     const int token = lane / 16;
@@ -219,12 +219,12 @@ __device__ __forceinline__ void compute(const DecodeParams& p, DecodeShared& sh,
 
   const Words words;
   float4* const ring = buffers.ring + warp * 32 + lane;
-  const int stage_size = buffers.stage_count(p);
+  const int stage_size = decode_stage(p);
   uint32_t step = 0;
   for (uint32_t index = 0; more; ++index) {
     const int buffer = index % kBuffers;
     uint4* const slice_fragments =
-        buffers.fragments + buffer * buffers.fragment_count(p) + slice * kSliceSteps * 64;
+        buffers.fragments + buffer * decode_fragments(p) + slice * kSliceSteps * 64;
     const uint4* const fragments = slice_fragments + lane;
     float2 factor;  // of this lane's two tokens
     if (index == 0 && compute_warps_begin(sh)) {
@@ -295,7 +295,7 @@ template <DType kType, class Words, int kRing, int kHeld>
 __device__ __forceinline__ void reduce(const DecodeParams& p, DecodeShared& sh, const DecodeBuffers& buffers,
                                        int segments) {
   const int lane = threadIdx.x % 32, which = threadIdx.x / 32 % kReduceWarps;
-  const int stage_size = buffers.stage_count(p);
+  const int stage_size = decode_stage(p);
   Run run{};
   bool more = run.open(p, sh.segments, segments);
   uint32_t count = 0;
@@ -335,7 +335,8 @@ __device__ __forceinline__ void reduce(const DecodeParams& p, DecodeShared& sh, 
 template <DType kType, class Words, int kComputeWarps, int kRing>
 __global__ void __launch_bounds__(32 * (kComputeWarps + kReduceWarps), 1)
     decode_kernel(const __grid_constant__ DecodeParams p) {
-  constexpr bool kRoom = kComputeWarps == 16 || kType == DType::kFloat8;  // for a slice in registers
+  constexpr bool kRoom =
+      kComputeWarps == kFewComputeWarps || kType == DType::kFloat8;  // for a slice in registers
   constexpr int kReduceHeld = kRoom ? kSliceSteps : Words::kElement == Element::kBFloat16 ? 2 : 1;
   FP4_DYNAMIC_SHARED(uint8_t, 16, memory);
   auto& sh = *reinterpret_cast<DecodeShared*>(memory);

@@ -7,38 +7,8 @@
 
 namespace fp4::device {
 
-constexpr int kReduceWarps = 4;   // beside those that compute: kComputeWarps is 16 or 24
-constexpr int kMaxGroups = 640;   // one thread a group in plan()
-constexpr int kMaxSegments = 32;  // chunks that one block may touch
-
-// Steps between the compute and the reducer warps: a long ring, or a short one where memory is short.
-constexpr int kLongRing = 4, kShortRing = 2;
-
-// Row tiles whose sums are kept while K is walked in several passes: fewer, too, where memory is short.
-__host__ __device__ inline int pass_tiles(const DecodeParams& p) { return 8 * p.ring; }
-
 constexpr int kTileUnits = 4;  // of a row tile, as Share counts
-
-struct Segment {
-  int expert;
-  int first;  // its first row, as a sorted position
-  int count;  // activation rows
-  int rank;   // routing by id: rows of this expert in earlier chunks
-  int tile_begin, tile_end;
-};
-
 constexpr int kFewTokens = 2;  // tokens of a chunk whose activations are loaded by FewActivations
-constexpr int kMostSlices = 32;
-constexpr int kBuffers = 2;  // a run's activations and the next one's
-
-struct alignas(16) DecodeShared {
-  uint64_t full[kLongRing], empty[kLongRing];
-  uint64_t ready[kBuffers];                      // the activations of a run
-  float factors[kBuffers][kMostSlices][kChunk];  // of the sums of each slice and token
-  Segment segments[kMaxSegments];
-  int warp_totals[32];
-  int counts[kMaxGroups];
-};
 
 // What follows DecodeShared in shared memory; sizes depend on the launch.
 struct DecodeBuffers {
@@ -48,23 +18,15 @@ struct DecodeBuffers {
   int (*row_list)[kChunk];
   int* ids;  // of each row, if they are sorted by id
 
-  __host__ __device__ static int fragment_count(const DecodeParams& p) {
-    return p.k_warps * kSliceSteps * 64;
-  }
-  __host__ __device__ static int stage_count(const DecodeParams& p) { return p.k_warps * p.row_warps * 32; }
-  __host__ __device__ static int sum_count(const DecodeParams& p) {
-    return p.passes > 1 ? pass_tiles(p) * 32 : 0;
-  }
   __host__ static int bytes(const DecodeParams& p) {
     const bool by_id = p.routing == Routing::kIds32 || p.routing == Routing::kIds64;
-    return 16 * (kBuffers * fragment_count(p) + p.ring * stage_count(p) + sum_count(p)) +
-           kMaxSegments * kChunk * 4 + int(sizeof(DecodeShared)) + (by_id ? 4 * p.rows : 0);
+    return int(sizeof(DecodeShared)) + decode_bytes(p, by_id ? p.rows : 0);
   }
   __device__ DecodeBuffers(const DecodeParams& p, void* memory, int ring_steps) {
     fragments = static_cast<uint4*>(memory);
-    ring = reinterpret_cast<float4*>(fragments + kBuffers * fragment_count(p));
-    sums = ring + ring_steps * stage_count(p);
-    row_list = reinterpret_cast<int (*)[kChunk]>(sums + sum_count(p));
+    ring = reinterpret_cast<float4*>(fragments + kBuffers * decode_fragments(p));
+    sums = ring + ring_steps * decode_stage(p);
+    row_list = reinterpret_cast<int (*)[kChunk]>(sums + decode_sums(p));
     ids = &row_list[kMaxSegments][0];
   }
 };

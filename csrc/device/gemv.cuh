@@ -23,10 +23,7 @@
 
 namespace fp4::device {
 
-constexpr int kGemvWarps = 12, kGemvThreads = 32 * kGemvWarps;
-constexpr int kGemvRows = 8;     // at most
-constexpr int kGemvSlices = 64;  // of K, at most
-constexpr int kGemvUnits = 32;   // of a warp, at most
+constexpr int kGemvThreads = 32 * kGemvWarps;
 
 // A lane's part of a unit. A register is loaded for the next unit as soon as it is used.
 template <class Words>
@@ -79,29 +76,15 @@ struct UnitLoads {
   }
 };
 
-struct alignas(16) GemvShared {
-  float factors[kGemvSlices][kChunk];  // of the sums of each slice and column
-  int row[32];                         // that have an expert, in order
-  int expert[32];                      // of each row
-  float scale[32], weight[32];
-  int lists[kGemvWarps][kGemvRows];
-};
-
 // What follows GemvShared; sizes depend on the launch.
 struct GemvBuffers {
   uint4* fragments;  // [slices][kSliceSteps][2][4 * columns]: the activations as B operands
   float2* sums;      // [tiles][slices][8 g]
 
-  __host__ __device__ static int fragment_count(const GemvParams& p) {
-    return p.slices * kSliceSteps * 2 * 4 * p.columns;
-  }
-  __host__ __device__ static int sum_count(const GemvParams& p) { return p.tiles * p.slices * 8; }
-  __host__ static int bytes(const GemvParams& p) {
-    return int(sizeof(GemvShared)) + 16 * fragment_count(p) + 8 * sum_count(p);
-  }
+  __host__ static int bytes(const GemvParams& p) { return int(sizeof(GemvShared)) + gemv_bytes(p); }
   __device__ GemvBuffers(const GemvParams& p, void* memory) {
     fragments = static_cast<uint4*>(memory);
-    sums = reinterpret_cast<float2*>(fragments + fragment_count(p));
+    sums = reinterpret_cast<float2*>(fragments + gemv_fragments(p));
   }
 };
 

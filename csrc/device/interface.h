@@ -10,11 +10,17 @@
 
 namespace fp4::device {
 
-// Dtypes and gates cross the interface as these numbers (fp4_ops/backends/launchers/library.py has them too).
+// Dtypes and gates cross the interface as these numbers (fp4_ops/backends/launchers/library.py has those of
+// both, too).
 enum class DType : int { kFloat32, kBFloat16, kFloat16, kFloat8 };
 enum class Act : int { kNone, kSilu, kGelu, kGeluTanh };
 enum class Routing : int { kOffs, kIds32, kIds64, kMasked, kDense };
 enum class RowMode : int { kDense = 0, kContiguous = 1, kMasked = 2 };
+
+// The prefill kernels, by the weights and the rows that they take: nvfp4 (or e2m1 with a scale for 32 K) by
+// fp8 rows, by fp16 rows as Form::kHalf makes them, and by bfloat16 rows; int4 in groups of 128, 64 and 32 by
+// fp8 rows. `_sm80.so` has those of bfloat16 rows alone.
+enum class PrefillKernel : int { kFp8, kFp8B32, kHalf, kHalfB32, kBf16, kBf16B32, kInt4, kInt4G64, kInt4G32 };
 
 // What becomes of a row: x's type in plain order; or, in the layout's order, e4m3 with a scale a row; or fp16
 // with a power of two a row (half_position in half_words.cuh), so that of a bfloat16 row bits are lost only
@@ -122,6 +128,9 @@ int fp4_kernel_decode(const fp4::device::DecodeParams* params, int blocks, void*
 int fp4_kernel_gemv(const fp4::device::GemvParams* params, int blocks, void* stream);
 int fp4_kernel_prefill(int kernel, const fp4::device::PrefillArguments* arguments);
 int64_t fp4_kernel_prefill_workspace(int kernel, int sms);
+// The candidates of a PrefillKernel: how many, and each in words.
+int fp4_kernel_prefill_configs(int kernel);
+const char* fp4_kernel_prefill_config_name(int kernel, int config);
 fp4::device::Choice fp4_kernel_prefill_choose(int kernel, int mode, int groups, int m, int n, int kp, int sms,
                                               int config);
 // Of `_sm80.so`: from now on launches use at most so many bytes of shared memory in a block; 0: what the GPU

@@ -12,6 +12,7 @@
 
 #include <cstdint>
 
+#include "../common/sm90_layout.h"
 #include "interface.h"
 
 namespace fp4::device {
@@ -28,7 +29,7 @@ struct Rows {
 struct Tiling {
   Rows rows;
   int columns;      // weight tiles of a group, counted by the cluster
-  int steps;        // of 128 K
+  int steps;        // of kStepK
   int share_below;  // as for Shares; if 0, tiles need not be counted first
 };
 
@@ -38,7 +39,15 @@ struct Tile {
   int rows;          // valid rows
   int width;         // rows computed
   int column;        // index of the weight tile (of a cluster's pair of them)
-  int first, steps;  // the part of K: its first step of 128, and how many
+  int first, steps;  // the part of K: its first step, and how many
+};
+
+// A tile as the warp that walks tells it to the others.
+struct TileInfo {
+  int width;  // 0: no more tiles
+  int group, row, rows;
+  int column;                       // the first weight row, in the group
+  int first, steps, helpers, part;  // as in Tile and TileWalk
 };
 
 constexpr int kWarp = 32;

@@ -7,15 +7,11 @@
 
 #include <cstdint>
 
+#include "few_rows.h"
 #include "gate.cuh"
 #include "types.cuh"
 
 namespace fp4::device {
-
-constexpr int kTileRows = 16;    // of a weight, which a warp multiplies at a time
-constexpr int kChunk = 8;        // activation rows that share an instruction's weights
-constexpr int kSliceSteps = 4;   // 64-steps of K that a warp takes at a time
-constexpr int kStepCodes = 512;  // bytes of 16 rows by 64 k
 
 // x / d for x < 2^31, with the d's multiplier and shift from the host.
 __device__ __forceinline__ int divide(uint32_t x, uint32_t mul, uint32_t shift) {

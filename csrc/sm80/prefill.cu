@@ -9,10 +9,15 @@ using namespace fp4::sm80;
 
 namespace {
 
-constexpr int kBf16 = 4, kBf16B32 = 5;
-
 Candidates candidates_of(int kernel) {
-  return kernel == kBf16 ? bf16_candidates() : kernel == kBf16B32 ? bf16_b32_candidates() : Candidates{};
+  switch (PrefillKernel(kernel)) {
+    case PrefillKernel::kBf16:
+      return bf16_candidates();
+    case PrefillKernel::kBf16B32:
+      return bf16_b32_candidates();
+    default:
+      return {};
+  }
 }
 
 // Shared memory that launches may use at most, if it is less than the GPU's: for tests and measurements.

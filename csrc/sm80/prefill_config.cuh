@@ -13,12 +13,10 @@ namespace fp4::sm80 {
 
 using namespace device;
 
-constexpr int kStepK = 128, kHalfK = 64;  // K of a step of the layout, and of X that is fetched at a time
-constexpr int kTileRows = 16;             // weight rows of one tile of the layout
-constexpr int kTileCodes = 1024;          // bytes of codes of a tile in one step
-constexpr int kXRowBytes = 128;           // of X in shared memory: a half step
-constexpr int kPiece = 16;                // bytes that a thread copies at a time
-constexpr int kInfoSlots = 8;             // tiles that are known: those under way, and one more
+constexpr int kHalfK = 64;       // K of X that is fetched at a time
+constexpr int kXRowBytes = 128;  // of X in shared memory: a half step
+constexpr int kPiece = 16;       // bytes that a thread copies at a time
+constexpr int kInfoSlots = 8;    // tiles that are known: those under way, and one more
 
 struct Problem {
   Tiling tiling;
@@ -36,13 +34,6 @@ struct Problem {
   float4* part_sums;
   uint64_t* part_flags;
   uint64_t ticket;  // another for every launch, and not to be met in memory by chance
-};
-
-struct TileInfo {
-  int width;  // 0: no more tiles
-  int group, row, rows;
-  int column;                       // the first weight row, in the group
-  int first, steps, helpers, part;  // as in Tile and TileWalk
 };
 
 // A block of WarpsM x WarpsN warps, each with TilesM x 16 weight rows and 1 / WarpsN of the tokens. Stages:

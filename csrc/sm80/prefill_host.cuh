@@ -6,15 +6,14 @@
 #include <cmath>
 #include <cstddef>
 #include <cstdint>
-#include <random>
 
-#include "../device/launch.cuh"
+#include "../device/prefill_host.cuh"
 #include "fitted.h"
 #include "prefill_kernel.cuh"
 
 namespace fp4::sm80 {
 
-constexpr int kBadArgument = -1, kTooLittleShared = -3;
+constexpr int kTooLittleShared = -3;
 
 // What the choice knows of a GPU.
 struct Device {
@@ -114,51 +113,24 @@ inline double tile_cycles(const Candidate& c, int width, int steps, const Device
   return 2 * steps * half_step_cycles(c, width, device, blocks) + kTile / blocks + kStore * sums;
 }
 
-// The tiles of a group of `rows`, as the device cuts it, their cycles and width; columns of weights that are
-// read.
-struct Load {
-  double tiles = 0, cycles = 0, columns = 0, width = 0;
-};
-
-inline void add_group(const Candidate& c, int rows, int steps, int tile_width, const Device& device,
-                      int blocks, Load* load) {
-  if (rows == 0) return;
-  const auto [tiles, width] =
-      tile_width > 0 ? TokenTiles{ceil_div(rows, tile_width), tile_width} : c.cut(rows);
-  load->tiles += tiles;
-  load->cycles += tiles * tile_cycles(c, width, steps, device, blocks);
-  load->columns += 1;
-  load->width += width;
-}
-
 // Cycles that it costs to share tiles: those of a part more, and of each of a tile's sums on its way through
 // memory.
 constexpr double kShareCycles = fitted::share_cycles, kShareSum = fitted::share_sum;
-// Of the work of tensor cores and memory, the less, that the other does not hide.
+
+// Of the work of tensor cores and that of memory, the less, what the other does not hide.
 constexpr double kBoth = fitted::both;
 
-// A launch of a candidate that fits, for groups of equal expected size. How full the groups are is known on
-// the device only: as many are taken to be empty as when each row draws a group; half of the others one
-// standard deviation below their mean, half above, but with few rows for so many groups all equal.
+// A launch of a candidate that fits, for groups of equal expected size.
 inline Estimate estimate(const Candidate& c, const Size& size, const Device& device, int tile_width) {
-  const bool by_chance = size.mode == RowMode::kContiguous && size.groups > 1;
-  double mean = size.mode == RowMode::kContiguous ? static_cast<double>(size.m) / size.groups : size.m;
-  double hit = size.groups, deviation = 0;
-  if (by_chance) {
-    hit = -std::expm1(-mean) * size.groups;
-    deviation = mean < 2 ? 0 : std::sqrt(mean);
-    mean = size.m / hit;
-  }
+  const ExpectedRows rows(size.mode, size.groups, size.m);
   const int steps = size.kp / kStepK, each = blocks_of(c, device), blocks = each * device.sms;
-  Load load;
-  add_group(c, static_cast<int>(std::lround(mean - deviation)), steps, tile_width, device, each, &load);
-  add_group(c, std::max(1, static_cast<int>(std::lround(mean + deviation))), steps, tile_width, device, each,
-            &load);
+  const Load load(rows, c.cut, tile_width,
+                  [&](int width) { return tile_cycles(c, width, steps, device, each); });
   const int columns = ceil_div(size.n, c.rows());
-  const double tiles = std::round(load.tiles / 2 * hit * columns);
+  const double tiles = std::round(load.tiles / 2 * rows.groups * columns);
   const double cycles = load.cycles / load.tiles * each;  // of a block's tile, beside the other blocks
   const double step_bytes = double(c.rows()) / kTileRows * (kTileCodes + c.tile_scales);
-  const double bytes = load.columns / 2 * hit * columns * steps * step_bytes;
+  const double bytes = load.columns / 2 * rows.groups * columns * steps * step_bytes;
   const double on_the_way = blocks * (c.stages - 1) * step_bytes;
   const double memory = bytes / std::min(device.memory_rate, on_the_way / kLatency) * device.clock;
   const double wave = std::max(cycles, memory * blocks / tiles);
@@ -166,11 +138,7 @@ inline Estimate estimate(const Candidate& c, const Size& size, const Device& dev
   int share_below = std::max(0, static_cast<int>(blocks * (cycles - share) / wave));
   if (Shares(tiles, steps, share_below, blocks).left == 0) share_below = 0;
   const Shares shares(tiles, steps, share_below, blocks);
-  double compute = std::ceil(double(shares.whole) / blocks) * cycles;
-  if (shares.left > 0) {
-    const double pieces = double(shares.parts) / shares.left;  // of a tile, whose first adds the others' sums
-    compute += cycles / pieces + share * std::max(1.0, pieces - 1);
-  }
+  const double compute = cycles_of(shares, cycles, share);
   const double time = std::max(compute, memory) + kBoth * std::min(compute, memory);
   return {kLaunch + time / device.clock, share_below, tile_width, false};
 }
@@ -204,50 +172,19 @@ inline int64_t workspace_bytes(const Candidates& candidates, int sms) {
   return bytes;
 }
 
-// Another number each time, in any process (splitmix64 from a random start).
-inline uint64_t next_ticket() {
-  static std::atomic<uint64_t> state = uint64_t(std::random_device()()) << 32 | std::random_device()();
-  uint64_t z = state += 0x9E3779B97F4A7C15;
-  z = (z ^ z >> 30) * 0xBF58476D1CE4E5B9;
-  z = (z ^ z >> 27) * 0x94D049BB133111EB;
-  return z ^ z >> 31;
-}
-
 // Returns 0, a cudaError_t, or a negative number: kBadArgument, kTooLittleShared.
 inline int run(const Candidates& candidates, const PrefillArguments& a, const Device& device) {
-  const bool gated = a.gate.act != Act::kNone;
-  if (gated && (a.out_type == DType::kFloat32 || a.gate.act != Act::kSilu)) return kBadArgument;
-  if (a.groups < 1 || a.m < 0 || a.n < 64 || a.n % 64 != 0 || a.kp < kStepK || a.kp % kStepK != 0 ||
-      a.k < 1 || a.k > a.kp || a.k % 8 != 0 || a.config >= candidates.count ||
-      (a.mode == RowMode::kDense && a.groups != 1)) {
-    return kBadArgument;
-  }
+  if (!is_valid(a, 2, candidates.count)) return kBadArgument;
   if (a.m == 0) return 0;
   const Choice choice = choose(candidates, {a.mode, a.groups, a.m, a.n, a.kp}, device, a.config);
   if (choice.candidate < 0) return kTooLittleShared;
   const Candidate& chosen = candidates.list[choice.candidate];
   const int blocks = device.sms * blocks_of(chosen, device);
-  Problem problem = {};
-  problem.tiling = {{a.mode, a.group_rows, a.groups, a.m, choice.estimate.tile_width},
-                    ceil_div(a.n, chosen.rows()),
-                    a.kp / kStepK,
-                    choice.estimate.share_below};
+  auto problem = describe<Problem>(a, choice.estimate, chosen.rows(), chosen.sum_bytes, blocks);
   problem.x = static_cast<const uint8_t*>(a.x);
   problem.codes = static_cast<const uint8_t*>(a.codes);
   problem.scales = static_cast<const uint8_t*>(a.scales);
-  problem.x_scale = a.x_scale;
-  problem.global_scale = a.global_scale;
-  problem.bias = a.bias;
-  problem.out = a.out;
-  problem.bias_type = a.bias_type;
-  problem.out_type = a.out_type;
-  problem.gate = a.gate;
-  problem.n = a.n;
   problem.k = a.k;
-  auto* const workspace = static_cast<uint8_t*>(a.workspace);
-  problem.part_sums = reinterpret_cast<float4*>(workspace);
-  problem.part_flags = reinterpret_cast<uint64_t*>(workspace + int64_t(blocks) * chosen.sum_bytes);
-  problem.ticket = next_ticket();
   return chosen.run(problem, blocks, static_cast<cudaStream_t>(a.stream));
 }
 

@@ -6,7 +6,7 @@ using namespace fp4::sm90;
 
 namespace {
 
-// fp4_ops/backends/launchers/prefill.py has their names.
+// By PrefillKernel.
 constexpr Candidates (*kKernels[])() = {w4a8_candidates,     w4a8_b32_candidates, half_candidates,
                                         half_b32_candidates, bf16_candidates,     bf16_b32_candidates,
                                         int4_candidates,     int4_g64_candidates, int4_g32_candidates};

@@ -15,11 +15,8 @@ namespace fp4::sm90 {
 
 using namespace device;
 
-constexpr int kStepK = 128;       // K of a stage
-constexpr int kTileRows = 16;     // weight rows of one tile of the layout
-constexpr int kTileCodes = 1024;  // bytes of codes of a tile in one step
-constexpr int kTokenStep = 16;    // X is copied in multiples of so many rows
-constexpr int kXBoxes = 5;        // a copy of X brings 16, 32, 64, 128 or 256 rows
+constexpr int kTokenStep = 16;  // X is copied in multiples of so many rows
+constexpr int kXBoxes = 5;      // a copy of X brings 16, 32, 64, 128 or 256 rows
 constexpr int kWarpgroup = 128;
 constexpr int kMmaRows = 64;     // weight rows of a wgmma
 constexpr int kXRowBytes = 128;  // of X in shared memory, swizzled
@@ -72,13 +69,6 @@ struct Problem {
 
 struct Maps {
   CUtensorMap x[kXBoxes], codes, scales, out;
-};
-
-struct TileInfo {
-  int width;  // 0: no more tiles
-  int group, row, rows;
-  int column;                       // the first weight row, in the group
-  int first, steps, helpers, part;  // as in Tile and TileWalk
 };
 
 // Weights_: how a warp makes operand A of its rows (FoldedWeights, HalfWeights, Int4Weights). Widths_:

@@ -6,15 +6,14 @@
 #include <cmath>
 #include <cstddef>
 #include <cstdint>
-#include <random>
 
-#include "../device/interface.h"
+#include "../device/prefill_host.cuh"
 #include "fitted.h"
 #include "prefill_kernel.cuh"
 
 namespace fp4::sm90 {
 
-constexpr int kBadArgument = -1, kNoDriver = -2;
+constexpr int kNoDriver = -2;
 
 using Launch = int (*)(const Problem&, const Maps&, int sms, cudaStream_t);
 
@@ -77,24 +76,6 @@ constexpr Candidate candidate(const char* name, const Cost& cost) {
           launch<Config>};
 }
 
-// The tiles of a group of `rows`, as the device cuts it, their cycles and width; columns of weights that are
-// read.
-struct Load {
-  double tiles = 0, cycles = 0, columns = 0, width = 0;
-};
-
-inline void add_group(const Candidate& candidate, int rows, int steps, int tile_width, Load* load) {
-  if (rows == 0) return;
-  const auto [tiles, width] =
-      tile_width > 0 ? TokenTiles{ceil_div(rows, tile_width), tile_width} : candidate.cut(rows);
-  const Cost& cost = candidate.cost;
-  double step = std::max(cost.base + cost.slope * width, cost.full * width);
-  load->tiles += tiles;
-  load->cycles += tiles * (steps * step + cost.tile_base + cost.tile_slope * width);
-  load->columns += 1;
-  load->width += width;
-}
-
 struct Size {
   RowMode mode;
   int groups, m, n, kp, sms;
@@ -109,41 +90,31 @@ constexpr double kShareCycles = fitted::share_cycles, kShareSum = fitted::share_
                  kCounted = fitted::share_counted;
 
 // A launch of a candidate for groups of equal expected size: what a block has of the tiles, but no less than
-// the weights take to arrive. How full the groups are is known on the device only: as many are taken to be
-// empty as when each row draws a group; half of the others one standard deviation below their mean, half
-// above, but with few rows for so many groups all equal.
+// the weights take to arrive.
 inline Estimate estimate(const Candidate& candidate, const Size& size, int tile_width) {
-  const bool by_chance = size.mode == RowMode::kContiguous && size.groups > 1;
-  double mean = size.mode == RowMode::kContiguous ? static_cast<double>(size.m) / size.groups : size.m;
-  double hit = size.groups, deviation = 0;
-  if (by_chance) {
-    hit = -std::expm1(-mean) * size.groups;
-    deviation = mean < 2 ? 0 : std::sqrt(mean);
-    mean = size.m / hit;
-  }
-  Load load;
+  const ExpectedRows expected(size.mode, size.groups, size.m);
   const int steps = size.kp / kStepK;
-  add_group(candidate, static_cast<int>(std::lround(mean - deviation)), steps, tile_width, &load);
-  add_group(candidate, std::max(1, static_cast<int>(std::lround(mean + deviation))), steps, tile_width,
-            &load);
+  const Load load(expected, candidate.cut, tile_width, [&](int width) {
+    const Cost& cost = candidate.cost;
+    const double step = std::max(cost.base + cost.slope * width, cost.full * width);
+    return steps * step + cost.tile_base + cost.tile_slope * width;
+  });
   const int rows = candidate.rows * candidate.cluster, columns = ceil_div(size.n, rows);
   const int blocks = size.sms / candidate.cluster;
-  const double tiles = std::round(load.tiles / 2 * hit * columns), cycles = load.cycles / load.tiles;
+  const double tiles = std::round(load.tiles / 2 * expected.groups * columns),
+               cycles = load.cycles / load.tiles;
   const double tile_bytes = kTileCodes + candidate.tile_scales;
-  const double bytes = load.columns / 2 * hit * columns * rows / kTileRows * steps * tile_bytes;
+  const double bytes = load.columns / 2 * expected.groups * columns * rows / kTileRows * steps * tile_bytes;
   const double memory = bytes / kMemoryRate * kClock;
   // Full waves take their tiles' cycles or what their weights need to arrive; the last one, if it is not
   // full, the cycles.
   const double wave = std::max(cycles, memory * blocks / tiles);
   const double share = kShareCycles + kShareSum * candidate.rows * load.width / 2;
   int share_below = std::max(0, static_cast<int>(blocks * (cycles - share) / wave));
-  if (by_chance ? cycles < kCounted : Shares(tiles, steps, share_below, blocks).left == 0) share_below = 0;
+  if (expected.by_chance ? cycles < kCounted : Shares(tiles, steps, share_below, blocks).left == 0)
+    share_below = 0;
   const Shares shares(tiles, steps, share_below, blocks);
-  double compute = std::ceil(double(shares.whole) / blocks) * cycles;
-  if (shares.left > 0) {
-    const double pieces = double(shares.parts) / shares.left;  // of a tile, whose first adds the others' sums
-    compute += cycles / pieces + share * std::max(1.0, pieces - 1);
-  }
+  const double compute = cycles_of(shares, cycles, share);
   // What the longer of them hides costs a little all the same: it decides where the other is equal.
   const double time = std::max(compute, memory) + fitted::overlap * std::min(compute, memory);
   // Blocks that claim tiles are better than shared tiles where nearly all are busy in the last wave, or some
@@ -251,27 +222,12 @@ inline int64_t workspace_bytes(const Candidates& candidates, int sms) {
   return bytes + kWord;
 }
 
-// Another number each time, in any process (splitmix64 from a random start).
-inline uint64_t next_ticket() {
-  static std::atomic<uint64_t> state = uint64_t(std::random_device()()) << 32 | std::random_device()();
-  uint64_t z = state += 0x9E3779B97F4A7C15;
-  z = (z ^ z >> 30) * 0xBF58476D1CE4E5B9;
-  z = (z ^ z >> 27) * 0x94D049BB133111EB;
-  return z ^ z >> 31;
-}
-
 // Returns 0, a cudaError_t, or a negative number: -1 bad argument, -2 no driver entry for tensor maps.
 inline int run(const Candidates& candidates, const PrefillArguments& a) {
-  bool gated = a.gate.act != Act::kNone;
-  if (gated && (a.out_type == DType::kFloat32 || a.gate.act != Act::kSilu)) return kBadArgument;
   const bool wide = candidates.list[0].element != Element::kE4m3;  // a copy does not look at the values
   const auto x_type = wide ? CU_TENSOR_MAP_DATA_TYPE_FLOAT16 : CU_TENSOR_MAP_DATA_TYPE_UINT8;
   const int x_bytes = wide ? 2 : 1;
-  if (a.groups < 1 || a.m < 0 || a.n < 64 || a.n % 64 != 0 || a.kp < 128 || a.kp % 128 != 0 || a.k < 1 ||
-      a.k > a.kp || a.k * x_bytes % 16 != 0 || a.config >= candidates.count ||
-      (a.mode == RowMode::kDense && a.groups != 1)) {
-    return kBadArgument;
-  }
+  if (!is_valid(a, x_bytes, candidates.count)) return kBadArgument;
   if (a.m == 0) return 0;
   if (driver_encode() == nullptr) return kNoDriver;
   int device, sms;
@@ -282,28 +238,14 @@ inline int run(const Candidates& candidates, const PrefillArguments& a) {
   const Size size = {a.mode, a.groups, a.m, a.n, a.kp, sms};
   const Choice chosen = choose(candidates, size, a.config);
   const Candidate& choice = candidates.list[chosen.candidate];
-  Problem problem = {};
-  const int steps = a.kp / kStepK;
-  problem.tiling = {{a.mode, a.group_rows, a.groups, a.m, chosen.estimate.tile_width},
-                    ceil_div(a.n, choice.rows * choice.cluster),
-                    steps,
-                    chosen.estimate.share_below};
-  problem.x_scale = a.x_scale;
-  problem.global_scale = a.global_scale;
-  problem.bias = a.bias;
-  problem.bias_type = a.bias_type;
-  problem.out = a.out;
-  problem.out_type = a.out_type;
-  problem.gate = a.gate;
-  problem.n = a.n;
-  auto* const workspace = static_cast<uint8_t*>(a.workspace);
-  problem.part_sums = reinterpret_cast<float4*>(workspace);
-  problem.part_flags = reinterpret_cast<uint64_t*>(workspace + int64_t(sms) * choice.sum_bytes);
-  problem.ticket = next_ticket();
-  if (chosen.estimate.claims)
-    problem.claimed = reinterpret_cast<uint64_t*>(workspace + sms * part_bytes(choice));
+  auto problem = describe<Problem>(a, chosen.estimate, choice.rows * choice.cluster, choice.sum_bytes, sms);
+  if (chosen.estimate.claims) {  // the word behind all parts
+    auto* const parts = static_cast<uint8_t*>(a.workspace);
+    problem.claimed = reinterpret_cast<uint64_t*>(parts + sms * part_bytes(choice));
+  }
   problem.early = a.early;
 
+  const int steps = problem.tiling.steps;
   uint64_t rows = static_cast<uint64_t>(a.m) * (a.mode == RowMode::kMasked ? a.groups : 1);
   uint64_t weight_tiles = static_cast<uint64_t>(a.groups) * a.n / kTileRows;
   uint32_t box_tiles = choice.rows / kTileRows;
@@ -321,7 +263,8 @@ inline int run(const Candidates& candidates, const PrefillArguments& a) {
             encode_matrix(&maps.scales, CU_TENSOR_MAP_DATA_TYPE_UINT8, 1, a.scales,
                           steps * choice.tile_scales, weight_tiles, choice.tile_scales, box_tiles,
                           CU_TENSOR_MAP_SWIZZLE_NONE, CU_TENSOR_MAP_L2_PROMOTION_L2_256B) &&
-            encode_output(&maps.out, problem.out_type, gated, a.out, a.n, rows, choice.store_tokens);
+            encode_output(&maps.out, problem.out_type, a.gate.act != Act::kNone, a.out, a.n, rows,
+                          choice.store_tokens);
   if (!encoded) return kBadArgument;
   return choice.run(problem, maps, sms, static_cast<cudaStream_t>(a.stream));
 }

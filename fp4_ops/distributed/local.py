@@ -62,30 +62,23 @@ class Local:
             return False
         if self.operands[-1] is not None or self.chosen(pairs, x.device) != "fp8":
             return False
-        from .. import native
-        from ..backends.launchers.decode import MAX_IDS
-        from ..backends.launchers.library import multiprocessors
-
-        few = False
-        for routing in ("ids32", "offs") if here <= MAX_IDS else ("offs",):
-            up, down = (
-                native.product(routing, len(self.own), here, w.n, w.k, w.format.block) for w in self.experts
-            )
-            few |= native.block_plan(
-                up, down, 1, "fp8", multiprocessors(x.device.index), int4=order.name == "sm90_int4"
-            ).few
-        return not few
+        int4 = order.name == "sm90_int4"
+        return not self._takes_few(len(self.own), here, "fp8", x.device, int4=int4)
 
     def chosen(self, pairs: int, device: torch.device) -> str:
         """What "auto" is on Hopper for all experts and all rows: the number of ranks does not change it."""
         order = self.experts.up.layout
         if self.a_format != "auto" or not order.native or "none" not in order.a_formats:
             return self.a_format
+        return "none" if self._takes_few(self.num_experts, pairs, "auto", device) else "fp8"
+
+    def _takes_few(
+        self, experts: int, rows: int, a_format: str, device: torch.device, *, int4: bool = False
+    ) -> bool:
         from .. import native
         from ..backends.launchers.library import multiprocessors
 
-        up, down = (
-            native.product("offs", self.num_experts, pairs, w.n, w.k, w.format.block) for w in self.experts
-        )
-        few = native.block_plan(up, down, 1, "auto", multiprocessors(device.index)).few
-        return "none" if few else "fp8"
+        up, down = self.experts
+        sizes = (up.n, up.k), (down.n, down.k)
+        sms = multiprocessors(device.index)
+        return native.takes_few(experts, rows, up.format.block, *sizes, a_format, sms, int4=int4)

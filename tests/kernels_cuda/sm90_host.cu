@@ -1,6 +1,4 @@
 // What the Hopper kernels compute in registers, run on the host for test_sm90_host.py: no GPU is needed.
-#include <cstddef>
-#include <cstdio>
 #include <cstring>
 #include <utility>
 
@@ -263,89 +261,10 @@ extern "C" void quotients(const float* a, const float* d, const float* inverse, 
   for (int i = 0; i < count; ++i) out[i] = quotient(a[i], d[i], inverse[i]);
 }
 
-// The fields of what launchers are given, and where they lie: "name offset" a line, and the size.
-struct Field {
-  const char* name;
-  size_t offset;
-};
-
-template <size_t kCount>
-void write_fields(const Field (&fields)[kCount], char* text) {
-  for (const Field& field : fields) text += sprintf(text, "%s %zu\n", field.name, field.offset);
-}
-
-#define FP4_AT(field) {#field, offsetof(Fields, field)}
-
-// Of every decode launch.
-#define FP4_AT_PRODUCT                                                                                   \
-  FP4_AT(x), FP4_AT(x_scale), FP4_AT(codes), FP4_AT(scales), FP4_AT(global_scale), FP4_AT(bias),         \
-      FP4_AT(out), FP4_AT(route), FP4_AT(rows), FP4_AT(groups), FP4_AT(n), FP4_AT(k), FP4_AT(kp),        \
-      FP4_AT(a_div), FP4_AT(routing), FP4_AT(x_type), FP4_AT(out_type), FP4_AT(bias_type), FP4_AT(gate), \
-      FP4_AT(scale_block), FP4_AT(early), FP4_AT(bf16_words), {                                          \
-    "divisors", offsetof(Fields, grid_mul)                                                               \
-  }
-
-extern "C" void decode_fields(char* text) {
-  using Fields = DecodeParams;
-  write_fields({FP4_AT_PRODUCT,
-                FP4_AT(sorted_rows),
-                FP4_AT(max_m),
-                FP4_AT(k_warps),
-                FP4_AT(row_warps),
-                FP4_AT(passes),
-                FP4_AT(ring),
-                {"inverses", offsetof(Fields, k_warps_inverse)},
-                {"chunks", offsetof(Fields, chunk_mul)},
-                {"size", sizeof(Fields)}},
-               text);
-}
-
-extern "C" void gemv_fields(char* text) {
-  using Fields = GemvParams;
-  write_fields({FP4_AT_PRODUCT,
-                FP4_AT(topk_weights),
-                FP4_AT(weight_type),
-                FP4_AT(top_k),
-                FP4_AT(tokens),
-                FP4_AT(columns),
-                FP4_AT(slices),
-                FP4_AT(tiles),
-                {"inverses", offsetof(Fields, slices_inverse)},
-                {"size", sizeof(Fields)}},
-               text);
-}
-
 // begin: of every part, and the end of the last.
 extern "C" void shares_of(int tiles, int steps, int share_below, int blocks, int* whole_left_parts,
                           int* begin) {
   const Shares shares(tiles, steps, share_below, blocks);
   whole_left_parts[0] = shares.whole, whole_left_parts[1] = shares.left, whole_left_parts[2] = shares.parts;
   for (int i = 0; shares.parts > 0 && i <= shares.parts; ++i) begin[i] = shares.begin(i);
-}
-
-extern "C" void prefill_fields(char* text) {
-  using Fields = PrefillArguments;
-  write_fields({FP4_AT(x),
-                FP4_AT(x_scale),
-                FP4_AT(codes),
-                FP4_AT(scales),
-                FP4_AT(global_scale),
-                FP4_AT(bias),
-                FP4_AT(out),
-                FP4_AT(group_rows),
-                FP4_AT(workspace),
-                FP4_AT(m),
-                FP4_AT(groups),
-                FP4_AT(n),
-                FP4_AT(k),
-                FP4_AT(kp),
-                FP4_AT(mode),
-                FP4_AT(out_type),
-                FP4_AT(bias_type),
-                FP4_AT(gate),
-                FP4_AT(early),
-                FP4_AT(config),
-                FP4_AT(stream),
-                {"size", sizeof(Fields)}},
-               text);
 }

@@ -14,6 +14,7 @@ from pathlib import Path
 import pytest
 import torch
 from conftest import SEED
+from development import development
 from fp4_ops.meta.layouts import LAYOUTS
 
 from fp4_ops import backends, cost_fit, fitted, native, tune
@@ -97,30 +98,33 @@ def changed(values: fitted.Values) -> fitted.Values:
 def test_python_predicts_what_the_planner_predicts():
     """Of constants that were given to it: cost_fit.py has the same formulas."""
     random.seed(SEED)
-    gpu = GPUS["hopper"]
+    planner, gpu = development("planner"), GPUS["hopper"]
     values = changed(native.built_in(native.HOPPER))
-    mine = native.Gpu(gpu.family, gpu.sms, gpu.shared_bytes, 0, native.tuned("", gpu.family, values))
-    assert native.constants(mine) == values
+    number = native.tuned("", gpu.family, values)
+    assert native.constants(native.Gpu(gpu.family, gpu.sms, gpu.shared_bytes, 0, number)) == values
+    hopper = planner.KernelFamily.HOPPER
+    mine = planner.Gpu(hopper, gpu.sms, gpu.shared_bytes, 0, planner.tuned(hopper, values))
     for p in random.sample(list(tune.products(native.HOPPER)), 40):
         point = cost_fit.Point(p.kernel, p.groups, native.work(p.planned, p.kernel, gpu), 1, 1)
+        product = planner.product("offs", p.groups, p.rows, p.n, p.kp)
         if point.work.weights == point.work.weights:
-            assert native.decode_us(p.planned, p.kernel, mine) == pytest.approx(
+            assert planner.decode_us(product, p.kernel, mine) == pytest.approx(
                 cost_fit.decode_us(point, values), rel=1e-12
             )
-        assert native.prefill_us(p.planned, p.kernel, mine) == pytest.approx(
+        assert planner.prefill_us(product, p.kernel, mine) == pytest.approx(
             cost_fit.prefill_us(point, values), rel=1e-12
         )
 
 
 @runtime
 def test_constants_decide():
-    gpu, values = GPUS["hopper"], copy.deepcopy(native.built_in(native.HOPPER))
-    product = native.product("offs", 128, 256, 1536, 2048)
-    assert native.plan(product, "bf16", gpu).kernel == "decode"
+    planner, values = development("planner"), copy.deepcopy(native.built_in(native.HOPPER))
+    product, hopper = planner.product("offs", 128, 256, 1536, 2048), planner.KernelFamily.HOPPER
+    assert planner.plan(product, "bf16", 132).family.name == "decode"
     values["decode_us"] = 1e4
-    other = native.Gpu(gpu.family, gpu.sms, gpu.shared_bytes, 0, native.tuned("", gpu.family, values))
-    assert native.plan(product, "bf16", other).kernel == "prefill"
-    assert native.plan(product, "bf16", gpu).kernel == "decode"  # built in as before
+    other = planner.Gpu(hopper, 132, constants=planner.tuned(hopper, values))
+    assert planner.plan(product, "bf16", other).family.name == "prefill"
+    assert planner.plan(product, "bf16", 132).family.name == "decode"  # built in as before
 
 
 def points_of(values: fitted.Values, noise: float) -> list[cost_fit.Point]:

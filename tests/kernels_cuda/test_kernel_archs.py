@@ -10,7 +10,6 @@ import re
 import runpy
 import shutil
 import subprocess
-from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from unittest import mock
 
@@ -50,20 +49,10 @@ def objects(request, monkeypatch_module):
     """The architecture, and of each source its object."""
     monkeypatch_module.chdir(ROOT)
     found = setup()
-    library, made = found["MMA"], Path("build/sm80", request.param)
-    made.mkdir(parents=True, exist_ok=True)
-
-    def compile_one(source: Path) -> Path:
-        to = made / f"{source.stem}.o"
-        if not found["is_newer"](to, source, *library.headers):
-            part = to.with_suffix(".part.o")
-            command = [NVCC, *library.flags([request.param]), "-c", str(source), "-o", str(part)]
-            subprocess.run(command, check=True)
-            part.replace(to)
-        return to
-
-    with ThreadPoolExecutor(os.cpu_count()) as pool:
-        return request.param, list(pool.map(compile_one, library.sources))
+    library = found["MMA"]
+    command = [NVCC, *library.flags([request.param])]
+    made = found["compile_all"](command, library.sources, library.headers, Path("build/sm80", request.param))
+    return request.param, [Path(object) for object in made]
 
 
 @pytest.fixture(scope="module")

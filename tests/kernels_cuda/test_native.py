@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-import ctypes
 import math
+import random
 import re
 import shutil
 import subprocess
@@ -11,11 +11,11 @@ import sys
 
 import pytest
 import torch
+from development import development
 from fp4_ops.meta import checks
 from fp4_ops.meta.fakes import OPERATORS
 from fp4_ops.meta.formats import FORMATS
 from fp4_ops.meta.layouts import LAYOUTS
-from places import ROOT
 
 from fp4_ops import native
 from fp4_ops.backends import operators
@@ -70,39 +70,30 @@ def test_it_needs_neither_python_nor_a_libtorch_for_cuda():
     assert "libpython" not in needed and "libcuda" not in needed
 
 
-@pytest.mark.skipif(not (ROOT / "build/tables.h").exists(), reason="needs the build's headers")
-def test_names_are_counted_as_in_c():
-    made = (ROOT / "build/tables.h").read_text()
-    assert f"enum class AFormat : uint8_t {{ automatic, {', '.join(native.A_FORMATS[1:])} }};" in made
-    assert native.A_FORMATS[0] == "auto"
-    header = (ROOT / "csrc/device/interface.h").read_text()
-    names = re.search(r"enum class Routing : int \{(.*?)\}", header)[1].split(",")
-    assert tuple(name.strip().removeprefix("k").lower() for name in names) == native.ROUTINGS
-
-
-def test_structs_are_those_of_c():
-    product = native.product("ids64", 128, 8, 2048, 768)
-    assert ctypes.sizeof(product) == 24 and ctypes.sizeof(native.Block()) == 60
-    plan = native.plan(product, "half", 132)
-    assert plan.kernel == "gemv" and plan.gemv.columns == 8 and plan.gemv.slices == 3
-    assert ctypes.sizeof(native.BlockPlan()) == 4 + 2 * ctypes.sizeof(plan)
+def test_a_plan_tells_its_configuration():
+    planner = development("planner")
+    plan = planner.plan(planner.product("ids64", 128, 8, 2048, 768), "half", 132)
+    assert plan.family.name == "gemv" and plan.gemv.columns == 8 and plan.gemv.slices == 3
 
 
 def test_models_are_infinite_where_a_kernel_cannot_run():
-    assert math.isinf(native.decode_us(native.product("offs", 700, 8, 2048, 768), "half", 132))
-    assert 3 < native.prefill_us(native.product("dense", 1, 8, 2048, 768), "bf16", 132) < 30
+    planner = development("planner")
+    assert math.isinf(planner.decode_us(planner.product("offs", 700, 8, 2048, 768), "half", 132))
+    assert 3 < planner.prefill_us(planner.product("dense", 1, 8, 2048, 768), "bf16", 132) < 30
 
 
 def test_the_kernel_of_a_warm_call_is_found_in_no_time():
     """A plan of a size that was met is looked up: the model runs once."""
-    product = native.product("offs", 128, 37 * 128, 1536, 2048)
-    first = native.plan(product, "half", 132)
+    planner = development("planner")
+    product = planner.product("offs", 128, 37 * 128, 1536, 2048)
+    first = planner.plan(product, "half", 132)
     for _ in range(3):
-        assert bytes(native.plan(product, "half", 132)) == bytes(first)
+        assert planner.plan(product, "half", 132) == first
 
 
 def test_auto_of_experts_on_several_ranks_is_the_planners(monkeypatch):
     """Decided for all experts and all rows, as one rank with all of them would."""
+    planner = development("planner")
     monkeypatch.setattr("fp4_ops.backends.launchers.library.multiprocessors", lambda index: 132)
     of = {"groups": 16, "format": FORMATS["nvfp4"], "layout": LAYOUTS["sm90"], "scale_dtype": torch.uint8}
     experts = checks.Experts(checks.Weight(n=1536, k=2048, **of), checks.Weight(n=2048, k=768, **of))
@@ -111,34 +102,47 @@ def test_auto_of_experts_on_several_ranks_is_the_planners(monkeypatch):
         return Local(experts, 128, range(16), (), {}, "auto").chosen(pairs, torch.device("cuda:0"))
 
     for pairs in (8, 64, 512, 4096, 32768):
-        up, down = (native.product("offs", 128, pairs, *s) for s in ((1536, 2048), (2048, 768)))
-        assert chosen(pairs) == ("none" if native.block_plan(up, down, 1, "auto", 132).few else "fp8")
+        up, down = (planner.product("offs", 128, pairs, *s) for s in ((1536, 2048), (2048, 768)))
+        assert chosen(pairs) == ("none" if planner.block_plan(up, down, 1, "auto", 132).few else "fp8")
     assert chosen(8) == "none" and chosen(32768) == "fp8"
 
 
-def test_only_ends_with_its_block():
-    def kernel() -> str:
-        return native.plan(native.product("offs", 128, 300, 1536, 2048), "half", 132).kernel
+def takes_few() -> bool:
+    return native.takes_few(128, 300, 16, (1536, 2048), (2048, 768), "none", 132)
 
-    assert kernel() == "decode"
+
+def test_only_ends_with_its_block():
+    assert takes_few()
     with native.only("prefill"):
-        assert kernel() == "prefill"
+        assert not takes_few()
         with native.only("decode"):
-            assert kernel() == "decode"
-        assert kernel() == "prefill"
-    assert kernel() == "decode"
+            assert takes_few()
+        assert not takes_few()
+    assert takes_few()
+
+
+@pytest.mark.parametrize("int4", [False, True])
+def test_the_runtime_decides_as_the_planner_of_tests(int4):
+    planner, rng = development("planner"), random.Random(torch.initial_seed())
+    for _ in range(200):
+        groups, rows, sms = (rng.choice(of) for of in ((1, 8, 128), (1, 9, 300, 40000), (14, 132)))
+        sizes = [(64 * rng.randint(1, 80), 128 * rng.randint(1, 56)) for _ in range(2)]
+        a_format, block = rng.choice(("auto", "fp8", "none", "nvfp4")), rng.choice((16, 32))
+        products = [planner.product("offs", groups, rows, *size, block) for size in sizes]
+        want = planner.block_plan(*products, 1, a_format, sms, int4=int4).few
+        assert native.takes_few(groups, rows, block, *sizes, a_format, sms, int4=int4) == want
 
 
 def test_a_missing_runtime_says_how_to_build_it(monkeypatch):
     monkeypatch.setattr(native, "library", lambda: None)
     with pytest.raises(RuntimeError, match="FP4_CUDA_ARCHS=90a"):
-        native.plan(native.product("dense", 1, 8, 64, 128), "half", 132)
+        takes_few()
 
 
 def test_kernels_of_no_build_are_refused(tmp_path):
     with pytest.raises(RuntimeError, match=r"none\.so does not load"):
         native.use_kernels(str(tmp_path / "none.so"))
-    assert native.plan(native.product("dense", 1, 8, 64, 128), "half", 132).kernel in native.FAMILIES
+    assert takes_few()
 
 
 def test_an_operator_without_a_gpu_is_torchs_error():

@@ -6,15 +6,17 @@ import subprocess
 from pathlib import Path
 
 import pytest
+from development import development
 from test_sm90_binary import run, tool
 
 import fp4_ops
-from fp4_ops.backends.launchers import prefill
+
+prefill = development("prefill")
 
 BINARY = Path(fp4_ops.__file__).parent / "_sm80.so"
 pytestmark = pytest.mark.skipif(not BINARY.exists(), reason="_sm80.so is not built")
-KERNELS = [4, 5]  # nvfp4, mxfp4
-CONTIGUOUS = 1
+KERNELS = ["bf16", "bf16_b32"]
+CONTIGUOUS = prefill.RowMode.CONTIGUOUS
 SIZES = [
     *((128, m, 1536, 2048) for m in (8, 512, 8192, 65536)),
     *((8, m, 28672, 4096) for m in (8, 256, 4096, 16384)),
@@ -60,8 +62,6 @@ def test_kernels_keep_to_their_registers(cubins):
 @pytest.fixture
 def library():
     loaded = ctypes.CDLL(str(BINARY))
-    loaded.fp4_kernel_prefill_choose.restype = prefill.Choice
-    loaded.fp4_kernel_prefill_config_name.restype = ctypes.c_char_p
     yield loaded
     loaded.fp4_kernel_prefill_most_shared(0)
 
@@ -73,9 +73,9 @@ def test_every_gpu_has_a_candidate(library, kernel, sms):
     library.fp4_kernel_prefill_most_shared(99 * 1024)
     tokens = []
     for size in SIZES:
-        choice = library.fp4_kernel_prefill_choose(kernel, CONTIGUOUS, *size, sms, -1)
+        choice = prefill.choose_of(library, CONTIGUOUS, *size, sms, kernel)
         assert choice.candidate >= 0 and 0 < choice.seconds < 1
-        name = library.fp4_kernel_prefill_config_name(kernel, choice.candidate).decode()
+        name = prefill.candidates_of(library, kernel)[choice.candidate]
         tokens.append(int(re.search(r"tokens (\d+)", name)[1]))
     for few, *_, many in (tokens[:4], tokens[4:8], tokens[8:12]):
         assert few <= 32 and many >= 64, tokens
@@ -83,6 +83,6 @@ def test_every_gpu_has_a_candidate(library, kernel, sms):
 
 @pytest.mark.parametrize("kernel", KERNELS)
 def test_other_kernels_have_no_candidates(library, kernel):
-    assert library.fp4_kernel_prefill_configs(kernel) > 1
-    assert library.fp4_kernel_prefill_configs(0) == 0
-    assert library.fp4_kernel_prefill_choose(0, CONTIGUOUS, *SIZES[0], 132, -1).candidate == -1
+    assert len(prefill.candidates_of(library, kernel)) > 1
+    assert prefill.candidates_of(library, "w4a8") == []
+    assert prefill.choose_of(library, CONTIGUOUS, *SIZES[0], 132, "w4a8").candidate == -1

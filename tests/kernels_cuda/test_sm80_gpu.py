@@ -6,11 +6,13 @@ from pathlib import Path
 import emulated
 import pytest
 import torch
+from development import development
 
 import fp4_ops
 from fp4_ops import native, selftest
 from fp4_ops.backends.launchers import library
 
+planner = development("planner")
 BUILT = Path(fp4_ops.__file__).parent / "_sm80.so"
 EMULATED = library.FILE != "_sm90.so"
 pytestmark = [
@@ -34,16 +36,15 @@ def gpu(request):
         before, file = library.FILE, str(emulated.kernels("sm80"))
     else:
         before, file = "", str(BUILT)
-    native.use_kernels(file, SHARED[request.param])
+    for module in (native, planner):
+        module.use_kernels(file, SHARED[request.param])
     if EMULATED:
         loaded = library.library(native.MMA)
         loaded.emulator_device(89, emulated.MULTIPROCESSORS, max(SHARED.values()))
         loaded.emulator_seed(torch.initial_seed() % 2**32)
-    yield native.gpu(0)
-    if EMULATED:
-        native.use_kernels(before)
-    else:
-        native.use_kernels(file)
+    yield planner.gpu(0)
+    for module in (native, planner):
+        module.use_kernels(before if EMULATED else file, 0)
 
 
 class Weight:
@@ -100,7 +101,7 @@ def test_blocks(kernel, format, a_format):
 def test_every_model_has_a_configuration(gpu, k):
     """Also for many rows, whose ids decode keeps beside the rest."""
     for rows in (8, 300):
-        config = native.decode_config(rows, 64, 2048, k, gpu)
+        config = planner.decode_config(rows, 64, 2048, k, gpu)
         assert config is not None and config.shared_bytes <= gpu.shared_bytes
 
 

@@ -12,10 +12,13 @@ import emulated
 import pytest
 import reference
 import torch
+from development import development
 from fp4_ops.meta.formats import ACTIVATIONS
 
 import fp4_ops
-from fp4_ops.backends.launchers import library, prefill
+from fp4_ops.backends.launchers import library
+
+prefill, product = development("prefill"), development("product")
 
 BUILT = Path(fp4_ops.__file__).parent / "_sm80.so"
 pytestmark = [
@@ -26,11 +29,11 @@ pytestmark = [
     ),
 ]
 
-KERNELS = {"nvfp4": 4, "mxfp4": 5}
+KERNELS = {"nvfp4": "bf16", "mxfp4": "bf16_b32"}
 CANDIDATES = range(8)
 LAYOUT = "mma_bf16"
 BOUND = {torch.bfloat16: 4e-3, torch.float16: 1e-3, torch.float32: 2e-6}
-DENSE, CONTIGUOUS, MASKED = range(3)
+DENSE, CONTIGUOUS, MASKED = prefill.RowMode
 GATES = ["silu_interleaved", "swigluoai"]
 
 
@@ -39,31 +42,25 @@ class Kernels:
 
     def __init__(self, path: Path) -> None:
         self.loaded = ctypes.CDLL(str(path))
-        self.loaded.fp4_kernel_prefill_config_name.restype = ctypes.c_char_p
-        self.loaded.fp4_kernel_prefill_workspace.restype = ctypes.c_int64
-        self.loaded.fp4_kernel_prefill_choose.restype = prefill.Choice
 
     @property
     def sms(self) -> int:
         return torch.cuda.get_device_properties(0).multi_processor_count
 
     def names(self, format: str) -> list[str]:
-        kernel = KERNELS[format]
-        count = self.loaded.fp4_kernel_prefill_configs(kernel)
-        return [self.loaded.fp4_kernel_prefill_config_name(kernel, i).decode() for i in range(count)]
+        return prefill.candidates_of(self.loaded, KERNELS[format])
 
     def choose(self, format: str, mode: int, groups: int, m: int, n: int, kp: int, config: int = -1):
-        arguments = KERNELS[format], mode, groups, m, n, kp, self.sms, config
-        return self.loaded.fp4_kernel_prefill_choose(*arguments)
+        return prefill.choose_of(self.loaded, mode, groups, m, n, kp, self.sms, KERNELS[format], config)
 
-    def run(self, format: str, arguments: prefill._Arguments) -> int:
-        kernel = KERNELS[format]
-        size = self.loaded.fp4_kernel_prefill_workspace(kernel, self.sms)
+    def run(self, format: str, arguments) -> int:
+        size = prefill.workspace_bytes_of(self.loaded, KERNELS[format], self.sms)
         # Not flags that are down by chance.
         workspace = torch.randint(0, 256, (size,), dtype=torch.uint8, device="cuda")
         arguments.workspace = workspace.data_ptr()
         arguments.stream = torch.cuda.current_stream().cuda_stream
-        code = self.loaded.fp4_kernel_prefill(kernel, ctypes.byref(arguments))
+        kernel = prefill.PrefillKernel[KERNELS[format]]
+        code = self.loaded.fp4_kernel_prefill(kernel, ctypes.c_void_p(arguments.address))
         torch.cuda.synchronize()
         return code
 
@@ -133,11 +130,11 @@ class Case:
         self.gate = ACTIVATIONS[gate] if gate else None
         self.out = out
 
-    def arguments(self, config: int = -1) -> prefill._Arguments:
-        w, codes = self.w, library.DTYPE_CODES
+    def arguments(self, config: int = -1):
+        w = self.w
         width = w.n // 2 if self.gate else w.n
         self.result = torch.full((len(self.ids), width), float("nan"), dtype=self.out, device="cuda")
-        return prefill._Arguments(
+        return prefill.PrefillArguments(
             x=self.x.data_ptr(),
             x_scale=self.scale.data_ptr() if self.scale is not None else None,
             codes=w.packed[0].data_ptr(),
@@ -152,9 +149,9 @@ class Case:
             k=w.k,
             kp=reference.ceil_div(w.k, 128) * 128,
             mode=self.mode,
-            out_type=codes[self.out],
-            bias_type=codes[self.bias.dtype] if self.bias is not None else 0,
-            gate=library.gate_fields(self.gate),
+            out_type=product.DTYPES[self.out],
+            bias_type=product.bias_type(self.bias),
+            gate=product.gate_of(self.gate),
             config=config,
         )
 

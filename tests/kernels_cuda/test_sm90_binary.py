@@ -5,13 +5,17 @@ import re
 import shutil
 import subprocess
 from pathlib import Path
+from typing import Any
 
 import pytest
+from development import development
 from places import ROOT
 
 import fp4_ops
 from fp4_ops import native
-from fp4_ops.backends.launchers import decode, library, prefill
+from fp4_ops.backends.launchers import library
+
+decode, planner, prefill = development("decode"), development("planner"), development("prefill")
 
 BINARY = Path(fp4_ops.__file__).parent / library.FILE
 MAX_SHARED = 227 * 1024
@@ -178,7 +182,7 @@ def test_few_tiles_are_spread_over_the_chip(kernel):
     """Tiles of 64 rows, or shared ones, where those of more would leave most of 132 SMs idle."""
     names = prefill.candidates(kernel)
 
-    def chosen(*size: int) -> prefill.Choice:
+    def chosen(*size: int) -> Any:
         return prefill.choose(decode.Routing.OFFS, *size, 132, kernel)
 
     def rows(*size: int) -> int:
@@ -249,10 +253,10 @@ def test_int4_has_the_candidates_of_nvfp4():
             assert prefill.choose(*size, "int4").candidate == of_as_many_bytes.candidate
 
 
-@pytest.mark.parametrize("compute_warps", [decode.FEW_WARPS, decode.MANY_WARPS])
+@pytest.mark.parametrize("compute_warps", [planner.FEW_WARPS, planner.MANY_WARPS])
 @pytest.mark.parametrize("kp", [128, 768, 1536, 2048, 2944, 4096, 5120, 7168, 14336, 16384])
 def test_decode_configurations_fit(kp, compute_warps):
-    config = native.decode_warps(kp, compute_warps)
+    config = planner.decode_warps(kp, compute_warps)
     assert config is not None
     assert config.shared_bytes <= MAX_SHARED
     assert config.k_warps * config.row_warps <= compute_warps
@@ -262,16 +266,16 @@ def test_decode_configurations_fit(kp, compute_warps):
 
 def test_decode_loads_schedulers_evenly():
     """K = 768: 12 warps, not 15. K = 1280 has 5 slices, for which there is no even number of warps."""
-    assert native.decode_config(8, 128, 2048, 768, 132) == native.DecodeConfig(3, 4, 1, 4, 8)
-    assert native.decode_config(8, 128, 2048, 1280, 132) == native.DecodeConfig(5, 3, 1, 4, 8)
-    assert native.decode_config(8, 128, 1536, 2048, 132) == native.DecodeConfig(8, 2, 1, 4, 8)
+    assert planner.decode_config(8, 128, 2048, 768, 132) == planner.DecodeConfig(3, 4, 1, 4, 8)
+    assert planner.decode_config(8, 128, 2048, 1280, 132) == planner.DecodeConfig(5, 3, 1, 4, 8)
+    assert planner.decode_config(8, 128, 1536, 2048, 132) == planner.DecodeConfig(8, 2, 1, 4, 8)
 
 
 def test_decode_takes_more_warps_where_they_share_k_better():
     """gpt-oss (K = 2880) once there is enough to do; where a pass is saved, always."""
 
     def warps(rows: int, groups: int, n: int, kp: int) -> tuple[int, int, int]:
-        config = native.decode_config(rows, groups, n, kp, 132)
+        config = planner.decode_config(rows, groups, n, kp, 132)
         assert config is not None
         return config.k_warps, config.row_warps, config.passes
 
@@ -289,14 +293,14 @@ def recorded_times() -> dict[str, list[tuple[bool, float, float]]]:
         groups, n, k, each, table = (row[name] for name in ("experts", "n", "k", "rows", "table"))
         shapes = [(n, k), (k, n // 2)] if table == "block" else [(n, k)]
         routing, rows = "dense" if table == "dense" else "offs", max(round(each * groups), 1)
-        products = [native.product(routing, groups, rows, n, -(-k // 128) * 128) for n, k in shapes]
+        products = [planner.product(routing, groups, rows, n, -(-k // 128) * 128) for n, k in shapes]
         if table == "block":
             name = row["kind"]
             a_format, _, bf16 = name.partition(" ")
-            decodes = native.block_plan(*products, 1, a_format, 132, bf16=bool(bf16)).few
+            decodes = planner.block_plan(*products, 1, a_format, 132, bf16=bool(bf16)).few
         else:
             name = kernels[row["kind"]]
-            decodes = native.plan(products[0], name, 132).kernel != "prefill"
+            decodes = planner.plan(products[0], name, 132).family.name != "prefill"
         kind = f"dense {name}" if table == "dense" else name
         found.setdefault(kind, []).append((decodes, row["decode_us"], row["prefill_us"]))
     return found
@@ -324,16 +328,16 @@ def test_few_rows_leave_room_beside_them(functions, resources):
 def test_gemv_runs_what_is_small():
     """Few bytes for each multiprocessor; a block also where n tiles go round evenly."""
 
-    def product(rows: int, n: int, k: int) -> native.Product:
-        return native.product("ids64", 128, rows, n, k)
+    def product(rows: int, n: int, k: int) -> planner.Product:
+        return planner.product("ids64", 128, rows, n, k)
 
     def alone(*size: int) -> bool:
-        return native.plan(product(*size), "half", 132).kernel == "gemv"
+        return planner.plan(product(*size), "half", 132).family.name == "gemv"
 
     def block(tokens: int, top_k: int, hidden: int, inter: int) -> bool:
         rows = tokens * top_k
         products = product(rows, 2 * inter, hidden), product(rows, hidden, inter)
-        return native.block_plan(*products, top_k, "none", 132).gemv
+        return planner.block_plan(*products, top_k, "none", 132).gemv
 
     assert alone(8, 2048, 768) and alone(1, 4096, 7168) and alone(1, 7168, 2048)
     assert not alone(8, 1536, 2048)  # decode has more under way
@@ -341,9 +345,9 @@ def test_gemv_runs_what_is_small():
     assert block(1, 8, 2048, 768) and block(1, 1, 7168, 2048)
     assert not block(2, 8, 2048, 768) and not block(1, 2, 4096, 14336) and not block(1, 4, 2880, 2880)
     assert block(1, 4, 2048, 512) and not block(1, 4, 2880, 512)  # 180 n tiles for 132
-    with native.only("decode"):
+    with planner.only("decode"):
         assert not alone(8, 2048, 768) and not block(1, 8, 2048, 768)
-    with native.only("gemv"):
+    with planner.only("gemv"):
         assert alone(8, 1536, 2048) and block(1, 4, 2880, 512) and not alone(16, 2048, 768)
 
 
@@ -352,7 +356,7 @@ def test_gemv_runs_what_is_small():
 )
 @pytest.mark.parametrize("combined", [False, True])
 def test_gemv_configurations_fit(rows, columns, n, k, combined):
-    config, most = native.gemv_config(decode.Routing.OFFS, rows, columns, n, k, combined, 132), 12 * 32
+    config, most = planner.gemv_config(decode.Routing.OFFS, rows, columns, n, k, combined, 132), 12 * 32
     if config is None:
         assert rows * n * k > 132 * most * 16 * 256 / 1.2
         return
@@ -362,13 +366,13 @@ def test_gemv_configurations_fit(rows, columns, n, k, combined):
 
 def test_decode_can_be_taken_or_left():
     def decodes(rows: int = 16, groups: int = 8) -> bool:
-        product = native.product("offs", groups, rows, 4096, 4096)
-        return native.plan(product, "half", 132).kernel != "prefill"
+        product = planner.product("offs", groups, rows, 4096, 4096)
+        return planner.plan(product, "half", 132).family.name != "prefill"
 
-    with native.only("decode"):
+    with planner.only("decode"):
         assert decodes(rows=400)
         assert not decodes(groups=1000), "more experts than it takes"
-    with native.only("prefill"):
+    with planner.only("prefill"):
         assert not decodes()
     assert decodes()
     assert not decodes(rows=400)
@@ -378,11 +382,14 @@ def test_where_rows_of_a_product_go():
     """Ids that decode does not sort itself are sorted for it, and gemv has none of them."""
     for rows, kernel in ((1, "gemv"), (300, "decode"), (40000, "prefill")):
         for routing in ("ids32", "ids64"):
-            assert native.plan(native.product(routing, 128, rows, 1536, 2048), "half", 132).kernel == kernel
-    with native.only("gemv"):
-        assert native.plan(native.product("ids64", 128, 4000, 64, 256), "half", 132).kernel == "decode"
-    assert not native.block_plan(
-        *[native.product("ids64", 8, 2, 128, 128)] * 2, 1, "auto", 132, int4=True
+            assert (
+                planner.plan(planner.product(routing, 128, rows, 1536, 2048), "half", 132).family.name
+                == kernel
+            )
+    with planner.only("gemv"):
+        assert planner.plan(planner.product("ids64", 128, 4000, 64, 256), "half", 132).family.name == "decode"
+    assert not planner.block_plan(
+        *[planner.product("ids64", 8, 2, 128, 128)] * 2, 1, "auto", 132, int4=True
     ).few
 
 
@@ -390,9 +397,9 @@ def test_a_decision_is_kept_by_all_that_it_depends_on():
     """Each of these differs from the first in one number, and is decided anew."""
     base = {"routing": "ids64", "groups": 128, "rows": 8, "n": 2048, "kp": 768, "block": 16}
     others = [{"rows": 16}, {"n": 8192}, {"kp": 7168}, {"groups": 2000}, {"routing": "masked"}]
-    first = native.plan(native.product(**base), "half", 132)
-    assert first.kernel == "gemv"
+    first = planner.plan(planner.product(**base), "half", 132)
+    assert first.family.name == "gemv"
     for change in others:
-        made = native.plan(native.product(**(base | change)), "half", 132)
-        assert (made.kernel, str(made.gemv)) != (first.kernel, str(first.gemv)), change
-        assert native.plan(native.product(**base), "half", 132).kernel == "gemv"
+        made = planner.plan(planner.product(**(base | change)), "half", 132)
+        assert (made.family.name, str(made.gemv)) != (first.family.name, str(first.gemv)), change
+        assert planner.plan(planner.product(**base), "half", 132).family.name == "gemv"

@@ -3,6 +3,7 @@
 import pytest
 import reference
 import torch
+from development import development
 from fp4_ops.meta.formats import ACTIVATIONS
 from test_sm90_gpu import (
     BOUND,
@@ -18,8 +19,10 @@ from test_sm90_gpu import (
 )
 
 from fp4_ops import native
-from fp4_ops.backends.launchers import gemv, library, rows
-from fp4_ops.backends.launchers.product import Routing
+from fp4_ops.backends.launchers import library, rows
+
+gemv, planner = development("gemv"), development("planner")
+Routing = planner.Routing
 
 __all__ = ["pytestmark"]
 
@@ -62,7 +65,7 @@ def test_every_routing(shape, dtype, layout, format):
     for m, a_div in ((1, 1), (8, 8), (5, 1), (8, 4), (8, 1), (7, 2)):
         columns = -(-m // a_div)
         size = m, columns, n, weight.kp, False, library.multiprocessors(0)
-        if native.gemv_config(Routing.IDS64, *size) is None:
+        if planner.gemv_config(Routing.IDS64, *size) is None:
             assert m > 1  # a thread block would have too many units, or too little memory
             continue
         power = 10 ** torch.empty(columns, 1, device="cuda").uniform_(-3, 3)

@@ -4,12 +4,15 @@ import pytest
 import reference
 import torch
 from conftest import large
+from development import development
 from fp4_ops.meta.formats import ACTIVATIONS
 from fp4_ops.meta.layouts import LAYOUTS
 
 from fp4_ops import native
-from fp4_ops.backends.launchers import decode, library, prefill, rows
+from fp4_ops.backends.launchers import library, rows
 from fp4_ops.experts import PackedWeight, interleave
+
+decode, planner, prefill = development("decode"), development("planner"), development("prefill")
 
 pytestmark = [
     pytest.mark.gpu,
@@ -183,10 +186,10 @@ def test_products_of_16_bit_rows(kernel, shape, dtype, layout, format):
 
 @pytest.mark.parametrize("format", FORMATS)
 @pytest.mark.parametrize("layout", LAYOUT_NAMES)
-@pytest.mark.parametrize("compute_warps", [decode.FEW_WARPS, decode.MANY_WARPS])
+@pytest.mark.parametrize("compute_warps", [planner.FEW_WARPS, planner.MANY_WARPS])
 @pytest.mark.parametrize("k", [64, 768, 1536, 2880, 4096, 5120, 7168, 14336])
 def test_both_decode_kernels_in_float32(k, compute_warps, layout, format):
-    config = native.decode_warps(LAYOUTS["sm90"].padded(k), compute_warps)
+    config = planner.decode_warps(LAYOUTS["sm90"].padded(k), compute_warps)
     assert config is not None
     groups, n = 3, 192
     w = Weights(groups, n, k, format=format, layout=layout)

@@ -11,11 +11,11 @@ from pathlib import Path
 import pytest
 import reference
 import torch
+from development import development
 from fp4_ops.meta.formats import FORMATS
 from places import ROOT
 
-from fp4_ops import native
-from fp4_ops.backends.launchers import decode, gemv, int4, prefill, rows
+from fp4_ops.backends.launchers import int4, rows
 
 HERE = Path(__file__).parent
 NVCC = shutil.which("nvcc")
@@ -168,39 +168,26 @@ def test_every_code_and_scale_is_exact_in_bf16(host):
     assert torch.equal(got.double(), torch.ops.fp4.dequantize(*plain, "nvfp4", torch.float64))
 
 
-@pytest.mark.parametrize(
-    "name, struct", [("decode", decode._Params), ("gemv", gemv._Params), ("prefill", prefill._Arguments)]
-)
-def test_launchers_find_what_python_fills_in(host, name, struct):
-    text = torch.zeros(4096, dtype=U8)
-    host(f"{name}_fields", text)
-    got = {
-        field: int(offset)
-        for field, offset in map(str.split, bytes(text).rstrip(b"\0").decode().splitlines())
-    }
-    inherited = getattr(struct.__base__, "_fields_", [])
-    want = {field: getattr(struct, field).offset for field, _ in (*inherited, *struct._fields_)}
-    assert got == want | {"size": ctypes.sizeof(struct)}
-
-
-@pytest.mark.skipif(native.library() is None, reason="needs the native runtime")
 @pytest.mark.parametrize("k", [128, 768, 2048, 2880, 4096, 7168, 14336, 18432])
 @pytest.mark.parametrize("shared", [101376, 166912, 232448])
 def test_decode_fits_into_the_shared_memory_of_each_gpu(host, k, shared):
     """The planner counts no less than the launcher asks for. Hopper has kernels for the long ring alone."""
+    planner = development("planner")
+    hopper, mma = planner.KernelFamily.HOPPER, planner.KernelFamily.MMA
     bytes_ = torch.empty(1, dtype=torch.int32)
     kp = -(-k // 128) * 128
-    for family, count, warps in itertools.product((native.MMA, native.HOPPER), (8, 300, 2048), (16, 24)):
-        gpu = native.Gpu(family, 108, shared, 1_400_000)
-        config = native.decode_warps(kp, warps, rows=count, sms=gpu)
+    for family, count, warps in itertools.product((mma, hopper), (8, 300, 2048), (16, 24)):
+        gpu = planner.Gpu(family, 108, shared, 1_400_000)
+        config = planner.decode_warps(kp, warps, rows=count, on=gpu)
         if config is None:
-            never = family == native.HOPPER and shared < 232448  # there is no such GPU
+            never = family == hopper and shared < 232448  # there is no such GPU
             assert never or (shared == 101376 and k > 7168 and (warps == 24 or k == 18432))
             continue
-        host("decode_bytes", *(getattr(config, name) for name, _ in config._fields_[:4]), count, 1, bytes_)
+        split = config.k_warps, config.row_warps, config.passes, config.ring
+        host("decode_bytes", *split, count, 1, bytes_)
         assert bytes_.item() <= config.shared_bytes <= shared
         assert config.shared_bytes - bytes_.item() < 1024 and config.k_warps * config.row_warps <= warps
-        assert config.ring == 4 or (config.ring == 2 and family == native.MMA)
+        assert config.ring == 4 or (config.ring == 2 and family == mma)
         assert config.k_warps * config.passes * 256 >= kp
 
 

@@ -9,6 +9,7 @@ import copy
 import pytest
 import reference
 import torch
+from development import development
 from families import expert_block, tiny
 from fp4_ops.meta.layouts import LAYOUTS
 from test_sm90_gpu import (
@@ -25,7 +26,8 @@ from test_sm90_gpu import (
 )
 
 import fp4_ops
-from fp4_ops.backends.launchers import decode, int4
+
+decode, int4 = development("decode"), development("int4")
 
 __all__ = ["pytestmark"]
 

@@ -2,6 +2,7 @@
 
 import pytest
 import torch
+from development import development
 from fp4_ops.meta.formats import ACTIVATIONS
 from test_sm90_gpu import (
     CONFIGS,
@@ -15,7 +16,9 @@ from test_sm90_gpu import (
     sums_bound,
 )
 
-from fp4_ops.backends.launchers import decode, library, prefill, rows
+from fp4_ops.backends.launchers import library, rows
+
+decode, prefill = development("decode"), development("prefill")
 
 __all__ = ["pytestmark"]
 

@@ -17,6 +17,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from development import development
 from moe_models import build, tokens
 from places import ROOT
 
@@ -40,8 +41,8 @@ def folder_on_path(monkeypatch):
 def imported(name: str) -> types.ModuleType:
     try:
         return importlib.import_module(name)
-    except ModuleNotFoundError as error:
-        if error.name not in PEERS:
+    except ImportError as error:
+        if error.name not in (*PEERS, "fp4_ops.dev"):
             raise
         pytest.skip(f"needs {error.name}")
 
@@ -162,7 +163,8 @@ def no_gpu(monkeypatch):
     monkeypatch.setattr(
         row_kernels, "quantize_fp8", lambda x: (x.to(torch.float8_e4m3fn), torch.ones(len(x)))
     )
-    monkeypatch.setattr(native, "decode_config", lambda *_: "decode: 8 x 2 warps (K x rows), 1 pass")
+    config = "decode: 8 x 2 warps (K x rows), 1 pass"
+    monkeypatch.setattr(development("planner"), "decode_config", lambda *_: config)
     monkeypatch.setattr(native, "only", lambda kernel: contextlib.nullcontext())
     monkeypatch.setattr(ops, "decodes", lambda *_: True)
     monkeypatch.setattr(ops, "block_decodes", lambda *_: False)

@@ -66,6 +66,7 @@ FOLDERS = {
     "sm90": {"common", "device", "sm90"},
     "nvlink": {"nvlink"},
     "cuda": {"common", "cuda", "device"},
+    "dev": {"common", "cuda", "dev", "device"},
 }
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import subprocess
 import sys
 import tomllib
@@ -41,8 +42,21 @@ def test_the_wheel_has_every_folder_of_python():
     ):
         for file in (ROOT / room).rglob("*.py"):
             found.add(".".join((name, *file.relative_to(ROOT / room).parts[:-1])))
-    assert {"fp4_ops.distributed", "fp4_ops.checkpoints.dialects"} <= found
-    assert sorted(child.stdout.split()) == sorted(found)
+    assert {"fp4_ops.distributed", "fp4_ops.checkpoints.dialects", "fp4_ops.dev"} <= found
+    assert sorted(child.stdout.split()) == sorted(found - {"fp4_ops.dev"})
+
+
+def test_what_is_for_development_is_in_no_wheel(tmp_path):
+    """Nor does anything that is need it."""
+    command = [sys.executable, "setup.py", "-q", "build_py", "--build-lib", str(tmp_path)]
+    subprocess.run(command, cwd=ROOT, check=True, capture_output=True)
+    files = [file.relative_to(tmp_path).as_posix() for file in tmp_path.rglob("*") if file.is_file()]
+    assert "fp4_ops/native.py" in files and "fp4_ops/compile_passes/pipeline.py" in files
+    assert not [file for file in files if "dev" in Path(file).parts or "_native" in Path(file).name]
+    needs = re.compile(r"from \S*\bdev\b.* import|import .*\bdev\b|fp4_ops\.dev")
+    for room in ("fp4_ops", "meta", "compile_passes"):
+        for file in (ROOT / room).rglob("*.py"):
+            assert "dev" in file.relative_to(ROOT).parts or not needs.search(file.read_text()), file
 
 
 def test_the_wheel_has_the_data_of_backends():

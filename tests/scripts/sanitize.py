@@ -24,7 +24,8 @@ from fp4_ops.meta.layouts import LAYOUTS
 
 import fp4_ops  # noqa: F401
 from fp4_ops import native
-from fp4_ops.backends.launchers import decode, library, prefill, rows
+from fp4_ops.backends.launchers import library, rows
+from fp4_ops.dev import decode, prefill
 
 op = torch.ops.fp4
 FORM, WIDE = ({"format": "nvfp4", "layout": layout} for layout in ("sm90", "mma_bf16"))

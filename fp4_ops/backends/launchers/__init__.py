@@ -1,2 +1,3 @@
-"""The native kernels (csrc/device, csrc/sm90, csrc/sm80) by themselves: conversions of layouts, and a
-launcher for each, for tests and measurements. Operators launch them in C++ (csrc/cuda)."""
+"""The native kernels (csrc/device, csrc/sm90, csrc/sm80) as they are loaded: conversions of layouts, and the
+kernels that bring rows into order. Operators launch them in C++ (csrc/cuda); fp4_ops.dev has a launcher for
+the products'."""

@@ -1,5 +1,4 @@
-"""int4 weights with group scales, layout sm90_int4: its bytes in torch operators, and the launch of
-csrc/sm90/prefill_int4.cu, the one kernel for every number of rows."""
+"""int4 weights with group scales, layout sm90_int4: its bytes in torch operators."""
 
 from __future__ import annotations
 
@@ -7,10 +6,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from ...meta.formats import Activation, Format
+from ...meta.formats import Format
 from ...meta.layouts import LAYOUTS
-from .prefill import CHOOSE, launch
-from .product import Int4Weight, Routing
 
 LAYOUT = LAYOUTS["sm90_int4"]
 
@@ -86,12 +83,3 @@ def _divide(scale: Tensor) -> tuple[Tensor, Tensor]:
         matrix = int(lost.flatten().int().argmax())
         raise RuntimeError(f"block_scale of matrix {matrix} has values too far below its largest; {cannot}")
     return held + 0.0, factor  # not -0
-
-
-def run(
-    x: Tensor, x_scale: Tensor, w: Int4Weight, route: Tensor | None, routing: Routing, rows: int, out: Tensor,
-    *, gate: Activation | None = None, early: bool = False, config: int = CHOOSE,
-) -> None:  # fmt: skip
-    """As prefill.run: x e4m3 [M, kp] in the layout's order, sorted by expert. Weights are rounded to e4m3."""
-    kernel = {128: "int4", 64: "int4_g64", 32: "int4_g32"}[w.group]
-    launch(kernel, x, x_scale, w, w.factor, route, routing, rows, out, gate, early, config)

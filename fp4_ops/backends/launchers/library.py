@@ -92,12 +92,6 @@ def gate_fields(gate: Activation | None) -> tuple[int, float, float, float]:
     return FUNCTIONS[gate.function], gate.alpha, gate.limit or 0.0, gate.up_offset
 
 
-class Gate(ctypes.Structure):
-    """`GATE` as a field of what a launcher is given."""
-
-    _fields_ = list(zip(("act", "alpha", "limit", "up_offset"), GATE))
-
-
 def address(t: torch.Tensor | None) -> int | None:
     return None if t is None else t.data_ptr()
 

@@ -4,23 +4,30 @@ from __future__ import annotations
 
 import ctypes
 import functools
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
 
-from ...meta.formats import Activation
-from .library import DTYPE_CODES, Gate, address, call, gate_fields, library, multiprocessors, stream
-from .product import Int4Weight, Routing, Weight
+from ..backends.launchers.library import address, call, library, multiprocessors, stream
+from ..meta.formats import Activation
+from . import _native
+from ._native import Choice, PrefillArguments, PrefillKernel, RowMode
+from .product import DTYPES, Routing, Weight, bias_type, gate_of
 
-MODES = {Routing.DENSE: 0, Routing.OFFS: 1, Routing.MASKED: 2}
+if TYPE_CHECKING:
+    from .int4 import Int4Weight
+
+MODES = {
+    Routing.DENSE: RowMode.DENSE,
+    Routing.OFFS: RowMode.CONTIGUOUS,
+    Routing.MASKED: RowMode.MASKED,
+}
 CHOOSE = -1
 """Lets the launcher take a candidate from the sizes."""
-KERNELS = (
-    *("w4a8", "w4a8_b32", "half", "half_b32", "bf16", "bf16_b32"),
-    *("int4", "int4_g64", "int4_g32"),
-)
-"""kKernels of csrc/sm90/prefill.cu: of fp8 rows; of fp16 rows as rows.to_half makes them; of bfloat16 rows,
-all with e2m1 weights in blocks of 16, or 32; of fp8 rows with int4 weights in groups of 128, 64, 32."""
+KERNELS = tuple(PrefillKernel.__members__)
+"""Of fp8 rows; of fp16 rows as rows.to_half makes them; of bfloat16 rows, all with e2m1 weights in blocks of
+16, or 32; of fp8 rows with int4 weights in groups of 128, 64, 32."""
 
 
 def gates(gate: Activation, out: torch.dtype) -> bool:
@@ -35,20 +42,6 @@ def for_block(kernel: str, block: int) -> str:
     return kernel if block == 16 else f"{kernel}_b{block}"
 
 
-class _Arguments(ctypes.Structure):
-    """PrefillArguments of csrc/device/interface.h."""
-
-    _fields_ = [
-        *((name, ctypes.c_void_p) for name in ("x", "x_scale", "codes", "scales", "global_scale", "bias")),
-        *((name, ctypes.c_void_p) for name in ("out", "group_rows", "workspace")),
-        *((name, ctypes.c_int) for name in ("m", "groups", "n", "k", "kp", "mode", "out_type", "bias_type")),
-        ("gate", Gate),
-        ("early", ctypes.c_bool),
-        ("config", ctypes.c_int),
-        ("stream", ctypes.c_void_p),
-    ]
-
-
 def launch(
     kernel: str, x: Tensor, x_scale: Tensor | None, w: Weight | Int4Weight, factor: Tensor,
     route: Tensor | None, routing: Routing, rows: int, out: Tensor, gate: Activation | None, early: bool,
@@ -57,7 +50,7 @@ def launch(
     """`kernel` of KERNELS; `factor`: float32 [groups], of all results; the others as for `run`."""
     size = workspace_bytes(kernel, multiprocessors(x.device.index))
     workspace = torch.empty(size, dtype=torch.uint8, device=x.device)
-    arguments = _Arguments(
+    arguments = PrefillArguments(
         x=address(x),
         x_scale=address(x_scale),
         codes=address(w.codes),
@@ -73,14 +66,14 @@ def launch(
         k=x.shape[-1],
         kp=w.kp,
         mode=MODES[routing],
-        out_type=DTYPE_CODES[out.dtype],
-        bias_type=DTYPE_CODES[w.bias.dtype] if w.bias is not None else 0,
-        gate=gate_fields(gate),
+        out_type=DTYPES[out.dtype],
+        bias_type=bias_type(w.bias),
+        gate=gate_of(gate),
         early=early,
         config=config,
         stream=stream(),
     )
-    call("fp4_kernel_prefill", KERNELS.index(kernel), ctypes.byref(arguments))
+    call("fp4_kernel_prefill", PrefillKernel[kernel], arguments.address)
 
 
 def run(
@@ -114,35 +107,29 @@ def run(
 @functools.cache
 def candidates(kernel: str = "w4a8") -> list[str]:
     """What `config` of `run` counts, in words; `kernel`: of KERNELS."""
-    loaded = library()
+    return candidates_of(library(), kernel)
+
+
+def candidates_of(loaded: ctypes.CDLL | None, kernel: str) -> list[str]:
+    """Those of a library of kernels."""
     assert loaded is not None
     name = loaded.fp4_kernel_prefill_config_name
     name.restype = ctypes.c_char_p
-    which = KERNELS.index(kernel)
+    which = PrefillKernel[kernel]
     return [name(which, i).decode() for i in range(loaded.fp4_kernel_prefill_configs(which))]
 
 
 @functools.cache
 def workspace_bytes(kernel: str, sms: int) -> int:
     """Scratch memory of a launch, for tiles that multiprocessors share."""
-    loaded = library()
+    return workspace_bytes_of(library(), kernel, sms)
+
+
+def workspace_bytes_of(loaded: ctypes.CDLL | None, kernel: str, sms: int) -> int:
     assert loaded is not None
     function = loaded.fp4_kernel_prefill_workspace
     function.restype = ctypes.c_int64
-    return function(KERNELS.index(kernel), sms)
-
-
-class Choice(ctypes.Structure):
-    """What CHOOSE takes: a candidate, the seconds that the launcher's model gives it, how few tiles have to
-    be left over full waves for all multiprocessors to share them (0: they never do), of a dense product the
-    tokens of a tile (0: as the candidate cuts any group), and whether multiprocessors claim tiles."""
-
-    _fields_ = (
-        ("candidate", ctypes.c_int),
-        ("seconds", ctypes.c_double),
-        *((name, ctypes.c_int) for name in ("share_below", "tile_width")),
-        ("claims", ctypes.c_bool),
-    )
+    return function(PrefillKernel[kernel], sms)
 
 
 def choose(
@@ -155,9 +142,25 @@ def choose(
     kernel: str = "w4a8",
     config: int = -1,
 ) -> Choice:
-    """On a GPU of `sms` multiprocessors; the others as for `run` and `candidates`."""
-    loaded = library()
+    """What CHOOSE takes on a GPU of `sms` multiprocessors: a candidate, the seconds that the launcher's model
+    gives it, how few tiles have to be left over full waves for all multiprocessors to share them (0: they
+    never do), of a dense product the tokens of a tile (0: as the candidate cuts any group), and whether
+    multiprocessors claim tiles. The arguments as for `run` and `candidates`."""
+    return choose_of(library(), MODES[routing], groups, rows, n, kp, sms, kernel, config)
+
+
+def choose_of(
+    loaded: ctypes.CDLL | None,
+    mode: RowMode,
+    groups: int,
+    rows: int,
+    n: int,
+    kp: int,
+    sms: int,
+    kernel: str,
+    config: int = -1,
+) -> Choice:
+    """The same of a library of kernels."""
     assert loaded is not None
-    function = loaded.fp4_kernel_prefill_choose
-    function.restype = Choice
-    return function(KERNELS.index(kernel), MODES[routing], groups, rows, n, kp, sms, config)
+    function = ctypes.cast(loaded.fp4_kernel_prefill_choose, ctypes.c_void_p).value
+    return _native.prefill_choose(function, PrefillKernel[kernel], mode, groups, rows, n, kp, sms, config)

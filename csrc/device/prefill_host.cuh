@@ -1,0 +1,115 @@
+// The host's side of every prefill GEMM: what the choice among candidates expects of groups, and what a
+// launch is told. Of each family of kernels: csrc/sm90/prefill_host.cuh and csrc/sm80/prefill_host.cuh.
+#pragma once
+
+#include <algorithm>
+#include <atomic>
+#include <cmath>
+#include <cstdint>
+#include <random>
+
+#include "launch.cuh"
+#include "prefill_schedule.cuh"
+
+namespace fp4::device {
+
+constexpr int kBadArgument = -1;
+
+// ---- the model of a launch's time ----
+
+// How many groups have rows, and how many. How full they are is known on the device only: as many are taken
+// to be empty as when each row draws a group; half of the others one standard deviation below their mean,
+// half above, but with few rows for so many groups all equal.
+struct ExpectedRows {
+  bool by_chance;
+  double groups, mean, deviation = 0;
+
+  ExpectedRows(RowMode mode, int all_groups, int m)
+      : by_chance(mode == RowMode::kContiguous && all_groups > 1),
+        groups(all_groups),
+        mean(mode == RowMode::kContiguous ? static_cast<double>(m) / all_groups : m) {
+    if (!by_chance) return;
+    groups = -std::expm1(-mean) * all_groups;
+    deviation = mean < 2 ? 0 : std::sqrt(mean);
+    mean = m / groups;
+  }
+
+  int few() const { return static_cast<int>(std::lround(mean - deviation)); }
+  int many() const { return std::max(1, static_cast<int>(std::lround(mean + deviation))); }
+};
+
+// Of two groups, one that has few rows and one that has many, as the device cuts them (or in tiles of
+// `tile_width`, if that is not 0): their tiles and the cycles of these, their widths, and the columns of
+// weights that are read.
+struct Load {
+  double tiles = 0, cycles = 0, columns = 0, width = 0;
+
+  template <class TileCycles>
+  Load(const ExpectedRows& rows, TokenTiles (*cut)(int), int tile_width, const TileCycles& tile_cycles) {
+    for (const int group : {rows.few(), rows.many()}) {
+      if (group == 0) continue;
+      const auto [count, each] =
+          tile_width > 0 ? TokenTiles{ceil_div(group, tile_width), tile_width} : cut(group);
+      tiles += count;
+      cycles += count * tile_cycles(each);
+      columns += 1;
+      width += each;
+    }
+  }
+};
+
+// What blocks take for tiles of `cycles`, of which sharing one costs `share`.
+inline double cycles_of(const Shares& shares, double cycles, double share) {
+  double all = std::ceil(double(shares.whole) / shares.blocks) * cycles;
+  if (shares.left > 0) {
+    const double pieces = double(shares.parts) / shares.left;  // of a tile, whose first adds the others' sums
+    all += cycles / pieces + share * std::max(1.0, pieces - 1);
+  }
+  return all;
+}
+
+// ---- launches ----
+
+// Whether the kernels can run it; `x_bytes`: of an element of x.
+inline bool is_valid(const PrefillArguments& a, int x_bytes, int candidates) {
+  const bool gated = a.gate.act != Act::kNone;
+  if (gated && (a.out_type == DType::kFloat32 || a.gate.act != Act::kSilu)) return false;
+  return a.groups >= 1 && a.m >= 0 && a.n >= 64 && a.n % 64 == 0 && a.kp >= kStepK && a.kp % kStepK == 0 &&
+         a.k >= 1 && a.k <= a.kp && a.k * x_bytes % 16 == 0 && a.config < candidates &&
+         (a.mode != RowMode::kDense || a.groups == 1);
+}
+
+// Another number each time, in any process (splitmix64 from a random start).
+inline uint64_t next_ticket() {
+  static std::atomic<uint64_t> state = uint64_t(std::random_device()()) << 32 | std::random_device()();
+  uint64_t z = state += 0x9E3779B97F4A7C15;
+  z = (z ^ z >> 30) * 0xBF58476D1CE4E5B9;
+  z = (z ^ z >> 27) * 0x94D049BB133111EB;
+  return z ^ z >> 31;
+}
+
+// What every kernel's Problem has. `rows`: of the weight in a tile; `sum_bytes`: of a block's part of a tile,
+// which begin the workspace, and flags follow those of all `blocks`.
+template <class Problem>
+Problem describe(const PrefillArguments& a, const Estimate& estimate, int rows, int sum_bytes, int blocks) {
+  Problem problem = {};
+  problem.tiling = {{a.mode, a.group_rows, a.groups, a.m, estimate.tile_width},
+                    ceil_div(a.n, rows),
+                    a.kp / kStepK,
+                    estimate.share_below};
+  problem.x_scale = a.x_scale;
+  problem.global_scale = a.global_scale;
+  problem.bias = a.bias;
+  problem.bias_type = a.bias_type;
+  problem.out = a.out;
+  problem.out_type = a.out_type;
+  problem.gate = a.gate;
+  problem.n = a.n;
+  auto* const workspace = static_cast<uint8_t*>(a.workspace);
+  problem.part_sums = reinterpret_cast<float4*>(workspace);
+  problem.part_flags = reinterpret_cast<uint64_t*>(workspace + int64_t(blocks) * sum_bytes);
+  problem.ticket = next_ticket();
+  return problem;
+}
+
+}  // namespace fp4::device

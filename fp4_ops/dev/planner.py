@@ -1,0 +1,102 @@
+"""What the native runtime decides (csrc/cuda/choice.h, csrc/cuda/configs.h), by a planner of its own.
+
+Where a GPU is asked for, a number of multiprocessors is a Hopper GPU with so many.
+"""
+
+from __future__ import annotations
+
+from ..fitted import Values, flat
+from ..native import Only
+from . import _native
+from ._native import (
+    FEW_WARPS,
+    MANY_WARPS,
+    BlockPlan,
+    DecodeConfig,
+    GemvConfig,
+    Gpu,
+    Kernel,
+    KernelFamily,
+    Product,
+    ProductPlan,
+    Routing,
+    decode_config,
+    gemv_config,
+    gpu,
+    use_kernels,
+)
+
+__all__ = [
+    "FEW_WARPS",
+    "MANY_WARPS",
+    "BlockPlan",
+    "DecodeConfig",
+    "GemvConfig",
+    "Gpu",
+    "Kernel",
+    "KernelFamily",
+    "Product",
+    "ProductPlan",
+    "Routing",
+    "block_plan",
+    "decode_config",
+    "decode_us",
+    "decode_warps",
+    "gemv_config",
+    "gpu",
+    "only",
+    "plan",
+    "prefill_us",
+    "product",
+    "tuned",
+    "use_kernels",
+]
+
+only = Only(_native.set_only)
+"""As native.only, of this planner."""
+
+
+def product(routing: str, groups: int, rows: int, n: int, kp: int, block: int = 16) -> Product:
+    """`rows` activation rows, of each group where masked, times [groups, n, kp]. `routing`: of Routing."""
+    return Product(Routing[routing.upper()], groups, rows, n, kp, block)
+
+
+def tuned(family: KernelFamily, values: Values) -> int:
+    """Of these constants of the cost model the number, as `Gpu.constants` has it."""
+    return int(_native.add_tuned("", family, flat(values)))
+
+
+def decode_us(of: Product, kernel: str, on: int | Gpu) -> float:
+    """What the cost model says of decode; infinite where it cannot run. `kernel`: of Kernel."""
+    return float(_native.decode_us(of, Kernel[kernel], on))
+
+
+def prefill_us(of: Product, kernel: str, on: int | Gpu) -> float:
+    return float(_native.prefill_us(of, Kernel[kernel], on))
+
+
+def plan(of: Product, kernel: str, on: int | Gpu) -> ProductPlan:
+    """The kernel that an operator takes for a product."""
+    return _native.plan(of, Kernel[kernel], on)
+
+
+def block_plan(
+    up: Product,
+    down: Product,
+    top_k: int,
+    a_format: str,
+    on: int | Gpu,
+    *,
+    bf16: bool = False,
+    int4: bool = False,
+) -> BlockPlan:
+    """The kernels that `moe` takes. Of both products `rows` are the (token, expert) pairs."""
+    return _native.block_plan(up, down, top_k, a_format, on, bf16, int4)
+
+
+def decode_warps(
+    kp: int, compute_warps: int, *, rows: int = 2048, on: int | Gpu = 132
+) -> DecodeConfig | None:
+    """The split of so many warps that keeps most of them busy, for `rows` activation rows; None where no
+    split fits into shared memory."""
+    return _native.decode_warps(rows, kp, compute_warps, on)

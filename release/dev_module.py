@@ -1,0 +1,49 @@
+"""Builds the module of fp4_ops.dev, which binds host-only C++ (csrc/dev) for tests, benchmarks and tools.
+
+    make dev            or      python release/dev_module.py
+
+It needs pybind11, and neither nvcc nor a GPU: its planner is compiled for it, and finds the kernels'
+libraries in fp4_ops/, where there are any. It serves one version of Python and is in no wheel.
+"""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sysconfig
+from pathlib import Path
+
+import pybind11
+import variants
+
+ROOT = Path(__file__).parent.parent
+SOURCES = [
+    "dev/module.cpp",
+    *(f"cuda/{name}.cpp" for name in ("choice", "configs", "constants", "gpu", "library")),
+]
+
+
+def build() -> Path:
+    os.chdir(ROOT)
+    setup = variants.read_setup()
+    setup["generated_headers"]()
+    target = Path(f"fp4_ops/dev/_native{sysconfig.get_config_var('EXT_SUFFIX')}")
+    sources = [Path("csrc", name) for name in SOURCES]
+    headers = [*setup["runtime_headers"](), Path(__file__)]
+    command = [
+        *setup["compiler"](),
+        "-O1",  # it takes a third less time to compile
+        *(f"-I{folder}" for folder in (pybind11.get_include(), sysconfig.get_path("include"))),
+        *('-DFP4_SM90_FILE="../_sm90.so"', '-DFP4_SM80_FILE="../_sm80.so"'),
+    ]
+    objects = setup["compile_all"](command, sources, headers, Path("build/dev"))
+    setup["compile_if_older"](
+        target,
+        [Path(object) for object in objects],
+        lambda part: subprocess.run([command[0], "-shared", *objects, "-ldl", "-o", part], check=True),
+    )
+    return target
+
+
+if __name__ == "__main__":
+    print(f"fp4_ops: {build()}")
