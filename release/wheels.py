@@ -25,7 +25,7 @@ import aarch64
 ROOT = Path(__file__).parent.parent
 DIST = ROOT / "dist"
 CROSS = "aarch64-linux-gnu-g++"
-MOST_BYTES = 25 << 20
+MOST_BYTES = 25_000_000
 # torch's own, which is always loaded first.
 NOT_OURS = ("libtorch.so", "libtorch_cpu.so", "libc10.so")
 
@@ -91,7 +91,7 @@ def check(wheel: Path) -> None:
     development = [n for n in names if n.startswith(("fp4_ops/dev/", "tests/"))]
     wrong = {
         f"it has {', '.join(development[:3])}, which are for development": bool(development),
-        f"it has more than {MOST_BYTES >> 20} MiB": wheel.stat().st_size > MOST_BYTES,
+        f"it has more than {MOST_BYTES // 1_000_000} MB": wheel.stat().st_size > MOST_BYTES,
         "its name is not of py3-none-manylinux": "-py3-none-manylinux" not in wheel.name,
         "fp4_ops/_C.so is missing": "fp4_ops/_C.so" not in names,
     }
@@ -104,7 +104,7 @@ def main() -> None:
     parser.add_argument("--machine", choices=("x86_64", "aarch64"), action="append")
     for machine in parser.parse_args().machine or ("x86_64", "aarch64"):
         wheel = build(machine)
-        print(f"{wheel.relative_to(ROOT)}: {wheel.stat().st_size / 2**20:.1f} MiB")
+        print(f"{wheel.relative_to(ROOT)}: {wheel.stat().st_size / 1e6:.1f} MB")
 
 
 if __name__ == "__main__":
