@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 import math
 import random
 import re
@@ -68,6 +69,13 @@ def test_it_needs_neither_python_nor_a_libtorch_for_cuda():
     assert undefined["torch_exception_get_what_without_backtrace"] == "w"  # of torch 2.13
     needed = subprocess.run(["readelf", "-d", str(native.path())], capture_output=True, text=True).stdout
     assert "libpython" not in needed and "libcuda" not in needed
+
+
+def test_names_and_structs_are_those_of_c():
+    planner = development("planner")
+    assert tuple(planner.Kernel.__members__) == native.KERNELS
+    assert tuple(name.lower() for name in planner.Routing.__members__) == native.ROUTINGS
+    assert ctypes.sizeof(native.Product()) == 24 and ctypes.sizeof(native.Gpu()) == 20
 
 
 def test_a_plan_tells_its_configuration():
