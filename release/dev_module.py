@@ -34,7 +34,7 @@ def build() -> Path:
         *setup["compiler"](),
         "-O1",  # it takes a third less time to compile
         *(f"-I{folder}" for folder in (pybind11.get_include(), sysconfig.get_path("include"))),
-        *('-DFP4_SM90_FILE="../_sm90.so"', '-DFP4_SM80_FILE="../_sm80.so"'),
+        '-DFP4_KERNELS_FOLDER="../"',
     ]
     objects = setup["compile_all"](command, sources, headers, Path("build/dev"))
     setup["compile_if_older"](

@@ -11,6 +11,11 @@
 
 #include "cuda/constants.h"
 
+// The kernels' libraries lie beside this one; but for the development module (release/dev_module.py).
+#ifndef FP4_KERNELS_FOLDER
+#define FP4_KERNELS_FOLDER ""
+#endif
+
 namespace fp4::cuda {
 namespace {
 
@@ -72,7 +77,7 @@ std::string file_of(KernelFamily family) {
 #ifdef FP4_EMULATED
   return beside_this_library(name + "_emulated.so");
 #else
-  return beside_this_library("_" + name + ".so");
+  return beside_this_library(FP4_KERNELS_FOLDER "_" + name + ".so");
 #endif
 }
 

@@ -130,7 +130,7 @@ void add_enums(py::module_& m) {
       .finalize();
   py::native_enum<KernelFamily>(m, "KernelFamily", "enum.IntEnum")
       .value("NONE", KernelFamily::kNone)
-      .value("MMA", KernelFamily::kMma)
+      .value("MMA", KernelFamily{80})
       .value("HOPPER", KernelFamily::kHopper)
       .finalize();
   m.attr("FEW_WARPS") = kFewComputeWarps;
