@@ -15,6 +15,7 @@ const Kernels& with_bf16() {
     Kernels k = kAvx512Kernels;
     k.name = "avx512_bf16";
     k.bf16 = &kAvx512Bf16;
+    k.tiles = &kAvx512Bf16Tiles;
     return k;
   }();
   return kernels;

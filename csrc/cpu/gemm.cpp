@@ -9,9 +9,6 @@ namespace {
 // A thread should get this many multiply-adds before it is worth waking.
 constexpr int64_t kWorkPerThread = 1 << 18;
 
-// How many products of the panel kernels tiles make in the time of one.
-constexpr int64_t kTileSpeed = 4;
-
 constexpr int64_t ceil_div(int64_t a, int64_t b) { return (a + b - 1) / b; }
 
 }  // namespace
@@ -82,15 +79,16 @@ Product::Product(const Activations& a, const Weight& weight, const Rows& rows, v
       kp_(padded_k(weight.k)),
       panels_(ceil_div(weight.n, kPanelRows)) {
   const TileKernels* tiles = kernels().tiles;
+  const int64_t min_rows = tiles != nullptr ? tiles->min_rows.of(a.kind) : 0;
   for (const Segment& s : rows.segments) {
     Units u{.blocks = 0, .first_block = int64_t(blocks_.size()), .first_cost = cost_};
-    if (tiles != nullptr && s.count >= kTileMinRows) {
+    if (min_rows > 0 && s.count >= min_rows) {
       for (int64_t i = 0; i < s.count; i += kTileRows)
         blocks_.push_back({s.expert, s.begin + i, std::min<int64_t>(kTileRows, s.count - i)});
       u.blocks = int64_t(blocks_.size()) - u.first_block;
       u.row_groups = ceil_div(u.blocks, kTileBlocks);
       u.count = ceil_div(panels_, 2) * u.row_groups;
-      u.cost = std::min<int64_t>(u.blocks, kTileBlocks) * kTileRows / kTokenBlock * 2 / kTileSpeed;
+      u.cost = std::min<int64_t>(u.blocks, kTileBlocks) * kTileRows / kTokenBlock * 2 / tiles->speed;
     } else {
       u.row_groups = ceil_div(s.count, kTokenBlock);
       u.count = panels_ * u.row_groups;
@@ -187,7 +185,8 @@ void Product::run_tiles(size_t s, int64_t begin, int64_t end, Scratch& scratch) 
         scaled[i] = tiles.unpack[int(w_.scale)](panels[i], weights[i]);
       }
     const int blocks = int(std::min<int64_t>(kTileBlocks, u.blocks - first));
-    tiles.multiply(a_.kind, packed_.data() + (u.first_block + first) * block_bytes_, blocks, panels, count,
+    const int row_count = int(std::min<int64_t>(blocks * kTileRows, segment.count - first * kTileRows));
+    tiles.multiply(a_.kind, packed_.data() + (u.first_block + first) * block_bytes_, row_count, panels, count,
                    weights, scaled, scratch.sums.floats());
     for (int b = 0; b < blocks; ++b) {
       const Segment& block = blocks_[u.first_block + first + b];

@@ -52,23 +52,34 @@ struct Bf16Kernels {
 // How activation rows are stored: see above.
 enum class RowKind : uint8_t { floating, int8, bf16 };
 
-// What an instruction set with tiles of 16 x 16 sums adds, for segments of at least kTileMinRows rows.
+// From how many rows an expert on; 0 is never.
+struct MinRows {
+  int64_t floating, int8, bf16;
+
+  int64_t of(RowKind kind) const {
+    return kind == RowKind::int8 ? int8 : kind == RowKind::bf16 ? bf16 : floating;
+  }
+};
+
+// Products for experts with many rows, which unpack a panel's weights once for up to kTileBlocks blocks of 16
+// rows.
 struct TileKernels {
   bool (*supported)();
+  MinRows min_rows;
+  int64_t speed;  // how many products of the panel kernels they make in the time of one
   // The bytes of a block of 16 rows of k values, made of at most 16 rows as the panel kernels read them.
   int64_t (*rows_bytes)(RowKind kind, int64_t k);
   void (*pack_rows)(RowKind kind, const uint8_t* const* rows, int count, int64_t k, uint8_t* to);
   // A panel's weights as the tiles read them, and whether they have their block scales.
   int64_t (*panel_bytes)(int64_t k);
   bool (*unpack[std::size(kScales)])(const Panel& panel, uint8_t* to);  // by Scale
-  // out[block][16 rows][2][16] = rows . panel, for `blocks` blocks of rows one after another, and one or two
-  // panels with their unpacked weights. Without the global scale.
-  void (*multiply)(RowKind kind, const uint8_t* rows, int blocks, const Panel* panels, int count,
+  // out[row][2][16] = rows . panel, for `row_count` rows in blocks of 16 one after another, and one or two
+  // panels with their unpacked weights. Without the global scale. What out has for the rest of a block is
+  // undefined.
+  void (*multiply)(RowKind kind, const uint8_t* rows, int row_count, const Panel* panels, int count,
                    uint8_t* const* weights, const bool* scaled, float* out);
 };
 
-// From this many rows an expert on, weights are unpacked for tiles.
-inline constexpr int64_t kTileMinRows = 16;
 // What one unit of work stores of an output row: two panels.
 inline constexpr int kMostColumns = 2 * kPanelRows;
 
@@ -108,7 +119,7 @@ struct Kernels {
 
 extern const Kernels kScalarKernels, kAvx2Kernels, kAvx512Kernels;
 extern const Bf16Kernels kAvx512Bf16;
-extern const TileKernels kAmxBf16;
+extern const TileKernels kAmxBf16, kAvx512Bf16Tiles;
 extern const Kernels kNeonKernels, kNeonDotprodKernels, kNeonI8mmKernels;
 extern const Bf16Kernels kNeonBf16;
 

@@ -14,7 +14,7 @@
 // int8 scales are then one vector. Within eight k the order of a panel's pairs is 0 4, 1 5, 2 6, 3 7 (see
 // kernels_avx512_bf16.cpp), and rows are packed to meet it. bfloat16 subnormals and subnormal sums count as
 // zero.
-#include "cpu/avx512.h"
+#include "cpu/avx512_many.h"
 #include "cpu/tiles.h"
 
 namespace fp4::cpu {
@@ -38,39 +38,6 @@ int64_t weight_scales_at(int64_t k) { return k / kStep * kTileBytes; }
 
 int64_t panel_bytes(int64_t k) {
   return weight_scales_at(k) + k / kStep * kPanelRows * int64_t(sizeof(float));
-}
-
-__m512i load64(const void* p) { return _mm512_loadu_si512(p); }
-
-// to[i][j] = r[j][i], of 32-bit values.
-[[gnu::always_inline]] inline void transpose(__m512i (&r)[16]) {
-  __m512i t[16];
-#pragma GCC unroll 8
-  for (int i = 0; i < 16; i += 2) {
-    t[i] = _mm512_unpacklo_epi32(r[i], r[i + 1]);
-    t[i + 1] = _mm512_unpackhi_epi32(r[i], r[i + 1]);
-  }
-#pragma GCC unroll 4
-  for (int i = 0; i < 16; i += 4) {
-    r[i] = _mm512_unpacklo_epi64(t[i], t[i + 2]);
-    r[i + 1] = _mm512_unpackhi_epi64(t[i], t[i + 2]);
-    r[i + 2] = _mm512_unpacklo_epi64(t[i + 1], t[i + 3]);
-    r[i + 3] = _mm512_unpackhi_epi64(t[i + 1], t[i + 3]);
-  }
-  // r[4 a + c] holds, in its lane b, rows 4 a to 4 a + 3 of column 4 b + c.
-#pragma GCC unroll 4
-  for (int c = 0; c < 4; ++c) {
-    const __m512i ab_low = _mm512_shuffle_i32x4(r[c], r[4 + c], 0x88);
-    const __m512i ab_high = _mm512_shuffle_i32x4(r[c], r[4 + c], 0xdd);
-    const __m512i cd_low = _mm512_shuffle_i32x4(r[8 + c], r[12 + c], 0x88);
-    const __m512i cd_high = _mm512_shuffle_i32x4(r[8 + c], r[12 + c], 0xdd);
-    t[c] = _mm512_shuffle_i32x4(ab_low, cd_low, 0x88);
-    t[4 + c] = _mm512_shuffle_i32x4(ab_high, cd_high, 0x88);
-    t[8 + c] = _mm512_shuffle_i32x4(ab_low, cd_low, 0xdd);
-    t[12 + c] = _mm512_shuffle_i32x4(ab_high, cd_high, 0xdd);
-  }
-#pragma GCC unroll 16
-  for (int i = 0; i < 16; ++i) r[i] = t[i];
 }
 
 // --- rows ---
@@ -121,6 +88,7 @@ void split(const float* x, __m512i planes[3]) {
 // Blocks of rows are tiles [k / 32][planes][16 pairs of k][16 rows][2]; behind them those of int8 rows have
 // their scales [k / 32][16].
 void pack_rows(RowKind kind, const uint8_t* const* rows, int count, int64_t k, uint8_t* to) {
+  if (kind == RowKind::bf16) return pack_bf16_rows(rows, count, k, to);
   const int64_t planes = planes_of(kind);
   uint8_t* tile = to;
   for (int64_t s = 0; s < k / kStep; ++s) {
@@ -128,9 +96,7 @@ void pack_rows(RowKind kind, const uint8_t* const* rows, int count, int64_t k, u
     for (int m = 0; m < kTileRows; ++m) {
       for (int64_t p = 0; p < planes; ++p) values[p][m] = _mm512_setzero_si512();
       if (m >= count) continue;
-      if (kind == RowKind::bf16) {
-        values[0][m] = load64(rows[m] + s * kTileRowBytes);
-      } else if (kind == RowKind::int8) {
+      if (kind == RowKind::int8) {
         values[0][m] = pair_int8(codes_as_bf16(rows[m] + s * kStep));
       } else {
         __m512i split_row[3];
@@ -177,31 +143,12 @@ alignas(64) constexpr std::array<Table, 256> kE4m3Tables = [] {
   return tables;
 }();
 
-// Where products with the weights keep far from the ends of float32's range.
-constexpr int kE8m0Low = 64, kE8m0High = 190;
-
 alignas(64) constexpr std::array<Table, 256> kE8m0Tables = [] {
   std::array<Table, 256> tables{};
   for (int b = kE8m0Low; b <= kE8m0High; ++b)
     tables[b] = table_of(element_of(Scale::e8m0), std::bit_cast<float>(uint32_t(b) << 23));
   return tables;
 }();
-
-// Whether codes times the panel's scales are in the tables.
-template <Scale scale>
-bool has_tables(const Panel& panel) {
-  if constexpr (scale == Scale::e4m3) return true;
-  if constexpr (scale != Scale::e8m0) return false;
-  __m128i low = _mm_set1_epi8(char(kE8m0Low)), high = _mm_set1_epi8(char(kE8m0High));
-  const __m128i lowest = low, highest = high;
-  for (int64_t b = 0; b < panel.k / step_of(scale); ++b) {
-    const __m128i bytes = _mm_loadu_si128(reinterpret_cast<const __m128i*>(panel.scales + b * kPanelRows));
-    low = _mm_min_epu8(low, bytes);
-    high = _mm_max_epu8(high, bytes);
-  }
-  return _mm_movemask_epi8(_mm_and_si128(_mm_cmpeq_epi8(low, lowest), _mm_cmpeq_epi8(high, highest))) ==
-         0xffff;
-}
 
 __m512i both_halves(const Table& table) {
   return _mm512_broadcast_i64x4(_mm256_loadu_si256(reinterpret_cast<const __m256i*>(table.data())));
@@ -240,7 +187,7 @@ bool unpack(const Panel& panel, uint8_t* to) {
   constexpr Element element = element_of(scale);
   const uint8_t* codes = panel.codes;
   const uint8_t* scales = panel.scales;
-  const bool scaled = has_tables<scale>(panel);
+  const bool scaled = has_bf16_products<scale>(panel);
   float* to_scales = reinterpret_cast<float*>(to + weight_scales_at(panel.k));
   for (int64_t s = 0; s < panel.k / kStep; ++s, codes += 4 * 64, to += kTileBytes) {
 #pragma GCC unroll 4
@@ -388,9 +335,10 @@ Steps steps_for(int blocks, int panels) {
   }
 }
 
-void multiply(RowKind kind, const uint8_t* rows, int blocks, const Panel* panels, int count,
+void multiply(RowKind kind, const uint8_t* rows, int row_count, const Panel* panels, int count,
               uint8_t* const* weights, const bool* scaled, float* out) {
   const int64_t k = panels[0].k, planes = planes_of(kind), stride = rows_bytes(kind, k);
+  const int blocks = (row_count + kTileRows - 1) / kTileRows;
   const bool by_row = kind == RowKind::int8;
   const int64_t group = std::max(1, panels[0].block / kStep);
   const TileScope scope;
@@ -432,6 +380,10 @@ bool supported() { return __builtin_cpu_supports("avx512bf16") && tiles_supporte
 
 const TileKernels kAmxBf16 = {
     .supported = supported,
+    // 64 rows of bfloat16 took less time here than eight did by vdpbf16ps (Emerald Rapids,
+    // docs/performance.md).
+    .min_rows = {.floating = 16, .int8 = 16, .bf16 = 8},
+    .speed = 4,
     .rows_bytes = rows_bytes,
     .pack_rows = pack_rows,
     .panel_bytes = panel_bytes,

@@ -1,5 +1,6 @@
-"""The kernels for AMX with emulated tiles (csrc/cpu/tiles.h): their packing and indexing, on any processor
-with AVX-512. Where there is AMX, test_cpu_dispatch.py runs them as they are.
+"""The kernels for experts with many rows. Those for AMX have emulated tiles here (csrc/cpu/tiles.h): their
+packing and indexing, on any processor with AVX-512. Where there is AMX, test_cpu_dispatch.py runs them as
+they are. Those of vdpbf16ps run as they are.
 
 Such a build of the package is made in build/emulated_tiles: its Python files are copies, and of _C.so what
 concerns tiles is compiled again.
@@ -77,16 +78,23 @@ def test_sizes_and_scales(emulated):
     run(emulated, __file__, str(torch.randint(0, 2**31, ()).item()))
 
 
-# --- in the process with emulated tiles ---
+def test_sizes_and_scales_of_vdpbf16ps():
+    HERE.mkdir(parents=True, exist_ok=True)
+    env = processes.environment(FP4_CPU_CAPABILITY="avx512_bf16", OMP_NUM_THREADS="1")
+    run(env, __file__, str(torch.randint(0, 2**31, ()).item()))
+
+
+# --- in a process of those kernels ---
 
 
 def check_sizes() -> None:
-    """16 rows and one less, blocks of 16 with a rest, more than share a panel; one panel, two, a rest."""
-    counts = [15, 16, 0, 17, 48, 129, 1]
+    """As many rows as tiles take from each kind and one less, blocks of 16 with a rest, more than share a
+    panel; one panel, two, a rest; more K than sums stay in registers for."""
+    counts = [7, 8, 15, 16, 0, 31, 32, 49, 129, 1]
     offs = torch.tensor(counts).cumsum(0).int()
     m = sum(counts)
     ids = reference.m_indices(offs, m)
-    for n, k in ((16, 32), (33, 64), (48, 160), (7, 98)):
+    for n, k in ((16, 32), (33, 64), (48, 544), (7, 98)):
         for format in reference.KERNEL_FORMATS:
             for kind in (torch.float32, torch.bfloat16, torch.int8):
                 for layout in ("plain", "tile16"):
@@ -101,8 +109,9 @@ def check_sizes() -> None:
 
 
 def check_scales_at_the_ends() -> None:
-    """e8m0 scales that bfloat16 weights could not have: blocks of zeros (byte 0), 2^-126, 2^126."""
-    packed, scale, _ = torch.ops.fp4.quantize(torch.randn(1, 80, 128), "mxfp4")
+    """e8m0 scales that bfloat16 weights could not have: blocks of zeros (byte 0), 2^-126, 2^126. Of seven
+    panels five have such, so one of them goes with a panel that has none."""
+    packed, scale, _ = torch.ops.fp4.quantize(torch.randn(1, 112, 128), "mxfp4")
     scale = scale.view(torch.uint8).clone()
     for row, byte in ((0, 0), (17, 1), (34, 253), (79, 2), (50, 252)):
         scale[0, row] = byte
@@ -121,20 +130,21 @@ def check_scales_at_the_ends() -> None:
 def check_not_finite() -> None:
     """A row with an infinity or a NaN is not finite, and no other row notices."""
     w = reference.random_weight("nvfp4", 1, 32, 64)
-    x = torch.randn(20, 64)
+    x = torch.randn(40, 64)
     x[3, 7], x[5, 40] = torch.inf, torch.nan
     x[6, 0] = torch.tensor(0x7F800001, dtype=torch.int32).view(
         torch.float32
     )  # a NaN whose upper half is none
     x[8] = torch.finfo(torch.float32).max / 2**20
     packed, scale, factor = w.operands()
-    got = torch.ops.fp4.mm(x, packed[0], scale[0], factor[0], format="nvfp4", out_dtype=torch.float32)
-    bad = torch.tensor([i in (3, 5, 6) for i in range(20)])
+    bad = torch.tensor([i in (3, 5, 6) for i in range(40)])
     met = w.dense[0][:, [7, 40, 0]].T  # what the three meet
-    assert torch.equal(got[3][met[0] != 0].double(), (met[0] * torch.inf)[met[0] != 0])
-    assert got[5][met[1] != 0].isnan().all() and got[6][met[2] != 0].isnan().all()
-    want = x[~bad].double() @ w.dense[0].T
-    assert ((got[~bad] - want).norm(dim=1) < 1e-5 * want.norm(dim=1)).all()
+    for a in (x, x.bfloat16()):
+        got = torch.ops.fp4.mm(a, packed[0], scale[0], factor[0], format="nvfp4", out_dtype=torch.float32)
+        assert torch.equal(got[3][met[0] != 0].double(), (met[0] * torch.inf)[met[0] != 0])
+        assert got[5][met[1] != 0].isnan().all() and got[6][met[2] != 0].isnan().all()
+        want = a[~bad].double() @ w.dense[0].T
+        assert ((got[~bad] - want).norm(dim=1) < 1e-5 * want.norm(dim=1)).all()
 
 
 if __name__ == "__main__":
