@@ -61,8 +61,9 @@ def build(
         folder = to / package.replace(".", "/")
         shutil.rmtree(folder, ignore_errors=True)
         folder.mkdir(parents=True)
-        for file in from_folder.glob("*.py"):
-            shutil.copy(file, folder)
+        for pattern in ("*.py", *setup["options"]["package_data"][""]):
+            for file in from_folder.glob(pattern):
+                shutil.copy(file, folder)
     libraries = [f"-L{folder}" for folder in extension.library_dirs]
     libraries += [f"-l{name}" for name in extension.libraries if "python" not in name]
     target = str(to / "fp4_ops/_C.so")
