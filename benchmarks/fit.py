@@ -123,11 +123,11 @@ KERNELS = {"fp8": ("prefill_fp8.cuh", "w4a8"), "words": ("prefill_words.cuh", "b
 
 def measure_tiles(kind: str, values: fitted.Values) -> dict[str, list[Tiles]]:
     """By the name of constants: times of dense products that are whole waves of one candidate's tiles."""
-    from fp4_ops.backends.launchers.decode import Routing
     from h200_hopper import median_us, random_weight
 
-    from fp4_ops.backends.launchers import prefill
     from fp4_ops.backends.launchers.library import multiprocessors
+    from fp4_ops.dev import prefill
+    from fp4_ops.dev.product import Routing
 
     header, kernel = KERNELS[kind]
     sms = multiprocessors(torch.cuda.current_device())

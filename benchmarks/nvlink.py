@@ -277,14 +277,14 @@ def _kernel(experts: int, pairs: int, hidden: int, inner: int, kind: str, device
     """Of both products, for all experts and tokens."""
     from fp4_ops.meta.layouts import LAYOUTS
 
-    from fp4_ops import native
+    from fp4_ops.dev import planner
 
     padded = LAYOUTS["sm90"].padded
     up, down = (
-        native.product("offs", experts, pairs, n, padded(k))
+        planner.product("offs", experts, pairs, n, padded(k))
         for n, k in ((2 * inner, hidden), (hidden, inner))
     )
-    few = native.block_plan(up, down, 1, kind, native.gpu(device.index)).few
+    few = planner.block_plan(up, down, 1, kind, planner.gpu(device.index)).few
     return "decode" if few else "prefill"
 
 
