@@ -14,7 +14,8 @@ if not distributed.is_available() or not distributed.is_gloo_available():
 
 RIGHT = (
     "spread_in_ddp", "spread_in_fsdp", "own_state_dict", "fsdp_of_converted_models",
-    "models_over_several_groups", "mesh_of_replicas_and_experts", "stages_of_a_pipeline",
+    "spread_over_more_ranks_than_experts", "models_over_several_groups",
+    "mesh_of_replicas_and_experts", "stages_of_a_pipeline",
 )  # fmt: skip
 OVERWRITTEN = (
     r"RuntimeError: fp4: this process held \d of 4 experts, on rank [12] of \d, and those of rank 0 were "

@@ -20,7 +20,8 @@ from typing import Any
 import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
-from moe_models import build
+import transformers
+from moe_models import build, config
 from recorder import relative_error, token_errors
 from torch import nn
 from torch.distributed.checkpoint.state_dict import (
@@ -169,6 +170,23 @@ def distributed_checkpoint_of_spread_experts():
 
 
 # --- several groups, meshes, pipelines ---
+
+
+@situation
+def spread_over_more_ranks_than_experts():
+    """With three ranks, one has none; with two, each has one."""
+    sizes = config("mixtral")
+    sizes.num_local_experts = max(2, dist.get_world_size() - 1)
+    models = []
+    for group in (dist.group.WORLD, None):
+        torch.manual_seed(0)
+        model = transformers.AutoModelForCausalLM.from_config(sizes, dtype=torch.float32).eval()
+        for weight in model.parameters():
+            if weight.dim() == 3:
+                nn.init.normal_(weight, 0, 0.1)
+        fp4_ops.prepare(model, activation="bf16", ep_group=group)
+        models.append(logits(model))
+    return relative_error(*models)
 
 
 @situation
