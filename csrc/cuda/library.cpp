@@ -139,9 +139,10 @@ DeviceKind device_kind(int index) {
   const auto known = loaded().devices.find(index);
   if (known != loaded().devices.end()) return known->second;
   device::DeviceFacts facts;
-  KernelFamily any{std::rbegin(kKernelLibraries)->family};  // all can tell
-  for (const KernelLibrary& library : kKernelLibraries)
-    if (is_there(KernelFamily(library.family))) any = KernelFamily(library.family);
+  const auto first_there =
+      std::find_if(std::begin(kKernelLibraries), std::prev(std::end(kKernelLibraries)),
+                   [](const KernelLibrary& library) { return is_there(KernelFamily(library.family)); });
+  const KernelFamily any{first_there->family};  // all can tell
   check_launch(kernels(any).device(index, &facts), "asking for the GPU's properties");
   DeviceKind kind{facts.major, facts.minor, gpu_of(facts, family_for(index, facts))};
   if (loaded().only == KernelFamily::kNone)  // of other kernels than those that were measured

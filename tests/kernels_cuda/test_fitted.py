@@ -167,9 +167,11 @@ def test_noise_and_a_few_disturbed_times_move_it_little():
     points = points_of(truth, 0.03)
     for i in random.sample(range(len(points)), 4):
         points[i] = points[i]._replace(decode_us=5 * points[i].decode_us)
-    found = cost_fit.better(points, start)
-    decode, prefill = cost_fit.errors(points, found)
+    decode, prefill = cost_fit.errors(points, cost_fit.fit(points, start))
     assert decode < 0.06 and prefill < 0.06
+    exact = points_of(truth, 0)
+    lost, before = (sum(cost_fit.losses(exact, v)) for v in (cost_fit.better(points, start), start))
+    assert lost <= before + 0.005 * len(exact)
 
 
 @runtime
