@@ -470,7 +470,7 @@ def test_prepare_refuses_before_it_changes_anything():
     for message, arguments in (
         ("method is 'best'", {"method": "best"}),
         ("calibration is missing; method 'gptq' needs (8, 64, 64)", {"method": "gptq"}),
-        ("says nothing about model.layers.1.mlp.experts (gate_up)", {"method": "gptq", "calibration": one}),
+        ("has no inputs of model.layers.1.mlp.experts (gate_up)", {"method": "gptq", "calibration": one}),
     ):
         with pytest.raises(ValueError) as error:
             fp4_ops.prepare(model, "nvfp4", **arguments)
