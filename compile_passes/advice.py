@@ -238,6 +238,10 @@ NOT_GATHERED = (
     "whole model on each rank and call fp4_ops.prepare(model): 4 bits take a quarter of the memory"
 )
 NO_GRADIENTS = "run the model under torch.no_grad() or torch.inference_mode()"
+BAKED_WEIGHTS = (
+    "make them parameters before the model is compiled: torch.nn.utils.prune.remove, "
+    "parametrize.remove_parametrizations, remove_weight_norm, or the like"
+)
 INDEX_OF_ONE = "index by a tensor of one dimension: w.index_select(0, i.view(1))[0] for w[i]"
 INLINE = "leave torch._dynamo.config.inline_inbuilt_nn_modules on"
 NO_ATTRIBUTES = (

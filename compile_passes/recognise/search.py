@@ -196,6 +196,10 @@ class Search:
         if dtype not in FLOATING:
             reason = f"experts that compute in {dtype}, not float32, bfloat16 or float16"
             return Refusal(reason, rows[-1], advice.DTYPE)
+        made = [n for n in map(_made_weight, rows) if n is not None]
+        if made:
+            reason = f"the weights of {len(made)} products are computed in the graph, by {called(made[-1])}"
+            return Refusal(reason, made[-1], advice.BAKED_WEIGHTS)
         reason = f"products of {choices} choices of rows are not read as experts"
         return Refusal(reason, rows[-1], advice.FFN)
 
@@ -451,6 +455,27 @@ def _is_indexed(lin: Linear) -> bool:
 
 def _weight(weight: Ref) -> _Weight:
     return _Weight(weight.node, tuple(i.value if isinstance(i, Const) else None for i in weight.index))
+
+
+def _made_weight(product: fx.Node) -> fx.Node | None:
+    """What computes the matrix of a product of chosen rows: a mask of pruning, a norm of the weight."""
+    for node in product.all_input_nodes:
+        while is_op(node, *_SAME) or (item(node) is not None and is_op(operand(node), *_SAME)):
+            node = operand(node)
+        if (
+            node.op == "call_function"
+            and is_tensor(node)
+            and len(shape(node)) == 2
+            and not _is_of_some_rows(node)
+        ):
+            return node
+    return None
+
+
+_SAME = (
+    aten.t, aten.transpose, aten.permute, aten.view, aten.clone, aten._to_copy, aten.detach, aten.alias,
+    aten.select, aten.slice, aten.squeeze, aten.unsqueeze, aten.unbind, aten.split, aten.split_with_sizes,
+)  # fmt: skip
 
 
 def _is_of_some_rows(node: fx.Node) -> bool:

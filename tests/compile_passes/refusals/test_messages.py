@@ -8,6 +8,8 @@ import re
 import pytest
 import torch
 import torch.nn.functional as F
+import torch.nn.utils.parametrizations
+import torch.nn.utils.prune
 from conftest import more
 from lookalikes import GRAPHS_OWN
 from moe_models import Recorder, relative_error
@@ -340,3 +342,23 @@ def test_rows_that_topk_chose_of_each_expert():
 
     (site,) = told(ExpertsChoose(experts=4)).sites
     assert "index_put (`out[tokens[e]] += " in site.reason
+
+
+def pruned(linear: nn.Linear) -> None:
+    torch.nn.utils.prune.l1_unstructured(linear, "weight", 0.3)
+
+
+def normed(linear: nn.Linear) -> None:
+    torch.nn.utils.parametrizations.weight_norm(linear)
+
+
+@pytest.mark.parametrize("change", [pruned, more(normed)])
+def test_weights_that_the_graph_computes_are_told(change):
+    module, recorder = STYLES["where loop"](experts=4), Recorder(activation="bf16")
+    for linear in [m for m in module.list.modules() if isinstance(m, nn.Linear)]:
+        change(linear)
+    x = torch.randn(9, module.H)
+    with torch.no_grad():
+        assert torch.allclose(torch.compile(module, backend=recorder)(x), module(x), atol=1e-5)
+    (site,) = recorder.sites
+    assert "products are computed in the graph" in site.reason and "prune.remove" in site.change
