@@ -211,11 +211,13 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 @torch.no_grad()
 def rows(args: argparse.Namespace) -> Iterator[record.Row]:
     torch.set_num_threads(1)
-    torch._inductor.config.force_disable_caches = True
     logging.getLogger("transformers").setLevel(logging.ERROR)
     warnings.simplefilter("ignore")
-    torch.compile(lambda a: (a @ a).relu() + 1)(torch.randn(8, 8))  # what any first compilation costs
-    yield from {"loop": loop, "layers": layers, "passes": passes_alone}[args.table](args.cells, args.family)
+    with torch._inductor.config.patch(force_disable_caches=True):
+        torch.compile(lambda a: (a @ a).relu() + 1)(torch.randn(8, 8))  # what any first compilation costs
+        yield from {"loop": loop, "layers": layers, "passes": passes_alone}[args.table](
+            args.cells, args.family
+        )
 
 
 if __name__ == "__main__":

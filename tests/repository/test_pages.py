@@ -76,7 +76,7 @@ def folder(tmp_path_factory):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("page, i", PYTHON)
-def test_python(page, i, folder, monkeypatch, fresh_dynamo):
+def test_python(page, i, folder, monkeypatch, fresh_dynamo, registered):
     """With the names that the pages give their examples: model, tokens, windows, ids."""
     code = blocks("python")[page][i]
     needed = re.findall(r"^(?:from|import) (\w+)", code, re.MULTILINE)
