@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import Any
 
+import math
 import torch
 from fp4_ops.compile_passes.dynamo.extend import extend_dynamo
 from fp4_ops.compile_passes.options import parse
@@ -20,8 +21,10 @@ def fake_quantised(weight: torch.Tensor, format: str, transposed: bool = False) 
 
 
 def relative_error(got: torch.Tensor, want: torch.Tensor) -> float:
+    """Norm over norm. Of zeros, which one token has whom no expert takes, 0 or infinite."""
     assert torch.isfinite(got).all()
-    return ((got.double() - want.double()).norm() / want.double().norm()).item()
+    error, norm = (got.double() - want.double()).norm().item(), want.double().norm().item()
+    return error / norm if norm else math.inf if error else 0.0
 
 
 def token_errors(got: torch.Tensor, want: torch.Tensor) -> tuple[float, float]:
