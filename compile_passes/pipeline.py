@@ -62,8 +62,8 @@ def analyse(gm: fx.GraphModule, inputs: Sequence[Any], options: Options) -> tupl
     except DataDependentOutputException:
         frame.note = (
             "left to Inductor: a tensor is indexed by a tensor without dimensions, whose number only "
+            "the data knows; torch cannot trace that either"
         )
-        frame.note += "the data knows; torch cannot trace that either"
         frame.change = advice.INDEX_OF_ONE
         return None, frame
     except Exception as error:  # a model that Inductor compiles must not fail because of these passes
