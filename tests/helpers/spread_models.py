@@ -13,49 +13,21 @@ import os
 import re
 import sys
 import warnings
-from collections.abc import Callable
 from datetime import timedelta
-from pathlib import Path
 from typing import Any
 
 import torch
 import torch.distributed as dist
-import transformers
+from rank_situations import FOLDER, IDS, SITUATIONS, load, logits, situation, split
 from recorder import fake_quantised, token_errors
 from torch import nn
-from torch.distributed.tensor import DTensor
 
 import fp4_ops
 from fp4_ops.checkpoints.hf import FP4Config
 from fp4_ops.experts import PackedWeight
 from fp4_ops.find_experts import is_experts
 
-SITUATIONS: dict[str, Callable[[], Any]] = {}
-FOLDER = Path(sys.argv[1]) if len(sys.argv) > 1 else Path()
 FAMILIES = sys.argv[3:]
-IDS = torch.arange(14).reshape(2, 7)
-
-
-def situation(function: Callable[..., Any]) -> Callable[..., Any]:
-    SITUATIONS[function.__name__] = function
-    return function
-
-
-def load(folder: str, **kwargs: Any) -> Any:
-    return transformers.AutoModelForCausalLM.from_pretrained(FOLDER / folder, dtype=torch.float32, **kwargs)
-
-
-def split(folder: str, quantization: Any = None, **sizes: Any) -> Any:
-    from transformers.distributed import DistributedConfig
-
-    more = {"quantization_config": quantization} if quantization is not None else {}
-    return load(folder, distributed_config=DistributedConfig(**sizes), **more)
-
-
-@torch.no_grad()
-def logits(model: nn.Module, ids: torch.Tensor = IDS) -> torch.Tensor:
-    out = model(input_ids=ids, use_cache=False).logits
-    return out.full_tensor() if isinstance(out, DTensor) else out
 
 
 def exact(got: torch.Tensor, want: torch.Tensor) -> bool:

@@ -12,9 +12,7 @@ import os
 import re
 import sys
 import warnings
-from collections.abc import Callable
 from datetime import timedelta
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -22,6 +20,7 @@ import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 import transformers
 from moe_models import build, config
+from rank_situations import FOLDER, SITUATIONS, situation
 from recorder import relative_error, token_errors
 from torch import nn
 from torch.distributed.checkpoint.state_dict import (
@@ -36,16 +35,9 @@ from torch.nn.parallel import DistributedDataParallel
 import fp4_ops
 from fp4_ops.experts import PackedWeight
 
-SITUATIONS: dict[str, Callable[[], Any]] = {}
-FOLDER = Path(sys.argv[1]) if len(sys.argv) > 1 else Path()
 PATTERN = sys.argv[2] if len(sys.argv) > 2 else ""
 FAMILY = "gpt_oss"
 """Whose experts have biases: parameters that are other ones on each process."""
-
-
-def situation(function: Callable[[], Any]) -> Callable[[], Any]:
-    SITUATIONS[function.__name__] = function
-    return function
 
 
 def prepared(seed: int = 0, family: str = FAMILY, **kwargs: Any) -> Any:
