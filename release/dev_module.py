@@ -30,17 +30,22 @@ def build() -> Path:
     target = Path(f"fp4_ops/dev/_native{sysconfig.get_config_var('EXT_SUFFIX')}")
     sources = [Path("csrc", name) for name in SOURCES]
     headers = [*setup["runtime_headers"](), Path(__file__)]
+    compiler, *flags = setup["compiler"]()
     command = [
-        *setup["compiler"](),
-        "-O1",  # it takes a third less time to compile
+        compiler,
+        # First: some versions of torch have a pybind11 among their headers, which refuses torch's stable ABI.
         *(f"-I{folder}" for folder in (pybind11.get_include(), sysconfig.get_path("include"))),
+        *flags,
+        "-O1",  # it takes a third less time to compile
         '-DFP4_KERNELS_FOLDER="../"',
     ]
-    objects = setup["compile_all"](command, sources, headers, Path("build/dev"))
+    # Objects are of one version of Python, as the module is.
+    folder = Path("build/dev", sysconfig.get_config_var("SOABI"))
+    objects = setup["compile_all"](command, sources, headers, folder)
     setup["compile_if_older"](
         target,
         [Path(object) for object in objects],
-        lambda part: subprocess.run([command[0], "-shared", *objects, "-ldl", "-o", part], check=True),
+        lambda part: subprocess.run([compiler, "-shared", *objects, "-ldl", "-o", part], check=True),
     )
     return target
 
