@@ -29,7 +29,9 @@ pytestmark = pytest.mark.skipif(not FOLDER.exists(), reason="a source distributi
 RESULTS = sorted((FOLDER / "results").glob("*.json"))
 PEERS = {"ggml", "humming"}
 """Packages that nothing here installs: a script that needs one says how to get it."""
-NOT_BENCHMARKS = {"fit", "hopper_operators", "record", "run", "report", "report_tables", "svg", "cpu_machine"}
+NOT_BENCHMARKS = {
+    *("fit", "hopper_operators", "marlin", "record", "run", "report", "report_tables", "svg", "cpu_machine")
+}
 NAMES = sorted(path.stem for path in FOLDER.glob("*.py"))
 
 
@@ -316,6 +318,62 @@ def test_rows_of_humming(no_gpu, monkeypatch):
     rows = first_rows("h200_humming", ["--tokens", "8"])
     assert [r["rows"] for r in rows] == ["bf16", "fp8"] and rows[0]["humming_us"] == 1.0
     monkeypatch.delitem(sys.modules, "h200_humming")
+
+
+def test_rows_of_marlin(no_gpu, monkeypatch):
+    """Ours on the CPU beside exact products in place of Marlin's: what both compute is compared."""
+    module, marlin = imported("mma_marlin"), imported("marlin")
+
+    class Weight:
+        def __init__(self, packed, scale, factor, format):
+            dense = torch.ops.fp4.dequantize(packed, scale, factor, format, torch.float32)
+            self.k = -(-dense.shape[2] // 128) * 128
+            self.dense = torch.nn.functional.pad(dense, (0, self.k - dense.shape[2]))
+            self.padded_n = dense.shape[1]
+
+    class Rows:
+        def __init__(self, ids, experts):
+            self.ids = ids.flatten().long()
+
+        def align(self):
+            """Nothing."""
+
+    def product(x, w, rows, top_k, workspace, out, scores=None):
+        of_pairs = x.float().repeat_interleave(top_k, 0)
+        y = torch.einsum("pk,pnk->pn", of_pairs, w.dense[rows.ids])
+        return out.copy_(y if scores is None else y * scores.flatten()[:, None])
+
+    def silu_and_mul(out, x):
+        gate, up = x.float().chunk(2, 1)
+        out.copy_(torch.nn.functional.silu(gate) * up)
+
+    moe_sum = types.SimpleNamespace(moe_sum=lambda y, out: torch.sum(y, 1, out=out))
+    monkeypatch.setattr(torch.ops, "_C", types.SimpleNamespace(silu_and_mul=silu_and_mul), raising=False)
+    monkeypatch.setattr(torch.ops, "_moe_C", moe_sum, raising=False)
+    for name, made in (("Weight", Weight), ("Rows", Rows), ("product", product), ("load", lambda _: None)):
+        monkeypatch.setattr(marlin, name, made)
+    used = []
+    monkeypatch.setattr(native, "use_kernels", lambda *given: used.append(given))
+    monkeypatch.setattr(
+        torch.cuda, "get_device_properties", lambda *_: types.SimpleNamespace(multi_processor_count=132)
+    )
+    monkeypatch.setattr(module, "ceilings", lambda: (4e6, 8e8, 16e8))
+    monkeypatch.setattr(module, "median_us", no_gpu)
+    monkeypatch.setattr(module, "LAYOUT", "tile16")
+    monkeypatch.setattr(module, "MODELS", (module.Model("gpt-oss-120b", 4, 256, 192, 2),))
+    told = ["--vllm", "lib", "--kernels", "k.so", "--tokens", "2,300"]
+    ceilings, *rows = first_rows("mma_marlin", told)
+    assert ceilings["table"] == "ceilings"
+    assert [(r["table"], r["tokens"]) for r in rows] == [
+        (what, tokens) for tokens in (2, 300) for what in ("gate/up", "down", "block")
+    ]
+    assert {kb for _, kb in used} == {99 * 1024, 163 * 1024}
+    for row in rows:
+        for error in (row["mma_error"], row["marlin_error"]):
+            checked = row["table"] != "block" or row["tokens"] == 2
+            assert 0 <= error < module.BOUND if checked else error is None
+        assert row["mma_99_us"] == row["mma_163_us"] == row["marlin_us"] == 1.0
+        assert row["decode_us"] == (1.0 if row["tokens"] == 2 else None)
 
 
 def test_rows_of_quantize_speed(monkeypatch):
