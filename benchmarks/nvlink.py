@@ -277,14 +277,12 @@ def _kernel(experts: int, pairs: int, hidden: int, inner: int, kind: str, device
     """Of both products, for all experts and tokens."""
     from fp4_ops.meta.layouts import LAYOUTS
 
-    from fp4_ops.dev import planner
+    from fp4_ops import native
+    from fp4_ops.backends.launchers.library import multiprocessors
 
     padded = LAYOUTS["sm90"].padded
-    up, down = (
-        planner.product("offs", experts, pairs, n, padded(k))
-        for n, k in ((2 * inner, hidden), (hidden, inner))
-    )
-    few = planner.block_plan(up, down, 1, kind, planner.gpu(device.index)).few
+    sizes = (2 * inner, padded(hidden)), (hidden, padded(inner))
+    few = native.takes_few(experts, pairs, 16, *sizes, kind, multiprocessors(device.index))
     return "decode" if few else "prefill"
 
 

@@ -152,9 +152,10 @@ class PackedWeight(nn.Module):
     def check_owner(self) -> None:
         """Raises RuntimeError where another process's share was written over this one's: whoever broadcasts a
         module's buffers writes `owner`, too. On a GPU, which answers late, it is read after writes alone."""
-        owner, version = self._buffers["owner"], self.packed._version
+        owner = self._buffers["owner"]
         if type(owner) is not Tensor or owner.is_meta:
             return
+        version = 0 if self.packed.is_inference() else self.packed._version  # inference tensors have none
         if owner.is_cuda and version == self.__dict__.get("_seen", 0):
             return
         self.__dict__["_seen"] = version

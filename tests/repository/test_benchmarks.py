@@ -516,6 +516,17 @@ def test_the_clock_ticks_once_a_step(monkeypatch, fresh_dynamo):
         assert generation._Decoding._choose is choose
 
 
+def test_rows_of_several_gpus():
+    """Over gloo: as many processes as there would be GPUs, which agree with one."""
+    arguments = ["--models", "tiny", "--batches", "1,4", "--layers", "2", "--keys", "32"]
+    rows = first_rows("several_gpus", arguments)
+    assert [(r["way"], r["batch"]) for r in rows] == [
+        ("one", 1), ("one", 4), ("split", 1), ("split", 4), ("own", 4),
+    ]  # fmt: skip
+    assert all(r["ms"] > 0 for r in rows)
+    assert all(r["error"] < 0.05 and r["equal_tokens_ratio"] > 0.5 for r in rows[2:])
+
+
 def test_rows_of_compile_time(monkeypatch):
     module = imported("compile_time")
     monkeypatch.setattr(module, "first_call", lambda *_: (2.0, lambda: None))
