@@ -173,6 +173,7 @@ ROW_BY_TOKEN = (
     "index the scores by the token first, then by its id: scores.gather(-1, ids), or "
     "scores[token, ids[token]]"
 )
+SCALE_LATER = "scale the sum of all experts' outputs by it: out * scale[task]"
 OVER_CHOICES = "sum an expert's rows over a token's choices only"
 INDEX_WEIGHTS = "index the weights once, by the expert's id in their first dimension: w[ids]"
 EXPERTS_AXIS = "stack the experts along one dimension of the weights, and sum over that"
@@ -242,7 +243,13 @@ BAKED_WEIGHTS = (
     "make them parameters before the model is compiled: torch.nn.utils.prune.remove, "
     "parametrize.remove_parametrizations, remove_weight_norm, or the like"
 )
-INDEX_OF_ONE = "index by a tensor of one dimension: w.index_select(0, i.view(1))[0] for w[i]"
+INDEX_OF_ONE = (
+    "take the part by a tensor of one dimension: w.index_select(0, i.view(1)), or for n from there on "
+    "w.index_select(0, i + torch.arange(n, device=i.device))"
+)
+PYTHON_NUMBER = (
+    "give the model a Python number in its place, or compute this outside of the compiled function"
+)
 INLINE = "leave torch._dynamo.config.inline_inbuilt_nn_modules on"
 NO_ATTRIBUTES = (
     "make the tensor a buffer or parameter of a module, or create it in forward without data: torch.zeros, "

@@ -9,7 +9,6 @@ from typing import Any
 import torch
 from torch import fx
 from torch._guards import TracingContext
-from torch._subclasses.fake_tensor import DataDependentOutputException
 from torch.fx.experimental.symbolic_shapes import free_unbacked_symbols
 
 from ..meta.layouts import preferred_layout
@@ -58,13 +57,6 @@ def analyse(gm: fx.GraphModule, inputs: Sequence[Any], options: Options) -> tupl
         frame.also = rewritten.also if rewritten is not None else []
     except CannotCapture as reason:
         frame.note, frame.change = f"left to Inductor: {reason}", reason.change
-        return None, frame
-    except DataDependentOutputException:
-        frame.note = (
-            "left to Inductor: a tensor is indexed by a tensor without dimensions, whose number only "
-            "the data knows; torch cannot trace that either"
-        )
-        frame.change = advice.INDEX_OF_ONE
         return None, frame
     except Exception as error:  # a model that Inductor compiles must not fail because of these passes
         log.debug("the passes failed", exc_info=True)

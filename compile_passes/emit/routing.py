@@ -111,6 +111,9 @@ class Routing:
             return term.value
         if isinstance(term, Ref) and not term.index:  # a number that the graph computes
             number = self.e.element(term, ())
+            if isinstance(value(number), torch.Tensor):  # without dimensions
+                ones = self.e.call(aten.ones_like.default, ids, dtype=torch.float32)
+                return self.e.call(aten.mul.Tensor, ones, number)
             return self.e.call(aten.full_like.default, ids, number, dtype=torch.float32)
         if E not in free_axes(term):
             return self.e.rows(term, (J,), [self.k if J in free_axes(term) else 1])

@@ -127,6 +127,19 @@ def split_after(
     return after, tuple(rest)
 
 
+def looked_up(term: Term, ids: Ref | None) -> Ref | None:
+    """What in a term is a part of a tensor, `scale[task]`, looked up by one number that is not a row's id."""
+    for t in walk(term):
+        if isinstance(t, Ref):
+            *rest, last = t.index or (None,)
+            if isinstance(last, Ref) and all(isinstance(i, Const) for i in rest):
+                continue  # one number
+            by = [i for i in t.index if isinstance(i, Ref) and i is not ids and not free_axes(i)]
+            if by and not any(r is ids for i in by for r in walk(i)):
+                return t
+    return None
+
+
 def open_sums(axes: tuple[Axis, ...], factors: tuple[Term, ...]) -> tuple[tuple[Axis, ...], tuple[Term, ...]]:
     """A factor sum over j of w[t, j] * [ids[t, j] == e] becomes its factors, summed with the rest."""
     out: list[Term] = []

@@ -55,6 +55,7 @@ from .factors import (
     indexed_size,
     indices,
     is_implied,
+    looked_up,
     open_sums,
     product_ref,
     split_after,
@@ -239,6 +240,10 @@ class Matcher(Pieces):
         if expert is None:
             refuse("nothing says which expert's output this is", m.root, advice.OWN_COLUMN)
         choice = fixed_choice(ids)
+        other = next(filter(None, (looked_up(t, ids) for t in (after, *rows.weights))), None)
+        if other is not None:  # what is nearer to the experts may be a block without it
+            reason = f"an expert's output is scaled by {described(other)}, which no expert's id chooses"
+            refuse(reason, m.root, advice.SCALE_LATER)
         need(len(axes) <= 1, "an expert's rows are summed over several axes", m.root, advice.OVER_CHOICES)
         names: dict[Term, Term] = {a: J for a in axes}
         k = axes[0].size if axes else rows.k

@@ -16,7 +16,7 @@ import torch
 from torch import fx
 from torch._dispatch.python import enable_python_dispatcher
 from torch._guards import TracingContext, detect_fake_mode
-from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
+from torch._subclasses.fake_tensor import DataDependentOutputException, FakeTensor, FakeTensorMode
 from torch._subclasses.functional_tensor import FunctionalTensor
 from torch.fx.experimental.proxy_tensor import make_fx
 from torch.fx.experimental.symbolic_shapes import PropagateUnbackedSymInts
@@ -26,7 +26,8 @@ from ...meta.dtensors import split_over_processes
 from .. import advice
 from ..naming import source_name
 from ..weights.prequantized import Prequantized, Unreadable, is_subclass, prequantized, stand_in
-from .copier import CannotCopy, Copier, as_written
+from .as_written import as_written, is_a_part, needs_a_number
+from .copier import CannotCopy, Copier
 from .functional import (
     CannotCapture,
     current,
@@ -163,12 +164,20 @@ class _Interpreter(PropagateUnbackedSymInts):
     def __init__(self, gm: fx.GraphModule, constants: dict[fx.Node, float]) -> None:
         super().__init__(gm)
         self._constants = constants
+        self._target: Any = None
 
     def run_node(self, n: fx.Node) -> Any:
-        return self._constants[n] if n in self._constants else super().run_node(n)
+        if n in self._constants:
+            return self._constants[n]
+        self._target = as_written(n)
+        try:
+            return super().run_node(n)
+        except DataDependentOutputException:
+            change = advice.INDEX_OF_ONE if is_a_part(n) else advice.PYTHON_NUMBER
+            raise CannotCapture(needs_a_number(n), change) from None
 
     def call_function(self, target: Any, args: Any, kwargs: Any) -> Any:
-        return super().call_function(as_written(target), args, kwargs)
+        return super().call_function(self._target, args, kwargs)
 
 
 def _functional(run: Callable[..., Any]) -> Callable[..., Any]:

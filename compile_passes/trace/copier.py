@@ -26,6 +26,7 @@ from torch.utils._sympy.symbol import SymT, symbol_is_type
 
 from ..graph.nodes import arguments
 from ..operands import integer
+from .as_written import as_written
 from .functional import current, functional_tensors, inline_constants, is_reshaped, is_written, storage
 
 aten = torch.ops.aten
@@ -314,7 +315,7 @@ class Copier:
         node = call.node
         spec: list[pytree.TreeSpec] = []
         written: list[int] = []
-        target: Any = as_written(node.target)
+        target: Any = as_written(node)
         if node.op == "call_method":
             method = str(node.target)
             target = lambda self, *args, **kwargs: getattr(self, method)(*args, **kwargs)  # noqa: E731
@@ -443,18 +444,6 @@ class Copier:
                 self._held[node] = contents
             elif node.op == "placeholder" or any(self._order[u] > now for u in node.users):
                 raise CannotCopy(f"{call.node.name} writes to memory that {node.name} is a view of")
-
-
-def as_written(target: Any) -> Any:
-    """`torch.einsum` of three operands as two products from left to right, also where the package opt_einsum
-    is installed. That chooses by sizes, and then what scales an expert's result scales its activations."""
-    return _from_left_to_right if target is torch.functional.einsum else target
-
-
-def _from_left_to_right(*args: Any) -> torch.Tensor:
-    if not isinstance(args[0], str) or len(args) < 3:  # dimensions as numbers, or operands in a list
-        return torch.functional.einsum(*args)
-    return torch._VF.einsum(args[0], args[1:])  # type: ignore[attr-defined, no-any-return]
 
 
 _CONSTANTS = (

@@ -1,0 +1,95 @@
+"""Calls of Dynamo's graph that are traced by other functions, which compute the same."""
+
+from __future__ import annotations
+
+import operator
+from typing import Any
+
+import torch
+from torch import fx
+
+from ..dynamo.traced_nodes import called, example, since, writes_to
+from ..naming import location, source_line
+
+_INTEGERS = (torch.int8, torch.int16, torch.int32, torch.int64)
+_VIEWS = ("narrow", "select", "getitem")
+
+
+def as_written(node: fx.Node) -> Any:
+    """The function that a call is traced by; `node.target`, if that is a method or needs no other.
+
+    `torch.einsum` of three operands is two products from left to right, also where the package opt_einsum is
+    installed. That chooses by sizes, and then what scales an expert's result scales its activations.
+    `w[i]`, where i is a tensor without dimensions, is a row of `w[i.reshape(1)]`.
+    For the other torch would ask for i's number.
+    """
+    if node.target is torch.functional.einsum:
+        return _from_left_to_right
+    if node.target is operator.getitem and _is_by_a_tensor(node) and _may_be_a_copy(node):
+        return _one_by_one
+    return node.target
+
+
+def needs_a_number(node: fx.Node) -> str:
+    """Why a call cannot be traced without the data, with the user's line."""
+    code = source_line(node)
+    line = f" (`{code}`, {location(node)})" if code else ""
+    name = called(node)
+    if name == "setitem":
+        return f"a tensor is written to at a place that only the data knows{line}"
+    if name == "getitem":
+        return f"a part of a tensor, by a tensor without dimensions, is written to or returned{line}"
+    return f"{name} is given a tensor in place of a number{line}, which only the data knows"
+
+
+def is_a_part(node: fx.Node) -> bool:
+    """Whether a call takes a part of a tensor."""
+    return called(node) in _VIEWS
+
+
+def _from_left_to_right(*args: Any) -> torch.Tensor:
+    if not isinstance(args[0], str) or len(args) < 3:  # dimensions as numbers, or operands in a list
+        return torch.functional.einsum(*args)
+    return torch._VF.einsum(args[0], args[1:])  # type: ignore[attr-defined, no-any-return]
+
+
+def _is_one(x: Any) -> bool:
+    return isinstance(x, torch.Tensor) and x.dim() == 0 and x.dtype in _INTEGERS
+
+
+def _items(index: Any) -> list[Any]:
+    return list(index) if isinstance(index, tuple) else [index]
+
+
+def _is_by_a_tensor(node: fx.Node) -> bool:
+    of = [example(i) for i in _items(node.args[1]) if isinstance(i, fx.Node)]
+    return isinstance(example(node.args[0]), torch.Tensor) and any(map(_is_one, of))  # type: ignore[arg-type]
+
+
+def _may_be_a_copy(node: fx.Node) -> bool:
+    """Whether nobody can tell a part of a tensor from a copy of that part."""
+    x, own = node.args[0], example(node)
+    memory = own.untyped_storage()._cdata
+    (output,) = node.graph.find_nodes(op="output")
+    returned = [example(n) for n in output.all_input_nodes]
+    out = any(isinstance(o, torch.Tensor) and o.untyped_storage()._cdata == memory for o in returned)
+    return not out and not writes_to([node, x], since(node))  # type: ignore[list-item]
+
+
+def _one_by_one(x: torch.Tensor, index: Any) -> torch.Tensor:
+    """x[index]: for each index that is one number, as torch does it, before all others are looked at."""
+    items = _items(index)
+    taken = [i for i in items if i is not None and i is not Ellipsis]
+    used = sum(i.dim() if isinstance(i, torch.Tensor) and i.dtype == torch.bool else 1 for i in taken)
+    dim, rest = 0, []
+    missing = x.dim() - used
+    for i in items:
+        if _is_one(i):
+            x = x[(*[slice(None)] * dim, i.reshape(1))].squeeze(dim)
+            continue
+        if i is Ellipsis:
+            dim += missing
+        elif i is not None:
+            dim += i.dim() if isinstance(i, torch.Tensor) and i.dtype == torch.bool else 1
+        rest.append(i)
+    return operator.getitem(x, tuple(rest)) if rest else x
