@@ -376,6 +376,57 @@ def test_rows_of_marlin(no_gpu, monkeypatch):
         assert row["decode_us"] == (1.0 if row["tokens"] == 2 else None)
 
 
+def test_rows_of_cutlass(no_gpu, monkeypatch):
+    """With packages of both peers' names, since nothing here installs them."""
+    sglang, flashinfer = (types.ModuleType(n) for n in ("sgl_kernel", "flashinfer"))
+    fused_moe, core = (types.ModuleType(f"flashinfer.fused_moe{n}") for n in ("", ".core"))
+
+    def cutlass_w4a8_moe_mm(out, a, b, a_scales, b_scales, starts, sizes, *strides_and_options):
+        assert a.shape[1] == 2 * b.shape[2] and b_scales.numel() * 128 == 2 * b.numel()
+        assert sizes.tolist() == [
+            [b.shape[1], m, a.shape[1]] for m in starts.diff(append=sizes[:, 1].sum()[None])
+        ]
+
+    def cutlass_fused_moe(x, ids, scores, up, down, dtype, scales, *, output, profile_ids, **options):
+        assert x.shape[1] == 2 * up.shape[2] and up.shape[1] == 4 * down.shape[2]
+        assert output.shape == (len(x), down.shape[1]) and ids.dtype == torch.int32
+        assert len(scales) == (5 if options["use_wfp4afp8_humming"] else 2)
+        runner_dict[(options["use_wfp4afp8_humming"],)] = runner
+        if profile_ids[1] == 3:
+            raise RuntimeError("this tactic does not take these sizes")
+
+    occupancy = {0: 0, 1: 1, 2: 1, 3: 1, 4: 1}
+    runner = types.SimpleNamespace(
+        get_gemm1_tactic_count=lambda: 2, get_gemm2_tactic_count=lambda: 3, get_tactic_occupancy=occupancy.get
+    )
+    runner_dict = {}
+    sglang.cutlass_w4a8_moe_mm = cutlass_w4a8_moe_mm
+    fused_moe.core, fused_moe.cutlass_fused_moe = core, cutlass_fused_moe
+    fused_moe.preprocess_moe_weights_for_sm90_mixed_gemm_humming = lambda w, s: (w, s, torch.ones(len(w)))
+    fused_moe.interleave_moe_weights_for_sm90_mixed_gemm = lambda w, kind: w
+    fused_moe.interleave_moe_scales_for_sm90_mixed_gemm = lambda s: s
+    made = types.SimpleNamespace(MoERunner=types.SimpleNamespace(runner_dict=runner_dict))
+    core.get_cutlass_fused_moe_module = lambda architecture: made
+    flashinfer.fused_moe = fused_moe
+    for module in (sglang, flashinfer, fused_moe, core):
+        monkeypatch.setitem(sys.modules, module.__name__, module)
+
+    module, hopper = imported("h200_cutlass"), imported("h200_hopper")
+    small = (hopper.Model("small", 4, 256, 128, 2), hopper.Model("odd", 4, 320, 192, 0))
+    for name, value in (
+        ("MODELS", small), ("median_us", no_gpu), ("captured", lambda launch, n: launch(0)),
+        ("replay_us", lambda graph: 1.0), ("our_product", lambda a, *_: torch.zeros(len(a), 640)),
+        ("our_block", lambda x, *_: x), ("check", lambda *_: None),
+    ):  # fmt: skip
+        monkeypatch.setattr(module, name, value)
+    rows = first_rows("h200_cutlass", ["--tokens", "1,8"])
+    assert [r["table"] for r in rows] == ["product"] * 8 + ["block"] * 4
+    assert set(rows[0]) == {
+        "table", "model", "experts", "n", "k", "tokens", "int4_us", "mxfp4_us", "sglang_us"
+    }  # fmt: skip
+    assert rows[-1]["flashinfer_fp8_us"] == 1.0 and rows[-1]["flashinfer_bf16_tactics"] == "1, 2"
+
+
 def test_rows_of_quantize_speed(monkeypatch):
     monkeypatch.setattr(imported("quantize_speed"), "SHAPES", ((2, 64, 128), (2, 128, 64)))
     rows = first_rows("quantize_speed", ["--layers", "1", "--device", "cpu"])
