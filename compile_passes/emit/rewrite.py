@@ -32,6 +32,7 @@ from ..index.reader import Reader
 from ..index.terms import interning
 from ..naming import called, input_name, location, module_path
 from ..neighbours.attention import write_attention
+from ..neighbours.sums import write_sums
 from ..neighbours.topk import write_topk
 from ..options import Options
 from ..passes import Pass, PassLog
@@ -218,6 +219,10 @@ def _attention(s: _State) -> None:
     s.also += write_attention(s.gm.graph, s.fake_mode)
 
 
+def _sums(s: _State) -> None:
+    s.also += write_sums(s.gm.graph)
+
+
 def _inputs(s: _State) -> None:
     """Packed weights are new inputs, and inputs that nothing reads any more go."""
     sweep(s.gm.graph)
@@ -236,6 +241,7 @@ PASSES: tuple[Pass[_State], ...] = (
     Pass("single_products", _products),
     Pass("topk", _topk, when=lambda s: any(site.rewritten for site in s.sites)),
     Pass("attention", _attention, when=lambda s: any(site.rewritten for site in s.sites)),
+    Pass("sums", _sums, when=lambda s: any(site.rewritten for site in s.sites)),
     Pass("inputs", _inputs, when=lambda s: bool(s.writer.written or s.also)),
 )
 """All that happens to a captured graph, in order."""
@@ -302,7 +308,8 @@ def _is_of_some_rows(node: fx.Node, live: set[fx.Node]) -> bool:
 
 
 def may_run_twice(graph: fx.Graph) -> bool:
-    """Whether a second run with the same inputs gives the same: nothing is written to, or drawn at random."""
+    """Whether a second run with the same inputs gives the same: nothing is written to, or drawn at random,
+    and no other process takes part, which may have no reason for a second run."""
     return all(
         n.op in ("placeholder", "output", "get_attr") or is_op(n, *ASSERTIONS) or is_pure(n)
         for n in graph.nodes

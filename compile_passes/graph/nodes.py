@@ -195,10 +195,25 @@ class Canon:
 
 
 def is_pure(node: fx.Node) -> bool:
-    if is_op(node, aten.empty, aten.empty_like, aten.copy_):
+    """Whether it may run once more or once less, here alone, and gives the same for the same inputs."""
+    if is_op(node, aten.empty, aten.empty_like, aten.copy_) or is_collective(node):
         return False
     tags = getattr(node.target, "tags", ())
     return torch.Tag.nondeterministic_seeded not in tags and not is_impure(node)
+
+
+_COLLECTIVES = ("_c10d_functional", "_c10d_functional_autograd", "c10d", "symm_mem", "_dtensor")
+"""Namespaces of operators that other processes call at the same time."""
+_GROUPS = ("group", "group_name", "process_group", "pg")
+"""What operators of other packages call the processes that they talk to."""
+
+
+def is_collective(node: fx.Node) -> bool:
+    """Whether other processes must call the operator as often as this one does."""
+    if not isinstance(node.target, torch._ops.OpOverload):
+        return False
+    own = (argument.name for argument in node.target._schema.arguments)
+    return node.target.namespace in _COLLECTIVES or any(name in _GROUPS for name in own)
 
 
 def is_impure(node: fx.Node) -> bool:

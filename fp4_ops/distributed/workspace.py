@@ -240,6 +240,24 @@ def of(group_name: str) -> Workspace | None:
     return _SPACES.get(group_name)
 
 
+def of_same_ranks(group_name: str) -> tuple[str, Workspace] | None:
+    """A workspace of the same processes in the same order, and its group: this group's own, if it has one.
+
+    transformers' meshes have several groups of the same processes, and `connect` made one workspace for them.
+    """
+    if not _SPACES:
+        return None
+    if group_name in _SPACES:
+        return group_name, _SPACES[group_name]
+    from torch.distributed import get_process_group_ranks
+
+    ranks = get_process_group_ranks(Group.named("fp4_ops", group_name).group)
+    for name, space in _SPACES.items():
+        if get_process_group_ranks(Group.named("fp4_ops", name).group) == ranks:
+            return name, space
+    return None
+
+
 def connect(what: str, group_name: str, device: torch.device, hidden_bytes: int, max_tokens: int) -> str:
     """Makes the group's workspace for rows of so many bytes, unless there is one. All ranks must call it.
 

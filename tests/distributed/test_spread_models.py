@@ -75,7 +75,7 @@ def run(folder, ranks: int, pattern: str, families: tuple[str, ...]):
 
 @pytest.fixture(scope="module")
 def two(tmp_path_factory):
-    return run(tmp_path_factory.mktemp("two"), 2, "", ("qwen3_moe",))
+    return run(tmp_path_factory.mktemp("two"), 2, "^(?!sums)", ("qwen3_moe",))
 
 
 def within(errors: list[float], bound: Bound) -> bool:
@@ -142,3 +142,13 @@ def test_three_processes_with_unequal_shares(tmp_path):
         results = [outcome[f"{name} qwen3_moe"] for outcome in told]
         assert all(within(told[:2], BOUNDS.get(name, REORDERED)) for told in results), results
         assert sum(here for *_, here, _ in results) == results[0][-1]
+
+
+@pytest.mark.more
+def test_sums_over_processes_are_operators(tmp_path):
+    """Attention's and the experts', of two layers, where there is a workspace; of one group for all."""
+    names = ("sums_with_expert_parallelism", "sums_with_tensor_parallelism", "sums_of_a_prepared_model")
+    for outcome in run(tmp_path, 2, "^sums", ("qwen3_moe",)):
+        for name in names:
+            told = outcome[f"{name} qwen3_moe"]
+            assert told == [True, ["  sums over processes (4x): by fp4::all_reduce, over NVLink"]], told

@@ -24,6 +24,7 @@ from torch import nn
 
 import fp4_ops
 from fp4_ops.checkpoints.hf import FP4Config
+from fp4_ops.distributed import workspace
 from fp4_ops.experts import PackedWeight
 from fp4_ops.find_experts import is_experts
 
@@ -259,8 +260,7 @@ def in_parts(folder: str) -> Any:
 
 def compiled(family: str, one: nn.Module, **sizes: Any) -> list[Any]:
     """[errors against one process, fp4 operators in the graph, explain's text]."""
-    whole = {"model.embed_tokens": "replicate", "lm_head": "replicate"}  # read as DTensors otherwise
-    model = split(f"{family}/bf16", tp_plan=whole, **sizes)
+    model = split(f"{family}/bf16", tp_plan=WHOLE, **sizes)
     report = fp4_ops.explain(model, input_ids=IDS, use_cache=False)
     with torch.no_grad():
         fast = torch.compile(model, backend="fp4", options={"activation": "bf16"})
@@ -277,6 +277,57 @@ def backend_with_expert_parallelism(family: str):
 @situation
 def backend_with_tensor_parallelism(family: str):
     return compiled(family, in_parts(f"{family}/bf16"), tp_size=dist.get_world_size())
+
+
+class Workspace:
+    """Stands for memory that GPUs share: operators on the CPU do not ask for it."""
+
+    def __init__(self, most: int = 2**40) -> None:
+        self.most = most
+
+    def sums(self, num_bytes: int) -> bool:
+        return num_bytes <= self.most
+
+
+def summed(model: nn.Module) -> list[Any]:
+    """[whether sums by fp4::all_reduce change a bit, what explain says of them]; compiled before without."""
+    spaces, name = workspace._SPACES, dist.group.WORLD.group_name
+    told = []
+    for space in ({}, {name: Workspace()}):
+        torch.compiler.reset()
+        spaces.update(space)
+        try:
+            report = fp4_ops.explain(model, input_ids=IDS, use_cache=False)
+            fast = torch.compile(model, backend="fp4", options={"activation": "bf16"})
+            told.append((logits(fast), [line for line in str(report).splitlines() if "sums over" in line]))
+        finally:
+            spaces.pop(name, None)
+    (one, before), (two, after) = told
+    assert before == []
+    return [torch.equal(one, two), after]
+
+
+WHOLE = {"model.embed_tokens": "replicate", "lm_head": "replicate"}
+"""What transformers reads as DTensors otherwise."""
+
+
+@situation
+def sums_with_expert_parallelism(family: str):
+    size = dist.get_world_size()
+    return summed(split(f"{family}/bf16", tp_plan=WHOLE, tp_size=size, ep_size=size))
+
+
+@situation
+def sums_with_tensor_parallelism(family: str):
+    return summed(split(f"{family}/bf16", tp_plan=WHOLE, tp_size=dist.get_world_size()))
+
+
+@situation
+def sums_of_a_prepared_model(family: str):
+    size = dist.get_world_size()
+    model = split(f"{family}/bf16", tp_plan=WHOLE, tp_size=size, ep_size=size)
+    fp4_ops.prepare(model, activation="bf16")
+    return summed(model)
 
 
 # --- what is refused ---

@@ -1,0 +1,75 @@
+"""Sums over processes as `fp4::all_reduce`, where kernels carry them over NVLink.
+
+Models whose experts or heads are spread or split end each part in an all-reduce: DTensor's redistribution,
+transformers' hooks and `torch.distributed.all_reduce` are the same nodes in a graph. NCCL's takes 12 us for a
+few tokens, and a kernel that writes into the other GPUs' memory 4 (docs/several_gpus.md). What the experts
+of a process give is so added right behind their last product.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import fx
+from torch.fx.experimental.symbolic_shapes import free_unbacked_symbols
+
+from ...distributed import workspace
+from ..graph.nodes import FLOATING, arguments, is_tensor, value
+
+
+def write_sums(graph: fx.Graph) -> list[str]:
+    """Rewrites every all-reduce that qualifies; says in words what was done.
+
+    All processes of the group decide alike: by the same graph, and by a workspace that all of them have.
+    """
+    done = 0
+    for node in _all_reduces(graph):
+        name = _group_with_workspace(node)
+        if name is None:
+            continue
+        x = arguments(node)["input"]
+        with graph.inserting_before(node):
+            new = graph.call_function(torch.ops.fp4.all_reduce.default, (x,), {"group_name": name})
+        new.meta = dict(node.meta)
+        for wait in list(node.users):
+            wait.replace_all_uses_with(new)
+            graph.erase_node(wait)
+        graph.erase_node(node)
+        done += 1
+    return [f"sums over processes ({done}x): by fp4::all_reduce, over NVLink"] if done else []
+
+
+def _all_reduces(graph: fx.Graph) -> list[fx.Node]:
+    operators = getattr(torch.ops, "_c10d_functional", None)  # a torch without torch.distributed has none
+    found = getattr(operators, "all_reduce", None)
+    return [] if found is None else list(graph.find_nodes(op="call_function", target=found.default))
+
+
+def _group_with_workspace(node: fx.Node) -> str | None:
+    """The name of a group of the same processes that has a workspace for so much; None: leave it alone."""
+    a = arguments(node)
+    x, group = a["input"], a["group_name"]
+    if a["reduce_op"] != "sum" or not isinstance(group, str) or not is_tensor(x):
+        return None
+    if value(x).dtype not in FLOATING or not all(_is_wait(user) for user in node.users):
+        return None
+    found = workspace.of_same_ranks(group)
+    if found is None:
+        return None
+    name, space = found
+    size = _bytes(value(x))
+    return name if size is not None and space.sums(size) else None
+
+
+def _is_wait(node: fx.Node) -> bool:
+    return node.target is torch.ops._c10d_functional.wait_tensor.default
+
+
+def _bytes(x: torch.Tensor) -> int | None:
+    """As it is now: with dynamic shapes other calls may have more, which fp4::all_reduce hands to NCCL."""
+    if free_unbacked_symbols(x):
+        return None
+    numel: Any = x.numel()
+    numel = numel.node.hint if isinstance(numel, torch.SymInt) else numel
+    return None if numel is None else int(numel) * x.itemsize
