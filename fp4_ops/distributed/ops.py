@@ -129,7 +129,7 @@ def _told(
     own = [KINDS.index(kind), rows, width, checks.FLOATING.index(x.dtype), most]
     if ids is not None and weights is not None:
         own += [ids.shape[1], checks.FLOATING.index(weights.dtype), int(ids.dtype == torch.int64)]
-    own += [0] * (8 - len(own))
+    own += [0] * (8 - len(own)) + [_checksum(ids) if kind == SAME and ids is not None else 0]
     told = group.gather(torch.tensor(own, dtype=torch.int64, device=x.device)).tolist()
     for rank, other in enumerate(told):
         if other[0] != own[0]:
@@ -137,11 +137,34 @@ def _told(
                 f"{group.what}: rank {rank} of {group.size} calls {KINDS[other[0]]}, and this rank {kind}; "
                 "all ranks must make the same calls in the same order. Start all ranks anew"
             )
-    if any(other[2:] != own[2:] for other in told) or (
+    if any(other[2:8] != own[2:8] for other in told) or (
         kind != OWN and any(other[1] != own[1] for other in told)
     ):
         raise RuntimeError(f"{group.what}: {_difference(kind, x, ids, weights, most)}")
+    if any(other[8] != told[0][8] for other in told):
+        assert ids is not None
+        _check_same(group, ids)
     return [count for _, count, *_ in told]
+
+
+def _checksum(ids: Tensor) -> int:
+    """In 63 bits, of which experts each token chooses, in any order."""
+    places = torch.arange(1, len(ids) + 1, device=ids.device)[:, None]
+    return int(((ids.long() + 1) * places).sum() & (2**63 - 1))
+
+
+def _check_same(group: Group, ids: Tensor) -> None:
+    """Raises RuntimeError where most tokens choose other experts on another rank: then they are other tokens,
+    of which each rank would add a part to the others'. A few may: scores differ in the last bit between
+    processors."""
+    every = group.gather(ids.long().sort(-1).values)
+    others = int((every != every[0]).any(-1).any(0).sum())
+    if others > 1 and 2 * others > len(ids):
+        raise RuntimeError(
+            f"{group.what}: tokens is 'same', and {others} of {len(ids)} tokens choose other experts on "
+            "another rank: the ranks have different tokens, as where a sequence or a batch is divided over "
+            "them. Pass tokens='own' (prepare(model, ep_group=...)), or give all ranks the same tokens"
+        )
 
 
 def _difference(kind: str, x: Tensor, ids: Tensor | None, weights: Tensor | None, most: int) -> str:

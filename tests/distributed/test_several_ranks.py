@@ -23,8 +23,9 @@ if not distributed.is_available() or not distributed.is_gloo_available():
 
 RIGHT = (
     "own_tokens", "every_format_and_a_format", "ranks_without_tokens", "one_rank_has_all_the_work",
-    "no_token_chooses_an_expert", "padded_to_max_tokens", "same_tokens", "equal_bits_on_all_ranks",
-    "compiled_whole_for_any_number_of_tokens", "all_reduce", "a_smaller_group",
+    "no_token_chooses_an_expert", "padded_to_max_tokens", "same_tokens", "same_tokens_of_which_few_differ",
+    "activations_by_the_rows_of_all", "equal_bits_on_all_ranks", "compiled_whole_for_any_number_of_tokens",
+    "all_reduce", "a_smaller_group",
 )  # fmt: skip
 REFUSED = {
     "another_share": r"fp4::moe_ep: w13 has 2 experts; of \d+ on \d ranks, rank \d must have 9",
@@ -34,6 +35,7 @@ REFUSED = {
     "too_few_experts": "num_experts is 1, those of all processes; w13 of this one alone has 2",
     "too_many_tokens": "x has 3 tokens; max_tokens is 2, the most that a process may have",
     "same_with_other_tokens": "x, topk_ids and topk_weights differ between ranks, and tokens is 'same'",
+    "same_of_a_divided_sequence": "3 of 3 tokens choose other experts on another rank",
     "another_max_tokens": r"and max_tokens is \d, which must be one number on all ranks",
     "another_sum": "x differs between ranks in dtype or shape",
     "another_operator": "calls fp4::.*, and this rank",

@@ -23,6 +23,7 @@ import torch.distributed as dist
 from reference import FORMATS, GATES, assert_close, random_weight, rows_per_column
 
 import fp4_ops  # noqa: F401  loads the operators
+from fp4_ops.distributed.local import Local
 from fp4_ops.distributed.shares import own_experts
 from fp4_ops.distributed.workspace import connect
 
@@ -163,6 +164,39 @@ def group_calls(rng: random.Random, ranks: int, rank: int) -> dict[str, Any]:
         for experts, count in ((1, 3), (2, 1), (5, 8), (8, 0), (ranks, 33)):
             same(case(experts=experts, counts=[count]))
 
+    def same_tokens_of_which_few_differ():
+        """One near a tie between two experts, say, in the last bit: no reason to end."""
+        c = case(experts=5, counts=[9], ids=(0, 5))
+        c.ids[0][4] = (c.ids[0][4] + rank) % 5
+        got = c.call("same", 0)
+        assert got.isfinite().all() and got.shape == c.x[0].shape
+
+    def activations_by_the_rows_of_all():
+        """`a_format="auto"` is decided by all experts and all ranks' rows, alike on all ranks."""
+        asked, chosen = [], Local.chosen
+        try:
+            for tokens in ("own", "own", "padded", "same", "same"):
+                counts = uneven() if tokens != "same" else [rng.randint(0, 9)] * ranks
+                c = case(experts=rng.randint(1, 9), counts=counts, a_format="auto")
+                padded = max(counts) + rng.randint(0, 3)
+                rows = padded * ranks if tokens == "padded" else sum(counts) if tokens == "own" else counts[0]
+                limit = rng.choice((rows * c.top_k, rows * c.top_k + 1))
+                c.a_format = QUANTISED if rows * c.top_k >= limit else "none"
+                if c.w13.layout == "plain" and ON_GPU:
+                    c.a_format = "none"
+                Local.chosen = lambda self, pairs, device: (
+                    asked.append((self.num_experts, pairs)) or c.a_format  # noqa: B023
+                )
+                if tokens == "padded":
+                    own(c, max_tokens=max(padded, 1))
+                    rows = max(padded, 1) * ranks
+                else:
+                    own(c) if tokens == "own" else same(c)
+                assert asked and set(asked) == {(c.experts, rows * c.top_k)}, (asked, rows, c.top_k)
+                asked.clear()
+        finally:
+            Local.chosen = chosen
+
     def equal_bits_on_all_ranks():
         c = case(experts=7, counts=[12], a_format=QUANTISED)
         bits = c.call("same", 0).float()
@@ -216,8 +250,9 @@ def group_calls(rng: random.Random, ranks: int, rank: int) -> dict[str, Any]:
     results: dict[str, Any] = {}
     for function in (
         own_tokens, every_format_and_a_format, ranks_without_tokens, one_rank_has_all_the_work,
-        no_token_chooses_an_expert, padded_to_max_tokens, same_tokens, equal_bits_on_all_ranks,
-        compiled_whole_for_any_number_of_tokens, all_reduce, a_smaller_group,
+        no_token_chooses_an_expert, padded_to_max_tokens, same_tokens, same_tokens_of_which_few_differ,
+        activations_by_the_rows_of_all, equal_bits_on_all_ranks, compiled_whole_for_any_number_of_tokens,
+        all_reduce, a_smaller_group,
     ):  # fmt: skip
         rng.seed(f"{SEED} {function.__name__}")
         torch.manual_seed(rng.getrandbits(32))
@@ -269,6 +304,12 @@ def refusals(rng: random.Random, ranks: int, rank: int) -> dict[str, Any]:
         other.own = own_experts(4 * ranks, ranks, rank)
         other.call("same", 0)
 
+    def same_of_a_divided_sequence():
+        assert not ON_GPU, "3 of 3 tokens choose other experts on another rank"
+        ids = torch.arange(3)[:, None] + rank * torch.ones(1, c.top_k, dtype=torch.int64)
+        c.ids = [ids % (2 * ranks)] * ranks
+        c.call("same", 0)
+
     def another_max_tokens():
         assert not ON_GPU, "and max_tokens is 5, which must be one number on all ranks"
         c.call("own", rank, max_tokens=5 + rank)
@@ -289,8 +330,8 @@ def refusals(rng: random.Random, ranks: int, rank: int) -> dict[str, Any]:
     results = {}
     for function in (
         another_share, an_unknown_group, ranks_that_differ, an_unknown_mode, too_few_experts,
-        too_many_tokens, padding_of_the_same, same_with_other_tokens, another_max_tokens, another_sum,
-        another_operator,
+        too_many_tokens, padding_of_the_same, same_with_other_tokens, same_of_a_divided_sequence,
+        another_max_tokens, another_sum, another_operator,
     ):  # fmt: skip
         rng.seed(f"{SEED} {function.__name__}")
         torch.manual_seed(rng.getrandbits(32))
