@@ -1,17 +1,26 @@
-"""How fast the CPU that a benchmark runs on reads and copies memory."""
+"""How fast the CPU that a benchmark runs on reads and copies memory, and what its caches hold."""
 
 from __future__ import annotations
 
 import os
 import time
+from pathlib import Path
 
 import record
 import torch
 
 
+def last_cache_bytes() -> int:
+    """The size of the largest cache, as Linux tells it; 32 MiB if it does not."""
+    sizes = [f.read_text().strip() for f in Path("/sys/devices/system/cpu/cpu0/cache").glob("index*/size")]
+    return max((int(size.removesuffix("K")) * 1024 for size in sizes), default=32 << 20)
+
+
 def bandwidth(threads: int) -> record.Row:
-    """GB/s: two vectors of 128 MiB read (their dot product), and one copied to the other (read + written)."""
-    a, b = torch.zeros(1 << 25), torch.zeros(1 << 25)
+    """GB/s: two vectors read (their dot product), and one copied to the other (read + written). Together they
+    are four times what the largest cache holds, and 256 MiB at least."""
+    count = max(1 << 25, last_cache_bytes() // 2)
+    a, b = torch.zeros(count), torch.zeros(count)
     best = {}
     for name, action in (("read", lambda: torch.dot(a, b)), ("copy", lambda: b.copy_(a))):
         times = []
@@ -20,4 +29,5 @@ def bandwidth(threads: int) -> record.Row:
             action()
             times.append(time.perf_counter() - start)
         best[f"{name}_gb_per_s"] = 2 * a.numel() * 4 / min(times) / 1e9
-    return {"table": "memory", "threads": threads, **best, "load": os.getloadavg()[0]}
+    read = 2 * a.nbytes / 1e6
+    return {"table": "memory", "threads": threads, **best, "mb": read, "load": os.getloadavg()[0]}

@@ -7,21 +7,24 @@ Both multiply float32 activations [tokens, 2048] with the same 8 experts of [204
 activations to int8 within its time (ours by fp4::quantize_int8). Rows meet experts in the same way on both
 sides: of 64 tokens, token i meets expert i // 8; a single token meets one expert, another one at each call.
 Weights are either `cached` (one set of 8 experts, which a large L3 may hold) or `streamed` (each call takes
-the next of several sets, more than an L3 holds, as a model's layers do).
+the next of several sets, as a model's layers do). Of one token, where memory is what counts, there are so
+many sets that all experts of all of them, which calls take in turn, are 1.5 times what the largest cache
+holds. Of more tokens there are `--sets`.
 
 ggml runs every 4-bit type it has a claim with: MXFP4 (with our own codes, so that the values are equal) and
 Q4_0, both plain and in its repacked buffer type, and NVFP4 (not beyond 64 tokens: it is the slowest by far);
 the ratio is against the fastest of them.
 
 Then `fp4::moe` runs whole blocks, alone: one token with 2 of 8 experts (hidden and intermediate 2048), other
-ones at each call, from more sets of weights than an L3 holds. Its bytes a second stand beside those of plain
-reads.
+ones at each call, from weights that are 1.5 times what the largest cache holds. Its bytes a second stand
+beside those of plain reads from memory.
 """
 
 from __future__ import annotations
 
 import argparse
 import ctypes
+import functools
 import itertools
 import math
 import statistics
@@ -32,7 +35,7 @@ from pathlib import Path
 import ggml
 import record
 import torch
-from cpu_machine import bandwidth
+from cpu_machine import bandwidth, last_cache_bytes
 
 import fp4_ops  # noqa: F401  loads the operators
 
@@ -54,9 +57,16 @@ def library(part: str) -> ctypes.CDLL:
     return ctypes.CDLL(str(Path(ggml.__file__).parent / "lib" / f"libggml-{part}.so"))
 
 
-def routing(tokens: int, turn: int) -> list[int]:
-    """The expert of each token, in rising order."""
-    return [turn * 3 % EXPERTS] if tokens == 1 else [i * EXPERTS // tokens for i in range(tokens)]
+def routing(tokens: int, turn: int, sets: int) -> list[int]:
+    """The expert of each token, in rising order. One token's turns meet every expert of every set."""
+    if tokens == 1:
+        return [(turn * 3 + turn // sets) % EXPERTS]
+    return [i * EXPERTS // tokens for i in range(tokens)]
+
+
+def enough_sets(set_bytes: int) -> int:
+    """So many sets of weights are 1.5 times what the largest cache holds."""
+    return math.ceil(1.5 * last_cache_bytes() / set_bytes)
 
 
 class Ggml:
@@ -72,7 +82,7 @@ class Ggml:
         ggml.ggml_backend_cpu_set_n_threads(self.backend, threads)
         plain = ggml.ggml_backend_get_default_buffer_type(self.backend)
         self.buffer_type = self._repack_type(registry) if repacked else plain
-        self.tokens, self.keep = tokens, []
+        self.tokens, self.count, self.keep = tokens, sets, []
         self.rows = self._context()
         ggml_type = TYPES[kind]
         self.x = ggml.ggml_new_tensor_3d(self.rows, ggml.GGML_TYPE_F32, K, 1, tokens)
@@ -118,7 +128,7 @@ class Ggml:
         ggml.ggml_backend_tensor_set(self.x, x.data_ptr(), 0, x.numel() * 4)
 
     def __call__(self, turn: int) -> None:
-        ids = (ctypes.c_int32 * self.tokens)(*routing(self.tokens, turn))
+        ids = (ctypes.c_int32 * self.tokens)(*routing(self.tokens, turn, self.count))
         ctypes.memmove(ggml.ggml_get_data(self.ids), ids, ctypes.sizeof(ids))
         ggml.ggml_backend_graph_compute(self.backend, self.graphs[turn % len(self.graphs)])
 
@@ -138,9 +148,10 @@ class Ours:
         self.sets = [fp4.prepack(*quantized, format, layout) for _ in range(sets)]
         self.options = {"format": format, "layout": layout}
         # As in ggml, the routing is ready before the call.
+        self.count = sets
         self.offs = []
-        for turn in range(EXPERTS):
-            experts = torch.tensor(routing(tokens, turn))
+        for turn in range(EXPERTS * sets):
+            experts = torch.tensor(routing(tokens, turn, sets))
             self.offs.append(torch.bincount(experts, minlength=EXPERTS).cumsum(0).int())
 
     def set_input(self, x: torch.Tensor) -> None:
@@ -149,7 +160,7 @@ class Ours:
     def __call__(self, turn: int) -> None:
         a, a_scale = fp4.quantize_int8(self.x) if self.int8 else (self.x, None)
         self.out = fp4.grouped_mm(
-            a, *self.sets[turn % len(self.sets)], self.offs[turn % EXPERTS], a_scale, **self.options,
+            a, *self.sets[turn % self.count], self.offs[turn % len(self.offs)], a_scale, **self.options,
             out_dtype=torch.float32,
         )  # fmt: skip
 
@@ -160,26 +171,29 @@ class Ours:
 class Block:
     """`fp4::moe` of one token."""
 
-    def __init__(self, format: str, a_format: str, sets: int = 8) -> None:
+    def __init__(self, format: str, a_format: str) -> None:
         self.name, self.options = (
             f"fp4_ops {format}, activations {a_format}",
             {"format": format, "a_format": a_format},
         )
         shapes = (EXPERTS, 2 * INTER, K), (EXPERTS, K, INTER)
         quantized = [fp4.quantize(torch.randn(shape), format) for shape in shapes]
-        self.sets = [[t for q in quantized for t in fp4.prepack(*q, format, "tile16")] for _ in range(sets)]
-        self.mb = sum(t.nbytes for t in self.sets[0]) * TOP_K / EXPERTS / 1e6
+        bytes_ = sum(t.nbytes for q in quantized for t in q)
+        sets = range(enough_sets(bytes_))
+        self.sets = [[t for q in quantized for t in fp4.prepack(*q, format, "tile16")] for _ in sets]
+        self.mb = bytes_ * TOP_K / EXPERTS / 1e6
         self.x, self.weights = torch.randn(1, K).bfloat16(), torch.full((1, TOP_K), 1 / TOP_K)
-        self.ids = [torch.tensor([[i, (i + 3) % EXPERTS]]) for i in range(EXPERTS)]
+        self.ids = [torch.tensor([[i, (i + 4) % EXPERTS]]) for i in range(EXPERTS)]
 
     def __call__(self, turn: int) -> None:
-        weights = self.sets[turn % len(self.sets)]
-        fp4.moe(self.x, self.ids[turn % EXPERTS], self.weights, *weights, layout="tile16", **self.options)
+        weights, ids = self.sets[turn % len(self.sets)], self.ids[turn // len(self.sets) % EXPERTS]
+        fp4.moe(self.x, ids, self.weights, *weights, layout="tile16", **self.options)
 
 
 def to_ggml(weight: torch.Tensor, mxfp4: tuple[torch.Tensor, ...]):
     """The bytes of the weight in a ggml type: MXFP4 from our own codes, the others by ggml's quantiser."""
 
+    @functools.cache
     def make(kind: str) -> torch.Tensor:
         if kind == "mxfp4":  # a block: the scale byte, then 16 bytes, element j below element j + 16
             packed, scale, _ = mxfp4
@@ -202,7 +216,7 @@ def check(runner, x: torch.Tensor, dense: torch.Tensor, bound: float) -> float:
     worst = 0.0
     for turn in range(3):
         runner(turn)
-        experts = routing(len(x), turn)
+        experts = routing(len(x), turn, runner.count)
         want = torch.stack([dense[e] @ row for e, row in zip(experts, x.double())])
         worst = max(worst, ((runner.output(turn).double() - want).norm() / want.norm()).item())
     if not worst <= bound:
@@ -235,7 +249,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--threads", type=int, nargs="+", default=sorted({1, torch.get_num_threads()}))
     parser.add_argument("--tokens", type=int, nargs="+", default=[1, 64, 512])
     parser.add_argument("--blocks", type=int, default=11)
-    parser.add_argument("--sets", type=int, default=6, help="sets of weights for the streamed case")
+    parser.add_argument("--sets", type=int, default=6, help="sets of weights of several tokens, streamed")
 
 
 @torch.inference_mode()
@@ -263,7 +277,9 @@ def rows(options: argparse.Namespace) -> Iterator[record.Row]:
                 "table": "block", "threads": threads, "block": name, "us": statistics.median(values) * 1e6,
                 "gb_per_s": rate, "of_reads_ratio": rate / memory["read_gb_per_s"],
             }  # fmt: skip
-        for tokens, sets in itertools.product(options.tokens, (1, options.sets)):
+        for tokens, streamed in itertools.product(options.tokens, (False, True)):
+            several = options.sets if tokens > 1 else max(options.sets, enough_sets(EXPERTS * N * K // 2))
+            sets = several if streamed else 1
             x = torch.randn(tokens, K)
             ours = [Ours(f, "tile16", tokens, sets, quantized[f]) for f in quantized]
             bf16 = [Ours(f, "tile16", tokens, sets, quantized[f], int8=False) for f in quantized]

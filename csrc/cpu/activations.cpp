@@ -14,35 +14,50 @@ namespace {
 // A thread should get this many bytes to convert before it is worth waking.
 constexpr int64_t kBytesPerThread = 1 << 15;
 
-// make(i, row) writes row i. It is kept until the rows are made, so it holds what it needs by value.
+// make(i, begin, end, row) writes [begin, end) of row i. It is kept until the rows are made, so it holds what
+// it needs by value.
 template <typename F>
-Activations owned_rows(RowKind kind, int64_t rows, int64_t stride, int64_t work, const F& make) {
+Activations owned_rows(RowKind kind, int64_t rows, int64_t stride, int64_t work, Pieces pieces,
+                       const F& make) {
   Buffer owned(rows * stride);
   uint8_t* to = owned.data();
-  Phase fill{rows, rows_per_thread(work), [=](int64_t begin, int64_t end) {
-               for (int64_t i = begin; i < end; ++i) make(i, to + i * stride);
+  const int64_t each = pieces.each();
+  Phase fill{rows * each, rows_per_thread(work) * each, [=](int64_t begin, int64_t end) {
+               for (int64_t i = begin; i < end; ++i) {
+                 const int64_t row = pieces.row(i);
+                 make(row, pieces.begin(i), pieces.end(i), to + row * stride);
+               }
              }};
-  return {kind, to, stride, std::move(owned), std::move(fill)};
+  return {kind, to, stride, std::move(owned), std::move(fill), pieces};
 }
 
-// Rows of float32, padded with zeros; fill(i, row) writes the k values of row i.
+// Rows of float32, padded with zeros; fill(i, begin, end, to) writes those values of row i.
 template <typename F>
-Activations float_rows(int64_t rows, int64_t k, const F& fill) {
+Activations float_rows(int64_t rows, int64_t k, Pieces pieces, const F& fill) {
   const int64_t kp = padded_k(k), stride = kp * sizeof(float);
   const auto arrange = kernels().arrange_float;
-  return owned_rows(RowKind::floating, rows, stride, stride, [=](int64_t i, uint8_t* to) {
-    float* row = reinterpret_cast<float*>(to);
-    fill(i, row);
-    std::fill(row + k, row + kp, 0.f);
-    if (arrange != nullptr) arrange(row, kp);
-  });
+  return owned_rows(RowKind::floating, rows, stride, stride, pieces,
+                    [=](int64_t i, int64_t begin, int64_t end, uint8_t* to) {
+                      float* row = reinterpret_cast<float*>(to) + begin;
+                      const int64_t count = end - begin, padded = padded_k(count);
+                      fill(i, begin, end, row);
+                      std::fill(row + count, row + padded, 0.f);
+                      if (arrange != nullptr) arrange(row, padded);
+                    });
+}
+
+// Rows whose values depend on each other.
+template <typename F>
+Activations whole_float_rows(int64_t rows, int64_t k, const F& fill) {
+  return float_rows(rows, k, {k, std::max<int64_t>(k, 1)},
+                    [=](int64_t i, int64_t, int64_t, float* row) { fill(i, row); });
 }
 
 // Rows for the int8 kernels.
 template <typename F>
 Activations int8_rows(int64_t rows, int64_t k, Scale weight, const F& prepare) {
   const int64_t stride = (Int8Row::bytes(padded_k(k), step_of(weight)) + 63) / 64 * 64;
-  return owned_rows(RowKind::int8, rows, stride, k, prepare);
+  return owned_rows(RowKind::int8, rows, stride, k, {k, Pieces::kPiece}, prepare);
 }
 
 // One row of x to FP4 and back: a matrix of its own, so that no row depends on another. A row with a NaN or
@@ -72,45 +87,50 @@ void Buffer::Free::operator()(uint8_t* p) const { std::free(p); }
 Activations prepare_float(const void* x, DType dtype, int64_t rows, int64_t k) {
   const Kernels& kn = kernels();
   if (dtype == DType::f32 && k == padded_k(k) && kn.arrange_float == nullptr)
-    return {RowKind::floating, static_cast<const uint8_t*>(x), k * int64_t(sizeof(float)), Buffer(), Phase()};
-  return float_rows(rows, k, [=, &kn](int64_t i, float* row) {
-    kn.prepare_float(static_cast<const uint8_t*>(x) + i * k * dtype_size(dtype), dtype, k, row);
+    return {RowKind::floating,  static_cast<const uint8_t*>(x), k * int64_t(sizeof(float)), Buffer(), Phase(),
+            {k, Pieces::kPiece}};
+  return float_rows(rows, k, {k, Pieces::kPiece}, [=, &kn](int64_t i, int64_t begin, int64_t end, float* to) {
+    kn.prepare_float(static_cast<const uint8_t*>(x) + (i * k + begin) * dtype_size(dtype), dtype, end - begin,
+                     to);
   });
 }
 
 Activations prepare_floating(const void* x, DType dtype, int64_t rows, int64_t k) {
   const Bf16Kernels* bf16 = kernels().bf16;
   if (bf16 == nullptr || dtype != DType::bf16) return prepare_float(x, dtype, rows, k);
-  const int64_t stride = (padded_k(k) * 2 + 63) / 64 * 64;
-  return owned_rows(RowKind::bf16, rows, stride, stride, [=](int64_t i, uint8_t* row) {
-    bf16->prepare(static_cast<const uint16_t*>(x) + i * k, k, reinterpret_cast<uint16_t*>(row));
-  });
+  const int64_t stride = (padded_k(k) * bf16->value_bytes + 63) / 64 * 64;
+  return owned_rows(RowKind::bf16, rows, stride, stride, {k, Pieces::kPiece},
+                    [=](int64_t i, int64_t begin, int64_t end, uint8_t* row) {
+                      bf16->prepare(static_cast<const uint16_t*>(x) + i * k + begin, end - begin,
+                                    row + begin * bf16->value_bytes);
+                    });
 }
 
 Activations prepare_int8(const int8_t* codes, const float* scales, int64_t rows, int64_t k, Scale weight) {
   const Kernels& kn = kernels();
   const int64_t blocks = padded_k(k) / kInt8Block;
-  return int8_rows(rows, k, weight, [=, &kn](int64_t i, uint8_t* row) {
-    kn.prepare_int8(codes + i * k, scales + i * blocks, k, weight, row);
+  return int8_rows(rows, k, weight, [=, &kn](int64_t i, int64_t begin, int64_t end, uint8_t* row) {
+    kn.prepare_int8(codes + i * k + begin, scales + i * blocks + begin / kInt8Block, begin, end, k, weight,
+                    row);
   });
 }
 
 Activations prepare_int8_as_float(const int8_t* codes, const float* scales, int64_t rows, int64_t k) {
   const int64_t blocks = padded_k(k) / kInt8Block;
-  return float_rows(rows, k, [=](int64_t i, float* row) {
+  return whole_float_rows(rows, k, [=](int64_t i, float* row) {
     for (int64_t j = 0; j < k; ++j) row[j] = codes[i * k + j] * scales[i * blocks + j / kInt8Block];
   });
 }
 
 Activations prepare_fp8(const uint8_t* codes, const float* scales, int64_t rows, int64_t k) {
-  return float_rows(rows, k,
-                    [=](int64_t i, float* row) { dequantize_row_fp8(codes + i * k, k, scales[i], row); });
+  return whole_float_rows(
+      rows, k, [=](int64_t i, float* row) { dequantize_row_fp8(codes + i * k, k, scales[i], row); });
 }
 
 Activations prepare_packed(const Format& format, const uint8_t* codes, const uint8_t* scales,
                            const float* factors, int64_t rows_per_factor, int64_t rows, int64_t k) {
   const int64_t blocks = (k + format.block - 1) / format.block;
-  return float_rows(rows, k, [=, &format](int64_t i, float* row) {
+  return whole_float_rows(rows, k, [=, &format](int64_t i, float* row) {
     const float factor = factors != nullptr ? factors[i / rows_per_factor] : 1.f;
     dequantize_row_to_float(format, codes + i * (k / 2), scales + i * blocks, k, factor, row);
   });
@@ -125,14 +145,14 @@ Activations quantize_and_prepare(AFormat a_format, const void* x, DType dtype, i
       return prepare_floating(x, dtype, rows, k);
     case AFormat::automatic:  // the fast path here
     case AFormat::int8:
-      return int8_rows(rows, k, weight, [=, &kn](int64_t i, uint8_t* row) {
-        std::vector<int8_t> codes(padded_k(k));
-        std::vector<float> scales(padded_k(k) / kInt8Block);
-        kn.quantize_int8(row_of(i), dtype, k, codes.data(), scales.data());
-        kn.prepare_int8(codes.data(), scales.data(), k, weight, row);
+      return int8_rows(rows, k, weight, [=, &kn](int64_t i, int64_t begin, int64_t end, uint8_t* row) {
+        int8_t codes[Pieces::kPiece];
+        float scales[Pieces::kPiece / kInt8Block];
+        kn.quantize_int8(row_of(i) + begin * dtype_size(dtype), dtype, end - begin, codes, scales);
+        kn.prepare_int8(codes, scales, begin, end, k, weight, row);
       });
     case AFormat::fp8:
-      return float_rows(rows, k, [=](int64_t i, float* row) {
+      return whole_float_rows(rows, k, [=](int64_t i, float* row) {
         std::vector<uint8_t> codes(k);
         const float scale = quantize_row_fp8(row_of(i), dtype, k, codes.data());
         dequantize_row_fp8(codes.data(), k, scale, row);
@@ -141,7 +161,7 @@ Activations quantize_and_prepare(AFormat a_format, const void* x, DType dtype, i
       break;
   }
   const Format& format = entry(kFormats, kAFormatNames[int(a_format)]);
-  return float_rows(
+  return whole_float_rows(
       rows, k, [=, &format](int64_t i, float* row) { round_trip_packed(format, row_of(i), dtype, k, row); });
 }
 

@@ -3,6 +3,7 @@
 // exactly up to the rounding of their float32 factor.
 #pragma once
 
+#include <algorithm>
 #include <cstdint>
 #include <memory>
 
@@ -26,6 +27,18 @@ class Buffer {
   std::unique_ptr<uint8_t[], Free> data_;
 };
 
+// A row's k in pieces, each of which a thread may make: all of k, or `kPiece` of it.
+struct Pieces {
+  static constexpr int64_t kPiece = 256;
+
+  int64_t k = 0, size = 1;  // of a piece
+
+  int64_t each() const { return (k + size - 1) / size; }  // pieces of a row
+  int64_t row(int64_t piece) const { return piece / each(); }
+  int64_t begin(int64_t piece) const { return piece % each() * size; }
+  int64_t end(int64_t piece) const { return std::min(k, begin(piece) + size); }
+};
+
 // Activation rows [rows, k] as the panel kernels read them, once `fill` has run. It reads what the rows are
 // made of, which must live until then.
 struct Activations {
@@ -33,7 +46,8 @@ struct Activations {
   const uint8_t* data;
   int64_t stride;  // bytes from row to row
   Buffer owned;    // holds data, unless the caller's own rows serve as they are
-  Phase fill;      // empty where they do
+  Phase fill;      // of the pieces of all rows; empty where the caller's rows serve
+  Pieces pieces;
 
   const uint8_t* row(int64_t i) const { return data + i * stride; }
 };

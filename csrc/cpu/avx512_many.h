@@ -39,17 +39,6 @@ inline __m512i load64(const void* p) { return _mm512_loadu_si512(p); }
   for (int i = 0; i < 16; ++i) r[i] = t[i];
 }
 
-// 16 rows [k] of at most as many, for each pair of k one after another: [k / 2][16 rows][2].
-inline void pack_bf16_rows(const uint8_t* const* rows, int count, int64_t k, uint8_t* to) {
-  for (int64_t i = 0; i < k / 32; ++i) {
-    __m512i values[kTileRows];
-    for (int m = 0; m < kTileRows; ++m)
-      values[m] = m < count ? load64(rows[m] + i * 64) : _mm512_setzero_si512();
-    transpose(values);
-    for (int pair = 0; pair < 16; ++pair, to += 64) _mm512_storeu_si512(to, values[pair]);
-  }
-}
-
 // Where products with the weights keep far from the ends of float32's range.
 inline constexpr int kE8m0Low = 64, kE8m0High = 190;
 

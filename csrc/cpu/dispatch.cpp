@@ -21,10 +21,12 @@ const Kernels& with_bf16() {
   return kernels;
 }
 
+// Few rows of bfloat16 by vfmadd: see `preferred`.
 const Kernels& with_tiles() {
   static const Kernels kernels = [] {
-    Kernels k = with_bf16();
+    Kernels k = kAvx512Kernels;
     k.name = "amx_bf16";
+    k.bf16 = &kAvx512WidenedBf16;
     k.tiles = &kAmxBf16;
     return k;
   }();
@@ -47,6 +49,15 @@ bool supported(const Kernels& k) {
          (k.tiles == nullptr || k.tiles->supported());
 }
 
+// Unless it is asked for. vdpbf16ps is slower than vfmadd on Intel's processors: 80 GFLOP/s of 105 on an
+// Emerald Rapids, one thread (docs/kernels.md).
+bool preferred([[maybe_unused]] const Kernels& k) {
+#if defined(__x86_64__)
+  if (&k == &with_bf16()) return !__builtin_cpu_is("intel");
+#endif
+  return true;
+}
+
 const Kernels& choose() {
   // Best first; the last runs anywhere.
   const Kernels* const families[] = {
@@ -61,7 +72,7 @@ const Kernels& choose() {
   std::string available;
   for (const Kernels* family : families) {
     if (!supported(*family)) continue;
-    if (any || std::string(wanted) == family->name) return *family;
+    if (any ? preferred(*family) : std::string(wanted) == family->name) return *family;
     available += (available.empty() ? "" : ", ") + std::string(family->name);
   }
   throw std::runtime_error("the environment variable FP4_CPU_CAPABILITY is '" + std::string(wanted) +

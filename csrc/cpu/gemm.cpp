@@ -129,8 +129,28 @@ std::pair<int64_t, int64_t> Product::units_in(const Units& u, int64_t begin, int
   return {from(begin), from(end)};
 }
 
-void Product::run(int64_t begin, int64_t end) const {
-  Scratch scratch(w_);
+Product::~Product() = default;
+
+void Product::run(int64_t begin, int64_t end) {
+  if (blocks_.empty()) {
+    Scratch scratch(w_);
+    return run_segments(begin, end, scratch);
+  }
+  std::unique_ptr<Scratch> scratch;
+  {
+    const std::lock_guard lock(mutex_);
+    if (!scratch_.empty()) {
+      scratch = std::move(scratch_.back());
+      scratch_.pop_back();
+    }
+  }
+  if (scratch == nullptr) scratch = std::make_unique<Scratch>(w_);
+  run_segments(begin, end, *scratch);
+  const std::lock_guard lock(mutex_);
+  scratch_.push_back(std::move(scratch));
+}
+
+void Product::run_segments(int64_t begin, int64_t end, Scratch& scratch) const {
   for (size_t s = 0; s < units_.size(); ++s) {
     const Units& u = units_[s];
     const auto [first, last] = units_in(u, begin, end);

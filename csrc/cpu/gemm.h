@@ -3,6 +3,8 @@
 #pragma once
 
 #include <cstdint>
+#include <memory>
+#include <mutex>
 #include <utility>
 #include <vector>
 
@@ -46,6 +48,7 @@ Rows sort_by_expert(const int64_t* ids, int64_t count, int64_t groups, int64_t r
 class Product {
  public:
   Product(const Activations& a, const Weight& weight, const Rows& rows, void* out, DType out_dtype);
+  ~Product();
 
   // What runs after a's own `fill`: first packs rows, then multiplies. Both refer to this.
   Phase pack();
@@ -67,7 +70,8 @@ class Product {
   }
   void pack_blocks(int64_t begin, int64_t end);
   std::pair<int64_t, int64_t> units_in(const Units& units, int64_t begin, int64_t end) const;
-  void run(int64_t begin, int64_t end) const;
+  void run(int64_t begin, int64_t end);
+  void run_segments(int64_t begin, int64_t end, Scratch& scratch) const;
   void run_panels(size_t s, int64_t begin, int64_t end, Scratch& scratch) const;
   void run_tiles(size_t s, int64_t begin, int64_t end, Scratch& scratch) const;
   void store(const Segment& segment, int64_t position, int count, int64_t panel, int panels,
@@ -84,6 +88,10 @@ class Product {
   std::vector<Segment> blocks_;  // of rows for tiles: at most 16 positions each
   int64_t block_bytes_ = 0;
   Buffer packed_;  // the blocks
+  // What parts have used of tiles' scratch memory, for the next ones: a fresh page costs more than to fill
+  // it.
+  std::mutex mutex_;
+  std::vector<std::unique_ptr<Scratch>> scratch_;
 };
 
 // The whole of one product, a's `fill` included.

@@ -19,7 +19,8 @@ inline constexpr int kTokenBlock = 8;
 
 // One activation row as the panel kernels read it, k padded with zeros to a multiple of 32:
 //   float    k float32, in the order of Kernels::arrange_float, which moves them within groups of eight
-//   bf16     k bfloat16, in the order of Bf16Kernels::prepare, which moves them within groups of eight
+//   bf16     k values of bfloat16 as Bf16Kernels::prepare writes them: two bytes each, moved within groups of
+//            eight, or float32
 //   int8     k codes, each group of eight ordered 0 2 4 6 1 3 5 7 to meet the low and then the high nibbles
 //   of
 //            a panel word; then float32 scales, one per 32; then int32 corrections -offset * sum(codes), one
@@ -45,8 +46,9 @@ struct PanelKernels {
 struct Bf16Kernels {
   bool (*supported)();
   PanelKernel panels[std::size(kScales)];  // by Scale
-  // bfloat16 x [k] -> a bfloat16 row.
-  void (*prepare)(const uint16_t* x, int64_t k, uint16_t* row);
+  int64_t value_bytes;                     // of a value in a row
+  // bfloat16 x [k] -> a bf16 row, padded with zeros.
+  void (*prepare)(const uint16_t* x, int64_t k, uint8_t* row);
 };
 
 // How activation rows are stored: see above.
@@ -100,8 +102,10 @@ struct Kernels {
                    uint8_t* packed, uint8_t* scales);
   // x [k] -> codes int8 [k], scales [ceil(k / 32)].
   void (*quantize_int8)(const void* x, DType dtype, int64_t k, int8_t* codes, float* scales);
-  // int8 codes [k] and their scales -> an Int8Row that meets weights with such block scales.
-  void (*prepare_int8)(const int8_t* codes, const float* scales, int64_t k, Scale weight, uint8_t* row);
+  // int8 codes of k in [begin, end) and their scales -> that part of an Int8Row of k values that meets
+  // weights with such block scales. begin is a multiple of 32, and so is end, or it is k.
+  void (*prepare_int8)(const int8_t* codes, const float* scales, int64_t begin, int64_t end, int64_t k,
+                       Scale weight, uint8_t* row);
   // x [k] -> float32 [k], padded with zeros.
   void (*prepare_float)(const void* x, DType dtype, int64_t k, float* row);
   // float32 [k] -> a float row, in place; null where that is the same.
@@ -109,8 +113,9 @@ struct Kernels {
   // out[0..count) = tile * factor + bias for at most kMostColumns; bias may be null.
   void (*store)(const float* tile, float factor, const void* bias, DType bias_dtype, void* out,
                 DType out_dtype, int64_t count);
-  // h [k] = the gated activation of gate_up [2k].
-  void (*activate)(const float* gate_up, const Activation& activation, int64_t k, float* h);
+  // h [end - begin] = [begin, end) of the gated activation of gate_up [2k].
+  void (*activate)(const float* gate_up, const Activation& activation, int64_t k, int64_t begin, int64_t end,
+                   float* h);
   // out [n] = x, rounded.
   void (*convert)(const float* x, int64_t n, void* out, DType out_dtype);
   // sum [n] += weight * x.
@@ -118,7 +123,7 @@ struct Kernels {
 };
 
 extern const Kernels kScalarKernels, kAvx2Kernels, kAvx512Kernels;
-extern const Bf16Kernels kAvx512Bf16;
+extern const Bf16Kernels kAvx512Bf16, kAvx512WidenedBf16;
 extern const TileKernels kAmxBf16, kAvx512Bf16Tiles;
 extern const Kernels kNeonKernels, kNeonDotprodKernels, kNeonI8mmKernels;
 extern const Bf16Kernels kNeonBf16;

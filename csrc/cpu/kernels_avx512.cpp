@@ -103,6 +103,10 @@ bool supported() {
          __builtin_cpu_supports("avx512vnni") && __builtin_cpu_supports("fma");
 }
 
+void widen(const uint16_t* x, int64_t k, uint8_t* row) {
+  prepare_float_row(x, DType::bf16, k, reinterpret_cast<float*>(row));
+}
+
 }  // namespace
 
 const Kernels kAvx512Kernels = with_row_kernels({
@@ -116,5 +120,14 @@ const Kernels kAvx512Kernels = with_row_kernels({
     .tiles = nullptr,
     .arrange_float = nullptr,
 });
+
+// Few rows of bfloat16 where tiles take the others: float32 rows that only the tiles know to be bfloat16.
+const Bf16Kernels kAvx512WidenedBf16 = {
+    .supported = supported,
+    .panels = {panel_kernel<FloatTile<Scale::e4m3>>, panel_kernel<FloatTile<Scale::e8m0>>,
+               panel_kernel<FloatTile<Scale::bf16>>, panel_kernel<FloatTile<Scale::f32>>},
+    .value_bytes = 4,
+    .prepare = widen,
+};
 
 }  // namespace fp4::cpu

@@ -58,13 +58,13 @@ struct Bf16Tile {
 bool supported() { return __builtin_cpu_supports("avx512bf16"); }
 
 // Each group of eight ordered 0 4 1 5 2 6 3 7.
-void prepare(const uint16_t* x, int64_t k, uint16_t* row) {
+void prepare(const uint16_t* x, int64_t k, uint8_t* row) {
   const __m512i order =
       _mm512_broadcast_i32x4(_mm_setr_epi8(0, 1, 8, 9, 2, 3, 10, 11, 4, 5, 12, 13, 6, 7, 14, 15));
   for (int64_t i = 0; i < padded_k(k); i += 32) {
     const __mmask32 there = k - i >= 32 ? ~__mmask32(0) : (__mmask32(1) << (k - i)) - 1;
     const __m512i values = _mm512_maskz_loadu_epi16(there, x + i);
-    _mm512_storeu_si512(row + i, _mm512_shuffle_epi8(values, order));
+    _mm512_storeu_si512(row + i * 2, _mm512_shuffle_epi8(values, order));
   }
 }
 
@@ -74,6 +74,7 @@ const Bf16Kernels kAvx512Bf16 = {
     .supported = supported,
     .panels = {panel_kernel<Bf16Tile<Scale::e4m3>>, panel_kernel<Bf16Tile<Scale::e8m0>>,
                panel_kernel<Bf16Tile<Scale::bf16>>, panel_kernel<Bf16Tile<Scale::f32>>},
+    .value_bytes = 2,
     .prepare = prepare,
 };
 

@@ -25,8 +25,15 @@ int64_t panel_bytes(int64_t k) {
   return weight_scales_at(k) + k / kStep * kPanelRows * int64_t(sizeof(float));
 }
 
+// 16 rows [k] of at most as many, for each pair of k one after another: [k / 2][16 rows][2].
 void pack_rows(RowKind, const uint8_t* const* rows, int count, int64_t k, uint8_t* to) {
-  pack_bf16_rows(rows, count, k, to);
+  for (int64_t i = 0; i < k / 32; ++i) {
+    __m512i values[kTileRows];
+    for (int m = 0; m < kTileRows; ++m)
+      values[m] = m < count ? load64(rows[m] + i * 64) : _mm512_setzero_si512();
+    transpose(values);
+    for (int pair = 0; pair < 16; ++pair, to += 64) _mm512_storeu_si512(to, values[pair]);
+  }
 }
 
 // A pair of k of 16 weight rows. Products are exact in bfloat16, so that their upper halves are all of them.

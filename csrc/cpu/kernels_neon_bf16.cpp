@@ -123,7 +123,8 @@ constexpr PanelKernel kernel() {
 bool supported() { return (getauxval(AT_HWCAP2) & HWCAP2_BF16) != 0; }
 
 // Each group of eight ordered 0 2 4 6 1 3 5 7.
-void prepare(const uint16_t* x, int64_t k, uint16_t* row) {
+void prepare(const uint16_t* x, int64_t k, uint8_t* to) {
+  uint16_t* row = reinterpret_cast<uint16_t*>(to);
   int64_t i = 0;
   for (; i + 8 <= k; i += 8) {
     const uint16x4x2_t by_parity = vld2_u16(x + i);
@@ -141,6 +142,7 @@ void prepare(const uint16_t* x, int64_t k, uint16_t* row) {
 const Bf16Kernels kNeonBf16 = {
     .supported = supported,
     .panels = {kernel<Scale::e4m3>(), kernel<Scale::e8m0>(), kernel<Scale::bf16>(), kernel<Scale::f32>()},
+    .value_bytes = 2,
     .prepare = prepare,
 };
 

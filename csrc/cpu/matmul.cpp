@@ -172,8 +172,8 @@ Tensor grouped_mm_k(const Tensor& a, const Tensor& b, const Tensor& b_scale,
                         .bias_dtype = DType::f32};
     const Rows all{.segments = {{0, 0, m}}, .a_index = {}, .out_index = {}};
     const uint8_t* first = group_rows.data();
-    gemm({RowKind::floating, first, kp * int64_t(sizeof(float)), std::move(group_rows), Phase()}, weight, all,
-         mutable_data<uint8_t>(out) + g * m * w.n * bytes, dtype_of(dtype));
+    gemm({RowKind::floating, first, kp * int64_t(sizeof(float)), std::move(group_rows), Phase(), {}}, weight,
+         all, mutable_data<uint8_t>(out) + g * m * w.n * bytes, dtype_of(dtype));
   }
   return out;
 }

@@ -238,21 +238,23 @@ struct FloatTiles {
 
 // An Int8Row whose groups of 16 are ordered 0 2 4 ... 14 1 3 5 ... 15, to meet the low nibbles of two words
 // and then the high ones. Codes are signed here, and need no corrections.
-inline void prepare_int8_neon(const int8_t* codes, const float* scales, int64_t k, Scale, uint8_t* row) {
-  const int64_t kp = padded_k(k);
-  int8_t* to = reinterpret_cast<int8_t*>(row);
+inline void prepare_int8_neon(const int8_t* codes, const float* scales, int64_t begin, int64_t end, int64_t k,
+                              Scale, uint8_t* row) {
+  const int64_t count = end - begin, padded = padded_k(count);
+  int8_t* to = reinterpret_cast<int8_t*>(row) + begin;
   const auto reorder = [to](const int8_t* from, int64_t at) {
     const int8x8x2_t by_parity = vld2_s8(from);
     vst1q_s8(to + at, vcombine_s8(by_parity.val[0], by_parity.val[1]));
   };
   int64_t i = 0;
-  for (; i + 16 <= k; i += 16) reorder(codes + i, i);
-  for (; i < kp; i += 16) {
-    int8_t padded[16] = {};
-    if (i < k) std::memcpy(padded, codes + i, k - i);
-    reorder(padded, i);
+  for (; i + 16 <= count; i += 16) reorder(codes + i, i);
+  for (; i < padded; i += 16) {
+    int8_t last[16] = {};
+    if (i < count) std::memcpy(last, codes + i, count - i);
+    reorder(last, i);
   }
-  std::memcpy(row + Int8Row::scales_at(kp), scales, kp / kInt8Block * sizeof(float));
+  std::memcpy(row + Int8Row::scales_at(padded_k(k)) + begin / kInt8Block * sizeof(float), scales,
+              padded / kInt8Block * sizeof(float));
 }
 
 constexpr Kernels with_neon_rows(Kernels kernels) {

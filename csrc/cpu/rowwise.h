@@ -76,7 +76,8 @@ inline void with_dtype(DType dtype, F f) {
 
 // scale = amax / 127 for each 32, codes to nearest even; a block of zeros gets scale 0. A NaN in x makes the
 // scale NaN: compared as integers, the bits of a NaN are above those of every number.
-inline void quantize_block_int8(const float* x, int64_t count, int8_t* codes, float* scale) {
+[[gnu::always_inline]] inline void quantize_block_int8(const float* x, int64_t count, int8_t* codes,
+                                                       float* scale) {
   uint32_t top = 0;
   for (int64_t i = 0; i < count; ++i) {
     const uint32_t magnitude = std::bit_cast<uint32_t>(x[i]) & 0x7fffffff;
@@ -96,12 +97,15 @@ inline void quantize_block_int8(const float* x, int64_t count, int8_t* codes, fl
 
 inline void quantize_int8_row(const void* x, DType dtype, int64_t k, int8_t* codes, float* scales) {
   with_dtype(dtype, [&](auto d) {
-    for (int64_t b = 0; b < k; b += kInt8Block) {
-      const int64_t count = k - b < kInt8Block ? k - b : kInt8Block;
-      float block[kInt8Block] = {};
-      for (int64_t i = 0; i < count; ++i) block[i] = load_as_float<d.value>(x, b + i);
-      quantize_block_int8(block, count, codes + b, scales + b / kInt8Block);
+    int64_t b = 0;
+    float block[kInt8Block];
+    for (; b + kInt8Block <= k; b += kInt8Block) {
+      for (int64_t i = 0; i < kInt8Block; ++i) block[i] = load_as_float<d.value>(x, b + i);
+      quantize_block_int8(block, kInt8Block, codes + b, scales + b / kInt8Block);
     }
+    if (b == k) return;
+    for (int64_t i = 0; i < k - b; ++i) block[i] = load_as_float<d.value>(x, b + i);
+    quantize_block_int8(block, k - b, codes + b, scales + b / kInt8Block);
   });
 }
 
@@ -139,15 +143,17 @@ inline void prepare_int8_steps(const int8_t* codes, int64_t k, int offset, int8_
   }
 }
 
-inline void prepare_int8_row(const int8_t* codes, const float* scales, int64_t k, Scale weight,
-                             uint8_t* row) {
-  const int64_t kp = padded_k(k);
-  int8_t* to = reinterpret_cast<int8_t*>(row);
-  int32_t* corrections = reinterpret_cast<int32_t*>(row + Int8Row::corrections_at(kp));
-  std::memcpy(row + Int8Row::scales_at(kp), scales, kp / kInt8Block * sizeof(float));
+inline void prepare_int8_row(const int8_t* codes, const float* scales, int64_t begin, int64_t end, int64_t k,
+                             Scale weight, uint8_t* row) {
+  const int64_t kp = padded_k(k), blocks = padded_k(end - begin) / kInt8Block;
+  int8_t* to = reinterpret_cast<int8_t*>(row) + begin;
+  int32_t* corrections =
+      reinterpret_cast<int32_t*>(row + Int8Row::corrections_at(kp)) + begin / step_of(weight);
+  std::memcpy(row + Int8Row::scales_at(kp) + begin / kInt8Block * sizeof(float), scales,
+              blocks * sizeof(float));
   const int offset = codes_of(element_of(weight)).offset;
   const auto steps = step_of(weight) == 16 ? prepare_int8_steps<16> : prepare_int8_steps<32>;
-  steps(codes, k, offset, to, corrections);
+  steps(codes, end - begin, offset, to, corrections);
 }
 
 inline void prepare_float_row(const void* x, DType dtype, int64_t k, float* row) {
@@ -204,13 +210,16 @@ inline float apply(float gate, float alpha) {
 }
 
 template <Activation::Function function>
-inline void activate_as(const float* gate_up, const Activation& a, int64_t k, float* h) {
+inline void activate_as(const float* gate_up, const Activation& a, int64_t k, int64_t begin, int64_t end,
+                        float* h) {
+  const int64_t count = end - begin;
   if (!a.gated) {
-    for (int64_t i = 0; i < k; ++i) h[i] = apply<function>(gate_up[i], a.alpha);
+    for (int64_t i = 0; i < count; ++i) h[i] = apply<function>(gate_up[begin + i], a.alpha);
     return;
   }
   const int64_t step = a.interleaved ? 2 : 1, up_at = a.interleaved ? 1 : k;
-  for (int64_t i = 0; i < k; ++i) {
+  gate_up += begin * step;
+  for (int64_t i = 0; i < count; ++i) {
     float gate = gate_up[i * step], up = gate_up[i * step + up_at];
     if (a.limit > 0.f) {  // written so that a NaN stays one
       gate = gate > a.limit ? a.limit : gate;
@@ -220,17 +229,18 @@ inline void activate_as(const float* gate_up, const Activation& a, int64_t k, fl
   }
 }
 
-inline void activate_row(const float* gate_up, const Activation& a, int64_t k, float* h) {
+inline void activate_row(const float* gate_up, const Activation& a, int64_t k, int64_t begin, int64_t end,
+                         float* h) {
   using F = Activation::Function;
   switch (a.function) {
     case F::silu:
-      return activate_as<F::silu>(gate_up, a, k, h);
+      return activate_as<F::silu>(gate_up, a, k, begin, end, h);
     case F::gelu:
-      return activate_as<F::gelu>(gate_up, a, k, h);
+      return activate_as<F::gelu>(gate_up, a, k, begin, end, h);
     case F::gelu_tanh:
-      return activate_as<F::gelu_tanh>(gate_up, a, k, h);
+      return activate_as<F::gelu_tanh>(gate_up, a, k, begin, end, h);
     case F::relu2:
-      return activate_as<F::relu2>(gate_up, a, k, h);
+      return activate_as<F::relu2>(gate_up, a, k, begin, end, h);
   }
 }
 
