@@ -31,8 +31,8 @@ KINDS = {
     "mxfp4": "mxfp4",
 }
 CALLS = (
-    # M, N, K: panels of 16 rows with and without a rest, K = 32 x odd, K that no block divides, K of more than
-    # one piece of a row.
+    # M, N, K: panels of 16 rows with and without a rest, K = 32 x odd, K that no block divides, K of more
+    # than one piece of a row.
     (0, 37, 96),
     (1, 16, 32),
     (1, 50, 70),
