@@ -93,6 +93,8 @@ def _runs(t: Tensor) -> list[tuple[int, int]]:
         return []
     matrices = math.prod(t.shape[:-2])
     count = max(matrices // 4, LEAST_RUNS_OF_A_STACK) if matrices > 1 else LEAST_RUNS
+    if t.dim() == 1:  # all experts may be in it
+        count += min(t.numel() >> 14, LEAST_RUNS_OF_A_STACK) + (t.numel() >> 22)
     first, item = t.data_ptr(), t.element_size()
     if _is_dense(t):
         return [(first + at, size) for at, size in _spread(t.numel() * item, count)]

@@ -106,6 +106,12 @@ def _kept(tx: Any) -> set[tuple[Any, int]]:
     return vars(tx.speculation_log).setdefault("_fp4_kept", set())
 
 
+def begins_again(tx: Any, inst: Any) -> None:
+    """What was traced since `inst` was in place of it; now it stays as it is."""
+    _kept(tx).add((tx.f_code, inst.offset))
+    raise UnspecializeRestartAnalysis(restart_reason="fp4: a loop within what is skipped")
+
+
 def watch(tx: Any, way: Way, branch: Any, replaced: bool = False) -> None:
     """Has `way` proved when it ends. replaced: it is a round of a loop over all experts."""
     place = f"{tx.f_code.co_filename}:{tx.lineno}"
@@ -159,7 +165,7 @@ def wanted(output: Any) -> bool:
     return getattr(backend, "sees_through_branches", False)
 
 
-def _of_an_expert(output: Any, rows: Any) -> Nothing:
+def of_an_expert(output: Any, rows: Any) -> Nothing:
     """What is empty if a number of rows is 0: if that is a count of ids, all masks for its expert, too."""
     for counts in counted(output):
         found = [e for e, n in enumerate(counts.expressions()) if n == rows]
@@ -177,9 +183,11 @@ def _rows_asked_for(condition: Any, output: Any) -> tuple[Nothing, bool] | None:
     nothing = Nothing()
     if isinstance(condition, SymNodeVariable):
         expr = condition.sym_num.node.expr
+        if isinstance(expr, _RELATIONS) and len(expr.free_symbols) > 1:  # `if start == start + n:`
+            expr = type(expr)(expr.lhs - expr.rhs, 0)
         if len(expr.free_symbols) != 1 or not free_unbacked_symbols(condition.sym_num):
             return None
-        nothing = _of_an_expert(output, *expr.free_symbols)
+        nothing = of_an_expert(output, *expr.free_symbols)
         if not isinstance(condition.sym_num, torch.SymBool):
             expr = sympy.Ne(expr, 0)
     elif isinstance(condition, TensorVariable):
@@ -198,6 +206,7 @@ def _rows_asked_for(condition: Any, output: Any) -> tuple[Nothing, bool] | None:
     return nothing, bool(none)
 
 
+_RELATIONS = (sympy.Eq, sympy.Ne, sympy.Gt, sympy.Ge, sympy.Lt, sympy.Le)
 _COMPARISONS = {
     "eq": sympy.Eq, "ne": sympy.Ne, "gt": sympy.Gt, "ge": sympy.Ge, "lt": sympy.Lt, "le": sympy.Le,
 }  # fmt: skip

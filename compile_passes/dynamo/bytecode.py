@@ -92,6 +92,46 @@ def only_iterates(tx: Any, alone: bool = False) -> bool:
     return all(i.opname == "LOAD_FAST" and iterates(at) for at, i in _later_uses(code, here))
 
 
+def only_in_loops(tx: Any, subscripts: bool) -> bool:
+    """Whether the call that `tx` is at goes into a local that this function's own loops are over, by itself,
+    numbered or with others, and nothing else. subscripts: single elements may be read, too."""
+    code, here = _goes_into(tx)
+    if _is(code[here], "GET_ITER"):
+        return _is(code[here + 1], "FOR_ITER")
+    if _is(code[here], "CALL") and code[here].arg and len(tx.stack) >= code[here].arg:
+        function = tx.stack[-code[here].arg].realize()  # below its other arguments
+        own = function.is_python_constant() and function.as_python_constant() in (enumerate, zip)
+        return own and _is(code[here + 1], "GET_ITER") and _is(code[here + 2], "FOR_ITER")
+    if code[here].opname != "STORE_FAST":
+        return False
+
+    def loops(at: int) -> bool:
+        if _is(code[at + 1], "GET_ITER"):
+            return _is(code[at + 2], "FOR_ITER")
+        if not _is(code[at + 1], "CALL"):
+            return subscripts and _is_subscripted(code, at + 1)
+        first = at - 1
+        while code[first].opname in ("LOAD_FAST", "LOAD_ATTR"):
+            first -= 1
+        own = _builtin(tx, code[first], "enumerate", "zip")
+        return own and _is(code[at + 2], "GET_ITER") and _is(code[at + 3], "FOR_ITER")
+
+    return all(i.opname == "LOAD_FAST" and loops(at) for at, i in _later_uses(code, here))
+
+
+def _is_subscripted(code: Sequence[Any], at: int) -> bool:
+    """Whether what is on the stack before instruction `at` is read at one place: x[i], x[i - 1]."""
+    above = 0
+    for inst in code[at:]:
+        if inst.opname in ("LOAD_FAST", "LOAD_CONST"):
+            above += 1
+        elif inst.opname == "BINARY_OP" and above > 1:
+            above -= 1
+        else:
+            return inst.opname == "BINARY_SUBSCR" and above == 1
+    return False
+
+
 def only_indexes(tx: Any) -> bool:
     """Whether the call that `tx` is at is an index, or goes into a local that is nothing but one."""
     code, here = _goes_into(tx)

@@ -31,6 +31,9 @@ from .bytecode import joined_list
 from .known_values import number_of
 from .traced_nodes import SAME_ELEMENTS, along, called, example, since, some_elements, writes_to
 
+SAYS_THE_SAME = "_fp4_says_the_same"
+"""Of a node: it writes what is there already."""
+
 
 class Unproved(Exception):
     """Why a branch stays one, and what would help."""
@@ -454,6 +457,9 @@ def replay(nodes: Sequence[fx.Node], nothing: Nothing, output: Any) -> set[Any]:
                 env[node] = emptied(node)
                 watch.keep(env[node], False)
                 continue
+            no_rows = called(node) == "setitem" and _is_no_slice(node.args[1], sizes)
+            if no_rows or node.meta.get(SAYS_THE_SAME):
+                continue
             if node.meta.get("unbacked_bindings"):
                 raise Unproved(f"{called(node)} has a size that only the data knows", advice.SIZES)
             args, kwargs = fx.node.map_arg((node.args, node.kwargs), argument)
@@ -489,6 +495,18 @@ def _selects_by(node: fx.Node, masks: set[fx.Node]) -> bool:
     return True
 
 
+def _is_no_slice(index: Any, sizes: set[Any]) -> bool:
+    """Whether `x[index]` is from a row on up to the same row, where `sizes` are 0."""
+    first = index[0] if isinstance(index, tuple) and index else index
+    if not isinstance(first, slice) or first.step not in (None, 1):
+        return False
+    ends = [example(n) if isinstance(n, fx.Node) else n for n in (first.start, first.stop)]
+    if not all(isinstance(n, int | torch.SymInt) for n in ends):
+        return False
+    start, stop = (expression(n).subs(dict.fromkeys(sizes, 0)) for n in ends)
+    return start == stop
+
+
 def _data_sizes(node: fx.Node) -> set[Any]:
     tensors = torch.utils._pytree.tree_leaves(example(node))
     return set().union(*(free_unbacked_symbols(t) for t in tensors))
@@ -508,6 +526,8 @@ def _emptied(value: Any, sizes: set[Any]) -> Any:
         expr = value.node.expr
         if not sizes.isdisjoint(expr.free_symbols):
             expr = expr.subs(dict.fromkeys(sizes, 0))
+            if expr.free_symbols and isinstance(value, torch.SymInt):  # the sum of others' rows
+                return value.node.shape_env.create_symintnode(expr, hint=None)
             if expr.free_symbols:
                 raise Unproved(f"{value} is about more than one size", advice.SIZES)
             return bool(expr) if isinstance(value, torch.SymBool) else int(expr)

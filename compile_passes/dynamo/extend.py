@@ -13,7 +13,7 @@ from torch import fx
 from torch._guards import TracingContext
 from torch.fx.experimental.symbolic_shapes import free_unbacked_symbols
 
-from . import class_counts, hit_experts, known_values, left_out, row_counts, row_lists
+from . import class_counts, hit_experts, known_values, left_out, open_counts, row_counts, row_lists
 from .branches import JUMPS, Handler, answering_first
 from .traced_nodes import example
 
@@ -38,6 +38,7 @@ _OPCODES: list[tuple[tuple[str, ...], Callable[[Handler], Handler]]] = [
     (tuple(JUMPS), row_counts.asks_for_numbers),
     (("GET_ITER",), hit_experts.over_experts),
     (("FOR_ITER",), hit_experts.one_expert),
+    (("FOR_ITER",), open_counts.one_expert),
     (("BINARY_SUBSCR",), row_counts.subscripts),
     (("BINARY_SUBSCR",), known_values.subscripts),
     (("BINARY_SLICE",), row_counts.slices),
@@ -48,7 +49,9 @@ _METHODS: list[tuple[tuple[str, ...], Callable[[Any], Any]]] = [
     (("tolist",), row_counts.as_numbers),
     (("tolist",), hit_experts.as_list),
     (("tolist",), row_lists.as_index),
+    (("tolist",), open_counts.as_list),
     (("numpy",), row_counts.as_array),
+    (("numpy",), open_counts.as_array),
     (("item", "__int__", "__index__"), known_values.numbers),
     (("item",), row_counts.as_number),
 ]
@@ -59,7 +62,7 @@ def extend_dynamo() -> None:
     """For graphs of backends with `sees_through_branches`."""
     from torch._dynamo.eval_frame import OptimizeContext
     from torch._dynamo.variables import BuiltinVariable, TorchInGraphFunctionVariable
-    from torch._dynamo.variables.tensor import TensorVariable
+    from torch._dynamo.variables.tensor import NumpyNdarrayVariable, TensorVariable
 
     for names, wrapper in _OPCODES:
         for name in names:
@@ -76,6 +79,7 @@ def extend_dynamo() -> None:
     _hook_attribute(BuiltinVariable, "call_index", known_values.index_of)
     _hook_attribute(OptimizeContext, "__call__", left_out.watch_calls)
     _hook_attribute(BuiltinVariable, "call_max", class_counts.at_least)
+    _hook_attribute(NumpyNdarrayVariable, "call_method", open_counts.of_array)
     _hook_attribute(TorchInGraphFunctionVariable, "call_function", class_counts.one_hot)
 
 

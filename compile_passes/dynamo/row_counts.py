@@ -25,7 +25,7 @@ from torch.fx.experimental.symbolic_shapes import (
 from ..operands import operand, several
 from .branches import wanted
 from .bytecode import only_iterates
-from .empty_rows import Counted, counted, number, numbers
+from .empty_rows import SAYS_THE_SAME, Counted, counted, number, numbers
 from .hit_experts import chosen_from
 from .traced_nodes import called, example, named, same_elements, since, writes_to
 
@@ -77,8 +77,8 @@ def _number(tx: Any, node: fx.Node) -> Any:
     found, operation = None, _OPERATIONS.get(called(node).strip("_"))
     element = named(node, ("getitem",), ("input", "item"))
     if type(element.get("item")) is int:
-        elements = _elements(tx, element["input"])
-        found = elements[element["item"]] if elements is not None else None
+        every = elements(tx, element["input"])
+        found = every[element["item"]] if every is not None else None
     elif operation is not None and len(node.args) == 2 and not node.kwargs:
         of: list[Any] = [_number(tx, a) if isinstance(a, fx.Node) else a for a in node.args]
         of = [ConstantVariable.create(a) if type(a) is int else a for a in of]
@@ -97,7 +97,7 @@ def _proxy(tx: Any, node: fx.Node) -> Any:
     return fx.Proxy(node, tx.output.current_tracer)
 
 
-def _elements(tx: Any, node: fx.Node) -> list[Any] | None:
+def elements(tx: Any, node: fx.Node) -> list[Any] | None:
     """The numbers in a tensor of one dimension: counts, their sums up to each expert, and these after a 0."""
     from torch._dynamo.variables import BuiltinVariable, ConstantVariable
     from torch._dynamo.variables.builder import wrap_fx_proxy
@@ -120,9 +120,9 @@ def _elements(tx: Any, node: fx.Node) -> list[Any] | None:
         name in ("to", "long", "int", "cpu", "clone", "contiguous") and not example(node).is_floating_point()
     ):
         before = node.args[0] if node.args else None
-        found = _elements(tx, before) if isinstance(before, fx.Node) else None
+        found = elements(tx, before) if isinstance(before, fx.Node) else None
     elif name == "cumsum" and named(node, ("cumsum",), ("input", "dim")).get("dim") in (0, -1):
-        parts = _elements(tx, operand(node))
+        parts = elements(tx, operand(node))
         if parts is not None:
             found = parts[:1]
             for part in parts[1:]:
@@ -131,7 +131,7 @@ def _elements(tx: Any, node: fx.Node) -> list[Any] | None:
         0,
         -1,
     ):
-        joined = [part for n in several(node, 0) if (part := _elements(tx, n)) is not None]
+        joined = [part for n in several(node, 0) if (part := elements(tx, n)) is not None]
         found = [n for part in joined for n in part] if len(joined) == len(several(node, 0)) else None
     elif name in _ZEROS and example(node).shape == (1,):
         found = [ConstantVariable.create(0)]
@@ -292,7 +292,8 @@ def _join_when_complete(tx: Any, counts: Counted, expert: int, rows: Any, y: Any
         return
     parts = ListVariable([written[e][0] for e in range(len(written))], mutation_type=ValueMutationNew())
     joined = TorchInGraphFunctionVariable(torch.cat).call_function(tx, [parts], {})
-    rows.call_method(tx, "copy_", [joined], {})
+    written_again = rows.call_method(tx, "copy_", [joined], {}).as_proxy().node
+    written_again.meta[SAYS_THE_SAME] = True
 
 
 # --- which tensors are counts ---

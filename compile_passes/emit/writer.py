@@ -19,7 +19,7 @@ from ...meta.formats import FORMATS, FP4_FORMATS
 from ...meta.layouts import LAYOUTS, preferred_layout
 from .. import advice
 from ..graph.nodes import WeightRef, aten, need, need_own, refuse, shape, value
-from ..index.terms import Affine, Const, Term, described
+from ..index.terms import Affine, Const, Mix, Term, described
 from ..naming import input_name, location, module_path
 from ..options import Options
 from ..recognise.branches import EvenParts, Experts, Parts
@@ -352,11 +352,38 @@ def assemble(
     for parts in experts:
         taken = []
         for p in parts:
-            at = tuple(place(i, site) for i in p.ref.index)
+            both = of_both(p.ref.index[0]) if len(p.ref.index) == 1 and p.k else None
+            at = (both,) if both is not None else tuple(place(i, site) for i in p.ref.index)
             taken.append(Piece(sources.setdefault(p.ref.node, len(sources)), at))
         pieces.append(tuple(taken))
     first = parts[0]
     return tuple(sources), Assembly(tuple(pieces), first.n, first.k, interleaved)
+
+
+def of_both(index: Term) -> tuple[Any, ...] | None:
+    """The dimension of a parameter that has only one, if a matrix is start + n * step + k * step in it."""
+
+    def steps(t: Term) -> tuple[int, int, int] | None:
+        """(start, what one more n adds, what one more k adds)"""
+        if t is N or t is K:
+            return 0, int(t is N), int(t is K)
+        if isinstance(t, Const):
+            return t.value, 0, 0
+        if isinstance(t, Affine) and (inner := steps(t.base)) is not None:
+            return t.start + t.step * inner[0], t.step * inner[1], t.step * inner[2]
+        if not isinstance(t, Mix) or not all(isinstance(s, int) for s in t.sizes[1:]):
+            return None
+        whole, stride = (0, 0, 0), 1
+        for part, size in zip(reversed(t.parts), reversed(t.sizes)):
+            own = steps(part)
+            if own is None:
+                return None
+            whole = (whole[0] + stride * own[0], whole[1] + stride * own[1], whole[2] + stride * own[2])
+            stride = stride * size if part is not t.parts[0] else stride
+        return whole
+
+    found = steps(index)
+    return ("both", *found) if found is not None and all(found[1:]) else None
 
 
 def place(index: Term, site: fx.Node) -> tuple[Any, ...]:

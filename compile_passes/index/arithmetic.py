@@ -19,14 +19,15 @@ from ..graph.nodes import (
     refuse,
     same_shape,
     shape,
+    static_int,
     strip,
     value,
 )
 from ..naming import called
 from ..operands import operand, several
 from .axes import Opaque, dimension, same
-from .indexing import Indexing
-from .indicators import as_boolean, indicator, is_boolean, is_eq, is_indicator
+from .conditions import Conditions
+from .indicators import is_eq, is_indicator
 from .routing import distinct
 from .sorted_rows import sorted_rows
 from .terms import (  # fmt: skip
@@ -36,7 +37,6 @@ from .terms import (  # fmt: skip
     Axis,
     Choose,
     ChosenRows,
-    Composite,
     Const,
     Mean,
     Mix,
@@ -54,7 +54,7 @@ from .terms import (  # fmt: skip
 )
 
 
-class Arithmetic(Indexing):
+class Arithmetic(Conditions):
     # --- arithmetic ---
 
     def _operands(self, node: fx.Node, level: int, change: str = "") -> list[Value]:
@@ -72,18 +72,6 @@ class Arithmetic(Indexing):
                     refuse(f"the {what} not in the order of the sorted rows: {name}", node, change)
         return self.broadcast(values)
 
-    @staticmethod
-    def _joined(values: list[Value]) -> tuple[tuple[Axis, ...], ...]:
-        return tuple(max((v.dims[d] for v in values), key=len) for d in range(len(values[0].dims)))
-
-    def _number(self, x: Any) -> Term:
-        """A number of the call, or one that the graph computes: an element of its node, without an index."""
-        if isinstance(x, fx.Node) and isinstance(x.meta.get("val"), (torch.SymFloat, torch.SymInt)):
-            return Ref(self._scalars.setdefault(self.canon.number(x), x), ())
-        if not isinstance(x, (int, float)):
-            raise Opaque
-        return Const(x)
-
     def _pointwise(self, node: fx.Node, level: int) -> Value:
         if level == 0 or value(node).dtype not in FLOATING:
             raise Opaque
@@ -99,6 +87,18 @@ class Arithmetic(Indexing):
             raise Opaque
         dims = self._joined(values)
         return Value(dims, Apply(node.target, args, kwargs, self.ref(node, dims)))
+
+    def _glu(self, node: fx.Node, level: int) -> Value:
+        """The first half times the sigmoid of the second."""
+        a = arguments(node)
+        v, d = self.value(a["self"], level), dimension(a["dim"], len(shape(node)))
+        size = static_int(shape(node)[d])
+        if level == 0 or size is None:
+            raise Opaque
+        up, gate = (self._part(v, d, start, 1, size) for start in (0, size))
+        up, gate = self.together(up, gate, [(i, i) for i in range(len(up.dims))])
+        opened = Apply(aten.sigmoid.default, (gate.term,))
+        return Value(up.dims, Mul(up.term, opened, self.ref(node, up.dims)))
 
     def _mul(self, node: fx.Node, level: int) -> Value:
         a, b = node.args[:2]
@@ -123,50 +123,6 @@ class Arithmetic(Indexing):
         args = [t for a in args for t in flatten(a, Add)]
         args = [t for t in args if not (isinstance(t, Const) and t.value == 0)] or [Const(0.0)]
         return Value(dims, args[0] if len(args) == 1 else Add(args, self.ref(node, dims)))
-
-    def _compare(self, node: fx.Node, level: int) -> Value:
-        """Comparisons of ids with experts, or of routing weights with zero: indicators, 0 or 1."""
-        a, b = operand(node), node.args[1]
-        if is_tensor(b):
-            values = self.broadcast([self._compared(a), self._compared(b)])
-            of = [v.term for v in values]
-            if isinstance(of[0], Const) and is_op(node, aten.eq):
-                of.reverse()
-            return Value(self._joined(values), indicator(node, *of))
-        v = self.value(a, 0)
-        if is_op(node, aten.gt, aten.ne) and b == 0 and is_indicator(v.term):
-            return Value(v.dims, as_boolean(v.term))
-        v = self._compared(a)
-        return Value(v.dims, indicator(node, v.term, self._number(b)))
-
-    def _compared(self, node: fx.Node) -> Value:
-        """What is compared has values of its own, be they 0 and 1: these are ids, not conditions."""
-        v = self.value(node, 0)
-        return self.opaque(node) if isinstance(v.term, Composite) else v
-
-    def _and(self, node: fx.Node, level: int) -> Value:
-        """Both of two conditions."""
-        if value(node).dtype != torch.bool or not all(is_tensor(n) for n in node.args[:2]):
-            raise Opaque
-        a, b = self.broadcast([self.value(operand(node, i), 0) for i in (0, 1)])
-        if not (is_boolean(a.term) and is_boolean(b.term)):
-            raise Opaque
-        return Value(self._joined([a, b]), Mul(a.term, b.term))
-
-    def _where(self, node: fx.Node, level: int) -> Value:
-        """where(mask, a, 0) and masked_fill(a, mask, 0): a times an indicator."""
-        if is_op(node, aten.masked_fill):
-            return self._no_sentinels(node, level)
-        mask, a, other = node.args
-        if not (is_tensor(mask) and is_tensor(a)):
-            raise Opaque
-        if is_tensor(other) and self.value(other, 0).term is not Const(0.0):
-            raise Opaque
-        values = self.broadcast([self.value(mask, 0), self.value(a, level)])
-        if not is_indicator(values[0].term):
-            raise Opaque
-        dims = self._joined(values)
-        return Value(dims, Mul(values[0].term, values[1].term, self.ref(node, dims)))
 
     def _sum(self, node: fx.Node, level: int) -> Value:
         a = arguments(node)
@@ -377,6 +333,12 @@ class Arithmetic(Indexing):
         if not all(same(s, t) for s, t in zip(shape(a["index"])[1:], shape(a["self"])[1:])):
             raise Opaque
         return self._accumulate(node, level, a["self"], [Value(index.dims[:1], index.term)], a["src"])
+
+    def _scatter_reduce(self, node: fx.Node, level: int) -> Value:
+        a = arguments(node)
+        if a["reduce"] != "sum" or not a["include_self"]:
+            raise Opaque
+        return self._scatter_add(node, level)
 
     def _index_put(self, node: fx.Node, level: int) -> Value:
         a = arguments(node)

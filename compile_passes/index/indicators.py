@@ -46,5 +46,13 @@ def as_boolean(term: Term) -> Term:
     return term
 
 
+def opposite(term: Term) -> Term:
+    """Whether an indicator is 0. Of `<` and `>=` neither holds for a NaN, so these have none."""
+    by = {aten.eq: aten.ne, aten.ne: aten.eq}
+    if not isinstance(term, Apply) or term.op not in by:
+        raise Opaque
+    return Apply(by[term.op], term.args)
+
+
 def is_eq(term: Any) -> TypeGuard[Apply]:
     return isinstance(term, Apply) and term.op is aten.eq

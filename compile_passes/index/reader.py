@@ -74,7 +74,9 @@ class Reader(Arithmetic):
             aten.stack: self._stack, aten.cat: self._stack, aten.copy: self._copied,
             aten.select_scatter: self._select_scatter,
             aten.floor_divide: self._divide, aten.div: self._divide,
-            aten.where: self._where, aten.masked_fill: self._where,
+            aten.where: self._where, aten.masked_fill: self._masked_fill,
             aten.logical_and: self._and, aten.bitwise_and: self._and,
+            aten.logical_not: self._not, aten.bitwise_not: self._not, aten.eye: self._eye,
+            aten.scatter_reduce: self._scatter_reduce, aten.glu: self._glu,
         })  # fmt: skip
         return table

@@ -63,7 +63,7 @@ class Pieces:
         (inner,) = term.axes
         factors = flatten(term.body, Mul)
         weights = [f for f in factors if isinstance(f, Ref) and self.reader.is_weight(f.node)]
-        weights = [w for w in weights if inner in free_axes(w) and value(w.node).dim() >= 2]
+        weights = [w for w in weights if inner in free_axes(w) and _is_matrix(w)]
         if len(weights) > 1:  # others are vectors, of parameters that hold all experts'
             weights = [w for w in weights if free_axes(w) != {inner}]
         if len(weights) != 1:
@@ -195,6 +195,11 @@ class Pieces:
             a, b = term.args if self.has_down(term.args[0]) else term.args[::-1]
             for axes, factors, core in self.expand(a):
                 yield axes, (*factors, *flatten(b, Mul)), core
+
+
+def _is_matrix(weight: Ref) -> bool:
+    """Of a parameter with several dimensions, or a part of one with one that was made two."""
+    return value(weight.node).dim() >= 2 or len(free_axes(weight)) > 1
 
 
 def _product(factors: tuple[Term, ...]) -> Term:

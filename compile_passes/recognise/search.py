@@ -28,7 +28,7 @@ from ..graph.nodes import (
 from ..graph.products import is_grouped_mm
 from ..index.indicators import is_eq
 from ..index.reader import Reader
-from ..index.terms import Const, Ref, free_axes, walk
+from ..index.terms import Const, Ref, free_axes, substitute, walk
 from ..naming import called
 from ..operands import operand, several
 from .mixture import Linear, Matcher, Mixture
@@ -454,7 +454,10 @@ def _is_indexed(lin: Linear) -> bool:
 
 
 def _weight(weight: Ref) -> _Weight:
-    return _Weight(weight.node, tuple(i.value if isinstance(i, Const) else None for i in weight.index))
+    index = weight.index
+    if len(index) == 1:  # both dimensions of a matrix lie in one: where it begins
+        index = tuple(substitute(i, dict.fromkeys(free_axes(i), Const(0))) for i in index)
+    return _Weight(weight.node, tuple(i.value if isinstance(i, Const) else None for i in index))
 
 
 def _made_weight(product: fx.Node) -> fx.Node | None:

@@ -26,7 +26,8 @@ class Piece:
     """A part of parameter `source`, [n, k] or for a bias [n].
 
     `at` says what each of the parameter's dimensions is: ("at", i), one place; ("n", start, step) or
-    ("k", start, step), a slice that becomes that dimension of the piece.
+    ("k", start, step), a slice that becomes that dimension of the piece; ("both", start, n's step, k's step),
+    the only one of a parameter with one dimension, which holds both.
     """
 
     source: int
@@ -34,6 +35,11 @@ class Piece:
 
     def take(self, weights: tuple[torch.Tensor, ...], sizes: dict[str, int]) -> torch.Tensor:
         w, order = weights[self.source].detach(), list[str]()
+        if self.at[0][0] == "both":
+            _, start, *steps = self.at[0]
+            each = w.stride(0)
+            strides = tuple(step * each for step in steps)
+            return w.as_strided((sizes["n"], sizes["k"]), strides, w.storage_offset() + start * each)
         for what, *rest in self.at:
             d = len(order)
             if what == "at":

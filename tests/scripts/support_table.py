@@ -26,6 +26,7 @@ from pathlib import Path
 sys.path += [str(Path(__file__).resolve().parents[1] / folder) for folder in ("helpers", "real")]
 
 import package_styles  # noqa: F401  adds its styles to STYLES
+import repository_styles  # noqa: F401  its, too
 import score_styles  # noqa: F401  its, too
 import torch
 from families import FAMILIES, LOOPS, TRANSPOSED, expert_block, tiny

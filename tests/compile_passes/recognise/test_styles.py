@@ -7,6 +7,7 @@ import random
 
 import package_styles  # noqa: F401  adds its styles to STYLES
 import pytest
+import repository_styles  # noqa: F401  its, too
 import score_styles  # noqa: F401  its, too
 import torch
 import torch.nn.functional as F
@@ -74,7 +75,7 @@ EACH_KIND_FIRST = [name if name in EACH_KIND else more(name) for name in NAMES]
 
 
 def operator_of(name: str) -> str:
-    return PAIR if "vector of each" in name else MOE
+    return PAIR if "vector of each" in name or "F.glu" in name else MOE
 
 
 @pytest.mark.parametrize("name", NAMES)

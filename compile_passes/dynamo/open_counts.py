@@ -1,0 +1,179 @@
+"""Loops over as many numbers of rows as the largest id says, captured as loops over all experts.
+
+    counts = torch.bincount(ids).tolist()
+    ends = torch.bincount(ids).cpu().numpy().cumsum(0)
+    for e, end in enumerate(ends): ...  # rows[ends[e - 1]:end]
+
+`bincount` without `minlength` has no number for experts after the last one that any id names. Where `topk`
+chose the ids from E experts, such a list is traced with E numbers, the last of which may be 0. Then a loop
+over it has more rounds; each is proved to do nothing where its expert has no rows (`branches.py`,
+`empty_rows.py`). Of the list nothing else is asked: neither its length nor, but for sums, single numbers.
+"""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import fx
+
+from .branches import Handler, begins_again, is_kept, of_an_expert, wanted, watch
+from .bytecode import only_in_loops
+from .empty_rows import Way, number
+from .hit_experts import chosen_from
+from .row_counts import elements
+from .traced_nodes import called, example, named
+
+
+@dataclass(frozen=True)
+class _Numbers:
+    """Of each expert, in order: its rows, or the rows up to and with its own."""
+
+    rows: list[Any]
+    shown: list[Any]
+    is_open: bool
+    """Whether the program's own list may be shorter."""
+
+
+@dataclass(frozen=True)
+class _Loops:
+    tx: Any
+    begins: Any
+    """The instruction that a restart leaves as it is."""
+    numbers: _Numbers
+
+
+_OPEN = "_fp4_open"
+"""On Dynamo's output: the `_Loops` over lists that the program may have shorter."""
+
+
+def as_list(method: Callable[..., Any]) -> Callable[..., Any]:
+    """`tolist()` of counts without end, and of sums of counts."""
+
+    def tolist(self: Any, tx: Any, *args: Any, **kwargs: Any) -> Any:
+        found = _list(tx, self) if not args and not kwargs else None
+        return found if found is not None else method(self, tx, *args, **kwargs)
+
+    return tolist
+
+
+def as_array(method: Callable[..., Any]) -> Callable[..., Any]:
+    """`numpy()` of the same, if the array goes into loops only."""
+
+    def numpy(self: Any, tx: Any, *args: Any, **kwargs: Any) -> Any:
+        found = _list(tx, self, always=True) if not args and not kwargs else None
+        return found if found is not None else method(self, tx, *args, **kwargs)
+
+    return numpy
+
+
+def of_array(method: Callable[..., Any]) -> Callable[..., Any]:
+    """`array.cumsum(0)`, which goes into loops only. For variables of NumPy's arrays."""
+
+    def call_method(self: Any, tx: Any, name: str, args: Any, kwargs: Any) -> Any:
+        if name == "cumsum" and not kwargs and [a.as_python_constant() for a in args] in ([], [0]):
+            found = _list(tx, self, summed=True, always=True)
+            if found is not None:
+                return found
+        return method(self, tx, name, args, kwargs)
+
+    return call_method
+
+
+def one_expert(method: Handler) -> Handler:
+    """A round of a loop over such a list: one for each of its numbers."""
+
+    def for_iter(tx: Any, inst: Any) -> None:
+        after = tx.instruction_pointer
+        method(tx, inst)
+        if _OPEN not in vars(tx.output) or tx.instruction_pointer != after:
+            return
+        item = tx.stack[-1].realize()
+        items = getattr(item, "items", None) or [item]
+        for loops in vars(tx.output)[_OPEN]:
+            numbers = loops.numbers
+            at = [e for e, n in enumerate(numbers.shown) if any(n is i for i in items)]
+            if at and loops.tx is tx:
+                if "step" in vars(tx):
+                    begins_again(tx, loops.begins)
+                nothing = of_an_expert(tx.output, number(numbers.rows[at[0]]))
+                watch(tx, Way(tx, nothing, after - 1), loops.begins, replaced=True)
+                return
+
+    return for_iter
+
+
+def _list(tx: Any, v: Any, summed: bool = False, always: bool = False) -> Any:
+    """A list of Python's numbers for counts. always: also of such that have an end, in loops."""
+    from torch._dynamo.variables import ListVariable
+    from torch._dynamo.variables.base import ValueMutationNew
+
+    if not wanted(tx.output):
+        return None
+    here, node = tx.instructions[tx.instruction_pointer - 1], v.as_proxy().node
+    source, sums = _source(node)
+    ids = _open_ids(source)
+    if ids is None and not (sums or summed):
+        return None  # row_counts.py has those
+    if "step" in vars(tx) or is_kept(tx, here):
+        return None
+    if (ids is not None or always) and not only_in_loops(tx, subscripts=summed or sums):
+        return None
+    numbers = _numbers(tx, source, ids, summed or sums)
+    if numbers is None:
+        return None
+    if numbers.is_open:
+        vars(tx.output).setdefault(_OPEN, []).append(_Loops(tx, here, numbers))
+    return ListVariable(list(numbers.shown), mutation_type=ValueMutationNew())
+
+
+_UNCHANGED = ("to", "long", "int", "cpu", "clone", "contiguous", "detach", "view_as")
+
+
+def _source(node: fx.Node) -> tuple[fx.Node, bool]:
+    """The counts that `node` has, in another form, and whether it has their sums."""
+    sums = False
+    while node.args and isinstance(node.args[0], fx.Node) and isinstance(example(node), torch.Tensor):
+        name, x = called(node), example(node)
+        if name == "cumsum" and not sums and x.dim() == 1 and not x.is_floating_point():
+            if named(node, ("cumsum",), ("input", "dim")).get("dim") not in (0, -1):
+                break
+            sums = True
+        elif name not in _UNCHANGED or x.is_floating_point() or x.dtype == torch.bool:
+            break
+        node = node.args[0]
+    return node, sums
+
+
+def _open_ids(counts: fx.Node) -> fx.Node | None:
+    """The ids, chosen from a known number of experts, that `bincount(ids)` counts."""
+    binned = named(counts, ("bincount",), ("input", "weights", "minlength"))
+    if not binned or binned.get("weights") is not None:
+        return None
+    experts, least = chosen_from(binned["input"]), binned.get("minlength", 0)
+    is_open = experts is not None and type(least) is int and least < experts
+    return binned["input"] if is_open else None
+
+
+def _numbers(tx: Any, counts: fx.Node, ids: fx.Node | None, summed: bool) -> _Numbers | None:
+    from torch._dynamo.variables import BuiltinVariable
+    from torch._dynamo.variables.builder import wrap_fx_proxy
+
+    if ids is not None:
+        every = (fx.Proxy(ids, tx.output.current_tracer), None, chosen_from(ids))
+        counts = (
+            wrap_fx_proxy(tx, tx.output.create_proxy("call_function", torch.bincount, every, {}))
+            .as_proxy()
+            .node
+        )
+    rows = elements(tx, counts)
+    if rows is None:
+        return None
+    shown = list(rows)
+    if summed:
+        for e in range(1, len(rows)):
+            shown[e] = BuiltinVariable(operator.add).call_function(tx, [shown[e - 1], rows[e]], {})
+    return _Numbers(rows, shown, ids is not None)

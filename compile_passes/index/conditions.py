@@ -1,0 +1,104 @@
+"""Conditions in terms: comparisons, masks, and what they leave of a tensor."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import fx
+
+from ..graph.nodes import arguments, aten, is_op, is_tensor, value
+from ..operands import operand
+from .axes import Opaque
+from .indexing import Indexing
+from .indicators import as_boolean, indicator, is_boolean, is_indicator, opposite
+from .terms import Apply, Axis, Composite, Const, Mul, Ref, Term, Value
+
+
+class Conditions(Indexing):
+    @staticmethod
+    def _joined(values: list[Value]) -> tuple[tuple[Axis, ...], ...]:
+        return tuple(max((v.dims[d] for v in values), key=len) for d in range(len(values[0].dims)))
+
+    def _number(self, x: Any) -> Term:
+        """A number of the call, or one that the graph computes: an element of its node, without an index."""
+        if isinstance(x, fx.Node) and isinstance(x.meta.get("val"), (torch.SymFloat, torch.SymInt)):
+            return Ref(self._scalars.setdefault(self.canon.number(x), x), ())
+        if not isinstance(x, (int, float)):
+            raise Opaque
+        return Const(x)
+
+    def _compare(self, node: fx.Node, level: int) -> Value:
+        """Comparisons of ids with experts, or of routing weights with zero: indicators, 0 or 1."""
+        a, b = operand(node), node.args[1]
+        if is_tensor(b):
+            values = self.broadcast([self._compared(a), self._compared(b)])
+            of = [v.term for v in values]
+            if isinstance(of[0], Const) and is_op(node, aten.eq):
+                of.reverse()
+            return Value(self._joined(values), indicator(node, *of))
+        v = self.value(a, 0)
+        if is_op(node, aten.gt, aten.ne) and b == 0 and is_indicator(v.term):
+            return Value(v.dims, as_boolean(v.term))
+        if is_op(node, aten.eq) and b == 0 and is_boolean(v.term):
+            return Value(v.dims, opposite(v.term))
+        v = self._compared(a)
+        return Value(v.dims, indicator(node, v.term, self._number(b)))
+
+    def _compared(self, node: fx.Node) -> Value:
+        """What is compared has values of its own, be they 0 and 1: these are ids, not conditions."""
+        v = self.value(node, 0)
+        return self.opaque(node) if isinstance(v.term, Composite) else v
+
+    def _and(self, node: fx.Node, level: int) -> Value:
+        """Both of two conditions."""
+        if value(node).dtype != torch.bool or not all(is_tensor(n) for n in node.args[:2]):
+            raise Opaque
+        a, b = self.broadcast([self.value(operand(node, i), 0) for i in (0, 1)])
+        if not (is_boolean(a.term) and is_boolean(b.term)):
+            raise Opaque
+        return Value(self._joined([a, b]), Mul(a.term, b.term))
+
+    def _not(self, node: fx.Node, level: int) -> Value:
+        v = self.value(operand(node), 0)
+        if value(node).dtype != torch.bool or not is_boolean(v.term):
+            raise Opaque
+        return Value(v.dims, opposite(v.term))
+
+    def _eye(self, node: fx.Node, level: int) -> Value:
+        """Row i is 1 in column i."""
+        own = self.opaque(node)
+        if len(own.axes) != 2:
+            raise Opaque
+        return Value(own.dims, Apply(aten.eq, own.axes))
+
+    def _where(self, node: fx.Node, level: int) -> Value:
+        """where(mask, a, 0) and where(mask, 0, a): a times an indicator."""
+        mask, a, other = node.args
+        if not is_tensor(mask):
+            raise Opaque
+        for kept, zero, wanted in ((a, other, True), (other, a, False)):
+            if is_tensor(kept) and self._is_zero(zero):
+                return self._masked(node, self.value(mask, 0), self.value(kept, level), wanted)
+        raise Opaque
+
+    def _masked_fill(self, node: fx.Node, level: int) -> Value:
+        """masked_fill(a, mask, 0): a times the opposite."""
+        a = arguments(node)
+        try:
+            return self._no_sentinels(node, level)
+        except Opaque:
+            if not is_tensor(a["mask"]) or not self._is_zero(a["value"]):
+                raise
+        return self._masked(node, self.value(a["mask"], 0), self.value(a["self"], level), False)
+
+    def _is_zero(self, x: Any) -> bool:
+        return self.value(x, 0).term is Const(0.0) if is_tensor(x) else type(x) in (int, float) and x == 0
+
+    def _masked(self, node: fx.Node, mask: Value, of: Value, wanted: bool) -> Value:
+        """`of` where the mask is what is wanted, else 0."""
+        mask, of = self.broadcast([mask, of])
+        if not (is_indicator(mask.term) if wanted else is_boolean(mask.term)):
+            raise Opaque
+        dims = self._joined([mask, of])
+        return Value(dims, Mul(mask.term if wanted else opposite(mask.term), of.term, self.ref(node, dims)))

@@ -1,0 +1,174 @@
+"""Styles that public repositories have, small and in our own words: they join STYLES."""
+
+from __future__ import annotations
+
+import torch
+import torch.nn.functional as F
+from moe_styles import FusedStyle, ListStyle, SlicedLoop, style
+from torch import Tensor, nn
+
+# --- rows sorted by expert, counted up to the largest id ---
+
+
+@style("sorted slices, NumPy's ends of `bincount(ids)` (DeepSeek-MoE's `moe_infer`)")
+class NumpyEnds(ListStyle):
+    @torch.no_grad()
+    def experts_of(self, x: Tensor, ids: Tensor, weights: Tensor) -> Tensor:
+        order = ids.view(-1).argsort()
+        ends = torch.bincount(ids.view(-1)).cpu().numpy().cumsum(0)
+        token, scale, out = order // self.k, weights.view(-1, 1), torch.zeros_like(x)
+        for e, end in enumerate(ends):
+            start = 0 if e == 0 else ends[e - 1]
+            if start == end:
+                continue
+            own = token[start:end]
+            y = self.list[e](x[own])
+            y.mul_(scale[order[start:end]])
+            out.scatter_reduce_(0, own.view(-1, 1).repeat(1, x.shape[-1]), y, reduce="sum")
+        return out
+
+
+@style("sorted slices, each written to a buffer, `bincount(ids).tolist()`")
+class SlicesToABuffer(SlicedLoop):
+    def experts_of(self, x: Tensor, ids: Tensor, weights: Tensor) -> Tensor:
+        order, rows = self.sorted(x, ids)
+        out, start = torch.empty_like(rows), 0
+        for expert, n in zip(self.list, torch.bincount(ids.view(-1)).tolist()):
+            out[start : start + n] = expert(rows[start : start + n])
+            start += n
+        return self.restored(out, order, ids, weights)
+
+
+@style("sorted slices, ends as a list")
+class EndsAsAList(SlicedLoop):
+    def experts_of(self, x: Tensor, ids: Tensor, weights: Tensor) -> Tensor:
+        order, rows = self.sorted(x, ids)
+        out, start = torch.zeros_like(x), 0
+        for e, end in enumerate(torch.bincount(ids.view(-1)).cumsum(0).tolist()):
+            own = order[start:end]
+            y = self.list[e](rows[start:end]) * weights.view(-1)[own, None]
+            out.index_add_(0, own // self.k, y)
+            start = end
+        return out
+
+
+# --- masks ---
+
+
+@style("one-hot loop, rows of `torch.eye(E)`")
+class EyeLoop(ListStyle):
+    def experts_of(self, x: Tensor, ids: Tensor, weights: Tensor) -> Tensor:
+        mask, out = torch.eye(self.E)[ids].permute(2, 1, 0), torch.zeros_like(x)
+        for e in range(self.E):
+            slot, token = torch.where(mask[e])
+            out.index_add_(0, token, self.list[e](x[token]) * weights[token, slot, None])
+        return out
+
+
+@style("dense loop, `weights.masked_fill(ids != e, 0)`")
+class MaskedWeights(ListStyle):
+    def experts_of(self, x: Tensor, ids: Tensor, weights: Tensor) -> Tensor:
+        out = torch.zeros_like(x)
+        for e, expert in enumerate(self.list):
+            out += expert(x) * weights.masked_fill(ids != e, 0.0).sum(-1, keepdim=True)
+        return out
+
+
+@style("dense loop, `torch.where(~chosen, 0, weights)`")
+class WhereNot(ListStyle):
+    def experts_of(self, x: Tensor, ids: Tensor, weights: Tensor) -> Tensor:
+        out = torch.zeros_like(x)
+        for e, expert in enumerate(self.list):
+            mine = torch.where(~(ids == e), torch.zeros_like(weights), weights)
+            out = out + expert(x) * mine.sum(-1, keepdim=True)
+        return out
+
+
+@style("all experts stacked, gathered by ids")
+class StackedAndGathered(ListStyle):
+    def experts_of(self, x: Tensor, ids: Tensor, weights: Tensor) -> Tensor:
+        every = torch.stack([expert(x) for expert in self.list], dim=1)
+        chosen = every.gather(1, ids.unsqueeze(-1).expand(*ids.shape, self.H))
+        return (chosen * weights.unsqueeze(-1)).sum(1)
+
+
+# --- experts ---
+
+
+@style("where loop, F.glu")
+class GluLoop(FusedStyle):
+    """The gate is the second half."""
+
+    def expert(self, e: int, x: Tensor) -> Tensor:
+        return F.glu(x @ self.w13[e], dim=-1) @ self.w2[e]
+
+    def experts_of(self, x: Tensor, ids: Tensor, weights: Tensor) -> Tensor:
+        out = torch.zeros_like(x)
+        for e in range(self.E):
+            token, slot = torch.where(ids == e)
+            out[token] += self.expert(e, x[token]) * weights[token, slot, None]
+        return out
+
+
+@style("dense einsum, F.glu")
+class GluEinsum(GluLoop):
+    def experts_of(self, x: Tensor, ids: Tensor, weights: Tensor) -> Tensor:
+        full = torch.zeros(x.shape[0], self.E).scatter(1, ids, weights)
+        h = F.glu(torch.einsum("th,ehi->tei", x, self.w13))
+        return torch.einsum("tei,eih,te->th", h, self.w2, full)
+
+
+class OneVector(ListStyle):
+    """All weights are parts of one parameter of one dimension."""
+
+    def build(self) -> None:
+        self.every = nn.Parameter(torch.randn(3 * self.E * self.H * self.I) / self.H**0.5)
+
+    def parts(self, e: int) -> tuple[Tensor, Tensor, Tensor]:
+        """w1 and w3, [I, H], and w2, [H, I]."""
+        raise NotImplementedError
+
+    def matrices(self, e: int) -> list[list[Tensor]]:
+        w1, w3, w2 = self.parts(e)
+        return [[w1.data, w3.data], [w2.data]]
+
+    def experts_of(self, x: Tensor, ids: Tensor, weights: Tensor) -> Tensor:
+        out = torch.zeros_like(x)
+        for e in range(self.E):
+            w1, w3, w2 = self.parts(e)
+            token, slot = torch.where(ids == e)
+            h = self.act(F.linear(x[token], w1)) * F.linear(x[token], w3)
+            out.index_add_(0, token, F.linear(h, w2) * weights[token, slot, None])
+        return out
+
+
+@style("where loop, weights cut from one vector")
+class CutFromOneVector(OneVector):
+    def parts(self, e: int) -> tuple[Tensor, Tensor, Tensor]:
+        w1, w3, w2 = self.every.split(self.H * self.I)[3 * e : 3 * e + 3]
+        return w1.view(self.I, self.H), w3.view(self.H, self.I).t(), w2.view(self.H, self.I)
+
+
+@style("where loop, weights as views of one vector")
+class ViewsOfOneVector(OneVector):
+    def parts(self, e: int) -> tuple[Tensor, Tensor, Tensor]:
+        w1, w3, w2 = self.every.view(self.E, 3, -1)[e]
+        return w1.view(self.I, self.H), w3.view(self.I, self.H), w2.view(self.I, self.H).t()
+
+
+@style("dense einsum, stacks cut from one vector")
+class StacksOfOneVector(OneVector):
+    def parts(self, e: int) -> tuple[Tensor, Tensor, Tensor]:
+        w1, w3, w2 = self.stacks()
+        return w1[e], w3[e], w2[e]
+
+    def stacks(self) -> tuple[Tensor, Tensor, Tensor]:
+        w1, w3, w2 = self.every.chunk(3)
+        rows = (self.E, self.I, self.H)
+        return w1.view(rows), w3.view(rows), w2.view(self.E, self.H, self.I)
+
+    def experts_of(self, x: Tensor, ids: Tensor, weights: Tensor) -> Tensor:
+        w1, w3, w2 = self.stacks()
+        full = torch.zeros(x.shape[0], self.E).scatter(1, ids, weights)
+        h = self.act(torch.einsum("th,eih->tei", x, w1)) * torch.einsum("th,eih->tei", x, w3)
+        return torch.einsum("tei,ehi,te->th", h, w2, full)
