@@ -447,6 +447,26 @@ TABLES["perplexity_moe_lm"] = lambda: perplexities("accuracy_moe_lm_h200")
 TABLES["perplexity_demo"] = lambda: perplexities("accuracy_demo_cpu")
 
 
+# --- several GPUs ---
+
+SEVERAL = ("several_gpus_235b_h100", "several_gpus_whole_h100")
+
+
+@table
+def several_gpus() -> str:
+    heads = ["layers", "batch", "one H100, ms a step", "two, ms a step", "ratio", "logits differ by"]
+    lines: list[list[Cell]] = []
+    for name in SEVERAL:
+        steps = {(r["model"], r["layers"], r["keys"], r["batch"], r["way"]): r for r in rows(name, "decode")}
+        for model, layers, keys, batch, way in sorted(k for k in steps if k[-1] != "one"):
+            alone, both = (steps.get((model, layers, keys, batch, w)) for w in ("one", way))
+            assert both is not None
+            line: list[Cell] = [f"{layers} of {model}", batch, alone["ms"] if alone else "does not fit"]
+            ratio = alone["ms"] / both["ms"] if alone else None
+            lines.append([*line, both["ms"], ratio, both["error"]])
+    return f"{grid(heads, lines)}\n\n{source(*SEVERAL)}"
+
+
 # --- README ---
 
 
