@@ -111,17 +111,18 @@ def experts_of_random_sizes():
 # --- a sequence of which each rank has a part, and attention sees all of it ---
 
 
+def of_all(t: Tensor) -> Tensor:
+    """[B, heads, L, D] of all ranks. Dynamo of torch 2.11 gathers along the first dimension alone."""
+    whole = functional.all_gather_tensor(t.transpose(0, 2).contiguous(), 0, dist.group.WORLD)
+    return whole.transpose(0, 2)
+
+
 def seen_by_all(
     module: Any, query: Tensor, key: Tensor, value: Tensor, mask: Any, scaling: float = 1.0, **_: Any
 ) -> tuple[Tensor, None]:
     """Causal attention to the keys of all ranks, each with as many."""
     ranks, rank, n = dist.get_world_size(), dist.get_rank(), query.shape[2]
-    key, value = (
-        functional.all_gather_tensor(t.contiguous(), 2, dist.group.WORLD).repeat_interleave(
-            module.num_key_value_groups, 1
-        )
-        for t in (key, value)
-    )
+    key, value = (of_all(t).repeat_interleave(module.num_key_value_groups, 1) for t in (key, value))
     causal = torch.arange(ranks * n) <= (torch.arange(n) + rank * n)[:, None]
     out = F.scaled_dot_product_attention(query, key, value, attn_mask=causal, scale=scaling)
     return out.transpose(1, 2), None

@@ -567,8 +567,9 @@ def test_the_clock_ticks_once_a_step(monkeypatch, fresh_dynamo):
         assert generation._Decoding._choose is choose
 
 
-def test_rows_of_several_gpus():
+def test_rows_of_several_gpus(monkeypatch):
     """Over gloo: as many processes as there would be GPUs, which agree with one."""
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
     arguments = ["--models", "tiny", "--batches", "1,4", "--layers", "2", "--keys", "32"]
     rows = first_rows("several_gpus", arguments)
     assert [(r["way"], r["batch"]) for r in rows] == [
