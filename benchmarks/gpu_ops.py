@@ -22,6 +22,7 @@ from fp4_ops.meta.formats import FORMATS
 
 import fp4_ops  # noqa: F401  loads torch.ops.fp4
 from fp4_ops.backends.triton import tiles
+from fp4_ops.oracle import relative_error
 
 ROUTINGS = 8
 DEVICE = "cuda"
@@ -112,10 +113,6 @@ def routings(tokens: int, m: Model) -> list[torch.Tensor]:
 
 def offsets(ids: torch.Tensor, experts: int) -> torch.Tensor:
     return torch.bincount(ids.flatten(), minlength=experts).cumsum(0).int()
-
-
-def relative_error(out: torch.Tensor, ref: torch.Tensor) -> float:
-    return ((out.double() - ref).norm() / ref.norm()).item()
 
 
 def check_grouped(a, weight, offs, format: str) -> float:

@@ -21,7 +21,7 @@ from h200_hopper import MODELS, ROUTINGS, Model, median_us, random_weight, routi
 
 from fp4_ops import native
 from fp4_ops.backends.launchers import rows as row_kernels
-from fp4_ops.dev.product import Routing, Weight
+from fp4_ops.dev.product import NativeWeight, Routing
 
 PAUSE_SECONDS = 0.1
 LAYOUTS = {"fp8": "sm90", "none": "mma_bf16"}
@@ -53,7 +53,7 @@ def compare(
 
 
 def products(
-    builds: list[Build], model: Model, weight: Weight, k: int, how: str, tokens: int
+    builds: list[Build], model: Model, weight: NativeWeight, k: int, how: str, tokens: int
 ) -> Iterator[record.Row]:
     ids = [routing(model, tokens).flatten() for _ in range(ROUTINGS)]
     offs = [torch.bincount(i, minlength=model.experts).cumsum(0).int() for i in ids]
@@ -69,7 +69,7 @@ def products(
 
 
 def block(
-    builds: list[Build], model: Model, up: Weight, down: Weight, how: str, tokens: int
+    builds: list[Build], model: Model, up: NativeWeight, down: NativeWeight, how: str, tokens: int
 ) -> Iterator[record.Row]:
     ids = [routing(model, tokens) for _ in range(ROUTINGS)]
     x = torch.randn(tokens, model.hidden, device="cuda").bfloat16()

@@ -37,7 +37,7 @@ from fp4_ops.backends.launchers import library
 from fp4_ops.backends.launchers import rows as row_kernels
 from fp4_ops.dev import decode, planner
 from fp4_ops.dev.int4 import Int4Weight
-from fp4_ops.dev.product import Weight
+from fp4_ops.dev.product import NativeWeight
 
 ROUTINGS = 8
 PAUSE_SECONDS = 0.25
@@ -115,7 +115,7 @@ def ceilings() -> tuple[float, float, float]:
     return copy, bf16, 2 * n**3 / median_us(multiply)
 
 
-def random_weight(groups: int, n: int, k: int, layout: str = "sm90", format: str = "nvfp4") -> Weight:
+def random_weight(groups: int, n: int, k: int, layout: str = "sm90", format: str = "nvfp4") -> NativeWeight:
     kp, block = LAYOUT.padded(k), FORMATS[format].block
     codes = torch.randint(0, 256, (groups, n, kp // 2), dtype=torch.uint8, device="cuda")
     scale = torch.randint(40, 120, (groups, n, kp // block), dtype=torch.uint8, device="cuda")
@@ -125,7 +125,7 @@ def random_weight(groups: int, n: int, k: int, layout: str = "sm90", format: str
         flag = ((scale & 7) == 0) | ((scale & 7) == 7)
         scale = torch.where(flag, scale | 0x80, scale)
     factor = torch.full((groups,), 1e-3, device="cuda")
-    return Weight(codes, scale, factor, None, groups, n, kp, LAYOUTS[layout], block)
+    return NativeWeight(codes, scale, factor, None, groups, n, kp, LAYOUTS[layout], block)
 
 
 def routing(model: Model, tokens: int) -> torch.Tensor:
@@ -135,7 +135,7 @@ def routing(model: Model, tokens: int) -> torch.Tensor:
     return torch.rand(tokens, model.experts, device="cuda").topk(model.top_k).indices
 
 
-def check(a, w: Weight, k: int, format: str, offs, out, what: str, bound: float) -> None:
+def check(a, w: NativeWeight, k: int, format: str, offs, out, what: str, bound: float) -> None:
     """A few rows against float32 over the dequantised weights."""
     for r in torch.randint(0, a.shape[0], (4,)).tolist():
         e = int(torch.searchsorted(offs, r, right=True))

@@ -19,7 +19,7 @@ import record
 import torch
 
 from fp4_ops.dev import prefill
-from fp4_ops.dev.product import Routing, Weight
+from fp4_ops.dev.product import NativeWeight, Routing
 
 SHAPES = {  # experts, N, K, top-k; best peer at 512, 2048, 8192 tokens
     "qwen3-30b gate/up": (128, 1536, 2048, 8, (73.4, 148, 399)),
@@ -49,13 +49,13 @@ def gaussian_codes(count: int) -> torch.Tensor:
     return packed
 
 
-def random_weight(groups: int, n: int, k: int) -> Weight:
+def random_weight(groups: int, n: int, k: int) -> NativeWeight:
     kp = -(-k // 128) * 128
     scales = torch.randint(80, 127, (groups * n * kp // 16,), device="cuda").to(torch.uint8)
     mantissa = scales & 7
     scales |= ((mantissa == 0) | (mantissa == 7)).to(torch.uint8) << 7
     codes = gaussian_codes(groups * n * kp // 2)
-    return Weight(codes, scales, torch.rand(groups, device="cuda") + 0.5, None, groups, n, kp)
+    return NativeWeight(codes, scales, torch.rand(groups, device="cuda") + 0.5, None, groups, n, kp)
 
 
 def random_routing(tokens: int, groups: int, top_k: int) -> torch.Tensor:
@@ -89,7 +89,9 @@ def microseconds(launch, burst_ms: float = 8, repeats: int = 7) -> float:
     return sorted(times)[repeats // 2]
 
 
-def measure(w: Weight, k: int, tokens: int, top_k: int, configs: list[int]) -> tuple[float, list[float]]:
+def measure(
+    w: NativeWeight, k: int, tokens: int, top_k: int, configs: list[int]
+) -> tuple[float, list[float]]:
     """The floor and each candidate's time."""
     m = tokens * top_k
     routings = [random_routing(tokens, w.groups, top_k) for _ in range(ROUTINGS)]

@@ -34,6 +34,7 @@ from h200_hopper import MODELS, ROUTINGS, Model, ceilings, median_us
 from torch import Tensor
 
 from fp4_ops import native
+from fp4_ops.oracle import relative_error
 
 LAYOUT = "mma_bf16"
 PAUSE_SECONDS = 0.1
@@ -95,10 +96,6 @@ class Case:
         self.rows = [marlin.Rows(ids, model.experts) for ids in self.ids]
         sms = torch.cuda.get_device_properties(0).multi_processor_count
         self.workspace = torch.zeros(4 * sms, dtype=torch.int32, device="cuda")
-
-
-def relative_error(got: Tensor, want: Tensor) -> float:
-    return ((got.float() - want).norm() / want.norm()).item()
 
 
 class Product:

@@ -24,7 +24,7 @@ from h200_prefill_w4a8 import gaussian_codes, microseconds, random_routing
 
 from fp4_ops.backends.launchers import library
 from fp4_ops.dev import prefill
-from fp4_ops.dev.product import Routing, Weight
+from fp4_ops.dev.product import NativeWeight, Routing
 
 SHAPES = {  # experts, N, K, top-k
     "qwen3-30b gate/up": (128, 1536, 2048, 8),
@@ -41,14 +41,14 @@ ROUTINGS = 4
 """In turn, so that weights of other experts lie in L2."""
 
 
-def random_weight(groups: int, n: int, k: int, block: int) -> Weight:
+def random_weight(groups: int, n: int, k: int, block: int) -> NativeWeight:
     """In the layout's bytes: scales 2^-4 to 2^3, times what they stand for."""
     kp = -(-k // 128) * 128
     layout = LAYOUTS["mma_bf16"]
     scales = torch.randint(6 << 3, 13 << 3, (groups * n * kp // block,), device="cuda").to(torch.uint8)
     factor = torch.rand(groups, device="cuda") + 0.5
     codes = gaussian_codes(groups * n * kp // 2)
-    return Weight(codes, scales, factor, None, groups, n, kp, layout, block)
+    return NativeWeight(codes, scales, factor, None, groups, n, kp, layout, block)
 
 
 def copy_rate() -> float:

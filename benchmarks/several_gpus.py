@@ -42,7 +42,7 @@ from fp4_ops import expert_parallel
 from fp4_ops.distributed.parts import Part
 from fp4_ops.experts import PackedWeight, Recipe
 from fp4_ops.find_experts import plan
-from fp4_ops.prepare import choose_implementation
+from fp4_ops.pack_experts import choose_implementation
 
 MODELS: dict[str, dict[str, int]] = {
     "qwen3-30b": {

@@ -15,9 +15,9 @@ from ..meta.layouts import preferred_layout
 from . import advice
 from .dynamo import left_out
 from .dynamo.extend import allow_scalars
-from .dynamo.traced_nodes import called, example
 from .emit.one_precision import ReadTwice
 from .emit.rewrite import Rewritten, fp4_calls, may_run_twice, rewrite
+from .graph.traced_nodes import called, example
 from .naming import input_name
 from .options import Options, inductor_patches
 from .passes import PassLog
@@ -26,8 +26,8 @@ from .report import Frame, Site
 from .trace.capture import CannotCapture, capture
 from .weights.attributes import as_inputs, with_held
 from .weights.local_parts import given_parts, is_precompiling, see_through
-from .weights.packed import Swap, runtime
 from .weights.prequantized import is_subclass
+from .weights.runtime import Swap, runtime
 from .weights.sharded import gathered, is_flat
 
 log = logging.getLogger("fp4_ops")

@@ -13,7 +13,7 @@ from typing import Any
 from torch._dynamo.aot_compile_types import BundledAOTAutogradSerializableCallable, SerializableCallable
 
 from .options import version_hash
-from .weights.packed import Swap, runtime
+from .weights.runtime import Swap, runtime
 
 
 class Precompiled(SerializableCallable):

@@ -4,12 +4,11 @@ from __future__ import annotations
 
 import argparse
 
-from . import selftest, tune
+from . import accuracy, selftest, tune
 from ._library import libraries
 from .checkpoints import cli as checkpoints_cli
 from .compile_passes import cli as compile_cli
 from .info import info
-from .quantization import cli as quantization_cli
 
 
 def main(arguments: list[str] | None = None) -> None:
@@ -30,7 +29,7 @@ def main(arguments: list[str] | None = None) -> None:
     tune.add_commands(commands)
     checkpoints_cli.add_commands(commands)
     compile_cli.add_commands(commands)
-    quantization_cli.add_commands(commands)
+    accuracy.add_commands(commands)
     args = parser.parse_args(arguments)
     args.run(args)
 

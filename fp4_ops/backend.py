@@ -49,7 +49,7 @@ _capture_loops()
 
 def _reset() -> None:
     """torch.compiler.reset() forgets packed weights, and recorded CUDA graphs as it does for Inductor."""
-    from .compile_passes.weights.packed import forget_all
+    from .compile_passes.weights.runtime import forget_all
 
     forget_all()
     if torch.cuda.is_available():

@@ -26,11 +26,11 @@ from torch._dynamo.utils import counters
 from torch.fx.experimental.symbolic_shapes import GuardOnDataDependentSymNode, free_unbacked_symbols
 
 from .. import advice
+from ..graph.traced_nodes import called, example, same_elements
 from . import known_values
 from .asserts import into_the_graph
 from .bytecode import asks_for
 from .empty_rows import Named, Nothing, Unproved, Way, counted, has_all_rows, in_short
-from .traced_nodes import called, example, same_elements
 
 SEEN_THROUGH, KEPT = "fp4_branches_seen_through", "fp4_branches_kept"
 """Of `torch._dynamo.utils.counters`: places (file:line), and "file:line stays a branch: why" (or a loop)

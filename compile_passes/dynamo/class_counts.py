@@ -12,8 +12,8 @@ from typing import Any
 import torch
 from torch import fx
 
+from ..graph.traced_nodes import called, example
 from .branches import wanted
-from .traced_nodes import called, example
 
 
 def at_least(method: Callable[..., Any]) -> Callable[..., Any]:

@@ -26,10 +26,10 @@ from torch.fx.experimental.symbolic_shapes import free_unbacked_symbols, statica
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from .. import advice
+from ..graph.traced_nodes import SAME_ELEMENTS, along, called, example, since, some_elements, writes_to
 from ..operands import operand
 from .bytecode import joined_list
 from .known_values import number_of
-from .traced_nodes import SAME_ELEMENTS, along, called, example, since, some_elements, writes_to
 
 SAYS_THE_SAME = "_fp4_says_the_same"
 """Of a node: it writes what is there already."""

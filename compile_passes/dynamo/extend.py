@@ -13,9 +13,9 @@ from torch import fx
 from torch._guards import TracingContext
 from torch.fx.experimental.symbolic_shapes import free_unbacked_symbols
 
+from ..graph.traced_nodes import example
 from . import class_counts, hit_experts, known_values, left_out, open_counts, row_counts, row_lists
 from .branches import JUMPS, Handler, answering_first
-from .traced_nodes import example
 
 CAPTURE = {"capture_dynamic_output_shape_ops": True}
 """`nonzero` and boolean masks have sizes that only the data knows."""

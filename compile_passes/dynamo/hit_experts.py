@@ -19,12 +19,12 @@ from typing import Any
 import torch
 from torch import fx
 
+from ..graph.traced_nodes import along, called, example, kept, named, same_elements, since, writes_to
 from ..operands import operand
 from . import known_values
 from .branches import Handler, is_kept, wanted, watch
 from .bytecode import only_iterates
 from .empty_rows import Hits, Named, Nothing, Way
-from .traced_nodes import along, called, example, kept, named, same_elements, since, writes_to
 
 
 @dataclass

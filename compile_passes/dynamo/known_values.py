@@ -16,7 +16,7 @@ import torch
 from torch import Tensor, fx, nn
 from torch.utils._python_dispatch import _disable_current_modes
 
-from .traced_nodes import called, example, since, writes_to
+from ..graph.traced_nodes import called, example, since, writes_to
 
 _VALUE = "fp4_known"
 """In the meta of a node: its value, on the CPU. On Dynamo's output: there are such nodes."""

@@ -20,12 +20,12 @@ from typing import Any
 import torch
 from torch import fx
 
+from ..graph.traced_nodes import called, example, named
 from .branches import Handler, begins_again, is_kept, of_an_expert, wanted, watch
 from .bytecode import only_in_loops
 from .empty_rows import Way, number
 from .hit_experts import chosen_from
 from .row_counts import elements
-from .traced_nodes import called, example, named
 
 
 @dataclass(frozen=True)

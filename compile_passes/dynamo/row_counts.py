@@ -22,12 +22,12 @@ from torch.fx.experimental.symbolic_shapes import (
     statically_known_true,
 )
 
+from ..graph.traced_nodes import called, example, named, same_elements, since, writes_to
 from ..operands import operand, several
 from .branches import wanted
 from .bytecode import only_iterates
 from .empty_rows import SAYS_THE_SAME, Counted, counted, number, numbers
 from .hit_experts import chosen_from
-from .traced_nodes import called, example, named, same_elements, since, writes_to
 
 
 def as_numbers(method: Callable[..., Any]) -> Callable[..., Any]:

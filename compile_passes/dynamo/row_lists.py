@@ -12,9 +12,9 @@ from typing import Any
 import torch
 from torch.fx.experimental.symbolic_shapes import free_unbacked_symbols
 
+from ..graph.traced_nodes import example
 from .branches import wanted
 from .bytecode import only_indexes
-from .traced_nodes import example
 
 
 def as_index(method: Callable[..., Any]) -> Callable[..., Any]:

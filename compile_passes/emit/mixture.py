@@ -25,8 +25,8 @@ from ..recognise.activations import GATE, UP, same_function
 from ..recognise.branches import Branch, Matrix, Mixture
 from ..recognise.factors import OUT, J, K
 from ..report import Load, Site, hint
-from ..weights.packed import JoinSpec, PackSpec
 from ..weights.prequantized import StoredSpec, own_scales
+from ..weights.specs import JoinSpec, PackSpec
 from .routing import Routing
 from .writer import Operands, Packed, Writer, as_it_is, assemble
 

@@ -42,8 +42,8 @@ from ..recognise.search import Search
 from ..report import Site, left_alone
 from ..trace.capture import CannotCapture, mutated_inputs
 from ..weights.decoded import find_decoded
-from ..weights.packed import Swap
 from ..weights.prequantized import is_prequantized
+from ..weights.runtime import Swap
 from .batched import batched_products
 from .every_use import write_every_use
 from .linears import linear_layers

@@ -25,8 +25,9 @@ from ..options import Options
 from ..recognise.branches import EvenParts, Experts, Parts
 from ..recognise.factors import K, N
 from ..report import Load, Site
-from ..weights.packed import Assembly, JoinSpec, PackSpec, Piece, Swap
 from ..weights.prequantized import StoredSpec, format_of, inputs_of, is_prequantized, stored_spec
+from ..weights.runtime import Swap
+from ..weights.specs import Assembly, JoinSpec, PackSpec, Piece
 from .one_precision import refuse_two_precisions
 
 fp4 = torch.ops.fp4

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import fx
 
-from ..dynamo.traced_nodes import called, example, since, writes_to
+from ..graph.traced_nodes import called, example, since, writes_to
 from ..naming import location, source_line
 
 _INTEGERS = (torch.int8, torch.int16, torch.int32, torch.int64)

@@ -21,7 +21,7 @@ from ...relayout import relayout
 from ...tensor import FP4Tensor
 from .. import advice
 from ..graph.nodes import need
-from .packed import Assembly, Piece
+from .specs import Assembly, Piece
 
 Parts = tuple[Tensor, Tensor, Tensor | None]
 """packed [..., N, K/2], block_scale [..., N, blocks], global_scale [...] or [] (None: 1)."""

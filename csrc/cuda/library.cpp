@@ -26,6 +26,35 @@ std::string beside_this_library(const std::string& file) {
   return path.substr(0, path.rfind('/') + 1) + file;
 }
 
+// What to do about an error of CUDA's: fp4_ops/cuda_errors.py has the same words.
+const char* advice(int error) {
+  switch (error) {
+    case 2:
+      return "the GPU's memory is full. Free some, or run fewer tokens at once";
+    case 35:
+    case 222:
+      return "the GPU's driver is older than this CUDA needs. Update the driver";
+    case 98:
+    case 209:
+      return "this build of fp4_ops has no code for this GPU. Build it again with FP4_CUDA_ARCHS=all, and "
+             "see "
+             "`python -m fp4_ops info`";
+    case 700:
+    case 702:
+    case 715:
+    case 716:
+    case 719:
+      return "a kernel before this one, of any library, read or wrote where it must not, or was stopped. "
+             "Nothing runs on the GPU in this process any more. Start it again with CUDA_LAUNCH_BLOCKING=1 "
+             "to "
+             "see which kernel it is";
+    default:
+      return "The number is a cudaError_t. It may come from a kernel before this one: run again with "
+             "CUDA_LAUNCH_BLOCKING=1 to see which, and send the maintainers what `python -m fp4_ops info` "
+             "prints";
+  }
+}
+
 Kernels load(const std::string& path) {
   void* library = dlopen(path.c_str(), RTLD_NOW | RTLD_LOCAL);
   if (library == nullptr)
@@ -155,7 +184,7 @@ DeviceKind device_kind(int index) {
 void check_launch(int error, const char* what) {
   if (error != 0)
     throw std::runtime_error(std::string("fp4: ") + what + " failed with CUDA error " +
-                             std::to_string(error));
+                             std::to_string(error) + ": " + advice(error));
 }
 
 }  // namespace fp4::cuda

@@ -8,9 +8,9 @@
 #include <cstdint>
 #include <type_traits>
 
-#include "bf16_words.cuh"
+#include "e2m1_to_bf16.cuh"
+#include "e2m1_to_half.cuh"
 #include "family.cuh"
-#include "half_words.cuh"
 #include "product.cuh"
 
 namespace fp4::device {

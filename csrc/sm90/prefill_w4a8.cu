@@ -1,6 +1,6 @@
 // NVFP4 weights x e4m3 activations in the layout's order, with a scale a row: the candidates.
 
-#include "prefill_fold.cuh"
+#include "e2m1_to_e4m3.cuh"
 #include "prefill_fp8.cuh"
 
 namespace fp4::sm90 {

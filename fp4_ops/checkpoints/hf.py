@@ -23,7 +23,7 @@ from .. import expert_parallel
 from ..find_experts import WHOLE_EXPERTS
 from ..meta.checks import FLOATING_OR_DOUBLE
 from ..meta.formats import FORMATS, check_activation_choice
-from ..prepare import prepare
+from ..pack_experts import pack_experts
 from .dialects import (
     Dialect,
     check_four_bits,
@@ -133,7 +133,10 @@ class FP4HfQuantizer(HfQuantizer):
     def _process_model_after_weight_loading(self, model: Any, **kwargs: Any) -> Any:
         config = self.quantization_config
         if self.stored is None:
-            prepare(model, config.format, config.activation, trainable_inputs=config.trainable_inputs)
+            options = config.format, config.activation
+            report = pack_experts(model, *options, trainable_inputs=config.trainable_inputs)
+            if any(m.calls_moe for m in report.modules):
+                attach(model, *options, config.trainable_inputs)
             return model
         divide(model, self._placement, self._kinds, config.ep_group)
         _cast(model, self._dtypes)

@@ -15,7 +15,7 @@ from ..distributed.parts import keep_for_itself, keep_local
 from ..experts import IMPLEMENTATION, PackedWeight, Recipe, SharedLayout, interleave
 from ..meta.formats import FORMATS, check_activation_choice
 from ..meta.layouts import preferred_layout
-from ..prepare import A_FORMATS, check_activation, choose_implementation
+from ..pack_experts import A_FORMATS, check_activation, choose_implementation
 from ..tensor import FP4Tensor
 from .dialects import Codes, Read, StoredWeight, scale_dtype
 from .files import CheckpointError, Reader, TensorInfo

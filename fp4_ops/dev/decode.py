@@ -8,12 +8,12 @@ from ..backends.launchers.library import address, call, multiprocessors, stream
 from ..meta.formats import Activation
 from . import planner
 from ._native import DecodeParams
-from .product import Routing, Weight, describe
+from .product import NativeWeight, Routing, describe
 
 
 def run(
     x: Tensor,
-    w: Weight,
+    w: NativeWeight,
     route: Tensor | None,
     routing: Routing,
     rows: int,

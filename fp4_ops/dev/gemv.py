@@ -8,12 +8,12 @@ from ..backends.launchers.library import address, call, multiprocessors, stream
 from ..meta.formats import Activation
 from . import planner
 from ._native import GemvParams
-from .product import DTYPES, Routing, Weight, describe
+from .product import DTYPES, NativeWeight, Routing, describe
 
 
 def run(
     x: Tensor,
-    w: Weight,
+    w: NativeWeight,
     route: Tensor | None,
     routing: Routing,
     rows: int,

@@ -31,7 +31,7 @@ class Int4Weight(NamedTuple):
 
     @property
     def bf16(self) -> bool:
-        """As of decode.Weight: no kernel reads 16-bit rows beside it."""
+        """As of decode.NativeWeight: no kernel reads 16-bit rows beside it."""
         return False
 
 

@@ -13,7 +13,7 @@ from ..backends.launchers.library import address, call, library, multiprocessors
 from ..meta.formats import Activation
 from . import _native
 from ._native import Choice, PrefillArguments, PrefillKernel, RowMode
-from .product import DTYPES, Routing, Weight, bias_type, gate_of
+from .product import DTYPES, NativeWeight, Routing, bias_type, gate_of
 
 if TYPE_CHECKING:
     from .int4 import Int4Weight
@@ -43,7 +43,7 @@ def for_block(kernel: str, block: int) -> str:
 
 
 def launch(
-    kernel: str, x: Tensor, x_scale: Tensor | None, w: Weight | Int4Weight, factor: Tensor,
+    kernel: str, x: Tensor, x_scale: Tensor | None, w: NativeWeight | Int4Weight, factor: Tensor,
     route: Tensor | None, routing: Routing, rows: int, out: Tensor, gate: Activation | None, early: bool,
     config: int,
 ) -> None:  # fmt: skip
@@ -79,7 +79,7 @@ def launch(
 def run(
     x: Tensor,
     x_scale: Tensor | None,
-    w: Weight,
+    w: NativeWeight,
     route: Tensor | None,
     routing: Routing,
     rows: int,

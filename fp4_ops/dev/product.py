@@ -20,7 +20,7 @@ DTYPES = {
 }
 
 
-class Weight(NamedTuple):
+class NativeWeight(NamedTuple):
     """A weight in layout sm90 or mma_bf16: [groups, n, kp]."""
 
     codes: Tensor
@@ -51,7 +51,7 @@ def gate_of(activation: Activation | None) -> Gate:
 def describe(
     params: DecodeParams | GemvParams,
     x: Tensor,
-    w: Weight,
+    w: NativeWeight,
     route: Tensor | None,
     routing: Routing,
     rows: int,

@@ -11,6 +11,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from .. import cuda_errors
+
 FILE = "_nvlink.so"
 MOST_RANKS, SLOTS, MOST_TOP_K = 16, 2048, 32
 """kMaxRanks, kSlots and kMaxTopK of csrc/nvlink/interface.h."""
@@ -91,7 +93,7 @@ def launch(name: str, params: ctypes.Structure, stream: int | None) -> None:
     assert loaded is not None
     error = getattr(loaded, f"fp4_nvlink_{name}")(ctypes.byref(params), stream)
     if error != 0:
-        raise RuntimeError(f"fp4: fp4_nvlink_{name} failed with CUDA error {error}")
+        raise cuda_errors.failed(f"fp4_nvlink_{name}", error)
 
 
 def signature(kind: int, tokens: int, *rest: object) -> int:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -11,6 +10,7 @@ from fp4_ops.compile_passes.dynamo.extend import extend_dynamo
 from fp4_ops.compile_passes.options import parse
 from fp4_ops.compile_passes.pipeline import compile_graph
 from fp4_ops.compile_passes.report import Frame, Site
+from reference import relative_error as relative_error
 
 
 def fake_quantised(weight: torch.Tensor, format: str, transposed: bool = False) -> torch.Tensor:
@@ -18,13 +18,6 @@ def fake_quantised(weight: torch.Tensor, format: str, transposed: bool = False) 
     w = weight.detach().transpose(1, 2).contiguous() if transposed else weight.detach()
     w = torch.ops.fp4.dequantize(*torch.ops.fp4.quantize(w, format), format, torch.float32)
     return w.transpose(1, 2).contiguous() if transposed else w
-
-
-def relative_error(got: torch.Tensor, want: torch.Tensor) -> float:
-    """Norm over norm. Of zeros, which one token has whom no expert takes, 0 or infinite."""
-    assert torch.isfinite(got).all()
-    error, norm = (got.double() - want.double()).norm().item(), want.double().norm().item()
-    return error / norm if norm else math.inf if error else 0.0
 
 
 def token_errors(got: torch.Tensor, want: torch.Tensor) -> tuple[float, float]:

@@ -3,11 +3,11 @@
 #include <utility>
 
 #include "decode.cuh"
+#include "e2m1_to_e4m3.cuh"
 #include "fp4_block.cuh"
 #include "gemv.cuh"
 #include "interface.h"
 #include "prefill_bf16.cuh"
-#include "prefill_fold.cuh"
 #include "prefill_half.cuh"
 #include "prefill_int4.cuh"
 #include "prefill_schedule.cuh"

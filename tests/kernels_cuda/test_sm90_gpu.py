@@ -86,10 +86,10 @@ class Weights:
         self.values = torch.ops.fp4.dequantize(*self.plain, format, torch.float64)
         self.options = {"format": format, "layout": layout}
 
-    def of_kernels(self, bias: torch.Tensor | None = None) -> decode.Weight:
+    def of_kernels(self, bias: torch.Tensor | None = None) -> decode.NativeWeight:
         groups, n, k = self.values.shape
         block = reference.BLOCK[self.format]
-        return decode.Weight(*self.packed, bias, groups, n, self.layout.padded(k), self.layout, block)
+        return decode.NativeWeight(*self.packed, bias, groups, n, self.layout.padded(k), self.layout, block)
 
 
 def by_row(values: torch.Tensor, a: torch.Tensor, ids: torch.Tensor) -> torch.Tensor:
@@ -259,7 +259,7 @@ def test_every_16_bit_prefill_candidate(shape, dtype, layout, config, format):
             run(a, scale, weight, offs, decode.Routing.OFFS, m, out)
             assert error(out, by_row(w.values, values, ids) + own) < max(BOUND[out_dtype], sums_bound(k))
             assert not out[-5:].any()
-    one = decode.Weight(*(t[-1] for t in w.packed), None, 1, *weight[5:])
+    one = decode.NativeWeight(*(t[-1] for t in w.packed), None, 1, *weight[5:])
     out = torch.full((m, n), float("nan"), device="cuda")
     run(a, None, one, None, decode.Routing.DENSE, m, out)
     assert error(out, a.double() @ w.values[-1].T) < sums_bound(k)

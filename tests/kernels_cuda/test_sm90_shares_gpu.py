@@ -76,7 +76,7 @@ def test_every_candidate(kernel, config, counts, format):
     assert torch.equal(*results) and not results[0][-2:].any()
 
     out = torch.full((m, N), float("nan"), device="cuda")
-    one = decode.Weight(*(t[-1:] for t in w.packed), None, 1, *weight[5:])
+    one = decode.NativeWeight(*(t[-1:] for t in w.packed), None, 1, *weight[5:])
     prefill.run(*given, one, None, decode.Routing.DENSE, m, out, config=config)
     assert error(out, values @ w.values[-1].T) < bound(kernel)
 

@@ -76,7 +76,7 @@ class Form:
         n, k = rng.choice(SIZES)
         scale = torch.zeros(1, dtype=rng.choice((BF16, F32)) if fmt.element == "int4" else torch.uint8)
         bias = rng.choice((None, torch.zeros(1, dtype=BF16), torch.zeros(1)))
-        w = ops.Weight(
+        w = ops.WeightArgs(
             torch.zeros(16, dtype=torch.uint8), scale, torch.zeros(1) if fmt.has_global_scale else None,
             None if self.mode == "columns" else bias, 8, n, k, fmt,
         )  # fmt: skip

@@ -433,7 +433,7 @@ def test_a_format_that_is_wrong_is_not_used_again(wrong, asked, caplog):
     """One warning, and the path of all GPUs; the other format is another matter."""
     found, tiles_asked = asked
     found["nvfp4"] = wrong
-    w = ops.Weight(*torch.zeros(3, 8, 64, dtype=torch.uint8)[:, None], None, 1, 8, 128, FORMATS["nvfp4"])
+    w = ops.WeightArgs(*torch.zeros(3, 8, 64, dtype=torch.uint8)[:, None], None, 1, 8, 128, FORMATS["nvfp4"])
     tiles.pretend(BLACKWELL)
     try:
         for rows in (8, 5000, 8):
@@ -452,7 +452,7 @@ def test_a_format_that_is_wrong_is_not_used_again(wrong, asked, caplog):
 def test_what_does_not_compile_as_meant_is_said_once(asked, monkeypatch, caplog):
     """A Triton that multiplies by bfloat16 what it is given."""
     monkeypatch.setattr(launch, "fits", lambda *_: False)
-    w = ops.Weight(*torch.zeros(3, 8, 64, dtype=torch.uint8)[:, None], None, 1, 8, 128, FORMATS["nvfp4"])
+    w = ops.WeightArgs(*torch.zeros(3, 8, 64, dtype=torch.uint8)[:, None], None, 1, 8, 128, FORMATS["nvfp4"])
     tiles.pretend(BLACKWELL)
     try:
         for _ in range(2):

@@ -4,14 +4,16 @@ from __future__ import annotations
 
 import argparse
 import itertools
+import math
 
 import pytest
+import reference
 import torch
 from conftest import SEED
 from fp4_ops.meta.fakes import OPERATORS
 from fp4_ops.meta.formats import A_FORMATS, ACTIVATIONS, FORMATS
 
-from fp4_ops import selftest
+from fp4_ops import oracle, selftest
 
 ARGUMENTS = argparse.Namespace(seed=SEED)
 ROWS = {"offs_to_m_indices", "m_indices_to_offs", "to_masked", "from_masked"}
@@ -87,3 +89,26 @@ def test_a_wrong_operator_is_found(monkeypatch, capsys, wrong):
 def test_all_of_it():
     result = selftest.run("cpu")
     assert result.failed == [] and result.checked > 500
+
+
+@pytest.mark.parametrize(
+    ("got", "want", "error"),
+    [
+        ([3.0, 4.0], [3.0, 4.0], 0.0),
+        ([3.0, 0.0], [3.0, 4.0], 0.8),
+        ([0.0, 0.0], [0.0, 0.0], 0.0),
+        ([0.0, 1e-30], [0.0, 0.0], math.inf),
+        ([math.nan, 4.0], [3.0, 4.0], math.inf),
+        ([math.nan, 0.0], [0.0, 0.0], math.inf),
+        ([math.inf, 4.0], [3.0, 4.0], math.inf),
+    ],
+)
+def test_relative_error(got, want, error):
+    """The package's, and the tests' own, which takes only finite numbers."""
+    tensors = torch.tensor(got), torch.tensor(want)
+    assert oracle.relative_error(*tensors) == error
+    if all(map(math.isfinite, got)):
+        assert reference.relative_error(*tensors) == error
+    else:
+        with pytest.raises(AssertionError):
+            reference.relative_error(*tensors)

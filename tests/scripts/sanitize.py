@@ -108,7 +108,7 @@ def candidates_of(groups: int, n: int, k: int) -> None:
     for (kernel, ordered), format in itertools.product(kernels.items(), ("nvfp4", "mxfp4")):
         layout = "mma_bf16" if kernel == "bf16" else "sm90"
         packed, block = weight(groups, n, k, format=format, layout=layout), FORMATS[format].block
-        w = decode.Weight(*packed, None, groups, n, k, LAYOUTS[layout], block)
+        w = decode.NativeWeight(*packed, None, groups, n, k, LAYOUTS[layout], block)
         for config in range(len(prefill.candidates(kernel))):
             routed = (w, offs, decode.Routing.OFFS, len(x))
             prefill.run(*ordered, *routed, out, config=config)
@@ -126,7 +126,7 @@ def claimed() -> None:
     out = torch.empty(m, n, dtype=torch.bfloat16, device="cuda")
     offs = torch.tensor([20, 20, 59, 60], dtype=torch.int32, device="cuda")
     for kernel, layout, ordered in (("bf16", "mma_bf16", (x, None)), ("w4a8", "sm90", rows.quantize_fp8(x))):
-        w = decode.Weight(codes, scale, factor, None, groups, n, k, LAYOUTS[layout], 16)
+        w = decode.NativeWeight(codes, scale, factor, None, groups, n, k, LAYOUTS[layout], 16)
         size = decode.Routing.OFFS, groups, m, n, k, sms, kernel
         configs = [i for i in range(len(prefill.candidates(kernel))) if prefill.choose(*size, i).claims]
         assert configs, kernel

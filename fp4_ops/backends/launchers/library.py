@@ -12,7 +12,7 @@ from pathlib import Path
 
 import torch
 
-from ... import native
+from ... import cuda_errors, native
 from ...fitted import families
 from ...meta.formats import Activation
 
@@ -106,4 +106,4 @@ def call(name: str, *args: object) -> None:
     assert loaded is not None
     error = getattr(loaded, name)(*args)
     if error != 0:
-        raise RuntimeError(f"fp4: {name} failed with CUDA error {error}")
+        raise cuda_errors.failed(name, error)

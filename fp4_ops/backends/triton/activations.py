@@ -16,7 +16,7 @@ from . import ops
 from .gemm import activate, curve
 
 
-class Rows(NamedTuple):
+class ScaledRows(NamedTuple):
     """a[r, k] = values[r, k] * factor[r]; values [..., K], factor float32 [rows] or None for ones."""
 
     values: torch.Tensor
@@ -25,37 +25,37 @@ class Rows(NamedTuple):
 
 def rows_of(
     a: torch.Tensor, a_scale: torch.Tensor | None, a_global_scale: torch.Tensor | None, a_format: str
-) -> Rows:
+) -> ScaledRows:
     """The activations of a product, checked by meta.checks.check_a; int8 has been refused."""
     if a_format:
         return _packed_rows(a, a_scale, a_global_scale, a_format)
     if a.dtype == torch.float8_e4m3fn:
         assert a_scale is not None
-        return Rows(a.to(torch.bfloat16), a_scale.reshape(-1).contiguous())
-    return Rows(a, None)
+        return ScaledRows(a.to(torch.bfloat16), a_scale.reshape(-1).contiguous())
+    return ScaledRows(a, None)
 
 
-def _packed_rows(packed, block_scale, factor, format: str) -> Rows:
+def _packed_rows(packed, block_scale, factor, format: str) -> ScaledRows:
     fmt = FORMATS[format]
     ones = packed.new_ones(packed.shape[:-2], dtype=torch.float32) if fmt.has_global_scale else None
     values = ops.dequantize(packed, block_scale, ones, fmt, torch.bfloat16)
     if not fmt.has_global_scale:
-        return Rows(values, None)
+        return ScaledRows(values, None)
     lead = packed.shape[:-1]  # the factor is one for all, one a group or one a row
     each = factor.reshape(*factor.shape, *[1] * (len(lead) - factor.dim())).expand(lead)
-    return Rows(values, each.reshape(-1).contiguous())
+    return ScaledRows(values, each.reshape(-1).contiguous())
 
 
-def quantized_rows(x: torch.Tensor, a_format: str) -> Rows:
+def quantized_rows(x: torch.Tensor, a_format: str) -> ScaledRows:
     """x [rows, K] quantised as `fp4::moe` does it: every row by itself; one with a NaN or infinity is NaN."""
     if a_format == "fp8":
         codes, scale = ops.quantize_fp8(x)
-        return Rows(codes.to(torch.bfloat16), scale)
+        return ScaledRows(codes.to(torch.bfloat16), scale)
     fmt = FORMATS[a_format]
     packed, block_scale, factor = ops.quantize_rows(x, fmt)
     block_scale = block_scale[:, : fmt.num_blocks(x.shape[1])]
     ones = torch.ones((), dtype=torch.float32, device=x.device)
-    return Rows(ops.dequantize(packed, block_scale, ones, fmt, torch.bfloat16), factor)
+    return ScaledRows(ops.dequantize(packed, block_scale, ones, fmt, torch.bfloat16), factor)
 
 
 @triton.jit
@@ -88,7 +88,8 @@ def gated(y: torch.Tensor, n: int, act: Activation) -> torch.Tensor:
 
 
 def moe_quantized(
-    x: torch.Tensor, topk_ids: torch.Tensor, topk_weights: torch.Tensor, up: ops.Weight, down: ops.Weight,
+    x: torch.Tensor, topk_ids: torch.Tensor, topk_weights: torch.Tensor,
+    up: ops.WeightArgs, down: ops.WeightArgs,
     activation: str, out_dtype: torch.dtype, *, a_format: str,
 ) -> torch.Tensor:  # fmt: skip
     """ops.moe with x and the hidden state quantised: not fused, the latter is float32 in between."""
@@ -99,7 +100,7 @@ def moe_quantized(
     topk_ids = topk_ids.contiguous()
     ids = topk_ids.view(-1)
 
-    def product(a: Rows, w: ops.Weight) -> torch.Tensor:
+    def product(a: ScaledRows, w: ops.WeightArgs) -> torch.Tensor:
         return ops.run_product(
             ops.prepare_indexed, a.values, ids.numel(), w, torch.float32, ids, w.groups,
             tail=True, a_factor=a.factor,
@@ -107,7 +108,7 @@ def moe_quantized(
 
     values, factor = quantized_rows(x, a_format)
     assert factor is not None
-    y = product(Rows(values.repeat_interleave(top_k, 0), factor.repeat_interleave(top_k)), up)
+    y = product(ScaledRows(values.repeat_interleave(top_k, 0), factor.repeat_interleave(top_k)), up)
     h = gated(y, down.k, known_activation(activation))
     y = product(quantized_rows(h, a_format), down._replace(bias=None))
     ops.combine(y, topk_ids, topk_weights, down, out)

@@ -42,7 +42,7 @@ def quantize_fp8(x, *, layout="plain"):
     return ops.quantize_fp8(x, order)
 
 
-def or_else(w: ops.Weight, a_format: str, fp4, other):
+def or_else(w: ops.WeightArgs, a_format: str, fp4, other):
     """fp4(), by the kernels that multiply FP4 rows as they are, where they take the weight; else other()."""
     device = device_of(w.codes.device)
     if w.k and support.takes(w.fmt, a_format, device):
@@ -53,7 +53,7 @@ def or_else(w: ops.Weight, a_format: str, fp4, other):
     return other()
 
 
-def product(prepare, a, m: int, w: ops.Weight, dtype: torch.dtype, *args, **kwargs):
+def product(prepare, a, m: int, w: ops.WeightArgs, dtype: torch.dtype, *args, **kwargs):
     """out [m, w.n] of activations (a, a_scale, a_global_scale, a_format)."""
     values, scale, global_scale, a_format = a
 

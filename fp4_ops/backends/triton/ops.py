@@ -11,6 +11,7 @@ from typing import NamedTuple
 import torch
 import triton
 
+from ...fitted import groups
 from ...meta import checks
 from ...meta.formats import Format, known_activation
 from ...meta.layouts import LAYOUTS, Layout
@@ -18,14 +19,14 @@ from . import launch, quantize, routing
 from .launch import Spec, TryNext
 from .tiles import Device, Tile, device_of
 
-# Rows up to which one launch sorts by comparing all pairs; above, ids are counted first.
-SORT_BY_COMPARISON = 8192
+SORT_BY_COMPARISON = groups("triton")["tiles"].values["sort_by_comparison"]
+"""Rows up to which one launch sorts by comparing all pairs; above, ids are counted first."""
 SCAN = 1024
 SORT = 32
 BLOCK_R = 4
 
 
-class Weight(NamedTuple):
+class WeightArgs(NamedTuple):
     """A weight operand as the kernel takes it."""
 
     codes: torch.Tensor
@@ -83,8 +84,8 @@ def refuse_int8(op: str, dtype: torch.dtype) -> None:
         )
 
 
-def weight(b, b_scale, b_global_scale, bias, w: checks.Weight) -> Weight:
-    return Weight(
+def weight(b, b_scale, b_global_scale, bias, w: checks.Weight) -> WeightArgs:
+    return WeightArgs(
         as_bytes(b),
         _scales(b_scale),
         b_global_scale.contiguous() if w.format.has_global_scale else None,
@@ -204,7 +205,7 @@ MODES = {
 
 
 def spec_of(
-    prepare, w: Weight, terms: int, out: torch.dtype, device: Device, *,
+    prepare, w: WeightArgs, terms: int, out: torch.dtype, device: Device, *,
     a_div: int = 1, a_factor: bool = False, gate: str | None = None, h: Hidden | None = None,
 ) -> Spec:  # fmt: skip
     """What the kernel of a product is compiled for. h: the output of a gated one."""
@@ -219,7 +220,7 @@ def spec_of(
 
 
 def product(
-    a: Activations, w: Weight, route: Route, out: torch.Tensor, out_rows: int, tile: Tile, spec: Spec,
+    a: Activations, w: WeightArgs, route: Route, out: torch.Tensor, out_rows: int, tile: Tile, spec: Spec,
     a_factor: torch.Tensor | None = None,
 ) -> None:  # fmt: skip
     """Launches the kernel into `out`. Row r of the output reads row r // a_div of a."""
@@ -235,7 +236,7 @@ def product(
 
 
 def _run(
-    prepare, x, rows: int, w: Weight, out: torch.Tensor, out_rows: int, a_factor, *args, **kwargs
+    prepare, x, rows: int, w: WeightArgs, out: torch.Tensor, out_rows: int, a_factor, *args, **kwargs
 ) -> None:
     """Chooses a tile, prepares, multiplies into `out`; again with the next tile if a launch fails."""
     device = device_of(x.device)
@@ -251,7 +252,7 @@ def _run(
 
 
 def run_product(
-    prepare, x: torch.Tensor, rows: int, w: Weight, out_dtype: torch.dtype, *args,
+    prepare, x: torch.Tensor, rows: int, w: WeightArgs, out_dtype: torch.dtype, *args,
     a_factor: torch.Tensor | None = None, **kwargs,
 ):  # fmt: skip
     """Prepare, multiply: out [rows, w.n], every row written. `a_factor` float32: one for each row of x."""
@@ -261,7 +262,7 @@ def run_product(
     return out
 
 
-def grouped_mm_k(x, w: Weight, offs: torch.Tensor, out_dtype: torch.dtype, a_factor: torch.Tensor | None):
+def grouped_mm_k(x, w: WeightArgs, offs: torch.Tensor, out_dtype: torch.dtype, a_factor: torch.Tensor | None):
     """out[g] = x[:, offs[g-1]:offs[g]] @ w[:, offs[g-1]:offs[g]].T: [G, M, N]."""
     m, groups = x.shape[0], offs.shape[0]
     out = torch.zeros((groups, m, w.n), dtype=out_dtype, device=x.device)
@@ -271,7 +272,7 @@ def grouped_mm_k(x, w: Weight, offs: torch.Tensor, out_dtype: torch.dtype, a_fac
     return out
 
 
-def moe(x, topk_ids, topk_weights, up: Weight, down: Weight, activation: str, out_dtype: torch.dtype):
+def moe(x, topk_ids, topk_weights, up: WeightArgs, down: WeightArgs, activation: str, out_dtype: torch.dtype):
     """Four launches: route and permute, gate/up with its activation, down, combine."""
     tokens, top_k = topk_ids.shape
     out = torch.empty((tokens, down.n), dtype=out_dtype, device=x.device)
@@ -289,7 +290,9 @@ def moe(x, topk_ids, topk_weights, up: Weight, down: Weight, activation: str, ou
         return out
 
 
-def _experts(x, topk_ids, up: Weight, down: Weight, activation: str, out_dtype: torch.dtype) -> torch.Tensor:
+def _experts(
+    x, topk_ids, up: WeightArgs, down: WeightArgs, activation: str, out_dtype: torch.dtype
+) -> torch.Tensor:
     """What each expert makes of each of its tokens, float32 [tokens * top_k, H], before bias and weight."""
     top_k = topk_ids.shape[1]
     rows = topk_ids.numel()
@@ -318,7 +321,7 @@ def _experts(x, topk_ids, up: Weight, down: Weight, activation: str, out_dtype: 
     return y
 
 
-def combine(y: torch.Tensor, topk_ids: torch.Tensor, topk_weights: torch.Tensor, down: Weight, out):
+def combine(y: torch.Tensor, topk_ids: torch.Tensor, topk_weights: torch.Tensor, down: WeightArgs, out):
     """out[t] = sum over j of weights[t, j] * (y[t, j] + bias[ids[t, j]]) in float32, in the order of j."""
     tokens, top_k = topk_ids.shape
     block = min(1024, _pow2(down.n)) if tokens > 64 else min(256, _pow2(down.n))

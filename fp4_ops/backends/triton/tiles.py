@@ -1,4 +1,4 @@
-"""Tile shapes of the product kernel: an enumerated list, ranked by rules. Nothing is tuned at run time.
+"""Tile shapes of the product kernel: those of constants.json, ranked by rules. No tuning at run time.
 
 What a tile needs of a GPU only the compiled kernel knows; `launch.py` asks it and takes the first that fits.
 `python -m fp4_ops.backends.triton.tiles` prints the list and what is preferred for well-known shapes.
@@ -11,6 +11,8 @@ from functools import lru_cache
 from typing import NamedTuple
 
 import torch
+
+from ...fitted import groups
 
 
 @dataclass(frozen=True)
@@ -27,21 +29,14 @@ class Tile:
         return f"{self.block_n}x{self.block_m}x{self.block_k} w{self.warps} s{self.stages}"
 
 
-# Weights are read once for each tile of tokens, so decode wants the fewest tokens that hold an expert's rows;
-# prefill wants many, so that each expanded weight is used often. In order of preference, each with the most
-# stages that pay: where these do not fit, it is tried with fewer.
-SHAPES = (
-    Tile(128, 16, 256, 8, 3),
-    Tile(128, 16, 128, 8, 4),
-    Tile(64, 16, 256, 4, 4),
-    Tile(64, 16, 128, 4, 4),
-    Tile(128, 32, 128, 8, 4),
-    Tile(256, 64, 128, 8, 3),
-    Tile(128, 64, 128, 8, 3),
-    Tile(128, 64, 64, 8, 3),
-    Tile(256, 128, 128, 16, 3),
-    Tile(128, 128, 64, 8, 3),
-)
+_DATA = groups("triton")["tiles"].values
+
+SHAPES = tuple(Tile(*numbers) for numbers in _DATA["shapes"])
+"""In order of preference, each with the most stages that pay: where these do not fit, it is tried with fewer.
+
+Weights are read once for each tile of tokens, so decode wants the fewest tokens that hold an expert's rows;
+prefill wants many, so that each expanded weight is used often.
+"""
 CANDIDATES = tuple(replace(t, stages=s) for t in SHAPES for s in range(t.stages, 1, -1))
 
 # What GPUs may give one thread block, in bytes: sm_86, 89, 120 and 121; sm_80; sm_90 and 100.
@@ -140,10 +135,10 @@ def device_of(device: torch.device) -> Device:
 
 def tokens(rows_per_expert: int) -> int:
     """Tokens of a tile. Routing is uneven: one of 16 still holds most experts that have 10 on average."""
-    for limit, block_m in ((10, 16), (20, 32), (80, 64)):
+    for limit, block_m in zip(_DATA["rows_per_expert"], _DATA["tokens"]):
         if rows_per_expert <= limit:
-            return block_m
-    return 128
+            return int(block_m)
+    return int(_DATA["tokens"][-1])
 
 
 def usable(tile: Tile, problem: Problem, device: Device) -> bool:

@@ -21,7 +21,7 @@ from fp4_ops.compile_passes.emit.one_precision import ReadTwice
 from fp4_ops.compile_passes.emit.rewrite import rewrite
 from fp4_ops.compile_passes.options import parse
 from fp4_ops.compile_passes.trace.capture import capture
-from fp4_ops.compile_passes.weights.packed import runtime
+from fp4_ops.compile_passes.weights.runtime import runtime
 from moe_models import Block
 from moe_styles import STYLES
 from test_styles import EACH_KIND_FIRST, NAMES

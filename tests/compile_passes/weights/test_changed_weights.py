@@ -14,7 +14,8 @@ import pytest
 import torch
 from conftest import more
 from fp4_ops.compile_passes.weights import packed as packed_weights
-from fp4_ops.compile_passes.weights.packed import PackedWeights, PackSpec, note_writes
+from fp4_ops.compile_passes.weights.packed import PackedWeights, note_writes
+from fp4_ops.compile_passes.weights.specs import PackSpec
 from moe_models import Block, Recorder, relative_error
 from moe_styles import STYLES
 from places import HELPERS

@@ -13,7 +13,7 @@ import torch
 import torch.nn.functional as F
 from conftest import more
 from fp4_ops.compile_passes.weights import packed as packed_weights
-from fp4_ops.compile_passes.weights.packed import leaves_of
+from fp4_ops.compile_passes.weights.memory import leaves_of
 from moe_models import Block, Recorder, relative_error
 from moe_styles import STYLES, FusedStyle, StackedStyle
 from torch import Tensor, nn

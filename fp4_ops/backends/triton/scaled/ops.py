@@ -12,7 +12,7 @@ from ....meta.formats import Format, known_activation
 from .. import launch, ops
 from ..activations import gated
 from ..launch import TryNext
-from ..ops import Route, Weight
+from ..ops import Route, WeightArgs
 from ..tiles import Device, Tile, device_of
 from .spec import Scaled
 
@@ -47,7 +47,9 @@ def _quantized(x: torch.Tensor, fmt: Format) -> FP4Rows:
     return FP4Rows(packed, scale, factor, fmt)
 
 
-def _spec(prepare, a: FP4Rows, w: Weight, out: torch.dtype, a_div: int = 1, checked: bool = True) -> Scaled:
+def _spec(
+    prepare, a: FP4Rows, w: WeightArgs, out: torch.dtype, a_div: int = 1, checked: bool = True
+) -> Scaled:
     mode, has_rows = ops.MODES[prepare]
     return Scaled(
         mode, has_rows, a_div, w.fmt.name, w.n, w.k, a.scale.shape[1],
@@ -73,7 +75,7 @@ def _route(prepare, rows: torch.Tensor, m: int, tile: Tile, *args, **kwargs) -> 
     return prepare(nothing, none, *args, tile, **kwargs)
 
 
-def _launch(a: FP4Rows, w: Weight, route: Route, out: torch.Tensor, tile: Tile, spec: Scaled) -> None:
+def _launch(a: FP4Rows, w: WeightArgs, route: Route, out: torch.Tensor, tile: Tile, spec: Scaled) -> None:
     n_blocks = triton.cdiv(w.n, tile.block_n)
     launch.launch(
         spec, tile, device_of(a.packed.device), (route.tiles * route.groups * n_blocks,),
@@ -82,7 +84,7 @@ def _launch(a: FP4Rows, w: Weight, route: Route, out: torch.Tensor, tile: Tile, 
     )  # fmt: skip
 
 
-def _run(prepare, a: FP4Rows, m: int, w: Weight, out: torch.Tensor, *args, **kwargs) -> None:
+def _run(prepare, a: FP4Rows, m: int, w: WeightArgs, out: torch.Tensor, *args, **kwargs) -> None:
     device = device_of(a.packed.device)
     spec = _spec(prepare, a, w, out.dtype)
     while True:
@@ -94,7 +96,9 @@ def _run(prepare, a: FP4Rows, m: int, w: Weight, out: torch.Tensor, *args, **kwa
             continue
 
 
-def product(prepare, a: FP4Rows, m: int, w: Weight, out_dtype: torch.dtype, *args, **kwargs) -> torch.Tensor:
+def product(
+    prepare, a: FP4Rows, m: int, w: WeightArgs, out_dtype: torch.dtype, *args, **kwargs
+) -> torch.Tensor:
     """As ops.run_product, out [m, w.n]. NoTile: no kernel can run here."""
     out = torch.empty((m, w.n), dtype=out_dtype, device=a.packed.device)
     if out.numel():
@@ -102,7 +106,7 @@ def product(prepare, a: FP4Rows, m: int, w: Weight, out_dtype: torch.dtype, *arg
     return out
 
 
-def grouped_mm_k(a: FP4Rows, w: Weight, offs: torch.Tensor, out_dtype: torch.dtype) -> torch.Tensor:
+def grouped_mm_k(a: FP4Rows, w: WeightArgs, offs: torch.Tensor, out_dtype: torch.dtype) -> torch.Tensor:
     """As ops.grouped_mm_k, whose groups begin and end with blocks of scales of both operands."""
     m, groups = a.packed.shape[0], offs.shape[0]
     out = torch.zeros((groups, m, w.n), dtype=out_dtype, device=a.packed.device)
@@ -113,7 +117,7 @@ def grouped_mm_k(a: FP4Rows, w: Weight, offs: torch.Tensor, out_dtype: torch.dty
 
 
 def moe(
-    x: torch.Tensor, topk_ids: torch.Tensor, topk_weights: torch.Tensor, up: Weight, down: Weight,
+    x: torch.Tensor, topk_ids: torch.Tensor, topk_weights: torch.Tensor, up: WeightArgs, down: WeightArgs,
     activation: str, out_dtype: torch.dtype,
 ) -> torch.Tensor:  # fmt: skip
     """fp4::moe with a_format that of the weights: quantise, route, gate/up, gate, quantise, down, combine.
@@ -133,7 +137,7 @@ def moe(
         return out
 
 
-def _experts(x, topk_ids, up: Weight, down: Weight, activation: str) -> torch.Tensor:
+def _experts(x, topk_ids, up: WeightArgs, down: WeightArgs, activation: str) -> torch.Tensor:
     """What each expert makes of each of its tokens, float32 [tokens * top_k, H], before bias and weight."""
     rows, device = topk_ids.numel(), device_of(x.device)
     a = _quantized(x, up.fmt)
@@ -164,7 +168,7 @@ def product_with(
     packed, scale, factor = ops.quantize_matrix(a[:, None], fmt, None)
     w_packed, w_scale, w_factor = ops.quantize_matrix(b, fmt, None)
     given = factor if fmt.has_global_scale else None
-    weight = Weight(
+    weight = WeightArgs(
         w_packed, ops.as_bytes(w_scale), w_factor if fmt.has_global_scale else None, None, groups, b.shape[1],
         b.shape[2], fmt,
     )  # fmt: skip

@@ -8,23 +8,13 @@ from __future__ import annotations
 
 from dataclasses import replace
 
+from ....fitted import groups
 from .. import tiles
 from ..tiles import Device, Tile
 
-# In order of preference, each with the most stages that pay. A step of 256 k is four instructions, of 64 k
-# each, for one wait. Eight warps where four would spill.
-SHAPES = (
-    Tile(128, 16, 256, 4, 4),
-    Tile(128, 16, 128, 4, 5),
-    Tile(64, 16, 256, 4, 4),
-    Tile(64, 16, 128, 4, 5),
-    Tile(128, 32, 256, 4, 4),
-    Tile(128, 32, 128, 4, 5),
-    Tile(128, 64, 256, 8, 3),
-    Tile(128, 64, 128, 8, 4),
-    Tile(128, 128, 256, 8, 3),
-    Tile(128, 128, 128, 8, 4),
-)
+SHAPES = tuple(Tile(*numbers) for numbers in groups("triton")["fp4_tiles"].values["shapes"])
+"""In order of preference, each with the most stages that pay. A step of 256 k is four instructions, of 64 k
+each, for one wait. Eight warps where four would spill."""
 CANDIDATES = tuple(replace(t, stages=s) for t in SHAPES for s in range(t.stages, 1, -1))
 
 

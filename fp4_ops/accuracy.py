@@ -1,4 +1,4 @@
-"""`python -m fp4_ops eval` and `python -m fp4_ops report`."""
+"""What 4 bits cost in accuracy: `python -m fp4_ops eval` and `python -m fp4_ops report`."""
 
 from __future__ import annotations
 
@@ -11,13 +11,13 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from ..meta.formats import FORMATS
-from .activations import ACTIVATION_MODES
-from .calibration import Calibration, calibrate
-from .evaluation import HEAD, Stored, evaluate
-from .methods import METHODS
-from .report import error_report
-from .text import add_calibration_arguments, read_windows
+from .meta.formats import FORMATS
+from .quantization.activations import ACTIVATION_MODES
+from .quantization.calibration import Calibration, calibrate
+from .quantization.evaluation import HEAD, Stored, evaluate
+from .quantization.methods import METHODS
+from .quantization.report import error_report
+from .quantization.text import add_calibration_arguments, read_windows
 
 
 def add_commands(commands: Any) -> None:
@@ -91,7 +91,7 @@ def _report(args: argparse.Namespace) -> None:
 
 def _load(args: argparse.Namespace) -> tuple[nn.Module, dict[str, Stored]]:
     """The model with ordinary weights, and what of its experts is in 4 bits already."""
-    from ..checkpoints.reference import load_reference  # which imports transformers
+    from .checkpoints.reference import load_reference  # which imports transformers
 
     model, stored = load_reference(args.model, args.device, torch.bfloat16)
     if stored:

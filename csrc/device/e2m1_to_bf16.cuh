@@ -1,4 +1,4 @@
-// Weights of layout mma_bf16 as bf16: the counterpart of half_words.cuh, in 12 instructions for eight codes
+// Weights of layout mma_bf16 as bf16: the counterpart of e2m1_to_half.cuh, in 12 instructions for eight codes
 // and not 15. e2m1 x e4m3 is exact.
 //
 // Where a code's sign is bit 15 of a half word and its magnitude bits 8 to 6, the half word is the code x

@@ -1,0 +1,184 @@
+"""What Dynamo gets: a graph, called with packed weights in place of a model's own."""
+
+from __future__ import annotations
+
+import operator
+import weakref
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch.utils._python_dispatch import is_traceable_wrapper_subclass
+
+from ...meta import gradients
+from ...samples import Comparison, Samples
+from .memory import NO_MEMORY, has_memory, leaves_of, states_of, watch
+from .packed import Entry, NoticedWrites, forget_packed, store
+from .specs import Spec
+
+
+@dataclass(frozen=True)
+class Swap:
+    """Graph inputs `indices` make up a weight; its packed tensors follow the other inputs, in order."""
+
+    indices: tuple[int, ...]
+    spec: Spec
+    names: tuple[str, ...] = ()
+    """Of these inputs, in the model."""
+
+    def check(self, weights: Sequence[torch.Tensor]) -> None:
+        """Raises ValueError if a weight has no memory, or values that have no 4-bit code."""
+        for name, w in zip(self.names, weights):
+            if not all(map(has_memory, leaves_of([w]))):
+                raise ValueError(f"fp4: the weight {name} {NO_MEMORY}")
+            if not is_traceable_wrapper_subclass(w) and not bool(w.isfinite().all()):
+                raise ValueError(
+                    f"fp4: the weight {name} holds NaN or infinity, which have no 4-bit code. Correct it, or "
+                    "run this model without the backend"
+                )
+
+
+def runtime(
+    compiled: Callable[..., Any], keep: list[int], swaps: list[Swap], repeatable: bool = False
+) -> Callable[..., Any]:
+    """The callable Dynamo gets: packed tensors are looked up, unused originals dropped.
+
+    `repeatable`: the graph may run twice for one call. Then a GPU need not say beforehand whether weights
+    have changed: the host asks when the graph's kernels are under way, and runs them again if they have.
+
+    Dynamo guards that no gradient can be asked for here, so autograd is skipped as a whole: the kernel that
+    refuses gradients is Python and costs each operator call 8 us.
+    """
+    kept, lookup = _getter(keep), _Lookup(swaps)
+    below_autograd = torch._C._AutoDispatchBelowAutograd
+
+    def run(*args: Any) -> Any:
+        # Dual tensors are not guarded against, and their tangents would be lost below autograd.
+        if gradients.has_tangent(args):
+            gradients.refuse_tangent('a model compiled with backend="fp4"', "call the model uncompiled")
+        packed, unsure = lookup.get(args, repeatable)
+        with below_autograd():
+            out = compiled(*kept(args), *packed)
+        if unsure is not None and unsure.differ():
+            del out
+            packed = unsure.again(args)
+            with below_autograd():
+                out = compiled(*kept(args), *packed)
+        return out
+
+    return run
+
+
+def _getter(indices: Sequence[int]) -> Callable[[Sequence[Any]], tuple[Any, ...]]:
+    if len(indices) > 1:
+        return operator.itemgetter(*indices)
+    return lambda args: tuple(args[i] for i in indices)
+
+
+_Packed = tuple[torch.Tensor, ...]
+
+
+class _Met:
+    """The weights of one call, all of which were packed."""
+
+    def __init__(self, writes: object, states: Any, entries: list[Entry], refs: list[Any]) -> None:
+        self.writes, self.states, self.refs = writes, states, refs
+        self.serials = [e.serial for e in entries]
+        self.packed: _Packed = tuple(t for e in entries for t in e.packed)
+        distinct = {e.serial: e for e in entries}.values()
+        self.samples = Samples.joined(s for e in distinct for s in e.samples)
+        self.on_gpu = any(s.device.type == "cuda" for s in self.samples)
+
+
+class _Unsure:
+    """Comparisons that a GPU has still to make."""
+
+    def __init__(self, comparisons: list[Comparison], again: Callable[[Sequence[Any]], _Packed]) -> None:
+        self._comparisons, self.again = comparisons, again
+
+    def differ(self) -> bool:
+        return any([c.differs() for c in self._comparisons])
+
+
+class _Lookup:
+    """The packed tensors of all swaps, in order, for a graph's arguments.
+
+    One comparison checks the address and version of every weight that was met before, and one their samples:
+    asking each store takes microseconds a weight, before every step. Nothing is kept
+    longer than they live.
+    """
+
+    def __init__(self, swaps: list[Swap]) -> None:
+        self._swaps = swaps
+        self._stores = [(_getter(s.indices), store(s.spec)) for s in swaps]
+        self._weights = _getter(sorted({i for s in swaps for i in s.indices}))
+        self._met: dict[tuple[int, ...], _Met] = {}
+        _lookups.add(self)
+
+    def get(self, args: Sequence[Any], may_repeat: bool = False) -> tuple[_Packed, _Unsure | None]:
+        weights = self._weights(args)
+        key = tuple(map(id, weights))
+        met = self._met.get(key)
+        if met is None or met.writes != NoticedWrites.last or met.states != _states(weights):
+            return self._ask(key, args, ()), None
+        if met.on_gpu and torch.cuda.is_current_stream_capturing():
+            return met.packed, None  # to a CUDA graph of the user's, which cannot ask
+        comparisons = [s.begin() for s in met.samples]
+        if may_repeat and met.on_gpu:
+            return met.packed, _Unsure(comparisons, lambda args: self._ask(key, args, met.serials))
+        if any([c.differs() for c in comparisons]):
+            return self._ask(key, args, met.serials), None
+        return met.packed, None
+
+    def _ask(self, key: tuple[int, ...], args: Sequence[Any], but: Sequence[int]) -> _Packed:
+        """Asks each store. `but`: the serials of entries that are not to be trusted.
+
+        A sample of one weight that differs makes all of the graph suspect: who changes one changes others, of
+        which the samples may have missed it.
+        """
+        self._met.pop(key, None)  # what is packed anew takes the place of the old
+        writes, weights = NoticedWrites.last, self._weights(args)
+        states, suspect = _states(weights), set(but)
+        entries = []
+        for swap, (chosen, kept) in zip(self._swaps, self._stores):
+            of = chosen(args)
+            try:
+                entry = kept.entry(of)
+                entries.append(kept.entry(of, entry.serial) if entry.serial in suspect else entry)
+            except RuntimeError:
+                swap.check(of)
+                raise
+        refs = watch(weights, self._forget(key), all(e.owned for e in entries))
+        self._met[key] = met = _Met(writes, states, entries, refs)
+        return met.packed
+
+    def clear(self) -> None:
+        self._met.clear()
+
+    def _forget(self, key: tuple[int, ...]) -> Callable[[Any], None]:
+        lookup = weakref.ref(self)
+
+        def forget(dead: Any) -> None:
+            me = lookup()
+            if me is not None:
+                me._met.pop(key, None)
+
+        return forget
+
+
+_lookups: weakref.WeakSet[_Lookup] = weakref.WeakSet()
+
+
+def _states(weights: tuple[torch.Tensor, ...]) -> Any:
+    return states_of(weights if _PLAIN.issuperset(map(type, weights)) else leaves_of(weights))
+
+
+_PLAIN = frozenset((torch.Tensor, torch.nn.Parameter))
+
+
+def forget_all() -> None:
+    """torch.compiler.reset(): nothing that was packed is used again."""
+    forget_packed()
+    for lookup in list(_lookups):
+        lookup.clear()

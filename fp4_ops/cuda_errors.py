@@ -1,0 +1,37 @@
+"""What to do about an error of CUDA's, by its number. csrc/cuda/library.cpp has the same words for C++;
+tests/kernels_cuda/test_cuda_errors.py holds the two together."""
+
+from __future__ import annotations
+
+NO_CODE = (
+    "this build of fp4_ops has no code for this GPU. Build it again with FP4_CUDA_ARCHS=all, and see "
+    "`python -m fp4_ops info`"
+)
+OLD_DRIVER = "the GPU's driver is older than this CUDA needs. Update the driver"
+BROKEN_BEFORE = (
+    "a kernel before this one, of any library, read or wrote where it must not, or was stopped. Nothing runs "
+    "on the GPU in this process any more. Start it again with CUDA_LAUNCH_BLOCKING=1 to see which kernel it "
+    "is"
+)
+ADVICE = {
+    2: "the GPU's memory is full. Free some, or run fewer tokens at once",
+    35: OLD_DRIVER,
+    98: NO_CODE,
+    209: NO_CODE,
+    222: OLD_DRIVER,
+    700: BROKEN_BEFORE,
+    702: BROKEN_BEFORE,
+    715: BROKEN_BEFORE,
+    716: BROKEN_BEFORE,
+    719: BROKEN_BEFORE,
+}
+"""cudaError_t."""
+OTHERWISE = (
+    "The number is a cudaError_t. It may come from a kernel before this one: run again with "
+    "CUDA_LAUNCH_BLOCKING=1 to see which, and send the maintainers what `python -m fp4_ops info` prints"
+)
+
+
+def failed(what: str, error: int) -> RuntimeError:
+    """The error of a call of CUDA's, or of a launch, that gave this number."""
+    return RuntimeError(f"fp4: {what} failed with CUDA error {error}: {ADVICE.get(error, OTHERWISE)}")

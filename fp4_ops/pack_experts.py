@@ -1,0 +1,406 @@
+"""Expert weights of a model become 4-bit ones, in place: the checks, the packing, the replacing."""
+
+from __future__ import annotations
+
+import copy
+import ctypes
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from . import experts
+from .backends import takers
+from .distributed.collectives import Group
+from .distributed.parts import Part, keep_for_itself, keep_local
+from .distributed.workspace import MAX_TOKENS
+from .expert_lists import find_lists, linears, put, summary
+from .expert_parallel import connect_model
+from .experts import PackedWeight, Recipe, SharedLayout, auto_a_format, interleave
+from .find_experts import Plan, find_experts, is_experts, logical_shape
+from .meta.formats import ACTIVATION_CHOICES, FORMATS, check_activation_choice, known_activation
+from .meta.layouts import LAYOUTS, packed_spec, preferred_layout
+from .prepare_report import OWN_CODE, PreparedModule, PrepareReport
+from .quantization import Calibration, Method, find_method, quantize_weight
+from .quantization.weight import check_calibration, matrices_at_once, threads_of
+from .relayout import relayout
+
+# What `activation` means to the operators; None: by device, when it runs.
+A_FORMATS = {name: None if name == "auto" else a_format for name, a_format in ACTIVATION_CHOICES.items()}
+
+
+def pack_experts(
+    model: nn.Module,
+    format: str = "nvfp4",
+    activation: str = "auto",
+    *,
+    method: str = "rtn",
+    calibration: Calibration | None = None,
+    trainable_inputs: bool = False,
+    ep_group: Any = None,
+    max_tokens: int = MAX_TOKENS,
+) -> PrepareReport:
+    """All of `fp4_ops.prepare`, whose arguments these are, but how the model is saved."""
+    if format not in FORMATS:
+        raise ValueError(f"fp4: format is {format!r}; it must be one of: {', '.join(FORMATS)}")
+    check_activation_choice(activation, format)
+    if max_tokens < 1:
+        raise ValueError(f"fp4: max_tokens is {max_tokens}; it must be at least 1")
+    chosen = find_method(method, format)
+    lists, unlike = find_lists(model)
+    found, plans, refusals = find_experts(model, lists, unlike)
+    if ep_group is not None:
+        plans = _spread(plans, lists, ep_group)
+    for name, p in plans.items():
+        _check_part(name, p, chosen, trainable_inputs)
+    if lists:
+        _check_lists(lists, activation, chosen, trainable_inputs)
+    originals = {
+        name: keep_local(found[name], p.part if p.part and p.part.tokens else None)
+        for name, p in plans.items()
+    }
+    wanted = A_FORMATS[activation] or "auto"
+    try:
+        for name, p in plans.items():
+            _check_weights(name, found[name], p, format)
+        device, dtype, shapes = _weights(found, plans, lists)
+        layout = preferred_layout(device, *shapes, dtype=dtype, format=format, a_format=wanted)
+        check_activation(activation, device, layout)
+        quantizer = Quantizer(format, chosen, calibration, layout)
+        for name, p in plans.items():
+            quantizer.check(name, found[name], p)
+    except Exception:
+        for name, parameters in originals.items():
+            found[name]._parameters.update(parameters)
+        raise
+    originals.clear()
+    sizes = _replace_weights(found, plans, quantizer)
+    of_lists = _replace_linears(lists, quantizer)
+    for name, p in plans.items():
+        module: Any = found[name]
+        module._fp4_recipe = Recipe(
+            p.form.of(module), p.gate, A_FORMATS[activation], trainable_inputs, p.part
+        )
+        if trainable_inputs:
+            module.requires_grad_(False)  # biases, too
+        if p.part is not None:
+            keep_for_itself(module)
+        SharedLayout([getattr(module, p.form.gate_up), getattr(module, p.form.down)], dtype, wanted).join()
+    if plans:
+        choose_implementation(model)
+    if device == "cpu":
+        _return_freed_memory()
+
+    a_format = A_FORMATS[activation] or f"{auto_a_format(device, layout)} (auto)"
+    if not plans:
+        a_format = "none"
+    exchange = connect_model(model, dtype, max_tokens)
+    report = PrepareReport(format, layout, a_format, exchange=exchange)
+    for name in found:
+        if name in plans:
+            before, after = sizes[name]
+            report.modules.append(
+                PreparedModule(name, "", plans[name].gate, plans[name].shape, before, after)
+            )
+        else:
+            report.modules.append(PreparedModule(name, refusals[name]))
+    for name, modules in lists.items():
+        report.modules.append(PreparedModule(name, "", OWN_CODE, summary(modules), *of_lists[name]))
+    report.modules += [PreparedModule(name, reason) for name, reason in unlike.items()]
+    return report
+
+
+def _spread(plans: dict[str, Plan], lists: dict[str, Any], ep_group: Any) -> dict[str, Plan]:
+    """The same plans for this process's share of whole experts."""
+    if lists:
+        raise ValueError(
+            f"fp4: ep_group is given, and the experts of {next(iter(lists))} are modules of their own, "
+            "which run by their own code. Call prepare without it"
+        )
+    size, rank, spread = ep_group.size(), ep_group.rank(), {}
+    for name, p in plans.items():
+        if p.part is not None:
+            raise ValueError(
+                f"fp4: ep_group is given, and {name} has {p.part} already, as DTensors. Call prepare "
+                "without it"
+            )
+        part = Part("spread", p.experts, size, rank, ep_group.group_name, "own")
+        shape = p.shape.partition(", ")[2]
+        spread[name] = replace(p, part=part, shape=f"{part}, {shape}")
+    return spread
+
+
+def _check_part(name: str, p: Plan, method: Method, trainable_inputs: bool) -> None:
+    """What experts that are spread or split over processes cannot have."""
+    if p.part is None:
+        return
+    if trainable_inputs:
+        raise ValueError(
+            f"fp4: trainable_inputs=True, and {name} has {p.part}: gradients need all of them here. "
+            "Call prepare in one process, or without trainable_inputs"
+        )
+    if method.calibration != "none" or (p.part.kind == "split" and method.name != "rtn"):
+        raise ValueError(f"fp4: method is {method.name!r}, and {name} has {p.part}. Use method='rtn'")
+
+
+def check_activation(activation: str, device: str, layout: str) -> None:
+    """Raises ValueError unless weights in this layout on this device meet such activations."""
+    if activation == "int8" and device != "cpu":
+        raise ValueError(
+            f"fp4: activation='int8' runs on CPU only; the model is on {device}. "
+            "Use activation='bf16' or 'auto'."
+        )
+    if activation == "fp8" and device != "cpu" and not LAYOUTS[layout].native:
+        raise ValueError(
+            f"fp4: activation='fp8' needs {takers('fp8', 'cuda')}, which this device or these weights do not "
+            "have. Use activation='bf16' or 'auto'."
+        )
+
+
+def _weights(
+    found: dict[str, Any], plans: dict[str, Plan], lists: dict[str, list[nn.Module]]
+) -> tuple[str, torch.dtype, set[tuple[int, int]]]:
+    """Device and dtype of the expert weights, and their (N, K). Keeps no reference: prepare frees them."""
+    shapes = set()
+    for name, of_list in lists.items() if not plans else ():
+        for _, linear in linears(name, of_list):
+            weight = linear.weight
+            shapes.add((weight.shape[0], weight.shape[1]))
+    for name, p in plans.items():
+        for _, attribute in p.form.weights:
+            weight = getattr(found[name], attribute)
+            _, n, k = logical_shape(weight, p.transposed)
+            shapes.add((n, k))
+    return weight.device.type, weight.dtype, shapes
+
+
+def _check_lists(
+    lists: dict[str, list[nn.Module]], activation: str, method: Method, trainable_inputs: bool
+) -> None:
+    """Everything that experts which are modules of their own cannot have, before anything is changed."""
+    name = next(iter(lists))
+    own_code = f"the experts of {name} are modules that run by their own code, over FP4Tensors"
+    if activation not in ("auto", "bf16"):
+        raise ValueError(
+            f"fp4: activation is {activation!r}, and {own_code}, whose activations stay as they are. Use "
+            f"activation='bf16', and torch.compile(model, backend='fp4', options={{'activation': "
+            f"{activation!r}}})"
+        )
+    if method.calibration != "none":
+        raise ValueError(f"fp4: method {method.name!r} needs calibration, and {own_code}. Use method='rtn'")
+    if trainable_inputs:
+        raise ValueError(
+            f"fp4: trainable_inputs=True, and {own_code}, which have no gradients. Leave trainable_inputs out"
+        )
+    for name, modules in lists.items():
+        for weight_name, linear in linears(name, modules):
+            if linear.weight.is_meta:
+                raise ValueError(f"fp4: {weight_name} is on the meta device; load the weights before prepare")
+            if not linear.weight.isfinite().all():
+                raise ValueError(
+                    f"fp4: {weight_name} holds NaN or infinity, which have no 4-bit code. Correct it "
+                    "before prepare"
+                )
+
+
+def _replace_linears(lists: dict[str, list[nn.Module]], quantizer: Quantizer) -> dict[str, tuple[int, int]]:
+    """Gives each Linear of experts its weight in 4 bits: {list: (bytes before, bytes after)}.
+
+    A Parameter may serve several; it is packed once, counted where it comes first, and freed before the next.
+    """
+    places: dict[Tensor, list[tuple[str, nn.Linear]]] = {}
+    for name, modules in lists.items():
+        for _, linear in linears(name, modules):
+            places.setdefault(linear.weight, []).append((name, linear))
+    sizes = dict.fromkeys(lists, (0, 0))
+    while places:
+        weight = next(iter(places))
+        (name, first), *others = places.pop(weight)
+        with torch.inference_mode(False), torch.no_grad():
+            size = put(first, quantizer.quantize(weight.detach()[None], None), quantizer.format)
+        for _, other in others:
+            other.weight = first.weight
+        before, after = sizes[name]
+        sizes[name] = (before + weight.nbytes, after + size)
+        del weight
+    return sizes
+
+
+def _return_freed_memory() -> None:
+    """glibc keeps freed blocks below its mmap threshold, up to 32 MiB each, unless asked to return them."""
+    trim = getattr(ctypes.CDLL(None), "malloc_trim", None)
+    if trim is not None:
+        trim(0)
+
+
+def _check_weights(name: str, module: nn.Module, p: Plan, format: str) -> None:
+    """Everything that could fail half-way, before anything is changed."""
+    if p.part is not None and p.part.kind == "split":
+        inner = logical_shape(getattr(module, p.form.down), p.transposed)[2]
+        check_columns(name, p.part, inner * p.part.size, format)
+    for attribute in (p.form.gate_up, p.form.down):
+        weight = getattr(module, attribute)
+        if weight.is_meta:
+            raise ValueError(
+                f"fp4: {name}.{attribute} is on the meta device; load the weights before prepare"
+            )
+        for expert, matrix in enumerate(weight.detach()):
+            if not matrix.isfinite().all():
+                raise ValueError(
+                    f"fp4: {name}.{attribute} holds NaN or infinity in expert {expert}, "
+                    "which have no 4-bit code. Correct it before prepare"
+                )
+
+
+def check_columns(name: str, part: Part, inner: int, format: str) -> None:
+    """Raises ValueError unless each process's columns of the intermediate size are whole blocks."""
+    block = FORMATS[format].block
+    if inner % part.size or inner // part.size % block:
+        raise ValueError(
+            f"fp4: {name} has intermediate size {inner}, which {part.size} processes split (tp_size); "
+            f"each part must be a multiple of {block}, the block of {format}. Use another tp_size or format, "
+            "or ep_size, which keeps experts whole"
+        )
+
+
+@dataclass(frozen=True)
+class Quantizer:
+    """How `prepare` turns expert weights into 4 bits."""
+
+    format: str
+    method: Method
+    calibration: Calibration | None
+    layout: str
+
+    def check(self, name: str, module: Any, p: Plan) -> None:
+        """Raises ValueError where the calibration does not fit this module."""
+        if self.method.calibration == "none":
+            return
+        for matrix, attribute in p.form.weights:
+            shape = logical_shape(getattr(module, attribute), p.transposed)
+            given = self.calibration.shape(name, matrix) if self.calibration else None
+            check_calibration(shape, self.method, given)
+
+    def _moments(self, name: str, matrix: str) -> Tensor | None:
+        if self.method.calibration == "none" or self.calibration is None:
+            return None
+        return self.calibration.get(name, matrix)
+
+    def pack(
+        self, weight: Tensor, name: str, matrix: str, *, transposed: bool = False, interleaved: bool = False,
+        part: Part | None = None,
+    ) -> PackedWeight:  # fmt: skip
+        """The weight [E, N, K] (stored [E, K, N] if transposed) in 4 bits, made a few experts at a time.
+
+        `interleaved`: with the rows of gate and up in turn. `part`: what it is of a weight; of one that is
+        split
+        the codes are those that the whole one has.
+        """
+        moments = self._moments(name, matrix)
+        # No inference tensors: they could not be loaded into or moved later.
+        with torch.inference_mode(False), torch.no_grad():
+            weight = weight.detach()
+            factors = self._factors(weight, part) if part is not None and part.kind == "split" else None
+            e, n, k = logical_shape(weight, transposed)
+            spec = packed_spec(FORMATS[self.format], LAYOUTS[self.layout], (e,), n, k)
+            stacks = [weight.new_empty(shape, dtype=dtype) for shape, dtype in spec]
+            at_once = matrices_at_once(weight.device.type, n, k)
+            if self.method.name != "rtn":  # whose kernel has threads of its own
+                at_once *= threads_of(weight.device)
+            for start in range(0, e, at_once):
+                at = slice(start, start + at_once)
+                matrices = weight[at].transpose(1, 2).contiguous() if transposed else weight[at]
+                inputs = moments[at] if moments is not None else None
+                if interleaved:
+                    matrices = interleave(matrices)
+                made_here = self.quantize(matrices, inputs, factors[at] if factors is not None else None)
+                operands = relayout(made_here, self.format, k, "plain", self.layout)
+                for stack, made in zip(stacks, operands):
+                    stack[at] = made  # type: ignore[assignment]
+        global_scale = stacks[2] if len(stacks) == 3 else None
+        return PackedWeight(
+            stacks[0], stacks[1], global_scale, self.format, self.layout, k, interleaved, part
+        )
+
+    def _factors(self, weight: Tensor, part: Part) -> Tensor | None:
+        """Global scales [E] of weights of which other processes have the rest."""
+        if not FORMATS[self.format].has_global_scale:
+            return None
+        largest = weight.abs().amax((1, 2)).float().contiguous()
+        largest = Group.named("fp4_ops.prepare", part.group_name).largest(largest)
+        return torch.where(largest == 0, 1.0, largest / (6 * 448))
+
+    def quantize(
+        self, w: Tensor, moments: Tensor | None, factors: Tensor | None = None
+    ) -> tuple[Tensor, Tensor, Tensor | None]:
+        """factors: the global scales [E]; None: by w itself."""
+        if self.method.name == "rtn":  # the same bits from a kernel
+            codes: tuple[Tensor, Tensor, Tensor] = torch.ops.fp4.quantize(w, self.format, factors)
+            return codes
+        return quantize_weight(w, self.format, self.method.name, calibration=moments)
+
+
+def _replace_weights(
+    found: dict[str, Any], plans: dict[str, Plan], quantizer: Quantizer
+) -> dict[str, tuple[int, int]]:
+    """Puts a PackedWeight in place of each Parameter: {module: (bytes before, bytes after)}.
+
+    A Parameter may serve several modules. Each is packed once, counted where it comes first, and its last
+    reference is dropped before the next one is touched. Calibrated methods run the model in between, so that
+    there all are packed before the first is replaced.
+    """
+    places: dict[Tensor, list[tuple[str, str, str]]] = {}
+    for name, p in plans.items():
+        for matrix, attribute in p.form.weights:
+            places.setdefault(getattr(found[name], attribute), []).append((name, matrix, attribute))
+
+    def pack(weight: Tensor) -> PackedWeight:
+        name, matrix, _ = places[weight][0]
+        act = known_activation(plans[name].gate)
+        split = matrix == "gate_up" and act.gated and not act.interleaved
+        return quantizer.pack(
+            weight, name, matrix, transposed=plans[name].transposed,
+            interleaved=split and LAYOUTS[quantizer.layout].interleaved, part=plans[name].part,
+        )  # fmt: skip
+
+    early = {w: pack(w) for w in places} if quantizer.method.calibration != "none" else {}
+    sizes = dict.fromkeys(plans, (0, 0))
+    while places:
+        weight = next(iter(places))
+        packed = early.pop(weight) if early else pack(weight)
+        users = places.pop(weight)
+        first = users[0][0]
+        before, after = sizes[first]
+        sizes[first] = (before + weight.nbytes, after + packed.num_bytes)
+        for name, _, attribute in users:
+            delattr(found[name], attribute)
+            found[name].add_module(attribute, packed)
+        del weight
+    return sizes
+
+
+def own_configs(model: nn.Module) -> None:
+    """Gives the model copies of its configs: other models may have been built from the same objects."""
+    copies: dict[int, Any] = {}
+    for module in model.modules():
+        if "config" in module.__dict__:
+            module.config = copy.deepcopy(module.config, copies)
+
+
+def choose_implementation(model: nn.Module) -> None:
+    """Sets `fp4` on the config, which modules share: those left alone note what they ran before.
+
+    generate() leaves a name that it does not know in place, where it would switch `grouped_mm` for decoding.
+    """
+    experts.register()
+    modules: list[Any] = [m for m in model.modules() if is_experts(m)]
+    if any(hasattr(m, "_fp4_recipe") for m in modules):
+        own_configs(model)
+    for module in modules:
+        previous = module.config._experts_implementation
+        if not hasattr(module, "_fp4_recipe") and previous != experts.IMPLEMENTATION:
+            module._fp4_previous = previous or "eager"
+    for module in modules:
+        if hasattr(module, "_fp4_recipe"):
+            module.config._experts_implementation = experts.IMPLEMENTATION
