@@ -32,6 +32,7 @@ PACKAGES = {
     "torch": "torch", "triton": "triton", "transformers": "transformers", "peft": "peft",
     "ggml": "ggml-python", "humming": "humming-kernels", "experts4bit_qlora": "experts4bit-qlora",
     "bitsandbytes": "bitsandbytes", "vllm": "vllm", "flashinfer": "flashinfer-python",
+    "sgl_kernel": "sglang-kernel",
 }  # fmt: skip
 """Module -> distribution. A record has the versions of those that the benchmark imported."""
 

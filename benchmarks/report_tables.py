@@ -254,6 +254,35 @@ def humming() -> str:
     return f"{grid(heads, lines)}\n\n{source('humming_h100', 'humming_h200')}"
 
 
+def sglang_ratios(**where: Any) -> list[float]:
+    """SGLang's time over that of int4, which its weights are, too."""
+    return [r["sglang_us"] / r["int4_us"] for r in rows("cutlass_h100", "product", **where)]
+
+
+@table
+def sglang() -> str:
+    heads = ["card", "tokens", "points", "least", "median", "most"]
+    found = rows("cutlass_h100", "product")
+    gpu = read("cutlass_h100")["gpu"]
+    lines: list[list[Cell]] = [
+        [gpu, tokens, *spread(sglang_ratios(tokens=tokens))]
+        for tokens in sorted({r["tokens"] for r in found})
+    ]
+    lines.append([gpu, "**all**", *spread(sglang_ratios())])
+    return f"{grid(heads, lines)}\n\n{source('cutlass_h100')}"
+
+
+@table
+def sglang_products() -> str:
+    heads = ["experts, N, K", "tokens", "int4 x fp8", "mxfp4 x fp8", "SGLang, int4 x fp8", "SGLang / int4"]
+    lines: list[list[Cell]] = [
+        [f"{r['model']} [{r['experts']}, {r['n']}, {r['k']}]", r["tokens"], r["int4_us"], r["mxfp4_us"],
+         r["sglang_us"], r["sglang_us"] / r["int4_us"]]
+        for r in rows("cutlass_h100", "product")
+    ]  # fmt: skip
+    return f"{grid(heads, lines)}\n\n{source('cutlass_h100')}"
+
+
 @table
 def attention() -> str:
     keys = ("step", "sequences", "keys", "written_us", "rewritten_us", "speedup")
