@@ -11,9 +11,9 @@
 // stay bare codes, and each block's sums meet its scales in float32.
 //
 // A tile of weights is the left operand, so that 16 activation rows lie side by side in a tile of sums: their
-// int8 scales are then one vector. Pair 4 j + w of a tile's 16 pairs of k is k = 8 w + j and 8 w + j + 4, as
-// a row's four words give them (see unpack_step), and rows are packed to meet it. bfloat16 subnormals and
-// subnormal sums count as zero.
+// int8 scales are then one vector. Within eight k the order of a panel's pairs is 0 4, 1 5, 2 6, 3 7 (see
+// kernels_avx512_bf16.cpp), and rows are packed to meet it. bfloat16 subnormals and subnormal sums count as
+// zero.
 #include "cpu/avx512_many.h"
 #include "cpu/tiles.h"
 
@@ -108,8 +108,7 @@ void pack_rows(RowKind kind, const uint8_t* const* rows, int count, int64_t k, u
     }
     for (int64_t p = 0; p < planes; ++p, tile += kTileBytes) {
       transpose(values[p]);
-      for (int i = 0; i < 16; ++i)
-        _mm512_storeu_si512(tile + (i % 4 * 4 + i / 4) * kTileRowBytes, values[p][i]);
+      for (int i = 0; i < 16; ++i) _mm512_storeu_si512(tile + i * kTileRowBytes, values[p][i]);
     }
   }
   if (kind != RowKind::int8) return;
@@ -164,23 +163,19 @@ template <bool by_block, typename F>
   const __m512i w[4] = {load64(codes), load64(codes + 64), load64(codes + 128), load64(codes + 192)};
   const __m512i t[4] = {_mm512_unpacklo_epi32(w[0], w[1]), _mm512_unpackhi_epi32(w[0], w[1]),
                         _mm512_unpacklo_epi32(w[2], w[3]), _mm512_unpackhi_epi32(w[2], w[3])};
-  // Lane b of row_words[i] has the four words of row 4 b + i. They go through memory, from where a load
-  // brings them four times: a permute would compete with those that look weights up.
-  alignas(64) __m128i row_words[4][4];
-  _mm512_store_si512(row_words[0], _mm512_unpacklo_epi64(t[0], t[2]));
-  _mm512_store_si512(row_words[1], _mm512_unpackhi_epi64(t[0], t[2]));
-  _mm512_store_si512(row_words[2], _mm512_unpacklo_epi64(t[1], t[3]));
-  _mm512_store_si512(row_words[3], _mm512_unpackhi_epi64(t[1], t[3]));
-  const __m512i shifts = _mm512_setr_epi32(0, 0, 0, 0, 4, 4, 4, 4, 8, 8, 8, 8, 12, 12, 12, 12);
-  const __m512i upper = _mm512_broadcast_i32x4(_mm_setr_epi32(0, 0, 0x100010, 0x100010));
+  // Lane b of rows[i] has the four words of row 4 b + i.
+  const __m512i rows[4] = {_mm512_unpacklo_epi64(t[0], t[2]), _mm512_unpackhi_epi64(t[0], t[2]),
+                           _mm512_unpacklo_epi64(t[1], t[3]), _mm512_unpackhi_epi64(t[1], t[3])};
+  const __m512i words = _mm512_setr_epi32(0, 0, 0, 0, 1, 1, 1, 1, 2, 2, 2, 2, 3, 3, 3, 3);
+  const __m512i shifts = _mm512_broadcast_i32x4(_mm_setr_epi32(0, 4, 8, 12));
+  const __m512i upper = _mm512_inserti64x4(_mm512_setzero_si512(), _mm256_set1_epi16(16), 1);
 #pragma GCC unroll 4
   for (int b = 0; b < 4; ++b) {
+    const __m512i lane = _mm512_add_epi32(words, _mm512_set1_epi32(4 * b));
 #pragma GCC unroll 4
     for (int i = 0; i < 4; ++i) {
       const int row = 4 * b + i;
-      __m512i pairs;
-      asm("vbroadcasti32x4 %1, %0" : "=v"(pairs) : "m"(row_words[i][b]));  // else GCC makes it a shuffle
-      pairs = _mm512_srlv_epi32(pairs, shifts);
+      __m512i pairs = _mm512_srlv_epi32(_mm512_permutexvar_epi32(lane, rows[i]), shifts);
       if constexpr (by_block)  // (pairs & 15) | upper
         pairs = _mm512_ternarylogic_epi32(pairs, _mm512_set1_epi16(15), upper, 0xea);
       _mm512_storeu_si512(to + row * kTileRowBytes, _mm512_permutexvar_epi16(pairs, table(row)));
@@ -387,9 +382,8 @@ bool supported() { return __builtin_cpu_supports("avx512bf16") && tiles_supporte
 
 const TileKernels kAmxBf16 = {
     .supported = supported,
-    // 64 rows of bfloat16 took less time here than eight did by vdpbf16ps (Emerald Rapids,
-    // docs/performance.md).
-    .min_rows = {.floating = 16, .int8 = 16, .bf16 = 8},
+    // Measured on an Emerald Rapids with one thread and with 16 (docs/kernels.md).
+    .min_rows = {.floating = 8, .int8 = 25, .bf16 = 6},
     .speed = 4,
     .rows_bytes = rows_bytes,
     .pack_rows = pack_rows,
