@@ -496,6 +496,35 @@ def several_gpus() -> str:
     return f"{grid(heads, lines)}\n\n{source(*SEVERAL)}"
 
 
+SPREAD = ("nvlink_h100", "nvlink_gpt_oss_h100", "nvlink_deepseek_h100")
+
+
+@table
+def spread_blocks() -> str:
+    heads = [
+        "experts",
+        "tokens",
+        "own: one",
+        "NCCL",
+        "NVLink",
+        "bound",
+        "same: one",
+        "NCCL",
+        "NVLink",
+        "bound",
+    ]
+    lines: list[list[Cell]] = []
+    for name in SPREAD:
+        found = rows(name, "own")
+        for model, tokens in dict.fromkeys((r["model"], r["tokens"]) for r in found):
+            line: list[Cell] = [model, tokens]
+            for table, alone in (("own", "one"), ("same", "alone")):
+                of = {"model": model, "tokens": tokens}
+                line += [one(name, table, **of, way=w)["us"] for w in (alone, "nccl", "ours", "local")]
+            lines.append(line)
+    return f"{grid(heads, lines)}\n\n{source(*SPREAD)}"
+
+
 # --- README ---
 
 
