@@ -243,6 +243,10 @@ BAKED_WEIGHTS = (
     "make them parameters before the model is compiled: torch.nn.utils.prune.remove, "
     "parametrize.remove_parametrizations, remove_weight_norm, or the like"
 )
+MERGE = (
+    "merge the correction into the weight before the model is compiled, w + scale * b @ a: in PEFT "
+    "model.merge_and_unload(), or model.merge_adapter(), which can be undone"
+)
 INDEX_OF_ONE = (
     "take the part by a tensor of one dimension: w.index_select(0, i.view(1)), or for n from there on "
     "w.index_select(0, i + torch.arange(n, device=i.device))"

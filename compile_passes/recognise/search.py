@@ -31,6 +31,7 @@ from ..index.reader import Reader
 from ..index.terms import Const, Ref, free_axes, substitute, walk
 from ..naming import called
 from ..operands import operand, several
+from .changed_products import changed_products
 from .mixture import Linear, Matcher, Mixture
 from .sorted_rows import GATHERED, SORTED, need_one_operator
 from .unread_steps import instead_of, instead_of_output
@@ -84,6 +85,17 @@ class Search:
 
     def run(self) -> Iterator[tuple[list[fx.Node], Mixture | Refusal]]:
         """(down products, what became of them)."""
+        cause: Refusal | None = None
+        for downs, found in self._all():
+            if isinstance(found, Refusal) and _is_vague(found) and any(map(_is_of_some_rows, downs)):
+                known, cause = cause, cause or changed_products(self.graph, self.reader.is_weight)
+                if cause is not None:
+                    if known is None:  # it is told once
+                        yield downs, cause
+                    continue
+            yield downs, found
+
+    def _all(self) -> Iterator[tuple[list[fx.Node], Mixture | Refusal]]:
         single = deep = 0
         for bits in self._groups():
             for part, found in self._found(bits):
@@ -99,7 +111,7 @@ class Search:
             yield layers, Refusal(reason, layers[-1], advice.THREE_LAYERS)
         if single.bit_count() > 1:
             downs = self._of(single)
-            reason = f"{len(downs)} experts read what others have computed: rows that those before wrote to"
+            reason = f"{len(downs)} {_READ_COMPUTED}"
             yield downs, Refusal(reason, downs[-1], advice.ONE_AFTER_ANOTHER)
         unread = self._unread()
         if unread is not None:
@@ -196,10 +208,6 @@ class Search:
         if dtype not in FLOATING:
             reason = f"experts that compute in {dtype}, not float32, bfloat16 or float16"
             return Refusal(reason, rows[-1], advice.DTYPE)
-        made = [n for n in map(_made_weight, rows) if n is not None]
-        if made:
-            reason = f"the weights of {len(made)} products are computed in the graph, by {called(made[-1])}"
-            return Refusal(reason, made[-1], advice.BAKED_WEIGHTS)
         reason = f"products of {choices} choices of rows are not read as experts"
         return Refusal(reason, rows[-1], advice.FFN)
 
@@ -460,31 +468,16 @@ def _weight(weight: Ref) -> _Weight:
     return _Weight(weight.node, tuple(i.value if isinstance(i, Const) else None for i in index))
 
 
-def _made_weight(product: fx.Node) -> fx.Node | None:
-    """What computes the matrix of a product of chosen rows: a mask of pruning, a norm of the weight."""
-    for node in product.all_input_nodes:
-        while is_op(node, *_SAME) or (item(node) is not None and is_op(operand(node), *_SAME)):
-            node = operand(node)
-        if (
-            node.op == "call_function"
-            and is_tensor(node)
-            and len(shape(node)) == 2
-            and not _is_of_some_rows(node)
-        ):
-            return node
-    return None
-
-
-_SAME = (
-    aten.t, aten.transpose, aten.permute, aten.view, aten.clone, aten._to_copy, aten.detach, aten.alias,
-    aten.select, aten.slice, aten.squeeze, aten.unsqueeze, aten.unbind, aten.split, aten.split_with_sizes,
-)  # fmt: skip
-
-
 def _is_of_some_rows(node: fx.Node) -> bool:
     """Whether a tensor has the rows that a mask or `where` chose."""
     return bool(free_unbacked_symbols(value(node)))
 
 
+def _is_vague(refusal: Refusal) -> bool:
+    """Whether it says what could not be read, not why."""
+    return refusal.reason.endswith(("is not understood", "are not read as experts", _READ_COMPUTED))
+
+
+_READ_COMPUTED = "experts read what others have computed: rows that those before wrote to"
 _DULL = ("there is only one expert", "something else is added to it")
 """What is wrong with every node that is not the whole of a block."""

@@ -362,3 +362,63 @@ def test_weights_that_the_graph_computes_are_told(change):
         assert torch.allclose(torch.compile(module, backend=recorder)(x), module(x), atol=1e-5)
     (site,) = recorder.sites
     assert "products are computed in the graph" in site.reason and "prune.remove" in site.change
+
+
+# --- products that are corrected ---
+
+
+class Corrected(nn.Module):
+    """LoRA, as PEFT has it."""
+
+    def __init__(self, base: nn.Linear) -> None:
+        super().__init__()
+        self.base = base
+        self.lora_a = nn.Linear(base.in_features, 4, bias=False)
+        self.lora_b = nn.Linear(4, base.out_features, bias=False)
+        self.merged = False
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = self.base(x)
+        return y if self.merged else y + self.lora_b(self.lora_a(F.dropout(x, 0.1, training=False))) * 0.5
+
+    @torch.no_grad()
+    def merge(self) -> None:
+        self.base.weight.data += 0.5 * self.lora_b.weight @ self.lora_a.weight
+        self.merged = True
+
+
+@pytest.mark.parametrize("names", [("w1", "w2"), more(["w1"]), more(["w2"]), more(["w1", "w3", "w2"])])
+def test_a_correction_is_told_and_merged(names):
+    module = Loop(experts=4)
+    corrected = [(expert, name) for expert in module.list for name in names]
+    for expert, name in corrected:
+        setattr(expert, name, Corrected(getattr(expert, name)))
+    before = copy.deepcopy(module)
+    recorder = Recorder(activation="bf16")
+    with torch.no_grad():
+        x = torch.randn(9, 32)
+        assert relative_error(torch.compile(module, backend=recorder)(x), before(x)) < 1e-5
+    assert not recorder.ops
+    (site,) = recorder.sites
+    assert re.search(rf"product with list\[\d\]\.{names[0]}\.base\.weight is corrected", site.reason)
+    assert "merge" in site.change
+    for expert, name in corrected:
+        getattr(expert, name).merge()
+    torch._dynamo.reset()
+    recorder = Recorder(activation="bf16")
+    with torch.no_grad():
+        torch.compile(module, backend=recorder)(x)
+    assert recorder.ops == ["fp4::moe"], recorder.reasons
+
+
+def test_one_weight_that_the_graph_computes():
+    class Twice(nn.Module):
+        def forward(self, w: Tensor) -> Tensor:
+            return w * 2
+
+    module, recorder = Loop(experts=4), Recorder(activation="bf16")
+    torch.nn.utils.parametrize.register_parametrization(module.list[1].w1, "weight", Twice())
+    with torch.no_grad():
+        torch.compile(module, backend=recorder)(torch.randn(9, 32))
+    (site,) = recorder.sites
+    assert site.reason.startswith("the weight of a product is computed in the graph, by mul (`return w * 2`)")

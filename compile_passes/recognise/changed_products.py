@@ -1,0 +1,103 @@
+"""Products of chosen rows that are no plain ones: corrected by smaller products (LoRA), or with weights that
+the graph computes (pruning, norms of weights, parametrizations)."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+from torch import fx
+from torch.fx.experimental.symbolic_shapes import free_unbacked_symbols
+
+from .. import advice
+from ..graph.nodes import FLOATING, PRODUCTS, Refusal, aten, is_op, is_tensor, item, shape, static_int, value
+from ..naming import called, input_name
+from ..operands import operand
+
+_SAME = (
+    aten.t, aten.transpose, aten.permute, aten.view, aten.clone, aten._to_copy, aten.detach, aten.alias,
+    aten.select, aten.slice, aten.squeeze, aten.unsqueeze, aten.unbind, aten.split, aten.split_with_sizes,
+)  # fmt: skip
+_SCALED = (aten.mul, aten.div, aten.dropout, *_SAME)
+
+
+def changed_products(graph: fx.Graph, is_weight: Callable[[fx.Node], bool]) -> Refusal | None:
+    """What the products of chosen rows have that plain ones do not, if anything."""
+    products = [n for n in graph.nodes if is_op(n, *PRODUCTS) and _has_some_rows(n)]
+    for node in graph.nodes:
+        if not (is_op(node, aten.add) and _has_some_rows(node) and all(map(is_tensor, node.args[:2]))):
+            continue
+        for base, other in ((0, 1), (1, 0)):
+            own = _weight(_unscaled(operand(node, base)), is_weight)
+            small = _low_rank(_unscaled(operand(node, other)), is_weight)
+            if own is not None and small:
+                names = " and ".join(map(input_name, small))
+                by = f"one of smaller rank (LoRA), of {names}"
+                reason = f"the product with {input_name(own)} is corrected by {by}"
+                return Refusal(reason, node, advice.MERGE)
+    made = [n for p in products if (n := _made_weight(p, is_weight)) is not None]
+    several = f"the weights of {len(made)} products are" if len(made) > 1 else "the weight of a product is"
+    return (
+        Refusal(f"{several} computed in the graph, by {called(made[-1])}", made[-1], advice.BAKED_WEIGHTS)
+        if made
+        else None
+    )
+
+
+def _made_weight(product: fx.Node, is_weight: Callable[[fx.Node], bool]) -> fx.Node | None:
+    """What computes the matrix of a product of chosen rows: a mask of pruning, a norm of the weight."""
+    for node in product.all_input_nodes:
+        while is_op(node, *_SAME) or (item(node) is not None and is_op(operand(node), *_SAME)):
+            node = operand(node)
+        matrix = node.op == "call_function" and is_tensor(node) and len(shape(node)) == 2
+        if matrix and not _has_some_rows(node) and _is_of_weights(node, is_weight):
+            return node
+    return None
+
+
+def _is_of_weights(node: fx.Node, is_weight: Callable[[fx.Node], bool]) -> bool:
+    """Whether it is computed from no activations."""
+    seen, todo = {node}, [node]
+    while todo:
+        n = todo.pop()
+        if n.op == "placeholder" and is_tensor(n) and value(n).dtype in FLOATING and not is_weight(n):
+            return False
+        new = set(n.all_input_nodes) - seen
+        seen |= new
+        todo += new
+    return True
+
+
+def _has_some_rows(node: fx.Node) -> bool:
+    return is_tensor(node) and bool(free_unbacked_symbols(value(node)))
+
+
+def _unscaled(node: fx.Node) -> fx.Node:
+    """Back through scaling and views of chosen rows."""
+    while is_op(node, *_SCALED):
+        rows = [n for n in node.all_input_nodes if _has_some_rows(n)]
+        if len(rows) != 1:
+            break
+        node = rows[0]
+    return node
+
+
+def _weight(product: fx.Node, is_weight: Callable[[fx.Node], bool]) -> fx.Node | None:
+    """The parameter that chosen rows are multiplied with."""
+    for node in product.all_input_nodes if is_op(product, *PRODUCTS) else ():
+        while is_op(node, *_SAME):
+            node = operand(node)
+        if is_weight(node) and len(shape(node)) >= 2:
+            return node
+    return None
+
+
+def _low_rank(node: fx.Node, is_weight: Callable[[fx.Node], bool]) -> list[fx.Node]:
+    """The two weights of a product of a product, if the rows between are the narrowest."""
+    last = _weight(node, is_weight)
+    rows = [n for n in node.all_input_nodes if _has_some_rows(n)] if last is not None else []
+    inner = _unscaled(rows[0]) if len(rows) == 1 else None
+    first = _weight(inner, is_weight) if inner is not None else None
+    if last is None or first is None or inner is None:
+        return []
+    rank, wide = static_int(shape(inner)[-1]), static_int(shape(node)[-1])
+    return [first, last] if rank is not None and wide is not None and rank < wide else []
