@@ -13,6 +13,7 @@ from torch._dynamo.utils import get_compilation_metrics
 from .dynamo.branches import KEPT, SEEN_THROUGH
 from .dynamo.breaks import breaks_since, described, inside, known_breaks, reason_of
 from .dynamo.extend import CAPTURE, extend_dynamo
+from .dynamo.left_out import expert_parameters
 from .naming import short_path
 from .options import parse
 from .pipeline import analyse
@@ -63,7 +64,11 @@ def explain(
     failed = [m for m in new_ones if m.fail_type is not None]
     report.not_captured = list(dict.fromkeys(_not_captured(frame, breaks) for frame in failed))
     report.seen_through = [short_path(place) for place in new[SEEN_THROUGH]]
-    report.hints = _hints(model, report, list(new[KEPT])) or _dynamos_hints(failed, breaks)
+    report.hints = (
+        _hints(model, report, list(new[KEPT]))
+        or _dynamos_hints(failed, breaks)
+        or _no_products(model, report)
+    )
     return report
 
 
@@ -123,6 +128,18 @@ def _hints(model: Any, report: Report, branches: Sequence[str]) -> list[str]:
             "then no number leaves the graph"
         )
     return hints
+
+
+def _no_products(model: Any, report: Report) -> list[str]:
+    """For parameters that look like experts in a model of whose graphs nothing is said."""
+    if any(frame.sites or frame.note for frame in report.frames) or not isinstance(model, torch.nn.Module):
+        return []
+    return [
+        f"the parameters of {name} look like experts, but no graph has a matrix product of theirs with rows: "
+        "write one by F.linear, @, einsum, torch.bmm or grouped_mm with the parameter itself, not by "
+        "elementwise products and sums, a convolution, or weights that forward puts together (torch.stack)"
+        for name in expert_parameters(model)
+    ]
 
 
 def _dynamos_hints(failed: Sequence[Any], breaks: Sequence[Any]) -> list[str]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+from collections import Counter
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -48,6 +49,12 @@ def analyse(gm: fx.GraphModule, inputs: Sequence[Any], options: Options) -> tupl
         return None, frame
     if not options.linear and not _has_expert_weights(gm, inputs):
         frame.sites = fp4_calls(gm.graph)
+        given = _experts_as_arguments(gm, inputs)
+        if given:
+            frame.note = (
+                f"left to Inductor: what look like experts' weights are arguments, {', '.join(given)}"
+            )
+            frame.change = advice.PARAMETER
         return None, frame
     for device in {x.device.type for x in inputs if isinstance(x, torch.nn.Parameter)}:
         # An activation this device cannot take is the user's error.
@@ -120,7 +127,7 @@ def compile_graph(
     rewritten, frame = analyse(gm, inputs, options)
     if tell is not None:
         tell(frame)
-    looks_like_experts = _has_expert_weights(gm, inputs)
+    looks_like_experts = _has_expert_weights(gm, inputs) or bool(_experts_as_arguments(gm, inputs))
     _log(frame, looks_like_experts)
     left_out.note(frame, inputs, looks_like_experts, options.strict)
     if options.strict:
@@ -193,6 +200,28 @@ def _has_expert_weights(gm: fx.GraphModule, inputs: Sequence[Any]) -> bool:
     # Those of torch.utils.checkpoint, and of other calls of whole graphs, too.
     graphs = [m.graph for m in gm.modules() if isinstance(m, fx.GraphModule)] if matrices else []
     return any(_routes(n) for graph in graphs for n in graph.nodes)
+
+
+def _experts_as_arguments(gm: fx.GraphModule, inputs: Sequence[Any]) -> list[str]:
+    """The names of some inputs that are no parameters, but lead back to where others come from, many times,
+    in a graph that chooses experts."""
+    given = [
+        (n, x)
+        for n, x in _pairs(gm, inputs)
+        if isinstance(x, torch.Tensor) and not _is_fixed(n, x) and x.is_floating_point() and x.dim() in (2, 3)
+    ]
+    shapes = Counter(tuple(x.shape) for _, x in given)
+    experts = []
+    for n, x in given:
+        *e, rows, columns = x.shape
+        count = min(shapes[tuple(x.shape)], shapes[(*e, columns, rows)]) * (e[0] if e else 1)
+        if rows != columns and count > 1:
+            experts.append(input_name(n))
+    chooses = bool(experts) and any(called(n).split(".")[0] in _CHOOSES for n in gm.graph.nodes)
+    return [*experts[:2], *(["..."] if len(experts) > 2 else [])] if chooses else []
+
+
+_CHOOSES = ("topk", "argmax", "one_hot", "nonzero")
 
 
 _ROUTING = ("topk", "softmax", "argmax", "one_hot", "sort", "argsort", "nonzero", "max", "scatter")

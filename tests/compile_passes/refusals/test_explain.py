@@ -10,8 +10,9 @@ import sys
 
 import pytest
 import torch
+from fp4_ops.compile_passes import advice
 from moe_models import Block, Recorder, build, tokens
-from moe_styles import STYLES
+from moe_styles import STYLES, StackedStyle
 
 import fp4_ops
 
@@ -339,3 +340,33 @@ v = fp4.grouped_mm_masked.default(v, in3, in4, in5, v, None, None, None, format=
 v = fp4.grouped_mm_masked.default(v, in6, in7, in8, v, None, None, None, format=nvfp4, layout=tile16, a_format=, out_dtype=torch.float32)
 v = fp4.grouped_mm_masked.default(v, in9, in10, in11, v, None, None, None, format=nvfp4, layout=tile16, a_format=, out_dtype=torch.float32)""",
         )
+
+
+def test_weights_that_are_arguments_are_told():
+    """torch.func.functional_call with a dictionary of tensors."""
+    block, x = STYLES["where loop"](experts=3), torch.randn(7, 32)
+    given = {name: p.detach().clone() for name, p in block.named_parameters()}
+
+    def run(given, x):
+        return torch.func.functional_call(block, given, (x,))
+
+    (frame,) = fp4_ops.explain(run, given, x).frames
+    assert "experts' weights are arguments, given['list[0].w1.weight']" in frame.note
+    assert frame.change == advice.PARAMETER
+
+
+class NoProducts(StackedStyle):
+    def experts_of(self, x, ids, weights):
+        def product(w, x):
+            return (w[ids] * x.unsqueeze(-2)).sum(-1)
+
+        rows = x[:, None].expand(-1, self.k, -1)
+        h = self.act(product(self.w1, rows)) * product(self.w3, rows)
+        return (product(self.w2, h) * weights[..., None]).sum(1)
+
+
+def test_experts_without_products_are_told():
+    report = fp4_ops.explain(NoProducts(experts=3), torch.randn(7, 32))
+    assert not report.sites
+    (hint,) = report.hints
+    assert "parameters of NoProducts look like experts, but no graph has a matrix product" in hint

@@ -11,6 +11,7 @@ import sys
 from collections.abc import Callable
 
 import pytest
+import repository_styles  # noqa: F401  adds its styles to STYLES
 import torch
 from conftest import more
 from fp4_ops.compile_passes.weights import packed as packed_weights
@@ -448,3 +449,14 @@ def test_copies_of_a_model_do_not_share(monkeypatch):
     packed = count_packing(monkeypatch)
     checked.check()
     assert packed == []
+
+
+def test_all_experts_in_one_vector():
+    """Wherever it lies in memory."""
+    module = STYLES["where loop, weights cut from one vector"]()
+    checked, size = Checked(module), module.every.numel()
+    checked.check()
+    module.every.data.mul_(1.5)
+    checked.check()
+    module.every.data = (torch.randn(size + 5) / 6)[5:]
+    checked.check()
