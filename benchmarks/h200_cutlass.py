@@ -237,6 +237,8 @@ class FlashinferBlock:
                     times[tactic] = replay_us(captured(run, TUNING_LAUNCHES))
                 except RuntimeError:  # this tactic does not take these sizes
                     torch.cuda.synchronize()
+            if not times:
+                raise RuntimeError(f"no tactic of FlashInfer's runs product {product + 1} of this block")
             self.tactics[product] = min(times, key=times.__getitem__)
 
     @staticmethod
