@@ -26,7 +26,7 @@ QUANTISED = ("int8", "fp8", *FP4_FORMATS)
 PRODUCTS = ("mm", "grouped_mm", "grouped_mm_masked", "indexed_mm", "grouped_mm_k")
 
 
-class Weight(NamedTuple):
+class KnownWeight(NamedTuple):
     packed: Tensor
     scale: Tensor
     global_scale: Tensor | None
@@ -81,7 +81,7 @@ def quantised(x: Tensor, kind: str, layout: str) -> tuple[dict[str, Any], Tensor
     )
 
 
-def random_weight(shape: tuple[int, ...], format: str, layout: str, device: str) -> Weight:
+def random_weight(shape: tuple[int, ...], format: str, layout: str, device: str) -> KnownWeight:
     """As `fp4::quantize` makes it, then prepacked."""
     w = torch.randn(shape, device=device) / shape[-1] ** 0.5
     packed, scale, global_scale = torch.ops.fp4.quantize(w, format)
@@ -90,7 +90,7 @@ def random_weight(shape: tuple[int, ...], format: str, layout: str, device: str)
     if layout != "plain":
         packed, scale, global_scale = torch.ops.fp4.prepack(packed, scale, given, format, layout)
         given = global_scale if global_scale.numel() or LAYOUTS[layout].has_factor else None
-    return Weight(packed, scale, given, exact)
+    return KnownWeight(packed, scale, given, exact)
 
 
 def product(case: Case, device: str) -> tuple[Tensor, Tensor]:
