@@ -158,3 +158,17 @@ def test_layers_that_are_checkpointed(reentrant):
     with torch.no_grad():
         assert relative_error(compiled(x), module.twin("mxfp4")(x)) < 1e-5
     assert recorder.ops == ["fp4::moe"], recorder.reasons
+
+
+@pytest.mark.parametrize("how", ["guards", "reset"])
+def test_a_hook_that_is_registered_later(how):
+    """docs/troubleshooting.md names these two ways; torch leaves guards on hooks out."""
+    module, x = STYLES["where loop"](experts=3), torch.randn(9, 32)
+    compiled = torch.compile(module, backend=Recorder(activation="bf16"), fullgraph=True)
+    with torch.no_grad(), torch._dynamo.config.patch(skip_nnmodule_hook_guards=how != "guards"):
+        assert relative_error(compiled(x), module.twin()(x)) < 1e-5
+        for expert in module.list:
+            expert.register_forward_hook(lambda module, inputs, output: output * 2)
+        if how == "reset":
+            torch.compiler.reset()
+        assert relative_error(compiled(x), module.twin()(x)) < 1e-5

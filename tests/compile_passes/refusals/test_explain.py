@@ -12,7 +12,7 @@ import pytest
 import torch
 from fp4_ops.compile_passes import advice
 from moe_models import Block, Recorder, build, tokens
-from moe_styles import STYLES, StackedStyle
+from moe_styles import STYLES, ListStyle, StackedStyle
 
 import fp4_ops
 
@@ -370,3 +370,26 @@ def test_experts_without_products_are_told():
     assert not report.sites
     (hint,) = report.hints
     assert "parameters of NoProducts look like experts, but no graph has a matrix product" in hint
+
+
+class Dispatched(ListStyle):
+    """The classic SparseDispatcher: rows sorted by `nonzero(gates).sort(0)`, parts of a size for each expert."""
+
+    def experts_of(self, x, ids, weights):
+        gates = torch.zeros(x.shape[0], self.E).scatter(1, ids, weights)
+        by_expert, places = torch.nonzero(gates).sort(0)
+        token = torch.nonzero(gates)[places[:, 1], 0]
+        sizes = (gates > 0).sum(0).tolist()
+        parts = torch.split(x[token], sizes, dim=0)
+        y = torch.cat([expert(part) for expert, part in zip(self.list, parts)])
+        scale = gates[token].gather(1, by_expert[:, 1:])
+        return torch.zeros_like(x).index_add(0, token, y * scale)
+
+
+def test_a_sparse_dispatcher_is_told_its_line_and_what_to_write():
+    module, x = Dispatched(experts=3), torch.randn(7, 32)
+    report = fp4_ops.explain(module, x)
+    assert not any(site.rewritten for site in report.sites)
+    assert any("sizes = (gates > 0).sum(0).tolist()" in reason for reason in report.graph_breaks)
+    (hint,) = report.hints
+    assert "takes numbers out of tensors" in hint and "torch.where(ids == e)" in hint

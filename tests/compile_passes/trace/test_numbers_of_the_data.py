@@ -96,7 +96,8 @@ def test_a_part_that_is_not_a_copy_stays(name):
     x, t = torch.randn(9, H), torch.tensor(3)
     with torch.no_grad():
         got, expected = torch.compile(module, backend="fp4")(x, t), module(x, t)
-        torch.testing.assert_close(got, expected)
+        for a, b in zip(*((t if isinstance(t, tuple) else (t,)) for t in (got, expected)), strict=True):
+            assert relative_error(a, b) < 1e-5
     report = fp4_ops.explain(module, x, t)
     (note,) = [frame.note for frame in report.frames if frame.note]
     assert "is written to or returned" in note
