@@ -77,7 +77,7 @@ def library() -> ctypes.CDLL | None:
         ("constants", [pointer, pointer], None),
         ("tuned", [ctypes.c_char_p, number, pointer, number], number),
         ("work", [pointer, number, pointer, pointer, pointer], None),
-        ("takes_few", [*[number] * 7, ctypes.c_char_p, ctypes.c_bool, number], ctypes.c_bool),
+        ("takes_few", [*[number] * 7, ctypes.c_char_p, ctypes.c_bool, number, number], ctypes.c_bool),
     ):
         try:
             function = getattr(loaded, f"fp4_cuda_{name}")
@@ -195,15 +195,15 @@ def product(routing: str, groups: int, rows: int, n: int, kp: int, block: int = 
 
 def takes_few(
     groups: int, rows: int, block: int, up: tuple[int, int], down: tuple[int, int], a_format: str, sms: int,
-    *, int4: bool = False,
+    *, int4: bool = False, expected: int = 0,
 ) -> bool:  # fmt: skip
     """Whether decode or gemv, and not prefill, run an expert block on a Hopper GPU of `sms` multiprocessors.
 
     `rows`: of (token, expert) pairs; `block`: K that share a scale; `up`, `down`: N and K of the products;
-    `int4`: in layout sm90_int4.
+    `int4`: in layout sm90_int4; `expected`: of the pairs, those whose expert is here (0: all).
     """
     size = groups, rows, *up, *down, block, a_format.encode(), int4, sms
-    return bool(loaded().fp4_cuda_takes_few(*size))
+    return bool(loaded().fp4_cuda_takes_few(*size, expected))
 
 
 class Only:

@@ -83,6 +83,10 @@ bool block_decodes(const Block& block, const Gpu& gpu) {
   double decode_all = 0, prefill_all = fitted.block_sort_us;
   for (Product p : {block.up, block.down}) {
     p.routing = Routing::kOffs;
+    if (block.expected > 0) {
+      if (!choose_decode(p.all_rows(), p.groups, p.n, p.kp, gpu)) return false;
+      p.rows = block.expected;
+    }
     decode_all += decode_us(p, few, gpu);
     prefill_all += prefill_us(p, many, gpu);
   }
@@ -232,11 +236,11 @@ ProductPlan plan(const Product& p, Kernel kernel, const Gpu& gpu) {
 }
 
 BlockPlan plan(const Block& block, const Gpu& gpu) {
-  static Decided<17, BlockPlan> decided;
+  static Decided<18, BlockPlan> decided;
   const Product &up = block.up, &down = block.down;
   return decided.get({int(up.routing), up.groups, up.rows, up.n, up.kp, down.n, down.kp, up.block,
                       block.top_k, 2 * block.bf16 + block.int4, block.a_format, int(gpu.family), gpu.sms,
-                      gpu.shared_bytes, gpu.copy_rate, gpu.constants, int(only_runs.load())},
+                      gpu.shared_bytes, gpu.copy_rate, gpu.constants, int(only_runs.load()), block.expected},
                      [&] { return make_plan(block, gpu); });
 }
 

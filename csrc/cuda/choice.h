@@ -34,9 +34,10 @@ struct ProductPlan {
 struct Block {
   Product up, down;
   int top_k;
-  bool bf16;     // the weights are in layout mma_bf16
-  bool int4;     // or in sm90_int4
-  int a_format;  // an AFormat of common/formats.h
+  bool bf16;         // the weights are in layout mma_bf16
+  bool int4;         // or in sm90_int4
+  int a_format;      // an AFormat of common/formats.h
+  int expected = 0;  // of the rows, those whose expert is here, where others' are masked; 0: all
 };
 
 // Of the name of an AFormat.

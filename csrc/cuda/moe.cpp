@@ -101,7 +101,7 @@ struct Outcome {
   std::optional<Sorted> sorted;
 };
 
-Outcome run(bool combined, const Rows* ready, const Tensor& x, const Tensor& topk_ids,
+Outcome run(bool combined, int64_t ranks, const Rows* ready, const Tensor& x, const Tensor& topk_ids,
             const Tensor& topk_weights, const Tensor& w13, const Tensor& w13_scale,
             const OptionalTensor& w13_global_scale, const Tensor& w2, const Tensor& w2_scale,
             const OptionalTensor& w2_global_scale, const OptionalTensor& w13_bias,
@@ -140,10 +140,10 @@ Outcome run(bool combined, const Rows* ready, const Tensor& x, const Tensor& top
   const Routing routing = pairs > kMaxIds ? Routing::kOffs : by_id(c.ids);
   Gpu gpu = here.gpu();
   if (!combined) gpu.constants = 0;  // all ranks decide the same, whichever of their hosts were tuned
-  const BlockPlan plan =
-      cuda::plan(Block{product_of(c.up, routing, c.pairs), product_of(c.down, routing, c.pairs), c.top_k(),
-                       c.up.bf16, c.up.int4, int(c.a_format)},
-                 gpu);
+  const BlockPlan plan = cuda::plan(
+      Block{product_of(c.up, routing, c.pairs), product_of(c.down, routing, c.pairs), c.top_k(), c.up.bf16,
+            c.up.int4, int(c.a_format), ranks > 1 ? int((pairs + ranks - 1) / ranks) : 0},
+      gpu);
   c.few = plan.few;
   // As they are while decode runs, which waits for the weights, else fp8.
   if (c.a_format == AFormat::automatic) c.a_format = plan.few ? AFormat::none : AFormat::fp8;
@@ -172,14 +172,15 @@ Tensor moe(const Tensor& x, const Tensor& topk_ids, const Tensor& topk_weights, 
            const Tensor& w2_scale, const OptionalTensor& w2_global_scale, const OptionalTensor& w13_bias,
            const OptionalTensor& w2_bias, const std::string& format, const std::string& layout,
            const std::string& activation, const std::string& a_format, std::optional<ScalarType> out_dtype) {
-  return run(true, nullptr, x, topk_ids, topk_weights, w13, w13_scale, w13_global_scale, w2, w2_scale,
+  return run(true, 1, nullptr, x, topk_ids, topk_weights, w13, w13_scale, w13_global_scale, w2, w2_scale,
              w2_global_scale, w13_bias, w2_bias, format, layout, activation, a_format, out_dtype)
       .out;
 }
 
 // `moe` for a caller that adds up itself (fp4_ops/distributed): out and an empty tensor; or y [pairs, N] and
 // how its rows are sorted, from groups + pairs on the place of each (token, slot). With x_values
-// and x_factor, rows of x that are fp8 already, x says what they were and is not read.
+// and x_factor, rows of x that are fp8 already, x says what they were and is not read. Of ids of `ranks`
+// ranks' experts one in so many is here, and the others are -1.
 std::tuple<Tensor, Tensor> moe_parts(const Tensor& x, const OptionalTensor& x_values,
                                      const OptionalTensor& x_factor, const Tensor& topk_ids,
                                      const Tensor& topk_weights, const Tensor& w13, const Tensor& w13_scale,
@@ -187,12 +188,13 @@ std::tuple<Tensor, Tensor> moe_parts(const Tensor& x, const OptionalTensor& x_va
                                      const Tensor& w2_scale, const OptionalTensor& w2_global_scale,
                                      const OptionalTensor& w13_bias, const std::string& format,
                                      const std::string& layout, const std::string& activation,
-                                     const std::string& a_format, std::optional<ScalarType> out_dtype) {
+                                     const std::string& a_format, std::optional<ScalarType> out_dtype,
+                                     int64_t ranks) {
   std::optional<Rows> ready;
   if (x_values) ready = Rows{*x_values, x_factor};
-  const Outcome made =
-      run(false, ready ? &*ready : nullptr, x, topk_ids, topk_weights, w13, w13_scale, w13_global_scale, w2,
-          w2_scale, w2_global_scale, w13_bias, std::nullopt, format, layout, activation, a_format, out_dtype);
+  const Outcome made = run(false, ranks, ready ? &*ready : nullptr, x, topk_ids, topk_weights, w13, w13_scale,
+                           w13_global_scale, w2, w2_scale, w2_global_scale, w13_bias, std::nullopt, format,
+                           layout, activation, a_format, out_dtype);
   return {made.out, made.sorted ? made.sorted->made : Here(w13).empty({0}, ScalarType::Int)};
 }
 
@@ -206,7 +208,7 @@ FP4_DEFINE(FP4_PARTS_LIBRARY, m) {
       "moe_parts(Tensor x, Tensor? x_values, Tensor? x_factor, Tensor topk_ids, Tensor topk_weights, "
       "Tensor w13, Tensor w13_scale, Tensor? w13_global_scale, Tensor w2, Tensor w2_scale, "
       "Tensor? w2_global_scale, Tensor? w13_bias, *, str format, str layout, str activation, str a_format, "
-      "ScalarType? out_dtype) -> (Tensor, Tensor)");
+      "ScalarType? out_dtype, int ranks) -> (Tensor, Tensor)");
 }
 FP4_REGISTER(FP4_PARTS_LIBRARY, FP4_DISPATCH_KEY, m) { m.impl("moe_parts", FP4_BOX(moe_parts)); }
 

@@ -64,10 +64,11 @@ FP4_FOR_PYTHON void fp4_cuda_work(const Product* product, int kernel, const Gpu*
   *prefill = prefill_work(*product, Kernel(kernel), *gpu);
 }
 
-// Whether decode or gemv run an expert block of `rows` (token, expert) pairs on a Hopper GPU.
+// Whether decode or gemv run an expert block of `rows` (token, expert) pairs on a Hopper GPU, of which
+// `expected` have an expert here (0: all).
 FP4_FOR_PYTHON bool fp4_cuda_takes_few(int groups, int rows, int up_n, int up_kp, int down_n, int down_kp,
-                                       int block, const char* a_format, bool int4, int sms) {
+                                       int block, const char* a_format, bool int4, int sms, int expected) {
   const Product up{Routing::kOffs, groups, rows, up_n, up_kp, block};
   const Product down{Routing::kOffs, groups, rows, down_n, down_kp, block};
-  return plan({up, down, 1, false, int4, index_of(a_format)}, {.sms = sms}).few;
+  return plan({up, down, 1, false, int4, index_of(a_format), expected}, {.sms = sms}).few;
 }

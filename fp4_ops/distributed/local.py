@@ -33,7 +33,7 @@ class Local:
 
     def parts(
         self, x: Tensor, ready: tuple[Tensor, Tensor] | None, ids: Tensor, weights: Tensor, pairs: int,
-        dtype: torch.dtype,
+        dtype: torch.dtype, ranks: int,
     ) -> tuple[Tensor, Tensor | None]:  # fmt: skip
         """The sums and None; or, where many rows were sorted, the rows of experts, and each slot's place.
 
@@ -45,7 +45,7 @@ class Local:
         values, factor = ready or (None, None)
         y, order = torch.ops.fp4_parts.moe_parts(
             x, values, factor, ids, weights, *weight_operands, w13_bias, **self.options,
-            a_format=self.chosen(pairs, x.device), out_dtype=dtype,
+            a_format=self.chosen(pairs, x.device), out_dtype=dtype, ranks=ranks,
         )  # fmt: skip
         if not order.numel():
             return y, None
@@ -63,7 +63,9 @@ class Local:
         if self.operands[-1] is not None or self.chosen(pairs, x.device) != "fp8":
             return False
         int4 = order.name == "sm90_int4"
-        return not self._takes_few(len(self.own), here, "fp8", x.device, int4=int4)
+        return not self._takes_few(
+            len(self.own), here, "fp8", x.device, int4=int4, expected=-(-here // ranks)
+        )
 
     def chosen(self, pairs: int, device: torch.device) -> str:
         """What "auto" is on Hopper for all experts and all rows: the number of ranks does not change it."""
@@ -73,12 +75,15 @@ class Local:
         return "none" if self._takes_few(self.num_experts, pairs, "auto", device) else "fp8"
 
     def _takes_few(
-        self, experts: int, rows: int, a_format: str, device: torch.device, *, int4: bool = False
-    ) -> bool:
+        self, experts: int, rows: int, a_format: str, device: torch.device, *, int4: bool = False,
+        expected: int = 0,
+    ) -> bool:  # fmt: skip
         from .. import native
         from ..backends.launchers.library import multiprocessors
 
         up, down = self.experts
         sizes = (up.n, up.k), (down.n, down.k)
         sms = multiprocessors(device.index)
-        return native.takes_few(experts, rows, up.format.block, *sizes, a_format, sms, int4=int4)
+        return native.takes_few(
+            experts, rows, up.format.block, *sizes, a_format, sms, int4=int4, expected=expected
+        )

@@ -90,6 +90,22 @@ def test_how_activations_enter_is_decided_by_all_experts_and_rows(monkeypatch):
     assert {"none", "fp8"} == set(chosen[128])
 
 
+@pytest.mark.skipif(
+    native.library() is None, reason="needs the native runtime (build with FP4_CUDA_ARCHS=90a)"
+)
+def test_the_plan_expects_the_rows_that_are_here():
+    """Of the slots of all ranks' tokens, one in so many has an expert here. The others cost next to nothing,
+    so the kernels are those for as many valid ones."""
+    sizes, told = ((1536, 2048), (2048, 768)), []
+    for held in (8, 16, 64):
+        for slots in (2**i for i in range(3, 12)):
+            for ranks in (2, 4, 8):
+                few = native.takes_few(held, slots, 16, *sizes, "none", 132, expected=slots // ranks)
+                assert few == native.takes_few(held, slots // ranks, 16, *sizes, "none", 132)
+                told.append((few, native.takes_few(held, slots, 16, *sizes, "none", 132)))
+    assert {(True, True), (True, False), (False, False)} == set(told)
+
+
 def lost(folder, how: str) -> None:
     """Rank 1 of three is lost. The others' errors name it and the operator, soon."""
     processes = start("lost_ranks.py", 3, folder, how)

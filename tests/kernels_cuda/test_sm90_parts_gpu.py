@@ -13,9 +13,9 @@ __all__ = ["pytestmark"]
 GROUPS, HIDDEN, INNER, TOP_K = 5, 256, 128, 3
 
 
-def moe_parts(*args, **options):
+def moe_parts(*args, ranks=2, **options):
     there = torch.ops.fp4_parts if torch.version.cuda else torch.ops.fp4_emulated_parts
-    return there.moe_parts(*args, **options)
+    return there.moe_parts(*args, ranks=ranks, **options)
 
 
 @pytest.mark.parametrize("only, tokens", [("prefill", 40), ("decode", 4)])
