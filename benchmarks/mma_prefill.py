@@ -1,13 +1,13 @@
-"""4-bit weights x bf16 activations by mma.sync (csrc/sm80), as GPUs without wgmma run them.
+"""4-bit weights x bf16 or fp16 activations by mma.sync (csrc/sm80), as GPUs without wgmma run them.
 
     python benchmarks/mma_prefill.py [--library FILE] [--most-shared KB] [--tokens 128,512,2048,8192]
-        [--format nvfp4] [--all-candidates]
+        [--format nvfp4] [--rows fp16] [--all-candidates]
 
 The kernels are those of `_sm80.so`, or of `--library`: an H100 runs them if they are built for it, as
 `nvcc -gencode arch=compute_80,code=sm_90` does. `--most-shared 99` has launches use no more shared memory
 than sm_86, 89 and 120 have, 163 than sm_80. Microseconds a launch, TFLOP/s, what the bytes alone need at
-the rate of a copy, which is measured first, and torch's grouped product of bf16 weights. Bursts of 8 ms
-after a pause, with four routings (uniformly random) in turn; Gaussian weights.
+the rate of a copy, which is measured first, and torch's grouped product of weights in the rows' type. Bursts
+of 8 ms after a pause, with four routings (uniformly random) in turn; Gaussian weights.
 """
 
 from __future__ import annotations
@@ -37,6 +37,7 @@ SHAPES = {  # experts, N, K, top-k
     "mixtral-8x7b down": (8, 4096, 14336, 2),
 }
 BLOCK = {"nvfp4": 16, "mxfp4": 32}
+ROWS = {"bf16": torch.bfloat16, "fp16": torch.float16}
 ROUTINGS = 4
 """In turn, so that weights of other experts lie in L2."""
 
@@ -63,6 +64,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--most-shared", type=int, default=0)
     parser.add_argument("--tokens", default="128,512,2048,8192")
     parser.add_argument("--format", default="nvfp4", choices=BLOCK)
+    parser.add_argument("--rows", default="bf16", choices=ROWS)
     parser.add_argument("--all-candidates", action="store_true")
     parser.add_argument("--no-torch", action="store_true")
 
@@ -74,16 +76,17 @@ def rows(args: argparse.Namespace) -> Iterator[record.Row]:
     loaded = library.library()
     assert isinstance(loaded, ctypes.CDLL), f"{library.FILE} is not built"
     loaded.fp4_kernel_prefill_most_shared(args.most_shared * 1024)
-    kernel, sms = prefill.for_block("bf16", BLOCK[args.format]), library.multiprocessors(0)
+    kernel, sms = prefill.for_block(args.rows, BLOCK[args.format]), library.multiprocessors(0)
+    dtype = ROWS[args.rows]
     names, rate = prefill.candidates(kernel), copy_rate()
     for name, (groups, n, k, top_k) in SHAPES.items():
         w = random_weight(groups, n, k, BLOCK[args.format])
-        dense = None if args.no_torch else torch.randn(groups, n, k, device="cuda", dtype=torch.bfloat16)
+        dense = None if args.no_torch else torch.randn(groups, n, k, device="cuda", dtype=dtype)
         for tokens in map(int, args.tokens.split(",")):
             m = tokens * top_k
             routings = [random_routing(tokens, groups, top_k) for _ in range(ROUTINGS)]
-            x = torch.randn(m, k, device="cuda", dtype=torch.bfloat16)
-            out = torch.empty(m, n, dtype=torch.bfloat16, device="cuda")
+            x = torch.randn(m, k, device="cuda", dtype=dtype)
+            out = torch.empty(m, n, dtype=dtype, device="cuda")
             hit = sum((r.diff(prepend=r.new_zeros(1)) > 0).sum().item() for r in routings) / ROUTINGS
             weight_bytes = hit * n * w.kp * (0.5 + 1 / BLOCK[args.format])
 
@@ -102,9 +105,9 @@ def rows(args: argparse.Namespace) -> Iterator[record.Row]:
                 us = microseconds(functools.partial(launch, config), repeats=3)
                 yield {
                     "table": "mma_prefill", "shape": name, "experts": groups, "n": n, "k": k,
-                    "tokens": tokens,
+                    "tokens": tokens, "rows": args.rows,
                     "us": us, "tflop_per_s": 2e-6 * m * n * k / us,
-                    "bytes_us": (weight_bytes + 2 * m * (k + n)) / rate * 1e6, "torch_bf16_us": peer,
+                    "bytes_us": (weight_bytes + 2 * m * (k + n)) / rate * 1e6, "torch_us": peer,
                     "model_us": 1e6 * choice.seconds if config == choice.candidate else None,
                     "candidate": names[config], "chosen": config == choice.candidate,
                 }  # fmt: skip

@@ -283,6 +283,45 @@ def sglang_products() -> str:
     return f"{grid(heads, lines)}\n\n{source('cutlass_h100')}"
 
 
+MARLIN = {"nvfp4": "mma_marlin_h100", "mxfp4": "mma_marlin_mxfp4_h100"}
+LIMITS = {"99 KB": "mma_99_us", "163 KB": "mma_163_us"}
+
+
+def _marlin(name: str) -> list[dict[str, Any]]:
+    return [r for what in ("gate/up", "down", "block") for r in rows(name, what)]
+
+
+@table
+def marlin() -> str:
+    heads = ["weights", "shared memory", "", "tokens", "points", "least", "median", "most"]
+    parts = ("product", ("gate/up", "down")), ("block", ("block",))
+    lines: list[list[Cell]] = []
+    for format, name in MARLIN.items():
+        for limit, key in LIMITS.items():
+            for what, tables in parts:
+                for range_, least, most in (("1 to 32", 1, 32), ("128 to 8192", 128, 8192)):
+                    found = [
+                        r["marlin_us"] / r[key]
+                        for r in _marlin(name)
+                        if r["table"] in tables and least <= r["tokens"] <= most and r["marlin_us"] and r[key]
+                    ]
+                    lines.append([format, limit, what, range_, *spread(found)])
+    return f"{grid(heads, lines)}\n\n{source(*MARLIN.values())}"
+
+
+@table
+def marlin_points() -> str:
+    heads = ["weights", "model", "", "tokens", "99 KB", "163 KB", "Marlin", "Marlin over 99 KB", "floor"]
+    lines = []
+    for format, name in MARLIN.items():
+        for r in sorted(_marlin(name), key=lambda r: list(dict.fromkeys(
+            x["model"] for x in rows(name, "block"))).index(r["model"])):  # fmt: skip
+            theirs, ours = r["marlin_us"], r["mma_99_us"]
+            line = [format, r["model"], r["table"], r["tokens"], ours, r["mma_163_us"], theirs]
+            lines.append([*line, theirs / ours if theirs and ours else None, r["floor_us"]])
+    return f"{grid(heads, lines)}\n\n{source(*MARLIN.values())}"
+
+
 @table
 def attention() -> str:
     keys = ("step", "sequences", "keys", "written_us", "rewritten_us", "speedup")

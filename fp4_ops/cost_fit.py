@@ -26,6 +26,7 @@ from .native import KERNELS, Work
 FEWEST = 6
 """Points that a fit of some constants needs."""
 FOCUS = (10.0, 1.0, 0.3, 0.1)
+PASS_POWERS = (0.0, 0.02, 0.04, 0.06, 0.09, 0.12)
 ROUNDS = 8
 """Of reweighting, so that a few times that something else disturbed count little."""
 
@@ -128,21 +129,51 @@ def solve(
     return x.tolist()
 
 
+def solve_positive(
+    rows: Sequence[Sequence[float]], times: Sequence[float], weights: Sequence[float] | None = None
+) -> list[float]:
+    """`solve` without negative results: the most negative one is 0 until there is none."""
+    found = [0.0] * len(rows[0])
+    kept = list(range(len(found)))
+    while kept:
+        x = solve([[row[i] for i in kept] for row in rows], times, weights)
+        worst = min(range(len(kept)), key=x.__getitem__)
+        if x[worst] >= 0:
+            for i, value in zip(kept, x):
+                found[i] = value
+            break
+        del kept[worst]
+    return found
+
+
+def _off(rows: Sequence[Sequence[float]], times: Sequence[float], x: Sequence[float]) -> float:
+    """The median relative error."""
+    return statistics.median(abs(sum(a * b for a, b in zip(row, x)) / t - 1) for row, t in zip(rows, times))
+
+
 def _fit_decode(points: list[Point], v: Values, focus: float) -> None:
-    """One launch and one cost of rows for all kernels, a rate for each."""
+    """One launch, one cost of rows and one of passes for all kernels, a rate for each."""
     kernels = [k for k in KERNELS if sum(p.kernel == k for p in points) >= FEWEST]
     points = [p for p in points if p.kernel in kernels]
     if not points:
         return
-    rows = [
-        [1.0, p.work.values / 2048]
-        + [p.work.weights * p.work.passes ** v["pass_power"] * (p.kernel == k) for k in kernels]
-        for p in points
-    ]
-    launch, row, *inverse = solve(rows, [p.decode_us for p in points], _attention(points, focus))
-    if launch <= 0 or row < 0 or min(inverse) <= 0:
+    times, weights = [p.decode_us for p in points], _attention(points, focus)
+
+    def fitted(power: float) -> tuple[float, float, list[float]]:
+        rows = [
+            [1.0, p.work.values / 2048]
+            + [p.work.weights * p.work.passes**power * (p.kernel == k) for k in kernels]
+            for p in points
+        ]
+        found = solve_positive(rows, times, weights)
+        return _off(rows, times, found), power, found
+
+    several = any(p.work.passes > 1 for p in points)
+    powers = {v["pass_power"], *PASS_POWERS} if several else {v["pass_power"]}
+    _, power, (launch, row, *inverse) = min(map(fitted, sorted(powers)))
+    if launch <= 0 or min(inverse) <= 0:
         return
-    v["decode_us"], v["row_us"] = launch, row
+    v["decode_us"], v["row_us"], v["pass_power"] = launch, row, power
     for k, one in zip(kernels, inverse):
         v["decode_rate"][KERNELS.index(k)] = 1 / one
 
@@ -155,8 +186,8 @@ def _fit_prefill(points: list[Point], k: int, v: Values, focus: float) -> None:
     whole = [p for p in points if not p.work.shares]
     if len(whole) >= FEWEST:
         rows = [[1.0, p.work.seconds * 1e6] for p in whole]
-        launch, scale = solve(rows, list(map(tiles_us, whole)), _attention(whole, focus))
-        if launch < 0 or scale <= 0:
+        launch, scale = solve_positive(rows, list(map(tiles_us, whole)), _attention(whole, focus))
+        if scale <= 0:
             return
         v["prefill_launch_us"][k], v["prefill_scale"][k] = launch, scale
     launch, scale = v["prefill_launch_us"][k], v["prefill_scale"][k]
@@ -165,8 +196,6 @@ def _fit_prefill(points: list[Point], k: int, v: Values, focus: float) -> None:
         return
     rows = [[1.0, scale * p.work.seconds * 1e6] for p in shared]
     times, weights = [tiles_us(p) - launch for p in shared], _attention(shared, focus)
-    extra, factor = solve(rows, times, weights)
-    if extra < 0:
-        extra, factor = 0.0, solve([row[1:] for row in rows], times, weights)[0]
+    extra, factor = solve_positive(rows, times, weights)
     if factor > 0:
         v["shared_extra_us"][k], v["shared_scale"][k] = extra, factor

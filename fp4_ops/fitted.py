@@ -1,8 +1,9 @@
 """What is data about native kernels, beside the code of their backend. Neither torch nor the built package is
 needed here: `setup.py` writes it into a C++ header, too (csrc/generate/constants.py).
 
-`kernels.json`: which library, which GPUs run it, which layouts it reads. `constants.json`: numbers that were
-fitted to measured times, in groups that say which device gave them, at which commit, and when.
+`kernels.json`: which library, which GPUs run it, which layouts it reads, with which rows. `constants.json`:
+numbers that were fitted to measured times, in groups that say which device gave them, at which commit, and
+when.
 """
 
 from __future__ import annotations
@@ -44,6 +45,8 @@ class Family(NamedTuple):
     """... and whether later ones do, too."""
     layouts: tuple[str, ...]
     """Those that they read, the fastest first."""
+    rows: dict[str, list[str]]
+    """Of a layout with which they read fewer dtypes of unquantised rows than it allows, those dtypes."""
 
     @property
     def capability_words(self) -> str:

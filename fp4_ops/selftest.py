@@ -16,7 +16,7 @@ from typing import Any
 
 import torch
 
-from .backends import available, multiplies_fp4
+from .backends import available, multiplies_fp4, reader
 from .info import info
 from .meta.formats import A_FORMATS, ACTIVATIONS, FORMATS, FP4_FORMATS
 from .meta.layouts import LAYOUTS, preferred_layout
@@ -70,6 +70,8 @@ def layouts(device: str) -> list[str]:
 
 def kinds(layout: str, device: str) -> list[str]:
     read = LAYOUTS[layout].a_dtypes
+    if LAYOUTS[layout].native and (here := reader(layout, device, torch.cuda.current_device())):
+        read = here.reads(layout)
     dtypes = {**DTYPES, "fp8": torch.float8_e4m3fn, **dict.fromkeys(FP4_FORMATS, torch.uint8)}
     if device == "cpu":
         dtypes["int8"] = torch.int8

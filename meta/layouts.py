@@ -24,7 +24,7 @@ rows], and global_scale float32 [...]: the power of two by which a matrix's bloc
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from dataclasses import dataclass, replace
 
 import torch
@@ -77,18 +77,19 @@ class Layout:
         dtype: torch.dtype | None,
         format: str | None,
         a_format: str,
+        a_dtypes: Collection[torch.dtype],
     ) -> bool:
-        """Whether it holds these weights (N, K) and its kernels read the activations, those of
-        both 16-bit dtypes where `dtype` is not known: `preferred_layout`."""
+        """Whether it holds these weights (N, K) and its kernels, which read `a_dtypes`, read the activations,
+        those of both 16-bit dtypes where `dtype` is not known: `preferred_layout`."""
         if any(n % self.n_multiple or k % self.k_multiple for n, k in weights):
             return False
         if format is not None and format not in self.formats:
             return False
         if self.a_formats and a_format not in self.a_formats:
             return False
-        if not self.a_dtypes or not self.leaves(a_format):
+        if not a_dtypes or not self.leaves(a_format):
             return True
-        return dtype in self.a_dtypes if dtype is not None else torch.float16 in self.a_dtypes
+        return dtype in a_dtypes if dtype is not None else torch.float16 in a_dtypes
 
 
 _SM90 = Layout(
@@ -115,7 +116,7 @@ LAYOUTS = {
         replace(
             _SM90,
             name="mma_bf16",
-            a_dtypes=(torch.bfloat16, torch.uint8, torch.float4_e2m1fn_x2),
+            a_dtypes=(torch.bfloat16, torch.float16, torch.uint8, torch.float4_e2m1fn_x2),
             a_formats=("none", "nvfp4", "mxfp4"),
             a_layout="plain",
         ),
@@ -191,15 +192,18 @@ _preferred: dict[str, Callable[[], tuple[str, ...]]] = {"cpu": lambda: ("tile16"
 
 _plain: dict[str, Callable[[str | None, str], bool]] = {}
 
+_reads: dict[str, Callable[[str], Collection[torch.dtype]]] = {}
+
 
 def prefer(
     device_type: str,
     layouts: Callable[[], tuple[str, ...]],
     plain: Callable[[str | None, str], bool] = lambda format, a_format: False,
+    reads: Callable[[str], Collection[torch.dtype]] = lambda layout: LAYOUTS[layout].a_dtypes,
 ) -> None:
-    """Kernels of one device say which layouts they read fastest, asked for when weights are packed, and for
-    which (format, a_format) they read `plain` fastest."""
-    _preferred[device_type], _plain[device_type] = layouts, plain
+    """Kernels of one device say which layouts they read fastest, asked for when weights are packed, for which
+    (format, a_format) they read `plain` fastest, and which activations they read with a layout."""
+    _preferred[device_type], _plain[device_type], _reads[device_type] = layouts, plain, reads
 
 
 def preferred_layout(
@@ -219,4 +223,8 @@ def preferred_layout(
     names = _preferred.get(device_type, tuple)()
     if a_format == "auto" and not any("auto" in LAYOUTS[name].a_formats for name in names):
         a_format = "none"  # all that `fp4_ops.experts.auto_a_format` finds there
-    return next((n for n in names if LAYOUTS[n].fits(weights, dtype, format, a_format)), "plain")
+    for name in names:
+        a_dtypes = _reads[device_type](name) if device_type in _reads else LAYOUTS[name].a_dtypes
+        if LAYOUTS[name].fits(weights, dtype, format, a_format, a_dtypes):
+            return name
+    return "plain"

@@ -201,7 +201,7 @@ double decode_us(const Product& p, Kernel kernel, const Gpu& gpu) {
   const auto work = decode_work(p, gpu);
   if (!work) return std::numeric_limits<double>::infinity();
   const PlannerConstants& fitted = constants_of(gpu);
-  // Where nobody has measured it, the same share of the memory's rate as on Hopper.
+  // A family that runs on GPUs of many rates has a share of the memory's.
   const double measured = fitted.decode_rate[int(kernel)];
   const double rate = measured > 0 ? measured : fitted.decode_share * gpu.copy_rate / weight_bytes(p);
   const double time = work->weights / rate * std::pow(work->passes, fitted.pass_power);

@@ -72,7 +72,8 @@ device::Choice prefill_choice(const Product& product, device::PrefillKernel kern
 
 using device::PrefillKernel;
 
-// Of e2m1 weights with a scale for so many K.
+// Of e2m1 weights with a scale for so many K; of Kernel::kBf16 that for bf16 rows, whose times those of fp16
+// are taken to be.
 inline PrefillKernel prefill_kernel(Kernel kernel, int block) {
   constexpr PrefillKernel kOf[3][2] = {{PrefillKernel::kFp8, PrefillKernel::kFp8B32},
                                        {PrefillKernel::kHalf, PrefillKernel::kHalfB32},

@@ -42,6 +42,15 @@ void describe(device::ProductParams& p, const Rows& x, const WeightOperand& w, c
   p.bf16_words = w.bf16;
 }
 
+// By what the rows are when they reach it.
+PrefillKernel prefill_kernel_of(ScalarType rows, const WeightOperand& w) {
+  if (w.int4) return prefill_int4_kernel(w.block);
+  if (rows == ScalarType::BFloat16) return prefill_kernel(Kernel::kBf16, w.block);
+  if (rows != ScalarType::Half) return prefill_kernel(Kernel::kFp8, w.block);
+  if (!w.bf16) return prefill_kernel(Kernel::kHalf, w.block);
+  return w.block == 32 ? PrefillKernel::kFp16B32 : PrefillKernel::kFp16;
+}
+
 // The rows of a result and how wide they are.
 struct Shaped {
   int count, width, copies;
@@ -103,11 +112,7 @@ void run_gemv(const Here& here, const GemvConfig& config, const Rows& x, const W
 
 void run_prefill(const Here& here, const Rows& x, const WeightOperand& w, const Route& route,
                  const ProductArguments& arguments, const Tensor& out) {
-  const ScalarType dtype = x.values.scalar_type();
-  const Kernel of_rows = dtype == ScalarType::Half       ? Kernel::kHalf
-                         : dtype == ScalarType::BFloat16 ? Kernel::kBf16
-                                                         : Kernel::kFp8;
-  const int kernel = int(w.int4 ? prefill_int4_kernel(w.block) : prefill_kernel(of_rows, w.block));
+  const int kernel = int(prefill_kernel_of(x.values.scalar_type(), w));
   const Tensor workspace =
       here.empty({here.kernels().prefill_workspace(kernel, here.sms())}, ScalarType::Byte);
   device::PrefillArguments p;

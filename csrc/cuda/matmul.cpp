@@ -9,7 +9,9 @@ struct Ready {
   Ready(std::string_view op, const WeightShape& shape, const Tensor& a, const Tensor& b,
         const Tensor& b_scale, const OptionalTensor& b_global_scale, const OptionalTensor& a_scale,
         const OptionalTensor& bias, const OptionalTensor& a_global_scale, const std::string& a_format)
-      : here(b), w((require_kernels(op, *shape.layout, here), shape), b, b_scale, b_global_scale, bias) {
+      : here(b),
+        w((require_kernels(op, *shape.layout, here, a.scalar_type()), shape), b, b_scale, b_global_scale,
+          bias) {
     rows = given_rows(here, a, a_scale, a_global_scale, a_format);
   }
 
@@ -150,7 +152,7 @@ Tensor grouped_mm_k(const Tensor& a, const Tensor& b, const Tensor& b_scale,
                     std::optional<ScalarType> out_dtype) {
   const WeightShape shape = check_grouped_mm_k(a, b, b_scale, b_global_scale, offs, format, layout, a_scale,
                                                a_global_scale, a_format);
-  if (shape.layout->native) require_kernels("grouped_mm_k", *shape.layout, Here(b));
+  if (shape.layout->native) require_kernels("grouped_mm_k", *shape.layout, Here(b), a.scalar_type());
   return fallback("grouped_mm_k", "groups lie along K", a, b, b_scale, b_global_scale, offs, a_scale,
                   a_global_scale, format, layout, a_format, out_dtype);
 }

@@ -116,7 +116,8 @@ Outcome run(bool combined, int64_t ranks, const Rows* ready, const Tensor& x, co
                      out_dtype),
             {}};
   const Here here(w13);
-  require_kernels("moe", *shape.up.layout, here);
+  const bool as_they_are = shape.up.layout->leaves(a_format);
+  require_kernels("moe", *shape.up.layout, here, as_they_are ? std::optional(x.scalar_type()) : std::nullopt);
   const int64_t tokens = x.size(0), pairs = topk_ids.numel();
   const Activation gate = check_activation(activation);
   const auto new_out = [&] { return here.empty({tokens, shape.down.n}, dtype); };

@@ -28,15 +28,36 @@ Rows packed_rows(const Here& here, const Tensor& a, const OptionalTensor& a_scal
   return rows;
 }
 
+bool unquantised(ScalarType dtype) {
+  return dtype == ScalarType::Float || dtype == ScalarType::BFloat16 || dtype == ScalarType::Half;
+}
+
+void require_rows(std::string_view op, const KernelLibrary& library, const Layout& layout,
+                  const DeviceKind& kind, ScalarType rows) {
+  for (const RowsOfLayout& of : library.rows) {
+    if (of.layout != layout.name || !unquantised(rows)) continue;
+    if (std::ranges::find(of.dtypes, dtype_name(rows)) != of.dtypes.end()) continue;
+    std::string read;
+    for (std::string_view dtype : of.dtypes) read += (read.empty() ? "" : " or ") + std::string(dtype);
+    fail("fp4::", op, ": layout is '", layout.name, "', and rows are ", dtype_name(rows),
+         "; on this GPU, of compute capability ", kind.major, ".", kind.minor, ", its kernels read ", read,
+         ". Convert the rows, or use layout '", library.layouts[1], "' (torch.ops.fp4.unpack, then prepack)");
+  }
+}
+
 }  // namespace
 
-void require_kernels(std::string_view op, const Layout& layout, const Here& here) {
+void require_kernels(std::string_view op, const Layout& layout, const Here& here,
+                     std::optional<ScalarType> rows) {
   const DeviceKind& kind = here.kind();
   std::string_view needs;  // of the family that runs on most GPUs
   bool built_for_others = false;
   for (const KernelLibrary& library : kKernelLibraries) {
     if (std::ranges::find(library.layouts, layout.name) == library.layouts.end()) continue;
-    if (int(kind.gpu.family) == library.family) return;
+    if (int(kind.gpu.family) == library.family) {
+      if (rows) require_rows(op, library, layout, kind, *rows);
+      return;
+    }
     needs = library.capability;
     built_for_others |= library.of(kind.major, kind.minor);
   }

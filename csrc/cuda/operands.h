@@ -6,8 +6,9 @@
 
 namespace fp4::cuda {
 
-// The kernels of a native layout run on this GPU, or an error.
-void require_kernels(std::string_view op, const Layout& layout, const Here& here);
+// The kernels of a native layout run on this GPU, with rows of this dtype as they are, or an error.
+void require_kernels(std::string_view op, const Layout& layout, const Here& here,
+                     std::optional<ScalarType> rows = std::nullopt);
 
 // Rows of a product, checked: packed FP4 as bfloat16 values and a factor a row, others as they are.
 Rows given_rows(const Here& here, const Tensor& a, const OptionalTensor& a_scale,

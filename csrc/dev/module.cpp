@@ -117,6 +117,8 @@ void add_enums(py::module_& m) {
       .value("int4", PrefillKernel::kInt4)
       .value("int4_g64", PrefillKernel::kInt4G64)
       .value("int4_g32", PrefillKernel::kInt4G32)
+      .value("fp16", PrefillKernel::kFp16)
+      .value("fp16_b32", PrefillKernel::kFp16B32)
       .finalize();
   py::native_enum<Kernel>(m, "Kernel", "enum.IntEnum")
       .value("w4a8", Kernel::kFp8)

@@ -8,19 +8,20 @@
 #include <cstdint>
 #include <type_traits>
 
-#include "e2m1_to_bf16.cuh"
 #include "e2m1_to_half.cuh"
+#include "e2m1_to_mma.cuh"
 #include "family.cuh"
 #include "product.cuh"
 
 namespace fp4::device {
 
 // One lane's share of an activation row in one 64-step: the 16 logical k of its scale block.
-// Words: HalfWords or Bf16Words, the weights that it meets.
+// Words: HalfWords or MmaWords, the weights that it meets.
 template <DType kType, class Words>
 struct RowBlock {
-  static constexpr bool kAsTheyAre = Words::kElement == Element::kBFloat16;
-  static_assert(!kAsTheyAre || kType == DType::kBFloat16);
+  static constexpr bool kAsTheyAre = std::is_same_v<typename Words::Layout, MmaBf16>;
+  static_assert(!kAsTheyAre ||
+                kType == (Words::kElement == Element::kBFloat16 ? DType::kBFloat16 : DType::kFloat16));
   uint32_t w[kType == DType::kFloat8 ? 4 : 8];
 
   __device__ void load(const ProductParams& p, int row, int k0, int t, bool live) {
@@ -151,8 +152,11 @@ using TypeTag = std::integral_constant<DType, kType>;
 template <int kScaleBlock, class Launch>
 int launch_of_block(const ProductParams& p, const Launch& launch) {
   if (p.bf16_words) {
-    return p.x_type == DType::kBFloat16 ? launch(TypeTag<DType::kBFloat16>(), Bf16Words<kScaleBlock>())
-                                        : cudaErrorInvalidValue;
+    if (p.x_type == DType::kBFloat16) return launch(TypeTag<DType::kBFloat16>(), Bf16Words<kScaleBlock>());
+    if constexpr (!kHopper) {
+      if (p.x_type == DType::kFloat16) return launch(TypeTag<DType::kFloat16>(), Fp16Words<kScaleBlock>());
+    }
+    return cudaErrorInvalidValue;
   }
   if constexpr (kHopper) {
     using Words = HalfWords<kScaleBlock>;

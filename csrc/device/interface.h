@@ -19,8 +19,21 @@ enum class RowMode : int { kDense = 0, kContiguous = 1, kMasked = 2 };
 
 // The prefill kernels, by the weights and the rows that they take: nvfp4 (or e2m1 with a scale for 32 K) by
 // fp8 rows, by fp16 rows as Form::kHalf makes them, and by bfloat16 rows; int4 in groups of 128, 64 and 32 by
-// fp8 rows. `_sm80.so` has those of bfloat16 rows alone.
-enum class PrefillKernel : int { kFp8, kFp8B32, kHalf, kHalfB32, kBf16, kBf16B32, kInt4, kInt4G64, kInt4G32 };
+// fp8 rows; and by fp16 rows in plain order. `_sm80.so` has those of bfloat16 and plain fp16 rows alone,
+// `_sm90.so` all but the latter.
+enum class PrefillKernel : int {
+  kFp8,
+  kFp8B32,
+  kHalf,
+  kHalfB32,
+  kBf16,
+  kBf16B32,
+  kInt4,
+  kInt4G64,
+  kInt4G32,
+  kFp16,
+  kFp16B32
+};
 
 // What becomes of a row: x's type in plain order; or, in the layout's order, e4m3 with a scale a row; or fp16
 // with a power of two a row (half_position in e2m1_to_half.cuh), so that of a bfloat16 row bits are lost only
@@ -49,7 +62,7 @@ struct ProductParams {
   Gate gate;                // gated: rows 2i and 2i + 1 of the weight are gate i and up i
   int scale_block = 16;     // K that share a scale: 16 or 32
   bool early = false;       // the routing was known before the previous kernel began
-  bool bf16_words = false;  // the weights are of layout mma_bf16, for bfloat16 rows; else of sm90
+  bool bf16_words = false;  // the weights are of layout mma_bf16, for 16-bit rows as they are; else of sm90
   uint32_t grid_mul = 0, grid_shift = 0, a_div_mul = 0, a_div_shift = 0;  // the launcher's: for divisions
 };
 

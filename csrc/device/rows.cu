@@ -242,9 +242,7 @@ int launch_form(const Rows& p, bool dependent, cudaStream_t stream) {
 
 template <typename T>
 int launch(const Rows& p, Form form, bool dependent, cudaStream_t stream) {
-  if constexpr (kHopper || std::is_same_v<T, __nv_bfloat16>) {
-    if (form == Form::kSame) return launch_form<T, Form::kSame>(p, dependent, stream);
-  }
+  if (form == Form::kSame) return launch_form<T, Form::kSame>(p, dependent, stream);
   if constexpr (kHopper) {
     if (form == Form::kFp8) return launch_form<T, Form::kFp8>(p, dependent, stream);
     if (form == Form::kHalf) return launch_form<T, Form::kHalf>(p, dependent, stream);

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib.util
+from collections.abc import Iterable
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -54,17 +55,41 @@ def kernel_libraries() -> str:
     for family in families:
         lines.append(f"inline constexpr PlannerConstants k_{family.name}_planner = {{")
         lines += [f"    {_value(v)},  // {key}" for key, v in planners[family.name].items()]
-        names = ", ".join(f'"{layout}"' for layout in family.layouts)
-        lines += ["};", f"inline constexpr std::string_view k_{family.name}_layouts[] = {{{names}}};", ""]
+        lines += [
+            "};",
+            f"inline constexpr std::string_view k_{family.name}_layouts[] = {{{_names(family.layouts)}}};",
+        ]
+        lines += [
+            f"inline constexpr std::string_view k_{family.name}_{layout}_rows[] = {{{_names(dtypes)}}};"
+            for layout, dtypes in family.rows.items()
+        ]
+        of = ", ".join(f'{{"{layout}", k_{family.name}_{layout}_rows}}' for layout in family.rows)
+        size = len(family.rows)
+        lines += [
+            f"inline constexpr std::array<RowsOfLayout, {size}> k_{family.name}_rows = {{{{{of}}}}};",
+            "",
+        ]
     lines.append("inline constexpr KernelLibrary kKernelLibraries[] = {")
     for f in families:
         words = ", ".join([*map(str, f.capability), str(f.and_later).lower(), f'"{f.capability_words}"'])
-        lines.append(f"    {{{f.family}, {words}, k_{f.name}_layouts, k_{f.name}_planner}},")
+        lines.append(f"    {{{f.family}, {words}, k_{f.name}_layouts, k_{f.name}_rows, k_{f.name}_planner}},")
     text = header("csrc/generate/constants.py; cuda/gpu.h includes it.", [*lines, "};"])
-    return text.replace("#pragma once\n", "#pragma once\n\n#include <span>\n#include <string_view>\n", 1)
+    return text.replace(
+        "#pragma once\n", "#pragma once\n\n#include <array>\n#include <span>\n#include <string_view>\n", 1
+    )
+
+
+def _names(names: Iterable[str]) -> str:
+    return ", ".join(f'"{name}"' for name in names)
 
 
 _LIBRARY = """\
+// Dtypes of unquantised rows, where kernels read fewer than their layout allows.
+struct RowsOfLayout {
+  std::string_view layout;
+  std::span<const std::string_view> dtypes;
+};
+
 // Native kernels: of which GPUs, and what they read.
 struct KernelLibrary {
   int family;
@@ -72,6 +97,7 @@ struct KernelLibrary {
   bool and_later;    // and whether later ones do, too
   std::string_view capability;
   std::span<const std::string_view> layouts;
+  std::span<const RowsOfLayout> rows;
   const PlannerConstants& planner;
 
   bool of(int a_major, int a_minor) const {

@@ -1,5 +1,5 @@
 // The prefill kernels by mma.sync, behind the same entry points as Hopper's (csrc/sm90/prefill.cu), with the
-// same numbers; there are none but those for bf16 rows.
+// same numbers; there are none but those for rows of 16 bits in plain order.
 
 #include <mutex>
 
@@ -15,6 +15,10 @@ Candidates candidates_of(int kernel) {
       return bf16_candidates();
     case PrefillKernel::kBf16B32:
       return bf16_b32_candidates();
+    case PrefillKernel::kFp16:
+      return fp16_candidates();
+    case PrefillKernel::kFp16B32:
+      return fp16_b32_candidates();
     default:
       return {};
   }

@@ -4,6 +4,6 @@
 
 namespace fp4::sm80 {
 
-Candidates bf16_candidates() { return candidates_of<16>(); }
+Candidates bf16_candidates() { return candidates_of<Bf16Words<16>>(); }
 
 }  // namespace fp4::sm80

@@ -4,6 +4,6 @@
 
 namespace fp4::sm80 {
 
-Candidates bf16_b32_candidates() { return candidates_of<32>(); }
+Candidates bf16_b32_candidates() { return candidates_of<Bf16Words<32>>(); }
 
 }  // namespace fp4::sm80

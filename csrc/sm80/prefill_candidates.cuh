@@ -1,5 +1,5 @@
-// The candidates, whatever K share a scale. Each weight format has a file of its own, so that they compile
-// side by side.
+// The candidates, whatever K share a scale. Each weight format and type of rows has a file of its own, so
+// that they compile side by side.
 #pragma once
 
 #include <iterator>
@@ -14,26 +14,28 @@ using Middle = WidthList<64, 48, 32>;
 using Small = WidthList<32, 16>;
 using Few = WidthList<16>;
 
-// PrefillConfig<scale block, warps (rows), warps (tokens), row tiles of a warp, widths, stages, blocks>.
-template <int kScaleBlock>
+// PrefillConfig<words, warps (rows), warps (tokens), row tiles of a warp, widths, stages, blocks>.
+template <class Words>
 constexpr Candidate kCandidates[] = {
-    candidate<PrefillConfig<kScaleBlock, 8, 1, 2, Wide, 2, 1>>("rows 256, tokens 128, warps 8, stages 2"),
-    candidate<PrefillConfig<kScaleBlock, 4, 1, 2, Wide, 2, 2>>("rows 128, tokens 128, warps 4, stages 2"),
-    candidate<PrefillConfig<kScaleBlock, 12, 1, 2, Broad, 2, 1>>("rows 384, tokens 96, warps 12, stages 2"),
-    candidate<PrefillConfig<kScaleBlock, 8, 1, 2, Middle, 2, 2>>("rows 256, tokens 64, warps 8, stages 2"),
-    candidate<PrefillConfig<kScaleBlock, 4, 1, 2, Middle, 2, 3>>("rows 128, tokens 64, warps 4, stages 2"),
-    candidate<PrefillConfig<kScaleBlock, 4, 1, 2, Small, 4, 3>>("rows 128, tokens 32, warps 4, stages 4"),
-    candidate<PrefillConfig<kScaleBlock, 8, 1, 2, Few, 4, 2>>("rows 256, tokens 16, warps 8, stages 4"),
-    candidate<PrefillConfig<kScaleBlock, 4, 1, 2, Few, 4, 3>>("rows 128, tokens 16, warps 4, stages 4"),
+    candidate<PrefillConfig<Words, 8, 1, 2, Wide, 2, 1>>("rows 256, tokens 128, warps 8, stages 2"),
+    candidate<PrefillConfig<Words, 4, 1, 2, Wide, 2, 2>>("rows 128, tokens 128, warps 4, stages 2"),
+    candidate<PrefillConfig<Words, 12, 1, 2, Broad, 2, 1>>("rows 384, tokens 96, warps 12, stages 2"),
+    candidate<PrefillConfig<Words, 8, 1, 2, Middle, 2, 2>>("rows 256, tokens 64, warps 8, stages 2"),
+    candidate<PrefillConfig<Words, 4, 1, 2, Middle, 2, 3>>("rows 128, tokens 64, warps 4, stages 2"),
+    candidate<PrefillConfig<Words, 4, 1, 2, Small, 4, 3>>("rows 128, tokens 32, warps 4, stages 4"),
+    candidate<PrefillConfig<Words, 8, 1, 2, Few, 4, 2>>("rows 256, tokens 16, warps 8, stages 4"),
+    candidate<PrefillConfig<Words, 4, 1, 2, Few, 4, 3>>("rows 128, tokens 16, warps 4, stages 4"),
 };
 
-// Of each weight format, in its file. b32: with a scale for 32 K, not 16.
+// Of each weight format and type of rows, in its file. b32: with a scale for 32 K, not 16.
 Candidates bf16_candidates();
 Candidates bf16_b32_candidates();
+Candidates fp16_candidates();
+Candidates fp16_b32_candidates();
 
-template <int kScaleBlock>
+template <class Words>
 Candidates candidates_of() {
-  return {kCandidates<kScaleBlock>, static_cast<int>(std::size(kCandidates<kScaleBlock>))};
+  return {kCandidates<Words>, static_cast<int>(std::size(kCandidates<Words>))};
 }
 
 }  // namespace fp4::sm80

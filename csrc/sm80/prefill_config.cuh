@@ -4,7 +4,7 @@
 
 #include <cstdint>
 
-#include "../device/e2m1_to_bf16.cuh"
+#include "../device/e2m1_to_mma.cuh"
 #include "../device/gate.cuh"
 #include "../device/prefill_schedule.cuh"
 #include "../device/types.cuh"
@@ -20,7 +20,7 @@ constexpr int kInfoSlots = 8;    // tiles that are known: those under way, and o
 
 struct Problem {
   Tiling tiling;
-  const uint8_t* x;  // [rows, k] bf16
+  const uint8_t* x;  // [rows, k] of 16 bits
   const uint8_t* codes;
   const uint8_t* scales;
   const float* x_scale;       // or null: ones
@@ -38,16 +38,16 @@ struct Problem {
 
 // A block of WarpsM x WarpsN warps, each with TilesM x 16 weight rows and 1 / WarpsN of the tokens. Stages:
 // steps of weights in shared memory. Blocks: of a multiprocessor, if its shared memory has room.
-template <int kScaleBlock, int WarpsM_, int WarpsN_, int TilesM_, class Widths_, int Stages_, int Blocks_>
+template <class Words_, int WarpsM_, int WarpsN_, int TilesM_, class Widths_, int Stages_, int Blocks_>
 struct PrefillConfig {
-  using Words = Bf16Words<kScaleBlock>;
+  using Words = Words_;
   using Widths = Widths_;
   static constexpr int WarpsM = WarpsM_, WarpsN = WarpsN_, TilesM = TilesM_, Stages = Stages_;
   static constexpr int Blocks = Blocks_;
   static constexpr int Threads = kWarp * WarpsM * WarpsN;
   static constexpr int RowTiles = TilesM * WarpsM, Rows = kTileRows * RowTiles;
   static constexpr int MaxTokens = Widths::kMost, WarpTokens = MaxTokens / WarpsN;
-  static constexpr int TileScales = sm90_scales(kStepK, kScaleBlock);
+  static constexpr int TileScales = sm90_scales(kStepK, Words::kScaleBlock);
   // Where few warps have to hide latencies, a warp loads its first X before a half step's barrier: 16 tokens
   // so many times, for 16 K.
   static constexpr int EarlyPairs = WarpsN == 1 && Threads * Blocks <= 256 ? 2 : 0;

@@ -1,5 +1,5 @@
-// Grouped GEMM by mma.sync, 4-bit weights of layout mma_bf16 x bf16 activations, for many tokens, on every
-// GPU from sm_80 on: out[r, n] = scale[r] * sum_k w[n, k] x[r, k].
+// Grouped GEMM by mma.sync, 4-bit weights of layout mma_bf16 x bf16 or fp16 activations, for many tokens, on
+// every GPU from sm_80 on: out[r, n] = scale[r] * sum_k w[n, k] x[r, k].
 //
 // The operands are swapped: weights are operand A of mma.m16n8k16, made in registers by the warps that
 // multiply, so that no decoded weight touches shared memory; tokens are N. A warp has 16 to 64 weight rows
@@ -271,8 +271,8 @@ class PrefillBlock {
         }
 #pragma unroll
         for (int m = 0; m < Config::TilesM; ++m) {
-          mma<Element::kBFloat16>(sums.tile[m][2 * p], fragments[m][c], b[0], b[1]);
-          mma<Element::kBFloat16>(sums.tile[m][2 * p + 1], fragments[m][c], b[2], b[3]);
+          mma<Words::kElement>(sums.tile[m][2 * p], fragments[m][c], b[0], b[1]);
+          mma<Words::kElement>(sums.tile[m][2 * p + 1], fragments[m][c], b[2], b[3]);
         }
       }
     }

@@ -78,6 +78,12 @@ def _preferred() -> tuple[str, ...]:
     return ()
 
 
+def _reads(layout: str) -> tuple[torch.dtype, ...]:
+    """The activations that the current GPU's kernels read with a layout."""
+    here = reader(layout, "cuda", torch.cuda.current_device())
+    return LAYOUTS[layout].a_dtypes if here is None else here.reads(layout)
+
+
 def multiplies_fp4(format: str | None, a_format: str) -> bool:
     """Whether this GPU's tensor cores multiply FP4 rows and weights as they are, by Triton's kernels."""
     if format is None or format != a_format or not torch.cuda.is_available():
@@ -86,4 +92,4 @@ def multiplies_fp4(format: str | None, a_format: str) -> bool:
 
 
 prefer("cpu", lambda: tuple(layout for layout in CPU.layouts if layout != "plain"))
-prefer("cuda", _preferred, plain=multiplies_fp4)
+prefer("cuda", _preferred, plain=multiplies_fp4, reads=_reads)

@@ -3,12 +3,17 @@
 from __future__ import annotations
 
 import importlib
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
 from types import ModuleType
+
+import torch
 
 from .. import native
 from ..fitted import Group, families, groups
+from ..meta.layouts import LAYOUTS
+
+UNQUANTISED = (torch.float32, torch.bfloat16, torch.float16)
 
 
 def _always(device_index: int) -> bool:
@@ -39,12 +44,21 @@ class Backend:
     """Whether an available one is taken for weights, which may cost a check of its first use."""
     multiplies_fp4: Callable[[str], bool] = _never
     """Whether the current GPU's tensor cores multiply rows and weights of a format as they are."""
+    rows: Mapping[str, tuple[torch.dtype, ...]] = field(default_factory=dict)
+    """Of a layout with which they read fewer dtypes of unquantised rows than it allows, those dtypes."""
     operators: str = ""
     """The module of operators in Python, loaded when one is called. They serve where there is none in C++."""
 
     def operator(self, name: str) -> Callable[..., object] | None:
         """The operator of this name in Python, or None."""
         return getattr(self.module(), name, None) if self.operators else None
+
+    def reads(self, layout: str) -> tuple[torch.dtype, ...]:
+        """The activations that its kernels read with a layout; empty: all."""
+        allowed = LAYOUTS[layout].a_dtypes
+        if layout not in self.rows:
+            return allowed
+        return tuple(dtype for dtype in allowed if dtype not in UNQUANTISED or dtype in self.rows[layout])
 
     @property
     def constants(self) -> dict[str, Group]:
@@ -65,5 +79,6 @@ def native_backend(name: str, trusted: Callable[[int], bool] = _always) -> Backe
         needs=f"the native CUDA (compute capability {family.capability_words}, FP4_CUDA_ARCHS=all) kernels",
         available=lambda index: native.family(index) == family.family,
         trusted=trusted,
+        rows={layout: tuple(getattr(torch, name) for name in names) for layout, names in family.rows.items()},
         operators=".launchers.operators",
     )

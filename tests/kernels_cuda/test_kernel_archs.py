@@ -16,6 +16,7 @@ from unittest import mock
 import pytest
 import setuptools
 from places import ROOT
+from test_sm80_binary import products_of
 
 ASKED = os.environ.get("FP4_KERNEL_ARCHS", "")
 NVCC = shutil.which("nvcc")
@@ -78,18 +79,20 @@ def of_kernels(objects, *options: str, pattern: str) -> dict[str, str]:
 
 
 def test_instructions(objects):
-    """Tensor cores multiply bfloat16 to float32; weights come 16 bytes at a time, and do not stay in L1."""
+    """Tensor cores multiply bfloat16 or float16 to float32; weights come 16 bytes at a time, and do not stay
+    in L1."""
     code = of_kernels(objects[1], "-sass", pattern=r"Function : (\S+)(.*?)(?=Function : |\Z)")
-    seen = set()
+    seen, elements = set(), set()
     for name, body in code.items():
         kernel = next((k for k in ("decode_kernel", "gemv_kernel", "prefill_kernel") if k in name), None)
         if kernel is None:
             continue
         seen.add(kernel)
-        assert re.search(r"HMMA\.16816\.F32\.BF16\s", body), name
+        elements.add(products_of(name))
+        assert re.search(products_of(name), body), name
         copies = r"LDGSTS\S*128" if kernel == "prefill_kernel" else r"LDG\.E\.NA\.128\.CONSTANT"
         assert re.search(copies, body), name
-    assert seen == {"decode_kernel", "gemv_kernel", "prefill_kernel"}
+    assert seen == {"decode_kernel", "gemv_kernel", "prefill_kernel"} and len(elements) == 2
 
 
 def test_registers_and_memory(objects):

@@ -15,7 +15,7 @@ prefill = development("prefill")
 
 BINARY = Path(fp4_ops.__file__).parent / "_sm80.so"
 pytestmark = pytest.mark.skipif(not BINARY.exists(), reason="_sm80.so is not built")
-KERNELS = ["bf16", "bf16_b32"]
+KERNELS = ["bf16", "bf16_b32", "fp16", "fp16_b32"]
 CONTIGUOUS = prefill.RowMode.CONTIGUOUS
 SIZES = [
     *((128, m, 1536, 2048) for m in (8, 512, 8192, 65536)),
@@ -36,9 +36,15 @@ def cubins(tmp_path_factory) -> list[Path]:
     return sorted(folder.glob("*.cubin"))
 
 
+def products_of(name: str) -> str:
+    """The instruction of a kernel whose mangled name has its MmaWords."""
+    element = re.search(r"8MmaWordsILNS\w*7ElementE(\d)E", name)[1]
+    return {"1": r"HMMA\.16816\.F32\s", "2": r"HMMA\.16816\.F32\.BF16\s"}[element]
+
+
 def test_kernels_keep_to_their_registers(cubins):
-    """All multiply in bf16 and copy past the registers. Some words of where a thread is lie in memory, more
-    where sixteen warps have 128 registers each, or twelve 168."""
+    """All multiply in the rows' type and copy past the registers. Some words of where a thread is lie in
+    memory, more where sixteen warps have 128 registers each, or twelve 168."""
     seen = 0
     for cubin in cubins:
         text = run([tool("nvdisasm"), "-c", str(cubin)])
@@ -47,13 +53,13 @@ def test_kernels_keep_to_their_registers(cubins):
                 continue
             seen += 1
             for instruction in (
-                r"HMMA\.16816\.F32\.BF16\s",
+                products_of(name),
                 r"LDGSTS\.E\.BYPASS\.128",
                 r"LDSM\.16\.M88\.4",
                 r"LDGDEPBAR",
             ):
                 assert re.search(instruction, body), (cubin.name, name, instruction)
-            warps, blocks = map(int, re.search(r"ILi\d+ELi(\d+)ELi1E.*ELi\d+ELi(\d+)EEELb", name).groups())
+            warps, blocks = map(int, re.search(r"EELi(\d+)ELi1E.*ELi\d+ELi(\d+)EEELb", name).groups())
             spills = re.findall(r"\b(?:LDL|STL)\b", body)
             assert len(spills) <= (80 if warps * blocks >= 12 else 16), (cubin.name, name, len(spills))
     assert seen

@@ -27,6 +27,7 @@ LAYOUT = "mma_bf16"
 SHARED = {"99 KB": 101376, "163 KB": 166912}
 BOUND = 1e-4  # of float32 results
 KERNELS = ("gemv", "decode", "prefill")
+ROWS = (torch.bfloat16, torch.float16)
 
 
 @pytest.fixture(params=SHARED, autouse=True)
@@ -63,15 +64,16 @@ def error(got, want) -> float:
     return selftest.relative_error(got, want)
 
 
+@pytest.mark.parametrize("rows", ROWS)
 @pytest.mark.parametrize("kernel", KERNELS)
 @pytest.mark.parametrize("format", ["nvfp4", "mxfp4"])
 @pytest.mark.parametrize(
     "groups, n, k, m", [(5, 64, 208, 8), (3, 128, 2048, 37), (2, 64, 7168, 3), (4, 192, 2880, 6)]
 )
-def test_products(kernel, format, groups, n, k, m):
+def test_products(kernel, format, groups, n, k, m, rows):
     """A kernel that cannot run a size leaves it to the next, so all sizes are right with each."""
     w = Weight(format, groups, n, k)
-    x = torch.randn(m, k, device="cuda").bfloat16()
+    x = torch.randn(m, k, device="cuda").to(rows)
     ids = torch.randint(-1, groups, (m,), device="cuda")
     ids[0] = 0
     own = ids >= 0
@@ -95,6 +97,44 @@ def test_blocks(kernel, format, a_format):
     case = selftest.Case("moe", format, LAYOUT, a_format, "swigluoai" if format == "mxfp4" else "silu")
     with native.only(kernel):
         assert selftest.relative_error(*selftest.block(case, "cuda")) <= selftest.bound(case)
+
+
+@pytest.mark.parametrize("kernel", KERNELS)
+@pytest.mark.parametrize("format", ["nvfp4", "mxfp4"])
+def test_ends_of_fp16(kernel, format):
+    """The largest and the least values of fp16 rows, and weights of scales a thousand times apart: what the
+    rows have is not rounded, whatever else is in their row."""
+    w = Weight(format, 3, 64, 256)
+    x = torch.randn(9, 256, device="cuda")
+    x[0::3] *= 60000 / x[0::3].abs().max()
+    x[1::3] *= 2.0**-20
+    x[2::3, ::2] *= 2.0**-18
+    x = x.half()
+    ids = torch.arange(9, device="cuda") % 3
+    want = torch.einsum("mk,mnk->mn", x.double(), w.values[ids])
+    with native.only(kernel):
+        got = torch.ops.fp4.indexed_mm(x, *w.packed, ids, **w.options)
+    for i in range(3):
+        assert error(got[i::3], want[i::3]) <= BOUND
+
+
+@pytest.mark.parametrize("kernel", KERNELS)
+@pytest.mark.parametrize("activation", ["silu", "silu_interleaved"])
+def test_blocks_of_fp16_rows(kernel, activation):
+    groups, n, k, m, top_k = 4, 64, 128, 13, 2
+    up, down = Weight("nvfp4", groups, 2 * n, k), Weight("nvfp4", groups, k, n)
+    x = (torch.randn(m, k, device="cuda") / k**0.5).half()
+    ids = torch.rand(m, groups, device="cuda").topk(top_k).indices
+    weights = torch.rand(m, top_k, device="cuda")
+    h = torch.einsum("mk,menk->men", x.double(), up.values[ids])
+    gate, linear = (h[..., ::2], h[..., 1::2]) if activation == "silu_interleaved" else h.chunk(2, -1)
+    y = torch.einsum("men,mekn->mek", torch.nn.functional.silu(gate) * linear, down.values[ids])
+    want = torch.einsum("mek,me->mk", y, weights.double())
+    with native.only(kernel):
+        got = torch.ops.fp4.moe(
+            x, ids, weights, *up.packed, *down.packed, activation=activation, **up.options
+        )
+    assert error(got, want) <= 4e-3
 
 
 @pytest.mark.parametrize("k", [768, 2048, 2880, 4096, 7168, 14336, 18432])

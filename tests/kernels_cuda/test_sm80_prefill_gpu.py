@@ -29,7 +29,14 @@ pytestmark = [
     ),
 ]
 
-KERNELS = {"nvfp4": "bf16", "mxfp4": "bf16_b32"}
+KERNELS = {
+    ("nvfp4", torch.bfloat16): "bf16",
+    ("mxfp4", torch.bfloat16): "bf16_b32",
+    ("nvfp4", torch.float16): "fp16",
+    ("mxfp4", torch.float16): "fp16_b32",
+}
+"""By the weights' format and the rows."""
+FORMATS, ROWS = ("nvfp4", "mxfp4"), (torch.bfloat16, torch.float16)
 CANDIDATES = range(8)
 LAYOUT = "mma_bf16"
 BOUND = {torch.bfloat16: 4e-3, torch.float16: 1e-3, torch.float32: 2e-6}
@@ -47,20 +54,20 @@ class Kernels:
     def sms(self) -> int:
         return torch.cuda.get_device_properties(0).multi_processor_count
 
-    def names(self, format: str) -> list[str]:
-        return prefill.candidates_of(self.loaded, KERNELS[format])
+    def names(self, kernel: str) -> list[str]:
+        return prefill.candidates_of(self.loaded, kernel)
 
-    def choose(self, format: str, mode: int, groups: int, m: int, n: int, kp: int, config: int = -1):
-        return prefill.choose_of(self.loaded, mode, groups, m, n, kp, self.sms, KERNELS[format], config)
+    def choose(self, kernel: str, mode: int, groups: int, m: int, n: int, kp: int, config: int = -1):
+        return prefill.choose_of(self.loaded, mode, groups, m, n, kp, self.sms, kernel, config)
 
-    def run(self, format: str, arguments) -> int:
-        size = prefill.workspace_bytes_of(self.loaded, KERNELS[format], self.sms)
+    def run(self, kernel: str, arguments) -> int:
+        size = prefill.workspace_bytes_of(self.loaded, kernel, self.sms)
         # Not flags that are down by chance.
         workspace = torch.randint(0, 256, (size,), dtype=torch.uint8, device="cuda")
         arguments.workspace = workspace.data_ptr()
         arguments.stream = torch.cuda.current_stream().cuda_stream
-        kernel = prefill.PrefillKernel[KERNELS[format]]
-        code = self.loaded.fp4_kernel_prefill(kernel, ctypes.c_void_p(arguments.address))
+        which = prefill.PrefillKernel[kernel]
+        code = self.loaded.fp4_kernel_prefill(which, ctypes.c_void_p(arguments.address))
         torch.cuda.synchronize()
         return code
 
@@ -111,8 +118,9 @@ class Case:
         bias: torch.dtype | None = None,
         scaled: bool = False,
         gate: str | None = None,
+        rows: torch.dtype = torch.bfloat16,
     ) -> None:
-        self.w, self.mode = w, mode
+        self.w, self.mode, self.kernel = w, mode, KERNELS[w.format, rows]
         if mode == CONTIGUOUS:
             self.m = sum(counts) + unused
             ids = [e for e, count in enumerate(counts) for _ in range(count)] + [-1] * unused
@@ -124,7 +132,7 @@ class Case:
         else:
             self.m, ids, self.route = counts[0], [0] * counts[0], None
         self.ids = torch.tensor(ids, device="cuda", dtype=torch.int64)
-        self.x = torch.randn(len(ids), w.k, device="cuda").bfloat16()
+        self.x = torch.randn(len(ids), w.k, device="cuda").to(rows)
         self.scale = torch.rand(len(ids), device="cuda") + 0.5 if scaled else None
         self.bias = torch.randn(w.groups, w.n, device="cuda").to(bias) if bias else None
         self.gate = ACTIVATIONS[gate] if gate else None
@@ -174,42 +182,43 @@ class Case:
         return torch.where(used[:, None], want, 0)
 
     def check(self, kernels: Kernels, config: int = -1) -> None:
-        assert kernels.run(self.w.format, self.arguments(config)) == 0
+        assert kernels.run(self.kernel, self.arguments(config)) == 0
         first = self.result
         error = reference.relative_error(first, self.expected())
         bound = BOUND[self.out] if self.gate is None else max(BOUND[self.out], 1e-3)
         assert error < max(bound, 2e-9 * self.w.k), error
         assert not first[self.ids < 0].any()
-        assert kernels.run(self.w.format, self.arguments(config)) == 0
+        assert kernels.run(self.kernel, self.arguments(config)) == 0
         assert torch.equal(first, self.result)  # the sums have one order
 
 
 def test_candidates_have_names(kernels):
-    for format in KERNELS:
-        names = kernels.names(format)
+    for kernel in KERNELS.values():
+        names = kernels.names(kernel)
         assert len(names) == len(set(names)) == len(CANDIDATES)
 
 
-@pytest.mark.parametrize("format", KERNELS)
+@pytest.mark.parametrize("format, rows", KERNELS)
 @pytest.mark.parametrize("config", CANDIDATES)
 @pytest.mark.parametrize("mode", [CONTIGUOUS, MASKED, DENSE])
-def test_every_candidate(kernels, config, mode, format):
+def test_every_candidate(kernels, config, mode, format, rows):
     """Rows that fill no tile, empty experts, one row, K that ends within a step; two results in one type."""
     groups = 1 if mode == DENSE else 5
     w = Weight(format, groups, 320, 336)
     counts = [97] if mode == DENSE else [0, 1, 131, 0, 40]
     unused = 0 if mode == DENSE else 3
-    Case(w, mode, counts, unused, scaled=True, bias=torch.float32).check(kernels, config)
-    Case(w, mode, counts, unused, out=torch.bfloat16).check(kernels, config)
+    Case(w, mode, counts, unused, scaled=True, bias=torch.float32, rows=rows).check(kernels, config)
+    Case(w, mode, counts, unused, out=torch.bfloat16, rows=rows).check(kernels, config)
 
 
 @pytest.mark.parametrize("config", CANDIDATES)
-@pytest.mark.parametrize("format", KERNELS)
+@pytest.mark.parametrize("format", FORMATS)
 @pytest.mark.parametrize("gate", GATES)
 def test_gates(kernels, gate, format, config):
     w = Weight(format, 3, 192, 256)
     for out in (torch.bfloat16, torch.float16):
-        Case(w, CONTIGUOUS, [33, 0, 70], 2, out, bias=out, scaled=True, gate=gate).check(kernels, config)
+        case = Case(w, CONTIGUOUS, [33, 0, 70], 2, out, bias=out, scaled=True, gate=gate, rows=out)
+        case.check(kernels, config)
 
 
 @pytest.mark.parametrize("bias", [None, torch.float32, torch.bfloat16, torch.float16])
@@ -219,9 +228,9 @@ def test_types(kernels, out, bias):
 
 
 @pytest.mark.parametrize("k", [16, 128, 144, 1040, 2880])
-@pytest.mark.parametrize("format", KERNELS)
-def test_sizes_of_k(kernels, format, k):
-    Case(Weight(format, 2, 64, k), CONTIGUOUS, [1, 17]).check(kernels)
+@pytest.mark.parametrize("format, rows", KERNELS)
+def test_sizes_of_k(kernels, format, rows, k):
+    Case(Weight(format, 2, 64, k), CONTIGUOUS, [1, 17], rows=rows).check(kernels)
 
 
 @pytest.mark.parametrize("groups, rows", [(1, 1), (70, 1), (200, 0), (33, 3)])
@@ -231,12 +240,13 @@ def test_many_experts_of_few_rows(kernels, groups, rows):
     Case(Weight("nvfp4", groups, 64, 128), CONTIGUOUS, counts).check(kernels)
 
 
+@pytest.mark.parametrize("rows", ROWS)
 @pytest.mark.parametrize("config", CANDIDATES)
-def test_tiles_that_blocks_share(kernels, config):
+def test_tiles_that_blocks_share(kernels, config, rows):
     """Few tiles and many steps: parts of K, whose sums meet in a fixed order."""
     w = Weight("nvfp4", 2, 320, 4480)
-    case = Case(w, CONTIGUOUS, [0, 37], out=torch.float32)
-    assert kernels.choose("nvfp4", CONTIGUOUS, 2, 37, 320, 4480, config).share_below > 0
+    case = Case(w, CONTIGUOUS, [0, 37], out=torch.float32, rows=rows)
+    assert kernels.choose(case.kernel, CONTIGUOUS, 2, 37, 320, 4480, config).share_below > 0
     case.check(kernels, config)
 
 
@@ -261,7 +271,7 @@ def test_less_shared_memory(kernels, kilobytes):
 def test_where_nothing_fits_it_says_so(kernels):
     kernels.most_shared(16)
     case = Case(Weight("nvfp4", 1, 64, 128), CONTIGUOUS, [3])
-    assert kernels.run("nvfp4", case.arguments()) == -3
+    assert kernels.run("bf16", case.arguments()) == -3
 
 
 @pytest.mark.parametrize(
@@ -272,10 +282,10 @@ def test_bad_arguments(kernels, change):
     arguments = case.arguments()
     for name, value in change.items():
         setattr(arguments, name, value)
-    assert kernels.run("nvfp4", arguments) == -1
+    assert kernels.run("bf16", arguments) == -1
     assert case.result.isnan().all()
 
 
 def test_no_rows(kernels):
     case = Case(Weight("nvfp4", 2, 64, 128), CONTIGUOUS, [0, 0])
-    assert kernels.run("nvfp4", case.arguments()) == 0
+    assert kernels.run("bf16", case.arguments()) == 0

@@ -91,7 +91,7 @@ def test_prefill_multiplies_weights_from_registers(functions):
 @pytest.mark.parametrize("kernel", ["decode_kernel", "gemv_kernel"])
 def test_decode_streams_weights_into_registers(functions, kernel):
     for name, body in kernels(functions, kernel).items():
-        bf16 = "Bf16Words" in name
+        bf16 = "MmaWords" in name
         assert re.search(r"HMMA\.16816\.F32\.BF16\s" if bf16 else r"HMMA\.16816\.F32\s", body), name
         assert re.search(r"LDG\.E\.NA\.128\.CONSTANT", body), name
         assert "QMMA" not in body, name
@@ -107,7 +107,7 @@ def test_nothing_spills(functions, resources, kernel):
         spills = re.findall(r"\b(?:LDL|STL)\S*", body)
         # Outside of products: decode with many warps keeps its place among its runs in memory, and prefill's
         # producers, who have 32 registers, some of theirs among tiles.
-        many_warps = re.search(r"Bf16WordsILi\d+EEELi24", name)
+        many_warps = re.search(r"MmaWordsI\w+ELi\d+EEELi24", name)
         assert len(spills) <= (20 if many_warps else 12 if kernel == "prefill_kernel" else 0), name
         if kernel in ("decode_kernel", "prefill_kernel"):
             products = [m.start() for m in re.finditer(r"\b(?:H|HG|QG)MMA\.", body)]

@@ -35,21 +35,20 @@ def preferred(**of):
     return preferred_layout("cuda", (128, 128), (128, 64), **of)
 
 
-def test_bfloat16_rows_get_the_layout_of_all_gpus(ada):
+@pytest.mark.parametrize("dtype", [BF16, FP16, None])
+def test_rows_of_16_bits_get_the_layout_of_all_gpus(ada, dtype):
     for a_format in ("none", "auto"):
         for format in ("nvfp4", "mxfp4"):
-            assert preferred(dtype=BF16, format=format, a_format=a_format) == "mma_bf16"
+            assert preferred(dtype=dtype, format=format, a_format=a_format) == "mma_bf16"
     assert experts.auto_a_format("cuda", "mma_bf16") == "none"  # what "auto" becomes when it runs
 
 
 @pytest.mark.parametrize(
     "of",
     [
-        {"dtype": FP16, "format": "nvfp4"},
         {"dtype": torch.float32, "format": "nvfp4"},
         {"dtype": BF16, "format": "int4"},
         {"dtype": BF16, "format": "nvfp4", "a_format": "fp8"},
-        {"format": "nvfp4"},  # rows of any dtype may come
     ],
 )
 def test_what_only_triton_runs_there_stays_plain(ada, of):
@@ -71,5 +70,8 @@ def test_hopper_is_not_asked(ada, monkeypatch):
     monkeypatch.setattr(native, "family", lambda index: native.HOPPER)
     ada.clear()  # asking would raise
     assert backends._preferred() == ("mma_bf16", "sm90", "sm90_int4")
+    assert preferred(dtype=BF16, format="nvfp4") == "mma_bf16"
+    for dtype in (FP16, None):  # its kernels read fp16 rows with layout sm90 alone
+        assert preferred(dtype=dtype, format="nvfp4") == "sm90"
     monkeypatch.setattr(native, "family", lambda index: 0)
     assert backends._preferred() == ()

@@ -28,8 +28,8 @@ def error_of(kernel: str) -> float:
         found = []
         for format in FP4_FORMATS:
             for operator in oracle.PRODUCTS:
-                case = oracle.Case(operator, format, LAYOUT, "bfloat16")
-                found.append(_error(oracle.product, case))
+                for kind in ("bfloat16", "float16"):
+                    found.append(_error(oracle.product, oracle.Case(operator, format, LAYOUT, kind)))
             found.append(_error(oracle.block, oracle.Case("moe", format, LAYOUT, "none", "silu")))
     return max(found)
 

@@ -1,13 +1,15 @@
-// Weights of layout mma_bf16 as bf16: the counterpart of e2m1_to_half.cuh, in 12 instructions for eight codes
-// and not 15. e2m1 x e4m3 is exact.
+// Weights of layout mma_bf16 as bf16, or as fp16 for rows of that: the counterpart of e2m1_to_half.cuh, for
+// bf16 in 12 instructions for eight codes and not 15, for fp16 in 20. e2m1 x e4m3 is exact in both.
 //
 // Where a code's sign is bit 15 of a half word and its magnitude bits 8 to 6, the half word is the code x
 // 2^-126 in bf16, subnormal ones too. So a word of 64 bits holds six pairs of codes such that rotating a half
 // of it brings each there, two more in what is left of both halves, and the pairs are those that products
 // want. The scale that multiplies them has a factor of 2^119, which with scales up to 448 does not overflow.
+// With the magnitude three bits higher it is the code x 2^-14 in fp16, and the scale has a factor of 2^7.
 #pragma once
 
 #include <cuda_bf16.h>
+#include <cuda_fp16.h>
 
 #include <cstdint>
 #include <type_traits>
@@ -19,7 +21,7 @@
 
 namespace fp4::device {
 
-constexpr uint32_t kBf16Fields = 0x81C081C0, kLeftOfLower = 0x06030603;
+constexpr uint32_t kBf16Fields = 0x81C081C0, kFp16Fields = 0x8E008E00, kLeftOfLower = 0x06030603;
 constexpr int kLowestField = 6;  // bit
 
 // The bits of kLeftOfLower of the first, the others of the second: one instruction, which the compiler, with
@@ -42,16 +44,27 @@ __host__ __device__ __forceinline__ uint32_t rotated_left(uint32_t word, int lef
 #endif
 }
 
-// kScaleBlock: K that share a scale.
-template <int kScaleBlock>
-struct Bf16Words {
-  static constexpr Element kElement = Element::kBFloat16;
-  static constexpr float kFactor = 128.0f;  // 2^126 / 2^119
+__host__ __device__ __forceinline__ __nv_bfloat162 low_twice(__nv_bfloat162 pair) {
+  return __low2bfloat162(pair);
+}
+__host__ __device__ __forceinline__ __nv_bfloat162 high_twice(__nv_bfloat162 pair) {
+  return __high2bfloat162(pair);
+}
+__host__ __device__ __forceinline__ half2 low_twice(half2 pair) { return __low2half2(pair); }
+__host__ __device__ __forceinline__ half2 high_twice(half2 pair) { return __high2half2(pair); }
+
+// kElement_: bf16 or fp16. kScaleBlock_: K that share a scale.
+template <Element kElement_, int kScaleBlock_>
+struct MmaWords {
+  static constexpr Element kElement = kElement_;
+  static constexpr int kScaleBlock = kScaleBlock_;
+  static constexpr bool kBf16 = kElement == Element::kBFloat16;
+  static constexpr float kFactor = 128.0f;  // 2^126 / 2^119, or 2^14 / 2^7
   using Layout = MmaBf16;
   using ScaleBytes = std::conditional_t<kScaleBlock == 16, uint32_t, uint16_t>;  // of a lane for 128 k
   static constexpr int kScaleSteps = 2;  // of 64 K that share what decode_scales makes
   static constexpr int kStepScales = sm90_scales(64, kScaleBlock);
-  using Pair = __nv_bfloat162;
+  using Pair = std::conditional_t<kBf16, __nv_bfloat162, half2>;
 
   // A lane's scales of 16 rows by 128 k: four bytes, or two.
   static __host__ __device__ __forceinline__ int scales_at(int lane) { return lane * (64 / kScaleBlock); }
@@ -66,9 +79,10 @@ struct Bf16Words {
   __host__ __device__ __forceinline__ Scales decode_scales(uint32_t bytes) const {
     constexpr uint32_t kSecond = kFirst + (kScaleBlock == 16 ? 2 : 0);  // of the even row
     constexpr uint32_t kEven = 0x4040 | kSecond << 8 | kFirst;          // each under a zero
-    // A byte x 16 is a bf16's exponent and mantissa; the sum makes the factor of 2^119.
-    const uint32_t even = permute_bytes(bytes, 0, kEven) * sixteen_ + 0x76007600,
-                   odd = permute_bytes(bytes, 0, kEven + 0x0101) * sixteen_ + 0x76007600;
+    // A byte x 16 is a bf16's exponent and mantissa, x 128 an fp16's; the sum makes the factor.
+    constexpr uint32_t kMore = kBf16 ? 0x76007600 : 0x30003000;
+    const uint32_t even = permute_bytes(bytes, 0, kEven) * place_ + kMore,
+                   odd = permute_bytes(bytes, 0, kEven + 0x0101) * place_ + kMore;
     return {{reinterpret_cast<const Pair&>(even), reinterpret_cast<const Pair&>(odd)}};
   }
 
@@ -81,7 +95,7 @@ struct Bf16Words {
     a[0][3] = field(left, 8), a[1][3] = field(left, 14);
 #pragma unroll
     for (int i = 0; i < 4; ++i) {
-      const Pair row = scales.row[i % 2], scale[2] = {__low2bfloat162(row), __high2bfloat162(row)};
+      const Pair row = scales.row[i % 2], scale[2] = {low_twice(row), high_twice(row)};
 #pragma unroll
       for (int c = 0; c < 2; ++c) {
         const Pair v = __hmul2(reinterpret_cast<const Pair&>(a[c][i]), scale[c]);
@@ -100,16 +114,24 @@ struct Bf16Words {
   }
 
   // Scales, too, are multiplied into place: by a constant the compiler would shift.
-  __device__ __forceinline__ void keep_constants(int lane) { sixteen_ = kept_constant(16, lane); }
+  __device__ __forceinline__ void keep_constants(int lane) { place_ = kept_constant(kPlace, lane); }
 
  private:
-  uint32_t sixteen_ = 16;
+  static constexpr uint32_t kPlace = kBf16 ? 16 : 128;
+  uint32_t place_ = kPlace;
 
   // A rotation, but where no field goes over the word's end a shift, which can be a multiplication: that has
   // a pipe of its own, and the one of the logic is what is busy (h200_counters.txt).
   static __host__ __device__ __forceinline__ uint32_t field(uint32_t word, int left) {
-    return (left <= kLowestField ? word << left : rotated_left(word, left)) & kBf16Fields;
+    const uint32_t pair = (left <= kLowestField ? word << left : rotated_left(word, left)) & kBf16Fields;
+    if constexpr (kBf16) return pair;
+    return pair * 9 & kFp16Fields;  // its bits, and the same three places higher: none meets another
   }
 };
+
+template <int kScaleBlock>
+using Bf16Words = MmaWords<Element::kBFloat16, kScaleBlock>;
+template <int kScaleBlock>
+using Fp16Words = MmaWords<Element::kFloat16, kScaleBlock>;
 
 }  // namespace fp4::device
