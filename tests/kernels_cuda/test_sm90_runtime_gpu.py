@@ -103,6 +103,28 @@ def test_an_error_in_python_keeps_its_words():
         torch.ops.fp4.prepack(codes, damaged, torch.ones(1, device="cuda"), "nvfp4", "sm90")
 
 
+@pytest.mark.parametrize("operator", ["mm", "grouped_mm", "moe"])
+def test_rows_that_another_gpu_reads_with_this_layout(operator):
+    """fp16 rows meet weights in mma_bf16 on other GPUs; here the error says which layout takes them."""
+    w = Weights(4, 128, 128, format="nvfp4", layout="mma_bf16")
+    x = torch.randn(8, 128, device="cuda").half()
+    options = {"format": "nvfp4", "layout": "mma_bf16"}
+    words = (
+        rf"fp4::{operator}: layout is 'mma_bf16', and rows are float16; on this GPU, of compute capability "
+        r"9\.0, its kernels read bfloat16\. Convert the rows, or use layout 'sm90'"
+    )
+    with pytest.raises(RuntimeError, match=words):
+        if operator == "moe":
+            up = Weights(4, 256, 128, format="nvfp4", layout="mma_bf16")
+            ids, weights = torch.zeros(8, 2, dtype=torch.int64, device="cuda"), torch.ones(8, 2, device="cuda")
+            operators().moe(x, ids, weights, *up.packed, *w.packed, activation="silu", **options)
+        elif operator == "mm":
+            operators().mm(x, *(t[0] for t in w.packed), **options)
+        else:
+            ends = torch.tensor([2, 4, 6, 8], dtype=torch.int32, device="cuda")
+            operators().grouped_mm(x, *w.packed, ends, **options)
+
+
 def test_without_python_what_has_no_kernel_is_refused():
     x = torch.randn(2, 64, device="cuda")
     native.loaded().fp4_cuda_has_fallbacks(False)
