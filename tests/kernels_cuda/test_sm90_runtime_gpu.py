@@ -116,7 +116,10 @@ def test_rows_that_another_gpu_reads_with_this_layout(operator):
     with pytest.raises(RuntimeError, match=words):
         if operator == "moe":
             up = Weights(4, 256, 128, format="nvfp4", layout="mma_bf16")
-            ids, weights = torch.zeros(8, 2, dtype=torch.int64, device="cuda"), torch.ones(8, 2, device="cuda")
+            ids, weights = (
+                torch.zeros(8, 2, dtype=torch.int64, device="cuda"),
+                torch.ones(8, 2, device="cuda"),
+            )
             operators().moe(x, ids, weights, *up.packed, *w.packed, activation="silu", **options)
         elif operator == "mm":
             operators().mm(x, *(t[0] for t in w.packed), **options)
