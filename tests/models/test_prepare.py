@@ -15,6 +15,7 @@ from moe_models import FAMILIES, build, fake_quantised, that_answers, tokens
 from torch import nn
 
 import fp4_ops
+from fp4_ops.backends.hopper import HOPPER
 from fp4_ops.experts import PackedWeight
 from fp4_ops.find_experts import is_experts, recognise_gate
 from fp4_ops.relayout import relayout
@@ -356,6 +357,7 @@ def test_weights_of_activations_that_stay_bfloat16_have_a_layout_of_their_own(
     monkeypatch, activation, dtype, layout
 ):
     monkeypatch.setitem(layouts._preferred, "cpu", lambda: ("mma_bf16", "sm90"))
+    monkeypatch.setitem(layouts._reads, "cpu", HOPPER.reads)
     model = build("mixtral", dtype, "grouped_mm", hidden_size=128)
     report = fp4_ops.prepare(model, activation=activation)
     assert report.layout == experts_of(model)[0].down_proj.layout == layout
