@@ -42,7 +42,7 @@ def fit(monkeypatch):
 @pytest.mark.parametrize("file", FILES, ids=lambda f: f.parent.name)
 def test_every_group_says_where_it_comes_from(file):
     groups = fitted.read(file)
-    assert {f.parent.name for f in FILES} == {"hopper", "mma", "distributed"} and groups
+    assert {f.parent.name for f in FILES} == {"hopper", "mma", "triton", "distributed"} and groups
     for group in groups.values():
         assert group.device and re.fullmatch(r"[0-9a-f]{7,}", group.commit)
         assert re.fullmatch(r"20\d\d-\d\d-\d\d", group.date)
