@@ -46,8 +46,12 @@ def test_every_group_says_where_it_comes_from(file):
     for group in groups.values():
         assert group.device and re.fullmatch(r"[0-9a-f]{7,}", group.commit)
         assert re.fullmatch(r"20\d\d-\d\d-\d\d", group.date)
-        script = re.match(r"python (\S+)", group.fit)[1]
-        assert not (ROOT / "benchmarks").exists() or (ROOT / script).exists()
+        if script := re.match(r"python (\S+)", group.fit):
+            assert not (ROOT / "benchmarks").exists() or (ROOT / script[1]).exists()
+        else:  # nobody has measured them
+            assert group.device.startswith("none") and group.fit.startswith("none")
+        if file.parent.name == "triton":  # lists of tiles
+            continue
         numbers = fitted.flat(group.values)
         assert numbers and all(math.isfinite(n) and n >= 0 for n in numbers)
         assert fitted.unflat(numbers, group.values) == group.values
