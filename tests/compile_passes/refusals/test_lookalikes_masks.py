@@ -1,0 +1,106 @@
+"""Masks and sums that look like those of experts and are not; parts of one vector, wherever they lie."""
+
+from __future__ import annotations
+
+import copy
+
+import pytest
+import torch
+from conftest import more
+from moe_models import Recorder, relative_error
+from moe_styles import ListStyle
+from repository_styles import OneVector
+
+pytestmark = pytest.mark.usefixtures("fresh_dynamo")
+
+
+def dense(mine):
+    """All experts for all tokens, weighted by mine(ids, weights, e)."""
+
+    class Dense(ListStyle):
+        def experts_of(self, x, ids, weights):
+            out = torch.zeros_like(x)
+            for e, expert in enumerate(self.list):
+                out += expert(x) * mine(ids, weights, e).sum(-1, keepdim=True)
+            return out
+
+    return Dense
+
+
+def reduced(reduce, include_self):
+    class Reduced(ListStyle):
+        def experts_of(self, x, ids, weights):
+            out = torch.zeros_like(x)
+            for e, expert in enumerate(self.list):
+                token, slot = torch.where(ids == e)
+                rows, y = token[:, None].expand(-1, self.H), expert(x[token]) * weights[token, slot, None]
+                out = out.scatter_reduce(0, rows, y, reduce=reduce, include_self=include_self)
+            return out
+
+    return Reduced
+
+
+OTHERS = {
+    "filled with ones": dense(lambda ids, w, e: w.masked_fill(ids != e, 1.0)),
+    "all but this expert": dense(lambda ids, w, e: w.masked_fill(ids == e, 0.0)),
+    "experts below this one": dense(lambda ids, w, e: w.masked_fill(ids >= e, 0.0)),
+    "ones elsewhere": dense(lambda ids, w, e: torch.where(ids == e, w, 1.0)),
+    "not this expert": dense(lambda ids, w, e: torch.where(ids == e, 0.0, w)),
+    "the largest": reduced("amax", True),
+    "a mean": reduced("mean", True),
+    "a sum without what was there": reduced("sum", False),
+}
+FIRST = ("all but this expert", "a sum without what was there")
+
+
+@pytest.mark.parametrize("name", [n if n in FIRST else more(n) for n in OTHERS])
+def test_other_masks_and_sums_stay(name):
+    module, recorder = OTHERS[name](experts=4), Recorder(activation="bf16")
+    compiled = torch.compile(module, backend=recorder, dynamic=True, fullgraph=True)
+    with torch.no_grad():
+        x = torch.randn(9, module.H)
+        assert relative_error(compiled(x), module(x)) < 1e-5
+    assert not recorder.ops and recorder.reasons
+
+
+class OfTheNextExpert(OneVector):
+    def parts(self, e):
+        parts = self.every.split(self.H * self.I)
+        w1, w3, w2 = parts[3 * ((e + 1) % self.E)], parts[3 * e + 1], parts[3 * e + 2]
+        return w1.view(self.I, self.H), w3.view(self.I, self.H), w2.view(self.H, self.I)
+
+
+class Overlapping(OneVector):
+    def parts(self, e):
+        size = self.H * self.I
+        w1, w3, w2 = self.every[e * self.H : e * self.H + 3 * size].split(size)
+        return w1.view(self.I, self.H), w3.view(self.I, self.H), w2.view(self.H, self.I)
+
+
+class InTurns(OneVector):
+    def parts(self, e):
+        w1, w3, w2 = self.every.view(-1, 3 * self.E)[:, 3 * e : 3 * e + 3].unbind(1)
+        return w1.reshape(self.I, self.H), w3.reshape(self.I, self.H), w2.reshape(self.H, self.I)
+
+
+@pytest.mark.parametrize("cls", [OfTheNextExpert, more(Overlapping), more(InTurns)])
+def test_parts_of_one_vector(cls):
+    """Each is read where it lies."""
+
+    def exact(w):
+        packed = torch.ops.fp4.quantize(w.detach().contiguous(), "nvfp4")
+        return torch.ops.fp4.dequantize(*packed, "nvfp4", torch.float32)
+
+    module, recorder = cls(experts=4), Recorder(activation="bf16")
+    twin = copy.deepcopy(module)
+
+    def parts(e):
+        w1, w3, w2 = cls.parts(twin, e)
+        return (*exact(torch.cat([w1, w3])).split(module.I), exact(w2))
+
+    twin.parts = parts
+    with torch.no_grad():
+        x = torch.randn(9, module.H)
+        compiled = torch.compile(module, backend=recorder, fullgraph=True)
+        assert relative_error(compiled(x), twin(x)) < 1e-5
+    assert recorder.ops == ["fp4::moe"], recorder.reasons
