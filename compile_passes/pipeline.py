@@ -17,7 +17,8 @@ from . import advice
 from .dynamo import left_out
 from .dynamo.extend import allow_scalars
 from .emit.one_precision import ReadTwice
-from .emit.rewrite import Rewritten, fp4_calls, may_run_twice, rewrite
+from .emit.repeat import undo_of
+from .emit.rewrite import Rewritten, fp4_calls, rewrite
 from .graph.traced_nodes import called, example
 from .naming import input_name
 from .options import Options, inductor_patches
@@ -28,7 +29,7 @@ from .trace.capture import CannotCapture, capture
 from .weights.attributes import as_inputs, with_held
 from .weights.local_parts import given_parts, is_precompiling, see_through
 from .weights.prequantized import is_subclass
-from .weights.runtime import Swap, runtime
+from .weights.runtime import Swap, Undo, runtime
 from .weights.sharded import gathered, is_flat
 
 log = logging.getLogger("fp4_ops")
@@ -140,10 +141,10 @@ def compile_graph(
         ordinary = _or_as_captured(gm, lambda: compile_fx(gm, inputs, config_patches=options.inductor))
         return given_parts(ordinary, parts)
     examples = [*(inputs[i] for i in rewritten.keep), *rewritten.fakes]
-    repeatable = may_run_twice(rewritten.gm.graph)
+    undo = undo_of(rewritten.gm.graph, len(rewritten.fakes))
     patches = {**inductor_patches(options), **({"freezing": False} if held else {})}
     compiled = compile_fx(rewritten.gm, examples, config_patches=patches)
-    run = given_parts(_runtime(compiled, rewritten.keep, rewritten.swaps, repeatable), parts)
+    run = given_parts(_runtime(compiled, rewritten.keep, rewritten.swaps, undo), parts)
     return with_held(run, held)
 
 
@@ -154,13 +155,13 @@ def _refuse_what_stays(frame: Frame, looks_like_experts: bool) -> None:
 
 
 def _runtime(
-    compiled: Callable[..., Any], keep: list[int], swaps: list[Swap], repeatable: bool
+    compiled: Callable[..., Any], keep: list[int], swaps: list[Swap], undo: Undo | None
 ) -> Callable[..., Any]:
     if is_precompiling():
         from .precompiled import Precompiled
 
-        return Precompiled(compiled, keep, swaps, repeatable)
-    return runtime(compiled, keep, swaps, repeatable)
+        return Precompiled(compiled, keep, swaps, undo)
+    return runtime(compiled, keep, swaps, undo)
 
 
 def _or_as_captured(gm: fx.GraphModule, compile: Callable[[], Callable[..., Any]]) -> Callable[..., Any]:

@@ -13,16 +13,16 @@ from typing import Any
 from torch._dynamo.aot_compile_types import BundledAOTAutogradSerializableCallable, SerializableCallable
 
 from .options import version_hash
-from .weights.runtime import Swap, runtime
+from .weights.runtime import Swap, Undo, runtime
 
 
 class Precompiled(SerializableCallable):
     """What `runtime` makes, with what it was made from."""
 
     def __init__(
-        self, compiled: Callable[..., Any], keep: list[int], swaps: list[Swap], repeatable: bool
+        self, compiled: Callable[..., Any], keep: list[int], swaps: list[Swap], undo: Undo | None
     ) -> None:
-        self.compiled, self.made_from = compiled, (keep, swaps, repeatable)
+        self.compiled, self.made_from = compiled, (keep, swaps, undo)
         self._run = runtime(compiled, *self.made_from)
 
     def __call__(self, *args: Any) -> Any:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Protocol
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
@@ -21,9 +21,8 @@ class Runs(Protocol):
     """int64 bytes, at most RUN."""
     held: Tensor
     """uint8 [runs, RUN]: what was there."""
-    found: Tensor | None
-    on_host: Tensor | None
-    """The answer, on the device and on the host; None before the first comparison."""
+    side: Any
+    """What the comparisons on a GPU share; None before the first."""
 
 
 class Comparison:

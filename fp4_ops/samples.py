@@ -12,6 +12,7 @@ import functools
 import itertools
 import math
 from collections.abc import Iterable
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -28,8 +29,7 @@ class Samples:
 
     def __init__(self, device: torch.device, at: Tensor, sizes: Tensor, held: Tensor | None = None) -> None:
         self.device, self.at, self.sizes = device, at, sizes
-        self.found: Tensor | None = None  # CUDA: the answer, there and on the host
-        self.on_host: Tensor | None = None
+        self.side: Any = None  # of a GPU (backends/triton/samples.py)
         self._count = at.numel()
         whole = device.type == "cpu" and bool((sizes == RUN).all())
         self._addresses = at.data_ptr(), None if whole else sizes.data_ptr()
@@ -78,7 +78,7 @@ class Samples:
         return self.begin().differs()
 
     def begin(self) -> Comparison:
-        """Compares as `differ` does; on CUDA the host need not wait for it yet."""
+        """Compares as `differ` does; on CUDA when the answer is asked for, with what tensors hold now."""
         if self.device.type == "cuda":
             from .backends.triton.samples import Launched
 

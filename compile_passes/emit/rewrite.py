@@ -20,7 +20,6 @@ from ..graph.nodes import (
     aten,
     is_impure,
     is_op,
-    is_pure,
     is_tensor,
     shape,
     value,
@@ -305,16 +304,6 @@ def _is_of_some_rows(node: fx.Node, live: set[fx.Node]) -> bool:
     seen: set[fx.Node] = set()
     _keep([node], seen)
     return any(is_tensor(n) and free_unbacked_symbols(value(n)) for n in seen - live)
-
-
-def may_run_twice(graph: fx.Graph) -> bool:
-    """Whether a second run with the same inputs gives the same: nothing is written to, or drawn at random,
-    and no other process takes part, which may have no reason for a second run."""
-    return all(
-        n.op in ("placeholder", "output", "get_attr") or is_op(n, *ASSERTIONS) or is_pure(n)
-        for n in graph.nodes
-        if not is_op(n, aten.empty, aten.empty_like)
-    )
 
 
 def _has_effect(node: fx.Node) -> bool:

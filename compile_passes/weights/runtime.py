@@ -39,13 +39,18 @@ class Swap:
                 )
 
 
+Undo = tuple[tuple[int, int], ...]
+"""(input, number): a graph adds the number to that input of its own. It is taken back before a second run."""
+
+
 def runtime(
-    compiled: Callable[..., Any], keep: list[int], swaps: list[Swap], repeatable: bool = False
+    compiled: Callable[..., Any], keep: list[int], swaps: list[Swap], undo: Undo | None = None
 ) -> Callable[..., Any]:
     """The callable Dynamo gets: packed tensors are looked up, unused originals dropped.
 
-    `repeatable`: the graph may run twice for one call. Then a GPU need not say beforehand whether weights
-    have changed: the host asks when the graph's kernels are under way, and runs them again if they have.
+    `undo`: what makes it right to run the graph twice for one call (emit/repeat.py). Then a GPU need not say
+    beforehand whether weights have changed: the host asks when the graph's kernels are under way, and runs
+    them again if they have. None: it may not run twice.
 
     Dynamo guards that no gradient can be asked for here, so autograd is skipped as a whole: the kernel that
     refuses gradients is Python and costs each operator call 8 us.
@@ -53,15 +58,21 @@ def runtime(
     kept, lookup = _getter(keep), _Lookup(swaps)
     below_autograd = torch._C._AutoDispatchBelowAutograd
 
+    @torch.inference_mode()
+    def take_back(args: Sequence[Any]) -> None:
+        for i, number in undo or ():
+            args[keep[i]].sub_(number)
+
     def run(*args: Any) -> Any:
         # Dual tensors are not guarded against, and their tangents would be lost below autograd.
         if gradients.has_tangent(args):
             gradients.refuse_tangent('a model compiled with backend="fp4"', "call the model uncompiled")
-        packed, unsure = lookup.get(args, repeatable)
+        packed, unsure = lookup.get(args, undo is not None)
         with below_autograd():
             out = compiled(*kept(args), *packed)
         if unsure is not None and unsure.differ():
             del out
+            take_back(args)
             packed = unsure.again(args)
             with below_autograd():
                 out = compiled(*kept(args), *packed)

@@ -52,21 +52,34 @@ def read(at: Tensor, sizes: Tensor, held: Tensor) -> None:
 
 
 class Launched(Comparison):
-    """A comparison that the current stream has still to make. Only who asks for the answer waits for it."""
+    """With what tensors hold when the work is done that the current stream was given until now.
+
+    The kernel is launched when the answer is asked for, on a stream of its own: it takes no time of the
+    current stream's, which may be given more work meanwhile.
+    """
 
     def __init__(self, samples: Runs) -> None:
+        self._samples = samples
         with torch.cuda.device(samples.device):
-            found, on_host = samples.found, samples.on_host
-            if found is None or on_host is None:
-                found = torch.zeros(1, dtype=torch.int32, device=samples.device)
-                on_host = torch.zeros(1, dtype=torch.int32, device="cpu").pin_memory()
-                samples.found, samples.on_host = found, on_host
-            launch(samples.at, samples.sizes, samples.held, found, compare=True)
-            on_host.copy_(found, non_blocking=True)
-            self._done = torch.cuda.Event()
-            self._done.record()
-        self._on_host = on_host
+            if samples.side is None:
+                samples.side = Side(samples.device)
+            samples.side.before.record()
 
     def differs(self) -> bool:
-        self._done.synchronize()
-        return bool(self._on_host.item())
+        samples, side = self._samples, self._samples.side
+        assert side is not None
+        with torch.cuda.device(samples.device), torch.cuda.stream(side.stream):
+            side.stream.wait_event(side.before)
+            launch(samples.at, samples.sizes, samples.held, side.found, compare=True)
+            side.after.record()
+        side.after.synchronize()
+        return bool(side.found.item())
+
+
+class Side:
+    """Where samples are compared: a stream, its events, and the answer, in memory of the host's."""
+
+    def __init__(self, device: torch.device) -> None:
+        self.stream = torch.cuda.Stream(device, priority=-1)
+        self.before, self.after = torch.cuda.Event(), torch.cuda.Event()
+        self.found = torch.zeros(1, dtype=torch.int32, device="cpu").pin_memory()

@@ -1,0 +1,104 @@
+"""Whether a graph may run again for one call, with weights packed anew, and what is undone before.
+
+On a GPU the host learns that weights have changed when the graph is under way already (weights/runtime.py).
+Then the graph runs again. A second run gives what one run with the new weights had given if the first left
+nothing behind that the second does not write again, or that cannot be taken back.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import fx
+
+from ..graph.nodes import ASSERTIONS, arguments, aten, is_op, is_pure, value
+from ..weights.runtime import Undo
+
+# They write to some places, whatever was there: their arguments that say where.
+_PLACES = {
+    aten.index_copy: ("dim", "index"),
+    aten.index_put: ("indices",),
+    aten.slice_scatter: ("dim", "start", "end", "step"),
+    aten.select_scatter: ("dim", "index"),
+    aten.scatter: ("dim", "index"),
+}
+_INTEGERS = (torch.int8, torch.int16, torch.int32, torch.int64, torch.uint8)
+
+
+def undo_of(graph: fx.Graph, packed: int) -> Undo | None:
+    """What makes a second run give the same; None if nothing does.
+
+    The last `packed` inputs are the packed weights. Nothing may be drawn at random, and no other process may
+    take part, which may have no reason for a second run. Of what the graph writes to, an input
+
+        - that only this write reads may be written to at places that do not depend on the packed weights:
+          a cache of keys, at this token's position;
+        - of integers may have a constant added: a counter of tokens.
+    """
+    inputs = [n for n in graph.nodes if n.op == "placeholder"]
+    weights = set(inputs[len(inputs) - packed :])
+    undo = []
+    for n in graph.nodes:
+        if is_op(n, aten.copy_):
+            target, new = n.args[:2]
+            if not (isinstance(target, fx.Node) and target.op == "placeholder" and isinstance(new, fx.Node)):
+                return None
+            added = _added(target, new)
+            if added is not None:
+                undo.append((inputs.index(target), added))
+            elif not _overwrites(n, target, new, weights):
+                return None
+        elif not _leaves_nothing_behind(n):
+            return None
+    return tuple(undo)
+
+
+def _leaves_nothing_behind(n: fx.Node) -> bool:
+    if n.op in ("placeholder", "output", "get_attr") or is_op(n, aten.empty, aten.empty_like):
+        return True
+    return is_op(n, *ASSERTIONS) or is_pure(n)
+
+
+def _added(target: fx.Node, new: fx.Node) -> int | None:
+    """The number that `target.copy_(target + number)` adds to an input of integers."""
+    if new.target is not aten.add.Tensor or new.args[0] is not target or new.kwargs:
+        return None
+    number, (was, now) = new.args[1], (value(target), value(new))
+    alike = was.dtype in _INTEGERS and now.dtype == was.dtype and now.shape == was.shape
+    written_once = sum(is_op(u, aten.copy_) for u in target.users) == 1
+    return number if type(number) is int and alike and written_once else None
+
+
+def _overwrites(write: fx.Node, target: fx.Node, new: fx.Node, weights: set[fx.Node]) -> bool:
+    """Whether a second run writes to all that the first has written to, and nothing reads it before."""
+    readers = {u for u in target.users if u.op != "output"} - {write}
+    if not readers:
+        return new is not target and value(new).shape == value(target).shape  # all of it is new
+    if readers != {new} or not is_op(new, *_PLACES):
+        return False
+    given = arguments(new)
+    if given.pop("self") is not target or target in _nodes(given):
+        return False
+    if given.get("accumulate") or "reduce" in given:
+        return False
+    names = next(names for write, names in _PLACES.items() if is_op(new, write))
+    return weights.isdisjoint(_behind(_nodes([given[name] for name in names])))
+
+
+def _nodes(args: Any) -> set[fx.Node]:
+    found: set[fx.Node] = set()
+    fx.map_arg(args, found.add)
+    return found
+
+
+def _behind(nodes: set[fx.Node]) -> set[fx.Node]:
+    """These and all that they are computed from."""
+    seen: set[fx.Node] = set()
+    todo = list(nodes)
+    while todo:
+        node = todo.pop()
+        if node not in seen:
+            seen.add(node)
+            todo += node.all_input_nodes
+    return seen
