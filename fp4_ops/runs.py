@@ -21,8 +21,8 @@ class Runs(Protocol):
     """int64 bytes, at most RUN."""
     held: Tensor
     """uint8 [runs, RUN]: what was there."""
-    side: Any
-    """What the comparisons on a GPU share; None before the first."""
+    watches: dict[int, Any]
+    """On a GPU: what compares them on each stream."""
 
 
 class Comparison:

@@ -29,7 +29,7 @@ class Samples:
 
     def __init__(self, device: torch.device, at: Tensor, sizes: Tensor, held: Tensor | None = None) -> None:
         self.device, self.at, self.sizes = device, at, sizes
-        self.side: Any = None  # of a GPU (backends/triton/samples.py)
+        self.watches: dict[int, Any] = {}  # of a GPU's streams (backends/triton/samples.py)
         self._count = at.numel()
         whole = device.type == "cpu" and bool((sizes == RUN).all())
         self._addresses = at.data_ptr(), None if whole else sizes.data_ptr()
@@ -78,7 +78,7 @@ class Samples:
         return self.begin().differs()
 
     def begin(self) -> Comparison:
-        """Compares as `differ` does; on CUDA when the answer is asked for, with what tensors hold now."""
+        """Compares as `differ` does; on CUDA the host need not wait for it yet."""
         if self.device.type == "cuda":
             from .backends.triton.samples import Launched
 

@@ -315,7 +315,8 @@ def elementwise(op: str) -> None:
     elif op == "samples":
         at, held = torch.zeros(40, dtype=torch.int64), torch.zeros(40, samples.RUN, dtype=torch.uint8)
         for compare in (False, True):
-            samples.launch(at, at, held, torch.zeros(1, dtype=torch.int32), compare)
+            count = torch.zeros(1, dtype=torch.int64)
+            samples.launch(at, at, held, count, count.clone(), compare)
     elif op == "many experts":
         w, a = weight("nvfp4", 384, 16, 64), torch.zeros(3000, 64, dtype=BF16)
         operators.indexed_mm(a, *w, torch.zeros(3000, dtype=torch.int64), format="nvfp4")

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import ctypes
+
 import torch
 import triton
 import triton.language as tl
@@ -10,6 +12,8 @@ from torch import Tensor
 from ...runs import RUN, Comparison, Runs
 
 RUNS_A_PROGRAM = 32
+SOON = 1000
+"""Looks at an answer, some 0.1 us each, after which the stream is asked whether it goes on."""
 
 
 @triton.jit(do_not_specialize=["runs"])
@@ -17,7 +21,8 @@ def samples_kernel(
     at_ptr,  # [runs] addresses
     sizes_ptr,  # [runs] bytes of each
     held_ptr,  # [runs, RUN] uint8
-    found_ptr,  # [1] int32: set to 1 if any run differs; not touched otherwise
+    count_ptr,  # [1] int64: programs that have compared; from bit 40 on, those that found a difference
+    answer_ptr,  # [1] int64, on the host: what the last program of a launch left in count_ptr
     runs,
     RUN: tl.constexpr,
     COMPARE: tl.constexpr,
@@ -33,53 +38,84 @@ def samples_kernel(
     now = tl.load(address, mask=mask, other=0)
     held = held_ptr + run[:, None] * RUN + byte[None, :]
     if COMPARE:
-        differs = (now != tl.load(held, mask=mask, other=0)).to(tl.int32)
-        if tl.max(tl.max(differs, 1), 0) > 0:
-            tl.store(found_ptr, 1)
+        differs = (now != tl.load(held, mask=mask, other=0)).to(tl.int64)
+        mine = 1 + (tl.max(tl.max(differs, 1), 0) << 40)
+        count = tl.atomic_add(count_ptr, mine) + mine
+        if (count & 0xFFFFFFFFFF) % tl.num_programs(0) == 0:
+            tl.store(answer_ptr, count)
     else:
         tl.store(held, now, mask=mask)
 
 
-def launch(at: Tensor, sizes: Tensor, held: Tensor, found: Tensor, compare: bool) -> None:
+def programs(runs: int) -> int:
+    return triton.cdiv(runs, RUNS_A_PROGRAM)
+
+
+def launch(at: Tensor, sizes: Tensor, held: Tensor, count: Tensor, answer: Tensor, compare: bool) -> None:
     runs = at.numel()
-    grid = (triton.cdiv(runs, RUNS_A_PROGRAM),)
-    samples_kernel[grid](at, sizes, held, found, runs, RUN=RUN, COMPARE=compare, BLOCK=RUNS_A_PROGRAM)
+    samples_kernel[(programs(runs),)](
+        at, sizes, held, count, answer, runs, RUN=RUN, COMPARE=compare, BLOCK=RUNS_A_PROGRAM
+    )
 
 
 def read(at: Tensor, sizes: Tensor, held: Tensor) -> None:
     with torch.cuda.device(held.device):
-        launch(at, sizes, held, held, compare=False)
+        launch(at, sizes, held, held, held, compare=False)
 
 
-class Launched(Comparison):
-    """With what tensors hold when the work is done that the current stream was given until now.
+class Watch:
+    """Compares the samples on one stream, by a CUDA graph of one kernel: a launch costs the host 5 us.
 
-    The kernel is launched when the answer is asked for, on a stream of its own: it takes no time of the
-    current stream's, which may be given more work meanwhile.
+    The kernel writes its answer to the host's memory, where the host looks for it.
     """
 
     def __init__(self, samples: Runs) -> None:
-        self._samples = samples
-        with torch.cuda.device(samples.device):
-            if samples.side is None:
-                samples.side = Side(samples.device)
-            samples.side.before.record()
+        self._runs, self._device = (samples.at, samples.sizes, samples.held), samples.device
+        self._programs, self._launches = programs(samples.at.numel()), 0
+        self._count = torch.zeros(1, dtype=torch.int64, device=samples.device)
+        self._answer = torch.zeros(1, dtype=torch.int64, device="cpu").pin_memory()
+        self._seen = ctypes.c_int64.from_address(self._answer.data_ptr())
+        self._launch()  # compiles the kernel
+        self._graph = torch.cuda.CUDAGraph()
+        with torch.cuda.stream(torch.cuda.Stream(samples.device)):
+            self._graph.capture_begin(capture_error_mode="thread_local")
+            self._launch()
+            self._graph.capture_end()
+        torch.cuda.current_stream().synchronize()
+        self._answer.zero_()
+        self._count.zero_()
+
+    def _launch(self) -> None:
+        launch(*self._runs, self._count, self._answer, compare=True)
+
+    def launch(self) -> int:
+        """The number that `differs` is asked with."""
+        self._launches += 1
+        self._graph.replay()
+        return self._launches
+
+    def differs(self, launch: int) -> bool:
+        """Waits until that launch has compared."""
+        seen, compared, looks = self._seen, launch * self._programs, 0
+        while seen.value & 0xFFFFFFFFFF < compared:
+            looks += 1
+            # The query raises CUDA's errors, after which no answer comes.
+            over = looks > SOON and torch.cuda.current_stream(self._device).query()
+            if over and seen.value & 0xFFFFFFFFFF < compared:
+                raise RuntimeError("fp4: the GPU did not compare the weights with what was packed")
+        return seen.value >> 40 != 0
+
+
+class Launched(Comparison):
+    """A comparison that the current stream has still to make. Only who asks for the answer waits for it."""
+
+    def __init__(self, samples: Runs) -> None:
+        stream = torch._C._cuda_getCurrentRawStream(samples.device.index)
+        watch = samples.watches.get(stream)
+        if watch is None:
+            with torch.cuda.device(samples.device):
+                watch = samples.watches[stream] = Watch(samples)
+        self._watch, self._launch = watch, watch.launch()
 
     def differs(self) -> bool:
-        samples, side = self._samples, self._samples.side
-        assert side is not None
-        with torch.cuda.device(samples.device), torch.cuda.stream(side.stream):
-            side.stream.wait_event(side.before)
-            launch(samples.at, samples.sizes, samples.held, side.found, compare=True)
-            side.after.record()
-        side.after.synchronize()
-        return bool(side.found.item())
-
-
-class Side:
-    """Where samples are compared: a stream, its events, and the answer, in memory of the host's."""
-
-    def __init__(self, device: torch.device) -> None:
-        self.stream = torch.cuda.Stream(device, priority=-1)
-        self.before, self.after = torch.cuda.Event(), torch.cuda.Event()
-        self.found = torch.zeros(1, dtype=torch.int32, device="cpu").pin_memory()
+        return self._watch.differs(self._launch)
