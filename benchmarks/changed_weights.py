@@ -25,7 +25,7 @@ from typing import Any
 
 import record
 import torch
-from fp4_ops.compile_passes.weights import packed
+from fp4_ops.compile_passes.weights import runtime
 from transformers import AutoConfig, AutoModelForCausalLM, StaticCache
 from transformers.utils import logging as transformers_logging
 
@@ -62,7 +62,7 @@ class Step:
         self.model = torch.compile(model, backend="fp4", dynamic=False, mode=mode)
         for _ in range(4):
             self()
-        self.met: list[Any] = [m for lookup in packed._lookups for m in lookup._met.values()]
+        self.met: list[Any] = [m for lookup in runtime._lookups for m in lookup._met.values()]
         self.held = [(m, m.samples, m.on_gpu) for m in self.met]
         if wait:
             self.held = [(m, [_Waited(s) for s in samples], False) for m, samples, _ in self.held]

@@ -123,14 +123,14 @@ def told(block: nn.Module, x: Tensor, spaces: dict[str, Any], dynamic: bool) -> 
         options = parse(None, {"activation": "bf16", "strict": True})
         return compile_graph(gm, inputs, options, lambda graph, *_, **__: graph.forward, frames.append)
 
-    ask = pipeline.may_run_twice
-    pipeline.may_run_twice = lambda graph: may.append(ask(graph)) or may[-1]
+    ask = pipeline.undo_of
+    pipeline.undo_of = lambda *given: (undo := ask(*given), may.append(undo is not None))[0]
     workspace._SPACES.update(spaces)
     torch.compiler.reset()
     try:
         out = torch.compile(block, backend=fp4, fullgraph=True, dynamic=dynamic)(x)
     finally:
-        pipeline.may_run_twice = ask
+        pipeline.undo_of = ask
         workspace._SPACES.clear()
     found = [re.search(r"sums over processes \((\d+)x\)", text) for text in frames[0].also]
     assert [site.op for site in frames[0].sites] == ["fp4::moe"], frames

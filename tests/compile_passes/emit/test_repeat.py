@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 from fp4_ops.compile_passes.emit.repeat import undo_of
-from fp4_ops.compile_passes.weights import packed
+from fp4_ops.compile_passes.weights import runtime
 from moe_models import Block, relative_error
 from torch.fx.experimental.proxy_tensor import make_fx
 
@@ -115,17 +115,17 @@ class Decoder(torch.nn.Module):
 def test_weights_that_change_unseen_between_calls(device, mode, monkeypatch):
     """The graph runs again with the new weights; the cache and the counter are as if it had run once."""
     if device == "cpu":  # as on a GPU: the answer is asked for when the graph has run
-        made = packed._Met.__init__
+        made = runtime._Met.__init__
 
         def late(self, *args):
             made(self, *args)
             self.on_gpu = True
 
-        monkeypatch.setattr(packed._Met, "__init__", late)
+        monkeypatch.setattr(runtime._Met, "__init__", late)
         monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)
     asked = []
-    differ = packed._Unsure.differ
-    monkeypatch.setattr(packed._Unsure, "differ", lambda self: (asked.append(differ(self)), asked[-1])[1])
+    differ = runtime._Unsure.differ
+    monkeypatch.setattr(runtime._Unsure, "differ", lambda self: (asked.append(differ(self)), asked[-1])[1])
     model = Decoder(device)
     compiled = torch.compile(model, backend="fp4", dynamic=False, mode=mode)
     rows = []
