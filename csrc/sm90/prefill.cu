@@ -11,26 +11,34 @@ constexpr Candidates (*kKernels[])() = {w4a8_candidates,     w4a8_b32_candidates
                                         half_b32_candidates, bf16_candidates,     bf16_b32_candidates,
                                         int4_candidates,     int4_g64_candidates, int4_g32_candidates};
 
+// None of those of other libraries.
+Candidates candidates_of(int kernel) {
+  return kernel < int(sizeof(kKernels) / sizeof(*kKernels)) ? kKernels[kernel]() : Candidates{};
+}
+
 }  // namespace
 
 extern "C" int fp4_kernel_prefill(int kernel, const PrefillArguments* arguments) {
-  return run(kKernels[kernel](), *arguments);
+  const Candidates candidates = candidates_of(kernel);
+  return candidates.count > 0 ? run(candidates, *arguments) : kBadArgument;
 }
 
-extern "C" int fp4_kernel_prefill_configs(int kernel) { return kKernels[kernel]().count; }
+extern "C" int fp4_kernel_prefill_configs(int kernel) { return candidates_of(kernel).count; }
 
 extern "C" const char* fp4_kernel_prefill_config_name(int kernel, int config) {
-  const Candidates candidates = kKernels[kernel]();
+  const Candidates candidates = candidates_of(kernel);
   return config >= 0 && config < candidates.count ? candidates.list[config].name : "";
 }
 
 // Bytes of scratch memory that a launch needs.
 extern "C" int64_t fp4_kernel_prefill_workspace(int kernel, int sms) {
-  return workspace_bytes(kKernels[kernel](), sms);
+  return workspace_bytes(candidates_of(kernel), sms);
 }
 
 // How a launch with `config` goes on a GPU of `sms` multiprocessors.
 extern "C" Choice fp4_kernel_prefill_choose(int kernel, int mode, int groups, int m, int n, int kp, int sms,
                                             int config) {
-  return choose(kKernels[kernel](), {static_cast<RowMode>(mode), groups, m, n, kp, sms}, config);
+  const Candidates candidates = candidates_of(kernel);
+  if (candidates.count == 0) return {-1, {}};
+  return choose(candidates, {static_cast<RowMode>(mode), groups, m, n, kp, sms}, config);
 }

@@ -33,6 +33,7 @@ def run(command: list[str], **kwargs) -> str:
     return done.stdout + done.stderr
 
 
+KERNELS = [kernel for kernel in prefill.KERNELS if not kernel.startswith("fp16")]
 pytestmark = pytest.mark.skipif(
     not BINARY.exists() or native.library() is None,
     reason="the Hopper kernels are not built: FP4_CUDA_ARCHS=90a pip install --no-build-isolation -e .",
@@ -177,7 +178,7 @@ def test_prefill_roles_keep_to_their_registers(functions):
             assert len(after) > 200 and max(used) < int(limit, 16), (name, limit, max(used))
 
 
-@pytest.mark.parametrize("kernel", prefill.KERNELS)
+@pytest.mark.parametrize("kernel", KERNELS)
 def test_few_tiles_are_spread_over_the_chip(kernel):
     """Tiles of 64 rows, or shared ones, where those of more would leave most of 132 SMs idle."""
     names = prefill.candidates(kernel)
@@ -208,7 +209,7 @@ def test_dense_rows_are_cut_so_that_tiles_fill_waves():
     assert chosen(4096, 1536, 2048, routing=decode.Routing.OFFS)[1] == 0  # rows that the host does not know
 
 
-@pytest.mark.parametrize("kernel", prefill.KERNELS)
+@pytest.mark.parametrize("kernel", KERNELS)
 def test_tiles_are_shared_where_that_saves_more_than_it_costs(kernel):
     def shared(groups: int, m: int, n: int, kp: int) -> bool:
         routing = decode.Routing.OFFS if groups > 1 else decode.Routing.DENSE
@@ -403,3 +404,9 @@ def test_a_decision_is_kept_by_all_that_it_depends_on():
         made = planner.plan(planner.product(**(base | change)), "half", 132)
         assert (made.family.name, str(made.gemv)) != (first.family.name, str(first.gemv)), change
         assert planner.plan(planner.product(**base), "half", 132).family.name == "gemv"
+
+
+@pytest.mark.parametrize("kernel", ["fp16", "fp16_b32"])
+def test_kernels_of_other_gpus_have_no_candidates(kernel):
+    assert prefill.candidates(kernel) == []
+    assert prefill.choose(decode.Routing.OFFS, 8, 64, 1024, 1024, 132, kernel).candidate == -1
