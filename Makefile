@@ -36,13 +36,15 @@ demo: $(VENV)/built
 demo-full: $(VENV)/built
 	$(BIN)/python examples/demo.py --full
 
+# One in how many of these tests is run, others each time: make test-more DRAW=2
+DRAW := 1
 test: TESTS = -m "not more and not real and not tools and not archs and not archs_all and not aarch64"
 test-more: TESTS = -m "more and not real and not tools and not archs and not archs_all and not aarch64"
 test-all: TESTS = -m "not real and not tools and not archs and not archs_all and not aarch64"
 test-archs: TESTS = -m archs tests/kernels_triton
 test-archs-all: TESTS = -m "archs or archs_all" tests/kernels_triton
 test test-more test-archs test-archs-all test-all: $(VENV)/dev
-	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -q -n auto --dist worksteal $(TESTS)
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -q -n auto --dist worksteal --draw $(DRAW) $(TESTS)
 
 test-real: $(VENV)/built
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -q -n 2 --dist loadgroup -m real tests/real

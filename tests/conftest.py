@@ -48,7 +48,7 @@ os.environ["FP4_TEST_SEED"] = str(SEED)  # workers and other processes draw the 
 
 def pytest_addoption(parser) -> None:
     parser.addoption("--emulate", action="store_true", help="run GPU tests of the Hopper kernels on the CPU")
-    parser.addoption("--draw", type=int, default=1, metavar="N", help="of --emulate, one in N")
+    parser.addoption("--draw", type=int, default=1, metavar="N", help="only one test in N, others each time")
 
 
 def emulates(config) -> bool:
@@ -82,8 +82,6 @@ def large(*values: Any) -> Any:
 def pytest_collection_modifyitems(config, items) -> None:
     if emulates(config):
         items[:] = [item for item in items if not item.get_closest_marker("hardware")]
-        n = config.getoption("--draw")
-        items[:] = [item for item in items if zlib.crc32(f"{SEED} {item.nodeid}".encode()) % n == 0]
     places: dict[tuple[Any, str], dict[str, int]] = defaultdict(dict)
     for item in items:
         if crossed := item.get_closest_marker("one_in"):
@@ -93,6 +91,8 @@ def pytest_collection_modifyitems(config, items) -> None:
                 total += place.setdefault(repr(value), len(place))
             if total % crossed.args[0]:  # not drawn: `make test` and `make test-more` must run all there is
                 item.add_marker("more")
+    n = config.getoption("--draw")
+    items[:] = [item for item in items if zlib.crc32(f"{SEED} {item.nodeid}".encode()) % n == 0]
     if getattr(config.option, "loadgroup", False):
         for item in items:
             group = item.get_closest_marker("xdist_group")
