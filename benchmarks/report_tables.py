@@ -517,7 +517,7 @@ TABLES["perplexity_demo"] = lambda: perplexities("accuracy_demo_cpu")
 
 # --- several GPUs ---
 
-SEVERAL = ("several_gpus_235b_h100", "several_gpus_whole_h100")
+SEVERAL = ("several_gpus_30b_h100", "several_gpus_235b_h100", "several_gpus_whole_h100")
 
 
 @table
