@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ctypes
+import itertools
 
 import torch
 import triton
@@ -71,7 +72,8 @@ class Watch:
 
     def __init__(self, samples: Runs) -> None:
         self._runs, self._device = (samples.at, samples.sizes, samples.held), samples.device
-        self._programs, self._launches = programs(samples.at.numel()), 0
+        self._programs = programs(samples.at.numel())
+        self._numbers = itertools.count(1)  # of launches; threads that share the stream draw different ones
         self._count = torch.zeros(1, dtype=torch.int64, device=samples.device)
         self._answer = torch.zeros(1, dtype=torch.int64, device="cpu").pin_memory()
         self._seen = ctypes.c_int64.from_address(self._answer.data_ptr())
@@ -90,12 +92,12 @@ class Watch:
 
     def launch(self) -> int:
         """The number that `differs` is asked with."""
-        self._launches += 1
+        number = next(self._numbers)
         self._graph.replay()
-        return self._launches
+        return number
 
     def differs(self, launch: int) -> bool:
-        """Waits until that launch has compared."""
+        """Waits until as many launches have compared: no answer is older than the question."""
         seen, compared, looks = self._seen, launch * self._programs, 0
         while seen.value & 0xFFFFFFFFFF < compared:
             looks += 1
