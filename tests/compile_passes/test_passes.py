@@ -53,6 +53,7 @@ batched_products: # ms, # -> # nodes
 single_products: # ms, # -> # nodes
 topk: # ms, # -> # nodes
 attention: # ms, # -> # nodes
+sums: # ms, # -> # nodes
 inputs: # ms, # -> # nodes""",
         )
 

@@ -220,5 +220,5 @@ def test_a_block_beside_one_that_stays():
     twin = copy.deepcopy(towers)
     twin.blocks[0] = towers.blocks[0].twin()
     recorder = check(towers, [MOE], twin)
-    assert "of an expert's rows is not understood" in recorder.reasons
+    assert "is corrected by one of smaller rank (LoRA)" in recorder.reasons
     assert "w + scale * b @ a" in recorder.sites[-1].change

@@ -312,7 +312,7 @@ class LoRA(nn.Module):
         return self.base(x) + self.b(self.a(x))
 
 
-@lookalike("of an expert's rows is not understood", "merged into its weight: w + scale * b @ a")
+@lookalike("is corrected by one of smaller rank (LoRA)", "w + scale * b @ a")
 class LoRAOnOneExpert(Loop):
     def build(self):
         super().build()
