@@ -17,13 +17,12 @@ from __future__ import annotations
 import argparse
 import json
 import os
-import socket
 import statistics
-import subprocess
 import sys
 from collections.abc import Callable, Iterator
 from typing import Any
 
+import ranks
 import record
 import torch
 
@@ -49,22 +48,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def rows(args: argparse.Namespace) -> Iterator[record.Row]:
     """Those that the first of `ranks` processes measures."""
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
-    processes = []
-    for rank in range(args.ranks):
-        command = [sys.executable, __file__, "--rank", str(rank)]
-        for name in ("ranks", "tables", "models", "tokens"):
-            command += [f"--{name}", str(getattr(args, name))]
-        env = {**os.environ, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
-        processes.append(subprocess.Popen(command, env=env, stdout=subprocess.PIPE, text=True))
-    assert processes[0].stdout is not None
-    for line in processes[0].stdout:
-        if line.startswith("{"):
-            yield json.loads(line)
-    if any(p.wait() for p in processes):
-        raise SystemExit("a rank failed; its output is above")
+    return ranks.rows_of_the_first(__file__, args, ("ranks", "tables", "models", "tokens"))
 
 
 # --- one rank ---

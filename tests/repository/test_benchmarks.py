@@ -30,7 +30,18 @@ RESULTS = sorted((FOLDER / "results").glob("*.json"))
 PEERS = {"ggml", "humming"}
 """Packages that nothing here installs: a script that needs one says how to get it."""
 NOT_BENCHMARKS = {
-    *("fit", "hopper_operators", "marlin", "record", "run", "report", "report_tables", "svg", "cpu_machine")
+    *(
+        "fit",
+        "hopper_operators",
+        "marlin",
+        "ranks",
+        "record",
+        "run",
+        "report",
+        "report_tables",
+        "svg",
+        "cpu_machine",
+    )
 }
 NAMES = sorted(path.stem for path in FOLDER.glob("*.py"))
 
