@@ -27,6 +27,8 @@ REBUILD = (
 
 KERNELS = ("w4a8", "half", "bf16")
 """Kernel of csrc/cuda/choice.h: fp8 rows; 16-bit rows with weights in layout sm90, or in mma_bf16."""
+THREW = -1
+"""kThrew of csrc/cuda/planner.cpp."""
 ROUTINGS = ("offs", "ids32", "ids64", "masked", "dense")
 """Routing of csrc/device/interface.h."""
 
@@ -66,18 +68,19 @@ def library() -> ctypes.CDLL | None:
         raise ImportError(
             f"fp4_ops: {found.name} does not load in torch {torch.__version__}. {REBUILD} -- {error}"
         ) from None
-    pointer, number = ctypes.c_void_p, ctypes.c_int
+    pointer, number, text = ctypes.c_void_p, ctypes.c_int, ctypes.c_char_p
     for name, arguments, result in (
+        ("thrown", [], text),
         ("only", [number], None),
         ("has_fallbacks", [number], None),
-        ("set_error", [ctypes.c_char_p], None),
-        ("use_kernels", [ctypes.c_char_p, number], number),
+        ("set_error", [text], None),
+        ("use_kernels", [text, number], number),
         ("family", [number], number),
         ("gpu", [number, pointer], number),
-        ("constants", [pointer, pointer], None),
-        ("tuned", [ctypes.c_char_p, number, pointer, number], number),
-        ("work", [pointer, number, pointer, pointer, pointer], None),
-        ("takes_few", [*[number] * 7, ctypes.c_char_p, ctypes.c_bool, number, number], ctypes.c_bool),
+        ("constants", [pointer, pointer], number),
+        ("tuned", [text, number, pointer, number], number),
+        ("work", [pointer, number, pointer, pointer, pointer], number),
+        ("takes_few", [*[number] * 7, text, ctypes.c_bool, number, number], number),
     ):
         try:
             function = getattr(loaded, f"fp4_cuda_{name}")
@@ -86,7 +89,16 @@ def library() -> ctypes.CDLL | None:
                 f"fp4_ops: {found.name} is of another build than this Python package. {REBUILD}"
             ) from None
         function.argtypes, function.restype = arguments, result
+        if result is number:
+            function.errcheck = functools.partial(_raise, loaded)
     return loaded
+
+
+def _raise(runtime: ctypes.CDLL, result: int, function: object, arguments: object) -> int:
+    """Raises what a function of csrc/cuda/planner.cpp threw. ctypes calls it with what each returned."""
+    if result == THREW:
+        raise RuntimeError(runtime.fp4_cuda_thrown().decode(errors="replace"))
+    return result
 
 
 def loaded() -> ctypes.CDLL:
@@ -108,8 +120,6 @@ def use_kernels(file: str, shared_bytes: int = 0) -> None:
     build beside another, and plan for no more than `shared_bytes` of shared memory a thread block (0: what
     the GPU has)."""
     its_family = int(loaded().fp4_cuda_use_kernels(file.encode(), shared_bytes))
-    if its_family == 0:
-        raise RuntimeError(f"{file} does not load, or is of another interface than this runtime")
     used[its_family] = file
     family.cache_clear()
     build.cache_clear()
@@ -123,8 +133,7 @@ def family(device_index: int) -> int:
 
 def gpu(device_index: int) -> Gpu:
     made = Gpu()
-    if loaded().fp4_cuda_gpu(device_index, ctypes.byref(made)) != 0:
-        raise RuntimeError(f"fp4: cuda:{device_index} does not tell its properties")
+    loaded().fp4_cuda_gpu(device_index, ctypes.byref(made))
     return made
 
 

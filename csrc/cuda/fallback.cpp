@@ -1,6 +1,7 @@
 #include "cuda/fallback.h"
 
 #include <atomic>
+#include <exception>
 
 namespace fp4::cuda {
 namespace {
@@ -33,5 +34,8 @@ extern "C" __attribute__((visibility("default"))) void fp4_cuda_has_fallbacks(in
   fp4::cuda::registered.store(yes != 0);
 }
 extern "C" __attribute__((visibility("default"))) void fp4_cuda_set_error(const char* message) {
-  fp4::cuda::error = message;
+  try {
+    fp4::cuda::error = message;
+  } catch (const std::exception&) {  // of memory: the words are lost, and that there was an error is not
+  }
 }

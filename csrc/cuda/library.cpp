@@ -58,7 +58,8 @@ const char* advice(int error) {
 Kernels load(const std::string& path) {
   void* library = dlopen(path.c_str(), RTLD_NOW | RTLD_LOCAL);
   if (library == nullptr)
-    throw std::runtime_error(std::string("fp4: the CUDA kernels do not load: ") + dlerror());
+    throw std::runtime_error(std::string("fp4: the CUDA kernels do not load: ") + dlerror() +
+                             ". To build them: FP4_CUDA_ARCHS=all pip install --no-build-isolation -e .");
   const auto find = [&]<class F>(F& to, const char* name) {
     to = reinterpret_cast<F>(dlsym(library, name));
     if (to == nullptr) {
@@ -172,7 +173,8 @@ DeviceKind device_kind(int index) {
       std::find_if(std::begin(kKernelLibraries), std::prev(std::end(kKernelLibraries)),
                    [](const KernelLibrary& library) { return is_there(KernelFamily(library.family)); });
   const KernelFamily any{first_there->family};  // all can tell
-  check_launch(kernels(any).device(index, &facts), "asking for the GPU's properties");
+  const std::string asking = "asking for the properties of cuda:" + std::to_string(index);
+  check_launch(kernels(any).device(index, &facts), asking.c_str());
   DeviceKind kind{facts.major, facts.minor, gpu_of(facts, family_for(index, facts))};
   if (loaded().only == KernelFamily::kNone)  // of other kernels than those that were measured
     kind.gpu.constants = tuned_for(device_name(index), kind.gpu.family);

@@ -10,6 +10,7 @@ import shutil
 import subprocess
 import sys
 
+import processes
 import pytest
 import torch
 from development import development
@@ -17,6 +18,7 @@ from fp4_ops.meta import checks
 from fp4_ops.meta.fakes import OPERATORS
 from fp4_ops.meta.formats import FORMATS
 from fp4_ops.meta.layouts import LAYOUTS
+from places import ROOT
 
 from fp4_ops import native
 from fp4_ops.backends import operators
@@ -148,9 +150,47 @@ def test_a_missing_runtime_says_how_to_build_it(monkeypatch):
 
 
 def test_kernels_of_no_build_are_refused(tmp_path):
-    with pytest.raises(RuntimeError, match=r"none\.so does not load"):
+    with pytest.raises(RuntimeError, match=r"kernels do not load: .*none\.so.* FP4_CUDA_ARCHS"):
         native.use_kernels(str(tmp_path / "none.so"))
     assert takes_few()
+
+
+THROWS = {
+    "no kernels of a family": (
+        'native.work(native.product("dense", 1, 64, 256, 256), "bf16", native.Gpu(70, 80, 98304, 0))',
+        r"kernels do not load: .*_sm70\.so.* FP4_CUDA_ARCHS",
+    ),
+    "no such a_format": ('native.takes_few(8, 64, 16, (256, 256), (256, 256), "int7", 132)', "int7"),
+    "no such GPU": ("native.gpu(99)", "cuda:99|do not load"),
+    "no such file": ('native.use_kernels("nowhere.so")', r"do not load: .*nowhere\.so"),
+}
+
+
+@pytest.mark.parametrize("what", THROWS)
+def test_what_the_runtime_throws_is_raised_here(what):
+    """In a process of its own: it ended by SIGABRT where a C++ exception left through ctypes."""
+    call, words = THROWS[what]
+    code = f"""
+from fp4_ops import native
+try:
+    {call}
+except RuntimeError as error:
+    print(error)
+assert not native.takes_few(128, 10**6, 16, (1536, 2048), (2048, 768), "none", 132)
+"""
+    env = processes.environment()
+    done = subprocess.run([sys.executable, "-c", code], env=env, capture_output=True, text=True, timeout=300)
+    assert done.returncode == 0, done.stderr[-2000:]
+    assert re.search(words, done.stdout), done.stdout
+
+
+def test_no_exception_can_leave_a_function_for_python():
+    """The next one that somebody writes, too."""
+    text = (ROOT / "csrc/cuda/planner.cpp").read_text()
+    functions = re.findall(r"^FP4_FOR_PYTHON .*?(?:^}|}$)", text, re.M | re.S)
+    names = [re.search(r"fp4_cuda_\w+", f).group() for f in functions]
+    without = {"fp4_cuda_thrown", "fp4_cuda_only"}  # a number or a pointer is all that they touch
+    assert len(names) > 8 and {n for n, f in zip(names, functions) if "caught(" not in f} == without
 
 
 def test_an_operator_without_a_gpu_is_torchs_error():
