@@ -47,7 +47,7 @@ def takers(a_format: str, device_type: str) -> str:
     return f"the {' or '.join(names)} kernels"
 
 
-def refuse_layout(op: str, layout: str, *args: object, **kwargs: object) -> NoReturn:
+def refuse_layout(op: str, layout: str, /, *args: object, **kwargs: object) -> NoReturn:
     """The error of an operator in Python, given its arguments, whose weights no kernel here reads."""
     if layout == "plain":
         raise RuntimeError(
