@@ -283,6 +283,42 @@ def sglang_products() -> str:
     return f"{grid(heads, lines)}\n\n{source('cutlass_h100')}"
 
 
+def flashinfer_ratios(**where: Any) -> list[float]:
+    """FlashInfer's time over ours, both with fp8 rows."""
+    return [r["flashinfer_fp8_us"] / r["fp8_us"] for r in rows("flashinfer_h100", "block", **where)]
+
+
+@table
+def flashinfer() -> str:
+    heads = ["card", "tokens", "points", "least", "median", "most"]
+    gpu = read("flashinfer_h100")["gpu"]
+    lines: list[list[Cell]] = [
+        [gpu, tokens, *spread(flashinfer_ratios(tokens=tokens))]
+        for tokens in sorted({r["tokens"] for r in rows("flashinfer_h100", "block")})
+    ]
+    lines.append([gpu, "**all**", *spread(flashinfer_ratios())])
+    return f"{grid(heads, lines)}\n\n{source('flashinfer_h100')}"
+
+
+@table
+def flashinfer_blocks() -> str:
+    heads = [
+        "experts of",
+        "tokens",
+        "ours, fp8",
+        'ours, "auto"',
+        "ours, bf16",
+        "FlashInfer, fp8",
+        "FlashInfer / ours, fp8",
+    ]
+    lines: list[list[Cell]] = [
+        [r["model"], r["tokens"], r["fp8_us"], r["auto_us"], r["none_us"], r["flashinfer_fp8_us"],
+         r["flashinfer_fp8_us"] / r["fp8_us"]]
+        for r in rows("flashinfer_h100", "block")
+    ]  # fmt: skip
+    return f"{grid(heads, lines)}\n\n{source('flashinfer_h100')}"
+
+
 MARLIN = {"nvfp4": "mma_marlin_h100", "mxfp4": "mma_marlin_mxfp4_h100"}
 LIMITS = {"99 KB": "mma_99_us", "163 KB": "mma_163_us"}
 
