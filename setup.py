@@ -217,6 +217,7 @@ def generated_headers() -> list[Path]:
     from generate import constants, operator_checks, tables
 
     headers = {
+        "cpu_constants.h": constants.cpu(),
         "fitted.h": constants.fitted(),
         "kernel_libraries.h": constants.kernel_libraries(),
         "operator_checks.h": operator_checks.operator_checks(),

@@ -2,13 +2,17 @@
 
     python benchmarks/fit.py planner [--times benchmarks/results/rows_h200.json] [--write]
     python benchmarks/fit.py prefill [--write]
+    python benchmarks/fit.py cpu_rows [--write]
 
 `planner`: of the choice of decode or prefill, from the times in a file that `run.py h200_rows` wrote (of a
 Hopper GPU; needs no GPU), else from this machine's GPU, as `python -m fp4_ops tune` measures them. `prefill`:
-what tiles of csrc/sm90's kernels cost, from times of every candidate, on a Hopper GPU. Prints the constants
-beside those that are built in, and how far both models are from the times. --write puts them into the file,
-with the GPU, commit and date. Constants of csrc/sm80's tiles, of the exchange between GPUs and of Triton's
-tiles are written by hand: their files say from which measurements.
+what tiles of csrc/sm90's kernels cost, from times of every candidate, on a Hopper GPU. `cpu_rows`: from how
+many rows an expert on this processor's kernels for many rows are taken (fit_cpu.py; some minutes).
+
+Prints the constants beside those that are built in, and how far both models are from the times. --write puts
+them into the file, with the device, commit and date. Constants of csrc/sm80's tiles, of the exchange between
+GPUs, of Triton's tiles and the other ones of the CPU are written by hand: their files say from which
+measurements.
 """
 
 from __future__ import annotations
@@ -215,15 +219,36 @@ def prefill_tiles(args: argparse.Namespace) -> None:
         write(fitted.HOME / "hopper" / fitted.FILE, "prefill", found, torch.cuda.get_device_name())
 
 
+def cpu_rows(args: argparse.Namespace) -> None:
+    import fit_cpu
+    import record
+
+    group = torch.ops.fp4.cpu_capability()
+    if group not in fit_cpu.GROUPS:
+        raise SystemExit(f"the kernels of {group} are the same for many rows as for few: nothing is to fit")
+    before = fitted.groups("cpu")[group].values
+    points = []
+    for p in fit_cpu.measure(group, fit_cpu.kinds_of(before)):
+        print(f"{p.kind} {p.rows} rows an expert: {p.speedup:.2f} times as fast", flush=True)
+        points.append(p)
+    found = fit_cpu.fit(points, before)
+    show(before, found)
+    if args.write:
+        write(fitted.HOME / "cpu" / fitted.FILE, group, found, record.cpu_name())
+
+
+FITS = {"planner": planner, "prefill": prefill_tiles, "cpu_rows": cpu_rows}
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("group", choices=("planner", "prefill"))
+    parser.add_argument("group", choices=FITS)
     parser.add_argument("--times", type=Path)
     parser.add_argument("--write", action="store_true")
     args = parser.parse_args()
-    (planner if args.group == "planner" else prefill_tiles)(args)
+    FITS[args.group](args)
 
 
 if __name__ == "__main__":

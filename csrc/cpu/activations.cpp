@@ -11,9 +11,6 @@
 namespace fp4::cpu {
 namespace {
 
-// A thread should get this many bytes to convert before it is worth waking.
-constexpr int64_t kBytesPerThread = 1 << 15;
-
 // make(i, begin, end, row) writes [begin, end) of row i. It is kept until the rows are made, so it holds what
 // it needs by value.
 template <typename F>
@@ -74,7 +71,9 @@ void round_trip_packed(const Format& format, const void* x, DType dtype, int64_t
 
 }  // namespace
 
-int64_t rows_per_thread(int64_t row_bytes) { return std::max<int64_t>(1, kBytesPerThread / (row_bytes + 1)); }
+int64_t rows_per_thread(int64_t row_bytes) {
+  return std::max<int64_t>(1, fitted::grains::row_bytes / (row_bytes + 1));
+}
 
 Buffer::Buffer(int64_t bytes) {
   void* p = std::aligned_alloc(64, (std::max<int64_t>(bytes, 1) + 63) / 64 * 64);

@@ -9,6 +9,7 @@
 
 #include "cpu/kernels.h"
 #include "cpu/parallel.h"
+#include "cpu_constants.h"
 
 namespace fp4::cpu {
 
@@ -29,7 +30,8 @@ class Buffer {
 
 // A row's k in pieces, each of which a thread may make: all of k, or `kPiece` of it.
 struct Pieces {
-  static constexpr int64_t kPiece = 256;
+  static constexpr int64_t kPiece = fitted::threads::piece_k;
+  static_assert(kPiece % kInt8Block == 0);
 
   int64_t k = 0, size = 1;  // of a piece
 
@@ -68,7 +70,7 @@ Activations prepare_packed(const Format& format, const uint8_t* codes, const uin
 Activations quantize_and_prepare(AFormat a_format, const void* x, DType dtype, int64_t rows, int64_t k,
                                  Scale weight);
 
-// The number of rows that are worth a thread of their own, if each has this many bytes.
+// The number of rows that are worth waking a thread for, if each has this many bytes.
 int64_t rows_per_thread(int64_t row_bytes);
 
 }  // namespace fp4::cpu

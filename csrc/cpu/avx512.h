@@ -5,13 +5,14 @@
 
 #include "cpu/by_count.h"
 #include "cpu/row_kernels.h"
+#include "cpu_constants.h"
 
 namespace fp4::cpu {
 namespace {
 
 // How many bytes ahead of its loads a kernel asks for weights. Panels follow each other in memory, so this
 // reaches into the next one, across the page borders at which hardware prefetchers stop.
-constexpr int kPrefetch = 4096;
+constexpr int kPrefetch = fitted::avx512::prefetch_bytes;
 
 // The block scales of 16 rows as float32, times 1 / kScaleUnit.
 template <Scale scale>

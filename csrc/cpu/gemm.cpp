@@ -2,12 +2,11 @@
 
 #include <algorithm>
 
+#include "cpu_constants.h"
+
 namespace fp4::cpu {
 
 namespace {
-
-// A thread should get this many multiply-adds before it is worth waking.
-constexpr int64_t kWorkPerThread = 1 << 18;
 
 constexpr int64_t ceil_div(int64_t a, int64_t b) { return (a + b - 1) / b; }
 
@@ -108,8 +107,9 @@ Phase Product::pack() {
 }
 
 Phase Product::multiply() {
+  // A thread should get so many multiply-adds before it is worth waking.
   const int64_t cost_work = (w_.k + 1) * kPanelRows;
-  return {cost_, std::max<int64_t>(1, kWorkPerThread / cost_work),
+  return {cost_, std::max<int64_t>(1, fitted::grains::multiply_adds / cost_work),
           [this](int64_t begin, int64_t end) { run(begin, end); }};
 }
 

@@ -22,7 +22,8 @@ namespace {
 
 constexpr int kStep = 32;                      // k of one tile
 constexpr int kSums = kTileRows * kPanelRows;  // of one tile of sums
-constexpr int64_t kScratch = 2;                // tiles of sums that wait for their scales
+// Tiles of sums that wait for their scales.
+constexpr int64_t kScratch = fitted::amx_bf16::waiting_sums;
 
 int64_t planes_of(RowKind kind) { return kind == RowKind::floating ? 3 : 1; }
 
@@ -382,9 +383,10 @@ bool supported() { return __builtin_cpu_supports("avx512bf16") && tiles_supporte
 
 const TileKernels kAmxBf16 = {
     .supported = supported,
-    // Measured on an Emerald Rapids with one thread and with 16 (docs/kernels.md).
-    .min_rows = {.floating = 8, .int8 = 25, .bf16 = 6},
-    .speed = 4,
+    .min_rows = {.floating = fitted::amx_bf16::min_rows_floating,
+                 .int8 = fitted::amx_bf16::min_rows_int8,
+                 .bf16 = fitted::amx_bf16::min_rows_bf16},
+    .speed = fitted::amx_bf16::speed,
     .rows_bytes = rows_bytes,
     .pack_rows = pack_rows,
     .panel_bytes = panel_bytes,

@@ -10,10 +10,10 @@
 namespace fp4::cpu {
 namespace {
 
-constexpr int kStep = 32;        // k of a stored scale
-constexpr int kAtOnce = 8;       // rows
-constexpr int64_t kChunk = 256;  // k: 16 KiB of two panels' weights
-constexpr int kVector = 64;      // bytes of a pair of k of 16 rows, or of a panel
+constexpr int kStep = 32;                                 // k of a stored scale
+constexpr int kAtOnce = 8;                                // rows
+constexpr int64_t kChunk = fitted::avx512_bf16::chunk_k;  // of 256 k, two panels' weights are 16 KiB
+constexpr int kVector = 64;                               // bytes of a pair of k of 16 rows, or of a panel
 constexpr int kOutRow = 2 * kPanelRows;
 
 int64_t rows_bytes(RowKind, int64_t k) { return k / 2 * kVector; }
@@ -144,8 +144,10 @@ bool supported() { return __builtin_cpu_supports("avx512bf16"); }
 
 const TileKernels kAvx512Bf16Tiles = {
     .supported = supported,
-    .min_rows = {.floating = 0, .int8 = 0, .bf16 = 32},
-    .speed = 1,
+    .min_rows = {.floating = fitted::avx512_bf16::min_rows_floating,
+                 .int8 = fitted::avx512_bf16::min_rows_int8,
+                 .bf16 = fitted::avx512_bf16::min_rows_bf16},
+    .speed = fitted::avx512_bf16::speed,
     .rows_bytes = rows_bytes,
     .pack_rows = pack_rows,
     .panel_bytes = panel_bytes,

@@ -11,11 +11,11 @@ namespace {
 
 // Tokens are taken in chunks whose intermediate rows stay within this. Beyond 32 MB, glibc gets memory from
 // the system for each call and gives it back: fresh pages took a tenth of a call's time.
-constexpr int64_t kMaxBytes = int64_t(24) << 20;
+constexpr int64_t kMaxBytes = fitted::memory::most_hidden_bytes;
 
-// From so many hidden values on their activations are worth the start of a parallel region: 2048 took 5 us on
-// one thread of an Emerald Rapids, where a region of 16 threads begins and ends in 4 us.
-constexpr int64_t kSharedActivations = 2048;
+// From so many hidden values on their activations are worth the start of a parallel region: so many took 5 us
+// on one thread of an Emerald Rapids, where a region of 16 threads begins and ends in 4 us.
+constexpr int64_t kSharedActivations = fitted::threads::shared_activations;
 
 struct Block {
   Weight up, down;
@@ -84,7 +84,7 @@ void run_tokens(const Block& block, const void* x, DType x_dtype, int64_t tokens
               {activations, activations * pieces.size < kSharedActivations ? activations : 1, activate},
               down.pack(),
               down.multiply(),
-              {tokens, std::max<int64_t>(1, 16384 / (hidden + 1)), combine}});
+              {tokens, std::max<int64_t>(1, fitted::grains::combined_values / (hidden + 1)), combine}});
 }
 
 Tensor moe(const Tensor& x, const Tensor& topk_ids, const Tensor& topk_weights, const Tensor& w13,

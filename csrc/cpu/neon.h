@@ -11,16 +11,17 @@
 
 #include "cpu/by_count.h"
 #include "cpu/row_kernels.h"
+#include "cpu_constants.h"
 
 namespace fp4::cpu {
 namespace {
 
 inline constexpr int kGroupRows = 4, kGroups = kPanelRows / kGroupRows;
 // The k of a chunk: its codes and activations stay in the first cache while passes go over them again.
-inline constexpr int64_t kChunk = 512;
+inline constexpr int64_t kChunk = fitted::neon::chunk_k;
 // How many bytes ahead of its loads a kernel for one row asks for weights, across the page borders at which
 // hardware prefetchers stop.
-inline constexpr int kPrefetch = 4096;
+inline constexpr int kPrefetch = fitted::neon::prefetch_bytes;
 
 // By code: unit * value.
 template <Element element>

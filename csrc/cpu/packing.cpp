@@ -10,8 +10,6 @@
 namespace fp4::cpu {
 namespace {
 
-int64_t grain_for(int64_t k) { return std::max<int64_t>(1, 8192 / (k + 1)); }
-
 std::tuple<Tensor, Tensor, Tensor> quantize(const Tensor& x, const std::string& format,
                                             const OptionalTensor& global_scale) {
   const Format& fmt = check_format(format);

@@ -5,12 +5,14 @@
 #include <algorithm>
 #include <atomic>
 
+#include "cpu_constants.h"
+
 namespace fp4::cpu {
 namespace {
 
 // A thread's share of a phase comes in so many parts, so that others can take some from one that is late:
 // processors of virtual machines may run at half the speed of others for a while.
-constexpr int64_t kParts = 4;
+constexpr int64_t kParts = fitted::threads::parts_of_share;
 
 // One phase, of which `threads` threads have a share each: the same of a weight at each call.
 class Shares {

@@ -18,8 +18,6 @@ namespace {
 
 using Packed = std::tuple<Tensor, Tensor, Tensor>;
 
-int64_t grain_for(int64_t k) { return std::max<int64_t>(1, 8192 / (k + 1)); }
-
 // Asks for huge pages under a large new tensor: weights are streamed, and page walks would slow that down.
 void advise_huge_pages(const Tensor& t) {
 #if defined(__linux__)
@@ -375,7 +373,7 @@ void check_scales_finite(const Tensor& block_scale) {
   const uint8_t* bytes = data<uint8_t>(c);
   const Scale scale = scale_kind(c.scalar_type());
   std::atomic<bool> damaged = false;
-  torch::stable::parallel_for(0, c.numel(), 1 << 16, [&](int64_t begin, int64_t end) {
+  torch::stable::parallel_for(0, c.numel(), fitted::grains::checked_scales, [&](int64_t begin, int64_t end) {
     bool nan = false;
     for (int64_t i = begin; i < end; ++i) nan |= is_damaged(scale, bytes, i);
     if (nan) damaged = true;

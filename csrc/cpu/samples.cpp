@@ -9,11 +9,14 @@
 #include <cstring>
 #include <exception>
 
+#include "cpu_constants.h"
+
 namespace {
 
-constexpr int64_t kRun = 64;    // the most bytes of one run
-constexpr int64_t kAhead = 16;  // runs asked for before they are read: each may be a miss of every cache
-constexpr int64_t kRunsPerThread = 4096;
+constexpr int64_t kRun = 64;                                       // the most bytes of one run
+constexpr int64_t kAhead = fp4::cpu::fitted::samples::runs_ahead;  // runs asked for before they are read:
+                                                                   // each may be a miss of every cache
+constexpr int64_t kRunsPerThread = fp4::cpu::fitted::samples::runs_per_thread;
 
 uint64_t number(const uint8_t* at, int64_t bytes) {
   uint64_t words[kRun / 8] = {};

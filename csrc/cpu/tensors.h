@@ -11,6 +11,9 @@
 
 namespace fp4::cpu {
 
+// The number of rows of k values that are worth waking a thread to pack them, or to unpack them.
+inline int64_t grain_for(int64_t k) { return std::max<int64_t>(1, fitted::grains::packed_values / (k + 1)); }
+
 inline Tensor as_contiguous(const Tensor& t) { return t.is_contiguous() ? t : torch::stable::contiguous(t); }
 
 inline OptionalTensor as_contiguous(const OptionalTensor& t) {

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import importlib.util
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from pathlib import Path
-from types import ModuleType
+from types import MappingProxyType, ModuleType
 from typing import Any
 
 from .header import header
@@ -77,6 +77,21 @@ def kernel_libraries() -> str:
     return text.replace(
         "#pragma once\n", "#pragma once\n\n#include <array>\n#include <span>\n#include <string_view>\n", 1
     )
+
+
+def cpu(changed: Mapping[str, Mapping[str, int]] = MappingProxyType({})) -> str:
+    """The text of build/cpu_constants.h: thresholds and sizes of csrc/cpu.
+
+    `changed`: other values of some, by the names of groups.
+    """
+    lines = []
+    for name, group in _reader().groups("cpu").items():
+        lines.append(f"namespace cpu::fitted::{name} {{")
+        values = {**group.values, **changed.get(name, {})}
+        lines += [f"inline constexpr int64_t {key} = {int(value)};" for key, value in values.items()]
+        lines += [f"}}  // namespace cpu::fitted::{name}", ""]
+    text = header("csrc/generate/constants.py; the CPU kernels include it.", lines)
+    return text.replace("#pragma once\n", "#pragma once\n\n#include <cstdint>\n", 1)
 
 
 def _names(names: Iterable[str]) -> str:

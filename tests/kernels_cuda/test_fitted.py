@@ -42,7 +42,7 @@ def fit(monkeypatch):
 @pytest.mark.parametrize("file", FILES, ids=lambda f: f.parent.name)
 def test_every_group_says_where_it_comes_from(file):
     groups = fitted.read(file)
-    assert {f.parent.name for f in FILES} == {"hopper", "mma", "triton", "distributed"} and groups
+    assert {f.parent.name for f in FILES} == {"cpu", "hopper", "mma", "triton", "distributed"} and groups
     for group in groups.values():
         assert group.device and re.fullmatch(r"[0-9a-f]{7,}", group.commit)
         assert re.fullmatch(r"20\d\d-\d\d-\d\d", group.date)
@@ -66,6 +66,7 @@ def test_the_header_is_made_of_them(monkeypatch):
     made = importlib.import_module("generate.constants")
     assert made.fitted() == (ROOT / "build/fitted.h").read_text()
     assert made.kernel_libraries() == (ROOT / "build/kernel_libraries.h").read_text()
+    assert made.cpu() == (ROOT / "build/cpu_constants.h").read_text()
 
 
 def test_families_are_what_backends_and_layouts_are():

@@ -32,6 +32,7 @@ PEERS = {"ggml", "humming"}
 NOT_BENCHMARKS = {
     *(
         "fit",
+        "fit_cpu",
         "hopper_operators",
         "marlin",
         "ranks",

@@ -1,0 +1,10 @@
+"""The CPU: operators in C++ (csrc/cpu), which choose by what the processor has.
+
+constants.json has their thresholds and sizes; setup.py makes build/cpu_constants.h of it.
+"""
+
+from __future__ import annotations
+
+from ..base import Backend
+
+CPU = Backend("cpu", "cpu", ("tile16", "plain"), "the CPU kernels")
