@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import dis
 import re
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import Any
 
 import sympy
@@ -30,7 +30,7 @@ from ..graph.traced_nodes import called, example, same_elements
 from . import known_values
 from .asserts import into_the_graph
 from .bytecode import asks_for
-from .empty_rows import Named, Nothing, Unproved, Way, counted, has_all_rows, in_short
+from .empty_rows import Named, Nothing, Unproved, Way, counted, empty_with, has_all_rows, in_short
 
 SEEN_THROUGH, KEPT = "fp4_branches_seen_through", "fp4_branches_kept"
 """Of `torch._dynamo.utils.counters`: places (file:line), and "file:line stays a branch: why" (or a loop)
@@ -73,7 +73,7 @@ def _take_the_way_that_works(tx: Any, branch: Any) -> bool | None:
     nothing, empty = asked
     following = tx.instructions[tx.instruction_pointer]
     skip = branch.target if ("IF_TRUE" in branch.opname) is empty else following
-    watch(tx, Way(tx, nothing, _first_work(tx.instructions, tx.indexof, skip)), branch)
+    watch(tx, Way(tx, nothing, _first_work(tx, skip)), branch)
     return not empty
 
 
@@ -195,7 +195,7 @@ def _rows_asked_for(condition: Any, output: Any) -> tuple[Nothing, bool] | None:
         if found is None:
             return None
         mask, expr = found
-        nothing.masks.add(mask)
+        nothing.masks.update(empty_with(mask))
     else:
         return None
     (symbol,) = expr.free_symbols
@@ -234,7 +234,40 @@ def _count_of_a_mask(node: fx.Node) -> tuple[fx.Node, Any] | None:
     return (mask, expr) if isinstance(mask, fx.Node) and example(mask).dtype == torch.bool else None
 
 
-def _first_work(instructions: Sequence[Any], indexof: dict[Any, int], at: Any) -> int:
-    while at.opcode in JUMP_OPCODES & TERMINAL_OPCODES or at.opname == "NOP":
-        at = at.target if at.opcode in JUMP_OPCODES else instructions[indexof[at] + 1]
-    return indexof[at]
+def _first_work(tx: Any, at: Any) -> int:
+    """From instruction `at` on: past jumps, and conditions on what a module has, as `elif self.training:`."""
+    while True:
+        if at.opcode in JUMP_OPCODES & TERMINAL_OPCODES:
+            at = at.target
+        elif at.opname == "NOP":
+            at = tx.instructions[tx.indexof[at] + 1]
+        elif (after := _past_constant(tx, at)) is not None:
+            at = after
+        else:
+            return int(tx.indexof[at])
+
+
+def _past_constant(tx: Any, at: Any) -> Any:
+    """Where the condition that begins at instruction `at` leads to, if that asks for a module's attribute,
+    which is a constant; None otherwise."""
+    found = tx.symbolic_locals.get(at.argval) if at.opname in ("LOAD_FAST", "LOAD_FAST_BORROW") else None
+    i = tx.indexof[at] + 1
+    while found is not None and tx.instructions[i].opname == "LOAD_ATTR":
+        name = tx.instructions[i].argval
+        owner = found.realize()
+        if not isinstance(owner, _modules()) or not isinstance(name, str):
+            return None
+        found, i = owner.var_getattr(tx, name), i + 1
+    jump = tx.instructions[i + (tx.instructions[i].opname == "TO_BOOL")]
+    if found is None or i == tx.indexof[at] + 1 or jump.opname not in JUMPS:
+        return None
+    if not found.is_python_constant() or not isinstance(found.as_python_constant(), bool | int | None):
+        return None
+    jumps = bool(found.as_python_constant()) is ("IF_TRUE" in jump.opname)
+    return jump.target if jumps else tx.instructions[tx.indexof[jump] + 1]
+
+
+def _modules() -> tuple[Any, ...]:
+    from torch._dynamo.variables import NNModuleVariable, UnspecializedNNModuleVariable
+
+    return NNModuleVariable, UnspecializedNNModuleVariable

@@ -469,8 +469,7 @@ def replay(nodes: Sequence[fx.Node], nothing: Nothing, output: Any) -> set[Any]:
                 env[node] = getattr(args[0], str(node.target))(*args[1:], **kwargs)
             else:
                 raise Unproved(f"{called(node)} may do more than compute", advice.ALL_RUN)
-            same = called(node) in (*SAME_ELEMENTS, "bool", "any") and node.args and node.args[0] in masks
-            if same or nothing.is_row(node):
+            if is_empty_with(node, masks) or nothing.is_row(node):
                 masks.add(node)
                 watch.keep(env[node], True)
     return sizes
@@ -478,6 +477,33 @@ def replay(nodes: Sequence[fx.Node], nothing: Nothing, output: Any) -> set[Any]:
 
 # An assignment to elements is watched.
 _EFFECTS = fx.node._side_effectful_functions - {operator.setitem}
+
+
+_PARTS = (*SAME_ELEMENTS, "bool", "any", "unsqueeze", "expand", "detach", "unbind")
+_BOTH = ("and_", "__and__", "logical_and", "bitwise_and")
+
+
+def is_empty_with(node: fx.Node, masks: set[fx.Node]) -> bool:
+    """Whether `node` is set nowhere if `masks` are."""
+    if called(node) in _BOTH:
+        return isinstance(example(node), Tensor) and not masks.isdisjoint(node.all_input_nodes)
+    return called(node) in _PARTS and bool(node.args) and node.args[0] in masks
+
+
+def empty_with(mask: fx.Node) -> set[fx.Node]:
+    """What is set nowhere if `mask` is: what it was made from, and what was made of that."""
+    chain = [mask]
+    while called(chain[-1]) in (*SAME_ELEMENTS, "bool", "any", "unsqueeze") and isinstance(
+        chain[-1].args[0], fx.Node
+    ):
+        chain.append(chain[-1].args[0])
+    if len(chain) == 1 or writes_to(chain, since(chain[-1])):
+        return {mask}
+    found = set(chain)
+    for node in since(chain[-1]):
+        if node not in found and is_empty_with(node, found) and not writes_to([node], since(node)):
+            found.add(node)
+    return found
 
 
 def _selects_by(node: fx.Node, masks: set[fx.Node]) -> bool:

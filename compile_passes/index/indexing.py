@@ -21,16 +21,20 @@ from ..graph.nodes import (
 from ..graph.products import gathered
 from ..operands import integer, operand, several
 from .axes import Opaque, dimension, prefix, same, spread
-from .indicators import as_boolean, is_boolean, is_indicator
+from .indicators import as_boolean, is_boolean, is_eq, is_indicator
+from .routing import distinct
 from .sorted_rows import SortedRows, sorted_rows
 from .terms import (  # fmt: skip
     Affine,
+    AnyOf,
     Apply,
     Axis,
     ChosenRows,
     Const,
     Mix,
+    Mul,
     Ref,
+    Sum,
     Term,
     Value,
     coordinate,
@@ -141,10 +145,9 @@ class Indexing(SortedRows):
         d = dimension(a["dim"], len(shape(a["self"])))
         if not isinstance(a["index"], int):
             raise Opaque
-        if is_op(strip(a["self"]), aten.nonzero):
-            if d != 1:
-                raise Opaque
-            return self._coordinate(strip(a["self"]), a["index"] % shape(a["self"])[1])
+        places = _places(a["self"], d)
+        if places is not None:
+            return self._coordinate(places, a["index"] % shape(places)[1])
         v = self.value(a["self"], level)
         index = a["index"]
         if index < 0:
@@ -225,10 +228,9 @@ class Indexing(SortedRows):
         whole: Any = a.get("self")
         if is_op(producer, aten.unbind):
             d = dimension(a["dim"], len(shape(whole)))
-            if is_op(whole, aten.nonzero):
-                if d != 1:
-                    raise Opaque
-                return self._coordinate(whole, index)
+            places = _places(whole, d)
+            if places is not None:
+                return self._coordinate(places, index)
             return self._at(self.value(whole, level), d, Const(index))
         if is_op(producer, aten.split, aten.split_with_sizes, aten.chunk):
             if is_op(producer, aten.split_with_sizes) and a["dim"] % len(shape(whole)) == 0:
@@ -273,7 +275,7 @@ class Indexing(SortedRows):
         v = self.value(mask, 0)
         if any(isinstance(x, ChosenRows) for x in v.axes):
             raise Opaque
-        key = ("mask", self.canon.number(mask))
+        key = ("mask", tuple(v.axes), v.term)  # whatever shape the mask has
         if key not in self._rows:
             bound = tuple(Axis(x.size) for x in v.axes)
             term = substitute(v.term, dict(zip(v.axes, bound)))
@@ -287,6 +289,36 @@ class Indexing(SortedRows):
         rows, mask = self._mask_rows(operand(nonzero), shape(nonzero)[0])
         place = coordinate(mask.dims[dim])
         return Value(((rows,),), substitute(place, dict(zip(mask.axes, rows.bound))))
+
+    def together(self, a: Value, b: Value, pairs: list[tuple[int, int]]) -> tuple[Value, Value]:
+        for i, j in pairs:
+            a, b = self._as_any(a, i, b.dims[j]), self._as_any(b, j, a.dims[i])
+        return super().together(a, b, pairs)
+
+    @staticmethod
+    def _as_any(v: Value, d: int, theirs: tuple[Axis, ...]) -> Value:
+        """`v`, of the pairs (t, j) with ids[t, j] == e, over the tokens t that have e among their ids, where
+        `theirs` is these: they are as many, in the same order, if no token has an expert twice."""
+        d %= len(v.dims)
+        ours = v.dims[d]
+        rows, tokens = (g[0] if len(g) == 1 else None for g in (ours, theirs))
+        if not isinstance(rows, ChosenRows) or not isinstance(tokens, ChosenRows) or rows is tokens:
+            return v
+        if rows.mask is None or not isinstance(tokens.mask, AnyOf) or not is_eq(rows.mask):
+            return v
+        *token, choice = rows.bound
+        ids = rows.mask.args[0]
+        if len(tokens.mask.axes) != 1 or len(token) != len(tokens.bound) or not isinstance(ids, Ref):
+            return v
+        j = tokens.mask.axes[0]
+        names = dict(zip(rows.bound, (*tokens.bound, j)))
+        if substitute(rows.mask, names) is not tokens.mask.body:
+            return v
+        if not ids.index or ids.index[-1] is not choice or not distinct(ids.node):
+            return v
+        fresh = Axis(j.size)
+        body = substitute(Mul(rows.mask, v.term), {**names, choice: fresh})
+        return Value((*v.dims[:d], theirs, *v.dims[d + 1 :]), Sum((fresh,), body))
 
     @staticmethod
     def _counted_by(sizes: Any) -> fx.Node | None:
@@ -371,14 +403,17 @@ class Indexing(SortedRows):
 
     def _index(self, node: fx.Node, level: int) -> Value:
         a = arguments(node)
-        if is_op(node, aten.index_select):
-            d = dimension(a["dim"], len(shape(a["self"])))
+        whole = a["weight"] if is_op(node, aten.embedding) else a["self"]
+        if is_op(node, aten.embedding):
+            indices = [a["indices"]]
+        elif is_op(node, aten.index_select):
+            d = dimension(a["dim"], len(shape(whole)))
             if not shape(a["index"]):
                 raise Opaque
             indices = [None] * d + [a["index"]]
         else:
             indices = list(a["indices"])
-        table = self.value(a["self"], level)
+        table = self.value(whole, level)
         given = [(d, i) for d, i in enumerate(indices) if i is not None]
         if len(given) == 1:
             d, index = given[0]
@@ -397,9 +432,9 @@ class Indexing(SortedRows):
             rows, mask = self._mask_rows(mask_node, shape(node)[first])
             table, mask = self.together(table, mask, [(first + i, i) for i in range(count)])
             return self._selected(table, mask, rows, first, count)
-        indices = self.broadcast([self._index_into(a["self"], d, i) for d, i in given])
+        indices = self.broadcast([self._index_into(whole, d, i) for d, i in given])
         if any(len(table.dims[d]) > 1 and _is_of_selected_rows(v) for (d, _), v in zip(given, indices)):
-            table = self.opaque(a["self"])  # of which one axis is what the rows' is
+            table = self.opaque(whole)  # of which one axis is what the rows' is
             lead, rest = table.dims[:first], table.dims[first + len(given) :]
         values = self._own_axes(table, indices)
         dims = tuple(max((v.dims[d] for v in values), key=len) for d in range(len(values[0].dims)))
@@ -454,6 +489,22 @@ class Indexing(SortedRows):
         mapping = self._assign(*self._fit(table, dim, index.term))
         dims = tuple((i if d == dim else (t or i)) for d, (t, i) in enumerate(zip(table.dims, index.dims)))
         return Value(dims, substitute(table.term, mapping))
+
+
+def _places(node: fx.Node, d: int) -> fx.Node | None:
+    """nonzero(mask), if parts of `node` along dimension d are its columns; raises Opaque if its rows."""
+    node = strip(node)
+    while is_op(node, aten.t, aten.permute, aten.transpose) and len(shape(node)) == 2:
+        order = several(node, 1) if is_op(node, aten.permute) else [1, 0]
+        swapped = [n % 2 for n in order] == [1, 0] and (
+            not is_op(node, aten.transpose) or node.args[1] != node.args[2]
+        )
+        node, d = strip(operand(node)), 1 - d if swapped else d
+    if not is_op(node, aten.nonzero):
+        return None
+    if d != 1:
+        raise Opaque
+    return node
 
 
 def _is_of_selected_rows(index: Value) -> bool:

@@ -305,7 +305,8 @@ class Matcher(Pieces):
             rows.chosen = [f for f in rows.chosen if not is_implied(f, rows.ids, rows.expert)]
         known = rows.ids is not None
         rows.weights = [
-            demote(f, masks=(known or isinstance(f, Add)) and not self.has_experts(f)) for f in rows.weights
+            demote(f, masks=(known or isinstance(f, (Add, Apply))) and not self.has_experts(f))
+            for f in rows.weights
         ]
         return rows
 

@@ -246,6 +246,61 @@ class ChangesTheMaskBefore(Loop):
         return out
 
 
+class ChangesTheMaskItIsMadeOf(Loop):
+    def experts_of(self, x, ids, weights):
+        out = torch.zeros_like(x)
+        for e, expert in enumerate(self.list):
+            mask = ids == e
+            rows = mask.any(-1)
+            mask.fill_(True)
+            if rows.any():
+                out[mask.all(-1)] += expert(x[mask.all(-1)])
+                token, _slot = torch.where(mask)
+                out.index_add_(0, token, expert(x[token]))
+        return out
+
+
+class MaskOrAnother(Loop):
+    def experts_of(self, x, ids, weights):
+        out = torch.zeros_like(x)
+        for e, expert in enumerate(self.list):
+            mask = (ids == e).any(-1)
+            more = mask | (ids == 0).any(-1)
+            if mask.any():
+                out[more] += expert(x[more])
+        return out
+
+
+class DoesOtherwiseInTraining(Loop):
+    def experts_of(self, x, ids, weights):
+        out = torch.zeros_like(x)
+        for e, expert in enumerate(self.list):
+            token, slot = self.rows(ids, e)
+            if token.numel() > 0:
+                self.work(out, x, token, slot, weights, expert)
+            elif self.training:
+                out = out + 1
+        return out
+
+
+class DoesOtherwiseIfAskedFor(Loop):
+    """By an attribute that is a tensor."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.adds = torch.ones(())
+
+    def experts_of(self, x, ids, weights):
+        out = torch.zeros_like(x)
+        for e, expert in enumerate(self.list):
+            token, slot = self.rows(ids, e)
+            if token.numel() > 0:
+                self.work(out, x, token, slot, weights, expert)
+            elif self.adds:
+                out = out + 1
+        return out
+
+
 class ReshapesTheRows(Loop):
     def experts_of(self, x, ids, weights):
         out, dims = torch.zeros_like(x), 0
@@ -260,10 +315,11 @@ class ReshapesTheRows(Loop):
 
 BRANCHES = [
     LocalIsReadLater, AList, AnAttribute, AViewOfATensor, RowsOfAnother, MaskOfAnother, FewRows, Breaks,
-    Returns, DoesOtherwise, FailsWithoutRows, ChangesTheMask, ChangesTheMaskBefore,
+    Returns, DoesOtherwise, DoesOtherwiseInTraining, FailsWithoutRows, ChangesTheMask, ChangesTheMaskBefore,
+    ChangesTheMaskItIsMadeOf, MaskOrAnother,
 ]  # fmt: skip
 # They stay branches for reasons that one of those above has, too.
 MORE_BRANCHES = [
     ACounter, ADictionaryOfTheCaller, AClosure, AGenerator, AnIterator, ATensorOfCounts, AWholeTensor,
-    ReshapesTheRows,
+    ReshapesTheRows, DoesOtherwiseIfAskedFor,
 ]  # fmt: skip

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
-from moe_styles import FusedStyle, ListStyle, SlicedLoop, style
+from moe_styles import FusedStyle, ListStyle, SlicedLoop, StackedStyle, style
 from torch import Tensor, nn
 
 # --- rows sorted by expert, counted up to the largest id ---
@@ -73,6 +73,50 @@ class EyeLoop(ListStyle):
         return out
 
 
+@style("rows that a mask has in any column, `weights[mask]`, `elif self.training:` (MiniMind)")
+class AnyColumn(ListStyle):
+    def build(self) -> None:
+        super().build()
+        self.eval()
+
+    def experts_of(self, x: Tensor, ids: Tensor, weights: Tensor) -> Tensor:
+        out = torch.zeros_like(x)
+        for e, expert in enumerate(self.list):
+            mask = ids == e
+            if mask.any():
+                token = mask.any(dim=-1).nonzero().flatten()
+                out.index_add_(0, token, expert(x[token]) * weights[mask].view(-1, 1))
+            elif self.training:
+                out = out + 0 * sum(p.sum() for p in expert.parameters())
+        return out
+
+
+@style("masks [B, T] and the same in one dimension, `out[mask] += ...` (makeMoE)")
+class MasksOfBoth(ListStyle):
+    def forward(self, x: Tensor) -> Tensor:
+        x, flat = x.unsqueeze(0), x
+        scores = self.router(x)
+        best, ids = scores.topk(self.k)
+        gates = torch.full_like(scores, -torch.inf).scatter(-1, ids, best).softmax(-1).view(-1, self.E)
+        out = torch.zeros_like(x)
+        for e, expert in enumerate(self.list):
+            mask = (ids == e).any(dim=-1)
+            own = mask.view(-1)
+            if own.any():
+                out[mask] += expert(flat[own]) * gates[own, e].unsqueeze(1)
+        return out[0]
+
+
+@style("rows by the columns of `torch.argwhere(mask).T`")
+class ColumnsOfPlaces(ListStyle):
+    def experts_of(self, x: Tensor, ids: Tensor, weights: Tensor) -> Tensor:
+        out = torch.zeros_like(x)
+        for e, expert in enumerate(self.list):
+            token, slot = torch.argwhere(ids == e).T
+            out.index_add_(0, token, expert(x[token]) * weights[token, slot, None])
+        return out
+
+
 @style("dense loop, `weights.masked_fill(ids != e, 0)`")
 class MaskedWeights(ListStyle):
     def experts_of(self, x: Tensor, ids: Tensor, weights: Tensor) -> Tensor:
@@ -98,6 +142,25 @@ class StackedAndGathered(ListStyle):
         every = torch.stack([expert(x) for expert in self.list], dim=1)
         chosen = every.gather(1, ids.unsqueeze(-1).expand(*ids.shape, self.H))
         return (chosen * weights.unsqueeze(-1)).sum(1)
+
+
+@style("gathered by `F.embedding`, of matrices as rows")
+class LookedUp(StackedStyle):
+    def experts_of(self, x: Tensor, ids: Tensor, weights: Tensor) -> Tensor:
+        w1, w3, w2 = (
+            F.embedding(ids, w.flatten(1)).view(*ids.shape, *w.shape[1:]) for w in (self.w1, self.w3, self.w2)
+        )
+        h = self.act(torch.einsum("th,tkih->tki", x, w1)) * torch.einsum("th,tkih->tki", x, w3)
+        return torch.einsum("tki,tkhi,tk->th", h, w2, weights)
+
+
+@style("all experts stacked, one-hot gates with a gradient: `hard + soft - soft.detach()`")
+class StraightThrough(ListStyle):
+    def forward(self, x: Tensor) -> Tensor:
+        soft = torch.softmax(self.router(x), -1)
+        gates = F.one_hot(soft.argmax(-1), self.E).to(x.dtype) + soft - soft.detach()
+        every = torch.stack([expert(x) for expert in self.list], dim=-1)
+        return (every * gates.unsqueeze(1)).sum(-1)
 
 
 # --- experts ---

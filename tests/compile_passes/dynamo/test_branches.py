@@ -113,6 +113,21 @@ def test_the_number_of_a_hit_expert_stays_a_tensor(style):
     the_graph_says_the_same(style(), dynamic=True, fullgraph=True)
 
 
+def test_what_is_done_otherwise_in_training_alone():
+    """Seen through in eval(); in train() it is a branch."""
+    module, recorder = branch_loops.DoesOtherwiseInTraining().eval(), Recorder(activation="bf16")
+    compiled = torch.compile(module, backend=recorder, dynamic=True)
+    x = torch.randn(2, module.H)
+    with torch.no_grad(), torch._dynamo.config.patch(CAPTURE):
+        assert relative_error(compiled(x), module.twin()(x)) < 1e-5
+        assert recorder.ops == ["fp4::moe"]
+        module.train()
+        assert relative_error(compiled(x), module(x)) < 1e-5
+        assert not torch.equal(module(x), module.eval()(x))
+        exact, twin = module(x), module.twin()(x)  # train() may have left it to Python, as Dynamo does
+        assert min(relative_error(compiled(x), y) for y in (exact, twin)) < 1e-5
+
+
 def test_random_numbers_keep_the_branch():
     class Drops(Loop):
         def work(self, out, x, token, slot, weights, expert):

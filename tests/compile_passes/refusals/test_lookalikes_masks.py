@@ -63,6 +63,53 @@ def test_other_masks_and_sums_stay(name):
     assert not recorder.ops and recorder.reasons
 
 
+class IdsOfTwoRouters(ListStyle):
+    """A token may have one expert twice, and then fewer rows than weights."""
+
+    def experts_of(self, x, ids, weights):
+        ids = torch.stack([ids[:, 0], (ids[:, 0] + 1 + (x[:, 0] > 9)) % self.E], 1)
+        out = torch.zeros_like(x)
+        for e, expert in enumerate(self.list):
+            mask = ids == e
+            token = mask.any(-1).nonzero().flatten()
+            out.index_add_(0, token, expert(x[token]) * weights[mask].view(-1, 1))
+        return out
+
+
+class WeightsOfAnotherMask(ListStyle):
+    def experts_of(self, x, ids, weights):
+        out = torch.zeros_like(x)
+        for e, expert in enumerate(self.list):
+            token = (ids == e).any(-1).nonzero().flatten()
+            out.index_add_(0, token, expert(x[token]) * weights.flip(1)[ids == e].view(-1, 1))
+        return out
+
+
+class WeightsInTheOrderOfChoices(ListStyle):
+    """First of those whose first choice it is."""
+
+    def experts_of(self, x, ids, weights):
+        out = torch.zeros_like(x)
+        for e, expert in enumerate(self.list):
+            token = (ids == e).any(-1).nonzero().flatten()
+            out.index_add_(0, token, expert(x[token]) * weights.T[(ids == e).T].view(-1, 1))
+        return out
+
+
+@pytest.mark.parametrize("cls", [IdsOfTwoRouters, WeightsOfAnotherMask, WeightsInTheOrderOfChoices])
+def test_weights_that_a_mask_chooses_for_rows_of_its_any(cls):
+    """Rewritten or not: it computes what the module does."""
+    module, recorder = cls(experts=4), Recorder(activation="bf16")
+    compiled = torch.compile(module, backend=recorder, dynamic=True, fullgraph=True)
+    with torch.no_grad():
+        for n in (9, 6):
+            x = torch.randn(n, module.H)
+            got = compiled(x)
+            want = module.twin()(x) if recorder.ops else module(x)
+            assert relative_error(got, want) < 1e-5
+    assert ("fp4::moe" in recorder.ops) is (cls is WeightsOfAnotherMask), recorder.reasons
+
+
 class OfTheNextExpert(OneVector):
     def parts(self, e):
         parts = self.every.split(self.H * self.I)
