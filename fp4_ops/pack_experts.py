@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from . import experts
 from .backends import takers
 from .distributed.collectives import Group
+from .distributed.division import Division, top_k_of
 from .distributed.parts import Part, keep_for_itself, keep_local
 from .distributed.workspace import MAX_TOKENS
 from .expert_lists import find_lists, linears, put, summary
@@ -96,7 +97,9 @@ def pack_experts(
     if not plans:
         a_format = "none"
     exchange = connect_model(model, dtype, max_tokens)
-    report = PrepareReport(format, layout, a_format, exchange=exchange)
+    report = PrepareReport(
+        format, layout, a_format, exchange=exchange, division=_division(model, found, plans)
+    )
     for name in found:
         if name in plans:
             before, after = sizes[name]
@@ -109,6 +112,20 @@ def pack_experts(
         report.modules.append(PreparedModule(name, "", OWN_CODE, summary(modules), *of_lists[name]))
     report.modules += [PreparedModule(name, reason) for name, reason in unlike.items()]
     return report
+
+
+def _division(model: nn.Module, found: dict[str, nn.Module], plans: dict[str, Plan]) -> str:
+    """Of the first experts that processes with the same tokens share; "" where there are none."""
+    top_k = top_k_of(model)
+    for name, p in plans.items():
+        if p.part is None or p.part.tokens == "own" or top_k is None:
+            continue
+        up, down = (getattr(found[name], n) for n in (p.form.gate_up, p.form.down))
+        shares = p.part.size if p.part.kind == "split" else 1
+        weight_bytes = shares * (up.num_bytes + down.num_bytes) / len(p.part.own)
+        sizes = Division(p.part.experts, top_k, p.part.size, up.k, shares * down.k, weight_bytes)
+        return sizes.told(p.part.kind)
+    return ""
 
 
 def _spread(plans: dict[str, Plan], lists: dict[str, Any], ep_group: Any) -> dict[str, Plan]:

@@ -44,6 +44,8 @@ class PrepareReport:
     modules: list[PreparedModule] = field(default_factory=list)
     exchange: str = ""
     """How tokens reach experts that are spread over processes."""
+    division: str = ""
+    """Whether experts are spread or split, and what the other way would cost."""
 
     @property
     def prepared(self) -> list[PreparedModule]:
@@ -63,6 +65,8 @@ class PrepareReport:
         lines = [head + f"activations {self.activations}", *(f"  {m}" for m in self.modules)]
         if self.exchange:
             lines.append(f"  between processes: {self.exchange}")
+        if self.division:
+            lines.append(f"  between processes: {self.division}")
         if left:
             lines.append(f"  {OTHERWISE}")
         return "\n".join([*lines, f"expert weights {_mib(self.bytes_before)} -> {_mib(self.bytes_after)}"])

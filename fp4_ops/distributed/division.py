@@ -1,0 +1,88 @@
+"""Spread or split: the time that a block of experts takes either way, estimated from its sizes.
+
+Spread experts are read by one process each, and one process has more of those that tokens chose than the
+others: the block waits for it. Split experts are read by all alike, but each process then handles the rows of
+all of them. So few tokens favour splitting, and the more so the larger an expert is; many favour spreading.
+"""
+
+from __future__ import annotations
+
+import functools
+from dataclasses import dataclass
+from statistics import NormalDist
+from typing import Any
+
+TOKENS = 1, 8, 32, 128
+"""Of which the report tells."""
+LATENCY_US = 12.0
+BYTES_A_US = 2.9e6
+FLOPS_A_US = 6e8
+"""Of an H100, whole blocks of three models measured: benchmarks/results/nvlink_h100.json and its like. Ratios
+hardly depend on them."""
+TOP_K = "num_experts_per_tok", "num_experts_per_token", "moe_top_k", "moe_topk", "top_k_experts"
+"""As configurations name it."""
+
+
+@dataclass(frozen=True)
+class Division:
+    """experts: of all processes. hidden and inner: sizes of one whole expert. weight_bytes: of one."""
+
+    experts: int
+    top_k: int
+    processes: int
+    hidden: int
+    inner: int
+    weight_bytes: float
+
+    def microseconds(self, kind: str, tokens: int) -> float:
+        """Of a block whose tokens choose experts at random: max(weights, products) + rows. Made for up to 512
+        tokens: with more, rows are in fp8 and move while products run.
+
+        A process reads chosen * experts / processes whole ones on the average, either way.
+        """
+        chosen = 1 - (1 - self.top_k / self.experts) ** tokens
+        here, pairs = self.experts / self.processes, tokens * self.top_k
+        read, handled = chosen * here, float(pairs)
+        if kind == "spread":
+            deviation = (here * chosen * (1 - chosen)) ** 0.5
+            read = min(here, read + largest(self.processes) * deviation)
+            handled /= self.processes
+        rows = 6 * (
+            handled * self.hidden + pairs / self.processes * self.inner
+        )  # written or read, 2 bytes each
+        products = 6 * pairs / self.processes * self.hidden * self.inner
+        weights = read * self.weight_bytes
+        return LATENCY_US + max(weights / BYTES_A_US, products / FLOPS_A_US) + rows / BYTES_A_US
+
+    def told(self, kind: str) -> str:
+        """What `kind` costs beside the other way, in a line of a report."""
+        other, how = (
+            ("split", f"DistributedConfig(tp_size={self.processes}) alone")
+            if kind == "spread"
+            else ("spread", f"ep_size={self.processes}")
+        )
+        ratios = [self.microseconds(other, t) / self.microseconds(kind, t) for t in TOKENS]
+        shown = ", ".join(f"{r:.2f}" for r in ratios)
+        counts = ", ".join(map(str, TOKENS))
+        return (
+            f"experts are {kind}; by an estimate from sizes, {other} ones ({how}) take {shown} times as long "
+            f"with {counts} tokens"
+        )
+
+
+@functools.cache
+def largest(count: int) -> float:
+    """The expected largest of `count` standard normal numbers."""
+    normal, steps = NormalDist(), 2000
+    width = 12 / steps
+    return sum(
+        x * count * normal.pdf(x) * normal.cdf(x) ** (count - 1) * width
+        for x in (width * (i + 0.5) - 6 for i in range(steps))
+    )
+
+
+def top_k_of(model: Any) -> int | None:
+    """By the model's configuration."""
+    config = getattr(model, "config", None)
+    found = (getattr(config, name, None) for name in TOP_K)
+    return next((k for k in found if isinstance(k, int) and k > 0), None)
