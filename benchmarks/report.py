@@ -3,8 +3,8 @@
     python benchmarks/report.py             writes them
     python benchmarks/report.py --check     fails where a page or picture is not what the data give
 
-A page has `<!-- table: NAME -->`, and the table up to `<!-- end of table -->`; report_tables.py makes them.
-Pictures are docs/pictures/NAME.svg.
+A page has `<!-- table: NAME -->`, and the table up to `<!-- end of table -->`; report_tables.py and
+report_peers.py make them. Pictures are docs/pictures/NAME.svg.
 """
 
 from __future__ import annotations
@@ -14,6 +14,7 @@ import re
 from pathlib import Path
 
 import record
+import report_cells
 import report_tables
 import svg
 
@@ -26,7 +27,7 @@ def filled(page: str) -> str:
     """A page with its tables as the data give them."""
 
     def made(found: re.Match[str]) -> str:
-        table = report_tables.TABLES[found[1]]()
+        table = report_cells.TABLES[found[1]]()
         return f"<!-- table: {found[1]} -->\n\n{table}\n\n<!-- end of table -->"
 
     return PLACE.sub(made, page)
@@ -36,7 +37,7 @@ def filled(page: str) -> str:
 
 
 def products_picture() -> svg.Picture:
-    found = report_tables.rows("hopper_h200", "product")
+    found = report_cells.rows("hopper_h200", "product")
     shapes = list(dict.fromkeys((r["model"], r["n"], r["k"]) for r in found))
     picture = svg.Picture(1080, 590, "Microseconds of grouped products on an H200, by tokens")
     names = {
@@ -78,7 +79,7 @@ def perplexity_picture() -> svg.Picture:
     picture = svg.Picture(720, 340, "What 4 bits add to perplexity, per cent (110 M Mixture-of-Experts)")
     picture.text(360, 20, picture.title, 13, "middle")
     groups: dict[str, list[svg.Point]] = {}
-    for row in report_tables.rows("accuracy_moe_lm_h200", "perplexity"):
+    for row in report_cells.rows("accuracy_moe_lm_h200", "perplexity"):
         if row["activations"] == "W4A16":
             point = (row["method"], 100 * (row["ratio"] - 1), 100 * row["ratio_error"])
             groups.setdefault(row["format"], []).append(point)

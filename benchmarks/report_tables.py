@@ -2,91 +2,10 @@
 
 from __future__ import annotations
 
-import functools
 import statistics
-from collections.abc import Callable, Iterable
-from typing import Any
 
-import record
-
-Cell = str | int | float | None
-TABLES: dict[str, Callable[[], str]] = {}
-AGAIN = {
-    "humming_h100": "h200_humming",
-    "humming_h200": "h200_humming",
-    "accuracy_moe_lm_h200": "accuracy --minutes 2.2",
-    "accuracy_demo_cpu": "accuracy",
-    "compile_time_loop_cpu": "compile_time loop 8 64 128",
-    "compile_time_layers_cpu": "compile_time layers 64x48 128x48",
-}
-"""Arguments of run.py that make a file again, where they are not those in its record."""
-
-
-@functools.cache
-def read(name: str) -> dict[str, Any]:
-    return record.read(record.RESULTS / f"{name}.json")
-
-
-def rows(name: str, table: str, **where: Any) -> list[dict[str, Any]]:
-    return [r for r in read(name)["rows"] if r["table"] == table and all(r[k] == v for k, v in where.items())]
-
-
-def one(name: str, table: str, **where: Any) -> dict[str, Any]:
-    (found,) = rows(name, table, **where)
-    return found
-
-
-# --- Markdown ---
-
-
-def cell(value: Cell) -> str:
-    """One number, to three or four digits."""
-    if isinstance(value, float):
-        if value >= 1000 or (value >= 100 and value.is_integer()):
-            return f"{value:.0f}"
-        return f"{value:.1f}" if value >= 10 else f"{value:.2f}" if value >= 0.1 else f"{value:.2g}"
-    return "" if value is None else str(value)
-
-
-def grid(heads: list[str], lines: Iterable[Iterable[Cell]]) -> str:
-    shown = [heads, ["---"] * len(heads), *([cell(c) for c in line] for line in lines)]
-    return "\n".join(f"| {' | '.join(line)} |" for line in shown)
-
-
-def again(name: str) -> str:
-    """The command that measures a record again."""
-    found = read(name)["command"]
-    arguments = AGAIN.get(name) or found.removeprefix("python benchmarks/").removeprefix("run.py ").replace(
-        ".py", "", 1
-    )
-    benchmark = arguments.split()[0].removeprefix("h200_")
-    usual = {f"{benchmark}_{card}" for card in ("h200", "h100", "cpu")}
-    out = "" if name in usual else f" --out benchmarks/results/{name}.json"
-    if "--out" in arguments:
-        out = ""
-    return f"python benchmarks/run.py {arguments}{out}"
-
-
-def source(*names: str) -> str:
-    """Where a table's numbers are from, and how to make them again."""
-    lines = []
-    for name in names:
-        r = read(name)
-        versions = ", ".join(f"{k} {v}" for k, v in r["versions"].items() if k not in ("python", "cuda"))
-        parts = [r["gpu"] or r["cpu"], f"commit {r['commit'] or 'not recorded'}", r["date"] or "", versions]
-        lines.append(f"{', '.join(p for p in parts if p)}: `{again(name)}`")
-    return "\n\n".join(f"*{line.replace(': `', ':* `')}" for line in lines)
-
-
-def table(make: Callable[[], str]) -> Callable[[], str]:
-    TABLES[make.__name__] = make
-    return make
-
-
-def spread(ratios: list[float]) -> list[Cell]:
-    """Number of points, least, median, most."""
-    return [len(ratios), min(ratios), statistics.median(ratios), max(ratios)]
-
+from report_cells import TABLES, Cell, grid, one, read, rows, source, spread, table
+from report_peers import humming_ratios
 
 # --- models ---
 
@@ -232,130 +151,6 @@ def floor_summary() -> str:
                 ]
                 lines.append([read(name)["gpu"], label, tokens, *spread(found)])
     return f"{grid(heads, lines)}\n\n{source('hopper_h200', 'hopper_h100')}"
-
-
-def humming_ratios(name: str, kind: str, **where: Any) -> list[float]:
-    """Humming's time over that of nvfp4; with fp8 rows its weights are mxfp4."""
-    return [r["humming_us"] / r["nvfp4_us"] for r in rows(name, "product", rows=kind, **where)]
-
-
-@table
-def humming() -> str:
-    heads = ["card", "product", "rows", "points", "least", "median", "most"]
-    lines: list[list[Cell]] = []
-    for name in ("humming_h100", "humming_h200"):
-        for kind in ("bf16", "fp8"):
-            shapes = dict.fromkeys(r["shape"] for r in rows(name, "product", rows=kind))
-            for shape in shapes:
-                lines.append(
-                    [read(name)["gpu"], shape, kind, *spread(humming_ratios(name, kind, shape=shape))]
-                )
-            lines.append([read(name)["gpu"], "**all**", kind, *spread(humming_ratios(name, kind))])
-    return f"{grid(heads, lines)}\n\n{source('humming_h100', 'humming_h200')}"
-
-
-def sglang_ratios(**where: Any) -> list[float]:
-    """SGLang's time over that of int4, which its weights are, too."""
-    return [r["sglang_us"] / r["int4_us"] for r in rows("cutlass_h100", "product", **where)]
-
-
-@table
-def sglang() -> str:
-    heads = ["card", "tokens", "points", "least", "median", "most"]
-    found = rows("cutlass_h100", "product")
-    gpu = read("cutlass_h100")["gpu"]
-    lines: list[list[Cell]] = [
-        [gpu, tokens, *spread(sglang_ratios(tokens=tokens))]
-        for tokens in sorted({r["tokens"] for r in found})
-    ]
-    lines.append([gpu, "**all**", *spread(sglang_ratios())])
-    return f"{grid(heads, lines)}\n\n{source('cutlass_h100')}"
-
-
-@table
-def sglang_products() -> str:
-    heads = ["experts, N, K", "tokens", "int4 x fp8", "mxfp4 x fp8", "SGLang, int4 x fp8", "SGLang / int4"]
-    lines: list[list[Cell]] = [
-        [f"{r['model']} [{r['experts']}, {r['n']}, {r['k']}]", r["tokens"], r["int4_us"], r["mxfp4_us"],
-         r["sglang_us"], r["sglang_us"] / r["int4_us"]]
-        for r in rows("cutlass_h100", "product")
-    ]  # fmt: skip
-    return f"{grid(heads, lines)}\n\n{source('cutlass_h100')}"
-
-
-def flashinfer_ratios(**where: Any) -> list[float]:
-    """FlashInfer's time over ours, both with fp8 rows."""
-    return [r["flashinfer_fp8_us"] / r["fp8_us"] for r in rows("flashinfer_h100", "block", **where)]
-
-
-@table
-def flashinfer() -> str:
-    heads = ["card", "tokens", "points", "least", "median", "most"]
-    gpu = read("flashinfer_h100")["gpu"]
-    lines: list[list[Cell]] = [
-        [gpu, tokens, *spread(flashinfer_ratios(tokens=tokens))]
-        for tokens in sorted({r["tokens"] for r in rows("flashinfer_h100", "block")})
-    ]
-    lines.append([gpu, "**all**", *spread(flashinfer_ratios())])
-    return f"{grid(heads, lines)}\n\n{source('flashinfer_h100')}"
-
-
-@table
-def flashinfer_blocks() -> str:
-    heads = [
-        "experts of",
-        "tokens",
-        "ours, fp8",
-        'ours, "auto"',
-        "ours, bf16",
-        "FlashInfer, fp8",
-        "FlashInfer / ours, fp8",
-    ]
-    lines: list[list[Cell]] = [
-        [r["model"], r["tokens"], r["fp8_us"], r["auto_us"], r["none_us"], r["flashinfer_fp8_us"],
-         r["flashinfer_fp8_us"] / r["fp8_us"]]
-        for r in rows("flashinfer_h100", "block")
-    ]  # fmt: skip
-    return f"{grid(heads, lines)}\n\n{source('flashinfer_h100')}"
-
-
-MARLIN = {"nvfp4": "mma_marlin_h100", "mxfp4": "mma_marlin_mxfp4_h100"}
-LIMITS = {"99 KB": "mma_99_us", "163 KB": "mma_163_us"}
-
-
-def _marlin(name: str) -> list[dict[str, Any]]:
-    return [r for what in ("gate/up", "down", "block") for r in rows(name, what)]
-
-
-@table
-def marlin() -> str:
-    heads = ["weights", "shared memory", "", "tokens", "points", "least", "median", "most"]
-    parts = ("product", ("gate/up", "down")), ("block", ("block",))
-    lines: list[list[Cell]] = []
-    for format, name in MARLIN.items():
-        for limit, key in LIMITS.items():
-            for what, tables in parts:
-                for range_, least, most in (("1 to 32", 1, 32), ("128 to 8192", 128, 8192)):
-                    found = [
-                        r["marlin_us"] / r[key]
-                        for r in _marlin(name)
-                        if r["table"] in tables and least <= r["tokens"] <= most and r["marlin_us"] and r[key]
-                    ]
-                    lines.append([format, limit, what, range_, *spread(found)])
-    return f"{grid(heads, lines)}\n\n{source(*MARLIN.values())}"
-
-
-@table
-def marlin_points() -> str:
-    heads = ["weights", "model", "", "tokens", "99 KB", "163 KB", "Marlin", "Marlin over 99 KB", "floor"]
-    lines = []
-    for format, name in MARLIN.items():
-        for r in sorted(_marlin(name), key=lambda r: list(dict.fromkeys(
-            x["model"] for x in rows(name, "block"))).index(r["model"])):  # fmt: skip
-            theirs, ours = r["marlin_us"], r["mma_99_us"]
-            line = [format, r["model"], r["table"], r["tokens"], ours, r["mma_163_us"], theirs]
-            lines.append([*line, theirs / ours if theirs and ours else None, r["floor_us"]])
-    return f"{grid(heads, lines)}\n\n{source(*MARLIN.values())}"
 
 
 @table
@@ -593,9 +388,9 @@ def spread_blocks() -> str:
         found = rows(name, "own")
         for model, tokens in dict.fromkeys((r["model"], r["tokens"]) for r in found):
             line: list[Cell] = [model, tokens]
-            for table, alone in (("own", "one"), ("same", "alone")):
+            for mode, alone in (("own", "one"), ("same", "alone")):
                 of = {"model": model, "tokens": tokens}
-                line += [one(name, table, **of, way=w)["us"] for w in (alone, "nccl", "ours", "local")]
+                line += [one(name, mode, **of, way=w)["us"] for w in (alone, "nccl", "ours", "local")]
             lines.append(line)
     return f"{grid(heads, lines)}\n\n{source(*SPREAD)}"
 

@@ -39,6 +39,8 @@ NOT_BENCHMARKS = {
         "record",
         "run",
         "report",
+        "report_cells",
+        "report_peers",
         "report_tables",
         "svg",
         "cpu_machine",

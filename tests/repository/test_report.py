@@ -27,7 +27,7 @@ def test_pages_and_pictures_are_what_the_data_give(report):
 
 def test_each_table_is_on_a_page(report):
     used = re.findall(r"<!-- table: ([a-z0-9_]+) -->", "".join(page.read_text() for page in report.PAGES))
-    assert set(used) == set(report.report_tables.TABLES)
+    assert set(used) == set(report.report_cells.TABLES)
 
 
 @pytest.mark.parametrize("spoil", ["number", "missing"])
@@ -73,7 +73,7 @@ RECORDS = sorted({f.stem for f in (ROOT / "benchmarks" / "results").glob("*.json
 @pytest.mark.parametrize("name", RECORDS)
 def test_commands_that_measure_again_are_valid(report, name):
     """They name a benchmark, its parser takes the arguments, and they write this very file."""
-    python, script, benchmark, *arguments = shlex.split(report.report_tables.again(name))
+    python, script, benchmark, *arguments = shlex.split(report.report_cells.again(name))
     assert (python, script) == ("python", "benchmarks/run.py")
     out = arguments[arguments.index("--out") + 1] if "--out" in arguments else None
     if out:

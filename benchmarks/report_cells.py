@@ -1,0 +1,88 @@
+"""What the tables of README and docs are made of: records, cells, the register of tables."""
+
+from __future__ import annotations
+
+import functools
+import statistics
+from collections.abc import Callable, Iterable
+from typing import Any
+
+import record
+
+Cell = str | int | float | None
+TABLES: dict[str, Callable[[], str]] = {}
+AGAIN = {
+    "humming_h100": "h200_humming",
+    "humming_h200": "h200_humming",
+    "accuracy_moe_lm_h200": "accuracy --minutes 2.2",
+    "accuracy_demo_cpu": "accuracy",
+    "compile_time_loop_cpu": "compile_time loop 8 64 128",
+    "compile_time_layers_cpu": "compile_time layers 64x48 128x48",
+}
+"""Arguments of run.py that make a file again, where they are not those in its record."""
+
+
+@functools.cache
+def read(name: str) -> dict[str, Any]:
+    return record.read(record.RESULTS / f"{name}.json")
+
+
+def rows(name: str, table: str, **where: Any) -> list[dict[str, Any]]:
+    return [r for r in read(name)["rows"] if r["table"] == table and all(r[k] == v for k, v in where.items())]
+
+
+def one(name: str, table: str, **where: Any) -> dict[str, Any]:
+    (found,) = rows(name, table, **where)
+    return found
+
+
+# --- Markdown ---
+
+
+def cell(value: Cell) -> str:
+    """One number, to three or four digits."""
+    if isinstance(value, float):
+        if value >= 1000 or (value >= 100 and value.is_integer()):
+            return f"{value:.0f}"
+        return f"{value:.1f}" if value >= 10 else f"{value:.2f}" if value >= 0.1 else f"{value:.2g}"
+    return "" if value is None else str(value)
+
+
+def grid(heads: list[str], lines: Iterable[Iterable[Cell]]) -> str:
+    shown = [heads, ["---"] * len(heads), *([cell(c) for c in line] for line in lines)]
+    return "\n".join(f"| {' | '.join(line)} |" for line in shown)
+
+
+def again(name: str) -> str:
+    """The command that measures a record again."""
+    found = read(name)["command"]
+    arguments = AGAIN.get(name) or found.removeprefix("python benchmarks/").removeprefix("run.py ").replace(
+        ".py", "", 1
+    )
+    benchmark = arguments.split()[0].removeprefix("h200_")
+    usual = {f"{benchmark}_{card}" for card in ("h200", "h100", "cpu")}
+    out = "" if name in usual else f" --out benchmarks/results/{name}.json"
+    if "--out" in arguments:
+        out = ""
+    return f"python benchmarks/run.py {arguments}{out}"
+
+
+def source(*names: str) -> str:
+    """Where a table's numbers are from, and how to make them again."""
+    lines = []
+    for name in names:
+        r = read(name)
+        versions = ", ".join(f"{k} {v}" for k, v in r["versions"].items() if k not in ("python", "cuda"))
+        parts = [r["gpu"] or r["cpu"], f"commit {r['commit'] or 'not recorded'}", r["date"] or "", versions]
+        lines.append(f"{', '.join(p for p in parts if p)}: `{again(name)}`")
+    return "\n\n".join(f"*{line.replace(': `', ':* `')}" for line in lines)
+
+
+def table(make: Callable[[], str]) -> Callable[[], str]:
+    TABLES[make.__name__] = make
+    return make
+
+
+def spread(ratios: list[float]) -> list[Cell]:
+    """Number of points, least, median, most."""
+    return [len(ratios), min(ratios), statistics.median(ratios), max(ratios)]
