@@ -177,6 +177,11 @@ SCALE_LATER = "scale the sum of all experts' outputs by it: out * scale[task]"
 OVER_CHOICES = "sum an expert's rows over a token's choices only"
 INDEX_WEIGHTS = "index the weights once, by the expert's id in their first dimension: w[ids]"
 EXPERTS_AXIS = "stack the experts along one dimension of the weights, and sum over that"
+BETWEEN_PRODUCTS = (
+    "have an activation without parameters between an expert's products (relu, gelu, silu, ...), and do the "
+    "rest before or after the experts; fold a BatchNorm in eval() into the Linear before it "
+    "(torch.nn.utils.fusion.fuse_linear_bn_eval)"
+)
 TWO_PRODUCTS = (
     "compute the activation of one or two products of x, up or gate and up; what a product is corrected by "
     "(LoRA) can be merged into its weight: w + scale * b @ a"

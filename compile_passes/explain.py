@@ -135,9 +135,10 @@ def _no_products(model: Any, report: Report) -> list[str]:
     if any(frame.sites or frame.note for frame in report.frames) or not isinstance(model, torch.nn.Module):
         return []
     return [
-        f"the parameters of {name} look like experts, but no graph has a matrix product of theirs with rows: "
-        "write one by F.linear, @, einsum, torch.bmm or grouped_mm with the parameter itself, not by "
-        "elementwise products and sums, a convolution, or weights that forward puts together (torch.stack)"
+        f"the parameters of {name} look like experts, but no product of theirs with rows is read as an "
+        "expert's: write one by F.linear, @, einsum, torch.bmm or grouped_mm with the parameter itself, "
+        "not by elementwise products and sums, a convolution, or weights that forward puts together "
+        "(torch.stack, sums of experts' weights); an expert is down(act(gate(x)) * up(x)) or down(act(up(x)))"
         for name in expert_parameters(model)
     ]
 

@@ -46,11 +46,12 @@ def expert_parameters(model: nn.Module) -> dict[str, list[nn.Parameter]]:
     found = {}
     for name, module in model.named_modules():
         for path, experts in ((name, [module]), *_lists(name, module)):
-            weights = _stacked(module) if path == name else _of_each(experts)
+            named = bool(_EXPERTS.search(path))
+            weights = _stacked(module) if path == name else _of_each(experts, named)
             if not weights or _SHARED.search(path):
                 continue
             count = weights[0].shape[0] if path == name else len(experts)
-            if _EXPERTS.search(path) or _has_router(model, path, module, count):
+            if named or _has_router(model, path, module, count):
                 found[path or type(model).__name__] = weights
     return found
 
@@ -62,11 +63,11 @@ def _lists(name: str, module: nn.Module) -> Iterator[tuple[str, list[nn.Module]]
             yield f"{name}.{child}" if name else child, each
 
 
-def _matrices(module: nn.Module, recurse: bool, dims: int) -> list[nn.Parameter]:
+def _matrices(module: nn.Module, recurse: bool, *dims: int) -> list[nn.Parameter]:
     return [
         p
         for p in module.parameters(recurse=recurse)
-        if p.dim() == dims
+        if p.dim() in dims
         and p.is_floating_point()
         and p.itemsize > 1
         and not is_traceable_wrapper_subclass(p)
@@ -88,13 +89,13 @@ def _stacked(module: nn.Module) -> list[nn.Parameter]:
     return same if len(same) > 1 and _undone(same) else []
 
 
-def _of_each(experts: list[nn.Module]) -> list[nn.Parameter]:
-    own = [_matrices(e, True, 2) for e in experts]
+def _of_each(experts: list[nn.Module], named: bool) -> list[nn.Parameter]:
+    """named: they are called experts, and so may be layers or convolutions of any number."""
+    own = [_matrices(e, True, *((2, 3, 4, 5) if named else (2,))) for e in experts]
     shapes = {tuple(tuple(w.shape) for w in weights) for weights in own}
     alike = len(own) > 1 and len(shapes) == 1 and len({type(e) for e in experts}) == 1
-    return (
-        [w for weights in own for w in weights] if alike and 2 <= len(own[0]) <= 4 and _undone(own[0]) else []
-    )
+    ffn = alike and 2 <= len(own[0]) <= 4 and _undone(own[0])
+    return [w for weights in own for w in weights] if ffn or (named and alike) else []
 
 
 def _has_router(model: nn.Module, path: str, module: nn.Module, count: int) -> bool:

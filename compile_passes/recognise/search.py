@@ -34,6 +34,7 @@ from ..operands import operand, several
 from .changed_products import changed_products
 from .mixture import Linear, Matcher, Mixture
 from .sorted_rows import GATHERED, SORTED, need_one_operator
+from .unread_experts import unread_experts
 from .unread_steps import instead_of, instead_of_output
 
 _STEPS_AFTER = 24
@@ -97,9 +98,11 @@ class Search:
 
     def _all(self) -> Iterator[tuple[list[fx.Node], Mixture | Refusal]]:
         single = deep = 0
+        told = False
         for bits in self._groups():
             for part, found in self._found(bits):
                 if found is not None:
+                    told = True
                     yield self._of(part), found
                 elif part.bit_count() == 1 and self._is_third(*self._of(part)):
                     deep |= part
@@ -114,6 +117,8 @@ class Search:
             reason = f"{len(downs)} {_READ_COMPUTED}"
             yield downs, Refusal(reason, downs[-1], advice.ONE_AFTER_ANOTHER)
         unread = self._unread()
+        if unread is None and not (told or layers or single):
+            unread = unread_experts(self.graph, self.reader.is_weight, _MANY)
         if unread is not None:
             yield [unread.node], unread
 

@@ -369,7 +369,7 @@ def test_experts_without_products_are_told():
     report = fp4_ops.explain(NoProducts(experts=3), torch.randn(7, 32))
     assert not report.sites
     (hint,) = report.hints
-    assert "parameters of NoProducts look like experts, but no graph has a matrix product" in hint
+    assert "parameters of NoProducts look like experts, but no product of theirs with rows is read" in hint
 
 
 class Dispatched(ListStyle):

@@ -1,0 +1,93 @@
+"""Experts that all tokens go through, of which no product is read as an expert's: why."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Callable
+from typing import NamedTuple
+
+from torch import fx
+
+from .. import advice
+from ..graph.nodes import PRODUCTS, Refusal, aten, is_op, item, shape
+from ..naming import called
+from ..operands import operand, several
+
+_VIEWS = (
+    aten.t, aten.transpose, aten.permute, aten.view, aten.clone, aten._to_copy, aten.detach, aten.expand,
+    aten.unsqueeze, aten.squeeze, aten.select, aten.reshape, aten.index, aten.index_select,
+)  # fmt: skip
+_STEPS_BETWEEN = 16
+"""How many nodes a norm and an activation may be."""
+
+
+class _Product(NamedTuple):
+    node: fx.Node
+    rows: fx.Node
+    weight: fx.Node
+
+
+def unread_experts(graph: fx.Graph, is_weight: Callable[[fx.Node], bool], many: int) -> Refusal | None:
+    """many: so many FFNs of one shape over the same rows, side by side, are experts."""
+    return _stacked_weights(graph, is_weight) or _steps_between(graph, is_weight, many)
+
+
+def _source(node: fx.Node) -> fx.Node:
+    while is_op(node, *_VIEWS):
+        node = operand(node)
+    return node
+
+
+def _stacked_weights(graph: fx.Graph, is_weight: Callable[[fx.Node], bool]) -> Refusal | None:
+    """Products with a stack of matrices that the graph makes of parameters."""
+    made = []
+    for node in graph.nodes:
+        for of in node.all_input_nodes if is_op(node, *PRODUCTS) else ():
+            stack = _source(of)
+            if not is_op(stack, aten.stack, aten.cat) or len(shape(stack)) < 2:
+                continue
+            parts = [_source(n) for n in several(stack, 0)]
+            if len(parts) > 1 and all(map(is_weight, parts)):
+                made.append(stack)
+    if not made:
+        return None
+    what = f"the weights of {len(made)} products are" if len(made) > 1 else "the weight of a product is"
+    return Refusal(f"{what} put together in the graph, by {called(made[-1])}", made[-1], advice.ONCE)
+
+
+def _steps_between(graph: fx.Graph, is_weight: Callable[[fx.Node], bool], many: int) -> Refusal | None:
+    """FFNs that have more than an activation between their products: a norm, a PReLU."""
+    products = {n: p for n in graph.nodes if (p := _product(n, is_weight)) is not None}
+    alike: dict[tuple[object, ...], list[fx.Node]] = defaultdict(list)
+    for down in products.values():
+        between = _between(down.rows, products)
+        ups = [products[n] for n in between if n in products]
+        steps = [n for n in between if n not in products and not is_op(n, *_VIEWS) and item(n) is None]
+        if ups and steps:
+            shapes = tuple(tuple(shape(p.weight)) for p in (down, *ups))
+            with_parameters = [n for n in steps if any(i.op == "placeholder" for i in n.all_input_nodes)]
+            alike[_source(ups[0].rows), shapes].append((with_parameters or steps)[0])
+    for found in alike.values():
+        if len(found) >= many:
+            reason = f"{called(found[0])} between the two products of an expert is no activation"
+            return Refusal(reason, found[0], advice.BETWEEN_PRODUCTS)
+    return None
+
+
+def _product(node: fx.Node, is_weight: Callable[[fx.Node], bool]) -> _Product | None:
+    factors = node.all_input_nodes[-2:] if is_op(node, *PRODUCTS) else []
+    weights = [n for n in factors if is_weight(_source(n))]
+    rows = [n for n in factors if n not in weights]
+    return _Product(node, rows[0], weights[0]) if len(weights) == len(rows) == 1 else None
+
+
+def _between(rows: fx.Node, products: dict[fx.Node, _Product]) -> list[fx.Node]:
+    """What `rows` is computed of, back to products with weights; nothing if these are many steps."""
+    found: list[fx.Node] = []
+    todo = [rows]
+    while todo and len(found) <= _STEPS_BETWEEN:
+        node = todo.pop()
+        if node.op == "call_function" and node not in found:
+            found.append(node)
+            todo += node.all_input_nodes if node not in products else []
+    return found if len(found) <= _STEPS_BETWEEN else []
