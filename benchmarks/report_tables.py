@@ -348,21 +348,38 @@ TABLES["perplexity_demo"] = lambda: perplexities("accuracy_demo_cpu")
 
 # --- several GPUs ---
 
-SEVERAL = ("several_gpus_30b_h100", "several_gpus_235b_h100", "several_gpus_whole_h100")
+SEVERAL = (
+    "several_gpus_one_h100",
+    "several_gpus_30b_h100",
+    "several_gpus_long_h100",
+    "several_gpus_235b_h100",
+    "several_gpus_whole_h100",
+)
+DIVIDED = {"split": "heads", "own": "batch"}
+"""What attention's work is divided by."""
 
 
 @table
 def several_gpus() -> str:
-    heads = ["layers", "batch", "one H100, ms a step", "two, ms a step", "ratio", "logits differ by"]
+    heads = [
+        "layers",
+        "keys",
+        "batch",
+        "divided",
+        "one H100, ms a step",
+        "two, ms a step",
+        "ratio",
+        "logits differ by",
+    ]
     lines: list[list[Cell]] = []
     for name in SEVERAL:
         steps = {(r["model"], r["layers"], r["keys"], r["batch"], r["way"]): r for r in rows(name, "decode")}
         for model, layers, keys, batch, way in sorted(k for k in steps if k[-1] != "one"):
             alone, both = (steps.get((model, layers, keys, batch, w)) for w in ("one", way))
             assert both is not None
-            line: list[Cell] = [f"{layers} of {model}", batch, alone["ms"] if alone else "does not fit"]
+            line: list[Cell] = [f"{layers} of {model}", keys, batch, DIVIDED[way]]
             ratio = alone["ms"] / both["ms"] if alone else None
-            lines.append([*line, both["ms"], ratio, both["error"]])
+            lines.append([*line, alone["ms"] if alone else "does not fit", both["ms"], ratio, both["error"]])
     return f"{grid(heads, lines)}\n\n{source(*SEVERAL)}"
 
 
