@@ -30,7 +30,8 @@ from ..graph.traced_nodes import called, example, same_elements
 from . import known_values
 from .asserts import into_the_graph
 from .bytecode import asks_for
-from .empty_rows import Named, Nothing, Unproved, Way, counted, empty_with, has_all_rows, in_short
+from .empty_masks import Unproved, empty_with
+from .empty_rows import Named, Nothing, Way, counted, has_all_rows, in_short
 
 SEEN_THROUGH, KEPT = "fp4_branches_seen_through", "fp4_branches_kept"
 """Of `torch._dynamo.utils.counters`: places (file:line), and "file:line stays a branch: why" (or a loop)

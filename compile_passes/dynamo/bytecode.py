@@ -161,12 +161,45 @@ def _is_index(code: Sequence[Any], at: int) -> bool:
     return False
 
 
-def joined_list(tx: Any, name: str) -> bool:
-    """Whether a list that only the local `name` holds is made in one place, appended to in one, and for the
-    rest only joined by `torch.cat`, or asked whether it is empty."""
+def joined_comprehension(tx: Any) -> bool:
+    """Whether `tx` is at a condition in a comprehension, `[f(x) for x in xs if len(x)]`, whose list is only
+    joined by `torch.cat`, or asked whether it is empty. It lies below the iterator and the condition."""
     import torch
 
-    code, stores, appends = _code(tx), 0, 0
+    code = _code(tx)
+    at = next((n for n, i in enumerate(code) if i is tx.instructions[tx.instruction_pointer - 1]), None)
+    loops = [n for n, i in enumerate(code[:at]) if i.opname == "FOR_ITER"]
+    if at is None or not loops or code[loops[-1]].target not in code:
+        return False
+    end = code.index(code[loops[-1]].target)
+    appends = [i for i in code[at:end] if i.opname == "LIST_APPEND"]
+    if len(appends) != 1 or appends[0].arg != 2:
+        return False
+    kept = 0
+    if tx.f_code.co_name == "<listcomp>":  # a function of its own up to Python 3.11
+        if not _is(code[end], "RETURN_VALUE") or tx.parent is None:
+            return False
+        tx, stack = tx.parent, tx.parent.stack
+        code, here = _goes_into(tx)
+    else:
+        here = end + 1
+        here += _is(code[here], "POP_TOP")
+        if _is(code[here], "SWAP"):  # below: what the comprehension's variables held before
+            kept = code[here].arg - 1
+            here += 1 + kept
+        stack = tx.stack[: -3 - kept]
+    if code[here].opname == "STORE_FAST":
+        return joined_list(tx, code[here].argval, appends=0)
+    joins = any(getattr(v, "value", None) is torch.cat for v in stack[-2:])
+    return joins and _along_rows(tx, code[here:])
+
+
+def joined_list(tx: Any, name: str, appends: int = 1) -> bool:
+    """Whether a list that only the local `name` holds is made in one place, appended to in so many, and for
+    the rest only joined by `torch.cat`, or asked whether it is empty."""
+    import torch
+
+    code, stores, found = _code(tx), 0, 0
     for at, i in _uses(code, name):
         before, after = code[max(at - 2, 0) : at], code[at + 1 :]
         if i.opname == "STORE_FAST":
@@ -174,7 +207,7 @@ def joined_list(tx: Any, name: str) -> bool:
         elif i.opname != "LOAD_FAST":
             return False
         elif _called(tx, after[0]) and after[0].argval == "append":
-            appends += 1
+            found += 1
         elif _truth(tx, before, after) is None and not (
             len(before) == 2
             and _is(before[0], "LOAD_GLOBAL", "torch")
@@ -184,7 +217,7 @@ def joined_list(tx: Any, name: str) -> bool:
             and _along_rows(tx, after)
         ):
             return False
-    return stores == appends == 1
+    return stores == 1 and found == appends
 
 
 def _along_rows(tx: Any, after: Sequence[Any]) -> bool:

@@ -26,21 +26,14 @@ from torch.fx.experimental.symbolic_shapes import free_unbacked_symbols, statica
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from .. import advice
-from ..graph.traced_nodes import SAME_ELEMENTS, along, called, example, since, some_elements, writes_to
+from ..graph.traced_nodes import along, called, example, since, some_elements, writes_to
 from ..operands import operand
-from .bytecode import joined_list
+from .bytecode import joined_comprehension, joined_list
+from .empty_masks import Unproved, is_empty_with, selects_by
 from .known_values import number_of
 
 SAYS_THE_SAME = "_fp4_says_the_same"
 """Of a node: it writes what is there already."""
-
-
-class Unproved(Exception):
-    """Why a branch stays one, and what would help."""
-
-    def __init__(self, why: str, change: str) -> None:
-        super().__init__(why)
-        self.change = change
 
 
 def in_short(error: Exception) -> str:
@@ -206,6 +199,9 @@ class Way:
         self.locals, self.stack, self.state = self._locals(), tx.stack[:-1], self._state()
         self.objects = _Objects(tx)
         self.lists = {n: (v, list(v.items)) for n, v in self.locals.items() if _is_new_list(v)}
+        self.comprehension: tuple[Any, list[Any]] | None = None
+        if len(tx.stack) > 2 and _is_new_list(tx.stack[-3]) and joined_comprehension(tx):
+            self.comprehension = tx.stack[-3], list(tx.stack[-3].items)
         self.grown: list[Any] = []
 
     def _locals(self) -> dict[str, Any]:
@@ -272,6 +268,8 @@ class Way:
         for name, (v, items) in self.lists.items():
             if len(v.items) > len(items) and joined_list(tx, name) and self._has_alone(name, v):
                 found[name] = v, items
+        if self.comprehension is not None and len(self.comprehension[0].items) > len(self.comprehension[1]):
+            found["the comprehension's list"] = self.comprehension
         return found
 
     def _has_alone(self, name: str, v: Any) -> bool:
@@ -449,7 +447,7 @@ def replay(nodes: Sequence[fx.Node], nothing: Nothing, output: Any) -> set[Any]:
                 raise Unproved(
                     "gradients are asked for, and experts without rows have none", advice.NO_GRADIENTS
                 )
-            if _selects_by(node, masks):
+            if selects_by(node, masks):
                 sizes |= _data_sizes(node) - _data_sizes(operand(node))
                 env[node] = emptied(node)
                 continue
@@ -477,48 +475,6 @@ def replay(nodes: Sequence[fx.Node], nothing: Nothing, output: Any) -> set[Any]:
 
 # An assignment to elements is watched.
 _EFFECTS = fx.node._side_effectful_functions - {operator.setitem}
-
-
-_PARTS = (*SAME_ELEMENTS, "bool", "any", "unsqueeze", "expand", "detach", "unbind")
-_BOTH = ("and_", "__and__", "logical_and", "bitwise_and")
-
-
-def is_empty_with(node: fx.Node, masks: set[fx.Node]) -> bool:
-    """Whether `node` is set nowhere if `masks` are."""
-    if called(node) in _BOTH:
-        return isinstance(example(node), Tensor) and not masks.isdisjoint(node.all_input_nodes)
-    return called(node) in _PARTS and bool(node.args) and node.args[0] in masks
-
-
-def empty_with(mask: fx.Node) -> set[fx.Node]:
-    """What is set nowhere if `mask` is: what it was made from, and what was made of that."""
-    chain = [mask]
-    while called(chain[-1]) in (*SAME_ELEMENTS, "bool", "any", "unsqueeze") and isinstance(
-        chain[-1].args[0], fx.Node
-    ):
-        chain.append(chain[-1].args[0])
-    if len(chain) == 1 or writes_to(chain, since(chain[-1])):
-        return {mask}
-    found = set(chain)
-    for node in since(chain[-1]):
-        if node not in found and is_empty_with(node, found) and not writes_to([node], since(node)):
-            found.add(node)
-    return found
-
-
-def _selects_by(node: fx.Node, masks: set[fx.Node]) -> bool:
-    """Whether the elements that `node` chooses are those where one of `masks` is set."""
-    if called(node) in ("where", "nonzero"):
-        return len(node.args) == 1 and node.args[0] in masks
-    if called(node) != "getitem":
-        return False
-    index = node.args[1]
-    tensors = [i for i in (index if isinstance(index, tuple) else (index,)) if isinstance(i, fx.Node)]
-    if masks.isdisjoint(tensors):
-        return False
-    if len(tensors) > 1:
-        raise Unproved("a mask is one of several indices", advice.SIZES)
-    return True
 
 
 def _is_no_slice(index: Any, sizes: set[Any]) -> bool:

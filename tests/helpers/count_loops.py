@@ -57,6 +57,48 @@ class CountsOfWhatIdsWere(ByCounts):
         return out
 
 
+class Comprehension(Loop):
+    """What comes of a list of the outputs of those experts that have rows."""
+
+    def joined(self, outs: list[Tensor]) -> Tensor:
+        return torch.cat(outs)
+
+    def experts_of(self, x, ids, weights):
+        flat = ids.view(-1)
+        order = flat.argsort(stable=True)
+        parts = x[order // self.k].split(torch.bincount(flat, minlength=self.E).tolist())
+        outs = [self.list[e](part) for e, part in enumerate(parts) if len(part)]
+        return torch.zeros_like(x).index_add(0, order // self.k, self.joined(outs))
+
+
+class LengthOfAComprehension(Comprehension):
+    def experts_of(self, x, ids, weights):
+        order = ids.view(-1).argsort(stable=True)
+        parts = x[order // self.k].split(torch.bincount(ids.view(-1), minlength=self.E).tolist())
+        outs = [self.list[e](part) for e, part in enumerate(parts) if part.shape[0] > 0]
+        return torch.zeros_like(x).index_add(0, order // self.k, torch.cat(outs)) / len(outs)
+
+
+class LastOfAComprehension(LengthOfAComprehension):
+    def experts_of(self, x, ids, weights):
+        order = ids.view(-1).argsort(stable=True)
+        parts = x[order // self.k].split(torch.bincount(ids.view(-1), minlength=self.E).tolist())
+        outs = [self.list[e](part) for e, part in enumerate(parts) if part.shape[0] > 0]
+        return torch.zeros_like(x).index_add(0, order // self.k, torch.cat(outs)) + outs[-1].sum(0)
+
+
+class ComprehensionOfNumbers(LengthOfAComprehension):
+    """Each a row, whose place in the list counts."""
+
+    def experts_of(self, x, ids, weights):
+        order = ids.view(-1).argsort(stable=True)
+        parts = x[order // self.k].split(torch.bincount(ids.view(-1), minlength=self.E).tolist())
+        means = torch.cat(
+            [self.list[e](part).sum(0, keepdim=True) for e, part in enumerate(parts) if len(part)]
+        )
+        return x + means[-1]
+
+
 OTHERS = [ByCounts, ByCountsOfOneHot]
-BRANCHES = [CountOfTheNext, CountsOfOtherIds]
-MORE_BRANCHES = [CountsOfWhatIdsWere]
+BRANCHES = [CountOfTheNext, CountsOfOtherIds, LengthOfAComprehension, ComprehensionOfNumbers]
+MORE_BRANCHES = [CountsOfWhatIdsWere, Comprehension, LastOfAComprehension]

@@ -60,6 +60,16 @@ class EndsAsAList(SlicedLoop):
         return out
 
 
+@style("sorted splits, outputs in a list of those experts that have rows, `[... if len(part)]` (LLaMA-MoE)")
+class ListOfThoseWithRows(SlicedLoop):
+    def experts_of(self, x: Tensor, ids: Tensor, weights: Tensor) -> Tensor:
+        order, rows = self.sorted(x, ids)
+        parts = rows.split(torch.bincount(ids.view(-1), minlength=self.E).tolist())
+        outs = [self.list[e](parts[e]) for e in range(self.E) if len(parts[e]) > 0]
+        y = torch.cat(outs, 0) * weights.view(-1)[order, None]
+        return torch.zeros_like(x).index_add(0, order // self.k, y)
+
+
 # --- masks ---
 
 

@@ -15,7 +15,7 @@ import torch
 import torch.nn.functional as F
 from conftest import more
 from fp4_ops.compile_passes import advice
-from fp4_ops.compile_passes.dynamo.empty_rows import Unproved
+from fp4_ops.compile_passes.dynamo.empty_masks import Unproved
 from fp4_ops.compile_passes.graph.nodes import Refusal, need, refuse
 from fp4_ops.compile_passes.trace.functional import CannotCapture
 from lookalikes import CHANGES, Loop

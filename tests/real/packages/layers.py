@@ -5,7 +5,7 @@ GROUP = Group((
     "pytorch-mixtures==0.1.5", "mh-moe==0.0.2", "latent-moe==0.0.3", "loguru==0.7.3",
     "soft-mixture-of-experts==0.2.0", "einops==0.8.2", "omegavit==0.0.1", "sparrow-mlp==3.0.2",
     "swarms-torch==0.2.3", "uni2ts==2.0.0", "jaxtyping==0.3.11", "wadler-lindig==0.1.8", "labml-nn==0.5.1",
-    "labml==0.5.3", "labml-helpers==0.4.89",
+    "labml==0.5.3", "labml-helpers==0.4.89", "aptt==1.0.3",
 ))  # fmt: skip
 INDEXED, MASKED = ("fp4::indexed_mm",), ("fp4::grouped_mm_masked",)
 
@@ -126,3 +126,8 @@ def labml_switch_gated():
     return SwitchFeedForward(
         capacity_factor=1.2, drop_tokens=False, is_scale_prob=True, n_experts=6, expert=expert, d_model=H
     )
+
+
+@GROUP.case("aptt", "EfficientDeepSeekMoE")
+def aptt_by_experts():
+    return alone("aptt/layers/moe.py").EfficientDeepSeekMoE(H, 1, 6, 2, 96)

@@ -1,0 +1,58 @@
+"""What is set nowhere if a mask is."""
+
+from __future__ import annotations
+
+from torch import Tensor, fx
+
+from .. import advice
+from ..graph.traced_nodes import SAME_ELEMENTS, called, example, since, writes_to
+
+
+class Unproved(Exception):
+    """Why a branch stays one, and what would help."""
+
+    def __init__(self, why: str, change: str) -> None:
+        super().__init__(why)
+        self.change = change
+
+
+_PARTS = (*SAME_ELEMENTS, "bool", "any", "unsqueeze", "expand", "detach", "unbind")
+_BOTH = ("and_", "__and__", "logical_and", "bitwise_and")
+
+
+def is_empty_with(node: fx.Node, masks: set[fx.Node]) -> bool:
+    """Whether `node` is set nowhere if `masks` are."""
+    if called(node) in _BOTH:
+        return isinstance(example(node), Tensor) and not masks.isdisjoint(node.all_input_nodes)
+    return called(node) in _PARTS and bool(node.args) and node.args[0] in masks
+
+
+def empty_with(mask: fx.Node) -> set[fx.Node]:
+    """What is set nowhere if `mask` is: what it was made from, and what was made of that."""
+    chain = [mask]
+    while called(chain[-1]) in (*SAME_ELEMENTS, "bool", "any", "unsqueeze") and isinstance(
+        chain[-1].args[0], fx.Node
+    ):
+        chain.append(chain[-1].args[0])
+    if len(chain) == 1 or writes_to(chain, since(chain[-1])):
+        return {mask}
+    found = set(chain)
+    for node in since(chain[-1]):
+        if node not in found and is_empty_with(node, found) and not writes_to([node], since(node)):
+            found.add(node)
+    return found
+
+
+def selects_by(node: fx.Node, masks: set[fx.Node]) -> bool:
+    """Whether the elements that `node` chooses are those where one of `masks` is set."""
+    if called(node) in ("where", "nonzero"):
+        return len(node.args) == 1 and node.args[0] in masks
+    if called(node) != "getitem":
+        return False
+    index = node.args[1]
+    tensors = [i for i in (index if isinstance(index, tuple) else (index,)) if isinstance(i, fx.Node)]
+    if masks.isdisjoint(tensors):
+        return False
+    if len(tensors) > 1:
+        raise Unproved("a mask is one of several indices", advice.SIZES)
+    return True
