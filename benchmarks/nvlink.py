@@ -114,6 +114,7 @@ def error(got: torch.Tensor, want: torch.Tensor) -> float:
 
 def exchange(at: Rank, tokens_list: list[int]) -> None:
     from fp4_ops.distributed import workspace
+    from fp4_ops.distributed.local import Parts
 
     experts, hidden, _, top_k = MODELS["qwen3-30b"]
     space = workspace.of(at.group.group_name)
@@ -133,7 +134,7 @@ def exchange(at: Rank, tokens_list: list[int]) -> None:
 
         def ours(i: int) -> torch.Tensor:
             given = space.gather(x, ids[i % ROUTINGS], weights, tokens, experts)  # noqa: B023
-            return space.reduce(part, given, ids[i % ROUTINGS], tokens, experts)  # noqa: B023
+            return space.reduce(Parts(part, True), given, ids[i % ROUTINGS], tokens, experts, part.dtype)  # noqa: B023
 
         def gather_and_scatter(i: int) -> None:
             at.dist.all_gather_into_tensor(all_packed, packed)  # noqa: B023

@@ -135,6 +135,7 @@ void run_prefill(const Here& here, const Rows& x, const WeightOperand& w, const 
   p.bias_type = code_of(w.bias);
   p.gate = gate_fields(arguments.gate);
   p.early = arguments.early;
+  p.leaves_rest = arguments.leaves_rest;
   p.stream = here.stream();
   check_launch(here.kernels().prefill(kernel, &p), "fp4_kernel_prefill");
 }

@@ -56,6 +56,7 @@ struct ProductArguments {
   int a_div = 1;                     // row r of it reads row r / a_div of x
   const Activation* gate = nullptr;  // applied to results; its weight has gate and up rows interleaved
   bool early = false;                // the routing was known before the kernel launched before this one began
+  bool leaves_rest = false;  // prefill: rows of no expert may be left unwritten, else they become zeros
 };
 
 void run_decode(const Here& here, const DecodeConfig& config, const Rows& x, const WeightOperand& w,

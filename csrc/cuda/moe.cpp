@@ -50,9 +50,9 @@ Tensor hidden(const Call& c, const Activation* fused) {
   return c.here.empty({c.pairs, width}, c.between);
 }
 
-// Few rows an expert: their outputs are one row a (token, slot) in float32, where they are not combined at
-// once.
-void run_few(const Call& c, const BlockPlan& plan, const Tensor& out) {
+// Few rows an expert: gemv's outputs are sums over each token's experts, in `out`. Decode's are one row a
+// (token, slot) in float32, those of no expert zeros.
+OptionalTensor run_few(const Call& c, const BlockPlan& plan, const OptionalTensor& out) {
   std::optional<Sorted> sorted;
   Route route{by_id(c.ids), pointer(c.ids), nullptr, 0};
   if (c.pairs > kMaxIds) {
@@ -68,15 +68,16 @@ void run_few(const Call& c, const BlockPlan& plan, const Tensor& out) {
   if (plan.gemv) {
     run_gemv(c.here, plan.up.gemv, a, c.up, route, first, h);
     const Rows ready = hidden_rows(c, h, left, {});
-    run_gemv(c.here, plan.down.gemv, ready, c.down, route, {.rows = c.pairs, .early = true}, out, &c.weights);
-    return;
+    run_gemv(c.here, plan.down.gemv, ready, c.down, route, {.rows = c.pairs, .early = true}, *out,
+             &c.weights);
+    return std::nullopt;
   }
   run_decode(c.here, plan.up.decode, a, c.up, route, first, h);
   const Rows ready = hidden_rows(c, h, left, {});
   const Tensor y = c.here.empty({c.pairs, c.down.n}, ScalarType::Float);
   run_decode(c.here, plan.down.decode, ready, c.down.without_bias(), route,
              {.rows = c.pairs, .early = !sorted}, y);
-  combine(c.here, y, nullptr, c.ids, c.weights, c.down.bias, c.up.groups, out);
+  return y;
 }
 
 // Many: rows sorted by expert, whose outputs, one a (token, slot) in that order, are bfloat16.
@@ -88,9 +89,11 @@ Tensor run_sorted(const Call& c, const Sorted& sorted) {
   const Route route{Routing::kOffs, sorted.offs(), nullptr, 0};
   const Placed to{sorted.position(), c.pairs, end, true};
   const Rows a = c.ready ? place_rows(c.here, *c.ready, to) : rows_for(c, c.x, nullptr, to);
-  run_prefill(c.here, a, c.up, route, {.rows = c.pairs, .gate = fused, .early = true}, h);
+  run_prefill(c.here, a, c.up, route, {.rows = c.pairs, .gate = fused, .early = true, .leaves_rest = true},
+              h);
   const Rows ready = hidden_rows(c, h, fused != nullptr ? nullptr : &c.gate, {nullptr, 0, end, true});
-  run_prefill(c.here, ready, c.down.without_bias(), route, {.rows = c.pairs, .early = true}, y);
+  run_prefill(c.here, ready, c.down.without_bias(), route,
+              {.rows = c.pairs, .early = true, .leaves_rest = true}, y);
   return y;
 }
 
@@ -156,9 +159,11 @@ Outcome run(bool combined, int64_t ranks, const Rows* ready, const Tensor& x, co
   }
   if (plan.few) {
     if (ready != nullptr) fail("fp4: moe_parts has fp8 rows, and so few that they must be as they are");
-    const Tensor out = new_out();
-    run_few(c, plan, out);
-    return {out, {}};
+    const OptionalTensor out = combined || plan.gemv ? OptionalTensor(new_out()) : std::nullopt;
+    const OptionalTensor y = run_few(c, plan, out);
+    if (!out) return {*y, {}};
+    if (y) combine(c.here, *y, nullptr, c.ids, c.weights, c.down.bias, c.up.groups, *out);
+    return {*out, {}};
   }
   const Sorted sorted = sort_rows(c.here, c.ids, c.up.groups);
   const Tensor y = run_sorted(c, sorted);
@@ -178,8 +183,10 @@ Tensor moe(const Tensor& x, const Tensor& topk_ids, const Tensor& topk_weights, 
       .out;
 }
 
-// `moe` for a caller that adds up itself (fp4_ops/distributed): out and an empty tensor; or y [pairs, N] and
-// how its rows are sorted, from groups + pairs on the place of each (token, slot). With x_values
+// `moe` for a caller that adds up itself (fp4_ops/distributed). Where gemv ran, or nothing, the sums in
+// out_dtype, which is not float32, and an empty tensor; where decode did, float32 rows of the (token, slot)s
+// and an empty tensor; where prefill did, bfloat16 rows [pairs, N] and how they are sorted, from groups +
+// pairs on the place of each (token, slot). Rows of no expert hold anything. With x_values
 // and x_factor, rows of x that are fp8 already, x says what they were and is not read. Of ids of `ranks`
 // ranks' experts one in so many is here, and the others are -1.
 std::tuple<Tensor, Tensor> moe_parts(const Tensor& x, const OptionalTensor& x_values,

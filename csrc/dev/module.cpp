@@ -188,6 +188,7 @@ void add_launches(py::module_& m) {
       .def_readwrite("bias_type", &Prefill::bias_type)
       .def_readwrite("gate", &Prefill::gate)
       .def_readwrite("early", &Prefill::early)
+      .def_readwrite("leaves_rest", &Prefill::leaves_rest)
       .def_readwrite("config", &Prefill::config);
 
   py::class_<Choice>(m, "Choice")

@@ -103,7 +103,8 @@ struct PrefillArguments {
   Gate gate;
   bool early = false;  // of what is read, the kernel launched before makes x and x_scale at most: weights
                        // need not wait
-  int config = -1;     // a candidate; -1: the one that `choose` takes
+  bool leaves_rest = false;  // rows of no group may be left unwritten; else they become zeros
+  int config = -1;           // a candidate; -1: the one that `choose` takes
   void* stream = nullptr;
 };
 

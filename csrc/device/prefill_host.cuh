@@ -104,6 +104,7 @@ Problem describe(const PrefillArguments& a, const Estimate& estimate, int rows, 
   problem.out = a.out;
   problem.out_type = a.out_type;
   problem.gate = a.gate;
+  problem.leaves_rest = a.leaves_rest;
   problem.n = a.n;
   auto* const workspace = static_cast<uint8_t*>(a.workspace);
   problem.part_sums = reinterpret_cast<float4*>(workspace);

@@ -24,6 +24,8 @@ __device__ int read_id(const void* ids, bool wide, int r, int groups) {
 }
 
 __global__ void count_kernel(const void* ids, bool wide, int rows, int groups, int* counts) {
+  wait_previous_kernel();
+  release_next_kernel();
   FP4_DYNAMIC_SHARED(int, 4, count);
   for (int g = threadIdx.x; g <= groups; g += kRouteThreads) count[g] = 0;
   __syncthreads();
@@ -40,6 +42,8 @@ constexpr int kOwnChunks = 8;  // up to so many, every block of place_kernel cou
 __global__ void __launch_bounds__(kRouteThreads)
     place_kernel(const void* ids, bool wide, int rows, int groups, const int* counts, int* offs,
                  int* sorted_rows, int* position) {
+  // The next kernel may fetch the rows that it brings to their places, which were made before this one.
+  wait_previous_kernel();
   release_next_kernel();
   FP4_DYNAMIC_SHARED(int, 4, shared);
   const int bins = groups + 1;
@@ -280,13 +284,13 @@ extern "C" int fp4_kernel_route(const void* ids, int wide, int rows, int groups,
     return error;
   }
   if (chunks > kOwnChunks) {
-    const int error = launch_kernel(count_kernel, {dim3(chunks), dim3(kRouteThreads), size_t(bins) * 4},
-                                    false, s, ids, wide != 0, rows, groups, counts);
+    const int error = launch_kernel(count_kernel, {dim3(chunks), dim3(kRouteThreads), size_t(bins) * 4}, true,
+                                    s, ids, wide != 0, rows, groups, counts);
     if (error != 0) return error;
   } else {
     counts = nullptr;
   }
-  return launch_kernel(place_kernel, {dim3(chunks), dim3(kRouteThreads), size_t(bins) * kBinBytes}, false, s,
+  return launch_kernel(place_kernel, {dim3(chunks), dim3(kRouteThreads), size_t(bins) * kBinBytes}, true, s,
                        ids, wide != 0, rows, groups, counts, offs, sorted_rows, position);
 }
 

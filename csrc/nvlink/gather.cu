@@ -7,6 +7,7 @@ namespace fp4::nvlink {
 namespace {
 
 constexpr int kThreads = 512, kWordThreads = 256;
+constexpr int kAtOnce = 8;  // loads of a lane that are under way together
 
 // What the buffer of `space.rank` holds of row r * tokens + t.
 struct Received {
@@ -70,6 +71,14 @@ __global__ void __launch_bounds__(kThreads) gather_rows(const __grid_constant__ 
   const int me = p.space.rank, ranks = p.space.ranks, lane = threadIdx.x % 32;
   const int warps = gridDim.x * (kThreads / 32), n = p.row_bytes / 16;
   for (int t = blockIdx.x + threadIdx.x / 32 * gridDim.x; t < p.tokens; t += warps) {
+    const uint4* from = reinterpret_cast<const uint4*>(p.x + int64_t(t) * p.row_bytes);
+    uint4 v[kAtOnce];  // the first of the row are under way beside the ids
+    const auto load = [&](int i) {
+#pragma unroll
+      for (int j = 0; j < kAtOnce; ++j)
+        if (t < p.own && i + 32 * j < n) v[j] = from[i + 32 * j];
+    };
+    load(lane);
     const bool has = lane < p.top_k && t < p.own;
     const int64_t at = int64_t(t) * p.top_k + lane, row = int64_t(me) * p.tokens + t;
     const int64_t id = has ? load_id(p.ids, p.ids64, at, p.experts) : -1;
@@ -88,17 +97,13 @@ __global__ void __launch_bounds__(kThreads) gather_rows(const __grid_constant__ 
         reinterpret_cast<float*>(p.space.base[r] + p.space.factors)[row] = p.factor[t];
     }
     if (needed == 0) continue;
-    const uint4* from = reinterpret_cast<const uint4*>(p.x + int64_t(t) * p.row_bytes);
-    for (int i = lane; i < n; i += 32 * 8) {
-      uint4 v[8];
-#pragma unroll
-      for (int j = 0; j < 8; ++j)
-        if (i + 32 * j < n) v[j] = from[i + 32 * j];
+    for (int i = lane; i < n; i += 32 * kAtOnce) {
+      if (i != lane) load(i);
       for (int r = 0; r < ranks; ++r) {
         if (!(needed >> r & 1)) continue;
         uint4* to_rows = reinterpret_cast<uint4*>(p.space.base[r] + p.space.rows) + row * n;
 #pragma unroll
-        for (int j = 0; j < 8; ++j)
+        for (int j = 0; j < kAtOnce; ++j)
           if (i + 32 * j < n) to_rows[i + 32 * j] = v[j];
       }
     }

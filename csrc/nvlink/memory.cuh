@@ -68,6 +68,13 @@ __device__ __forceinline__ void wait_previous_kernel() {
 #endif
 }
 
+// Lets the next kernel begin, if it waits for this one's end by itself.
+__device__ __forceinline__ void release_next_kernel() {
+#if !defined(__CUDA_ARCH__) || __CUDA_ARCH__ >= 900
+  asm volatile("griddepcontrol.launch_dependents;" ::: "memory");
+#endif
+}
+
 // Ends the kernel with an error, and the process's use of the GPU with it.
 __device__ __forceinline__ void abort_kernel() {
   __threadfence_system();

@@ -17,6 +17,7 @@ struct Call {
   __device__ Call(const Workspace& w, Kind kind, uint32_t signature)
       : space(w), kind(kind), signature(signature) {
     wait_previous_kernel();
+    release_next_kernel();  // it may get ready: what it reads of this call, it waits for
     epoch = epoch_after(uint32_t(*static_cast<volatile int32_t*>(w.counters)));
     parity = epoch & 1;
   }

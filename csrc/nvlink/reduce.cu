@@ -39,10 +39,10 @@ struct Experts {  // summed here
     place = -1;
     if (lane < p.top_k) {
       const int64_t i = row * p.top_k + lane;
-      if (p.ids[i] >= 0) {
-        place = p.position != nullptr ? p.position[i] : int(i);
-        weight = p.weights[i];
-      }
+      const int id = p.ids[i];
+      place = p.position != nullptr ? p.position[i] : int(i);  // under way beside the id
+      weight = p.weights[i];
+      if (id < 0) place = -1;
     }
     return __any_sync(~0u, place >= 0);
   }
@@ -77,11 +77,14 @@ struct Experts {  // summed here
   }
 };
 
-// The ranks that send a part of token t: those that have one of its experts.
-__device__ __forceinline__ uint32_t senders(const ReduceParams& p, int t) {
+// The expert of this lane's slot of my token t, or -1.
+__device__ __forceinline__ int64_t expert_of(const ReduceParams& p, int t) {
   const int lane = threadIdx.x % 32;
-  const int64_t id =
-      lane < p.top_k ? load_id(p.own_ids, p.ids64, int64_t(t) * p.top_k + lane, p.experts) : -1;
+  return lane < p.top_k ? load_id(p.own_ids, p.ids64, int64_t(t) * p.top_k + lane, p.experts) : -1;
+}
+
+// The ranks that send a part of a token: those that have one of its experts.
+__device__ __forceinline__ uint32_t senders(const ReduceParams& p, int64_t id) {
   return __reduce_or_sync(~0u, id >= 0 ? 1u << owner(p.experts, p.space.ranks, id) : 0u);
 }
 
@@ -114,20 +117,25 @@ __global__ void __launch_bounds__(512) reduce(const __grid_constant__ ReducePara
       }
     }
   };
-  const auto pull = [&](int t, int c0, int step) {
+  // arrived(): waits for the others' parts, which are on their way while this rank's own is made.
+  const auto pull = [&](int t, int c0, int step, const auto& arrived) {
     if (t >= p.own) return;
-    const uint32_t from = senders(p, t);
+    const int64_t id = expert_of(p, t);
     const int64_t row = int64_t(me) * p.tokens + t;
     source.begin(row);
+    const uint32_t from = senders(p, id);
     for (int base = c0; base < units; base += step) {
       const int c = base + int(threadIdx.x), within = min(c, units - 1);
       const int64_t i = int64_t(t) * units + within;
+      uint4 own = make_uint4(0, 0, 0, 0);
+      if (from >> me & 1) own = source.at(row, within * kCount);
+      arrived();
       float sum[kCount] = {};
       for (int r = 0; r < ranks; ++r) {
         if (!(from >> r & 1)) continue;
         uint4 u;
         if (r == me) {
-          u = source.at(row, within * kCount);
+          u = own;
         } else if constexpr (kWords) {
           u = call.wait_words(r, 2 * i);
         } else {
@@ -141,7 +149,8 @@ __global__ void __launch_bounds__(512) reduce(const __grid_constant__ ReducePara
   if constexpr (kWords) {
     const int pieces = p.tokens * across, step = across * int(blockDim.x);
     for (int i = blockIdx.x; i < pieces; i += gridDim.x) push(i / across, i % across * int(blockDim.x), step);
-    for (int i = blockIdx.x; i < pieces; i += gridDim.x) pull(i / across, i % across * int(blockDim.x), step);
+    for (int i = blockIdx.x; i < pieces; i += gridDim.x)
+      pull(i / across, i % across * int(blockDim.x), step, [] {});  // each word says whether it is there
   } else {
     // A slot is the rows of one turn; what the others send of one is added while the next is on its way.
     const int turns = (p.tokens + int(gridDim.x) - 1) / int(gridDim.x);
@@ -151,18 +160,23 @@ __global__ void __launch_bounds__(512) reduce(const __grid_constant__ ReducePara
     const auto each = [&](int slot, const auto& f) {
       for (int turn = slot * rows; turn < min((slot + 1) * rows, turns); ++turn) {
         const int t = turn * int(gridDim.x) + int(blockIdx.x);
-        if (t < p.tokens) f(t, 0, int(blockDim.x));
+        if (t < p.tokens) f(t);
       }
     };
     const auto number = [&](int slot) { return slot * int(gridDim.x) + int(blockIdx.x); };
     for (int slot = 0; slot <= slots; ++slot) {
       if (slot < slots) {
-        each(slot, push);
+        each(slot, [&](int t) { push(t, 0, int(blockDim.x)); });
         call.send_flags(number(slot));
       }
       if (slot == 0) continue;
-      call.wait_flags(number(slot - 1));
-      each(slot - 1, pull);
+      bool waited = false;
+      const auto arrived = [&] {
+        if (!waited) call.wait_flags(number(slot - 1));
+        waited = true;
+      };
+      each(slot - 1, [&](int t) { pull(t, 0, int(blockDim.x), arrived); });
+      arrived();
     }
   }
   call.end();

@@ -28,8 +28,9 @@ struct Problem {
   const void* bias;           // or null
   void* out;
   DType bias_type, out_type;
-  Gate gate;  // gated: rows 2i and 2i + 1 of the weight are gate i and up i; kSilu, 16-bit results
-  int n, k;   // weight rows; columns of X
+  Gate gate;         // gated: rows 2i and 2i + 1 of the weight are gate i and up i; kSilu, 16-bit results
+  int n, k;          // weight rows; columns of X
+  bool leaves_rest;  // as in PrefillArguments
   // Of tiles that several blocks share: see Shares and PrefillBlock::part_sums.
   float4* part_sums;
   uint64_t* part_flags;

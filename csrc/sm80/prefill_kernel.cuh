@@ -55,6 +55,7 @@ class PrefillBlock {
       }
     }
     copy_wait<0>();
+    if (problem_.leaves_rest) return;
     const int columns = kGated ? problem_.n / 2 : problem_.n;
     const int row_bytes = columns * (problem_.out_type == DType::kFloat32 ? 4 : 2);
     zero_unused_rows(problem_.tiling.rows, static_cast<uint4*>(problem_.out), row_bytes / 16,

@@ -57,9 +57,10 @@ struct Problem {
   DType bias_type;
   void* out;
   DType out_type;
-  Gate gate;   // gated: rows 2i and 2i + 1 of the weight are gate i and up i; kSilu, 16-bit results
-  int n;       // weight rows
-  bool early;  // weights and routing were there before the kernel launched before this one began
+  Gate gate;         // gated: rows 2i and 2i + 1 of the weight are gate i and up i; kSilu, 16-bit results
+  int n;             // weight rows
+  bool early;        // weights and routing were there before the kernel launched before this one began
+  bool leaves_rest;  // as in PrefillArguments
   // Of tiles that several blocks share: see Shares and PrefillBlock::part_sums.
   float4* part_sums;
   uint64_t* part_flags;

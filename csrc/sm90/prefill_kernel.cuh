@@ -96,6 +96,7 @@ class PrefillBlock {
   }
 
   __device__ void zero_rows(int thread, int threads) {
+    if (problem_.leaves_rest) return;
     int columns = kGated ? problem_.n / 2 : problem_.n;
     int row_bytes = columns * (problem_.out_type == DType::kFloat32 ? 4 : 2);
     zero_unused_rows(problem_.tiling.rows, static_cast<uint4*>(problem_.out), row_bytes / 16, thread,

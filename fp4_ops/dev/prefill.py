@@ -45,7 +45,7 @@ def for_block(kernel: str, block: int) -> str:
 def launch(
     kernel: str, x: Tensor, x_scale: Tensor | None, w: NativeWeight | Int4Weight, factor: Tensor,
     route: Tensor | None, routing: Routing, rows: int, out: Tensor, gate: Activation | None, early: bool,
-    config: int,
+    config: int, leaves_rest: bool = False,
 ) -> None:  # fmt: skip
     """`kernel` of KERNELS; `factor`: float32 [groups], of all results; the others as for `run`."""
     size = workspace_bytes(kernel, multiprocessors(x.device.index))
@@ -70,6 +70,7 @@ def launch(
         bias_type=bias_type(w.bias),
         gate=gate_of(gate),
         early=early,
+        leaves_rest=leaves_rest,
         config=config,
         stream=stream(),
     )
@@ -88,8 +89,9 @@ def run(
     gate: Activation | None = None,
     early: bool = False,
     config: int = CHOOSE,
+    leaves_rest: bool = False,
 ) -> None:
-    """x [M, ...] sorted by expert; out [M, n], rows of no expert as zeros.
+    """x [M, ...] sorted by expert; out [M, n], rows of no expert as zeros, with `leaves_rest` as they were.
 
     x [M, kp] in the layout's order with x_scale [M]: e4m3, and the weights are folded into e4m3; or fp16 as
     rows.to_half makes it, and the weights are exact. With a weight in layout mma_bf16 x [M, K] is bfloat16
@@ -102,7 +104,7 @@ def run(
     """
     of_rows = {torch.float16: "fp16" if w.bf16 else "half", torch.bfloat16: "bf16"}
     kernel = for_block(of_rows.get(x.dtype, "w4a8"), w.block)
-    launch(kernel, x, x_scale, w, w.global_scale, route, routing, rows, out, gate, early, config)
+    launch(kernel, x, x_scale, w, w.global_scale, route, routing, rows, out, gate, early, config, leaves_rest)
 
 
 @functools.cache

@@ -3,11 +3,22 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
 from ..meta import checks
+
+
+class Parts(NamedTuple):
+    """What a rank's experts make of tokens."""
+
+    y: Tensor
+    summed: bool
+    """Whether it is [T, H], the weighted sums of each token's experts; else rows of experts."""
+    places: Tensor | None = None
+    """Of rows of experts: int32, which one each (token, slot) has; None: they are in that order."""
 
 
 @dataclass(frozen=True)
@@ -34,23 +45,23 @@ class Local:
     def parts(
         self, x: Tensor, ready: tuple[Tensor, Tensor] | None, ids: Tensor, weights: Tensor, pairs: int,
         dtype: torch.dtype, ranks: int,
-    ) -> tuple[Tensor, Tensor | None]:  # fmt: skip
-        """The sums and None; or, where many rows were sorted, the rows of experts, and each slot's place.
+    ) -> Parts:  # fmt: skip
+        """Of the experts here.
 
         ready: rows in fp8 and their factors, where `sends_fp8`; then x is not read.
         """
         *weight_operands, w13_bias, w2_bias = self.operands
         if not self.experts.up.layout.native or w2_bias is not None or dtype == torch.float32:
-            return self.sums(x, ids, weights, pairs, dtype), None
+            return Parts(self.sums(x, ids, weights, pairs, dtype), summed=True)
         values, factor = ready or (None, None)
         y, order = torch.ops.fp4_parts.moe_parts(
             x, values, factor, ids, weights, *weight_operands, w13_bias, **self.options,
             a_format=self.chosen(pairs, x.device), out_dtype=dtype, ranks=ranks,
         )  # fmt: skip
         if not order.numel():
-            return y, None
+            return Parts(y, summed=y.dtype == dtype)
         start = len(self.own) + ids.numel()
-        return y, order[start : start + ids.numel()]
+        return Parts(y, summed=False, places=order[start : start + ids.numel()])
 
     def sends_fp8(self, x: Tensor, ranks: int, pairs: int, here: int) -> bool:
         """Whether the rows become fp8 anyway, so that they can go so. The same answer on all ranks.

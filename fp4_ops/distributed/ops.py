@@ -92,8 +92,8 @@ def _through(
     else:
         got = space.gather(as_operand(x), ids, weights, tokens, local.num_experts)
         like = got.rows
-    y, places = local.parts(like, ready, got.ids, got.weights, pairs, dtype, space.ranks)
-    return space.reduce(y, got, ids, tokens, local.num_experts, places, dtype)
+    parts = local.parts(like, ready, got.ids, got.weights, pairs, dtype, space.ranks)
+    return space.reduce(parts, got, ids, tokens, local.num_experts, dtype)
 
 
 def as_operand(x: Tensor) -> Tensor:

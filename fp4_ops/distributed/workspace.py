@@ -25,6 +25,7 @@ from torch import Tensor
 from ..fitted import FILE, read
 from . import nvlink
 from .collectives import Group
+from .local import Parts
 
 HERE = Path(__file__).parent
 FITTED = {name: int(value) for name, value in read(HERE / FILE)["exchange"].values.items()}
@@ -167,17 +168,17 @@ class Workspace:
         return self._view("rows", (self.ranks * tokens, x.shape[1]), x.dtype)
 
     def reduce(
-        self, y: Tensor, got: Gathered, own_ids: Tensor, tokens: int, experts: int,
-        places: Tensor | None = None, dtype: torch.dtype | None = None,
-    ) -> Tensor:  # fmt: skip
-        """[own, H], the sum over the ranks of my tokens' parts.
+        self, parts: Parts, got: Gathered, own_ids: Tensor, tokens: int, experts: int, dtype: torch.dtype
+    ) -> Tensor:
+        """[own, H] of `dtype`, the sum over the ranks of my tokens' parts.
 
-        y: parts [ranks * tokens, H] of all ranks' tokens, in the result's dtype; or with `places`, int32, of
-        each (token, slot), the rows of experts, bfloat16 or float32: their weighted sums are taken here.
+        parts: of all ranks' tokens: sums of `dtype`, or rows of experts, bfloat16 or float32, whose weighted
+        sums are taken here.
         """
         own, top_k = own_ids.shape
+        y, places = parts.y, parts.places
         hidden = y.shape[1]
-        out = y.new_empty((own, hidden), dtype=dtype or y.dtype)
+        out = y.new_empty((own, hidden), dtype=dtype)
         row_bytes = hidden * out.itemsize
         words = tokens * row_bytes <= WORD_BYTES
         params = nvlink.ReduceParams(
@@ -185,7 +186,7 @@ class Workspace:
             ids=got.ids.data_ptr(), weights=got.weights.data_ptr(),
             own_ids=own_ids.data_ptr(), out=out.data_ptr(), own=own, tokens=tokens, columns=hidden,
             top_k=top_k, experts=experts, ids64=own_ids.dtype == torch.int64,
-            type=nvlink.dtype_code(out), y_type=nvlink.dtype_code(y), fused=places is not None, words=words,
+            type=nvlink.dtype_code(out), y_type=nvlink.dtype_code(y), fused=not parts.summed, words=words,
             blocks=REDUCE_WORD_BLOCKS if words else REDUCE_BLOCKS, turns=REDUCE_TURNS,
             signature=nvlink.signature(1, tokens, row_bytes, top_k, experts, str(out.dtype)),
         )  # fmt: skip

@@ -12,6 +12,7 @@ from conftest import SEED
 from emulated_nvlink import seed, spaces, together
 
 from fp4_ops.distributed import nvlink, workspace
+from fp4_ops.distributed.local import Parts
 from fp4_ops.distributed.shares import own_experts
 
 pytestmark = pytest.mark.skipif(emulated.cuda_headers() is None, reason="needs CUDA's headers")
@@ -32,6 +33,7 @@ class Tokens:
         self.ids = [torch.randint(low, high, (n, top_k)).to(kind) for n in counts]
         weight_type = rng.choice(DTYPES)
         self.weights = [torch.rand(n, top_k).to(weight_type) for n in counts]
+        self.sorted = rng.choice([True, False])
         self.y_type = rng.choice([None, torch.bfloat16, torch.float32]) if dtype != torch.float32 else None
 
     def want(self, rank: int) -> torch.Tensor:
@@ -52,18 +54,18 @@ class Tokens:
         factor = (self.gains[(ids + own.start).clamp(0, self.experts - 1).long()] * weights * here).sum(1)
         part = factor[:, None] * x.float()  # rows of nobody here are poison, or left from before
         part = torch.where(here.any(1)[:, None], part, float("nan")).to(x.dtype)
-        return space.reduce(part, got, self.ids[rank], self.tokens, self.experts)
+        return space.reduce(Parts(part, summed=True), got, self.ids[rank], self.tokens, self.experts, x.dtype)
 
     def step_fused(self, space, got, own) -> torch.Tensor:
-        """Rows of experts in any order; of slots without one, poison."""
+        """Rows of experts in any order, or in that of the slots; of slots without one, poison."""
         x, _, ids, _ = got
         gains = self.gains[(ids + own.start).clamp(0, self.experts - 1).long()]
         y = torch.where((ids >= 0)[..., None], x.float()[:, None] * gains[..., None], float("nan"))
         y, order = y.flatten(0, 1).to(self.y_type), torch.randperm(ids.numel())
         places = torch.empty_like(order)
         places[order] = torch.arange(len(order))
-        args = self.ids[space.rank], self.tokens, self.experts
-        return space.reduce(y[order], got, *args, places.int(), x.dtype)
+        parts = Parts(y[order], False, places.int()) if self.sorted else Parts(y, False)
+        return space.reduce(parts, got, self.ids[space.rank], self.tokens, self.experts, x.dtype)
 
 
 def small(monkeypatch, word_bytes):

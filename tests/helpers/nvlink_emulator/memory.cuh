@@ -32,6 +32,7 @@ inline uint4 load_data(const void* p) { return *static_cast<const uint4*>(p); }
 
 inline int64_t nanoseconds() { return std::chrono::steady_clock::now().time_since_epoch().count(); }
 inline void wait_previous_kernel() {}
+inline void release_next_kernel() {}
 // It ends by its own patience, not by the emulator's, which knows nothing of other ranks.
 inline void keep_waiting() {
   emulator::block->progressed();
