@@ -134,7 +134,8 @@ def exchange(at: Rank, tokens_list: list[int]) -> None:
 
         def ours(i: int) -> torch.Tensor:
             given = space.gather(x, ids[i % ROUTINGS], weights, tokens, experts)  # noqa: B023
-            return space.reduce(Parts(part, True), given, ids[i % ROUTINGS], tokens, experts, part.dtype)  # noqa: B023
+            own = ids[i % ROUTINGS], weights  # noqa: B023
+            return space.reduce(Parts(part, True), given, *own, tokens, experts, part.dtype)  # noqa: B023
 
         def gather_and_scatter(i: int) -> None:
             at.dist.all_gather_into_tensor(all_packed, packed)  # noqa: B023

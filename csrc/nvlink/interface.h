@@ -63,10 +63,12 @@ struct ReduceParams {
   const int32_t* ids;       // [ranks * tokens, top_k] as gather brought them
   const float* weights;     // fused: [ranks * tokens, top_k]
   const void* own_ids;      // [own, top_k] as gather was given them
+  const void* own_weights;  // fused: the same
   void* out;                // [own, columns]
   int32_t own, tokens, columns, top_k, experts;
-  int32_t ids64, type, y_type, fused, words;
+  int32_t ids64, weight_type, type, y_type, fused, words;
   int32_t blocks, turns;  // turns: what a block sends at a time is a turn-th of its rows, at least
+  int32_t early;  // of what is read, the kernel launched before makes y at most, and began after gather's end
   uint32_t signature;
 };
 

@@ -14,12 +14,19 @@ struct Call {
   Kind kind;
   uint32_t signature, epoch, parity;
 
-  __device__ Call(const Workspace& w, Kind kind, uint32_t signature)
+  // early: the call before this one had ended when the kernel launched before this one began. Then the caller
+  // waits for that by itself.
+  __device__ Call(const Workspace& w, Kind kind, uint32_t signature, bool early = false)
       : space(w), kind(kind), signature(signature) {
-    wait_previous_kernel();
-    release_next_kernel();  // it may get ready: what it reads of this call, it waits for
+    if (!early) wait_previous();
     epoch = epoch_after(uint32_t(*static_cast<volatile int32_t*>(w.counters)));
     parity = epoch & 1;
+  }
+
+  // The next kernel may get ready: what it reads of this call, it waits for.
+  __device__ __forceinline__ void wait_previous() const {
+    wait_previous_kernel();
+    release_next_kernel();
   }
 
   // --- places ---
@@ -96,6 +103,12 @@ struct Call {
     __syncthreads();
     const int r = threadIdx.x;
     if (r < space.ranks && r != space.rank) store_release(flag(r, space.rank, slot), epoch);
+  }
+  // That this block has read what gather brought; what it stored may come later.
+  __device__ __forceinline__ void send_flags_alone(int slot) const {
+    __syncthreads();
+    const int r = threadIdx.x;
+    if (r < space.ranks && r != space.rank) store_relaxed(flag(r, space.rank, slot), epoch);
   }
   __device__ __forceinline__ void wait_flags(int slot) const {
     const int r = threadIdx.x;

@@ -6,19 +6,28 @@
 namespace fp4::nvlink {
 namespace {
 
-// The part of one row, 16 bytes of it a thread.
+constexpr int kThreads = 256, kWordThreads = 64;
+
+// A token's slots, one a lane.
+struct Slots {
+  int id, place;  // of the expert here, or -1; in y
+  float weight;
+};
+
+// The part of one row, 16 bytes of it a thread. All threads of a warp ask for the same row.
 template <Type type>
-struct Parts {  // as they are
+struct Parts {                       // as they are
+  static constexpr int kBlocks = 4;  // of a multiprocessor
   const ReduceParams& p;
 
   explicit __device__ Parts(const ReduceParams& p) : p(p) {}
 
-  // Whether a row has an expert here; all threads ask for the same row.
-  __device__ __forceinline__ bool begin(int64_t row) {
+  __device__ __forceinline__ Slots slots(int64_t row) const {
     const int lane = threadIdx.x % 32;
-    return __any_sync(~0u, lane < p.top_k && p.ids[row * p.top_k + lane] >= 0);
+    return {lane < p.top_k ? p.ids[row * p.top_k + lane] : -1, 0, 0.f};
   }
-  __device__ __forceinline__ uint4 at(int64_t row, int column) const {
+  __device__ __forceinline__ Slots own_slots(int, int id) const { return {id, 0, 0.f}; }
+  __device__ __forceinline__ uint4 at(const Slots&, int64_t row, int column) const {
     const auto* y = static_cast<const uint8_t*>(p.y);
     return *reinterpret_cast<const uint4*>(y + (row * p.columns + column) * (16 / Values<type>::kCount));
   }
@@ -27,43 +36,44 @@ struct Parts {  // as they are
 template <Type type, Type y_type>
 struct Experts {  // summed here
   static constexpr int kCount = Values<type>::kCount, kLoads = kCount / Values<y_type>::kCount;
-  static constexpr int kAtOnce = kLoads == 1 ? 8 : 4;
+  static constexpr int kAtOnce = 4, kBlocks = kLoads == 1 ? 4 : 3;
   const ReduceParams& p;
-  int place = -1;  // of this lane's slot in y
-  float weight = 0.f;
 
   explicit __device__ Experts(const ReduceParams& p) : p(p) {}
 
-  __device__ __forceinline__ bool begin(int64_t row) {
+  __device__ __forceinline__ Slots slots(int64_t row) const {
     const int lane = threadIdx.x % 32;
-    place = -1;
-    if (lane < p.top_k) {
-      const int64_t i = row * p.top_k + lane;
-      const int id = p.ids[i];
-      place = p.position != nullptr ? p.position[i] : int(i);  // under way beside the id
-      weight = p.weights[i];
-      if (id < 0) place = -1;
-    }
-    return __any_sync(~0u, place >= 0);
+    if (lane >= p.top_k) return {-1, 0, 0.f};
+    const int64_t i = row * p.top_k + lane;
+    return {p.ids[i], place(i), p.weights[i]};
   }
-  __device__ __forceinline__ uint4 at(int64_t, int column) const {
+  // Of my token t, whose slot of this lane has expert `id` here or -1.
+  __device__ __forceinline__ Slots own_slots(int t, int id) const {
+    const int lane = threadIdx.x % 32;
+    if (lane >= p.top_k) return {-1, 0, 0.f};
+    const int64_t i = int64_t(t) * p.top_k + lane;
+    return {id, place(int64_t(p.space.rank) * p.tokens * p.top_k + i),
+            load_float(p.own_weights, p.weight_type, i)};
+  }
+  __device__ __forceinline__ uint4 at(const Slots& mine, int64_t, int column) const {
     float sum[kCount] = {};
-    for (int first = 0; first < p.top_k; first += kAtOnce) {
+    for (uint32_t left = __ballot_sync(~0u, mine.id >= 0); left != 0;) {
       uint4 u[kAtOnce][kLoads];
-      int places[kAtOnce];
+      int lanes[kAtOnce];  // of the next slots that have an expert here
 #pragma unroll
-      for (int j = 0; j < kAtOnce; ++j) {
-        places[j] = __shfl_sync(~0u, place, first + j);
-        if (places[j] < 0) continue;
+      for (int j = 0; j < kAtOnce; ++j, left &= left - 1) {
+        lanes[j] = 31 - __clz(left & -left);  // -1: there are no more
+        const int place = __shfl_sync(~0u, mine.place, lanes[j] & 31);
+        if (lanes[j] < 0) continue;
         const auto* from = static_cast<const uint8_t*>(p.y) +
-                           (int64_t(places[j]) * p.columns + column) * (16 / Values<y_type>::kCount);
+                           (int64_t(place) * p.columns + column) * (16 / Values<y_type>::kCount);
 #pragma unroll
         for (int l = 0; l < kLoads; ++l) u[j][l] = reinterpret_cast<const uint4*>(from)[l];
       }
 #pragma unroll
       for (int j = 0; j < kAtOnce; ++j) {
-        const float w = __shfl_sync(~0u, weight, first + j);
-        if (places[j] < 0) continue;
+        const float w = __shfl_sync(~0u, mine.weight, lanes[j] & 31);
+        if (lanes[j] < 0) continue;
 #pragma unroll
         for (int l = 0; l < kLoads; ++l) {
           float part[Values<y_type>::kCount] = {};
@@ -75,108 +85,152 @@ struct Experts {  // summed here
     }
     return Values<type>::pack(sum);
   }
+
+ private:
+  __device__ __forceinline__ int place(int64_t i) const {
+    return p.position != nullptr ? p.position[i] : int(i);
+  }
 };
 
-// The expert of this lane's slot of my token t, or -1.
-__device__ __forceinline__ int64_t expert_of(const ReduceParams& p, int t) {
-  const int lane = threadIdx.x % 32;
-  return lane < p.top_k ? load_id(p.own_ids, p.ids64, int64_t(t) * p.top_k + lane, p.experts) : -1;
-}
+// My token t: the ranks that send a part of it, which have one of its experts, and its slots here. Of what
+// gather brought nothing is read: a rank that has all parts of its tokens goes on, and its next gather may
+// bring another number of them to where mine were.
+struct Own {
+  uint32_t from = 0;
+  Slots slots = {-1, 0, 0.f};
 
-// The ranks that send a part of a token: those that have one of its experts.
-__device__ __forceinline__ uint32_t senders(const ReduceParams& p, int64_t id) {
-  return __reduce_or_sync(~0u, id >= 0 ? 1u << owner(p.experts, p.space.ranks, id) : 0u);
-}
+  template <class Source>
+  __device__ __forceinline__ void load(const ReduceParams& p, const Source& source, int t) {
+    const int lane = threadIdx.x % 32, me = p.space.rank;
+    const int64_t id =
+        lane < p.top_k ? load_id(p.own_ids, p.ids64, int64_t(t) * p.top_k + lane, p.experts) : -1;
+    const int rank = id >= 0 ? owner(p.experts, p.space.ranks, id) : -1;
+    slots = source.own_slots(t, rank == me ? int(id) : -1);
+    from = __reduce_or_sync(~0u, rank >= 0 ? 1u << rank : 0u);
+  }
+};
 
-// The grid's blocks take pieces in turn: rows for all columns, or with words (row, some columns).
+// The work of a block: some tokens for all columns, or with words (token, some columns).
+struct Piece {
+  int t, column;  // of 16 bytes
+};
+
+// Even blocks send parts to the others, odd ones add up what comes: so links and memory are busy at the same
+// time, and a rank's own part is made while the others' are on their way. A block's tokens come in slots, as
+// those of the block beside it; with plain data a slot has a flag.
 template <class Source, Type type, bool kWords>
-__global__ void __launch_bounds__(512) reduce(const __grid_constant__ ReduceParams p) {
+__global__ void __launch_bounds__(kWords ? kWordThreads : kThreads, kWords ? 8 : Source::kBlocks)
+    reduce(const __grid_constant__ ReduceParams p) {
   constexpr int kCount = Values<type>::kCount;
-  const Call call(p.space, kReduce, p.signature);
-  call.begin();
+  const Call call(p.space, kReduce, p.signature, p.early);
   const int me = p.space.rank, ranks = p.space.ranks;
-  const int units = p.columns / kCount;  // of a row
-  Source source(p);
+  const int units = p.columns / kCount;  // of a token
+  const Source source(p);
+  const int teams = gridDim.x / 2, team = blockIdx.x / 2;
+  const bool sends = blockIdx.x % 2 == 0;
   const int across = kWords ? (units + int(blockDim.x) - 1) / int(blockDim.x) : 1;
-  // Columns from c0 on; all threads of a warp go through the loops together.
-  const auto push = [&](int t, int c0, int step) {
-    for (int r = 0; r < ranks; ++r) {
-      if (r == me) continue;
-      const int64_t row = int64_t(r) * p.tokens + t;
-      if (!source.begin(row)) continue;
-      for (int base = c0; base < units; base += step) {
-        const int c = base + int(threadIdx.x);
-        const uint4 u = source.at(row, min(c, units - 1) * kCount);
-        if (c >= units) continue;
-        const int64_t i = int64_t(t) * units + c;
-        if constexpr (kWords) {
-          call.store_words(r, 2 * i, u);
-        } else {
-          *reinterpret_cast<uint4*>(call.part(r, me, 16 * i)) = u;
+  const int step = across * int(blockDim.x);
+  const int pieces = p.tokens * across, turns = (pieces + teams - 1) / teams;
+  const int most = kWords ? 1 : min(p.turns, kSlots / teams), each = (turns + most - 1) / most;
+  const auto piece = [&](int turn) {
+    const int i = turn * teams + team;
+    return Piece{i / across, i % across * int(blockDim.x) + int(threadIdx.x)};
+  };
+  // Columns of a piece; all threads of a warp go through the loop together.
+  const auto columns = [&](const Piece& at, const auto& f) {
+    const int warp = at.column - at.column % 32;
+    for (int first = warp; first < units; first += step) f(first + at.column % 32);
+  };
+  const auto slot_of = [&](int turn) { return turn / each * teams + team; };
+  const auto ends_slot = [&](int turn) { return (turn + 1) % each == 0 || turn + 1 == turns; };
+
+  const auto begin = [&] {  // behind the first loads of what is there already
+    if (p.early) call.wait_previous();
+    call.begin();
+  };
+
+  if (sends) {
+    const auto row = [&](int turn, int r) { return int64_t(r) * p.tokens + piece(turn).t; };
+    const auto is_one = [&](int turn) { return turn < turns && piece(turn).t < p.tokens; };
+    const int other = me == 0 ? 1 : 0;  // the first of them
+    Slots next = is_one(0) ? source.slots(row(0, other)) : Slots{-1, 0, 0.f};
+    begin();
+    for (int turn = 0; turn < turns; ++turn) {
+      if (is_one(turn)) {
+        const Piece at = piece(turn);
+        for (int r = other; r < ranks;) {
+          const Slots now = next;
+          const int after = r + 1 == me ? r + 2 : r + 1;
+          if (after < ranks) {  // under way while this one's rows are read
+            next = source.slots(row(turn, after));
+          } else if (is_one(turn + 1)) {
+            next = source.slots(row(turn + 1, other));
+          }
+          if (__any_sync(~0u, now.id >= 0)) {
+            columns(at, [&](int c) {
+              const uint4 u = source.at(now, row(turn, r), min(c, units - 1) * kCount);
+              if (c >= units) return;
+              const int64_t i = int64_t(at.t) * units + c;
+              if constexpr (kWords) {
+                call.store_words(r, 2 * i, u);
+              } else {
+                *reinterpret_cast<uint4*>(call.part(r, me, 16 * i)) = u;
+              }
+            });
+          }
+          r = after;
         }
       }
-    }
-  };
-  // arrived(): waits for the others' parts, which are on their way while this rank's own is made.
-  const auto pull = [&](int t, int c0, int step, const auto& arrived) {
-    if (t >= p.own) return;
-    const int64_t id = expert_of(p, t);
-    const int64_t row = int64_t(me) * p.tokens + t;
-    source.begin(row);
-    const uint32_t from = senders(p, id);
-    for (int base = c0; base < units; base += step) {
-      const int c = base + int(threadIdx.x), within = min(c, units - 1);
-      const int64_t i = int64_t(t) * units + within;
-      uint4 own = make_uint4(0, 0, 0, 0);
-      if (from >> me & 1) own = source.at(row, within * kCount);
-      arrived();
-      float sum[kCount] = {};
-      for (int r = 0; r < ranks; ++r) {
-        if (!(from >> r & 1)) continue;
-        uint4 u;
-        if (r == me) {
-          u = own;
-        } else if constexpr (kWords) {
-          u = call.wait_words(r, 2 * i);
-        } else {
-          u = load_data(call.part(me, r, 16 * i));
-        }
-        Values<type>::add(sum, u, 1.f);
+      if (!ends_slot(turn)) continue;
+      if constexpr (!kWords) {
+        call.send_flags(slot_of(turn));
+      } else if (ranks > 2) {
+        call.send_flags_alone(slot_of(turn));
       }
-      if (c < units) static_cast<uint4*>(p.out)[i] = Values<type>::pack(sum);
     }
-  };
-  if constexpr (kWords) {
-    const int pieces = p.tokens * across, step = across * int(blockDim.x);
-    for (int i = blockIdx.x; i < pieces; i += gridDim.x) push(i / across, i % across * int(blockDim.x), step);
-    for (int i = blockIdx.x; i < pieces; i += gridDim.x)
-      pull(i / across, i % across * int(blockDim.x), step, [] {});  // each word says whether it is there
   } else {
-    // A slot is the rows of one turn; what the others send of one is added while the next is on its way.
-    const int turns = (p.tokens + int(gridDim.x) - 1) / int(gridDim.x);
-    const int most = min(p.turns, kSlots / int(gridDim.x));
-    const int rows = (turns + most - 1) / most;  // turns of a slot
-    const int slots = (turns + rows - 1) / rows;
-    const auto each = [&](int slot, const auto& f) {
-      for (int turn = slot * rows; turn < min((slot + 1) * rows, turns); ++turn) {
-        const int t = turn * int(gridDim.x) + int(blockIdx.x);
-        if (t < p.tokens) f(t);
-      }
+    const auto row = [&](int turn) { return int64_t(me) * p.tokens + piece(turn).t; };
+    const auto is_one = [&](int turn) { return turn < turns && piece(turn).t < p.own; };
+    Own next;
+    if (is_one(0)) next.load(p, source, piece(0).t);
+    begin();
+    bool waited = kWords && ranks == 2;
+    const auto arrived = [&](int turn) {
+      if (waited) return;
+      call.wait_flags(slot_of(turn));
+      waited = true;
     };
-    const auto number = [&](int slot) { return slot * int(gridDim.x) + int(blockIdx.x); };
-    for (int slot = 0; slot <= slots; ++slot) {
-      if (slot < slots) {
-        each(slot, [&](int t) { push(t, 0, int(blockDim.x)); });
-        call.send_flags(number(slot));
+    for (int turn = 0; turn < turns; ++turn) {
+      const Own now = next;
+      if (is_one(turn + 1)) next.load(p, source, piece(turn + 1).t);
+      if (is_one(turn)) {
+        const Piece at = piece(turn);
+        columns(at, [&](int c) {
+          const int within = min(c, units - 1);
+          const int64_t i = int64_t(at.t) * units + within;
+          uint4 own = make_uint4(0, 0, 0, 0);
+          if (now.from >> me & 1) own = source.at(now.slots, row(turn), within * kCount);
+          arrived(turn);
+          float sum[kCount] = {};
+          for (int r = 0; r < ranks; ++r) {
+            if (!(now.from >> r & 1)) continue;
+            uint4 u;
+            if (r == me) {
+              u = own;
+            } else if constexpr (kWords) {
+              u = call.wait_words(r, 2 * i);
+            } else {
+              u = load_data(call.part(me, r, 16 * i));
+            }
+            Values<type>::add(sum, u, 1.f);
+          }
+          if (c < units) static_cast<uint4*>(p.out)[i] = Values<type>::pack(sum);
+        });
       }
-      if (slot == 0) continue;
-      bool waited = false;
-      const auto arrived = [&] {
-        if (!waited) call.wait_flags(number(slot - 1));
-        waited = true;
-      };
-      each(slot - 1, [&](int t) { pull(t, 0, int(blockDim.x), arrived); });
-      arrived();
+      if (ends_slot(turn)) {
+        arrived(turn);
+        waited = kWords && ranks == 2;
+      }
     }
   }
   call.end();
@@ -186,12 +240,11 @@ template <class Source, Type type>
 int start(const ReduceParams& p, void* stream) {
   const int units = p.columns / Values<type>::kCount;
   if (p.words) {
-    constexpr int kThreads = 64;
-    const int64_t pieces = int64_t(p.tokens) * ((units + kThreads - 1) / kThreads);
-    return launch(reduce<Source, type, true>, at_most(pieces, p.blocks), kThreads, stream, p);
+    const int64_t pieces = int64_t(p.tokens) * ((units + kWordThreads - 1) / kWordThreads);
+    return launch(reduce<Source, type, true>, 2 * at_most(pieces, p.blocks / 2), kWordThreads, stream, p);
   }
-  const int times = (units + 511) / 512, threads = (units + 32 * times - 1) / (32 * times) * 32;
-  return launch(reduce<Source, type, false>, at_most(p.tokens, p.blocks), threads, stream, p);
+  const int times = (units + kThreads - 1) / kThreads, threads = (units + 32 * times - 1) / (32 * times) * 32;
+  return launch(reduce<Source, type, false>, 2 * at_most(p.tokens, p.blocks / 2), threads, stream, p);
 }
 
 template <Type type>

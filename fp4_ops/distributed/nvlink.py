@@ -54,8 +54,11 @@ class GatherParams(ctypes.Structure):
 class ReduceParams(ctypes.Structure):
     _fields_ = [
         ("space", Space),
-        *_fields(POINTER, "y position ids weights own_ids out"),
-        *_fields(INT, "own tokens columns top_k experts ids64 type y_type fused words blocks turns"),
+        *_fields(POINTER, "y position ids weights own_ids own_weights out"),
+        *_fields(
+            INT,
+            "own tokens columns top_k experts ids64 weight_type type y_type fused words blocks turns early",
+        ),
         *_fields(WORD, "signature"),
     ]
 

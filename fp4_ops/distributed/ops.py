@@ -93,7 +93,7 @@ def _through(
         got = space.gather(as_operand(x), ids, weights, tokens, local.num_experts)
         like = got.rows
     parts = local.parts(like, ready, got.ids, got.weights, pairs, dtype, space.ranks)
-    return space.reduce(parts, got, ids, tokens, local.num_experts, dtype)
+    return space.reduce(parts, got, ids, weights, tokens, local.num_experts, dtype)
 
 
 def as_operand(x: Tensor) -> Tensor:

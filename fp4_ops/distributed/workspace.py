@@ -168,8 +168,9 @@ class Workspace:
         return self._view("rows", (self.ranks * tokens, x.shape[1]), x.dtype)
 
     def reduce(
-        self, parts: Parts, got: Gathered, own_ids: Tensor, tokens: int, experts: int, dtype: torch.dtype
-    ) -> Tensor:
+        self, parts: Parts, got: Gathered, own_ids: Tensor, own_weights: Tensor, tokens: int, experts: int,
+        dtype: torch.dtype,
+    ) -> Tensor:  # fmt: skip
         """[own, H] of `dtype`, the sum over the ranks of my tokens' parts.
 
         parts: of all ranks' tokens: sums of `dtype`, or rows of experts, bfloat16 or float32, whose weighted
@@ -184,10 +185,12 @@ class Workspace:
         params = nvlink.ReduceParams(
             space=self.space, y=y.data_ptr(), position=None if places is None else places.data_ptr(),
             ids=got.ids.data_ptr(), weights=got.weights.data_ptr(),
-            own_ids=own_ids.data_ptr(), out=out.data_ptr(), own=own, tokens=tokens, columns=hidden,
-            top_k=top_k, experts=experts, ids64=own_ids.dtype == torch.int64,
+            own_ids=own_ids.data_ptr(), own_weights=own_weights.data_ptr(), out=out.data_ptr(),
+            own=own, tokens=tokens, columns=hidden, top_k=top_k, experts=experts,
+            ids64=own_ids.dtype == torch.int64, weight_type=nvlink.dtype_code(own_weights),
             type=nvlink.dtype_code(out), y_type=nvlink.dtype_code(y), fused=not parts.summed, words=words,
             blocks=REDUCE_WORD_BLOCKS if words else REDUCE_BLOCKS, turns=REDUCE_TURNS,
+            early=not parts.summed,
             signature=nvlink.signature(1, tokens, row_bytes, top_k, experts, str(out.dtype)),
         )  # fmt: skip
         self._launch("reduce", params)

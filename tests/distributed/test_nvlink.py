@@ -54,7 +54,8 @@ class Tokens:
         factor = (self.gains[(ids + own.start).clamp(0, self.experts - 1).long()] * weights * here).sum(1)
         part = factor[:, None] * x.float()  # rows of nobody here are poison, or left from before
         part = torch.where(here.any(1)[:, None], part, float("nan")).to(x.dtype)
-        return space.reduce(Parts(part, summed=True), got, self.ids[rank], self.tokens, self.experts, x.dtype)
+        own = self.ids[rank], self.weights[rank]
+        return space.reduce(Parts(part, summed=True), got, *own, self.tokens, self.experts, x.dtype)
 
     def step_fused(self, space, got, own) -> torch.Tensor:
         """Rows of experts in any order, or in that of the slots; of slots without one, poison."""
@@ -65,7 +66,8 @@ class Tokens:
         places = torch.empty_like(order)
         places[order] = torch.arange(len(order))
         parts = Parts(y[order], False, places.int()) if self.sorted else Parts(y, False)
-        return space.reduce(parts, got, self.ids[space.rank], self.tokens, self.experts, x.dtype)
+        own = self.ids[space.rank], self.weights[space.rank]
+        return space.reduce(parts, got, *own, self.tokens, self.experts, x.dtype)
 
 
 def small(monkeypatch, word_bytes):
