@@ -116,6 +116,28 @@ def test_tokens_go_to_experts_and_back(monkeypatch, ranks):
     assert {int(space.counters[0]) for space in all} == {2 * len(calls)}
 
 
+@pytest.mark.parametrize(
+    "ranks, rounds",
+    [(2, 8), pytest.param(2, 40, marks=pytest.mark.more), pytest.param(4, 20, marks=pytest.mark.more)],
+)
+def test_a_rank_goes_on_while_another_still_adds_up(monkeypatch, ranks, rounds):
+    """It has all parts of its tokens, and its next gather may bring fewer of them to other places: nothing
+    that the other still reads. No rank waits between calls, and the emulator's dawdle."""
+    rng = random.Random(SEED)
+    torch.manual_seed(SEED)
+    small(monkeypatch, 1024)
+    for _ in range(rounds):
+        all = spaces(ranks, 9, 2 * 264)
+        seed(SEED)
+        sizes = [(rng.choice([3, 9]), rng.choice([128, 264]), rng.choice([1, 5])) for _ in range(24)]
+        calls = [Tokens(rng, ranks, *size, 7, torch.bfloat16) for size in sizes]
+        made = together(lambda rank: [call.step(all[rank]) for call in calls], ranks)  # noqa: B023
+        for rank, results in enumerate(made):
+            assert isinstance(results, list), results
+            for call, got in zip(calls, results):
+                close(got, call.want(rank), got.dtype, ranks)
+
+
 @pytest.mark.parametrize("ranks", [2, 3, pytest.param(4, marks=pytest.mark.more)])
 def test_sums_have_equal_bits_on_all_ranks(monkeypatch, ranks):
     rng = random.Random(SEED)

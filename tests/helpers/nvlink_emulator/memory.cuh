@@ -4,6 +4,7 @@
 
 #include <chrono>
 #include <cstdint>
+#include <random>
 #include <thread>
 
 #include "block.h"
@@ -13,8 +14,18 @@ inline void __threadfence_system() { __atomic_thread_fence(__ATOMIC_SEQ_CST); }
 
 namespace fp4::nvlink {
 
+// A rank whose wait is over goes on at once, or later than the others need for their next call.
+inline void dawdle() {
+  static thread_local std::minstd_rand random(std::random_device{}());
+  if (random() % 4 == 0) std::this_thread::sleep_for(std::chrono::microseconds(random() % 1000));
+}
+
 inline void store_release(uint32_t* p, uint32_t v) { __atomic_store_n(p, v, __ATOMIC_RELEASE); }
-inline uint32_t load_acquire(const uint32_t* p) { return __atomic_load_n(p, __ATOMIC_ACQUIRE); }
+inline uint32_t load_acquire(const uint32_t* p) {
+  const uint32_t v = __atomic_load_n(p, __ATOMIC_ACQUIRE);
+  dawdle();
+  return v;
+}
 inline void store_relaxed(uint32_t* p, uint32_t v) { __atomic_store_n(p, v, __ATOMIC_RELAXED); }
 inline void store_relaxed(uint64_t* p, uint64_t v) { __atomic_store_n(p, v, __ATOMIC_RELAXED); }
 inline uint64_t load_relaxed(const uint64_t* p) { return __atomic_load_n(p, __ATOMIC_RELAXED); }
