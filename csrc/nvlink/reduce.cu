@@ -131,7 +131,8 @@ __global__ void __launch_bounds__(kWords ? kWordThreads : kThreads, kWords ? 8 :
   const int across = kWords ? (units + int(blockDim.x) - 1) / int(blockDim.x) : 1;
   const int step = across * int(blockDim.x);
   const int pieces = p.tokens * across, turns = (pieces + teams - 1) / teams;
-  const int most = kWords ? 1 : min(p.turns, kSlots / teams), each = (turns + most - 1) / most;
+  // A flag waits for all that was stored before: one token each is too few.
+  const int most = kWords ? 1 : min(p.turns, kSlots / teams), each = max(2, (turns + most - 1) / most);
   const auto piece = [&](int turn) {
     const int i = turn * teams + team;
     return Piece{i / across, i % across * int(blockDim.x) + int(threadIdx.x)};
