@@ -25,7 +25,7 @@ from torch.fx.experimental.symbolic_shapes import (
 from ..graph.traced_nodes import called, example, named, same_elements, since, writes_to
 from ..operands import operand, several
 from .branches import wanted
-from .bytecode import only_iterates
+from .bytecode import only_in_loops, only_iterates
 from .empty_rows import SAYS_THE_SAME, Counted, counted, number, numbers
 from .hit_experts import chosen_from
 
@@ -167,7 +167,8 @@ def as_number(method: Callable[..., Any]) -> Callable[..., Any]:
 
 def as_array(method: Callable[..., Any]) -> Callable[..., Any]:
     def numpy(self: Any, tx: Any, *args: Any, **kwargs: Any) -> Any:
-        if not args and not kwargs and wanted(tx.output) and only_iterates(tx):
+        iterates = only_iterates(tx) or only_in_loops(tx, subscripts=False)
+        if not args and not kwargs and wanted(tx.output) and iterates:
             node = self.as_proxy().node
             if _are_counts(node) and _ids_counted(node) is not None:
                 return self.call_method(tx, "tolist", [], {})

@@ -249,7 +249,10 @@ class Emitter:
         if isinstance(term, Apply):
             op = term.op
             if op in INDICATOR:
-                op = op.Tensor if isinstance(term.args[1], Ref) and term.args[1].index else op.Scalar
+                other = term.args[1]
+                number = not isinstance(other, Term) or isinstance(other, Const)
+                number = number or (isinstance(other, Ref) and not other.index)
+                op = op.Scalar if number else op.Tensor
             return self._call(op, *args, **term.kwargs)
         op = aten.mul if isinstance(term, Mul) else aten.add
         out = args[0]
@@ -406,6 +409,11 @@ class Emitter:
             return term.value
         if isinstance(term, Ref):
             return self._ref(term, axes)
+        if isinstance(term, Axis) and term in axes:
+            every = self._call(
+                aten.arange.default, self._length(term.size), device=value(self.common.x.node).device
+            )
+            return self._reshape(every, [-1 if a is term else 1 for a in axes])
         if not isinstance(term, (Apply, Mul, Add)):
             refuse(f"{described(term)} cannot be computed apart", self.m.root, advice.ROUTING_FIRST)
         parts = {a: self.element(a, axes) for a in term.args if isinstance(a, Term)}

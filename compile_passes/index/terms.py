@@ -484,9 +484,7 @@ class _Description:
             return "..."
         if isinstance(term, tuple):
             return ", ".join(self._texts(term)) or "nothing"
-        if isinstance(term, Axis):
-            return ":" if inside else term.name
-        if isinstance(term, (Mix, Affine)):
+        if isinstance(term, (Axis, Mix, Affine)):
             return ":" if inside else "a position"
         if isinstance(term, Const):
             return "memory that nobody wrote" if term.value is None else str(term.value)

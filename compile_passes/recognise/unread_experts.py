@@ -64,7 +64,7 @@ def _steps_between(graph: fx.Graph, is_weight: Callable[[fx.Node], bool], many: 
         ups = [products[n] for n in between if n in products]
         steps = [n for n in between if n not in products and not is_op(n, *_VIEWS) and item(n) is None]
         if ups and steps:
-            shapes = tuple(tuple(shape(p.weight)) for p in (down, *ups))
+            shapes = str([shape(p.weight) for p in (down, *ups)])  # some may be symbolic
             with_parameters = [n for n in steps if any(i.op == "placeholder" for i in n.all_input_nodes)]
             alike[_source(ups[0].rows), shapes].append((with_parameters or steps)[0])
     for found in alike.values():
