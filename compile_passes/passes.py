@@ -1,110 +1,290 @@
-"""What a pass is: an object with a name. Each run is timed and logged; graphs are written where someone asks.
+"""The passes that a captured graph goes through, in order: PASSES.
 
-`TORCH_LOGS="+fp4_ops"` prints a line for each run. `TORCH_COMPILE_DEBUG=1` writes the graphs as files into
-torch's debug folder, `TORCH_TRACE=folder` into torch's structured trace, which tlparse shows.
+Operators take the place of what recognition proved, best tier first: whole blocks, then single products.
 """
 
 from __future__ import annotations
 
-import contextlib
-import itertools
-import logging
-import time
-from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, field
-from pathlib import Path
-from typing import Generic, TypeVar
+from collections.abc import Collection
+from dataclasses import dataclass, field, replace
 
 import torch
 from torch import fx
-from torch._dynamo.utils import dynamo_timed, get_debug_dir
-from torch._logging import _internal, trace_structured
+from torch._subclasses.fake_tensor import FakeTensorMode
 
-log = logging.getLogger("fp4_ops")
+from . import advice
+from .emit.batched import batched_products
+from .emit.every_use import write_every_use
+from .emit.linears import linear_layers
+from .emit.mixture import write_mixture
+from .emit.one_precision import written_before
+from .emit.products import write_product
+from .emit.writer import Writer, kernel
+from .emit.written_slices import read_past_writes
+from .graph.dead_code import erase_unused, sweep
+from .graph.nodes import (
+    FLOATING,
+    Canon,
+    Refusal,
+    Weights,
+    value,
+    why_not_own,
+    written_to,
+)
+from .graph.products import Product, find_products
+from .index.reader import Reader
+from .index.terms import interning
+from .naming import called, input_name, location, module_path
+from .neighbours.attention import write_attention
+from .neighbours.sums import write_sums
+from .neighbours.topk import write_topk
+from .options import Options
+from .pass_log import Pass, PassLog
+from .recognise.mixture import Mixture
+from .recognise.search import Search
+from .recognise.written_decoding import decode_to_operator
+from .report import Site, left_alone
+from .trace.capture import CannotCapture, mutated_inputs
+from .weights.decoded import find_decoded
+from .weights.prequantized import is_prequantized
+from .weights.runtime import Swap
 
-State = TypeVar("State")
-
-
-def _always(_: object) -> bool:
-    return True
-
-
-@dataclass(frozen=True)
-class Pass(Generic[State]):
-    """`run` changes a graph, or adds to what passes hand on; it is left out where `when` is false."""
-
-    name: str
-    run: Callable[[State], None]
-    when: Callable[[State], bool] = _always
-
-
-@dataclass(frozen=True)
-class PassRun:
-    """One run of a pass on one graph."""
-
-    name: str
-    seconds: float
-    nodes_before: int
-    nodes_after: int
-
-    def __str__(self) -> str:
-        return f"{self.name}: {1e3 * self.seconds:.2f} ms, {self.nodes_before} -> {self.nodes_after} nodes"
-
-
-_graphs = itertools.count()
+fp4 = torch.ops.fp4
 
 
 @dataclass
-class PassLog:
-    """The runs of passes on one of Dynamo's graphs, in order; a graph rewritten twice has them twice."""
+class Rewritten:
+    """The new graph's inputs are the old ones at `keep`, then the packed tensors of `swaps`, as `fakes`."""
 
-    title: str
-    runs: list[PassRun] = field(default_factory=list)
-    current: str = ""
-    """The pass that runs now, or that failed."""
-    _number: int = field(default_factory=_graphs.__next__)
-    _text: str = ""
-    """The graph as it was written last."""
+    gm: fx.GraphModule
+    keep: list[int]
+    swaps: list[Swap]
+    fakes: list[torch.Tensor] = field(default_factory=list)
+    also: list[str] = field(default_factory=list)
+    """What else was rewritten, in words."""
 
-    def run(self, passes: Sequence[Pass[State]], state: State, graph: fx.Graph) -> None:
-        """Run the passes in order; all of them change `graph`."""
-        for one in passes:
-            if one.when(state):
-                with self.timed(one.name, graph):
-                    one.run(state)
 
-    @contextlib.contextmanager
-    def timed(self, name: str, graph: fx.Graph) -> Iterator[list[fx.Graph]]:
-        """The block is a run of pass `name`. If it makes a new graph, it puts that into the list."""
-        self.current, nodes = name, len(graph.nodes)
-        if not self.runs:
-            self._write("input", graph)
-        made: list[fx.Graph] = []
-        start = time.perf_counter()
-        with dynamo_timed(f"fp4_{name}"):  # for torch._dynamo.utils.compile_times() and tlparse
-            yield made
-        seconds = time.perf_counter() - start
-        graph = made[0] if made else graph
-        self.runs.append(PassRun(name, seconds, nodes, len(graph.nodes)))
-        log.debug("%s: pass %s", self.title, self.runs[-1])
-        self._write(name, graph)
-        self.current = ""
+@dataclass
+class _State:
+    """What the passes of one graph hand on."""
 
-    def _write(self, name: str, graph: fx.Graph) -> None:
-        """The graph as it is now, unless nobody asks for it or the pass left it as it was."""
-        files, trace = torch._inductor.config.trace.enabled, bool(_internal.trace_log.handlers)
-        if not (files or trace):
-            return
-        text = graph.python_code("self", verbose=True).src
-        if text == self._text:
-            return
-        self._text, name = text, f"{len(self.runs):02}_{name}"
-        trace_structured(
-            "artifact",
-            metadata_fn=lambda: {"name": f"fp4_{name}", "encoding": "string"},
-            payload_fn=lambda: text,
-        )
-        if files:
-            folder = Path(get_debug_dir(), "fp4_ops", f"graph_{self._number}")
-            folder.mkdir(parents=True, exist_ok=True)
-            (folder / f"{name}.py").write_text(f"# {self.title}\n{text}")
+    gm: fx.GraphModule
+    fixed: set[fx.Node]
+    """Inputs that are parameters or buffers."""
+    options: Options
+    fake_mode: FakeTensorMode
+    writer: Writer
+    sites: list[Site] = field(default_factory=list)
+    found: list[Product | Refusal] = field(default_factory=list)
+    products: dict[fx.Node, Product] = field(default_factory=dict)
+    why_not: dict[fx.Node, Refusal] = field(default_factory=dict)
+    """Of a product that ends something like a block: why it is none."""
+    written: dict[fx.Node, fx.Node] = field(default_factory=dict)
+    """Products with weights that the graph has written to before."""
+    search: Search | None = None
+    refused: list[tuple[list[fx.Node], Refusal]] = field(default_factory=list)
+    """Blocks in index notation that were refused, with their products."""
+    also: list[str] = field(default_factory=list)
+    rewritten: Rewritten | None = None
+
+
+def rewrite(
+    gm: fx.GraphModule,
+    fixed: set[fx.Node],
+    options: Options,
+    fake_mode: FakeTensorMode,
+    passes: PassLog | None = None,
+) -> tuple[Rewritten | None, list[Site]]:
+    """Rewrite `gm` in place; (None, sites) if nothing was. `fixed`: inputs that are parameters or buffers.
+
+    Raises ReadTwice where some uses of a weight would be rewritten and others not: `gm` is of no use then.
+    Weights with `meta["each"]`, which says why, are rewritten in each product by itself, and those with
+    `meta["read_twice"]` left alone.
+    """
+    state = _State(gm, fixed, options, fake_mode, Writer(gm, options))
+    with interning():
+        (passes or PassLog("graph")).run(PASSES, state, gm.graph)
+    return state.rewritten, state.sites
+
+
+def _read_past_writes(s: _State) -> None:
+    read_past_writes(s.gm.graph)
+    erase_unused(s.gm.graph)
+    s.writer.mutated = mutated_inputs(s.gm.graph)
+
+
+def _decode(s: _State) -> None:
+    """Codes that the model decodes by itself are weights, too."""
+    decode_to_operator(s.gm.graph, s.fixed - s.writer.mutated, s.fake_mode)
+
+
+def _find(s: _State) -> None:
+    s.fixed = s.fixed | find_decoded(s.gm.graph, s.fixed, s.writer.mutated)
+    s.found = list(find_products(s.gm.graph, Weights(s.gm.graph, s.fixed, s.writer.mutated)))
+    s.products = {p.node: p for p in s.found if isinstance(p, Product)}
+
+
+def _mixtures(s: _State) -> None:
+    """Mixtures of experts, in whatever way they are written. `s.products` come later, each alone."""
+    graph, writer, others = s.gm.graph, s.writer, set(s.writer.slots)
+    taken: set[fx.Node] = set()
+    reader = Reader(graph, Canon(graph), lambda n: _is_weight(n, s.fixed))
+    s.written = written_before(graph, s.fixed & s.writer.mutated)
+    s.search = search = Search(graph, reader, s.written)
+    for downs, found in list(search.run()):
+        try:
+            if isinstance(found, Refusal):
+                raise found
+            own = found.weights
+            weights = [n for n in writer.inputs if n in own]
+            why = next((n.meta["each"] for n in weights if "each" in n.meta), "")
+            if why:
+                s.sites += write_every_use(writer, found, reader, why, taken)
+            else:
+                s.sites.append(write_mixture(writer, found))
+        except Refusal as refusal:
+            s.refused.append((downs, refusal))
+            if isinstance(found, Mixture):
+                _stay_together(found.weights, s.writer.mutated)
+    sweep(graph)
+    packed = {n for slot in writer.slots.keys() - others for n in slot[0] if not is_prequantized(n)}
+    writer.check_uses(packed, set(s.products))
+
+
+def _batched(s: _State) -> None:
+    """Products of buffers that have as many rows for each expert."""
+    graph, search = s.gm.graph, s.search
+    assert search is not None
+    s.sites += batched_products(s.writer, search.reader, search.matcher, s.written)
+    sweep(graph)
+    alive = set(graph.nodes)
+    refused = [(downs, r) for downs, r in s.refused if alive.issuperset(downs)]
+    reasons = {r.reason for _, r in refused} | {site.reason for site in s.sites}
+    stacks = [(p, w) for p, w in s.written.items() if p in alive and value(w).dim() == 3]
+    writes = [([p], written_to(w, p)) for p, w in stacks]
+    refused += [(downs, r) for downs, r in writes if r.reason not in reasons]
+    s.refused = []
+    for downs, refusal in refused:
+        alone = [n for n in downs if n in s.products]
+        s.why_not |= dict.fromkeys(alone, refusal)
+        if not alone:
+            s.refused.append((downs, refusal))
+
+
+def _linears(s: _State) -> None:
+    assert s.search is not None
+    s.sites += linear_layers(s.writer, s.search.reader)
+    sweep(s.gm.graph)
+
+
+def _products(s: _State) -> None:
+    """Single products of sorted rows or gathered weights that no block has taken."""
+    alive = set(s.gm.graph.nodes)
+    s.sites += [left_alone(r) for r in s.found if isinstance(r, Refusal) and r.node in alive]
+    s.sites += dict.fromkeys(left_alone(r) for _, r in s.refused)
+    left = [p for p in s.products.values() if p.node in alive]
+    reasons = [s.why_not.get(p.node) or _why_not_read(s, p) for p in left]
+    for product, why in zip(left, reasons):
+        site = write_product(s.writer, product)
+        if why is not None:
+            reason = f"not a whole block: {why.reason} ({location(why.node)})"
+            site = replace(site, reason=reason, change=why.change)
+        s.sites.append(site)
+    s.sites += fp4_calls(s.gm.graph, s.writer.written)
+
+
+def _why_not_read(s: _State, product: Product) -> Refusal | None:
+    """Why a product that another feeds is not read as the end of a block."""
+    assert s.search is not None
+    read = s.search.reader.refusals
+    between, todo, feeds = {product.node}, [product.a], False
+    while todo and len(between) < 64:  # an activation is a handful of nodes
+        node = todo.pop()
+        if node not in between and node.op == "call_function":
+            between.add(node)
+            feeds = feeds or node in s.products
+            todo += () if node in s.products else node.all_input_nodes
+    return next((read[n] for n in read if n in between), None) if feeds else None
+
+
+def _topk(s: _State) -> None:
+    s.also += write_topk(s.gm.graph)
+
+
+def _attention(s: _State) -> None:
+    s.also += write_attention(s.gm.graph, s.fake_mode)
+
+
+def _sums(s: _State) -> None:
+    s.also += write_sums(s.gm.graph)
+
+
+def _inputs(s: _State) -> None:
+    """Packed weights are new inputs, and inputs that nothing reads any more go."""
+    sweep(s.gm.graph)
+    _no_stand_in_is_left(s.gm.graph, s.sites)
+    s.writer.check_uses()
+    s.rewritten = Rewritten(s.gm, *s.writer.finish(s.fake_mode), s.also)
+
+
+PASSES: tuple[Pass[_State], ...] = (
+    Pass("read_past_writes", _read_past_writes),
+    Pass("decode", _decode),
+    Pass("find_products", _find),
+    Pass("mixtures", _mixtures),
+    Pass("batched_products", _batched),
+    Pass("linear_layers", _linears, when=lambda s: s.options.linear or any(map(is_prequantized, s.fixed))),
+    Pass("single_products", _products),
+    Pass("topk", _topk, when=lambda s: any(site.rewritten for site in s.sites)),
+    Pass("attention", _attention, when=lambda s: any(site.rewritten for site in s.sites)),
+    Pass("sums", _sums, when=lambda s: any(site.rewritten for site in s.sites)),
+    Pass("inputs", _inputs, when=lambda s: bool(s.writer.written or s.also)),
+)
+"""All that happens to a captured graph, in order."""
+
+
+def _stay_together(weights: set[fx.Node], mutated: set[fx.Node]) -> None:
+    """All weights of a block stay if one must."""
+    why = next((r for n in weights if (r := why_not_own(n, mutated)) is not None), None)
+    if why is not None:
+        for node in weights:
+            node.meta.setdefault("stays", why)
+
+
+def _is_weight(node: fx.Node, fixed: set[fx.Node]) -> bool:
+    return node in fixed and value(node).dtype in FLOATING
+
+
+def _format(weight: fx.Node, options: Options) -> tuple[str, bool]:
+    """(format, whether the model itself holds it so) of a weight once it is packed."""
+    return (weight.meta["prequantized"].format, True) if is_prequantized(weight) else (options.format, False)
+
+
+def _no_stand_in_is_left(graph: fx.Graph, sites: list[Site]) -> None:
+    """What takes the place of a tensor subclass holds no values: every use must have become an operator's."""
+    for node in graph.find_nodes(op="placeholder"):
+        for user in node.users if is_prequantized(node) else ():
+            kind, refused = (
+                node.meta["prequantized"].kind,
+                [(s.reason, s.change) for s in sites if not s.rewritten],
+            )
+            own = f"{called(user)} reads it", advice.PRODUCTS_ONLY
+            why, change = refused[0] if refused else own
+            raise CannotCapture(f"a product of {input_name(node)} ({kind}) was not found: {why}", change)
+
+
+def fp4_calls(graph: fx.Graph, known: Collection[fx.Node] = ()) -> list[Site]:
+    """The fp4 operators that the model calls itself, as a prepared model does."""
+    sites = []
+    for node in graph.nodes:
+        is_operator = isinstance(node.target, (torch._ops.OpOverload, torch._ops.OpOverloadPacket))
+        if is_operator and str(node.target).startswith("fp4.") and node not in known:
+            name = str(node.target).split(".")[1]
+            out = node.meta.get("val", node.meta.get("example_value"))
+            by = kernel(out.device.type) if isinstance(out, torch.Tensor) else ""
+            where, module = location(node), module_path(node)
+            sites.append(Site(f"fp4::{name}", "", where, module, form=OWN_CALL, kernel=by))
+    return sites
+
+
+OWN_CALL = "the model, which calls it itself"

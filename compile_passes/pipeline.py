@@ -18,12 +18,12 @@ from .dynamo import left_out
 from .dynamo.extend import allow_scalars
 from .emit.one_precision import ReadTwice
 from .emit.repeat import undo_of
-from .emit.rewrite import Rewritten, fp4_calls, rewrite
 from .graph.traced_nodes import called, example
 from .naming import input_name
 from .options import Options, inductor_patches
-from .passes import PassLog
-from .recognise.decode import BYTES, TABLE
+from .pass_log import PassLog
+from .passes import Rewritten, fp4_calls, rewrite
+from .recognise.written_decoding import BYTES, TABLE
 from .report import Frame, Site
 from .trace.capture import CannotCapture, capture
 from .weights.attributes import as_inputs, with_held

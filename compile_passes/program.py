@@ -14,9 +14,9 @@ from torch.utils import _pytree as pytree
 
 from ..meta.layouts import byte_view
 from . import advice
-from .emit.rewrite import rewrite as rewrite_graph
 from .options import parse
-from .passes import PassLog
+from .pass_log import PassLog
+from .passes import rewrite as rewrite_graph
 from .report import Frame
 from .trace.capture import capture, mutated_inputs
 

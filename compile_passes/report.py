@@ -7,7 +7,7 @@ from typing import Any
 
 from .graph.nodes import Refusal
 from .naming import location, module_path
-from .passes import PassRun
+from .pass_log import PassRun
 
 
 @dataclass(frozen=True)

@@ -2,8 +2,9 @@
 
     out[t] = sum over e of c(t, e) * down_e(act(up_e(s(t, e) * x[t])))
 
-`Matcher.match` takes a node's term (reading.py) apart into one branch for each expert, and proves that the
-branches differ in nothing but the expert: same x, same activation, same routing, each expert exactly once.
+`Matcher.match` takes a node's term (index/reader.py) apart into one branch for each expert, and proves that
+the branches differ in nothing but the expert: same x, same activation, same routing, each expert exactly
+once.
 """
 
 from __future__ import annotations

@@ -9,16 +9,17 @@ from __future__ import annotations
 
 import functools
 from dataclasses import dataclass
+from pathlib import Path
 from statistics import NormalDist
 from typing import Any
 
+from ..fitted import FILE, read
+
 TOKENS = 1, 8, 32, 128
 """Of which the report tells."""
-LATENCY_US = 12.0
-BYTES_A_US = 2.9e6
-FLOPS_A_US = 6e8
-"""Of an H100, whole blocks of three models measured: benchmarks/results/nvlink_h100.json and its like. Ratios
-hardly depend on them."""
+FITTED = read(Path(__file__).parent / FILE)["division"].values
+LATENCY_US, BYTES_A_US, FLOPS_A_US = (FITTED[n] for n in ("latency_us", "bytes_a_us", "flops_a_us"))
+"""Ratios hardly depend on them."""
 TOP_K = "num_experts_per_tok", "num_experts_per_token", "moe_top_k", "moe_topk", "top_k_experts"
 """As configurations name it."""
 

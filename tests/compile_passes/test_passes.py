@@ -13,9 +13,8 @@ from typing import Any
 import processes
 import pytest
 import torch
-from fp4_ops.compile_passes import pipeline
-from fp4_ops.compile_passes.emit import rewrite
-from fp4_ops.compile_passes.passes import Pass
+from fp4_ops.compile_passes import passes, pipeline
+from fp4_ops.compile_passes.pass_log import Pass
 from lookalikes import Loop
 from moe_models import Block, Recorder
 
@@ -65,7 +64,7 @@ def test_each_pass_is_in_the_report_with_its_time(linear):
     left_out = set() if linear else {"linear_layers"}
     assert [run.name for run in frame.passes] == [
         "capture",
-        *(one.name for one in rewrite.PASSES if one.name not in left_out),
+        *(one.name for one in passes.PASSES if one.name not in left_out),
     ]
     assert all(run.seconds > 0 for run in frame.passes)
     for before, after in itertools.pairwise(frame.passes):
@@ -93,8 +92,8 @@ def test_the_report_names_the_pass_that_failed(monkeypatch):
     def fails(state: Any) -> None:
         raise KeyError("odd")
 
-    first, *rest = rewrite.PASSES
-    monkeypatch.setattr(rewrite, "PASSES", (first, Pass("unlucky", fails), *rest))
+    first, *rest = passes.PASSES
+    monkeypatch.setattr(passes, "PASSES", (first, Pass("unlucky", fails), *rest))
     (frame,) = compiled().frames
     assert frame.note == "left to Inductor, pass unlucky failed: KeyError: 'odd'"
     assert [run.name for run in frame.passes] == ["capture", first.name]
@@ -102,7 +101,7 @@ def test_the_report_names_the_pass_that_failed(monkeypatch):
 
 def calls_of_the_passes(module: torch.nn.Module, monkeypatch: pytest.MonkeyPatch) -> int:
     """How many functions of the package run while the passes rewrite the module's graph."""
-    folder, count = str(Path(rewrite.__file__).parents[1]), 0
+    folder, count = str(Path(passes.__file__).parent), 0
 
     def note(frame: Any, event: str, _: Any) -> None:
         nonlocal count
@@ -112,7 +111,7 @@ def calls_of_the_passes(module: torch.nn.Module, monkeypatch: pytest.MonkeyPatch
         before = sys.getprofile()
         sys.setprofile(note)
         try:
-            return rewrite.rewrite(*args)
+            return passes.rewrite(*args)
         finally:
             sys.setprofile(before)
 

@@ -1,4 +1,4 @@
-"""The one matrix-product kernel behind every fp4 operator on a GPU.
+"""The one matrix-product kernel behind every fp4 operator that Triton runs, but FP4 x FP4 (scaled/).
 
     out[row, n] = global[e] * a_factor[source(row)]
                   * sum_k (code[e, n, k] * block_scale[e, n, k // block]) * a[source(row), k]

@@ -10,7 +10,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from conftest import SEED
-from fp4_ops.compile_passes.emit import rewrite as module
+from fp4_ops.compile_passes import passes as module
 from fp4_ops.compile_passes.graph.nodes import is_tensor
 from fp4_ops.compile_passes.neighbours.attention import SDPA, write_attention
 from fp4_ops.compile_passes.neighbours.masks import TRUE, Masks, NotBefore, Place

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
-from fp4_ops.compile_passes.emit import rewrite
+from fp4_ops.compile_passes import passes
 from fp4_ops.compile_passes.neighbours import topk as module
 from fp4_ops.compile_passes.neighbours.topk import write_topk
 from moe_models import Block, Recorder, build, tokens
@@ -173,7 +173,7 @@ def test_the_backend_and_explain(monkeypatch):
 
 def test_a_prepared_model(monkeypatch):
     """Nothing of its experts and routers is rewritten but topk."""
-    monkeypatch.setattr(rewrite, "write_attention", lambda *_: [])  # another kernel rounds in another way
+    monkeypatch.setattr(passes, "write_attention", lambda *_: [])  # another kernel rounds in another way
     model = build("qwen3_moe", torch.float32, "grouped_mm")
     fp4_ops.prepare(model, activation="bf16")
     ids = tokens(2, 5)

@@ -18,8 +18,8 @@ import torch
 from conftest import SEED
 from fp4_ops.compile_passes.dynamo.extend import extend_dynamo
 from fp4_ops.compile_passes.emit.one_precision import ReadTwice
-from fp4_ops.compile_passes.emit.rewrite import rewrite
 from fp4_ops.compile_passes.options import parse
+from fp4_ops.compile_passes.passes import rewrite
 from fp4_ops.compile_passes.trace.capture import capture
 from fp4_ops.compile_passes.weights.runtime import runtime
 from moe_models import Block
