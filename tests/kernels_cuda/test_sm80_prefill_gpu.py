@@ -259,6 +259,17 @@ def test_rows_with_ends_that_decrease_or_pass_m(kernels):
     case.check(kernels)
 
 
+@pytest.mark.parametrize("mode", [CONTIGUOUS, MASKED])
+def test_rows_of_no_group_are_left_alone_where_nobody_reads_them(kernels, mode):
+    case = Case(Weight("nvfp4", 3, 64, 128), mode, [5, 0, 9], unused=7)
+    case.check(kernels)
+    zeroed, arguments = case.result, case.arguments()
+    arguments.leaves_rest = True
+    assert kernels.run(case.kernel, arguments) == 0
+    assert case.result[case.ids < 0].isnan().all()
+    assert torch.equal(case.result[case.ids >= 0], zeroed[case.ids >= 0])
+
+
 @pytest.mark.parametrize("kilobytes", [99, 163])
 def test_less_shared_memory(kernels, kilobytes):
     """What sm_86, 89 and 120, or sm_80, have: another candidate, or fewer blocks of a multiprocessor."""
