@@ -14,8 +14,8 @@
 // int8 scales are then one vector. Within eight k the order of a panel's pairs is 0 4, 1 5, 2 6, 3 7 (see
 // kernels_avx512_bf16.cpp), and rows are packed to meet it. bfloat16 subnormals and subnormal sums count as
 // zero.
+#include "cpu/amx_tiles.h"
 #include "cpu/avx512_many.h"
-#include "cpu/tiles.h"
 
 namespace fp4::cpu {
 namespace {

@@ -8,8 +8,8 @@
 #include <cstdint>
 #include <type_traits>
 
-#include "e2m1_to_bf16.cuh"
-#include "e2m1_to_half.cuh"
+#include "e2m1_mma_bf16.cuh"
+#include "e2m1_sm90.cuh"
 #include "family.cuh"
 #include "product.cuh"
 

@@ -1,4 +1,5 @@
-// Decode: grouped products of e2m1 weights in the sm90 layout with a few rows per expert, bound by memory.
+// Decode: grouped products of e2m1 weights, in the layouts sm90 and mma_bf16, with a few rows per expert,
+// bound by memory.
 //
 //   out[r, n] = x_scale[r] * global_scale[e] * sum_k code[e, n, k] * block_scale[e, n, k / scale_block] *
 //   x[r / a_div, k] (+ bias[e, n])

@@ -36,7 +36,7 @@ enum class PrefillKernel : int {
 };
 
 // What becomes of a row: x's type in plain order; or, in the layout's order, e4m3 with a scale a row; or fp16
-// with a power of two a row (half_position in e2m1_to_half.cuh), so that of a bfloat16 row bits are lost only
+// with a power of two a row (half_position in e2m1_sm90.cuh), so that of a bfloat16 row bits are lost only
 // of values below 2^-31 of its largest.
 enum class Form : int { kSame, kFp8, kHalf };
 

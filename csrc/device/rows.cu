@@ -8,7 +8,7 @@
 #include <cstdint>
 #include <type_traits>
 
-#include "e2m1_to_half.cuh"
+#include "e2m1_sm90.cuh"
 #include "launch.cuh"
 #include "row_values.cuh"
 #include "types.cuh"

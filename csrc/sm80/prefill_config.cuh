@@ -4,7 +4,7 @@
 
 #include <cstdint>
 
-#include "../device/e2m1_to_bf16.cuh"
+#include "../device/e2m1_mma_bf16.cuh"
 #include "../device/gate.cuh"
 #include "../device/prefill_schedule.cuh"
 #include "../device/types.cuh"

@@ -8,7 +8,7 @@
 
 #include <type_traits>
 
-#include "../device/e2m1_to_bf16.cuh"
+#include "../device/e2m1_mma_bf16.cuh"
 #include "../device/warp.cuh"
 
 namespace fp4::sm90 {

@@ -6,7 +6,7 @@
 // + 8s + 4q + i of the activations lies at 16 (2s + q) + 8 (i % 2) + 2t + i / 2 (half_position).
 #pragma once
 
-#include "../device/e2m1_to_half.cuh"
+#include "../device/e2m1_sm90.cuh"
 #include "../device/lane_codes.cuh"
 
 namespace fp4::sm90 {

@@ -1,6 +1,6 @@
-"""The kernels for experts with many rows. Those for AMX have emulated tiles here (csrc/cpu/tiles.h): their
-packing and indexing, on any processor with AVX-512. Where there is AMX, test_cpu_dispatch.py runs them as
-they are. Those of vdpbf16ps run as they are.
+"""The kernels for experts with many rows. Those for AMX have emulated tiles here (csrc/cpu/amx_tiles.h):
+their packing and indexing, on any processor with AVX-512. Where there is AMX, test_cpu_dispatch.py runs
+them as they are. Those of vdpbf16ps run as they are.
 
 Such a build of the package is made in build/emulated_tiles: its Python files are copies, and of _C.so what
 concerns tiles is compiled again.

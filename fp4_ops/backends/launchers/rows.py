@@ -100,7 +100,7 @@ def to_half(
     x: Tensor, gate: Activation | None = None, position: Tensor | None = None, end: Tensor | None = None, *,
     dependent: bool = False,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
-    """x [M, K] (16-bit) -> fp16 [.., Kp] in the order of csrc/device/e2m1_to_half.cuh, float32 factors.
+    """x [M, K] (16-bit) -> fp16 [.., Kp] in the order of csrc/device/e2m1_sm90.cuh, float32 factors.
 
     A row's factor is the power of two that takes its largest value to 2^14 and above: of a bfloat16 row,
     bits are lost only of values below 2^-31 of that. The other arguments as in `quantize_fp8`.

@@ -1,4 +1,4 @@
-// Weights of layout mma_bf16 as bf16, or as fp16 for rows of that: the counterpart of e2m1_to_half.cuh, for
+// Weights of layout mma_bf16 as bf16, or as fp16 for rows of that: the counterpart of e2m1_sm90.cuh, for
 // bf16 in 12 instructions for eight codes and not 15, for fp16 in 20. e2m1 x e4m3 is exact in both.
 //
 // Where a code's sign is bit 15 of a half word and its magnitude bits 8 to 6, the half word is the code x
