@@ -18,7 +18,7 @@ from ..graph.nodes import (
     strip,
     value,
 )
-from ..graph.products import gathered
+from ..graph.products import below, gathered
 from ..operands import integer, operand, several
 from .axes import Opaque, dimension, prefix, same, spread
 from .indicators import as_boolean, is_boolean, is_eq, is_indicator
@@ -392,6 +392,18 @@ class Indexing(SortedRows):
                     self._recut(v, axis, parts)
                     return Value(v.dims, parts[0])
         raise Opaque
+
+    def _remainder(self, node: fx.Node, level: int) -> Value:
+        """ids % E, which take_along_dim computes: the ids, if they were chosen among E experts."""
+        source, by = operand(node), node.args[1]
+        if value(node).dtype.is_floating_point:
+            return self._pointwise(node, level)
+        ids = strip(source)
+        while is_op(ids, aten.expand):
+            ids = strip(operand(ids))
+        if not isinstance(by, int) or not below(ids, by):
+            raise Opaque
+        return self.value(source, 0)
 
     def _recut(self, v: Value, axis: Axis, parts: tuple[Axis, ...]) -> None:
         """Rows that range over `axis` range over its parts; terms over `axis` are mended where rows end."""

@@ -69,7 +69,7 @@ class Reader(Arithmetic):
             aten.mul: self._mul, aten.add: self._add, aten.sum: self._sum, aten.any: self._any,
             aten.mean: self._mean,
             aten.index: self._index, aten.index_select: self._index, aten.gather: self._gather,
-            aten.embedding: self._index,
+            aten.embedding: self._index, aten.remainder: self._remainder,
             aten.index_add: self._index_add, aten.scatter_add: self._scatter_add,
             aten.index_put: self._index_put, aten.index_copy: self._index_copy,
             aten.stack: self._stack, aten.cat: self._stack, aten.copy: self._copied,

@@ -484,6 +484,8 @@ class _Description:
             return "..."
         if isinstance(term, tuple):
             return ", ".join(self._texts(term)) or "nothing"
+        if isinstance(term, Axis) and term.name.isalpha() and not inside:  # gate, up
+            return term.name
         if isinstance(term, (Axis, Mix, Affine)):
             return ":" if inside else "a position"
         if isinstance(term, Const):

@@ -70,6 +70,24 @@ class ListOfThoseWithRows(SlicedLoop):
         return torch.zeros_like(x).index_add(0, order // self.k, y)
 
 
+@style("sorted slices, a loop for each product, `enumerate(counts.cpu().numpy())` (OLMo-core)")
+class LoopsOfProducts(StackedStyle):
+    def product(self, rows: Tensor, weight: Tensor, counts: Tensor) -> Tensor:
+        start, parts = 0, []
+        for e, n in enumerate(counts.cpu().numpy()):
+            parts.append(rows[start : start + n] @ weight[e].T)
+            start += n
+        return torch.cat(parts)
+
+    def experts_of(self, x: Tensor, ids: Tensor, weights: Tensor) -> Tensor:
+        flat = ids.flatten()
+        counts, order = torch.bincount(flat, minlength=self.E), flat.argsort(stable=True)
+        rows = x[order // self.k]
+        h = self.act(self.product(rows, self.w1, counts)) * self.product(rows, self.w3, counts)
+        y = self.product(h, self.w2, counts) * weights.flatten()[order, None]
+        return torch.zeros_like(x).index_add(0, order // self.k, y)
+
+
 # --- masks ---
 
 

@@ -110,6 +110,33 @@ def test_weights_that_a_mask_chooses_for_rows_of_its_any(cls):
     assert ("fp4::moe" in recorder.ops) is (cls is WeightsOfAnotherMask), recorder.reasons
 
 
+class TakenAlong(ListStyle):
+    """torch computes ids % E here, for ids that count from the end."""
+
+    def experts_of(self, x, ids, weights):
+        every = torch.stack([expert(x) for expert in self.list], 1)
+        return (weights.unsqueeze(1) @ torch.take_along_dim(every, ids.unsqueeze(-1), 1)).squeeze(1)
+
+
+class TakenAlongOfFewer(ListStyle):
+    """Ids modulo fewer experts are other ids."""
+
+    def experts_of(self, x, ids, weights):
+        every = torch.stack([expert(x) for expert in self.list[1:]], 1)
+        return (weights.unsqueeze(1) @ torch.take_along_dim(every, ids.unsqueeze(-1) - 1, 1)).squeeze(1)
+
+
+@pytest.mark.parametrize("cls", [TakenAlong, TakenAlongOfFewer])
+def test_take_along_dim(cls):
+    """Rewritten or not: it computes what the module does."""
+    module, recorder = cls(experts=4, k=3), Recorder(activation="bf16")
+    with torch.no_grad():
+        x = torch.randn(9, module.H)
+        got = torch.compile(module, backend=recorder, fullgraph=True)(x)
+        assert relative_error(got, module.twin()(x) if recorder.ops else module(x)) < 1e-5
+    assert ("fp4::moe" in recorder.ops) is (cls is TakenAlong), recorder.reasons
+
+
 class OfTheNextExpert(OneVector):
     def parts(self, e):
         parts = self.every.split(self.H * self.I)
