@@ -6,10 +6,11 @@
     ... --hidden 256 --inter 128                             other widths
 
 One decoding step with a static cache under torch.compile(backend="fp4"), bfloat16, batch 1; on a CPU one
-thread, in CPU time; on a GPU mode "reduce-overhead", in wall time. Both sides are one compiled model in one
-process and take turns step by step: "without" only asks for versions and addresses. Times are medians; the
-ratio is the median of the ratios of neighbours.
-On a GPU `--wait` runs with the answer awaited before the step, as graphs are run that may not run twice.
+thread, in CPU time; on a GPU mode "reduce-overhead" (or `--mode default`), in wall time. Both sides are one
+compiled model in one process and take turns step by step: "without" only asks for versions and addresses.
+Times are medians; the ratio is the median of the ratios of neighbours.
+On a GPU `--wait` runs with the answer awaited before the step, as graphs are run that may not run twice, and
+`--ahead N` launches N steps before the host waits for them, as serving does.
 """
 
 from __future__ import annotations
@@ -53,42 +54,36 @@ def model_of(what: str, hidden: int, inter: int) -> torch.nn.Module:
 class Step:
     """One token after another, and whether samples are compared."""
 
-    def __init__(self, model: torch.nn.Module, wait: bool) -> None:
+    def __init__(self, model: torch.nn.Module, wait: bool, mode: str, ahead: int) -> None:
         self.cache = StaticCache(model.config, max_cache_len=512)
         prompt = torch.randint(0, 256, (1, PROMPT), device=DEVICE)
         model(input_ids=prompt, past_key_values=self.cache)
         self.token = prompt[:, :1]
-        mode = "reduce-overhead" if DEVICE == "cuda" else None
         self.model = torch.compile(model, backend="fp4", dynamic=False, mode=mode)
+        self.ahead = ahead
         for _ in range(4):
             self()
         self.met: list[Any] = [m for lookup in runtime._lookups for m in lookup._met.values()]
-        self.held = [(m, m.samples, m.on_gpu) for m in self.met]
-        if wait:
-            self.held = [(m, [_Waited(s) for s in samples], False) for m, samples, _ in self.held]
+        self.held = [(m, m.on_cpu, m.on_gpu) for m in self.met]
+        if wait:  # as those on a CPU are
+            self.held = [(m, on_cpu + on_gpu, []) for m, on_cpu, on_gpu in self.held]
 
     def compare(self, on: bool) -> None:
-        for met, samples, on_gpu in self.held:
-            met.samples, met.on_gpu = (samples, on_gpu) if on else ([], False)
+        for met, on_cpu, on_gpu in self.held:
+            met.on_cpu, met.on_gpu = (on_cpu, on_gpu) if on else ([], [])
+
+    def samples(self) -> list[Any]:
+        return [s for _, on_cpu, on_gpu in self.held for s in on_cpu + on_gpu]
 
     def __call__(self) -> float:
-        if self.cache.get_seq_length() > 500:
+        if self.cache.get_seq_length() > 500 - self.ahead:
             self.cache.reset()
         start = clock()
-        self.model(input_ids=self.token, past_key_values=self.cache)
+        for _ in range(self.ahead):
+            self.model(input_ids=self.token, past_key_values=self.cache)
         if DEVICE == "cuda":
             torch.cuda.synchronize()
-        return (clock() - start) * 1e3
-
-
-class _Waited:
-    def __init__(self, samples: Any) -> None:
-        self._samples = samples
-
-    def begin(self) -> Any:
-        comparison = self._samples.begin()
-        comparison.differs()
-        return comparison
+        return (clock() - start) * 1e3 / self.ahead
 
 
 def alone(step: Step, calls: int = 300) -> float:
@@ -96,7 +91,7 @@ def alone(step: Step, calls: int = 300) -> float:
     times = []
     for _ in range(calls):
         start = clock()
-        assert not any([s.begin().differs() for _, samples, _ in step.held for s in samples])
+        assert not any([s.differ() for s in step.samples()])
         times.append((clock() - start) * 1e6)
     return statistics.median(times)
 
@@ -104,8 +99,8 @@ def alone(step: Step, calls: int = 300) -> float:
 def measure(what: str, args: argparse.Namespace) -> record.Row:
     torch._dynamo.reset()
     model = model_of(what, args.hidden, args.inter)
-    step = Step(model, args.wait)
-    runs = sum(s.at.numel() for _, samples, _ in step.held for s in samples if hasattr(s, "at"))
+    step = Step(model, args.wait, args.mode, args.ahead)
+    runs = sum(s.at.numel() for s in step.samples())
     experts = sum(p.numel() for n, p in model.named_parameters() if ".experts." in n)
     times: dict[bool, list[float]] = {False: [], True: []}
     for i in range(args.steps):
@@ -115,7 +110,7 @@ def measure(what: str, args: argparse.Namespace) -> record.Row:
     without, with_ = (statistics.median(times[on]) for on in (False, True))
     ratio = statistics.median(b / a for a, b in zip(times[False], times[True]))
     return {
-        "table": "step", "model": what, "expert_weights": experts, "runs": runs, "without_ms": without,
+        "table": "step", "model": what, "mode": args.mode, "ahead": args.ahead, "expert_weights": experts, "runs": runs, "without_ms": without,
         "with_ms": with_, "ratio": ratio, "comparison_us": alone(step),
     }  # fmt: skip
 
@@ -126,6 +121,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--inter", type=int, default=64)
     parser.add_argument("--steps", type=int, default=400)
     parser.add_argument("--wait", action="store_true")
+    parser.add_argument("--mode", default="reduce-overhead" if DEVICE == "cuda" else "default")
+    parser.add_argument("--ahead", type=int, default=1)
 
 
 @torch.no_grad()

@@ -17,8 +17,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ._library import library_path
-from .runs import RUN, Comparison
+from .runs import RUN, Comparison, library
 
 LEAST_RUNS, LEAST_RUNS_OF_A_STACK = 2, 8
 """Of one matrix [N, K], and of a stack [E, N, K], which otherwise has one run for four matrices."""
@@ -34,6 +33,11 @@ class Samples:
         whole = device.type == "cpu" and bool((sizes == RUN).all())
         self._addresses = at.data_ptr(), None if whole else sizes.data_ptr()
         self.held = held if held is not None else self.read()
+        if device.type == "cpu":
+            arguments = (*map(ctypes.c_void_p, self._addresses), ctypes.c_int64(self._count))
+            self._differ = functools.partial(
+                library().fp4_runs_differ, *arguments, ctypes.c_void_p(self.held.data_ptr())
+            )
 
     @staticmethod
     def of(tensors: Iterable[Tensor]) -> list[Samples]:
@@ -70,21 +74,20 @@ class Samples:
             read(self.at, self.sizes, held)
         else:
             held = torch.zeros(self._count, dtype=torch.int64, device="cpu")
-            _library().fp4_runs_read(*self._addresses, self._count, held.data_ptr())
+            library().fp4_runs_read(*self._addresses, self._count, held.data_ptr())
         return held
 
     def differ(self) -> bool:
         """Whether any run holds other bytes now. On CUDA the host waits for the current stream."""
-        return self.begin().differs()
+        return self._differ() != 0 if self.device.type == "cpu" else self.begin().differs()
 
     def begin(self) -> Comparison:
-        """Compares as `differ` does; on CUDA the host need not wait for it yet."""
-        if self.device.type == "cuda":
-            from .backends.triton.samples import Launched
+        """With what is there when a GPU's current stream gets here. The host need not wait for it yet."""
+        from .backends.triton.samples import watch_of
 
-            return Launched(self)
-        found = _library().fp4_runs_differ(*self._addresses, self._count, self.held.data_ptr())
-        return Comparison(bool(found))
+        watch = watch_of(self)
+        watch.begin()
+        return watch
 
 
 def _runs(t: Tensor) -> list[tuple[int, int]]:
@@ -144,18 +147,3 @@ def _some(total: int, count: int) -> list[int]:
 
 def _hash(i: int) -> int:
     return ((i + 1) * 0x9E3779B97F4A7C15 & 0xFFFFFFFFFFFFFFFF) >> 24
-
-
-@functools.cache
-def _library() -> ctypes.CDLL:
-    loaded = ctypes.CDLL(str(library_path()))
-    if not hasattr(loaded, "fp4_runs_read"):
-        raise ImportError(
-            f"fp4_ops: {loaded._name} is older than the Python files beside it. "
-            "Build it again: pip install --no-build-isolation -e ."
-        )
-    pointer, count = ctypes.c_void_p, ctypes.c_int64
-    loaded.fp4_runs_read.argtypes = [pointer, pointer, count, pointer]
-    loaded.fp4_runs_read.restype = None
-    loaded.fp4_runs_differ.argtypes = [pointer, pointer, count, pointer]
-    return loaded

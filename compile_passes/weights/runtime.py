@@ -98,18 +98,26 @@ class _Met:
         self.serials = [e.serial for e in entries]
         self.packed: _Packed = tuple(t for e in entries for t in e.packed)
         distinct = {e.serial: e for e in entries}.values()
-        self.samples = Samples.joined(s for e in distinct for s in e.samples)
-        self.on_gpu = any(s.device.type == "cuda" for s in self.samples)
+        samples = Samples.joined(s for e in distinct for s in e.samples)
+        self.on_cpu = [s for s in samples if s.device.type == "cpu"]
+        self.on_gpu = [s for s in samples if s.device.type == "cuda"]
 
 
 class _Unsure:
-    """Comparisons that a GPU has still to make."""
+    """Comparisons that a GPU has still to make, for a call that has begun with what was packed before."""
 
-    def __init__(self, comparisons: list[Comparison], again: Callable[[Sequence[Any]], _Packed]) -> None:
-        self._comparisons, self.again = comparisons, again
+    __slots__ = ("_begun", "_key", "_lookup", "_serials")
+
+    def __init__(
+        self, lookup: _Lookup, key: tuple[int, ...], serials: list[int], begun: list[Comparison]
+    ) -> None:
+        self._lookup, self._key, self._serials, self._begun = lookup, key, serials, begun
 
     def differ(self) -> bool:
-        return any([c.differs() for c in self._comparisons])
+        return any([c.differs() for c in self._begun])
+
+    def again(self, args: Sequence[Any]) -> _Packed:
+        return self._lookup._ask(self._key, args, self._serials)
 
 
 class _Lookup:
@@ -135,12 +143,13 @@ class _Lookup:
             return self._ask(key, args, ()), None
         if met.on_gpu and torch.cuda.is_current_stream_capturing():
             return met.packed, None  # to a CUDA graph of the user's, which cannot ask
-        comparisons = [s.begin() for s in met.samples]
-        if may_repeat and met.on_gpu:
-            return met.packed, _Unsure(comparisons, lambda args: self._ask(key, args, met.serials))
-        if any([c.differs() for c in comparisons]):
-            return self._ask(key, args, met.serials), None
-        return met.packed, None
+        differs = any([s.differ() for s in met.on_cpu])
+        if met.on_gpu and not differs:
+            begun = [s.begin() for s in met.on_gpu]
+            if may_repeat:
+                return met.packed, _Unsure(self, key, met.serials, begun)
+            differs = any([c.differs() for c in begun])
+        return (self._ask(key, args, met.serials) if differs else met.packed), None
 
     def _ask(self, key: tuple[int, ...], args: Sequence[Any], but: Sequence[int]) -> _Packed:
         """Asks each store. `but`: the serials of entries that are not to be trusted.

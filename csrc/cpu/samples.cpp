@@ -5,6 +5,7 @@
 #include <torch/csrc/stable/ops.h>
 
 #include <atomic>
+#include <chrono>
 #include <cstdint>
 #include <cstring>
 #include <exception>
@@ -62,4 +63,18 @@ EXPORT int fp4_runs_differ(const uint8_t* const* at, const int64_t* bytes, int64
   }
   compare(0, runs);
   return found;
+}
+
+// Looks at a number that a GPU writes until its last 40 bits are at least `least`, or until so many nanoseconds
+// have passed. Returns the number.
+EXPORT int64_t fp4_await(const int64_t* at, int64_t least, int64_t nanoseconds) {
+  using Clock = std::chrono::steady_clock;
+  const auto seen = [at] { return __atomic_load_n(at, __ATOMIC_ACQUIRE); };
+  const auto enough = [least](int64_t number) { return (number & ((int64_t{1} << 40) - 1)) >= least; };
+  const Clock::time_point end = Clock::now() + std::chrono::nanoseconds(nanoseconds);
+  int64_t number = seen();
+  while (!enough(number) && Clock::now() < end) {
+    for (int look = 0; look < 32 && !enough(number); ++look) number = seen();
+  }
+  return number;
 }

@@ -3,10 +3,14 @@
 from __future__ import annotations
 
 import ctypes
+import functools
 import threading
 
 import pytest
 import torch
+
+from fp4_ops.runs import library
+from fp4_ops.samples import Samples
 
 samples = pytest.importorskip("fp4_ops.backends.triton.samples", reason="needs Triton")
 PROGRAMS = 3
@@ -20,30 +24,91 @@ class Stream:
 
 
 @pytest.fixture
-def watch(monkeypatch):
+def watch():
     """As if three programs compare at each launch; the test writes their answers."""
     made = samples.Watch.__new__(samples.Watch)
-    made._programs, made._device = PROGRAMS, torch.device("cuda", 0)
+    made._programs, made._beside = PROGRAMS, Stream()
     made._answer = torch.zeros(1, dtype=torch.int64)
-    made._seen = ctypes.c_int64.from_address(made._answer.data_ptr())
-    made.stream = Stream()
-    monkeypatch.setattr(torch.cuda, "current_stream", lambda device: made.stream)
+    made._await = functools.partial(library().fp4_await, ctypes.c_void_p(made._answer.data_ptr()))
     return made
 
 
+@pytest.mark.parametrize("seconds", [0, 1e-4, 0.05])
 @pytest.mark.parametrize("found", [0, 1, 2])
-def test_an_answer_that_comes_late(watch, found):
+def test_an_answer_that_comes_late(watch, found, seconds):
     """It is waited for, however many launches there were before."""
     watch._answer.fill_(4 * PROGRAMS)
     answer = 5 * PROGRAMS + (found << 40)
-    threading.Timer(0.05, watch._answer.fill_, [answer]).start()
-    assert watch.differs(5) == (found > 0)
+    threading.Timer(seconds, watch._answer.fill_, [answer]).start()
+    assert watch._answered(5) == (found > 0)
     assert watch._answer.item() == answer
 
 
 def test_an_answer_that_never_comes(watch):
     watch._answer.fill_(PROGRAMS)
-    assert not watch.differs(1)
-    watch.stream.over = True
+    assert not watch._answered(1)
+    watch._beside.over = True
     with pytest.raises(RuntimeError, match="did not compare the weights"):
-        watch.differs(2)
+        watch._answered(2)
+
+
+# --- on a GPU ---
+
+
+@pytest.fixture
+def weight():
+    return torch.randn(4, 96, 128, device="cuda")
+
+
+def busy(seconds: float) -> None:
+    """Keeps the current stream busy: an H100 makes some 1.7e9 cycles a second."""
+    torch.cuda._sleep(int(seconds * 1.7e9))
+
+
+@pytest.mark.hardware
+@pytest.mark.gpu
+@pytest.mark.parametrize("beside", [False, True])
+def test_what_the_stream_does_before_is_seen(weight, beside):
+    """Also where the host is far ahead of it; on a stream of the user's as well."""
+    (of,) = Samples.of([weight])
+    with torch.cuda.stream(torch.cuda.Stream() if beside else torch.cuda.current_stream()):
+        torch.cuda.current_stream().wait_stream(torch.cuda.default_stream())
+        for change in (False, True):
+            busy(0.05)
+            weight.add_(float(change))
+            comparison = of.begin()
+            assert comparison.differs() == change
+
+
+@pytest.mark.hardware
+@pytest.mark.gpu
+def test_what_the_stream_does_after_is_not_waited_for(weight):
+    (of,) = Samples.of([weight])
+    assert not of.differ()
+    comparison = of.begin()
+    busy(0.5)
+    assert not comparison.differs()
+    assert not torch.cuda.current_stream().query()
+    torch.cuda.synchronize()
+
+
+@pytest.mark.hardware
+@pytest.mark.gpu
+def test_threads_that_share_a_stream(weight):
+    (of,) = Samples.of([weight])
+    found = []
+
+    def ask() -> None:
+        for _ in range(200):
+            comparison = of.begin()
+            found.append(comparison.differs())
+
+    for change in (False, True):
+        found.clear()
+        weight.add_(float(change))
+        threads = [threading.Thread(target=ask) for _ in range(4)]
+        for t in threads:
+            t.start()
+        for t in threads:
+            t.join()
+        assert found == [change] * 800

@@ -613,8 +613,11 @@ def test_rows_of_changed_weights(monkeypatch):
     module = imported("changed_weights")
 
     class Step:
-        def __init__(self, model, wait):
-            self.held, self.on = [], False
+        def __init__(self, model, *args):
+            self.on = False
+
+        def samples(self):
+            return []
 
         def compare(self, on):
             self.on = on

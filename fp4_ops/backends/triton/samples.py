@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ctypes
+import functools
 import itertools
 import time
 
@@ -11,11 +12,13 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from ...runs import RUN, Comparison, Runs
+from ...runs import RUN, Runs, library
 
 RUNS_A_PROGRAM = 32
-SOON = 1000
-"""Looks at an answer, some 0.1 us each, after which the host sleeps between them."""
+COMPARED = (1 << 40) - 1
+"""The bits of an answer that count programs; those above count differences."""
+AT_ONCE, SOON = 200_000, 2_000_000
+"""Nanoseconds that the host looks for an answer without a break, and those after which it sleeps."""
 
 
 @triton.jit(do_not_specialize=["runs"])
@@ -66,61 +69,68 @@ def read(at: Tensor, sizes: Tensor, held: Tensor) -> None:
 
 
 class Watch:
-    """Compares the samples on one stream, by a CUDA graph of one kernel: a launch costs the host 5 us.
+    """Compares the samples with what is there when one stream gets to a point of its work.
 
+    `begin` says which point, and costs the host 1 us. `differs` launches the comparison, a CUDA graph of one
+    kernel, on a stream beside: what was launched on the stream meanwhile neither waits for it nor delays it.
     The kernel writes its answer to the host's memory, where the host looks for it.
+
+    Threads may share the stream. The point of the last `begin` is then that of all, and no earlier than any.
     """
 
     def __init__(self, samples: Runs) -> None:
         self._runs, self._device = (samples.at, samples.sizes, samples.held), samples.device
         self._programs = programs(samples.at.numel())
-        self._numbers = itertools.count(1)  # of launches; threads that share the stream draw different ones
+        self._numbers = itertools.count(1)  # of launches; threads draw different ones
         self._count = torch.zeros(1, dtype=torch.int64, device=samples.device)
         self._answer = torch.zeros(1, dtype=torch.int64, device="cpu").pin_memory()
-        self._seen = ctypes.c_int64.from_address(self._answer.data_ptr())
+        self._await = functools.partial(library().fp4_await, ctypes.c_void_p(self._answer.data_ptr()))
+        self._stream, self._point = torch.cuda.current_stream(), torch.cuda.Event()
+        self._beside = torch.cuda.Stream(samples.device, priority=-1)
+        for t in (*self._runs, self._count):
+            t.record_stream(self._beside)
         self._launch()  # compiles the kernel
         self._graph = torch.cuda.CUDAGraph()
-        with torch.cuda.stream(torch.cuda.Stream(samples.device)):
+        with torch.cuda.stream(self._beside):
             self._graph.capture_begin(capture_error_mode="thread_local")
             self._launch()
             self._graph.capture_end()
-        torch.cuda.current_stream().synchronize()
+        self._stream.synchronize()
         self._answer.zero_()
         self._count.zero_()
 
     def _launch(self) -> None:
         launch(*self._runs, self._count, self._answer, compare=True)
 
-    def launch(self) -> int:
-        """The number that `differs` is asked with."""
-        number = next(self._numbers)
-        self._graph.replay()
-        return number
-
-    def differs(self, launch: int) -> bool:
-        """Waits until as many launches have compared: no answer is older than the question."""
-        seen, compared, looks = self._seen, launch * self._programs, 0
-        while seen.value & 0xFFFFFFFFFF < compared:
-            looks += 1
-            if looks < SOON:
-                continue
-            # The query raises CUDA's errors, after which no answer comes.
-            if torch.cuda.current_stream(self._device).query() and seen.value & 0xFFFFFFFFFF < compared:
-                raise RuntimeError("fp4: the GPU did not compare the weights with what was packed")
-            time.sleep(2e-5)  # other threads go on
-        return seen.value >> 40 != 0
-
-
-class Launched(Comparison):
-    """A comparison that the current stream has still to make. Only who asks for the answer waits for it."""
-
-    def __init__(self, samples: Runs) -> None:
-        stream = torch._C._cuda_getCurrentRawStream(samples.device.index)
-        watch = samples.watches.get(stream)
-        if watch is None:
-            with torch.cuda.device(samples.device):
-                watch = samples.watches[stream] = Watch(samples)
-        self._watch, self._launch = watch, watch.launch()
+    def begin(self) -> None:
+        """What the stream was given until now comes before the comparison."""
+        self._point.record(self._stream)
 
     def differs(self) -> bool:
-        return self._watch.differs(self._launch)
+        """Whether anything does, at the point of `begin` or later. Waits for the answer."""
+        number = next(self._numbers)  # after `begin`: of as many launches one waits for this point at least
+        self._point.wait(self._beside)
+        with torch.cuda.stream(self._beside):
+            self._graph.replay()
+        return self._answered(number)
+
+    def _answered(self, launches: int) -> bool:
+        """Waits until as many have compared: no answer is older than the question."""
+        compared, end = launches * self._programs, time.monotonic_ns() + SOON
+        while (answer := self._await(compared, AT_ONCE)) & COMPARED < compared:
+            # The query raises CUDA's errors, after which no answer comes.
+            if self._beside.query() and (answer := self._await(compared, 0)) & COMPARED < compared:
+                raise RuntimeError("fp4: the GPU did not compare the weights with what was packed")
+            if time.monotonic_ns() > end:
+                time.sleep(5e-5)
+        return answer > COMPARED
+
+
+def watch_of(samples: Runs) -> Watch:
+    """That of the current stream of the samples' device."""
+    stream = torch._C._cuda_getCurrentRawStream(samples.device.index)
+    watch = samples.watches.get(stream)
+    if watch is None:
+        with torch.cuda.device(samples.device):
+            watch = samples.watches[stream] = Watch(samples)
+    return watch

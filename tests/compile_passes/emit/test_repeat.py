@@ -9,6 +9,8 @@ from fp4_ops.compile_passes.weights import runtime
 from moe_models import Block, relative_error
 from torch.fx.experimental.proxy_tensor import make_fx
 
+from fp4_ops import samples
+
 aten = torch.ops.aten
 CACHE, POS, COUNT = torch.randn(6, 4), torch.tensor([2]), torch.tensor(3)
 X, W = torch.randn(1, 4), torch.randn(4, 4)
@@ -88,6 +90,16 @@ def test_graphs_that_may_not(name):
     assert undo_of(graph_of(MAY_NOT[name]), 1) is None
 
 
+class Begun:
+    """Stands for a comparison on a GPU."""
+
+    def __init__(self, of: samples.Samples) -> None:
+        self._differ = of.differ
+
+    def differs(self) -> bool:
+        return self._differ()
+
+
 class Decoder(torch.nn.Module):
     """Experts behind a cache of rows and its counter, both of which each call writes to."""
 
@@ -119,8 +131,9 @@ def test_weights_that_change_unseen_between_calls(device, mode, monkeypatch):
 
         def late(self, *args):
             made(self, *args)
-            self.on_gpu = True
+            self.on_cpu, self.on_gpu = [], self.on_cpu
 
+        monkeypatch.setattr(samples.Samples, "begin", lambda of: Begun(of))
         monkeypatch.setattr(runtime._Met, "__init__", late)
         monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)
     asked = []
