@@ -110,8 +110,9 @@ def measure(what: str, args: argparse.Namespace) -> record.Row:
     without, with_ = (statistics.median(times[on]) for on in (False, True))
     ratio = statistics.median(b / a for a, b in zip(times[False], times[True]))
     return {
-        "table": "step", "model": what, "mode": args.mode, "ahead": args.ahead, "expert_weights": experts, "runs": runs, "without_ms": without,
-        "with_ms": with_, "ratio": ratio, "comparison_us": alone(step),
+        "table": "step", "model": what, "mode": args.mode, "ahead": args.ahead,
+        "expert_weights": experts, "runs": runs, "without_ms": without, "with_ms": with_, "ratio": ratio,
+        "comparison_us": alone(step),
     }  # fmt: skip
 
 
