@@ -198,8 +198,17 @@ def is_pure(node: fx.Node) -> bool:
     """Whether it may run once more or once less, here alone, and gives the same for the same inputs."""
     if is_op(node, aten.empty, aten.empty_like, aten.copy_) or is_collective(node):
         return False
-    tags = getattr(node.target, "tags", ())
-    return torch.Tag.nondeterministic_seeded not in tags and not is_impure(node)
+    return not (_draws(node) or is_impure(node, random=False))
+
+
+def _draws(node: fx.Node) -> bool:
+    """Whether it takes random numbers. What may do so for a dropout takes none where nothing is dropped."""
+    if torch.Tag.nondeterministic_seeded not in getattr(node.target, "tags", ()):
+        return False
+    a = arguments(node)
+    dropped = (a[name] for name in ("dropout_p", "dropout") if name in a)
+    training = (a[name] for name in ("train", "training") if name in a)
+    return all(p != 0 for p in dropped) and all(t is not False for t in training)
 
 
 _COLLECTIVES = ("_c10d_functional", "_c10d_functional_autograd", "c10d", "symm_mem", "_dtensor")
@@ -216,16 +225,19 @@ def is_collective(node: fx.Node) -> bool:
     return node.target.namespace in _COLLECTIVES or any(name in _GROUPS for name in own)
 
 
-def is_impure(node: fx.Node) -> bool:
-    """What fx says, which searches torch's registries, once for each operator."""
+def is_impure(node: fx.Node, random: bool = True) -> bool:
+    """What fx says, which searches torch's registries, once for each operator.
+
+    `random`: whether operators that may take random numbers are impure for that.
+    """
     if not isinstance(node.target, torch._ops.OpOverload):
-        return node.is_impure()
-    if node.target not in _IMPURE:
-        _IMPURE[node.target] = node.is_impure()
-    return _IMPURE[node.target]
+        return node.is_impure(random)
+    if (node.target, random) not in _IMPURE:
+        _IMPURE[node.target, random] = node.is_impure(random)
+    return _IMPURE[node.target, random]
 
 
-_IMPURE: dict[Any, bool] = {}
+_IMPURE: dict[tuple[Any, bool], bool] = {}
 
 
 # --- operands that are weights ---

@@ -47,6 +47,14 @@ def a_cache_at_a_counters_place(cache, pos, count, x, w):
     return new @ w
 
 
+def attention(dropout):
+    def f(cache, pos, count, x, w):
+        q = (x @ w).view(1, 1, 1, 4).expand(1, 2, 3, 4)
+        return aten._scaled_dot_product_flash_attention_for_cpu(q, q + 1, q * 2, dropout)[0]
+
+    return f
+
+
 MAY = {
     "nothing is written": (lambda cache, pos, count, x, w: x @ w, ()),
     "index_copy": (into(lambda c, pos, y, w: aten.index_copy(c, 0, pos, y)), ()),
@@ -55,6 +63,8 @@ MAY = {
     "select_scatter": (into(lambda c, pos, y, w: aten.select_scatter(c, y[0], 0, 2)), ()),
     "scatter": (into(lambda c, pos, y, w: aten.scatter(c, 0, pos.expand(1, 4), y)), ()),
     "all of it": (into(lambda c, pos, y, w: y.expand(6, 4).clone()), ()),
+    "attention": (attention(0.0), ()),
+    "dropout in evaluation": (lambda cache, pos, count, x, w: aten.native_dropout(x @ w, 0.5, False)[0], ()),
     "a counter": (counted(lambda count, y: count + 7), ((2, 7),)),
     "a counter, and the cache at its place": (a_cache_at_a_counters_place, ((2, 1),)),
 }
@@ -67,6 +77,8 @@ MAY_NOT = {
     "the weights say where": into(lambda c, pos, y, w: aten.index_copy(c, 0, w[0, :1].abs().long() % 6, y)),
     "a counter that a tensor is added to": counted(lambda count, y: count + (y > 0).sum()),
     "a counter that is doubled": counted(lambda count, y: count * 2),
+    "attention with dropout": attention(0.1),
+    "dropout": lambda cache, pos, count, x, w: aten.native_dropout(x @ w, 0.5, True)[0],
     "a number is drawn": lambda cache, pos, count, x, w: torch.rand_like(x) @ w,
 }  # fmt: skip
 
