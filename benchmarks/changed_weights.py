@@ -64,16 +64,14 @@ class Step:
         for _ in range(4):
             self()
         self.met: list[Any] = [m for lookup in runtime._lookups for m in lookup._met.values()]
-        self.held = [(m, m.on_cpu, m.on_gpu) for m in self.met]
-        if wait:  # as those on a CPU are
-            self.held = [(m, on_cpu + on_gpu, []) for m, on_cpu, on_gpu in self.held]
+        self.held = [(m, m.samples, m.on_gpu and not wait) for m in self.met]
 
     def compare(self, on: bool) -> None:
-        for met, on_cpu, on_gpu in self.held:
-            met.on_cpu, met.on_gpu = (on_cpu, on_gpu) if on else ([], [])
+        for met, samples, on_gpu in self.held:
+            met.samples, met.on_gpu = (samples, on_gpu) if on else ([], False)
 
     def samples(self) -> list[Any]:
-        return [s for _, on_cpu, on_gpu in self.held for s in on_cpu + on_gpu]
+        return [s for _, samples, _ in self.held for s in samples]
 
     def __call__(self) -> float:
         if self.cache.get_seq_length() > 500 - self.ahead:
@@ -91,7 +89,7 @@ def alone(step: Step, calls: int = 300) -> float:
     times = []
     for _ in range(calls):
         start = clock()
-        assert not any([s.differ() for s in step.samples()])
+        assert not any([s.differs() for s in step.samples()])
         times.append((clock() - start) * 1e6)
     return statistics.median(times)
 

@@ -35,7 +35,7 @@ class Samples:
         self.held = held if held is not None else self.read()
         if device.type == "cpu":
             arguments = (*map(ctypes.c_void_p, self._addresses), ctypes.c_int64(self._count))
-            self._differ = functools.partial(
+            self._differs = functools.partial(
                 library().fp4_runs_differ, *arguments, ctypes.c_void_p(self.held.data_ptr())
             )
 
@@ -68,26 +68,28 @@ class Samples:
     def read(self) -> Tensor:
         """The bytes of each run; on a CPU a number that tells them from others, which is less to compare."""
         if self.device.type == "cuda":
-            from .backends.triton.samples import read
-
             held = torch.zeros(self._count, RUN, dtype=torch.uint8, device=self.device)
-            read(self.at, self.sizes, held)
+            _on_gpu().read(self.at, self.sizes, held)
         else:
             held = torch.zeros(self._count, dtype=torch.int64, device="cpu")
             library().fp4_runs_read(*self._addresses, self._count, held.data_ptr())
         return held
 
-    def differ(self) -> bool:
+    def differs(self) -> bool:
         """Whether any run holds other bytes now. On CUDA the host waits for the current stream."""
-        return self._differ() != 0 if self.device.type == "cpu" else self.begin().differs()
+        return self._differs() != 0 if self.device.type == "cpu" else self.begin().differs()
 
     def begin(self) -> Comparison:
-        """With what is there when a GPU's current stream gets here. The host need not wait for it yet."""
-        from .backends.triton.samples import watch_of
+        """With what is there when the current stream of a GPU gets here. A CPU compares when it is asked."""
+        return self if self.device.type == "cpu" else _on_gpu().begin(self)
 
-        watch = watch_of(self)
-        watch.begin()
-        return watch
+
+@functools.cache
+def _on_gpu() -> Any:
+    """Needs Triton."""
+    from .backends.triton import samples
+
+    return samples
 
 
 def _runs(t: Tensor) -> list[tuple[int, int]]:

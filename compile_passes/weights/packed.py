@@ -39,7 +39,7 @@ class Entry:
         """Whether these are the same weights, and nothing shows that they were written to."""
         if self.written or self.shapes != shapes_of(weights):
             return False
-        return self.states == states_of(leaves_of(weights)) and not any(s.differ() for s in self.samples)
+        return self.states == states_of(leaves_of(weights)) and not any(s.differs() for s in self.samples)
 
     def put(self, packed: tuple[torch.Tensor, ...], old: Entry | None) -> None:
         """Keeps them where the old ones lie, so that CUDA graphs that were recorded read the new ones."""

@@ -98,26 +98,30 @@ class _Met:
         self.serials = [e.serial for e in entries]
         self.packed: _Packed = tuple(t for e in entries for t in e.packed)
         distinct = {e.serial: e for e in entries}.values()
-        samples = Samples.joined(s for e in distinct for s in e.samples)
-        self.on_cpu = [s for s in samples if s.device.type == "cpu"]
-        self.on_gpu = [s for s in samples if s.device.type == "cuda"]
+        self.samples = Samples.joined(s for e in distinct for s in e.samples)
+        self.on_gpu = any(s.device.type == "cuda" for s in self.samples)
 
 
 class _Unsure:
-    """Comparisons that a GPU has still to make, for a call that has begun with what was packed before."""
+    """What was packed for a call that has begun, while nobody has asked yet whether its weights changed."""
 
-    __slots__ = ("_begun", "_key", "_lookup", "_serials")
+    __slots__ = ("_begun", "_lookup", "_met", "_suspect", "_weights")
 
     def __init__(
-        self, lookup: _Lookup, key: tuple[int, ...], serials: list[int], begun: list[Comparison]
+        self, lookup: _Lookup, met: _Met, weights: tuple[torch.Tensor, ...], begun: list[Comparison]
     ) -> None:
-        self._lookup, self._key, self._serials, self._begun = lookup, key, serials, begun
+        self._lookup, self._met, self._weights, self._begun = lookup, met, weights, begun
+        self._suspect: Sequence[int] = ()
 
     def differ(self) -> bool:
-        return any([c.differs() for c in self._begun])
+        if self._met.states != _states(self._weights):
+            return True  # and what the samples are of may be gone
+        if any([c.differs() for c in self._begun]):
+            self._suspect = self._met.serials
+        return len(self._suspect) > 0
 
     def again(self, args: Sequence[Any]) -> _Packed:
-        return self._lookup._ask(self._key, args, self._serials)
+        return self._lookup._ask(tuple(map(id, self._weights)), args, self._suspect)
 
 
 class _Lookup:
@@ -139,17 +143,16 @@ class _Lookup:
         weights = self._weights(args)
         key = tuple(map(id, weights))
         met = self._met.get(key)
-        if met is None or met.writes != NoticedWrites.last or met.states != _states(weights):
+        if met is None or met.writes is not NoticedWrites.last:
             return self._ask(key, args, ()), None
-        if met.on_gpu and torch.cuda.is_current_stream_capturing():
-            return met.packed, None  # to a CUDA graph of the user's, which cannot ask
-        differs = any([s.differ() for s in met.on_cpu])
-        if met.on_gpu and not differs:
-            begun = [s.begin() for s in met.on_gpu]
-            if may_repeat:
-                return met.packed, _Unsure(self, key, met.serials, begun)
-            differs = any([c.differs() for c in begun])
-        return (self._ask(key, args, met.serials) if differs else met.packed), None
+        asks = not (met.on_gpu and torch.cuda.is_current_stream_capturing())
+        if met.on_gpu and may_repeat and asks:
+            return met.packed, _Unsure(self, met, weights, [s.begin() for s in met.samples])
+        if met.states != _states(weights):
+            return self._ask(key, args, ()), None
+        if asks and any([s.differs() for s in met.samples]):  # a CUDA graph of the user's cannot ask
+            return self._ask(key, args, met.serials), None
+        return met.packed, None
 
     def _ask(self, key: tuple[int, ...], args: Sequence[Any], but: Sequence[int]) -> _Packed:
         """Asks each store. `but`: the serials of entries that are not to be trusted.

@@ -84,7 +84,7 @@ def test_what_the_stream_does_before_is_seen(weight, beside):
 @pytest.mark.gpu
 def test_what_the_stream_does_after_is_not_waited_for(weight):
     (of,) = Samples.of([weight])
-    assert not of.differ()
+    assert not of.differs()
     comparison = of.begin()
     busy(0.5)
     assert not comparison.differs()

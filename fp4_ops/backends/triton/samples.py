@@ -126,11 +126,12 @@ class Watch:
         return answer > COMPARED
 
 
-def watch_of(samples: Runs) -> Watch:
-    """That of the current stream of the samples' device."""
+def begin(samples: Runs) -> Watch:
+    """Of the current stream of the samples' device."""
     stream = torch._C._cuda_getCurrentRawStream(samples.device.index)
     watch = samples.watches.get(stream)
     if watch is None:
         with torch.cuda.device(samples.device):
             watch = samples.watches[stream] = Watch(samples)
-    return watch
+    watch.begin()
+    return watch  # type: ignore[no-any-return]

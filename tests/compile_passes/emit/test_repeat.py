@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import pytest
 import torch
+from conftest import more
+from fp4_ops.compile_passes import pipeline
 from fp4_ops.compile_passes.emit.repeat import undo_of
 from fp4_ops.compile_passes.weights import runtime
 from moe_models import Block, relative_error
+from recorder import Recorder
 from torch.fx.experimental.proxy_tensor import make_fx
-
-from fp4_ops import samples
 
 aten = torch.ops.aten
 CACHE, POS, COUNT = torch.randn(6, 4), torch.tensor([2]), torch.tensor(3)
@@ -102,14 +103,24 @@ def test_graphs_that_may_not(name):
     assert undo_of(graph_of(MAY_NOT[name]), 1) is None
 
 
-class Begun:
-    """Stands for a comparison on a GPU."""
-
-    def __init__(self, of: samples.Samples) -> None:
-        self._differ = of.differ
-
-    def differs(self) -> bool:
-        return self._differ()
+@pytest.mark.usefixtures("fresh_dynamo")
+@pytest.mark.parametrize("attention", ["sdpa", more("eager")])
+def test_a_step_of_transformers_may_run_again(attention, monkeypatch):
+    """With a static cache: its counters count back, its keys are written again."""
+    transformers = pytest.importorskip("transformers")
+    config = transformers.Qwen3MoeConfig(
+        vocab_size=32, hidden_size=32, intermediate_size=32, moe_intermediate_size=32, num_hidden_layers=2,
+        num_attention_heads=2, num_key_value_heads=1, head_dim=16, num_experts=4, num_experts_per_tok=2,
+    )  # fmt: skip
+    model = transformers.AutoModelForCausalLM.from_config(config, attn_implementation=attention).eval()
+    cache, undo = transformers.StaticCache(config, max_cache_len=16), []
+    monkeypatch.setattr(pipeline, "undo_of", lambda *args: (undo.append(undo_of(*args)), undo[-1])[1])
+    recorder = Recorder()
+    with torch.no_grad():
+        model(torch.randint(0, 32, (1, 5)), past_key_values=cache)
+        torch.compile(model, backend=recorder)(torch.randint(0, 32, (1, 1)), past_key_values=cache)
+    assert recorder.ops == ["fp4::moe"] * 2
+    assert len(undo) == 1 and [number for _, number in undo[0]] == [1, 1]
 
 
 class Decoder(torch.nn.Module):
@@ -143,9 +154,8 @@ def test_weights_that_change_unseen_between_calls(device, mode, monkeypatch):
 
         def late(self, *args):
             made(self, *args)
-            self.on_cpu, self.on_gpu = [], self.on_cpu
+            self.on_gpu = True
 
-        monkeypatch.setattr(samples.Samples, "begin", lambda of: Begun(of))
         monkeypatch.setattr(runtime._Met, "__init__", late)
         monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)
     asked = []
