@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch import fx
 
-from ..graph.nodes import arguments, aten, is_op, is_tensor, strip, value
+from ..graph.nodes import arguments, aten, is_op, is_tensor, value
 from ..operands import operand
 from .axes import Opaque
 from .indexing import Indexing
@@ -100,13 +100,5 @@ class Conditions(Indexing):
         mask, of = self.broadcast([mask, of])
         if not (is_indicator(mask.term) if wanted else is_boolean(mask.term)):
             raise Opaque
-        if not wanted and _of_shares(mask.term):
-            raise Opaque
         dims = self._joined([mask, of])
         return Value(dims, Mul(mask.term if wanted else opposite(mask.term), of.term, self.ref(node, dims)))
-
-
-def _of_shares(mask: Term) -> bool:
-    """Whether a condition asks `ids // n`: which process has an expert, not which expert it is."""
-    compared = mask.args[0] if isinstance(mask, Apply) else None
-    return isinstance(compared, Ref) and is_op(strip(compared.node), aten.floor_divide, aten.div)

@@ -18,6 +18,7 @@ from ..index.indicators import is_eq
 from ..index.terms import (
     Add,
     Affine,
+    AnyOf,
     Apply,
     Axis,
     Composite,
@@ -110,7 +111,8 @@ def split_after(
 
     after: Term = OUT
     rest = []
-    for f in factors:
+    wide = {t for t in factors if isinstance(t, Mul) and free_axes(go(t)) & {OUT, hidden}}
+    for f in [p for t in factors for p in (flatten(t, Mul) if t in wide else [t])]:
         row = go(f)
         axes = free_axes(row)
         own = OUT in axes or any(isinstance(t, Ref) and t.node is weight for t in walk(f))
@@ -143,15 +145,47 @@ def looked_up(term: Term, ids: Ref | None) -> Ref | None:
 def open_sums(axes: tuple[Axis, ...], factors: tuple[Term, ...]) -> tuple[tuple[Axis, ...], tuple[Term, ...]]:
     """A factor sum over j of w[t, j] * [ids[t, j] == e] becomes its factors, summed with the rest."""
     out: list[Term] = []
-    masked = any(map(is_eq, factors))
+    masked = any(is_eq(p) for f in factors for p in flatten(f, Mul))
     for f in factors:
         inside = flatten(f.body, Mul) if isinstance(f, Sum) else []
         if not (axes or masked) and isinstance(f, Sum) and any(map(is_eq, inside)):
             axes = f.axes
-            out.extend(inside)
+            out.extend(parts(f.body))
         else:
             out.append(f)
     return axes, tuple(out)
+
+
+def parts(term: Term) -> list[Term]:
+    """The operands of nested products. What the graph computes with a mask in it stays whole."""
+    out, todo = [], [term]
+    while todo:
+        t = todo.pop()
+        if isinstance(t, Mul) and (t.ref is None or not any(map(is_eq, flatten(t, Mul)))):
+            todo.extend(reversed(t.args))
+        else:
+            out.append(t)
+    return out
+
+
+def without_other_masks(factors: tuple[Term, ...]) -> tuple[Term, ...]:
+    """The factors of an expert's output, whose masks say whose output it is.
+
+    What is masked by something else than the ids that other factors compare, such as the process that has an
+    expert, is a number like others.
+    """
+    ids = {compared for f in factors if not isinstance(f, Mul) for compared in _compared(f)}
+    out: list[Term] = []
+    for f in factors:
+        inside = flatten(f, Mul)
+        other = ids and ids.isdisjoint(compared for p in inside for compared in _compared(p))
+        out += [f.ref] if isinstance(f, Mul) and f.ref is not None and other else inside
+    return tuple(out)
+
+
+def _compared(mask: Term) -> list[Term]:
+    inside = mask.body if isinstance(mask, AnyOf) else mask
+    return [inside.args[0]] if is_eq(inside) else []
 
 
 def demote(term: Term, masks: bool = False) -> Term:

@@ -60,6 +60,7 @@ from .factors import (
     open_sums,
     product_ref,
     split_after,
+    without_other_masks,
 )
 from .kept_rows import kept_row
 from .pieces import Pieces
@@ -225,7 +226,7 @@ class Matcher(Pieces):
             m.root,
             advice.SUM_CHOICES,
         )
-        rows = self._selection(factors, e, m)
+        rows = self._selection(without_other_masks(factors), e, m)
         ids, masked, place = rows.ids, rows.masked, rows.place
         # A row's input may be masked, too: where it is, so is what becomes of it.
         scales = tuple(demote(s, masks=place is not None) for s in inner.scales)

@@ -25,7 +25,7 @@ from ..index.terms import (
 )
 from .activations import UP, bare
 from .branches import Linear
-from .factors import eq, has_masks
+from .factors import eq, has_masks, parts
 
 
 class Apart(NamedTuple):
@@ -194,7 +194,7 @@ class Pieces:
             assert isinstance(term, Mul)
             a, b = term.args if self.has_down(term.args[0]) else term.args[::-1]
             for axes, factors, core in self.expand(a):
-                yield axes, (*factors, *flatten(b, Mul)), core
+                yield axes, (*factors, *parts(b)), core
 
 
 def _is_matrix(weight: Ref) -> bool:
