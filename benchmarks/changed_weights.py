@@ -7,8 +7,8 @@
 
 One decoding step with a static cache under torch.compile(backend="fp4"), bfloat16, batch 1; on a CPU one
 thread, in CPU time; on a GPU mode "reduce-overhead" (or `--mode default`), in wall time. Both sides are one
-compiled model in one process and take turns step by step: "without" only asks for versions and addresses.
-Times are medians; the ratio is the median of the ratios of neighbours.
+compiled model in one process and take turns, a run of steps each, as one or the other would run: "without"
+only asks for versions and addresses. Times are medians; the ratio is that of neighbouring runs' medians.
 On a GPU `--wait` runs with the answer awaited before the step, as graphs are run that may not run twice, and
 `--ahead N` launches N steps before the host waits for them, as serving does.
 """
@@ -34,6 +34,8 @@ DEMO = Path(__file__).parent.parent / "examples" / "demo_model"
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 ATTENTION = "sdpa" if DEVICE == "cuda" else "eager"
 PROMPT = 64
+RUN, WARM = 20, 5
+"""Steps of a run, and those before them that bring its code into the processor's caches."""
 clock = time.perf_counter if DEVICE == "cuda" else time.thread_time
 
 
@@ -63,15 +65,17 @@ class Step:
         self.ahead = ahead
         for _ in range(4):
             self()
-        self.met: list[Any] = [m for lookup in runtime._lookups for m in lookup._met.values()]
-        self.held = [(m, m.samples, m.on_gpu and not wait) for m in self.met]
+        self.lookups = [(lookup, lookup.on_gpu and not wait) for lookup in runtime._lookups if lookup._met]
+        self.held = [(m, m.samples) for lookup, _ in self.lookups for m in lookup._met.values()]
 
     def compare(self, on: bool) -> None:
-        for met, samples, on_gpu in self.held:
-            met.samples, met.on_gpu = (samples, on_gpu) if on else ([], False)
+        for lookup, on_gpu in self.lookups:
+            lookup.on_gpu = on and on_gpu
+        for met, samples in self.held:
+            met.samples = samples if on else []
 
     def samples(self) -> list[Any]:
-        return [s for _, samples, _ in self.held for s in samples]
+        return [s for _, samples in self.held for s in samples]
 
     def __call__(self) -> float:
         if self.cache.get_seq_length() > 500 - self.ahead:
@@ -101,10 +105,10 @@ def measure(what: str, args: argparse.Namespace) -> record.Row:
     runs = sum(s.at.numel() for s in step.samples())
     experts = sum(p.numel() for n, p in model.named_parameters() if ".experts." in n)
     times: dict[bool, list[float]] = {False: [], True: []}
-    for i in range(args.steps):
+    for i in range(max(args.steps // RUN, 1)):
         for on in (False, True) if i % 2 == 0 else (True, False):
             step.compare(on)
-            times[on].append(step())
+            times[on].append(statistics.median([step() for _ in range(RUN + WARM)][WARM:]))
     without, with_ = (statistics.median(times[on]) for on in (False, True))
     ratio = statistics.median(b / a for a, b in zip(times[False], times[True]))
     return {

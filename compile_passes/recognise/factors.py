@@ -183,9 +183,12 @@ def without_other_masks(factors: tuple[Term, ...]) -> tuple[Term, ...]:
     return tuple(out)
 
 
-def _compared(mask: Term) -> list[Term]:
+def _compared(mask: Term) -> list[Any]:
+    """The tensor whose elements a mask compares, or the axis whose places."""
     inside = mask.body if isinstance(mask, AnyOf) else mask
-    return [inside.args[0]] if is_eq(inside) else []
+    if not is_eq(inside):
+        return []
+    return [inside.args[0].node if isinstance(inside.args[0], Ref) else inside.args[0]]
 
 
 def demote(term: Term, masks: bool = False) -> Term:

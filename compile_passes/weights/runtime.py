@@ -73,7 +73,7 @@ def runtime(
         if unsure is not None and unsure.differ():
             del out
             take_back(args)
-            packed = unsure.again(args)
+            packed = unsure.again()
             with below_autograd():
                 out = compiled(*kept(args), *packed)
         return out
@@ -93,8 +93,10 @@ _Packed = tuple[torch.Tensor, ...]
 class _Met:
     """The weights of one call, all of which were packed."""
 
-    def __init__(self, writes: object, states: Any, entries: list[Entry], refs: list[Any]) -> None:
-        self.writes, self.states, self.refs = writes, states, refs
+    def __init__(
+        self, key: tuple[int, ...], writes: object, states: Any, entries: list[Entry], refs: list[Any]
+    ) -> None:
+        self.key, self.writes, self.states, self.refs = key, writes, states, refs
         self.serials = [e.serial for e in entries]
         self.packed: _Packed = tuple(t for e in entries for t in e.packed)
         distinct = {e.serial: e for e in entries}.values()
@@ -103,25 +105,24 @@ class _Met:
 
 
 class _Unsure:
-    """What was packed for a call that has begun, while nobody has asked yet whether its weights changed."""
+    """A call that has begun with what was packed before: whether its weights changed is asked later."""
 
-    __slots__ = ("_begun", "_lookup", "_met", "_suspect", "_weights")
+    __slots__ = ("_args", "_begun", "_lookup", "_met", "_suspect")
 
-    def __init__(
-        self, lookup: _Lookup, met: _Met, weights: tuple[torch.Tensor, ...], begun: list[Comparison]
-    ) -> None:
-        self._lookup, self._met, self._weights, self._begun = lookup, met, weights, begun
+    def __init__(self, lookup: _Lookup, met: _Met, args: Sequence[Any], begun: list[Comparison]) -> None:
+        self._lookup, self._met, self._args, self._begun = lookup, met, args, begun
         self._suspect: Sequence[int] = ()
 
     def differ(self) -> bool:
-        if self._met.states != _states(self._weights):
+        weights = self._lookup.weights(self._args)
+        if self._met.key != _key(weights) or self._met.states != _states(weights):
             return True  # and what the samples are of may be gone
         if any([c.differs() for c in self._begun]):
             self._suspect = self._met.serials
         return len(self._suspect) > 0
 
-    def again(self, args: Sequence[Any]) -> _Packed:
-        return self._lookup._ask(tuple(map(id, self._weights)), args, self._suspect)
+    def again(self) -> _Packed:
+        return self._lookup.ask(self._args, self._suspect)
 
 
 class _Lookup:
@@ -135,34 +136,39 @@ class _Lookup:
     def __init__(self, swaps: list[Swap]) -> None:
         self._swaps = swaps
         self._stores = [(_getter(s.indices), store(s.spec)) for s in swaps]
-        self._weights = _getter(sorted({i for s in swaps for i in s.indices}))
+        self.weights = _getter(sorted({i for s in swaps for i in s.indices}))
         self._met: dict[tuple[int, ...], _Met] = {}
+        self._only: _Met | None = None
+        """Where there is one."""
+        self.on_gpu = False
         _lookups.add(self)
 
     def get(self, args: Sequence[Any], may_repeat: bool = False) -> tuple[_Packed, _Unsure | None]:
-        weights = self._weights(args)
-        key = tuple(map(id, weights))
-        met = self._met.get(key)
+        capturing = self.on_gpu and torch.cuda.is_current_stream_capturing()
+        late = may_repeat and self.on_gpu and not capturing
+        met = self._only if late else None
+        if met is None:
+            met = self._met.get(_key(self.weights(args)))
         if met is None or met.writes is not NoticedWrites.last:
-            return self._ask(key, args, ()), None
-        asks = not (met.on_gpu and torch.cuda.is_current_stream_capturing())
-        if met.on_gpu and may_repeat and asks:
-            return met.packed, _Unsure(self, met, weights, [s.begin() for s in met.samples])
-        if met.states != _states(weights):
-            return self._ask(key, args, ()), None
-        if asks and any([s.differs() for s in met.samples]):  # a CUDA graph of the user's cannot ask
-            return self._ask(key, args, met.serials), None
+            return self.ask(args, ()), None
+        if late:
+            return met.packed, _Unsure(self, met, args, [s.begin() for s in met.samples])
+        if met.states != _states(self.weights(args)):
+            return self.ask(args, ()), None
+        if not capturing and any([s.differs() for s in met.samples]):  # a CUDA graph of the user's cannot ask
+            return self.ask(args, met.serials), None
         return met.packed, None
 
-    def _ask(self, key: tuple[int, ...], args: Sequence[Any], but: Sequence[int]) -> _Packed:
+    def ask(self, args: Sequence[Any], but: Sequence[int]) -> _Packed:
         """Asks each store. `but`: the serials of entries that are not to be trusted.
 
         A sample of one weight that differs makes all of the graph suspect: who changes one changes others, of
         which the samples may have missed it.
         """
-        self._met.pop(key, None)  # what is packed anew takes the place of the old
-        writes, weights = NoticedWrites.last, self._weights(args)
-        states, suspect = _states(weights), set(but)
+        weights = self.weights(args)
+        key = _key(weights)
+        self._forget(key)  # what is packed anew takes the place of the old
+        writes, states, suspect = NoticedWrites.last, _states(weights), set(but)
         entries = []
         for swap, (chosen, kept) in zip(self._swaps, self._stores):
             of = chosen(args)
@@ -172,25 +178,35 @@ class _Lookup:
             except RuntimeError:
                 swap.check(of)
                 raise
-        refs = watch(weights, self._forget(key), all(e.owned for e in entries))
-        self._met[key] = met = _Met(writes, states, entries, refs)
+        refs = watch(weights, self._when_gone(key), all(e.owned for e in entries))
+        self._met[key] = met = _Met(key, writes, states, entries, refs)
+        self._only, self.on_gpu = met if len(self._met) == 1 else None, met.on_gpu
         return met.packed
+
+    def _forget(self, key: tuple[int, ...]) -> None:
+        self._met.pop(key, None)
+        self._only = None
 
     def clear(self) -> None:
         self._met.clear()
+        self._only = None
 
-    def _forget(self, key: tuple[int, ...]) -> Callable[[Any], None]:
+    def _when_gone(self, key: tuple[int, ...]) -> Callable[[Any], None]:
         lookup = weakref.ref(self)
 
         def forget(dead: Any) -> None:
             me = lookup()
             if me is not None:
-                me._met.pop(key, None)
+                me._forget(key)
 
         return forget
 
 
 _lookups: weakref.WeakSet[_Lookup] = weakref.WeakSet()
+
+
+def _key(weights: tuple[torch.Tensor, ...]) -> tuple[int, ...]:
+    return tuple(map(id, weights))
 
 
 def _states(weights: tuple[torch.Tensor, ...]) -> Any:

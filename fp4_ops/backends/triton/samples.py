@@ -6,6 +6,8 @@ import ctypes
 import functools
 import itertools
 import time
+import weakref
+from collections.abc import Callable
 
 import torch
 import triton
@@ -17,6 +19,8 @@ from ...runs import RUN, Runs, library
 RUNS_A_PROGRAM = 32
 COMPARED = (1 << 40) - 1
 """The bits of an answer that count programs; those above count differences."""
+NON_BLOCKING, HIGHEST = 1, -100
+"""CU_STREAM_NON_BLOCKING, and a priority beyond all, for which the driver takes the highest that there is."""
 AT_ONCE, SOON = 200_000, 2_000_000
 """Nanoseconds that the host looks for an answer without a break, and those after which it sleeps."""
 
@@ -68,12 +72,42 @@ def read(at: Tensor, sizes: Tensor, held: Tensor) -> None:
         launch(at, sizes, held, held, held, compare=False)
 
 
+class Driver(ctypes.Structure):
+    """`Watch` of csrc/cpu/samples.cpp."""
+
+    _fields_ = [(name, ctypes.c_void_p) for name in ("record", "wait", "launch", "event", "beside", "graph")]
+
+
+@functools.cache
+def driver() -> ctypes.CDLL:
+    return ctypes.CDLL("libcuda.so.1")
+
+
+@functools.cache
+def held_library() -> ctypes.PyDLL:
+    """Of short calls: they keep the interpreter's lock, so that no two threads launch one graph at once."""
+    return ctypes.PyDLL(library()._name)
+
+
+def check(error: int) -> None:
+    if error != 0:
+        raise RuntimeError(f"fp4: weights are not compared with what was packed: CUDA error {error}")
+
+
+@functools.cache
+def beside(device: torch.device, stream: int) -> torch.cuda.Stream:
+    """A stream in which nothing else ever waits, as it might in one of torch's, which others use as well."""
+    made = ctypes.c_void_p()
+    check(driver().cuStreamCreateWithPriority(ctypes.byref(made), NON_BLOCKING, HIGHEST))
+    return torch.cuda.ExternalStream(made.value, device)
+
+
 class Watch:
     """Compares the samples with what is there when one stream gets to a point of its work.
 
-    `begin` says which point, and costs the host 1 us. `differs` launches the comparison, a CUDA graph of one
-    kernel, on a stream beside: what was launched on the stream meanwhile neither waits for it nor delays it.
-    The kernel writes its answer to the host's memory, where the host looks for it.
+    `begin` says which point. `differs` launches the comparison, a CUDA graph of one kernel, on a stream
+    beside: what was launched on the stream meanwhile neither waits for it nor delays it. The kernel writes
+    its answer to the host's memory, where the host looks for it.
 
     Threads may share the stream. The point of the last `begin` is then that of all, and no earlier than any.
     """
@@ -85,33 +119,55 @@ class Watch:
         self._count = torch.zeros(1, dtype=torch.int64, device=samples.device)
         self._answer = torch.zeros(1, dtype=torch.int64, device="cpu").pin_memory()
         self._await = functools.partial(library().fp4_await, ctypes.c_void_p(self._answer.data_ptr()))
-        self._stream, self._point = torch.cuda.current_stream(), torch.cuda.Event()
-        self._beside = torch.cuda.Stream(samples.device, priority=-1)
+        stream, self._event = torch.cuda.current_stream(), torch.cuda.Event()
+        self._stream = ctypes.c_void_p(stream.cuda_stream)
+        self._beside = beside(samples.device, stream.cuda_stream)
         for t in (*self._runs, self._count):
             t.record_stream(self._beside)
         self._launch()  # compiles the kernel
-        self._graph = torch.cuda.CUDAGraph()
+        self._graph = torch.cuda.CUDAGraph(keep_graph=True)
         with torch.cuda.stream(self._beside):
             self._graph.capture_begin(capture_error_mode="thread_local")
             self._launch()
             self._graph.capture_end()
-        self._stream.synchronize()
+        self._event.record(stream)  # makes it
+        stream.synchronize()
         self._answer.zero_()
         self._count.zero_()
+        self._driver = self._driven()
+        at = ctypes.c_void_p(ctypes.addressof(self._driver))
+        self._point = functools.partial(held_library().fp4_watch_point, at, self._stream)
+        self._compare = functools.partial(held_library().fp4_watch_compare, at)
+
+    def _driven(self) -> Driver:
+        """What the driver is to be called with, without torch's way to it, which takes ten times as long."""
+        graph = ctypes.c_void_p()
+        captured = ctypes.c_void_p(self._graph.raw_cuda_graph())
+        calls = [driver().cuEventRecord, driver().cuStreamWaitEvent, driver().cuGraphLaunch]
+        check(driver().cuGraphInstantiateWithFlags(ctypes.byref(graph), captured, ctypes.c_ulonglong(0)))
+        weakref.finalize(self, driver().cuGraphExecDestroy, graph).atexit = False
+        pointers = [ctypes.cast(call, ctypes.c_void_p).value for call in calls]
+        return Driver(*pointers, self._event.cuda_event, self._beside.cuda_stream, graph.value)
 
     def _launch(self) -> None:
         launch(*self._runs, self._count, self._answer, compare=True)
 
+    def _once_more(self, call: Callable[[], int]) -> None:
+        """A call of the driver's that failed: with a context, if this thread had none, or another GPU's."""
+        with torch.cuda.device(self._device):
+            torch.cuda.current_stream().query()
+            check(call())
+
     def begin(self) -> None:
         """What the stream was given until now comes before the comparison."""
-        self._point.record(self._stream)
+        if self._point() != 0:
+            self._once_more(self._point)
 
     def differs(self) -> bool:
         """Whether anything does, at the point of `begin` or later. Waits for the answer."""
         number = next(self._numbers)  # after `begin`: of as many launches one waits for this point at least
-        self._point.wait(self._beside)
-        with torch.cuda.stream(self._beside):
-            self._graph.replay()
+        if self._compare() != 0:
+            self._once_more(self._compare)
         return self._answered(number)
 
     def _answered(self, launches: int) -> bool:
