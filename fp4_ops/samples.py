@@ -76,8 +76,13 @@ class Samples:
         return held
 
     def differs(self) -> bool:
-        """Whether any run holds other bytes now. On CUDA the host waits for the current stream."""
-        return self._differs() != 0 if self.device.type == "cpu" else self.begin().differs()
+        """Whether any run holds other bytes now. On CUDA the host waits for the current stream.
+
+        While a CUDA graph is captured nobody can ask; then the answer is no.
+        """
+        if self.device.type == "cpu":
+            return bool(self._differs())
+        return not torch.cuda.is_current_stream_capturing() and self.begin().differs()
 
     def begin(self) -> Comparison:
         """With what is there when the current stream of a GPU gets here. A CPU compares when it is asked."""

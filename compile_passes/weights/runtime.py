@@ -144,8 +144,7 @@ class _Lookup:
         _lookups.add(self)
 
     def get(self, args: Sequence[Any], may_repeat: bool = False) -> tuple[_Packed, _Unsure | None]:
-        capturing = self.on_gpu and torch.cuda.is_current_stream_capturing()
-        late = may_repeat and self.on_gpu and not capturing
+        late = may_repeat and self.on_gpu and not torch.cuda.is_current_stream_capturing()
         met = self._only if late else None
         if met is None:
             met = self._met.get(_key(self.weights(args)))
@@ -155,7 +154,7 @@ class _Lookup:
             return met.packed, _Unsure(self, met, args, [s.begin() for s in met.samples])
         if met.states != _states(self.weights(args)):
             return self.ask(args, ()), None
-        if not capturing and any([s.differs() for s in met.samples]):  # a CUDA graph of the user's cannot ask
+        if any([s.differs() for s in met.samples]):
             return self.ask(args, met.serials), None
         return met.packed, None
 

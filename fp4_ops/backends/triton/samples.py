@@ -5,6 +5,7 @@ from __future__ import annotations
 import ctypes
 import functools
 import itertools
+import threading
 import time
 import weakref
 from collections.abc import Callable
@@ -95,8 +96,11 @@ def check(error: int) -> None:
 
 
 @functools.cache
-def beside(device: torch.device, stream: int) -> torch.cuda.Stream:
-    """A stream in which nothing else ever waits, as it might in one of torch's, which others use as well."""
+def beside(device: torch.device, stream: int | None) -> torch.cuda.Stream:
+    """A stream in which nothing else ever waits, as it might in one of torch's, which others use as well.
+
+    That of a stream of the user's, or, for None, the one in which `Watch` records its graphs.
+    """
     made = ctypes.c_void_p()
     check(driver().cuStreamCreateWithPriority(ctypes.byref(made), NON_BLOCKING, HIGHEST))
     return torch.cuda.ExternalStream(made.value, device)
@@ -126,7 +130,7 @@ class Watch:
             t.record_stream(self._beside)
         self._launch()  # compiles the kernel
         self._graph = torch.cuda.CUDAGraph(keep_graph=True)
-        with torch.cuda.stream(self._beside):
+        with torch.cuda.stream(beside(samples.device, None)):
             self._graph.capture_begin(capture_error_mode="thread_local")
             self._launch()
             self._graph.capture_end()
@@ -182,12 +186,15 @@ class Watch:
         return answer > COMPARED
 
 
+_making = threading.Lock()
+
+
 def begin(samples: Runs) -> Watch:
     """Of the current stream of the samples' device."""
     stream = torch._C._cuda_getCurrentRawStream(samples.device.index)
     watch = samples.watches.get(stream)
     if watch is None:
-        with torch.cuda.device(samples.device):
-            watch = samples.watches[stream] = Watch(samples)
+        with _making, torch.cuda.device(samples.device):
+            watch = samples.watches.get(stream) or samples.watches.setdefault(stream, Watch(samples))
     watch.begin()
     return watch  # type: ignore[no-any-return]
