@@ -112,3 +112,28 @@ def test_threads_that_share_a_stream(weight):
         for t in threads:
             t.join()
         assert found == [change] * 800
+
+
+@pytest.mark.hardware
+@pytest.mark.gpu
+def test_nobody_is_asked_during_a_capture(weight):
+    (of,) = Samples.of([weight])
+    weight.add_(1)
+    torch.cuda.synchronize()
+    with torch.cuda.graph(torch.cuda.CUDAGraph()):
+        assert not of.differs()
+        torch.zeros(1, device="cuda")
+    assert of.differs()
+
+
+@pytest.mark.hardware
+@pytest.mark.gpu
+def test_of_a_gpu_that_is_not_the_current_one():
+    if torch.cuda.device_count() < 2:
+        pytest.skip("needs two GPUs")
+    weight = torch.randn(4, 96, 128, device="cuda:1")
+    (of,) = Samples.of([weight])
+    for change in (False, True):
+        weight.add_(float(change))
+        assert of.differs() == change
+    assert torch.cuda.current_device() == 0
