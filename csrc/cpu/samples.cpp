@@ -83,8 +83,8 @@ EXPORT int fp4_watch_compare(const Watch* watch) {
   return error != 0 ? error : watch->launch(watch->graph, watch->beside);
 }
 
-// Looks at a number that a GPU writes until its last 40 bits are at least `least`, or until so many nanoseconds
-// have passed. Returns the number.
+// Looks at a number that a GPU writes until its last 40 bits are at least `least`, or until so many
+// nanoseconds have passed. Returns the number.
 EXPORT int64_t fp4_await(const int64_t* at, int64_t least, int64_t nanoseconds) {
   using Clock = std::chrono::steady_clock;
   const auto seen = [at] { return __atomic_load_n(at, __ATOMIC_ACQUIRE); };
