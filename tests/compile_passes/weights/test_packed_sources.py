@@ -13,7 +13,7 @@ import torch
 import torch.nn.functional as F
 from conftest import more
 from fp4_ops.compile_passes.weights import packed as packed_weights
-from fp4_ops.compile_passes.weights.memory import leaves_of
+from fp4_ops.compile_passes.weights.memory import leaves_of, memory_of
 from moe_models import Block, Recorder, relative_error
 from moe_styles import STYLES, FusedStyle, StackedStyle
 from torch import Tensor, nn
@@ -187,9 +187,11 @@ def test_linear_layers(kind):
 
 
 def packed_from(weight: Tensor) -> list[tuple[tuple[int, ...], tuple[Tensor, ...]]]:
-    """What was made of a weight and others: (ids of all of them, operands)."""
+    """What was made of a weight and others: (ids of all of them, operands). An id may be that of a tensor of
+    an earlier test, whose memory is still there."""
     entries = [item for s in packed_weights._stores.values() for item in s._entries.items()]
-    return [(key, entry.packed) for key, entry in entries if id(weight) in key]
+    mine = {memory_of(leaf) for leaf in leaves_of([weight])}
+    return [(key, e.packed) for key, e in entries if id(weight) in key and not e.stores.isdisjoint(mine)]
 
 
 def test_a_new_value_is_noticed():
