@@ -5,10 +5,10 @@ from __future__ import annotations
 import argparse
 
 from . import accuracy, selftest, tune
-from ._library import libraries
 from .checkpoints import cli as checkpoints_cli
 from .compile_passes import cli as compile_cli
 from .info import info
+from .library_files import libraries
 
 
 def main(arguments: list[str] | None = None) -> None:

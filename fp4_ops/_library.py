@@ -2,18 +2,9 @@
 
 from __future__ import annotations
 
-from pathlib import Path
-
 import torch
 
-
-def libraries() -> list[Path]:
-    """The libraries that register operators, in the order to load them: `_C.so` has the schemas."""
-    return sorted(Path(__file__).parent.glob("_C*.so"))
-
-
-def library_path() -> Path | None:
-    return next(iter(libraries()), None)
+from .library_files import library_path
 
 
 def load() -> None:

@@ -10,8 +10,8 @@ from pathlib import Path
 import torch
 
 from . import fitted, native, tuned
-from ._library import library_path
 from .backends import available, multiplies_fp4
+from .library_files import library_path
 from .meta.formats import FORMATS
 from .meta.layouts import preferred_layout
 

@@ -9,7 +9,7 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
-from ._library import library_path
+from .library_files import library_path
 
 RUN = 64
 """Bytes of one run: a CPU's cache line, two sectors of a GPU's."""

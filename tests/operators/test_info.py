@@ -100,7 +100,7 @@ def test_a_missing_library_is_one_readable_line(tmp_path):
     """What a user sees whose wheel was built for another platform, or not built at all."""
     package = tmp_path / "fp4_ops"
     package.mkdir()
-    for name in ("__init__.py", "_library.py"):
+    for name in ("__init__.py", "_library.py", "library_files.py"):
         (package / name).write_text((Path(fp4_ops.__file__).parent / name).read_text())
 
     done = subprocess.run(
