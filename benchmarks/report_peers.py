@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 from report_cells import Cell, grid, read, rows, source, spread, table
@@ -32,17 +33,19 @@ def sglang_ratios(**where: Any) -> list[float]:
     return [r["sglang_us"] / r["int4_us"] for r in rows("cutlass_h100", "product", **where)]
 
 
+def _by_tokens(name: str, what: str, ratios: Callable[..., list[float]]) -> str:
+    gpu = read(name)["gpu"]
+    lines: list[list[Cell]] = [
+        [gpu, tokens, *spread(ratios(tokens=tokens))]
+        for tokens in sorted({r["tokens"] for r in rows(name, what)})
+    ]
+    lines.append([gpu, "**all**", *spread(ratios())])
+    return f"{grid(['card', 'tokens', 'points', 'least', 'median', 'most'], lines)}\n\n{source(name)}"
+
+
 @table
 def sglang() -> str:
-    heads = ["card", "tokens", "points", "least", "median", "most"]
-    found = rows("cutlass_h100", "product")
-    gpu = read("cutlass_h100")["gpu"]
-    lines: list[list[Cell]] = [
-        [gpu, tokens, *spread(sglang_ratios(tokens=tokens))]
-        for tokens in sorted({r["tokens"] for r in found})
-    ]
-    lines.append([gpu, "**all**", *spread(sglang_ratios())])
-    return f"{grid(heads, lines)}\n\n{source('cutlass_h100')}"
+    return _by_tokens("cutlass_h100", "product", sglang_ratios)
 
 
 @table
@@ -63,14 +66,7 @@ def flashinfer_ratios(**where: Any) -> list[float]:
 
 @table
 def flashinfer() -> str:
-    heads = ["card", "tokens", "points", "least", "median", "most"]
-    gpu = read("flashinfer_h100")["gpu"]
-    lines: list[list[Cell]] = [
-        [gpu, tokens, *spread(flashinfer_ratios(tokens=tokens))]
-        for tokens in sorted({r["tokens"] for r in rows("flashinfer_h100", "block")})
-    ]
-    lines.append([gpu, "**all**", *spread(flashinfer_ratios())])
-    return f"{grid(heads, lines)}\n\n{source('flashinfer_h100')}"
+    return _by_tokens("flashinfer_h100", "block", flashinfer_ratios)
 
 
 @table
