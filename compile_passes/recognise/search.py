@@ -80,9 +80,9 @@ class Search:
         self._given = lists_given()
         self._downs: list[fx.Node] = []
         self._near: dict[fx.Node, int] = {}
+        """Bit d: down product d enters the node through operators that a block may end with."""
         for node in _tokens_that_a_mask_chose(graph):
             reader.cut(node)
-        """Bit d: down product d enters the node through operators that a block may end with."""
 
     def run(self) -> Iterator[tuple[list[fx.Node], Mixture | Refusal]]:
         """(down products, what became of them)."""
