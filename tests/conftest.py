@@ -5,10 +5,13 @@ from __future__ import annotations
 import contextlib
 import ctypes
 import gc
+import importlib
 import logging
 import os
 import zlib
 from collections import defaultdict
+from collections.abc import Callable
+from types import ModuleType
 from typing import Any
 
 if gc.isenabled():  # until all is imported and collected, hardly any of which is garbage
@@ -30,6 +33,7 @@ if not torch.cuda.is_available():
 
 import emulated
 import torch._dynamo.guards
+from places import ROOT
 
 import fp4_ops
 
@@ -167,6 +171,16 @@ def fresh_dynamo() -> None:
     torch._dynamo.utils.counters.clear()
     torch.set_num_threads(1)
     capture_loops()
+
+
+@pytest.fixture
+def from_benchmarks(monkeypatch) -> Callable[[str], ModuleType]:
+    """Imports a module of benchmarks/ by its name."""
+    folder = ROOT / "benchmarks"
+    if not folder.exists():
+        pytest.skip("a source distribution has no benchmarks/")
+    monkeypatch.syspath_prepend(str(folder))
+    return importlib.import_module
 
 
 @pytest.fixture

@@ -3,7 +3,6 @@ kernels for many rows are taken."""
 
 from __future__ import annotations
 
-import importlib
 import random
 import re
 
@@ -17,11 +16,8 @@ GROUPS = fitted.groups("cpu")
 
 
 @pytest.fixture
-def fit_cpu(monkeypatch):
-    if not (ROOT / "benchmarks").exists():
-        pytest.skip("a source distribution has no benchmarks/")
-    monkeypatch.syspath_prepend(str(ROOT / "benchmarks"))
-    return importlib.import_module("fit_cpu")
+def fit_cpu(from_benchmarks):
+    return from_benchmarks("fit_cpu")
 
 
 def test_the_kernels_read_every_one_of_them():

@@ -32,11 +32,8 @@ runtime = pytest.mark.skipif(
 
 
 @pytest.fixture
-def fit(monkeypatch):
-    if not (ROOT / "benchmarks").exists():
-        pytest.skip("a source distribution has no benchmarks/")
-    monkeypatch.syspath_prepend(str(ROOT / "benchmarks"))
-    return importlib.import_module("fit")
+def fit(from_benchmarks):
+    return from_benchmarks("fit")
 
 
 @pytest.mark.parametrize("file", FILES, ids=lambda f: f.parent.name)
@@ -200,18 +197,11 @@ def test_noise_and_a_few_disturbed_times_move_it_little():
 
 
 @runtime
-def test_times_of_the_built_in_constants_keep_them():
+def test_times_of_the_built_in_constants_keep_them(fit):
     """Noise that a fit would follow is no reason to leave them: halves that it did not see decide."""
     random.seed(SEED)
     start = native.built_in(native.HOPPER)
-    recorded = ROOT / "benchmarks/results/rows_h200.json"
-    if not recorded.exists():
-        pytest.skip("a source distribution has no benchmarks/")
-    sys.path.insert(0, str(ROOT / "benchmarks"))
-    try:
-        points = importlib.import_module("fit").recorded(recorded, GPUS["hopper"])
-    finally:
-        sys.path.pop(0)
+    points = fit.recorded(ROOT / "benchmarks/results/rows_h200.json", GPUS["hopper"])
     assert len(points) > 400
     assert cost_fit.better(points, start) == start
     lost = cost_fit.losses(points, start)
