@@ -1,4 +1,4 @@
-"""What is set nowhere if a mask is."""
+"""Which masks have no True element if another has none."""
 
 from __future__ import annotations
 
@@ -21,14 +21,14 @@ _BOTH = ("and_", "__and__", "logical_and", "bitwise_and")
 
 
 def is_empty_with(node: fx.Node, masks: set[fx.Node]) -> bool:
-    """Whether `node` is set nowhere if `masks` are."""
+    """Whether `node` has no True element if none of `masks` has one."""
     if called(node) in _BOTH:
         return isinstance(example(node), Tensor) and not masks.isdisjoint(node.all_input_nodes)
     return called(node) in _PARTS and bool(node.args) and node.args[0] in masks
 
 
 def empty_with(mask: fx.Node) -> set[fx.Node]:
-    """What is set nowhere if `mask` is: what it was made from, and what was made of that."""
+    """What has no True element if `mask` has none: what it was made from, and what was made of that."""
     chain = [mask]
     while called(chain[-1]) in (*SAME_ELEMENTS, "bool", "any", "unsqueeze") and isinstance(
         chain[-1].args[0], fx.Node
