@@ -14,7 +14,16 @@ from torch._guards import TracingContext
 from torch.fx.experimental.symbolic_shapes import free_unbacked_symbols
 
 from ..graph.traced_nodes import example
-from . import class_counts, hit_experts, known_values, left_out, open_counts, row_counts, row_lists
+from . import (
+    class_counts,
+    hit_experts,
+    known_values,
+    left_frames,
+    left_out,
+    open_counts,
+    row_counts,
+    row_lists,
+)
 from .branches import JUMPS, Handler, answering_first
 
 CAPTURE = {"capture_dynamic_output_shape_ops": True}
@@ -60,6 +69,7 @@ _METHODS: list[tuple[tuple[str, ...], Callable[[Any], Any]]] = [
 
 def extend_dynamo() -> None:
     """For graphs of backends with `sees_through_branches`."""
+    from torch._dynamo import convert_frame
     from torch._dynamo.eval_frame import OptimizeContext
     from torch._dynamo.variables import BuiltinVariable, TorchInGraphFunctionVariable
     from torch._dynamo.variables.tensor import NumpyNdarrayVariable, TensorVariable
@@ -78,6 +88,8 @@ def extend_dynamo() -> None:
         _hook_attribute(TensorVariable, name, known_values.numbers)
     _hook_attribute(BuiltinVariable, "call_index", known_values.index_of)
     _hook_attribute(OptimizeContext, "__call__", left_out.watch_calls)
+    _hook_attribute(convert_frame, "compile_frame", left_frames.guarded)
+    _hook_attribute(convert_frame, "trace_frame", left_frames.traced)
     _hook_attribute(BuiltinVariable, "call_max", class_counts.at_least)
     _hook_attribute(NumpyNdarrayVariable, "call_method", open_counts.of_array)
     _hook_attribute(TorchInGraphFunctionVariable, "call_function", class_counts.one_hot)
@@ -93,7 +105,7 @@ def _wrapped(method: Any, wrapper: Callable[[Any], Any]) -> Any:
     return wrapped
 
 
-def _hook_attribute(cls: type, name: str, wrapper: Callable[[Any], Any]) -> None:
+def _hook_attribute(cls: Any, name: str, wrapper: Callable[[Any], Any]) -> None:
     method = getattr(cls, name, None)
     if method is not None and (wrapped := _wrapped(method, wrapper)):
         setattr(cls, name, wrapped)

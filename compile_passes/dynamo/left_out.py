@@ -15,7 +15,7 @@ import re
 import sys
 import threading
 import weakref
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
 
 import torch
@@ -25,7 +25,7 @@ from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from ..report import Frame
 from ..weights.packed import packed_ids
-from .breaks import breaks_since, described, known_breaks
+from .breaks import breaks_since, described, innermost, known_breaks, place, reason_of
 
 log = logging.getLogger("fp4_ops")
 
@@ -121,7 +121,7 @@ class Watch:
         self.inputs: set[int] = set()
 
     def enter(self) -> Callable[[], None]:
-        if _waits(self._model()):
+        if _waits(self._model()) or torch.compiler.is_compiling():
             return _nothing
         self.silent, self.inputs = False, set()
         before, known = _frames(), known_breaks()
@@ -159,7 +159,39 @@ class Watch:
         text = _told(left, [described(b) for b in broken], len(found))
         if self._strict:
             raise RuntimeError(f"fp4: strict=True, but not all experts run in 4 bits. {text}")
+        _not_told(model, left)
         log.warning("%s", text)
+
+
+def has_experts(x: Any) -> bool:
+    return isinstance(x, nn.Module) and bool(expert_parameters(x))
+
+
+_told_of: weakref.WeakSet[nn.Module] = weakref.WeakSet()
+"""Modules with experts of which it was said that they run in Python."""
+
+
+def _not_told(model: nn.Module, names: Iterable[str]) -> bool:
+    """Whether nothing was said of these yet; from now on it was."""
+    modules = dict(model.named_modules())
+    holders = {modules.get(name, model) for name in names}
+    new = holders.isdisjoint(_told_of)
+    _told_of.update(holders)
+    return new
+
+
+def note_left(given: Iterable[Any], error: BaseException) -> None:
+    """A function with these arguments runs in Python, in a call that nobody watches any more: said where the
+    experts are those of a module's own, and so in no function that is called from it."""
+    cause = error.__cause__ or error
+    stack = innermost(getattr(cause, "real_stack", ()))
+    for module in given:
+        if not isinstance(module, nn.Module) or _stack() or _waits(module):
+            continue
+        found = {name: w for name, w in expert_parameters(module).items() if "." not in name}
+        why = reason_of(str(cause)) + (f", {place(stack)}" if stack is not None else "")
+        if found and _not_told(module, found):
+            log.warning("%s", _told(found, [why], 0))
 
 
 def _told(left: dict[str, list[nn.Parameter]], breaks: list[str], all_of_them: int) -> str:
@@ -196,7 +228,7 @@ def _waits(model: nn.Module | None) -> bool:
 
     stance = getattr(getattr(eval_frame, "_stance", None), "stance", "default")
     loads = getattr(torch._dynamo.config, "caching_precompile", False)
-    if model is None or stance != "default" or loads or torch.compiler.is_compiling():
+    if model is None or stance != "default" or loads:
         return True
     return torch.is_grad_enabled() and any(p.requires_grad for p in model.parameters())
 

@@ -1,0 +1,120 @@
+"""Functions that Dynamo leaves to Python: left for the calls of that kind, not for good.
+
+Where Dynamo cannot go on within a loop, it runs the function in Python and never looks at its code again.
+So one call in training mode, or with arguments that lead elsewhere, would take the 4 bits of all calls that
+could have them, of this model and of every other that shares the code. Dynamo has read by then what led
+there: a mode, a flag, the kinds of arguments. Under guards on just that the code runs as it is, and all other
+calls are looked at as if there had been none.
+
+The same holds for a call in which a function with experts does nothing, and which Dynamo therefore leaves.
+
+Where it can go on behind a call, it traces the function once more up to there, and so forgets what it read in
+what was called. Those guards are kept, too.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import threading
+import types
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch._dynamo.exc import RestartAnalysis, SkipFrame, Unsupported, UserError
+from torch._dynamo.utils import counters
+
+from . import left_out
+from .branches import wanted
+
+_OF_FLAGS = ("BOOL_MATCH", "CONSTANT_MATCH", "EQUALS_MATCH", "NONE_MATCH", "TYPE_MATCH")
+"""Guards that say what Python's values are, and need nothing but their source."""
+
+
+class _Read(threading.local):
+    """What was read in earlier attempts to trace the function that is compiled now."""
+
+    guards: tuple[Any, ...] = ()
+
+
+_read = _Read()
+
+
+def guarded(method: Callable[..., Any]) -> Callable[..., Any]:
+    """For `compile_frame` of Dynamo's `convert_frame`."""
+
+    def compile_frame(code: types.CodeType, *args: Any, **kwargs: Any) -> Any:
+        before, _read.guards = _read.guards, ()
+        try:
+            return method(code, *args, **kwargs)
+        except (Unsupported, UserError) as error:
+            tracer = _tracer_of(error)
+            left = None if tracer is None or kwargs.get("package") is not None else _as_it_is(code, tracer)
+            if left is None:
+                raise
+            counters["frames"]["ok"] -= 1  # which it is counted as, when this returns
+            left_out.note_left(args[1].values(), error)
+            return left
+        except SkipFrame as error:
+            if _tracer_of(error) is None or not any(map(left_out.has_experts, args[1].values())):
+                raise
+            with torch._dynamo.config.patch(allow_empty_graphs=True):
+                return method(code, *args, **kwargs)
+        finally:
+            _read.guards = before
+
+    return compile_frame
+
+
+def traced(method: Callable[..., Any]) -> Callable[..., Any]:
+    """For `trace_frame`: one attempt."""
+
+    def trace_frame(*args: Any, **kwargs: Any) -> Any:
+        try:
+            done = method(*args, **kwargs)
+        except RestartAnalysis as error:
+            tracer = _tracer_of(error)
+            if tracer is not None:
+                found = (g for g in tracer.output.guards if g.create_fn_name() in _OF_FLAGS)
+                _read.guards = (*_read.guards, *found)
+            raise
+        if _read.guards:
+            for guard in _read.guards:
+                done.output_graph.tracing_context.guards_context.dynamo_guards.add(guard)
+        return done
+
+    return trace_frame
+
+
+def _tracer_of(error: BaseException) -> Any:
+    """What traced the function for one of our backends, if the function may run in Python instead."""
+    trace = error.__traceback__
+    while trace is not None:
+        if trace.tb_frame.f_code.co_name == "trace_frame" and "tracer" in trace.tb_frame.f_locals:
+            tracer = trace.tb_frame.f_locals["tracer"]
+            fixed = (
+                tracer.one_graph,
+                tracer.export,
+                tracer.error_on_graph_break,
+                tracer.is_tracing_resume_prologue,
+            )
+            return None if any(fixed) or not wanted(tracer.output) else tracer
+        trace = trace.tb_next
+    return None
+
+
+def _as_it_is(code: types.CodeType, tracer: Any) -> Any:
+    """The code under the guards that led to the error; None if these cannot be built."""
+    from torch._dynamo.convert_frame import DynamoOutput
+    from torch._dynamo.output_graph import DynamoTracerOutput
+
+    given: dict[str, Any] = {
+        "tracer_output": DynamoTracerOutput(tracer), "bytecode": code.replace(), "pycode": [],
+        "last_attempt_start_time": None,
+    }  # fmt: skip
+    left = DynamoOutput(**{f.name: given[f.name] for f in dataclasses.fields(DynamoOutput)})
+    try:
+        left.build_guards(code)
+    except Exception:  # of a trace that ended anywhere; then it is as without us
+        return None
+    return left
