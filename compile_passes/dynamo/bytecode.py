@@ -5,6 +5,7 @@ Dynamo's variables do not say who may read them later; the instructions do.
 
 from __future__ import annotations
 
+import dis
 import sys
 from collections.abc import Iterator, Sequence
 from typing import Any
@@ -57,7 +58,33 @@ def _goes_into(tx: Any) -> tuple[list[Any], int]:
     code, at = _code(tx), tx.instruction_pointer
     while tx.instructions[at].opname in _NOTHING:
         at += 1
-    return code, code.index(tx.instructions[at])
+    return code, code.index(tx.instructions[_assigned_with_others(tx.instructions, at)])
+
+
+_VALUES = (
+    "LOAD_FAST", "LOAD_CONST", "LOAD_GLOBAL", "LOAD_DEREF", "LOAD_ATTR", "LOAD_METHOD", "BINARY_OP",
+    "BINARY_SUBSCR", "CALL", "KW_NAMES", *_NOTHING,
+)  # fmt: skip
+"""What writes of others in `a, b = x, y`: each leaves one more value, or one in place of several."""
+
+
+def _assigned_with_others(code: Sequence[Any], at: int) -> int:
+    """Which instruction stores what lies on the stack before `at`, in `a, b = x, y`; otherwise `at`."""
+    above, here = 0, at
+    while above or code[here].opname in ("SWAP", *_VALUES):
+        inst = code[here]
+        if inst.opname == "SWAP":
+            above = inst.arg - 1 if above == 0 else 0 if above == inst.arg - 1 else above
+        elif inst.opname == "STORE_FAST" and above:
+            above -= 1
+        else:
+            grown = above + dis.stack_effect(inst.opcode, inst.arg)
+            takes = 1 if inst.opname in ("LOAD_ATTR", "LOAD_METHOD") else 0
+            if inst.opname not in _VALUES or above < takes or (grown < 1 and inst.opname not in _NOTHING):
+                return at
+            above = grown
+        here += 1
+    return here if code[here].opname == "STORE_FAST" else at
 
 
 def _later_uses(code: Sequence[Any], here: int) -> list[tuple[int, Any]]:

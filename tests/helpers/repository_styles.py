@@ -31,6 +31,35 @@ class NumpyEnds(ListStyle):
         return out
 
 
+@style("sorted slices, NumPy's ends of `bincount(ids)`, assigned with others: `ends, token = ..., ...`")
+class EndsWithOthers(ListStyle):
+    def experts_of(self, x: Tensor, ids: Tensor, weights: Tensor) -> Tensor:
+        flat, out = ids.view(-1), torch.zeros_like(x)
+        order = flat.argsort()
+        scale, ends, token = weights.view(-1, 1), flat.bincount().cpu().numpy().cumsum(0), order // self.k
+        for e, end in enumerate(ends):
+            start = 0 if e == 0 else ends[e - 1]
+            if start == end:
+                continue
+            own = token[start:end]
+            out.index_add_(0, own, self.list[e](x[own]) * scale[order[start:end]])
+        return out
+
+
+@style("rows and slots as lists, assigned together: `tokens, slots = token.tolist(), slot.tolist()` (Grok-1)")
+class ListsAssignedTogether(ListStyle):
+    def experts_of(self, x: Tensor, ids: Tensor, weights: Tensor) -> Tensor:
+        mask, out = F.one_hot(ids, self.E).permute(2, 1, 0), torch.zeros_like(x)
+        for e, expert in enumerate(self.list):
+            slot, token = torch.where(mask[e])
+            if token.shape[0] == 0:
+                continue
+            tokens, slots = token.tolist(), slot.tolist()
+            rows = x[None, tokens].reshape(-1, self.H)
+            out.index_add_(0, token, expert(rows) * weights[tokens, slots, None])
+        return out
+
+
 @style("sorted slices, each written to a buffer, `bincount(ids).tolist()`")
 class SlicesToABuffer(SlicedLoop):
     def __init__(self, *args: Any, **kwargs: Any) -> None:
