@@ -16,6 +16,7 @@ from torch.fx.experimental.symbolic_shapes import free_unbacked_symbols
 from ..graph.traced_nodes import example
 from . import (
     class_counts,
+    fake_results,
     hit_experts,
     known_values,
     left_frames,
@@ -71,6 +72,7 @@ def extend_dynamo() -> None:
     """For graphs of backends with `sees_through_branches`."""
     from torch._dynamo import convert_frame
     from torch._dynamo.eval_frame import OptimizeContext
+    from torch._dynamo.output_graph import OutputGraph
     from torch._dynamo.variables import BuiltinVariable, TorchInGraphFunctionVariable
     from torch._dynamo.variables.tensor import NumpyNdarrayVariable, TensorVariable
 
@@ -90,6 +92,7 @@ def extend_dynamo() -> None:
     _hook_attribute(OptimizeContext, "__call__", left_out.watch_calls)
     _hook_attribute(convert_frame, "compile_frame", left_frames.guarded)
     _hook_attribute(convert_frame, "trace_frame", left_frames.traced)
+    _hook_attribute(OutputGraph, "create_proxy", fake_results.without_cache)
     _hook_attribute(BuiltinVariable, "call_max", class_counts.at_least)
     _hook_attribute(NumpyNdarrayVariable, "call_method", open_counts.of_array)
     _hook_attribute(TorchInGraphFunctionVariable, "call_function", class_counts.one_hot)

@@ -16,7 +16,12 @@ import torch
 from torch import fx
 from torch._dispatch.python import enable_python_dispatcher
 from torch._guards import TracingContext, detect_fake_mode
-from torch._subclasses.fake_tensor import DataDependentOutputException, FakeTensor, FakeTensorMode
+from torch._subclasses.fake_tensor import (
+    DataDependentOutputException,
+    FakeTensor,
+    FakeTensorMode,
+    disable_fake_tensor_cache,
+)
 from torch._subclasses.functional_tensor import FunctionalTensor
 from torch.fx.experimental.proxy_tensor import make_fx
 from torch.fx.experimental.symbolic_shapes import PropagateUnbackedSymInts
@@ -109,7 +114,8 @@ def _by_calls(
     gm: fx.GraphModule, fakes: list[Any], fake_mode: FakeTensorMode, constants: dict[fx.Node, float]
 ) -> fx.GraphModule | None:
     try:
-        return Copier(gm, fakes, fake_mode, constants).run()
+        with disable_fake_tensor_cache(fake_mode):  # each call once: there is nothing to find in it
+            return Copier(gm, fakes, fake_mode, constants).run()
     except Exception as reason:  # whatever is odd about one call, the whole can still be traced
         log.debug("the graph is traced as a whole: %s", reason, exc_info=not isinstance(reason, CannotCopy))
         fake_mode.epoch += 1

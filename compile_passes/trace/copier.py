@@ -78,6 +78,8 @@ class _Template:
     writes: list[tuple[int, Any]]
     """(which input, its new contents)"""
     number: int | None
+    lists: dict[fx.Node, list[fx.Node]]
+    """Nodes with several results, all of which are outputs, in this order."""
     places: dict[int, set[int]] | None = None
     """Which arguments of which nodes are the number, once two traces have shown it."""
 
@@ -345,7 +347,7 @@ class Copier:
         named = {n for n in inner if own & _symbols(n.meta.get("val"))}
         return _Template(
             call.symbols, nodes[: len(call.inputs)], inner, named, outputs, spec[0],
-            list(zip(written, contents)), call.number,
+            list(zip(written, contents)), call.number, _lists(inner, outputs),
         )  # fmt: skip
 
     def _check_memory(self, call: _Call, inputs: Sequence[Any], outputs: list[Any]) -> None:
@@ -417,7 +419,8 @@ class Copier:
     @staticmethod
     def _known_outputs(template: _Template, call: _Call) -> dict[fx.Node, Any]:
         """What Dynamo knows of a call's results."""
-        return dict(zip(template.outputs, pytree.tree_leaves(_example(call.node))))
+        known = dict(zip(template.outputs, pytree.tree_leaves(_example(call.node))))
+        return known | {n: type(n.meta["val"])([known[p] for p in ps]) for n, ps in template.lists.items()}
 
     def _renamed(self, x: Any, rename: dict[sympy.Symbol, sympy.Symbol]) -> Any:
         def size(s: Any) -> Any:
@@ -439,11 +442,16 @@ class Copier:
         memory, place = storage(_example(target)), _place(_example(target))
         if any(n is not target and _is_tensor(n) and storage(_example(n)) == memory for n in call.inputs):
             raise CannotCopy(f"{call.node.name} reads the memory that it writes to")
-        for node in self._sharing[memory]:
-            if _is_tensor(node) and _place(_example(node)) == place:
-                self._held[node] = contents
-            elif node.op == "placeholder" or any(self._order[u] > now for u in node.users):
+        read_later = [
+            n
+            for n in self._sharing[memory]
+            if n.op == "placeholder" or any(self._order[u] > now for u in n.users)
+        ]
+        self._sharing[memory] = read_later
+        for node in read_later:
+            if not _is_tensor(node) or _place(_example(node)) != place:
                 raise CannotCopy(f"{call.node.name} writes to memory that {node.name} is a view of")
+            self._held[node] = contents
 
 
 _CONSTANTS = (
@@ -457,6 +465,17 @@ _OF_ONE = (
     "__eq__",  # what Dynamo of torch 2.11 makes of `==`
 )  # fmt: skip
 """Calls with a number that is the same to each value: no result has another size or form because of it."""
+
+
+def _lists(nodes: list[fx.Node], outputs: list[Any]) -> dict[fx.Node, list[fx.Node]]:
+    """Such as `unbind`, of which `torch.where(mask)` gives each part."""
+    found = {}
+    for node in nodes:
+        if type(node.meta.get("val")) in (list, tuple):
+            at = {integer(u, 1): u for u in node.users if u.target is operator.getitem and u in outputs}
+            if list(at) == list(range(len(node.meta["val"]))):
+                found[node] = list(at.values())
+    return found
 
 
 def _places(a: _Template, b: _Template) -> dict[int, set[int]] | None:
@@ -505,6 +524,8 @@ def _is_unbacked(symbol: Any) -> bool:
 
 
 def _anonymous(expr: sympy.Basic, symbols: dict[sympy.Symbol, int]) -> sympy.Basic:
+    if expr in symbols:
+        return _STANDING_FOR[symbols[expr]]
     unbacked = sorted(filter(_is_unbacked, expr.free_symbols), key=str)
     if len(symbols) + len(unbacked) > len(_STANDING_FOR):
         raise CannotCopy("too many sizes that only the data knows")
