@@ -12,7 +12,7 @@ from typing import Any
 import torch
 
 from .. import _library
-from ..backends import takers
+from ..backends import quantises_int8, takers
 from ..experts import auto_a_format
 from ..meta import formats
 from ..meta.formats import ACTIVATION_CHOICES, FORMATS, FP4_FORMATS, check_activation_choice
@@ -40,20 +40,17 @@ class Options:
         if self.activation == "auto":
             chosen = auto_a_format(device_type, layout)
             return chosen, f"auto: {_AUTO[chosen]} on {device_type}"
-        if self.activation == "fp8":
-            if device_type != "cpu" and "fp8" not in (LAYOUTS[layout].a_formats or ()):
+        if self.activation in ("fp8", "int8"):
+            if self.activation == "int8":
+                there = quantises_int8(device_type, layout)
+            else:
+                there = device_type == "cpu" or "fp8" in LAYOUTS[layout].a_formats
+            if not there:
                 raise ValueError(
-                    f"fp4: activation='fp8' needs {takers('fp8', 'cuda')}, which this device or these "
-                    "weights do not have. Use activation='bf16' or 'auto'."
+                    f"fp4: activation={self.activation!r} needs {takers(self.activation, 'cuda')}, which "
+                    "this device or these weights do not have. Use activation='bf16' or 'auto'."
                 )
-            return "fp8", "asked for"
-        if self.activation == "int8":
-            if device_type != "cpu":
-                raise ValueError(
-                    f"fp4: activation='int8' runs on CPU only; the model is on {device_type}. "
-                    "Use activation='bf16' or 'auto'."
-                )
-            return "int8", "asked for"
+            return self.activation, "asked for"
         if self.activation in FP4_FORMATS:
             if self.activation not in (LAYOUTS[layout].a_formats or FP4_FORMATS):
                 raise ValueError(

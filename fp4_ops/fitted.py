@@ -47,6 +47,8 @@ class Family(NamedTuple):
     """Those that they read, the fastest first."""
     rows: dict[str, list[str]]
     """Of a layout with which they read fewer dtypes of unquantised rows than it allows, those dtypes."""
+    a_formats: dict[str, list[str]]
+    """Of a layout with which `fp4::moe` takes fewer of those that it allows, the ones it takes."""
 
     @property
     def capability_words(self) -> str:

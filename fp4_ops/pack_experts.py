@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from . import experts
-from .backends import takers
+from .backends import quantises_int8, takers
 from .distributed.collectives import Group
 from .distributed.division import Division, top_k_of
 from .distributed.parts import Part, keep_for_itself, keep_local
@@ -163,15 +163,11 @@ def _check_part(name: str, p: Plan, method: Method, trainable_inputs: bool) -> N
 
 def check_activation(activation: str, device: str, layout: str) -> None:
     """Raises ValueError unless weights in this layout on this device meet such activations."""
-    if activation == "int8" and device != "cpu":
+    lacks_int8 = activation == "int8" and not quantises_int8(device, layout)
+    if lacks_int8 or (activation == "fp8" and device != "cpu" and not LAYOUTS[layout].native):
         raise ValueError(
-            f"fp4: activation='int8' runs on CPU only; the model is on {device}. "
-            "Use activation='bf16' or 'auto'."
-        )
-    if activation == "fp8" and device != "cpu" and not LAYOUTS[layout].native:
-        raise ValueError(
-            f"fp4: activation='fp8' needs {takers('fp8', 'cuda')}, which this device or these weights do not "
-            "have. Use activation='bf16' or 'auto'."
+            f"fp4: activation={activation!r} needs {takers(activation, 'cuda')}, which this device or these "
+            "weights do not have. Use activation='bf16' or 'auto'."
         )
 
 

@@ -36,7 +36,8 @@ def prepare(
         method.
     format: a name of `fp4_ops.meta.formats.FORMATS`: "nvfp4", "mxfp4", "int4", "int4_g64" or "int4_g32".
     activation: how activations enter the products. "bf16" leaves them in the model's dtype, "int8" quantises
-        them in blocks of 32 (CPU only), "fp8" by rows (CPU, Hopper). "nvfp4" and "mxfp4" quantise them to
+        them in blocks of 32 on a CPU, of 128 on GPUs but Hopper (of many tokens; the weights are rounded to
+        int8, too), "fp8" by rows (CPU, Hopper). "nvfp4" and "mxfp4" quantise them to
         the FP4 that the weights have: every device computes that, Blackwell's tensor cores multiply it, and
         it costs accuracy (docs/accuracy.md). "auto" is int8 on a CPU; on Hopper the model's dtype for few
         tokens and fp8 for many, or always fp8 for int4; elsewhere the model's dtype.

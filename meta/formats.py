@@ -156,6 +156,8 @@ def activation_name(activation: Activation) -> str | None:
 A_FORMATS = ("none", "auto", "int8", "fp8", *FP4_FORMATS)
 """How `moe` quantises activations in front of each product, by the caller's explicit choice.
 
+"int8" on a GPU (layout mma_bf16) is of 128 K, and of many tokens alone: docs/operators.md.
+
 "auto" is the fastest of this device: int8 on a CPU; on Hopper none for few tokens and fp8 for many.
 
 "nvfp4" gives every row a global scale of its own, so that no token depends on its batch.

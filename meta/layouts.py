@@ -117,7 +117,7 @@ LAYOUTS = {
             _SM90,
             name="mma_bf16",
             a_dtypes=(torch.bfloat16, torch.float16, torch.uint8, torch.float4_e2m1fn_x2),
-            a_formats=("none", "nvfp4", "mxfp4"),
+            a_formats=("none", "int8", "nvfp4", "mxfp4"),
             a_layout="plain",
         ),
         Layout(

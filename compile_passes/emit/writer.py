@@ -194,7 +194,8 @@ class Writer:
 
     def quantised(self, a: fx.Node, activations: Activations, layout: str) -> QuantisedRows:
         """Rows of one product and their scales, for products with weights in this layout."""
-        if not activations.are_quantised:
+        # Where the native kernels have int8 rows they make them within `fp4::moe` alone.
+        if not activations.are_quantised or (activations.format == "int8" and LAYOUTS[layout].native):
             return QuantisedRows(a)
         if activations.format in FP4_FORMATS:
             return self._in_fp4(a, activations.format)

@@ -45,6 +45,7 @@ void describe(device::ProductParams& p, const Rows& x, const WeightOperand& w, c
 // By what the rows are when they reach it.
 PrefillKernel prefill_kernel_of(ScalarType rows, const WeightOperand& w) {
   if (w.int4) return prefill_int4_kernel(w.block);
+  if (rows == ScalarType::Char) return w.block == 32 ? PrefillKernel::kInt8B32 : PrefillKernel::kInt8;
   if (rows == ScalarType::BFloat16) return prefill_kernel(Kernel::kBf16, w.block);
   if (rows != ScalarType::Half) return prefill_kernel(Kernel::kFp8, w.block);
   if (!w.bf16) return prefill_kernel(Kernel::kHalf, w.block);
@@ -154,11 +155,17 @@ Rows make_rows(const Here& here, device::Form form, const Tensor& x, const Activ
   const Shaped shape = shape_rows(x, gate, to, kMaxWidth);
   const int padded = int(entry(kLayouts, "sm90").padded(shape.width));
   const bool same = form == device::Form::kSame;
+  const bool int8 = form == device::Form::kInt8;
   const ScalarType dtype = same                         ? x.scalar_type()
+                           : int8                       ? ScalarType::Char
                            : form == device::Form::kFp8 ? ScalarType::Float8_e4m3fn
                                                         : ScalarType::Half;
   Rows made{here.empty({shape.count, same ? shape.width : padded}, dtype), std::nullopt};
-  if (!same) made.factor = here.empty({shape.count}, ScalarType::Float);
+  if (int8) {
+    made.factor = here.empty({padded / device::kInt8Step, shape.count}, ScalarType::Float);
+  } else if (!same) {
+    made.factor = here.empty({shape.count}, ScalarType::Float);
+  }
   const device::Gate g = gate_fields(gate);
   check_launch(
       here.kernels().rows(pointer(x), code_of(x.scalar_type()), int(x.size(0)), to.position, shape.copies,

@@ -25,7 +25,8 @@ struct WeightOperand {
   }
 };
 
-// Activation rows as a kernel takes them, with a factor each where they have one.
+// Activation rows as a kernel takes them, with a factor each where they have one; int8 ones with a factor for
+// each step of K, [steps, rows].
 struct Rows {
   Tensor values;
   OptionalTensor factor;
@@ -89,7 +90,8 @@ struct Placed {
 };
 
 // x [M, K] (gated: [M, 2 K]) -> Form::kSame: K columns of x's dtype; Form::kFp8: e4m3 [.., Kp] in the
-// layout's order with scales; Form::kHalf: fp16 in prefill's order with powers of two.
+// layout's order with scales; Form::kHalf: fp16 in prefill's order with powers of two; Form::kInt8: int8 [..,
+// Kp] in prefill's order.
 Rows make_rows(const Here& here, device::Form form, const Tensor& x, const Activation* gate,
                const Placed& to);
 

@@ -24,6 +24,8 @@ Rows rows_for(const Call& c, const Tensor& x, const Activation* gate, const Plac
   switch (c.a_format) {
     case AFormat::fp8:
       return make_rows(c.here, device::Form::kFp8, x, gate, to);
+    case AFormat::int8:
+      return make_rows(c.here, device::Form::kInt8, x, gate, to);
     case AFormat::nvfp4:
     case AFormat::mxfp4: {
       const Rows rows = make_fp4_rows(c.here, c.a_format == AFormat::nvfp4, x, gate, to);
@@ -149,11 +151,20 @@ Outcome run(bool combined, int64_t ranks, const Rows* ready, const Tensor& x, co
             c.up.int4, int(c.a_format), ranks > 1 ? int((pairs + ranks - 1) / ranks) : 0},
       gpu);
   c.few = plan.few;
-  // As they are while decode runs, which waits for the weights, else fp8.
+  // As they are while decode runs, which waits for the weights, else fp8, or int8 where that was asked for.
   if (c.a_format == AFormat::automatic) c.a_format = plan.few ? AFormat::none : AFormat::fp8;
   if (c.a_format == AFormat::fp8) {
     if (c.x.scalar_type() == ScalarType::Float) c.x = to_dtype(c.x, ScalarType::BFloat16);
     c.between = ScalarType::BFloat16;
+  } else if (c.a_format == AFormat::int8) {
+    if (here.gpu().hopper())
+      fail(
+          "fp4::moe: a_format is 'int8', and this GPU, of compute capability 9.0, has no kernel for such "
+          "rows. "
+          "Use 'none', or layout 'sm90' with 'fp8'");
+    if (c.x.scalar_type() == ScalarType::Float) c.x = to_dtype(c.x, ScalarType::BFloat16);
+    c.between = c.x.scalar_type();
+    if (plan.few) c.a_format = AFormat::none;
   } else if (c.a_format != AFormat::none) {
     c.between = ScalarType::Float;
   }

@@ -119,6 +119,8 @@ void add_enums(py::module_& m) {
       .value("int4_g32", PrefillKernel::kInt4G32)
       .value("fp16", PrefillKernel::kFp16)
       .value("fp16_b32", PrefillKernel::kFp16B32)
+      .value("int8", PrefillKernel::kInt8)
+      .value("int8_b32", PrefillKernel::kInt8B32)
       .finalize();
   py::native_enum<Kernel>(m, "Kernel", "enum.IntEnum")
       .value("w4a8", Kernel::kFp8)

@@ -86,13 +86,19 @@ struct MmaWords {
     return {{reinterpret_cast<const Pair&>(even), reinterpret_cast<const Pair&>(odd)}};
   }
 
-  // One word: of block c of both rows, the A operand of the product of its four codes.
-  static __host__ __device__ __forceinline__ void dequantize(uint32_t lower, uint32_t upper,
-                                                             const Scales& scales, uint32_t (&a)[2][4]) {
+  // One word: of block c of both rows, its four codes as the A operand of a product wants them, without
+  // scales.
+  static __host__ __device__ __forceinline__ void codes(uint32_t lower, uint32_t upper, uint32_t (&a)[2][4]) {
     const uint32_t left = left_of_fields(lower, upper);
     a[0][0] = field(lower, 0), a[0][1] = field(lower, 4), a[0][2] = field(lower, 10);
     a[1][0] = field(upper, 2), a[1][1] = field(upper, 6), a[1][2] = field(upper, 12);
     a[0][3] = field(left, 8), a[1][3] = field(left, 14);
+  }
+
+  // The same, times their scales.
+  static __host__ __device__ __forceinline__ void dequantize(uint32_t lower, uint32_t upper,
+                                                             const Scales& scales, uint32_t (&a)[2][4]) {
+    codes(lower, upper, a);
 #pragma unroll
     for (int i = 0; i < 4; ++i) {
       const Pair row = scales.row[i % 2], scale[2] = {low_twice(row), high_twice(row)};

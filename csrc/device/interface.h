@@ -19,8 +19,8 @@ enum class RowMode : int { kDense = 0, kContiguous = 1, kMasked = 2 };
 
 // The prefill kernels, by the weights and the rows that they take: nvfp4 (or e2m1 with a scale for 32 K) by
 // fp8 rows, by fp16 rows as Form::kHalf makes them, and by bfloat16 rows; int4 in groups of 128, 64 and 32 by
-// fp8 rows; and by fp16 rows in plain order. `_sm80.so` has those of bfloat16 and plain fp16 rows alone,
-// `_sm90.so` all but the latter.
+// fp8 rows; by fp16 rows in plain order; and by int8 rows. `_sm80.so` has those of bfloat16, plain fp16 and
+// int8 rows alone, `_sm90.so` all but the latter two.
 enum class PrefillKernel : int {
   kFp8,
   kFp8B32,
@@ -32,13 +32,17 @@ enum class PrefillKernel : int {
   kInt4G64,
   kInt4G32,
   kFp16,
-  kFp16B32
+  kFp16B32,
+  kInt8,
+  kInt8B32
 };
 
 // What becomes of a row: x's type in plain order; or, in the layout's order, e4m3 with a scale a row; or fp16
 // with a power of two a row (half_position in e2m1_sm90.cuh), so that of a bfloat16 row bits are lost only
-// of values below 2^-31 of its largest.
-enum class Form : int { kSame, kFp8, kHalf };
+// of values below 2^-31 of its largest; or int8 in the order of csrc/sm80/e2m1_to_int8.cuh, with a scale for
+// kInt8Step columns.
+enum class Form : int { kSame, kFp8, kHalf, kInt8 };
+constexpr int kInt8Step = 128;
 
 // An activation of meta/formats.py: f(gate) * up.
 struct Gate {
@@ -89,7 +93,7 @@ struct GemvParams : ProductParams {
 // One launch of a prefill kernel. Pointers are 16-byte aligned.
 struct PrefillArguments {
   const void* x = nullptr;         // [rows, k] of the kernel's element, in the order that it takes
-  const float* x_scale = nullptr;  // [rows]
+  const float* x_scale = nullptr;  // [rows]; of int8 rows [kp / 128, rows]
   const void *codes = nullptr, *scales = nullptr;
   const float* global_scale = nullptr;  // [groups]
   const void* bias = nullptr;           // [groups, n] of bias_type, or null

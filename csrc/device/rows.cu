@@ -8,6 +8,7 @@
 #include <cstdint>
 #include <type_traits>
 
+#include "bytes.cuh"
 #include "e2m1_sm90.cuh"
 #include "launch.cuh"
 #include "row_values.cuh"
@@ -16,7 +17,9 @@
 namespace fp4::device {
 namespace {
 
-[[maybe_unused]] constexpr float kFp8Max = 448.f;
+[[maybe_unused]] constexpr float kFp8Max = 448.f, kInt8Max = 127.f;
+[[maybe_unused]] constexpr float kLeastInt8 =
+    0x1p-120f;  // of a step's largest value, whose inverse is finite
 
 struct Rows {
   const void* x;
@@ -86,6 +89,27 @@ __device__ __forceinline__ Scaling scaling(float amax) {
   return {__uint_as_float(uint32_t(268 - exponent) << 23), __uint_as_float(uint32_t(exponent - 14) << 23)};
 }
 
+// The same of int8, and of the 8 lanes that share kInt8Step columns: NaN or infinity if a value is.
+__device__ __forceinline__ Scaling int8_scaling(const float (&v)[kRowValues]) {
+  float most = 0.f;
+#pragma unroll
+  for (float f : v) most = max_or_nan(most, fabsf(f));
+#pragma unroll
+  for (int d = kInt8Step / kRowValues / 2; d > 0; d /= 2)
+    most = max_or_nan(most, __shfl_xor_sync(~0u, most, d));
+  if (most < kLeastInt8) return {0.f, 0.f};  // also where all are zeros
+  return {kInt8Max / most, most / kInt8Max};
+}
+
+// Of four values, as int8: in the low bytes of what they are with 1.5 x 2^23 added.
+__device__ __forceinline__ uint32_t pack_int8(float a, float b, float c, float d, float up) {
+  constexpr float kMiddle = 12582912.f;
+  const auto byte = [&](float v) { return __float_as_uint(fmaf(v, up, kMiddle)); };
+  const uint32_t low = permute_bytes(byte(a), byte(b), 0x0040),
+                 high = permute_bytes(byte(c), byte(d), 0x0040);
+  return permute_bytes(low, high, 0x5410);
+}
+
 // The words of a block, times `up`, as its pair or quad stores them: each four of them one a lane.
 template <typename T, Form kForm>
 __device__ __forceinline__ void to_words(const float (&v)[kRowValues], float up, const SwapLanes& swap,
@@ -105,6 +129,10 @@ __device__ __forceinline__ void to_words(const float (&v)[kRowValues], float up,
     transpose_quad(w, swap);
 #pragma unroll
     for (int j = 0; j < 4; ++j) words[j] = w[j];
+  } else if constexpr (kForm == Form::kInt8) {
+    // As Int8Words (csrc/sm80/e2m1_to_int8.cuh) has K of 16.
+#pragma unroll
+    for (int j = 0; j < 4; ++j) words[j] = pack_int8(v[2 * j], v[2 * j + 1], v[2 * j + 8], v[2 * j + 9], up);
   } else {
     // Word c is half_position's 8 values from 8 c on: K 4 (c / 2) + c % 2 and two on of each block.
 #pragma unroll
@@ -161,8 +189,9 @@ __global__ void __launch_bounds__(kLanes ? kRowThreads : 32 * kMaxRowWarps,
   int to = destination(lane % kShare);
 
   const SwapLanes swap{lane};
-  constexpr int kBytes = kForm == Form::kFp8 ? 1 : 2, kWords = kRowValues * kBytes / 4;
-  constexpr bool kScaled = kForm != Form::kSame;
+  constexpr bool kInt8 = kForm == Form::kInt8;
+  constexpr int kBytes = kForm == Form::kFp8 || kInt8 ? 1 : 2, kWords = kRowValues * kBytes / 4;
+  constexpr bool kScaled = kForm == Form::kFp8 || kForm == Form::kHalf;  // a scale a row
   float v[kGated ? kBlocks : 1][kRowValues];
   float amax = 0.f;
 #pragma unroll
@@ -176,12 +205,17 @@ __global__ void __launch_bounds__(kLanes ? kRowThreads : 32 * kMaxRowWarps,
   }
   Scaling scaled = {1.f, 1.f};
   if constexpr (kScaled) scaled = scaling<kForm>(row_max<kLanes>(amax));
+  float step_scale[kInt8 ? kBlocks : 1];
   uint32_t words[kBlocks][kWords];
 #pragma unroll
   for (int i = 0; i < kBlocks; ++i) {
     auto& values = v[kGated ? i : 0];
     if constexpr (!kGated)
       raw[i].values(p.gate, p.interleaved, p.width, (i * lanes + lane) * kRowValues, values);
+    if constexpr (kInt8) {
+      scaled = int8_scaling(values);
+      step_scale[i] = scaled.scale;
+    }
     to_words<T, kForm>(values, scaled.up, swap, words[i]);
   }
   for (int copies = 0; copies < p.copies; copies += kShare) {
@@ -202,6 +236,11 @@ __global__ void __launch_bounds__(kLanes ? kRowThreads : 32 * kMaxRowWarps,
           const int column = kForm == Form::kSame ? half_column(block, h)
                                                   : block / 4 * 64 + (block % 4 * 16 + 64 * h) / kBytes;
           if (column < columns) store_16_bytes(out + column * kBytes, words[i] + 4 * h);
+        }
+        if constexpr (kInt8) {
+          constexpr int kLanes8 = kInt8Step / kRowValues;
+          if (block % kLanes8 == 0 && block * kRowValues < columns)
+            p.scale[int64_t(block / kLanes8) * p.count * p.copies + at] = step_scale[i];
         }
       }
     }
@@ -246,6 +285,8 @@ int launch(const Rows& p, Form form, bool dependent, cudaStream_t stream) {
   if constexpr (kHopper) {
     if (form == Form::kFp8) return launch_form<T, Form::kFp8>(p, dependent, stream);
     if (form == Form::kHalf) return launch_form<T, Form::kHalf>(p, dependent, stream);
+  } else {
+    if (form == Form::kInt8) return launch_form<T, Form::kInt8>(p, dependent, stream);
   }
   return cudaErrorInvalidValue;
 }
@@ -256,10 +297,10 @@ int launch(const Rows& p, Form form, bool dependent, cudaStream_t stream) {
 using namespace fp4::device;
 
 // Rows of x (16-bit, aligned to 16 bytes, `width` columns, a multiple of 16; 2 * width if gated) to `out` in
-// `form`: x's type [.., width]; or e4m3 or fp16 [.., padded] with scale [..]. Row r of x becomes the `copies`
-// rows position[r, ..] of out, or row r (position null, copies 1). Rows of out from *end on (end not null)
-// may be left unwritten. dependent: starts while the kernel before it may still run, which makes x, or if
-// there is position, that and *end at most.
+// `form`: x's type [.., width]; or e4m3 or fp16 [.., padded] with scale [..]; or int8 [rows, padded] with
+// scale [padded / kInt8Step, rows]. Row r of x becomes the `copies` rows position[r, ..] of out, or row r
+// (position null, copies 1). Rows of out from *end on (end not null) may be left unwritten. dependent: starts
+// while the kernel before it may still run, which makes x, or if there is position, that and *end at most.
 extern "C" int fp4_kernel_rows(const void* x, DType x_type, int count, const int* position, int copies,
                                const int* end, Act act, float alpha, float limit, float up_offset,
                                int interleaved, int width, int padded, Form form, void* out, float* scale,

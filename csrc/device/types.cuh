@@ -10,7 +10,7 @@
 
 namespace fp4::device {
 
-enum class Element { kE4m3, kFloat16, kBFloat16 };
+enum class Element { kE4m3, kFloat16, kBFloat16, kInt8 };
 
 // Not of kFloat8.
 __device__ __forceinline__ float load_as_float(const void* p, int64_t i, DType type) {

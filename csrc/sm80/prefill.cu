@@ -1,5 +1,5 @@
 // The prefill kernels by mma.sync, behind the same entry points as Hopper's (csrc/sm90/prefill.cu), with the
-// same numbers; there are none but those for rows of 16 bits in plain order.
+// same numbers; there are none but those for rows of 16 bits in plain order, and of int8.
 
 #include <mutex>
 
@@ -19,6 +19,10 @@ Candidates candidates_of(int kernel) {
       return fp16_candidates();
     case PrefillKernel::kFp16B32:
       return fp16_b32_candidates();
+    case PrefillKernel::kInt8:
+      return int8_candidates();
+    case PrefillKernel::kInt8B32:
+      return int8_b32_candidates();
     default:
       return {};
   }

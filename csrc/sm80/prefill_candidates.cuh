@@ -27,15 +27,31 @@ constexpr Candidate kCandidates[] = {
     candidate<PrefillConfig<Words, 4, 1, 2, Few, 4, 3>>("rows 128, tokens 16, warps 4, stages 4"),
 };
 
+// Those of int8 rows, whose integer sums need registers, too: none of a multiprocessor's 12 warps.
+template <class Words>
+constexpr Candidate kInt8Candidates[] = {
+    candidate<PrefillConfig<Words, 8, 1, 2, Wide, 2, 1>>("rows 256, tokens 128, warps 8, stages 2"),
+    candidate<PrefillConfig<Words, 4, 1, 2, Wide, 2, 2>>("rows 128, tokens 128, warps 4, stages 2"),
+    candidate<PrefillConfig<Words, 8, 1, 2, Middle, 2, 1>>("rows 256, tokens 64, warps 8, stages 2"),
+    candidate<PrefillConfig<Words, 4, 1, 2, Middle, 2, 2>>("rows 128, tokens 64, warps 4, stages 2"),
+    candidate<PrefillConfig<Words, 4, 1, 2, Small, 4, 3>>("rows 128, tokens 32, warps 4, stages 4"),
+};
+
 // Of each weight format and type of rows, in its file. b32: with a scale for 32 K, not 16.
 Candidates bf16_candidates();
 Candidates bf16_b32_candidates();
 Candidates fp16_candidates();
 Candidates fp16_b32_candidates();
+Candidates int8_candidates();
+Candidates int8_b32_candidates();
 
 template <class Words>
 Candidates candidates_of() {
-  return {kCandidates<Words>, static_cast<int>(std::size(kCandidates<Words>))};
+  if constexpr (Words::kElement == Element::kInt8) {
+    return {kInt8Candidates<Words>, static_cast<int>(std::size(kInt8Candidates<Words>))};
+  } else {
+    return {kCandidates<Words>, static_cast<int>(std::size(kCandidates<Words>))};
+  }
 }
 
 }  // namespace fp4::sm80

@@ -6,6 +6,7 @@
 #include <cmath>
 #include <cstddef>
 #include <cstdint>
+#include <utility>
 
 #include "../device/prefill_host.cuh"
 #include "fitted.h"
@@ -46,6 +47,7 @@ struct Candidate {
   const char* name;
   int warps_m, warps_n, tiles_m, stages, blocks;
   int shared_bytes, sum_bytes, tile_scales;
+  bool int8;
   TokenTiles (*cut)(int rows);
   int (*round_up)(int rows);
   Launch run;
@@ -71,6 +73,7 @@ constexpr Candidate candidate(const char* name) {
           sizeof(SharedStorage<Config>),
           Config::SumBytes,
           Config::TileScales,
+          Config::Int8,
           Config::Widths::cut,
           Config::Widths::round_up,
           launch<Config>};
@@ -99,10 +102,13 @@ constexpr double kDecode = fitted::decode, kFixed = fitted::fixed, kBusy = fitte
                  kBeside = fitted::beside, kBarrier = fitted::barrier, kTile = fitted::tile,
                  kStore = fitted::store, kLatency = fitted::latency, kLaunch = fitted::launch;
 
-// Cycles of half a step of 64 K, if all of the multiprocessor's blocks do the same.
+// Cycles of half a step of 64 K. A product of int8 takes the time of one of bf16 with half as many K, as on
+// all GPUs but GeForce cards, which make it in half of that; its weights take twice the instructions, and its
+// sums three each for 128 K (counted, not fitted). If all of the multiprocessor's blocks do the same.
 inline double half_step_cycles(const Candidate& c, int width, const Device& device, int blocks) {
-  const double eights = double(width) / c.warps_n / 8, mmas = 4 * c.tiles_m * eights;
-  const double instructions = mmas + 2 * c.tiles_m * kDecode + 2 * eights + kFixed;
+  const double eights = double(width) / c.warps_n / 8, mmas = (c.int8 ? 2 : 4) * c.tiles_m * eights;
+  double instructions = mmas + 2 * c.tiles_m * kDecode + 2 * eights + kFixed;
+  if (c.int8) instructions += 2 * c.tiles_m * kDecode + 6 * c.tiles_m * eights;
   const double tensor = mmas * device.mma_cycles;
   const double warp = kBusy * std::max(tensor, instructions) + kBeside * std::min(tensor, instructions);
   return warp * c.warps() / 4 + kBarrier / blocks;
@@ -174,7 +180,8 @@ inline int64_t workspace_bytes(const Candidates& candidates, int sms) {
 
 // Returns 0, a cudaError_t, or a negative number: kBadArgument, kTooLittleShared.
 inline int run(const Candidates& candidates, const PrefillArguments& a, const Device& device) {
-  if (!is_valid(a, 2, candidates.count)) return kBadArgument;
+  const bool int8 = candidates.count > 0 && candidates.list[0].int8;
+  if (!is_valid(a, int8 ? 1 : 2, candidates.count)) return kBadArgument;
   if (a.m == 0) return 0;
   const Choice choice = choose(candidates, {a.mode, a.groups, a.m, a.n, a.kp}, device, a.config);
   if (choice.candidate < 0) return kTooLittleShared;
@@ -185,6 +192,8 @@ inline int run(const Candidates& candidates, const PrefillArguments& a, const De
   problem.codes = static_cast<const uint8_t*>(a.codes);
   problem.scales = static_cast<const uint8_t*>(a.scales);
   problem.k = a.k;
+  problem.x_rows = a.mode == RowMode::kMasked ? a.groups * a.m : a.m;
+  if (int8) std::swap(problem.x_scale, problem.x_step_scale);
   return chosen.run(problem, blocks, static_cast<cudaStream_t>(a.stream));
 }
 

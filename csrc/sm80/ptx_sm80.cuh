@@ -18,6 +18,15 @@ __device__ __forceinline__ void copy_16(uint32_t smem, const void* from, bool wa
       : "memory");
 }
 
+// The same of 4 bytes.
+__device__ __forceinline__ void copy_4(uint32_t smem, const void* from, bool wanted, bool there) {
+  asm volatile(
+      "{\n.reg .pred wanted;\nsetp.ne.b32 wanted, %3, 0;\n"
+      "@wanted cp.async.ca.shared.global [%0], [%1], 4, %2;\n}\n" ::"r"(smem),
+      "l"(from), "r"(there ? 4 : 0), "r"(static_cast<int>(wanted))
+      : "memory");
+}
+
 // If `wanted` 16 bytes of weights, which are read once: memory brings what lies beside them, too.
 __device__ __forceinline__ void copy_16_ahead(uint32_t smem, const void* from, bool wanted) {
   asm volatile(
@@ -44,6 +53,15 @@ __device__ __forceinline__ void load_matrices(uint32_t smem, uint32_t (&m)[4]) {
                : "=r"(m[0]), "=r"(m[1]), "=r"(m[2]), "=r"(m[3])
                : "r"(smem)
                : "memory");
+}
+
+// ---- mma.sync: D[16, 8] += A[16, 32] B[32, 8], of int8 to int32 ----
+
+__device__ __forceinline__ void mma_int8(int (&d)[4], const uint32_t (&a)[4], uint32_t b0, uint32_t b1) {
+  asm volatile(
+      "mma.sync.aligned.m16n8k32.row.col.s32.s8.s8.s32 {%0,%1,%2,%3}, {%4,%5,%6,%7}, {%8,%9}, {%0,%1,%2,%3};"
+      : "+r"(d[0]), "+r"(d[1]), "+r"(d[2]), "+r"(d[3])
+      : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b0), "r"(b1));
 }
 
 }  // namespace fp4::sm80

@@ -42,9 +42,17 @@ def takers(a_format: str, device_type: str) -> str:
     names = (
         b.name.capitalize()
         for b in BACKENDS
-        if b.device_type == device_type and any(a_format in LAYOUTS[n].a_formats for n in b.layouts)
+        if b.device_type == device_type and any(b.takes(a_format, n) for n in b.layouts)
     )
     return f"the {' or '.join(names)} kernels"
+
+
+def quantises_int8(device_type: str, layout: str) -> bool:
+    """Whether `fp4::moe` takes `a_format="int8"` there with weights in this layout."""
+    if device_type != "cuda":
+        return device_type == "cpu"
+    here = reader(layout, "cuda", torch.cuda.current_device()) if torch.cuda.is_available() else None
+    return here is not None and here.takes("int8", layout)
 
 
 def refuse_layout(op: str, layout: str, /, *args: object, **kwargs: object) -> NoReturn:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import importlib
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass, field
 from types import ModuleType
 
@@ -46,6 +46,8 @@ class Backend:
     """Whether the current GPU's tensor cores multiply rows and weights of a format as they are."""
     rows: Mapping[str, tuple[torch.dtype, ...]] = field(default_factory=dict)
     """Of a layout with which they read fewer dtypes of unquantised rows than it allows, those dtypes."""
+    a_formats: Mapping[str, Collection[str]] = field(default_factory=dict)
+    """Of a layout with which `fp4::moe` takes fewer of those that it allows, the ones it takes."""
     operators: str = ""
     """The module of operators in Python, loaded when one is called. They serve where there is none in C++."""
 
@@ -59,6 +61,10 @@ class Backend:
         if layout not in self.rows:
             return allowed
         return tuple(dtype for dtype in allowed if dtype not in UNQUANTISED or dtype in self.rows[layout])
+
+    def takes(self, a_format: str, layout: str) -> bool:
+        """Whether its `fp4::moe` takes an `a_format` with a layout, of those that name theirs."""
+        return a_format in self.a_formats.get(layout, LAYOUTS[layout].a_formats)
 
     @property
     def constants(self) -> dict[str, Group]:
@@ -80,5 +86,6 @@ def native_backend(name: str, trusted: Callable[[int], bool] = _always) -> Backe
         available=lambda index: native.family(index) == family.family,
         trusted=trusted,
         rows={layout: tuple(getattr(torch, name) for name in names) for layout, names in family.rows.items()},
+        a_formats=family.a_formats,
         operators=".launchers.operators",
     )

@@ -484,3 +484,29 @@ class ProductBounds:
         error = (got.to(F64) - want).norm(dim=-1)
         bad = error > slack
         assert not bad.any(), f"rows {bad.nonzero().flatten().tolist()[:8]} wrong: {error[bad][:8].tolist()}"
+
+
+# ---- int8 rows and weights of the mma.sync kernels, with a step for 128 K ----
+
+
+def int8_rows(x: Tensor) -> Tensor:
+    """What int8 rows stand for: a scale of largest / 127 for 128 K, the quotient in float32."""
+    cut = blocks(x.double(), 128)
+    most = cut.abs().amax(-1, keepdim=True).float()
+    up = torch.where(most > 0, 127 / most, 0).double()
+    return ((cut * up).round() * (most / 127).double()).flatten(-2)[..., : x.shape[-1]]
+
+
+def int8_weights(codes_by_scales: Tensor, scales: Tensor, format: str) -> Tensor:
+    """What weights [.., K] of block scales `scales` are beside int8 rows: integers times a step that a row
+    has for 128 K, so that 6 times its largest scale is 120 to 127 for nvfp4, and 96 for mxfp4."""
+    most = blocks(scales.double(), 128 // BLOCK[format]).amax(-1)
+    if format == "mxfp4":
+        inverse = torch.where(most > 0, 16 / most, 0)
+    else:  # as fp16 the bits of a constant less those of the scale
+        bits = 0xA900 - (most.clamp(min=2**-10) * 128).half().view(torch.int16).int()
+        inverse = bits.to(torch.int16).view(torch.float16).double() / 2
+    largest = 6 * most * inverse
+    assert ((most == 0) | (largest == 96) | (largest >= 120) & (largest < 127)).all()
+    inverse = inverse.repeat_interleave(128, -1)[..., : codes_by_scales.shape[-1]]
+    return torch.where(inverse > 0, (codes_by_scales * inverse).round() / inverse, 0)

@@ -79,8 +79,8 @@ def of_kernels(objects, *options: str, pattern: str) -> dict[str, str]:
 
 
 def test_instructions(objects):
-    """Tensor cores multiply bfloat16 or float16 to float32; weights come 16 bytes at a time, and do not stay
-    in L1."""
+    """Tensor cores multiply bfloat16 or float16 to float32, or int8 to int32; weights come 16 bytes at a
+    time, and do not stay in L1."""
     code = of_kernels(objects[1], "-sass", pattern=r"Function : (\S+)(.*?)(?=Function : |\Z)")
     seen, elements = set(), set()
     for name, body in code.items():
@@ -92,7 +92,7 @@ def test_instructions(objects):
         assert re.search(products_of(name), body), name
         copies = r"LDGSTS\S*128" if kernel == "prefill_kernel" else r"LDG\.E\.NA\.128\.CONSTANT"
         assert re.search(copies, body), name
-    assert seen == {"decode_kernel", "gemv_kernel", "prefill_kernel"} and len(elements) == 2
+    assert seen == {"decode_kernel", "gemv_kernel", "prefill_kernel"} and len(elements) == 3
 
 
 def test_registers_and_memory(objects):

@@ -15,7 +15,7 @@ prefill = development("prefill")
 
 BINARY = Path(fp4_ops.__file__).parent / "_sm80.so"
 pytestmark = pytest.mark.skipif(not BINARY.exists(), reason="_sm80.so is not built")
-KERNELS = ["bf16", "bf16_b32", "fp16", "fp16_b32"]
+KERNELS = ["bf16", "bf16_b32", "fp16", "fp16_b32", "int8", "int8_b32"]
 CONTIGUOUS = prefill.RowMode.CONTIGUOUS
 SIZES = [
     *((128, m, 1536, 2048) for m in (8, 512, 8192, 65536)),
@@ -37,7 +37,9 @@ def cubins(tmp_path_factory) -> list[Path]:
 
 
 def products_of(name: str) -> str:
-    """The instruction of a kernel whose mangled name has its MmaWords."""
+    """The instruction of a kernel whose mangled name has its words."""
+    if "9Int8WordsI" in name:
+        return r"IMMA\.16832\.S8\.S8\s"
     element = re.search(r"8MmaWordsILNS\w*7ElementE(\d)E", name)[1]
     return {"1": r"HMMA\.16816\.F32\s", "2": r"HMMA\.16816\.F32\.BF16\s"}[element]
 

@@ -5,6 +5,7 @@ from pathlib import Path
 
 import emulated
 import pytest
+import reference
 import torch
 from development import development
 
@@ -59,6 +60,10 @@ class Weight:
         packed, scale, factor = torch.ops.fp4.quantize(values, format)
         given = factor if factor.numel() else None
         self.values = torch.ops.fp4.dequantize(packed, scale, given, format, torch.float64).cuda()
+        ones = None if given is None else torch.ones_like(given)
+        unscaled = torch.ops.fp4.dequantize(packed, scale, ones, format, torch.float64)
+        by = 1 if given is None else given.double().view(-1, 1, 1)
+        self.as_int8 = (reference.int8_weights(unscaled, scale, format) * by).cuda()
         self.packed = [t.cuda() for t in torch.ops.fp4.prepack(packed, scale, given, format, LAYOUT)]
         self.options = {"format": format, "layout": LAYOUT, "out_dtype": torch.float32}
 
@@ -138,6 +143,55 @@ def test_blocks_of_fp16_rows(kernel, activation):
             x, ids, weights, *up.packed, *down.packed, activation=activation, **up.options
         )
     assert error(got, want) <= 4e-3
+
+
+@pytest.mark.parametrize("kernel", ["decode", "prefill"])
+@pytest.mark.parametrize("rows", [*ROWS, torch.float32])
+@pytest.mark.parametrize("format", ["nvfp4", "mxfp4"])
+@pytest.mark.parametrize("activation", ["silu", "silu_interleaved", "relu2", "swigluoai"])
+def test_blocks_of_int8_rows(activation, format, rows, kernel):
+    """What rounded rows and weights make; of decode, what rows make that are as they are. Slots of no expert
+    count nothing."""
+    groups, inner, hidden, tokens, top_k = 5, 192, 320, 37, 3
+    up = Weight(format, groups, reference.rows_per_column(activation) * inner, hidden)
+    down = Weight(format, groups, hidden, inner)
+    x = (torch.randn(tokens, hidden, device="cuda") / hidden**0.5).to(rows)
+    x[1] *= 2.0**-10
+    x[2, 7] = 30
+    ids = torch.randint(-1, groups, (tokens, top_k), device="cuda")
+    weights = torch.rand(tokens, top_k, device="cuda")
+    given = x.bfloat16() if rows == torch.float32 else x
+    int8 = kernel == "prefill"
+    row = reference.int8_rows if int8 else torch.Tensor.double
+    of = (up.as_int8, down.as_int8) if int8 else (up.values, down.values)
+    want = torch.zeros(tokens, hidden, dtype=torch.float64, device="cuda")
+    for j in range(top_k):
+        h = reference.indexed_mm(row(given), of[0], ids[:, j], None)
+        if activation in ("silu", "relu2"):  # others are gated in the product
+            h = h.to(given.dtype).double()
+        h = reference.activate(h, activation)
+        if activation != "silu":
+            h = h.to(given.dtype).double()
+        want += weights[:, j, None].double() * reference.indexed_mm(row(h), of[1], ids[:, j], None)
+    with native.only(kernel):
+        got = torch.ops.fp4.moe(
+            x, ids, weights, *up.packed, *down.packed, activation=activation, a_format="int8", **up.options
+        )
+    assert error(got, want) <= 6e-3
+
+
+def test_int8_rows_that_are_not_finite():
+    """NaN in each of their results, and in no other row's. Zeros are zeros, and so are values too small to
+    have a scale."""
+    up, down = Weight("nvfp4", 2, 256, 256), Weight("nvfp4", 2, 256, 128)
+    x = torch.randn(8, 256, device="cuda").bfloat16()
+    x[1, 200], x[3, 5], x[4], x[5] = float("nan"), float("inf"), 0, 2.0**-130
+    ids, weights = torch.zeros(8, 1, dtype=torch.int64, device="cuda"), torch.ones(8, 1, device="cuda")
+    with native.only("prefill"):
+        got = torch.ops.fp4.moe(x, ids, weights, *up.packed, *down.packed, a_format="int8", **up.options)
+    bad = torch.tensor([1, 3], device="cuda")
+    assert not torch.isfinite(got[bad]).any()
+    assert torch.isfinite(got[[0, 2, 4, 5, 6, 7]]).all() and not got[4:6].any()
 
 
 @pytest.mark.parametrize("k", [768, 2048, 2880, 4096, 7168, 14336, 18432])

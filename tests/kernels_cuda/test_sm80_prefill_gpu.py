@@ -34,10 +34,15 @@ KERNELS = {
     ("mxfp4", torch.bfloat16): "bf16_b32",
     ("nvfp4", torch.float16): "fp16",
     ("mxfp4", torch.float16): "fp16_b32",
+    ("nvfp4", torch.int8): "int8",
+    ("mxfp4", torch.int8): "int8_b32",
 }
 """By the weights' format and the rows."""
-FORMATS, ROWS = ("nvfp4", "mxfp4"), (torch.bfloat16, torch.float16)
+FORMATS, ROWS = ("nvfp4", "mxfp4"), (torch.bfloat16, torch.float16, torch.int8)
 CANDIDATES = range(8)
+INT8_CANDIDATES = 5
+INT8_ORDER = [0, 1, 8, 9, 2, 3, 10, 11, 4, 5, 12, 13, 6, 7, 14, 15]
+"""The K of each 16 in the order that they have in int8 rows."""
 LAYOUT = "mma_bf16"
 BOUND = {torch.bfloat16: 4e-3, torch.float16: 1e-3, torch.float32: 2e-6}
 DENSE, CONTIGUOUS, MASKED = prefill.RowMode
@@ -103,6 +108,13 @@ class Weight:
         self.format, self.groups, self.n, self.k = format, groups, n, k
         self.packed = [t.cuda() for t in torch.ops.fp4.prepack(*made, format, LAYOUT)]
         self.values = torch.ops.fp4.dequantize(*plain, format, torch.float64).cuda()
+        ones = torch.ones_like(made[2]) if made[2].numel() else None
+        self.codes_by_scales = torch.ops.fp4.dequantize(*made[:2], ones, format, torch.float64).cuda()
+        self.scales = made[1].double().cuda()
+        self.factor = made[2].double().cuda().view(-1, 1, 1) if made[2].numel() else 1.0
+
+    def as_int8(self) -> torch.Tensor:
+        return reference.int8_weights(self.codes_by_scales, self.scales, self.format) * self.factor
 
 
 class Case:
@@ -132,11 +144,25 @@ class Case:
         else:
             self.m, ids, self.route = counts[0], [0] * counts[0], None
         self.ids = torch.tensor(ids, device="cuda", dtype=torch.int64)
-        self.x = torch.randn(len(ids), w.k, device="cuda").to(rows)
         self.scale = torch.rand(len(ids), device="cuda") + 0.5 if scaled else None
+        self.k, self.kp, self.weights = w.k, reference.ceil_div(w.k, 128) * 128, w.values
+        if rows == torch.int8:
+            self.make_int8_rows()
+        else:
+            self.x = torch.randn(len(ids), w.k, device="cuda").to(rows)
+            self.values = self.x.double()
         self.bias = torch.randn(w.groups, w.n, device="cuda").to(bias) if bias else None
         self.gate = ACTIVATIONS[gate] if gate else None
         self.out = out
+
+    def make_int8_rows(self) -> None:
+        rows, steps = len(self.ids), self.kp // 128
+        x = torch.randint(-127, 128, (rows, self.kp), device="cuda").to(torch.int8)
+        x[:, self.k :] = 0
+        self.scale = torch.rand(steps, rows, device="cuda") + 0.1
+        self.values = (x.double() * self.scale.T.double().repeat_interleave(128, 1))[:, : self.k]
+        self.x = x.view(rows, -1, 16)[..., INT8_ORDER].contiguous()
+        self.k, self.weights = self.kp, self.w.as_int8()
 
     def arguments(self, config: int = -1):
         w = self.w
@@ -154,8 +180,8 @@ class Case:
             m=self.m,
             groups=w.groups,
             n=w.n,
-            k=w.k,
-            kp=reference.ceil_div(w.k, 128) * 128,
+            k=self.k,
+            kp=self.kp,
             mode=self.mode,
             out_type=product.DTYPES[self.out],
             bias_type=product.bias_type(self.bias),
@@ -167,8 +193,8 @@ class Case:
         want = torch.zeros(len(self.ids), self.w.n, dtype=torch.float64, device="cuda")
         for e in range(self.w.groups):
             mine = self.ids == e
-            want[mine] = self.x[mine].double() @ self.w.values[e].T
-        if self.scale is not None:
+            want[mine] = self.values[mine] @ self.weights[e].T
+        if self.scale is not None and self.scale.dim() == 1:
             want *= self.scale.double()[:, None]
         used = self.ids >= 0
         if self.bias is not None:
@@ -195,7 +221,13 @@ class Case:
 def test_candidates_have_names(kernels):
     for kernel in KERNELS.values():
         names = kernels.names(kernel)
-        assert len(names) == len(set(names)) == len(CANDIDATES)
+        count = INT8_CANDIDATES if kernel.startswith("int8") else len(CANDIDATES)
+        assert len(names) == len(set(names)) == count
+
+
+def skip_other_candidates(config: int, rows: torch.dtype) -> None:
+    if rows == torch.int8 and config >= INT8_CANDIDATES:
+        pytest.skip("int8 rows have fewer candidates")
 
 
 @pytest.mark.parametrize("format, rows", KERNELS)
@@ -203,6 +235,7 @@ def test_candidates_have_names(kernels):
 @pytest.mark.parametrize("mode", [CONTIGUOUS, MASKED, DENSE])
 def test_every_candidate(kernels, config, mode, format, rows):
     """Rows that fill no tile, empty experts, one row, K that ends within a step; two results in one type."""
+    skip_other_candidates(config, rows)
     groups = 1 if mode == DENSE else 5
     w = Weight(format, groups, 320, 336)
     counts = [97] if mode == DENSE else [0, 1, 131, 0, 40]
@@ -244,6 +277,7 @@ def test_many_experts_of_few_rows(kernels, groups, rows):
 @pytest.mark.parametrize("config", CANDIDATES)
 def test_tiles_that_blocks_share(kernels, config, rows):
     """Few tiles and many steps: parts of K, whose sums meet in a fixed order."""
+    skip_other_candidates(config, rows)
     w = Weight("nvfp4", 2, 320, 4480)
     case = Case(w, CONTIGUOUS, [0, 37], out=torch.float32, rows=rows)
     assert kernels.choose(case.kernel, CONTIGUOUS, 2, 37, 320, 4480, config).share_below > 0

@@ -160,7 +160,10 @@ def moe(
     )  # fmt: skip
     out_dtype = checks.resolve_out_dtype(x, out_dtype)
     if a_format == "int8":
-        raise RuntimeError("fp4::moe: a_format is 'int8', which runs on CPU only; on CUDA it can be 'fp8'")
+        raise RuntimeError(
+            f"fp4::moe: a_format is 'int8', and layout is {layout!r}; on CUDA int8 needs layout 'mma_bf16' "
+            "and a GPU of compute capability 8.0 or later that is no Hopper GPU. Use a_format 'fp8'"
+        )
     run = ops.moe if a_format in ("none", "auto") else partial(moe_quantized, a_format=a_format)
     w_up = ops.weight(w13, w13_scale, w13_global_scale, w13_bias, up)
     w_down = ops.weight(w2, w2_scale, w2_global_scale, w2_bias, down)

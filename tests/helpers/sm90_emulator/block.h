@@ -36,7 +36,8 @@ struct Store {
 struct Copy {
   uint32_t to;
   const void* from;
-  int bytes;
+  int bytes;  // that are read; the rest of `size` become zeros
+  uint32_t size;
 };
 
 struct Load {

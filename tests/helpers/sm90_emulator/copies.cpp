@@ -91,18 +91,18 @@ void store_commit() {
 }
 
 void Block::copy(const Copy& copy) {
-  if (!holds(copy.to, 16) || copy.to % 16 != 0)
+  if (!holds(copy.to, copy.size) || copy.to % copy.size != 0)
     return fail("a copy goes beyond shared memory, or between pieces");
-  std::memset(memory_ + copy.to, 0, 16);
+  std::memset(memory_ + copy.to, 0, copy.size);
   if (copy.bytes > 0) std::memcpy(memory_ + copy.to, copy.from, copy.bytes);
 }
 
 // At once, or when it is waited for.
-void copy(uint32_t to, const void* from, int bytes) {
+void copy(uint32_t to, const void* from, int bytes, uint32_t size) {
   if (block->late_) {
-    block->lane_->copies.push_back({to, from, bytes});
+    block->lane_->copies.push_back({to, from, bytes, size});
   } else {
-    block->copy({to, from, bytes});
+    block->copy({to, from, bytes, size});
   }
 }
 

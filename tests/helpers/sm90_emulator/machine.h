@@ -64,6 +64,9 @@ enum class Type { kE4m3, kFloat16, kBFloat16 };
 // mma.sync.m16n8k16. d: four floats.
 void mma(float* d, const uint32_t* a, uint32_t b0, uint32_t b1, Type type);
 
+// mma.sync.m16n8k32 of int8. d: four integers.
+void mma_int8(int* d, const uint32_t* a, uint32_t b0, uint32_t b1);
+
 // ldmatrix.x4.
 void load_matrices(uint32_t address, uint32_t (&m)[4]);
 
@@ -81,7 +84,7 @@ void store_commit();
 void store_wait(int pending);
 
 // A thread's own copies of 16 bytes.
-void copy(uint32_t to, const void* from, int bytes);
+void copy(uint32_t to, const void* from, int bytes, uint32_t size = 16);
 void copy_commit();
 void copy_wait(int pending);
 

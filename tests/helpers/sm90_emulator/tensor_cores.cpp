@@ -1,4 +1,4 @@
-// mma.sync and wgmma: sums of products of a warp's rows, in float32.
+// mma.sync and wgmma: sums of products of a warp's rows, in float32, or of int8 in int32.
 #include <cuda_fp16.h>
 #include <cuda_fp8.h>
 
@@ -104,6 +104,30 @@ void run_mma(Slots slots) {
   }
 }
 
+struct Int8Operands {
+  int* d;
+  const uint32_t* a;
+  uint32_t b[2];
+};
+static_assert(sizeof(Int8Operands) <= kSlot);
+
+void run_mma_int8(Slots slots) {
+  int8_t a[16][32], b[8][32];
+  Int8Operands lanes[kWarp];
+  for (int lane = 0; lane < kWarp; ++lane) {
+    std::memcpy(&lanes[lane], slots[lane], sizeof(Int8Operands));
+    const int g = lane / 4, t = lane % 4;
+    for (int r = 0; r < 4; ++r) std::memcpy(&a[g + r % 2 * 8][4 * t + r / 2 * 16], lanes[lane].a + r, 4);
+    for (int r = 0; r < 2; ++r) std::memcpy(&b[g][4 * t + r * 16], lanes[lane].b + r, 4);
+  }
+  for (int lane = 0; lane < kWarp; ++lane) {
+    const int g = lane / 4, t = lane % 4;
+    for (int i = 0; i < 4; ++i) {
+      for (int k = 0; k < 32; ++k) lanes[lane].d[i] += a[g + i / 2 * 8][k] * b[2 * t + i % 2][k];
+    }
+  }
+}
+
 // The oldest product of all lanes of a warp.
 void run_product(Lane* lanes) {
   const Product& first = lanes[0].products.front();
@@ -150,6 +174,11 @@ Lane* lanes_of_warp() { return block->lane_ - block->lane_->thread.x % kWarp; }
 void mma(float* d, const uint32_t* a, uint32_t b0, uint32_t b1, Type type) {
   const MmaOperands mine = {d, a, {b0, b1}};
   exchange(&mine, sizeof(mine), type == Type::kFloat16 ? run_mma<Type::kFloat16> : run_mma<Type::kBFloat16>);
+}
+
+void mma_int8(int* d, const uint32_t* a, uint32_t b0, uint32_t b1) {
+  const Int8Operands mine = {d, a, {b0, b1}};
+  exchange(&mine, sizeof(mine), run_mma_int8);
 }
 
 void wgmma(float* d, const uint32_t* a, uint64_t descriptor, int keep, int tokens, Type type) {
