@@ -69,6 +69,8 @@ class Layout:
 
     def leaves(self, a_format: str) -> bool:
         """Whether with this `a_format` of `fp4::moe` its kernels may read activations in their own dtype."""
+        if a_format == "int8":
+            return self.native  # few rows are left
         return a_format == "none" or (a_format == "auto" and "none" in (self.a_formats or A_FORMATS))
 
     def fits(

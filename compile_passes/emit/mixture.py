@@ -103,7 +103,7 @@ class Emitter:
             self._vectors(lambda b: (b.gain,), False),
         )
         routing = self.routing = Routing(self)
-        self.how = self.w.activations(like, down.layout)
+        self.how = self.w.activations(like, down.layout, block=fused)
 
         with self.w.gm.graph.inserting_before(m.root):
             x = self._reshape(self._expanded(self._ref(b.x, (*m.tokens, K))), [-1, b.up[0].k])

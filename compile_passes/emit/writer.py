@@ -188,14 +188,17 @@ class Writer:
 
     # --- products ---
 
-    def activations(self, like: fx.Node, layout: str) -> Activations:
-        """How rows enter products with a weight in this layout, on the device of the parameter `like`."""
-        return Activations(*self.options.a_format(value(like).device.type, layout))
+    def activations(self, like: fx.Node, layout: str, block: bool = False) -> Activations:
+        """How rows enter products with a weight in this layout, on the device of the parameter `like`;
+        `block`: those of `fp4::moe`."""
+        how = Activations(*self.options.a_format(value(like).device.type, layout))
+        if how.format == "int8" and LAYOUTS[layout].native and not block:
+            return Activations("none", "on a GPU int8 is of fp4::moe alone")
+        return how
 
     def quantised(self, a: fx.Node, activations: Activations, layout: str) -> QuantisedRows:
         """Rows of one product and their scales, for products with weights in this layout."""
-        # Where the native kernels have int8 rows they make them within `fp4::moe` alone.
-        if not activations.are_quantised or (activations.format == "int8" and LAYOUTS[layout].native):
+        if not activations.are_quantised:
             return QuantisedRows(a)
         if activations.format in FP4_FORMATS:
             return self._in_fp4(a, activations.format)

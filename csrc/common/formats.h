@@ -67,6 +67,7 @@ struct Layout {
 
   // Whether with this `a_format` of moe its kernels may read activations in their own dtype.
   bool leaves(std::string_view a_format) const {
+    if (a_format == "int8") return native;  // few rows are left
     const bool may = a_formats.empty() || std::ranges::find(a_formats, "none") != a_formats.end();
     return a_format == "none" || (a_format == "auto" && may);
   }

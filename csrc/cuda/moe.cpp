@@ -159,11 +159,8 @@ Outcome run(bool combined, int64_t ranks, const Rows* ready, const Tensor& x, co
   } else if (c.a_format == AFormat::int8) {
     if (here.gpu().hopper())
       fail(
-          "fp4::moe: a_format is 'int8', and this GPU, of compute capability 9.0, has no kernel for such "
-          "rows. "
-          "Use 'none', or layout 'sm90' with 'fp8'");
-    if (c.x.scalar_type() == ScalarType::Float) c.x = to_dtype(c.x, ScalarType::BFloat16);
-    c.between = c.x.scalar_type();
+          "fp4::moe: a_format is 'int8', for which Hopper GPUs have no kernel. Use 'none', or layout 'sm90' ",
+          "and 'fp8'");
     if (plan.few) c.a_format = AFormat::none;
   } else if (c.a_format != AFormat::none) {
     c.between = ScalarType::Float;

@@ -11,6 +11,8 @@ from development import development
 
 import fp4_ops
 from fp4_ops import native, selftest
+from fp4_ops.backends import quantises_int8
+from fp4_ops.backends.hopper import HOPPER
 from fp4_ops.backends.launchers import library
 
 planner = development("planner")
@@ -146,7 +148,7 @@ def test_blocks_of_fp16_rows(kernel, activation):
 
 
 @pytest.mark.parametrize("kernel", ["decode", "prefill"])
-@pytest.mark.parametrize("rows", [*ROWS, torch.float32])
+@pytest.mark.parametrize("rows", ROWS)
 @pytest.mark.parametrize("format", ["nvfp4", "mxfp4"])
 @pytest.mark.parametrize("activation", ["silu", "silu_interleaved", "relu2", "swigluoai"])
 def test_blocks_of_int8_rows(activation, format, rows, kernel):
@@ -160,24 +162,28 @@ def test_blocks_of_int8_rows(activation, format, rows, kernel):
     x[2, 7] = 30
     ids = torch.randint(-1, groups, (tokens, top_k), device="cuda")
     weights = torch.rand(tokens, top_k, device="cuda")
-    given = x.bfloat16() if rows == torch.float32 else x
     int8 = kernel == "prefill"
     row = reference.int8_rows if int8 else torch.Tensor.double
     of = (up.as_int8, down.as_int8) if int8 else (up.values, down.values)
     want = torch.zeros(tokens, hidden, dtype=torch.float64, device="cuda")
     for j in range(top_k):
-        h = reference.indexed_mm(row(given), of[0], ids[:, j], None)
+        h = reference.indexed_mm(row(x), of[0], ids[:, j], None)
         if activation in ("silu", "relu2"):  # others are gated in the product
-            h = h.to(given.dtype).double()
+            h = h.to(rows).double()
         h = reference.activate(h, activation)
         if activation != "silu":
-            h = h.to(given.dtype).double()
+            h = h.to(rows).double()
         want += weights[:, j, None].double() * reference.indexed_mm(row(h), of[1], ids[:, j], None)
     with native.only(kernel):
         got = torch.ops.fp4.moe(
             x, ids, weights, *up.packed, *down.packed, activation=activation, a_format="int8", **up.options
         )
     assert error(got, want) <= 6e-3
+
+
+def test_who_has_int8_rows():
+    assert quantises_int8("cuda", LAYOUT) and not quantises_int8("cuda", "plain")
+    assert not HOPPER.takes("int8", LAYOUT)
 
 
 def test_int8_rows_that_are_not_finite():

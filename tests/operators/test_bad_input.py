@@ -259,7 +259,7 @@ def sm90_cases() -> list[Bad]:
         Bad("moe", moe_sm90(a_format="fp8", x=torch.randn(M, 72)), f"x has 72 columns; {needs} 16"),
         Bad(op, bf16(a=fp8), "a has dtype float8_e4m3fn; layout 'mma_bf16' reads bfloat16 or float16 or uint8 or float4_e2m1fn_x2"),
         Bad(op, bf16(a=torch.randn(M, K)), "a has dtype float32; layout 'mma_bf16' reads bfloat16 or float16 or uint8 or float4_e2m1fn_x2"),
-        Bad("moe", bf16_block(a_format="auto"), "a_format is 'auto'; with layout 'mma_bf16' it must be one of: none, nvfp4, mxfp4; layout 'plain' takes others"),
+        Bad("moe", bf16_block(a_format="auto"), "a_format is 'auto'; with layout 'mma_bf16' it must be one of: none, int8, nvfp4, mxfp4; layout 'plain' takes others"),
         Bad("moe", bf16_block(x=torch.randn(M, K)), "x has dtype float32; layout 'mma_bf16' reads bfloat16 or float16"),
     ]  # fmt: skip
 
