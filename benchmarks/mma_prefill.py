@@ -1,12 +1,13 @@
-"""4-bit weights x bf16 or fp16 activations by mma.sync (csrc/sm80), as GPUs without wgmma run them.
+"""4-bit weights x bf16, fp16 or int8 activations by mma.sync (csrc/sm80), as GPUs without wgmma run them.
 
     python benchmarks/mma_prefill.py [--library FILE] [--most-shared KB] [--tokens 128,512,2048,8192]
-        [--format nvfp4] [--rows fp16] [--all-candidates]
+        [--format nvfp4] [--rows int8] [--all-candidates]
 
 The kernels are those of `_sm80.so`, or of `--library`: an H100 runs them if they are built for it, as
 `nvcc -gencode arch=compute_80,code=sm_90` does. `--most-shared 99` has launches use no more shared memory
 than sm_86, 89 and 120 have, 163 than sm_80. Microseconds a launch, TFLOP/s, what the bytes alone need at
-the rate of a copy, which is measured first, and torch's grouped product of weights in the rows' type. Bursts
+the rate of a copy, which is measured first, and torch's grouped product of weights in the rows' type (of
+int8 rows, bf16); int8 rows are there before. Bursts
 of 8 ms after a pause, with four routings (uniformly random) in turn; Gaussian weights.
 """
 
@@ -37,7 +38,8 @@ SHAPES = {  # experts, N, K, top-k
     "mixtral-8x7b down": (8, 4096, 14336, 2),
 }
 BLOCK = {"nvfp4": 16, "mxfp4": 32}
-ROWS = {"bf16": torch.bfloat16, "fp16": torch.float16}
+ROWS = {"bf16": torch.bfloat16, "fp16": torch.float16, "int8": torch.bfloat16}
+"""And the type of results."""
 ROUTINGS = 4
 """In turn, so that weights of other experts lie in L2."""
 
@@ -85,13 +87,18 @@ def rows(args: argparse.Namespace) -> Iterator[record.Row]:
         for tokens in map(int, args.tokens.split(",")):
             m = tokens * top_k
             routings = [random_routing(tokens, groups, top_k) for _ in range(ROUTINGS)]
-            x = torch.randn(m, k, device="cuda", dtype=dtype)
+            x, x_scale = torch.randn(m, k, device="cuda", dtype=dtype), None
+            taken = x
+            if args.rows == "int8":
+                taken = torch.randint(-127, 128, (m, w.kp), device="cuda", dtype=torch.int8)
+                x_scale = torch.ones(w.kp // 128, m, device="cuda")
             out = torch.empty(m, n, dtype=dtype, device="cuda")
             hit = sum((r.diff(prepend=r.new_zeros(1)) > 0).sum().item() for r in routings) / ROUTINGS
             weight_bytes = hit * n * w.kp * (0.5 + 1 / BLOCK[args.format])
 
             def launch(config: int, i: int) -> None:
-                prefill.run(x, None, w, routings[i % ROUTINGS], Routing.OFFS, m, out, config=config)  # noqa: B023
+                route = routings[i % ROUTINGS]  # noqa: B023
+                prefill.run(taken, x_scale, w, route, Routing.OFFS, m, out, config=config)  # noqa: B023
 
             def theirs(i: int) -> None:
                 torch._grouped_mm(x, dense.transpose(-2, -1), routings[i % ROUTINGS])  # noqa: B023

@@ -27,7 +27,8 @@ CHOOSE = -1
 """Lets the launcher take a candidate from the sizes."""
 KERNELS = tuple(PrefillKernel.__members__)
 """Of fp8 rows; of fp16 rows as rows.to_half makes them; of bfloat16 rows, all with e2m1 weights in blocks of
-16, or 32; of fp8 rows with int4 weights in groups of 128, 64, 32; and of fp16 rows in plain order."""
+16, or 32; of fp8 rows with int4 weights in groups of 128, 64, 32; of fp16 rows in plain order; and of int8
+rows."""
 
 
 def gates(gate: Activation, out: torch.dtype) -> bool:
@@ -96,13 +97,14 @@ def run(
     x [M, kp] in the layout's order with x_scale [M]: e4m3, and the weights are folded into e4m3; or fp16 as
     rows.to_half makes it, and the weights are exact. With a weight in layout mma_bf16 x [M, K] is bfloat16
     (or, with `_sm80.so`, fp16) in plain order, 16-byte aligned (x_scale may be None: ones), and the weights
-    are exact. `rows`: M, or the rows of each group where masked.
+    are exact; or int8 [M, kp] with x_scale [kp / 128, M], and the weights are rounded to int8.
+    `rows`: M, or the rows of each group where masked.
     `gate`: out [M, n / 2] of 16 bits, gated in float32; the weight has gate and up rows interleaved, and
     `gates` says whether the kernels know the activation. `early`: of what it reads, the kernel launched
     before this one makes x and x_scale at most, and those before had ended when that one began: weights may
     be fetched before it ends. `config`: the index of a candidate.
     """
-    of_rows = {torch.float16: "fp16" if w.bf16 else "half", torch.bfloat16: "bf16"}
+    of_rows = {torch.float16: "fp16" if w.bf16 else "half", torch.bfloat16: "bf16", torch.int8: "int8"}
     kernel = for_block(of_rows.get(x.dtype, "w4a8"), w.block)
     launch(kernel, x, x_scale, w, w.global_scale, route, routing, rows, out, gate, early, config, leaves_rest)
 

@@ -11,11 +11,14 @@ import subprocess
 import sys
 import weakref
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
 import torch._inductor.compile_fx
 from conftest import more
+from fp4_ops.compile_passes import options
+from fp4_ops.compile_passes.emit.writer import Writer
 from fp4_ops.compile_passes.options import inductor_patches, parse, version_hash
 from fp4_ops.compile_passes.weights import packed as packed_weights
 from fp4_ops.compile_passes.weights.packed import store
@@ -333,6 +336,20 @@ def test_int8_is_refused_off_the_cpu():
     assert parse(None, None).a_format("cuda")[0] == "none"
     with pytest.raises(ValueError, match="activation='int8' needs the Mma kernels, which this device"):
         parse(None, {"activation": "int8"}).a_format("cuda")
+
+
+def test_int8_rows_of_a_gpu_are_of_a_block_alone(monkeypatch):
+    monkeypatch.setattr(options, "quantises_int8", lambda device_type, layout: layout == "mma_bf16")
+    graph = torch.fx.Graph()
+    like = graph.placeholder("w")
+    graph.output(like)
+    like.meta["val"] = SimpleNamespace(device=torch.device("cuda"))
+    writer = Writer(torch.fx.GraphModule(torch.nn.Module(), graph), parse(None, {"activation": "int8"}))
+    assert writer.activations(like, "mma_bf16", block=True).format == "int8"
+    alone = writer.activations(like, "mma_bf16")
+    assert alone.format == "none" and "fp4::moe alone" in alone.why
+    with pytest.raises(ValueError, match="activation='int8' needs"):
+        writer.activations(like, "plain", block=True)
 
 
 # --- Inductor's caches ---
