@@ -63,7 +63,11 @@ def test_kernels_keep_to_their_registers(cubins):
                 assert re.search(instruction, body), (cubin.name, name, instruction)
             warps, blocks = map(int, re.search(r"EELi(\d+)ELi1E.*ELi\d+ELi(\d+)EEELb", name).groups())
             spills = re.findall(r"\b(?:LDL|STL)\b", body)
-            assert len(spills) <= (80 if warps * blocks >= 12 else 16), (cubin.name, name, len(spills))
+            assert len(spills) <= (80 if warps * blocks >= 12 else 24 if "Int8Words" in name else 16), (
+                cubin.name,
+                name,
+                len(spills),
+            )
     assert seen
 
 

@@ -14,6 +14,7 @@ from fp4_ops import native, selftest
 from fp4_ops.backends import quantises_int8
 from fp4_ops.backends.hopper import HOPPER
 from fp4_ops.backends.launchers import library
+from fp4_ops.backends.mma import trust
 
 planner = development("planner")
 BUILT = Path(fp4_ops.__file__).parent / "_sm80.so"
@@ -179,6 +180,15 @@ def test_blocks_of_int8_rows(activation, format, rows, kernel):
             x, ids, weights, *up.packed, *down.packed, activation=activation, a_format="int8", **up.options
         )
     assert error(got, want) <= 6e-3
+
+
+def test_the_check_of_a_first_use_has_int8_rows():
+    """They are far enough from the reference to be seen, and within its bound."""
+    with native.only("prefill"):
+        for format in ("nvfp4", "mxfp4"):
+            case = selftest.Case("moe", format, LAYOUT, "int8", "silu")
+            off = selftest.relative_error(*selftest.block(case, "cuda"))
+            assert 4e-3 < off < 0.7 * trust.INT8_FACTOR * trust.BOUND, off
 
 
 def test_who_has_int8_rows():

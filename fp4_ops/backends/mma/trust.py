@@ -18,6 +18,8 @@ from ...meta.formats import FP4_FORMATS
 LAYOUT = "mma_bf16"
 BOUND = 4e-3
 """Of products with bfloat16 results; half of a block's error is that of the values between its products."""
+INT8_FACTOR = 10
+"""The bound of a block with int8 rows, whose codes are not the reference's, is so many times that."""
 
 
 def error_of(kernel: str) -> float:
@@ -31,6 +33,9 @@ def error_of(kernel: str) -> float:
                 for kind in ("bfloat16", "float16"):
                     found.append(_error(oracle.product, oracle.Case(operator, format, LAYOUT, kind)))
             found.append(_error(oracle.block, oracle.Case("moe", format, LAYOUT, "none", "silu")))
+            if kernel == "prefill":
+                int8 = _error(oracle.block, oracle.Case("moe", format, LAYOUT, "int8", "silu"))
+                found.append(int8 / INT8_FACTOR)
     return max(found)
 
 
