@@ -14,9 +14,9 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 
 from . import advice
 from .emit.batched import batched_products
-from .emit.every_use import write_every_use
+from .emit.every_use import EveryUse
 from .emit.linears import linear_layers
-from .emit.mixture import write_mixture
+from .emit.mixture import Emitter
 from .emit.one_precision import written_before
 from .emit.products import write_product
 from .emit.writer import Writer, kernel
@@ -139,9 +139,9 @@ def _mixtures(s: _State) -> None:
             weights = [n for n in writer.inputs if n in own]
             why = next((n.meta["each"] for n in weights if "each" in n.meta), "")
             if why:
-                s.sites += write_every_use(writer, found, reader, why, taken)
+                s.sites += EveryUse(writer, found, reader).run(why, taken)
             else:
-                s.sites.append(write_mixture(writer, found))
+                s.sites.append(Emitter(writer, found).run())
         except Refusal as refusal:
             s.refused.append((downs, refusal))
             if isinstance(found, Mixture):

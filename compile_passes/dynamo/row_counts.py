@@ -92,11 +92,6 @@ def _number(tx: Any, node: fx.Node) -> Any:
 _OPERATIONS = {name: getattr(operator, name) for name in ("add", "sub", "eq", "ne", "gt", "ge", "lt", "le")}
 
 
-def _proxy(tx: Any, node: fx.Node) -> Any:
-    """Of a one-dimensional tensor, whose elements are proxies again."""
-    return fx.Proxy(node, tx.output.current_tracer)
-
-
 def elements(tx: Any, node: fx.Node) -> list[Any] | None:
     """The numbers in a tensor of one dimension: counts, their sums up to each expert, and these after a 0."""
     from torch._dynamo.variables import BuiltinVariable, ConstantVariable
@@ -109,7 +104,8 @@ def elements(tx: Any, node: fx.Node) -> list[Any] | None:
         return known[node]
     found = None
     if _are_counts(node) and (ids := _ids_counted(node)) is not None:
-        mode, proxy = tx.output.fake_mode, _proxy(tx, node)
+        mode = tx.output.fake_mode
+        proxy: Any = fx.Proxy(node, tx.output.current_tracer)  # whose elements are proxies again
         allowed, mode.allow_scalar_outputs = mode.allow_scalar_outputs, True
         try:
             found = [wrap_fx_proxy(tx, proxy[e].item()) for e in range(example(node).shape[0])]

@@ -43,12 +43,7 @@ class _Part:
         return self.at + self.by * own if not rest and 0 <= own < self.n else None
 
 
-def write_every_use(writer: Writer, m: Mixture, reader: Reader, why: str, taken: set[fx.Node]) -> list[Site]:
-    """What became of the products with this mixture's weights; those in `taken` are others'."""
-    return _Products(writer, m, reader).run(why, taken)
-
-
-class _Products:
+class EveryUse:
     def __init__(self, writer: Writer, m: Mixture, reader: Reader) -> None:
         self.w, self.m, self.reader = writer, m, reader
         parts = [list(m.parts(lambda b: b.up)), list(m.parts(lambda b: (b.down,)))]
@@ -72,6 +67,7 @@ class _Products:
         self.made: dict[Any, Any] = {}
 
     def run(self, why: str, taken: set[fx.Node]) -> list[Site]:
+        """What became of the products with this mixture's weights; those in `taken` are others'."""
         ops = []
         for node in list(self.w.gm.graph.nodes):
             if node not in taken and (op := self._rewrite(node)):

@@ -65,11 +65,6 @@ class _Rows:
     weights: fx.Node
 
 
-def write_mixture(writer: Writer, m: Mixture) -> Site:
-    """Put the operator in place of `m.root`; a Refusal leaves the graph as it was."""
-    return Emitter(writer, m).run()
-
-
 class Emitter:
     def __init__(self, writer: Writer, m: Mixture) -> None:
         self.w, self.m, self.call = writer, m, writer.call
@@ -79,6 +74,7 @@ class Emitter:
         """Rows differ among a token's choices, going in or out: each is a token of its own."""
 
     def run(self) -> Site:
+        """Put the operator in place of `m.root`; a Refusal leaves the graph as it was."""
         m, b = self.m, self.common
         act, like = b.act, b.down.ref.node
         device = value(like).device.type
@@ -119,17 +115,17 @@ class Emitter:
             if b.after is OUT:
                 out = emit(_Rows(x, ids, weights), experts, value(m.root).dtype)
             else:
-                ones = self._call(aten.ones_like.default, ids, dtype=torch.float32)
+                ones = self.call(aten.ones_like.default, ids, dtype=torch.float32)
                 out = emit(_Rows(x, ids, ones), experts, torch.float32)
                 out = self._finished(out, ids, weights)
             if self.apart and k > 1:
-                out = self._call(aten.sum.dim_IntList, self._reshape(out, [-1, k, b.down.n]), [1])
+                out = self.call(aten.sum.dim_IntList, self._reshape(out, [-1, k, b.down.n]), [1])
             if len(shape(m.root)) != 2:
                 out = self._reshape(out, self._sizes())
             if m.kept:
                 out = self._or_kept(out, ids)
             for rest in m.rest:
-                out = self._call(aten.add.Tensor, out, self._tensor(rest))
+                out = self.call(aten.add.Tensor, out, self._tensor(rest))
             if m.rest or b.after is not OUT:
                 out = self._cast(out, value(m.root).dtype)
         self.w.replace(m.root, out)
@@ -160,24 +156,24 @@ class Emitter:
     def _for_each_choice(self, x: fx.Node, ids: fx.Node, k: int) -> fx.Node:
         """x once for each choice of a token, scaled for it."""
         b = self.common
-        x = self._call(aten.unsqueeze.default, x, 1)
+        x = self.call(aten.unsqueeze.default, x, 1)
         if b.scales:
             scale = self._reshape(self.routing.weighted(b.scales, ids), [-1, k, 1])
-            x = self._cast(self._call(aten.mul.Tensor, x, scale), value(b.x.node).dtype)
+            x = self._cast(self.call(aten.mul.Tensor, x, scale), value(b.x.node).dtype)
         else:
-            x = self._call(aten.expand.default, x, [-1, k, -1])
+            x = self.call(aten.expand.default, x, [-1, k, -1])
         return self._reshape(x, [-1, b.up[0].k])
 
     def _finished(self, out: fx.Node, ids: fx.Node, weights: fx.Node) -> fx.Node:
         """What becomes of each expert's output, weighted; nothing where the id is no expert's."""
         out = self._pointwise(self.common.after, {OUT: out})
-        out = self._call(aten.mul.Tensor, out, self._cast(weights, torch.float32))
-        return self._call(aten.masked_fill.Scalar, out, self._nobodys(ids), 0)
+        out = self.call(aten.mul.Tensor, out, self._cast(weights, torch.float32))
+        return self.call(aten.masked_fill.Scalar, out, self._nobodys(ids), 0)
 
     def _nobodys(self, ids: fx.Node) -> fx.Node:
         """Whether an id is no expert's."""
-        low, high = (self._call(op.Scalar, ids, n) for op, n in ((aten.lt, 0), (aten.ge, self.experts)))
-        return self._call(aten.logical_or.default, low, high)
+        low, high = (self.call(op.Scalar, ids, n) for op, n in ((aten.lt, 0), (aten.ge, self.experts)))
+        return self.call(aten.logical_or.default, low, high)
 
     def _or_kept(self, out: fx.Node, ids: fx.Node) -> fx.Node:
         """The output, and what rows that are no expert's keep."""
@@ -185,14 +181,14 @@ class Emitter:
         rows = [self.element(f, (*m.tokens, m.hidden)) for f in m.kept]
         kept = rows[0]
         for row in rows[1:]:
-            kept = self._call(aten.mul.Tensor, kept, row)
+            kept = self.call(aten.mul.Tensor, kept, row)
         nobodys = self._reshape(self._nobodys(ids), [*self._sizes()[:-1], 1])
-        return self._call(aten.where.self, nobodys, self._cast(kept, value(m.root).dtype), out)
+        return self.call(aten.where.self, nobodys, self._cast(kept, value(m.root).dtype), out)
 
     # --- operators ---
 
     def _moe(self, rows: _Rows, experts: _Experts, out_dtype: torch.dtype) -> fx.Node:
-        return self._call(
+        return self.call(
             fp4.moe.default, rows.x, rows.ids, rows.weights, *experts.up, *experts.down, experts.up_bias,
             experts.down_bias, format=experts.spec.format, layout=experts.spec.layout,
             activation=self.activation, a_format=self.how.format, out_dtype=out_dtype,
@@ -203,7 +199,7 @@ class Emitter:
         b, spec = self.common, experts.spec
         k = 1 if self.apart else self.routing.k
         dtype = value(b.x.node).dtype
-        each = self._call(aten.expand.default, self._call(aten.unsqueeze.default, rows.x, 1), [-1, k, -1])
+        each = self.call(aten.expand.default, self.call(aten.unsqueeze.default, rows.x, 1), [-1, k, -1])
         each = self._reshape(each, [-1, b.up[0].k])
         flat = self._reshape(rows.ids, [-1])
 
@@ -216,19 +212,19 @@ class Emitter:
         values: dict[Term, fx.Node] = {UP: h}
         if b.act.gated:
             values = {
-                GATE: self._call(aten.slice.Tensor, h, 1, 0, inter),
-                UP: self._call(aten.slice.Tensor, h, 1, inter, 2 * inter),
+                GATE: self.call(aten.slice.Tensor, h, 1, 0, inter),
+                UP: self.call(aten.slice.Tensor, h, 1, inter, 2 * inter),
             }
         h = self._pointwise(b.act.term, values)
         if experts.gain is not None:  # a row of no expert is not read
-            own = self._call(aten.clamp.default, flat, 0, self.experts - 1)
-            gains = self._cast(self._call(aten.index.Tensor, experts.gain, [own]), torch.float32)
-            h = self._call(aten.mul.Tensor, h, gains)
+            own = self.call(aten.clamp.default, flat, 0, self.experts - 1)
+            gains = self._cast(self.call(aten.index.Tensor, experts.gain, [own]), torch.float32)
+            h = self.call(aten.mul.Tensor, h, gains)
         h = self._cast(h, dtype)
         y = product(h, experts.down, experts.down_bias)
         y = self._reshape(y, [-1, k, b.down.n])
-        scale = self._cast(self._call(aten.unsqueeze.default, rows.weights, 2), torch.float32)
-        y = self._call(aten.sum.dim_IntList, self._call(aten.mul.Tensor, y, scale), [1])
+        scale = self._cast(self.call(aten.unsqueeze.default, rows.weights, 2), torch.float32)
+        y = self.call(aten.sum.dim_IntList, self.call(aten.mul.Tensor, y, scale), [1])
         return self._cast(y, out_dtype)
 
     def _pointwise(self, term: Any, values: dict[Term, fx.Node]) -> Any:
@@ -243,7 +239,7 @@ class Emitter:
             found = self.element(term, (self.m.hidden,))
             return self._cast(found, torch.float32) if term.index else found
         if isinstance(term, Mean):
-            return self._call(aten.mean.dim, self._pointwise(term.body, values), [-1], True)
+            return self.call(aten.mean.dim, self._pointwise(term.body, values), [-1], True)
         assert isinstance(term, (Apply, Mul, Add))
         args = [self._pointwise(a, values) for a in term.args]
         if isinstance(term, Apply):
@@ -253,12 +249,12 @@ class Emitter:
                 number = not isinstance(other, Term) or isinstance(other, Const)
                 number = number or (isinstance(other, Ref) and not other.index)
                 op = op.Scalar if number else op.Tensor
-            return self._call(op, *args, **term.kwargs)
+            return self.call(op, *args, **term.kwargs)
         op = aten.mul if isinstance(term, Mul) else aten.add
         out = args[0]
         for a in args[1:]:
             first, second = (a, out) if not isinstance(out, fx.Node) else (out, a)
-            out = self._call(op.Tensor if isinstance(second, fx.Node) else op.Scalar, first, second)
+            out = self.call(op.Tensor if isinstance(second, fx.Node) else op.Scalar, first, second)
         return out
 
     # --- weights ---
@@ -335,21 +331,18 @@ class Emitter:
 
     # --- tensors of terms ---
 
-    def _call(self, target: Any, *args: Any, **kwargs: Any) -> fx.Node:
-        return self.call(target, *args, **kwargs)
-
     def _reshape(self, node: fx.Node, sizes: Sequence[Dimension]) -> fx.Node:
         old = shape(node) if is_tensor(node) else ()
         if len(old) == len(sizes) == 2 and sizes[0] == -1 and same(old[1], sizes[1]):
             return node
-        return self._call(aten.reshape.default, node, list(sizes))
+        return self.call(aten.reshape.default, node, list(sizes))
 
     def _cast(self, node: fx.Node, dtype: torch.dtype) -> fx.Node:
-        return self._call(aten._to_copy.default, node, dtype=dtype)
+        return self.call(aten._to_copy.default, node, dtype=dtype)
 
     def _size(self, node: fx.Node, d: int) -> Dimension:
         size = static_int(shape(node)[d])
-        return size if size is not None else self._call(aten.sym_size.int, self.w.replaced.get(node, node), d)
+        return size if size is not None else self.call(aten.sym_size.int, self.w.replaced.get(node, node), d)
 
     def _sizes(self) -> list[Dimension]:
         """The output's shape for reshape."""
@@ -387,7 +380,7 @@ class Emitter:
         own = [t in free_axes(term) for t in m.tokens]
         if any(own) and not all(own):
             whole = [-1 if mine else self._length(t.size) for t, mine in zip(m.tokens, own)]
-            node = self._call(aten.expand.default, node, [*whole, *(-1 for _ in last)])
+            node = self.call(aten.expand.default, node, [*whole, *(-1 for _ in last)])
         return self._reshape(node, [-1, *sizes])
 
     def _tensor(self, ref: Ref) -> fx.Node:
@@ -401,7 +394,7 @@ class Emitter:
         sizes = [-1 if t in free else self._length(t.size) for t in self.m.tokens]
         if all(s == -1 for s in sizes):
             return node
-        return self._call(aten.expand.default, node, [*sizes, -1])
+        return self.call(aten.expand.default, node, [*sizes, -1])
 
     def element(self, term: Term, axes: tuple[Axis, ...]) -> Any:
         """A tensor whose dimensions are `axes` (size 1 where the term lacks one), or a Python number."""
@@ -410,7 +403,7 @@ class Emitter:
         if isinstance(term, Ref):
             return self._ref(term, axes)
         if isinstance(term, Axis) and term in axes:
-            every = self._call(
+            every = self.call(
                 aten.arange.default, self._length(term.size), device=value(self.common.x.node).device
             )
             return self._reshape(every, [-1 if a is term else 1 for a in axes])
@@ -438,11 +431,11 @@ class Emitter:
             node = self._reshape(node, self._lengths(sizes))
         for d, label in reversed(list(enumerate(labels))):
             if isinstance(label, Const):
-                node = self._call(aten.select.int, node, d, label.value)
+                node = self.call(aten.select.int, node, d, label.value)
             else:  # of a slice: the weights of routed experts, beside those of shared ones
                 size, whole = self.m.k if label is J else static_int(label.size), static_int(sizes[d])
                 if size and whole is not None and size != whole:
-                    node = self._call(aten.slice.Tensor, node, d, 0, size)
+                    node = self.call(aten.slice.Tensor, node, d, 0, size)
         return self._arranged(node, [a for a in labels if isinstance(a, Axis)], axes, ref)
 
     def _gathered(
@@ -451,7 +444,7 @@ class Emitter:
         """`scores[t, ids[t, j]]`: the weights of a router that does not normalise them."""
         for d, i in reversed(list(enumerate(index))):
             if isinstance(i, Const):
-                node = self._call(aten.select.int, node, d, i.value)
+                node = self.call(aten.select.int, node, d, i.value)
         others = [a for a in axes if a in free_axes(ids) and a not in index]
         rows: list[Axis] = []
         for i in index:
@@ -461,28 +454,28 @@ class Emitter:
                 reason = f"{described(ref)} is not a number for each of a token's ids"
                 refuse(reason, self.m.root, advice.ROUTING_FIRST)
         if not rows:  # `scale[ids[t, j]]`, or of one token
-            return self._call(aten.index.Tensor, node, [self._inside(ids, others, ref)]), others
+            return self.call(aten.index.Tensor, node, [self._inside(ids, others, ref)]), others
         # `scores[t, ids[t, j]]`, or `scores[t, ids[t]]` of a router with one choice
         at = self._inside(ids, [*rows, *others], ref)
         if others:
-            return self._call(aten.gather.default, node, len(rows), at), [*rows, *others]
-        at = self._call(aten.unsqueeze.default, at, len(rows))
-        return self._call(aten.squeeze.dim, self._call(aten.gather.default, node, len(rows), at), -1), rows
+            return self.call(aten.gather.default, node, len(rows), at), [*rows, *others]
+        at = self.call(aten.unsqueeze.default, at, len(rows))
+        return self.call(aten.squeeze.dim, self.call(aten.gather.default, node, len(rows), at), -1), rows
 
     def _inside(self, ids: Ref, labels: list[Axis], ref: Ref) -> fx.Node:
         """Ids as an index into the last dimension of `ref`; any will do where no expert's row reads it."""
         index, size = self._ref(ids, tuple(labels)), static_int(shape(ref.node)[-1])
         if size is None:
             refuse(f"{described(ref)} has a symbolic size", self.m.root, advice.ROUTING_FIRST)
-        return index if below(ids.node, size) else self._call(aten.remainder.Scalar, index, size)
+        return index if below(ids.node, size) else self.call(aten.remainder.Scalar, index, size)
 
     def _arranged(self, node: fx.Node, labels: list[Axis], axes: tuple[Axis, ...], ref: Ref) -> fx.Node:
         if not (set(labels) <= set(axes) and len(set(labels)) == len(labels)):
             refuse(f"{described(ref)} has axes of its own", self.m.root, advice.ROUTING_FIRST)
         order = [labels.index(a) for a in axes if a in labels]
         if order != sorted(order):
-            node = self._call(aten.permute.default, node, order)
+            node = self.call(aten.permute.default, node, order)
         for d, a in enumerate(axes):
             if a not in labels:
-                node = self._call(aten.unsqueeze.default, node, d)
+                node = self.call(aten.unsqueeze.default, node, d)
         return node

@@ -25,6 +25,7 @@ from torch.utils import _pytree as pytree
 from torch.utils._sympy.symbol import SymT, symbol_is_type
 
 from ..graph.nodes import arguments
+from ..graph.traced_nodes import example
 from ..operands import integer
 from .as_written import as_written
 from .functional import current, functional_tensors, inline_constants, is_reshaped, is_written, storage
@@ -185,7 +186,7 @@ class Copier:
         results = {storage(n.meta["example_value"]) for n in output.all_input_nodes if _is_tensor(n)}
         memory = [storage(f) for f in self._fakes if isinstance(f, torch.Tensor)]
         for placeholder, node in written:
-            if memory.count(storage(placeholder.meta["val"])) > 1 or storage(_example(node)) in results:
+            if memory.count(storage(placeholder.meta["val"])) > 1 or storage(example(node)) in results:
                 raise CannotCopy("memory that the graph writes to is shared")
         result = fx.node.map_arg(output.args[0], lambda n: self._held[n])
         for placeholder, node in written:
@@ -243,7 +244,7 @@ class Copier:
         args, kwargs = fx.node.map_arg((node.args, node.kwargs), lambda n: self._held[n])
         new = self.graph.call_function(aten.scaled_dot_product_attention.default, args, kwargs)
         new.meta.update(_kept(node))
-        new.meta["val"] = _example(node)
+        new.meta["val"] = example(node)
         if any(enabled for enabled, _ in _autocast()) or arguments(new)["dropout_p"] != 0:
             self.graph.erase_node(new)
             return None
@@ -277,7 +278,7 @@ class Copier:
 
         what: Any = (node.op, node.target, of(node.args), of(node.kwargs), _autocast())
         bindings = node.meta.get("unbacked_bindings") or {}
-        for symbol in (*bindings, *sorted(filter(_is_unbacked, _symbols(_example(node))), key=str)):
+        for symbol in (*bindings, *sorted(filter(_is_unbacked, _symbols(example(node))), key=str)):
             symbols.setdefault(symbol, len(symbols))
         if len(symbols) > len(_STANDING_FOR):
             raise CannotCopy(f"{node.name} has {len(symbols)} sizes that only the data knows")
@@ -293,7 +294,7 @@ class Copier:
     def _kind(self, node: fx.Node, symbols: dict[sympy.Symbol, int]) -> Any:
         """dtype, device, sizes and strides, without the names of sizes that only the data knows."""
         if node not in self._kinds:
-            x = _example(node)
+            x = example(node)
             if isinstance(x, _SCALARS):
                 self._kinds[node] = (type(x), _sizes([x]))
             elif isinstance(x, torch.Tensor):
@@ -354,7 +355,7 @@ class Copier:
         """Dynamo's tensors and these must be views of each other alike: writes are followed by Dynamo's."""
         if any(map(is_reshaped, inputs)):
             raise CannotCopy(f"{call.node.name} changes the shape of its input")
-        expected = pytree.tree_leaves(_example(call.node))
+        expected = pytree.tree_leaves(example(call.node))
         if len(expected) != len(outputs):
             raise CannotCopy(f"{call.node.name} has another result")
         for x, out in zip(expected, outputs):
@@ -367,7 +368,7 @@ class Copier:
             for node, w in zip(call.inputs, inputs):
                 if isinstance(w, torch.Tensor):
                     ours = storage(out) == storage(w)
-                    if ours != (storage(x) == storage(_example(node))):
+                    if ours != (storage(x) == storage(example(node))):
                         raise CannotCopy(f"{call.node.name} shares memory otherwise than in Dynamo's trace")
 
     def _inputs(self, call: _Call) -> list[Any]:
@@ -419,7 +420,7 @@ class Copier:
     @staticmethod
     def _known_outputs(template: _Template, call: _Call) -> dict[fx.Node, Any]:
         """What Dynamo knows of a call's results."""
-        known = dict(zip(template.outputs, pytree.tree_leaves(_example(call.node))))
+        known = dict(zip(template.outputs, pytree.tree_leaves(example(call.node))))
         return known | {n: type(n.meta["val"])([known[p] for p in ps]) for n, ps in template.lists.items()}
 
     def _renamed(self, x: Any, rename: dict[sympy.Symbol, sympy.Symbol]) -> Any:
@@ -439,8 +440,8 @@ class Copier:
     def _write(self, call: _Call, target: fx.Node, contents: fx.Node) -> None:
         """All that are the written tensor have the new contents; nobody else may look at its memory later."""
         now = self._order[call.node]
-        memory, place = storage(_example(target)), _place(_example(target))
-        if any(n is not target and _is_tensor(n) and storage(_example(n)) == memory for n in call.inputs):
+        memory, place = storage(example(target)), _place(example(target))
+        if any(n is not target and _is_tensor(n) and storage(example(n)) == memory for n in call.inputs):
             raise CannotCopy(f"{call.node.name} reads the memory that it writes to")
         read_later = [
             n
@@ -449,7 +450,7 @@ class Copier:
         ]
         self._sharing[memory] = read_later
         for node in read_later:
-            if not _is_tensor(node) or _place(_example(node)) != place:
+            if not _is_tensor(node) or _place(example(node)) != place:
                 raise CannotCopy(f"{call.node.name} writes to memory that {node.name} is a view of")
             self._held[node] = contents
 
@@ -502,12 +503,8 @@ def _is_python(node: fx.Node) -> bool:
     return getattr(node.target, "__module__", "") == "_operator"
 
 
-def _example(node: fx.Node) -> Any:
-    return node.meta.get("example_value")
-
-
 def _is_tensor(node: fx.Node) -> bool:
-    return isinstance(_example(node), torch.Tensor)
+    return isinstance(example(node), torch.Tensor)
 
 
 def _place(x: torch.Tensor) -> Any:
