@@ -161,6 +161,10 @@ CONDITION = (
     "put the condition into the ids before the experts, ids = torch.where(keep, ids, E): id E is no "
     "expert's. What differs among experts can be looked up by id: limit[ids]"
 )
+CAPACITY = (
+    "say by a mask which rows an expert keeps: hot = F.one_hot(ids.flatten(), E); kept = (hot * "
+    "(hot.cumsum(0) <= capacity)).view(*ids.shape, E); token, slot = torch.where(kept[..., e])"
+)
 OWN_COLUMN = (
     "weight expert e by its column, full[:, e] with full = zeros(T, E).scatter(1, ids, weights), or mask "
     "its rows"

@@ -35,7 +35,7 @@ from .changed_products import changed_products
 from .mixture import Linear, Matcher, Mixture
 from .sorted_rows import GATHERED, SORTED, need_one_operator
 from .unread_experts import unread_experts
-from .unread_steps import instead_of, instead_of_output
+from .unread_steps import first_rows, instead_of, instead_of_output
 
 _STEPS_AFTER = 24
 """How many nodes after the last expert's a block may end: scaling, a view, the sum over choices."""
@@ -335,6 +335,7 @@ class Search:
             or self._stopped(bits)
             or self._put_over(step)
             or self._by_other_masks(step)
+            or first_rows(self._entering(step))
             or self._behind(step)
             or refusal
         )

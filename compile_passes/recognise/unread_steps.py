@@ -2,10 +2,23 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
+
 from torch import fx
 
 from .. import advice
-from ..graph.nodes import PRODUCTS, aten, is_op, is_tensor, item, passes_order, shape, static_int
+from ..graph.nodes import (
+    PRODUCTS,
+    Refusal,
+    arguments,
+    aten,
+    is_op,
+    is_tensor,
+    item,
+    passes_order,
+    shape,
+    static_int,
+)
 from ..operands import operand
 
 _RANDOM = (aten.native_dropout, aten.bernoulli, aten.rand_like, aten.randn_like)
@@ -32,6 +45,18 @@ def instead_of(step: fx.Node) -> str:
 def instead_of_output(step: fx.Node) -> str:
     """Of one expert's output, before all are added."""
     return advice.EVAL if is_op(step, *_RANDOM) else advice.AFTER_EXPERTS
+
+
+def first_rows(nodes: Iterable[fx.Node]) -> Refusal | None:
+    """A slice of the rows that name an expert: what is cut off depends on how many there are."""
+    for node in nodes:
+        places = node
+        while is_op(places, aten.slice, aten.select, aten.squeeze, aten.unbind) or item(places) is not None:
+            places = operand(places)
+        if is_op(node, aten.slice) and is_op(places, aten.nonzero) and arguments(node).get("dim", 0) == 0:
+            reason = "an expert takes only some of the rows that name it, by a slice (`token[:capacity]`)"
+            return Refusal(reason, node, advice.CAPACITY)
+    return None
 
 
 def _has_token_counts(graph: fx.Graph) -> bool:

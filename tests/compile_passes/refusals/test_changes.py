@@ -177,6 +177,17 @@ class RowsOfEachExpert(rows.ExpertChoice):
         return torch.zeros_like(x).index_add(0, tokens.flatten(), y.flatten(0, 1))
 
 
+@applied("FirstRowsByASlice")
+class FirstRowsByAMask(rows.FirstRowsByASlice):
+    def experts_of(self, x, ids, weights):
+        out, hot = torch.zeros_like(x), F.one_hot(ids.flatten(), self.E)
+        kept = (hot * (hot.cumsum(0) <= self.capacity)).view(*ids.shape, self.E)
+        for e, expert in enumerate(self.list):
+            token, slot = torch.where(kept[..., e])
+            out.index_add_(0, token, expert(x[token]) * weights[token, slot, None])
+        return out
+
+
 @applied("SplitsWithAnExpertOfZeros")
 class OnesAreAddedLater(Loop):
     def steps(self):

@@ -7,7 +7,7 @@ import torch
 import torch.nn.functional as F
 from conftest import more
 from lookalikes import Loop, Switch, check, lookalike, names
-from moe_styles import FusedStyle, RestoredSplits, Slices, grouped_mm
+from moe_styles import FusedStyle, ListStyle, RestoredSplits, Slices, grouped_mm
 from package_styles import MaskedSlices
 from torch import Tensor, nn
 
@@ -15,6 +15,22 @@ pytestmark = pytest.mark.usefixtures("fresh_dynamo")
 
 
 # --- rows put over another tensor: those of no expert keep what they had ---
+
+
+@lookalike(
+    "an expert takes only some of the rows that name it, by a slice (`token[:capacity]`)",
+    "say by a mask which rows an expert keeps",
+)
+class FirstRowsByASlice(ListStyle):
+    capacity = 4
+
+    def experts_of(self, x, ids, weights):
+        out = torch.zeros_like(x)
+        for e, expert in enumerate(self.list):
+            token, slot = torch.where(ids == e)
+            token, slot = token[: self.capacity], slot[: self.capacity]
+            out.index_add_(0, token, expert(x[token]) * weights[token, slot, None])
+        return out
 
 
 @lookalike("")
