@@ -13,6 +13,7 @@ from torch._dynamo.utils import get_compilation_metrics
 from .dynamo.branches import KEPT, SEEN_THROUGH
 from .dynamo.breaks import breaks_since, described, inside, known_breaks, reason_of
 from .dynamo.extend import CAPTURE, extend_dynamo
+from .dynamo.left_frames import noted
 from .dynamo.left_out import expert_parameters
 from .naming import short_path
 from .options import parse
@@ -50,7 +51,7 @@ def explain(
     extend_dynamo()
     backend.sees_through_branches = True  # type: ignore[attr-defined]
     backend.watched = False  # type: ignore[attr-defined]
-    with torch._dynamo.config.patch(settings), torch.no_grad():
+    with torch._dynamo.config.patch(settings), torch.no_grad(), noted() as left:
         torch.compile(model, backend=backend)(*args, **kwargs)
     new = {name: Counter(counters[name]) - before[name] for name in _COUNTERS}
     breaks = breaks_since(known)
@@ -61,7 +62,7 @@ def explain(
     ]
     report.skipped = new["frames"]["total"] - new["frames"]["ok"]
     new_ones = [m for m in get_compilation_metrics() if not any(m is old for old in compilations)]
-    failed = [m for m in new_ones if m.fail_type is not None]
+    failed = [*left, *(m for m in new_ones if m.fail_type is not None)]
     report.not_captured = list(dict.fromkeys(_not_captured(frame, breaks) for frame in failed))
     report.seen_through = [short_path(place) for place in new[SEEN_THROUGH]]
     report.hints = (
@@ -73,7 +74,7 @@ def explain(
 
 
 def _not_captured(frame: Any, breaks: Sequence[Any]) -> str:
-    """One of Dynamo's CompilationMetrics that ended in a failure."""
+    """One of Dynamo's CompilationMetrics that ended in a failure, or what is like them."""
     what = f"{frame.co_name} ({short_path(frame.co_filename)}:{frame.co_firstlineno})"
     cause = inside(frame.co_name, frame.co_filename, frame.fail_user_frame_lineno, breaks)
     if cause is not None:

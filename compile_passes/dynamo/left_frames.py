@@ -17,8 +17,9 @@ from __future__ import annotations
 import dataclasses
 import threading
 import types
-from collections.abc import Callable
-from typing import Any
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any, NamedTuple
 
 import torch
 from torch._dynamo.exc import RestartAnalysis, SkipFrame, Unsupported, UserError
@@ -31,13 +32,37 @@ _OF_FLAGS = ("BOOL_MATCH", "CONSTANT_MATCH", "EQUALS_MATCH", "NONE_MATCH", "TYPE
 """Guards that say what Python's values are, and need nothing but their source."""
 
 
+class Left(NamedTuple):
+    """A function that runs in Python, with the names that Dynamo's CompilationMetrics have for one that
+    failed. There it counts as compiled."""
+
+    co_name: str
+    co_filename: str
+    co_firstlineno: int
+    fail_type: str
+    fail_reason: str
+    fail_user_frame_filename: str | None
+    fail_user_frame_lineno: int | None
+
+
 class _Read(threading.local):
-    """What was read in earlier attempts to trace the function that is compiled now."""
+    """What was read in earlier attempts to trace the function that is compiled now; and who listens."""
 
     guards: tuple[Any, ...] = ()
+    left: list[Left] | None = None
 
 
 _read = _Read()
+
+
+@contextmanager
+def noted() -> Iterator[list[Left]]:
+    """What is left in this thread meanwhile."""
+    before, _read.left = _read.left, []
+    try:
+        yield _read.left
+    finally:
+        _read.left = before
 
 
 def guarded(method: Callable[..., Any]) -> Callable[..., Any]:
@@ -53,6 +78,8 @@ def guarded(method: Callable[..., Any]) -> Callable[..., Any]:
             if left is None:
                 raise
             counters["frames"]["ok"] -= 1  # which it is counted as, when this returns
+            if _read.left is not None:
+                _read.left.append(_described(code, error))
             left_out.note_left(args[1].values(), error)
             return left
         except SkipFrame as error:
@@ -84,6 +111,14 @@ def traced(method: Callable[..., Any]) -> Callable[..., Any]:
         return done
 
     return trace_frame
+
+
+def _described(code: types.CodeType, error: BaseException) -> Left:
+    stack = getattr(error, "real_stack", ())
+    at = (stack[-1].filename, stack[-1].lineno) if stack else (None, None)
+    return Left(
+        code.co_name, code.co_filename, code.co_firstlineno, type(error).__qualname__, str(error), *at
+    )
 
 
 def _tracer_of(error: BaseException) -> Any:
