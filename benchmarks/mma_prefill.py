@@ -7,7 +7,7 @@ The kernels are those of `_sm80.so`, or of `--library`: an H100 runs them if the
 `nvcc -gencode arch=compute_80,code=sm_90` does. `--most-shared 99` has launches use no more shared memory
 than sm_86, 89 and 120 have, 163 than sm_80. Microseconds a launch, TFLOP/s, what the bytes alone need at
 the rate of a copy, which is measured first, and torch's grouped product of weights in the rows' type (of
-int8 rows, bf16); int8 rows are there before. Bursts
+int8 rows, bf16). Quantising rows to int8 is not timed. Bursts
 of 8 ms after a pause, with four routings (uniformly random) in turn; Gaussian weights.
 """
 

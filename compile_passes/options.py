@@ -12,7 +12,7 @@ from typing import Any
 import torch
 
 from .. import _library
-from ..backends import quantises_int8, takers
+from ..backends import check_activation
 from ..experts import auto_a_format
 from ..meta import formats
 from ..meta.formats import ACTIVATION_CHOICES, FORMATS, FP4_FORMATS, check_activation_choice
@@ -41,15 +41,7 @@ class Options:
             chosen = auto_a_format(device_type, layout)
             return chosen, f"auto: {_AUTO[chosen]} on {device_type}"
         if self.activation in ("fp8", "int8"):
-            if self.activation == "int8":
-                there = quantises_int8(device_type, layout)
-            else:
-                there = device_type == "cpu" or "fp8" in LAYOUTS[layout].a_formats
-            if not there:
-                raise ValueError(
-                    f"fp4: activation={self.activation!r} needs {takers(self.activation, 'cuda')}, which "
-                    "this device or these weights do not have. Use activation='bf16' or 'auto'."
-                )
+            check_activation(self.activation, device_type, layout)
             return self.activation, "asked for"
         if self.activation in FP4_FORMATS:
             if self.activation not in (LAYOUTS[layout].a_formats or FP4_FORMATS):

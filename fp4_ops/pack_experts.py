@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from . import experts
-from .backends import quantises_int8, takers
+from .backends import check_activation
 from .distributed.collectives import Group
 from .distributed.division import Division, top_k_of
 from .distributed.parts import Part, keep_for_itself, keep_local
@@ -159,16 +159,6 @@ def _check_part(name: str, p: Plan, method: Method, trainable_inputs: bool) -> N
         )
     if method.calibration != "none" or (p.part.kind == "split" and method.name != "rtn"):
         raise ValueError(f"fp4: method is {method.name!r}, and {name} has {p.part}. Use method='rtn'")
-
-
-def check_activation(activation: str, device: str, layout: str) -> None:
-    """Raises ValueError unless weights in this layout on this device meet such activations."""
-    lacks_int8 = activation == "int8" and not quantises_int8(device, layout)
-    if lacks_int8 or (activation == "fp8" and device != "cpu" and not LAYOUTS[layout].native):
-        raise ValueError(
-            f"fp4: activation={activation!r} needs {takers(activation, 'cuda')}, which this device or these "
-            "weights do not have. Use activation='bf16' or 'auto'."
-        )
 
 
 def _weights(

@@ -105,9 +105,8 @@ def traced(method: Callable[..., Any]) -> Callable[..., Any]:
                 found = (g for g in tracer.output.guards if g.create_fn_name() in _OF_FLAGS)
                 _read.guards = (*_read.guards, *found)
             raise
-        if _read.guards:
-            for guard in _read.guards:
-                done.output_graph.tracing_context.guards_context.dynamo_guards.add(guard)
+        for guard in _read.guards:
+            done.output_graph.tracing_context.guards_context.dynamo_guards.add(guard)
         return done
 
     return trace_frame

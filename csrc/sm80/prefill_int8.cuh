@@ -47,24 +47,19 @@ class Int8Products {
 
  private:
   using Words = typename Config::Words;
-  using Layout = MmaBf16;
 
   static constexpr int kBegin = 0x4B400000;  // 1.5 x 2^23
 
   // Of the next step: a lane's codes and the bytes of its scales.
   __device__ __forceinline__ void load_raw() {
-    const int lane = threadIdx.x % kWarp, g = lane / 4, t = lane % 4;
-    const uint32_t codes = smem_address(shared_.codes[stage_]) +
-                           warp_m<Config>() * Config::TilesM * kTileCodes + t / 2 * 512 + t % 2 * 8,
-                   scales = smem_address(shared_.scales[stage_]) +
-                            warp_m<Config>() * Config::TilesM * Config::TileScales +
-                            g * (Config::TileScales / 8);
-    constexpr int kNext = 16 * (Layout::slot(0, 2) - Layout::slot(0, 0));
+    const int g = threadIdx.x % kWarp / 4;
+    const auto [codes, scales] = weight_places(shared_, stage_);
 #pragma unroll
     for (int m = 0; m < Config::TilesM; ++m) {
 #pragma unroll
       for (int i = 0; i < Words::kWords; ++i)
-        codes_[m][i] = load_shared_8(codes + Layout::slot(g, i % 2) * 16 + m * kTileCodes + i / 2 * kNext);
+        codes_[m][i] =
+            load_shared_8(codes + MmaBf16::slot(g, i % 2) * 16 + m * kTileCodes + i / 2 * kNextCodes);
 #pragma unroll
       for (int i = 0; i < Words::kScaleWords; i += 2) {
         const uint2 both = load_shared_8(scales + m * Config::TileScales + i * 4);

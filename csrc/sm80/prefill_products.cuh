@@ -26,6 +26,20 @@ __device__ __forceinline__ uint32_t x_place() {
          ((lane / 8 % 2) ^ (lane % 8)) * kPiece;
 }
 
+// Where this lane reads its warp's codes, but for their slots, and scales of a stage.
+struct WeightPlaces {
+  uint32_t codes, scales;
+};
+template <class Config>
+__device__ __forceinline__ WeightPlaces weight_places(SharedStorage<Config>& shared, int stage) {
+  const int lane = threadIdx.x % kWarp, g = lane / 4, t = lane % 4;
+  return {smem_address(shared.codes[stage]) + warp_m<Config>() * Config::TilesM * kTileCodes + t / 2 * 512 +
+              t % 2 * 8,
+          smem_address(shared.scales[stage]) + warp_m<Config>() * Config::TilesM * Config::TileScales +
+              g * (Config::TileScales / 8)};
+}
+constexpr int kNextCodes = 16 * (MmaBf16::slot(0, 2) - MmaBf16::slot(0, 0));  // of the next 64 K
+
 template <class Config>
 class HalfProducts {
  public:
@@ -65,19 +79,14 @@ class HalfProducts {
   // `kHalf` of the step in `stage`.
   template <int kHalf>
   __device__ __forceinline__ void load_raw(int stage) {
-    using Layout = MmaBf16;
-    const int lane = threadIdx.x % kWarp, g = lane / 4, t = lane % 4;
-    const uint32_t codes = smem_address(shared_.codes[stage]) +
-                           warp_m<Config>() * Config::TilesM * kTileCodes + t / 2 * 512 + t % 2 * 8,
-                   scales = smem_address(shared_.scales[stage]) +
-                            warp_m<Config>() * Config::TilesM * Config::TileScales +
-                            g * (Config::TileScales / 8);
-    constexpr int kNext = 16 * (Layout::slot(0, 2) - Layout::slot(0, 0));
+    const int g = threadIdx.x % kWarp / 4;
+    const auto [codes, scales] = weight_places(shared_, stage);
 #pragma unroll
     for (int m = 0; m < Config::TilesM; ++m) {
 #pragma unroll
       for (int i = 0; i < 2; ++i)
-        raw_.codes[m][i] = load_shared_8(codes + Layout::slot(g, i) * 16 + m * kTileCodes + kHalf * kNext);
+        raw_.codes[m][i] =
+            load_shared_8(codes + MmaBf16::slot(g, i) * 16 + m * kTileCodes + kHalf * kNextCodes);
       if constexpr (Config::TileScales == 128) {
         const uint2 both = load_shared_8(scales + m * Config::TileScales + kHalf * 8);
         raw_.scales[m][0] = both.x, raw_.scales[m][1] = both.y;

@@ -55,6 +55,19 @@ def quantises_int8(device_type: str, layout: str) -> bool:
     return here is not None and here.takes("int8", layout)
 
 
+def check_activation(activation: str, device_type: str, layout: str) -> None:
+    """Raises ValueError unless 8-bit activations of this name meet weights in this layout there."""
+    if activation == "int8":
+        there = quantises_int8(device_type, layout)
+    else:
+        there = activation != "fp8" or device_type == "cpu" or "fp8" in LAYOUTS[layout].a_formats
+    if not there:
+        raise ValueError(
+            f"fp4: activation={activation!r} needs {takers(activation, 'cuda')}, which this device or these "
+            "weights do not have. Use activation='bf16' or 'auto'."
+        )
+
+
 def refuse_layout(op: str, layout: str, /, *args: object, **kwargs: object) -> NoReturn:
     """The error of an operator in Python, given its arguments, whose weights no kernel here reads."""
     if layout == "plain":

@@ -11,11 +11,12 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from ..backends import check_activation
 from ..distributed.parts import keep_for_itself, keep_local
 from ..experts import IMPLEMENTATION, PackedWeight, Recipe, SharedLayout, interleave
 from ..meta.formats import FORMATS, check_activation_choice
 from ..meta.layouts import preferred_layout
-from ..pack_experts import A_FORMATS, check_activation, choose_implementation
+from ..pack_experts import A_FORMATS, choose_implementation
 from ..tensor import FP4Tensor
 from .dialects import Codes, Read, StoredWeight, scale_dtype
 from .files import CheckpointError, Reader, TensorInfo

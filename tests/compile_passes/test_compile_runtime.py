@@ -17,7 +17,6 @@ import pytest
 import torch
 import torch._inductor.compile_fx
 from conftest import more
-from fp4_ops.compile_passes import options
 from fp4_ops.compile_passes.emit.writer import Writer
 from fp4_ops.compile_passes.options import inductor_patches, parse, version_hash
 from fp4_ops.compile_passes.weights import packed as packed_weights
@@ -26,6 +25,8 @@ from fp4_ops.compile_passes.weights.specs import PackSpec
 from fp4_ops.meta.layouts import byte_view
 from moe_models import Block, Recorder, relative_error
 from places import HELPERS
+
+from fp4_ops import backends
 
 pytestmark = pytest.mark.usefixtures("fresh_dynamo")
 
@@ -339,7 +340,7 @@ def test_int8_is_refused_off_the_cpu():
 
 
 def test_int8_rows_of_a_gpu_are_of_a_block_alone(monkeypatch):
-    monkeypatch.setattr(options, "quantises_int8", lambda device_type, layout: layout == "mma_bf16")
+    monkeypatch.setattr(backends, "quantises_int8", lambda device_type, layout: layout == "mma_bf16")
     graph = torch.fx.Graph()
     like = graph.placeholder("w")
     graph.output(like)

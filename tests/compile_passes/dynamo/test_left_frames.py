@@ -10,6 +10,7 @@ import pytest
 import torch
 from moe_models import Recorder, relative_error
 from moe_styles import ListStyle
+from repository_styles import NumpyEnds
 from torch import Tensor, nn
 
 EXACT = 1e-5
@@ -32,8 +33,8 @@ class Loop(ListStyle):
         return out
 
 
-class Written(Loop):
-    """All of it in `forward`, the training's way with masks, other calls' with sorted rows (MiniMind)."""
+class Written(NumpyEnds):
+    """The training's way with masks in `forward`, other calls' with sorted rows (MiniMind)."""
 
     def forward(self, x: Tensor) -> Tensor:
         ids, weights = self.route(x)
@@ -48,22 +49,7 @@ class Written(Loop):
                 else:
                     y[flat == e] = own + 0 * sum(p.sum() for p in expert.parameters())
             return (y.view(*ids.shape, -1) * weights.unsqueeze(-1)).sum(1)
-        return self.sorted(x, flat, weights.view(-1, 1))
-
-    @torch.no_grad()
-    def sorted(self, x: Tensor, flat: Tensor, weights: Tensor) -> Tensor:
-        out, order = torch.zeros_like(x), flat.argsort()
-        ends = flat.bincount().cpu().numpy().cumsum(0)
-        token = order // self.k
-        for e, end in enumerate(ends):
-            start = 0 if e == 0 else ends[e - 1]
-            if start == end:
-                continue
-            own = token[start:end]
-            y = self.list[e](x[own])
-            y.mul_(weights[order[start:end]])
-            out.scatter_add_(0, own.view(-1, 1).repeat(1, x.shape[-1]), y)
-        return out
+        return self.experts_of(x, ids, weights)
 
 
 def exact(module: ListStyle) -> nn.Module:
