@@ -476,7 +476,7 @@ GATES = ["silu", "gelu", "gelu_tanh", "swigluoai", "silu_interleaved", "relu2", 
 @pytest.mark.parametrize("gate", GATES)
 @pytest.mark.parametrize("format", FORMATS)
 @pytest.mark.parametrize(
-    "layout, a_format", [(n, a) for n in HOPPER.layouts for a in LAYOUTS[n].a_formats if HOPPER.takes(a, n)]
+    "layout, a_format", [(n, a) for n in LAYOUT_NAMES for a in LAYOUTS[n].a_formats if HOPPER.takes(a, n)]
 )
 def test_moe(kernel, layout, a_format, format, gate):
     experts, hidden, inter, top_k = 16, 512, 192, 4
