@@ -39,7 +39,7 @@ class Comparison(Protocol):
 @functools.cache
 def library() -> ctypes.CDLL:
     loaded = ctypes.CDLL(str(library_path()))
-    if not hasattr(loaded, "fp4_watch_point"):
+    if not hasattr(loaded, "fp4_await"):
         raise ImportError(
             f"fp4_ops: {loaded._name} is older than the Python files beside it. "
             "Build it again: pip install --no-build-isolation -e ."

@@ -65,24 +65,6 @@ EXPORT int fp4_runs_differ(const uint8_t* const* at, const int64_t* bytes, int64
   return found;
 }
 
-// A comparison on a GPU beside a stream, by the driver, which this library does not need to load.
-struct Watch {
-  int (*record)(void* event, void* stream);
-  int (*wait)(void* stream, void* event, unsigned flags);
-  int (*launch)(void* graph, void* stream);
-  void* event;
-  void* beside;
-  void* graph;
-};
-
-// Both return an error of the driver's, or 0.
-EXPORT int fp4_watch_point(const Watch* watch, void* stream) { return watch->record(watch->event, stream); }
-
-EXPORT int fp4_watch_compare(const Watch* watch) {
-  const int error = watch->wait(watch->beside, watch->event, 0);
-  return error != 0 ? error : watch->launch(watch->graph, watch->beside);
-}
-
 // Looks at a number that a GPU writes until its last 40 bits are at least `least`, or until so many
 // nanoseconds have passed. Returns the number.
 EXPORT int64_t fp4_await(const int64_t* at, int64_t least, int64_t nanoseconds) {

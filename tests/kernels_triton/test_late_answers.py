@@ -27,7 +27,7 @@ class Stream:
 def watch():
     """As if three programs compare at each launch; the test writes their answers."""
     made = samples.Watch.__new__(samples.Watch)
-    made._programs, made._beside = PROGRAMS, Stream()
+    made._programs, made._stream = PROGRAMS, Stream()
     made._answer = torch.zeros(1, dtype=torch.int64)
     made._await = functools.partial(library().fp4_await, ctypes.c_void_p(made._answer.data_ptr()))
     return made
@@ -40,16 +40,16 @@ def test_an_answer_that_comes_late(watch, found, seconds):
     watch._answer.fill_(4 * PROGRAMS)
     answer = 5 * PROGRAMS + (found << 40)
     threading.Timer(seconds, watch._answer.fill_, [answer]).start()
-    assert watch._answered(5) == (found > 0)
+    assert watch.answered(5) == (found > 0)
     assert watch._answer.item() == answer
 
 
 def test_an_answer_that_never_comes(watch):
     watch._answer.fill_(PROGRAMS)
-    assert not watch._answered(1)
-    watch._beside.over = True
+    assert not watch.answered(1)
+    watch._stream.over = True
     with pytest.raises(RuntimeError, match="did not compare the weights"):
-        watch._answered(2)
+        watch.answered(2)
 
 
 # --- on a GPU ---

@@ -8,7 +8,6 @@ import itertools
 import threading
 import time
 import weakref
-from collections.abc import Callable
 
 import torch
 import triton
@@ -20,8 +19,8 @@ from ...runs import RUN, Runs, library
 RUNS_A_PROGRAM = 32
 COMPARED = (1 << 40) - 1
 """The bits of an answer that count programs; those above count differences."""
-NON_BLOCKING, HIGHEST = 1, -100
-"""CU_STREAM_NON_BLOCKING, and a priority beyond all, for which the driver takes the highest that there is."""
+NON_BLOCKING = 1
+"""CU_STREAM_NON_BLOCKING."""
 AT_ONCE, SOON = 200_000, 2_000_000
 """Nanoseconds that the host looks for an answer without a break, and those after which it sleeps."""
 
@@ -73,21 +72,10 @@ def read(at: Tensor, sizes: Tensor, held: Tensor) -> None:
         launch(at, sizes, held, held, held, compare=False)
 
 
-class Driver(ctypes.Structure):
-    """`Watch` of csrc/cpu/samples.cpp."""
-
-    _fields_ = [(name, ctypes.c_void_p) for name in ("record", "wait", "launch", "event", "beside", "graph")]
-
-
 @functools.cache
-def driver() -> ctypes.CDLL:
-    return ctypes.CDLL("libcuda.so.1")
-
-
-@functools.cache
-def held_library() -> ctypes.PyDLL:
-    """Of short calls: they keep the interpreter's lock, so that no two threads launch one graph at once."""
-    return ctypes.PyDLL(library()._name)
+def driver() -> ctypes.PyDLL:
+    """Its calls are short: they keep the interpreter's lock, so no two threads launch one graph at once."""
+    return ctypes.PyDLL("libcuda.so.1")
 
 
 def check(error: int) -> None:
@@ -96,24 +84,19 @@ def check(error: int) -> None:
 
 
 @functools.cache
-def beside(device: torch.device, stream: int | None) -> torch.cuda.Stream:
-    """A stream in which nothing else ever waits, as it might in one of torch's, which others use as well.
-
-    That of a stream of the user's, or, for None, the one in which `Watch` records its graphs.
-    """
+def recording(device: torch.device) -> torch.cuda.Stream:
+    """A stream in which nothing ever runs, as it might in one of torch's, which others use as well."""
     made = ctypes.c_void_p()
-    check(driver().cuStreamCreateWithPriority(ctypes.byref(made), NON_BLOCKING, HIGHEST))
+    check(driver().cuStreamCreate(ctypes.byref(made), NON_BLOCKING))
     return torch.cuda.ExternalStream(made.value, device)
 
 
 class Watch:
     """Compares the samples with what is there when one stream gets to a point of its work.
 
-    `begin` says which point. `differs` launches the comparison, a CUDA graph of one kernel, on a stream
-    beside: what was launched on the stream meanwhile neither waits for it nor delays it. The kernel writes
-    its answer to the host's memory, where the host looks for it.
-
-    Threads may share the stream. The point of the last `begin` is then that of all, and no earlier than any.
+    `begin` launches the comparison there, a CUDA graph of one kernel, by one call of the driver's. That call
+    is what a step costs more, as steps of a small model wait for the host. The kernel writes its answer to
+    the host's memory, where the host looks for it while later work is under way.
     """
 
     def __init__(self, samples: Runs) -> None:
@@ -123,78 +106,76 @@ class Watch:
         self._count = torch.zeros(1, dtype=torch.int64, device=samples.device)
         self._answer = torch.zeros(1, dtype=torch.int64, device="cpu").pin_memory()
         self._await = functools.partial(library().fp4_await, ctypes.c_void_p(self._answer.data_ptr()))
-        stream, self._event = torch.cuda.current_stream(), torch.cuda.Event()
-        self._stream = ctypes.c_void_p(stream.cuda_stream)
-        self._beside = beside(samples.device, stream.cuda_stream)
-        for t in (*self._runs, self._count):
-            t.record_stream(self._beside)
+        self._stream = torch.cuda.current_stream()
+        for t in self._runs:
+            t.record_stream(self._stream)
         self._launch()  # compiles the kernel
         self._graph = torch.cuda.CUDAGraph(keep_graph=True)
-        with torch.cuda.stream(beside(samples.device, None)):
+        with torch.cuda.stream(recording(samples.device)):
             self._graph.capture_begin(capture_error_mode="thread_local")
             self._launch()
             self._graph.capture_end()
-        self._event.record(stream)  # makes it
-        stream.synchronize()
+        self._stream.synchronize()
         self._answer.zero_()
         self._count.zero_()
-        self._driver = self._driven()
-        at = ctypes.c_void_p(ctypes.addressof(self._driver))
-        self._point = functools.partial(held_library().fp4_watch_point, at, self._stream)
-        self._compare = functools.partial(held_library().fp4_watch_compare, at)
+        self._compare = functools.partial(
+            driver().cuGraphLaunch, self._instantiated(), ctypes.c_void_p(self._stream.cuda_stream)
+        )
 
-    def _driven(self) -> Driver:
-        """What the driver is to be called with, without torch's way to it, which takes ten times as long."""
+    def _instantiated(self) -> ctypes.c_void_p:
+        """What the driver is to launch, without torch's way to it, which takes ten times as long."""
         graph = ctypes.c_void_p()
         captured = ctypes.c_void_p(self._graph.raw_cuda_graph())
-        calls = [driver().cuEventRecord, driver().cuStreamWaitEvent, driver().cuGraphLaunch]
         check(driver().cuGraphInstantiateWithFlags(ctypes.byref(graph), captured, ctypes.c_ulonglong(0)))
         weakref.finalize(self, driver().cuGraphExecDestroy, graph).atexit = False
-        pointers = [ctypes.cast(call, ctypes.c_void_p).value for call in calls]
-        return Driver(*pointers, self._event.cuda_event, self._beside.cuda_stream, graph.value)
+        return graph
 
     def _launch(self) -> None:
         launch(*self._runs, self._count, self._answer, compare=True)
 
-    def _once_more(self, call: Callable[[], int]) -> None:
-        """A call of the driver's that failed: with a context, if this thread had none, or another GPU's."""
-        with torch.cuda.device(self._device):
-            torch.cuda.current_stream().query()
-            check(call())
-
-    def begin(self) -> None:
+    def begin(self) -> Begun:
         """What the stream was given until now comes before the comparison."""
-        if self._point() != 0:
-            self._once_more(self._point)
-
-    def differs(self) -> bool:
-        """Whether anything does, at the point of `begin` or later. Waits for the answer."""
-        number = next(self._numbers)  # after `begin`: of as many launches one waits for this point at least
+        # Of as many launches one at least was made after this number was drawn.
+        number = next(self._numbers)
         if self._compare() != 0:
-            self._once_more(self._compare)
-        return self._answered(number)
+            # With a context, if this thread had none, or another GPU's.
+            with torch.cuda.device(self._device):
+                torch.cuda.current_stream().query()
+                check(self._compare())
+        return Begun(self, number)
 
-    def _answered(self, launches: int) -> bool:
-        """Waits until as many have compared: no answer is older than the question."""
+    def answered(self, launches: int) -> bool:
+        """Whether anything differs. Waits until as many have compared: no answer is older than that."""
         compared, end = launches * self._programs, time.monotonic_ns() + SOON
         while (answer := self._await(compared, AT_ONCE)) & COMPARED < compared:
             # The query raises CUDA's errors, after which no answer comes.
-            if self._beside.query() and (answer := self._await(compared, 0)) & COMPARED < compared:
+            if self._stream.query() and (answer := self._await(compared, 0)) & COMPARED < compared:
                 raise RuntimeError("fp4: the GPU did not compare the weights with what was packed")
             if time.monotonic_ns() > end:
                 time.sleep(5e-5)
         return answer > COMPARED
 
 
+class Begun:
+    """A comparison on its way."""
+
+    __slots__ = ("_number", "_watch")
+
+    def __init__(self, watch: Watch, number: int) -> None:
+        self._watch, self._number = watch, number
+
+    def differs(self) -> bool:
+        return self._watch.answered(self._number)
+
+
 _making = threading.Lock()
 
 
-def begin(samples: Runs) -> Watch:
+def begin(samples: Runs) -> Begun:
     """Of the current stream of the samples' device."""
     stream = torch._C._cuda_getCurrentRawStream(samples.device.index)
     watch = samples.watches.get(stream)
     if watch is None:
         with _making, torch.cuda.device(samples.device):
             watch = samples.watches.get(stream) or samples.watches.setdefault(stream, Watch(samples))
-    watch.begin()
-    return watch  # type: ignore[no-any-return]
+    return watch.begin()  # type: ignore[no-any-return]
