@@ -3,7 +3,7 @@
     make wheels                                          both, into dist/
     python release/wheels.py [--machine aarch64]         one
 
-The x86-64 wheel always has the Hopper kernels, so it needs an nvcc (12.8 or later). The aarch64 wheel comes
+The x86-64 wheel always has the Hopper kernels, so it needs an nvcc (12.9 or later). The aarch64 wheel comes
 from a cross compiler (g++-aarch64-linux-gnu) and what release/aarch64.py fetches: with all CPU kernels for
 aarch64, without Hopper's; a build on a Grace machine has those too. auditwheel names the oldest glibc that a
 wheel needs.
