@@ -105,6 +105,10 @@ PUT_ROWS = (
     "expert keep what they had; where a token has several experts, add their rows to zeros: "
     "torch.zeros_like(x).index_add_(0, token, y)"
 )
+PUT_BACK = (
+    "add an expert's rows where they were taken: token, slot = torch.where(ids == e); "
+    "out.index_add_(0, token, expert(x[token]) * weights[token, slot, None])"
+)
 SAME_TOKENS = (
     "say at the start of forward that ids and weights have a row for each row of x: "
     "torch._check(ids.shape[0] == x.shape[0]), or compile the router together with the experts"

@@ -11,6 +11,7 @@ from torch import fx
 from .. import advice
 from ..graph.nodes import (
     FLOATING,
+    Refusal,
     arguments,
     aten,
     is_op,
@@ -348,9 +349,7 @@ class Arithmetic(Conditions):
         if value(indices[0]).dtype == torch.bool:
             if len(indices) > 1 or not shape(a["values"]):
                 raise Opaque
-            rows, mask = self._mask_rows(indices[0], shape(a["values"])[0])
-            bound = dict(zip(mask.axes, rows.bound))
-            where = [Value(((rows,),), substitute(coordinate(g), bound)) for g in mask.dims]
+            where = _chosen_places(*self._mask_rows(indices[0], shape(a["values"])[0]))
         else:
             where = [self.value(i, 0) for i in indices]
         if a["accumulate"]:
@@ -359,6 +358,28 @@ class Arithmetic(Conditions):
         if added is not None and (_visits_once(where) or _chosen_once(where)):
             return self._accumulate(node, level, a["self"], where, added)
         return self._overwrite(node, level, a["self"], where, a["values"])
+
+    def _masked_scatter(self, node: fx.Node, level: int) -> Value:
+        """Whole rows where the mask is True, in order: rows that this mask chose go back to their places."""
+        a = arguments(node)
+        mask, source = a["mask"], self.value(a["source"], level)
+        if level < 2:
+            raise Opaque
+        try:
+            rows, chosen = self._whole_rows(mask, a["self"], shape(a["source"])[0])
+        except Opaque:
+            reason = "masked_scatter has a mask of elements, not of whole rows"
+            raise Refusal(reason, node, advice.PUT_BACK) from None
+        whole = len(source.dims) == 2 and same(shape(a["source"])[1], shape(a["self"])[-1])
+        own = whole and source.dims[0] == (rows,)
+        need(own, "masked_scatter fills in rows that its mask did not choose", node, advice.PUT_BACK)
+        where = _chosen_places(rows, chosen)
+        while is_op(mask, aten.expand, aten.unsqueeze):
+            mask = operand(mask)
+        added = self._increment(a["self"], [mask], a["source"])
+        if added is not None and _visits_once(where):
+            return self._accumulate(node, level, a["self"], where, added)
+        return self._overwrite(node, level, a["self"], where, a["source"])
 
     def _increment(self, base: fx.Node, indices: list[fx.Node], new: fx.Node) -> fx.Node | None:
         """y if new is base[indices] + y: what `out[mask] += y` becomes."""
@@ -459,6 +480,12 @@ class Arithmetic(Conditions):
             for t in before
         ]
         return Value(old.dims, Add([*after, new], self.ref(node, old.dims)))
+
+
+def _chosen_places(rows: ChosenRows, mask: Value) -> list[Value]:
+    """Where each of the rows that a mask chose lies along its dimensions."""
+    bound = dict(zip(mask.axes, rows.bound))
+    return [Value(((rows,),), substitute(coordinate(g), bound)) for g in mask.dims]
 
 
 def _as_long(ours: tuple[Axis, ...], theirs: tuple[Axis, ...]) -> bool:

@@ -24,7 +24,7 @@ from .axes import Opaque, dimension, prefix, same, spread
 from .indicators import as_boolean, is_boolean, is_eq, is_indicator
 from .routing import distinct
 from .sorted_rows import SortedRows, sorted_rows
-from .terms import (  # fmt: skip
+from .terms import (
     Affine,
     AnyOf,
     Apply,
@@ -38,6 +38,7 @@ from .terms import (  # fmt: skip
     Term,
     Value,
     coordinate,
+    free_axes,
     substitute,
 )
 
@@ -256,14 +257,15 @@ class Indexing(SortedRows):
         if is_op(node, aten.empty, aten.empty_like, aten.new_empty):
             dims = tuple(() if same(s, 1) else (Axis(s),) for s in shape(node))
             return Value(dims, Const(None))
-        number = arguments(node).get("fill_value", 0)
+        a = arguments(node)
+        number = a.get("fill_value", a.get("s", 0))
         if (
-            is_op(node, aten.full)
+            is_op(node, aten.full, aten.scalar_tensor)
             and type(number) is int
-            and not shape(node)
+            and all(same(s, 1) for s in shape(node))
             and value(node).dtype == torch.int64
         ):
-            return Value((), Const(number))  # an expert's, as a tensor
+            return Value(((),) * len(shape(node)), Const(number))  # an expert's, as a tensor
         if number != 0:
             raise Opaque
         return Value(own.dims, Const(0.0))
@@ -272,14 +274,23 @@ class Indexing(SortedRows):
 
     def _mask_rows(self, mask: fx.Node, size: Any) -> tuple[ChosenRows, Value]:
         """The rows that a mask selects, in row-major order, and the mask over axes of its own."""
+        return self._rows_where(self.value(mask, 0), value(mask).dtype, size)
+
+    def _whole_rows(self, mask: fx.Node, of: fx.Node, size: Any) -> tuple[ChosenRows, Value]:
+        """The same of a mask over all of `of` that is one in a row: mask[..., None], expanded or not."""
         v = self.value(mask, 0)
+        if len(shape(mask)) != len(shape(of)) or len(v.dims) < 2 or free_axes(v.term) & set(v.dims[-1]):
+            raise Opaque
+        return self._rows_where(Value(v.dims[:-1], v.term), value(mask).dtype, size)
+
+    def _rows_where(self, v: Value, dtype: torch.dtype, size: Any) -> tuple[ChosenRows, Value]:
         if any(isinstance(x, ChosenRows) for x in v.axes):
             raise Opaque
         key = ("mask", tuple(v.axes), v.term)  # whatever shape the mask has
         if key not in self._rows:
             bound = tuple(Axis(x.size) for x in v.axes)
             term = substitute(v.term, dict(zip(v.axes, bound)))
-            if value(mask).dtype != torch.bool and not is_boolean(term):
+            if dtype != torch.bool and not is_boolean(term):
                 raise Opaque
             self._rows[key] = ChosenRows(size, bound, term)
         return self._rows[key], v
@@ -482,6 +493,18 @@ class Indexing(SortedRows):
             raise Opaque
         term = substitute(table.term, dict(zip(mask.axes, rows.bound)))
         return Value((*table.dims[:first], (rows,), *table.dims[first + count :]), term)
+
+    def _masked_select(self, node: fx.Node, level: int) -> Value:
+        """Elements of a vector; or whole rows, one behind the other in one dimension."""
+        a = arguments(node)
+        if len(shape(a["self"])) == len(shape(a["mask"])) == 1:
+            rows, mask = self._mask_rows(a["mask"], shape(node)[0])
+        else:
+            rows, mask = self._whole_rows(a["mask"], a["self"], shape(node)[0] // shape(a["self"])[-1])
+        count = len(mask.dims)
+        table, mask = self.together(self.value(a["self"], level), mask, [(d, d) for d in range(count)])
+        chosen = self._selected(table, mask, rows, 0, count)
+        return Value((tuple(chosen.axes),), chosen.term)
 
     def _gather(self, node: fx.Node, level: int) -> Value:
         a = arguments(node)

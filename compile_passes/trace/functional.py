@@ -82,9 +82,16 @@ def inline_constants(gm: fx.GraphModule) -> None:
                 raise CannotCapture(
                     f"the graph holds a tensor as an attribute ({node.target})", advice.NO_ATTRIBUTES
                 )
+            # One number is filled in, which Inductor puts into the kernels that read it.
+            number = value.tolist()
+            while isinstance(number, list) and len(number) == 1:
+                number = number[0]
+            fills = isinstance(number, (bool, int, float))
             with gm.graph.inserting_before(user):
                 new = gm.graph.call_function(
-                    torch.tensor, (value.tolist(),), {"dtype": value.dtype, "device": value.device}
+                    aten.full.default if fills else torch.tensor,
+                    (list(value.shape), number) if fills else (value.tolist(),),
+                    {"dtype": value.dtype, "device": value.device},
                 )
             new.meta.update(user.meta)
             user.replace_all_uses_with(new)

@@ -193,6 +193,59 @@ class WhereNot(ListStyle):
         return out
 
 
+@style("dense loop, `torch.where(ids == e, weights, 0.0)`")
+class WhereNumber(ListStyle):
+    def experts_of(self, x: Tensor, ids: Tensor, weights: Tensor) -> Tensor:
+        out = torch.zeros_like(x)
+        for e, expert in enumerate(self.list):
+            out += expert(x) * torch.where(ids == e, weights, 0.0).sum(-1, keepdim=True)
+        return out
+
+
+@style("dense loop, `torch.where(ids == torch.tensor(e), weights, torch.tensor(0.0))`")
+class WhereTensor(ListStyle):
+    def experts_of(self, x: Tensor, ids: Tensor, weights: Tensor) -> Tensor:
+        out = torch.zeros_like(x)
+        for e, expert in enumerate(self.list):
+            chosen = ids == torch.tensor(e)
+            out += expert(x) * torch.where(chosen, weights, torch.tensor(0.0)).sum(-1, keepdim=True)
+        return out
+
+
+@style("rows by `masked_select`, put back by `masked_scatter`")
+class MaskedSelect(ListStyle):
+    def experts_of(self, x: Tensor, ids: Tensor, weights: Tensor) -> Tensor:
+        out = torch.zeros_like(x)
+        for e, expert in enumerate(self.list):
+            mask = (ids == e).any(-1, keepdim=True)
+            y = expert(x.masked_select(mask).view(-1, self.H))
+            mine = torch.where(ids == e, weights, 0).sum(-1, keepdim=True)
+            out = out + torch.zeros_like(x).masked_scatter(mask.expand_as(x), y) * mine
+        return out
+
+
+@style("scores by `masked_select`, scaled rows put back by `masked_scatter`")
+class MaskedScores(ListStyle):
+    def experts_of(self, x: Tensor, ids: Tensor, weights: Tensor) -> Tensor:
+        full, out = x.new_zeros(len(x), self.E).scatter(1, ids, weights), torch.zeros_like(x)
+        for e, expert in enumerate(self.list):
+            mask = (ids == e).any(-1)
+            y = expert(x[mask]) * full[:, e].masked_select(mask).unsqueeze(1)
+            out += torch.zeros_like(x).masked_scatter(mask[:, None], y)
+        return out
+
+
+@style("`out.masked_scatter(mask, out[mask] + y)`")
+class MaskedScatter(ListStyle):
+    def experts_of(self, x: Tensor, ids: Tensor, weights: Tensor) -> Tensor:
+        out = torch.zeros_like(x)
+        for e, expert in enumerate(self.list):
+            mask = (ids == e).any(-1)
+            mine = (weights * (ids == e)).sum(-1)[mask]
+            out = out.masked_scatter(mask[:, None], out[mask] + expert(x[mask]) * mine[:, None])
+        return out
+
+
 @style("all experts stacked, gathered by ids")
 class StackedAndGathered(ListStyle):
     def experts_of(self, x: Tensor, ids: Tensor, weights: Tensor) -> Tensor:

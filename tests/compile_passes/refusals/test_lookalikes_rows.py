@@ -424,6 +424,59 @@ class AThresholdOfEachExpertsOwn(ByScore):
         return scores[:, e] > self.least[e]
 
 
+class Scattered(ListStyle):
+    """Rows put back by masked_scatter."""
+
+    def chosen(self, ids: Tensor, e: int) -> Tensor:
+        return (ids == e).any(-1, keepdim=True)
+
+    def places(self, ids: Tensor, e: int, x: Tensor) -> Tensor:
+        return self.chosen(ids, e)
+
+    def rows(self, x: Tensor, chosen: Tensor) -> Tensor:
+        return x.masked_select(chosen).view(-1, self.H)
+
+    def experts_of(self, x, ids, weights):
+        out = torch.zeros_like(x)
+        for e, expert in enumerate(self.list):
+            y = expert(self.rows(x, self.chosen(ids, e)))
+            mine = torch.where(ids == e, weights, 0.0).sum(-1, keepdim=True)
+            out = out + torch.zeros_like(x).masked_scatter(self.places(ids, e, x), y) * mine
+        return out
+
+
+@lookalike("fills in rows that its mask did not choose", "where they were taken")
+class FirstRowsToTheChosenPlaces(Scattered):
+    """All rows go in, and the first of them are taken: not those of these tokens."""
+
+    def rows(self, x, chosen):
+        return x
+
+
+@lookalike("fills in rows that its mask did not choose", "where they were taken")
+class PutWhereAnotherIsChosen(Scattered):
+    def places(self, ids, e, x):
+        return (ids >= e).any(-1, keepdim=True)
+
+    def rows(self, x, chosen):
+        return torch.cat([x.masked_select(chosen).view(-1, self.H), x])
+
+
+@lookalike("a mask of elements, not of whole rows", "where they were taken")
+class PutInSomeColumns(Scattered):
+    def places(self, ids, e, x):
+        return self.chosen(ids, e) & (torch.arange(self.H) % 2 == 0)
+
+
+@lookalike("fills in rows that its mask did not choose", "where they were taken")
+class SelectedElements(Scattered):
+    """Every second element of all rows, and then all rows, so that there are enough."""
+
+    def rows(self, x, chosen):
+        some = x.masked_select((torch.arange(self.H) % 2 == 0).expand_as(x)).view(-1, self.H)
+        return torch.cat([some, x])
+
+
 MORE = {
     "SplitsOfCountsInAnotherOrder", "SplitsOfUnsortedRows", "SplitsOfDescendingRows",
     "SplitsOfRowsSortedByAnother", "ASliceForTwoExperts", "ASliceForAllExperts", "OutputsJoinedInReverse",
