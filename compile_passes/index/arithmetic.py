@@ -121,9 +121,20 @@ class Arithmetic(Conditions):
         dims = self._joined(values)
         terms = iter(values)
         args = [next(terms).term if is_tensor(n) else self._number(n) for n in node.args[:2]]
-        args = [t for a in args for t in flatten(a, Add)]
+        return Value(dims, self._total(args, node, dims))
+
+    def _total(self, terms: list[Term], node: fx.Node, dims: tuple[tuple[Axis, ...], ...]) -> Term:
+        args = [t for term in terms for t in flatten(term, Add)]
         args = [t for t in args if not (isinstance(t, Const) and t.value == 0)] or [Const(0.0)]
-        return Value(dims, args[0] if len(args) == 1 else Add(args, self.ref(node, dims)))
+        return args[0] if len(args) == 1 else Add(args, self.ref(node, dims))
+
+    def _addcmul(self, node: fx.Node, level: int) -> Value:
+        """input + tensor1 * tensor2."""
+        if level == 0 or arguments(node)["value"] != 1 or value(node).dtype not in FLOATING:
+            raise Opaque
+        values = self._operands(node, level)
+        dims, (first, a, b) = self._joined(values), [v.term for v in values]
+        return Value(dims, self._total([first, Mul(a, b)], node, dims))
 
     def _sum(self, node: fx.Node, level: int) -> Value:
         a = arguments(node)
@@ -319,7 +330,15 @@ class Arithmetic(Conditions):
         a = arguments(node)
         if a["dim"] != 0 or a["alpha"] != 1:
             raise Opaque
-        return self._accumulate(node, level, a["self"], [self.value(a["index"], 0)], a["source"])
+        return self._added_in_pieces(node, level, a["self"], a["index"], a["source"])
+
+    def _added_in_pieces(
+        self, node: fx.Node, level: int, base: fx.Node, index: fx.Node, source: fx.Node
+    ) -> Value:
+        found = self.value(base, level)
+        for places, rows in _pieces(index, source):
+            found = self._added(node, level, found, [self.value(places, 0)], rows)
+        return found
 
     def _scatter_add(self, node: fx.Node, level: int) -> Value:
         a = arguments(node)
@@ -333,6 +352,9 @@ class Arithmetic(Conditions):
             raise Opaque  # columns of a row go to different places
         if not all(same(s, t) for s, t in zip(shape(a["index"])[1:], shape(a["self"])[1:])):
             raise Opaque
+        rows = _repeated(a["index"])
+        if is_op(rows, aten.cat) and len(shape(rows)) == 1:
+            return self._added_in_pieces(node, level, a["self"], rows, a["src"])
         return self._accumulate(node, level, a["self"], [Value(index.dims[:1], index.term)], a["src"])
 
     def _scatter_reduce(self, node: fx.Node, level: int) -> Value:
@@ -374,9 +396,7 @@ class Arithmetic(Conditions):
         own = whole and source.dims[0] == (rows,)
         need(own, "masked_scatter fills in rows that its mask did not choose", node, advice.PUT_BACK)
         where = _chosen_places(rows, chosen)
-        while is_op(mask, aten.expand, aten.unsqueeze):
-            mask = operand(mask)
-        added = self._increment(a["self"], [mask], a["source"])
+        added = self._increment(a["self"], [_repeated(mask)], a["source"])
         if added is not None and _visits_once(where):
             return self._accumulate(node, level, a["self"], where, added)
         return self._overwrite(node, level, a["self"], where, a["source"])
@@ -438,7 +458,10 @@ class Arithmetic(Conditions):
     def _accumulate(
         self, node: fx.Node, level: int, base: fx.Node, where: list[Value], source: fx.Node
     ) -> Value:
-        old, new, _ = self._placed(level, self.value(base, level), where, source)
+        return self._added(node, level, self.value(base, level), where, source)
+
+    def _added(self, node: fx.Node, level: int, base: Value, where: list[Value], source: fx.Node) -> Value:
+        old, new, _ = self._placed(level, base, where, source)
         if isinstance(old.term, Const):
             if old.term.value is None:
                 raise Opaque
@@ -480,6 +503,20 @@ class Arithmetic(Conditions):
             for t in before
         ]
         return Value(old.dims, Add([*after, new], self.ref(node, old.dims)))
+
+
+def _repeated(node: fx.Node) -> fx.Node:
+    """v of v[..., None], expanded or not."""
+    return strip(operand(node) if is_op(node, aten.expand) else node)
+
+
+def _pieces(index: fx.Node, source: fx.Node) -> list[tuple[fx.Node, fx.Node]]:
+    """Rows one below the other, and as many places: each piece, where both are joined of as long ones."""
+    if is_op(index, aten.cat) and is_op(source, aten.cat) and arguments(source)["dim"] == 0:
+        places, rows = arguments(index)["tensors"], arguments(source)["tensors"]
+        if len(places) == len(rows) and all(same(shape(i)[0], shape(r)[0]) for i, r in zip(places, rows)):
+            return list(zip(places, rows))
+    return [(index, source)]
 
 
 def _chosen_places(rows: ChosenRows, mask: Value) -> list[Value]:

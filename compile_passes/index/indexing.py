@@ -291,7 +291,7 @@ class Indexing(SortedRows):
             bound = tuple(Axis(x.size) for x in v.axes)
             term = substitute(v.term, dict(zip(v.axes, bound)))
             if dtype != torch.bool and not is_boolean(term):
-                raise Opaque
+                term = Apply(aten.ne, (term, Const(0)))
             self._rows[key] = ChosenRows(size, bound, term)
         return self._rows[key], v
 
@@ -495,12 +495,14 @@ class Indexing(SortedRows):
         return Value((*table.dims[:first], (rows,), *table.dims[first + count :]), term)
 
     def _masked_select(self, node: fx.Node, level: int) -> Value:
-        """Elements of a vector; or whole rows, one behind the other in one dimension."""
+        """Elements; or whole rows, one behind the other in one dimension."""
         a = arguments(node)
-        if len(shape(a["self"])) == len(shape(a["mask"])) == 1:
-            rows, mask = self._mask_rows(a["mask"], shape(node)[0])
-        else:
+        try:
             rows, mask = self._whole_rows(a["mask"], a["self"], shape(node)[0] // shape(a["self"])[-1])
+        except Opaque:
+            if not same_shape(shape(a["self"]), shape(a["mask"])):
+                raise
+            rows, mask = self._mask_rows(a["mask"], shape(node)[0])
         count = len(mask.dims)
         table, mask = self.together(self.value(a["self"], level), mask, [(d, d) for d in range(count)])
         chosen = self._selected(table, mask, rows, 0, count)

@@ -246,6 +246,61 @@ class MaskedScatter(ListStyle):
         return out
 
 
+@style("scores by `weights.masked_select(ids == e)`")
+class MaskedElements(ListStyle):
+    def experts_of(self, x: Tensor, ids: Tensor, weights: Tensor) -> Tensor:
+        out = torch.zeros_like(x)
+        for e, expert in enumerate(self.list):
+            token, _ = torch.where(ids == e)
+            out.index_add_(0, token, expert(x[token]) * weights.masked_select(ids == e)[:, None])
+        return out
+
+
+@style("dense loop, `torch.addcmul`")
+class AddProducts(ListStyle):
+    def experts_of(self, x: Tensor, ids: Tensor, weights: Tensor) -> Tensor:
+        out = torch.zeros_like(x)
+        for e, expert in enumerate(self.list):
+            out = torch.addcmul(out, expert(x), (weights * (ids == e)).sum(-1, keepdim=True))
+        return out
+
+
+@style("rows by `mask[:, e].nonzero()`, a mask of zeros and ones")
+class NonzeroOfNumbers(ListStyle):
+    def experts_of(self, x: Tensor, ids: Tensor, weights: Tensor) -> Tensor:
+        mask, out = x.new_zeros(len(x), self.E).scatter(1, ids, 1.0), torch.zeros_like(x)
+        full = torch.zeros_like(mask).scatter(1, ids, weights)
+        for e, expert in enumerate(self.list):
+            token = mask[:, e].nonzero().squeeze(-1)
+            out[token] += full[token, e, None] * expert(x[token])
+        return out
+
+
+class AddedTogether(ListStyle):
+    def experts_of(self, x: Tensor, ids: Tensor, weights: Tensor) -> Tensor:
+        tokens, rows = [], []
+        for e, expert in enumerate(self.list):
+            token, slot = torch.where(ids == e)
+            tokens.append(token)
+            rows.append(expert(x[token]) * weights[token, slot, None])
+        return self.add(torch.zeros_like(x), self.joined(tokens), torch.cat(rows))
+
+    def joined(self, tokens: list[Tensor]) -> Tensor:
+        return torch.cat(tokens)
+
+
+@style("all experts' rows added together, `index_add(0, torch.cat(tokens), torch.cat(rows))`")
+class IndexAddTogether(AddedTogether):
+    def add(self, out: Tensor, token: Tensor, rows: Tensor) -> Tensor:
+        return out.index_add(0, token, rows)
+
+
+@style("all experts' rows added together by `scatter_add`")
+class ScatterAddTogether(AddedTogether):
+    def add(self, out: Tensor, token: Tensor, rows: Tensor) -> Tensor:
+        return out.scatter_add(0, token[:, None].expand_as(rows), rows)
+
+
 @style("all experts stacked, gathered by ids")
 class StackedAndGathered(ListStyle):
     def experts_of(self, x: Tensor, ids: Tensor, weights: Tensor) -> Tensor:

@@ -9,6 +9,7 @@ from conftest import more
 from lookalikes import Loop, Switch, check, lookalike, names
 from moe_styles import FusedStyle, ListStyle, RestoredSplits, Slices, grouped_mm
 from package_styles import MaskedSlices
+from repository_styles import IndexAddTogether
 from torch import Tensor, nn
 
 pytestmark = pytest.mark.usefixtures("fresh_dynamo")
@@ -475,6 +476,14 @@ class SelectedElements(Scattered):
     def rows(self, x, chosen):
         some = x.masked_select((torch.arange(self.H) % 2 == 0).expand_as(x)).view(-1, self.H)
         return torch.cat([some, x])
+
+
+@lookalike("cat", "join the outputs in that order")
+class PlacesInAnotherOrder(IndexAddTogether):
+    """Rows of one expert go to tokens of another."""
+
+    def joined(self, tokens):
+        return torch.cat(tokens[::-1])
 
 
 MORE = {
