@@ -18,16 +18,16 @@ from torch import fx
 
 from ..graph.nodes import Canon, aten, is_tensor
 from ..graph.products import is_grouped_mm
-from .arithmetic import Arithmetic
 from .axes import Opaque
 from .indicators import INDICATOR
 from .terms import Value
+from .written_rows import WrittenRows
 
 _COPIES = (aten.clone, aten.alias, aten.detach, aten.contiguous, aten.lift_fresh_copy)
 _VIEWS = (aten.view, aten._unsafe_view, aten.reshape, aten.unsqueeze, aten.squeeze, aten.flatten)
 
 
-class Reader(Arithmetic):
+class Reader(WrittenRows):
     def __init__(self, graph: fx.Graph, canon: Canon, is_weight: Callable[[fx.Node], bool]) -> None:
         super().__init__(graph, canon, is_weight)
         self._handlers = self._table()

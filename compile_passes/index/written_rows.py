@@ -1,0 +1,296 @@
+"""Rows that are added to a tensor, or written to it, at places of their own, in terms."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import fx
+
+from .. import advice
+from ..graph.nodes import Refusal, arguments, aten, is_op, is_tensor, need, same_shape, shape, strip, value
+from ..operands import operand, several
+from .arithmetic import Arithmetic
+from .axes import Opaque, same
+from .indicators import is_eq
+from .routing import distinct
+from .terms import (
+    Add,
+    Axis,
+    ChosenRows,
+    Const,
+    Mix,
+    Mul,
+    NoneOf,
+    Ref,
+    Sum,
+    Term,
+    Value,
+    coordinate,
+    flatten,
+    free_axes,
+    substitute,
+)
+
+
+class WrittenRows(Arithmetic):
+    def _index_add(self, node: fx.Node, level: int) -> Value:
+        a = arguments(node)
+        if a["dim"] != 0 or a["alpha"] != 1:
+            raise Opaque
+        return self._added_in_pieces(node, level, a["self"], a["index"], a["source"])
+
+    def _added_in_pieces(
+        self, node: fx.Node, level: int, base: fx.Node, index: fx.Node, source: fx.Node
+    ) -> Value:
+        found = self.value(base, level)
+        for places, rows in _pieces(index, source):
+            found = self._added(node, level, found, [self.value(places, 0)], rows)
+        return found
+
+    def _scatter_add(self, node: fx.Node, level: int) -> Value:
+        a = arguments(node)
+        whole = shape(a["src"])
+        if a["dim"] != 0 or not whole or len(whole) != len(shape(a["index"])):
+            raise Opaque
+        if not same(shape(a["index"])[0], whole[0]):
+            raise Opaque
+        index = self.value(a["index"], 0)
+        if free_axes(index.term) & {x for g in index.dims[1:] for x in g}:
+            raise Opaque  # columns of a row go to different places
+        if not all(same(s, t) for s, t in zip(shape(a["index"])[1:], shape(a["self"])[1:])):
+            raise Opaque
+        rows = _repeated(a["index"])
+        if is_op(rows, aten.cat) and len(shape(rows)) == 1:
+            return self._added_in_pieces(node, level, a["self"], rows, a["src"])
+        return self._accumulate(node, level, a["self"], [Value(index.dims[:1], index.term)], a["src"])
+
+    def _scatter_reduce(self, node: fx.Node, level: int) -> Value:
+        a = arguments(node)
+        if a["reduce"] != "sum" or not a["include_self"]:
+            raise Opaque
+        return self._scatter_add(node, level)
+
+    def _index_put(self, node: fx.Node, level: int) -> Value:
+        a = arguments(node)
+        indices = a["indices"]
+        if any(i is None for i in indices):
+            raise Opaque
+        if value(indices[0]).dtype == torch.bool:
+            if len(indices) > 1 or not shape(a["values"]):
+                raise Opaque
+            where = _chosen_places(*self._mask_rows(indices[0], shape(a["values"])[0]))
+        else:
+            where = [self.value(i, 0) for i in indices]
+        if a["accumulate"]:
+            return self._accumulate(node, level, a["self"], where, a["values"])
+        added = self._increment(a["self"], indices, a["values"])
+        if added is not None and (_visits_once(where) or _chosen_once(where)):
+            return self._accumulate(node, level, a["self"], where, added)
+        return self._overwrite(node, level, a["self"], where, a["values"])
+
+    def _masked_scatter(self, node: fx.Node, level: int) -> Value:
+        """Whole rows where the mask is True, in order: rows that this mask chose go back to their places."""
+        a = arguments(node)
+        mask, source = a["mask"], self.value(a["source"], level)
+        if level < 2:
+            raise Opaque
+        try:
+            rows, chosen = self._whole_rows(mask, a["self"], shape(a["source"])[0])
+        except Opaque:
+            reason = "masked_scatter has a mask of elements, not of whole rows"
+            raise Refusal(reason, node, advice.PUT_BACK) from None
+        whole = len(source.dims) == 2 and same(shape(a["source"])[1], shape(a["self"])[-1])
+        own = whole and source.dims[0] == (rows,)
+        need(own, "masked_scatter fills in rows that its mask did not choose", node, advice.PUT_BACK)
+        where = _chosen_places(rows, chosen)
+        added = self._increment(a["self"], [_repeated(mask)], a["source"])
+        if added is not None and _visits_once(where):
+            return self._accumulate(node, level, a["self"], where, added)
+        return self._overwrite(node, level, a["self"], where, a["source"])
+
+    def _increment(self, base: fx.Node, indices: list[fx.Node], new: fx.Node) -> fx.Node | None:
+        """y if new is base[indices] + y: what `out[mask] += y` becomes."""
+        new = _unchanged(new)
+        if not is_op(new, aten.add) or new.kwargs.get("alpha", 1) != 1:
+            return None
+        for old, y in ((new.args[0], new.args[1]), (new.args[1], new.args[0])):
+            if not is_op(old, aten.index) or not is_tensor(y) or not same_shape(shape(y), shape(new)):
+                continue
+            taken = several(old, 1)
+            if old.args[0] is not base or len(taken) != len(indices):
+                continue
+            if all(i is not None and self.canon.same(i, j) for i, j in zip(taken, indices)):
+                return y
+        return None
+
+    def _index_copy(self, node: fx.Node, level: int) -> Value:
+        a = arguments(node)
+        if a["dim"] != 0:
+            raise Opaque
+        return self._overwrite(node, level, a["self"], [self.value(a["index"], 0)], a["source"])
+
+    def _placed(
+        self, level: int, base: Value, where: list[Value], source: fx.Node
+    ) -> tuple[Value, Term, Term | None]:
+        """base; `source` over base's axes, summed over whatever else its rows range over; the rows' mask.
+
+        where: the place of each row along the first dimensions of base."""
+        if level < 2 or any(len(w.dims) != 1 for w in where):
+            raise Opaque
+        src = self.value(source, level)
+        group = where[0].dims[0]
+        if len(group) == 1 and isinstance(group[0], ChosenRows):
+            rows = group[0]
+            if src.dims[0] != (rows,) or any(w.dims[0] != group for w in where):
+                raise Opaque
+            bound, mask = rows.bound, rows.mask
+        else:
+            if len(where) > 1:
+                raise Opaque
+            src, where[0] = self.together(src, where[0], [(0, 0)])
+            bound, mask = where[0].dims[0], None
+        targets: list[tuple[Term, ...]] = []
+        for w in where:
+            place = substitute(w.term, self._cuts)
+            targets.append(place.parts if isinstance(place, Mix) else () if place is Const(0) else (place,))
+        every = [t for target in targets for t in target]
+        if not all(isinstance(t, Axis) and t in bound for t in every) or len(set(every)) != len(every):
+            raise Opaque
+        term = src.term if mask is None else Mul(mask, src.term)
+        carried = Value((*targets, *src.dims[1:]), substitute(term, self._cuts))  # type: ignore[arg-type]
+        carried, fresh = self._fresh(carried, [b for b in bound if b not in every])
+        base, carried = self.together(base, carried, [(d, d) for d in range(len(base.dims))])
+        return base, Sum(fresh, carried.term, None), mask
+
+    def _accumulate(
+        self, node: fx.Node, level: int, base: fx.Node, where: list[Value], source: fx.Node
+    ) -> Value:
+        return self._added(node, level, self.value(base, level), where, source)
+
+    def _added(self, node: fx.Node, level: int, base: Value, where: list[Value], source: fx.Node) -> Value:
+        old, new, _ = self._placed(level, base, where, source)
+        if isinstance(old.term, Const):
+            if old.term.value is None:
+                raise Opaque
+            return Value(old.dims, new)
+        return Value(old.dims, Add([*flatten(old.term, Add), new], self.ref(node, old.dims)))
+
+    def _overwrite(
+        self, node: fx.Node, level: int, base: fx.Node, where: list[Value], source: fx.Node
+    ) -> Value:
+        """Rows that nobody wrote before are written: then to write is to add. Others keep what they had."""
+        if not _visits_once(where):
+            raise Opaque
+        old, new, mask = self._placed(level, self.value(base, level), where, source)
+        before = flatten(old.term, Add)
+        if isinstance(old.term, Const) and not old.term.value:
+            return Value(old.dims, new)
+        if mask is None or not isinstance(new, Mul):
+            raise Opaque
+        chosen = set(flatten(new.args[0], Mul))
+        if all(chosen <= set(flatten(t, Mul)) for t in before):
+            return Value(old.dims, new)  # other rows are zeros
+        if all(kept_rows(t) is None and expert_mask(t) is None for t in before):
+            old, new, _ = self._placed(level, self.opaque(base), where, source)
+            before = [Mul(NoneOf(()), old.term)]
+        ours = expert_mask(new)
+        if ours is None:
+            raise Opaque
+        kept = {t: rows for t in before if (rows := kept_rows(t)) is not None}
+        for t in before:
+            if t in kept:
+                continue
+            theirs = expert_mask(t)
+            if theirs is None or theirs[0] is not ours[0] or theirs[1] == ours[1]:
+                raise Opaque
+        assert isinstance(new, Mul)
+        by = new.args[0]
+        after = [
+            Mul(NoneOf((*kept[t].masks, by)), t.args[1]) if isinstance(t, Mul) and t in kept else t
+            for t in before
+        ]
+        return Value(old.dims, Add([*after, new], self.ref(node, old.dims)))
+
+
+def _repeated(node: fx.Node) -> fx.Node:
+    """v of v[..., None], expanded or not."""
+    return strip(operand(node) if is_op(node, aten.expand) else node)
+
+
+def _pieces(index: fx.Node, source: fx.Node) -> list[tuple[fx.Node, fx.Node]]:
+    """Rows one below the other, and as many places: each piece, where both are joined of as long ones."""
+    if is_op(index, aten.cat) and is_op(source, aten.cat) and arguments(source)["dim"] == 0:
+        places, rows = arguments(index)["tensors"], arguments(source)["tensors"]
+        if len(places) == len(rows) and all(same(shape(i)[0], shape(r)[0]) for i, r in zip(places, rows)):
+            return list(zip(places, rows))
+    return [(index, source)]
+
+
+def _chosen_places(rows: ChosenRows, mask: Value) -> list[Value]:
+    """Where each of the rows that a mask chose lies along its dimensions."""
+    bound = dict(zip(mask.axes, rows.bound))
+    return [Value(((rows,),), substitute(coordinate(g), bound)) for g in mask.dims]
+
+
+def _unchanged(node: fx.Node) -> fx.Node:
+    """Back through copies and casts to the dtype a tensor has."""
+    while is_op(node, aten.clone, aten._to_copy) and value(node).dtype == value(operand(node)).dtype:
+        node = operand(node)
+    return node
+
+
+def _rows_of(where: list[Value]) -> ChosenRows | None:
+    """What all of these are places of."""
+    groups = {w.dims for w in where}
+    dims = groups.pop() if len(groups) == 1 else ()
+    group = dims[0] if len(dims) == 1 else ()
+    return group[0] if len(group) == 1 and isinstance(group[0], ChosenRows) else None
+
+
+def _places(where: list[Value]) -> set[Axis]:
+    return set().union(*(free_axes(w.term) for w in where))
+
+
+def _visits_once(where: list[Value]) -> bool:
+    """Whether no two rows have the same place."""
+    rows = _rows_of(where)
+    if rows is None:
+        return len(where) == 1 and isinstance(where[0].term, (Axis, Mix))
+    return set(rows.bound) <= _places(where)
+
+
+def _chosen_once(where: list[Value]) -> bool:
+    """Whether these are the tokens t of rows (t, j) with ids[t, j] == e, and none has e among its ids twice.
+
+    What is written there may be added to what was there; another expert may have written there before."""
+    rows = _rows_of(where)
+    if rows is None or rows.mask is None:
+        return False
+    places = _places(where)
+    left = set(rows.bound) - places
+    for f in flatten(rows.mask, Mul):
+        if not is_eq(f):
+            continue
+        ids, e = f.args  # type: ignore[attr-defined]
+        if isinstance(ids, Ref) and isinstance(e, Const) and ids.index:
+            *token, choice = ids.index
+            apart = isinstance(choice, Axis) and left == {choice}
+            if apart and all(free_axes(i) <= places for i in token) and distinct(ids.node):
+                return True
+    return False
+
+
+def kept_rows(term: Term) -> NoneOf | None:
+    """Where a term's rows are those that were not written over, if it is of such."""
+    return term.args[0] if isinstance(term, Mul) and isinstance(term.args[0], NoneOf) else None
+
+
+def expert_mask(term: Term) -> tuple[Term, Any] | None:
+    """(ids, e) if the term is something times [ids == e], in its first factors."""
+    for f in flatten(term, Mul):
+        if is_eq(f):
+            ids, e = f.args  # type: ignore[attr-defined]
+            if isinstance(e, Const):
+                return ids, e.value
+    return None
