@@ -153,7 +153,8 @@ class Arithmetic(Conditions):
         if a.get("dim") is None or not is_indicator(v.term):
             raise Opaque
         dims = a["dim"] if isinstance(a["dim"], (list, tuple)) else [a["dim"]]
-        return self._reduced(node, v, dims, a.get("keepdim"), AnyOf)
+        found = self._reduced(node, v, dims, a.get("keepdim"), AnyOf)
+        return self._any_of.setdefault((self.canon.number(node), v), found)
 
     def _reduced(self, node: fx.Node, v: Value, over: Sequence[int], keepdim: Any, kind: Any) -> Value:
         over = [dimension(d, len(v.dims)) for d in over]

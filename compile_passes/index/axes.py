@@ -44,6 +44,8 @@ class Values:
         self._own: dict[int, Value] = {}
         self._splits: dict[tuple[Axis, str], tuple[Axis, ...]] = {}
         self._rows: dict[Any, ChosenRows] = {}
+        self._any_of: dict[tuple[int, Value], Value] = {}
+        """Masks that were reduced: equal ones choose the same rows, and so must have the same axes."""
         self._cuts: dict[Axis, Term] = {}
         self._scalars: dict[int, fx.Node] = {}
         self.refusals: dict[fx.Node, Refusal] = {}

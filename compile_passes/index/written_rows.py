@@ -180,7 +180,7 @@ class WrittenRows(Arithmetic):
         self, node: fx.Node, level: int, base: fx.Node, where: list[Value], source: fx.Node
     ) -> Value:
         """Rows that nobody wrote before are written: then to write is to add. Others keep what they had."""
-        if not _visits_once(where):
+        if not (_visits_once(where) or _chosen_once(where)):
             raise Opaque
         old, new, mask = self._placed(level, self.value(base, level), where, source)
         before = flatten(old.term, Add)

@@ -301,6 +301,27 @@ class ScatterAddTogether(AddedTogether):
         return out.scatter_add(0, token[:, None].expand_as(rows), rows)
 
 
+@style("a mask that is written out twice, `out[(ids == e).any(-1)] += ...`")
+class MaskTwice(ListStyle):
+    def experts_of(self, x: Tensor, ids: Tensor, weights: Tensor) -> Tensor:
+        out = torch.zeros_like(x)
+        for e, expert in enumerate(self.list):
+            mine = (weights * (ids == e)).sum(-1)[(ids == e).any(-1)]
+            out[(ids == e).any(-1)] += expert(x[(ids == e).any(-1)]) * mine[:, None]
+        return out
+
+
+@style("each expert's rows put into zeros, `index_put((token,), y)`")
+class PutIntoZeros(ListStyle):
+    def experts_of(self, x: Tensor, ids: Tensor, weights: Tensor) -> Tensor:
+        out = torch.zeros_like(x)
+        for e, expert in enumerate(self.list):
+            token, slot = torch.where(ids == e)
+            y = expert(x[token]) * weights[token, slot, None]
+            out = out + torch.zeros_like(x).index_put((token,), y)
+        return out
+
+
 @style("all experts stacked, gathered by ids")
 class StackedAndGathered(ListStyle):
     def experts_of(self, x: Tensor, ids: Tensor, weights: Tensor) -> Tensor:

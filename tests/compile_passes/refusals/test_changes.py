@@ -255,7 +255,7 @@ MEANT: dict[str, type[nn.Module]] = {
     **dict.fromkeys(("SlicesThatKeepTheirInputs", "MaskedSlicesOfOtherRows"), rows.OneMaskedSlice),
     **dict.fromkeys([n for n, (cls, *_) in CHANGES.items() if issubclass(cls, rows.Buffers)], rows.Buffers),
     **dict.fromkeys([n for n, (cls, *_) in CHANGES.items() if issubclass(cls, rows.Scattered)], Loop),
-    "PlacesInAnotherOrder": Loop,
+    **dict.fromkeys(("PlacesInAnotherOrder", "OneOfTwoEqualChoicesIsPut"), Loop),
     **dict.fromkeys(("OneByArgmin", "ScoresOfAnotherRowsId"), test_lookalikes.Switch),
     **dict.fromkeys(("OneThresholdIsAnother", "TheNextExpertsScore"), rows.ByScore),
     **dict.fromkeys([n for n in CHANGES if n.startswith("Norm")], NormedLoop),

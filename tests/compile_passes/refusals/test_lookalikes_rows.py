@@ -9,7 +9,7 @@ from conftest import more
 from lookalikes import Loop, Switch, check, lookalike, names
 from moe_styles import FusedStyle, ListStyle, RestoredSplits, Slices, grouped_mm
 from package_styles import MaskedSlices
-from repository_styles import IndexAddTogether
+from repository_styles import IndexAddTogether, PutIntoZeros
 from torch import Tensor, nn
 
 pytestmark = pytest.mark.usefixtures("fresh_dynamo")
@@ -484,6 +484,14 @@ class PlacesInAnotherOrder(IndexAddTogether):
 
     def joined(self, tokens):
         return torch.cat(tokens[::-1])
+
+
+@lookalike("is not understood", "index_add")
+class OneOfTwoEqualChoicesIsPut(PutIntoZeros):
+    """A token may have an expert twice: one of its rows stays."""
+
+    def experts_of(self, x, ids, weights):
+        return super().experts_of(x, ids[:, :1].repeat(1, ids.shape[1]), weights)
 
 
 MORE = {
