@@ -84,10 +84,17 @@ class WrittenRows(Arithmetic):
             where = [self.value(i, 0) for i in indices]
         if a["accumulate"]:
             return self._accumulate(node, level, a["self"], where, a["values"])
-        added = self._increment(a["self"], indices, a["values"])
-        if added is not None and (_visits_once(where) or _chosen_once(where)):
-            return self._accumulate(node, level, a["self"], where, added)
-        return self._overwrite(node, level, a["self"], where, a["values"])
+        return self._put(node, level, a["self"], indices, where, a["values"])
+
+    def _put(
+        self, node: fx.Node, level: int, base: fx.Node, indices: list[fx.Node], where: list[Value],
+        rows: fx.Node,
+    ) -> Value:  # fmt: skip
+        """`rows` take the place of base[indices]; what is base[indices] + y adds y."""
+        added = self._increment(base, indices, rows)
+        if added is not None and _once(where):
+            return self._accumulate(node, level, base, where, added)
+        return self._overwrite(node, level, base, where, rows)
 
     def _masked_scatter(self, node: fx.Node, level: int) -> Value:
         """Whole rows where the mask is True, in order: rows that this mask chose go back to their places."""
@@ -104,10 +111,7 @@ class WrittenRows(Arithmetic):
         own = whole and source.dims[0] == (rows,)
         need(own, "masked_scatter fills in rows that its mask did not choose", node, advice.PUT_BACK)
         where = _chosen_places(rows, chosen)
-        added = self._increment(a["self"], [_repeated(mask)], a["source"])
-        if added is not None and _visits_once(where):
-            return self._accumulate(node, level, a["self"], where, added)
-        return self._overwrite(node, level, a["self"], where, a["source"])
+        return self._put(node, level, a["self"], [_repeated(mask)], where, a["source"])
 
     def _increment(self, base: fx.Node, indices: list[fx.Node], new: fx.Node) -> fx.Node | None:
         """y if new is base[indices] + y: what `out[mask] += y` becomes."""
@@ -180,7 +184,7 @@ class WrittenRows(Arithmetic):
         self, node: fx.Node, level: int, base: fx.Node, where: list[Value], source: fx.Node
     ) -> Value:
         """Rows that nobody wrote before are written: then to write is to add. Others keep what they had."""
-        if not (_visits_once(where) or _chosen_once(where)):
+        if not _once(where):
             raise Opaque
         old, new, mask = self._placed(level, self.value(base, level), where, source)
         before = flatten(old.term, Add)
@@ -250,6 +254,11 @@ def _rows_of(where: list[Value]) -> ChosenRows | None:
 
 def _places(where: list[Value]) -> set[Axis]:
     return set().union(*(free_axes(w.term) for w in where))
+
+
+def _once(where: list[Value]) -> bool:
+    """Whether no row is written to twice."""
+    return _visits_once(where) or _chosen_once(where)
 
 
 def _visits_once(where: list[Value]) -> bool:
