@@ -213,7 +213,7 @@ def is_newer(made: Path, *sources: Path) -> bool:
 def generated_headers() -> list[Path]:
     """What C++ has in common with Python, in build/: a file is written only where something in it changed."""
     root = Path(__file__).parent
-    sys.path[:0] = [str(root), str(root / "csrc")]
+    sys.path[:0] = [str(root / "fp4_ops"), str(root / "csrc")]  # for meta.formats, without importing fp4_ops
     from generate import constants, operator_checks, tables
 
     headers = {
@@ -308,6 +308,21 @@ class Build(BuildExtension):
         built = any((folder / f"_{library.name}.so").exists() for library in (HOPPER, MMA))
         self._build_runtime(folder / "_C_cuda.so", wanted=built)
         self._build_nvlink(folder / "_nvlink.so", wanted=built)
+        if not in_place and platform.machine() == MACHINE:
+            self._copy_into_sources(folder)
+
+    def _copy_into_sources(self, built: Path) -> None:
+        """Put the libraries beside the sources, too.
+
+        Python started in the clone imports fp4_ops/ from there, not from site-packages. `pip install .`
+        and then `python -m fp4_ops info` in the clone must find the libraries in both places.
+        """
+        sources = Path("fp4_ops")
+        for library in sources.glob("*.so"):
+            if not (built / library.name).exists():
+                library.unlink()
+        for library in built.glob("*.so"):
+            shutil.copy2(library, sources)
 
     def _build_runtime(self, target: Path, wanted: bool) -> None:
         """The operators of csrc/cuda, where the kernels that they launch are built."""
@@ -374,22 +389,8 @@ class Build(BuildExtension):
         record.write_text(" ".join(archs))
 
 
-ROOMS = {
-    "fp4_ops": "fp4_ops",
-    "fp4_ops.meta": "meta",
-    "fp4_ops.compile_passes": "compile_passes",
-}
-
-
 DEVELOPMENT = "fp4_ops.dev"
 """For tests, benchmarks and tools, with a module for one version of Python (release/dev_module.py)."""
-
-
-def packages() -> list[str]:
-    """Every folder of Python below the rooms, but what is for development: what a list forgot would be
-    missing only from the wheel."""
-    found = (p for name, room in ROOMS.items() for p in (name, *(f"{name}.{s}" for s in find_packages(room))))
-    return [p for p in found if p != DEVELOPMENT]
 
 
 class AnyPythonWheel(bdist_wheel):
@@ -402,8 +403,8 @@ class AnyPythonWheel(bdist_wheel):
 
 
 setup(
-    packages=packages(),
-    package_dir=ROOMS,
+    # fp4_ops/meta and fp4_ops/compile_passes are links, which find_packages follows.
+    packages=find_packages(include=["fp4_ops", "fp4_ops.*"], exclude=[DEVELOPMENT]),
     package_data={"": ["constants.json", "kernels.json"]},
     ext_modules=[
         CppExtension(

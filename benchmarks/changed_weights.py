@@ -26,9 +26,10 @@ from typing import Any
 
 import record
 import torch
-from fp4_ops.compile_passes.weights import runtime
 from transformers import AutoConfig, AutoModelForCausalLM, StaticCache
 from transformers.utils import logging as transformers_logging
+
+from fp4_ops.compile_passes.weights import runtime
 
 DEMO = Path(__file__).parent.parent / "examples" / "demo_model"
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"

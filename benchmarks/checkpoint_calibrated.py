@@ -19,10 +19,10 @@ from pathlib import Path
 import record
 import torch
 from checkpoint_stream import machine, run, same, weights
-from fp4_ops.meta.formats import FORMATS
 from transformers import AutoModelForCausalLM, Qwen3MoeConfig
 
 from fp4_ops.checkpoints.calibrated import SPOOL
+from fp4_ops.meta.formats import FORMATS
 from fp4_ops.quantization import METHODS
 
 SOURCES = Path(__file__).parent.parent / "fp4_ops"

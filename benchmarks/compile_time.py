@@ -24,9 +24,10 @@ from typing import Any
 import record
 import torch
 import torch.nn.functional as F
+from torch import nn
+
 from fp4_ops.compile_passes import pipeline
 from fp4_ops.compile_passes.options import parse
-from torch import nn
 
 HIDDEN, INTER, TOP, TOKENS = 256, 512, 2, 16
 

@@ -18,10 +18,10 @@ from functools import partial
 
 import record
 import torch
-from fp4_ops.meta.formats import FORMATS
 
 import fp4_ops  # noqa: F401  loads torch.ops.fp4
 from fp4_ops.backends.triton import tiles
+from fp4_ops.meta.formats import FORMATS
 from fp4_ops.oracle import relative_error
 
 ROUTINGS = 8

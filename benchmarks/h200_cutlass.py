@@ -25,10 +25,10 @@ from typing import Any
 import record
 import torch
 import torch.nn.functional as F
-from fp4_ops.meta.formats import FORMATS
 from h200_hopper import MODELS, ROUTINGS, Model, captured, median_us, replay_us, routing
 from torch import Tensor
 
+from fp4_ops.meta.formats import FORMATS
 from fp4_ops.oracle import relative_error
 
 K_MULTIPLE = 128

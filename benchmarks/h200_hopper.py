@@ -29,8 +29,6 @@ import hopper_operators as ops
 import record
 import torch
 import torch.nn.functional as F
-from fp4_ops.meta.formats import FORMATS
-from fp4_ops.meta.layouts import LAYOUTS
 
 import fp4_ops  # noqa: F401  loads the operators
 from fp4_ops.backends.launchers import library
@@ -38,6 +36,8 @@ from fp4_ops.backends.launchers import rows as row_kernels
 from fp4_ops.dev import decode, planner
 from fp4_ops.dev.int4 import Int4Weight
 from fp4_ops.dev.product import NativeWeight
+from fp4_ops.meta.formats import FORMATS
+from fp4_ops.meta.layouts import LAYOUTS
 
 ROUTINGS = 8
 PAUSE_SECONDS = 0.25

@@ -29,11 +29,11 @@ import marlin
 import record
 import torch
 import torch.nn.functional as F
-from fp4_ops.meta.formats import FORMATS
 from h200_hopper import MODELS, ROUTINGS, Model, ceilings, median_us
 from torch import Tensor
 
 from fp4_ops import native
+from fp4_ops.meta.formats import FORMATS
 from fp4_ops.oracle import relative_error
 
 LAYOUT = "mma_bf16"

@@ -20,12 +20,12 @@ from collections.abc import Iterator
 
 import record
 import torch
-from fp4_ops.meta.layouts import LAYOUTS
 from h200_prefill_w4a8 import gaussian_codes, microseconds, random_routing
 
 from fp4_ops.backends.launchers import library
 from fp4_ops.dev import prefill
 from fp4_ops.dev.product import NativeWeight, Routing
+from fp4_ops.meta.layouts import LAYOUTS
 
 SHAPES = {  # experts, N, K, top-k
     "qwen3-30b gate/up": (128, 1536, 2048, 8),

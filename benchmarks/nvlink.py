@@ -261,10 +261,9 @@ def blocks(at: Rank, name: str, tables: list[str], tokens_list: list[int]) -> No
 
 def _kernel(experts: int, pairs: int, hidden: int, inner: int, kind: str, device: torch.device) -> str:
     """Of both products, for all experts and tokens."""
-    from fp4_ops.meta.layouts import LAYOUTS
-
     from fp4_ops import native
     from fp4_ops.backends.launchers.library import multiprocessors
+    from fp4_ops.meta.layouts import LAYOUTS
 
     padded = LAYOUTS["sm90"].padded
     sizes = (2 * inner, padded(hidden)), (hidden, padded(inner))

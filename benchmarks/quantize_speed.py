@@ -14,8 +14,8 @@ from collections.abc import Iterator
 
 import record
 import torch
-from fp4_ops.meta.formats import FORMATS
 
+from fp4_ops.meta.formats import FORMATS
 from fp4_ops.quantization import METHODS, quantize_weight
 from fp4_ops.quantization.methods import Method
 

@@ -34,13 +34,13 @@ from typing import Any
 import ranks
 import record
 import torch
-from fp4_ops.meta.layouts import LAYOUTS, preferred_layout
 from torch import Tensor, nn
 
 from fp4_ops import expert_parallel
 from fp4_ops.distributed.parts import Part
 from fp4_ops.experts import PackedWeight, Recipe
 from fp4_ops.find_experts import plan
+from fp4_ops.meta.layouts import LAYOUTS, preferred_layout
 from fp4_ops.pack_experts import choose_implementation
 
 MODELS: dict[str, dict[str, int]] = {

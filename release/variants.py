@@ -35,7 +35,7 @@ def build(
     build serve, which must be there. The working directory must be the repository's root.
     """
     setup = read_setup()
-    extension, folders = setup["options"]["ext_modules"][0], setup["options"]["package_dir"]
+    extension = setup["options"]["ext_modules"][0]
     headers = [*Path("csrc").rglob("*.h"), *setup["generated_headers"](), Path("setup.py"), Path(__file__)]
     include = [f"-I{folder}" for folder in extension.include_dirs]
     own = [flag for flag in extension.extra_compile_args if not flag.startswith(("-O", "-g", "-W"))]
@@ -56,9 +56,8 @@ def build(
     with ThreadPoolExecutor(os.cpu_count()) as pool:
         made = list(pool.map(compile_one, setup["cpp_sources"]()))
     for package in setup["options"]["packages"]:
-        parent = max((name for name in folders if f"{package}.".startswith(f"{name}.")), key=len)
-        from_folder = Path(folders[parent], *package.removeprefix(parent).split("."))
-        folder = to / package.replace(".", "/")
+        from_folder = Path(package.replace(".", "/"))
+        folder = to / from_folder
         shutil.rmtree(folder, ignore_errors=True)
         folder.mkdir(parents=True)
         for pattern in ("*.py", *setup["options"]["package_data"][""]):

@@ -73,7 +73,7 @@ class CannotTranslate(Exception):
 
 def operator_checks() -> str:
     """The text of build/operator_checks.h."""
-    tree = ast.parse((Path(__file__).parents[2] / "meta" / "checks.py").read_text())
+    tree = ast.parse((Path(__file__).parents[2] / "fp4_ops" / "meta" / "checks.py").read_text())
     body: list[str] = []
     known, dtypes = set(PARTS), dict[str, list[str]]()
     for node in tree.body:

@@ -17,16 +17,16 @@ import pytest
 import torch
 import torch._inductor.compile_fx
 from conftest import more
+from moe_models import Block, Recorder, relative_error
+from places import HELPERS
+
+from fp4_ops import backends
 from fp4_ops.compile_passes.emit.writer import Writer
 from fp4_ops.compile_passes.options import inductor_patches, parse, version_hash
 from fp4_ops.compile_passes.weights import packed as packed_weights
 from fp4_ops.compile_passes.weights.packed import store
 from fp4_ops.compile_passes.weights.specs import PackSpec
 from fp4_ops.meta.layouts import byte_view
-from moe_models import Block, Recorder, relative_error
-from places import HELPERS
-
-from fp4_ops import backends
 
 pytestmark = pytest.mark.usefixtures("fresh_dynamo")
 

@@ -13,12 +13,12 @@ from typing import Any
 import processes
 import pytest
 import torch
-from fp4_ops.compile_passes import passes, pipeline
-from fp4_ops.compile_passes.pass_log import Pass
 from lookalikes import Loop
 from moe_models import Block, Recorder
 
 import fp4_ops
+from fp4_ops.compile_passes import passes, pipeline
+from fp4_ops.compile_passes.pass_log import Pass
 
 expecttest = pytest.importorskip("expecttest")
 pytestmark = pytest.mark.usefixtures("fresh_dynamo")

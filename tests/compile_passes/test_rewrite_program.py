@@ -6,11 +6,11 @@ import pytest
 import torch
 from conftest import AOTI, more
 from families import TRANSPOSED, expert_block, tiny
-from fp4_ops.compile_passes.program import RewrittenProgram
 from moe_models import fake_quantised, relative_error
 from moe_styles import STYLES
 
 import fp4_ops
+from fp4_ops.compile_passes.program import RewrittenProgram
 
 OPTIONS = {"format": "mxfp4", "activation": "bf16"}
 

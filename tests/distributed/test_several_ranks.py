@@ -8,14 +8,14 @@ from dataclasses import replace
 
 import pytest
 import torch
-from fp4_ops.meta import checks
-from fp4_ops.meta.formats import FORMATS
-from fp4_ops.meta.layouts import LAYOUTS
 from processes import outcomes, start
 
 from fp4_ops import native
 from fp4_ops.backends.launchers import library
 from fp4_ops.distributed.local import Local
+from fp4_ops.meta import checks
+from fp4_ops.meta.formats import FORMATS
+from fp4_ops.meta.layouts import LAYOUTS
 
 distributed = pytest.importorskip("torch.distributed")
 if not distributed.is_available() or not distributed.is_gloo_available():

@@ -8,10 +8,11 @@ from typing import Any
 
 import pytest
 import torch
+from torch._subclasses.fake_tensor import FakeTensorMode
+
 from fp4_ops.compile_passes.dynamo.extend import extend_dynamo
 from fp4_ops.compile_passes.trace import capture as module
 from fp4_ops.compile_passes.trace.copier import Copier
-from torch._subclasses.fake_tensor import FakeTensorMode
 
 
 class Both:

@@ -17,7 +17,6 @@ import torch
 import torch.distributed as dist
 import torch.distributed._functional_collectives as functional
 import torch.nn.functional as F
-from fp4_ops.meta.formats import FORMATS
 from rank_situations import FOLDER, SITUATIONS, situation
 from recorder import Recorder, relative_error, token_errors
 from torch import Tensor, nn
@@ -27,6 +26,7 @@ from transformers import AttentionInterface, Qwen3MoeConfig, Qwen3MoeForCausalLM
 from transformers.models.qwen3_moe.modeling_qwen3_moe import Qwen3MoeExperts
 
 import fp4_ops
+from fp4_ops.meta.formats import FORMATS
 
 SEED = int(os.environ.get("FP4_TEST_SEED", "0"))
 DRAWS = 12

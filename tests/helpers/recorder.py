@@ -6,11 +6,12 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
+from reference import relative_error as relative_error
+
 from fp4_ops.compile_passes.dynamo.extend import extend_dynamo
 from fp4_ops.compile_passes.options import parse
 from fp4_ops.compile_passes.pipeline import compile_graph
 from fp4_ops.compile_passes.report import Frame, Site
-from reference import relative_error as relative_error
 
 
 def fake_quantised(weight: torch.Tensor, format: str, transposed: bool = False) -> torch.Tensor:

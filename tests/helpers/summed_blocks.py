@@ -16,14 +16,14 @@ from typing import Any
 import torch
 import torch.distributed as dist
 import torch.distributed._functional_collectives as functional
-from fp4_ops.compile_passes import pipeline
-from fp4_ops.compile_passes.options import parse
-from fp4_ops.compile_passes.pipeline import compile_graph
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Partial, Replicate
 
 import fp4_ops  # noqa: F401  loads the operators
+from fp4_ops.compile_passes import pipeline
+from fp4_ops.compile_passes.options import parse
+from fp4_ops.compile_passes.pipeline import compile_graph
 from fp4_ops.distributed import workspace
 
 FOLDER, SEED = Path(sys.argv[1]), int(os.environ.get("FP4_TEST_SEED", "0"))

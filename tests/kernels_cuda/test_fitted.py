@@ -15,9 +15,9 @@ import pytest
 import torch
 from conftest import SEED
 from development import development
-from fp4_ops.meta.layouts import LAYOUTS
 
 from fp4_ops import backends, cost_fit, fitted, native, tune
+from fp4_ops.meta.layouts import LAYOUTS
 
 ROOT = Path(__file__).resolve()
 while not (ROOT / "setup.py").exists():

@@ -14,16 +14,16 @@ import processes
 import pytest
 import torch
 from development import development
-from fp4_ops.meta import checks
-from fp4_ops.meta.fakes import OPERATORS
-from fp4_ops.meta.formats import FORMATS
-from fp4_ops.meta.layouts import LAYOUTS
 from places import ROOT
 
 from fp4_ops import native
 from fp4_ops.backends import operators
 from fp4_ops.backends.launchers import library
 from fp4_ops.distributed.local import Local
+from fp4_ops.meta import checks
+from fp4_ops.meta.fakes import OPERATORS
+from fp4_ops.meta.formats import FORMATS
+from fp4_ops.meta.layouts import LAYOUTS
 
 pytestmark = pytest.mark.skipif(
     native.library() is None, reason="needs the native runtime (build with FP4_CUDA_ARCHS=90a)"

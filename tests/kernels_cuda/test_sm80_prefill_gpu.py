@@ -13,10 +13,10 @@ import pytest
 import reference
 import torch
 from development import development
-from fp4_ops.meta.formats import ACTIVATIONS
 
 import fp4_ops
 from fp4_ops.backends.launchers import library
+from fp4_ops.meta.formats import ACTIVATIONS
 
 prefill, product = development("prefill"), development("product")
 

@@ -4,7 +4,6 @@ import pytest
 import reference
 import torch
 from development import development
-from fp4_ops.meta.formats import ACTIVATIONS
 from test_sm90_gpu import (
     BOUND,
     FORMATS,
@@ -20,6 +19,7 @@ from test_sm90_gpu import (
 
 from fp4_ops import native
 from fp4_ops.backends.launchers import library, rows
+from fp4_ops.meta.formats import ACTIVATIONS
 
 gemv, planner = development("gemv"), development("planner")
 Routing = planner.Routing

@@ -12,10 +12,10 @@ import pytest
 import reference
 import torch
 from development import development
-from fp4_ops.meta.formats import FORMATS
 from places import ROOT
 
 from fp4_ops.backends.launchers import int4, rows
+from fp4_ops.meta.formats import FORMATS
 
 HERE = Path(__file__).parent
 NVCC = shutil.which("nvcc")

@@ -7,17 +7,17 @@ import torch
 import torch.nn.functional as F
 from conftest import poisoned
 from families import expert_block, tiny
-from fp4_ops.compile_passes.options import parse
-from fp4_ops.meta import layouts
-from fp4_ops.meta.formats import FORMATS
-from fp4_ops.meta.layouts import preferred_layout
 from moe_models import build
 from reference import BLOCK, INT4_FORMATS, fold_int4, random_weight, relative_error
 
 import fp4_ops
 from fp4_ops.backends.launchers import int4
+from fp4_ops.compile_passes.options import parse
 from fp4_ops.experts import PackedWeight
 from fp4_ops.find_experts import is_experts
+from fp4_ops.meta import layouts
+from fp4_ops.meta.formats import FORMATS
+from fp4_ops.meta.layouts import preferred_layout
 
 fp4 = torch.ops.fp4
 SM90_INT4 = "sm90_int4"

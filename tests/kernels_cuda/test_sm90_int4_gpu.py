@@ -11,7 +11,6 @@ import reference
 import torch
 from development import development
 from families import expert_block, tiny
-from fp4_ops.meta.layouts import LAYOUTS
 from test_sm90_gpu import (
     CONFIGS,
     PREFILL_SHAPES,
@@ -26,6 +25,7 @@ from test_sm90_gpu import (
 )
 
 import fp4_ops
+from fp4_ops.meta.layouts import LAYOUTS
 
 decode, int4 = development("decode"), development("int4")
 

@@ -5,12 +5,12 @@ from __future__ import annotations
 
 import pytest
 import torch
-from fp4_ops.meta.layouts import LAYOUTS
 from test_sm90_gpu import Weights, decode, prefill, pytestmark
 
 from fp4_ops import native
 from fp4_ops.backends.hopper import HOPPER
 from fp4_ops.backends.launchers import rows
+from fp4_ops.meta.layouts import LAYOUTS
 
 __all__ = ["pytestmark"]
 

@@ -6,10 +6,10 @@ import pytest
 import reference
 import torch
 from conftest import large
-from fp4_ops.meta.formats import ACTIVATIONS
-from fp4_ops.meta.layouts import LAYOUTS
 
 from fp4_ops.backends.launchers import library, rows
+from fp4_ops.meta.formats import ACTIVATIONS
+from fp4_ops.meta.layouts import LAYOUTS
 
 pytestmark = [
     pytest.mark.gpu,

@@ -3,7 +3,6 @@
 import pytest
 import torch
 from development import development
-from fp4_ops.meta.formats import ACTIVATIONS
 from test_sm90_gpu import (
     CONFIGS,
     FORMATS,
@@ -17,6 +16,7 @@ from test_sm90_gpu import (
 )
 
 from fp4_ops.backends.launchers import library, rows
+from fp4_ops.meta.formats import ACTIVATIONS
 
 decode, prefill = development("decode"), development("prefill")
 

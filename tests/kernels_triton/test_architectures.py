@@ -18,13 +18,13 @@ from conftest import SEED
 pytest.importorskip("triton")
 
 import triton_targets
-from fp4_ops.meta.layouts import LAYOUTS
 from triton.runtime import driver
 from triton.runtime.errors import OutOfResources
 from triton_targets import ARCHITECTURES, device, gpu
 
 from fp4_ops.backends.triton import gemm, launch, operators, ops, samples, tiles
 from fp4_ops.backends.triton.tiles import Problem, Tile
+from fp4_ops.meta.layouts import LAYOUTS
 
 pytestmark = pytest.mark.skipif(launch.INTERPRET, reason="needs the compiler")
 needs_ptxas = pytest.mark.skipif(triton_targets.tool("ptxas") is None, reason="this Triton has no ptxas")

@@ -24,12 +24,12 @@ import torch
 pytest.importorskip("triton")
 
 import triton_targets
-from fp4_ops.meta.formats import FORMATS
 from triton_targets import ARCHITECTURES, BLOCK_MEMORY, FAMILIES, LARGE_STACK, device, gpu
 
 from fp4_ops.backends.triton import launch, ops, tiles
 from fp4_ops.backends.triton.launch import Need, Spec
 from fp4_ops.backends.triton.tiles import Tile
+from fp4_ops.meta.formats import FORMATS
 
 pytestmark = [
     pytest.mark.skipif(launch.INTERPRET, reason="needs the compiler"),

@@ -10,10 +10,10 @@ import sys
 import pytest
 import torch
 from conftest import more
-from fp4_ops.meta.fakes import OPERATORS
 from reference import random_weight
 
 from fp4_ops.backends import operators
+from fp4_ops.meta.fakes import OPERATORS
 
 
 def loaded_after(code: str) -> set[str]:

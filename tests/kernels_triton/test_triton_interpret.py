@@ -19,11 +19,11 @@ pytestmark = needs_older_numpy()
 
 if INSIDE:
     import reference
+
+    from fp4_ops.backends.triton import activations, ops, samples, tiles
     from fp4_ops.meta import checks
     from fp4_ops.meta.formats import FORMATS
     from fp4_ops.meta.layouts import LAYOUTS
-
-    from fp4_ops.backends.triton import activations, ops, samples, tiles
 
 
 @compiles

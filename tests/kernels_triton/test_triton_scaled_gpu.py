@@ -11,9 +11,9 @@ from dataclasses import replace
 import pytest
 import reference
 import torch
-from fp4_ops.meta.formats import FORMATS
 
 from fp4_ops import first_use
+from fp4_ops.meta.formats import FORMATS
 
 pytest.importorskip("triton")
 

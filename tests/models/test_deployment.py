@@ -8,13 +8,13 @@ import pickle
 
 import pytest
 import torch
-from fp4_ops.meta.formats import FORMATS
-from fp4_ops.meta.layouts import byte_view
 from moe_models import build, tokens
 from torch import nn
 
 import fp4_ops
 from fp4_ops.experts import PackedWeight
+from fp4_ops.meta.formats import FORMATS
+from fp4_ops.meta.layouts import byte_view
 from fp4_ops.tensor import FP4Tensor
 
 FLOAT8 = ("nvfp4", "mxfp4")

@@ -8,13 +8,13 @@ import pytest
 import reference
 import torch
 from conftest import more
-from fp4_ops.meta import layouts
 from moe_models import Block, Recorder, build, fake_quantised, relative_error, tokens
 from torch import nn
 
 import fp4_ops
 from fp4_ops import native
 from fp4_ops.experts import PackedWeight
+from fp4_ops.meta import layouts
 
 pytestmark = pytest.mark.usefixtures("fresh_dynamo")
 

@@ -7,7 +7,6 @@ import copy
 import pytest
 import torch
 from conftest import more
-from fp4_ops.meta.formats import ACTIVATIONS, known_activation
 from moe_models import FAMILIES, build, fake_quantised, tokens
 from reference import random_weight, rows_per_column
 from torch import nn
@@ -16,6 +15,7 @@ from torch.utils.checkpoint import checkpoint
 import fp4_ops
 from fp4_ops.find_experts import is_experts
 from fp4_ops.gates import apply_gate, gate_gradient
+from fp4_ops.meta.formats import ACTIVATIONS, known_activation
 
 
 def error(got: torch.Tensor, want: torch.Tensor, typical: float = 0.0) -> float:

@@ -10,7 +10,6 @@ import weakref
 
 import pytest
 import torch
-from fp4_ops.meta import layouts
 from moe_models import FAMILIES, build, fake_quantised, that_answers, tokens
 from torch import nn
 
@@ -18,6 +17,7 @@ import fp4_ops
 from fp4_ops.backends.hopper import HOPPER
 from fp4_ops.experts import PackedWeight
 from fp4_ops.find_experts import is_experts, recognise_gate
+from fp4_ops.meta import layouts
 from fp4_ops.relayout import relayout
 
 FORMATS = ("nvfp4", "mxfp4", "int4")

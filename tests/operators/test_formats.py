@@ -4,9 +4,10 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-import fp4_ops.meta.fakes
 import reference
 import torch
+
+import fp4_ops.meta.fakes
 from fp4_ops.meta.formats import (
     A_FORMATS,
     ACTIVATIONS,

@@ -9,11 +9,11 @@ from pathlib import Path
 
 import pytest
 import torch
-from fp4_ops.meta.layouts import LAYOUTS
 
 import fp4_ops
 from fp4_ops.__main__ import main
 from fp4_ops.info import TESTED, Gpu
+from fp4_ops.meta.layouts import LAYOUTS
 
 
 def run(*arguments: str, **environment: str) -> subprocess.CompletedProcess:

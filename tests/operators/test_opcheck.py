@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-import fp4_ops.meta.fakes
 import pytest
 import torch
 from samples import SAMPLES, sample
+
+import fp4_ops.meta.fakes
 
 
 def test_every_operator_has_samples():

@@ -8,7 +8,6 @@ import pytest
 import torch
 import torch.nn.functional as F
 from conftest import more
-from fp4_ops.meta import gradients
 from prepared_block import Prepared
 from reference import random_weight
 from samples import SAMPLES, sample
@@ -16,6 +15,7 @@ from torch.autograd import forward_ad
 from torch.func import functional_call, grad, jacfwd, jacrev, jvp, linearize, vjp, vmap
 
 import fp4_ops
+from fp4_ops.meta import gradients
 
 FLOATS = (torch.float32, torch.bfloat16, torch.float16)
 NO_TANGENT = "fp4::{} has no forward-mode derivative .*jvp.*: 4-bit weights are for inference.*detach"

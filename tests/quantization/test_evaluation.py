@@ -11,10 +11,10 @@ import moe_models
 import pytest
 import reference as ref
 import torch
-from fp4_ops.meta.formats import FORMATS
 
 import fp4_ops
 from fp4_ops.__main__ import main
+from fp4_ops.meta.formats import FORMATS
 from fp4_ops.quantization import calibrate, quantize_weight
 from fp4_ops.quantization.activations import ACTIVATION_MODES
 from fp4_ops.quantization.evaluation import Emulated, evaluate

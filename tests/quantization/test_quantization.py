@@ -7,10 +7,10 @@ import copy
 import pytest
 import reference as ref
 import torch
-from fp4_ops.meta.formats import FORMATS
 
 import fp4_ops
 from fp4_ops.find_experts import find_experts
+from fp4_ops.meta.formats import FORMATS
 from fp4_ops.quantization import METHODS, calibrate, quantize_weight
 from fp4_ops.quantization.experts import MATRICES, Arithmetic, computing, experts_modules
 from fp4_ops.quantization.grid import dequantize_weight

@@ -23,7 +23,7 @@ FILE = re.compile(r"(?<![\w/.{<-])((?:[\w.-]+/)*[\w-]+\.(?:py|cuh|cu|cpp|h|md|sv
 
 def files() -> set[str]:
     """Of every file its path, and the ends of that."""
-    hidden = (".venv", ".git", "build", "typed")
+    hidden = (".venv", ".git", "build")
     rooms = [room for room in ROOT.iterdir() if room.is_dir() and room.name not in hidden]
     found = [p.relative_to(ROOT) for room in rooms for p in room.rglob("*.*")]
     found += [p.relative_to(ROOT) for p in ROOT.glob("*.*")]

@@ -19,13 +19,13 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import torch
-from fp4_ops.meta.formats import ACTIVATIONS, FORMATS
-from fp4_ops.meta.layouts import LAYOUTS
 
 import fp4_ops  # noqa: F401
 from fp4_ops import native
 from fp4_ops.backends.launchers import library, rows
 from fp4_ops.dev import decode, prefill
+from fp4_ops.meta.formats import ACTIVATIONS, FORMATS
+from fp4_ops.meta.layouts import LAYOUTS
 
 op = torch.ops.fp4
 FORM, WIDE = ({"format": "nvfp4", "layout": layout} for layout in ("sm90", "mma_bf16"))

@@ -10,8 +10,6 @@ import pytest
 import torch
 from branch_loops import Loop
 from conftest import more
-from fp4_ops.compile_passes.dynamo.branches import KEPT, SEEN_THROUGH
-from fp4_ops.compile_passes.dynamo.extend import CAPTURE, extend_dynamo
 from hit_loops import (
     Hits,
     HitsByItem,
@@ -26,6 +24,8 @@ from moe_styles import STYLES
 from torch import nn
 
 import fp4_ops  # noqa: F401
+from fp4_ops.compile_passes.dynamo.branches import KEPT, SEEN_THROUGH
+from fp4_ops.compile_passes.dynamo.extend import CAPTURE, extend_dynamo
 
 pytestmark = pytest.mark.usefixtures("fresh_dynamo")
 

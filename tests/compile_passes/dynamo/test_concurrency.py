@@ -12,11 +12,11 @@ import pytest
 import torch
 from conftest import more
 from families import expert_block, tiny
-from fp4_ops.compile_passes.dynamo.extend import CAPTURE, capture_loops
 from moe_models import Recorder, relative_error
 from moe_styles import STYLES
 
 import fp4_ops
+from fp4_ops.compile_passes.dynamo.extend import CAPTURE, capture_loops
 
 pytestmark = pytest.mark.usefixtures("fresh_dynamo")
 

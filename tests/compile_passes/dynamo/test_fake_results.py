@@ -8,9 +8,10 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
-from fp4_ops.compile_passes.dynamo.extend import CAPTURE
 from recorder import Recorder
 from torch._subclasses.fake_tensor import FakeTensorMode
+
+from fp4_ops.compile_passes.dynamo.extend import CAPTURE
 
 
 def _kept(experts: int, backend: Any) -> int:

@@ -14,11 +14,11 @@ from collections.abc import Iterator
 import pytest
 import torch
 from conftest import SEED, more
-from fp4_ops.compile_passes.dynamo.branches import KEPT, SEEN_THROUGH
-from fp4_ops.compile_passes.dynamo.extend import CAPTURE, extend_dynamo
 from torch import nn
 
 import fp4_ops  # noqa: F401
+from fp4_ops.compile_passes.dynamo.branches import KEPT, SEEN_THROUGH
+from fp4_ops.compile_passes.dynamo.extend import CAPTURE, extend_dynamo
 
 SECONDS = float(os.environ.get("FP4_FUZZ_SECONDS", "0.25"))
 

@@ -6,10 +6,11 @@ import pytest
 import repository_styles  # noqa: F401  adds its styles to STYLES
 import torch
 from conftest import more
-from fp4_ops.compile_passes.dynamo.branches import KEPT
-from fp4_ops.compile_passes.dynamo.extend import CAPTURE, extend_dynamo
 from moe_models import Recorder, relative_error
 from moe_styles import STYLES, SlicedLoop
+
+from fp4_ops.compile_passes.dynamo.branches import KEPT
+from fp4_ops.compile_passes.dynamo.extend import CAPTURE, extend_dynamo
 
 pytestmark = pytest.mark.usefixtures("fresh_dynamo")
 

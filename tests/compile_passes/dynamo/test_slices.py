@@ -5,10 +5,11 @@ from __future__ import annotations
 import pytest
 import torch
 from conftest import more
-from fp4_ops.compile_passes.dynamo.branches import KEPT, SEEN_THROUGH
-from fp4_ops.compile_passes.dynamo.extend import CAPTURE
 from moe_models import Recorder, relative_error
 from moe_styles import BinnedSlices, SlicedLoop
+
+from fp4_ops.compile_passes.dynamo.branches import KEPT, SEEN_THROUGH
+from fp4_ops.compile_passes.dynamo.extend import CAPTURE
 
 pytestmark = pytest.mark.usefixtures("fresh_dynamo")
 

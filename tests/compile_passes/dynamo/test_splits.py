@@ -5,12 +5,12 @@ from __future__ import annotations
 import pytest
 import torch
 from conftest import more
-from fp4_ops.compile_passes.dynamo.extend import CAPTURE
 from moe_models import Recorder, relative_error
 from moe_styles import STYLES, ListStyle
 from torch import nn
 
 import fp4_ops
+from fp4_ops.compile_passes.dynamo.extend import CAPTURE
 
 pytestmark = pytest.mark.usefixtures("fresh_dynamo")
 

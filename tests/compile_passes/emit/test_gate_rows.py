@@ -7,10 +7,11 @@ from dataclasses import replace
 import pytest
 import torch
 from conftest import more
-from fp4_ops.meta import layouts
 from moe_models import Block, Recorder, relative_error
 from moe_styles import STYLES
 from torch import nn
+
+from fp4_ops.meta import layouts
 
 
 @pytest.fixture(autouse=True)

@@ -5,12 +5,13 @@ from __future__ import annotations
 import pytest
 import torch
 from conftest import more
-from fp4_ops.compile_passes import pipeline
-from fp4_ops.compile_passes.emit.repeat import undo_of
-from fp4_ops.compile_passes.weights import runtime
 from moe_models import Block, relative_error
 from recorder import Recorder
 from torch.fx.experimental.proxy_tensor import make_fx
+
+from fp4_ops.compile_passes import pipeline
+from fp4_ops.compile_passes.emit.repeat import undo_of
+from fp4_ops.compile_passes.weights import runtime
 
 aten = torch.ops.aten
 CACHE, POS, COUNT = torch.randn(6, 4), torch.tensor([2]), torch.tensor(3)

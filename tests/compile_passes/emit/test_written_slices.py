@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import pytest
 import torch
-from fp4_ops.compile_passes.emit.written_slices import read_past_writes
 from torch.fx.experimental.proxy_tensor import make_fx
+
+from fp4_ops.compile_passes.emit.written_slices import read_past_writes
 
 SCATTERS = ("select_scatter", "slice_scatter")
 

@@ -6,6 +6,9 @@ from collections.abc import Callable
 
 import pytest
 import torch
+from torch import Tensor, fx
+from torch.fx.experimental.proxy_tensor import make_fx
+
 from fp4_ops.compile_passes.graph.nodes import Canon
 from fp4_ops.compile_passes.index.reader import Reader
 from fp4_ops.compile_passes.index.terms import (  # fmt: skip
@@ -26,8 +29,6 @@ from fp4_ops.compile_passes.index.terms import (  # fmt: skip
     described,
     interning,
 )
-from torch import Tensor, fx
-from torch.fx.experimental.proxy_tensor import make_fx
 
 aten = torch.ops.aten
 

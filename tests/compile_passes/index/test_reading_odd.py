@@ -10,13 +10,14 @@ from collections.abc import Callable
 
 import torch
 from conftest import SEED
+from test_reading import evaluate
+from torch import Tensor, fx
+from torch.fx.experimental.proxy_tensor import make_fx
+
 from fp4_ops.compile_passes.graph.nodes import Canon, Refusal, is_tensor
 from fp4_ops.compile_passes.index.axes import Opaque
 from fp4_ops.compile_passes.index.reader import Reader
 from fp4_ops.compile_passes.index.terms import ChosenRows, Const, Ref, Value, interning
-from test_reading import evaluate
-from torch import Tensor, fx
-from torch.fx.experimental.proxy_tensor import make_fx
 
 SECONDS = float(os.environ.get("FP4_FUZZ_SECONDS", "2"))
 SHAPES = [

@@ -10,16 +10,16 @@ import pytest
 import torch
 import torch.nn.functional as F
 from conftest import SEED
-from fp4_ops.compile_passes import passes as module
-from fp4_ops.compile_passes.graph.nodes import is_tensor
-from fp4_ops.compile_passes.neighbours.attention import SDPA, write_attention
-from fp4_ops.compile_passes.neighbours.masks import TRUE, Masks, NotBefore, Place
-from fp4_ops.compile_passes.trace.copier import Copier
 from moe_models import Recorder, build, relative_error, tokens
 from torch._guards import TracingContext, detect_fake_mode
 from torch.fx.experimental.proxy_tensor import make_fx
 
 import fp4_ops
+from fp4_ops.compile_passes import passes as module
+from fp4_ops.compile_passes.graph.nodes import is_tensor
+from fp4_ops.compile_passes.neighbours.attention import SDPA, write_attention
+from fp4_ops.compile_passes.neighbours.masks import TRUE, Masks, NotBefore, Place
+from fp4_ops.compile_passes.trace.copier import Copier
 
 expecttest = pytest.importorskip("expecttest")
 aten = torch.ops.aten

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import pytest
 import torch
-from fp4_ops.compile_passes.options import parse
 from moe_models import Recorder, build, fake_quantised, relative_error, tokens
 from torch import nn
+
+from fp4_ops.compile_passes.options import parse
 
 pytestmark = pytest.mark.usefixtures("fresh_dynamo")
 

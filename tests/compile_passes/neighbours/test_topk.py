@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import pytest
 import torch
-from fp4_ops.compile_passes import passes
-from fp4_ops.compile_passes.neighbours import topk as module
-from fp4_ops.compile_passes.neighbours.topk import write_topk
 from moe_models import Block, Recorder, build, tokens
 from torch.fx.experimental.proxy_tensor import make_fx
 
 import fp4_ops
+from fp4_ops.compile_passes import passes
+from fp4_ops.compile_passes.neighbours import topk as module
+from fp4_ops.compile_passes.neighbours.topk import write_topk
 
 expecttest = pytest.importorskip("expecttest")
 CompileConfig = pytest.importorskip("transformers").CompileConfig

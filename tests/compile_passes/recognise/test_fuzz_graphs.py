@@ -16,16 +16,17 @@ from typing import Any
 import pytest
 import torch
 from conftest import SEED
+from moe_models import Block
+from moe_styles import STYLES
+from test_styles import EACH_KIND_FIRST, NAMES
+from torch import fx
+
 from fp4_ops.compile_passes.dynamo.extend import extend_dynamo
 from fp4_ops.compile_passes.emit.one_precision import ReadTwice
 from fp4_ops.compile_passes.options import parse
 from fp4_ops.compile_passes.passes import rewrite
 from fp4_ops.compile_passes.trace.capture import capture
 from fp4_ops.compile_passes.weights.runtime import runtime
-from moe_models import Block
-from moe_styles import STYLES
-from test_styles import EACH_KIND_FIRST, NAMES
-from torch import fx
 
 SECONDS = float(os.environ.get("FP4_FUZZ_SECONDS", "0.25"))
 aten = torch.ops.aten

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import pytest
 import torch
-from fp4_ops.compile_passes.index.routing import distinct
 from moe_models import Recorder, relative_error
 from package_styles import IncrementLoop
 from torch import Tensor
 from torch.fx.experimental.proxy_tensor import make_fx
+
+from fp4_ops.compile_passes.index.routing import distinct
 
 
 class RepeatedIds(IncrementLoop):

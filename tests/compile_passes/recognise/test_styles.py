@@ -13,10 +13,11 @@ import torch
 import torch.nn.functional as F
 from both_captures import Both
 from conftest import SEED, more
-from fp4_ops.compile_passes import pipeline
 from moe_models import Recorder, relative_error
 from moe_styles import STYLES, Expert, ListStyle, relu2
 from torch import nn
+
+from fp4_ops.compile_passes import pipeline
 
 pytestmark = pytest.mark.usefixtures("fresh_dynamo")
 

@@ -6,13 +6,13 @@ import pytest
 import torch
 import torch.nn.functional as F
 from conftest import more
-from fp4_ops.compile_passes import advice
-from fp4_ops.compile_passes.dynamo.left_out import expert_parameters
 from moe_models import Recorder
 from moe_styles import ListStyle
 from torch import nn
 
 import fp4_ops
+from fp4_ops.compile_passes import advice
+from fp4_ops.compile_passes.dynamo.left_out import expert_parameters
 
 pytestmark = pytest.mark.usefixtures("fresh_dynamo")
 

@@ -14,16 +14,17 @@ import test_lookalikes_rows as rows
 import torch
 import torch.nn.functional as F
 from conftest import more
-from fp4_ops.compile_passes import advice
-from fp4_ops.compile_passes.dynamo.empty_masks import Unproved
-from fp4_ops.compile_passes.graph.nodes import Refusal, need, refuse
-from fp4_ops.compile_passes.trace.functional import CannotCapture
 from lookalikes import CHANGES, Loop
 from moe_models import Recorder, relative_error
 from moe_styles import NormedLoop
 from test_lookalikes import norm
 from test_lookalikes_rows import Splits
 from torch import Tensor, nn
+
+from fp4_ops.compile_passes import advice
+from fp4_ops.compile_passes.dynamo.empty_masks import Unproved
+from fp4_ops.compile_passes.graph.nodes import Refusal, need, refuse
+from fp4_ops.compile_passes.trace.functional import CannotCapture
 
 pytestmark = pytest.mark.usefixtures("fresh_dynamo")
 

@@ -10,11 +10,11 @@ import sys
 
 import pytest
 import torch
-from fp4_ops.compile_passes import advice
 from moe_models import Block, Recorder, build, tokens
 from moe_styles import STYLES, ListStyle, StackedStyle
 
 import fp4_ops
+from fp4_ops.compile_passes import advice
 
 expecttest = pytest.importorskip("expecttest")
 

@@ -7,14 +7,14 @@ import logging
 
 import pytest
 import torch
-from fp4_ops.compile_passes.dynamo.left_out import expert_parameters
-from fp4_ops.compile_passes.weights.packed import store
-from fp4_ops.compile_passes.weights.specs import PackSpec
 from moe_models import Recorder, build, tokens
 from moe_styles import STYLES, Expert, FusedStyle, ListStyle, Style
 from torch import Tensor, nn
 
 import fp4_ops
+from fp4_ops.compile_passes.dynamo.left_out import expert_parameters
+from fp4_ops.compile_passes.weights.packed import store
+from fp4_ops.compile_passes.weights.specs import PackSpec
 
 pytestmark = pytest.mark.usefixtures("fresh_dynamo")
 

@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import pytest
 import torch
-from fp4_ops.compile_passes.options import parse
 from moe_styles import STYLES
 from recorder import Recorder
 from test_lookalikes import OneExpertTwice
+
+from fp4_ops.compile_passes.options import parse
 
 pytestmark = pytest.mark.usefixtures("fresh_dynamo")
 

@@ -12,12 +12,13 @@ import torch
 import torch.nn.functional as F
 from both_captures import Both
 from conftest import SEED, more
-from fp4_ops.compile_passes.dynamo.extend import CAPTURE
-from fp4_ops.compile_passes.trace import capture as module
-from fp4_ops.compile_passes.trace.copier import Copier
 from moe_models import FAMILIES, build, tokens
 from moe_styles import STYLES
 from torch import nn
+
+from fp4_ops.compile_passes.dynamo.extend import CAPTURE
+from fp4_ops.compile_passes.trace import capture as module
+from fp4_ops.compile_passes.trace.copier import Copier
 
 pytestmark = pytest.mark.usefixtures("fresh_dynamo")
 

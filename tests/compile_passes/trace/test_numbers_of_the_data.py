@@ -5,12 +5,12 @@ from __future__ import annotations
 import pytest
 import torch
 from conftest import more
-from fp4_ops.compile_passes import advice
 from moe_models import Recorder, relative_error
 from moe_styles import STYLES
 from torch import Tensor, nn
 
 import fp4_ops
+from fp4_ops.compile_passes import advice
 
 pytestmark = pytest.mark.usefixtures("fresh_dynamo")
 

@@ -14,15 +14,15 @@ import pytest
 import repository_styles  # noqa: F401  adds its styles to STYLES
 import torch
 from conftest import more
-from fp4_ops.compile_passes.weights import packed as packed_weights
-from fp4_ops.compile_passes.weights.packed import PackedWeights, note_writes
-from fp4_ops.compile_passes.weights.specs import PackSpec
 from moe_models import Block, Recorder, relative_error
 from moe_styles import STYLES
 from places import HELPERS
 from torch import Tensor, nn
 
 import fp4_ops
+from fp4_ops.compile_passes.weights import packed as packed_weights
+from fp4_ops.compile_passes.weights.packed import PackedWeights, note_writes
+from fp4_ops.compile_passes.weights.specs import PackSpec
 
 EXACT = 1e-5
 pytestmark = pytest.mark.usefixtures("fresh_dynamo")

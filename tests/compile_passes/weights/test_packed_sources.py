@@ -12,14 +12,14 @@ import pytest
 import torch
 import torch.nn.functional as F
 from conftest import more
-from fp4_ops.compile_passes.weights import packed as packed_weights
-from fp4_ops.compile_passes.weights.memory import leaves_of, memory_of
 from moe_models import Block, Recorder, relative_error
 from moe_styles import STYLES, FusedStyle, StackedStyle
 from torch import Tensor, nn
 
 import fp4_ops
 from fp4_ops import FP4Tensor
+from fp4_ops.compile_passes.weights import packed as packed_weights
+from fp4_ops.compile_passes.weights.memory import leaves_of, memory_of
 
 pytestmark = pytest.mark.usefixtures("fresh_dynamo")
 
