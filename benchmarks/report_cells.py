@@ -1,9 +1,10 @@
-"""What the tables of README and docs are made of: records, cells, the register of tables."""
+"""Makes tables for README and docs from the records: rows, cells, and the register of tables."""
 
 from __future__ import annotations
 
 import functools
 import statistics
+import textwrap
 from collections.abc import Callable, Iterable
 from typing import Any
 
@@ -40,7 +41,7 @@ def one(name: str, table: str, **where: Any) -> dict[str, Any]:
 
 
 def cell(value: Cell) -> str:
-    """One number, to three or four digits."""
+    """Formats a number with three or four digits."""
     if isinstance(value, float):
         if value >= 1000 or (value >= 100 and value.is_integer()):
             return f"{value:.0f}"
@@ -68,14 +69,15 @@ def again(name: str) -> str:
 
 
 def source(*names: str) -> str:
-    """Where a table's numbers are from, and how to make them again."""
+    """Names the machine and versions of a table's numbers, and the command that measures them again."""
     lines = []
     for name in names:
         r = read(name)
         versions = ", ".join(f"{k} {v}" for k, v in r["versions"].items() if k not in ("python", "cuda"))
         parts = [r["gpu"] or r["cpu"], f"commit {r['commit'] or 'not recorded'}", r["date"] or "", versions]
-        lines.append(f"{', '.join(p for p in parts if p)}: `{again(name)}`")
-    return "\n\n".join(f"*{line.replace(': `', ':* `')}" for line in lines)
+        line = f"*{', '.join(p for p in parts if p)}:* `{again(name)}`"
+        lines.append(textwrap.fill(line, 120, break_long_words=False, break_on_hyphens=False))
+    return "\n\n".join(lines)
 
 
 def table(make: Callable[[], str]) -> Callable[[], str]:

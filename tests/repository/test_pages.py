@@ -22,7 +22,7 @@ FILE = re.compile(r"(?<![\w/.{<-])((?:[\w.-]+/)*[\w-]+\.(?:py|cuh|cu|cpp|h|md|sv
 
 
 def files() -> set[str]:
-    """Of every file its path, and the ends of that."""
+    """Lists the paths of all files, and every ending of each path (`a/b.py` and `b.py`)."""
     hidden = (".venv", ".git", "build")
     rooms = [room for room in ROOT.iterdir() if room.is_dir() and room.name not in hidden]
     found = [p.relative_to(ROOT) for room in rooms for p in room.rglob("*.*")]
@@ -190,3 +190,13 @@ def test_links_lead_somewhere():
                 wrong.append(f"{page.name}: {link}")
             count += 1
     assert count > 50 and wrong == []
+
+
+def test_lines_of_pages_are_at_most_132_columns_wide():
+    """Rows of tables cannot be broken; every other line can."""
+    wrong = []
+    for page in PAGES:
+        for number, line in enumerate(page.read_text().splitlines(), 1):
+            if len(line) > 132 and not line.startswith("|"):
+                wrong.append(f"{page.name}:{number}: {len(line)} columns")
+    assert wrong == []
