@@ -174,10 +174,19 @@ def byte_view(operand: torch.Tensor) -> torch.Tensor:
 
 
 def block_scales(scale: torch.Tensor, format: str, layout: str) -> torch.Tensor:
-    """The inverse of `byte_view` for block scales: as operators take them, uncopied."""
+    """Return block scales as operators take them, uncopied: the inverse of `byte_view`."""
     if scale.dtype != torch.uint8:
         return scale
-    return scale.view(LAYOUTS[layout].scale_dtype or FORMATS[format].scale_dtype)
+    dtype = LAYOUTS[layout].scale_dtype or FORMATS[format].scale_dtype
+    if not torch.jit.is_tracing():
+        return scale.view(dtype)
+    # TorchScript cannot record view(dtype). While recording is off, the view becomes a constant of the trace.
+    recording = torch._C._get_tracing_state()
+    torch._C._set_tracing_state(None)
+    try:
+        return scale.view(dtype)
+    finally:
+        torch._C._set_tracing_state(recording)
 
 
 LAYOUT_NAMES = tuple(sorted(LAYOUTS))

@@ -22,9 +22,11 @@ inline uint16_t float_to_bf16(float v) {
 inline float f16_to_float(uint16_t v) {
   const uint32_t sign = uint32_t(v & 0x8000) << 16;
   const uint32_t magnitude = uint32_t(v & 0x7fff) << 13;
-  // Exponent bias 15 -> 127 by a multiplication, which makes subnormals right too.
-  const float finite = std::bit_cast<float>(magnitude) * 0x1p112f;
-  const uint32_t bits = (v & 0x7c00) == 0x7c00 ? (magnitude | 0x7f800000) : std::bit_cast<uint32_t>(finite);
+  // Exponent bias 15 -> 127. No step has a float32 subnormal, which torch.set_flush_denormal makes zero.
+  const float subnormal = std::bit_cast<float>(magnitude + (113u << 23)) - 0x1p-14f;
+  const uint32_t finite =
+      magnitude < (1u << 23) ? std::bit_cast<uint32_t>(subnormal) : magnitude + (112u << 23);
+  const uint32_t bits = (v & 0x7c00) == 0x7c00 ? (magnitude | 0x7f800000) : finite;
   return std::bit_cast<float>(bits | sign);
 }
 
@@ -42,9 +44,16 @@ inline uint16_t float_to_f16(float v) {
   return uint16_t(sign | (rounded >> 13));
 }
 
+// The value of an e4m3 code below 0x7f, without a float32 subnormal on the way, as in f16_to_float.
+inline float e4m3_magnitude(uint32_t code) {
+  const float normal = std::bit_cast<float>((code << 20) + (120u << 23));
+  const float subnormal = std::bit_cast<float>((code << 20) + (121u << 23)) - 0x1p-6f;
+  return code < 8 ? subnormal : normal;
+}
+
 inline float e4m3_to_float(uint8_t v) {
   if ((v & 0x7f) == 0x7f) return std::bit_cast<float>(0x7fc00000u);
-  const float magnitude = std::bit_cast<float>(uint32_t(v & 0x7f) << 20) * 0x1p120f;
+  const float magnitude = e4m3_magnitude(v & 0x7f);
   return v & 0x80 ? -magnitude : magnitude;
 }
 

@@ -2,6 +2,7 @@
 
 #include <algorithm>
 
+#include "cpu/prepack.h"
 #include "cpu_constants.h"
 
 namespace fp4::cpu {
@@ -26,6 +27,7 @@ class PanelReader {
     if (!scratch_.data()) scratch_ = Buffer((kp_ / 2 + scales_.bytes(kp_)) * kPanelRows);
     uint8_t* panel_scales = scratch_.data() + kp_ / 2 * kPanelRows;
     const int64_t count = std::min<int64_t>(kPanelRows, w_.n - row);
+    check_scales(scales_.scale, scales, count * scales_.count(w_.k));
     pack_panel(codes, scales, count, w_.k, scales_, scratch_.data(), panel_scales);
     return {scratch_.data(), panel_scales, kp_, scales_.block};
   }

@@ -3,6 +3,7 @@
 #include <tuple>
 
 #include "common/boxed.h"
+#include "cpu/parallel.h"
 #include "cpu/prepack.h"
 #include "cpu/quantize.h"
 #include "cpu/sm90_layout.h"
@@ -31,7 +32,7 @@ std::tuple<Tensor, Tensor, Tensor> quantize(const Tensor& x, const std::string& 
   const auto row = [&](int64_t i) { return data<uint8_t>(source) + i * k * dtype_size(dtype); };
   std::vector<float> amax(rows);
   std::atomic<bool> all_finite = true;
-  torch::stable::parallel_for(0, rows, grain_for(k), [&](int64_t begin, int64_t end) {
+  parallel_for(0, rows, grain_for(k), [&](int64_t begin, int64_t end) {
     bool finite = true;
     for (int64_t i = begin; i < end; ++i) amax[i] = max_magnitude(row(i), dtype, k, &finite);
     if (!finite) all_finite = false;
@@ -51,7 +52,7 @@ std::tuple<Tensor, Tensor, Tensor> quantize(const Tensor& x, const std::string& 
     for (int64_t g = 0, count = global.numel(); g < count; ++g)
       to[g] = g < int64_t(factor.size()) ? factor[g] : given ? data<float>(*given)[g] : 1.f;
   }
-  torch::stable::parallel_for(0, rows, grain_for(k), [&](int64_t begin, int64_t end) {
+  parallel_for(0, rows, grain_for(k), [&](int64_t begin, int64_t end) {
     for (int64_t i = begin; i < end; ++i)
       quantize_row(fmt, row(i), dtype, k, factor[i / per_matrix], mutable_data<uint8_t>(packed) + i * (k / 2),
                    mutable_data<uint8_t>(scales) + i * blocks * scale_bytes);
@@ -69,7 +70,7 @@ std::tuple<Tensor, Tensor> quantize_int8(const Tensor& x) {
   const Tensor source = as_contiguous(x);
   const DType dtype = dtype_of(source.scalar_type());
   const Kernels& kn = kernels();
-  torch::stable::parallel_for(0, rows, grain_for(k), [&](int64_t begin, int64_t end) {
+  parallel_for(0, rows, grain_for(k), [&](int64_t begin, int64_t end) {
     for (int64_t i = begin; i < end; ++i)
       kn.quantize_int8(data<uint8_t>(source) + i * k * dtype_size(dtype), dtype, k,
                        mutable_data<int8_t>(codes) + i * k, mutable_data<float>(scales) + i * blocks);
@@ -86,7 +87,7 @@ std::tuple<Tensor, Tensor> quantize_fp8(const Tensor& x, const std::string& layo
   const Tensor codes = empty(shape, ScalarType::Float8_e4m3fn);
   const Tensor source = as_contiguous(x);
   const DType dtype = dtype_of(source.scalar_type());
-  torch::stable::parallel_for(0, rows, grain_for(k), [&](int64_t begin, int64_t end) {
+  parallel_for(0, rows, grain_for(k), [&](int64_t begin, int64_t end) {
     std::vector<uint8_t> row(kp, 0);
     for (int64_t i = begin; i < end; ++i) {
       const uint8_t* from = data<uint8_t>(source) + i * k * dtype_size(dtype);
@@ -114,7 +115,7 @@ Tensor dequantize(const Tensor& packed, const Tensor& block_scale, const Optiona
   shape.back() = k;
   const Tensor out = empty(shape, dtype);
   const Format& f = *fmt;
-  torch::stable::parallel_for(0, rows, grain_for(k), [&](int64_t begin, int64_t end) {
+  parallel_for(0, rows, grain_for(k), [&](int64_t begin, int64_t end) {
     std::vector<double> values(k);
     for (int64_t i = begin; i < end; ++i) {
       const double factor = f.has_global_scale ? data<float>(*global)[i / per_matrix] : 1.;

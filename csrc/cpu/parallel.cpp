@@ -4,6 +4,8 @@
 
 #include <algorithm>
 #include <atomic>
+#include <exception>
+#include <mutex>
 
 #include "cpu_constants.h"
 
@@ -46,6 +48,21 @@ class Shares {
 
 }  // namespace
 
+void parallel_for(int64_t begin, int64_t end, int64_t grain,
+                  const std::function<void(int64_t begin, int64_t end)>& body) {
+  std::exception_ptr first;
+  std::mutex mutex;
+  torch::stable::parallel_for(begin, end, grain, [&](int64_t from, int64_t to) {
+    try {
+      body(from, to);
+    } catch (...) {
+      const std::lock_guard lock(mutex);
+      if (!first) first = std::current_exception();
+    }
+  });
+  if (first) std::rethrow_exception(first);
+}
+
 void run_phases(const std::vector<Phase>& phases) {
   for (const Phase& p : phases) {
     if (p.count == 0) continue;
@@ -56,7 +73,7 @@ void run_phases(const std::vector<Phase>& phases) {
       continue;
     }
     Shares all(p, threads);
-    torch::stable::parallel_for(0, threads, 1, [&](int64_t begin, int64_t) { all.take_part(begin); });
+    parallel_for(0, threads, 1, [&](int64_t begin, int64_t) { all.take_part(begin); });
   }
 }
 

@@ -14,6 +14,11 @@ struct Phase {
   std::function<void(int64_t begin, int64_t end)> run = nullptr;
 };
 
+// Calls body(begin, end) for parts of [begin, end), as torch's parallel_for does. If parts throw, this throws
+// the first exception. torch's own function would lose the message: its C interface carries no exception.
+void parallel_for(int64_t begin, int64_t end, int64_t grain,
+                  const std::function<void(int64_t begin, int64_t end)>& body);
+
 // Runs the phases one after another, each by up to torch.get_num_threads() threads. What a part throws, this
 // throws; later phases do not run then.
 void run_phases(const std::vector<Phase>& phases);

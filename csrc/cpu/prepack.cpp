@@ -10,6 +10,7 @@
 
 #include "common/boxed.h"
 #include "common/convert.h"
+#include "cpu/parallel.h"
 #include "cpu/rowwise.h"
 #include "cpu/sm90_layout.h"
 
@@ -65,20 +66,19 @@ std::tuple<Tensor, Tensor> reorder(const Tensor& packed, const Tensor& block_sca
   const uint8_t *codes = data<uint8_t>(from), *scales = data<uint8_t>(from_scale);
   uint8_t *to_codes = mutable_data<uint8_t>(to), *to_scales = mutable_data<uint8_t>(to_scale);
   const bool tiled = target.layout->order == Order::tile16;
-  torch::stable::parallel_for(0, matrices * panels, grain_for(k * kPanelRows),
-                              [&](int64_t begin, int64_t end) {
-                                for (int64_t i = begin; i < end; ++i) {
-                                  const int64_t row = i % panels * kPanelRows, first = i / panels * n + row;
-                                  const int64_t at = first * row_bytes, scale_at = first * row_scales;
-                                  if (tiled && is_panel(row, n, k)) {
-                                    f(codes + at, scales + scale_at, to_codes + at, to_scales + scale_at, k);
-                                  } else {
-                                    const int64_t count = std::min<int64_t>(kPanelRows, n - row);
-                                    std::memcpy(to_codes + at, codes + at, count * row_bytes);
-                                    std::memcpy(to_scales + scale_at, scales + scale_at, count * row_scales);
-                                  }
-                                }
-                              });
+  parallel_for(0, matrices * panels, grain_for(k * kPanelRows), [&](int64_t begin, int64_t end) {
+    for (int64_t i = begin; i < end; ++i) {
+      const int64_t row = i % panels * kPanelRows, first = i / panels * n + row;
+      const int64_t at = first * row_bytes, scale_at = first * row_scales;
+      if (tiled && is_panel(row, n, k)) {
+        f(codes + at, scales + scale_at, to_codes + at, to_scales + scale_at, k);
+      } else {
+        const int64_t count = std::min<int64_t>(kPanelRows, n - row);
+        std::memcpy(to_codes + at, codes + at, count * row_bytes);
+        std::memcpy(to_scales + scale_at, scales + scale_at, count * row_scales);
+      }
+    }
+  });
   return {to, to_scale};
 }
 
@@ -129,7 +129,7 @@ std::vector<int> largest_exponents(const Format& fmt, const Layout& layout, cons
                                    const uint8_t* scales, const Sizes& s) {
   const int64_t blocks = ceil_div(s.k, fmt.block);
   std::vector<int> low(s.matrices * s.n, 255), high(s.matrices * s.n, -1), emax(s.matrices);
-  torch::stable::parallel_for(0, s.matrices * s.n, grain_for(s.k), [&](int64_t begin, int64_t end) {
+  parallel_for(0, s.matrices * s.n, grain_for(s.k), [&](int64_t begin, int64_t end) {
     for (int64_t r = begin; r < end; ++r) {
       const PlainRow row{fmt, codes + r * (s.k / 2), scales + r * blocks, s.k, 0};
       for (int64_t b = 0; b < blocks; ++b)
@@ -184,17 +184,16 @@ Packed to_sm90(const Tensor& packed, const Tensor& block_scale, const OptionalTe
       mutable_data<float>(factor)[g] = std::ldexp(1.f, emax[g] - kEmaxBias);
   }
   uint8_t *to_codes = mutable_data<uint8_t>(to), *to_scales = mutable_data<uint8_t>(to_scale);
-  torch::stable::parallel_for(
-      0, s.matrices * tiles, grain_for(s.k * kSm90Rows), [&](int64_t begin, int64_t end) {
-        for (int64_t row = begin * kSm90Rows; row < end * kSm90Rows; ++row) {
-          const int64_t g = row / s.n;
-          const PlainRow plain{fmt, codes + row * (s.k / 2), scales + row * blocks, s.k, emax[g]};
-          for (int64_t b = 0; b < kp / kSm90Block; ++b) {
-            sm90_store<Bits>(plain.block(b), sm90_place<Bits>(row % s.n, b, kp, fmt.block),
-                             to_codes + g * s.n * (kp / 2), to_scales + g * s.n * (kp / fmt.block));
-          }
-        }
-      });
+  parallel_for(0, s.matrices * tiles, grain_for(s.k * kSm90Rows), [&](int64_t begin, int64_t end) {
+    for (int64_t row = begin * kSm90Rows; row < end * kSm90Rows; ++row) {
+      const int64_t g = row / s.n;
+      const PlainRow plain{fmt, codes + row * (s.k / 2), scales + row * blocks, s.k, emax[g]};
+      for (int64_t b = 0; b < kp / kSm90Block; ++b) {
+        sm90_store<Bits>(plain.block(b), sm90_place<Bits>(row % s.n, b, kp, fmt.block),
+                         to_codes + g * s.n * (kp / 2), to_scales + g * s.n * (kp / fmt.block));
+      }
+    }
+  });
   return {to, to_scale, factor};
 }
 
@@ -220,29 +219,28 @@ Packed from_sm90(const Tensor& packed, const Tensor& block_scale, const Tensor& 
   const Tensor from = as_contiguous(packed), from_scale = as_contiguous(block_scale);
   const Tensor factor = as_contiguous(global_scale);
   std::atomic<bool> exact = true;
-  torch::stable::parallel_for(
-      0, s.matrices * tiles, grain_for(s.k * kSm90Rows), [&](int64_t begin, int64_t end) {
-        for (int64_t row = begin * kSm90Rows; row < end * kSm90Rows; ++row) {
-          const int64_t g = row / s.n, per_block = fmt.block / kSm90Block;
-          uint8_t* codes = mutable_data<uint8_t>(to) + row * (s.k / 2);
-          uint8_t* scales = mutable_data<uint8_t>(to_scale) + row * blocks;
-          int exponent = 0;
-          if (mx && std::frexp(data<float>(factor)[g], &exponent) != .5f) exact = false;
-          for (int64_t b = 0; b < blocks; ++b) {
-            uint8_t scale = 0;
-            for (int64_t i = b * per_block; i < (b + 1) * per_block; ++i) {
-              const Block16 block = sm90_load<Bits>(sm90_place<Bits>(row % s.n, i, s.k, fmt.block),
-                                                    data<uint8_t>(from) + g * s.n * (s.k / 2),
-                                                    data<uint8_t>(from_scale) + g * s.n * blocks);
-              std::memcpy(codes + i * kSm90Block / 2, block.codes, kSm90Block / 2);
-              scale = block.scale;
-            }
-            const int byte = mx ? to_e8m0(scale, exponent - 1 + kEmaxBias) : scale;
-            if (byte < 0) exact = false;
-            scales[b] = uint8_t(byte);
-          }
+  parallel_for(0, s.matrices * tiles, grain_for(s.k * kSm90Rows), [&](int64_t begin, int64_t end) {
+    for (int64_t row = begin * kSm90Rows; row < end * kSm90Rows; ++row) {
+      const int64_t g = row / s.n, per_block = fmt.block / kSm90Block;
+      uint8_t* codes = mutable_data<uint8_t>(to) + row * (s.k / 2);
+      uint8_t* scales = mutable_data<uint8_t>(to_scale) + row * blocks;
+      int exponent = 0;
+      if (mx && std::frexp(data<float>(factor)[g], &exponent) != .5f) exact = false;
+      for (int64_t b = 0; b < blocks; ++b) {
+        uint8_t scale = 0;
+        for (int64_t i = b * per_block; i < (b + 1) * per_block; ++i) {
+          const Block16 block = sm90_load<Bits>(sm90_place<Bits>(row % s.n, i, s.k, fmt.block),
+                                                data<uint8_t>(from) + g * s.n * (s.k / 2),
+                                                data<uint8_t>(from_scale) + g * s.n * blocks);
+          std::memcpy(codes + i * kSm90Block / 2, block.codes, kSm90Block / 2);
+          scale = block.scale;
         }
-      });
+        const int byte = mx ? to_e8m0(scale, exponent - 1 + kEmaxBias) : scale;
+        if (byte < 0) exact = false;
+        scales[b] = uint8_t(byte);
+      }
+    }
+  });
   if (!exact) fail("packed is no mxfp4 weight: its scales are not all powers of two");
   return {to, to_scale, copy_of(mx ? OptionalTensor() : OptionalTensor(factor))};
 }
@@ -302,7 +300,7 @@ Packed to_sm90_int4(const Tensor& packed, const Tensor& block_scale, Stored targ
   }
   static const Int4Bytes bytes(/*back=*/false);
   std::atomic<int64_t> lost = -1;  // a matrix with a scale that its factor takes out of range
-  torch::stable::parallel_for(0, s.matrices * s.n, grain_for(s.k), [&](int64_t begin, int64_t end) {
+  parallel_for(0, s.matrices * s.n, grain_for(s.k), [&](int64_t begin, int64_t end) {
     for (int64_t i = begin; i < end; ++i) {
       const int64_t g = i / s.n, matrix = g * s.n, row = i % s.n;
       const uint8_t* codes = data<uint8_t>(from) + i * (s.k / 2);
@@ -334,7 +332,7 @@ Packed from_sm90_int4(const Tensor& packed, const Tensor& block_scale, const Ten
   const Tensor from = as_contiguous(packed), from_scale = as_contiguous(block_scale);
   const Tensor factors = as_contiguous(factor);
   static const Int4Bytes bytes(/*back=*/true);
-  torch::stable::parallel_for(0, s.matrices * s.n, grain_for(s.k), [&](int64_t begin, int64_t end) {
+  parallel_for(0, s.matrices * s.n, grain_for(s.k), [&](int64_t begin, int64_t end) {
     for (int64_t i = begin; i < end; ++i) {
       const int64_t g = i / s.n, matrix = g * s.n, row = i % s.n;
       for (int64_t b = 0; b < s.k / kSm90Block; ++b) {
@@ -353,32 +351,13 @@ Packed from_sm90_int4(const Tensor& packed, const Tensor& block_scale, const Ten
 
 // --- operators ---
 
-bool is_damaged(Scale scale, const uint8_t* scales, int64_t i) {
-  switch (scale) {
-    case Scale::e4m3:
-      return (scales[i] & 0x7f) == 0x7f;
-    case Scale::e8m0:
-      return scales[i] == 0xff;
-    case Scale::bf16:
-      return std::isnan(load_as_float<DType::bf16>(scales, i));
-    case Scale::f32:
-      break;
-  }
-  return std::isnan(load_as_float<DType::f32>(scales, i));
-}
-
-// A weight with a scale that is NaN is damaged, and kernel layouts refuse it.
 void check_scales_finite(const Tensor& block_scale) {
   const Tensor c = as_contiguous(block_scale);
   const uint8_t* bytes = data<uint8_t>(c);
   const Scale scale = scale_kind(c.scalar_type());
-  std::atomic<bool> damaged = false;
-  torch::stable::parallel_for(0, c.numel(), fitted::grains::checked_scales, [&](int64_t begin, int64_t end) {
-    bool nan = false;
-    for (int64_t i = begin; i < end; ++i) nan |= is_damaged(scale, bytes, i);
-    if (nan) damaged = true;
+  parallel_for(0, c.numel(), fitted::grains::checked_scales, [&](int64_t begin, int64_t end) {
+    check_scales(scale, bytes + begin * scale_size(scale), end - begin);
   });
-  if (damaged) fail("block_scale has NaN values; the weight is damaged");
 }
 
 Packed prepack(const Tensor& packed, const Tensor& block_scale, const OptionalTensor& global_scale,
@@ -403,7 +382,32 @@ Packed unpack(const Tensor& packed, const Tensor& block_scale, const OptionalTen
                   check_unpack(packed, block_scale, global_scale, format, layout));
 }
 
+template <typename IsNan>
+bool any_of(int64_t count, IsNan is_nan) {
+  bool found = false;
+  for (int64_t i = 0; i < count; ++i) found |= is_nan(i);
+  return found;
+}
+
+bool any_nan(Scale scale, const uint8_t* scales, int64_t count) {
+  switch (scale) {
+    case Scale::e4m3:
+      return any_of(count, [&](int64_t i) { return (scales[i] & 0x7f) == 0x7f; });
+    case Scale::e8m0:
+      return any_of(count, [&](int64_t i) { return scales[i] == 0xff; });
+    case Scale::bf16:
+      return any_of(count, [&](int64_t i) { return std::isnan(load_as_float<DType::bf16>(scales, i)); });
+    case Scale::f32:
+      break;
+  }
+  return any_of(count, [&](int64_t i) { return std::isnan(load_as_float<DType::f32>(scales, i)); });
+}
+
 }  // namespace
+
+void check_scales(Scale scale, const uint8_t* scales, int64_t count) {
+  if (any_nan(scale, scales, count)) fail("block_scale has NaN values; the weight is damaged");
+}
 
 Packed to_plain(const Tensor& packed, const Tensor& block_scale, const OptionalTensor& global_scale,
                 Stored from) {

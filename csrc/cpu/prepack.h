@@ -11,4 +11,8 @@ namespace fp4::cpu {
 std::tuple<Tensor, Tensor, Tensor> to_plain(const Tensor& packed, const Tensor& block_scale,
                                             const OptionalTensor& global_scale, Stored from);
 
+// Throws where one of `count` block scales is NaN: such a weight is damaged. Kernels would read an e4m3 NaN
+// as 480.
+void check_scales(Scale scale, const uint8_t* scales, int64_t count);
+
 }  // namespace fp4::cpu

@@ -70,7 +70,7 @@ inline void quantize_fp4_as(const void* x, int64_t k, float global_scale, uint8_
     for (int b = 0; b < kBlocksAtOnce; ++b) {
       const uint32_t code =
           scale == Scale::e4m3 ? e4m3_code(amax[b] / kE2m1Max / global_scale) : e8m0_code(amax[b]);
-      const float value = scale == Scale::e4m3 ? std::bit_cast<float>(code << 20) * 0x1p120f * global_scale
+      const float value = scale == Scale::e4m3 ? e4m3_magnitude(code) * global_scale
                                                : std::bit_cast<float>(code == 0 ? 0x00400000u : code << 23);
       // What is divided by infinity is a zero of its own sign: the codes of a block whose scale is zero.
       step[b] = value == 0.f ? std::numeric_limits<float>::infinity() : value;

@@ -190,5 +190,38 @@ def test_unknown_capability_names_the_variable() -> None:
     assert "scalar" in child.stderr
 
 
+def test_an_error_in_a_thread_keeps_its_words() -> None:
+    """Several threads share the work, and torch's C interface for that carries no exception."""
+    code = "torch.set_num_threads(3); torch.ops.fp4.quantize(torch.randn(8, 256, 128), 'nvfp4')"
+    child = run("sse9", "-c", f"import torch, fp4_ops; {code}")
+    assert "FP4_CPU_CAPABILITY is 'sse9'" in child.stderr.splitlines()[-1]
+
+
+@pytest.mark.parametrize("format", reference.FORMATS)
+def test_a_damaged_weight_is_an_error_with_any_number_of_threads(format) -> None:
+    """Kernels would read an e4m3 NaN as 480. A weight in a kernel layout was checked when it was made."""
+    packed, scale, factor = reference.random_weight(format, 3, 171, 1024).operands()
+    if scale.dtype.itemsize == 1:
+        scale.view(torch.uint8)[1, 170, 3] = 0xFF
+    else:
+        scale[1, 170, 3] = torch.nan
+    a, ends = torch.randn(50, 1024), torch.tensor([9, 29, 47], dtype=torch.int32)
+    codes, steps = torch.ops.fp4.quantize_int8(a)
+    weight = (packed, scale, factor, ends)
+    before = torch.get_num_threads()
+    try:
+        for threads in (1, 3):
+            torch.set_num_threads(threads)
+            for rows in (a, a.bfloat16()):
+                with pytest.raises(RuntimeError, match="^block_scale has NaN values"):
+                    torch.ops.fp4.grouped_mm(rows, *weight, format=format)
+            with pytest.raises(RuntimeError, match="^block_scale has NaN values"):
+                torch.ops.fp4.grouped_mm(codes, *weight, steps, format=format)
+    finally:
+        torch.set_num_threads(before)
+    no_rows = torch.tensor([9, 9, 47], dtype=torch.int32)  # an expert without rows is not read
+    assert torch.ops.fp4.grouped_mm(a, packed, scale, factor, no_rows, format=format).isfinite().all()
+
+
 if __name__ == "__main__":
     main(*sys.argv[1:])

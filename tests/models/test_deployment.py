@@ -50,6 +50,29 @@ WAYS = {
 }
 
 
+class Logits(nn.Module):
+    def __init__(self, model: nn.Module) -> None:
+        super().__init__()
+        self.model = model
+
+    def forward(self, ids: torch.Tensor) -> torch.Tensor:
+        return self.model(input_ids=ids, use_cache=False).logits
+
+
+@pytest.mark.filterwarnings("ignore")  # torch.jit.trace warns of each branch that it fixes
+@pytest.mark.parametrize("format", ["nvfp4", "mxfp4", "int4"])
+def test_torchscript_traces(format):
+    """What Triton Inference Server and libtorch programs load."""
+    model, ids = build("qwen3_moe", torch.float32, "grouped_mm", num_hidden_layers=1), tokens(2, 5)
+    fp4_ops.prepare(model, format)
+    with torch.no_grad():
+        traced = torch.jit.trace(Logits(model).eval(), (ids,), check_trace=False)
+        file = io.BytesIO()
+        torch.jit.save(traced, file)
+        file.seek(0)
+        assert torch.equal(torch.jit.load(file)(ids), logits(model, ids))
+
+
 @pytest.mark.parametrize("format", ["nvfp4", "mxfp4", "int4"])
 @pytest.mark.parametrize("way", WAYS)
 def test_whole_models_are_copied(way, format):

@@ -136,6 +136,28 @@ def test_blocks_whose_scale_underflows(format, device):
         assert ((values > 0) & (values < 2**-6)).any(), "no subnormal scale in the test"
 
 
+def test_subnormal_scales_count_under_flush_denormal(format):
+    """torch.set_flush_denormal makes float32 subnormals zero; e4m3 and float16 have subnormals of their own."""
+    x = torch.randn(8, 128) * torch.exp2(-torch.arange(8.0) * 3)[:, None]
+    x[0, 0] = 100
+    a = torch.randn(3, 128)
+
+    def results():
+        weight = fp4.quantize(x, format)
+        back = fp4.dequantize(*weight, format, torch.float32)
+        return *weight, back, fp4.mm(a, *weight, format=format), fp4.quantize(x.half(), format)[1]
+
+    want = results()
+    if not torch.set_flush_denormal(True):
+        pytest.skip("this processor cannot flush subnormals")
+    try:
+        found = results()
+    finally:
+        torch.set_flush_denormal(False)
+    for got, expected in zip(found, want, strict=True):
+        assert (got is None and expected is None) or equal(got, expected)
+
+
 @pytest.mark.parametrize("magnitude", [3e38, 1e30, 1e-30, 1e-38, 1e-42, 1e-45])
 def test_huge_and_tiny_values(format, magnitude, device):
     x = (torch.rand(4, 64) * 0.9 + 0.1) * magnitude * (torch.randint(0, 2, (4, 64)) * 2 - 1)
