@@ -213,9 +213,9 @@ def test_a_damaged_weight_is_an_error_with_any_number_of_threads(format) -> None
         for threads in (1, 3):
             torch.set_num_threads(threads)
             for rows in (a, a.bfloat16()):
-                with pytest.raises(RuntimeError, match="^block_scale has NaN values"):
+                with pytest.raises(RuntimeError, match="block_scale has NaN values"):
                     torch.ops.fp4.grouped_mm(rows, *weight, format=format)
-            with pytest.raises(RuntimeError, match="^block_scale has NaN values"):
+            with pytest.raises(RuntimeError, match="block_scale has NaN values"):
                 torch.ops.fp4.grouped_mm(codes, *weight, steps, format=format)
     finally:
         torch.set_num_threads(before)

@@ -137,7 +137,7 @@ def test_blocks_whose_scale_underflows(format, device):
 
 
 def test_subnormal_scales_count_under_flush_denormal(format):
-    """torch.set_flush_denormal makes float32 subnormals zero; e4m3 and float16 have subnormals of their own."""
+    """torch.set_flush_denormal makes float32 subnormals zero; those of e4m3 and float16 count."""
     x = torch.randn(8, 128) * torch.exp2(-torch.arange(8.0) * 3)[:, None]
     x[0, 0] = 100
     a = torch.randn(3, 128)
