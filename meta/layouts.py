@@ -182,11 +182,11 @@ def block_scales(scale: torch.Tensor, format: str, layout: str) -> torch.Tensor:
         return scale.view(dtype)
     # TorchScript cannot record view(dtype). While recording is off, the view becomes a constant of the trace.
     recording = torch._C._get_tracing_state()
-    torch._C._set_tracing_state(None)
+    torch._C._set_tracing_state(None)  # type: ignore[attr-defined]
     try:
         return scale.view(dtype)
     finally:
-        torch._C._set_tracing_state(recording)
+        torch._C._set_tracing_state(recording)  # type: ignore[attr-defined]
 
 
 LAYOUT_NAMES = tuple(sorted(LAYOUTS))
