@@ -20,10 +20,24 @@ from ..graph.nodes import FLOATING, aten, is_tensor, need, refuse, shape, static
 from ..graph.products import below
 from ..index.axes import same
 from ..index.indicators import INDICATOR
-from ..index.terms import Add, Apply, Axis, Const, Mean, Mix, Mul, Ref, Size, Term, described, free_axes
+from ..index.terms import (
+    Add,
+    Affine,
+    Apply,
+    Axis,
+    Const,
+    Mean,
+    Mix,
+    Mul,
+    Ref,
+    Size,
+    Term,
+    described,
+    free_axes,
+)
 from ..recognise.activations import GATE, UP, same_function
 from ..recognise.branches import Branch, Matrix, Mixture
-from ..recognise.factors import OUT, J, K
+from ..recognise.factors import OUT, J, K, indices
 from ..report import Load, Site, hint
 from ..weights.prequantized import StoredSpec, own_scales
 from ..weights.specs import JoinSpec, PackSpec
@@ -417,8 +431,10 @@ class Emitter:
         if not ref.index:
             return node
         *rows, last = ref.index
-        if isinstance(last, Ref):
+        if isinstance(last, Ref) and _is_of_rows(rows, last, axes):
             return self._arranged(*self._gathered(node, rows, last, axes, ref), axes, ref)
+        if any(isinstance(i, Ref) for i in indices(ref)):
+            return self._looked_up(node, ref, axes)
         labels: list[Axis | Const] = []
         sizes: list[Size] = []
         for d, i in enumerate(ref.index):
@@ -446,28 +462,58 @@ class Emitter:
             if isinstance(i, Const):
                 node = self.call(aten.select.int, node, d, i.value)
         others = [a for a in axes if a in free_axes(ids) and a not in index]
-        rows: list[Axis] = []
-        for i in index:
-            if isinstance(i, Axis) and i in free_axes(ids) and len(others) <= 1:
-                rows.append(i)
-            elif not isinstance(i, Const):
-                reason = f"{described(ref)} is not a number for each of a token's ids"
-                refuse(reason, self.m.root, advice.ROUTING_FIRST)
+        rows = [i for i in index if isinstance(i, Axis)]
         if not rows:  # `scale[ids[t, j]]`, or of one token
-            return self.call(aten.index.Tensor, node, [self._inside(ids, others, ref)]), others
+            return self.call(aten.index.Tensor, node, [self._index(ids, others, ref)]), others
         # `scores[t, ids[t, j]]`, or `scores[t, ids[t]]` of a router with one choice
-        at = self._inside(ids, [*rows, *others], ref)
+        at = self._index(ids, [*rows, *others], ref)
         if others:
             return self.call(aten.gather.default, node, len(rows), at), [*rows, *others]
         at = self.call(aten.unsqueeze.default, at, len(rows))
         return self.call(aten.squeeze.dim, self.call(aten.gather.default, node, len(rows), at), -1), rows
 
-    def _inside(self, ids: Ref, labels: list[Axis], ref: Ref) -> fx.Node:
-        """Ids as an index into the last dimension of `ref`; any will do where no expert's row reads it."""
-        index, size = self._ref(ids, tuple(labels)), static_int(shape(ref.node)[-1])
-        if size is None:
-            refuse(f"{described(ref)} has a symbolic size", self.m.root, advice.ROUTING_FIRST)
-        return index if below(ids.node, size) else self.call(aten.remainder.Scalar, index, size)
+    def _index(self, ids: Ref, labels: list[Axis], ref: Ref) -> fx.Node:
+        """Ids over `labels` as an index into the last dimension of `ref`."""
+        return self._inside(self._ref(ids, tuple(labels)), ids, shape(ref.node)[-1])
+
+    def _looked_up(self, node: fx.Node, ref: Ref, axes: tuple[Axis, ...]) -> fx.Node:
+        """`within[t, group[t]]`, whatever the index is made of, or rows `embedding[tokens[t]]`."""
+        parts: list[Term] = []
+        sizes: list[Size] = []
+        for i, size in zip(ref.index, shape(ref.node)):
+            parts += i.parts if isinstance(i, Mix) else (i,)
+            sizes += i.sizes if isinstance(i, Mix) else (size,)
+        if len(parts) != len(ref.index):
+            node = self._reshape(node, self._lengths(sizes))
+        rows = [K] if parts[-1] is K else []  # read whole, as x's are
+        index = list(zip(parts, sizes))[: len(parts) - len(rows)]
+        labels = tuple(a for a in axes if a is not K and any(a in free_axes(part) for part, _ in index))
+        at = [self._coordinate(part, size, labels, ref) for part, size in index]
+        return self._arranged(self.call(aten.index.Tensor, node, at), [*labels, *rows], axes, ref)
+
+    def _coordinate(self, term: Term, size: Size, axes: tuple[Axis, ...], ref: Ref) -> fx.Node:
+        """An index into a dimension of `ref`, of this size: a tensor with a dimension for each of `axes`."""
+        device = value(ref.node).device
+        if isinstance(term, Affine):
+            base = self._coordinate(term.base, size, axes, ref)
+            return self.call(aten.add.Tensor, self.call(aten.mul.Tensor, base, term.step), term.start)
+        if isinstance(term, Ref):
+            index = self._ref(term, axes)
+            return index if K in ref.index else self._inside(index, term, size)
+        if isinstance(term, Const):
+            one = [1] * len(axes)
+            return self.call(aten.full.default, one, term.value, dtype=torch.int64, device=device)
+        if not (isinstance(term, Axis) and term in axes):
+            refuse(f"{described(ref)} is indexed oddly", self.m.root, advice.ROUTING_FIRST)
+        length = self.m.k if term is J else self._length(size)
+        every = self.call(aten.arange.default, length, device=device)
+        return self._reshape(every, [-1 if a is term else 1 for a in axes])
+
+    def _inside(self, index: fx.Node, ids: Ref, size: Size) -> fx.Node:
+        """Ids as an index into a dimension of this size; any will do where no expert's row reads it."""
+        known = static_int(size)
+        inside = known is not None and below(ids.node, known)
+        return index if inside else self.call(aten.remainder.Scalar, index, self._length(size))
 
     def _arranged(self, node: fx.Node, labels: list[Axis], axes: tuple[Axis, ...], ref: Ref) -> fx.Node:
         if not (set(labels) <= set(axes) and len(set(labels)) == len(labels)):
@@ -479,3 +525,11 @@ class Emitter:
             if a not in labels:
                 node = self.call(aten.unsqueeze.default, node, d)
         return node
+
+
+def _is_of_rows(index: list[Term], ids: Ref, axes: tuple[Axis, ...]) -> bool:
+    """Whether ids look up a number in rows, `scores[t, ids[t, j]]`, or in a vector: by one `gather`."""
+    own = free_axes(ids)
+    others = [a for a in axes if a in own and a not in index]
+    rows = [i for i in index if not isinstance(i, Const)]
+    return all(isinstance(i, Axis) and i in own for i in rows) and (not rows or len(others) <= 1)

@@ -25,7 +25,7 @@ from ..index.terms import (
 )
 from .activations import UP, bare
 from .branches import Linear
-from .factors import eq, has_masks, parts
+from .factors import eq, has_masks, indices, parts
 
 
 class Apart(NamedTuple):
@@ -64,8 +64,8 @@ class Pieces:
         factors = flatten(term.body, Mul)
         weights = [f for f in factors if isinstance(f, Ref) and self.reader.is_weight(f.node)]
         weights = [w for w in weights if inner in free_axes(w) and _is_matrix(w)]
-        if len(weights) > 1:  # others are vectors, of parameters that hold all experts'
-            weights = [w for w in weights if free_axes(w) != {inner}]
+        if len(weights) > 1:  # others are vectors, or rows that a parameter holds: `embedding(tokens)`
+            weights = [w for w in weights if _is_over_two(w, inner)][-1:]  # x's rows come first
         if len(weights) != 1:
             return None
         rest = tuple(f for f in factors if f is not weights[0])
@@ -200,6 +200,16 @@ class Pieces:
 def _is_matrix(weight: Ref) -> bool:
     """Of a parameter with several dimensions, or a part of one with one that was made two."""
     return value(weight.node).dim() >= 2 or len(free_axes(weight)) > 1
+
+
+def _is_over_two(weight: Ref, inner: Axis) -> bool:
+    """Whether a product's output is along a dimension of it, too; `rows[tokens]` has none but `inner`."""
+    return any(isinstance(i, Axis) and i is not inner for i in _plain(weight))
+
+
+def _plain(ref: Ref) -> Iterator[Term]:
+    """Coordinates of an element, those inside a composed one too, but for what was looked up."""
+    return (i for i in indices(ref) if not isinstance(i, Ref))
 
 
 def _product(factors: tuple[Term, ...]) -> Term:
