@@ -1,4 +1,4 @@
-"""What an fp4 operator means before any kernel runs: formats, layouts, argument checks, fake kernels.
+"""Defines the fp4 operators without kernels: formats, layouts, argument checks, fake kernels.
 
-Imports nothing from the rest of the package.
+This package imports nothing from the rest of fp4_ops.
 """

@@ -1,8 +1,8 @@
-"""The conditions of which checks.py is made, and their words.
+"""Conditions that checks.py is built from, with their error messages.
 
-csrc/common/checks.h has the same functions for C++. tests/operators/test_bad_input.py compares the two.
-All raise RuntimeError (`torch._check`), and the message names the argument, what it was and what it must be.
-Sizes may be symbolic.
+csrc/common/checks.h has the same functions in C++; tests/operators/test_bad_input.py compares the two. Each
+raises RuntimeError by `torch._check`. The message names the argument, its value, and what it must be. Sizes
+may be symbolic.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ Dtypes = tuple[torch.dtype, ...]
 
 
 def check(condition: bool | torch.SymBool, message: Callable[[], str]) -> None:
-    """`torch._check`, whose microseconds are spent only where sizes are symbolic or the check fails."""
+    """Calls `torch._check`, which is slow, only if sizes are symbolic or the condition is false."""
     if condition is not True:
         torch._check(condition, message)
 
@@ -40,12 +40,12 @@ def shape_text(shape: Iterable[int]) -> str:
 
 
 def leading(t: torch.Tensor, count: int) -> Shape:
-    """The first `count` sizes; a negative count leaves that many out at the end."""
+    """Returns the first `count` sizes. A negative count drops that many sizes at the end."""
     return tuple(t.shape[:count])
 
 
 def common(dtypes: Dtypes, others: Dtypes) -> Dtypes:
-    """Those of `dtypes` that are among `others`."""
+    """Returns the dtypes of `dtypes` that are also in `others`."""
     return tuple(d for d in dtypes if d in others)
 
 

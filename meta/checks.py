@@ -1,8 +1,8 @@
-"""What arguments every operator takes: for the fakes and for the kernels, those in C++ too.
+"""Checks the arguments of every operator, for fake kernels, Python kernels and C++ kernels.
 
-setup.py writes the functions of this file as C++ to build/operator_checks.h, so they use what
+setup.py translates this file to C++ (build/operator_checks.h). So the functions here use only what
 csrc/generate/operator_checks.py can translate: conditions of check_parts.py, sizes, dtypes, rows of tables.
-Each operator's check returns what its fake and its kernels need next.
+Each operator's check returns the values that its fake and its kernels need next.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ ACTIVATION = (*FLOATING, torch.int8, torch.float8_e4m3fn, *PACKED)
 
 
 class Weight(NamedTuple):
-    """The shape of a packed weight, k as its layout pads it. `groups` is 1 for a single matrix, too."""
+    """Sizes of a packed weight. `k` includes the padding of its layout. `groups` is 1 for a single matrix."""
 
     groups: int
     n: int
@@ -107,7 +107,7 @@ def check_offsets(name: str, t: torch.Tensor) -> None:
 def check_operand(
     name: str, t: torch.Tensor, like_name: str, like: torch.Tensor, shape: Shape, dtypes: Dtypes
 ) -> None:
-    """Routing weights, offsets, expert ids, scales."""
+    """Checks a tensor beside the activations: routing weights, offsets, expert ids, scales."""
     check_dtype(name, t, dtypes)
     check_device(name, t, like_name, like)
     check_shape(name, t, shape)
@@ -116,7 +116,7 @@ def check_operand(
 def check_bias(
     name: str, bias: torch.Tensor | None, like_name: str, like: torch.Tensor, shape: Shape
 ) -> None:
-    """One row of N for each expert, or None."""
+    """Checks the bias: one row of N for each expert, or None."""
     if bias is not None:
         check_operand(name, bias, like_name, like, shape, FLOATING)
 
@@ -127,20 +127,20 @@ def check_bias(
 def check_block_scale(
     scale_name: str, scale: torch.Tensor, name: str, packed: torch.Tensor, fmt: Format
 ) -> None:
-    """scale [..., ceil(K/block)] for packed [..., K/2]."""
+    """Checks block scales [..., ceil(K/block)] of packed [..., K/2]."""
     shape = (*leading(packed, -1), fmt.num_blocks(packed.shape[-1] * 2))
     check_operand(scale_name, scale, name, packed, shape, fmt.scale_dtypes)
 
 
 def check_factor(scale_name: str, scale: torch.Tensor, name: str, packed: torch.Tensor) -> None:
-    """scale float32 packed.shape[:-2]: one factor a matrix."""
+    """Checks a float32 scale of shape packed.shape[:-2]: one factor for each matrix."""
     check_operand(scale_name, scale, name, packed, leading(packed, -2), FLOAT32)
 
 
 def check_global_scale(
     scale_name: str, scale: torch.Tensor | None, name: str, packed: torch.Tensor, fmt: Format
 ) -> None:
-    """scale float32 packed.shape[:-2], one factor a matrix, for the formats that have one."""
+    """Checks the global scale, one float32 factor for each matrix. Formats without one must get None."""
     if not fmt.has_global_scale:
         check(
             scale is None or scale.numel() == 0,
@@ -162,7 +162,7 @@ def check_scales(
     fmt: Format,
     layout: Layout,
 ) -> None:
-    """The scales of packed [..., N, K/2] (K padded) in the form the layout gives them."""
+    """Checks the scales of packed [..., N, K/2] (K padded) as the layout stores them."""
     if layout.scale_dtype is None:
         check_block_scale(scale_name, block_scale, name, packed, fmt)
         check_global_scale(global_name, global_scale, name, packed, fmt)
@@ -189,7 +189,7 @@ def check_weight(
     layout: str,
     grouped: bool,
 ) -> Weight:
-    """A weight operand: b [G, N, K/2] if grouped, else [N, K/2]."""
+    """Checks a weight operand: b [G, N, K/2] if grouped, else [N, K/2]."""
     fmt = check_format(format)
     order = check_layout(layout)
     check_holds(order, fmt)
@@ -204,7 +204,7 @@ def check_weight(
 
 
 def check_a_dtype(name: str, a: torch.Tensor, layout: Layout, among: Dtypes) -> None:
-    """The activations, of those `among`, that the kernels of a layout read; plain and tile16 take all."""
+    """Checks that the layout's kernels read this dtype, one of `among`. Layouts plain and tile16 read all."""
     if len(layout.a_dtypes) == 0:
         return
     allowed = common(layout.a_dtypes, among)
@@ -219,7 +219,7 @@ def check_a_dtype(name: str, a: torch.Tensor, layout: Layout, among: Dtypes) -> 
 
 
 def check_columns(name: str, columns: int, padded: bool, b_name: str, b: Weight) -> None:
-    """As many columns as the weight, `padded` already or to be padded as the weight is."""
+    """Checks that K equals the weight's. `padded`: `columns` includes the weight's padding already."""
     multiple = b.layout.k_padding
     note = f" (padded to a multiple of {multiple})" if multiple > 1 else ""
     check_multiple(name, "columns", columns, b.layout.k_multiple, b.layout)
@@ -231,7 +231,7 @@ def check_columns(name: str, columns: int, padded: bool, b_name: str, b: Weight)
 
 
 def check_a_scale(a: torch.Tensor, a_scale: torch.Tensor | None, shape: Shape) -> None:
-    """The float32 scales of int8 or fp8 activations."""
+    """Checks the float32 scales of int8 or fp8 activations."""
     check(a_scale is not None, lambda: f"a_scale is missing; {dtype_name(a.dtype)} activations need one")
     assert a_scale is not None
     check_operand("a_scale", a_scale, "a", a, shape, FLOAT32)
@@ -247,7 +247,10 @@ def check_no_a_global_scale(a_global_scale: torch.Tensor | None) -> None:
 def check_a_packed(
     a: torch.Tensor, a_scale: torch.Tensor | None, a_global_scale: torch.Tensor | None, fmt: Format
 ) -> None:
-    """Packed activations [..., K/2]: block scales, and for nvfp4 a factor for all, a group or a row."""
+    """Checks packed activations [..., K/2] and their block scales.
+
+    nvfp4 also has global scales: one for all rows, one a group, or one a row.
+    """
     check(a_scale is not None, lambda: f"a_scale is missing; {fmt.name} activations need one")
     assert a_scale is not None
     check_block_scale("a_scale", a_scale, "a", a, fmt)
@@ -273,7 +276,7 @@ def check_a(
     w: Weight,
     dim: int,
 ) -> None:
-    """Activations [..., K] of one of these kinds:
+    """Checks activations [..., K] of one of these kinds:
 
     float32, bfloat16, float16: no scales.
     int8: a_scale float32 [..., ceil(K/32)].
@@ -305,7 +308,7 @@ def check_a(
 
 
 def resolve_out_dtype(a: torch.Tensor, out_dtype: torch.dtype | None) -> torch.dtype:
-    """The output dtype: as asked, else that of floating activations, else bfloat16."""
+    """Returns the output dtype: `out_dtype` if given, else that of floating activations, else bfloat16."""
     if out_dtype is None:
         return a.dtype if a.dtype in FLOATING else torch.bfloat16
     check(
@@ -319,7 +322,7 @@ def resolve_out_dtype(a: torch.Tensor, out_dtype: torch.dtype | None) -> torch.d
 
 
 def check_quantize(x: torch.Tensor, global_scale: torch.Tensor | None, fmt: Format) -> None:
-    """x [..., K], K even; global_scale float32 x.shape[:-2], for formats that have one."""
+    """Checks x [..., K] with an even K. A global_scale must be float32 of shape x.shape[:-2]."""
     check_dtype("x", x, FLOATING)
     check_not_scalar("x", x)
     check(x.shape[-1] % 2 == 0, lambda: f"x has K = {x.shape[-1]} (last dimension); it must be even")
@@ -370,7 +373,7 @@ def check_stored(
     layout: str,
     stored: str,
 ) -> Stored:
-    """A weight that `layout` can hold, in layout `stored`."""
+    """Checks a weight that is in layout `stored` and whose format `layout` can hold."""
     fmt = check_format(format)
     order = check_layout(layout)
     check_holds(order, fmt)
@@ -389,7 +392,7 @@ def check_prepack(
     format: str,
     layout: str,
 ) -> Stored:
-    """A plain weight, that `layout` can hold."""
+    """Checks a plain weight that `layout` can hold."""
     checked = check_stored(packed, block_scale, global_scale, format, layout, "plain")
     check_multiple("packed", "rows", packed.shape[-2], checked.layout.n_multiple, checked.layout)
     check_multiple("packed", "columns", packed.shape[-1] * 2, checked.layout.k_multiple, checked.layout)
@@ -403,7 +406,7 @@ def check_unpack(
     format: str,
     layout: str,
 ) -> Stored:
-    """A weight in `layout`."""
+    """Checks a weight that is in `layout`."""
     return check_stored(packed, block_scale, global_scale, format, layout, layout)
 
 
@@ -501,7 +504,7 @@ def check_grouped_mm_k(
     a_global_scale: torch.Tensor | None,
     a_format: str,
 ) -> Weight:
-    """a [M, T], b [N, T/2]: offs int32 [G] are ends within T."""
+    """Checks a [M, T] and b [N, T/2]. `offs` is int32 [G]: the end of each group within T."""
     w = check_weight("b", b, b_scale, b_global_scale, format, layout, False)
     check_a(a, a_scale, a_global_scale, a_format, b, w, 2)
     check_offsets("offs", offs)
@@ -526,8 +529,10 @@ def check_moe(
     w13_bias: torch.Tensor | None,
     w2_bias: torch.Tensor | None,
 ) -> Experts:
-    """x [T, H], topk_ids and topk_weights [T, top_k], w13 [E, 2 I, H/2] (without gate [E, I, H/2]),
-    w2 [E, H, I/2]."""
+    """Checks x [T, H], topk_ids and topk_weights [T, top_k], w13 and w2 [E, H, I/2].
+
+    w13 is [E, 2 I, H/2], or [E, I, H/2] if the activation has no gate.
+    """
     up = check_weight("w13", w13, w13_scale, w13_global_scale, format, layout, True)
     down = check_weight("w2", w2, w2_scale, w2_global_scale, format, layout, True)
     act = check_activation(activation)
@@ -576,9 +581,9 @@ def check_moe_input_grads(
     w13_bias: torch.Tensor | None,
     w2_bias: torch.Tensor | None,
 ) -> None:
-    """As `check_moe`, and grad [T, H]. How activations were quantised does not matter here."""
+    """Checks the arguments of `check_moe` and grad [T, H], whatever the activations' quantisation."""
     order = check_layout(layout)
-    # No kernel reads x: any format that the layout takes.
+    # No kernel reads x here, so any format that the layout takes will do.
     any_format = "nvfp4" if len(order.a_formats) == 0 or "nvfp4" in order.a_formats else "fp8"
     experts = check_moe(
         x, topk_ids, topk_weights, w13, w13_scale, w13_global_scale, w2, w2_scale, w2_global_scale,

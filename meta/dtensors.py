@@ -1,10 +1,8 @@
-"""DTensors, which are split over processes: no operator takes them, and each says so and names the argument.
+"""Refuses DTensors, which are split over processes. The error names the argument.
 
-torch asks a class's `__torch_dispatch__` before any kernel of ours, but before that for a rule that the
-operator has for the class. The rule here is found by the class's name: importing DTensor takes half a second,
-which only those who have DTensors should pay.
-
-Importing this registers it for every schema of csrc/schema.cpp.
+torch calls a class's `__torch_dispatch__` before any kernel. Before that it looks for a rule that the
+operator has for the class, so this module registers one for every schema of csrc/schema.cpp. It finds the
+class by its name, because importing DTensor takes half a second.
 """
 
 from __future__ import annotations
@@ -19,7 +17,7 @@ from .fakes import OPERATORS
 
 
 def split_over_processes(tensor: Any) -> str:
-    """What a DTensor is, in words; "" for any other value. By its attributes: torch imports DTensor late."""
+    """Describes a DTensor in words; returns "" for any other value. Does not import the DTensor class."""
     mesh = getattr(tensor, "device_mesh", None)
     if mesh is None or not isinstance(tensor, torch.Tensor):
         return ""
@@ -34,7 +32,7 @@ def refuse_dtensors(what: str, arguments: Iterable[tuple[str, Any]]) -> None:
         if words := split_over_processes(value):
             raise RuntimeError(
                 f"{what}: {name} is {words}; it must be a plain tensor. Pass {name}.to_local(), the part "
-                f"that this process holds, or {name}.full_tensor(), all of it (docs/deployment.md, Several "
+                f"that this process holds, or {name}.full_tensor(), the whole (docs/deployment.md, Several "
                 "processes)"
             )
 
@@ -44,7 +42,7 @@ def _is_dtensor(cls: type) -> bool:
 
 
 class _Rules(GenericTorchDispatchRuleHolder):
-    """An operator's rules, by the class that would be asked otherwise."""
+    """Rules of an operator, by tensor class. A DTensor gets `_refuse`."""
 
     def find(self, torch_dispatch_class: type) -> Callable[..., Any] | None:
         if _is_dtensor(torch_dispatch_class):

@@ -1,6 +1,7 @@
-"""One fake kernel for each schema of csrc/schema.cpp, in the same order: checks, then shape and dtype.
+"""Registers one fake kernel for each schema of csrc/schema.cpp, in the same order.
 
-All outputs are contiguous. Importing this registers them; `fp4_ops` does so after loading the schemas.
+A fake kernel checks its arguments, then gives shape and dtype. All outputs are contiguous. `fp4_ops` imports
+this module after it loads the schemas.
 """
 
 from __future__ import annotations
@@ -16,7 +17,7 @@ from .formats import INT8_BLOCK
 from .layouts import LAYOUTS, packed_spec
 
 OPERATORS: list[str] = []
-"""The names of those that compute something."""
+"""Names of all operators that have a fake kernel."""
 
 
 def _fake(function: Callable[..., Any]) -> Callable[..., Any]:
@@ -62,9 +63,9 @@ def quantize_fp8(x, *, layout="plain"):
 
 
 def _weight(packed, block_scale, fmt, order):
-    """Empty tensors for the weight `packed` in a layout; what is no global scale has no elements."""
+    """Returns empty tensors for a weight in layout `order`. A missing global scale has no elements."""
     *lead, n, half = packed.shape
-    # Out of a layout whose scales the format does not take come those that quantize makes.
+    # A layout with scale dtypes of its own unpacks to the dtype that `quantize` makes.
     own = block_scale.dtype if block_scale.dtype in fmt.scale_dtypes else None
     spec = packed_spec(fmt, order, tuple(lead), n, half * 2, own)
     if len(spec) == 2:

@@ -1,4 +1,4 @@
-"""The 4-bit formats and activation functions, as data. C++ gets the same rows: csrc/generate/tables.py."""
+"""Tables of 4-bit formats and activation functions. csrc/generate/tables.py writes the same rows for C++."""
 
 from __future__ import annotations
 
@@ -9,33 +9,33 @@ from dataclasses import dataclass, replace
 import torch
 
 E2M1_VALUES = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
-"""The magnitudes an e2m1 code stands for, by its low three bits; bit 3 is the sign."""
+"""Magnitude of an e2m1 code, by its low three bits. Bit 3 is the sign."""
 
 ELEMENTS = {
     "e2m1": (*E2M1_VALUES, *(-v for v in E2M1_VALUES)),
     "int4": (*map(float, range(8)), *map(float, range(-8, 0))),
 }
-"""What the 16 codes of each element stand for. int4 is two's complement."""
+"""Value of each of the 16 codes, by element. int4 is two's complement."""
 
 INT8_BLOCK = 32
-"""Elements along K that share one float32 scale in int8 activations (as ggml's Q8_0)."""
+"""Number of elements along K that share one float32 scale in int8 activations (as in ggml's Q8_0)."""
 
 
 @dataclass(frozen=True)
 class Format:
-    """One 4-bit weight format: value = code x block scale (x global scale)."""
+    """A 4-bit weight format: value = code x block scale (x global scale)."""
 
     name: str
     block: int
-    """Elements along K that share one block scale; the last block of a row may be short."""
+    """Number of elements along K that share one block scale. The last block of a row may be short."""
     scale_dtype: torch.dtype
-    """Of the block scales that `fp4::quantize` makes."""
+    """Dtype of the block scales that `fp4::quantize` makes."""
     has_global_scale: bool = False
-    """Whether a float32 factor for each matrix multiplies the block scales."""
+    """True if the block scales of each matrix are multiplied by one float32 factor."""
     element: str = "e2m1"
-    """What a code is, a name of `ELEMENTS`."""
+    """Meaning of a code: a key of `ELEMENTS`."""
     wide_scale_dtype: torch.dtype | None = None
-    """Block scales of this dtype are taken as well."""
+    """Another dtype of block scales that the operators accept."""
 
     @property
     def scale_dtypes(self) -> tuple[torch.dtype, ...]:
@@ -43,7 +43,7 @@ class Format:
 
     @property
     def packed_dtypes(self) -> tuple[torch.dtype, ...]:
-        """uint8; e2m1 codes may have torch's dtype for pairs of them too."""
+        """Dtypes of packed codes: uint8, and for e2m1 also torch's dtype for pairs of codes."""
         return (torch.uint8, torch.float4_e2m1fn_x2) if self.element == "e2m1" else (torch.uint8,)
 
     def num_blocks(self, k: int) -> int:
@@ -68,7 +68,7 @@ FORMATS = {
 FORMAT_NAMES = tuple(sorted(FORMATS))
 
 FP4_FORMATS = tuple(f.name for f in FORMATS.values() if f.element == "e2m1")
-"""Those that activations, too, may have."""
+"""Formats that activations may have, too."""
 
 FP4_NAMES = tuple(sorted(FP4_FORMATS))
 
@@ -77,7 +77,7 @@ INT4_FORMATS = tuple(f.name for f in FORMATS.values() if f.element == "int4")
 
 @dataclass(frozen=True)
 class Activation:
-    """What stands between an expert's products: h = f(gate) * (up + up_offset), or h = f(up) without gate.
+    """Function between an expert's two products: h = f(gate) * (up + up_offset), or h = f(up) without gate.
 
     `interleaved`: columns are gate0, up0, gate1, up1, ...; otherwise the first half is gate.
     """
@@ -89,15 +89,15 @@ class Activation:
     alpha: float = 1.0
     """f(g) = g * sigmoid(alpha * g) for the silu family."""
     limit: float | None = None
-    """Clamp gate to at most, and up to within, this bound."""
+    """Bound of the clamps: gate <= limit and -limit <= up <= limit."""
     up_offset: float = 0.0
-    """Added to up before the product."""
+    """Constant that is added to up."""
     gated: bool = True
-    """Whether the first product makes gate and up; else it makes up alone."""
+    """True if the first product computes gate and up, False if it computes only up."""
 
     @property
     def parts(self) -> int:
-        """Rows of the first weight for each column of the second: gate and up, or up alone."""
+        """Number of rows of the first weight for each column of the second: 2 (gate and up) or 1 (up)."""
         return 2 if self.gated else 1
 
 
@@ -112,18 +112,18 @@ ACTIVATIONS = {
         Activation("relu2", "relu2", gated=False),  # Nemotron's: relu(up)^2
     )
 }
-"""By name. Any that has a gate may be clamped elsewhere, `silu(limit=10)`: `find_activation` reads that."""
+"""Activations by name. One with a gate may get another limit, `silu(limit=10)`; see `find_activation`."""
 
 ACTIVATION_NAMES = tuple(sorted(ACTIVATIONS))
 
 _LIMITED = re.compile(r"(\w+)\(limit=(\d+(?:\.\d*)?(?:[eE][+-]?\d+)?)\)", re.ASCII)
 LIMITS = 1e-30, 1e30
-"""A limit is between these; float32 holds both."""
+"""Least and greatest limit. float32 holds both."""
 
 
 @functools.cache
 def find_activation(name: str) -> Activation | None:
-    """The activation of a name, with or without a limit in brackets. None: there is none."""
+    """Returns the activation of a name, with or without a limit in brackets, or None."""
     if name in ACTIVATIONS:
         return ACTIVATIONS[name]
     written = _LIMITED.fullmatch(name)
@@ -135,14 +135,14 @@ def find_activation(name: str) -> Activation | None:
 
 
 def known_activation(name: str) -> Activation:
-    """The activation of a name that has been checked."""
+    """Returns the activation of a valid name."""
     found = find_activation(name)
     assert found is not None, name
     return found
 
 
 def activation_name(activation: Activation) -> str | None:
-    """The name under which `find_activation` finds what computes the same, or None if there is none."""
+    """Returns a name for which `find_activation` gives the same function, or None if there is none."""
     for a in ACTIVATIONS.values():
         if replace(a, name=activation.name) == activation:
             return a.name
@@ -154,25 +154,25 @@ def activation_name(activation: Activation) -> str | None:
 
 
 A_FORMATS = ("none", "auto", "int8", "fp8", *FP4_FORMATS)
-"""How `moe` quantises activations in front of each product, by the caller's explicit choice.
+"""Ways in which `moe` quantises activations before each product. The caller chooses one.
 
-"int8" on a GPU (layout mma_bf16) is of 128 K, and of many tokens alone: docs/operators.md.
+"int8" on a GPU (layout mma_bf16) has blocks of 128 and is used only for many tokens: docs/operators.md.
 
-"auto" is the fastest of this device: int8 on a CPU; on Hopper none for few tokens and fp8 for many.
+"auto" is the fastest way of the device: int8 on a CPU; on Hopper none for few tokens and fp8 for many.
 
-"nvfp4" gives every row a global scale of its own, so that no token depends on its batch.
+"nvfp4" gives every row its own global scale, so that a token's result does not depend on its batch.
 """
 
 A_FORMAT_NAMES = tuple(sorted(A_FORMATS))
 
 ACTIVATION_CHOICES = {"auto": "auto", "bf16": "none", **{n: n for n in ("fp8", "int8", *FP4_FORMATS)}}
-"""What `activation` can be of a whole model, and the `a_format` of `fp4::moe` that it asks for."""
+"""Values of the option `activation` of a whole model, each with its `a_format` of `fp4::moe`."""
 
 
 def check_activation_choice(activation: str, format: str | None) -> None:
-    """Raises ValueError unless it is one of them, and fits weights of this format (None: not known yet).
+    """Raises ValueError if `activation` is unknown or does not fit weights of `format` (None: not known yet).
 
-    The operators multiply rows in FP4 by any weights, but no tensor core takes two formats.
+    The operators can multiply FP4 rows by any weights, but no tensor core takes two formats.
     """
     if activation not in ACTIVATION_CHOICES:
         raise ValueError(
@@ -181,6 +181,6 @@ def check_activation_choice(activation: str, format: str | None) -> None:
     if activation in FP4_FORMATS and format not in (None, activation):
         instead = f"activation={format!r}" if format in FP4_FORMATS else "activation='bf16' or 'auto'"
         raise ValueError(
-            f"fp4: activation is {activation!r} and the weights' format is {format!r}; activations in FP4 "
+            f"fp4: activation is {activation!r} and the weights' format is {format!r}; FP4 activations "
             f"need weights of the same format. Use {instead}, or weights in {activation!r}"
         )

@@ -1,13 +1,13 @@
-"""No operator has a gradient. Asking for one, in any of torch's ways, is an error and never a silent zero.
+"""Refuses gradients: operators have none, and asking for one is an error, never a silent zero.
 
-The inputs of `moe` may have one by way of fp4_ops/input_gradients.py.
+fp4_ops/input_gradients.py gives the inputs of `moe` a gradient, if the user asks for it.
 
-- Reverse mode: a call on a tensor that requires a gradient is fine; `backward` raises.
-- `torch.func.grad`, `vjp`, `jacrev`: there is no later moment to ask, so the call raises.
-- Forward mode (`torch.func.jvp`, `jacfwd`, dual tensors): the call raises, since a result without a tangent
+- Reverse mode: a call with a tensor that requires a gradient works; `backward` raises.
+- `torch.func.grad`, `vjp`, `jacrev`: the call raises, because torch asks at no later time.
+- Forward mode (`torch.func.jvp`, `jacfwd`, dual tensors): the call raises, because a result without a tangent
   would mean a derivative of zero.
 
-Importing this registers it for every schema of csrc/schema.cpp.
+Importing this module registers the rule for every schema of csrc/schema.cpp.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ ADAPTERS = {"moe": " For adapters beside frozen experts: fp4_ops.prepare(model, 
 
 
 def has_tangent(tensors: Iterable[Any]) -> bool:
-    """Whether one of them is a dual tensor of forward-mode differentiation, at the current level."""
+    """True if one of `tensors` is a dual tensor of forward-mode differentiation at the current level."""
     if forward_ad._current_level < 0:
         return False
     # make_dual refuses other dtypes, and so does unpack_dual.
@@ -46,7 +46,7 @@ def refuse_tangent(what: str, instead: str) -> NoReturn:
 
 
 class _Call(torch.autograd.Function):
-    """The operator's result, whose gradient raises."""
+    """Autograd function that returns the operator's result and raises in `backward`."""
 
     @staticmethod
     def forward(ctx: Any, name: str, call: Callable[..., Any], *args: Any) -> Any:
@@ -62,8 +62,10 @@ class _Call(torch.autograd.Function):
 
 
 def call(op: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-    """op(*args, **kwargs). Where nobody can ask for a derivative, it does not pass through the Python of the
-    kernel below: under `no_grad` that is most of what a small call costs the host."""
+    """Returns op(*args, **kwargs), skipping the autograd kernel below if nobody can ask for a derivative.
+
+    Under `no_grad` that Python kernel is most of the host's time for a small call.
+    """
     if (
         torch.compiler.is_compiling()
         or torch.is_grad_enabled()
@@ -80,7 +82,7 @@ def _autograd_kernel(name: str) -> Callable[..., Any]:
 
     def kernel(keyset: Any, *args: Any, **kwargs: Any) -> Any:
         asked = torch.is_grad_enabled() and torch._C._any_requires_grad(*args)
-        if not asked and forward_ad._current_level < 0:  # every call under no_grad: as little as can be
+        if not asked and forward_ad._current_level < 0:  # every call under no_grad: keep this path short
             return redispatch(keyset & _BELOW, *args, **kwargs)
         if has_tangent(args):
             refuse_tangent(f"fp4::{name}", ORIGINAL)

@@ -1,5 +1,4 @@
-"""What the operators of several processes ask of their arguments. Their kernels are Python, so no C++ is
-made."""
+"""Checks the arguments of operators that run in several processes. Only Python has their kernels."""
 
 from __future__ import annotations
 
@@ -11,19 +10,19 @@ from .check_parts import check, check_dtype, check_name
 from .checks import FLOATING, Experts, check_count, check_moe
 
 TOKENS = ("own", "same")
-"""Whether each process brings tokens of its own, or all bring the same ones."""
+"""Values of `tokens`: each process passes its own tokens, or all processes pass the same ones."""
 
 
 def check_moe_ep(*moe: Any) -> Experts:
-    """As `check_moe`, and num_experts, tokens, max_tokens behind its arguments."""
+    """Checks the arguments of `check_moe`, followed by num_experts, tokens and max_tokens."""
     *args, num_experts, tokens, max_tokens = moe
     experts = check_moe(*args)
     check_name("tokens", tokens, TOKENS)
     check(
         num_experts >= experts.up.groups,
         lambda: (
-            f"num_experts is {num_experts}, those of all processes; w13 of this one alone has "
-            f"{experts.up.groups}"
+            f"num_experts is {num_experts}; it counts the experts of all processes, so it must be at least "
+            f"{experts.up.groups}, the experts in this process's w13"
         ),
     )
     if max_tokens is not None:
@@ -31,13 +30,13 @@ def check_moe_ep(*moe: Any) -> Experts:
         x = args[0]
         check(
             tokens == "own",
-            lambda: f"max_tokens is {max_tokens}; with tokens 'same' it must be None, for nothing is padded",
+            lambda: (
+                f"max_tokens is {max_tokens}; with tokens 'same' it must be None, because nothing is padded"
+            ),
         )
         check(
             x.shape[0] <= max_tokens,
-            lambda: (
-                f"x has {x.shape[0]} tokens; max_tokens is {max_tokens}, the most that a process may have"
-            ),
+            lambda: f"x has {x.shape[0]} tokens; it must have at most max_tokens, {max_tokens}",
         )
     return experts
 

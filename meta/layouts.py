@@ -1,25 +1,26 @@
-"""Orders of the bytes inside a packed weight, as data. C++ gets the same rows: csrc/generate/tables.py.
+"""Table of layouts: the order of bytes inside a packed weight. csrc/generate/tables.py writes it for C++.
 
-`plain`: row n, byte j holds the codes of k = 2j (low nibble) and k = 2j + 1 (high nibble); always accepted.
+`plain`: byte j of row n holds the codes of k = 2j (low nibble) and k = 2j + 1 (high nibble). Every kernel
+family has a path for it.
 
-`tile16`: made by `fp4::prepack` for the CPU kernels: panels of 16 rows, interleaved so that one vector
-register holds the same few k of 16 rows. Rows past the last whole panel, and matrices whose K no
-`TILE16_K` divides, keep the plain order. csrc/cpu/layout.h defines the order inside a panel. Shapes, dtypes
-and byte counts are those of `plain`.
+`tile16`: for the CPU kernels, made by `fp4::prepack`. Panels of 16 rows are interleaved so that one vector
+register holds the same few k of 16 rows. Rows after the last whole panel keep the plain order, and so does a
+matrix whose K is no multiple of `TILE16_K`. Shapes and dtypes are those of `plain`. csrc/cpu/layout.h defines
+the order inside a panel.
 
-`sm90`: made by `fp4::prepack` for the Hopper kernels. It holds nvfp4 and mxfp4: e2m1 codes, an e4m3 scale a
-block of the format, one float32 factor a matrix; K, a multiple of 16, is padded to Kp, a multiple of 128,
-with zero codes. So packed is uint8 [..., N, Kp/2], block_scale uint8 [..., N, Kp/block] and global_scale
-float32 [...], for mxfp4 too. csrc/common/sm90_layout.h defines the order of the bits.
+`sm90`: for the Hopper kernels, made by `fp4::prepack`. It holds nvfp4 and mxfp4: e2m1 codes, an e4m3 scale
+for each block, a float32 factor for each matrix. K is a multiple of 16, and zero codes pad it to Kp, a
+multiple of 128. packed is uint8 [..., N, Kp/2], block_scale uint8 [..., N, Kp/block], global_scale float32
+[...] for both formats. csrc/common/sm90_layout.h defines the order of the bits.
 
-`mma_bf16`: `sm90` with codes and bits in another order and other scale bytes, for the kernels of bfloat16
-activations, which all GPUs from compute capability 8.0 on have: products are faster there than in `sm90`, and
-take rows as they are, but fp8 rows find no kernel.
+`mma_bf16`: `sm90` with another order of bits and other scale bytes. Its kernels multiply bfloat16 and float16
+activations on all GPUs from compute capability 8.0 on, and are faster than those of `sm90` there. No kernel
+of this layout reads fp8 activations; many int8 rows are a form of `fp4::moe` alone.
 
-`sm90_int4`: made by `fp4::prepack` for the Hopper kernel of int4 weights and fp8 activations. packed has the
-shape of `sm90`, block_scale is float32 [..., N, Kp/block], its values in the order [..., N/16, Kp/block, 16
-rows], and global_scale float32 [...]: the power of two by which a matrix's block scales were divided, so that
-8 times the largest of them is 224 to 448, the largest e4m3. csrc/cpu/sm90_layout.h has the bits of a code.
+`sm90_int4`: for the Hopper kernel of int4 weights and fp8 activations, made by `fp4::prepack`. packed has the
+shape of `sm90`. block_scale is float32 [..., N, Kp/block] with its values in the order [..., N/16, Kp/block,
+16 rows]. global_scale is float32 [...]: a power of two that divides the matrix's block scales, so that 8
+times the largest of them lies between 224 and 448, the largest e4m3. csrc/cpu/sm90_layout.h has the bits.
 """
 
 from __future__ import annotations
@@ -34,31 +35,31 @@ from .formats import A_FORMATS, FORMAT_NAMES, FORMATS, FP4_NAMES, INT4_FORMATS, 
 
 @dataclass(frozen=True)
 class Layout:
-    """What a layout asks of the operands, beyond the order of the bytes."""
+    """Requirements of a layout on its operands, beside the order of the bytes."""
 
     name: str
     n_multiple: int = 1
     """N must be a multiple of this."""
     k_multiple: int = 1
-    """K must be a multiple of this, ..."""
+    """K must be a multiple of this."""
     k_padding: int = 1
-    """... and is padded with zeros to a multiple of this."""
+    """K is padded with zeros to a multiple of this."""
     scale_dtype: torch.dtype | None = None
-    """If set, block scales have this dtype, whatever the format, and there are those of the padded K."""
+    """Dtype of the block scales, whatever the format. If set, the padding of K has block scales, too."""
     has_factor: bool = False
-    """Whether there is one float32 factor a matrix, whatever the format."""
+    """True if each matrix has one float32 factor, whatever the format."""
     formats: tuple[str, ...] = FORMAT_NAMES
-    """Those that it holds, sorted."""
+    """Formats that the layout can hold, sorted."""
     native: bool = False
-    """Whether it is for the native CUDA kernels, which alone read it."""
+    """True if only the native CUDA kernels read this layout."""
     interleaved: bool = False
-    """Whether they apply the gate of an expert block to a gate and an up row that lie side by side."""
+    """True if the kernels expect each gate row beside its up row in an expert block."""
     a_dtypes: tuple[torch.dtype, ...] = ()
-    """The activations that its kernels read; empty: all."""
+    """Dtypes of activations that the kernels read. Empty: all."""
     a_formats: tuple[str, ...] = ()
-    """The `a_format`s of `fp4::moe` that give such activations; empty: all."""
+    """Values of `a_format` that `fp4::moe` takes with this layout. Empty: all."""
     a_layout: str = "plain"
-    """The order of fp8 activations: the `layout` of `fp4::quantize_fp8`."""
+    """Order of fp8 activations: the `layout` of `fp4::quantize_fp8`."""
 
     @property
     def scale_dtypes(self) -> tuple[torch.dtype, ...]:
@@ -68,9 +69,9 @@ class Layout:
         return (k + self.k_padding - 1) // self.k_padding * self.k_padding
 
     def leaves(self, a_format: str) -> bool:
-        """Whether with this `a_format` of `fp4::moe` its kernels may read activations in their own dtype."""
+        """True if kernels may read activations unquantised with this `a_format` of `fp4::moe`."""
         if a_format == "int8":
-            return self.native  # few rows are left
+            return self.native  # the native kernels do not quantise few rows
         return a_format == "none" or (a_format == "auto" and "none" in (self.a_formats or A_FORMATS))
 
     def fits(
@@ -81,8 +82,10 @@ class Layout:
         a_format: str,
         a_dtypes: Collection[torch.dtype],
     ) -> bool:
-        """Whether it holds these weights (N, K) and its kernels, which read `a_dtypes`, read the activations,
-        those of both 16-bit dtypes where `dtype` is not known: `preferred_layout`."""
+        """True if this layout can store weights (N, K) of `format` and its kernels accept the activations.
+
+        `a_dtypes` are the dtypes that the kernels read. If `dtype` is None, they must read bf16 and fp16.
+        """
         if any(n % self.n_multiple or k % self.k_multiple for n, k in weights):
             return False
         if format is not None and format not in self.formats:
@@ -147,9 +150,9 @@ def packed_spec(
     k: int,
     scale_dtype: torch.dtype | None = None,
 ) -> list[tuple[tuple[int, ...], torch.dtype]]:
-    """Shape and dtype of packed, block_scale and, if there is one, global_scale of a weight [*lead, n, k].
+    """Returns shape and dtype of packed, block_scale and any global_scale of a weight [*lead, n, k].
 
-    `scale_dtype`: of its block scales in the plain layout, where they are not as `fp4::quantize` makes them.
+    `scale_dtype` is the dtype of the plain layout's block scales, if it is not that of `fp4::quantize`.
     """
     k = layout.padded(k)
     if layout.scale_dtype is None:
@@ -163,18 +166,18 @@ def packed_spec(
 
 
 def byte_view(operand: torch.Tensor) -> torch.Tensor:
-    """`operand` as modules and tensor subclasses hold it: what has one byte an element as uint8, uncopied.
+    """Returns `operand` as modules and tensor subclasses store it: dtypes of one byte become a uint8 view.
 
-    Pickle, collectives, numpy and `torch.equal` know uint8; of float8 each lacks something.
+    Pickle, collectives, NumPy and `torch.equal` all support uint8; none of them supports all float8 dtypes.
     """
     if operand.dtype == torch.uint8 or operand.dtype.itemsize != 1:
         return operand
-    with torch.inference_mode(False):  # whose views could not be written to later
+    with torch.inference_mode(False):  # a view made in inference mode cannot be written to later
         return operand.view(torch.uint8)
 
 
 def block_scales(scale: torch.Tensor, format: str, layout: str) -> torch.Tensor:
-    """Return block scales as operators take them, uncopied: the inverse of `byte_view`."""
+    """Undoes `byte_view` for block scales: returns a view in the dtype that operators take."""
     if scale.dtype != torch.uint8:
         return scale
     dtype = LAYOUTS[layout].scale_dtype or FORMATS[format].scale_dtype
@@ -192,7 +195,7 @@ def block_scales(scale: torch.Tensor, format: str, layout: str) -> torch.Tensor:
 LAYOUT_NAMES = tuple(sorted(LAYOUTS))
 
 A_LAYOUTS = ("plain", "sm90")
-"""The orders in which `fp4::quantize_fp8` can write a row."""
+"""Orders in which `fp4::quantize_fp8` can write a row."""
 
 TILE16_ROWS = 16
 TILE16_K = 32
@@ -212,8 +215,11 @@ def prefer(
     plain: Callable[[str | None, str], bool] = lambda format, a_format: False,
     reads: Callable[[str], Collection[torch.dtype]] = lambda layout: LAYOUTS[layout].a_dtypes,
 ) -> None:
-    """Kernels of one device say which layouts they read fastest, asked for when weights are packed, for which
-    (format, a_format) they read `plain` fastest, and which activations they read with a layout."""
+    """Registers the layouts that the kernels of a device type prefer.
+
+    `layouts()` lists them, the fastest first; it is called when weights are packed. `plain(format, a_format)`
+    is True if the kernels read layout `plain` fastest. `reads(layout)` gives the dtypes of activations.
+    """
     _preferred[device_type], _plain[device_type], _reads[device_type] = layouts, plain, reads
 
 
@@ -224,16 +230,16 @@ def preferred_layout(
     format: str | None = None,
     a_format: str = "none",
 ) -> str:
-    """The layout this device's kernels read fastest, of those that can hold all these weights (N, K).
+    """Returns the layout that the device's kernels read fastest, among those that hold all weights (N, K).
 
-    `dtype`: of the activations, `format`: of the weights, where they are known. `a_format`: how activations
-    will be quantised in front of each product, as `fp4::moe` names it.
+    `dtype` is the activations' and `format` the weights', None if not known. `a_format` says how activations
+    will be quantised before each product, as in `fp4::moe`.
     """
     if device_type in _plain and _plain[device_type](format, a_format):
         return "plain"
     names = _preferred.get(device_type, tuple)()
     if a_format == "auto" and not any("auto" in LAYOUTS[name].a_formats for name in names):
-        a_format = "none"  # all that `fp4_ops.experts.auto_a_format` finds there
+        a_format = "none"  # as `fp4_ops.experts.auto_a_format` decides for such layouts
     for name in names:
         a_dtypes = _reads[device_type](name) if device_type in _reads else LAYOUTS[name].a_dtypes
         if LAYOUTS[name].fits(weights, dtype, format, a_format, a_dtypes):
