@@ -32,7 +32,8 @@ import record
 import torch
 
 from fp4_ops.checkpoints import direct
-from fp4_ops.checkpoints.files import INDEX, Writer, write_json
+from fp4_ops.checkpoints.files import Writer, write_json
+from fp4_ops.checkpoints.folder import INDEX
 from fp4_ops.checkpoints.resume import PROGRESS
 
 HIDDEN, INTERMEDIATE, EXPERTS, VOCAB = 2048, 768, 128, 151_936

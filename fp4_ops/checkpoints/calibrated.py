@@ -26,7 +26,8 @@ from ..quantization.experts import MATRICES, ExpertsModule, computing
 from ..quantization.methods import Method
 from .dense import DenseModel
 from .dialects import Codes, StoredWeight
-from .files import CheckpointError, Folder, Reader, TensorInfo, Writer, read_header
+from .files import CheckpointError, Reader, TensorInfo, Writer, read_header
+from .folder import Folder
 from .progress import progress_bar
 
 SPOOL = ".fp4_calibrated"
@@ -213,9 +214,13 @@ def _keys(parameter: str) -> tuple[str, str, str]:
 
 def _write(file: Path, tensors: dict[str, Tensor]) -> None:
     writer = Writer(file, [(name, t.dtype, tuple(t.shape)) for name, t in tensors.items()])
-    for name, tensor in tensors.items():
-        writer.write(name, tensor)
-    writer.close()
+    try:
+        for name, tensor in tensors.items():
+            writer.write(name, tensor)
+        writer.close()
+    except BaseException:
+        writer.abandon()
+        raise
 
 
 def _decoder_layers(dense: DenseModel) -> tuple[nn.ModuleList, str]:

@@ -11,7 +11,8 @@ import torch
 from torch import nn
 
 from .dialects import Dialect, stored_weights
-from .files import CheckpointError, Folder, TensorInfo
+from .files import CheckpointError, TensorInfo
+from .folder import Folder
 
 Header = tuple[str, torch.dtype, tuple[int, ...]]
 

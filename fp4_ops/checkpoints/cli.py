@@ -12,7 +12,7 @@ from ..meta.formats import FORMATS
 from ..quantization import METHODS
 from ..quantization.text import add_calibration_arguments, read_windows
 from .convert import quantize_checkpoint
-from .files import Folder
+from .folder import Folder
 
 
 def add_commands(commands: Any) -> None:
@@ -44,6 +44,11 @@ def _quantize(args: argparse.Namespace) -> None:
         )  # fmt: skip
     except ValueError as error:
         sys.exit(str(error))
+    except OSError as error:
+        sys.exit(
+            f"fp4: {error.filename or args.out}: {error.strerror or error}. Once that is put right, the same "
+            "command continues with the first file that is not done"
+        )
     print(report)
 
 

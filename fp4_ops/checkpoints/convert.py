@@ -36,9 +36,7 @@ from .files import (
     CHUNK,
     DAMAGED,
     INCOMPLETE,
-    INDEX,
     CheckpointError,
-    Folder,
     Reader,
     TensorInfo,
     Writer,
@@ -46,6 +44,7 @@ from .files import (
     read_header,
     write_json,
 )
+from .folder import Folder
 from .progress import progress_bar
 from .resume import Progress
 from .source import MATRIX, PARTNER, eight_bits, stack_of
@@ -121,6 +120,12 @@ class Plan:
     def __init__(self, folder: Folder, format: str) -> None:
         self.folder, self.format = folder, FORMATS[format]
         tensors = folder.tensors
+        for info in tensors.values():
+            if info.foreign:
+                raise CheckpointError(
+                    f"fp4: {info} has dtype {info.foreign}, which cannot be copied. Quantise the original "
+                    "weights"
+                )
         self.eight = eight_bits(folder)
         """The source's weights in 8 bits, by the tensor of their codes: dequantised on the way."""
         self._scales = {
@@ -311,7 +316,9 @@ def quantize_checkpoint(
                     if resumable.is_done(file):
                         bar.update(sum(t.nbytes for t in folder.of_file(file)))
                         continue
-                    pipeline.convert(list(plan.units(file)), to / file.name, plan.dialect, bar.update)
+                    result = to / folder.name(file)
+                    result.parent.mkdir(parents=True, exist_ok=True)
+                    pipeline.convert(list(plan.units(file)), result, plan.dialect, bar.update)
                     pipeline.then(partial(resumable.done, file))
                 pipeline.flush()
     report = _finish(plan, to, resumable, layers)
@@ -413,6 +420,9 @@ class _Pipeline:
         self._reading, self._writing = ThreadPoolExecutor(1), ThreadPoolExecutor(1)
         self._working = ThreadPoolExecutor(workers, initializer=torch.set_num_threads, initargs=(1,))
         self._behind: deque[tuple[int, Future[Any]]] = deque()
+        self._unfinished: list[Writer] = []
+        self._failed = False
+        """A step of the writing thread has raised: those after it, which build on it, are left out."""
 
     def __enter__(self) -> _Pipeline:
         return self
@@ -420,32 +430,32 @@ class _Pipeline:
     def __exit__(self, *exc: object) -> None:
         for pool in (self._reading, self._working, self._writing):
             pool.shutdown(cancel_futures=True)
+        for writer in self._unfinished:
+            writer.abandon()
         self._reader.close()
         torch.set_num_threads(self._threads)  # for threads that start from now on
 
     def convert(self, units: list[Unit], file: Path, dialect: Dialect, update: Callable[[int], Any]) -> None:
         """Writes one file of the result. It may still be on its way to the disk when this returns."""
         writer = Writer(file, [o for unit in units for o in unit.outputs])
+        self._unfinished.append(writer)
         parts = self._ahead(units)
-        try:
-            for unit in units:
-                if not unit.names:
-                    self._write(0, writer.begin, *unit.outputs[0])
-                    whole = [unit.reads[0][0]]
-                    for info in whole if unit.dequantized else whole[0].chunks():
-                        self._write(info.nbytes, writer.append, next(parts))
-                else:
-                    codes = [next(parts) for _ in unit.reads]
-                    for name, tensor in _encode(unit, codes, dialect):
-                        self._write(tensor.nbytes, writer.write, name, tensor)
-                update(unit.nbytes)
-            self.then(writer.close)
-        except BaseException:
-            self._writing.submit(writer.abandon).result()  # after whatever is on its way to it
-            raise
+        for unit in units:
+            if not unit.names:
+                self._write(0, writer.begin, *unit.outputs[0])
+                whole = [unit.reads[0][0]]
+                for info in whole if unit.dequantized else whole[0].chunks():
+                    self._write(info.nbytes, writer.append, next(parts))
+            else:
+                codes = [next(parts) for _ in unit.reads]
+                for name, tensor in _encode(unit, codes, dialect):
+                    self._write(tensor.nbytes, writer.write, name, tensor)
+            update(unit.nbytes)
+        self.then(writer.close)
+        self.then(partial(self._unfinished.remove, writer))
 
     def then(self, function: Callable[[], Any]) -> None:
-        """Runs it after everything that is to be written so far."""
+        """Runs it after everything that is to be written so far, if that was written."""
         self._write(0, function)
 
     def flush(self) -> None:
@@ -453,9 +463,18 @@ class _Pipeline:
             self._behind.popleft()[1].result()
 
     def _write(self, nbytes: int, function: Callable[..., Any], *args: Any) -> None:
-        self._behind.append((nbytes, self._writing.submit(function, *args)))
+        self._behind.append((nbytes, self._writing.submit(self._step, function, *args)))
         while self._behind and (self._behind[0][1].done() or sum(n for n, _ in self._behind) > IN_FLIGHT):
             self._behind.popleft()[1].result()
+
+    def _step(self, function: Callable[..., Any], *args: Any) -> None:
+        if self._failed:
+            return
+        try:
+            function(*args)
+        except BaseException:
+            self._failed = True
+            raise
 
     def _ahead(self, units: list[Unit]) -> Iterator[Any]:
         """In order, the Codes of each matrix, and of what is copied the bytes, some at a time."""
@@ -549,14 +568,16 @@ def _encode(unit: Unit, codes: list[Codes], dialect: Dialect) -> Iterator[tuple[
 def _finish(plan: Plan, to: Path, progress: Progress, layers: CalibratedLayers | None) -> ConvertReport:
     """What makes the folder one: the index, the files beside the weights, and last the config."""
     folder = plan.folder
-    weight_map = {name: f.name for f in folder.files for name in read_header(to / f.name)}
-    after = sum((to / f.name).stat().st_size for f in folder.files)
-    if (folder.path / INDEX).exists():
+    results = [folder.name(f) for f in folder.files]
+    weight_map = {name: result for result in results for name in read_header(to / result)}
+    after = sum((to / result).stat().st_size for result in results)
+    if folder.index is not None:
         write_json(
-            to / INDEX, {"metadata": {"total_size": after}, "weight_map": dict(sorted(weight_map.items()))}
+            to / folder.name(folder.index),
+            {"metadata": {"total_size": after}, "weight_map": dict(sorted(weight_map.items()))},
         )
     # ModelOpt's file says how the source was stored, as its config.json did.
-    skip = {"config.json", "hf_quant_config.json", *(f.name for f in folder.files)}
+    skip = {"config.json", "hf_quant_config.json", *results}
     for file in sorted(folder.path.iterdir()):
         if file.is_file() and file.name not in skip and not file.name.endswith(_WEIGHTS):
             shutil.copyfile(file, to / file.name)

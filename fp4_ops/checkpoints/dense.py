@@ -18,7 +18,8 @@ from transformers.utils.quantization_config import QuantizationConfigMixin
 from ..quantization.experts import MATRICES, ExpertsModule, experts_modules
 from .dialects import StoredWeight
 from .families import model_class, register_families
-from .files import DAMAGED, INCOMPLETE, OTHER_MODEL, CheckpointError, Folder, Reader, TensorInfo
+from .files import DAMAGED, INCOMPLETE, OTHER_MODEL, CheckpointError, Reader, TensorInfo
+from .folder import Folder
 from .load import LoadReport, Source, detach_places, load_dense
 from .placement import HALVES, Placement, Target, pattern_of, place, rules
 

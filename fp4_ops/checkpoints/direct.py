@@ -8,8 +8,11 @@ from __future__ import annotations
 
 import ctypes
 import errno
+import fcntl
 import mmap
 import os
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 import torch
@@ -60,9 +63,10 @@ def read(fd: int, offset: int, nbytes: int) -> Tensor | None:
 
 
 class Sink:
-    """A new file, written from front to back."""
+    """A new file, written from front to back. Its OSErrors name the file."""
 
     def __init__(self, file: Path) -> None:
+        self._file = file
         self._fd = _open(file, os.O_WRONLY | os.O_CREAT | os.O_TRUNC)
         self._stage = mmap.mmap(-1, _STAGE)
         self._used = self._size = 0
@@ -79,8 +83,9 @@ class Sink:
     def finish(self) -> None:
         """Everything is on the disk when this returns."""
         self._put()
-        os.ftruncate(self._fd, self._size)  # the last block was written whole
-        os.fsync(self._fd)
+        with _naming(self._file):
+            os.ftruncate(self._fd, self._size)  # the last block was written whole
+            os.fsync(self._fd)
         self.close()
 
     def close(self) -> None:
@@ -90,6 +95,31 @@ class Sink:
 
     def _put(self) -> None:
         whole = memoryview(self._stage)[: -(-self._used // BLOCK) * BLOCK]
-        while whole:
-            whole = whole[os.write(self._fd, whole) :]
+        with _naming(self._file):
+            while whole:
+                try:
+                    done = os.write(self._fd, whole)
+                except OSError as error:
+                    if error.errno != errno.EINVAL or not self._through_cache():
+                        raise
+                    continue
+                if done % BLOCK:
+                    self._through_cache()
+                whole = whole[done:]
         self._used = 0
+
+    def _through_cache(self) -> bool:
+        """Writes by the page cache from now on: only that takes a part of a block, where a disk is nearly
+        full. False if it did so already."""
+        flags, direct = fcntl.fcntl(self._fd, fcntl.F_GETFL), getattr(os, "O_DIRECT", 0)
+        fcntl.fcntl(self._fd, fcntl.F_SETFL, flags & ~direct)
+        return bool(flags & direct)
+
+
+@contextmanager
+def _naming(file: Path) -> Iterator[None]:
+    """Gives OSErrors of calls on a descriptor the name of its file."""
+    try:
+        yield
+    except OSError as error:
+        raise OSError(error.errno, error.strerror, str(file)) from None

@@ -1,4 +1,4 @@
-"""Checkpoint folders of safetensors files, read and written one tensor at a time.
+"""safetensors and JSON files, read and written one tensor at a time.
 
 safetensors' own reader maps whole files (every page touched counts as resident) and its writer wants every
 tensor of a file at once. Both are avoided here, because the checkpoints are larger than the memory: tensors
@@ -21,9 +21,6 @@ from torch import Tensor
 
 from . import direct
 
-INDEX = "model.safetensors.index.json"
-SINGLE = "model.safetensors"
-
 _DTYPES = {
     "F64": torch.float64,
     "F32": torch.float32,
@@ -32,14 +29,22 @@ _DTYPES = {
     "F8_E4M3": torch.float8_e4m3fn,
     "F8_E5M2": torch.float8_e5m2,
     "F8_E8M0": torch.float8_e8m0fnu,
+    "F8_E4M3FNUZ": torch.float8_e4m3fnuz,
+    "F8_E5M2FNUZ": torch.float8_e5m2fnuz,
+    "C64": torch.complex64,
     "I64": torch.int64,
     "I32": torch.int32,
     "I16": torch.int16,
     "I8": torch.int8,
+    "U64": torch.uint64,
+    "U32": torch.uint32,
+    "U16": torch.uint16,
     "U8": torch.uint8,
     "BOOL": torch.bool,
 }
 _NAMES = {dtype: name for name, dtype in _DTYPES.items()}
+_BITS = {"F4": 4, "F6_E2M3": 6, "F6_E3M2": 6}
+"""dtypes of safetensors that share bytes: known by their size, not read."""
 _MAX_HEADER = 100 << 20  # safetensors' own limit
 CHUNK = 16 << 20
 """Bytes read at a time, where that can be chosen."""
@@ -65,6 +70,8 @@ class TensorInfo:
     file: Path
     offset: int
     """Where its bytes start in the file."""
+    foreign: str = ""
+    """The file's name for a dtype that is not read here. `dtype` and `shape` are then those of its bytes."""
 
     @property
     def nbytes(self) -> int:
@@ -99,44 +106,86 @@ def read_header(file: Path) -> dict[str, TensorInfo]:
         with file.open("rb") as f:
             length = int.from_bytes(f.read(8), "little")
             if size < 8 or length > min(size - 8, _MAX_HEADER):
-                raise CheckpointError(f"fp4: {file} is truncated or not a safetensors file ({size} bytes)")
+                what = f"is truncated or not a safetensors file ({size} bytes). {DAMAGED}"
+                raise CheckpointError(f"fp4: {file} {_what_it_is(file) or what}")
             header = json.loads(f.read(length))
+            if not isinstance(header, dict):
+                raise ValueError
     except OSError as error:
-        raise CheckpointError(f"fp4: {file} cannot be read: {error.strerror}") from None
+        raise _cannot_be_read(file, error) from None
     except ValueError as error:
         if isinstance(error, CheckpointError):
             raise
         raise CheckpointError(
-            f"fp4: {file} is not a safetensors file: its header is no JSON. {DAMAGED}"
+            f"fp4: {file} is not a safetensors file: its header is no JSON object. {DAMAGED}"
         ) from None
     start, end = 8 + length, 8 + length
     tensors = {}
     for name, entry in header.items():
         if name == "__metadata__":
             continue
-        try:
-            dtype, shape = _DTYPES.get(entry["dtype"]), tuple(map(int, entry["shape"]))
-            first, last = map(int, entry["data_offsets"])
-        except (KeyError, TypeError, ValueError):
+        info, last = _tensor_info(name, entry, file, start)
+        if last > size:
             raise CheckpointError(
-                f"fp4: {file}: the header's entry for {name} is malformed. {DAMAGED}"
-            ) from None
-        if dtype is None:
-            raise CheckpointError(
-                f"fp4: tensor {name} of {file} has dtype {entry['dtype']}, which is unknown"
+                f"fp4: {file} is truncated: {name} ends at byte {last} of {size}. {DAMAGED}"
             )
-        info = TensorInfo(name, dtype, shape, file, start + first)
-        if last - first != info.nbytes or first < 0:
-            raise CheckpointError(
-                f"fp4: {info} has {last - first} bytes; {dtype} {list(shape)} needs {info.nbytes}. {DAMAGED}"
-            )
-        if start + last > size:
-            raise CheckpointError(f"fp4: {file} is truncated: {name} ends at byte {start + last} of {size}")
-        end = max(end, start + last)
+        end = max(end, last)
         tensors[name] = info
     if end != size:
         raise CheckpointError(f"fp4: {file} has {size - end} bytes that belong to no tensor. {DAMAGED}")
     return tensors
+
+
+def _tensor_info(name: str, entry: Any, file: Path, start: int) -> tuple[TensorInfo, int]:
+    """One entry of a header, and the byte of the file where the tensor ends."""
+    try:
+        stored, shape = entry["dtype"], tuple(map(int, entry["shape"]))
+        first, last = map(int, entry["data_offsets"])
+    except (KeyError, TypeError, ValueError):
+        raise CheckpointError(f"fp4: {file}: the header's entry for {name} is malformed. {DAMAGED}") from None
+    if stored in _BITS:
+        nbytes = -(-prod(shape) * _BITS[stored] // 8)
+        info = TensorInfo(name, torch.uint8, (nbytes,), file, start + first, foreign=stored)
+    elif stored in _DTYPES:
+        info = TensorInfo(name, _DTYPES[stored], shape, file, start + first)
+    else:
+        raise CheckpointError(
+            f"fp4: tensor {name} of {file} has dtype {stored}, which neither safetensors nor fp4_ops knows. "
+            "Update safetensors, or export the folder again in another dtype"
+        )
+    if last - first != info.nbytes or first < 0:
+        raise CheckpointError(
+            f"fp4: {info} has {last - first} bytes; {stored} {list(shape)} needs {info.nbytes}. {DAMAGED}"
+        )
+    return info, start + last
+
+
+_STARTS = {
+    b"version https://git-lfs": "is a git-lfs pointer, not the file itself. Run `git lfs pull` in its folder",
+    b"GGUF": "is a GGUF file of llama.cpp, not a safetensors file. Take the folder of safetensors files",
+    b"PK\x03\x04": "is a pickle of torch.save, not a safetensors file. Save the model with save_pretrained",
+    b"<": "is a web page, not the file itself. Fetch it again; a private repository needs a token",
+}
+"""First bytes of files that are not what their name says."""
+
+
+def _what_it_is(file: Path) -> str:
+    """The kind of a file that is not what its name says, and what to do; "" if it is not known."""
+    with file.open("rb") as f:
+        start = f.read(32)
+    if not start:
+        return f"is empty. {DAMAGED}"
+    return next((what for first, what in _STARTS.items() if start.startswith(first)), "")
+
+
+def _cannot_be_read(file: Path, error: OSError) -> CheckpointError:
+    if isinstance(error, FileNotFoundError) and file.is_symlink():
+        why = f"it is a link to {os.readlink(file)}, which is not there. {INCOMPLETE}"
+    elif isinstance(error, FileNotFoundError):
+        why = f"{error.strerror}. {INCOMPLETE}"
+    else:
+        why = str(error.strerror)
+    return CheckpointError(f"fp4: {file} cannot be read: {why}")
 
 
 def are_neighbours(infos: Sequence[TensorInfo]) -> bool:
@@ -202,51 +251,6 @@ class Reader:
         return data
 
 
-class Folder:
-    """A checkpoint folder: its config, and what its files say they hold.
-
-    Every header is read and checked here, so that a truncated shard or a missing file is found before
-    anything is loaded or written.
-    """
-
-    def __init__(self, path: str | os.PathLike[str]) -> None:
-        self.path = Path(path)
-        if not self.path.is_dir():
-            raise CheckpointError(
-                f"fp4: {self.path} is not a folder; it must be a local one with safetensors files"
-            )
-        self.config = self.json("config.json")
-        self.files = self._files()
-        self.tensors: dict[str, TensorInfo] = {}
-        for file in self.files:
-            for name, info in read_header(file).items():
-                # Some files hold a second copy of what the index says another one holds.
-                if self._weight_map.get(name, file.name) != file.name:
-                    continue
-                if name in self.tensors:
-                    raise CheckpointError(f"fp4: {info} is in {self.tensors[name].file.name} too")
-                self.tensors[name] = info
-        for name, file_name in self._weight_map.items():
-            if name not in self.tensors or self.tensors[name].file.name != file_name:
-                raise CheckpointError(f"fp4: {INDEX} says that {file_name} holds {name}, which it does not")
-
-    def json(self, name: str) -> dict[str, Any]:
-        return read_json(self.path / name)
-
-    def _files(self) -> list[Path]:
-        self._weight_map: dict[str, str] = {}
-        if (self.path / INDEX).exists():
-            self._weight_map = self.json(INDEX).get("weight_map", {})
-            return [self.path / name for name in sorted(set(self._weight_map.values()))]
-        if (self.path / SINGLE).exists():
-            return [self.path / SINGLE]
-        raise CheckpointError(f"fp4: {self.path} has neither {SINGLE} nor {INDEX}. {INCOMPLETE}")
-
-    def of_file(self, file: Path) -> Iterator[TensorInfo]:
-        """The file's tensors in the order in which they lie there."""
-        return iter(sorted((t for t in self.tensors.values() if t.file == file), key=lambda t: t.offset))
-
-
 class Writer:
     """Writes one safetensors file, tensor by tensor, in the order of `tensors`.
 
@@ -292,14 +296,15 @@ class Writer:
 
 
 def read_json(file: Path) -> dict[str, Any]:
+    """A JSON object. Raises CheckpointError for a file that holds none."""
     try:
-        value = json.loads(file.read_text())
+        value = json.loads(file.read_text(encoding="utf-8"))
     except OSError as error:
-        raise CheckpointError(f"fp4: {file} cannot be read: {error.strerror}") from None
+        raise _cannot_be_read(file, error) from None
     except ValueError:
-        raise CheckpointError(f"fp4: {file} is not JSON") from None
+        raise CheckpointError(f"fp4: {file} {_what_it_is(file) or f'is not JSON. {DAMAGED}'}") from None
     if not isinstance(value, dict):
-        raise CheckpointError(f"fp4: {file} is not a JSON object")
+        raise CheckpointError(f"fp4: {file} is not a JSON object. {DAMAGED}")
     return value
 
 

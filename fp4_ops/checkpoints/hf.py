@@ -32,15 +32,16 @@ from .dialects import (
     dialects_of,
     holds_fp4,
     quantization_config,
-    stored_config,
-    stored_weights,
 )
 from .families import config_of, model_class, register_families
-from .files import CheckpointError, Folder, read_json
+from .files import CheckpointError, read_json
+from .folder import Folder
 from .load import LoadReport, detach_places, fill
 from .placement import Placement, place
 from .ranks import announce, divide, kinds_of
 from .save import state_dict_for_saving
+from .shards import any_index, read_any_index
+from .source import four_bit_weights, storage
 
 METHOD = "fp4"
 """Our quant_method among transformers' quantizers."""
@@ -119,8 +120,8 @@ class FP4HfQuantizer(HfQuantizer):
                 "loaded from such. "
                 "Give from_pretrained the folder"
             )
-        folder = Folder(Path(checkpoint_files[0]).parent)
-        weights = stored_weights(folder.tensors, self._dialects)
+        folder = Folder.of_files(checkpoint_files)
+        weights = four_bit_weights(folder, self._dialects)
         self._placement = place(model, weights, folder.tensors.values())
         self._kinds = kinds_of(model, self._placement)
         announce(model, self._placement, self._kinds)
@@ -313,6 +314,7 @@ def register_with_transformers() -> None:
     register_quantizer()
     if not hasattr(PretrainedConfig.get_config_dict, "_fp4_original"):
         PretrainedConfig.get_config_dict = _with_all_it_says()  # type: ignore[method-assign]
+    read_any_index()
     register_families()
     mapping: dict[str, Any] = auto.AUTO_QUANTIZATION_CONFIG_MAPPING
     for method in METHODS:
@@ -330,9 +332,10 @@ def registered() -> Iterator[None]:
     )
     before = [dict(m) for m in mappings]
     configs = PretrainedConfig.__dict__["get_config_dict"]
-    register_with_transformers()
     try:
-        yield
+        with any_index():
+            register_with_transformers()
+            yield
     finally:
         for mapping, old in zip(mappings, before):
             mapping.clear()
@@ -375,7 +378,7 @@ def load_checkpoint(
     straight to `device`. What was loaded stands in `model.hf_quantizer.report`.
     """
     folder = Folder(path)
-    stored = stored_config(folder.path)
+    stored = storage(folder)
     if stored is None:
         raise CheckpointError(
             f"fp4: {folder.path} is not quantised (its config.json has no quantization_config). Use "
@@ -384,7 +387,7 @@ def load_checkpoint(
     dialects = dialects_of(stored, str(folder.path / "config.json"))
     check_four_bits(dialects, str(folder.path))
     check_requantize(dialects, requantize)
-    stored_weights(folder.tensors, dialects)
+    four_bit_weights(folder, dialects)
 
     if isinstance(model_or_config, PreTrainedModel):
         cls: Any = type(model_or_config)
@@ -405,9 +408,10 @@ def load_checkpoint(
     trusted: dict[str, Any] = {"trust_remote_code": trust_remote_code} if cls is AutoModelForCausalLM else {}
     if distributed_config is not None:
         trusted["distributed_config"] = distributed_config
-    model, info = cls.from_pretrained(
-        folder.path, config=config, dtype=dtype, output_loading_info=True, **trusted
-    )
+    with any_index():
+        model, info = cls.from_pretrained(
+            folder.path, config=config, dtype=dtype, output_loading_info=True, **trusted
+        )
     for key in ("missing_keys", "mismatched_keys", "error_msgs"):
         if info.get(key):
             what = f"{key.replace('_', ' ')}: {', '.join(sorted(map(str, info[key])))}"

@@ -212,7 +212,11 @@ def load_linear(codes: Codes, format: str, dtype: torch.dtype) -> nn.Parameter:
 
 
 def detach_places(model: nn.Module, placement: Placement) -> None:
-    """Takes the Parameters away that are filled here, so that nothing else fills them."""
+    """Takes the Parameters away that are filled here, so that nothing else fills them.
+
+    A weight that is stored by itself is tied to no other one, whatever the config says: a head in 4 bits
+    beside embeddings in bf16.
+    """
     places = [f"{n}.{a}" for n, p in placement.experts.items() for a in p.shapes]
     places += [f"{n}.weight" for n in placement.linears]
     for place in {*places, *placement.dense}:
@@ -220,6 +224,14 @@ def detach_places(model: nn.Module, placement: Placement) -> None:
         module = model.get_submodule(owner)
         module._parameters[attribute] = None
         module._is_hf_initialized = True  # type: ignore[assignment]  # transformers: not at random
+        _untie(model, place)
+
+
+def _untie(model: Any, place: str) -> None:
+    tied: dict[str, str] = getattr(model, "all_tied_weights_keys", {})
+    if tied.pop(place, None) is not None and not tied:
+        for config in (model.config, model.config.get_text_config()):
+            config.tie_word_embeddings = False
 
 
 def fill(

@@ -8,7 +8,8 @@ from typing import Any
 
 from torch import Tensor
 
-from .files import CheckpointError, Folder, read_header, read_json, write_json
+from .files import CheckpointError, read_header, read_json, write_json
+from .folder import Folder
 
 PROGRESS = ".fp4_quantize.json"
 
@@ -19,8 +20,8 @@ class Progress:
     def __init__(
         self, folder: Folder, to: Path, format: str, method: str, calibration: Tensor | None, batch: int
     ) -> None:
-        stats = {f.name: f.stat() for f in folder.files}
-        self.to, self.file = to, to / PROGRESS
+        stats = {folder.name(f): f.stat() for f in folder.files}
+        self.folder, self.to, self.file = folder, to, to / PROGRESS
         self.job: dict[str, Any] = {
             "source": {name: [s.st_size, s.st_mtime_ns] for name, s in stats.items()},
             "format": format,
@@ -37,7 +38,8 @@ class Progress:
                     f"fp4: {to} holds the beginning of a run on another source, format or method, or with "
                     "another calibration text; remove it"
                 )
-            self.files = state["done"]
+            self.files = list(state.get("done", ()))
+            self._check_done()
         elif to.exists() and any(to.iterdir()):
             raise CheckpointError(f"fp4: {to} is not empty; it must be a new or empty folder")
         self.resumed = len(self.files)
@@ -46,9 +48,23 @@ class Progress:
         self.to.mkdir(parents=True, exist_ok=True)
         write_json(self.file, {"job": self.job, "done": self.files})
 
+    def _check_done(self) -> None:
+        """Forgets files of the result that are gone or not whole, so that they are made again."""
+        for name in list(self.files):
+            try:
+                read_header(self.to / name)
+            except CheckpointError as error:
+                if "calibration" in self.job:  # their layers' codes are gone
+                    raise CheckpointError(
+                        f"{error}\nfp4: an earlier run wrote it, and its calibrated codes are not kept: "
+                        f"remove {self.to} and begin anew"
+                    ) from None
+                self.files.remove(name)
+
     def is_done(self, file: Path) -> bool:
-        return file.name in self.files and bool(read_header(self.to / file.name))
+        return self.folder.name(file) in self.files
 
     def done(self, file: Path) -> None:
-        self.files.append(file.name)
+        """Notes that the result of a source file is whole and on the disk."""
+        self.files.append(self.folder.name(file))
         write_json(self.file, {"job": self.job, "done": self.files})

@@ -1,11 +1,15 @@
-"""A folder that is to be quantised: what its experts' weights are called, and what is in 8 bits."""
+"""What a folder says of its weights: whether they are quantised, and of experts their names."""
 
 from __future__ import annotations
 
 import re
+from collections.abc import Iterable
+from typing import Any
 
-from .dialects import StoredWeight, dialects_of, stored_config, stored_weights
-from .files import CheckpointError, Folder, TensorInfo
+from .dialects import DIALECTS, Dialect, StoredWeight, dialects_of, stored_config, stored_weights
+from .files import INCOMPLETE, CheckpointError, TensorInfo
+from .folder import INDEX, SINGLE, Folder
+from .foreign import of_config, of_tensors
 
 MATRIX = re.compile(r"^(.*experts\.\d+\.)(gate_proj|up_proj|down_proj|w1|w2|w3)\.weight$")
 PARTNER = {"gate_proj": "up_proj", "up_proj": "gate_proj", "w1": "w3", "w3": "w1"}
@@ -25,12 +29,65 @@ def stack_of(info: TensorInfo) -> tuple[str, str] | None:
     return None
 
 
+def storage(folder: Folder) -> dict[str, Any] | None:
+    """What a folder says about how its weights are stored; None where they are ordinary ones.
+
+    Raises CheckpointError for another tool's folder, and for codes that no config explains.
+    """
+    stored = stored_config(folder.path)
+    kind = of_config(folder.config, stored)
+    if kind is not None:
+        method = (stored or {}).get("quant_method")
+        by = f"quant_method {method!r}" if method else repr(kind.config_key)
+        raise CheckpointError(
+            f"fp4: {folder.path} is quantised by {kind.what} ({by} in its config.json), which is not read. "
+            f"{kind.advice}"
+        )
+    if stored is not None:
+        return stored
+    if (found := of_tensors(folder.tensors)) is not None:
+        kind, name = found
+        raise CheckpointError(
+            f"fp4: {folder.path} is quantised by {kind.what}: it has {name}. That is not read. {kind.advice}"
+        )
+    ends = tuple(d.packed for d in DIALECTS.values() if d.packed)
+    for info in folder.tensors.values():
+        codes = info.dtype.itemsize == 1 or not info.dtype.is_floating_point
+        if codes and info.name.endswith(ends):
+            dtype = str(info.dtype).removeprefix("torch.")
+            raise CheckpointError(
+                f"fp4: {info} is {dtype}: codes of a quantised weight, but config.json has no "
+                "quantization_config that says what they mean. Take the config.json that was written with "
+                "these files"
+            )
+    return None
+
+
+def four_bit_weights(folder: Folder, dialects: Iterable[Dialect]) -> dict[str, StoredWeight]:
+    """The weights of a folder in its dialects. Raises CheckpointError where none of them is in 4 bits."""
+    dialects = tuple(dialects)
+    weights = stored_weights(folder.tensors, dialects)
+    if all(w.dialect.is_dense for w in weights.values()):
+        names = " and ".join(d.name for d in dialects if not d.is_dense)
+        more = f"{INCOMPLETE}, or take the config.json that was written with the files"
+        if folder.index is None and (folder.path / INDEX).is_file():
+            more = (
+                f"The folder has {INDEX}, too. Where both are there, {SINGLE} counts, as in transformers: "
+                "remove the one that an earlier save left"
+            )
+        raise CheckpointError(
+            f"fp4: config.json of {folder.path} says that weights are in 4 bits ({names}); none of "
+            f"{folder.name(folder.files[0])}{' and the other shards' * (len(folder.files) > 1)} is. {more}"
+        )
+    return weights
+
+
 def eight_bits(folder: Folder) -> dict[str, StoredWeight]:
     """The weights of a folder in 8 bits, by the name of the tensor of their codes.
 
     Raises CheckpointError for a folder that holds anything in 4 bits, or in what is not known.
     """
-    stored = stored_config(folder.path)
+    stored = storage(folder)
     if stored is None:
         return {}
     dialects = dialects_of(stored, str(folder.path / "config.json"))

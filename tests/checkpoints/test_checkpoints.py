@@ -404,7 +404,7 @@ def test_files_that_lie(tmp_path):
 @pytest.mark.parametrize(
     ("stored", "message"),
     [
-        ({"quant_method": "hqq"}, "quant_method 'hqq'"),
+        ({"quant_method": "hqq"}, "by HQQ .quant_method 'hqq'"),
         ({"quant_method": "modelopt", "quant_algo": "FP8"}, "in fp8 and none in 4 bits.*fp4_ops quantize"),
         ({"quant_method": "modelopt", "quant_algo": "NVFP4_AWQ"}, "algo 'NVFP4_AWQ'; those.*Export with"),
         ({"quant_method": "modelopt", "quant_algo": "MIXED_PRECISION"}, "no quantized_layers.*take them"),
@@ -420,7 +420,7 @@ def test_files_that_lie(tmp_path):
                 "a": {"format": "nvfp4-pack-quantized"}, "b": {"format": "marlin-24"}}},
             "format 'marlin-24'; those.*python -m fp4_ops quantize",
         ),
-        (None, "is not quantised"),
+        (None, "is uint8: codes of a quantised weight.*no quantization_config"),
     ],
 )  # fmt: skip
 def test_unknown_dialects_are_named(stored, message, tmp_path):

@@ -212,7 +212,13 @@ def stored_weights(tensors: dict[str, TensorInfo], dialects: Iterable[Dialect]) 
     dialects = tuple(dialects)
     found = {}
     taken: set[str] = set()
+    needed = tuple(s for d in dialects for s in (d.packed, d.block_scale, d.global_scale) if s)
     for info in tensors.values():
+        if info.foreign and info.name.endswith(needed):
+            raise CheckpointError(
+                f"fp4: {info} has dtype {info.foreign}, which no dialect has. Export the weights again, or "
+                "quantise the original ones with `python -m fp4_ops quantize`"
+            )
         possible = [d for d in dialects if d.is_packed(info)]
         if not possible:
             continue

@@ -1,0 +1,91 @@
+"""Folders that hold something else than what is read here: which tool wrote them, and what to do.
+
+A tool is recognised by its config, by the names of its files, or by those of its tensors.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+QUANTIZE = "Quantise the original bf16 weights with `python -m fp4_ops quantize`"
+SAVE = "Load it with the tool that wrote it and save it with save_pretrained, which writes safetensors files"
+
+
+@dataclass(frozen=True)
+class Foreign:
+    """A kind of folder that is not read."""
+
+    what: str
+    advice: str
+    methods: tuple[str, ...] = ()
+    """`quant_method`s of its config."""
+    config_key: str = ""
+    """A key that only its config has."""
+    tensor: str = ""
+    """A pattern for the ends of names that only its tensors have."""
+    file: str = ""
+    """A pattern for the names of its files, where it has no safetensors files of transformers' names."""
+
+
+FOREIGN = (
+    Foreign("bitsandbytes", QUANTIZE, ("bitsandbytes",), tensor=r"\.quant_state\.bitsandbytes__\w+|\.SCB"),
+    Foreign("ExLlama's EXL2", QUANTIZE, ("exl2",), tensor=r"\.q_scale_max|\.q_group_map"),
+    Foreign("ExLlama's EXL3", QUANTIZE, ("exl3",), tensor=r"\.trellis|\.suh"),
+    Foreign("HQQ", QUANTIZE, ("hqq",), tensor=r"\.W_q", file=r"qmodel\.pt"),
+    Foreign("MLX", QUANTIZE, (), "quantization", tensor=r"\.biases"),
+    Foreign("torchao", QUANTIZE, ("torchao",)),
+    Foreign("quanto", QUANTIZE, ("quanto",), tensor=r"\.weight\._(data|scale|shift)"),
+    Foreign("Quark's older format", QUANTIZE, tensor=r"\.weight_quantizer\.scale"),
+    Foreign("llama.cpp (GGUF)", "Take the folder of safetensors files", ("gguf",), file=r".*\.gguf"),
+    Foreign("torch.save (pickles)", SAVE, file=r".*\.(bin|pt|pth|ckpt)"),
+    Foreign("TensorFlow, Flax or ONNX", SAVE, file=r".*\.(h5|msgpack|onnx)"),
+)  # fmt: skip
+
+
+def of_config(config: dict[str, Any], stored: dict[str, Any] | None) -> Foreign | None:
+    """The kind of folder that a model's config and its quantization_config describe, of those not read."""
+    method = str((stored or {}).get("quant_method", "")).lower()
+    for kind in FOREIGN:
+        if method and method in kind.methods:
+            return kind
+        own = config.get(kind.config_key) if kind.config_key else None
+        if not method and isinstance(own, dict) and "bits" in own:
+            return kind
+    return None
+
+
+def of_tensors(names: Iterable[str]) -> tuple[Foreign, str] | None:
+    """The kind of folder that has tensors of such names, and one of these."""
+    patterns = [(kind, re.compile(f"(?:{kind.tensor})$")) for kind in FOREIGN if kind.tensor]
+    for name in names:
+        for kind, pattern in patterns:
+            if pattern.search(name):
+                return kind, name
+    return None
+
+
+def why_no_weights(path: Path) -> str:
+    """What a folder without transformers' safetensors files holds in their place, and what to do."""
+    files = sorted(f.name for f in path.iterdir() if f.is_file() or f.is_symlink())
+    tensors = [name for name in files if name.endswith(".safetensors")]
+    if any(re.fullmatch(r"model-\d+-of-\d+\.safetensors", name) for name in tensors):
+        return f"{tensors[0]} and the like need the index. Fetch it from where they are from, too"
+    if "adapter_model.safetensors" in tensors:
+        return "it is an adapter (PEFT), not a model. Give the folder of the model that it is for"
+    if tensors:
+        names = ", ".join(tensors[:3])
+        return (
+            f"its weights are called {names}, which transformers does not find either. Rename a single file "
+            'to model.safetensors, or name it in config.json ("transformers_weights")'
+        )
+    for kind in FOREIGN:
+        if kind.file and (found := next((n for n in files if re.fullmatch(kind.file, n)), None)):
+            return f"{found} is of {kind.what}, which is not read. {kind.advice}"
+    below = sorted(f.parent.name for f in path.glob("*/model.safetensors*"))
+    if below:
+        return f"its folder {below[0]} has one. Give that"
+    return "it holds no weights. Fetch or export the folder again, with all its files"

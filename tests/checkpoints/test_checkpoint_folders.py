@@ -1,0 +1,321 @@
+"""Folders as they lie on disks: saved twice, in part, moved, or by somebody else; and disks that are full."""
+
+from __future__ import annotations
+
+import errno
+import json
+import os
+import re
+import resource
+import shutil
+
+import pytest
+import torch
+from checkpoint_folders import HOW, assert_holds, loaded
+from checkpoint_samples import edit_json, save_tensors, tiny, write_folder
+from safetensors.torch import load_file, save_file
+
+import fp4_ops
+from fp4_ops.__main__ import main
+from fp4_ops.checkpoints import CheckpointError, hf, quantize_checkpoint
+from fp4_ops.tensor import FP4Tensor
+
+INDEX = "model.safetensors.index.json"
+CT = "nvfp4-pack-quantized"
+
+
+@pytest.fixture
+def registered():
+    with hf.registered():
+        yield
+
+
+def in_shards(path, count=3, below="", metadata=True):
+    """Puts the tensors of model.safetensors into shards."""
+    tensors = load_file(path / "model.safetensors")
+    (path / "model.safetensors").unlink()
+    save_tensors(path, tensors, shards=count)
+    if below:
+        (path / below).mkdir()
+        for file in path.glob("model-*.safetensors"):
+            file.rename(path / below / file.name)
+        edit_json(
+            path / INDEX,
+            lambda c: c.update(weight_map={n: f"{below}/{f}" for n, f in c["weight_map"].items()}),
+        )
+    if not metadata:
+        edit_json(path / INDEX, lambda c: c.pop("metadata", None))
+
+
+@HOW
+def test_the_single_file_counts_where_an_index_is_there_too(how, registered, tmp_path):
+    """transformers keeps the index when it saves one file over shards, and reads the single file."""
+    values = write_folder(tmp_path, tiny(), CT)
+    for names in ({"lm_head.weight": "model-00001-of-00009.safetensors"}, {}):
+        (tmp_path / INDEX).write_text(json.dumps({"metadata": {}, "weight_map": names}))
+        model = loaded(tmp_path, how)
+        assert_holds(model, values)
+        assert torch.equal(model.lm_head.weight, load_file(tmp_path / "model.safetensors")["lm_head.weight"])
+
+
+@HOW
+def test_a_save_in_16_bits_beside_shards_in_4_is_never_mixed_with_them(how, registered, tmp_path):
+    original = tiny()
+    write_folder(tmp_path, original, CT)
+    in_shards(tmp_path)
+    save_file({n: p.detach().clone() for n, p in original.named_parameters()}, tmp_path / "model.safetensors")
+    with pytest.raises(CheckpointError, match=r"none of model.safetensors is.*too\..*remove the one"):
+        loaded(tmp_path, how)
+
+
+def test_quantize_takes_the_single_file(tmp_path):
+    tiny().save_pretrained(tmp_path / "a", max_shard_size="50KB")
+    assert (tmp_path / "a" / INDEX).exists()
+    tiny().save_pretrained(tmp_path / "a")
+    quantize_checkpoint(tmp_path / "a", tmp_path / "out", progress=False)
+    assert not (tmp_path / "out" / INDEX).exists()
+    got = fp4_ops.load_checkpoint(None, tmp_path / "out").lm_head.weight
+    assert torch.equal(got, load_file(tmp_path / "a" / "model.safetensors")["lm_head.weight"])
+
+
+@HOW
+@pytest.mark.parametrize("below, metadata", [("shards", True), ("", False)])
+def test_shards_in_a_folder_below_and_an_index_without_metadata(how, below, metadata, registered, tmp_path):
+    values = write_folder(tmp_path, tiny(), CT)
+    in_shards(tmp_path, below=below, metadata=metadata)
+    assert_holds(loaded(tmp_path, how), values)
+
+
+def test_quantize_of_shards_in_a_folder_below(tmp_path):
+    tiny().save_pretrained(tmp_path / "a")
+    in_shards(tmp_path / "a", below="shards", metadata=False)
+    quantize_checkpoint(tmp_path / "a", tmp_path / "out", progress=False)
+    tiny().save_pretrained(tmp_path / "b")
+    assert len(fp4_ops.load_checkpoint(None, tmp_path / "out").hf_quantizer.report.experts) == 2
+    assert sorted(f.parent.name for f in (tmp_path / "out").rglob("*.safetensors")) == ["shards"] * 3
+
+
+@HOW
+def test_the_file_that_the_config_names(how, registered, tmp_path):
+    values = write_folder(tmp_path, tiny(), CT)
+    (tmp_path / "model.safetensors").rename(tmp_path / "experts.safetensors")
+    (tmp_path / "model.safetensors").write_bytes(b"something else")
+    edit_json(tmp_path / "config.json", lambda c: c.update(transformers_weights="experts.safetensors"))
+    assert_holds(loaded(tmp_path, how), values)
+
+
+INDEXES = {
+    "no JSON": ("{", "is not JSON"),
+    "a list": ("[]", "is not a JSON object"),
+    "no map": ('{"metadata": {}}', "has no weight_map; it must be an object that names a file for each"),
+    "an empty map": ('{"weight_map": {}}', "has a weight_map that is empty"),
+    "a list of names": ('{"weight_map": ["a"]}', "has a weight_map that is a list"),
+    "no file": ('{"weight_map": {"lm_head.weight": null}}', "names None for lm_head.weight"),
+    "another place": ('{"weight_map": {"a": "../a.safetensors"}}', "leads out of the folder"),
+    "a missing shard": ('{"weight_map": {"a": "b.safetensors"}}', "b.safetensors.*No such file.*Fetch"),
+}
+
+
+@pytest.mark.parametrize("what", INDEXES)
+def test_bad_indexes_are_named(what, tmp_path):
+    write_folder(tmp_path, tiny(), CT)
+    (tmp_path / "model.safetensors").unlink()
+    text, message = INDEXES[what]
+    (tmp_path / INDEX).write_text(text)
+    with pytest.raises(CheckpointError, match=message):
+        fp4_ops.load_checkpoint(None, tmp_path)
+    with pytest.raises(CheckpointError, match=message):
+        quantize_checkpoint(tmp_path, tmp_path / "out", progress=False)
+
+
+STARTS = {
+    "pointer": (b"version https://git-lfs.github.com/spec/v1\noid sha256:0\n", "is a git-lfs pointer"),
+    "page": (b"<!DOCTYPE html><html>", "is a web page.*Fetch it again"),
+    "pickle": (b"PK\x03\x04" + bytes(99), "is a pickle of torch.save"),
+    "gguf": (b"GGUF" + bytes(99), "is a GGUF file"),
+    "nothing": (b"", "is empty"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("what", STARTS)
+def test_files_that_are_something_else(what, tmp_path):
+    write_folder(tmp_path, tiny(), CT)
+    content, message = STARTS[what]
+    (tmp_path / "model.safetensors").write_bytes(content)
+    with pytest.raises(CheckpointError, match=f"model.safetensors {message}"):
+        fp4_ops.load_checkpoint(None, tmp_path)
+
+
+@pytest.mark.parametrize("index", [False, True])
+def test_a_link_to_nothing(index, tmp_path):
+    write_folder(tmp_path, tiny(), CT)
+    if index:
+        in_shards(tmp_path)
+    name = sorted(tmp_path.glob("model*.safetensors"))[0]
+    name.unlink()
+    name.symlink_to("../blobs/0123")
+    with pytest.raises(CheckpointError, match=rf"{name.name} cannot be read: it is a link to ../blobs/0123"):
+        fp4_ops.load_checkpoint(None, tmp_path)
+
+
+FILES = {
+    "a GGUF file": ("m-Q4_K_M.gguf", r"m-Q4_K_M.gguf is of llama.cpp"),
+    "pickles": ("pytorch_model.bin", r"pytorch_model.bin is of torch.save.*save_pretrained"),
+    "HQQ": ("qmodel.pt", r"qmodel.pt is of HQQ.*fp4_ops quantize"),
+    "shards without index": ("model-00001-of-00002.safetensors", "need the index"),
+    "an adapter": ("adapter_model.safetensors", "is an adapter"),
+    "another name": ("gptq_model-4bit-128g.safetensors", "Rename a single file to model.safetensors"),
+    "below": ("sub/model.safetensors", "its folder sub has one. Give that"),
+    "nothing": ("README.md", "it holds no weights"),
+}
+
+
+@pytest.mark.parametrize("what", FILES)
+def test_folders_without_weights_say_what_is_there(what, tmp_path):
+    name, message = FILES[what]
+    (tmp_path / "config.json").write_text('{"model_type": "qwen3_moe"}')
+    (tmp_path / name).parent.mkdir(exist_ok=True)
+    (tmp_path / name).write_bytes(b"")
+    for call in (
+        lambda: fp4_ops.load_checkpoint(None, tmp_path),
+        lambda: quantize_checkpoint(tmp_path, tmp_path / "out", progress=False),
+    ):
+        with pytest.raises(CheckpointError, match=f"has neither model.safetensors nor {INDEX}: .*{message}"):
+            call()
+
+
+def test_names_that_are_no_folders(tmp_path):
+    with pytest.raises(CheckpointError, match=r"org/model is not a folder.*hf download NAME"):
+        fp4_ops.load_checkpoint(None, "org/model")
+    (tmp_path / "m.gguf").write_bytes(b"GGUF")
+    with pytest.raises(CheckpointError, match=r"m.gguf is a GGUF file"):
+        fp4_ops.load_checkpoint(None, tmp_path / "m.gguf")
+    (tmp_path / "config.json").write_text("{}")
+    with pytest.raises(CheckpointError, match=r"config.json is a file. Give the folder"):
+        fp4_ops.load_checkpoint(None, tmp_path / "config.json")
+
+
+MAKERS = {
+    "bitsandbytes": ({"quant_method": "bitsandbytes", "load_in_4bit": True}, None, "bitsandbytes"),
+    "exl2": ({"quant_method": "exl2", "bits": 4.0}, None, "ExLlama's EXL2"),
+    "exl3": ({"quant_method": "exl3", "bits": 4.0}, None, "ExLlama's EXL3"),
+    "hqq": ({"quant_method": "hqq", "quant_config": {}}, None, "HQQ"),
+    "mlx": ({"group_size": 64, "bits": 4}, None, "MLX"),
+    "mlx, one key": (None, None, "MLX"),
+    "bitsandbytes' tensors": (None, "lm_head.weight.quant_state.bitsandbytes__nf4", "bitsandbytes: it has"),
+    "EXL3's tensors": (None, "lm_head.trellis", "EXL3: it has lm_head.trellis"),
+    "codes without a config": (None, "lm_head.weight_packed", "uint8: codes.*no quantization_config"),
+    "ordinary": (None, "lm_head.weight", "is not quantised"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("what", MAKERS)
+def test_other_makers_folders_are_named(what, tmp_path):
+    stored, name, message = MAKERS[what]
+    config = {"model_type": "qwen3_moe"}
+    if stored:
+        config["quantization_config"] = stored
+    if what.startswith("mlx"):
+        config["quantization"] = {"group_size": 64, "bits": 4}
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    dtype = torch.bfloat16 if what == "ordinary" else torch.uint8
+    save_tensors(tmp_path, {name or "lm_head.weight": torch.zeros(4, 4, dtype=dtype)})
+    with pytest.raises(
+        CheckpointError, match=re.escape(message) if "*" not in message else message
+    ) as raised:
+        fp4_ops.load_checkpoint(None, tmp_path)
+    assert ("is not quantised" in str(raised.value)) == (what == "ordinary")
+    if what != "ordinary":
+        with pytest.raises(CheckpointError, match=re.escape(message) if "*" not in message else message):
+            quantize_checkpoint(tmp_path, tmp_path / "out", progress=False)
+
+
+@HOW
+@pytest.mark.parametrize("dtype", ["U32", "F8_E4M3FNUZ", "F4"])
+def test_tensors_of_odd_dtypes_that_nobody_reads(dtype, how, registered, tmp_path):
+    values = write_folder(tmp_path, tiny(), CT)
+    file = tmp_path / "model.safetensors"
+    data = file.read_bytes()
+    length = int.from_bytes(data[:8], "little")
+    header = json.loads(data[8 : 8 + length])
+    end = len(data) - 8 - length
+    header["model.layers.0.input_scale"] = {"dtype": dtype, "shape": [8], "data_offsets": [end, end]}
+    nbytes = {"U32": 32, "F8_E4M3FNUZ": 8, "F4": 4}[dtype]
+    header["model.layers.0.input_scale"]["data_offsets"][1] += nbytes
+    text = json.dumps(header).encode()
+    file.write_bytes(len(text).to_bytes(8, "little") + text + data[8 + length :] + bytes(nbytes))
+    assert_holds(loaded(tmp_path, how), values)
+
+
+@HOW
+@pytest.mark.parametrize("tied", [False, True])
+def test_a_head_in_4_bits_is_not_tied(tied, how, registered, tmp_path):
+    original = tiny()
+    values = write_folder(tmp_path, original, CT, linears=("lm_head",))
+    edit_json(tmp_path / "config.json", lambda c: c.update(tie_word_embeddings=tied))
+    model = loaded(tmp_path, how)
+    assert_holds(model, values)
+    assert isinstance(model.lm_head.weight, FP4Tensor)
+    assert torch.equal(model.model.embed_tokens.weight, original.model.embed_tokens.weight)
+    assert not model.config.tie_word_embeddings
+    model.save_pretrained(tmp_path / "again")
+    assert isinstance(fp4_ops.load_checkpoint(None, tmp_path / "again").lm_head.weight, FP4Tensor)
+
+
+@pytest.fixture
+def little_space():
+    """A disk that is full after so many bytes of a file: a write comes back short, then fails."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+
+    def limit(nbytes):
+        resource.setrlimit(resource.RLIMIT_FSIZE, (soft if nbytes is None else nbytes, hard))
+
+    yield limit
+    limit(None)
+
+
+@pytest.mark.parametrize("nbytes", [8192, 20_000])
+def test_a_full_disk_is_one_line_and_the_run_continues(nbytes, little_space, tmp_path, capsys):
+    source, out = tmp_path / "source", tmp_path / "out"
+    tiny().save_pretrained(source, max_shard_size="50KB")
+    quantize_checkpoint(source, tmp_path / "want", progress=False)
+    little_space(nbytes)
+    with pytest.raises(SystemExit) as stopped:
+        main(["quantize", str(source), "-o", str(out)])
+    little_space(None)
+    text = str(stopped.value)
+    assert os.strerror(errno.EFBIG) in text and "out" in text and text.count("\n") == 0
+    done = json.loads((out / ".fp4_quantize.json").read_text())["done"]
+    assert sorted(done) == sorted(f.name for f in out.glob("*.safetensors"))
+    assert not list(out.glob("*.partial"))
+    main(["quantize", str(source), "-o", str(out)])
+    for file in (tmp_path / "want").iterdir():
+        assert file.read_bytes() == (out / file.name).read_bytes(), file.name
+
+
+def test_a_file_of_the_result_that_is_gone_is_made_again(tmp_path, monkeypatch):
+    source, out = tmp_path / "source", tmp_path / "out"
+    tiny().save_pretrained(source, max_shard_size="50KB")
+    finish = fp4_ops.checkpoints.convert._finish
+
+    def stop(*args):
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(fp4_ops.checkpoints.convert, "_finish", stop)
+    with pytest.raises(KeyboardInterrupt):
+        quantize_checkpoint(source, out, progress=False)
+    files = sorted(out.glob("*.safetensors"))
+    files[0].unlink()
+    files[1].write_bytes(files[1].read_bytes()[:-1])
+    monkeypatch.setattr(fp4_ops.checkpoints.convert, "_finish", finish)
+    report = quantize_checkpoint(source, out, progress=False)
+    assert report.resumed == len(files) - 2
+    shutil.rmtree(source)
+    fp4_ops.load_checkpoint(None, out)
+
+
+def test_a_folder_that_cannot_be_written_is_one_line(tmp_path):
+    tiny().save_pretrained(tmp_path / "source")
+    (tmp_path / "file").write_text("")
+    with pytest.raises(SystemExit, match=r"file.*[Nn]ot a directory"):
+        main(["quantize", str(tmp_path / "source"), "-o", str(tmp_path / "file" / "out")])
