@@ -162,7 +162,7 @@ def _tensor_info(name: str, entry: Any, file: Path, start: int) -> tuple[TensorI
 
 _STARTS = {
     b"version https://git-lfs": "is a git-lfs pointer, not the file itself. Run `git lfs pull` in its folder",
-    b"GGUF": "is a GGUF file of llama.cpp, not a safetensors file. Take the folder of safetensors files",
+    b"GGUF": "is a GGUF file, not a safetensors file. Take the folder of safetensors files",
     b"PK\x03\x04": "is a pickle of torch.save, not a safetensors file. Save the model with save_pretrained",
     b"<": "is a web page, not the file itself. Fetch it again; a private repository needs a token",
 }

@@ -40,7 +40,7 @@ FOREIGN = (
     Foreign("torchao", QUANTIZE, ("torchao",)),
     Foreign("quanto", QUANTIZE, ("quanto",), tensor=r"\.weight\._(data|scale|shift)"),
     Foreign("Quark's older format", QUANTIZE, tensor=r"\.weight_quantizer\.scale"),
-    Foreign("llama.cpp (GGUF)", "Take the folder of safetensors files", ("gguf",), file=r".*\.gguf"),
+    Foreign("GGUF", "Take the folder of safetensors files", ("gguf",), file=r".*\.gguf"),
     Foreign("torch.save (pickles)", SAVE, file=r".*\.(bin|pt|pth|ckpt)"),
     Foreign("TensorFlow, Flax or ONNX", SAVE, file=r".*\.(h5|msgpack|onnx)"),
 )  # fmt: skip
@@ -84,7 +84,7 @@ def why_no_weights(path: Path) -> str:
         )
     for kind in FOREIGN:
         if kind.file and (found := next((n for n in files if re.fullmatch(kind.file, n)), None)):
-            return f"{found} is of {kind.what}, which is not read. {kind.advice}"
+            return f"{found} is not read: {kind.what}. {kind.advice}"
     below = sorted(f.parent.name for f in path.glob("*/model.safetensors*"))
     if below:
         return f"its folder {below[0]} has one. Give that"

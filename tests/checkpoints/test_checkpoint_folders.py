@@ -159,9 +159,9 @@ def test_a_link_to_nothing(index, tmp_path):
 
 
 FILES = {
-    "a GGUF file": ("m-Q4_K_M.gguf", r"m-Q4_K_M.gguf is of llama.cpp"),
-    "pickles": ("pytorch_model.bin", r"pytorch_model.bin is of torch.save.*save_pretrained"),
-    "HQQ": ("qmodel.pt", r"qmodel.pt is of HQQ.*fp4_ops quantize"),
+    "a GGUF file": ("m-Q4_K_M.gguf", r"m-Q4_K_M.gguf is not read: GGUF"),
+    "pickles": ("pytorch_model.bin", r"pytorch_model.bin is not read: torch.save.*save_pretrained"),
+    "HQQ": ("qmodel.pt", r"qmodel.pt is not read: HQQ.*fp4_ops quantize"),
     "shards without index": ("model-00001-of-00002.safetensors", "need the index"),
     "an adapter": ("adapter_model.safetensors", "is an adapter"),
     "another name": ("gptq_model-4bit-128g.safetensors", "Rename a single file to model.safetensors"),
