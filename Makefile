@@ -46,13 +46,13 @@ test-archs-all: TESTS = -m "archs or archs_all" tests/kernels_triton
 test test-more test-archs test-archs-all test-all: $(VENV)/dev
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -q -n auto --dist worksteal --draw $(DRAW) $(TESTS)
 
-test-real: $(VENV)/built
+test-real: $(VENV)/tests
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -q -n 2 --dist loadgroup -m real tests/real
 
-test-tools: $(VENV)/built
+test-tools: $(VENV)/tests
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -q -n 2 --dist loadgroup -m tools tests/tools
 
-test-kernels: $(VENV)/built
+test-kernels: $(VENV)/tests
 	FP4_KERNEL_ARCHS=$(or $(ARCHS),drawn) $(BIN)/python -m pytest -q tests/kernels_cuda/test_kernel_archs.py
 
 test-hopper: $(VENV)/dev
@@ -60,7 +60,7 @@ test-hopper: $(VENV)/dev
 
 # Pytest starts in another folder, whose fp4_ops is the sanitised one. Status 75: this machine lacks what it needs.
 test-sanitized: TESTS = $(wildcard tests/operators/test_ops_*.py) tests/kernels_cpu/test_cpu_dispatch.py tests/kernels_cpu/test_parallel.py tests/kernels_cuda/test_sm90_layout.py tests/compile_passes/dynamo/test_row_numbers.py
-test-sanitized: $(VENV)/built
+test-sanitized: $(VENV)/tests
 	@OMP_NUM_THREADS=1 $(BIN)/python release/sanitized.py -m pytest -q -n auto --dist worksteal -p no:cacheprovider \
 	-m "not more and not gpu" $(addprefix $(CURDIR)/,$(TESTS)); status=$$?; \
 	if [ $$status = 75 ]; then echo "SKIPPED make test-sanitized, for the reason above"; else exit $$status; fi
@@ -89,7 +89,7 @@ wheels: wheel
 
 # The wheel for another processor, on emulated ones (tests/kernels_cpu/test_aarch64.py). Needs qemu-user and g++-aarch64-linux-gnu.
 # Skipped, with the reason, where what it needs cannot be had (status 75).
-test-aarch64: $(VENV)/built $(VENV)/auditwheel
+test-aarch64: $(VENV)/tests $(VENV)/auditwheel
 	@$(BIN)/python release/aarch64.py; status=$$?; \
 	if [ $$status = 75 ]; then echo "SKIPPED make test-aarch64, for the reason above"; \
 	elif [ $$status != 0 ]; then exit $$status; \
@@ -109,8 +109,7 @@ $(VENV)/deps: pyproject.toml constraints.txt
 	@if $(PYTHON) -c 'import torch, sys; sys.exit(tuple(map(int, torch.__version__.split(".")[:2])) < (2, 11))' 2>/dev/null; \
 	then echo "== using the torch of $(PYTHON)"; $(PYTHON) -m venv --clear --system-site-packages $(VENV); \
 	else echo "== installing $(TORCH) into $(VENV) (a minute or more)"; $(PYTHON) -m venv --clear $(VENV); $(PIP) install -q '$(TORCH)'; fi
-	$(PIP) install -q -c constraints.txt 'setuptools>=77' wheel ninja numpy expecttest pytest pytest-xdist transformers compressed-tensors torchao accelerate peft cmake fastapi uvicorn openai
-	$(BIN)/python -c 'import triton' 2>/dev/null || $(PIP) install -q '$(TRITON)'
+	$(PIP) install -q -c constraints.txt 'setuptools>=77' wheel ninja numpy transformers
 	@touch $@
 
 $(VENV)/built: $(VENV)/deps $(SOURCES)
@@ -118,9 +117,15 @@ $(VENV)/built: $(VENV)/deps $(SOURCES)
 	$(PIP) install -q --no-build-isolation --no-deps -e .
 	@touch $@
 
+# The packages that tests run, which no user needs.
+$(VENV)/tests: $(VENV)/built
+	@echo "== installing what the tests need"
+	$(PIP) install -q -c constraints.txt expecttest pytest pytest-xdist compressed-tensors torchao accelerate peft cmake fastapi uvicorn openai pybind11
+	$(BIN)/python -c 'import triton' 2>/dev/null || $(PIP) install -q '$(TRITON)'
+	@touch $@
+
 # A module of C++ for tests and tools, which no wheel has.
-$(VENV)/dev: $(VENV)/built release/dev_module.py
-	$(PIP) install -q -c constraints.txt pybind11
+$(VENV)/dev: $(VENV)/tests release/dev_module.py
 	$(BIN)/python release/dev_module.py
 	@touch $@
 

@@ -10,6 +10,7 @@ STABLE_TORCH_LIBRARY(fp4, m) {
   // The kernel family this process uses on CPUs, as in "scalar", "avx512", "neon_i8mm"
   // (csrc/cpu/dispatch.cpp).
   m.def("cpu_capability() -> str");
+  m.def("cpu_threads() -> int");
 
   // --- formats ---
   m.def("quantize(Tensor x, str format, Tensor? global_scale=None) -> (Tensor, Tensor, Tensor)");

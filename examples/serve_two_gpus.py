@@ -22,12 +22,23 @@ from transformers.distributed import DistributedConfig
 
 import fp4_ops
 
+EXPERTS = ("num_experts", "num_local_experts", "n_routed_experts")
+HEADS = ("num_attention_heads", "num_key_value_heads")
 
-def experts_of(config) -> int:
-    """How many experts a block has; 0 if the model has none."""
+
+def why_not(config, ranks: int) -> str:
+    """Why so many processes cannot share the model; "" if they can."""
     config = getattr(config, "text_config", config)
-    names = ("num_experts", "num_local_experts", "n_routed_experts")
-    return next((n for name in names if (n := getattr(config, name, None))), 0)
+    experts = next((n for name in EXPERTS if (n := getattr(config, name, None))), 0)
+    if not experts:
+        return "has no experts"
+    if experts % ranks:
+        return f"has {experts} experts a block, which {ranks} processes cannot share equally"
+    for name in HEADS:
+        heads = getattr(config, name, None) or ranks
+        if heads % ranks:
+            return f"has {heads} heads of attention ({name}), which {ranks} processes cannot share equally"
+    return ""
 
 
 class Stream:
@@ -75,12 +86,8 @@ def main() -> None:
         )
     rank, ranks = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
     config = AutoConfig.from_pretrained(args.model)
-    experts = experts_of(config)
-    if not experts or experts % ranks:
-        parser.error(
-            f"{args.model} has {experts} experts a block; {ranks} processes share them, so their number must "
-            "be a divisor of it (torchrun --nproc-per-node)"
-        )
+    if reason := why_not(config, ranks):
+        parser.error(f"{args.model} {reason}. Choose another number: torchrun --nproc-per-node N")
     on_gpus = torch.cuda.is_available()
     device = torch.device("cuda", int(os.environ["LOCAL_RANK"])) if on_gpus else torch.device("cpu")
     if on_gpus:

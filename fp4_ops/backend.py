@@ -2,10 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+import logging
+import sys
+import threading
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 import torch
+
+log = logging.getLogger("fp4_ops")
 
 
 def fp4(
@@ -30,7 +36,41 @@ def fp4(
     from .compile_passes.options import parse
     from .compile_passes.pipeline import compile_graph
 
-    return compile_graph(gm, example_inputs, parse(mode, options), compile_fx)
+    with _says_when_long():
+        return compile_graph(gm, example_inputs, parse(mode, options), compile_fx)
+
+
+PATIENCE = 5.0
+"""Seconds after which a compilation says that it goes on."""
+
+_said = threading.Event()
+
+
+@contextmanager
+def _says_when_long() -> Iterator[None]:
+    """Say once in a process that a graph is being compiled, if that takes long.
+
+    A user at a terminal sees a warning. Elsewhere the log gets a line of level INFO.
+    """
+
+    def say() -> None:
+        if _said.is_set():
+            return
+        _said.set()
+        at_a_terminal = sys.stderr is not None and sys.stderr.isatty()
+        log.log(
+            logging.WARNING if at_a_terminal else logging.INFO,
+            "fp4: Inductor compiles the first graph, which can take minutes for a large model. Later calls "
+            "of the same kind do not wait.",
+        )
+
+    timer = threading.Timer(PATIENCE, say)
+    timer.daemon = True
+    timer.start()
+    try:
+        yield
+    finally:
+        timer.cancel()
 
 
 def _capture_loops() -> None:

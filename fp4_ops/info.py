@@ -124,13 +124,17 @@ def _operators() -> tuple[str, ...]:
 
 
 def _cpu_name() -> str:
+    threads, used = torch.get_num_threads(), torch.ops.fp4.cpu_threads()
+    words = f"{threads} threads"
+    if used < threads:
+        words += f", of which {used} work: the affinity or the container's quota gives no more processors"
     try:
         for line in Path("/proc/cpuinfo").read_text().splitlines():
             if line.startswith("model name"):
-                return f"{line.split(':', 1)[1].strip()}, {torch.get_num_threads()} threads"
+                return f"{line.split(':', 1)[1].strip()}, {words}"
     except OSError:
         pass
-    return f"{platform.machine()}, {torch.get_num_threads()} threads"
+    return f"{platform.machine()}, {words}"
 
 
 def _cpu_features() -> tuple[str, ...]:

@@ -132,6 +132,8 @@ Tensor dequantize(const Tensor& packed, const Tensor& block_scale, const Optiona
 
 std::string cpu_capability() { return kernels().name; }
 
+int64_t cpu_threads() { return num_threads(); }
+
 }  // namespace
 
 STABLE_TORCH_LIBRARY_IMPL(fp4, CPU, m) {
@@ -144,6 +146,7 @@ STABLE_TORCH_LIBRARY_IMPL(fp4, CPU, m) {
 // It takes no tensor, so no backend's key would lead here.
 STABLE_TORCH_LIBRARY_IMPL(fp4, CompositeExplicitAutograd, m) {
   m.impl("cpu_capability", FP4_BOX(cpu_capability));
+  m.impl("cpu_threads", FP4_BOX(cpu_threads));
 }
 
 }  // namespace fp4::cpu

@@ -1,11 +1,19 @@
 #include "cpu/parallel.h"
 
 #include <torch/csrc/stable/ops.h>
+#if defined(__linux__)
+#include <sched.h>
+#endif
 
 #include <algorithm>
 #include <atomic>
+#include <cmath>
+#include <cstdlib>
 #include <exception>
+#include <fstream>
 #include <mutex>
+#include <string>
+#include <thread>
 
 #include "cpu_constants.h"
 
@@ -15,6 +23,29 @@ namespace {
 // A thread's share of a phase comes in so many parts, so that others can take some from one that is late:
 // processors of virtual machines may run at half the speed of others for a while.
 constexpr int64_t kParts = fitted::threads::parts_of_share;
+
+// The processor time that the container may use, in processors; 0 without a limit. Cgroup v2, then v1.
+double quota() {
+  std::string most;
+  double period = 0;
+  if (std::ifstream("/sys/fs/cgroup/cpu.max") >> most >> period)
+    return most == "max" || period <= 0 ? 0 : std::atof(most.c_str()) / period;
+  double used = 0;
+  std::ifstream("/sys/fs/cgroup/cpu/cpu.cfs_quota_us") >> used;
+  std::ifstream("/sys/fs/cgroup/cpu/cpu.cfs_period_us") >> period;
+  return used > 0 && period > 0 ? used / period : 0;
+}
+
+// The processors that this process may use, when it first asks.
+int64_t count_processors() {
+  int64_t count = std::max(1u, std::thread::hardware_concurrency());
+#if defined(__linux__)
+  cpu_set_t set;
+  if (sched_getaffinity(0, sizeof(set), &set) == 0) count = CPU_COUNT(&set);
+#endif
+  const double limit = quota();
+  return limit > 0 ? std::min<int64_t>(count, std::max<int64_t>(1, std::llround(limit))) : count;
+}
 
 // One phase, of which `threads` threads have a share each: the same of a weight at each call.
 class Shares {
@@ -48,10 +79,17 @@ class Shares {
 
 }  // namespace
 
+int64_t num_threads() {
+  static const int64_t processors = count_processors();
+  return std::min<int64_t>(torch::stable::get_num_threads(), processors);
+}
+
 void parallel_for(int64_t begin, int64_t end, int64_t grain,
                   const std::function<void(int64_t begin, int64_t end)>& body) {
   std::exception_ptr first;
   std::mutex mutex;
+  const int64_t threads = num_threads();
+  grain = std::max(grain, (end - begin + threads - 1) / threads);
   torch::stable::parallel_for(begin, end, grain, [&](int64_t from, int64_t to) {
     try {
       body(from, to);
@@ -67,7 +105,7 @@ void run_phases(const std::vector<Phase>& phases) {
   for (const Phase& p : phases) {
     if (p.count == 0) continue;
     const int64_t shares = (p.count + p.grain - 1) / p.grain;
-    const int64_t threads = shares > 1 ? std::min<int64_t>(shares, torch::stable::get_num_threads()) : 1;
+    const int64_t threads = shares > 1 ? std::min<int64_t>(shares, num_threads()) : 1;
     if (threads == 1) {
       p.run(0, p.count);
       continue;

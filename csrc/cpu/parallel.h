@@ -19,7 +19,11 @@ struct Phase {
 void parallel_for(int64_t begin, int64_t end, int64_t grain,
                   const std::function<void(int64_t begin, int64_t end)>& body);
 
-// Runs the phases one after another, each by up to torch.get_num_threads() threads. What a part throws, this
+// torch.get_num_threads(), but no more than the processors that this process may use: its affinity and the
+// quota of its container. More threads than that wait for each other.
+int64_t num_threads();
+
+// Runs the phases one after another, each by up to num_threads() threads. What a part throws, this
 // throws; later phases do not run then.
 void run_phases(const std::vector<Phase>& phases);
 

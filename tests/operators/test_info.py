@@ -76,6 +76,24 @@ def test_a_forced_capability_shows():
     assert "cpu: scalar;" in scalar
 
 
+PINNED = """
+import os
+os.sched_setaffinity(0, {min(os.sched_getaffinity(0))})
+import torch
+from fp4_ops.__main__ import main
+torch.set_num_threads(3)
+main(["info"])
+print(torch.ops.fp4.cpu_threads())
+"""
+
+
+def test_no_more_threads_than_processors():
+    """More threads than a process has processors wait for each other."""
+    done = subprocess.run([sys.executable, "-c", PINNED], capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    assert "3 threads, of which 1 work" in done.stdout and done.stdout.splitlines()[-1] == "1"
+
+
 def test_no_command_shows_the_commands(capsys):
     with pytest.raises(SystemExit) as error:
         main([])
