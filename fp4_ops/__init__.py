@@ -32,6 +32,7 @@ __all__ = [
     "refresh",
     "register_with_transformers",
     "rewrite",
+    "update",
 ]
 
 # Loaded when they are needed: the compile passes, and what imports transformers.
@@ -43,6 +44,7 @@ _LAZY = {
     "refresh": ".compile_passes.weights.packed",
     "register_with_transformers": ".checkpoints.hf",
     "rewrite": ".compile_passes.program",
+    "update": ".updates",
 }
 
 

@@ -102,6 +102,18 @@ def deinterleave(rows: Tensor) -> Tensor:
     return rows.reshape(e, n // 2, 2, *rows.shape[2:]).transpose(1, 2).reshape(rows.shape)
 
 
+@dataclass
+class Half:
+    """The gate or the up of one expert, which came alone and waits for the other (new_weights.py)."""
+
+    rows: Tensor
+    largest: Tensor
+    """Its largest magnitude, float32 [1]; of all processes together."""
+    state: str = "waiting"
+    """"read": the weights were used while it waited, so that it may belong to an update that was broken off;
+    "kept": the second one of two halves, kept because the first was "read"."""
+
+
 class PackedWeight(nn.Module):
     """The 4-bit form of an expert weight [E, N, K], where the Parameter was.
 
@@ -113,6 +125,7 @@ class PackedWeight(nn.Module):
     `.to(device)` moves them and reorders them for that device; `.to(dtype)` and `.half()` leave them alone.
     The state dict carries format and layout along, so that weights saved on one device load on another, and
     `part`, what this process holds of a weight: another process's share has the same shapes.
+    `method`: how new values are quantised (`fp4_ops.quantization.METHODS`), as the first ones were.
     """
 
     packed: Tensor
@@ -129,10 +142,11 @@ class PackedWeight(nn.Module):
         k: int | None = None,
         interleaved: bool = False,
         part: Part | None = None,
+        method: str = "rtn",
     ) -> None:
         super().__init__()
         self.format, self.layout, self.interleaved = format, layout, interleaved
-        self.part = part
+        self.part, self.method = part, method
         self.k = 2 * packed.shape[-1] if k is None else k
         self.register_buffer("packed", byte_view(packed))
         self.register_buffer("block_scale", byte_view(block_scale))
@@ -168,6 +182,7 @@ class PackedWeight(nn.Module):
 
     def dequantize(self, dtype: torch.dtype = torch.float32) -> Tensor:
         """The weight [E, N, K] that the codes stand for."""
+        note_read(self)
         values = torch.ops.fp4.dequantize(*self(), self.format, dtype, layout=self.layout)
         values = values[..., : self.k]
         return deinterleave(values) if self.interleaved else values
@@ -230,7 +245,7 @@ class PackedWeight(nn.Module):
             self._buffers = buffers
 
     def get_extra_state(self) -> Tensor:
-        """Format, layout, and of a part which one, as a tensor so that any checkpoint file can hold them."""
+        """Format, layout and part, as a tensor so that any checkpoint file can hold them."""
         how = [STORED_FORMATS.index(self.format), list(LAYOUTS).index(self.layout), self.interleaved]
         if self.part is None:
             return torch.tensor(how, dtype=torch.uint8, device="cpu")
@@ -238,6 +253,12 @@ class PackedWeight(nn.Module):
 
     def _load_from_state_dict(self, state_dict: Any, prefix: str, *args: Any) -> None:
         """Makes room for what was saved in another layout; `set_extra_state` then puts it in order."""
+        extra = state_dict.get(prefix + "_extra_state")
+        if extra is not None and not isinstance(extra, Tensor):
+            # torch.distributed.checkpoint's placeholder: the state dict holds this module's own buffers.
+            state_dict[prefix + "_extra_state"] = self.get_extra_state()
+        if state_dict.get(prefix + "packed", self.packed) is not self.packed:
+            self.__dict__.pop("_halves", None)
         for name in ("packed", "block_scale"):
             if (saved := state_dict.get(prefix + name)) is not None:  # float8 in older state dicts
                 state_dict[prefix + name] = byte_view(saved)
@@ -302,6 +323,7 @@ class PackedWeight(nn.Module):
     def __setstate__(self, state: dict[str, Any]) -> None:
         super().__setstate__(state)
         self.__dict__.setdefault("part", None)  # older pickles
+        self.__dict__.setdefault("method", "rtn")
         self.block_scale = byte_view(self.block_scale)  # float8 in older pickles
         register()  # a model that was pickled whole may be the first use of fp4_ops in its process
 
@@ -359,9 +381,20 @@ Company = SharedLayout
 """As models that older releases pickled call it."""
 
 
+def note_read(weight: nn.Module) -> None:
+    """Notes at halves of gate and up that wait for the other that the weights were used meanwhile."""
+    waiting: dict[int, dict[str, Half]] = weight.__dict__.get("_halves", {})
+    for halves in waiting.values():
+        for half in halves.values():
+            if half.state == "waiting":
+                half.state = "read"
+
+
 def _operands(weight: Any) -> Operands:
     """`weight()`, without the way through `nn.Module.__call__` where nothing listens to it."""
     own = weight.__dict__
+    if "_halves" in own:
+        note_read(weight)
     if (
         type(weight) is not PackedWeight
         or "forward" in own  # accelerate's offloading

@@ -22,6 +22,7 @@ from .experts import PackedWeight, Recipe, SharedLayout, auto_a_format, interlea
 from .find_experts import Plan, find_experts, is_experts, logical_shape
 from .meta.formats import ACTIVATION_CHOICES, FORMATS, check_activation_choice, known_activation
 from .meta.layouts import LAYOUTS, packed_spec, preferred_layout
+from .new_weights import take_new_weights
 from .prepare_report import OWN_CODE, PreparedModule, PrepareReport
 from .quantization import Calibration, Method, find_method, quantize_weight
 from .quantization.weight import check_calibration, matrices_at_once, threads_of
@@ -88,6 +89,7 @@ def pack_experts(
         if p.part is not None:
             keep_for_itself(module)
         SharedLayout([getattr(module, p.form.gate_up), getattr(module, p.form.down)], dtype, wanted).join()
+        take_new_weights(module)
     if plans:
         choose_implementation(model)
     if device == "cpu":
@@ -221,7 +223,8 @@ def _replace_linears(lists: dict[str, list[nn.Module]], quantizer: Quantizer) ->
         weight = next(iter(places))
         (name, first), *others = places.pop(weight)
         with torch.inference_mode(False), torch.no_grad():
-            size = put(first, quantizer.quantize(weight.detach()[None], None), quantizer.format)
+            codes = quantizer.quantize(weight.detach()[None], None)
+            size = put(first, codes, quantizer.format, quantizer.method.name)
         for _, other in others:
             other.weight = first.weight
         before, after = sizes[name]
@@ -323,8 +326,9 @@ class Quantizer:
                     stack[at] = made  # type: ignore[assignment]
         global_scale = stacks[2] if len(stacks) == 3 else None
         return PackedWeight(
-            stacks[0], stacks[1], global_scale, self.format, self.layout, k, interleaved, part
-        )
+            stacks[0], stacks[1], global_scale, self.format, self.layout, k, interleaved, part,
+            self.method.name,
+        )  # fmt: skip
 
     def _factors(self, weight: Tensor, part: Part) -> Tensor | None:
         """Global scales [E] of weights of which other processes have the rest."""

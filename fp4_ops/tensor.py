@@ -24,8 +24,8 @@ class FP4Tensor(torch.Tensor):
 
     Works: `x @ w.t()`, `F.linear(x, w, b)`, `torch.bmm(x, w.mT)`, `F.grouped_mm(x, w.mT, offs=offs)`,
     `w[i]`, `.to()`, `clone`, `detach`, `copy_`, `torch.save`, `nn.Parameter(w, requires_grad=False)`,
-    `torch.compile`. Anything else raises NotImplementedError and names the function: nothing is ever
-    dequantised silently.
+    `torch.compile`. `copy_` of an ordinary tensor quantises it into place. Anything else raises
+    NotImplementedError and names the function: nothing is ever dequantised silently.
     """
 
     packed: Tensor
@@ -36,6 +36,8 @@ class FP4Tensor(torch.Tensor):
     weight_layout: str
     transposed: bool
     k: int
+    method: str = "rtn"
+    """How `copy_` quantises what it is given, a name of `fp4_ops.quantization.METHODS`."""
 
     __torch_function__ = torch._C._disabled_torch_function_impl  # type: ignore[assignment]
 
@@ -52,6 +54,7 @@ class FP4Tensor(torch.Tensor):
         transposed: bool = False,
         k: int | None = None,
         requires_grad: bool = False,
+        method: str = "rtn",
     ) -> FP4Tensor:
         if isinstance(packed, FP4Tensor):  # as tools rebuild a parameter: type(p)(p, requires_grad=...)
             return packed._map(torch.Tensor.detach).requires_grad_(requires_grad)  # type: ignore[return-value]
@@ -82,6 +85,7 @@ class FP4Tensor(torch.Tensor):
         transposed: bool = False,
         k: int | None = None,
         requires_grad: bool = False,
+        method: str = "rtn",
     ) -> None:
         if isinstance(packed, FP4Tensor) or block_scale is None:
             return  # `detach` has given it all
@@ -92,6 +96,8 @@ class FP4Tensor(torch.Tensor):
         self.weight_layout = layout  # `Tensor.layout` itself is torch's (strided)
         self.transposed = transposed
         self.k = packed.shape[-1] * 2 if k is None else k  # kernel layouts may pad it
+        if method != "rtn":
+            self.method = method
 
     def __tensor_flatten__(self) -> tuple[list[str], dict[str, Any]]:
         tensors = ["packed", "held_scale"] + (["global_scale"] if self.global_scale is not None else [])
@@ -121,7 +127,8 @@ class FP4Tensor(torch.Tensor):
         return {"format": self.format, "layout": self.weight_layout}
 
     def _context(self) -> dict[str, Any]:
-        return {**self._options(), "dtype": self.dtype, "transposed": self.transposed, "k": self.k}
+        own = {"dtype": self.dtype, "transposed": self.transposed, "k": self.k, "method": self.method}
+        return {**self._options(), **own}
 
     @property
     def block_scale(self) -> Tensor:
@@ -254,15 +261,36 @@ def _to_copy(func: Any, w: FP4Tensor, *, dtype: torch.dtype | None = None, **kwa
 
 @_implements(aten.copy_.default)
 def _copy(func: Any, w: FP4Tensor, source: Tensor, non_blocking: bool = False) -> FP4Tensor:
-    if not isinstance(w, FP4Tensor) or not isinstance(source, FP4Tensor):
-        _refuse(func, "one of the two is not an FP4Tensor")
-    if w.shape != source.shape or w.format != source.format or w.transposed != source.transposed:
+    """Takes the codes of another one, or quantises an ordinary tensor into place."""
+    if not isinstance(w, FP4Tensor):
+        _refuse(func, "an ordinary tensor cannot take its values")
+    if w.shape != source.shape:
+        _refuse(func, f"{list(source.shape)} does not fit {w}")
+    if not isinstance(source, FP4Tensor):
+        _overwrite(w, source)
+        return w
+    if w.format != source.format or w.transposed != source.transposed:
         _refuse(func, f"{source} does not fit {w}")
     source = source.prepack(w.weight_layout)
     for to, value in zip(w._held(), source._held(), strict=True):
         if to is not None and value is not None:
             to.copy_(value, non_blocking)
     return w
+
+
+def _overwrite(w: FP4Tensor, values: Tensor) -> None:
+    from .overwrite import Codes, check_memory, check_values
+
+    check_memory(f"an FP4Tensor {list(w.shape)}", w.packed)
+    check_values(f"an FP4Tensor {list(w.shape)}", values)
+    values = values.detach().transpose(-2, -1) if w.transposed else values.detach()
+    lead = w.packed.shape[:-2]
+    count = lead.numel()
+    held = (None if t is None else t.view(count, *t.shape[len(lead) :]) for t in w._held())
+    packed, scale, factor = held
+    assert packed is not None and scale is not None
+    codes = Codes(packed, scale, factor, w.format, w.weight_layout, w.k, method=w.method)
+    codes.overwrite(slice(0, count), values.reshape(count, *values.shape[-2:]))
 
 
 @_implements(aten.t.default)

@@ -15,13 +15,14 @@ from transformers.quantizers import auto
 from transformers.quantizers.base import HfQuantizer
 from transformers.utils.quantization_config import QuantizationConfigMixin
 
+from ..expert_names import HALVES
 from ..quantization.experts import MATRICES, ExpertsModule, experts_modules
 from .dialects import StoredWeight
 from .families import model_class, register_families
 from .files import DAMAGED, INCOMPLETE, OTHER_MODEL, CheckpointError, Reader, TensorInfo
 from .folder import Folder
 from .load import LoadReport, Source, detach_places, load_dense
-from .placement import HALVES, Placement, Target, pattern_of, place, rules
+from .placement import Placement, Target, pattern_of, place, rules
 
 METHOD = "fp4_without_experts"
 

@@ -13,15 +13,17 @@ from torch import Tensor, nn
 
 from ..backends import check_activation
 from ..distributed.parts import keep_for_itself, keep_local
+from ..expert_names import HALVES
 from ..experts import IMPLEMENTATION, PackedWeight, Recipe, SharedLayout, interleave
 from ..meta.formats import FORMATS, check_activation_choice
 from ..meta.layouts import preferred_layout
+from ..new_weights import take_new_weights
 from ..pack_experts import A_FORMATS, choose_implementation
 from ..tensor import FP4Tensor
 from .dialects import Codes, Read, StoredWeight, scale_dtype
 from .files import CheckpointError, Reader, TensorInfo
 from .fold import Folds, join_rows
-from .placement import HALVES, DensePlacement, ExpertsPlacement, Part, Placement
+from .placement import DensePlacement, ExpertsPlacement, Part, Placement
 from .progress import progress_bar
 from .ranks import columns
 
@@ -367,6 +369,7 @@ def _attach(
     form = placed.plan.form.of(module)
     recipe = Recipe(form, placed.plan.gate, A_FORMATS[activation], trainable_inputs, placed.part)
     module._fp4_recipe = recipe
+    take_new_weights(module)
     if trainable_inputs:
         module.requires_grad_(False)  # biases, too
     return sum(weight.num_bytes for weight in weights.values())
@@ -384,6 +387,7 @@ def _attach_tensors(
         )  # fmt: skip
         module._parameters[attribute] = nn.Parameter(tensor, requires_grad=False)
         nbytes += tensor.nbytes
+    take_new_weights(module)
     return nbytes
 
 

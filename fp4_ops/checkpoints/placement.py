@@ -19,6 +19,8 @@ import torch
 from torch import nn
 
 from ..distributed.parts import Part as Distributed
+from ..expert_names import HALVES, MATRICES
+from ..experts import PackedWeight
 from ..find_experts import Form, Plan, Refusal, form_of, is_experts, plan_of
 from .dialects import StoredWeight
 from .files import INCOMPLETE, OTHER_MODEL, CheckpointError, TensorInfo
@@ -27,15 +29,6 @@ _EXPERT = re.compile(r"experts\.(\d+)\.")
 _NUMBERED = re.compile(r"^(.*?)(\.?experts)\.(\d+)\.(\w+?)(\.weight|\.bias|_bias|)$")
 _MERGES = {"MergeModulelist", "Concatenate", "Transpose"}
 """transformers' operations that only put the experts' matrices side by side."""
-
-HALVES = ("gate", "up")
-_MATRICES = {
-    "gate_proj": ("gate_up", "gate"), "w1": ("gate_up", "gate"),
-    "up_proj": ("gate_up", "up"), "w3": ("gate_up", "up"),
-    "gate_up_proj": ("gate_up", ""), "input_linear": ("gate_up", ""),
-    "down_proj": ("down", ""), "w2": ("down", ""), "output_linear": ("down", ""),
-}  # fmt: skip
-"""An expert's matrix, by the name that tools give it: which weight of the module it is in, and which half."""
 
 
 _UNUSED = {r"\.[qkv]_scale$", r"\.(input|output)(_global)?_scale$"}
@@ -116,6 +109,8 @@ class Rules:
         self._converters = [t for t in mapping if isinstance(t, WeightConverter)]
         self._by_pattern = {pattern: c for c in self._converters for pattern in c.source_patterns}
         self._state: dict[str, Any] = model.state_dict()
+        # A prepared model has no tensors of these names.
+        self._state |= {name: m for name, m in model.named_modules() if isinstance(m, PackedWeight)}
         self._prefix = getattr(model, "base_model_prefix", None)
         self._numbered = _Numbered(model)
 
@@ -124,6 +119,12 @@ class Rules:
         from transformers.core_model_loading import rename_source_key
 
         return rename_source_key(name, self._renamings, self._converters, self._prefix, self._state)
+
+    def transposes(self, name: str) -> list[tuple[int, int]]:
+        """The dimensions that change places between the files and the model, in order."""
+        _, pattern = self.renamed(name)
+        operations: list[Any] = [] if pattern is None else list(self._by_pattern[pattern].operations)
+        return [(o.dim0, o.dim1) for o in operations if type(o).__name__ == "Transpose"]
 
     def __call__(self, name: str) -> Target:
         renamed, pattern = self.renamed(name)
@@ -172,13 +173,13 @@ class _Numbered:
 
     def target(self, name: str) -> Target | None:
         match = _NUMBERED.match(name)
-        if match is None or match[4] not in _MATRICES:
+        if match is None or match[4] not in MATRICES:
             return None
         owner = self._owner(match[1], match[2])
         if owner is None:
             return None
         form = self.forms[owner]
-        matrix, half = _MATRICES[match[4]]
+        matrix, half = MATRICES[match[4]]
         if form.gate_up == "up_proj" and matrix == "gate_up":  # no gate: up is the whole weight
             half = ""
         bias = "_bias" * ("bias" in match[5])

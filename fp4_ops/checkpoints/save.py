@@ -8,10 +8,11 @@ from typing import Any
 
 from torch import Tensor, nn
 
+from ..expert_names import HALVES
 from ..experts import PackedWeight
 from ..tensor import FP4Tensor
 from .dialects import EXPERTS_TARGET, Codes, Dialect, describe, encode, writing_dialect
-from .placement import HALVES, Target, rules
+from .placement import Target, rules
 
 
 def state_dict_for_saving(model: nn.Module) -> tuple[dict[str, Tensor], dict[str, Any]]:

@@ -99,3 +99,11 @@ def find_method(name: str, format: str) -> Method:
     if format not in method.formats:
         raise ValueError(f"fp4: method {name!r} is for {', '.join(method.formats)}; format is {format!r}")
     return method
+
+
+def without_calibration(method: Method) -> Method:
+    """The method that chooses among the same block scales, and needs no calibration text."""
+    if method.calibration == "none":
+        return method
+    alike = (m for m in METHODS.values() if m.search and m.mantissas == method.mantissas)
+    return next(m for m in alike if m.calibration == "none")

@@ -1,0 +1,135 @@
+"""`update`: new values for one weight of a model, in 4 bits or not, by the name that a trainer has for it."""
+
+from __future__ import annotations
+
+import difflib
+import weakref
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from .expert_names import HALVES, MATRICES, NUMBERED
+from .experts import PackedWeight
+from .find_experts import form_of
+from .meta.dtensors import split_over_processes
+from .new_weights import check, places_of, target_of, write
+
+
+def update(model: nn.Module, name: str, tensor: Tensor) -> None:
+    """Gives one weight of a model new values, in place. Experts in 4 bits are quantised, as `prepare` did it.
+
+    For trainers that send new weights into a running model: call it once for each tensor, in any order. It
+    takes every parameter and buffer, so that a trainer needs no list of what is in 4 bits.
+
+    model: a model from `prepare`, `load_checkpoint` or `from_pretrained`, also compiled.
+    name: of the weight before `prepare` ("model.layers.0.mlp.experts.gate_up_proj"), of one expert's matrix
+        ("model.layers.0.mlp.experts.3.gate_proj.weight"), or its name in the family's checkpoints, which
+        transformers' conversion rules know.
+    tensor: the values, on any device, with the shape that the weight has under that name. For weights in 4
+        bits float32, bfloat16 or float16, and finite.
+
+    The memory that holds the weight stays: compiled graphs and CUDA graphs see the new values. The method is
+    that of `prepare`; one that needs calibration becomes "search" ("fp8_exact" where its scales are). Once
+    all parts of an expert have come, its 4 bits are those of `prepare` of the new model. nvfp4 has one global
+    scale for gate and up: where one of the two comes alone, a copy of it is kept until the other comes.
+
+    Raises ValueError that names the weight if the model has none of that name, or the values do not fit it;
+    the weight then keeps its old values.
+    """
+    if not isinstance(tensor, Tensor):
+        raise ValueError(
+            f"fp4: update: the new values for {name} are a {type(tensor).__name__}, not a tensor"
+        )
+    model = getattr(model, "_orig_mod", model)  # torch.compile(model)
+    with torch.inference_mode(False), torch.no_grad():
+        if _update(model, name, name, tensor):
+            return
+        renamed = _by_rules(model, name, tensor)
+        if renamed is not None and _update(model, name, *renamed):
+            return
+    names = [n for n, _ in model.named_parameters()]
+    names += [n for n, m in model.named_modules() if isinstance(m, PackedWeight)]
+    alike = difflib.get_close_matches(name, names, n=3, cutoff=0.5)
+    raise ValueError(
+        f"fp4: update: the model has no weight {name}"
+        + f"; names like it are {', '.join(alike)}" * bool(alike)
+        + ". Give the name that it has in model.named_parameters() before prepare, or in its checkpoint"
+    )
+
+
+def _update(model: nn.Module, given: str, name: str, tensor: Tensor) -> bool:
+    """Whether the model has a weight `name`; it has the new values then. `given`: the name in errors."""
+    owner, parts = model, name.split(".")
+    while parts and (child := owner._modules.get(parts[0])) is not None:
+        if isinstance(child, PackedWeight):
+            break
+        owner, parts = child, parts[1:]
+    rest = ".".join(parts)
+    places = places_of(owner)
+    target = target_of(places, rest)
+    if target is not None:
+        place = places[target.attribute]
+        check(owner, place, target, given, tensor)
+        write(owner, place, target, tensor)
+        return True
+    held: Tensor | None = owner._parameters.get(rest)
+    held = owner._buffers.get(rest) if held is None else held
+    held = _part_of_a_stack(owner, rest) if held is None else held
+    if held is None:
+        return False
+    if held.shape != tensor.shape:
+        raise ValueError(
+            f"fp4: update: the new values for {given} have shape {list(tensor.shape)}; it must be "
+            f"{list(held.shape)}"
+        )
+    here, there = split_over_processes(held), split_over_processes(tensor)
+    if bool(here) != bool(there):
+        raise ValueError(
+            f"fp4: update: {given} is {here or 'a plain tensor'}, and the new values are "
+            f"{there or 'a plain tensor'}; both must be the same. Use distribute_tensor of "
+            "torch.distributed.tensor, or .full_tensor()"
+        )
+    held.copy_(tensor)
+    return True
+
+
+def _part_of_a_stack(owner: nn.Module, name: str) -> Tensor | None:
+    """One expert's matrix [N, K], or its gate or up, where the experts are stacked and not in 4 bits."""
+    form, match = form_of(owner), NUMBERED.match(name)
+    if form is None or match is None or match[2] not in MATRICES or "bias" in match[3]:
+        return None
+    matrix, half = MATRICES[match[2]]
+    stack = owner._parameters[form.gate_up if matrix == "gate_up" else form.down]
+    if stack is None or int(match[1]) >= len(stack):
+        return None
+    one = stack[int(match[1])]
+    one = one.T if form.transposed else one
+    if not half or form.gate_up == "up_proj":
+        return one
+    return one[HALVES.index(half) :: 2] if form.interleaved else one.chunk(2)[HALVES.index(half)]
+
+
+_rules: weakref.WeakKeyDictionary[nn.Module, Any] = weakref.WeakKeyDictionary()
+"""transformers' conversion rules of a model, which take long to collect."""
+
+
+def _by_rules(model: nn.Module, name: str, tensor: Tensor) -> tuple[str, Tensor] | None:
+    """(name, values) as the model has them, of a tensor of the family's checkpoints."""
+    if not hasattr(model, "base_model_prefix"):  # none of transformers' models
+        return None
+    from .checkpoints.placement import rules
+
+    known = _rules.get(model)
+    if known is None:
+        known = _rules[model] = rules(model)
+    try:
+        to = known(name)
+    except ValueError as error:
+        raise ValueError(f"fp4: update: {error}") from None
+    if to.expert is None:
+        for first, second in known.transposes(name):
+            tensor = tensor.transpose(first, second)
+        return to.parameter, tensor
+    owner, _, attribute = to.parameter.rpartition(".")
+    return f"{owner}.{to.expert}.{to.half + '_proj' if to.half else attribute}.weight", tensor
