@@ -15,6 +15,7 @@ from .dynamo.breaks import breaks_since, described, inside, known_breaks, reason
 from .dynamo.extend import CAPTURE, extend_dynamo
 from .dynamo.left_frames import noted
 from .dynamo.left_out import expert_parameters
+from .fail_open import failure
 from .naming import short_path
 from .options import parse
 from .pipeline import analyse
@@ -39,7 +40,9 @@ def explain(
     report = Report()
 
     def backend(gm: fx.GraphModule, inputs: Sequence[Any]) -> Callable[..., Any]:
-        report.frames.append(analyse(gm, inputs, chosen)[1])
+        frame = analyse(gm, inputs, chosen)[1]
+        frame.not_compiled = failure(frame.name)
+        report.frames.append(frame)
         return gm.forward
 
     model = getattr(model, "_orig_mod", model)

@@ -32,6 +32,7 @@ from .graph.nodes import (
     written_to,
 )
 from .graph.products import Product, find_products
+from .graph.strides import allow_any_strides
 from .index.reader import Reader
 from .index.terms import interning
 from .naming import called, input_name, location, module_path
@@ -227,6 +228,10 @@ def _inputs(s: _State) -> None:
     s.rewritten = Rewritten(s.gm, *s.writer.finish(s.fake_mode), s.also)
 
 
+def _strides(s: _State) -> None:
+    allow_any_strides(s.gm)
+
+
 PASSES: tuple[Pass[_State], ...] = (
     Pass("read_past_writes", _read_past_writes),
     Pass("decode", _decode),
@@ -239,6 +244,7 @@ PASSES: tuple[Pass[_State], ...] = (
     Pass("attention", _attention, when=lambda s: any(site.rewritten for site in s.sites)),
     Pass("sums", _sums, when=lambda s: any(site.rewritten for site in s.sites)),
     Pass("inputs", _inputs, when=lambda s: bool(s.writer.written or s.also)),
+    Pass("strides", _strides, when=lambda s: s.rewritten is not None),
 )
 """All that happens to a captured graph, in order."""
 

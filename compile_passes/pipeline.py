@@ -18,6 +18,7 @@ from .dynamo import left_out
 from .dynamo.extend import allow_scalars
 from .emit.one_precision import ReadTwice
 from .emit.repeat import undo_of
+from .fail_open import compiled_or_as_captured
 from .graph.traced_nodes import called, example
 from .naming import input_name
 from .options import Options, inductor_patches
@@ -133,19 +134,27 @@ def compile_graph(
     left_out.note(frame, inputs, looks_like_experts, options.strict)
     if options.strict:
         _refuse_what_stays(frame, looks_like_experts)
-    if rewritten is None:
+
+    def as_captured() -> Callable[..., Any]:
         if held:
-            return _or_as_captured(
+            return _or_uncompiled(
                 as_given, lambda: compile_fx(as_given, given, config_patches=options.inductor)
             )
-        ordinary = _or_as_captured(gm, lambda: compile_fx(gm, inputs, config_patches=options.inductor))
+        ordinary = _or_uncompiled(gm, lambda: compile_fx(gm, inputs, config_patches=options.inductor))
         return given_parts(ordinary, parts)
+
+    if rewritten is None:
+        return as_captured()
     examples = [*(inputs[i] for i in rewritten.keep), *rewritten.fakes]
     undo = undo_of(rewritten.gm.graph, len(rewritten.fakes))
     patches = {**inductor_patches(options), **({"freezing": False} if held else {})}
-    compiled = compile_fx(rewritten.gm, examples, config_patches=patches)
-    run = given_parts(_runtime(compiled, rewritten.keep, rewritten.swaps, undo), parts)
-    return with_held(run, held)
+
+    def as_rewritten() -> Callable[..., Any]:
+        compiled = compile_fx(rewritten.gm, examples, config_patches=patches)
+        run = given_parts(_runtime(compiled, rewritten.keep, rewritten.swaps, undo), parts)
+        return with_held(run, held)
+
+    return compiled_or_as_captured(frame, as_rewritten, as_captured, options.strict)
 
 
 def _refuse_what_stays(frame: Frame, looks_like_experts: bool) -> None:
@@ -164,7 +173,7 @@ def _runtime(
     return runtime(compiled, keep, swaps, undo)
 
 
-def _or_as_captured(gm: fx.GraphModule, compile: Callable[[], Callable[..., Any]]) -> Callable[..., Any]:
+def _or_uncompiled(gm: fx.GraphModule, compile: Callable[[], Callable[..., Any]]) -> Callable[..., Any]:
     """A loop over experts reaches Inductor only because Dynamo captures it for this backend: no failure."""
     try:
         return compile()

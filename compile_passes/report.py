@@ -139,6 +139,8 @@ class Frame:
     """What would help then."""
     also: list[str] = field(default_factory=list)
     """What was rewritten around the experts, in words."""
+    not_compiled: str = ""
+    """The error, if Inductor could not compile the rewritten graph in this process: it runs as captured."""
     passes: list[PassRun] = field(default_factory=list)
     """Each pass that ran, in order, with its time."""
 
@@ -152,7 +154,14 @@ class Frame:
             head += _count(self.sites)
         sites = ("  " + str(s).replace("\n", "\n  ") for s in self.sites)
         change = [f"  change: {self.change}"] if self.change else []
-        return "\n".join([head, *change, *sites, *(f"  {text}" for text in self.also)])
+        failed = [f"  {_NOT_COMPILED}{self.not_compiled}"] if self.not_compiled else []
+        return "\n".join([head, *failed, *change, *sites, *(f"  {text}" for text in self.also)])
+
+
+_NOT_COMPILED = (
+    "Inductor could not compile this graph with experts in 4 bits, so it runs as the model has it. "
+    "This is a fault of fp4_ops; please report it. The error: "
+)
 
 
 @dataclass

@@ -89,9 +89,11 @@ _capture_loops()
 
 def _reset() -> None:
     """torch.compiler.reset() forgets packed weights, and recorded CUDA graphs as it does for Inductor."""
+    from .compile_passes.fail_open import forget_failures
     from .compile_passes.weights.runtime import forget_all
 
     forget_all()
+    forget_failures()
     if torch.cuda.is_available():
         from torch._inductor.cudagraph_trees import reset_cudagraph_trees
 

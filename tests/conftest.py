@@ -50,6 +50,9 @@ AOTI = {"aot_inductor.precompile_headers": False, "aot_inductor.compile_wrapper_
 """Precompiled headers and fast wrappers cost more than they save the two packages that tests make."""
 SEED = int(os.environ.get("FP4_TEST_SEED") or int.from_bytes(os.urandom(4), "little"))
 os.environ["FP4_TEST_SEED"] = str(SEED)  # workers and other processes draw the same
+NOT_COMPILED = "error:Inductor cannot compile graph"
+"""A warning that fails a test: compile_passes/fail_open.py hides a fault from users, not from tests."""
+os.environ["PYTHONWARNINGS"] = ",".join(filter(None, [os.environ.get("PYTHONWARNINGS"), NOT_COMPILED]))
 
 
 def pytest_addoption(parser) -> None:
@@ -62,6 +65,7 @@ def emulates(config) -> bool:
 
 
 def pytest_configure(config) -> None:
+    config.addinivalue_line("filterwarnings", NOT_COMPILED)
     if emulates(config):
         emulated.pretend()
 

@@ -53,7 +53,8 @@ single_products: # ms, # -> # nodes
 topk: # ms, # -> # nodes
 attention: # ms, # -> # nodes
 sums: # ms, # -> # nodes
-inputs: # ms, # -> # nodes""",
+inputs: # ms, # -> # nodes
+strides: # ms, # -> # nodes""",
         )
 
 

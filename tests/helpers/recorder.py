@@ -34,12 +34,16 @@ def token_errors(got: torch.Tensor, want: torch.Tensor) -> tuple[float, float]:
 
 
 class Recorder:
-    """A backend that runs the rewritten graph without Inductor, and keeps what happened."""
+    """A backend that runs the rewritten graph without Inductor, and keeps what happened.
+
+    run: in Inductor's place; by default the graph runs as it is.
+    """
 
     sees_through_branches = True
 
-    def __init__(self, **options: Any) -> None:
+    def __init__(self, run: Callable[..., Any] | None = None, **options: Any) -> None:
         extend_dynamo()
+        self.run = run
         self.options = parse(None, options)
         self.compilations = 0
         self.frames: list[Frame] = []
@@ -48,7 +52,7 @@ class Recorder:
     def __call__(self, gm: torch.fx.GraphModule, inputs: Sequence[Any]) -> Callable[..., Any]:
         def run_graph(graph: torch.fx.GraphModule, inputs: Sequence[Any], config_patches: Any) -> Any:
             self.graphs.append(graph)
-            return graph
+            return graph if self.run is None else self.run(graph, inputs, config_patches)
 
         self.compilations += 1
         return compile_graph(gm, inputs, self.options, run_graph, self.frames.append)

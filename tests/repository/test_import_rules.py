@@ -32,11 +32,12 @@ ROOMS = {
         *("options", "pass_log", "recognise", "report", "trace", "weights"),
     },
     "precompiled": {"options", "weights"},
+    "fail_open": {"report"},
     "pipeline": {
-        *("advice", "dynamo", "emit", "graph", "naming", "options", "pass_log"),
+        *("advice", "dynamo", "emit", "fail_open", "graph", "naming", "options", "pass_log"),
         *("passes", "precompiled", "recognise", "report", "trace", "weights"),
     },
-    "explain": {"dynamo", "naming", "options", "pipeline", "report"},
+    "explain": {"dynamo", "fail_open", "naming", "options", "pipeline", "report"},
     "program": {"advice", "options", "pass_log", "passes", "report", "trace"},
     "cli": {"explain", "options"},
 }
