@@ -79,7 +79,7 @@ def test_each_pass_is_in_the_report_with_its_time(linear):
 def test_passes_of_an_exported_program():
     program = torch.export.export(Block("batched_mm").eval(), (torch.randn(4, Block.H),))
     names = [run.name for run in fp4_ops.rewrite(program).report.passes]
-    assert names[0] == "capture" and names[-1] == "inputs"
+    assert names[0] == "capture" and names[-1] == "strides"
 
 
 def test_a_graph_without_experts_has_no_passes():
@@ -144,7 +144,7 @@ def test_graphs_are_files_in_the_debug_folder(tmp_path):
     paths = sorted(tmp_path.rglob("*.py"))
     assert {p.parent for p in paths} == {paths[0].parent} and paths[0].parent.parent.name == "fp4_ops"
     names, texts = [p.stem for p in paths], [p.read_text() for p in paths]
-    assert names[:2] == ["00_input", "01_capture"] and names[-1].endswith("_inputs")
+    assert names[:2] == ["00_input", "01_capture"] and names[-1].endswith("_strides")
     assert all(text.startswith(f"# {frame.name}\n") for text in texts)
     assert all(a != b for a, b in itertools.pairwise(texts))  # a pass that changes nothing writes nothing
     assert "05_mixtures" in names and "06_batched_products" not in names
