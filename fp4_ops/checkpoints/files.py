@@ -53,6 +53,9 @@ CHUNK = 16 << 20
 class CheckpointError(ValueError):
     """A checkpoint that cannot be read as what it says it is. Names the file and the tensor."""
 
+    unknown_meaning = False
+    """Its config says something of the weights that is not computed here."""
+
 
 DAMAGED = "The file is damaged or not complete: fetch or export it again"
 OTHER_MODEL = "config.json describes another model than the files: take the one that was written with them"

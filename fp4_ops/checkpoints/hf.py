@@ -31,6 +31,7 @@ from .dialects import (
     check_requantize,
     dialects_of,
     holds_fp4,
+    is_eight_bits,
     quantization_config,
 )
 from .families import config_of, model_class, register_families
@@ -243,9 +244,11 @@ class _Dispatch:
         try:
             dialects = dialects_of(config)
             ours = _is_ours(dialects)
-        except CheckpointError:
-            # transformers leaves the global scales of compressed-tensors' nvfp4 experts out: no way round
-            if self.other is None or holds_fp4(config):
+        except CheckpointError as error:
+            # transformers leaves the global scales of compressed-tensors' nvfp4 experts out: no way round.
+            # Nor does it know what a key means that we do not.
+            unknown = error.unknown_meaning and not is_eight_bits(config)
+            if self.other is None or holds_fp4(config) or unknown:
                 raise
             ours = False
         else:

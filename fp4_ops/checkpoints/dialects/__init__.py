@@ -44,6 +44,7 @@ __all__ = [
     "dialects_of",
     "encode",
     "holds_fp4",
+    "is_eight_bits",
     "quantization_config",
     "scale_dtype",
     "stored_config",
@@ -92,6 +93,15 @@ def holds_fp4(config: dict[str, Any]) -> bool:
     return any(w.get("num_bits") == 4 and w.get("type") == "float" for w in kinds) or any(
         "fp4" in f for f in formats
     )
+
+
+def is_eight_bits(config: dict[str, Any]) -> bool:
+    """Whether a `quantization_config` says that no weight is in 4 bits, so that transformers may know it."""
+    groups = [g.get("weights") or {} for g in (config.get("config_groups") or {}).values()]
+    bits = [w.get("num_bits") for w in groups]
+    if config.get("quant_method") == "fp8" or config.get("bits", 4) != 4:
+        return True
+    return bool(bits) and 4 not in bits
 
 
 def check_order(dialects: Iterable[Dialect]) -> None:

@@ -8,16 +8,29 @@ from ..files import CheckpointError
 from . import gptq
 from .base import Dialect
 from .compressed_tensors import MXFP4_PACK, NVFP4_PACK
+from .keys import ROTATIONS, TUNING, Keys, all_of, is_set, transforms
 
 DIALECTS: tuple[Dialect, ...] = ()
 
 _FLOATS = {("mx_fp", 32): MXFP4_PACK, ("nv_fp", 16): NVFP4_PACK}
 """`data_type` and `group_size` of those that are packed as llm-compressor does it."""
 
+_NESTED = is_set("scales that are quantised themselves, which are not read")
+KEYS = Keys(
+    "AutoRound",
+    ("quant_method", "bits", "group_size", "sym", "data_type", "packing_format", "extra_config", "desc_act"),
+    (*TUNING, "block_name_to_quantize", "backend", "damp_percent", "lm_head", "modules_to_not_convert",
+     "true_sequential", "fixed_by_user"),
+    {**ROTATIONS, "transform_config": transforms, "super_bits": _NESTED, "super_group_size": _NESTED},
+)  # fmt: skip
+
 
 def claims(config: dict[str, Any], where: str) -> tuple[Dialect, ...] | None:
     if config.get("quant_method") not in ("auto-round", "auto_round", "intel/auto-round"):
         return None
+    KEYS.check(config, where)
+    for of, own in all_of(config.get("extra_config")):
+        KEYS.check(own, where, of)
     bits, kind = config.get("bits"), str(config.get("data_type", "int"))
     packing = str(config.get("packing_format") or "")
     for name, own in (config.get("extra_config") or {}).items():

@@ -12,6 +12,7 @@ from .base import Dialect
 from .fp4 import FP4Dialect
 from .fp8 import EightBits
 from .int4 import ASYMMETRIC, OUT_OF_ORDER, Int4Dialect, of_group
+from .keys import Keys, all_of, is_set, sparsity, transforms
 
 _KV = (".k_scale", ".v_scale", ".q_scale")
 NVFP4_PACK = FP4Dialect(
@@ -37,6 +38,21 @@ DIALECTS: tuple[Dialect, ...] = (NVFP4_PACK, MXFP4_PACK, PACK_INT4, NAIVE_INT4, 
 
 _INT4 = {d.name: d for d in (PACK_INT4, NAIVE_INT4)} | {"int-quantized": NAIVE_INT4}
 _FP4 = {d.name: d for d in (NVFP4_PACK, MXFP4_PACK)}
+_MAKER = "compressed-tensors"
+KEYS = Keys(
+    _MAKER,
+    ("quant_method", "format", "config_groups"),
+    ("ignore", "kv_cache_scheme", "quantization_status", "global_compression_ratio", "version", "provider",
+     "attention_input_activations", "run_compressed", "dequantize", "use_optimized_inference"),
+    {"transform_config": transforms, "sparsity_config": sparsity,
+     "moe_sparsity_config": is_set("the model runs without some of its experts, which is not read")},
+)  # fmt: skip
+GROUP_KEYS = Keys(_MAKER, ("weights", "format"), ("targets", "input_activations", "output_activations"))
+WEIGHT_KEYS = Keys(
+    _MAKER,
+    ("num_bits", "type", "symmetric", "group_size", "block_structure", "actorder", "strategy"),
+    ("dynamic", "observer", "observer_kwargs", "scale_dtype", "zp_dtype"),
+)
 _EIGHT = ("float-quantized", "int-quantized", "naive-quantized", "mxfp8-quantized")
 
 
@@ -44,6 +60,10 @@ def claims(config: dict[str, Any], where: str) -> tuple[Dialect, ...] | None:
     """Each of `config_groups` has its format, or they have the config's."""
     if config.get("quant_method") != "compressed-tensors":
         return None
+    KEYS.check(config, where)
+    for of, group in all_of(config.get("config_groups")):
+        GROUP_KEYS.check(group, where, of)
+        WEIGHT_KEYS.check((group or {}).get("weights"), where, f"{of}, weights")
     whole = config.get("format")
     groups = list((config.get("config_groups") or {}).values()) or [{}]
     # A group that quantises no weights is about activations or the cache.
@@ -78,6 +98,8 @@ def _dialect(format: str | None, weights: dict[str, Any], where: str) -> Dialect
     """What one group is stored in."""
     bits, kind = weights.get("num_bits"), weights.get("type", "int")
     if format in _FP4:
+        if not weights.get("symmetric", True):
+            raise _unknown(where, f"{format} weights that are not symmetric")
         return _FP4[format]
     if format in _EIGHT and bits == 8:
         if not weights.get("symmetric", True):

@@ -11,6 +11,7 @@ from ..files import CheckpointError
 from .base import Dialect
 from .fp4 import FP4Dialect
 from .fp8 import EightBits
+from .fp8_blocks import KEYS
 
 DEEPSEEK_FP4 = FP4Dialect("deepseek-fp4", "mxfp4", ".weight", ".scale", code_dtypes=(torch.int8,))
 DEEPSEEK_FP8 = EightBits("deepseek-fp8", "fp8", ".weight", ".scale")
@@ -21,6 +22,7 @@ def claims(config: dict[str, Any], where: str) -> tuple[Dialect, ...] | None:
     """`expert_dtype` tells them from folders that are in fp8 altogether."""
     if config.get("quant_method") != "fp8" or config.get("expert_dtype") != "fp4":
         return None
+    KEYS.check(config, where)
     size = config.get("weight_block_size") or (128, 128)
     if len(size) != 2:
         raise CheckpointError(f"fp4: {where} has weight_block_size {size!r}; it must be two numbers")

@@ -11,6 +11,7 @@ from ..files import CheckpointError, TensorInfo
 from .base import STACKS, Codes, Dialect, Read, StoredWeight
 from .fp4 import FP4Dialect
 from .fp8 import EightBits
+from .keys import Keys, all_of, is_set
 
 _KV = (".k_scale", ".v_scale", ".q_scale", ".k_bmm_quantizer._amax", ".v_bmm_quantizer._amax")
 _FORBIDDEN = (".pre_quant_scale",)
@@ -97,6 +98,24 @@ _ALGORITHMS: dict[str, tuple[Dialect, ...]] = {
 }
 """`quant_algo` to the dialects of its weights. Those with AWQ scale the inputs, too: nothing here does."""
 
+_SCALED = is_set("it scales the inputs of layers, which no operator does")
+_REFUSED = {
+    "pre_quant_scale": _SCALED,
+    "lora_rank": is_set("its products have a part of low rank beside them, which is not computed"),
+    "has_zero_point": is_set("weights with zero points, which are not read"),
+}
+KEYS = Keys(
+    "ModelOpt",
+    ("quant_method", "quant_algo", "quantization", "quantized_layers", "config_groups"),
+    ("ignore", "exclude_modules", "producer", "kv_cache_scheme", "kv_cache_quant_algo", "group_size",
+     "version"),
+    _REFUSED,
+)  # fmt: skip
+LAYER_KEYS = Keys("ModelOpt", ("quant_algo",), ("group_size",), _REFUSED)
+GROUP_KEYS = Keys(
+    "ModelOpt", (), ("targets", "weights", "input_activations", "output_activations", "quant_algo"), _REFUSED
+)
+
 
 def claims(config: dict[str, Any], where: str) -> tuple[Dialect, ...] | None:
     """`quant_algo` is in the config itself, or in its "quantization" (hf_quant_config.json).
@@ -107,6 +126,12 @@ def claims(config: dict[str, Any], where: str) -> tuple[Dialect, ...] | None:
     algorithm = config.get("quant_algo") or (inner.get("quant_algo") if isinstance(inner, dict) else None)
     if config.get("quant_method") != "modelopt" and not algorithm:
         return None
+    for part in (config, inner if isinstance(inner, dict) else {}):
+        KEYS.check(part, where)
+        for of, own in all_of(part.get("quantized_layers")):
+            LAYER_KEYS.check(own, where, of)
+        for of, own in all_of(part.get("config_groups")):
+            GROUP_KEYS.check(own, where, of)
     if algorithm == "MIXED_PRECISION":
         layers = config.get("quantized_layers") or inner.get("quantized_layers") or {}
         named = {name: (layer or {}).get("quant_algo") for name, layer in layers.items()}
