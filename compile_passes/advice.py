@@ -275,6 +275,10 @@ NO_ATTRIBUTES = (
 NO_RESIZE = "do not change an input's shape or strides in place: return a view of it"
 OWN_MEMORY = "clone one of the two, so that what the graph writes to has memory of its own"
 PURE = "return new values instead of writing them to buffers or inputs (a cache, a counter)"
+STACK_DEPTH = (
+    "call the compiled model for the first time where fewer calls are nested, or raise "
+    "sys.setrecursionlimit: Python's stack was full"
+)
 FAULT = none(
     "this is a fault of fp4_ops, please report it with the model; the log at level DEBUG has the traceback"
 )

@@ -71,7 +71,7 @@ def analyse(gm: fx.GraphModule, inputs: Sequence[Any], options: Options) -> tupl
         log.debug("the passes failed", exc_info=True)
         failed = f"pass {passes.current}" if passes.current else "the passes"
         frame.note = f"left to Inductor, {failed} failed: {type(error).__name__}: {error}"
-        frame.change = advice.FAULT
+        frame.change = advice.STACK_DEPTH if isinstance(error, RecursionError) else advice.FAULT
         return None, frame
     return rewritten, frame
 

@@ -22,6 +22,19 @@ class Opaque(Exception):
     """This node has no term but itself."""
 
 
+MOST_NESTED = 16
+"""How many reads may be inside one another. Each takes four to six Python frames, and the caller and Dynamo
+may have used most of the thousand that Python allows."""
+
+
+class _ReadFirst(Exception):
+    """Unwinds reads that are nested too deeply: `node` at `level` must be read before them."""
+
+    def __init__(self, node: fx.Node, level: int) -> None:
+        super().__init__()
+        self.asked = node, level
+
+
 def same(a: Any, b: Any) -> bool:
     if isinstance(a, int) and isinstance(b, int):  # mostly; a SymInt is no int
         return a == b
@@ -54,6 +67,8 @@ class Values:
         """Of sorted rows: the place that each had before, over `bound` as it was before any cut."""
         self._parts: dict[ChosenRows, list[ChosenRows]] = {}
         """Of sorted rows: those of each expert, which together are all."""
+        self._nested = 0
+        """How many reads are under way, one inside the other."""
 
     def _read(self, node: fx.Node, level: int) -> Value:
         raise NotImplementedError
@@ -61,20 +76,45 @@ class Values:
     # --- values ---
 
     def value(self, node: fx.Node, level: int) -> Value:
-        key = (node, level)
-        found = self._values.get(key)
-        if found is None:
+        """Read `node`, and before it what it is made of.
+
+        A sum over 1024 experts is a chain of as many nodes. So the stack does not grow with the graph: where
+        reads nest too deeply, the innermost one is done first, by itself, and the outer ones begin again.
+        """
+        found = self._values.get((node, level))
+        if found is not None:
+            return found
+        if self._nested == MOST_NESTED:
+            raise _ReadFirst(node, level)
+        if self._nested:
+            return self._read_once(node, level)
+        waiting = [(node, level)]
+        while waiting:
             try:
-                found = self._read(node, level)
-            except Refusal as refusal:
-                self.refusals.setdefault(node, refusal)
-                found = self.opaque(node)
-            except Opaque:
-                found = self.opaque(node)
-            except Exception:  # a fault of ours is no reason to lose the rest of the graph
-                log.warning("fp4: reading %s (%s) failed; please report it", node, node.target, exc_info=True)
-                found = self.opaque(node)
-            self._values[key] = found
+                found = self._read_once(*waiting[-1])
+                waiting.pop()
+            except _ReadFirst as first:
+                waiting.append(first.asked)
+        assert found is not None
+        return found
+
+    def _read_once(self, node: fx.Node, level: int) -> Value:
+        self._nested += 1
+        try:
+            found = self._read(node, level)
+        except Refusal as refusal:
+            self.refusals.setdefault(node, refusal)
+            found = self.opaque(node)
+        except Opaque:
+            found = self.opaque(node)
+        except (_ReadFirst, RecursionError):
+            raise
+        except Exception:  # a fault of ours is no reason to lose the rest of the graph
+            log.warning("fp4: reading %s (%s) failed; please report it", node, node.target, exc_info=True)
+            found = self.opaque(node)
+        finally:
+            self._nested -= 1
+        self._values[node, level] = found
         return found
 
     def opaque(self, node: fx.Node) -> Value:

@@ -9,7 +9,7 @@ from torch import fx
 
 from ..graph.nodes import aten
 from .axes import Opaque
-from .terms import AnyOf, Apply, Mul, Sum, Term
+from .terms import AnyOf, Apply, Mul, Sum, Term, flatten
 
 INDICATOR = (aten.eq, aten.ne, aten.ge, aten.gt, aten.le, aten.lt)
 
@@ -21,20 +21,21 @@ def indicator(node: fx.Node, a: Term, b: Term) -> Apply:
 
 def is_indicator(term: Term) -> bool:
     """Whether a term is built from comparisons, and so is 0 or 1 (or a count of them)."""
-    if isinstance(term, Apply):
-        return term.op in INDICATOR
-    if isinstance(term, (Sum, AnyOf)):
-        return is_indicator(term.body)
-    if isinstance(term, Mul):
-        return all(map(is_indicator, term.args))
-    return False
+    todo = [term]
+    while todo:
+        t = todo.pop()
+        if isinstance(t, (Sum, AnyOf)):
+            todo.append(t.body)
+        elif isinstance(t, Mul):
+            todo += t.args
+        elif not (isinstance(t, Apply) and t.op in INDICATOR):
+            return False
+    return True
 
 
 def is_boolean(term: Term) -> bool:
     """Whether an indicator is never more than 1."""
-    if isinstance(term, Mul):
-        return all(map(is_boolean, term.args))
-    return is_indicator(term) and not isinstance(term, Sum)
+    return all(is_indicator(f) and not isinstance(f, Sum) for f in flatten(term, Mul))
 
 
 def as_boolean(term: Term) -> Term:

@@ -39,8 +39,8 @@ from .terms import (
     Term,
     Value,
     coordinate,
-    rebuild,
     substitute,
+    transform,
 )
 
 
@@ -189,17 +189,14 @@ class SortedRows(Values):
     @staticmethod
     def _of_experts(term: Term, key: Term, experts: int) -> Term:
         """`term` where the id `key` is one of so many experts: without conditions that say so."""
-        memo: dict[Term, Term] = {}
 
-        def go(t: Any) -> Any:
+        def at(t: Term) -> Term | None:
             if not isinstance(t, Composite):
                 return t
-            if t not in memo:
-                rest = [f for f in t.args if not _is_id_below(f, key, experts)] if isinstance(t, Mul) else []
-                memo[t] = go(rest[0]) if len(rest) == 1 else rebuild(t, go)
-            return memo[t]
+            rest = [f for f in t.args if not _is_id_below(f, key, experts)] if isinstance(t, Mul) else []
+            return transform(rest[0], at) if len(rest) == 1 else None
 
-        return go(term)
+        return transform(term, at)
 
 
 def sorted_rows(v: Value, d: int) -> ChosenRows | None:

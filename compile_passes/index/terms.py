@@ -10,7 +10,7 @@ from __future__ import annotations
 import contextlib
 import itertools
 import threading
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
@@ -341,26 +341,52 @@ Replaced = TypeVar("Replaced", bound=Term)
 
 def substitute(term: Any, mapping: Mapping[Replaced, Term]) -> Any:
     """`term` with axes replaced, all at once."""
-    if not mapping:
+    if not mapping or not isinstance(term, Term):
         return term
-    memo: dict[Term, Term] = dict(mapping.items())
-
-    def go(t: Any) -> Any:
-        if not isinstance(t, Term):
-            return t
-        done = memo.get(t)
-        if done is None:
-            done = memo[t] = rebuild(t, go)
-        return done
-
-    return go(term)
+    return _transformed(term, dict(mapping.items()), None, with_refs=True)
 
 
-def rebuild(t: Term, go: Any) -> Term:
+def transform(term: Term, at: Callable[[Term], Term | None], with_refs: bool = True) -> Term:
+    """`term` with `at(part)` in place of each part, from the outside in; None: the part's own parts are next.
+
+    Without `with_refs` what is rebuilt forgets which node computes it."""
+    return _transformed(term, {}, at, with_refs)
+
+
+def _transformed(
+    term: Term, done: dict[Term, Term], at: Callable[[Term], Term | None] | None, with_refs: bool
+) -> Term:
+    """`done`: what parts become, as far as that is known.
+
+    A term may be as deep as the graph is long, so a list holds what is begun, not Python's stack."""
+    begun = [term]
+    while begun:
+        t = begun[-1]
+        if t not in done:
+            new = t if isinstance(t, (Axis, Const)) else at(t) if at is not None else None
+            if new is None:
+                own = None if with_refs or not isinstance(t, Composite) else t.ref
+                chosen, parts = None, t.children()
+                if isinstance(t, Choose):  # of which a number may leave one option: no need for the others
+                    index = done.get(t.index)
+                    chosen = t.options[index.value] if isinstance(index, Const) else None
+                    if index is None or chosen is not None:
+                        parts = iter([t.index if chosen is None else chosen])
+                missing = [c for c in parts if c not in done and c is not own]
+                if missing:
+                    begun += missing
+                    continue
+                new = _rebuilt(t, done.__getitem__, with_refs) if chosen is None else done[chosen]
+            done[t] = new
+        begun.pop()
+    return done[term]
+
+
+def _rebuilt(t: Term, go: Callable[[Any], Any], with_refs: bool) -> Term:
     """`t` with `go` applied to its children."""
 
     def ref(r: Ref | None) -> Any:
-        return None if r is None else go(r)
+        return None if r is None or not with_refs else go(r)
 
     if isinstance(t, (Axis, Const)):
         return t

@@ -20,8 +20,8 @@ from ..index.terms import (
     described,
     flatten,
     free_axes,
-    rebuild,
     substitute,
+    transform,
 )
 
 GATE, UP = Axis(0, "gate"), Axis(0, "up")
@@ -62,17 +62,7 @@ def _over(inputs: tuple[Term, ...], names: dict[Term, Term], site: fx.Node) -> T
 
 def bare(term: Term) -> Term:
     """Without the nodes that compute its parts, so that experts compare equal."""
-
-    def go(t: Any) -> Any:
-        if isinstance(t, Apply):
-            return Apply(t.op, [go(a) if isinstance(a, Term) else a for a in t.args], t._fields[2])
-        if isinstance(t, Mul):
-            return Mul(go(t.args[0]), go(t.args[1]))
-        if isinstance(t, Add):
-            return Add([go(a) for a in t.args])
-        return rebuild(t, lambda c: None if c is getattr(t, "ref", None) else go(c))
-
-    return go(term)
+    return transform(term, lambda t: None, with_refs=False)
 
 
 def _product(factors: list[Term]) -> Term:

@@ -32,8 +32,8 @@ from ..index.terms import (
     described,
     flatten,
     free_axes,
-    rebuild,
     substitute,
+    transform,
     walk,
 )
 
@@ -98,16 +98,15 @@ def split_after(
     """The factors that a row of the output `core` (of `weight`) is scaled by element by element, or by a mean
     over it: as one term over OUT and the hidden axis; the other factors."""
 
-    def go(t: Term) -> Term:
+    def at(t: Term) -> Term | None:
         if t is core:
             return OUT
         if isinstance(t, Mean) and len(t.axes) == 1 and same(t.axes[0].size, hidden.size):
             return Mean((hidden,), go(substitute(t.body, {t.axes[0]: hidden})))
-        if isinstance(t, Apply):
-            return Apply(t.op, [go(a) if isinstance(a, Term) else a for a in t.args], t._fields[2])
-        if isinstance(t, Mul):
-            return Mul(go(t.args[0]), go(t.args[1]))
-        return Add(map(go, t.args)) if isinstance(t, Add) else t
+        return None if isinstance(t, (Apply, Mul, Add)) else t
+
+    def go(t: Term) -> Term:
+        return transform(t, at, with_refs=False)
 
     after: Term = OUT
     rest = []
@@ -195,11 +194,13 @@ def demote(term: Term, masks: bool = False) -> Term:
     """A computed term as an element of the node that computes it; routing need not be known further.
 
     masks: also if masks are among what computes it, as they do not say whose output it scales."""
-    if isinstance(term, Composite) and term.ref is not None and (masks or not has_masks(term)):
-        return term.ref
-    if isinstance(term, (Apply, Mul)):
-        return rebuild(term, lambda t: demote(t, masks) if isinstance(t, Term) else t)
-    return term
+
+    def at(t: Term) -> Term | None:
+        if isinstance(t, Composite) and t.ref is not None and (masks or not has_masks(t)):
+            return t.ref
+        return None if isinstance(t, (Apply, Mul)) else t
+
+    return transform(term, at)
 
 
 def has_masks(term: Term) -> bool:
@@ -244,14 +245,16 @@ def along(term: Ref, e: int, place: Axis) -> Ref: ...
 def along(term: Term, e: int, place: Axis) -> Term: ...
 def along(term: Term, e: int, place: Axis) -> Term:
     """`term` where `place` is e, with `place` for e: slice e of a buffer as the slice of any expert."""
-    if isinstance(term, Ref):
-        of_slice = [_along(i, s, e, place) for i, s in zip(term.index, shape(term.node))]
+
+    def at(t: Term) -> Term | None:
+        if not isinstance(t, Ref):
+            return None if isinstance(t, (Apply, Mul)) else t
+        of_slice = [_along(i, s, e, place) for i, s in zip(t.index, shape(t.node))]
         if sum(i is not None for i in of_slice) != 1:
-            return term
-        return Ref(term.node, [i if new is None else new for i, new in zip(term.index, of_slice)])
-    if isinstance(term, (Apply, Mul)):
-        return rebuild(term, lambda t: along(t, e, place) if isinstance(t, Term) else t)
-    return term
+            return t
+        return Ref(t.node, [i if new is None else new for i, new in zip(t.index, of_slice)])
+
+    return transform(term, at)
 
 
 def _along(i: Term, size: Any, e: int, place: Axis) -> Term | None:
@@ -279,15 +282,17 @@ def _along(i: Term, size: Any, e: int, place: Axis) -> Term | None:
 
 def in_general(term: Term, e: int, choice: int | None) -> Term:
     """`term` with this branch's expert and choice named E and J, so that branches compare equal."""
-    if isinstance(term, Ref):
-        index = list(term.index)
-        fixed = [d for d, i in enumerate(index) if isinstance(i, Const) and not same(shape(term.node)[d], 1)]
+
+    def at(t: Term) -> Term | None:
+        if not isinstance(t, Ref):
+            return None if isinstance(t, (Apply, Mul)) else t
+        index = list(t.index)
+        fixed = [d for d, i in enumerate(index) if isinstance(i, Const) and not same(shape(t.node)[d], 1)]
         for d in fixed:
             if choice is not None and d == len(index) - 1 and index[d].value == choice:  # type: ignore[attr-defined]
                 index[d] = J
             elif index[d].value == e:  # type: ignore[attr-defined]
                 index[d] = E
-        return Ref(term.node, index)
-    if isinstance(term, (Apply, Mul)):
-        return rebuild(term, lambda t: in_general(t, e, choice) if isinstance(t, Term) else t)
-    return term
+        return Ref(t.node, index)
+
+    return transform(term, at)

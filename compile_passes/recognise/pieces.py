@@ -138,16 +138,18 @@ class Pieces:
         return tuple(t for t in lin.input if t not in gains), gains
 
     def has_down(self, term: Term) -> bool:
-        if term not in self._has_down:
-            self._has_down[term] = (
-                self.is_down(term)
-                or self.apart(term) is not None
-                or (
-                    isinstance(term, (Mul, Add, Sum, Choose))
-                    and any(self.has_down(c) for c in _arguments(term))
-                )
-            )
-        return self._has_down[term]
+        known, begun = self._has_down, [term]
+        while begun:
+            t = begun[-1]
+            if t not in known:
+                own = self.is_down(t) or self.apart(t) is not None
+                first = None if own else next((p for p in _parts(t) if known.get(p) is not False), None)
+                if first is not None and first not in known:
+                    begun.append(first)
+                    continue
+                known[t] = own or first is not None
+            begun.pop()
+        return known[term]
 
     def has_experts(self, term: Term) -> bool:
         return any(map(self.is_down, walk(term)))
@@ -166,35 +168,31 @@ class Pieces:
 
     def expand(self, term: Term) -> Iterator[tuple[tuple[Axis, ...], tuple[Term, ...], Term | None]]:
         """The addends of a term as (summed axes, factors, the down product or None)."""
-        if not self.has_down(term):
-            yield (), (term,), None
-        elif self.is_down(term):
-            yield (), (), term
-        elif (apart := self.apart(term)) is not None:
-            yield apart.experts, apart.factors, apart.down
-        elif isinstance(term, Add):
-            for t in term.args:
-                yield from self.expand(t)
-        elif isinstance(term, Choose):
-            if not isinstance(term.index, (Ref, Axis)):
-                yield (), (term,), None
-                return
-            # By a row's id, or its place: one of them is an expert's output, wherever the id is its.
-            for e, t in enumerate(term.options):
-                for axes, factors, core in self.expand(t):
-                    yield axes, (*factors, eq(term.index, e)), core
-        elif isinstance(term, Sum):
-            addends = self._written_out(term)
-            for t in addends:
-                yield from self.expand(t)
-            if not addends:
-                for axes, factors, core in self.expand(term.body):
-                    yield (*term.axes, *axes), factors, core
-        else:
-            assert isinstance(term, Mul)
-            a, b = term.args if self.has_down(term.args[0]) else term.args[::-1]
-            for axes, factors, core in self.expand(a):
-                yield axes, (*factors, *parts(b)), core
+        todo: list[tuple[tuple[Axis, ...], tuple[Term, ...], Term]] = [((), (), term)]
+        while todo:  # the axes and the factors that stand around a term
+            axes, factors, t = todo.pop()
+            if not self.has_down(t):
+                yield axes, (t, *factors), None
+            elif self.is_down(t):
+                yield axes, factors, t
+            elif (apart := self.apart(t)) is not None:
+                yield (*axes, *apart.experts), (*apart.factors, *factors), apart.down
+            elif isinstance(t, Add):
+                todo += [(axes, factors, a) for a in t.args][::-1]
+            elif isinstance(t, Choose):
+                at = t.index
+                if isinstance(at, (Ref, Axis)):
+                    # By a row's id, or its place: one option is an expert's output, wherever the id is its.
+                    todo += [(axes, (eq(at, e), *factors), o) for e, o in enumerate(t.options)][::-1]
+                else:
+                    yield axes, (t, *factors), None
+            elif isinstance(t, Sum):
+                addends = [(axes, factors, a) for a in self._written_out(t)]
+                todo += addends[::-1] or [((*axes, *t.axes), factors, t.body)]
+            else:
+                assert isinstance(t, Mul)
+                a, b = t.args if self.has_down(t.args[0]) else t.args[::-1]
+                todo.append((axes, (*parts(b), *factors), a))
 
 
 def _is_matrix(weight: Ref) -> bool:
@@ -221,7 +219,10 @@ def _is_before(axis: Axis, other: Axis, weight: Ref) -> bool:
     return axis in weight.index and weight.index.index(axis) < weight.index.index(other)
 
 
-def _arguments(term: Term) -> tuple[Term, ...]:
+def _parts(term: Term) -> tuple[Term, ...]:
+    """The terms that a sum, a product or a choice is made of, among which products may be."""
     if isinstance(term, Choose):
         return term.options
-    return (term.body,) if isinstance(term, Sum) else term.args  # type: ignore[attr-defined]
+    if isinstance(term, Sum):
+        return (term.body,)
+    return term.args if isinstance(term, (Mul, Add)) else ()

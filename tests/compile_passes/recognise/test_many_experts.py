@@ -1,0 +1,130 @@
+"""Loops over hundreds of experts, and many layers of loops, compiled from deep within a program."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable
+from typing import TypeVar
+
+import pytest
+import torch
+import torch.nn.functional as F
+from conftest import more
+from moe_style_base import Style, twin_of
+from recorder import Recorder, relative_error
+from torch import Tensor, nn
+
+from fp4_ops.compile_passes import advice
+from fp4_ops.compile_passes.index.reader import Reader
+
+pytestmark = pytest.mark.usefixtures("fresh_dynamo")
+
+H, INTER, FRAMES = 16, 16, 500
+T = TypeVar("T")
+
+
+def below(frames: int, f: Callable[[], T]) -> T:
+    """Call `f` with so many more frames on Python's stack, as a server or a framework has them."""
+    return below(frames - 1, f) if frames else f()
+
+
+class Experts(Style):
+    """Two parameters hold all experts; `experts_of` visits one after the other."""
+
+    def build(self) -> None:
+        self.up = nn.Parameter(torch.randn(self.E, 2 * INTER, H) * H**-0.5)
+        self.down = nn.Parameter(torch.randn(self.E, H, INTER) * INTER**-0.5)
+
+    def matrices(self, e: int) -> list[list[Tensor]]:
+        return [[self.up[e]], [self.down[e]]]
+
+    def expert(self, e: int, x: Tensor) -> Tensor:
+        gate, up = F.linear(x, self.up[e]).chunk(2, -1)
+        return F.linear(F.silu(gate) * up, self.down[e])
+
+    def weight(self, e: int, ids: Tensor, weights: Tensor) -> Tensor:
+        return (weights * (ids == e)).sum(-1, keepdim=True)
+
+
+class Plus(Experts):
+    def experts_of(self, x: Tensor, ids: Tensor, weights: Tensor) -> Tensor:
+        out = torch.zeros_like(x)
+        for e in range(self.E):
+            out = out + self.expert(e, x) * self.weight(e, ids, weights)
+        return out
+
+
+class IndexAdd(Experts):
+    def experts_of(self, x: Tensor, ids: Tensor, weights: Tensor) -> Tensor:
+        out = torch.zeros_like(x)
+        for e in range(self.E):
+            token, choice = torch.where(ids == e)
+            out.index_add_(0, token, self.expert(e, x[token]) * weights[token, choice, None])
+        return out
+
+
+class IndexPut(Experts):
+    def experts_of(self, x: Tensor, ids: Tensor, weights: Tensor) -> Tensor:
+        out = torch.zeros_like(x)
+        for e in range(self.E):
+            mask = (ids == e).any(-1)
+            out[mask] += self.expert(e, x[mask]) * self.weight(e, ids, weights)[mask]
+        return out
+
+
+class Stack(Experts):
+    def experts_of(self, x: Tensor, ids: Tensor, weights: Tensor) -> Tensor:
+        outputs = [self.expert(e, x) * self.weight(e, ids, weights) for e in range(self.E)]
+        return torch.stack(outputs).sum(0)
+
+
+class Layers(nn.Module):
+    def __init__(self, form: type[Experts], layers: int, experts: int) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(form(experts, hidden=H, inter=INTER) for _ in range(layers))
+
+    def forward(self, x: Tensor) -> Tensor:
+        for layer in self.layers:
+            x = x + layer(x)
+        return x
+
+
+def slowly(*values: object) -> object:
+    return pytest.param(*values, marks=[pytest.mark.slow, pytest.mark.more])
+
+
+@pytest.mark.parametrize(
+    ("form", "layers", "experts"),
+    [
+        (Plus, 2, 128),
+        more(Stack, 2, 128),
+        *(slowly(form, 2, 256) for form in (Plus, IndexAdd, IndexPut, Stack)),
+        slowly(IndexAdd, 2, 512),
+        slowly(IndexAdd, 60, 8),
+    ],
+)
+def test_each_loop_becomes_one_operator(form, layers, experts):
+    """A layer's sum is a chain of all its experts, and half of Python's stack is the caller's."""
+    model = Layers(form, layers, experts)
+    recorder, x = Recorder(activation="bf16"), torch.randn(24, H)
+    compiled = torch.compile(model, backend=recorder, fullgraph=True)
+    with torch.no_grad():
+        got, want = below(FRAMES, lambda: compiled(x)), twin_of(model)(x)
+    assert recorder.ops == ["fp4::moe"] * layers, recorder.reasons
+    assert recorder.compilations == 1
+    assert relative_error(got, want) < 1e-4
+
+
+def test_the_reason_is_true_where_the_stack_is_full(monkeypatch, caplog):
+    """Nothing says that a step is not understood, and no one is asked to report what is no fault of ours."""
+
+    def full(*_: object) -> None:
+        raise RecursionError("maximum recursion depth exceeded")
+
+    monkeypatch.setattr(Reader, "_read", full)
+    recorder = Recorder(activation="bf16")
+    with torch.no_grad(), caplog.at_level(logging.WARNING, "fp4_ops"):
+        torch.compile(Layers(Plus, 1, 4), backend=recorder, fullgraph=True)(torch.randn(3, H))
+    (frame,) = recorder.frames
+    assert "RecursionError" in frame.note and frame.change == advice.STACK_DEPTH
+    assert not frame.sites and "please report" not in caplog.text
