@@ -14,6 +14,7 @@ from .backends import available, multiplies_fp4
 from .library_files import library_path
 from .meta.formats import FORMATS
 from .meta.layouts import preferred_layout
+from .meta.text import in_short
 
 _COMPILED = "tests compile its kernels and check what they need; nobody has run them"
 TESTED = {"9.0": "tests run its kernels"} | dict.fromkeys(
@@ -148,7 +149,7 @@ def _cpu_kernels() -> Kernels:
     try:
         family = torch.ops.fp4.cpu_capability()
     except RuntimeError as error:  # FP4_CPU_CAPABILITY asks for what this machine lacks
-        family = f"none: {str(error).splitlines()[0]}"
+        family = f"none: {in_short(error)}"
     return Kernels("cpu", family, "float32, bfloat16, float16, int8, fp8, FP4", preferred_layout("cpu"))
 
 

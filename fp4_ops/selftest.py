@@ -20,6 +20,7 @@ from .backends import available, multiplies_fp4, reader
 from .info import info
 from .meta.formats import A_FORMATS, ACTIVATIONS, FORMATS, FP4_FORMATS
 from .meta.layouts import LAYOUTS, preferred_layout
+from .meta.text import in_short
 from .oracle import (
     DTYPES,
     F64,
@@ -197,7 +198,7 @@ def run(device: str, show: Callable[[str], None] = print) -> Result:
             try:
                 error = relative_error(*(block if case.operator == "moe" else product)(case, device))
             except RuntimeError as raised:
-                show(f"RAISED  {device}  {case}: {str(raised).splitlines()[0]}")
+                show(f"RAISED  {device}  {case}: {in_short(raised)}")
                 error = float("inf")
             note(case.operator, str(case), error, bound(case))
         result.us = times(device)

@@ -21,17 +21,18 @@ import sympy
 import torch
 from torch import fx
 from torch._dynamo.bytecode_analysis import JUMP_OPCODES, TERMINAL_OPCODES
-from torch._dynamo.exc import RestartAnalysis, UnspecializeRestartAnalysis, Unsupported
+from torch._dynamo.exc import RestartAnalysis, UnspecializeRestartAnalysis
 from torch._dynamo.utils import counters
-from torch.fx.experimental.symbolic_shapes import GuardOnDataDependentSymNode, free_unbacked_symbols
+from torch.fx.experimental.symbolic_shapes import free_unbacked_symbols
 
+from ...meta.text import in_short
 from .. import advice
 from ..graph.traced_nodes import called, example, same_elements
 from . import known_values
 from .asserts import into_the_graph
 from .bytecode import asks_for
 from .empty_masks import Unproved, empty_with
-from .empty_rows import Named, Nothing, Way, counted, has_all_rows, in_short
+from .empty_rows import Named, Nothing, Way, counted, has_all_rows
 
 SEEN_THROUGH, KEPT = "fp4_branches_seen_through", "fp4_branches_kept"
 """Of `torch._dynamo.utils.counters`: places (file:line), and "file:line stays a branch: why" (or a loop)
@@ -51,16 +52,13 @@ def answering_first(method: Handler) -> Handler:
         if _GROWN in vars(tx.output):
             _asks_whether_there_are_rows(tx, inst)
         answer = known_values.number(tx.stack[-1])
-        if answer is None and wanted(tx.output):
+        if answer is None:
             if into_the_graph(tx, inst):
                 return
             answer = _take_the_way_that_works(tx, inst)
         if answer is not None:
             tx.stack[-1] = ConstantVariable.create(bool(answer))
-        try:
-            method(tx, inst)
-        except GuardOnDataDependentSymNode:  # from `if len(rows):`, where `len(rows) > 0` breaks the graph
-            raise Unsupported("a branch on a size that only the data knows") from None
+        method(tx, inst)
 
     return jump
 
@@ -156,14 +154,6 @@ def watch(tx: Any, way: Way, branch: Any, replaced: bool = False) -> None:
 
     step.replaced = replaced  # type: ignore[attr-defined]
     tx.step = step
-
-
-def wanted(output: Any) -> bool:
-    backend = output.compiler_fn
-    for name in ("_torchdynamo_orig_backend", "compiler_fn"):
-        while hasattr(backend, name):
-            backend = getattr(backend, name)
-    return getattr(backend, "sees_through_branches", False)
 
 
 def of_an_expert(output: Any, rows: Any) -> Nothing:

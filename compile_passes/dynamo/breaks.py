@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from torch._dynamo.utils import graph_break_reasons
 
+from ...meta.text import first_line
 from ..naming import short_path
 
 _TORCH = str(torch.__file__).removesuffix("__init__.py")
@@ -38,7 +39,7 @@ def place(frame: traceback.FrameSummary) -> str:
 
 
 def reason_of(text: str) -> str:
-    first = text.strip().splitlines()[0]
+    first = first_line(text)
     if _SIZE in first:
         return "Python asks for a number that only the data knows"
     return first.rstrip(".")

@@ -13,7 +13,6 @@ import torch
 from torch import fx
 
 from ..graph.traced_nodes import called, example
-from .branches import wanted
 
 
 def at_least(method: Callable[..., Any]) -> Callable[..., Any]:
@@ -22,7 +21,7 @@ def at_least(method: Callable[..., Any]) -> Callable[..., Any]:
     from torch._dynamo.variables.tensor import SymNodeVariable
 
     def call_max(self: Any, tx: Any, *args: Any, **kwargs: Any) -> Any:
-        if len(args) == 2 and not kwargs and wanted(tx.output):
+        if len(args) == 2 and not kwargs:
             of = [v.realize() for v in args]
             numbers = [v for v in of if _is_number(v)]
             sizes = [v for v in of if isinstance(v, SymNodeVariable) and isinstance(v.sym_num, torch.SymInt)]
@@ -38,7 +37,7 @@ def one_hot(method: Callable[..., Any]) -> Callable[..., Any]:
     """Of Dynamo's variables of torch's functions: how one is called."""
 
     def call_function(self: Any, tx: Any, args: Any, kwargs: Any) -> Any:
-        if self.value is torch.nn.functional.one_hot and wanted(tx.output) and len(args) + len(kwargs) == 2:
+        if self.value is torch.nn.functional.one_hot and len(args) + len(kwargs) == 2:
             given = [v.realize() for v in (*args, *kwargs.values())]
             if kwargs.keys() <= {"num_classes"} and _is_number(given[1]):
                 return _one_hot(tx, *given)

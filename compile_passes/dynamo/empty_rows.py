@@ -25,6 +25,7 @@ from torch._dynamo.bytecode_analysis import HASFREE, HASLOCAL, JUMP_OPCODES, TER
 from torch.fx.experimental.symbolic_shapes import free_unbacked_symbols, statically_known_true
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from ...meta.text import in_short
 from .. import advice
 from ..graph.traced_nodes import along, called, example, since, some_elements, writes_to
 from ..operands import operand
@@ -34,10 +35,6 @@ from .known_values import number_of
 
 SAYS_THE_SAME = "_fp4_says_the_same"
 """Of a node: it writes what is there already."""
-
-
-def in_short(error: Exception) -> str:
-    return (str(error) or type(error).__name__).splitlines()[0]
 
 
 @dataclass

@@ -10,8 +10,9 @@ from typing import Any
 
 import torch
 from torch import fx
+from torch._dynamo.exc import Unsupported
 from torch._guards import TracingContext
-from torch.fx.experimental.symbolic_shapes import free_unbacked_symbols
+from torch.fx.experimental.symbolic_shapes import GuardOnDataDependentSymNode, free_unbacked_symbols
 
 from ..graph.traced_nodes import example
 from . import (
@@ -25,10 +26,24 @@ from . import (
     row_counts,
     row_lists,
 )
-from .branches import JUMPS, Handler, answering_first
+from .branches import JUMPS, answering_first
+from .rules import Rule, around, while_tracing
 
 CAPTURE = {"capture_dynamic_output_shape_ops": True}
 """`nonzero` and boolean masks have sizes that only the data knows."""
+
+
+def breaks_the_graph(method: Callable[..., Any]) -> Callable[..., Any]:
+    """For every backend. With CAPTURE Dynamo fails, instead of breaking its graph, at `if len(rows):` and in
+    the conversion of a list whose length only the data knows."""
+
+    def call(*args: Any, **kwargs: Any) -> Any:
+        try:
+            return method(*args, **kwargs)
+        except GuardOnDataDependentSymNode:
+            raise Unsupported("Python asks for a size that only the data knows") from None
+
+    return call
 
 
 def allow_scalars(gm: fx.GraphModule) -> None:
@@ -43,7 +58,7 @@ def _items(gm: fx.GraphModule) -> list[fx.Node]:
     return list(gm.graph.find_nodes(op="call_method", target="item"))
 
 
-_OPCODES: list[tuple[tuple[str, ...], Callable[[Handler], Handler]]] = [
+_OPCODES: list[tuple[tuple[str, ...], Rule]] = [
     (tuple(JUMPS), answering_first),
     (tuple(JUMPS), row_counts.asks_for_numbers),
     (("GET_ITER",), hit_experts.over_experts),
@@ -55,7 +70,7 @@ _OPCODES: list[tuple[tuple[str, ...], Callable[[Handler], Handler]]] = [
     (("STORE_SUBSCR", "STORE_SLICE"), row_counts.stores),
     (("FORMAT_VALUE", "FORMAT_SIMPLE", "FORMAT_WITH_SPEC"), known_values.formats),
 ]
-_METHODS: list[tuple[tuple[str, ...], Callable[[Any], Any]]] = [
+_METHODS: list[tuple[tuple[str, ...], Rule]] = [
     (("tolist",), row_counts.as_numbers),
     (("tolist",), hit_experts.as_list),
     (("tolist",), row_lists.as_index),
@@ -67,6 +82,18 @@ _METHODS: list[tuple[tuple[str, ...], Callable[[Any], Any]]] = [
 ]
 """Of Dynamo's variables of tensors."""
 
+_Way = Callable[[Rule, Callable[..., Any]], Callable[..., Any]]
+"""How a rule and one of Dynamo's functions become one."""
+
+
+def _for_all(rule: Rule, method: Callable[..., Any]) -> Callable[..., Any]:
+    return functools.wraps(method)(rule(method))
+
+
+_of_opcode = functools.partial(while_tracing, output_of=lambda tx, inst: tx.output)
+_of_variable = functools.partial(while_tracing, output_of=lambda v, tx: tx.output)
+_of_output = functools.partial(while_tracing, output_of=lambda output, *_: output)
+
 
 def extend_dynamo() -> None:
     """For graphs of backends with `sees_through_branches`."""
@@ -76,52 +103,61 @@ def extend_dynamo() -> None:
     from torch._dynamo.variables import BuiltinVariable, TorchInGraphFunctionVariable
     from torch._dynamo.variables.tensor import NumpyNdarrayVariable, TensorVariable
 
-    for names, wrapper in _OPCODES:
+    for name in JUMPS:
+        _hook_opcode(name, breaks_the_graph, _for_all)
+    for names, rule in _OPCODES:
         for name in names:
-            _hook_opcode(name, wrapper)
-    table = getattr(TensorVariable, "tp_methods", {})  # torch 2.15 looks methods up in there
-    for names, wrapper in _METHODS:
+            _hook_opcode(name, rule, _of_opcode)
+    _hook_method(TensorVariable, "tolist", breaks_the_graph, _for_all)
+    for names, rule in _METHODS:
         for name in names:
-            if name in table and (wrapped := _wrapped(table[name].handler, wrapper)):
-                table[name] = replace(table[name], handler=wrapped)
-            elif name not in table:
-                _hook_attribute(TensorVariable, f"method_{name}", wrapper)
+            _hook_method(TensorVariable, name, rule, _of_variable)
     for name in ("nb_int_impl", "nb_index_impl"):
-        _hook_attribute(TensorVariable, name, known_values.numbers)
-    _hook_attribute(BuiltinVariable, "call_index", known_values.index_of)
-    _hook_attribute(OptimizeContext, "__call__", left_out.watch_calls)
-    _hook_attribute(convert_frame, "compile_frame", left_frames.guarded)
-    _hook_attribute(convert_frame, "trace_frame", left_frames.traced)
-    _hook_attribute(OutputGraph, "create_proxy", fake_results.without_cache)
-    _hook_attribute(BuiltinVariable, "call_max", class_counts.at_least)
-    _hook_attribute(NumpyNdarrayVariable, "call_method", open_counts.of_array)
-    _hook_attribute(TorchInGraphFunctionVariable, "call_function", class_counts.one_hot)
+        _hook_attribute(TensorVariable, name, known_values.numbers, _of_variable)
+    _hook_attribute(BuiltinVariable, "call_index", known_values.index_of, _of_variable)
+    _hook_attribute(BuiltinVariable, "call_max", class_counts.at_least, _of_variable)
+    _hook_attribute(NumpyNdarrayVariable, "call_method", open_counts.of_array, _of_variable)
+    _hook_attribute(TorchInGraphFunctionVariable, "call_function", class_counts.one_hot, _of_variable)
+    _hook_attribute(OutputGraph, "create_proxy", fake_results.without_cache, _of_output)
+    _hook_attribute(OptimizeContext, "__call__", left_out.watch_calls, around)
+    _hook_attribute(convert_frame, "compile_frame", left_frames.guarded, around)
+    _hook_attribute(convert_frame, "trace_frame", left_frames.traced, around)
+    _hook_attribute(convert_frame.DynamoOutput, "build_guards", left_frames.guards_built, around)
 
 
-def _wrapped(method: Any, wrapper: Callable[[Any], Any]) -> Any:
-    """None if it is wrapped already."""
+def _wrapped(method: Any, rule: Rule, way: _Way) -> Any:
+    """None if the rule is in it already."""
     known = getattr(method, "_fp4", ())
-    if wrapper in known:
+    if rule in known:
         return None
-    wrapped = functools.wraps(method)(wrapper(method))
-    wrapped._fp4 = (*known, wrapper)  # type: ignore[attr-defined]
+    wrapped = way(rule, method)
+    wrapped._fp4 = (*known, rule)  # type: ignore[attr-defined]
     return wrapped
 
 
-def _hook_attribute(cls: Any, name: str, wrapper: Callable[[Any], Any]) -> None:
+def _hook_attribute(cls: Any, name: str, rule: Rule, way: _Way) -> None:
     method = getattr(cls, name, None)
-    if method is not None and (wrapped := _wrapped(method, wrapper)):
+    if method is not None and (wrapped := _wrapped(method, rule, way)):
         setattr(cls, name, wrapped)
 
 
-def _hook_opcode(name: str, wrapper: Callable[[Handler], Handler]) -> None:
+def _hook_method(cls: Any, name: str, rule: Rule, way: _Way) -> None:
+    """A method of what a variable of Dynamo's stands for."""
+    table = getattr(cls, "tp_methods", {})  # torch 2.15 looks methods up in there
+    if name not in table:
+        _hook_attribute(cls, f"method_{name}", rule, way)
+    elif wrapped := _wrapped(table[name].handler, rule, way):
+        table[name] = replace(table[name], handler=wrapped)
+
+
+def _hook_opcode(name: str, rule: Rule, way: _Way) -> None:
     from torch._dynamo import symbolic_convert
 
     classes = [symbolic_convert.InstructionTranslatorBase]
     for cls in classes:
         classes += cls.__subclasses__()
         method = cls.dispatch_table[dis.opmap[name]] if name in dis.opmap else None
-        if method is not None and (wrapped := _wrapped(method, wrapper)):
+        if method is not None and (wrapped := _wrapped(method, rule, way)):
             cls.dispatch_table[dis.opmap[name]] = wrapped
 
 

@@ -10,15 +10,13 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-from .branches import wanted
-
 
 def without_cache(method: Callable[..., Any]) -> Callable[..., Any]:
     """Of Dynamo's output: how a node is added. No more is kept from the first such size on."""
 
     def create_proxy(self: Any, *args: Any, **kwargs: Any) -> Any:
         mode = self.tracing_context.fake_mode
-        if mode is not None and mode.cache_enabled and mode.shape_env.size_like and wanted(self):
+        if mode is not None and mode.cache_enabled and mode.shape_env.size_like:
             mode.cache_enabled = False
         return method(self, *args, **kwargs)
 

@@ -22,7 +22,7 @@ from torch import fx
 from ..graph.traced_nodes import along, called, example, kept, named, same_elements, since, writes_to
 from ..operands import operand
 from . import known_values
-from .branches import Handler, is_kept, wanted, watch
+from .branches import Handler, is_kept, watch
 from .bytecode import only_iterates
 from .empty_rows import Hits, Named, Nothing, Way
 
@@ -43,7 +43,7 @@ _LOOP = "_fp4_hits"
 def over_experts(method: Handler) -> Handler:
     def get_iter(tx: Any, inst: Any) -> None:
         loop = vars(tx.stack[-1]).get(_LOOP)
-        if loop is None and wanted(tx.output) and "step" not in vars(tx):
+        if loop is None and "step" not in vars(tx):
             hits = _hits(tx.stack[-1]) if not is_kept(tx, inst) else None
             if hits is not None:
                 loop = _Loop(hits, inst, example(tx.stack[-1].as_proxy().node))
@@ -77,7 +77,7 @@ def as_list(method: Callable[..., Any]) -> Callable[..., Any]:
     """`hit.tolist()`, which is only iterated over: a list of all experts."""
 
     def tolist(self: Any, tx: Any, *args: Any, **kwargs: Any) -> Any:
-        if wanted(tx.output) and "step" not in vars(tx):
+        if "step" not in vars(tx):
             here = tx.instructions[tx.instruction_pointer - 1]
             loop = _Loop(hits, here, None) if not is_kept(tx, here) and (hits := _hits(self)) else None
             if loop is not None and only_iterates(tx, alone=True):

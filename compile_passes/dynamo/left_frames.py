@@ -15,6 +15,7 @@ what was called. Those guards are kept, too.
 from __future__ import annotations
 
 import dataclasses
+import logging
 import threading
 import types
 from collections.abc import Callable, Iterator
@@ -23,13 +24,16 @@ from typing import Any, NamedTuple
 
 import torch
 from torch._dynamo.exc import RestartAnalysis, SkipFrame, Unsupported, UserError
+from torch._dynamo.source import ConstDictKeySource
 from torch._dynamo.utils import counters
 
 from . import left_out
-from .branches import wanted
+from .rules import failure, may_break, tell_failure, wanted, without_rules
+
+log = logging.getLogger("fp4_ops")
 
 _OF_FLAGS = ("BOOL_MATCH", "CONSTANT_MATCH", "EQUALS_MATCH", "NONE_MATCH", "TYPE_MATCH")
-"""Guards that say what Python's values are, and need nothing but their source."""
+"""Guards that say what Python's values are."""
 
 
 class Left(NamedTuple):
@@ -73,7 +77,7 @@ def guarded(method: Callable[..., Any]) -> Callable[..., Any]:
         try:
             return method(code, *args, **kwargs)
         except (Unsupported, UserError) as error:
-            tracer = _tracer_of(error)
+            tracer = _left_by(error)
             left = None if tracer is None or kwargs.get("package") is not None else _as_it_is(code, tracer)
             if left is None:
                 raise
@@ -83,7 +87,7 @@ def guarded(method: Callable[..., Any]) -> Callable[..., Any]:
             left_out.note_left(args[1].values(), error)
             return left
         except SkipFrame as error:
-            if _tracer_of(error) is None or not any(map(left_out.has_experts, args[1].values())):
+            if _left_by(error) is None or not any(map(left_out.has_experts, args[1].values())):
                 raise
             with torch._dynamo.config.patch(allow_empty_graphs=True):
                 return method(code, *args, **kwargs)
@@ -99,17 +103,61 @@ def traced(method: Callable[..., Any]) -> Callable[..., Any]:
     def trace_frame(*args: Any, **kwargs: Any) -> Any:
         try:
             done = method(*args, **kwargs)
-        except RestartAnalysis as error:
-            tracer = _tracer_of(error)
-            if tracer is not None:
+        except Exception as error:
+            tracer = _traced_by(error)
+            if tracer is None:
+                raise
+            if isinstance(error, RestartAnalysis) and _is_ours(tracer):
                 found = (g for g in tracer.output.guards if g.create_fn_name() in _OF_FLAGS)
-                _read.guards = (*_read.guards, *found)
+                _read.guards = (*_read.guards, *(g for g in found if _stands_alone(g.originating_source)))
+            without_rules(tracer, error)
+            tell_failure(args, error)
             raise
-        for guard in _read.guards:
-            done.output_graph.tracing_context.guards_context.dynamo_guards.add(guard)
+        tell_failure(args)
+        if kwargs.get("package") is None:  # what is saved has Dynamo's own guards
+            known = done.output_graph.tracing_context.guards_context.dynamo_guards
+            added = [g for g in _read.guards if g not in known.inner]
+            for guard in added:
+                known.add(guard)
+            vars(done.output_graph)[_ADDED] = added
         return done
 
     return trace_frame
+
+
+_ADDED = "_fp4_added"
+"""On Dynamo's output: guards that are not its own."""
+
+
+def _stands_alone(source: Any) -> bool:
+    """Whether a guard on `source` needs nothing but its source. That on a dict's key, or on the value in a
+    place among the keys, also needs the dict to be guarded as a whole, as in the attempt that read it."""
+    while source is not None:
+        if isinstance(source, ConstDictKeySource) or isinstance(
+            getattr(source, "index", None), ConstDictKeySource
+        ):
+            return False
+        source = getattr(source, "base", None)
+    return True
+
+
+def guards_built(method: Callable[..., Any]) -> Callable[..., Any]:
+    """For `build_guards` of Dynamo's result for a function."""
+
+    def build_guards(self: Any, *args: Any, **kwargs: Any) -> Any:
+        output = self.tracer_output.output_graph
+        added = vars(output).pop(_ADDED, None) if output is not None else None
+        if not added:
+            return method(self, *args, **kwargs)
+        try:
+            return method(self, *args, **kwargs)
+        except Exception:
+            log.debug("Dynamo's guards cannot be built with those of an attempt before", exc_info=True)
+        known = output.tracing_context.guards_context.dynamo_guards
+        known.inner.difference_update(added)
+        return method(self, *args, **kwargs)
+
+    return build_guards
 
 
 def _described(code: types.CodeType, error: BaseException) -> Left:
@@ -120,21 +168,26 @@ def _described(code: types.CodeType, error: BaseException) -> Left:
     )
 
 
-def _tracer_of(error: BaseException) -> Any:
-    """What traced the function for one of our backends, if the function may run in Python instead."""
+def _traced_by(error: BaseException) -> Any:
+    """What traced the function when the error was raised; None if nothing did."""
     trace = error.__traceback__
     while trace is not None:
         if trace.tb_frame.f_code.co_name == "trace_frame" and "tracer" in trace.tb_frame.f_locals:
-            tracer = trace.tb_frame.f_locals["tracer"]
-            fixed = (
-                tracer.one_graph,
-                tracer.export,
-                tracer.error_on_graph_break,
-                tracer.is_tracing_resume_prologue,
-            )
-            return None if any(fixed) or not wanted(tracer.output) else tracer
+            return trace.tb_frame.f_locals["tracer"]
         trace = trace.tb_next
     return None
+
+
+def _is_ours(tracer: Any) -> bool:
+    """Whether the function is traced for one of our backends, and may run in Python instead."""
+    fixed = not may_break(tracer) or tracer.is_tracing_resume_prologue
+    return not fixed and wanted(tracer.output) and failure(tracer) is None
+
+
+def _left_by(error: BaseException) -> Any:
+    """What traced a function of ours that may run in Python instead."""
+    tracer = _traced_by(error)
+    return tracer if tracer is not None and _is_ours(tracer) else None
 
 
 def _as_it_is(code: types.CodeType, tracer: Any) -> Any:

@@ -26,6 +26,7 @@ from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 from ..report import Frame
 from ..weights.packed import packed_ids
 from .breaks import breaks_since, described, innermost, known_breaks, place, reason_of
+from .rules import around
 
 log = logging.getLogger("fp4_ops")
 
@@ -119,8 +120,10 @@ class Watch:
         self._model = weakref.ref(model)
         self.silent = False
         self.inputs: set[int] = set()
+        self.hook = around(lambda _: self._enter, lambda: _nothing)
+        """For Dynamo, which calls it before each call, and what it returns after."""
 
-    def enter(self) -> Callable[[], None]:
+    def _enter(self) -> Callable[[], None]:
         if _waits(self._model()) or torch.compiler.is_compiling():
             return _nothing
         self.silent, self.inputs = False, set()
@@ -137,14 +140,21 @@ class Watch:
         stack = _stack()
         if self in stack:
             del stack[stack.index(self) :]
-        model, (total, captured) = self._model(), _frames()
-        if sys.exc_info()[1] is not None or total == before[0]:
+        if sys.exc_info()[1] is not None or _frames()[0] == before[0]:
             return
-        if self.enter in self._context.enter_exit_hooks:
-            self._context.enter_exit_hooks.remove(self.enter)
-        broken = breaks_since(known)
+        if self.hook in self._context.enter_exit_hooks:
+            self._context.enter_exit_hooks.remove(self.hook)
+        text = around(lambda _: self._text, lambda *_: None)(before, known)
+        if text is not None and self._strict:
+            raise RuntimeError(f"fp4: strict=True, but not all experts run in 4 bits. {text}")
+        if text is not None:
+            log.warning("%s", text)
+
+    def _text(self, before: tuple[int, int], known: list[Any]) -> str | None:
+        """What to say about experts that are in no graph of the call; None if there are none."""
+        broken, (total, captured), model = breaks_since(known), _frames(), self._model()
         if model is None or (self.silent and not self._strict):
-            return
+            return None
         in_python = bool(broken) or total - before[0] > captured - before[1]
         found = expert_parameters(model)
         done = packed_ids([w for weights in found.values() for w in weights])
@@ -155,12 +165,10 @@ class Watch:
             and (in_python or any(id(w) in self.inputs for w in weights))
         }
         if not left or (not self._strict and len(left) < len(found)):
-            return
-        text = _told(left, [described(b) for b in broken], len(found))
-        if self._strict:
-            raise RuntimeError(f"fp4: strict=True, but not all experts run in 4 bits. {text}")
-        _not_told(model, left)
-        log.warning("%s", text)
+            return None
+        if not self._strict:
+            _not_told(model, left)
+        return _told(left, [described(b) for b in broken], len(found))
 
 
 def has_experts(x: Any) -> bool:
@@ -189,7 +197,9 @@ def note_left(given: Iterable[Any], error: BaseException) -> None:
         if not isinstance(module, nn.Module) or _stack() or _waits(module):
             continue
         found = {name: w for name, w in expert_parameters(module).items() if "." not in name}
-        why = reason_of(str(cause)) + (f", {place(stack)}" if stack is not None else "")
+        why = reason_of(str(cause) or str(error) or type(error).__name__) + (
+            f", {place(stack)}" if stack is not None else ""
+        )
         if found and _not_told(module, found):
             log.warning("%s", _told(found, [why], 0))
 
@@ -250,7 +260,7 @@ def watch_calls(method: Callable[..., Any]) -> Callable[..., Any]:
         hooks = getattr(self, "enter_exit_hooks", None)
         ours = getattr(backend, "sees_through_branches", False) and getattr(backend, "watched", True)
         if ours and model is not None and hooks is not None:
-            hooks.append(Watch(self, model, options.get("strict") is True).enter)
+            hooks.append(Watch(self, model, options.get("strict") is True).hook)
         return compiled
 
     return call

@@ -21,7 +21,7 @@ import torch
 from torch import fx
 
 from ..graph.traced_nodes import called, example, named
-from .branches import Handler, begins_again, is_kept, of_an_expert, wanted, watch
+from .branches import Handler, begins_again, is_kept, of_an_expert, watch
 from .bytecode import only_in_loops
 from .empty_rows import Way, number
 from .hit_experts import chosen_from
@@ -111,8 +111,6 @@ def _list(tx: Any, v: Any, summed: bool = False, always: bool = False) -> Any:
     from torch._dynamo.variables import ListVariable
     from torch._dynamo.variables.base import ValueMutationNew
 
-    if not wanted(tx.output):
-        return None
     here, node = tx.instructions[tx.instruction_pointer - 1], v.as_proxy().node
     source, sums = _source(node)
     ids = _open_ids(source)

@@ -15,38 +15,25 @@ from typing import Any
 
 import torch
 from torch import fx
-from torch._dynamo.exc import Unsupported
-from torch.fx.experimental.symbolic_shapes import (
-    GuardOnDataDependentSymNode,
-    is_concrete_int,
-    statically_known_true,
-)
+from torch.fx.experimental.symbolic_shapes import is_concrete_int, statically_known_true
 
 from ..graph.traced_nodes import called, example, named, same_elements, since, writes_to
 from ..operands import operand, several
-from .branches import wanted
 from .bytecode import only_in_loops, only_iterates
 from .empty_rows import SAYS_THE_SAME, Counted, counted, number, numbers
 from .hit_experts import chosen_from
 
 
 def as_numbers(method: Callable[..., Any]) -> Callable[..., Any]:
-    """`tolist()` of how many rows each expert has is captured; any other is not.
-
-    With CAPTURE Dynamo captures `torch.bincount(ids)`, and then fails in the conversion of a list whose
-    length is unknown instead of breaking the graph: a model that compiles under Inductor would not under this
-    backend.
-    """
+    """`tolist()` of how many rows each expert has is captured; any other is not."""
 
     def tolist(self: Any, tx: Any, *args: Any, **kwargs: Any) -> Any:
         mode, node = tx.output.fake_mode, self.as_proxy().node
-        counts = wanted(tx.output) and _are_counts(node)
+        counts = _are_counts(node)
         allowed = mode.allow_scalar_outputs
         mode.allow_scalar_outputs = allowed or counts
         try:
             numbers = method(self, tx, *args, **kwargs)
-        except GuardOnDataDependentSymNode:
-            raise Unsupported("Tensor.tolist() of as many numbers as only the data knows") from None
         finally:
             mode.allow_scalar_outputs = allowed
         ids = _ids_counted(node) if counts else None
@@ -62,7 +49,7 @@ def number_of(tx: Any, v: Any) -> Any:
     experts have together, or whether that is 0."""
     from torch._dynamo.variables.tensor import TensorVariable
 
-    if not isinstance(v, TensorVariable) or not wanted(tx.output):
+    if not isinstance(v, TensorVariable):
         return None
     x = example(v.as_proxy().node)
     return _number(tx, v.as_proxy().node) if isinstance(x, torch.Tensor) and x.dim() == 0 else None
@@ -164,7 +151,7 @@ def as_number(method: Callable[..., Any]) -> Callable[..., Any]:
 def as_array(method: Callable[..., Any]) -> Callable[..., Any]:
     def numpy(self: Any, tx: Any, *args: Any, **kwargs: Any) -> Any:
         iterates = only_iterates(tx) or only_in_loops(tx, subscripts=False)
-        if not args and not kwargs and wanted(tx.output) and iterates:
+        if not args and not kwargs and iterates:
             node = self.as_proxy().node
             if _are_counts(node) and _ids_counted(node) is not None:
                 return self.call_method(tx, "tolist", [], {})

@@ -13,13 +13,12 @@ import torch
 from torch.fx.experimental.symbolic_shapes import free_unbacked_symbols
 
 from ..graph.traced_nodes import example
-from .branches import wanted
 from .bytecode import only_indexes
 
 
 def as_index(method: Callable[..., Any]) -> Callable[..., Any]:
     def tolist(self: Any, tx: Any, *args: Any, **kwargs: Any) -> Any:
-        rows = example(self.as_proxy().node) if wanted(tx.output) else None
+        rows = example(self.as_proxy().node)
         if (
             isinstance(rows, torch.Tensor)
             and rows.dim() == 1

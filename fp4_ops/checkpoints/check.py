@@ -10,6 +10,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from ..meta.text import first_line
 from .dialects import Dialect, stored_weights
 from .files import CheckpointError, TensorInfo
 from .folder import Folder
@@ -26,10 +27,9 @@ def check_loadable(folder: Folder, outputs: Iterable[Header], dialect: Dialect) 
     try:
         model = _on_meta(folder)
     except Exception as error:  # remote code, an unknown family, a config that is not whole
-        why = str(error).partition("\n")[0]
         warnings.warn(
             f"fp4: {folder.path}: whether the result can be loaded is not known: transformers builds no "
-            f"model from its config ({type(error).__name__}: {why})",
+            f"model from its config ({type(error).__name__}: {first_line(str(error))})",
             stacklevel=3,
         )
         return

@@ -17,6 +17,7 @@ from typing import Any, NoReturn
 import torch
 from torch import Tensor
 
+from ..meta.text import first_line
 from .shares import described
 
 POLL = timedelta(seconds=1)
@@ -151,5 +152,5 @@ class Group:
             f"{self.what}: on rank {self._global(self.rank)} of the group {ranks}: {missed}. A rank has "
             "ended, hangs or never called the operator; nothing was computed. Look at its own output, and "
             "start all ranks anew. "
-            f"({reason.strip().splitlines()[0][:300]})"
+            f"({first_line(reason)[:300]})"
         ) from error

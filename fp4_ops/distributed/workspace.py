@@ -23,6 +23,7 @@ import torch
 from torch import Tensor
 
 from ..fitted import FILE, read
+from ..meta.text import in_short
 from . import nvlink
 from .collectives import Group
 from .local import Parts
@@ -290,7 +291,7 @@ def connect(what: str, group_name: str, device: torch.device, hidden_bytes: int,
     try:
         made = _rendezvous(group, device, row_bytes, most)
     except Exception as error:  # whatever this driver or torch cannot do
-        reason = f"symmetric memory failed: {str(error).strip().splitlines()[0][:200]}"
+        reason = f"symmetric memory failed: {in_short(error)[:200]}"
     reason = _agreed(group, device, reason)
     if reason or made is None:
         _WHY_NOT[group_name] = reason

@@ -1,0 +1,168 @@
+"""How a rule of ours becomes part of Dynamo without ever being in the way of a program that runs without it.
+
+A rule is a function that takes one of Dynamo's functions and returns what stands in its place.
+
+- A rule for tracing (`while_tracing`) runs in graphs for backends with `sees_through_branches`. Others
+  get Dynamo's own function. Where tracing fails in a way that Dynamo does not foresee, or fails although no
+  graph break is allowed, a rule may be why: `without_rules` has the function traced once more without rules.
+  What fails then is Dynamo's own failure.
+- A rule around tracing (`around`) does something before or after Dynamo's function. If that fails, the result
+  or the error of Dynamo's function stands.
+"""
+
+from __future__ import annotations
+
+import functools
+import logging
+import threading
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from torch._dynamo.exc import (
+    BackendCompilerFailed,
+    RestartAnalysis,
+    SkipFrame,
+    UnspecializeRestartAnalysis,
+    Unsupported,
+    UserError,
+)
+
+from ...meta.text import first_line
+
+log = logging.getLogger("fp4_ops")
+
+Rule = Callable[[Any], Any]
+
+_FORESEEN = (RestartAnalysis, SkipFrame, BackendCompilerFailed)
+_BREAKS = (Unsupported, UserError)
+"""Errors that break the graph, or leave the function to Python, where that is allowed."""
+
+
+def wanted(output: Any) -> bool:
+    """Whether a graph of Dynamo's is for a backend with `sees_through_branches`."""
+    backend = output.compiler_fn
+    for name in ("_torchdynamo_orig_backend", "compiler_fn"):
+        while hasattr(backend, name):
+            backend = getattr(backend, name)
+    return getattr(backend, "sees_through_branches", False)
+
+
+# --- while Dynamo traces ---
+
+_WANTED = "_fp4_wanted"
+"""On Dynamo's output: `wanted` of it."""
+_FAILED = "_fp4_failed"
+"""On Dynamo's SpeculationLog, which all attempts to trace a function share: why rules apply no more."""
+
+
+def while_tracing(
+    rule: Rule, method: Callable[..., Any], output_of: Callable[..., Any]
+) -> Callable[..., Any]:
+    """`rule(method)` in our graphs, `method` in others. output_of: Dynamo's output, from the first two
+    arguments of a call."""
+    ruled = rule(method)
+
+    @functools.wraps(method)
+    def traced(*args: Any, **kwargs: Any) -> Any:
+        return (ruled if _apply(output_of(*args[:2])) else method)(*args, **kwargs)
+
+    return traced
+
+
+def _apply(output: Any) -> bool:
+    known = vars(output)
+    if _WANTED not in known:
+        known[_WANTED] = wanted(output)
+    return known[_WANTED] and failure(getattr(output, "root_tx", None)) is None
+
+
+def failure(tracer: Any) -> str | None:
+    """Why rules apply no more to the function that is traced; None if they do."""
+    return getattr(getattr(tracer, "speculation_log", None), _FAILED, None)
+
+
+def without_rules(tracer: Any, error: Exception) -> None:
+    """Has Dynamo trace one of our functions again, without rules, if one of them may be why it failed."""
+    if not wanted(tracer.output) or failure(tracer) is not None or isinstance(error, _FORESEEN):
+        return
+    if isinstance(error, _BREAKS) and may_break(tracer):
+        return
+    setattr(tracer.speculation_log, _FAILED, _named(error))
+    tracer.speculation_log.clear()
+    log.debug("tracing %s failed, and begins again without rules", tracer.f_code, exc_info=error)
+    again = UnspecializeRestartAnalysis(restart_reason="fp4: without rules")
+    again._torch_dynamo_tracer_output = getattr(error, "_torch_dynamo_tracer_output", None)  # type: ignore[attr-defined]
+    raise again from None
+
+
+def tell_failure(given: Sequence[Any], error: Exception | None = None) -> None:
+    """Says that a function was traced without rules. given: the arguments of `trace_frame`. error: what ended
+    it; the same error as with rules was no rule's fault."""
+    why = next((getattr(a, _FAILED) for a in given if hasattr(a, _FAILED)), None)
+    if why is None or isinstance(error, RestartAnalysis) or (error is not None and _named(error) == why):
+        return
+    what = "%s is traced without this backend's rules for loops over experts, one of which failed: %s"
+    log.warning(what, given[0].co_qualname, why)
+
+
+def _named(error: Exception) -> str:
+    return f"{type(error).__name__}: {first_line(str(error))}"
+
+
+def may_break(tracer: Any) -> bool:
+    """Whether a graph may break, or the function be left to Python."""
+    return not (tracer.one_graph or tracer.export or tracer.error_on_graph_break)
+
+
+# --- around ---
+
+
+class _Call:
+    """What Dynamo's function gave in one call of a rule."""
+
+    error: BaseException | None = None
+    returned = False
+    result: Any = None
+
+
+class _Calls(threading.local):
+    def __init__(self) -> None:
+        self.open: list[_Call] = []
+
+
+def around(rule: Rule, method: Callable[..., Any]) -> Callable[..., Any]:
+    """`rule(method)`, or what `method` gives where the rule fails."""
+    calls = _Calls()
+
+    def recorded(*args: Any, **kwargs: Any) -> Any:
+        call = calls.open[-1]
+        try:
+            call.result = method(*args, **kwargs)
+        except BaseException as error:
+            call.error = call.error or error
+            raise
+        call.returned = True
+        return call.result
+
+    ruled = rule(recorded)
+
+    @functools.wraps(method)
+    def called(*args: Any, **kwargs: Any) -> Any:
+        call = _Call()
+        calls.open.append(call)
+        try:
+            return ruled(*args, **kwargs)
+        except Exception as error:
+            if error is call.error or isinstance(error, (*_FORESEEN, *_BREAKS)):
+                raise
+            log.debug("a rule around %s failed", method.__qualname__, exc_info=True)
+            if call.returned:
+                return call.result
+            if call.error is not None:
+                raise call.error from None
+        finally:
+            calls.open.pop()
+            call.error = None  # it holds this frame
+        return method(*args, **kwargs)
+
+    return called
