@@ -42,6 +42,7 @@ from .functional import (
     is_written,
     storage,
 )
+from .regions import without_regions
 
 aten = torch.ops.aten
 log = logging.getLogger("fp4_ops")
@@ -83,12 +84,13 @@ def capture(gm: fx.GraphModule, inputs: Sequence[Any]) -> tuple[fx.GraphModule, 
     # Memoised fake outputs of Dynamo's own run must not be taken for those of this one.
     fake_mode.epoch += 1
 
-    constants = _expert_constants(gm)
+    flat = without_regions(gm)
+    constants = _expert_constants(flat)
     with contextlib.ExitStack() as stack:
         stack.enter_context(fake_mode)
         stack.enter_context(enable_python_dispatcher())
         stack.enter_context(torch.no_grad())
-        traced = _by_calls(gm, fakes, fake_mode, constants) or _whole(gm, fakes, constants)
+        traced = _by_calls(flat, fakes, fake_mode, constants) or _whole(flat, fakes, constants)
     _restore_dynamo_metadata(gm, traced)
     for node, way in zip(_placeholders(traced), ways, strict=True):
         if way is not None:
