@@ -2,7 +2,7 @@
 
     torch.compile(model, backend="fp4")
 
-Operators are `torch.ops.fp4.*` (schemas: csrc/schema.cpp); what each argument means is in docs/operators.md.
+The operators are `torch.ops.fp4.*`. csrc/schema.cpp has their schemas, docs/operators.md their arguments.
 """
 
 import importlib
@@ -12,7 +12,7 @@ from . import _library
 
 _library.load()
 
-# After the operators, which these use.
+# These modules use the operators, so they are imported after them.
 from .info import Info, info  # noqa: E402
 from .prepare import PrepareReport, prepare  # noqa: E402
 from .quantize import quantize  # noqa: E402
@@ -35,7 +35,7 @@ __all__ = [
     "update",
 ]
 
-# Loaded when they are needed: the compile passes, and what imports transformers.
+# Loaded on first use: the compile passes, and modules that import transformers.
 _LAZY = {
     "explain": ".compile_passes.explain",
     "decoding_loop": ".generation",

@@ -1,4 +1,4 @@
-"""What 4 bits cost in accuracy: `python -m fp4_ops eval` and `python -m fp4_ops report`."""
+"""Commands that measure what 4 bits cost in accuracy: `python -m fp4_ops eval` and `report`."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from .quantization.text import add_calibration_arguments, read_windows
 
 
 def add_commands(commands: Any) -> None:
-    """commands: what `ArgumentParser.add_subparsers` returned."""
+    """Adds both commands to `commands`, the result of `ArgumentParser.add_subparsers`."""
     parser = commands.add_parser(
         "eval", help="perplexity and agreement with bf16 of every format, method and activation mode"
     )
@@ -32,7 +32,9 @@ def add_commands(commands: Any) -> None:
     parser.add_argument(
         "--activations", nargs="+", choices=list(ACTIVATION_MODES), default=list(ACTIVATION_MODES)
     )
-    parser.add_argument("--windows", type=int, default=64, help="pieces of text to evaluate on, at most")
+    parser.add_argument(
+        "--windows", type=int, default=64, help="most windows of text to evaluate on (default: 64)"
+    )
     parser.add_argument("--json", type=Path, help="also write the table here")
     parser.set_defaults(run=partial(_run, _eval))
 
@@ -52,7 +54,7 @@ def _add_common(parser: argparse.ArgumentParser) -> None:
 
 
 def _run(command: Callable[[argparse.Namespace], None], args: argparse.Namespace) -> None:
-    """Without a traceback where the model or the text is not what the command needs."""
+    """Runs a command. If the model or text does not fit, exits with the message and no traceback."""
     try:
         command(args)
     except ValueError as error:
@@ -90,14 +92,14 @@ def _report(args: argparse.Namespace) -> None:
 
 
 def _load(args: argparse.Namespace) -> tuple[nn.Module, dict[str, Stored]]:
-    """The model with ordinary weights, and what of its experts is in 4 bits already."""
+    """Loads the model with ordinary weights. Also returns the expert weights that are in 4 bits already."""
     from .checkpoints.reference import load_reference  # which imports transformers
 
     model, stored = load_reference(args.model, args.device, torch.bfloat16)
     if stored:
         print(
-            f"{args.model} is in 4 bits already. Its values in bfloat16 are the reference here, and what "
-            "quantises them does so a second time"
+            f"{args.model} is in 4 bits already. Its values in bfloat16 are the reference here, and every "
+            "method quantises them a second time"
         )
     return model, stored
 

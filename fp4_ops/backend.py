@@ -1,4 +1,4 @@
-"""The torch.compile backend `fp4`; torch finds it by its entry point, without an import of fp4_ops."""
+"""The torch.compile backend `fp4`. torch finds it by its entry point, so nobody needs to import fp4_ops."""
 
 from __future__ import annotations
 
@@ -21,15 +21,19 @@ def fp4(
     mode: str | None = None,
     options: Mapping[str, Any] | None = None,
 ) -> Callable[..., Any]:
-    """Inductor with 4-bit experts: `torch.compile(model, backend="fp4", options={...})`.
+    """Compiles a graph with Inductor and 4-bit experts: `torch.compile(model, backend="fp4", options={...})`.
 
-    options: "format" ("nvfp4", "mxfp4", "int4", ...: fp4_ops.info().formats), "activation" ("auto", "bf16",
-    "fp8", "int8" or the weights' own FP4 format; "bf16" leaves activations in the model's dtype), "linear"
-    (also linear layers outside experts), "strict" (an error where something that looks like experts keeps
-    its weights), and any of Inductor's own. `mode` is Inductor's.
-    Loading this backend turns torch._dynamo.config.capture_dynamic_output_shape_ops on: see `_capture_loops`.
-    Expert blocks become `fp4::moe`, or else single products; what cannot be proved stays as it is, and
-    `fp4_ops.explain` or the log ("fp4_ops") says why. With gradients the graph is Inductor's own.
+    Expert blocks become `fp4::moe`, or single products. A block that cannot be proved keeps its weights, and
+    `fp4_ops.explain` or the log ("fp4_ops") says why. With gradients on, Inductor gets the graph unchanged.
+
+    mode: one of Inductor's modes.
+    options: any of Inductor's, and these:
+        "format": "nvfp4", "mxfp4", "int4", ... (fp4_ops.info().formats).
+        "activation": "auto", "bf16" (the model's dtype), "fp8", "int8", or the weights' FP4 format.
+        "linear": True also rewrites linear layers outside experts.
+        "strict": True raises an error if something that looks like experts keeps its weights.
+
+    Loading this module turns torch._dynamo.config.capture_dynamic_output_shape_ops on: see `_capture_loops`.
     """
     from torch._inductor.compile_fx import compile_fx
 
@@ -74,10 +78,10 @@ def _says_when_long() -> Iterator[None]:
 
 
 def _capture_loops() -> None:
-    """Let Dynamo capture loops over experts: otherwise it skips such frames silently, before any backend.
+    """Lets Dynamo capture loops over experts. Without this setting Dynamo skips such frames silently.
 
-    Dynamo reads this setting before it calls a backend and has none for a single backend, so it is made when
-    this module is loaded, which `torch.compile(backend="fp4")` does, and for the whole process.
+    Dynamo reads the setting before it calls a backend, and has no setting for a single backend. So it is set
+    for the whole process when `torch.compile(backend="fp4")` loads this module.
     """
     from .compile_passes.dynamo.extend import capture_loops
 
@@ -88,7 +92,7 @@ _capture_loops()
 
 
 def _reset() -> None:
-    """torch.compiler.reset() forgets packed weights, and recorded CUDA graphs as it does for Inductor."""
+    """Forgets packed weights and recorded CUDA graphs. torch.compiler.reset() calls this."""
     from .compile_passes.fail_open import forget_failures
     from .compile_passes.weights.runtime import forget_all
 

@@ -1,13 +1,13 @@
-"""The planner's cost model, and its constants from measured times.
+"""Fits the constants of the planner's cost model to measured times.
 
-With the constants' names (fp4_ops/backends/*/constants.json), the model says in microseconds
+The model gives microseconds. With the names of constants in fp4_ops/backends/*/constants.json:
 
     decode  = decode_us + weights / decode_rate * passes ** pass_power + row_us * values / 2048
     prefill = prefill_launch_us + group_us * groups + tiles + ordered / order_rate
     tiles   = prefill_scale * model, or shared_extra_us + shared_scale * prefill_scale * model where
               multiprocessors share tiles
 
-csrc/cuda/choice.cpp predicts by the same formulas; what a product has of each (`native.Work`) is from there.
+csrc/cuda/choice.cpp uses the same formulas. It also computes the work of a product (`native.Work`).
 """
 
 from __future__ import annotations
@@ -24,18 +24,18 @@ from .fitted import Values
 from .native import KERNELS, Work
 
 FEWEST = 6
-"""Points that a fit of some constants needs."""
+"""Fewest points that a constant is fitted to."""
 FOCUS = (10.0, 1.0, 0.3, 0.1)
 PASS_POWERS = (0.0, 0.02, 0.04, 0.06, 0.09, 0.12)
 ROUNDS = 8
-"""Of reweighting, so that a few times that something else disturbed count little."""
+"""Number of rounds of reweighting, which make a few disturbed times count little."""
 
 
 class Point(NamedTuple):
-    """One product, and what decode and prefill took for it."""
+    """A product with its measured times of decode and prefill."""
 
     kernel: str
-    """Of native.KERNELS."""
+    """One of native.KERNELS."""
     groups: int
     work: Work
     decode_us: float
@@ -59,7 +59,7 @@ def prefill_us(p: Point, v: Values) -> float:
 
 
 def losses(points: Iterable[Point], v: Values) -> list[float]:
-    """Of each point: the time of the kernel that the model chooses over the faster one's, less one."""
+    """Returns the loss of each point: time of the chosen kernel / time of the faster one - 1."""
     found = []
     for p in points:
         chosen = p.decode_us if decode_us(p, v) < prefill_us(p, v) else p.prefill_us
@@ -68,24 +68,26 @@ def losses(points: Iterable[Point], v: Values) -> list[float]:
 
 
 def errors(points: Sequence[Point], v: Values) -> tuple[float, float]:
-    """The median relative error of the model for decode and for prefill."""
+    """Returns the model's median relative error for decode and for prefill."""
     decode = [abs(decode_us(p, v) / p.decode_us - 1) for p in points]
     prefill = [abs(prefill_us(p, v) / p.prefill_us - 1) for p in points]
     return statistics.median(decode), statistics.median(prefill)
 
 
 def fit(points: Sequence[Point], start: Values) -> Values:
-    """The constants by which these products lose least, and of equal ones those that give the times best.
+    """Returns the constants with the least loss. Of equal ones it takes those that predict times best.
 
-    Those that the times do not show stay as they are in `start`. What counts is where both kernels take
-    nearly as long, so several weights of such points are tried.
+    Constants that the points do not determine keep their values in `start`. The choice matters most where
+    both kernels take nearly the same time, so the fit tries several weights for such points.
     """
     return min((_fitted(points, start, focus) for focus in FOCUS), key=lambda v: _order(points, v))
 
 
 def better(points: Sequence[Point], start: Values) -> Values:
-    """`fit`, or `start` where that chooses better for products that a fit did not see: each half of the
-    points, by the fit of the other half."""
+    """Returns the result of `fit`, or `start` if `start` chooses better on unseen products.
+
+    For that test each half of the points is predicted by a fit of the other half.
+    """
     halves = points[::2], points[1::2]
     if min(map(len, halves)) == 0:
         return start
@@ -97,7 +99,7 @@ def better(points: Sequence[Point], start: Values) -> Values:
 
 
 def _order(points: Sequence[Point], v: Values) -> tuple[float, float]:
-    """By which of two sets the lesser one is better."""
+    """Returns a sort key: the smaller it is, the better are these constants."""
     return round(statistics.mean(losses(points, v)), 4), sum(errors(points, v))
 
 
@@ -110,14 +112,14 @@ def _fitted(points: Sequence[Point], start: Values, focus: float) -> Values:
 
 
 def _attention(points: Iterable[Point], focus: float) -> list[float]:
-    """The weight of each: the most where decode takes as long as prefill."""
+    """Returns the weight of each point. It is largest where decode takes as long as prefill."""
     return [1 / (focus + abs(math.log(p.decode_us / p.prefill_us))) for p in points]
 
 
 def solve(
     rows: Sequence[Sequence[float]], times: Sequence[float], weights: Sequence[float] | None = None
 ) -> list[float]:
-    """x that makes rows @ x nearest to times: errors relative to the times, large ones with less weight."""
+    """Solves rows @ x = times by least squares of relative errors, with less weight on large errors."""
     a, t = torch.tensor(rows, dtype=torch.float64), torch.tensor(times, dtype=torch.float64)
     given = (torch.tensor(weights, dtype=torch.float64) if weights else torch.ones_like(t)) / t
     weight = given
@@ -132,7 +134,7 @@ def solve(
 def solve_positive(
     rows: Sequence[Sequence[float]], times: Sequence[float], weights: Sequence[float] | None = None
 ) -> list[float]:
-    """`solve` without negative results: the most negative one is 0 until there is none."""
+    """Solves like `solve`, without negative results: sets the most negative one to 0 until none is left."""
     found = [0.0] * len(rows[0])
     kept = list(range(len(found)))
     while kept:
@@ -147,12 +149,12 @@ def solve_positive(
 
 
 def _off(rows: Sequence[Sequence[float]], times: Sequence[float], x: Sequence[float]) -> float:
-    """The median relative error."""
+    """Returns the median relative error of rows @ x."""
     return statistics.median(abs(sum(a * b for a, b in zip(row, x)) / t - 1) for row, t in zip(rows, times))
 
 
 def _fit_decode(points: list[Point], v: Values, focus: float) -> None:
-    """One launch, one cost of rows and one of passes for all kernels, a rate for each."""
+    """Fits decode's constants: launch, rows and passes for all kernels together, a rate for each kernel."""
     kernels = [k for k in KERNELS if sum(p.kernel == k for p in points) >= FEWEST]
     points = [p for p in points if p.kernel in kernels]
     if not points:

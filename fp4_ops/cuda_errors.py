@@ -1,5 +1,7 @@
-"""What to do about an error of CUDA's, by its number. csrc/cuda/library.cpp has the same words for C++;
-tests/kernels_cuda/test_cuda_errors.py holds the two together."""
+"""Says what to do about a CUDA error, by its number.
+
+csrc/cuda/library.cpp has the same words for C++; tests/kernels_cuda/test_cuda_errors.py compares the two.
+"""
 
 from __future__ import annotations
 
@@ -25,7 +27,7 @@ ADVICE = {
     716: BROKEN_BEFORE,
     719: BROKEN_BEFORE,
 }
-"""cudaError_t."""
+"""Advice by cudaError_t."""
 OTHERWISE = (
     "The number is a cudaError_t. It may come from a kernel before this one: run again with "
     "CUDA_LAUNCH_BLOCKING=1 to see which, and send the maintainers what `python -m fp4_ops info` prints"
@@ -33,5 +35,5 @@ OTHERWISE = (
 
 
 def failed(what: str, error: int) -> RuntimeError:
-    """The error of a call of CUDA's, or of a launch, that gave this number."""
+    """Returns the exception for a CUDA call or launch that returned this number."""
     return RuntimeError(f"fp4: {what} failed with CUDA error {error}: {ADVICE.get(error, OTHERWISE)}")

@@ -1,8 +1,8 @@
-"""Experts that are modules of their own, in a list, as transformers 4 has them: which, and their 4 bits.
+"""Packs experts that are modules in a list, as in transformers 4.
 
-The block that holds the list routes and loops by its own code. So each expert's Linears keep their places,
-and their weights become `FP4Tensor`s: eagerly every product is an `fp4::mm`, and backend="fp4", which stacks
-such weights bit for bit, makes one `fp4::moe` of the loop.
+The block that holds the list routes and loops by its own code. So each expert keeps its Linears, and only
+their weights become `FP4Tensor`s. In eager mode every product is an `fp4::mm`. backend="fp4" stacks the same
+weights bit for bit and turns the loop into one `fp4::moe`.
 """
 
 from __future__ import annotations
@@ -19,11 +19,11 @@ from .relayout import Operands
 from .tensor import FP4Tensor
 
 NAME = "experts"
-"""What models call such a list."""
+"""Name of such a list in models."""
 
 
 def find_lists(model: nn.Module) -> tuple[dict[str, list[nn.Module]], dict[str, str]]:
-    """Lists and dictionaries of modules called `experts`, by name; and why some of them are left alone."""
+    """Finds lists and dictionaries of modules called `experts`. Also returns why some are left alone."""
     found, refused = {}, {}
     for name, m in model.named_modules():
         if isinstance(m, nn.ModuleList | nn.ModuleDict) and name.rpartition(".")[2] == NAME and len(m) > 1:
@@ -37,7 +37,7 @@ def find_lists(model: nn.Module) -> tuple[dict[str, list[nn.Module]], dict[str, 
 
 
 def _unlike(experts: list[nn.Module]) -> str:
-    """Why these are no experts that can be in 4 bits; "" if they are. Zero experts have no weights."""
+    """Says why these experts cannot be packed; "" if they can. Zero experts have no weights."""
     shapes = set()
     for expert in experts:
         own = [(n, m) for n, m in expert.named_modules() if isinstance(m, nn.Linear)]
@@ -61,7 +61,7 @@ def _unlike(experts: list[nn.Module]) -> str:
 
 
 def linears(name: str, experts: list[nn.Module]) -> Iterator[tuple[str, nn.Linear]]:
-    """Every Linear of a list, by the name of its weight."""
+    """Yields every Linear of a list with the name of its weight."""
     for e, expert in enumerate(experts):
         for part, m in expert.named_modules():
             if isinstance(m, nn.Linear):
@@ -75,7 +75,7 @@ def summary(experts: list[nn.Module]) -> str:
 
 
 def put(linear: nn.Linear, operands: Operands, format: str, method: str = "rtn") -> int:
-    """Gives a Linear its weight in 4 bits, `operands` [1, N, K] in layout plain; returns the bytes."""
+    """Replaces a Linear's weight by `operands` [1, N, K] in layout plain. Returns its size in bytes."""
     (n, k), dtype = linear.weight.shape, linear.weight.dtype
     packed, block_scale, global_scale = (t[0] if t is not None and t.numel() else None for t in operands)
     assert packed is not None and block_scale is not None

@@ -1,8 +1,7 @@
-"""Kernels on GPUs where nobody has run them: the first use of each is compared with the dequantised product.
+"""Checks kernels on GPUs where nobody has run them: compares their first use with the dequantised product.
 
-What a check found is kept in the user's cache folder, so that one process makes it once for each device,
-build and kernel, and others read it. A kernel that fails is not used: the caller takes what comes next, and
-one warning says so.
+The result is stored in the user's cache folder, so the check runs once for each device, build and kernel. A
+kernel that fails the check is not used. The caller then takes the next kernel, and one warning says so.
 """
 
 from __future__ import annotations
@@ -22,26 +21,26 @@ _known: dict[str, bool] = {}
 
 
 def cache_file() -> Path:
-    """`first_use.json` in the folder of fp4_ops in $XDG_CACHE_HOME, by default ~/.cache."""
+    """Returns the path of the results: `fp4_ops/first_use.json` in $XDG_CACHE_HOME, by default ~/.cache."""
     folder = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
     return Path(folder) / "fp4_ops" / "first_use.json"
 
 
 def forget() -> None:
-    """What this process knows; the file stays. For tests."""
+    """Forgets the results in this process. The file stays. For tests."""
     _known.clear()
 
 
 def _stored() -> dict[str, bool]:
     try:
         found = json.loads(cache_file().read_text())
-    except (OSError, RuntimeError, ValueError):  # none yet, no home folder, or half of a file
+    except (OSError, RuntimeError, ValueError):  # no file yet, no home folder, or a file that is half written
         return {}
     return {k: v for k, v in found.items() if isinstance(v, bool)} if isinstance(found, dict) else {}
 
 
 def _store(key: str, right: bool) -> None:
-    """Others may write at the same time: one of the files stays whole, and what it lacks is checked again."""
+    """Stores a result. If processes write at the same time, one file wins; lost results are checked again."""
     try:
         path = cache_file()
         path.parent.mkdir(parents=True, exist_ok=True)
@@ -50,22 +49,22 @@ def _store(key: str, right: bool) -> None:
             file.write(text)
         os.replace(file.name, path)
     except (OSError, RuntimeError) as error:
-        logger.debug("fp4: what the first use of a kernel gave is not kept: %s", error)
+        logger.debug("fp4: the result of a kernel's first use could not be stored: %s", error)
 
 
 def capturing() -> bool:
-    """Whether a CUDA graph is being captured, so that no check can run."""
+    """True while a CUDA graph is captured. No check can run then."""
     return torch.cuda.is_available() and torch.cuda.is_current_stream_capturing()
 
 
 def agrees(
     kernel: str, device: str, build: str, error: Callable[[], float], bound: float, instead: str
 ) -> bool:
-    """Whether the kernel's error is within `bound`, computed by `error()` once for each device and build.
+    """True if the kernel's error is within `bound`. `error()` computes it once for each device and build.
 
-    `device` and `build` say on what the result depends: the GPU's name and capability; the versions of
-    fp4_ops, of the kernel's library or of Triton. `instead`: what will run if the kernel is wrong. While a
-    CUDA graph is captured nothing can be computed: an unknown kernel is not used, and is asked about again.
+    `device` is the GPU's name and capability. `build` holds the versions of fp4_ops and of the kernels'
+    library or Triton. `instead` names the kernel that runs if this one is wrong. While a CUDA graph is
+    captured nothing can be computed, so an unknown kernel is refused and checked at its next use.
     """
     key = f"{device}; {build}; {kernel}"
     if key not in _known:
@@ -76,7 +75,7 @@ def agrees(
             return False
         else:
             found = error()
-            _known[key] = found <= bound  # NaN is not
+            _known[key] = found <= bound  # False for NaN
             _store(key, _known[key])
         if not _known[key]:
             logger.warning(

@@ -1,9 +1,10 @@
-"""What is data about native kernels, beside the code of their backend. Neither torch nor the built package is
-needed here: `setup.py` writes it into a C++ header, too (csrc/generate/constants.py).
+"""Reads the data files of backends with native kernels.
 
-`kernels.json`: which library, which GPUs run it, which layouts it reads, with which rows. `constants.json`:
-numbers that were fitted to measured times, in groups that say which device gave them, at which commit, and
-when.
+`kernels.json` names the library, the GPUs that run it, and the layouts and rows that it reads.
+`constants.json` has numbers that were fitted to measured times. Each group names the device, commit and date.
+
+This module needs neither torch nor the built package, because `setup.py` writes the same data into a C++
+header (csrc/generate/constants.py).
 """
 
 from __future__ import annotations
@@ -18,37 +19,37 @@ FILE = "constants.json"
 KERNELS_FILE = "kernels.json"
 
 Values = dict[str, Any]
-"""Numbers, or lists of them, by name."""
+"""Numbers, or lists of numbers, by name."""
 
 
 class Group(NamedTuple):
-    """Constants of one model of times."""
+    """Constants of one cost model."""
 
     device: str
-    """The GPU that was measured."""
+    """Name of the GPU that was measured."""
     commit: str
     date: str
     fit: str
-    """The command that fits them again."""
+    """Command that fits the constants again."""
     values: Values
 
 
 class Family(NamedTuple):
-    """Native kernels: those of csrc/sm{family}, in the library `_sm{family}.so`."""
+    """A family of native kernels: csrc/sm{family}, built into the library `_sm{family}.so`."""
 
     name: str
-    """Of the backend's folder."""
+    """Name of the backend's folder."""
     family: int
     capability: tuple[int, int]
-    """The compute capability of the GPUs that run them, ..."""
+    """Lowest compute capability of the GPUs that run these kernels."""
     and_later: bool
-    """... and whether later ones do, too."""
+    """True if GPUs of later compute capabilities run them, too."""
     layouts: tuple[str, ...]
-    """Those that they read, the fastest first."""
+    """Layouts that the kernels read, the fastest first."""
     rows: dict[str, list[str]]
-    """Of a layout with which they read fewer dtypes of unquantised rows than it allows, those dtypes."""
+    """Dtypes of unquantised rows by layout, where the kernels read fewer than the layout allows."""
     a_formats: dict[str, list[str]]
-    """Of a layout with which `fp4::moe` takes fewer of those that it allows, the ones it takes."""
+    """Values of `a_format` by layout, where `fp4::moe` takes fewer than the layout allows."""
 
     @property
     def capability_words(self) -> str:
@@ -56,7 +57,7 @@ class Family(NamedTuple):
 
 
 def families() -> tuple[Family, ...]:
-    """Of the backends that have native kernels; of those that a GPU runs it takes the first."""
+    """Lists the families of native kernels. A GPU uses the first one that it can run."""
     found = []
     for file in HOME.glob(f"*/{KERNELS_FILE}"):
         data = json.loads(file.read_text())
@@ -67,7 +68,7 @@ def families() -> tuple[Family, ...]:
 
 
 def groups(backend: str) -> dict[str, Group]:
-    """Of the backend in this folder; empty where nothing of it was fitted."""
+    """Returns the fitted constants of a backend; empty if there are none."""
     file = HOME / backend / FILE
     return read(file) if file.exists() else {}
 
@@ -77,12 +78,12 @@ def read(file: Path) -> dict[str, Group]:
 
 
 def flat(values: Values) -> list[float]:
-    """All numbers in the order of their names, as the C++ struct has them."""
+    """Returns all numbers in the order of their names, as in the C++ struct."""
     return [float(v) for value in values.values() for v in (value if isinstance(value, list) else [value])]
 
 
 def unflat(numbers: list[float], like: Values) -> Values:
-    """The inverse of `flat`."""
+    """Undoes `flat`."""
     rest = iter(numbers)
     return {
         name: [next(rest) for _ in value] if isinstance(value, list) else next(rest)

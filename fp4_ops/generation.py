@@ -1,11 +1,11 @@
-"""A decoding loop for transformers' `generate`, with less Python between the steps of a model.
+"""Decoding loop for transformers' `generate`, with less Python between two steps of a model.
 
     model.generate(ids, custom_generate=fp4_ops.decoding_loop, cache_implementation="static")
 
-`generate` prepares everything as ever: inputs, cache, logits processors, stopping criteria. The loop then
-gives the same tokens as its own. A step of ours is a call of the model (compiled, and with CUDA graphs, where
-`generate` would do so), and a choice of the next token: masks and positions are not made anew for each, and
-a CUDA graph holds the whole call.
+`generate` still prepares inputs, cache, logits processors and stopping criteria. Then this loop replaces
+transformers' own and gives the same tokens. A step calls the model and chooses the next token. The model is
+compiled, and captured as one CUDA graph, where `generate` would do so. Masks and positions are updated in
+place instead of being made again for each step.
 """
 
 from __future__ import annotations
@@ -20,12 +20,12 @@ from torch import Tensor
 from .step_graph import GraphStep, without_graphs
 
 _KNOWN = frozenset({"past_key_values", "attention_mask", "position_ids", "use_cache", "logits_to_keep"})
-"""The arguments of a model that the loop knows how to carry from one step to the next."""
+"""Arguments of a model that the loop can carry from one step to the next."""
 _OWN_STEPS = (
     "prepare_inputs_for_generation", "_update_model_kwargs_for_generation", "_sample", "_prefill",
     "_valid_auto_compile_criteria",
 )  # fmt: skip
-"""A model with one of these of its own may do in it what the loop leaves out."""
+"""Methods of `generate`. A model that overrides one of them may do there what this loop leaves out."""
 
 
 def decoding_loop(
@@ -38,14 +38,14 @@ def decoding_loop(
     streamer: Any = None,
     **model_kwargs: Any,
 ) -> Any:
-    """What `generate(..., custom_generate=fp4_ops.decoding_loop)` calls: ids [B, L] -> [B, L + new tokens].
+    """Generates tokens: ids [B, L] -> [B, L + new tokens]. Pass it to `generate` as `custom_generate`.
 
-    Greedy search and sampling, with any logits processors, stopping criteria and streamer; dynamic caches,
-    and static ones of full attention. With `return_dict_in_generate`, scores, logits and the cache, too. What
-    else `generate` can do (beam search, other caches, encoders, images, attentions as outputs, models with
-    preparations of their own, several processes in step) runs in transformers' own loop.
+    It does greedy search and sampling, with any logits processors, stopping criteria and streamer, on dynamic
+    caches and on static caches of full attention. `return_dict_in_generate` also returns scores, logits and
+    the cache. For everything else (beam search, other caches, encoders, images, attentions as outputs, models
+    with preparations of their own, several processes in step) it calls transformers' own loop.
 
-    Raises ValueError for assisted generation, of which `generate` tells a custom loop too little.
+    Raises ValueError for assisted generation, because `generate` does not pass a custom loop what it needs.
     """
     given = _given_to_generate()
     streamer = given.get("streamer") if streamer is None else streamer
@@ -74,7 +74,7 @@ def decoding_loop(
 
 
 def why_not(model: Any, input_ids: Tensor, generation_config: Any, model_kwargs: dict[str, Any]) -> str:
-    """Why transformers' own loop runs instead; "" if ours does."""
+    """Says why transformers' own loop runs; "" if this one does."""
     from transformers import DynamicCache, GenerationMixin, StaticCache
     from transformers.cache_utils import StaticLayer
 
@@ -104,7 +104,7 @@ def why_not(model: Any, input_ids: Tensor, generation_config: Any, model_kwargs:
 
 
 def _given_to_generate() -> dict[str, Any]:
-    """The arguments of the `generate` that called: it keeps `streamer` and others from a custom loop."""
+    """Reads the arguments of the calling `generate`, which does not pass all of them to a custom loop."""
     frame = sys._getframe(1)
     while frame is not None:
         if frame.f_code.co_name == "generate" and "custom_generate" in frame.f_locals:
@@ -114,7 +114,7 @@ def _given_to_generate() -> dict[str, Any]:
 
 
 def _synced(model: Any, asked: bool | None) -> bool:
-    """As `generate` decides it: whether processes that share a model take each step together."""
+    """True if processes that share a model take each step together. Decides as `generate` does."""
     if not (torch.distributed.is_available() and torch.distributed.is_initialized()):
         return bool(asked)
     if asked is not None:
@@ -127,7 +127,7 @@ def _synced(model: Any, asked: bool | None) -> bool:
 
 
 class _Decoding:
-    """One call of `generate`: the prompt, then token after token."""
+    """State of one call of `generate`: the prompt first, then one token after another."""
 
     def __init__(self, model: Any, input_ids: Tensor, streamer: Any, usual: dict[str, Any]) -> None:
         from transformers.generation.stopping_criteria import EosTokenCriteria, MaxLengthCriteria
@@ -143,7 +143,7 @@ class _Decoding:
         self.scores: tuple[Tensor, ...] | None = () if self.returns and self.config.output_scores else None
         self.logits: tuple[Tensor, ...] | None = () if self.returns and self.config.output_logits else None
         self.pads = any(hasattr(c, "eos_token_id") for c in self.criteria)
-        # Whoever is not known may look at all token ids. max_position_embeddings asks for a warning.
+        # Unknown processors and criteria may read all token ids. max_position_embeddings needs a warning.
         known = all(
             type(c) is EosTokenCriteria
             or (type(c) is MaxLengthCriteria and c.max_position_embeddings is None)
@@ -182,7 +182,7 @@ class _Decoding:
                     if self.ends:
                         for criteria in self.ends:
                             unfinished = unfinished & ~criteria(new[-1], None)
-                        if flag.already_set():  # by the step before: this one was in vain
+                        if flag.already_set():  # the previous step finished all rows, so this step is dropped
                             new.pop()
                             break
                         done = done or flag.is_set(unfinished)
@@ -206,7 +206,7 @@ class _Decoding:
         return output(sequences=sequences, scores=self.scores, logits=self.logits, past_key_values=cache)
 
     def _step(self, cache: Any) -> Callable[[Tensor], Any]:
-        """The compiled step, as one CUDA graph where the configuration asks for CUDA graphs."""
+        """Returns the compiled step, as one CUDA graph if the configuration asks for CUDA graphs."""
         model, config = self.model, self.config.compile_config
         plain = without_graphs(config or _default_config(model)) if self.prompt.is_cuda else None
         if plain is None or len(set(getattr(model, "hf_device_map", {}).values())) > 1:
@@ -219,7 +219,7 @@ class _Decoding:
         return GraphStep(step, use_torchs_graphs)
 
     def _choose(self, ids: Tensor, outputs: Any) -> Tensor:
-        """The next token of each row. A copy of the logits: a CUDA graph writes to the same memory again."""
+        """Chooses each row's next token. Copies the logits, because a CUDA graph overwrites them."""
         logits = outputs.logits[:, -1].to(copy=True, dtype=torch.float32)
         scores = self.processors(ids, logits) if self.processors else logits
         if self.scores is not None:
@@ -231,7 +231,7 @@ class _Decoding:
         return scores.argmax(-1)
 
     def _flag(self, cache: Any) -> _Flag:
-        """The step that runs in vain may show in a cache, in random numbers, in outputs, and in a stream."""
+        """Returns a late flag if nobody can see the extra step: in the cache, random numbers or outputs."""
         shows = self.config.do_sample or self.returns or getattr(cache, "_is_user_defined", False)
         return _Flag(
             self.prompt.device, late=_looks_late(self.prompt.device) and not shows and not self.streamer
@@ -249,7 +249,7 @@ def _default_config(model: Any) -> Any:
 
 
 class _Flag:
-    """Whether all rows are finished. `late`: it is known a step later, so that the host waits for no step."""
+    """Tells whether all rows are finished. A `late` flag answers one step later, so the host never waits."""
 
     def __init__(self, device: torch.device, late: bool) -> None:
         self.late, self.cuda = late, device.type == "cuda"
@@ -267,7 +267,7 @@ class _Flag:
         return False
 
     def already_set(self) -> bool:
-        """What the last `is_set` was about, where it did not know."""
+        """Answers the last question of `is_set`, if that could not answer it."""
         if self.host is None:
             return False
         if self.copied is not None:
@@ -276,7 +276,7 @@ class _Flag:
 
 
 class _Step:
-    """Calls the model with one token a row, and keeps what changes from step to step: mask and positions."""
+    """Calls the model with one token for each row. Keeps mask and positions between steps."""
 
     def __init__(self, forward: Any, compiled: bool, cache: Any, model_kwargs: dict[str, Any]) -> None:
         self.forward, self.compiled, self.cache = forward, compiled, cache
@@ -287,7 +287,7 @@ class _Step:
         self.positions = None if positions is None else positions[:, -1:].clone()
         self.mask = model_kwargs.get("attention_mask")
         self.static = bool(cache.is_compileable)
-        if self.mask is not None and self.static:  # later tokens are hidden by their positions
+        if self.mask is not None and self.static:  # the positions hide later tokens
             later = max(0, cache.layers[0].max_cache_len - self.mask.shape[1])
             self.mask = torch.cat([self.mask, self.mask.new_ones(len(self.mask), later)], -1)
 

@@ -1,4 +1,4 @@
-"""`fp4_ops.info()`: what was built, what this machine has, and which kernels will therefore run."""
+"""Defines `fp4_ops.info()`: what was built, what this machine has, and which kernels will run."""
 
 from __future__ import annotations
 
@@ -20,18 +20,18 @@ _COMPILED = "tests compile its kernels and check what they need; nobody has run 
 TESTED = {"9.0": "tests run its kernels"} | dict.fromkeys(
     ("8.0", "8.6", "8.9", "10.0", "12.0", "12.1"), _COMPILED
 )
-"""By compute capability: tests/kernels_triton/test_architectures.py, and the tests marked `gpu`."""
+"""How kernels are tested, by compute capability (test_architectures.py, and tests marked `gpu`)."""
 
 
 @dataclass(frozen=True)
 class Gpu:
     name: str
     compute_capability: str
-    """As in "9.0"."""
+    """Compute capability as text, such as "9.0"."""
 
     @property
     def tested(self) -> str:
-        """What the tests of fp4_ops do with kernels for GPUs of this kind."""
+        """Says how the kernels for GPUs of this kind are tested."""
         return TESTED.get(self.compute_capability, "tests neither run nor compile its kernels")
 
     def __str__(self) -> str:
@@ -40,14 +40,17 @@ class Gpu:
 
 @dataclass(frozen=True)
 class Kernels:
-    """What runs on one kind of device."""
+    """Kernels that run on one kind of device."""
 
     device: str
     family: str
-    """On a CPU "scalar", "avx2", "avx512", "avx512_bf16" or "amx_bf16", on Arm "neon", "neon_dotprod",
-    "neon_i8mm" or "neon_bf16" (i8mm and bf16); "triton" on a GPU; "none" with the reason."""
+    """Name of the kernels.
+
+    x86: "scalar", "avx2", "avx512", "avx512_bf16" or "amx_bf16". Arm: "neon", "neon_dotprod", "neon_i8mm" or
+    "neon_bf16" (i8mm and bf16). GPU: the backends' names. If none runs: "none" with the reason.
+    """
     activations: str
-    """The activations its operators take."""
+    """Activations that the operators take."""
     preferred_layout: str
 
     def __str__(self) -> str:
@@ -56,23 +59,23 @@ class Kernels:
 
 @dataclass(frozen=True)
 class Info:
-    """Versions, what was built, what this machine has, and which kernels will run. Prints itself."""
+    """Versions, build, machine and kernels. `print` shows it as text."""
 
     fp4_ops: str
     torch: str
     python: str
     triton: str
     library: str
-    """The compiled operators: path, and the oldest torch whose stable ABI it uses."""
+    """Path of the compiled operators, and the oldest torch whose stable ABI they use."""
     formats: tuple[str, ...]
     operators: tuple[str, ...]
     cpu: str
     cpu_features: tuple[str, ...]
-    """Those that fp4_ops has kernels for."""
+    """Features of this processor that fp4_ops has kernels for."""
     gpus: tuple[Gpu, ...]
     kernels: tuple[Kernels, ...]
     constants: tuple[str, ...]
-    """Those by which a GPU's kernels are chosen, and where they come from."""
+    """Origin of the constants that choose a GPU's kernels, one line for each GPU."""
 
     def __str__(self) -> str:
         lines = []
@@ -89,7 +92,7 @@ class Info:
 
 
 def info() -> Info:
-    """Everything that decides which kernels run here: a dataclass that prints itself."""
+    """Returns everything that decides which kernels run on this machine. `print` shows it as text."""
     return Info(
         fp4_ops=_version("fp4_ops"),
         torch=torch.__version__,
@@ -183,7 +186,7 @@ def _constants() -> tuple[str, ...]:
 
 
 def constants_of(device: str, family: int) -> str:
-    """Where the constants for kernels of a family on GPUs of this name come from."""
+    """Says where the constants for a family of kernels on GPUs of this name come from."""
     if used := tuned.in_use.get((device, family)):
         return f"measured here ({used[0].date}), {used[1]}"
     group = fitted.groups(native.FOLDERS[family])["planner"]

@@ -1,8 +1,7 @@
-"""The native CUDA runtime, `_C_cuda.so` (csrc/cuda): operators in C++ for the native layouts, and the
-cost model of their planner.
+"""Loads the native CUDA runtime, `_C_cuda.so` (csrc/cuda), and calls its planner.
 
-Loading it registers the operators `fp4::*` for CUDA. What has no native kernel they call as `fp4_python::*`
-(backends/operators.py).
+Loading it registers the operators `fp4::*` for CUDA. An operator without a native kernel calls
+`fp4_python::*` (backends/operators.py).
 """
 
 from __future__ import annotations
@@ -26,29 +25,33 @@ REBUILD = (
 )
 
 KERNELS = ("w4a8", "half", "bf16")
-"""Kernel of csrc/cuda/choice.h: fp8 rows; 16-bit rows with weights in layout sm90, or in mma_bf16."""
+"""Names of `Kernel` in csrc/cuda/choice.h: fp8 rows; 16-bit rows with layout sm90; 16-bit rows with mma_bf16.
+"""
 THREW = -1
-"""kThrew of csrc/cuda/planner.cpp."""
+"""Value of kThrew in csrc/cuda/planner.cpp: the function threw an exception."""
 ROUTINGS = ("offs", "ids32", "ids64", "masked", "dense")
-"""Routing of csrc/device/interface.h."""
+"""Names of `Routing` in csrc/device/interface.h."""
 
 
 class Product(ctypes.Structure):
-    """Of csrc/cuda/choice.h."""
+    """Sizes of a product: `Product` of csrc/cuda/choice.h."""
 
     _fields_ = [(name, ctypes.c_int) for name in ("routing", "groups", "rows", "n", "kp", "block")]
 
 
 class Gpu(ctypes.Structure):
-    """What the planner knows of a GPU: Gpu of csrc/cuda/gpu.h. `copy_rate`: bytes a microsecond; `constants`:
-    of the cost model, 0 for those built in, else as `tuned` counts them."""
+    """Properties of a GPU that the planner uses: `Gpu` of csrc/cuda/gpu.h.
+
+    `copy_rate` is in bytes a microsecond. `constants` chooses the cost model's constants: 0 for the built-in
+    ones, else a number that `tuned` returned.
+    """
 
     _fields_ = [(name, ctypes.c_int) for name in ("family", "sms", "shared_bytes", "copy_rate", "constants")]
 
 
 HOPPER, MMA = 90, 80
 FOLDERS = {f.family: f.name for f in families()}
-"""Families of kernels: of `_sm90.so`, and of `_sm80.so`, for GPUs from compute capability 8.0 on."""
+"""Backend folder of each family of kernels: 90 for `_sm90.so`, 80 for `_sm80.so`."""
 
 
 def path() -> Path:
@@ -57,7 +60,7 @@ def path() -> Path:
 
 @functools.cache
 def library() -> ctypes.CDLL | None:
-    """The runtime, or None where it was not built (setup.py says when it is)."""
+    """Returns the runtime, or None if it was not built (setup.py says when it is)."""
     found = path()
     if not found.exists():
         return None
@@ -86,7 +89,7 @@ def library() -> ctypes.CDLL | None:
             function = getattr(loaded, f"fp4_cuda_{name}")
         except AttributeError:
             raise ImportError(
-                f"fp4_ops: {found.name} is of another build than this Python package. {REBUILD}"
+                f"fp4_ops: {found.name} and this Python package come from different builds. {REBUILD}"
             ) from None
         function.argtypes, function.restype = arguments, result
         if result is number:
@@ -95,7 +98,7 @@ def library() -> ctypes.CDLL | None:
 
 
 def _raise(runtime: ctypes.CDLL, result: int, function: object, arguments: object) -> int:
-    """Raises what a function of csrc/cuda/planner.cpp threw. ctypes calls it with what each returned."""
+    """Raises the C++ exception of a planner function as a RuntimeError. ctypes calls this after each call."""
     if result == THREW:
         raise RuntimeError(runtime.fp4_cuda_thrown().decode(errors="replace"))
     return result
@@ -112,13 +115,14 @@ def loaded() -> ctypes.CDLL:
 
 
 used: dict[int, str] = {}
-"""The file that `use_kernels` was given, by its family."""
+"""File that was passed to `use_kernels`, by family."""
 
 
 def use_kernels(file: str, shared_bytes: int = 0) -> None:
-    """From now on operators launch the kernels of this `_sm90.so` or `_sm80.so` on every GPU, to measure one
-    build beside another, and plan for no more than `shared_bytes` of shared memory a thread block (0: what
-    the GPU has)."""
+    """Makes operators launch the kernels of this `_sm90.so` or `_sm80.so` on every GPU, to compare builds.
+
+    `shared_bytes` limits the shared memory of a thread block that the planner counts on (0: the GPU's own).
+    """
     its_family = int(loaded().fp4_cuda_use_kernels(file.encode(), shared_bytes))
     used[its_family] = file
     family.cache_clear()
@@ -127,7 +131,7 @@ def use_kernels(file: str, shared_bytes: int = 0) -> None:
 
 @functools.cache
 def family(device_index: int) -> int:
-    """The kernels that this GPU runs: HOPPER, MMA, or 0 for none."""
+    """Returns the family of kernels that this GPU runs: HOPPER, MMA, or 0 for none."""
     return 0 if library() is None else int(loaded().fp4_cuda_family(device_index))
 
 
@@ -142,7 +146,7 @@ def _gpu(sms: int | Gpu) -> ctypes._Pointer[Gpu]:
 
 
 def constants(of: Gpu) -> Values:
-    """Those of the cost model that plans for a GPU use."""
+    """Returns the cost model's constants that the planner uses for a GPU."""
     like = built_in(of.family)
     made = (ctypes.c_double * len(flat(like)))()
     loaded().fp4_cuda_constants(ctypes.byref(of), made)
@@ -150,38 +154,43 @@ def constants(of: Gpu) -> Values:
 
 
 def built_in(of_family: int) -> Values:
-    """The constants of a family, as fp4_ops/backends/*/constants.json has them."""
+    """Returns a family's built-in constants, from fp4_ops/backends/*/constants.json."""
     return groups(FOLDERS[of_family])["planner"].values
 
 
 def tuned(device: str, of_family: int, values: Values) -> int:
-    """From now on GPUs of this name have these constants, for their kernels of a family. Returns the number
-    that `Gpu.constants` counts them by."""
+    """Sets the cost model's constants for GPUs of this name and a family of kernels.
+
+    Returns their number for `Gpu.constants`.
+    """
     numbers = flat(values)
     made = (ctypes.c_double * len(numbers))(*numbers)
     number = int(loaded().fp4_cuda_tuned(device.encode(), of_family, made, ctypes.sizeof(made)))
     if number == 0:
-        raise ValueError(f"{len(numbers)} constants, and this build of {FILE} has others. {REBUILD}")
+        raise ValueError(f"{len(numbers)} constants do not fit this build of {FILE}. {REBUILD}")
     return number
 
 
 @functools.cache
 def build(of_family: int) -> str:
-    """Of the package and of the kernels of a family, by their file."""
+    """Returns a text that names this build: the package's version and a hash of the kernels' file."""
     with open(kernels_file(of_family), "rb") as kernels:
         digest = hashlib.file_digest(kernels, "sha256").hexdigest()[:12]
     return f"fp4_ops {importlib.metadata.version('fp4_ops')}, kernels {digest}"
 
 
 def kernels_file(of_family: int) -> Path:
-    """Those that operators launch."""
+    """Returns the path of the kernels that operators launch."""
     return Path(used.get(of_family, path().parent / f"_sm{of_family}.so"))
 
 
 class Work(NamedTuple):
-    """What the cost model is of. decode: weights that are read, passes over K, values of rows beyond an
-    expert's first; NaN where it cannot run. prefill: seconds that the kernels' own model says, whether
-    multiprocessors share tiles, 16-bit values that are put in order."""
+    """Work of a product, the input of the cost model.
+
+    decode (NaN if it cannot run): `weights` read, `passes` over K, `values` of rows beyond an expert's first.
+    prefill: `seconds` by the kernels' own model, `shares` is 1 if SMs share tiles, and `ordered` counts the
+    16-bit values that are put in the kernel's order.
+    """
 
     weights: float
     passes: float
@@ -198,7 +207,7 @@ def work(of: Product, kernel: str, sms: int | Gpu) -> Work:
 
 
 def product(routing: str, groups: int, rows: int, n: int, kp: int, block: int = 16) -> Product:
-    """`rows` activation rows, of each group where masked, times [groups, n, kp]. `routing`: of ROUTINGS."""
+    """Describes the product of `rows` activation rows (in each group if masked) and [groups, n, kp]."""
     return Product(ROUTINGS.index(routing), groups, rows, n, kp, block)
 
 
@@ -206,18 +215,20 @@ def takes_few(
     groups: int, rows: int, block: int, up: tuple[int, int], down: tuple[int, int], a_format: str, sms: int,
     *, int4: bool = False, expected: int = 0,
 ) -> bool:  # fmt: skip
-    """Whether decode or gemv, and not prefill, run an expert block on a Hopper GPU of `sms` multiprocessors.
+    """True if decode or gemv run an expert block on a Hopper GPU of `sms` SMs, False if prefill does.
 
-    `rows`: of (token, expert) pairs; `block`: K that share a scale; `up`, `down`: N and K of the products;
-    `int4`: in layout sm90_int4; `expected`: of the pairs, those whose expert is here (0: all).
+    rows: number of (token, expert) pairs. block: number of k that share a scale. up, down: N and K of the
+    products. int4: the layout is sm90_int4. expected: number of pairs whose expert is here (0: all).
     """
     size = groups, rows, *up, *down, block, a_format.encode(), int4, sms
     return bool(loaded().fp4_cuda_takes_few(*size, expected))
 
 
 class Only:
-    """`with only("prefill")`: whatever the cost model says, "decode", or "gemv" and decode, wherever they can
-    run, or "prefill": for tests and measurements."""
+    """Context manager that overrides the cost model: `with only("prefill")`. For tests and measurements.
+
+    "decode" forces decode and "gemv" forces gemv or decode, wherever they can run. "prefill" forces prefill.
+    """
 
     NAMES = (None, "decode", "gemv", "prefill")
 
@@ -240,4 +251,4 @@ class Only:
 
 
 only = Only(lambda which: loaded().fp4_cuda_only(which))
-"""Of what operators run."""
+"""Forces one kernel family for every operator call."""

@@ -1,7 +1,7 @@
-"""What operators give beside what they should: products and blocks of random data, in float64.
+"""Compares operators with exact results: products and expert blocks of random data, in float64.
 
-Weights and activations are dequantised exactly, by the tables of meta/, and multiplied in float64. An error
-is the norm of the difference over the norm of what it should be.
+Weights and activations are dequantised exactly, by the tables of meta/, and multiplied in float64. The error
+is the norm of the difference over the norm of the exact result.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from .meta.layouts import LAYOUTS
 
 F64 = torch.float64
 G, N, K, M = 5, 192, 128, 37
-"""Experts, columns, inner size and rows. The fourth expert gets no row."""
+"""Sizes: experts, columns, inner size, rows. The fourth expert gets no row."""
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 QUANTISED = ("int8", "fp8", *FP4_FORMATS)
@@ -31,7 +31,7 @@ class KnownWeight(NamedTuple):
     scale: Tensor
     global_scale: Tensor | None
     exact: Tensor
-    """float64."""
+    """Exact values, float64."""
 
 
 @dataclass(frozen=True)
@@ -40,7 +40,7 @@ class Case:
     format: str
     layout: str
     kind: str
-    """Of activations: a dtype, or how they are quantised; of `moe`, its `a_format`."""
+    """Kind of activations: a dtype, or how they are quantised. For `moe` this is `a_format`."""
     activation: str = ""
 
     def __str__(self) -> str:
@@ -48,10 +48,10 @@ class Case:
 
 
 def dequantize(packed: Tensor, scale: Tensor, global_scale: Tensor | None, format: str) -> Tensor:
-    """code x block scale x global scale, exactly."""
+    """Returns code x block scale x global scale, exactly."""
     codes = torch.stack((packed & 15, packed >> 4), -1).flatten(-2)
     values = torch.tensor(ELEMENTS[FORMATS[format].element], dtype=F64, device=packed.device)[codes.long()]
-    # e8m0 has no conversion to float64 on every device.
+    # Some devices cannot convert e8m0 to float64.
     steps = scale.float().to(F64).repeat_interleave(FORMATS[format].block, -1)[..., : values.shape[-1]]
     values = values * steps
     if global_scale is None or global_scale.numel() == 0:
@@ -61,7 +61,7 @@ def dequantize(packed: Tensor, scale: Tensor, global_scale: Tensor | None, forma
 
 
 def quantised(x: Tensor, kind: str, layout: str) -> tuple[dict[str, Any], Tensor]:
-    """The arguments of an operator for activations of a kind, and their exact values."""
+    """Returns an operator's arguments for activations of a kind, and their exact values."""
     fp4 = torch.ops.fp4
     if kind in DTYPES:
         a = x.to(DTYPES[kind])
@@ -82,7 +82,7 @@ def quantised(x: Tensor, kind: str, layout: str) -> tuple[dict[str, Any], Tensor
 
 
 def random_weight(shape: tuple[int, ...], format: str, layout: str, device: str) -> KnownWeight:
-    """As `fp4::quantize` makes it, then prepacked."""
+    """Returns a random weight that is quantised by `fp4::quantize`, then prepacked."""
     w = torch.randn(shape, device=device) / shape[-1] ** 0.5
     packed, scale, global_scale = torch.ops.fp4.quantize(w, format)
     given = global_scale if FORMATS[format].has_global_scale else None
@@ -94,7 +94,7 @@ def random_weight(shape: tuple[int, ...], format: str, layout: str, device: str)
 
 
 def product(case: Case, device: str) -> tuple[Tensor, Tensor]:
-    """What the operator gives, and what it should."""
+    """Returns the operator's result and the exact one."""
     groups = () if case.operator in ("mm", "grouped_mm_k") else (G,)
     w = random_weight((*groups, N, K), case.format, case.layout, device)
     rows = (G, M, K) if case.operator == "grouped_mm_masked" else (M, K)
@@ -137,7 +137,7 @@ def block(case: Case, device: str) -> tuple[Tensor, Tensor]:
     )  # fmt: skip
 
     def as_read(rows: Tensor) -> Tensor:
-        """In FP4 every row has a global scale of its own, as a matrix has."""
+        """Rounds rows as the operator reads them. In FP4 every row has its own global scale."""
         if case.kind not in QUANTISED:
             return rows.to(F64)
         return quantised(rows.float()[:, None], case.kind, "plain")[1][:, 0]
@@ -152,7 +152,10 @@ def block(case: Case, device: str) -> tuple[Tensor, Tensor]:
 
 
 def relative_error(got: Tensor, want: Tensor) -> float:
-    """Norm over norm. NaN counts as infinite, and so does anything but zeros where zeros are wanted."""
+    """Returns norm(got - want) / norm(want).
+
+    It is infinite for NaN, and for nonzero `got` if `want` is zero.
+    """
     error, norm = (got.to(F64) - want.to(F64)).norm().item(), want.to(F64).norm().item()
     if norm == 0 or math.isnan(error):
         return 0.0 if error == 0 else math.inf

@@ -1,4 +1,4 @@
-"""What `fp4_ops.prepare` says it did."""
+"""Report of `fp4_ops.prepare`."""
 
 from __future__ import annotations
 
@@ -7,12 +7,12 @@ from dataclasses import dataclass, field
 from .find_experts import OTHERWISE
 
 OWN_CODE = "its own"
-"""Gate of experts that are modules: they run by their own code."""
+"""Value of `gate` for experts that are modules, which keep running their own code."""
 
 
 @dataclass(frozen=True)
 class PreparedModule:
-    """One experts module: prepared if `reason` is empty, else left as it was because of it."""
+    """An experts module. It was prepared if `reason` is empty; else `reason` says why it was left alone."""
 
     name: str
     reason: str = ""
@@ -20,11 +20,11 @@ class PreparedModule:
     shape: str = ""
     bytes_before: int = 0
     bytes_after: int = 0
-    """0 for weights that an earlier module shares."""
+    """Size of the packed weights. 0 if an earlier module shares them."""
 
     @property
     def calls_moe(self) -> bool:
-        """Whether it is prepared, and calls `fp4::moe` instead of its own code."""
+        """True if the module is prepared and calls `fp4::moe` instead of its own code."""
         return not self.reason and self.gate != OWN_CODE
 
     def __str__(self) -> str:
@@ -36,16 +36,16 @@ class PreparedModule:
 
 @dataclass
 class PrepareReport:
-    """What `prepare` did with each experts module of a model."""
+    """Result of `prepare` for each experts module of a model."""
 
     format: str
     layout: str
     activations: str
     modules: list[PreparedModule] = field(default_factory=list)
     exchange: str = ""
-    """How tokens reach experts that are spread over processes."""
+    """Way in which tokens reach experts that are spread over processes."""
     division: str = ""
-    """Whether experts are spread or split, and what the other way would cost."""
+    """Division of experts over processes, spread or split, and what the other way would cost."""
 
     @property
     def prepared(self) -> list[PreparedModule]:

@@ -1,4 +1,4 @@
-"""Runs of bytes, of which samples of tensors are made (samples.py), and comparisons of them."""
+"""Runs of bytes that make up the samples of tensors (samples.py), and their comparison."""
 
 from __future__ import annotations
 
@@ -12,28 +12,28 @@ from torch import Tensor
 from .library_files import library_path
 
 RUN = 64
-"""Bytes of one run: a CPU's cache line, two sectors of a GPU's."""
+"""Bytes of one run: a CPU's cache line, or two sectors of a GPU's."""
 
 
 class Runs(Protocol):
-    """What a kernel is told of them."""
+    """Runs as a kernel takes them."""
 
     device: torch.device
     at: Tensor
-    """int64 addresses."""
+    """Addresses, int64."""
     sizes: Tensor
-    """int64 bytes, at most RUN."""
+    """Sizes in bytes, int64, at most RUN."""
     held: Tensor
-    """uint8 [runs, RUN]: what was there."""
+    """Bytes that the runs had, uint8 [runs, RUN]."""
     watches: dict[int, Any]
-    """On a GPU: what compares them, for each stream."""
+    """Objects that compare runs on a GPU, by stream."""
 
 
 class Comparison(Protocol):
-    """Of samples with what is there."""
+    """A comparison of samples with memory, possibly still running."""
 
     def differs(self) -> bool:
-        """Waits for the answer."""
+        """Waits for the comparison. Returns True if any byte differs."""
 
 
 @functools.cache

@@ -1,8 +1,8 @@
-"""Samples of tensors: a few short runs of bytes of each matrix, held, and compared with what is there later.
+"""Samples of tensors: a few short runs of bytes of each matrix, kept to be compared with memory later.
 
-A kernel or a library may write to a tensor without a trace (a fused optimizer, a collective, `p.data += d`),
-and to read all of it again costs more than 4 bits save. Samples see a change of much of a tensor at once, on
-a CPU in nanoseconds a run. They are exact about the bytes that they hold and know nothing of the others.
+A kernel or a library may write to a tensor without a trace (a fused optimizer, a collective, `p.data += d`).
+To read the whole tensor again would cost more than 4 bits save. Samples notice a change of many values, in
+nanoseconds a run on a CPU. They notice every change of the bytes that they hold, and no other change.
 """
 
 from __future__ import annotations
@@ -20,11 +20,11 @@ from torch import Tensor
 from .runs import RUN, Comparison, library
 
 LEAST_RUNS, LEAST_RUNS_OF_A_STACK = 2, 8
-"""Of one matrix [N, K], and of a stack [E, N, K], which otherwise has one run for four matrices."""
+"""Least number of runs of a matrix [N, K] and of a stack [E, N, K]. A stack has a run for four matrices."""
 
 
 class Samples:
-    """What some runs of bytes of tensors on one device held when this was made."""
+    """Copies of some runs of bytes of tensors on one device."""
 
     def __init__(self, device: torch.device, at: Tensor, sizes: Tensor, held: Tensor | None = None) -> None:
         self.device, self.at, self.sizes = device, at, sizes
@@ -41,7 +41,10 @@ class Samples:
 
     @staticmethod
     def of(tensors: Iterable[Tensor]) -> list[Samples]:
-        """One for each device. The tensors are plain (no subclass), and must live when these are compared."""
+        """Takes samples of plain tensors (no subclasses), one object for each device.
+
+        The tensors must still exist when samples are compared.
+        """
         runs: dict[torch.device, list[tuple[int, int]]] = {}
         for t in tensors:
             runs.setdefault(t.device, []).extend(_runs(t))
@@ -54,7 +57,7 @@ class Samples:
 
     @staticmethod
     def joined(parts: Iterable[Samples]) -> list[Samples]:
-        """Those of each device as one, so that they are compared at once."""
+        """Joins the samples of each device, so that one call compares them."""
         groups: dict[torch.device, list[Samples]] = {}
         for p in parts:
             groups.setdefault(p.device, []).append(p)
@@ -66,7 +69,7 @@ class Samples:
         ]
 
     def read(self) -> Tensor:
-        """The bytes of each run; on a CPU a number that tells them from others, which is less to compare."""
+        """Reads the bytes of each run. On a CPU this is a hash, which is less to compare."""
         if self.device.type == "cuda":
             held = torch.zeros(self._count, RUN, dtype=torch.uint8, device=self.device)
             _on_gpu().read(self.at, self.sizes, held)
@@ -76,39 +79,39 @@ class Samples:
         return held
 
     def differs(self) -> bool:
-        """Whether any run holds other bytes now. On CUDA the host waits for the current stream.
+        """True if any run holds other bytes now. On CUDA the host waits for the current stream.
 
-        While a CUDA graph is captured nobody can ask; then the answer is no.
+        While a CUDA graph is captured nothing can be compared, and the result is False.
         """
         if self.device.type == "cpu":
             return bool(self._differs())
         return not torch.cuda.is_current_stream_capturing() and self.begin().differs()
 
     def begin(self) -> Comparison:
-        """With what is there when the current stream of a GPU gets here. A CPU compares when it is asked."""
+        """Starts a comparison in the GPU's current stream. A CPU compares when the result is asked for."""
         return self if self.device.type == "cpu" else _on_gpu().begin(self)
 
 
 @functools.cache
 def _on_gpu() -> Any:
-    """Needs Triton."""
+    """Returns the module that compares on a GPU. It needs Triton."""
     from .backends.triton import samples
 
     return samples
 
 
 def _runs(t: Tensor) -> list[tuple[int, int]]:
-    """(address, bytes) of each run of a tensor."""
+    """Returns (address, bytes) of each run of a tensor."""
     if t.numel() == 0:
         return []
     matrices = math.prod(t.shape[:-2])
     count = max(matrices // 4, LEAST_RUNS_OF_A_STACK) if matrices > 1 else LEAST_RUNS
-    if t.dim() == 1:  # all experts may be in it
+    if t.dim() == 1:  # one vector may hold values of all experts
         count += min(t.numel() >> 14, LEAST_RUNS_OF_A_STACK) + (t.numel() >> 22)
     first, item = t.data_ptr(), t.element_size()
     if _is_dense(t):
         return [(first + at, size) for at, size in _spread(t.numel() * item, count)]
-    # Rows, or elements, that lie apart: one run in each of some of them.
+    # Rows or elements are not adjacent: take one run in each of some of them.
     row = t.shape[-1] if t.stride(-1) == 1 else 1
     shape, strides = (t.shape[:-1], t.stride()[:-1]) if row > 1 else (t.shape, t.stride())
     runs = []
@@ -123,7 +126,7 @@ def _runs(t: Tensor) -> list[tuple[int, int]]:
 
 
 def _is_dense(t: Tensor) -> bool:
-    """Whether its elements fill one piece of memory, in any order."""
+    """True if the elements fill one piece of memory, in any order."""
     expected = 1
     for stride, size in sorted(zip(t.stride(), t.shape)):
         if size != 1:
@@ -135,16 +138,19 @@ def _is_dense(t: Tensor) -> bool:
 
 @functools.lru_cache(256)
 def _spread(total: int, count: int) -> tuple[tuple[int, int], ...]:
-    """(start, bytes) of `count` runs within `total` bytes, or of all of these if they are few."""
+    """Returns (start, bytes) of `count` runs within `total` bytes.
+
+    If `total` is small, they cover all of it.
+    """
     if total <= count * RUN:
         return tuple((at, min(RUN, total - at)) for at in range(0, total, RUN))
     return tuple((at * 16, RUN) for at in _some((total - RUN) // 16 + 1, count))
 
 
 def _some(total: int, count: int) -> list[int]:
-    """`count` of the numbers below `total`, or all: one somewhere in each of as many equal shares.
+    """Returns `count` numbers below `total`, or all: one in each of `count` equal shares.
 
-    Where, a hash says: numbers at equal distances could be one column of every matrix.
+    A hash chooses the place within a share. At equal distances they could all lie in one column of a matrix.
     """
     if total <= count:
         return list(range(total))

@@ -1,6 +1,6 @@
-"""`python -m fp4_ops selftest`: every operator of this machine's kernels against float64, with times.
+"""`python -m fp4_ops selftest`: compares every operator on this machine with float64, and times a few.
 
-What they are compared with is in oracle.py; the bounds are those of docs/operators.md.
+oracle.py computes the exact results. The bounds are those of docs/operators.md.
 """
 
 from __future__ import annotations
@@ -39,14 +39,16 @@ from .oracle import (
 )
 
 BOUNDS = {"float32": 1e-5, "bfloat16": 4e-3, "float16": 1e-3, **dict.fromkeys(QUANTISED, 4e-3)}
-"""By kind of activations; what is quantised has bfloat16 results."""
+"""Bound by kind of activations. Quantised activations give bfloat16 results."""
 MOE_BOUNDS = {"none": 4e-3, "int8": 6e-3, "fp8": 8e-3, "nvfp4": 3e-2, "mxfp4": 3e-2, "auto": 4e-2}
-"""By `a_format`: a value on the edge between two codes may get either."""
+"""Bound by `a_format`. A value half-way between two codes may get either code."""
 FOLDED = 4e-2
-"""Hopper's kernels of fp8 rows round each weight times its scale to e4m3, int4's by 2.7e-2 of its size."""
+"""Bound of Hopper's fp8 kernels, which round weight x scale to e4m3. int4 weights lose 2.7e-2 by that."""
 FOLDED_INT4_MOE = 8e-2
-"""Gate and up are two such products, whose errors meet, down is a third: 4.7e-2. With activations that the
-reference does not round, 6.6e-2."""
+"""Bound of an int4 block in `FOLDED`'s kernels. Three such products add up to an error of 4.7e-2.
+
+If the reference does not round activations, the error is 6.6e-2.
+"""
 
 
 @dataclass
@@ -55,7 +57,7 @@ class Result:
     checked: int = 0
     failed: list[str] = field(default_factory=list)
     worst: dict[str, float] = field(default_factory=dict)
-    """By operator: the largest error over its bound."""
+    """Largest error over its bound, by operator."""
     us: dict[str, float] = field(default_factory=dict)
 
 
@@ -63,7 +65,7 @@ class Result:
 
 
 def layouts(device: str) -> list[str]:
-    """Those that this device's kernels read."""
+    """Lists the layouts that this device's kernels read."""
     here = available(device, torch.cuda.current_device() if device == "cuda" else 0)
     read = {layout for backend in here for layout in backend.layouts}
     return [layout for layout in LAYOUTS if layout in read]
@@ -80,7 +82,10 @@ def kinds(layout: str, device: str) -> list[str]:
 
 
 def cases(device: str) -> Iterator[Case]:
-    """All on a CPU and for Hopper's kernels. Triton compiles for each, so there each takes the next kind."""
+    """Yields the cases: all for a CPU and for Hopper's kernels, and one kind of activations each for Triton.
+
+    Triton compiles a kernel for every case, which takes long.
+    """
     turn = 0
     for layout in layouts(device):
         some = device == "cuda" and not LAYOUTS[layout].native
@@ -96,7 +101,7 @@ def cases(device: str) -> Iterator[Case]:
                 for kind in [allowed[(turn + i) % len(allowed)]] if some or i else allowed:
                     yield Case("moe", format, layout, kind, activation)
     for format in FP4_FORMATS:
-        if device == "cuda" and multiplies_fp4(format, format):  # by kernels of their own
+        if device == "cuda" and multiplies_fp4(format, format):  # these pairs have their own kernels
             yield from (Case(operator, format, "plain", format) for operator in PRODUCTS)
             yield Case("moe", format, "plain", format, "silu")
 
@@ -111,7 +116,7 @@ def bound(case: Case) -> float:
 
 
 def conversions(device: str) -> Iterator[tuple[str, float, float]]:
-    """(what, error, bound) of what makes and reads weights."""
+    """Yields (name, error, bound) of each operator that makes or reads weights."""
     fp4 = torch.ops.fp4
     for format, fmt in FORMATS.items():
         x = torch.randn(3, N, K, device=device)
@@ -137,11 +142,11 @@ def conversions(device: str) -> Iterator[tuple[str, float, float]]:
 # --- times ---
 
 SHAPE = 8, 2048, 768
-"""Experts, hidden and inner size of the block that is timed, top 2."""
+"""Experts, hidden size and inner size of the block that is timed. top_k is 2."""
 
 
 def times(device: str) -> dict[str, float]:
-    """Microseconds a call of `moe` in the preferred layout, nvfp4 and bfloat16 rows: the median of some."""
+    """Measures `moe` in the preferred layout with nvfp4 weights and bfloat16 rows: median microseconds."""
     experts, hidden, inner = SHAPE
     shapes = (2 * inner, hidden), (hidden, inner)
     layout = preferred_layout(device, *shapes, dtype=torch.bfloat16, format="nvfp4", a_format="auto")
@@ -181,7 +186,7 @@ def median_us(call: Callable[[], None], rounds: int = 15) -> float:
 
 
 def run(device: str, show: Callable[[str], None] = print) -> Result:
-    """Checks every case on one device and shows a line for each that fails."""
+    """Checks every case on one device. Shows a line for each failure."""
     result = Result(device)
 
     def note(operator: str, what: str, error: float, most: float) -> None:
@@ -232,7 +237,7 @@ def main(args: argparse.Namespace) -> None:
 
 def add_commands(commands: Any) -> None:
     command = commands.add_parser(
-        "selftest", help="compare every operator of this machine's kernels with float64, and time some"
+        "selftest", help="compare every operator on this machine with float64, and time a few"
     )
-    command.add_argument("--seed", type=int, default=0, help="of the random data (default: 0)")
+    command.add_argument("--seed", type=int, default=0, help="seed of the random data (default: 0)")
     command.set_defaults(run=main)

@@ -1,9 +1,9 @@
-"""A step of a compiled model as one CUDA graph.
+"""Captures a step of a compiled model as one CUDA graph.
 
-With torch's own CUDA graphs every step passes through guards and wrappers of the compiled function, which
-take longer than many steps on the GPU. Here the function is compiled without them, and the whole step is
-captured: a replay costs the host some microseconds. That is right where a step is the same kernels on the
-same memory each time, as with a static cache and a token a row.
+With torch's own CUDA graphs every step passes through the compiled function's guards and wrappers, which
+often take longer than the step on the GPU. Here the function is compiled without CUDA graphs, and the whole
+step is captured, so a replay costs the host only microseconds. This is correct if every step runs the same
+kernels on the same memory, as with a static cache and one token for each row.
 """
 
 from __future__ import annotations
@@ -18,15 +18,17 @@ import torch
 from torch import Tensor
 
 _WITHOUT = {"reduce-overhead": None, "max-autotune": "max-autotune-no-cudagraphs"}
-"""The modes of torch.compile that use CUDA graphs, and what they are without."""
+"""Modes of torch.compile that use CUDA graphs, each with the same mode without them."""
 _BACKENDS = ("inductor", "fp4")
-"""Those that are known to use no CUDA graphs but where they are asked to."""
+"""Backends that use CUDA graphs only if they are asked to."""
 _log = logging.getLogger("fp4_ops")
 
 
 def without_graphs(config: Any) -> Any:
-    """transformers' CompileConfig `config`, without its CUDA graphs. None if it asks for none, or if its
-    backend may use them all the same."""
+    """Returns transformers' CompileConfig `config` without CUDA graphs.
+
+    Returns None if it asks for none, or if its backend may use them in any case.
+    """
     options = dict(config.options or {})
     asked = options.pop("triton.cudagraphs", False) or config.mode in _WITHOUT
     if not asked or config.backend not in _BACKENDS:
@@ -37,11 +39,11 @@ def without_graphs(config: Any) -> Any:
 
 
 class GraphStep:
-    """`step`, which is called with a token a row, with a CUDA graph.
+    """Runs `step`, which takes one token for each row, as a CUDA graph.
 
-    What a step compiles, and what it waits for the GPU to tell, cannot be captured. So the first steps run as
-    they are, until one did neither. If one waits, `give_up` is called, and `step` runs as it is ever after.
-    The outputs of a step are overwritten by the next one.
+    A step that compiles code or waits for the GPU cannot be captured. So the first steps run uncaptured
+    until one does neither. If a step waits, `give_up` is called and no step is captured. Each step
+    overwrites the outputs of the one before.
     """
 
     def __init__(self, step: Callable[[Tensor], Any], give_up: Callable[[], None]) -> None:
@@ -67,13 +69,15 @@ class GraphStep:
         outputs, waited = _observed(self.step, self.token)
         self.quiet = compiled == _graphs_compiled()
         if self.quiet and waited:
-            _log.info("fp4: a step of the model waits for the GPU (%s): no CUDA graph of all of it", waited)
+            _log.info(
+                "fp4: a step of the model waits for the GPU (%s), so it cannot be one CUDA graph", waited
+            )
             self.quiet, self.given_up = False, True
             self.give_up()
         return outputs
 
     def _capture(self, token: Tensor) -> None:
-        # torch.cuda.graph would collect garbage first, which takes as long as dozens of steps.
+        # torch.cuda.graph collects garbage first, which takes as long as dozens of steps.
         graph, stream = torch.cuda.CUDAGraph(), torch.cuda.Stream()
         stream.wait_stream(torch.cuda.current_stream())
         with torch.cuda.stream(stream):
@@ -93,7 +97,7 @@ def _graphs_compiled() -> int:
 
 
 def _observed(step: Callable[[Tensor], Any], token: Tensor) -> tuple[Any, str]:
-    """What a step returns, and where it waits for the GPU; "" if it does not."""
+    """Runs a step. Returns its result, and where it waits for the GPU ("" if it does not)."""
     before = torch.cuda.get_sync_debug_mode()
     with warnings.catch_warnings(record=True) as said:
         warnings.simplefilter("always")

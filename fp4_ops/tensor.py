@@ -1,4 +1,4 @@
-"""FP4Tensor: packed codes, scales and format as one tensor of the original's shape and dtype."""
+"""FP4Tensor: packed codes, scales and format as one tensor with the original's shape and dtype."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ aten = torch.ops.aten
 
 
 class FP4Tensor(torch.Tensor):
-    """A 4-bit tensor that stands in for the weight it was quantised from in the products of fp4 operators.
+    """A 4-bit weight that replaces the original weight in products.
 
     packed uint8 [..., N, K/2], block_scale [..., N, ceil(K/block)], global_scale float32 [...] (None for
     formats without one), format and weight_layout: the operands of `torch.ops.fp4.*`. `shape` and `dtype`
@@ -30,7 +30,7 @@ class FP4Tensor(torch.Tensor):
 
     packed: Tensor
     held_scale: Tensor
-    """The block scales, float8 ones as uint8."""
+    """Block scales. float8 scales are held as uint8."""
     global_scale: Tensor | None
     format: str
     weight_layout: str
@@ -56,7 +56,7 @@ class FP4Tensor(torch.Tensor):
         requires_grad: bool = False,
         method: str = "rtn",
     ) -> FP4Tensor:
-        if isinstance(packed, FP4Tensor):  # as tools rebuild a parameter: type(p)(p, requires_grad=...)
+        if isinstance(packed, FP4Tensor):  # tools rebuild a parameter by type(p)(p, requires_grad=...)
             return packed._map(torch.Tensor.detach).requires_grad_(requires_grad)  # type: ignore[return-value]
         if block_scale is None or not format or dtype is None:
             raise TypeError("FP4Tensor: block_scale, format and dtype must be given; fp4_ops.quantize does")
@@ -88,12 +88,12 @@ class FP4Tensor(torch.Tensor):
         method: str = "rtn",
     ) -> None:
         if isinstance(packed, FP4Tensor) or block_scale is None:
-            return  # `detach` has given it all
+            return  # `detach` has set all attributes
         self.packed = byte_view(packed)
         self.held_scale = byte_view(block_scale)
         self.global_scale = global_scale
         self.format = format
-        self.weight_layout = layout  # `Tensor.layout` itself is torch's (strided)
+        self.weight_layout = layout  # `Tensor.layout` is torch's own attribute
         self.transposed = transposed
         self.k = packed.shape[-1] * 2 if k is None else k  # kernel layouts may pad it
         if method != "rtn":
@@ -118,7 +118,7 @@ class FP4Tensor(torch.Tensor):
         return f"FP4Tensor({self.format}, {list(self.shape)}, {dtype}, {self.device}{notes})"
 
     def _stable_hash_for_caching(self) -> str:
-        """Asked for by AOTAutograd's cache: everything a graph can depend on."""
+        """Returns everything that a graph can depend on. AOTAutograd's cache calls this."""
         inner = [(t.dtype, t.shape, t.stride(), t.device) for t in self._held() if t is not None]
         own = (self.dtype, self.shape, self.stride(), self.transposed, self.k, self.requires_grad)
         return repr((self._options(), own, inner))
@@ -141,28 +141,31 @@ class FP4Tensor(torch.Tensor):
         return self.packed, self.held_scale, self.global_scale
 
     def __setstate__(self, state: dict[str, Any]) -> None:
-        """Also of files in which block scales are float8."""
+        """Restores the state, also from files with float8 block scales."""
         if "block_scale" in state:
             state = {**state, "held_scale": byte_view(state["block_scale"])}
             del state["block_scale"]
         self.__dict__.update(state)
 
     def _map(self, function: Callable[[Tensor], Tensor], **changes: Any) -> FP4Tensor:
-        """The same tensor with `function` applied to what it holds."""
+        """Returns the same tensor with `function` applied to codes and scales."""
         context = {**self._context(), **changes}
         inner = (None if t is None else function(t) for t in self._held())
         return FP4Tensor(*inner, **context)  # type: ignore[arg-type, misc]
 
     @property
     def nbytes(self) -> int:  # type: ignore[override]
-        """Bytes actually held: codes and scales."""
+        """Number of bytes that codes and scales take."""
         return sum(t.nbytes for t in self._held() if t is not None)
 
     def numpy(self, *, force: bool = False) -> Any:
-        _refuse("numpy", "it is several tensors, and no numpy array, as disk offloading would keep it")
+        _refuse(
+            "numpy",
+            "it holds several tensors, which cannot be one NumPy array (disk offloading asks for one)",
+        )
 
     def share_memory_(self) -> FP4Tensor:
-        """Codes and scales go to shared memory; a wrapper has no memory of its own."""
+        """Moves codes and scales to shared memory. The wrapper itself has no memory."""
         for t in self._held():
             if t is not None:
                 t.share_memory_()
@@ -172,7 +175,7 @@ class FP4Tensor(torch.Tensor):
         return all(t.is_shared() for t in self._held() if t is not None)
 
     def dequantize(self, dtype: torch.dtype | None = None) -> Tensor:  # type: ignore[override]
-        """The values the codes stand for, in `dtype` (default: the original's): a plain tensor."""
+        """Returns the values of the codes as a plain tensor of `dtype` (default: the original's)."""
         if self.requires_grad and torch.is_grad_enabled():
             raise RuntimeError("FP4Tensor.dequantize has no gradient: 4-bit weights are for inference")
         dtype = dtype or self.dtype
@@ -183,7 +186,7 @@ class FP4Tensor(torch.Tensor):
         return values.transpose(-2, -1) if self.transposed else values
 
     def prepack(self, layout: str) -> FP4Tensor:
-        """The same values with the bytes in `layout` ("plain", or a kernel layout: meta/layouts.py)."""
+        """Returns the same weight in another layout ("plain", or a kernel's layout: meta/layouts.py)."""
         if layout == self.weight_layout:
             return self
         operands = relayout(self._operands(), self.format, self.k, self.weight_layout, layout)
@@ -197,12 +200,12 @@ class FP4Tensor(torch.Tensor):
         implementation = IMPLEMENTATIONS.get(func)
         refuse_dtensors(f"{func} on an FP4Tensor", _named(func, args, kwargs))
         if implementation is None:
-            _refuse(func, "it is not one of the functions FP4Tensor has")
+            _refuse(func, "FP4Tensor does not support this function")
         return implementation(func, *args, **(kwargs or {}))
 
 
 def _named(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any] | None) -> list[tuple[str, Any]]:
-    """The arguments of a call by their names in the schema."""
+    """Returns (name, value) of each argument, by the schema."""
     return [*zip((argument.name for argument in func._schema.arguments), args), *(kwargs or {}).items()]
 
 
@@ -232,7 +235,7 @@ def _implements(*functions: Any) -> Callable[[Function], Function]:
 
 @_implements(aten.detach.default, aten.alias.default, aten.clone.default)
 def _same(func: Any, w: FP4Tensor, **kwargs: Any) -> FP4Tensor:
-    kwargs.pop("memory_format", None)  # the packed order is what it is
+    kwargs.pop("memory_format", None)  # packed codes have no memory format
     return w._map(lambda t: func(t, **kwargs))
 
 
@@ -248,7 +251,7 @@ def _is_pinned(func: Any, w: FP4Tensor, device: Any = None) -> bool:
 
 @_implements(aten._to_copy.default, aten.empty_like.default)
 def _to_copy(func: Any, w: FP4Tensor, *, dtype: torch.dtype | None = None, **kwargs: Any) -> FP4Tensor:
-    """A new device moves what is held; a new dtype is the one that products and `dequantize` give."""
+    """Moves codes and scales to a new device. A new dtype is that of products and `dequantize`."""
     kwargs.pop("memory_format", None)
     dtype = dtype or w.dtype
     if dtype not in (torch.float32, torch.bfloat16, torch.float16):
@@ -301,14 +304,14 @@ def _t(func: Any, w: FP4Tensor) -> FP4Tensor:
 @_implements(aten.transpose.int)
 def _transpose(func: Any, w: FP4Tensor, dim0: int, dim1: int) -> FP4Tensor:
     if w.dim() < 2 or {dim0 % w.dim(), dim1 % w.dim()} != {w.dim() - 2, w.dim() - 1}:
-        _refuse(func, "only the last two dimensions can change places")
+        _refuse(func, "only its last two dimensions can be transposed")
     return _t(func, w)
 
 
 @_implements(aten.select.int)
 def _select(func: Any, w: FP4Tensor, dim: int, index: int) -> FP4Tensor:
     if w.dim() < 3 or dim % w.dim() >= w.dim() - 2:
-        _refuse(func, "only whole matrices can be taken out of it")
+        _refuse(func, "it can only be indexed by whole matrices")
     return w._map(lambda t: func(t, dim % w.dim(), index))
 
 
@@ -324,19 +327,19 @@ def _same_shape(func: Any, w: FP4Tensor, size: list[int], **kwargs: Any) -> FP4T
 
 
 def _check_product(func: Any, a: Any, w: Any, *, transposed: bool = True) -> None:
-    """a is an ordinary tensor, and the product sums over the quantised dimension of w."""
+    """Checks that `a` is an ordinary tensor and the product sums over the quantised dimension of w."""
     if not isinstance(w, FP4Tensor) or isinstance(a, FP4Tensor):
-        _refuse(func, "only the right operand of a product can be one")
+        _refuse(func, "only the right operand of a product can be an FP4Tensor")
     if w.transposed != transposed:
         _refuse(
             func,
-            "it is quantised along its last dimension, and only products that sum over that one (x @ w.mT) "
-            "are computed; gradients need the other one, and do not exist",
+            "it is quantised along its last dimension, so only products that sum over that dimension "
+            "(x @ w.mT) are computed; gradients would sum over the other one and do not exist",
         )
 
 
 def _mm_rows(a: Tensor, w: FP4Tensor, bias: Tensor | None) -> Tensor:
-    """a [..., K] x w [N, K] -> [..., N]."""
+    """Returns a [..., K] @ w [N, K].T, with the bias."""
     out: Tensor = torch.ops.fp4.mm(a.reshape(-1, a.shape[-1]), *w._operands(), None, bias, **w._options())
     return out.view(*a.shape[:-1], out.shape[-1])
 
@@ -351,7 +354,7 @@ def _mm(func: Any, a: Tensor, w: FP4Tensor) -> Tensor:
 def _addmm(func: Any, bias: Tensor, a: Tensor, w: FP4Tensor, *, beta: float = 1, alpha: float = 1) -> Tensor:
     _check_product(func, a, w)
     if beta != 1 or alpha != 1 or tuple(bias.shape) != (w.shape[-1],):
-        _refuse(func, "the sum must be a bias of one row, with beta = alpha = 1")
+        _refuse(func, "the added tensor must be a bias of one row, with beta = alpha = 1")
     return _mm_rows(a, w, bias)
 
 

@@ -1,6 +1,6 @@
-"""`python -m fp4_ops tune`: the constants of the cost model, measured on this machine's GPU.
+"""`python -m fp4_ops tune`: measures the cost model's constants on this machine's GPU.
 
-Decode and prefill run products of random weights, and `cost_fit` finds the constants that give their times.
+Decode and prefill run products of random weights, and `cost_fit` fits the constants to their times.
 """
 
 from __future__ import annotations
@@ -21,17 +21,17 @@ from .fitted import Values, families
 from .meta.layouts import LAYOUTS
 
 ROUTINGS = 4
-"""Different random routings of each product."""
+"""Number of random routings of each product."""
 LAUNCH_US = 2000
-"""What is timed at once takes about so long."""
+"""Microseconds that one timed run takes, about."""
 
 SHAPES = ((64, 1536, 2048), (32, 5760, 2944), (16, 4096, 7168), (8, 4096, 14336))
 """Experts, N and padded K."""
 ROWS = (0.25, 0.5, 1, 2, 4, 8, 12, 16, 32, 64, 128)
-"""Activation rows an expert."""
+"""Activation rows for each expert."""
 BYTES_A_WEIGHT = 0.5 + 1 / 16
 LAYOUT = {"w4a8": "sm90", "half": "sm90", "bf16": "mma_bf16"}
-"""Of the weights of native.KERNELS."""
+"""Weight layout of each of native.KERNELS."""
 
 NEEDS = (
     "fp4_ops tune measures the kernels of this machine's GPU. It needs an NVIDIA GPU of compute capability "
@@ -56,7 +56,7 @@ class Product(NamedTuple):
 
 
 Timer = Callable[[Product, str], float]
-"""Microseconds of a product by "decode" or "prefill"."""
+"""Function that measures a product with "decode" or "prefill" in microseconds."""
 
 
 def products(family: int) -> Iterator[Product]:
@@ -69,7 +69,7 @@ def products(family: int) -> Iterator[Product]:
 
 
 def measure(gpu: native.Gpu, timer: Timer) -> list[Point]:
-    """Both times of each product, where the cost model has both."""
+    """Measures both times of each product, if both kernels can run it."""
     points = []
     for p in products(gpu.family):
         work = native.work(p.planned, p.kernel, gpu)
@@ -80,7 +80,7 @@ def measure(gpu: native.Gpu, timer: Timer) -> list[Point]:
 
 
 class OnGpu:
-    """The timer of a GPU: replays of captured launches, the median of some."""
+    """Timer that replays captured launches on a GPU and takes the median."""
 
     def __init__(self) -> None:
         self._weight: tuple[tuple[Any, ...], tuple[torch.Tensor, ...]] | None = None
@@ -107,10 +107,10 @@ class OnGpu:
             return statistics.median(_replay_us(graph) for _ in range(5)) / count
 
     def _weights(self, p: Product) -> tuple[torch.Tensor, ...]:
-        """Random codes and scales; those of the last product where they are the same."""
+        """Returns random codes and scales. Keeps them if the next product has the same sizes."""
         key = p.kernel == "bf16", p.groups, p.n, p.kp
         if self._weight is None or self._weight[0] != key:
-            self._weight = None  # before there is another
+            self._weight = None  # free it before the next one is made
             packed = torch.randint(0, 256, (p.groups, p.n, p.kp // 2), dtype=torch.uint8, device="cuda")
             scale = torch.randint(40, 120, (p.groups, p.n, p.kp // 16), dtype=torch.uint8, device="cuda")
             if p.kernel != "bf16":  # csrc/common/sm90_layout.h: a bit beside the mantissas 0 and 7
@@ -141,16 +141,17 @@ def _replay_us(graph: torch.cuda.CUDAGraph) -> float:
 
 
 def report(points: list[Point], before: Values, found: Values) -> str:
-    """The constants that changed, and what the choice by each set costs against the faster kernel."""
+    """Lists the constants that changed, and the loss of the choice with each set."""
     if found == before:
         return (
-            f"The built-in constants choose as well as any that fit {len(points)} products here: they stay."
+            f"The built-in constants choose as well as constants fitted to {len(points)} products here, so "
+            "they stay."
         )
     lines = [f"{'constant':<20}{'built in':>32}{'measured here':>32}"]
     for name, value in before.items():
         if found[name] != value:
             lines.append(f"{name:<20}{_text(value):>32}{_text(found[name]):>32}")
-    lines.append(f"\nloss of the choice of decode or prefill against the faster one, {len(points)} products")
+    lines.append(f"\nloss of the chosen kernel against the faster one, over {len(points)} products")
     for what, values in (("built in", before), ("measured here", found)):
         lost = losses(points, values)
         lines.append(f"  {what:<16}mean {sum(lost) / len(lost):7.2%}   largest {max(lost):7.2%}")
@@ -162,14 +163,14 @@ def _text(value: Any) -> str:
 
 
 def built_in(gpu: native.Gpu) -> Values:
-    """The constants without the user's, and rates for kernels that have only a share of memory's."""
+    """Returns the built-in constants, with absolute rates in place of shares of the memory rate."""
     values = native.constants(native.Gpu(gpu.family, gpu.sms, gpu.shared_bytes, gpu.copy_rate))
     derived = values["decode_share"] * gpu.copy_rate / BYTES_A_WEIGHT
     return {**values, "decode_rate": [rate or derived for rate in values["decode_rate"]]}
 
 
 def tune(gpu: native.Gpu, name: str, timer: Timer) -> tuple[tuned.Tuned, list[Point]]:
-    """Measures a GPU of this name."""
+    """Measures a GPU and fits its constants."""
     points = measure(gpu, timer)
     date = datetime.date.today().isoformat()
     found = better(points, built_in(gpu))
@@ -188,11 +189,11 @@ def main(args: argparse.Namespace) -> None:
     path = tuned.store(made)
     tuned.use(made, path)
     print(report(points, built_in(gpu), made.values))
-    print(f"\n{name}: kept in {path}, {time.perf_counter() - begin:.0f} s. Delete the file to undo it.")
+    print(f"\n{name}: stored in {path}, {time.perf_counter() - begin:.0f} s. Delete the file to undo this.")
 
 
 def add_commands(commands: Any) -> None:
     command = commands.add_parser(
-        "tune", help="measure this GPU's kernels in under a minute, so that the planner chooses by its times"
+        "tune", help="measure this GPU's kernels, in under a minute, for the choice of kernels"
     )
     command.set_defaults(run=main)

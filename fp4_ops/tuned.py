@@ -1,7 +1,7 @@
-"""What `python -m fp4_ops tune` measured on this machine's GPUs: kept in the user's cache, read at import.
+"""Stores and loads the constants that `python -m fp4_ops tune` measured. They are read at import.
 
-A file for each GPU's name, so that processes that tune different ones do not disturb each other. One that
-is damaged, or that another build of fp4_ops wrote, is ignored with one warning, and built-in constants serve.
+The user's cache has one file for each GPU name, so processes that tune different GPUs do not disturb each
+other. A damaged file, or one of another build of fp4_ops, is ignored with one warning.
 """
 
 from __future__ import annotations
@@ -25,21 +25,21 @@ logger = logging.getLogger("fp4_ops")
 @dataclass(frozen=True)
 class Tuned:
     device: str
-    """The GPU's name, as its driver has it."""
+    """Name of the GPU, from its driver."""
     family: int
-    """Of native.FOLDERS."""
+    """Family of kernels, a key of native.FOLDERS."""
     build: str
-    """As `native.build` names it."""
+    """Build of the kernels, from `native.build`."""
     date: str
     values: Values
 
 
 in_use: dict[tuple[str, int], tuple[Tuned, Path]] = {}
-"""What the planner was given, by the GPU's name and the family of kernels, and from which file."""
+"""Constants that the planner uses and their file, by GPU name and family of kernels."""
 
 
 def folder() -> Path:
-    """`tuned` beside the results of first uses: of fp4_ops in $XDG_CACHE_HOME, by default ~/.cache."""
+    """Returns the folder of the files: `fp4_ops/tuned` in $XDG_CACHE_HOME, by default ~/.cache."""
     return first_use.cache_file().parent / "tuned"
 
 
@@ -51,7 +51,7 @@ def file_of(device: str, family: int) -> Path:
 
 
 def store(tuned: Tuned) -> Path:
-    """Writes its file whole, whoever else writes it."""
+    """Writes the file in one step, so that no reader sees half of it."""
     path = file_of(tuned.device, tuned.family)
     path.parent.mkdir(parents=True, exist_ok=True)
     with tempfile.NamedTemporaryFile("w", dir=path.parent, suffix=".part", delete=False) as file:
@@ -61,7 +61,7 @@ def store(tuned: Tuned) -> Path:
 
 
 def read(path: Path) -> Tuned:
-    """Raises ValueError, with the reason, for a file that this build does not take."""
+    """Reads a file. Raises ValueError with the reason if this build cannot use it."""
     try:
         found: Any = json.loads(path.read_text())
         tuned = Tuned(**found)
@@ -69,16 +69,16 @@ def read(path: Path) -> Tuned:
     except (TypeError, ValueError, KeyError):
         raise ValueError("it is damaged") from None
     if not native.kernels_file(tuned.family).exists():
-        raise ValueError("the kernels that it is of are not built")
+        raise ValueError("its kernels are not built")
     if tuned.build != native.build(tuned.family):
-        raise ValueError(f"{tuned.build} measured it, and this is {native.build(tuned.family)}")
+        raise ValueError(f"it was measured with {tuned.build}; this is {native.build(tuned.family)}")
     if not isinstance(tuned.values, dict) or not _alike(tuned.values, like):
         raise ValueError("it is damaged")
     return tuned
 
 
 def _alike(values: Values, like: Values) -> bool:
-    """Whether these are numbers that the cost model can have, by the same names."""
+    """True if `values` has the names of `like`, and numbers that the cost model can use."""
     if list(values) != list(like):
         return False
     for name, value in like.items():
@@ -94,13 +94,13 @@ def _alike(values: Values, like: Values) -> bool:
 
 
 def use(tuned: Tuned, path: Path) -> None:
-    """From now on the planner has these constants for GPUs of this name."""
+    """Makes the planner use these constants for GPUs of this name."""
     native.tuned(tuned.device, tuned.family, tuned.values)
     in_use[tuned.device, tuned.family] = tuned, path
 
 
 def load() -> None:
-    """Gives the planner what is in the user's cache."""
+    """Gives the planner the constants in the user's cache."""
     try:
         files = sorted(folder().glob("*.json"))
     except (OSError, RuntimeError):  # no such folder, or no home
@@ -111,7 +111,7 @@ def load() -> None:
             use(tuned, path)
         except (OSError, ValueError) as error:
             logger.warning(
-                "fp4: constants in %s are not used: %s. Built-in ones serve; python -m fp4_ops tune measures "
-                "this machine's again",
+                "fp4: constants in %s are not used: %s. The built-in constants are used; to measure this "
+                "machine again: python -m fp4_ops tune",
                 path, error,
             )  # fmt: skip

@@ -135,8 +135,8 @@ def test_a_damaged_file_is_ignored_with_one_warning(how, caplog):
     with caplog.at_level(logging.WARNING, "fp4_ops"):
         tuned.load()
     assert [r.getMessage() for r in caplog.records] == [
-        f"fp4: constants in {path} are not used: it is damaged. Built-in ones serve; python -m fp4_ops tune "
-        "measures this machine's again"
+        f"fp4: constants in {path} are not used: it is damaged. The built-in constants are used; to measure "
+        "this machine again: python -m fp4_ops tune"
     ]
     assert not tuned.in_use
 
@@ -194,7 +194,7 @@ def test_the_command_measures_and_keeps(monkeypatch, capsys):
     tune.main(argparse.Namespace())
     said = capsys.readouterr().out
     path = tuned.file_of(NAME, HOPPER)
-    assert f"kept in {path}" in said and tuned.read(path).values == tuned.in_use[NAME, HOPPER][0].values
+    assert f"stored in {path}" in said and tuned.read(path).values == tuned.in_use[NAME, HOPPER][0].values
 
 
 EMULATED = """
