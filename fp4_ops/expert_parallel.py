@@ -16,10 +16,10 @@ from .experts import IMPLEMENTATION, PackedWeight, Recipe, run_experts
 
 
 def connect_model(model: nn.Module, dtype: torch.dtype, max_tokens: int = MAX_TOKENS) -> str:
-    """Workspaces for the groups over which a model's 4-bit experts are spread; all their processes call it.
-    DDP around the model is told what each process has for itself.
+    """Makes workspaces for the groups over which a model's 4-bit experts are spread. All processes call it.
 
-    Returns how tokens will reach them, in words; "" where none are spread.
+    It also tells DDP around the model which tensors differ between processes. Returns how tokens will reach
+    the experts, in words, or "" if no experts are spread.
     """
     found: dict[str, tuple[torch.device, int]] = {}
     parts: dict[str, nn.Module] = {}
@@ -45,7 +45,7 @@ def connect_model(model: nn.Module, dtype: torch.dtype, max_tokens: int = MAX_TO
 
 
 def register() -> None:
-    """Makes `fp4` known to transformers, where it has a registry of such implementations (5.23)."""
+    """Registers `fp4` in transformers, if it has a registry of such implementations (5.23)."""
     try:
         from transformers.distributed import expert_parallel
     except ImportError:

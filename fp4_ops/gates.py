@@ -1,4 +1,4 @@
-"""The activations of fp4::moe in plain torch, as meta.formats.Activation defines them."""
+"""Computes the activations of fp4::moe in plain torch, as meta.formats.Activation defines them."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ _APPROXIMATE = {"gelu": "none", "gelu_tanh": "tanh"}
 
 
 def apply_gate(x: Tensor, activation: Activation) -> Tensor:
-    """f(gate) * (up + up_offset), or f(up) without gate, as meta.formats.Activation defines it."""
+    """Returns f(gate) * (up + up_offset), or f(up) without gate (meta.formats.Activation)."""
     if not activation.gated:
         return _curve(x, activation)
     gate, up = (x[..., ::2], x[..., 1::2]) if activation.interleaved else x.chunk(2, dim=-1)
@@ -42,7 +42,7 @@ def _slope(x: Tensor, activation: Activation) -> Tensor:
 
 
 def gate_gradient(u: Tensor, grad: Tensor, act: Activation) -> Tensor:
-    """The gradient of apply_gate(u, act) with respect to u, for a gradient `grad` of its result."""
+    """Returns the gradient of apply_gate(u, act) with respect to u, given the gradient of its result."""
     if not act.gated:
         return grad * _slope(u, act)
     raw_gate, raw_up = (u[..., ::2], u[..., 1::2]) if act.interleaved else u.chunk(2, dim=-1)

@@ -30,7 +30,7 @@ from .meta import checks
 from .meta.formats import known_activation
 
 DEQUANTIZED_BYTES = 256 * 2**20
-"""Dequantised weights that exist at one time, or those of one expert if these are more."""
+"""Most bytes of dequantised weights that exist at one time. One expert may take more."""
 
 
 class FrozenExperts(torch.autograd.Function):
@@ -115,7 +115,7 @@ def moe_input_grads(
 
 
 def _chunks(ends: list[int], at_once: int) -> Iterator[tuple[int, int, int, int]]:
-    """Runs of `at_once` experts: first, last + 1, and where their sorted rows start and end."""
+    """Yields runs of `at_once` experts: first, last + 1, and the start and end of their sorted rows."""
     start = 0
     for first in range(0, len(ends), at_once):
         last = min(first + at_once, len(ends))
@@ -128,7 +128,7 @@ def _chunks(ends: list[int], at_once: int) -> Iterator[tuple[int, int, int, int]
 def _dequantize(
     weight: tuple[Any, ...], first: int, last: int, k: int, format: str, dtype: torch.dtype, layout: str
 ) -> Tensor:
-    """Experts first to last - 1 of a weight, [E, N, k]."""
+    """Returns experts first to last - 1 of a weight, [E, N, k]."""
     packed, scale, global_scale, _ = weight
     if global_scale is not None:
         global_scale = global_scale[first:last]
@@ -140,7 +140,7 @@ def _dequantize(
 
 @dataclass(frozen=True)
 class _Groups:
-    """Where the rows of each expert end, on the device and on the host."""
+    """Ends of the rows of each expert, on the device and on the host."""
 
     ends: Tensor
     host_ends: list[int]

@@ -1,4 +1,4 @@
-"""The compiled libraries beside this file that register operators."""
+"""Finds the compiled libraries beside this file that register operators."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from pathlib import Path
 
 
 def libraries() -> list[Path]:
-    """In the order to load them: `_C.so` has the schemas."""
+    """Lists the libraries in the order to load them. `_C.so` has the schemas."""
     return sorted(Path(__file__).parent.glob("_C*.so"))
 
 

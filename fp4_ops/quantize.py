@@ -1,4 +1,4 @@
-"""`fp4_ops.quantize`: a tensor to 4 bits."""
+"""Defines `fp4_ops.quantize`, which quantises a tensor to 4 bits."""
 
 from __future__ import annotations
 

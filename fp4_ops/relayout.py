@@ -1,4 +1,4 @@
-"""Packed weights from one layout to another."""
+"""Converts packed weights from one layout to another."""
 
 from __future__ import annotations
 
@@ -12,10 +12,10 @@ Operands = tuple[Tensor, Tensor, Tensor | None]
 
 
 def relayout(operands: Operands, format: str, k: int, source: str, target: str) -> Operands:
-    """(packed, block_scale, global_scale) of a weight [..., N, k] in another layout.
+    """Returns (packed, block_scale, global_scale) of a weight [..., N, k] in another layout.
 
-    `k` is its own K: the layouts of Hopper pad it, and the padding is cut off on the way back. A global scale
-    that the result does not have is None.
+    `k` is the weight's own K. Hopper's layouts pad it, and the padding is removed on the way back. The global
+    scale is None if the result has none.
     """
     packed, block_scale, global_scale = operands
     if source not in (target, "plain"):

@@ -1,4 +1,4 @@
-"""FSDP2 around a prepared model: it shards parameters alone, and 4-bit weights are buffers until asked."""
+"""Supports FSDP2 around a prepared model. FSDP2 shards only parameters, and packed weights are buffers."""
 
 from __future__ import annotations
 

@@ -1,7 +1,7 @@
-"""The backends: which kernels there are, what each reads, and where it runs.
+"""List of the backends: their kernels, the layouts that they read, the devices that they run on.
 
-A new architecture is a folder here and a line in `BACKENDS`. A backend imports what all share (`base`,
-`anywhere`, `launchers`), never another one.
+A new architecture is a folder here and a line in `BACKENDS`. A backend may import `base`, `anywhere` and
+`launchers`, never another backend.
 """
 
 from __future__ import annotations
@@ -18,27 +18,30 @@ from .mma import MMA
 from .triton import TRITON
 
 BACKENDS = (CPU, HOPPER, MMA, TRITON)
-"""Of the backends of one device, the first that reads a layout gets its weights."""
+"""All backends. The first one on a device that reads a layout gets weights in that layout."""
 
 
 def available(device_type: str, device_index: int = 0) -> tuple[Backend, ...]:
-    """Those whose kernels this device runs."""
+    """Returns the backends whose kernels this device runs."""
     return tuple(b for b in BACKENDS if b.device_type == device_type and b.available(device_index))
 
 
 def reader(layout: str, device_type: str, device_index: int = 0) -> Backend | None:
-    """The backend whose kernels multiply weights in this layout there."""
+    """Returns the backend that multiplies weights in this layout on a device, or None."""
     return next((b for b in available(device_type, device_index) if layout in b.layouts), None)
 
 
 def reader_name(layout: str, device_type: str, device_index: int = 0) -> str:
-    """Of the backend that multiplies weights in this layout; where none does, of the first that would."""
+    """Returns the name of the backend for this layout.
+
+    If none runs here, it names the first that reads it.
+    """
     here = reader(layout, device_type, device_index)
     return (here or next(b for b in BACKENDS if layout in b.layouts and b.device_type == device_type)).name
 
 
 def takers(a_format: str, device_type: str) -> str:
-    """The kernels that read activations of an `a_format` of `fp4::moe`, in the words of an error."""
+    """Names the kernels that take an `a_format` of `fp4::moe`, for an error message."""
     names = (
         b.name.capitalize()
         for b in BACKENDS
@@ -48,7 +51,7 @@ def takers(a_format: str, device_type: str) -> str:
 
 
 def quantises_int8(device_type: str, layout: str) -> bool:
-    """Whether `fp4::moe` takes `a_format="int8"` there with weights in this layout."""
+    """True if `fp4::moe` takes `a_format="int8"` on the device with weights in this layout."""
     if device_type != "cuda":
         return device_type == "cpu"
     here = reader(layout, "cuda", torch.cuda.current_device()) if torch.cuda.is_available() else None
@@ -56,7 +59,7 @@ def quantises_int8(device_type: str, layout: str) -> bool:
 
 
 def check_activation(activation: str, device_type: str, layout: str) -> None:
-    """Raises ValueError unless 8-bit activations of this name meet weights in this layout there."""
+    """Raises ValueError if the device has no kernel for these 8-bit activations and this layout."""
     if activation == "int8":
         there = quantises_int8(device_type, layout)
     else:
@@ -69,7 +72,7 @@ def check_activation(activation: str, device_type: str, layout: str) -> None:
 
 
 def refuse_layout(op: str, layout: str, /, *args: object, **kwargs: object) -> NoReturn:
-    """The error of an operator in Python, given its arguments, whose weights no kernel here reads."""
+    """Raises the error of an operator in Python: no kernel on this device reads its weights."""
     if layout == "plain":
         raise RuntimeError(
             f"fp4::{op}: layout is 'plain', which on this GPU only Triton's kernels read, and Triton is not "
@@ -85,13 +88,13 @@ def refuse_layout(op: str, layout: str, /, *args: object, **kwargs: object) -> N
 
 
 def _needs(device_type: str) -> str:
-    """The layouts that need no Triton, and what reads them."""
+    """Names the layouts that need no Triton, and their kernels, for an error message."""
     found = [b for b in BACKENDS if b.device_type == device_type and "plain" not in b.layouts]
     return ", or ".join(f"a layout that {b.needs} read ({', '.join(b.layouts)})" for b in found)
 
 
 def _preferred() -> tuple[str, ...]:
-    """The layouts that the current GPU reads fastest."""
+    """Returns the layouts of the current GPU, the fastest first."""
     device = torch.cuda.current_device()
     for backend in available("cuda", device):
         if backend.trusted(device):
@@ -100,13 +103,13 @@ def _preferred() -> tuple[str, ...]:
 
 
 def _reads(layout: str) -> tuple[torch.dtype, ...]:
-    """The activations that the current GPU's kernels read with a layout."""
+    """Returns the dtypes of activations that the current GPU's kernels read with a layout."""
     here = reader(layout, "cuda", torch.cuda.current_device())
     return LAYOUTS[layout].a_dtypes if here is None else here.reads(layout)
 
 
 def multiplies_fp4(format: str | None, a_format: str) -> bool:
-    """Whether this GPU's tensor cores multiply FP4 rows and weights as they are, by Triton's kernels."""
+    """True if Triton's kernels multiply FP4 rows by FP4 weights on this GPU's tensor cores."""
     if format is None or format != a_format or not torch.cuda.is_available():
         return False
     return any(b.multiplies_fp4(format) for b in available("cuda", torch.cuda.current_device()))

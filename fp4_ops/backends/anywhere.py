@@ -1,6 +1,6 @@
-"""Operators for any device, by torch's own operators or by way of the CPU: what no backend there has.
+"""Operators that no backend of the device has, computed by torch's own operators or on the CPU.
 
-What goes by way of the CPU waits for the device, so no CUDA graph can hold it.
+An operator that uses the CPU waits for the device, so it cannot be part of a CUDA graph.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ FP8_MAX = 448.0
 
 
 def _by_cpu(name: str, *args: Any, **kwargs: Any) -> Any:
-    """The CPU's operator, its results on the device of the first argument."""
+    """Calls the CPU's operator and moves the results to the device of the first argument."""
     device = args[0].device
     cpu = [a.cpu() if isinstance(a, Tensor) else a for a in args]
     made = getattr(torch.ops.fp4, name)(*cpu, **kwargs)
@@ -27,7 +27,7 @@ def _by_cpu(name: str, *args: Any, **kwargs: Any) -> Any:
 
 
 def _copy(packed: Tensor, block_scale: Tensor, global_scale: Tensor | None) -> tuple[Tensor, ...]:
-    """New tensors: no output of an operator shares memory with an input."""
+    """Copies a weight, because no output of an operator may share memory with an input."""
     if global_scale is None:
         global_scale = packed.new_empty(0, dtype=torch.float32)
     given = packed.view(torch.uint8), block_scale, global_scale
@@ -59,7 +59,7 @@ def quantize_fp8(x, *, layout="plain"):
 
 
 def fp8_rows(x: Tensor, layout: Layout) -> tuple[Tensor, Tensor]:
-    """x [..., K] of any dtype and K: e4m3 codes in the order of a layout, float32 scales."""
+    """Quantises x [..., K] to e4m3 codes in the order of a layout, and float32 scales."""
     k = x.shape[-1]
     values = x.float()
     largest = values.abs().amax(-1) if k else values.new_zeros(x.shape[:-1])
@@ -72,7 +72,7 @@ def fp8_rows(x: Tensor, layout: Layout) -> tuple[Tensor, Tensor]:
 
 
 def prepack(packed, block_scale, global_scale, format, layout):
-    """`plain` is a copy; other layouts are made on the CPU."""
+    """Packs a weight on the CPU. Layout `plain` is a copy."""
     checks.check_prepack(packed, block_scale, global_scale, format, layout)
     if layout == "plain":
         return _copy(packed, block_scale, global_scale)
@@ -80,7 +80,7 @@ def prepack(packed, block_scale, global_scale, format, layout):
 
 
 def unpack(packed, block_scale, global_scale, format, layout):
-    """From any layout."""
+    """Unpacks a weight from any layout."""
     checks.check_unpack(packed, block_scale, global_scale, format, layout)
     if layout == "plain":
         return _copy(packed, block_scale, global_scale)

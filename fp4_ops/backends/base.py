@@ -1,4 +1,4 @@
-"""What a backend is: a family of kernels, and what the rest of the package asks about it."""
+"""Defines a backend: a family of kernels with the properties that the rest of the package needs."""
 
 from __future__ import annotations
 
@@ -26,49 +26,49 @@ def _never(format: str) -> bool:
 
 @dataclass(frozen=True)
 class Backend:
-    """One family of kernels. fp4_ops/backends/__init__.py lists them all.
+    """A family of kernels. fp4_ops/backends/__init__.py lists all.
 
-    A device is asked about by its index.
+    Functions that take an int take the index of a device.
     """
 
     name: str
-    """As reports and `info` print it."""
+    """Name in reports and `info`."""
     device_type: str
     layouts: tuple[str, ...]
-    """Of weights, that its kernels read; the fastest first."""
+    """Layouts of weights that the kernels read, the fastest first."""
     needs: str
-    """What reads these layouts, in the words of an error: "the ... kernels"."""
+    """Name of the kernels in an error message: "the ... kernels"."""
     available: Callable[[int], bool] = _always
-    """Whether its kernels are built and a device runs them."""
+    """True if the kernels are built and the device runs them."""
     trusted: Callable[[int], bool] = _always
-    """Whether an available one is taken for weights, which may cost a check of its first use."""
+    """True if the kernels may be used for weights. This may run the check of their first use."""
     multiplies_fp4: Callable[[str], bool] = _never
-    """Whether the current GPU's tensor cores multiply rows and weights of a format as they are."""
+    """True if the current GPU's tensor cores multiply rows and weights of this format directly."""
     rows: Mapping[str, tuple[torch.dtype, ...]] = field(default_factory=dict)
-    """Of a layout with which they read fewer dtypes of unquantised rows than it allows, those dtypes."""
+    """Dtypes of unquantised rows by layout, where the kernels read fewer than the layout allows."""
     a_formats: Mapping[str, Collection[str]] = field(default_factory=dict)
-    """Of a layout with which `fp4::moe` takes fewer of those that it allows, the ones it takes."""
+    """Values of `a_format` by layout, where `fp4::moe` takes fewer than the layout allows."""
     operators: str = ""
-    """The module of operators in Python, loaded when one is called. They serve where there is none in C++."""
+    """Module with operators in Python, loaded at the first call. They run where C++ has no operator."""
 
     def operator(self, name: str) -> Callable[..., object] | None:
-        """The operator of this name in Python, or None."""
+        """Returns the operator of this name in Python, or None."""
         return getattr(self.module(), name, None) if self.operators else None
 
     def reads(self, layout: str) -> tuple[torch.dtype, ...]:
-        """The activations that its kernels read with a layout; empty: all."""
+        """Returns the dtypes of activations that the kernels read with a layout. Empty: all."""
         allowed = LAYOUTS[layout].a_dtypes
         if layout not in self.rows:
             return allowed
         return tuple(dtype for dtype in allowed if dtype not in UNQUANTISED or dtype in self.rows[layout])
 
     def takes(self, a_format: str, layout: str) -> bool:
-        """Whether its `fp4::moe` takes an `a_format` with a layout, of those that name theirs."""
+        """True if `fp4::moe` takes this `a_format` with a layout that lists its formats."""
         return a_format in self.a_formats.get(layout, LAYOUTS[layout].a_formats)
 
     @property
     def constants(self) -> dict[str, Group]:
-        """The numbers that were fitted to times of these kernels."""
+        """Returns the constants that were fitted to times of these kernels."""
         return groups(self.name)
 
     def module(self) -> ModuleType:
@@ -76,7 +76,7 @@ class Backend:
 
 
 def native_backend(name: str, trusted: Callable[[int], bool] = _always) -> Backend:
-    """The native kernels that `kernels.json` in the folder of this name describes (fitted.py)."""
+    """Makes the backend that `kernels.json` in the folder `name` describes (fitted.py)."""
     family = next(f for f in families() if f.name == name)
     return Backend(
         name,

@@ -1,9 +1,8 @@
-"""The operators on CUDA that are written in Python: registered when fp4_ops is imported, loaded when a GPU
-first calls one.
+"""Registers the CUDA operators that are written in Python. They are loaded at the first call on a GPU.
 
-They are `fp4_python::*`, with the schemas of `fp4::*`. Where the native runtime is built (native.py),
-`fp4::*` are C++ and call these for what has no native kernel; elsewhere these are `fp4::*` themselves.
-Triton takes a third of a second to import, and a process without work for a GPU needs none of it.
+They are `fp4_python::*`, with the schemas of `fp4::*`. If the native runtime is built (native.py), `fp4::*`
+are C++ and call these where no native kernel exists. Otherwise these are `fp4::*` themselves. Importing
+Triton takes a third of a second, so a process without GPU work never imports it.
 """
 
 from __future__ import annotations
@@ -23,12 +22,12 @@ LIBRARY = Library("fp4", "IMPL")
 PYTHON = Library("fp4_python", "DEF")
 
 ON_EVERY_DEVICE = ("moe_input_grads", "moe_ep", "all_reduce")
-"""Written over the other operators: input_gradients.py, distributed/."""
+"""Operators that are composed of other operators (input_gradients.py, distributed/)."""
 
 
 @functools.cache
 def layout_place(name: str) -> int:
-    """Of `layout` among an operator's arguments; -1 where it has none."""
+    """Returns the position of `layout` among an operator's arguments, or -1."""
     arguments = getattr(torch.ops.fp4, name).default._schema.arguments
     return next((i for i, a in enumerate(arguments) if a.name == "layout"), -1)
 
@@ -40,7 +39,7 @@ def _layout(name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> str:
 
 
 def implementation(name: str, layout: str, device_index: int) -> Callable[..., Any]:
-    """Who does an operator on weights in a layout: the backend that reads it, or what any device can do."""
+    """Returns the function for an operator and layout: the backend's own, or the one for any device."""
     for backend in available("cuda", device_index):
         if layout in backend.layouts and (found := backend.operator(name)):
             return found
@@ -50,7 +49,7 @@ def implementation(name: str, layout: str, device_index: int) -> Callable[..., A
 
 
 def on_cuda(name: str) -> Callable[..., Any]:
-    """The operator of that name, run on the device of its first argument."""
+    """Returns the operator of that name. It runs on the device of its first argument."""
 
     def on_device(first: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
         with torch.cuda.device(first.device):
@@ -61,7 +60,7 @@ def on_cuda(name: str) -> Callable[..., Any]:
 
 
 def reported(function: Callable[..., Any]) -> Callable[..., Any]:
-    """`function`, whose errors the native runtime, which calls it, tells in their own words."""
+    """Wraps `function` so that the native runtime can repeat its error messages."""
 
     @functools.wraps(function)
     def report(*args: Any, **kwargs: Any) -> Any:

@@ -27,17 +27,17 @@ def run(
     early: bool = False,
     config: planner.DecodeConfig | None = None,
 ) -> None:
-    """out [rows, n] (or [rows, n / 2] with `gate`, whose weight has gate and up rows interleaved).
+    """Launches decode into out [rows, n], or [rows, n / 2] with `gate` (gate and up rows interleaved).
 
-    Row r reads row r // a_div of x, rows of no expert become zeros. `early`: the routing was known before the
-    kernel launched before this one began, so the weights may be requested before that one ends.
+    Row r reads row r // a_div of x. Rows without an expert become zeros. `early`: the routing was known
+    before the previous kernel began, so this one may request weights before that kernel ends.
     """
     blocks = multiprocessors(x.device.index)
     config = config or planner.decode_config(rows, w.groups, w.n, w.kp, blocks)
     if config is None:
         raise RuntimeError(
             f"fp4: {rows} rows of {str(x.dtype).removeprefix('torch.')} over {w.groups} experts, K = {w.kp}, "
-            "are more than the Hopper decode kernel takes. Use bfloat16 rows, or weights in layout 'plain'"
+            "are more than the decode kernel takes. Use bfloat16 rows, or weights in layout 'plain'"
         )
     params = DecodeParams(
         sorted_rows=address(sorted_rows),

@@ -1,4 +1,4 @@
-"""Launches csrc/device/gemv.cu: products of few rows, bound by latency, and what combines them."""
+"""Launches csrc/device/gemv.cu: products of few rows, bound by latency, and their weighted sum."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ def run(
     early: bool = False,
     topk_weights: Tensor | None = None,
 ) -> None:
-    """As decode.run; with `topk_weights` [tokens, k] out [tokens, n] = sum of k rows each, times them."""
+    """Launches gemv, as decode.run. With `topk_weights` [tokens, k], out [tokens, n] sums k weighted rows."""
     blocks, columns = multiprocessors(x.device.index), -(-rows // a_div)
     combined = topk_weights is not None
     config = planner.gemv_config(routing, rows, columns, w.n, w.kp, combined, blocks)

@@ -31,7 +31,7 @@ class Int4Weight(NamedTuple):
 
     @property
     def bf16(self) -> bool:
-        """As of decode.NativeWeight: no kernel reads 16-bit rows beside it."""
+        """False: no kernel multiplies these weights by 16-bit rows (see product.NativeWeight)."""
         return False
 
 
@@ -39,6 +39,6 @@ def run(
     x: Tensor, x_scale: Tensor, w: Int4Weight, route: Tensor | None, routing: Routing, rows: int, out: Tensor,
     *, gate: Activation | None = None, early: bool = False, config: int = CHOOSE,
 ) -> None:  # fmt: skip
-    """As prefill.run: x e4m3 [M, kp] in the layout's order, sorted by expert. Weights are rounded to e4m3."""
+    """Launches the int4 kernel, as prefill.run. x is e4m3 [M, kp]; weights are rounded to e4m3."""
     kernel = {128: "int4", 64: "int4_g64", 32: "int4_g32"}[w.group]
     launch(kernel, x, x_scale, w, w.factor, route, routing, rows, out, gate, early, config)

@@ -1,6 +1,6 @@
-"""What the native runtime decides (csrc/cuda/choice.h, csrc/cuda/configs.h), by a planner of its own.
+"""Planner of the native runtime (csrc/cuda/choice.h, csrc/cuda/configs.h), in an instance of its own.
 
-Where a GPU is asked for, a number of multiprocessors is a Hopper GPU with so many.
+Functions that take a GPU also take a number of SMs, which means a Hopper GPU with so many.
 """
 
 from __future__ import annotations
@@ -53,21 +53,21 @@ __all__ = [
 ]
 
 only = Only(_native.set_only)
-"""As native.only, of this planner."""
+"""Forces one kernel family in this planner, as native.only does for operators."""
 
 
 def product(routing: str, groups: int, rows: int, n: int, kp: int, block: int = 16) -> Product:
-    """`rows` activation rows, of each group where masked, times [groups, n, kp]. `routing`: of Routing."""
+    """Describes the product of `rows` activation rows (in each group if masked) and [groups, n, kp]."""
     return Product(Routing[routing.upper()], groups, rows, n, kp, block)
 
 
 def tuned(family: KernelFamily, values: Values) -> int:
-    """Of these constants of the cost model the number, as `Gpu.constants` has it."""
+    """Registers constants of the cost model. Returns their number for `Gpu.constants`."""
     return int(_native.add_tuned("", family, flat(values)))
 
 
 def decode_us(of: Product, kernel: str, on: int | Gpu) -> float:
-    """What the cost model says of decode; infinite where it cannot run. `kernel`: of Kernel."""
+    """Returns the cost model's microseconds for decode, infinite if it cannot run. `kernel` is a `Kernel`."""
     return float(_native.decode_us(of, Kernel[kernel], on))
 
 
@@ -76,7 +76,7 @@ def prefill_us(of: Product, kernel: str, on: int | Gpu) -> float:
 
 
 def plan(of: Product, kernel: str, on: int | Gpu) -> ProductPlan:
-    """The kernel that an operator takes for a product."""
+    """Returns the kernel that an operator takes for a product."""
     return _native.plan(of, Kernel[kernel], on)
 
 
@@ -90,13 +90,15 @@ def block_plan(
     bf16: bool = False,
     int4: bool = False,
 ) -> BlockPlan:
-    """The kernels that `moe` takes. Of both products `rows` are the (token, expert) pairs."""
+    """Returns the kernels that `moe` takes. In both products `rows` counts the (token, expert) pairs."""
     return _native.block_plan(up, down, top_k, a_format, on, bf16, int4)
 
 
 def decode_warps(
     kp: int, compute_warps: int, *, rows: int = 2048, on: int | Gpu = 132
 ) -> DecodeConfig | None:
-    """The split of so many warps that keeps most of them busy, for `rows` activation rows; None where no
-    split fits into shared memory."""
+    """Returns the split of `compute_warps` warps that keeps most of them busy for `rows` activation rows.
+
+    Returns None if no split fits into shared memory.
+    """
     return _native.decode_warps(rows, kp, compute_warps, on)

@@ -24,22 +24,26 @@ MODES = {
     Routing.MASKED: RowMode.MASKED,
 }
 CHOOSE = -1
-"""Lets the launcher take a candidate from the sizes."""
+"""Value of `config` that lets the launcher choose a candidate by the sizes."""
 KERNELS = tuple(PrefillKernel.__members__)
-"""Of fp8 rows; of fp16 rows as rows.to_half makes them; of bfloat16 rows, all with e2m1 weights in blocks of
-16, or 32; of fp8 rows with int4 weights in groups of 128, 64, 32; of fp16 rows in plain order; and of int8
-rows."""
+"""Names of `PrefillKernel`, by rows and weights.
+
+With e2m1 weights in blocks of 16 or 32: fp8 rows, fp16 rows from rows.to_half, bfloat16 rows, fp16 rows in
+plain order, int8 rows. With int4 weights in groups of 128, 64 or 32: fp8 rows.
+"""
 
 
 def gates(gate: Activation, out: torch.dtype) -> bool:
-    """Whether `run` can apply this activation to results of this dtype: gate and up of a column meet in one
-    lane's sums, and its function is cheap enough beside the products."""
+    """True if `run` can apply this activation to results of this dtype.
+
+    Gate and up of a column meet in one lane's sums, and the function must be cheap beside the products.
+    """
     known = gate.gated and gate.function == "silu" and (gate.limit is not None or not gate.up_offset)
     return known and gate.interleaved and out != torch.float32
 
 
 def for_block(kernel: str, block: int) -> str:
-    """The one of KERNELS for e2m1 weights with a scale for so many K; `kernel`: that for 16."""
+    """Returns the kernel for e2m1 weights in blocks of `block`. `kernel` is the one for blocks of 16."""
     return kernel if block == 16 else f"{kernel}_b{block}"
 
 
@@ -48,7 +52,7 @@ def launch(
     route: Tensor | None, routing: Routing, rows: int, out: Tensor, gate: Activation | None, early: bool,
     config: int, leaves_rest: bool = False,
 ) -> None:  # fmt: skip
-    """`kernel` of KERNELS; `factor`: float32 [groups], of all results; the others as for `run`."""
+    """Launches one of KERNELS. `factor`, float32 [groups], multiplies all results. Else as `run`."""
     size = workspace_bytes(kernel, multiprocessors(x.device.index))
     workspace = torch.empty(size, dtype=torch.uint8, device=x.device)
     arguments = PrefillArguments(
@@ -92,7 +96,9 @@ def run(
     config: int = CHOOSE,
     leaves_rest: bool = False,
 ) -> None:
-    """x [M, ...] sorted by expert; out [M, n], rows of no expert as zeros, with `leaves_rest` as they were.
+    """Multiplies x [M, ...], sorted by expert, into out [M, n].
+
+    Rows without an expert become zeros; with `leaves_rest` they are not written.
 
     x [M, kp] in the layout's order with x_scale [M]: e4m3, and the weights are folded into e4m3; or fp16 as
     rows.to_half makes it, and the weights are exact. With a weight in layout mma_bf16 x [M, K] is bfloat16
@@ -111,12 +117,12 @@ def run(
 
 @functools.cache
 def candidates(kernel: str = "w4a8") -> list[str]:
-    """What `config` of `run` counts, in words; `kernel`: of KERNELS."""
+    """Describes the candidates that `config` of `run` chooses from. `kernel` is one of KERNELS."""
     return candidates_of(library(), kernel)
 
 
 def candidates_of(loaded: ctypes.CDLL | None, kernel: str) -> list[str]:
-    """Those of a library of kernels."""
+    """Describes the candidates of a library of kernels."""
     assert loaded is not None
     name = loaded.fp4_kernel_prefill_config_name
     name.restype = ctypes.c_char_p
@@ -126,7 +132,7 @@ def candidates_of(loaded: ctypes.CDLL | None, kernel: str) -> list[str]:
 
 @functools.cache
 def workspace_bytes(kernel: str, sms: int) -> int:
-    """Scratch memory of a launch, for tiles that multiprocessors share."""
+    """Returns the size of a launch's scratch memory, for tiles that SMs share."""
     return workspace_bytes_of(library(), kernel, sms)
 
 
@@ -147,10 +153,12 @@ def choose(
     kernel: str = "w4a8",
     config: int = -1,
 ) -> Choice:
-    """What CHOOSE takes on a GPU of `sms` multiprocessors: a candidate, the seconds that the launcher's model
-    gives it, how few tiles have to be left over full waves for all multiprocessors to share them (0: they
-    never do), of a dense product the tokens of a tile (0: as the candidate cuts any group), and whether
-    multiprocessors claim tiles. The arguments as for `run` and `candidates`."""
+    """Returns the choice of CHOOSE on a GPU of `sms` SMs. The arguments are as for `run` and `candidates`.
+
+    The choice is a candidate, its seconds by the launcher's model, the number of tiles left over full waves
+    below which all SMs share them (0: never), the tokens of a tile of a dense product (0: as for any group),
+    and whether SMs claim tiles.
+    """
     return choose_of(library(), MODES[routing], groups, rows, n, kp, sms, kernel, config)
 
 
@@ -165,7 +173,7 @@ def choose_of(
     kernel: str,
     config: int = -1,
 ) -> Choice:
-    """The same of a library of kernels."""
+    """Returns the choice of CHOOSE with a library of kernels."""
     assert loaded is not None
     function = ctypes.cast(loaded.fp4_kernel_prefill_choose, ctypes.c_void_p).value
     return _native.prefill_choose(function, PrefillKernel[kernel], mode, groups, rows, n, kp, sms, config)

@@ -1,4 +1,4 @@
-"""What every launch of decode and gemv is given: a weight, the rows that meet it, which expert each has."""
+"""Parameters that decode and gemv share: a weight, activation rows, the expert of each row."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ class NativeWeight(NamedTuple):
     kp: int
     layout: Layout = LAYOUTS["sm90"]
     block: int = 16
-    """K that share a scale."""
+    """Number of k that share a scale."""
 
     @property
     def bf16(self) -> bool:
@@ -61,7 +61,7 @@ def describe(
     gate: Activation | None,
     early: bool,
 ) -> None:
-    """Fills in the fields of every launch."""
+    """Sets the fields that every launch has."""
     params.x, params.x_scale = address(x), address(x_scale)
     params.codes, params.scales = address(w.codes), address(w.scales)
     params.global_scale, params.bias = address(w.global_scale), address(w.bias)

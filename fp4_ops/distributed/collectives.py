@@ -22,11 +22,11 @@ from .shares import described
 
 POLL = timedelta(seconds=1)
 REPLY = 3 * POLL
-"""More than POLL: for the others to look."""
+"""Seconds to wait for replies. Longer than POLL, so that all others look at the store."""
 
 
 def _function(name: str) -> Any:
-    """torch's collective over whole tensors, which older releases call otherwise."""
+    """Returns torch's collective over whole tensors, which has another name in older releases."""
     import torch.distributed as dist
 
     older = {"all_gather": "all_gather_into_tensor", "reduce_scatter": "reduce_scatter_tensor"}[name]
@@ -35,10 +35,10 @@ def _function(name: str) -> Any:
 
 @dataclass(frozen=True)
 class Group:
-    """A process group by its name, as an operator's argument has it."""
+    """A process group, found by the name that an operator gets."""
 
     what: str
-    """The operator, for errors."""
+    """Name of the operator, for errors."""
     group: Any
 
     @classmethod
@@ -66,7 +66,7 @@ class Group:
         return self.group.rank()
 
     def sum(self, t: Tensor) -> Tensor:
-        """Over the ranks; contiguous `t` itself may hold it."""
+        """Returns the sum over the ranks. May write it to a contiguous `t`."""
         from torch.distributed import all_reduce
 
         if self.size > 1 and t.numel():
@@ -74,7 +74,7 @@ class Group:
         return t
 
     def largest(self, t: Tensor) -> Tensor:
-        """The largest of the ranks' values, each alone; contiguous `t` itself may hold it."""
+        """Returns the elementwise maximum over the ranks. May write it to a contiguous `t`."""
         from torch.distributed import ReduceOp, all_reduce
 
         if self.size > 1 and t.numel():
@@ -82,7 +82,7 @@ class Group:
         return t
 
     def gather(self, t: Tensor) -> Tensor:
-        """[size, *t.shape]: of each rank, all in this shape."""
+        """Returns [size, *t.shape]: `t` of every rank. All have the same shape."""
         if self.size == 1:
             return t[None]
         data = t.contiguous()
@@ -93,7 +93,7 @@ class Group:
         return out.view(t.dtype).view(self.size, *t.shape)
 
     def sum_of_own(self, t: Tensor) -> Tensor:
-        """t [size, ...]: the sum over the ranks of t[rank]."""
+        """Returns the sum over the ranks of t[rank], for t [size, ...]."""
         if self.size == 1:
             return t[0]
         out = t.new_empty(t.shape[1:])

@@ -16,17 +16,20 @@ from typing import Any
 from ..fitted import FILE, read
 
 TOKENS = 1, 8, 32, 128
-"""Of which the report tells."""
+"""Numbers of tokens in the report."""
 FITTED = read(Path(__file__).parent / FILE)["division"].values
 LATENCY_US, BYTES_A_US, FLOPS_A_US = (FITTED[n] for n in ("latency_us", "bytes_a_us", "flops_a_us"))
-"""Ratios hardly depend on them."""
+"""Constants of the estimate. The reported ratios hardly depend on them."""
 TOP_K = "num_experts_per_tok", "num_experts_per_token", "moe_top_k", "moe_topk", "top_k_experts"
-"""As configurations name it."""
+"""Names of top_k in models' configurations."""
 
 
 @dataclass(frozen=True)
 class Division:
-    """experts: of all processes. hidden and inner: sizes of one whole expert. weight_bytes: of one."""
+    """Sizes of an expert block.
+
+    `experts` counts all processes; the other sizes are those of one whole expert.
+    """
 
     experts: int
     top_k: int
@@ -36,10 +39,10 @@ class Division:
     weight_bytes: float
 
     def microseconds(self, kind: str, tokens: int) -> float:
-        """Of a block whose tokens choose experts at random: max(weights, products) + rows. Made for up to 512
-        tokens: with more, rows are in fp8 and move while products run.
+        """Estimates the time of a block whose tokens choose experts at random: max(weights, products) + rows.
 
-        A process reads chosen * experts / processes whole ones on the average, either way.
+        It is made for up to 512 tokens. With more, rows are in fp8 and move while products run. Either way a
+        process reads the bytes of chosen * experts / processes whole experts on average.
         """
         chosen = 1 - (1 - self.top_k / self.experts) ** tokens
         here, pairs = self.experts / self.processes, tokens * self.top_k
@@ -56,7 +59,7 @@ class Division:
         return LATENCY_US + max(weights / BYTES_A_US, products / FLOPS_A_US) + rows / BYTES_A_US
 
     def told(self, kind: str) -> str:
-        """What `kind` costs beside the other way, in a line of a report."""
+        """Returns a line of the report: the cost of `kind` compared with the other way."""
         other, how = (
             ("split", f"DistributedConfig(tp_size={self.processes}) alone")
             if kind == "spread"
@@ -73,7 +76,7 @@ class Division:
 
 @functools.cache
 def largest(count: int) -> float:
-    """The expected largest of `count` standard normal numbers."""
+    """Returns the expected maximum of `count` standard normal numbers."""
     normal, steps = NormalDist(), 2000
     width = 12 / steps
     return sum(
@@ -83,7 +86,7 @@ def largest(count: int) -> float:
 
 
 def top_k_of(model: Any) -> int | None:
-    """By the model's configuration."""
+    """Reads top_k from the model's configuration."""
     config = getattr(model, "config", None)
     found = (getattr(config, name, None) for name in TOP_K)
     return next((k for k in found if isinstance(k, int) and k > 0), None)

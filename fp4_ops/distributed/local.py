@@ -1,4 +1,4 @@
-"""What a rank computes of a block whose experts are spread: `fp4::moe` with its own experts."""
+"""Computes a rank's share of a block with spread experts: `fp4::moe` with the experts of this rank."""
 
 from __future__ import annotations
 
@@ -12,13 +12,14 @@ from ..meta import checks
 
 
 class Parts(NamedTuple):
-    """What a rank's experts make of tokens."""
+    """Results of a rank's experts."""
 
     y: Tensor
     summed: bool
-    """Whether it is [T, H], the weighted sums of each token's experts; else rows of experts."""
+    """True if `y` is [T, H], the weighted sum of each token's experts; False if it has a row for each pair.
+    """
     places: Tensor | None = None
-    """Of rows of experts: int32, which one each (token, slot) has; None: they are in that order."""
+    """Row of each (token, slot), int32, if `y` has a row for each pair. None: rows are in that order."""
 
 
 @dataclass(frozen=True)
@@ -27,7 +28,7 @@ class Local:
 
     experts: checks.Experts
     num_experts: int
-    """Of all ranks."""
+    """Number of experts of all ranks."""
     own: range
     operands: tuple[Tensor | None, ...]
     """w13, its scales and factors, w2, its scales and factors, and both biases."""
@@ -35,7 +36,10 @@ class Local:
     a_format: str
 
     def sums(self, x: Tensor, ids: Tensor, weights: Tensor, pairs: int, dtype: torch.dtype) -> Tensor:
-        """[T, H] of the experts here. pairs: of tokens and experts, of all ranks."""
+        """Returns the weighted sums [T, H] of the experts here.
+
+        `pairs` counts (token, expert) of all ranks.
+        """
         out: Tensor = torch.ops.fp4.moe(
             x, ids, weights, *self.operands, **self.options,
             a_format=self.chosen(pairs, x.device), out_dtype=dtype,
@@ -46,9 +50,9 @@ class Local:
         self, x: Tensor, ready: tuple[Tensor, Tensor] | None, ids: Tensor, weights: Tensor, pairs: int,
         dtype: torch.dtype, ranks: int,
     ) -> Parts:  # fmt: skip
-        """Of the experts here.
+        """Returns the results of the experts here.
 
-        ready: rows in fp8 and their factors, where `sends_fp8`; then x is not read.
+        ready: rows in fp8 and their factors, if `sends_fp8`. Then x is not read.
         """
         *weight_operands, w13_bias, w2_bias = self.operands
         if not self.experts.up.layout.native or w2_bias is not None or dtype == torch.float32:
@@ -64,9 +68,9 @@ class Local:
         return Parts(y, summed=False, places=order[start : start + ids.numel()])
 
     def sends_fp8(self, x: Tensor, ranks: int, pairs: int, here: int) -> bool:
-        """Whether the rows become fp8 anyway, so that they can go so. The same answer on all ranks.
+        """True if the rows become fp8 anyway, so they can be sent as fp8. All ranks get the same answer.
 
-        here: the (token, slot)s that come to a rank.
+        here: number of (token, slot) pairs that come to a rank.
         """
         order = self.experts.up.layout
         if not order.native or x.dtype == torch.float32 or self.num_experts % ranks:
@@ -79,7 +83,7 @@ class Local:
         )
 
     def chosen(self, pairs: int, device: torch.device) -> str:
-        """What "auto" is on Hopper for all experts and all rows: the number of ranks does not change it."""
+        """Returns the `a_format` that "auto" means on Hopper. It does not depend on the number of ranks."""
         order = self.experts.up.layout
         if self.a_format != "auto" or not order.native or "none" not in order.a_formats:
             return self.a_format

@@ -78,7 +78,7 @@ STRUCTURES = (Space, GatherParams, ReduceParams, AllReduceParams, Failure)
 
 @functools.cache
 def library() -> ctypes.CDLL | None:
-    """The kernels, or None where they were not built (setup.py says when they are)."""
+    """Returns the kernels, or None if they were not built (setup.py says when they are)."""
     path = Path(__file__).parent.parent / FILE
     if not path.exists():
         return None
@@ -87,7 +87,7 @@ def library() -> ctypes.CDLL | None:
         getattr(loaded, f"fp4_nvlink_{name}").argtypes = [ctypes.POINTER(params), POINTER]
     for i, structure in enumerate(STRUCTURES):
         if loaded.fp4_nvlink_sizes(i) != ctypes.sizeof(structure):
-            raise RuntimeError(f"fp4: {path} is of another build than fp4_ops; build it anew")
+            raise RuntimeError(f"fp4: {path} and fp4_ops come from different builds; build fp4_ops again")
     return loaded
 
 
@@ -100,12 +100,15 @@ def launch(name: str, params: ctypes.Structure, stream: int | None) -> None:
 
 
 def signature(kind: int, tokens: int, *rest: object) -> int:
-    """What ranks compare: two of them must not mean different calls by one. tokens: of a rank, or units."""
+    """Returns a number that describes a call.
+
+    Ranks compare it; different calls must have different numbers.
+    """
     return kind << 30 | min(tokens, 2**22 - 1) << 8 | zlib.crc32(repr(rest).encode()) & 255
 
 
 def described(value: int) -> str:
-    """A signature in words."""
+    """Describes a signature in words."""
     kind, tokens = value >> 30, value >> 8 & (2**22 - 1)
     if kind == KINDS.index("all_reduce"):
         return f"the sum of {16 * tokens} bytes"

@@ -81,7 +81,7 @@ def _through(
     space: workspace.Workspace, local: Local, x: Tensor, ids: Tensor, weights: Tensor, tokens: int,
     pairs: int, dtype: torch.dtype,
 ) -> Tensor:  # fmt: skip
-    """With a workspace. tokens: of each rank, with padding."""
+    """Exchanges tokens through a workspace. `tokens` is the padded number of each rank."""
     ready, here = None, space.ranks * tokens * ids.shape[1]
     many = tokens * x.shape[1] * x.itemsize >= workspace.FP8_BYTES and dtype != torch.float32
     if many and local.sends_fp8(x, space.ranks, pairs, here):
@@ -97,7 +97,7 @@ def _through(
 
 
 def as_operand(x: Tensor) -> Tensor:
-    """Contiguous, at an address that kernels read 16 bytes from."""
+    """Returns a contiguous tensor whose address is a multiple of 16 bytes."""
     x = x.contiguous()
     return x if x.data_ptr() % 16 == 0 else x.clone()
 
@@ -110,7 +110,7 @@ def _counts(
     weights: Tensor,
     max_tokens: int | None,
 ) -> list[int]:
-    """Tokens of each rank, or as many as they are padded to."""
+    """Returns the number of tokens of each rank, with padding."""
     if max_tokens is not None:
         if x.device.type == "cpu":  # there it costs little; on a GPU nothing waits for an answer
             _told(group, OWN, x, ids, weights, max_tokens)
@@ -123,8 +123,10 @@ def _counts(
 def _told(
     group: Group, kind: str, x: Tensor, ids: Tensor | None, weights: Tensor | None, most: int
 ) -> list[int]:
-    """Tokens of each rank. Raises RuntimeError where ranks call something else, or with what does not fit
-    together: gloo would end the process, or add up what are different things."""
+    """Returns the number of tokens of each rank. Raises RuntimeError if the ranks' calls do not match.
+
+    Without this check gloo would end the process or add unrelated data.
+    """
     rows, width = (x.shape[0], x.shape[1:].numel()) if x.dim() else (1, 1)
     own = [KINDS.index(kind), rows, width, checks.FLOATING.index(x.dtype), most]
     if ids is not None and weights is not None:
@@ -148,15 +150,17 @@ def _told(
 
 
 def _checksum(ids: Tensor) -> int:
-    """In 63 bits, of which experts each token chooses, in any order."""
+    """Returns a 63-bit hash of the experts that each token chooses, in any order."""
     places = torch.arange(1, len(ids) + 1, device=ids.device)[:, None]
     return int(((ids.long() + 1) * places).sum() & (2**63 - 1))
 
 
 def _check_same(group: Group, ids: Tensor) -> None:
-    """Raises RuntimeError where most tokens choose other experts on another rank: then they are other tokens,
-    of which each rank would add a part to the others'. A few may: scores differ in the last bit between
-    processors."""
+    """Raises RuntimeError if most tokens choose other experts on another rank.
+
+    Then the ranks have different tokens, and their sum would mix them. A few tokens may differ, because
+    scores can differ in the last bit between processors.
+    """
     every = group.gather(ids.long().sort(-1).values)
     others = int((every != every[0]).any(-1).any(0).sum())
     if others > 1 and 2 * others > len(ids):
@@ -186,7 +190,7 @@ def _difference(kind: str, x: Tensor, ids: Tensor | None, weights: Tensor | None
 
 
 class _Rows:
-    """The tokens of all ranks, in the order of the ranks."""
+    """Tokens of all ranks, in the order of the ranks."""
 
     def __init__(self, group: Group, counts: list[int], own: int) -> None:
         self.group, self.counts, self.own = group, counts, own
@@ -197,7 +201,7 @@ class _Rows:
         return torch.cat([rows[:n] for rows, n in zip(self.group.gather(t), self.counts)])
 
     def sum_of_own(self, part: Tensor) -> Tensor:
-        """part [all rows, H]: the sum over the ranks of this rank's rows."""
+        """Returns the sum over the ranks of part [all rows, H], only for this rank's rows."""
         padded = max(self.counts)
         if len(set(self.counts)) > 1:
             split = part.split(self.counts)
@@ -206,7 +210,7 @@ class _Rows:
 
 
 def all_reduce(x: Tensor, *, group_name: str) -> Tensor:
-    """The sum of the ranks' x, a new tensor; x has the same shape on all of them."""
+    """Returns the sum of the ranks' x as a new tensor. x must have the same shape on all ranks."""
     group_checks.check_all_reduce(x)
     space = workspace.of(group_name) if x.is_cuda else None
     if space is not None and space.sums(x.nbytes):

@@ -1,4 +1,4 @@
-"""What one process holds of an experts module: some of the experts whole, or some columns of each.
+"""Describes the part of an experts module that one process holds: whole experts, or some columns of each.
 
 transformers (and whoever uses its meshes' names) says it with DTensors. Shard(0) on a mesh "ep" spreads the
 experts. On a mesh "tp" the rows of gate and up, and the columns of down, are split along the intermediate
@@ -23,32 +23,33 @@ class Part:
     kind: str
     """"spread": `own` experts, whole. "split": of every expert, `own_columns` of the intermediate size."""
     experts: int
-    """Of all processes together."""
+    """Number of experts of all processes together."""
     size: int
     rank: int
     group_name: str
     tokens: str = ""
-    """As in `fp4::moe_ep`; "": the caller gives this process's ids, and adds up the results."""
+    """Value of `tokens` of `fp4::moe_ep`. "": the caller passes this process's ids and adds up the results.
+    """
 
     @property
     def own(self) -> range:
-        """The experts that are here."""
+        """Returns the numbers of the experts that are here."""
         spread = self.kind == "spread"
         return own_experts(self.experts, self.size, self.rank) if spread else range(self.experts)
 
     def own_columns(self, inner: int) -> range:
-        """Of an intermediate size, those that are here."""
+        """Returns the columns of the intermediate size that are here."""
         each = inner // self.size
         return range(self.rank * each, (self.rank + 1) * each) if self.kind == "split" else range(inner)
 
     @property
     def numbers(self) -> list[int]:
-        """What state dicts hold of it."""
+        """Returns the numbers that state dicts store."""
         return [KINDS.index(self.kind), self.experts, self.size, self.rank]
 
     @classmethod
     def of_numbers(cls, numbers: list[int]) -> Part | None:
-        """The inverse, without a group; None of no numbers."""
+        """Undoes `numbers`, without a group. Returns None for an empty list."""
         if not numbers:
             return None
         kind, experts, size, rank = numbers
@@ -61,11 +62,11 @@ class Part:
 
 
 class NoPart(Exception):
-    """DTensors that are none of these; says which, without what to do."""
+    """Raised for DTensors of another kind. The message describes them without advice."""
 
 
 def part_of(module: nn.Module, up: str, down: str, biases: tuple[str, ...], transposed: bool) -> Part | None:
-    """By the DTensors among a module's parameters; None if there are none. Raises NoPart."""
+    """Finds the part by the DTensors among a module's parameters. None: there are none. Raises NoPart."""
     named: dict[str, Any] = {n: p for n, p in module._parameters.items() if p is not None}
     split = {name: p for name, p in named.items() if split_over_processes(p)}
     if not split:
@@ -106,7 +107,7 @@ def part_of(module: nn.Module, up: str, down: str, biases: tuple[str, ...], tran
 
 
 def _is_split(p: Any, dim: int, groups: int) -> bool:
-    """Whether a DTensor has, of each of `groups` equal parts of dimension `dim`, one piece a process."""
+    """True if each of `groups` equal parts of dimension `dim` is split over all processes."""
     if p is None:
         return False
     placement = p.placements[0]
@@ -117,12 +118,12 @@ def _is_split(p: Any, dim: int, groups: int) -> bool:
 
 
 def by_fsdp(module: nn.Module) -> bool:
-    """Whether FSDP2 holds the module's own parameters: those stay, and are whole while its forward runs."""
+    """True if FSDP2 holds the module's own parameters. They stay, and are whole while its forward runs."""
     return hasattr(module, "_get_fsdp_state")
 
 
 def local(parameter: Tensor) -> Tensor:
-    """What this process has of a DTensor; any other tensor itself."""
+    """Returns this process's part of a DTensor, or any other tensor unchanged."""
     return parameter.to_local() if split_over_processes(parameter) else parameter  # type: ignore[attr-defined]
 
 
@@ -147,8 +148,10 @@ def keep_local(module: nn.Module, part: Part | None = None) -> dict[str, Any]:
 
 
 def keep_for_itself(module: nn.Module) -> None:
-    """Makes buffers of the biases, of which each process has other ones: whoever wraps a model (FSDP, DDP)
-    takes its parameters to be the same on all processes."""
+    """Turns biases into buffers, because each process has other biases.
+
+    FSDP and DDP assume that parameters are the same on all processes.
+    """
     for name, p in list(module._parameters.items()):
         if p is not None and not by_fsdp(module):
             del module._parameters[name]
@@ -156,8 +159,10 @@ def keep_for_itself(module: nn.Module) -> None:
 
 
 def keep_from_ddp(model: nn.Module, modules: dict[str, nn.Module]) -> None:
-    """Tells DistributedDataParallel, around `model` or a part of it, which tensors are other ones on each
-    process: it would overwrite them by those of rank 0. modules: with such tensors, by their names."""
+    """Tells DistributedDataParallel which tensors of `modules` differ between processes.
+
+    DDP around `model`, or around a part of it, would overwrite them by those of rank 0.
+    """
     own = [f"{name}.{buffer}" for name, m in modules.items() for buffer, _ in m.named_buffers()]
     for prefix, module in model.named_modules():
         start = f"{prefix}." if prefix else ""

@@ -1,10 +1,10 @@
-"""Which experts a process holds."""
+"""Assigns experts to processes."""
 
 from __future__ import annotations
 
 
 def own_experts(num_experts: int, processes: int, rank: int) -> range:
-    """In order; the numbers differ by one at most. Where it divides, they are those of DTensor's Shard(0)."""
+    """Returns the experts of a rank: about num_experts / processes, as DTensor's Shard(0) has them."""
     return range(num_experts * rank // processes, num_experts * (rank + 1) // processes)
 
 

@@ -1,8 +1,8 @@
-"""Memory that the GPUs of a node address in each other, one workspace a process group for all its layers.
+"""Manages memory that the GPUs of a node address in each other. A process group has one workspace.
 
-It is made once, by all ranks together (`connect`, which `prepare` calls): never inside a captured graph,
-whose kernels hold its addresses. Where it cannot be made the ranks agree on that, and torch.distributed's
-collectives carry the exchange.
+All ranks make it together, once (`connect`, which `prepare` calls), and never inside a captured graph, whose
+kernels hold its addresses. If it cannot be made, the ranks agree on that, and torch.distributed's collectives
+carry the exchange.
 """
 
 from __future__ import annotations
@@ -30,21 +30,24 @@ from .local import Parts
 
 HERE = Path(__file__).parent
 FITTED = {name: int(value) for name, value in read(HERE / FILE)["exchange"].values.items()}
-"""What was measured between GPUs (docs/kernels.md)."""
+"""Thresholds that were measured between GPUs (docs/kernels.md)."""
 WORD_BYTES = FITTED["word_bytes"]
-"""Of data to one rank: up to there it carries its flags, which doubles it and saves a fence."""
+"""Most bytes to one rank that carry their own flags, which doubles the data and saves a fence."""
 SUM_WORD_BYTES = FITTED["sum_word_bytes"]
-"""The same for a sum, which leaves nothing out."""
+"""The same threshold for a reduction, where every rank sends all of its data."""
 TWO_STEPS_BYTES = {2: FITTED["two_ranks_two_steps_bytes"]}
-"""Of a sum, from which on each rank adds a share first, by the number of ranks: more of them send less so."""
+"""Reductions of at least this many bytes use two steps (reduce-scatter, then gather).
+
+The threshold depends on the number of ranks: with more ranks two steps send less.
+"""
 MORE_RANKS_BYTES = FITTED["more_ranks_two_steps_bytes"]
 FP8_BYTES = FITTED["fp8_bytes"]
-"""Of a rank's tokens, from which on it pays to quantise them before they go."""
+"""Tokens of a rank with at least this many bytes are quantised before they are sent."""
 GATHER_BLOCKS, GATHER_WORD_BLOCKS = FITTED["gather_blocks"], FITTED["gather_word_blocks"]
 REDUCE_BLOCKS, REDUCE_WORD_BLOCKS = FITTED["reduce_blocks"], FITTED["reduce_word_blocks"]
 REDUCE_TURNS = FITTED["reduce_turns"]
 SUM_BLOCKS, SUM_TURNS = FITTED["sum_blocks"], FITTED["sum_turns"]
-"""Thread blocks, and how often each sends a part of what it has."""
+"""Number of thread blocks of a reduction, and of turns in which each sends its data."""
 MAX_TOKENS = 4096
 
 
@@ -53,7 +56,7 @@ def _aligned(n: int) -> int:
 
 
 class Layout:
-    """Where things lie in a rank's buffer; interface.h says what they are."""
+    """Offsets in a rank's buffer. interface.h describes the fields."""
 
     def __init__(self, ranks: int, max_tokens: int, row_bytes: int) -> None:
         rows = ranks * max_tokens
@@ -78,19 +81,19 @@ class Layout:
 
 
 class Gathered(NamedTuple):
-    """Of [ranks * tokens] tokens. Views of the buffer, good until the next call."""
+    """Gathered data of [ranks * tokens] tokens: views of the buffer, valid until the next call."""
 
     rows: Tensor
-    """Those without a local id hold anything."""
+    """Rows of tokens. A row without a local expert is undefined."""
     factors: Tensor
     ids: Tensor
-    """int32 numbers of experts here; -1: of another rank."""
+    """Local numbers of experts, int32. -1 is an expert of another rank."""
     weights: Tensor
     """float32."""
 
 
 class Workspace:
-    """One rank's view of the buffers of all."""
+    """A rank's view of the buffers of all ranks."""
 
     def __init__(
         self, buffer: Tensor, addresses: list[int], rank: int, max_tokens: int, row_bytes: int, seconds: float
@@ -115,7 +118,7 @@ class Workspace:
     # --- what fits ---
 
     def takes(self, tokens: int, row_bytes: int, top_k: int) -> bool:
-        """Whether gather and reduce can carry so much; the same answer on all ranks."""
+        """True if gather and reduce can carry so much data. All ranks get the same answer."""
         fits = tokens <= self.max_tokens and row_bytes <= self.row_bytes and row_bytes % 16 == 0
         return fits and 0 < top_k <= nvlink.MOST_TOP_K
 
@@ -143,7 +146,7 @@ class Workspace:
     def gather(
         self, x: Tensor, ids: Tensor, weights: Tensor, tokens: int, experts: int, factor: Tensor | None = None
     ) -> Gathered:
-        """x [own, row] of any dtype, and a factor of each row if it is fp8, to the ranks of its experts."""
+        """Sends x [own, row] of any dtype, with a factor for each fp8 row, to the ranks of its experts."""
         (own, width), top_k = x.shape, ids.shape[1]
         row_bytes = width * x.itemsize
         words = factor is None and tokens * row_bytes <= WORD_BYTES and row_bytes >= 256
@@ -165,17 +168,17 @@ class Workspace:
         )
 
     def rows_like(self, tokens: int, x: Tensor) -> Tensor:
-        """Where gather would have brought rows of x, for operators that ask what they are and do not read."""
+        """Returns the buffer that gather would fill with rows of x, for operators that only need its type."""
         return self._view("rows", (self.ranks * tokens, x.shape[1]), x.dtype)
 
     def reduce(
         self, parts: Parts, got: Gathered, own_ids: Tensor, own_weights: Tensor, tokens: int, experts: int,
         dtype: torch.dtype,
     ) -> Tensor:  # fmt: skip
-        """[own, H] of `dtype`, the sum over the ranks of my tokens' parts.
+        """Returns [own, H] of `dtype`: the sum over all ranks of the parts of this rank's tokens.
 
-        parts: of all ranks' tokens: sums of `dtype`, or rows of experts, bfloat16 or float32, whose weighted
-        sums are taken here.
+        parts: this rank's results for the tokens of all ranks. They are sums of `dtype`, or rows of experts
+        in bfloat16 or float32, which are weighted and summed here.
         """
         own, top_k = own_ids.shape
         y, places = parts.y, parts.places
@@ -198,7 +201,7 @@ class Workspace:
         return out
 
     def all_reduce(self, x: Tensor, two_steps: bool | None = None) -> Tensor:
-        """The sum over the ranks, with equal bits on all."""
+        """Returns the sum over the ranks. All ranks get equal bits."""
         out = torch.empty_like(x)
         if two_steps is None:
             two_steps = x.nbytes >= TWO_STEPS_BYTES.get(self.ranks, MORE_RANKS_BYTES)
@@ -214,7 +217,7 @@ class Workspace:
     # --- what went wrong ---
 
     def failure(self) -> str | None:
-        """Why the kernels gave up, in words; None if they did not."""
+        """Says why the kernels gave up, or None."""
         told = nvlink.Failure.from_buffer_copy(bytes(ctypes.string_at(self.told.data_ptr(), 24)))
         if told.reason == 0:
             return None
@@ -237,16 +240,16 @@ class Workspace:
 _SPACES: dict[str, Workspace] = {}
 _WHY_NOT: dict[str, str] = {}
 _OLD: list[Workspace] = []
-"""Replaced by larger ones; captured graphs may still hold their addresses."""
+"""Workspaces that larger ones replaced. Captured graphs may still use their addresses."""
 
 
 def of(group_name: str) -> Workspace | None:
-    """The group's, if its ranks have made one."""
+    """Returns the group's workspace, or None."""
     return _SPACES.get(group_name)
 
 
 def of_same_ranks(group_name: str) -> tuple[str, Workspace] | None:
-    """A workspace of the same processes in the same order, and its group: this group's own, if it has one.
+    """Returns a workspace of the same processes in the same order, and its group. Prefers the group's own.
 
     transformers' meshes have several groups of the same processes, and `connect` made one workspace for them.
     """
@@ -306,7 +309,7 @@ def _number(*parts: object) -> int:
 
 
 def _obstacle(group: Group, device: torch.device) -> str:
-    """What is against it here; all ranks ask at once."""
+    """Says why this rank can have no workspace; "" if it can. All ranks must call it together."""
     host = _number(socket.gethostname(), _boot())
     uuids = [str(torch.cuda.get_device_properties(i).uuid) for i in range(torch.cuda.device_count())]
     here = torch.tensor([host, _number(uuids[device.index])], dtype=torch.int64, device=device)
@@ -330,7 +333,7 @@ def _obstacle(group: Group, device: torch.device) -> str:
 
 
 def _boot() -> str:
-    """Hosts may share a name."""
+    """Returns an id of this machine, because hosts may share a name."""
     try:
         with open("/proc/sys/kernel/random/boot_id") as file:
             return file.read()
@@ -339,7 +342,7 @@ def _boot() -> str:
 
 
 def _agreed(group: Group, device: torch.device, reason: str) -> str:
-    """A reason of any rank, on all of them."""
+    """Returns the same reason on all ranks: that of any rank that has one."""
     first = torch.tensor([group.size - group.rank if reason else 0], device=device)
     rank = group.size - int(group.largest(first).item())
     if rank == group.size:
@@ -365,7 +368,7 @@ def _rendezvous(group: Group, device: torch.device, row_bytes: int, max_tokens: 
 
 @contextmanager
 def _without_multicast() -> Iterator[None]:
-    """Nothing here multicasts, and not every machine may."""
+    """Turns multicast off. Nothing here needs it, and some machines forbid it."""
     name = "TORCH_SYMM_MEM_DISABLE_MULTICAST"
     before = os.environ.get(name)
     os.environ[name] = "1"
@@ -379,7 +382,10 @@ def _without_multicast() -> Iterator[None]:
 
 
 def _patience(group: Group, device: torch.device) -> float:
-    """Seconds: the group's own timeout (`init_process_group(timeout=...)`), which outlasts compilations."""
+    """Returns the group's timeout in seconds (`init_process_group(timeout=...)`).
+
+    It outlasts compilations.
+    """
     try:
         seconds: float = group.group._get_backend(device).options._timeout.total_seconds()
     except (AttributeError, RuntimeError):
@@ -393,7 +399,7 @@ _WATCHED: list[Workspace] = []
 
 
 def _watch(space: Workspace) -> None:
-    """Says on the standard error output why kernels gave up: CUDA's own error is that they did."""
+    """Prints to stderr why kernels gave up. CUDA's own error only says that they did."""
     _WATCHED.append(space)
     if len(_WATCHED) > 1:
         return

@@ -1,4 +1,4 @@
-"""What calibration text says about the inputs of every expert's products."""
+"""Measures the inputs of every expert's products on calibration text."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ class Calibration:
             self._measure(self._groups[0])
 
     def shape(self, name: str, matrix: str) -> tuple[int, ...]:
-        """That of `get(name, matrix)`, without measuring it."""
+        """Returns the shape of `get(name, matrix)` without measuring."""
         if (name, matrix) not in self._shapes:
             raise ValueError(
                 f"fp4: the calibration has no inputs of {name} ({matrix}); it must be of this model: "
@@ -110,7 +110,7 @@ class Recorder(Arithmetic):
         return super().product(matrix, expert, x, routing)
 
     def moments(self, matrix: str) -> Tensor:
-        """The means; zeros for an expert that saw no token."""
+        """Returns the means. They are zero for an expert that saw no token."""
         sums = self.sums.pop(matrix)
         total = torch.where(self.total == 0, 1.0, self.total)
         return sums.div_(total.view(-1, *[1] * (sums.dim() - 1)))

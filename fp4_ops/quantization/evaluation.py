@@ -1,4 +1,4 @@
-"""What 4 bits cost a language model: perplexity, and how far its next tokens are from the original's."""
+"""Measures what 4 bits cost a language model: perplexity, and the change of next-token probabilities."""
 
 from __future__ import annotations
 
@@ -20,27 +20,27 @@ from .methods import METHODS, find_method
 from .weight import quantize_weight
 
 CACHED_LOGITS = 4 << 30
-"""Bytes of the original model's logits to keep; where they are more, it runs again for every row."""
+"""Most bytes of the original model's logits to keep. If there are more, the model runs again for each row."""
 
 
 @dataclass(frozen=True)
 class Row:
-    """One configuration; the fields `ratio` and on compare with the model as it was."""
+    """Result of one configuration. The fields from `ratio` on compare it with the original model."""
 
     format: str
     method: str
     activations: str
     perplexity: float
     ratio: float
-    """Of the perplexities."""
+    """Perplexity divided by that of the original model."""
     ratio_error: float
     """Standard error of the ratio, from how much the windows differ from each other."""
     kl: float
     """Mean over positions of KL(original || this), in nats."""
     agreement: float
-    """Share of positions where both think the same next token the likeliest."""
+    """Share of positions where both models rank the same next token first."""
     seconds: float
-    """To quantise the weights."""
+    """Time to quantise the weights."""
 
     def __str__(self) -> str:
         return (
@@ -81,7 +81,7 @@ class Stored:
 
     format: str
     packed: dict[str, Packed]
-    """By matrix, in the plain layout."""
+    """Packed weights in layout plain, by matrix."""
 
 
 @torch.no_grad()
@@ -97,19 +97,21 @@ def evaluate(
     on_row: Callable[[Row], None] | None = None,
     stored: Mapping[str, Stored] | None = None,
 ) -> Evaluation:
-    """Perplexity and agreement on tokens (int64 [windows, length], on the model's device) for every
-    combination of format, method and activations, with the model itself as the first row.
+    """Measures perplexity and agreement for every combination of format, method and activations.
 
-    Experts are emulated in float32 with the very weights and activations that the operators would use, so
-    that every combination can be had on any device; the rest of the model runs in its own dtype. The second
-    row, experts in float32 and nothing quantised, shows how much of a difference is only rounding.
+    The first row is the model itself. The second row has experts in float32 without quantisation; it shows
+    how much of a difference is only rounding. The experts are emulated in float32 with the weights and
+    activations that the operators would use, so every combination runs on any device. The rest of the model
+    runs in its own dtype. W4A4 uses the weights' own format.
 
-    Methods that need calibration are left out without it. W4A4 is done in the weights' own format.
-    on_row is called with each row as it comes. Raises ValueError, after the model's own row, where it has no
-        experts that `prepare` takes.
-    stored: where the model's weights are values of a checkpoint in 4 bits, its own codes by module. They get
-        rows of method "stored", before those that quantise the values once more.
-    The model is unchanged. Extra memory: the packed weights, and up to 4 GiB of logits.
+    tokens: int64 [windows, length], on the model's device.
+    calibration: without it, methods that need it are left out.
+    on_row: is called with each row when it is ready.
+    stored: codes by module, if the model's weights come from a 4-bit checkpoint. They get rows of method
+        "stored", before the methods that quantise the values again.
+
+    Raises ValueError, after the first row, if the model has no experts that `prepare` takes. The model does
+    not change. Extra memory: the packed weights, and up to 4 GiB of logits.
     """
     combinations = _combinations(formats, methods, activations, calibration)
     refused = None
@@ -242,7 +244,10 @@ class _Comparison:
         return logits
 
     def score(self, arithmetics: Sequence[Arithmetic]) -> tuple[float, float, float, float, float]:
-        """(perplexity, ratio, its standard error, KL, agreement) with these experts. First: with none."""
+        """Returns (perplexity, ratio, its standard error, KL, agreement).
+
+        The first call must pass no experts.
+        """
         sums = []
         for index, windows in enumerate(self.batches):
             want = self._original(index)

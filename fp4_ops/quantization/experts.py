@@ -1,4 +1,4 @@
-"""The expert weights of a transformers model: where they are, and the experts' arithmetic in plain torch."""
+"""Finds the expert weights of a transformers model, and computes experts in plain torch."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ class ExpertsModule:
     transposed: bool
 
     def weight(self, matrix: str) -> Tensor:
-        """The weight [E, N, K] of `matrix`, one of MATRICES."""
+        """Returns the weight [E, N, K] of `matrix`, one of MATRICES."""
         stored = getattr(self.module, getattr(self.form, matrix)).detach()
         return stored.transpose(1, 2) if self.transposed else stored
 
@@ -37,14 +37,15 @@ MATRICES = ("gate_up", "down")
 
 
 def experts_modules(model: nn.Module) -> list[ExpertsModule]:
-    """The modules that `prepare` would prepare, in the order of the model. Raises ValueError if none."""
+    """Lists the modules that `prepare` would prepare, in the model's order. Raises ValueError if none."""
     found, plans, _ = find_experts(model)
     return [ExpertsModule(name, found[name], p.form, p.transposed) for name, p in plans.items()]
 
 
 def stacked_experts(model: nn.Module) -> tuple[list[ExpertsModule], dict[str, str]]:
-    """Those, and the ones that `prepare` leaves alone though their weights are stacks, which
-    `python -m fp4_ops quantize` takes, with the reasons. Raises ValueError if there are none.
+    """Lists the modules that `prepare` takes, and other stacks of experts with the reason why it does not.
+
+    `python -m fp4_ops quantize` takes both. Raises ValueError if there are none.
     """
     modules: dict[str, Any] = dict(model.named_modules())
     names = [n for n, m in modules.items() if is_experts(m)] or [n for n, m in modules.items() if form_of(m)]
@@ -62,25 +63,25 @@ def stacked_experts(model: nn.Module) -> tuple[list[ExpertsModule], dict[str, st
 
 
 class Arithmetic:
-    """How an experts module computes: here in float32 and without rounding; subclasses round or look on."""
+    """Arithmetic of an experts module: float32 without rounding. Subclasses round or record."""
 
     def __init__(self, experts: ExpertsModule) -> None:
         self.experts = experts
 
     def quantize_input(self, x: Tensor) -> Tensor:
-        """All inputs of a product at once, float32 [rows, K], as the operators get them."""
+        """Returns the inputs of a product, float32 [rows, K], as the operators read them."""
         return x
 
     def weight(self, matrix: str, expert: int) -> Tensor:
-        """float32 [N, K]."""
+        """Returns an expert's weight, float32 [N, K]."""
         return self.experts.weight(matrix)[expert].float()
 
     def product(self, matrix: str, expert: int, x: Tensor, routing: Tensor) -> Tensor:
-        """x [M, K], the inputs of one expert, times its weight. routing [M]: the tokens' routing weights."""
+        """Returns x [M, K] times an expert's weight. routing [M] has the tokens' routing weights."""
         return x @ self.weight(matrix, expert).T
 
     def forward(self, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor) -> Tensor:
-        """What `fp4::moe` computes, with everything between the roundings in float32."""
+        """Computes `fp4::moe` with everything between the roundings in float32."""
         experts = self.experts
         tokens, top_k = top_k_index.shape
         ids, order = top_k_index.flatten().sort(stable=True)
@@ -105,7 +106,7 @@ class Arithmetic:
 
 @contextmanager
 def computing(arithmetics: Iterable[Arithmetic]) -> Iterator[None]:
-    """Within, every experts module that has an arithmetic here computes by it."""
+    """Makes experts modules compute by these arithmetics, as a context manager."""
     arithmetics = list(arithmetics)
     try:
         for arithmetic in arithmetics:

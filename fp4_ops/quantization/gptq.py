@@ -70,7 +70,7 @@ def _round_block(block: Tensor, factor: Tensor, step: Tensor, fmt: Format) -> tu
 
 
 def damping(diagonal: Tensor) -> Tensor:
-    """What to add to the diagonal [E, K] of H: a twentieth of its mean.
+    """Returns the number to add to the diagonal [E, K] of H: a twentieth of its mean.
 
     Few calibration tokens leave H singular. An expert that saw none has H = 0: its columns count the same.
     From 0.01 to 0.3 the share made no difference that the demo model could show.
@@ -80,7 +80,7 @@ def damping(diagonal: Tensor) -> Tensor:
 
 
 def _inverse_factor(moments: Tensor) -> Tensor:
-    """U, upper triangular, with U^T U = (H + damping)^-1."""
+    """Returns the upper triangular U with U^T U = (H + damping)^-1."""
     h = moments.clone()
     diagonal = h.diagonal(dim1=-2, dim2=-1)
     diagonal += damping(diagonal)

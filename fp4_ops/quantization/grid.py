@@ -32,7 +32,7 @@ def split_blocks(w: Tensor, block: int) -> Tensor:
 
 
 def join_blocks(w: Tensor, k: int) -> Tensor:
-    """The inverse of `split_blocks`."""
+    """Undoes `split_blocks`."""
     return w.flatten(-2)[..., :k]
 
 
@@ -64,9 +64,9 @@ class Element:
     top: float
     """The magnitude at which round-to-nearest puts the largest value of a block."""
     reach: tuple[float, float]
-    """How far below and above the scale that does so a search looks, in octaves."""
+    """Range of a search below and above that scale, in octaves."""
     saturated: float
-    """From which |w| / scale on a value counts as saturated."""
+    """Least |w| / scale of a value that counts as saturated."""
     round_: Callable[[Tensor], Tensor]
     """The nearest of the values, ties to the even code; in place, float32."""
     code: Callable[[Tensor], Tensor]
@@ -93,9 +93,9 @@ class ScaleGrid:
     bits: torch.dtype
     """The integers that hold a code."""
     largest: int
-    """Of the largest finite scale; what is above is infinity or NaN."""
+    """Code of the largest finite scale. Larger codes are infinity or NaN."""
     octave: int
-    """Codes from a power of two to the next."""
+    """Number of codes from a power of two to the next."""
     stride: int = 1
     """Codes from one candidate of a search to the next. All of bfloat16's would lower int4's squared error by
     another 0.1 to 0.4 %, and take four times as long."""

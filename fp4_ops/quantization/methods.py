@@ -1,4 +1,4 @@
-"""The quantisation methods, as data. A new method is a new row, not a new branch."""
+"""Table of the quantisation methods. A new method is a new row."""
 
 from __future__ import annotations
 
@@ -10,18 +10,18 @@ from .grid import E4M3_MAX
 
 @dataclass(frozen=True)
 class Method:
-    """How block scales and codes of a weight are chosen.
+    """Rule that chooses a weight's block scales and codes.
 
-    Round-to-nearest puts the largest magnitude of a block at the element's `top` (`grid.Element`). What else
-    is a candidate is said here; of several, the one with the least squared error wins.
+    Round-to-nearest puts the largest magnitude of a block at the element's `top` (`grid.Element`). The fields
+    add other candidates. Of several candidates, the one with the least squared error wins.
     """
 
     name: str
     summary: str
     targets: tuple[float, ...] = ()
-    """Magnitudes besides `top` at which the largest one may be put."""
+    """Other magnitudes beside `top` for the largest value of a block."""
     search: bool = False
-    """Whether the scales within the element's `reach` are candidates as well."""
+    """True if the scales within the element's `reach` are candidates, too."""
     mantissas: tuple[int, ...] = tuple(range(8))
     """The e4m3 mantissas a block scale may have."""
     calibration: str = "none"
@@ -32,7 +32,7 @@ class Method:
 
     @property
     def chooses(self) -> bool:
-        """Whether a block has more than one candidate scale."""
+        """True if a block has more than one candidate scale."""
         return self.search or bool(self.targets)
 
     @property

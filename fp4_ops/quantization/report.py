@@ -1,4 +1,4 @@
-"""What quantisation does to each expert's weights: a table, JSON, and a picture."""
+"""Reports the quantisation error of each expert's weights: a table, JSON, and a picture."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ class ErrorReport:
     """Modules that `prepare` leaves as they are, and why; `python -m fp4_ops quantize` quantises them."""
 
     def worst(self, count: int = 10) -> list[ExpertError]:
-        """Those with the lowest SQNR."""
+        """Returns the matrices with the lowest SQNR."""
         return sorted(self.errors, key=lambda e: e.sqnr)[:count]
 
     def _groups(self) -> dict[tuple[str, str], list[ExpertError]]:
@@ -73,14 +73,14 @@ class ErrorReport:
         return "\n".join(lines)
 
     def to_json(self) -> str:
-        """Infinite SQNR becomes null."""
+        """Returns the report as JSON. Infinite SQNR becomes null."""
         report = asdict(self)
         for e in report["errors"]:
             e["sqnr"] = e["sqnr"] if math.isfinite(e["sqnr"]) else None
         return json.dumps(report, indent=1)
 
     def save_picture(self, path: str | Path) -> None:
-        """A heat map of the SQNR for each matrix, experts x layers. Needs matplotlib."""
+        """Draws a heat map of the SQNR of each matrix, experts x layers. Needs matplotlib."""
         try:
             from matplotlib.figure import Figure
         except ImportError:
@@ -136,10 +136,10 @@ def _parts(w: Tensor) -> Iterator[slice]:
 def error_report(
     model: nn.Module, format: str = "nvfp4", method: str = "rtn", calibration: Calibration | None = None
 ) -> ErrorReport:
-    """The weight errors that `prepare` with these arguments would make; of stacks of experts that it leaves
-    alone, those that `python -m fp4_ops quantize` would make. The model is unchanged.
+    """Measures the weight errors of `prepare` with these arguments. The model does not change.
 
-    Methods that use calibration minimise the error of outputs, and so lose SQNR here: compare them with
+    For stacks of experts that `prepare` leaves alone it measures the errors of `python -m fp4_ops quantize`.
+    Methods that use calibration minimise the error of outputs and so lose SQNR here. Compare those by
     `evaluate`.
     """
     modules, left = stacked_experts(model)

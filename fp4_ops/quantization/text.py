@@ -1,4 +1,4 @@
-"""A file of text as windows of tokens: what calibration and evaluation run a model on."""
+"""Reads a text file as windows of tokens, for calibration and evaluation."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ def read_windows(
     count: int,
     length: int,
 ) -> Tensor:
-    """The text's first tokens, int64 [at most count, length], on the CPU.
+    """Returns the text's first tokens, int64 [at most count, length], on the CPU.
 
     model: a folder or name whose tokenizer is used. A model of 256 tokens reads the file's bytes.
     Raises ValueError if there is no tokenizer or it belongs to another model, if the file cannot be read, is
@@ -65,10 +65,12 @@ def _tokens(file: Path, model: str | os.PathLike[str], vocab_size: int) -> list[
 
 
 def add_calibration_arguments(parser: argparse.ArgumentParser) -> None:
-    """The options of every command that calibrates."""
+    """Adds the options of commands that calibrate."""
     parser.add_argument(
         "--calibration", type=Path, metavar="FILE", help="UTF-8 text for the methods that need it"
     )
-    parser.add_argument("--calibration-windows", type=int, default=128, help="pieces of it, at most")
-    parser.add_argument("--length", type=int, default=512, help="tokens in a window")
-    parser.add_argument("--batch", type=int, default=8, help="windows run at a time")
+    parser.add_argument(
+        "--calibration-windows", type=int, default=128, help="most windows of calibration text (default: 128)"
+    )
+    parser.add_argument("--length", type=int, default=512, help="tokens in a window (default: 512)")
+    parser.add_argument("--batch", type=int, default=8, help="windows that run at a time (default: 8)")

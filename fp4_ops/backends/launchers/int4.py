@@ -1,4 +1,4 @@
-"""int4 weights with group scales, layout sm90_int4: its bytes in torch operators."""
+"""Converts int4 weights with group scales to and from layout sm90_int4, with torch operators."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ LAYOUT = LAYOUTS["sm90_int4"]
 
 
 def prepack(packed: Tensor, block_scale: Tensor, fmt: Format) -> tuple[Tensor, Tensor, Tensor]:
-    """A plain weight [..., N, K/2] into the layout; the same bytes as the CPU's `fp4::prepack` makes."""
+    """Packs a plain weight [..., N, K/2] into the layout. Gives the same bytes as `fp4::prepack` on a CPU."""
     *lead, n, half = packed.shape
     kp, d = LAYOUT.padded(2 * half), len(lead)
     blocks = kp // fmt.block
@@ -27,7 +27,7 @@ def prepack(packed: Tensor, block_scale: Tensor, fmt: Format) -> tuple[Tensor, T
 
 
 def unpack(packed: Tensor, block_scale: Tensor, factor: Tensor, fmt: Format) -> tuple[Tensor, Tensor, Tensor]:
-    """The plain weight [..., N, Kp/2], its scales float32."""
+    """Returns the plain weight [..., N, Kp/2] with float32 scales."""
     *lead, n, half = packed.shape
     tiles, steps, d = n // 16, half // 32, len(lead)
     words = packed.contiguous().view(torch.int32).view(*lead, tiles, steps, 8, 4, 2, 2)
@@ -39,12 +39,12 @@ def unpack(packed: Tensor, block_scale: Tensor, factor: Tensor, fmt: Format) -> 
 
 
 def _plain_strides(t: Tensor) -> Tensor:
-    """Contiguous as a new tensor is; `contiguous()` leaves dimensions of one the strides they have."""
+    """Gives a tensor the strides of a new one. `contiguous()` keeps odd strides of dimensions of size one."""
     return t.clone(memory_format=torch.contiguous_format)
 
 
 def _nibbles(codes: Tensor) -> Tensor:
-    """Both codes of each byte: two's complement -> the layout's nibbles (csrc/cpu/sm90_layout.h)."""
+    """Converts both codes of each byte from two's complement to the layout (csrc/cpu/sm90_layout.h)."""
     negative = codes & 0x88
     three = (negative >> 3) * 7  # the low bits of those nibbles
     less_one = ((codes & 0x77) + (0x77 ^ three) & 0x77) ^ three  # the magnitude's; of -1 - |c| they are ~
@@ -52,7 +52,7 @@ def _nibbles(codes: Tensor) -> Tensor:
 
 
 def _codes(nibbles: Tensor) -> Tensor:
-    """The inverse of `_nibbles`."""
+    """Undoes `_nibbles`."""
     negative = (nibbles & 0x44) << 1
     three = (negative >> 3) * 7
     less_one = (nibbles & 0x88) >> 1 | nibbles & 0x33
@@ -60,7 +60,9 @@ def _codes(nibbles: Tensor) -> Tensor:
 
 
 def _divide(scale: Tensor) -> tuple[Tensor, Tensor]:
-    """Float32 block scales [..., N, blocks] / a power of two for each matrix, and those: meta/layouts.py."""
+    """Divides block scales [..., N, blocks] by a power of two for each matrix, and returns both
+    (meta/layouts.py).
+    """
     every = F.pad(scale.flatten(-2), (0, 1))  # at least one of each matrix
     least, largest = every.amin(-1), every.amax(-1)
     mantissa, exponent = torch.frexp(largest)

@@ -1,7 +1,7 @@
-"""Loads `_sm90.so` or `_sm80.so`, kernels of csrc/device and csrc/sm90 or csrc/sm80, behind a C interface.
+"""Loads `_sm90.so` or `_sm80.so`: kernels of csrc/device and csrc/sm90 or csrc/sm80 behind a C interface.
 
-It knows neither torch nor Python, so one file serves all versions of both. Tensors cross as addresses; the
-callers in this package have checked them (meta/checks.py).
+The library uses neither torch nor Python, so one file works with all versions of both. Tensors are passed as
+addresses. The callers check them first (meta/checks.py).
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ FILE = "_sm90.so"
 POINTER, INT, LONG, FLOAT = ctypes.c_void_p, ctypes.c_int, ctypes.c_int64, ctypes.c_float
 
 GATE = INT, FLOAT, FLOAT, FLOAT
-"""The fields of Gate in csrc/device/interface.h."""
+"""Types of the fields of `Gate` in csrc/device/interface.h."""
 
 SIGNATURES = {
     "fp4_kernel_decode": [POINTER, INT, POINTER],
@@ -43,12 +43,12 @@ SIGNATURES = {
     "fp4_kernel_pack": [POINTER, POINTER, LONG, INT, INT, INT, INT, POINTER, POINTER, POINTER],
     "fp4_kernel_dequantize": [POINTER, POINTER, POINTER, LONG, LONG, INT, INT, INT, POINTER, INT, POINTER],
 }
-"""The arguments of each launcher; all return a cudaError_t."""
+"""Argument types of each launcher. All launchers return a cudaError_t."""
 
 
 @functools.cache
 def library(family: int = native.HOPPER) -> ctypes.CDLL | None:
-    """The kernels of a family, or None where they were not built (setup.py says when they are)."""
+    """Returns the kernels of a family, or None if they were not built (setup.py says when they are)."""
     own = FILE if family == native.HOPPER else f"_sm{family}.so"
     path = Path(native.__file__).parent / native.used.get(family, own)
     if not path.exists():
@@ -60,13 +60,15 @@ def library(family: int = native.HOPPER) -> ctypes.CDLL | None:
 
 
 def available(device_index: int) -> bool:
-    """Whether this GPU runs those of `_sm90.so`, which use instructions that only compute capability 9.0 has,
-    and the operators that launch them are there."""
+    """True if this GPU runs the kernels of `_sm90.so` and the operators that launch them are built.
+
+    These kernels use instructions that only compute capability 9.0 has.
+    """
     return library() is not None and native.family(device_index) == native.HOPPER
 
 
 def packs(device_index: int) -> tuple[str, ...]:
-    """The layouts that this GPU has a kernel to make of plain weights."""
+    """Returns the layouts that a kernel of this GPU can make from plain weights."""
     here = native.family(device_index)
     read = next((f.layouts for f in families() if f.family == here and library(here) is not None), ())
     return tuple(layout for layout in read if layout in ("sm90", "mma_bf16"))
@@ -78,15 +80,15 @@ def multiprocessors(device_index: int) -> int:
 
 
 DTYPE_CODES = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}
-"""DType of csrc/device/interface.h, as far as all kernels agree."""
+"""Values of `DType` in csrc/device/interface.h that all kernels share."""
 
 
 FUNCTIONS = {"silu": 1, "gelu": 2, "gelu_tanh": 3}
-"""Act of csrc/device/interface.h; 0 is none."""
+"""Values of `Act` in csrc/device/interface.h. 0 is none."""
 
 
 def gate_fields(gate: Activation | None) -> tuple[int, float, float, float]:
-    """`GATE` of an activation."""
+    """Returns the values of `GATE` for an activation."""
     if gate is None:
         return 0, 1.0, 0.0, 0.0
     return FUNCTIONS[gate.function], gate.alpha, gate.limit or 0.0, gate.up_offset

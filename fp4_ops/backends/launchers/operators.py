@@ -1,4 +1,4 @@
-"""Operators over the native kernels and their layouts that Python does: conversions, and products along K."""
+"""Operators on native layouts that are written in Python: conversions, and products along K."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ def dequantize(packed, block_scale, global_scale, format, dtype, *, layout="plai
 
 
 def prepack(packed, block_scale, global_scale, format, layout):
-    """Made on the CPU where no kernel here makes it."""
+    """Packs a weight by this GPU's kernel, or on the CPU if there is none."""
     fmt, _ = checks.check_prepack(packed, block_scale, global_scale, format, layout)
     if layout == int4.LAYOUT.name:
         return int4.prepack(packed, block_scale, fmt)
@@ -43,13 +43,15 @@ def quantize_fp8(x, *, layout="plain"):
 
 
 def _exact_rows(a, a_scale, a_global_scale, a_format):
-    """Packed rows as bfloat16 values and a float32 factor for each, or None for ones: nothing is rounded."""
+    """Returns packed rows as bfloat16 values and a float32 factor for each row (None: ones), without
+    rounding.
+    """
     fmt = FORMATS[a_format]
     ones = a.new_ones(a.shape[:-2], dtype=torch.float32) if fmt.has_global_scale else None
     values = torch.ops.fp4.dequantize(a, a_scale, ones, a_format, torch.bfloat16)
     if not fmt.has_global_scale:
         return values, None
-    lead = a.shape[:-1]  # the factor is one for all, one a group or one a row
+    lead = a.shape[:-1]  # one factor for all rows, one a group, or one a row
     each = a_global_scale.reshape(*a_global_scale.shape, *[1] * (len(lead) - a_global_scale.dim()))
     return values, each.expand(lead).reshape(-1).contiguous()
 
@@ -58,10 +60,10 @@ def grouped_mm_k(
     a, b, b_scale, b_global_scale, offs, a_scale=None, a_global_scale=None, *,
     format, layout="plain", a_format="", out_dtype=None,
 ):  # fmt: skip
-    """One dense product of a copy of `a` for each group, zeros outside the group's columns.
+    """Computes one dense product with a copy of `a` for each group, zero outside the group's columns.
 
-    It multiplies each group by all of K: right for every size, fast only for few rows. Groups along K come up
-    in training, where weights are not in 4 bits.
+    It multiplies each group by all of K, so it is correct for every size but fast only for few rows. Groups
+    along K occur in training, where weights are not in 4 bits.
     """
     checks.check_grouped_mm_k(
         a, b, b_scale, b_global_scale, offs, format, layout, a_scale, a_global_scale, a_format

@@ -13,15 +13,15 @@ from .library import DTYPE_CODES, FUNCTIONS, address, call, gate_fields, stream
 LAYOUT = LAYOUTS["sm90"]
 ROUTE_CHUNK = 1024
 MAX_WIDTH, MAX_FP4_WIDTH = 32768, 16384
-"""Columns that one block of the row kernels holds."""
+"""Most columns of a row: one thread block of the row kernels holds a row."""
 SAME, FP8, HALF = range(3)
-"""Form in csrc/device/rows.cu."""
+"""Values of `Form` in csrc/device/rows.cu."""
 E8M0_BINADES = 17
-"""mxfp4: how far below the largest exponent of a matrix the layout's e4m3 scales reach."""
+"""Range of exponents of mxfp4 scales in a matrix that the layout's e4m3 scales can hold."""
 
 
 def route(ids: Tensor, groups: int) -> tuple[Tensor, Tensor, Tensor]:
-    """A stable sort by expert: offs [groups], the row at each position, the position of each row.
+    """Sorts rows by expert, stably. Returns offs [groups], the row at each position, each row's position.
 
     Ids outside [0, groups) come last and count in no offset.
     """
@@ -37,7 +37,7 @@ def route(ids: Tensor, groups: int) -> tuple[Tensor, Tensor, Tensor]:
 
 
 def gates(gate: Activation) -> bool:
-    """Whether the kernels know this activation: those of csrc/device/gate.cuh."""
+    """True if csrc/device/gate.cuh has this activation."""
     return gate.gated and gate.function in FUNCTIONS
 
 
@@ -48,7 +48,7 @@ def _gate_arguments(gate: Activation | None) -> tuple[int | float, ...]:
 def _shape(
     x: Tensor, gate: Activation | None, position: Tensor | None, most: int = MAX_WIDTH
 ) -> tuple[int, int, int]:
-    """(rows of the output, its width, how many of them each row of x becomes)"""
+    """Returns (rows of the output, its width, number of output rows for each row of x)."""
     width = x.shape[1] if gate is None else x.shape[1] // 2
     if width > most:
         raise RuntimeError(
@@ -84,7 +84,7 @@ def quantize_fp8(
     x: Tensor, gate: Activation | None = None, position: Tensor | None = None, end: Tensor | None = None, *,
     dependent: bool = False,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
-    """x [M, K] (16-bit) -> e4m3 [.., Kp] in the layout's order, float32 scales: one fused pass.
+    """Quantises x [M, K] (16-bit) to e4m3 [.., Kp] in the layout's order and float32 scales, in one pass.
 
     With `gate`, gate(x [M, 2 K]). With `position` (int32 [M * copies], a permutation), row r of x becomes the
     rows position[r * copies ..] of the result. Rows of the result from end[0] on may be left unwritten.
@@ -100,10 +100,10 @@ def to_half(
     x: Tensor, gate: Activation | None = None, position: Tensor | None = None, end: Tensor | None = None, *,
     dependent: bool = False,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
-    """x [M, K] (16-bit) -> fp16 [.., Kp] in the order of csrc/device/e2m1_sm90.cuh, float32 factors.
+    """Converts x [M, K] (16-bit) to fp16 [.., Kp] in the order of csrc/device/e2m1_sm90.cuh, and factors.
 
-    A row's factor is the power of two that takes its largest value to 2^14 and above: of a bfloat16 row,
-    bits are lost only of values below 2^-31 of that. The other arguments as in `quantize_fp8`.
+    A row's float32 factor is a power of two that scales its largest value to at least 2^14. A bfloat16 row
+    loses bits only of values below 2^-31 of the largest. The other arguments are as in `quantize_fp8`.
     """
     out, factor = _rows(HALF, torch.float16, x, gate, position, end, dependent)
     assert factor is not None
@@ -114,7 +114,7 @@ def quantize_fp4(
     x: Tensor, gate: Activation | None = None, position: Tensor | None = None, end: Tensor | None = None, *,
     format: str,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
-    """x [M, K] quantised row by row, as values: bf16 [.., K] and float32 factors; value * factor is exact.
+    """Quantises x [M, K] row by row to FP4. Returns values bf16 [.., K] and factors; value * factor is exact.
 
     Gate and position as in `quantize_fp8`, but all rows are written. A row with a NaN or infinity gets the
     factor NaN.
@@ -130,7 +130,7 @@ def quantize_fp4(
 
 
 def quantize_fp8_rows(x: Tensor) -> tuple[Tensor, Tensor]:
-    """`fp4::quantize_fp8` with layout sm90: x [..., K] of any dtype and K."""
+    """Computes `fp4::quantize_fp8` with layout sm90, for x [..., K] of any dtype and K."""
     k = x.shape[-1]
     if x.dtype != torch.float32 and k % 16 == 0 and 0 < k <= MAX_WIDTH and x.numel():
         codes, scale = quantize_fp8(x.contiguous().view(-1, k))
@@ -142,8 +142,10 @@ def same(
     x: Tensor, gate: Activation | None = None, position: Tensor | None = None, end: Tensor | None = None, *,
     dependent: bool = False,
 ) -> Tensor:  # fmt: skip
-    """x [M, K] (16-bit) -> [.., K] of x's dtype in plain order: gated, brought to its positions, or both. The
-    arguments as in `quantize_fp8`."""
+    """Gates x [M, K] (16-bit), moves rows to their positions, or both. Keeps dtype and plain order.
+
+    The arguments are as in `quantize_fp8`.
+    """
     return _rows(SAME, x.dtype, x, gate, position, end, dependent)[0]
 
 
@@ -151,7 +153,7 @@ def combine(
     y: Tensor, position: Tensor | None, ids: Tensor, weights: Tensor, bias: Tensor | None, groups: int,
     out: Tensor,
 ) -> None:  # fmt: skip
-    """out[t] = sum over j of weights[t, j] * (y[position[t * k + j]] + bias[ids[t, j]]), in float32."""
+    """Computes out[t] = sum over j of weights[t, j] * (y[position[t * k + j]] + bias[ids[t, j]]), float32."""
     tokens, top_k = ids.shape
     if bias is not None and bias.data_ptr() % 16:  # a view that begins between them
         bias = bias.clone()
@@ -166,8 +168,10 @@ def combine(
 def prepack(
     packed: Tensor, block_scale: Tensor, global_scale: Tensor | None, fmt: Format, bf16: bool
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """A plain weight [..., N, K/2] into layout mma_bf16 or sm90; the same bytes as the CPU's `fp4::prepack`
-    makes."""
+    """Packs a plain weight [..., N, K/2] into layout mma_bf16 or sm90.
+
+    Gives the same bytes as `fp4::prepack` on a CPU.
+    """
     *lead, n, half = packed.shape
     k, kp = 2 * half, LAYOUT.padded(2 * half)
     name = "mma_bf16" if bf16 else "sm90"
@@ -191,7 +195,7 @@ def prepack(
 
 
 def _e4m3_from_e8m0(packed: Tensor, scale: Tensor, fmt: Format, name: str) -> tuple[Tensor, Tensor]:
-    """Powers of two as e4m3 bytes, and one factor a matrix: exact, or an error."""
+    """Converts scales that are powers of two to e4m3 bytes and one factor a matrix. Raises if not exact."""
     *lead, n, blocks = scale.shape
     half = packed.shape[-1]
     padding = blocks * (fmt.block // 2) - half
@@ -218,7 +222,7 @@ def _e4m3_from_e8m0(packed: Tensor, scale: Tensor, fmt: Format, name: str) -> tu
 def dequantize(
     packed: Tensor, block_scale: Tensor, global_scale: Tensor, fmt: Format, dtype: torch.dtype, bf16: bool
 ) -> Tensor:
-    """The values [..., N, Kp] of a weight in layout mma_bf16 or sm90."""
+    """Returns the values [..., N, Kp] of a weight in layout mma_bf16 or sm90."""
     *lead, n, half = packed.shape
     out = torch.empty((*lead, n, 2 * half), dtype=dtype, device=packed.device)
     rows = out.numel() // (2 * half) if half else 0

@@ -1,5 +1,7 @@
-"""Whether the kernels of `_sm80.so` are taken for weights on this GPU: nobody has run them on most of those
-that they are built for, so their first use is checked (first_use.py)."""
+"""Decides whether weights may use the kernels of `_sm80.so` on this GPU.
+
+Nobody has run them on most GPUs that they are built for, so their first use is checked (first_use.py).
+"""
 
 from __future__ import annotations
 
@@ -17,14 +19,16 @@ from ...meta.formats import FP4_FORMATS
 
 LAYOUT = "mma_bf16"
 BOUND = 4e-3
-"""Of products with bfloat16 results; half of a block's error is that of the values between its products."""
+"""Bound of the error of products with bfloat16 results. A block's hidden values add as much again."""
 INT8_FACTOR = 10
-"""The bound of a block with int8 rows, whose codes are not the reference's, is so many times that."""
+"""Factor on the bound for a block with int8 rows, because the reference does not round to int8."""
 
 
 def error_of(kernel: str) -> float:
-    """The largest error of the operators whose products this kernel runs ("decode", "gemv", "prefill");
-    infinite if one does not run."""
+    """Returns the largest error of the operators that use this kernel ("decode", "gemv" or "prefill").
+
+    It is infinite if an operator does not run.
+    """
     with torch.random.fork_rng(devices=[torch.cuda.current_device()]), torch.no_grad(), native.only(kernel):
         torch.manual_seed(0)
         found = []
@@ -52,7 +56,10 @@ def _build() -> str:
 
 
 def mma_kernels(device_index: int) -> bool:
-    """Of a GPU that runs them. A backend of torch.compile asks, too, whose tensors are fake meanwhile."""
+    """True if this GPU's kernels passed the check.
+
+    Works while a torch.compile backend runs on fake tensors.
+    """
     properties = torch.cuda.get_device_properties(device_index)
     device = f"{properties.name}, compute capability {properties.major}.{properties.minor}"
     with torch.cuda.device(device_index), _disable_current_modes():

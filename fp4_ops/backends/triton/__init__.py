@@ -1,4 +1,4 @@
-"""Any GPU that Triton knows: its kernels, compiled on the user's machine."""
+"""Backend of Triton's kernels, for any GPU that Triton supports. They compile on the user's machine."""
 
 from __future__ import annotations
 

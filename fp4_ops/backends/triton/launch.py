@@ -1,8 +1,8 @@
-"""The product kernels and the GPU they run on: what they are compiled for, what they need, which tile fits.
+"""Compiles product kernels, asks what resources they need, and chooses a tile that fits the GPU.
 
-Triton decides how much shared memory a kernel takes, anew with each version. So the compiled kernel is asked,
-tile by tile in the order of `tiles.ranked`, until one fits. Where a launch fails all the same, because the
-device gives less than it says, that tile is not used again and the next one is.
+Each version of Triton decides anew how much shared memory a kernel takes. So tiles are compiled in the order
+of `tiles.ranked` until one fits. If its launch still fails, because the device gives less memory than it
+reports, the tile is not used again and the next one is tried.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from .tiles import Device, Problem, Tile
 
 INTERPRET = os.environ.get("TRITON_INTERPRET") == "1"
 
-# A pass of Triton's own that gives up, as one for sm_100 does on some tiles that are 32 deep.
+# A pass of Triton fails: one for sm_100 does so on some tiles that are 32 deep.
 COMPILER_FAILED = "PassManager::run failed"
 
 # Columns of tensor memory, where Blackwell's products keep their sums.
@@ -34,36 +34,36 @@ logger = logging.getLogger("fp4_ops")
 
 
 class Compilable(Protocol):
-    """A product kernel and everything that it is compiled for, but the tile; hashable."""
+    """A product kernel with everything that it is compiled for, except the tile. Hashable."""
 
     def __hash__(self) -> int: ...
 
     @property
     def kernel(self) -> Any:
-        """The function of Triton."""
+        """Returns the Triton function."""
 
     @property
     def what(self) -> str:
-        """What it multiplies, in words."""
+        """Describes the operands, for messages."""
 
     def arguments(self) -> tuple[Any, ...]:
-        """What stands for its other arguments where it is compiled only: a tensor by its dtype."""
+        """Returns the arguments for a compilation without a launch: a dtype in place of each tensor."""
 
     def constants(self, tile: Tile) -> dict[str, Any]:
-        """Its constants and options, by name."""
+        """Returns the compile-time constants and options by name."""
 
     def ranked(self, rows: int, experts: int, block_m: int, device: Device) -> tuple[Tile, ...]:
-        """Tiles of block_m tokens for `rows` rows, each of one expert, best first."""
+        """Lists tiles of `block_m` tokens for `rows` rows, each of one expert, the best first."""
 
     def as_meant(self, kernel: Any) -> bool:
-        """Whether the compiler has made of it what it is for."""
+        """True if the compiled kernel has the instructions that it was written for."""
 
     def trusted(self, tile: Tile, device: Device) -> bool:
-        """Whether it is known to be right on the device. May run the kernel."""
+        """True if the kernel is known to be correct on the device. May run the kernel."""
 
 
 class Spec(NamedTuple):
-    """gemm_kernel's."""
+    """`Compilable` of gemm_kernel."""
 
     mode: str
     has_rows: bool
@@ -135,7 +135,7 @@ class Spec(NamedTuple):
 
 
 def uses_asm(device: Device) -> bool:
-    """Whether weights are expanded by inline PTX; elsewhere, in float32."""
+    """True if weights are expanded by inline PTX, False if in float32."""
     return device.capability >= (8, 0)
 
 
@@ -149,16 +149,16 @@ def constants(spec: Compilable, tile: Tile) -> dict[str, Any]:
 
 
 class Need(NamedTuple):
-    """What the compiled kernel takes of a thread block's resources."""
+    """Resources of a thread block that the compiled kernel needs."""
 
     shared_memory: int
     tensor_memory: int
     as_meant: bool = True
-    """Whether the compiler has made of the kernel what it is for."""
+    """True if the compiled kernel has the instructions that it was written for."""
 
 
 def compiled(spec: Compilable, tile: Tile):
-    """The kernel as compiled for the current device, now or before."""
+    """Returns the kernel compiled for the current device. Compiles it at the first call."""
     kernel = spec.kernel.warmup(*spec.arguments(), grid=(1,), **constants(spec, tile))
     return kernel.result() if hasattr(kernel, "result") else kernel
 
@@ -174,7 +174,7 @@ _fits: dict[tuple[Device, Compilable, Tile], bool] = {}
 
 
 def fits(spec: Compilable, tile: Tile, device: Device) -> bool:
-    """Whether the device can run the kernel: it has what the kernel needs, and no launch has failed."""
+    """True if the device has the resources that the kernel needs, and no launch has failed."""
     key = (device, spec, tile)
     known = _fits.get(key)
     if known is None:
@@ -199,9 +199,10 @@ class NoTile(RuntimeError):
 def choose(
     rows: int, experts: int, specs: Sequence[Callable[..., Compilable]], device: Device
 ) -> tuple[Tile, ...]:
-    """A tile that fits for each product. They have as many tokens: one map of tiles serves all.
+    """Chooses a tile that fits for each product. All have equally many tokens, so they share one map of
+    tiles.
 
-    Each of `specs` is called with the tiles that were chosen for those before it. NoTile: there is none.
+    Each of `specs` is called with the tiles that were chosen for the products before. Raises NoTile.
     """
     for block_m in tiles.token_blocks(rows, experts):
         chosen: tuple[Tile, ...] = ()
@@ -222,11 +223,11 @@ def choose(
 
 
 class TryNext(Exception):
-    """A launch failed for want of resources, and its tile will not be chosen again."""
+    """A launch failed for lack of resources. Its tile will not be chosen again."""
 
 
 def _wants_resources(error: Exception) -> bool:
-    """CUDA_ERROR_LAUNCH_OUT_OF_RESOURCES comes as a RuntimeError with the driver's words."""
+    """True for CUDA_ERROR_LAUNCH_OUT_OF_RESOURCES, a RuntimeError with the driver's message."""
     words = ("out of resource", "too many resources requested")
     return isinstance(error, OutOfResources) or any(w in str(error).lower() for w in words)
 

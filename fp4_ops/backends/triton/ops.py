@@ -1,7 +1,7 @@
-"""The operators over the Triton kernels: allocate, launch, return. Nothing here reads device memory.
+"""Runs the Triton kernels: allocates, launches, returns. Nothing here reads device memory.
 
-Every product is: one launch that permutes the activations and maps tiles to experts, then `gemm_kernel`.
-Which tile both are for, `launch.choose` says before.
+Every product has two launches. The first permutes the activations and maps tiles to experts, the second is
+`gemm_kernel`. `launch.choose` chooses the tile for both.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from .launch import Spec, TryNext
 from .tiles import Device, Tile, device_of
 
 SORT_BY_COMPARISON = groups("triton")["tiles"].values["sort_by_comparison"]
-"""Rows up to which one launch sorts by comparing all pairs; above, ids are counted first."""
+"""Most rows that one launch sorts by comparing all pairs. For more rows, ids are counted first."""
 SCAN = 1024
 SORT = 32
 BLOCK_R = 4
@@ -67,12 +67,12 @@ def as_bytes(t: torch.Tensor) -> torch.Tensor:
 
 
 def _scales(t: torch.Tensor) -> torch.Tensor:
-    """Block scales as the kernels take them: float8 as its bytes."""
+    """Returns block scales as the kernels take them: float8 as bytes."""
     return as_bytes(t) if t.dtype.itemsize == 1 else t.contiguous()
 
 
 def _kind(fmt: Format) -> str:
-    """What the kernels tell formats apart by."""
+    """Returns the kernels' name of a format: "nvfp4", "mxfp4" or "int4"."""
     return fmt.name if fmt.element == "e2m1" else fmt.element
 
 
@@ -98,7 +98,7 @@ def weight(b, b_scale, b_global_scale, bias, w: checks.Weight) -> WeightArgs:
 
 
 def _terms(dtype: torch.dtype, device: Device) -> int:
-    """How many bfloat16 terms hold a value of this dtype exactly."""
+    """Returns the number of bfloat16 terms that hold a value of this dtype exactly."""
     return {torch.bfloat16: 1, torch.float16: 2, torch.float32: 3}[dtype] if launch.uses_asm(device) else 1
 
 
@@ -116,7 +116,7 @@ def _permute_programs(a: Activations) -> int:
 
 
 class Route(NamedTuple):
-    """Which tile serves which rows. `tiles` bounds those of each of `groups`; the device knows the number."""
+    """Map from tiles to rows. `tiles` is an upper bound for each group; only the device knows the number."""
 
     mode: str
     map: torch.Tensor | None
@@ -147,7 +147,7 @@ def prepare_masked(x: torch.Tensor, a: Activations, masked_m: torch.Tensor, tile
 
 
 def prepare_columns(x: torch.Tensor, a: Activations, ends: torch.Tensor, tile: Tile) -> Route:
-    """Groups along K; `ends` rise and stay within it."""
+    """Prepares groups along K. `ends` must rise and stay within K."""
     prepare_dense(x, a, tile)
     return Route("k", ends, None, triton.cdiv(x.shape[0], tile.block_m), x.shape[0], ends.shape[0])
 
@@ -208,7 +208,7 @@ def spec_of(
     prepare, w: WeightArgs, terms: int, out: torch.dtype, device: Device, *,
     a_div: int = 1, a_factor: bool = False, gate: str | None = None, h: Hidden | None = None,
 ) -> Spec:  # fmt: skip
-    """What the kernel of a product is compiled for. h: the output of a gated one."""
+    """Returns the `Spec` of a product's kernel. h is the output of a gated product."""
     mode, has_rows = MODES[prepare]
     return Spec(
         mode, has_rows, a_div, _kind(w.fmt), w.fmt.block, w.n, w.k, terms, w.scale.dtype,
@@ -238,7 +238,7 @@ def product(
 def _run(
     prepare, x, rows: int, w: WeightArgs, out: torch.Tensor, out_rows: int, a_factor, *args, **kwargs
 ) -> None:
-    """Chooses a tile, prepares, multiplies into `out`; again with the next tile if a launch fails."""
+    """Chooses a tile, prepares, and multiplies into `out`. Tries the next tile if a launch fails."""
     device = device_of(x.device)
     terms = _terms(x.dtype, device)
     spec = spec_of(prepare, w, terms, out.dtype, device, a_factor=a_factor is not None)
@@ -273,7 +273,7 @@ def grouped_mm_k(x, w: WeightArgs, offs: torch.Tensor, out_dtype: torch.dtype, a
 
 
 def moe(x, topk_ids, topk_weights, up: WeightArgs, down: WeightArgs, activation: str, out_dtype: torch.dtype):
-    """Four launches: route and permute, gate/up with its activation, down, combine."""
+    """Computes `fp4::moe` in four launches: route and permute, gate/up with its activation, down, combine."""
     tokens, top_k = topk_ids.shape
     out = torch.empty((tokens, down.n), dtype=out_dtype, device=x.device)
     if out.numel() == 0:
@@ -293,7 +293,9 @@ def moe(x, topk_ids, topk_weights, up: WeightArgs, down: WeightArgs, activation:
 def _experts(
     x, topk_ids, up: WeightArgs, down: WeightArgs, activation: str, out_dtype: torch.dtype
 ) -> torch.Tensor:
-    """What each expert makes of each of its tokens, float32 [tokens * top_k, H], before bias and weight."""
+    """Returns each expert's output for each of its tokens, float32 [tokens * top_k, H], without bias and
+    weight.
+    """
     top_k = topk_ids.shape[1]
     rows = topk_ids.numel()
     device = device_of(x.device)

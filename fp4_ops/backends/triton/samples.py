@@ -123,7 +123,7 @@ class Watch:
         )
 
     def _instantiated(self) -> ctypes.c_void_p:
-        """What the driver is to launch, without torch's way to it, which takes ten times as long."""
+        """Instantiates the graph for a launch by the driver, which is ten times as fast as torch's replay."""
         graph = ctypes.c_void_p()
         captured = ctypes.c_void_p(self._graph.raw_cuda_graph())
         check(driver().cuGraphInstantiateWithFlags(ctypes.byref(graph), captured, ctypes.c_ulonglong(0)))
@@ -134,21 +134,24 @@ class Watch:
         launch(*self._runs, self._count, self._answer, compare=True)
 
     def begin(self) -> Begun:
-        """What the stream was given until now comes before the comparison."""
-        # Of as many launches one at least was made after this number was drawn.
+        """Launches a comparison. It runs after all work that is in the stream now."""
+        # After `number` launches, at least one was made after this line.
         number = next(self._numbers)
         if self._compare() != 0:
-            # With a context, if this thread had none, or another GPU's.
+            # This thread may have no context, or that of another GPU.
             with torch.cuda.device(self._device):
                 torch.cuda.current_stream().query()
                 check(self._compare())
         return Begun(self, number)
 
     def answered(self, launches: int) -> bool:
-        """Whether anything differs. Waits until as many have compared: no answer is older than that."""
+        """True if any byte differs.
+
+        Waits until `launches` comparisons are done, so the answer is no older.
+        """
         compared, end = launches * self._programs, time.monotonic_ns() + SOON
         while (answer := self._await(compared, AT_ONCE)) & COMPARED < compared:
-            # The query raises CUDA's errors, after which no answer comes.
+            # The query raises a CUDA error, if there was one: then no answer comes.
             if self._stream.query() and (answer := self._await(compared, 0)) & COMPARED < compared:
                 raise RuntimeError("fp4: the GPU did not compare the weights with what was packed")
             if time.monotonic_ns() > end:
@@ -172,7 +175,7 @@ _making = threading.Lock()
 
 
 def begin(samples: Runs) -> Begun:
-    """Of the current stream of the samples' device."""
+    """Starts a comparison in the current stream of the samples' device."""
     stream = torch._C._cuda_getCurrentRawStream(samples.device.index)
     watch = samples.watches.get(stream)
     if watch is None:

@@ -1,7 +1,8 @@
-"""Tile shapes of the product kernel: those of constants.json, ranked by rules. No tuning at run time.
+"""Ranks the tile shapes of the product kernel (constants.json) by rules. Nothing is tuned at run time.
 
-What a tile needs of a GPU only the compiled kernel knows; `launch.py` asks it and takes the first that fits.
-`python -m fp4_ops.backends.triton.tiles` prints the list and what is preferred for well-known shapes.
+Only the compiled kernel knows what resources a tile needs, so `launch.py` compiles tiles in this order and
+takes the first that fits. `python -m fp4_ops.backends.triton.tiles` prints the list, and the preferred tiles
+of well-known shapes.
 """
 
 from __future__ import annotations
@@ -32,7 +33,7 @@ class Tile:
 _DATA = groups("triton")["tiles"].values
 
 SHAPES = tuple(Tile(*numbers) for numbers in _DATA["shapes"])
-"""In order of preference, each with the most stages that pay: where these do not fit, it is tried with fewer.
+"""Tiles in order of preference, each with the most stages that pay. If it does not fit, fewer are tried.
 
 Weights are read once for each tile of tokens, so decode wants the fewest tokens that hold an expert's rows;
 prefill wants many, so that each expanded weight is used often.
@@ -45,18 +46,18 @@ SHARED_MEMORY = {"99 KB": 101376, "163 KB": 166912, "227 KB": 232448}
 
 @dataclass(frozen=True)
 class Device:
-    """What the choice of a tile depends on."""
+    """Properties of a GPU that the choice of a tile depends on."""
 
     name: str
     capability: tuple[int, int]
-    """(0, 0): neither CUDA nor, then, inline PTX."""
+    """Compute capability. (0, 0) means no CUDA, so no inline PTX."""
     shared_memory: int
-    """Bytes that one thread block may have."""
+    """Bytes of shared memory that one thread block may use."""
     multiprocessors: int
 
     @property
     def holds_256x128(self) -> bool:
-        """Whether 16 warps can hold 256 x 128 sums without spilling registers: with Hopper's wgmma alone.
+        """True if 16 warps can hold 256 x 128 sums without spilling registers: only with Hopper's wgmma.
 
         Triton multiplies by tcgen05 with 4 or 8 warps, for which the epilogue of so many sums spills.
         """
@@ -64,32 +65,35 @@ class Device:
 
     @property
     def sums_in_registers(self) -> bool:
-        """As mma.sync has them, beside both operands. wgmma reads one from memory, tcgen05 has its own."""
+        """True if registers hold sums and both operands (mma.sync). wgmma reads one operand from memory."""
         return self.capability[0] not in (9, 10, 11)
 
     @property
     def sums_in_tensor_memory(self) -> bool:
-        """tcgen05's. To be added to others they pass through registers: 128 x 128 of int4 spill 256 bytes."""
+        """True for tcgen05.
+
+        Its sums pass through registers to be added: 128 x 128 of int4 spill 256 bytes.
+        """
         return self.capability[0] in (10, 11)
 
 
 class Problem(NamedTuple):
-    """A product with [n, k] weights, as far as the choice of a tile depends on it."""
+    """Properties of a product with [n, k] weights that the choice of a tile depends on."""
 
     n: int
     k: int
     terms: int = 1
-    """Into how many the activations are split."""
+    """Number of bfloat16 terms of the activations."""
     deepest: int = 1 << 20
-    """The most of k that a tile may hold."""
+    """Largest depth of a tile along k."""
     two_sums: bool = False
-    """Whether a part of k is summed apart from the rest, which takes as many registers again."""
+    """True if a part of k is summed separately, which doubles the registers for sums."""
     bytes: bool = False
-    """Whether rows of weights start at any byte, so that words are put together from four loads."""
+    """True if rows of weights start at any byte, so that each word takes four loads."""
     columns: bool = False
-    """Whether groups are along k, so that activations are masked and pass through registers."""
+    """True if groups are along k, so that activations are masked in registers."""
     scaled: bool = False
-    """Whether rows have a factor each, and a map of tiles says whose they are."""
+    """True if each row has a factor and a map of tiles assigns rows."""
 
 
 HOPPER = Device("Hopper", (9, 0), SHARED_MEMORY["227 KB"], 132)
@@ -101,7 +105,7 @@ _pretended: Device | None = None
 
 
 def force(tile: Tile | None) -> None:
-    """Use this tile for every product (None: choose again). For tests and benchmarks."""
+    """Forces this tile for every product (None: choose again). For tests and benchmarks."""
     global _forced
     _forced = tile
 
@@ -111,7 +115,7 @@ def forced() -> Tile | None:
 
 
 def pretend(device: Device | None) -> None:
-    """Choose as for this device, whatever there is (None: for what there is). For tests and benchmarks."""
+    """Makes the choice for this device instead of the real one (None: undo). For tests and benchmarks."""
     global _pretended
     _pretended = device
 
@@ -142,7 +146,7 @@ def tokens(rows_per_expert: int) -> int:
 
 
 def usable(tile: Tile, problem: Problem, device: Device) -> bool:
-    """Whether the tile makes sense for the problem, if it fits."""
+    """True if the tile makes sense for the problem. Whether it fits is another question."""
     sums = tile.block_n * tile.block_m
     # On Hopper 264 to 408 bytes a thread went to the stack where rows that a map finds are scaled.
     crowded = problem.two_sums or problem.bytes or problem.scaled
@@ -210,7 +214,7 @@ def ranked(rows: int, experts: int, problem: Problem, block_m: int, device: Devi
 
 
 def preferred(rows: int, experts: int, problem: Problem, device: Device = HOPPER) -> Tile:
-    """The tile that is tried first."""
+    """Returns the tile that is tried first."""
     orders = (ranked(rows, experts, problem, b, device) for b in token_blocks(rows, experts))
     return next(order[0] for order in orders if order)
 

@@ -1,4 +1,4 @@
-"""The operators over scaled_kernel: rows stay packed, and only a map of tiles is made before a product."""
+"""Runs scaled_kernel. Rows stay packed; only a map of tiles is made before a product."""
 
 from __future__ import annotations
 
@@ -58,7 +58,10 @@ def _spec(
 
 
 def _route(prepare, rows: torch.Tensor, m: int, tile: Tile, *args, **kwargs) -> Route:
-    """What `prepare` finds, without rows to permute. `rows`: of any kind, for their shape and device."""
+    """Returns the route that `prepare` makes, without permuting rows.
+
+    Only shape and device of `rows` matter.
+    """
     if prepare is ops.prepare_dense:
         return Route("dense", None, None, triton.cdiv(m, tile.block_m), m)
     if prepare is ops.prepare_columns:
@@ -99,7 +102,7 @@ def _run(prepare, a: FP4Rows, m: int, w: WeightArgs, out: torch.Tensor, *args, *
 def product(
     prepare, a: FP4Rows, m: int, w: WeightArgs, out_dtype: torch.dtype, *args, **kwargs
 ) -> torch.Tensor:
-    """As ops.run_product, out [m, w.n]. NoTile: no kernel can run here."""
+    """Returns out [m, w.n], as ops.run_product. Raises NoTile if no kernel can run here."""
     out = torch.empty((m, w.n), dtype=out_dtype, device=a.packed.device)
     if out.numel():
         _run(prepare, a, m, w, out, *args, **kwargs)
@@ -138,7 +141,9 @@ def moe(
 
 
 def _experts(x, topk_ids, up: WeightArgs, down: WeightArgs, activation: str) -> torch.Tensor:
-    """What each expert makes of each of its tokens, float32 [tokens * top_k, H], before bias and weight."""
+    """Returns each expert's output for each of its tokens, float32 [tokens * top_k, H], without bias and
+    weight.
+    """
     rows, device = topk_ids.numel(), device_of(x.device)
     a = _quantized(x, up.fmt)
     up_spec = _spec(ops.prepare_indexed, a, up, torch.float32, topk_ids.shape[1])

@@ -1,4 +1,4 @@
-"""What scaled_kernel is compiled for; `launch.py` chooses tiles for it and launches it."""
+"""Defines what scaled_kernel is compiled for. `launch.py` chooses its tile and launches it."""
 
 from __future__ import annotations
 
@@ -16,11 +16,11 @@ INSTRUCTIONS = {
     "nvfp4": re.compile(r"mma\.\S*kind::mxf4nvf4\.block_scale\.(scale_vec::4X|block16)"),
     "mxfp4": re.compile(r"mma\.\S*kind::mxf4(nvf4)?\.block_scale\.(scale_vec::2X|block32)"),
 }
-"""tcgen05.mma and mma.sync of each format in PTX: a scale for 16 or 32 along K, by its old or new name."""
+"""Instructions in PTX by format: tcgen05.mma and mma.sync with a scale for 16 or 32 k, old and new names."""
 
 
 class Scaled(NamedTuple):
-    """Everything that scaled_kernel is compiled for, but the tile."""
+    """`Compilable` of scaled_kernel: everything that it is compiled for, except the tile."""
 
     mode: str
     has_rows: bool
@@ -33,7 +33,7 @@ class Scaled(NamedTuple):
     has_a_factor: bool
     out: torch.dtype
     checked: bool = True
-    """Whether a tile must have been found right on the device; not while that is found out."""
+    """True if a tile must have passed the check of its first use. False while that check runs."""
 
     @property
     def kernel(self) -> Any:

@@ -1,4 +1,4 @@
-"""Where the FP4 x FP4 kernels run: by the GPU, by Triton's version, and by what their first use gives."""
+"""Decides where the FP4 x FP4 kernels run: by GPU, by Triton's version, and by a check of the first use."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ Others multiply what `tl.dot_scaled` is given by bfloat16, or fail: 3.7 for sm_1
 """
 
 BOUND = 1e-3
-"""Of the first use: sums are float32 sums of exact products, so a wrong scale or code is far above."""
+"""Bound of the error at the first use. A wrong scale or code is far above it, as products are exact."""
 
 INSTEAD = "The path for all GPUs, with rows as bfloat16,"
 
@@ -34,7 +34,7 @@ _told: set[tuple[Device, str]] = set()
 
 
 def has_instructions(device: Device, triton_version: tuple[int, ...] | None = None) -> bool:
-    """Whether this Triton (None: the one that is installed) makes FP4 instructions for the device."""
+    """True if this version of Triton (None: the installed one) emits FP4 instructions for the device."""
     first = FIRST_TRITON.get(device.capability)
     return first is not None and (triton_version or _triton()) >= first
 
@@ -45,7 +45,7 @@ def _triton() -> tuple[int, ...]:
 
 
 def takes(fmt: Format, a_format: str, device: Device) -> bool:
-    """Whether these kernels multiply rows of `a_format` by weights of `fmt` on the device.
+    """True if these kernels multiply rows of `a_format` by weights of `fmt` on the device.
 
     Formats must be the same: an instruction reads the scales of both in one way. For fp8 rows it would read
     nvfp4's scales as powers of two.
@@ -55,8 +55,10 @@ def takes(fmt: Format, a_format: str, device: Device) -> bool:
 
 
 def trusted(format: str, tile: Tile, device: Device) -> bool:
-    """Whether the tile's first product on the device agreed with the dequantised one: now, or in the user's
-    cache. One that does not is the last of its format."""
+    """True if the tile's first product on the device agreed with the dequantised one.
+
+    The result may come from the user's cache. After one failure no tile of the format is used.
+    """
     if launch.INTERPRET:
         return True
     if (device, format) in _wrong:
@@ -79,7 +81,7 @@ def trusted(format: str, tile: Tile, device: Device) -> bool:
 
 
 def no_tile(error: launch.NoTile, format: str, device: Device) -> None:
-    """Says once that the path for all GPUs is taken, and why."""
+    """Warns once that the path for all GPUs is taken, and why."""
     if (device, format) in _wrong | _told or first_use.capturing():
         return
     _told.add((device, format))
