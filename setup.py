@@ -30,8 +30,8 @@ try:
 except ImportError:
     # No build requirement: pip would fetch gigabytes of CUDA for headers, of another torch than will be used.
     sys.exit(
-        "fp4_ops is built with the headers of the torch it will run with, and this environment has none. "
-        "Install torch 2.11 to 2.15 first, then repeat the command with --no-build-isolation."
+        "fp4_ops is built with the headers of the torch that it will run with, and this environment has no "
+        "torch. Install torch 2.11 to 2.15 first, then repeat the command with --no-build-isolation."
     )
 
 # The oldest torch whose stable ABI the sources use: (major << 56) | (minor << 48).
@@ -127,13 +127,13 @@ def cuda_archs(asked: str) -> list[str]:
 
 
 def archs_asked() -> list[str] | None:
-    """What FP4_CUDA_ARCHS names; None if it is not set."""
+    """Returns the architectures that FP4_CUDA_ARCHS names, or None if it is not set."""
     asked = os.environ.get("FP4_CUDA_ARCHS")
     return None if asked is None else cuda_archs(asked)
 
 
 def archs_here() -> list[str]:
-    """Those of this machine's GPUs."""
+    """Returns the architectures of this machine's GPUs."""
     if not torch.cuda.is_available():
         return []
     found = {torch.cuda.get_device_capability(i) for i in range(torch.cuda.device_count())}
@@ -159,7 +159,7 @@ class KernelLibrary(NamedTuple):
 
     name: str
     archs: tuple[str, ...]
-    """Those that it may hold."""
+    """Architectures that the library may have code for."""
 
     @property
     def folders(self) -> tuple[Path, ...]:
@@ -211,7 +211,7 @@ def is_newer(made: Path, *sources: Path) -> bool:
 
 
 def generated_headers() -> list[Path]:
-    """What C++ has in common with Python, in build/: a file is written only where something in it changed."""
+    """Writes the headers that C++ shares with Python to build/. A file is written only if it changed."""
     root = Path(__file__).parent
     sys.path[:0] = [str(root / "fp4_ops"), str(root / "csrc")]  # for meta.formats, without importing fp4_ops
     from generate import constants, operator_checks, tables
@@ -244,7 +244,7 @@ CXX_FLAGS = [
 
 
 def compile_if_older(made: Path, sources: Sequence[Path], compile_to: Callable[[str], object]) -> None:
-    """Makes a file by way of another name: what is not whole is not taken for one later."""
+    """Makes a file under a temporary name first, so that half a file is never taken for a whole one."""
     if not is_newer(made, *sources):
         part = made.with_suffix(f".part{made.suffix}")
         compile_to(str(part))
@@ -254,7 +254,7 @@ def compile_if_older(made: Path, sources: Sequence[Path], compile_to: Callable[[
 def compile_all(
     command: Sequence[str], sources: Sequence[Path], headers: Sequence[Path], folder: Path
 ) -> list[str]:
-    """The objects of these sources: a file at a time takes minutes."""
+    """Compiles sources in parallel and returns the objects. One at a time would take minutes."""
     folder.mkdir(parents=True, exist_ok=True)
     objects = [folder / f"{source.stem}.o" for source in sources]
 
@@ -268,13 +268,13 @@ def compile_all(
 
 
 def runtime_headers() -> list[Path]:
-    """Of csrc/cuda."""
+    """Lists the headers that csrc/cuda includes."""
     rooms = Path("csrc/cuda"), Path("csrc/common"), Path("csrc/device"), Path("build")
     return [Path(__file__), *(header for room in rooms for header in room.glob("*.h"))]
 
 
 def compiler() -> list[str]:
-    """Of C++ sources without kernels of an instruction set, and its flags."""
+    """Returns the C++ compiler and its flags, for sources without an instruction set of their own."""
     includes = [f"-I{folder}" for folder in [*INCLUDE_DIRS, *include_paths()]]
     return [os.environ.get("CXX", "g++"), *CXX_FLAGS, *includes, "-fPIC"]
 
@@ -325,7 +325,7 @@ class Build(BuildExtension):
             shutil.copy2(library, sources)
 
     def _build_runtime(self, target: Path, wanted: bool) -> None:
-        """The operators of csrc/cuda, where the kernels that they launch are built."""
+        """Builds the operators of csrc/cuda, if the kernels that they launch are built."""
         if not wanted:
             target.unlink(missing_ok=True)
             return
@@ -340,7 +340,7 @@ class Build(BuildExtension):
         subprocess.run([compiler()[0], "-shared", *objects, *libraries, "-o", str(target)], check=True)
 
     def _build_nvlink(self, target: Path, wanted: bool) -> None:
-        """The exchange between GPUs of csrc/nvlink, where kernels for them are built."""
+        """Builds the exchange between GPUs of csrc/nvlink, if kernels for these GPUs are built."""
         if not wanted:
             target.unlink(missing_ok=True)
             return
@@ -352,7 +352,7 @@ class Build(BuildExtension):
         nvcc, why = find_nvcc([])
         if nvcc is None:
             target.unlink(missing_ok=True)
-            print(f"fp4_ops: {why}, so the exchange between GPUs is torch.distributed's")
+            print(f"fp4_ops: {why}, so torch.distributed carries the exchange between GPUs")
             return
         command = [nvcc, *NVLINK_FLAGS]
         objects = compile_all(command, sources, headers, Path("build/nvlink"))
@@ -378,8 +378,8 @@ class Build(BuildExtension):
                 why = f"this is a cross build for {MACHINE}"
             elif not archs:
                 names = ", ".join(library.archs)
-                why = f"no GPU of {names} is here, and FP4_CUDA_ARCHS names none (it builds them)"
-            print(f"fp4_ops: {why}, so {target.name} is not built; what other GPUs run works without")
+                why = f"this machine has no GPU of {names}, and FP4_CUDA_ARCHS names none of these"
+            print(f"fp4_ops: {why}, so {target.name} is not built. Other GPUs do not need it")
             return
         target.parent.mkdir(parents=True, exist_ok=True)
         command = [nvcc, *library.flags(archs)]

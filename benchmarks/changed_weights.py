@@ -1,4 +1,4 @@
-"""What it costs a step to see that weights have changed: samples compared at each call, against none.
+"""Measures the cost of noticing changed weights: a step with samples compared at each call, and without.
 
     python benchmarks/changed_weights.py                    demo, and 48 layers (compiles for minutes)
     python benchmarks/changed_weights.py demo

@@ -1,4 +1,4 @@
-"""What these passes add to, or take from, the time of a compilation.
+"""Measures how the passes change the time of a compilation.
 
     python benchmarks/compile_time.py loop 8 64 128       an unrolled loop over experts, beside Inductor alone
     python benchmarks/compile_time.py layers 8x4 8x16     EXPERTSxLAYERS of a Mixtral (grouped_mm), the same

@@ -104,7 +104,7 @@ class Candidate(NamedTuple):
     cost: str
     """The name of its constants in constants.json."""
     rows: int
-    """Of weights in a tile, of all blocks of a cluster."""
+    """Rows of weights in a tile, summed over the blocks of a cluster."""
     cluster: int
     widths: tuple[int, ...]
 

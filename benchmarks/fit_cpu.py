@@ -27,7 +27,7 @@ ROOT = Path(__file__).parents[1]
 SOURCES = ["kernels_amx_bf16.cpp", "kernels_many_avx512_bf16.cpp"]
 GROUPS = ("amx_bf16", "avx512_bf16")
 KINDS = ("floating", "int8", "bf16")
-"""Of activation rows: RowKind of csrc/cpu/kernels.h."""
+"""Kinds of activation rows: `RowKind` of csrc/cpu/kernels.h."""
 FORMATS = ("mxfp4", "nvfp4")
 ROWS = (*range(2, 33), 40, 48, 64)
 SPEED_AT = 128
@@ -37,9 +37,9 @@ SPEED_AT = 128
 class Point(NamedTuple):
     kind: str
     rows: int
-    """Of each expert."""
+    """Rows of each expert."""
     speedup: float
-    """Of the kernels for many rows."""
+    """Speedup of the kernels for many rows."""
 
 
 def fit(points: Sequence[Point], before: fitted.Values) -> fitted.Values:
@@ -165,5 +165,5 @@ def measure(
 
 
 def kinds_of(values: fitted.Values) -> list[str]:
-    """Those that the kernels of a group multiply."""
+    """Lists the kinds of rows that the kernels of a group multiply."""
     return [kind for kind in KINDS if values[f"min_rows_{kind}"] > 0]

@@ -1,4 +1,4 @@
-"""What compile_passes/neighbours/attention.py makes of attention, and what models write: us a call on Hopper.
+"""Times attention on Hopper: as models write it, and as compile_passes/neighbours/attention.py rewrites it.
 
     python benchmarks/h200_attention.py
 

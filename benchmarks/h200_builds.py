@@ -25,7 +25,7 @@ from fp4_ops.dev.product import NativeWeight, Routing
 
 PAUSE_SECONDS = 0.1
 LAYOUTS = {"fp8": "sm90", "none": "mma_bf16"}
-"""What is done to activations, and the layout of the weights that they meet."""
+"""Layout of the weights for each format of activations."""
 
 
 class Build:

@@ -94,7 +94,7 @@ def expert_bytes(model) -> int:
 
 
 def compile_config(backend: str, format: str, tensor_guards: bool) -> CompileConfig:
-    """What `generate` compiles a step with: CUDA graphs."""
+    """Returns the configuration by which `generate` compiles a step, with CUDA graphs."""
     if backend == "inductor" and not tensor_guards:
         return CompileConfig()
     # torch takes a mode or options; triton.cudagraphs is what mode="reduce-overhead" means.

@@ -43,7 +43,7 @@ ROUTINGS = 8
 PAUSE_SECONDS = 0.25
 BURST_US = 20_000
 GRAPH_US = 1_000
-"""Of a graph at least, so that what its launch costs is not seen in its kernels."""
+"""Least time of a graph, so that its launch does not show in the times of its kernels."""
 LAYOUT = row_kernels.LAYOUT
 PEERS = record.RESULTS / "peers_h200.json"
 

@@ -30,7 +30,7 @@ SHAPES = (("qwen3-30b", "gate/up"), ("qwen3-30b", "down"), ("gpt-oss-120b", "dow
 
 
 class Monitor(threading.Thread):
-    """What nvidia-smi prints, with the time of each line."""
+    """Collects the lines that nvidia-smi prints, with the time of each."""
 
     def __init__(self) -> None:
         super().__init__()

@@ -1,4 +1,4 @@
-"""What an eager call of an operator costs the host, and the GPU, beside torch's own operators in one process.
+"""Measures the time of an eager operator call on host and GPU, beside torch's own operators in one process.
 
     python benchmarks/host_time.py [--tokens 1,8,64] [--calls 200]
 
@@ -32,7 +32,10 @@ def weight(groups: int, n: int, k: int, layout: str) -> tuple[torch.Tensor, ...]
 
 
 def host_us(call: Callable[[], object], calls: int) -> float:
-    """Of a call: runs are short enough for the queue of launches, which would make the host wait."""
+    """Measures the host's time for a call.
+
+    Runs are short, so the host never waits for a full launch queue.
+    """
     call()
     times = []
     for _ in range(RUNS):
@@ -46,7 +49,7 @@ def host_us(call: Callable[[], object], calls: int) -> float:
 
 
 def gpu_us(call: Callable[[], object], calls: int = 50) -> float:
-    """Of a call, in a graph of several behind another one."""
+    """Measures the GPU's time for a call: a graph of several calls runs behind another graph."""
     graph, stream = torch.cuda.CUDAGraph(), torch.cuda.Stream()
     with torch.cuda.stream(stream):
         call()

@@ -39,11 +39,11 @@ from fp4_ops.oracle import relative_error
 LAYOUT = "mma_bf16"
 PAUSE_SECONDS = 0.1
 BOUND = 1e-2
-"""Of a right result's error: bfloat16 rounds to 2e-3."""
+"""Bound of the error of a correct result. bfloat16 rounds to 2e-3."""
 MIGHT_BE_EITHER = 0.25, 64
-"""Rows an expert."""
+"""Numbers of rows an expert between which either kernel may be faster."""
 PAIRS_CHECKED = 64
-"""Of a block: each is computed by itself."""
+"""Number of (token, expert) pairs of a block that are checked, each computed by itself."""
 
 Launch = Callable[[int], Tensor]
 Check = Callable[[], float | None]
@@ -73,7 +73,7 @@ class Experts:
 
     @property
     def bytes(self) -> float:
-        """Of one expert."""
+        """Bytes of one expert."""
         return self.n * self.k * FORMATS[self.format].bytes_per_weight()
 
 
@@ -120,7 +120,7 @@ class Product:
         return marlin.product(self.padded, self.w.theirs, case.rows[i], self.top_k, case.workspace, self.out)
 
     def wanted(self) -> Tensor:
-        """Of routing 0, sorted by expert."""
+        """Returns the exact result for routing 0, sorted by expert."""
         ends = [0, *self.case.offs[0].tolist()]
         x = self.by_expert[0]
         return torch.cat(

@@ -47,7 +47,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def rows(args: argparse.Namespace) -> Iterator[record.Row]:
-    """Those that the first of `ranks` processes measures."""
+    """Yields the rows that the first of `ranks` processes measures."""
     return ranks.rows_of_the_first(__file__, args, ("ranks", "tables", "models", "tokens"))
 
 
@@ -72,7 +72,7 @@ class Rank:
             print(json.dumps(row), flush=True)
 
     def largest(self, value: float) -> float:
-        """Of all ranks."""
+        """Returns the largest value of all ranks."""
         t = torch.tensor([value], device=self.device, dtype=torch.float64)
         self.dist.all_reduce(t, op=self.dist.ReduceOp.MAX)
         return t.item()
@@ -260,7 +260,7 @@ def blocks(at: Rank, name: str, tables: list[str], tokens_list: list[int]) -> No
 
 
 def _kernel(experts: int, pairs: int, hidden: int, inner: int, kind: str, device: torch.device) -> str:
-    """Of both products, for all experts and tokens."""
+    """Names the kernel of both products, for all experts and tokens."""
     from fp4_ops import native
     from fp4_ops.backends.launchers.library import multiprocessors
     from fp4_ops.meta.layouts import LAYOUTS

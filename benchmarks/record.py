@@ -1,4 +1,4 @@
-"""What every benchmark here has in common: it yields rows, and this module prints or stores them.
+"""Prints or stores the rows that a benchmark yields.
 
 A benchmark is a module with
 
@@ -27,7 +27,7 @@ from typing import Any
 ROOT = Path(__file__).parent.parent
 RESULTS = Path(__file__).parent / "results"
 FIELDS = ("command", "commit", "date", "gpu", "cpu", "versions", "rows")
-"""Of a record. A field is null where nothing is known; only old records have that."""
+"""Fields of a record. An unknown field is null; only old records have such fields."""
 PACKAGES = {
     "torch": "torch", "triton": "triton", "transformers": "transformers", "peft": "peft",
     "ggml": "ggml-python", "humming": "humming-kernels", "experts4bit_qlora": "experts4bit-qlora",
@@ -88,7 +88,7 @@ def cpu_name() -> str:
 
 
 def commit() -> str | None:
-    """Of this tree; "+" behind it where files differ. None where there is no git."""
+    """Returns the commit of this tree, with "+" if files differ. None: there is no git."""
     try:
         found = subprocess.run(
             ["git", "-C", str(ROOT), "describe", "--always", "--exclude=*", "--dirty=+"],
@@ -161,7 +161,7 @@ def parser_of(doc: str | None, add_arguments: Callable[[argparse.ArgumentParser]
 
 
 def main(doc: str | None, add_arguments: Callable[[argparse.ArgumentParser], None], rows: Rows) -> None:
-    """What `python benchmarks/NAME.py` does: prints the rows."""
+    """Prints the rows: the main function of `python benchmarks/NAME.py`."""
     args = parser_of(doc, add_arguments).parse_args()
     print(f"{gpu_name() or cpu_name()}; {', '.join(f'{k} {v}' for k, v in versions().items())}")
     printer = Printer()

@@ -91,7 +91,7 @@ DRAWN = {"products": products_picture, "decode": decode_picture, "perplexity": p
 
 
 def made() -> dict[Path, str]:
-    """What each file must hold."""
+    """Returns the text that each file must have."""
     pages = {page: filled(page.read_text()) for page in PAGES}
     return {**pages, **{PICTURES / f"{name}.svg": str(draw()) for name, draw in DRAWN.items()}}
 

@@ -356,7 +356,7 @@ SEVERAL = (
     "several_gpus_whole_h100",
 )
 DIVIDED = {"split": "heads", "own": "batch"}
-"""What attention's work is divided by."""
+"""Dimension along which attention is divided."""
 
 
 @table

@@ -77,7 +77,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def rows(args: argparse.Namespace) -> Iterator[record.Row]:
-    """Those that the first of `ranks` processes measures."""
+    """Yields the rows that the first of `ranks` processes measures."""
     return ranks.rows_of_the_first(__file__, args, ("ranks", "models", "batches", "ways", "keys", "layers"))
 
 
@@ -329,7 +329,10 @@ class Rank:
         return torch.randint(vocab, (batch, PROMPT), generator=generator).to(self.all.device)
 
     def logits(self, decoder: Decoder, given: list[Tensor] | None) -> tuple[list[Tensor], list[Tensor]]:
-        """Of the first steps: logits, and the tokens that were chosen. `given`: the tokens to feed."""
+        """Returns logits and chosen tokens of the first steps.
+
+        `given` has the tokens to feed, if not those.
+        """
         logits, tokens = [], [decoder.token.clone()]
         for i in range(CHECKED):
             if given is not None:

@@ -85,7 +85,7 @@ def build(machine: str) -> Path:
 
 
 def check(wheel: Path) -> None:
-    """What people install is small, for any Python 3, and has nothing that is for development alone."""
+    """Checks that a wheel is small, fits any Python 3, and has no files for development."""
     with zipfile.ZipFile(wheel) as archive:
         names = archive.namelist()
     development = [n for n in names if n.startswith(("fp4_ops/dev/", "tests/"))]

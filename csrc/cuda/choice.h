@@ -1,6 +1,6 @@
-// Which kernels run a product or an expert block: a cost model predicts the times of those that can, and the
-// fastest is taken. Decisions are kept by their sizes, so that a warm call looks one up. Neither torch nor
-// CUDA is needed here, but for prefill's candidates, which the kernels' library knows.
+// Chooses the kernels that run a product or an expert block: a cost model predicts their times, and the
+// fastest one is taken. Decisions are cached by sizes, so a warm call only looks one up. This needs neither
+// torch nor CUDA, except for the candidates of prefill, which the kernels' library knows.
 #pragma once
 
 #include <string_view>

@@ -1,5 +1,5 @@
-// How decode and gemv share a product among warps, and whether they can run it. Neither torch nor CUDA is
-// needed here.
+// Divides a product of decode and gemv among warps, and tells whether they can run it. Needs neither torch
+// nor CUDA.
 #pragma once
 
 #include <optional>

@@ -1,5 +1,5 @@
-// Constants of the cost model, fitted to measured times: built in for each family of kernels
-// (fp4_ops/backends/*/constants.json), or those that the user's own GPU gave (python -m fp4_ops tune).
+// Constants of the cost model, fitted to measured times. Each family of kernels has built-in ones
+// (fp4_ops/backends/*/constants.json). `python -m fp4_ops tune` measures those of the user's own GPU.
 #pragma once
 
 #include <string>

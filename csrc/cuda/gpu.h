@@ -1,4 +1,4 @@
-// A GPU as the planner sees it. Neither torch nor CUDA is needed here.
+// Properties of a GPU that the planner uses. Needs neither torch nor CUDA.
 #pragma once
 
 #include "device/interface.h"

@@ -1,4 +1,4 @@
-// What an operator needs of torch beside its tensors: device, stream, memory, and other operators.
+// Access to torch beside an operator's tensors: device, stream, memory, and other operators.
 #pragma once
 
 #include <torch/csrc/stable/accelerator.h>

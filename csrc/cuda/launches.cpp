@@ -61,7 +61,7 @@ Shaped shape_rows(const Tensor& x, const Activation* gate, const Placed& to, int
   const int count = int(x.size(0)), columns = int(x.size(1));
   const int width = gate == nullptr ? columns : columns / 2;
   if (width > most)
-    fail("fp4: rows of ", width, " columns; the Hopper kernels take at most ", most, ". Use layout 'plain'");
+    fail("fp4: rows of ", width, " columns; the native kernels take at most ", most, ". Use layout 'plain'");
   if (to.position == nullptr) return {count, width, 1};
   return {to.rows, width, to.rows / std::max(count, 1)};
 }

@@ -1,5 +1,5 @@
-// The launches that operators are made of: each takes tensors that were checked, on the current device and
-// its current stream. None reads device memory.
+// Launches that operators consist of. Each takes checked tensors and runs on the current device and its
+// current stream. None reads device memory on the host.
 #pragma once
 
 #include "cuda/choice.h"

@@ -1,5 +1,5 @@
-// The kernels' libraries, `_sm90.so` and `_sm80.so`, which lie beside this one: found, loaded, their
-// launchers.
+// Finds and loads the kernels' libraries `_sm90.so` and `_sm80.so`, which lie beside this one, and gives
+// their launchers.
 #pragma once
 
 #include <string>

@@ -1,4 +1,4 @@
-// Operands of the operators on Hopper's layouts, made ready for the launches.
+// Prepares the operands of operators on native layouts for the launches.
 #pragma once
 
 #include "cuda/fallback.h"

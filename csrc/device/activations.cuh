@@ -1,5 +1,5 @@
-// Rows of activations as B operands of mma.sync, whose columns are the rows: how a warp brings a slice of
-// them from memory into fragments in shared memory.
+// Loads rows of activations as B operands of mma.sync, whose columns are the rows. A warp brings a slice from
+// global memory into fragments in shared memory.
 #pragma once
 
 #include <cuda_bf16.h>

@@ -1,4 +1,4 @@
-// Bytes of words, on the device and on the host.
+// Selects bytes of words, on the device and on the host.
 #pragma once
 
 #include <cuda_runtime.h>

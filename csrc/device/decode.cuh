@@ -5,12 +5,13 @@
 //   x[r / a_div, k] (+ bias[e, n])
 //
 // A work item is a row tile: 16 rows of one expert's weight times up to eight of its activation rows (a
-// chunk). Each block, one an SM, takes consecutive row tiles (Share). Inside a block the compute warps split
-// K: a warp has its slice of the activations in shared memory as the B operand of mma.sync, and streams its
-// slice of one row tile after another from global memory straight into registers; no barrier lies on that
-// path. The partial sums of a tile go through a ring in shared memory to the reducer warps, which add them in
-// a fixed order, apply the epilogue and store: the result does not depend on timing. The reducer warps also
-// bring the activations of the next chunk, or of the next pass over K, while those before are multiplied.
+// chunk). Each block, one an SM, takes consecutive row tiles (Share). Inside a block the compute warps
+// split K: a warp has its slice of the activations in shared memory as the B operand of mma.sync, and
+// streams its slice of one row tile after another from global memory straight into registers; no barrier
+// lies on that path. The partial sums of a tile go through a ring in shared memory to the reducer warps,
+// which add them in a fixed order, apply the epilogue and store. So the result does not depend on timing.
+// The reducer warps also load the activations of the next chunk, or of the next pass over K, while the
+// compute warps multiply.
 //
 // e2m1 times an e4m3 scale has at most six significant bits, so weights are exact in fp16; activations are
 // brought into fp16's range by a power of two for each row and K slice, which is exact but for what float32

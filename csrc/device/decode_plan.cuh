@@ -1,4 +1,4 @@
-// What a decode launch is given, and which row tiles of which experts each block takes: see decode.cuh.
+// Arguments of a decode launch, and the row tiles and experts of each block. See decode.cuh.
 #pragma once
 
 #include <cstdint>

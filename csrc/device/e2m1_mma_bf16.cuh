@@ -1,5 +1,5 @@
-// Weights of layout mma_bf16 as bf16, or as fp16 for rows of that: the counterpart of e2m1_sm90.cuh, for
-// bf16 in 12 instructions for eight codes and not 15, for fp16 in 20. e2m1 x e4m3 is exact in both.
+// Decodes weights of layout mma_bf16 to bf16, or to fp16 for fp16 rows. Eight codes take 12 instructions
+// to bf16 (15 in e2m1_sm90.cuh) and 20 to fp16. e2m1 x e4m3 is exact in both.
 //
 // Where a code's sign is bit 15 of a half word and its magnitude bits 8 to 6, the half word is the code x
 // 2^-126 in bf16, subnormal ones too. So a word of 64 bits holds six pairs of codes such that rotating a half

@@ -1,5 +1,5 @@
-// Weights of layout sm90 as fp16: one lane's 16 bytes are a block of 16 codes of two rows. e2m1 x e4m3 is
-// exact.
+// Decodes weights of layout sm90 to fp16. The 16 bytes of a lane are a block of 16 codes of two rows. e2m1 x
+// e4m3 is exact.
 #pragma once
 
 #include <cuda_fp16.h>

@@ -1,6 +1,6 @@
-// Which library these sources are compiled for: FP4_FAMILY is 90 in `_sm90.so`, for Hopper, and 80 in
-// `_sm80.so`, for other GPUs from compute capability 8.0 on, whose kernels take rows of 16 bits, or of int8,
-// and layout mma_bf16 alone.
+// FP4_FAMILY names the library that these sources are compiled for. It is 90 in `_sm90.so`, for Hopper. It
+// is 80 in `_sm80.so`, for other GPUs from compute capability 8.0 on. The kernels of `_sm80.so` take rows
+// of 16 bits or of int8, and only layout mma_bf16.
 #pragma once
 
 #ifndef FP4_FAMILY

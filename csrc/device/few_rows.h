@@ -1,5 +1,5 @@
-// Decode and gemv: how much of a product a thread block takes, and what it keeps in shared memory. The
-// kernels and the planner (csrc/cuda/configs.cpp), which needs no CUDA, count by the same numbers.
+// Sizes of decode and gemv: the part of a product that a thread block takes, and its shared memory. The
+// kernels and the planner (csrc/cuda/configs.cpp, which needs no CUDA) use the same numbers.
 #pragma once
 
 #include <cstdint>

@@ -1,4 +1,4 @@
-// One block of FP4, quantised and taken back: bit for bit what csrc/cpu/quantize_row.h does.
+// Quantises and dequantises one block of FP4, bit for bit as csrc/cpu/quantize_row.h does.
 #pragma once
 
 #include <cuda_fp16.h>

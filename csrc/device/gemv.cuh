@@ -1,4 +1,4 @@
-// Few rows: products in which hardly two rows share an expert, bound by latency.
+// Gemv: products of few rows, of which hardly two share an expert. They are bound by latency.
 //
 //   out[r, n] as in decode.cuh, or combined:
 //   out[t, n] = sum_j topk_weights[t, j] * (that of row t * top_k + j)

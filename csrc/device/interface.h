@@ -1,6 +1,5 @@
-// The C interface of the kernels: what each library of them, such as `_sm90.so`, takes. Neither torch nor
-// CUDA is needed to read it, so the operators (csrc/cuda) and the kernels share one definition of each
-// struct.
+// C interface of the libraries of kernels, such as `_sm90.so`. It needs neither torch nor CUDA, so the
+// operators (csrc/cuda) and the kernels share one definition of each struct.
 //
 // Pointers are device pointers unless a comment says otherwise. Launchers return a cudaError_t as an int, 0
 // is success, and launch on the current device.

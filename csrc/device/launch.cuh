@@ -1,5 +1,5 @@
-// Kernel launches that may overlap (programmatic dependent launch): the host's side. In ptx.cuh is the
-// device's.
+// Host side of kernel launches that may overlap (programmatic dependent launch). The device side is in
+// ptx.cuh.
 #pragma once
 
 #include <cuda_runtime.h>

@@ -1,5 +1,5 @@
-// The host's side of every prefill GEMM: what the choice among candidates expects of groups, and what a
-// launch is told. Of each family of kernels: csrc/sm90/prefill_host.cuh and csrc/sm80/prefill_host.cuh.
+// Host side that all prefill GEMMs share: the sizes of groups that the choice of a candidate assumes, and the
+// arguments of a launch. Each family adds its own: csrc/sm90/prefill_host.cuh and csrc/sm80/prefill_host.cuh.
 #pragma once
 
 #include <algorithm>

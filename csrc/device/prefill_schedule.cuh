@@ -1,11 +1,11 @@
-// Which tiles a block computes: a walk over (group, token tile, weight tile), done by one warp.
+// Assigns tiles to thread blocks: one warp walks over (group, token tile, weight tile).
 //
-// Blocks take whole tiles in turn, but what is more than a full wave of them, and the wave before, goes to
-// all blocks in equal parts of K (stream-K; see Shares). Or each takes its first tile so and claims the
-// others one by one: multiprocessors are not equally fast where they wait for memory. A group's rows are cut
-// into few token tiles and those made equally wide, so that 300 rows are 160 + 140 and not 256 + 44
-// (WidthList::cut). Within a group the tiles go in bands of token tiles, token tiles fastest: blocks that run
-// together share a band's activations and a few rows of weights in L2.
+// Blocks take whole tiles in turn. The tiles of the last full wave and of the rest are split along K, and
+// all blocks get equal parts (stream-K; see Shares). Alternatively each block takes its first tile in turn
+// and claims the others one by one, because SMs that wait for memory are not equally fast. A group's rows
+// are cut into few token tiles of equal width: 300 rows are 160 + 140 and not 256 + 44 (WidthList::cut).
+// Within a group the tiles go in bands of token tiles, token tiles fastest, so blocks that run together
+// share a band's activations and a few rows of weights in L2.
 #pragma once
 
 #include <cuda_runtime.h>

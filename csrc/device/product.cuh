@@ -1,4 +1,4 @@
-// How decode and gemv divide, and store results. What a launch is given: interface.h.
+// Division of work and storing of results in decode and gemv. interface.h has a launch's arguments.
 #pragma once
 
 #include <cuda_bf16.h>

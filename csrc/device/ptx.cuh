@@ -1,5 +1,5 @@
-// What the kernels ask of the GPU by name: one function for each instruction, or two that belong together,
-// and nothing else. tests/helpers/sm90_emulator/ptx.cuh says in C++ what each of them does.
+// Wraps PTX instructions: one function for each instruction, or for two that belong together.
+// tests/helpers/sm90_emulator/ptx.cuh emulates each of them in C++.
 #pragma once
 
 #include <cuda.h>

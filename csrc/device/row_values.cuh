@@ -1,5 +1,5 @@
-// Rows in registers: blocks of sixteen consecutive values, gated where they are halves of a product, and how
-// the lanes of a warp share them out and store them.
+// Rows in registers: blocks of sixteen consecutive values. Applies the gate to gate and up values, and
+// divides and stores the blocks among the lanes of a warp.
 #pragma once
 
 #include <cuda_bf16.h>

@@ -1,4 +1,4 @@
-// How values of a dtype are read, and what tensor cores multiply.
+// Reads values of a dtype, and names the type that tensor cores multiply.
 #pragma once
 
 #include <cuda_bf16.h>

@@ -1,4 +1,4 @@
-// What the lanes of a warp do together, and how values are kept in their registers.
+// Operations of all lanes of a warp together, and arrays in their registers.
 #pragma once
 
 #include "ptx.cuh"

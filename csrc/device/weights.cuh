@@ -1,4 +1,4 @@
-// A lane's share of a weight into and out of layouts sm90 and mma_bf16 (common/sm90_layout.h).
+// Converts a lane's share of a weight to and from layouts sm90 and mma_bf16 (common/sm90_layout.h).
 #pragma once
 
 #include <cuda_bf16.h>

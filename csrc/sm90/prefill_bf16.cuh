@@ -1,5 +1,5 @@
-// Weights of layout mma_bf16 as bf16 fragments of wgmma's A operand, for activations in plain order: no pass
-// over them is needed.
+// Decodes weights of layout mma_bf16 to bf16 fragments of wgmma's A operand. Activations stay in plain order,
+// so no kernel has to reorder them first.
 //
 // Instruction b of a half step takes block b of its 64 K: lane t of a quad codes 2t, 2t + 1, 2t + 8 and 2t +
 // 9, which are word t of the lane of the layout that has blocks b and b + 1 (b even) of both of its rows. All

@@ -1,4 +1,4 @@
-// Tiles that blocks claim while a launch runs.
+// Lets thread blocks claim tiles while a launch runs.
 #pragma once
 
 #include <cstdint>

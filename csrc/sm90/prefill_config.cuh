@@ -1,4 +1,4 @@
-// What a prefill GEMM is told, the candidates' parameters, and what a block of them keeps in shared memory.
+// Arguments of a prefill GEMM, parameters of the candidates, and the layout of a block's shared memory.
 #pragma once
 
 #include <cuda.h>

@@ -1,4 +1,4 @@
-// The candidates for e4m3 activations, whatever the weights that are folded into e4m3.
+// Candidates for e4m3 activations, for every kind of weight that is folded into e4m3.
 #pragma once
 
 #include <iterator>

@@ -1,5 +1,5 @@
-// Weights of layout sm90 as fp16 fragments of wgmma's A operand, for activations in the order that the layout
-// gives a lane: no lane needs another's codes or scales.
+// Decodes weights of layout sm90 to fp16 fragments of wgmma's A operand. Activations are in the order that
+// the layout gives a lane, so no lane needs codes or scales of another one.
 //
 // In 64 K, lane t of a quad owns block t: K 16t to 16t + 15. Instruction 2s + q of a half step takes its
 // codes 8s + 4q + i: i = 0, 2 are the instruction's K 2t, 2t + 1; i = 1, 3 are 2t + 8, 2t + 9. So element 16t

@@ -125,9 +125,9 @@ inline Estimate estimate(const Candidate& candidate, const Size& size, int tile_
   return {time / kClock, claims ? 0 : share_below, tile_width, claims};
 }
 
-// Where the rows are known, with another width of token tiles if that is much better: 4096 of them and few
-// weights are better 22 x 192, which fill two waves, than 16 x 256, which fill one and a half. What the model
-// sees less of a difference in is as often the other way round; of many waves the last does not matter.
+// Estimates a launch. If the number of rows is known, it may choose another width of token tiles: 4096 rows
+// and few weights run faster as 22 x 192, which fill two waves, than as 16 x 256, which fill one and a half.
+// Predicted gains under 5 % are noise; ignore them. With many waves the last one does not matter.
 inline Estimate estimate(const Candidate& candidate, const Size& size) {
   constexpr double kGain = fitted::width_gain;
   constexpr int kManyWaves = int(fitted::many_waves);

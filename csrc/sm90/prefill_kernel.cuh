@@ -1,9 +1,9 @@
-// Grouped GEMM, NVFP4 weights x FP8 activations, for many tokens: out[r, n] = scale[r] * sum_k w[n, k] x[r,
-// k].
+// Grouped GEMM of 4-bit weights for many tokens: out[r, n] = scale[r] * sum_k w[n, k] x[r, k]. Activations
+// are fp8 or 16-bit. The template parameters choose the fold, which decodes the weights.
 //
-// The operands are swapped: weights are wgmma's A, folded into e4m3 in registers by the warps that multiply
-// (so a dequantised weight never touches shared memory), tokens are wgmma's N, up to 256 wide. The table fold
-// costs 1.2 instructions a weight, which hides behind the products of the other half step: at 256 tokens the
+// The operands are swapped. Weights are wgmma's A: the warps that multiply fold them in registers, so a
+// decoded weight never touches shared memory. Tokens are wgmma's N, up to 256 wide. The table fold to e4m3
+// takes 1.2 instructions a weight, hidden behind the products of the other half step: at 256 tokens the
 // tensor cores run at their full FP8 rate.
 //
 // A persistent block of one producer warpgroup and `Warpgroups` consumer warpgroups:
@@ -12,11 +12,12 @@
 //   producer warp 3      fetches each tile's token scales and bias;
 //   consumers            64 rows of weights each, all tokens of the tile. Each step of 128 K is two half
 //                        steps with their own fragments: while one half's products run, the other half is
-//                        folded. Over the end of a tile the first half of the next is, before the epilogue.
+//                        folded. At the end of a tile, the first half of the next tile is folded before the
+//                        epilogue.
 // Results leave through shared memory (prefill_store.cuh). With Cluster = 2, two blocks take neighbouring
-// weight tiles and each fetches half of X for both. What is more than full waves of tiles is shared out in
-// parts of K (Shares): each part but a tile's first leaves its sums in global memory for the block that has
-// that one.
+// weight tiles and each fetches half of X for both. Tiles beyond the full waves are split along K and
+// shared by all blocks (Shares): each part except a tile's first writes its sums to global memory, and the
+// block with the first part adds them.
 #pragma once
 
 #include <cstddef>
@@ -57,8 +58,8 @@ class PrefillBlock {
     barrier_init_fence();
   }
 
-  // Producer warps 0 to 2. All find the first tile: what the instructions of a walk cost is their way into
-  // the multiprocessor, and the first warp's are there for the others.
+  // Producer warps 0 to 2. Each finds the first tile by itself. The cost is fetching the instructions, which
+  // the warps share through the instruction cache.
   __device__ void produce(Role role) {
     Walk walk(problem_.tiling);
     for (RingPosition<kInfoSlots> slots;; slots = slots.next()) {

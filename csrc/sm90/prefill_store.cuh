@@ -1,4 +1,4 @@
-// What becomes of a prefill tile's sums: scaled, with the bias, gated, and stored.
+// Epilogue of a prefill tile: scales the sums, adds the bias, applies the gate, and stores.
 //
 // 16-bit results leave through shared memory by bulk tensor copies that clip at the group's last row (see
 // store_boxes), float32 ones directly.

@@ -1,4 +1,4 @@
-// The candidates for 16-bit activations, whatever the words that hold the weights.
+// Candidates for 16-bit activations, for every layout of the weights.
 #pragma once
 
 #include <iterator>

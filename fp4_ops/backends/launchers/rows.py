@@ -52,7 +52,7 @@ def _shape(
     width = x.shape[1] if gate is None else x.shape[1] // 2
     if width > most:
         raise RuntimeError(
-            f"fp4: rows of {width} columns; the Hopper kernels take at most {most}. Use layout 'plain'"
+            f"fp4: rows of {width} columns; the native kernels take at most {most}. Use layout 'plain'"
         )
     if position is None:
         return x.shape[0], width, 1
