@@ -10,6 +10,7 @@ import torch
 from torch import fx
 from torch._dynamo.utils import get_compilation_metrics
 
+from ..zero3 import refuse_emptied
 from .dynamo.branches import KEPT, SEEN_THROUGH
 from .dynamo.breaks import breaks_since, described, inside, known_breaks, reason_of
 from .dynamo.extend import CAPTURE, extend_dynamo
@@ -46,6 +47,8 @@ def explain(
         return gm.forward
 
     model = getattr(model, "_orig_mod", model)
+    if isinstance(model, torch.nn.Module):
+        refuse_emptied("explain", model)
     counters = torch._dynamo.utils.counters
     before = {name: Counter(counters[name]) for name in _COUNTERS}
     compilations, known = list(get_compilation_metrics()), known_breaks()

@@ -17,6 +17,7 @@ from .meta.dtensors import split_over_processes
 from .meta.layouts import preferred_layout
 from .relayout import Operands
 from .tensor import FP4Tensor
+from .zero3 import emptied
 
 NAME = "experts"
 """Name of such a list in models."""
@@ -41,6 +42,9 @@ def _unlike(experts: list[nn.Module]) -> str:
     shapes = set()
     for expert in experts:
         own = [(n, m) for n, m in expert.named_modules() if isinstance(m, nn.Linear)]
+        for name, p in expert.named_parameters():
+            if words := emptied(p):
+                return f"{name} is {words}"
         matrices = [n for n, p in expert.named_parameters() if p.dim() > 1]
         if len(own) != len(matrices):
             return f"an expert's weights are not those of Linears: {', '.join(matrices)}"

@@ -16,6 +16,7 @@ from .distributed.parts import NoPart, Part, local, part_of
 from .experts import ExpertsForm
 from .gates import apply_gate
 from .meta.formats import ACTIVATIONS, Activation, activation_name, known_activation
+from .zero3 import emptied
 
 SOURCE_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 
@@ -99,6 +100,7 @@ def plan(module: Any) -> Plan:
         raise Refusal(f"{reason}; {WHOLE_EXPERTS}") from None
     up, down = (local(module._parameters[name]) for name in (form.gate_up, form.down))
     for name, w in ((form.gate_up, up), (form.down, down)):
+        need(not emptied(w), f"{name} is {emptied(w)}")
         need(w.dim() == 3, f"{name} has {w.dim()} dimensions, not 3")
         need(w.dtype in SOURCE_DTYPES, f"{name} is {w.dtype}; it must be float32, bfloat16 or float16")
     (e, n13, h), (e2, n2, i) = logical_shape(up, transposed), logical_shape(down, transposed)

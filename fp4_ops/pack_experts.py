@@ -80,20 +80,11 @@ def pack_experts(
     sizes = _replace_weights(found, plans, quantizer)
     of_lists = _replace_linears(lists, quantizer)
     for name, p in plans.items():
-        module: Any = found[name]
-        module._fp4_recipe = Recipe(
-            p.form.of(module), p.gate, A_FORMATS[activation], trainable_inputs, p.part
-        )
-        if trainable_inputs:
-            module.requires_grad_(False)  # biases, too
-        if p.part is not None:
-            keep_for_itself(module)
-        SharedLayout([getattr(module, p.form.gate_up), getattr(module, p.form.down)], dtype, wanted).join()
-        take_new_weights(module)
+        finish_module(found[name], p, activation, trainable_inputs, dtype)
     if plans:
         choose_implementation(model)
     if device == "cpu":
-        _return_freed_memory()
+        return_freed_memory()
 
     a_format = A_FORMATS[activation] or f"{auto_a_format(device, layout)} (auto)"
     if not plans:
@@ -114,6 +105,18 @@ def pack_experts(
         report.modules.append(PreparedModule(name, "", OWN_CODE, summary(modules), *of_lists[name]))
     report.modules += [PreparedModule(name, reason) for name, reason in unlike.items()]
     return report
+
+
+def finish_module(module: Any, p: Plan, activation: str, trainable_inputs: bool, dtype: torch.dtype) -> None:
+    """Makes an experts module, whose weights are packed, run in 4 bits."""
+    module._fp4_recipe = Recipe(p.form.of(module), p.gate, A_FORMATS[activation], trainable_inputs, p.part)
+    if trainable_inputs:
+        module.requires_grad_(False)  # biases, too
+    if p.part is not None:
+        keep_for_itself(module)
+    weights = [getattr(module, p.form.gate_up), getattr(module, p.form.down)]
+    SharedLayout(weights, dtype, A_FORMATS[activation] or "auto").join()
+    take_new_weights(module)
 
 
 def _division(model: nn.Module, found: dict[str, nn.Module], plans: dict[str, Plan]) -> str:
@@ -233,7 +236,7 @@ def _replace_linears(lists: dict[str, list[nn.Module]], quantizer: Quantizer) ->
     return sizes
 
 
-def _return_freed_memory() -> None:
+def return_freed_memory() -> None:
     """glibc keeps freed blocks below its mmap threshold, up to 32 MiB each, unless asked to return them."""
     trim = getattr(ctypes.CDLL(None), "malloc_trim", None)
     if trim is not None:
@@ -251,12 +254,17 @@ def _check_weights(name: str, module: nn.Module, p: Plan, format: str) -> None:
             raise ValueError(
                 f"fp4: {name}.{attribute} is on the meta device; load the weights before prepare"
             )
-        for expert, matrix in enumerate(weight.detach()):
-            if not matrix.isfinite().all():
-                raise ValueError(
-                    f"fp4: {name}.{attribute} holds NaN or infinity in expert {expert}, "
-                    "which have no 4-bit code. Correct it before prepare"
-                )
+        check_finite(f"{name}.{attribute}", weight.detach())
+
+
+def check_finite(name: str, weight: Tensor) -> None:
+    """Raises ValueError for a weight [E, ...] that cannot be quantised."""
+    for expert, matrix in enumerate(weight):
+        if not matrix.isfinite().all():
+            raise ValueError(
+                f"fp4: {name} holds NaN or infinity in expert {expert}, "
+                "which have no 4-bit code. Correct it before prepare"
+            )
 
 
 def check_columns(name: str, part: Part, inner: int, format: str) -> None:

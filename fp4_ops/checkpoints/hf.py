@@ -20,6 +20,7 @@ from transformers.utils.hub import cached_file
 from transformers.utils.quantization_config import QuantizationConfigMixin
 
 from .. import expert_parallel
+from ..arriving import ArrivingExperts
 from ..find_experts import WHOLE_EXPERTS
 from ..meta.checks import FLOATING_OR_DOUBLE
 from ..meta.formats import FORMATS, check_activation_choice
@@ -38,6 +39,7 @@ from .families import config_of, model_class, register_families
 from .files import CheckpointError, read_json
 from .folder import Folder
 from .load import LoadReport, detach_places, fill
+from .on_load import PackOnLoad, check_read, shared_names
 from .placement import Placement, place
 from .ranks import announce, divide, kinds_of
 from .save import state_dict_for_saving
@@ -70,6 +72,7 @@ class FP4Config(QuantizationConfigMixin):
         **_: Any,
     ) -> None:
         self.quant_method: Any = METHOD
+        register_quantizer()
         # Of a folder in 4 bits, each weight's own format counts.
         check_activation_choice(activation, None if stored else format)
         self.format, self.activation, self.stored, self.device = format, activation, stored, device
@@ -93,6 +96,9 @@ class FP4HfQuantizer(HfQuantizer):
     quantization_config: FP4Config
 
     report: LoadReport | None = None
+    _pack: Any = None
+    """A PackOnLoad, of a folder in 16 bits."""
+    _files: list[str]
     _dialects: tuple[Dialect, ...]
     _placement: Placement
     _kinds: dict[str, str]
@@ -112,7 +118,13 @@ class FP4HfQuantizer(HfQuantizer):
         self, model: Any, checkpoint_files: list[str] | None = None, dtype: Any = None, **kwargs: Any
     ) -> None:
         _check_sizes(model, self.quantization_config.ep_group)
+        self._files = list(checkpoint_files or ())
         if self.stored is None:
+            how = self.quantization_config
+            arriving = ArrivingExperts(
+                model, how.format, how.activation, how.trainable_inputs, shared_names(model)
+            )
+            self._pack = PackOnLoad(arriving)
             return
         self._dtypes = _dtypes_of(model)
         if not checkpoint_files:
@@ -135,10 +147,7 @@ class FP4HfQuantizer(HfQuantizer):
     def _process_model_after_weight_loading(self, model: Any, **kwargs: Any) -> Any:
         config = self.quantization_config
         if self.stored is None:
-            options = config.format, config.activation
-            report = pack_experts(model, *options, trainable_inputs=config.trainable_inputs)
-            if any(m.calls_moe for m in report.modules):
-                attach(model, *options, config.trainable_inputs)
+            self._pack_experts(model)
             return model
         divide(model, self._placement, self._kinds, config.ep_group)
         _cast(model, self._dtypes)
@@ -155,6 +164,41 @@ class FP4HfQuantizer(HfQuantizer):
         )
         expert_parallel.connect_model(model, model.dtype)
         return model
+
+    def _pack_experts(self, model: Any) -> None:
+        """The rest of what is done to a 16-bit folder: the experts that were not packed as they arrived."""
+        config = self.quantization_config
+        if self._pack.error is not None:
+            raise self._pack.error
+        if self._files:
+            check_read(model, self._files)
+        done = self._pack.arriving.finish(model)
+        if done:
+            _device_of(model)  # raises ValueError for experts that are to be offloaded
+        rest = [name for name in self._pack.arriving.plans if name not in done]
+        packed = bool(done)
+        if rest or not done:
+            report = pack_experts(
+                model, config.format, config.activation, trainable_inputs=config.trainable_inputs
+            )
+            packed = packed or any(m.calls_moe for m in report.modules)
+        if packed:
+            attach(model, config.format, config.activation, config.trainable_inputs)
+
+    def param_needs_quantization(self, model: Any, param_name: str, **kwargs: Any) -> bool:
+        """Whether transformers gives the weight to `get_quantize_ops` as soon as it has read it."""
+        return self.stored is None and self._pack is not None and self._pack.arriving.takes(param_name)
+
+    def get_quantize_ops(self) -> Any:
+        return self._pack
+
+    @property
+    def quantized_element_size(self) -> float | None:
+        """Bytes a weight, by which transformers plans the memory of devices."""
+        if self.stored is not None:
+            return None
+        fmt = FORMATS[self.quantization_config.format]
+        return 0.5 + fmt.scale_dtype.itemsize / fmt.block
 
     def get_state_dict_and_metadata(self, model: Any) -> tuple[dict[str, torch.Tensor], dict[str, str]]:
         state, stored = state_dict_for_saving(model)

@@ -1,0 +1,112 @@
+"""Experts that become 4-bit one weight at a time, while a model's 16-bit weights are being read."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from .backends import check_activation
+from .expert_lists import find_lists
+from .experts import PackedWeight
+from .find_experts import Plan, find_experts, logical_shape
+from .meta.dtensors import split_over_processes
+from .meta.formats import known_activation
+from .meta.layouts import LAYOUTS, preferred_layout
+from .pack_experts import (
+    A_FORMATS,
+    Quantizer,
+    check_finite,
+    choose_implementation,
+    finish_module,
+    return_freed_memory,
+)
+from .quantization import find_method
+
+
+class ArrivingExperts:
+    """Packs each expert weight of a model on the meta device as soon as its values are there.
+
+    `parameters` has those that it packs. Experts that are modules, that processes share, or that several
+    modules share are not among them: `pack_experts` packs these once all have arrived.
+    """
+
+    def __init__(
+        self, model: nn.Module, format: str, activation: str, trainable_inputs: bool, shared: set[str]
+    ) -> None:
+        self.format, self.activation, self.trainable_inputs = format, activation, trainable_inputs
+        self.found: dict[str, Any] = {}
+        self.plans: dict[str, Plan] = {}
+        self.parameters: dict[str, tuple[str, str]] = {}
+        """By name: the experts module, and "gate_up" or "down"."""
+        self._quantizer: Quantizer | None = None
+        self._dtype = torch.bfloat16
+        if any(find_lists(model)):
+            return
+        try:
+            self.found, self.plans, _ = find_experts(model)
+        except ValueError:  # nothing to prepare, which pack_experts says later
+            return
+        self._shapes = {
+            logical_shape(getattr(self.found[name], attribute), p.transposed)[1:]
+            for name, p in self.plans.items()
+            for _, attribute in p.form.weights
+        }
+        for name, p in self.plans.items():
+            places = {f"{name}.{attribute}": (name, matrix) for matrix, attribute in p.form.weights}
+            if shared.isdisjoint(places):
+                self.parameters |= places
+
+    def takes(self, name: str) -> bool:
+        """Whether a parameter is packed as it arrives."""
+        if name not in self.parameters:
+            return False
+        owner, _, attribute = name.rpartition(".")
+        return not split_over_processes(self.found[owner if owner else ""]._parameters.get(attribute))
+
+    def pack(self, parameter: str, weight: Tensor) -> None:
+        """Puts a PackedWeight in place of a parameter whose values are `weight`."""
+        name, matrix = self.parameters[parameter]
+        module, p, attribute = self.found[name], self.plans[name], parameter.rpartition(".")[2]
+        if weight.shape != module._parameters[attribute].shape:
+            raise ValueError(
+                f"fp4: the weights for {parameter} make a tensor {list(weight.shape)}; the model's is "
+                f"{list(module._parameters[attribute].shape)}. The folder is of another model, or incomplete"
+            )
+        check_finite(parameter, weight)
+        quantizer = self._quantizer or self._quantizer_for(weight)
+        activation = known_activation(p.gate)
+        split = matrix == "gate_up" and activation.gated and not activation.interleaved
+        packed = quantizer.pack(
+            weight, name, matrix, transposed=p.transposed,
+            interleaved=split and LAYOUTS[quantizer.layout].interleaved,
+        )  # fmt: skip
+        del module._parameters[attribute]
+        module.add_module(attribute, packed)
+        for done in (module, packed):
+            done._is_hf_initialized = True  # transformers: not at random
+        if weight.device.type == "cpu":
+            return_freed_memory()
+
+    def _quantizer_for(self, weight: Tensor) -> Quantizer:
+        device, self._dtype = weight.device.type, weight.dtype
+        wanted = A_FORMATS[self.activation] or "auto"
+        layout = preferred_layout(
+            device, *self._shapes, dtype=weight.dtype, format=self.format, a_format=wanted
+        )
+        check_activation(self.activation, device, layout)
+        self._quantizer = Quantizer(self.format, find_method("rtn", self.format), None, layout)
+        return self._quantizer
+
+    def finish(self, model: nn.Module) -> list[str]:
+        """Makes the experts that have arrived run in 4 bits; returns their names."""
+        done = []
+        for name, p in self.plans.items():
+            module = self.found[name]
+            if all(isinstance(getattr(module, attribute), PackedWeight) for _, attribute in p.form.weights):
+                finish_module(module, p, self.activation, self.trainable_inputs, self._dtype)
+                done.append(name)
+        if done:
+            choose_implementation(model)
+        return done

@@ -1,0 +1,91 @@
+"""16-bit folders that become 4-bit as transformers reads them, one expert weight at a time."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import Any
+
+from torch import Tensor, nn
+from transformers.core_model_loading import ConversionOps
+
+from ..arriving import ArrivingExperts
+from ..expert_lists import find_lists
+from ..find_experts import form_of, is_experts
+from .files import CheckpointError
+from .folder import Folder
+
+
+class PackOnLoad(ConversionOps):
+    """What transformers calls with each weight that `ArrivingExperts` takes, once it is put together."""
+
+    def __init__(self, arriving: ArrivingExperts) -> None:
+        self.arriving = arriving
+        self.error: Exception | None = None
+        """The first one. transformers would log it, and raise another that names nothing."""
+
+    def convert(self, input_dict: dict[str, Any], *_: Any, **kwargs: Any) -> dict[str, Any]:
+        """Nothing is left for transformers to put into the model."""
+        for name in list(input_dict):
+            value = input_dict.pop(name)
+            weight: Tensor = value[0] if isinstance(value, list) else value
+            missing = kwargs.get("missing_keys")
+            if missing is not None:
+                missing.discard(name)
+            try:
+                if self.error is None:
+                    self.arriving.pack(name, weight)
+            except (RuntimeError, ValueError) as error:
+                self.error = error
+        return {}
+
+
+def check_read(model: nn.Module, files: Iterable[str]) -> None:
+    """Raises CheckpointError for experts that no tensor of the files fills, and which are drawn at random.
+
+    A parameter that it has filled carries its mark.
+    """
+    owners = {n: m for n, m in model.named_modules() if is_experts(m) or form_of(m)}
+    lists = {f"{n}.{i}": m for n, experts in find_lists(model)[0].items() for i, m in enumerate(experts)}
+    missing = [
+        f"{name}.{attribute}"
+        for name, module in (owners | lists).items()
+        for attribute, p in module.named_parameters(recurse=name in lists)
+        if p.dim() > 1 and not getattr(p, "_is_hf_initialized", False)
+    ]
+    if not missing:
+        return
+    more = f" and {len(missing) - 1} more expert weights" * (len(missing) > 1)
+    raise CheckpointError(
+        f"fp4: the folder has no values for {missing[0]}{more}: no key of its files fits, and experts drawn "
+        f"at random are not quantised. {_prefix(missing[0], files)}"
+    )
+
+
+def _prefix(parameter: str, files: Iterable[str]) -> str:
+    """What the files call the experts of that layer, and how to load them by that name."""
+    owner = parameter.rpartition(".")[0]
+    files = [file for file in files if file.endswith(".safetensors")]
+    keys = [name for name in Folder.of_files(files).tensors if "expert" in name] if files else []
+    parts = owner.split(".")
+    for start in range(len(parts)):
+        tail = ".".join(parts[start:])
+        key = next((k for k in keys if f".{tail}." in f".{k}."), None)
+        if key is None or len(parts) - start < 2:
+            continue
+        own, theirs = owner.removesuffix(tail), f".{key}".partition(f".{tail}.")[0]
+        theirs = f"{theirs}.".removeprefix(".")
+        if own == theirs:
+            return f"The files have {key} and the like, but not all of them. Get the whole folder"
+        old = theirs.replace(".", r"\.")
+        return (
+            f"The files have {key}: the prefix is {theirs!r}, where the model has {own!r}. Use the model "
+            f"class of that prefix, or from_pretrained(..., key_mapping={{'^{old}': {own!r}}})"
+        )
+    some = f"The files have {keys[0]} and the like" if keys else "No key of the files names experts"
+    return f"{some}. Use the model class that the folder was saved from"
+
+
+def shared_names(model: Any) -> set[str]:
+    """The names of parameters that transformers ties to each other."""
+    tied = getattr(model, "all_tied_weights_keys", None) or {}
+    return {*tied, *tied.values()} if isinstance(tied, dict) else set()

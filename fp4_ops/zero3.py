@@ -1,0 +1,27 @@
+"""Parameters that DeepSpeed's ZeRO-3 holds: empty here, their values spread over processes."""
+
+from __future__ import annotations
+
+import math
+
+from torch import nn
+
+GATHER = (
+    "Call it before deepspeed.initialize, load the model without deepspeed.zero.Init, or call it within "
+    "deepspeed.zero.GatheredParameters(model.parameters())"
+)
+
+
+def emptied(parameter: object) -> str:
+    """In words, that ZeRO-3 has taken the values of a parameter away; "" for any other."""
+    shape = getattr(parameter, "ds_shape", None)
+    if not isinstance(parameter, nn.Parameter) or shape is None or parameter.numel() or not math.prod(shape):
+        return ""
+    return f"empty here: DeepSpeed ZeRO-3 holds its values, of shape {list(shape)}. {GATHER}"
+
+
+def refuse_emptied(what: str, model: nn.Module) -> None:
+    """Raises ValueError for the first parameter of a model whose values ZeRO-3 holds."""
+    for name, parameter in model.named_parameters():
+        if words := emptied(parameter):
+            raise ValueError(f"fp4: {what}: {name} is {words}")
