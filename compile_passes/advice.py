@@ -127,10 +127,18 @@ ONE_AFTER_ANOTHER = none(
     "experts that refine each other's outputs run one after the other; one operator runs all on the same x. "
     "Experts that only share a tensor, each its own rows, can read x[token] and add to zeros by index_add"
 )
-EVAL = "leave the step out in inference (model.eval()), or do it after the experts' outputs are added up"
+EVAL = (
+    "call model.eval(), which leaves dropout out; noise that inference needs, too, can be drawn before the "
+    "experts, or after their outputs are added up"
+)
+ONE_LAYER = (
+    "pass options={'linear': True}, with which each nn.Linear is in 4 bits by itself; or stack the experts' "
+    "weights and gather them by ids: torch.bmm(w[ids], rows.unsqueeze(-1))"
+)
 AFTER_EXPERTS = (
-    "do it after the experts' outputs are added up; before that an output may be scaled by a vector [H], "
-    "by one number a row, or by the root of its own mean square over the whole row (F.rms_norm)"
+    "do it after the experts' outputs are added up; before that an output may go through a function of each "
+    "element (relu, tanh), or be scaled by a vector [H], by one number a row, or by the root of its own mean "
+    "square over the whole row (F.rms_norm)"
 )
 BATCH_ROWS = (
     "if each expert takes as many tokens: gather them as rows [E, C, H] and multiply by the stacked "

@@ -93,10 +93,11 @@ _COMPARISONS = {
 
 
 def split_after(
-    core: Term, weight: fx.Node, factors: tuple[Term, ...], hidden: Axis, site: fx.Node
+    core: Term, of: Term, weight: fx.Node, factors: tuple[Term, ...], hidden: Axis, site: fx.Node
 ) -> tuple[Term, tuple[Term, ...]]:
-    """The factors that a row of the output `core` (of `weight`) is scaled by element by element, or by a mean
-    over it: as one term over OUT and the hidden axis; the other factors."""
+    """What becomes of a row of the output `core` (of `weight`): the function `of` it, and the factors that
+    scale it element by element or by a mean over it, as one term over OUT and the hidden axis; the other
+    factors."""
 
     def at(t: Term) -> Term | None:
         if t is core:
@@ -108,7 +109,13 @@ def split_after(
     def go(t: Term) -> Term:
         return transform(t, at, with_refs=False)
 
-    after: Term = OUT
+    after = go(of)
+    need(
+        free_axes(after) <= {OUT, hidden},
+        f"an expert's output becomes {described(after)}",
+        site,
+        advice.OUTPUT_SCALE,
+    )
     rest = []
     wide = {t for t in factors if isinstance(t, Mul) and free_axes(go(t)) & {OUT, hidden}}
     for f in [p for t in factors for p in (flatten(t, Mul) if t in wide else [t])]:

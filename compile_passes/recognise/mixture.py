@@ -172,9 +172,11 @@ class Matcher(Pieces):
         self, axes: tuple[Axis, ...], factors: tuple[Term, ...], core: Term, m: Mixture
     ) -> Iterator[Branches]:
         """One addend is one expert's, or all experts' at once: over an axis, or by ids that index weights."""
-        lin = self.linear(core)
-        assert lin is not None
-        after, factors = split_after(core, lin.weight.node, factors, m.hidden, m.root)
+        down = self.inside(core)
+        lin = self.linear(down) if down is not None else None
+        assert down is not None and lin is not None
+        after, factors = split_after(down, core, lin.weight.node, factors, m.hidden, m.root)
+        core = down
         ids = [i for i in indices(lin.weight) if isinstance(i, Ref)]
         over = [a for a in axes if a in free_axes(lin.weight) and a is not lin.inner]
         if ids:

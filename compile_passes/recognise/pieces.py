@@ -44,6 +44,7 @@ class Pieces:
         self._linear: dict[Term, Linear | None] = {}
         self._is_down: dict[Term, bool] = {}
         self._has_down: dict[Term, bool] = {}
+        self._inside: dict[Term, Term | None] = {}
         self._apart: dict[Term, Apart | None] = {}
 
     def linear(self, term: Term) -> Linear | None:
@@ -137,12 +138,39 @@ class Pieces:
         gains = tuple(t for t in lin.input if is_gain(t))
         return tuple(t for t in lin.input if t not in gains), gains
 
+    def inside(self, term: Term) -> Term | None:
+        """The down product that a term is a function of, element by element, as in tanh(down)."""
+        if term not in self._inside:
+            self._inside[term] = self._find_inside(term)
+        return self._inside[term]
+
+    def _find_inside(self, term: Term) -> Term | None:
+        if self.is_down(term):
+            return term
+        if not isinstance(term, Apply):
+            return None
+        downs: set[Term] = set()
+        seen: set[Term] = {term}
+        todo = [a for a in term.args if isinstance(a, Term)]
+        while todo and len(downs) < 2:
+            t = todo.pop()
+            if t in seen:
+                continue
+            seen.add(t)
+            if self.is_down(t):
+                downs.add(t)
+            elif isinstance(t, (Apply, Mul, Add)):
+                todo += [a for a in t.args if isinstance(a, Term)]
+            elif not isinstance(t, Const) and not (isinstance(t, Ref) and self.reader.is_weight(t.node)):
+                return None
+        return downs.pop() if len(downs) == 1 else None
+
     def has_down(self, term: Term) -> bool:
         known, begun = self._has_down, [term]
         while begun:
             t = begun[-1]
             if t not in known:
-                own = self.is_down(t) or self.apart(t) is not None
+                own = self.inside(t) is not None or self.apart(t) is not None
                 first = None if own else next((p for p in _parts(t) if known.get(p) is not False), None)
                 if first is not None and first not in known:
                     begun.append(first)
@@ -167,13 +195,13 @@ class Pieces:
         return []
 
     def expand(self, term: Term) -> Iterator[tuple[tuple[Axis, ...], tuple[Term, ...], Term | None]]:
-        """The addends of a term as (summed axes, factors, the down product or None)."""
+        """The addends of a term as (summed axes, factors, the down product or a function of it, or None)."""
         todo: list[tuple[tuple[Axis, ...], tuple[Term, ...], Term]] = [((), (), term)]
         while todo:  # the axes and the factors that stand around a term
             axes, factors, t = todo.pop()
             if not self.has_down(t):
                 yield axes, (t, *factors), None
-            elif self.is_down(t):
+            elif self.inside(t) is not None:
                 yield axes, factors, t
             elif (apart := self.apart(t)) is not None:
                 yield (*axes, *apart.experts), (*apart.factors, *factors), apart.down

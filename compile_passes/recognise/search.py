@@ -28,13 +28,13 @@ from ..graph.nodes import (
 from ..graph.products import is_grouped_mm
 from ..index.indicators import is_eq
 from ..index.reader import Reader
-from ..index.terms import Const, Ref, free_axes, substitute, walk
+from ..index.terms import Apply, Const, Ref, free_axes, substitute, walk
 from ..naming import called
 from ..operands import operand, several
 from .changed_products import changed_products
 from .mixture import Linear, Matcher, Mixture
 from .sorted_rows import GATHERED, SORTED, need_one_operator
-from .unread_experts import unread_experts
+from .unread_experts import READ_AS_NONE, unread_experts, unread_rows
 from .unread_steps import first_rows, instead_of, instead_of_output
 
 _STEPS_AFTER = 24
@@ -213,8 +213,8 @@ class Search:
         if dtype not in FLOATING:
             reason = f"experts that compute in {dtype}, not float32, bfloat16 or float16"
             return Refusal(reason, rows[-1], advice.DTYPE)
-        reason = f"products of {choices} choices of rows are not read as experts"
-        return Refusal(reason, rows[-1], advice.FFN)
+        changed = changed_products(self.graph, self.reader.is_weight)
+        return changed or unread_rows(self.graph, self.reader, choices)
 
     def _of(self, bits: int) -> list[fx.Node]:
         return [n for d, n in enumerate(self._downs) if bits >> d & 1]
@@ -292,6 +292,7 @@ class Search:
         ends = [n for n in self.graph.nodes if self._near[n] & bits == bits][:_STEPS_AFTER]
         count = bits.bit_count()
         attempts: list[_Attempt] = []
+        changed: Mixture | None = None
         for allow_rest in (False, True):
             for node in reversed(ends):
                 if self._near[node] != bits and not allow_rest:
@@ -312,11 +313,15 @@ class Search:
                         node,
                         advice.IN_THE_GRAPH,
                     )
-                    return found
+                    if not _is_function_of_block(found):
+                        return found
+                    changed = changed or found
                 except Refusal as why:
                     others = (self._near[node] & ~bits).bit_count()
                     own = self.matcher.branches if not others else 0
                     attempts.append(_Attempt(why.reason not in _DULL, own, -others, why))
+        if changed is not None:
+            return changed
         routed = count > 1 and all(map(_is_of_some_rows, self._of(bits)))
         experts = routed or count >= _MANY or any(attempt.experts > 1 for attempt in attempts)
         if not ends:
@@ -463,6 +468,11 @@ def _tokens_that_a_mask_chose(graph: fx.Graph) -> set[fx.Node]:
     return {n for n in found if value(n).dtype in FLOATING}
 
 
+def _is_function_of_block(found: Mixture) -> bool:
+    """Whether a block of one choice a token ends in a function, which the graph can compute after it."""
+    return found.downs == 1 and found.k == 1 and isinstance(found.common.after, Apply)
+
+
 def _is_indexed(lin: Linear) -> bool:
     return len(free_axes(lin.weight)) > 2
 
@@ -481,7 +491,7 @@ def _is_of_some_rows(node: fx.Node) -> bool:
 
 def _is_vague(refusal: Refusal) -> bool:
     """Whether it says what could not be read, not why."""
-    return refusal.reason.endswith(("is not understood", "are not read as experts", _READ_COMPUTED))
+    return refusal.reason.endswith(("is not understood", READ_AS_NONE, _READ_COMPUTED))
 
 
 _READ_COMPUTED = "experts read what others have computed: rows that those before wrote to"

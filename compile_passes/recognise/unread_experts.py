@@ -1,4 +1,4 @@
-"""Experts that all tokens go through, of which no product is read as an expert's: why."""
+"""Experts of which no product is read as an expert's: why."""
 
 from __future__ import annotations
 
@@ -6,12 +6,16 @@ from collections import defaultdict
 from collections.abc import Callable
 from typing import NamedTuple
 
+import torch
 from torch import fx
+from torch.fx.experimental.symbolic_shapes import free_unbacked_symbols
 
 from .. import advice
-from ..graph.nodes import PRODUCTS, Refusal, aten, is_op, item, shape
+from ..graph.nodes import PRODUCTS, Refusal, aten, is_op, is_tensor, item, shape
+from ..index.reader import Reader
 from ..naming import called
 from ..operands import operand, several
+from .unread_steps import is_random
 
 _VIEWS = (
     aten.t, aten.transpose, aten.permute, aten.view, aten.clone, aten._to_copy, aten.detach, aten.expand,
@@ -30,6 +34,55 @@ class _Product(NamedTuple):
 def unread_experts(graph: fx.Graph, is_weight: Callable[[fx.Node], bool], many: int) -> Refusal | None:
     """many: so many FFNs of one shape over the same rows, side by side, are experts."""
     return _stacked_weights(graph, is_weight) or _steps_between(graph, is_weight, many)
+
+
+def unread_rows(graph: fx.Graph, reader: Reader, choices: int) -> Refusal:
+    """Return why products of so many choices of rows, of which none ends an expert, are not read."""
+    products = {n: p for n in graph.nodes if (p := _product(n, reader.is_weight)) is not None and _rows_of(n)}
+    fed = False
+    for product in products.values():
+        own, todo = {product.node}, [product.rows]
+        while todo:
+            node = todo.pop()
+            if node not in own and _rows_of(node) == _rows_of(product.node):
+                own.add(node)
+                todo += () if node in products else node.all_input_nodes
+        after = own & products.keys() - {product.node}
+        for node in (n for n in graph.nodes if n in own - after):
+            if after.isdisjoint(node.all_input_nodes):
+                continue
+            fed = True
+            after.add(node)
+            if node is not product.node and is_tensor(node) and reader.value(node, 1) is reader.opaque(node):
+                return between_products((item(node) or (node,))[0])
+    last = next(reversed(products), None)
+    if last is not None and not fed:
+        return Refusal(f"{choices} experts are one linear layer each", last, advice.ONE_LAYER)
+    rows = [n for n in graph.nodes if is_op(n, *PRODUCTS) and _rows_of(n)]
+    return Refusal(f"products of {choices} choices of rows {READ_AS_NONE}", rows[-1], advice.FFN)
+
+
+def _rows_of(node: fx.Node) -> frozenset[object]:
+    """Which rows, chosen by a mask or `where`, a tensor of floating point has; none: it has all."""
+    made = node.meta.get("val")
+    first = made[0] if isinstance(made, (tuple, list)) and made else made
+    floats = isinstance(first, torch.Tensor) and first.dtype.is_floating_point
+    return frozenset(free_unbacked_symbols(first)) if floats else frozenset()
+
+
+def between_products(step: fx.Node) -> Refusal:
+    """A step between an expert's products that makes it no expert."""
+    if is_random(step):
+        reason = f"{called(step)} draws random numbers between an expert's products"
+        return Refusal(reason, step, advice.EVAL)
+    reason = f"{called(step)} between the two products of an expert is no activation"
+    if is_op(step, aten.add, aten.sub, aten.mul, aten.div) and len(step.all_input_nodes) > 1:
+        return Refusal(reason, step, advice.TWO_PRODUCTS)
+    return Refusal(reason, step, advice.BETWEEN_PRODUCTS)
+
+
+READ_AS_NONE = "are not read as experts"
+"""How the reason ends where nothing more is known."""
 
 
 def _source(node: fx.Node) -> fx.Node:
@@ -66,11 +119,11 @@ def _steps_between(graph: fx.Graph, is_weight: Callable[[fx.Node], bool], many: 
         if ups and steps:
             shapes = str([shape(p.weight) for p in (down, *ups)])  # some may be symbolic
             with_parameters = [n for n in steps if any(i.op == "placeholder" for i in n.all_input_nodes)]
-            alike[_source(ups[0].rows), shapes].append((with_parameters or steps)[0])
+            random = [n for n in steps if is_random(n)]
+            alike[_source(ups[0].rows), shapes].append((with_parameters or random or steps)[0])
     for found in alike.values():
         if len(found) >= many:
-            reason = f"{called(found[0])} between the two products of an expert is no activation"
-            return Refusal(reason, found[0], advice.BETWEEN_PRODUCTS)
+            return between_products(found[0])
     return None
 
 

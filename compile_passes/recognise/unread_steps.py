@@ -21,12 +21,20 @@ from ..graph.nodes import (
 )
 from ..operands import operand
 
-_RANDOM = (aten.native_dropout, aten.bernoulli, aten.rand_like, aten.randn_like)
+_RANDOM = (aten.native_dropout, aten.bernoulli, aten.rand, aten.randn, aten.rand_like, aten.randn_like)
 _ADDS = (aten.index_add, aten.index_put, aten.index_copy, aten.scatter_add)
 _SELECTS = (aten.index, aten.index_select, aten.gather)
 
 
+def is_random(step: fx.Node) -> bool:
+    """Whether a step draws random numbers: dropout in training mode, a noise."""
+    return is_op(step, *_RANDOM)
+
+
 def instead_of(step: fx.Node) -> str:
+    """Return the advice for a step that is not understood."""
+    if is_random(step):
+        return advice.EVAL
     if is_op(step, *_ADDS) and _has_token_counts(step.graph):
         return advice.SAME_TOKENS
     if any(map(_is_chosen_by_experts, step.all_input_nodes)):
@@ -43,8 +51,8 @@ def instead_of(step: fx.Node) -> str:
 
 
 def instead_of_output(step: fx.Node) -> str:
-    """Of one expert's output, before all are added."""
-    return advice.EVAL if is_op(step, *_RANDOM) else advice.AFTER_EXPERTS
+    """Return the advice for a step on one expert's output, before all are added."""
+    return advice.EVAL if is_random(step) else advice.AFTER_EXPERTS
 
 
 def first_rows(nodes: Iterable[fx.Node]) -> Refusal | None:

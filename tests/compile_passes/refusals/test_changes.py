@@ -335,6 +335,23 @@ class Dropout(Steps):
         return F.dropout(expert(rows), 0.1, self.training)
 
 
+class DropoutInside(Steps):
+    def inside(self, expert, rows):
+        h = F.silu(expert.w1(rows)) * expert.w3(rows)
+        return expert.w2(F.dropout(h, 0.1, self.training))
+
+
+class DropoutBefore(Steps):
+    def inside(self, expert, rows):
+        return expert(F.dropout(rows, 0.1, self.training))
+
+
+class NormInside(Steps):
+    def inside(self, expert, rows):
+        h = F.silu(expert.w1(rows)) * expert.w3(rows)
+        return expert.w2(F.layer_norm(h, (self.I,)))
+
+
 class OutputsNormed(Steps):
     def inside(self, expert, rows):
         return F.layer_norm(expert(rows), (self.H,))
@@ -387,6 +404,19 @@ FURTHER = {
         "F.dropout(expert(rows), 0.1, self.training)`) of one expert's output",
         "model.eval()",
     ),
+    "dropout inside": (
+        DropoutInside,
+        Dropout.eval,
+        "draws random numbers between an expert's products",
+        "model.eval()",
+    ),
+    "dropout before": (DropoutBefore, Dropout.eval, "of an expert's rows is not", "model.eval()"),
+    "norm inside": (
+        NormInside,
+        Steps,
+        "native_layer_norm (`return expert.w2(F.layer_norm(h, (self.I,)))`) between the two products",
+        "activation without parameters",
+    ),
     "outputs": (
         OutputsNormed,
         SumNormed,
@@ -397,10 +427,10 @@ FURTHER = {
     "products": (
         ThirdProduct,
         Steps,
-        "4 choices of rows are not read as experts",
-        "down(act(gate(x)) * up(x))",
+        "between the two products of an expert is no activation",
+        "one or two products of x",
     ),
-    "linear": (LinearExperts, LinearExpertsGathered, "4 choices of rows are not read", "torch.bmm(w[ids]"),
+    "linear": (LinearExperts, LinearExpertsGathered, "4 experts are one linear layer", "torch.bmm(w[ids]"),
     "float64": (Steps, nn.Module.float, "experts that compute in torch.float64", "model.to(torch.bfloat16)"),
 }
 
