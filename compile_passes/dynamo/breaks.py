@@ -17,14 +17,15 @@ _SIZE = "data-dependent expression"
 """In Dynamo's reason: Python asks for a number that only the data knows."""
 
 
-def known_breaks() -> list[Any]:
-    """Dynamo's reasons up to now, for `breaks_since`."""
-    return list(graph_break_reasons)
+def known_breaks() -> int:
+    """How many reasons Dynamo has up to now, for `breaks_since`."""
+    return len(graph_break_reasons)
 
 
-def breaks_since(known: Sequence[Any]) -> list[Any]:
-    before = {id(b) for b in known}
-    return [b for b in graph_break_reasons if id(b) not in before and b.reason != "step_unsupported"]
+def breaks_since(known: int) -> list[Any]:
+    """Return Dynamo's reasons after the first `known`; all of them if it has forgotten those."""
+    since = known if known <= len(graph_break_reasons) else 0
+    return [b for b in graph_break_reasons[since:] if b.reason != "step_unsupported"]
 
 
 def described(broken: Any) -> str:

@@ -1,10 +1,13 @@
-"""Experts that are in no graph: said once, after a compiled model's first call, or an error with "strict".
+"""Experts that are in no graph: said once, after a compiled model's call, or an error with "strict".
 
 A backend sees graphs, one at a time. Where Dynamo leaves a loop over experts to Python, none of them has
 experts, and there is nothing to report; so the model is looked at when its call is over. Said are parameters
 that look like experts': several of one shape, one of them leading back to where another came from, and a name
 or a router that tells. None of them runs in 4 bits, nothing was reported of any graph of the call, and they
 cannot have been left unused: a graph had them as inputs, or Dynamo broke or skipped one in that call.
+
+A later call is looked at if Dynamo compiled something for it, as decoding may be a branch of its own. Experts
+that did not run in 4 bits in that call are told.
 """
 
 from __future__ import annotations
@@ -25,6 +28,7 @@ from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from ..report import Frame
 from ..weights.packed import packed_ids
+from ..weights.runtime import Calls, packed_since
 from .breaks import breaks_since, described, innermost, known_breaks, place, reason_of
 from .rules import around
 
@@ -48,7 +52,9 @@ def expert_parameters(model: nn.Module) -> dict[str, list[nn.Parameter]]:
     for name, module in model.named_modules():
         for path, experts in ((name, [module]), *_lists(name, module)):
             named = bool(_EXPERTS.search(path))
-            weights = _stacked(module) if path == name else _of_each(experts, named)
+            called = _called_experts(module) if path == name else []
+            weights = (_stacked(module) or called) if path == name else _of_each(experts, named)
+            named = named or bool(called)
             if not weights or _SHARED.search(path):
                 continue
             count = weights[0].shape[0] if path == name else len(experts)
@@ -90,6 +96,13 @@ def _stacked(module: nn.Module) -> list[nn.Parameter]:
     return same if len(same) > 1 and _undone(same) else []
 
 
+def _called_experts(module: nn.Module) -> list[nn.Parameter]:
+    """The stacks of matrices that a module itself calls experts, of any shape: `v_experts` [E, N, K]."""
+    own = dict(module.named_parameters(recurse=False))
+    names = {id(p) for n, p in own.items() if _EXPERTS.search(n) and not _SHARED.search(n)}
+    return [w for w in _matrices(module, False, 3) if id(w) in names and w.shape[0] > 1]
+
+
 def _of_each(experts: list[nn.Module], named: bool) -> list[nn.Parameter]:
     """named: they are called experts, and so may be layers or convolutions of any number."""
     own = [_matrices(e, True, *((2, 3, 4, 5) if named else (2,))) for e in experts]
@@ -113,62 +126,80 @@ def _has_router(model: nn.Module, path: str, module: nn.Module, count: int) -> b
 
 
 class Watch:
-    """The first calls of one compiled callable, until one is over that Dynamo compiled something for."""
+    """The calls of one compiled callable: those that Dynamo compiles something for are looked at."""
 
     def __init__(self, context: Any, model: nn.Module, strict: bool) -> None:
-        self._context, self._strict = context, strict
-        self._model = weakref.ref(model)
-        self.silent = False
-        self.inputs: set[int] = set()
+        self._context, self.strict = context, strict
+        self.model = weakref.ref(model)
+        self.first = True
         self.hook = around(lambda _: self._enter, lambda: _nothing)
         """For Dynamo, which calls it before each call, and what it returns after."""
 
     def _enter(self) -> Callable[[], None]:
-        if _waits(self._model()) or torch.compiler.is_compiling():
+        """Begin a call. What is asked of the model may take long: of a later call it is asked at its end, if
+        something was compiled."""
+        if torch.compiler.is_compiling() or (self.first and _waits(self.model())):
             return _nothing
-        self.silent, self.inputs = False, set()
-        before, known = _frames(), known_breaks()
-        _stack().append(self)
-        return lambda: self._exit(before, known)
+        call = _Call(self)
+        _stack().append(call)
+        return call.exit
+
+    def close(self) -> None:
+        """Watch no more: it was said once."""
+        if self.hook in self._context.enter_exit_hooks:
+            self._context.enter_exit_hooks.remove(self.hook)
+
+
+class _Call:
+    """One call of what is watched, with what was found in its graphs."""
+
+    def __init__(self, watch: Watch) -> None:
+        self._watch = watch
+        self._frames, self._known, self._number = _frames(), known_breaks(), Calls.begin()
+        self.silent = False
+        self.inputs: set[int] = set()
 
     def note(self, frame: Frame, inputs: Sequence[Any], looks_like_experts: bool, strict: bool) -> None:
-        self._strict = self._strict or strict
+        """Note what the backend found in one graph of this call."""
+        self._watch.strict = self._watch.strict or strict
         self.silent = self.silent or bool(frame.sites) or bool(frame.note and looks_like_experts)
         self.inputs |= {id(x) for x in inputs if isinstance(x, nn.Parameter)}
 
-    def _exit(self, before: tuple[int, int], known: list[Any]) -> None:
+    def exit(self) -> None:
+        """End the call; tell of experts that none of its graphs has, or raise RuntimeError with "strict"."""
         stack = _stack()
         if self in stack:
             del stack[stack.index(self) :]
-        if sys.exc_info()[1] is not None or _frames()[0] == before[0]:
+        if sys.exc_info()[1] is not None or _frames()[0] == self._frames[0]:
             return
-        if self.hook in self._context.enter_exit_hooks:
-            self._context.enter_exit_hooks.remove(self.hook)
-        text = around(lambda _: self._text, lambda *_: None)(before, known)
-        if text is not None and self._strict:
+        text = around(lambda _: self._text, lambda: None)()
+        if text is not None and self._watch.strict:
             raise RuntimeError(f"fp4: strict=True, but not all experts run in 4 bits. {text}")
         if text is not None:
+            self._watch.close()
             log.warning("%s", text)
 
-    def _text(self, before: tuple[int, int], known: list[Any]) -> str | None:
+    def _text(self) -> str | None:
         """What to say about experts that are in no graph of the call; None if there are none."""
-        broken, (total, captured), model = breaks_since(known), _frames(), self._model()
-        if model is None or (self.silent and not self._strict):
+        watch, broken, (total, captured) = self._watch, breaks_since(self._known), _frames()
+        model, first, watch.first = watch.model(), watch.first, False
+        if model is None or (self.silent and not watch.strict) or (not first and _waits(model)):
             return None
-        in_python = bool(broken) or total - before[0] > captured - before[1]
+        in_python = bool(broken) or total - self._frames[0] > captured - self._frames[1]
         found = expert_parameters(model)
-        done = packed_ids([w for weights in found.values() for w in weights])
+        every = [w for weights in found.values() for w in weights]
+        done = packed_ids(every) if first else packed_since(self._number)
         left = {
             name: weights
             for name, weights in found.items()
             if not any(id(w) in done for w in weights)
             and (in_python or any(id(w) in self.inputs for w in weights))
         }
-        if not left or (not self._strict and len(left) < len(found)):
+        if not left or (not watch.strict and len(left) < len(found)):
             return None
-        if not self._strict:
+        if not watch.strict:
             _not_told(model, left)
-        return _told(left, [described(b) for b in broken], len(found))
+        return _told(left, [described(b) for b in broken], len(found), "" if first else " in this call")
 
 
 def has_experts(x: Any) -> bool:
@@ -204,10 +235,11 @@ def note_left(given: Iterable[Any], error: BaseException) -> None:
             log.warning("%s", _told(found, [why], 0))
 
 
-def _told(left: dict[str, list[nn.Parameter]], breaks: list[str], all_of_them: int) -> str:
+def _told(left: dict[str, list[nn.Parameter]], breaks: list[str], all_of_them: int, when: str = "") -> str:
     names = [f"{name} ({len(weights)} parameters of {weights[0].dtype})" for name, weights in left.items()]
     shown = ", ".join(names[:4]) + (f", and {len(names) - 4} more" if len(names) > 4 else "")
-    what = "nothing was rewritten, yet" if len(left) == all_of_them else "in no graph that was rewritten:"
+    nothing = f"nothing was rewritten{when}, yet"
+    what = nothing if len(left) == all_of_them else "in no graph that was rewritten:"
     lines = [f"{what} these parameters look like experts: {shown}"]
     lines += [f"  graph break: {why}" for why in dict.fromkeys(breaks[:4])]
     return "\n".join([*lines, f"  change: {CHANGE}"])
@@ -216,7 +248,7 @@ def _told(left: dict[str, list[nn.Parameter]], breaks: list[str], all_of_them: i
 _local = threading.local()
 
 
-def _stack() -> list[Watch]:
+def _stack() -> list[_Call]:
     if not hasattr(_local, "stack"):
         _local.stack = []
     return _local.stack
@@ -224,8 +256,8 @@ def _stack() -> list[Watch]:
 
 def note(frame: Frame, inputs: Sequence[Any], looks_like_experts: bool, strict: bool) -> None:
     """What the backend found in one graph."""
-    for watch in _stack():
-        watch.note(frame, inputs, looks_like_experts, strict)
+    for call in _stack():
+        call.note(frame, inputs, looks_like_experts, strict)
 
 
 def _frames() -> tuple[int, int]:

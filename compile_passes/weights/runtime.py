@@ -141,9 +141,12 @@ class _Lookup:
         self._only: _Met | None = None
         """Where there is one."""
         self.on_gpu = False
+        self.ran = 0
+        """The number of the watched call in which the graph ran last."""
         _lookups.add(self)
 
     def get(self, args: Sequence[Any], may_repeat: bool = False) -> tuple[_Packed, _Unsure | None]:
+        self.ran = Calls.number
         late = may_repeat and self.on_gpu and not torch.cuda.is_current_stream_capturing()
         met = self._only if late else None
         if met is None:
@@ -182,6 +185,10 @@ class _Lookup:
         self._only, self.on_gpu = met if len(self._met) == 1 else None, met.on_gpu
         return met.packed
 
+    def met(self) -> list[tuple[int, ...]]:
+        """The ids of all weights that were met."""
+        return list(self._met)
+
     def _forget(self, key: tuple[int, ...]) -> None:
         self._met.pop(key, None)
         self._only = None
@@ -202,6 +209,23 @@ class _Lookup:
 
 
 _lookups: weakref.WeakSet[_Lookup] = weakref.WeakSet()
+
+
+class Calls:
+    """Numbers the calls that are watched, so that it can be told which graphs ran in one."""
+
+    number = 0
+
+    @classmethod
+    def begin(cls) -> int:
+        """Return the number of a call that begins now."""
+        cls.number += 1
+        return cls.number
+
+
+def packed_since(number: int) -> set[int]:
+    """The ids of weights of which something packed was used since that call began."""
+    return {i for lookup in list(_lookups) if lookup.ran >= number for key in lookup.met() for i in key}
 
 
 def _key(weights: tuple[torch.Tensor, ...]) -> tuple[int, ...]:

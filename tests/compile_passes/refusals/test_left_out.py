@@ -277,3 +277,97 @@ def test_what_was_reported_is_not_said_again(warnings):
 def test_transformers_experts_look_like_experts(implementation):
     model = build("qwen3_moe", torch.float32, implementation)
     assert [len(w) for w in expert_parameters(model).values()] == [2, 2]
+
+
+# --- later calls ---
+
+
+class Decoding(ListStyle):
+    """A branch of its own for one token, as chat code has it."""
+
+    def experts_of(self, x: Tensor, ids: Tensor, weights: Tensor) -> Tensor:
+        if x.shape[0] == 1:
+            return self.one(x, ids[0], weights[0])
+        out = torch.zeros_like(x)
+        for e, expert in enumerate(self.list):
+            token, j = torch.where(ids == e)
+            out.index_add_(0, token, weights[token, j, None] * expert(x[token]))
+        return out
+
+    def one(self, x: Tensor, ids: Tensor, weights: Tensor) -> Tensor:
+        return sum(scale * self.list[e](x) for e, scale in zip(ids.tolist(), weights))
+
+
+class DecodingDisabled(Decoding):
+    @torch.compiler.disable
+    def one(self, x: Tensor, ids: Tensor, weights: Tensor) -> Tensor:
+        return sum(scale * self.list[e](x) for e, scale in zip(ids.tolist(), weights))
+
+
+class OtherPartsLater(nn.Module):
+    """What is compiled for the second call, with a graph break, is not the experts."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.moe, self.proj = STYLES["where loop"](), nn.Linear(32, 32)
+
+    def forward(self, x: Tensor, more: bool) -> Tensor:
+        x = self.moe(x)
+        torch._dynamo.graph_break()
+        return self.proj(x) if more else x
+
+
+@pytest.mark.parametrize("make", [Decoding, DecodingDisabled], ids=lambda c: c.__name__)
+def test_a_later_call_is_told_too(make, warnings):
+    module = make()
+    compiled = torch.compile(module, backend=Recorder(activation="bf16"))
+    with torch.no_grad():
+        for n in (9, 9, 1, 1):
+            compiled(torch.randn(n, module.H))
+    (told,) = warnings()
+    assert "nothing was rewritten in this call" in told and "graph break: " in told
+
+
+@pytest.mark.parametrize("make", [Decoding, DecodingDisabled], ids=lambda c: c.__name__)
+def test_a_later_call_with_strict(make):
+    module = make()
+    compiled = torch.compile(module, backend=Recorder(activation="bf16", strict=True))
+    with torch.no_grad():
+        compiled(torch.randn(9, module.H))
+        with pytest.raises(RuntimeError, match="strict=True"):
+            compiled(torch.randn(1, module.H))
+
+
+@pytest.mark.parametrize("strict", [False, True])
+def test_other_parts_of_a_later_call(strict, warnings):
+    module = OtherPartsLater()
+    compiled = torch.compile(module, backend=Recorder(activation="bf16", strict=strict))
+    with torch.no_grad():
+        for more_of_it in (False, True, True):
+            compiled(torch.randn(9, 32), more_of_it)
+    assert warnings() == []
+
+
+class SwitchHead(nn.Module):
+    """Attention's projections are experts, which only their parameters' names say."""
+
+    H = 32
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.v_experts, self.sel = nn.Parameter(torch.randn(4, 32, 32) / 6), nn.Linear(32, 4)
+        self.shared_expert = nn.Parameter(torch.randn(2, 32, 32))
+
+    def forward(self, x: Tensor) -> Tensor:
+        torch._dynamo.graph_break()
+        out = torch.zeros_like(x)
+        for t, e in enumerate(self.sel(x).argmax(-1).tolist()):
+            out[t] = x[t] @ self.v_experts[e]
+        return out
+
+
+def test_parameters_that_are_called_experts(warnings):
+    module = SwitchHead()
+    assert {n: len(w) for n, w in expert_parameters(module).items()} == {"SwitchHead": 1}
+    call(module)
+    assert len(warnings()) == 1 and LEFT in warnings()[0]
