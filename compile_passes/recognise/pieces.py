@@ -66,7 +66,10 @@ class Pieces:
         weights = [f for f in factors if isinstance(f, Ref) and self.reader.is_weight(f.node)]
         weights = [w for w in weights if inner in free_axes(w) and _is_matrix(w)]
         if len(weights) > 1:  # others are vectors, or rows that a parameter holds: `embedding(tokens)`
-            weights = [w for w in weights if _is_over_two(w, inner)][-1:]  # x's rows come first
+            weights = [w for w in weights if _outputs(w, inner)]
+            own = [_outputs(w, inner) for w in weights]
+            if all(own[-1].isdisjoint(axes) for axes in own[:-1]):  # a mask of the weight has its outputs
+                weights = weights[-1:]  # x's rows come first
         if len(weights) != 1:
             return None
         rest = tuple(f for f in factors if f is not weights[0])
@@ -228,14 +231,9 @@ def _is_matrix(weight: Ref) -> bool:
     return value(weight.node).dim() >= 2 or len(free_axes(weight)) > 1
 
 
-def _is_over_two(weight: Ref, inner: Axis) -> bool:
-    """Whether a product's output is along a dimension of it, too; `rows[tokens]` has none but `inner`."""
-    return any(isinstance(i, Axis) and i is not inner for i in _plain(weight))
-
-
-def _plain(ref: Ref) -> Iterator[Term]:
-    """Coordinates of an element, those inside a composed one too, but for what was looked up."""
-    return (i for i in indices(ref) if not isinstance(i, Ref))
+def _outputs(weight: Ref, inner: Axis) -> set[Term]:
+    """The axes of a product's output that a factor has by itself; `rows[tokens]` has none but `inner`."""
+    return {i for i in indices(weight) if isinstance(i, Axis) and i is not inner}
 
 
 def _product(factors: tuple[Term, ...]) -> Term:
