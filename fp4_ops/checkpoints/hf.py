@@ -34,6 +34,7 @@ from .dialects import (
     holds_fp4,
     is_eight_bits,
     quantization_config,
+    stored_config,
 )
 from .families import config_of, model_class, register_families
 from .files import CheckpointError, read_json
@@ -53,9 +54,11 @@ METHOD = "fp4"
 class FP4Config(QuantizationConfigMixin):
     """4-bit experts by fp4_ops, for `from_pretrained(..., quantization_config=FP4Config("nvfp4"))`.
 
+    A folder that is in 4 bits already keeps its format; all but `format` counts for it.
+
     format: quantise a checkpoint that is not in 4 bits to this format when it is loaded.
     activation: as in `fp4_ops.prepare`.
-    stored: the quantization_config of a folder that is in 4 bits already; its format counts then.
+    stored: the quantization_config of a folder that is in 4 bits already.
     device: where a folder in 4 bits goes; None leaves that to transformers' device_map.
     requantize, trainable_inputs: as in `fp4_ops.load_checkpoint`; ep_group: the group's name.
     """
@@ -77,6 +80,12 @@ class FP4Config(QuantizationConfigMixin):
         check_activation_choice(activation, None if stored else format)
         self.format, self.activation, self.stored, self.device = format, activation, stored, device
         self.requantize, self.trainable_inputs, self.ep_group = requantize, trainable_inputs, ep_group
+
+    def of_folder(self, stored: dict[str, Any]) -> FP4Config:
+        """The same options for a folder in 4 bits, whose quantization_config is `stored`."""
+        made = copy.copy(self)
+        made.stored = dict(stored)
+        return made
 
     def to_dict(self) -> dict[str, Any]:
         """What a saved folder's config says: the dialect of its files, which others read too."""
@@ -120,6 +129,7 @@ class FP4HfQuantizer(HfQuantizer):
         _check_sizes(model, self.quantization_config.ep_group)
         self._files = list(checkpoint_files or ())
         if self.stored is None:
+            _check_ordinary(checkpoint_files)
             how = self.quantization_config
             arriving = ArrivingExperts(
                 model, how.format, how.activation, how.trainable_inputs, shared_names(model)
@@ -219,6 +229,16 @@ class FP4HfQuantizer(HfQuantizer):
         return True
 
 
+def _check_ordinary(files: list[str] | None) -> None:
+    """Raises CheckpointError for a folder that is quantised in a way that transformers does not know."""
+    path = Path(files[0]).parent if files else None
+    if path is not None and (path / "config.json").exists() and stored_config(path) is not None:
+        raise CheckpointError(
+            f"fp4: {path} is quantised already, by a tool that transformers does not know: call "
+            "fp4_ops.register_with_transformers() before from_pretrained, or fp4_ops.load_checkpoint"
+        )
+
+
 def _dtypes_of(model: Any) -> dict[str, torch.dtype]:
     """Of the parameters, by name, before their weights are read; but for those that a model of half precision
     keeps in float32, whose dtype is transformers' business."""
@@ -307,9 +327,26 @@ def _is_ours(dialects: tuple[Dialect, ...]) -> bool:
     return bool(kinds) and all(kinds)
 
 
+def _merge() -> Any:
+    """`AutoHfQuantizer.merge_quantization_configs`, in which an FP4Config counts for folders in 4 bits."""
+    original: Any = auto.AutoHfQuantizer.__dict__["merge_quantization_configs"].__func__
+
+    @functools.wraps(original)
+    def merge_quantization_configs(cls: Any, stored: Any, given: Any) -> Any:
+        if isinstance(given, FP4Config) and isinstance(stored, dict) and stored.get("quant_method") != METHOD:
+            return given.of_folder(stored)
+        return original(cls, stored, given)
+
+    merge_quantization_configs._fp4_original = original  # type: ignore[attr-defined]
+    made: Any = merge_quantization_configs
+    return classmethod(made)
+
+
 def register_quantizer() -> None:
     """Makes quant_method and ep_implementation "fp4" known to transformers; nothing else changes."""
     expert_parallel.register()
+    if not hasattr(auto.AutoHfQuantizer.merge_quantization_configs, "_fp4_original"):
+        auto.AutoHfQuantizer.merge_quantization_configs = _merge()  # type: ignore[method-assign]
     auto.AUTO_QUANTIZATION_CONFIG_MAPPING[METHOD] = FP4Config
     auto.AUTO_QUANTIZER_MAPPING[METHOD] = FP4HfQuantizer
 
@@ -326,8 +363,8 @@ def _with_all_it_says() -> Any:
     def get_config_dict(cls: Any, name: Any, **kwargs: Any) -> tuple[dict[str, Any], dict[str, Any]]:
         config, rest = original(cls, name, **kwargs)
         stored = quantization_config(config) if config else None
-        if stored is not None and config.get("quantization_config"):
-            config["quantization_config"] = stored
+        if stored is not None and (config.get("quantization_config") or config.get("compression_config")):
+            config["quantization_config"] = _named(stored)
         elif config and stored is None:
             where = {
                 k: kwargs[k] for k in ("cache_dir", "token", "revision", "local_files_only") if k in kwargs
@@ -346,7 +383,16 @@ def _with_all_it_says() -> Any:
     return classmethod(made)
 
 
-METHODS = ("modelopt", "compressed-tensors", "mxfp4", "gptq", "awq", "auto-round", "quark", "fp8")
+def _named(stored: dict[str, Any]) -> dict[str, Any]:
+    """With the quant_method that some exports of ModelOpt leave out."""
+    modelopt = not stored.get("quant_method") and (stored.get("quant_algo") or stored.get("quantization"))
+    return {**stored, "quant_method": "modelopt"} if modelopt else stored
+
+
+METHODS = (
+    "modelopt", "compressed-tensors", "mxfp4", "gptq", "awq", "auto-round", "auto_round", "intel/auto-round",
+    "quark", "fp8",
+)  # fmt: skip
 """The `quant_method`s of the dialects."""
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import errno
 import json
 import os
@@ -319,3 +320,55 @@ def test_a_folder_that_cannot_be_written_is_one_line(tmp_path):
     (tmp_path / "file").write_text("")
     with pytest.raises(SystemExit, match=r"file.*[Nn]ot a directory"):
         main(["quantize", str(tmp_path / "source"), "-o", str(tmp_path / "file" / "out")])
+
+
+ARGUMENTS = {
+    "activation": ({"activation": "bf16"}, CT, lambda m: experts(m)._fp4_recipe.a_format == "none"),
+    "trainable_inputs": ({"trainable_inputs": True}, CT, lambda m: m.hf_quantizer.is_trainable),
+    "requantize": ({"requantize": "mxfp4"}, "int4", lambda m: experts(m).down_proj.format == "mxfp4"),
+}  # fmt: skip
+
+
+def experts(model):
+    return model.model.layers[0].mlp.experts
+
+
+@pytest.mark.parametrize("known", [False, True])
+@pytest.mark.parametrize("name", ARGUMENTS)
+def test_from_pretrained_takes_the_arguments_of_load_checkpoint(name, known, tmp_path):
+    options, dialect, holds = ARGUMENTS[name]
+    if dialect == "int4":
+        tiny().save_pretrained(tmp_path / "source")
+        quantize_checkpoint(tmp_path / "source", tmp_path / "out", "int4_g32", progress=False)
+    else:
+        (tmp_path / "out").mkdir()
+        write_folder(tmp_path / "out", tiny(), dialect)
+    with hf.registered() if known else contextlib.nullcontext():
+        model = type(tiny()).from_pretrained(tmp_path / "out", quantization_config=hf.FP4Config(**options))
+    want = fp4_ops.load_checkpoint(None, tmp_path / "out", **options)
+    assert holds(model) and holds(want)
+    ids = torch.arange(10).view(1, 10)
+    with torch.no_grad():
+        assert torch.equal(model(input_ids=ids).logits, want(input_ids=ids).logits)
+    model.to(torch.float16)
+    with torch.no_grad():
+        assert model(input_ids=ids).logits.dtype == torch.float16
+
+
+def test_a_folder_that_transformers_does_not_know_is_not_quantised_again(tmp_path):
+    write_folder(tmp_path, tiny(), "modelopt-nvfp4")
+    with pytest.raises(CheckpointError, match=r"is quantised already.*register_with_transformers"):
+        type(tiny()).from_pretrained(tmp_path, quantization_config=hf.FP4Config())
+
+
+@HOW
+@pytest.mark.parametrize("stored", ["modelopt without a method", "compression_config"])
+def test_configs_in_their_older_places(stored, how, registered, tmp_path):
+    values = write_folder(tmp_path, tiny(), "modelopt-nvfp4" if stored[0] == "m" else CT)
+    if stored == "compression_config":
+        edit_json(
+            tmp_path / "config.json", lambda c: c.update(compression_config=c.pop("quantization_config"))
+        )
+    else:
+        edit_json(tmp_path / "config.json", lambda c: c["quantization_config"].pop("quant_method"))
+    assert_holds(loaded(tmp_path, how), values)
