@@ -3,6 +3,7 @@
     python benchmarks/compile_time.py loop 8 64 128       an unrolled loop over experts, beside Inductor alone
     python benchmarks/compile_time.py layers 8x4 8x16     EXPERTSxLAYERS of a Mixtral (grouped_mm), the same
     python benchmarks/compile_time.py passes 8x4 128x48   only Dynamo and the passes, which take seconds
+    python benchmarks/compile_time.py traced 8 128 512    the same for the loop
     ... --family qwen3_moe                                another of transformers' families
 
 CPU seconds of the first call, C++ compilers and the packing of the weights included. One thread, bfloat16, no
@@ -192,6 +193,21 @@ def passes_alone(cells: list[str], family: str) -> Iterator[record.Row]:
         before = (experts, count, own)
 
 
+def traced(cells: list[str], family: str) -> Iterator[record.Row]:
+    """Dynamo and the passes for a loop over experts; what they hand on is not compiled."""
+    options = parse(None, None)
+    x = torch.randn(TOKENS, HIDDEN, dtype=torch.bfloat16)
+    first_call(Loop(4).bfloat16(), x, lambda gm, inputs: _analysed(gm, inputs, options))
+    for experts in map(int, cells):
+        model, passes = Loop(experts).bfloat16(), Passes()
+        whole, _ = first_call(model, x, lambda gm, inputs: _analysed(gm, inputs, options))
+        passes.stop()
+        yield {
+            "table": "traced", "experts": experts, "dynamo_s": whole - passes.total,
+            "passes_s": passes.total, "capture_s": passes.capture,
+        }  # fmt: skip
+
+
 def _analysed(gm: torch.fx.GraphModule, inputs: Any, options: Any) -> Any:
     rewritten, _ = pipeline.analyse(gm, inputs, options)
     assert rewritten is not None
@@ -204,8 +220,8 @@ def _cell(text: str) -> tuple[int, int]:
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("table", choices=["loop", "layers", "passes"])
-    parser.add_argument("cells", nargs="+", help="EXPERTS for loop, otherwise EXPERTSxLAYERS")
+    parser.add_argument("table", choices=["loop", "layers", "passes", "traced"])
+    parser.add_argument("cells", nargs="+", help="EXPERTS for loop and traced, otherwise EXPERTSxLAYERS")
     parser.add_argument("--family", default="mixtral")
 
 
@@ -216,9 +232,8 @@ def rows(args: argparse.Namespace) -> Iterator[record.Row]:
     warnings.simplefilter("ignore")
     with torch._inductor.config.patch(force_disable_caches=True):
         torch.compile(lambda a: (a @ a).relu() + 1)(torch.randn(8, 8))  # what any first compilation costs
-        yield from {"loop": loop, "layers": layers, "passes": passes_alone}[args.table](
-            args.cells, args.family
-        )
+        tables = {"loop": loop, "layers": layers, "passes": passes_alone, "traced": traced}
+        yield from tables[args.table](args.cells, args.family)
 
 
 if __name__ == "__main__":

@@ -12,7 +12,7 @@ from ..operands import operand
 from .axes import Opaque
 from .indexing import Indexing
 from .indicators import as_boolean, indicator, is_boolean, is_indicator, opposite
-from .terms import Apply, Axis, Composite, Const, Mul, Ref, Term, Value
+from .terms import Add, Apply, Axis, Composite, Const, Mul, Ref, Term, Value, flatten
 
 
 class Conditions(Indexing):
@@ -80,7 +80,23 @@ class Conditions(Indexing):
         for kept, zero, wanted in ((a, other, True), (other, a, False)):
             if is_tensor(kept) and self._is_zero(zero):
                 return self._masked(node, self.value(mask, 0), self.value(kept, level), wanted)
-        raise Opaque
+        if level < 2 or not (is_tensor(a) and is_tensor(other)):
+            raise Opaque
+        return self._added_where(node, *(self.value(n, at) for n, at in ((mask, 0), (a, 2), (other, 2))))
+
+    def _added_where(self, node: fx.Node, mask: Value, a: Value, b: Value) -> Value:
+        """where(mask, x + y, x) and where(mask, x, x + y): x, plus y times an indicator."""
+        mask, a, b = values = self.broadcast([mask, a, b])
+        dims, more, less = self._joined(values), flatten(a.term, Add), flatten(b.term, Add)
+        wanted = len(more) > len(less)
+        if not wanted:
+            more, less = less, more
+        before = set(less)
+        added = [t for t in more if t not in before]
+        if len(less) + len(added) != len(more) or not is_boolean(mask.term):
+            raise Opaque
+        by = mask.term if wanted else opposite(mask.term)
+        return Value(dims, Add([*less, *(Mul(by, t) for t in added)], self.ref(node, dims)))
 
     def _masked_fill(self, node: fx.Node, level: int) -> Value:
         """masked_fill(a, mask, 0): a times the opposite."""

@@ -602,11 +602,13 @@ def test_rows_of_compile_time(monkeypatch):
         (loop,) = first_rows("compile_time", ["loop", "4"])
         (layers,) = first_rows("compile_time", ["layers", "8x4"])
         passes = first_rows("compile_time", ["passes", "8x4", "8x6", "16x6"])
+        (traced,) = first_rows("compile_time", ["traced", "4"])
     finally:
         torch.set_num_threads(threads)
     assert (loop["experts"], loop["speedup"]) == (4, 1.0)
     assert (layers["family"], layers["experts"], layers["layers"]) == ("mixtral", 8, 4)
     assert [row["growth_s_per_layer"] for row in passes] == [None, 0.0, None]
+    assert (traced["experts"], traced["dynamo_s"]) == (4, 2.0)
 
 
 def test_rows_of_changed_weights(monkeypatch):

@@ -63,6 +63,24 @@ class IndexAdd(Experts):
         return out
 
 
+class Where(Experts):
+    def experts_of(self, x: Tensor, ids: Tensor, weights: Tensor) -> Tensor:
+        out = torch.zeros_like(x)
+        for e in range(self.E):
+            mask = (ids == e).any(-1, keepdim=True)
+            out = torch.where(mask, out + self.expert(e, x) * self.weight(e, ids, weights), out)
+        return out
+
+
+class WhereNot(Experts):
+    def experts_of(self, x: Tensor, ids: Tensor, weights: Tensor) -> Tensor:
+        out = torch.zeros_like(x)
+        for e in range(self.E):
+            others = (ids != e).all(-1, keepdim=True) if self.k > 1 else ids != e
+            out = torch.where(others, out, self.expert(e, x) * self.weight(e, ids, weights) + out)
+        return out
+
+
 class IndexPut(Experts):
     def experts_of(self, x: Tensor, ids: Tensor, weights: Tensor) -> Tensor:
         out = torch.zeros_like(x)
@@ -97,6 +115,7 @@ def slowly(*values: object) -> object:
     ("form", "layers", "experts"),
     [
         (Plus, 2, 128),
+        more(Where, 1, 128),
         more(Stack, 2, 128),
         *(slowly(form, 2, 256) for form in (Plus, IndexAdd, IndexPut, Stack)),
         slowly(IndexAdd, 2, 512),
@@ -113,6 +132,45 @@ def test_each_loop_becomes_one_operator(form, layers, experts):
     assert recorder.ops == ["fp4::moe"] * layers, recorder.reasons
     assert recorder.compilations == 1
     assert relative_error(got, want) < 1e-4
+
+
+@pytest.mark.parametrize(("form", "k"), [(Where, 2), (WhereNot, 1)])
+def test_sums_that_change_where_a_mask_says(form, k):
+    model, recorder, x = form(5, k, hidden=H, inter=INTER), Recorder(activation="bf16"), torch.randn(24, H)
+    with torch.no_grad():
+        got, want = torch.compile(model, backend=recorder, fullgraph=True)(x), model.twin()(x)
+    assert recorder.ops == ["fp4::moe"], recorder.reasons
+    assert relative_error(got, want) < 1e-4
+
+
+class OtherThanTheSum(Where):
+    """Where the mask is not set, the sum is not what it was."""
+
+    def experts_of(self, x: Tensor, ids: Tensor, weights: Tensor) -> Tensor:
+        out = torch.zeros_like(x)
+        for e in range(self.E):
+            mask = (ids == e).any(-1, keepdim=True)
+            out = torch.where(mask, out + self.expert(e, x) * self.weight(e, ids, weights), 2 * out)
+        return out
+
+
+class OfTheOneBefore(Where):
+    """An expert's output counts where the mask of the one before is set."""
+
+    def experts_of(self, x: Tensor, ids: Tensor, weights: Tensor) -> Tensor:
+        out = torch.zeros_like(x)
+        for e in range(self.E):
+            mask = (ids == (e - 1) % self.E).any(-1, keepdim=True)
+            out = torch.where(mask, out + self.expert(e, x) * self.weight(e, ids, weights), out)
+        return out
+
+
+@pytest.mark.parametrize("form", [OtherThanTheSum, OfTheOneBefore])
+def test_other_sums_under_a_mask_stay(form):
+    model, recorder, x = form(5, hidden=H, inter=INTER), Recorder(activation="bf16"), torch.randn(24, H)
+    with torch.no_grad():
+        got, want = torch.compile(model, backend=recorder, fullgraph=True)(x), model(x)
+    assert recorder.ops == [] and relative_error(got, want) < 1e-5
 
 
 def test_the_reason_is_true_where_the_stack_is_full(monkeypatch, caplog):
