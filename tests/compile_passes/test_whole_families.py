@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import copy
+import random
 
 import pytest
 import torch
-from conftest import more
+from conftest import SEED, more
 from families import FAMILIES, TRANSPOSED, tiny
 from moe_models import Recorder, fake_quantised, relative_error, tokens
 from torch import nn
@@ -60,6 +61,25 @@ def test_no_pass_fails(family):
     with torch.no_grad():
         run(torch.compile(model, backend=recorder), tokens(2, 7), **kwargs)
     assert recorder.frames and not [f for f in recorder.frames if " failed: " in f.note]
+
+
+THROUGH_INDUCTOR = (
+    *("mixtral", "gpt_oss", "qwen3_moe", "olmoe", "deepseek_v3", "granitemoehybrid", "jamba", "nemotron_h"),
+    "qwen3_vl_moe_text",
+)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("family", random.Random(SEED).sample(THROUGH_INDUCTOR, 1))
+def test_a_drawn_family_through_inductor(family):
+    """As users call a model: default arguments, which make a cache; several sequences; a second length."""
+    model = tiny(family)
+    twin = exact(family, model)
+    compiled = torch.compile(model, backend="fp4", options={"activation": "bf16"})
+    with torch.no_grad():
+        for length in (7, 11):
+            ids = tokens(2, length)
+            assert relative_error(run(compiled, ids), run(twin, ids)) < 1e-3
 
 
 class Heads(nn.Module):

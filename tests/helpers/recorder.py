@@ -52,7 +52,7 @@ class Recorder:
     def __call__(self, gm: torch.fx.GraphModule, inputs: Sequence[Any]) -> Callable[..., Any]:
         def run_graph(graph: torch.fx.GraphModule, inputs: Sequence[Any], config_patches: Any) -> Any:
             self.graphs.append(graph)
-            return graph if self.run is None else self.run(graph, inputs, config_patches)
+            return graph if self.run is None else self.run(graph, inputs, config_patches=config_patches)
 
         self.compilations += 1
         return compile_graph(gm, inputs, self.options, run_graph, self.frames.append)
