@@ -11,7 +11,7 @@
 # make test-hopper  some of the Hopper kernels' tests, others each time, on an emulated GPU (with a CUDA toolkit)
 # make test-sanitized  tests the CPU's operators under gcc's AddressSanitizer and UndefinedBehaviorSanitizer
 # make dev        builds what tests and tools see of host-only C++: a module of pybind11, which no wheel has
-# make lint       ruff, clang-format, mypy
+# make lint       ruff, clang-format, mypy, and the first words of docstrings (release/docstrings.py)
 # make docs       builds the documentation as a site into build/site; every link and anchor must lead somewhere
 # make wheel      builds a wheel for this machine and tries it in a new virtual environment
 # make wheels     both wheels that people install, x86-64 and aarch64, into dist/
@@ -70,6 +70,7 @@ dev: $(VENV)/dev
 lint: $(VENV)/linters
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
+	$(BIN)/python release/docstrings.py
 	find csrc tests -name '*.cpp' -o -name '*.h' -o -name '*.cu' -o -name '*.cuh' | xargs $(BIN)/clang-format --dry-run -Werror
 	$(BIN)/mypy
 

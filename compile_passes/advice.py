@@ -1,9 +1,9 @@
-"""What a person could change so that what was refused is recognised: a sentence for each refusal.
+"""Advice for every refusal: the smallest change to the model after which the block is recognised.
 
-`graph.need`, `graph.refuse` and the exceptions that leave a graph or a branch alone take one beside the
-reason. Where nothing in the model would help, it begins with "none: " and says why. In the sentences, x is
-the tokens [T, H], ids and weights are the routing [T, k] over E experts, rows are tokens repeated for their
-experts.
+`graph.need`, `graph.refuse` and the exceptions that leave a graph or a branch alone take one text of this
+file beside the reason. If no change to the model would help, the text begins with "none: " and says why. In
+the texts, x is the tokens [T, H], ids and weights are the routing [T, k] over E experts, and rows are tokens
+repeated for their experts.
 """
 
 from __future__ import annotations

@@ -15,9 +15,10 @@ from .options import ACTIVATION_CHOICES
 
 
 def add_commands(commands: Any) -> None:
-    """commands: what `ArgumentParser.add_subparsers` returned."""
+    """Add the command to `commands`, the result of `ArgumentParser.add_subparsers`."""
     parser = commands.add_parser(
-        "explain", help="say what torch.compile(backend='fp4') would rewrite in a model, and what not and why"
+        "explain",
+        help="say what torch.compile(backend='fp4') rewrites in a model, and why it leaves the rest alone",
     )
     parser.add_argument(
         "factory",

@@ -1,4 +1,4 @@
-"""What nodes are called in messages: by the user's names and lines, never by the graph's."""
+"""Names nodes in messages by the user's names and lines, never by the graph's."""
 
 from __future__ import annotations
 
@@ -10,11 +10,11 @@ from torch import fx
 
 _TORCH = str(torch.__file__).removesuffix("__init__.py")
 _LONG = 80
-"""Characters of a line that are quoted."""
+"""Most characters of a line that a message quotes."""
 
 
 def called(node: fx.Node) -> str:
-    """An input's name in the model; for anything else the operator, and the user's code that it is of."""
+    """Return an input's name in the model. For another node return the operator and the user's code."""
     if node.op == "placeholder":
         return input_name(node)
     packet = getattr(node.target, "overloadpacket", node.target)
@@ -24,14 +24,14 @@ def called(node: fx.Node) -> str:
 
 
 def source_line(node: fx.Node) -> str:
-    """The innermost line of code outside torch that a node comes from, as it is written."""
+    """Return the user's code that a node comes from: the innermost line outside torch."""
     frames = _frames(node)
     code = frames[-1][3].strip() if frames else ""
     return code if len(code) <= _LONG else f"{code[:_LONG]}..."
 
 
 def _frames(node: fx.Node) -> list[tuple[str, str, str, str]]:
-    """(path, line, function, code) of all frames outside torch."""
+    """Return (path, line, function, code) of all frames outside torch."""
     found = re.findall(
         r'File "([^"]+)", line (\d+), in (\S+)(?:\n    ([^\n]*))?', node.meta.get("stack_trace") or ""
     )
@@ -39,13 +39,13 @@ def _frames(node: fx.Node) -> list[tuple[str, str, str, str]]:
 
 
 def source_name(source: Any) -> str:
-    """Where Dynamo found an input, such as L['self']._modules['experts']._parameters['down_proj']."""
+    """Return Dynamo's source of an input, such as L['self']._modules['experts']._parameters['down_proj']."""
     name = getattr(source, "name", "")
     return name if isinstance(name, str) else name()  # a method in older torch
 
 
 def location(node: fx.Node) -> str:
-    """The innermost line outside torch that a node comes from."""
+    """Return file, line and function of the user's code that a node comes from."""
     frames = _frames(node)
     if not frames:
         return called(node) if node.op == "placeholder" else node.name

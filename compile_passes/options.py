@@ -1,4 +1,4 @@
-"""What `torch.compile(model, backend="fp4", mode=..., options={...})` accepts."""
+"""Options of `torch.compile(model, backend="fp4", mode=..., options={...})`."""
 
 from __future__ import annotations
 
@@ -23,20 +23,20 @@ from ..meta.layouts import LAYOUTS
 class Options:
     format: str = "nvfp4"
     activation: str = "auto"
-    """Of activations, one of ACTIVATION_CHOICES: "bf16" leaves them in the model's dtype, "auto" picks."""
+    """Format of activations, one of ACTIVATION_CHOICES. "bf16" keeps the model's dtype, "auto" chooses."""
     linear: bool = False
-    """Whether linear layers outside experts run in 4 bits too."""
+    """True if linear layers outside experts run in 4 bits too."""
     strict: bool = False
-    """Whether experts that keep their original weights are an error."""
+    """True if experts that keep their original weights are an error."""
     inductor: dict[str, Any] = field(default_factory=dict)
 
     @property
     def wanted(self) -> str:
-        """The a_format that was asked for, where `a_format` says what a layout makes of it."""
+        """The a_format that the user asked for. The method `a_format` gives the one that a layout allows."""
         return ACTIVATION_CHOICES[self.activation]
 
     def a_format(self, device_type: str, layout: str = "plain") -> tuple[str, str]:
-        """(a_format as the operators name it, why)."""
+        """Return the operators' a_format, and why it was chosen."""
         if self.activation == "auto":
             chosen = auto_a_format(device_type, layout)
             return chosen, f"auto: {_AUTO[chosen]} on {device_type}"
@@ -46,8 +46,8 @@ class Options:
         if self.activation in FP4_FORMATS:
             if self.activation not in (LAYOUTS[layout].a_formats or FP4_FORMATS):
                 raise ValueError(
-                    f"fp4: activation={self.activation!r} finds no kernel for weights in layout {layout!r}. "
-                    "Use activation='bf16' or 'auto'."
+                    f"fp4: activation is {self.activation!r}; no kernel takes it with weights in layout "
+                    f"{layout!r}. Use activation='bf16' or 'auto'."
                 )
             return self.activation, "asked for"
         return "none", "asked for"

@@ -79,7 +79,7 @@ class _State:
     found: list[Product | Refusal] = field(default_factory=list)
     products: dict[fx.Node, Product] = field(default_factory=dict)
     why_not: dict[fx.Node, Refusal] = field(default_factory=dict)
-    """Of a product that ends something like a block: why it is none."""
+    """Why a product that looks like the end of a block is not one."""
     written: dict[fx.Node, fx.Node] = field(default_factory=dict)
     """Products with weights that the graph has written to before."""
     search: Search | None = None

@@ -213,8 +213,10 @@ def _has_expert_weights(gm: fx.GraphModule, inputs: Sequence[Any]) -> bool:
 
 
 def _experts_as_arguments(gm: fx.GraphModule, inputs: Sequence[Any]) -> list[str]:
-    """The names of some inputs that are no parameters, but lead back to where others come from, many times,
-    in a graph that chooses experts."""
+    """Names of inputs that look like expert weights but are not parameters.
+
+    Several matrices come in pairs [a, b] and [b, a], and the graph routes.
+    """
     given = [
         (n, x)
         for n, x in _pairs(gm, inputs)

@@ -1,4 +1,4 @@
-"""What the passes did and why: the data behind `fp4_ops.explain` and the log."""
+"""Report of the passes: the data behind `fp4_ops.explain` and the log."""
 
 from __future__ import annotations
 
@@ -12,11 +12,12 @@ from .pass_log import PassRun
 
 @dataclass(frozen=True)
 class Gain:
-    """What a step of `tokens` tokens reads of a place's weights: an estimate from bytes, nothing is measured.
+    """Estimate of the weight bytes that a step of `tokens` tokens reads at a place. Nothing is measured.
 
-    Tokens choose their k of E experts alike and independently, so E (1 - (1 - k/E)^tokens) experts are read;
-    a form that runs every expert for every token reads all of them before. `speedup`, the ratio of the
-    bytes, bounds what is gained while reading weights is what takes the time, as in decode; not in prefill.
+    The estimate assumes that tokens choose their k of E experts uniformly and independently. Then a step
+    reads E (1 - (1 - k/E)^tokens) experts. A model that runs every expert for every token reads all of them.
+    `speedup` is the ratio of the bytes. It bounds the gain of decode, where reading weights takes the time,
+    but not of prefill.
     """
 
     tokens: int
@@ -35,13 +36,13 @@ class Gain:
 
 @dataclass(frozen=True)
 class Load:
-    """Who reads a place's weights: each of `tokens` rows (None: unknown) meets `k` of `experts` matrices."""
+    """Reads of a place's weights: each of `tokens` rows (None: unknown) uses `k` of `experts` matrices."""
 
     experts: int
     k: int
     tokens: int | None
     all_before: bool = False
-    """Whether the model itself runs every expert for every token."""
+    """True if the model itself runs every expert for every token."""
 
     def gain(self, bytes_before: int, bytes_after: int) -> Gain | None:
         if self.tokens is None or not bytes_after:
@@ -53,7 +54,7 @@ class Load:
 
 
 def hint(size: Any) -> int | None:
-    """A size as it is in this run."""
+    """Return the value of a size in this run, or None."""
     if isinstance(size, int):
         return size
     node = size.node
@@ -85,11 +86,11 @@ class Site:
     activation: str = ""
     """The gate's activation function, for a whole block."""
     a_format: str = ""
-    """How activations enter the products, and why."""
+    """Format of activations in the products, and why."""
     bytes_before: int = 0
     bytes_after: int = 0
     gain: Gain | None = None
-    """Of the step that was traced; None if the model held the weights in 4 bits already."""
+    """Estimate for the step that was traced. None if the model held the weights in 4 bits already."""
     change: str = ""
     """Where there is a reason: the smallest change to the model that would help, or "none: " and why."""
 
@@ -136,9 +137,9 @@ class Frame:
     note: str = ""
     """Why the whole graph was left to Inductor, if it was."""
     change: str = ""
-    """What would help then."""
+    """The change to the model that would help in that case."""
     also: list[str] = field(default_factory=list)
-    """What was rewritten around the experts, in words."""
+    """Other rewrites of this graph, such as routers and attention, in words."""
     not_compiled: str = ""
     """The error, if Inductor could not compile the rewritten graph in this process: it runs as captured."""
     passes: list[PassRun] = field(default_factory=list)
@@ -170,11 +171,11 @@ class Report:
 
     frames: list[Frame] = field(default_factory=list)
     graph_breaks: list[str] = field(default_factory=list)
-    """Why Dynamo left the graph: what runs between two graphs runs as it always did."""
+    """Reasons why Dynamo ended a graph. Code between two graphs runs as it always did."""
     skipped: int = 0
-    """How many frames Dynamo did not capture at all."""
+    """Number of frames that Dynamo did not capture."""
     not_captured: list[str] = field(default_factory=list)
-    """Which those are: function, file, line, and the line and reason that keeps it out (the latest 64)."""
+    """The latest 64 of them: function, file, line, and the line and reason that stopped Dynamo."""
     seen_through: list[str] = field(default_factory=list)
     """Branches on a number of rows that are in no graph, because all they skip does nothing without rows."""
     hints: list[str] = field(default_factory=list)
@@ -204,7 +205,9 @@ class Report:
         ]
         out += [f"graph break: {reason}" for reason in self.graph_breaks]
         if self.skipped:
-            out.append(f"{self.skipped} functions that Dynamo could not capture run as they always did")
+            out.append(
+                f"{self.skipped} functions run as they always did, because Dynamo could not capture them"
+            )
             out += [f"  {told}" for told in self.not_captured]
         out += [f"hint: {hint}" for hint in self.hints]
         total = f"{_count(self.sites)} in {len(self.frames)} graphs"

@@ -77,7 +77,8 @@ def _take_the_way_that_works(tx: Any, branch: Any) -> bool | None:
 
 
 _GROWN = "_fp4_grown"
-"""On Dynamo's output: lists that are shorter where experts without rows are skipped, and those branches."""
+"""Key on the OutputGraph. Lists that would be shorter if idle experts were skipped, each with the branch
+that skips them."""
 
 
 def _asks_whether_there_are_rows(tx: Any, jump: Any) -> None:

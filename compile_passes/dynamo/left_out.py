@@ -1,9 +1,9 @@
 """Experts that are in no graph: said once, after a compiled model's call, or an error with "strict".
 
 A backend sees graphs, one at a time. Where Dynamo leaves a loop over experts to Python, none of them has
-experts, and there is nothing to report; so the model is looked at when its call is over. Said are parameters
-that look like experts': several of one shape, one of them leading back to where another came from, and a name
-or a router that tells. None of them runs in 4 bits, nothing was reported of any graph of the call, and they
+experts, and there is nothing to report; so the model is looked at when its call is over. A warning names
+parameters that look like experts: several of one shape, an up/down pair, and `expert` in the path or a router
+beside them. None of them runs in 4 bits, nothing was reported of any graph of the call, and they
 cannot have been left unused: a graph had them as inputs, or Dynamo broke or skipped one in that call.
 
 A later call is looked at if Dynamo compiled something for it, as decoding may be a branch of its own. Experts

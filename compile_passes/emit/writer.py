@@ -78,7 +78,8 @@ class QuantisedRows(NamedTuple):
     global_scale: fx.Node | None = None
     a_format: str = ""
     finite: fx.Node | None = None
-    """bool [..., 1]: rows whose products are NaN where it is false, as no scale can say so."""
+    """bool [..., 1]. False marks rows with NaN or infinity; their products are set to NaN, because no block
+    scale can encode that."""
 
 
 class Writer:
@@ -193,7 +194,7 @@ class Writer:
         `block`: those of `fp4::moe`."""
         how = Activations(*self.options.a_format(value(like).device.type, layout))
         if how.format == "int8" and LAYOUTS[layout].native and not block:
-            return Activations("none", "on a GPU int8 is of fp4::moe alone")
+            return Activations("none", "on a GPU only fp4::moe supports int8 activations")
         return how
 
     def quantised(self, a: fx.Node, activations: Activations, layout: str) -> QuantisedRows:

@@ -160,7 +160,8 @@ def exact_int(node: fx.Node) -> fx.Node:
 
 def sole_user(node: fx.Node) -> fx.Node:
     users = list(node.users)
-    need(len(users) == 1, f"{called(node)} is used {len(users)} times, so it must stay", node, advice.UNREAD)
+    reason = f"{called(node)} is also read outside the expert block, so it cannot be fused away"
+    need(len(users) == 1, reason, node, advice.UNREAD)
     return users[0]
 
 

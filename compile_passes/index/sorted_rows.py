@@ -143,7 +143,7 @@ class SortedRows(Values):
         refuse(reason, a, advice.TOKEN_ROWS)
 
     def _counted(self, counts: fx.Node, experts: int) -> tuple[Term, list[Axis]] | None:
-        """Of what, over which axes, counts [E] is the histogram: counts[e] is how often it is e."""
+        """Find (ids, axes) such that counts[e] is the number of positions along `axes` where ids == e."""
         node = exact_int(counts)
         v = self.value(node, 0)
         if isinstance(v.term, Sum) and is_eq(v.term.body):

@@ -264,7 +264,10 @@ class Add(Composite):
 
 
 class OverAxes(Composite):
-    """One value of `body` for all of `axes`, which occur nowhere outside it; without axes the body itself."""
+    """A reduction of `body` over `axes`. The axes are bound: they appear nowhere else.
+
+    With no axes this is `body`.
+    """
 
     __slots__ = ()
     word = ""

@@ -348,7 +348,7 @@ class Matcher(Pieces):
         return _Input(first.x, first.scales, act, matrices, biases, gain)
 
     def _up(self, leaf: Term, lin: Linear, m: Mixture) -> _Up:
-        """Of gate and up one, which is `leaf`."""
+        """Reads one of the two input products, gate or up, from `leaf`."""
         up = self.linear(leaf)
         assert up is not None
         matrix, bias = self._matrix(up, lin.inner, m.root)

@@ -496,4 +496,4 @@ def _is_vague(refusal: Refusal) -> bool:
 
 _READ_COMPUTED = "experts read what others have computed: rows that those before wrote to"
 _DULL = ("there is only one expert", "something else is added to it")
-"""What is wrong with every node that is not the whole of a block."""
+"""Reasons that hold for any node inside a block, so they say nothing."""

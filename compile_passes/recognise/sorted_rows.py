@@ -47,7 +47,7 @@ def _need_only_users(down: fx.Node, root: fx.Node) -> None:
         if node is root:
             continue
         users = [n for n in node.users if not is_op(n, *ASSERTIONS)]
-        reason = f"{called(node)} is used {len(users)} times, so it must stay"
+        reason = f"{called(node)} is also read outside the expert block, so it cannot be fused away"
         need(before.issuperset(users), reason, node, advice.UNREAD)
         todo += [n for n in users if n not in seen]
         seen.update(users)

@@ -41,7 +41,7 @@ _CONTEXTS = (torch._C._set_grad_enabled, _enter_autocast, _exit_autocast)
 """Calls that change how later ones run, and are in no aten graph."""
 _ON_SCALARS = (aten.sym_size.int, aten._assert_scalar.default)
 _FORGETFUL = ("as_strided", "as_strided_", "set_", "resize_", "resize_as_", "untyped_storage")
-"""These see memory that is not the tensor's own."""
+"""These calls reach memory outside the tensor, so aliasing cannot be tracked."""
 _KEPT = ("stack_trace", "nn_module_stack", "source_fn_stack")
 _STANDING_FOR = [sympy.Dummy(f"size{i}", integer=True) for i in range(16)]
 

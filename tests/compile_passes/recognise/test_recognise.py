@@ -29,7 +29,7 @@ GROUPED = [
     ("argsort inverse", ["fp4::moe"], "", ""),
     ("expert-parallel masks", ["fp4::moe"], "", ""),
     ("gate/up is returned too", ["fp4::moe", "fp4::grouped_mm"], "", ""),
-    ("rows too", SINGLE, "is used 2 times", "return only the block's output"),
+    ("rows too", SINGLE, "is also read outside the expert block", "return only the block's output"),
     ("alpha", SINGLE, "alpha=1.5", "one of silu"),
     ("up offset", SINGLE, "up_offset=1.0", "one of silu"),
     ("up is clamped", SINGLE, "clamped", "one of silu"),
