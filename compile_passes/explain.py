@@ -96,7 +96,7 @@ _COUNTERS = ("graph_break", "unimplemented", "frames", SEEN_THROUGH, KEPT)
 
 
 def _hints(model: Any, report: Report, branches: Sequence[str]) -> list[str]:
-    """What the user could change, for what is known to keep experts out of the graphs."""
+    """Lists changes by the user that help where experts are known to stay out of the graphs."""
     hints = []
     config = getattr(model, "config", None)
     if getattr(config, "_experts_implementation", None) == "eager" and not report.bytes_before:

@@ -61,7 +61,7 @@ _REPORT = (
     "TORCH_LOGS=+fp4_ops prints."
 )
 _END = "\n\n"
-"""What follows in torch's errors is the user's stack and general advice."""
+"""End of the cause in torch's errors. After it come the user's stack and general advice."""
 
 
 def failure(name: str) -> str:

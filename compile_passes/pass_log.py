@@ -1,4 +1,4 @@
-"""What a pass is: an object with a name. Each run is timed and logged; graphs are written where someone asks.
+"""Defines a pass: an object with a name. Each run is timed and logged, and graphs are written on request.
 
 `TORCH_LOGS="+fp4_ops"` prints a line for each run. `TORCH_COMPILE_DEBUG=1` writes the graphs as files into
 torch's debug folder, `TORCH_TRACE=folder` into torch's structured trace, which tlparse shows.

@@ -62,12 +62,12 @@ class Rewritten:
     swaps: list[Swap]
     fakes: list[torch.Tensor] = field(default_factory=list)
     also: list[str] = field(default_factory=list)
-    """What else was rewritten, in words."""
+    """Other rewrites of the graph, in words."""
 
 
 @dataclass
 class _State:
-    """What the passes of one graph hand on."""
+    """State that the passes of a graph hand on."""
 
     gm: fx.GraphModule
     fixed: set[fx.Node]
@@ -267,7 +267,10 @@ def _format(weight: fx.Node, options: Options) -> tuple[str, bool]:
 
 
 def _no_stand_in_is_left(graph: fx.Graph, sites: list[Site]) -> None:
-    """What takes the place of a tensor subclass holds no values: every use must have become an operator's."""
+    """Checks that no stand-in for a tensor subclass is left.
+
+    It holds no values, so operators must take all its uses.
+    """
     for node in graph.find_nodes(op="placeholder"):
         for user in node.users if is_prequantized(node) else ():
             kind, refused = (

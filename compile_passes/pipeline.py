@@ -40,7 +40,7 @@ Compile = Callable[..., Any]
 
 
 def analyse(gm: fx.GraphModule, inputs: Sequence[Any], options: Options) -> tuple[Rewritten | None, Frame]:
-    """What becomes of one graph of Dynamo's. `gm` itself is never changed."""
+    """Rewrites a graph of Dynamo's and reports on it. `gm` itself never changes."""
     allow_scalars(gm)
     gm, inputs, _ = see_through(*as_inputs(gm, inputs)[:2])
     frame = Frame(_frame_name())

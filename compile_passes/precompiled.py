@@ -17,7 +17,7 @@ from .weights.runtime import Swap, Undo, runtime
 
 
 class Precompiled(SerializableCallable):
-    """What `runtime` makes, with what it was made from."""
+    """Result of `runtime`, with the data that it was made from."""
 
     def __init__(
         self, compiled: Callable[..., Any], keep: list[int], swaps: list[Swap], undo: Undo | None

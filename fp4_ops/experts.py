@@ -69,7 +69,7 @@ class Recipe:
     trainable_inputs: bool = False
     """Whether gradients pass to the hidden states and the routing weights."""
     part: Part | None = None
-    """What this process holds of the experts, if that is not all."""
+    """This process's part of the experts, if that is not all."""
     interleaved_gate: str = field(init=False)
     """The same activation over gate 0, up 0, gate 1, ...: torch.compile need not work it out."""
 

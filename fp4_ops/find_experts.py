@@ -27,7 +27,7 @@ OTHERWISE = (
     "torch.compile(model, backend='fp4') reads graphs, not modules, and may rewrite experts that prepare "
     "does not take, whole or in parts; fp4_ops.explain says what becomes of them"
 )
-"""What to do where `prepare` does nothing."""
+"""Advice where `prepare` does nothing."""
 
 
 def find_experts(
@@ -60,7 +60,7 @@ def find_experts(
 
 @dataclass(frozen=True)
 class Plan:
-    """What `prepare` will do with one experts module."""
+    """Plan of `prepare` for one experts module."""
 
     form: ExpertsForm
     gate: str
@@ -68,7 +68,7 @@ class Plan:
     shape: str
     experts: int
     part: Part | None = None
-    """What this process holds, if that is not all."""
+    """This process's part, if that is not all."""
 
 
 class Refusal(Exception):
@@ -153,7 +153,7 @@ WHOLE_EXPERTS = (
     "(docs/several_gpus.md). Call fp4_ops.prepare before fully_shard or parallelize_module; "
     "prepare(model, ep_group=group) spreads whole experts"
 )
-"""What to do where a model is split over several processes."""
+"""Advice where a model is split over several processes."""
 
 
 def plan_of(module: nn.Module) -> Plan:

@@ -42,7 +42,7 @@ class Place:
     """One weight of an experts module, [E, N, K] in 4 bits."""
 
     holder: nn.Module
-    """What keeps the halves that wait: the PackedWeight, or the module that holds an FP4Tensor."""
+    """Owner of the halves that wait: the PackedWeight, or the module that holds an FP4Tensor."""
     codes: Codes
     up: bool
     """Whether it is gate_up or up, and not down."""
@@ -64,7 +64,7 @@ class Place:
         return self.part.experts, n * size if self.up else n, k if self.up else k * size
 
     def rows(self, half: str) -> slice:
-        """Those of gate or of up, as the model orders them."""
+        """Returns the rows of gate or of up, in the model's order."""
         i, n = HALVES.index(half), self.codes.packed.shape[1]
         return slice(i, None, 2) if self.alternating else slice(i * (n // 2), (i + 1) * (n // 2))
 

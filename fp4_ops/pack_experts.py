@@ -120,7 +120,7 @@ def finish_module(module: Any, p: Plan, activation: str, trainable_inputs: bool,
 
 
 def _division(model: nn.Module, found: dict[str, nn.Module], plans: dict[str, Plan]) -> str:
-    """Of the first experts that processes with the same tokens share; "" where there are none."""
+    """Describes how processes with the same tokens share the first experts; "" if they share none."""
     top_k = top_k_of(model)
     for name, p in plans.items():
         if p.part is None or p.part.tokens == "own" or top_k is None:
@@ -154,7 +154,7 @@ def _spread(plans: dict[str, Plan], lists: dict[str, Any], ep_group: Any) -> dic
 
 
 def _check_part(name: str, p: Plan, method: Method, trainable_inputs: bool) -> None:
-    """What experts that are spread or split over processes cannot have."""
+    """Raises ValueError for arguments that experts spread or split over processes cannot have."""
     if p.part is None:
         return
     if trainable_inputs:

@@ -188,7 +188,7 @@ class CalibratedLayers:
         return sorted(self._spool.glob("state-*.safetensors"))
 
     def _save_state(self, layer: int, hidden: list[Tensor]) -> None:
-        """What `layer` is given: everything before it is done."""
+        """Saves the inputs of `layer`. Everything before it is done."""
         old = self._states()
         state = {str(i): x.cpu() for i, x in enumerate(hidden)} | {"unseen": torch.tensor([self.unseen])}
         _write(self._spool / f"state-{layer:05}.safetensors", state)
@@ -245,7 +245,7 @@ def _decoder_layers(dense: DenseModel) -> tuple[nn.ModuleList, str]:
 
 
 Call = tuple[tuple[Any, ...], dict[str, Any]]
-"""What a layer is given beside its hidden states."""
+"""Arguments of a layer beside its hidden states."""
 
 
 class _Enough(Exception):

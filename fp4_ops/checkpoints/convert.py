@@ -62,7 +62,7 @@ _WEIGHTS = (".safetensors", ".bin", ".pt", ".pth", ".gguf", ".h5", ".msgpack", "
 
 @dataclass(frozen=True)
 class ConvertReport:
-    """What `quantize_checkpoint` made."""
+    """Result of `quantize_checkpoint`."""
 
     out: Path
     format: str
@@ -108,14 +108,14 @@ class Unit:
 
     @property
     def nbytes(self) -> int:
-        """Of the source's file that this is a step of: not those of a partner in another one."""
+        """Bytes that are read from this step's own source file, without a partner's in another file."""
         if self.names and not all(self.names):
             return self.reads[0][self.names.index("") ^ 1].nbytes
         return sum(info.nbytes for read in self.reads for info in read)
 
 
 class Plan:
-    """What `quantize_checkpoint` will write, from the source's headers alone."""
+    """Plan of the files that `quantize_checkpoint` writes, made from the source's headers alone."""
 
     def __init__(self, folder: Folder, format: str) -> None:
         self.folder, self.format = folder, FORMATS[format]
@@ -216,7 +216,7 @@ class Plan:
         return partner
 
     def layers(self, file: Path, calibrated: CalibratedLayers) -> set[int]:
-        """Those that must be done before the result of one source file can be written."""
+        """Returns the layers that must be done before the result of a source file can be written."""
         reads = (read[0].name for unit in self.units(file) if unit.names for read in unit.reads)
         return {calibrated.layer(name) for name in reads if name in calibrated}
 
@@ -365,7 +365,7 @@ def _ready(plan: Plan, layers: CalibratedLayers | None, progress: bool) -> Itera
 
 
 class Part(NamedTuple):
-    """What is read for a unit: a matrix, or some of the bytes that are copied."""
+    """Piece that is read for a unit: a matrix, or some of the bytes that are copied."""
 
     unit: Unit
     infos: tuple[TensorInfo, ...]
@@ -512,7 +512,7 @@ class _Pipeline:
         return [self._reader.read_joint(reads[0])] if len(reads) == 1 else self._reader.read_run(reads)
 
     def _values(self, part: Part, read: Future[list[Tensor]], i: int, dtype: torch.dtype) -> Tensor:
-        """What was read of a part; weights in 8 bits by their values."""
+        """Returns what was read for a part. Weights in 8 bits are decoded."""
         matrix = read.result()[i]
         if part.infos[0].name.partition("[")[0] not in self._eight:
             return matrix
@@ -566,7 +566,7 @@ def _encode(unit: Unit, codes: list[Codes], dialect: Dialect) -> Iterator[tuple[
 
 
 def _finish(plan: Plan, to: Path, progress: Progress, layers: CalibratedLayers | None) -> ConvertReport:
-    """What makes the folder one: the index, the files beside the weights, and last the config."""
+    """Completes the folder: writes the index, the files beside the weights, and last the config."""
     folder = plan.folder
     results = [folder.name(f) for f in folder.files]
     weight_map = {name: result for result in results for name in read_header(to / result)}

@@ -53,7 +53,7 @@ class _Loader(HfQuantizer):
     shapes: dict[str, tuple[int, ...]]
     """As the model stores them, by parameter."""
     dense: Placement
-    """Of what is in 8 bits and no expert's."""
+    """Placement of weights in 8 bits that belong to no expert."""
 
     def _process_model_before_weight_loading(self, model: Any, **kwargs: Any) -> None:
         target = rules(model)
@@ -138,7 +138,7 @@ class DenseModel:
         return f"{experts.name}.{getattr(experts.form, matrix)}"
 
     def nbytes(self, experts: ExpertsModule) -> int:
-        """Of the weights in the files."""
+        """Returns the number of bytes of the weights in the files."""
         return sum(info.nbytes for m in MATRICES for _, info in self._parts[self.parameter(experts, m)])
 
     def load(self, experts: ExpertsModule, reader: Reader) -> None:
@@ -158,7 +158,7 @@ class DenseModel:
             experts.module._parameters[getattr(experts.form, matrix)] = nn.Parameter(weight, False)
 
     def _dtype(self, parameter: str) -> torch.dtype:
-        """Of a weight that is put together: one that holds all of its parts; the model's for 8 bits."""
+        """Returns a dtype that holds all parts of a weight. It is the model's for parts in 8 bits."""
         found: set[torch.dtype] = {
             self.model.dtype if info.name in self._eight else info.dtype for _, info in self._parts[parameter]
         }
@@ -204,7 +204,7 @@ class DenseModel:
 def _places(
     weight: Tensor, target: Target, info: TensorInfo, transposed: bool
 ) -> Iterable[tuple[TensorInfo, Tensor]]:
-    """What to read of one of a weight's parts, and where it goes."""
+    """Pairs what to read of a weight's part with the tensor that it goes to."""
     if target.expert is None:
         return ((info.row(i), matrix) for i, matrix in enumerate(weight))
     matrix = weight[target.expert].T if transposed else weight[target.expert]

@@ -60,7 +60,7 @@ class CheckpointError(ValueError):
 DAMAGED = "The file is damaged or not complete: fetch or export it again"
 OTHER_MODEL = "config.json describes another model than the files: take the one that was written with them"
 INCOMPLETE = "Fetch or export the folder again, with all its files"
-"""What to do, at the end of an error."""
+"""Advice at the end of an error."""
 
 
 @dataclass(frozen=True)

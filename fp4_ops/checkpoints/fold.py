@@ -15,7 +15,7 @@ from .files import CheckpointError
 
 E4M3_MAX = 448.0
 LIMIT = 1 / 16
-"""What a fold may change a matrix by: half a step of e4m3's three bits."""
+"""Most relative change of a matrix by a fold: half a step of e4m3's three bits."""
 
 
 @dataclass
@@ -59,7 +59,7 @@ class _Half:
 
     @property
     def scale(self) -> Tensor:
-        """What a code of 1 means, by block."""
+        """Value of code 1 in each block."""
         return self.block_scale.double() * self.factor
 
     def top(self) -> float:

@@ -69,7 +69,7 @@ def of_tensors(names: Iterable[str]) -> tuple[Foreign, str] | None:
 
 
 def why_no_weights(path: Path) -> str:
-    """What a folder without transformers' safetensors files holds in their place, and what to do."""
+    """Says what a folder without transformers' safetensors files holds in their place, and what to do."""
     files = sorted(f.name for f in path.iterdir() if f.is_file() or f.is_symlink())
     tensors = [name for name in files if name.endswith(".safetensors")]
     if any(re.fullmatch(r"model-\d+-of-\d+\.safetensors", name) for name in tensors):

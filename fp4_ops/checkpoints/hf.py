@@ -88,7 +88,7 @@ class FP4Config(QuantizationConfigMixin):
         return made
 
     def to_dict(self) -> dict[str, Any]:
-        """What a saved folder's config says: the dialect of its files, which others read too."""
+        """Returns the config of a saved folder: the dialect of its files, which other tools read too."""
         return copy.deepcopy(self.stored) if self.stored else {**self.__dict__}
 
     def to_diff_dict(self) -> dict[str, Any]:
@@ -240,7 +240,7 @@ def _check_ordinary(files: list[str] | None) -> None:
 
 
 def _dtypes_of(model: Any) -> dict[str, torch.dtype]:
-    """Of the parameters, by name, before their weights are read; but for those that a model of half precision
+    """Returns the dtype of each parameter before weights are read, except those that a half-precision model
     keeps in float32, whose dtype is transformers' business."""
     in_float32 = [f"*{pattern}*" for pattern in model._get_dtype_plan(model.dtype)]
     return {

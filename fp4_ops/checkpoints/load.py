@@ -30,7 +30,7 @@ from .ranks import columns
 
 @dataclass
 class LoadReport:
-    """What a checkpoint held and what became of it."""
+    """Contents of a checkpoint and how each was loaded."""
 
     dialect: str
     format: str
@@ -47,7 +47,7 @@ class LoadReport:
     requantized: float = 0.0
     """Largest relative error of a matrix (norm of the difference over the norm) that was quantised anew."""
     nbytes: int = 0
-    """Of the 4-bit weights: codes and scales."""
+    """Bytes of the 4-bit weights: codes and scales."""
 
     def __str__(self) -> str:
         lines = [
@@ -87,11 +87,11 @@ class Source:
         self.read, self.report, self.requantize = read, report, requantize
 
     def format(self, stored: StoredWeight) -> str:
-        """Of the operators' weight that becomes of it."""
+        """Returns the format of the operators' weight that is made from it."""
         return self.requantize or stored.dialect.format
 
     def scale_dtype(self, weights: Iterable[StoredWeight], format: str) -> torch.dtype:
-        """Of the block scales of a weight in `format` that is put together from these."""
+        """Returns the dtype of block scales of a weight in `format` that is put together from `weights`."""
         return scale_dtype(weights)
 
     def one(self, stored: StoredWeight) -> Codes:

@@ -63,13 +63,13 @@ class ExpertsPlacement:
     """Why there is no plan."""
     form: Form
     experts: int
-    """Those that have weights. A module may have room for more."""
+    """Number of experts that have weights. A module may have room for more."""
     shapes: dict[str, tuple[int, int, int]]
     """[E, N, K] of each of its two weights."""
     parts: dict[tuple[str, int | None, str], StoredWeight] = field(default_factory=dict)
     """By attribute, expert and half."""
     part: Distributed | None = None
-    """What this process has of them, if that is not all (ranks.py)."""
+    """This process's part of the experts, if that is not all (ranks.py)."""
 
 
 @dataclass
@@ -79,7 +79,7 @@ class DensePlacement:
     shape: tuple[int, ...]
     dtype: torch.dtype
     form: Form | None
-    """Of the experts module that it is part of."""
+    """Form of the experts module that it belongs to."""
     parts: dict[Part, StoredWeight | TensorInfo] = field(default_factory=dict)
 
 
@@ -323,7 +323,7 @@ class _Placer:
 
 
 def _part_shape(dense: DensePlacement, to: Target) -> tuple[int, ...]:
-    """Of one part as the files have it."""
+    """Returns the shape of one part in the files."""
     if to.expert is None:
         return dense.shape
     e, *shape = dense.shape

@@ -146,7 +146,7 @@ def _spread(placed: ExpertsPlacement | DensePlacement, part: Part) -> None:
 
 
 def _rows(stored: Any, own: range, experts: int) -> Any:
-    """Of tensors that hold all experts, what holds these."""
+    """Returns the rows `own` of a tensor that holds all experts."""
     if isinstance(stored, TensorInfo):
         return stored.rows(own) if stored.shape[:1] == (experts,) else stored
     assert isinstance(stored, StoredWeight)
@@ -162,7 +162,7 @@ def _rows(stored: Any, own: range, experts: int) -> Any:
 
 
 def columns(codes: Codes, up: bool, inner: int, part: Part, block: int, interleaved: bool) -> Codes:
-    """Of a weight that is whole, what this process has: `inner` is the intermediate size of all of them."""
+    """Cuts this process's part out of a whole weight. `inner` is the intermediate size over all processes."""
     own = part.own_columns(inner)
     packed, scale = codes.packed, codes.block_scale
     if not up:

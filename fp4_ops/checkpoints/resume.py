@@ -1,4 +1,4 @@
-"""What a run of `quantize` has done already, kept beside its result so that a killed one goes on."""
+"""Stores the progress of `quantize` beside its result, so that a killed run can continue."""
 
 from __future__ import annotations
 

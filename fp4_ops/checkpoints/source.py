@@ -1,4 +1,4 @@
-"""What a folder says of its weights: whether they are quantised, and of experts their names."""
+"""Reads from a folder whether its weights are quantised, and the names of its experts."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ def stack_of(info: TensorInfo) -> tuple[str, str] | None:
 
 
 def storage(folder: Folder) -> dict[str, Any] | None:
-    """What a folder says about how its weights are stored; None where they are ordinary ones.
+    """Reads from a folder how its weights are stored. Returns None for ordinary weights.
 
     Raises CheckpointError for another tool's folder, and for codes that no config explains.
     """

@@ -1,4 +1,4 @@
-"""What a dialect is, and the weights that a folder holds in it."""
+"""Defines a dialect, and the weights that a folder stores in it."""
 
 from __future__ import annotations
 
@@ -46,19 +46,19 @@ class Dialect(ABC):
     packed: str
     """The suffix of the codes. By default they lie [N, K/2], the lower k in the low nibble."""
     block_scale: str
-    """Of the scales; by default [N, K/block]."""
+    """Suffix of the block scales. By default they are [N, K/block]."""
     global_scale: str | None = None
-    """Of the second scale, one number."""
+    """Suffix of the second scale, one number."""
     unused: tuple[str, ...] = ()
-    """What else may lie beside a weight: scales for activations, which the operators choose when they run."""
+    """Suffixes that are ignored: scales for activations, which the operators choose when they run."""
     forbidden: tuple[str, ...] = ()
-    """What changes a weight's meaning if it lies beside it, in a way that nothing here computes."""
+    """Suffixes that are an error: such a tensor changes a weight in a way that nothing here computes."""
     reads: tuple[str, ...] = ()
-    """What else `decode` reads, where it lies beside a weight."""
+    """Suffixes of other tensors that `decode` reads, if they exist."""
     stacked: bool = False
     """One tensor holds all experts, and has E in front of its dimensions."""
     code_dtypes: tuple[torch.dtype, ...] = (torch.uint8, torch.int8)
-    """Of the tensor of codes. int32 holds eight."""
+    """Dtypes of the tensor of codes. An int32 holds eight codes."""
     codes_per_byte: int = 2
 
     @property
@@ -74,7 +74,7 @@ class Dialect(ABC):
     @property
     @abstractmethod
     def scale_dtypes(self) -> tuple[torch.dtype, ...]:
-        """Those that block scales are stored in."""
+        """Returns the dtypes in which block scales are stored."""
 
     @abstractmethod
     def decode(self, stored: StoredWeight, read: Read) -> Codes:
@@ -160,7 +160,7 @@ class StoredWeight:
     block_scale: TensorInfo
     global_scale: TensorInfo | None
     others: tuple[TensorInfo, ...] = ()
-    """Those of `dialect.reads` that are there."""
+    """Tensors of `dialect.reads` that exist."""
 
     @property
     def tensors(self) -> tuple[TensorInfo, ...]:
@@ -195,7 +195,7 @@ def quantization_config(config: dict[str, Any]) -> dict[str, Any] | None:
 
 
 def stored_config(path: Path) -> dict[str, Any] | None:
-    """What a folder says about how its weights are stored, or None.
+    """Reads from a folder how its weights are stored, or returns None.
 
     ModelOpt's older exports say it in a file of its own, hf_quant_config.json; newer ones in both.
     """

@@ -95,7 +95,7 @@ def _format_of(weights: dict[str, Any]) -> str | None:
 
 
 def _dialect(format: str | None, weights: dict[str, Any], where: str) -> Dialect:
-    """What one group is stored in."""
+    """Returns the dialect of one group."""
     bits, kind = weights.get("num_bits"), weights.get("type", "int")
     if format in _FP4:
         if not weights.get("symmetric", True):

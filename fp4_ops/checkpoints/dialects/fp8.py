@@ -15,7 +15,7 @@ _AT_ONCE = 1 << 22
 """Elements dequantised at a time."""
 
 BYTES = (torch.uint8, torch.float8_e8m0fnu)
-"""Of e8m0 scales, powers of two."""
+"""Dtypes of e8m0 scales, powers of two."""
 
 
 @dataclass(frozen=True)

@@ -44,7 +44,7 @@ class Int4Dialect(Dialect):
     index: str = ".weight_g_idx"
     """The suffix of the group of each k."""
     required: tuple[str, ...] = ()
-    """Those of `reads` without which the config's words have no meaning."""
+    """Suffixes of `reads` that must exist, because the config has no meaning without them."""
 
     @property
     def block(self) -> int:

@@ -35,7 +35,7 @@ class WordsDialect(Int4Dialect):
     reads: tuple[str, ...] = (".qzeros", ".g_idx")
     index: str = ".g_idx"
     zero_offset: int = 0
-    """What is added to the stored zero points: GPTQ's first version takes one from them."""
+    """Number that is added to the stored zero points. GPTQ's first version stores them less one."""
 
     def scale_shape(self, packed: TensorInfo) -> tuple[int, ...]:
         n, k = self.shape(packed)
