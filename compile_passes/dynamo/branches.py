@@ -35,8 +35,8 @@ from .empty_masks import Unproved, empty_with
 from .empty_rows import Named, Nothing, Way, counted, has_all_rows
 
 SEEN_THROUGH, KEPT = "fp4_branches_seen_through", "fp4_branches_kept"
-"""Of `torch._dynamo.utils.counters`: places (file:line), and "file:line stays a branch: why" (or a loop)
-above what would help."""
+"""Keys of `torch._dynamo.utils.counters`. They count places (file:line), and "file:line stays a branch: why"
+(or a loop) above what would help."""
 
 
 Handler = Callable[[Any, Any], None]
@@ -64,7 +64,7 @@ def answering_first(method: Handler) -> Handler:
 
 
 def _take_the_way_that_works(tx: Any, branch: Any) -> bool | None:
-    """What the condition on the stack is where there are rows, if the branch may turn out to be none."""
+    """Return the condition on the stack for the case with rows, if both ways may prove equal. Else None."""
     asked = _rows_asked_for(tx.stack[-1], tx.output)
     around = vars(tx).get("step")
     if asked is None or (around and not around.replaced) or is_kept(tx, branch):
@@ -102,12 +102,12 @@ def is_kept(tx: Any, inst: Any) -> bool:
 
 
 def _kept(tx: Any) -> set[tuple[Any, int]]:
-    """What stays as it is, in all attempts to trace a function."""
+    """Return the instructions that stay as they are in all attempts to trace a function."""
     return vars(tx.speculation_log).setdefault("_fp4_kept", set())
 
 
 def begins_again(tx: Any, inst: Any) -> None:
-    """What was traced since `inst` was in place of it; now it stays as it is."""
+    """Trace the function again and keep `inst` as it is, without the nodes that had replaced it."""
     _kept(tx).add((tx.f_code, inst.offset))
     raise UnspecializeRestartAnalysis(restart_reason="fp4: a loop within what is skipped")
 
@@ -158,7 +158,10 @@ def watch(tx: Any, way: Way, branch: Any, replaced: bool = False) -> None:
 
 
 def of_an_expert(output: Any, rows: Any) -> Nothing:
-    """What is empty if a number of rows is 0: if that is a count of ids, all masks for its expert, too."""
+    """Return what is empty if a number of rows is 0.
+
+    If it is a count of ids, the expert's masks are empty, too.
+    """
     for counts in counted(output):
         found = [e for e, n in enumerate(counts.expressions()) if n == rows]
         if found:
@@ -168,8 +171,8 @@ def of_an_expert(output: Any, rows: Any) -> Nothing:
 
 
 def _rows_asked_for(condition: Any, output: Any) -> tuple[Nothing, bool] | None:
-    """What is empty if there are no rows, and what `condition` is then; it is the opposite for every other
-    number of rows. None if it asks for anything else, or if its answer is known."""
+    """Return what is empty if there are no rows, and the value of `condition` then. It is the opposite for
+    every other number of rows. None if it asks for anything else, or if its answer is known."""
     from torch._dynamo.variables.tensor import SymNodeVariable, TensorVariable
 
     nothing = Nothing()

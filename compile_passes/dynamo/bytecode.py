@@ -1,4 +1,4 @@
-"""What a function does with one of its locals, read from its instructions.
+"""Reads from a function's instructions what it does with one of its locals.
 
 Dynamo's variables do not say who may read them later; the instructions do.
 """
@@ -65,7 +65,10 @@ _VALUES = (
     "LOAD_FAST", "LOAD_CONST", "LOAD_GLOBAL", "LOAD_DEREF", "LOAD_ATTR", "LOAD_METHOD", "BINARY_OP",
     "BINARY_SUBSCR", "CALL", "KW_NAMES", *_NOTHING,
 )  # fmt: skip
-"""What writes of others in `a, b = x, y`: each leaves one more value, or one in place of several."""
+"""Instructions that compute the other values of `a, b = x, y`.
+
+Each adds a value or replaces several by one.
+"""
 
 
 def _assigned_with_others(code: Sequence[Any], at: int) -> int:

@@ -34,7 +34,7 @@ def at_least(method: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def one_hot(method: Callable[..., Any]) -> Callable[..., Any]:
-    """Of Dynamo's variables of torch's functions: how one is called."""
+    """Wrap the method by which Dynamo's variables of torch functions are called."""
 
     def call_function(self: Any, tx: Any, args: Any, kwargs: Any) -> Any:
         if self.value is torch.nn.functional.one_hot and len(args) + len(kwargs) == 2:
@@ -78,7 +78,7 @@ def _is_number(v: Any) -> bool:
 
 
 def _least(number: fx.Proxy) -> Any:
-    """What a number is certainly not less than: an int or a size."""
+    """Return a lower bound of a number: an int or a size."""
     node = number.node
     if called(node) in ("clamp", "clip", "clamp_min") and isinstance(node.args[0], fx.Node):
         names = ("min", "max") if called(node) != "clamp_min" else ("min",)

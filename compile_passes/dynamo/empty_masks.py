@@ -28,7 +28,7 @@ def is_empty_with(node: fx.Node, masks: set[fx.Node]) -> bool:
 
 
 def empty_with(mask: fx.Node) -> set[fx.Node]:
-    """What has no True element if `mask` has none: what it was made from, and what was made of that."""
+    """Return the masks without a True element if `mask` has none: its sources, and masks made from these."""
     chain = [mask]
     while called(chain[-1]) in (*SAME_ELEMENTS, "bool", "any", "unsqueeze") and isinstance(
         chain[-1].args[0], fx.Node

@@ -34,7 +34,7 @@ from .empty_masks import Unproved, is_empty_with, selects_by
 from .known_values import number_of
 
 SAYS_THE_SAME = "_fp4_says_the_same"
-"""Of a node: it writes what is there already."""
+"""Key of a node that writes values which are there already."""
 
 
 @dataclass
@@ -46,7 +46,7 @@ class Hits:
     dim: int
     rounds: int
     unwritten: dict[int, fx.Node] = field(default_factory=dict)
-    """Of memory of the mask, or of a copy of it: up to where nothing was found to write to it."""
+    """Last node up to which nothing writes to the memory of the mask, or of a copy of it."""
 
     def is_row(self, node: fx.Node, expert: int) -> bool:
         """Whether `node` is what the mask, as it was, has for an expert, or a part of that."""
@@ -112,8 +112,8 @@ def _indexed(index: Any, expert: int, rank: int) -> Iterator[int]:
 
 @dataclass(frozen=True)
 class Nothing:
-    """What is empty: these sizes are 0, these masks are False everywhere, and so is what `hits` has for
-    `expert`."""
+    """Assumption of a proof: these sizes are 0, these masks are False everywhere, and so is the entry of
+    `hits` for `expert`."""
 
     sizes: set[Any] = field(default_factory=set)
     masks: set[fx.Node] = field(default_factory=set)
@@ -131,11 +131,11 @@ class Counted:
     numbers: list[Any]
     total: Any
     ids: fx.Node
-    """Of which they are counted."""
+    """Ids that are counted."""
     parts: dict[fx.Node, Sequence[Any]] = field(default_factory=dict)
-    """Of tensors with so many rows."""
+    """Parts of tensors, with as many rows as the counts say."""
     written: dict[fx.Node, dict[int, Any]] = field(default_factory=dict)
-    """Of such tensors: what was written to each expert's rows, and the node that did."""
+    """Writes to each expert's rows of such tensors, with the node that writes."""
 
     def expressions(self) -> list[Any]:
         return [n.sym_num.node.expr for n in self.numbers]

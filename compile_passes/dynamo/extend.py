@@ -1,4 +1,4 @@
-"""What Dynamo needs so that it captures loops over experts, and nothing that it compiled before fails."""
+"""Extends Dynamo so that it captures loops over experts. Whatever it compiled before still compiles."""
 
 from __future__ import annotations
 
@@ -80,7 +80,7 @@ _METHODS: list[tuple[tuple[str, ...], Rule]] = [
     (("item", "__int__", "__index__"), known_values.numbers),
     (("item",), row_counts.as_number),
 ]
-"""Of Dynamo's variables of tensors."""
+"""Methods of Dynamo's variables of tensors."""
 
 _Way = Callable[[Rule, Callable[..., Any]], Callable[..., Any]]
 """How a rule and one of Dynamo's functions become one."""

@@ -12,7 +12,7 @@ from typing import Any
 
 
 def without_cache(method: Callable[..., Any]) -> Callable[..., Any]:
-    """Of Dynamo's output: how a node is added. No more is kept from the first such size on."""
+    """Wrap the method by which Dynamo's output adds a node. It stops caching at the first such size."""
 
     def create_proxy(self: Any, *args: Any, **kwargs: Any) -> Any:
         mode = self.tracing_context.fake_mode

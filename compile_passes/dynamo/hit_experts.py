@@ -33,7 +33,7 @@ class _Loop:
     begins: Any
     """The instruction that a restart leaves as it is."""
     like: torch.Tensor | None
-    """What the loop is over, if its variable is a tensor."""
+    """Tensor that the loop iterates over, if its variable is a tensor."""
 
 
 _LOOP = "_fp4_hits"
@@ -157,7 +157,7 @@ def _named_in(ids: fx.Node, chain: list[fx.Node]) -> Hits | None:
 
 
 def _same_hits(node: fx.Node) -> fx.Node | None:
-    """What has the same numbers as `node`, in rows of one or in one dimension."""
+    """Return a node with the same numbers as `node`, as a column or in one dimension."""
     if not node.args or not isinstance(node.args[0], fx.Node):
         return None
     name, before = called(node), node.args[0]
@@ -179,7 +179,7 @@ def _same_hits(node: fx.Node) -> fx.Node | None:
 
 
 def _where(node: fx.Node) -> fx.Node | None:
-    """What is not zero at the numbers in `node`."""
+    """Return the tensor whose nonzero positions `node` has, or None."""
     part = named(node, ("getitem",), ("input", "item"))
     if part.get("item") == 0:
         several = named(part["input"], ("where",), ("condition",)).get("condition")

@@ -148,7 +148,7 @@ def _subscript(tx: Any, x: Any, index: Any) -> Any:
 
 
 _SEQUENCES = (list, tuple, nn.ModuleList, nn.Sequential, nn.ParameterList)
-"""What takes such an index as a number."""
+"""Types that take such an index as a number."""
 
 
 def _type(v: Any) -> type:

@@ -50,7 +50,7 @@ class Left(NamedTuple):
 
 
 class _Read(threading.local):
-    """What was read in earlier attempts to trace the function that is compiled now; and who listens."""
+    """Record of reads in earlier attempts to trace the current function, and its listeners."""
 
     guards: tuple[Any, ...] = ()
     left: list[Left] | None = None
@@ -61,7 +61,7 @@ _read = _Read()
 
 @contextmanager
 def noted() -> Iterator[list[Left]]:
-    """What is left in this thread meanwhile."""
+    """Collect the calls that Dynamo leaves to Python in this thread, as a context manager."""
     before, _read.left = _read.left, []
     try:
         yield _read.left
@@ -169,7 +169,7 @@ def _described(code: types.CodeType, error: BaseException) -> Left:
 
 
 def _traced_by(error: BaseException) -> Any:
-    """What traced the function when the error was raised; None if nothing did."""
+    """Return the tracer that was at work when the error was raised, or None."""
     trace = error.__traceback__
     while trace is not None:
         if trace.tb_frame.f_code.co_name == "trace_frame" and "tracer" in trace.tb_frame.f_locals:
@@ -185,7 +185,7 @@ def _is_ours(tracer: Any) -> bool:
 
 
 def _left_by(error: BaseException) -> Any:
-    """What traced a function of ours that may run in Python instead."""
+    """Return the tracer of a function of ours that may run in Python instead."""
     tracer = _traced_by(error)
     return tracer if tracer is not None and _is_ours(tracer) else None
 

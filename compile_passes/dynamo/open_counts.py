@@ -30,7 +30,7 @@ from .row_counts import elements
 
 @dataclass(frozen=True)
 class _Numbers:
-    """Of each expert, in order: its rows, or the rows up to and with its own."""
+    """Numbers of each expert, in order: its rows, or the rows up to and including its own."""
 
     rows: list[Any]
     shown: list[Any]

@@ -118,7 +118,7 @@ def may_break(tracer: Any) -> bool:
 
 
 class _Call:
-    """What Dynamo's function gave in one call of a rule."""
+    """Result of Dynamo's function in one call of a rule."""
 
     error: BaseException | None = None
     returned = False

@@ -67,7 +67,7 @@ class EveryUse:
         self.made: dict[Any, Any] = {}
 
     def run(self, why: str, taken: set[fx.Node]) -> list[Site]:
-        """What became of the products with this mixture's weights; those in `taken` are others'."""
+        """Rewrite the products with this mixture's weights. Products in `taken` belong to others."""
         ops = []
         for node in list(self.w.gm.graph.nodes):
             if node not in taken and (op := self._rewrite(node)):

@@ -59,7 +59,7 @@ class Joined(NamedTuple):
 
 @dataclass(frozen=True)
 class _Experts:
-    """What the experts are, as nodes of the graph: the same for one operator and for two products."""
+    """Experts as nodes of the graph, for one operator or for two products."""
 
     up: Operands
     down: Operands
@@ -72,7 +72,7 @@ class _Experts:
 
 @dataclass(frozen=True)
 class _Rows:
-    """What the experts get: rows [T, K], and for each of them ids and weights [T, k]."""
+    """Inputs of the experts: rows [T, K], and for each row ids and weights [T, k]."""
 
     x: fx.Node
     ids: fx.Node
@@ -179,7 +179,7 @@ class Emitter:
         return self._reshape(x, [-1, b.up[0].k])
 
     def _finished(self, out: fx.Node, ids: fx.Node, weights: fx.Node) -> fx.Node:
-        """What becomes of each expert's output, weighted; nothing where the id is no expert's."""
+        """Return each expert's finished and weighted output, and zero where the id belongs to no expert."""
         out = self._pointwise(self.common.after, {OUT: out})
         out = self.call(aten.mul.Tensor, out, self._cast(weights, torch.float32))
         return self.call(aten.masked_fill.Scalar, out, self._nobodys(ids), 0)

@@ -27,7 +27,7 @@ _INTEGERS = (torch.int8, torch.int16, torch.int32, torch.int64, torch.uint8)
 
 
 def undo_of(graph: fx.Graph, packed: int) -> Undo | None:
-    """What makes a second run give the same; None if nothing does.
+    """Return the steps that undo a run, so that a second one gives the same. None: it may not run twice.
 
     The last `packed` inputs are the packed weights. Nothing may be drawn at random, and no other process may
     take part, which may have no reason for a second run. Of what the graph writes to, an input
@@ -93,7 +93,7 @@ def _nodes(args: Any) -> set[fx.Node]:
 
 
 def _behind(nodes: set[fx.Node]) -> set[fx.Node]:
-    """These and all that they are computed from."""
+    """Return `nodes` and all nodes that they are computed from."""
     seen: set[fx.Node] = set()
     todo = list(nodes)
     while todo:

@@ -1,5 +1,5 @@
-"""What every rewritten form needs, once: a layout, packed weights, activations in the operators' format, one
-product, the record of what was done.
+"""Writes what every rewritten form needs: a layout, packed weights, activations in the operators' format, one
+product, and a record of what was done.
 """
 
 from __future__ import annotations
@@ -255,7 +255,7 @@ class Writer:
         reason: str = "",
         change: str = "",
     ) -> Site:
-        """What the node `at` became; `packed`: each weight of the operator."""
+        """Record the operator that replaces the node `at`. `packed` has each weight of the operator."""
         sources = list(dict.fromkeys(n for p in packed for n in p.sources))
         values = [value(n) for n in sources]
         after = sum(p.spec.num_bytes(tuple(value(p.sources[0]).shape)) for p in packed)

@@ -1,4 +1,4 @@
-"""What nothing needs any more leaves a graph."""
+"""Removes nodes that nothing needs from a graph."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ def _has_effect(node: fx.Node) -> bool:
 
 
 def _keep(nodes: Iterable[fx.Node], live: set[fx.Node]) -> None:
-    """What these nodes are computed from is live."""
+    """Mark all nodes that `nodes` are computed from as live."""
     todo = list(nodes)
     while todo:
         node = todo.pop()

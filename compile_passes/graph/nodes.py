@@ -215,7 +215,7 @@ def _draws(node: fx.Node) -> bool:
 _COLLECTIVES = ("_c10d_functional", "_c10d_functional_autograd", "c10d", "symm_mem", "_dtensor")
 """Namespaces of operators that other processes call at the same time."""
 _GROUPS = ("group", "group_name", "process_group", "pg")
-"""What operators of other packages call the processes that they talk to."""
+"""Names of process-group arguments of other packages' operators."""
 
 
 def is_collective(node: fx.Node) -> bool:
@@ -227,7 +227,7 @@ def is_collective(node: fx.Node) -> bool:
 
 
 def is_impure(node: fx.Node, random: bool = True) -> bool:
-    """What fx says, which searches torch's registries, once for each operator.
+    """True if fx says that the node is impure. fx searches torch's registries, so this asks once an operator.
 
     `random`: whether operators that may take random numbers are impure for that.
     """

@@ -142,6 +142,6 @@ def writes_to(chain: Sequence[fx.Node], nodes: Iterable[fx.Node]) -> bool:
 
 
 def since(node: fx.Node) -> Iterator[fx.Node]:
-    """What was traced after `node`."""
+    """Yield the nodes that were traced after `node`."""
     while (node := node.next).op != "root":
         yield node

@@ -140,7 +140,7 @@ class Arithmetic(Conditions):
         return self._reduced(node, inner, dims, a.get("keepdim"), Sum)
 
     def _mean(self, node: fx.Node, level: int) -> Value:
-        """Of an expert's output: what a norm divides it by."""
+        """Read a mean, as in the norm of an expert's output."""
         a = arguments(node)
         if level < 2 or not a.get("dim"):
             raise Opaque
@@ -287,7 +287,7 @@ class Arithmetic(Conditions):
         return Value(dims, Choose(axis, terms, self.ref(node, dims)))
 
     def _copied(self, node: fx.Node, level: int) -> Value:
-        """What a tensor holds after another was copied into it."""
+        """Read a tensor after another one was copied into it."""
         old, new = operand(node), operand(node, 1)
         if not same_shape(shape(old), shape(new)) or value(old).dtype != value(new).dtype:
             raise Opaque

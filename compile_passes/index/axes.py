@@ -1,4 +1,4 @@
-"""What each dimension of a tensor is made of, and how operands' dimensions are brought together."""
+"""Tracks the axes that each dimension of a tensor consists of, and aligns the dimensions of operands."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from .terms import Axis, ChosenRows, Const, Ref, Term, Value, coordinate
 log = logging.getLogger("fp4_ops")
 
 Renamed = dict[Axis, Any]
-"""What axes become: others, or several of the same total size."""
+"""Replacements of axes: other axes, or several of the same total size."""
 
 
 class Opaque(Exception):
@@ -64,9 +64,9 @@ class Values:
         self.refusals: dict[fx.Node, Refusal] = {}
         """Why nodes could not be read, where the reason is in the user's words."""
         self._sorted_from: dict[ChosenRows, Term] = {}
-        """Of sorted rows: the place that each had before, over `bound` as it was before any cut."""
+        """Place of each sorted row before the sort, over `bound` as it was before any cut."""
         self._parts: dict[ChosenRows, list[ChosenRows]] = {}
-        """Of sorted rows: those of each expert, which together are all."""
+        """Parts of sorted rows, one for each expert. Together they are all rows."""
         self._nested = 0
         """How many reads are under way, one inside the other."""
 
@@ -132,7 +132,7 @@ class Values:
             self._values[node, level] = self.opaque(node)
 
     def forget(self, nodes: Collection[fx.Node]) -> None:
-        """These are read anew, for something that they are made of was cut."""
+        """Forget the terms of `nodes`, because an axis in them was cut. They are read again."""
         for key in [k for k in self._values if k[0] in nodes]:
             del self._values[key]
 

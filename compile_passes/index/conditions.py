@@ -46,7 +46,7 @@ class Conditions(Indexing):
         return Value(v.dims, indicator(node, v.term, self._number(b)))
 
     def _compared(self, node: fx.Node) -> Value:
-        """What is compared has values of its own, be they 0 and 1: these are ids, not conditions."""
+        """Read an operand of a comparison. Its values are ids, not conditions, even if they are 0 and 1."""
         v = self.value(node, 0)
         return self.opaque(node) if isinstance(v.term, Composite) else v
 

@@ -75,7 +75,7 @@ def _background(node: fx.Node) -> tuple[tuple[fx.Node, ...], float] | None:
 
 
 def _zeros(a: Any, node: fx.Node) -> tuple[tuple[fx.Node, ...], float] | None:
-    """What is zero elsewhere, of the operands of an elementwise operator."""
+    """Return the operands of an elementwise operator that are zero elsewhere."""
     found = _background(a) if isinstance(a, fx.Node) and same_shape(shape(a), shape(node)) else None
     return found if found is not None and found[1] == 0 else None
 

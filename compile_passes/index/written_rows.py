@@ -245,7 +245,7 @@ def _unchanged(node: fx.Node) -> fx.Node:
 
 
 def _rows_of(where: list[Value]) -> ChosenRows | None:
-    """What all of these are places of."""
+    """Return the rows that all of `where` are places of, or None."""
     groups = {w.dims for w in where}
     dims = groups.pop() if len(groups) == 1 else ()
     group = dims[0] if len(dims) == 1 else ()

@@ -1,1 +1,1 @@
-"""What stands beside experts in a graph: attention and routers, as torch's kernels take them best."""
+"""Rewrites what stands beside experts in a graph, attention and routers, for torch's fastest kernels."""

@@ -55,7 +55,7 @@ class Masks:
         self._known: dict[fx.Node, Element | None] = {}
 
     def read(self, node: fx.Node) -> Element | None:
-        """What an element of `node` is; None if that is not known."""
+        """Return what an element of `node` is, or None if that is not known."""
         if node not in self._known:
             try:
                 self._known[node] = self._settled(node, self._read(node))
@@ -83,7 +83,7 @@ class Masks:
         return found
 
     def _element(self, x: Any) -> Element:
-        """Of a tensor of the graph, or a Python number."""
+        """Read the element of a tensor of the graph, or a Python number."""
         if isinstance(x, (bool, int)):
             return Place(None, int(x))
         found = self.read(x) if is_tensor(x) else None
@@ -241,7 +241,7 @@ def _moved(found: Element, to: Callable[[int], int]) -> Element:
 
 
 def _shifted(found: Element, dim: int, by: int) -> Element:
-    """What an element is that lies `by` further along `dim`."""
+    """Return the element that lies `by` further along `dim`."""
     if isinstance(found, Place):
         return replace(found, plus=found.plus + by) if found.dim == dim else found
     return replace(found, by=found.by + by * ((found.early == dim) - (found.late == dim)))

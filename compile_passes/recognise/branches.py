@@ -1,4 +1,4 @@
-"""What a mixture is made of: one branch for each expert, and what is in it."""
+"""Describes a mixture: one branch for each expert, and its parts."""
 
 from __future__ import annotations
 
@@ -50,12 +50,12 @@ class Branch:
     chosen: tuple[Term, ...]
     """Further conditions, over tokens, J and E, that a row meets: the expert's capacity is not used up."""
     factors: tuple[Term, ...]
-    """What scales the output, over tokens, J and E."""
+    """Factors of the output, over tokens, J and E."""
     after: Term
-    """What becomes of a row of the expert's output before that: a norm, over OUT and the hidden axis."""
+    """Function of a row of the expert's output before that: a norm, over OUT and the hidden axis."""
     x: Ref
     scales: tuple[Term, ...]
-    """What scales the input."""
+    """Factors of the input."""
     act: Act
     up: tuple[Matrix, ...]
     up_bias: tuple[Matrix | None, ...]
@@ -77,7 +77,7 @@ T = TypeVar("T")
 
 @dataclass(frozen=True)
 class _Even(Generic[T]):
-    """What experts 0 to `count` - 1 have: the first two say where the others have theirs."""
+    """Values of experts 0 to `count` - 1 at equal distances. The first two say where the others are."""
 
     first: T
     second: T
@@ -174,7 +174,7 @@ class Mixture:
     wraps: bool = False
     """Ids index a tensor of weights, so negative ones count from the end."""
     form: str = ""
-    """What its products are, where they are of one kind that has a name."""
+    """Kind of the products, if all are of one kind that has a name."""
     at: fx.Node | None = None
     """Whose line the report names, if not the root's."""
 

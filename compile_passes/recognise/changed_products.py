@@ -21,7 +21,7 @@ _SCALED = (aten.mul, aten.div, aten.dropout, *_SAME)
 
 
 def changed_products(graph: fx.Graph, is_weight: Callable[[fx.Node], bool]) -> Refusal | None:
-    """What the products of chosen rows have that plain ones do not, if anything."""
+    """Return a refusal if products of chosen rows are not plain: a LoRA beside them, or a computed weight."""
     products = [n for n in graph.nodes if is_op(n, *PRODUCTS) and _has_some_rows(n)]
     for node in graph.nodes:
         if not (is_op(node, aten.add) and _has_some_rows(node) and all(map(is_tensor, node.args[:2]))):
@@ -44,7 +44,7 @@ def changed_products(graph: fx.Graph, is_weight: Callable[[fx.Node], bool]) -> R
 
 
 def _made_weight(product: fx.Node, is_weight: Callable[[fx.Node], bool]) -> fx.Node | None:
-    """What computes the matrix of a product of chosen rows: a mask of pruning, a norm of the weight."""
+    """Return the node that computes the matrix of a product of chosen rows: a pruning mask, a weight norm."""
     for node in product.all_input_nodes:
         while is_op(node, *_SAME) or (item(node) is not None and is_op(operand(node), *_SAME)):
             node = operand(node)

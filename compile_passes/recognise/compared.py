@@ -1,4 +1,4 @@
-"""What two experts of one block must have in common, and how they differ if they do not."""
+"""Compares two experts of one block, and says how they differ if they must not."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What stands around an expert's output in the sum over experts: masks, routing weights, norms.
+"""Reads the factors of an expert's output in the sum over experts: masks, routing weights, norms.
 
 `in_general` names one branch's expert and choice E and J, so that the branches of a block compare equal.
 """
@@ -136,7 +136,7 @@ def split_after(
 
 
 def looked_up(term: Term, ids: Ref | None) -> Ref | None:
-    """What in a term is a part of a tensor, `scale[task]`, looked up by one number that is not a row's id."""
+    """Find a part of a tensor in a term, `scale[task]`, that one number selects instead of a row's id."""
     for t in walk(term):
         if isinstance(t, Ref):
             *rest, last = t.index or (None,)

@@ -17,7 +17,7 @@ from .factors import J, demote, fixed_choice, in_general, is_implied
 def kept_row(
     row: tuple[Term, ...], written: list[Any], m: Any, has_experts: Callable[[fx.Node], bool]
 ) -> tuple[Term, ...]:
-    """What scales a row that no expert has, and the row, of a sum in which others are put over it."""
+    """Return the factors and the row that is kept where no expert overwrites it."""
     none = [f for f in row if isinstance(f, NoneOf)]
     factors = tuple(demote(f) for f in row if not isinstance(f, NoneOf))
     own = len(none) == 1 and m.k == 1 and m.common.place is None and not m.wraps

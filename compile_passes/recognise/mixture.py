@@ -79,7 +79,7 @@ class _Up:
 
 @dataclass(frozen=True)
 class _Input:
-    """What enters a down product; the fields are those of a Branch."""
+    """Input of a down product. The fields are those of a Branch."""
 
     x: Ref
     scales: tuple[Term, ...]
@@ -91,7 +91,7 @@ class _Input:
 
 @dataclass
 class _Selection:
-    """What the factors of an expert's output say of its rows; most fields are those of a Branch."""
+    """Rows of an expert, read from the factors of its output. Most fields are those of a Branch."""
 
     expert: int | None
     ids: Ref | None = None
@@ -107,7 +107,7 @@ class Matcher(Pieces):
         super().__init__(reader)
         self.branches = 0
         self.most: Branches = []
-        """What `match` told apart, at most, since this was emptied."""
+        """Longest list of branches that `match` found since this was emptied."""
 
     def match(self, root: fx.Node, allow_rest: bool, has_experts: Callable[[fx.Node], bool]) -> Mixture:
         """The mixture that `root` computes, or a Refusal; `branches`: how many experts were told apart.
@@ -315,7 +315,7 @@ class Matcher(Pieces):
         return rows
 
     def _input(self, lin: Linear, m: Mixture) -> _Input:
-        """What a down product multiplies: an activation of gate and up, or just up, of rows of x."""
+        """Read the input of a down product: an activation of gate and up, or of up alone, of rows of x."""
         inputs, gains = self.without_gains(lin)
         leaves = self.leaves(inputs)
         need(
@@ -417,7 +417,7 @@ class Matcher(Pieces):
         need(own, "nothing says which expert's output this is", m.root, advice.OWN_COLUMN)
 
     def _prove_each_once(self, branches: list[Branch], m: Mixture) -> None:
-        """Of each expert there is one branch, or one for each of a token's choices."""
+        """Prove that each expert has one branch, or one for each of a token's choices."""
         of: dict[int, list[Branch]] = {}
         for b in branches:
             of.setdefault(b.expert, []).append(b)
@@ -467,7 +467,7 @@ class Matcher(Pieces):
 
 
 def _coordinates(ref: Ref) -> list[Term]:
-    """What an element is indexed by; of a dimension that a view has cut, its parts."""
+    """Return the coordinates of an element. A dimension that a view has cut gives its parts."""
     return [p for i in ref.index for p in (i.parts if isinstance(i, Mix) else (i,))]
 
 

@@ -120,7 +120,7 @@ class Pieces:
         return None
 
     def _routing(self, factor: Term) -> Term:
-        """What scales hidden values was read as their part. As a weight of outputs it is read further."""
+        """Read a factor of hidden values as a weight of outputs."""
         if isinstance(factor, Ref):
             read = self.reader.value(factor.node, 2)
             if len(read.dims) == len(factor.index) and all(len(dim) <= 1 for dim in read.dims):
@@ -129,7 +129,7 @@ class Pieces:
         return factor
 
     def without_gains(self, lin: Linear) -> tuple[tuple[Term, ...], tuple[Ref, ...]]:
-        """What a product multiplies, and the vectors of weights that scale it."""
+        """Return the operands of a product without the weight vectors that scale them, and these vectors."""
 
         def is_gain(t: Term) -> TypeGuard[Ref]:
             """A vector along the product, of the expert whose weight that is."""
@@ -227,7 +227,7 @@ class Pieces:
 
 
 def _is_matrix(weight: Ref) -> bool:
-    """Of a parameter with several dimensions, or a part of one with one that was made two."""
+    """True for a matrix: a parameter of several dimensions, or a vector that a view gave two."""
     return value(weight.node).dim() >= 2 or len(free_axes(weight)) > 1
 
 

@@ -123,7 +123,7 @@ class Search:
             yield [unread.node], unread
 
     def _found(self, bits: int) -> list[tuple[int, Mixture | Refusal | None]]:
-        """What became of these down products, as one block or as several."""
+        """Match these down products as one block or as several, and return the results."""
         self.matcher.most = []
         whole = self._match(bits)
         if not isinstance(whole, Mixture):
@@ -346,7 +346,7 @@ class Search:
         )
 
     def _note_form(self, found: Mixture, bits: int) -> None:
-        """What kind of products those of a block are; if of sorted rows, it must be one operator."""
+        """Note the kind of a block's products. With sorted rows it must become one operator."""
         downs = self._of(bits)
         if all(is_grouped_mm(down) for down in downs):
             found.form, found.wraps, found.at = SORTED, False, downs[0]

@@ -35,7 +35,7 @@ def need_one_operator(m: Mixture, down: fx.Node) -> None:
 
 
 def _need_only_users(down: fx.Node, root: fx.Node) -> None:
-    """What is between the product and the block's output has no other users."""
+    """Prove that nothing else reads the nodes between the product and the block's output."""
     before, todo = {root}, [root]
     while todo:
         new = {n for n in todo.pop().all_input_nodes if down < n} - before

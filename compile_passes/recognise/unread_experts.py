@@ -135,7 +135,7 @@ def _product(node: fx.Node, is_weight: Callable[[fx.Node], bool]) -> _Product | 
 
 
 def _between(rows: fx.Node, products: dict[fx.Node, _Product]) -> list[fx.Node]:
-    """What `rows` is computed of, back to products with weights; nothing if these are many steps."""
+    """Return the nodes from products with weights to `rows`. Empty if there are many."""
     found: list[fx.Node] = []
     todo = [rows]
     while todo and len(found) <= _STEPS_BETWEEN:

@@ -1,4 +1,4 @@
-"""What to write for a step that is not understood, by what the step is."""
+"""Advises what to write in place of a step that is not understood, by the kind of the step."""
 
 from __future__ import annotations
 

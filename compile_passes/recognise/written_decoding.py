@@ -35,7 +35,7 @@ _E2M1 = torch.tensor([0, 0.5, 1, 1.5, 2, 3, 4, 6, 0, -0.5, -1, -1.5, -2, -3, -4,
 
 _EMPTY = (aten.empty, aten.empty_like, aten.new_empty)
 _POINTWISE = (aten.floor_divide, aten.remainder, aten.bitwise_and, aten.__and__, aten.__rshift__)
-"""Those without the tag."""
+"""Pointwise operators that lack torch's tag."""
 
 
 def decode_to_operator(graph: fx.Graph, fixed: set[fx.Node], fake_mode: FakeTensorMode) -> None:
@@ -62,7 +62,7 @@ def _decode_all(graph: fx.Graph, constant: set[fx.Node], fake_mode: FakeTensorMo
 
 
 def _constant_nodes(graph: fx.Graph, fixed: set[fx.Node]) -> set[fx.Node]:
-    """What is the same in every call."""
+    """Return the nodes that are the same in every call."""
     found: set[fx.Node] = set()
     for node in graph.nodes:
         pure = node.op == "call_function" and is_tensor(node) and (is_pure(node) or is_op(node, *_EMPTY))
@@ -129,7 +129,7 @@ class Decoder(Reader):
         return super()._getitem(node, 2)
 
     def ref(self, node: fx.Node, dims: tuple[tuple[Axis, ...], ...]) -> None:
-        """What a decoding computes on its way is no element to stop at."""
+        """Return None, so that reading does not stop at an intermediate value of a decoding."""
         return None
 
     def align(self, ours: tuple[Axis, ...], theirs: tuple[Axis, ...]) -> tuple[Renamed, Renamed]:

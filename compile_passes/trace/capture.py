@@ -234,7 +234,7 @@ def _check_aliases(inputs: list[tuple[torch.Tensor, FunctionalTensor]], outputs:
 
 
 def _restore_dynamo_metadata(gm: fx.GraphModule, traced: fx.GraphModule) -> None:
-    """What AOTAutograd reads from Dynamo's graph: sources, and which inputs have fixed addresses."""
+    """Restore what AOTAutograd reads from Dynamo's graph: sources, and inputs with fixed addresses."""
     for old, new in zip(_placeholders(gm), _placeholders(traced), strict=True):
         new._dynamo_source = getattr(old, "_dynamo_source", None)
         if "tensor_dict" in old.meta:

@@ -41,7 +41,7 @@ _CONTEXTS = (torch._C._set_grad_enabled, _enter_autocast, _exit_autocast)
 """Calls that change how later ones run, and are in no aten graph."""
 _ON_SCALARS = (aten.sym_size.int, aten._assert_scalar.default)
 _FORGETFUL = ("as_strided", "as_strided_", "set_", "resize_", "resize_as_", "untyped_storage")
-"""These calls reach memory outside the tensor, so aliasing cannot be tracked."""
+"""Calls that reach memory outside the tensor, so aliasing cannot be tracked."""
 _KEPT = ("stack_trace", "nn_module_stack", "source_fn_stack")
 _STANDING_FOR = [sympy.Dummy(f"size{i}", integer=True) for i in range(16)]
 
@@ -99,7 +99,7 @@ class Copier:
         self._fakes, self._mode, self._shape_env = fakes, fake_mode, _shape_env(fake_mode)
         self._order = {n: i for i, n in enumerate(gm.graph.nodes)}
         self._held: dict[fx.Node, Any] = dict(constants)
-        """What a node of Dynamo's is here: a node, a Python number, or a tuple of those."""
+        """Copy of each node of Dynamo's: a node, a Python number, or a tuple of those."""
         self._templates: dict[Any, _Template] = {}
         self._kinds: dict[fx.Node, Any] = {}
         self._facts: dict[sympy.Symbol, Any] = {}
@@ -372,7 +372,7 @@ class Copier:
                         raise CannotCopy(f"{call.node.name} shares memory otherwise than in Dynamo's trace")
 
     def _inputs(self, call: _Call) -> list[Any]:
-        """What the call is traced with: copies share what stands for their tensors, inputs must not."""
+        """Return the inputs for tracing a call. Copies share their stand-ins for tensors; inputs must not."""
         inputs: list[Any] = []
         for node in call.inputs:
             x = self._held[node].meta["val"]
@@ -419,7 +419,7 @@ class Copier:
 
     @staticmethod
     def _known_outputs(template: _Template, call: _Call) -> dict[fx.Node, Any]:
-        """What Dynamo knows of a call's results."""
+        """Return Dynamo's example values of a call's results."""
         known = dict(zip(template.outputs, pytree.tree_leaves(example(call.node))))
         return known | {n: type(n.meta["val"])([known[p] for p in ps]) for n, ps in template.lists.items()}
 

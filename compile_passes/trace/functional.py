@@ -42,7 +42,7 @@ def functional_tensors(inputs: Sequence[Any]) -> Iterator[list[Any]]:
 
 
 def current(t: Any) -> Any:
-    """What a functional tensor holds now."""
+    """Return the current value of a functional tensor."""
     if not isinstance(t, FunctionalTensor):
         return t
     torch._sync(t)

@@ -27,7 +27,7 @@ class Program:
     layout: str
     k: int
     tables: tuple[tuple[float, ...], ...]
-    """What the last inputs held when the decoding was proved: tables of values."""
+    """Tables of values that the last inputs held when the decoding was proved."""
     run: fx.GraphModule = field(compare=False)
 
     def __call__(self, *inputs: Tensor) -> Parts:

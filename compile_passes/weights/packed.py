@@ -16,7 +16,7 @@ from .specs import Spec
 
 
 class Entry:
-    """What is known of some weights, and what they were packed into."""
+    """Known state of some weights, and the operands that they were packed into."""
 
     __slots__ = ("owned", "packed", "refs", "samples", "serial", "shapes", "states", "stores", "written")
 
@@ -152,7 +152,7 @@ class NoticedWrites:
 
 
 def note_writes(tensors: Iterable[Any]) -> None:
-    """These tensors were written to in a way that leaves no trace: what is packed of them is made anew."""
+    """Note writes to tensors that leave no trace, so that packed copies are made again."""
     if any(map(len, list(_stores.values()))):
         stores = {memory_of(t) for t in leaves_of(t for t in tensors if isinstance(t, torch.Tensor))} - {0}
         if any([kept.note_writes(stores) for kept in list(_stores.values())]):

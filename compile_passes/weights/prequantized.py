@@ -43,7 +43,7 @@ class Prequantized:
     """The dimension along which it is quantised is the last but one."""
     inputs: int = 1
     scale_dtype: torch.dtype | None = None
-    """Of the block scales, where the format leaves a choice."""
+    """Dtype of the block scales, if the format leaves a choice."""
 
 
 def prequantized(x: Any) -> Prequantized | None:

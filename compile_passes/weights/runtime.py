@@ -1,4 +1,4 @@
-"""What Dynamo gets: a graph, called with packed weights in place of a model's own."""
+"""Makes the callable that Dynamo gets: a graph, called with packed weights in place of a model's own."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ class Swap:
     indices: tuple[int, ...]
     spec: Spec
     names: tuple[str, ...] = ()
-    """Of these inputs, in the model."""
+    """Names of these inputs in the model."""
 
     def check(self, weights: Sequence[torch.Tensor]) -> None:
         """Raises ValueError if a weight has no memory, or values that have no 4-bit code."""

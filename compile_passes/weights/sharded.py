@@ -27,7 +27,7 @@ def gathered(tensors: Iterable[torch.Tensor]) -> dict[int, str]:
 
 
 def _unsharded() -> Iterable[nn.Parameter]:
-    """Of all modules under `fully_shard`: what stands in a module's place while it runs."""
+    """Yield the gathered parameters of all modules under `fully_shard` that run now."""
     if "torch.distributed.fsdp" not in sys.modules:
         return
     from torch.distributed._composable_state import _get_module_state, _module_state_mapping

@@ -1,0 +1,52 @@
+"""Finds docstrings that begin with a word that promises no sentence.
+
+    python release/docstrings.py
+
+"Of what operators run." tells a reader nothing; "Forces one kernel family for every operator call." does. The
+docstring of a function begins with a verb, or names its value as a noun of the field. `make lint` runs this.
+"""
+
+from __future__ import annotations
+
+import ast
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+ROOT = Path(__file__).parents[1]
+FOLDERS = ("fp4_ops", "meta", "compile_passes", "benchmarks", "release")
+WORDS = ("Of", "Those", "These", "That which", "What")
+
+
+def wrong(source: str) -> Iterator[tuple[int, str]]:
+    """Yields the line number and first line of each docstring that begins with one of `WORDS`.
+
+    A string below an assignment counts as a docstring, too: it describes a constant.
+    """
+    for node in ast.walk(ast.parse(source)):
+        body = getattr(node, "body", None)
+        for statement in body if isinstance(body, list) else ():
+            if not (isinstance(statement, ast.Expr) and isinstance(statement.value, ast.Constant)):
+                continue
+            text = statement.value.value
+            if isinstance(text, str) and text.strip().startswith(tuple(f"{w} " for w in WORDS)):
+                yield statement.lineno, text.strip().splitlines()[0]
+
+
+def sources() -> list[Path]:
+    """Lists the Python files of `FOLDERS`, each once: links to folders are not followed."""
+    found = [p for folder in FOLDERS for p in (ROOT / folder).rglob("*.py")]
+    return sorted(p for p in found if p.resolve() == p)
+
+
+def main() -> int:
+    """Prints every docstring to put right. Returns 1 if there are any, else 0."""
+    bad = [f"{p.relative_to(ROOT)}:{n}: {line}" for p in sources() for n, line in wrong(p.read_text())]
+    if bad:
+        print(f"These docstrings must begin with a verb or a noun of the field, not with one of {WORDS}:")
+        print("\n".join(bad))
+    return 1 if bad else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
