@@ -222,7 +222,7 @@ def poison_malloc(on: bool) -> bool:
 
 @contextlib.contextmanager
 def poisoned():
-    """What kernels allocate starts as garbage: through malloc on the CPU, through at::empty on a GPU."""
+    """Fill memory that kernels allocate with garbage: by malloc on the CPU, by at::empty on a GPU."""
     before = (
         torch.are_deterministic_algorithms_enabled(),
         torch.is_deterministic_algorithms_warn_only_enabled(),

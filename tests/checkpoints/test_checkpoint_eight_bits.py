@@ -33,7 +33,7 @@ BLOCK = (16, 32)
 
 
 def scales(kind: str, e: int, a: int, b: int) -> tuple[Tensor, Tensor]:
-    """Of codes [E, A, B]: as they are stored, and for each code."""
+    """Return scales of codes [E, A, B]: as they are stored, and for each code."""
     shape = {
         "one": (), "one an expert": (e,), "an expert, kept": (e, 1, 1), "one a row": (e, a, 1),
         "one a column": (e, 1, b), "blocks": (e, -(-a // BLOCK[0]), -(-b // BLOCK[1])),

@@ -37,7 +37,7 @@ STORED = {
     "groups of 128": config("pack-quantized", 128),
 }
 FORMAT = {"w4a16 by row": "int4", "groups of 64": "int4_g64", "groups of 128": "int4"}
-"""Of those above that are not int4_g32."""
+"""Formats of the cases above that are not int4_g32."""
 
 
 def stored_weight(

@@ -1,4 +1,4 @@
-"""What ModelOpt's own folders showed: wider blocks, fused experts in other formats, unexplained codes."""
+"""Cases from ModelOpt's own folders: wider blocks, fused experts in other formats, unexplained codes."""
 
 from __future__ import annotations
 

@@ -18,7 +18,7 @@ WHOLE = "each process must hold all experts, or the part that transformers' tp_s
 
 @pytest.fixture(scope="module")
 def outcomes(tmp_path_factory):
-    """What became of each situation of split_models.py, of both processes."""
+    """Run split_models.py. Return the outcome of each situation in both processes."""
     folder = tmp_path_factory.mktemp("split")
     model = tiny()
     model.save_pretrained(folder / "bf16")
@@ -27,7 +27,7 @@ def outcomes(tmp_path_factory):
 
 
 def told(outcomes: list[dict[str, Any]], name: str) -> list[Any]:
-    """Of both processes; skips what transformers itself cannot do here."""
+    """Return the outcomes of both processes. Skip what transformers itself cannot do here."""
     both = [outcome[name] for outcome in outcomes]
     for outcome in both:
         if "requires `accelerate`" in str(outcome):

@@ -1,4 +1,4 @@
-"""What spread and split experts cost, estimated from sizes, beside measured times and drawn routings."""
+"""Tests of the estimated cost of spread and split experts, beside measured times and drawn routings."""
 
 import json
 from pathlib import Path

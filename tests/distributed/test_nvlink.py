@@ -20,7 +20,7 @@ DTYPES = [torch.bfloat16, torch.float16, torch.float32]
 
 
 class Tokens:
-    """What each rank has in one call; expert e multiplies by gains[e]."""
+    """Tokens of each rank in one call. Expert e multiplies by gains[e]."""
 
     def __init__(self, rng, ranks, tokens, hidden, top_k, experts, dtype):
         self.tokens, self.experts = tokens, experts

@@ -29,7 +29,7 @@ SPLIT = (
     "quantising_with_tensor_parallelism",
 )  # fmt: skip
 Bound = tuple[float, float]
-"""Of the error of the typical token, and of that of all logits."""
+"""Bounds of the error of the typical token, and of all logits."""
 REORDERED = (1e-5, 1e-3)
 """The same products, whose float32 sums are in another order: about 1e-7."""
 ROUNDED = (0.05, 0.3)

@@ -1,4 +1,4 @@
-"""What wraps, saves and loads a model with 4-bit experts over several processes: right, or an error."""
+"""Tests of wrapping, saving and loading 4-bit models over several processes: correct, or an error."""
 
 from __future__ import annotations
 

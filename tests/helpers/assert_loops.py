@@ -38,7 +38,7 @@ class Denied(IncrementLoop):
 
 
 class OfExperts(IncrementLoop):
-    """Of what nobody computes any more."""
+    """Asserts about a value that nobody computes any more."""
 
     def experts_of(self, x: Tensor, ids: Tensor, weights: Tensor) -> Tensor:
         out = torch.zeros_like(x)

@@ -58,7 +58,7 @@ class CountsOfWhatIdsWere(ByCounts):
 
 
 class Comprehension(Loop):
-    """What comes of a list of the outputs of those experts that have rows."""
+    """Uses a list of the outputs of the experts that have rows."""
 
     def joined(self, outs: list[Tensor]) -> Tensor:
         return torch.cat(outs)

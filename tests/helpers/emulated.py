@@ -29,7 +29,7 @@ from fp4_ops.meta.layouts import LAYOUTS
 
 EMULATOR = HELPERS / "sm90_emulator"
 FOLDERS = {"sm90": ("common", "device", "sm90"), "sm80": ("common", "device", "sm80")}
-"""Of csrc, with the kernels of each library."""
+"""Folders of csrc with the kernels of each library."""
 MULTIPROCESSORS = 14
 WARNINGS = ["-Wall", "-Wno-unknown-pragmas", "-Wno-sign-compare", "-Wno-psabi"]
 FLAGS = ["-std=c++17", "-O1", "-fPIC", "-U_FORTIFY_SOURCE", *WARNINGS]  # which would check longjmp, too
@@ -114,7 +114,7 @@ def runtime() -> Path:
 
 
 LIBRARIES: list[torch.library.Library] = []
-"""What `pretend` registers; an operator is there as long as its library."""
+"""Libraries that `pretend` registers. An operator exists as long as its library."""
 
 
 def register_operators() -> None:
@@ -128,7 +128,7 @@ def register_operators() -> None:
 
 
 def without_triton(name: str) -> Any:
-    """What Hopper's backend does on its layouts, and the CPU's operator for others."""
+    """Return Hopper's operator for its layouts, and the CPU's operator for others."""
 
     def run(*args: Any, **kwargs: Any) -> Any:
         words = [value for value in (*args, *kwargs.values()) if isinstance(value, str)]
@@ -149,7 +149,7 @@ def seed(value: int) -> None:
 
 
 class OnCpu(TorchFunctionMode):
-    """What tests want on the GPU stays on the CPU; operators on Hopper's layouts run what GPUs run."""
+    """Keep tensors for the GPU on the CPU. Operators on Hopper's layouts run what GPUs run."""
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = dict(kwargs or {})

@@ -69,7 +69,7 @@ def seed(value: int) -> None:
 
 
 def together(run: Callable[[int], Any], ranks: int) -> list[Any]:
-    """What run(rank) returns, or the RuntimeError that it raises, of all ranks at once."""
+    """Run all ranks at once. Return the result of run(rank), or its RuntimeError, for each."""
 
     def one(rank: int) -> Any:
         try:

@@ -346,7 +346,7 @@ class HitsByTensorAndWrites(Hits):
 
 
 class HitsFlat(HitsByTensor):
-    """Of each choice of a token."""
+    """Loops over the hit experts of each choice of a token."""
 
     def hit(self, ids):
         return super().hit(ids).flatten()
@@ -479,7 +479,7 @@ class HitsOfACopyThatChanges(HitsFlat):
 
 
 class HitsThatChangeTheirNumber(Hits):
-    """What the loop gives is written to, and read again."""
+    """The loop's variable is written to, and read again."""
 
     def experts_of(self, x, ids, weights):
         out = torch.zeros_like(x)

@@ -21,7 +21,7 @@ class CannotInstall(Exception):
 
 
 _missing: dict[str, CannotInstall] = {}
-"""What pip could not get: it is asked once, since without a network it tries for long."""
+"""Packages that pip could not get. It is asked once, because without a network it tries for long."""
 
 
 def installed(name: str, requirements: tuple[str, ...]) -> Path:
@@ -51,5 +51,5 @@ def installed(name: str, requirements: tuple[str, ...]) -> Path:
 
 
 def environment(*paths: Path) -> dict[str, str]:
-    """Of a process in which these folders come first."""
+    """Return the environment of a process in which these folders come first."""
     return {**os.environ, "PYTHONPATH": os.pathsep.join(map(str, paths)), "OMP_NUM_THREADS": "1"}

@@ -1,4 +1,4 @@
-"""What the tests of look-alikes have in common: their registry, a loop each of whose steps may be another.
+"""Registry of look-alikes for their tests, and a loop each of whose steps may be another.
 
 A look-alike is a style of moe_styles with one thing changed, so that it is no mixture of experts, or another
 one. A change that is understood may be rewritten; the result must be the changed program's either way.
@@ -16,13 +16,13 @@ from torch import Tensor, nn
 GRAPHS_OWN = re.compile(
     r"\b(?:arg|primals|mm|bmm|addmm|mul|add|view|index|clone|getitem|t|sum)_\d+\b|aten\.|__dict__|_modules"
 )
-"""What no message may have: names of nodes, and Dynamo's paths."""
+"""Texts that no message may have: names of nodes, and Dynamo's paths."""
 
 CHANGES: dict[str, tuple[type[nn.Module], str, str]] = {}
 
 
 def lookalike(reason: str, change: str = ""):
-    """What the report must say, and what it must suggest; both "" if it is understood, and so rewritten."""
+    """Register a look-alike with the reason and change that the report must give; "" if it is rewritten."""
 
     def add(cls):
         CHANGES[cls.__name__] = (cls, reason, change)

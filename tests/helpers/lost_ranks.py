@@ -50,7 +50,7 @@ def same(name: str) -> Any:
 
 
 def prepare(name: str) -> Any:
-    """What `prepare` asks the other processes for: global scales of weights that are split."""
+    """Compute global scales of split weights, for which `prepare` asks the other processes."""
     quantizer = Quantizer("nvfp4", find_method("rtn", "nvfp4"), None, "plain")
     part = Part("split", 2, 3, dist.get_rank(), name)
     return quantizer.pack(torch.randn(2, 32, 32), "experts", "gate_up", part=part)

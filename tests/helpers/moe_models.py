@@ -1,4 +1,4 @@
-"""What the compiler tests run: tiny models of the families, and a block that can be got wrong."""
+"""Models of the compiler tests: tiny models of the families, and a block that can be got wrong."""
 
 from __future__ import annotations
 

@@ -40,7 +40,7 @@ def start(script: str, ranks: int, *args: object, gpus: bool = False) -> list[su
 def outcomes(
     script: str, ranks: int, folder: Path, *args: object, gpus: bool = False
 ) -> list[dict[str, Any]]:
-    """What each rank wrote into `folder`, its first argument, as rank0.json, ..."""
+    """Run a script in several processes. Return what each wrote into `folder`, as rank0.json, ..."""
     processes = start(script, ranks, folder, *args, gpus=gpus)
     logs = [p.communicate(timeout=600)[0].decode() for p in processes]
     assert not any(p.returncode for p in processes), "\n".join(log[-4000:] for log in logs)

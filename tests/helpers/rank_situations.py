@@ -1,4 +1,4 @@
-"""What the scripts of one process of several share: their situations, and the models of a folder.
+"""Helpers of scripts that run in several processes: their situations, and the models of a folder.
 
 The script's first argument is FOLDER. Each function under `situation` is one situation, by its name.
 """

@@ -15,7 +15,7 @@ from fp4_ops.compile_passes.report import Frame, Site
 
 
 def fake_quantised(weight: torch.Tensor, format: str, transposed: bool = False) -> torch.Tensor:
-    """What the packed weight stands for, in the weight's own layout and float32."""
+    """Return the values of the packed weight in the weight's own layout, float32."""
     w = weight.detach().transpose(1, 2).contiguous() if transposed else weight.detach()
     w = torch.ops.fp4.dequantize(*torch.ops.fp4.quantize(w, format), format, torch.float32)
     return w.transpose(1, 2).contiguous() if transposed else w

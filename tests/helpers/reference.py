@@ -1,4 +1,4 @@
-"""What every operator means, in float64 and plain torch, written from the definitions.
+"""Reference of every operator in float64 and plain torch, written from the definitions.
 
 Uses nothing of fp4_ops, not even its tables, so that a wrong table fails a test.
 """
@@ -26,7 +26,7 @@ SCALE_DTYPE = {
     "mxfp4": torch.float8_e8m0fnu,
     **dict.fromkeys(INT4_FORMATS, torch.bfloat16),
 }
-"""Of the block scales that quantize makes; int4 takes float32 ones too."""
+"""Dtype of the block scales that quantize makes. int4 takes float32 ones too."""
 
 
 def ceil_div(a: int, b: int) -> int:
@@ -392,7 +392,7 @@ def moe(
 def moe_hidden(
     x, ids, w13, w13_bias, activation, a_format, between: torch.dtype | None = None, gated: bool = False
 ) -> list[Tensor]:
-    """Of each column of ids: what lies between the products, before it is quantised."""
+    """Return the hidden values of each column of ids, before they are quantised."""
     a = quantized(x, a_format)
 
     def stored(v: Tensor, here: bool) -> Tensor:
@@ -453,13 +453,13 @@ def assert_close(
 
 @dataclass
 class ProductBounds:
-    """What the sums of a product may lose: exact `a` [M, K] and `w` [N, K], or [G, N, K] with `ids` [M]."""
+    """Bounds on a product's sums, for exact `a` [M, K] and `w` [N, K], or [G, N, K] with `ids` [M]."""
 
     k: int
     norms: Tensor
-    """Of each row: to be expected of its sums."""
+    """Expected norm of each row's sums."""
     mass: Tensor
-    """Of each row: that of the sums of its products' magnitudes."""
+    """Norm of each row's sums of the products' magnitudes."""
 
     @staticmethod
     def of(a: Tensor, w: Tensor, ids: Tensor | None = None) -> ProductBounds:
@@ -490,7 +490,7 @@ class ProductBounds:
 
 
 def int8_rows(x: Tensor) -> Tensor:
-    """What int8 rows stand for: a scale of largest / 127 for 128 K, the quotient in float32."""
+    """Return the values of int8 rows: a scale of largest / 127 for 128 K, the quotient in float32."""
     cut = blocks(x.double(), 128)
     most = cut.abs().amax(-1, keepdim=True).float()
     up = torch.where(most > 0, 127 / most, 0).double()
@@ -498,7 +498,7 @@ def int8_rows(x: Tensor) -> Tensor:
 
 
 def int8_weights(codes_by_scales: Tensor, scales: Tensor, format: str) -> Tensor:
-    """What weights [.., K] of block scales `scales` are beside int8 rows: integers times a step that a row
+    """Return weights [.., K] of block scales `scales` beside int8 rows: integers times a step that a row
     has for 128 K, so that 6 times its largest scale is 120 to 127 for nvfp4, and 96 for mxfp4."""
     most = blocks(scales.double(), 128 // BLOCK[format]).amax(-1)
     if format == "mxfp4":

@@ -55,7 +55,7 @@ class Block:
 
 
 class Inputs:
-    """Of one rank, in place, for graphs."""
+    """Inputs of one rank, changed in place, for CUDA graphs."""
 
     def __init__(self, tokens: int) -> None:
         self.x = torch.zeros(tokens, HIDDEN, device=DEVICE, dtype=torch.bfloat16)
@@ -98,7 +98,7 @@ def close(got: torch.Tensor, want: torch.Tensor) -> None:
 
 
 def poison() -> None:
-    """What others write into, while nobody does."""
+    """Fill the buffer that other ranks write to, while nobody writes."""
     space = workspace.of(dist.group.WORLD.group_name)
     assert space is not None
     torch.cuda.synchronize()
@@ -172,7 +172,7 @@ def own_tokens_of_many_rows_in_fp8():
 
 
 def own_tokens_that_go_in_fp8():
-    """What comes is what the block would have made of the rows."""
+    """The rows that arrive are those that the block itself would have made."""
     before = workspace.FP8_BYTES
     workspace.FP8_BYTES = 0
     try:

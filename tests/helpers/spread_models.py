@@ -196,7 +196,7 @@ def a_folder_with_tp_plan_auto(family: str):
 
 @situation
 def bytes_read_by_a_rank(family: str):
-    """Of the folder's 4-bit weights: [0, 0, here, all of them]."""
+    """Return bytes of the folder's 4-bit weights: [0, 0, here, all of them]."""
     from fp4_ops.checkpoints import files
 
     size, read = dist.get_world_size(), files.Reader.read
@@ -314,7 +314,7 @@ def summed(model: nn.Module) -> list[Any]:
 
 
 WHOLE = {"model.embed_tokens": "replicate", "lm_head": "replicate"}
-"""What transformers reads as DTensors otherwise."""
+"""Parameters that transformers otherwise reads as DTensors."""
 
 
 @situation

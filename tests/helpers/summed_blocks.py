@@ -115,7 +115,10 @@ MESH: Any = None
 
 
 def told(block: nn.Module, x: Tensor, spaces: dict[str, Any], dynamic: bool) -> tuple[Tensor, int, bool]:
-    """What the graph gives, without Inductor; how many sums became an operator; whether it may run twice."""
+    """Run the graph without Inductor.
+
+    Return its result, the number of fused sums, and if it may run twice.
+    """
     frames: list[Any] = []
     may: list[bool] = []
 

@@ -37,7 +37,7 @@ BLOCK_MEMORY = {
 """Bytes of shared memory that a thread block may have."""
 MULTIPROCESSORS = {80: 108, 86: 84, 89: 128, 90: 132, 100: 148, 103: 160, 120: 170, 121: 48}
 ARCHITECTURES = tuple(a for a in BLOCK_MEMORY if a != 103)
-"""Those for which the product kernel of all GPUs is compiled; that of FP4 rows is for sm_103, too."""
+"""Architectures for which the general product kernel is compiled. That of FP4 rows is for sm_103, too."""
 
 FAMILIES = ((80, 86, 89), (90,), (100,), (120, 121))
 """Architectures for which Triton makes one PTX. What ptxas makes of it, and what it must fit in, differ."""
@@ -68,7 +68,7 @@ class Launched:
 
     @property
     def tile(self) -> Tile:
-        """Of the product kernel."""
+        """Tile of the product kernel."""
         sizes = (self.constants[name] for name in ("BLOCK_N", "BLOCK_M", "BLOCK_K"))
         return Tile(*sizes, self.metadata.num_warps, self.constants["STAGES"])
 
@@ -85,7 +85,7 @@ class Kernels:
 
 
 class Driver:
-    """What JITFunction and CompiledKernel ask of a driver."""
+    """Driver with what JITFunction and CompiledKernel need."""
 
     def __init__(self, architecture: int, kernels: Kernels):
         self.target = GPUTarget("cuda", architecture, 32)
@@ -143,7 +143,7 @@ def gpu(architecture: int, shared_memory: int | None = None):
 
 @contextlib.contextmanager
 def short_cache():
-    """What Triton compiles is not kept: a test of thousands of kernels would leave gigabytes."""
+    """Delete what Triton compiles. A test of thousands of kernels would leave gigabytes."""
     with tempfile.TemporaryDirectory() as folder, pytest.MonkeyPatch.context() as patch:
         patch.setenv("TRITON_CACHE_DIR", folder)
         yield
@@ -154,7 +154,7 @@ def retarget(ptx: str, architecture: int) -> str:
 
 
 def assemble(ptx: str, architecture: int, folder: Path) -> bytes:
-    """What ptxas makes of PTX that Triton made for another architecture of the family."""
+    """Assemble PTX that Triton made for another architecture of the family."""
     source, made = folder / "kernel.ptx", folder / "kernel.o"
     source.write_text(retarget(ptx, architecture))
     name = f"--gpu-name={sm_arch_from_capability(architecture)}"

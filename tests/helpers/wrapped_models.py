@@ -252,7 +252,7 @@ def sharded(seed: int = 0, trainable: bool = False, **options: Any) -> Any:
 
 
 def held_share(model: nn.Module) -> float:
-    """Of the packed bytes, those that are here between calls."""
+    """Return the share of the packed bytes that is here between calls."""
     whole = here = 0
     for weight in (m for m in model.modules() if isinstance(m, PackedWeight)):
         for p in weight.parameters():
@@ -274,7 +274,7 @@ def fsdp_around_packed_parameters():
 
 @situation
 def fsdp_with_gradients_to_what_goes_in():
-    """Of the embeddings, averaged over the processes as FSDP does."""
+    """Check gradients of the embeddings, averaged over the processes as FSDP does."""
 
     def gradient(model: Any) -> torch.Tensor:
         model.train()

@@ -103,7 +103,7 @@ SCALES = 4
 
 @pytest.fixture(scope="session")
 def loops(emulated) -> dict[str, list[list[str]]]:
-    """Of each function in the library: the mnemonics of its loops without a loop inside."""
+    """Return the mnemonics of the innermost loops of each function in the library."""
     (library,) = emulated.wheel.glob("fp4_ops/_C*.so")
     command = ["aarch64-linux-gnu-objdump", "-d", "-C", "--no-show-raw-insn", str(library)]
     text = subprocess.run(command, capture_output=True, text=True, check=True).stdout

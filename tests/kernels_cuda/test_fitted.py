@@ -98,7 +98,7 @@ def changed(values: fitted.Values) -> fitted.Values:
 
 @runtime
 def test_python_predicts_what_the_planner_predicts():
-    """Of constants that were given to it: cost_fit.py has the same formulas."""
+    """With given constants cost_fit.py and the planner predict the same times."""
     random.seed(SEED)
     planner, gpu = development("planner"), GPUS["hopper"]
     values = changed(native.built_in(native.HOPPER))
@@ -130,7 +130,7 @@ def test_constants_decide():
 
 
 def points_of(values: fitted.Values, noise: float) -> list[cost_fit.Point]:
-    """What a GPU with these constants would measure."""
+    """Return the times that a GPU with these constants would give."""
     made = []
     for p in tune.products(native.HOPPER):
         work = native.work(p.planned, p.kernel, GPUS["hopper"])

@@ -36,7 +36,7 @@ ROWS = (torch.bfloat16, torch.float16)
 
 @pytest.fixture(params=SHARED, autouse=True)
 def gpu(request):
-    """What the planner knows of the GPU, which has so much shared memory."""
+    """Return the planner's `Gpu` with so much shared memory."""
     if EMULATED:
         before, file = library.FILE, str(emulated.kernels("sm80"))
     else:

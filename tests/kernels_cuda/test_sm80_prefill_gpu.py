@@ -306,7 +306,7 @@ def test_rows_of_no_group_are_left_alone_where_nobody_reads_them(kernels, mode):
 
 @pytest.mark.parametrize("kilobytes", [99, 163])
 def test_less_shared_memory(kernels, kilobytes):
-    """What sm_86, 89 and 120, or sm_80, have: another candidate, or fewer blocks of a multiprocessor."""
+    """The memory of sm_86, 89 and 120, or of sm_80, leads to another candidate or fewer blocks an SM."""
     kernels.most_shared(kilobytes)
     w = Weight("mxfp4", 2, 192, 512)
     for counts in ([3, 0], [20, 33], [90, 140]):

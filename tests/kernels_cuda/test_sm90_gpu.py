@@ -463,13 +463,14 @@ def test_small_block_scales_in_fp8(kernel):
 
 
 def fp8_block_bound(tokens: int) -> float:
-    """Of a whole block in fp8: e4m3 rounds both sides of both products, by 2.6e-2 on average, and a gate has
-    two parts, so 6e-2 to 7e-2 in all. That varies by a tenth over rows, and by more than half for one."""
+    """Bound of a whole block in fp8: e4m3 rounds both sides of both products, by 2.6e-2 on average, and a
+    gate has two parts, so 6e-2 to 7e-2 in all. That varies by a tenth over rows, and by more than half for
+    one."""
     return 0.16 if tokens == 1 else 0.1
 
 
 HALF_STEP = 2.0**-9
-"""Of bfloat16: the largest relative error of one rounding."""
+"""Largest relative error of one rounding to bfloat16."""
 GATES = ["silu", "gelu", "gelu_tanh", "swigluoai", "silu_interleaved", "relu2", "silu(limit=2)"]
 
 

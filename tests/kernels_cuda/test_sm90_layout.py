@@ -27,7 +27,7 @@ E2M1 = torch.tensor([0, 0.5, 1, 1.5, 2, 3, 4, 6], dtype=torch.float64)
 
 
 def lanes(packed, block_scale, layout):
-    """Of each lane its four words [G, N/16, Kp/128, lane, 4, lower or upper half] and its scales: four, or of
+    """Return each lane's four words [G, N/16, Kp/128, lane, 4, lower or upper half] and scales: four, or for
     blocks of 32 the four of two lanes, or two."""
     n, kp = packed.shape[-2], packed.shape[-1] * 2
     words = packed.reshape(-1, n // 16, kp // 128, 2, 32, 16).view(torch.int32).long() & 0xFFFFFFFF

@@ -62,7 +62,7 @@ def test_parts_add_up_to_moe(only, tokens, sends):
 
 @pytest.fixture
 def poisoned_memory():
-    """What torch.empty returns is NaN."""
+    """Fill the results of torch.empty with NaN."""
     fills = torch.utils.deterministic.fill_uninitialized_memory
     torch.use_deterministic_algorithms(True)
     torch.utils.deterministic.fill_uninitialized_memory = True

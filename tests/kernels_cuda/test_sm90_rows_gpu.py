@@ -1,4 +1,4 @@
-"""What lies between the products on Hopper: routing, quantised and gated rows, combine."""
+"""Tests of the kernels between the products on Hopper: routing, quantised and gated rows, combine."""
 
 import itertools
 

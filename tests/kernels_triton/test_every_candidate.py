@@ -60,7 +60,7 @@ INSTRUCTIONS = {9: "wgmma.mma_async", 10: "tcgen05.mma"}  # of Hopper, of B200; 
 
 @dataclass(frozen=True)
 class Form:
-    """What a kernel is compiled for, of what the issue of memory and of stack depends on."""
+    """Parameters of a kernel on which its use of memory and stack depends."""
 
     family: tuple[int, ...]
     rows: str
@@ -131,7 +131,7 @@ def compiled(spec: Spec, tile: Tile, architecture: int) -> Kernel | None:
 
 
 def candidates(spec: Spec, architecture: int) -> dict[Tile, list[Tile]]:
-    """Those that a rule may choose: a shape -> the same with fewer and fewer stages."""
+    """Return the tiles that a rule may choose: each shape with fewer and fewer stages."""
     problem = spec.problem()
     found: dict[Tile, list[Tile]] = {}
     for t in tiles.CANDIDATES:
@@ -164,7 +164,7 @@ def every(spec: Spec, stages: Iterable[Tile], family: tuple[int, ...]) -> Iterat
 
 
 def problems_of(kernel: Kernel, architectures: Iterable[int], folder) -> Iterator[str]:
-    """What is wrong with it on each of the architectures."""
+    """Yield the problems of a kernel on each architecture."""
     for a in architectures:
         instruction = INSTRUCTIONS.get(a // 10, "mma.sync")
         if instruction not in kernel.ptx:

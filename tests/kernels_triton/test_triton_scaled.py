@@ -61,7 +61,7 @@ def exact(codes, scale, e4m3: bool) -> torch.Tensor:
 
 @pytest.fixture
 def dot_scaled(monkeypatch):
-    """What stands for the instruction; how often it was used."""
+    """Replace the instruction by torch, and count its uses."""
     used = []
 
     def dot_scaled(self, a, a_scale, a_format, b, b_scale, b_format, c, fast, a_packed, b_packed, out):
@@ -263,7 +263,7 @@ def test_rows_are_quantised_as_matrices_of_their_own(shape, format):
 
 @inside
 def test_a_row_with_a_negative_scale_is_nan(small_tiles):
-    """Of the weights or of the activations: tensor cores would read it without its sign."""
+    """This holds for weights and activations: tensor cores would read the scale without its sign."""
     w, a = reference.random_weight("nvfp4", 2, 40, 144), reference.random_activations(7, 144, kind="nvfp4")
     w.scale.view(torch.uint8)[1, 33, 4] |= 128
     got = operators.indexed_mm(
@@ -393,7 +393,7 @@ def test_every_operator_takes_it(architecture, format, monkeypatch):
 
 @pytest.fixture
 def asked(monkeypatch, tmp_path):
-    """What the first use of each tile gives, and which were asked; nothing is compiled."""
+    """Set the result of each tile's first use, and record the tiles asked for. Nothing is compiled."""
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     monkeypatch.setattr(support, "_wrong", set())
     monkeypatch.setattr(support, "_told", set())
@@ -545,7 +545,7 @@ def test_every_shape_compiles_to_fp4_products(tile, family, format, i, tmp_path)
 @pytest.mark.archs
 @pytest.mark.parametrize("terms", [2, 3])
 def test_products_into_one_sum_wait_for_each_other(terms):
-    """Of float16 and float32 rows, by the kernel for all GPUs: where Triton 3.6 to 3.8 overlap two products
+    """The kernel for all GPUs gets float16 and float32 rows: where Triton 3.6 to 3.8 overlap two products
     into one sum of tensor memory, results are wrong."""
     tile = tiles.Tile(128, 64, 128, 8, 3)
     spec = launch.Spec(

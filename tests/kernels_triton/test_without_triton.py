@@ -27,7 +27,7 @@ sys.path.insert(0, FOLDER)
 
 
 def run(code: str) -> str:
-    """What a process prints in which `import triton` fails."""
+    """Run a process in which `import triton` fails. Return what it prints."""
     start = NO_TRITON.replace("FOLDER", repr(str(HELPERS)))
     done = subprocess.run([sys.executable, "-c", start + code], capture_output=True, text=True)
     assert done.returncode == 0, done.stderr

@@ -117,7 +117,7 @@ CASES = {
 def both(
     model, options: dict, **more_options
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
-    """What transformers' loop and ours give, and the random number that each leaves as the next."""
+    """Run transformers' loop and ours. Return both results, and the next random number after each."""
     results = []
     seed = int(torch.randint(2**31, ()))
     for loop in (None, fp4_ops.decoding_loop):

@@ -15,7 +15,7 @@ pytestmark = [pytest.mark.gpu, pytest.mark.usefixtures("fresh_dynamo")]
 
 @pytest.fixture
 def graphs(monkeypatch) -> list[step_graph.GraphStep]:
-    """Those that were captured."""
+    """Return the steps that were captured."""
     captured: list[step_graph.GraphStep] = []
     capture = step_graph.GraphStep._capture
 

@@ -123,7 +123,7 @@ ACTIVATION_NAMES = f"{FLOAT_NAMES} or int8 or float8_e4m3fn or uint8 or float4_e
 
 
 def weight_cases(op: str, b: str, device_like: str = "") -> list[Bad]:
-    """What can be wrong with a packed weight called `b`."""
+    """List the mistakes in a packed weight called `b`."""
     grouped = op not in DENSE
     rows, k = (N, K) if b == "b" else {"w13": (64, K), "w2": (K, 32)}[b]
     lead = f"{G}, " if grouped else ""

@@ -41,7 +41,7 @@ def whole(t: torch.Tensor, mesh) -> DTensor:
 
 
 def says(name: str, placed: str = "") -> str:
-    """Of the errors, as a regular expression."""
+    """Return a regular expression that matches the errors."""
     return (
         rf": {name} is a DTensor, placed {placed}.* on 1 process; it must be a plain tensor\. "
         rf"Pass {name}\.to_local\(\).*{name}\.full_tensor\(\).*docs/deployment\.md"

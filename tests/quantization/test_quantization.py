@@ -116,7 +116,7 @@ def test_search_finds_the_best_of_all_scales(method, format):
 
 
 def damped(moments: torch.Tensor) -> torch.Tensor:
-    """What "weighted" weighs squared errors by, [..., K], of moments [..., K, K]."""
+    """Return the weights of squared errors of "weighted", [..., K], from moments [..., K, K]."""
     diagonal = moments.diagonal(dim1=-2, dim2=-1)
     return diagonal + DAMPING * diagonal.mean(-1, keepdim=True)
 
@@ -192,7 +192,7 @@ def test_fp8_exact_weights_are_e4m3_numbers(method):
 
 
 def nearest_value(x: torch.Tensor, format: str) -> torch.Tensor:
-    """Of a code, float64."""
+    """Return the value of the nearest code, float64."""
     if format in ref.INT4_FORMATS:
         return x.round().clamp(-8, 7)
     return ref.E2M1[ref.nearest_e2m1(x).long()]

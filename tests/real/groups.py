@@ -46,7 +46,7 @@ class Case:
     but: str = r"shared|router|expert_gate"
     """Which of those are not."""
     transposed: str = r"^$"
-    """Of which the last but one is."""
+    """Pattern of weights whose last dimension but one is the input."""
     std: float = 0.25
     tolerance: float = 1e-4
     """How far from the twin the results may be."""
@@ -111,7 +111,7 @@ def worker(*arguments: str) -> list[str]:
 
 @functools.cache
 def _run(name: str) -> dict[str, dict[str, Any]]:
-    """What became of a group's cases, by name, all in one process."""
+    """Run a group's cases in one process. Return the outcomes by name."""
     group = load(name)
     folder = installs.installed(name, group.requirements)
     env = installs.environment(folder, HERE, HELPERS)
@@ -124,7 +124,7 @@ def _run(name: str) -> dict[str, dict[str, Any]]:
 
 
 def result(group: Group, case: Case) -> dict[str, Any]:
-    """What became of a case. Raises CannotInstall."""
+    """Return the outcome of a case. Raises CannotInstall."""
     return _run(group.name)[str(case)]
 
 

@@ -47,7 +47,7 @@ CHANGES: dict[str, dict[str, Any]] = {
         for family, section in (("glm4v_moe_text", [1, 1, 2]), ("qwen3_vl_moe_text", [2, 3, 3]))
     },
 }  # fmt: skip
-"""What a family's config needs beyond the sizes that it has names for."""
+"""Settings of a family's config beyond the sizes that it has names for."""
 
 
 class _Logits(nn.Module):

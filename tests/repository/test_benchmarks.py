@@ -146,7 +146,7 @@ def test_run_names_the_benchmarks(monkeypatch):
 
 
 class OnCpu(torch.overrides.TorchFunctionMode):
-    """What asks for device "cuda" gets the CPU's."""
+    """Give the CPU to code that asks for device "cuda"."""
 
     def __torch_function__(self, func, types, args=(), kwargs=None):
         kwargs = dict(kwargs or {})
@@ -482,7 +482,7 @@ def test_rows_of_triton(monkeypatch):
 
 @pytest.fixture
 def events():
-    """What a profiler saw: two kernels, one of them twice."""
+    """Return a profiler's events: two kernels, one of them twice."""
     device = torch.autograd.DeviceType.CUDA
     times = [
         ("void fp4::device::decode_kernel", 0, 6),

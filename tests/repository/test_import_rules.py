@@ -41,7 +41,7 @@ ROOMS = {
     "program": {"advice", "options", "pass_log", "passes", "report", "trace"},
     "cli": {"explain", "options"},
 }
-"""What each room of compile_passes may import of the others."""
+"""Rooms of compile_passes that each room may import."""
 
 PACKAGES = {"meta": set(), "fp4_ops": {"meta"}, "compile_passes": {"meta", "fp4_ops"}}
 ENTRIES = {
@@ -59,7 +59,7 @@ BACKENDS = {
     "triton": {"base"},
     "operators": {"anywhere"},
 }
-"""What each room of fp4_ops/backends may import of the others: never one backend another."""
+"""Rooms of fp4_ops/backends that each room may import: never another backend."""
 
 FOLDERS = {
     "common": {"common"},
@@ -138,14 +138,14 @@ def names_in(folder: Path) -> set[str]:
 
 
 def files_of(folder: Path, name: str) -> list[Path]:
-    """Of a room, which is a folder or one file."""
+    """Return the files of a room, which is a folder or one file."""
     return (
         [folder / f"{name}.py"] if (folder / f"{name}.py").exists() else list((folder / name).rglob("*.py"))
     )
 
 
 def used_of(folder: Path, name: str, depth: int) -> set[str]:
-    """What a room imports of its neighbours, whose names stand at this depth of a dotted name."""
+    """Return the neighbours that a room imports. Their names stand at this depth of a dotted name."""
     within = package_of(folder / "any.py")
     modules = (m.split(".") for path in files_of(folder, name) for m in names_imported(path))
     return {m[depth] for m in modules if m[:depth] == within[:depth] and len(m) > depth} & names_in(

@@ -1,4 +1,4 @@
-"""What the weights of a folder mean, in float64, from the formats' own definitions.
+"""Decodes the weights of a folder in float64, from the formats' own definitions.
 
 It shares nothing with fp4_ops.checkpoints: neither names nor arithmetic. It goes by the dtypes and the names
 of the tensors; where these leave two formats open (gptq and awq, int4 and int8 in bytes), by the config.

@@ -23,7 +23,7 @@ CHANGES: dict[str, dict[str, Any]] = {
     family: {"num_key_value_heads": 4}
     for family in ("axk2", "deepseek_v32", "glm_moe_dsa", "mistral_large4_text")
 }
-"""What a family's tiny config needs to run forward."""
+"""Settings that a family's tiny config needs to run forward."""
 
 
 def model(family: str) -> Any:

@@ -66,7 +66,7 @@ def test_what_matters_without_rows_stays_a_branch(style):
     ],
 )
 def test_the_plain_loop_is_seen_through(style):
-    """What the branches above differ from."""
+    """The branches above are variants of this loop."""
     module, recorder = style(), Recorder(activation="bf16")
     compiled = torch.compile(module, backend=recorder, dynamic=True, fullgraph=True)
     with torch.no_grad():

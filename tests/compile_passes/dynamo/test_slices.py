@@ -145,7 +145,7 @@ class OneMarkForTwoChoices(SlicedLoop):
 
 
 class ArithmeticOfArrays(SlicedLoop):
-    """Of a list it would be something else."""
+    """With a list the same arithmetic would mean something else."""
 
     def experts_of(self, x, ids, weights):
         _, rows = self.sorted(x, ids)

@@ -22,7 +22,10 @@ def interleaved(fresh_dynamo, monkeypatch):
 
 
 def activations_of(module: nn.Module, x: torch.Tensor) -> list[str]:
-    """What `fp4::moe` is told, once the module computes what its twin does."""
+    """Return the activations that `fp4::moe` gets.
+
+    First check that the module computes what its twin does.
+    """
     recorder = Recorder(activation="bf16")
     with torch.no_grad():
         got, want = torch.compile(module, backend=recorder, fullgraph=True, dynamic=True)(x), module.twin()(x)

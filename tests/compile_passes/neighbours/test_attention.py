@@ -98,7 +98,7 @@ def before_transposing(x, n):
 
 
 def merged(out: torch.Tensor) -> torch.Tensor:
-    """What models do next: a view, if the result lies as the queries do."""
+    """Reshape the result as models do: by a view, if its strides are those of the queries."""
     return out.transpose(1, 2).contiguous().view(out.shape[0], out.shape[2], -1)
 
 

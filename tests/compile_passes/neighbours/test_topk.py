@@ -19,7 +19,7 @@ aten = torch.ops.aten
 
 @pytest.fixture(autouse=True)
 def on_this_device(fresh_dynamo, monkeypatch):
-    """What is done on a GPU, done on this machine."""
+    """Apply the rewrite for GPUs on this machine."""
     monkeypatch.setattr(module, "DEVICES", ("cpu",))
 
 

@@ -41,7 +41,7 @@ class RowsForget(IncrementLoop):
 
 
 class AddedToAnother(IncrementLoop):
-    """What is added to is not what is written."""
+    """The tensor that is added to is not the one that is written."""
 
     def experts_of(self, x: Tensor, ids: Tensor, weights: Tensor) -> Tensor:
         out, before = torch.zeros_like(x), torch.ones_like(x)

@@ -26,7 +26,7 @@ SEVERAL = (11, 7)  # lengths, where what a single token compiles to is not the p
 
 
 class ComparesCaptures(Recorder):
-    """Of the first graph: `both` captures it as a whole, too, and compares the two at run time."""
+    """Recorder whose `both` also captures the first graph as a whole, and compares the two at run time."""
 
     def __init__(self, both: Both, **options: str) -> None:
         super().__init__(**options)
@@ -202,7 +202,7 @@ def test_python_floats_of_a_module_inside_the_experts_are_constants():
 
 
 def test_weights_that_a_number_scales():
-    """Of a router that does not normalise them; the number is a symbol where dynamic=True."""
+    """A router that does not normalise weights may scale them. The number is a symbol with dynamic=True."""
 
     class Scaled(STYLES["where loop"]):
         factor = 1.5

@@ -217,7 +217,7 @@ class TheSumTimesInputs(NormedLoop):
 
 @applied("TransposedSum")
 class RowsOfATokenInARow(rows.TransposedSum):
-    """What it sums is another token's rows: with the change it computes something else."""
+    """It sums another token's rows. With the change it computes something else."""
 
     def experts_of(self, x, ids, weights):
         y = torch.bmm(x.repeat_interleave(self.k, 0).unsqueeze(1), self.w13[ids.flatten()])
@@ -262,7 +262,7 @@ MEANT: dict[str, type[nn.Module]] = {
     **dict.fromkeys([n for n in CHANGES if n.startswith("Norm")], NormedLoop),
     **dict.fromkeys([n for n in CHANGES if n.startswith("EachChoice")], test_lookalikes.TheSameForEachChoice),
 }
-"""What is probably meant where a program is one step off: with the change it computes something else."""
+"""Programs that are one step off. With the change they compute something else, which was probably meant."""
 SAME = APPLIED.keys() - {"TransposedSum"}
 NO_CHANGE = {"OneOtherActivation", "ExpertsFollowEachOther", "SlicesOfWhatIsWritten"}
 

@@ -1,4 +1,4 @@
-"""What explain says of experts that reach no graph, and `python -m fp4_ops explain`."""
+"""Tests of explain for experts that reach no graph, and of `python -m fp4_ops explain`."""
 
 from __future__ import annotations
 
@@ -244,7 +244,7 @@ class InAGenerator(ListStyle):
     ],
 )
 def test_a_graph_break_is_told_with_its_line_and_what_would_help(style, line, change):
-    """Of what a generator or a comprehension calls, not the generator."""
+    """The line is that of the function that a generator or comprehension calls."""
     report = fp4_ops.explain(style(), torch.randn(5, 32))
     assert not any(site.rewritten for site in report.sites)
     told = [reason for reason in report.graph_breaks if line in reason]

@@ -177,7 +177,7 @@ class OneMaskedSliceIsLeft(OneMaskedSlice):
 
 @lookalike("which is not zeros", "one expert for each row")
 class MaskedSlicesOfOtherRows(OneMaskedSlice):
-    """What is written is not what the mask of the buffer left."""
+    """The rows written are not those that the mask of the buffer left."""
 
     def written(self, mask, e):
         return mask.roll(1, -1)[:, e]

@@ -1,4 +1,4 @@
-"""What a report says of what stays: the true cause, by the user's names and lines; a change that works."""
+"""Tests of reports on refused blocks: the true cause, the user's names and lines, a change that works."""
 
 from __future__ import annotations
 

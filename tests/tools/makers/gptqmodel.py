@@ -10,7 +10,7 @@ import torch
 from cases import Scheme, Tool
 
 SOME = ("qwen3_moe", "olmoe", "qwen2_moe")
-"""Of others it either cannot find the experts in tiny folders, or its own code of them fails."""
+"""Families that work. In others it cannot find the experts of tiny folders, or its own code fails."""
 
 SCHEMES = {
     "GPTQ, symmetric": Scheme(SOME, draw=1, far=0.5),
