@@ -180,7 +180,7 @@ class _Call:
             log.warning("%s", text)
 
     def _text(self) -> str | None:
-        """What to say about experts that are in no graph of the call; None if there are none."""
+        """Return the warning about experts that are in no graph of the call, or None."""
         watch, broken, (total, captured) = self._watch, breaks_since(self._known), _frames()
         model, first, watch.first = watch.model(), watch.first, False
         if model is None or (self.silent and not watch.strict) or (not first and _waits(model)):
@@ -255,7 +255,7 @@ def _stack() -> list[_Call]:
 
 
 def note(frame: Frame, inputs: Sequence[Any], looks_like_experts: bool, strict: bool) -> None:
-    """What the backend found in one graph."""
+    """Note the backend's findings in one graph."""
     for call in _stack():
         call.note(frame, inputs, looks_like_experts, strict)
 

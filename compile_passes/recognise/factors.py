@@ -95,7 +95,7 @@ _COMPARISONS = {
 def split_after(
     core: Term, of: Term, weight: fx.Node, factors: tuple[Term, ...], hidden: Axis, site: fx.Node
 ) -> tuple[Term, tuple[Term, ...]]:
-    """What becomes of a row of the output `core` (of `weight`): the function `of` it, and the factors that
+    """Split a row of the output `core` (of `weight`) into the function `of` it, and the factors that
     scale it element by element or by a mean over it, as one term over OUT and the hidden axis; the other
     factors."""
 

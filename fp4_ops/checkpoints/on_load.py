@@ -16,7 +16,7 @@ from .folder import Folder
 
 
 class PackOnLoad(ConversionOps):
-    """What transformers calls with each weight that `ArrivingExperts` takes, once it is put together."""
+    """Conversion that transformers calls with each weight for `ArrivingExperts`, once it is put together."""
 
     def __init__(self, arriving: ArrivingExperts) -> None:
         self.arriving = arriving
@@ -62,7 +62,7 @@ def check_read(model: nn.Module, files: Iterable[str]) -> None:
 
 
 def _prefix(parameter: str, files: Iterable[str]) -> str:
-    """What the files call the experts of that layer, and how to load them by that name."""
+    """Names of the layer's experts in the files, and how to load them by these names."""
     owner = parameter.rpartition(".")[0]
     files = [file for file in files if file.endswith(".safetensors")]
     keys = [name for name in Folder.of_files(files).tensors if "expert" in name] if files else []
