@@ -162,3 +162,17 @@ def test_int4_that_is_rotated_does_not_go_to_transformers(registered):
     assert (
         type(dispatch["fp8"].from_dict({**CONFIGS["fp8"], "new_key": 1})).__name__ == "FineGrainedFP8Config"
     )
+
+
+@pytest.mark.parametrize("stored", [
+    ["a"], "a",
+    {**STORED["mxfp4-pack-quantized"], "config_groups": [1]},
+    {**STORED["mxfp4-pack-quantized"], "config_groups": {"a": None, "b": 1}},
+    {**CONFIGS["gptq"], "group_size": "all"},
+    {**CONFIGS["modelopt"], "quant_algo": "MIXED_PRECISION", "quantized_layers": ["a"]},
+])  # fmt: skip
+def test_configs_that_no_tool_writes_are_named(stored, registered, tmp_path):
+    write_folder(tmp_path, tiny(), "mxfp4-pack-quantized")
+    edit_json(tmp_path / "config.json", lambda c: c.update(quantization_config=stored))
+    with pytest.raises(CheckpointError, match=r"quantization_config.*Take the config.json that was written"):
+        loaded(tmp_path, "load_checkpoint")

@@ -67,7 +67,14 @@ def dialects_of(config: dict[str, Any], where: str = "the config") -> tuple[Dial
     where: the file that the config is from, for errors. Raises CheckpointError if no dialect fits.
     """
     for claims in _CLAIMS:
-        if (dialects := claims(config, where)) is not None:
+        try:
+            dialects = claims(config, where)
+        except (AttributeError, KeyError, TypeError) as error:  # a list for an object, a text for a number
+            raise CheckpointError(
+                f"fp4: {where} has a quantization_config that is not as its tool writes it ({error}). Take "
+                "the config.json that was written with the files"
+            ) from None
+        if dialects is not None:
             return dialects
     raise CheckpointError(
         f"fp4: {where} has quant_method {config.get('quant_method')!r}; those that can be read are: "
@@ -87,18 +94,22 @@ def check_four_bits(dialects: Iterable[Dialect], where: str) -> None:
 
 def holds_fp4(config: dict[str, Any]) -> bool:
     """Whether a `quantization_config` says that any weight is a 4-bit float, readable or not."""
-    groups = config.get("config_groups") or {}
-    kinds = [g.get("weights") or {} for g in groups.values()]
-    formats = [str(part.get("format")) for part in (config, *groups.values())]
+    groups = _groups(config)
+    kinds = [g.get("weights") or {} for g in groups]
+    formats = [str(part.get("format")) for part in (config, *groups)]
     return any(w.get("num_bits") == 4 and w.get("type") == "float" for w in kinds) or any(
         "fp4" in f for f in formats
     )
 
 
+def _groups(config: dict[str, Any]) -> list[dict[str, Any]]:
+    groups = config.get("config_groups")
+    return [g for g in groups.values() if isinstance(g, dict)] if isinstance(groups, dict) else []
+
+
 def is_eight_bits(config: dict[str, Any]) -> bool:
     """Whether a `quantization_config` says that no weight is in 4 bits, so that transformers may know it."""
-    groups = [g.get("weights") or {} for g in (config.get("config_groups") or {}).values()]
-    bits = [w.get("num_bits") for w in groups]
+    bits = [(g.get("weights") or {}).get("num_bits") for g in _groups(config)]
     if config.get("quant_method") == "fp8" or config.get("bits", 4) != 4:
         return True
     return bool(bits) and 4 not in bits

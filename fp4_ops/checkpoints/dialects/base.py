@@ -188,6 +188,11 @@ def quantization_config(config: dict[str, Any]) -> dict[str, Any] | None:
     for part in (config, config.get("text_config") or {}):
         for key in ("quantization_config", "compression_config"):
             if part.get(key):
+                if not isinstance(part[key], dict):
+                    raise CheckpointError(
+                        f"fp4: {key} of config.json is {part[key]!r}; it must be an object. Take the "
+                        "config.json that was written with the files"
+                    )
                 # DeepSeek-V4's expert_dtype stands beside it, V4.1's in it.
                 beside = {"expert_dtype": part["expert_dtype"]} if part.get("expert_dtype") else {}
                 return {**beside, **part[key]}
