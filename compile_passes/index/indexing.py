@@ -225,6 +225,10 @@ class Indexing(SortedRows):
         producer, index = found
         if is_op(producer, aten.sort):
             return self._sorted(producer, index)
+        if not isinstance(
+            producer.target, torch._ops.OpOverload
+        ):  # a graph of its own: cond, while_loop, scan
+            raise Opaque
         a = arguments(producer)
         whole: Any = a.get("self")
         if is_op(producer, aten.unbind):

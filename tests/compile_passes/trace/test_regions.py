@@ -50,6 +50,28 @@ def test_experts_in_regions(style, nested):
     check(module, twin, blocks[0].H, {"fp4::moe"})
 
 
+class BesideALoop(nn.Module):
+    """A `while_loop` over what experts give, a condition on it, and activations that are checkpointed."""
+
+    def __init__(self, block):
+        super().__init__()
+        self.block = block
+
+    def forward(self, x):
+        y = torch.utils.checkpoint.checkpoint(self.block, x, use_reentrant=False)
+        start = torch.zeros((), dtype=torch.int64)
+        _, y = torch._higher_order_ops.while_loop(
+            lambda i, t: i < 2, lambda i, t: (i + 1, t * 0.5), (start, y.clone())
+        )
+        return torch.cond(y.sum() > 0, lambda t: t.sin(), lambda t: t.cos(), (y,)) + x
+
+
+def test_graphs_within_graphs_beside_experts(caplog):
+    block = GatherEinsum()
+    check(BesideALoop(block), BesideALoop(block.twin()), block.H, {"fp4::moe"})
+    assert "failed" not in caplog.text
+
+
 class NotRead(nn.Module):
     """A stack of matrices in a region, none of them an expert's."""
 
