@@ -447,6 +447,14 @@ def test_rows_of_quantize_speed(monkeypatch):
     assert {r["format"] for r in rows} >= {"nvfp4", "mxfp4", "int4"} and rows[0]["extra_gib"] is None
 
 
+def test_rows_of_new_weights(monkeypatch):
+    sizes = {"num_experts": 4, "hidden_size": 64, "moe_intermediate_size": 32}
+    monkeypatch.setattr(imported("new_weights"), "SIZES", sizes)
+    rows = first_rows("new_weights", ["--format", "nvfp4", "--rounds", "1", "--device", "cpu"])
+    assert {r["sent"]: r["tensors"] for r in rows} == {"stacked": 2, "one by one": 12, "mixed": 12}
+    assert rows[0]["waiting_mib"] == 0 < rows[-1]["waiting_mib"]
+
+
 def test_rows_of_cpu_layer(monkeypatch):
     module = imported("cpu_layer")
     for name, value in (("HIDDEN", 64), ("EXPERTS", 4), ("INTER", 64)):
