@@ -28,6 +28,7 @@ from ..operands import operand
 from .axes import Opaque, dimension, same
 from .conditions import Conditions
 from .indicators import is_indicator
+from .joined import joined
 from .sorted_rows import sorted_rows
 from .terms import (  # fmt: skip
     Add,
@@ -115,7 +116,19 @@ class Arithmetic(Conditions):
         dims = self._joined(values)
         terms = iter(values)
         args = [next(terms).term if is_tensor(n) else self._number(n) for n in node.args[:2]]
-        return Value(dims, self._total(args, node, dims))
+        return Value(dims, self._of_slices(args, node, dims) or self._total(args, node, dims))
+
+    def _of_slices(self, terms: list[Term], node: fx.Node, dims: tuple[tuple[Axis, ...], ...]) -> Term | None:
+        """Sums over two slices of a dimension, one after the other, as one sum."""
+        for i, j in ((0, 1), (1, 0)):
+            a, b = terms[i], terms[j]
+            if not (isinstance(a, Sum) and isinstance(b, Sum) and len(a.axes) == len(b.axes) == 1):
+                return None
+            found = joined([a.body, b.body], [*a.axes, *b.axes])
+            if found is not None:
+                self.continued.add(strip(operand(node, j)))
+                return Sum((found[0],), found[1], self.ref(node, dims))
+        return None
 
     def _total(self, terms: list[Term], node: fx.Node, dims: tuple[tuple[Axis, ...], ...]) -> Term:
         args = [t for term in terms for t in flatten(term, Add)]
@@ -260,6 +273,8 @@ class Arithmetic(Conditions):
         if level == 0 or (level == 1 and not is_op(node, aten.cat)):
             raise Opaque
         values = [self.value(n, level) for n in parts]
+        if is_op(node, aten.cat) and (again := self._whole_again(node, values, d)) is not None:
+            return again
         rows = None
         if is_op(node, aten.cat):
             if d == 0 and any(isinstance(x, ChosenRows) for v in values for x in v.dims[0]):
@@ -285,6 +300,25 @@ class Arithmetic(Conditions):
         axis = Axis(len(parts))
         dims = (*first.dims[:d], (axis,), *first.dims[d:])
         return Value(dims, Choose(axis, terms, self.ref(node, dims)))
+
+    def _whole_again(self, node: fx.Node, values: list[Value], d: int) -> Value | None:
+        """Slices that are joined in the order in which they were cut: products with slices of one weight."""
+        if not all(len(v.dims[d]) == 1 for v in values):
+            return None
+        first, terms = values[0], [values[0].term]
+        for v in values[1:]:
+            try:
+                head, v = self.together(first, v, [(i, i) for i in range(len(first.dims)) if i != d])
+            except Opaque:
+                return None
+            if head is not first:
+                return None
+            terms.append(v.term)
+        found = joined(terms, [v.dims[d][0] for v in values])
+        if found is None:
+            return None
+        whole, term = found
+        return Value((*first.dims[:d], (whole,), *first.dims[d + 1 :]), term)
 
     def _copied(self, node: fx.Node, level: int) -> Value:
         """Read a tensor after another one was copied into it."""

@@ -65,6 +65,8 @@ class Values:
         """Why nodes could not be read, where the reason is in the user's words."""
         self._sorted_from: dict[ChosenRows, Term] = {}
         """Place of each sorted row before the sort, over `bound` as it was before any cut."""
+        self.continued: set[fx.Node] = set()
+        """Products over a slice that are added to those over the slices before: together they are one."""
         self._parts: dict[ChosenRows, list[ChosenRows]] = {}
         """Parts of sorted rows, one for each expert. Together they are all rows."""
         self._nested = 0

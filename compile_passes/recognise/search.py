@@ -247,8 +247,10 @@ class Search:
     def _keys(self) -> dict[fx.Node, tuple[object, ...]]:
         """For each down product what those of one block have in common."""
         made_of: dict[fx.Node, _Down] = {}
+        for node in self.graph.find_nodes(op="call_function", target=aten.add.Tensor):
+            self.reader.value(node, 2)  # which products continue others
         for node in self.graph.nodes:
-            if is_op(node, *PRODUCTS) or is_grouped_mm(node):
+            if node not in self.reader.continued and (is_op(node, *PRODUCTS) or is_grouped_mm(node)):
                 term = self.reader.value(node, 2).term
                 apart = self.matcher.apart(term)
                 term = term if apart is None else apart.down
