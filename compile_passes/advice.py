@@ -50,6 +50,16 @@ DTENSOR = (
     "the weight whole: in transformers a tp_plan with 'replicate' for embed_tokens and lm_head"
 )
 
+NARROW = (
+    "none: they keep their accuracy, and cost little to read. Adapters (LoRA) can be merged into the weights "
+    "that they correct before the model is compiled: w + scale * b @ a"
+)
+NO_ROUTER = (
+    "if these are experts, let ids (topk, argmax, one_hot) choose their rows, or a router's scores weight "
+    "their outputs, in the same graph; or put the weight under a path with 'expert' in it: self.experts.w1"
+)
+ROUTER = none("with a router in 4 bits tokens would go to other experts than the model chooses")
+
 # --- rows sorted by expert, weights gathered by ids ---
 
 OFFSETS = (

@@ -27,6 +27,9 @@ from .graph.nodes import (
     Canon,
     Refusal,
     Weights,
+    aten,
+    is_op,
+    unswap,
     value,
     why_not_own,
     written_to,
@@ -41,8 +44,10 @@ from .neighbours.sums import write_sums
 from .neighbours.topk import write_topk
 from .options import Options
 from .pass_log import Pass, PassLog
+from .recognise.evidence import Evidence, dense, router, unrouted
 from .recognise.mixture import Mixture
 from .recognise.search import Search
+from .recognise.sizes import need_wide, need_wide_weight
 from .recognise.written_decoding import decode_to_operator
 from .report import Site, left_alone
 from .trace.capture import CannotCapture, mutated_inputs
@@ -85,6 +90,9 @@ class _State:
     search: Search | None = None
     refused: list[tuple[list[fx.Node], Refusal]] = field(default_factory=list)
     """Blocks in index notation that were refused, with their products."""
+    evidence: Evidence | None = None
+    unrouted: dict[fx.Node, Refusal] = field(default_factory=dict)
+    """Products that experts could have, each with the reason why it counts as none."""
     also: list[str] = field(default_factory=list)
     rewritten: Rewritten | None = None
 
@@ -95,8 +103,9 @@ def rewrite(
     options: Options,
     fake_mode: FakeTensorMode,
     passes: PassLog | None = None,
-) -> tuple[Rewritten | None, list[Site]]:
-    """Rewrite `gm` in place; (None, sites) if nothing was. `fixed`: inputs that are parameters or buffers.
+) -> tuple[Rewritten | None, list[Site], list[Site]]:
+    """Rewrite `gm` in place; (None, sites, unrouted) if nothing was. `fixed`: inputs that are parameters or
+    buffers. `unrouted`: products that experts could have, in which nothing shows that these are experts.
 
     Raises ReadTwice where some uses of a weight would be rewritten and others not: `gm` is of no use then.
     Weights with `meta["each"]`, which says why, are rewritten in each product by itself, and those with
@@ -105,7 +114,8 @@ def rewrite(
     state = _State(gm, fixed, options, fake_mode, Writer(gm, options))
     with interning():
         (passes or PassLog("graph")).run(PASSES, state, gm.graph)
-    return state.rewritten, state.sites
+    unrouted = list(dict.fromkeys(left_alone(r) for r in state.unrouted.values()))
+    return state.rewritten, state.sites, unrouted
 
 
 def _read_past_writes(s: _State) -> None:
@@ -131,11 +141,19 @@ def _mixtures(s: _State) -> None:
     taken: set[fx.Node] = set()
     reader = Reader(graph, Canon(graph), lambda n: _is_weight(n, s.fixed))
     s.written = written_before(graph, s.fixed & s.writer.mutated)
+    s.evidence = evidence = Evidence(graph, reader, s.fixed)
     s.search = search = Search(graph, reader, s.written)
     for downs, found in list(search.run()):
         try:
             if isinstance(found, Refusal):
+                if not evidence.may_be_routed(downs):
+                    s.unrouted |= dict.fromkeys(downs, dense(downs))
+                    continue
                 raise found
+            if not evidence.of_mixture(found):
+                s.unrouted |= dict.fromkeys(downs, unrouted(found.common.down.ref.node, downs[-1]))
+                continue
+            need_wide((p for b in (found.common,) for p in (*b.up, b.down)), found.root)
             own = found.weights
             weights = [n for n in writer.inputs if n in own]
             why = next((n.meta["each"] for n in weights if "each" in n.meta), "")
@@ -156,10 +174,12 @@ def _batched(s: _State) -> None:
     """Products of buffers that have as many rows for each expert."""
     graph, search = s.gm.graph, s.search
     assert search is not None
-    s.sites += batched_products(s.writer, search.reader, search.matcher, s.written)
+    assert s.evidence is not None
+    s.sites += batched_products(s.writer, search.reader, search.matcher, s.evidence, s.written, s.unrouted)
     sweep(graph)
     alive = set(graph.nodes)
     refused = [(downs, r) for downs, r in s.refused if alive.issuperset(downs)]
+    refused = [(downs, r) for downs, r in refused if not s.unrouted.keys() >= set(downs)]
     reasons = {r.reason for _, r in refused} | {site.reason for site in s.sites}
     stacks = [(p, w) for p, w in s.written.items() if p in alive and value(w).dim() == 3]
     writes = [([p], written_to(w, p)) for p, w in stacks]
@@ -173,25 +193,58 @@ def _batched(s: _State) -> None:
 
 
 def _linears(s: _State) -> None:
-    assert s.search is not None
-    s.sites += linear_layers(s.writer, s.search.reader)
+    assert s.search is not None and s.evidence is not None
+    s.sites += linear_layers(s.writer, s.search.reader, s.evidence)
     sweep(s.gm.graph)
 
 
 def _products(s: _State) -> None:
     """Single products of sorted rows or gathered weights that no block has taken."""
     alive = set(s.gm.graph.nodes)
-    s.sites += [left_alone(r) for r in s.found if isinstance(r, Refusal) and r.node in alive]
+    refusals = [r for r in s.found if isinstance(r, Refusal) and r.node in alive]
+    s.unrouted = {n: r for n, r in s.unrouted.items() if n in alive}
+    _need_evidence(s, [r.node for r in refusals])
+    s.sites += [left_alone(r) for r in refusals if r.node not in s.unrouted]
     s.sites += dict.fromkeys(left_alone(r) for _, r in s.refused)
-    left = [p for p in s.products.values() if p.node in alive]
+    left = [p for p in s.products.values() if p.node in alive and p.node not in s.unrouted]
     reasons = [s.why_not.get(p.node) or _why_not_read(s, p) for p in left]
     for product, why in zip(left, reasons):
+        refused = _why_not_packed(s, product)
+        if refused is not None:
+            s.unrouted[product.node] = refused
+            continue
+        try:
+            need_wide_weight(product.weight.placeholder, product.weight, product.node)
+        except Refusal as refusal:
+            s.sites.append(left_alone(refusal))
+            continue
         site = write_product(s.writer, product)
         if why is not None:
             reason = f"not a whole block: {why.reason} ({location(why.node)})"
             site = replace(site, reason=reason, change=why.change)
         s.sites.append(site)
     s.sites += fp4_calls(s.gm.graph, s.writer.written)
+
+
+def _why_not_packed(s: _State, product: Product) -> Refusal | None:
+    """Why a single product is no expert's: its ids or offsets are constant, or a router."""
+    assert s.evidence is not None
+    weight, route = product.weight.placeholder, product.ids if product.offs is None else product.offs
+    if s.evidence.is_router(product.node):
+        return router(weight, product.node)
+    routed = s.evidence.named(weight) or (route is not None and s.evidence.chosen(route))
+    return None if routed else unrouted(weight, product.node)
+
+
+def _need_evidence(s: _State, refused: list[fx.Node]) -> None:
+    """Products that no operator can take are told of only if they are experts'."""
+    assert s.evidence is not None
+    for node in refused:
+        if node in s.unrouted or not is_op(node, aten.bmm):
+            continue
+        weights = [w for n in node.all_input_nodes if (w := unswap(n)[0]) in s.fixed]
+        if weights and not any(map(s.evidence.named, weights)):
+            s.unrouted[node] = unrouted(weights[0], node)
 
 
 def _why_not_read(s: _State, product: Product) -> Refusal | None:

@@ -62,7 +62,7 @@ def analyse(gm: fx.GraphModule, inputs: Sequence[Any], options: Options) -> tupl
         # An activation this device cannot take is the user's error.
         options.a_format(device, preferred_layout(device, a_format=options.wanted))
     try:
-        rewritten, frame.sites = _rewritten(gm, inputs, options, {}, {}, passes)
+        rewritten, frame.sites, frame.unrouted = _rewritten(gm, inputs, options, {}, {}, passes)
         frame.also = rewritten.also if rewritten is not None else []
     except CannotCapture as reason:
         frame.note, frame.change = f"left to Inductor: {reason}", reason.change
@@ -83,7 +83,7 @@ def _rewritten(
     each: dict[int, str],
     stay: dict[int, str],
     passes: PassLog,
-) -> tuple[Rewritten | None, list[Site]]:
+) -> tuple[Rewritten | None, list[Site], list[Site]]:
     """`each`: inputs whose products are rewritten one by one, and why; `stay`: those that are left alone."""
     with passes.timed("capture", gm.graph) as made:
         traced, fake_mode = capture(gm, inputs)

@@ -71,7 +71,7 @@ def rewrite(program: ExportedProgram, options: Mapping[str, Any] | None = None) 
     ]
     placeholders = gm.graph.find_nodes(op="placeholder")
     fixed = {n for n, v in zip(placeholders, values, strict=True) if v is not None}
-    rewritten, report.sites = rewrite_graph(gm, fixed, chosen, fake_mode, passes)
+    rewritten, report.sites, report.unrouted = rewrite_graph(gm, fixed, chosen, fake_mode, passes)
     if rewritten is None:
         raise ValueError(f"fp4: nothing was rewritten: {_reasons(report)}")
     report.also = rewritten.also
@@ -96,7 +96,8 @@ def rewrite(program: ExportedProgram, options: Mapping[str, Any] | None = None) 
 
 def _reasons(report: Frame) -> str:
     """Why nothing was rewritten."""
-    reasons = [f"{s.reason} ({s.where}). Change: {s.change}" for s in report.sites if not s.rewritten]
+    left = [*(s for s in report.sites if not s.rewritten), *report.unrouted]
+    reasons = [f"{s.reason} ({s.where}). Change: {s.change}" for s in left]
     own = Counter(s.op for s in report.sites if s.op is not None)
     if own:
         operators = ", ".join(f"{n} {op}" for op, n in own.items())

@@ -142,6 +142,9 @@ class Frame:
     """Other rewrites of this graph, such as routers and attention, in words."""
     not_compiled: str = ""
     """The error, if Inductor could not compile the rewritten graph in this process: it runs as captured."""
+    unrouted: list[Site] = field(default_factory=list)
+    """Products that experts could have, in which nothing shows experts: no router, no name. They stay as they
+    are, as the linear layers do, and nothing warns of them."""
     passes: list[PassRun] = field(default_factory=list)
     """Each pass that ran, in order, with its time."""
 
@@ -156,7 +159,10 @@ class Frame:
         sites = ("  " + str(s).replace("\n", "\n  ") for s in self.sites)
         change = [f"  change: {self.change}"] if self.change else []
         failed = [f"  {_NOT_COMPILED}{self.not_compiled}"] if self.not_compiled else []
-        return "\n".join([head, *failed, *change, *sites, *(f"  {text}" for text in self.also)])
+        dense = (
+            f"  no experts: {s.reason}\n      change: {s.change}\n      at {s.place}" for s in self.unrouted
+        )
+        return "\n".join([head, *failed, *change, *sites, *dense, *(f"  {text}" for text in self.also)])
 
 
 _NOT_COMPILED = (

@@ -12,8 +12,9 @@ from collections.abc import Iterator
 import torch
 from torch import nn
 
-from .find_experts import WHOLE_EXPERTS
+from .find_experts import TOO_NARROW, WHOLE_EXPERTS
 from .meta.dtensors import split_over_processes
+from .meta.formats import SMALLEST_SIDE
 from .meta.layouts import preferred_layout
 from .relayout import Operands
 from .tensor import FP4Tensor
@@ -57,6 +58,8 @@ def _unlike(experts: list[nn.Module]) -> str:
                 return f"{name}.weight is {m.weight.dtype}; it must be float32, bfloat16 or float16"
             if m.in_features % 2:
                 return f"{name} has an odd number of inputs, {m.in_features}"
+            if min(m.weight.shape) < SMALLEST_SIDE:
+                return f"{name} is {m.out_features} x {m.in_features}; {TOO_NARROW}"
         if own:
             shapes.add(tuple((name, m.weight.shape) for name, m in own))
     if len(shapes) != 1:

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from .distributed.parts import NoPart, Part, local, part_of
 from .experts import ExpertsForm
 from .gates import apply_gate
-from .meta.formats import ACTIVATIONS, Activation, activation_name, known_activation
+from .meta.formats import ACTIVATIONS, SMALLEST_SIDE, Activation, activation_name, known_activation
 from .zero3 import emptied
 
 SOURCE_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
@@ -28,6 +28,10 @@ OTHERWISE = (
     "does not take, whole or in parts; fp4_ops.explain says what becomes of them"
 )
 """Advice where `prepare` does nothing."""
+TOO_NARROW = (
+    f"4 bits save little of matrices with a side below {SMALLEST_SIDE}. Adapters (LoRA) can be merged into "
+    "the weights that they correct"
+)
 
 
 def find_experts(
@@ -110,6 +114,9 @@ def plan(module: Any) -> Plan:
         f"{form.gate_up} {tuple(up.shape)} does not fit {tuple(down.shape)}",
     )
     need(h % 2 == 0 and i % 2 == 0, f"hidden size {h} or intermediate size {i} is odd")
+    # A process that holds a part of each expert may have fewer columns than the expert.
+    sides = (h,) if part is not None and part.kind == "split" else (h, i)
+    need(min(sides) >= SMALLEST_SIDE, f"hidden size {h}, intermediate size {i}; {TOO_NARROW}")
     gate = recognise_gate(module)
     if gate is None:
         what = "gate" if module.has_gate else "activation, without gate,"

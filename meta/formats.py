@@ -67,6 +67,12 @@ FORMATS = {
 
 FORMAT_NAMES = tuple(sorted(FORMATS))
 
+SMALLEST_SIDE = 32
+"""The least N and K of a matrix that a model's experts get in 4 bits: one block of mxfp4.
+
+A narrower matrix, such as an adapter of rank 8 (LoRA), has few bytes, and all of its error enters what was
+trained. The operators take any size."""
+
 FP4_FORMATS = tuple(f.name for f in FORMATS.values() if f.element == "e2m1")
 """Formats that activations may have, too."""
 

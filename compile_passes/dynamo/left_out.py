@@ -113,11 +113,14 @@ def _of_each(experts: list[nn.Module], named: bool) -> list[nn.Parameter]:
 
 
 def _has_router(model: nn.Module, path: str, module: nn.Module, count: int) -> bool:
-    """Whether a matrix with a row for each expert stands beside them."""
+    """Whether a matrix with a row for each expert stands beside them: no bias, which may have a row for each
+    head."""
     parent = path.rpartition(".")[0]
     for holder in (module, model.get_submodule(parent)):
         for name, p in holder.named_parameters():
-            if name.count(".") <= 1 and p.dim() == 2 and count in p.shape and _ROUTER.search(name):
+            if name.count(".") > 1 or name.endswith("bias"):
+                continue
+            if p.dim() == 2 and count in p.shape and _ROUTER.search(name):
                 return True
     return False
 

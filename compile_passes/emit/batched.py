@@ -21,8 +21,10 @@ from ..index.reader import Reader
 from ..index.terms import Axis, Const, Ref, Value, free_axes, substitute
 from ..naming import input_name, location
 from ..operands import operand
+from ..recognise.evidence import Evidence, router, unrouted
 from ..recognise.factors import K, N, indices
 from ..recognise.mixture import Matcher, Matrix
+from ..recognise.sizes import need_wide
 from ..report import Load, Site, hint, left_alone
 from .writer import Activations, Packed, Writer
 
@@ -53,19 +55,33 @@ class Batched:
 
 
 def batched_products(
-    writer: Writer, reader: Reader, matcher: Matcher, written: dict[fx.Node, fx.Node]
+    writer: Writer,
+    reader: Reader,
+    matcher: Matcher,
+    evidence: Evidence,
+    written: dict[fx.Node, fx.Node],
+    not_experts: dict[fx.Node, Refusal],
 ) -> Iterator[Site]:
     """Rewrite every `bmm` with a whole expert weight that no block has taken.
 
-    written: products with weights that the graph has written to before."""
+    written: products with weights that the graph has written to before.
+    not_experts: gets the products that are no expert's, and why."""
     graph = writer.gm.graph
     found = [b for node in graph.nodes if (b := read_batched(node, reader, writer.written)) is not None]
+    routed = evidence.routed(found)
+    for b in found:
+        if evidence.is_router(b.node):
+            not_experts[b.node] = router(b.weight, b.node)
+        elif b.node not in routed and not b.shared:
+            not_experts[b.node] = unrouted(b.weight, b.node)
+    found = [b for b in found if b.node in routed and b.node not in not_experts]
     nodes = {b.node for b in found}
     packed: dict[fx.Node, Packed] = {}
     stays: dict[fx.Node, Refusal] = {}
     made_of: dict[fx.Node, list[fx.Node]] = {}
     for b in found:
         try:
+            need_wide(b.experts[0], b.node)
             packed[b.node] = writer.pack(b.experts, _layout(b), b.node)
             if not b.shared:
                 made_of[b.node] = _before(b, graph, reader, matcher, nodes)

@@ -1,7 +1,8 @@
 """Linear layers outside experts: `mm` and `addmm` become `fp4::mm`, with `options={"linear": True}` or if the
 model holds their weights in 4 bits.
 
-Attention, the output head and routers stay as they are, by their names: they cost little and lose most.
+Attention and the output head stay as they are, by their names, and routers by their names or because a
+softmax or topk chooses by what they compute: all of these cost little and lose most.
 """
 
 from __future__ import annotations
@@ -17,6 +18,7 @@ from ..index.terms import Ref, free_axes, substitute
 from ..naming import input_name
 from ..operands import operand
 from ..options import Options
+from ..recognise.evidence import Evidence
 from ..recognise.factors import K, N
 from ..recognise.mixture import Matrix
 from ..report import Load, Site, hint, left_alone
@@ -27,7 +29,7 @@ KEPT = re.compile(r"attn|attention|(^|\.)(lm_head|embed\w*|router|gate|score\w*|
 """Names of parameters that stay in the model's dtype."""
 
 
-def linear_layers(writer: Writer, reader: Reader) -> Iterator[Site]:
+def linear_layers(writer: Writer, reader: Reader, evidence: Evidence) -> Iterator[Site]:
     for node in list(writer.gm.graph.nodes):
         if not is_op(node, aten.mm, aten.addmm):
             continue
@@ -37,7 +39,8 @@ def linear_layers(writer: Writer, reader: Reader) -> Iterator[Site]:
         matrix = read_matrix(weight, reader)
         if matrix is None or set(matrix.ref.index) != {N, K}:
             continue
-        if not (is_prequantized(matrix.ref.node) or _is_asked_for(matrix, writer.options)):
+        asked = _is_asked_for(matrix, writer.options) and not evidence.is_router(node)
+        if not (is_prequantized(matrix.ref.node) or asked):
             continue
         if bias is not None and len(shape(bias)) != 1:
             continue

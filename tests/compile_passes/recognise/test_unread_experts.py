@@ -20,7 +20,7 @@ pytestmark = pytest.mark.usefixtures("fresh_dynamo")
 class Towers(nn.Module):
     """FFNs weighted by a softmax, as recommenders have them; `between` is between their products."""
 
-    def __init__(self, between, layers=(32, 48, 24), experts=4):
+    def __init__(self, between, layers=(32, 48, 40), experts=4):
         super().__init__()
         self.gate = nn.Linear(layers[0], experts)
         self.experts = nn.ModuleList()

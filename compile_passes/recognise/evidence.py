@@ -1,0 +1,445 @@
+"""Evidence that the matrices of a stacked weight are experts: a router decides which rows meet which matrix.
+
+A product with one matrix for each slice, y[e] = a[e] W[e], is written by heads, ensembles and codebooks, too.
+It counts as an expert's where one of these holds:
+
+- dispatch: the rows of a[e] were chosen or scaled for e by what a router computed;
+- combination: the sum over e weights y[e] by a router's scores, or ids choose the rows of y;
+- ids or offsets that are computed from the model's inputs choose the matrices;
+- the weight's path has "expert" in it, or the model holds the weight in 4 bits.
+
+A product that a softmax or a topk chooses by is a router. It is never an expert.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import Protocol
+
+import torch
+from torch import fx
+from torch.fx.experimental.symbolic_shapes import free_unbacked_symbols
+
+from .. import advice
+from ..graph.nodes import PRODUCTS, Refusal, aten, is_op, is_tensor, item, shape, value
+from ..graph.products import is_grouped_mm
+from ..index.axes import same
+from ..index.reader import Reader
+from ..index.terms import Axis, Choose, Composite, Mix, Mul, Ref, Sum, Term, Value, flatten, free_axes, walk
+from ..naming import input_name
+from ..operands import operand, several
+from ..weights.prequantized import is_prequantized
+from .activations import UP
+from .branches import Matrix, Mixture
+
+NAME = re.compile(r"expert", re.IGNORECASE)
+"""Paths of weights that a model calls experts'."""
+
+_CHOICES = (
+    aten.topk, aten.argmax, aten.argmin, aten.sort, aten.argsort, aten.histc, aten.bincount, aten.nonzero,
+    aten.multinomial, aten.kthvalue,
+)  # fmt: skip
+_SOFT = (aten._softmax, aten.softmax, aten.sigmoid, aten.relu, aten.softplus)
+_BY_SIZE = (
+    aten.zeros_like, aten.ones_like, aten.full_like, aten.empty_like, aten.new_zeros, aten.new_ones,
+    aten.new_full, aten.new_empty,
+)  # fmt: skip
+"""They read the sizes of a tensor, not its values."""
+_ATTENTION = (
+    aten.scaled_dot_product_attention, aten._scaled_dot_product_flash_attention,
+    aten._scaled_dot_product_flash_attention_for_cpu, aten._scaled_dot_product_efficient_attention,
+)  # fmt: skip
+_NORMS = (aten.native_layer_norm, aten.layer_norm, aten.rms_norm, aten.native_group_norm)
+_VIEWS = (
+    aten.view, aten._unsafe_view, aten.reshape, aten.unsqueeze, aten.squeeze, aten.clone, aten._to_copy,
+    aten.alias, aten.detach, aten.contiguous, aten.transpose, aten.permute, aten.t, aten.slice, aten.select,
+    aten.split, aten.split_with_sizes, aten.chunk, aten.expand,
+)  # fmt: skip
+_KEEP_ORDER = (
+    aten.view, aten._unsafe_view, aten.reshape, aten.unsqueeze, aten.squeeze, aten.clone, aten._to_copy,
+    aten.alias, aten.detach, aten.contiguous,
+)  # fmt: skip
+_PUTS = (aten.index_put, aten.scatter, aten.scatter_add, aten.index_add, aten.index_copy, aten.masked_scatter)
+_READS = (aten.index, aten.index_select, aten.gather, aten.embedding)
+_FAR = 96
+"""How many nodes after a product its combination may be."""
+_VERY_FAR = 1024
+"""How many nodes around products are looked at before they count as no experts."""
+
+
+class BatchedProduct(Protocol):
+    """y[e] = a[e] W[e], as emit/batched.py reads it."""
+
+    @property
+    def node(self) -> fx.Node: ...
+    @property
+    def a(self) -> fx.Node: ...
+    @property
+    def experts(self) -> Sequence[tuple[Matrix, ...]]: ...
+    @property
+    def left(self) -> bool: ...
+    @property
+    def shared(self) -> bool: ...
+
+
+@dataclass(frozen=True)
+class _Carrier:
+    """A tensor in whose terms downstream an expert is told by one dimension."""
+
+    node: fx.Node
+    dim: int
+    part: int | None = None
+    """Which part of that dimension, if a view cuts it."""
+
+    def expert(self, ref: Ref) -> Term:
+        index = ref.index[self.dim]
+        if self.part is not None and isinstance(index, Mix) and self.part < len(index.parts):
+            return index.parts[self.part]
+        return index
+
+
+class Evidence:
+    """Answers for one graph which products are experts' and which are routers'."""
+
+    def __init__(self, graph: fx.Graph, reader: Reader, fixed: set[fx.Node]) -> None:
+        """fixed: inputs that are parameters or buffers, and what is decoded from them."""
+        self._graph, self._reader = graph, reader
+        self._data: set[fx.Node] = set()
+        """Nodes whose values depend on the model's inputs."""
+        self._hard: set[fx.Node] = set()
+        """Choices, and what is made of them without a product with weights or a softmax."""
+        self._soft: set[fx.Node] = set()
+        """The same of scores between which a softmax or a sigmoid decides."""
+        for node in graph.nodes:
+            self._classify(node, fixed)
+
+    def _classify(self, node: fx.Node, fixed: set[fx.Node]) -> None:
+        inputs = node.all_input_nodes
+        if node.op == "placeholder":
+            if is_tensor(node) and node not in fixed:
+                self._data.add(node)
+            return
+        if is_op(node, *_BY_SIZE) or self._data.isdisjoint(inputs):
+            return
+        self._data.add(node)
+        weighted = is_op(node, *PRODUCTS) and any(_source(n) in fixed for n in inputs)
+        if weighted or is_grouped_mm(node) or is_op(node, *_ATTENTION, *_NORMS):
+            return
+        hard = _chooses(node) or not self._hard.isdisjoint(inputs)
+        if hard and not is_op(node, aten._softmax, aten.softmax):
+            self._hard.add(node)
+        if hard or is_op(node, *_SOFT) or not self._soft.isdisjoint(inputs):
+            self._soft.add(node)
+
+    # --- what counts ---
+
+    def chosen(self, ids: fx.Node) -> bool:
+        """Whether ids or offsets depend on the model's inputs, and so are a choice."""
+        return ids in self._data
+
+    @staticmethod
+    def named(weight: fx.Node) -> bool:
+        return is_prequantized(weight) or bool(NAME.search(input_name(weight)))
+
+    @staticmethod
+    def is_router(product: fx.Node) -> bool:
+        """Whether a softmax or a topk chooses by what this product computes."""
+        seen, todo = {product}, list(product.users)
+        while todo:
+            node = todo.pop()
+            if node in seen:
+                continue
+            seen.add(node)
+            if _decides(node):
+                return True
+            if is_op(node, *_VIEWS) or item(node) is not None or _is_pointwise(node):
+                todo += node.users
+        return False
+
+    def may_be_routed(self, products: Sequence[fx.Node]) -> bool:
+        """Whether a choice, or scores, meet anything that these products compute or are computed from."""
+        if any(free_unbacked_symbols(value(p)) for p in products):
+            return True  # of rows that a mask chose
+        if any(
+            self.named(w)
+            for p in products
+            for n in p.all_input_nodes
+            if (w := _source(n)).op == "placeholder"
+        ):
+            return True
+        seen, todo = set(products), list(products)
+        while todo and len(seen) < _VERY_FAR:
+            for user in todo.pop().users:
+                if user not in seen:
+                    seen.add(user)
+                    todo.append(user)
+        if any(n in self._soft and n not in seen for user in seen for n in user.all_input_nodes):
+            return True
+        before, todo = set(products), list(products)
+        while todo and len(before) < _VERY_FAR:
+            new = set(todo.pop().all_input_nodes) - before
+            before |= new
+            todo += new
+        return any(n in self._hard or is_op(n, aten._softmax) for n in before)
+
+    def of_mixture(self, m: Mixture) -> bool:
+        """Whether a router decides what the experts of a block are given, or what they count for."""
+        b = m.common
+        if any(self.named(w) for w in m.weights):
+            return True
+        ids = b.ids if b.ids is not None else b.masked
+        if ids is not None:
+            return self.chosen(ids.node)
+        # Without an activation, scores that no function limits make a bilinear layer of the block.
+        scores = self._soft if b.act.term is UP else self._data
+        if any(n in scores for t in (*b.factors, *b.scales, *b.chosen) for n in _nodes(t)):
+            return True
+        if b.place is None:
+            return False
+        if self._is_filled(b.x, b.place):
+            return True
+        after = Reader(self._graph, self._reader.canon, self._reader.is_weight)
+        after.cut(m.root)
+        return self._is_combined(m.root, _carrier_of_places(m), after)
+
+    def routed(self, products: Sequence[BatchedProduct]) -> set[fx.Node]:
+        """Those products, of all batched ones in a graph, that are experts'."""
+        nodes = {p.node for p in products}
+        found = {p.node for p in products if self._is_routed(p)}
+        feeds = {p.node: _made_of(p.a, nodes) for p in products}
+        size = 0
+        while size != len(found):  # what feeds an expert's product is of that expert, and the other way
+            size = len(found)
+            for node, ups in feeds.items():
+                if node in found or not found.isdisjoint(ups):
+                    found |= {node, *ups}
+        return found
+
+    def _is_routed(self, p: BatchedProduct) -> bool:
+        first, second = p.experts[0][0].ref, p.experts[1][0].ref
+        if self.named(first.node):
+            return True
+        if not p.shared and self._is_dispatched(self._reader.value(p.a, 2), 1 if p.left else -1):
+            return True
+        dims = [d for d, (i, j) in enumerate(zip(first.index, second.index, strict=True)) if i is not j]
+        return len(dims) == 1 and self._is_combined(p.node, _Carrier(first.node, dims[0]), self._reader)
+
+    # --- dispatch ---
+
+    def _is_filled(self, x: Ref, place: Axis) -> bool:
+        """Whether a router filled the buffer whose slices the experts read."""
+        v = self._reader.value(x.node, 2)
+        dims = [d for d, i in enumerate(x.index) if place in free_axes(i)]
+        if dims != [d for d in dims if d < len(x.index) - 1] or len(dims) != 1:
+            return False  # slices of a token's own values: heads
+        first = dims[0]
+        own = v.dims[first]
+        index = x.index[first]
+        if isinstance(index, Mix) and len(index.parts) == len(own):
+            own = (own[index.parts.index(place)],)
+        return self._chooses_rows(v.term, set(own), set(v.dims[-1]), frozenset())
+
+    def _is_dispatched(self, rows: Value, k: int) -> bool:
+        return self._chooses_rows(rows.term, set(rows.dims[0]), set(rows.dims[k]), frozenset())
+
+    def _chooses_rows(self, t: Term, e: set[Axis], k: set[Axis], summed: frozenset[Axis]) -> bool:
+        """Whether a row's element t, over the expert's axes e and columns k, is one that was chosen for e.
+
+        summed: axes that are summed over around t."""
+        if isinstance(t, Ref):
+            inside = [r for i in t.index for r in _refs_in(i)]
+            if any(self._tells(r, e, k) and self.chosen(r.node) for r in inside):
+                return True
+            return bool(t.index) and t.index[-1] in k and self._is_put(t.node)
+        if isinstance(t, Choose):
+            if free_axes(t.index) & e:
+                rows = [r for o in t.options for r in walk(o) if isinstance(r, Ref)]
+                if any(self.chosen(i.node) for r in rows for c in r.index for i in _refs_in(c)):
+                    return True
+            return any(self._chooses_rows(o, e, k, summed) for o in t.options)
+        if isinstance(t, Sum):
+            return self._chooses_rows(t.body, e, k, summed | set(t.axes))
+        if not isinstance(t, Composite):
+            return False
+        factors = flatten(t, Mul)
+        apart = any(free_axes(f) & e and free_axes(f) & k for f in factors)
+        for f in factors:
+            if self._tells(f, e, k):
+                nodes = _nodes(f)
+                if any(n in self._hard for n in nodes):
+                    return True
+                if not apart and not free_axes(f) & summed and any(n in self._soft for n in nodes):
+                    return True
+        parts = factors if isinstance(t, Mul) else [c for c in t.children() if c is not t.ref]
+        return any(self._chooses_rows(f, e, k, summed) for f in parts)
+
+    @staticmethod
+    def _tells(t: Term, e: set[Axis], k: set[Axis]) -> bool:
+        """Whether a term is one number for each row of an expert."""
+        axes = free_axes(t)
+        return bool(axes & e) and not axes & k
+
+    def _is_put(self, buffer: fx.Node) -> bool:
+        """Whether whole rows were put into a buffer at places that were chosen."""
+        while is_op(buffer, *_KEEP_ORDER, aten.slice):
+            buffer = operand(buffer)
+        return is_op(buffer, *_PUTS) and any(n in self._hard for n in _indices(buffer))
+
+    # --- combination ---
+
+    def _is_combined(self, product: fx.Node, carrier: _Carrier, reader: Reader) -> bool:
+        """Whether a router's scores, or ids, say what each expert's output counts for."""
+        seen, todo, in_order = {product}, [product], {product}
+        while todo and len(seen) < _FAR:
+            node = todo.pop(0)
+            for user in node.users:
+                if user in seen:
+                    continue
+                seen.add(user)
+                if node in in_order and self._places(user, node):
+                    return True
+                if node in in_order and (is_op(user, *_KEEP_ORDER) or _is_pointwise(user)):
+                    in_order.add(user)
+                if is_tensor(user) and self._weights(reader.value(user, 2), carrier):
+                    return True
+                todo.append(user)
+        return False
+
+    def _places(self, node: fx.Node, rows: fx.Node) -> bool:
+        """Whether `node` puts rows [E C, N], or reads them, by ids that were chosen."""
+        if is_op(node, *_READS):
+            first, table = is_op(node, aten.index, aten.embedding) or node.args[1] == 0, operand(node)
+        elif is_op(node, aten.index_put):
+            first, table = True, operand(node, 2)
+        elif is_op(node, *_PUTS):
+            first, table = node.args[1] == 0, operand(node, len(node.args) - 1)
+        else:
+            return False
+        by_ids = any(n in self._hard for n in _indices(node))
+        return bool(first) and table is rows and by_ids
+
+    def _weights(self, v: Value, carrier: _Carrier) -> bool:
+        out = set(v.axes)
+        for t in walk(v.term):
+            if isinstance(t, Ref) and t.node is carrier.node:
+                by = _refs_in(carrier.expert(t))
+                if any(self.chosen(r.node) for r in by):
+                    return True
+            if not isinstance(t, Sum):
+                continue
+            for w in walk(t.body):
+                if not isinstance(w, Ref) or w.node is not carrier.node:
+                    continue
+                e = free_axes(carrier.expert(w))
+                columns = (free_axes(w) - e) & out
+                if not e & set(t.axes) or e & out or not columns:
+                    continue
+                for f in (f for m in walk(t.body) for f in flatten(m, Mul) if isinstance(m, Mul)):
+                    if self._tells(f, e, columns) and any(n in self._soft for n in _nodes(f)):
+                        return True
+        return False
+
+
+def dense(products: Sequence[fx.Node]) -> Refusal:
+    """The refusal of products side by side that are like experts' and meet no choice."""
+    reason = f"nothing routes rows to {len(products)} products that are alike: no experts"
+    return Refusal(reason, products[-1], advice.NO_ROUTER)
+
+
+def unrouted(weight: fx.Node, site: fx.Node) -> Refusal:
+    """The refusal of a product that is like an expert's, where nothing shows a router."""
+    sizes = " x ".join(map(str, shape(weight)))
+    reason = f"nothing routes rows to the matrices of {input_name(weight)} ({sizes}): no experts"
+    return Refusal(reason, site, advice.NO_ROUTER)
+
+
+def router(weight: fx.Node, site: fx.Node) -> Refusal:
+    """The refusal of a product by which experts, or something else, are chosen."""
+    reason = f"the product with {input_name(weight)} is what a softmax or topk chooses by, as a router's is"
+    return Refusal(reason, site, advice.ROUTER)
+
+
+def _source(node: fx.Node) -> fx.Node:
+    while is_op(node, *_VIEWS):
+        node = operand(node)
+    return node
+
+
+def _is_pointwise(node: fx.Node) -> bool:
+    return torch.Tag.pointwise in getattr(node.target, "tags", ())
+
+
+def _chooses(node: fx.Node) -> bool:
+    """Whether an operator chooses: among values, or by comparing ids."""
+    if is_op(node, *_CHOICES):
+        return True
+    if is_op(node, aten.max, aten.min):
+        return len(node.args) > 1
+    if not is_op(node, aten.eq):
+        return False
+    first = operand(node)
+    return is_tensor(first) and not value(first).dtype.is_floating_point
+
+
+def _decides(node: fx.Node) -> bool:
+    if is_op(node, aten.max, aten.min):
+        return len(node.args) > 1
+    return is_op(node, *_CHOICES, aten._softmax, aten.softmax, aten._log_softmax, aten.log_softmax)
+
+
+def _indices(node: fx.Node) -> list[fx.Node]:
+    """The tensors that say where an operator reads or writes."""
+    if is_op(node, aten.index, aten.index_put):
+        return [n for n in several(node, 1) if isinstance(n, fx.Node)]
+    if is_op(node, aten.embedding, aten.masked_scatter):
+        return [operand(node, 1)]
+    return [operand(node, 2)]
+
+
+def _refs_in(index: Term) -> Iterator[Ref]:
+    """The tensors whose elements a coordinate is made of."""
+    todo = [index]
+    while todo:
+        t = todo.pop()
+        if isinstance(t, Ref):
+            yield t
+        todo.extend(t.children())
+
+
+def _nodes(term: Term) -> list[fx.Node]:
+    """The nodes that compute a term, or else its parts."""
+    if isinstance(term, Ref):
+        return [term.node, *(r.node for i in term.index for r in _refs_in(i))]
+    if isinstance(term, Composite) and term.ref is not None:
+        return [term.ref.node]
+    return [n for c in term.children() for n in _nodes(c)]
+
+
+def _made_of(rows: fx.Node, products: set[fx.Node]) -> set[fx.Node]:
+    """The products that rows are computed from, element by element or by a norm."""
+    found, seen, todo = set(), {rows}, [rows]
+    while todo:
+        node = todo.pop()
+        if node in products:
+            found.add(node)
+        elif is_op(node, *_VIEWS, *_NORMS, aten.cat, aten.glu) or item(node) or _is_pointwise(node):
+            new = set(node.all_input_nodes) - seen
+            seen |= new
+            todo += new
+    return found
+
+
+def _carrier_of_places(m: Mixture) -> _Carrier:
+    """Where the output of a block of slices has the axis that counts the experts."""
+    tokens = list(m.tokens)
+    for dim, size in enumerate(shape(m.root)[:-1]):
+        own: list[Axis] = []
+        total: object = 1
+        while tokens and not (own and same(total, size)):
+            own.append(tokens.pop(0))
+            total = own[-1].size if len(own) == 1 else total * own[-1].size  # type: ignore[operator]
+        if m.common.place in own:
+            return _Carrier(m.root, dim, own.index(m.common.place) if len(own) > 1 else None)
+    return _Carrier(m.root, 0)

@@ -1,0 +1,40 @@
+"""Which matrices are too narrow for 4 bits to be worth what they cost in accuracy."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import Protocol
+
+from torch import fx
+
+from ...meta.formats import SMALLEST_SIDE
+from .. import advice
+from ..graph.nodes import need
+from ..naming import input_name
+from ..weights.prequantized import is_prequantized
+from .branches import Matrix
+
+
+class Sized(Protocol):
+    """A matrix [n, k] of each expert."""
+
+    @property
+    def n(self) -> int: ...
+    @property
+    def k(self) -> int: ...
+
+
+def need_wide(matrices: Iterable[Matrix], site: fx.Node) -> None:
+    """Refuse matrices with a side below SMALLEST_SIDE, such as adapters (LoRA)."""
+    for m in matrices:
+        need_wide_weight(m.ref.node, m, site)
+
+
+def need_wide_weight(weight: fx.Node, matrix: Sized, site: fx.Node) -> None:
+    """`need_wide` of one weight. What the model holds in 4 bits may be of any size."""
+    wide = is_prequantized(weight) or min(matrix.n, matrix.k) >= SMALLEST_SIDE
+    reason = (
+        f"the matrices of {input_name(weight)} are {matrix.n} x {matrix.k}: 4 bits save little of matrices "
+        f"with a side below {SMALLEST_SIDE}"
+    )
+    need(wide, reason, site, advice.NARROW)

@@ -1,0 +1,73 @@
+"""A dense model stays as it is: Inductor gets the graph that Dynamo captured, and nobody is warned."""
+
+from __future__ import annotations
+
+import logging
+
+import pytest
+import torch
+from dense_models import FAMILIES, OWN, build
+from torch._inductor import compile_fx as inductor
+
+from fp4_ops.compile_passes import pipeline
+
+QUICK = {"recurrent_gemma", "bert", *OWN}
+"""One with weights in three dimensions and one without; the other families show the same in other forms."""
+UNROUTED = {
+    "projections of heads (xLSTM)": 3, "block-diagonal FFN, no router": 2, "parts of a token, an FFN each": 1,
+    "latent attention, absorbed projections": 2, "heads of the tokens that a topk kept": 1,
+    "gated heads": 0, "ensemble (TabM)": 2, "mixture of heads, weights that are parameters": 1,
+    "branches (DARTS), weights that are parameters": 1, "grouped codebook": 1, "bilinear layer": 1,
+    "low-rank factors": 1,
+    "routers of a group each (hierarchical)": 1,
+}  # fmt: skip
+"""How many products are told of, with what would make them experts'."""
+
+
+def tensors(output: object) -> list[torch.Tensor]:
+    if isinstance(output, torch.Tensor):
+        return [output]
+    if isinstance(output, dict):
+        output = list(output.values())
+    return [t for part in output for t in tensors(part)] if isinstance(output, (list, tuple)) else []
+
+
+def quick(name: str) -> object:
+    return name if name in QUICK else pytest.param(name, marks=pytest.mark.more)
+
+
+@pytest.fixture
+def analysed(monkeypatch):
+    """(rewritten, frame) of each graph."""
+    found, analyse = [], pipeline.analyse
+
+    def watch(*args):
+        found.append(analyse(*args))
+        return found[-1]
+
+    monkeypatch.setattr(pipeline, "analyse", watch)
+    return found
+
+
+def run(name: str, analysed: list, caplog) -> None:
+    if name in FAMILIES:
+        pytest.importorskip("transformers")
+    model, (args, kwargs) = build(name)
+    compiled = torch.compile(model, backend="fp4", options={"strict": True})
+    with torch.no_grad(), caplog.at_level(logging.WARNING, "fp4_ops"):
+        got = tensors(compiled(*args, **kwargs))
+    assert analysed and all(rewritten is None and not frame.sites for rewritten, frame in analysed)
+    assert not [r for r in caplog.records if r.name == "fp4_ops"], caplog.text
+    torch._dynamo.reset()
+    with torch.no_grad():
+        want = tensors(torch.compile(model, backend="eager")(*args, **kwargs))
+    assert got and len(got) == len(want) and all(map(torch.equal, got, want))
+
+
+@pytest.mark.parametrize("name", [quick(name) for name in (*FAMILIES, *OWN)])
+def test_a_dense_model_stays(name, analysed, caplog, monkeypatch):
+    monkeypatch.setattr(inductor, "compile_fx", lambda gm, inputs, config_patches=None, **kwargs: gm.forward)
+    run(name, analysed, caplog)
+    told = [site for _, frame in analysed for site in frame.unrouted]
+    assert len(told) == UNROUTED.get(name, 0), [s.reason for s in told]
+    assert all(site.change for site in told)

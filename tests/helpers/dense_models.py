@@ -1,0 +1,289 @@
+"""Dense models: none has experts, many have weights and products that experts could have."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+H, HEADS = 64, 4
+OWN: dict[str, tuple[type[nn.Module], tuple[int, ...]]] = {}
+"""Name -> model, and the shape of its input."""
+Inputs = tuple[tuple[Tensor, ...], dict[str, Tensor]]
+
+
+def parameter(*shape: int) -> nn.Parameter:
+    return nn.Parameter(torch.randn(*shape) / shape[-1] ** 0.5)
+
+
+def own(name: str, *shape: int) -> Callable[[type[nn.Module]], type[nn.Module]]:
+    def add(cls: type[nn.Module]) -> type[nn.Module]:
+        OWN[name] = cls, shape
+        return cls
+
+    return add
+
+
+# --- one matrix for each of several slices of a token ---
+
+
+@own("projections of heads (xLSTM)", 2, 9, H)
+class HeadwiseProjections(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.q, self.k, self.v = (parameter(HEADS, 32, 32) for _ in range(3))
+
+    def forward(self, x: Tensor) -> Tensor:
+        heads = torch.cat([x, x], -1).view(*x.shape[:2], HEADS, 32)
+        q, k, v = (torch.einsum("bthd,hde->bhte", heads, w) for w in (self.q, self.k, self.v))
+        y = (q @ k.transpose(-1, -2)).softmax(-1) @ v
+        return y.transpose(1, 2).reshape(*x.shape[:2], -1)
+
+
+@own("block-diagonal FFN, no router", 2, 9, 2 * H)
+class BlockDiagonal(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.up, self.down = parameter(HEADS, 32, 48), parameter(HEADS, 48, 32)
+
+    def forward(self, x: Tensor) -> Tensor:
+        h = F.gelu(torch.einsum("bthd,hdi->bthi", x.unflatten(-1, (HEADS, 32)), self.up))
+        return torch.einsum("bthi,hid->bthd", h, self.down).flatten(2)
+
+
+@own("parts of a token, an FFN each", 9, 2 * H)
+class PartsOfAToken(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        ffn = (nn.Sequential(nn.Linear(32, 48), nn.GELU(), nn.Linear(48, 32)) for _ in range(HEADS))
+        self.parts = nn.ModuleList(ffn)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return torch.cat([ffn(part) for ffn, part in zip(self.parts, x.chunk(HEADS, -1))], -1).softmax(-1)
+
+
+@own("latent attention, absorbed projections", 2, 9, H)
+class LatentAttention(nn.Module):
+    """Probabilities mix latents, which all heads share; then each head has a matrix of its own."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.q, self.latent = nn.Linear(H, HEADS * 32), nn.Linear(H, 48)
+        self.w_uk, self.w_uv, self.o = parameter(HEADS, 32, 48), parameter(HEADS, 48, 32), nn.Linear(128, H)
+
+    def forward(self, x: Tensor) -> Tensor:
+        c, q = self.latent(x), self.q(x).unflatten(-1, (HEADS, 32))
+        scores = torch.einsum("bthd,hdc,bsc->bhts", q, self.w_uk, c)
+        mixed = torch.einsum("bhts,bsc->bhtc", scores.softmax(-1), c)
+        return self.o(torch.einsum("bhtc,hcd->bthd", mixed, self.w_uv).flatten(2))
+
+
+@own("heads of the tokens that a topk kept", 12, 128)
+class PrunedTokens(nn.Module):
+    """A choice of tokens, but not for each matrix."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.score, self.w = nn.Linear(128, 1), parameter(HEADS, 32, 32)
+
+    def forward(self, x: Tensor) -> Tensor:
+        kept = self.score(x).squeeze(-1).topk(6).indices
+        return torch.einsum("thd,hde->the", x[kept].view(-1, HEADS, 32), self.w).flatten(1)
+
+
+@own("gated heads", 2, 9, H)
+class GatedHeads(nn.Module):
+    """A sigmoid scales each head before all heads enter one matrix: they are not added up."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.v, self.gate, self.o = parameter(HEADS, H, 32), nn.Linear(H, HEADS), nn.Linear(128, H)
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = torch.einsum("bth,ehd->bted", x, self.v) * self.gate(x).sigmoid()[..., None]
+        return self.o(y.flatten(2))
+
+
+# --- several models in one ---
+
+
+@own("ensemble (TabM)", 9, H)
+class Ensemble(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.w1, self.w2 = parameter(8, H, 96), parameter(8, 96, 32)
+
+    def forward(self, x: Tensor) -> Tensor:
+        h = F.relu(torch.einsum("bkh,khi->bki", x[:, None].expand(-1, 8, -1), self.w1))
+        return torch.einsum("bki,kio->bko", h, self.w2).mean(1)
+
+
+@own("BatchEnsemble", 9, H)
+class BatchEnsemble(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.r, self.s, self.w = parameter(8, 1, H), parameter(8, 1, H), nn.Linear(H, H)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return (self.w(x * self.r) * self.s).mean(0)
+
+
+@own("mixture of heads, weights that are parameters", 9, H)
+class LearnedMixture(nn.Module):
+    """The weights of the sum are the same for all inputs: nothing is routed."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.up, self.down, self.mix = parameter(HEADS, H, 96), parameter(HEADS, 96, H), parameter(HEADS)
+
+    def forward(self, x: Tensor) -> Tensor:
+        h = F.silu(torch.einsum("th,ehi->tei", x, self.up))
+        return torch.einsum("teh,e->th", torch.einsum("tei,eih->teh", h, self.down), self.mix.softmax(-1))
+
+
+@own("branches (DARTS), weights that are parameters", 9, H)
+class LearnedBranches(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        ffn = (nn.Sequential(nn.Linear(H, 96), nn.SiLU(), nn.Linear(96, H)) for _ in range(HEADS))
+        self.branches, self.alpha = nn.ModuleList(ffn), parameter(HEADS)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return sum(a * ffn(x) for a, ffn in zip(self.alpha.softmax(-1), self.branches))
+
+
+# --- others ---
+
+
+@own("grouped codebook", 50, 128)
+class Codebook(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.codebook = nn.Parameter(torch.randn(HEADS, 40, 32))
+
+    def forward(self, x: Tensor) -> Tensor:
+        nearest = torch.einsum("bgd,gcd->bgc", x.view(-1, HEADS, 32), self.codebook).argmax(-1)
+        return self.codebook[torch.arange(HEADS), nearest].flatten(1)
+
+
+@own("bilinear layer", 9, H)
+class Bilinear(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.a, self.b, self.w = nn.Linear(H, 32), nn.Linear(H, 40), parameter(32, 40, 48)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return torch.einsum("bi,bik->bk", self.a(x), torch.einsum("bj,ijk->bik", self.b(x), self.w))
+
+
+@own("low-rank factors", 9, H)
+class LowRank(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.a, self.b, self.core = parameter(H, 32), parameter(32, H), parameter(1, 32, 32)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return torch.bmm((x @ self.a)[None], self.core)[0] @ self.b
+
+
+@own("depthwise convolutions", 2, H, 24)
+class Depthwise(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.depth, self.point = nn.Conv1d(H, H, 3, groups=H), nn.Conv1d(H, 32, 1)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.point(F.gelu(self.depth(x))).softmax(1)
+
+
+@own("residual convolutions (ResNet)", 2, 3, 16, 16)
+class ResNet(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.stem, self.norm = nn.Conv2d(3, 32, 3, padding=1), nn.BatchNorm2d(32)
+        self.conv, self.head = nn.Conv2d(32, 32, 3, padding=1), nn.Linear(32, 10)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = F.relu(self.norm(self.stem(x)))
+        return self.head(F.relu(x + self.conv(x)).mean((2, 3))).softmax(-1)
+
+
+@own("routers of a group each (hierarchical)", 2, 3, 20, H)
+class Routers(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.expert_gating = nn.Parameter(torch.randn(2, H, 32) * 0.15)
+
+    def forward(self, x: Tensor) -> Tensor:
+        p = torch.einsum("...bnd,...de->...bne", x, self.expert_gating).softmax(-1)
+        return p.topk(2, -1).values
+
+
+# --- transformers ---
+
+
+def tiny(name: str) -> tuple[nn.Module, Inputs]:
+    """One layer or two of a model of transformers, and inputs."""
+    import transformers as t
+
+    ids = torch.randint(0, 60, (2, 9))
+    text = {"vocab_size": 64, "hidden_size": H, "num_hidden_layers": 1, "num_attention_heads": HEADS}
+    wide = {**text, "intermediate_size": 96}
+    vision = {**wide, "image_size": 16, "patch_size": 8}
+    del vision["vocab_size"]
+    image = torch.randn(2, 3, 16, 16)
+    if name == "bert":
+        return t.BertModel(t.BertConfig(**wide)), ((ids,), {"attention_mask": torch.ones(2, 9).long()})
+    if name == "llama":
+        return t.LlamaForCausalLM(t.LlamaConfig(**wide)), ((ids,), {})
+    if name == "gpt2":
+        sizes = {"vocab_size": 64, "n_embd": H, "n_layer": 1, "n_head": HEADS}
+        return t.GPT2LMHeadModel(t.GPT2Config(**sizes)), ((ids,), {})
+    if name == "t5":
+        sizes = {"d_model": H, "d_kv": 16, "d_ff": 96, "num_layers": 1, "num_heads": HEADS}
+        return t.T5Model(t.T5Config(vocab_size=64, **sizes)), ((ids,), {"decoder_input_ids": ids})
+    if name == "mamba":
+        sizes = {"vocab_size": 64, "hidden_size": H, "num_hidden_layers": 1, "state_size": 8}
+        return t.MambaModel(t.MambaConfig(**sizes)), ((ids,), {})
+    if name == "recurrent_gemma":
+        sizes = {**wide, "lru_width": 128, "num_hidden_layers": 2, "head_dim": 16}
+        config = t.RecurrentGemmaConfig(**sizes, block_types=["recurrent", "attention"])
+        return t.RecurrentGemmaForCausalLM(config), ((ids,), {"use_cache": False})
+    if name == "xlstm":
+        sizes = {"vocab_size": 64, "hidden_size": H, "num_hidden_layers": 1, "num_heads": HEADS}
+        return t.xLSTMModel(t.xLSTMConfig(**sizes, chunk_size=16)), ((ids,), {"use_cache": False})
+    if name == "vit":
+        return t.ViTModel(t.ViTConfig(**vision)), ((image,), {})
+    if name == "clip":
+        config = t.CLIPConfig(text_config=wide, vision_config=vision, projection_dim=32)
+        return t.CLIPModel(config), ((ids, image), {})
+    if name == "whisper":
+        sizes = {"d_model": H, "encoder_layers": 1, "encoder_attention_heads": HEADS, "encoder_ffn_dim": 96}
+        sizes |= {"decoder_layers": 1, "decoder_attention_heads": HEADS, "decoder_ffn_dim": 96}
+        config = t.WhisperConfig(**sizes, num_mel_bins=8, max_source_positions=16)
+        return t.WhisperModel(config).encoder, ((torch.randn(2, 8, 32),), {})
+    if name == "wav2vec2":
+        sizes = {"conv_dim": (32,), "conv_kernel": (8,), "conv_stride": (8,), "num_conv_pos_embeddings": 8}
+        config = t.Wav2Vec2Config(
+            **wide, **sizes, num_conv_pos_embedding_groups=4, num_codevectors_per_group=8
+        )
+        return t.Wav2Vec2Model(config), ((torch.randn(2, 160),), {})
+    assert name == "convnext"
+    config = t.ConvNextConfig(hidden_sizes=[32, 32, 32, 32], depths=[1, 1, 1, 1], image_size=32)
+    return t.ConvNextModel(config), ((torch.randn(2, 3, 32, 32),), {})
+
+
+FAMILIES = (
+    "bert", "llama", "gpt2", "t5", "mamba", "recurrent_gemma", "xlstm", "vit", "clip", "whisper", "wav2vec2",
+    "convnext",
+)  # fmt: skip
+
+
+def build(name: str) -> tuple[nn.Module, Inputs]:
+    if name in OWN:
+        cls, shape = OWN[name]
+        return cls().eval(), ((torch.randn(*shape),), {})
+    model, inputs = tiny(name)
+    return model.eval(), inputs
