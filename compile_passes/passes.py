@@ -13,7 +13,7 @@ from torch import fx
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from . import advice
-from .emit.batched import batched_products
+from .emit.batched import batched_products, read_batched
 from .emit.every_use import EveryUse
 from .emit.linears import linear_layers
 from .emit.mixture import Emitter
@@ -44,7 +44,7 @@ from .neighbours.sums import write_sums
 from .neighbours.topk import write_topk
 from .options import Options
 from .pass_log import Pass, PassLog
-from .recognise.evidence import Evidence, dense, router, unrouted
+from .recognise.evidence import Evidence, router, side_by_side, unrouted
 from .recognise.mixture import Mixture
 from .recognise.search import Search
 from .recognise.sizes import need_wide, need_wide_weight
@@ -91,6 +91,8 @@ class _State:
     refused: list[tuple[list[fx.Node], Refusal]] = field(default_factory=list)
     """Blocks in index notation that were refused, with their products."""
     evidence: Evidence | None = None
+    routed: set[fx.Node] = field(default_factory=set)
+    """Batched products that something routes rows to."""
     unrouted: dict[fx.Node, Refusal] = field(default_factory=dict)
     """Products that experts could have, each with the reason why it counts as none."""
     also: list[str] = field(default_factory=list)
@@ -141,18 +143,17 @@ def _mixtures(s: _State) -> None:
     taken: set[fx.Node] = set()
     reader = Reader(graph, Canon(graph), lambda n: _is_weight(n, s.fixed))
     s.written = written_before(graph, s.fixed & s.writer.mutated)
-    s.evidence = evidence = Evidence(graph, reader, s.fixed)
+    s.evidence = Evidence(graph, reader, s.fixed)
     s.search = search = Search(graph, reader, s.written)
-    for downs, found in list(search.run()):
+    blocks = list(search.run())
+    dense = _without_router(s, blocks)  # before anything is rewritten
+    for downs, found in blocks:
+        if dense.keys() >= set(downs):
+            s.unrouted |= {n: dense[n] for n in downs}
+            continue
         try:
             if isinstance(found, Refusal):
-                if not evidence.may_be_routed(downs):
-                    s.unrouted |= dict.fromkeys(downs, dense(downs))
-                    continue
                 raise found
-            if not evidence.of_mixture(found):
-                s.unrouted |= dict.fromkeys(downs, unrouted(found.common.down.ref.node, downs[-1]))
-                continue
             need_wide((p for b in (found.common,) for p in (*b.up, b.down)), found.root)
             own = found.weights
             weights = [n for n in writer.inputs if n in own]
@@ -170,12 +171,34 @@ def _mixtures(s: _State) -> None:
     writer.check_uses(packed, set(s.products))
 
 
+def _without_router(
+    s: _State, blocks: list[tuple[list[fx.Node], Mixture | Refusal]]
+) -> dict[fx.Node, Refusal]:
+    """Down products of blocks that are like experts' and meet no router; `s.routed` gets what meets one."""
+    evidence, graph = s.evidence, s.gm.graph
+    assert evidence is not None and s.search is not None
+    found: dict[fx.Node, Refusal] = {}
+    experts: set[fx.Node] = set()
+    for downs, block in blocks:
+        if isinstance(block, Refusal):
+            if not evidence.may_be_routed(downs):
+                found |= dict.fromkeys(downs, side_by_side(downs))
+        elif evidence.of_mixture(block):
+            experts |= block.weights
+        else:
+            found |= dict.fromkeys(downs, unrouted(block.common.down.ref.node, downs[-1]))
+    batched = [b for n in graph.nodes if (b := read_batched(n, s.search.reader, set())) is not None]
+    s.routed = {b.node for b in batched if b.weight in experts}
+    s.routed |= evidence.routed([b for b in batched if b.weight not in experts])
+    return found
+
+
 def _batched(s: _State) -> None:
     """Products of buffers that have as many rows for each expert."""
     graph, search = s.gm.graph, s.search
     assert search is not None
-    assert s.evidence is not None
-    s.sites += batched_products(s.writer, search.reader, search.matcher, s.evidence, s.written, s.unrouted)
+    routed, told = s.routed, s.unrouted
+    s.sites += batched_products(s.writer, search.reader, search.matcher, routed, s.written, told)
     sweep(graph)
     alive = set(graph.nodes)
     refused = [(downs, r) for downs, r in s.refused if alive.issuperset(downs)]

@@ -58,19 +58,19 @@ def batched_products(
     writer: Writer,
     reader: Reader,
     matcher: Matcher,
-    evidence: Evidence,
+    routed: set[fx.Node],
     written: dict[fx.Node, fx.Node],
     not_experts: dict[fx.Node, Refusal],
 ) -> Iterator[Site]:
     """Rewrite every `bmm` with a whole expert weight that no block has taken.
 
+    routed: products that something routes rows to.
     written: products with weights that the graph has written to before.
     not_experts: gets the products that are no expert's, and why."""
     graph = writer.gm.graph
     found = [b for node in graph.nodes if (b := read_batched(node, reader, writer.written)) is not None]
-    routed = evidence.routed(found)
     for b in found:
-        if evidence.is_router(b.node):
+        if Evidence.is_router(b.node):
             not_experts[b.node] = router(b.weight, b.node)
         elif b.node not in routed and not b.shared:
             not_experts[b.node] = unrouted(b.weight, b.node)

@@ -342,7 +342,7 @@ class Evidence:
         return False
 
 
-def dense(products: Sequence[fx.Node]) -> Refusal:
+def side_by_side(products: Sequence[fx.Node]) -> Refusal:
     """The refusal of products side by side that are like experts' and meet no choice."""
     reason = f"nothing routes rows to {len(products)} products that are alike: no experts"
     return Refusal(reason, products[-1], advice.NO_ROUTER)
@@ -437,6 +437,8 @@ def _carrier_of_places(m: Mixture) -> _Carrier:
     for dim, size in enumerate(shape(m.root)[:-1]):
         own: list[Axis] = []
         total: object = 1
+        if same(size, 1):
+            continue
         while tokens and not (own and same(total, size)):
             own.append(tokens.pop(0))
             total = own[-1].size if len(own) == 1 else total * own[-1].size  # type: ignore[operator]

@@ -87,16 +87,20 @@ class Heads(nn.Module):
 
     def __init__(self) -> None:
         super().__init__()
-        self.kv_b = nn.Linear(16, 4 * 8, bias=False)
+        self.kv_b = nn.Linear(48, 4 * 32, bias=False)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return torch.einsum("thd,hdc->thc", x.view(-1, 4, 8), self.kv_b.weight.view(4, 8, 16)).softmax(-1)
+        scale = x.softmax(-1).amax()
+        return torch.einsum("thd,hdc->thc", x.view(-1, 4, 32), self.kv_b.weight.view(4, 32, 48)) * scale
 
 
-@pytest.mark.parametrize(("name", "ops"), [("self_attn", []), ("ffn", ["fp4::grouped_mm_masked"])])
-def test_batched_products_of_attention_stay(name, ops):
+NAMES = [("self_attn", []), ("heads", []), ("experts", ["fp4::grouped_mm_masked"])]
+
+
+@pytest.mark.parametrize(("name", "ops"), NAMES)
+def test_batched_products_of_heads_stay(name, ops):
     model, recorder = nn.Sequential(), Recorder(activation="bf16")
     model.add_module(name, Heads())
     with torch.no_grad():
-        torch.compile(model, backend=recorder)(torch.randn(6, 32))
+        torch.compile(model, backend=recorder)(torch.randn(6, 128))
     assert recorder.ops == ops

@@ -71,3 +71,26 @@ def test_a_dense_model_stays(name, analysed, caplog, monkeypatch):
     told = [site for _, frame in analysed for site in frame.unrouted]
     assert len(told) == UNROUTED.get(name, 0), [s.reason for s in told]
     assert all(site.change for site in told)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["ensemble (TabM)", "projections of heads (xLSTM)"])
+def test_inductor_computes_the_same_bits(name):
+    model, (args, _) = build(name)
+    with torch.no_grad():
+        got = torch.compile(model, backend="fp4", options={"strict": True})(*args)
+        torch._dynamo.reset()
+        assert torch.equal(got, torch.compile(model, backend="inductor")(*args))
+
+
+@pytest.mark.parametrize(
+    "name", ["ensemble (TabM)", "routers of a group each (hierarchical)", "recurrent_gemma"]
+)
+def test_prepare_finds_no_experts(name):
+    if name in FAMILIES:
+        pytest.importorskip("transformers")
+    model, _ = build(name)
+    before = {n: p.clone() for n, p in model.named_parameters()}
+    with pytest.raises(ValueError, match="the model has no experts modules"):
+        fp4_ops.prepare(model)
+    assert all(torch.equal(p, before[n]) for n, p in model.named_parameters())
