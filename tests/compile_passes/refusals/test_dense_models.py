@@ -9,6 +9,7 @@ import torch
 from dense_models import FAMILIES, OWN, build
 from torch._inductor import compile_fx as inductor
 
+import fp4_ops
 from fp4_ops.compile_passes import pipeline
 
 QUICK = {"recurrent_gemma", "bert", *OWN}
