@@ -30,7 +30,6 @@ from ..index.reader import Reader
 from ..index.terms import Axis, Choose, Composite, Mix, Mul, Ref, Sum, Term, Value, flatten, free_axes, walk
 from ..naming import input_name
 from ..operands import operand, several
-from ..weights.prequantized import is_prequantized
 from .activations import UP
 from .branches import Matrix, Mixture
 
@@ -141,7 +140,7 @@ class Evidence:
 
     @staticmethod
     def named(weight: fx.Node) -> bool:
-        return is_prequantized(weight) or bool(NAME.search(input_name(weight)))
+        return "prequantized" in weight.meta or bool(NAME.search(input_name(weight)))
 
     @staticmethod
     def is_router(product: fx.Node) -> bool:

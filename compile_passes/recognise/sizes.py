@@ -11,7 +11,6 @@ from ...meta.formats import SMALLEST_SIDE
 from .. import advice
 from ..graph.nodes import need
 from ..naming import input_name
-from ..weights.prequantized import is_prequantized
 from .branches import Matrix
 
 
@@ -32,7 +31,7 @@ def need_wide(matrices: Iterable[Matrix], site: fx.Node) -> None:
 
 def need_wide_weight(weight: fx.Node, matrix: Sized, site: fx.Node) -> None:
     """`need_wide` of one weight. What the model holds in 4 bits may be of any size."""
-    wide = is_prequantized(weight) or min(matrix.n, matrix.k) >= SMALLEST_SIDE
+    wide = "prequantized" in weight.meta or min(matrix.n, matrix.k) >= SMALLEST_SIDE
     reason = (
         f"the matrices of {input_name(weight)} are {matrix.n} x {matrix.k}: 4 bits save little of matrices "
         f"with a side below {SMALLEST_SIDE}"

@@ -39,8 +39,8 @@ def whole(rng: random.Random) -> Any:
     """Experts of random sizes, the same on all ranks."""
     experts = rng.randint(1, 9)
     config = Qwen3MoeConfig(
-        hidden_size=2 * rng.randint(8, 70), num_experts=experts,
-        moe_intermediate_size=dist.get_world_size() * 2 * rng.choice((8, 16, 24, 32, 64, rng.randint(4, 70))),
+        hidden_size=2 * rng.randint(16, 70), num_experts=experts,
+        moe_intermediate_size=dist.get_world_size() * 2 * rng.choice((8, 16, 24, 32, 64, rng.randint(8, 70))),
     )  # fmt: skip
     config._experts_implementation = "eager"
     generator = torch.Generator().manual_seed(rng.getrandbits(32))
