@@ -7,6 +7,7 @@ from typing import Any
 from torch import nn
 
 from .distributed.workspace import MAX_TOKENS
+from .outside_experts import KEEP, find_outside
 from .pack_experts import pack_experts
 from .prepare_report import PrepareReport
 from .quantization import Calibration
@@ -17,6 +18,9 @@ def prepare(
     format: str = "nvfp4",
     activation: str = "auto",
     *,
+    attention: str = KEEP,
+    dense: str = KEEP,
+    head: str = KEEP,
     method: str = "rtn",
     calibration: Calibration | None = None,
     trainable_inputs: bool = False,
@@ -41,7 +45,13 @@ def prepare(
         the FP4 that the weights have: every device computes that, Blackwell's tensor cores multiply it, and
         it costs accuracy (docs/accuracy.md). "auto" is int8 on a CPU; on Hopper the model's dtype for few
         tokens and fp8 for many, or always fp8 for int4; elsewhere the model's dtype.
-    method: how the weights are quantised, a name of `fp4_ops.quantization.METHODS`; see docs/accuracy.md.
+    attention, dense, head: what becomes of the nn.Linear layers outside the experts. "keep" leaves them as
+        they are; a format packs their weights. "attention" means layers with "attn" or "attention" in their
+        names, "head" means the output head, and "dense" means all others (shared experts, dense layers).
+        Routers and embeddings always stay. Activations stay in the model's dtype there. Method "rtn" rounds
+        these weights, whatever `method` says.
+    method: how the experts' weights are quantised, a name of `fp4_ops.quantization.METHODS`: see
+        docs/accuracy.md.
     calibration: for the methods that need it, from `fp4_ops.quantization.calibrate(model, tokens)`.
     trainable_inputs: gradients pass through the experts to what goes into them, so that adapters (LoRA) and
         layers before them can be trained. The experts themselves are frozen: they have no gradient. Without
@@ -59,10 +69,18 @@ def prepare(
     alone and keep running as before, with the reason in the report. Raises ValueError if nothing could be
     prepared, if weights are on the meta device or hold NaN or infinity; the model is then unchanged.
     """
+    outside = find_outside(model, {"attention": attention, "dense": dense, "head": head})
+    if trainable_inputs and outside.formats:
+        kind, given = next(iter(outside.formats.items()))
+        raise ValueError(
+            f"fp4: trainable_inputs=True, and {kind} is {given!r}: 4-bit layers outside the experts pass no "
+            f"gradients on. Leave {kind} out"
+        )
     report = pack_experts(
         model, format, activation, method=method, calibration=calibration, trainable_inputs=trainable_inputs,
         ep_group=ep_group, max_tokens=max_tokens,
     )  # fmt: skip
+    report.outside = outside.pack()
     if hasattr(model, "save_pretrained") and any(m.calls_moe for m in report.modules):
         from .checkpoints.hf import attach  # which imports transformers
 

@@ -34,6 +34,21 @@ class PreparedModule:
         return f"{self.name}: {self.shape}, gate {self.gate}, {sizes}"
 
 
+@dataclass(frozen=True)
+class OutsideWeights:
+    """The linear layers of one kind outside the experts that were prepared."""
+
+    kind: str
+    format: str
+    layers: int
+    bytes_before: int
+    bytes_after: int
+
+    def __str__(self) -> str:
+        sizes = f"{_mib(self.bytes_before)} -> {_mib(self.bytes_after)}"
+        return f"{self.kind}: {self.layers} linear layers, {self.format}, {sizes}"
+
+
 @dataclass
 class PrepareReport:
     """Result of `prepare` for each experts module of a model."""
@@ -42,6 +57,7 @@ class PrepareReport:
     layout: str
     activations: str
     modules: list[PreparedModule] = field(default_factory=list)
+    outside: list[OutsideWeights] = field(default_factory=list)
     exchange: str = ""
     """Way in which tokens reach experts that are spread over processes."""
     division: str = ""
@@ -62,7 +78,10 @@ class PrepareReport:
     def __str__(self) -> str:
         done, left = len(self.prepared), len(self.modules) - len(self.prepared)
         head = f"prepared {done} experts modules, {left} left alone: {self.format}, layout {self.layout}, "
-        lines = [head + f"activations {self.activations}", *(f"  {m}" for m in self.modules)]
+        lines = [
+            head + f"activations {self.activations}",
+            *(f"  {m}" for m in [*self.modules, *self.outside]),
+        ]
         if self.exchange:
             lines.append(f"  between processes: {self.exchange}")
         if self.division:

@@ -7,11 +7,11 @@ softmax or topk chooses by what they compute: all of these cost little and lose 
 
 from __future__ import annotations
 
-import re
 from collections.abc import Iterator
 
 from torch import fx
 
+from ...outside_experts import kind_of
 from ..graph.nodes import Refusal, aten, is_op, shape, static_int, value
 from ..index.reader import Reader
 from ..index.terms import Ref, free_axes, substitute
@@ -24,9 +24,6 @@ from ..recognise.mixture import Matrix
 from ..report import Load, Site, hint, left_alone
 from ..weights.prequantized import is_prequantized
 from .writer import Writer
-
-KEPT = re.compile(r"attn|attention|(^|\.)(lm_head|embed\w*|router|gate|score\w*|shared_expert_gate)\.weight$")
-"""Names of parameters that stay in the model's dtype."""
 
 
 def linear_layers(writer: Writer, reader: Reader, evidence: Evidence) -> Iterator[Site]:
@@ -57,7 +54,7 @@ def factors(node: fx.Node) -> tuple[fx.Node | None, fx.Node, fx.Node]:
 
 
 def _is_asked_for(matrix: Matrix, options: Options) -> bool:
-    return options.linear and not KEPT.search(input_name(matrix.ref.node))
+    return options.linear and kind_of(input_name(matrix.ref.node)) == "dense"
 
 
 def read_matrix(node: fx.Node, reader: Reader) -> Matrix | None:

@@ -18,6 +18,7 @@ from ..experts import IMPLEMENTATION, PackedWeight, Recipe, SharedLayout, interl
 from ..meta.formats import FORMATS, check_activation_choice
 from ..meta.layouts import preferred_layout
 from ..new_weights import take_new_weights
+from ..outside_experts import untie
 from ..pack_experts import A_FORMATS, choose_implementation
 from ..tensor import FP4Tensor
 from .dialects import Codes, Read, StoredWeight, scale_dtype
@@ -226,14 +227,7 @@ def detach_places(model: nn.Module, placement: Placement) -> None:
         module = model.get_submodule(owner)
         module._parameters[attribute] = None
         module._is_hf_initialized = True  # type: ignore[assignment]  # transformers: not at random
-        _untie(model, place)
-
-
-def _untie(model: Any, place: str) -> None:
-    tied: dict[str, str] = getattr(model, "all_tied_weights_keys", {})
-    if tied.pop(place, None) is not None and not tied:
-        for config in (model.config, model.config.get_text_config()):
-            config.tie_word_embeddings = False
+        untie(model, place)
 
 
 def fill(

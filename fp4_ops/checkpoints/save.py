@@ -44,8 +44,8 @@ def state_dict_for_saving(model: nn.Module) -> tuple[dict[str, Tensor], dict[str
     if len(formats) != 1:
         formats_held = " and ".join(sorted(formats)) or "no 4-bit weights"
         raise ValueError(
-            f"fp4: the model holds {formats_held}; it must hold one format to be saved. Prepare all experts "
-            "with the same format"
+            f"fp4: the model holds {formats_held}; it must hold one format to be saved. Give prepare "
+            "one format for everything"
         )
     config: Any = model.config
     k = (

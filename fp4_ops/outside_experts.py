@@ -1,0 +1,136 @@
+"""Linear layers outside the experts, by kind: which of them `prepare` puts in 4 bits, and how.
+
+A decoding step reads attention and the output head, too. In bf16 these are most of its bytes.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Collection, Mapping
+from dataclasses import dataclass
+from typing import Any, Literal
+
+import torch
+from torch import Tensor, nn
+
+from .expert_lists import find_lists, put
+from .find_experts import is_experts
+from .meta.dtensors import split_over_processes
+from .meta.formats import FORMATS
+from .prepare_report import OutsideWeights
+from .tensor import FP4Tensor
+
+Kind = Literal["attention", "dense", "head"]
+KINDS: tuple[Kind, ...] = ("attention", "dense", "head")
+KEEP = "keep"
+
+_ATTENTION = re.compile(r"attn|attention")
+_HEAD = re.compile(r"(^|\.)lm_head\.weight$")
+_NEITHER = re.compile(r"(^|\.)(embed\w*|router|gate|score\w*|shared_expert_gate)\.weight$")
+"""Embeddings are looked up, not multiplied. A router in 4 bits would choose other experts."""
+
+
+def kind_of(name: str) -> Kind | None:
+    """Return the kind of a weight by its name in the model; None for those that always keep their dtype."""
+    if _NEITHER.search(name):
+        return None
+    if _HEAD.search(name):
+        return "head"
+    return "attention" if _ATTENTION.search(name) else "dense"
+
+
+@dataclass(frozen=True)
+class Outside:
+    """The linear layers of a model that are to be in 4 bits, by kind."""
+
+    model: nn.Module
+    formats: Mapping[Kind, str]
+    places: Mapping[Kind, Mapping[str, nn.Linear]]
+    """By the name of the weight."""
+
+    def pack(self) -> list[OutsideWeights]:
+        """Replace the weights, one at a time, by FP4Tensors; the originals are freed."""
+        return [self._pack_kind(kind, format) for kind, format in self.formats.items()]
+
+    def _pack_kind(self, kind: Kind, format: str) -> OutsideWeights:
+        before, after = 0, 0
+        packed: dict[int, nn.Parameter] = {}  # a weight may serve several layers
+        for name, linear in self.places[kind].items():
+            weight = linear.weight
+            if id(weight) in packed:
+                linear.weight = packed[id(weight)]
+                continue
+            before += weight.nbytes
+            with torch.inference_mode(False), torch.no_grad():
+                after += put(linear, torch.ops.fp4.quantize(weight.detach()[None], format), format)
+            packed[id(weight)] = linear.weight
+            untie(self.model, name)
+        return OutsideWeights(kind, format, len(self.places[kind]), before, after)
+
+
+def find_outside(model: nn.Module, wanted: Mapping[Kind, str]) -> Outside:
+    """Find the layers of the kinds that `wanted` gives a format, and check their weights.
+
+    Raises ValueError for a format that does not exist, for a kind that the model has no layer of, and for
+    weights that cannot be packed. The model is unchanged.
+    """
+    formats = {kind: format for kind, format in wanted.items() if format != KEEP}
+    for kind, format in formats.items():
+        if format not in FORMATS:
+            raise ValueError(f"fp4: {kind} is {format!r}; it must be one of: {', '.join((KEEP, *FORMATS))}")
+    places: dict[Kind, dict[str, nn.Linear]] = {kind: {} for kind in formats}
+    for name, linear in _linears(model, _experts(model)):
+        kind = "head" if linear is _head(model) else kind_of(name)
+        if kind in formats:
+            _check(kind, name, linear.weight)
+            places[kind][name] = linear
+    for kind, found in places.items():
+        if not found:
+            raise ValueError(
+                f"fp4: {kind} is {formats[kind]!r}, and the model has no such linear layer. Leave it out"
+            )
+    return Outside(model, formats, places)
+
+
+def untie(model: Any, name: str) -> None:
+    """Tell transformers that a parameter no longer shares another one's memory, whatever the config says."""
+    tied: dict[str, str] = getattr(model, "all_tied_weights_keys", {})
+    if tied.pop(name, None) is not None and not tied:
+        for config in (model.config, model.config.get_text_config()):
+            config.tie_word_embeddings = False
+
+
+def _experts(model: nn.Module) -> Collection[str]:
+    """Names of the modules whose weights are those of experts."""
+    lists, refused = find_lists(model)
+    return {*lists, *refused, *(name for name, m in model.named_modules() if is_experts(m))}
+
+
+def _linears(model: nn.Module, experts: Collection[str]) -> list[tuple[str, nn.Linear]]:
+    below = tuple(f"{name}." for name in experts)
+    return [
+        (f"{name}.weight" if name else "weight", m)
+        for name, m in model.named_modules()
+        if type(m) is nn.Linear and not f"{name}.".startswith(below) and not isinstance(m.weight, FP4Tensor)
+    ]
+
+
+def _head(model: Any) -> nn.Module | None:
+    found = getattr(model, "get_output_embeddings", None)
+    return found() if found is not None else None
+
+
+def _check(kind: Kind, name: str, weight: Tensor) -> None:
+    why = ""
+    if weight.is_meta:
+        why = "is on the meta device; load the weights before prepare"
+    elif parts := split_over_processes(weight):
+        why = f"is {parts}; leave {kind} out"
+    elif weight.dtype not in (torch.float32, torch.bfloat16, torch.float16):
+        why = f"is {weight.dtype}; it must be float32, bfloat16 or float16"
+    elif weight.shape[-1] % 2:
+        why = f"has an odd number of inputs, {weight.shape[-1]}; leave {kind} out"
+    elif not weight.isfinite().all():
+        why = "holds NaN or infinity, which have no 4-bit code. Correct it before prepare"
+    if why:
+        raise ValueError(f"fp4: {name} {why}")
