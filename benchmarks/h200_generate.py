@@ -15,6 +15,7 @@ same. Expert bytes are those of parameters and buffers.
     backend           the model as it is, CompileConfig(backend="fp4")
     prepared          fp4_ops.prepare(model), which frees the bfloat16 experts; the default backend
     prepared-backend  both: packed weights in the model, and routers compiled by the backend
+    whole-backend     as prepared-backend, with attention and the output head in 4 bits, too
 """
 
 from __future__ import annotations
@@ -38,8 +39,10 @@ from transformers import (
 
 import fp4_ops
 from fp4_ops import generation
+from fp4_ops.outside_experts import kind_of
 
 PROMPT, STEPS, SKIP = 32, 72, 16
+WHOLE = ("attention", "head")
 PREFILL = 4096
 CONFIG = Qwen3MoeConfig(
     hidden_size=2048, num_hidden_layers=16, num_attention_heads=32, num_key_value_heads=4, head_dim=128,
@@ -75,13 +78,25 @@ def new_model() -> Qwen3MoeForCausalLM:
     return model
 
 
-def expert_weights(model):
-    return [(n, p) for n, p in model.named_parameters() if ".experts." in n]
+def packed_weights(model, variant: str):
+    """The weights that the variant has in 4 bits."""
+    for name, p in model.named_parameters():
+        outside = is_whole(variant) and p.dim() == 2 and kind_of(name) in WHOLE
+        if ".experts." in name or outside:
+            yield p
 
 
-def fake_quantise(model, format: str) -> None:
+def is_whole(variant: str) -> bool:
+    return variant.startswith("whole")
+
+
+def prepare(model, format: str, variant: str) -> None:
+    fp4_ops.prepare(model, format, **(dict.fromkeys(WHOLE, format) if is_whole(variant) else {}))
+
+
+def fake_quantise(model, format: str, variant: str) -> None:
     """The values four bits keep, run by stock code: what ours must agree with. Exact in a float32 model."""
-    for _, p in expert_weights(model):
+    for p in packed_weights(model, variant):
         packed = torch.ops.fp4.quantize(p.detach().bfloat16(), format)
         p.data.copy_(torch.ops.fp4.dequantize(*packed, format, p.dtype))
 
@@ -199,21 +214,21 @@ def check(format: str, variant: str) -> record.Row:
         return torch.stack(errors).square().mean().sqrt().item()
 
     exact = new_model().float()
-    fake_quantise(exact, format)
+    fake_quantise(exact, format, variant)
     want = [exact(ids, use_cache=False).logits.double() for ids in draws]
     del exact
     torch.cuda.empty_cache()
     model = new_model()
     four_bits = distance(model)
-    if variant.startswith("prepared"):
-        fp4_ops.prepare(model, format=format)
-        ours = distance(compiled(model) if variant == "prepared-backend" else model)
+    if variant.startswith(("prepared", "whole")):
+        prepare(model, format, variant)
+        ours = distance(compiled(model) if variant.endswith("backend") else model)
         del model
         torch.cuda.empty_cache()
         model = new_model()
     else:
         ours = distance(compiled(model))
-    fake_quantise(model, format)
+    fake_quantise(model, format, variant)
     stock = distance(model)
     assert ours < 1.25 * stock, f"{variant} is off by {ours:.2e}, stock bfloat16 by {stock:.2e}"
     return {
@@ -238,8 +253,8 @@ def run(variant: str, batches: list[int], given: argparse.Namespace) -> Iterator
         torch.cuda.empty_cache()
     model = new_model()
     before = expert_bytes(model)
-    if variant.startswith("prepared"):
-        fp4_ops.prepare(model, format=format)
+    if variant.startswith(("prepared", "whole")):
+        prepare(model, format, variant)
         gc.collect()
         torch.cuda.empty_cache()
     if variant == "stock-grouped":

@@ -467,6 +467,19 @@ def test_rows_of_cpu_layer(monkeypatch):
     assert len(layer) == 2 * 6 and sum(r["speedup"] is not None for r in layer) == 2 * 3
 
 
+def test_rows_of_cpu_step(monkeypatch):
+    module = imported("cpu_step")
+    small = {"hidden_size": 64, "num_experts": 4, "num_experts_per_tok": 2}
+    monkeypatch.setattr(module, "SIZES", {**module.SIZES, **small})
+    monkeypatch.setattr(module, "VOCABULARY", 128)
+    monkeypatch.setattr(module.cpu_machine, "bandwidth", lambda threads: {"table": "memory"})
+    monkeypatch.setattr(torch, "compile", lambda model, **_: model)
+    rows = first_rows("cpu_step", ["--layers", "1,2", "--formats", "mxfp4"])
+    assert [r.get("variant") for r in rows[1:]] == ["experts", "whole"] * 2
+    experts, whole = rows[-2:]
+    assert experts["gb"] > whole["gb"] > 0
+
+
 def test_rows_of_adapters():
     rows = first_rows("adapters", ["--tiny", "--layers", "1", "--tokens", "32", "--rounds", "1"])
     assert rows[0]["relative_error"] < 1e-4 and rows[1]["variant"] == "bf16"
@@ -556,9 +569,9 @@ def test_rows_of_generate(no_gpu, monkeypatch):
     ):  # fmt: skip
         monkeypatch.setattr(module, name, value)
     rows = first_rows(
-        "h200_generate", ["--variants", "stock,stock-grouped,prepared-backend", "--batches", "1,8"]
+        "h200_generate", ["--variants", "stock,stock-grouped,whole-backend", "--batches", "1,8"]
     )
-    assert [r["table"] for r in rows if r.get("variant") == "prepared-backend"] == [
+    assert [r["table"] for r in rows if r.get("variant") == "whole-backend"] == [
         "logits against float32 over the 4-bit values", "expert bytes", *["decode"] * 6, *["prefill"] * 2,
     ]  # fmt: skip
     assert {r["loop"]: r["ms"] for r in rows if r["table"] == "decode"} == {
