@@ -316,11 +316,24 @@ def _select(func: Any, w: FP4Tensor, dim: int, index: int) -> FP4Tensor:
 
 
 @_implements(aten.expand.default, aten.view.default, aten._unsafe_view.default)
-def _same_shape(func: Any, w: FP4Tensor, size: list[int], **kwargs: Any) -> FP4Tensor:
-    # torch.matmul of two 3D operands makes these calls on its way to bmm.
-    if list(w.shape) != [s if s != -1 else d for s, d in zip(size, w.shape)] or len(size) != w.dim():
+def _reshape(func: Any, w: FP4Tensor, size: list[int], **kwargs: Any) -> FP4Tensor:
+    """Keeps the shape, or repeats one matrix uncopied. torch.matmul makes these calls on its way to bmm."""
+    lead, matrix = list(size[:-2]), list(size[-2:])
+    if len(size) == w.dim() and all(s in (-1, d) for s, d in zip(size, w.shape)):
+        return w._map(aten.alias.default)
+    one = _one_matrix(w)
+    keeps = len(size) > 2 and all(s in (-1, d) for s, d in zip(matrix, w.shape[-2:]))
+    if one is None or not keeps or -1 in lead:
         _refuse(func, f"its shape {list(w.shape)} cannot become {list(size)}")
-    return w._map(aten.alias.default)
+    return one._map(lambda t: t.expand(*lead, *t.shape))
+
+
+def _one_matrix(w: FP4Tensor) -> FP4Tensor | None:
+    """Return the matrix that a stack repeats; None if its matrices differ."""
+    lead = w.dim() - 2
+    if any(n > 1 and stride for n, stride in zip(w.packed.shape[:lead], w.packed.stride())):
+        return None
+    return w._map(lambda t: t[(0,) * lead])
 
 
 # --- products ---
@@ -367,6 +380,8 @@ def _linear(func: Any, a: Tensor, w: FP4Tensor, bias: Tensor | None = None) -> T
 @_implements(aten.bmm.default)
 def _bmm(func: Any, a: Tensor, w: FP4Tensor) -> Tensor:
     _check_product(func, a, w)
+    if (one := _one_matrix(w)) is not None:
+        return _mm_rows(a, one, None)
     every_row = torch.full((a.shape[0],), a.shape[1], dtype=torch.int32, device=a.device)
     out: Tensor = torch.ops.fp4.grouped_mm_masked(a, *w._operands(), every_row, **w._options())
     return out

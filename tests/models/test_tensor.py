@@ -51,6 +51,17 @@ def test_quantize(format, device):
     assert repr(w) == f"FP4Tensor({format}, [3, 48, 64], bfloat16, {x.device})"
 
 
+@pytest.mark.parametrize("rows", [(2, 5), (1, 5), (2, 3, 5)])
+def test_rows_that_are_a_slice(format, layout, device, rows):
+    """`lm_head(hidden_states[:, -1:])`: torch.matmul repeats the weight for such rows."""
+    w = weight(format, N, K, device=device, layout=layout)
+    x = torch.randn(*rows, K, device=device)[..., -2:, :]
+    bias = torch.randn(N, device=device)
+    want = x.cpu().double() @ exact(w).cpu().double().mT
+    assert_close(x @ w.mT, want, torch.float32, K)
+    assert_close(F.linear(x, w, bias), want + bias.cpu().double(), torch.float32, K)
+
+
 def test_quantize_with_a_global_scale():
     x, scale = torch.randn(G, N, K), torch.rand(G)
     assert torch.equal(fp4_ops.quantize(x, "nvfp4", global_scale=scale).global_scale, scale)
