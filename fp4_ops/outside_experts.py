@@ -54,7 +54,7 @@ class Outside:
 
     def _pack_kind(self, kind: Kind, format: str) -> OutsideWeights:
         before, after = 0, 0
-        packed: dict[int, nn.Parameter] = {}  # a weight may serve several layers
+        packed: dict[int, Any] = {}  # a weight may serve several layers
         for name, linear in self.places[kind].items():
             weight = linear.weight
             if id(weight) in packed:
@@ -80,10 +80,10 @@ def find_outside(model: nn.Module, wanted: Mapping[Kind, str]) -> Outside:
             raise ValueError(f"fp4: {kind} is {format!r}; it must be one of: {', '.join((KEEP, *FORMATS))}")
     places: dict[Kind, dict[str, nn.Linear]] = {kind: {} for kind in formats}
     for name, linear in _linears(model, _experts(model)):
-        kind = "head" if linear is _head(model) else kind_of(name)
-        if kind in formats:
-            _check(kind, name, linear.weight)
-            places[kind][name] = linear
+        own: Kind | None = "head" if linear is _head(model) else kind_of(name)
+        if own is not None and own in formats:
+            _check(own, name, linear.weight)
+            places[own][name] = linear
     for kind, found in places.items():
         if not found:
             raise ValueError(
