@@ -204,7 +204,7 @@ class Evidence:
         return self._is_combined(m.root, _carrier_of_places(m), after)
 
     def routed(self, products: Sequence[BatchedProduct]) -> set[fx.Node]:
-        """Those products, of all batched ones in a graph, that are experts'."""
+        """The products, of all batched ones in a graph, that are experts.."""
         nodes = {p.node for p in products}
         found = {p.node for p in products if self._is_routed(p)}
         feeds = {p.node: _made_of(p.a, nodes) for p in products}
