@@ -65,7 +65,7 @@ def test_each_kind_by_its_own_word(kinds):
 
 
 def test_a_tied_head_leaves_the_embeddings_alone(tmp_path):
-    model, ids = build("qwen3_moe", torch.bfloat16, "grouped_mm", tie_word_embeddings=True), tokens(2, 7)
+    model, ids = build("qwen3_moe", torch.float32, "grouped_mm", tie_word_embeddings=True), tokens(2, 7)
     embeddings = model.get_input_embeddings().weight
     before = embeddings.detach().clone()
     fp4_ops.prepare(model, "nvfp4", head="nvfp4", attention="nvfp4")
@@ -76,7 +76,8 @@ def test_a_tied_head_leaves_the_embeddings_alone(tmp_path):
     assert in_4_bits(loaded) == in_4_bits(model)
     with torch.no_grad():
         want = model(input_ids=ids, use_cache=False).logits
-        assert torch.equal(loaded(input_ids=ids, use_cache=False).logits, want)
+        got = loaded(input_ids=ids, use_cache=False).logits
+    assert relative_error(got, want) < 1e-5  # a file holds reciprocals of global scales
 
 
 @pytest.mark.parametrize(
