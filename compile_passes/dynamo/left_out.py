@@ -161,6 +161,8 @@ class _Call:
         self._frames, self._known, self._number = _frames(), known_breaks(), Calls.begin()
         self.silent = False
         self.inputs: set[int] = set()
+        self.left: list[str] = []
+        """Why functions of this call run in Python."""
 
     def note(self, frame: Frame, inputs: Sequence[Any], looks_like_experts: bool, strict: bool) -> None:
         """Note what the backend found in one graph of this call."""
@@ -202,7 +204,8 @@ class _Call:
             return None
         if not watch.strict:
             _not_told(model, left)
-        return _told(left, [described(b) for b in broken], len(found), "" if first else " in this call")
+        breaks = [*map(described, broken), *self.left]
+        return _told(left, breaks, len(found), "" if first else " in this call")
 
 
 def has_experts(x: Any) -> bool:
@@ -223,17 +226,18 @@ def _not_told(model: nn.Module, names: Iterable[str]) -> bool:
 
 
 def note_left(given: Iterable[Any], error: BaseException) -> None:
-    """A function with these arguments runs in Python, in a call that nobody watches any more: said where the
-    experts are those of a module's own, and so in no function that is called from it."""
+    """Note that a function with these arguments runs in Python. The watched call tells it at its end; without
+    one it is told here, where the experts are a module's own, and so in no function called from it."""
     cause = error.__cause__ or error
     stack = innermost(getattr(cause, "real_stack", ()))
+    why = reason_of(str(cause) or str(error) or type(error).__name__)
+    why += f", {place(stack)}" if stack is not None else ""
+    for call in _stack():
+        call.left.append(why)
     for module in given:
         if not isinstance(module, nn.Module) or _stack() or _waits(module):
             continue
         found = {name: w for name, w in expert_parameters(module).items() if "." not in name}
-        why = reason_of(str(cause) or str(error) or type(error).__name__) + (
-            f", {place(stack)}" if stack is not None else ""
-        )
         if found and _not_told(module, found):
             log.warning("%s", _told(found, [why], 0))
 
