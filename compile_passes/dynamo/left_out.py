@@ -40,6 +40,8 @@ CHANGE = (
 )
 _EXPERTS = re.compile(r"expert", re.IGNORECASE)
 _SHARED = re.compile(r"shared", re.IGNORECASE)
+_NAMED_ROUTER = re.compile(r"router|gating", re.IGNORECASE)
+"""No word for the gate of an expert's own FFN."""
 _ROUTER = re.compile(r"router|gate|gating|switch|route", re.IGNORECASE)
 
 
@@ -97,8 +99,10 @@ def _stacked(module: nn.Module) -> list[nn.Parameter]:
 
 
 def _called_experts(module: nn.Module) -> list[nn.Parameter]:
-    """The stacks of matrices that a module itself calls experts, of any shape: `v_experts` [E, N, K]."""
-    own = dict(module.named_parameters(recurse=False))
+    """The stacks of matrices that a module itself calls experts, of any shape: `v_experts` [E, N, K].
+
+    Routers, `expert_gating`, are none."""
+    own = {n: p for n, p in module.named_parameters(recurse=False) if not _NAMED_ROUTER.search(n)}
     names = {id(p) for n, p in own.items() if _EXPERTS.search(n) and not _SHARED.search(n)}
     return [w for w in _matrices(module, False, 3) if id(w) in names and w.shape[0] > 1]
 
