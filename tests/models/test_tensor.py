@@ -58,8 +58,8 @@ def test_rows_that_are_a_slice(format, layout, device, rows):
     x = torch.randn(*rows, K, device=device)[..., -2:, :]
     bias = torch.randn(N, device=device)
     want = x.cpu().double() @ exact(w).cpu().double().mT
-    assert_close(x @ w.mT, want, torch.float32, K)
-    assert_close(F.linear(x, w, bias), want + bias.cpu().double(), torch.float32, K)
+    assert_close((x @ w.mT).cpu(), want, torch.float32, K)
+    assert_close(F.linear(x, w, bias).cpu(), want + bias.cpu().double(), torch.float32, K)
 
 
 def test_quantize_with_a_global_scale():
