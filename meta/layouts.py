@@ -181,10 +181,10 @@ def block_scales(scale: torch.Tensor, format: str, layout: str) -> torch.Tensor:
     if scale.dtype != torch.uint8:
         return scale
     dtype = LAYOUTS[layout].scale_dtype or FORMATS[format].scale_dtype
-    if not torch.jit.is_tracing():
+    recording = torch._C._get_tracing_state()
+    if recording is None:
         return scale.view(dtype)
     # TorchScript cannot record view(dtype). While recording is off, the view becomes a constant of the trace.
-    recording = torch._C._get_tracing_state()
     torch._C._set_tracing_state(None)  # type: ignore[attr-defined]
     try:
         return scale.view(dtype)

@@ -348,7 +348,7 @@ def test_int8_rows_of_a_gpu_are_of_a_block_alone(monkeypatch):
     writer = Writer(torch.fx.GraphModule(torch.nn.Module(), graph), parse(None, {"activation": "int8"}))
     assert writer.activations(like, "mma_bf16", block=True).format == "int8"
     alone = writer.activations(like, "mma_bf16")
-    assert alone.format == "none" and "fp4::moe alone" in alone.why
+    assert alone.format == "none" and "only fp4::moe" in alone.why
     with pytest.raises(ValueError, match="activation='int8' needs"):
         writer.activations(like, "plain", block=True)
 

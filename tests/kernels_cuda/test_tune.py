@@ -147,7 +147,7 @@ def test_what_another_build_measured_is_ignored_with_one_warning(build, caplog):
     with caplog.at_level(logging.WARNING, "fp4_ops"):
         tuned.load()
     (record,) = caplog.records
-    assert f"{build} measured it" in record.getMessage() and not tuned.in_use
+    assert f"it was measured with {build}" in record.getMessage() and not tuned.in_use
 
 
 def test_a_folder_that_cannot_be_read_is_none(monkeypatch, caplog):

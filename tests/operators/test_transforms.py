@@ -129,7 +129,9 @@ def test_fp4_tensors_have_right_derivatives_or_none():
             out = forward_ad.unpack_dual(function(forward_ad.make_dual(x, v)))
         assert_close(out.tangent, v @ exact.T)
         assert_close(vmap(function)(torch.stack((x, v))), function(torch.stack((x, v))))
-        with pytest.raises(NotImplementedError, match="gradients need the other one, and do not exist"):
+        with pytest.raises(
+            NotImplementedError, match="gradients would sum over the other one"
+        ):
             vjp(function, x)[1](torch.ones(7, 16))
     experts = weight(3, 16, 32)
     a, tangent = torch.randn(3, 5, 32), torch.randn(3, 5, 32)
@@ -145,7 +147,7 @@ def test_a_prepared_model_has_no_derivative():
     from transformers import Qwen3MoeConfig, Qwen3MoeForCausalLM
 
     config = Qwen3MoeConfig(
-        vocab_size=64, hidden_size=32, intermediate_size=32, moe_intermediate_size=16, num_hidden_layers=1,
+        vocab_size=64, hidden_size=32, intermediate_size=32, moe_intermediate_size=32, num_hidden_layers=1,
         num_attention_heads=2, num_key_value_heads=1, head_dim=16, num_experts=4, num_experts_per_tok=2,
         attn_implementation="eager",
     )  # fmt: skip

@@ -140,7 +140,6 @@ class InALoop(HitsByItem):
 @pytest.mark.parametrize(
     ("owner", "name"),
     [
-        (left_out, "expert_parameters"),
         (left_out, "_waits"),
         (left_frames, "_as_it_is"),
         (left_frames, "_described"),

@@ -109,14 +109,7 @@ class Looped(OverEmbedding):
         return out
 
 
-class Latents(Looped):
-    """A parameter is what the experts read."""
-
-    def rows(self, tokens):
-        return self.embedding.weight
-
-
-@pytest.mark.parametrize("cls", [OverEmbedding, Looped, Latents, more(ByIndexing)])
+@pytest.mark.parametrize("cls", [OverEmbedding, Looped, more(ByIndexing)])
 def test_rows_of_a_parameter(cls):
     recorder = compared(cls(), *(torch.randint(0, 50, (n,)) for n in (9, 7)))
     assert recorder.ops == ["fp4::moe"], recorder.reasons

@@ -19,7 +19,7 @@ from fp4_ops.compile_passes.index.reader import Reader
 
 pytestmark = pytest.mark.usefixtures("fresh_dynamo")
 
-H, INTER, FRAMES = 16, 16, 500
+H, INTER, FRAMES = 32, 32, 500
 T = TypeVar("T")
 
 
