@@ -51,7 +51,7 @@ def latent_loop():
     return LatentMoE(LatentMoEConfig(d=H, m=96, n_experts=4, top_k=1, alpha=2, impl="loop"))
 
 
-@GROUP.case("latent-moe", "LatentMoE, grouped", becomes=(), because="Tensor.tolist()")
+@GROUP.case("latent-moe", "LatentMoE, grouped", becomes=(), because="data-dependent expression Eq(")
 def latent_grouped():
     from latent_moe.main import LatentMoE, LatentMoEConfig
 
