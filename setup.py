@@ -18,6 +18,7 @@ import sys
 import sysconfig
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from pathlib import Path
 from typing import NamedTuple
 
@@ -322,7 +323,8 @@ class Build(BuildExtension):
             if not (built / library.name).exists():
                 library.unlink()
         for library in built.glob("*.so"):
-            shutil.copy2(library, sources)
+            target = sources / library.name
+            compile_if_older(target, [library], partial(shutil.copyfile, library))
 
     def _build_runtime(self, target: Path, wanted: bool) -> None:
         """Builds the operators of csrc/cuda, if the kernels that they launch are built."""
