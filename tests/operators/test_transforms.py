@@ -129,9 +129,7 @@ def test_fp4_tensors_have_right_derivatives_or_none():
             out = forward_ad.unpack_dual(function(forward_ad.make_dual(x, v)))
         assert_close(out.tangent, v @ exact.T)
         assert_close(vmap(function)(torch.stack((x, v))), function(torch.stack((x, v))))
-        with pytest.raises(
-            NotImplementedError, match="gradients would sum over the other one"
-        ):
+        with pytest.raises(NotImplementedError, match="gradients would sum over the other one"):
             vjp(function, x)[1](torch.ones(7, 16))
     experts = weight(3, 16, 32)
     a, tangent = torch.randn(3, 5, 32), torch.randn(3, 5, 32)

@@ -103,7 +103,7 @@ class Layers(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         for layer in self.layers:
-            x = x + layer(x)
+            x = x + layer(F.rms_norm(x, (H,)))
         return x
 
 
