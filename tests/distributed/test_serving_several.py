@@ -51,11 +51,16 @@ def test_two_processes_stream_what_one_says(tmp_path):
         ({}, "this process has no rank. Start it by torchrun: torchrun --nproc-per-node 2"),
         pytest.param(
             {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "16"},
-            "has 8 experts a block; 16 processes share them, so their number must be a divisor of it",
+            "has 8 experts a block, which 16 processes cannot share equally. Choose another number",
+            marks=pytest.mark.more,
+        ),
+        pytest.param(
+            {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "8"},
+            "processes cannot share equally. Choose another number",
             marks=pytest.mark.more,
         ),
     ],
-    ids=["no torchrun", "more processes than experts"],
+    ids=["no torchrun", "more processes than experts", "more processes than heads"],
 )
 def test_it_says_how_it_is_started(place, words, tmp_path):
     tiny().config.save_pretrained(tmp_path)
