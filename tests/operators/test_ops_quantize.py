@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import platform
+
 import pytest
 import reference
 import torch
@@ -138,6 +140,8 @@ def test_blocks_whose_scale_underflows(format, device):
 
 def test_subnormal_scales_count_under_flush_denormal(format):
     """torch.set_flush_denormal makes float32 subnormals zero; those of e4m3 and float16 count."""
+    if platform.machine() != "x86_64":
+        pytest.skip("tried on x86-64 alone")
     x = torch.randn(8, 128) * torch.exp2(-torch.arange(8.0) * 3)[:, None]
     x[0, 0] = 100
     a = torch.randn(3, 128)
