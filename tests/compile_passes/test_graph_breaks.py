@@ -85,7 +85,7 @@ CHANGES: tuple[Callable[[nn.Module], None], ...] = (
 
 
 def dispatched(model: nn.Module) -> None:
-    """What device_map="auto" does on two GPUs."""
+    """Adds accelerate's hooks, as device_map="auto" does on two GPUs."""
     accelerate = pytest.importorskip("accelerate")
     accelerate.dispatch_model(model, {"": "cpu"}, force_hooks=True, main_device="cpu")
 

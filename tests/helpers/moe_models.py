@@ -90,6 +90,17 @@ def fake_quantised_model(model: nn.Module, format: str = "nvfp4") -> nn.Module:
     return twin
 
 
+class Logits(nn.Module):
+    """Maps ids to logits without a cache, as programs export a model."""
+
+    def __init__(self, model: nn.Module) -> None:
+        super().__init__()
+        self.model = model
+
+    def forward(self, ids: torch.Tensor) -> torch.Tensor:
+        return self.model(input_ids=ids, use_cache=False).logits
+
+
 class Block(nn.Module):
     """Router and experts as transformers' grouped_mm and batched_mm write them, with one thing `changed`."""
 

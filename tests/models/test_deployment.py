@@ -8,7 +8,7 @@ import pickle
 
 import pytest
 import torch
-from moe_models import build, tokens
+from moe_models import Logits, build, tokens
 from torch import nn
 
 import fp4_ops
@@ -50,19 +50,10 @@ WAYS = {
 }
 
 
-class Logits(nn.Module):
-    def __init__(self, model: nn.Module) -> None:
-        super().__init__()
-        self.model = model
-
-    def forward(self, ids: torch.Tensor) -> torch.Tensor:
-        return self.model(input_ids=ids, use_cache=False).logits
-
-
 @pytest.mark.filterwarnings("ignore")  # torch.jit.trace warns of each branch that it fixes
 @pytest.mark.parametrize("format", ["nvfp4", "mxfp4", "int4"])
 def test_torchscript_traces(format):
-    """What Triton Inference Server and libtorch programs load."""
+    """Triton Inference Server and libtorch programs load such traces."""
     model, ids = build("qwen3_moe", torch.float32, "grouped_mm", num_hidden_layers=1), tokens(2, 5)
     fp4_ops.prepare(model, format)
     with torch.no_grad():

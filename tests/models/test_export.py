@@ -9,21 +9,10 @@ import sys
 import pytest
 import torch
 from conftest import AOTI, more
-from moe_models import build, tokens
+from moe_models import Logits, build, tokens
 from torch import nn
 
 import fp4_ops
-
-
-class Logits(nn.Module):
-    """ids -> logits, without a cache: what one exports."""
-
-    def __init__(self, model: nn.Module) -> None:
-        super().__init__()
-        self.model = model
-
-    def forward(self, ids: torch.Tensor) -> torch.Tensor:
-        return self.model(input_ids=ids, use_cache=False).logits
 
 
 def prepared(family: str, layers: int = 1) -> Logits:

@@ -47,7 +47,7 @@ def test_a_kind_that_the_model_has_not():
 
 @pytest.mark.parametrize("kinds", [("attention",), ("dense",), ("head",), KINDS])
 def test_each_kind_by_its_own_word(kinds):
-    """What was asked for computes with the values of its codes, and nothing else changes."""
+    """The chosen layers compute with the values of their codes, and no other layer changes."""
     model, ids = build("deepseek_v3", torch.float32, "grouped_mm"), tokens(2, 7)
     names = [n for n in linears(model) if kind_of(n) in kinds]
     twin = copy.deepcopy(model)

@@ -83,7 +83,7 @@ def test_through_inductor():
 
 
 def test_views_of_inputs_stay_views():
-    """What a graph returns of an input is that input's memory, also where the graph writes to the input."""
+    """A returned view of an input shares the input's memory, also where the graph writes to the input."""
 
     class Views(Block):
         def forward(self, x, kept, written):

@@ -140,7 +140,7 @@ class GatheredRouter(OneMatrix):
 
 
 class Half(nn.Module):
-    """What is behind a graph break: rows of experts that were dispatched in another graph."""
+    """A graph behind a graph break gets rows of experts that another graph dispatched."""
 
     def __init__(self, name: str) -> None:
         super().__init__()

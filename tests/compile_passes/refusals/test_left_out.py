@@ -305,7 +305,7 @@ class DecodingDisabled(Decoding):
 
 
 class OtherPartsLater(nn.Module):
-    """What is compiled for the second call, with a graph break, is not the experts."""
+    """The second call compiles something, with a graph break, but not the experts."""
 
     def __init__(self) -> None:
         super().__init__()
