@@ -17,6 +17,7 @@ from ..experts import auto_a_format
 from ..meta import formats
 from ..meta.formats import ACTIVATION_CHOICES, FORMATS, FP4_FORMATS, check_activation_choice
 from ..meta.layouts import LAYOUTS
+from ..outside_experts import KEEP, KINDS, Kind, chosen_formats
 
 
 @dataclass(frozen=True)
@@ -24,8 +25,8 @@ class Options:
     format: str = "nvfp4"
     activation: str = "auto"
     """Format of activations, one of ACTIVATION_CHOICES. "bf16" keeps the model's dtype, "auto" chooses."""
-    linear: bool = False
-    """True if linear layers outside experts run in 4 bits too."""
+    outside: Mapping[Kind, str] = field(default_factory=dict)
+    """Formats of the linear layers outside the experts, by kind. Kinds that keep their dtype are left out."""
     strict: bool = False
     """True if experts that keep their original weights are an error."""
     inductor: dict[str, Any] = field(default_factory=dict)
@@ -73,6 +74,11 @@ def parse(mode: str | None, options: Mapping[str, Any] | None) -> Options:
     for name, value in switches.items():
         if not isinstance(value, bool):
             raise ValueError(f"fp4: {name} is {value!r}; it must be True or False")
+    if switches["linear"]:
+        given.setdefault("dense", format)
+    outside = chosen_formats({kind: given.pop(kind, KEEP) for kind in KINDS})
+    for kind_format in outside.values():
+        check_activation_choice(activation, kind_format)
 
     from torch._inductor import config, list_mode_options
 
@@ -83,11 +89,12 @@ def parse(mode: str | None, options: Mapping[str, Any] | None) -> Options:
         name = key.replace("-", "_")
         if name not in known:
             raise ValueError(
-                f"fp4: unknown option {key!r}. fp4's own options are format, activation, linear and strict; "
+                f"fp4: unknown option {key!r}. fp4's own options are format, activation, "
+                f"{', '.join(KINDS)}, linear and strict; "
                 "all others must be Inductor's (torch._inductor.list_options())."
             )
         inductor[name] = value
-    return Options(format, activation, **switches, inductor=inductor)
+    return Options(format, activation, outside, switches["strict"], inductor)
 
 
 @functools.cache

@@ -314,7 +314,11 @@ PASSES: tuple[Pass[_State], ...] = (
     Pass("find_products", _find),
     Pass("mixtures", _mixtures),
     Pass("batched_products", _batched),
-    Pass("linear_layers", _linears, when=lambda s: s.options.linear or any(map(is_prequantized, s.fixed))),
+    Pass(
+        "linear_layers",
+        _linears,
+        when=lambda s: bool(s.options.outside) or any(map(is_prequantized, s.fixed)),
+    ),
     Pass("single_products", _products),
     Pass("topk", _topk, when=lambda s: any(site.rewritten for site in s.sites)),
     Pass("attention", _attention, when=lambda s: any(site.rewritten for site in s.sites)),

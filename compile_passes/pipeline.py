@@ -49,7 +49,7 @@ def analyse(gm: fx.GraphModule, inputs: Sequence[Any], options: Options) -> tupl
         frame.note = "left to Inductor, because gradients may be asked for and 4-bit weights have none"
         frame.change = advice.NO_GRADIENTS
         return None, frame
-    if not options.linear and not _has_expert_weights(gm, inputs):
+    if not options.outside and not _has_expert_weights(gm, inputs):
         frame.sites = fp4_calls(gm.graph)
         given = _experts_as_arguments(gm, inputs)
         if given:

@@ -30,7 +30,9 @@ def fp4(
     options: any of Inductor's, and these:
         "format": "nvfp4", "mxfp4", "int4", ... (fp4_ops.info().formats).
         "activation": "auto", "bf16" (the model's dtype), "fp8", "int8", or the weights' FP4 format.
-        "linear": True also rewrites linear layers outside experts.
+        "attention", "dense", "head": a format for the linear layers outside the experts, by kind, as in
+            `fp4_ops.prepare`; "keep" (default) leaves them as they are.
+        "linear": True means "dense" in the experts' format.
         "strict": True raises an error if something that looks like experts keeps its weights.
 
     Loading this module turns torch._dynamo.config.capture_dynamic_output_shape_ops on: see `_capture_loops`.

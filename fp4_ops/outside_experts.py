@@ -1,4 +1,4 @@
-"""Linear layers outside the experts, by kind: which of them `prepare` puts in 4 bits, and how.
+"""Linear layers outside the experts, by kind: which of them are put in 4 bits, and how `prepare` does it.
 
 A decoding step reads attention and the output head, too. In bf16 these are most of its bytes.
 """
@@ -39,6 +39,14 @@ def kind_of(name: str) -> Kind | None:
     return "attention" if _ATTENTION.search(name) else "dense"
 
 
+def chosen_formats(wanted: Mapping[Kind, str]) -> dict[Kind, str]:
+    """Return the formats of kinds that do not keep their dtype. Raises ValueError for unknown ones."""
+    for kind, format in wanted.items():
+        if format not in (KEEP, *FORMATS):
+            raise ValueError(f"fp4: {kind} is {format!r}; it must be one of: {', '.join((KEEP, *FORMATS))}")
+    return {kind: format for kind, format in wanted.items() if format != KEEP}
+
+
 @dataclass(frozen=True)
 class Outside:
     """The linear layers of a model that are to be in 4 bits, by kind."""
@@ -68,16 +76,24 @@ class Outside:
         return OutsideWeights(kind, format, len(self.places[kind]), before, after)
 
 
-def find_outside(model: nn.Module, wanted: Mapping[Kind, str]) -> Outside:
+def check_gradients(formats: Mapping[Kind, str], trainable_inputs: bool) -> None:
+    """Raises ValueError where gradients are to pass through a model with these kinds in 4 bits."""
+    if trainable_inputs and formats:
+        kind, given = next(iter(formats.items()))
+        raise ValueError(
+            f"fp4: trainable_inputs=True, and {kind} is {given!r}: 4-bit layers outside the experts pass no "
+            f"gradients on. Leave {kind} out"
+        )
+
+
+def find_outside(model: nn.Module, wanted: Mapping[Kind, str], trainable_inputs: bool = False) -> Outside:
     """Find the layers of the kinds that `wanted` gives a format, and check their weights.
 
-    Raises ValueError for a format that does not exist, for a kind that the model has no layer of, and for
-    weights that cannot be packed. The model is unchanged.
+    Raises ValueError for a format that does not exist, for a kind that the model has no layer of, for
+    weights that cannot be packed, and for gradients that would have to pass. The model is unchanged.
     """
-    formats = {kind: format for kind, format in wanted.items() if format != KEEP}
-    for kind, format in formats.items():
-        if format not in FORMATS:
-            raise ValueError(f"fp4: {kind} is {format!r}; it must be one of: {', '.join((KEEP, *FORMATS))}")
+    formats = chosen_formats(wanted)
+    check_gradients(formats, trainable_inputs)
     places: dict[Kind, dict[str, nn.Linear]] = {kind: {} for kind in formats}
     for name, linear in _linears(model, _experts(model)):
         own: Kind | None = "head" if linear is _head(model) else kind_of(name)

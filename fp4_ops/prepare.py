@@ -69,13 +69,7 @@ def prepare(
     alone and keep running as before, with the reason in the report. Raises ValueError if nothing could be
     prepared, if weights are on the meta device or hold NaN or infinity; the model is then unchanged.
     """
-    outside = find_outside(model, {"attention": attention, "dense": dense, "head": head})
-    if trainable_inputs and outside.formats:
-        kind, given = next(iter(outside.formats.items()))
-        raise ValueError(
-            f"fp4: trainable_inputs=True, and {kind} is {given!r}: 4-bit layers outside the experts pass no "
-            f"gradients on. Leave {kind} out"
-        )
+    outside = find_outside(model, {"attention": attention, "dense": dense, "head": head}, trainable_inputs)
     report = pack_experts(
         model, format, activation, method=method, calibration=calibration, trainable_inputs=trainable_inputs,
         ep_group=ep_group, max_tokens=max_tokens,

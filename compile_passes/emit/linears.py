@@ -1,8 +1,8 @@
-"""Linear layers outside experts: `mm` and `addmm` become `fp4::mm`, with `options={"linear": True}` or if the
-model holds their weights in 4 bits.
+"""Linear layers outside experts: `mm` and `addmm` become `fp4::mm`, if the options give their kind a format,
+or if the model holds their weights in 4 bits.
 
-Attention and the output head stay as they are, by their names, and routers by their names or because a
-softmax or topk chooses by what they compute: all of these cost little and lose most.
+The kind follows from the weight's name, as in `prepare`. Routers always keep their dtype. They are known by
+their names, or because a softmax or topk chooses by what they compute.
 """
 
 from __future__ import annotations
@@ -36,13 +36,15 @@ def linear_layers(writer: Writer, reader: Reader, evidence: Evidence) -> Iterato
         matrix = read_matrix(weight, reader)
         if matrix is None or set(matrix.ref.index) != {N, K}:
             continue
-        asked = _is_asked_for(matrix, writer.options) and not evidence.is_router(node)
-        if not (is_prequantized(matrix.ref.node) or asked):
-            continue
+        format = None
+        if not is_prequantized(matrix.ref.node):
+            format = _format_asked_for(matrix.ref.node, writer.options)
+            if format is None or evidence.is_router(node):
+                continue
         if bias is not None and len(shape(bias)) != 1:
             continue
         try:
-            yield _write(writer, node, a, matrix, bias)
+            yield _write(writer, node, a, matrix, bias, format)
         except Refusal as refusal:
             yield left_alone(refusal)
 
@@ -53,8 +55,11 @@ def factors(node: fx.Node) -> tuple[fx.Node | None, fx.Node, fx.Node]:
     return bias, operand(node, len(node.args) - 2), operand(node, len(node.args) - 1)
 
 
-def _is_asked_for(matrix: Matrix, options: Options) -> bool:
-    return options.linear and kind_of(input_name(matrix.ref.node)) == "dense"
+def _format_asked_for(weight: fx.Node, options: Options) -> str | None:
+    """The format that the options give to weights of this kind. A head may share the embeddings' weight."""
+    tied = any(is_op(user, aten.embedding) for user in weight.users)
+    kind = "head" if tied else kind_of(input_name(weight))
+    return options.outside.get(kind) if kind is not None else None
 
 
 def read_matrix(node: fx.Node, reader: Reader) -> Matrix | None:
@@ -73,10 +78,13 @@ def read_matrix(node: fx.Node, reader: Reader) -> Matrix | None:
     return Matrix(substitute(v.term, {n: N, k: K}), rows, columns)
 
 
-def _write(w: Writer, node: fx.Node, a: fx.Node, matrix: Matrix, bias: fx.Node | None) -> Site:
+def _write(
+    w: Writer, node: fx.Node, a: fx.Node, matrix: Matrix, bias: fx.Node | None, format: str | None
+) -> Site:
+    """Writes `fp4::mm`. format: None for a weight that is in 4 bits already."""
     like = matrix.ref.node
-    layout = w.layout(like, (matrix.n, matrix.k))
-    packed = w.pack([(matrix,)], layout, node)
+    layout = w.layout(like, (matrix.n, matrix.k), format=format)
+    packed = w.pack([(matrix,)], layout, node, format=format)
     how = w.activations(like, layout)
     with w.gm.graph.inserting_before(node):
         rows = w.quantised(a, how, layout)

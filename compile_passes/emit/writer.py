@@ -113,26 +113,40 @@ class Writer:
 
     # --- weights ---
 
-    def layout(self, like: fx.Node, *shapes: tuple[int, int]) -> str:
-        """One layout for the weights (N, K) of one operator, which are as the parameter `like` is."""
+    def layout(self, like: fx.Node, *shapes: tuple[int, int], format: str | None = None) -> str:
+        """One layout for the weights (N, K) of one operator, which are as the parameter `like` is.
+
+        format: the one that they will get; None is the experts'.
+        """
         v = value(like)
         return preferred_layout(
             v.device.type,
             *shapes,
             dtype=v.dtype,
-            format=format_of(like, self.options.format),
+            format=format_of(like, format or self.options.format),
             a_format=self.options.wanted,
         )
 
-    def pack(self, experts: Experts, layout: str, site: fx.Node, *, interleaved: bool = False) -> Packed:
-        """Weights of one operand; a Refusal if they cannot be. interleaved: rows of an expert's parts take
-        turns."""
+    def pack(
+        self,
+        experts: Experts,
+        layout: str,
+        site: fx.Node,
+        *,
+        interleaved: bool = False,
+        format: str | None = None,
+    ) -> Packed:
+        """Weights of one operand; a Refusal if they cannot be.
+
+        interleaved: rows of an expert's parts take turns. format: as in `layout`.
+        """
+        format = format or self.options.format
         one = as_it_is(experts, interleaved, site)
         k = next(iter(experts))[0].k
         need(k % 2 == 0, f"K = {k} is odd; two codes share a byte", site, advice.EVEN)
         if one is not None and not is_prequantized(one.parameter):
             need_own(one.parameter, self.mutated, site)
-            return Packed((one.parameter,), PackSpec(self.options.format, layout, one.transposed))
+            return Packed((one.parameter,), PackSpec(format, layout, one.transposed))
         sources, assembly = assemble(experts, interleaved, site)
         for s in sources:
             need_own(s, self.mutated, site)
@@ -144,7 +158,7 @@ class Writer:
             )
         if any(map(is_prequantized, sources)):
             return Packed(sources, stored_spec(sources, assembly, layout, site))
-        return Packed(sources, PackSpec(self.options.format, layout, False, assembly))
+        return Packed(sources, PackSpec(format, layout, False, assembly))
 
     def pack_whole(self, w: WeightRef, layout: str) -> Packed:
         """A parameter as it is."""

@@ -24,6 +24,7 @@ from ..arriving import ArrivingExperts
 from ..find_experts import WHOLE_EXPERTS
 from ..meta.checks import FLOATING_OR_DOUBLE
 from ..meta.formats import FORMATS, check_activation_choice
+from ..outside_experts import KEEP, Kind, check_gradients, chosen_formats, find_outside
 from ..pack_experts import pack_experts
 from .dialects import (
     Dialect,
@@ -54,10 +55,11 @@ METHOD = "fp4"
 class FP4Config(QuantizationConfigMixin):
     """4-bit experts by fp4_ops, for `from_pretrained(..., quantization_config=FP4Config("nvfp4"))`.
 
-    A folder that is in 4 bits already keeps its format; all but `format` counts for it.
+    A folder that is in 4 bits already keeps its formats; all but `format`, `attention`, `dense` and `head`
+    counts for it.
 
     format: quantise a checkpoint that is not in 4 bits to this format when it is loaded.
-    activation: as in `fp4_ops.prepare`.
+    activation, attention, dense, head: as in `fp4_ops.prepare`.
     stored: the quantization_config of a folder that is in 4 bits already.
     device: where a folder in 4 bits goes; None leaves that to transformers' device_map.
     requantize, trainable_inputs: as in `fp4_ops.load_checkpoint`; ep_group: the group's name.
@@ -72,6 +74,10 @@ class FP4Config(QuantizationConfigMixin):
         requantize: str | None = None,
         trainable_inputs: bool = False,
         ep_group: str | None = None,
+        *,
+        attention: str = KEEP,
+        dense: str = KEEP,
+        head: str = KEEP,
         **_: Any,
     ) -> None:
         self.quant_method: Any = METHOD
@@ -80,6 +86,14 @@ class FP4Config(QuantizationConfigMixin):
         check_activation_choice(activation, None if stored else format)
         self.format, self.activation, self.stored, self.device = format, activation, stored, device
         self.requantize, self.trainable_inputs, self.ep_group = requantize, trainable_inputs, ep_group
+        self.attention, self.dense, self.head = attention, dense, head
+        if not stored:
+            check_gradients(chosen_formats(self.outside), trainable_inputs)
+
+    @property
+    def outside(self) -> dict[Kind, str]:
+        """The formats of linear layers outside the experts, by kind; "keep" leaves their dtype."""
+        return {"attention": self.attention, "dense": self.dense, "head": self.head}
 
     def of_folder(self, stored: dict[str, Any]) -> FP4Config:
         """The same options for a folder in 4 bits, whose quantization_config is `stored`."""
@@ -182,6 +196,7 @@ class FP4HfQuantizer(HfQuantizer):
             raise self._pack.error
         if self._files:
             check_read(model, self._files)
+        outside = find_outside(model, config.outside)
         done = self._pack.arriving.finish(model)
         if done:
             _device_of(model)  # raises ValueError for experts that are to be offloaded
@@ -192,6 +207,7 @@ class FP4HfQuantizer(HfQuantizer):
                 model, config.format, config.activation, trainable_inputs=config.trainable_inputs
             )
             packed = packed or any(m.calls_moe for m in report.modules)
+        outside.pack()
         if packed:
             attach(model, config.format, config.activation, config.trainable_inputs)
 

@@ -6,7 +6,7 @@ import copy
 
 import pytest
 import torch
-from moe_models import build
+from moe_models import build, relative_error
 from safetensors.torch import load_file, save_file
 from torch import nn
 from transformers import AutoModelForCausalLM
@@ -17,11 +17,12 @@ from fp4_ops.arriving import ArrivingExperts
 from fp4_ops.checkpoints.files import CheckpointError
 from fp4_ops.checkpoints.hf import METHOD, FP4Config
 from fp4_ops.find_experts import is_experts
+from fp4_ops.tensor import FP4Tensor
 
 
-def folder_of(family, path, change=lambda tensors: tensors) -> nn.Module:
+def folder_of(family, path, change=lambda tensors: tensors, **config) -> nn.Module:
     """Saves a model in bf16 (qwen3_moe: one tensor an expert; gpt_oss: stacked), its tensors changed."""
-    model = build(family, torch.bfloat16, "grouped_mm")
+    model = build(family, torch.bfloat16, "grouped_mm", **config)
     model.save_pretrained(path)
     file = path / "model.safetensors"
     save_file(change(load_file(file)), file, {"format": "pt"})
@@ -54,6 +55,31 @@ def test_never_more_than_one_expert_weight_is_in_16_bits(family, tmp_path, monke
     with torch.no_grad():
         assert torch.equal(model(input_ids=ids).logits, want(input_ids=ids).logits)
     model.save_pretrained(tmp_path / "packed")
+
+
+@pytest.mark.parametrize("tied", [False, True])
+def test_layers_outside_the_experts(tied, tmp_path):
+    """The same weights as `prepare` makes, and a folder that loads as it was."""
+    outside = {"attention": "nvfp4", "head": "nvfp4"}
+    want = folder_of("qwen3_moe", tmp_path, tie_word_embeddings=tied)
+    fp4_ops.prepare(want, "nvfp4", **outside)
+    model = AutoModelForCausalLM.from_pretrained(
+        tmp_path, quantization_config=FP4Config("nvfp4", **outside), dtype=torch.bfloat16
+    )
+    assert isinstance(model.lm_head.weight, FP4Tensor)
+    assert type(model.get_input_embeddings().weight) is torch.nn.Parameter
+    ids = torch.randint(0, 64, (2, 5))
+    with torch.no_grad():
+        got = model(input_ids=ids).logits
+        assert torch.equal(got, want(input_ids=ids).logits)
+        model.save_pretrained(tmp_path / "packed")
+        again = fp4_ops.load_checkpoint(None, tmp_path / "packed")
+        assert isinstance(again.lm_head.weight, FP4Tensor)
+        assert relative_error(again(input_ids=ids).logits, got) < 1e-2
+    with pytest.raises(ValueError, match="trainable_inputs=True, and head is 'nvfp4'"):
+        FP4Config(head="nvfp4", trainable_inputs=True)
+    with pytest.raises(ValueError, match="dense is 'mxfp4', and the model has no such linear layer"):
+        AutoModelForCausalLM.from_pretrained(tmp_path, quantization_config=FP4Config(dense="mxfp4"))
 
 
 def test_experts_that_no_key_fits_are_an_error(tmp_path):
