@@ -39,7 +39,7 @@ __all__ = [
 _LAZY = {
     "explain": ".compile_passes.explain",
     "decoding_loop": ".generation",
-    "load_checkpoint": ".checkpoints.hf",
+    "load_checkpoint": ".checkpoints.load_model",
     "packed_as_parameters": ".sharding",
     "refresh": ".compile_passes.weights.packed",
     "register_with_transformers": ".checkpoints.hf",

@@ -21,7 +21,7 @@ from .dialects import StoredWeight
 from .families import model_class, register_families
 from .files import DAMAGED, INCOMPLETE, OTHER_MODEL, CheckpointError, Reader, TensorInfo
 from .folder import Folder
-from .load import LoadReport, Source, detach_places, load_dense
+from .load import LoadReport, Source, check_info, detach_places, load_dense
 from .placement import Placement, Target, pattern_of, place, rules
 
 METHOD = "fp4_without_experts"
@@ -119,10 +119,7 @@ class DenseModel:
         model, info = model_class(config).from_pretrained(
             folder.path, config=config, quantization_config=how, output_loading_info=True
         )
-        for key in ("missing_keys", "mismatched_keys", "error_msgs"):
-            if info.get(key):
-                what = f"{key.replace('_', ' ')}: {', '.join(sorted(map(str, info[key])))}"
-                raise CheckpointError(f"fp4: {folder.path}: {what}")
+        check_info(info, folder.path)
         loader: _Loader = model.hf_quantizer
         self.model: Any = model.to(device).eval()
         self.experts, self._shapes = loader.experts, loader.shapes

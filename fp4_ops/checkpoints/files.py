@@ -110,7 +110,7 @@ def read_header(file: Path) -> dict[str, TensorInfo]:
             length = int.from_bytes(f.read(8), "little")
             if size < 8 or length > min(size - 8, _MAX_HEADER):
                 what = f"is truncated or not a safetensors file ({size} bytes). {DAMAGED}"
-                raise CheckpointError(f"fp4: {file} {_what_it_is(file) or what}")
+                raise CheckpointError(f"fp4: {file} {what_it_is(file) or what}")
             header = json.loads(f.read(length))
             if not isinstance(header, dict):
                 raise ValueError
@@ -165,14 +165,14 @@ def _tensor_info(name: str, entry: Any, file: Path, start: int) -> tuple[TensorI
 
 _STARTS = {
     b"version https://git-lfs": "is a git-lfs pointer, not the file itself. Run `git lfs pull` in its folder",
-    b"GGUF": "is a GGUF file, not a safetensors file. Take the folder of safetensors files",
+    b"GGUF": "is a GGUF file, not a safetensors file. Give it a name that ends in .gguf",
     b"PK\x03\x04": "is a pickle of torch.save, not a safetensors file. Save the model with save_pretrained",
     b"<": "is a web page, not the file itself. Fetch it again; a private repository needs a token",
 }
 """First bytes of files that are not what their name says."""
 
 
-def _what_it_is(file: Path) -> str:
+def what_it_is(file: Path) -> str:
     """The kind of a file that is not what its name says, and what to do; "" if it is not known."""
     with file.open("rb") as f:
         start = f.read(32)
@@ -305,7 +305,7 @@ def read_json(file: Path) -> dict[str, Any]:
     except OSError as error:
         raise _cannot_be_read(file, error) from None
     except ValueError:
-        raise CheckpointError(f"fp4: {file} {_what_it_is(file) or f'is not JSON. {DAMAGED}'}") from None
+        raise CheckpointError(f"fp4: {file} {what_it_is(file) or f'is not JSON. {DAMAGED}'}") from None
     if not isinstance(value, dict):
         raise CheckpointError(f"fp4: {file} is not a JSON object. {DAMAGED}")
     return value

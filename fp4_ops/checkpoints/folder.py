@@ -87,7 +87,9 @@ def _check_folder(path: Path) -> None:
     if path.is_file():
         what = "is a file. Give the folder that it is in"
         if path.suffix == ".gguf":
-            what = "is a GGUF file, which is not read. Give a folder of safetensors files"
+            what = (
+                "is a GGUF file. fp4_ops.load_checkpoint reads it, and save_pretrained then writes a folder"
+            )
         raise CheckpointError(f"fp4: {path} {what}")
     link = ", but a link to one that is not there" * path.is_symlink()
     raise CheckpointError(

@@ -13,6 +13,7 @@ from typing import Any
 
 QUANTIZE = "Quantise the original bf16 weights with `python -m fp4_ops quantize`"
 SAVE = "Load it with the tool that wrote it and save it with save_pretrained, which writes safetensors files"
+GGUF = "fp4_ops.load_checkpoint reads it, and save_pretrained then writes safetensors files"
 
 
 @dataclass(frozen=True)
@@ -40,7 +41,7 @@ FOREIGN = (
     Foreign("torchao", QUANTIZE, ("torchao",)),
     Foreign("quanto", QUANTIZE, ("quanto",), tensor=r"\.weight\._(data|scale|shift)"),
     Foreign("Quark's older format", QUANTIZE, tensor=r"\.weight_quantizer\.scale"),
-    Foreign("GGUF", "Take the folder of safetensors files", ("gguf",), file=r".*\.gguf"),
+    Foreign("GGUF", GGUF, ("gguf",), file=r".*\.gguf"),
     Foreign("torch.save (pickles)", SAVE, file=r".*\.(bin|pt|pth|ckpt)"),
     Foreign("TensorFlow, Flax or ONNX", SAVE, file=r".*\.(h5|msgpack|onnx)"),
 )  # fmt: skip

@@ -5,15 +5,14 @@ from __future__ import annotations
 import copy
 import fnmatch
 import functools
-import os
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import nn
-from transformers import AutoModelForCausalLM, PretrainedConfig, PreTrainedModel
+from transformers import PretrainedConfig, PreTrainedModel
 from transformers.quantizers import auto
 from transformers.quantizers.base import HfQuantizer
 from transformers.utils.hub import cached_file
@@ -28,28 +27,43 @@ from ..outside_experts import KEEP, Kind, check_gradients, chosen_formats, find_
 from ..pack_experts import pack_experts
 from .dialects import (
     Dialect,
+    StoredWeight,
     check_four_bits,
     check_order,
     check_requantize,
+    check_target,
     dialects_of,
     holds_fp4,
     is_eight_bits,
     quantization_config,
     stored_config,
 )
-from .families import config_of, model_class, register_families
-from .files import CheckpointError, read_json
+from .families import register_families
+from .files import CheckpointError, TensorInfo, read_json
 from .folder import Folder
+from .gguf import GGUF, dense_of
+from .gguf import experts_of as gguf_experts
 from .load import LoadReport, detach_places, fill
 from .on_load import PackOnLoad, check_read, shared_names
 from .placement import Placement, place
 from .ranks import announce, divide, kinds_of
 from .save import state_dict_for_saving
 from .shards import any_index, read_any_index
-from .source import four_bit_weights, storage
+from .source import four_bit_weights
 
 METHOD = "fp4"
 """Our quant_method among transformers' quantizers."""
+
+
+class _Method(str):
+    """Our quant_method. transformers asks `!= "gguf"` to refuse GGUF files to quantizers other than its own;
+    ours reads them."""
+
+    __slots__ = ()
+    __hash__ = str.__hash__
+
+    def __ne__(self, other: object) -> bool:
+        return str.__ne__(self, other) and other != "gguf"
 
 
 class FP4Config(QuantizationConfigMixin):
@@ -63,6 +77,7 @@ class FP4Config(QuantizationConfigMixin):
     stored: the quantization_config of a folder that is in 4 bits already.
     device: where a folder in 4 bits goes; None leaves that to transformers' device_map.
     requantize, trainable_inputs: as in `fp4_ops.load_checkpoint`; ep_group: the group's name.
+    gguf: the GGUF file that `stored` is about.
     """
 
     def __init__(
@@ -74,18 +89,20 @@ class FP4Config(QuantizationConfigMixin):
         requantize: str | None = None,
         trainable_inputs: bool = False,
         ep_group: str | None = None,
+        gguf: str | None = None,
         *,
         attention: str = KEEP,
         dense: str = KEEP,
         head: str = KEEP,
         **_: Any,
     ) -> None:
-        self.quant_method: Any = METHOD
+        self.quant_method: Any = _Method(METHOD)
         register_quantizer()
         # Of a folder in 4 bits, each weight's own format counts.
         check_activation_choice(activation, None if stored else format)
         self.format, self.activation, self.stored, self.device = format, activation, stored, device
         self.requantize, self.trainable_inputs, self.ep_group = requantize, trainable_inputs, ep_group
+        self.gguf = gguf
         self.attention, self.dense, self.head = attention, dense, head
         if not stored:
             check_gradients(chosen_formats(self.outside), trainable_inputs)
@@ -95,10 +112,10 @@ class FP4Config(QuantizationConfigMixin):
         """The formats of linear layers outside the experts, by kind; "keep" leaves their dtype."""
         return {"attention": self.attention, "dense": self.dense, "head": self.head}
 
-    def of_folder(self, stored: dict[str, Any]) -> FP4Config:
-        """The same options for a folder in 4 bits, whose quantization_config is `stored`."""
+    def of_folder(self, stored: dict[str, Any], gguf: str | None = None) -> FP4Config:
+        """The same options for a folder in 4 bits, whose quantization_config is `stored`, or a GGUF file."""
         made = copy.copy(self)
-        made.stored = dict(stored)
+        made.stored, made.gguf = dict(stored), gguf
         return made
 
     def to_dict(self) -> dict[str, Any]:
@@ -132,7 +149,9 @@ class FP4HfQuantizer(HfQuantizer):
         return self.quantization_config.stored if self.pre_quantized else None
 
     def validate_environment(self, *args: Any, device_map: Any = None, **kwargs: Any) -> None:
-        if self.stored is not None:
+        if self.quantization_config.gguf is not None:
+            check_target(self.quantization_config.requantize)
+        elif self.stored is not None:
             self._dialects = dialects_of(self.stored)
             check_four_bits(self._dialects, "the config")
             check_requantize(self._dialects, self.quantization_config.requantize)
@@ -151,15 +170,8 @@ class FP4HfQuantizer(HfQuantizer):
             self._pack = PackOnLoad(arriving)
             return
         self._dtypes = _dtypes_of(model)
-        if not checkpoint_files:
-            raise CheckpointError(
-                f"fp4: {type(model).__name__} is given no safetensors files; a 4-bit checkpoint must be "
-                "loaded from such. "
-                "Give from_pretrained the folder"
-            )
-        folder = Folder.of_files(checkpoint_files)
-        weights = four_bit_weights(folder, self._dialects)
-        self._placement = place(model, weights, folder.tensors.values())
+        weights, tensors = self._stored_weights(model, checkpoint_files)
+        self._placement = place(model, weights, tensors, self.quantization_config.requantize)
         self._kinds = kinds_of(model, self._placement)
         announce(model, self._placement, self._kinds)
         detach_places(model, self._placement)
@@ -167,6 +179,38 @@ class FP4HfQuantizer(HfQuantizer):
         model._keys_to_ignore_on_load_unexpected = (
             set(model._keys_to_ignore_on_load_unexpected or ()) | self._placement.patterns
         )
+
+    def _stored_weights(
+        self, model: Any, checkpoint_files: list[str] | None
+    ) -> tuple[dict[str, StoredWeight], Iterable[TensorInfo]]:
+        """The weights in 4 bits, and tensors among which experts' others are."""
+        config = self.quantization_config
+        if config.gguf is not None:
+            return gguf_experts(GGUF.open(Path(config.gguf)), config.requantize)
+        if not checkpoint_files:
+            raise CheckpointError(
+                f"fp4: {type(model).__name__} is given no safetensors files; a 4-bit checkpoint must be "
+                "loaded from such. "
+                "Give from_pretrained the folder"
+            )
+        folder = Folder.of_files(checkpoint_files)
+        return four_bit_weights(folder, self._dialects), folder.tensors.values()
+
+    def read_header(self, gguf_file: str) -> None:
+        """Takes the file that `from_pretrained(gguf_file=...)` names."""
+        self.quantization_config = self.quantization_config.of_folder({"quant_method": "gguf"}, gguf_file)
+        self.pre_quantized = True
+        self.validate_environment()
+
+    def update_dtype(self, dtype: Any) -> Any:
+        """A GGUF file does not say which dtype its model computes in: bfloat16, if nobody does."""
+        if dtype is None and self.quantization_config.gguf is not None:
+            return torch.bfloat16
+        return dtype
+
+    def get_state_dict(self, checkpoint_file: str, model: Any) -> dict[str, torch.Tensor]:
+        """All of a GGUF file but the experts' matrices and biases."""
+        return dense_of(GGUF.open(Path(checkpoint_file)), model.config, model.dtype)
 
     def _process_model_after_weight_loading(self, model: Any, **kwargs: Any) -> Any:
         config = self.quantization_config
@@ -451,81 +495,6 @@ def registered() -> Iterator[None]:
             mapping.update(old)
         PretrainedConfig.get_config_dict = configs  # type: ignore[method-assign]
         register_quantizer()
-
-
-def load_checkpoint(
-    model_or_config: PreTrainedModel | PretrainedConfig | None,
-    path: str | os.PathLike[str],
-    *,
-    activation: str = "auto",
-    device: str | torch.device = "cpu",
-    dtype: torch.dtype | str = "auto",
-    requantize: str | None = None,
-    trainable_inputs: bool = False,
-    trust_remote_code: bool = False,
-    distributed_config: Any = None,
-    ep_group: Any = None,
-) -> PreTrainedModel:
-    """A model whose expert weights are the 4-bit ones of a checkpoint folder.
-
-    model_or_config: what to build: a transformers config, or a model of which class and config count (not its
-        weights; it may be on the meta device). None: what the folder's config says.
-    path: a folder of safetensors files and a config.json that names its dialect (docs/checkpoints.md).
-    activation: as in `fp4_ops.prepare`. device, dtype: of the model; dtype is that of what is not quantised.
-    requantize: for int4 folders: "nvfp4" or "mxfp4", to quantise them anew to that, matrix by matrix (lossy).
-        None: as they are, exactly; an error for groups that no int4 format's block (32, 64, 128) divides.
-        Weights in nvfp4 or mxfp4 are never converted to another format.
-    trainable_inputs: as in `fp4_ops.prepare`: for adapters on frozen experts.
-    trust_remote_code: run the folder's own code where transformers does not have the family (Kimi K2 it has).
-    distributed_config: transformers' `DistributedConfig(tp_size, ep_size)`: this process reads its own
-    experts, or its
-        part of each. ep_group: as in `fp4_ops.prepare`; the rest of the model is whole. See
-        docs/several_gpus.md.
-
-    Every file is checked first: a truncated one, a missing scale, a wrong shape or an unknown dialect is a
-    CheckpointError that names file and tensor, and nothing is loaded. Weights are read one expert at a time,
-    straight to `device`. What was loaded stands in `model.hf_quantizer.report`.
-    """
-    folder = Folder(path)
-    stored = storage(folder)
-    if stored is None:
-        raise CheckpointError(
-            f"fp4: {folder.path} is not quantised (its config.json has no quantization_config). Use "
-            "`python -m fp4_ops quantize`, or load it and call fp4_ops.prepare"
-        )
-    dialects = dialects_of(stored, str(folder.path / "config.json"))
-    check_four_bits(dialects, str(folder.path))
-    check_requantize(dialects, requantize)
-    four_bit_weights(folder, dialects)
-
-    if isinstance(model_or_config, PreTrainedModel):
-        cls: Any = type(model_or_config)
-        config = copy.deepcopy(model_or_config.config)
-    else:
-        config = (
-            copy.deepcopy(model_or_config)
-            if model_or_config
-            else config_of(folder.path, folder.config.get("model_type"), trust_remote_code)
-        )
-        cls = model_class(config)
-    register_quantizer()
-    config.quantization_config = {
-        "quant_method": METHOD, "activation": activation, "stored": stored, "device": str(device),
-        "requantize": requantize, "trainable_inputs": trainable_inputs,
-        "ep_group": None if ep_group is None else ep_group.group_name,
-    }  # fmt: skip
-    trusted: dict[str, Any] = {"trust_remote_code": trust_remote_code} if cls is AutoModelForCausalLM else {}
-    if distributed_config is not None:
-        trusted["distributed_config"] = distributed_config
-    with any_index():
-        model, info = cls.from_pretrained(
-            folder.path, config=config, dtype=dtype, output_loading_info=True, **trusted
-        )
-    for key in ("missing_keys", "mismatched_keys", "error_msgs"):
-        if info.get(key):
-            what = f"{key.replace('_', ' ')}: {', '.join(sorted(map(str, info[key])))}"
-            raise CheckpointError(f"fp4: {folder.path}: {what}")
-    return model
 
 
 def attach(model: nn.Module, format: str, activation: str, trainable_inputs: bool = False) -> None:

@@ -81,6 +81,17 @@ def _names(names: list[str]) -> str:
     return f"{', '.join(patterns[:3])}{more} ({len(names)} in all)"
 
 
+def check_info(info: dict[str, Any], path: object) -> None:
+    """Raises CheckpointError for weights that transformers would fill at random.
+
+    info: what `from_pretrained(..., output_loading_info=True)` says.
+    """
+    for key in ("missing_keys", "mismatched_keys", "error_msgs"):
+        if info.get(key):
+            what = f"{key.replace('_', ' ')}: {', '.join(sorted(map(str, info[key])))}"
+            raise CheckpointError(f"fp4: {path}: {what}")
+
+
 class Source:
     """Reads stored weights as codes of the operators' format."""
 
@@ -110,15 +121,19 @@ class Source:
 
 
 class Requantized(Source):
-    """int4 that is quantised anew, gate and up as one."""
+    """Weights that are quantised anew, gate and up as one. Those that have the format already stay."""
 
     def scale_dtype(self, weights: Iterable[StoredWeight], format: str) -> torch.dtype:
         return FORMATS[format].scale_dtype
 
     def one(self, stored: StoredWeight) -> Codes:
+        if stored.dialect.format == self.requantize:
+            return super().one(stored)
         return self._quantize([stored])
 
     def pair(self, gate: StoredWeight, up: StoredWeight) -> Codes:
+        if gate.dialect.format == up.dialect.format == self.requantize:
+            return super().pair(gate, up)
         return self._quantize([gate, up])
 
     def _quantize(self, parts: list[StoredWeight]) -> Codes:

@@ -203,15 +203,19 @@ class _Numbered:
 
 
 def place(
-    model: nn.Module, weights: dict[str, StoredWeight], tensors: Iterable[TensorInfo] = ()
+    model: nn.Module,
+    weights: dict[str, StoredWeight],
+    tensors: Iterable[TensorInfo] = (),
+    requantize: str | None = None,
 ) -> Placement:
     """Finds the place of every stored weight, and a stored weight for every part of each place.
 
     model: on any device, the meta device too; as transformers builds it, not yet prepared.
     tensors: those of the folder. Ordinary ones that transformers' rules leave aside are placed, too.
+    requantize: the format that experts will be quantised to anew. Those of a module may then be in several.
     Raises CheckpointError for weights without a place, of another shape than their place, or missing.
     """
-    return _Placer(model).place(weights, tensors)
+    return _Placer(model).place(weights, tensors, requantize is not None)
 
 
 class _Placer:
@@ -220,7 +224,7 @@ class _Placer:
         self.modules = dict(model.named_modules())
         self.result = Placement({}, {}, {}, {}, set())
 
-    def place(self, weights: dict[str, StoredWeight], tensors: Iterable[TensorInfo]) -> Placement:
+    def place(self, weights: dict[str, StoredWeight], tensors: Iterable[TensorInfo], anew: bool) -> Placement:
         result = self.result
         result.patterns |= _UNUSED
         taken: set[str] = set()
@@ -238,7 +242,7 @@ class _Placer:
             if _NUMBERED.match(info.name):
                 self._ordinary(info)
         for name, placed in result.experts.items():
-            _check_complete(name, placed)
+            _check_complete(name, placed, anew)
         for name, dense in result.dense.items():
             _check_whole(name, dense)
         for name, module in self.modules.items():
@@ -380,11 +384,11 @@ def _check_shape(stored: StoredWeight, shape: tuple[int, ...]) -> None:
         )
 
 
-def _check_complete(name: str, placed: ExpertsPlacement) -> None:
+def _check_complete(name: str, placed: ExpertsPlacement, anew: bool) -> None:
     for attribute in placed.shapes:
         have = {key[1:] for key in placed.parts if key[0] == attribute}
         formats = {stored.dialect.format for key, stored in placed.parts.items() if key[0] == attribute}
-        if len(formats) > 1:
+        if len(formats) > 1 and not anew:
             raise CheckpointError(
                 f"fp4: experts of {name}.{attribute} are in {' and '.join(sorted(formats))}; they must be in "
                 "one format. Export them again with the same one"

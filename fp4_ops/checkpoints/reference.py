@@ -15,7 +15,8 @@ from ..quantization.evaluation import Stored
 from ..tensor import FP4Tensor
 from .dialects import stored_config
 from .families import model_class, register_families
-from .hf import load_checkpoint, registered
+from .hf import registered
+from .load_model import load_checkpoint
 
 
 def load_reference(

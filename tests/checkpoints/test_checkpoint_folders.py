@@ -160,7 +160,6 @@ def test_a_link_to_nothing(index, tmp_path):
 
 
 FILES = {
-    "a GGUF file": ("m-Q4_K_M.gguf", r"m-Q4_K_M.gguf is not read: GGUF"),
     "pickles": ("pytorch_model.bin", r"pytorch_model.bin is not read: torch.save.*save_pretrained"),
     "HQQ": ("qmodel.pt", r"qmodel.pt is not read: HQQ.*fp4_ops quantize"),
     "shards without index": ("model-00001-of-00002.safetensors", "need the index"),
@@ -185,12 +184,17 @@ def test_folders_without_weights_say_what_is_there(what, tmp_path):
             call()
 
 
+def test_gguf_files_are_not_quantised(tmp_path):
+    (tmp_path / "config.json").write_text('{"model_type": "qwen3_moe"}')
+    (tmp_path / "m.gguf").write_bytes(b"GGUF")
+    for given in (tmp_path, tmp_path / "m.gguf"):
+        with pytest.raises(CheckpointError, match=r"m.gguf is .*GGUF.*fp4_ops.load_checkpoint reads it"):
+            quantize_checkpoint(given, tmp_path / "out", progress=False)
+
+
 def test_names_that_are_no_folders(tmp_path):
     with pytest.raises(CheckpointError, match=r"org/model is not a folder.*hf download NAME"):
         fp4_ops.load_checkpoint(None, "org/model")
-    (tmp_path / "m.gguf").write_bytes(b"GGUF")
-    with pytest.raises(CheckpointError, match=r"m.gguf is a GGUF file"):
-        fp4_ops.load_checkpoint(None, tmp_path / "m.gguf")
     (tmp_path / "config.json").write_text("{}")
     with pytest.raises(CheckpointError, match=r"config.json is a file. Give the folder"):
         fp4_ops.load_checkpoint(None, tmp_path / "config.json")

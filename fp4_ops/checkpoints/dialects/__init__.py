@@ -40,6 +40,7 @@ __all__ = [
     "check_four_bits",
     "check_order",
     "check_requantize",
+    "check_target",
     "describe",
     "dialects_of",
     "encode",
@@ -126,11 +127,17 @@ def check_order(dialects: Iterable[Dialect]) -> None:
             )
 
 
+def check_target(requantize: str | None) -> None:
+    """Raises ValueError unless `requantize` is a format that weights can be quantised to anew, or None."""
+    if requantize is not None and requantize not in FP4_FORMATS:
+        formats = " or ".join(map(repr, FP4_FORMATS))
+        raise ValueError(f"fp4: requantize is {requantize!r}; it must be {formats}, or None")
+
+
 def check_requantize(dialects: Iterable[Dialect], requantize: str | None) -> None:
     """Raises ValueError unless the format to quantise to is given where one is needed, and only for int4."""
     formats = " or ".join(map(repr, FP4_FORMATS))
-    if requantize is not None and requantize not in FP4_FORMATS:
-        raise ValueError(f"fp4: requantize is {requantize!r}; it must be {formats}, or None")
+    check_target(requantize)
     for dialect in (d for d in dialects if not d.is_dense):
         if dialect.format in FORMATS and FORMATS[dialect.format].element != "int4" and requantize is not None:
             raise ValueError(

@@ -165,7 +165,8 @@ class StoredWeight:
     @property
     def tensors(self) -> tuple[TensorInfo, ...]:
         second = (self.global_scale,) if self.global_scale else ()
-        return (self.packed, self.block_scale, *second, *self.others)
+        # GGUF has scales and codes in one
+        return tuple(dict.fromkeys((self.packed, self.block_scale, *second, *self.others)))
 
     def other(self, suffix: str) -> TensorInfo | None:
         """The one of `others` with this suffix."""

@@ -1,0 +1,144 @@
+"""`load_checkpoint`: a model from a 4-bit folder or a GGUF file, built by transformers, checked before."""
+
+from __future__ import annotations
+
+import copy
+import os
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+from transformers import AutoModelForCausalLM, PretrainedConfig, PreTrainedModel
+
+from .dialects import check_four_bits, check_requantize, check_target, dialects_of
+from .families import config_of, model_class
+from .files import CheckpointError, read_json
+from .folder import Folder
+from .gguf import GGUF, dense_of, experts_of, find_gguf, gguf_config
+from .hf import METHOD, register_quantizer
+from .load import check_info
+from .shards import any_index
+from .source import four_bit_weights, storage
+
+
+def load_checkpoint(
+    model_or_config: PreTrainedModel | PretrainedConfig | None,
+    path: str | os.PathLike[str],
+    *,
+    activation: str = "auto",
+    device: str | torch.device = "cpu",
+    dtype: torch.dtype | str = "auto",
+    requantize: str | None = None,
+    trainable_inputs: bool = False,
+    trust_remote_code: bool = False,
+    distributed_config: Any = None,
+    ep_group: Any = None,
+) -> PreTrainedModel:
+    """Builds a model whose expert weights are the 4-bit ones of a checkpoint folder or a GGUF file.
+
+    model_or_config: what to build: a transformers config, or a model of which class and config count (not its
+        weights; it may be on the meta device). None: what the folder's config says.
+    path: a folder of safetensors files and a config.json that names its dialect (docs/checkpoints.md);
+        or a GGUF file, any file of a split one, or a folder with one. Without a config.json beside it, its
+        metadata say what to build.
+    activation: as in `fp4_ops.prepare`. device, dtype: of the model; dtype is that of what is not quantised.
+    requantize: for int4 folders: "nvfp4" or "mxfp4", to quantise them anew to that, matrix by matrix (lossy).
+        None: as they are, exactly; an error for groups that no int4 format's block (32, 64, 128) divides.
+        Weights in nvfp4 or mxfp4 are never converted to another format. Of GGUF files, experts in other types
+        than MXFP4, NVFP4 and Q4_0 need it. It then counts for all experts that are not in that format.
+    trainable_inputs: as in `fp4_ops.prepare`: for adapters on frozen experts.
+    trust_remote_code: run the folder's own code where transformers does not have the family (Kimi K2 it has).
+    distributed_config: transformers' `DistributedConfig(tp_size, ep_size)`: this process reads its own
+        experts, or its part of each. ep_group: as in `fp4_ops.prepare`; the rest of the model is whole. See
+        docs/several_gpus.md.
+
+    Every file is checked first: a truncated one, a missing scale, a wrong shape or an unknown dialect is a
+    CheckpointError that names file and tensor, and nothing is loaded. Weights are read one expert at a time,
+    straight to `device`. What was loaded stands in `model.hf_quantizer.report`.
+    """
+    if (file := find_gguf(Path(path))) is not None:
+        return _load_gguf(
+            file, model_or_config, activation=activation, device=device, dtype=dtype, requantize=requantize,
+            trainable_inputs=trainable_inputs, distributed_config=distributed_config, ep_group=ep_group,
+        )  # fmt: skip
+    folder = Folder(path)
+    stored = storage(folder)
+    if stored is None:
+        raise CheckpointError(
+            f"fp4: {folder.path} is not quantised (its config.json has no quantization_config). Use "
+            "`python -m fp4_ops quantize`, or load it and call fp4_ops.prepare"
+        )
+    dialects = dialects_of(stored, str(folder.path / "config.json"))
+    check_four_bits(dialects, str(folder.path))
+    check_requantize(dialects, requantize)
+    four_bit_weights(folder, dialects)
+
+    cls, config = _class_and_config(
+        model_or_config, lambda: config_of(folder.path, folder.config.get("model_type"), trust_remote_code)
+    )
+    _say_how(config, stored, activation, device, requantize, trainable_inputs, ep_group)
+    trusted: dict[str, Any] = {"trust_remote_code": trust_remote_code} if cls is AutoModelForCausalLM else {}
+    if distributed_config is not None:
+        trusted["distributed_config"] = distributed_config
+    with any_index():
+        model, info = cls.from_pretrained(
+            folder.path, config=config, dtype=dtype, output_loading_info=True, **trusted
+        )
+    check_info(info, folder.path)
+    return model
+
+
+def _load_gguf(
+    path: Path,
+    model_or_config: PreTrainedModel | PretrainedConfig | None,
+    *,
+    dtype: torch.dtype | str,
+    distributed_config: Any,
+    **how: Any,
+) -> PreTrainedModel:
+    """The model of a GGUF file. A config.json beside it counts before the file's metadata."""
+    check_target(how["requantize"])
+    file = GGUF.open(path)
+    experts_of(file, how["requantize"])  # what cannot be read is said before anything is built
+
+    def own_config() -> PretrainedConfig:
+        if not (path.parent / "config.json").is_file():
+            return gguf_config(file)
+        return config_of(path.parent, read_json(path.parent / "config.json").get("model_type"), False)
+
+    cls, config = _class_and_config(model_or_config, own_config)
+    if dtype == "auto":
+        dtype = getattr(config, "dtype", None) or torch.bfloat16
+    dtype = getattr(torch, dtype) if isinstance(dtype, str) else dtype
+    _say_how(config, {"quant_method": "gguf"}, gguf=str(path), **how)
+    more = {} if distributed_config is None else {"distributed_config": distributed_config}
+    dense = dense_of(file, config, dtype)
+    model, info = cls.from_pretrained(
+        None, config=config, state_dict=dense, dtype=dtype, output_loading_info=True, **more
+    )
+    check_info(info, path)
+    return model
+
+
+def _class_and_config(
+    given: PreTrainedModel | PretrainedConfig | None, own: Callable[[], PretrainedConfig]
+) -> tuple[Any, PretrainedConfig]:
+    """The class to build and its config, of what the caller gave; None: of the checkpoint's own config."""
+    if isinstance(given, PreTrainedModel):
+        return type(given), copy.deepcopy(given.config)
+    config = copy.deepcopy(given) if given else own()
+    return model_class(config), config
+
+
+def _say_how(
+    config: PretrainedConfig, stored: dict[str, Any], activation: str, device: str | torch.device,
+    requantize: str | None, trainable_inputs: bool, ep_group: Any, gguf: str | None = None,
+) -> None:  # fmt: skip
+    """Writes into a config how `from_pretrained` is to load the checkpoint."""
+    register_quantizer()
+    config.quantization_config = {
+        "quant_method": METHOD, "activation": activation, "stored": stored, "device": str(device),
+        "requantize": requantize, "trainable_inputs": trainable_inputs,
+        "ep_group": None if ep_group is None else ep_group.group_name, "gguf": gguf,
+    }  # fmt: skip
