@@ -28,7 +28,7 @@ CONFIGS = {"nvfp4-pack-quantized": CT, "modelopt-nvfp4": MODELOPT}
 def loaded(path: Path, how: str, **options: Any) -> Any:
     if how == "load_checkpoint":
         return fp4_ops.load_checkpoint(None, path, **options)
-    cls = fp4_ops.checkpoints.hf.model_class(transformers.AutoConfig.from_pretrained(path))
+    cls = fp4_ops.checkpoints.families.model_class(transformers.AutoConfig.from_pretrained(path))
     model, info = cls.from_pretrained(path, output_loading_info=True)
     assert not any(info.values()), info
     return model
