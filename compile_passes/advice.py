@@ -1,18 +1,27 @@
 """Advice for every refusal: the smallest change to the model after which the block is recognised.
 
-`graph.need`, `graph.refuse` and the exceptions that leave a graph or a branch alone take one text of this
-file beside the reason. If no change to the model would help, the text begins with "none: " and says why. In
-the texts, x is the tokens [T, H], ids and weights are the routing [T, k] over E experts, and rows are tokens
-repeated for their experts.
+Each kind of refusal (refusal.py) names one of these texts. In the texts, x is the tokens [T, H], ids and
+weights are the routing [T, k] over E experts, and rows are tokens repeated for their experts.
 """
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+
 from ..meta.formats import ACTIVATIONS
 
 
-def none(why: str) -> str:
-    return f"none: {why}"
+@dataclass(frozen=True)
+class NoChange:
+    """Says why no change to the model would help."""
+
+    why: str
+
+    def __str__(self) -> str:
+        return f"none: {self.why}"
+
+
+Advice = str | NoChange
 
 
 # --- weights ---
@@ -40,7 +49,7 @@ OWN_MATRIX = (
 )
 PRODUCTS_ONLY = "use such a weight in matrix products only: F.linear, x @ w.T, torch.bmm, _grouped_mm"
 FOUR_BITS = "quantise the weight to nvfp4, or to mxfp4 in blocks of 32, or leave it unquantised"
-OTHER_SUBCLASS = none(
+OTHER_SUBCLASS = NoChange(
     "what such a tensor holds is not known here; with weights that are ordinary tensors, FP4Tensor, or "
     "torchao's NVFP4Tensor or MXTensor the graph is rewritten"
 )
@@ -50,15 +59,15 @@ DTENSOR = (
     "the weight whole: in transformers a tp_plan with 'replicate' for embed_tokens and lm_head"
 )
 
-NARROW = (
-    "none: they keep their accuracy, and cost little to read. Adapters (LoRA) can be merged into the weights "
+NARROW = NoChange(
+    "they keep their accuracy, and cost little to read. Adapters (LoRA) can be merged into the weights "
     "that they correct before the model is compiled: w + scale * b @ a"
 )
 NO_ROUTER = (
     "if these are experts, let ids (topk, argmax, one_hot) choose their rows, or a router's scores weight "
     "their outputs, in the same graph; or put the weight under a path with 'expert' in it: self.experts.w1"
 )
-ROUTER = none("with a router in 4 bits tokens would go to other experts than the model chooses")
+ROUTER = NoChange("with a router in 4 bits tokens would go to other experts than the model chooses")
 
 # --- rows sorted by expert, weights gathered by ids ---
 
@@ -133,7 +142,7 @@ FFN = (
     "write an expert as down(act(gate(x)) * up(x)) or down(act(up(x))); for one product alone stack the "
     "experts' weights and gather them by ids: torch.bmm(w[ids], rows.unsqueeze(-1))"
 )
-ONE_AFTER_ANOTHER = none(
+ONE_AFTER_ANOTHER = NoChange(
     "experts that refine each other's outputs run one after the other; one operator runs all on the same x. "
     "Experts that only share a tensor, each its own rows, can read x[token] and add to zeros by index_add"
 )
@@ -160,7 +169,7 @@ ADD_LATER = (
     "add it after the experts' weighted outputs are summed up (times weights.sum(-1, keepdim=True), if "
     "each choice adds it)"
 )
-ONE_EXPERT = none("a single expert is a linear layer; with options={'linear': True} it is in 4 bits, too")
+ONE_EXPERT = NoChange("a single expert is a linear layer; with options={'linear': True} it is in 4 bits, too")
 IN_THE_GRAPH = (
     "keep the numbers in the graph: counts = torch.bincount(ids.flatten(), minlength=E) of ids that topk "
     "chose, then rows.split(counts.tolist()); or loop over all experts, token, slot = torch.where(ids == e)"
@@ -240,7 +249,7 @@ SAME_X = "let all experts read rows of the same x"
 SCALE_BY_EXPERT = (
     "scale all experts' inputs alike; a number of each expert's own can be looked up by id, scale[ids]"
 )
-SAME_ACTIVATION = none(
+SAME_ACTIVATION = NoChange(
     "experts with different activations compute different functions, and one operator has one"
 )
 SAME_SHAPES = (
@@ -265,8 +274,8 @@ EVERY_USE = (
     "expert's output but for the weighted sum; or call fp4_ops.prepare(model) where its experts are of "
     "transformers' kind"
 )
-NOT_GATHERED = (
-    "none: it would be packed at each call. For inference leave the experts out of the sharding, or load the "
+NOT_GATHERED = NoChange(
+    "it would be packed at each call. For inference leave the experts out of the sharding, or load the "
     "whole model on each rank and call fp4_ops.prepare(model): 4 bits take a quarter of the memory"
 )
 NO_GRADIENTS = "run the model under torch.no_grad() or torch.inference_mode()"
@@ -297,7 +306,7 @@ STACK_DEPTH = (
     "call the compiled model for the first time where fewer calls are nested, or raise "
     "sys.setrecursionlimit: Python's stack was full"
 )
-FAULT = none(
+FAULT = NoChange(
     "this is a fault of fp4_ops, please report it with the model; the log at level DEBUG has the traceback"
 )
 

@@ -11,7 +11,7 @@ from torch import fx
 from torch._dynamo.utils import get_compilation_metrics
 
 from ..zero3 import refuse_emptied
-from .dynamo.branches import KEPT, SEEN_THROUGH
+from .dynamo.branches import KEPT, SEEN_THROUGH, Kept
 from .dynamo.breaks import breaks_since, described, inside, known_breaks, reason_of
 from .dynamo.extend import CAPTURE, extend_dynamo
 from .dynamo.left_frames import noted
@@ -51,6 +51,7 @@ def explain(
         refuse_emptied("explain", model)
     counters = torch._dynamo.utils.counters
     before = {name: Counter(counters[name]) for name in _COUNTERS}
+    stayed = dict(KEPT)
     compilations, known = list(get_compilation_metrics()), known_breaks()
     # The graphs made here stay in Dynamo's cache beside the user's own: don't let them use up the limit.
     settings = {"recompile_limit": 1024, "accumulated_recompile_limit": 4096, **CAPTURE}
@@ -72,7 +73,7 @@ def explain(
     report.not_captured = list(dict.fromkeys(_not_captured(frame, breaks) for frame in failed))
     report.seen_through = [short_path(place) for place in new[SEEN_THROUGH]]
     report.hints = (
-        _hints(model, report, list(new[KEPT]))
+        _hints(model, report, [kept for place, kept in KEPT.items() if stayed.get(place) is not kept])
         or _dynamos_hints(failed, breaks)
         or _no_products(model, report)
     )
@@ -92,10 +93,10 @@ def _not_captured(frame: Any, breaks: Sequence[Any]) -> str:
     return f"{what}, for {at}: {reason}"
 
 
-_COUNTERS = ("graph_break", "unimplemented", "frames", SEEN_THROUGH, KEPT)
+_COUNTERS = ("graph_break", "unimplemented", "frames", SEEN_THROUGH)
 
 
-def _hints(model: Any, report: Report, branches: Sequence[str]) -> list[str]:
+def _hints(model: Any, report: Report, branches: Sequence[Kept]) -> list[str]:
     """Lists changes by the user that help where experts are known to stay out of the graphs."""
     hints = []
     config = getattr(model, "config", None)
@@ -106,12 +107,12 @@ def _hints(model: Any, report: Report, branches: Sequence[str]) -> list[str]:
                 "transformers' eager experts are a loop, which is not recognised in this model: "
                 "model.set_experts_implementation('grouped_mm'), or fp4_ops.prepare(model)"
             )
-    for text in branches:
-        text, _, change = text.partition("\n")
-        place, _, why = text.partition(" stays ")
-        drop = "loop over all of them" if why.startswith("a loop") else "drop it"
-        hint = f"Change: {change}. If it only skips experts without rows, {drop}: they cost nothing"
-        hints.append(f"{short_path(place)} stays {why}. {hint}")
+    for kept in branches:
+        what, instead = ("a loop", "loop over all of them") if kept.is_loop else ("a branch", "drop it")
+        hints.append(
+            f"{short_path(kept.place)} stays {what}: {kept.why.reason}. Change: {kept.why.change}. "
+            f"If it only skips experts without rows, {instead}: they cost nothing"
+        )
     if not branches and any("branching" in reason for reason in report.graph_breaks):
         hints.append(
             "a branch on data keeps a function out of the graphs: compute both ways, or use torch.where"

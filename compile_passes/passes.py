@@ -12,7 +12,6 @@ import torch
 from torch import fx
 from torch._subclasses.fake_tensor import FakeTensorMode
 
-from . import advice
 from .emit.batched import batched_products, read_batched
 from .emit.every_use import EveryUse
 from .emit.linears import linear_layers
@@ -22,23 +21,12 @@ from .emit.products import write_product
 from .emit.writer import Writer, kernel
 from .emit.written_slices import read_past_writes
 from .graph.dead_code import erase_unused, sweep
-from .graph.nodes import (
-    FLOATING,
-    Canon,
-    Refusal,
-    Weights,
-    aten,
-    is_op,
-    unswap,
-    value,
-    why_not_own,
-    written_to,
-)
+from .graph.nodes import FLOATING, Canon, Weights, aten, is_op, unswap, value, why_not_own, written_to
 from .graph.products import Product, find_products
 from .graph.strides import allow_any_strides
 from .index.reader import Reader
 from .index.terms import interning
-from .naming import called, input_name, location, module_path
+from .naming import location, module_path
 from .neighbours.attention import write_attention
 from .neighbours.sums import write_sums
 from .neighbours.topk import write_topk
@@ -49,8 +37,9 @@ from .recognise.mixture import Mixture
 from .recognise.search import Search
 from .recognise.sizes import need_wide, need_wide_weight
 from .recognise.written_decoding import decode_to_operator
-from .report import Site, left_alone
-from .trace.capture import CannotCapture, mutated_inputs
+from .refusal import Kind, Refusal, Refused, refuse
+from .report import Site, each_told_once, left_alone
+from .trace.capture import mutated_inputs
 from .weights.decoded import find_decoded
 from .weights.prequantized import is_prequantized
 from .weights.runtime import Swap
@@ -80,7 +69,8 @@ class _State:
     options: Options
     fake_mode: FakeTensorMode
     writer: Writer
-    sites: list[Site] = field(default_factory=list)
+    sites: list[Site | Refusal] = field(default_factory=list)
+    """What was rewritten, and what was left alone; refusals become text when all passes have run."""
     found: list[Product | Refusal] = field(default_factory=list)
     products: dict[fx.Node, Product] = field(default_factory=dict)
     why_not: dict[fx.Node, Refusal] = field(default_factory=dict)
@@ -116,8 +106,8 @@ def rewrite(
     state = _State(gm, fixed, options, fake_mode, Writer(gm, options))
     with interning():
         (passes or PassLog("graph")).run(PASSES, state, gm.graph)
-    unrouted = list(dict.fromkeys(left_alone(r) for r in state.unrouted.values()))
-    return state.rewritten, state.sites, unrouted
+    sites = [left_alone(s) if isinstance(s, Refusal) else s for s in state.sites]
+    return state.rewritten, sites, list(map(left_alone, each_told_once(state.unrouted.values())))
 
 
 def _read_past_writes(s: _State) -> None:
@@ -153,19 +143,19 @@ def _mixtures(s: _State) -> None:
             continue
         try:
             if isinstance(found, Refusal):
-                raise found
+                raise Refused(found)
             need_wide((p for b in (found.common,) for p in (*b.up, b.down)), found.root)
             own = found.weights
             weights = [n for n in writer.inputs if n in own]
-            why = next((n.meta["each"] for n in weights if "each" in n.meta), "")
-            if why:
+            why = next((n.meta["each"] for n in weights if "each" in n.meta), None)
+            if why is not None:
                 s.sites += EveryUse(writer, found, reader).run(why, taken)
             else:
                 s.sites.append(Emitter(writer, found).run())
-        except Refusal as refusal:
-            s.refused.append((downs, refusal))
+        except Refused as stop:
+            s.refused.append((downs, stop.refusal))
             if isinstance(found, Mixture):
-                _stay_together(found.weights, s.writer.mutated)
+                _stay_together(found, s.writer.mutated)
     sweep(graph)
     packed = {n for slot in writer.slots.keys() - others for n in slot[0] if not is_prequantized(n)}
     writer.check_uses(packed, set(s.products))
@@ -203,10 +193,11 @@ def _batched(s: _State) -> None:
     alive = set(graph.nodes)
     refused = [(downs, r) for downs, r in s.refused if alive.issuperset(downs)]
     refused = [(downs, r) for downs, r in refused if not s.unrouted.keys() >= set(downs)]
-    reasons = {r.reason for _, r in refused} | {site.reason for site in s.sites}
+    left = [*(r for _, r in refused), *(r for r in s.sites if isinstance(r, Refusal))]
+    already = {r.facts for r in left if r.kind is Kind.WRITTEN}
     stacks = [(p, w) for p, w in s.written.items() if p in alive and value(w).dim() == 3]
     writes = [([p], written_to(w, p)) for p, w in stacks]
-    refused += [(downs, r) for downs, r in writes if r.reason not in reasons]
+    refused += [(downs, r) for downs, r in writes if r.facts not in already]
     s.refused = []
     for downs, refusal in refused:
         alone = [n for n in downs if n in s.products]
@@ -226,9 +217,9 @@ def _products(s: _State) -> None:
     alive = set(s.gm.graph.nodes)
     refusals = [r for r in s.found if isinstance(r, Refusal) and r.node in alive]
     s.unrouted = {n: r for n, r in s.unrouted.items() if n in alive}
-    _need_evidence(s, [r.node for r in refusals])
-    s.sites += [left_alone(r) for r in refusals if r.node not in s.unrouted]
-    s.sites += dict.fromkeys(left_alone(r) for _, r in s.refused)
+    _need_evidence(s, [r.site for r in refusals])
+    s.sites += [r for r in refusals if r.site not in s.unrouted]
+    s.sites += each_told_once(r for _, r in s.refused)
     left = [p for p in s.products.values() if p.node in alive and p.node not in s.unrouted]
     reasons = [s.why_not.get(p.node) or _why_not_read(s, p) for p in left]
     for product, why in zip(left, reasons):
@@ -238,13 +229,13 @@ def _products(s: _State) -> None:
             continue
         try:
             need_wide_weight(product.weight.placeholder, product.weight, product.node)
-        except Refusal as refusal:
-            s.sites.append(left_alone(refusal))
+        except Refused as stop:
+            s.sites.append(stop.refusal)
             continue
         site = write_product(s.writer, product)
         if why is not None:
-            reason = f"not a whole block: {why.reason} ({location(why.node)})"
-            site = replace(site, reason=reason, change=why.change)
+            whole = Refusal(Kind.NOT_WHOLE, product.node, (why, why.node))
+            site = replace(site, reason=whole.reason, change=whole.change)
         s.sites.append(site)
     s.sites += fp4_calls(s.gm.graph, s.writer.written)
 
@@ -308,6 +299,10 @@ def _strides(s: _State) -> None:
     allow_any_strides(s.gm)
 
 
+def _has_operators(s: _State) -> bool:
+    return any(isinstance(site, Site) for site in s.sites)
+
+
 PASSES: tuple[Pass[_State], ...] = (
     Pass("read_past_writes", _read_past_writes),
     Pass("decode", _decode),
@@ -320,18 +315,19 @@ PASSES: tuple[Pass[_State], ...] = (
         when=lambda s: bool(s.options.outside) or any(map(is_prequantized, s.fixed)),
     ),
     Pass("single_products", _products),
-    Pass("topk", _topk, when=lambda s: any(site.rewritten for site in s.sites)),
-    Pass("attention", _attention, when=lambda s: any(site.rewritten for site in s.sites)),
-    Pass("sums", _sums, when=lambda s: any(site.rewritten for site in s.sites)),
+    Pass("topk", _topk, when=_has_operators),
+    Pass("attention", _attention, when=_has_operators),
+    Pass("sums", _sums, when=_has_operators),
     Pass("inputs", _inputs, when=lambda s: bool(s.writer.written or s.also)),
     Pass("strides", _strides, when=lambda s: s.rewritten is not None),
 )
 """All that happens to a captured graph, in order."""
 
 
-def _stay_together(weights: set[fx.Node], mutated: set[fx.Node]) -> None:
+def _stay_together(block: Mixture, mutated: set[fx.Node]) -> None:
     """All weights of a block stay if one must."""
-    why = next((r for n in weights if (r := why_not_own(n, mutated)) is not None), None)
+    weights = block.weights
+    why = next((r for n in weights if (r := why_not_own(n, mutated, block.root)) is not None), None)
     if why is not None:
         for node in weights:
             node.meta.setdefault("stays", why)
@@ -341,25 +337,16 @@ def _is_weight(node: fx.Node, fixed: set[fx.Node]) -> bool:
     return node in fixed and value(node).dtype in FLOATING
 
 
-def _format(weight: fx.Node, options: Options) -> tuple[str, bool]:
-    """(format, whether the model itself holds it so) of a weight once it is packed."""
-    return (weight.meta["prequantized"].format, True) if is_prequantized(weight) else (options.format, False)
-
-
-def _no_stand_in_is_left(graph: fx.Graph, sites: list[Site]) -> None:
+def _no_stand_in_is_left(graph: fx.Graph, sites: list[Site | Refusal]) -> None:
     """Checks that no stand-in for a tensor subclass is left.
 
     It holds no values, so operators must take all its uses.
     """
     for node in graph.find_nodes(op="placeholder"):
         for user in node.users if is_prequantized(node) else ():
-            kind, refused = (
-                node.meta["prequantized"].kind,
-                [(s.reason, s.change) for s in sites if not s.rewritten],
-            )
-            own = f"{called(user)} reads it", advice.PRODUCTS_ONLY
-            why, change = refused[0] if refused else own
-            raise CannotCapture(f"a product of {input_name(node)} ({kind}) was not found: {why}", change)
+            why = next((s for s in sites if isinstance(s, Refusal)), None)
+            why = Refusal(Kind.READ_BY_OTHER, user, (user,)) if why is None else why
+            refuse(Kind.PRODUCT_NOT_FOUND, user, node, node.meta["prequantized"].kind, why)
 
 
 def fp4_calls(graph: fx.Graph, known: Collection[fx.Node] = ()) -> list[Site]:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 from collections import Counter
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -25,8 +26,9 @@ from .options import Options, inductor_patches
 from .pass_log import PassLog
 from .passes import Rewritten, fp4_calls, rewrite
 from .recognise.written_decoding import BYTES, TABLE
+from .refusal import Kind, Refusal, Refused
 from .report import Frame, Site
-from .trace.capture import CannotCapture, capture
+from .trace.capture import capture
 from .weights.attributes import as_inputs, with_held
 from .weights.local_parts import given_parts, is_precompiling, see_through
 from .weights.prequantized import is_subclass
@@ -64,14 +66,14 @@ def analyse(gm: fx.GraphModule, inputs: Sequence[Any], options: Options) -> tupl
     try:
         rewritten, frame.sites, frame.unrouted = _rewritten(gm, inputs, options, {}, {}, passes)
         frame.also = rewritten.also if rewritten is not None else []
-    except CannotCapture as reason:
-        frame.note, frame.change = f"left to Inductor: {reason}", reason.change
+    except Refused as why:
+        frame.note, frame.change = f"left to Inductor: {why.refusal.reason}", why.refusal.change
         return None, frame
     except Exception as error:  # a model that Inductor compiles must not fail because of these passes
         log.debug("the passes failed", exc_info=True)
         failed = f"pass {passes.current}" if passes.current else "the passes"
         frame.note = f"left to Inductor, {failed} failed: {type(error).__name__}: {error}"
-        frame.change = advice.STACK_DEPTH if isinstance(error, RecursionError) else advice.FAULT
+        frame.change = advice.STACK_DEPTH if isinstance(error, RecursionError) else str(advice.FAULT)
         return None, frame
     return rewritten, frame
 
@@ -80,8 +82,8 @@ def _rewritten(
     gm: fx.GraphModule,
     inputs: Sequence[Any],
     options: Options,
-    each: dict[int, str],
-    stay: dict[int, str],
+    each: dict[int, Refusal],
+    stay: dict[int, Refusal],
     passes: PassLog,
 ) -> tuple[Rewritten | None, list[Site], list[Site]]:
     """`each`: inputs whose products are rewritten one by one, and why; `stay`: those that are left alone."""
@@ -93,7 +95,7 @@ def _rewritten(
     for node, x in _pairs(traced, inputs):
         if id(x) in from_shards or (node in fixed and is_flat(getattr(node, "_dynamo_source", None))):
             library = from_shards.get(id(x), "FSDP")
-            node.meta["gathered"] = f"{library} gathers the weight {input_name(node)} anew for each call"
+            node.meta["gathered"] = library
         if node in fixed and x.numel() <= TABLE:
             node.meta["constant"] = x.detach()
     for i, (node, _) in enumerate(_pairs(traced, inputs)):
@@ -106,11 +108,7 @@ def _rewritten(
     except ReadTwice as found:
         if not found.why.keys() - stay.keys():
             raise
-        again = {
-            i: f"{why}, and is not rewritten: the block stays as it is"
-            for i, why in found.why.items()
-            if i in each
-        }
+        again = {i: replace(why, kind=Kind.BLOCK_STAYS) for i, why in found.why.items() if i in each}
         each, stay = {**found.why, **each}, {**again, **stay}
     return _rewritten(gm, inputs, options, each, stay, passes)
 

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
-from .graph.nodes import Refusal
 from .naming import location, module_path
 from .pass_log import PassRun
+from .refusal import Refusal
 
 
 @dataclass(frozen=True)
@@ -124,8 +125,14 @@ class Site:
 
 
 def left_alone(refusal: Refusal) -> Site:
-    where, module = location(refusal.node), module_path(refusal.node)
+    """Write down a refused place. From here on it is text."""
+    where, module = location(refusal.site), module_path(refusal.site)
     return Site(None, refusal.reason, where, module, change=refusal.change)
+
+
+def each_told_once(refusals: Iterable[Refusal]) -> list[Refusal]:
+    """Return one of those that a reader cannot tell apart, such as the same line's for each expert."""
+    return list({left_alone(r): r for r in refusals}.values())
 
 
 @dataclass

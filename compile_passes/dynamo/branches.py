@@ -15,6 +15,7 @@ from __future__ import annotations
 import dis
 import re
 from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Any
 
 import sympy
@@ -26,17 +27,30 @@ from torch._dynamo.utils import counters
 from torch.fx.experimental.symbolic_shapes import free_unbacked_symbols
 
 from ...meta.text import in_short
-from .. import advice
 from ..graph.traced_nodes import called, example, same_elements
+from ..refusal import Kind, Refusal, Refused, refuse
 from . import known_values
 from .asserts import into_the_graph
 from .bytecode import asks_for
-from .empty_masks import Unproved, empty_with
+from .empty_masks import empty_with
 from .empty_rows import Named, Nothing, Way, counted, has_all_rows
 
-SEEN_THROUGH, KEPT = "fp4_branches_seen_through", "fp4_branches_kept"
-"""Keys of `torch._dynamo.utils.counters`. They count places (file:line), and "file:line stays a branch: why"
-(or a loop) above what would help."""
+SEEN_THROUGH = "fp4_branches_seen_through"
+"""Key of `torch._dynamo.utils.counters`, which counts places (file:line)."""
+
+
+@dataclass(frozen=True, eq=False)
+class Kept:
+    """A branch, or a loop over the experts that are hit, that stays as it is."""
+
+    place: str
+    """file:line"""
+    is_loop: bool
+    why: Refusal
+
+
+KEPT: dict[str, Kept] = {}
+"""By place, the latest."""
 
 
 Handler = Callable[[Any, Any], None]
@@ -89,12 +103,8 @@ def _asks_whether_there_are_rows(tx: Any, jump: Any) -> None:
         if asked is not None and tx.symbolic_locals.get(asked) is v and not has_all_rows(tx.output, v):
             _kept(tx).add(branch)
             counters[SEEN_THROUGH].pop(place, None)
-            _tell_kept(place, "a branch", f"`{asked}` may be empty", advice.COUNT_TOKENS)
+            KEPT[place] = Kept(place, False, Refusal(Kind.MAY_BE_EMPTY, None, (asked,)))
             raise UnspecializeRestartAnalysis(restart_reason=f"fp4: {place} is a branch")
-
-
-def _tell_kept(place: str, what: str, why: str, change: str) -> None:
-    counters[KEPT][f"{place} stays {what}: {why}\n{change}"] += 1
 
 
 def is_kept(tx: Any, inst: Any) -> bool:
@@ -125,14 +135,14 @@ def watch(tx: Any, way: Way, branch: Any, replaced: bool = False) -> None:
         except Exception as error:
             if not replaced:
                 raise
-            raise Unproved(f"over all experts it fails: {in_short(error)}", advice.ALL_RUN) from error
+            raise Refused(Refusal(Kind.FAILS_FOR_ALL, None, (in_short(error),))) from error
 
     def step() -> bool:
         """Instead of tx.step, until both ways meet."""
         try:
             if tx.instruction_pointer == way.join:
                 if tx.step is not step:
-                    raise Unproved("a branch in it ends after it", advice.ALL_RUN)
+                    refuse(Kind.BRANCH_INSIDE, None)
                 del tx.step
                 if around is not None:
                     tx.step = around
@@ -142,14 +152,12 @@ def watch(tx: Any, way: Way, branch: Any, replaced: bool = False) -> None:
                     known.append((v, (tx.f_code, branch.offset), place))
                 counters[SEEN_THROUGH][place] += 1
             elif not advance():
-                raise Unproved(
-                    "it leaves the function, or the graph breaks, before both ways meet", advice.ALL_RUN
-                )
+                refuse(Kind.LEAVES, None)
             return True
-        except Unproved as why:
+        except Refused as stop:
             _kept(tx).add((tx.f_code, branch.offset))
             counters[SEEN_THROUGH].pop(place, None)
-            _tell_kept(place, "a loop" if replaced else "a branch", str(why), why.change)
+            KEPT[place] = Kept(place, replaced, stop.refusal)
             # The one restart that also forgets where Dynamo tried to break the graph: the way is another now.
             raise UnspecializeRestartAnalysis(restart_reason=f"fp4: {place} is a branch") from None
 

@@ -4,17 +4,8 @@ from __future__ import annotations
 
 from torch import Tensor, fx
 
-from .. import advice
 from ..graph.traced_nodes import SAME_ELEMENTS, called, example, since, writes_to
-
-
-class Unproved(Exception):
-    """Why a branch stays one, and what would help."""
-
-    def __init__(self, why: str, change: str) -> None:
-        super().__init__(why)
-        self.change = change
-
+from ..refusal import Kind, refuse
 
 _PARTS = (*SAME_ELEMENTS, "bool", "any", "unsqueeze", "expand", "detach", "unbind")
 _BOTH = ("and_", "__and__", "logical_and", "bitwise_and")
@@ -54,5 +45,5 @@ def selects_by(node: fx.Node, masks: set[fx.Node]) -> bool:
     if masks.isdisjoint(tensors):
         return False
     if len(tensors) > 1:
-        raise Unproved("a mask is one of several indices", advice.SIZES)
+        refuse(Kind.SEVERAL_INDICES, None)
     return True

@@ -26,11 +26,11 @@ from torch.fx.experimental.symbolic_shapes import free_unbacked_symbols, statica
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from ...meta.text import in_short
-from .. import advice
 from ..graph.traced_nodes import along, called, example, since, some_elements, writes_to
 from ..operands import operand
+from ..refusal import Kind, Refusal, Refused, refuse
 from .bytecode import joined_comprehension, joined_list
-from .empty_masks import Unproved, is_empty_with, selects_by
+from .empty_masks import is_empty_with, selects_by
 from .known_values import number_of
 
 SAYS_THE_SAME = "_fp4_says_the_same"
@@ -216,37 +216,27 @@ class Way:
         now = self._locals()
         for name in now.keys() | self.locals.keys():
             if not self._same(self.locals.get(name), now.get(name)):
-                raise Unproved(
-                    f"`{name}`, which is read later, changes where there are rows",
-                    advice.elsewhere(f"`{name}`"),
-                )
+                refuse(Kind.READ_LATER, None, f"`{name}`")
         if not _all_same(self.stack, self.tx.stack) or self._state() != self.state:
-            raise Unproved(
-                "what is being computed, or a setting of torch, changes where there are rows", advice.ALL_RUN
-            )
+            refuse(Kind.SETTING_CHANGES, None)
         grown = self._grown()
         self.objects.check({id(v): len(items) for v, items in grown.values()})
         if self.tx.output.graph is not self.graph:
-            raise Unproved("it is in two graphs", advice.ALL_RUN)
+            refuse(Kind.TWO_GRAPHS, None)
         hits = self.nothing.hits
         if hits is not None and writes_to([hits.mask], since(self.last)):
-            raise Unproved(
-                "the mask changes, whose rows are of the rounds to come", advice.elsewhere("the mask")
-            )
+            refuse(Kind.MASK_CHANGES, None)
         for name in self.swallowing:  # a read of them breaks the graph
             self.tx.symbolic_locals.pop(name, None)
         try:
             sizes = replay(list(since(self.last)), self.nothing, self.tx.output)
-        except Unproved:
+        except Refused:
             raise
         except Exception as error:  # of whatever the model calls
-            raise Unproved(f"without rows it fails: {in_short(error)}", advice.ALL_RUN) from error
+            raise Refused(Refusal(Kind.FAILS_WITHOUT_ROWS, None, (in_short(error),))) from error
         for name, (v, items) in grown.items():
             if not all(_is_like_without_rows(x, v.items[0], sizes) for x in v.items[len(items) :]):
-                raise Unproved(
-                    f"`{name}`, which is read later, changes where there are rows",
-                    advice.elsewhere(f"`{name}`"),
-                )
+                refuse(Kind.READ_LATER, None, f"`{name}`")
         self.grown = [v for v, _ in grown.values()]
 
     def _same(self, a: Any, b: Any) -> bool:
@@ -372,11 +362,11 @@ class _Objects:
             if items is not None:
                 v.items = items
             if len(now) != len(before) or not all(map(_equal, before, now)):
-                raise Unproved(f"{_name(v)} changes where there are rows", advice.elsewhere(_name(v)))
+                refuse(Kind.CHANGES, None, _name(v))
         for v in (*self.side.id_to_variable.values(), *self.side.store_attr_mutations):
             new = id(v) not in self.known and isinstance(v.mutation_type, self.existing)
             if new and self.side.is_modified(v):
-                raise Unproved(f"{_name(v)} changes where there are rows", advice.elsewhere(_name(v)))
+                refuse(Kind.CHANGES, None, _name(v))
 
 
 def _name(v: Any) -> str:
@@ -423,7 +413,7 @@ def live(tx: Any, start: int, swallowing: bool) -> set[str]:
 
 
 def replay(nodes: Sequence[fx.Node], nothing: Nothing, output: Any) -> set[Any]:
-    """Runs Dynamo's `nodes` on fake tensors without rows, and raises Unproved unless nothing comes of it.
+    """Runs Dynamo's `nodes` on fake tensors without rows, and raises Refused unless nothing comes of it.
     Returns the sizes that are 0."""
     env: dict[fx.Node, Any] = {}
     watch = _Watch()
@@ -441,9 +431,7 @@ def replay(nodes: Sequence[fx.Node], nothing: Nothing, output: Any) -> set[Any]:
     with output.fake_mode, enable_python_dispatcher(), watch, output.shape_env.suppress_guards():
         for node in nodes:
             if torch.is_grad_enabled() and _needs_gradient(example(node)):
-                raise Unproved(
-                    "gradients are asked for, and experts without rows have none", advice.NO_GRADIENTS
-                )
+                refuse(Kind.GRADIENTS, None)
             if selects_by(node, masks):
                 sizes |= _data_sizes(node) - _data_sizes(operand(node))
                 env[node] = emptied(node)
@@ -456,14 +444,14 @@ def replay(nodes: Sequence[fx.Node], nothing: Nothing, output: Any) -> set[Any]:
             if no_rows or node.meta.get(SAYS_THE_SAME):
                 continue
             if node.meta.get("unbacked_bindings"):
-                raise Unproved(f"{called(node)} has a size that only the data knows", advice.SIZES)
+                refuse(Kind.SIZE_OF_DATA, None, called(node))
             args, kwargs = fx.node.map_arg((node.args, node.kwargs), argument)
             if node.op == "call_function" and node.target not in _EFFECTS:
                 env[node] = node.target(*args, **kwargs)  # type: ignore[operator]
             elif node.op == "call_method":
                 env[node] = getattr(args[0], str(node.target))(*args[1:], **kwargs)
             else:
-                raise Unproved(f"{called(node)} may do more than compute", advice.ALL_RUN)
+                refuse(Kind.DOES_MORE, None, called(node))
             if is_empty_with(node, masks) or nothing.is_row(node):
                 masks.add(node)
                 watch.keep(env[node], True)
@@ -508,7 +496,7 @@ def _emptied(value: Any, sizes: set[Any]) -> Any:
             if expr.free_symbols and isinstance(value, torch.SymInt):  # the sum of others' rows
                 return value.node.shape_env.create_symintnode(expr, hint=None)
             if expr.free_symbols:
-                raise Unproved(f"{value} is about more than one size", advice.SIZES)
+                refuse(Kind.SEVERAL_SIZES, None, str(value))
             return bool(expr) if isinstance(value, torch.SymBool) else int(expr)
     return value
 
@@ -540,9 +528,9 @@ class _Watch(TorchDispatchMode):
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
         if torch.Tag.nondeterministic_seeded in func.tags:
-            raise Unproved(f"{func} draws random numbers", advice.NO_RANDOM)
+            refuse(Kind.RANDOM, None, func)
         if torch.Tag.inplace_view in func.tags:
-            raise Unproved(f"{func} changes a tensor's shape", advice.NO_SHAPES)
+            refuse(Kind.RESHAPES, None, func)
         schema = func._schema
         named = {a.name: v for a, v in zip(schema.arguments, args)} | kwargs
         at = torch.utils._pytree.tree_leaves(named.get(_WRITES_AT.get(schema.name, "")))
@@ -553,7 +541,7 @@ class _Watch(TorchDispatchMode):
                 if argument.alias_info is not None and argument.alias_info.is_write:
                     written = torch.utils._pytree.tree_leaves(named.get(argument.name))
                     if not all(map(self._own, written)):
-                        raise Unproved(f"{func} writes to a tensor that is read later", advice.OWN_TENSOR)
+                        refuse(Kind.WRITES, None, func)
         return func(*args, **kwargs)
 
     def _own(self, t: Any) -> bool:

@@ -15,17 +15,17 @@ import torch
 from torch import fx
 
 from ...meta.layouts import preferred_layout
-from .. import advice
-from ..graph.nodes import PRODUCTS, Refusal, aten, is_op, need, shape, static_int, value, written_to
+from ..graph.nodes import PRODUCTS, aten, is_op, shape, static_int, value, written_to
 from ..index.reader import Reader
 from ..index.terms import Axis, Const, Ref, Value, free_axes, substitute
-from ..naming import input_name, location
+from ..naming import input_name
 from ..operands import operand
 from ..recognise.evidence import Evidence, router, unrouted
 from ..recognise.factors import K, N, indices
 from ..recognise.mixture import Matcher, Matrix
 from ..recognise.sizes import need_wide
-from ..report import Load, Site, hint, left_alone
+from ..refusal import Kind, Refusal, Refused, need
+from ..report import Load, Site, hint
 from .writer import Activations, Packed, Writer
 
 ATTENTION = re.compile(r"attn|attention")
@@ -61,7 +61,7 @@ def batched_products(
     routed: set[fx.Node],
     written: dict[fx.Node, fx.Node],
     not_experts: dict[fx.Node, Refusal],
-) -> Iterator[Site]:
+) -> Iterator[Site | Refusal]:
     """Rewrite every `bmm` with a whole expert weight that no block has taken.
 
     routed: products that something routes rows to.
@@ -86,9 +86,9 @@ def batched_products(
             if not b.shared:
                 made_of[b.node] = _before(b, graph, reader, matcher, nodes)
                 for product in _nearest_products(b.a) & written.keys():
-                    raise written_to(written[product], product)
-        except Refusal as refusal:
-            stays[b.node] = refusal
+                    raise Refused(written_to(written[product], product))
+        except Refused as why:
+            stays[b.node] = why.refusal
     for down, ups in made_of.items():  # all of an expert, or nothing
         whole = next((stays[up] for up in ups if up in stays), None)
         if whole is not None:
@@ -101,7 +101,7 @@ def batched_products(
     for b in found:
         if b.node in stays and not b.shared and stays[b.node] not in refusals_seen:
             refusals_seen.add(stays[b.node])
-            yield left_alone(stays[b.node])
+            yield stays[b.node]
         elif b.node not in stays and (b.node in wanted or not b.shared):
             yield _write(writer, b, packed[b.node])
 
@@ -137,9 +137,8 @@ def _before(
     weights = {up.weight.node for up in ups}
     products = [n for n in graph.nodes if is_op(n, *PRODUCTS) and weights & _weights_of(n, reader)]
     for node in products:
-        name = input_name(next(iter(weights & _weights_of(node, reader))))
-        reason = f"a product of {name}, which makes the rows of this one, stays as it is, at {location(node)}"
-        need(node in found, reason, b.node, advice.BATCH_ROWS)
+        weight = next(iter(weights & _weights_of(node, reader)))
+        need(node in found, Kind.ROWS_STAY, b.node, weight, node)
     return products
 
 

@@ -13,10 +13,10 @@ from typing import Any
 
 from torch import fx
 
-from .. import advice
-from ..graph.nodes import aten, is_op, need, value
+from ..graph.nodes import aten, is_op, value
 from ..index.reader import Reader
 from ..recognise.mixture import Matrix, Mixture
+from ..refusal import Kind, Refusal, need
 from ..report import Load, Site, hint
 from ..weights.prequantized import is_prequantized
 from .batched import multiplied, put_back, read_batched
@@ -49,7 +49,7 @@ class EveryUse:
         parts = [list(m.parts(lambda b: b.up)), list(m.parts(lambda b: (b.down,)))]
         like = parts[0][0][0].ref.node
         for node in {p.ref.node for experts in parts for each in experts for p in each}:
-            need(not is_prequantized(node), "a weight in 4 bits has other users", m.root, advice.EVERY_USE)
+            need(not is_prequantized(node), Kind.PACKED_READ_AGAIN, m.root)
         self.layout = writer.layout(
             like, *{(p.n, p.k) for experts in parts for each in experts for p in each}
         )
@@ -66,7 +66,7 @@ class EveryUse:
                     self.parts.setdefault(key, []).append(_Part(o, e, start, step, p.n, at, by))
         self.made: dict[Any, Any] = {}
 
-    def run(self, why: str, taken: set[fx.Node]) -> list[Site]:
+    def run(self, why: Refusal, taken: set[fx.Node]) -> list[Site]:
         """Rewrite the products with this mixture's weights. Products in `taken` belong to others."""
         ops = []
         for node in list(self.w.gm.graph.nodes):
@@ -80,7 +80,7 @@ class EveryUse:
         site = self.w.site(
             ops[0], root, self.packed, FORM, self.how,
             f"{len(ops)} products of {len(m.branches)} experts, hidden {b.up[0].k}, intermediate {b.down.k}",
-            load, reason=f"not one operator: {why}", change=advice.EVERY_USE,
+            load, why=Refusal(Kind.EVERY_USE, root, (why,)),
         )  # fmt: skip
         return [site]
 

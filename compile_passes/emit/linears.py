@@ -12,7 +12,7 @@ from collections.abc import Iterator
 from torch import fx
 
 from ...outside_experts import kind_of
-from ..graph.nodes import Refusal, aten, is_op, shape, static_int, value
+from ..graph.nodes import aten, is_op, shape, static_int, value
 from ..index.reader import Reader
 from ..index.terms import Ref, free_axes, substitute
 from ..naming import input_name
@@ -21,12 +21,13 @@ from ..options import Options
 from ..recognise.evidence import Evidence
 from ..recognise.factors import K, N
 from ..recognise.mixture import Matrix
-from ..report import Load, Site, hint, left_alone
+from ..refusal import Refusal, Refused
+from ..report import Load, Site, hint
 from ..weights.prequantized import is_prequantized
 from .writer import Writer
 
 
-def linear_layers(writer: Writer, reader: Reader, evidence: Evidence) -> Iterator[Site]:
+def linear_layers(writer: Writer, reader: Reader, evidence: Evidence) -> Iterator[Site | Refusal]:
     for node in list(writer.gm.graph.nodes):
         if not is_op(node, aten.mm, aten.addmm):
             continue
@@ -45,8 +46,8 @@ def linear_layers(writer: Writer, reader: Reader, evidence: Evidence) -> Iterato
             continue
         try:
             yield _write(writer, node, a, matrix, bias, format)
-        except Refusal as refusal:
-            yield left_alone(refusal)
+        except Refused as why:
+            yield why.refusal
 
 
 def factors(node: fx.Node) -> tuple[fx.Node | None, fx.Node, fx.Node]:

@@ -13,10 +13,9 @@ from typing import Any, NamedTuple
 import torch
 from torch import fx
 
-from ...meta.formats import ACTIVATIONS, find_activation, known_activation
+from ...meta.formats import find_activation, known_activation
 from ...meta.layouts import LAYOUTS
-from .. import advice
-from ..graph.nodes import FLOATING, aten, is_tensor, need, refuse, shape, static_int, value
+from ..graph.nodes import FLOATING, aten, is_tensor, shape, static_int, value
 from ..graph.products import below
 from ..index.axes import same
 from ..index.indicators import INDICATOR
@@ -38,6 +37,7 @@ from ..index.terms import (
 from ..recognise.activations import GATE, UP, same_function
 from ..recognise.branches import Branch, Matrix, Mixture
 from ..recognise.factors import OUT, J, K, indices
+from ..refusal import Kind, Refusal, need, refuse
 from ..report import Load, Site, hint
 from ..weights.prequantized import StoredSpec, own_scales
 from ..weights.specs import JoinSpec, PackSpec
@@ -92,8 +92,8 @@ class Emitter:
         m, b = self.m, self.common
         act, like = b.act, b.down.ref.node
         device = value(like).device.type
-        need(value(m.root).dtype in FLOATING, f"the output is {value(m.root).dtype}", m.root, advice.DTYPE)
-        need(device in ("cpu", "cuda"), f"no kernels for device {device}", m.root, advice.DEVICE)
+        need(value(m.root).dtype in FLOATING, Kind.OUTPUT_DTYPE, m.root, value(m.root).dtype)
+        need(device in ("cpu", "cuda"), Kind.DEVICE, m.root, device)
         fused = bool(act.name) and b.gain is None
         layout = self._layout()
         up, interleaved = self._gate_up(layout)
@@ -101,12 +101,7 @@ class Emitter:
         if isinstance(up.spec, StoredSpec) and isinstance(down.spec, StoredSpec) and own_scales(up.spec):
             down = self._rescaled(up, down)
         same_kind = (up.spec.format, up.layout) == (down.spec.format, down.layout)
-        need(
-            same_kind,
-            "gate/up and down are packed in different formats or layouts",
-            m.root,
-            advice.ONE_FORMAT,
-        )
+        need(same_kind, Kind.PACKED_DIFFERENTLY, m.root)
         vectors = (
             self._vectors(lambda b: b.up_bias, interleaved),
             self._vectors(lambda b: (b.down_bias,), False),
@@ -143,19 +138,15 @@ class Emitter:
             if m.rest or b.after is not OUT:
                 out = self._cast(out, value(m.root).dtype)
         self.w.replace(m.root, out)
-        reason, change = "", ""
+        why = None if fused else Refusal(Kind.ACTIVATION, m.root, (act.term,))
         if b.gain is not None:
-            reason = "a vector of the expert's own scales what enters its down product"
-            change = advice.FOLD_GAIN
-        elif not fused:
-            reason = f"activation {described(act.term)} is none of: {', '.join(ACTIVATIONS)}"
-            change = advice.ACTIVATION
+            why = Refusal(Kind.GAIN, m.root)
         return self.w.site(
             "fp4::moe" if fused else "fp4::indexed_mm", m.at or m.root, [up, down],
             self._form(routing), self.how,
             f"{self.experts} experts, top {k}, hidden {b.up[0].k}, intermediate {b.down.k}",
             Load(self.experts, k, hint(value(m.root).numel() // b.down.n), all_before=m.k is None),
-            activation=self.activation_text or described(act.term), reason=reason, change=change,
+            activation=self.activation_text or described(act.term), why=why,
         )  # fmt: skip
 
     def _form(self, routing: Routing) -> str:
@@ -308,12 +299,7 @@ class Emitter:
         linear = (
             a is not None and a.gated and a.limit is None and not a.up_offset and not any(self.common.up_bias)
         )
-        need(
-            linear,
-            "gate and up are held under global scales of their own, and the activation is not linear in up",
-            self.m.root,
-            advice.ONE_GLOBAL_SCALE,
-        )
+        need(linear, Kind.GLOBAL_SCALES_DIFFER, self.m.root)
         sources = tuple(dict.fromkeys((*down.sources, *up.sources)))
         at = [sources.index(s) for s in up.sources]
         assert isinstance(up.spec, StoredSpec) and isinstance(down.spec, StoredSpec)
@@ -331,7 +317,7 @@ class Emitter:
         own = [p is not None for p in of(self.common)]
         if not any(own):
             return None
-        need(all(own), "only some have biases", self.m.root, advice.ALL_BIASES)
+        need(all(own), Kind.SOME_BIASES, self.m.root)
         experts = self.m.parts(of)
         one = as_it_is(experts, interleaved, self.m.root)
         if one is not None:
@@ -385,7 +371,7 @@ class Emitter:
             for d, n in enumerate(shape(node)):
                 if static_int(n) is None and same(n, size):
                     return self._size(node, d)
-        refuse(f"no tensor has the size {size}", self.m.root, advice.FLATTEN)
+        refuse(Kind.SIZE, self.m.root, size)
 
     def rows(self, term: Term, last: tuple[Axis, ...], sizes: list[int]) -> fx.Node:
         """`term` for each token, over `last`: [T, *sizes]; T is 1 if it is the same for all tokens."""
@@ -422,7 +408,7 @@ class Emitter:
             )
             return self._reshape(every, [-1 if a is term else 1 for a in axes])
         if not isinstance(term, (Apply, Mul, Add)):
-            refuse(f"{described(term)} cannot be computed apart", self.m.root, advice.ROUTING_FIRST)
+            refuse(Kind.NOT_APART, self.m.root, term)
         parts = {a: self.element(a, axes) for a in term.args if isinstance(a, Term)}
         return self._pointwise(term, parts)
 
@@ -440,7 +426,7 @@ class Emitter:
         for d, i in enumerate(ref.index):
             for part in i.parts if isinstance(i, Mix) else (i,):
                 if not (isinstance(part, Axis) or (isinstance(part, Const) and part is i)):
-                    refuse(f"{described(ref)} is indexed oddly", self.m.root, advice.ROUTING_FIRST)
+                    refuse(Kind.INDEXED_ODDLY, self.m.root, ref)
                 labels.append(part)
             sizes += i.sizes if isinstance(i, Mix) else (shape(ref.node)[d],)
         if len(labels) != len(ref.index):
@@ -504,7 +490,7 @@ class Emitter:
             one = [1] * len(axes)
             return self.call(aten.full.default, one, term.value, dtype=torch.int64, device=device)
         if not (isinstance(term, Axis) and term in axes):
-            refuse(f"{described(ref)} is indexed oddly", self.m.root, advice.ROUTING_FIRST)
+            refuse(Kind.INDEXED_ODDLY, self.m.root, ref)
         length = self.m.k if term is J else self._length(size)
         every = self.call(aten.arange.default, length, device=device)
         return self._reshape(every, [-1 if a is term else 1 for a in axes])
@@ -517,7 +503,7 @@ class Emitter:
 
     def _arranged(self, node: fx.Node, labels: list[Axis], axes: tuple[Axis, ...], ref: Ref) -> fx.Node:
         if not (set(labels) <= set(axes) and len(set(labels)) == len(labels)):
-            refuse(f"{described(ref)} has axes of its own", self.m.root, advice.ROUTING_FIRST)
+            refuse(Kind.OWN_AXES, self.m.root, ref)
         order = [labels.index(a) for a in axes if a in labels]
         if order != sorted(order):
             node = self.call(aten.permute.default, node, order)

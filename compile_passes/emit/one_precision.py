@@ -9,7 +9,7 @@ from torch import fx
 
 from ..graph.nodes import PRODUCTS, aten, is_op
 from ..graph.products import is_grouped_mm
-from ..naming import input_name, location
+from ..refusal import Kind, Refusal
 
 _PARTS = (
     aten.view, aten._unsafe_view, aten.reshape, aten.unsqueeze, aten.squeeze, aten.clone, aten.alias,
@@ -22,15 +22,12 @@ _PARTS = (
 class ReadTwice(Exception):
     """Products that were not rewritten read weights that others read in 4 bits.
 
-    `why`: for the place of each such graph input, which product.
+    `why`: for the place of each such graph input, that it is read by a product, and which.
     """
 
     def __init__(self, products: dict[int, tuple[fx.Node, fx.Node]]) -> None:
         super().__init__("some uses of a weight would run in 4 bits, and others not")
-        self.why = {
-            i: f"a product of {input_name(weight)} has other users than this block, at {location(product)}"
-            for i, (weight, product) in products.items()
-        }
+        self.why = {i: Refusal(Kind.OTHER_USERS, both[1], both) for i, both in products.items()}
 
 
 def refuse_two_precisions(

@@ -7,13 +7,13 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import fx
 
-from .. import advice
-from ..graph.nodes import FLOATING, aten, need, shape, static_int, value
+from ..graph.nodes import FLOATING, aten, shape, static_int, value
 from ..graph.products import nonnegative
 from ..index.axes import same
 from ..index.routing import Support, distinct, support
-from ..index.terms import Const, Mix, Ref, Term, described, free_axes
+from ..index.terms import Const, Mix, Ref, Term, free_axes
 from ..recognise.factors import E, J
+from ..refusal import Kind, need
 
 if TYPE_CHECKING:
     from .mixture import Emitter
@@ -34,12 +34,7 @@ class Routing:
             self.k = self.m.k
             if self.b.ids is None and self.b.place is None:
                 assert self.b.masked is not None
-                need(
-                    distinct(self.b.masked.node),
-                    "a token may have one expert twice",
-                    self.m.root,
-                    advice.DISTINCT,
-                )
+                need(distinct(self.b.masked.node), Kind.TWICE_CHOSEN, self.m.root)
 
     def emit(self, rows: fx.Node) -> tuple[fx.Node, fx.Node]:
         call, m = self.e.call, self.m
@@ -119,9 +114,7 @@ class Routing:
             return self.e.rows(term, (J,), [self.k if J in free_axes(term) else 1])
         each = J in free_axes(term)
         columns = _columns(term)
-        need(
-            columns is not None, f"{described(term)} is not a matrix over experts", m.root, advice.OWN_COLUMN
-        )
+        need(columns is not None, Kind.NOT_OVER_EXPERTS, m.root, term)
         assert columns is not None
         table = self.e.rows(term, (J, E) if each else (E,), [self.k, columns] if each else [columns])
         alike = m.tokens and not set(m.tokens) & free_axes(term)

@@ -17,13 +17,13 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from ... import backends
 from ...meta.formats import FORMATS, FP4_FORMATS
 from ...meta.layouts import LAYOUTS, preferred_layout
-from .. import advice
-from ..graph.nodes import WeightRef, aten, need, need_own, refuse, shape, value
-from ..index.terms import Affine, Const, Mix, Term, described
+from ..graph.nodes import WeightRef, aten, need_own, shape, value
+from ..index.terms import Affine, Const, Mix, Term
 from ..naming import input_name, location, module_path
 from ..options import Options
 from ..recognise.branches import EvenParts, Experts, Parts
 from ..recognise.factors import K, N
+from ..refusal import Kind, Refusal, need, refuse
 from ..report import Load, Site
 from ..weights.prequantized import StoredSpec, format_of, inputs_of, is_prequantized, stored_spec
 from ..weights.runtime import Swap
@@ -143,19 +143,14 @@ class Writer:
         format = format or self.options.format
         one = as_it_is(experts, interleaved, site)
         k = next(iter(experts))[0].k
-        need(k % 2 == 0, f"K = {k} is odd; two codes share a byte", site, advice.EVEN)
+        need(k % 2 == 0, Kind.ODD_K, site, k)
         if one is not None and not is_prequantized(one.parameter):
             need_own(one.parameter, self.mutated, site)
             return Packed((one.parameter,), PackSpec(format, layout, one.transposed))
         sources, assembly = assemble(experts, interleaved, site)
         for s in sources:
             need_own(s, self.mutated, site)
-            need(
-                value(s).dtype == value(sources[0]).dtype,
-                "weights of one block differ in dtype",
-                site,
-                advice.ONE_DTYPE,
-            )
+            need(value(s).dtype == value(sources[0]).dtype, Kind.DTYPES_DIFFER, site)
         if any(map(is_prequantized, sources)):
             return Packed(sources, stored_spec(sources, assembly, layout, site))
         return Packed(sources, PackSpec(format, layout, False, assembly))
@@ -266,10 +261,11 @@ class Writer:
         load: Load,
         *,
         activation: str = "",
-        reason: str = "",
-        change: str = "",
+        why: Refusal | None = None,
     ) -> Site:
-        """Record the operator that replaces the node `at`. `packed` has each weight of the operator."""
+        """Record the operator that replaces the node `at`. `packed` has each weight of the operator.
+
+        why: the reason why it is no better operator."""
         sources = list(dict.fromkeys(n for p in packed for n in p.sources))
         values = [value(n) for n in sources]
         after = sum(p.spec.num_bytes(tuple(value(p.sources[0]).shape)) for p in packed)
@@ -279,7 +275,7 @@ class Writer:
         return Site(
             module=module_path(at),
             op=op,
-            reason=reason,
+            reason=why.reason if why is not None else "",
             where=location(at),
             weights=tuple(input_name(inputs_of(n)[0]) for n in sources),
             shape=shape_text,
@@ -292,7 +288,7 @@ class Writer:
             bytes_before=before,
             bytes_after=after,
             gain=None if already else load.gain(before, after),
-            change=change,
+            change=why.change if why is not None else "",
         )
 
     def check_uses(
@@ -412,5 +408,5 @@ def place(index: Term, site: fx.Node) -> tuple[Any, ...]:
         return ("at", index.value)
     base, start, step = (index.base, index.start, index.step) if isinstance(index, Affine) else (index, 0, 1)
     if base is not N and base is not K:
-        refuse(f"a weight is indexed by {described(index)}", site, advice.OWN_MATRIX)
+        refuse(Kind.WEIGHT_INDEX, site, index)
     return ("n" if base is N else "k", start, step)

@@ -1,17 +1,16 @@
-"""Reading a functional aten graph: what a node is, what it equals, and why a proof failed."""
+"""Reads a functional aten graph: what a node is, and what it equals."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from typing import Any, NoReturn, TypeGuard
+from dataclasses import dataclass, replace
+from typing import Any, TypeGuard
 
 import torch
 from torch import fx
 from torch.fx.experimental.symbolic_shapes import statically_known_true
 
-from .. import advice
-from ..naming import called
 from ..operands import integer, operand, several
+from ..refusal import Kind, Refusal, Refused, need
 
 aten = torch.ops.aten
 
@@ -22,29 +21,6 @@ ASSERTIONS = (
     aten.sym_constrain_range_for_size,
 )  # fmt: skip
 """They give nothing to the model, and go with the tensors that they are about."""
-
-
-class Refusal(Exception):
-    """A step of a proof that does not hold; the graph stays as it is.
-
-    `change`: what in the model would make it hold, in a sentence of advice.py.
-    """
-
-    def __init__(self, reason: str, node: fx.Node, change: str) -> None:
-        super().__init__(reason)
-        self.reason = reason
-        self.node = node
-        self.change = change
-
-
-def need(condition: Any, reason: str, node: fx.Node, change: str) -> None:
-    """One step of a proof. A symbolic condition must hold for all sizes; nothing is ever guarded on."""
-    if not statically_known_true(condition):
-        raise Refusal(reason, node, change)
-
-
-def refuse(reason: str, node: fx.Node, change: str) -> NoReturn:
-    raise Refusal(reason, node, change)
 
 
 # --- what a node is ---
@@ -141,14 +117,6 @@ def is_float_cast(node: Any) -> TypeGuard[fx.Node]:
     )
 
 
-def uncast(node: fx.Node) -> fx.Node:
-    """`strip`, and back through casts between float32, bfloat16 and float16, which only round."""
-    node = strip(node)
-    while is_float_cast(node):
-        node = strip(operand(node))
-    return node
-
-
 def exact_int(node: fx.Node) -> fx.Node:
     """`strip`, and back through casts of integers to a type that holds small ones exactly (ids, counts)."""
     node = strip(node)
@@ -156,13 +124,6 @@ def exact_int(node: fx.Node) -> fx.Node:
     while is_op(node, aten._to_copy) and value(node).dtype in exact and value(operand(node)).dtype in exact:
         node = strip(operand(node))
     return node
-
-
-def sole_user(node: fx.Node) -> fx.Node:
-    users = list(node.users)
-    reason = f"{called(node)} is also read outside the expert block, so it cannot be fused away"
-    need(len(users) == 1, reason, node, advice.UNREAD)
-    return users[0]
 
 
 # --- equality ---
@@ -290,28 +251,24 @@ def _swaps_last_two(node: fx.Node) -> bool:
     return order == [*range(dims - 2), dims - 1, dims - 2]
 
 
-_WRITTEN = "the graph writes to the weight {}"
-
-
 def written_to(weight: fx.Node, site: fx.Node) -> Refusal:
-    return Refusal(_WRITTEN.format(called(weight)), site, advice.NO_WRITES)
+    return Refusal(Kind.WRITTEN, site, (weight,))
 
 
-def why_not_own(weight: fx.Node, mutated: set[fx.Node]) -> tuple[str, str] | None:
-    """(why, change) if a packed copy cannot stand for the weight from call to call."""
+def why_not_own(weight: fx.Node, mutated: set[fx.Node], site: fx.Node) -> Refusal | None:
+    """Return why a packed copy cannot stand for the weight from call to call, or None if it can."""
     if weight in mutated:
-        return _WRITTEN.format(called(weight)), advice.NO_WRITES
+        return written_to(weight, site)
     if "gathered" in weight.meta:
-        return weight.meta["gathered"], advice.NOT_GATHERED
-    if "read_twice" in weight.meta:
-        return weight.meta["read_twice"], advice.EVERY_USE
-    return weight.meta.get("stays")
+        return Refusal(Kind.GATHERED_ANEW, site, (weight.meta["gathered"], weight))
+    why: Refusal | None = weight.meta.get("read_twice", weight.meta.get("stays"))
+    return None if why is None else replace(why, node=site)
 
 
 def need_own(weight: fx.Node, mutated: set[fx.Node], site: fx.Node) -> None:
-    why = why_not_own(weight, mutated)
+    why = why_not_own(weight, mutated, site)
     if why is not None:
-        raise Refusal(why[0], site, why[1])
+        raise Refused(why)
 
 
 class Weights:
@@ -326,52 +283,16 @@ class Weights:
 
     def resolve(self, node: fx.Node, swapped: bool, site: fx.Node) -> WeightRef:
         """`node` with its last two dimensions swapped or not must be used as [E, K, N]."""
-        need(
-            node.op == "placeholder" or node in self._fixed,
-            f"the weight ({called(node)}) is computed in the graph",
-            site,
-            advice.ONCE,
-        )
-        need(
-            node in self._fixed,
-            f"the weight {called(node)} is not a parameter or buffer",
-            site,
-            advice.PARAMETER,
-        )
+        need(node.op == "placeholder" or node in self._fixed, Kind.COMPUTED, site, node)
+        need(node in self._fixed, Kind.ARGUMENT, site, node)
         need_own(node, self._mutated, site)
-        need(
-            value(node).dim() == 3,
-            f"the weight {called(node)} has {len(shape(node))} dimensions, not 3",
-            site,
-            advice.STACK,
-        )
-        dtype = value(node).dtype
-        need(
-            dtype in FLOATING,
-            f"the weight {called(node)} is {dtype}, not float32, bfloat16 or float16",
-            site,
-            advice.DTYPE,
-        )
-        device = value(node).device.type
-        need(device in ("cpu", "cuda"), f"no kernels for device {device}", site, advice.DEVICE)
-        need(
-            all(static_int(s) is not None for s in shape(node)),
-            f"the weight {called(node)} has a symbolic shape",
-            site,
-            advice.STATIC_WEIGHTS,
-        )
+        v = value(node)
+        need(v.dim() == 3, Kind.DIMENSIONS, site, node, v.dim())
+        need(v.dtype in FLOATING, Kind.WEIGHT_DTYPE, site, node, v.dtype)
+        need(v.device.type in ("cpu", "cuda"), Kind.DEVICE, site, v.device.type)
+        need(all(static_int(s) is not None for s in v.shape), Kind.SYMBOLIC_WEIGHT, site, node)
         weight = WeightRef(node, transposed=not swapped)
         way = node.meta.get("prequantized")
-        need(
-            way is None or way.transposed == weight.transposed,
-            f"the weight {called(node)} is quantised along a dimension that its product keeps",
-            site,
-            advice.ALONG,
-        )
-        need(
-            weight.k % 2 == 0,
-            f"K = {weight.k} is odd; two codes share a byte, so K must be even",
-            site,
-            advice.EVEN,
-        )
+        need(way is None or way.transposed == weight.transposed, Kind.QUANTISED_ALONG_N, site, node)
+        need(weight.k % 2 == 0, Kind.ODD_K, site, weight.k)
         return weight

@@ -12,11 +12,9 @@ from dataclasses import dataclass
 import torch
 from torch import fx
 
-from .. import advice
-from ..naming import called
 from ..operands import operand, several
+from ..refusal import Kind, Refusal, Refused, need, refuse
 from .nodes import (
-    Refusal,
     WeightRef,
     Weights,
     arguments,
@@ -25,8 +23,6 @@ from .nodes import (
     is_op,
     is_tensor,
     item,
-    need,
-    refuse,
     same_shape,
     shape,
     static_int,
@@ -62,23 +58,13 @@ def is_grouped_mm(node: fx.Node) -> bool:
 def sorted_product(node: fx.Node, weights: Weights) -> Product:
     a, mat2, offs = (arguments(node)[n] for n in _operand_names(node))
     if is_op(node, aten._grouped_mm):
-        need(arguments(node)["bias"] is None, "_grouped_mm with a bias", node, advice.ROW_BIAS)
-    need(is_tensor(offs), "_grouped_mm without offsets", node, advice.GROUPED)
-    need(
-        len(shape(a)) == 2 and len(shape(mat2)) == 3,
-        "_grouped_mm is not 2D x 3D (rows by experts)",
-        node,
-        advice.GROUPED,
-    )
-    need(
-        value(offs).dtype == torch.int32,
-        f"the offsets are {value(offs).dtype}, not int32",
-        node,
-        advice.OFFSETS,
-    )
+        need(arguments(node)["bias"] is None, Kind.PRODUCT_BIAS, node)
+    need(is_tensor(offs), Kind.NO_OFFSETS, node)
+    need(len(shape(a)) == 2 and len(shape(mat2)) == 3, Kind.NOT_2D_BY_3D, node)
+    need(value(offs).dtype == torch.int32, Kind.OFFSETS_DTYPE, node, value(offs).dtype)
     source, swapped = unswap(mat2)
     weight = weights.resolve(source, swapped, node)
-    need(shape(offs)[0] == weight.experts, "one offset for each expert is needed", node, advice.OFFSETS)
+    need(shape(offs)[0] == weight.experts, Kind.OFFSETS_COUNT, node)
     return Product(node, a, weight, offs=offs)
 
 
@@ -90,31 +76,19 @@ def counted_ids(counts: fx.Node, experts: int) -> fx.Node:
     """The ids of which `counts` [E] is the histogram: bin e counts exactly the ids equal to e."""
     if is_op(counts, aten.histc):
         a = arguments(counts)
-        need(
-            a["bins"] == experts, f"histc has {a['bins']} bins for {experts} experts", counts, advice.OFFSETS
-        )
-        need(
-            a["min"] == 0 and a["max"] in (experts - 1, experts) and experts > 1,
-            f"histc over [{a['min']}, {a['max']}] does not give each expert a bin; [0, {experts - 1}] does",
-            counts,
-            advice.OFFSETS,
-        )
+        low, high = a["min"], a["max"]
+        each = low == 0 and high in (experts - 1, experts) and experts > 1
+        need(a["bins"] == experts, Kind.HISTC_BINS, counts, a["bins"], experts)
+        need(each, Kind.HISTC_RANGE, counts, low, high, experts - 1)
         ids = exact_int(a["self"])
-        if a["max"] == experts:  # the last bin is closed: an id E would be counted as E - 1
-            need(
-                below(ids, experts),
-                f"histc over [0, {experts}] counts id {experts} too",
-                counts,
-                advice.OFFSETS,
-            )
+        if high == experts:  # the last bin is closed: an id E would be counted as E - 1
+            need(below(ids, experts), Kind.HISTC_LAST, counts, experts)
         return ids
     if is_op(counts, aten.bincount) and arguments(counts)["weights"] is None:
         bins = shape(counts)[0]
-        need(bins == experts, f"bincount has {bins} bins for {experts} experts", counts, advice.OFFSETS)
+        need(bins == experts, Kind.BINCOUNT_BINS, counts, bins, experts)
         return exact_int(operand(counts))
-    refuse(
-        f"the offsets add up {called(counts)}, which is no histogram of expert ids", counts, advice.OFFSETS
-    )
+    refuse(Kind.NO_HISTOGRAM, counts, counts)
 
 
 def below(ids: fx.Node, experts: int) -> bool:
@@ -185,10 +159,10 @@ def indexed_product(bmm: fx.Node, weights: Weights) -> Product:
         swapped = swapped ^ swapped_before ^ weight_first
         weight = weights.resolve(source, swapped, bmm)
         vector = shape(rows)[2 if weight_first else 1]
-        need(vector == 1, "each gathered weight must meet one row", bmm, advice.GATHERED)
-        need(shape(rows)[0] == shape(index)[0], "one expert id for each row is needed", bmm, advice.GATHERED)
+        need(vector == 1, Kind.ONE_ROW_A_WEIGHT, bmm)
+        need(shape(rows)[0] == shape(index)[0], Kind.ONE_ID_A_ROW, bmm)
         return Product(bmm, rows, weight, ids=index, unit_dim=2 if weight_first else 1)
-    refuse("bmm with an expert weight that is not gathered by expert ids", bmm, advice.GATHERED)
+    refuse(Kind.NOT_GATHERED, bmm)
 
 
 # --- all of them ---
@@ -202,8 +176,8 @@ def find_products(graph: fx.Graph, weights: Weights) -> Iterator[Product | Refus
                 yield sorted_product(node, weights)
             elif is_op(node, aten.bmm) and _touches_weight(node, weights):
                 yield indexed_product(node, weights)
-        except Refusal as refusal:
-            yield refusal
+        except Refused as why:
+            yield why.refusal
 
 
 def _touches_weight(bmm: fx.Node, weights: Weights) -> bool:

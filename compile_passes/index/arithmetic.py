@@ -8,23 +8,20 @@ from typing import Any
 import torch
 from torch import fx
 
-from .. import advice
 from ..graph.nodes import (
     FLOATING,
     arguments,
     aten,
     is_op,
     is_tensor,
-    need,
-    refuse,
     same_shape,
     shape,
     static_int,
     strip,
     value,
 )
-from ..naming import called
 from ..operands import operand
+from ..refusal import Kind, need, refuse
 from .axes import Opaque, dimension, same
 from .conditions import Conditions
 from .indicators import is_indicator
@@ -53,19 +50,17 @@ from .terms import (  # fmt: skip
 class Arithmetic(Conditions):
     # --- arithmetic ---
 
-    def _operands(self, node: fx.Node, level: int, change: str = "") -> list[Value]:
-        """Values of a pointwise operator's tensors; `change`: what helps where rows are in two orders."""
+    def _operands(self, node: fx.Node, level: int, unsorted: Kind | None = None) -> list[Value]:
+        """Read a pointwise operator's tensors. `unsorted` refuses rows in two orders."""
         tensors = [n for n in node.args if is_tensor(n)]
         values = [self.value(n, level) for n in tensors]
-        if change and len(values) == 2 and values[0].dims and values[1].dims:
+        if unsorted is not None and len(values) == 2 and values[0].dims and values[1].dims:
             rank = len(shape(node))
             sort = [sorted_rows(v, 0) if len(v.dims) == rank else None for v in values]
             for i, j in ((0, 1), (1, 0)):
                 other = values[j].dims[0] if len(values[j].dims) == rank else ()
                 if sort[i] is not None and other and other != (sort[i],):
-                    what = "routing weights are" if is_op(node, aten.mul) else "bias is"
-                    name = called(strip(tensors[j]))
-                    refuse(f"the {what} not in the order of the sorted rows: {name}", node, change)
+                    refuse(unsorted, node, strip(tensors[j]))
         return self.broadcast(values)
 
     def _pointwise(self, node: fx.Node, level: int) -> Value:
@@ -103,7 +98,7 @@ class Arithmetic(Conditions):
             masks = [value(n).dtype == torch.bool or is_indicator(self.value(n, 0).term) for n in tensors]
             if not any(masks):
                 raise Opaque
-        values = self._operands(node, level, advice.SORTED_WEIGHTS)
+        values = self._operands(node, level, Kind.UNSORTED_WEIGHTS)
         dims = self._joined(values)
         terms = iter(values)
         factors = [next(terms).term if is_tensor(n) else self._number(n) for n in (a, b)]
@@ -112,7 +107,7 @@ class Arithmetic(Conditions):
     def _add(self, node: fx.Node, level: int) -> Value:
         if level == 0 or node.kwargs.get("alpha", 1) != 1 or value(node).dtype not in FLOATING:
             raise Opaque
-        values = self._operands(node, level, advice.ROW_BIAS)
+        values = self._operands(node, level, Kind.UNSORTED_BIAS)
         dims = self._joined(values)
         terms = iter(values)
         args = [next(terms).term if is_tensor(n) else self._number(n) for n in node.args[:2]]
@@ -202,10 +197,7 @@ class Arithmetic(Conditions):
         except Opaque:
             for own, rows in ((left, operand(node, first + 1)), (right, operand(node, first))):
                 gathered = isinstance(own.term, Ref) and any(isinstance(i, Ref) for i in own.term.index)
-                reason = (
-                    f"the rows ({called(strip(rows))}) follow each other in another order than choices do"
-                )
-                need(not (gathered and self._is_weight(own.term)), reason, node, advice.REPEATED)
+                need(not (gathered and self._is_weight(own.term)), Kind.REPEATED, node, strip(rows))
             raise
         inner = left.dims[-1] or right.dims[-2]
         if any(isinstance(x, ChosenRows) for x in inner):
@@ -252,8 +244,7 @@ class Arithmetic(Conditions):
         assert rows.key is not None
         x = Value(x.dims, self._of_experts(x.term, rows.key, experts))
         masked = any(isinstance(t, Apply) and t.args[0] is rows.key for t in walk(x.term))
-        reason = f"a mask zeroes rows of experts: {called(strip(a))} is not a product of the experts alone"
-        need(not masked, reason, a, advice.BETWEEN)
+        need(not masked, Kind.MASKED_ROWS, a, strip(a))
         w = Value(w.dims[1:], substitute(w.term, self._assign(w.dims[0], rows.key)))
         x, w = self.together(x, w, [(1, 0)])
         fresh = {k: Axis(k.size) for k in x.dims[1]}

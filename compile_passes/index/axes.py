@@ -9,7 +9,8 @@ from typing import Any
 from torch import fx
 from torch.fx.experimental.symbolic_shapes import statically_known_true
 
-from ..graph.nodes import Canon, Refusal, shape
+from ..graph.nodes import Canon, shape
+from ..refusal import Refusal, Refused
 from .terms import Axis, ChosenRows, Const, Ref, Term, Value, coordinate
 
 log = logging.getLogger("fp4_ops")
@@ -104,8 +105,8 @@ class Values:
         self._nested += 1
         try:
             found = self._read(node, level)
-        except Refusal as refusal:
-            self.refusals.setdefault(node, refusal)
+        except Refused as why:
+            self.refusals.setdefault(node, why.refusal)
             found = self.opaque(node)
         except Opaque:
             found = self.opaque(node)

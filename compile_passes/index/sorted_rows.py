@@ -7,24 +7,10 @@ from typing import Any
 import torch
 from torch import fx
 
-from .. import advice
-from ..graph.nodes import (
-    arguments,
-    aten,
-    exact_int,
-    is_op,
-    is_tensor,
-    item,
-    need,
-    refuse,
-    same_shape,
-    shape,
-    strip,
-    value,
-)
+from ..graph.nodes import arguments, aten, exact_int, is_op, is_tensor, item, same_shape, shape, strip, value
 from ..graph.products import counted_ids
-from ..naming import called
 from ..operands import operand
+from ..refusal import Kind, need, refuse
 from .axes import Opaque, Values, same
 from .indicators import is_eq
 from .routing import support
@@ -81,12 +67,7 @@ class SortedRows(Values):
         """Sorted rows back in the order that they had: `bound` are axes like any others then."""
         if len(shape(index)) != 1:
             raise Opaque
-        need(
-            self._inverts(index, rows),
-            "rows are put back by other than the inverse permutation",
-            index,
-            advice.RESTORE,
-        )
+        need(self._inverts(index, rows), Kind.NOT_RESTORED, index)
         fresh = tuple(Axis(a.size) for a in rows.bound)
         term = substitute(substitute(table.term, self._cuts), dict(zip(rows.bound, fresh)))
         return Value((*table.dims[:d], fresh, *table.dims[d + 1 :]), term)
@@ -125,22 +106,15 @@ class SortedRows(Values):
     ) -> ChosenRows:
         """`rows`, the rows of `a`, if offs [E] is where those of each expert end."""
         cumsum = exact_int(offs)
-        need(
-            is_op(cumsum, aten.cumsum) and len(shape(cumsum)) == 1,
-            f"the offsets ({called(cumsum)}) are not a cumulative sum of counts",
-            offs,
-            advice.OFFSETS,
-        )
+        need(is_op(cumsum, aten.cumsum) and len(shape(cumsum)) == 1, Kind.OFFSETS_SUM, offs, cumsum)
         counted = self._counted(operand(cumsum), experts)
         if counted is None:
             raise Opaque
         if rows is not None and self._are_of(counted, rows):
             return rows
         sorts = [r for r in self._rows.values() if r.key is not None]
-        reason = "the offsets count ids that are not sorted anywhere"
-        need(any(self._are_of(counted, r) for r in sorts), reason, offs, advice.OFFSETS)
-        reason = f"the rows ({called(strip(a))}) are in another order than the ids that the offsets count"
-        refuse(reason, a, advice.TOKEN_ROWS)
+        need(any(self._are_of(counted, r) for r in sorts), Kind.OFFSETS_OF_OTHERS, offs)
+        refuse(Kind.ROWS_ORDER, a, strip(a))
 
     def _counted(self, counts: fx.Node, experts: int) -> tuple[Term, list[Axis]] | None:
         """Find (ids, axes) such that counts[e] is the number of positions along `axes` where ids == e."""

@@ -17,6 +17,7 @@ from typing import Any, TypeVar
 from torch import fx
 
 from ..naming import called
+from ..refusal import words
 
 Size = Any
 """int or SymInt."""
@@ -492,6 +493,10 @@ MOST_PARTS = 100
 def described(term: Any) -> str:
     """A term, or several, in the user's words: `:` is a coordinate, a node what `called` says."""
     return _Description().text(term)
+
+
+words.register(Term, described)
+words.register(tuple, described)
 
 
 class _Description:

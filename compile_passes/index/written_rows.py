@@ -7,9 +7,9 @@ from typing import Any
 import torch
 from torch import fx
 
-from .. import advice
-from ..graph.nodes import Refusal, arguments, aten, is_op, is_tensor, need, same_shape, shape, strip, value
+from ..graph.nodes import arguments, aten, is_op, is_tensor, same_shape, shape, strip, value
 from ..operands import operand, several
+from ..refusal import Kind, Refusal, Refused, need
 from .arithmetic import Arithmetic
 from .axes import Opaque, same
 from .indicators import is_eq
@@ -105,11 +105,10 @@ class WrittenRows(Arithmetic):
         try:
             rows, chosen = self._whole_rows(mask, a["self"], shape(a["source"])[0])
         except Opaque:
-            reason = "masked_scatter has a mask of elements, not of whole rows"
-            raise Refusal(reason, node, advice.PUT_BACK) from None
+            raise Refused(Refusal(Kind.ELEMENTS_MASK, node)) from None
         whole = len(source.dims) == 2 and same(shape(a["source"])[1], shape(a["self"])[-1])
         own = whole and source.dims[0] == (rows,)
-        need(own, "masked_scatter fills in rows that its mask did not choose", node, advice.PUT_BACK)
+        need(own, Kind.OTHER_ROWS_PUT, node)
         where = _chosen_places(rows, chosen)
         return self._put(node, level, a["self"], [_repeated(mask)], where, a["source"])
 

@@ -8,8 +8,7 @@ from typing import Any
 from torch import fx
 
 from ...meta.formats import ACTIVATIONS, Activation, activation_name, known_activation
-from .. import advice
-from ..graph.nodes import aten, need
+from ..graph.nodes import aten
 from ..index.terms import (
     Add,
     Apply,
@@ -23,6 +22,7 @@ from ..index.terms import (
     substitute,
     transform,
 )
+from ..refusal import Kind, need, words
 
 GATE, UP = Axis(0, "gate"), Axis(0, "up")
 """In activation terms: the values of the two products; UP alone if there is no gate."""
@@ -51,12 +51,7 @@ def read_activation(inputs: tuple[Term, ...], leaves: list[Term], site: fx.Node)
 
 def _over(inputs: tuple[Term, ...], names: dict[Term, Term], site: fx.Node) -> Term:
     term = _product([bare(substitute(t, names)) for t in inputs])
-    need(
-        free_axes(term) <= {GATE, UP},
-        "the activation involves more than gate and up",
-        site,
-        advice.TWO_PRODUCTS,
-    )
+    need(free_axes(term) <= {GATE, UP}, Kind.MORE_IN_ACTIVATION, site)
     return term
 
 
@@ -104,6 +99,7 @@ def _name(term: Term) -> str:
     return name_of_gate(g.function, g.alpha, g.limit, g.up_offset)
 
 
+@words.register
 def in_words(act: Act) -> str:
     """As the model has it, and in the numbers that the operators' activations have."""
     g = _gated(act.term) if act.gated else None

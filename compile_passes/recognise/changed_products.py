@@ -8,10 +8,9 @@ from collections.abc import Callable
 from torch import fx
 from torch.fx.experimental.symbolic_shapes import free_unbacked_symbols
 
-from .. import advice
-from ..graph.nodes import FLOATING, PRODUCTS, Refusal, aten, is_op, is_tensor, item, shape, static_int, value
-from ..naming import called, input_name
+from ..graph.nodes import FLOATING, PRODUCTS, aten, is_op, is_tensor, item, shape, static_int, value
 from ..operands import operand
+from ..refusal import Kind, Refusal
 
 _SAME = (
     aten.t, aten.transpose, aten.permute, aten.view, aten.clone, aten._to_copy, aten.detach, aten.alias,
@@ -30,17 +29,12 @@ def changed_products(graph: fx.Graph, is_weight: Callable[[fx.Node], bool]) -> R
             own = _weight(_unscaled(operand(node, base)), is_weight)
             small = _low_rank(_unscaled(operand(node, other)), is_weight)
             if own is not None and small:
-                names = " and ".join(map(input_name, small))
-                by = f"one of smaller rank (LoRA), of {names}"
-                reason = f"the product with {input_name(own)} is corrected by {by}"
-                return Refusal(reason, node, advice.MERGE)
+                return Refusal(Kind.CORRECTED, node, (own, *small))
     made = [n for p in products if (n := _made_weight(p, is_weight)) is not None]
-    several = f"the weights of {len(made)} products are" if len(made) > 1 else "the weight of a product is"
-    return (
-        Refusal(f"{several} computed in the graph, by {called(made[-1])}", made[-1], advice.BAKED_WEIGHTS)
-        if made
-        else None
-    )
+    if not made:
+        return None
+    kind = Kind.BAKED_WEIGHTS if len(made) > 1 else Kind.BAKED_WEIGHT
+    return Refusal(kind, made[-1], (made[-1], len(made)))
 
 
 def _made_weight(product: fx.Node, is_weight: Callable[[fx.Node], bool]) -> fx.Node | None:

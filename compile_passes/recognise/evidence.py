@@ -22,14 +22,14 @@ import torch
 from torch import fx
 from torch.fx.experimental.symbolic_shapes import free_unbacked_symbols
 
-from .. import advice
-from ..graph.nodes import PRODUCTS, Refusal, aten, is_op, is_tensor, item, shape, value
+from ..graph.nodes import PRODUCTS, aten, is_op, is_tensor, item, shape, value
 from ..graph.products import is_grouped_mm
 from ..index.axes import same
 from ..index.reader import Reader
 from ..index.terms import Axis, Choose, Composite, Mix, Mul, Ref, Sum, Term, Value, flatten, free_axes, walk
 from ..naming import input_name
 from ..operands import operand, several
+from ..refusal import Kind, Refusal
 from .activations import UP
 from .branches import Matrix, Mixture
 
@@ -343,21 +343,17 @@ class Evidence:
 
 def side_by_side(products: Sequence[fx.Node]) -> Refusal:
     """The refusal of products side by side that are like experts' and meet no choice."""
-    reason = f"nothing routes rows to {len(products)} products that are alike: no experts"
-    return Refusal(reason, products[-1], advice.NO_ROUTER)
+    return Refusal(Kind.SIDE_BY_SIDE, products[-1], (len(products),))
 
 
 def unrouted(weight: fx.Node, site: fx.Node) -> Refusal:
     """The refusal of a product that is like an expert's, where nothing shows a router."""
-    sizes = " x ".join(map(str, shape(weight)))
-    reason = f"nothing routes rows to the matrices of {input_name(weight)} ({sizes}): no experts"
-    return Refusal(reason, site, advice.NO_ROUTER)
+    return Refusal(Kind.UNROUTED, site, (weight,))
 
 
 def router(weight: fx.Node, site: fx.Node) -> Refusal:
     """The refusal of a product by which experts, or something else, are chosen."""
-    reason = f"the product with {input_name(weight)} is what a softmax or topk chooses by, as a router's is"
-    return Refusal(reason, site, advice.ROUTER)
+    return Refusal(Kind.ROUTER, site, (weight,))
 
 
 def _source(node: fx.Node) -> fx.Node:

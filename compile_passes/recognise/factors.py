@@ -11,8 +11,7 @@ from typing import Any, overload
 
 from torch import fx
 
-from .. import advice
-from ..graph.nodes import aten, need, shape, static_int
+from ..graph.nodes import aten, shape, static_int
 from ..index.axes import same
 from ..index.indicators import is_eq
 from ..index.terms import (
@@ -29,13 +28,13 @@ from ..index.terms import (
     Ref,
     Sum,
     Term,
-    described,
     flatten,
     free_axes,
     substitute,
     transform,
     walk,
 )
+from ..refusal import Kind, need
 
 N, K, E, J = Axis(0, "n"), Axis(0, "k"), Axis(0, "e"), Axis(0, "j")
 """In matched terms: row and column of a weight, the expert, a token's choice."""
@@ -110,12 +109,7 @@ def split_after(
         return transform(t, at, with_refs=False)
 
     after = go(of)
-    need(
-        free_axes(after) <= {OUT, hidden},
-        f"an expert's output becomes {described(after)}",
-        site,
-        advice.OUTPUT_SCALE,
-    )
+    need(free_axes(after) <= {OUT, hidden}, Kind.BECOMES, site, after)
     rest = []
     wide = {t for t in factors if isinstance(t, Mul) and free_axes(go(t)) & {OUT, hidden}}
     for f in [p for t in factors for p in (flatten(t, Mul) if t in wide else [t])]:
@@ -123,12 +117,7 @@ def split_after(
         axes = free_axes(row)
         own = OUT in axes or any(isinstance(t, Ref) and t.node is weight for t in walk(f))
         if own or hidden in axes:
-            need(
-                axes <= {OUT, hidden},
-                f"an expert's output is scaled by {described(row)}",
-                site,
-                advice.OUTPUT_SCALE,
-            )
+            need(axes <= {OUT, hidden}, Kind.SCALED_BY, site, row)
             after = Mul(after, row)
         else:
             rest.append(f)

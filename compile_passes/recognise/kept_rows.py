@@ -7,10 +7,9 @@ from typing import Any
 
 from torch import fx
 
-from .. import advice
-from ..graph.nodes import need
 from ..index.indicators import is_eq
 from ..index.terms import Const, Mul, NoneOf, Ref, Term, flatten, free_axes, walk
+from ..refusal import Kind, need
 from .factors import J, demote, fixed_choice, in_general, is_implied
 
 
@@ -21,21 +20,12 @@ def kept_row(
     none = [f for f in row if isinstance(f, NoneOf)]
     factors = tuple(demote(f) for f in row if not isinstance(f, NoneOf))
     own = len(none) == 1 and m.k == 1 and m.common.place is None and not m.wraps
-    need(
-        own and sorted(map(repr, map(_written_by, none[0].masks))) == sorted(map(repr, written)),
-        "the rows that keep what they had are not those without an expert",
-        m.root,
-        advice.PUT_ROWS,
-    )
+    others = own and sorted(map(repr, map(_written_by, none[0].masks))) == sorted(map(repr, written))
+    need(others, Kind.OTHER_KEPT, m.root)
     for f in factors:
         known = free_axes(f) <= {*m.tokens, m.hidden}
         read = [t.node for t in walk(f) if isinstance(t, Ref)]
-        need(
-            known and not any(map(has_experts, read)),
-            f"rows without an expert keep {f!r}, which cannot be computed apart",
-            m.root,
-            advice.PUT_ROWS,
-        )
+        need(known and not any(map(has_experts, read)), Kind.KEPT_APART, m.root, f)
     return factors
 
 

@@ -15,8 +15,7 @@ from dataclasses import dataclass, field, replace
 import torch
 from torch import fx
 
-from .. import advice
-from ..graph.nodes import need, refuse, shape, static_int, value
+from ..graph.nodes import shape, static_int, value
 from ..index.axes import same
 from ..index.indicators import INDICATOR, is_eq, is_indicator
 from ..index.reader import Reader
@@ -32,13 +31,12 @@ from ..index.terms import (
     Ref,
     Size,
     Term,
-    described,
     flatten,
     free_axes,
     substitute,
     walk,
 )
-from ..naming import called
+from ..refusal import Kind, need, refuse
 from .activations import Act, read_activation
 from .branches import Branch, Branches, EvenBranches, Linear, Matrix, Mixture, branches_by_id
 from .compared import in_common
@@ -64,7 +62,7 @@ from .factors import (
 )
 from .kept_rows import kept_row
 from .pieces import Pieces
-from .unread_steps import instead_of
+from .unread_steps import kind_of
 
 
 @dataclass(frozen=True)
@@ -115,12 +113,7 @@ class Matcher(Pieces):
         allow_rest: whether something may be added to it, which `has_experts` must not hold of."""
         self.branches = 0
         v = self.reader.value(root, 2)
-        need(
-            len(v.dims) >= 1 and len(v.dims[-1]) == 1,
-            "the last dimension is not the hidden one",
-            root,
-            advice.HIDDEN_LAST,
-        )
+        need(len(v.dims) >= 1 and len(v.dims[-1]) == 1, Kind.HIDDEN_NOT_LAST, root)
         hidden, tokens = v.dims[-1][0], tuple(a for g in v.dims[:-1] for a in g)
         mixture = Mixture(root, tokens, hidden, [], 0, None)
         addends: list[Branches] = []
@@ -135,22 +128,13 @@ class Matcher(Pieces):
                     continue
                 whole = product_ref(factors)
                 if whole is not None and whole.node is root:
-                    refuse(f"{called(root)} is not understood", root, instead_of(root))
+                    refuse(Kind.OPAQUE, root, root, kind_of(root))
                 if axes and not any(map(has_masks, factors)):
-                    reason = (
-                        f"it adds something other than each row's expert bias to rows: {described(factors)}"
-                    )
-                    refuse(reason, root, advice.ROW_BIAS)
-                need(
-                    allow_rest and whole is not None and not axes,
-                    "something else is added to it",
-                    root,
-                    advice.ADD_LATER,
-                )
+                    refuse(Kind.SHARED_BIAS, root, factors)
+                need(allow_rest and whole is not None and not axes, Kind.SOMETHING_ADDED, root)
                 assert whole is not None
                 if has_experts(whole.node):
-                    reason = f"{called(whole.node)} has experts and is not understood"
-                    refuse(reason, whole.node, instead_of(whole.node))
+                    refuse(Kind.OPAQUE_WITH_EXPERTS, whole.node, whole.node, kind_of(whole.node))
                 mixture.rest.append(whole)
                 continue
             mixture.downs += 1
@@ -160,10 +144,10 @@ class Matcher(Pieces):
         branches = addends[0] if len(addends) == 1 else [b for found in addends for b in found]
         if len(branches) > len(self.most):
             self.most = branches
-        need(len(branches) > 1, "there is only one expert", root, advice.ONE_EXPERT)
+        need(len(branches) > 1, Kind.ONE_EXPERT, root)
         self._prove(branches, mixture)
         if kept:
-            need(len(kept) == 1, "experts' rows are put over several tensors", root, advice.PUT_ROWS)
+            need(len(kept) == 1, Kind.SEVERAL_TENSORS, root)
             kept_by = [(b.expert, b.ids, b.choice, b.chosen) for b in branches]
             mixture.kept = kept_row(kept[0], kept_by, mixture, has_experts)
         return mixture
@@ -180,9 +164,9 @@ class Matcher(Pieces):
         ids = [i for i in indices(lin.weight) if isinstance(i, Ref)]
         over = [a for a in axes if a in free_axes(lin.weight) and a is not lin.inner]
         if ids:
-            need(len(ids) == 1, "the weights are indexed twice", m.root, advice.INDEX_WEIGHTS)
+            need(len(ids) == 1, Kind.INDEXED_TWICE, m.root)
             count = indexed_size(lin.weight, ids[0])
-            need(count is not None, "the weights are not indexed by expert", m.root, advice.INDEX_WEIGHTS)
+            need(count is not None, Kind.NOT_INDEXED, m.root)
             m.wraps = True
 
             def of(e: int) -> Branch:
@@ -192,12 +176,7 @@ class Matcher(Pieces):
             conditions = any(isinstance(t, Apply) and t.op in INDICATOR for f in factors for t in walk(f))
             yield branches_by_id(of, count or 0, conditions)
         elif over:
-            need(
-                len(over) == 1 and isinstance(over[0].size, int),
-                "experts lie along several axes",
-                m.root,
-                advice.EXPERTS_AXIS,
-            )
+            need(len(over) == 1 and isinstance(over[0].size, int), Kind.EXPERTS_AXES, m.root)
             rest = tuple(a for a in axes if a is not over[0])
             for e in range(over[0].size):
                 at = {over[0]: Const(e)}
@@ -222,12 +201,7 @@ class Matcher(Pieces):
         x = inner.x
 
         axes, factors = open_sums(axes, factors)
-        need(
-            not free_axes(x) & set(axes),
-            "the sum is not over the choices of each token",
-            m.root,
-            advice.SUM_CHOICES,
-        )
+        need(not free_axes(x) & set(axes), Kind.NOT_OVER_CHOICES, m.root)
         rows = self._selection(without_other_masks(factors), e, m)
         ids, masked, place = rows.ids, rows.masked, rows.place
         # A row's input may be masked, too: where it is, so is what becomes of it.
@@ -240,31 +214,25 @@ class Matcher(Pieces):
         for f in rows.chosen:
             column = expert is not None and rows.place is None
             if not isinstance(f, Apply) or (rows.ids is None and not column):
-                refuse(f"rows are selected by {described(f)}, not by expert ids", m.root, advice.MASK)
+                refuse(Kind.SELECTED_BY, m.root, f)
         if expert is None:
-            refuse("nothing says which expert's output this is", m.root, advice.OWN_COLUMN)
+            refuse(Kind.WHOSE_OUTPUT, m.root)
         choice = fixed_choice(ids)
         other = next(filter(None, (looked_up(t, ids) for t in (after, *rows.weights))), None)
         if other is not None:  # what is nearer to the experts may be a block without it
-            reason = f"an expert's output is scaled by {described(other)}, which no expert's id chooses"
-            refuse(reason, m.root, advice.SCALE_LATER)
-        need(len(axes) <= 1, "an expert's rows are summed over several axes", m.root, advice.OVER_CHOICES)
+            refuse(Kind.SCALED_BY_OTHER, m.root, other)
+        need(len(axes) <= 1, Kind.SEVERAL_AXES, m.root)
         names: dict[Term, Term] = {a: J for a in axes}
         k = axes[0].size if axes else rows.k
         if place is not None:
-            need(masked is None and not axes, "rows are selected by two masks", m.root, advice.MASK)
+            need(masked is None and not axes, Kind.TWO_MASKS, m.root)
             x, k = along(x, expert, place), 1
         elif ids is not None:
-            need(
-                not axes or axes[0] in _coordinates(ids),
-                "rows are summed over something other than a token's choices",
-                m.root,
-                advice.OVER_CHOICES,
-            )
+            need(not axes or axes[0] in _coordinates(ids), Kind.OTHER_AXIS, m.root)
             masked = None  # any choice of a token follows from one
             ids = substitute(ids, names) if choice is None else Ref(ids.node, (*ids.index[:-1], J))
         else:
-            need(not axes, "rows are summed without a mask of expert ids", m.root, advice.MASK)
+            need(not axes, Kind.NO_MASK, m.root)
 
         def one(term: Term, choice: int | None) -> Term:
             term = substitute(term, names)
@@ -286,20 +254,16 @@ class Matcher(Pieces):
             inside = f.body if isinstance(f, AnyOf) else f
             if is_eq(inside):
                 at, expert = inside.args
-                need(
-                    (isinstance(at, Ref) or at in m.tokens) and isinstance(expert, Const),
-                    "a mask is not of expert ids",
-                    m.root,
-                    advice.MASK,
-                )
+                of_ids = (isinstance(at, Ref) or at in m.tokens) and isinstance(expert, Const)
+                need(of_ids, Kind.MASK_OF_OTHERS, m.root)
                 known = rows.expert is None or rows.expert == expert.value
-                need(known, f"expert {rows.expert}'s output is masked for another", m.root, advice.MASK)
+                need(known, Kind.MASKED_FOR_ANOTHER, m.root, rows.expert)
                 rows.expert = int(expert.value)
                 if isinstance(f, AnyOf):
                     rows.masked, rows.k = substitute(at, {a: J for a in f.axes}), f.axes[0].size
                 else:
                     alone = at is rows.ids or at is rows.place or (rows.ids is None and rows.place is None)
-                    need(alone, "rows are selected by two masks", m.root, advice.MASK)
+                    need(alone, Kind.TWO_MASKS, m.root)
                     rows.ids, rows.place = (at, None) if isinstance(at, Ref) else (None, at)
             elif is_indicator(f):
                 rows.chosen.append(f)
@@ -318,32 +282,21 @@ class Matcher(Pieces):
         """Read the input of a down product: an activation of gate and up, or of up alone, of rows of x."""
         inputs, gains = self.without_gains(lin)
         leaves = self.leaves(inputs)
-        need(
-            len(leaves) in (1, 2), f"{len(leaves)} products make the activation", m.root, advice.TWO_PRODUCTS
-        )
-        need(len(gains) <= 1, "several vectors scale the activation", m.root, advice.TWO_PRODUCTS)
+        need(len(leaves) in (1, 2), Kind.PRODUCTS_IN_ACTIVATION, m.root, len(leaves))
+        need(len(gains) <= 1, Kind.SEVERAL_GAINS, m.root)
         act, leaves = read_activation(inputs, leaves, m.root)
         ups = [self._up(leaf, lin, m) for leaf in leaves]
         first = ups[0]
         for up in ups[1:]:
-            need(
-                (up.x, up.scales) == (first.x, first.scales),
-                "gate and up read different rows",
-                m.root,
-                advice.ROWS_OF_X,
-            )
-            need(
-                (up.matrix.n, up.matrix.k) == (first.matrix.n, first.matrix.k),
-                "gate and up differ in shape",
-                m.root,
-                advice.SAME_SHAPE,
-            )
+            alike = (up.matrix.n, up.matrix.k) == (first.matrix.n, first.matrix.k)
+            need((up.x, up.scales) == (first.x, first.scales), Kind.GATE_UP_ROWS, m.root)
+            need(alike, Kind.GATE_UP_SHAPES, m.root)
         k = static_int(lin.inner.size)
         if k is None:
-            refuse("a weight has a symbolic shape", m.root, advice.STATIC_WEIGHTS)
+            refuse(Kind.SYMBOLIC_SHAPE, m.root)
         gain = Matrix(substitute(gains[0], {lin.inner: N}), k, 0) if gains else None
         if gain is not None and free_axes(gain.ref) != {N}:
-            refuse(f"{described(gains[0])} is no expert's vector", m.root, advice.TWO_PRODUCTS)
+            refuse(Kind.NOT_OWN_GAIN, m.root, gains[0])
         matrices, biases = tuple(up.matrix for up in ups), tuple(up.bias for up in ups)
         return _Input(first.x, first.scales, act, matrices, biases, gain)
 
@@ -356,29 +309,29 @@ class Matcher(Pieces):
         rows: list[Term] = [f for r in whole for f in flatten(r, Mul)]
         xs = [f for f in rows if K in free_axes(f)]
         if len(xs) != 1 or not isinstance(xs[0], Ref):
-            refuse("the rows of gate/up are not x's", m.root, advice.ROWS_OF_X)
+            refuse(Kind.NOT_ROWS_OF_X, m.root)
         x = xs[0]
         part = any(i is K and not same(s, matrix.k) for i, s in zip(x.index, shape(x.node)))
-        need(not part, "gate/up read some columns of x only", m.root, advice.ROWS_OF_X)
+        need(not part, Kind.COLUMNS_OF_X, m.root)
         return _Up(matrix, bias, x, tuple(f for f in rows if f is not x))
 
     def _matrix(self, lin: Linear, out: Axis, site: fx.Node) -> tuple[Matrix, Matrix | None]:
         n, k = static_int(out.size), static_int(lin.inner.size)
         if n is None or k is None:
-            refuse("a weight has a symbolic shape", site, advice.STATIC_WEIGHTS)
+            refuse(Kind.SYMBOLIC_SHAPE, site)
         ref = substitute(lin.weight, {out: N, lin.inner: K})
         by_ids = any(isinstance(i, Ref) for i in indices(ref))
-        need(not by_ids, "gate/up and down products route their rows differently", site, advice.SAME_ROUTE)
+        need(not by_ids, Kind.ROUTED_DIFFERENTLY, site)
         if free_axes(ref) != {N, K}:
-            refuse(f"{described(lin.weight)} is no expert's matrix", site, advice.OWN_MATRIX)
+            refuse(Kind.NOT_OWN_MATRIX, site, lin.weight)
         at = [(i.value, static_int(s)) for i, s in zip(ref.index, shape(ref.node)) if isinstance(i, Const)]
         inside = all(s is None or i < s for i, s in at)
-        need(inside, "gate/up and down differ in experts", site, advice.AS_MANY)
+        need(inside, Kind.FEWER_EXPERTS, site)
         bias = None
         if lin.bias is not None:
             bias = Matrix(substitute(lin.bias, {out: N}), n, 0)
             if free_axes(bias.ref) != {N}:
-                refuse(f"{described(lin.bias)} is no expert's bias", site, advice.ROW_BIAS)
+                refuse(Kind.NOT_OWN_BIAS, site, lin.bias)
         return Matrix(ref, n, k), bias
 
     # --- the proof ---
@@ -400,21 +353,19 @@ class Matcher(Pieces):
             self._prove_each_once(branches, m)
         x = m.common.x
         x_tokens = set(m.tokens) & free_axes(x)
-        need(free_axes(x) == x_tokens | {K}, "x is not one row for each token", m.root, advice.ROW_A_TOKEN)
+        need(free_axes(x) == x_tokens | {K}, Kind.ROW_A_TOKEN, m.root)
 
     @staticmethod
     def _prove_alike(branches: list[Branch], m: Mixture) -> None:
         first = branches[0]
         for b in branches:
             other = _other_slice(b)
-            joined = f"the output of expert {b.expert} is number {b.expert} of those that are joined"
-            need(other is None, f"{joined}, and of slice {other} of a buffer", m.root, advice.SLICES)
+            need(other is None, Kind.OTHER_SLICE, m.root, b.expert, other)
         for b in branches[1:]:
-            for fine, why, change in in_common(first, b):
-                if not fine:
-                    refuse(f"experts {first.expert} and {b.expert} {why()}", m.root, change)
+            for fine, kind, *facts in in_common(first, b):
+                need(fine, kind, m.root, first.expert, b.expert, *facts)
         own = first.place is None or any(first.place in free_axes(t) for t in (first.x, *first.scales))
-        need(own, "nothing says which expert's output this is", m.root, advice.OWN_COLUMN)
+        need(own, Kind.WHOSE_OUTPUT, m.root)
 
     def _prove_each_once(self, branches: list[Branch], m: Mixture) -> None:
         """Prove that each expert has one branch, or one for each of a token's choices."""
@@ -423,22 +374,18 @@ class Matcher(Pieces):
             of.setdefault(b.expert, []).append(b)
         experts = sorted(of)
         m.first = experts[0]
-        need(
-            experts == list(range(m.first, m.first + len(experts))),
-            f"experts {experts} are not consecutive",
-            m.root,
-            advice.CONSECUTIVE,
-        )
+        in_order = experts == list(range(m.first, m.first + len(experts)))
+        need(in_order, Kind.NOT_CONSECUTIVE, m.root, experts)
         m.k = self._choices(branches[0], m)
         for e, own in of.items():
             choices = sorted(b.choice for b in own if b.choice is not None)
             if branches[0].choice is None:
-                need(len(own) == 1, f"expert {e} is added {len(own)} times", m.root, advice.ONCE_EACH)
+                need(len(own) == 1, Kind.ADDED_AGAIN, m.root, e, len(own))
             else:
                 complete = choices == list(range(m.k or 0))
-                need(complete, f"expert {e} serves choices {choices} of {m.k}", m.root, advice.ALL_CHOICES)
+                need(complete, Kind.SOME_CHOICES, m.root, e, choices, m.k)
             alike = all(b.matrices == own[0].matrices for b in own)
-            need(alike, "choices differ in weights", m.root, advice.SAME_WEIGHTS)
+            need(alike, Kind.CHOICES_WEIGHTS, m.root)
         m.branches = [replace(of[e][0], choice=None) for e in experts]
 
     def _choices(self, b: Branch, m: Mixture) -> int | None:
@@ -450,19 +397,14 @@ class Matcher(Pieces):
             return None
         at = set(m.tokens)
         if not b.sums_choices and b.masked is None:  # a row of the output is one choice
-            need(free_axes(ids) <= at, "the ids are not one for each row", m.root, advice.IDS_SHAPE)
+            need(free_axes(ids) <= at, Kind.NOT_AN_ID_A_ROW, m.root)
             return 1
         # Not of each token: those of a sequence, or of a task, are the same for all tokens of it.
-        need(
-            J in free_axes(ids) and free_axes(ids) <= at | {J},
-            "the ids are not some for each token",
-            m.root,
-            advice.IDS_SHAPE,
-        )
+        need(J in free_axes(ids) and free_axes(ids) <= at | {J}, Kind.NOT_IDS_A_TOKEN, m.root)
         at_j = _coordinates(ids).count(J)
-        need(at_j == 1, "a token's choices are not one dimension of the ids", m.root, advice.IDS_SHAPE)
+        need(at_j == 1, Kind.CHOICES_DIMENSIONS, m.root)
         k = static_int(b.k if b.k is not None else shape(ids.node)[ids.index.index(J)])
-        need(k is not None, "k is symbolic", m.root, advice.STATIC_K)
+        need(k is not None, Kind.SYMBOLIC_K, m.root)
         return k
 
 

@@ -10,32 +10,19 @@ import torch
 from torch import fx
 from torch.fx.experimental.symbolic_shapes import free_unbacked_symbols
 
-from .. import advice
 from ..graph.given_numbers import lists_given
-from ..graph.nodes import (
-    FLOATING,
-    PRODUCTS,
-    Refusal,
-    aten,
-    is_op,
-    is_tensor,
-    item,
-    need,
-    shape,
-    value,
-    written_to,
-)
+from ..graph.nodes import FLOATING, PRODUCTS, aten, is_op, is_tensor, item, shape, value, written_to
 from ..graph.products import is_grouped_mm
 from ..index.indicators import is_eq
 from ..index.reader import Reader
 from ..index.terms import Apply, Const, Ref, free_axes, substitute, walk
-from ..naming import called
 from ..operands import operand, several
+from ..refusal import Kind, Refusal, Refused, need
 from .changed_products import changed_products
 from .mixture import Linear, Matcher, Mixture
 from .sorted_rows import GATHERED, SORTED, need_one_operator
-from .unread_experts import READ_AS_NONE, unread_experts, unread_rows
-from .unread_steps import first_rows, instead_of, instead_of_output
+from .unread_experts import unread_experts, unread_rows
+from .unread_steps import first_rows, kind_of, kind_on_output
 
 _STEPS_AFTER = 24
 """How many nodes after the last expert's a block may end: scaling, a view, the sum over choices."""
@@ -88,7 +75,7 @@ class Search:
         """(down products, what became of them)."""
         cause: Refusal | None = None
         for downs, found in self._all():
-            if isinstance(found, Refusal) and _is_vague(found) and any(map(_is_of_some_rows, downs)):
+            if isinstance(found, Refusal) and found.kind in _VAGUE and any(map(_is_of_some_rows, downs)):
                 known, cause = cause, cause or changed_products(self.graph, self.reader.is_weight)
                 if cause is not None:
                     if known is None:  # it is told once
@@ -110,17 +97,15 @@ class Search:
                     single |= part
         layers = self._of(deep)
         if len(layers) >= _MANY or (len(layers) > 1 and all(map(_is_of_some_rows, layers))):
-            reason = f"{len(layers)} experts have three linear layers or more, one after the other"
-            yield layers, Refusal(reason, layers[-1], advice.THREE_LAYERS)
+            yield layers, Refusal(Kind.THREE_LAYERS, layers[-1], (len(layers),))
         if single.bit_count() > 1:
             downs = self._of(single)
-            reason = f"{len(downs)} {_READ_COMPUTED}"
-            yield downs, Refusal(reason, downs[-1], advice.ONE_AFTER_ANOTHER)
+            yield downs, Refusal(Kind.READ_COMPUTED, downs[-1], (len(downs),))
         unread = self._unread()
         if unread is None and not (told or layers or single):
             unread = unread_experts(self.graph, self.reader.is_weight, _MANY)
         if unread is not None:
-            yield [unread.node], unread
+            yield [unread.site], unread
 
     def _found(self, bits: int) -> list[tuple[int, Mixture | Refusal | None]]:
         """Match these down products as one block or as several, and return the results."""
@@ -140,8 +125,7 @@ class Search:
             if any(isinstance(found, Mixture) for _, found in in_turn):
                 return in_turn
             if in_turn and isinstance(whole, Refusal):
-                reason = f"experts of {len(in_turn)} blocks are added to one tensor, in turns"
-                whole = Refusal(reason, whole.node, advice.ONE_SUM_EACH)
+                whole = Refusal(Kind.IN_TURNS, whole.node, (len(in_turn),))
         return [(bits, self._opaque_from_here(whole))]
 
     def _opaque_from_here(self, found: Mixture | Refusal | None) -> Mixture | Refusal | None:
@@ -211,8 +195,7 @@ class Search:
             return None
         dtype = value(rows[-1]).dtype
         if dtype not in FLOATING:
-            reason = f"experts that compute in {dtype}, not float32, bfloat16 or float16"
-            return Refusal(reason, rows[-1], advice.DTYPE)
+            return Refusal(Kind.EXPERTS_DTYPE, rows[-1], (dtype,))
         changed = changed_products(self.graph, self.reader.is_weight)
         return changed or unread_rows(self.graph, self.reader, choices)
 
@@ -302,26 +285,16 @@ class Search:
                 try:
                     found = self.matcher.match(node, allow_rest, lambda n: bool(self._near.get(n, 0) & bits))
                     self._note_form(found, bits)
-                    need(
-                        found.downs == count,
-                        f"it is the sum of {found.downs} of {count} experts",
-                        node,
-                        advice.ALL_TOGETHER,
-                    )
-                    need(
-                        found.downs == 1 or all(n < found.downs for n in self._given.values()),
-                        f"{found.downs} experts, where Python was given a list of numbers: which experts and "
-                        "rows these are may depend on the data",
-                        node,
-                        advice.IN_THE_GRAPH,
-                    )
+                    need(found.downs == count, Kind.SOME_EXPERTS, node, found.downs, count)
+                    known = found.downs == 1 or all(n < found.downs for n in self._given.values())
+                    need(known, Kind.GIVEN_NUMBERS, node, found.downs)
                     if not _is_function_of_block(found):
                         return found
                     changed = changed or found
-                except Refusal as why:
+                except Refused as why:
                     others = (self._near[node] & ~bits).bit_count()
                     own = self.matcher.branches if not others else 0
-                    attempts.append(_Attempt(why.reason not in _DULL, own, -others, why))
+                    attempts.append(_Attempt(why.refusal.kind not in _DULL, own, -others, why.refusal))
         if changed is not None:
             return changed
         routed = count > 1 and all(map(_is_of_some_rows, self._of(bits)))
@@ -334,9 +307,9 @@ class Search:
         if unread is not None:
             return unread
         refusal = max(attempts, key=lambda attempt: attempt[:3]).refusal
-        if not refusal.reason.endswith("is not understood"):
+        if refusal.kind not in _OPAQUE:
             return refusal
-        step = refusal.node
+        step = refusal.site
         return (
             self._of_written(step)
             or self._stopped(bits)
@@ -381,8 +354,7 @@ class Search:
             if not is_tensor(mask) or value(mask).dtype != torch.bool:
                 continue
             if not any(map(is_eq, walk(self.reader.value(mask, 0).term))):
-                reason = f"an expert's rows are selected by {called(mask)}, not by expert ids"
-                return Refusal(reason, node, advice.KINDS)
+                return Refusal(Kind.OTHER_MASK, node, (mask,))
         return None
 
     def _stopped(self, bits: int) -> Refusal | None:
@@ -394,8 +366,7 @@ class Search:
             alone = near and near & bits == near and near & (near - 1) == 0
             computes = isinstance(node.meta.get("val"), (torch.Tensor, tuple, list))
             if alone and computes and not self._continues(node):
-                reason = f"{called(node)} of one expert's output, before all are added, is not understood"
-                return Refusal(reason, node, instead_of_output(node))
+                return Refusal(Kind.OPAQUE_OUTPUT, node, (node, kind_on_output(node)))
         return None
 
     def _put_over(self, step: fx.Node) -> Refusal | None:
@@ -410,9 +381,7 @@ class Search:
             if not self._near.get(rows, 0) or self._near.get(base, 0):
                 continue
             if not isinstance(self.reader.value(base, 2).term, Const):
-                over = f"experts' rows are put over {called(base)}, which is not zeros"
-                reason = f"{over}, and not by ids that name one expert a row"
-                return Refusal(reason, node, advice.PUT_ROWS)
+                return Refusal(Kind.PUT_OVER, node, (base,))
         return None
 
     def _entering(self, step: fx.Node) -> list[fx.Node]:
@@ -431,8 +400,7 @@ class Search:
                 continue
             if _is_of_some_rows(node) and self.reader.value(node, 2) is self.reader.opaque(node):
                 cause = (item(node) or (node,))[0]
-                reason = f"{called(cause)} of an expert's rows is not understood"
-                return Refusal(reason, cause, instead_of(cause))
+                return Refusal(Kind.OPAQUE_ROWS, cause, (cause, kind_of(cause)))
         return None
 
     def _is_third(self, node: fx.Node) -> bool:
@@ -491,11 +459,9 @@ def _is_of_some_rows(node: fx.Node) -> bool:
     return bool(free_unbacked_symbols(value(node)))
 
 
-def _is_vague(refusal: Refusal) -> bool:
-    """Whether it says what could not be read, not why."""
-    return refusal.reason.endswith(("is not understood", READ_AS_NONE, _READ_COMPUTED))
-
-
-_READ_COMPUTED = "experts read what others have computed: rows that those before wrote to"
-_DULL = ("there is only one expert", "something else is added to it")
+_DULL = (Kind.ONE_EXPERT, Kind.SOMETHING_ADDED)
 """Reasons that hold for any node inside a block, so they say nothing."""
+_OPAQUE = (Kind.OPAQUE, Kind.OPAQUE_WITH_EXPERTS)
+"""Reasons of a node that something behind it may explain."""
+_VAGUE = (*_OPAQUE, Kind.OPAQUE_OUTPUT, Kind.OPAQUE_ROWS, Kind.READ_AS_NONE, Kind.READ_COMPUTED)
+"""Reasons that say what could not be read, not why."""

@@ -8,9 +8,7 @@ from typing import Protocol
 from torch import fx
 
 from ...meta.formats import SMALLEST_SIDE
-from .. import advice
-from ..graph.nodes import need
-from ..naming import input_name
+from ..refusal import Kind, need
 from .branches import Matrix
 
 
@@ -32,8 +30,4 @@ def need_wide(matrices: Iterable[Matrix], site: fx.Node) -> None:
 def need_wide_weight(weight: fx.Node, matrix: Sized, site: fx.Node) -> None:
     """`need_wide` of one weight. What the model holds in 4 bits may be of any size."""
     wide = "prequantized" in weight.meta or min(matrix.n, matrix.k) >= SMALLEST_SIDE
-    reason = (
-        f"the matrices of {input_name(weight)} are {matrix.n} x {matrix.k}: 4 bits save little of matrices "
-        f"with a side below {SMALLEST_SIDE}"
-    )
-    need(wide, reason, site, advice.NARROW)
+    need(wide, Kind.NARROW, site, weight, matrix.n, matrix.k)

@@ -8,12 +8,9 @@ from __future__ import annotations
 
 from torch import fx
 
-from ...meta.formats import ACTIVATIONS
-from .. import advice
-from ..graph.nodes import ASSERTIONS, is_op, need
+from ..graph.nodes import ASSERTIONS, is_op
 from ..index.terms import free_axes
-from ..naming import called
-from .activations import in_words
+from ..refusal import Kind, need
 from .mixture import Mixture
 
 SORTED = "rows sorted by expert (grouped_mm)"
@@ -24,14 +21,8 @@ def need_one_operator(m: Mixture, down: fx.Node) -> None:
     """A Refusal unless `m`, which ends in the product `down`, is one operator that leaves nothing behind."""
     act, root = m.common.act, m.root
     _need_only_users(down, root)
-    need(
-        set(m.tokens) <= free_axes(m.common.x),
-        "the sum is not over the choices of each token",
-        root,
-        advice.SUM_CHOICES,
-    )
-    reason = f"activation {in_words(act)} is none of: {', '.join(ACTIVATIONS)}"
-    need(bool(act.name) and m.common.gain is None, reason, down, advice.ACTIVATION)
+    need(set(m.tokens) <= free_axes(m.common.x), Kind.NOT_OVER_CHOICES, root)
+    need(bool(act.name) and m.common.gain is None, Kind.ACTIVATION, down, act)
 
 
 def _need_only_users(down: fx.Node, root: fx.Node) -> None:
@@ -47,7 +38,6 @@ def _need_only_users(down: fx.Node, root: fx.Node) -> None:
         if node is root:
             continue
         users = [n for n in node.users if not is_op(n, *ASSERTIONS)]
-        reason = f"{called(node)} is also read outside the expert block, so it cannot be fused away"
-        need(before.issuperset(users), reason, node, advice.UNREAD)
+        need(before.issuperset(users), Kind.READ_OUTSIDE, node, node)
         todo += [n for n in users if n not in seen]
         seen.update(users)

@@ -10,11 +10,10 @@ import torch
 from torch import fx
 from torch.fx.experimental.symbolic_shapes import free_unbacked_symbols
 
-from .. import advice
-from ..graph.nodes import PRODUCTS, Refusal, aten, is_op, is_tensor, item, shape
+from ..graph.nodes import PRODUCTS, aten, is_op, is_tensor, item, shape
 from ..index.reader import Reader
-from ..naming import called
 from ..operands import operand, several
+from ..refusal import Kind, Refusal
 from .unread_steps import is_random
 
 _VIEWS = (
@@ -57,9 +56,9 @@ def unread_rows(graph: fx.Graph, reader: Reader, choices: int) -> Refusal:
                 return between_products((item(node) or (node,))[0])
     last = next(reversed(products), None)
     if last is not None and not fed:
-        return Refusal(f"{choices} experts are one linear layer each", last, advice.ONE_LAYER)
+        return Refusal(Kind.ONE_LAYER, last, (choices,))
     rows = [n for n in graph.nodes if is_op(n, *PRODUCTS) and _rows_of(n)]
-    return Refusal(f"products of {choices} choices of rows {READ_AS_NONE}", rows[-1], advice.FFN)
+    return Refusal(Kind.READ_AS_NONE, rows[-1], (choices,))
 
 
 def _rows_of(node: fx.Node) -> frozenset[object]:
@@ -72,17 +71,9 @@ def _rows_of(node: fx.Node) -> frozenset[object]:
 
 def between_products(step: fx.Node) -> Refusal:
     """A step between an expert's products that makes it no expert."""
-    if is_random(step):
-        reason = f"{called(step)} draws random numbers between an expert's products"
-        return Refusal(reason, step, advice.EVAL)
-    reason = f"{called(step)} between the two products of an expert is no activation"
-    if is_op(step, aten.add, aten.sub, aten.mul, aten.div) and len(step.all_input_nodes) > 1:
-        return Refusal(reason, step, advice.TWO_PRODUCTS)
-    return Refusal(reason, step, advice.BETWEEN_PRODUCTS)
-
-
-READ_AS_NONE = "are not read as experts"
-"""How the reason ends where nothing more is known."""
+    kind = Kind.RANDOM_BETWEEN if is_random(step) else Kind.BETWEEN
+    sums = is_op(step, aten.add, aten.sub, aten.mul, aten.div) and len(step.all_input_nodes) > 1
+    return Refusal(Kind.SUM_BETWEEN if sums else kind, step, (step,))
 
 
 def _source(node: fx.Node) -> fx.Node:
@@ -104,8 +95,8 @@ def _stacked_weights(graph: fx.Graph, is_weight: Callable[[fx.Node], bool]) -> R
                 made.append(stack)
     if not made:
         return None
-    what = f"the weights of {len(made)} products are" if len(made) > 1 else "the weight of a product is"
-    return Refusal(f"{what} put together in the graph, by {called(made[-1])}", made[-1], advice.ONCE)
+    kind = Kind.STACKED_WEIGHTS if len(made) > 1 else Kind.STACKED_WEIGHT
+    return Refusal(kind, made[-1], (made[-1], len(made)))
 
 
 def _steps_between(graph: fx.Graph, is_weight: Callable[[fx.Node], bool], many: int) -> Refusal | None:

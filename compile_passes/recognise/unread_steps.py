@@ -1,4 +1,4 @@
-"""Advises what to write in place of a step that is not understood, by the kind of the step."""
+"""Tells what kind of step is not understood, which says what to write in its place."""
 
 from __future__ import annotations
 
@@ -6,20 +6,9 @@ from collections.abc import Iterable
 
 from torch import fx
 
-from .. import advice
-from ..graph.nodes import (
-    PRODUCTS,
-    Refusal,
-    arguments,
-    aten,
-    is_op,
-    is_tensor,
-    item,
-    passes_order,
-    shape,
-    static_int,
-)
+from ..graph.nodes import PRODUCTS, arguments, aten, is_op, is_tensor, item, passes_order, shape, static_int
 from ..operands import operand
+from ..refusal import Kind, Refusal, Step
 
 _RANDOM = (aten.native_dropout, aten.bernoulli, aten.rand, aten.randn, aten.rand_like, aten.randn_like)
 _ADDS = (aten.index_add, aten.index_put, aten.index_copy, aten.scatter_add)
@@ -31,28 +20,28 @@ def is_random(step: fx.Node) -> bool:
     return is_op(step, *_RANDOM)
 
 
-def instead_of(step: fx.Node) -> str:
-    """Return the advice for a step that is not understood."""
+def kind_of(step: fx.Node) -> Step:
+    """Return what a step that is not understood is."""
     if is_random(step):
-        return advice.EVAL
+        return Step.RANDOM
     if is_op(step, *_ADDS) and _has_token_counts(step.graph):
-        return advice.SAME_TOKENS
+        return Step.OTHER_TOKENS
     if any(map(_is_chosen_by_experts, step.all_input_nodes)):
-        return advice.BATCH_ROWS
+        return Step.CHOSEN_BY_EXPERTS
     if is_op(step, aten.index_put) and not step.kwargs.get("accumulate", (*step.args, False)[3]):
-        return advice.ADD_ROWS
+        return Step.PUT
     if is_op(step, aten.split, aten.split_with_sizes, aten.cat):
-        return advice.SPLIT
+        return Step.CUT
     if is_op(step, *_SELECTS):
-        return advice.ROUTING_FIRST
+        return Step.SELECTED
     if is_op(step, aten.add, aten.sub, aten.mul) and any(is_op(n, *PRODUCTS) for n in step.all_input_nodes):
-        return advice.TWO_PRODUCTS
-    return advice.STEPS
+        return Step.SUM_OF_PRODUCTS
+    return Step.OTHER
 
 
-def instead_of_output(step: fx.Node) -> str:
-    """Return the advice for a step on one expert's output, before all are added."""
-    return advice.EVAL if is_random(step) else advice.AFTER_EXPERTS
+def kind_on_output(step: fx.Node) -> Step:
+    """`kind_of` a step on one expert's output, before all are added."""
+    return Step.RANDOM if is_random(step) else Step.ON_OUTPUT
 
 
 def first_rows(nodes: Iterable[fx.Node]) -> Refusal | None:
@@ -62,8 +51,7 @@ def first_rows(nodes: Iterable[fx.Node]) -> Refusal | None:
         while is_op(places, aten.slice, aten.select, aten.squeeze, aten.unbind) or item(places) is not None:
             places = operand(places)
         if is_op(node, aten.slice) and is_op(places, aten.nonzero) and arguments(node).get("dim", 0) == 0:
-            reason = "an expert takes only some of the rows that name it, by a slice (`token[:capacity]`)"
-            return Refusal(reason, node, advice.CAPACITY)
+            return Refusal(Kind.FIRST_ROWS, node)
     return None
 
 

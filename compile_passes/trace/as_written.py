@@ -9,10 +9,10 @@ import torch
 from torch import fx
 
 from ..graph.traced_nodes import called, example, since, writes_to
-from ..naming import location, source_line
+from ..refusal import Kind, Refusal
 
 _INTEGERS = (torch.int8, torch.int16, torch.int32, torch.int64)
-_VIEWS = ("narrow", "select", "getitem")
+_VIEWS = ("narrow", "select")
 
 
 def as_written(node: fx.Node) -> Any:
@@ -30,21 +30,13 @@ def as_written(node: fx.Node) -> Any:
     return node.target
 
 
-def needs_a_number(node: fx.Node) -> str:
-    """Why a call cannot be traced without the data, with the user's line."""
-    code = source_line(node)
-    line = f" (`{code}`, {location(node)})" if code else ""
+def needs_a_number(node: fx.Node) -> Refusal:
+    """Return why a call cannot be traced without the data."""
     name = called(node)
-    if name == "setitem":
-        return f"a tensor is written to at a place that only the data knows{line}"
-    if name == "getitem":
-        return f"a part of a tensor, by a tensor without dimensions, is written to or returned{line}"
-    return f"{name} is given a tensor in place of a number{line}, which only the data knows"
-
-
-def is_a_part(node: fx.Node) -> bool:
-    """Whether a call takes a part of a tensor."""
-    return called(node) in _VIEWS
+    kinds = {"setitem": Kind.WRITTEN_AT_DATA, "getitem": Kind.PART_AT_DATA}
+    if name in kinds:
+        return Refusal(kinds[name], node, (node,))
+    return Refusal(Kind.VIEW_AT_DATA if name in _VIEWS else Kind.NUMBER_FROM_DATA, node, (name, node))
 
 
 def _from_left_to_right(*args: Any) -> torch.Tensor:

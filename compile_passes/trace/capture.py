@@ -28,13 +28,12 @@ from torch.fx.experimental.symbolic_shapes import PropagateUnbackedSymInts
 from torch.utils import _pytree as pytree
 
 from ...meta.dtensors import split_over_processes
-from .. import advice
 from ..naming import source_name
-from ..weights.prequantized import Prequantized, Unreadable, is_subclass, prequantized, stand_in
-from .as_written import as_written, is_a_part, needs_a_number
+from ..refusal import Kind, Refused, refuse
+from ..weights.prequantized import Prequantized, is_subclass, prequantized, stand_in
+from .as_written import as_written, needs_a_number
 from .copier import CannotCopy, Copier
 from .functional import (
-    CannotCapture,
     current,
     functional_tensors,
     inline_constants,
@@ -69,11 +68,11 @@ def fake_inputs(fake_mode: FakeTensorMode, inputs: Sequence[Any]) -> list[Any]:
 
 
 def capture(gm: fx.GraphModule, inputs: Sequence[Any]) -> tuple[fx.GraphModule, FakeTensorMode]:
-    """Trace `gm`. Writes to inputs become a `copy_` epilogue, which Inductor's AOTAutograd understands."""
+    """Trace `gm`. Writes to inputs become a `copy_` epilogue, which Inductor's AOTAutograd understands.
+
+    Raises Refused if the graph must stay as it is."""
     if any(True for _ in gm.parameters()) or any(True for _ in gm.buffers()):
-        raise CannotCapture(
-            "the graph holds tensors as attributes (inline_inbuilt_nn_modules is off?)", advice.INLINE
-        )
+        refuse(Kind.ATTRIBUTES, None)
     ways = [_prequantized(x) for x in inputs]
 
     context = TracingContext.try_get()
@@ -101,14 +100,11 @@ def capture(gm: fx.GraphModule, inputs: Sequence[Any]) -> tuple[fx.GraphModule, 
 def _prequantized(x: Any) -> Prequantized | None:
     if not is_subclass(x):
         return None
-    try:
-        way = prequantized(x)
-    except Unreadable as reason:
-        raise CannotCapture(f"an input is {reason}", advice.FOUR_BITS) from None
-    if words := split_over_processes(x):
-        raise CannotCapture(f"an input is {words}", advice.DTENSOR)
+    way = prequantized(x)
+    if spread := split_over_processes(x):
+        refuse(Kind.SPREAD, None, spread)
     if way is None:
-        raise CannotCapture(f"an input is a tensor subclass, {type(x).__name__}", advice.OTHER_SUBCLASS)
+        refuse(Kind.SUBCLASS, None, type(x).__name__)
     return way
 
 
@@ -181,8 +177,7 @@ class _Interpreter(PropagateUnbackedSymInts):
         try:
             return super().run_node(n)
         except DataDependentOutputException:
-            change = advice.INDEX_OF_ONE if is_a_part(n) else advice.PYTHON_NUMBER
-            raise CannotCapture(needs_a_number(n), change) from None
+            raise Refused(needs_a_number(n)) from None
 
     def call_function(self, target: Any, args: Any, kwargs: Any) -> Any:
         return super().call_function(self._target, args, kwargs)
@@ -221,16 +216,14 @@ def _written_input(output: Any, inputs: list[tuple[torch.Tensor, FunctionalTenso
 def _check_aliases(inputs: list[tuple[torch.Tensor, FunctionalTensor]], outputs: list[Any]) -> None:
     """A second view of a mutated input would be taken for separate memory once the graph is functional."""
     if any(is_reshaped(w) for _, w in inputs):
-        raise CannotCapture("the graph changes the shape or strides of an input in place", advice.NO_RESIZE)
+        refuse(Kind.RESIZED, None)
     written = [(storage(a), storage(w)) for a, w in inputs if is_written(w)]
     memory = {m for m, _ in written}
     if len(written) < sum(storage(a) in memory for a, _ in inputs):
-        raise CannotCapture("two inputs share memory and the graph writes to it", advice.OWN_MEMORY)
+        refuse(Kind.INPUTS_SHARE, None)
     results = [storage(o) for o in outputs if isinstance(o, FunctionalTensor)]
     if any(memory in results for _, memory in written):
-        raise CannotCapture(
-            "an output shares memory with an input that the graph writes to", advice.OWN_MEMORY
-        )
+        refuse(Kind.OUTPUT_SHARES, None)
 
 
 def _restore_dynamo_metadata(gm: fx.GraphModule, traced: fx.GraphModule) -> None:

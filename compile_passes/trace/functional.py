@@ -16,17 +16,9 @@ from torch._subclasses.fake_tensor import FakeTensor
 from torch._subclasses.functional_tensor import FunctionalTensor, FunctionalTensorMode
 from torch.fx.experimental.proxy_tensor import disable_proxy_modes_tracing
 
-from .. import advice
+from ..refusal import Kind, refuse
 
 aten = torch.ops.aten
-
-
-class CannotCapture(Exception):
-    """The graph is left to Inductor as it is; the message says why, and `change` what would help."""
-
-    def __init__(self, reason: str, change: str) -> None:
-        super().__init__(reason)
-        self.change = change
 
 
 @contextlib.contextmanager
@@ -79,9 +71,7 @@ def inline_constants(gm: fx.GraphModule) -> None:
             continue
         for user in list(node.users):
             if user.target is not aten.lift_fresh_copy.default or isinstance(value, FakeTensor):
-                raise CannotCapture(
-                    f"the graph holds a tensor as an attribute ({node.target})", advice.NO_ATTRIBUTES
-                )
+                refuse(Kind.ATTRIBUTE, None, node.target)
             # One number is filled in, which Inductor puts into the kernels that read it.
             number = value.tolist()
             while isinstance(number, list) and len(number) == 1:

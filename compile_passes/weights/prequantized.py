@@ -19,16 +19,11 @@ from ...meta.formats import FORMATS
 from ...meta.layouts import LAYOUTS, packed_spec
 from ...relayout import relayout
 from ...tensor import FP4Tensor
-from .. import advice
-from ..graph.nodes import need
+from ..refusal import Kind, need
 from .specs import Assembly, Piece
 
 Parts = tuple[Tensor, Tensor, Tensor | None]
 """packed [..., N, K/2], block_scale [..., N, blocks], global_scale [...] or [] (None: 1)."""
-
-
-class Unreadable(Exception):
-    """A tensor subclass whose values the rewrite would change; the message says why."""
 
 
 @dataclass(frozen=True)
@@ -47,7 +42,9 @@ class Prequantized:
 
 
 def prequantized(x: Any) -> Prequantized | None:
-    """How a tensor subclass is read; None if it is no 4-bit tensor that is known here."""
+    """How a tensor subclass is read; None if it is no 4-bit tensor that is known here.
+
+    Raises Refused where reading it would change its values."""
     if isinstance(x, FP4Tensor):
         choice = len(FORMATS[x.format].scale_dtypes) > 1
         return Prequantized(
@@ -105,10 +102,9 @@ def _kind(w: Any) -> str:
 
 
 def _mx_tensor(w: Any) -> Prequantized:
-    if w.elem_dtype != torch.float4_e2m1fn_x2:
-        raise Unreadable(f"an MXTensor of {str(w.elem_dtype).removeprefix('torch.')}, not of 4 bits")
-    if w.block_size != FORMATS["mxfp4"].block:
-        raise Unreadable(f"an MXTensor with blocks of {w.block_size}, not of 32")
+    elements = str(w.elem_dtype).removeprefix("torch.")
+    need(w.elem_dtype == torch.float4_e2m1fn_x2, Kind.MX_ELEMENTS, None, elements)
+    need(w.block_size == FORMATS["mxfp4"].block, Kind.MX_BLOCKS, None, w.block_size)
     return Prequantized(_kind(w), "mxfp4", _torchao_plain, _is_transposed(w))
 
 
@@ -200,38 +196,18 @@ def inputs_of(node: fx.Node) -> tuple[fx.Node, ...]:
 
 def stored_spec(sources: tuple[fx.Node, ...], assembly: Assembly, layout: str, site: fx.Node) -> StoredSpec:
     """The spec for weights that are all in 4 bits, in one format, and used along the right dimension."""
-    need(
-        all(map(is_prequantized, sources)),
-        "some of the experts' weights are held in 4 bits, others not",
-        site,
-        advice.ONE_FORMAT,
-    )
+    need(all(map(is_prequantized, sources)), Kind.SOME_IN_4_BITS, site)
     ways: tuple[Prequantized, ...] = tuple(s.meta["prequantized"] for s in sources)
     formats = sorted({h.format for h in ways})
-    need(
-        len(formats) == 1,
-        f"the experts' weights are in different formats ({', '.join(formats)})",
-        site,
-        advice.ONE_FORMAT,
-    )
+    need(len(formats) == 1, Kind.FORMATS_DIFFER, site, tuple(formats))
     for pieces in assembly.experts:
         for p in pieces:
             order = [what for what, *_ in p.at][-2:]
             along = ["k", "n"] if ways[p.source].transposed else ["n", "k"]
-            need(
-                order == along,
-                "a weight is quantised along a dimension that its product keeps",
-                site,
-                advice.ALONG,
-            )
+            need(order == along, Kind.PART_QUANTISED_ALONG_N, site)
             stored = sources[p.source].meta["val"].shape[-2 if ways[p.source].transposed else -1]
             whole = ("k", 0, 1) in p.at and stored == assembly.k
-            need(
-                whole,
-                "a product takes only some columns of a weight that is held in 4 bits",
-                site,
-                advice.WHOLE_WEIGHT,
-            )
+            need(whole, Kind.SOME_COLUMNS, site)
     return StoredSpec(formats[0], layout, assembly, ways)
 
 

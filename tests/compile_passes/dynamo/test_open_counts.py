@@ -174,7 +174,7 @@ def without_the_last(module):
 
 
 def check(module, everything):
-    torch._dynamo.utils.counters[KEPT].clear()
+    KEPT.clear()
     recorder, twin = Recorder(activation="bf16"), without_the_last(module.twin())
     without_the_last(module)
     recorder.sees_through_branches = True

@@ -14,10 +14,11 @@ from test_reading import evaluate
 from torch import Tensor, fx
 from torch.fx.experimental.proxy_tensor import make_fx
 
-from fp4_ops.compile_passes.graph.nodes import Canon, Refusal, is_tensor
+from fp4_ops.compile_passes.graph.nodes import Canon, is_tensor
 from fp4_ops.compile_passes.index.axes import Opaque
 from fp4_ops.compile_passes.index.reader import Reader
 from fp4_ops.compile_passes.index.terms import ChosenRows, Const, Ref, Value, interning
+from fp4_ops.compile_passes.refusal import Refused
 
 SECONDS = float(os.environ.get("FP4_FUZZ_SECONDS", "2"))
 SHAPES = [
@@ -180,7 +181,7 @@ def read_all(f: Callable[..., Tensor], inputs: list[Tensor]) -> int:
             for level in range(3):
                 try:
                     value = reader._read(node, level)
-                except (Opaque, Refusal):
+                except (Opaque, Refused):
                     continue
                 assert is_tensor(node)
                 if not can_be_evaluated(value):

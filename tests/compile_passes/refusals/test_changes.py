@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-import ast
 import copy
-import inspect
+import re
+import string
 from collections.abc import Callable
 from pathlib import Path
 
@@ -21,66 +21,61 @@ from test_lookalikes import norm
 from test_lookalikes_rows import Splits
 from torch import Tensor, nn
 
-from fp4_ops.compile_passes import advice
-from fp4_ops.compile_passes.dynamo.empty_masks import Unproved
-from fp4_ops.compile_passes.graph.nodes import Refusal, need, refuse
-from fp4_ops.compile_passes.trace.functional import CannotCapture
+from fp4_ops.compile_passes import advice, naming, refusal
+from fp4_ops.compile_passes.refusal import Kind, Refusal, Step
 
 pytestmark = pytest.mark.usefixtures("fresh_dynamo")
 
-REFUSING = (need, refuse, Refusal, CannotCapture, Unproved)
+KINDS = list(Kind)
 
 
 # --- every refusal has one ---
 
 
-@pytest.mark.parametrize("refusing", REFUSING, ids=lambda f: f.__name__)
-def test_nothing_is_refused_without_a_change(refusing):
-    last = list(inspect.signature(refusing).parameters.values())[-1]
-    assert last.name == "change" and last.default is inspect.Parameter.empty
+def facts(kind: Kind) -> list[str]:
+    """A word for each gap in the sentence of a kind."""
+    gaps = [name for _, name, _, _ in string.Formatter().parse(kind.sentence) if name is not None]
+    return ["w1"] * max([len(gaps), *(int(name) + 1 for name in gaps if name)])
 
 
-def calls() -> list[tuple[str, ast.expr]]:
-    """(place, the change) of each call that refuses something."""
-    package = Path(str(advice.__file__)).parent
-    names = {f.__name__ for f in REFUSING}
-    found = []
-    for path in package.rglob("*.py"):
-        for node in ast.walk(ast.parse(path.read_text())):
-            if isinstance(node, ast.Call) and getattr(node.func, "id", "") in names:
-                found.append((f"{path.name}:{node.lineno}", node.args[-1]))
-    return found
+@pytest.mark.parametrize("kind", KINDS, ids=lambda kind: kind.name)
+def test_each_kind_has_a_change(kind):
+    change = kind.change("w1") if callable(kind.change) else kind.change
+    if change is None:  # one of the facts has it
+        for cause in (Step.OTHER, Refusal(Kind.ODD_K, None, (7,))):
+            assert Refusal(kind, None, (cause,)).change == cause.change
+    else:
+        told = str(change)
+        assert 20 < len(told) < 500 and not told.endswith("."), told
+        assert Refusal(kind, None, ("w1",)).change == told
 
 
-def test_each_change_is_a_sentence_of_advice_py():
-    """Or what decides among them, or what another refusal has named."""
-    named, chosen = set(), []
-    for place, change in calls():
-        text = ast.unparse(change)
-        if text.startswith("advice."):
-            named.add(text.removeprefix("advice.").split("(")[0])
-        else:
-            chosen.append((place.split(":")[0], text))
-    assert len(calls()) > 120 and len(named) > 60
-    assert {text for _, text in chosen} <= {
-        "change",
-        "why[1]",
-        "instead_of(root)",
-        "instead_of(whole.node)",
-        "instead_of(cause)",
-        "instead_of_output(node)",
-    }
-    for name in named:
-        sentence = getattr(advice, name)
-        sentence = sentence("x") if callable(sentence) else sentence
-        assert 20 < len(sentence) < 500 and not sentence.endswith("."), name
+def test_facts_become_words():
+    plain = [kind for kind in KINDS if not re.search(r"\{\d?:", kind.sentence)]
+    assert len(plain) > 120
+    for kind in plain:
+        told = Refusal(kind, None, tuple(facts(kind))).reason
+        assert told.count("w1") == kind.sentence.count("{") and "{" not in told, told
 
 
-def test_no_sentence_is_left_that_nothing_names():
+def test_each_kind_is_used_and_each_change_is_named():
     package = Path(str(advice.__file__)).parent
     code = "".join(p.read_text() for p in package.rglob("*.py"))
+    others = code.replace((package / "refusal.py").read_text(), "")
+    assert [kind.name for kind in KINDS if not re.search(rf"Kind\.{kind.name}\b", others)] == []
+    assert [step.name for step in Step if not re.search(rf"Step\.{step.name}\b", others)] == []
     sentences = [n for n in vars(advice) if n.isupper() and n != "ACTIVATIONS"] + ["elsewhere"]
     assert [n for n in sentences if f"advice.{n}" not in code] == []
+
+
+def test_no_text_is_made_where_a_condition_holds(monkeypatch):
+    """A whole block is proved, and nobody asks what any refusal would say."""
+    monkeypatch.setattr(refusal._Sentence, "vformat", None)
+    monkeypatch.setattr(naming, "source_line", None)
+    recorder, module = Recorder(activation="bf16"), Loop(experts=4)
+    with torch.no_grad():
+        torch.compile(module, backend=recorder, fullgraph=True, dynamic=True)(torch.randn(10, module.H))
+    assert recorder.ops == ["fp4::moe"]
 
 
 # --- those of the look-alikes, applied ---
