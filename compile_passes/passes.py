@@ -70,7 +70,7 @@ class _State:
     fake_mode: FakeTensorMode
     writer: Writer
     sites: list[Site | Refusal] = field(default_factory=list)
-    """What was rewritten, and what was left alone; refusals become text when all passes have run."""
+    """Places that were rewritten or left alone. Refusals become text when all passes have run."""
     found: list[Product | Refusal] = field(default_factory=list)
     products: dict[fx.Node, Product] = field(default_factory=dict)
     why_not: dict[fx.Node, Refusal] = field(default_factory=dict)

@@ -27,7 +27,7 @@ _OPERATORS = f"none of: {', '.join(ACTIVATIONS)}"
 
 @unique
 class Kind(Enum):
-    """What does not hold: the sentence that says so, and the change to the model that would help.
+    """Kinds of refusals, each with its sentence and the change to the model that would help.
 
     Gaps in the sentence are the facts in order. `{}` is a fact in the user's words, `{:input}` a node's name
     as an input, `{:at}` and `{:line}` its line, `{:shape}` its shape. The change is a text of advice.py, or a
@@ -289,7 +289,7 @@ class Kind(Enum):
 
 @unique
 class Step(Enum):
-    """What a step that is not understood is, with what to write in its place."""
+    """Kinds of steps that are not understood, each with what to write in its place."""
 
     RANDOM = advice.EVAL
     OTHER_TOKENS = advice.SAME_TOKENS
@@ -312,7 +312,7 @@ class Refusal:
 
     kind: Kind
     node: fx.Node | None
-    """What the reason is about. None for branches and whole graphs."""
+    """The node that the reason is about. None for branches and whole graphs."""
     facts: tuple[Any, ...] = ()
 
     @property
