@@ -235,7 +235,7 @@ def detach_places(model: nn.Module, placement: Placement) -> None:
     A weight that is stored by itself is tied to no other one, whatever the config says: a head in 4 bits
     beside embeddings in bf16.
     """
-    places = [f"{n}.{a}" for n, p in placement.experts.items() for a in p.shapes]
+    places = [f"{n}.{a}" for name, p in placement.experts.items() for n in (name, *p.also) for a in p.shapes]
     places += [f"{n}.weight" for n in placement.linears]
     for place in {*places, *placement.dense}:
         owner, _, attribute = place.rpartition(".")
@@ -286,7 +286,7 @@ def fill(
             if any(isinstance(part, StoredWeight) for part in dense.parts.values()):
                 report.dense.append(name)
         for name, placed in placement.experts.items():
-            module: Any = model.get_submodule(name)
+            modules: list[Any] = [*dict.fromkeys(map(model.get_submodule, (name, *placed.also)))]
             device = device_of(name)
             stacks = {}
             for attribute, shape in placed.shapes.items():
@@ -299,7 +299,7 @@ def fill(
                 stacks[attribute] = load_stack(parts, shape, turned, device, source(device), cut)
             if placed.plan is not None:
                 report.nbytes += _attach(
-                    module, placed, stacks, dtype, activation, trainable_inputs, device, report
+                    modules, placed, stacks, dtype, activation, trainable_inputs, device, report
                 )
             elif trainable_inputs:
                 raise CheckpointError(
@@ -307,7 +307,7 @@ def fill(
                     f"{placed.reason}. Load without it"
                 )
             else:
-                report.nbytes += _attach_tensors(module, placed, stacks, dtype)
+                report.nbytes += _attach_tensors(modules, placed, stacks, dtype)
                 report.own_code[name] = placed.reason
             report.experts.append(name)
         for name, linear in placement.linears.items():
@@ -338,7 +338,7 @@ def _cut(
 
 
 def _attach(
-    module: Any,
+    modules: list[Any],
     placed: ExpertsPlacement,
     stacks: dict[str, Stack],
     dtype: torch.dtype,
@@ -347,7 +347,7 @@ def _attach(
     device: torch.device,
     report: LoadReport,
 ) -> int:
-    """Weights for `fp4::moe`; the bytes that they hold."""
+    """Gives the modules, which share them, weights for `fp4::moe`. Returns the bytes that they hold."""
     assert placed.plan is not None
     weights = {
         attribute: PackedWeight(s.packed, s.block_scale, s.global_scale, s.format, "plain", part=placed.part)
@@ -359,9 +359,17 @@ def _attach(
     shared.join()
     check_activation_choice(activation, shared.weights[0].format)
     check_activation(activation, device.type, shared.weights[0].layout)
-    for attribute, weight in weights.items():
-        del module._parameters[attribute]
-        module.add_module(attribute, weight)
+    for module in modules:
+        for attribute, weight in weights.items():
+            del module._parameters[attribute]
+            module.add_module(attribute, weight)
+        _finish(module, placed, activation, trainable_inputs)
+    return sum(weight.num_bytes for weight in weights.values())
+
+
+def _finish(module: Any, placed: ExpertsPlacement, activation: str, trainable_inputs: bool) -> None:
+    """Makes a module with packed weights run by `fp4::moe`."""
+    assert placed.plan is not None
     if placed.part is not None:
         if trainable_inputs:
             raise CheckpointError(
@@ -381,22 +389,24 @@ def _attach(
     take_new_weights(module)
     if trainable_inputs:
         module.requires_grad_(False)  # biases, too
-    return sum(weight.num_bytes for weight in weights.values())
 
 
 def _attach_tensors(
-    module: Any, placed: ExpertsPlacement, stacks: dict[str, Stack], dtype: torch.dtype
+    modules: list[Any], placed: ExpertsPlacement, stacks: dict[str, Stack], dtype: torch.dtype
 ) -> int:
-    """Weights for the module's own code, whose products over FP4Tensors are the operators'."""
+    """Weights for the modules' own code, whose products over FP4Tensors are the operators'."""
     nbytes = 0
     for attribute, s in stacks.items():
         tensor = FP4Tensor(
             s.packed, s.block_scale, s.global_scale, format=s.format, dtype=dtype,
             transposed=placed.form.transposed,
         )  # fmt: skip
-        module._parameters[attribute] = nn.Parameter(tensor, requires_grad=False)
+        parameter = nn.Parameter(tensor, requires_grad=False)
+        for module in modules:
+            module._parameters[attribute] = parameter
         nbytes += tensor.nbytes
-    take_new_weights(module)
+    for module in modules:
+        take_new_weights(module)
     return nbytes
 
 

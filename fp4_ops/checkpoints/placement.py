@@ -24,6 +24,7 @@ from ..experts import PackedWeight
 from ..find_experts import Form, Plan, Refusal, form_of, is_experts, plan_of
 from .dialects import StoredWeight
 from .files import INCOMPLETE, OTHER_MODEL, CheckpointError, TensorInfo
+from .shared import shared_experts
 
 _EXPERT = re.compile(r"experts\.(\d+)\.")
 _NUMBERED = re.compile(r"^(.*?)(\.?experts)\.(\d+)\.(\w+?)(\.weight|\.bias|_bias|)$")
@@ -70,6 +71,8 @@ class ExpertsPlacement:
     """By attribute, expert and half."""
     part: Distributed | None = None
     """This process's part of the experts, if that is not all (ranks.py)."""
+    also: list[str] = field(default_factory=list)
+    """Other modules that hold the same weights."""
 
 
 @dataclass
@@ -221,14 +224,15 @@ def place(
 class _Placer:
     def __init__(self, model: nn.Module) -> None:
         self.model, self.target = model, rules(model)
-        self.modules = dict(model.named_modules())
+        self.modules = dict(model.named_modules(remove_duplicate=False))
+        self.shared = shared_experts(model)
         self.result = Placement({}, {}, {}, {}, set())
 
     def place(self, weights: dict[str, StoredWeight], tensors: Iterable[TensorInfo], anew: bool) -> Placement:
         result = self.result
         result.patterns |= _UNUSED
         taken: set[str] = set()
-        for stored in weights.values():
+        for stored in sorted(weights.values(), key=self._is_copy):
             self._stored(stored)
             taken.update(info.name for info in stored.tensors)
             taken.update(stored.name + suffix for suffix in stored.dialect.suffixes)
@@ -246,9 +250,16 @@ class _Placer:
         for name, dense in result.dense.items():
             _check_whole(name, dense)
         for name, module in self.modules.items():
-            if (is_experts(module) or form_of(module)) and name not in result.experts:
+            if (is_experts(module) or form_of(module)) and self.shared.get(name, name) not in result.experts:
                 result.left[name] = "its weights are not stored in 4 bits"
         return result
+
+    def _is_copy(self, stored: StoredWeight) -> bool:
+        """Whether a weight is stored for a module that holds another one's weights."""
+        if not self.shared:
+            return False
+        to = self.target(stored.dialect.module_name(stored.name))
+        return to.parameter.rpartition(".")[0] in self.shared
 
     def _stored(self, stored: StoredWeight) -> None:
         name = stored.dialect.module_name(stored.name)
@@ -265,10 +276,13 @@ class _Placer:
             _check_shape(stored, tuple(module.weight.shape))
             self.result.linears[owner] = stored
         elif module is not None and (form := form_of(module)) is not None:
-            placed = self.result.experts.get(owner)
+            first = self.shared.get(owner, owner)
+            placed = self.result.experts.get(first)
             if placed is None:
-                placed = self.result.experts[owner] = _experts(owner, module, form)
-            _add(placed, stored, attribute, to)
+                placed = self.result.experts[first] = _experts(first, module, form)
+                placed.also = [n for n, of in self.shared.items() if of == first]
+            if first == owner or (attribute, to.expert, to.half) not in placed.parts:
+                _add(placed, stored, attribute, to)
         else:
             what = f"a {type(module).__name__}" if module is not None else "not in the model"
             raise CheckpointError(

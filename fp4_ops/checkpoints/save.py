@@ -13,6 +13,7 @@ from ..experts import PackedWeight
 from ..tensor import FP4Tensor
 from .dialects import EXPERTS_TARGET, Codes, Dialect, describe, encode, writing_dialect
 from .placement import Target, rules
+from .shared import shared_by_class
 
 
 def state_dict_for_saving(model: nn.Module) -> tuple[dict[str, Tensor], dict[str, Any]]:
@@ -24,7 +25,12 @@ def state_dict_for_saving(model: nn.Module) -> tuple[dict[str, Tensor], dict[str
             raise ValueError(
                 f"fp4: {name} has {part} here; a folder needs all. Save a model that is whole in one process"
             )
-    packed = {n: m for n, m in model.named_modules(remove_duplicate=False) if isinstance(m, PackedWeight)}
+    once = shared_by_class(model)
+    packed = {
+        n: m
+        for n, m in model.named_modules(remove_duplicate=False)
+        if isinstance(m, PackedWeight) and n.rpartition(".")[0] not in once
+    }
     linears = {
         n: m.weight
         for n, m in model.named_modules(remove_duplicate=False)
@@ -55,7 +61,7 @@ def state_dict_for_saving(model: nn.Module) -> tuple[dict[str, Tensor], dict[str
     )
     dialect = writing_dialect(formats.pop(), getattr(config, "model_type", None), k)
 
-    ours = tuple(f"{n}." for n in packed) + tuple(stacks) + tuple(f"{n}.weight" for n in linears)
+    ours = tuple(f"{n}." for n in (*packed, *once)) + tuple(stacks) + tuple(f"{n}.weight" for n in linears)
     state = {name: t for name, t in model.state_dict().items() if not name.startswith(ours)}
     names = stored_names(model)
     for name, weight in packed.items():

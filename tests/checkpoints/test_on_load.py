@@ -143,3 +143,15 @@ def test_parameters_that_zero3_holds_are_named(kind):
     for p, q in zip(model.parameters(), whole.parameters(), strict=True):  # gathered
         p.data = q.data
     assert fp4_ops.prepare(model).prepared
+
+
+def test_a_dense_weight_that_is_missing_is_reported_as_without_4_bits(tmp_path):
+    name = "model.layers.0.self_attn.q_proj.weight"
+
+    def without(tensors):
+        return {n: t for n, t in tensors.items() if n != name}
+
+    model = folder_of("qwen3_moe", tmp_path, without)
+    for config in (None, FP4Config("mxfp4")):
+        _, info = type(model).from_pretrained(tmp_path, quantization_config=config, output_loading_info=True)
+        assert {*info["missing_keys"]} == {name}
