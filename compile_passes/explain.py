@@ -8,9 +8,9 @@ from typing import Any
 
 import torch
 from torch import fx
-from torch._dynamo.utils import get_compilation_metrics
 
 from ..zero3 import refuse_emptied
+from .dynamo.api import config, counters, get_compilation_metrics
 from .dynamo.branches import KEPT, SEEN_THROUGH, Kept
 from .dynamo.breaks import breaks_since, described, inside, known_breaks, reason_of
 from .dynamo.extend import CAPTURE, extend_dynamo
@@ -49,7 +49,6 @@ def explain(
     model = getattr(model, "_orig_mod", model)
     if isinstance(model, torch.nn.Module):
         refuse_emptied("explain", model)
-    counters = torch._dynamo.utils.counters
     before = {name: Counter(counters[name]) for name in _COUNTERS}
     stayed = dict(KEPT)
     compilations, known = list(get_compilation_metrics()), known_breaks()
@@ -58,7 +57,7 @@ def explain(
     extend_dynamo()
     backend.sees_through_branches = True  # type: ignore[attr-defined]
     backend.watched = False  # type: ignore[attr-defined]
-    with torch._dynamo.config.patch(settings), torch.no_grad(), noted() as left:
+    with config.patch(settings), torch.no_grad(), noted() as left:
         torch.compile(model, backend=backend)(*args, **kwargs)
     new = {name: Counter(counters[name]) - before[name] for name in _COUNTERS}
     breaks = breaks_since(known)

@@ -12,8 +12,7 @@ import warnings
 from collections.abc import Callable
 from typing import Any
 
-from torch._dynamo.exc import RestartAnalysis, SkipFrame
-
+from .dynamo.api import RestartAnalysis, SkipFrame
 from .report import Frame
 
 log = logging.getLogger("fp4_ops")

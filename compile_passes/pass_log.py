@@ -17,8 +17,9 @@ from typing import Generic, TypeVar
 
 import torch
 from torch import fx
-from torch._dynamo.utils import dynamo_timed, get_debug_dir
 from torch._logging import _internal, trace_structured
+
+from .dynamo.api import dynamo_timed, get_debug_dir
 
 log = logging.getLogger("fp4_ops")
 
@@ -81,7 +82,7 @@ class PassLog:
             self._write("input", graph)
         made: list[fx.Graph] = []
         start = time.perf_counter()
-        with dynamo_timed(f"fp4_{name}"):  # for torch._dynamo.utils.compile_times() and tlparse
+        with dynamo_timed(f"fp4_{name}"):  # for Dynamo's compile_times() and tlparse
             yield made
         seconds = time.perf_counter() - start
         graph = made[0] if made else graph

@@ -10,8 +10,7 @@ import pickle
 from collections.abc import Callable
 from typing import Any
 
-from torch._dynamo.aot_compile_types import BundledAOTAutogradSerializableCallable, SerializableCallable
-
+from .dynamo.api import BundledAOTAutogradSerializableCallable, SerializableCallable
 from .options import version_hash
 from .weights.runtime import Swap, Undo, runtime
 

@@ -13,13 +13,16 @@ from typing import Any
 
 import torch
 
+from . import api
+
 
 def into_the_graph(tx: Any, jump: Any) -> bool:
     """Whether `jump` only chose if an AssertionError is raised; the graph asserts its condition now."""
-    from torch._dynamo.variables.tensor import TensorVariable
-
     condition = tx.stack[-1]
-    if type(condition) is not TensorVariable or condition.as_proxy().node.meta["example_value"].numel() != 1:
+    if (
+        type(condition) is not api.TensorVariable
+        or condition.as_proxy().node.meta["example_value"].numel() != 1
+    ):
         return False
     jumps_if = "IF_TRUE" in jump.opname
     jumps_to_raise = (raising := _raising(tx.instructions[tx.indexof[jump.target] :])) is not None

@@ -21,15 +21,13 @@ from typing import Any
 import sympy
 import torch
 from torch import fx
-from torch._dynamo.bytecode_analysis import JUMP_OPCODES, TERMINAL_OPCODES
-from torch._dynamo.exc import RestartAnalysis, UnspecializeRestartAnalysis
-from torch._dynamo.utils import counters
 from torch.fx.experimental.symbolic_shapes import free_unbacked_symbols
 
 from ...meta.text import in_short
 from ..graph.traced_nodes import called, example, same_elements
 from ..refusal import Kind, Refusal, Refused, refuse
-from . import known_values
+from . import api, known_values
+from .api import JUMP_OPCODES, TERMINAL_OPCODES, RestartAnalysis, UnspecializeRestartAnalysis, counters
 from .asserts import into_the_graph
 from .bytecode import asks_for
 from .empty_masks import empty_with
@@ -60,8 +58,6 @@ JUMPS = [name for name in dis.opmap if re.fullmatch(r"POP_JUMP_.*IF_(TRUE|FALSE)
 
 
 def answering_first(method: Handler) -> Handler:
-    from torch._dynamo.variables import ConstantVariable
-
     def jump(tx: Any, inst: Any) -> None:
         if _GROWN in vars(tx.output):
             _asks_whether_there_are_rows(tx, inst)
@@ -71,7 +67,7 @@ def answering_first(method: Handler) -> Handler:
                 return
             answer = _take_the_way_that_works(tx, inst)
         if answer is not None:
-            tx.stack[-1] = ConstantVariable.create(bool(answer))
+            tx.stack[-1] = api.ConstantVariable.create(bool(answer))
         method(tx, inst)
 
     return jump
@@ -181,10 +177,8 @@ def of_an_expert(output: Any, rows: Any) -> Nothing:
 def _rows_asked_for(condition: Any, output: Any) -> tuple[Nothing, bool] | None:
     """Return what is empty if there are no rows, and the value of `condition` then. It is the opposite for
     every other number of rows. None if it asks for anything else, or if its answer is known."""
-    from torch._dynamo.variables.tensor import SymNodeVariable, TensorVariable
-
     nothing = Nothing()
-    if isinstance(condition, SymNodeVariable):
+    if isinstance(condition, api.SymNodeVariable):
         expr = condition.sym_num.node.expr
         if isinstance(expr, _RELATIONS) and len(expr.free_symbols) > 1:  # `if start == start + n:`
             expr = type(expr)(expr.lhs - expr.rhs, 0)
@@ -193,7 +187,7 @@ def _rows_asked_for(condition: Any, output: Any) -> tuple[Nothing, bool] | None:
         nothing = of_an_expert(output, *expr.free_symbols)
         if not isinstance(condition.sym_num, torch.SymBool):
             expr = sympy.Ne(expr, 0)
-    elif isinstance(condition, TensorVariable):
+    elif isinstance(condition, api.TensorVariable):
         found = _count_of_a_mask(condition.as_proxy().node)
         if found is None:
             return None
@@ -271,6 +265,4 @@ def _past_constant(tx: Any, at: Any) -> Any:
 
 
 def _modules() -> tuple[Any, ...]:
-    from torch._dynamo.variables import NNModuleVariable, UnspecializedNNModuleVariable
-
-    return NNModuleVariable, UnspecializedNNModuleVariable
+    return api.NNModuleVariable, api.UnspecializedNNModuleVariable

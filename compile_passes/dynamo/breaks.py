@@ -7,10 +7,10 @@ from collections.abc import Sequence
 from typing import Any
 
 import torch
-from torch._dynamo.utils import graph_break_reasons
 
 from ...meta.text import first_line
 from ..naming import short_path
+from .api import graph_break_reasons
 
 _TORCH = str(torch.__file__).removesuffix("__init__.py")
 _SIZE = "data-dependent expression"

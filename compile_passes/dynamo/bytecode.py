@@ -10,7 +10,7 @@ import sys
 from collections.abc import Iterator, Sequence
 from typing import Any
 
-from torch._dynamo.bytecode_analysis import HASFREE, HASLOCAL, JUMP_OPCODES
+from .api import HASFREE, HASLOCAL, JUMP_OPCODES
 
 _NOTHING = ("PRECALL", "PUSH_NULL", "TO_BOOL", "NOP", "CACHE")
 

@@ -13,20 +13,21 @@ import torch
 from torch import fx
 
 from ..graph.traced_nodes import called, example
+from . import api
 
 
 def at_least(method: Callable[..., Any]) -> Callable[..., Any]:
     """`max(n, c)` of a tensor and a size: for Dynamo a comparison, whose answer only the data knows."""
-    from torch._dynamo.variables import TorchInGraphFunctionVariable
-    from torch._dynamo.variables.tensor import SymNodeVariable
 
     def call_max(self: Any, tx: Any, *args: Any, **kwargs: Any) -> Any:
         if len(args) == 2 and not kwargs:
             of = [v.realize() for v in args]
             numbers = [v for v in of if _is_number(v)]
-            sizes = [v for v in of if isinstance(v, SymNodeVariable) and isinstance(v.sym_num, torch.SymInt)]
+            sizes = [
+                v for v in of if isinstance(v, api.SymNodeVariable) and isinstance(v.sym_num, torch.SymInt)
+            ]
             if len(numbers) == len(sizes) == 1:
-                clamp = TorchInGraphFunctionVariable(torch.clamp)
+                clamp = api.TorchInGraphFunctionVariable(torch.clamp)
                 return clamp.call_function(tx, numbers, {"min": sizes[0]})
         return method(self, tx, *args, **kwargs)
 
@@ -47,33 +48,28 @@ def one_hot(method: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def _one_hot(tx: Any, ids: Any, classes: Any) -> Any:
-    from torch._dynamo.variables import ConstantVariable, TorchInGraphFunctionVariable
-    from torch._dynamo.variables.builder import wrap_fx_proxy
-
     n, of = classes.as_proxy(), ids.as_proxy()
     least = _least(n)
     mode = tx.output.fake_mode
     allowed, mode.allow_scalar_outputs = mode.allow_scalar_outputs, True
     try:
-        more: Any = wrap_fx_proxy(tx, (n - least).item())
+        more: Any = api.wrap_fx_proxy(tx, (n - least).item())
     finally:
         mode.allow_scalar_outputs = allowed
     torch._check(more.sym_num >= 0)
-    columns = wrap_fx_proxy(tx, more.as_proxy() + least)
+    columns = api.wrap_fx_proxy(tx, more.as_proxy() + least)
     for fine, what in ((of >= 0, "non-negative"), (of < n, "smaller than num_classes")):
         message = f"one_hot: Class values must be {what}."
         tx.output.create_proxy("call_function", torch._assert_async, (fine.all(), message), {})
-    where = {"device": ConstantVariable.create(example(of.node).device)}
-    every = TorchInGraphFunctionVariable(torch.arange).call_function(tx, [columns], where)
-    rows = ids.call_method(tx, "unsqueeze", [ConstantVariable.create(-1)], {})
-    return wrap_fx_proxy(tx, (rows.as_proxy() == every.as_proxy()).long())
+    where = {"device": api.ConstantVariable.create(example(of.node).device)}
+    every = api.TorchInGraphFunctionVariable(torch.arange).call_function(tx, [columns], where)
+    rows = ids.call_method(tx, "unsqueeze", [api.ConstantVariable.create(-1)], {})
+    return api.wrap_fx_proxy(tx, (rows.as_proxy() == every.as_proxy()).long())
 
 
 def _is_number(v: Any) -> bool:
     """Whether a variable of Dynamo's is a tensor that holds one integer."""
-    from torch._dynamo.variables.tensor import TensorVariable
-
-    x = example(v.as_proxy().node) if type(v) is TensorVariable else None
+    x = example(v.as_proxy().node) if type(v) is api.TensorVariable else None
     return isinstance(x, torch.Tensor) and x.dim() == 0 and x.dtype in (torch.int32, torch.int64)
 
 

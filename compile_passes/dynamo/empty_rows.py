@@ -21,7 +21,6 @@ import sympy
 import torch
 from torch import Tensor, fx
 from torch._dispatch.python import enable_python_dispatcher
-from torch._dynamo.bytecode_analysis import HASFREE, HASLOCAL, JUMP_OPCODES, TERMINAL_OPCODES
 from torch.fx.experimental.symbolic_shapes import free_unbacked_symbols, statically_known_true
 from torch.utils._python_dispatch import TorchDispatchMode
 
@@ -29,6 +28,8 @@ from ...meta.text import in_short
 from ..graph.traced_nodes import along, called, example, since, some_elements, writes_to
 from ..operands import operand
 from ..refusal import Kind, Refusal, Refused, refuse
+from . import api
+from .api import HASFREE, HASLOCAL, JUMP_OPCODES, TERMINAL_OPCODES
 from .bytecode import joined_comprehension, joined_list
 from .empty_masks import is_empty_with, selects_by
 from .known_values import number_of
@@ -161,12 +162,10 @@ def numbers(output: Any) -> dict[fx.Node, Any]:
 
 def number(v: Any, output: Any = None) -> Any:
     """The expression of a Python int or of one that only the data knows, or of a tensor that is one."""
-    from torch._dynamo.variables.tensor import SymNodeVariable, TensorVariable
-
-    if output is not None and isinstance(v, TensorVariable):
+    if output is not None and isinstance(v, api.TensorVariable):
         v = numbers(output).get(v.as_proxy().node)
 
-    if isinstance(v, SymNodeVariable):
+    if isinstance(v, api.SymNodeVariable):
         return v.sym_num.node.expr if isinstance(v.sym_num, torch.SymInt) else None
     value = v.as_python_constant() if v is not None and v.is_python_constant() else None
     return sympy.Integer(value) if type(value) is int else None
@@ -271,17 +270,12 @@ class Way:
 
 
 def _is_new_list(v: Any) -> bool:
-    from torch._dynamo.variables import ListVariable
-    from torch._dynamo.variables.base import ValueMutationNew
-
-    return type(v) is ListVariable and isinstance(v.mutation_type, ValueMutationNew)
+    return type(v) is api.ListVariable and isinstance(v.mutation_type, api.ValueMutationNew)
 
 
 def _is_like_without_rows(x: Any, other: Any, sizes: set[Any]) -> bool:
     """Whether x, which has no rows where `sizes` are 0, can be joined to `other` and is then not seen."""
-    from torch._dynamo.variables import TensorVariable
-
-    if not all(isinstance(v, TensorVariable) for v in (x, other)):
+    if not all(isinstance(v, api.TensorVariable) for v in (x, other)):
         return False
     a, b = (example(v.as_proxy().node) for v in (x, other))
     alike = (a.dtype, a.device, a.layout, a.dim()) == (b.dtype, b.device, b.layout, b.dim())
@@ -309,16 +303,13 @@ class _Objects:
     """All objects that Dynamo can reach and what they are made of, one level deep."""
 
     def __init__(self, tx: Any) -> None:
-        from torch._dynamo.variables import base
-        from torch._dynamo.variables.lazy import LazyVariableTracker
-
-        self.attributes = base.AttributeMutation
-        self.existing = (base.AttributeMutationExisting, base.ValueMutationExisting)
+        self.attributes = api.AttributeMutation
+        self.existing = (api.AttributeMutationExisting, api.ValueMutationExisting)
         self.side = tx.output.side_effects
         self.known: dict[int, tuple[Any, list[Any]]] = {}
 
         def record(v: Any) -> None:
-            if not isinstance(v, LazyVariableTracker):
+            if not isinstance(v, api.LazyVariableTracker):
                 self.known[id(v)] = v, self._parts(v)
 
         side = self.side
@@ -328,7 +319,7 @@ class _Objects:
         while frame is not None:
             roots += [list(frame.symbolic_locals.values()), list(frame.stack)]
             frame = getattr(frame, "parent", None)
-        base.VariableTracker.visit(record, roots)
+        api.VariableTracker.visit(record, roots)
 
     def _parts(self, v: Any) -> list[Any]:
         """Fields, and what their containers hold; of objects with attributes those that were set, since their

@@ -8,14 +8,13 @@ from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
-import torch
 from torch import fx
-from torch._dynamo.exc import Unsupported
 from torch._guards import TracingContext
 from torch.fx.experimental.symbolic_shapes import GuardOnDataDependentSymNode, free_unbacked_symbols
 
 from ..graph.traced_nodes import example
 from . import (
+    api,
     class_counts,
     fake_results,
     hit_experts,
@@ -26,6 +25,7 @@ from . import (
     row_counts,
     row_lists,
 )
+from .api import Unsupported
 from .branches import JUMPS, answering_first
 from .rules import Rule, around, while_tracing
 
@@ -97,32 +97,26 @@ _of_output = functools.partial(while_tracing, output_of=lambda output, *_: outpu
 
 def extend_dynamo() -> None:
     """For graphs of backends with `sees_through_branches`."""
-    from torch._dynamo import convert_frame
-    from torch._dynamo.eval_frame import OptimizeContext
-    from torch._dynamo.output_graph import OutputGraph
-    from torch._dynamo.variables import BuiltinVariable, TorchInGraphFunctionVariable
-    from torch._dynamo.variables.tensor import NumpyNdarrayVariable, TensorVariable
-
     for name in JUMPS:
         _hook_opcode(name, breaks_the_graph, _for_all)
     for names, rule in _OPCODES:
         for name in names:
             _hook_opcode(name, rule, _of_opcode)
-    _hook_method(TensorVariable, "tolist", breaks_the_graph, _for_all)
+    _hook_method(api.TensorVariable, "tolist", breaks_the_graph, _for_all)
     for names, rule in _METHODS:
         for name in names:
-            _hook_method(TensorVariable, name, rule, _of_variable)
+            _hook_method(api.TensorVariable, name, rule, _of_variable)
     for name in ("nb_int_impl", "nb_index_impl"):
-        _hook_attribute(TensorVariable, name, known_values.numbers, _of_variable)
-    _hook_attribute(BuiltinVariable, "call_index", known_values.index_of, _of_variable)
-    _hook_attribute(BuiltinVariable, "call_max", class_counts.at_least, _of_variable)
-    _hook_attribute(NumpyNdarrayVariable, "call_method", open_counts.of_array, _of_variable)
-    _hook_attribute(TorchInGraphFunctionVariable, "call_function", class_counts.one_hot, _of_variable)
-    _hook_attribute(OutputGraph, "create_proxy", fake_results.without_cache, _of_output)
-    _hook_attribute(OptimizeContext, "__call__", left_out.watch_calls, around)
-    _hook_attribute(convert_frame, "compile_frame", left_frames.guarded, around)
-    _hook_attribute(convert_frame, "trace_frame", left_frames.traced, around)
-    _hook_attribute(convert_frame.DynamoOutput, "build_guards", left_frames.guards_built, around)
+        _hook_attribute(api.TensorVariable, name, known_values.numbers, _of_variable)
+    _hook_attribute(api.BuiltinVariable, "call_index", known_values.index_of, _of_variable)
+    _hook_attribute(api.BuiltinVariable, "call_max", class_counts.at_least, _of_variable)
+    _hook_attribute(api.NumpyNdarrayVariable, "call_method", open_counts.of_array, _of_variable)
+    _hook_attribute(api.TorchInGraphFunctionVariable, "call_function", class_counts.one_hot, _of_variable)
+    _hook_attribute(api.OutputGraph, "create_proxy", fake_results.without_cache, _of_output)
+    _hook_attribute(api.OptimizeContext, "__call__", left_out.watch_calls, around)
+    _hook_attribute(api.convert_frame, "compile_frame", left_frames.guarded, around)
+    _hook_attribute(api.convert_frame, "trace_frame", left_frames.traced, around)
+    _hook_attribute(api.convert_frame.DynamoOutput, "build_guards", left_frames.guards_built, around)
 
 
 def _wrapped(method: Any, rule: Rule, way: _Way) -> Any:
@@ -151,9 +145,7 @@ def _hook_method(cls: Any, name: str, rule: Rule, way: _Way) -> None:
 
 
 def _hook_opcode(name: str, rule: Rule, way: _Way) -> None:
-    from torch._dynamo import symbolic_convert
-
-    classes = [symbolic_convert.InstructionTranslatorBase]
+    classes = [api.symbolic_convert.InstructionTranslatorBase]
     for cls in classes:
         classes += cls.__subclasses__()
         method = cls.dispatch_table[dis.opmap[name]] if name in dis.opmap else None
@@ -167,9 +159,9 @@ def capture_loops() -> None:
     What is set belongs to this thread, or this context; so the defaults change, too. Workers of a pool, and a
     server's tasks, read those.
     """
-    entries = getattr(torch._dynamo.config, "_config", {})
+    entries = getattr(api.config, "_config", {})
     for name, value in CAPTURE.items():
-        setattr(torch._dynamo.config, name, value)
+        setattr(api.config, name, value)
         if name in entries:
             entries[name].default = value
     extend_dynamo()

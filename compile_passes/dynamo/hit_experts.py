@@ -21,7 +21,7 @@ from torch import fx
 
 from ..graph.traced_nodes import along, called, example, kept, named, same_elements, since, writes_to
 from ..operands import operand
-from . import known_values
+from . import api, known_values
 from .branches import Handler, is_kept, watch
 from .bytecode import only_iterates
 from .empty_rows import Hits, Named, Nothing, Way
@@ -91,13 +91,10 @@ def as_list(method: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def _rounds(loop: _Loop, as_rows: bool) -> Any:
-    from torch._dynamo.variables import ConstantVariable, ListVariable
-    from torch._dynamo.variables.base import ValueMutationNew
-
-    experts = [ConstantVariable.create(e) for e in range(loop.hits.rounds)]
+    experts = [api.ConstantVariable.create(e) for e in range(loop.hits.rounds)]
     if as_rows:
-        experts = [ListVariable([e], mutation_type=ValueMutationNew()) for e in experts]
-    return ListVariable(experts, mutation_type=ValueMutationNew())
+        experts = [api.ListVariable([e], mutation_type=api.ValueMutationNew()) for e in experts]
+    return api.ListVariable(experts, mutation_type=api.ValueMutationNew())
 
 
 _MOST_ROUNDS = 1024
@@ -106,9 +103,7 @@ _MOST_ROUNDS = 1024
 
 def _hits(v: Any) -> Hits | None:
     """The mask whose hits a variable of Dynamo's is: their numbers, in one dimension or in rows of one."""
-    from torch._dynamo.variables.tensor import TensorVariable
-
-    if not isinstance(v, TensorVariable):
+    if not isinstance(v, api.TensorVariable):
         return None
     hits = v.as_proxy().node
     if not isinstance(example(hits), torch.Tensor) or example(hits).shape[1:] not in ((), (1,)):

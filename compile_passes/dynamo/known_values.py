@@ -17,6 +17,7 @@ from torch import Tensor, fx, nn
 from torch.utils._python_dispatch import _disable_current_modes
 
 from ..graph.traced_nodes import called, example, since, writes_to
+from . import api
 
 _VALUE = "fp4_known"
 """In the meta of a node: its value, on the CPU. On Dynamo's output: there are such nodes."""
@@ -29,11 +30,9 @@ _COMPUTED = {
 
 def create(tx: Any, number: int, like: Tensor) -> Any:
     """A variable of Dynamo's: an element of `like` [n], or a row of `like` [n, 1], that is `number`."""
-    from torch._dynamo.variables.builder import wrap_fx_proxy
-
     shape = tuple(1 for _ in like.shape[1:])
     settings = {"dtype": like.dtype, "device": like.device}
-    v = wrap_fx_proxy(tx, tx.output.create_proxy("call_function", torch.full, (shape, number), settings))
+    v = api.wrap_fx_proxy(tx, tx.output.create_proxy("call_function", torch.full, (shape, number), settings))
     v.as_proxy().node.meta[_VALUE] = torch.full(shape, number, dtype=like.dtype, device="cpu")
     vars(tx.output)[_VALUE] = True
     return v
@@ -41,9 +40,7 @@ def create(tx: Any, number: int, like: Tensor) -> Any:
 
 def value(v: Any) -> Tensor | None:
     """The value of a variable of Dynamo's, if it is known."""
-    from torch._dynamo.variables.tensor import TensorVariable
-
-    return _value(v.as_proxy().node) if isinstance(v, TensorVariable) else None
+    return _value(v.as_proxy().node) if isinstance(v, api.TensorVariable) else None
 
 
 def _value(node: fx.Node) -> Tensor | None:
@@ -74,9 +71,7 @@ def number_of(node: fx.Node) -> Any:
 
 
 def _constant(number: Any) -> Any:
-    from torch._dynamo.variables import ConstantVariable
-
-    return ConstantVariable.create(number)
+    return api.ConstantVariable.create(number)
 
 
 # --- what wraps Dynamo's handlers of opcodes ---
@@ -115,21 +110,18 @@ def subscripts(method: Handler) -> Handler:
 
 def _subscript(tx: Any, x: Any, index: Any) -> Any:
     """`x[index]`, with numbers or slices instead of known tensors; None where there is nothing to do."""
-    from torch._dynamo.variables import BuiltinVariable, TupleVariable
-    from torch._dynamo.variables.tensor import TensorVariable
-
-    several = isinstance(index, TupleVariable)
+    several = isinstance(index, api.TupleVariable)
     items = [v.realize() for v in index.items] if several else [index]
     known = {at: number(v) for at, v in enumerate(items)}
     numbers = {at: n for at, n in known.items() if isinstance(n, int) and not isinstance(n, bool)}
     if not numbers:
         return None
-    if not isinstance(x, TensorVariable):
+    if not isinstance(x, api.TensorVariable):
         if several or not issubclass(_type(x), _SEQUENCES):
             return None
-        return BuiltinVariable(operator.getitem).call_function(tx, [x, _constant(numbers[0])], {})
+        return api.BuiltinVariable(operator.getitem).call_function(tx, [x, _constant(numbers[0])], {})
     rows = [at for at in numbers if example(items[at].as_proxy().node).dim() == 1]
-    others = [at for at, v in enumerate(items) if isinstance(v, TensorVariable) and at not in numbers]
+    others = [at for at, v in enumerate(items) if isinstance(v, api.TensorVariable) and at not in numbers]
     dims = {example(items[at].as_proxy().node).dim() for at in others}
     masks = any(example(items[at].as_proxy().node).dtype in (torch.bool, torch.uint8) for at in others)
     if rows and others:
@@ -142,8 +134,8 @@ def _subscript(tx: Any, x: Any, index: Any) -> Any:
     copies = bool(rows) and not others
     for at, n in numbers.items():
         items[at] = _slice(n) if at in rows and copies else _constant(n)
-    key = TupleVariable(items) if several else items[0]
-    found = BuiltinVariable(operator.getitem).call_function(tx, [x, key], {})
+    key = api.TupleVariable(items) if several else items[0]
+    found = api.BuiltinVariable(operator.getitem).call_function(tx, [x, key], {})
     return found.call_method(tx, "clone", [], {}) if copies else found  # an index copies, a slice is a view
 
 
@@ -160,13 +152,11 @@ def _type(v: Any) -> type:
 
 
 def _slice(n: int) -> Any:
-    from torch._dynamo.variables.lists import SliceVariable
-
     items = [_constant(n), _constant(n + 1), _constant(None)]
     try:
-        return SliceVariable(items)
+        return api.SliceVariable(items)
     except TypeError:  # newer ones want to know where
-        return SliceVariable(items, None)
+        return api.SliceVariable(items, None)
 
 
 # --- what wraps methods of Dynamo's variables of tensors ---

@@ -22,12 +22,8 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any, NamedTuple
 
-import torch
-from torch._dynamo.exc import RestartAnalysis, SkipFrame, Unsupported, UserError
-from torch._dynamo.source import ConstDictKeySource
-from torch._dynamo.utils import counters
-
-from . import left_out
+from . import api, left_out
+from .api import ConstDictKeySource, RestartAnalysis, SkipFrame, Unsupported, UserError, counters
 from .rules import failure, may_break, tell_failure, wanted, without_rules
 
 log = logging.getLogger("fp4_ops")
@@ -89,7 +85,7 @@ def guarded(method: Callable[..., Any]) -> Callable[..., Any]:
         except SkipFrame as error:
             if _left_by(error) is None or not any(map(left_out.has_experts, args[1].values())):
                 raise
-            with torch._dynamo.config.patch(allow_empty_graphs=True):
+            with api.config.patch(allow_empty_graphs=True):
                 return method(code, *args, **kwargs)
         finally:
             _read.guards = before
@@ -192,14 +188,11 @@ def _left_by(error: BaseException) -> Any:
 
 def _as_it_is(code: types.CodeType, tracer: Any) -> Any:
     """The code under the guards that led to the error; None if these cannot be built."""
-    from torch._dynamo.convert_frame import DynamoOutput
-    from torch._dynamo.output_graph import DynamoTracerOutput
-
     given: dict[str, Any] = {
-        "tracer_output": DynamoTracerOutput(tracer), "bytecode": code.replace(), "pycode": [],
+        "tracer_output": api.DynamoTracerOutput(tracer), "bytecode": code.replace(), "pycode": [],
         "last_attempt_start_time": None,
     }  # fmt: skip
-    left = DynamoOutput(**{f.name: given[f.name] for f in dataclasses.fields(DynamoOutput)})
+    left = api.DynamoOutput(**{f.name: given[f.name] for f in dataclasses.fields(api.DynamoOutput)})
     try:
         left.build_guards(code)
     except Exception:  # of a trace that ended anywhere; then it is as without us

@@ -23,12 +23,13 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch._dynamo.utils import counters
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from ..report import Frame
 from ..weights.packed import packed_ids
 from ..weights.runtime import Calls, packed_since
+from . import api
+from .api import counters
 from .breaks import breaks_since, described, innermost, known_breaks, place, reason_of
 from .rules import around
 
@@ -277,10 +278,8 @@ def _frames() -> tuple[int, int]:
 
 def _waits(model: nn.Module | None) -> bool:
     """Whether nothing can be concluded from this call."""
-    from torch._dynamo import eval_frame
-
-    stance = getattr(getattr(eval_frame, "_stance", None), "stance", "default")
-    loads = getattr(torch._dynamo.config, "caching_precompile", False)
+    stance = getattr(getattr(api.eval_frame, "_stance", None), "stance", "default")
+    loads = getattr(api.config, "caching_precompile", False)
     if model is None or stance != "default" or loads:
         return True
     return torch.is_grad_enabled() and any(p.requires_grad for p in model.parameters())

@@ -21,6 +21,7 @@ import torch
 from torch import fx
 
 from ..graph.traced_nodes import called, example, named
+from . import api
 from .branches import Handler, begins_again, is_kept, of_an_expert, watch
 from .bytecode import only_in_loops
 from .empty_rows import Way, number
@@ -108,9 +109,6 @@ def one_expert(method: Handler) -> Handler:
 
 def _list(tx: Any, v: Any, summed: bool = False, always: bool = False) -> Any:
     """A list of Python's numbers for counts. always: also of such that have an end, in loops."""
-    from torch._dynamo.variables import ListVariable
-    from torch._dynamo.variables.base import ValueMutationNew
-
     here, node = tx.instructions[tx.instruction_pointer - 1], v.as_proxy().node
     source, sums = _source(node)
     ids = _open_ids(source)
@@ -125,7 +123,7 @@ def _list(tx: Any, v: Any, summed: bool = False, always: bool = False) -> Any:
         return None
     if numbers.is_open:
         vars(tx.output).setdefault(_OPEN, []).append(_Loops(tx, here, numbers))
-    return ListVariable(list(numbers.shown), mutation_type=ValueMutationNew())
+    return api.ListVariable(list(numbers.shown), mutation_type=api.ValueMutationNew())
 
 
 _UNCHANGED = ("to", "long", "int", "cpu", "clone", "contiguous", "detach", "view_as")
@@ -157,13 +155,10 @@ def _open_ids(counts: fx.Node) -> fx.Node | None:
 
 
 def _numbers(tx: Any, counts: fx.Node, ids: fx.Node | None, summed: bool) -> _Numbers | None:
-    from torch._dynamo.variables import BuiltinVariable
-    from torch._dynamo.variables.builder import wrap_fx_proxy
-
     if ids is not None:
         every = (fx.Proxy(ids, tx.output.current_tracer), None, chosen_from(ids))
         counts = (
-            wrap_fx_proxy(tx, tx.output.create_proxy("call_function", torch.bincount, every, {}))
+            api.wrap_fx_proxy(tx, tx.output.create_proxy("call_function", torch.bincount, every, {}))
             .as_proxy()
             .node
         )
@@ -173,5 +168,5 @@ def _numbers(tx: Any, counts: fx.Node, ids: fx.Node | None, summed: bool) -> _Nu
     shown = list(rows)
     if summed:
         for e in range(1, len(rows)):
-            shown[e] = BuiltinVariable(operator.add).call_function(tx, [shown[e - 1], rows[e]], {})
+            shown[e] = api.BuiltinVariable(operator.add).call_function(tx, [shown[e - 1], rows[e]], {})
     return _Numbers(rows, shown, ids is not None)

@@ -19,6 +19,7 @@ from torch.fx.experimental.symbolic_shapes import is_concrete_int, statically_kn
 
 from ..graph.traced_nodes import called, example, named, same_elements, since, writes_to
 from ..operands import operand, several
+from . import api
 from .bytecode import only_in_loops, only_iterates
 from .empty_rows import SAYS_THE_SAME, Counted, counted, number, numbers
 from .hit_experts import chosen_from
@@ -47,17 +48,13 @@ def as_numbers(method: Callable[..., Any]) -> Callable[..., Any]:
 def number_of(tx: Any, v: Any) -> Any:
     """The number of Python's that a tensor without dimensions is, if that is how many rows one or several
     experts have together, or whether that is 0."""
-    from torch._dynamo.variables.tensor import TensorVariable
-
-    if not isinstance(v, TensorVariable):
+    if not isinstance(v, api.TensorVariable):
         return None
     x = example(v.as_proxy().node)
     return _number(tx, v.as_proxy().node) if isinstance(x, torch.Tensor) and x.dim() == 0 else None
 
 
 def _number(tx: Any, node: fx.Node) -> Any:
-    from torch._dynamo.variables import BuiltinVariable, ConstantVariable
-
     known = numbers(tx.output)
     if node in known or writes_to([node], since(node)):
         return known.get(node)
@@ -68,9 +65,9 @@ def _number(tx: Any, node: fx.Node) -> Any:
         found = every[element["item"]] if every is not None else None
     elif operation is not None and len(node.args) == 2 and not node.kwargs:
         of: list[Any] = [_number(tx, a) if isinstance(a, fx.Node) else a for a in node.args]
-        of = [ConstantVariable.create(a) if type(a) is int else a for a in of]
+        of = [api.ConstantVariable.create(a) if type(a) is int else a for a in of]
         if not any(a is None or isinstance(a, float) for a in of):
-            found = BuiltinVariable(operation).call_function(tx, of, {})
+            found = api.BuiltinVariable(operation).call_function(tx, of, {})
     if found is not None:
         known[node] = found
     return found
@@ -81,9 +78,6 @@ _OPERATIONS = {name: getattr(operator, name) for name in ("add", "sub", "eq", "n
 
 def elements(tx: Any, node: fx.Node) -> list[Any] | None:
     """The numbers in a tensor of one dimension: counts, their sums up to each expert, and these after a 0."""
-    from torch._dynamo.variables import BuiltinVariable, ConstantVariable
-    from torch._dynamo.variables.builder import wrap_fx_proxy
-
     if example(node).dim() != 1 or writes_to([node], since(node)):
         return None
     name, known = called(node), numbers(tx.output)
@@ -95,7 +89,7 @@ def elements(tx: Any, node: fx.Node) -> list[Any] | None:
         proxy: Any = fx.Proxy(node, tx.output.current_tracer)  # whose elements are proxies again
         allowed, mode.allow_scalar_outputs = mode.allow_scalar_outputs, True
         try:
-            found = [wrap_fx_proxy(tx, proxy[e].item()) for e in range(example(node).shape[0])]
+            found = [api.wrap_fx_proxy(tx, proxy[e].item()) for e in range(example(node).shape[0])]
         finally:
             mode.allow_scalar_outputs = allowed
         counted(tx.output).append(Counted(found, example(ids).numel(), ids))
@@ -109,7 +103,7 @@ def elements(tx: Any, node: fx.Node) -> list[Any] | None:
         if parts is not None:
             found = parts[:1]
             for part in parts[1:]:
-                found.append(BuiltinVariable(operator.add).call_function(tx, [found[-1], part], {}))
+                found.append(api.BuiltinVariable(operator.add).call_function(tx, [found[-1], part], {}))
     elif name in ("cat", "concat") and named(node, ("cat", "concat"), ("tensors", "dim")).get("dim", 0) in (
         0,
         -1,
@@ -117,7 +111,7 @@ def elements(tx: Any, node: fx.Node) -> list[Any] | None:
         joined = [part for n in several(node, 0) if (part := elements(tx, n)) is not None]
         found = [n for part in joined for n in part] if len(joined) == len(several(node, 0)) else None
     elif name in _ZEROS and example(node).shape == (1,):
-        found = [ConstantVariable.create(0)]
+        found = [api.ConstantVariable.create(0)]
     if found is not None:
         known[node] = found
     return found
@@ -162,10 +156,8 @@ def as_array(method: Callable[..., Any]) -> Callable[..., Any]:
 
 def _expert(tx: Any, rows: Any, start: Any, stop: Any) -> tuple[Counted, int] | None:
     """Whose rows `rows[start:stop]` of Dynamo's variables are, if these are one expert's."""
-    from torch._dynamo.variables import TensorVariable
-
     known = counted(tx.output)
-    if not known or not isinstance(rows, TensorVariable):
+    if not known or not isinstance(rows, api.TensorVariable):
         return None
     at = [number(v) for v in (start, stop)]
     x = example(rows.as_proxy().node)
@@ -180,29 +172,25 @@ def _expert(tx: Any, rows: Any, start: Any, stop: Any) -> tuple[Counted, int] | 
 
 def _part(tx: Any, rows: Any, start: Any, stop: Any) -> Any:
     """`rows[start:stop]` of Dynamo's variables, if these are one expert's."""
-    from torch._dynamo.variables import ListVariable
-    from torch._dynamo.variables.base import ValueMutationNew
-
     found = _expert(tx, rows, start, stop)
     if found is None:
         return None
     counts, expert = found
     node = rows.as_proxy().node
     if node not in counts.parts:
-        sizes = ListVariable(list(counts.numbers), mutation_type=ValueMutationNew())
+        sizes = api.ListVariable(list(counts.numbers), mutation_type=api.ValueMutationNew())
         counts.parts[node] = rows.call_method(tx, "split", [sizes], {}).items
     return counts.parts[node][expert]
 
 
 def subscripts(method: Callable[[Any, Any], None]) -> Callable[[Any, Any], None]:
     """`rows[start:stop]`, a slice in one variable."""
-    from torch._dynamo.variables.lists import SliceVariable
 
     def subscript(tx: Any, inst: Any) -> None:
         rows, at = (v.realize() for v in tx.stack[-2:]) if counted(tx.output) else (None, None)
         found = None
         if (
-            isinstance(at, SliceVariable)
+            isinstance(at, api.SliceVariable)
             and at.items[2].is_python_constant()
             and at.items[2].as_python_constant() in (None, 1)
         ):
@@ -231,14 +219,13 @@ def slices(method: Callable[[Any, Any], None]) -> Callable[[Any, Any], None]:
 def stores(method: Callable[[Any, Any], None]) -> Callable[[Any, Any], None]:
     """`rows[start:stop] = y`, with a slice in one variable or, from Python 3.12 on, in two. When the rows of
     all experts are written, they are once more, joined: that can be read in the graph."""
-    from torch._dynamo.variables.lists import SliceVariable
 
     def store(tx: Any, inst: Any) -> None:
         in_two = inst.opname == "STORE_SLICE"
         at: Sequence[Any] = ()
         if counted(tx.output):
             y, rows, *at = (v.realize() for v in tx.stack[-4 if in_two else -3 :])
-            if not in_two and isinstance(at[0], SliceVariable):
+            if not in_two and isinstance(at[0], api.SliceVariable):
                 step = at[0].items[2]
                 whole = step.is_python_constant() and step.as_python_constant() in (None, 1)
                 at = at[0].items[:2] if whole else at
@@ -251,15 +238,12 @@ def stores(method: Callable[[Any, Any], None]) -> Callable[[Any, Any], None]:
 
 
 def _join_when_complete(tx: Any, counts: Counted, expert: int, rows: Any, y: Any) -> None:
-    from torch._dynamo.variables import ListVariable, TensorVariable, TorchInGraphFunctionVariable
-    from torch._dynamo.variables.base import ValueMutationNew
-
     node = rows.as_proxy().node
     write = next(iter(reversed(node.graph.nodes)))
     written = counts.written.setdefault(node, {})
     written[expert] = y, write
     if len(written) < len(counts.numbers) or not all(
-        isinstance(y, TensorVariable) for y, _ in written.values()
+        isinstance(y, api.TensorVariable) for y, _ in written.values()
     ):
         return
     shape, writes = example(node).shape, {write for _, write in written.values()}
@@ -274,8 +258,10 @@ def _join_when_complete(tx: Any, counts: Counted, expert: int, rows: Any, y: Any
     first = next(n for n in node.graph.nodes if n in writes)
     if writes_to([node], (n for n in since(first) if n not in writes)):
         return
-    parts = ListVariable([written[e][0] for e in range(len(written))], mutation_type=ValueMutationNew())
-    joined = TorchInGraphFunctionVariable(torch.cat).call_function(tx, [parts], {})
+    parts = api.ListVariable(
+        [written[e][0] for e in range(len(written))], mutation_type=api.ValueMutationNew()
+    )
+    joined = api.TorchInGraphFunctionVariable(torch.cat).call_function(tx, [parts], {})
     written_again = rows.call_method(tx, "copy_", [joined], {}).as_proxy().node
     written_again.meta[SAYS_THE_SAME] = True
 

@@ -18,7 +18,8 @@ import threading
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from torch._dynamo.exc import (
+from ...meta.text import first_line
+from .api import (
     BackendCompilerFailed,
     RestartAnalysis,
     SkipFrame,
@@ -26,8 +27,6 @@ from torch._dynamo.exc import (
     Unsupported,
     UserError,
 )
-
-from ...meta.text import first_line
 
 log = logging.getLogger("fp4_ops")
 
