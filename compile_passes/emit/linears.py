@@ -8,9 +8,11 @@ their names, or because a softmax or topk chooses by what they compute.
 from __future__ import annotations
 
 from collections.abc import Iterator
+from typing import Any
 
 from torch import fx
 
+from ...meta.layouts import LAYOUTS
 from ...outside_experts import kind_of
 from ..graph.nodes import aten, is_op, shape, static_int, value
 from ..index.reader import Reader
@@ -24,10 +26,11 @@ from ..recognise.mixture import Matrix
 from ..refusal import Refusal, Refused
 from ..report import Load, Site, hint
 from ..weights.prequantized import is_prequantized
-from .writer import Writer
+from .writer import QuantisedRows, Writer
 
 
 def linear_layers(writer: Writer, reader: Reader, evidence: Evidence) -> Iterator[Site | Refusal]:
+    quantised: dict[Any, QuantisedRows] = {}
     for node in list(writer.gm.graph.nodes):
         if not is_op(node, aten.mm, aten.addmm):
             continue
@@ -45,7 +48,7 @@ def linear_layers(writer: Writer, reader: Reader, evidence: Evidence) -> Iterato
         if bias is not None and len(shape(bias)) != 1:
             continue
         try:
-            yield _write(writer, node, a, matrix, bias, format)
+            yield _write(writer, node, a, matrix, bias, format, quantised)
         except Refused as why:
             yield why.refusal
 
@@ -61,6 +64,11 @@ def _format_asked_for(weight: fx.Node, options: Options) -> str | None:
     tied = any(is_op(user, aten.embedding) for user in weight.users)
     kind = "head" if tied else kind_of(input_name(weight))
     return options.outside.get(kind) if kind is not None else None
+
+
+def _same_for_all(a: fx.Node) -> Any:
+    """A key of rows: each F.linear of a tensor has a view of its own."""
+    return (operand(a), str(a.args[1:])) if is_op(a, aten.view) else a
 
 
 def read_matrix(node: fx.Node, reader: Reader) -> Matrix | None:
@@ -80,15 +88,27 @@ def read_matrix(node: fx.Node, reader: Reader) -> Matrix | None:
 
 
 def _write(
-    w: Writer, node: fx.Node, a: fx.Node, matrix: Matrix, bias: fx.Node | None, format: str | None
+    w: Writer,
+    node: fx.Node,
+    a: fx.Node,
+    matrix: Matrix,
+    bias: fx.Node | None,
+    format: str | None,
+    quantised: dict[Any, QuantisedRows],
 ) -> Site:
-    """Writes `fp4::mm`. format: None for a weight that is in 4 bits already."""
+    """Writes `fp4::mm`.
+
+    format: None for a weight that is in 4 bits already. quantised: rows of earlier layers, which several
+    layers may share, as query, key and value do.
+    """
     like = matrix.ref.node
     layout = w.layout(like, (matrix.n, matrix.k), format=format)
     packed = w.pack([(matrix,)], layout, node, format=format)
     how = w.activations(like, layout)
+    key = (_same_for_all(a), how.format, LAYOUTS[layout].a_layout)
     with w.gm.graph.inserting_before(node):
-        rows = w.quantised(a, how, layout)
+        rows = quantised.get(key) or w.quantised(a, how, layout)
+        quantised[key] = rows
         out = w.product("mm", rows, w.one_expert(packed, 0), packed.spec, value(node).dtype, bias=bias)
     w.replace(node, out)
     load = Load(1, 1, hint(value(node).numel() // matrix.n))

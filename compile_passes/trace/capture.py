@@ -84,6 +84,8 @@ def capture(gm: fx.GraphModule, inputs: Sequence[Any]) -> tuple[fx.GraphModule, 
     fake_mode.epoch += 1
 
     flat = without_regions(gm)
+    if any(way is not None for way in ways):
+        flat = _with_stand_ins(flat, fakes)
     constants = _expert_constants(flat)
     with contextlib.ExitStack() as stack:
         stack.enter_context(fake_mode)
@@ -106,6 +108,19 @@ def _prequantized(x: Any) -> Prequantized | None:
     if way is None:
         refuse(Kind.SUBCLASS, None, type(x).__name__)
     return way
+
+
+def _with_stand_ins(gm: fx.GraphModule, fakes: list[Any]) -> fx.GraphModule:
+    """A copy of Dynamo's graph whose inputs in 4 bits are the ordinary tensors among `fakes`.
+
+    Their products are as ordinary, so each call can be traced by itself, and attention stays one operator.
+    """
+    graph = fx.Graph()
+    graph.output(graph.graph_copy(gm.graph, {}))
+    for node, fake in zip(graph.find_nodes(op="placeholder"), fakes, strict=True):
+        if is_subclass(node.meta.get("example_value")):
+            node.meta["example_value"] = fake
+    return fx.GraphModule(gm, graph)
 
 
 def _by_calls(

@@ -13,6 +13,7 @@ from conftest import SEED
 from moe_models import Recorder, build, relative_error, tokens
 from torch._guards import TracingContext, detect_fake_mode
 from torch.fx.experimental.proxy_tensor import make_fx
+from transformers import StaticCache
 
 import fp4_ops
 from fp4_ops.compile_passes import passes as module
@@ -457,6 +458,25 @@ def test_models(monkeypatch):
     torch._dynamo.reset()
     report = fp4_ops.explain(model, ids, use_cache=False)
     assert sum(words in str(report) for words in report.frames[0].also) == 2
+
+
+def test_models_with_attention_in_4_bits():
+    """Weights that are no plain tensors: attention is still one operator, with heads in groups.
+
+    Query, key and value read the same rows, which are quantised once.
+    """
+    model = build("qwen3_moe", torch.float32, "grouped_mm", num_attention_heads=4, num_key_value_heads=2)
+    fp4_ops.prepare(model, "nvfp4", attention="nvfp4", head="nvfp4")
+    cache, recorder = StaticCache(config=model.config, max_cache_len=16), Recorder()
+    with torch.no_grad():
+        model(tokens(1, 5), past_key_values=cache)
+        torch.compile(model, backend=recorder, dynamic=False)(tokens(1, 1), past_key_values=cache)
+    (graph,) = (g.graph for g in recorder.graphs)
+    calls = graph.find_nodes(op="call_function", target=SDPA)
+    assert [c.kwargs["enable_gqa"] for c in calls] == [True] * 2
+    assert recorder.ops.count("fp4::mm") == 9
+    rows = graph.find_nodes(op="call_function", target=torch.ops.fp4.quantize_int8.default)
+    assert len(rows) == 5  # in each layer those of q, k and v, those of o; the head's
 
 
 def test_only_beside_fp4_experts():
