@@ -1,11 +1,12 @@
 """A whole decoding step on a CPU: Qwen3-30B-A3B's layers and head, experts alone or everything in 4 bits.
 
-    python benchmarks/cpu_step.py [--layers 2,6] [--formats nvfp4,int4] [--threads 16]
+    python benchmarks/cpu_step.py [--layers 2,6] [--formats nvfp4] [--threads 16] [--prefill 512]
 
 Random bfloat16 weights, batch 1, a static cache, torch.compile(backend="fp4"). A step is the median of
 40. Two numbers of layers give the time of one layer and of the rest (embedding, norm, head, argmax), and
 from these the time of the 48 layers of the model. First each variant's logits are compared with those of
-the same model whose weights were replaced by the values of their codes.
+the same model whose weights were replaced by the values of their codes. `--prefill` also times a prompt of
+so many tokens, run uncompiled, as `generate` runs it.
 
     experts     fp4_ops.prepare(model, format): everything else is bf16
     whole       prepare(model, format, attention=format, head=format)
@@ -15,6 +16,7 @@ from __future__ import annotations
 
 import argparse
 import copy
+import gc
 import statistics
 import time
 from collections.abc import Iterator
@@ -25,7 +27,7 @@ import torch
 from transformers import Qwen3MoeConfig, Qwen3MoeForCausalLM, StaticCache
 
 import fp4_ops
-from fp4_ops.outside_experts import kind_of
+from fp4_ops.outside_experts import find_outside, kind_of
 
 ALL_LAYERS, STEPS, SKIP, CONTEXT = 48, 40, 8, 96
 VOCABULARY = 151936
@@ -38,11 +40,22 @@ KINDS = {"experts": (), "whole": ("attention", "head")}
 
 
 def new_model(layers: int) -> Qwen3MoeForCausalLM:
-    torch.manual_seed(0)
-    torch.set_default_dtype(torch.bfloat16)
-    config = Qwen3MoeConfig(**SIZES, num_hidden_layers=layers, vocab_size=VOCABULARY)
-    model = Qwen3MoeForCausalLM(config).eval()
-    torch.set_default_dtype(torch.float32)
+    """A model whose weights repeat some random rows: billions of random numbers would take minutes."""
+    config = Qwen3MoeConfig(**SIZES, num_hidden_layers=layers, vocab_size=VOCABULARY, dtype=torch.bfloat16)
+    with torch.device("meta"):
+        model = Qwen3MoeForCausalLM(config).bfloat16().eval()
+    model.to_empty(device="cpu")
+    model.model.rotary_emb = type(model.model.rotary_emb)(config)
+    model.requires_grad_(False)
+    rows = torch.randn(2048, 4096).mul_(0.02).bfloat16()
+    for p in model.parameters():
+        if p.dim() == 1:
+            p.data.fill_(1)
+            continue
+        rows = rows.roll(1, 0)
+        for matrix in p.data.view(-1, *p.shape[-2:]):
+            for part in matrix.split(len(rows)):
+                part.copy_(rows[: part.shape[0], : part.shape[1]])
     return model
 
 
@@ -70,12 +83,10 @@ def check(format: str, variant: str) -> record.Row:
 
 
 @torch.no_grad()
-def step_ms(layers: int, format: str, variant: str) -> tuple[float, float]:
-    """Milliseconds a step, and GB of all weights."""
+def step_ms(model: Qwen3MoeForCausalLM, layers: int) -> float:
+    """Milliseconds of a step with so many of the model's layers."""
     torch._dynamo.reset()
-    model = new_model(layers)
-    fp4_ops.prepare(model, format, **dict.fromkeys(KINDS[variant], format))
-    held = {t.data_ptr(): t.nbytes for t in (*model.parameters(), *model.buffers())}
+    model.config.num_hidden_layers = layers
     compiled = torch.compile(model, backend="fp4", dynamic=False)
     cache = StaticCache(config=model.config, max_cache_len=CONTEXT)
     logits = model(torch.randint(1, VOCABULARY, (1, 32)), past_key_values=cache, logits_to_keep=1).logits
@@ -85,13 +96,32 @@ def step_ms(layers: int, format: str, variant: str) -> tuple[float, float]:
         token = logits[:, -1].argmax(-1, keepdim=True)
         logits = compiled(token, past_key_values=cache, logits_to_keep=1).logits
         times.append(time.perf_counter() - start)
-    return 1e3 * statistics.median(times[SKIP:]), sum(held.values()) / 1e9
+    return 1e3 * statistics.median(times[SKIP:])
+
+
+@torch.no_grad()
+def prefill_ms(model: Qwen3MoeForCausalLM, layers: int, tokens: int) -> float:
+    """Milliseconds of an uncompiled forward pass over a prompt, the median of 3."""
+    model.config.num_hidden_layers = layers
+    ids = torch.randint(1, VOCABULARY, (1, tokens))
+    times = []
+    for _ in range(4):
+        start = time.perf_counter()
+        model(ids, use_cache=False, logits_to_keep=1)
+        times.append(time.perf_counter() - start)
+    return 1e3 * statistics.median(times[1:])
+
+
+def gigabytes(model: torch.nn.Module) -> float:
+    held = {t.data_ptr(): t.nbytes for t in (*model.parameters(), *model.buffers())}
+    return sum(held.values()) / 1e9
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--layers", default="2,6")
-    parser.add_argument("--formats", default="nvfp4,int4")
+    parser.add_argument("--formats", default="nvfp4")
     parser.add_argument("--threads", type=int, default=torch.get_num_threads())
+    parser.add_argument("--prefill", type=int, default=0)
 
 
 def rows(args: argparse.Namespace) -> Iterator[record.Row]:
@@ -101,8 +131,12 @@ def rows(args: argparse.Namespace) -> Iterator[record.Row]:
     for format in args.formats.split(","):
         for variant in KINDS:
             yield check(format, variant)
-        for variant in KINDS:
-            (low, _), (high, gb) = (step_ms(n, format, variant) for n in (few, many))
+        model = new_model(many)
+        fp4_ops.prepare(model, format)
+        for variant, kinds in KINDS.items():
+            find_outside(model, dict.fromkeys(kinds, format)).pack()
+            gb = gigabytes(model)
+            low, high = (step_ms(model, n) for n in (few, many))
             layer = (high - low) / (many - few)
             rest = low - few * layer
             yield {
@@ -110,6 +144,16 @@ def rows(args: argparse.Namespace) -> Iterator[record.Row]:
                 "layer_ms": layer, "rest_ms": rest, "model_ms": ALL_LAYERS * layer + rest, "layers": many,
                 "gb": gb,
             }  # fmt: skip
+            if args.prefill:
+                low, high = (prefill_ms(model, n, args.prefill) for n in (few, many))
+                layer = (high - low) / (many - few)
+                yield {
+                    "table": "prefill", "variant": variant, "format": format, "threads": args.threads,
+                    "tokens": args.prefill, "layer_ms": layer, "rest_ms": low - few * layer,
+                    "model_ms": (ALL_LAYERS - few) * layer + low,
+                }  # fmt: skip
+        del model
+        gc.collect()
 
 
 if __name__ == "__main__":

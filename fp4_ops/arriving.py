@@ -11,6 +11,7 @@ from .backends import check_activation
 from .expert_lists import find_lists
 from .experts import PackedWeight
 from .find_experts import Plan, find_experts, logical_shape
+from .host_memory import return_freed_memory
 from .meta.dtensors import split_over_processes
 from .meta.formats import known_activation
 from .meta.layouts import LAYOUTS, preferred_layout
@@ -20,7 +21,6 @@ from .pack_experts import (
     check_finite,
     choose_implementation,
     finish_module,
-    return_freed_memory,
 )
 from .quantization import find_method
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import ctypes
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -20,6 +19,8 @@ from .expert_lists import find_lists, linears, put, summary
 from .expert_parallel import connect_model
 from .experts import PackedWeight, Recipe, SharedLayout, auto_a_format, interleave
 from .find_experts import Plan, find_experts, is_experts, logical_shape
+from .head_rows import fold_head_rows
+from .host_memory import return_freed_memory, use_huge_pages
 from .meta.formats import ACTIVATION_CHOICES, FORMATS, check_activation_choice, known_activation
 from .meta.layouts import LAYOUTS, packed_spec, preferred_layout
 from .new_weights import take_new_weights
@@ -236,13 +237,6 @@ def _replace_linears(lists: dict[str, list[nn.Module]], quantizer: Quantizer) ->
     return sizes
 
 
-def return_freed_memory() -> None:
-    """glibc keeps freed blocks below its mmap threshold, up to 32 MiB each, unless asked to return them."""
-    trim = getattr(ctypes.CDLL(None), "malloc_trim", None)
-    if trim is not None:
-        trim(0)
-
-
 def _check_weights(name: str, module: nn.Module, p: Plan, format: str) -> None:
     """Everything that could fail half-way, before anything is changed."""
     if p.part is not None and p.part.kind == "split":
@@ -318,7 +312,7 @@ class Quantizer:
             factors = self._factors(weight, part) if part is not None and part.kind == "split" else None
             e, n, k = logical_shape(weight, transposed)
             spec = packed_spec(FORMATS[self.format], LAYOUTS[self.layout], (e,), n, k)
-            stacks = [weight.new_empty(shape, dtype=dtype) for shape, dtype in spec]
+            stacks = [use_huge_pages(weight.new_empty(shape, dtype=dtype)) for shape, dtype in spec]
             at_once = matrices_at_once(weight.device.type, n, k)
             if self.method.name != "rtn":  # whose kernel has threads of its own
                 at_once *= threads_of(weight.device)
@@ -409,6 +403,7 @@ def choose_implementation(model: nn.Module) -> None:
     generate() leaves a name that it does not know in place, where it would switch `grouped_mm` for decoding.
     """
     experts.register()
+    fold_head_rows(model)
     modules: list[Any] = [m for m in model.modules() if is_experts(m)]
     if any(hasattr(m, "_fp4_recipe") for m in modules):
         own_configs(model)

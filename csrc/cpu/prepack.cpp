@@ -24,7 +24,8 @@ void advise_huge_pages(const Tensor& t) {
 #if defined(__linux__)
   constexpr uintptr_t page = 2 << 20;
   const uintptr_t begin = (reinterpret_cast<uintptr_t>(t.data_ptr()) + page - 1) / page * page;
-  const uintptr_t end = (reinterpret_cast<uintptr_t>(t.data_ptr()) + t.numel()) / page * page;
+  const uintptr_t end =
+      (reinterpret_cast<uintptr_t>(t.data_ptr()) + t.numel() * t.element_size()) / page * page;
   if (end > begin) madvise(reinterpret_cast<void*>(begin), end - begin, MADV_HUGEPAGE);  // may be refused
 #endif
 }
@@ -59,6 +60,7 @@ std::tuple<Tensor, Tensor> reorder(const Tensor& packed, const Tensor& block_sca
   const Tensor to = empty(shape_of(packed), ScalarType::Byte);
   advise_huge_pages(to);
   const Tensor to_scale = empty(shape_of(block_scale), block_scale.scalar_type());
+  advise_huge_pages(to_scale);
   const Tensor from = as_contiguous(packed), from_scale = as_contiguous(block_scale);
   const auto [matrices, n, k] = Sizes(packed);
   const int64_t row_bytes = k / 2, row_scales = block_scales(block_scale, target).bytes(k);
