@@ -16,6 +16,11 @@ aten = torch.ops.aten
 
 FLOATING = (torch.float32, torch.bfloat16, torch.float16)
 PRODUCTS = (aten.mm, aten.bmm, aten.addmm, aten.baddbmm)
+BY_SIZE = (
+    aten.zeros_like, aten.ones_like, aten.full_like, aten.empty_like, aten.new_zeros, aten.new_ones,
+    aten.new_full, aten.new_empty,
+)  # fmt: skip
+"""They read the sizes of a tensor, not its values."""
 ASSERTIONS = (
     aten._assert_scalar, aten._assert_async, aten._assert_tensor_metadata, aten.sym_constrain_range,
     aten.sym_constrain_range_for_size,

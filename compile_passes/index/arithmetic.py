@@ -50,10 +50,16 @@ from .terms import (  # fmt: skip
 class Arithmetic(Conditions):
     # --- arithmetic ---
 
-    def _operands(self, node: fx.Node, level: int, unsorted: Kind | None = None) -> list[Value]:
-        """Read a pointwise operator's tensors. `unsorted` refuses rows in two orders."""
+    def _operands(
+        self, node: fx.Node, level: int, unsorted: Kind | None = None, addends: int = 0
+    ) -> list[Value]:
+        """Read a pointwise operator's tensors. The first `addends` of its arguments are added.
+
+        `unsorted` refuses rows in two orders."""
         tensors = [n for n in node.args if is_tensor(n)]
-        values = [self.value(n, level) for n in tensors]
+        values = [
+            self.addend(node, n, level) if n in node.args[:addends] else self.value(n, level) for n in tensors
+        ]
         if unsorted is not None and len(values) == 2 and values[0].dims and values[1].dims:
             rank = len(shape(node))
             sort = [sorted_rows(v, 0) if len(v.dims) == rank else None for v in values]
@@ -107,7 +113,7 @@ class Arithmetic(Conditions):
     def _add(self, node: fx.Node, level: int) -> Value:
         if level == 0 or node.kwargs.get("alpha", 1) != 1 or value(node).dtype not in FLOATING:
             raise Opaque
-        values = self._operands(node, level, Kind.UNSORTED_BIAS)
+        values = self._operands(node, level, Kind.UNSORTED_BIAS, addends=2)
         dims = self._joined(values)
         terms = iter(values)
         args = [next(terms).term if is_tensor(n) else self._number(n) for n in node.args[:2]]
@@ -134,7 +140,7 @@ class Arithmetic(Conditions):
         """input + tensor1 * tensor2."""
         if level == 0 or arguments(node)["value"] != 1 or value(node).dtype not in FLOATING:
             raise Opaque
-        values = self._operands(node, level)
+        values = self._operands(node, level, addends=1)
         dims, (first, a, b) = self._joined(values), [v.term for v in values]
         return Value(dims, self._total([first, Mul(a, b)], node, dims))
 
@@ -321,7 +327,7 @@ class Arithmetic(Conditions):
     def _select_scatter(self, node: fx.Node, level: int) -> Value:
         """A tensor with one of its parts replaced: of each number along the dimension, a part of its own."""
         a = arguments(node)
-        base, part = self.value(a["self"], level), self.value(a["src"], level)
+        base, part = self.addend(node, a["self"], level), self.value(a["src"], level)
         d = a["dim"] % len(base.dims)
         (axis,) = base.dims[d] if len(base.dims[d]) == 1 else (None,)
         if level < 2 or not isinstance(a["index"], int) or axis is None or not isinstance(axis.size, int):

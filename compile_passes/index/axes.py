@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Collection
+from functools import cached_property
 from typing import Any
 
 from torch import fx
 from torch.fx.experimental.symbolic_shapes import statically_known_true
 
-from ..graph.nodes import Canon, shape
+from ..graph.nodes import PRODUCTS, Canon, is_op, shape
+from ..graph.products import is_grouped_mm
 from ..refusal import Refusal, Refused
 from .terms import Axis, ChosenRows, Const, Ref, Term, Value, coordinate
 
@@ -26,6 +28,10 @@ class Opaque(Exception):
 MOST_NESTED = 16
 """How many reads may be inside one another. Each takes four to six Python frames, and the caller and Dynamo
 may have used most of the thousand that Python allows."""
+
+
+PRODUCTS_OF_A_BLOCK = 2
+"""An expert is up and down: what lies so many products before its output is what the block reads."""
 
 
 class _ReadFirst(Exception):
@@ -53,7 +59,7 @@ class Values:
     """The value of each node read so far, and the axes it is over."""
 
     def __init__(self, graph: fx.Graph, canon: Canon, is_weight: Callable[[fx.Node], bool]) -> None:
-        self.canon, self.is_weight = canon, is_weight
+        self.graph, self.canon, self.is_weight = graph, canon, is_weight
         self._values: dict[tuple[fx.Node, int], Value] = {}
         self._own: dict[int, Value] = {}
         self._splits: dict[tuple[Axis, str], tuple[Axis, ...]] = {}
@@ -99,6 +105,25 @@ class Values:
             except _ReadFirst as first:
                 waiting.append(first.asked)
         assert found is not None
+        return found
+
+    def addend(self, node: fx.Node, operand: fx.Node, level: int) -> Value:
+        """Read what `node` adds something to, or writes rows to.
+
+        If that is what the block reads, as in a residual connection, only its rows are read (level 0). Else the
+        term of a layer would have those of all layers before it in it.
+        """
+        before = self._products_before
+        is_read = before[node] - before[operand] >= PRODUCTS_OF_A_BLOCK
+        return self.value(operand, 0 if is_read else level)
+
+    @cached_property
+    def _products_before(self) -> dict[fx.Node, int]:
+        """How many products lie on the longest way from the graph's inputs to a node, itself included."""
+        found: dict[fx.Node, int] = {}
+        for node in self.graph.nodes:
+            own = is_op(node, *PRODUCTS) or is_grouped_mm(node)
+            found[node] = max((found[n] for n in node.all_input_nodes), default=0) + own
         return found
 
     def _read_once(self, node: fx.Node, level: int) -> Value:

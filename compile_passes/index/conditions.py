@@ -82,7 +82,7 @@ class Conditions(Indexing):
                 return self._masked(node, self.value(mask, 0), self.value(kept, level), wanted)
         if level < 2 or not (is_tensor(a) and is_tensor(other)):
             raise Opaque
-        return self._added_where(node, *(self.value(n, at) for n, at in ((mask, 0), (a, 2), (other, 2))))
+        return self._added_where(node, self.value(mask, 0), *(self.addend(node, n, 2) for n in (a, other)))
 
     def _added_where(self, node: fx.Node, mask: Value, a: Value, b: Value) -> Value:
         """where(mask, x + y, x) and where(mask, x, x + y): x, plus y times an indicator."""

@@ -43,7 +43,7 @@ class WrittenRows(Arithmetic):
     def _added_in_pieces(
         self, node: fx.Node, level: int, base: fx.Node, index: fx.Node, source: fx.Node
     ) -> Value:
-        found = self.value(base, level)
+        found = self.addend(node, base, level)
         for places, rows in _pieces(index, source):
             found = self._added(node, level, found, [self.value(places, 0)], rows)
         return found
@@ -169,7 +169,7 @@ class WrittenRows(Arithmetic):
     def _accumulate(
         self, node: fx.Node, level: int, base: fx.Node, where: list[Value], source: fx.Node
     ) -> Value:
-        return self._added(node, level, self.value(base, level), where, source)
+        return self._added(node, level, self.addend(node, base, level), where, source)
 
     def _added(self, node: fx.Node, level: int, base: Value, where: list[Value], source: fx.Node) -> Value:
         old, new, _ = self._placed(level, base, where, source)
@@ -185,7 +185,7 @@ class WrittenRows(Arithmetic):
         """Rows that nobody wrote before are written: then to write is to add. Others keep what they had."""
         if not _once(where):
             raise Opaque
-        old, new, mask = self._placed(level, self.value(base, level), where, source)
+        old, new, mask = self._placed(level, self.addend(node, base, level), where, source)
         before = flatten(old.term, Add)
         if isinstance(old.term, Const) and not old.term.value:
             return Value(old.dims, new)

@@ -22,7 +22,7 @@ import torch
 from torch import fx
 from torch.fx.experimental.symbolic_shapes import free_unbacked_symbols
 
-from ..graph.nodes import PRODUCTS, aten, is_op, is_tensor, item, shape, value
+from ..graph.nodes import BY_SIZE, PRODUCTS, aten, is_op, is_tensor, item, shape, value
 from ..graph.products import is_grouped_mm
 from ..index.axes import same
 from ..index.reader import Reader
@@ -41,11 +41,6 @@ _CHOICES = (
     aten.multinomial, aten.kthvalue,
 )  # fmt: skip
 _SOFT = (aten._softmax, aten.softmax, aten.sigmoid, aten.relu, aten.softplus)
-_BY_SIZE = (
-    aten.zeros_like, aten.ones_like, aten.full_like, aten.empty_like, aten.new_zeros, aten.new_ones,
-    aten.new_full, aten.new_empty,
-)  # fmt: skip
-"""They read the sizes of a tensor, not its values."""
 _ATTENTION = (
     aten.scaled_dot_product_attention, aten._scaled_dot_product_flash_attention,
     aten._scaled_dot_product_flash_attention_for_cpu, aten._scaled_dot_product_efficient_attention,
@@ -120,7 +115,7 @@ class Evidence:
             if is_tensor(node) and node not in fixed:
                 self._data.add(node)
             return
-        if is_op(node, *_BY_SIZE) or self._data.isdisjoint(inputs):
+        if is_op(node, *BY_SIZE) or self._data.isdisjoint(inputs):
             return
         self._data.add(node)
         weighted = is_op(node, *PRODUCTS) and any(_source(n) in fixed for n in inputs)

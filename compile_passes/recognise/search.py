@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import NamedTuple
@@ -11,7 +12,7 @@ from torch import fx
 from torch.fx.experimental.symbolic_shapes import free_unbacked_symbols
 
 from ..graph.given_numbers import lists_given
-from ..graph.nodes import FLOATING, PRODUCTS, aten, is_op, is_tensor, item, shape, value, written_to
+from ..graph.nodes import BY_SIZE, FLOATING, PRODUCTS, aten, is_op, is_tensor, item, shape, value, written_to
 from ..graph.products import is_grouped_mm
 from ..index.indicators import is_eq
 from ..index.reader import Reader
@@ -63,9 +64,11 @@ class Search:
         """written: products with weights that the graph has written to before."""
         self._written = written
         self.graph, self.reader, self.matcher = graph, reader, Matcher(reader)
-        self._order = {n: i for i, n in enumerate(graph.nodes)}
+        self._nodes = list(graph.nodes)
         self._given = lists_given()
         self._downs: list[fx.Node] = []
+        self._earlier: list[int] = []
+        """For each down product those that it is computed from, as bits."""
         self._near: dict[fx.Node, int] = {}
         """Bit d: down product d enters the node through operators that a block may end with."""
         for node in _tokens_that_a_mask_chose(graph):
@@ -215,13 +218,14 @@ class Search:
                 earlier |= before.get(n, 0)
             before[node] = earlier
             near = 0
-            if self._continues(node):
+            if self._continues(node) and not is_op(node, *BY_SIZE):
                 for n in inputs:
                     near |= self._near.get(n, 0)
             key = keys.get(node)
             if key is not None:
                 bit = 1 << len(downs)
                 downs.append(node)
+                self._earlier.append(earlier)
                 before[node], near = earlier | bit, bit
                 groups[(*key, earlier)] = groups.get((*key, earlier), 0) | bit
             self._near[node] = near
@@ -274,7 +278,7 @@ class Search:
 
     def _match(self, bits: int) -> Mixture | Refusal | None:
         """The furthest node that is a mixture of these down products; None if they are no experts."""
-        ends = [n for n in self.graph.nodes if self._near[n] & bits == bits][:_STEPS_AFTER]
+        ends = self._ends(bits)
         count = bits.bit_count()
         attempts: list[_Attempt] = []
         changed: Mixture | None = None
@@ -319,6 +323,15 @@ class Search:
             or self._behind(step)
             or refusal
         )
+
+    def _ends(self, bits: int) -> list[fx.Node]:
+        """The nodes that a block of these down products may end with, before any block that reads it."""
+        later = sum(1 << d for d, earlier in enumerate(self._earlier) if earlier & bits)
+        last = self._downs[bits.bit_length() - 1]
+        after = itertools.dropwhile(lambda n: n is not last, self._nodes)
+        near = ((n, self._near[n]) for n in after)
+        whole = (n for n, own in near if own & bits == bits and not own & later)
+        return list(itertools.islice(whole, _STEPS_AFTER))
 
     def _note_form(self, found: Mixture, bits: int) -> None:
         """Note the kind of a block's products. With sorted rows it must become one operator."""

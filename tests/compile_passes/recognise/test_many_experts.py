@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import pytest
 import torch
@@ -15,7 +15,9 @@ from recorder import Recorder, relative_error
 from torch import Tensor, nn
 
 from fp4_ops.compile_passes import advice
+from fp4_ops.compile_passes.index import terms
 from fp4_ops.compile_passes.index.reader import Reader
+from fp4_ops.compile_passes.recognise.mixture import Matcher
 
 pytestmark = pytest.mark.usefixtures("fresh_dynamo")
 
@@ -107,6 +109,50 @@ class Layers(nn.Module):
         return x
 
 
+class Attended(Layers):
+    """Attention before the experts, and norms whose steps are read."""
+
+    def __init__(self, form: type[Experts], layers: int, experts: int) -> None:
+        super().__init__(form, layers, experts)
+        self.qkv = nn.ModuleList(nn.Linear(H, 3 * H, bias=False) for _ in range(layers))
+        self.o = nn.ModuleList(nn.Linear(H, H, bias=False) for _ in range(layers))
+
+    @staticmethod
+    def norm(x: Tensor) -> Tensor:
+        return x * torch.rsqrt(x.pow(2).mean(-1, keepdim=True) + 1e-6)
+
+    def forward(self, x: Tensor) -> Tensor:
+        for layer, qkv, o in zip(self.layers, self.qkv, self.o):
+            q, k, v = qkv(self.norm(x)).chunk(3, -1)
+            x = x + o((q @ k.T).softmax(-1) @ v)
+            x = x + layer(self.norm(x))
+        return x
+
+
+class IntoTheStream(Layers):
+    """Each expert's rows are added to the hidden states themselves."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        for layer in self.layers:
+            y = F.rms_norm(x, (H,))
+            ids, weights = layer.route(y)
+            for e in range(layer.E):
+                token, choice = torch.where(ids == e)
+                x = x.index_add(0, token, layer.expert(e, y[token]) * weights[token, choice, None])
+        return x
+
+
+class WhereInTheStream(Layers):
+    def forward(self, x: Tensor) -> Tensor:
+        for layer in self.layers:
+            y = F.rms_norm(x, (H,))
+            ids, weights = layer.route(y)
+            for e in range(layer.E):
+                mask = (ids == e).any(-1, keepdim=True)
+                x = torch.where(mask, x + layer.expert(e, y) * layer.weight(e, ids, weights), x)
+        return x
+
+
 def slowly(*values: object) -> object:
     return pytest.param(*values, marks=[pytest.mark.slow, pytest.mark.more])
 
@@ -132,6 +178,45 @@ def test_each_loop_becomes_one_operator(form, layers, experts):
     assert recorder.ops == ["fp4::moe"] * layers, recorder.reasons
     assert recorder.compilations == 1
     assert relative_error(got, want) < 1e-4
+
+
+@pytest.mark.parametrize(
+    ("model", "form"),
+    [
+        (Attended, Plus),
+        (IntoTheStream, IndexAdd),
+        more(WhereInTheStream, Where),
+        more(Layers, IndexAdd),
+        more(Layers, Stack),
+    ],
+)
+def test_the_work_grows_linearly_with_the_layers(model, form, monkeypatch):
+    """A layer reads the layer before it, not all of them. Counted is what takes the time, not the time."""
+    done: dict[str, int] = {}
+
+    def counted(owner: Any, name: str) -> None:
+        original = getattr(owner, name)
+
+        def count(*args: Any) -> Any:
+            done[name] += 1
+            return original(*args)
+
+        monkeypatch.setattr(owner, name, count)
+
+    counted(terms, "_rebuilt")  # parts of terms
+    counted(Matcher, "match")
+    work: dict[int, dict[str, int]] = {}
+    for layers in (3, 9):
+        done = dict.fromkeys(("_rebuilt", "match"), 0)
+        stack, recorder, x = model(form, layers, 4), Recorder(activation="bf16"), torch.randn(24, H)
+        with torch.no_grad():
+            torch._dynamo.reset()
+            got, want = torch.compile(stack, backend=recorder, fullgraph=True)(x), twin_of(stack)(x)
+        assert recorder.ops == ["fp4::moe"] * layers, recorder.reasons
+        assert relative_error(got, want) < 1e-4
+        work[layers] = done
+    for name, few in work[3].items():
+        assert work[9][name] < 3.5 * few, f"{name}: {few} for 3 layers, {work[9][name]} for 9"
 
 
 @pytest.mark.parametrize(("form", "k"), [(Where, 2), (WhereNot, 1)])
