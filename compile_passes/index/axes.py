@@ -110,8 +110,8 @@ class Values:
     def addend(self, node: fx.Node, operand: fx.Node, level: int) -> Value:
         """Read what `node` adds something to, or writes rows to.
 
-        If that is what the block reads, as in a residual connection, only its rows are read (level 0). Else the
-        term of a layer would have those of all layers before it in it.
+        If that is what the block reads, as in a residual connection, only its rows are read (level 0). Else
+        the term of a layer would hold those of all layers before it.
         """
         before = self._products_before
         is_read = before[node] - before[operand] >= PRODUCTS_OF_A_BLOCK
