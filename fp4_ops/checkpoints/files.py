@@ -127,7 +127,7 @@ def read_header(file: Path) -> dict[str, TensorInfo]:
     for name, entry in header.items():
         if name == "__metadata__":
             continue
-        info, last = _tensor_info(name, entry, file, start)
+        info, last = tensor_info(name, entry, file, start)
         if last > size:
             raise CheckpointError(
                 f"fp4: {file} is truncated: {name} ends at byte {last} of {size}. {DAMAGED}"
@@ -139,7 +139,7 @@ def read_header(file: Path) -> dict[str, TensorInfo]:
     return tensors
 
 
-def _tensor_info(name: str, entry: Any, file: Path, start: int) -> tuple[TensorInfo, int]:
+def tensor_info(name: str, entry: Any, file: Path, start: int) -> tuple[TensorInfo, int]:
     """One entry of a header, and the byte of the file where the tensor ends."""
     try:
         stored, shape = entry["dtype"], tuple(map(int, entry["shape"]))

@@ -1,0 +1,1 @@
+"""Other people's engines: a folder each. Nothing else of this package imports them; the engine does."""

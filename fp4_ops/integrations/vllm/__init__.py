@@ -1,0 +1,59 @@
+"""vLLM's way in: the entry point of group `vllm.general_plugins`, which vLLM calls in each of its processes.
+
+It registers a quantisation config, and leaves vLLM as it is where it cannot: `FP4_VLLM=0`, a vLLM that was
+not tested, kernels that do not run. docs/serving.md says what it takes.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+
+NAME = "fp4_ops"
+"""Our name among vLLM's quantisation methods (`--quantization fp4_ops`)."""
+SWITCH = "FP4_VLLM"
+"""The environment variable that turns it off: 0."""
+TESTED = ("0.32",)
+"""Releases of vLLM that it was run in."""
+
+LOG = logging.getLogger("vllm.fp4_ops")  # vLLM shows what is below its own name
+
+
+def register() -> None:
+    """Registers the quantisation config, or says in one warning why vLLM stays as it is."""
+    if os.environ.get(SWITCH, "1") == "0":
+        return
+    if reason := why_not():
+        LOG.warning("fp4_ops: vLLM keeps its own kernels: %s", reason)
+        return
+    from . import config  # noqa: F401  registers itself, and is a module because vLLM pickles its class
+
+
+def why_not() -> str:
+    """Why vLLM stays as it is; "" if nothing speaks against it."""
+    import vllm
+
+    version = vllm.__version__
+    if ".".join(version.split(".")[:2]) not in TESTED:
+        return (
+            f"this is vLLM {version}, and fp4_ops was tested with {', '.join(TESTED)}. Install one of these, "
+            f"or set {SWITCH}=0 to see this no more"
+        )
+    try:
+        _try_kernels()
+        from . import config  # noqa: F401
+    except Exception as error:  # whatever it is, the server must start
+        return f"fp4_ops does not run here: {type(error).__name__}: {error}"
+    return ""
+
+
+def _try_kernels() -> None:
+    """One small expert block on the CPU: a library of another build or processor shows here."""
+    import torch
+
+    import fp4_ops  # noqa: F401
+
+    weight = torch.ops.fp4.quantize(torch.ones(1, 32, 16), "nvfp4")
+    ids, one = torch.zeros(1, 1, dtype=torch.int64), torch.ones(1, 1)
+    down = torch.ops.fp4.quantize(torch.ones(1, 16, 16), "nvfp4")
+    torch.ops.fp4.moe(torch.ones(1, 16), ids, one, *weight, *down, format="nvfp4")
