@@ -5,6 +5,7 @@
 # make test-all   both at once
 # make test-real  runs other people's Mixture-of-Experts packages, which it installs from PyPI into a cache (5 minutes)
 # make test-tools  reads the folders that ModelOpt, llm-compressor, AutoRound and GPTQModel write, which it installs, too
+# make test-vllm  serves 4-bit folders in vLLM's engine, in an environment that it makes from PyPI into a cache
 # make test-archs  compiles Triton's kernels for seven architectures of GPUs; what a kernel needs must be there
 # make test-archs-all  every candidate in every format (long: some thousands of kernels)
 # make test-kernels  compiles the CUDA kernels for GPUs other than Hopper, and looks into them (ARCHS=all: all of them)
@@ -27,7 +28,7 @@ BIN := $(VENV)/bin
 PIP := $(BIN)/python -m pip --disable-pip-version-check
 SOURCES := $(shell find csrc -type f) setup.py pyproject.toml
 
-.PHONY: demo demo-full test test-more test-all test-real test-tools test-archs test-archs-all test-kernels test-hopper test-sanitized test-aarch64 dev lint docs wheel wheels bench clean
+.PHONY: demo demo-full test test-more test-all test-real test-tools test-vllm test-archs test-archs-all test-kernels test-hopper test-sanitized test-aarch64 dev lint docs wheel wheels bench clean
 .DELETE_ON_ERROR:
 
 demo: $(VENV)/built
@@ -38,9 +39,9 @@ demo-full: $(VENV)/built
 
 # One in how many of these tests is run, others each time: make test-more DRAW=2
 DRAW := 1
-test: TESTS = -m "not more and not real and not tools and not archs and not archs_all and not aarch64"
-test-more: TESTS = -m "more and not real and not tools and not archs and not archs_all and not aarch64"
-test-all: TESTS = -m "not real and not tools and not archs and not archs_all and not aarch64"
+test: TESTS = -m "not more and not real and not tools and not vllm and not archs and not archs_all and not aarch64"
+test-more: TESTS = -m "more and not real and not tools and not vllm and not archs and not archs_all and not aarch64"
+test-all: TESTS = -m "not real and not tools and not vllm and not archs and not archs_all and not aarch64"
 test-archs: TESTS = -m archs tests/kernels_triton
 test-archs-all: TESTS = -m "archs or archs_all" tests/kernels_triton
 test test-more test-archs test-archs-all test-all: $(VENV)/dev
@@ -51,6 +52,9 @@ test-real: $(VENV)/tests
 
 test-tools: $(VENV)/tests
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -q -n 2 --dist loadgroup -m tools tests/tools
+
+test-vllm: $(VENV)/tests
+	$(BIN)/python -m pytest -q -m vllm tests/serving
 
 test-kernels: $(VENV)/tests
 	FP4_KERNEL_ARCHS=$(or $(ARCHS),drawn) $(BIN)/python -m pytest -q tests/kernels_cuda/test_kernel_archs.py

@@ -219,6 +219,27 @@ def test_packages(package):
             assert to in allowed, f"{package}/{here} imports {name}"
 
 
+ENGINES = ("vllm",)
+"""Other people's engines, each with a room of its name in fp4_ops/integrations."""
+
+
+@pytest.mark.parametrize("engine", ENGINES)
+def test_only_an_engine_loads_its_room(engine):
+    """No file of ours imports the engine but in its room, and none imports the room."""
+    room = HOME / "integrations" / engine
+    for path in [p for package in PACKAGES for p in (ROOT / package).rglob("*.py")]:
+        inside = room in path.parents
+        for node in ast.walk(ast.parse(path.read_text())):
+            names = [a.name for a in node.names] if isinstance(node, ast.Import) else []
+            if isinstance(node, ast.ImportFrom) and not node.level:
+                names.append(str(node.module))
+            used = {name.partition(".")[0] for name in names}
+            assert inside or engine not in used, f"{path.relative_to(ROOT)} imports {engine}"
+        if not inside:
+            ours = [m for m in names_imported(path) if m.startswith("fp4_ops.integrations")]
+            assert not ours, f"{path.relative_to(ROOT)} imports {ours}"
+
+
 @pytest.mark.parametrize("folder", FOLDERS)
 def test_folders_of_csrc(folder):
     for path in (ROOT / "csrc" / folder).iterdir():

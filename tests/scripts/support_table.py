@@ -53,7 +53,7 @@ have ReLU without a gate, so their experts are two `fp4::indexed_mm`.
 Not run: doge (experts are single rows of an embedding) and qwen3_omni_moe (no tiny model by sizes alone)
 of transformers 4.57, vitpose of both versions (the caller names the expert); tutel and scattermoe, which
 PyPI does not have; torchtune 0.6.1, which has no such layer; and megablocks, deepspeed and vLLM, which
-are not in tests/real/."""
+are not in tests/real/. vLLM's engine runs 4-bit folders itself: docs/serving.md."""
 
 
 def first(out: object) -> torch.Tensor:

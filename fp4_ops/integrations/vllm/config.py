@@ -45,7 +45,7 @@ def why_not_device() -> str:
 
 @register_quantization_config(NAME)
 class Fp4Config(QuantizationConfig):
-    """A folder in 4 bits, read by fp4_ops' dialects; without a config, experts that are quantised as they load."""
+    """Config of a folder in 4 bits, read by our dialects, or of one in 16, quantised as it loads."""
 
     def __init__(self, config: Mapping[str, Any] | None = None) -> None:
         super().__init__()
@@ -111,7 +111,9 @@ class Fp4Config(QuantizationConfig):
         """Drops nothing: a dialect checks the order of columns (g_idx)."""
         return WeightsMapper()
 
-    def maybe_update_config(self, model_name: str, hf_config: Any = None, revision: str | None = None) -> None:
+    def maybe_update_config(
+        self, model_name: str, hf_config: Any = None, revision: str | None = None
+    ) -> None:
         """Reads the headers of the folder's files, which say what is in 4 bits."""
         if self.config is not None:
             metadata = get_safetensors_params_metadata(model_name, revision=revision)
@@ -145,17 +147,17 @@ class Fp4Config(QuantizationConfig):
             return DequantizedExperts(layer, entries)
         if len(formats) > 1:
             raise NotImplementedError(
-                f"fp4: experts of {prefix} are in {' and '.join(sorted(formats))}; they must be in one format. "
-                "Export them again with the same one"
+                f"fp4: experts of {prefix} are in {' and '.join(sorted(formats))}; they must be in one "
+                "format. Export them again with the same one"
             )
         stacked = [entry for entry in entries.values() if entry.stored.dialect.stacked]
         own = type(layer).weight_loader is not RoutedExperts.weight_loader
         if any(not is_stack(entry) for entry in stacked) or own != bool(stacked):
             name = next(iter(entries.values())).stored.dialect.name
             raise NotImplementedError(
-                f"fp4: experts of {prefix} are stored as {name}, which vLLM's loader of {type(layer).__name__} "
-                "does not hand over. Quantise the original weights with `python -m fp4_ops quantize`, or serve "
-                "the folder with `transformers serve`"
+                f"fp4: experts of {prefix} are stored as {name}, which vLLM's loader of "
+                f"{type(layer).__name__} does not hand over. Quantise the original weights with `python -m "
+                "fp4_ops quantize`, or serve the folder with `transformers serve`"
             )
         (format,) = formats
         self.taken[f"expert blocks in {format}"] += 1
@@ -173,8 +175,8 @@ class Fp4Config(QuantizationConfig):
         if len(formats) > 1 or len(entries) < len(parts):
             kinds = " and ".join(sorted(formats)) + " and 16 bits" * (len(entries) < len(parts))
             raise NotImplementedError(
-                f"fp4: {prefix} is put together from {', '.join(parts)}, which are in {kinds}; vLLM needs them in "
-                "one format. Leave all of them in 16 bits when you quantise, or quantise all"
+                f"fp4: {prefix} is put together from {', '.join(parts)}, which are in {kinds}; vLLM needs "
+                "them in one format. Leave all of them in 16 bits when you quantise, or quantise all"
             )
         if reason := why_not(layer):
             raise NotImplementedError(

@@ -56,8 +56,8 @@ def gate_of(layer: Any) -> str:
     if name is None:
         numbers = f" (limit {limit}, alpha {alpha}, beta {beta})" * (limit is not None or alpha is not None)
         raise NotImplementedError(
-            f"fp4: {layer.layer_name} has the activation {named!r}{numbers}, which fp4::moe does not compute; "
-            f"it must be one of: {', '.join(GATES)}. {OFF}"
+            f"fp4: {layer.layer_name} has the activation {named!r}{numbers}, which fp4::moe does not "
+            f"compute; it must be one of: {', '.join(GATES)}. {OFF}"
         )
     return name
 
@@ -68,8 +68,8 @@ def check(layer: Any) -> None:
     config = layer.moe_config
     if config.is_lora_enabled:
         raise NotImplementedError(
-            f"fp4: LoRA is enabled, and {layer.layer_name} has 4-bit experts, which vLLM's LoRA layers cannot "
-            f"wrap. Serve without --enable-lora. {OFF}"
+            f"fp4: LoRA is enabled, and {layer.layer_name} has 4-bit experts, which vLLM's LoRA layers "
+            f"cannot wrap. Serve without --enable-lora. {OFF}"
         )
     if layer.apply_router_weight_on_input and layer.top_k != 1:
         raise NotImplementedError(
@@ -234,8 +234,8 @@ class Experts(FusedMoEMethodBase):
             gone = [e for e in range(self.num_experts) if e not in made]
             if gone:
                 raise ValueError(
-                    f"fp4: {layer.layer_name}: the files have no whole {STEMS[matrix]} for {len(gone)} of this "
-                    f"process's {self.num_experts} experts, the first of them {gone[0]}. Fetch or export the "
+                    f"fp4: {layer.layer_name}: the files have no whole {STEMS[matrix]} for {len(gone)} of "
+                    f"this process's {self.num_experts} experts, the first {gone[0]}. Fetch or export the "
                     "folder again, with all its files"
                 )
             found[matrix] = shards.stack([made.pop(e) for e in range(self.num_experts)])
@@ -468,4 +468,3 @@ class DequantizedExperts(UnquantizedFusedMoEMethod):
             if parameter.numel() == 0:
                 delattr(layer, name)
         super().process_weights_after_loading(layer)
-

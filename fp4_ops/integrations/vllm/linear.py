@@ -86,8 +86,8 @@ def part_of(layer: Any, shard: Any, names: list[str]) -> str:
     place = "qkv".find(shard) if isinstance(shard, str) else shard
     if not isinstance(place, int) or not 0 <= place < len(names):
         raise NotImplementedError(
-            f"fp4: {layer.prefix} loads {shard!r} of its weight, which is stored as {', '.join(names)}: fp4_ops "
-            "does not know which of them that is. --quantization with vLLM's own method keeps vLLM's kernels"
+            f"fp4: {layer.prefix} loads {shard!r} of its weight, which is stored as {', '.join(names)}: "
+            "fp4_ops does not know which of them that is. Use --quantization with vLLM's own method"
         )
     return names[place]
 
@@ -138,13 +138,13 @@ class StoredLinear(LinearMethodBase):
             self._made[place] = shards.add_rows(part, self.sizes[place])
 
     def process_weights_after_loading(self, layer: Any) -> None:
-        """Joins what has one global scale, and puts it in the order of bytes that this device reads fastest."""
+        """Joins what has one global scale, and puts it in the order of bytes that the device reads best."""
         self.tell()
         places = range(len(self.sizes))
         if gone := [place for place in places if place not in self._made]:
             raise ValueError(
-                f"fp4: {layer.prefix}: the files have no whole weight for part {gone[0]} of {len(self.sizes)}. "
-                "Fetch or export the folder again, with all its files"
+                f"fp4: {layer.prefix}: the files have no whole weight for part {gone[0]} of "
+                f"{len(self.sizes)}. Fetch or export the folder again, with all its files"
             )
         device = next(p.device for p in layer.parameters(recurse=False))
         for name, parameter in list(layer.named_parameters(recurse=False)):
@@ -174,16 +174,12 @@ class StoredLinear(LinearMethodBase):
         out, start = [], 0
         for i in range(self.pieces):
             end = f"_{i}" * (i > 0)
-            weight = getattr(layer, "weight_packed" + end)
-            n = weight.shape[0]
-            out.append(
-                torch.ops.fp4.mm(
-                    rows, weight, getattr(layer, "weight_scale" + end), getattr(layer, "weight_factor" + end),
-                    None, None if bias is None else bias[start : start + n],
-                    format=self.format, layout=self.layout,
-                )  # fmt: skip
-            )
-            start += n
+            names = ("weight_packed", "weight_scale", "weight_factor")
+            packed, scale, factor = (getattr(layer, name + end) for name in names)
+            part = None if bias is None else bias[start : start + packed.shape[0]]
+            options = {"format": self.format, "layout": self.layout}
+            out.append(torch.ops.fp4.mm(rows, packed, scale, factor, None, part, **options))
+            start += packed.shape[0]
         whole = out[0] if len(out) == 1 else torch.cat(out, -1)
         return whole.reshape(*x.shape[:-1], whole.shape[-1])
 

@@ -12,7 +12,7 @@ from ...checkpoints.fold import cat
 from ...meta.formats import FORMATS
 
 LEAST = 32
-"""Columns that processes share out at a time, if a block is not more: the kernels' layouts ask for so many."""
+"""Columns that processes share out at a time, if a block is not more: the layouts of GPUs ask for so many."""
 
 
 def share(inner: int, format: str, size: int, rank: int) -> range:

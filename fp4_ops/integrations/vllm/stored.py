@@ -1,4 +1,4 @@
-"""What a folder stores in 4 and 8 bits, found by the names that vLLM gives its layers."""
+"""Index of what a folder stores in 4 and 8 bits, by the names that vLLM gives its layers."""
 
 from __future__ import annotations
 
@@ -66,7 +66,7 @@ class Entry:
 
 
 Entries = dict[tuple[int | None, str, str], Entry]
-"""An experts layer's weights: by expert (None: a stack of all), "gate_up" or "down", and "gate", "up" or ""."""
+"""An experts layer's weights by expert (None: all in one), "gate_up" or "down", and "gate", "up" or ""."""
 
 
 @dataclass
