@@ -9,8 +9,8 @@ from typing import Any, TypeVar
 import pytest
 import torch
 from conftest import more
-from families import TRANSPOSED, expert_block, tiny
-from moe_models import Recorder, fake_quantised, relative_error, tokens
+from families import expert_block, tiny
+from moe_models import Recorder, exact, relative_error, tokens
 from torch import nn
 
 FAMILIES = (
@@ -91,15 +91,6 @@ def dispatched(model: nn.Module) -> None:
 
 
 # --- the models ---
-
-
-def exact(family: str, model: nn.Module) -> nn.Module:
-    twin = copy.deepcopy(model)
-    with torch.no_grad():
-        for name, p in twin.named_parameters():
-            if p.dim() == 3 and "experts" in name:
-                p.copy_(fake_quantised(p, "nvfp4", family in TRANSPOSED))
-    return twin
 
 
 def outside_of_experts(model: nn.Module) -> dict[str, nn.Module]:

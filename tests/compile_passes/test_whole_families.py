@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import copy
 import random
 
 import pytest
 import torch
 from conftest import SEED, more
-from families import FAMILIES, TRANSPOSED, tiny
-from moe_models import Recorder, fake_quantised, relative_error, tokens
+from families import FAMILIES, tiny
+from moe_models import Recorder, exact, relative_error, tokens
 from torch import nn
 
 WITH_CATS_OF_SEVERAL_RANKS = ["hy_v4", more("inkling2_text"), more("deepseek_v4")]
@@ -22,15 +21,6 @@ pytestmark = pytest.mark.usefixtures("fresh_dynamo")
 def run(model: nn.Module, ids: torch.Tensor, **kwargs: object) -> torch.Tensor:
     out = model(ids, **kwargs)
     return out.logits if hasattr(out, "logits") else out.last_hidden_state
-
-
-def exact(family: str, model: nn.Module) -> nn.Module:
-    twin = copy.deepcopy(model)
-    with torch.no_grad():
-        for name, p in twin.named_parameters():
-            if p.dim() == 3 and "experts" in name:
-                p.copy_(fake_quantised(p, "nvfp4", family in TRANSPOSED))
-    return twin
 
 
 @pytest.mark.parametrize("family", WITH_CATS_OF_SEVERAL_RANKS)

@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 import torch
+from families import TRANSPOSED
 from recorder import Recorder as Recorder
 from recorder import fake_quantised
 from recorder import relative_error as relative_error
@@ -87,6 +88,16 @@ def fake_quantised_model(model: nn.Module, format: str = "nvfp4") -> nn.Module:
         for p, original in zip(twin.parameters(), model.parameters(), strict=True):
             if p.dim() == 3:
                 p.copy_(fake_quantised(original, format, transposed))
+    return twin
+
+
+def exact(family: str, model: nn.Module) -> nn.Module:
+    """A copy in the same dtype whose expert weights are those that the packed ones stand for."""
+    twin = copy.deepcopy(model)
+    with torch.no_grad():
+        for name, p in twin.named_parameters():
+            if p.dim() == 3 and "experts" in name:
+                p.copy_(fake_quantised(p, "nvfp4", family in TRANSPOSED))
     return twin
 
 

@@ -5,8 +5,8 @@ import shlex
 import xml.etree.ElementTree as ET
 
 import pytest
+from benchmark_scripts import imported
 from places import ROOT
-from test_benchmarks import imported
 
 pytestmark = pytest.mark.skipif(
     not (ROOT / "benchmarks").exists(), reason="a source distribution has no benchmarks/"
