@@ -12,7 +12,7 @@ from torch import fx
 from ..zero3 import refuse_emptied
 from .dynamo.api import config, counters, get_compilation_metrics
 from .dynamo.branches import KEPT, SEEN_THROUGH, Kept
-from .dynamo.breaks import breaks_since, described, inside, known_breaks, reason_of
+from .dynamo.breaks import about_a_number, breaks_since, described, inside, known_breaks, reason_of
 from .dynamo.extend import CAPTURE, extend_dynamo
 from .dynamo.left_frames import noted
 from .dynamo.left_out import expert_parameters
@@ -61,7 +61,9 @@ def explain(
         torch.compile(model, backend=backend)(*args, **kwargs)
     new = {name: Counter(counters[name]) - before[name] for name in _COUNTERS}
     breaks = breaks_since(known)
-    counted = [reason_of(reason) for reason in (new["graph_break"] | new["unimplemented"])]
+    reasons = list(new["graph_break"] | new["unimplemented"])
+    counted = list(map(reason_of, reasons))
+    asks_for_number = any(map(about_a_number, [*reasons, *(b.reason for b in breaks)]))
     placed = list(dict.fromkeys(map(described, breaks)))
     report.graph_breaks = placed + [
         r for r in dict.fromkeys(counted) if not any(p.startswith(r) for p in placed)
@@ -71,8 +73,9 @@ def explain(
     failed = [*left, *(m for m in new_ones if m.fail_type is not None)]
     report.not_captured = list(dict.fromkeys(_not_captured(frame, breaks) for frame in failed))
     report.seen_through = [short_path(place) for place in new[SEEN_THROUGH]]
+    new_kept = [kept for place, kept in KEPT.items() if stayed.get(place) is not kept]
     report.hints = (
-        _hints(model, report, [kept for place, kept in KEPT.items() if stayed.get(place) is not kept])
+        _hints(model, report, new_kept, asks_for_number)
         or _dynamos_hints(failed, breaks)
         or _no_products(model, report)
     )
@@ -95,7 +98,11 @@ def _not_captured(frame: Any, breaks: Sequence[Any]) -> str:
 _COUNTERS = ("graph_break", "unimplemented", "frames", SEEN_THROUGH)
 
 
-def _hints(model: Any, report: Report, branches: Sequence[Kept]) -> list[str]:
+_NUMBERS = ("tolist", "item()", "Data dependent operator")
+"""Parts of Dynamo's reasons, and of the lines quoted there, where Python takes numbers out of tensors."""
+
+
+def _hints(model: Any, report: Report, branches: Sequence[Kept], asks_for_number: bool) -> list[str]:
     """Lists changes by the user that help where experts are known to stay out of the graphs."""
     hints = []
     config = getattr(model, "config", None)
@@ -116,16 +123,14 @@ def _hints(model: Any, report: Report, branches: Sequence[Kept]) -> list[str]:
         hints.append(
             "a branch on data keeps a function out of the graphs: compute both ways, or use torch.where"
         )
-    if any("unique(" in reason for reason in report.graph_breaks):
+    over_unique = any("unique(" in reason for reason in report.graph_breaks)
+    if over_unique:
         hints.append(
             "a loop over torch.unique(ids) runs as often as only the data knows: loop over all experts, "
             "`for e in range(E): token, slot = torch.where(ids == e)`; those without rows cost nothing"
         )
-    numbers = ["tolist", "item()", "Data dependent operator"]
-    numbers += [] if branches else ["a number that only the data knows"]
-    if not any("unique(" in hint for hint in hints) and any(
-        name in reason for name in numbers for reason in report.graph_breaks
-    ):
+    takes_numbers = any(name in reason for name in _NUMBERS for reason in report.graph_breaks)
+    if not over_unique and (takes_numbers or (asks_for_number and not branches)):
         hints.append(
             "a function takes numbers out of tensors (.tolist(), .item(), .cpu().numpy()) and goes on "
             "in Python; if it slices rows sorted by expert (`x[start:end]`), cut them all at once, "

@@ -31,7 +31,8 @@ from .api import JUMP_OPCODES, TERMINAL_OPCODES, RestartAnalysis, UnspecializeRe
 from .asserts import into_the_graph
 from .bytecode import asks_for
 from .empty_masks import empty_with
-from .empty_rows import Named, Nothing, Way, counted, has_all_rows
+from .empty_rows import Named, Nothing, Way, has_all_rows
+from .session import Grown, Place, attempts, is_watched, session
 
 SEEN_THROUGH = "fp4_branches_seen_through"
 """Key of `torch._dynamo.utils.counters`, which counts places (file:line)."""
@@ -59,7 +60,7 @@ JUMPS = [name for name in dis.opmap if re.fullmatch(r"POP_JUMP_.*IF_(TRUE|FALSE)
 
 def answering_first(method: Handler) -> Handler:
     def jump(tx: Any, inst: Any) -> None:
-        if _GROWN in vars(tx.output):
+        if session(tx.output).grown:
             _asks_whether_there_are_rows(tx, inst)
         answer = known_values.number(tx.stack[-1])
         if answer is None:
@@ -76,7 +77,7 @@ def answering_first(method: Handler) -> Handler:
 def _take_the_way_that_works(tx: Any, branch: Any) -> bool | None:
     """Return the condition on the stack for the case with rows, if both ways may prove equal. Else None."""
     asked = _rows_asked_for(tx.stack[-1], tx.output)
-    around = vars(tx).get("step")
+    around = tx.step if is_watched(tx) else None
     if asked is None or (around and not around.replaced) or is_kept(tx, branch):
         return None
     nothing, empty = asked
@@ -86,16 +87,11 @@ def _take_the_way_that_works(tx: Any, branch: Any) -> bool | None:
     return not empty
 
 
-_GROWN = "_fp4_grown"
-"""Key on the OutputGraph. Lists that would be shorter if idle experts were skipped, each with the branch
-that skips them."""
-
-
 def _asks_whether_there_are_rows(tx: Any, jump: Any) -> None:
     """`if len(outputs):`, of a list with something for each expert that has rows: some expert has any, if the
     list is of all experts and there are rows."""
     asked = asks_for(tx, jump)
-    for v, branch, place in vars(tx.output)[_GROWN]:
+    for v, branch, place in session(tx.output).grown:
         if asked is not None and tx.symbolic_locals.get(asked) is v and not has_all_rows(tx.output, v):
             _kept(tx).add(branch)
             counters[SEEN_THROUGH].pop(place, None)
@@ -107,9 +103,8 @@ def is_kept(tx: Any, inst: Any) -> bool:
     return (tx.f_code, inst.offset) in _kept(tx)
 
 
-def _kept(tx: Any) -> set[tuple[Any, int]]:
-    """Return the instructions that stay as they are in all attempts to trace a function."""
-    return vars(tx.speculation_log).setdefault("_fp4_kept", set())
+def _kept(tx: Any) -> set[Place]:
+    return attempts(tx.speculation_log).kept
 
 
 def begins_again(tx: Any, inst: Any) -> None:
@@ -121,44 +116,58 @@ def begins_again(tx: Any, inst: Any) -> None:
 def watch(tx: Any, way: Way, branch: Any, replaced: bool = False) -> None:
     """Has `way` proved when it ends. replaced: it is a round of a loop over all experts."""
     place = f"{tx.f_code.co_filename}:{tx.lineno}"
-    around, advance_in = vars(tx).get("step"), tx.step
+    tx.step = _Watched(tx, way, branch, place, replaced, tx.step if is_watched(tx) else None, tx.step)
 
-    def advance() -> bool:
-        try:
-            return advance_in()
-        except RestartAnalysis:
-            raise
-        except Exception as error:
-            if not replaced:
-                raise
-            raise Refused(Refusal(Kind.FAILS_FOR_ALL, None, (in_short(error),))) from error
 
-    def step() -> bool:
-        """Instead of tx.step, until both ways meet."""
+@dataclass
+class _Watched:
+    """Stands in place of `tx.step` until both ways meet."""
+
+    tx: Any
+    way: Way
+    branch: Any
+    place: str
+    replaced: bool
+    around: Any
+    """Another that watched the frame before."""
+    step: Callable[[], bool]
+
+    def __call__(self) -> bool:
+        tx, place = self.tx, self.place
         try:
-            if tx.instruction_pointer == way.join:
-                if tx.step is not step:
+            if tx.instruction_pointer == self.way.join:
+                if tx.step is not self:
                     refuse(Kind.BRANCH_INSIDE, None)
-                del tx.step
-                if around is not None:
-                    tx.step = around
-                way.prove()
-                for v in way.grown:
-                    known = vars(tx.output).setdefault(_GROWN, [])
-                    known.append((v, (tx.f_code, branch.offset), place))
-                counters[SEEN_THROUGH][place] += 1
-            elif not advance():
+                self._end()
+            elif not self._advance():
                 refuse(Kind.LEAVES, None)
             return True
         except Refused as stop:
-            _kept(tx).add((tx.f_code, branch.offset))
+            _kept(tx).add((tx.f_code, self.branch.offset))
             counters[SEEN_THROUGH].pop(place, None)
-            KEPT[place] = Kept(place, replaced, stop.refusal)
+            KEPT[place] = Kept(place, self.replaced, stop.refusal)
             # The one restart that also forgets where Dynamo tried to break the graph: the way is another now.
             raise UnspecializeRestartAnalysis(restart_reason=f"fp4: {place} is a branch") from None
 
-    step.replaced = replaced  # type: ignore[attr-defined]
-    tx.step = step
+    def _end(self) -> None:
+        tx = self.tx
+        del tx.step
+        if self.around is not None:
+            tx.step = self.around
+        self.way.prove()
+        branch = (tx.f_code, self.branch.offset)
+        session(tx.output).grown += [Grown(v, branch, self.place) for v in self.way.grown]
+        counters[SEEN_THROUGH][self.place] += 1
+
+    def _advance(self) -> bool:
+        try:
+            return self.step()
+        except RestartAnalysis:
+            raise
+        except Exception as error:
+            if not self.replaced:
+                raise
+            raise Refused(Refusal(Kind.FAILS_FOR_ALL, None, (in_short(error),))) from error
 
 
 def of_an_expert(output: Any, rows: Any) -> Nothing:
@@ -166,7 +175,7 @@ def of_an_expert(output: Any, rows: Any) -> Nothing:
 
     If it is a count of ids, the expert's masks are empty, too.
     """
-    for counts in counted(output):
+    for counts in session(output).counted:
         found = [e for e, n in enumerate(counts.expressions()) if n == rows]
         if found:
             hits = Named(same_elements(counts.ids)[-1], 0, len(counts.numbers))

@@ -40,10 +40,14 @@ def place(frame: traceback.FrameSummary) -> str:
 
 
 def reason_of(text: str) -> str:
-    first = first_line(text)
-    if _SIZE in first:
+    if about_a_number(text):
         return "Python asks for a number that only the data knows"
-    return first.rstrip(".")
+    return first_line(text).rstrip(".")
+
+
+def about_a_number(text: str) -> bool:
+    """Whether Dynamo's reason is that Python asks for a number that only the data knows."""
+    return _SIZE in first_line(text)
 
 
 def innermost(stack: Sequence[traceback.FrameSummary]) -> traceback.FrameSummary | None:

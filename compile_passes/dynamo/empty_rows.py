@@ -33,6 +33,7 @@ from .api import HASFREE, HASLOCAL, JUMP_OPCODES, TERMINAL_OPCODES
 from .bytecode import joined_comprehension, joined_list
 from .empty_masks import is_empty_with, selects_by
 from .known_values import number_of
+from .session import session
 
 SAYS_THE_SAME = "_fp4_says_the_same"
 """Key of a node that writes values which are there already."""
@@ -125,45 +126,10 @@ class Nothing:
         return self.hits is not None and self.hits.is_row(node, self.expert)
 
 
-@dataclass
-class Counted:
-    """The numbers of rows of all experts, as Dynamo has them, and what they add up to."""
-
-    numbers: list[Any]
-    total: Any
-    ids: fx.Node
-    """Ids that are counted."""
-    parts: dict[fx.Node, Sequence[Any]] = field(default_factory=dict)
-    """Parts of tensors, with as many rows as the counts say."""
-    written: dict[fx.Node, dict[int, Any]] = field(default_factory=dict)
-    """Writes to each expert's rows of such tensors, with the node that writes."""
-
-    def expressions(self) -> list[Any]:
-        return [n.sym_num.node.expr for n in self.numbers]
-
-    def between(self, start: Any, stop: Any) -> int | None:
-        """The expert whose rows, of rows sorted by expert, begin and end there."""
-        before: Any = sympy.Integer(0)
-        for e, n in enumerate(self.expressions()):
-            if before == start and before + n == stop:
-                return e
-            before = before + n
-        return None
-
-
-def counted(output: Any) -> list[Counted]:
-    return vars(output).setdefault("_fp4_counted", [])
-
-
-def numbers(output: Any) -> dict[fx.Node, Any]:
-    """Tensors that Dynamo has as Python's numbers, too."""
-    return vars(output).setdefault("_fp4_numbers", {})
-
-
 def number(v: Any, output: Any = None) -> Any:
     """The expression of a Python int or of one that only the data knows, or of a tensor that is one."""
     if output is not None and isinstance(v, api.TensorVariable):
-        v = numbers(output).get(v.as_proxy().node)
+        v = session(output).numbers.get(v.as_proxy().node)
 
     if isinstance(v, api.SymNodeVariable):
         return v.sym_num.node.expr if isinstance(v.sym_num, torch.SymInt) else None
@@ -174,9 +140,8 @@ def number(v: Any, output: Any = None) -> Any:
 def has_all_rows(output: Any, rows: Any) -> bool:
     """Whether a list of tensors has the rows of all experts, and they are any."""
     sizes = {expression(example(x.as_proxy().node).shape[0]) for x in rows.items}
-    return any(
-        sizes.issuperset(c.expressions()) and statically_known_true(c.total >= 1) for c in counted(output)
-    )
+    known = session(output).counted
+    return any(sizes.issuperset(c.expressions()) and statically_known_true(c.total >= 1) for c in known)
 
 
 def expression(size: Any) -> Any:

@@ -25,6 +25,7 @@ from . import api, known_values
 from .branches import Handler, is_kept, watch
 from .bytecode import only_iterates
 from .empty_rows import Hits, Named, Nothing, Way
+from .session import is_watched
 
 
 @dataclass
@@ -43,12 +44,12 @@ _LOOP = "_fp4_hits"
 def over_experts(method: Handler) -> Handler:
     def get_iter(tx: Any, inst: Any) -> None:
         loop = vars(tx.stack[-1]).get(_LOOP)
-        if loop is None and "step" not in vars(tx):
+        if loop is None and not is_watched(tx):
             hits = _hits(tx.stack[-1]) if not is_kept(tx, inst) else None
             if hits is not None:
                 loop = _Loop(hits, inst, example(tx.stack[-1].as_proxy().node))
                 tx.stack[-1] = _rounds(loop, as_rows=False)
-        elif loop is not None and ("step" in vars(tx) or is_kept(tx, loop.begins)):
+        elif loop is not None and (is_watched(tx) or is_kept(tx, loop.begins)):
             loop = None
         method(tx, inst)
         if loop is not None:
@@ -77,7 +78,7 @@ def as_list(method: Callable[..., Any]) -> Callable[..., Any]:
     """`hit.tolist()`, which is only iterated over: a list of all experts."""
 
     def tolist(self: Any, tx: Any, *args: Any, **kwargs: Any) -> Any:
-        if "step" not in vars(tx):
+        if not is_watched(tx):
             here = tx.instructions[tx.instruction_pointer - 1]
             loop = _Loop(hits, here, None) if not is_kept(tx, here) and (hits := _hits(self)) else None
             if loop is not None and only_iterates(tx, alone=True):

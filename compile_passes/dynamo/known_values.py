@@ -18,9 +18,10 @@ from torch.utils._python_dispatch import _disable_current_modes
 
 from ..graph.traced_nodes import called, example, since, writes_to
 from . import api
+from .session import session
 
 _VALUE = "fp4_known"
-"""In the meta of a node: its value, on the CPU. On Dynamo's output: there are such nodes."""
+"""In the meta of a node: its value, on the CPU."""
 
 _COMPUTED = {
     "getitem", "squeeze", "unsqueeze", "view", "reshape", "flatten", "clone", "contiguous", "detach",
@@ -34,7 +35,7 @@ def create(tx: Any, number: int, like: Tensor) -> Any:
     settings = {"dtype": like.dtype, "device": like.device}
     v = api.wrap_fx_proxy(tx, tx.output.create_proxy("call_function", torch.full, (shape, number), settings))
     v.as_proxy().node.meta[_VALUE] = torch.full(shape, number, dtype=like.dtype, device="cpu")
-    vars(tx.output)[_VALUE] = True
+    session(tx.output).has_known_values = True
     return v
 
 
@@ -86,7 +87,7 @@ def formats(method: Handler) -> Handler:
         with_spec = inst.opname == "FORMAT_WITH_SPEC" or (inst.opname == "FORMAT_VALUE" and inst.arg & 4)
         converted = inst.opname == "FORMAT_VALUE" and inst.arg & 3
         at = -2 if with_spec else -1
-        known = value(tx.stack[at]) if _VALUE in vars(tx.output) and not converted else None
+        known = value(tx.stack[at]) if session(tx.output).has_known_values and not converted else None
         if known is not None and known.dim() == 0:
             tx.stack[at] = _constant(known.item())
         method(tx, inst)
@@ -96,7 +97,7 @@ def formats(method: Handler) -> Handler:
 
 def subscripts(method: Handler) -> Handler:
     def subscript(tx: Any, inst: Any) -> None:
-        if _VALUE in vars(tx.output):
+        if session(tx.output).has_known_values:
             x, index = (v.realize() for v in tx.stack[-2:])
             found = _subscript(tx, x, index)
             if found is not None:
@@ -166,7 +167,7 @@ def numbers(method: Callable[..., Any]) -> Callable[..., Any]:
     """`t.item()`, `int(t)`, `operator.index(t)`."""
 
     def as_number(self: Any, tx: Any, *args: Any, **kwargs: Any) -> Any:
-        found = number(self) if _VALUE in vars(tx.output) and not args and not kwargs else None
+        found = number(self) if session(tx.output).has_known_values and not args and not kwargs else None
         return _constant(found) if found is not None else method(self, tx, *args, **kwargs)
 
     return as_number
@@ -176,7 +177,7 @@ def index_of(method: Callable[..., Any]) -> Callable[..., Any]:
     """`operator.index(t)`, where Dynamo's builtin functions answer it."""
 
     def index(self: Any, tx: Any, arg: Any) -> Any:
-        found = number(arg.realize()) if _VALUE in vars(tx.output) else None
+        found = number(arg.realize()) if session(tx.output).has_known_values else None
         return _constant(found) if type(found) is int else method(self, tx, arg)
 
     return index

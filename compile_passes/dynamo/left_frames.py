@@ -24,7 +24,8 @@ from typing import Any, NamedTuple
 
 from . import api, left_out
 from .api import ConstDictKeySource, RestartAnalysis, SkipFrame, Unsupported, UserError, counters
-from .rules import failure, may_break, tell_failure, wanted, without_rules
+from .rules import failure, may_break, tell_failure, without_rules
+from .session import session
 
 log = logging.getLogger("fp4_ops")
 
@@ -115,14 +116,10 @@ def traced(method: Callable[..., Any]) -> Callable[..., Any]:
             added = [g for g in _read.guards if g not in known.inner]
             for guard in added:
                 known.add(guard)
-            vars(done.output_graph)[_ADDED] = added
+            session(done.output_graph).added_guards = added
         return done
 
     return trace_frame
-
-
-_ADDED = "_fp4_added"
-"""On Dynamo's output: guards that are not its own."""
 
 
 def _stands_alone(source: Any) -> bool:
@@ -142,9 +139,10 @@ def guards_built(method: Callable[..., Any]) -> Callable[..., Any]:
 
     def build_guards(self: Any, *args: Any, **kwargs: Any) -> Any:
         output = self.tracer_output.output_graph
-        added = vars(output).pop(_ADDED, None) if output is not None else None
+        added = session(output).added_guards if output is not None else []
         if not added:
             return method(self, *args, **kwargs)
+        session(output).added_guards = []
         try:
             return method(self, *args, **kwargs)
         except Exception:
@@ -177,7 +175,7 @@ def _traced_by(error: BaseException) -> Any:
 def _is_ours(tracer: Any) -> bool:
     """Whether the function is traced for one of our backends, and may run in Python instead."""
     fixed = not may_break(tracer) or tracer.is_tracing_resume_prologue
-    return not fixed and wanted(tracer.output) and failure(tracer) is None
+    return not fixed and session(tracer.output).is_ours and failure(tracer) is None
 
 
 def _left_by(error: BaseException) -> Any:

@@ -14,7 +14,6 @@ from __future__ import annotations
 
 import operator
 from collections.abc import Callable
-from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -27,28 +26,7 @@ from .bytecode import only_in_loops
 from .empty_rows import Way, number
 from .hit_experts import chosen_from
 from .row_counts import elements
-
-
-@dataclass(frozen=True)
-class _Numbers:
-    """Numbers of each expert, in order: its rows, or the rows up to and including its own."""
-
-    rows: list[Any]
-    shown: list[Any]
-    is_open: bool
-    """Whether the program's own list may be shorter."""
-
-
-@dataclass(frozen=True)
-class _Loops:
-    tx: Any
-    begins: Any
-    """The instruction that a restart leaves as it is."""
-    numbers: _Numbers
-
-
-_OPEN = "_fp4_open"
-"""On Dynamo's output: the `_Loops` over lists that the program may have shorter."""
+from .session import Numbers, OpenList, is_watched, session
 
 
 def as_list(method: Callable[..., Any]) -> Callable[..., Any]:
@@ -90,15 +68,15 @@ def one_expert(method: Handler) -> Handler:
     def for_iter(tx: Any, inst: Any) -> None:
         after = tx.instruction_pointer
         method(tx, inst)
-        if _OPEN not in vars(tx.output) or tx.instruction_pointer != after:
+        if not session(tx.output).open_lists or tx.instruction_pointer != after:
             return
         item = tx.stack[-1].realize()
         items = getattr(item, "items", None) or [item]
-        for loops in vars(tx.output)[_OPEN]:
+        for loops in session(tx.output).open_lists:
             numbers = loops.numbers
             at = [e for e, n in enumerate(numbers.shown) if any(n is i for i in items)]
             if at and loops.tx is tx:
-                if "step" in vars(tx):
+                if is_watched(tx):
                     begins_again(tx, loops.begins)
                 nothing = of_an_expert(tx.output, number(numbers.rows[at[0]]))
                 watch(tx, Way(tx, nothing, after - 1), loops.begins, replaced=True)
@@ -114,7 +92,7 @@ def _list(tx: Any, v: Any, summed: bool = False, always: bool = False) -> Any:
     ids = _open_ids(source)
     if ids is None and not (sums or summed):
         return None  # row_counts.py has those
-    if "step" in vars(tx) or is_kept(tx, here):
+    if is_watched(tx) or is_kept(tx, here):
         return None
     if (ids is not None or always) and not only_in_loops(tx, subscripts=summed or sums):
         return None
@@ -122,7 +100,7 @@ def _list(tx: Any, v: Any, summed: bool = False, always: bool = False) -> Any:
     if numbers is None:
         return None
     if numbers.is_open:
-        vars(tx.output).setdefault(_OPEN, []).append(_Loops(tx, here, numbers))
+        session(tx.output).open_lists.append(OpenList(tx, here, numbers))
     return api.ListVariable(list(numbers.shown), mutation_type=api.ValueMutationNew())
 
 
@@ -154,7 +132,7 @@ def _open_ids(counts: fx.Node) -> fx.Node | None:
     return binned["input"] if is_open else None
 
 
-def _numbers(tx: Any, counts: fx.Node, ids: fx.Node | None, summed: bool) -> _Numbers | None:
+def _numbers(tx: Any, counts: fx.Node, ids: fx.Node | None, summed: bool) -> Numbers | None:
     if ids is not None:
         every = (fx.Proxy(ids, tx.output.current_tracer), None, chosen_from(ids))
         counts = (
@@ -169,4 +147,4 @@ def _numbers(tx: Any, counts: fx.Node, ids: fx.Node | None, summed: bool) -> _Nu
     if summed:
         for e in range(1, len(rows)):
             shown[e] = api.BuiltinVariable(operator.add).call_function(tx, [shown[e - 1], rows[e]], {})
-    return _Numbers(rows, shown, ids is not None)
+    return Numbers(rows, shown, ids is not None)

@@ -21,8 +21,9 @@ from ..graph.traced_nodes import called, example, named, same_elements, since, w
 from ..operands import operand, several
 from . import api
 from .bytecode import only_in_loops, only_iterates
-from .empty_rows import SAYS_THE_SAME, Counted, counted, number, numbers
+from .empty_rows import SAYS_THE_SAME, number
 from .hit_experts import chosen_from
+from .session import Counted, session
 
 
 def as_numbers(method: Callable[..., Any]) -> Callable[..., Any]:
@@ -39,7 +40,7 @@ def as_numbers(method: Callable[..., Any]) -> Callable[..., Any]:
             mode.allow_scalar_outputs = allowed
         ids = _ids_counted(node) if counts else None
         if ids is not None:
-            counted(tx.output).append(Counted(list(numbers.items), example(ids).numel(), ids))
+            session(tx.output).counted.append(Counted(list(numbers.items), example(ids).numel(), ids))
         return numbers
 
     return tolist
@@ -55,7 +56,7 @@ def number_of(tx: Any, v: Any) -> Any:
 
 
 def _number(tx: Any, node: fx.Node) -> Any:
-    known = numbers(tx.output)
+    known = session(tx.output).numbers
     if node in known or writes_to([node], since(node)):
         return known.get(node)
     found, operation = None, _OPERATIONS.get(called(node).strip("_"))
@@ -80,7 +81,7 @@ def elements(tx: Any, node: fx.Node) -> list[Any] | None:
     """The numbers in a tensor of one dimension: counts, their sums up to each expert, and these after a 0."""
     if example(node).dim() != 1 or writes_to([node], since(node)):
         return None
-    name, known = called(node), numbers(tx.output)
+    name, known = called(node), session(tx.output).numbers
     if node in known:
         return known[node]
     found = None
@@ -92,7 +93,7 @@ def elements(tx: Any, node: fx.Node) -> list[Any] | None:
             found = [api.wrap_fx_proxy(tx, proxy[e].item()) for e in range(example(node).shape[0])]
         finally:
             mode.allow_scalar_outputs = allowed
-        counted(tx.output).append(Counted(found, example(ids).numel(), ids))
+        session(tx.output).counted.append(Counted(found, example(ids).numel(), ids))
     elif (
         name in ("to", "long", "int", "cpu", "clone", "contiguous") and not example(node).is_floating_point()
     ):
@@ -156,7 +157,7 @@ def as_array(method: Callable[..., Any]) -> Callable[..., Any]:
 
 def _expert(tx: Any, rows: Any, start: Any, stop: Any) -> tuple[Counted, int] | None:
     """Whose rows `rows[start:stop]` of Dynamo's variables are, if these are one expert's."""
-    known = counted(tx.output)
+    known = session(tx.output).counted
     if not known or not isinstance(rows, api.TensorVariable):
         return None
     at = [number(v) for v in (start, stop)]
@@ -187,7 +188,7 @@ def subscripts(method: Callable[[Any, Any], None]) -> Callable[[Any, Any], None]
     """`rows[start:stop]`, a slice in one variable."""
 
     def subscript(tx: Any, inst: Any) -> None:
-        rows, at = (v.realize() for v in tx.stack[-2:]) if counted(tx.output) else (None, None)
+        rows, at = (v.realize() for v in tx.stack[-2:]) if session(tx.output).counted else (None, None)
         found = None
         if (
             isinstance(at, api.SliceVariable)
@@ -207,7 +208,7 @@ def slices(method: Callable[[Any, Any], None]) -> Callable[[Any, Any], None]:
     """The same from Python 3.12 on, with a slice in two."""
 
     def slice_(tx: Any, inst: Any) -> None:
-        found = _part(tx, *(v.realize() for v in tx.stack[-3:])) if counted(tx.output) else None
+        found = _part(tx, *(v.realize() for v in tx.stack[-3:])) if session(tx.output).counted else None
         if found is None:
             return method(tx, inst)
         tx.popn(3)
@@ -223,7 +224,7 @@ def stores(method: Callable[[Any, Any], None]) -> Callable[[Any, Any], None]:
     def store(tx: Any, inst: Any) -> None:
         in_two = inst.opname == "STORE_SLICE"
         at: Sequence[Any] = ()
-        if counted(tx.output):
+        if session(tx.output).counted:
             y, rows, *at = (v.realize() for v in tx.stack[-4 if in_two else -3 :])
             if not in_two and isinstance(at[0], api.SliceVariable):
                 step = at[0].items[2]

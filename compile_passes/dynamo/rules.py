@@ -27,6 +27,7 @@ from .api import (
     Unsupported,
     UserError,
 )
+from .session import attempts, has_attempts, session
 
 log = logging.getLogger("fp4_ops")
 
@@ -37,21 +38,7 @@ _BREAKS = (Unsupported, UserError)
 """Errors that break the graph, or leave the function to Python, where that is allowed."""
 
 
-def wanted(output: Any) -> bool:
-    """Whether a graph of Dynamo's is for a backend with `sees_through_branches`."""
-    backend = output.compiler_fn
-    for name in ("_torchdynamo_orig_backend", "compiler_fn"):
-        while hasattr(backend, name):
-            backend = getattr(backend, name)
-    return getattr(backend, "sees_through_branches", False)
-
-
 # --- while Dynamo traces ---
-
-_WANTED = "_fp4_wanted"
-"""On Dynamo's output: `wanted` of it."""
-_FAILED = "_fp4_failed"
-"""On Dynamo's SpeculationLog, which all attempts to trace a function share: why rules apply no more."""
 
 
 def while_tracing(
@@ -69,24 +56,22 @@ def while_tracing(
 
 
 def _apply(output: Any) -> bool:
-    known = vars(output)
-    if _WANTED not in known:
-        known[_WANTED] = wanted(output)
-    return known[_WANTED] and failure(getattr(output, "root_tx", None)) is None
+    return session(output).is_ours and failure(getattr(output, "root_tx", None)) is None
 
 
 def failure(tracer: Any) -> str | None:
     """Why rules apply no more to the function that is traced; None if they do."""
-    return getattr(getattr(tracer, "speculation_log", None), _FAILED, None)
+    shared = getattr(tracer, "speculation_log", None)
+    return None if shared is None else attempts(shared).failure
 
 
 def without_rules(tracer: Any, error: Exception) -> None:
     """Has Dynamo trace one of our functions again, without rules, if one of them may be why it failed."""
-    if not wanted(tracer.output) or failure(tracer) is not None or isinstance(error, _FORESEEN):
+    if not session(tracer.output).is_ours or failure(tracer) is not None or isinstance(error, _FORESEEN):
         return
     if isinstance(error, _BREAKS) and may_break(tracer):
         return
-    setattr(tracer.speculation_log, _FAILED, _named(error))
+    attempts(tracer.speculation_log).failure = _named(error)
     tracer.speculation_log.clear()
     log.debug("tracing %s failed, and begins again without rules", tracer.f_code, exc_info=error)
     again = UnspecializeRestartAnalysis(restart_reason="fp4: without rules")
@@ -97,7 +82,7 @@ def without_rules(tracer: Any, error: Exception) -> None:
 def tell_failure(given: Sequence[Any], error: Exception | None = None) -> None:
     """Says that a function was traced without rules. given: the arguments of `trace_frame`. error: what ended
     it; the same error as with rules was no rule's fault."""
-    why = next((getattr(a, _FAILED) for a in given if hasattr(a, _FAILED)), None)
+    why = next((attempts(a).failure for a in given if has_attempts(a)), None)
     if why is None or isinstance(error, RestartAnalysis) or (error is not None and _named(error) == why):
         return
     what = "%s is traced without this backend's rules for loops over experts, one of which failed: %s"

@@ -1,0 +1,133 @@
+"""State of the rules: in one output graph of Dynamo's, and in all attempts to trace one function.
+
+Both are kept on Dynamo's own objects, one attribute each, and so live as long as these.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from types import CodeType
+from typing import Any, NamedTuple
+
+import sympy
+from torch import fx
+
+Place = tuple[CodeType, int]
+"""An instruction: the function's code, and the offset in it."""
+
+
+@dataclass
+class Counted:
+    """The numbers of rows of all experts, as Dynamo has them, and what they add up to."""
+
+    numbers: list[Any]
+    total: Any
+    ids: fx.Node
+    """Ids that are counted."""
+    parts: dict[fx.Node, Sequence[Any]] = field(default_factory=dict)
+    """Parts of tensors, with as many rows as the counts say."""
+    written: dict[fx.Node, dict[int, Any]] = field(default_factory=dict)
+    """Writes to each expert's rows of such tensors, with the node that writes."""
+
+    def expressions(self) -> list[Any]:
+        return [n.sym_num.node.expr for n in self.numbers]
+
+    def between(self, start: Any, stop: Any) -> int | None:
+        """The expert whose rows, of rows sorted by expert, begin and end there."""
+        before: Any = sympy.Integer(0)
+        for e, n in enumerate(self.expressions()):
+            if before == start and before + n == stop:
+                return e
+            before = before + n
+        return None
+
+
+class Grown(NamedTuple):
+    """A list that would be shorter if idle experts were skipped, and the branch that skips them."""
+
+    items: Any
+    branch: Place
+    place: str
+    """file:line"""
+
+
+class Numbers(NamedTuple):
+    """Numbers of each expert, in order: its rows, or the rows up to and including its own."""
+
+    rows: list[Any]
+    shown: list[Any]
+    is_open: bool
+    """Whether the program's own list may be shorter."""
+
+
+class OpenList(NamedTuple):
+    """A list of numbers that the program itself may have shorter."""
+
+    tx: Any
+    begins: Any
+    """The instruction that a restart leaves as it is."""
+    numbers: Numbers
+
+
+@dataclass
+class Session:
+    """Knowledge of the rules in one output graph."""
+
+    is_ours: bool
+    """Whether the graph is for a backend with `sees_through_branches`."""
+    has_known_values: bool = False
+    """Whether some nodes have a known value (known_values.py)."""
+    counted: list[Counted] = field(default_factory=list)
+    numbers: dict[fx.Node, Any] = field(default_factory=dict)
+    """Tensors that Dynamo has as Python's numbers, too."""
+    grown: list[Grown] = field(default_factory=list)
+    open_lists: list[OpenList] = field(default_factory=list)
+    added_guards: list[Any] = field(default_factory=list)
+    """Guards of earlier attempts, which are not Dynamo's own."""
+
+
+@dataclass
+class Attempts:
+    """State that all attempts to trace a function share."""
+
+    kept: set[Place] = field(default_factory=set)
+    """Branches and loops that stay as they are."""
+    failure: str | None = None
+    """Why rules apply no more."""
+
+
+_SESSION, _ATTEMPTS = "_fp4_session", "_fp4_attempts"
+
+
+def session(output: Any) -> Session:
+    """Return the session of Dynamo's OutputGraph."""
+    known = vars(output)
+    if _SESSION not in known:
+        known[_SESSION] = Session(wanted(output))
+    found: Session = known[_SESSION]
+    return found
+
+
+def attempts(speculation_log: Any) -> Attempts:
+    """Return what the attempts share that share this SpeculationLog."""
+    found: Attempts = vars(speculation_log).setdefault(_ATTEMPTS, Attempts())
+    return found
+
+
+def has_attempts(found: Any) -> bool:
+    return hasattr(found, _ATTEMPTS)
+
+
+def wanted(output: Any) -> bool:
+    """Whether a graph of Dynamo's is for a backend with `sees_through_branches`."""
+    backend = output.compiler_fn
+    for name in ("_torchdynamo_orig_backend", "compiler_fn"):
+        while hasattr(backend, name):
+            backend = getattr(backend, name)
+    return bool(getattr(backend, "sees_through_branches", False))
+
+
+def is_watched(tx: Any) -> bool:
+    """Whether the instructions of a frame are watched, up to where two ways meet (`branches.watch`)."""
+    return "step" in vars(tx)
