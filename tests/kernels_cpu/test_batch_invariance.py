@@ -1,0 +1,95 @@
+"""Batch invariance: where docs/operators.md says so, a token's bits do not depend on the rest of its batch.
+
+The family of kernels is fixed at a process's first call, so each runs in a process of its own: this file, run
+as a script.
+"""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+
+import processes
+import pytest
+import reference
+import torch
+from conftest import more
+
+import fp4_ops  # noqa: F401  loads the operators
+
+TOKENS, EXPERTS, TOP_K, HIDDEN, INNER = 200, 6, 2, 160, 96
+EVERY = ("scalar", "avx2", "avx512", "avx512_bf16")
+"""Families that compute with int8 activations in one order of sums, whatever the format."""
+CASES = [
+    *((capability, format, "int8") for capability in EVERY for format in reference.KERNEL_FORMATS),
+    *(("amx_bf16", "mxfp4", a_format) for a_format in ("int8", "mxfp4")),
+]
+
+
+def routing() -> torch.Tensor:
+    """Experts [T, top_k]; two tokens in three have the same first one, so it has many rows."""
+    ids = torch.rand(TOKENS, EXPERTS).argsort(1)[:, :TOP_K]
+    same = torch.rand(TOKENS) < 2 / 3
+    ids[same] = torch.where(ids[same] == 1, 0, ids[same])
+    ids[same, 0] = 1
+    return ids
+
+
+def check(format: str, a_format: str, layout: str, dtype: torch.dtype) -> int:
+    """A block and single products, whole and in batches of other tokens and sizes. Returns their number."""
+    w13 = reference.random_weight(format, EXPERTS, 2 * INNER, HIDDEN, layout=layout)
+    w2 = reference.random_weight(format, EXPERTS, HIDDEN, INNER, layout=layout)
+    x, ids, weights = torch.randn(TOKENS, HIDDEN, dtype=dtype), routing(), torch.rand(TOKENS, TOP_K)
+
+    def block(at: torch.Tensor) -> torch.Tensor:
+        return torch.ops.fp4.moe(
+            x[at], ids[at], weights[at], *w13.operands(), *w2.operands(), **w13.options(), a_format=a_format,
+            out_dtype=torch.float32,
+        )  # fmt: skip
+
+    codes, scale = torch.ops.fp4.quantize_int8(x)
+
+    def product(at: torch.Tensor) -> torch.Tensor:
+        return torch.ops.fp4.indexed_mm(
+            codes[at], *w13.operands(), ids[at, 0].int(), a_scale=scale[at], **w13.options(),
+            out_dtype=torch.float32,
+        )  # fmt: skip
+
+    whole = torch.arange(TOKENS)
+    sizes = [1, 2, *torch.randint(3, TOKENS, (10,)).tolist()]
+    for run in (block, product):
+        want = run(whole)
+        for size in sizes:
+            at = torch.randperm(TOKENS)[:size]
+            assert torch.equal(run(at), want[at]), f"{run.__name__}, {size} tokens"
+    return 2 * len(sizes)
+
+
+def main(capability: str, seed: str) -> None:
+    done = {}
+    for of, format, a_format in CASES:
+        if of != capability:
+            continue
+        torch.manual_seed(int(seed))
+        for layout in ("plain", "tile16"):
+            for dtype in (torch.float32, torch.bfloat16, torch.float16):
+                done[f"{format} {a_format} {layout} {dtype}"] = check(format, a_format, layout, dtype)
+    print(json.dumps(done))
+
+
+@pytest.mark.parametrize("capability", [*(more(c) for c in EVERY[:-1]), EVERY[-1], "amx_bf16"])
+def test_a_tokens_bits_do_not_depend_on_its_batch(capability: str) -> None:
+    env = processes.environment(FP4_CPU_CAPABILITY=capability, OMP_NUM_THREADS="1")
+    seed = str(torch.randint(0, 2**31, ()).item())
+    child = subprocess.run(
+        [sys.executable, __file__, capability, seed], env=env, capture_output=True, text=True, timeout=600
+    )
+    if capability != "scalar" and child.returncode != 0 and "FP4_CPU_CAPABILITY" in child.stderr:
+        pytest.skip(f"this machine cannot run the {capability} kernels")
+    assert child.returncode == 0, child.stderr
+    assert json.loads(child.stdout)
+
+
+if __name__ == "__main__":
+    main(*sys.argv[1:])
