@@ -17,6 +17,7 @@ if len(PAGES) < 2:
     pytest.skip("a source distribution has no docs/", allow_module_level=True)
 
 NOT_OURS = {"hf_quant_config.json", "moe.py", "model.py", "serve.py", "my.py", "run.py", "factories.py"}
+NOT_OURS |= {"llama.cpp", "gguf_convert_endian.py"}
 """Files of checkpoints, and of the user's in examples."""
 FILE = re.compile(r"(?<![\w/.{<-])((?:[\w.-]+/)*[\w-]+\.(?:py|cuh|cu|cpp|h|md|svg))\b")
 
@@ -71,7 +72,19 @@ def folder(tmp_path_factory):
 
     with contextlib.redirect_stdout(io.StringIO()):
         fp4_ops.__main__.main(["quantize", str(ROOT / "examples" / "demo_model"), "-o", str(out)])
+    write_gguf(out.parent / "GGUF")
     return out
+
+
+def write_gguf(folder):
+    """GGUF/MODEL.gguf of the examples."""
+    from families import tiny
+    from gguf_files import metadata_of, tensors_of, write
+
+    folder.mkdir()
+    model = tiny("qwen3_moe")
+    tensors = tensors_of("qwen3moe", model, dict.fromkeys(("gate", "up", "down"), "MXFP4"))
+    write(folder / "MODEL.gguf", metadata_of("qwen3moe", model.config), tensors)
 
 
 @pytest.mark.slow
@@ -86,6 +99,8 @@ def test_python(page, i, folder, monkeypatch, fresh_dynamo, registered):
         pytest.skip("test_torchrun runs it")
     if "fully_shard" in code:
         pytest.skip("test_wrapped_models.py runs such code in several processes")
+    if "gguf_file" in code:
+        pytest.importorskip("transformers", "5.23")
     if "generate_batch" in code:
         pytest.skip("test_serving.py runs such a call")
     names = {} if code.startswith("hit") else {"model": demo_model()}
