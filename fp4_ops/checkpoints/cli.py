@@ -9,10 +9,17 @@ from typing import Any
 from torch import Tensor
 
 from ..meta.formats import FORMATS
+from ..outside_experts import KEEP, KINDS
 from ..quantization import METHODS
 from ..quantization.text import add_calibration_arguments, read_windows
 from .convert import quantize_checkpoint
 from .folder import Folder
+
+_LAYERS = {
+    "attention": "attention's projections",
+    "dense": "dense layers and shared experts",
+    "head": "the output head",
+}
 
 
 def add_commands(commands: Any) -> None:
@@ -29,6 +36,11 @@ def add_commands(commands: Any) -> None:
         default="rtn",
         help=f"how codes and block scales are chosen; {needing} need --calibration",
     )
+    for kind in KINDS:
+        parser.add_argument(
+            f"--{kind}", choices=[KEEP, *FORMATS], default=KEEP,
+            help=f"{_LAYERS[kind]}: keep, or the format of --format",
+        )  # fmt: skip
     add_calibration_arguments(parser)
     parser.add_argument(
         "--device", default="cpu", help="where matrices are quantised, and the model runs (cpu, cuda)"
@@ -41,6 +53,7 @@ def _quantize(args: argparse.Namespace) -> None:
         report = quantize_checkpoint(
             args.model, args.out, args.format, method=args.method, device=args.device,
             calibration=_calibration(args), batch=args.batch,
+            **{kind: getattr(args, kind) for kind in KINDS},
         )  # fmt: skip
     except ValueError as error:
         sys.exit(str(error))

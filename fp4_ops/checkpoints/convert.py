@@ -10,7 +10,7 @@ from __future__ import annotations
 import os
 import shutil
 from collections import deque
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from functools import partial
@@ -21,6 +21,7 @@ import torch
 from torch import Tensor
 
 from ..meta.formats import FORMATS
+from ..outside_experts import KEEP, Kind
 from ..quantization import Method, find_method, quantize_weight
 from .check import Header, check_loadable
 from .dialects import (
@@ -45,6 +46,7 @@ from .files import (
     write_json,
 )
 from .folder import Folder
+from .outside import find_outside, is_linear, kinds_of_format
 from .progress import progress_bar
 from .resume import Progress
 from .source import MATRIX, PARTNER, eight_bits, stack_of
@@ -77,12 +79,16 @@ class ConvertReport:
     """Experts that no token of the calibration text reached."""
     outside: int = 0
     """Expert matrices for which the model has no place, and which no text can calibrate."""
+    linears: int = 0
+    """Linear layers outside the experts that are in 4 bits, too."""
 
     def __str__(self) -> str:
         resumed = f" ({self.resumed} from an earlier run)" if self.resumed else ""
+        linears = f" and {self.linears} linear layers" * bool(self.linears)
+        what = f"{self.matrices} expert matrices{linears} in {self.format}"
         lines = [
-            f"{self.out}: {self.matrices} expert matrices in {self.format}, stored as {self.dialect}, "
-            f"{self.files} files{resumed}, {self.bytes_before / 1e9:.3f} -> {self.bytes_after / 1e9:.3f} GB"
+            f"{self.out}: {what}, stored as {self.dialect}, {self.files} files{resumed}, "
+            f"{self.bytes_before / 1e9:.3f} -> {self.bytes_after / 1e9:.3f} GB"
         ]
         if self.unseen:
             lines.append(f"{self.unseen} experts saw no token of the calibration text: quantised without it")
@@ -105,6 +111,8 @@ class Unit:
     """The matrices are stored [K, N]."""
     dequantized: bool = False
     """It is in 8 bits, and not copied but written in the model's dtype."""
+    rounded: bool = False
+    """It is rounded, whatever the experts' method is: a linear layer outside the experts."""
 
     @property
     def nbytes(self) -> int:
@@ -117,7 +125,8 @@ class Unit:
 class Plan:
     """Plan of the files that `quantize_checkpoint` writes, made from the source's headers alone."""
 
-    def __init__(self, folder: Folder, format: str) -> None:
+    def __init__(self, folder: Folder, format: str, kinds: Collection[Kind] = ()) -> None:
+        """kinds: the linear layers outside the experts that are quantised, too."""
         self.folder, self.format = folder, FORMATS[format]
         tensors = folder.tensors
         for info in tensors.values():
@@ -150,8 +159,14 @@ class Plan:
                 + ": nothing was written. If it is a Mixture of Experts, load it and compile it with "
                 "torch.compile(model, backend='fp4')"
             )
-        k = {self._check(tensors[n]) for n in (*singles, *self.stacks)}
+        self.outside = find_outside(folder, kinds)
+        k = {self._check(tensors[n]) for n in (*singles, *self.stacks, *self.outside)}
         self.dialect = writing_dialect(format, folder.config.get("model_type"), k)
+        if self.dialect.stacked and self.outside:
+            raise CheckpointError(
+                f"fp4: {self.dialect.name} holds experts alone; leave {' and '.join(kinds)} out, or use "
+                "another format"
+            )
         if self.dialect.stacked and singles:
             raise CheckpointError(
                 f"fp4: {folder.path} has expert weights both stacked and one by one; all must be stored "
@@ -236,6 +251,9 @@ class Plan:
                 names = [t.name.removesuffix(".weight") if t.file == file else "" for t in pair]
                 outputs = [o for name in names if name for o in self._outputs(name, info.shape)]
                 yield Unit([tuple(pair)], names, outputs)
+            elif info.name in self.outside:
+                name = info.name.removesuffix(".weight")
+                yield Unit([(info,)], [name], self._outputs(name, info.shape), rounded=True)
             elif info.name in self.eight:
                 yield Unit([(info,)], [], [(info.name, self.dtype, info.shape)], dequantized=True)
             else:
@@ -269,6 +287,9 @@ def quantize_checkpoint(
     out: str | os.PathLike[str],
     format: str = "nvfp4",
     *,
+    attention: str = KEEP,
+    dense: str = KEEP,
+    head: str = KEEP,
     method: str = "rtn",
     calibration: Tensor | None = None,
     batch: int = 8,
@@ -279,6 +300,8 @@ def quantize_checkpoint(
 
     source: a folder of safetensors files in bfloat16, float16 or float32, and its config.json.
     out: a folder that does not exist, is empty, or holds what an earlier run of the same command left.
+    attention, dense, head: linear layers outside the experts, as in `fp4_ops.prepare`: "keep", or `format`,
+        as a folder has one. They are rounded, whatever the method is.
     method: one of fp4_ops.quantization.METHODS. The gate and up matrices of an expert are quantised as one,
         so that they have one global scale.
     calibration: tokens, int64 [windows, length], for the methods that need them. They run through the
@@ -296,11 +319,12 @@ def quantize_checkpoint(
         raise ValueError(f"fp4: format is {format!r}; it must be one of: {', '.join(FORMATS)}")
     chosen, device = find_method(method, format), torch.device(device)
     _check_calibration(chosen, calibration)
+    kinds = kinds_of_format({"attention": attention, "dense": dense, "head": head}, format)
     folder, to = Folder(source), Path(out)
-    plan = Plan(folder, format)
+    plan = Plan(folder, format, kinds)
     outputs = (output for file in folder.files for unit in plan.units(file) for output in unit.outputs)
     check_loadable(folder, outputs, plan.dialect)
-    resumable = Progress(folder, to, format, method, calibration, batch)
+    resumable = Progress(folder, to, format, method, calibration, batch, kinds)
     layers = None
     if calibration is not None:
         from .calibrated import CalibratedLayers, Text  # transformers is imported where a model is run
@@ -535,7 +559,7 @@ class _Pipeline:
         matrix = self._values(part, read, i, torch.float32)
         matrix = (matrix.T if part.unit.transposed else matrix).to(self.device).contiguous()
         try:
-            if self.method.name == "rtn":
+            if self.method.name == "rtn" or part.unit.rounded:
                 packed, block_scale, factor = torch.ops.fp4.quantize(matrix, self.format)
             else:
                 k = matrix.shape[-1]  # calibrated methods get here for what no text reaches
@@ -582,14 +606,13 @@ def _finish(plan: Plan, to: Path, progress: Progress, layers: CalibratedLayers |
         if file.is_file() and file.name not in skip and not file.name.endswith(_WEIGHTS):
             shutil.copyfile(file, to / file.name)
     dense = sorted(
-        n.removesuffix(".weight")
-        for n, t in folder.tensors.items()
-        if n.endswith(".weight") and len(t.shape) == 2 and not MATRIX.match(n) and "embed" not in n
+        n.removesuffix(".weight") for n in folder.tensors if is_linear(folder, n) and n not in plan.outside
     )
     own = {key: value for key, value in folder.config.items() if key != "compression_config"}
     if text := own.get("text_config"):
         own["text_config"] = {k: v for k, v in text.items() if k != "quantization_config"}
-    config = {**own, "quantization_config": describe(plan.dialect, [EXPERTS_TARGET], dense)}
+    targets = [EXPERTS_TARGET, *(n.removesuffix(".weight") for n in plan.outside)]
+    config = {**own, "quantization_config": describe(plan.dialect, targets, dense)}
     write_json(to / "config.json", config)
     progress.file.unlink()
     before = sum(t.nbytes for t in folder.tensors.values())
@@ -604,4 +627,5 @@ def _finish(plan: Plan, to: Path, progress: Progress, layers: CalibratedLayers |
         after,
         layers.unseen if layers else 0,
         plan.matrices - len(layers) if layers else 0,
+        len(plan.outside),
     )

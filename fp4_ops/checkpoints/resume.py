@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+from collections.abc import Collection
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +19,14 @@ class Progress:
     """Which files of the result are whole, and of what source and options."""
 
     def __init__(
-        self, folder: Folder, to: Path, format: str, method: str, calibration: Tensor | None, batch: int
+        self,
+        folder: Folder,
+        to: Path,
+        format: str,
+        method: str,
+        calibration: Tensor | None,
+        batch: int,
+        kinds: Collection[str] = (),
     ) -> None:
         stats = {folder.name(f): f.stat() for f in folder.files}
         self.folder, self.to, self.file = folder, to, to / PROGRESS
@@ -27,6 +35,8 @@ class Progress:
             "format": format,
             "method": method,
         }
+        if kinds:
+            self.job["outside the experts"] = list(kinds)
         if calibration is not None:
             text = hashlib.sha256(calibration.contiguous().numpy().tobytes()).hexdigest()
             self.job["calibration"] = {"tokens": text, "shape": list(calibration.shape), "batch": batch}
