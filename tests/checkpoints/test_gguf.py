@@ -246,6 +246,11 @@ def test_damaged_files_say_so(what: str, words: str, tmp_path: Path) -> None:
         fp4_ops.load_checkpoint(None, file)
 
 
+def test_a_file_that_is_not_there(tmp_path: Path) -> None:
+    with pytest.raises(CheckpointError, match=r"m\.gguf cannot be read: No such file"):
+        fp4_ops.load_checkpoint(None, tmp_path / "m.gguf")
+
+
 def test_any_cut_is_an_error_in_words(tmp_path: Path) -> None:
     file = written(tmp_path / "m.gguf", "qwen3moe", model_of("qwen3moe"), kinds("MXFP4"))
     raw = file.read_bytes()

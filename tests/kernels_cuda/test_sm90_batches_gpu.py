@@ -1,4 +1,4 @@
-"""What docs/operators.md says of Hopper and batch invariance: one family of kernels has one order of sums."""
+"""Hopper and batch invariance (docs/operators.md): decode has one order of sums, whatever the batch."""
 
 import pytest
 import reference
@@ -16,14 +16,13 @@ pytestmark = [
 ]
 TOKENS, EXPERTS, TOP_K, HIDDEN, INNER = 200, 64, 4, 1024, 768
 CASES = [
-    *((f, "sm90", a, k) for f in ("nvfp4", "mxfp4") for a in ("none", "fp8") for k in ("decode", "prefill")),
-    *((f, "mma_bf16", "none", k) for f in ("nvfp4", "mxfp4") for k in ("decode", "prefill")),
-    ("int4", "sm90_int4", "fp8", "prefill"),
+    *((f, "sm90", a) for f in ("nvfp4", "mxfp4") for a in ("none", "fp8")),
+    *((f, "mma_bf16", "none") for f in ("nvfp4", "mxfp4")),
 ]
 
 
-@pytest.mark.parametrize(("format", "layout", "a_format", "kernel"), CASES)
-def test_a_tokens_bits_do_not_depend_on_its_batch(format, layout, a_format, kernel):
+@pytest.mark.parametrize(("format", "layout", "a_format"), CASES)
+def test_a_tokens_bits_do_not_depend_on_its_batch(format, layout, a_format):
     def weight(n, k):
         w = reference.random_weight(format, EXPERTS, n, k, device="cuda", narrow=True)
         return torch.ops.fp4.prepack(w.packed, w.scale, w.global_scale, format, layout)
@@ -41,7 +40,7 @@ def test_a_tokens_bits_do_not_depend_on_its_batch(format, layout, a_format, kern
             out_dtype=torch.float32,
         )  # fmt: skip
 
-    with native.only(kernel):
+    with native.only("decode"):
         want = run(torch.arange(TOKENS, device="cuda"))
         for size in (1, 2, 8, 9, 33, 64, 150, *torch.randint(3, TOKENS, (5,)).tolist()):
             at = torch.randperm(TOKENS, device="cuda")[:size]

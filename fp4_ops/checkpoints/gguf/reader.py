@@ -86,7 +86,7 @@ def find_gguf(path: Path) -> Path | None:
 
     Raises CheckpointError for a folder with several models.
     """
-    if path.suffix == ".gguf" and path.is_file():
+    if path.suffix == ".gguf" and not path.is_dir():
         return path
     if not path.is_dir() or any(path.glob("*.safetensors")) or any(path.glob("*.safetensors.index.json")):
         return None
