@@ -185,6 +185,21 @@ def test_other_dialects_and_families_answer_as_in_transformers(python, environme
     assert not wrong, f"{wrong}\n{results[''][-3000:]}"
 
 
+@pytest.mark.parametrize("way", ["two processes", "two processes, experts spread", "compiled"])
+def test_other_ways_to_run_answer_the_same(way, python, environment, folders, tmp_path):
+    """Three units of the experts' middle for two processes; q, k and v in 4 bits under vLLM's compiler."""
+    options: dict[str, Any] = {"enforce_eager": way != "compiled"}
+    if way != "compiled":
+        options |= {"tensor_parallel_size": 2, "enable_expert_parallel": way.endswith("spread")}
+    name = "linears" if way == "compiled" else "nvfp4"
+    path, prompts = folder(name, folders), draw(LENGTHS[:6])
+    case = {"name": name, "folder": str(path), "prompts": prompts, "new": NEW, "options": options}
+    results = run(python, environment, [case], tmp_path)
+    model = reference(name, path)
+    want = [answer(model, prompt, NEW) for prompt in prompts]
+    assert results[name].get("tokens") == want, f"{results[name]}\n{results[''][-3000:]}"
+
+
 def test_what_is_not_done_is_refused_before_weights_are_read(python, environment, folders, tmp_path):
     path = str(folder("nvfp4", folders))
     cases = [

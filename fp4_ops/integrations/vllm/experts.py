@@ -294,7 +294,9 @@ class Experts(FusedMoEMethodBase):
         shared_experts_input: Tensor | None,
     ) -> Tensor:
         """The routed experts' sum for each token. Ids of other processes' experts add nothing."""
-        ids, weights = topk_ids.view(x.shape[0], -1), topk_weights.view(x.shape[0], -1)
+        # Some of vLLM's ways hand over flat ids; a reshape by -1 fails where there are no tokens.
+        chosen = topk_ids.numel() // x.shape[0] if x.shape[0] else layer.top_k
+        ids, weights = (t.view(x.shape[0], chosen) for t in (topk_ids, topk_weights))
         if layer.expert_map is not None:
             own = layer.expert_map[ids.clamp(min=0).long()]
             ids = torch.where(ids < 0, -1, own)
