@@ -89,6 +89,7 @@ QUICK = (
 )
 
 
+@pytest.mark.one_in(2)
 @pytest.mark.parametrize("kind", [k if k in QUICK else more(k) for k in FOLDERS])
 def test_all_agree(kind, registered, tmp_path, capsys):
     folder = tmp_path / "folder"

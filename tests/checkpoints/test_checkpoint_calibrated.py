@@ -56,6 +56,7 @@ def assert_same(got: dict[str, Tensor], want: dict[str, Tensor], part: str = "")
         assert torch.equal(got[name].view(torch.uint8), want[name].view(torch.uint8)), name
 
 
+@pytest.mark.one_in(4)
 @pytest.mark.parametrize(
     "family, method, format",
     [
@@ -158,6 +159,7 @@ def test_weighted_errs_less_than_rtn_on_the_text(tmp_path):
         assert weighted.sum() < rtn.sum()
 
 
+@pytest.mark.one_in(4)
 @pytest.mark.parametrize("format", ["nvfp4", "mxfp4", "int4_g32"])
 def test_gptq_errs_less_than_rtn_on_the_text(format, device, tmp_path):
     """Fixed data: a bound with margin, since GPTQ is greedy and promises nothing. On a CPU 0.42 to 0.56."""
@@ -175,6 +177,7 @@ def test_gptq_errs_less_than_rtn_on_the_text(format, device, tmp_path):
     assert errors["gptq"] < 0.9 * errors["rtn"], errors
 
 
+@pytest.mark.more
 @torch.no_grad()
 def test_a_trained_model_is_nearer_to_itself_with_gptq(tmp_path):
     """KL from the original's next bytes, on other text. docs/accuracy.md has 6.6 to 12.2 for it."""
@@ -210,6 +213,7 @@ def dies(function: Any, after: int) -> Any:
     return patched
 
 
+@pytest.mark.one_in(4)
 @pytest.mark.parametrize(
     "where, after",
     [

@@ -294,6 +294,7 @@ print(peak() - before)
 """
 
 
+@pytest.mark.more
 @pytest.mark.skipif(sys.platform != "linux", reason="ru_maxrss in kilobytes")
 def test_memory_does_not_depend_on_the_size_of_the_files(source, tmp_path):
     large = tmp_path / "bf16_large"

@@ -550,6 +550,7 @@ print(held, peak() - before)
 """
 
 
+@pytest.mark.more
 @pytest.mark.slow
 @pytest.mark.skipif(sys.platform != "linux", reason="ru_maxrss in kilobytes")
 def test_loading_holds_the_model_once(tmp_path):

@@ -31,6 +31,7 @@ LAYERS = [
 ]
 
 
+@pytest.mark.one_in(2)
 @pytest.mark.parametrize(("family", "form", "dtype"), LAYERS)
 def test_a_layer_of_every_family_is_one_operator_and_right(family, form, dtype):
     """One compilation for all token counts and one for a single token, as stock has."""
@@ -54,6 +55,7 @@ def test_a_layer_of_every_family_is_one_operator_and_right(family, form, dtype):
         assert site.weights[0].endswith("gate_up_proj") and site.weights[1].endswith("down_proj")
 
 
+@pytest.mark.one_in(2)
 @pytest.mark.parametrize(("family", "form"), [("mixtral", "grouped_mm"), ("gpt_oss", "batched_mm")])
 def test_a_whole_model_compiled_once_for_all_lengths(family, form):
     model = build(family, torch.float32, form)
@@ -111,6 +113,7 @@ def test_generate_with_a_static_cache(family):
     assert torch.equal(got, want)
 
 
+@pytest.mark.more
 def test_generate_with_a_dynamic_cache():
     model = that_answers("mixtral")
     recorder = Recorder(activation="bf16")

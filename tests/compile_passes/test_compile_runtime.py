@@ -314,6 +314,7 @@ def test_a_mode_is_what_it_is_for_torchs_own_backend(mode, monkeypatch):
     assert given["fp4"] == given["inductor"] == torch._inductor.list_mode_options(mode)
 
 
+@pytest.mark.one_in(2)
 @pytest.mark.parametrize("form", ["grouped_mm", "batched_mm"])
 def test_autotuning_computes_the_same(form):
     """As a mode, and beside options of ours: torch.compile takes either a mode or options."""

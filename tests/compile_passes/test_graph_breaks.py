@@ -131,6 +131,7 @@ def within_the_formats_error(family: str, change: Callable[[nn.Module], None]) -
         assert relative_error(got, want) < 2 * relative_error(most, want) + 1e-5, recorder.reasons
 
 
+@pytest.mark.more
 @pytest.mark.parametrize("family", [drawn, *map(more, FAMILIES)])
 def test_breaks_within_blocks_of_experts(family):
     family = family(FAMILIES) if callable(family) else family

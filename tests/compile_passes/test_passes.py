@@ -166,6 +166,7 @@ with torch.no_grad():
 """
 
 
+@pytest.mark.more
 def test_torch_shows_them_as_it_shows_its_own(tmp_path):
     env = processes.environment(TORCH_LOGS="+fp4_ops", TORCH_TRACE=str(tmp_path), OMP_NUM_THREADS="1")
     done = subprocess.run([sys.executable, "-c", SCRIPT], env=env, capture_output=True, text=True)

@@ -19,11 +19,14 @@ WHOLE = "each process must hold all experts, or the part that transformers' tp_s
 @pytest.fixture(scope="module")
 def outcomes(tmp_path_factory):
     """Run split_models.py. Return the outcome of each situation in both processes."""
-    folder = tmp_path_factory.mktemp("split")
-    model = tiny()
-    model.save_pretrained(folder / "bf16")
-    write_folder(folder / "4bit", model, "modelopt-nvfp4")
-    return processes.outcomes("split_models.py", 2, folder)
+
+    def make(folder):
+        model = tiny()
+        model.save_pretrained(folder / "bf16")
+        write_folder(folder / "4bit", model, "modelopt-nvfp4")
+        return processes.outcomes("split_models.py", 2, folder)
+
+    return processes.once(tmp_path_factory, "split", make)
 
 
 def told(outcomes: list[dict[str, Any]], name: str) -> list[Any]:

@@ -185,6 +185,7 @@ def all_equal(made, want):
     return all(isinstance(got, torch.Tensor) and torch.equal(got, want) for got in made)
 
 
+@pytest.mark.more
 def test_a_rank_that_does_not_come_is_named():
     """Rank 0 gives up before rank 2 begins. Were they to wait at once, each could be late for the other."""
     all = spaces(3, 8, 512)

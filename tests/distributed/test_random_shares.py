@@ -41,6 +41,7 @@ def test_parts_of_columns_are_all_columns_once():
         assert [Part.of_numbers(part.numbers) for part in parts] == parts
 
 
+@pytest.mark.more
 @pytest.mark.parametrize("ranks", [2, pytest.param(3, marks=pytest.mark.more)])
 def test_random_experts_and_divided_sequences(ranks, tmp_path):
     """Experts that are spread or split give what whole ones give, or are refused in words. Tokens of a

@@ -20,6 +20,7 @@ if not distributed.is_available() or not distributed.is_gloo_available():
 EXAMPLE = ROOT / "examples/serve_two_gpus.py"
 
 
+@pytest.mark.more
 def test_two_processes_stream_what_one_says(tmp_path):
     """Activations in 8 bits round in groups that do not depend on the number of processes. But scores of a
     random model nearly tie: a token that is said must be nearly the best of one process."""

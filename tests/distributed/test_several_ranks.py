@@ -8,7 +8,7 @@ from dataclasses import replace
 
 import pytest
 import torch
-from processes import outcomes, start
+from processes import once, outcomes, start
 
 from fp4_ops import native
 from fp4_ops.backends.launchers import library
@@ -45,7 +45,10 @@ REFUSED = {
 
 @pytest.fixture(scope="module")
 def ranks(request, tmp_path_factory):
-    return outcomes("spread_experts.py", request.param, tmp_path_factory.mktemp("spread"))
+    ranks = request.param
+    return once(
+        tmp_path_factory, f"experts-{ranks}", lambda folder: outcomes("spread_experts.py", ranks, folder)
+    )
 
 
 PROCESSES = [2, pytest.param(3, marks=pytest.mark.more)]
@@ -122,6 +125,7 @@ def lost(folder, how: str) -> None:
             assert seconds < 100, (name, seconds)  # not the 120 of the whole group
 
 
+@pytest.mark.more
 def test_a_rank_that_raises_in_its_forward_is_named(tmp_path):
     lost(tmp_path, "raises")
 

@@ -75,7 +75,9 @@ def run(folder, ranks: int, pattern: str, families: tuple[str, ...]):
 
 @pytest.fixture(scope="module")
 def two(tmp_path_factory):
-    return run(tmp_path_factory.mktemp("two"), 2, "^(?!sums)", ("qwen3_moe",))
+    return processes.once(
+        tmp_path_factory, "spread", lambda folder: run(folder, 2, "^(?!sums)", ("qwen3_moe",))
+    )
 
 
 def within(errors: list[float], bound: Bound) -> bool:

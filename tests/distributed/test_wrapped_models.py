@@ -39,7 +39,9 @@ REFUSED = {
 
 @pytest.fixture(scope="module")
 def two(tmp_path_factory):
-    return processes.outcomes("wrapped_models.py", 2, tmp_path_factory.mktemp("wrapped"))
+    return processes.once(
+        tmp_path_factory, "wrapped", lambda folder: processes.outcomes("wrapped_models.py", 2, folder)
+    )
 
 
 def check(outcomes, seconds: range) -> None:
@@ -53,11 +55,13 @@ def check(outcomes, seconds: range) -> None:
             assert re.search(words, outcomes[rank][name]), (name, outcomes[rank][name])
 
 
+@pytest.mark.more
 def test_what_a_process_holds_stays_its_own(two):
     """DDP and FSDP leave it alone, or an error says that it was overwritten. All of it was silently wrong."""
     check(two, range(1, 2))
 
 
+@pytest.mark.more
 def test_a_distributed_checkpoint_of_spread_experts_is_refused(two):
     """torch keeps one of tensors that have one name: of either rank."""
     told = "".join(str(outcome["distributed_checkpoint_of_spread_experts"]) for outcome in two)
@@ -77,10 +81,12 @@ def check_shards(outcomes) -> None:
     assert sum(shares) == pytest.approx(1) and max(shares) == -(-8 // len(outcomes)) / 8
 
 
+@pytest.mark.more
 def test_fsdp_shards_packed_parameters(two):
     check_shards(two)
 
 
+@pytest.mark.more
 def test_what_packed_parameters_refuse(two):
     for name, words in REFUSED.items():
         assert words in two[0][name]

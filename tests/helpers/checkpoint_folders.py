@@ -256,7 +256,7 @@ def assert_computes(model: Any, original: Any, values: dict[str, Tensor]) -> Non
 
 
 STACKED = ("mixtral", "qwen3_vl_moe_text", "granitemoe", "minimax_m2", "gpt_oss")
-OWN_CODE = ("llama4_text", "longcat_flash", "muse_spark_text")
+OWN_CODE = ("llama4_text", "muse_spark_text", "longcat_flash")
 OTHERS = (
     "qwen2_moe", "qwen3_moe", "olmoe", "deepseek_v2", "deepseek_v3", "glm4_moe", "ernie4_5_moe", "axk2",
     "hunyuan_v1_moe", "dots1", "flex_olmo", "exaone_moe", "solar_open", "afmoe", "mimo_v2_flash", "hy_v3",

@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+import fcntl
 import json
 import os
 import socket
 import subprocess
 import sys
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
+
+import pytest
 
 
 def environment(**more: str) -> dict[str, str]:
@@ -45,3 +49,18 @@ def outcomes(
     logs = [p.communicate(timeout=600)[0].decode() for p in processes]
     assert not any(p.returncode for p in processes), "\n".join(log[-4000:] for log in logs)
     return [json.loads((folder / f"rank{rank}.json").read_text()) for rank in range(ranks)]
+
+
+def once(factory: pytest.TempPathFactory, name: str, make: Callable[[Path], Any]) -> Any:
+    """Return what `make(folder)` returns. One worker of the session calls it; the others read its answer."""
+    shared = factory.getbasetemp()
+    if "PYTEST_XDIST_WORKER" in os.environ:
+        shared = shared.parent  # each worker has a folder of its own in that of the session
+    folder = shared / f"once-{name}"
+    folder.mkdir(exist_ok=True)
+    answer = folder / "answer.json"
+    with (folder / "lock").open("w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        if not answer.exists():
+            answer.write_text(json.dumps(make(folder)))
+    return json.loads(answer.read_text())

@@ -146,6 +146,7 @@ def run(capability: str, *arguments: str) -> subprocess.CompletedProcess:
     return subprocess.run([sys.executable, *arguments], env=env, capture_output=True, text=True, timeout=600)
 
 
+@pytest.mark.one_in(3)
 @pytest.mark.parametrize("capability", CAPABILITIES)
 def test_kernels(capability) -> None:
     """All cases in one test: as tests of their own, several workers would start the process again."""

@@ -67,6 +67,7 @@ def test_it_is_the_emulated_build(emulated):
     assert Path(found.strip()).is_relative_to(HERE)
 
 
+@pytest.mark.more
 def test_every_kind_of_row_and_weight(emulated):
     """The cases of test_cpu_dispatch.py: experts with few rows, which take no tiles, beside others."""
     script = str(Path(__file__).with_name("test_cpu_dispatch.py"))

@@ -197,6 +197,7 @@ def when(situation: tuple[int, str]) -> Any:
     return pytest.param(*situation, marks=mark)
 
 
+@pytest.mark.more
 @needs_ptxas
 @pytest.mark.parametrize("architecture, kind", map(when, SITUATIONS))
 def test_operators_find_a_tile(architecture, kind, tmp_path):
@@ -344,6 +345,7 @@ def elementwise(op: str) -> None:
 OTHERS = ("quantize_fp8", "quantize_int8", "rows", "samples", "sort by count", "many experts", *FORMAT_NAMES)
 
 
+@pytest.mark.one_in(4)
 @needs_ptxas
 @pytest.mark.parametrize("op", OTHERS)
 @pytest.mark.parametrize(

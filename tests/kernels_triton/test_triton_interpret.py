@@ -360,6 +360,7 @@ EPILOGUES += [(DRAWN[0], "mxfp4", "a_factor"), *(more(i, "mxfp4", "a_factor") fo
 EPILOGUES += [more(i, "nvfp4", "plain") for i in DRAWN]
 
 
+@pytest.mark.one_in(4)
 @compiles
 @pytest.mark.skipif(not nvidia_tool("ptxas").exists(), reason="this Triton has no ptxas")
 @pytest.mark.parametrize("index, kind, epilogue", EPILOGUES)
@@ -387,6 +388,7 @@ def test_hopper_code(index, kind, epilogue, tmp_path):
     assert not read_too_early(sass.stdout), "accumulators are read while wgmma still writes them"
 
 
+@pytest.mark.one_in(2)
 @compiles
 @pytest.mark.skipif(not nvidia_tool("ptxas").exists(), reason="this Triton has no ptxas")
 @pytest.mark.parametrize(

@@ -365,6 +365,7 @@ OTHERS += [(120, "nvfp4", "mxfp4"), (100, "fp8", "nvfp4"), (120, "bfloat16", "nv
 OTHERS = [p if i == SEED % len(OTHERS) else more(*p) for i, p in enumerate(OTHERS)]
 
 
+@pytest.mark.more
 @compiles
 @pytest.mark.parametrize("architecture, rows, weights", OTHERS)
 def test_the_path_of_all_gpus(architecture, rows, weights, monkeypatch):

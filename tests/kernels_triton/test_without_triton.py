@@ -56,6 +56,7 @@ print(fp4_ops.explain(Block().bfloat16(), x, offs))
 """
 
 
+@pytest.mark.more
 def test_the_package_registers_and_explains():
     said = run(REGISTERS)
     assert "fp4::grouped_mm" in said and "cpu" in said

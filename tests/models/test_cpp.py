@@ -54,6 +54,7 @@ def run(command: list[str], where: Path) -> subprocess.CompletedProcess[str]:
     )
 
 
+@pytest.mark.more
 @pytest.mark.slow
 def test_the_documented_commands_give_the_bits_of_python(built):
     _, done, device = built
@@ -63,6 +64,7 @@ def test_the_documented_commands_give_the_bits_of_python(built):
     assert lines == [f"[1, {n}] on {on}: the same bits" for n in TOKENS]
 
 
+@pytest.mark.more
 @pytest.mark.slow
 @torch.no_grad()
 def test_the_package_answers_as_the_model(built):
@@ -79,6 +81,7 @@ def test_the_package_answers_as_the_model(built):
     assert (got - want).norm() < 0.5 * want.norm()
 
 
+@pytest.mark.more
 @pytest.mark.slow
 def test_another_answer_is_noticed(built, tmp_path):
     """One bit of one logit: a comparison that cannot fail would show nothing."""
@@ -95,6 +98,7 @@ def test_another_answer_is_noticed(built, tmp_path):
     ]  # fmt: skip
 
 
+@pytest.mark.more
 @pytest.mark.slow
 def test_without_the_libraries_torch_knows_no_schema(built, tmp_path):
     folder, done, _ = built
@@ -107,6 +111,7 @@ def test_without_the_libraries_torch_knows_no_schema(built, tmp_path):
     assert message[1] in done.stderr
 
 
+@pytest.mark.more
 @pytest.mark.slow
 def test_the_program_links_no_python(built):
     folder, done, _ = built
@@ -120,6 +125,7 @@ def python_in(binary: Path) -> list[str]:
     return [line for line in needed.stdout.splitlines() if "python" in line.split("=>")[0]]
 
 
+@pytest.mark.more
 @pytest.mark.skipif(shutil.which("ldd") is None, reason="there is no ldd")
 def test_libraries_link_no_python():
     found = libraries()
@@ -136,6 +142,7 @@ def test_libraries_link_no_python():
         assert not re.findall(r"\b_?Py[A-Z_]\w+", symbols.stdout)
 
 
+@pytest.mark.more
 def test_the_libraries_are_printed(capsys):
     from fp4_ops.__main__ import main
 

@@ -255,7 +255,7 @@ def test_dtype_changes_leave_the_four_bits_alone():
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("backend", ["inductor", "fp4"])
+@pytest.mark.parametrize("backend", [pytest.param("inductor", marks=pytest.mark.more), "fp4"])
 def test_torch_compile_gives_the_eager_answer(backend):
     torch.compiler.reset()
     model = build("qwen3_moe", torch.float32, "grouped_mm", num_hidden_layers=1)

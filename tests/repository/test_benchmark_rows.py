@@ -592,6 +592,7 @@ def test_rows_of_ggml(monkeypatch):
     monkeypatch.setattr(module.ggml, "ggml_version", lambda: version)
     for name, value in (
         ("N", 32), ("K", 64), ("EXPERTS", 2), ("INTER", 32), ("Ggml", Peer), ("paired", paired),
+        ("last_cache_bytes", lambda: 1 << 14),  # few sets of these tiny weights, not thousands
         ("library", lambda part: unittest.mock.MagicMock()), ("check", lambda runner, *_: 1e-3),
         ("bandwidth", lambda threads: {"table": "memory", "threads": threads, "read_gb_per_s": 1.0}),
     ):  # fmt: skip

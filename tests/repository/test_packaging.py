@@ -73,6 +73,7 @@ def test_without_torch_one_line_says_what_to_do():
     assert "Install torch 2.11" in line and "--no-build-isolation" in line
 
 
+@pytest.mark.more
 def test_another_machine_gets_no_flags_and_no_kernels_of_x86():
     code = "print(*(s for e in options['ext_modules'] for s in e.sources)); print(found['MACHINE'])"
     run = setup(code, _PYTHON_HOST_PLATFORM="linux-aarch64")
@@ -90,6 +91,7 @@ def test_another_machine_gets_no_flags_and_no_kernels_of_x86():
     assert {name for name in found if name.startswith("kernels_")} == {"kernels_scalar.cpp"}
 
 
+@pytest.mark.one_in(4)
 @pytest.mark.parametrize(
     "platform", ["macosx-14.0-arm64", "macosx-10.13-universal2", "win-amd64", "win-arm64"]
 )

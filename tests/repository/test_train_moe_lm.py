@@ -25,6 +25,7 @@ def example(monkeypatch):
     return module
 
 
+@pytest.mark.more
 def test_files_are_split_the_same_way_each_time(example):
     def first(count: int) -> list:
         return [entry for entry, _ in zip(example.files(), range(count), strict=False)]

@@ -234,6 +234,7 @@ ASKED = 2 * torch.backends.opt_einsum.is_available()
 """Dynamo guards on what opt_einsum, where it is installed, asks of sizes."""
 
 
+@pytest.mark.one_in(4)
 @pytest.mark.parametrize("calls", ["both", more("the length"), more("the batch")])
 @pytest.mark.parametrize("style", FORMS, ids=named)
 def test_sizes_that_change(style, calls):
@@ -263,6 +264,7 @@ def test_sizes_that_are_symbols_from_the_start(style):
     assert 1 <= run(style, "both", dynamic=True) <= 1 + ASKED
 
 
+@pytest.mark.one_in(3)
 @pytest.mark.parametrize("style", [s if s in FEW else more(s) for s in (*FURTHER, *FORMS)], ids=named)
 def test_one_graph_also_for_one_sequence_or_token(style):
     assert run(style, "both, and 1", "mxfp4", fullgraph=True)

@@ -44,6 +44,7 @@ BRANCHES = [style for loops in LOOPS for style in loops.BRANCHES]
 BRANCHES += [more(style) for loops in LOOPS for style in loops.MORE_BRANCHES]
 
 
+@pytest.mark.one_in(4)
 @pytest.mark.parametrize("style", BRANCHES, ids=lambda s: s.__name__)
 def test_what_matters_without_rows_stays_a_branch(style):
     module, recorder = style(), Recorder(activation="bf16")
@@ -98,6 +99,7 @@ def test_how_many_experts_were_chosen_from_is_not_always_how_many_are_hit(style)
     the_graph_says_the_same(style(), dynamic=False)
 
 
+@pytest.mark.one_in(2)
 @pytest.mark.parametrize("style", [hit_loops.HitsFlat, *named_loops.OTHERS, *map(more, hit_loops.OTHERS[1:])])
 def test_hits_may_be_written_in_other_ways(style):
     module, recorder = style(), Recorder(activation="bf16")
@@ -164,6 +166,7 @@ def test_other_backends_see_the_branch():
     assert not counters[SEEN_THROUGH] and not KEPT
 
 
+@pytest.mark.more
 def test_under_inductor_with_most_experts_idle():
     """Also where nothing is rewritten: the graph computes with no rows at all."""
 

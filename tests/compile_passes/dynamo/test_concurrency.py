@@ -43,6 +43,7 @@ def test_threads_that_compile_and_run_models_of_their_own():
     assert max(e for _, errors in results for e in errors) < 1e-5
 
 
+@pytest.mark.more
 def test_threads_that_share_one_compiled_model():
     module, recorder = STYLES["where loop"](), Recorder(activation="bf16")
     compiled = torch.compile(module, backend=recorder, dynamic=True, fullgraph=True)
@@ -102,6 +103,7 @@ def in_an_older_thread(work: Callable[[], None]) -> None:
     assert raised == []
 
 
+@pytest.mark.one_in(4)
 @pytest.mark.parametrize(
     "run",
     [in_a_pool, in_a_servers_task, in_a_thread_of_a_thread, in_an_older_thread],

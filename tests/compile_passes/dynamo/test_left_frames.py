@@ -65,6 +65,7 @@ def runs_in_4_bits(compiled: nn.Module, module: ListStyle, n: int) -> bool:
     return in_4_bits
 
 
+@pytest.mark.one_in(4)
 @pytest.mark.parametrize("kind", [Loop, Written])
 @pytest.mark.parametrize("first", ["train", "eval"])
 def test_training_mode_in_between(kind, first):

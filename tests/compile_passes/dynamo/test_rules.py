@@ -66,6 +66,7 @@ def runs(module, backend, **options):
             assert any(relative_error(got, m(x)) < 1e-5 for m in (module, *twins))
 
 
+@pytest.mark.one_in(2)
 @pytest.mark.parametrize(
     ("owner", "name", "style"), [PARTS[0], PARTS[2], PARTS[5], *(more(*p) for p in PARTS)]
 )
@@ -137,6 +138,7 @@ class InALoop(HitsByItem):
         return super().experts_of(x, ids, weights)
 
 
+@pytest.mark.one_in(4)
 @pytest.mark.parametrize(
     ("owner", "name"),
     [

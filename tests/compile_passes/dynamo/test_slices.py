@@ -196,6 +196,7 @@ STAY = {
 MORE = {TheListIsCounted, TheListHasAnotherName, OneRowForEachExpert}
 
 
+@pytest.mark.one_in(3)
 @pytest.mark.parametrize("style", [more(s) if s in MORE else s for s in STAY], ids=lambda s: s.__name__)
 def test_what_matters_without_rows_stays_a_branch(style):
     module, recorder = style(experts=5), Recorder(activation="bf16")
@@ -210,6 +211,7 @@ OTHERS = [SlicesOfOtherCounts, OneMarkForTwoChoices, ArithmeticOfArrays]
 OTHERS += map(more, [SlicesOneRowLater, CountsThatChange])
 
 
+@pytest.mark.one_in(3)
 @pytest.mark.parametrize("style", OTHERS, ids=lambda s: s.__name__)
 def test_other_slices_are_no_experts_rows(style):
     module, recorder = style(experts=5), Recorder(activation="bf16")

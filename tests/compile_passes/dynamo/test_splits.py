@@ -62,6 +62,7 @@ BRANCH, NUMBERS = "a branch on data keeps a function out", "takes numbers out of
 SORTED = [n for n in STYLES if n.startswith("sorted s") and "bounds" not in n]
 
 
+@pytest.mark.one_in(3)
 @pytest.mark.parametrize("name", [n if "bincount" in n or "numpy" in n else more(n) for n in SORTED])
 def test_slices_of_as_many_rows_as_an_expert_has_are_captured(name):
     """Without fullgraph, and through Inductor: no number is left in the graph."""
@@ -76,6 +77,7 @@ def test_slices_of_as_many_rows_as_an_expert_has_are_captured(name):
     assert not counters["graph_break"]
 
 
+@pytest.mark.more
 def test_numbers_that_are_not_recognised_still_compile():
     """Captured because they look like counts of rows, and left to Inductor."""
 

@@ -29,6 +29,7 @@ class FewPlaces(ListStyle):
         return torch.einsum("te,tec,ech->th", gates, slots.to(x.dtype), outs)
 
 
+@pytest.mark.one_in(3)
 @pytest.mark.parametrize("sizes", [(6, 2), (3, 1), more((5, 3))], ids=str)
 def test_each_number_of_tokens(sizes):
     """What is in 4 bits does not depend on it. With one token, a slice is of that, where it has a place."""

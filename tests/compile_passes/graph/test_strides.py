@@ -70,6 +70,7 @@ def check(model: Cached, compiled: nn.Module) -> None:
         assert a.is_contiguous() or not b.is_contiguous()
 
 
+@pytest.mark.one_in(2)
 @pytest.mark.parametrize("use", USES)
 def test_a_tensor_that_is_laid_out_in_another_way(use):
     model, recorder = Cached(use), Recorder(activation="bf16", run=retraced)

@@ -103,6 +103,7 @@ def merged(out: torch.Tensor) -> torch.Tensor:
     return out.transpose(1, 2).contiguous().view(out.shape[0], out.shape[2], -1)
 
 
+@pytest.mark.one_in(3)
 @pytest.mark.parametrize("repeat", [repeated, interleaved, before_transposing])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_heads_that_share_keys(device, repeat, dtype):
@@ -152,6 +153,7 @@ def one_sequence(s, length, device):
     return same & (at[batch, key] <= at[batch, row])
 
 
+@pytest.mark.one_in(3)
 @pytest.mark.parametrize("make", [lower, by_distance, one_sequence])
 @pytest.mark.parametrize("dynamic", [False, True])
 def test_masks_that_are_causal(device, make, dynamic):
@@ -440,6 +442,7 @@ def test_what_is_read_is_so():
 # --- in the backend ---
 
 
+@pytest.mark.more
 def test_models(monkeypatch):
     """Prefill of a model whose mask says what is_causal says, as compiled and as explained."""
     model, ids = build("qwen3_moe", torch.float32, "grouped_mm"), tokens(2, 9)

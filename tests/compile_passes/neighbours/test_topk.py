@@ -171,6 +171,7 @@ def test_the_backend_and_explain(monkeypatch):
     assert report.to_dict()["frames"][0]["also"] == [text]
 
 
+@pytest.mark.more
 def test_a_prepared_model(monkeypatch):
     """Nothing of its experts and routers is rewritten but topk."""
     monkeypatch.setattr(passes, "write_attention", lambda *_: [])  # another kernel rounds in another way
@@ -240,6 +241,7 @@ rsub_scalar = aten.rsub.Scalar(bitwise_and_scalar, 5)""",
         )
 
 
+@pytest.mark.more
 @pytest.mark.slow
 def test_through_inductor():
     """The operators compile, and give a prepared model's own tokens."""

@@ -149,6 +149,7 @@ REWRITTEN = [Gates, Stacked, OutputsRead, OneAlone, Fused]
 REWRITTEN_TOO = [StackedByExpert, Spread, RowsRead, FusedBmm, FusedMatmul, NoGate, SomeRows]
 
 
+@pytest.mark.one_in(3)
 @pytest.mark.parametrize(
     "kwargs", [{}, more({"bias": True}), more({"gated": False, "act": torch.relu})], ids=" ".join
 )

@@ -81,6 +81,7 @@ REFUSED = {
 }
 
 
+@pytest.mark.one_in(3)
 @pytest.mark.parametrize(
     ("cls", "op"),
     [

@@ -141,6 +141,7 @@ def modules() -> dict[str, Any]:
     return {**forms, **styles}
 
 
+@pytest.mark.one_in(4)
 @pytest.mark.parametrize("name", ["grouped_mm", "batched_mm", *EACH_KIND_FIRST])
 def test_surgery(name):
     rng = random.Random(f"{SEED} {name}")

@@ -87,6 +87,7 @@ FORMED = [more("grouped_mm", *c) if c[0] in MORE else ("grouped_mm", *c) for c i
 FORMED += [("batched_mm", *c) for c in BATCHED]
 
 
+@pytest.mark.one_in(3)
 @pytest.mark.parametrize(("form", "changed", "ops", "reason", "change"), FORMED)
 def test_only_what_is_proved_is_rewritten_and_all_of_it_is_right(form, changed, ops, reason, change):
     block = Block(form, changed)

@@ -147,6 +147,7 @@ SIDE_BY_SIDE_TOO = [
 ]  # fmt: skip
 
 
+@pytest.mark.one_in(3)
 @pytest.mark.parametrize(("name", "how"), [*SIDE_BY_SIDE, *(more(*case) for case in SIDE_BY_SIDE_TOO)])
 def test_two_blocks_of_one_shape(name, how):
     check(Towers(name, how), [MOE] * 2)

@@ -114,6 +114,7 @@ def check(changed: str, ops: list[str], sentinels: bool, flat: bool = False) -> 
     return [s.reason for s in recorder.sites]
 
 
+@pytest.mark.one_in(3)
 @pytest.mark.parametrize(
     "changed",
     [
@@ -131,6 +132,7 @@ def test_ids_in_one_dimension(changed):
     check(changed, ["fp4::moe"], sentinels=True, flat=True)
 
 
+@pytest.mark.one_in(3)
 @pytest.mark.parametrize(
     ("changed", "reason"),
     [

@@ -286,6 +286,7 @@ PLAIN = {*ROUTING, "OneReadsTwiceItsInput", "AWeightIsWrittenTo"}
 PLAIN -= {"OneExpertTwice", "CapacitiesDiffer", "TwoExpertsAtOnce"}
 
 
+@pytest.mark.one_in(3)
 @pytest.mark.parametrize("name", [more(name) if name in PLAIN else name for name in sorted(APPLIED)])
 def test_a_change_that_is_applied_is_recognised(name):
     refused, module = changed(name)
@@ -302,6 +303,7 @@ AS_STYLES = Loop, NormedLoop
 CLASSES = sorted({*MEANT.values()}, key=lambda c: c.__name__)
 
 
+@pytest.mark.one_in(3)
 @pytest.mark.parametrize("cls", [more(cls) if cls in AS_STYLES else cls for cls in CLASSES])
 def test_what_was_meant_is_recognised(cls):
     module = cls(experts=4)
@@ -430,6 +432,7 @@ FURTHER = {
 }
 
 
+@pytest.mark.one_in(2)
 @pytest.mark.parametrize("name", FURTHER)
 def test_what_else_is_refused_is_told_and_helped(name):
     cls, change, reason, told = FURTHER[name]

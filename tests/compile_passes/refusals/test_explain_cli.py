@@ -127,6 +127,7 @@ def test_a_branch_that_was_seen_through_is_told():
     assert "moe_style_loops.py" in place and f"no branch at {place}" in str(report)
 
 
+@pytest.mark.one_in(3)
 @pytest.mark.parametrize(
     ("family", "sizes", "recognised", "hinted"),
     [

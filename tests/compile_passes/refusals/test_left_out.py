@@ -86,6 +86,7 @@ def call(module: nn.Module, compiled=None, **options: object) -> Recorder:
     return recorder
 
 
+@pytest.mark.one_in(2)
 @pytest.mark.parametrize("make", LEFT_OUT, ids=lambda c: c.__name__)
 @pytest.mark.parametrize("inside", [False, True], ids=["alone", "in a model"])
 def test_one_warning_once(make, inside, warnings):
@@ -224,6 +225,7 @@ def test_nothing_to_say(make, strict, warnings):
     assert warnings() == []
 
 
+@pytest.mark.one_in(2)
 @pytest.mark.parametrize("strict", [False, True])
 @pytest.mark.parametrize("make", [Layers, lambda: Model(STYLES["where loop"]())], ids=["layers", "model"])
 def test_experts_that_another_graph_has(make, strict, warnings):
@@ -235,6 +237,7 @@ def test_experts_that_another_graph_has(make, strict, warnings):
     assert "fp4::moe" in recorder.ops and warnings() == []
 
 
+@pytest.mark.one_in(3)
 @pytest.mark.parametrize("format", ["nvfp4", "mxfp4", "int4"])
 def test_a_prepared_model(format, warnings):
     model = build("mixtral", torch.float32, "grouped_mm")

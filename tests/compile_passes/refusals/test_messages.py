@@ -271,6 +271,7 @@ class Counted(Loop):
         return self.experts_of(x, ids, weights)
 
 
+@pytest.mark.one_in(2)
 @pytest.mark.parametrize("backend", ["recorded", "fp4"])
 def test_a_counter_beside_the_experts(backend):
     module = Counted(experts=3)

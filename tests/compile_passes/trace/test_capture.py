@@ -148,6 +148,7 @@ def nothing_done(x):
     return x, x.contiguous(), x.to(x.dtype) + 1
 
 
+@pytest.mark.one_in(3)
 @pytest.mark.parametrize(
     "f",
     [

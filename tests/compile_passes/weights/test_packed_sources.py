@@ -420,6 +420,7 @@ def written(style: type, format: str, codes: Callable, scales: Callable) -> nn.M
     return Written(**SIZES)
 
 
+@pytest.mark.one_in(3)
 @pytest.mark.filterwarnings("error:An output with one or more elements was resized")
 @pytest.mark.parametrize(("format", "codes", "scales"), WRITTEN)
 def test_decoding_written_out(format, codes, scales):
@@ -466,6 +467,7 @@ def scales_as_integers(values: Tensor, scale: Tensor, global_scale: Tensor) -> T
     return nvfp4_blocks(values, scale.view(torch.uint8).float() / 256, global_scale)
 
 
+@pytest.mark.one_in(2)
 @pytest.mark.parametrize(
     ("codes", "scales"),
     [(c, nvfp4_blocks) for c in (high_nibble_first, another_table)]
