@@ -64,6 +64,9 @@ def __getattr__(name: str) -> Any:
     place = next((place for place, names in _PLACES.items() if name in names), None)
     if place is None:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    found = getattr(importlib.import_module(f"torch._dynamo.{place}".rstrip(".")), name)
+    try:
+        found = getattr(importlib.import_module(f"torch._dynamo.{place}".rstrip(".")), name)
+    except ImportError as error:
+        raise AttributeError(f"this torch has no torch._dynamo.{place}.{name}") from error
     globals()[name] = found
     return found

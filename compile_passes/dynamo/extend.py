@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import dis
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import replace
-from typing import Any
+from enum import Enum
+from typing import Any, NamedTuple
 
 from torch import fx
 from torch._guards import TracingContext
@@ -58,29 +59,98 @@ def _items(gm: fx.GraphModule) -> list[fx.Node]:
     return list(gm.graph.find_nodes(op="call_method", target="item"))
 
 
-_OPCODES: list[tuple[tuple[str, ...], Rule]] = [
-    (tuple(JUMPS), answering_first),
-    (tuple(JUMPS), row_counts.asks_for_numbers),
-    (("GET_ITER",), hit_experts.over_experts),
-    (("FOR_ITER",), hit_experts.one_expert),
-    (("FOR_ITER",), open_counts.one_expert),
-    (("BINARY_SUBSCR",), row_counts.subscripts),
-    (("BINARY_SUBSCR",), known_values.subscripts),
-    (("BINARY_SLICE",), row_counts.slices),
-    (("STORE_SUBSCR", "STORE_SLICE"), row_counts.stores),
-    (("FORMAT_VALUE", "FORMAT_SIMPLE", "FORMAT_WITH_SPEC"), known_values.formats),
-]
-_METHODS: list[tuple[tuple[str, ...], Rule]] = [
-    (("tolist",), row_counts.as_numbers),
-    (("tolist",), hit_experts.as_list),
-    (("tolist",), row_lists.as_index),
-    (("tolist",), open_counts.as_list),
-    (("numpy",), row_counts.as_array),
-    (("numpy",), open_counts.as_array),
-    (("item", "__int__", "__index__"), known_values.numbers),
-    (("item",), row_counts.as_number),
-]
-"""Methods of Dynamo's variables of tensors."""
+class Need(Enum):
+    """Why Dynamo is patched: what it does without the patch, and the change to torch that would end the need.
+
+    All hold for torch 2.11 to 2.15.
+    """
+
+    def __init__(self, without: str, upstream: str) -> None:
+        self.without, self.upstream = without, upstream
+
+    BREAKS = (
+        "with CAPTURE, which is process-wide, it fails where Python asks for a size that only the data knows",
+        "turn GuardOnDataDependentSymNode into a graph break in jumps and in tolist()",
+    )
+    EMPTY_ROWS = (
+        "it breaks the graph at `if len(rows):`, though what that skips does nothing without rows",
+        "capture a branch on an unbacked size if both ways are proved equal",
+    )
+    LOOPS = (
+        "it breaks the graph at a loop over a tensor, whose number of rounds only the data knows",
+        "the same, for a loop with a known largest number of rounds",
+    )
+    NUMBERS = (
+        "it fails at numbers that Python takes out of counts, or forgets that they add up to a known size",
+        "unbacked integers for tolist(), item() and numpy() of integers, with the sum of a bincount known",
+    )
+    KNOWN_VALUES = (
+        "it asks the data for elements of tensors whose values it has traced itself",
+        "fold constants in tensors of integers that are made of Python's numbers",
+    )
+    CLASSES = (
+        "it breaks the graph at one_hot(ids, n) where n is a tensor",
+        "one_hot with an unbacked number of classes",
+    )
+    FAKE_CACHE = (
+        "it keeps results for fake tensors with sizes that only the data knows, and never finds them again",
+        "leave operators with unbacked sizes out of the cache of fake results",
+    )
+    LEFT_FOR_GOOD = (
+        "it never looks at a function again that it left to Python once, in one mode or for one argument",
+        "leave a function only under the guards that were read up to there",
+    )
+    CALLS = (
+        "nothing tells a backend that a call ended in which it saw no graph with the experts",
+        "a hook of backends at the end of each call of what was compiled",
+    )
+
+
+class Patch(NamedTuple):
+    """A rule for parts of Dynamo: opcodes, methods of tensors' variables, or attributes of a name of api.py."""
+
+    owner: str
+    names: Sequence[str]
+    rule: Rule
+    need: Need
+
+
+_OPCODE, _METHOD = "opcode", "tensor method"
+_TENSOR, _BUILTIN, _FRAMES = "TensorVariable", "BuiltinVariable", "convert_frame"
+_FORMATS = ("FORMAT_VALUE", "FORMAT_SIMPLE", "FORMAT_WITH_SPEC")
+PATCHES = (
+    Patch(_OPCODE, JUMPS, breaks_the_graph, Need.BREAKS),
+    Patch(_OPCODE, JUMPS, answering_first, Need.EMPTY_ROWS),
+    Patch(_OPCODE, JUMPS, row_counts.asks_for_numbers, Need.NUMBERS),
+    Patch(_OPCODE, ("GET_ITER",), hit_experts.over_experts, Need.LOOPS),
+    Patch(_OPCODE, ("FOR_ITER",), hit_experts.one_expert, Need.LOOPS),
+    Patch(_OPCODE, ("FOR_ITER",), open_counts.one_expert, Need.LOOPS),
+    Patch(_OPCODE, ("BINARY_SUBSCR",), row_counts.subscripts, Need.NUMBERS),
+    Patch(_OPCODE, ("BINARY_SUBSCR",), known_values.subscripts, Need.KNOWN_VALUES),
+    Patch(_OPCODE, ("BINARY_SLICE",), row_counts.slices, Need.NUMBERS),
+    Patch(_OPCODE, ("STORE_SUBSCR", "STORE_SLICE"), row_counts.stores, Need.NUMBERS),
+    Patch(_OPCODE, _FORMATS, known_values.formats, Need.KNOWN_VALUES),
+    Patch(_METHOD, ("tolist",), breaks_the_graph, Need.BREAKS),
+    Patch(_METHOD, ("tolist",), row_counts.as_numbers, Need.NUMBERS),
+    Patch(_METHOD, ("tolist",), hit_experts.as_list, Need.LOOPS),
+    Patch(_METHOD, ("tolist",), row_lists.as_index, Need.NUMBERS),
+    Patch(_METHOD, ("tolist",), open_counts.as_list, Need.NUMBERS),
+    Patch(_METHOD, ("numpy",), row_counts.as_array, Need.NUMBERS),
+    Patch(_METHOD, ("numpy",), open_counts.as_array, Need.NUMBERS),
+    Patch(_METHOD, ("item", "__int__", "__index__"), known_values.numbers, Need.KNOWN_VALUES),
+    Patch(_METHOD, ("item",), row_counts.as_number, Need.NUMBERS),
+    Patch(_TENSOR, ("nb_int_impl", "nb_index_impl"), known_values.numbers, Need.KNOWN_VALUES),
+    Patch(_BUILTIN, ("call_index",), known_values.index_of, Need.KNOWN_VALUES),
+    Patch(_BUILTIN, ("call_max",), class_counts.at_least, Need.CLASSES),
+    Patch("NumpyNdarrayVariable", ("call_method",), open_counts.of_array, Need.NUMBERS),
+    Patch("TorchInGraphFunctionVariable", ("call_function",), class_counts.one_hot, Need.CLASSES),
+    Patch("OutputGraph", ("create_proxy",), fake_results.without_cache, Need.FAKE_CACHE),
+    Patch("OptimizeContext", ("__call__",), left_out.watch_calls, Need.CALLS),
+    Patch(_FRAMES, ("compile_frame",), left_frames.guarded, Need.LEFT_FOR_GOOD),
+    Patch(_FRAMES, ("trace_frame",), left_frames.traced, Need.LEFT_FOR_GOOD),
+    Patch("DynamoOutput", ("build_guards",), left_frames.guards_built, Need.LEFT_FOR_GOOD),
+)
+"""All of Dynamo that is patched, in order: a later rule runs before the earlier ones of the same part."""
 
 _Way = Callable[[Rule, Callable[..., Any]], Callable[..., Any]]
 """How a rule and one of Dynamo's functions become one."""
@@ -95,28 +165,22 @@ _of_variable = functools.partial(while_tracing, output_of=lambda v, tx: tx.outpu
 _of_output = functools.partial(while_tracing, output_of=lambda output, *_: output)
 
 
+_AROUND = ("OptimizeContext", _FRAMES, "DynamoOutput")
+"""Parts that run before or after tracing."""
+
+
 def extend_dynamo() -> None:
-    """For graphs of backends with `sees_through_branches`."""
-    for name in JUMPS:
-        _hook_opcode(name, breaks_the_graph, _for_all)
-    for names, rule in _OPCODES:
+    """Apply PATCHES. All but Need.BREAKS act only on graphs of backends with `sees_through_branches`."""
+    for owner, names, rule, need in PATCHES:
         for name in names:
-            _hook_opcode(name, rule, _of_opcode)
-    _hook_method(api.TensorVariable, "tolist", breaks_the_graph, _for_all)
-    for names, rule in _METHODS:
-        for name in names:
-            _hook_method(api.TensorVariable, name, rule, _of_variable)
-    for name in ("nb_int_impl", "nb_index_impl"):
-        _hook_attribute(api.TensorVariable, name, known_values.numbers, _of_variable)
-    _hook_attribute(api.BuiltinVariable, "call_index", known_values.index_of, _of_variable)
-    _hook_attribute(api.BuiltinVariable, "call_max", class_counts.at_least, _of_variable)
-    _hook_attribute(api.NumpyNdarrayVariable, "call_method", open_counts.of_array, _of_variable)
-    _hook_attribute(api.TorchInGraphFunctionVariable, "call_function", class_counts.one_hot, _of_variable)
-    _hook_attribute(api.OutputGraph, "create_proxy", fake_results.without_cache, _of_output)
-    _hook_attribute(api.OptimizeContext, "__call__", left_out.watch_calls, around)
-    _hook_attribute(api.convert_frame, "compile_frame", left_frames.guarded, around)
-    _hook_attribute(api.convert_frame, "trace_frame", left_frames.traced, around)
-    _hook_attribute(api.convert_frame.DynamoOutput, "build_guards", left_frames.guards_built, around)
+            if owner == _OPCODE:
+                _hook_opcode(name, rule, _for_all if need is Need.BREAKS else _of_opcode)
+            elif owner == _METHOD:
+                way = _for_all if need is Need.BREAKS else _of_variable
+                _hook_method(api.TensorVariable, name, rule, way)
+            else:
+                way = _of_output if owner == "OutputGraph" else _of_variable
+                _hook_attribute(getattr(api, owner, None), name, rule, around if owner in _AROUND else way)
 
 
 def _wrapped(method: Any, rule: Rule, way: _Way) -> Any:
@@ -130,6 +194,7 @@ def _wrapped(method: Any, rule: Rule, way: _Way) -> Any:
 
 
 def _hook_attribute(cls: Any, name: str, rule: Rule, way: _Way) -> None:
+    """Wrap what a class or module of Dynamo's has under this name, if this torch has both."""
     method = getattr(cls, name, None)
     if method is not None and (wrapped := _wrapped(method, rule, way)):
         setattr(cls, name, wrapped)

@@ -15,8 +15,10 @@ from torch import nn
 
 from fp4_ops import explain
 from fp4_ops.compile_passes.dynamo import (
+    api,
     branches,
     empty_rows,
+    extend,
     hit_experts,
     known_values,
     left_frames,
@@ -182,3 +184,23 @@ def test_explain_where_dynamos_cause_has_no_text():
     with torch.no_grad():
         text = str(explain(Rates(), torch.randn(5, 8)))
     assert "return self.rating.item()" in text and "Reconstruction failure" in text
+
+
+def test_each_patch_is_in_place_and_says_why():
+    extend.extend_dynamo()
+    for owner, names, rule, need in extend.PATCHES:
+        assert need.without and need.upstream
+        if hasattr(api, owner):
+            hooked = [getattr(getattr(api, owner), name, None) for name in names]
+            assert all(method is None or rule in method._fp4 for method in hooked), (owner, names)
+    assert {need for *_, need in extend.PATCHES} == set(extend.Need)
+
+
+def test_a_part_that_a_torch_lacks_is_not_patched(monkeypatch):
+    """With another torch all other rules are in place; a rule that uses the name fails open."""
+    places = {place: names for place, names in api._PLACES.items() if "NumpyNdarrayVariable" not in names}
+    monkeypatch.setattr(api, "_PLACES", {**places, "no_such_module": ("NumpyNdarrayVariable",)})
+    monkeypatch.delitem(vars(api), "NumpyNdarrayVariable", raising=False)
+    with pytest.raises(AttributeError, match="no_such_module"):
+        _ = api.NumpyNdarrayVariable
+    extend.extend_dynamo()
