@@ -107,7 +107,7 @@ class Need(Enum):
 
 
 class Patch(NamedTuple):
-    """A rule for parts of Dynamo: opcodes, methods of tensors' variables, or attributes of a name of api.py."""
+    """A rule for opcodes, methods of variables of tensors, or attributes of what `owner` names in api.py."""
 
     owner: str
     names: Sequence[str]
