@@ -39,9 +39,9 @@ from .dialects import (
     stored_config,
 )
 from .families import register_families
-from .files import CheckpointError, TensorInfo, read_json
+from .files import OTHER_MODEL, CheckpointError, TensorInfo, read_json
 from .folder import Folder
-from .gguf import GGUF, dense_of
+from .gguf import GGUF, OTHER_CONFIG, dense_of
 from .gguf import experts_of as gguf_experts
 from .load import LoadReport, detach_places, fill
 from .on_load import PackOnLoad, check_read, shared_names
@@ -171,7 +171,12 @@ class FP4HfQuantizer(HfQuantizer):
             return
         self._dtypes = _dtypes_of(model)
         weights, tensors = self._stored_weights(model, checkpoint_files)
-        self._placement = place(model, weights, tensors, self.quantization_config.requantize)
+        try:
+            self._placement = place(model, weights, tensors, self.quantization_config.requantize)
+        except CheckpointError as error:
+            if self.quantization_config.gguf is None or OTHER_MODEL not in str(error):
+                raise
+            raise CheckpointError(str(error).replace(OTHER_MODEL, OTHER_CONFIG)) from None
         self._kinds = kinds_of(model, self._placement)
         announce(model, self._placement, self._kinds)
         detach_places(model, self._placement)

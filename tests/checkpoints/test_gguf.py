@@ -202,6 +202,12 @@ def test_from_pretrained_reads_experts_packed(tmp_path: Path) -> None:
     )  # fmt: skip
     assert loaded.hf_quantizer.report.format == "mxfp4"
     assert_same(loaded, model)
+    config = gguf_config(GGUF.open(file))
+    config.moe_intermediate_size *= 2  # as transformers' own reading of some metadata has it
+    with pytest.raises(CheckpointError, match=r"model's is .*Give from_pretrained config=gguf_config"):
+        transformers.AutoModelForCausalLM.from_pretrained(
+            tmp_path, gguf_file=file.name, config=config, quantization_config=FP4Config(activation="bf16")
+        )
 
 
 def damaged(raw: bytes, what: str) -> bytes:

@@ -17,6 +17,13 @@ from .reader import GGUF, shape_of
 
 Values = dict[str, Any]
 
+OTHER_CONFIG = (
+    "The config is not that of this file: transformers leaves out sizes when it reads a file's metadata. "
+    "Give from_pretrained config=gguf_config(GGUF.open(path)), both of fp4_ops.checkpoints.gguf, or use "
+    "fp4_ops.load_checkpoint"
+)
+"""Advice where the model has other sizes than a GGUF file."""
+
 WHOLE = {"token_embd": "model.embed_tokens", "output_norm": "model.norm", "output": "lm_head"}
 """Modules outside of layers."""
 
