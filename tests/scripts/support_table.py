@@ -42,7 +42,8 @@ REAL = """Installed from PyPI and run unmodified, by `make test-real` and, for t
 `python tests/scripts/support_table.py real`: experts with random weights large enough to matter, batch and
 length both changing, compared with a twin over the dequantised weights, from which `error` is the distance.
 "left alone" computes what it did, in the original weights, for the reason given; tests/real/ asserts each
-operator and each reason. With `capture_dynamic_output_shape_ops`, without Inductor, on CPU.
+operator and each reason. With `capture_dynamic_output_shape_ops`, without Inductor, on CPU. The tests trace
+one case in four, others each time, again with Inductor's decompositions.
 
 What the reasons mean. latent-moe's grouped form asks for the ends of its groups, a cumsum as a list
 beside the counts: Dynamo cuts between routing and experts. mh-moe prints within its router, and SwitchMoE
