@@ -103,6 +103,11 @@ class FP4Tensor(torch.Tensor):
         tensors = ["packed", "held_scale"] + (["global_scale"] if self.global_scale is not None else [])
         return tensors, self._context()
 
+    def inner_tensors(self) -> list[Tensor]:
+        """The tensors that `__tensor_flatten__` names, without the rest that it makes."""
+        held = [self.packed, self.held_scale]
+        return held if self.global_scale is None else [*held, self.global_scale]
+
     @staticmethod
     def __tensor_unflatten__(
         tensors: dict[str, Tensor], context: dict[str, Any], outer_size: Any, outer_stride: Any

@@ -277,3 +277,11 @@ def test_export_keeps_the_operators(format):
         targets = {node.target for node in program.graph.nodes}
         assert {torch.ops.fp4.mm.default, torch.ops.fp4.grouped_mm.default} <= targets
         assert torch.equal(program.module()(x, offs), module(x, offs))
+
+
+@pytest.mark.parametrize("format", ["nvfp4", "mxfp4"])
+def test_inner_tensors_are_those_that_flatten_names(format):
+    w = torch.nn.Parameter(fp4_ops.quantize(torch.randn(32, 64), format), requires_grad=False)
+    names, _ = w.__tensor_flatten__()
+    inner = w.inner_tensors()
+    assert len(inner) == len(names) and all(getattr(w, n) is t for n, t in zip(names, inner))
