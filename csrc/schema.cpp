@@ -59,6 +59,11 @@ STABLE_TORCH_LIBRARY(fp4, m) {
       "Tensor? w13_bias=None, Tensor? w2_bias=None, *, str format, str layout='plain', "
       "str activation='silu') -> (Tensor, Tensor)");
 
+  // --- a decoding step beside the experts ---
+  m.def(
+      "linears(Tensor x, Tensor[] weights, Tensor?[] biases, Tensor? norm_weight, float eps, "
+      "Tensor? residual, *, bool early=False, bool keep_norm=False) -> Tensor[]");
+
   // --- several processes (fp4_ops/distributed/) ---
   m.def(
       "moe_ep(Tensor x, Tensor topk_ids, Tensor topk_weights, Tensor w13, Tensor w13_scale, "

@@ -22,7 +22,8 @@ def load() -> None:
             f"on the platform it was built for). Rebuild: pip install --no-build-isolation -e . -- {error}"
         ) from None
 
-    from . import distributed, input_gradients  # noqa: F401  registers operators of torch's own operations
+    # These register operators of torch's own operations.
+    from . import distributed, input_gradients, step_operators  # noqa: F401
     from .backends import operators
     from .meta import dtensors, fakes, gradients  # noqa: F401  registers the fake kernels, and what is refused
 

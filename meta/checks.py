@@ -113,6 +113,18 @@ def check_operand(
     check_shape(name, t, shape)
 
 
+def check_like(name: str, t: torch.Tensor, like_name: str, like: torch.Tensor) -> None:
+    """Checks that a tensor has the dtype and the device of another."""
+    check(
+        t.dtype == like.dtype,
+        lambda: (
+            f"{name} has dtype {dtype_name(t.dtype)}; {like_name} has {dtype_name(like.dtype)}, "
+            "and they must be equal"
+        ),
+    )
+    check_device(name, t, like_name, like)
+
+
 def check_bias(
     name: str, bias: torch.Tensor | None, like_name: str, like: torch.Tensor, shape: Shape
 ) -> None:
@@ -590,6 +602,53 @@ def check_moe_input_grads(
         format, layout, activation, any_format, w13_bias, w2_bias,
     )  # fmt: skip
     check_operand("grad", grad, "x", x, (x.shape[0], experts.down.n), FLOATING)
+
+
+def check_linears(
+    x: torch.Tensor,
+    norm_weight: torch.Tensor | None,
+    residual: torch.Tensor | None,
+    weights: int,
+    biases: int,
+    keep_norm: bool,
+) -> None:
+    """Checks what all products share; `check_linear` checks each. `weights`, `biases`: their numbers."""
+    check_dtype("x", x, FLOATING)
+    check_not_scalar("x", x)
+    check(weights >= 1, lambda: "weights is empty; it must have 1 or more tensors")
+    check(
+        biases == weights,
+        lambda: f"biases has {biases} entries; weights has {weights}, and they must be equal",
+    )
+    check(
+        residual is None or weights == 1,
+        lambda: f"residual was given; weights has {weights} tensors, and a residual needs exactly 1",
+    )
+    check(
+        not keep_norm or norm_weight is not None,
+        lambda: "keep_norm is True; it needs norm_weight",
+    )
+    if norm_weight is not None:
+        check_like("norm_weight", norm_weight, "x", x)
+        check_shape("norm_weight", norm_weight, (x.shape[-1],))
+
+
+def check_linear(
+    x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, residual: torch.Tensor | None
+) -> None:
+    """Checks one product of `linears`: x [..., K], weight [N, K], bias [N], residual [..., N]."""
+    check_like("weights", weight, "x", x)
+    check_dim("weights", weight, 2)
+    check(
+        weight.shape[1] == x.shape[-1],
+        lambda: f"weights has {weight.shape[1]} columns; x has {x.shape[-1]}, and they must be equal",
+    )
+    if bias is not None:
+        check_like("biases", bias, "x", x)
+        check_shape("biases", bias, (weight.shape[0],))
+    if residual is not None:
+        check_like("residual", residual, "x", x)
+        check_shape("residual", residual, (*leading(x, -1), weight.shape[0]))
 
 
 def check_offs_to_m_indices(offs: torch.Tensor, m: int) -> None:

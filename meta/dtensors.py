@@ -52,7 +52,9 @@ class _Rules(GenericTorchDispatchRuleHolder):
 
 def _refuse(cls: type, op: Any, types: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> NoReturn:
     names = (argument.name for argument in op._schema.arguments)
-    refuse_dtensors(op._schema.name, [*zip(names, args), *(kwargs or {}).items()])
+    given = [*zip(names, args), *(kwargs or {}).items()]
+    each = [(name, x) for name, value in given for x in (value if isinstance(value, list) else [value])]
+    refuse_dtensors(op._schema.name, each)
     raise AssertionError(f"{op}: none of its arguments is a DTensor")
 
 

@@ -166,6 +166,15 @@ def moe_input_grads(
 
 
 @_fake
+def linears(x, weights, biases, norm_weight, eps, residual, *, early=False, keep_norm=False):
+    checks.check_linears(x, norm_weight, residual, len(weights), len(biases), keep_norm)
+    for weight, bias in zip(weights, biases):
+        checks.check_linear(x, weight, bias, residual)
+    made = [x.new_empty((*x.shape[:-1], weight.shape[0])) for weight in weights]
+    return [*made, x.new_empty(x.shape)] if keep_norm else made
+
+
+@_fake
 def moe_ep(
     x, topk_ids, topk_weights, w13, w13_scale, w13_global_scale, w2, w2_scale, w2_global_scale,
     w13_bias=None, w2_bias=None, *, num_experts, tokens, group_name, max_tokens=None, format,

@@ -18,6 +18,7 @@ from typing import Any, NoReturn
 import torch
 from torch.autograd import forward_ad
 from torch.library import Library
+from torch.utils import _pytree as pytree
 
 from .fakes import OPERATORS
 
@@ -34,7 +35,8 @@ def has_tangent(tensors: Iterable[Any]) -> bool:
     if forward_ad._current_level < 0:
         return False
     # make_dual refuses other dtypes, and so does unpack_dual.
-    found = (t for t in tensors if isinstance(t, torch.Tensor) and t.dtype.is_floating_point)
+    every = pytree.tree_leaves(list(tensors))
+    found = (t for t in every if isinstance(t, torch.Tensor) and t.dtype.is_floating_point)
     return any(forward_ad.unpack_dual(t).tangent is not None for t in found)
 
 
@@ -51,7 +53,8 @@ class _Call(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, name: str, call: Callable[..., Any], *args: Any) -> Any:
         ctx.name = name
-        return call(*args)
+        made = call(*args)
+        return tuple(made) if isinstance(made, list) else made
 
     @staticmethod
     def backward(ctx: Any, *grads: Any) -> NoReturn:
@@ -98,7 +101,9 @@ def _autograd_kernel(name: str) -> Callable[..., Any]:
                 f"fp4::{name} has no gradient (torch.func.grad, vjp, jacrev): {INFERENCE}. Give it "
                 f"x.detach() if its result does not count for the gradient, or {ORIGINAL}."
             )
-        return _Call.apply(name, below, *args)
+        # torch.autograd.Function sees no tensor in a list, of arguments or of results.
+        flat, spec = pytree.tree_flatten(args)
+        return _Call.apply(name, lambda *flat: below(*pytree.tree_unflatten(flat, spec)), *flat)
 
     return kernel
 

@@ -7,6 +7,7 @@
 #include <array>
 #include <optional>
 #include <string>
+#include <vector>
 
 #include "common/boxed.h"
 #include "common/checks.h"
@@ -72,8 +73,8 @@ Result call(const std::string& name, const char* overload, const Arguments&... a
       torch::stable::detail::from(arguments)...};
   call_stack(name, overload, stack.data());
   using torch::stable::detail::to;
-  if constexpr (std::is_same_v<Result, Tensor>) {
-    return to<Tensor>(stack[0]);
+  if constexpr (std::is_same_v<Result, Tensor> || std::is_same_v<Result, std::vector<Tensor>>) {
+    return to<Result>(stack[0]);
   } else {  // a tuple of tensors
     return [&]<size_t... i>(std::index_sequence<i...>) {
       return Result(to<Tensor>(stack[i])...);

@@ -5,6 +5,7 @@
 #include <string>
 
 #include "cuda/gpu.h"
+#include "device/linears.h"
 
 namespace fp4::cuda {
 
@@ -23,6 +24,7 @@ struct Kernels {
   decltype(&fp4_kernel_place) place;
   decltype(&fp4_kernel_combine) combine;
   decltype(&fp4_kernel_dequantize) dequantize;
+  decltype(&fp4_kernel_linears) linears;                          // of _sm90.so alone
   decltype(&fp4_kernel_prefill_most_shared) prefill_most_shared;  // of _sm80.so alone
 };
 

@@ -46,6 +46,68 @@ __device__ __forceinline__ void cluster_sync() {
   asm volatile("barrier.cluster.arrive.aligned;\nbarrier.cluster.wait.aligned;" ::: "memory");
 }
 
+// The two halves of it, for what threads read before they arrive, or barriers that barrier_init_fence has
+// shown to others. (.release would wait for all of a thread's memory operations, over the whole GPU.)
+__device__ __forceinline__ void cluster_arrive() {
+  asm volatile("barrier.cluster.arrive.relaxed.aligned;" ::: "memory");
+}
+__device__ __forceinline__ void cluster_wait() { asm volatile("barrier.cluster.wait.aligned;" ::: "memory"); }
+
+// Into the shared memory of the cluster's block `rank`, at this block's address `smem`; its barrier is told.
+__device__ __forceinline__ void store_cluster(uint32_t smem, uint32_t barrier, uint32_t rank, float value) {
+  asm volatile(
+      "{\n.reg .b32 to, told;\n"
+      "mapa.shared::cluster.u32 to, %0, %2;\n"
+      "mapa.shared::cluster.u32 told, %1, %2;\n"
+      "st.async.shared::cluster.mbarrier::complete_tx::bytes.f32 [to], %3, [told];\n}\n" ::"r"(smem),
+      "r"(barrier), "r"(rank), "f"(value)
+      : "memory");
+}
+__device__ __forceinline__ void store_cluster(uint32_t smem, uint32_t barrier, uint32_t rank,
+                                              const float4& value) {
+  asm volatile(
+      "{\n.reg .b32 to, told;\n"
+      "mapa.shared::cluster.u32 to, %0, %2;\n"
+      "mapa.shared::cluster.u32 told, %1, %2;\n"
+      "st.async.shared::cluster.mbarrier::complete_tx::bytes.v4.f32 [to], {%3, %4, %5, %6}, [told];\n}\n" ::
+          "r"(smem),
+      "r"(barrier), "r"(rank), "f"(value.x), "f"(value.y), "f"(value.z), "f"(value.w)
+      : "memory");
+}
+
+// ---- a thread's own copies ----
+
+// 16 bytes into shared memory, past L1; zeros if there is nothing there.
+__device__ __forceinline__ void copy_16(uint32_t smem, const void* from, bool there) {
+  asm volatile("cp.async.cg.shared.global [%0], [%1], 16, %2;" ::"r"(smem), "l"(from), "r"(there ? 16 : 0)
+               : "memory");
+}
+// The same of bytes that are read once: memory brings what lies beside them, too.
+__device__ __forceinline__ void copy_16_ahead(uint32_t smem, const void* from) {
+  asm volatile("cp.async.cg.shared.global.L2::256B [%0], [%1], 16;" ::"r"(smem), "l"(from) : "memory");
+}
+__device__ __forceinline__ void copy_4_ahead(uint32_t smem, const void* from) {
+  asm volatile("cp.async.ca.shared.global.L2::256B [%0], [%1], 4;" ::"r"(smem), "l"(from) : "memory");
+}
+__device__ __forceinline__ void copy_commit() { asm volatile("cp.async.commit_group;" ::: "memory"); }
+
+// Until at most `Pending` of this thread's committed groups are under way.
+template <int Pending>
+__device__ __forceinline__ void copy_wait() {
+  asm volatile("cp.async.wait_group %0;" ::"n"(Pending) : "memory");
+}
+
+// ---- fragments ----
+
+// Four matrices of 8 rows of 16 bytes, lane i giving the address of row i % 8 of matrix i / 8; lane i gets of
+// each matrix the 4 bytes i % 4 of row i / 4.
+__device__ __forceinline__ void load_matrices(uint32_t smem, uint32_t (&m)[4]) {
+  asm volatile("ldmatrix.sync.aligned.m8n8.x4.shared.b16 {%0, %1, %2, %3}, [%4];"
+               : "=r"(m[0]), "=r"(m[1]), "=r"(m[2]), "=r"(m[3])
+               : "r"(smem)
+               : "memory");
+}
+
 // ---- bulk tensor copies ----
 
 __device__ __forceinline__ void load_box(uint32_t smem, const CUtensorMap* map, uint32_t barrier, int x,

@@ -112,3 +112,19 @@ def to_masked(a, offs, max_m):
 def from_masked(a, masked_m, m):
     checks.check_from_masked(a, masked_m, m)
     return _by_cpu("from_masked", a, masked_m, m)
+
+
+def linears(x, weights, biases, norm_weight, eps, residual, *, early=False, keep_norm=False):
+    """Multiplies the rows, normed first where there is a norm_weight, by each weight, as a model does."""
+    checks.check_linears(x, norm_weight, residual, len(weights), len(biases), keep_norm)
+    for weight, bias in zip(weights, biases):
+        checks.check_linear(x, weight, bias, residual)
+    rows = x
+    if norm_weight is not None:
+        values = x.float()
+        values = values * torch.rsqrt(values.pow(2).mean(-1, keepdim=True) + eps)
+        rows = norm_weight * values.to(x.dtype)
+    made = [F.linear(rows, weight, bias).contiguous() for weight, bias in zip(weights, biases)]
+    if residual is not None:
+        made = [residual + y for y in made]
+    return [*made, rows.contiguous()] if keep_norm else made

@@ -86,7 +86,7 @@ def runtime() -> Path:
     """The operators of csrc/cuda over the emulated kernels, as a library like `_C_cuda.so`."""
     target = ROOT / "build/sm90_runtime_emulated.so"
     sources = sorted((ROOT / "csrc/cuda").glob("*.cpp"))
-    shared = [*ROOT.glob("csrc/cuda/*.h"), *ROOT.glob("csrc/common/*.h"), ROOT / "csrc/device/interface.h"]
+    shared = [file for room in ("cuda", "common", "device") for file in ROOT.glob(f"csrc/{room}/*.h")]
     newest = max(file.stat().st_mtime for file in [*sources, *shared, *(ROOT / "build").glob("*.h")])
     if target.exists() and target.stat().st_mtime > newest:
         return target

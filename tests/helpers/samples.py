@@ -159,6 +159,21 @@ def _moe_ep(rng, device):
     return args, {**kwargs, **spread}
 
 
+def _linears(rng, device):
+    dtype, k, count = rng.choice(FLOATS), rng.choice((2, 16, 64)), rng.randint(1, 3)
+    lead = [rng.randint(0, 4) for _ in range(rng.randint(0, 2))]
+
+    def random(*shape):
+        return torch.randn(*shape, device=device).to(dtype)
+
+    weights = [random(rng.choice((1, 5, 16)), k) for _ in range(count)]
+    biases = [rng.choice((None, random(w.shape[0]))) for w in weights]
+    norm = rng.choice((None, random(k)))
+    residual = random(*lead, weights[0].shape[0]) if count == 1 and rng.random() < 0.5 else None
+    options = {"keep_norm": norm is not None and rng.random() < 0.5}
+    return (random(*lead, k), weights, biases, norm, 1e-6, residual), options
+
+
 def _quantize(rng, device):
     x, format = _x(rng, device), rng.choice(FORMATS)
     given = format == "nvfp4" and rng.random() < 0.3
@@ -220,6 +235,7 @@ SAMPLES = {
     "grouped_mm_k": _grouped_k,
     "moe": _moe,
     "moe_input_grads": _moe_input_grads,
+    "linears": _linears,
     "moe_ep": _moe_ep,
     "all_reduce": lambda rng, device: ((_x(rng, device),), {"group_name": alone()}),
     "offs_to_m_indices": lambda rng, device: ((_offs(rng, rng.randint(1, 4), 9, device), 9), {}),

@@ -75,7 +75,8 @@ def test_families_are_what_backends_and_layouts_are():
         assert of[f.name].layouts == f.layouts and all(LAYOUTS[name].native for name in f.layouts)
         assert (ROOT / f"csrc/sm{f.family}/prefill.cu").exists()
         assert f.capability_words in of[f.name].needs
-        assert set(of[f.name].constants) == {"planner", "prefill"}
+        linears = {"linears"} if f.family == native.HOPPER else set()
+        assert set(of[f.name].constants) == {"planner", "prefill", *linears}
     assert {layout for f in found for layout in f.layouts} == {n for n, la in LAYOUTS.items() if la.native}
 
 

@@ -98,8 +98,19 @@ def test_decode_streams_weights_into_registers(functions, kernel):
         assert "QMMA" not in body, name
 
 
+def test_linears_request_weights_before_they_wait(functions):
+    """Copies past L1 and beside the registers; partial sums cross a cluster without a GPU-wide barrier."""
+    for name, body in kernels(functions, "linears_kernel").items():
+        half = "PlainWeightsILNS_6device7ElementE1" in name
+        assert re.search(r"HMMA\.16816\.F32\s" if half else r"HMMA\.16816\.F32\.BF16\s", body), name
+        first = body[: body.index("ACQBULK")]
+        assert "LDGSTS.E.BYPASS.LTC256B.128" in first and "LDGSTS.E.BYPASS.128" not in first, name
+        assert "MEMBAR" not in body, name
+
+
 @pytest.mark.parametrize(
-    "kernel", ["decode_kernel", "gemv_kernel", "prefill_kernel", "10row_kernel", "combine_kernel"]
+    "kernel",
+    ["decode_kernel", "gemv_kernel", "prefill_kernel", "10row_kernel", "combine_kernel", "linears_kernel"],
 )
 def test_nothing_spills(functions, resources, kernel):
     for name, used in kernels(resources, kernel).items():

@@ -14,7 +14,7 @@ SHAPES = 100
 
 
 def described(outs, device: str | None = None):
-    outs = outs if isinstance(outs, tuple) else (outs,)
+    outs = outs if isinstance(outs, (tuple, list)) else (outs,)
     return [(tuple(o.shape), o.dtype, o.stride(), device or o.device.type) for o in outs]
 
 

@@ -49,7 +49,7 @@ def test_backward_is_an_error(op, device):
         pytest.skip("no floating argument that could need a gradient")
     args = [a.clone().requires_grad_() if i in needs else a for i, a in enumerate(args)]
     out = getattr(torch.ops.fp4, op)(*args, **kwargs)
-    outs = out if isinstance(out, tuple) else (out,)
+    outs = out if isinstance(out, (tuple, list)) else (out,)
     outs = [
         o
         for o in outs

@@ -33,7 +33,7 @@ def call_of(op: str, device: str):
 
 
 def floating(out) -> list[torch.Tensor]:
-    return [o for o in (out if isinstance(out, tuple) else (out,)) if o.dtype in FLOATS]
+    return [o for o in (out if isinstance(out, (tuple, list)) else (out,)) if o.dtype in FLOATS]
 
 
 def assert_close(a: torch.Tensor, b: torch.Tensor) -> None:
@@ -67,12 +67,17 @@ def test_a_derivative_is_an_error(op, device):
     """Each operator, each of its floating arguments, each way to ask."""
     # A draw may have no rows.
     calls = [c for _ in range(20) for c in call_of(op, device) if c[1].numel()][:6]
+    # torch has no fallback of vmap for an operator that returns a list.
+    forward, reverse = (
+        [ask for name, ask in asks.items() if op != "linears" or "vmap" not in name]
+        for asks in (FORWARD, REVERSE)
+    )
     for function, x in calls:
-        for ask in FORWARD.values():
+        for ask in forward:
             with pytest.raises(RuntimeError, match=NO_TANGENT.format(op)):
                 ask(function, x)
         if floating(function(x)):
-            for ask in REVERSE.values():
+            for ask in reverse:
                 with pytest.raises(RuntimeError, match=NO_GRADIENT.format(op)):
                     ask(function, x)
     assert calls or op in ("offs_to_m_indices", "m_indices_to_offs", "dequantize", "prepack", "unpack")
@@ -98,7 +103,7 @@ def test_what_does_not_count_for_the_derivative_may_be_detached():
         assert forward_ad.unpack_dual(function(x)).tangent is None
 
 
-@pytest.mark.parametrize("op", SAMPLES)
+@pytest.mark.parametrize("op", [op for op in SAMPLES if op != "linears"])
 def test_vmap(op, device):
     """A slow loop of torch's, and right."""
     for function, x in call_of(op, device):

@@ -73,6 +73,7 @@ struct Lane {
   std::deque<Product> products;
   std::deque<int> product_groups;  // products of each that was committed
   int uncommitted = 0;
+  uint64_t cluster_phase = 0;  // of the cluster's barrier, where this thread arrived last
   std::deque<std::vector<Store>> store_groups;
   std::vector<Store> stores;
   std::deque<std::vector<Copy>> copy_groups;

@@ -81,6 +81,7 @@ inline int __popc(uint32_t v) { return __builtin_popcount(v); }
 inline int __clz(uint32_t v) { return v ? __builtin_clz(v) : 32; }
 inline uint32_t __umulhi(uint32_t a, uint32_t b) { return uint64_t(a) * b >> 32; }
 inline float __fdividef(float a, float b) { return a / b; }
+inline float rsqrtf(float v) { return 1 / std::sqrt(v); }
 inline half2 __hfma2(half2 a, half2 b, half2 c) {  // rounded once
   const auto one = [](__half x, __half y, __half z) {
     return __double2half(double(__half2float(x)) * __half2float(y) + __half2float(z));

@@ -252,22 +252,32 @@ void named_barrier(int id, int threads, bool waits) {
 
 uint32_t cluster_rank() { return block->rank_; }
 
-void cluster_sync() {
+void cluster_arrive() {
   Cluster& cluster = block->cluster_;
-  uint64_t mine;
-  {
-    const std::lock_guard<std::mutex> lock(cluster.mutex);
-    mine = cluster.syncs++ / (cluster.blocks.size() * block->place_.block_dim.x);
-    cluster.synced = cluster.syncs / (cluster.blocks.size() * block->place_.block_dim.x);
-    block->progressed();
-  }
+  const uint64_t all = cluster.blocks.size() * block->place_.block_dim.x;
+  const std::lock_guard<std::mutex> lock(cluster.mutex);
+  block->lane_->cluster_phase = cluster.syncs++ / all;
+  cluster.synced = cluster.syncs / all;
+  block->progressed();
+}
+
+void cluster_wait() {
+  Cluster& cluster = block->cluster_;
   for (;;) {
     {
       const std::lock_guard<std::mutex> lock(cluster.mutex);
-      if (cluster.synced > mine) return;
+      if (cluster.synced > block->lane_->cluster_phase) return;
     }
     yield();
   }
+}
+
+void store_cluster(uint32_t address, uint32_t barrier, uint32_t rank, const void* from, uint32_t size) {
+  Block& other = *block->cluster_.blocks[rank];
+  if (other.ended_) block->fail("stores into a block that has ended");
+  if (!other.holds(address, size)) block->fail("stores beyond a block's shared memory");
+  std::memcpy(other.memory() + address, from, size);
+  other.complete_bytes(barrier, size);
 }
 
 void yield() { block->wait({}); }

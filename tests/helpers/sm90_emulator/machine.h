@@ -41,7 +41,11 @@ bool barrier_test(uint32_t barrier, uint32_t parity);
 void named_barrier(int id, int threads, bool waits);
 
 uint32_t cluster_rank();
-void cluster_sync();
+void cluster_arrive();
+void cluster_wait();
+
+// Into the shared memory of a block of the cluster, whose barrier is told.
+void store_cluster(uint32_t address, uint32_t barrier, uint32_t rank, const void* from, uint32_t size);
 
 // Lets other fibers run: for loops that wait for memory.
 void yield();

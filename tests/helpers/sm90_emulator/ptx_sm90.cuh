@@ -20,7 +20,30 @@ inline void barrier_expect_bytes(uint32_t barrier, uint32_t bytes) {
 // ---- clusters ----
 
 inline uint32_t cluster_rank() { return emulator::cluster_rank(); }
-inline void cluster_sync() { emulator::cluster_sync(); }
+inline void cluster_arrive() { emulator::cluster_arrive(); }
+inline void cluster_wait() { emulator::cluster_wait(); }
+inline void cluster_sync() { cluster_arrive(), cluster_wait(); }
+template <class T>
+void store_cluster(uint32_t smem, uint32_t barrier, uint32_t rank, const T& value) {
+  emulator::store_cluster(smem, barrier, rank, &value, sizeof(T));
+}
+
+// ---- a thread's own copies ----
+
+inline void copy_16(uint32_t smem, const void* from, bool there) {
+  emulator::copy(smem, from, there ? 16 : 0);
+}
+inline void copy_16_ahead(uint32_t smem, const void* from) { emulator::copy(smem, from, 16); }
+inline void copy_4_ahead(uint32_t smem, const void* from) { emulator::copy(smem, from, 4, 4); }
+inline void copy_commit() { emulator::copy_commit(); }
+template <int Pending>
+void copy_wait() {
+  emulator::copy_wait(Pending);
+}
+
+// ---- fragments ----
+
+inline void load_matrices(uint32_t smem, uint32_t (&m)[4]) { emulator::load_matrices(smem, m); }
 
 // ---- bulk tensor copies ----
 

@@ -1,0 +1,132 @@
+"""Linear layers of few rows on one GPU: `fp4::linears` beside torch's F.linear, with norm, bias and residual.
+
+    python benchmarks/linears.py [--models qwen3-30b,...] [--rows 1,2,8,...] [--layers ...]
+
+Each time is the median of CUDA-graph replays; a graph has one launch for each of so many weights that they
+come from memory, not from L2. `us` is fp4::linears as a model's step calls it: all weights of a layer in one
+operator, with its norm and residual, weights requested early. `separate_us` is the norm by torch.compile's
+operators left out: F.linear of each weight alone. `bandwidth_ratio` is the weights' bytes in `us` over the
+rate of a copy, measured in the same process. Each shape is compared with float64 first.
+"""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Iterator
+from functools import partial
+from typing import NamedTuple
+
+import record
+import torch
+import torch.nn.functional as F
+from gpu_ops import median_us
+from torch import Tensor
+
+import fp4_ops  # noqa: F401  loads torch.ops.fp4
+from fp4_ops.oracle import relative_error
+
+DEVICE, DTYPE = "cuda", torch.bfloat16
+COLD_BYTES = 250 << 20
+"""Weights of a graph, at least: five times an H100's L2."""
+
+
+class Layer(NamedTuple):
+    model: str
+    name: str
+    sizes: tuple[int, ...]
+    """Rows of the weights."""
+    k: int
+    norm: bool = False
+    residual: bool = False
+    bias: bool = False
+
+
+LAYERS = (
+    Layer("qwen3-30b", "qkv", (4096, 512, 512), 2048, norm=True),
+    Layer("qwen3-30b", "o", (2048,), 4096, residual=True),
+    Layer("qwen3-30b", "router", (128,), 2048, norm=True),
+    Layer("qwen3-30b", "head", (151936,), 2048, norm=True),
+    Layer("gpt-oss-120b", "qkv", (4096, 512, 512), 2880, norm=True, bias=True),
+    Layer("gpt-oss-120b", "o", (2880,), 4096, residual=True, bias=True),
+    Layer("gpt-oss-120b", "router", (128,), 2880, norm=True, bias=True),
+    Layer("mixtral-8x7b", "qkv", (4096, 1024, 1024), 4096, norm=True),
+    Layer("mixtral-8x7b", "o", (4096,), 4096, residual=True),
+    Layer("mixtral-8x7b", "router", (8,), 4096, norm=True),
+)
+
+
+def draw(*shape: int, scale: float = 1.0) -> Tensor:
+    return (torch.randn(*shape, device=DEVICE) * scale).to(DTYPE)
+
+
+class Operands:
+    """A layer's weights, several of them, and what its operator takes beside them."""
+
+    def __init__(self, layer: Layer) -> None:
+        self.bytes = sum(layer.sizes) * layer.k * DTYPE.itemsize
+        count = max(3, min(400, COLD_BYTES // self.bytes + 1))
+        self.weights = [[draw(n, layer.k, scale=0.02) for n in layer.sizes] for _ in range(count)]
+        self.biases = [draw(n) if layer.bias else None for n in layer.sizes]
+        self.norm = draw(layer.k) if layer.norm else None
+        self.layer = layer
+
+    def rows(self, rows: int) -> tuple[Tensor, Tensor | None]:
+        return draw(rows, self.layer.k), draw(rows, self.layer.sizes[0]) if self.layer.residual else None
+
+    def fused(self, x: Tensor, residual: Tensor | None, weights: list[Tensor]) -> list[Tensor]:
+        return torch.ops.fp4.linears(x, weights, self.biases, self.norm, 1e-6, residual, early=True)
+
+    def separate(self, x: Tensor, weights: list[Tensor]) -> list[Tensor]:
+        return [F.linear(x, w, b) for w, b in zip(weights, self.biases)]
+
+    def check(self, x: Tensor, residual: Tensor | None) -> float:
+        """Largest relative error of a product, against float64 over the normed rows."""
+        rows = x
+        if self.norm is not None:
+            values = x.float() * torch.rsqrt(x.float().square().mean(-1, keepdim=True) + 1e-6)
+            rows = values.to(DTYPE) * self.norm
+        worst = 0.0
+        got = self.fused(x, residual, self.weights[0])
+        for y, w, bias in zip(got, self.weights[0], self.biases):
+            want = rows.double() @ w.double().T
+            want = want if bias is None else want + bias.double()
+            want = want if residual is None else want.to(DTYPE).double() + residual.double()
+            worst = max(worst, relative_error(y, want))
+        assert worst < 4e-3, (self.layer, x.shape, worst)
+        return worst
+
+
+def copy_rate() -> float:
+    """Bytes a microsecond that a copy reads and writes."""
+    source = torch.empty(1 << 28, dtype=torch.uint8, device=DEVICE)
+    target = torch.empty_like(source)
+    return 2 * source.nbytes / median_us([partial(torch.add, source, 1, out=target)])
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--models", default=",".join(dict.fromkeys(layer.model for layer in LAYERS)))
+    parser.add_argument("--layers", default=",".join(dict.fromkeys(layer.name for layer in LAYERS)))
+    parser.add_argument("--rows", default="1,2,4,8,16,32,64")
+
+
+def rows(args: argparse.Namespace) -> Iterator[record.Row]:
+    models, names = args.models.split(","), args.layers.split(",")
+    rate = copy_rate()
+    for layer in LAYERS:
+        if layer.model not in models or layer.name not in names:
+            continue
+        operands = Operands(layer)
+        for count in map(int, args.rows.split(",")):
+            x, residual = operands.rows(count)
+            error = operands.check(x, residual)
+            us = median_us([partial(operands.fused, x, residual, w) for w in operands.weights])
+            separate = median_us([partial(operands.separate, x, w) for w in operands.weights])
+            yield {
+                "table": "linears", "model": layer.model, "layer": layer.name, "rows": count,
+                "mb": operands.bytes / 1e6, "us": us, "separate_us": separate, "speedup": separate / us,
+                "bandwidth_ratio": operands.bytes / us / rate, "error": error,
+            }  # fmt: skip
+
+
+if __name__ == "__main__":
+    record.main(__doc__, add_arguments, rows)

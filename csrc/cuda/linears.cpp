@@ -1,0 +1,140 @@
+#include "cuda/linears.h"
+
+#include <vector>
+
+#include "cuda/constants.h"
+#include "cuda/fallback.h"
+#include "cuda/launches.h"
+
+namespace fp4::cuda {
+
+using device::LinearsConfig;
+using device::LinearsParams;
+
+namespace {
+
+// Completes a launch with the deepest ring that fits, not deeper than wanted.
+bool fit_depth(LinearsParams& p, int wanted, const Gpu& gpu) {
+  for (const int depth : device::kLinearDepths) {
+    if (depth > wanted) continue;
+    p.config.depth = depth;
+    p.config.clusters = 0;
+    if (complete_linears(p, gpu.sms) <= gpu.shared_bytes) return true;
+  }
+  return false;
+}
+
+// The rules, by times of an H100 (benchmarks/linears.py). `cost`: the smallest is taken.
+struct Division {
+  int cluster_bits, row_warp_bits;
+};
+
+double cost(const LinearsParams& p, const Division& d, const LinearsConstants& fitted) {
+  const int blocks = p.config.clusters << d.cluster_bits;
+  // A router: K is split among as many warps as may be, but not so that sums of many rows cross the cluster.
+  if (p.tiles <= fitted.few_tiles)
+    return p.rows <= fitted.single_rows ? d.cluster_bits != 2 || d.row_warp_bits != 1
+                                        : d.cluster_bits != 3 || d.row_warp_bits != 2;
+  // A head: there are many rounds, and what counts is how seldom sums meet.
+  if (p.tiles > fitted.many_tiles) return d.cluster_bits != 1 || d.row_warp_bits != 2;
+  // One row: all weights in one round, by as many blocks as can be.
+  if (p.rows <= fitted.single_rows) return (p.rounds > 1 ? 2e3 * p.rounds : 0) - blocks - 0.1 * d.cluster_bits;
+  // More rows: each block brings its part of them, the smaller the more blocks split K. Of divisions that
+  // take as long, that into more parts where its rounds are full.
+  if (d.row_warp_bits != 3) return 1e6;
+  const double full = double(p.tiles) / (double(p.rounds) * (p.config.clusters << d.row_warp_bits));
+  const double parts = full >= fitted.full_share ? -0.001 * d.cluster_bits : 0.001 * d.cluster_bits;
+  return double(p.rounds) / (1 << d.cluster_bits) + parts;
+}
+
+}  // namespace
+
+std::optional<LinearsConfig> configure_linears(const LinearsParams& given, const Gpu& gpu) {
+  const LinearsConstants& fitted = k_linears;
+  if (!gpu.hopper() || given.rows < 1 || given.rows > device::kMostLinearRows) return std::nullopt;
+  std::optional<LinearsConfig> best;
+  double least = 0;
+  for (int cluster_bits = 0; cluster_bits <= device::kMostLinearClusterBits; ++cluster_bits) {
+    for (int row_warp_bits = 0; row_warp_bits <= device::kLinearWarpBits; ++row_warp_bits) {
+      LinearsParams p = given;
+      p.config = {cluster_bits, row_warp_bits};
+      if (gpu.sms < 1 << cluster_bits) continue;
+      const int columns = device::linear_columns(p.rows);
+      const int wanted = columns == 1 ? 8 : columns == 4 ? 3 : cluster_bits == 3 ? 4 : 8;
+      if (!fit_depth(p, wanted, gpu)) continue;
+      const double its = cost(p, {cluster_bits, row_warp_bits}, fitted);
+      if (!best || its < least) best = p.config, least = its;
+    }
+  }
+  return best;
+}
+
+namespace {
+
+std::vector<Tensor> linears(const Tensor& x, const std::vector<Tensor>& weights,
+                            const std::vector<OptionalTensor>& biases, const OptionalTensor& norm_weight,
+                            double eps, const OptionalTensor& residual, bool early, bool keep_norm) {
+  const int count = int(weights.size());
+  check_linears(x, norm_weight, residual, count, int64_t(biases.size()), keep_norm);
+  for (int i = 0; i < count; ++i) check_linear(x, weights[i], biases[i], residual);
+  const Here here(x);
+  const int64_t k = size(x, -1), rows = k > 0 ? x.numel() / k : 0;
+  const auto as_is = [](const Tensor& t) {  // weights that a copy would make twice as expensive
+    return t.is_contiguous() && reinterpret_cast<uintptr_t>(pointer(t)) % 16 == 0;
+  };
+  bool fits = rows >= 1 && rows <= device::kMostLinearRows && k % device::kLinearStepK == 0;
+  fits = fits && count <= device::kMostLinears && x.scalar_type() != ScalarType::Float;
+  double weight_bytes = 0;
+  for (const Tensor& w : weights) weight_bytes += 2.0 * double(w.numel());
+  for (const Tensor& w : weights) fits = fits && as_is(w) && w.size(0) > 0 && w.numel() < int64_t(1) << 40;
+  // More rows are faster by torch's products, unless launches are saved: of a norm and of several weights.
+  if (rows > k_linears.most_rows) fits = fits && norm_weight && weight_bytes <= k_linears.most_bytes;
+  std::optional<LinearsConfig> config;
+  LinearsParams p;
+  if (fits) {
+    p.rows = int(rows);
+    p.k = int(k);
+    p.count = count;
+    p.type = code_of(x.scalar_type());
+    p.bias_type = p.type;
+    p.eps = float(eps);
+    p.early = early;
+    for (int i = 0; i < count; ++i) p.weight[i].n = int(weights[i].size(0));
+    p.norm_weight = norm_weight ? pointer(*norm_weight) : nullptr;
+    config = configure_linears(p, here.gpu());
+  }
+  if (!config)
+    return fallback<std::vector<Tensor>>("linears", "these rows or weights", x, weights, biases, norm_weight,
+                                         eps, residual, early, keep_norm);
+
+  const Tensor values = as_operand(x);
+  const OptionalTensor norm = as_operand(norm_weight), added = as_operand(residual);
+  std::vector<OptionalTensor> added_biases;
+  std::vector<Tensor> made;
+  std::vector<int64_t> shape(x.sizes().begin(), x.sizes().end());
+  for (int i = 0; i < count; ++i) {
+    added_biases.push_back(as_contiguous(biases[i]));
+    shape.back() = weights[i].size(0);
+    made.push_back(torch::stable::view(here.empty({rows, shape.back()}, x.scalar_type()), shape));
+    p.weight[i].values = pointer(weights[i]);
+    p.weight[i].bias = pointer(added_biases[i]);
+    p.weight[i].out = mutable_pointer(made[i]);
+  }
+  if (keep_norm) {
+    shape.back() = k;
+    made.push_back(torch::stable::view(here.empty({rows, k}, x.scalar_type()), shape));
+    p.normed = mutable_pointer(made.back());
+  }
+  p.x = pointer(values);
+  p.norm_weight = pointer(norm);
+  p.residual = pointer(added);
+  p.config = *config;
+  check_launch(here.kernels().linears(&p, here.sms(), here.stream()), "fp4_kernel_linears");
+  return made;
+}
+
+}  // namespace
+
+FP4_REGISTER(FP4_LIBRARY, FP4_DISPATCH_KEY, m) { m.impl("linears", FP4_BOX(linears)); }
+
+}  // namespace fp4::cuda

@@ -1,0 +1,15 @@
+// Linear layers of few rows: how a launch divides its products.
+#pragma once
+
+#include <optional>
+
+#include "cuda/gpu.h"
+#include "device/linears.h"
+
+namespace fp4::cuda {
+
+// The division for these weights, rows and K on this GPU; none where the kernels do not run, or
+// where torch's own products are faster.
+std::optional<device::LinearsConfig> configure_linears(const device::LinearsParams& p, const Gpu& gpu);
+
+}  // namespace fp4::cuda

@@ -1,0 +1,87 @@
+// Linear layers of few rows: the arguments of a launch, and the sizes that the kernel and its launcher share.
+// Needs neither torch nor CUDA.
+#pragma once
+
+#include <cstdint>
+
+#include "../common/sm90_layout.h"
+#include "interface.h"
+
+namespace fp4::device {
+
+constexpr int kMostLinears = 3;      // weights of a launch
+constexpr int kMostLinearRows = 32;  // of x
+constexpr int kLinearWarps = 8, kLinearWarpBits = 3;
+constexpr int kMostLinearClusterBits = 3;
+constexpr int kLinearDepths[] = {8, 6, 4, 3};
+
+struct LinearWeight {
+  const void* values = nullptr;  // [n, k] of x's type
+  const void* bias = nullptr;    // [n] of bias_type, or null
+  void* out = nullptr;           // [rows, n] of x's type
+  int n = 0;
+  int tiles_end = 0;  // the launcher's: 16-row tiles of the weights up to this one
+};
+
+// How a product is divided: 2^cluster_bits blocks of a cluster split K, as do the warps of a block that
+// 2^row_warp_bits do not divide N among. `clusters`: of the grid; 0: one block a multiprocessor.
+struct LinearsConfig {
+  int cluster_bits = 0, row_warp_bits = 0, clusters = 0;
+  int depth = kLinearDepths[0];  // steps of a warp that are under way: one of kLinearDepths
+};
+
+struct LinearsParams {
+  const void* x = nullptr;            // [rows, k] of `type`
+  const void* norm_weight = nullptr;  // [k] of `type`: x is normalised by its root mean square; or null
+  void* normed = nullptr;             // [rows, k]: the normalised rows, if they are wanted
+  const void* residual = nullptr;     // [rows, n] of `type`, added to the rounded product; one weight alone
+  LinearWeight weight[kMostLinears];
+  int count = 0, rows = 0, k = 0;  // k: a multiple of kLinearStepK
+  float eps = 0;
+  DType type = DType::kBFloat16, bias_type = DType::kBFloat16;
+  bool early = false;  // the weights were there before the previous kernel began
+  LinearsConfig config;
+  // From here on the launcher's.
+  int tiles = 0, steps = 0, rounds = 0;
+  int lane_bits = 0;  // lanes of a fragment: 4 for each column that is held
+  int x_at = 0, norm_at = 0, stats_at = 0, sums_at = 0, sums_size = 0;  // in units of 16 bytes
+};
+
+constexpr int kLinearStepK = 64;                    // that a warp takes at a time
+constexpr int kLinearSlot = 16 * kLinearStepK * 2;  // bytes of a step of a tile
+constexpr int kLinearsHead = 2;                     // barriers, in units of 16 bytes
+
+// Eights of rows that a kernel is compiled for: 1, 2 or 4.
+constexpr FP4_BOTH int linear_columns(int rows) { return rows <= 8 ? 1 : rows <= 16 ? 2 : 4; }
+
+// Completes a launch on a GPU of so many multiprocessors; returns its bytes of shared memory.
+inline int complete_linears(LinearsParams& p, int sms) {
+  const auto parts = [](int a, int b) { return (a + b - 1) / b; };
+  p.tiles = 0;
+  for (int i = 0; i < kMostLinears; ++i) {
+    if (i < p.count) p.tiles += parts(p.weight[i].n, 16);
+    p.weight[i].tiles_end = p.tiles;
+  }
+  const int blocks = 1 << p.config.cluster_bits, row_warps = 1 << p.config.row_warp_bits;
+  const int columns = linear_columns(p.rows);
+  if (p.config.clusters <= 0) p.config.clusters = sms / blocks;
+  const int groups = parts(p.tiles, row_warps);
+  if (p.config.clusters > groups) p.config.clusters = groups;
+  p.steps = p.k / kLinearStepK;
+  p.rounds = parts(groups, p.config.clusters);
+  p.lane_bits = 2;
+  while (p.lane_bits < 5 && p.rows > 1 << (p.lane_bits - 2)) ++p.lane_bits;
+  const int steps = parts(p.steps, blocks), slots = blocks * (kLinearWarps / row_warps);
+  p.x_at = kLinearsHead + kLinearWarps * p.config.depth * kLinearSlot / 16;
+  p.norm_at = p.x_at + (steps * columns * (kLinearStepK / 32) << p.lane_bits);
+  p.stats_at = p.norm_at + (p.norm_weight ? steps * kLinearStepK / 8 : 0);
+  p.sums_at = p.stats_at + (p.norm_weight ? blocks * kLinearWarps * 2 : 0);
+  p.sums_size = slots > 1 ? parts(row_warps * columns, blocks) * slots * 32 : 0;
+  return 16 * (p.sums_at + p.sums_size * (p.rounds > 1 ? 2 : 1));
+}
+
+}  // namespace fp4::device
+
+extern "C" {
+int fp4_kernel_linears(const fp4::device::LinearsParams* params, int sms, void* stream);
+}

@@ -1,0 +1,468 @@
+// Linear layers of few rows, bound by memory: out_i = linear(x or its RMS norm, w_i, bias_i) (+ residual).
+//
+// A tile is 16 rows of a weight. Tiles count through the weights of a launch. In each round a cluster takes
+// row_warps tiles; its blocks split K, and so do the warps of a block that have the same tile. A warp streams
+// its part of a tile from global memory into registers, as the A operand of mma.sync; the rows of x are in
+// shared memory as the B operand, each block's part of K. The partial sums of a tile go to one block of the
+// cluster (its shared memory), which adds them in a fixed order, applies the epilogue and stores while the
+// next round is multiplied. So the result does not depend on timing.
+//
+// K is permuted so that a lane loads 16 consecutive bytes of a weight: x lies in shared memory in that order.
+#pragma once
+
+#include <cstdint>
+#include <type_traits>
+
+#include "../device/launch.cuh"
+#include "../device/linears.h"
+#include "../device/types.cuh"
+#include "ptx_sm90.cuh"
+
+namespace fp4::sm90 {
+
+using namespace device;
+
+constexpr int kLinearThreads = 32 * kLinearWarps;
+
+// ---- weights: how a warp brings a step of K into its slot of shared memory and makes it operand A ----
+
+// [n, k] in 16 bits. A slot has 128 bytes of each row, in such an order that the same 16 bytes of eight rows,
+// all even or all odd, are in different banks.
+template <Element kElement_>
+struct PlainWeights {
+  static constexpr Element kElement = kElement_;
+
+  const uint8_t* from;  // this lane's 16 bytes of the first four rows
+  int last;             // row, counted from the lane's first
+  static __device__ __forceinline__ PlainWeights at(const LinearsParams& p, const LinearWeight& w, int tile,
+                                                    int step) {
+    const int lane = threadIdx.x % 32, row = lane / 8;
+    const int last = w.n - 1 - tile * 16;
+    const auto* rows = static_cast<const uint8_t*>(w.values) + int64_t(tile) * 16 * p.k * 2;
+    return {rows + int64_t(min(row, last)) * p.k * 2 + step * 128 + lane % 8 * 16, last - row};
+  }
+  __device__ __forceinline__ void advance() { from += 128; }
+
+  __device__ __forceinline__ void fetch(const LinearsParams& p, uint32_t slot) const {
+    const int lane = threadIdx.x % 32;
+#pragma unroll
+    for (int i = 0; i < 4; ++i) {
+      const uint32_t to = slot + (lane / 8 + 4 * i) * 128 + (lane % 8 ^ (lane / 16 + 2 * i)) * 16;
+      copy_16_ahead(to, from + int64_t(max(min(4 * i, last), 0)) * (p.k * 2));
+    }
+  }
+
+  template <int kColumns>
+  static __device__ __forceinline__ void multiply(uint32_t slot, const uint4* fragments, int lanes,
+                                                  float4 (&sums)[kColumns]) {
+    const int lane = threadIdx.x % 32;  // its row: those that are even are rows 0 to 7 of the operand
+    const uint32_t row = slot + (lane % 8 * 2 + lane / 8 % 2) * 128;
+#pragma unroll
+    for (int h = 0; h < 2; ++h) {
+      uint4 b[kColumns];
+#pragma unroll
+      for (int c = 0; c < kColumns; ++c) b[c] = fragments[(c * 2 + h) * lanes];
+#pragma unroll
+      for (int s = 0; s < 2; ++s) {
+        uint32_t a[4];
+        load_matrices(row + ((4 * h + 2 * s + lane / 16) ^ lane % 8) * 16, a);
+#pragma unroll
+        for (int c = 0; c < kColumns; ++c)
+          mma<kElement>(sums[c], a, s == 0 ? b[c].x : b[c].z, s == 0 ? b[c].y : b[c].w);
+      }
+    }
+  }
+
+};
+
+// ---- 16-bit values ----
+
+template <Element kElement>
+struct Half;
+template <>
+struct Half<Element::kBFloat16> {
+  using One = __nv_bfloat16;
+  using Two = __nv_bfloat162;
+  static __device__ __forceinline__ float2 floats(uint32_t w) {
+    return make_float2(__uint_as_float(w << 16), __uint_as_float(w & 0xFFFF0000u));
+  }
+  static __device__ __forceinline__ Two pair(float a, float b) { return __floats2bfloat162_rn(a, b); }
+  static __device__ __forceinline__ One one(float a) { return __float2bfloat16_rn(a); }
+  static __device__ __forceinline__ float to_float(One a) { return __bfloat162float(a); }
+};
+template <>
+struct Half<Element::kFloat16> {
+  using One = __half;
+  using Two = half2;
+  static __device__ __forceinline__ float2 floats(uint32_t w) {
+    return __half22float2(reinterpret_cast<const half2&>(w));
+  }
+  static __device__ __forceinline__ Two pair(float a, float b) { return __floats2half2_rn(a, b); }
+  static __device__ __forceinline__ One one(float a) { return __float2half_rn(a); }
+  static __device__ __forceinline__ float to_float(One a) { return __half2float(a); }
+};
+
+// ---- a launch's tiles ----
+
+struct LinearTile {
+  int which, tile;  // the weight, and the tile of it
+
+  __device__ __forceinline__ LinearTile(const LinearsParams& p, int all) {
+    which = (all >= p.weight[0].tiles_end) + (all >= p.weight[1].tiles_end);
+    tile = which == 0 ? all : all - p.weight[which - 1].tiles_end;
+  }
+};
+
+// Rows n, n + 1 of the weight, for tokens m and m + 1.
+template <class Weights>
+__device__ __forceinline__ void store_linear(const LinearsParams& p, int tile, int column, const float4& sum) {
+  using H = Half<Weights::kElement>;
+  const int lane = threadIdx.x % 32, m = column * 8 + lane % 4 * 2;
+  const LinearTile at(p, tile);
+  const LinearWeight& w = p.weight[at.which];
+  const int n = at.tile * 16 + lane / 4 * 2;
+  if (n >= w.n) return;
+  float2 bias = make_float2(0.f, 0.f);
+  if (w.bias) {
+    bias.x = load_as_float(w.bias, n, p.bias_type);
+    if (n + 1 < w.n) bias.y = load_as_float(w.bias, n + 1, p.bias_type);
+  }
+  const float values[2][2] = {{sum.x, sum.z}, {sum.y, sum.w}};
+#pragma unroll
+  for (int i = 0; i < 2; ++i) {
+    if (m + i >= p.rows) return;
+    const int64_t to = int64_t(m + i) * w.n + n;
+    float a = values[i][0] + bias.x, b = values[i][1] + bias.y;
+    auto* out = static_cast<typename H::One*>(w.out) + to;
+    const auto* residual = static_cast<const typename H::One*>(p.residual) + to;
+    if (w.n % 2 == 0) {
+      typename H::Two pair = H::pair(a, b);
+      if (p.residual)
+        pair = __hadd2_rn(pair, *reinterpret_cast<const typename H::Two*>(residual));
+      *reinterpret_cast<typename H::Two*>(out) = pair;
+    } else {
+      if (p.residual) a = H::to_float(H::one(a)) + H::to_float(residual[0]);
+      out[0] = H::one(a);
+      if (n + 1 < w.n) {
+        if (p.residual) b = H::to_float(H::one(b)) + H::to_float(residual[1]);
+        out[1] = H::one(b);
+      }
+    }
+  }
+}
+
+// ---- x: the block's part of K as B operands ----
+
+// A thread brings 32 consecutive values of a row at a time, four pieces of 16 bytes. Where they lie, word i of
+// each piece meets in the end: what a lane multiplies.
+template <class Weights, int kColumns>
+struct LinearRows {
+  using H = Half<Weights::kElement>;
+  static constexpr int kStepK = kLinearStepK;
+  uint4* fragments;  // [steps][kColumns][step's k / 32][lanes]
+  int lanes, row_bits, first, count, lane, warp, g, t, sub;
+
+  __device__ __forceinline__ LinearRows(const LinearsParams& p, uint4* memory, int first, int count)
+      : fragments(memory), first(first), count(count) {
+    lane = threadIdx.x % 32, warp = threadIdx.x / 32;
+    const int lane_bits = kColumns > 1 ? 5 : p.lane_bits;
+    lanes = 1 << lane_bits, row_bits = lane_bits - 2;
+    t = lane % 4, g = lane / 4 & ((1 << row_bits) - 1), sub = lane >> lane_bits;
+  }
+
+  // f(k, to): for each 32 values of this thread, the first one's k and their fragments. All are of one row.
+  template <class F>
+  __device__ __forceinline__ void for_each(const F& f) const {
+    const int column = warp % kColumns, each = 8 >> row_bits;  // pairs of steps: a quad brings one
+#pragma unroll 2
+    for (int i = warp / kColumns; i * each * 2 < count; i += kLinearWarps / kColumns) {
+      const int step = (i * each + sub) * 2 + t / 2;
+      if (step < count)
+        f((first + step) * kStepK + t % 2 * 32,
+          fragments + (step * kColumns + column) * (kStepK / 32) * lanes + 4 * g);
+    }
+  }
+  __device__ __forceinline__ int row() const { return warp % kColumns * 8 + g; }
+  __device__ __forceinline__ int place(int piece) const { return t % 2 * lanes + piece; }
+
+  // And the norm's weight, if `norm` says where to.
+  __device__ __forceinline__ void bring(const LinearsParams& p, uint4* norm) const {
+    if (norm) {
+      const auto* from = static_cast<const uint16_t*>(p.norm_weight) + first * kStepK;
+      for (int i = threadIdx.x; i * 8 < count * kStepK; i += kLinearThreads) {
+        const bool there = first * kStepK + i * 8 < p.k;
+        copy_16(smem_address(norm + i), there ? from + i * 8 : from, there);
+      }
+    }
+    if (row() < p.rows) {
+      const auto* x = static_cast<const typename H::One*>(p.x) + int64_t(row()) * p.k;
+      for_each([&](int k, uint4* to) {
+#pragma unroll
+        for (int i = 0; i < 4; ++i) {
+          const bool there = k + 8 * i < p.k;
+          copy_16(smem_address(to + place(i)), there ? x + k + 8 * i : x, there);
+        }
+      });
+    }
+    copy_commit();
+  }
+
+  // Of the thread's values.
+  __device__ __forceinline__ float squares() const {
+    float sum = 0.f;
+    for_each([&](int, uint4* to) {
+#pragma unroll
+      for (int i = 0; i < 4; ++i) {
+        const uint4 v = to[place(i)];
+        for (const uint32_t w : {v.x, v.y, v.z, v.w}) {
+          const float2 f = H::floats(w);
+          sum += f.x * f.x;
+          sum += f.y * f.y;
+        }
+      }
+    });
+    return sum;
+  }
+
+  static __device__ __forceinline__ uint32_t normalized(uint32_t w, float scale, uint32_t weight) {
+    const float2 f = H::floats(w);
+    const typename H::Two v = __hmul2_rn(H::pair(f.x * scale, f.y * scale),
+                                         reinterpret_cast<const typename H::Two&>(weight));
+    return reinterpret_cast<const uint32_t&>(v);
+  }
+
+  // In place; `weight`: of the norm, from the block's first k on, or null. `normed`: where the rows go as they
+  // are then, or null.
+  __device__ __forceinline__ void finish(const LinearsParams& p, float scale, const uint4* weight,
+                                         void* normed) const {
+    if (row() >= p.rows) return;
+    auto* const out = static_cast<typename H::One*>(normed) + int64_t(row()) * p.k;
+    for_each([&](int k, uint4* to) {
+      uint4 v[4];
+#pragma unroll
+      for (int i = 0; i < 4; ++i) {
+        v[i] = to[place(i)];
+        if (weight) {
+          const uint4 by = weight[(k - first * kStepK) / 8 + i];
+          v[i] = make_uint4(normalized(v[i].x, scale, by.x), normalized(v[i].y, scale, by.y),
+                            normalized(v[i].z, scale, by.z), normalized(v[i].w, scale, by.w));
+          if (normed && k + 8 * i < p.k) *reinterpret_cast<uint4*>(out + k + 8 * i) = v[i];
+        }
+      }
+      to[place(0)] = make_uint4(v[0].x, v[1].x, v[2].x, v[3].x);
+      to[place(1)] = make_uint4(v[0].y, v[1].y, v[2].y, v[3].y);
+      to[place(2)] = make_uint4(v[0].z, v[1].z, v[2].z, v[3].z);
+      to[place(3)] = make_uint4(v[0].w, v[1].w, v[2].w, v[3].w);
+    });
+  }
+};
+
+// ---- the kernel ----
+
+struct alignas(16) LinearsShared {
+  uint64_t full[2], stats;
+};
+static_assert(sizeof(LinearsShared) == 16 * kLinearsHead);
+
+// Until at most depth - kLess groups are under way.
+template <int kLess>
+__device__ __forceinline__ void copy_wait_but(int depth) {
+  static_assert(kLinearDepths[0] == 8 && kLinearDepths[1] == 6 && kLinearDepths[2] == 4);
+  if (depth == 8) {
+    copy_wait<8 - kLess>();
+  } else if (depth == 6) {
+    copy_wait<6 - kLess>();
+  } else if (depth == 4) {
+    copy_wait<4 - kLess>();
+  } else {
+    copy_wait<3 - kLess>();
+  }
+}
+
+// kColumns: tokens / 8.
+template <class Weights, int kColumns>
+__global__ void __launch_bounds__(kLinearThreads, 2) linears_kernel(const __grid_constant__ LinearsParams p) {
+  constexpr int kSlot = kLinearSlot;
+  const int depth = p.config.depth;
+  FP4_DYNAMIC_SHARED(uint4, 16, memory);
+  const int lane = threadIdx.x % 32, warp = threadIdx.x / 32;
+  const int cluster_bits = p.config.cluster_bits, row_warp_bits = p.config.row_warp_bits;
+  const int blocks = 1 << cluster_bits, row_warps = 1 << row_warp_bits;
+  const int k_warp_bits = kLinearWarpBits - row_warp_bits, slots = blocks << k_warp_bits;
+  const int rank = blocks > 1 ? cluster_rank() : 0, cluster = blockIdx.x >> cluster_bits;
+  const int row_warp = warp & (row_warps - 1), k_warp = warp >> row_warp_bits;
+  const int first = p.steps * rank >> cluster_bits;  // of K's steps the block's, and of those the warp's
+  const int count = (p.steps * (rank + 1) >> cluster_bits) - first;
+  const int begin = count * k_warp >> k_warp_bits, own = (count * (k_warp + 1) >> k_warp_bits) - begin;
+  const int stride = p.config.clusters << row_warp_bits;  // tiles of a round
+  const int first_tile = (cluster << row_warp_bits) + row_warp;
+
+  // Told when the partial sums of a round are there, and those of the norm. A block alone needs none.
+  auto& sh = *reinterpret_cast<LinearsShared*>(memory);
+  uint32_t wanted = 0;  // bytes of a round's sums
+  if (blocks > 1) {
+    const int items = ((kColumns << row_warp_bits) - rank + blocks - 1) >> cluster_bits;
+    wanted = items * slots * 32 * sizeof(float4);
+    if (threadIdx.x == 0) {
+      for (uint64_t& barrier : sh.full) barrier_init(smem_address(&barrier), 1);
+      barrier_init(smem_address(&sh.stats), 1);
+      barrier_init_fence();
+      for (uint64_t& barrier : sh.full) barrier_expect_bytes(smem_address(&barrier), wanted);
+      barrier_expect_bytes(smem_address(&sh.stats), blocks << (kLinearWarpBits + p.lane_bits));
+    }
+    __syncwarp();
+    cluster_arrive();
+  }
+
+  const LinearRows<Weights, kColumns> x(p, memory + p.x_at, first, count);
+  uint4* const norm = memory + p.norm_at;
+  const uint32_t ring = smem_address(memory + kLinearsHead) + warp * depth * kSlot;
+  Weights ahead;  // the step that is requested next
+  int ahead_tile = first_tile, ahead_left = 0;
+  const auto aim = [&] {
+    if (ahead_tile >= p.tiles) return;
+    const LinearTile at(p, ahead_tile);
+    ahead = Weights::at(p, p.weight[at.which], at.tile, first + begin);
+    ahead_left = own;
+    ahead_tile += stride;
+  };
+  // A group of copies for each step, also where there is none.
+  const auto request = [&](uint32_t slot) {
+    if (ahead_left == 0) aim();
+    if (ahead_left > 0) {
+      ahead.fetch(p, slot);
+      ahead.advance();
+      --ahead_left;
+    }
+    copy_commit();
+  };
+  const auto begin_requests = [&] {
+    for (int j = 0; j < depth; ++j) request(ring + j * kSlot);
+  };
+
+  if (p.early) begin_requests();
+  wait_previous_kernel();
+  release_next_kernel();
+  x.bring(p, p.norm_weight ? norm : nullptr);
+  if (p.early) {
+    copy_wait<0>();
+  } else {
+    begin_requests();
+    copy_wait_but<0>(depth);
+  }
+
+  if (blocks > 1) cluster_wait();  // all have begun
+  float scale = 1.f;
+  if (p.norm_weight) {
+    float sum = x.squares();
+    sum += __shfl_xor_sync(~0u, sum, 1);
+    sum += __shfl_xor_sync(~0u, sum, 2);
+    for (int d = x.lanes; d < 32; d *= 2) sum += __shfl_xor_sync(~0u, sum, d);
+    float* const stats = reinterpret_cast<float*>(memory + p.stats_at);  // [blocks][warps][8]
+    if (x.t == 0 && x.sub == 0) {
+      float* const to = stats + (rank * kLinearWarps + warp) * 8 + x.g;
+      if (blocks == 1) *to = sum;
+      for (int r = 0; blocks > 1 && r < blocks; ++r)
+        store_cluster(smem_address(to), smem_address(&sh.stats), r, sum);
+    }
+    if (blocks > 1) {
+      barrier_wait(smem_address(&sh.stats), 0);
+    } else {
+      __syncthreads();
+    }
+    sum = 0.f;
+    for (int i = 0; i < blocks; ++i)
+#pragma unroll
+      for (int w = 0; w < kLinearWarps; w += kColumns)
+        sum += stats[(i * kLinearWarps + w + warp % kColumns) * 8 + x.g];
+    scale = rsqrtf(sum / p.k + p.eps);
+  }
+  __syncthreads();  // the norm's weight
+  x.finish(p, scale, p.norm_weight ? norm : nullptr, cluster == 0 ? p.normed : nullptr);
+  __syncthreads();
+
+  float4* const sums = reinterpret_cast<float4*>(memory + p.sums_at);  // [2][items / blocks][slots][32]
+  // Adds and stores what the cluster has of a round: this block its part of the items.
+  const auto finish = [&](int round) {
+    const float4* const from = sums + (round & 1) * p.sums_size + lane;
+    for (int i = (warp << cluster_bits) + rank; i < kColumns << row_warp_bits; i += kLinearWarps << cluster_bits) {
+      const int tile = round * stride + (cluster << row_warp_bits) + i / kColumns;
+      if (tile >= p.tiles || i % kColumns * 8 >= p.rows) continue;
+      float4 sum = make_float4(0.f, 0.f, 0.f, 0.f);
+#pragma unroll 4
+      for (int s = 0; s < slots; ++s) {
+        const float4 v = from[((i >> cluster_bits) * slots + s) * 32];
+        sum.x += v.x, sum.y += v.y, sum.z += v.z, sum.w += v.w;
+      }
+      store_linear<Weights>(p, tile, i % kColumns, sum);
+    }
+  };
+
+  // Waits for a round's sums, and is ready for those of the next round but one.
+  const auto receive = [&](int round) {
+    if (wanted == 0) return;
+    const uint32_t full = smem_address(&sh.full[round & 1]);
+    barrier_wait(full, round / 2 & 1);
+    if (threadIdx.x == 0 && round + 2 < p.rounds) barrier_expect_bytes(full, wanted);
+  };
+
+  const int frag_lane = kColumns > 1 ? lane : (lane / 4 & ((1 << x.row_bits) - 1)) * 4 + lane % 4;
+  const int lanes = kColumns > 1 ? 32 : x.lanes, step_size = kColumns * (kLinearStepK / 32) * lanes;
+  const uint4* const fragments = x.fragments + begin * step_size + frag_lane;
+  uint32_t slot = ring;
+  for (int round = 0; round < p.rounds; ++round) {
+    float4 acc[kColumns];
+#pragma unroll
+    for (float4& a : acc) a = make_float4(0.f, 0.f, 0.f, 0.f);
+    const int tile = first_tile + round * stride;
+    if (tile < p.tiles) {
+      const uint4* at = fragments;
+      for (int left = own; left > 0; --left, at += step_size) {
+        copy_wait_but<1>(depth);
+        __syncwarp();
+        Weights::template multiply<kColumns>(slot, at, lanes, acc);
+        __syncwarp();  // all have read it
+        request(slot);
+        slot = slot + kSlot == ring + depth * kSlot ? ring : slot + kSlot;
+      }
+    }
+    if (slots == 1) {
+      if (tile < p.tiles) {
+#pragma unroll
+        for (int c = 0; c < kColumns; ++c) store_linear<Weights>(p, tile, c, acc[c]);
+      }
+      continue;
+    }
+    if (blocks == 1 && round > 0) {
+      __syncthreads();
+      finish(round - 1);
+    }
+    // What was in the buffer, of the round before the last, has been read by all.
+    if (blocks > 1 && round > 1) cluster_wait();
+    float4* const to = sums + (round & 1) * p.sums_size + (rank << k_warp_bits | k_warp) * 32 + lane;
+#pragma unroll
+    for (int c = 0; c < kColumns; ++c) {
+      const int i = row_warp * kColumns + c;
+      float4* const there = to + (i >> cluster_bits) * slots * 32;
+      if (blocks == 1) {
+        *there = acc[c];
+      } else {
+        store_cluster(smem_address(there), smem_address(&sh.full[round & 1]), i & (blocks - 1), acc[c]);
+      }
+    }
+    if (blocks > 1 && round > 0) {
+      receive(round - 1);
+      finish(round - 1);
+      if (round + 1 < p.rounds) cluster_arrive();
+    }
+  }
+  if (slots == 1) return;
+  if (blocks > 1) {
+    receive(p.rounds - 1);
+  } else {
+    __syncthreads();
+  }
+  finish(p.rounds - 1);
+}
+
+}  // namespace fp4::sm90

@@ -1,0 +1,155 @@
+"""Linear layers of few rows (csrc/sm90/linears.cuh) against float64: every division and epilogue."""
+
+import ctypes
+import random
+from typing import NamedTuple
+
+import pytest
+import torch
+from test_sm90_gpu import BOUND, error, pytestmark
+
+from fp4_ops.backends import anywhere
+from fp4_ops.backends.launchers import library
+
+__all__ = ["pytestmark"]
+
+pointer, number = ctypes.c_void_p, ctypes.c_int
+CODES = {torch.bfloat16: 1, torch.float16: 2}
+EPS = 1e-6
+
+
+class Weight(ctypes.Structure):
+    """LinearWeight of csrc/device/linears.h."""
+
+    _fields_ = [
+        *((name, pointer) for name in ("values", "bias", "out")),
+        *((name, number) for name in ("n", "tiles_end")),
+    ]
+
+
+class Params(ctypes.Structure):
+    """LinearsParams of csrc/device/linears.h."""
+
+    _fields_ = [
+        *((name, pointer) for name in ("x", "norm_weight", "normed", "residual")),
+        ("weight", Weight * 3),
+        *((name, number) for name in ("count", "rows", "k")),
+        ("eps", ctypes.c_float),
+        *((name, number) for name in ("type", "bias_type")),
+        ("early", ctypes.c_bool),
+        *((name, number) for name in ("cluster_bits", "row_warp_bits", "clusters", "depth")),
+        ("launchers", number * 9),
+    ]
+
+
+class Case(NamedTuple):
+    x: torch.Tensor
+    weights: list[torch.Tensor]
+    biases: list[torch.Tensor | None]
+    norm: torch.Tensor | None
+    residual: torch.Tensor | None
+
+
+def normed(case: Case) -> torch.Tensor:
+    """The rows that are multiplied, as a model computes them."""
+    return anywhere.linears(case.x, case.weights[:1], [None], case.norm, EPS, None, keep_norm=True)[1]
+
+
+def expected(case: Case, values: list[torch.Tensor]) -> list[torch.Tensor]:
+    rows = case.x if case.norm is None else normed(case)
+    made = [rows.double() @ w.double().T for w in values]
+    made = [y if b is None else y + b.double() for y, b in zip(made, case.biases)]
+    if case.residual is None:
+        return made
+    return [y.to(case.x.dtype).double() + case.residual.double() for y in made]
+
+
+def random_case(rows: int, k: int, sizes: list[int], dtype: torch.dtype) -> Case:
+    def draw(*shape: int, scale: float = 1.0) -> torch.Tensor:
+        return (torch.randn(*shape, device="cuda") * scale).to(dtype)
+
+    x = (torch.randn(rows, k, device="cuda") * torch.rand(rows, 1, device="cuda") * 4).to(dtype)
+    weights = [draw(n, k, scale=k**-0.5) for n in sizes]
+    biases = [draw(n) if random.random() < 0.5 else None for n in sizes]
+    norm = draw(k) if random.random() < 0.5 else None
+    residual = draw(rows, sizes[0]) if len(sizes) == 1 and random.random() < 0.5 else None
+    return Case(x, weights, biases, norm, residual)
+
+
+def launch(
+    case: Case,
+    division: tuple[int, int, int, int],
+    keep: torch.Tensor | None = None,
+) -> list[torch.Tensor]:
+    """Runs the kernel as `division` says."""
+
+    def at(t: torch.Tensor | None) -> int | None:
+        return None if t is None else t.data_ptr()
+
+    rows, k = case.x.shape
+    sizes = [w.shape[0] for w in case.weights]
+    outs = [torch.full((rows, n), float("nan"), device="cuda", dtype=case.x.dtype) for n in sizes]
+    p = Params(x=at(case.x), norm_weight=at(case.norm), normed=at(keep), residual=at(case.residual))
+    for i, (w, bias, out) in enumerate(zip(case.weights, case.biases, outs)):
+        p.weight[i] = Weight(at(w), at(bias), at(out), sizes[i])
+    p.count, p.rows, p.k, p.eps = len(outs), rows, k, EPS
+    p.type = p.bias_type = CODES[case.x.dtype]
+    p.early = random.random() < 0.5
+    p.cluster_bits, p.row_warp_bits, p.clusters, p.depth = division
+    stream = torch.cuda.current_stream().cuda_stream
+    loaded = library.library()
+    assert loaded is not None
+    error = loaded.fp4_kernel_linears(ctypes.byref(p), library.multiprocessors(0), pointer(stream))
+    assert error == 0, division
+    torch.cuda.synchronize()
+    return outs
+
+
+def random_division(cluster_bits: int, row_warp_bits: int) -> tuple[int, int, int, int]:
+    return cluster_bits, row_warp_bits, random.choice((0, 0, 1, 3)), random.choice((8, 6, 4, 3))
+
+
+@pytest.mark.parametrize("row_warp_bits", range(4))
+@pytest.mark.parametrize("cluster_bits", range(4))
+@pytest.mark.parametrize("dtype", CODES)
+def test_every_division(dtype, cluster_bits, row_warp_bits):
+    """Rows of every kernel, odd N, K of fewer steps than there are warps, one to three weights."""
+    for rows in (1, random.randint(2, 8), random.randint(9, 16), random.randint(17, 32)):
+        sizes = [random.choice((1, 7, 16, 24, 128, 200)) for _ in range(random.randint(1, 3))]
+        case = random_case(rows, 64 * random.randint(1, 9), sizes, dtype)
+        keep = torch.full_like(case.x, float("nan")) if case.norm is not None else None
+        division = random_division(cluster_bits, row_warp_bits)
+        got = launch(case, division, keep)
+        for y, want in zip(got, expected(case, case.weights)):
+            assert error(y, want) < BOUND[dtype], (rows, case.x.shape, sizes, division)
+        if keep is not None:
+            assert error(keep, normed(case).double()) < BOUND[dtype] / 4
+        again = launch(case, (*division[:2], 1 + division[2], 3))
+        assert all(map(torch.equal, got, again)), "bits depend on the grid"
+
+
+@pytest.mark.parametrize("dtype", CODES)
+def test_operator(dtype):
+    for rows in (1, 4, 31):
+        case = random_case(rows, 64 * random.randint(1, 5), [40, 16, 128], dtype)
+        keep = case.norm is not None
+        given = case.x[:, None], case.weights, case.biases, case.norm, EPS, None
+        got = torch.ops.fp4.linears(*given, early=True, keep_norm=keep)
+        want = expected(case, case.weights) + ([normed(case).double()] if keep else [])
+        assert [y.shape for y in got] == [(rows, 1, y.shape[1]) for y in want]
+        for y, right in zip(got, want):
+            assert error(y[:, 0], right) < BOUND[dtype]
+    case = random_case(2, 128, [48], dtype)._replace(residual=torch.randn(2, 48, device="cuda").to(dtype))
+    (got,) = torch.ops.fp4.linears(case.x, case.weights, case.biases, case.norm, EPS, case.residual)
+    assert error(got, expected(case, case.weights)[0]) < BOUND[dtype]
+
+
+def test_others_run_torch():
+    """More rows than the kernel takes, K that is no multiple of 64, weights that lie apart, float32."""
+    for rows, k, dtype in ((65, 128, torch.bfloat16), (3, 96, torch.float16), (3, 128, torch.float32)):
+        x, w = (torch.randn(n, k, device="cuda").to(dtype) for n in (rows, 24))
+        (got,) = torch.ops.fp4.linears(x, [w], [None], None, EPS, None)
+        assert error(got, x.double() @ w.double().T) < 1e-2
+    w = torch.randn(128, 24, device="cuda").bfloat16().T
+    (got,) = torch.ops.fp4.linears(x.bfloat16(), [w], [None], None, EPS, None)
+    assert error(got, x.bfloat16().double() @ w.double().T) < 1e-2
