@@ -39,6 +39,7 @@ from .recognise.sizes import need_wide, need_wide_weight
 from .recognise.written_decoding import decode_to_operator
 from .refusal import Kind, Refusal, Refused, refuse
 from .report import Site, each_told_once, left_alone
+from .step.linears import write_linears
 from .trace.capture import mutated_inputs
 from .weights.decoded import find_decoded
 from .weights.prequantized import is_prequantized
@@ -287,6 +288,10 @@ def _sums(s: _State) -> None:
     s.also += write_sums(s.gm.graph)
 
 
+def _step_linears(s: _State) -> None:
+    s.also += write_linears(s.gm.graph, s.fixed - s.writer.mutated)
+
+
 def _inputs(s: _State) -> None:
     """Packed weights are new inputs, and inputs that nothing reads any more go."""
     sweep(s.gm.graph)
@@ -318,6 +323,7 @@ PASSES: tuple[Pass[_State], ...] = (
     Pass("topk", _topk, when=_has_operators),
     Pass("attention", _attention, when=_has_operators),
     Pass("sums", _sums, when=_has_operators),
+    Pass("step_linears", _step_linears, when=_has_operators),
     Pass("inputs", _inputs, when=lambda s: bool(s.writer.written or s.also)),
     Pass("strides", _strides, when=lambda s: s.rewritten is not None),
 )

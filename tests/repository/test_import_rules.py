@@ -22,6 +22,7 @@ ROOMS = {
     "weights": {"graph", "refusal"},
     "trace": {"graph", "naming", "operands", "refusal", "weights"},
     "neighbours": {"graph", "operands"},
+    "step": {"graph", "operands"},
     "report": {"naming", "pass_log", "refusal"},
     "dynamo.api": set(),
     "dynamo": {"dynamo.api", "graph", "naming", "operands", "refusal", "report", "weights"},
@@ -31,7 +32,7 @@ ROOMS = {
     },
     "passes": {
         *("emit", "graph", "index", "naming", "neighbours", "options"),
-        *("pass_log", "recognise", "refusal", "report", "trace", "weights"),
+        *("pass_log", "recognise", "refusal", "report", "step", "trace", "weights"),
     },
     "precompiled": {"dynamo.api", "options", "weights"},
     "fail_open": {"dynamo.api", "report"},

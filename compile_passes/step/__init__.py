@@ -1,0 +1,1 @@
+"""Writes what stands between the experts of a decoding step with fewer kernels."""

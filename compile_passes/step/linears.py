@@ -1,0 +1,244 @@
+"""Products of the same rows in one launch, with the norm before them and the residual after: fp4::linears.
+
+In a decoding step each product waits for memory, and each kernel between two of them for the one before. An
+attention layer has a norm, three products of its result, and one whose result is added to the residual.
+"""
+
+from __future__ import annotations
+
+import operator
+from collections import Counter
+from collections.abc import Collection
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import fx
+
+from ...native import HOPPER
+from ..graph.nodes import (
+    arguments,
+    aten,
+    is_op,
+    is_tensor,
+    passes_order,
+    same_shape,
+    shape,
+    static_int,
+    value,
+)
+from ..operands import integer, operand
+from .device import runs
+from .norm import Norm, NotRead, read_norm
+
+fp4 = torch.ops.fp4
+
+FAMILIES = (HOPPER,)
+DTYPES = (torch.bfloat16, torch.float16)
+MAX_ROWS = 1
+"""Most rows of a product. One is faster than torch's kernels between Inductor's; 64 are slower (H100)."""
+MAX_WEIGHTS = 3
+K_MULTIPLE = 64
+MAX_BYTES = 2**27
+"""Most bytes of the weights of a call. torch's kernels are faster for an output head."""
+
+
+@dataclass(frozen=True)
+class _Linear:
+    """x @ weight.T + bias, x [M, K]. `rows` has the elements of x, before reshapes."""
+
+    node: fx.Node
+    x: fx.Node
+    rows: fx.Node
+    weight: fx.Node
+    bias: fx.Node | None
+
+    @property
+    def n(self) -> int:
+        return int(shape(self.weight)[0])
+
+
+def write_linears(graph: fx.Graph, parameters: Collection[fx.Node]) -> list[str]:
+    """Rewrites products of few rows by `parameters`, which the graph does not write to.
+
+    Says in words what was done, and why a norm that looks alike was left alone.
+    """
+    done: Counter[str] = Counter()
+    left: Counter[str] = Counter()
+    by_rows: dict[fx.Node, list[_Linear]] = {}
+    for node in graph.nodes:
+        linear = _read(node, parameters)
+        if linear is not None:
+            by_rows.setdefault(linear.rows, []).append(linear)
+    for rows, linears in by_rows.items():
+        try:
+            norm = read_norm(rows)
+        except NotRead as why:
+            left[str(why)] += 1
+            norm = None
+        if norm is not None and norm.weight not in parameters:
+            left["the norm's weight is no parameter, or the graph writes to it"] += 1
+            norm = None
+        if norm is not None and len(linears) <= MAX_WEIGHTS and _bytes(linears) <= MAX_BYTES:
+            _write_normed(graph, norm, linears)
+            done["norm"] += 1
+            continue
+        for linear in linears:
+            add = _residual(linear)
+            if add is not None and _bytes([linear]) <= MAX_BYTES:
+                _write_residual(graph, linear, *add)
+                done["residual"] += 1
+    words = {
+        "norm": "a norm and the products of its result are one kernel (fp4::linears)",
+        "residual": "a product and the residual added to it are one kernel (fp4::linears)",
+    }
+    told = [f"decoding step ({n}x): {words[what]}" for what, n in done.items()]
+    return told + [f"decoding step ({n}x): left alone, {why}" for why, n in left.items()]
+
+
+def _read(node: fx.Node, parameters: Collection[fx.Node]) -> _Linear | None:
+    """A product of few rows by a parameter, as nn.Linear makes it."""
+    if not is_op(node, aten.mm, aten.addmm) or not is_tensor(node):
+        return None
+    a = arguments(node)
+    x, swapped = (a["self"], a["mat2"]) if is_op(node, aten.mm) else (a["mat1"], a["mat2"])
+    bias = None
+    if is_op(node, aten.addmm):
+        bias = a["self"]
+        if a["beta"] != 1 or a["alpha"] != 1 or bias not in parameters or value(bias).dim() != 1:
+            return None
+    if not is_op(swapped, aten.t, aten.transpose):
+        return None
+    if is_op(swapped, aten.transpose) and {integer(swapped, i) % 2 for i in (1, 2)} != {0, 1}:
+        return None
+    weight = operand(swapped)
+    if weight not in parameters or value(weight).dim() != 2 or not value(weight).is_contiguous():
+        return None
+    tensors = [x, weight] if bias is None else [x, weight, bias]
+    dtypes = {value(t).dtype for t in tensors}
+    if len(dtypes) != 1 or value(x).dtype not in DTYPES or not runs(value(x).device, *FAMILIES):
+        return None
+    n, k = (static_int(size) for size in shape(weight))
+    if n is None or k is None or k % K_MULTIPLE or static_int(shape(x)[-1]) != k:
+        return None
+    rows = _source(x, k)
+    if not _few(rows):
+        return None
+    return _Linear(node, x, rows, weight, bias)
+
+
+def _bytes(linears: list[_Linear]) -> int:
+    return sum(value(linear.weight).nbytes for linear in linears)
+
+
+def _source(x: fx.Node, k: int) -> fx.Node:
+    """Back through reshapes of x as long as these are rows of k elements."""
+    source = x
+    while passes_order(x):
+        x = operand(x)
+        if shape(x) and static_int(shape(x)[-1]) == k:
+            source = x
+    return source
+
+
+def _few(rows: fx.Node) -> bool:
+    """Whether there are at most MAX_ROWS rows. A symbolic number of them counts as many."""
+    total = 1
+    for n in map(static_int, shape(rows)[:-1]):
+        if n is None:
+            return False
+        total *= n
+    return 0 < total <= MAX_ROWS
+
+
+def _residual(linear: _Linear) -> tuple[fx.Node, fx.Node] | None:
+    """(the sum, what is added) if nothing but a sum reads the product, as `residual + y` of equal shapes."""
+    node = linear.node
+    while len(node.users) == 1:
+        (user,) = node.users
+        if not passes_order(user):
+            break
+        node = user
+    if len(node.users) != 1 or not is_op(user, aten.add):
+        return None
+    a = arguments(user)
+    if a.get("alpha", 1) != 1 or (a["self"] is node) == (a["other"] is node):
+        return None
+    other = a["other"] if a["self"] is node else a["self"]
+    if (
+        not is_tensor(other)
+        or value(other).dtype != value(node).dtype
+        or value(user).dtype != value(node).dtype
+    ):
+        return None
+    alike = shape(node)[-1] == linear.n and same_shape(shape(other), shape(node))
+    if not alike or None in _sizes(user):
+        return None
+    return user, other
+
+
+def _write_normed(graph: fx.Graph, norm: Norm, linears: list[_Linear]) -> None:
+    readers = _readers(norm.node) - {linear.node for linear in linears}
+    with graph.inserting_after(norm.node):
+        out = _call(graph, norm.x, linears, norm, None, keep_norm=bool(readers))
+    with graph.inserting_after(out):
+        kept = graph.call_function(operator.getitem, (out, len(linears))) if readers else None
+        made = [graph.call_function(operator.getitem, (out, i)) for i in range(len(linears))]
+    for linear, y in zip(linears, made):
+        with graph.inserting_after(y):
+            flat = graph.call_function(aten.reshape.default, (y, [-1, linear.n]))
+        _replace(linear.node, flat)
+    if kept is not None:
+        _replace(norm.node, kept)
+
+
+def _write_residual(graph: fx.Graph, linear: _Linear, add: fx.Node, residual: fx.Node) -> None:
+    with graph.inserting_before(add):
+        flat = graph.call_function(aten.reshape.default, (residual, [-1, linear.n]))
+        out = _call(graph, linear.x, [linear], None, flat)
+        y = graph.call_function(operator.getitem, (out, 0))
+        made = graph.call_function(aten.reshape.default, (y, _sizes(add)))
+    _replace(add, made)
+
+
+def _call(
+    graph: fx.Graph,
+    x: fx.Node,
+    linears: list[_Linear],
+    norm: Norm | None,
+    residual: fx.Node | None,
+    keep_norm: bool = False,
+) -> fx.Node:
+    weights, biases = [linear.weight for linear in linears], [linear.bias for linear in linears]
+    options: dict[str, Any] = {"keep_norm": True} if keep_norm else {}
+    if _is_computed(x):  # by the kernel before the operator, or an earlier one; the weights are by none
+        options["early"] = True
+    given = (None, 0.0) if norm is None else (norm.weight, norm.eps)
+    return graph.call_function(fp4.linears.default, (x, weights, biases, *given, residual), options)
+
+
+_VIEWS = (aten.slice, aten.select, aten.transpose, aten.permute, aten.t, aten.expand)
+
+
+def _is_computed(x: fx.Node) -> bool:
+    """Whether a kernel of the graph makes x: it is no view of an input."""
+    while passes_order(x) or is_op(x, *_VIEWS):
+        x = operand(x)
+    return x.op != "placeholder"
+
+
+def _replace(old: fx.Node, new: fx.Node) -> None:
+    new.meta.update(old.meta)
+    old.replace_all_uses_with(new)
+
+
+def _sizes(node: fx.Node) -> list[int | None]:
+    return list(map(static_int, shape(node)))
+
+
+def _readers(node: fx.Node) -> set[fx.Node]:
+    """All that reads a node's elements, past reshapes."""
+    found: set[fx.Node] = set()
+    for user in node.users:
+        found |= _readers(user) if passes_order(user) else {user}
+    return found

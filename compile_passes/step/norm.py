@@ -1,0 +1,99 @@
+"""Reads RMSNorm from the operators that a model writes it with."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import fx
+
+from ..graph.nodes import FLOATING, arguments, aten, is_float_cast, is_op, is_tensor, same_shape, shape, value
+from ..operands import operand
+
+
+class NotRead(Exception):
+    """Says why something that looks like a norm is not one that the operators compute."""
+
+
+@dataclass(frozen=True)
+class Norm:
+    """(x.float() * rsqrt(mean(x.float() ** 2) + eps)).to(x.dtype) * weight, along the last dimension."""
+
+    node: fx.Node
+    x: fx.Node
+    weight: fx.Node
+    eps: float
+
+
+def read_norm(node: fx.Node) -> Norm | None:
+    """Return the norm whose result `node` is; None if it looks like none. Raises NotRead for another norm."""
+    if is_float_cast(node) and any(_scaled(_uncast(a)) is not None for a in _factors(operand(node))):
+        raise NotRead("the norm multiplies by its weight before it rounds")  # as gpt-oss has it
+    if not is_op(node, aten.mul) or not is_tensor(node):
+        return None
+    for weight, scaled in _each_way(node):
+        if not (is_tensor(weight) and is_tensor(scaled)):
+            continue
+        found, cast = _scaled(_uncast(scaled)), is_float_cast(scaled)
+        if found is None:
+            continue
+        x, eps = found
+        dtype = value(node).dtype
+        if not same_shape(shape(weight), shape(node)[-1:]):
+            raise NotRead("the norm's weight is not one number an element")
+        if weight.op != "placeholder":
+            raise NotRead("the norm's weight is computed in the graph (as 1 + w)")
+        if dtype not in FLOATING or {value(x).dtype, value(weight).dtype} != {dtype}:
+            raise NotRead("the norm's input, weight and result have different dtypes")
+        if value(scaled).dtype != dtype or not (cast or dtype == torch.float32):
+            raise NotRead("the norm multiplies by its weight before it rounds")
+        return Norm(node, x, weight, eps)
+    return None
+
+
+def _factors(node: fx.Node) -> tuple[Any, ...]:
+    return node.args if is_op(node, aten.mul) else ()
+
+
+def _each_way(node: fx.Node) -> list[tuple[Any, Any]]:
+    """The two factors of a product, in both orders."""
+    a, b = node.args
+    return [(a, b), (b, a)]
+
+
+def _uncast(node: Any) -> Any:
+    return operand(node) if is_float_cast(node) else node
+
+
+def _scaled(node: Any) -> tuple[fx.Node, float] | None:
+    """(x, eps) of x.float() * rsqrt(mean(x.float() ** 2, -1, keepdim=True) + eps)."""
+    if not is_op(node, aten.mul):
+        return None
+    for wide, inverse in _each_way(node):
+        if not (is_tensor(wide) and is_op(inverse, aten.rsqrt) and value(wide).dtype == torch.float32):
+            continue
+        total = operand(inverse)
+        if not is_op(total, aten.add):
+            return None
+        mean, eps = arguments(total)["self"], arguments(total)["other"]
+        if not (isinstance(eps, float) and arguments(total).get("alpha", 1) == 1 and is_op(mean, aten.mean)):
+            return None
+        a = arguments(mean)
+        last = len(shape(wide)) - 1
+        if (
+            [d % (last + 1) for d in a.get("dim") or ()] != [last]
+            or not a["keepdim"]
+            or a["dtype"] is not None
+        ):
+            return None
+        if not _is_square(a["self"], wide):
+            return None
+        return _uncast(wide), eps
+    return None
+
+
+def _is_square(node: Any, x: fx.Node) -> bool:
+    if is_op(node, aten.pow):
+        return node.args[0] is x and node.args[1] in (2, 2.0)
+    return is_op(node, aten.mul) and node.args[0] is x and node.args[1] is x

@@ -1,0 +1,315 @@
+"""A decoding step with fewer kernels: a norm and products, a product and the residual."""
+
+from __future__ import annotations
+
+import random
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from conftest import SEED
+from moe_models import Recorder, relative_error
+from torch import nn
+from torch._guards import TracingContext, detect_fake_mode
+
+import fp4_ops
+from fp4_ops.compile_passes.step import linears
+from fp4_ops.compile_passes.step.linears import write_linears
+from fp4_ops.compile_passes.trace.copier import Copier
+
+expecttest = pytest.importorskip("expecttest")
+K, BF16 = 64, torch.bfloat16
+
+
+@pytest.fixture(autouse=True)
+def here(monkeypatch):
+    """The pass rewrites one row on a GPU alone; here up to 8 rows, and the CPU stands for a GPU."""
+    monkeypatch.setattr(linears, "runs", lambda *_: True)
+    monkeypatch.setattr(linears, "MAX_ROWS", 8)
+
+
+class Rewriter:
+    """A backend that captures, runs the pass alone, and runs the graph."""
+
+    def __init__(self) -> None:
+        self.graphs: list[torch.fx.Graph] = []
+
+    def __call__(self, gm, inputs):
+        context = TracingContext.try_get()
+        mode = context.fake_mode if context is not None else detect_fake_mode(inputs)
+        fakes = [n.meta["example_value"] for n in gm.graph.find_nodes(op="placeholder")]
+        with torch.no_grad(), mode:
+            made = Copier(gm, fakes, mode, {}).run()
+        given = made.graph.find_nodes(op="placeholder")
+        parameters = {n for n, x in zip(given, inputs) if isinstance(x, nn.Parameter)}
+        self.also = write_linears(made.graph, parameters)
+        made.graph.eliminate_dead_code()
+        made.graph.lint()
+        made.recompile()
+        self.graphs.append(made.graph)
+        return made.forward
+
+    def calls(self, name: str) -> list[torch.fx.Node]:
+        target = getattr(torch.ops.fp4, name).default
+        return [n for graph in self.graphs for n in graph.find_nodes(op="call_function", target=target)]
+
+
+def run(module: nn.Module, *args: Any, dynamic: bool = False) -> Rewriter:
+    """`module` rewritten computes what it does, up to rounding."""
+    torch._dynamo.reset()
+    with torch.no_grad():
+        got = torch.compile(module, backend=(done := Rewriter()), dynamic=dynamic, fullgraph=True)(*args)
+        want = module(*args)
+    for a, b in zip(*(x if isinstance(x, tuple) else (x,) for x in (got, want)), strict=True):
+        assert a.shape == b.shape and a.dtype == b.dtype
+        assert relative_error(a, b.double()) < 1e-2
+    return done
+
+
+class Norm(nn.Module):
+    def __init__(self, k: int = K) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.randn(k))
+
+    def forward(self, x):
+        wide = x.float()
+        return self.weight * (wide * torch.rsqrt(wide.pow(2).mean(-1, keepdim=True) + 1e-6)).to(x.dtype)
+
+
+class Square(Norm):
+    """Written in another way."""
+
+    def forward(self, x):
+        wide = x.to(torch.float32)
+        inverse = torch.rsqrt((wide * wide).mean(dim=-1, keepdim=True) + 1e-5)
+        return (inverse * wide).to(x.dtype) * self.weight
+
+
+class Gemma(Norm):
+    def forward(self, x):
+        wide = x.float()
+        scaled = wide * torch.rsqrt(wide.pow(2).mean(-1, keepdim=True) + 1e-6)
+        return (scaled * (1.0 + self.weight.float())).to(x.dtype)
+
+
+class Late(Norm):
+    """Rounds after it multiplies by its weight."""
+
+    def forward(self, x):
+        wide = x.float()
+        return (self.weight.float() * (wide * torch.rsqrt(wide.pow(2).mean(-1, keepdim=True) + 1e-6))).to(
+            x.dtype
+        )
+
+
+class Whole(Norm):
+    """The mean is one of all rows."""
+
+    def forward(self, x):
+        wide = x.float()
+        return self.weight * (wide * torch.rsqrt(wide.pow(2).mean(dim=(1, 2), keepdim=True) + 1e-6)).to(
+            x.dtype
+        )
+
+
+class Cube(Norm):
+    def forward(self, x):
+        wide = x.float()
+        return self.weight * (wide * torch.rsqrt(wide.pow(4).mean(-1, keepdim=True) + 1e-6)).to(x.dtype)
+
+
+class Centred(Norm):
+    def forward(self, x):
+        wide = x.float()
+        centred = wide - wide.mean(-1, keepdim=True)
+        return self.weight * (centred * torch.rsqrt(wide.pow(2).mean(-1, keepdim=True) + 1e-6)).to(x.dtype)
+
+
+class Attention(nn.Module):
+    """Norm, three products of its result, one that is added to the residual, norm and a router."""
+
+    def __init__(self, norm=Norm, bias: bool = False) -> None:
+        super().__init__()
+        self.first, self.second = norm(), norm()
+        self.q, self.k, self.v = (nn.Linear(K, n, bias=bias) for n in (64, 16, 16))
+        self.o, self.router = nn.Linear(K, K, bias=bias), nn.Linear(K, 5, bias=False)
+
+    def forward(self, x):
+        h = self.first(x)
+        q, k, v = self.q(h), self.k(h), self.v(h)
+        x = x + self.o(q * k.sum(-1, keepdim=True) * v.mean(-1, keepdim=True).sigmoid())
+        h = self.second(x).view(-1, K)
+        return x, F.softmax(self.router(h), -1), h * 2
+
+
+def draw(device: str, *shape: int, dtype=BF16) -> torch.Tensor:
+    return torch.randn(*shape, device=device).to(dtype)
+
+
+@pytest.mark.parametrize("norm", [Norm, Square])
+@pytest.mark.parametrize("bias", [False, True])
+@pytest.mark.parametrize("dtype", [BF16, torch.float16])
+def test_norms_products_and_residuals(device, norm, bias, dtype):
+    module = Attention(norm, bias).to(device, dtype)
+    done = run(module, draw(device, random.Random(SEED).randint(1, 8), 1, K, dtype=dtype))
+    calls = done.calls("linears")
+    assert [(len(c.args[1]), c.args[3] is not None, c.args[5] is not None) for c in calls] == [
+        (3, True, False), (1, False, True), (1, True, False),
+    ]  # fmt: skip
+    assert [c.kwargs.get("keep_norm", False) for c in calls] == [False, False, True]
+    assert len(done.also) == 2 and all("fp4::linears" in said for said in done.also)
+    assert not [n for n in done.graphs[0].nodes if "rsqrt" in n.name or n.name.startswith(("mm", "addmm"))]
+
+
+def test_weights_are_early_behind_a_kernel_of_the_graph(device):
+    """The kernel before the first one may be one that writes the weights."""
+    done = run(Attention().to(device, BF16), draw(device, 2, 3, K)[:, :1])
+    assert [c.kwargs.get("early", False) for c in done.calls("linears")] == [False, True, True]
+
+
+@pytest.mark.parametrize("norm", [Gemma, Late, Whole, Cube, Centred])
+def test_other_norms_stay(device, norm):
+    done = run(Attention(norm).to(device, BF16), draw(device, 3, 1, K))
+    assert [c.args[3] for c in done.calls("linears")] == [None]  # the residual
+    assert norm is not Late or any("before it rounds" in said for said in done.also)
+
+
+def test_gemma_is_refused_with_the_reason(device):
+    class Rounded(Gemma):
+        def forward(self, x):
+            wide = x.float()
+            return (1 + self.weight) * (wide * torch.rsqrt(wide.pow(2).mean(-1, keepdim=True) + 1e-6)).to(
+                x.dtype
+            )
+
+    done = run(Attention(Rounded).to(device, BF16), draw(device, 3, 1, K))
+    assert any("1 + w" in said for said in done.also)
+
+
+@pytest.mark.parametrize("shape", [(1, 9, K), (9, 1, K), (3, 3, K)])
+def test_many_rows_stay(device, shape):
+    assert not run(Attention().to(device, BF16), draw(device, *shape)).calls("linears")
+
+
+def test_rows_of_a_symbolic_number_stay(device):
+    assert not run(Attention().to(device, BF16), draw(device, 3, 1, K), dynamic=True).calls("linears")
+
+
+def test_float32_stays(device):
+    assert not run(Attention().to(device), draw(device, 3, 1, K, dtype=torch.float32)).calls("linears")
+
+
+class Products(nn.Module):
+    """Products that no operator takes, by name."""
+
+    def __init__(self, kind: str) -> None:
+        super().__init__()
+        self.kind, self.o = kind, nn.Linear(K, K, bias=False)
+        self.row = nn.Parameter(torch.randn(K))
+
+    def forward(self, x, other):
+        if self.kind == "read twice":
+            y = self.o(other)
+            return x + y, y * 2
+        if self.kind == "broadcast":
+            return x[:1] + self.o(other)
+        if self.kind == "scaled":
+            return torch.add(x, self.o(other), alpha=2)
+        if self.kind == "itself":
+            y = self.o(other)
+            return y + y
+        if self.kind == "computed":
+            return x + F.linear(other, self.o.weight * 2)
+        if self.kind == "wider":
+            return x.float() + self.o(other)
+        assert self.kind == "argument"
+        return x + F.linear(x, other)
+
+
+@pytest.mark.parametrize(
+    "kind", ["read twice", "broadcast", "scaled", "itself", "computed", "wider", "argument"]
+)
+def test_products_that_stay(device, kind):
+    other = draw(device, K, K) if kind == "argument" else draw(device, 3, 1, K)
+    assert not run(Products(kind).to(device, BF16), draw(device, 3, 1, K), other).calls("linears")
+
+
+# --- a model ---
+
+
+def qwen3(device: str):
+    transformers = pytest.importorskip("transformers")
+    config = transformers.Qwen3MoeConfig(
+        hidden_size=64, num_hidden_layers=2, num_attention_heads=4, num_key_value_heads=2, head_dim=64,
+        num_experts=8, num_experts_per_tok=2, moe_intermediate_size=64, norm_topk_prob=True, vocab_size=128,
+        max_position_embeddings=256,
+    )  # fmt: skip
+    model = transformers.Qwen3MoeForCausalLM(config).eval().to(device, BF16)
+    for name, p in model.named_parameters():
+        if "norm" in name:
+            nn.init.normal_(p, 1.0, 0.2)
+    fp4_ops.prepare(model, format="nvfp4")
+    return transformers, model
+
+
+@pytest.mark.slow
+def test_a_model_takes_its_steps_in_fewer_kernels(device):
+    transformers, model = qwen3(device)
+    tokens = torch.randint(0, 128, (2, 9), device=device)
+
+    def steps(backend):
+        torch._dynamo.reset()
+        cache = transformers.StaticCache(config=model.config, max_cache_len=32)
+        run = torch.compile(model, backend=backend) if backend is not None else model
+        logits = [model(tokens[:, :4], past_key_values=cache).logits[:, -1:]]
+        for i in range(4, 9):
+            logits.append(run(tokens[:, i : i + 1], past_key_values=cache).logits)
+        return torch.cat(logits, 1)
+
+    with torch.no_grad():
+        plain, ours = steps(None), steps(recorder := Recorder())
+    assert relative_error(ours, plain.double()) < 3e-2
+    assert recorder.compilations == 1 and len(recorder.graphs) == 1
+    names = [str(n.target) for n in recorder.graphs[0].graph.nodes]
+    # Two layers of three, and the last norm with the head.
+    assert names.count("fp4.linears.default") == 7
+    assert names.count("aten.mm.default") == 0
+    assert len([said for said in recorder.frames[0].also if said.startswith("decoding step")]) == 2
+
+
+class TestGolden(expecttest.TestCase):
+    def test_an_attention_layer(self) -> None:
+        done = run(Attention().to(BF16), draw("cpu", 3, 1, K))
+        nodes = [f"{n} = {n.target}{n.args}" for n in done.graphs[0].nodes if n.op == "call_function"]
+        self.assertExpectedInline(
+            "\n".join(node.replace("_default", "") for node in nodes),
+            """\
+linears = fp4.linears.default(arg0_1, [arg2_1, arg3_1, arg4_1], [None, None, None], arg1_1, 1e-06, None)
+getitem_2 = <built-in function getitem>(linears, 2)
+reshape_2 = aten.reshape.default(getitem_2, [-1, 16])
+getitem_1 = <built-in function getitem>(linears, 1)
+reshape_1 = aten.reshape.default(getitem_1, [-1, 16])
+getitem = <built-in function getitem>(linears, 0)
+reshape = aten.reshape.default(getitem, [-1, 64])
+_unsafe_view = aten._unsafe_view.default(reshape, [3, 1, 64])
+_unsafe_view_1 = aten._unsafe_view.default(reshape_1, [3, 1, 16])
+_unsafe_view_2 = aten._unsafe_view.default(reshape_2, [3, 1, 16])
+sum_1 = aten.sum.dim_IntList(_unsafe_view_1, [-1], True)
+mul_2 = aten.mul.Tensor(_unsafe_view, sum_1)
+mean_1 = aten.mean.dim(_unsafe_view_2, [-1], True)
+sigmoid = aten.sigmoid.default(mean_1,)
+mul_3 = aten.mul.Tensor(mul_2, sigmoid)
+view_3 = aten.view.default(mul_3, [3, 64])
+reshape_3 = aten.reshape.default(arg0_1, [-1, 64])
+linears_1 = fp4.linears.default(view_3, [arg5_1], [None], None, 0.0, reshape_3)
+getitem_3 = <built-in function getitem>(linears_1, 0)
+reshape_4 = aten.reshape.default(getitem_3, [3, 1, 64])
+linears_2 = fp4.linears.default(reshape_4, [arg7_1], [None], arg6_1, 1e-06, None)
+getitem_5 = <built-in function getitem>(linears_2, 0)
+reshape_5 = aten.reshape.default(getitem_5, [-1, 5])
+getitem_4 = <built-in function getitem>(linears_2, 1)
+view_4 = aten.view.default(getitem_4, [-1, 64])
+_softmax = aten._softmax.default(reshape_5, -1, False)
+mul_6 = aten.mul.Tensor(view_4, 2)""",
+        )
